@@ -1,0 +1,129 @@
+"""The six values that travel through the program (Examples → Rollouts → Outcomes → Batch + TeacherSignal → TrainState).
+
+Host-side values hold NumPy arrays and strings; device-side values are `flax.struct` dataclasses of arrays.
+Shape letters: N samples (completions) of a generation batch, G groups (questions), n = N / G samples a group,
+B rows of one update, S tokens of a row, T completion tokens, P prompt tokens, D model width, V vocabulary, K support size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import numpy as np
+
+Messages = list[dict[str, str]]
+Tree = Any  # A nested dict of arrays.
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+  """One question."""
+
+  id: str
+  messages: Messages  # Chat messages; the last one is the user turn that re-prompting extends.
+  environment: str  # Registered name of the grader.
+  ground_truth: Any  # Whatever the grader needs; never shown to the student.
+  data_source: str  # Evaluation results are reported per data source.
+  extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Rollouts:
+  """N sampled completions, `n` consecutive rows a question."""
+
+  group: np.ndarray  # [N] int32, index of the question in the generation batch.
+  prompt_tokens: np.ndarray  # [N, P] int32, right-padded.
+  prompt_mask: np.ndarray  # [N, P] bool.
+  completion_tokens: np.ndarray  # [N, T] int32, right-padded; the stop token, where one was drawn, is part of it.
+  completion_mask: np.ndarray  # [N, T] bool.
+  sampling_log_probs: np.ndarray  # [N, T] float32, under the distribution drawn from (temperature, truncation).
+  model_log_probs: np.ndarray  # [N, T] float32, under the plain model distribution (temperature 1, no truncation).
+  entropy: np.ndarray  # [N, T] float32, nats, of the plain model distribution.
+  finish_reason: list[str]  # [N] 'stop' (a stop id or stop string) or 'length'.
+  text: list[str]  # [N] decoded completion without special tokens.
+
+  def __len__(self) -> int:
+    return len(self.group)
+
+  def take(self, rows: np.ndarray) -> Rollouts:
+    """The same rollouts restricted to (or reordered by) `rows` [M] int."""
+    take_list = lambda values: [values[int(row)] for row in rows]
+    return Rollouts(
+      **{
+        field.name: take_list(value) if isinstance(value := getattr(self, field.name), list) else value[rows]
+        for field in dataclasses.fields(self)
+      }
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+  """What a grader says of one completion."""
+
+  score: float  # Compared with `success_reward_threshold`.
+  feedback: str | None = None  # What was wrong, in words; None or blank: nothing to say.
+  metrics: Mapping[str, Any] = dataclasses.field(
+    default_factory=dict
+  )  # e.g. acc, pred (str, for maj@k), incorrect_format.
+
+
+@flax.struct.dataclass
+class TokenRows:
+  """Token sequences for one forward pass, right-padded."""
+
+  tokens: jax.Array  # [B, S] int32.
+  positions: jax.Array  # [B, S] int32, restarted at 0 for each segment.
+  segment_ids: jax.Array  # [B, S] int32, 0 = padding; tokens attend only within their segment.
+  target_index: (
+    jax.Array
+  )  # [B, T] int32, index in the row of the state that predicts completion token t (0 where masked).
+
+
+@flax.struct.dataclass
+class TeacherSignal:
+  """What the objective needs of a teacher, per completion token.
+
+  Own or in-mesh teacher: `hidden` and `unembedding`, and for the trust region the mixing weight with the student
+  scored in the teacher's context. External teacher: token ids with log-probs (the tail is what they leave of 1).
+  """
+
+  hidden: jax.Array | None = None  # [B, T, D].
+  unembedding: jax.Array | None = None  # [V, D].
+  mix_hidden: jax.Array | None = None  # [B, T, D] of the student's weights on the teacher's prompt (trust region).
+  mix_unembedding: jax.Array | None = None  # [V, D].
+  mix_rate: float | jax.Array | None = None  # logits = (1 − rate)·teacher + rate·mix (`spec` trust region, float32).
+  token_ids: jax.Array | None = None  # [B, T, K] int32.
+  log_probs: jax.Array | None = None  # [B, T, K].
+
+
+@flax.struct.dataclass
+class Batch:
+  """Device arrays of one update (or of one micro-batch of it)."""
+
+  student: TokenRows
+  teacher: TokenRows | None  # None when no row has a teacher signal (GRPO).
+  targets: jax.Array  # [B, T] int32, completion tokens (0 where masked).
+  mask: jax.Array  # [B, T] float32, 1 on completion tokens.
+  distill_coef: jax.Array  # [B, T] float32, weight of the divergence of a token: masks × weights ÷ denominators.
+  policy_coef: jax.Array  # [B, T] float32, weight of the policy-gradient loss of a token.
+  entropy_coef: jax.Array  # [B, T] float32, weight of the entropy bonus of a token.
+  old_log_probs: (
+    jax.Array | None
+  )  # [B, T], of the policy before the update; None: the current ones, detached (on-policy).
+  advantages: jax.Array  # [B, T] float32.
+
+
+@flax.struct.dataclass
+class TrainState:
+  """All that an update changes, and all that a checkpoint must hold of the device."""
+
+  step: jax.Array  # [] int32, generation batches finished.
+  optimizer_step: jax.Array  # [] int32, optimizer updates applied (skipped ones not counted).
+  trainable: Tree  # float32.
+  opt_state: Tree
+  teacher: Tree  # float32 teacher parameters in the layout of `trainable`; an empty dict for a live teacher.
+  rng: jax.Array  # typed PRNG key.
