@@ -58,6 +58,7 @@ class DataConfig:
     (), 'Lengths to which prompts are padded; empty: powers of two up to the limit. Each compiles one program.'
   )
   response_buckets: tuple[int, ...] = setting((), 'The same for completions.')
+  reprompt_buckets: tuple[int, ...] = setting((), "The same for the teacher's prompts.")
 
 
 @dataclasses.dataclass
@@ -168,6 +169,7 @@ class AlgorithmConfig:
 
 @dataclasses.dataclass
 class OptimizerConfig:
+  name: Literal['adamw', 'sgd'] = setting('adamw', "AdamW as torch's, or plain gradient descent.")
   lr: float = setting(1e-5, 'Learning rate after the warm-up.')
   lr_warmup_steps: int = setting(10, 'Generation batches of linear warm-up from 0 (the first has rate 0); 0: none.')
   betas: tuple[float, ...] = setting((0.9, 0.999), 'AdamW moment decays.')

@@ -1,0 +1,75 @@
+"""The device mesh, and the one place that says which logical axis goes on which mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import math
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+
+from sdpo_jax.config import MeshConfig
+from sdpo_jax.errors import UserError
+
+FSDP, TENSOR = 'fsdp', 'tensor'
+
+# Logical axis of a parameter → mesh axis. Parameters are sharded over both axes: `embed` is what FSDP gathers.
+RULES: Mapping[str, str | None] = {
+  'vocab': TENSOR,
+  'embed': FSDP,
+  'heads': TENSOR,
+  'kv_heads': TENSOR,
+  'mlp': TENSOR,
+  'head_dim': None,
+  'layers': None,
+}
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+  """A (fsdp, tensor) mesh over `devices` (all of them by default); -1 in the settings stands for the rest.
+
+  Raises:
+    UserError: the product of the axes is not the number of devices.
+  """
+  devices = list(jax.devices() if devices is None else devices)
+  sizes = {FSDP: config.fsdp, TENSOR: config.tensor}
+  fixed = math.prod(size for size in sizes.values() if size != -1)
+  sizes = {name: len(devices) // fixed if size == -1 else size for name, size in sizes.items()}
+  if math.prod(sizes.values()) != len(devices):
+    raise UserError(
+      f'mesh.fsdp={config.fsdp} × mesh.tensor={config.tensor} does not make up the {len(devices)} devices here: '
+      'set one of them to -1 (the rest) or make the product equal.'
+    )
+  return Mesh(np.array(devices).reshape(sizes[FSDP], sizes[TENSOR]), (FSDP, TENSOR))
+
+
+def parameter_sharding(mesh: Mesh, logical_axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
+  """The sharding of a parameter with these logical axes; an axis that a mesh axis does not divide stays whole."""
+  spec = []
+  for name, size in zip(logical_axes, shape, strict=True):
+    axis = RULES[name] if name is not None else None
+    spec.append(axis if axis is not None and size % mesh.shape[axis] == 0 else None)
+  return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+  """Rows over both mesh axes."""
+  return NamedSharding(mesh, PartitionSpec((FSDP, TENSOR)))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+  """A whole copy on every device."""
+  return NamedSharding(mesh, PartitionSpec())
+
+
+def put_rows(mesh: Mesh, tree: Any) -> Any:
+  """Host arrays of rows placed on the mesh; every process holds the whole value and contributes its share."""
+  sharding, whole = batch_sharding(mesh), replicated(mesh)
+
+  def put(value: np.ndarray) -> jax.Array:
+    target = sharding if value.ndim and value.shape[0] % mesh.size == 0 else whole
+    return jax.make_array_from_callback(value.shape, target, lambda index: value[index])
+
+  return jax.tree.map(lambda leaf: put(np.asarray(leaf)), tree)

@@ -1,0 +1,1 @@
+"""State, the jitted step, the loop, checkpoints, evaluation, metrics."""
