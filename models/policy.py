@@ -50,6 +50,10 @@ class Policy(Protocol):
     """An empty cache of `length` slots for each of `batch_size` rows; `repeat_cache` copies rows for a group."""
     ...
 
-  def repeat_cache(self, cache: Tree, repeats: int) -> Tree:
-    """The cache with every row repeated `repeats` times in place: rows 0,0,…,1,1,…"""
+  def repeat_cache(self, cache: Tree, repeats: int, length: int | None = None) -> Tree:
+    """The cache with every row repeated `repeats` times in place: rows 0,0,…,1,1,…
+
+    `length`: slots that the result shall have (at least those of `cache`; None: the same), so that prompts are
+    prefilled in a cache of their own length and room for the completions is made only here.
+    """
     ...

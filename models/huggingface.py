@@ -1,0 +1,257 @@
+"""Hugging Face model directories: import, export and random initialisation, driven by the parameter table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+import contextlib
+import json
+import math
+import os
+import pathlib
+import shutil
+from typing import Any, Literal
+
+import jax
+import ml_dtypes
+import numpy as np
+import safetensors
+from safetensors.numpy import save_file
+
+from models import parameters
+from models.qwen3 import Qwen3Config, Qwen3Policy
+from sdpo_jax.config import ModelConfig
+from sdpo_jax.errors import UserError
+
+Tree = Any
+WEIGHTS = 'model.safetensors'
+INDEX = 'model.safetensors.index.json'
+STORED_DTYPES = ('F32', 'F16', 'BF16')
+# Tensors that some writers store although they follow from config.json.
+IGNORED = ('rotary_emb.inv_freq', 'attn.masked_bias')
+Sharding = Callable[[parameters.Parameter], jax.sharding.Sharding]
+
+
+def load(path: str | os.PathLike, config: ModelConfig, sharding: Sharding | None = None) -> tuple[Qwen3Policy, Tree]:
+  """The policy and its float32 parameters from a model directory (one or several safetensors files).
+
+  Files are memory-mapped and read tensor by tensor: the host holds one stacked parameter at a time beside the result.
+
+  Args:
+    path: directory with config.json and safetensors.
+    config: compute dtype and rematerialisation.
+    sharding: where each parameter goes; each process then reads only the slices that it holds. None: default device.
+
+  Raises:
+    UserError: naming the missing or damaged file, the unsupported architecture, the missing, unexpected or misshapen
+      tensor.
+  """
+  root = pathlib.Path(path)
+  policy = read_policy(root, config)
+  table = policy.parameter_table()
+  with contextlib.ExitStack() as stack:
+    tensors = _open(root, stack)
+    _check(root, table, tensors, tied=policy.config.tied)
+    params = parameters.map_table(lambda parameter: _read(parameter, tensors, sharding), table)
+  return policy, params
+
+
+def read_policy(path: str | os.PathLike, config: ModelConfig) -> Qwen3Policy:
+  """The policy that a directory's config.json describes; reads no weights.
+
+  Raises:
+    UserError: missing or malformed config.json, unsupported architecture.
+  """
+  values = read_json(pathlib.Path(path), 'config.json')
+  model = Qwen3Config.from_json(values, str(pathlib.Path(path) / 'config.json'))
+  return Qwen3Policy(model, config.dtype, config.remat)
+
+
+def init(config_json: dict[str, Any], rng: jax.Array, config: ModelConfig | None = None) -> tuple[Qwen3Policy, Tree]:
+  """A policy with random float32 parameters, from the contents of a config.json.
+
+  Args:
+    config_json: see `Qwen3Config.from_json`; initializer_range is the standard deviation.
+    rng: PRNG key.
+    config: compute dtype and rematerialisation; None: float32, none.
+  """
+  config = config or ModelConfig(dtype='float32', remat='none')
+  policy = Qwen3Policy(Qwen3Config.from_json(config_json), config.dtype, config.remat)
+  return policy, parameters.initialise(policy.parameter_table(), rng, policy.config.initializer_range)
+
+
+def save(
+  path: str | os.PathLike,
+  policy: Qwen3Policy,
+  params: Tree,
+  *,
+  source: str | os.PathLike | None = None,
+  dtype: Literal['float32', 'bfloat16', 'float16'] = 'bfloat16',
+  max_shard_bytes: int = 5 * 10**9,
+) -> None:
+  """Writes a model directory that transformers loads.
+
+  The directory appears under its name only when it is complete.
+
+  Args:
+    path: directory to make; it must not hold files.
+    policy: whose parameter table names the tensors.
+    params: nested dict of arrays, jax (fully addressable) or numpy.
+    source: the model directory whose config.json, tokenizer and generation_config.json are copied; None: config.json
+      is written from the policy, and nothing else.
+    dtype: of the stored tensors.
+    max_shard_bytes: a file holds at most so many bytes of tensors (or one tensor); more than one file: with an index.
+
+  Raises:
+    UserError: `path` already holds files, or `source` has no config.json.
+  """
+  root = pathlib.Path(path)
+  if root.exists() and (not root.is_dir() or any(root.iterdir())):
+    raise UserError(f'{root} already exists and is not empty: remove it or name another directory.')
+  values = policy.config.to_json() if source is None else read_json(pathlib.Path(source), 'config.json')
+  values = {key: value for key, value in values.items() if key != 'torch_dtype'} | {'dtype': dtype}
+  partial = root.with_name(root.name + '.partial')
+  shutil.rmtree(partial, ignore_errors=True)
+  partial.mkdir(parents=True)
+  if source is not None:
+    _copy_companions(pathlib.Path(source), partial)
+  (partial / 'config.json').write_text(json.dumps(values, indent=2) + '\n', encoding='utf-8')
+  _write_weights(partial, policy.parameter_table(), params, np.dtype(getattr(ml_dtypes, dtype, dtype)), max_shard_bytes)
+  if root.exists():
+    root.rmdir()
+  partial.rename(root)
+
+
+def read_json(root: pathlib.Path, name: str) -> dict[str, Any]:
+  """The JSON object in a file of a model directory.
+
+  Raises:
+    UserError: the directory or the file is missing, or the file does not hold a JSON object.
+  """
+  if not root.is_dir():
+    raise UserError(f'The model directory {root} does not exist: set model.path to a Hugging Face model directory.')
+  file = root / name
+  if not file.is_file():
+    raise UserError(f'{root} has no {name}: model.path must be a Hugging Face model directory.')
+  try:
+    values = json.loads(file.read_text(encoding='utf-8'))
+  except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    raise UserError(f'{file} is not JSON: {error}.') from error
+  if not isinstance(values, dict):
+    raise UserError(f'{file} must hold a JSON object, not {type(values).__name__}.')
+  return values
+
+
+def _files(root: pathlib.Path) -> list[pathlib.Path]:
+  if (root / INDEX).is_file():
+    weight_map = read_json(root, INDEX).get('weight_map')
+    if not isinstance(weight_map, dict) or not weight_map:
+      raise UserError(f'{root / INDEX} has no weight_map.')
+    files = [root / name for name in sorted(set(weight_map.values()))]
+  elif (root / WEIGHTS).is_file():
+    files = [root / WEIGHTS]
+  else:
+    raise UserError(f'{root} has neither {WEIGHTS} nor {INDEX}: only safetensors weights are read.')
+  for file in files:
+    if not file.is_file():
+      raise UserError(f'{root / INDEX} names {file.name}, which is missing.')
+  return files
+
+
+def _open(root: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
+  """Tensor name -> the open file that holds it."""
+  tensors = {}
+  for file in _files(root):
+    try:
+      handle = stack.enter_context(safetensors.safe_open(file, framework='numpy'))
+    except (safetensors.SafetensorError, OSError) as error:
+      raise UserError(f'{file} is damaged or not a safetensors file: {error}.') from error
+    tensors.update(dict.fromkeys(handle.keys(), handle))
+  return tensors
+
+
+def _check(root: pathlib.Path, table: parameters.Table, tensors: dict[str, Any], tied: bool) -> None:
+  expected = {p.huggingface_name(layer): p for p in table for layer in range(p.layers)}
+  missing = [name for name in expected if name not in tensors]
+  if missing:
+    raise UserError(f'{root}: {len(missing)} tensors are missing, first {missing[0]!r}.')
+  ignored = (*IGNORED, 'lm_head.weight') if tied else IGNORED
+  unexpected = [name for name in sorted(tensors) if name not in expected and not name.endswith(ignored)]
+  if unexpected:
+    raise UserError(
+      f'{root}: {len(unexpected)} tensors do not belong to the model that config.json describes, first '
+      f'{unexpected[0]!r}.'
+    )
+  for name, parameter in expected.items():
+    view = tensors[name].get_slice(name)
+    if tuple(view.get_shape()) != parameter.huggingface_shape:
+      raise UserError(
+        f'{root}: tensor {name!r} has shape {tuple(view.get_shape())}; config.json says {parameter.huggingface_shape}.'
+      )
+    if view.get_dtype() not in STORED_DTYPES:
+      raise UserError(
+        f'{root}: tensor {name!r} is stored as {view.get_dtype()}; supported: {", ".join(STORED_DTYPES)}.'
+      )
+
+
+def _read(parameter: parameters.Parameter, tensors: dict[str, Any], sharding: Sharding | None) -> jax.Array:
+  def tensor(layer: int) -> np.ndarray:
+    name = parameter.huggingface_name(layer)
+    return parameter.from_huggingface(tensors[name].get_tensor(name))
+
+  def read(index: tuple[slice, ...]) -> np.ndarray:
+    shape = tuple(len(range(*part.indices(size))) for part, size in zip(index, parameter.shape, strict=True))
+    out = np.empty(shape, parameter.dtype)
+    if not parameter.stacked:
+      out[...] = tensor(0)[index]
+      return out
+    for row, layer in enumerate(range(*index[0].indices(parameter.layers))):
+      out[row] = tensor(layer)[index[1:]]
+    return out
+
+  if sharding is None:
+    return jax.device_put(read((slice(None),) * len(parameter.shape)))
+  return jax.make_array_from_callback(parameter.shape, sharding(parameter), read)
+
+
+def _copy_companions(source: pathlib.Path, target: pathlib.Path) -> None:
+  """Everything that is not weights: tokenizer, chat template, generation_config.json, licence."""
+  weights = ('.safetensors', '.safetensors.index.json', '.bin', '.bin.index.json', '.pt', '.pth', '.gguf', '.onnx')
+  for file in source.iterdir():
+    if file.is_file() and not file.name.startswith('.') and not file.name.endswith(weights):
+      shutil.copyfile(file, target / file.name)
+
+
+def _tensors(table: parameters.Table, params: Tree, dtype: np.dtype) -> Iterator[tuple[str, int, Callable]]:
+  """(name, bytes, function that makes the tensor) of every tensor of an export."""
+  for parameter in table:
+    leaf = parameters.get(params, parameter.path)
+    if tuple(leaf.shape) != parameter.shape:
+      raise ValueError(f'{parameter.name} has shape {leaf.shape}, not {parameter.shape}.')
+    for layer in range(parameter.layers):
+      make = lambda leaf=leaf, layer=layer, parameter=parameter: parameter.to_huggingface(
+        np.asarray(leaf[layer] if parameter.stacked else leaf).astype(dtype)
+      )
+      yield parameter.huggingface_name(layer), math.prod(parameter.huggingface_shape) * dtype.itemsize, make
+
+
+def _write_weights(
+  root: pathlib.Path, table: parameters.Table, params: Tree, dtype: np.dtype, max_shard_bytes: int
+) -> None:
+  shards: list[list[tuple[str, int, Callable]]] = [[]]
+  for tensor in _tensors(table, params, dtype):
+    if shards[-1] and sum(size for _, size, _ in shards[-1]) + tensor[1] > max_shard_bytes:
+      shards.append([])
+    shards[-1].append(tensor)
+  names = (
+    [WEIGHTS]
+    if len(shards) == 1
+    else [f'model-{i + 1:05d}-of-{len(shards):05d}.safetensors' for i in range(len(shards))]
+  )
+  for file, shard in zip(names, shards, strict=True):
+    save_file({name: make() for name, _, make in shard}, root / file, metadata={'format': 'pt'})
+  if len(shards) > 1:
+    index = {
+      'metadata': {'total_size': sum(size for shard in shards for _, size, _ in shard)},
+      'weight_map': {name: file for file, shard in zip(names, shards, strict=True) for name, _, _ in shard},
+    }
+    (root / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + '\n', encoding='utf-8')

@@ -1,0 +1,125 @@
+"""What a parameter is: the one table that initialisation, sharding, import and export read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+import dataclasses
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Tree = Any
+Path = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+  """One array of a model.
+
+  Its Hugging Face tensors are the slices along the leading 'layers' axis, where it has one. A Hugging Face matrix is
+  [out, in]; `transpose` says that ours has the inputs first. After that, a reshape gives our shape, in which heads
+  have an axis of their own.
+  """
+
+  path: Path  # Keys in the nested parameter dict.
+  shape: tuple[int, ...]
+  axes: tuple[str, ...]  # Logical axis of every dimension; mesh rules turn them into shardings.
+  init: Literal['normal', 'ones', 'zeros']
+  huggingface: str  # Tensor name, with {layer} where layers are stacked.
+  huggingface_shape: tuple[int, ...]  # Of one Hugging Face tensor.
+  transpose: bool = False
+  compute: bool = True  # False: stays float32 in the forward pass (norm weights).
+  dtype: str = 'float32'  # Of the master copy.
+
+  @property
+  def name(self) -> str:
+    return '.'.join(self.path)
+
+  @property
+  def stacked(self) -> bool:
+    return self.axes[0] == 'layers'
+
+  @property
+  def layers(self) -> int:
+    """Number of Hugging Face tensors that make this parameter."""
+    return self.shape[0] if self.stacked else 1
+
+  def huggingface_name(self, layer: int = 0) -> str:
+    return self.huggingface.format(layer=layer)
+
+  def from_huggingface(self, tensor: np.ndarray) -> np.ndarray:
+    """One Hugging Face tensor in our layout (without the layers axis), in its own dtype; a view where possible."""
+    tensor = tensor.T if self.transpose else tensor
+    return tensor.reshape(self.shape[1:] if self.stacked else self.shape)
+
+  def to_huggingface(self, array: np.ndarray) -> np.ndarray:
+    """The inverse of `from_huggingface`, contiguous."""
+    matrix = array.reshape(self.huggingface_shape[::-1] if self.transpose else self.huggingface_shape)
+    return np.ascontiguousarray(matrix.T if self.transpose else matrix)
+
+
+Table = tuple[Parameter, ...]
+
+
+def get(tree: Tree, path: Path) -> Any:
+  """The leaf of a nested dict at `path`."""
+  for key in path:
+    tree = tree[key]
+  return tree
+
+
+def nest(leaves: Iterable[tuple[Path, Any]]) -> Tree:
+  """A nested dict from (path, leaf) pairs."""
+  tree: Tree = {}
+  for path, leaf in leaves:
+    node = tree
+    for key in path[:-1]:
+      node = node.setdefault(key, {})
+    node[path[-1]] = leaf
+  return tree
+
+
+def map_table(function: Callable[[Parameter], Any], table: Table) -> Tree:
+  """The nested dict of function(parameter): shapes, logical axes, shardings, arrays …"""
+  return nest((parameter.path, function(parameter)) for parameter in table)
+
+
+def map_tree(function: Callable[[Parameter, Any], Any], table: Table, tree: Tree) -> Tree:
+  """The nested dict of function(parameter, leaf of `tree`)."""
+  return nest((parameter.path, function(parameter, get(tree, parameter.path))) for parameter in table)
+
+
+def abstract(table: Table) -> Tree:
+  """The tree of jax.ShapeDtypeStruct that the table describes."""
+  return map_table(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.dtype(p.dtype)), table)
+
+
+def logical_axes(table: Table) -> Tree:
+  """The tree of logical axis names (a tuple per parameter)."""
+  return map_table(lambda p: p.axes, table)
+
+
+def count(table: Table) -> int:
+  """Number of scalars."""
+  return sum(math.prod(p.shape) for p in table)
+
+
+def initialise(table: Table, rng: jax.Array, scale: float) -> Tree:
+  """Random parameters: normal with standard deviation `scale` for matrices, ones for norms, zeros for biases.
+
+  Jit-able; each array's key folds in its place in the table, so it does not depend on how it is sharded.
+  """
+  index = {parameter.path: i for i, parameter in enumerate(table)}
+
+  def make(parameter: Parameter) -> jax.Array:
+    dtype = jnp.dtype(parameter.dtype)
+    if parameter.init == 'ones':
+      return jnp.ones(parameter.shape, dtype)
+    if parameter.init == 'zeros':
+      return jnp.zeros(parameter.shape, dtype)
+    return scale * jax.random.normal(jax.random.fold_in(rng, index[parameter.path]), parameter.shape, dtype)
+
+  return map_table(make, table)

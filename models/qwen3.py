@@ -1,0 +1,458 @@
+"""Qwen3 dense decoder in Flax NNX, and the policy that wraps it as a pure function of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import dataclasses
+import functools
+import math
+from typing import Any, Literal
+
+from flax import nnx
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from models import attention, parameters
+from models import cache as kv_cache
+from sdpo_jax.errors import UserError
+
+Tree = Any
+ARCHITECTURE = 'qwen3'
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen3Config:
+  """Sizes and constants of a Qwen3 dense model."""
+
+  vocab_size: int
+  hidden_size: int
+  intermediate_size: int
+  layers: int
+  heads: int
+  kv_heads: int
+  head_dim: int
+  rope_theta: float
+  norm_eps: float
+  tied: bool
+  attention_bias: bool = False
+  initializer_range: float = 0.02
+  windows: tuple[int, ...] | None = None  # Per layer, number of positions seen (0: all); None: all layers see all.
+
+  @classmethod
+  def from_json(cls, values: dict[str, Any], source: str = 'config.json') -> Qwen3Config:
+    """From the contents of a Hugging Face config.json; defaults are transformers' own.
+
+    Raises:
+      UserError: naming `source` and the key: another architecture, a missing or impossible size, a rope type or an
+        activation that is not supported.
+    """
+    kind = values.get('model_type')
+    if kind != ARCHITECTURE:
+      raise UserError(f'{source}: model_type {kind!r} is not supported; supported: {ARCHITECTURE!r} (dense).')
+    sizes = {}
+    for field, key in (
+      ('vocab_size', 'vocab_size'),
+      ('hidden_size', 'hidden_size'),
+      ('intermediate_size', 'intermediate_size'),
+      ('layers', 'num_hidden_layers'),
+      ('heads', 'num_attention_heads'),
+    ):
+      sizes[field] = _size(values, key, source)
+    sizes['kv_heads'] = (
+      _size(values, 'num_key_value_heads', source) if values.get('num_key_value_heads') else sizes['heads']
+    )
+    sizes['head_dim'] = _size(values, 'head_dim', source) if 'head_dim' in values else 128
+    if sizes['heads'] % sizes['kv_heads']:
+      raise UserError(
+        f'{source}: num_attention_heads={sizes["heads"]} is not a multiple of num_key_value_heads={sizes["kv_heads"]}.'
+      )
+    if sizes['head_dim'] % 2:
+      raise UserError(f'{source}: head_dim={sizes["head_dim"]} is odd; rotary embeddings need an even one.')
+    if values.get('hidden_act', 'silu') != 'silu':
+      raise UserError(f"{source}: hidden_act {values['hidden_act']!r} is not supported; supported: 'silu'.")
+    return cls(
+      **sizes,
+      rope_theta=_rope_theta(values, source),
+      norm_eps=float(values.get('rms_norm_eps', 1e-6)),
+      tied=bool(values.get('tie_word_embeddings', False)),
+      attention_bias=bool(values.get('attention_bias', False)),
+      initializer_range=float(values.get('initializer_range', 0.02)),
+      windows=_windows(values, sizes['layers'], source),
+    )
+
+  def to_json(self) -> dict[str, Any]:
+    """The contents of a config.json from which transformers (4.51 or newer) builds the same model."""
+    values = {
+      'architectures': ['Qwen3ForCausalLM'],
+      'model_type': ARCHITECTURE,
+      'vocab_size': self.vocab_size,
+      'hidden_size': self.hidden_size,
+      'intermediate_size': self.intermediate_size,
+      'num_hidden_layers': self.layers,
+      'num_attention_heads': self.heads,
+      'num_key_value_heads': self.kv_heads,
+      'head_dim': self.head_dim,
+      'hidden_act': 'silu',
+      'rope_theta': self.rope_theta,
+      'rms_norm_eps': self.norm_eps,
+      'tie_word_embeddings': self.tied,
+      'attention_bias': self.attention_bias,
+      'initializer_range': self.initializer_range,
+    }
+    if self.windows is not None:
+      values['use_sliding_window'] = True
+      values['sliding_window'] = max(self.windows)
+      values['layer_types'] = ['sliding_attention' if window else 'full_attention' for window in self.windows]
+    return values
+
+
+def _size(values: dict[str, Any], key: str, source: str) -> int:
+  value = values.get(key)
+  if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+    raise UserError(f'{source}: {key} must be a positive integer, not {value!r}.')
+  return value
+
+
+def _rope_theta(values: dict[str, Any], source: str) -> float:
+  """The base of the rotary embedding: top-level (transformers 4) or in rope_parameters (transformers 5)."""
+  scaling = values.get('rope_parameters') or values.get('rope_scaling') or {}
+  kind = scaling.get('rope_type', scaling.get('type', 'default'))
+  if kind != 'default':
+    raise UserError(f"{source}: rope type {kind!r} is not supported; supported: 'default'.")
+  theta = scaling.get('rope_theta', values.get('rope_theta', 10000.0))
+  if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
+    raise UserError(f'{source}: rope_theta must be a positive number, not {theta!r}.')
+  return float(theta)
+
+
+def _windows(values: dict[str, Any], layers: int, source: str) -> tuple[int, ...] | None:
+  window = values.get('sliding_window') if values.get('use_sliding_window', False) else None
+  kinds = values.get('layer_types')
+  if kinds is None:
+    first = values.get('max_window_layers', 28)
+    kinds = ['sliding_attention' if window and i >= first else 'full_attention' for i in range(layers)]
+  unknown = set(kinds) - {'full_attention', 'sliding_attention'}
+  if unknown or len(kinds) != layers:
+    raise UserError(
+      f"{source}: layer_types must name 'full_attention' or 'sliding_attention' for each of the {layers} layers, "
+      f'not {kinds!r}.'
+    )
+  if 'sliding_attention' not in kinds:
+    return None
+  if not isinstance(window, int) or window <= 0:
+    raise UserError(
+      f'{source}: layer_types asks for sliding_attention, which needs use_sliding_window=true and a positive '
+      f'sliding_window (it is {values.get("sliding_window")!r}).'
+    )
+  return tuple(window if kind == 'sliding_attention' else 0 for kind in kinds)
+
+
+@functools.cache
+def table(config: Qwen3Config) -> parameters.Table:
+  """Every parameter of the model, in the order in which its files hold them."""
+  width, layers, head_dim = config.hidden_size, config.layers, config.head_dim
+  rows = []
+
+  def add(path, shape, axes, init, name, matrix=None, **more):
+    stacked = axes[0] == 'layers'
+    matrix = matrix or (shape[1:] if stacked else shape)
+    rows.append(parameters.Parameter(tuple(path.split('.')), shape, axes, init, name, matrix, **more))
+
+  add('embedding', (config.vocab_size, width), ('vocab', 'embed'), 'normal', 'model.embed_tokens.weight')
+  layer = 'model.layers.{layer}.'
+  norm = lambda path, size, axis, name: add(path, (layers, size), ('layers', axis), 'ones', layer + name, compute=False)
+  norm('layers.attention_norm', width, 'norm', 'input_layernorm.weight')
+  for name, heads, axis in (
+    ('q', config.heads, 'heads'),
+    ('k', config.kv_heads, 'kv_heads'),
+    ('v', config.kv_heads, 'kv_heads'),
+  ):
+    path = f'layers.attention.{dict(q="query", k="key", v="value")[name]}'
+    add(
+      path,
+      (layers, width, heads, head_dim),
+      ('layers', 'embed', axis, 'head_dim'),
+      'normal',
+      f'{layer}self_attn.{name}_proj.weight',
+      (heads * head_dim, width),
+      transpose=True,
+    )
+    if config.attention_bias:
+      add(
+        f'{path}_bias',
+        (layers, heads, head_dim),
+        ('layers', axis, 'head_dim'),
+        'zeros',
+        f'{layer}self_attn.{name}_proj.bias',
+        (heads * head_dim,),
+      )
+  add(
+    'layers.attention.output',
+    (layers, config.heads, head_dim, width),
+    ('layers', 'heads', 'head_dim', 'embed'),
+    'normal',
+    f'{layer}self_attn.o_proj.weight',
+    (width, config.heads * head_dim),
+    transpose=True,
+  )
+  if config.attention_bias:
+    add('layers.attention.output_bias', (layers, width), ('layers', 'norm'), 'zeros', f'{layer}self_attn.o_proj.bias')
+  norm('layers.attention.query_norm', head_dim, 'head_dim', 'self_attn.q_norm.weight')
+  norm('layers.attention.key_norm', head_dim, 'head_dim', 'self_attn.k_norm.weight')
+  norm('layers.mlp_norm', width, 'norm', 'post_attention_layernorm.weight')
+  for name in ('gate', 'up'):
+    add(
+      f'layers.mlp.{name}',
+      (layers, width, config.intermediate_size),
+      ('layers', 'embed', 'mlp'),
+      'normal',
+      f'{layer}mlp.{name}_proj.weight',
+      (config.intermediate_size, width),
+      transpose=True,
+    )
+  add(
+    'layers.mlp.down',
+    (layers, config.intermediate_size, width),
+    ('layers', 'mlp', 'embed'),
+    'normal',
+    f'{layer}mlp.down_proj.weight',
+    (width, config.intermediate_size),
+    transpose=True,
+  )
+  add('final_norm', (width,), ('norm',), 'ones', 'model.norm.weight', compute=False)
+  if not config.tied:
+    add('unembedding', (config.vocab_size, width), ('vocab', 'embed'), 'normal', 'lm_head.weight')
+  return tuple(rows)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+  """x · rsqrt(mean x² + eps) · weight over the last axis, in float32, returned in the dtype of x."""
+  y = x.astype(jnp.float32)
+  y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+  return (y * jnp.expand_dims(weight.astype(jnp.float32), tuple(range(x.ndim - 1)))).astype(x.dtype)
+
+
+def rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
+  """Cosine and sine [B, S, head_dim / 2] float32 of position · theta^(−2i / head_dim)."""
+  frequencies = np.float32(1) / np.float32(theta) ** (
+    np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+  )
+  angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(frequencies)[None, None]
+  return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
+  """Rotary embedding of x [B, S, H, head_dim] (first half paired with second half), in float32."""
+  first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  cosine, sine = cosine[:, :, None], sine[:, :, None]
+  return jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1).astype(x.dtype)
+
+
+def project(x: jax.Array, weight: jax.Array, inputs: int = 1) -> jax.Array:
+  """x [..., *in] · weight [*in, *out] over `inputs` axes; accumulates in float32, returns the dtype of x."""
+  precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+  size = math.prod(weight.shape[:inputs])
+  flat = x.reshape(*x.shape[: x.ndim - inputs], size)
+  y = lax.dot_general(
+    flat,
+    weight.reshape(size, -1),
+    (((flat.ndim - 1,), (0,)), ((), ())),
+    precision=precision,
+    preferred_element_type=x.dtype,
+  )
+  return y.reshape(*y.shape[:-1], *weight.shape[inputs:])
+
+
+class Attention(nnx.Module):
+  """Grouped-query attention with normalised queries and keys."""
+
+  def __init__(self, config: Qwen3Config, make: Callable[[str], nnx.Param]):
+    self.config = config
+    self.query, self.key, self.value, self.output = make('query'), make('key'), make('value'), make('output')
+    self.query_norm, self.key_norm = make('query_norm'), make('key_norm')
+    if config.attention_bias:
+      self.query_bias, self.key_bias = make('query_bias'), make('key_bias')
+      self.value_bias, self.output_bias = make('value_bias'), make('output_bias')
+
+  def heads(self, x: jax.Array, cosine: jax.Array, sine: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rotated queries [B, S, H, head_dim], rotated keys and values [B, S, KV, head_dim] of x [B, S, D]."""
+    query, key, value = project(x, self.query[...]), project(x, self.key[...]), project(x, self.value[...])
+    if self.config.attention_bias:
+      query = query + self.query_bias[...][None, None]
+      key = key + self.key_bias[...][None, None]
+      value = value + self.value_bias[...][None, None]
+    query = rotate(rms_norm(query, self.query_norm[...], self.config.norm_eps), cosine, sine)
+    key = rotate(rms_norm(key, self.key_norm[...], self.config.norm_eps), cosine, sine)
+    return query, key, value
+
+  def merge(self, mixed: jax.Array) -> jax.Array:
+    """[B, S, D] of the heads' outputs [B, S, H, head_dim]."""
+    y = project(mixed, self.output[...], inputs=2)
+    return y + self.output_bias[...][None, None] if self.config.attention_bias else y
+
+
+class Mlp(nnx.Module):
+  """SwiGLU: down(silu(gate x) · up x)."""
+
+  def __init__(self, make: Callable[[str], nnx.Param]):
+    self.gate, self.up, self.down = make('gate'), make('up'), make('down')
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return project(jax.nn.silu(project(x, self.gate[...])) * project(x, self.up[...]), self.down[...])
+
+
+class Block(nnx.Module):
+  """One decoder layer; its parameters may carry a leading layers axis, which a scan removes."""
+
+  def __init__(self, config: Qwen3Config, make: Callable[[str], nnx.Param]):
+    self.config = config
+    self.attention_norm, self.mlp_norm = make('attention_norm'), make('mlp_norm')
+    self.attention = Attention(config, lambda name: make(f'attention.{name}'))
+    self.mlp = Mlp(lambda name: make(f'mlp.{name}'))
+
+  def __call__(self, x: jax.Array, rotary: tuple[jax.Array, jax.Array], mix: Callable) -> tuple[jax.Array, Any]:
+    """x [B, S, D] after the layer, and what `mix(query, key, value) -> (mixed, extra)` returned beside its output."""
+    query, key, value = self.attention.heads(rms_norm(x, self.attention_norm[...], self.config.norm_eps), *rotary)
+    mixed, extra = mix(query, key, value)
+    x = x + self.attention.merge(mixed)
+    return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.config.norm_eps)), extra
+
+
+class Decoder(nnx.Module):
+  """The whole model; the parameters of its layers are stacked."""
+
+  def __init__(self, config: Qwen3Config, make: Callable[[str], nnx.Param]):
+    self.config = config
+    self.embedding = make('embedding')
+    self.layers = Block(config, lambda name: make(f'layers.{name}'))
+    self.final_norm = make('final_norm')
+    if not config.tied:
+      self.unembedding = make('unembedding')
+
+  def output_matrix(self) -> jax.Array:
+    """[V, D], the embedding itself where tied."""
+    return (self.embedding if self.config.tied else self.unembedding)[...]
+
+  def __call__(
+    self,
+    tokens: jax.Array,
+    positions: jax.Array,
+    segment_ids: jax.Array,
+    cache: kv_cache.KVCache | None,
+    remat: str,
+  ) -> tuple[jax.Array, kv_cache.KVCache | None]:
+    """Final hidden states [B, S, D] and the updated cache; arguments as in `Qwen3Policy.apply`."""
+    config = self.config
+    rotary = rotary_angles(positions, config.head_dim, config.rope_theta)
+    graph, stacked = nnx.split(self.layers)
+    windows = None if config.windows is None else jnp.asarray(config.windows, jnp.int32)
+    slot = None
+    if cache is not None:
+      slot, cache = cache.length, kv_cache.append_tokens(cache, positions, segment_ids)
+    key_positions, key_segments = (positions, segment_ids) if cache is None else (cache.positions, cache.segment_ids)
+    seen = lambda window: attention.visible(positions, segment_ids, key_positions, key_segments, window)
+    full = seen(None)
+
+    def layer(carry, inputs):
+      x, store = carry
+      weights, index = inputs
+      if windows is None:
+        mask = full
+      else:
+        window = windows[index]
+        mask = full & (seen(window) | (window == 0))
+
+      def mix(query, key, value):
+        key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
+        if store is None:
+          return attention.attend(query, key, value, mask), None
+        keys, key = kv_cache.append_layer(store[0], key, index, slot)
+        values, value = kv_cache.append_layer(store[1], value, index, slot)
+        return attention.attend(query, key, value, mask), (keys, values)
+
+      return nnx.merge(graph, weights)(x, rotary, mix), None
+
+    x = jnp.take(self.embedding[...], tokens, axis=0)
+    store = None if cache is None else (cache.keys, cache.values)
+    (x, store), _ = lax.scan(
+      _remat(layer, remat if cache is None else 'none'),
+      (x, store),
+      (stacked, jnp.arange(config.layers, dtype=jnp.int32)),
+    )
+    if cache is not None:
+      cache = cache.replace(keys=store[0], values=store[1])
+    return rms_norm(x, self.final_norm[...], config.norm_eps), cache
+
+
+def _remat(layer: Callable, policy: str) -> Callable:
+  """The layer with what its backward pass recomputes: 'none', 'full' (all), 'dots' (all but matrix products)."""
+  if policy == 'none':
+    return layer
+  saved = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if policy == 'dots' else None
+  # Inside a scan the loop itself keeps the compiler from merging the recomputation with the forward pass.
+  return jax.checkpoint(layer, policy=saved, prevent_cse=False)
+
+
+@functools.cache
+def _graph(config: Qwen3Config) -> nnx.GraphDef:
+  rows = {parameter.name: parameter for parameter in table(config)}
+
+  def make(name: str) -> nnx.Param:
+    parameter = rows[name]
+    return nnx.Param(jax.ShapeDtypeStruct(parameter.shape, jnp.dtype(parameter.dtype)), axes=parameter.axes)
+
+  return nnx.graphdef(Decoder(config, make))
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen3Policy:
+  """The model as a pure function (`models.policy.Policy`); static under `jit`.
+
+  Full fine-tuning: `base` is {} and `trainable` holds every parameter of `parameter_table()`.
+  """
+
+  config: Qwen3Config
+  dtype: Literal['float32', 'bfloat16'] = 'bfloat16'
+  remat: Literal['none', 'full', 'dots'] = 'full'
+
+  @property
+  def vocab_size(self) -> int:
+    return self.config.vocab_size
+
+  def parameter_table(self) -> parameters.Table:
+    """Shape, dtype, logical axes, initialiser and Hugging Face layout of every parameter."""
+    return table(self.config)
+
+  def cast(self, params: Tree) -> Tree:
+    """The parameters in compute dtype (norm weights stay float32); `apply` does it itself, a decode loop once ahead."""
+    return parameters.map_tree(
+      lambda parameter, leaf: leaf.astype(self.dtype if parameter.compute else jnp.float32), table(self.config), params
+    )
+
+  def apply(
+    self,
+    base: Tree,
+    trainable: Tree,
+    tokens: jax.Array,
+    positions: jax.Array,
+    segment_ids: jax.Array,
+    cache: kv_cache.KVCache | None = None,
+  ) -> tuple[jax.Array, jax.Array, kv_cache.KVCache | None]:
+    """Hidden states after the final norm [B, S, D], the unembedding [V, D], both in compute dtype, and the cache.
+
+    Arguments as in `models.policy.Policy.apply`. States of padding (segment 0) are finite and without meaning.
+    """
+    decoder = nnx.merge(_graph(self.config), self.cast({**base, **trainable}))
+    hidden, cache = decoder(tokens, positions, segment_ids, cache, self.remat)
+    return hidden, decoder.output_matrix(), cache
+
+  def init_cache(self, batch_size: int, length: int) -> kv_cache.KVCache:
+    """An empty cache of `length` slots for each of `batch_size` rows."""
+    config = self.config
+    return kv_cache.init(config.layers, batch_size, config.kv_heads, length, config.head_dim, jnp.dtype(self.dtype))
+
+  def repeat_cache(self, cache: kv_cache.KVCache, repeats: int, length: int | None = None) -> kv_cache.KVCache:
+    """Every row repeated `repeats` times in place, and room made for `length` slots in all (None: as before)."""
+    return kv_cache.repeat(cache, repeats, length)
