@@ -21,6 +21,7 @@ from models import parameters
 from models.qwen3 import Qwen3Config, Qwen3Policy
 from sdpo_jax.config import ModelConfig
 from sdpo_jax.errors import UserError
+from sdpo_jax.mesh import parameter_sharding
 
 Tree = Any
 WEIGHTS = 'model.safetensors'
@@ -28,10 +29,11 @@ INDEX = 'model.safetensors.index.json'
 STORED_DTYPES = ('F32', 'F16', 'BF16')
 # Tensors that some writers store although they follow from config.json.
 IGNORED = ('rotary_emb.inv_freq', 'attn.masked_bias')
-Sharding = Callable[[parameters.Parameter], jax.sharding.Sharding]
 
 
-def load(path: str | os.PathLike, config: ModelConfig, sharding: Sharding | None = None) -> tuple[Qwen3Policy, Tree]:
+def load(
+  path: str | os.PathLike, config: ModelConfig, mesh: jax.sharding.Mesh | None = None
+) -> tuple[Qwen3Policy, Tree]:
   """The policy and its float32 parameters from a model directory (one or several safetensors files).
 
   Files are memory-mapped and read tensor by tensor: the host holds one stacked parameter at a time beside the result.
@@ -39,7 +41,8 @@ def load(path: str | os.PathLike, config: ModelConfig, sharding: Sharding | None
   Args:
     path: directory with config.json and safetensors.
     config: compute dtype and rematerialisation.
-    sharding: where each parameter goes; each process then reads only the slices that it holds. None: default device.
+    mesh: devices over which `sdpo_jax.mesh` shards the parameters; each process keeps only the slices that its devices
+      hold. None: the default device.
 
   Raises:
     UserError: naming the missing or damaged file, the unsupported architecture, the missing, unexpected or misshapen
@@ -51,7 +54,7 @@ def load(path: str | os.PathLike, config: ModelConfig, sharding: Sharding | None
   with contextlib.ExitStack() as stack:
     tensors = _open(root, stack)
     _check(root, table, tensors, tied=policy.config.tied)
-    params = parameters.map_table(lambda parameter: _read(parameter, tensors, sharding), table)
+    params = parameters.map_table(lambda parameter: _read(parameter, tensors, mesh), table)
   return policy, params
 
 
@@ -193,7 +196,7 @@ def _check(root: pathlib.Path, table: parameters.Table, tensors: dict[str, Any],
       )
 
 
-def _read(parameter: parameters.Parameter, tensors: dict[str, Any], sharding: Sharding | None) -> jax.Array:
+def _read(parameter: parameters.Parameter, tensors: dict[str, Any], mesh: jax.sharding.Mesh | None) -> jax.Array:
   def tensor(layer: int) -> np.ndarray:
     name = parameter.huggingface_name(layer)
     return parameter.from_huggingface(tensors[name].get_tensor(name))
@@ -208,9 +211,9 @@ def _read(parameter: parameters.Parameter, tensors: dict[str, Any], sharding: Sh
       out[row] = tensor(layer)[index[1:]]
     return out
 
-  if sharding is None:
+  if mesh is None:
     return jax.device_put(read((slice(None),) * len(parameter.shape)))
-  return jax.make_array_from_callback(parameter.shape, sharding(parameter), read)
+  return jax.make_array_from_callback(parameter.shape, parameter_sharding(mesh, parameter.axes, parameter.shape), read)
 
 
 def _copy_companions(source: pathlib.Path, target: pathlib.Path) -> None:

@@ -26,7 +26,9 @@ class Parameter:
 
   path: Path  # Keys in the nested parameter dict.
   shape: tuple[int, ...]
-  axes: tuple[str, ...]  # Logical axis of every dimension; mesh rules turn them into shardings.
+  axes: tuple[
+    str | None, ...
+  ]  # Logical axis of every dimension (None: never sharded); mesh rules make shardings of them.
   init: Literal['normal', 'ones', 'zeros']
   huggingface: str  # Tensor name, with {layer} where layers are stacked.
   huggingface_shape: tuple[int, ...]  # Of one Hugging Face tensor.

@@ -163,7 +163,7 @@ def table(config: Qwen3Config) -> parameters.Table:
   add('embedding', (config.vocab_size, width), ('vocab', 'embed'), 'normal', 'model.embed_tokens.weight')
   layer = 'model.layers.{layer}.'
   norm = lambda path, size, axis, name: add(path, (layers, size), ('layers', axis), 'ones', layer + name, compute=False)
-  norm('layers.attention_norm', width, 'norm', 'input_layernorm.weight')
+  norm('layers.attention_norm', width, None, 'input_layernorm.weight')
   for name, heads, axis in (
     ('q', config.heads, 'heads'),
     ('k', config.kv_heads, 'kv_heads'),
@@ -198,10 +198,10 @@ def table(config: Qwen3Config) -> parameters.Table:
     transpose=True,
   )
   if config.attention_bias:
-    add('layers.attention.output_bias', (layers, width), ('layers', 'norm'), 'zeros', f'{layer}self_attn.o_proj.bias')
+    add('layers.attention.output_bias', (layers, width), ('layers', None), 'zeros', f'{layer}self_attn.o_proj.bias')
   norm('layers.attention.query_norm', head_dim, 'head_dim', 'self_attn.q_norm.weight')
   norm('layers.attention.key_norm', head_dim, 'head_dim', 'self_attn.k_norm.weight')
-  norm('layers.mlp_norm', width, 'norm', 'post_attention_layernorm.weight')
+  norm('layers.mlp_norm', width, None, 'post_attention_layernorm.weight')
   for name in ('gate', 'up'):
     add(
       f'layers.mlp.{name}',
@@ -221,7 +221,7 @@ def table(config: Qwen3Config) -> parameters.Table:
     (width, config.intermediate_size),
     transpose=True,
   )
-  add('final_norm', (width,), ('norm',), 'ones', 'model.norm.weight', compute=False)
+  add('final_norm', (width,), (None,), 'ones', 'model.norm.weight', compute=False)
   if not config.tied:
     add('unembedding', (config.vocab_size, width), ('vocab', 'embed'), 'normal', 'lm_head.weight')
   return tuple(rows)
