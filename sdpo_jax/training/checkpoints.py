@@ -1,0 +1,153 @@
+"""Orbax checkpoints that hold everything: device state, data iterator, what the run has measured so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import logging
+from typing import Any
+
+from etils import epath
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import preservation_policy
+
+from sdpo_jax.errors import UserError
+from sdpo_jax.types import TrainState
+
+DAMAGED = 'checkpoints_damaged'
+
+
+class Checkpoints:
+  """The checkpoints of one run, written asynchronously; a step is there whole or not at all.
+
+  Kept are the latest `keep` and, where `best_metric` is named, the one with its largest value.
+  """
+
+  def __init__(self, workdir: epath.PathLike, *, keep: int = 2, best_metric: str | None = None):
+    self._workdir = epath.Path(workdir)
+    self._keep = keep
+    self._best_metric = best_metric
+    self._manager = self._open()
+
+  def _open(self) -> ocp.CheckpointManager:
+    policies: list[Any] = [preservation_policy.LatestN(n=self._keep)]
+    if self._best_metric:
+      policies.append(
+        preservation_policy.BestN(
+          get_metric_fn=lambda metrics: metrics[self._best_metric], n=1, keep_checkpoints_without_metrics=False
+        )
+      )
+    return ocp.CheckpointManager(
+      self.directory,
+      item_names=('state', 'host'),
+      options=ocp.CheckpointManagerOptions(
+        preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
+        cleanup_tmp_directories=True,
+        enable_async_checkpointing=True,
+      ),
+    )
+
+  @property
+  def directory(self) -> epath.Path:
+    return self._workdir / 'checkpoints'
+
+  def steps(self) -> list[int]:
+    """Steps that have a checkpoint, oldest first."""
+    return sorted(self._manager.all_steps())
+
+  def save(self, step: int, state: TrainState, host: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+    """Starts writing a checkpoint; returns once the device arrays may be changed again.
+
+    Args:
+      step: generation batches finished.
+      state: device state.
+      host: JSON-serialisable host state (data iterator, history).
+      metrics: of this step; `best_metric` is looked up here.
+
+    Raises:
+      UserError: it, or the one still being written, could not be written; earlier checkpoints are intact.
+    """
+    if step in self._manager.all_steps():
+      return
+    ranked = {self._best_metric: float(metrics[self._best_metric])} if self._best_metric in metrics else None
+    try:
+      self._manager.save(
+        step,
+        args=ocp.args.Composite(state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(dict(host))),
+        metrics=ranked,
+        force=True,
+      )
+    except (OSError, ValueError, RuntimeError) as error:
+      raise self._write_error(error) from error
+
+  def wait(self) -> None:
+    """Returns when everything is written.
+
+    Raises:
+      UserError: it could not be written; earlier checkpoints are intact.
+    """
+    try:
+      self._manager.wait_until_finished()
+      self._manager.check_for_errors()
+    except (OSError, ValueError, RuntimeError) as error:
+      raise self._write_error(error) from error
+
+  def close(self) -> None:
+    self._manager.close()
+
+  def restore(self, like: TrainState) -> tuple[int, TrainState, dict[str, Any]] | None:
+    """The newest readable checkpoint as (step, state, host state); None when there is none at all.
+
+    A checkpoint that cannot be read is reported, moved to `checkpoints_damaged/`, and the one before it is tried.
+
+    Args:
+      like: a state, or abstract arrays with shardings, of the layout to restore.
+
+    Raises:
+      UserError: there are checkpoints but none can be read.
+    """
+    failures = []
+    for step in reversed(self.steps()):
+      try:
+        restored = self._manager.restore(
+          step,
+          args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract(like)), host=ocp.args.JsonRestore()),
+        )
+      except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged file; all mean the same here.
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        failures.append(f'step {step}: {reason}')
+        logging.error('Checkpoint of step %d cannot be read (%s); trying the one before it.', step, reason)
+        continue
+      for failure in failures:
+        self._set_aside(int(failure.split()[1].rstrip(':')))
+      if failures:
+        self._manager.close()
+        self._manager = self._open()
+      return step, restored['state'], restored['host']
+    if failures:
+      raise UserError(
+        f'None of the checkpoints in {self.directory} can be read ({"; ".join(failures)}): '
+        'repair or remove them, or choose another --workdir.'
+      )
+    return None
+
+  def _set_aside(self, step: int) -> None:
+    if jax.process_index() == 0:
+      target = self._workdir / DAMAGED
+      target.mkdir(parents=True, exist_ok=True)
+      serial = sum(1 for path in target.iterdir() if path.name.split('.')[0] == str(step))
+      (self.directory / str(step)).rename(target / (f'{step}.{serial}' if serial else str(step)))
+
+  def _write_error(self, error: Exception) -> UserError:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    return UserError(
+      f'A checkpoint could not be written to {self.directory} ({reason}): make room or choose another --workdir, '
+      f'then start the same command again; it resumes from step {max(self.steps(), default=0)}.'
+    )
+
+
+def abstract(state: TrainState) -> TrainState:
+  """Shapes, dtypes and shardings of a state."""
+  return jax.tree.map(
+    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, 'sharding', None)), state
+  )

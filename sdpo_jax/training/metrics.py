@@ -1,0 +1,172 @@
+"""Where numbers go: metrics.jsonl, TensorBoard, Weights & Biases, and the progress bar."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import importlib.util
+import json
+import math
+import sys
+import time
+from typing import Any
+
+from etils import epath
+
+from sdpo_jax.config import Config
+from sdpo_jax.errors import UserError
+
+
+def is_local(path: epath.Path) -> bool:
+  """Whether files there can be appended to."""
+  return '://' not in str(path)
+
+
+class MetricsWriter:
+  """One JSON object a step in `metrics.jsonl`; no step twice, also after a resume.
+
+  Local files are appended to; object stores cannot append, so there the whole (small) file is written again.
+  """
+
+  def __init__(self, workdir: epath.PathLike, config: Config, *, resume_step: int = 0):
+    self._path = epath.Path(workdir) / 'metrics.jsonl'
+    self._lines = [line for line in read_metrics(workdir) if line['step'] <= resume_step] if resume_step else []
+    self._rewrite()
+    self._board = _tensorboard(epath.Path(workdir), config)
+    self._wandb = _wandb(epath.Path(workdir), config)
+
+  def _rewrite(self) -> None:
+    text = ''.join(json.dumps(line) + '\n' for line in self._lines)
+    if not is_local(self._path):
+      self._path.write_text(text)
+      return
+    partial = self._path.parent / (self._path.name + '.partial')
+    partial.write_text(text)
+    partial.rename(self._path)
+
+  def write(self, step: int, values: Mapping[str, Any]) -> None:
+    """Appends the numbers of a step; those that are not finite become null (JSON has no NaN)."""
+    line = {'step': step}
+    for key, value in values.items():
+      number = float(value)
+      line[key] = number if math.isfinite(number) else None
+    self._lines.append(line)
+    if is_local(self._path):
+      with open(self._path, 'a') as file:
+        file.write(json.dumps(line) + '\n')
+    else:
+      self._rewrite()
+    if self._board is not None:
+      for key, value in line.items():
+        if key != 'step' and value is not None:
+          self._board.add_scalar(key, value, step)
+      self._board.flush()
+    if self._wandb is not None:
+      self._wandb.log({key: value for key, value in line.items() if key != 'step'}, step=step)
+
+  @property
+  def lines(self) -> list[dict[str, Any]]:
+    return self._lines
+
+  def close(self) -> None:
+    if self._board is not None:
+      self._board.close()
+    if self._wandb is not None:
+      self._wandb.finish()
+
+
+def read_metrics(workdir: epath.PathLike) -> list[dict[str, Any]]:
+  """The lines of `metrics.jsonl`; a last line cut off by a crash is left out."""
+  path = epath.Path(workdir) / 'metrics.jsonl'
+  if not path.exists():
+    return []
+  lines = path.read_text().splitlines()
+  parsed = []
+  for number, line in enumerate(lines, 1):
+    try:
+      parsed.append(json.loads(line))
+    except json.JSONDecodeError as error:
+      if number == len(lines):
+        break
+      raise UserError(f'{path}, line {number} is not JSON: the file was changed by hand; mend or remove it.') from error
+  return parsed
+
+
+def _tensorboard(workdir: epath.Path, config: Config) -> Any:
+  if not config.trainer.tensorboard or not is_local(workdir):
+    return None
+  from tensorboardX import SummaryWriter  # Slow to import; only where it is used.
+
+  return SummaryWriter(str(workdir / 'tensorboard'))
+
+
+def _wandb(workdir: epath.Path, config: Config) -> Any:
+  if config.trainer.wandb_project is None:
+    return None
+  check_wandb(config)
+  import wandb
+
+  return wandb.init(
+    project=config.trainer.wandb_project,
+    name=config.name,
+    id=str(workdir).replace('/', '_')[-100:],
+    resume='allow',
+    config=json.loads(config.to_json()),
+    dir=str(workdir),
+  )
+
+
+def check_wandb(config: Config) -> None:
+  """Raises UserError when Weights & Biases is asked for and not installed."""
+  if config.trainer.wandb_project is not None and importlib.util.find_spec('wandb') is None:
+    raise UserError(
+      'trainer.wandb_project is set but wandb is not installed: `pip install wandb`, or set trainer.wandb_project=None.'
+    )
+
+
+class Progress:
+  """A live bar on a terminal, one line a step elsewhere: step, score, loss, tokens/s, time left."""
+
+  def __init__(self, total: int, done: int = 0):
+    self._total, self._first, self._started = total, done, time.monotonic()
+    self._bar = None
+    if sys.stderr.isatty():
+      from rich.console import Console
+      from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+      from rich.progress import Progress as Bar
+
+      self._bar = Bar(
+        TextColumn('{task.description}'),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn('{task.fields[numbers]}'),
+        TextColumn('left'),
+        TimeRemainingColumn(compact=True),
+        console=Console(stderr=True),
+      )
+      self._task = self._bar.add_task('step', total=total, completed=done, numbers='compiling …')
+      self._bar.start()
+
+  def phase(self, name: str) -> None:
+    """What is being done within the step."""
+    if self._bar is not None:
+      self._bar.update(self._task, description=f'{name:<10}')
+
+  def step(self, step: int, score: float, loss: float, tokens_per_second: float, note: str = '') -> None:
+    """A finished step."""
+    numbers = f'score {score:.3f}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s{note}'
+    if self._bar is not None:
+      self._bar.update(self._task, completed=step, numbers=numbers)
+      return
+    elapsed = time.monotonic() - self._started
+    left = elapsed / max(step - self._first, 1) * (self._total - step)
+    print(f'step {step}/{self._total}  {numbers}  {_clock(left)} left', file=sys.stderr, flush=True)
+
+  def close(self) -> None:
+    if self._bar is not None:
+      self._bar.stop()
+
+
+def _clock(seconds: float) -> str:
+  minutes, seconds = divmod(int(seconds), 60)
+  hours, minutes = divmod(minutes, 60)
+  return f'{hours}:{minutes:02}:{seconds:02}' if hours else f'{minutes}:{seconds:02}'
