@@ -1,0 +1,103 @@
+"""Chat-templated prompts as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import logging
+from typing import Any
+
+import jinja2
+
+from sdpo_jax.config import Config
+from sdpo_jax.errors import UserError
+from sdpo_jax.types import Example, Messages
+
+Tokenizer = Any  # A transformers tokenizer with a chat template.
+
+_BATCH = 256  # Conversations tokenised in one call; bounds the memory of long files.
+
+
+def chat_tokens(
+  tokenizer: Tokenizer, conversations: Sequence[Messages], enable_thinking: bool | None
+) -> list[list[int]]:
+  """Token ids of each conversation up to and including the header of the assistant's turn.
+
+  Args:
+    tokenizer: a transformers tokenizer with a chat template.
+    conversations: lists of messages with 'role' and 'content'.
+    enable_thinking: passed to the chat template; None leaves the template's own default.
+  """
+  if not conversations:
+    return []
+  options = {} if enable_thinking is None else {'enable_thinking': enable_thinking}
+  return tokenizer.apply_chat_template(
+    list(conversations), tokenize=True, return_dict=False, add_generation_prompt=True, **options
+  )
+
+
+def prompt_tokens(tokenizer: Tokenizer, example: Example, config: Config) -> list[int]:
+  """Token ids of the student's prompt.
+
+  Raises:
+    UserError: longer than `data.max_prompt_length`, or refused by the chat template.
+  """
+  tokens = _tokens(tokenizer, [example], config)[0]
+  if len(tokens) > config.data.max_prompt_length:
+    raise UserError(_too_long(_name(example), len(tokens), config))
+  return tokens
+
+
+def fitting(tokenizer: Tokenizer, examples: Sequence[Example], config: Config, origin: str) -> list[Example]:
+  """The examples whose prompt has at most `data.max_prompt_length` tokens.
+
+  Args:
+    tokenizer: a transformers tokenizer with a chat template.
+    examples: questions.
+    config: settings; with `data.filter_overlong_prompts` the others are left out and their number is logged.
+    origin: where the examples come from, for messages.
+
+  Raises:
+    UserError: one is longer and rows are not to be filtered, or none is left, or the chat template refuses one.
+  """
+  kept = []
+  for start in range(0, len(examples), _BATCH):
+    part = examples[start : start + _BATCH]
+    for example, tokens in zip(part, _tokens(tokenizer, part, config), strict=True):
+      if len(tokens) <= config.data.max_prompt_length:
+        kept.append(example)
+      elif not config.data.filter_overlong_prompts:
+        raise UserError(_too_long(_name(example), len(tokens), config))
+  if examples and not kept:
+    raise UserError(
+      f'{origin}: every prompt is longer than data.max_prompt_length={config.data.max_prompt_length} tokens: raise it.'
+    )
+  if len(kept) < len(examples):
+    logging.warning(
+      '%s: left out %d of %d rows whose prompt is longer than data.max_prompt_length=%d tokens.',
+      origin,
+      len(examples) - len(kept),
+      len(examples),
+      config.data.max_prompt_length,
+    )
+  return kept
+
+
+def _tokens(tokenizer: Tokenizer, examples: Sequence[Example], config: Config) -> list[list[int]]:
+  try:
+    return chat_tokens(tokenizer, [example.messages for example in examples], config.data.enable_thinking)
+  except jinja2.TemplateError as error:
+    if len(examples) == 1:
+      raise UserError(f"{_name(examples[0])}: the model's chat template refuses these messages: {error}.") from error
+  # Again one by one, to name the row.
+  return [_tokens(tokenizer, [example], config)[0] for example in examples]
+
+
+def _name(example: Example) -> str:
+  return example.extra.get('origin', f'Example {example.id}')
+
+
+def _too_long(name: str, length: int, config: Config) -> str:
+  return (
+    f'{name}: the prompt has {length} tokens with the chat template, more than data.max_prompt_length='
+    f'{config.data.max_prompt_length}: raise it, or set data.filter_overlong_prompts=true to leave such rows out.'
+  )

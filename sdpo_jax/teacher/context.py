@@ -1,0 +1,242 @@
+"""The teacher's context: the question asked again with what the student could not know.
+
+That is a successful attempt of the same group (the demonstration) and the grader's feedback, in the paper's templates
+(arXiv 2601.20802, Table 2; reference ray_trainer.py:610-796).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+import dataclasses
+import re
+
+import numpy as np
+
+from sdpo_jax.config import SelfDistillationConfig
+from sdpo_jax.data.prompts import Tokenizer, chat_tokens
+from sdpo_jax.errors import UserError
+from sdpo_jax.types import Messages, Outcome
+
+_THINKING = re.compile(r'<think>.*?</think>\s*', re.DOTALL)
+_CUT_MIDDLE = '\n...\n'  # Stands for what was taken out of a demonstration.
+_CUT_END = '...'  # Ends a shortened feedback.
+
+
+@dataclasses.dataclass
+class TeacherContext:
+  """What the teacher reads before each of N completions."""
+
+  messages: list[Messages]  # [N]
+  prompt_tokens: list[list[int]]  # [N] of varying length; the completion's own token ids follow verbatim.
+  mask: np.ndarray  # [N] float32, 1 where the teacher knows more than the student.
+  solutions: list[str | None]  # [N] demonstration before any shortening.
+  feedback: list[str | None]  # [N] what the grader had to say, used or not.
+  truncated: np.ndarray  # [N] bool, the prompt had to be shortened.
+  metrics: dict[str, float]
+
+
+def remove_thinking(text: str) -> str:
+  """The text without its closed `<think>…</think>` blocks and the white space after them; an open block stays."""
+  return _THINKING.sub('', text)
+
+
+def successes_by_group(
+  scores: Sequence[float] | np.ndarray, group: Sequence[Hashable], threshold: float
+) -> dict[Hashable, list[int]]:
+  """Rows, in batch order, whose score (as float32) reaches the threshold, by group; groups without one are absent."""
+  successes: dict[Hashable, list[int]] = {}
+  for row in np.flatnonzero(np.asarray(scores, np.float32) >= np.float32(threshold)):
+    successes.setdefault(group[int(row)], []).append(int(row))
+  return successes
+
+
+def choose_demonstration(
+  row: int,
+  candidates: Sequence[int],
+  config: SelfDistillationConfig,
+  *,
+  sample_ids: Sequence[int] | np.ndarray,
+  seed: int,
+  step: int,
+) -> int | None:
+  """The row whose completion is shown to the teacher of `row`, or None.
+
+  `demonstration='first'` takes the first candidate in batch order. `'random'` draws one from (seed, step, global
+  sample number of `row`): the draw depends neither on the order of the batch nor on which process holds the row.
+  """
+  if config.dont_reprompt_on_self_success:
+    candidates = [candidate for candidate in candidates if candidate != row]
+  if not candidates:
+    return None
+  if config.demonstration == 'first':
+    return candidates[0]
+  ranked = sorted(candidates, key=lambda candidate: sample_ids[candidate])
+  draw = np.random.default_rng([seed, step, int(sample_ids[row])])
+  return ranked[int(draw.integers(len(ranked)))]
+
+
+def reprompt(
+  messages: Messages, solution: str | None, feedback: str | None, config: SelfDistillationConfig
+) -> Messages:
+  """The conversation that the teacher sees: the last message becomes the re-prompted user turn, earlier ones stay.
+
+  With neither a solution nor feedback the question is asked as it was.
+  """
+  prompt = messages[-1]['content']
+  if solution is not None or feedback is not None:
+    shown = '' if solution is None else config.solution_template.format(successful_previous_attempt=solution)
+    said = '' if feedback is None else config.feedback_template.format(feedback_raw=feedback)
+    prompt = config.reprompt_template.format(prompt=prompt, solution=shown, feedback=said)
+  return [*messages[:-1], {'role': 'user', 'content': prompt}]
+
+
+def shorten(solution: str | None, feedback: str | None, length: int) -> tuple[str | None, str | None]:
+  """Both texts cut to at most `length` characters each, with dots where something is missing.
+
+  A demonstration loses its middle: its beginning shows the approach and its end holds the answer, which is what the
+  teacher needs most. Feedback loses its end: graders put the kind of error and the first failure first.
+  """
+  if solution is not None and len(solution) > length:
+    solution = solution[: (length + 1) // 2] + _CUT_MIDDLE + solution[len(solution) - length // 2 :]
+  if feedback is not None and len(feedback) > length:
+    feedback = feedback[:length] + _CUT_END
+  return solution, feedback
+
+
+def build_teacher_context(
+  messages: Sequence[Messages],
+  group: Sequence[Hashable] | np.ndarray,
+  texts: Sequence[str],
+  outcomes: Sequence[Outcome],
+  config: SelfDistillationConfig,
+  tokenizer: Tokenizer,
+  *,
+  seed: int,
+  step: int,
+  sample_ids: Sequence[int] | np.ndarray | None = None,
+  enable_thinking: bool | None = True,
+) -> TeacherContext:
+  """The teacher's prompts for N completions.
+
+  Over-long prompts follow `reprompt_truncation`. 'content' shortens demonstration and feedback, the longer one first,
+  to the greatest length with which the templated prompt has at most `max_reprompt_len` tokens; the question, the
+  closing instruction and the assistant header are never cut. 'right' and 'left' cut tokens off that end, as the
+  reference does (the former loses the instruction and the assistant header). 'error' ends the run.
+
+  Args:
+    messages: [N] the question of each completion.
+    group: [N] completions of one question share a value.
+    texts: [N] completions without special tokens.
+    outcomes: [N] their grades.
+    config: settings.
+    tokenizer: a transformers tokenizer with a chat template.
+    seed: of the random choice of demonstrations.
+    step: generation batch, part of the same seed.
+    sample_ids: [N] global number of each completion in the generation batch; None: 0 … N − 1.
+    enable_thinking: passed to the chat template; None leaves the template's default, True is what the reference
+      passes where `data.enable_thinking` is not set.
+
+  Raises:
+    UserError: a prompt does not fit `max_reprompt_len` and cannot or must not be shortened.
+  """
+  count = len(texts)
+  sample_ids = np.arange(count) if sample_ids is None else sample_ids
+  group = list(group)
+  successes = successes_by_group([outcome.score for outcome in outcomes], group, config.success_reward_threshold)
+  feedback = [_feedback(outcome, config) for outcome in outcomes]
+  solutions: list[str | None] = []
+  used: list[str | None] = []
+  for row in range(count):
+    chosen = choose_demonstration(
+      row, successes.get(group[row], ()), config, sample_ids=sample_ids, seed=seed, step=step
+    )
+    solution = None if chosen is None else texts[chosen]
+    if solution is not None and config.remove_thinking_from_demonstration:
+      solution = remove_thinking(solution)
+    solutions.append(solution)
+    used.append(None if config.environment_feedback_only_without_solution and solution is not None else feedback[row])
+  mask = np.array([s is not None or f is not None for s, f in zip(solutions, used, strict=True)], np.float32)
+
+  prompts = [reprompt(*parts, config) for parts in zip(messages, solutions, used, strict=True)]
+  # Completions of a group often share their prompt: each distinct one is tokenised once.
+  keys = [tuple((message['role'], message['content']) for message in prompt) for prompt in prompts]
+  distinct = {key: row for row, key in reversed(list(enumerate(keys)))}
+  tokens = dict(
+    zip(distinct, chat_tokens(tokenizer, [prompts[i] for i in distinct.values()], enable_thinking), strict=True)
+  )
+  fitted = {
+    key: _fit(messages[row], prompts[row], solutions[row], used[row], tokens[key], config, tokenizer, enable_thinking)
+    for key, row in distinct.items()
+  }
+  truncated = np.array([fitted[key][2] for key in keys], bool)
+  fraction = lambda flags: float(np.mean(flags)) if len(flags) else 0.0
+  return TeacherContext(
+    messages=[fitted[key][0] for key in keys],
+    prompt_tokens=[fitted[key][1] for key in keys],
+    mask=mask,
+    solutions=solutions,
+    feedback=feedback,
+    truncated=truncated,
+    metrics={
+      'self_distillation/success_group_fraction': len(successes) / max(len(set(group)), 1),
+      'self_distillation/success_sample_fraction': fraction([s is not None for s in solutions]),
+      'self_distillation/feedback_available_fraction': fraction([f is not None for f in feedback]),
+      'self_distillation/feedback_used_fraction': fraction([f is not None for f in used]),
+      'self_distillation/reprompt_sample_fraction': fraction(mask),
+      'self_distillation/truncated_fraction': fraction(truncated),  # Of all completions.
+      'teacher/truncation': fraction(truncated[mask > 0]),  # Of the teacher's prompts.
+    },
+  )
+
+
+def _feedback(outcome: Outcome, config: SelfDistillationConfig) -> str | None:
+  text = outcome.feedback
+  return text if config.include_environment_feedback and isinstance(text, str) and text.strip() else None
+
+
+def _fit(
+  messages: Messages,
+  prompt: Messages,
+  solution: str | None,
+  feedback: str | None,
+  tokens: list[int],
+  config: SelfDistillationConfig,
+  tokenizer: Tokenizer,
+  enable_thinking: bool | None,
+) -> tuple[Messages, list[int], bool]:
+  """The conversation, its tokens and whether they had to be shortened."""
+  limit = config.max_reprompt_len
+  if len(tokens) <= limit:
+    return prompt, tokens, False
+  if config.reprompt_truncation == 'right':
+    return prompt, tokens[:limit], True
+  if config.reprompt_truncation == 'left':
+    return prompt, tokens[-limit:], True
+  if solution is None and feedback is None:
+    return prompt, tokens, False  # The teacher has nothing to say of this row: its prompt is never read.
+  name = 'actor.self_distillation.max_reprompt_len'
+  if config.reprompt_truncation == 'error':
+    raise UserError(
+      f"A teacher's prompt has {len(tokens)} tokens, more than {name}={limit}: raise it, or set "
+      'actor.self_distillation.reprompt_truncation=content to shorten demonstrations and feedback.'
+    )
+
+  def attempt(length: int) -> tuple[Messages, list[int]]:
+    shorter = reprompt(messages, *shorten(solution, feedback, length), config)
+    return shorter, chat_tokens(tokenizer, [shorter], enable_thinking)[0]
+
+  best = attempt(1)
+  if len(best[1]) > limit:
+    raise UserError(
+      f'{name}={limit} leaves no room for a demonstration or feedback: the question and the instruction alone take '
+      f'{len(best[1])} tokens with the chat template; raise it above data.max_prompt_length plus the templates.'
+    )
+  low, high = 1, max(len(solution or ''), len(feedback or ''))  # `low` fits, `high` does not.
+  while high - low > 1:
+    middle = (low + high) // 2
+    candidate = attempt(middle)
+    if len(candidate[1]) <= limit:
+      low, best = middle, candidate
+    else:
+      high = middle
+  return *best, True

@@ -1,0 +1,117 @@
+"""The teacher's weights as a transformation of parameter trees, in the manner of optax.
+
+A teacher is a pair of pure functions: `init(params)` makes the teacher's tree before the first generation batch, and
+`update(teacher, params, step)` moves it once at the end of every generation batch, not once per optimizer step
+(reference dp_actor.py:913-920). Trees are whatever `trainable` is, so a teacher of an adapter is the average of its
+factors and costs an adapter. Teacher trees hold at least float32; averaging in bfloat16 would round small rates away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from sdpo_jax.config import SelfDistillationConfig
+from sdpo_jax.types import Tree
+
+
+class TeacherTransform(NamedTuple):
+  """How the teacher's weights begin and move."""
+
+  init: Callable[[Tree], Tree]  # params -> teacher.
+  update: Callable[[Tree, Tree, jax.Array | int], Tree]  # teacher, params, step -> teacher.
+
+
+def live() -> TeacherTransform:
+  """The current student teaches (q_θ, paper Table 4: diverges); nothing is stored: the teacher is an empty dict."""
+  return TeacherTransform(init=lambda params: {}, update=lambda teacher, params, step: teacher)
+
+
+def frozen() -> TeacherTransform:
+  """The initial weights teach for ever (q_θref, paper Table 4)."""
+  return TeacherTransform(init=_copy, update=lambda teacher, params, step: teacher)
+
+
+def ema(rate: float) -> TeacherTransform:
+  """Exponential moving average, teacher ← (1 − rate)·teacher + rate·params (reference dp_actor.py:132-151).
+
+  Rate 0 leaves the teacher as it is and needs none; rate 1 copies the student exactly. `update` raises ValueError
+  where there is no teacher of its own: an empty tree, or the student's own tree or arrays.
+  """
+
+  def update(teacher: Tree, params: Tree, step: jax.Array | int) -> Tree:
+    del step
+    if rate == 0:
+      return teacher
+    _check_own(teacher, params)
+    if rate == 1:
+      return jax.tree.map(lambda t, p: jnp.asarray(p, t.dtype, copy=True), teacher, params)
+    return jax.tree.map(lambda t, p: t * (1.0 - rate) + jnp.asarray(p, t.dtype) * rate, teacher, params)
+
+  return TeacherTransform(init=_copy, update=update)
+
+
+def trust_region() -> TeacherTransform:
+  """Initial weights that never move; their logits are mixed with the student's (paper Eq. 16; `signal_parameters`)."""
+  return frozen()
+
+
+def restart(every: int) -> TeacherTransform:
+  """The student as it was at the last multiple of `every` generation batches (≥ 1).
+
+  `step` counts generation batches from 0, so the batch with `step = every − 1` is the first to replace the teacher.
+  """
+  if every < 1:
+    raise ValueError(f'A teacher restarts every 1 or more generation batches, not {every}.')
+
+  def update(teacher: Tree, params: Tree, step: jax.Array | int) -> Tree:
+    _check_own(teacher, params)
+    now = (jnp.asarray(step) + 1) % every == 0
+    return jax.tree.map(lambda t, p: jnp.where(now, jnp.asarray(p, t.dtype), t), teacher, params)
+
+  return TeacherTransform(init=_copy, update=update)
+
+
+def make(config: SelfDistillationConfig) -> TeacherTransform:
+  """The transformation that `teacher_regularization` and `teacher_update_rate` name."""
+  return {
+    'live': live,
+    'frozen': frozen,
+    'ema': lambda: ema(config.teacher_update_rate),
+    'trust-region': trust_region,
+  }[config.teacher_regularization]()
+
+
+def signal_parameters(teacher: Tree, params: Tree, config: SelfDistillationConfig) -> tuple[Tree, Tree | None]:
+  """Which parameters read the teacher's context.
+
+  Args:
+    teacher: the teacher's tree; an empty dict for a live teacher.
+    params: the student's trainable tree.
+    config: settings.
+
+  Returns:
+    (own, mixed): `own` scores the completions; `mixed` is None, or for the trust region the student's parameters,
+    whose logits in the same context enter with weight `teacher_update_rate` (reference dp_actor.py:51-64).
+  """
+  if config.teacher_regularization == 'live':
+    return params, None
+  return teacher, params if config.teacher_regularization == 'trust-region' else None
+
+
+def _copy(params: Tree) -> Tree:
+  # A copy, because the student's buffers are donated by the next update.
+  return jax.tree.map(lambda p: jnp.array(p, jnp.promote_types(p.dtype, jnp.float32), copy=True), params)
+
+
+def _check_own(teacher: Tree, params: Tree) -> None:
+  teacher_leaves, leaves = jax.tree.leaves(teacher), jax.tree.leaves(params)
+  if leaves and not teacher_leaves:
+    raise ValueError('An averaged teacher needs a tree of its own, and the teacher is empty: make it with `init`.')
+  if any(t is p for t, p in zip(teacher_leaves, leaves, strict=False)):
+    raise ValueError(
+      'An averaged teacher needs a tree of its own, and the teacher is the student: make it with `init`.'
+    )
