@@ -502,3 +502,23 @@ def _check_template(name: str, template: str, fields: tuple[str, ...]) -> None:
       f'{name} is not a valid template ({error!r}): it may use {", ".join("{" + f + "}" for f in fields)}, and a literal '
       'brace is written {{ or }}.'
     ) from error
+
+
+def from_dict(values: dict[str, Any]) -> Config:
+  """A configuration from what its JSON gives back (the `config.json` of a run).
+
+  Raises:
+    UserError: a setting there is unknown to this version.
+  """
+  config = Config()
+  for name, value in flatten(values).items():
+    *sections, leaf = name.split('.')
+    target: Any = config
+    for section in sections:
+      target = getattr(target, section, None)
+    if not dataclasses.is_dataclass(target) or not hasattr(target, leaf):
+      raise UserError(
+        f'config.json of the run holds {name!r}, which this version does not know: use the version that wrote it.'
+      )
+    setattr(target, leaf, tuple(value) if isinstance(value, list) else value)
+  return config

@@ -1,0 +1,25 @@
+"""Writes the newest checkpoint of a run as a Hugging Face model directory, which `transformers` loads.
+
+python -m launch.export --workdir=runs/quickstart --output=my_model
+"""
+
+import sys
+
+from absl import flags
+
+from sdpo_jax import command
+from sdpo_jax.training import inference
+
+WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
+OUTPUT = flags.DEFINE_string('output', None, 'New directory for the model.', required=True)
+WEIGHTS = flags.DEFINE_enum('weights', 'student', ['student', 'teacher'], 'Whose weights to export.')
+DTYPE = flags.DEFINE_enum('dtype', 'float32', ['float32', 'bfloat16'], 'Dtype of the stored weights.')
+
+
+def main() -> None:
+  step = inference.export(WORKDIR.value, OUTPUT.value, WEIGHTS.value, DTYPE.value)
+  print(f'The {WEIGHTS.value} of step {step} is in {OUTPUT.value}.', file=sys.stderr)
+
+
+if __name__ == '__main__':
+  command.run(main)

@@ -1,0 +1,31 @@
+"""Trains a policy with SDPO (or GRPO), or resumes a run.
+
+  python -m launch.train --config=configs/quickstart.py
+  python -m launch.train --config=configs/quickstart.py --workdir=runs/mine --config.optimizer.lr=1e-4
+
+The same command with the same --workdir continues where the run stopped. --help_settings lists every setting.
+"""
+
+import sys
+
+from absl import flags
+
+from sdpo_jax import command
+from sdpo_jax.training import loop, report
+
+WORKDIR = flags.DEFINE_string(
+  'workdir', None, 'Directory of the run, local or gs://; runs/<name of the config> if unset.'
+)
+command.define_config()
+
+
+def main() -> int:
+  config = command.load_config()
+  workdir = WORKDIR.value or f'runs/{config.name}'
+  result = loop.train(config, workdir, announce=lambda text: print(text, file=sys.stderr, flush=True))
+  print(report.summary(result, config, flags.FLAGS.config))
+  return loop.EXIT_PREEMPTED if result.preempted else 0
+
+
+if __name__ == '__main__':
+  command.run(main)

@@ -1,0 +1,128 @@
+"""What all commands share: reading `--config` with its overrides, and ending with one sentence on bad input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import importlib.util
+import logging
+import os
+import pathlib
+import re
+import sys
+from typing import Any
+
+from absl import app, flags
+import jax
+
+from sdpo_jax.config import Config, describe, override
+from sdpo_jax.errors import UserError
+
+EXIT_BAD_INPUT = 2
+_OVERRIDE = re.compile(r'--?config\.([A-Za-z0-9_.]+)(?:=(.*))?', re.DOTALL)
+_overrides: list[tuple[str, str]] = []
+
+
+def define_config(required: bool = True) -> None:
+  """Defines `--config`; call it in the command's module."""
+  flags.DEFINE_string(
+    'config', None, 'Python file with get_config(). Change one setting of it with --config.section.name=value.'
+  )
+  flags.declare_key_flag('config')
+  if required:
+    flags.mark_flag_as_required('config')
+
+
+def load_config() -> Config:
+  """The configuration named on the command line, with its overrides, validated.
+
+  Raises:
+    UserError: no such file, no get_config() in it, or a setting that is unknown or wrong.
+  """
+  path = pathlib.Path(flags.FLAGS.config)
+  if not path.is_file():
+    raise UserError(f'--config={path}: there is no such file; the ones that come along are in configs/.')
+  spec = importlib.util.spec_from_file_location(f'config_{path.stem}', path)
+  if spec is None or spec.loader is None:
+    raise UserError(f'--config={path} is not a Python file.')
+  module = importlib.util.module_from_spec(spec)
+  try:
+    spec.loader.exec_module(module)
+  except SyntaxError as error:
+    raise UserError(f'--config={path} is not valid Python: {error}.') from error
+  if not hasattr(module, 'get_config'):
+    raise UserError(f'--config={path} has no function get_config(); see configs/quickstart.py for an example.')
+  config = module.get_config()
+  if not isinstance(config, Config):
+    raise UserError(f'get_config() of {path} returns {type(config).__name__}, not sdpo_jax.config.Config.')
+  for name, text in _overrides:
+    override(config, name, text)
+  return config.validate()
+
+
+def _parse(arguments: Sequence[str]) -> list[str]:
+  """absl's parser, after taking the overrides out."""
+  rest, waiting = [], list(arguments)
+  while waiting:
+    argument = waiting.pop(0)
+    match = _OVERRIDE.fullmatch(argument)
+    if match is None:
+      rest.append(argument)
+      continue
+    value = match.group(2)
+    if value is None:
+      if not waiting:
+        raise SystemExit(_complain(f'{argument} has no value: write {argument}=VALUE.'))
+      value = waiting.pop(0)
+    _overrides.append((match.group(1), value))
+  if '--help_settings' in rest or '--helpsettings' in rest:
+    print(settings_help())
+    raise SystemExit(0)
+  try:
+    left = flags.FLAGS(rest)
+  except flags.Error as error:
+    sentence = ' '.join(str(error).split()).removeprefix('flags ')
+    raise SystemExit(_complain(f'{sentence} (--help lists the flags)')) from error
+  if len(left) > 1:
+    raise SystemExit(
+      _complain(f'{" ".join(left[1:])!r} is not a flag; flags are written --name=value (--help lists them).')
+    )
+  return left
+
+
+def settings_help() -> str:
+  """All settings with defaults and documentation."""
+  return '\n'.join(f'--config.{name}={value!r}\n      {doc}' for name, value, doc in describe(Config()))
+
+
+def _complain(sentence: str) -> int:
+  print(sentence, file=sys.stderr)
+  return EXIT_BAD_INPUT
+
+
+def run(main: Callable[[], int | None]) -> None:
+  """Runs a command: `main` returns the exit code (None is 0); a UserError ends it with its sentence and code 2."""
+
+  def wrapped(_: Any) -> int:
+    _quiet()
+    _compilation_cache()
+    try:
+      return main() or 0
+    except UserError as error:
+      return _complain(str(error))
+
+  flags.DEFINE_bool('help_settings', False, 'Print every setting of a config, its default and meaning, and end.')
+  flags.declare_key_flag('help_settings')
+  app.run(wrapped, flags_parser=_parse)
+
+
+def _quiet() -> None:
+  """Libraries' progress chatter stays out of the way of ours; their errors do not."""
+  for name in ('absl', 'orbax', 'jax._src.compilation_cache', 'transformers', 'jax._src.compiler'):
+    logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _compilation_cache() -> None:
+  """A second start compiles nothing: programs are kept in JAX_COMPILATION_CACHE_DIR or ~/.cache/sdpo_jax."""
+  if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
+    jax.config.update('jax_compilation_cache_dir', str(pathlib.Path.home() / '.cache' / 'sdpo_jax' / 'programs'))
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.3)

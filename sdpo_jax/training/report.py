@@ -1,0 +1,70 @@
+"""What a command prints at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sdpo_jax.config import Config
+from sdpo_jax.training.evaluation import Evaluation
+from sdpo_jax.training.loop import Result
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+  """Columns aligned with spaces: the first to the left, the others to the right."""
+  widths = [max(len(line[column]) for line in (header, *rows)) for column in range(len(header))]
+  align = lambda line: '  '.join(
+    cell.ljust(width) if column == 0 else cell.rjust(width)
+    for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+  )
+  return '\n'.join([align(header), '  '.join('─' * width for width in widths), *map(align, rows)])
+
+
+def summary(result: Result, config: Config, config_path: str) -> str:
+  """Held-out accuracy before and after, where the run is, and what to type next."""
+  workdir = result.workdir
+  if result.preempted:
+    return f'Stopped after step {result.step}; the checkpoint is saved. The same command continues {workdir}.'
+  lines = [f'{result.step} steps done; the run is in {workdir}.']
+  if len(result.evaluations) >= 1:
+    first, last = min(result.evaluations), max(result.evaluations)
+    before, after = result.evaluations[first], result.evaluations[last]
+    names = [name for name in after if '@' in name]
+    rows = [
+      [
+        name.removeprefix('eval/'),
+        '–' if before.get(name) is None else f'{before[name]:.1%}',
+        '–' if after[name] is None else f'{after[name]:.1%}',
+      ]
+      for name in names
+    ]
+    lines += ['', table(['held-out accuracy', f'step {first}', f'step {last}'], rows)]
+  lines += [
+    '',
+    'Next:',
+    f'  python -m launch.evaluate --config={config_path} --workdir={workdir} --output={workdir}/evaluation.json',
+    f'  python -m launch.sample --workdir={workdir} --prompt="{example_prompt(config)}" --temperature=0',
+    f'  python -m launch.export --workdir={workdir} --output={workdir}/hf',
+  ]
+  return '\n'.join(lines)
+
+
+def example_prompt(config: Config) -> str:
+  """A prompt worth trying: the first held-out one, where it is short."""
+  from sdpo_jax.data import pipeline
+
+  if config.data.val_files:
+    for example in pipeline.evaluation_examples(config)[:1]:
+      content = example.messages[-1]['content']
+      if len(content) <= 200 and '"' not in content and '\n' not in content:
+        return content
+  return '…'
+
+
+def evaluation_table(evaluation: Evaluation) -> str:
+  """One row a data source and metric."""
+  rows = [
+    [f'{task}  {name}', f'{value:.4f}' if '@' in name or 'fraction' in name else f'{value:.1f}']
+    for task, metrics in evaluation.metrics.items()
+    for name, value in metrics.items()
+  ]
+  return table(['held-out', 'value'], rows)
