@@ -42,9 +42,17 @@ def prompt_tokens(tokenizer: Tokenizer, example: Example, config: Config) -> lis
     UserError: longer than `data.max_prompt_length`, or refused by the chat template.
   """
   tokens = _tokens(tokenizer, [example], config)[0]
-  if len(tokens) > config.data.max_prompt_length:
-    raise UserError(_too_long(_name(example), len(tokens), config))
+  _check_length(example, tokens, config)
   return tokens
+
+
+def fits(tokenizer: Tokenizer, example: Example, config: Config) -> bool:
+  """Whether the prompt has at most `data.max_prompt_length` tokens.
+
+  Raises:
+    UserError: it has more and `data.filter_overlong_prompts` is off, or the chat template refuses it.
+  """
+  return bool(_fitting(tokenizer, [example], config))
 
 
 def fitting(tokenizer: Tokenizer, examples: Sequence[Example], config: Config, origin: str) -> list[Example]:
@@ -59,6 +67,22 @@ def fitting(tokenizer: Tokenizer, examples: Sequence[Example], config: Config, o
   Raises:
     UserError: one is longer and rows are not to be filtered, or none is left, or the chat template refuses one.
   """
+  kept = _fitting(tokenizer, examples, config)
+  limit = config.data.max_prompt_length
+  if examples and not kept:
+    raise UserError(f'{origin}: every prompt is longer than data.max_prompt_length={limit} tokens: raise it.')
+  if dropped := len(examples) - len(kept):
+    logging.warning(
+      '%s: left out %d of %d rows whose prompt is longer than data.max_prompt_length=%d tokens.',
+      origin,
+      dropped,
+      len(examples),
+      limit,
+    )
+  return kept
+
+
+def _fitting(tokenizer: Tokenizer, examples: Sequence[Example], config: Config) -> list[Example]:
   kept = []
   for start in range(0, len(examples), _BATCH):
     part = examples[start : start + _BATCH]
@@ -66,20 +90,17 @@ def fitting(tokenizer: Tokenizer, examples: Sequence[Example], config: Config, o
       if len(tokens) <= config.data.max_prompt_length:
         kept.append(example)
       elif not config.data.filter_overlong_prompts:
-        raise UserError(_too_long(_name(example), len(tokens), config))
-  if examples and not kept:
-    raise UserError(
-      f'{origin}: every prompt is longer than data.max_prompt_length={config.data.max_prompt_length} tokens: raise it.'
-    )
-  if len(kept) < len(examples):
-    logging.warning(
-      '%s: left out %d of %d rows whose prompt is longer than data.max_prompt_length=%d tokens.',
-      origin,
-      len(examples) - len(kept),
-      len(examples),
-      config.data.max_prompt_length,
-    )
+        _check_length(example, tokens, config)
   return kept
+
+
+def _check_length(example: Example, tokens: Sequence[int], config: Config) -> None:
+  limit = config.data.max_prompt_length
+  if len(tokens) > limit:
+    raise UserError(
+      f'{name(example)}: the prompt has {len(tokens)} tokens with the chat template, more than data.max_prompt_length='
+      f'{limit}: raise it, or set data.filter_overlong_prompts=true to leave such rows out.'
+    )
 
 
 def _tokens(tokenizer: Tokenizer, examples: Sequence[Example], config: Config) -> list[list[int]]:
@@ -87,17 +108,11 @@ def _tokens(tokenizer: Tokenizer, examples: Sequence[Example], config: Config) -
     return chat_tokens(tokenizer, [example.messages for example in examples], config.data.enable_thinking)
   except jinja2.TemplateError as error:
     if len(examples) == 1:
-      raise UserError(f"{_name(examples[0])}: the model's chat template refuses these messages: {error}.") from error
+      raise UserError(f"{name(examples[0])}: the model's chat template refuses these messages: {error}.") from error
   # Again one by one, to name the row.
   return [_tokens(tokenizer, [example], config)[0] for example in examples]
 
 
-def _name(example: Example) -> str:
-  return example.extra.get('origin', f'Example {example.id}')
-
-
-def _too_long(name: str, length: int, config: Config) -> str:
-  return (
-    f'{name}: the prompt has {length} tokens with the chat template, more than data.max_prompt_length='
-    f'{config.data.max_prompt_length}: raise it, or set data.filter_overlong_prompts=true to leave such rows out.'
-  )
+def name(example: Example) -> str:
+  """How messages speak of an example: file and line where it has them."""
+  return example.extra.get('origin', f'example {example.id!r}')

@@ -1,0 +1,148 @@
+"""Dataset rows in the reference's schema, as examples.
+
+Two forms are understood: raw rows (idx, kind, dataset, answer, elo, prompt, description, tests, system, …) and what the
+reference's data/preprocess.py:46-100 makes of them (data_source, prompt, ability, reward_model, extra_info). Both may
+carry one field of ours, `environment`, the name of the grader; without it the data source decides, as in the reference
+(verl/utils/reward_score/feedback/__init__.py:8-26).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+
+from sdpo_jax.errors import UserError
+from sdpo_jax.types import Example
+
+ENVIRONMENTS = {
+  'code': 'code',
+  'livecodebench': 'code',
+  'humanevalplus': 'code',
+  'math': 'math',
+  'math500': 'math',
+  'dapo_math': 'math',
+  'gsm8k': 'math',
+  'gpqa': 'gpqa',
+  'sciknoweval': 'mcq',
+  'tooluse': 'tooluse',
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """One row of a file, unchecked."""
+
+  origin: str  # File and line (or row) number, for messages.
+  number: int  # From 1: line number in JSON files, row number in parquet.
+  value: Any  # What the file holds there; a mapping if it is well-formed.
+
+
+def example(row: Row, split: str) -> Example:
+  """The example of a raw or preprocessed row.
+
+  Raises:
+    UserError: naming file, line, field and fault.
+  """
+  value = row.value
+  if not isinstance(value, Mapping):
+    raise UserError(f'{row.origin}: a row must be an object with named fields, not {_shown(value)}.')
+  if 'data_source' not in value and 'dataset' not in value:
+    raise UserError(
+      f"{row.origin}: field 'dataset' (raw rows) or 'data_source' (preprocessed rows) is missing; there is: "
+      f'{", ".join(map(str, value)) or "nothing"}.'
+    )
+  ready = value if 'data_source' in value else preprocess(row, split)
+  source = _text(ready, 'data_source', row)
+  messages = _messages(ready, row)
+  reward = _field(ready, 'reward_model', row)
+  if not isinstance(reward, Mapping) or reward.get('ground_truth') is None:
+    raise UserError(
+      f"{row.origin}: field 'reward_model' must be an object with a 'ground_truth', not {_shown(reward)}."
+    )
+  extra = ready.get('extra_info') or {}
+  if not isinstance(extra, Mapping):
+    raise UserError(f"{row.origin}: field 'extra_info' must be an object, not {_shown(extra)}.")
+  environment = value.get('environment') or extra.get('environment') or ENVIRONMENTS.get(source)
+  if not isinstance(environment, str):
+    raise UserError(
+      f'{row.origin}: no environment grades the data source {source!r}: choose one of {", ".join(ENVIRONMENTS)}, or '
+      "name the grader in a field 'environment'."
+    )
+  return Example(
+    id=f'{source}/{extra.get("index", row.number)}',
+    messages=messages,
+    environment=environment,
+    ground_truth=reward['ground_truth'],
+    data_source=source,
+    extra={**extra, 'ability': ready.get('ability'), 'origin': row.origin},
+  )
+
+
+def preprocess(row: Row, split: str) -> dict[str, Any]:
+  """A raw row in the preprocessed form (reference data/preprocess.py:46-100).
+
+  An empty system prompt is kept as a message, a null one is not; LiveCodeBench loses `self` from its signatures; rows
+  of kind `code` are graded by their `tests`, the others by their `answer`.
+
+  Raises:
+    UserError: naming file, line, field and fault.
+  """
+  value = row.value
+  kind, source, prompt = (_text(value, name, row) for name in ('kind', 'dataset', 'prompt'))
+  truth = _text(value, 'tests' if kind == 'code' else 'answer', row)
+  system, description = value.get('system'), value.get('description')
+  for name, text in (('system', system), ('description', description)):
+    if text is not None and not isinstance(text, str):
+      raise UserError(f'{row.origin}: field {name!r} must be a string or null, not {_shown(text)}.')
+  if source == 'livecodebench':
+    prompt = prompt.replace('(self, ', '(')
+    description = description and description.replace('(self, ', '(')
+  user = {'role': 'user', 'content': prompt}
+  return {
+    'data_source': source,
+    'prompt': [user] if system is None else [{'role': 'system', 'content': system}, user],
+    'ability': kind,
+    'reward_model': {'style': kind, 'ground_truth': truth},
+    'extra_info': {
+      'split': split,
+      'index': str(value.get('idx', row.number)),
+      'description': description,
+      'problem': prompt,
+      'elo': value.get('elo'),
+      'achievement_prior': value.get('achievement_prior', 0),
+    },
+  }
+
+
+def _field(value: Mapping[str, Any], name: str, row: Row) -> Any:
+  if name not in value:
+    raise UserError(f'{row.origin}: field {name!r} is missing.')
+  return value[name]
+
+
+def _text(value: Mapping[str, Any], name: str, row: Row) -> str:
+  text = _field(value, name, row)
+  if not isinstance(text, str) or not text.strip():
+    raise UserError(f'{row.origin}: field {name!r} must be a non-empty string, not {_shown(text)}.')
+  return text
+
+
+def _messages(value: Mapping[str, Any], row: Row) -> list[dict[str, str]]:
+  messages = _field(value, 'prompt', row)
+  if not isinstance(messages, list) or not messages:
+    raise UserError(f"{row.origin}: field 'prompt' must be a non-empty list of messages, not {_shown(messages)}.")
+  for message in messages:
+    good = isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ('role', 'content'))
+    if not good:
+      raise UserError(
+        f"{row.origin}: field 'prompt': a message must have the strings 'role' and 'content', not {_shown(message)}."
+      )
+  if not messages[-1]['content'].strip():
+    raise UserError(f"{row.origin}: field 'prompt': the last message, which asks the question, is empty.")
+  return [{'role': message['role'], 'content': message['content']} for message in messages]
+
+
+def _shown(value: Any) -> str:
+  text = repr(value)
+  return text if len(text) <= 60 else text[:57] + '...'

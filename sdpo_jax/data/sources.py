@@ -1,0 +1,154 @@
+"""Where rows come from: JSON arrays, JSON lines and parquet files, and generators of endless questions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import inspect
+import io
+import json
+from typing import Any, Protocol
+import urllib.parse
+
+from etils import epath
+
+from sdpo_jax.data.rows import Row
+from sdpo_jax.errors import UserError
+from sdpo_jax.types import Example
+
+GENERATOR_PREFIX = 'generator:'
+
+
+class Registry(Protocol):
+  """What knows the environments: the module `sdpo_jax.environments.registry`, handed in by the caller."""
+
+  def get(self, name: str) -> Any:
+    """The grader of that name; raises UserError if there is none."""
+
+  def get_generator(self, name: str) -> Callable[..., Callable[[int], Example]]:
+    """The generator of that name; raises UserError if there is none."""
+
+
+def is_generator(source: str) -> bool:
+  """Whether a source names a generator instead of a file."""
+  return source.startswith(GENERATOR_PREFIX)
+
+
+def make_generator(source: str, split: str, seed: int, registry: Registry) -> Callable[[int], Example]:
+  """The endless questions of `generator:NAME?key=value&…` as a function of their index.
+
+  Options are handed on as strings. An option `seed` replaces `seed`.
+
+  Raises:
+    UserError: malformed source, unknown generator or option.
+  """
+  name, _, query = source.removeprefix(GENERATOR_PREFIX).partition('?')
+  try:
+    options: dict[str, Any] = dict(urllib.parse.parse_qsl(query, strict_parsing=True, keep_blank_values=True))
+    seed = int(options.pop('seed', seed))
+  except ValueError as error:
+    raise UserError(f'{source!r} is not generator:NAME?key=value&key=value: {error}.') from error
+  factory = registry.get_generator(name)
+  try:
+    inspect.signature(factory).bind(split, seed, **options)
+  except TypeError as error:
+    raise UserError(f'{source!r}: the generator {name!r} does not take these options: {error}.') from error
+  return factory(split, seed, **options)
+
+
+def read_rows(source: str, setting: str) -> list[Row]:
+  """All rows of a file, unchecked but for the file's own syntax.
+
+  A name ending in .parquet is parquet; anything else is a JSON array if it starts with '[', JSON lines otherwise.
+
+  Args:
+    source: path, local or any that etils.epath opens (gs://…).
+    setting: name of the setting that holds the source, for messages.
+
+  Raises:
+    UserError: no such file, not readable, not in one of these formats (line named), or without rows.
+  """
+  try:
+    path = epath.Path(source)
+    if not path.exists() or path.is_dir():
+      raise UserError(f'{setting}: there is no file {source!r}.')
+    content = path.read_bytes()
+  except (OSError, ImportError, ValueError) as error:
+    raise UserError(f'{setting}: {source!r} cannot be read: {error}.') from error
+  if source.endswith('.parquet'):
+    rows = _parquet(source, content)
+  else:
+    text = _decode(source, content)
+    rows = _array(source, text) if text.lstrip().startswith('[') else _lines(source, text)
+  if not rows:
+    raise UserError(f'{setting}: {source!r} holds no rows.')
+  return rows
+
+
+def _decode(source: str, content: bytes) -> str:
+  try:
+    return content.decode('utf-8-sig')
+  except UnicodeDecodeError as error:
+    line = content.count(b'\n', 0, error.start) + 1
+    raise UserError(f'{source}, line {line}: the file is not UTF-8 text: {error.reason}.') from error
+
+
+def _lines(source: str, text: str) -> list[Row]:
+  rows = []
+  # Split at \n alone: JSON strings may hold the other characters at which str.splitlines breaks.
+  for number, line in enumerate(text.split('\n'), start=1):
+    if not line.strip():
+      continue
+    origin = f'{source}, line {number}'
+    try:
+      rows.append(Row(origin, number, json.loads(line)))
+    except json.JSONDecodeError as error:
+      raise UserError(f'{origin}: invalid JSON at column {error.colno}: {error.msg}.') from error
+  return rows
+
+
+def _array(source: str, text: str) -> list[Row]:
+  decoder, rows = json.JSONDecoder(), []
+  line, seen = 1, 0
+
+  def skip(position: int) -> int:
+    """The next position that is not white space."""
+    while position < len(text) and text[position] in ' \t\r\n':
+      position += 1
+    return position
+
+  def fail(position: int, reason: str) -> UserError:
+    return UserError(f'{source}, line {text.count(chr(10), 0, position) + 1}: invalid JSON: {reason}.')
+
+  position = skip(skip(0) + 1)
+  if text[position : position + 1] == ']':
+    return rows
+  while True:
+    line, seen = line + text.count('\n', seen, position), position
+    try:
+      value, position = decoder.raw_decode(text, position)
+    except json.JSONDecodeError as error:
+      raise fail(error.pos, error.msg) from error
+    rows.append(Row(f'{source}, line {line}', line, value))
+    position = skip(position)
+    mark = text[position : position + 1]
+    if mark == ']':
+      break
+    if mark != ',':
+      raise fail(position, "expected ',' or ']' after a row")
+    position = skip(position + 1)
+  if text[position + 1 :].strip():
+    raise fail(skip(position + 1), 'text after the end of the array')
+  return rows
+
+
+def _parquet(source: str, content: bytes) -> list[Row]:
+  try:
+    import pyarrow
+    import pyarrow.parquet
+  except ImportError as error:
+    raise UserError(f'{source!r} is a parquet file, and reading it needs pyarrow: pip install pyarrow.') from error
+  try:
+    values = pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
+  except (pyarrow.ArrowException, OSError) as error:
+    raise UserError(f'{source!r} is not a readable parquet file: {error}.') from error
+  return [Row(f'{source}, row {number}', number, value) for number, value in enumerate(values, start=1)]
