@@ -11,9 +11,9 @@ from etils import epath
 import jax
 
 from models import huggingface
-from models import tokenizer as tokenizers
 from sdpo_jax.config import Config, ValKwargs, from_dict
 from sdpo_jax.data import pipeline
+from sdpo_jax.data.prompts import chat_tokens
 from sdpo_jax.errors import UserError
 from sdpo_jax.training.checkpoints import Checkpoints, abstract
 from sdpo_jax.training.evaluation import Evaluation, evaluate
@@ -125,8 +125,10 @@ def sample_text(
     session, _ = make_session(config, workdir)
   else:
     session, parameters = open_model(model, config)
-  kwargs = {} if config.data.enable_thinking is None else {'enable_thinking': config.data.enable_thinking}
-  tokens = tokenizers.chat_tokens(session.tokenizer, [{'role': 'user', 'content': prompt}], **kwargs)
+  messages = [{'role': 'user', 'content': prompt}]
+  [tokens] = chat_tokens(session.tokenizer, [messages], config.data.enable_thinking)
+  if len(tokens) > config.data.max_prompt_length:
+    raise UserError(f'--prompt has {len(tokens)} tokens, the limit is {config.data.max_prompt_length}: shorten it.')
   rollouts = session.sampler.sample(
     session.base,
     parameters,

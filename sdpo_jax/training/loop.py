@@ -516,12 +516,13 @@ class _Run:
           if writer is not None:
             writer.write(0, values)
         for step in range(first + 1, total + 1):
-          saved = self.host_state()
-          if preemption.agreed():
+          before = self.host_state()
+          advanced = self.step(state, step, writer, progress, preemption)
+          if advanced is None:
             preempted = True
-            self.save(step - 1, state, saved, {})
+            self.save(step - 1, state, before, {})
             break
-          state = self.step(state, step, writer, progress)
+          state = advanced
     finally:
       progress.close()
     self.checkpoints.wait()
@@ -541,15 +542,25 @@ class _Run:
     if step > 0:
       self.checkpoints.save(step, state, host, metrics)
 
-  def step(self, state: TrainState, step: int, writer: MetricsWriter | None, progress: Progress) -> TrainState:
-    """One generation batch, with its evaluation, log line and checkpoint."""
+  def step(
+    self, state: TrainState, step: int, writer: MetricsWriter | None, progress: Progress, preemption: Preemption
+  ) -> TrainState | None:
+    """One generation batch, with its evaluation, log line and checkpoint.
+
+    Returns:
+      the state after it; None if the run was told to stop before the update began, when `state` is still whole.
+    """
     session, config, trainer = self.session, self.session.config, self.session.config.trainer
     timer = Timer(progress)
+    if preemption.agreed():
+      return None
     profile = step in trainer.profile_steps
     if profile:
       jax.profiler.start_trace(str(session.workdir / 'profile' / str(step)))
     metrics: dict[str, float] = {}
     collected = collect(session, state, next(self.iterator), step, timer)
+    if preemption.agreed():
+      return None
     with timer('teach'):
       context = teach(session, collected, sampling_seed(state), step)
     with timer('train'):

@@ -1,0 +1,143 @@
+"""Settings: what is refused, with which sentence; what the command line may say; the paper's presets."""
+
+import json
+import re
+
+from absl.testing import parameterized
+import pytest
+
+from configs import qwen3_8b_chemistry, qwen3_8b_chemistry_grpo, qwen3_8b_livecodebench
+from sdpo_jax.config import Config, describe, differences, flatten, from_dict, override
+from sdpo_jax.errors import UserError
+
+
+def valid() -> Config:
+  config = Config()
+  config.model.path = 'model'
+  config.data.train_files = config.data.val_files = ('rows.jsonl',)
+  return config
+
+
+class Validation(parameterized.TestCase):
+  @parameterized.parameters(
+    ('actor.self_distillation.alpha', 1.5, r'alpha must lie in \[0, 1\], not 1.5'),
+    ('actor.self_distillation.alpha', float('nan'), 'alpha=nan is not float'),
+    ('actor.self_distillation.full_logit_distillation', False, 'alpha=1.0'),
+    ('actor.self_distillation.distillation_topk', 0, 'positive or None'),
+    ('actor.self_distillation.teacher_update_rate', -0.1, 'teacher_update_rate'),
+    ('actor.self_distillation.is_clip', 0.0, 'is_clip'),
+    ('actor.self_distillation.reprompt_template', '{question}', 'not a valid template'),
+    ('actor.self_distillation.solution_template', '{', 'not a valid template'),
+    ('actor.loss_agg_mode', 'mean', "'token-mean' or"),
+    ('actor.loss_group_size', 7, 'does not divide the 256 sequences'),
+    ('actor.ppo_mini_batch_size', 5, 'do not split into mini-batches'),
+    ('actor.policy_loss.clip_ratio_c', 1.0, 'above 1'),
+    ('rollout.temperature', 0.0, 'rollout.temperature must be positive for training'),
+    ('rollout.top_p', 0.0, 'rollout.top_p'),
+    ('val_kwargs.top_k', 0, 'val_kwargs.top_k'),
+    ('optimizer.betas', (0.9,), 'two numbers'),
+    ('optimizer.grad_clip', 0.0, 'grad_clip'),
+    ('optimizer.lr', '1e-5', "lr='1e-5' is not float"),
+    ('trainer.total_training_steps', True, 'not int'),
+    ('data.val_files', (), 'trainer.test_freq asks for evaluation'),
+    ('data.train_files', (), 'data.train_files is empty'),
+    ('model.path', '', 'model.path is empty'),
+    ('mesh.fsdp', 0, 'mesh.fsdp must be positive or -1'),
+  )
+  def test_a_wrong_setting_is_named_with_the_way_out(self, name, value, sentence):
+    config = valid().validate()
+    *sections, leaf = name.split('.')
+    target = config
+    for section in sections:
+      target = getattr(target, section)
+    setattr(target, leaf, value)
+    with self.assertRaisesRegex(UserError, sentence):
+      config.validate()
+
+  def test_only_one_mesh_axis_may_be_the_rest(self):
+    config = valid()
+    config.mesh.tensor = -1
+    with self.assertRaisesRegex(UserError, 'Only one of'):
+      config.validate()
+
+
+class Overrides(parameterized.TestCase):
+  @parameterized.parameters(
+    ('optimizer.lr', '1e-6', 1e-6),
+    ('optimizer.lr', '1', 1.0),
+    ('actor.self_distillation.distillation_topk', 'None', None),
+    ('actor.self_distillation.distillation_topk', '20', 20),
+    ('actor.self_distillation.teacher_regularization', 'trust_region', 'trust-region'),
+    ('optimizer.betas', '0.8,0.9', (0.8, 0.9)),
+    ('optimizer.betas', '[0.8, 0.9]', (0.8, 0.9)),
+    ('data.train_files', 'a.json,b.json', ('a.json', 'b.json')),
+    ('data.train_files', 'generator:x?size=3', ('generator:x?size=3',)),
+    ('trainer.profile_steps', '', ()),
+    ('trainer.tensorboard', 'false', False),
+    ('data.enable_thinking', 'none', None),
+    ('actor.self_distillation.solution_template', '{successful_previous_attempt}', '{successful_previous_attempt}'),
+  )
+  def test_text_becomes_a_value_of_the_settings_type(self, name, text, expected):
+    config = valid()
+    override(config, name, text)
+    value = flatten(config)[name]
+    assert value == (list(expected) if isinstance(expected, tuple) else expected)
+    assert type(value) is (list if isinstance(expected, tuple) else type(expected))
+
+  @parameterized.parameters(
+    ('optimizer.learning_rate', '1', "no setting 'optimizer.learning_rate'"),
+    ('actor.alpha', '1', 'did you mean .*actor.self_distillation.alpha'),
+    ('optimizer', '1', 'is a section'),
+    ('optimizer.lr.x', '1', 'There is no setting'),
+    ('optimizer.lr', 'fast', "'fast' is not float"),
+    ('trainer.total_training_steps', '1.5', 'is not int'),
+    ('trainer.tensorboard', 'yes!', 'is not bool'),
+    ('optimizer.betas', '[0.1', 'is not a list of float'),
+  )
+  def test_unknown_names_and_wrong_types_are_refused(self, name, text, sentence):
+    with self.assertRaisesRegex(UserError, sentence):
+      override(valid(), name, text)
+
+
+def test_every_setting_is_documented():
+  for name, _, doc in describe(Config()):
+    assert re.search(r'[.:;]', doc) and len(doc) > 10, name
+
+
+def test_json_round_trip():
+  config = valid()
+  override(config, 'optimizer.betas', '0.5,0.6')
+  assert from_dict(json.loads(config.to_json())) == config
+
+
+def test_unknown_setting_in_a_saved_config_is_named():
+  with pytest.raises(UserError, match='actor.new_thing'):
+    from_dict({'actor': {'new_thing': 1}})
+
+
+def test_differences_name_what_changes_learning_and_only_that():
+  saved = json.loads(valid().to_json())
+  config = valid()
+  override(config, 'trainer.total_training_steps', '7')
+  override(config, 'val_kwargs.n', '2')
+  override(config, 'mesh.fsdp', '4')
+  assert differences(saved, config) == []
+  override(config, 'optimizer.lr', '0.5')
+  assert differences(saved, config) == ['optimizer.lr was 1e-05 and is now 0.5']
+
+
+def test_presets_are_the_papers():
+  chemistry, code = qwen3_8b_chemistry.get_config().validate(), qwen3_8b_livecodebench.get_config().validate()
+  grpo = qwen3_8b_chemistry_grpo.get_config().validate()
+  sd = chemistry.actor.self_distillation
+  assert (sd.alpha, sd.distillation_topk, sd.distillation_add_tail, sd.teacher_update_rate) == (0.5, 100, True, 0.05)
+  assert not sd.include_environment_feedback
+  assert (chemistry.optimizer.lr, chemistry.optimizer.lr_warmup_steps) == (1e-5, 10)
+  assert chemistry.actor.loss_group_size == 1
+  sd = code.actor.self_distillation
+  assert (sd.alpha, sd.distillation_topk, sd.teacher_update_rate) == (1.0, 20, 0.01)
+  assert sd.include_environment_feedback
+  assert code.data.train_batch_size // code.actor.ppo_mini_batch_size == 32
+  loss = grpo.actor.policy_loss
+  assert (loss.loss_mode, loss.clip_ratio_low, loss.clip_ratio_high, loss.clip_ratio_c) == ('vanilla', 0.2, 0.28, 3.0)
+  assert not loss.norm_adv_by_std_in_grpo
