@@ -17,7 +17,7 @@ from sdpo_jax.data.prompts import chat_tokens
 from sdpo_jax.errors import UserError
 from sdpo_jax.training.checkpoints import Checkpoints, abstract
 from sdpo_jax.training.evaluation import Evaluation, evaluate
-from sdpo_jax.training.loop import Session, make_session
+from sdpo_jax.training.session import Session, make_session
 from sdpo_jax.training.step import init_state
 from sdpo_jax.types import Tree
 

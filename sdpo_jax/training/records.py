@@ -1,0 +1,116 @@
+"""The numbers and files that describe a generation batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import json
+
+from etils import epath
+import jax
+import numpy as np
+
+from sdpo_jax.teacher.context import TeacherContext
+from sdpo_jax.training import batching, flops
+from sdpo_jax.training.evaluation import Evaluation
+from sdpo_jax.training.phases import Collected, Learned
+from sdpo_jax.training.session import Session
+
+
+def token_mean(values: Mapping[str, np.ndarray], name: str, mask: np.ndarray) -> float:
+  """Mean of a per-token quantity over the tokens for which it was computed; NaN when there are none."""
+  picked = values[name][mask & np.isfinite(values[name])] if name in values else np.array([])
+  return float(picked.mean()) if len(picked) else float('nan')
+
+
+def rollout_metrics(collected: Collected, threshold: float) -> dict[str, float]:
+  """What the sampled and graded batch looks like."""
+  rollouts, outcomes = collected.rollouts, collected.outcomes
+  scores = np.array([outcome.score for outcome in outcomes])
+  mask = rollouts.completion_mask
+  solved = np.zeros(len(collected.examples), bool)
+  np.logical_or.at(solved, rollouts.group, scores >= threshold)
+  return {
+    'rollout/score_mean': scores.mean(),
+    'rollout/success_rate': (scores >= threshold).mean(),
+    'rollout/solved_group_fraction': solved.mean(),
+    'rollout/completion_length_mean': mask.sum(1).mean(),
+    'rollout/truncated_fraction': np.mean([reason == 'length' for reason in rollouts.finish_reason]),
+    'rollout/entropy': rollouts.entropy[mask].mean(),
+  }
+
+
+def update_metrics(learned: Learned, samples: batching.Samples) -> dict[str, float]:
+  """What the update did; names of the `teacher/*` quantities are those of the objective's per-token outputs."""
+  mask = samples.rollouts.completion_mask & (samples.distill_mask > 0)[:, None]
+  return {
+    'train/loss': learned.loss,
+    'train/grad_norm': learned.grad_norm,
+    'train/learning_rate': learned.learning_rate,
+    'train/optimizer_steps': learned.optimizer_steps,
+    'train/skipped_steps': learned.skipped,
+    **{
+      f'teacher/{name}': token_mean(learned.token_values, name, mask)
+      for name in learned.token_values
+      if samples.teacher_prompts is not None
+    },
+  }
+
+
+def throughput_metrics(
+  session: Session, collected: Collected, learned: Learned, seconds: Mapping[str, float]
+) -> dict[str, float]:
+  """Tokens per second and, where the peak of the device is known, model FLOPs utilisation (no remat counted)."""
+  sampled = int(collected.rollouts.completion_mask.sum())
+  prefilled = sum(map(len, collected.prompts))
+  whole = sum(seconds.values())
+  devices = jax.device_count()
+  metrics = {
+    'throughput/tokens_per_s': sampled / whole,
+    'throughput/tokens_per_s_per_device': sampled / whole / devices,
+    'throughput/sampled_tokens_per_s': sampled / max(seconds.get('sample', 0.0), 1e-9),
+    'throughput/trained_tokens_per_s': learned.trained_tokens / max(seconds.get('train', 0.0), 1e-9),
+  }
+  peak = flops.peak_flops(jax.devices()[0])
+  if peak:
+    done = session.flops_per_token * (sampled + prefilled + 3 * learned.trained_tokens + learned.teacher_tokens)
+    metrics['throughput/mfu'] = done / (whole * devices * peak)
+  return metrics
+
+
+def write_rollouts(
+  session: Session, step: int, collected: Collected, context: TeacherContext | None, learned: Learned
+) -> None:
+  """`rollouts/<step>.jsonl`: one line a sample with prompt, completion, score, feedback, teacher prompt, divergences."""
+  folder = session.workdir / 'rollouts'
+  folder.mkdir(parents=True, exist_ok=True)
+  divergence = learned.token_values.get('divergence')
+  lines = []
+  for row, group in enumerate(collected.rollouts.group):
+    length = int(collected.rollouts.completion_mask[row].sum())
+    taught = context is not None and context.mask[row] > 0
+    lines.append(
+      {
+        'step': step,
+        'id': collected.examples[group].id,
+        'group': int(group),
+        'prompt': collected.examples[group].messages,
+        'completion': collected.rollouts.text[row],
+        'finish_reason': collected.rollouts.finish_reason[row],
+        'score': float(collected.outcomes[row].score),
+        'feedback': collected.outcomes[row].feedback,
+        'teacher_prompt': context.messages[row] if taught else None,
+        'divergence': [round(float(value), 6) for value in divergence[row, :length]]
+        if taught and divergence is not None
+        else None,
+      }
+    )
+  (folder / f'{step}.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+
+
+def write_evaluation(workdir: epath.Path, step: int, evaluation: Evaluation) -> None:
+  """`eval/<step>.json` with the metrics and every sample."""
+  folder = workdir / 'eval'
+  folder.mkdir(parents=True, exist_ok=True)
+  (folder / f'{step}.json').write_text(
+    json.dumps({'step': step, 'metrics': evaluation.metrics, 'samples': evaluation.samples}, indent=1)
+  )

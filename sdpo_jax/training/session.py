@@ -1,0 +1,72 @@
+"""What a run, an evaluation and an export have in common: model, tokenizer, sampler and programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from etils import epath
+import jax
+import numpy as np
+
+from models import huggingface
+from models import tokenizer as tokenizers
+from models.policy import Policy
+from sdpo_jax.config import Config
+from sdpo_jax.mesh import make_mesh
+from sdpo_jax.rollout.engine import Sampler
+from sdpo_jax.training import batching, flops
+from sdpo_jax.training.step import Update, make_update
+from sdpo_jax.types import TrainState, Tree
+
+
+@dataclasses.dataclass
+class Session:
+  """Everything a run holds beside its state."""
+
+  config: Config
+  workdir: epath.Path
+  tokenizer: Any
+  policy: Policy
+  base: Tree
+  mesh: jax.sharding.Mesh
+  sampler: Sampler
+  update: Update
+  flops_per_token: float  # of one forward pass.
+
+
+def make_session(config: Config, workdir: epath.PathLike) -> tuple[Session, Tree]:
+  """Loads tokenizer and model; returns the session and the trainable parameters of the model directory."""
+  tokenizer = tokenizers.load(config.model.path)
+  mesh = make_mesh(config.mesh)
+  policy, parameters = huggingface.load(config.model.path, config.model, mesh=mesh)
+  buckets = batching.Buckets.of(config)
+  sampler = Sampler(
+    policy,
+    tokenizer,
+    prompt_buckets=buckets.prompt,
+    response_buckets=buckets.response,
+    max_batch_rows=config.rollout.max_batch_rows,
+    stop=config.rollout.stop,
+    stop_token_ids=tuple(
+      sorted({*config.rollout.stop_token_ids, *tokenizers.stop_token_ids(config.model.path, tokenizer)})
+    ),
+    mesh=mesh,
+  )
+  session = Session(
+    config=config,
+    workdir=epath.Path(workdir),
+    tokenizer=tokenizer,
+    policy=policy,
+    base={},
+    mesh=mesh,
+    sampler=sampler,
+    update=make_update(policy, config),
+    flops_per_token=flops.forward_flops_per_token(parameters),
+  )
+  return session, parameters
+
+
+def sampling_seed(state: TrainState) -> int:
+  """The seed of a run's rollouts and demonstration draws, from the state's key."""
+  return int(jax.random.bits(state.rng, dtype=np.uint32))
