@@ -1,0 +1,218 @@
+"""Re-prompting: templates, choice of demonstrations, shortening that keeps the instruction, and the tokens."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+import tokenizers
+import transformers
+
+from sdpo_jax.config import SelfDistillationConfig
+from sdpo_jax.errors import UserError
+from sdpo_jax.teacher import context
+from sdpo_jax.types import Outcome
+from tests.golden.tokenizer import CharacterTokenizer
+
+QUESTION = [{'role': 'system', 'content': 'S'}, {'role': 'user', 'content': 'Q'}]
+CLOSING = 'Correctly solve the original question.<|end|>\n<|assistant|>\n'
+
+
+def build(texts, scores, feedback=None, *, group=None, tokenizer=None, seed=0, step=0, sample_ids=None, **config):
+  feedback = feedback or [None] * len(texts)
+  return context.build_teacher_context(
+    [QUESTION] * len(texts),
+    [0] * len(texts) if group is None else group,
+    texts,
+    [Outcome(score=s, feedback=f) for s, f in zip(scores, feedback, strict=True)],
+    SelfDistillationConfig(**config),
+    tokenizer or CharacterTokenizer(),
+    seed=seed,
+    step=step,
+    sample_ids=sample_ids,
+  )
+
+
+def text_of(built, row):
+  return CharacterTokenizer().decode(built.prompt_tokens[row])
+
+
+def test_the_paper_templates_to_the_letter():
+  built = build(['bad', 'good'], [0, 1], ['no', ''], environment_feedback_only_without_solution=False)
+  assert built.messages[0] == [
+    {'role': 'system', 'content': 'S'},
+    {
+      'role': 'user',
+      'content': 'Q\nCorrect solution:\n\ngood\nThe following is feedback from your unsuccessful earlier attempt:\n\nno'
+      '\n\nCorrectly solve the original question.',
+    },
+  ]
+  assert built.messages[1] == QUESTION
+  assert built.mask.tolist() == [1, 0] and built.mask.dtype == np.float32
+
+
+def test_the_random_demonstration_is_another_success_of_the_group_and_every_one_is_drawn():
+  texts = [f't{i}' for i in range(8)]
+  scores = [1, 1, 0, 1, 1, 0, 0, 1]
+  seen = set()
+  for step in range(40):
+    built = build(texts, scores, group=[0, 0, 0, 0, 1, 1, 1, 1], step=step)
+    for row, solution in enumerate(built.solutions):
+      chosen = texts.index(solution)
+      assert scores[chosen] == 1 and chosen // 4 == row // 4 and chosen != row
+      seen.add((row, chosen))
+  assert {c for r, c in seen if r == 2} == {0, 1, 3} and {c for r, c in seen if r == 0} == {1, 3}
+
+
+def test_the_draw_repeats_itself_and_depends_on_seed_and_step():
+  texts, scores = [f't{i}' for i in range(32)], [1] * 32
+  draw = lambda **keys: build(texts, scores, **keys).solutions
+  assert draw(seed=1, step=2) == draw(seed=1, step=2)
+  assert draw(seed=1, step=2) != draw(seed=2, step=2) != draw(seed=2, step=3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(order=st.permutations(range(12)), step=st.integers(0, 5))
+def test_the_draw_depends_neither_on_batch_order_nor_on_which_process_holds_the_group(order, step):
+  texts, scores, group = [f't{i}' for i in range(12)], [1, 1, 0, 1] * 3, np.repeat(range(3), 4)
+  whole = build(texts, scores, group=group, step=step).solutions
+  pick = lambda values, rows: [values[i] for i in rows]
+  shuffled = build(
+    pick(texts, order), pick(scores, order), group=pick(group, order), step=step, sample_ids=np.array(order)
+  ).solutions
+  assert shuffled == pick(whole, order)
+  rows = list(range(4, 8))
+  part = build(pick(texts, rows), pick(scores, rows), group=pick(group, rows), step=step, sample_ids=rows).solutions
+  assert part == whole[4:8]
+
+
+def test_first_follows_batch_order():
+  assert build(['a', 'b', 'c'], [1, 1, 0], demonstration='first').solutions == ['b', 'a', 'a']
+
+
+def test_a_lone_success_learns_only_where_it_may_see_itself():
+  assert build(['a', 'b'], [1, 0]).mask.tolist() == [0, 1]
+  assert build(['a', 'b'], [1, 0], dont_reprompt_on_self_success=False).mask.tolist() == [1, 1]
+
+
+def test_scores_are_compared_in_float32():
+  scores = [np.float32(0.7), 0.7 - 1e-12, 0.6999]
+  assert context.successes_by_group(scores, 'aab', 0.7) == {'a': [0, 1]}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+  solution=st.none() | st.text(min_size=1, max_size=300),
+  feedback=st.none() | st.text('xyz\n', min_size=1, max_size=300).filter(str.strip),
+  room=st.integers(0, 250),
+)
+def test_content_truncation_fits_and_never_cuts_question_instruction_or_header(solution, feedback, room):
+  texts, scores = ['wrong', solution or 'wrong too'], [0, 0 if solution is None else 1]
+  keys = dict(environment_feedback_only_without_solution=False, remove_thinking_from_demonstration=False)
+  full = build(texts, scores, [feedback, None], **keys)
+  shortest = build(texts, scores, [feedback, None], max_reprompt_len=10**6, **keys)
+  assert not shortest.truncated.any()
+  least = len(
+    context.reprompt(QUESTION, *context.shorten(solution, feedback, 1), SelfDistillationConfig())[-1]['content']
+  )
+  overhead = len(full.prompt_tokens[0]) - len(full.messages[0][-1]['content'])
+  built = build(texts, scores, [feedback, None], max_reprompt_len=least + overhead + room, **keys)
+  limit = least + overhead + room
+  assert len(built.prompt_tokens[0]) <= limit or not full.mask[0]
+  assert built.truncated[0] == (len(full.prompt_tokens[0]) > limit and full.mask[0] > 0)
+  if full.mask[0]:
+    assert text_of(built, 0).endswith(CLOSING) and '<|user|>\nQ' in text_of(built, 0)
+    if built.truncated[0]:  # No room is wasted: one character more would not fit.
+      assert len(built.prompt_tokens[0]) > limit - 8
+  else:
+    assert built.prompt_tokens == full.prompt_tokens
+
+
+def test_a_shortened_demonstration_keeps_its_beginning_and_its_end():
+  solution = 'Plan: ' + 'x' * 500 + ' <answer>B</answer>'
+  built = build(['bad', solution], [0, 1], max_reprompt_len=250)
+  shown = built.messages[0][-1]['content']
+  assert 'Correct solution:\n\nPlan: xxx' in shown and '\n...\n' in shown and '<answer>B</answer>\n\nCorrectly' in shown
+  assert built.solutions[0] == solution
+  assert built.metrics['self_distillation/truncated_fraction'] == 0.5 and built.metrics['teacher/truncation'] == 1.0
+
+
+def test_shortened_feedback_keeps_its_beginning():
+  built = build(['bad'], [0], ['Runtime Error\n' + 'y' * 500], max_reprompt_len=250)
+  assert 'attempt:\n\nRuntime Error\nyyy' in built.messages[0][-1]['content']
+  assert '...\n\nCorrectly solve' in built.messages[0][-1]['content']
+
+
+def test_the_longer_text_is_shortened_first():
+  keys = dict(environment_feedback_only_without_solution=False, max_reprompt_len=350)
+  shown = build(['bad', 's' * 900], [0, 1], ['short feedback', ''], **keys).messages[0][-1]['content']
+  assert 'short feedback' in shown and 's\n...\ns' in shown
+
+
+def test_no_room_for_anything_names_the_setting():
+  with pytest.raises(UserError, match='max_reprompt_len=80 leaves no room'):
+    build(['bad', 'good solution'], [0, 1], max_reprompt_len=80)
+
+
+def test_error_truncation_raises_only_for_long_prompts():
+  build(['bad', 'good'], [0, 1], reprompt_truncation='error')
+  with pytest.raises(UserError, match='max_reprompt_len=100'):
+    build(['bad', 'good'], [0, 1], reprompt_truncation='error', max_reprompt_len=100)
+
+
+@pytest.mark.parametrize('side', ['left', 'right'])
+def test_the_reference_truncation_cuts_tokens(side):
+  full = build(['bad', 'good'], [0, 1])
+  built = build(['bad', 'good'], [0, 1], reprompt_truncation=side, max_reprompt_len=40)
+  for row in range(2):
+    tokens = full.prompt_tokens[row]
+    assert built.prompt_tokens[row] == (tokens[:40] if side == 'right' else tokens[-40:])
+  assert built.truncated.tolist() == [len(t) > 40 for t in full.prompt_tokens]
+
+
+def test_each_distinct_prompt_is_tokenised_once():
+  calls = []
+
+  class Counting(CharacterTokenizer):
+    def encode(self, text):
+      calls.append(text)
+      return super().encode(text)
+
+  built = build(['bad'] * 7 + ['good'], [0] * 7 + [1], tokenizer=Counting())
+  assert len(calls) == 2 and len(built.prompt_tokens) == 8
+
+
+def test_an_empty_batch():
+  built = build([], [])
+  assert built.prompt_tokens == [] and set(built.metrics.values()) == {0.0}
+
+
+def chat_tokenizer():
+  """A byte-level tokenizer with a Qwen-like template."""
+  core = tokenizers.Tokenizer(
+    tokenizers.models.BPE(
+      vocab={c: i for i, c in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}, merges=[]
+    )
+  )
+  core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+  core.decoder = tokenizers.decoders.ByteLevel()
+  tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token='<|im_end|>')
+  tokenizer.add_special_tokens({'additional_special_tokens': ['<|im_start|>']})
+  tokenizer.chat_template = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+  )
+  return tokenizer
+
+
+@pytest.mark.parametrize('thinking', [None, True, False])
+def test_a_transformers_tokenizer(thinking):
+  tokenizer = chat_tokenizer()
+  args = [[QUESTION] * 3, [0, 0, 0], ['bad é', 'gööd ' * 200, 'x'], [Outcome(0), Outcome(1), Outcome(0)]]
+  config = SelfDistillationConfig(max_reprompt_len=300)
+  built = context.build_teacher_context(*args, config, tokenizer, seed=0, step=0, enable_thinking=thinking)
+  closing = 'question.<|im_end|>\n<|im_start|>assistant\n' + ('<think>\n\n</think>\n\n' if thinking is False else '')
+  for row in (0, 2):
+    assert tokenizer.decode(built.prompt_tokens[row]).endswith(closing)
+    assert 290 <= len(built.prompt_tokens[row]) <= 300
+  assert all(isinstance(token, int) for token in built.prompt_tokens[0])
