@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import shutil
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from sdpo_jax.mesh import parameter_sharding
 Tree = Any
 WEIGHTS = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
+HUB_FILES = ('*.json', '*.jinja', '*.safetensors', '*.model', '*.txt')
 STORED_DTYPES = ('F32', 'F16', 'BF16')
 # Tensors that some writers store although they follow from config.json.
 IGNORED = ('rotary_emb.inv_freq', 'attn.masked_bias')
@@ -39,7 +41,7 @@ def load(
   Files are memory-mapped and read tensor by tensor: the host holds one stacked parameter at a time beside the result.
 
   Args:
-    path: directory with config.json and safetensors.
+    path: directory with config.json and safetensors, or a hub name (organisation/model).
     config: compute dtype and rematerialisation.
     mesh: devices over which `sdpo_jax.mesh` shards the parameters; each process keeps only the slices that its devices
       hold. None: the default device.
@@ -48,7 +50,7 @@ def load(
     UserError: naming the missing or damaged file, the unsupported architecture, the missing, unexpected or misshapen
       tensor.
   """
-  root = pathlib.Path(path)
+  root = resolve(path)
   policy = read_policy(root, config)
   table = policy.parameter_table()
   with contextlib.ExitStack() as stack:
@@ -64,8 +66,8 @@ def read_policy(path: str | os.PathLike, config: ModelConfig) -> Qwen3Policy:
   Raises:
     UserError: missing or malformed config.json, unsupported architecture.
   """
-  values = read_json(pathlib.Path(path), 'config.json')
-  model = Qwen3Config.from_json(values, str(pathlib.Path(path) / 'config.json'))
+  root = resolve(path)
+  model = Qwen3Config.from_json(read_json(root, 'config.json'), str(root / 'config.json'))
   return Qwen3Policy(model, config.dtype, config.remat)
 
 
@@ -110,13 +112,15 @@ def save(
   root = pathlib.Path(path)
   if root.exists() and (not root.is_dir() or any(root.iterdir())):
     raise UserError(f'{root} already exists and is not empty: remove it or name another directory.')
-  values = policy.config.to_json() if source is None else read_json(pathlib.Path(source), 'config.json')
-  values = {key: value for key, value in values.items() if key != 'torch_dtype'} | {'dtype': dtype}
+  origin = None if source is None else resolve(source)
+  values = policy.config.to_json() if origin is None else read_json(origin, 'config.json')
+  # transformers 4 wrote torch_dtype; whoever reads the source reads the copy.
+  values = values | {'torch_dtype' if 'torch_dtype' in values and 'dtype' not in values else 'dtype': dtype}
   partial = root.with_name(root.name + '.partial')
   shutil.rmtree(partial, ignore_errors=True)
   partial.mkdir(parents=True)
-  if source is not None:
-    _copy_companions(pathlib.Path(source), partial)
+  if origin is not None:
+    _copy_companions(origin, partial)
   (partial / 'config.json').write_text(json.dumps(values, indent=2) + '\n', encoding='utf-8')
   _write_weights(partial, policy.parameter_table(), params, np.dtype(getattr(ml_dtypes, dtype, dtype)), max_shard_bytes)
   if root.exists():
@@ -124,14 +128,35 @@ def save(
   partial.rename(root)
 
 
+def resolve(path: str | os.PathLike) -> pathlib.Path:
+  """The local model directory that `path` names: itself, or the downloaded snapshot of organisation/model on the hub.
+
+  A path whose parent directory exists, or that is written as one (/…, ./…, ~/…), never reaches for the network.
+
+  Raises:
+    UserError: it names neither.
+  """
+  local = pathlib.Path(path).expanduser()
+  if local.is_dir():
+    return local
+  if not re.fullmatch(r'[\w.-]+/[\w.-]+', str(path)) or str(path).startswith('.') or local.parent.is_dir():
+    raise UserError(f'The model directory {local} does not exist: set model.path to a Hugging Face model directory.')
+  from huggingface_hub import errors, snapshot_download
+
+  try:
+    return pathlib.Path(snapshot_download(str(path), allow_patterns=HUB_FILES))
+  except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
+    raise UserError(
+      f'model.path={str(path)!r} is not a directory here, and the Hugging Face hub does not give it: {error}'
+    ) from error
+
+
 def read_json(root: pathlib.Path, name: str) -> dict[str, Any]:
   """The JSON object in a file of a model directory.
 
   Raises:
-    UserError: the directory or the file is missing, or the file does not hold a JSON object.
+    UserError: the file is missing or does not hold a JSON object.
   """
-  if not root.is_dir():
-    raise UserError(f'The model directory {root} does not exist: set model.path to a Hugging Face model directory.')
   file = root / name
   if not file.is_file():
     raise UserError(f'{root} has no {name}: model.path must be a Hugging Face model directory.')
