@@ -23,7 +23,7 @@ def main() -> int:
   config = command.load_config()
   workdir = WORKDIR.value or f'runs/{config.name}'
   result = loop.train(config, workdir, announce=lambda text: print(text, file=sys.stderr, flush=True))
-  print(report.summary(result, config, flags.FLAGS.config))
+  print(report.summary(result, flags.FLAGS.config))
   return loop.EXIT_PREEMPTED if result.preempted else 0
 
 

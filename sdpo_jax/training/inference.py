@@ -14,6 +14,7 @@ from models import huggingface
 from sdpo_jax.config import Config, ValKwargs, from_dict
 from sdpo_jax.data import pipeline
 from sdpo_jax.data.prompts import chat_tokens
+from sdpo_jax.environments import registry
 from sdpo_jax.errors import UserError
 from sdpo_jax.training.checkpoints import Checkpoints, abstract
 from sdpo_jax.training.evaluation import Evaluation, evaluate
@@ -74,7 +75,7 @@ def evaluate_to_file(config: Config, *, workdir: str | None, model: str | None, 
     session = dataclasses.replace(session, config=dataclasses.replace(config, model=session.config.model))
   else:
     session, parameters = open_model(model, config)
-  examples = pipeline.evaluation_examples(session.config, session.tokenizer)
+  examples = pipeline.evaluation_examples(session.config, session.tokenizer, registry)
   evaluation = evaluate(
     session.sampler, session.base, parameters, examples, session.config, session.tokenizer, seed=config.seed
   )

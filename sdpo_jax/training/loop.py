@@ -25,6 +25,7 @@ import numpy as np
 from models import tokenizer as tokenizers
 from sdpo_jax.config import Config, differences
 from sdpo_jax.data import pipeline
+from sdpo_jax.environments import registry
 from sdpo_jax.errors import UserError
 from sdpo_jax.training import phases, records
 from sdpo_jax.training.checkpoints import Checkpoints
@@ -45,6 +46,7 @@ class Result:
   step: int
   preempted: bool
   evaluations: dict[int, dict[str, float]]  # step → flat evaluation metrics.
+  example_prompt: str  # A held-out question to try, where it is short.
 
 
 class Preemption:
@@ -123,8 +125,8 @@ def train(config: Config, workdir: epath.PathLike, *, announce: Any = lambda tex
   config.validate()
   check_wandb(config)
   tokenizer = tokenizers.load(config.model.path)
-  iterator = pipeline.TrainIterator(config, tokenizer)
-  held_out = pipeline.evaluation_examples(config, tokenizer) if config.trainer.test_freq else []
+  iterator = pipeline.TrainIterator(config, tokenizer, registry)
+  held_out = pipeline.evaluation_examples(config, tokenizer, registry) if config.trainer.test_freq else []
   workdir = open_workdir(config, workdir)
   session, parameters = make_session(config, workdir)
   state = init_state(config, parameters)
@@ -187,7 +189,7 @@ class _Run:
         if found:
           evaluations[line['step']] = found
       writer.close()
-    return Result(self.session.workdir, int(state.step), preempted, evaluations)
+    return Result(self.session.workdir, int(state.step), preempted, evaluations, _short_prompt(self.held_out))
 
   def host_state(self) -> dict[str, Any]:
     return {'iterator': self.iterator.get_state()}
@@ -257,3 +259,8 @@ class _Run:
       records.write_evaluation(session.workdir, step, evaluation)
     logging.info('Evaluation at step %d: %s', step, evaluation.metrics)
     return evaluation.flat()
+
+
+def _short_prompt(examples: Sequence[Example]) -> str:
+  content = examples[0].messages[-1]['content'] if examples else ''
+  return content if 0 < len(content) <= 200 and not set(content) & set('"\n$`\\') else '…'

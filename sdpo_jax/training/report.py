@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sdpo_jax.config import Config
 from sdpo_jax.training.evaluation import Evaluation
 from sdpo_jax.training.loop import Result
 
@@ -19,7 +18,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
   return '\n'.join([align(header), '  '.join('─' * width for width in widths), *map(align, rows)])
 
 
-def summary(result: Result, config: Config, config_path: str) -> str:
+def summary(result: Result, config_path: str) -> str:
   """Held-out accuracy before and after, where the run is, and what to type next."""
   workdir = result.workdir
   if result.preempted:
@@ -42,22 +41,10 @@ def summary(result: Result, config: Config, config_path: str) -> str:
     '',
     'Next:',
     f'  python -m launch.evaluate --config={config_path} --workdir={workdir} --output={workdir}/evaluation.json',
-    f'  python -m launch.sample --workdir={workdir} --prompt="{example_prompt(config)}" --temperature=0',
+    f'  python -m launch.sample --workdir={workdir} --prompt="{result.example_prompt}" --temperature=0',
     f'  python -m launch.export --workdir={workdir} --output={workdir}/hf',
   ]
   return '\n'.join(lines)
-
-
-def example_prompt(config: Config) -> str:
-  """A prompt worth trying: the first held-out one, where it is short."""
-  from sdpo_jax.data import pipeline
-
-  if config.data.val_files:
-    for example in pipeline.evaluation_examples(config)[:1]:
-      content = example.messages[-1]['content']
-      if len(content) <= 200 and '"' not in content and '\n' not in content:
-        return content
-  return '…'
 
 
 def evaluation_table(evaluation: Evaluation) -> str:

@@ -1,0 +1,140 @@
+"""Checkpoints: everything comes back bit for bit; damage and a full disk lose nothing that was written."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from sdpo_jax.errors import UserError
+from sdpo_jax.training.checkpoints import DAMAGED, Checkpoints
+from sdpo_jax.types import TrainState
+
+
+def make_state(step: int, size: int = 64) -> TrainState:
+  noise = jax.random.normal(jax.random.key(step), (size, 4))  # Does not compress.
+  params = {'layer': {'w': noise, 'b': jnp.arange(4.0)}}
+  return TrainState(
+    step=jnp.int32(step),
+    optimizer_step=jnp.int32(2 * step),
+    trainable=params,
+    opt_state=optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(0.1)).init(params),
+    teacher=jax.tree.map(lambda leaf: leaf * 0.1, params),
+    rng=jax.random.key(7),
+  )
+
+
+def assert_same(left: TrainState, right: TrainState) -> None:
+  chex.assert_trees_all_equal(left.replace(rng=None), right.replace(rng=None))
+  np.testing.assert_array_equal(jax.random.key_data(left.rng), jax.random.key_data(right.rng))
+
+
+def save_steps(folder: pathlib.Path, steps: dict[int, dict[str, float]], **options) -> Checkpoints:
+  checkpoints = Checkpoints(folder, **options)
+  for step, metrics in steps.items():
+    checkpoints.save(step, make_state(step), {'iterator': {'position': step}}, metrics)
+  checkpoints.wait()
+  return checkpoints
+
+
+def largest_file(folder: pathlib.Path) -> pathlib.Path:
+  return max((path for path in folder.rglob('*') if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def test_everything_comes_back_bit_for_bit(tmp_path):
+  save_steps(tmp_path, {3: {}}).close()
+  step, state, host = Checkpoints(tmp_path).restore(make_state(0))
+  assert step == 3
+  assert host == {'iterator': {'position': 3}}
+  assert_same(state, make_state(3))
+
+
+def test_an_empty_teacher_and_no_checkpoint(tmp_path):
+  assert Checkpoints(tmp_path / 'empty').restore(make_state(0)) is None
+  state = make_state(1).replace(teacher={})
+  checkpoints = Checkpoints(tmp_path / 'live')
+  checkpoints.save(1, state, {}, {})
+  checkpoints.wait()
+  _, restored, _ = checkpoints.restore(make_state(0).replace(teacher={}))
+  assert_same(restored, state)
+
+
+def test_state_may_change_as_soon_as_save_returns(tmp_path):
+  checkpoints = Checkpoints(tmp_path)
+  state = make_state(1, size=4096)
+  advance = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)
+  checkpoints.save(1, state, {}, {})
+  trainable = state.trainable
+  for _ in range(20):
+    trainable = advance(trainable)
+  jax.block_until_ready(trainable)
+  checkpoints.wait()
+  _, restored, _ = checkpoints.restore(make_state(0, size=4096))
+  chex.assert_trees_all_equal(restored.trainable, make_state(1, size=4096).trainable)
+
+
+def test_last_n_and_best_are_kept(tmp_path):
+  scores = {1: {'eval/a/mean@2': 0.1}, 2: {'eval/a/mean@2': 0.9}, 3: {}, 4: {'eval/a/mean@2': 0.3}, 5: {}, 6: {}}
+  assert save_steps(tmp_path / 'best', scores, keep=2, best_metric='eval/a/mean@2').steps() == [2, 5, 6]
+  assert save_steps(tmp_path / 'last', scores, keep=2).steps() == [5, 6]
+
+
+def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(tmp_path, caplog):
+  checkpoints = save_steps(tmp_path, {1: {}, 2: {}})
+  checkpoints.close()
+  victim = largest_file(tmp_path / 'checkpoints' / '2')
+  victim.write_bytes(victim.read_bytes()[: victim.stat().st_size // 2])
+  reopened = Checkpoints(tmp_path)
+  step, state, _ = reopened.restore(make_state(0))
+  assert step == 1
+  assert_same(state, make_state(1))
+  assert 'Checkpoint of step 2 cannot be read' in caplog.text
+  assert (tmp_path / DAMAGED / '2').is_dir()
+  reopened.save(2, make_state(2), {}, {})
+  reopened.wait()
+  assert reopened.restore(make_state(0))[0] == 2
+
+
+def test_only_damaged_checkpoints_end_with_a_sentence(tmp_path):
+  save_steps(tmp_path, {1: {}}).close()
+  largest_file(tmp_path / 'checkpoints' / '1').write_bytes(b'')
+  with pytest.raises(UserError, match='None of the checkpoints'):
+    Checkpoints(tmp_path).restore(make_state(0))
+  assert (tmp_path / 'checkpoints' / '1').is_dir()
+
+
+def test_a_full_disk_ends_with_a_sentence_and_earlier_checkpoints_stay(tmp_path):
+  """A limit on file size makes every larger write fail, as a full disk would, in the writer's own threads."""
+  script = textwrap.dedent("""
+    import resource, signal, sys
+    from tests.test_checkpoints import Checkpoints, UserError, make_state
+    checkpoints = Checkpoints(sys.argv[1])
+    checkpoints.save(1, make_state(1), {}, {})
+    checkpoints.wait()
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    try:
+      checkpoints.save(2, make_state(2, size=50_000), {}, {})
+      checkpoints.wait()
+    except UserError as error:
+      print('SENTENCE', error)
+  """)
+  done = subprocess.run(
+    [sys.executable, '-c', script, str(tmp_path)],
+    capture_output=True,
+    text=True,
+    env={**os.environ, 'JAX_PLATFORMS': 'cpu'},
+    check=False,
+  )
+  assert 'SENTENCE A checkpoint could not be written' in done.stdout, done.stdout + done.stderr
+  assert 'resumes from step 1' in done.stdout
+  step, state, _ = Checkpoints(tmp_path).restore(make_state(0))
+  assert step == 1
+  assert_same(state, make_state(1))
