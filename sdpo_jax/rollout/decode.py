@@ -1,0 +1,221 @@
+"""Prefill and the decode loop as pure functions: one prefill a prompt, one in-place cache, a loop that ends early.
+
+`generate` does all of it in one call. The engine calls its two halves: `prefill`, whose program depends on the number
+of completions a prompt, and `advance`, whose program depends only on the number of rows and the lengths, takes over
+the state's buffers (donate it) and can be called again where a text has to be looked at in between.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from models.policy import Policy
+from sdpo_jax.rollout import sampling
+
+Tree = Any
+
+
+@flax.struct.dataclass
+class DecodeState:
+  """Everything that a step of the loop reads and writes, of B rows with room for T completion tokens."""
+
+  cache: Tree  # The policy's; holds the prompt and the completion but for its newest token.
+  keys: jax.Array  # [B] of the rows (`sampling.row_keys`).
+  prompt_length: jax.Array  # [B] int32.
+  token: jax.Array  # [B] int32, the newest token.
+  drawn: jax.Array  # [] int32, tokens drawn so far in rows that have not finished.
+  length: jax.Array  # [B] int32, tokens of the completion.
+  stopped: jax.Array  # [B] bool, ended by a stop id (or by the caller between calls).
+  done: jax.Array  # [B] bool: stopped, or as long as it may be.
+  # Step by step, so that a step writes one contiguous row; only the first `length` of a column mean anything.
+  tokens: jax.Array  # [T, B] int32.
+  sampling_log_probs: jax.Array  # [T, B] float32.
+  model_log_probs: jax.Array  # [T, B] float32.
+  entropy: jax.Array  # [T, B] float32.
+
+
+@flax.struct.dataclass
+class DecodeResult:
+  """B completions, right-padded with zeros."""
+
+  tokens: jax.Array  # [B, T] int32; the stop token, where one was drawn, is part of the completion.
+  mask: jax.Array  # [B, T] bool.
+  sampling_log_probs: jax.Array  # [B, T] float32.
+  model_log_probs: jax.Array  # [B, T] float32.
+  entropy: jax.Array  # [B, T] float32.
+  length: jax.Array  # [B] int32.
+  stopped: jax.Array  # [B] bool: a stop token was drawn; otherwise the row is as long as it may be.
+
+
+def generate(
+  policy: Policy,
+  base: Tree,
+  trainable: Tree,
+  prompt_tokens: jax.Array,
+  prompt_lengths: jax.Array,
+  params: sampling.SamplingParams,
+  *,
+  n: int,
+  max_new_tokens: int,
+) -> DecodeResult:
+  """`n` completions of every prompt; jittable with `policy`, `n` and `max_new_tokens` static.
+
+  Args:
+    policy: the language model.
+    base: frozen parameters.
+    trainable: trainable parameters.
+    prompt_tokens: [G, P] int32, right-padded.
+    prompt_lengths: [G] int32, at least 1.
+    params: of B = G·n rows, the n completions of a prompt next to each other.
+    n: completions a prompt.
+    max_new_tokens: T, an upper bound of `params.max_tokens`.
+
+  Returns:
+    The completions [B, T].
+  """
+  state = prefill(policy, base, trainable, prompt_tokens, prompt_lengths, params, n=n, max_new_tokens=max_new_tokens)
+  return result(advance(policy, base, trainable, params, state, max_new_tokens))
+
+
+def prefill(
+  policy: Policy,
+  base: Tree,
+  trainable: Tree,
+  prompt_tokens: jax.Array,
+  prompt_lengths: jax.Array,
+  params: sampling.SamplingParams,
+  *,
+  n: int,
+  max_new_tokens: int,
+) -> DecodeState:
+  """The state after every prompt went through the model once and the first token of every row was drawn.
+
+  Arguments as in `generate`.
+  """
+  base, trainable = for_decoding(policy, base, trainable)
+  prompts, width = prompt_tokens.shape
+  rows, room = prompts * n, max_new_tokens
+  index = jnp.arange(width, dtype=jnp.int32)[None]
+  valid = index < prompt_lengths[:, None]
+  hidden, unembedding, cache = policy.apply(
+    base,
+    trainable,
+    prompt_tokens,
+    jnp.where(valid, index, 0),
+    valid.astype(jnp.int32),
+    policy.init_cache(prompts, width),
+  )
+  last = jnp.take_along_axis(hidden, (prompt_lengths - 1)[:, None, None], axis=1)[:, 0]
+  first_logits = jnp.repeat(logits(last, unembedding), n, axis=0)
+  empty = jnp.zeros((room, rows), jnp.float32)
+  state = DecodeState(
+    cache=policy.repeat_cache(cache, n, width + room),
+    keys=sampling.row_keys(params),
+    prompt_length=jnp.repeat(prompt_lengths, n),
+    token=jnp.zeros(rows, jnp.int32),
+    drawn=jnp.zeros((), jnp.int32),
+    length=jnp.zeros(rows, jnp.int32),
+    stopped=jnp.zeros(rows, bool),
+    done=params.max_tokens <= 0,
+    tokens=jnp.zeros((room, rows), jnp.int32),
+    sampling_log_probs=empty,
+    model_log_probs=empty,
+    entropy=empty,
+  )
+  return _record(state, sampling.sample(first_logits, params, state.keys, state.drawn), params)
+
+
+def advance(
+  policy: Policy,
+  base: Tree,
+  trainable: Tree,
+  params: sampling.SamplingParams,
+  state: DecodeState,
+  limit: jax.Array | int,
+) -> DecodeState:
+  """The state after further steps: until every row is done or `limit` tokens have been drawn in the others.
+
+  Args:
+    policy: the language model.
+    base: frozen parameters.
+    trainable: trainable parameters.
+    params: of the B rows, as in `prefill`.
+    state: from `prefill` or `advance`; donate it, and the cache is updated in place.
+    limit: [] int32, at most T.
+
+  Returns:
+    The new state.
+  """
+  base, trainable = for_decoding(policy, base, trainable)
+
+  def unfinished(state: DecodeState) -> jax.Array:
+    return (state.drawn < limit) & ~jnp.all(state.done)
+
+  def step(state: DecodeState) -> DecodeState:
+    hidden, unembedding, cache = policy.apply(
+      base,
+      trainable,
+      state.token[:, None],
+      (state.prompt_length + state.drawn - 1)[:, None],
+      jnp.ones_like(state.token)[:, None],
+      state.cache,
+    )
+    drawn = sampling.sample(logits(hidden[:, 0], unembedding), params, state.keys, state.drawn)
+    return _record(state.replace(cache=cache), drawn, params)
+
+  return lax.while_loop(unfinished, step, state)
+
+
+def result(state: DecodeState) -> DecodeResult:
+  """The completions as rows, with zeros where there is no token."""
+  mask = jnp.arange(state.tokens.shape[0], dtype=jnp.int32)[None] < state.length[:, None]
+  rows = lambda columns: jnp.where(mask, columns.T, jnp.zeros((), columns.dtype))
+  return DecodeResult(
+    tokens=rows(state.tokens),
+    mask=mask,
+    sampling_log_probs=rows(state.sampling_log_probs),
+    model_log_probs=rows(state.model_log_probs),
+    entropy=rows(state.entropy),
+    length=state.length,
+    stopped=state.stopped,
+  )
+
+
+def logits(hidden: jax.Array, unembedding: jax.Array) -> jax.Array:
+  """[B, V] float32 of hidden [B, D] and unembedding [V, D]."""
+  precision = lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
+  return jnp.einsum('bd,vd->bv', hidden, unembedding, precision=precision, preferred_element_type=jnp.float32)
+
+
+def for_decoding(policy: Policy, base: Tree, trainable: Tree) -> tuple[Tree, Tree]:
+  """The parameters in the policy's compute dtype where it offers `cast` and nothing is frozen.
+
+  A step of the loop reads every parameter once: cast ahead of the loop, it reads half as many bytes in bfloat16.
+  """
+  cast = getattr(policy, 'cast', None)
+  return (base, trainable) if cast is None or base else (base, cast(trainable))
+
+
+def _record(state: DecodeState, new: sampling.Draw, params: sampling.SamplingParams) -> DecodeState:
+  """The state with the tokens just drawn; rows that are done keep their length."""
+  at = state.drawn
+  active = ~state.done
+  length = state.length + active.astype(jnp.int32)
+  stopped = state.stopped | (active & jnp.any(new.token[:, None] == params.stop_ids, axis=1))
+  write = lambda columns, row: lax.dynamic_update_slice_in_dim(columns, row[None], at, axis=0)
+  return state.replace(
+    token=new.token,
+    drawn=at + 1,
+    length=length,
+    stopped=stopped,
+    done=state.done | stopped | (length >= params.max_tokens),
+    tokens=write(state.tokens, new.token),
+    sampling_log_probs=write(state.sampling_log_probs, new.sampling_log_prob),
+    model_log_probs=write(state.model_log_probs, new.model_log_prob),
+    entropy=write(state.entropy, new.entropy),
+  )

@@ -1,0 +1,55 @@
+"""Stop strings: where in a completion's tokens a text first appears."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Tokenizer(Protocol):
+  """What sampling needs of a transformers tokenizer."""
+
+  def decode(self, token_ids: Sequence[int], **kwargs: bool) -> str: ...
+
+
+def to_text(tokenizer: Tokenizer, tokens: Sequence[int], *, special: bool = False) -> str:
+  """The decoded tokens, as they are (no clean-up of spaces), without special tokens unless `special`."""
+  return tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+
+
+class StopStrings:
+  """Finds the token that completes the first stop string.
+
+  Special tokens count as text here, so that the name of one may be a stop string too.
+  """
+
+  def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]):
+    self._tokenizer = tokenizer
+    self._stop = tuple(stop)
+    # A token holds at least one byte, so that this many hold any stop string; some more, since a tokenizer may treat
+    # the beginning of a text in its own way.
+    self._reach = max((len(text.encode()) for text in stop), default=0) + 8
+
+  def __bool__(self) -> bool:
+    return bool(self._stop)
+
+  def _within(self, tokens: Sequence[int]) -> bool:
+    text = to_text(self._tokenizer, tokens, special=True)
+    return any(stop in text for stop in self._stop)
+
+  def may_end(self, tokens: Sequence[int], checked: int) -> bool:
+    """Whether a stop string may end after the first `checked` tokens: a look at the tail alone, for running rows."""
+    return self._within(tokens[max(0, checked - self._reach) :])
+
+  def find(self, tokens: Sequence[int]) -> int | None:
+    """The smallest number of leading tokens whose text contains a stop string, or None."""
+    if not self._stop or not self._within(tokens):
+      return None
+    low, high = 1, len(tokens)
+    while low < high:
+      middle = (low + high) // 2
+      if self._within(tokens[:middle]):
+        high = middle
+      else:
+        low = middle + 1
+    return low

@@ -1,0 +1,198 @@
+"""One draw: truncation as transformers does it, samples that follow the distribution, noise that is never shared."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from sdpo_jax.rollout import sampling
+
+KNOBS = [
+  dict(),
+  dict(temperature=0.6),
+  dict(temperature=1.7, top_k=5),
+  dict(top_p=0.8),
+  dict(temperature=0.6, top_p=0.95, top_k=20),
+  dict(temperature=2.0, min_p=0.2),
+  dict(temperature=1.3, top_k=12, top_p=0.7, min_p=0.1),
+]
+
+
+def make_params(rows, *, temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, seed=0, sample_id=None, step=0):
+  """Parameters of `rows` rows; scalars or arrays."""
+  fill = lambda value, dtype: jnp.broadcast_to(jnp.asarray(value, dtype), (rows,))
+  return sampling.SamplingParams(
+    temperature=fill(temperature, jnp.float32),
+    top_p=fill(top_p, jnp.float32),
+    top_k=fill(top_k, jnp.int32),
+    min_p=fill(min_p, jnp.float32),
+    seed=fill(seed, jnp.uint32),
+    sample_id=jnp.arange(rows, dtype=jnp.int32) if sample_id is None else fill(sample_id, jnp.int32),
+    step=jnp.int32(step),
+    max_tokens=fill(1, jnp.int32),
+    stop_ids=jnp.full((rows, 1), -1, jnp.int32),
+  )
+
+
+@jax.jit
+def sample(logits, params, position=0):
+  return sampling.sample(logits, params, sampling.row_keys(params), jnp.asarray(position, jnp.int32))
+
+
+truncate = jax.jit(sampling.truncate)
+
+
+def by_transformers(logits, temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0):
+  """[B, V] float64 probabilities of transformers' warpers in their order; 0 where truncated."""
+  scores = torch.tensor(np.asarray(logits), dtype=torch.float32) / temperature
+  if top_k > 0:
+    scores = TopKLogitsWarper(top_k)(None, scores)
+  if top_p < 1:
+    scores = TopPLogitsWarper(top_p)(None, scores)
+  if min_p > 0:
+    scores = MinPLogitsWarper(min_p)(None, scores)
+  return torch.softmax(scores.double(), dim=-1).numpy()
+
+
+def shifted(logits, temperature=1.0):
+  logits = jnp.asarray(logits)
+  return (logits - logits.max(-1, keepdims=True)) / temperature
+
+
+@pytest.mark.parametrize('vocabulary', [7, 300, 1000])
+@pytest.mark.parametrize('knobs', KNOBS[2:])
+def test_truncation_keeps_what_transformers_keeps(vocabulary, knobs):
+  rng = np.random.default_rng(vocabulary)
+  scale = np.array([0.1, 1, 3, 10], np.float32)[:, None]
+  logits = np.concatenate([rng.normal(size=(4, vocabulary)).astype(np.float32) * scale for _ in range(8)])
+  logits[::3, :2] = -np.inf
+  expected = by_transformers(logits, **knobs)
+  rows = lambda key, default: jnp.full(len(logits), knobs.get(key, default))
+  weights = truncate(
+    shifted(logits, knobs.get('temperature', 1.0)), rows('top_k', -1), rows('top_p', 1.0), rows('min_p', 0.0)
+  )
+  weights = np.asarray(weights, np.float64)
+  np.testing.assert_array_equal(weights > 0, expected > 0)
+  np.testing.assert_allclose(weights / weights.sum(-1, keepdims=True), expected, rtol=1e-4, atol=1e-9)
+
+
+def test_every_p_and_k_keeps_the_smallest_set():
+  """Against sorting, over many random rows with a knob each."""
+  rng = np.random.default_rng(0)
+  logits = (rng.normal(size=(400, 50)) * rng.uniform(0.1, 6, (400, 1))).astype(np.float32)
+  top_p, top_k = rng.uniform(0.01, 0.999, 400).astype(np.float32), rng.integers(1, 60, 400).astype(np.int32)
+  weights = np.asarray(truncate(shifted(logits), jnp.asarray(top_k), jnp.asarray(top_p), jnp.zeros(400)))
+  for row in range(400):
+    order = np.argsort(-logits[row], kind='stable')[: top_k[row]]
+    probabilities = np.exp(logits[row, order].astype(np.float64))
+    before = np.cumsum(probabilities) - probabilities
+    kept = set(order[before < float(top_p[row]) * probabilities.sum()].tolist())
+    assert set(np.flatnonzero(weights[row]).tolist()) == kept
+
+
+def test_ties_at_the_edge():
+  """Top-k keeps all that tie with the k-th; top-p keeps as many as reach the mass, first in the vocabulary first."""
+  logits = jnp.zeros((3, 8))
+  weights = np.asarray(truncate(logits, jnp.array([3, -1, -1]), jnp.array([1.0, 0.5, 0.51]), jnp.zeros(3)))
+  assert (weights[0] > 0).all()
+  assert np.flatnonzero(weights[1]).tolist() == [0, 1, 2, 3]
+  assert np.flatnonzero(weights[2]).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_extreme_rows_leave_the_most_likely_token():
+  logits = jnp.asarray([[-jnp.inf, 5.0, -jnp.inf, -jnp.inf]] * 3 + [[0.0, 80.0, -3e38, -jnp.inf]])
+  params = make_params(4, top_p=[1e-9, 1.0, 0.5, 0.0], top_k=[-1, 1, 3, 4], min_p=[0.0, 0.5, 0.0, 0.9])
+  drawn = sample(logits, params)
+  assert drawn.token.tolist() == [1, 1, 1, 1]
+  for values in (drawn.sampling_log_prob, drawn.model_log_prob, drawn.entropy):
+    np.testing.assert_allclose(values, 0, atol=1e-6)
+
+
+def test_tokens_that_cannot_be_drawn_never_are():
+  logits = np.random.default_rng(0).normal(size=(1, 700)).astype(np.float32)
+  logits[0, 400:] = -np.inf
+  drawn = sample(jnp.tile(jnp.asarray(logits), (4000, 1)), make_params(4000, temperature=5.0))
+  assert int(drawn.token.max()) < 400
+  assert bool(jnp.isfinite(drawn.sampling_log_prob).all() & jnp.isfinite(drawn.entropy).all())
+
+
+@pytest.mark.parametrize('vocabulary', [12, 700])
+@pytest.mark.parametrize('knobs', KNOBS)
+def test_samples_follow_the_truncated_distribution(vocabulary, knobs):
+  draws = 20000
+  logits = np.random.default_rng(1).normal(size=(1, vocabulary)).astype(np.float32) * 1.5
+  expected = by_transformers(logits, **knobs)[0]
+  tokens = np.asarray(sample(jnp.tile(jnp.asarray(logits), (draws, 1)), make_params(draws, **knobs)).token)
+  counts = np.bincount(tokens, minlength=vocabulary)
+  assert counts[expected == 0].sum() == 0
+  # Chi-square over cells that expect at least 20 draws, the rest pooled: its mean is the number of cells less one.
+  common = expected * draws >= 20
+  cells = np.append(expected[common], max(1 - expected[common].sum(), 0)) * draws
+  seen = np.append(counts[common], counts[~common].sum())
+  cells, seen = cells[cells > 1e-3], seen[cells > 1e-3]
+  degrees = max(len(cells) - 1, 1)
+  statistic = ((seen - cells) ** 2 / cells).sum()
+  assert statistic < degrees + 5 * np.sqrt(2 * degrees), (statistic, degrees)
+
+
+def test_log_probs_and_entropy():
+  rng = np.random.default_rng(2)
+  rows = 64
+  logits = (rng.normal(size=(rows, 40)) * 2).astype(np.float32)
+  temperature = rng.uniform(0.3, 2, rows).astype(np.float32)
+  temperature[::8] = 0
+  drawn = sample(jnp.asarray(logits), make_params(rows, temperature=temperature, top_p=0.9, top_k=10))
+  plain = torch.log_softmax(torch.tensor(logits).double(), -1).numpy()
+  at = np.arange(rows), np.asarray(drawn.token)
+  np.testing.assert_allclose(drawn.model_log_prob, plain[at], atol=1e-5)
+  np.testing.assert_allclose(drawn.entropy, -(np.exp(plain) * plain).sum(-1), atol=1e-5)
+  for row in range(rows):
+    if temperature[row] == 0:
+      assert at[1][row] == logits[row].argmax() and float(drawn.sampling_log_prob[row]) == 0
+    else:
+      p = by_transformers(logits[row : row + 1], float(temperature[row]), top_p=0.9, top_k=10)[0]
+      np.testing.assert_allclose(float(drawn.sampling_log_prob[row]), np.log(p[at[1][row]]), atol=1e-5)
+
+
+def test_no_two_draws_share_noise():
+  """All 64 bits of every (seed, step, sample, position) differ, and so do the bits of neighbours in any of them."""
+  seen = set()
+  for seed in (0, 1):
+    for step in (0, 1):
+      keys = sampling.row_keys(make_params(64, seed=seed, step=step))
+      for position in range(64):
+        bits = np.asarray(sampling.noise(keys, jnp.int32(position)))
+        seen.update(map(tuple, bits.tolist()))
+  assert len(seen) == 2 * 2 * 64 * 64
+
+
+def test_a_draw_depends_on_nothing_but_its_own_row():
+  """Bit for bit: alone, in another place, beside rows of other settings."""
+  rng = np.random.default_rng(3)
+  logits = jnp.asarray(rng.normal(size=(12, 333)) * 2, jnp.float32)
+  knobs = dict(
+    temperature=np.array([0, 1, 0.7, 1, 1, 2, 1, 0.6, 0, 1, 1, 1], np.float32),
+    top_p=np.array([1, 1, 0.9, 1, 0.5, 1, 1, 0.95, 0.5, 1, 1, 0.2], np.float32),
+    top_k=np.array([-1, -1, 5, 3, -1, -1, 0, 20, 1, -1, 400, -1], np.int32),
+    min_p=np.array([0, 0, 0, 0.1, 0, 0.3, 0, 0, 0, 0, 0, 0], np.float32),
+    seed=np.arange(12, dtype=np.uint32) % 3,
+    sample_id=np.arange(12, dtype=np.int32) * 7,
+  )
+  take = lambda rows: sample(logits[rows], make_params(len(rows), **{k: v[rows] for k, v in knobs.items()}, step=4), 9)
+  together = take(np.arange(12))
+  shuffled = take(np.arange(12)[::-1])
+  for name in ('token', 'sampling_log_prob', 'model_log_prob', 'entropy'):
+    np.testing.assert_array_equal(getattr(together, name), getattr(shuffled, name)[::-1])
+    for row in range(12):
+      np.testing.assert_array_equal(getattr(together, name)[row], getattr(take(np.array([row])), name)[0])
+
+
+def test_without_truncation_nothing_is_sorted_or_bisected():
+  """The compiled program holds no sort at all, and its bisection loops stand behind conditionals."""
+  logits, params = jnp.zeros((4, 1000)), make_params(4)
+  text = sample.lower(logits, params).compile().as_text()
+  assert ' sort(' not in text and 'TopK' not in text
+  entry = text[text.index('ENTRY ') :]
+  assert ' while(' not in entry and ' conditional(' in entry
