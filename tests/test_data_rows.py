@@ -1,0 +1,207 @@
+"""Rows of both schemas become examples; every fault names the file, the line and the field."""
+
+import builtins
+import io
+import json
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+import pytest
+
+from sdpo_jax.data import rows, sources
+from sdpo_jax.errors import UserError
+
+RAW = {
+  'idx': 743,
+  'kind': 'mcq',
+  'dataset': 'sciknoweval',
+  'answer': 'B',
+  'elo': 1500,
+  'prompt': 'What is 2 + 2?\n\nA: 3\nB: 4',
+  'description': 'What is 2 + 2? The solution will be evaluated in a mcq environment.',
+  'tests': '-',
+  'embedding': [],
+  'system': '\nAnswer with a letter.\n',
+}
+CODE = {
+  **RAW,
+  'kind': 'code',
+  'dataset': 'livecodebench',
+  'prompt': 'Write def f(self, x) and (self)',
+  'description': 'def f(self, x)',
+  'tests': '{"inputs": []}',
+  'system': None,
+}
+READY = {
+  'data_source': 'gsm8k',
+  'prompt': [{'role': 'user', 'content': '1 + 1?'}],
+  'ability': 'math',
+  'reward_model': {'style': 'math', 'ground_truth': '2'},
+  'extra_info': {'split': 'train', 'index': '9'},
+}
+
+
+def row(value):
+  return rows.Row('rows.json, line 3', 3, value)
+
+
+def test_a_raw_row():
+  example = rows.example(row(RAW), 'train')
+  assert example.messages == [
+    {'role': 'system', 'content': '\nAnswer with a letter.\n'},
+    {'role': 'user', 'content': RAW['prompt']},
+  ]
+  assert (example.id, example.environment, example.data_source, example.ground_truth) == (
+    'sciknoweval/743',
+    'mcq',
+    'sciknoweval',
+    'B',
+  )
+  assert example.extra['split'] == 'train' and example.extra['elo'] == 1500 and example.extra['achievement_prior'] == 0
+
+
+def test_the_preprocessed_form_of_a_raw_row_is_the_reference_s():
+  assert rows.preprocess(row({**CODE, 'achievement_prior': 0.4}), 'test') == {
+    'data_source': 'livecodebench',
+    'prompt': [{'role': 'user', 'content': 'Write def f(x) and (self)'}],
+    'ability': 'code',
+    'reward_model': {'style': 'code', 'ground_truth': '{"inputs": []}'},
+    'extra_info': {
+      'split': 'test',
+      'index': '743',
+      'description': 'def f(x)',
+      'problem': 'Write def f(x) and (self)',
+      'elo': 1500,
+      'achievement_prior': 0.4,
+    },
+  }
+
+
+def test_an_empty_system_prompt_is_a_message_and_a_null_one_is_not():
+  assert len(rows.example(row({**RAW, 'system': ''}), 'train').messages) == 2
+  assert len(rows.example(row({**RAW, 'system': None}), 'train').messages) == 1
+  assert len(rows.example(row({k: v for k, v in RAW.items() if k != 'system'}), 'train').messages) == 1
+
+
+def test_a_preprocessed_row():
+  example = rows.example(row(READY), 'train')
+  assert (example.id, example.environment, example.ground_truth) == ('gsm8k/9', 'math', '2')
+  assert rows.example(row(rows.preprocess(row(RAW), 'train')), 'train') == rows.example(row(RAW), 'train')
+
+
+@pytest.mark.parametrize(
+  ('source', 'environment'), [*rows.ENVIRONMENTS.items(), ('mine', 'own'), ('sciknoweval', 'own')]
+)
+def test_the_environment_follows_the_data_source_or_the_row(source, environment):
+  named = {'environment': 'own'} if environment == 'own' else {}
+  assert rows.example(row({**RAW, 'dataset': source, **named}), 'train').environment == environment
+
+
+@pytest.mark.parametrize(
+  ('value', 'message'),
+  [
+    ({k: v for k, v in RAW.items() if k != 'prompt'}, "'prompt' is missing"),
+    ({k: v for k, v in RAW.items() if k != 'kind'}, "'kind' is missing"),
+    ({k: v for k, v in RAW.items() if k != 'answer'}, "'answer' is missing"),
+    ({k: v for k, v in RAW.items() if k != 'dataset'}, "'dataset' .*is missing; there is: idx, kind"),
+    ({**CODE, 'tests': None}, "'tests' must be a non-empty string, not None"),
+    ({**RAW, 'prompt': ' \n'}, "'prompt' must be a non-empty string"),
+    ({**RAW, 'prompt': 7}, "'prompt' must be a non-empty string, not 7"),
+    ({**RAW, 'answer': 4}, "'answer' must be a non-empty string, not 4"),
+    ({**RAW, 'system': ['x']}, "'system' must be a string or null"),
+    ({**RAW, 'dataset': 'mine'}, "no environment grades the data source 'mine'.*field 'environment'"),
+    ({**RAW, 'environment': 3}, 'no environment grades'),
+    ([1], r'a row must be an object with named fields, not \[1\]'),
+    ({**READY, 'prompt': '1 + 1?'}, "'prompt' must be a non-empty list of messages"),
+    ({**READY, 'prompt': []}, "'prompt' must be a non-empty list of messages"),
+    ({**READY, 'prompt': [{'role': 'user'}]}, "'role' and 'content'"),
+    ({**READY, 'prompt': [{'role': 'user', 'content': ''}]}, 'last message, which asks the question, is empty'),
+    ({**READY, 'reward_model': {'style': 'math'}}, "'ground_truth'"),
+    ({**READY, 'extra_info': 'x'}, "'extra_info' must be an object"),
+  ],
+)
+def test_a_malformed_row_is_named(value, message):
+  with pytest.raises(UserError, match=f'(?s)^rows.json, line 3: .*{message}'):
+    rows.example(row(value), 'train')
+
+
+def read(tmp_path, content, name='rows.json'):
+  path = tmp_path / name
+  path.write_bytes(content if isinstance(content, bytes) else content.encode())
+  return sources.read_rows(str(path), 'data.train_files')
+
+
+def test_json_lines_keep_their_line_numbers(tmp_path):
+  found = read(tmp_path, '{"a": 1}\n\n  \n{"a": "x\u2028y"}\r\n')
+  assert [(r.value['a'], r.number) for r in found] == [(1, 1), ('x\u2028y', 4)]
+  assert found[1].origin.endswith('rows.json, line 4')
+
+
+def test_rows_of_a_json_array_keep_the_line_where_they_begin(tmp_path):
+  found = read(tmp_path, '\ufeff \n[ {"a":\n 1},\n\n{"a": 2}, {"a": 3}\n]\n')
+  assert [(r.value['a'], r.number) for r in found] == [(1, 2), (2, 5), (3, 5)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+  values=st.lists(st.dictionaries(st.text(max_size=4), st.text(max_size=6) | st.integers()), min_size=1, max_size=5),
+  indent=st.none() | st.integers(0, 3),
+)
+def test_arrays_and_lines_read_the_same(tmp_path_factory, values, indent):
+  folder = tmp_path_factory.mktemp('rows')
+  array = read(folder, json.dumps(values, indent=indent))
+  lines = read(folder, '\n'.join(json.dumps(v, ensure_ascii=False) for v in values))
+  assert [r.value for r in array] == [r.value for r in lines] == values
+
+
+@pytest.mark.parametrize(
+  ('content', 'message'),
+  [
+    ('{"a": 1}\n{"a": \n', 'line 2: invalid JSON at column'),
+    ('{"a": 1}\nnot json\n', 'line 2: invalid JSON at column 1'),
+    ('[{"a": 1},\n{"a": }]', 'line 2: invalid JSON'),
+    ('[{"a": 1}\n\n{"a": 2}]', "line 3: invalid JSON: expected ',' or ']'"),
+    ('[{"a": 1},\n]', 'line 2: invalid JSON'),
+    ('[{"a": 1}', 'line 1: invalid JSON'),
+    ('[{"a": 1}]\n{"b": 2}', 'line 2: invalid JSON: text after the end'),
+    ('{"a": 1}\n{"a": "\xff"}'.encode('latin-1'), 'line 2: the file is not UTF-8'),
+    ('', 'holds no rows'),
+    ('[]', 'holds no rows'),
+    (' \n ', 'holds no rows'),
+  ],
+)
+def test_a_malformed_file_names_the_line(tmp_path, content, message):
+  with pytest.raises(UserError, match=message):
+    read(tmp_path, content)
+
+
+@pytest.mark.parametrize('name', ['missing.json', ''])
+def test_a_missing_file_names_the_setting(tmp_path, name):
+  with pytest.raises(UserError, match='data.val_files: there is no file'):
+    sources.read_rows(str(tmp_path / name), 'data.val_files')
+
+
+def test_parquet_needs_pyarrow_and_says_so(tmp_path, monkeypatch):
+  real = builtins.__import__
+
+  def without(name, *args, **kwargs):
+    if name.startswith('pyarrow'):
+      raise ImportError(name)
+    return real(name, *args, **kwargs)
+
+  monkeypatch.setattr(builtins, '__import__', without)
+  with pytest.raises(UserError, match='pip install pyarrow'):
+    read(tmp_path, b'PAR1', 'rows.parquet')
+
+
+def test_parquet_rows(tmp_path):
+  pyarrow = pytest.importorskip('pyarrow')
+  parquet = pytest.importorskip('pyarrow.parquet')
+  ready = [rows.preprocess(row({**RAW, 'idx': i}), 'train') for i in range(3)]
+  buffer = io.BytesIO()
+  parquet.write_table(pyarrow.Table.from_pylist(ready), buffer)
+  found = read(tmp_path, buffer.getvalue(), 'rows.parquet')
+  assert [rows.example(r, 'train').id for r in found] == [f'sciknoweval/{i}' for i in range(3)]
+  assert found[2].origin.endswith('rows.parquet, row 3')
+  with pytest.raises(UserError, match='not a readable parquet file'):
+    read(tmp_path, b'PAR1 broken', 'rows.parquet')
