@@ -1,0 +1,296 @@
+"""The decoder against transformers on random tiny checkpoints, and what it promises about rows, cache and memory."""
+
+import dataclasses
+import functools
+import json
+import re
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from models import huggingface, parameters
+from models.qwen3 import Qwen3Config, Qwen3Policy
+from sdpo_jax.config import ModelConfig
+
+SIZES = dict(
+  vocab_size=61,
+  hidden_size=32,
+  intermediate_size=48,
+  num_hidden_layers=3,
+  num_attention_heads=4,
+  num_key_value_heads=2,
+  head_dim=16,
+  initializer_range=0.25,
+)
+FAMILIES = {
+  'tied, head_dim 16 for width 32 over 4 heads': dict(tie_word_embeddings=True),
+  'untied, one head a key, base 5e5, biases': dict(
+    num_key_value_heads=4,
+    head_dim=8,
+    attention_bias=True,
+    rope_parameters={'rope_type': 'default', 'rope_theta': 5e5},
+  ),
+  'untied, one key for all heads, base 17, large eps': dict(
+    num_key_value_heads=1, rms_norm_eps=1e-3, rope_parameters={'rope_type': 'default', 'rope_theta': 17.0}
+  ),
+  'sliding windows': dict(
+    tie_word_embeddings=True, use_sliding_window=True, sliding_window=5, max_window_layers=1, num_hidden_layers=3
+  ),
+}
+
+
+def reference(directory, seed=0, **changes):
+  """A random transformers model, norms and biases away from their initial values, saved to `directory`."""
+  torch.manual_seed(seed)
+  model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**SIZES, **changes})).eval()
+  with torch.no_grad():
+    for name, weight in model.named_parameters():
+      if 'norm' in name or 'bias' in name:
+        weight.add_(0.3 * torch.randn_like(weight))
+  model.generation_config.eos_token_id = None
+  model.save_pretrained(directory)
+  return model
+
+
+def rows(tokens):
+  """tokens [B, S] as one segment a row: (tokens, positions, segment_ids)."""
+  batch, length = tokens.shape
+  return tokens, np.tile(np.arange(length, dtype=np.int32), (batch, 1)), np.ones((batch, length), np.int32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def hidden_states(policy, params, tokens, positions, segment_ids):
+  return policy.apply({}, params, tokens, positions, segment_ids)[:2]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def greedy(policy, params, prompt, steps):
+  """[B, P] prompts and [B, steps] most likely continuations, through prefill, a grown cache and a decode loop."""
+  batch, length = prompt.shape
+  token = lambda hidden, unembedding: jnp.argmax(hidden[:, -1] @ unembedding.T, axis=-1).astype(jnp.int32)
+  positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+  hidden, unembedding, cache = policy.apply(
+    {}, params, prompt, positions, jnp.ones_like(positions), policy.init_cache(batch, length)
+  )
+  cache = policy.repeat_cache(cache, 1, length + steps)
+
+  def step(carry, index):
+    cache, last = carry
+    place = jnp.full((batch, 1), length, jnp.int32) + index
+    hidden, unembedding, cache = policy.apply({}, params, last[:, None], place, jnp.ones_like(place), cache)
+    return (cache, token(hidden, unembedding)), last
+
+  _, tokens = lax.scan(step, (cache, token(hidden, unembedding)), jnp.arange(steps, dtype=jnp.int32))
+  return tokens.T
+
+
+@pytest.fixture(scope='module')
+def small():
+  """A policy in float32 with random parameters."""
+  policy, params = huggingface.init({**SIZES, 'model_type': 'qwen3', 'tie_word_embeddings': True}, jax.random.key(0))
+  return policy, params
+
+
+@pytest.mark.parametrize('changes', FAMILIES.values(), ids=FAMILIES)
+def test_logits_and_greedy_tokens_equal_transformers(changes, tmp_path):
+  model = reference(tmp_path, **changes)
+  policy, params = huggingface.load(tmp_path, ModelConfig(dtype='float32'))
+  tokens = np.random.default_rng(1).integers(0, SIZES['vocab_size'], (2, 12), dtype=np.int32)
+  hidden, unembedding = hidden_states(policy, params, *rows(tokens))
+  inputs = torch.tensor(tokens, dtype=torch.long)
+  with torch.no_grad():
+    expected = model(inputs).logits.numpy()
+    continuation = model.generate(
+      inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=32, do_sample=False, pad_token_id=0
+    )
+  assert np.abs(np.asarray(hidden @ unembedding.T) - expected).max() <= 1e-4
+  np.testing.assert_array_equal(greedy(policy, params, tokens, 32), continuation[:, 12:].numpy())
+
+
+def test_a_config_written_by_transformers_4_means_the_same_model(tmp_path):
+  reference(tmp_path, rope_parameters={'rope_type': 'default', 'rope_theta': 1234.0})
+  newer = huggingface.read_policy(tmp_path, ModelConfig())
+  values = json.loads((tmp_path / 'config.json').read_text())
+  del values['rope_parameters'], values['layer_types'], values['dtype']
+  values |= {'rope_theta': 1234.0, 'rope_scaling': None, 'torch_dtype': 'float32'}
+  (tmp_path / 'config.json').write_text(json.dumps(values))
+  assert huggingface.read_policy(tmp_path, ModelConfig()) == newer
+  assert newer.config.rope_theta == 1234.0
+
+
+def test_gradients_equal_torch(tmp_path):
+  model = reference(tmp_path, tie_word_embeddings=True)
+  policy, params = huggingface.load(tmp_path, ModelConfig(dtype='float32', remat='dots'))
+  tokens = np.random.default_rng(2).integers(0, SIZES['vocab_size'], (2, 9), dtype=np.int32)
+
+  @jax.jit
+  def gradient(params):
+    def loss(params):
+      hidden, unembedding = hidden_states(policy, params, *rows(tokens))
+      log_probs = jax.nn.log_softmax(hidden[:, :-1] @ unembedding.T)
+      return -jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1).mean()
+
+    return jax.grad(loss)(params)
+
+  inputs = torch.tensor(tokens, dtype=torch.long)
+  model(inputs, labels=inputs).loss.backward()
+  expected = dict(model.named_parameters())
+  ours = gradient(params)
+  for parameter in policy.parameter_table():
+    for layer in range(parameter.layers):
+      name = parameter.huggingface_name(layer)
+      leaf = parameters.get(ours, parameter.path)
+      tensor = parameter.to_huggingface(np.asarray(leaf[layer] if parameter.stacked else leaf))
+      np.testing.assert_allclose(tensor, expected[name].grad.numpy(), atol=2e-5, rtol=2e-4, err_msg=name)
+
+
+def test_padded_and_packed_rows_equal_sequences_one_by_one(small):
+  policy, params = small
+  generator = np.random.default_rng(3)
+  sequences = [generator.integers(0, policy.vocab_size, length, dtype=np.int32) for length in (5, 9, 3)]
+  length = 20
+  placements = [  # (row, first slot, segment) of each sequence: right-padded, left-padded, packed with gaps.
+    [(0, 0, 1), (1, 0, 1), (2, 0, 1)],
+    [(0, 15, 1), (1, 11, 1), (2, 17, 1)],
+    [(0, 0, 1), (0, 5, 2), (0, 16, 7)],
+  ]
+  alone = [np.asarray(hidden_states(policy, params, *rows(sequence[None]))[0][0]) for sequence in sequences]
+  for placement in placements:
+    tokens = generator.integers(0, policy.vocab_size, (3, length), dtype=np.int32)  # Padding may hold anything.
+    positions, segments = np.zeros((3, length), np.int32), np.zeros((3, length), np.int32)
+    for sequence, (row, start, segment) in zip(sequences, placement, strict=True):
+      part = slice(start, start + len(sequence))
+      tokens[row, part], positions[row, part], segments[row, part] = sequence, np.arange(len(sequence)), segment
+    hidden = np.asarray(hidden_states(policy, params, tokens, positions, segments)[0])
+    assert np.isfinite(hidden).all()
+    for expected, (row, start, _) in zip(alone, placement, strict=True):
+      np.testing.assert_allclose(hidden[row, start : start + len(expected)], expected, atol=1e-5)
+
+
+def test_one_prefill_serves_a_group_of_rows_of_different_lengths(small):
+  """Two right-padded prompts, each continued by two different rows, give the states of the four whole sequences."""
+  policy, params = small
+  generator = np.random.default_rng(4)
+  lengths, width, steps = (3, 6), 6, 4
+  prompts = generator.integers(0, policy.vocab_size, (2, width), dtype=np.int32)
+  continuations = generator.integers(0, policy.vocab_size, (4, steps), dtype=np.int32)
+  segments = (np.arange(width)[None] < np.array(lengths)[:, None]).astype(np.int32)
+  apply = jax.jit(lambda params, cache, *row: policy.apply({}, params, *row, cache))
+  _, _, cache = apply(params, policy.init_cache(2, width), *rows(prompts)[:2], segments)
+  cache = policy.repeat_cache(cache, 2, width + steps)
+  assert int(cache.length) == width
+  states = []
+  for step in range(steps):
+    positions = np.repeat(np.array(lengths, np.int32), 2)[:, None] + np.int32(step)
+    hidden, _, cache = apply(params, cache, continuations[:, step : step + 1], positions, np.ones((4, 1), np.int32))
+    states.append(np.asarray(hidden[:, 0]))
+  for row in range(4):
+    whole = np.concatenate([prompts[row // 2, : lengths[row // 2]], continuations[row]])
+    expected = hidden_states(policy, params, *rows(whole[None]))[0][0, -steps:]
+    np.testing.assert_allclose(np.stack(states, axis=1)[row], expected, atol=1e-5)
+
+
+def test_a_cache_never_shrinks(small):
+  policy, _ = small
+  with pytest.raises(ValueError, match='cannot shrink'):
+    policy.repeat_cache(policy.init_cache(1, 8), 2, 4)
+
+
+def test_the_decode_loop_updates_a_donated_cache_in_place():
+  """The cache is aliased to the output and no second one exists, whatever the number of layers."""
+  policy = Qwen3Policy(Qwen3Config.from_json({**SIZES, 'model_type': 'qwen3', 'num_hidden_layers': 16}), 'float32')
+
+  def decode(params, token, cache):
+    def step(carry):
+      token, cache = carry
+      place = jnp.broadcast_to(cache.length, (4, 1))
+      hidden, unembedding, cache = policy.apply({}, params, token, place, jnp.ones_like(place), cache)
+      return jnp.argmax(hidden @ unembedding.T, axis=-1).astype(jnp.int32), cache
+
+    return lax.while_loop(lambda carry: carry[1].length < 512, step, (token, cache))
+
+  cache = jax.eval_shape(lambda: policy.init_cache(4, 512))
+  arguments = (parameters.abstract(policy.parameter_table()), jax.ShapeDtypeStruct((4, 1), jnp.int32), cache)
+  memory = jax.jit(decode, donate_argnums=2).lower(*arguments).compile().memory_analysis()
+  size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+  assert memory.alias_size_in_bytes >= size
+  assert memory.temp_size_in_bytes < size / 4  # One layer's keys and values, and the parameters in compute dtype.
+
+
+def _loss(policy, params, row):
+  hidden, unembedding, _ = policy.apply({}, params, *row)
+  return jnp.mean(jax.nn.logsumexp((hidden @ unembedding.T).astype(jnp.float32), axis=-1))
+
+
+def test_rematerialisation_changes_memory_and_no_gradient(small):
+  policy, params = small
+  row = rows(np.arange(24, dtype=np.int32).reshape(1, 24))
+  gradients, memory = {}, {}
+  for remat in ('none', 'full', 'dots'):
+    function = functools.partial(_loss, dataclasses.replace(policy, remat=remat))
+    compiled = jax.jit(jax.grad(function)).lower(params, row).compile()
+    gradients[remat], memory[remat] = compiled(params, row), compiled.memory_analysis().temp_size_in_bytes
+  for remat in ('full', 'dots'):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), gradients[remat], gradients['none'])
+  assert memory['full'] < memory['dots'] < memory['none']
+  assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(gradients['none']))
+
+
+def test_the_program_does_not_grow_with_depth():
+  sizes = []
+  for layers in (2, 24):
+    values = {**SIZES, 'model_type': 'qwen3', 'num_hidden_layers': layers}
+    policy = Qwen3Policy(Qwen3Config.from_json(values), 'bfloat16', 'full')
+    shapes = parameters.abstract(policy.parameter_table())
+    row = (jax.ShapeDtypeStruct((2, 16), jnp.int32),) * 3
+    sizes.append(len(jax.jit(jax.grad(functools.partial(_loss, policy))).lower(shapes, row).as_text()))
+  assert sizes[1] < 1.02 * sizes[0]
+
+
+def test_bfloat16_stays_near_float32_and_norms_stay_float32(small):
+  policy, params = small
+  half = dataclasses.replace(policy, dtype='bfloat16')
+  row = rows(np.random.default_rng(5).integers(0, policy.vocab_size, (2, 16), dtype=np.int32))
+  hidden, unembedding = hidden_states(policy, params, *row)
+  near, near_unembedding = hidden_states(half, params, *row)
+  assert near.dtype == near_unembedding.dtype == jnp.bfloat16
+  assert jnp.abs(near.astype(jnp.float32) - hidden).mean() < 0.02 * jnp.abs(hidden).mean()
+  cast = half.cast(params)
+  assert cast['layers']['attention_norm'].dtype == jnp.float32
+  assert cast['layers']['mlp']['gate'].dtype == jnp.bfloat16
+  assert half.init_cache(1, 4).keys.dtype == jnp.bfloat16
+
+
+def test_the_table_owns_every_shape(small):
+  policy, params = small
+  table = policy.parameter_table()
+  shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), params)
+  assert shapes == parameters.map_table(lambda parameter: (parameter.shape, parameter.dtype), table)
+  assert all(len(parameter.axes) == len(parameter.shape) for parameter in table)
+  assert parameters.count(table) == sum(leaf.size for leaf in jax.tree.leaves(params))
+  norms = [parameter.name for parameter in table if not parameter.compute]
+  assert len(norms) == 5 and all(re.search('norm', name) for name in norms)
+  assert hash(policy) == hash(dataclasses.replace(policy))
+
+
+def test_eight_devices_give_the_states_of_one(tmp_path):
+  from sdpo_jax.config import MeshConfig
+  from sdpo_jax.mesh import make_mesh, put_rows
+
+  reference(tmp_path, num_key_value_heads=4)
+  policy, params = huggingface.load(tmp_path, ModelConfig(dtype='float32'))
+  mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
+  _, sharded = huggingface.load(tmp_path, ModelConfig(dtype='float32'), mesh)
+  assert len(sharded['layers']['mlp']['gate'].sharding.device_set) == 8
+  assert sharded['layers']['mlp']['gate'].addressable_shards[0].data.shape == (3, 8, 24)
+  jax.tree.map(np.testing.assert_array_equal, params, sharded)
+  row = rows(np.random.default_rng(6).integers(0, policy.vocab_size, (8, 10), dtype=np.int32))
+  hidden, _ = hidden_states(policy, params, *row)
+  with jax.set_mesh(mesh):
+    spread, _ = hidden_states(policy, sharded, *put_rows(mesh, row))
+  np.testing.assert_allclose(spread, hidden, atol=2e-5)
