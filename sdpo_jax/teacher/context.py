@@ -71,7 +71,7 @@ def choose_demonstration(
   if config.demonstration == 'first':
     return candidates[0]
   ranked = sorted(candidates, key=lambda candidate: sample_ids[candidate])
-  draw = np.random.default_rng([seed, step, int(sample_ids[row])])
+  draw = np.random.default_rng([seed % 2**64, step, int(sample_ids[row])])
   return ranked[int(draw.integers(len(ranked)))]
 
 
