@@ -10,27 +10,30 @@ import numpy as np
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.objective.aggregation import loss_coefficients
+from sdpo_jax.rollout.engine import buckets, pick
 from sdpo_jax.types import Batch, Rollouts, TokenRows
 
-SMALLEST_BUCKET = 16
+
+def on_policy(config: Config) -> bool:
+  """Whether the ratio to the old policy is 1 by construction: one optimizer step a generation batch."""
+  return config.actor.ppo_mini_batch_size == config.data.train_batch_size and config.actor.ppo_epochs == 1
 
 
-def powers_of_two(limit: int) -> tuple[int, ...]:
-  """Bucket lengths 16, 32, … up to and including `limit`."""
-  buckets = []
-  size = SMALLEST_BUCKET
-  while size < limit:
-    buckets.append(size)
-    size *= 2
-  return (*buckets, limit)
+def scores_first(config: Config) -> bool:
+  """Whether completions are scored by the trainer before the update."""
+  return not on_policy(config) or config.algorithm.rollout_correction.rollout_is is not None
 
 
-def bucket(length: int, buckets: Sequence[int], name: str) -> int:
-  """The smallest declared length that holds `length`."""
-  for size in buckets:
-    if length <= size:
-      return size
-  raise UserError(f'A length of {length} tokens exceeds the largest bucket of {name}, {max(buckets)}: raise it.')
+def bucket(length: int, lengths: tuple[int, ...], name: str) -> int:
+  """The smallest declared length that holds `length`.
+
+  Raises:
+    UserError: none does.
+  """
+  size = pick(lengths, length)
+  if size is None:
+    raise UserError(f'A length of {length} tokens exceeds the largest bucket of {name}, {max(lengths)}: raise it.')
+  return size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +49,9 @@ class Buckets:
     """Declared in the settings, or powers of two up to the limits."""
     data = config.data
     return cls(
-      prompt=tuple(sorted(data.prompt_buckets)) or powers_of_two(data.max_prompt_length),
-      response=tuple(sorted(data.response_buckets)) or powers_of_two(data.max_response_length),
-      reprompt=tuple(sorted(data.reprompt_buckets)) or powers_of_two(config.actor.self_distillation.max_reprompt_len),
+      prompt=buckets(data.prompt_buckets, data.max_prompt_length),
+      response=buckets(data.response_buckets, data.max_response_length),
+      reprompt=buckets(data.reprompt_buckets, config.actor.self_distillation.max_reprompt_len),
     )
 
 
@@ -156,10 +159,10 @@ def micro_batches(samples: Samples, rows: np.ndarray, config: Config, multiple: 
 def _micro_batch(
   samples: Samples, coef: dict[str, np.ndarray], picked: np.ndarray, rows: np.ndarray, size: int, config: Config
 ) -> Batch:
-  buckets = Buckets.of(config)
+  declared = Buckets.of(config)
   ids = rows[picked]
   rollouts = samples.rollouts
-  width = bucket(int(rollouts.completion_mask[ids].sum(1).max()), buckets.response, 'data.response_buckets')
+  width = bucket(int(rollouts.completion_mask[ids].sum(1).max()), declared.response, 'data.response_buckets')
 
   def fit(values: np.ndarray) -> np.ndarray:
     """The picked rows at this width, padded with zero rows."""
@@ -175,10 +178,10 @@ def _micro_batch(
 
   mask = fit(rollouts.completion_mask[ids]).astype(np.float32)
   return Batch(
-    student=side(samples.prompts, buckets.prompt, 'data.prompt_buckets'),
+    student=side(samples.prompts, declared.prompt, 'data.prompt_buckets'),
     teacher=None
     if samples.teacher_prompts is None
-    else side(samples.teacher_prompts, buckets.reprompt, 'data.reprompt_buckets'),
+    else side(samples.teacher_prompts, declared.reprompt, 'data.reprompt_buckets'),
     targets=fit(rollouts.completion_tokens[ids] * rollouts.completion_mask[ids]),
     mask=mask,
     old_log_probs=None if samples.old_log_probs is None else fit(samples.old_log_probs[ids].astype(np.float32)),

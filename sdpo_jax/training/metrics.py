@@ -41,7 +41,7 @@ class MetricsWriter:
       return
     partial = self._path.parent / (self._path.name + '.partial')
     partial.write_text(text)
-    partial.rename(self._path)
+    partial.replace(self._path)
 
   def write(self, step: int, values: Mapping[str, Any]) -> None:
     """Appends the numbers of a step; those that are not finite become null (JSON has no NaN)."""

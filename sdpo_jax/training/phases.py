@@ -95,8 +95,7 @@ def prepare(
     rollout_weights=None,
   )
   correction = config.algorithm.rollout_correction
-  on_policy = config.actor.ppo_mini_batch_size == config.data.train_batch_size and config.actor.ppo_epochs == 1
-  if on_policy and correction.rollout_is is None:
+  if not batching.scores_first(config):
     return samples
   old = score(session, state, samples)
   if correction.rollout_is is not None:
@@ -109,7 +108,7 @@ def prepare(
     )
     samples.rollout_weights = np.asarray(samples.rollout_weights, np.float32)
     metrics.update({f'rollout_corr/{name}': float(value) for name, value in measured.items()})
-  if not on_policy:
+  if not batching.on_policy(config):
     samples.old_log_probs = old
   return samples
 

@@ -40,12 +40,12 @@ def make_session(config: Config, workdir: epath.PathLike) -> tuple[Session, Tree
   tokenizer = tokenizers.load(config.model.path)
   mesh = make_mesh(config.mesh)
   policy, parameters = huggingface.load(config.model.path, config.model, mesh=mesh)
-  buckets = batching.Buckets.of(config)
+  declared = batching.Buckets.of(config)
   sampler = Sampler(
     policy,
     tokenizer,
-    prompt_buckets=buckets.prompt,
-    response_buckets=buckets.response,
+    prompt_buckets=declared.prompt,
+    response_buckets=declared.response,
     max_batch_rows=config.rollout.max_batch_rows,
     stop=config.rollout.stop,
     stop_token_ids=tuple(

@@ -1,0 +1,178 @@
+"""The registry of compiled programs: which programs a run with given settings uses, with their argument shapes.
+
+The loop runs these functions; `programs` lists them with abstract arguments, so that others can lower, compile and
+cost them without running anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.policy import Policy
+from sdpo_jax import mesh as meshes
+from sdpo_jax.config import Config
+from sdpo_jax.rollout import engine
+from sdpo_jax.rollout.sampling import SamplingParams
+from sdpo_jax.training import batching
+from sdpo_jax.training.checkpoints import abstract
+from sdpo_jax.training.step import init_state, make_update
+from sdpo_jax.types import Batch, TokenRows, Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """A jitted function with the shapes, dtypes and shardings that a run calls it with."""
+
+  function: Callable[..., Any]
+  arguments: tuple[Any, ...]
+  static: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+  def lower(self) -> jax.stages.Lowered:
+    """The program, ready to compile."""
+    return self.function.lower(*self.arguments, **self.static)
+
+
+def programs(
+  config: Config, policy: Policy, base: Tree, trainable: Tree, mesh: jax.sharding.Mesh, stop_ids: int = 1
+) -> dict[str, Program]:
+  """Every program of a run by name, for all its declared buckets.
+
+  Names: `prefill/P×T`, `decode/P×T`, `score/P×T`, `update/P×R×T` (prompt, teacher prompt and completion buckets),
+  `zero`, `apply`, `finish`. Evaluation uses `prefill` and `decode` with its own number of rows: `evaluation/…`.
+
+  Args:
+    config: settings.
+    policy: the model.
+    base: frozen parameters; abstract arrays will do.
+    trainable: trainable parameters; abstract arrays will do.
+    mesh: where it runs.
+    stop_ids: how many token ids end a completion.
+  """
+  update = make_update(policy, config)
+  state = jax.eval_shape(lambda tree: init_state(config, tree), trainable)
+  state = _like(state, trainable, mesh)
+  base, trainable = abstract(base), abstract(trainable)
+  declared = batching.Buckets.of(config)
+  sdpo = config.actor.policy_loss.loss_mode == 'sdpo'
+  rows = -(-config.actor.ppo_micro_batch_size // mesh.size) * mesh.size
+  found = {
+    'zero': Program(update.zero, (trainable,)),
+    'apply': Program(update.apply, (state, trainable)),
+    'finish': Program(update.finish, (state, jax.ShapeDtypeStruct((), jnp.int32))),
+  }
+  scoring = batching.scores_first(config)
+  for response in declared.response:
+    for prompt in declared.prompt:
+      if scoring:
+        batch = abstract_batch(rows, prompt, None, response, old=False, mesh=mesh)
+        found[f'score/{prompt}×{response}'] = Program(update.score, (base, trainable, batch.student, batch.targets))
+      for reprompt in declared.reprompt if sdpo else (None,):
+        batch = abstract_batch(rows, prompt, reprompt, response, old=not batching.on_policy(config), mesh=mesh)
+        name = f'update/{prompt}×{reprompt}×{response}' if sdpo else f'update/{prompt}×{response}'
+        found[name] = Program(update.accumulate, (base, state, trainable, batch))
+      if response == declared.response[-1]:
+        found.update(_sampling(config, policy, base, trainable, mesh, prompt, response, stop_ids))
+  return found
+
+
+def abstract_batch(
+  rows: int, prompt: int, reprompt: int | None, response: int, *, old: bool, mesh: jax.sharding.Mesh
+) -> Batch:
+  """Shapes and shardings of a micro-batch."""
+  sharding = meshes.batch_sharding(mesh)
+  array = lambda width, dtype: jax.ShapeDtypeStruct((rows, width), dtype, sharding=sharding)
+  side = lambda room: TokenRows(
+    tokens=array(room + response, jnp.int32),
+    positions=array(room + response, jnp.int32),
+    segment_ids=array(room + response, jnp.int32),
+    target_index=array(response, jnp.int32),
+  )
+  weights = array(response, jnp.float32)
+  return Batch(
+    student=side(prompt),
+    teacher=None if reprompt is None else side(reprompt),
+    targets=array(response, jnp.int32),
+    mask=weights,
+    distill_coef=weights,
+    policy_coef=weights,
+    entropy_coef=weights,
+    old_log_probs=weights if old else None,
+    advantages=weights,
+  )
+
+
+def _sampling(
+  config: Config,
+  policy: Policy,
+  base: Tree,
+  trainable: Tree,
+  mesh: jax.sharding.Mesh,
+  prompt: int,
+  response: int,
+  stop_ids: int,
+) -> dict[str, Program]:
+  """Prefill and decode of training, and of evaluation where its calls have another shape."""
+  shape = engine.call_shape
+  calls = {'': shape(config.data.train_batch_size, config.rollout.n, config.rollout.max_batch_rows, mesh.size)}
+  if config.trainer.test_freq and config.data.val_max_samples:
+    held_out = shape(config.data.val_max_samples, config.val_kwargs.n, config.rollout.max_batch_rows, mesh.size)
+    if held_out != calls['']:
+      calls['evaluation/'] = held_out
+  found = {}
+  for prefix, (groups, repeats) in calls.items():
+    arguments = (base, trainable, *_sampling_arguments(mesh, groups, repeats, prompt, stop_ids))
+    static = dict(n=repeats, max_new_tokens=response)
+    prefill = lambda *args, static=static: engine.prefill(policy, *args, **static)
+    state = jax.eval_shape(prefill, *arguments)
+    params, limit = arguments[-1], jax.ShapeDtypeStruct((), jnp.int32)
+    found[f'{prefix}prefill/{prompt}×{response}'] = Program(engine.prefill, (policy, *arguments), static)
+    found[f'{prefix}decode/{prompt}×{response}'] = Program(
+      engine.advance, (policy, base, trainable, params, state, limit)
+    )
+  return found
+
+
+def _sampling_arguments(
+  mesh: jax.sharding.Mesh, groups: int, repeats: int, prompt: int, stop_ids: int
+) -> tuple[Any, Any, SamplingParams]:
+  rows = groups * repeats
+
+  def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    split = bool(shape) and shape[0] % mesh.size == 0
+    return jax.ShapeDtypeStruct(
+      shape, dtype, sharding=meshes.batch_sharding(mesh) if split else meshes.replicated(mesh)
+    )
+
+  params = SamplingParams(
+    temperature=array((rows,), jnp.float32),
+    top_p=array((rows,), jnp.float32),
+    top_k=array((rows,), jnp.int32),
+    min_p=array((rows,), jnp.float32),
+    seed=array((rows,), jnp.uint32),
+    sample_id=array((rows,), jnp.int32),
+    step=array((), jnp.int32),
+    max_tokens=array((rows,), jnp.int32),
+    stop_ids=array((rows, stop_ids), jnp.int32),
+  )
+  return array((groups, prompt), jnp.int32), array((groups,), jnp.int32), params
+
+
+def _like(state: Any, trainable: Tree, mesh: jax.sharding.Mesh) -> Any:
+  """Shardings for an abstract state: its parameter-shaped trees as the parameters, everything else whole."""
+  shardings = {
+    jax.tree_util.keystr(path): leaf.sharding for path, leaf in jax.tree_util.tree_leaves_with_path(trainable)
+  }
+
+  def place(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+    name = jax.tree_util.keystr(path)
+    matches = [sharding for key, sharding in shardings.items() if name.endswith(key)]
+    sharding = matches[0] if matches and np.ndim(leaf) else meshes.replicated(mesh)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+  return jax.tree_util.tree_map_with_path(place, state)

@@ -1,0 +1,147 @@
+"""From rollouts to device rows: alignment, denominators, and rows without a signal left out."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from sdpo_jax.config import Config
+from sdpo_jax.errors import UserError
+from sdpo_jax.training import batching
+from sdpo_jax.types import Rollouts
+
+
+def make_config(**actor) -> Config:
+  config = Config()
+  config.model.path = 'model'
+  config.data.train_files = config.data.val_files = ('rows.jsonl',)
+  config.data.train_batch_size = 4
+  config.data.max_prompt_length = 8
+  config.data.max_response_length = 6
+  config.rollout.n = 2
+  config.actor.ppo_mini_batch_size = 4
+  config.actor.ppo_micro_batch_size = 3
+  config.actor.self_distillation.max_reprompt_len = 16
+  for name, value in actor.items():
+    setattr(config.actor, name, value)
+  return config.validate()
+
+
+def make_samples(config: Config, seed: int = 0) -> batching.Samples:
+  rng = np.random.default_rng(seed)
+  rows, width = config.data.train_batch_size * config.rollout.n, 6
+  lengths = rng.integers(1, width + 1, rows)
+  mask = np.arange(width) < lengths[:, None]
+  tokens = rng.integers(1, 50, (rows, width)).astype(np.int32) * mask
+  prompt = lambda low, high: [rng.integers(1, 50, rng.integers(low, high)).tolist() for _ in range(rows)]
+  rollouts = Rollouts(
+    group=np.repeat(np.arange(rows // 2), 2),
+    prompt_tokens=np.zeros((rows, 1), np.int32),
+    prompt_mask=np.ones((rows, 1), bool),
+    completion_tokens=tokens,
+    completion_mask=mask,
+    sampling_log_probs=-rng.random((rows, width)).astype(np.float32),
+    model_log_probs=-rng.random((rows, width)).astype(np.float32),
+    entropy=np.zeros((rows, width), np.float32),
+    finish_reason=['stop'] * rows,
+    text=[''] * rows,
+  )
+  return batching.Samples(
+    prompts=prompt(2, 9),
+    teacher_prompts=prompt(4, 17),
+    rollouts=rollouts,
+    distill_mask=np.array([1, 0, 1, 1, 0, 1, 0, 0], np.float32),
+    advantages=np.zeros(rows, np.float32),
+    old_log_probs=None,
+    rollout_weights=None,
+  )
+
+
+def test_rows_join_prompt_and_completion_and_point_at_the_predicting_state():
+  completions = np.array([[7, 8, 9], [5, 0, 0]], np.int32)
+  rows = batching.token_rows([[1, 2], [3, 4, 6]], completions, completions > 0, prompt_length=4)
+  np.testing.assert_array_equal(rows.tokens, [[1, 2, 7, 8, 9, 0, 0], [3, 4, 6, 5, 0, 0, 0]])
+  np.testing.assert_array_equal(rows.segment_ids, [[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0, 0]])
+  np.testing.assert_array_equal(rows.positions[0], [0, 1, 2, 3, 4, 0, 0])
+  np.testing.assert_array_equal(rows.target_index, [[1, 2, 3], [2, 0, 0]])
+
+
+def test_every_live_row_is_in_exactly_one_micro_batch_and_silent_rows_in_none():
+  config = make_config()
+  samples = make_samples(config)
+  micros = batching.micro_batches(samples, np.arange(8), config)
+  assert sorted(np.concatenate([micro.rows for micro in micros])) == [0, 2, 3, 5]
+  for micro in micros:
+    size, width = micro.batch.targets.shape
+    assert size == 3
+    for i, row in enumerate(micro.rows):
+      length = int(samples.rollouts.completion_mask[row].sum())
+      np.testing.assert_array_equal(micro.batch.targets[i, :length], samples.rollouts.completion_tokens[row, :length])
+      for side, prompts in ((micro.batch.student, samples.prompts), (micro.batch.teacher, samples.teacher_prompts)):
+        whole = [*prompts[row], *samples.rollouts.completion_tokens[row, :length]]
+        np.testing.assert_array_equal(side.tokens[i, : len(whole)], whole)
+        assert side.segment_ids[i].sum() == len(whole)
+        predicted = side.tokens[i][side.target_index[i, :length] + 1]
+        np.testing.assert_array_equal(predicted, samples.rollouts.completion_tokens[row, :length])
+    assert (micro.batch.distill_coef[len(micro.rows) :] == 0).all()
+
+
+@pytest.mark.parametrize('size', [1, 2, 3, 8])
+@pytest.mark.parametrize('mode', ['token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean', 'seq-mean-token-sum-norm'])
+def test_denominators_do_not_depend_on_the_micro_batch(size, mode):
+  config = make_config(loss_agg_mode=mode)
+  samples = make_samples(config)
+  expected = batching.coefficients(samples, np.arange(8), config)['distill_coef']
+  config = make_config(loss_agg_mode=mode, ppo_micro_batch_size=size)
+  found = np.zeros_like(expected)
+  for micro in batching.micro_batches(samples, np.arange(8), config):
+    width = micro.batch.distill_coef.shape[1]
+    found[micro.rows, :width] = micro.batch.distill_coef[: len(micro.rows)]
+  np.testing.assert_array_equal(found, expected)
+  mask = samples.rollouts.completion_mask * samples.distill_mask[:, None]
+  by_hand = {
+    'token-mean': mask / mask.sum(),
+    'seq-mean-token-sum': mask / 4,
+    'seq-mean-token-mean': mask / np.maximum(mask.sum(1, keepdims=True), 1) / 4,
+    'seq-mean-token-sum-norm': mask / 6,
+  }[mode]
+  np.testing.assert_allclose(expected, by_hand, rtol=1e-6)
+
+
+def test_group_size_one_counts_masked_sequences_as_the_reference():
+  config = make_config(loss_group_size=1)
+  samples = make_samples(config)
+  coef = batching.coefficients(samples, np.arange(8), config)['distill_coef']
+  lengths = samples.rollouts.completion_mask.sum(1)
+  for row in range(8):
+    expected = samples.distill_mask[row] / lengths[row] / 8
+    np.testing.assert_allclose(coef[row, : lengths[row]], expected, rtol=1e-6)
+
+
+def test_no_signal_no_micro_batches():
+  config = make_config()
+  samples = dataclasses.replace(make_samples(config), distill_mask=np.zeros(8, np.float32))
+  assert batching.micro_batches(samples, np.arange(8), config) == []
+
+
+def test_policy_gradient_rows_need_an_advantage():
+  config = make_config()
+  config.actor.policy_loss.loss_mode = 'vanilla'
+  samples = dataclasses.replace(
+    make_samples(config), teacher_prompts=None, advantages=np.array([0, 0, 1, -1, 0, 0, 0, 0], np.float32)
+  )
+  [micro] = batching.micro_batches(samples, np.arange(8), config)
+  assert sorted(micro.rows) == [2, 3]
+  assert micro.batch.teacher is None
+  assert (micro.batch.distill_coef == 0).all()
+
+
+def test_micro_batches_are_rounded_up_to_the_devices_that_share_them():
+  config = make_config()
+  assert batching.micro_batches(make_samples(config), np.arange(8), config, multiple=8)[0].batch.targets.shape[0] == 8
+
+
+def test_a_length_over_the_largest_bucket_is_named():
+  assert batching.bucket(17, (16, 32), 'x') == 32
+  with pytest.raises(UserError, match='largest bucket of data.response_buckets, 32'):
+    batching.bucket(33, (16, 32), 'data.response_buckets')

@@ -1,0 +1,78 @@
+"""metrics.jsonl: one line a step, none twice after a resume, local and on stores that cannot append."""
+
+import json
+
+from etils import epath
+import pytest
+
+from sdpo_jax.config import Config
+from sdpo_jax.errors import UserError
+from sdpo_jax.training import metrics
+
+
+def quiet() -> Config:
+  config = Config()
+  config.trainer.tensorboard = False
+  return config
+
+
+def steps(folder) -> list[int]:
+  return [json.loads(line)['step'] for line in (epath.Path(folder) / 'metrics.jsonl').read_text().splitlines()]
+
+
+@pytest.mark.parametrize('local', [True, False])
+def test_resume_drops_the_lines_after_the_checkpoint(tmp_path, monkeypatch, local):
+  monkeypatch.setattr(metrics, 'is_local', lambda path: local)
+  writer = metrics.MetricsWriter(tmp_path, quiet())
+  for step in range(5):
+    writer.write(step, {'train/loss': step / 2})
+  writer.close()
+  assert steps(tmp_path) == [0, 1, 2, 3, 4]
+  with open(tmp_path / 'metrics.jsonl', 'a') as file:
+    file.write('{"step": 5, "train/lo')  # Cut off by a crash.
+  writer = metrics.MetricsWriter(tmp_path, quiet(), resume_step=3)
+  writer.write(4, {'train/loss': 7.0})
+  assert steps(tmp_path) == [0, 1, 2, 3, 4]
+  assert metrics.read_metrics(tmp_path)[-1] == {'step': 4, 'train/loss': 7.0}
+
+
+def test_a_start_from_nothing_begins_a_new_file(tmp_path):
+  for _ in range(2):
+    writer = metrics.MetricsWriter(tmp_path, quiet())
+    writer.write(0, {'a': 1})
+  assert steps(tmp_path) == [0]
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path):
+  metrics.MetricsWriter(tmp_path, quiet()).write(1, {'a': float('nan'), 'b': float('inf'), 'c': 2})
+  assert metrics.read_metrics(tmp_path) == [{'step': 1, 'a': None, 'b': None, 'c': 2.0}]
+
+
+def test_a_line_that_is_not_json_is_named(tmp_path):
+  (tmp_path / 'metrics.jsonl').write_text('{"step": 0}\nhello\n{"step": 1}\n')
+  with pytest.raises(UserError, match='line 2 is not JSON'):
+    metrics.read_metrics(tmp_path)
+
+
+def test_tensorboard_is_written(tmp_path):
+  writer = metrics.MetricsWriter(tmp_path, Config())
+  writer.write(1, {'train/loss': 1.0})
+  writer.close()
+  assert list((tmp_path / 'tensorboard').iterdir())
+
+
+def test_wandb_is_asked_for_and_not_installed(monkeypatch):
+  monkeypatch.setattr(metrics.importlib.util, 'find_spec', lambda name: None)
+  config = quiet()
+  metrics.check_wandb(config)
+  config.trainer.wandb_project = 'project'
+  with pytest.raises(UserError, match='pip install wandb'):
+    metrics.check_wandb(config)
+
+
+def test_progress_without_a_terminal_prints_a_line_a_step(capsys):
+  progress = metrics.Progress(total=10)
+  progress.phase('sample')
+  progress.step(1, score=0.5, loss=0.25, tokens_per_second=1234.0)
+  progress.close()
+  assert 'step 1/10  score 0.500  loss 0.2500  1,234 tokens/s' in capsys.readouterr().err
