@@ -20,6 +20,7 @@ from sdpo_jax.types import Messages, Outcome
 _THINKING = re.compile(r'<think>.*?</think>\s*', re.DOTALL)
 _CUT_MIDDLE = '\n...\n'  # Stands for what was taken out of a demonstration.
 _CUT_END = '...'  # Ends a shortened feedback.
+_SLACK = 4  # Tokens of max_reprompt_len that shortening may leave unused, to search less.
 
 
 @dataclasses.dataclass
@@ -119,7 +120,7 @@ def build_teacher_context(
   """The teacher's prompts for N completions.
 
   Over-long prompts follow `reprompt_truncation`. 'content' shortens demonstration and feedback, the longer one first,
-  to the greatest length with which the templated prompt has at most `max_reprompt_len` tokens; the question, the
+  to about the greatest length with which the templated prompt has at most `max_reprompt_len` tokens; the question, the
   closing instruction and the assistant header are never cut. 'right' and 'left' cut tokens off that end, as the
   reference does (the former loses the instruction and the assistant header). 'error' ends the run.
 
@@ -231,12 +232,15 @@ def _fit(
       f'{name}={limit} leaves no room for a demonstration or feedback: the question and the instruction alone take '
       f'{len(best[1])} tokens with the chat template; raise it above data.max_prompt_length plus the templates.'
     )
-  low, high = 1, max(len(solution or ''), len(feedback or ''))  # `low` fits, `high` does not.
-  while high - low > 1:
-    middle = (low + high) // 2
+  # Length in tokens is nearly linear in length in characters: interpolate, and halve now and then to be safe.
+  low, high, above, halve = 1, max(len(solution or ''), len(feedback or '')), len(tokens), False
+  while high - low > 1 and limit - len(best[1]) > _SLACK:
+    share = 0.5 if halve else (limit - len(best[1])) / (above - len(best[1]))
+    middle = min(max(low + int((high - low) * share), low + 1), high - 1)
     candidate = attempt(middle)
     if len(candidate[1]) <= limit:
       low, best = middle, candidate
     else:
-      high = middle
+      high, above = middle, len(candidate[1])
+    halve = not halve
   return *best, True
