@@ -30,6 +30,7 @@ class Collected:
   prompts: list[list[int]]  # G.
   rollouts: Rollouts  # N.
   outcomes: list[Outcome]  # N.
+  sample_ids: np.ndarray  # [N] number of each sample as drawn, before any reordering.
 
 
 def collect(session: Session, state: TrainState, examples: list[Example], step: int, timer: Timer) -> Collected:
@@ -52,11 +53,12 @@ def collect(session: Session, state: TrainState, examples: list[Example], step: 
     )
   with timer('grade'):
     outcomes = grade(examples, rollouts)
+  order = np.arange(len(rollouts))
   if config.trainer.batch_order == 'balanced':
     lengths = rollouts.completion_mask.sum(1) + rollouts.prompt_mask.sum(1)
     order = balanced_order(lengths, config.trainer.balance_partitions)
     rollouts, outcomes = rollouts.take(order), [outcomes[row] for row in order]
-  return Collected(examples, prompts, rollouts, outcomes)
+  return Collected(examples, prompts, rollouts, outcomes, sample_ids=order)
 
 
 def teach(session: Session, collected: Collected, seed: int, step: int) -> TeacherContext | None:
@@ -73,6 +75,7 @@ def teach(session: Session, collected: Collected, seed: int, step: int) -> Teach
     session.tokenizer,
     seed=seed,
     step=step,
+    sample_ids=collected.sample_ids,
     enable_thinking=config.data.enable_thinking,
   )
 
