@@ -1,1 +1,6 @@
-"""What is right: graders turn completions into scores and feedback; generators make endless questions."""
+"""What is right: graders turn completions into scores and feedback; generators make endless questions.
+
+Importing the package registers all of them.
+"""
+
+from sdpo_jax.environments import digits as digits
