@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 from absl import app, flags
+from absl import logging as absl_logging
 import jax
 
 from sdpo_jax.config import Config, describe, override
@@ -117,7 +118,8 @@ def run(main: Callable[[], int | None]) -> None:
 
 def _quiet() -> None:
   """Libraries' progress chatter stays out of the way of ours; their errors do not."""
-  for name in ('absl', 'orbax', 'jax._src.compilation_cache', 'transformers', 'jax._src.compiler'):
+  absl_logging.set_verbosity(absl_logging.WARNING)
+  for name in ('orbax', 'jax._src.compilation_cache', 'transformers', 'jax._src.compiler'):
     logging.getLogger(name).setLevel(logging.ERROR)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from models.policy import Policy
 from sdpo_jax import mesh as meshes
@@ -21,7 +20,7 @@ from sdpo_jax.rollout import engine
 from sdpo_jax.rollout.sampling import SamplingParams
 from sdpo_jax.training import batching
 from sdpo_jax.training.checkpoints import abstract
-from sdpo_jax.training.step import init_state, make_update
+from sdpo_jax.training.step import abstract_state, make_update
 from sdpo_jax.types import Batch, TokenRows, Tree
 
 
@@ -54,10 +53,9 @@ def programs(
     mesh: where it runs.
     stop_ids: how many token ids end a completion.
   """
-  update = make_update(policy, config)
-  state = jax.eval_shape(lambda tree: init_state(config, tree), trainable)
-  state = _like(state, trainable, mesh)
   base, trainable = abstract(base), abstract(trainable)
+  state = abstract_state(config, trainable, mesh)
+  update = make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state))
   declared = batching.Buckets.of(config)
   sdpo = config.actor.policy_loss.loss_mode == 'sdpo'
   rows = -(-config.actor.ppo_micro_batch_size // mesh.size) * mesh.size
@@ -161,18 +159,3 @@ def _sampling_arguments(
     stop_ids=array((rows, stop_ids), jnp.int32),
   )
   return array((groups, prompt), jnp.int32), array((groups,), jnp.int32), params
-
-
-def _like(state: Any, trainable: Tree, mesh: jax.sharding.Mesh) -> Any:
-  """Shardings for an abstract state: its parameter-shaped trees as the parameters, everything else whole."""
-  shardings = {
-    jax.tree_util.keystr(path): leaf.sharding for path, leaf in jax.tree_util.tree_leaves_with_path(trainable)
-  }
-
-  def place(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-    name = jax.tree_util.keystr(path)
-    matches = [sharding for key, sharding in shardings.items() if name.endswith(key)]
-    sharding = matches[0] if matches and np.ndim(leaf) else meshes.replicated(mesh)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-  return jax.tree_util.tree_map_with_path(place, state)

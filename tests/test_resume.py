@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from sdpo_jax.training import inference
-from sdpo_jax.training.checkpoints import Checkpoints, abstract
+from sdpo_jax.training.checkpoints import Checkpoints
 from sdpo_jax.training.loop import EXIT_PREEMPTED
 from sdpo_jax.training.session import make_session
-from sdpo_jax.training.step import init_state
+from sdpo_jax.training.step import abstract_state
 from tests import tiny
 
 STEPS = 5
@@ -33,9 +33,9 @@ def experiment(tmp_path_factory):
 
 def final_state(workdir: pathlib.Path):
   config = inference.run_config(workdir)
-  _, parameters = make_session(config, workdir)
+  session, parameters = make_session(config, workdir)
   checkpoints = Checkpoints(workdir, keep=10)
-  restored = checkpoints.restore(abstract(init_state(config, parameters)))
+  restored = checkpoints.restore(abstract_state(config, parameters, session.mesh))
   checkpoints.close()
   return restored
 

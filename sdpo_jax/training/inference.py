@@ -16,10 +16,10 @@ from sdpo_jax.data import pipeline
 from sdpo_jax.data.prompts import chat_tokens
 from sdpo_jax.environments import registry
 from sdpo_jax.errors import UserError
-from sdpo_jax.training.checkpoints import Checkpoints, abstract
+from sdpo_jax.training.checkpoints import Checkpoints
 from sdpo_jax.training.evaluation import Evaluation, evaluate
 from sdpo_jax.training.session import Session, make_session
-from sdpo_jax.training.step import init_state
+from sdpo_jax.training.step import abstract_state
 from sdpo_jax.types import Tree
 
 
@@ -44,7 +44,7 @@ def open_run(workdir: epath.PathLike, weights: Literal['student', 'teacher'] = '
   config = run_config(workdir)
   session, parameters = make_session(config, workdir)
   checkpoints = Checkpoints(workdir, keep=config.trainer.max_ckpt_to_keep, best_metric=config.trainer.best_metric)
-  restored = checkpoints.restore(abstract(init_state(config, parameters)))
+  restored = checkpoints.restore(abstract_state(config, parameters, session.mesh))
   checkpoints.close()
   if restored is None:
     raise UserError(f'{workdir} has no checkpoint yet: let the run save one (trainer.save_freq).')

@@ -32,7 +32,7 @@ from sdpo_jax.training.checkpoints import Checkpoints
 from sdpo_jax.training.evaluation import evaluate
 from sdpo_jax.training.metrics import MetricsWriter, Progress, check_wandb
 from sdpo_jax.training.session import Session, make_session, sampling_seed
-from sdpo_jax.training.step import init_state
+from sdpo_jax.training.step import place_state
 from sdpo_jax.types import Example, TrainState
 
 EXIT_PREEMPTED = 143  # 128 + SIGTERM: saved, to be started again.
@@ -129,7 +129,7 @@ def train(config: Config, workdir: epath.PathLike, *, announce: Any = lambda tex
   held_out = pipeline.evaluation_examples(config, tokenizer, registry) if config.trainer.test_freq else []
   workdir = open_workdir(config, workdir)
   session, parameters = make_session(config, workdir)
-  state = init_state(config, parameters)
+  state = place_state(config, parameters, session.mesh)
   checkpoints = Checkpoints(workdir, keep=config.trainer.max_ckpt_to_keep, best_metric=config.trainer.best_metric)
   restored = checkpoints.restore(state)
   if restored is not None:

@@ -16,7 +16,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.mesh import make_mesh
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.training import batching, flops
-from sdpo_jax.training.step import Update, make_update
+from sdpo_jax.training.step import Update, abstract_state, make_update
 from sdpo_jax.types import TrainState, Tree
 
 
@@ -40,6 +40,7 @@ def make_session(config: Config, workdir: epath.PathLike) -> tuple[Session, Tree
   tokenizer = tokenizers.load(config.model.path)
   mesh = make_mesh(config.mesh)
   policy, parameters = huggingface.load(config.model.path, config.model, mesh=mesh)
+  state = abstract_state(config, parameters, mesh)
   declared = batching.Buckets.of(config)
   sampler = Sampler(
     policy,
@@ -61,7 +62,7 @@ def make_session(config: Config, workdir: epath.PathLike) -> tuple[Session, Tree
     base={},
     mesh=mesh,
     sampler=sampler,
-    update=make_update(policy, config),
+    update=make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state)),
     flops_per_token=flops.forward_flops_per_token(parameters),
   )
   return session, parameters

@@ -8,6 +8,7 @@ One generation batch is: for every mini-batch, `accumulate` over its micro-batch
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 
 from models.policy import Policy
 from sdpo_jax.config import Config
+from sdpo_jax.mesh import replicated
 from sdpo_jax.objective import chunked
 from sdpo_jax.objective.loss import ObjectiveConfig, objective
 from sdpo_jax.teacher import weights as teacher_weights
@@ -194,18 +196,66 @@ class Update:
   finish: Any
 
 
-def make_update(policy: Policy, config: Config) -> Update:
-  """The update's programs; accumulators and states are donated where they are replaced."""
+def state_shardings(state: TrainState, trainable: Tree, mesh: jax.sharding.Mesh) -> TrainState:
+  """Where the leaves of a state live: copies of the trainable tree as that tree, everything else on every device.
+
+  Args:
+    state: arrays or abstract arrays.
+    trainable: parameters with shardings.
+    mesh: of the run.
+  """
+  shardings = {
+    jax.tree_util.keystr(path): leaf.sharding for path, leaf in jax.tree_util.tree_leaves_with_path(trainable)
+  }
+
+  def place(path: tuple[Any, ...], leaf: Any) -> jax.sharding.Sharding:
+    name = jax.tree_util.keystr(path)
+    matches = [sharding for key, sharding in shardings.items() if name.endswith(key)]
+    return matches[0] if matches and leaf.ndim else replicated(mesh)
+
+  return jax.tree_util.tree_map_with_path(place, state)
+
+
+def make_update(policy: Policy, config: Config, shardings: TrainState | None = None) -> Update:
+  """The update's programs; accumulators and states are donated where they are replaced.
+
+  Args:
+    policy: the model.
+    config: settings.
+    shardings: of the state (`state_shardings`), so that what a program returns lies as what it takes and nothing
+      compiles twice; None leaves placement to the compiler.
+  """
+  trees = None if shardings is None else shardings.trainable
+  whole = None if shardings is None else jax.tree.leaves(shardings.step)[0]
   return Update(
     policy=policy,
     config=config,
     score=jax.jit(
-      lambda base, trainable, rows, targets: token_log_probs(policy, config, base, trainable, rows, targets)
+      functools.partial(token_log_probs, policy, config),
+      out_shardings=whole,
     ),
-    zero=jax.jit(zero_gradients),
+    zero=jax.jit(zero_gradients, out_shardings=trees),
     accumulate=jax.jit(
-      lambda base, state, grads, batch: accumulate(policy, config, base, state, grads, batch), donate_argnums=2
+      functools.partial(accumulate, policy, config),
+      donate_argnums=2,
+      out_shardings=(trees, whole),
     ),
-    apply=jax.jit(lambda state, grads: apply_gradients(config, state, grads), donate_argnums=0),
-    finish=jax.jit(lambda state, applied: finish_batch(config, state, applied), donate_argnums=0),
+    apply=jax.jit(functools.partial(apply_gradients, config), donate_argnums=0, out_shardings=(shardings, whole)),
+    finish=jax.jit(functools.partial(finish_batch, config), donate_argnums=0, out_shardings=shardings),
+  )
+
+
+def place_state(config: Config, trainable: Tree, mesh: jax.sharding.Mesh) -> TrainState:
+  """`init_state` on a mesh."""
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, trainable, mesh))
+  return jax.jit(functools.partial(init_state, config), out_shardings=shardings)(trainable)
+
+
+def abstract_state(config: Config, trainable: Tree, mesh: jax.sharding.Mesh) -> TrainState:
+  """Shapes, dtypes and shardings of `place_state`, without its arrays."""
+  shapes = jax.eval_shape(functools.partial(init_state, config), trainable)
+  return jax.tree.map(
+    lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+    shapes,
+    state_shardings(shapes, trainable, mesh),
   )
