@@ -222,23 +222,38 @@ def _check(root: pathlib.Path, table: parameters.Table, tensors: dict[str, Any],
 
 
 def _read(parameter: parameters.Parameter, tensors: dict[str, Any], mesh: jax.sharding.Mesh | None) -> jax.Array:
-  def tensor(layer: int) -> np.ndarray:
-    name = parameter.huggingface_name(layer)
-    return parameter.from_huggingface(tensors[name].get_tensor(name))
-
-  def read(index: tuple[slice, ...]) -> np.ndarray:
-    shape = tuple(len(range(*part.indices(size))) for part, size in zip(index, parameter.shape, strict=True))
-    out = np.empty(shape, parameter.dtype)
-    if not parameter.stacked:
-      out[...] = tensor(0)[index]
-      return out
-    for row, layer in enumerate(range(*index[0].indices(parameter.layers))):
-      out[row] = tensor(layer)[index[1:]]
-    return out
-
+  whole = (slice(None),) * len(parameter.shape)
   if mesh is None:
-    return jax.device_put(read((slice(None),) * len(parameter.shape)))
-  return jax.make_array_from_callback(parameter.shape, parameter_sharding(mesh, parameter.axes, parameter.shape), read)
+    return jax.device_put(_gather(parameter, tensors, [whole])[0])
+  sharding = parameter_sharding(mesh, parameter.axes, parameter.shape)
+  places = sharding.addressable_devices_indices_map(parameter.shape)
+  bounds = {
+    device: tuple(slice(*part.indices(size)) for part, size in zip(index, parameter.shape, strict=True))
+    for device, index in places.items()
+  }
+  blocks = list(dict.fromkeys(bounds.values()))
+  arrays = dict(zip(blocks, _gather(parameter, tensors, blocks), strict=True))
+  pieces = [jax.device_put(arrays[block], device) for device, block in bounds.items()]
+  return jax.make_array_from_single_device_arrays(parameter.shape, sharding, pieces)
+
+
+def _gather(
+  parameter: parameters.Parameter, tensors: dict[str, Any], blocks: list[tuple[slice, ...]]
+) -> list[np.ndarray]:
+  """The given blocks of a parameter; each tensor is read once, whatever the number of blocks."""
+  shapes = [
+    [len(range(*part.indices(size))) for part, size in zip(block, parameter.shape, strict=True)] for block in blocks
+  ]
+  outputs = [np.empty(shape, parameter.dtype) for shape in shapes]
+  for layer in range(parameter.layers):
+    name = parameter.huggingface_name(layer)
+    tensor = parameter.from_huggingface(tensors[name].get_tensor(name))
+    for block, output in zip(blocks, outputs, strict=True):
+      if not parameter.stacked:
+        output[...] = tensor[block]
+      elif layer in (rows := range(*block[0].indices(parameter.layers))):
+        output[rows.index(layer)] = tensor[block[1:]]
+  return outputs
 
 
 def _copy_companions(source: pathlib.Path, target: pathlib.Path) -> None:

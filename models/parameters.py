@@ -112,16 +112,17 @@ def count(table: Table) -> int:
 def initialise(table: Table, rng: jax.Array, scale: float) -> Tree:
   """Random parameters: normal with standard deviation `scale` for matrices, ones for norms, zeros for biases.
 
-  Jit-able; each array's key folds in its place in the table, so it does not depend on how it is sharded.
+  Drawn on the host (a compiled generator per shape would take longer than it saves), each array from its own stream
+  of the key `rng`.
   """
-  index = {parameter.path: i for i, parameter in enumerate(table)}
+  key = np.asarray(jax.random.key_data(rng)).tolist()
 
-  def make(parameter: Parameter) -> jax.Array:
-    dtype = jnp.dtype(parameter.dtype)
-    if parameter.init == 'ones':
-      return jnp.ones(parameter.shape, dtype)
-    if parameter.init == 'zeros':
-      return jnp.zeros(parameter.shape, dtype)
-    return scale * jax.random.normal(jax.random.fold_in(rng, index[parameter.path]), parameter.shape, dtype)
+  def make(place: int, parameter: Parameter) -> jax.Array:
+    if parameter.init == 'normal':
+      generator = np.random.default_rng([*key, place])
+      values = np.float32(scale) * generator.standard_normal(parameter.shape, np.float32)
+    else:
+      values = np.full(parameter.shape, float(parameter.init == 'ones'))
+    return jax.device_put(values.astype(parameter.dtype))
 
-  return map_table(make, table)
+  return nest((parameter.path, make(place, parameter)) for place, parameter in enumerate(table))

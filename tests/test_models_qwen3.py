@@ -17,6 +17,8 @@ from models import huggingface, parameters
 from models.qwen3 import Qwen3Config, Qwen3Policy
 from sdpo_jax.config import ModelConfig
 
+torch.set_num_threads(1)
+
 SIZES = dict(
   vocab_size=61,
   hidden_size=32,

@@ -1,0 +1,261 @@
+"""Import and export of Hugging Face model directories: nothing is lost, and every mistake has a name."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+import torch
+import transformers
+
+from models import huggingface, parameters
+from sdpo_jax.config import ModelConfig
+from sdpo_jax.errors import UserError
+
+torch.set_num_threads(1)
+
+CONFIG = {
+  'architectures': ['Qwen3ForCausalLM'],
+  'model_type': 'qwen3',
+  'vocab_size': 40,
+  'hidden_size': 16,
+  'intermediate_size': 24,
+  'num_hidden_layers': 2,
+  'num_attention_heads': 4,
+  'num_key_value_heads': 2,
+  'head_dim': 8,
+  'initializer_range': 0.3,
+  'rope_theta': 1e6,
+  'tie_word_embeddings': False,
+  'a key of the future': {'kept': True},
+}
+FLOAT32 = ModelConfig(dtype='float32', remat='none')
+
+
+def equal(left, right):
+  jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
+def logits(policy, params, tokens):
+  batch, length = tokens.shape
+  positions = np.tile(np.arange(length, dtype=np.int32), (batch, 1))
+  hidden, unembedding, _ = jax.jit(policy.apply)({}, params, tokens, positions, np.ones_like(positions))
+  return np.asarray(hidden @ unembedding.T)
+
+
+@pytest.fixture(scope='module')
+def made():
+  return huggingface.init(CONFIG, jax.random.key(0))
+
+
+@pytest.fixture(scope='module')
+def original(made, tmp_path_factory):
+  """A model directory with a config of its own, a tokenizer's files and a licence."""
+  directory = tmp_path_factory.mktemp('original') / 'model'
+  huggingface.save(directory, *made, dtype='float32')
+  (directory / 'config.json').write_text(json.dumps(CONFIG))
+  (directory / 'generation_config.json').write_text('{"eos_token_id": [3, 4]}')
+  (directory / 'tokenizer.json').write_text('{}')
+  (directory / 'chat_template.jinja').write_text('{{ messages }}')
+  return directory
+
+
+@pytest.fixture
+def broken(original, tmp_path):
+  """A copy to be damaged."""
+  return shutil.copytree(original, tmp_path / 'broken')
+
+
+def edit_config(directory, **changes):
+  values = json.loads((directory / 'config.json').read_text()) | changes
+  (directory / 'config.json').write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
+
+
+def edit_weights(directory, change):
+  tensors = load_file(directory / 'model.safetensors')
+  change(tensors)
+  save_file(tensors, directory / 'model.safetensors')
+
+
+@pytest.mark.parametrize('shard_bytes', [10**9, 3000], ids=['one file', 'many files'])
+@pytest.mark.parametrize('tied', [False, True], ids=['untied', 'tied'])
+def test_export_and_import_are_inverse_and_transformers_reads_the_export(tied, shard_bytes, tmp_path):
+  policy, params = huggingface.init(CONFIG | {'tie_word_embeddings': tied}, jax.random.key(1))
+  target = tmp_path / 'export'
+  huggingface.save(target, policy, params, dtype='float32', max_shard_bytes=shard_bytes)
+  files = sorted(file.name for file in target.glob('*.safetensors'))
+  assert (len(files) > 3) == (target / 'model.safetensors.index.json').exists() == (shard_bytes == 3000)
+  again, loaded = huggingface.load(target, FLOAT32)
+  assert again == policy
+  equal(loaded, params)
+  model, report = transformers.Qwen3ForCausalLM.from_pretrained(target, output_loading_info=True)
+  assert not report['missing_keys'] and not report['unexpected_keys'] and not report['mismatched_keys']
+  tokens = np.arange(12, dtype=np.int32).reshape(2, 6)
+  with torch.no_grad():
+    expected = model.eval()(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+  assert np.abs(logits(policy, loaded, tokens) - expected).max() <= 1e-4
+
+
+def test_shards_keep_their_size_and_the_index_is_complete(made, tmp_path):
+  policy, params = made
+  huggingface.save(tmp_path / 'export', policy, params, dtype='bfloat16', max_shard_bytes=2000)
+  index = json.loads((tmp_path / 'export' / 'model.safetensors.index.json').read_text())
+  assert index['metadata']['total_size'] == 2 * parameters.count(policy.parameter_table())
+  held = {}
+  for file in (tmp_path / 'export').glob('*.safetensors'):
+    with safe_open(file, framework='numpy') as shard:
+      held.update(dict.fromkeys(shard.keys(), file.name))
+      sizes = [shard.get_tensor(name).nbytes for name in shard.keys()]
+      assert sum(sizes) <= 2000 or len(sizes) == 1
+  assert held == index['weight_map']
+
+
+def test_an_export_keeps_what_belongs_to_the_original(original, tmp_path):
+  policy, params = huggingface.load(original, FLOAT32)
+  huggingface.save(tmp_path / 'export', policy, params, source=original, dtype='bfloat16')
+  values = json.loads((tmp_path / 'export' / 'config.json').read_text())
+  assert values == CONFIG | {'dtype': 'bfloat16'}
+  for name in ('generation_config.json', 'tokenizer.json', 'chat_template.jinja'):
+    assert (tmp_path / 'export' / name).read_bytes() == (original / name).read_bytes()
+  assert not (tmp_path / 'export.partial').exists()
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+def test_stored_half_precision_is_read_exactly(made, dtype, tmp_path):
+  policy, params = made
+  huggingface.save(tmp_path / 'export', policy, params, dtype=dtype)
+  with safe_open(tmp_path / 'export' / 'model.safetensors', framework='numpy') as file:
+    assert str(file.get_tensor('model.norm.weight').dtype) == dtype
+  _, loaded = huggingface.load(tmp_path / 'export', FLOAT32)
+  equal(loaded, jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)).astype(jnp.float32), params))
+  assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(loaded))
+
+
+def test_a_tied_model_may_store_its_head_too(tmp_path):
+  policy, params = huggingface.init(CONFIG | {'tie_word_embeddings': True}, jax.random.key(2))
+  huggingface.save(tmp_path / 'model', policy, params, dtype='float32')
+  edit_weights(
+    tmp_path / 'model', lambda tensors: tensors.update({'lm_head.weight': tensors['model.embed_tokens.weight'].copy()})
+  )
+  equal(huggingface.load(tmp_path / 'model', FLOAT32)[1], params)
+
+
+def test_random_parameters_repeat_and_differ(made):
+  _, params = made
+  equal(huggingface.init(CONFIG, jax.random.key(0))[1], params)
+  attention = params['layers']['attention']
+  assert float(jnp.std(params['embedding'])) == pytest.approx(0.3, rel=0.1)
+  assert not np.allclose(attention['key'], attention['value'])
+  assert not np.allclose(attention['key'][0], attention['key'][1])
+  assert (params['final_norm'] == 1).all()
+
+
+def test_an_export_never_overwrites(original, made):
+  with pytest.raises(UserError, match='already exists and is not empty'):
+    huggingface.save(original, *made)
+
+
+CONFIG_MISTAKES = {
+  'architecture': ({'model_type': 'llama'}, r"config\.json: model_type 'llama' is not supported; supported: 'qwen3'"),
+  'mixture of experts': ({'model_type': 'qwen3_moe'}, "'qwen3_moe' is not supported"),
+  'no architecture': ({'model_type': ...}, 'model_type None is not supported'),
+  'missing size': ({'hidden_size': ...}, 'hidden_size must be a positive integer, not None'),
+  'bad size': ({'vocab_size': '40'}, "vocab_size must be a positive integer, not '40'"),
+  'heads': ({'num_key_value_heads': 3}, 'num_attention_heads=4 is not a multiple of num_key_value_heads=3'),
+  'odd head': ({'head_dim': 7}, 'head_dim=7 is odd'),
+  'activation': ({'hidden_act': 'gelu'}, "hidden_act 'gelu' is not supported"),
+  'rope, transformers 4': ({'rope_scaling': {'type': 'yarn', 'factor': 4}}, "rope type 'yarn' is not supported"),
+  'rope, transformers 5': (
+    {'rope_parameters': {'rope_type': 'llama3', 'rope_theta': 1e4}},
+    "rope type 'llama3' is not supported; supported: 'default'",
+  ),
+  'rope base': ({'rope_theta': -1}, 'rope_theta must be a positive number, not -1'),
+  'layer types': ({'layer_types': ['full_attention', 'linear_attention']}, 'layer_types must name'),
+  'window': (
+    {'layer_types': ['full_attention', 'sliding_attention'], 'use_sliding_window': True},
+    'needs use_sliding_window=true and a positive sliding_window',
+  ),
+}
+
+
+@pytest.mark.parametrize('changes, message', CONFIG_MISTAKES.values(), ids=CONFIG_MISTAKES)
+def test_an_unsupported_config_is_named(broken, changes, message):
+  edit_config(broken, **changes)
+  with pytest.raises(UserError, match=message):
+    huggingface.load(broken, FLOAT32)
+
+
+def truncate(directory):
+  data = (directory / 'model.safetensors').read_bytes()
+  (directory / 'model.safetensors').write_bytes(data[: len(data) // 2])
+
+
+def index_of_missing_file(directory):
+  (directory / 'model.safetensors.index.json').write_text(
+    '{"weight_map": {"model.norm.weight": "model-7.safetensors"}}'
+  )
+
+
+def drop(name):
+  return lambda directory: edit_weights(directory, lambda tensors: tensors.pop(name))
+
+
+def put(name, array):
+  return lambda directory: edit_weights(directory, lambda tensors: tensors.update({name: array}))
+
+
+WEIGHT_MISTAKES = {
+  'no config': (lambda directory: (directory / 'config.json').unlink(), r'has no config\.json'),
+  'config is not JSON': (lambda directory: (directory / 'config.json').write_text('{'), r'config\.json is not JSON'),
+  'config is a list': (lambda directory: (directory / 'config.json').write_text('[]'), 'must hold a JSON object'),
+  'no weights': (lambda directory: (directory / 'model.safetensors').unlink(), r'has neither model\.safetensors nor'),
+  'truncated': (truncate, r'model\.safetensors is damaged'),
+  'index of a missing file': (index_of_missing_file, r'names model-7\.safetensors, which is missing'),
+  'empty index': (
+    lambda directory: (directory / 'model.safetensors.index.json').write_text('{}'),
+    r'index\.json has no weight_map',
+  ),
+  'missing tensor': (
+    drop('model.layers.1.mlp.up_proj.weight'),
+    r"1 tensors are missing, first 'model\.layers\.1\.mlp\.up_proj\.weight'",
+  ),
+  'unexpected tensor': (
+    put('model.layers.0.self_attn.q_proj.bias', np.zeros(32, np.float32)),
+    r"1 tensors do not belong .* 'model\.layers\.0\.self_attn\.q_proj\.bias'",
+  ),
+  'shape': (
+    put('model.norm.weight', np.zeros(17, np.float32)),
+    r"'model\.norm\.weight' has shape \(17,\); config\.json says \(16,\)",
+  ),
+  'dtype': (put('model.norm.weight', np.zeros(16, np.int8)), r"'model\.norm\.weight' is stored as I8; supported: F32"),
+}
+
+
+@pytest.mark.parametrize('damage, message', WEIGHT_MISTAKES.values(), ids=WEIGHT_MISTAKES)
+def test_damaged_directories_are_named(broken, damage, message):
+  damage(broken)
+  with pytest.raises(UserError, match=message):
+    huggingface.load(broken, FLOAT32)
+
+
+@pytest.mark.parametrize('name', ['/nowhere/at all', './nowhere', 'tests/nowhere', 'nowhere'])
+def test_a_missing_directory_is_named(name):
+  with pytest.raises(UserError, match=r'model directory .*nowhere.* does not exist: set model\.path'):
+    huggingface.load(name, FLOAT32)
+
+
+def test_a_hub_name_that_cannot_be_fetched_is_named(monkeypatch):
+  monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
+  with pytest.raises(UserError, match="'no-such/model' is not a directory here, and the Hugging Face hub does not"):
+    huggingface.load('no-such/model', FLOAT32)
+
+
+def test_a_tree_of_other_shapes_is_not_exported(made, tmp_path):
+  policy, params = made
+  with pytest.raises(ValueError, match=r'final_norm has shape \(3,\), not \(16,\)'):
+    huggingface.save(tmp_path / 'export', policy, params | {'final_norm': np.ones(3)})
+  assert not (tmp_path / 'export').exists()
