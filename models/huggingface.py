@@ -222,37 +222,35 @@ def _check(root: pathlib.Path, table: parameters.Table, tensors: dict[str, Any],
 
 
 def _read(parameter: parameters.Parameter, tensors: dict[str, Any], mesh: jax.sharding.Mesh | None) -> jax.Array:
-  whole = (slice(None),) * len(parameter.shape)
   if mesh is None:
-    return jax.device_put(_gather(parameter, tensors, [whole])[0])
+    return jax.device_put(_gather(parameter, tensors, [tuple((0, size) for size in parameter.shape)])[0])
   sharding = parameter_sharding(mesh, parameter.axes, parameter.shape)
-  places = sharding.addressable_devices_indices_map(parameter.shape)
-  bounds = {
-    device: tuple(slice(*part.indices(size)) for part, size in zip(index, parameter.shape, strict=True))
-    for device, index in places.items()
+  blocks = {
+    device: tuple(part.indices(size)[:2] for part, size in zip(index, parameter.shape, strict=True))
+    for device, index in sharding.addressable_devices_indices_map(parameter.shape).items()
   }
-  blocks = list(dict.fromkeys(bounds.values()))
-  arrays = dict(zip(blocks, _gather(parameter, tensors, blocks), strict=True))
-  pieces = [jax.device_put(arrays[block], device) for device, block in bounds.items()]
+  distinct = list(dict.fromkeys(blocks.values()))
+  arrays = dict(zip(distinct, _gather(parameter, tensors, distinct), strict=True))
+  pieces = [jax.device_put(arrays[block], device) for device, block in blocks.items()]
   return jax.make_array_from_single_device_arrays(parameter.shape, sharding, pieces)
 
 
 def _gather(
-  parameter: parameters.Parameter, tensors: dict[str, Any], blocks: list[tuple[slice, ...]]
+  parameter: parameters.Parameter, tensors: dict[str, Any], blocks: list[tuple[tuple[int, int], ...]]
 ) -> list[np.ndarray]:
-  """The given blocks of a parameter; each tensor is read once, whatever the number of blocks."""
-  shapes = [
-    [len(range(*part.indices(size))) for part, size in zip(block, parameter.shape, strict=True)] for block in blocks
-  ]
-  outputs = [np.empty(shape, parameter.dtype) for shape in shapes]
+  """Blocks of a parameter, each given as (start, stop) of every axis; a tensor is read once for all of them."""
+  outputs = [np.empty([stop - start for start, stop in block], parameter.dtype) for block in blocks]
   for layer in range(parameter.layers):
     name = parameter.huggingface_name(layer)
     tensor = parameter.from_huggingface(tensors[name].get_tensor(name))
+    tensor = tensor[None] if parameter.stacked else tensor
     for block, output in zip(blocks, outputs, strict=True):
+      (first, last), *rest = block
+      inner = tuple(slice(start, stop) for start, stop in rest)
       if not parameter.stacked:
-        output[...] = tensor[block]
-      elif layer in (rows := range(*block[0].indices(parameter.layers))):
-        output[rows.index(layer)] = tensor[block[1:]]
+        output[...] = tensor[(slice(first, last), *inner)]
+      elif first <= layer < last:
+        output[layer - first] = tensor[(0, *inner)]
   return outputs
 
 
