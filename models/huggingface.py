@@ -243,14 +243,11 @@ def _gather(
   for layer in range(parameter.layers):
     name = parameter.huggingface_name(layer)
     tensor = parameter.from_huggingface(tensors[name].get_tensor(name))
-    tensor = tensor[None] if parameter.stacked else tensor
     for block, output in zip(blocks, outputs, strict=True):
-      (first, last), *rest = block
-      inner = tuple(slice(start, stop) for start, stop in rest)
       if not parameter.stacked:
-        output[...] = tensor[(slice(first, last), *inner)]
-      elif first <= layer < last:
-        output[layer - first] = tensor[(0, *inner)]
+        output[...] = tensor[tuple(slice(*bounds) for bounds in block)]
+      elif block[0][0] <= layer < block[0][1]:
+        output[layer - block[0][0]] = tensor[tuple(slice(*bounds) for bounds in block[1:])]
   return outputs
 
 
