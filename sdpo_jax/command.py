@@ -23,14 +23,15 @@ _OVERRIDE = re.compile(r'--?config\.([A-Za-z0-9_.]+)(?:=(.*))?', re.DOTALL)
 _overrides: list[tuple[str, str]] = []
 
 
-def define_config(required: bool = True) -> None:
-  """Defines `--config`; call it in the command's module."""
+flags.DEFINE_bool('help_settings', False, 'Print every setting of a config with its default and meaning, and end.')
+
+
+def define_config() -> None:
+  """Defines `--config`, which the command then needs."""
   flags.DEFINE_string(
     'config', None, 'Python file with get_config(). Change one setting of it with --config.section.name=value.'
   )
-  flags.declare_key_flag('config')
-  if required:
-    flags.mark_flag_as_required('config')
+  flags.mark_flag_as_required('config')
 
 
 def load_config() -> Config:
@@ -81,8 +82,11 @@ def _parse(arguments: Sequence[str]) -> list[str]:
   try:
     left = flags.FLAGS(rest)
   except flags.Error as error:
-    sentence = ' '.join(str(error).split()).removeprefix('flags ')
-    raise SystemExit(_complain(f'{sentence} (--help lists the flags)')) from error
+    sentence = ' '.join(str(error).split())
+    missing = re.search(r'Flag --(\w+) must have a value', sentence)
+    if missing:
+      sentence = f'--{missing.group(1)}=… is required'
+    raise SystemExit(_complain(f'{sentence} (--help lists the flags).')) from error
   if len(left) > 1:
     raise SystemExit(
       _complain(f'{" ".join(left[1:])!r} is not a flag; flags are written --name=value (--help lists them).')
@@ -111,8 +115,9 @@ def run(main: Callable[[], int | None]) -> None:
     except UserError as error:
       return _complain(str(error))
 
-  flags.DEFINE_bool('help_settings', False, 'Print every setting of a config, its default and meaning, and end.')
-  flags.declare_key_flag('help_settings')
+  for name in ('config', 'help_settings'):  # Shown by --help beside the command's own.
+    if name in flags.FLAGS:
+      flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
   app.run(wrapped, flags_parser=_parse)
 
 

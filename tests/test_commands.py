@@ -1,0 +1,146 @@
+"""Commands as a user types them: wrong input ends with one sentence and code 2, before any compile; right input works."""
+
+from __future__ import annotations
+
+from concurrent import futures
+import json
+
+import pytest
+
+from tests import tiny
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  return tmp_path_factory.mktemp('commands')
+
+
+@pytest.fixture(scope='module')
+def config(folder):
+  return tiny.make_experiment(folder)
+
+
+@pytest.fixture(scope='module')
+def run(folder, config):
+  """A finished run."""
+  done = tiny.launch(
+    'train',
+    f'--config={config}',
+    '--config.trainer.total_training_steps=2',
+    f'--workdir={folder}/run',
+    cache=folder / 'cache',
+  )
+  assert done.returncode == 0, done.stderr
+  return done
+
+
+def wrong_inputs(folder, config) -> dict[str, tuple[list[str], str]]:
+  """name → (command, what its sentence must hold)."""
+  tiny.make_model(folder / 'no_template')
+  tiny.make_tokenizer(folder / 'no_template', chat_template=None)
+  model = tiny.make_model(folder / 'llama')
+  saved = json.loads((model / 'config.json').read_text())
+  (model / 'config.json').write_text(json.dumps(saved | {'model_type': 'llama', 'architectures': ['LlamaForCausalLM']}))
+  row = {
+    'prompt': 'What?',
+    'dataset': 'parity',
+    'kind': 'parity',
+    'answer': '1',
+    'system': None,
+    'environment': 'parity',
+  }
+  (folder / 'bad.jsonl').write_text(json.dumps(row) + '\n{"prompt": 3}\n')
+  (folder / 'not.jsonl').write_text(json.dumps(row) + '\n' + json.dumps(row) + '\n{"prompt": \n')
+  (folder / 'long.jsonl').write_text(json.dumps(row) + '\n' + json.dumps(row | {'prompt': 'x' * 40}) + '\n')
+  (folder / 'foreign.jsonl').write_text(json.dumps(row | {'environment': 'juggling'}) + '\n')
+  (folder / 'broken.py').write_text('def get_config(:\n')
+  (folder / 'empty.py').write_text('')
+  train = lambda *rest: ['train', f'--config={config}', f'--workdir={folder}/never', *rest]
+  return {
+    'no config': (['train'], '--config=… is required'),
+    'no such config': (['train', '--config=nowhere.py'], 'nowhere.py: there is no such file'),
+    'config with an error': (['train', f'--config={folder}/broken.py'], 'is not valid Python'),
+    'config without get_config': (['train', f'--config={folder}/empty.py'], 'has no function get_config()'),
+    'unknown flag': (train('--wrkdir=x'), "Unknown command line flag 'wrkdir'"),
+    'not a flag': (train('quickly'), "'quickly' is not a flag"),
+    'unknown setting': (train('--config.actor.alpha=1'), "no setting 'actor.alpha'"),
+    'wrong type': (train('--config.optimizer.lr=fast'), "optimizer.lr='fast' is not float"),
+    'out of range': (train('--config.actor.self_distillation.alpha=1.5'), 'alpha must lie in [0, 1], not 1.5'),
+    'missing model': (train(f'--config.model.path={folder}/nothing'), f'{folder}/nothing'),
+    'unknown architecture': (train(f'--config.model.path={folder}/llama'), 'llama'),
+    'no chat template': (train(f'--config.model.path={folder}/no_template'), 'chat template'),
+    'missing rows': (train(f'--config.data.train_files={folder}/none.json'), 'none.json'),
+    'malformed row': (train(f'--config.data.train_files={folder}/bad.jsonl'), 'bad.jsonl, line 2'),
+    'not JSON': (train(f'--config.data.train_files={folder}/not.jsonl'), 'not.jsonl, line 3'),
+    'long prompt': (train(f'--config.data.train_files={folder}/long.jsonl'), 'data.max_prompt_length'),
+    'unknown environment': (train(f'--config.data.train_files={folder}/foreign.jsonl'), 'juggling'),
+    'unknown generator': (train('--config.data.train_files=generator:nothing'), "'nothing'"),
+    'sample without a model': (['sample', '--prompt=x'], 'Name one of --workdir'),
+    'sample of nothing': (['sample', '--prompt=x', f'--workdir={folder}/nothing'], 'is not a run'),
+    'export of nothing': (['export', f'--workdir={folder}/nothing', f'--output={folder}/out'], 'is not a run'),
+    'evaluate both': (
+      ['evaluate', f'--config={config}', '--workdir=a', '--model=b', f'--output={folder}/x.json'],
+      'Name one of --workdir',
+    ),
+  }
+
+
+def test_wrong_input_ends_with_one_sentence_and_code_2(folder, config):
+  cases = wrong_inputs(folder, config)
+  with futures.ThreadPoolExecutor(2) as pool:
+    ended = dict(
+      zip(cases, pool.map(lambda case: tiny.launch(*case[0], cache=folder / 'no_cache'), cases.values()), strict=True)
+    )
+  for name, (_, sentence) in cases.items():
+    done = ended[name]
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert done.returncode == 2, (name, done.returncode, done.stderr)
+    assert sentence in done.stderr, (name, done.stderr)
+    assert len(lines) == 1, (name, done.stderr)
+    assert done.stdout == '', name
+  assert not (folder / 'never' / 'checkpoints').exists()
+  assert not (folder / 'no_cache').exists(), 'a program was compiled'
+
+
+def test_training_ends_with_a_table_and_the_next_commands(folder, run):
+  assert f'the run is in {folder}/run' in run.stdout
+  assert 'parity/mean@2' in run.stdout
+  for name in ('evaluate', 'sample', 'export'):
+    assert f'python -m launch.{name}' in run.stdout
+  assert 'step 1/2' in run.stderr and 'tokens/s' in run.stderr
+
+
+def test_the_printed_commands_work(folder, config, run):
+  cache = folder / 'cache'
+  done = tiny.launch('export', f'--workdir={folder}/run', f'--output={folder}/hf', cache=cache)
+  assert done.returncode == 0, done.stderr
+  sample = lambda *source: tiny.launch(
+    'sample', *source, '--prompt=Q1', '--temperature=0', '--max_tokens=4', cache=cache
+  )
+  from_run, from_model = sample(f'--workdir={folder}/run'), sample(f'--model={folder}/hf')
+  assert from_run.returncode == from_model.returncode == 0, from_run.stderr + from_model.stderr
+  assert from_run.stdout == from_model.stdout != ''
+  evaluate = lambda name, *source: tiny.launch(
+    'evaluate', f'--config={config}', *source, f'--output={folder}/{name}.json', cache=cache
+  )
+  left, right = evaluate('run', f'--workdir={folder}/run'), evaluate('model', f'--model={folder}/hf')
+  assert left.returncode == right.returncode == 0, left.stderr + right.stderr
+  metrics = json.loads((folder / 'run.json').read_text())
+  assert metrics == json.loads((folder / 'model.json').read_text())
+  assert {'mean@2', 'best@2', 'maj@2'} <= set(metrics['parity'])
+  lines = (folder / 'run' / 'metrics.jsonl').read_text().splitlines()
+  assert metrics['parity']['mean@2'] == json.loads(lines[-1])['eval/parity/mean@2']
+  samples = [json.loads(line) for line in (folder / 'run.samples.jsonl').read_text().splitlines()]
+  assert len(samples) == 4 and {'prompt', 'completion', 'score', 'feedback'} <= set(samples[0])
+  again = tiny.launch('export', f'--workdir={folder}/run', f'--output={folder}/hf', cache=cache)
+  assert again.returncode == 2 and 'is not empty' in again.stderr
+
+
+def test_help_is_for_newcomers(folder):
+  for name in ('train', 'evaluate', 'export', 'sample'):
+    done = tiny.launch(name, '--help', cache=folder / 'cache')
+    assert f'python -m launch.{name}' in done.stdout
+    assert '--workdir' in done.stdout
+  assert '--config' in tiny.launch('train', '--help', cache=folder / 'cache').stdout
+  settings = tiny.launch('train', '--help_settings', cache=folder / 'cache').stdout
+  assert '--config.actor.self_distillation.teacher_update_rate=0.05' in settings
