@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent import futures
 import json
 
 import pytest
@@ -87,10 +86,8 @@ def wrong_inputs(folder, config) -> dict[str, tuple[list[str], str]]:
 
 def test_wrong_input_ends_with_one_sentence_and_code_2(folder, config):
   cases = wrong_inputs(folder, config)
-  with futures.ThreadPoolExecutor(2) as pool:
-    ended = dict(
-      zip(cases, pool.map(lambda case: tiny.launch(*case[0], cache=folder / 'no_cache'), cases.values()), strict=True)
-    )
+  commands = [(name, arguments) for (name, *arguments), _ in cases.values()]
+  ended = dict(zip(cases, tiny.launch_many(commands, folder / 'wrong', folder / 'no_cache'), strict=True))
   for name, (_, sentence) in cases.items():
     done = ended[name]
     lines = [line for line in done.stderr.splitlines() if line.strip()]
@@ -137,10 +134,11 @@ def test_the_printed_commands_work(folder, config, run):
 
 
 def test_help_is_for_newcomers(folder):
-  for name in ('train', 'evaluate', 'export', 'sample'):
-    done = tiny.launch(name, '--help', cache=folder / 'cache')
+  names = ('train', 'evaluate', 'export', 'sample')
+  commands = [(name, ['--help']) for name in names] + [('train', ['--help_settings'])]
+  *helped, settings = tiny.launch_many(commands, folder / 'help', folder / 'cache')
+  for name, done in zip(names, helped, strict=True):
     assert f'python -m launch.{name}' in done.stdout
     assert '--workdir' in done.stdout
-  assert '--config' in tiny.launch('train', '--help', cache=folder / 'cache').stdout
-  settings = tiny.launch('train', '--help_settings', cache=folder / 'cache').stdout
-  assert '--config.actor.self_distillation.teacher_update_rate=0.05' in settings
+  assert '--config' in helped[0].stdout
+  assert '--config.actor.self_distillation.teacher_update_rate=0.05' in settings.stdout

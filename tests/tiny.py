@@ -145,3 +145,43 @@ def launch(name: str, *arguments: str, cache: pathlib.Path) -> subprocess.Comple
   return subprocess.run(
     command(name, *arguments), capture_output=True, text=True, check=False, cwd=REPOSITORY, env=environment(cache)
   )
+
+
+# Imports what the commands import once, then runs each in a fork of its own; JAX has started no thread by then.
+_MANY = """
+import json, os, runpy, sys
+from sdpo_jax import command
+from sdpo_jax.training import inference, loop, report
+results = []
+for name, arguments, out, err in json.load(sys.stdin):
+  child = os.fork()
+  if child == 0:
+    for path, descriptor in ((out, 1), (err, 2)):
+      os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), descriptor)
+    sys.argv = [f'launch/{name}.py', *arguments]
+    runpy.run_module(f'launch.{name}', run_name='__main__', alter_sys=True)
+    os._exit(0)
+  results.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(json.dumps(results))
+"""
+
+
+def launch_many(
+  commands: list[tuple[str, list[str]]], folder: pathlib.Path, cache: pathlib.Path
+) -> list[subprocess.CompletedProcess[str]]:
+  """Runs many short commands, each in a process of its own that starts with the imports done."""
+  folder.mkdir()
+  files = [(str(folder / f'{i}.out'), str(folder / f'{i}.err')) for i in range(len(commands))]
+  driver = subprocess.run(
+    [sys.executable, '-c', _MANY],
+    input=json.dumps([[name, arguments, *paths] for (name, arguments), paths in zip(commands, files, strict=True)]),
+    capture_output=True,
+    text=True,
+    check=True,
+    cwd=REPOSITORY,
+    env=environment(cache),
+  )
+  return [
+    subprocess.CompletedProcess(command, code, *(pathlib.Path(path).read_text() for path in paths))
+    for command, code, paths in zip(commands, json.loads(driver.stdout), files, strict=True)
+  ]
