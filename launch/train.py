@@ -9,6 +9,7 @@ The same command with the same --workdir continues where the run stopped. --help
 import sys
 
 from absl import flags
+import jax
 
 from sdpo_jax import command
 from sdpo_jax.training import loop, report
@@ -17,13 +18,16 @@ WORKDIR = flags.DEFINE_string(
   'workdir', None, 'Directory of the run, local or gs://; runs/<name of the config> if unset.'
 )
 command.define_config()
+command.define_cluster()
 
 
 def main() -> int:
   config = command.load_config()
+  command.join_cluster()
   workdir = WORKDIR.value or f'runs/{config.name}'
   result = loop.train(config, workdir, announce=lambda text: print(text, file=sys.stderr, flush=True))
-  print(report.summary(result, flags.FLAGS.config))
+  if jax.process_index() == 0:
+    print(report.summary(result, flags.FLAGS.config))
   return loop.EXIT_PREEMPTED if result.preempted else 0
 
 

@@ -34,6 +34,28 @@ def define_config() -> None:
   flags.mark_flag_as_required('config')
 
 
+def define_cluster() -> None:
+  """Defines the flags that join several processes to one run."""
+  flags.DEFINE_string('coordinator_address', None, 'host:port of process 0 of a run of several processes.')
+  flags.DEFINE_integer('num_processes', None, 'How many processes the run has.', lower_bound=1)
+  flags.DEFINE_integer('process_id', None, 'Which of them this one is.', lower_bound=0)
+
+
+def join_cluster() -> None:
+  """Joins the run's other processes: as the flags say, or on a Cloud TPU slice of several hosts by itself.
+
+  Raises:
+    UserError: only some of the three flags are given.
+  """
+  values = [flags.FLAGS.coordinator_address, flags.FLAGS.num_processes, flags.FLAGS.process_id]
+  if all(value is not None for value in values):
+    jax.distributed.initialize(*values)
+  elif any(value is not None for value in values):
+    raise UserError('--coordinator_address, --num_processes and --process_id go together: give all three or none.')
+  elif len(os.environ.get('TPU_WORKER_HOSTNAMES', '').split(',')) > 1:
+    jax.distributed.initialize()
+
+
 def load_config() -> Config:
   """The configuration named on the command line, with its overrides, validated.
 
@@ -115,7 +137,13 @@ def run(main: Callable[[], int | None]) -> None:
     except UserError as error:
       return _complain(str(error))
 
-  for name in ('config', 'help_settings'):  # Shown by --help beside the command's own.
+  for name in (
+    'config',
+    'help_settings',
+    'coordinator_address',
+    'num_processes',
+    'process_id',
+  ):  # Shown by --help beside the command's own.
     if name in flags.FLAGS:
       flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
   app.run(wrapped, flags_parser=_parse)

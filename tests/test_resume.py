@@ -3,6 +3,7 @@
 import json
 import pathlib
 import signal
+import socket
 import subprocess
 import time
 
@@ -172,3 +173,33 @@ def test_a_finished_run_can_be_made_longer_but_not_another_run(experiment):
   done = tiny.launch('train', *arguments, f'--workdir={folder}/whole', cache=folder / 'cache')
   assert done.returncode == 0
   assert 'mean@2' in done.stdout
+
+
+def free_port() -> int:
+  with socket.socket() as listener:
+    listener.bind(('localhost', 0))
+    return listener.getsockname()[1]
+
+
+def start_two(arguments, workdir, cache) -> list[subprocess.Popen]:
+  """One run in two processes on this machine (gloo collectives)."""
+  cluster = [f'--coordinator_address=localhost:{free_port()}', '--num_processes=2']
+  return [start([*arguments, *cluster, f'--process_id={i}'], workdir, cache) for i in range(2)]
+
+
+def test_two_processes_agree_when_to_save_though_only_one_is_told_to_stop(experiment):
+  folder, arguments = experiment
+  workdir, cache = folder / 'two', folder / 'cache'
+  arguments = [*arguments, '--config.trainer.save_freq=0']
+  processes = start_two(arguments, workdir, cache)
+  assert wait_for(processes[0], lambda: has_step(workdir, 2))
+  processes[1].send_signal(signal.SIGTERM)
+  assert [process.wait() for process in processes] == [EXIT_PREEMPTED] * 2
+  checkpoints = Checkpoints(workdir)
+  assert checkpoints.steps() and 2 <= checkpoints.steps()[-1] < STEPS
+  checkpoints.close()
+  assert [process.wait() for process in start_two(arguments, workdir, cache)] == [0, 0]
+  alone, together = lines_without_time(folder / 'whole'), lines_without_time(workdir)
+  assert len(alone) == len(together)
+  for left, right in zip(alone, together, strict=True):
+    assert left == pytest.approx(right, rel=1e-3, abs=1e-5)

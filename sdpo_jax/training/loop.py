@@ -162,7 +162,7 @@ class _Run:
     config = self.session.config
     first, total = int(state.step), config.trainer.total_training_steps
     writer = MetricsWriter(self.session.workdir, config, resume_step=first) if jax.process_index() == 0 else None
-    progress = Progress(total, first)
+    progress = Progress(total, first, shown=writer is not None)
     preempted = False
     try:
       with Preemption() as preemption:

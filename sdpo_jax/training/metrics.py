@@ -126,10 +126,11 @@ def check_wandb(config: Config) -> None:
 class Progress:
   """A live bar on a terminal, one line a step elsewhere: step, score, loss, tokens/s, time left."""
 
-  def __init__(self, total: int, done: int = 0):
+  def __init__(self, total: int, done: int = 0, *, shown: bool = True):
+    self._shown = shown
     self._total, self._first, self._started = total, done, time.monotonic()
     self._bar = None
-    if sys.stderr.isatty():
+    if shown and sys.stderr.isatty():
       from rich.console import Console
       from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
       from rich.progress import Progress as Bar
@@ -156,6 +157,8 @@ class Progress:
     numbers = f'score {score:.3f}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s{note}'
     if self._bar is not None:
       self._bar.update(self._task, completed=step, numbers=numbers)
+      return
+    if not self._shown:
       return
     elapsed = time.monotonic() - self._started
     left = elapsed / max(step - self._first, 1) * (self._total - step)
