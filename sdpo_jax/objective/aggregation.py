@@ -1,0 +1,69 @@
+"""How token losses become one number: as coefficients, so that any split of a batch gives the same gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sdpo_jax.config import AGGREGATIONS
+
+Array = Any  # numpy or jax; what comes in decides what comes out.
+
+
+def loss_coefficients(
+  mask: Array,
+  mode: str,
+  *,
+  group_size: int | None = None,
+  scale: float | None = None,
+  num_tokens: float | None = None,
+  num_sequences: float | None = None,
+) -> Array:
+  """Coefficients c [N, T] with which loss = Σ c·(token losses) is the aggregate `mode`.
+
+  `group_size` consecutive sequences share a denominator and the losses of the groups are averaged, groups without a
+  single token counting as 0; None: all N sequences are one group. 1 reproduces the reference's runs, whose
+  denominators are per micro-batch of one sequence (dp_actor.py:769-772, 900-908).
+
+  - token-mean: Σ ℓ·m / max(Σ m, 1)
+  - seq-mean-token-sum: Σ ℓ·m / (number of sequences with a token)
+  - seq-mean-token-mean: Σ_i (Σ_t ℓ·m / (Σ_t m + 1e-8)) / (number of sequences with a token)
+  - seq-mean-token-sum-norm: Σ ℓ·m / scale
+
+  Where the reference divides 0 by 0 (a group that is all masked, in the seq-mean modes), the coefficients are 0.
+
+  Args:
+    mask: [N, T] response mask × self-distillation mask; float32 and float64 keep their type, others give float32.
+    mode: one of `sdpo_jax.config.AGGREGATIONS`.
+    group_size: sequences that share a denominator; must divide N.
+    scale: divisor of seq-mean-token-sum-norm; None: T, as the reference.
+    num_tokens: denominator of token-mean in place of the group's own count.
+    num_sequences: denominator of the seq-mean modes in place of the group's own count.
+
+  Raises:
+    ValueError: unknown mode, or a group size that does not divide N.
+
+  Source: core_algos.py:1027-1082 (`agg_loss`).
+  """
+  if mode not in AGGREGATIONS:
+    raise ValueError(f'Unknown loss_agg_mode {mode!r}: choose one of {", ".join(AGGREGATIONS)}.')
+  rows, length = mask.shape
+  group_size = rows if group_size is None else group_size
+  if group_size <= 0 or rows % group_size:
+    raise ValueError(f'loss_group_size={group_size} does not divide {rows} sequences.')
+  xp = mask.__array_namespace__()
+  if mask.dtype not in (xp.float32, xp.float64):
+    mask = mask.astype(xp.float32)
+  groups = rows // group_size
+  shared = lambda per_row: xp.repeat(per_row.reshape(groups, group_size).sum(1), group_size)[:, None]
+  at_least_one = lambda count: xp.maximum(count, xp.ones_like(count))
+  tokens = mask.sum(1)
+  if mode == 'token-mean':
+    weights = mask / (at_least_one(shared(tokens)) if num_tokens is None else num_tokens)
+  elif mode == 'seq-mean-token-sum-norm':
+    weights = mask / (length if scale is None else scale)
+  else:
+    present = at_least_one(shared((tokens > 0).astype(mask.dtype)))
+    weights = mask / (present if num_sequences is None else num_sequences)
+    if mode == 'seq-mean-token-mean':
+      weights = weights / (tokens + 1e-8 * (tokens > 0) + (tokens == 0))[:, None]
+  return (weights / groups).astype(mask.dtype)

@@ -1,0 +1,103 @@
+"""Divergences between two distributions over the same support, and what makes a support of a top-K.
+
+Letters: K entries of the support. All log-probabilities are natural logarithms.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+TAIL_CLAMP = -1e-7  # Largest log-mass of the support: keeps at least 1e-7 in the tail (core_algos.py:1124-1131).
+
+
+def log_floor(dtype: jnp.dtype) -> float:
+  """The logarithm of the smallest normal number: what an exact −inf log-probability counts as."""
+  return math.log(float(jnp.finfo(dtype).tiny))
+
+
+def floored(log_probs: jax.Array) -> jax.Array:
+  """`log_probs` [...] with exact −inf replaced by `log_floor`; no gradient flows into replaced entries."""
+  return jnp.where(jnp.isneginf(log_probs), log_floor(log_probs.dtype), log_probs)
+
+
+def with_tail(log_probs: jax.Array) -> jax.Array:
+  """Appends the log-mass that the support leaves to the rest of the vocabulary: [..., K] -> [..., K + 1].
+
+  The mass of the support is taken as at most exp(−1e-7), so the tail holds at least 1e-7 and has no gradient there.
+  Source: lasgroup/SDPO 0e6d510, core_algos.py:1124-1131.
+  """
+  mass = jnp.minimum(jax.nn.logsumexp(log_probs, axis=-1, keepdims=True), TAIL_CLAMP)
+  return jnp.concatenate([log_probs, jnp.log(-jnp.expm1(mass))], axis=-1)
+
+
+def renormalised(log_probs: jax.Array) -> jax.Array:
+  """The distribution conditioned on its support: [..., K] -> [..., K]."""
+  return log_probs - jax.nn.logsumexp(log_probs, axis=-1, keepdims=True)
+
+
+def log_mixture(student_log_probs: jax.Array, teacher_log_probs: jax.Array, alpha: float | jax.Array) -> jax.Array:
+  """log((1 − α)·exp(s) + α·exp(t)) elementwise, for 0 < α < 1."""
+  alpha = jnp.asarray(alpha, student_log_probs.dtype)
+  return jnp.logaddexp(student_log_probs + jnp.log1p(-alpha), teacher_log_probs + jnp.log(alpha))
+
+
+def is_endpoint(alpha: float | jax.Array, value: float) -> bool:
+  """Whether `alpha` is known, when tracing, to be exactly `value` (0 or 1); a traced alpha lies between."""
+  return isinstance(alpha, int | float) and alpha == value
+
+
+def divergence_terms(student: jax.Array, teacher: jax.Array, alpha: float | jax.Array) -> jax.Array:
+  """The summands of `divergence`: [...] -> [...]."""
+  student, teacher = floored(student), floored(teacher)
+  if is_endpoint(alpha, 0.0):
+    return jnp.exp(teacher) * (teacher - student)
+  if is_endpoint(alpha, 1.0):
+    return jnp.exp(student) * (student - teacher)
+  mixture = log_mixture(student, teacher, alpha)
+  return (1.0 - alpha) * jnp.exp(student) * (student - mixture) + alpha * jnp.exp(teacher) * (teacher - mixture)
+
+
+def divergence_slopes(student: jax.Array, teacher: jax.Array, alpha: float | jax.Array) -> jax.Array:
+  """The derivative of each summand by its student log-probability, in closed form: [...] -> [...].
+
+  For 0 < α < 1 it is (1 − α)·exp(s)·(s − m): what comes through the mixture m cancels. Zero where the student's
+  log-probability is −inf.
+  """
+  dead = jnp.isneginf(student)
+  student, teacher = floored(student), floored(teacher)
+  if is_endpoint(alpha, 0.0):
+    slopes = -jnp.exp(teacher)
+  elif is_endpoint(alpha, 1.0):
+    slopes = jnp.exp(student) * (student - teacher + 1.0)
+  else:
+    slopes = (1.0 - alpha) * jnp.exp(student) * (student - log_mixture(student, teacher, alpha))
+  return jnp.where(dead, 0.0, slopes)
+
+
+@jax.custom_vjp
+def _divergence_between(student: jax.Array, teacher: jax.Array, alpha: jax.Array) -> jax.Array:
+  return divergence_terms(student, teacher, alpha).sum(-1)
+
+
+def _between_fwd(student, teacher, alpha):
+  return _divergence_between(student, teacher, alpha), divergence_slopes(student, teacher, alpha)
+
+
+_divergence_between.defvjp(_between_fwd, lambda slopes, cotangent: (cotangent[..., None] * slopes, None, None))
+
+
+def divergence(student_log_probs: jax.Array, teacher_log_probs: jax.Array, alpha: float | jax.Array) -> jax.Array:
+  """The divergence of two distributions over the last axis: two arrays [..., K] -> [...], in nats.
+
+  α exactly 0: KL(teacher‖student). α exactly 1: KL(student‖teacher) (paper Eq. 1). Between:
+  (1 − α)·KL(student‖m) + α·KL(teacher‖m) with m = (1 − α)·student + α·teacher, which tends to 0, not to the KLs, at
+  both ends. The teacher receives no gradient. An exact −inf counts as the logarithm of the smallest normal number
+  (the reference gives NaN), so the result is finite. Source: core_algos.py:1133-1152.
+  """
+  teacher_log_probs = jax.lax.stop_gradient(teacher_log_probs)
+  if is_endpoint(alpha, 0.0) or is_endpoint(alpha, 1.0):
+    return divergence_terms(student_log_probs, teacher_log_probs, alpha).sum(-1)
+  return _divergence_between(student_log_probs, teacher_log_probs, jnp.asarray(alpha, student_log_probs.dtype))

@@ -1,0 +1,40 @@
+"""The policy-gradient baseline: GRPO's dual-clip PPO loss."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+LOG_RATIO_BOUND = 20.0  # Log-ratios are clipped to ±20 before the exponential, as everywhere in the reference.
+
+
+def dual_clip_ppo(
+  log_probs: jax.Array,
+  old_log_probs: jax.Array,
+  advantages: jax.Array,
+  clip_ratio_low: float = 0.2,
+  clip_ratio_high: float = 0.28,
+  clip_ratio_c: float = 3.0,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """Per-token loss of dual-clip PPO, differentiable by `log_probs`: arrays [...] -> [...].
+
+  ℓ = max(−A·r, −A·clip(r, 1 − low, 1 + high)), and for A < 0 at most −A·c, with r = exp(log π − log π_old).
+
+  Returns:
+    the loss and, per token: `ratio`, `clipped` and `clipped_lower` (1 where the clip, or the dual clip, is active)
+    and `approx_kl` = log π_old − log π. Source: core_algos.py:1267-1358; dual clip arXiv 1912.09729.
+  """
+  log_ratio = jnp.clip(log_probs - old_log_probs, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+  ratio = jnp.exp(log_ratio)
+  plain = -advantages * ratio
+  clipped = -advantages * jnp.clip(ratio, 1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
+  upper = jnp.maximum(plain, clipped)
+  bound = -advantages * clip_ratio_c
+  loss = jnp.where(advantages < 0, jnp.minimum(bound, upper), upper)
+  metrics = {
+    'ratio': ratio,
+    'clipped': (clipped > plain).astype(loss.dtype),
+    'clipped_lower': ((upper > bound) & (advantages < 0)).astype(loss.dtype),
+    'approx_kl': -log_ratio,
+  }
+  return loss, jax.tree.map(jax.lax.stop_gradient, metrics)

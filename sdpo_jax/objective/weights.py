@@ -1,0 +1,143 @@
+"""Importance weights: of the update against the policy that sampled, and of the trainer against the sampler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+LOG_RATIO_BOUND = 20.0  # Log-ratios are clipped to ±20 before the exponential (core_algos.py:1168).
+
+Array = Any  # numpy or jax; what comes in decides what comes out.
+
+
+def importance_ratio(log_probs: jax.Array, old_log_probs: jax.Array, clip: float | jax.Array | None) -> jax.Array:
+  """min(exp(log π − log π_old), clip) of the sampled token, without gradient: arrays [...] -> [...].
+
+  The log-ratio is first clipped to ±20; `clip` None leaves the ratio as it is. There is no lower clip.
+  Source: core_algos.py:1160-1172.
+  """
+  log_ratio = jax.lax.stop_gradient(log_probs - old_log_probs)
+  ratio = jnp.exp(jnp.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+  return ratio if clip is None else jnp.minimum(ratio, clip)
+
+
+def _mean(values: Array, mask: Array, axis: int | None = None) -> Array:
+  return (values * mask).sum(axis) / (mask.sum(axis) + 1e-8)
+
+
+def rollout_is_weights(
+  old_log_probs: Array,
+  rollout_log_probs: Array,
+  mask: Array,
+  threshold: float = 2.0,
+  batch_normalize: bool = False,
+  level: str | None = 'token',
+) -> tuple[Array | None, dict[str, Array]]:
+  """Weights for the difference between the sampler's and the trainer's distribution, once per generation batch.
+
+  w = min(exp(clip(old − rollout, ±20))·mask, threshold), with the log-ratio of the token or (level 'sequence') summed
+  over the sequence.
+
+  Args:
+    old_log_probs: [N, T] of the sampled tokens under the trainer before the update.
+    rollout_log_probs: [N, T] under the distribution that they were drawn from.
+    mask: [N, T] float, 1 on completion tokens.
+    threshold: upper clip.
+    batch_normalize: divide by the mean weight of the batch.
+    level: 'token', 'sequence' or None (no weights, only the metrics of the difference).
+
+  Returns:
+    weights [N, T] (0 where masked; None with level None) and `rollout_corr/*` scalars, the reference's names.
+
+  Source: rollout_corr_helper.py:530-566, 779, 943-997.
+  """
+  if level not in ('token', 'sequence', None):
+    raise ValueError(f"rollout_is must be 'token', 'sequence' or None, not {level!r}.")
+  xp = old_log_probs.__array_namespace__()
+  mask = mask.astype(old_log_probs.dtype)
+  # Padding may hold anything, NaN included.
+  old = xp.where(mask > 0, old_log_probs, xp.zeros_like(old_log_probs))
+  rollout = xp.where(mask > 0, rollout_log_probs, xp.zeros_like(old_log_probs))
+  log_ratio = old - rollout
+  metrics = _off_policy_metrics(old, rollout, mask)
+  weights = None
+  if level is not None:
+    log_weights = log_ratio if level == 'token' else (log_ratio * mask).sum(-1, keepdims=True) + 0 * log_ratio
+    raw = xp.exp(xp.clip(log_weights, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)) * mask
+    metrics |= _weight_metrics(raw, log_weights, mask, threshold, level)
+    weights = xp.minimum(raw, xp.full_like(raw, threshold))
+    if batch_normalize:
+      if level == 'token':
+        mean = _mean(weights, mask)
+      else:
+        present = (mask.sum(-1) > 0).astype(mask.dtype)
+        mean = (_mean(weights, mask, -1) * present).sum() / xp.maximum(present.sum(), xp.ones_like(present.sum()))
+      mean = xp.where(mean > 1e-8, mean, xp.ones_like(mean))
+      weights = weights / mean
+      metrics['rollout_is_batch_norm_factor'] = mean
+  return weights, {f'rollout_corr/{name}': value for name, value in metrics.items()}
+
+
+def _off_policy_metrics(old: Array, rollout: Array, mask: Array) -> dict[str, Array]:
+  """Distances between the sampler's and the trainer's distribution (rollout_corr_helper.py, `compute_offpolicy_metrics`)."""
+  xp = old.__array_namespace__()
+  bounded = lambda log_ratio: xp.exp(xp.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+  log_ratio = old - rollout
+  training, sampling = -_mean(old, mask, -1), -_mean(rollout, mask, -1)
+  gap = training - sampling
+  return {
+    'training_ppl': xp.exp(training).mean(),
+    'training_log_ppl': training.mean(),
+    'rollout_ppl': xp.exp(sampling).mean(),
+    'rollout_log_ppl': sampling.mean(),
+    'kl': -_mean(log_ratio, mask),
+    'k3_kl': _mean(xp.exp(log_ratio) - log_ratio - 1, mask),
+    'log_ppl_diff': gap.mean(),
+    'log_ppl_abs_diff': abs(gap).mean(),
+    'log_ppl_diff_max': gap.max(),
+    'log_ppl_diff_min': gap.min(),
+    'ppl_ratio': xp.exp(gap).mean(),
+    'chi2_token': _mean(bounded(log_ratio) ** 2, mask) - 1,
+    'chi2_seq': (bounded((log_ratio * mask).sum(-1)) ** 2).mean() - 1,
+  }
+
+
+def _weight_metrics(weights: Array, log_weights: Array, mask: Array, threshold: float, level: str) -> dict[str, Array]:
+  """Statistics of the weights before the upper clip (rollout_corr_helper.py, `compute_is_metrics`)."""
+  xp = weights.__array_namespace__()
+  low = 1.0 / threshold
+  inside = mask > 0
+  infinite = xp.full_like(weights, xp.inf)
+  as_float = lambda condition: condition.astype(weights.dtype)
+  if level == 'token':
+    share = lambda high: _mean(as_float(weights > threshold if high else weights < low), mask)
+  else:
+    bound = float(np.log(threshold))
+    share = lambda high: as_float(log_weights[:, 0] > bound if high else log_weights[:, 0] < -bound).mean()
+  none = weights.sum() * 0
+  metrics = {
+    'rollout_is_mean': _mean(weights, mask),
+    'rollout_is_max': xp.where(inside.any(), xp.where(inside, weights, -infinite).max(), none),
+    'rollout_is_min': xp.where(inside.any(), xp.where(inside, weights, infinite).min(), none),
+    'rollout_is_ratio_fraction_high': share(high=True),
+    'rollout_is_ratio_fraction_low': share(high=False),
+  }
+  bounded = xp.clip(weights, low, threshold)
+  mean = _mean(bounded, mask)
+  variance = _mean(bounded**2, mask) - mean**2
+  metrics['rollout_is_std'] = xp.sqrt(xp.maximum(variance, xp.zeros_like(variance)))
+  metrics['rollout_is_eff_sample_size'] = 1.0 / _mean((bounded / (mean + 1e-8)) ** 2, mask)
+  rows = _mean(weights, mask, -1)
+  metrics |= {
+    'rollout_is_seq_mean': rows.mean(),
+    'rollout_is_seq_std': rows.std(ddof=1) if len(rows) > 1 else xp.zeros_like(rows.mean()),
+    'rollout_is_seq_max': rows.max(),
+    'rollout_is_seq_min': rows.min(),
+    'rollout_is_seq_max_deviation': abs(rows - 1.0).max(),
+    'rollout_is_seq_fraction_high': as_float(rows > threshold).mean(),
+    'rollout_is_seq_fraction_low': as_float(rows < low).mean(),
+  }
+  return metrics
