@@ -36,6 +36,6 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 def clip_by_global_norm(grads: Tree, max_norm: float) -> tuple[Tree, jax.Array]:
   """Gradients scaled so that their global L2 norm is at most `max_norm`, and the norm before."""
-  norm = optax.global_norm(grads)
+  norm = optax.tree.norm(grads)
   scale = jnp.minimum(1.0, max_norm / (norm + CLIP_EPS))
   return jax.tree.map(lambda grad: grad * scale.astype(grad.dtype), grads), norm

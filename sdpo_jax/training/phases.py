@@ -110,7 +110,7 @@ def prepare(
       batch_normalize=correction.rollout_is_batch_normalize,
     )
     samples.rollout_weights = np.asarray(samples.rollout_weights, np.float32)
-    metrics.update({f'rollout_corr/{name}': float(value) for name, value in measured.items()})
+    metrics.update({name: float(value) for name, value in measured.items()})
   if not batching.on_policy(config):
     samples.old_log_probs = old
   return samples

@@ -39,20 +39,39 @@ def rollout_metrics(collected: Collected, threshold: float) -> dict[str, float]:
   }
 
 
+# Metric → per-token quantity of the objective, averaged over the tokens that are distilled.
+TEACHER_METRICS = {
+  'teacher/divergence': 'divergence',
+  'teacher/entropy': 'teacher_entropy',
+  'teacher/tail_mass': 'teacher_tail',
+  'teacher/topk_coverage': 'teacher_coverage',
+  'teacher/top1_in_support': 'teacher_top1_in_support',
+  'teacher/student_tail_mass': 'student_tail',
+  'train/ratio': 'ratio',
+  'train/ratio_clipped_fraction': 'ratio_clipped',
+}
+# The same for the policy gradient, over all completion tokens with an advantage.
+POLICY_METRICS = {
+  'train/ppo_ratio': 'ppo_ratio',
+  'train/ppo_clipped_fraction': 'ppo_clipped',
+  'train/ppo_clipped_lower_fraction': 'ppo_clipped_lower',
+  'train/ppo_kl': 'ppo_kl',
+}
+
+
 def update_metrics(learned: Learned, samples: batching.Samples) -> dict[str, float]:
-  """What the update did; names of the `teacher/*` quantities are those of the objective's per-token outputs."""
-  mask = samples.rollouts.completion_mask & (samples.distill_mask > 0)[:, None]
+  """What the update did."""
+  values, mask = learned.token_values, samples.rollouts.completion_mask
+  distilled = mask & (samples.distill_mask > 0)[:, None]
   return {
     'train/loss': learned.loss,
     'train/grad_norm': learned.grad_norm,
     'train/learning_rate': learned.learning_rate,
     'train/optimizer_steps': learned.optimizer_steps,
     'train/skipped_steps': learned.skipped,
-    **{
-      f'teacher/{name}': token_mean(learned.token_values, name, mask)
-      for name in learned.token_values
-      if samples.teacher_prompts is not None
-    },
+    'train/entropy': token_mean(values, 'entropy', mask),
+    **{name: token_mean(values, key, distilled) for name, key in TEACHER_METRICS.items() if key in values},
+    **{name: token_mean(values, key, mask) for name, key in POLICY_METRICS.items() if key in values},
   }
 
 

@@ -24,23 +24,6 @@ from sdpo_jax.training.optimizer import clip_by_global_norm, learning_rate, make
 from sdpo_jax.types import Batch, TeacherSignal, TokenRows, TrainState, Tree
 
 
-def objective_config(config: Config) -> ObjectiveConfig:
-  """The static part of the objective."""
-  sd, loss = config.actor.self_distillation, config.actor.policy_loss
-  return ObjectiveConfig(
-    full_logit_distillation=sd.full_logit_distillation,
-    alpha=sd.alpha,
-    distillation_topk=sd.distillation_topk,
-    distillation_add_tail=sd.distillation_add_tail,
-    is_clip=sd.is_clip,
-    temperature=config.rollout.temperature,
-    clip_ratio_low=loss.clip_ratio_low,
-    clip_ratio_high=loss.clip_ratio_high,
-    clip_ratio_c=loss.clip_ratio_c,
-    chunk_size=config.actor.logits_chunk_size,
-  )
-
-
 def target_states(hidden: jax.Array, rows: TokenRows) -> jax.Array:
   """[B, S, D] → [B, T, D]: the state that predicts each completion token."""
   return jnp.take_along_axis(hidden, rows.target_index[:, :, None], axis=1)
@@ -135,7 +118,7 @@ def accumulate(
       entropy_coef=batch.entropy_coef,
       old_log_probs=batch.old_log_probs,
       advantages=batch.advantages,
-      config=objective_config(config),
+      config=ObjectiveConfig.from_config(config),
     )
 
   (loss, aux), micro = jax.value_and_grad(loss_fn, has_aux=True)(state.trainable)

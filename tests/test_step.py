@@ -1,0 +1,237 @@
+"""The update: micro-batches, devices and left-out rows change nothing; the teacher moves once a batch; NaN is skipped."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import huggingface
+from sdpo_jax import mesh as meshes
+from sdpo_jax.config import Config, MeshConfig, ModelConfig
+from sdpo_jax.training import batching
+from sdpo_jax.training.step import make_update, place_state
+from tests.test_batching import make_config, make_samples
+
+MODEL = {
+  'model_type': 'qwen3',
+  'vocab_size': 64,
+  'hidden_size': 16,
+  'intermediate_size': 32,
+  'num_hidden_layers': 2,
+  'num_attention_heads': 2,
+  'num_key_value_heads': 1,
+  'head_dim': 8,
+  'rms_norm_eps': 1e-6,
+  'rope_theta': 10000.0,
+  'tie_word_embeddings': True,
+  'max_position_embeddings': 64,
+  'hidden_act': 'silu',
+  'initializer_range': 0.3,
+}
+
+
+def make_model(seed: int = 0):
+  return huggingface.init(MODEL, jax.random.key(seed), ModelConfig(dtype='float32', remat='none'))
+
+
+def settings(**changes) -> Config:
+  """Tiny settings; keys are dotted below `actor.`, or absolute with a leading section name and a dot."""
+  config = make_config()
+  config.actor.self_distillation.distillation_topk = 8
+  config.optimizer.name = 'sgd'  # AdamW's first steps amplify rounding: their size does not depend on the gradient's.
+  config.optimizer.lr = 1e-2
+  config.optimizer.lr_warmup_steps = 0
+  for name, value in changes.items():
+    *sections, leaf = name.split('__')
+    target = config
+    for section in sections:
+      target = getattr(target, section)
+    setattr(target, leaf, value)
+  return config.validate()
+
+
+@dataclasses.dataclass
+class Outcome:
+  state: object
+  losses: list[float]
+  reports: list[dict]
+  aux: list[dict]
+
+
+def run(config: Config, samples: batching.Samples, *, devices: int = 1, batches: int = 1, poison=None) -> Outcome:
+  """`batches` updates on the same samples."""
+  policy, parameters = make_model()
+  mesh = meshes.make_mesh(MeshConfig(fsdp=devices), jax.devices()[:devices])
+  parameters = jax.device_put(parameters, policy_shardings(policy, parameters, mesh))
+  state = place_state(config, parameters, mesh)
+  update = make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state))
+  size = config.actor.ppo_mini_batch_size * config.rollout.n
+  outcome = Outcome(None, [], [], [])
+  for _ in range(batches):
+    applied = 0
+    for start in range(0, len(samples), size):
+      grads = update.zero(state.trainable)
+      loss = 0.0
+      for micro in batching.micro_batches(samples, np.arange(start, start + size), config, devices):
+        grads, result = update.accumulate({}, state, grads, meshes.put_rows(mesh, micro.batch))
+        loss += float(result.loss)
+        outcome.aux.append(jax.device_get(result.aux))
+      if poison is not None:
+        grads = poison(grads)
+      state, report = update.apply(state, grads)
+      applied += int(report['finite'])
+      outcome.losses.append(loss)
+      outcome.reports.append({name: float(value) for name, value in report.items()})
+    state = update.finish(state, np.int32(applied))
+  return dataclasses.replace(outcome, state=jax.device_get(state.replace(rng=None)))
+
+
+def policy_shardings(policy, parameters, mesh):
+  """Where the parameter table puts each parameter."""
+  return jax.tree.map(
+    lambda leaf, axes: meshes.parameter_sharding(mesh, axes.names, leaf.shape), parameters, logical_axes(policy)
+  )
+
+
+class Axes:
+  """Names of a leaf's axes, opaque to tree functions."""
+
+  def __init__(self, names):
+    self.names = names
+
+
+def logical_axes(policy):
+  tree: dict = {}
+  for parameter in policy.parameter_table():
+    node = tree
+    *folders, leaf = parameter.path
+    for folder in folders:
+      node = node.setdefault(folder, {})
+    node[leaf] = Axes(parameter.axes)
+  return tree
+
+
+VARIANTS = {
+  'ema': {},
+  'frozen': {'actor__self_distillation__teacher_regularization': 'frozen'},
+  'live': {'actor__self_distillation__teacher_regularization': 'live'},
+  'trust-region': {
+    'actor__self_distillation__teacher_regularization': 'trust-region',
+    'actor__self_distillation__teacher_update_rate': 0.3,
+  },
+  'full vocabulary': {'actor__self_distillation__distillation_topk': None},
+  'sampled token': {
+    'actor__self_distillation__full_logit_distillation': False,
+    'actor__self_distillation__alpha': 1.0,
+  },
+  'off-policy': {'actor__ppo_mini_batch_size': 2, 'actor__ppo_epochs': 1},
+  'grpo': {'actor__policy_loss__loss_mode': 'vanilla'},
+  'entropy': {'actor__entropy_coeff': 0.01},
+}
+
+
+def samples_for(config: Config) -> batching.Samples:
+  samples = make_samples(config)
+  if config.actor.policy_loss.loss_mode == 'vanilla':
+    advantages = np.array([1, -1, 0.5, -0.5, 0, 0, 2, -2], np.float32)
+    samples = dataclasses.replace(samples, teacher_prompts=None, advantages=advantages)
+  if not batching.on_policy(config):
+    samples = dataclasses.replace(samples, old_log_probs=samples.rollouts.model_log_probs - 4)
+  return samples
+
+
+@pytest.mark.parametrize('name', sorted(VARIANTS.keys() - {'frozen', 'live'}))  # Those share the EMA's program.
+def test_the_micro_batch_size_changes_nothing(name):
+  config = settings(**VARIANTS[name])
+  samples = samples_for(config)
+  whole = run(settings(**VARIANTS[name], actor__ppo_micro_batch_size=8), samples, batches=2)
+  parts = run(settings(**VARIANTS[name], actor__ppo_micro_batch_size=1), samples, batches=2)
+  assert whole.losses == pytest.approx(parts.losses, rel=1e-5)
+  chex.assert_trees_all_close(whole.state.trainable, parts.state.trainable, atol=3e-5)
+  chex.assert_trees_all_close(whole.state.teacher, parts.state.teacher, atol=3e-5)
+  assert int(whole.state.step) == 2
+  assert int(whole.state.optimizer_step) == 2 * len(samples) // (config.actor.ppo_mini_batch_size * config.rollout.n)
+  assert any(abs(loss) > 1e-6 for loss in whole.losses)
+
+
+@pytest.mark.parametrize('name', ['ema', 'grpo'])
+def test_eight_devices_agree_with_one(name):
+  config = settings(**VARIANTS[name], actor__ppo_micro_batch_size=8)
+  alone = run(config, samples_for(config))
+  together = run(config, samples_for(config), devices=8)
+  assert alone.losses == pytest.approx(together.losses, rel=1e-5)
+  chex.assert_trees_all_close(alone.state.trainable, together.state.trainable, atol=3e-5)
+
+
+def test_teachers_move_once_a_generation_batch_as_they_should():
+  _, start = make_model()
+  for name in ('ema', 'frozen', 'live'):
+    config = settings(**VARIANTS[name], actor__ppo_mini_batch_size=1)
+    samples = samples_for(config)
+    state = run(config, samples).state
+    if name == 'live':
+      assert state.teacher == {}
+    elif name == 'frozen':
+      chex.assert_trees_all_equal(state.teacher, start)
+    else:
+      expected = jax.tree.map(lambda t, p: t * 0.95 + p * 0.05, start, state.trainable)
+      chex.assert_trees_all_close(state.teacher, expected, atol=1e-7)
+      assert float(abs(state.trainable['embedding'] - start['embedding']).max()) > 1e-4
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted():
+  config = settings(optimizer__name='adamw')
+  samples = samples_for(config)
+  poison = lambda grads: jax.tree.map(lambda leaf: leaf.at[(0,) * leaf.ndim].set(jnp.nan), grads)
+  outcome = run(config, samples, poison=poison)
+  _, start = make_model()
+  chex.assert_trees_all_equal(outcome.state.trainable, start)
+  chex.assert_trees_all_equal(outcome.state.teacher, start)
+  assert outcome.reports[0]['finite'] == 0
+  assert int(outcome.state.optimizer_step) == 0
+  assert int(outcome.state.step) == 1
+  chex.assert_tree_all_finite(outcome.state.opt_state)
+
+
+def test_no_signal_still_decays_the_weights_as_the_reference():
+  config = settings(optimizer__name='adamw', optimizer__weight_decay=0.1)
+  samples = dataclasses.replace(samples_for(config), distill_mask=np.zeros(8, np.float32))
+  outcome = run(config, samples)
+  _, start = make_model()
+  expected = jax.tree.map(lambda leaf: leaf * (1 - 1e-2 * 0.1), start)
+  chex.assert_trees_all_close(outcome.state.trainable, expected, atol=1e-7)
+
+
+def test_the_first_rate_of_a_warm_up_is_zero():
+  config = settings(optimizer__lr_warmup_steps=4)
+  outcome = run(config, samples_for(config), batches=6)
+  rates = [report['learning_rate'] for report in outcome.reports]
+  assert rates == pytest.approx([0, 0.0025, 0.005, 0.0075, 0.01, 0.01])
+
+
+def test_adamw_and_clipping_are_torchs():
+  torch = pytest.importorskip('torch')
+  from sdpo_jax.training import optimizer as optimizers
+
+  config = settings(optimizer__name='adamw', optimizer__grad_clip=0.5, optimizer__weight_decay=0.1).optimizer
+  rng = np.random.default_rng(0)
+  value = rng.normal(size=(3, 4)).astype(np.float32)
+  parameter = torch.nn.Parameter(torch.tensor(value))
+  adam = torch.optim.AdamW([parameter], lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=0.1)
+  transform = optimizers.make_optimizer(config)
+  ours, opt_state = {'w': jnp.asarray(value)}, transform.init({'w': jnp.asarray(value)})
+  for scale in (10.0, 0.01, 1.0):
+    grad = rng.normal(size=value.shape).astype(np.float32) * scale
+    parameter.grad = torch.tensor(grad)
+    norm = torch.nn.utils.clip_grad_norm_([parameter], config.grad_clip)
+    adam.step()
+    clipped, our_norm = optimizers.clip_by_global_norm({'w': jnp.asarray(grad)}, config.grad_clip)
+    updates, opt_state = transform.update(clipped, opt_state, ours)
+    ours = jax.tree.map(lambda p, u: p - config.lr * u, ours, updates)
+    assert float(our_norm) == pytest.approx(float(norm), rel=1e-6)
+    np.testing.assert_allclose(ours['w'], parameter.detach().numpy(), rtol=1e-5, atol=1e-6)
