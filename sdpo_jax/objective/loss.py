@@ -82,7 +82,7 @@ def objective(
   entropy_coef: jax.Array | None = None,
   old_log_probs: jax.Array | None = None,
   advantages: jax.Array | None = None,
-  config: ObjectiveConfig = ObjectiveConfig(),  # noqa: B008 (frozen)
+  config: ObjectiveConfig = ObjectiveConfig(),
   support: jax.Array | None = None,
 ) -> tuple[jax.Array, Aux]:
   """Σ distill_coef·ratio·D + Σ policy_coef·ℓ_ppo − Σ entropy_coef·H over the tokens whose mask is not 0.
@@ -148,7 +148,7 @@ def objective_from_logits(
   entropy_coef: jax.Array | None = None,
   old_log_probs: jax.Array | None = None,
   advantages: jax.Array | None = None,
-  config: ObjectiveConfig = ObjectiveConfig(),  # noqa: B008 (frozen)
+  config: ObjectiveConfig = ObjectiveConfig(),
   support: jax.Array | None = None,
   mix_logits: jax.Array | None = None,
   mix_rate: float | jax.Array | None = None,

@@ -38,3 +38,27 @@ def dual_clip_ppo(
     'approx_kl': -log_ratio,
   }
   return loss, jax.tree.map(jax.lax.stop_gradient, metrics)
+
+
+def kl_penalty(log_probs: jax.Array, reference_log_probs: jax.Array, kind: str) -> jax.Array:
+  """Per-token estimate of KL(π‖reference) from the log-probabilities of the sampled token: arrays [...] -> [...].
+
+  'k1' ('kl'): log-ratio; 'abs': its magnitude; 'k2' ('mse'): half its square; 'k3' ('low_var_kl'): exp(−x) + x − 1,
+  non-negative, clipped to ±10.
+
+  Raises:
+    ValueError: another kind.
+
+  Source: core_algos.py, `kl_penalty`; http://joschu.net/blog/kl-approx.html.
+  """
+  difference = log_probs - reference_log_probs
+  if kind in ('kl', 'k1'):
+    return difference
+  if kind == 'abs':
+    return jnp.abs(difference)
+  if kind in ('mse', 'k2'):
+    return 0.5 * jnp.square(difference)
+  if kind in ('low_var_kl', 'k3'):
+    bounded = jnp.clip(-difference, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return jnp.clip(jnp.exp(bounded) - bounded - 1.0, -10.0, 10.0)
+  raise ValueError(f'Unknown KL estimate {kind!r}: choose k1, abs, k2 or k3.')

@@ -1,0 +1,1 @@
+"""Checks against numbers that the reference implementation produced: `python -m tests.golden DIR`."""
