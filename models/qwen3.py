@@ -234,20 +234,26 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
   return (y * jnp.expand_dims(weight.astype(jnp.float32), tuple(range(x.ndim - 1)))).astype(x.dtype)
 
 
-def rotary_angles(positions: jax.Array, head_dim: int, theta: float) -> tuple[jax.Array, jax.Array]:
-  """Cosine and sine [B, S, head_dim / 2] float32 of position · theta^(−2i / head_dim)."""
+def rotation(positions: jax.Array, head_dim: int, theta: float) -> jax.Array:
+  """The rotary embedding of positions [B, S] as matrices [B, S, 2, 2, head_dim / 2] float32.
+
+  Pair i of a head's numbers, (x[i], x[i + head_dim / 2]), is turned by the angle position · theta^(−2i / head_dim):
+  number a of the result is the sum over b of [..., a, b, i] times number b.
+  """
   frequencies = np.float32(1) / np.float32(theta) ** (
     np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
   )
   angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(frequencies)[None, None]
-  return jnp.cos(angles), jnp.sin(angles)
+  cosine, sine = jnp.cos(angles), jnp.sin(angles)
+  return jnp.stack([cosine, -sine, sine, cosine], axis=2).reshape(*positions.shape, 2, 2, -1)
 
 
-def rotate(x: jax.Array, cosine: jax.Array, sine: jax.Array) -> jax.Array:
-  """Rotary embedding of x [B, S, H, head_dim] (first half paired with second half), in float32."""
-  first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-  cosine, sine = cosine[:, :, None], sine[:, :, None]
-  return jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1).astype(x.dtype)
+def rotate(x: jax.Array, matrices: jax.Array) -> jax.Array:
+  """Rotary embedding of x [B, S, H, head_dim] by matrices from `rotation`, in float32, in the dtype of x."""
+  # Sums of broadcast products: concatenating the two halves would cost a CPU several times as much.
+  pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
+  turned = sum(pairs[..., b : b + 1, :] * matrices[:, :, None, :, b] for b in range(2))
+  return turned.reshape(x.shape).astype(x.dtype)
 
 
 def project(x: jax.Array, weight: jax.Array, inputs: int = 1) -> jax.Array:
@@ -276,15 +282,15 @@ class Attention(nnx.Module):
       self.query_bias, self.key_bias = make('query_bias'), make('key_bias')
       self.value_bias, self.output_bias = make('value_bias'), make('output_bias')
 
-  def heads(self, x: jax.Array, cosine: jax.Array, sine: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+  def heads(self, x: jax.Array, matrices: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Rotated queries [B, S, H, head_dim], rotated keys and values [B, S, KV, head_dim] of x [B, S, D]."""
     query, key, value = project(x, self.query[...]), project(x, self.key[...]), project(x, self.value[...])
     if self.config.attention_bias:
       query = query + self.query_bias[...][None, None]
       key = key + self.key_bias[...][None, None]
       value = value + self.value_bias[...][None, None]
-    query = rotate(rms_norm(query, self.query_norm[...], self.config.norm_eps), cosine, sine)
-    key = rotate(rms_norm(key, self.key_norm[...], self.config.norm_eps), cosine, sine)
+    query = rotate(rms_norm(query, self.query_norm[...], self.config.norm_eps), matrices)
+    key = rotate(rms_norm(key, self.key_norm[...], self.config.norm_eps), matrices)
     return query, key, value
 
   def merge(self, mixed: jax.Array) -> jax.Array:
@@ -312,21 +318,22 @@ class Block(nnx.Module):
     self.attention = Attention(config, lambda name: make(f'attention.{name}'))
     self.mlp = Mlp(lambda name: make(f'mlp.{name}'))
 
-  def __call__(self, x: jax.Array, rotary: tuple[jax.Array, jax.Array], mix: Callable) -> tuple[jax.Array, Any]:
+  def __call__(self, x: jax.Array, matrices: jax.Array, mix: Callable) -> tuple[jax.Array, Any]:
     """x [B, S, D] after the layer, and what `mix(query, key, value) -> (mixed, extra)` returned beside its output."""
-    query, key, value = self.attention.heads(rms_norm(x, self.attention_norm[...], self.config.norm_eps), *rotary)
+    query, key, value = self.attention.heads(rms_norm(x, self.attention_norm[...], self.config.norm_eps), matrices)
     mixed, extra = mix(query, key, value)
     x = x + self.attention.merge(mixed)
     return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.config.norm_eps)), extra
 
 
 class Decoder(nnx.Module):
-  """The whole model; the parameters of its layers are stacked."""
+  """The whole model; its layers are one block with stacked parameters, to be scanned, or (`unrolled`) a list."""
 
-  def __init__(self, config: Qwen3Config, make: Callable[[str], nnx.Param]):
+  def __init__(self, config: Qwen3Config, make: Callable[[str], nnx.Param], unrolled: bool):
     self.config = config
     self.embedding = make('embedding')
-    self.layers = Block(config, lambda name: make(f'layers.{name}'))
+    block = lambda: Block(config, lambda name: make(f'layers.{name}'))
+    self.layers = nnx.List([block() for _ in range(config.layers)]) if unrolled else block()
     self.final_norm = make('final_norm')
     if not config.tied:
       self.unembedding = make('unembedding')
@@ -345,42 +352,39 @@ class Decoder(nnx.Module):
   ) -> tuple[jax.Array, kv_cache.KVCache | None]:
     """Final hidden states [B, S, D] and the updated cache; arguments as in `Qwen3Policy.apply`."""
     config = self.config
-    rotary = rotary_angles(positions, config.head_dim, config.rope_theta)
-    graph, stacked = nnx.split(self.layers)
-    windows = None if config.windows is None else jnp.asarray(config.windows, jnp.int32)
-    slot = None
+    matrices = rotation(positions, config.head_dim, config.rope_theta)
+    slot, store = None, None
+    key_positions, key_segments = positions, segment_ids
     if cache is not None:
-      slot, cache = cache.length, kv_cache.append_tokens(cache, positions, segment_ids)
-    key_positions, key_segments = (positions, segment_ids) if cache is None else (cache.positions, cache.segment_ids)
+      slot, store = cache.length, (cache.keys, cache.values)
+      cache = kv_cache.append_tokens(cache, positions, segment_ids)
+      key_positions, key_segments = cache.positions, cache.segment_ids
     seen = lambda window: attention.visible(positions, segment_ids, key_positions, key_segments, window)
     full = seen(None)
 
-    def layer(carry, inputs):
-      x, store = carry
-      weights, index = inputs
-      if windows is None:
-        mask = full
-      else:
-        window = windows[index]
+    def layer(block, x, store, index):
+      mask = full
+      if config.windows is not None:
+        window = jnp.asarray(config.windows, jnp.int32)[index]
         mask = full & (seen(window) | (window == 0))
 
       def mix(query, key, value):
-        key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
         if store is None:
-          return attention.attend(query, key, value, mask), None
-        keys, key = kv_cache.append_layer(store[0], key, index, slot)
-        values, value = kv_cache.append_layer(store[1], value, index, slot)
-        return attention.attend(query, key, value, mask), (keys, values)
+          return attention.attend(query, key.swapaxes(1, 2), value.swapaxes(1, 2), mask), None
+        *updated, key, value = kv_cache.append_layer(*store, key, value, index, slot)
+        return attention.attend(query, key, value, mask), tuple(updated)
 
-      return nnx.merge(graph, weights)(x, rotary, mix), None
+      return block(x, matrices, mix)
 
     x = jnp.take(self.embedding[...], tokens, axis=0)
-    store = None if cache is None else (cache.keys, cache.values)
-    (x, store), _ = lax.scan(
-      _remat(layer, remat if cache is None else 'none'),
-      (x, store),
-      (stacked, jnp.arange(config.layers, dtype=jnp.int32)),
-    )
+    if isinstance(self.layers, nnx.List):
+      for index, block in enumerate(self.layers):
+        x, store = layer(block, x, store, index)
+    else:
+      graph, stacked = nnx.split(self.layers)
+      step = lambda carry, inputs: (layer(nnx.merge(graph, inputs[0]), *carry, inputs[1]), None)
+      inputs = stacked, jnp.arange(config.layers, dtype=jnp.int32)
+      (x, store), _ = lax.scan(_remat(step, remat if cache is None else 'none'), (x, store), inputs)
     if cache is not None:
       cache = cache.replace(keys=store[0], values=store[1])
     return rms_norm(x, self.final_norm[...], config.norm_eps), cache
@@ -396,14 +400,14 @@ def _remat(layer: Callable, policy: str) -> Callable:
 
 
 @functools.cache
-def _graph(config: Qwen3Config) -> nnx.GraphDef:
+def _graph(config: Qwen3Config, unrolled: bool) -> nnx.GraphDef:
   rows = {parameter.name: parameter for parameter in table(config)}
 
   def make(name: str) -> nnx.Param:
     parameter = rows[name]
     return nnx.Param(jax.ShapeDtypeStruct(parameter.shape, jnp.dtype(parameter.dtype)), axes=parameter.axes)
 
-  return nnx.graphdef(Decoder(config, make))
+  return nnx.graphdef(Decoder(config, make, unrolled))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -426,10 +430,18 @@ class Qwen3Policy:
     return table(self.config)
 
   def cast(self, params: Tree) -> Tree:
-    """The parameters in compute dtype (norm weights stay float32); `apply` does it itself, a decode loop once ahead."""
-    return parameters.map_tree(
-      lambda parameter, leaf: leaf.astype(self.dtype if parameter.compute else jnp.float32), table(self.config), params
-    )
+    """The parameters as a decode loop reads them, to be made once ahead of it; `apply` takes either form.
+
+    Compute dtype, but for norm weights, which stay float32; of a shallow model (`models.cache.SHALLOW`), a tree per
+    layer under 'layers' instead of the stacked arrays.
+    """
+    if _is_unrolled(params):
+      return params
+    params = self._in_compute_dtype(params)
+    if self.config.layers > kv_cache.SHALLOW:
+      return params
+    layers = {i: jax.tree.map(lambda leaf, i=i: leaf[i], params['layers']) for i in range(self.config.layers)}
+    return params | {'layers': layers}
 
   def apply(
     self,
@@ -444,7 +456,12 @@ class Qwen3Policy:
 
     Arguments as in `models.policy.Policy.apply`. States of padding (segment 0) are finite and without meaning.
     """
-    decoder = nnx.merge(_graph(self.config), self.cast({**base, **trainable}))
+    params = {**base, **trainable}
+    if cache is not None:
+      params = self.cast(params)
+    elif not _is_unrolled(params):
+      params = self._in_compute_dtype(params)
+    decoder = nnx.merge(_graph(self.config, _is_unrolled(params)), params)
     hidden, cache = decoder(tokens, positions, segment_ids, cache, self.remat)
     return hidden, decoder.output_matrix(), cache
 
@@ -456,3 +473,11 @@ class Qwen3Policy:
   def repeat_cache(self, cache: kv_cache.KVCache, repeats: int, length: int | None = None) -> kv_cache.KVCache:
     """Every row repeated `repeats` times in place, and room made for `length` slots in all (None: as before)."""
     return kv_cache.repeat(cache, repeats, length)
+
+  def _in_compute_dtype(self, params: Tree) -> Tree:
+    dtype = lambda parameter: self.dtype if parameter.compute else jnp.float32
+    return parameters.map_tree(lambda parameter, leaf: leaf.astype(dtype(parameter)), table(self.config), params)
+
+
+def _is_unrolled(params: Tree) -> bool:
+  return 0 in params['layers']
