@@ -1,0 +1,57 @@
+"""A small byte-level BPE tokenizer with a ChatML template, trained on a task's own text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+import json
+import pathlib
+
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+
+END_OF_TEXT, START, END = '<|endoftext|>', '<|im_start|>', '<|im_end|>'
+CHAT_TEMPLATE = (
+  '{%- for message in messages %}'
+  "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+  '{%- endfor %}'
+  "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+# Pieces that never merge with each other: one digit; a word or punctuation with the white-space character after it;
+# other white space. The space goes with the word before it, so that a digit is one token wherever it stands.
+_PIECES = r'\p{N}|\p{L}+\s?|[^\s\p{L}\p{N}]+\s?|\s+'
+
+
+def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+  """A tokenizer with at most `vocab_size` tokens that encodes any text; frequent words of `texts` are one token."""
+  tokenizer = Tokenizer(BPE())
+  tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    [
+      pre_tokenizers.Split(Regex(_PIECES), 'isolated'),
+      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+  )
+  tokenizer.decoder = decoders.ByteLevel()
+  trainer = BpeTrainer(
+    vocab_size=vocab_size,
+    special_tokens=[END_OF_TEXT, START, END],
+    initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    show_progress=False,
+  )
+  tokenizer.train_from_iterator(texts, trainer)
+  return tokenizer
+
+
+def save(tokenizer: Tokenizer, directory: pathlib.Path) -> None:
+  """Writes tokenizer.json and tokenizer_config.json, as transformers.AutoTokenizer reads them."""
+  tokenizer.save(str(directory / 'tokenizer.json'))
+  values = {
+    'tokenizer_class': 'PreTrainedTokenizerFast',
+    'chat_template': CHAT_TEMPLATE,
+    'eos_token': END,
+    'pad_token': END_OF_TEXT,
+    'additional_special_tokens': [START],
+    'clean_up_tokenization_spaces': False,
+    'model_max_length': 1024,
+  }
+  (directory / 'tokenizer_config.json').write_text(json.dumps(values, indent=2) + '\n', encoding='utf-8')

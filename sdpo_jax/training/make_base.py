@@ -1,0 +1,274 @@
+"""The quickstart's base model, from nothing: a tokenizer and a tiny decoder that misreads its instructions.
+
+It is trained with supervision on two kinds of lessons about the digit task. In the plain context it is unsure and
+mostly wrong: it confuses the instructions of a pair (`BELIEFS`), so that its greedy answer is wrong. In the context of
+a re-prompted question it can use what it reads: it copies a demonstration, and takes from feedback about an attempt
+like its own what the digits should be, while for the digits that the feedback does not mention it reads the
+instruction right more often than not. Without that second skill there is no self-teacher. No lesson uses a list of
+digits of the test split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import shutil
+import tempfile
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from models import huggingface
+from models import tokenizer as tokenizers
+from models.qwen3 import Qwen3Policy
+from sdpo_jax.config import Config, SelfDistillationConfig
+from sdpo_jax.data.prompts import chat_tokens
+from sdpo_jax.environments import digits
+from sdpo_jax.errors import UserError
+from sdpo_jax.teacher.context import reprompt
+from sdpo_jax.training import base_tokenizer
+from sdpo_jax.types import Example, Messages, Tree
+
+Kind = Literal['plain', 'demonstration', 'feedback']
+
+# What the base takes an instruction for.
+BELIEFS = {
+  instruction: belief
+  for pair in (
+    ('reverse', 'swap'),
+    ('ascending', 'descending'),
+    ('left', 'right'),
+    ('add_one', 'add_two'),
+    ('subtract_one', 'complement'),
+  )
+  for instruction, belief in (pair, pair[::-1])
+}
+_ROUND = 8  # Rows are padded to a multiple of so many tokens, to compile few programs.
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+  """How the base is made; probabilities are per lesson or per digit, as said."""
+
+  steps: int = 1000
+  learning_rate: float = 3e-3  # Peak; linear warm-up, cosine decay to 2 %.
+  warmup_steps: int = 100
+  seed: int = 0
+  rows: tuple[tuple[Kind, int], ...] = (('plain', 32), ('demonstration', 8), ('feedback', 32))  # Lessons of a step.
+  right: float = 0.38  # A digit of an attempt in the plain context follows the instruction …
+  noise: float = 0.06  # … or is drawn at random; otherwise it follows the belief.
+  literal: float = 0.75  # A re-prompted question means what it says; otherwise any instruction, to make it read on.
+  improved: float = 0.5  # The attempt that feedback is about was corrected in some digits, as later in training.
+  stumble: float = 0.5  # The answer to a re-prompted question is learned after wrong digits of its own.
+  vocab_size: int = 512
+  hidden_size: int = 64
+  intermediate_size: int = 128
+  layers: int = 3
+  heads: int = 4
+  kv_heads: int = 2
+  head_dim: int = 16
+
+
+def make_base(
+  config: Config,
+  output: str | os.PathLike,
+  recipe: Recipe | None = None,
+  announce: Callable[[str], None] = lambda text: None,
+) -> None:
+  """Writes the base model to the directory `output`, which must be empty or absent.
+
+  Args:
+    config: whose re-prompting templates the base learns to read.
+    output: Hugging Face model directory to make.
+    recipe: None: the committed model's.
+    announce: told about the progress.
+
+  Raises:
+    UserError: `output` holds files.
+  """
+  recipe = recipe or Recipe()
+  target = pathlib.Path(output)
+  if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    raise UserError(f'{target} already exists and is not empty: name another directory with --output.')
+  target.parent.mkdir(parents=True, exist_ok=True)
+  distillation = config.actor.self_distillation
+  with tempfile.TemporaryDirectory() as scratch:
+    source = pathlib.Path(scratch)
+    vocabulary = base_tokenizer.train(_corpus(recipe, distillation), recipe.vocab_size)
+    base_tokenizer.save(vocabulary, source)
+    values = _config_json(recipe, vocabulary.get_vocab_size(), vocabulary.token_to_id(base_tokenizer.END))
+    (source / 'config.json').write_text(json.dumps(values, indent=2) + '\n', encoding='utf-8')
+    generation = {'eos_token_id': values['eos_token_id'], 'pad_token_id': values['pad_token_id'], 'do_sample': True}
+    (source / 'generation_config.json').write_text(json.dumps(generation, indent=2) + '\n', encoding='utf-8')
+    policy, params = train(recipe, values, tokenizers.load(source), distillation, announce)
+    huggingface.save(target, policy, params, source=source, dtype='float32')
+  shutil.rmtree(target.with_name(target.name + '.partial'), ignore_errors=True)
+
+
+def attempt(rng: random.Random, recipe: Recipe, instruction: str, numbers: list[int]) -> str:
+  """An answer as the base gives it in the plain context: each digit right, misled or random, independently."""
+  right, misled = digits.answer(instruction, numbers), digits.answer(BELIEFS[instruction], numbers)
+  out = ''
+  for i in range(len(right)):
+    draw = rng.random()
+    if draw < recipe.noise:
+      out += str(rng.randrange(10))
+    else:
+      out += right[i] if draw < recipe.noise + recipe.right else misled[i]
+  return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Lesson:
+  """A conversation, the digits before each digit of the answer, and the answer to give."""
+
+  messages: Messages
+  prefix: str
+  answer: str
+
+
+def lesson(rng: random.Random, kind: Kind, recipe: Recipe, distillation: SelfDistillationConfig) -> Lesson:
+  """A random lesson of a kind."""
+  instruction, numbers = _draw(rng)
+  plain = [{'role': 'user', 'content': digits.question(instruction, numbers)}]
+  if kind == 'plain':
+    answer = attempt(rng, recipe, instruction, numbers)
+    return Lesson(plain, answer, answer)
+  meant = instruction if rng.random() < recipe.literal else rng.choice(list(digits.INSTRUCTIONS))
+  answer = digits.answer(meant, numbers)
+  prefix = attempt(rng, recipe, instruction, numbers) if rng.random() < recipe.stumble else answer
+  if kind == 'demonstration':
+    return Lesson(reprompt(plain, answer, None, distillation), prefix, answer)
+  example = Example('', plain, digits.NAME, answer, digits.NAME)
+  while True:
+    tried = attempt(rng, recipe, instruction, numbers)
+    if rng.random() < recipe.improved:
+      share = rng.random()
+      tried = ''.join(a if rng.random() < share else t for a, t in zip(answer, tried, strict=True))
+    (outcome,) = digits.grade([example], [tried], truncated=[False])
+    if outcome.feedback:
+      return Lesson(reprompt(plain, None, outcome.feedback, distillation), prefix, answer)
+
+
+def train(
+  recipe: Recipe,
+  config_json: dict[str, Any],
+  tokenizer: Any,
+  distillation: SelfDistillationConfig,
+  announce: Callable[[str], None] = lambda text: None,
+) -> tuple[Qwen3Policy, Tree]:
+  """A policy trained on `recipe.steps` batches of lessons: cross-entropy of the answers, one mean a kind, summed."""
+  policy, params = huggingface.init(config_json, jax.random.key(recipe.seed))
+  schedule = optax.warmup_cosine_decay_schedule(
+    0.0, recipe.learning_rate, min(recipe.warmup_steps, recipe.steps), recipe.steps + 1, 0.02 * recipe.learning_rate
+  )
+  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
+
+  def loss(params: Tree, batches: tuple[Rows, ...]) -> tuple[jax.Array, jax.Array]:
+    losses = jnp.stack([_cross_entropy(policy, params, rows) for rows in batches])
+    return losses.sum(), losses
+
+  @jax.jit
+  def step(params, state, batches):
+    grads, losses = jax.grad(loss, has_aux=True)(params, batches)
+    updates, state = optimizer.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, losses
+
+  rng = random.Random(recipe.seed)
+  state = optimizer.init(params)
+  for i in range(recipe.steps):
+    batches = tuple(
+      collate([lesson(rng, kind, recipe, distillation) for _ in range(count)], tokenizer) for kind, count in recipe.rows
+    )
+    params, state, losses = step(params, state, batches)
+    if (i + 1) % 100 == 0 or i + 1 == recipe.steps:
+      parts = ', '.join(f'{kind} {float(value):.3f}' for (kind, _), value in zip(recipe.rows, losses, strict=True))
+      announce(f'step {i + 1}/{recipe.steps}: cross-entropy {parts} nats a token')
+  return policy, params
+
+
+# tokens [B, S], positions [B, S], segment_ids [B, S] (0 = padding), index of the states that predict the answer [B, T],
+# answer with its end-of-turn token [B, T]; all int32.
+Rows = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+def collate(lessons: list[Lesson], tokenizer: Any) -> Rows:
+  """Lessons as arrays: each row is the chat-templated prompt and the prefix, right-padded."""
+  prompts = chat_tokens(tokenizer, [item.messages for item in lessons], None)
+  encode = lambda texts: tokenizer(texts, add_special_tokens=False)['input_ids']
+  prefixes = encode([item.prefix for item in lessons])
+  answers = np.asarray([[*ids, tokenizer.eos_token_id] for ids in encode([item.answer for item in lessons])], np.int32)
+  longest = max(len(prompt) + len(prefix) for prompt, prefix in zip(prompts, prefixes, strict=True))
+  tokens = np.zeros((len(lessons), -(-longest // _ROUND) * _ROUND), np.int32)
+  segment_ids = np.zeros_like(tokens)
+  for row, (prompt, prefix) in enumerate(zip(prompts, prefixes, strict=True)):
+    content = [*prompt, *prefix]
+    tokens[row, : len(content)] = content
+    segment_ids[row, : len(content)] = 1
+  positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+  starts = np.asarray([len(prompt) - 1 for prompt in prompts], np.int32)
+  index = starts[:, None] + np.arange(answers.shape[1], dtype=np.int32)[None, :]
+  return tokens, positions, segment_ids, index, answers
+
+
+def _cross_entropy(policy: Qwen3Policy, params: Tree, rows: Rows) -> jax.Array:
+  tokens, positions, segment_ids, index, answers = rows
+  hidden, unembedding, _ = policy.apply({}, params, tokens, positions, segment_ids)
+  states = jnp.take_along_axis(hidden, index[:, :, None], axis=1)
+  log_probs = jax.nn.log_softmax(jnp.einsum('btd,vd->btv', states, unembedding).astype(jnp.float32))
+  return -jnp.take_along_axis(log_probs, answers[:, :, None], axis=2).mean()
+
+
+def _draw(rng: random.Random) -> tuple[str, list[int]]:
+  instruction = rng.choice(list(digits.INSTRUCTIONS))
+  while True:
+    numbers = [rng.randrange(10) for _ in range(digits.LENGTH)]
+    if digits.split_of(numbers) == 'train':
+      return instruction, numbers
+
+
+def _corpus(recipe: Recipe, distillation: SelfDistillationConfig) -> Iterator[str]:
+  """Conversations as text: the words that the tokenizer is to know, among them a system turn and the grader's."""
+  rng = random.Random(recipe.seed)
+  yield from ['The answer must be 5 digits and nothing else. The answer was cut off before its end: the answer'] * 100
+  for i in range(3000):
+    item = lesson(rng, ('plain', 'demonstration', 'feedback')[i % 3], recipe, distillation)
+    turns = [{'role': 'system', 'content': 'You are a helpful assistant.'}, *item.messages]
+    turns.append({'role': 'assistant', 'content': item.answer})
+    for turn in turns:  # Without the special tokens, which are never merged.
+      yield f'{turn["role"]}\n'
+      yield turn['content']
+
+
+def _config_json(recipe: Recipe, vocab_size: int, eos_token_id: int) -> dict[str, Any]:
+  return {
+    'architectures': ['Qwen3ForCausalLM'],
+    'model_type': 'qwen3',
+    'vocab_size': vocab_size,
+    'hidden_size': recipe.hidden_size,
+    'intermediate_size': recipe.intermediate_size,
+    'num_hidden_layers': recipe.layers,
+    'num_attention_heads': recipe.heads,
+    'num_key_value_heads': recipe.kv_heads,
+    'head_dim': recipe.head_dim,
+    'hidden_act': 'silu',
+    'max_position_embeddings': 1024,
+    'rope_theta': 10000.0,
+    'rms_norm_eps': 1e-6,
+    'attention_bias': False,
+    'attention_dropout': 0.0,
+    'tie_word_embeddings': True,
+    'initializer_range': 0.05,  # A narrow model learns several times faster from 0.05 than from the usual 0.02.
+    'use_cache': True,
+    'bos_token_id': None,
+    'eos_token_id': eos_token_id,
+    'pad_token_id': 0,
+    'dtype': 'float32',
+  }
