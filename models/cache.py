@@ -21,6 +21,9 @@ class KVCache:
 
   Rows of different lengths are told apart by `segment_ids`: slots of padding and slots not yet written hold 0 and are
   never attended to. C slots, L layers.
+
+  A group of rows may share what stands before their own tokens: `shared` is a cache of B / n rows, each attended to by
+  n consecutive rows, held once and read once for all of them.
   """
 
   keys: Store  # [L, B, KV, C, head_dim]; shallow models: L of [B, KV, head_dim, C], as a CPU's products read them best.
@@ -28,6 +31,7 @@ class KVCache:
   positions: jax.Array  # [B, C] int32.
   segment_ids: jax.Array  # [B, C] int32, 0 = empty or padding.
   length: jax.Array  # [] int32, the next slot.
+  shared: KVCache | None = None  # Only read.
 
 
 def init(layers: int, batch_size: int, kv_heads: int, length: int, head_dim: int, dtype: jnp.dtype) -> KVCache:
@@ -47,27 +51,49 @@ def init(layers: int, batch_size: int, kv_heads: int, length: int, head_dim: int
 
 
 def repeat(cache: KVCache, repeats: int, length: int | None = None) -> KVCache:
-  """Every row `repeats` times (rows 0,0,…,1,1,…), with room for `length` slots in all (None: as many as before).
+  """Every row `repeats` times: rows 0,0,…,1,1,…
+
+  Args:
+    cache: what the repeated rows begin with.
+    repeats: rows made of one.
+    length: slots in all. With it, the rows share `cache` as it is and get slots of their own for the rest; None: they
+      get copies, with as many slots as before.
 
   Raises:
     ValueError: if `length` is less than the cache already has.
   """
-  grow = 0 if length is None else length - cache.positions.shape[1]
-  if grow < 0:
-    raise ValueError(f'A cache of {cache.positions.shape[1]} slots cannot shrink to {length}.')
-
-  def copy(array: jax.Array, rows: int, slots: int) -> jax.Array:
-    widths = [(0, grow if axis == slots else 0) for axis in range(array.ndim)]
-    return jnp.pad(jnp.repeat(array, repeats, axis=rows), widths)
-
-  shallow = isinstance(cache.keys, tuple)
-  return KVCache(
-    keys=jax.tree.map(lambda array: copy(array, 0, 3) if shallow else copy(array, 1, 3), cache.keys),
-    values=jax.tree.map(lambda array: copy(array, 0, 2) if shallow else copy(array, 1, 3), cache.values),
-    positions=copy(cache.positions, 0, 1),
-    segment_ids=copy(cache.segment_ids, 0, 1),
-    length=cache.length,
+  have = slots(cache)
+  if length is not None and length < have:
+    raise ValueError(f'A cache of {have} slots cannot shrink to {length}.')
+  if length is not None and length > have:
+    layers, kv_heads, head_dim, dtype = _sizes(cache)
+    rows = cache.positions.shape[0] * repeats
+    return init(layers, rows, kv_heads, length - have, head_dim, dtype).replace(shared=cache)
+  axis = 0 if isinstance(cache.keys, tuple) else 1
+  copy = lambda array, axis=0: jnp.repeat(array, repeats, axis=axis)
+  return cache.replace(
+    keys=jax.tree.map(lambda array: copy(array, axis), cache.keys),
+    values=jax.tree.map(lambda array: copy(array, axis), cache.values),
+    positions=copy(cache.positions),
+    segment_ids=copy(cache.segment_ids),
   )
+
+
+def slots(cache: KVCache) -> int:
+  """Slots of a row, the shared ones included."""
+  return sum(part.positions.shape[1] for part in chain(cache))
+
+
+def chain(cache: KVCache | None) -> list[KVCache]:
+  """The cache and those that it shares."""
+  return [] if cache is None else [cache, *chain(cache.shared)]
+
+
+def _sizes(cache: KVCache) -> tuple[int, int, int, jnp.dtype]:
+  """(layers, key heads, head_dim, dtype)"""
+  if isinstance(cache.values, tuple):
+    return len(cache.values), cache.values[0].shape[1], cache.values[0].shape[3], cache.values[0].dtype
+  return cache.values.shape[0], cache.values.shape[2], cache.values.shape[4], cache.values.dtype
 
 
 def append_tokens(cache: KVCache, positions: jax.Array, segment_ids: jax.Array) -> KVCache:
@@ -81,8 +107,8 @@ def append_tokens(cache: KVCache, positions: jax.Array, segment_ids: jax.Array) 
 
 def append_layer(
   keys: Store, values: Store, key: jax.Array, value: jax.Array, layer: jax.Array | int, slot: jax.Array
-) -> tuple[Store, Store, jax.Array, jax.Array]:
-  """One layer's keys and values written, in place where the buffers may be reused.
+) -> tuple[Store, Store]:
+  """The stores with one layer's new keys and values written, in place where the buffers may be reused.
 
   Args:
     keys: as in `KVCache`.
@@ -91,21 +117,25 @@ def append_layer(
     value: [B, S, KV, head_dim].
     layer: index of the layer; a Python integer for a shallow model.
     slot: [] int32, where the first token goes.
-
-  Returns:
-    The stores, and this layer's keys and values [B, KV, C, head_dim].
   """
   if isinstance(keys, tuple):
-    new = key.transpose(0, 2, 3, 1).astype(keys[layer].dtype)
-    layer_keys = lax.dynamic_update_slice_in_dim(keys[layer], new, slot, axis=3)
-    new = value.swapaxes(1, 2).astype(values[layer].dtype)
-    layer_values = lax.dynamic_update_slice_in_dim(values[layer], new, slot, axis=2)
-    put = lambda store, array: (*store[:layer], array, *store[layer + 1 :])
-    return put(keys, layer_keys), put(values, layer_values), layer_keys.swapaxes(2, 3), layer_values
+    key, value = key.transpose(0, 2, 3, 1).astype(keys[layer].dtype), value.swapaxes(1, 2).astype(values[layer].dtype)
+    put = lambda store, new, axis: (
+      *store[:layer],
+      lax.dynamic_update_slice_in_dim(store[layer], new, slot, axis),
+      *store[layer + 1 :],
+    )
+    return put(keys, key, 3), put(values, value, 2)
   zero = jnp.zeros((), jnp.int32)
   put = lambda store, new: lax.dynamic_update_slice(
     store, new.swapaxes(1, 2)[None].astype(store.dtype), (layer, zero, zero, slot, zero)
   )
-  keys, values = put(keys, key), put(values, value)
+  return put(keys, key), put(values, value)
+
+
+def layer_of(keys: Store, values: Store, layer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+  """One layer's keys and values, each [B, KV, C, head_dim]."""
+  if isinstance(keys, tuple):
+    return keys[layer].swapaxes(2, 3), values[layer]
   take = lambda store: lax.dynamic_index_in_dim(store, layer, axis=0, keepdims=False)
-  return keys, values, take(keys), take(values)
+  return take(keys), take(values)

@@ -354,25 +354,27 @@ class Decoder(nnx.Module):
     config = self.config
     matrices = rotation(positions, config.head_dim, config.rope_theta)
     slot, store = None, None
-    key_positions, key_segments = positions, segment_ids
     if cache is not None:
       slot, store = cache.length, (cache.keys, cache.values)
       cache = kv_cache.append_tokens(cache, positions, segment_ids)
-      key_positions, key_segments = cache.positions, cache.segment_ids
-    seen = lambda window: attention.visible(positions, segment_ids, key_positions, key_segments, window)
-    full = seen(None)
+    held = [] if cache is None else kv_cache.chain(cache)
+    sources = [(part.positions, part.segment_ids) for part in held] or [(positions, segment_ids)]
+    visible = lambda window: [attention.visible(positions, segment_ids, *source, window) for source in sources]
+    everything = visible(None)
 
     def layer(block, x, store, index):
-      mask = full
+      masks = everything
       if config.windows is not None:
         window = jnp.asarray(config.windows, jnp.int32)[index]
-        mask = full & (seen(window) | (window == 0))
+        masks = [mask & (near | (window == 0)) for mask, near in zip(everything, visible(window), strict=True)]
 
       def mix(query, key, value):
         if store is None:
-          return attention.attend(query, key.swapaxes(1, 2), value.swapaxes(1, 2), mask), None
-        *updated, key, value = kv_cache.append_layer(*store, key, value, index, slot)
-        return attention.attend(query, key, value, mask), tuple(updated)
+          return attention.attend(query, (key.swapaxes(1, 2), value.swapaxes(1, 2), masks[0])), None
+        updated = kv_cache.append_layer(*store, key, value, index, slot)
+        stores = [updated, *((part.keys, part.values) for part in held[1:])]
+        parts = [(*kv_cache.layer_of(*part, index), mask) for part, mask in zip(stores, masks, strict=True)]
+        return attention.attend(query, *parts), updated
 
       return block(x, matrices, mix)
 
@@ -471,7 +473,7 @@ class Qwen3Policy:
     return kv_cache.init(config.layers, batch_size, config.kv_heads, length, config.head_dim, jnp.dtype(self.dtype))
 
   def repeat_cache(self, cache: kv_cache.KVCache, repeats: int, length: int | None = None) -> kv_cache.KVCache:
-    """Every row repeated `repeats` times in place, and room made for `length` slots in all (None: as before)."""
+    """Every row `repeats` times (rows 0,0,…,1,1,…); with `length`, sharing `cache` and with `length` slots in all."""
     return kv_cache.repeat(cache, repeats, length)
 
   def _in_compute_dtype(self, params: Tree) -> Tree:

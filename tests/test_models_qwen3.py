@@ -185,7 +185,6 @@ def test_one_prefill_serves_a_group_of_rows_of_different_lengths(small):
   apply = jax.jit(lambda params, cache, *row: policy.apply({}, params, *row, cache))
   _, _, cache = apply(params, policy.init_cache(2, width), *rows(prompts)[:2], segments)
   cache = policy.repeat_cache(cache, 2, width + steps)
-  assert int(cache.length) == width
   states = []
   for step in range(steps):
     positions = np.repeat(np.array(lengths, np.int32), 2)[:, None] + np.int32(step)
