@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from models import huggingface, parameters
+from models.cache import SHALLOW, slots
 from models.qwen3 import Qwen3Config, Qwen3Policy
 from sdpo_jax.config import ModelConfig
 
@@ -174,9 +175,13 @@ def test_padded_and_packed_rows_equal_sequences_one_by_one(small):
       np.testing.assert_allclose(hidden[row, start : start + len(expected)], expected, atol=1e-5)
 
 
-def test_one_prefill_serves_a_group_of_rows_of_different_lengths(small):
+@pytest.mark.parametrize('layers', [2, SHALLOW + 1], ids=['shallow', 'deep'])
+@pytest.mark.parametrize('window', [None, 4], ids=['full attention', 'sliding windows'])
+def test_one_prefill_serves_a_group_of_rows_of_different_lengths(layers, window):
   """Two right-padded prompts, each continued by two different rows, give the states of the four whole sequences."""
-  policy, params = small
+  windows = dict(use_sliding_window=True, sliding_window=window, max_window_layers=1) if window else {}
+  values = {**SIZES, 'model_type': 'qwen3', 'num_hidden_layers': layers, **windows}
+  policy, params = huggingface.init(values, jax.random.key(1))
   generator = np.random.default_rng(4)
   lengths, width, steps = (3, 6), 6, 4
   prompts = generator.integers(0, policy.vocab_size, (2, width), dtype=np.int32)
@@ -185,15 +190,33 @@ def test_one_prefill_serves_a_group_of_rows_of_different_lengths(small):
   apply = jax.jit(lambda params, cache, *row: policy.apply({}, params, *row, cache))
   _, _, cache = apply(params, policy.init_cache(2, width), *rows(prompts)[:2], segments)
   cache = policy.repeat_cache(cache, 2, width + steps)
+  assert slots(cache) == width + steps and cache.positions.shape == (4, steps)  # The prompts are held once.
   states = []
   for step in range(steps):
     positions = np.repeat(np.array(lengths, np.int32), 2)[:, None] + np.int32(step)
     hidden, _, cache = apply(params, cache, continuations[:, step : step + 1], positions, np.ones((4, 1), np.int32))
     states.append(np.asarray(hidden[:, 0]))
-  for row in range(4):
-    whole = np.concatenate([prompts[row // 2, : lengths[row // 2]], continuations[row]])
-    expected = hidden_states(policy, params, *rows(whole[None]))[0][0, -steps:]
-    np.testing.assert_allclose(np.stack(states, axis=1)[row], expected, atol=1e-5)
+  whole, row_lengths = np.zeros((4, width + steps), np.int32), np.repeat(lengths, 2) + steps
+  for row, end in enumerate(row_lengths):
+    whole[row, :end] = np.concatenate([prompts[row // 2, : end - steps], continuations[row]])
+  tokens, positions, _ = rows(whole)
+  expected = hidden_states(policy, params, tokens, positions, (positions < row_lengths[:, None]).astype(np.int32))[0]
+  for row, end in enumerate(row_lengths):
+    np.testing.assert_allclose(np.stack(states, axis=1)[row], expected[row, end - steps : end], atol=2e-5)
+
+
+def test_a_cache_may_be_copied_instead_of_shared(small):
+  """Without a length, repeated rows are whole caches of their own and continue in the slots left."""
+  policy, params = small
+  tokens, positions, segments = rows(np.arange(14, dtype=np.int32).reshape(2, 7))
+  apply = jax.jit(lambda params, cache, *row: policy.apply({}, params, *row, cache))
+  _, _, cache = apply(params, policy.init_cache(2, 7), tokens[:, :6], positions[:, :6], segments[:, :6])
+  cache = policy.repeat_cache(cache, 3)
+  assert cache.positions.shape == (6, 7) and cache.shared is None
+  last = [np.repeat(array[:, 6:], 3, axis=0) for array in (tokens, positions, segments)]
+  hidden, _, _ = apply(params, cache, *last)
+  expected = np.repeat(np.asarray(hidden_states(policy, params, tokens, positions, segments)[0][:, 6:]), 3, axis=0)
+  np.testing.assert_allclose(hidden, expected, atol=1e-5)
 
 
 def test_a_cache_never_shrinks(small):
@@ -202,9 +225,10 @@ def test_a_cache_never_shrinks(small):
     policy.repeat_cache(policy.init_cache(1, 8), 2, 4)
 
 
-def test_the_decode_loop_updates_a_donated_cache_in_place():
-  """The cache is aliased to the output and no second one exists, whatever the number of layers."""
-  policy = Qwen3Policy(Qwen3Config.from_json({**SIZES, 'model_type': 'qwen3', 'num_hidden_layers': 16}), 'float32')
+@pytest.mark.parametrize('layers', [SHALLOW, 2 * SHALLOW], ids=['shallow', 'deep'])
+def test_the_decode_loop_updates_a_donated_cache_in_place(layers):
+  """The cache is aliased to the output and no second one exists."""
+  policy = Qwen3Policy(Qwen3Config.from_json({**SIZES, 'model_type': 'qwen3', 'num_hidden_layers': layers}), 'float32')
 
   def decode(params, token, cache):
     def step(carry):
