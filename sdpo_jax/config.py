@@ -1,6 +1,6 @@
 """Every setting: typed, documented, validated.
 
-Names are the reference implementation's where it has one (lasgroup/SDPO; `docs/settings.md` lists the mapping), the
+Names are the reference implementation's where it has one (lasgroup/SDPO, its `actor`, `rollout`, `trainer` … sections), the
 field's elsewhere. A file under `configs/` builds a `Config`; `--config.a.b=value` changes one setting of it.
 """
 
