@@ -22,7 +22,6 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
-from models import tokenizer as tokenizers
 from sdpo_jax.config import Config, differences
 from sdpo_jax.data import pipeline
 from sdpo_jax.environments import registry
@@ -31,7 +30,7 @@ from sdpo_jax.training import phases, records
 from sdpo_jax.training.checkpoints import Checkpoints
 from sdpo_jax.training.evaluation import evaluate
 from sdpo_jax.training.metrics import MetricsWriter, Progress, check_wandb
-from sdpo_jax.training.session import Session, make_session, sampling_seed
+from sdpo_jax.training.session import Session, load_tokenizer, make_session, sampling_seed
 from sdpo_jax.training.step import place_state
 from sdpo_jax.types import Example, TrainState
 
@@ -124,11 +123,11 @@ def train(config: Config, workdir: epath.PathLike, *, announce: Any = lambda tex
   """
   config.validate()
   check_wandb(config)
-  tokenizer = tokenizers.load(config.model.path)
+  tokenizer = load_tokenizer(config)
   iterator = pipeline.TrainIterator(config, tokenizer, registry)
   held_out = pipeline.evaluation_examples(config, tokenizer, registry) if config.trainer.test_freq else []
   workdir = open_workdir(config, workdir)
-  session, parameters = make_session(config, workdir)
+  session, parameters = make_session(config, workdir, tokenizer)
   state = place_state(config, parameters, session.mesh)
   checkpoints = Checkpoints(workdir, keep=config.trainer.max_ckpt_to_keep, best_metric=config.trainer.best_metric)
   restored = checkpoints.restore(state)

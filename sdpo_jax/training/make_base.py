@@ -57,12 +57,12 @@ _ROUND = 8  # Rows are padded to a multiple of so many tokens, to compile few pr
 class Recipe:
   """How the base is made; probabilities are per lesson or per digit, as said."""
 
-  steps: int = 1000
+  steps: int = 2000
   learning_rate: float = 3e-3  # Peak; linear warm-up, cosine decay to 2 %.
   warmup_steps: int = 100
   seed: int = 0
   rows: tuple[tuple[Kind, int], ...] = (('plain', 32), ('demonstration', 8), ('feedback', 32))  # Lessons of a step.
-  right: float = 0.38  # A digit of an attempt in the plain context follows the instruction …
+  right: float = 0.33  # A digit of an attempt in the plain context follows the instruction …
   noise: float = 0.06  # … or is drawn at random; otherwise it follows the belief.
   literal: float = 0.75  # A re-prompted question means what it says; otherwise any instruction, to make it read on.
   improved: float = 0.5  # The attempt that feedback is about was corrected in some digits, as later in training.

@@ -35,9 +35,20 @@ class Session:
   flops_per_token: float  # of one forward pass.
 
 
-def make_session(config: Config, workdir: epath.PathLike) -> tuple[Session, Tree]:
-  """Loads tokenizer and model; returns the session and the trainable parameters of the model directory."""
-  tokenizer = tokenizers.load(config.model.path)
+def load_tokenizer(config: Config) -> Any:
+  """The model directory's tokenizer; reads no weights.
+
+  Raises:
+    UserError: no such directory, an architecture that is not supported, no chat template, or token ids that the model
+      has no embedding for.
+  """
+  policy = huggingface.read_policy(config.model.path, config.model)
+  return tokenizers.load(config.model.path, vocab_size=policy.vocab_size)
+
+
+def make_session(config: Config, workdir: epath.PathLike, tokenizer: Any = None) -> tuple[Session, Tree]:
+  """Loads the model, and the tokenizer unless given; returns the session and the model directory's parameters."""
+  tokenizer = tokenizer or load_tokenizer(config)
   mesh = make_mesh(config.mesh)
   policy, parameters = huggingface.load(config.model.path, config.model, mesh=mesh)
   state = abstract_state(config, parameters, mesh)
