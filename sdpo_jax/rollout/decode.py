@@ -1,8 +1,7 @@
 """Prefill and the decode loop as pure functions: one prefill a prompt, one in-place cache, a loop that ends early.
 
-`generate` does all of it in one call. The engine calls its two halves: `prefill`, whose program depends on the number
-of completions a prompt, and `advance`, whose program depends only on the number of rows and the lengths, takes over
-the state's buffers (donate it) and can be called again where a text has to be looked at in between.
+`generate` does all of it in one call. The engine calls its parts: `for_decoding` once a batch, `prefill`, and `advance`,
+which takes over the state's buffers (donate it) and can be called again where a text has to be looked at in between.
 """
 
 from __future__ import annotations
@@ -193,9 +192,10 @@ def logits(hidden: jax.Array, unembedding: jax.Array) -> jax.Array:
 
 
 def for_decoding(policy: Policy, base: Tree, trainable: Tree) -> tuple[Tree, Tree]:
-  """The parameters in the policy's compute dtype where it offers `cast` and nothing is frozen.
+  """The parameters as a loop reads them best, where the policy offers `cast` and nothing is frozen.
 
   A step of the loop reads every parameter once: cast ahead of the loop, it reads half as many bytes in bfloat16.
+  Parameters that have gone through it once come back as they are.
   """
   cast = getattr(policy, 'cast', None)
   return (base, trainable) if cast is None or base else (base, cast(trainable))

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from models.policy import Policy
-from sdpo_jax import mesh as meshes
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout import decode
+from sdpo_jax.rollout.programs import Programs, programs
 from sdpo_jax.rollout.sampling import SamplingParams
 from sdpo_jax.rollout.stops import StopStrings, Tokenizer, to_text
 from sdpo_jax.types import Rollouts
@@ -21,11 +21,6 @@ from sdpo_jax.types import Rollouts
 Tree = Any
 PerSample = float | Sequence[float] | np.ndarray  # One value for all, or [N].
 SMALLEST_BUCKET = 16
-
-# One of each for the process, so that samplers of the same policy share programs.
-_prefill = jax.jit(decode.prefill, static_argnames=('policy', 'n', 'max_new_tokens'))
-_advance = jax.jit(decode.advance, static_argnames=('policy',), donate_argnames=('state',))
-_result = jax.jit(decode.result)
 
 
 def buckets(declared: Sequence[int], limit: int | None) -> tuple[int, ...]:
@@ -48,14 +43,13 @@ def pick(lengths: tuple[int, ...], length: int) -> int | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
-  """Shapes of a compiled program: what makes it differ from another of the same sampler."""
+class Shapes:
+  """What makes the two compiled programs of a call (prefill, advance) differ from those of another call."""
 
-  kind: str  # 'prefill' or 'advance'.
-  rows: int
+  prompts: int
+  n: int  # Completions of each prompt.
   prompt_length: int
   max_new_tokens: int
-  repeats: int = 0  # Completions a prompt, of a prefill.
 
 
 class Sampler:
@@ -108,8 +102,9 @@ class Sampler:
     self._stops = StopStrings(tokenizer, stop)
     self._stop_ids = np.asarray(sorted(set(stop_token_ids)) or [-1], np.int32)
     self._mesh = mesh
+    self._programs: Programs = programs(policy, mesh)
     self._interval = stop_check_interval
-    self.programs: set[Program] = set()  # Those used so far; each is compiled once.
+    self.shapes: set[Shapes] = set()  # Used so far; each compiles one prefill and one advance.
 
   def sample(
     self,
@@ -170,6 +165,7 @@ class Sampler:
       'entropy': np.zeros((total, room), np.float32),
       'stopped': np.zeros(total, bool),
     }
+    parameters = self._programs.prepare(base, trainable)
     groups, repeats = self.call_shape(len(lengths), n)
     units = _units(widths, n, repeats)
     for first in range(0, len(units), groups):
@@ -184,25 +180,15 @@ class Sampler:
         chosen_lengths[row] = lengths[prompt]
       ids = samples.reshape(-1)
       params = self._params(ids, knobs, seed, step)
-      done = self._call(base, trainable, chosen, chosen_lengths, params, repeats, room)
+      done = self._call(parameters, chosen, chosen_lengths, params, repeats, room)
       real = ids >= 0
       for name, target in completions.items():
         target[ids[real]] = getattr(done, name)[real]
     return self._rollouts(prompts, lengths, n, completions)
 
   def call_shape(self, prompts: int, n: int) -> tuple[int, int]:
-    """(prompts a call, completions of a prompt in a call) when `prompts` prompts get `n` completions each.
-
-    All calls of a request have this shape. A group larger than `max_batch_rows` is spread over several calls.
-    """
-    pieces = -(-n // self._max_batch_rows)
-    repeats = -(-n // pieces)
-    units = prompts * pieces
-    devices = 1 if self._mesh is None else self._mesh.size
-    multiple = devices // math.gcd(devices, repeats)
-    most = max(self._max_batch_rows // repeats // multiple, 1) * multiple
-    groups = -(-units // -(-units // most))
-    return -(-groups // multiple) * multiple, repeats
+    """(prompts a call, completions of a prompt in a call) when `prompts` prompts get `n` completions each."""
+    return call_shape(prompts, n, self._max_batch_rows, self._programs.shards)
 
   def _check_prompts(self, lengths: np.ndarray) -> list[int]:
     """The bucket of each prompt."""
@@ -251,8 +237,7 @@ class Sampler:
 
   def _call(
     self,
-    base: Tree,
-    trainable: Tree,
+    parameters: tuple[Tree, Tree],
     prompts: np.ndarray,
     lengths: np.ndarray,
     params: SamplingParams,
@@ -260,51 +245,38 @@ class Sampler:
     room: int,
   ) -> decode.DecodeResult:
     """One batch, from prompts [G, P] to completions [G · repeats, room] as host arrays."""
-    groups, width = prompts.shape
-    self.programs.add(Program('prefill', groups * repeats, width, room, repeats))
-    self.programs.add(Program('advance', groups * repeats, width, room))
-    prompts, lengths, params = self._put((prompts, lengths, params))
-    state = _prefill(self._policy, base, trainable, prompts, lengths, params, n=repeats, max_new_tokens=room)
-    limit = min(self._interval, room) if self._stops else room
+    run = self._programs
+    self.shapes.add(Shapes(len(prompts), repeats, prompts.shape[1], room))
+    prompts, lengths, params = run.put((prompts, lengths, params))
+    state = run.prefill(*parameters, prompts, lengths, params, n=repeats, max_new_tokens=room)
+    if not self._stops:
+      return run.fetch(run.result(run.advance(*parameters, params, state, np.int32(room))))
     checked = 0
-    while True:
-      state = _advance(self._policy, base, trainable, params, state, np.int32(limit))
-      if not self._stops:
-        return self._fetch(_result(state))
-      done = np.asarray(self._fetch(state.done))
-      state = self._apply_stops(state, done, checked)
-      if limit == room or self._fetch(state.done).all():
-        return self._fetch(_result(state))
-      checked, limit = limit, min(limit + self._interval, room)
+    for limit in (*range(self._interval, room, self._interval), room):
+      state = run.advance(*parameters, params, state, np.int32(limit))
+      state, finished = self._apply_stops(state, checked)
+      if finished:
+        break
+      checked = limit
+    return run.fetch(run.result(state))
 
-  def _apply_stops(self, state: decode.DecodeState, done: np.ndarray, checked: int) -> decode.DecodeState:
-    """The state with the rows ended in whose text a stop string has appeared since `checked` tokens.
+  def _apply_stops(self, state: decode.DecodeState, checked: int) -> tuple[decode.DecodeState, bool]:
+    """The state with the rows ended in whose text a stop string has appeared, and whether all rows are done.
 
-    Rows that run on are looked at by their tail; every row gets a look at its whole text when it is done, which alone
-    decides where it ends, so that the interval between looks changes nothing.
+    Rows that run on are looked at by their tail beyond `checked` tokens; every row gets a look at its whole text when
+    it is done, which alone decides where it ends, so that the interval between looks changes nothing.
     """
-    tokens, length, stopped = self._fetch((state.tokens, state.length, state.stopped))
+    tokens, length, stopped, done = self._programs.fetch((state.tokens, state.length, state.stopped, state.done))
     length, stopped, ended = length.copy(), stopped.copy(), done.copy()
-    for row in range(len(length)):
-      if length[row] <= checked:
-        continue
+    for row in np.flatnonzero(length > checked):
       drawn = tokens[: length[row], row].tolist()
       if not done[row] and not self._stops.may_end(drawn, checked):
         continue
       end = self._stops.find(drawn)
       if end is not None:
         length[row], stopped[row], ended[row] = end, True, True
-    new = self._put(dict(length=length, stopped=stopped, done=ended))
-    return state.replace(**new)
-
-  def _put(self, tree: Tree) -> Tree:
-    return tree if self._mesh is None else meshes.put_rows(self._mesh, tree)
-
-  def _fetch(self, tree: Tree) -> Tree:
-    """Host arrays; with several processes, every one gets the whole."""
-    if self._mesh is not None:
-      tree = jax.jit(lambda x: x, out_shardings=meshes.replicated(self._mesh))(tree)
-    return jax.device_get(tree)
+    new = self._programs.put(dict(length=length, stopped=stopped, done=ended))
+    return state.replace(**new), bool(ended.all())
 
   def _rollouts(self, prompts: np.ndarray, lengths: np.ndarray, n: int, completions: dict[str, np.ndarray]) -> Rollouts:
     group = np.repeat(np.arange(len(lengths), dtype=np.int32), n)
@@ -323,6 +295,28 @@ class Sampler:
         to_text(self._tokenizer, row[kept].tolist()) for row, kept in zip(completions['tokens'], mask, strict=True)
       ],
     )
+
+
+def call_shape(prompts: int, n: int, max_rows: int, shards: int) -> tuple[int, int]:
+  """(prompts a call, completions of a prompt in a call), the same for all calls of a request.
+
+  Calls are as few as `max_rows` allows and of equal size. A group is spread over several calls where it has more rows
+  than that, or over several shards where there are fewer prompts than shards; what a call has too many are rows of
+  padding, of which the shape with the fewest is taken.
+  """
+  best = None
+  for pieces in range(math.ceil(n / max_rows), n + 1):
+    repeats = math.ceil(n / pieces)
+    units = prompts * math.ceil(n / repeats)
+    most = max(max_rows // repeats // shards, 1) * shards
+    calls = math.ceil(units / most)
+    groups = math.ceil(units / calls / shards) * shards
+    rows = calls * groups * repeats
+    if best is None or rows < best[0]:
+      best = rows, groups, repeats
+    if shards == 1 or units >= shards and units % shards == 0:
+      break
+  return best[1], best[2]
 
 
 def _units(widths: Sequence[int], n: int, repeats: int) -> list[tuple[int, int]]:

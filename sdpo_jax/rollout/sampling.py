@@ -83,7 +83,7 @@ def sample(logits: jax.Array, params: SamplingParams, keys: jax.Array, position:
   scaled = shifted / temperature[:, None]
   weights = truncate(scaled, params.top_k, params.top_p, params.min_p)
   drawn = draw(weights, noise(keys, position))
-  token = jnp.where(greedy, first_argmax(shifted), drawn)
+  token = lax.cond(jnp.any(greedy), lambda: jnp.where(greedy, first_argmax(shifted), drawn), lambda: drawn)
   at = token[:, None]
   shifted_at = jnp.take_along_axis(shifted, at, axis=-1)[:, 0]
   return Draw(
