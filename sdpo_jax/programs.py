@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -16,7 +17,8 @@ import jax.numpy as jnp
 from models.policy import Policy
 from sdpo_jax import mesh as meshes
 from sdpo_jax.config import Config
-from sdpo_jax.rollout import engine
+from sdpo_jax.rollout import decode, engine
+from sdpo_jax.rollout import programs as rollout_programs
 from sdpo_jax.rollout.sampling import SamplingParams
 from sdpo_jax.training import batching
 from sdpo_jax.training.checkpoints import abstract
@@ -116,22 +118,24 @@ def _sampling(
   stop_ids: int,
 ) -> dict[str, Program]:
   """Prefill and decode of training, and of evaluation where its calls have another shape."""
-  shape = engine.call_shape
-  calls = {'': shape(config.data.train_batch_size, config.rollout.n, config.rollout.max_batch_rows, mesh.size)}
+  run = rollout_programs.programs(policy, mesh)
+  shape = lambda prompts, n: engine.call_shape(prompts, n, config.rollout.max_batch_rows, run.shards)
+  calls = {'': shape(config.data.train_batch_size, config.rollout.n)}
   if config.trainer.test_freq and config.data.val_max_samples:
-    held_out = shape(config.data.val_max_samples, config.val_kwargs.n, config.rollout.max_batch_rows, mesh.size)
+    held_out = shape(config.data.val_max_samples, config.val_kwargs.n)
     if held_out != calls['']:
       calls['evaluation/'] = held_out
+  parameters = jax.eval_shape(run.prepare, base, trainable)
   found = {}
   for prefix, (groups, repeats) in calls.items():
-    arguments = (base, trainable, *_sampling_arguments(mesh, groups, repeats, prompt, stop_ids))
+    prompts, lengths, params = _sampling_arguments(mesh, groups, repeats, prompt, stop_ids)
     static = dict(n=repeats, max_new_tokens=response)
-    prefill = lambda *args, static=static: engine.prefill(policy, *args, **static)
-    state = jax.eval_shape(prefill, *arguments)
-    params, limit = arguments[-1], jax.ShapeDtypeStruct((), jnp.int32)
-    found[f'{prefix}prefill/{prompt}×{response}'] = Program(engine.prefill, (policy, *arguments), static)
+    arguments = (*parameters, prompts, lengths, params)
+    state = jax.eval_shape(functools.partial(run.prefill, **static), *arguments)
+    found[f'{prefix}prefill/{prompt}×{response}'] = Program(run.prefill, arguments, static)
     found[f'{prefix}decode/{prompt}×{response}'] = Program(
-      engine.advance, (policy, base, trainable, params, state, limit)
+      jax.jit(functools.partial(decode.advance, policy), donate_argnames='state'),
+      (*parameters, params, state, jax.ShapeDtypeStruct((), jnp.int32)),
     )
   return found
 
@@ -140,12 +144,10 @@ def _sampling_arguments(
   mesh: jax.sharding.Mesh, groups: int, repeats: int, prompt: int, stop_ids: int
 ) -> tuple[Any, Any, SamplingParams]:
   rows = groups * repeats
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(meshes.FSDP))
 
   def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    split = bool(shape) and shape[0] % mesh.size == 0
-    return jax.ShapeDtypeStruct(
-      shape, dtype, sharding=meshes.batch_sharding(mesh) if split else meshes.replicated(mesh)
-    )
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding if shape else meshes.replicated(mesh))
 
   params = SamplingParams(
     temperature=array((rows,), jnp.float32),

@@ -1,0 +1,48 @@
+"""The registry: it names every program of a run, with the shapes that the run calls them with."""
+
+import jax
+import numpy as np
+import pytest
+
+from sdpo_jax import mesh as meshes
+from sdpo_jax import programs as registry
+from sdpo_jax.config import MeshConfig
+from sdpo_jax.training import batching
+from sdpo_jax.training.checkpoints import abstract
+from sdpo_jax.training.step import make_update, place_state
+from tests.test_step import make_model, samples_for, settings
+
+
+def registered(**changes):
+  config = settings(**changes)
+  policy, parameters = make_model()
+  mesh = meshes.make_mesh(MeshConfig(), jax.devices()[:1])
+  parameters = jax.device_put(parameters, meshes.replicated(mesh))
+  return config, policy, parameters, mesh, registry.programs(config, policy, {}, parameters, mesh)
+
+
+def test_names_follow_the_settings():
+  *_, sdpo = registered(algorithm__rollout_correction__rollout_is=None)
+  assert {'zero', 'apply', 'finish', 'prefill/8×6', 'decode/8×6', 'update/8×16×6'} == set(sdpo)
+  *_, scored = registered()
+  assert 'score/8×6' in scored
+  *_, grpo = registered(actor__policy_loss__loss_mode='vanilla')
+  assert 'update/8×6' in grpo
+
+
+def test_the_update_is_called_with_the_registered_shapes():
+  config, policy, parameters, mesh, found = registered()
+  samples = samples_for(config)
+  state = place_state(config, parameters, mesh)
+  update = make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state))
+  for micro in batching.micro_batches(samples, np.arange(len(samples)), config):
+    batch = meshes.put_rows(mesh, micro.batch)
+    actual = abstract(({}, state, update.zero(state.trainable), batch))
+    shapes = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+    assert shapes(actual) == shapes(found['update/8×16×6'].arguments)
+
+
+@pytest.mark.parametrize('name', ['update/8×16×6', 'prefill/8×6', 'decode/8×6', 'apply', 'finish', 'score/8×6'])
+def test_every_kind_of_program_lowers(name):
+  *_, found = registered()
+  assert 'func.func public @main' in found[name].lower().as_text()
