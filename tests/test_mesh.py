@@ -1,0 +1,38 @@
+"""The mesh and its rules."""
+
+import jax
+import numpy as np
+import pytest
+
+from sdpo_jax import mesh as meshes
+from sdpo_jax.config import MeshConfig
+from sdpo_jax.errors import UserError
+
+
+def test_minus_one_is_the_rest():
+  assert dict(meshes.make_mesh(MeshConfig()).shape) == {'fsdp': 8, 'tensor': 1}
+  assert dict(meshes.make_mesh(MeshConfig(fsdp=-1, tensor=2)).shape) == {'fsdp': 4, 'tensor': 2}
+  assert dict(meshes.make_mesh(MeshConfig(fsdp=2, tensor=-1)).shape) == {'fsdp': 2, 'tensor': 4}
+
+
+@pytest.mark.parametrize('config', [MeshConfig(fsdp=3), MeshConfig(fsdp=-1, tensor=3), MeshConfig(fsdp=4, tensor=4)])
+def test_a_wrong_product_is_named(config):
+  with pytest.raises(UserError, match='does not make up the 8 devices'):
+    meshes.make_mesh(config)
+
+
+def test_parameters_are_sharded_where_the_axis_divides_and_whole_elsewhere():
+  mesh = meshes.make_mesh(MeshConfig(fsdp=4, tensor=2))
+  spec = lambda axes, shape: meshes.parameter_sharding(mesh, axes, shape).spec
+  assert spec(('vocab', 'embed'), (10, 8)) == ('tensor', 'fsdp')
+  assert spec(('vocab', 'embed'), (9, 6)) == (None, None)
+  assert spec(('layers', 'embed', 'heads', 'head_dim'), (3, 8, 2, 4)) == (None, 'fsdp', 'tensor', None)
+  assert spec((None,), (8,)) == (None,)
+
+
+def test_rows_are_spread_and_scalars_and_odd_rows_are_not():
+  mesh = meshes.make_mesh(MeshConfig())
+  placed = meshes.put_rows(mesh, {'rows': np.arange(16).reshape(8, 2), 'odd': np.arange(3), 'step': np.int32(4)})
+  assert placed['rows'].addressable_shards[3].data.tolist() == [[6, 7]]
+  assert placed['odd'].sharding.is_fully_replicated and placed['step'].sharding.is_fully_replicated
+  assert jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), placed)['rows'] == np.arange(16).reshape(8, 2).tolist()
