@@ -457,6 +457,7 @@ def _chunk(static, numbers, matrices, unembedding, wants, accumulator, hidden, d
   external = 'token_ids' in data
   has_teacher = 'distill_coef' in data
   dense = has_teacher and not external and static.kind == 'full'
+  alpha = numbers['alpha'] if static.endpoint is None else static.endpoint
   statistics, _, logits = vocabulary.scan_logits(logits_of, tokens, vocab, static.vocab_block, dtype, keep=True)
   log_normaliser = statistics.log_normaliser
   targets = data['targets'][:, None]
@@ -466,7 +467,7 @@ def _chunk(static, numbers, matrices, unembedding, wants, accumulator, hidden, d
   small = {'log_prob': divergences.floored(target_log_prob), 'entropy': statistics.entropy}
   ids = None
   given: Aux = {}
-  slopes = None
+  teacher_log_probs = None
   if has_teacher:
     if external:
       ids = data['token_ids'] if static.kind != 'sampled' else None
@@ -476,10 +477,8 @@ def _chunk(static, numbers, matrices, unembedding, wants, accumulator, hidden, d
     if ids is not None:
       small['support'] = jnp.where(ids < 0, -jnp.inf, log_probs_at(ids))
     elif dense:
-      alpha = numbers['alpha'] if static.endpoint is None else static.endpoint
-      student_log_probs = logits - log_normaliser[:, None]
-      small['divergence'] = divergences.divergence_terms(student_log_probs, teacher_log_probs, alpha).sum(-1)
-      slopes = divergences.divergence_slopes(student_log_probs, teacher_log_probs, alpha)
+      terms = divergences.divergence_terms(logits - log_normaliser[:, None], teacher_log_probs, alpha)
+      small['divergence'] = terms.sum(-1)
   terms = functools.partial(_token_terms, static, numbers, given=given, data=data, active=valid)
   if not any(wants):
     loss, aux = terms(small)
@@ -488,22 +487,33 @@ def _chunk(static, numbers, matrices, unembedding, wants, accumulator, hidden, d
 
   # By the chain rule through log-softmax: Σ_i slope_i·(1[v = i] − p_v), and −p·(log p + H) for the entropy.
   at_target = jnp.where(jnp.isneginf(target_log_prob), 0.0, slope['log_prob'])
-  total = at_target
+  ids_of_support, ids, what = ids, targets, at_target[:, None]
   if 'support' in slope:
-    total = total + slope['support'].sum(-1)
-  if dense:
-    total = total + slope['divergence'] * slopes.sum(-1)
-  shifted = logits - log_normaliser[:, None]
-  factor = total[:, None]
+    ids = jnp.concatenate([ids_of_support, ids], axis=1)
+    what = jnp.concatenate([slope['support'], what], axis=1)
+  rows = {'log_normaliser': log_normaliser, 'entropy': small['entropy'], 'ids': ids, 'what': what}
   if 'entropy_coef' in data:
-    factor = factor + slope['entropy'][:, None] * (jnp.maximum(shifted, -1e30) + small['entropy'][:, None])
-  gradients = -jnp.exp(shifted) * factor
+    rows['entropy_slope'] = slope['entropy']
   if dense:
-    gradients = gradients + slope['divergence'][:, None] * slopes
-  where, what = targets, at_target[:, None]
-  if 'support' in slope:
-    where, what = jnp.concatenate([ids, where], axis=1), jnp.concatenate([slope['support'], what], axis=1)
-  gradients = vocabulary.scatter_add(gradients / temperature, where, what / temperature)
+    rows |= {'teacher': teacher_log_probs, 'divergence_slope': slope['divergence']}
+
+  def logit_gradients(logits, rows):
+    log_probs = logits - rows['log_normaliser'][:, None]
+    total = rows['what'].sum(-1)
+    if dense:
+      dense_slopes = (
+        divergences.divergence_slopes(log_probs, rows['teacher'], alpha) * rows['divergence_slope'][:, None]
+      )
+      total = total + dense_slopes.sum(-1)
+    factor = total[:, None]
+    if 'entropy_slope' in rows:
+      factor = factor + rows['entropy_slope'][:, None] * (jnp.maximum(log_probs, -1e30) + rows['entropy'][:, None])
+    gradients = -jnp.exp(log_probs) * factor
+    if dense:
+      gradients = gradients + dense_slopes
+    return vocabulary.scatter_add(gradients, rows['ids'], rows['what']) / temperature
+
+  gradients = vocabulary.map_rows(logits, rows, logit_gradients)
   by_hidden, accumulator = vocabulary.pull_back(
     gradients, hidden, unembedding, static.vocab_block, wants[0], accumulator
   )

@@ -16,6 +16,7 @@ from jax import lax
 import jax.numpy as jnp
 
 GROUP = 32  # Entries per group of the two-stage top-K.
+ROWS_AT_A_TIME = 1 << 21  # Entries of the rows that `map_rows` handles at once.
 
 
 @flax.struct.dataclass
@@ -174,6 +175,24 @@ def scatter_add(values: jax.Array, ids: jax.Array, updates: jax.Array) -> jax.Ar
   vocab = values.shape[1]
   ids = jnp.where((ids < 0) | (ids >= vocab), vocab, ids)
   return values.at[jnp.arange(values.shape[0])[:, None], ids].add(updates, mode='drop')
+
+
+def map_rows(matrix: jax.Array, operands, function: Callable) -> jax.Array:
+  """`function(rows of matrix [R, V], rows of operands)` -> [R, V] for all rows, in place.
+
+  A few rows at a time, so that no second [C, V] array exists. Operands are a tree of arrays [C, …].
+  """
+  tokens, vocab = matrix.shape
+  limit = max(1, ROWS_AT_A_TIME // vocab)
+  rows = next(size for size in range(min(limit, tokens), 0, -1) if tokens % size == 0)
+  if rows == tokens:
+    return function(matrix, operands)
+
+  def step(index, matrix):
+    part = jax.tree.map(lambda x: take_rows(x, index * rows, rows), (matrix, operands))
+    return lax.dynamic_update_slice_in_dim(matrix, function(*part), index * rows, axis=0)
+
+  return lax.fori_loop(0, tokens // rows, step, matrix)
 
 
 def pull_back(
