@@ -23,10 +23,10 @@ Tree = Any
 class DecodeState:
   """Everything that a step of the loop reads and writes, of B rows with room for T completion tokens."""
 
-  cache: Tree  # The policy's; holds the prompt and the completion but for its newest token.
+  cache: Tree  # The policy's; holds the prompt and the completion but for the newest token of them.
   keys: jax.Array  # [B] of the rows (`sampling.row_keys`).
-  prompt_length: jax.Array  # [B] int32.
-  token: jax.Array  # [B] int32, the newest token.
+  token: jax.Array  # [B] int32, the newest token of prompt and completion.
+  position: jax.Array  # [B] int32, its position.
   drawn: jax.Array  # [] int32, tokens drawn so far in rows that have not finished.
   length: jax.Array  # [B] int32, tokens of the completion.
   stopped: jax.Array  # [B] bool, ended by a stop id (or by the caller between calls).
@@ -92,16 +92,18 @@ def prefill(
   n: int,
   max_new_tokens: int,
 ) -> DecodeState:
-  """The state after every prompt went through the model once and the first token of every row was drawn.
+  """The state in which nothing has been drawn yet: every prompt but its last token went through the model, once.
 
-  Arguments as in `generate`.
+  The last token of a prompt is the first that `advance` puts in, so that a token is drawn in one place only and a
+  prefill needs no logits. Arguments as in `generate`.
   """
   base, trainable = for_decoding(policy, base, trainable)
   prompts, width = prompt_tokens.shape
   rows, room = prompts * n, max_new_tokens
+  last = prompt_lengths - 1
   index = jnp.arange(width, dtype=jnp.int32)[None]
-  valid = index < prompt_lengths[:, None]
-  hidden, unembedding, cache = policy.apply(
+  valid = index < last[:, None]
+  _, _, cache = policy.apply(
     base,
     trainable,
     prompt_tokens,
@@ -109,14 +111,12 @@ def prefill(
     valid.astype(jnp.int32),
     policy.init_cache(prompts, width),
   )
-  last = jnp.take_along_axis(hidden, (prompt_lengths - 1)[:, None, None], axis=1)[:, 0]
-  first_logits = jnp.repeat(logits(last, unembedding), n, axis=0)
   empty = jnp.zeros((room, rows), jnp.float32)
-  state = DecodeState(
+  return DecodeState(
     cache=policy.repeat_cache(cache, n, width + room),
     keys=sampling.row_keys(params),
-    prompt_length=jnp.repeat(prompt_lengths, n),
-    token=jnp.zeros(rows, jnp.int32),
+    token=jnp.repeat(jnp.take_along_axis(prompt_tokens, last[:, None], axis=1)[:, 0], n),
+    position=jnp.repeat(last, n),
     drawn=jnp.zeros((), jnp.int32),
     length=jnp.zeros(rows, jnp.int32),
     stopped=jnp.zeros(rows, bool),
@@ -126,7 +126,6 @@ def prefill(
     model_log_probs=empty,
     entropy=empty,
   )
-  return _record(state, sampling.sample(first_logits, params, state.keys, state.drawn), params)
 
 
 def advance(
@@ -160,7 +159,7 @@ def advance(
       base,
       trainable,
       state.token[:, None],
-      (state.prompt_length + state.drawn - 1)[:, None],
+      state.position[:, None],
       jnp.ones_like(state.token)[:, None],
       state.cache,
     )
@@ -210,6 +209,7 @@ def _record(state: DecodeState, new: sampling.Draw, params: sampling.SamplingPar
   write = lambda columns, row: lax.dynamic_update_slice_in_dim(columns, row[None], at, axis=0)
   return state.replace(
     token=new.token,
+    position=state.position + 1,
     drawn=at + 1,
     length=length,
     stopped=stopped,

@@ -52,8 +52,11 @@ def row_keys(params: SamplingParams) -> jax.Array:
 
 
 def noise(keys: jax.Array, position: jax.Array) -> jax.Array:
-  """[B, 2] uint32 random bits of the completion's token `position` ([] int32) for each key [B]."""
-  return jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, position), (2,), jnp.uint32))(keys)
+  """[B, 2] uint32 random bits of the completion's token `position` ([] int32) for each key [B].
+
+  They are the key with the position folded in: one evaluation of the generator, whose output nothing else uses.
+  """
+  return jax.vmap(lambda key: jax.random.key_data(jax.random.fold_in(key, position)))(keys)
 
 
 def sample(logits: jax.Array, params: SamplingParams, keys: jax.Array, position: jax.Array) -> Draw:
