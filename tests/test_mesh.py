@@ -23,7 +23,7 @@ def test_a_wrong_product_is_named(config):
 
 def test_parameters_are_sharded_where_the_axis_divides_and_whole_elsewhere():
   mesh = meshes.make_mesh(MeshConfig(fsdp=4, tensor=2))
-  spec = lambda axes, shape: meshes.parameter_sharding(mesh, axes, shape).spec
+  spec = lambda axes, shape: tuple(meshes.parameter_sharding(mesh, axes, shape).spec)
   assert spec(('vocab', 'embed'), (10, 8)) == ('tensor', 'fsdp')
   assert spec(('vocab', 'embed'), (9, 6)) == (None, None)
   assert spec(('layers', 'embed', 'heads', 'head_dim'), (3, 8, 2, 4)) == (None, 'fsdp', 'tensor', None)
