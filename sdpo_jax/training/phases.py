@@ -173,6 +173,8 @@ def learn(session: Session, state: TrainState, samples: batching.Samples) -> tup
       reports.append(jax.device_get(report))
       for rows, result in pending:
         for name, value in jax.device_get(result.aux).items():
+          if value.ndim == 0:  # Parts of the loss, which is logged as a whole.
+            continue
           target = values.setdefault(name, np.full(shape, np.nan, np.float32))
           width = min(shape[1], value.shape[1])
           target[rows, :width] = value[: len(rows), :width]
