@@ -129,7 +129,8 @@ def _weight_metrics(weights: Array, log_weights: Array, mask: Array, threshold: 
   mean = _mean(bounded, mask)
   variance = _mean(bounded**2, mask) - mean**2
   metrics['rollout_is_std'] = xp.sqrt(xp.maximum(variance, xp.zeros_like(variance)))
-  metrics['rollout_is_eff_sample_size'] = 1.0 / _mean((bounded / (mean + 1e-8)) ** 2, mask)
+  squares = _mean((bounded / (mean + 1e-8)) ** 2, mask)
+  metrics['rollout_is_eff_sample_size'] = xp.where(squares > 0, 1.0 / (squares + (squares == 0)), squares)
   rows = _mean(weights, mask, -1)
   metrics |= {
     'rollout_is_seq_mean': rows.mean(),

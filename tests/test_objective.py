@@ -1,0 +1,254 @@
+"""The pieces of the objective against direct NumPy formulas, and their properties."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sdpo_jax.config import AGGREGATIONS
+from sdpo_jax.objective import divergences, vocabulary
+from sdpo_jax.objective.advantages import grpo_advantages
+from sdpo_jax.objective.aggregation import loss_coefficients
+from sdpo_jax.objective.policy_gradient import dual_clip_ppo, kl_penalty
+from sdpo_jax.objective.weights import importance_ratio, rollout_is_weights
+
+
+def log_probs(rng, *shape):
+  logits = 2 * rng.standard_normal(shape)
+  return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def numpy_divergence(s, t, alpha):
+  p, q = np.exp(s), np.exp(t)
+  if alpha == 0:
+    return (q * (t - s)).sum(-1)
+  if alpha == 1:
+    return (p * (s - t)).sum(-1)
+  m = np.log((1 - alpha) * p + alpha * q)
+  return (1 - alpha) * (p * (s - m)).sum(-1) + alpha * (q * (t - m)).sum(-1)
+
+
+seeds = st.integers(0, 2**31 - 1)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seeds, st.sampled_from([0.0, 0.01, 0.3, 0.5, 1.0]))
+def test_divergence_is_the_formula_and_not_negative(seed, alpha):
+  rng = np.random.default_rng(seed)
+  s, t = log_probs(rng, 3, 6), log_probs(rng, 3, 6)
+  with jax.enable_x64(True):
+    ours = np.asarray(divergences.divergence(jnp.asarray(s), jnp.asarray(t), alpha))
+  np.testing.assert_allclose(ours, numpy_divergence(s, t, alpha), rtol=1e-12, atol=1e-14)
+  assert np.all(ours >= 0)
+
+
+@settings(max_examples=10, deadline=None)
+@given(seeds, st.floats(0.05, 0.95))
+def test_divergence_swaps_roles_with_alpha(seed, alpha):
+  """JSD_α(s, t) = JSD_{1−α}(t, s); at one half it is symmetric; KL(t‖s) is KL of the swapped pair."""
+  rng = np.random.default_rng(seed)
+  with jax.enable_x64(True):
+    s, t = jnp.asarray(log_probs(rng, 4, 5)), jnp.asarray(log_probs(rng, 4, 5))
+    for a, b in ((alpha, 1 - alpha), (0.5, 0.5), (0.0, 1.0)):
+      np.testing.assert_allclose(
+        divergences.divergence(s, t, a), divergences.divergence(t, s, b), rtol=1e-9, atol=1e-14
+      )
+
+
+@pytest.mark.parametrize('alpha', [0.0, 0.3, 1.0])
+def test_divergence_gradient_is_by_finite_differences_for_the_student_and_none_for_the_teacher(alpha):
+  rng = np.random.default_rng(0)
+  s, t = log_probs(rng, 5), log_probs(rng, 5)
+  with jax.enable_x64(True):
+    by_student, by_teacher = jax.grad(lambda s, t: divergences.divergence(s, t, alpha), argnums=(0, 1))(
+      jnp.asarray(s), jnp.asarray(t)
+    )
+    np.testing.assert_allclose(
+      by_student, divergences.divergence_slopes(jnp.asarray(s), jnp.asarray(t), alpha), rtol=1e-12
+    )
+  step = 1e-6
+  for k in range(5):
+    shift = step * np.eye(5)[k]
+    slope = (numpy_divergence(s + shift, t, alpha) - numpy_divergence(s - shift, t, alpha)) / (2 * step)
+    np.testing.assert_allclose(by_student[k], slope, rtol=1e-6, atol=1e-9)
+  assert not np.any(by_teacher)
+
+
+@pytest.mark.parametrize('alpha', [0.0, 0.5, 1.0])
+@pytest.mark.parametrize('where', ['student', 'teacher', 'both'])
+def test_minus_infinity_stays_finite(alpha, where):
+  rng = np.random.default_rng(1)
+  s, t = log_probs(rng, 4).astype(np.float32), log_probs(rng, 4).astype(np.float32)
+  if where != 'teacher':
+    s[2] = -np.inf
+  if where != 'student':
+    t[2] = -np.inf
+  value, slope = jax.value_and_grad(lambda s: divergences.divergence(s, jnp.asarray(t), alpha))(jnp.asarray(s))
+  assert np.isfinite(value) and np.all(np.isfinite(slope))
+  assert where == 'teacher' or slope[2] == 0
+  floor = divergences.log_floor(jnp.float32)
+  expected = numpy_divergence(np.maximum(s, floor).astype(np.float64), np.maximum(t, floor).astype(np.float64), alpha)
+  np.testing.assert_allclose(value, expected, rtol=1e-5)
+
+
+def test_tail_holds_the_rest_and_at_least_1e_7():
+  with jax.enable_x64(True):
+    tailed = divergences.with_tail(jnp.log(jnp.array([[0.5, 0.2], [0.6, 0.4]])))
+    np.testing.assert_allclose(jnp.exp(tailed[0]), [0.5, 0.2, 0.3], rtol=1e-12)
+    np.testing.assert_allclose(jnp.exp(tailed[1, 2]), -np.expm1(-1e-7), rtol=1e-9)
+    # No gradient through a clamped tail.
+    slope = jax.grad(lambda x: divergences.with_tail(x)[-1])(jnp.log(jnp.array([0.6, 0.4])))
+    np.testing.assert_array_equal(slope, 0)
+    np.testing.assert_allclose(
+      jnp.exp(divergences.renormalised(jnp.log(jnp.array([0.5, 0.25])))), [2 / 3, 1 / 3], rtol=1e-12
+    )
+
+
+@pytest.mark.parametrize('vocab,k', [(7, 7), (1000, 20), (5003, 40), (4096, 63), (9000, 1)])
+def test_top_k_is_exact(vocab, k):
+  logits = np.random.default_rng(0).standard_normal((3, vocab)).astype(np.float32)
+  logits[1, : vocab // 2] = -np.inf
+  ids = np.asarray(vocabulary.top_k_indices(jnp.asarray(logits), k))
+  assert all(len(set(row)) == k for row in ids)
+  np.testing.assert_array_equal(np.sort(np.take_along_axis(logits, ids, 1), 1), np.sort(logits, 1)[:, vocab - k :])
+
+
+def test_statistics_of_parts_merge_to_those_of_the_whole():
+  rng = np.random.default_rng(0)
+  logits = (5 * rng.standard_normal((4, 50))).astype(np.float32) + np.array([[0], [1e4], [-1e4], [0]], np.float32)
+  logits[3, :40] = -np.inf
+  parts = vocabulary.empty_statistics(4, jnp.float32)
+  for part in np.split(logits, [3, 17, 41], axis=1):
+    parts = vocabulary.merge(parts, vocabulary.block_statistics(jnp.asarray(part)))
+  wide = logits.astype(np.float64)
+  shifted = wide - wide.max(1, keepdims=True)
+  normaliser = wide.max(1) + np.log(np.exp(shifted).sum(1))
+  p = np.exp(wide - normaliser[:, None])
+  entropy = -(p * np.where(p > 0, wide - normaliser[:, None], 0)).sum(1)
+  np.testing.assert_allclose(parts.log_normaliser, normaliser, rtol=1e-6)
+  np.testing.assert_allclose(parts.entropy, entropy, rtol=1e-4, atol=1e-5)
+  empty = vocabulary.block_statistics(jnp.full((2, 3), -jnp.inf))
+  assert np.all(np.isfinite(empty.log_normaliser)) and np.all(empty.entropy == 0)
+
+
+def numpy_aggregate(loss, mask, mode, scale):
+  """The definition, group by group, as a loop."""
+  tokens = mask.sum(1)
+  if mode == 'token-mean':
+    return (loss * mask).sum() / max(mask.sum(), 1)
+  if mode == 'seq-mean-token-sum-norm':
+    return (loss * mask).sum() / scale
+  rows = [i for i in range(len(mask)) if tokens[i] > 0]
+  sums = [(loss[i] * mask[i]).sum() / (tokens[i] + 1e-8 if mode == 'seq-mean-token-mean' else 1) for i in rows]
+  return sum(sums) / max(len(rows), 1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seeds, st.sampled_from(AGGREGATIONS), st.sampled_from([None, 1, 2, 3, 6]))
+def test_aggregation_is_the_mean_over_groups_of_the_definition(seed, mode, group_size):
+  rng = np.random.default_rng(seed)
+  mask = (rng.random((6, 5)) < 0.6) * (rng.random((6, 1)) < 0.7) * 1.0
+  loss = rng.standard_normal((6, 5))
+  size = group_size or 6
+  expected = np.mean([numpy_aggregate(loss[i : i + size], mask[i : i + size], mode, 9.0) for i in range(0, 6, size)])
+  ours = loss_coefficients(mask, mode, group_size=group_size, scale=9.0)
+  assert ours.dtype == np.float64 and isinstance(ours, np.ndarray)
+  np.testing.assert_allclose((ours * loss).sum(), expected, rtol=1e-12, atol=1e-15)
+  assert np.all(ours[mask == 0] == 0)
+  on_device = loss_coefficients(jnp.asarray(mask, jnp.float32), mode, group_size=group_size, scale=9.0)
+  np.testing.assert_allclose(on_device, ours, rtol=2e-6)
+
+
+def test_aggregation_of_nothing_is_zero_and_errors_name_the_setting():
+  for mode in AGGREGATIONS:
+    np.testing.assert_array_equal(loss_coefficients(np.zeros((2, 3), np.float32), mode, group_size=1), 0)
+  with pytest.raises(ValueError, match='loss_agg_mode'):
+    loss_coefficients(np.ones((2, 3)), 'mean')
+  with pytest.raises(ValueError, match='loss_group_size=4'):
+    loss_coefficients(np.ones((6, 3)), 'token-mean', group_size=4)
+
+
+def test_masked_sequences_count_with_a_group_size_of_one():
+  """(1/N) Σ_i m_i·mean_t ℓ_it over all N sequences: the paper's effective objective."""
+  mask = np.array([[1, 1, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0]], np.float64)
+  np.testing.assert_allclose(
+    loss_coefficients(mask, 'token-mean', group_size=1), mask * np.array([[1 / 8], [0], [1 / 4], [0]])
+  )
+
+
+@settings(max_examples=15, deadline=None)
+@given(seeds, st.booleans())
+def test_advantages(seed, norm_by_std):
+  rng = np.random.default_rng(seed)
+  group = rng.permutation([0, 0, 0, 1, 1, 7, 2, 2, 2, 2])
+  scores = rng.standard_normal(10)
+  expected = np.empty(10)
+  for i in range(10):
+    members = scores[group == group[i]]
+    centre, spread = (members.mean(), members.std(ddof=1)) if len(members) > 1 else (0.0, 1.0)
+    expected[i] = (scores[i] - centre) / (spread + 1e-6) if norm_by_std else scores[i] - centre
+  np.testing.assert_allclose(grpo_advantages(scores, group, norm_by_std), expected, rtol=1e-10)
+  on_device = grpo_advantages(jnp.asarray(scores, jnp.float32), jnp.asarray(group), norm_by_std)
+  np.testing.assert_allclose(on_device, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_equal_scores_have_no_advantage():
+  np.testing.assert_array_equal(grpo_advantages(np.ones(4), np.zeros(4, int), True), 0)
+
+
+@pytest.mark.parametrize('advantage', [1.5, -1.5])
+@pytest.mark.parametrize('ratio', [0.1, 0.79, 0.81, 1.0, 1.27, 1.29, 2.9, 3.1])
+def test_dual_clip_by_cases(advantage, ratio):
+  """Slope −A·r where nothing clips, 0 where the clip or the dual clip is active."""
+  value = lambda x: dual_clip_ppo(x, jnp.zeros(()), jnp.asarray(advantage), 0.2, 0.28, 3.0)
+  (loss, metrics), slope = jax.value_and_grad(value, has_aux=True)(jnp.log(jnp.asarray(ratio)))
+  if advantage > 0:
+    clipped, lower = ratio > 1.28, False
+    expected = -advantage * min(ratio, 1.28)
+  else:
+    clipped, lower = ratio < 0.8, ratio > 3.0
+    expected = -advantage * min(max(ratio, 0.8), 3.0)
+  np.testing.assert_allclose(loss, expected, rtol=1e-5)
+  np.testing.assert_allclose(slope, 0 if clipped or lower else -advantage * ratio, rtol=1e-5)
+  assert (bool(metrics['clipped']), bool(metrics['clipped_lower'])) == (clipped, lower)
+  np.testing.assert_allclose(metrics['ratio'], ratio, rtol=1e-6)
+
+
+def test_kl_estimates():
+  rng = np.random.default_rng(0)
+  x, y = rng.standard_normal((2, 7)).astype(np.float32)
+  d = (x - y).astype(np.float64)
+  for kind, expected in (('k1', d), ('abs', abs(d)), ('k2', d**2 / 2), ('k3', np.exp(-d) + d - 1)):
+    np.testing.assert_allclose(kl_penalty(jnp.asarray(x), jnp.asarray(y), kind), expected, rtol=1e-4, atol=1e-6)
+  with pytest.raises(ValueError, match='k9'):
+    kl_penalty(x, y, 'k9')
+
+
+def test_importance_ratio_has_an_upper_clip_only_and_no_gradient():
+  new, old = jnp.array([-1.0, -1.0, -1.0, -50.0, -1.0]), jnp.array([-1.0, -3.0, -1.5, -1.0, -90.0])
+  np.testing.assert_allclose(importance_ratio(new, old, 2.0), [1, 2, np.exp(0.5), np.exp(-20), 2], rtol=1e-6)
+  np.testing.assert_allclose(importance_ratio(new, old, None)[4], np.exp(20), rtol=1e-6)
+  assert not np.any(jax.grad(lambda x: importance_ratio(x, old, None).sum())(new))
+
+
+@pytest.mark.parametrize('level', ['token', 'sequence'])
+def test_rollout_weights(level):
+  rng = np.random.default_rng(0)
+  old, rollout = -rng.random((2, 4, 5)) * 3
+  mask = np.ones((4, 5)) * (np.arange(5)[None] < np.array([[5], [3], [0], [1]]))
+  rollout[mask == 0] = np.nan  # Padding may hold anything.
+  ratio = np.where(mask > 0, old - np.nan_to_num(rollout), 0)
+  if level == 'sequence':
+    ratio = np.repeat(ratio.sum(1, keepdims=True), 5, 1)
+  expected = np.minimum(np.exp(ratio) * mask, 2.0)
+  weights, metrics = rollout_is_weights(old, rollout, mask, 2.0, level=level)
+  np.testing.assert_allclose(weights, expected, rtol=1e-12)
+  assert all(np.isfinite(value) for value in metrics.values())
+  normalised, metrics = rollout_is_weights(old, rollout, mask, 2.0, True, level=level)
+  np.testing.assert_allclose(normalised * metrics['rollout_corr/rollout_is_batch_norm_factor'], expected, rtol=1e-12)
+  if level == 'token':
+    np.testing.assert_allclose(normalised.sum() / mask.sum(), 1, rtol=1e-6)
+  _, nothing = rollout_is_weights(old, rollout, mask * 0, 2.0, True, level=level)
+  assert all(np.isfinite(value) for value in nothing.values())

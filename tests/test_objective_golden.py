@@ -1,0 +1,71 @@
+"""The reference's own numbers: every committed golden file, and the command that checks any folder of them."""
+
+import json
+from pathlib import Path
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.golden import extras, loss, teacher
+from tests.golden.__main__ import main
+
+DATA = Path(__file__).parent / 'golden' / 'data'
+SHARDS = 8
+
+
+def passed(report):
+  assert report.cases and not report.failed, '\n'.join(report.messages)
+
+
+@pytest.mark.parametrize('shard', range(SHARDS))
+def test_losses(shard):
+  # Neighbouring files share shapes and settings, hence compiled programs.
+  count = len(list((DATA / 'loss').glob('*.npz')))
+  assert count == 112
+  edges = np.linspace(0, count, SHARDS + 1).astype(int)
+  passed(loss.check(DATA / 'loss', slice(int(edges[shard]), int(edges[shard + 1]))))
+
+
+def test_exceptions_of_the_loss(tmp_path):
+  shutil.copy(DATA / 'loss' / 'errors.json', tmp_path)
+  report = loss.check(tmp_path)
+  assert not report.failed, report.messages
+
+
+def test_extras():
+  passed(extras.check(DATA / 'extras'))
+
+
+def test_teachers():
+  passed(teacher.check(DATA / 'teacher'))
+
+
+def test_command_fails_on_a_wrong_number_and_on_nothing(tmp_path, capsys):
+  folder = tmp_path / 'loss'
+  folder.mkdir()
+  name = '108_topk_notail_K1.npz'
+  with np.load(DATA / 'loss' / name) as archive:
+    arrays = dict(archive)
+  np.savez(folder / name, **arrays)
+  assert main([str(tmp_path)]) == 0
+  assert capsys.readouterr().out == 'loss: 1 cases, 0 failed, worst 0.0e+00\n'
+  np.savez(folder / name, **arrays | {'exp_loss_f64': arrays['exp_loss_f64'] + 1e-4})
+  assert main([str(tmp_path)]) == 1
+  assert 'loss: 1 cases, 1 failed' in capsys.readouterr().out
+  # A reference that is not finite cannot fail.
+  info = json.loads(str(arrays['info_json'])) | {'loss_finite': False}
+  np.savez(folder / name, **arrays | {'exp_loss_f64': np.float64('nan'), 'info_json': json.dumps(info)})
+  assert main([str(tmp_path)]) == 0
+  (tmp_path / 'unknown').mkdir()
+  shutil.rmtree(folder)
+  assert main([str(tmp_path)]) == 1
+
+
+def test_command_as_a_process():
+  command = [sys.executable, '-m', 'tests.golden', str(DATA / 'extras')]
+  finished = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False)
+  assert finished.returncode == 0, finished.stderr
+  assert finished.stdout.startswith('extras: 113 cases, 0 failed, worst ')

@@ -1,0 +1,467 @@
+"""The one loss: against NumPy in float64, finite differences, its own unchunked form, and its properties."""
+
+import functools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sdpo_jax.config import Config
+from sdpo_jax.objective.aggregation import loss_coefficients
+from sdpo_jax.objective.chunked import token_log_probs
+from sdpo_jax.objective.loss import ObjectiveConfig, objective, objective_from_logits
+from sdpo_jax.types import TeacherSignal
+
+B, T, V, D = 3, 5, 40, 8
+
+
+def problem(seed=0, vocab=V):
+  """Float64 arrays of a small problem: masks with holes, a fully masked row, coefficients of all three terms."""
+  rng = np.random.default_rng(seed)
+  normal = lambda *shape: rng.standard_normal(shape)
+  mask = (rng.random((B, T)) < 0.8) * 1.0
+  mask[1, 2:] = 0
+  return {
+    'hidden': normal(B, T, D),
+    'unembedding': normal(vocab, D),
+    'teacher_hidden': normal(B, T, D),
+    'teacher_unembedding': normal(vocab, D),
+    'mix_hidden': normal(B, T, D),
+    'mix_unembedding': normal(vocab, D),
+    'targets': rng.integers(0, vocab, (B, T)),
+    'mask': mask,
+    'distill_coef': rng.random((B, T)) * mask,
+    'policy_coef': rng.random((B, T)) * mask,
+    'entropy_coef': rng.random((B, T)) * mask * 0.1,
+    'old_log_probs': -3 + normal(B, T),
+    'advantages': normal(B, T),
+  }
+
+
+def numpy_loss(x, config, mix_rate=None, vocab=V):
+  """Written from the definitions, token by token."""
+  log_softmax = lambda z: z - z.max() - np.log(np.exp(z - z.max()).sum())
+  total, per_token = 0.0, np.zeros((B, T))
+  for i, t in np.ndindex(B, T):
+    if not x['mask'][i, t]:
+      continue
+    s = log_softmax(x['unembedding'] @ x['hidden'][i, t] / config.temperature)
+    other = x['teacher_unembedding'] @ x['teacher_hidden'][i, t]
+    if mix_rate is not None:
+      other = (1 - mix_rate) * other + mix_rate * (x['mix_unembedding'] @ x['mix_hidden'][i, t])
+    q = log_softmax(other / config.temperature)
+    y = x['targets'][i, t]
+    if not config.full_logit_distillation:
+      divergence = (s[y] - q[y]) * s[y]
+    else:
+      a, b = s, q
+      if config.distillation_topk is not None:
+        top = np.argsort(-s)[: config.distillation_topk]
+        a, b = s[top], q[top]
+        if config.distillation_add_tail:
+          tail = lambda z: np.log(-np.expm1(min(np.log(np.exp(z).sum()), -1e-7)))
+          a, b = np.append(a, tail(a)), np.append(b, tail(b))
+        else:
+          a, b = a - np.log(np.exp(a).sum()), b - np.log(np.exp(b).sum())
+      if config.alpha == 0:
+        divergence = (np.exp(b) * (b - a)).sum()
+      elif config.alpha == 1:
+        divergence = (np.exp(a) * (a - b)).sum()
+      else:
+        m = np.log((1 - config.alpha) * np.exp(a) + config.alpha * np.exp(b))
+        divergence = (1 - config.alpha) * (np.exp(a) * (a - m)).sum() + config.alpha * (np.exp(b) * (b - m)).sum()
+    log_ratio = np.clip(s[y] - x['old_log_probs'][i, t], -20, 20)
+    weight = 1.0 if config.is_clip is None else min(np.exp(log_ratio), config.is_clip)
+    per_token[i, t] = divergence
+    total += x['distill_coef'][i, t] * weight * divergence
+    advantage, ratio = x['advantages'][i, t], np.exp(log_ratio)
+    ppo = max(-advantage * ratio, -advantage * np.clip(ratio, 0.8, 1.28))
+    total += x['policy_coef'][i, t] * (min(ppo, -3 * advantage) if advantage < 0 else ppo)
+    total += x['entropy_coef'][i, t] * (np.exp(s) * s).sum()
+  return total, per_token
+
+
+def signal(x, mix_rate=None):
+  mix = {}
+  if mix_rate is not None:
+    mix = dict(mix_hidden=x['mix_hidden'], mix_unembedding=x['mix_unembedding'], mix_rate=mix_rate)
+  return TeacherSignal(hidden=x['teacher_hidden'], unembedding=x['teacher_unembedding'], **mix)
+
+
+TERMS = ('targets', 'mask', 'distill_coef', 'policy_coef', 'entropy_coef', 'old_log_probs', 'advantages')
+
+
+@functools.partial(jax.jit, static_argnames=('config', 'gradients', 'mix_rate'))
+def chunked(x, config, gradients=('hidden', 'unembedding'), mix_rate=None):
+  """(loss, aux), gradients by name."""
+
+  def value(trained):
+    y = x | trained
+    return objective(
+      y['hidden'],
+      y['unembedding'],
+      signal(y, mix_rate),
+      **{name: y[name] for name in TERMS if name in y},
+      config=config,
+    )
+
+  return jax.value_and_grad(value, has_aux=True)({name: x[name] for name in gradients})
+
+
+@functools.partial(jax.jit, static_argnames=('config', 'mix_rate'))
+def unchunked(x, config, mix_rate=None):
+  def value(trained):
+    y = x | trained
+    logits = lambda name: y[f'{name}hidden'] @ y[f'{name}unembedding'].T
+    mix = {} if mix_rate is None else dict(mix_logits=logits('mix_'), mix_rate=mix_rate)
+    return objective_from_logits(
+      logits(''), logits('teacher_'), **{name: y[name] for name in TERMS if name in y}, config=config, **mix
+    )
+
+  return jax.value_and_grad(value, has_aux=True)({name: x[name] for name in ('hidden', 'unembedding')})
+
+
+def arrays(x, dtype):
+  return {name: jnp.asarray(v, dtype) if v.dtype.kind == 'f' else jnp.asarray(v, jnp.int32) for name, v in x.items()}
+
+
+CONFIGS = {
+  'topk': ObjectiveConfig(distillation_topk=6, alpha=0.3, temperature=0.7, chunk_size=4, vocab_block=17),
+  'renormalised': ObjectiveConfig(
+    distillation_topk=6, distillation_add_tail=False, alpha=0.0, is_clip=None, chunk_size=7, vocab_block=40
+  ),
+  'full': ObjectiveConfig(distillation_topk=None, alpha=0.5, is_clip=0.8, chunk_size=100, vocab_block=9),
+  'reverse': ObjectiveConfig(distillation_topk=None, alpha=1.0, temperature=1.6, chunk_size=1, vocab_block=13),
+  'sampled': ObjectiveConfig(full_logit_distillation=False, alpha=1.0, chunk_size=4, vocab_block=11),
+}
+
+
+@pytest.mark.parametrize('name', CONFIGS)
+def test_loss_gradient_and_per_token_values(name):
+  """NumPy's value, the unchunked form's gradient, finite differences along a random direction, metrics of both."""
+  config = CONFIGS[name]
+  mix_rate = 0.3 if name in ('topk', 'reverse') else None
+  x = problem()
+  rng = np.random.default_rng(1)
+  with jax.enable_x64(True):
+    (loss, aux), gradient = chunked(arrays(x, jnp.float64), config, mix_rate=mix_rate)
+    (plain, plain_aux), plain_gradient = unchunked(arrays(x, jnp.float64), config, mix_rate=mix_rate)
+  assert loss.dtype == np.float64 and gradient['hidden'].dtype == np.float64
+  expected, per_token = numpy_loss(x, config, mix_rate)
+  np.testing.assert_allclose(loss, expected, rtol=1e-12)
+  np.testing.assert_allclose(plain, expected, rtol=1e-12)
+  np.testing.assert_allclose(aux['divergence'], per_token, rtol=1e-11, atol=1e-14)
+  assert set(aux) == set(plain_aux)
+  for key, value in aux.items():
+    np.testing.assert_allclose(value, plain_aux[key], rtol=1e-9, atol=1e-12, err_msg=key)
+  for key, value in gradient.items():
+    np.testing.assert_allclose(value, plain_gradient[key], rtol=1e-9, atol=1e-12)
+  if config.full_logit_distillation and config.is_clip is None:  # No factor without gradient.
+    directions = {key: rng.standard_normal(value.shape) for key, value in gradient.items()}
+    shifted = lambda step: x | {key: x[key] + step * directions[key] for key in directions}
+    difference = (
+      numpy_loss(shifted(1e-6), config, mix_rate)[0] - numpy_loss(shifted(-1e-6), config, mix_rate)[0]
+    ) / 2e-6
+    slope = sum((np.asarray(gradient[key]) * directions[key]).sum() for key in gradient)
+    np.testing.assert_allclose(slope, difference, rtol=1e-6)
+
+
+def test_float32_is_close_and_its_type_kept():
+  x = problem()
+  (loss, aux), gradient = chunked(arrays(x, jnp.float32), CONFIGS['topk'])
+  assert loss.dtype == aux['divergence'].dtype == gradient['unembedding'].dtype == jnp.float32
+  np.testing.assert_allclose(loss, numpy_loss(x, CONFIGS['topk'])[0], rtol=1e-5)
+
+
+def test_bfloat16_states_give_float32_logits_and_bfloat16_gradients():
+  x = problem()
+  rounded = {
+    name: np.asarray(jnp.asarray(v, jnp.bfloat16), np.float64) if 'hidden' in name or 'unembed' in name else v
+    for name, v in x.items()
+  }
+  low = {
+    name: jnp.asarray(v, jnp.bfloat16) if 'hidden' in name or 'unembed' in name else v
+    for name, v in arrays(x, jnp.float32).items()
+  }
+  (loss, aux), gradient = chunked(low, CONFIGS['topk'])
+  assert loss.dtype == aux['log_prob'].dtype == jnp.float32
+  assert gradient['hidden'].dtype == gradient['unembedding'].dtype == jnp.bfloat16
+  np.testing.assert_allclose(loss, numpy_loss(rounded, CONFIGS['topk'])[0], rtol=1e-4)
+
+
+def test_one_gradient_may_be_left_out_or_both():
+  x = arrays(problem(), jnp.float32)
+  config = CONFIGS['topk']
+  _, both = chunked(x, config)
+  _, hidden = chunked(x, config, gradients=('hidden',))
+  _, unembedding = chunked(x, config, gradients=('unembedding',))
+  np.testing.assert_array_equal(hidden['hidden'], both['hidden'])
+  np.testing.assert_array_equal(unembedding['unembedding'], both['unembedding'])
+  (loss, _), _ = chunked(x, config)
+  forward, _ = objective(x['hidden'], x['unembedding'], signal(x), **{n: x[n] for n in TERMS}, config=config)
+  np.testing.assert_allclose(forward, loss, rtol=1e-6)
+
+
+def test_tied_embeddings_add_up():
+  """An unembedding that also made the hidden states receives both gradients, scaled by what stands behind the loss."""
+  x = arrays(problem(), jnp.float32)
+  table = x['unembedding']
+
+  def value(table, halves):
+    hidden = jnp.tanh(table[x['targets']])
+    first, second = (table, jax.lax.stop_gradient(table)) if halves else (table, table)
+    if halves:
+      hidden = hidden if halves == 'hidden' else jax.lax.stop_gradient(hidden)
+      first = second if halves == 'hidden' else first
+    loss, _ = objective(hidden, first, signal(x), **{n: x[n] for n in TERMS}, config=CONFIGS['topk'])
+    return 3.0 * loss
+
+  whole = jax.grad(value)(table, None)
+  np.testing.assert_allclose(
+    whole, jax.grad(value)(table, 'hidden') + jax.grad(value)(table, 'unembedding'), rtol=1e-4, atol=1e-6
+  )
+
+
+def test_nothing_flows_to_the_teacher_or_through_the_metrics():
+  x = arrays(problem(), jnp.float32)
+  call = lambda y: objective(
+    y['hidden'], y['unembedding'], signal(y, 0.5), **{n: y[n] for n in TERMS}, config=CONFIGS['topk']
+  )
+  names = ('teacher_hidden', 'teacher_unembedding', 'mix_hidden', 'mix_unembedding', 'distill_coef', 'old_log_probs')
+  slopes = jax.grad(lambda y: call(x | y)[0])({name: x[name] for name in names})
+  assert all(not np.any(slope) for slope in slopes.values())
+  through_metrics = jax.grad(lambda hidden: call(x | {'hidden': hidden})[1]['divergence'].sum())(x['hidden'])
+  assert not np.any(through_metrics)
+
+
+small = ObjectiveConfig(distillation_topk=6, alpha=0.5, chunk_size=4, vocab_block=16)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 10**6))
+def test_masked_tokens_have_no_effect_whatever_they_hold(seed):
+  x = problem(seed)
+  (loss, aux), gradient = chunked(arrays(x, jnp.float32), small)
+  dead = x['mask'] == 0
+  for name in (
+    'hidden',
+    'teacher_hidden',
+    'old_log_probs',
+    'advantages',
+    'distill_coef',
+    'policy_coef',
+    'entropy_coef',
+  ):
+    x[name][dead] = np.nan
+  x['targets'][dead] = 0
+  (after, after_aux), after_gradient = chunked(arrays(x, jnp.float32), small)
+  assert after == loss
+  jax.tree.map(np.testing.assert_array_equal, (aux, gradient), (after_aux, after_gradient))
+  assert not np.any(np.asarray(gradient['hidden'])[dead])
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.integers(0, 10**6))
+def test_all_masked_is_zero(seed):
+  x = problem(seed)
+  x['mask'] *= 0
+  (loss, aux), gradient = chunked(arrays(x, jnp.float32), small)
+  assert loss == 0
+  assert all(not np.any(leaf) for leaf in jax.tree.leaves((aux, gradient)))
+
+
+@pytest.mark.parametrize('chunk_size,vocab_block', [(1, 40), (2, 7), (15, 1), (1000, 1000)])
+def test_chunk_sizes_change_nothing(chunk_size, vocab_block):
+  x = problem(3)
+  config = dict(distillation_topk=6, alpha=0.5)
+  with jax.enable_x64(True):
+    x = arrays(x, jnp.float64)
+    expected = chunked(x, small)
+    ours = chunked(x, ObjectiveConfig(**config, chunk_size=chunk_size, vocab_block=vocab_block))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-13), ours, expected)
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(['token-mean', 'seq-mean-token-mean']), st.sampled_from([None, 1]))
+def test_micro_batches_add_up_exactly(seed, mode, group_size):
+  """Coefficients are made once for the batch, so any split of it gives the same loss and gradient."""
+  x = problem(seed)
+  x['distill_coef'] = loss_coefficients(x['mask'], mode, group_size=group_size)
+  with jax.enable_x64(True):
+    x = arrays(x, jnp.float64)
+    (loss, _), gradient = chunked(x, small)
+    parts = [chunked({n: v if 'unembedding' in n else v[i : i + 1] for n, v in x.items()}, small) for i in range(B)]
+    parts, loss, gradient = jax.tree.map(np.asarray, (parts, loss, gradient))
+  np.testing.assert_allclose(sum(part[0][0] for part in parts), loss, rtol=1e-12)
+  np.testing.assert_allclose(
+    sum(part[1]['unembedding'] for part in parts), gradient['unembedding'], rtol=1e-10, atol=1e-14
+  )
+  np.testing.assert_allclose(
+    np.concatenate([part[1]['hidden'] for part in parts]), gradient['hidden'], rtol=1e-10, atol=1e-14
+  )
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.integers(0, 10**6))
+def test_student_at_teacher_has_no_divergence_and_no_gradient(seed):
+  x = problem(seed)
+  x['teacher_hidden'], x['teacher_unembedding'] = x['hidden'], x['unembedding']
+  x['policy_coef'] = x['entropy_coef'] = np.zeros((B, T))
+  with jax.enable_x64(True):
+    (loss, _), gradient = chunked(arrays(x, jnp.float64), small)
+  assert abs(loss) < 1e-14
+  assert all(np.max(np.abs(leaf)) < 1e-14 for leaf in gradient.values())
+
+
+@pytest.mark.parametrize('alpha', [0.0, 0.5, 1.0])
+def test_all_but_one_token_and_a_tail_is_the_whole_vocabulary(alpha):
+  x = problem(5)
+  with jax.enable_x64(True):
+    x = arrays(x, jnp.float64)
+    whole = chunked(x, ObjectiveConfig(distillation_topk=None, alpha=alpha, chunk_size=8))
+    tailed = chunked(x, ObjectiveConfig(distillation_topk=V - 1, alpha=alpha, chunk_size=8))
+  np.testing.assert_allclose(tailed[0][0], whole[0][0], rtol=1e-9)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-7, atol=1e-9), tailed[1], whole[1])
+
+
+def test_external_teacher_equals_the_same_distribution_from_states():
+  """Token ids and log-probs of the student's own top K, in another order and padded, are the in-mesh top-K loss."""
+  x = problem(7)
+  config = ObjectiveConfig(distillation_topk=6, alpha=0.5, chunk_size=4)
+  log_softmax = lambda z: z - np.log(np.exp(z).sum(-1, keepdims=True))
+  student = x['hidden'] @ x['unembedding'].T
+  teacher = log_softmax(x['teacher_hidden'] @ x['teacher_unembedding'].T)
+  ids = np.argsort(student, -1)[..., -6:]
+  given_log_probs = np.take_along_axis(teacher, ids, -1)
+  ids = np.concatenate([np.full((B, T, 2), -1), ids], -1)
+  given_log_probs = np.concatenate([np.full((B, T, 2), np.nan), given_log_probs], -1)
+  with jax.enable_x64(True):
+    y = arrays(x, jnp.float64)
+    external = TeacherSignal(token_ids=jnp.asarray(ids), log_probs=jnp.asarray(given_log_probs))
+    value = lambda hidden, teacher: objective(
+      hidden, y['unembedding'], teacher, **{n: y[n] for n in TERMS}, config=config
+    )
+    ours = jax.value_and_grad(value, has_aux=True)(y['hidden'], external)
+    expected = jax.value_and_grad(value, has_aux=True)(y['hidden'], signal(y))
+  np.testing.assert_allclose(ours[0][0], expected[0][0], rtol=1e-12)
+  np.testing.assert_allclose(ours[1], expected[1], rtol=1e-9, atol=1e-13)
+  for name in ('divergence', 'student_tail', 'teacher_tail', 'teacher_coverage'):
+    np.testing.assert_allclose(ours[0][1][name], expected[0][1][name], rtol=1e-10, atol=1e-12)
+
+
+def test_support_replaces_the_top_k():
+  x = arrays(problem(7), jnp.float32)
+  config = ObjectiveConfig(distillation_topk=6, alpha=0.5, chunk_size=4)
+  top = jax.lax.top_k(x['hidden'] @ x['unembedding'].T, 6)[1]
+  call = lambda support: objective(
+    x['hidden'], x['unembedding'], signal(x), **{n: x[n] for n in TERMS}, config=config, support=support
+  )[0]
+  np.testing.assert_allclose(call(top), call(None), rtol=1e-6)
+  assert abs(call((top + 1) % V) - call(None)) > 1e-3
+
+
+def test_without_old_log_probs_the_ratios_are_one():
+  x = problem(2)
+  x['old_log_probs'] = np.asarray(
+    token_log_probs(*(jnp.asarray(x[n], jnp.float32) for n in ('hidden', 'unembedding')), jnp.asarray(x['targets']))[0]
+  )
+  y = arrays(x, jnp.float32)
+  given_old = chunked(y, small)
+  y.pop('old_log_probs')
+  current = chunked(y, small)
+  live = x['mask'] > 0
+  np.testing.assert_array_equal(np.asarray(current[0][1]['ratio'])[live], 1)
+  np.testing.assert_array_equal(np.asarray(current[0][1]['ppo_ratio'])[live], 1)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), current, given_old)
+
+
+def test_policy_gradient_alone_needs_no_teacher():
+  x = problem(4)
+  x['distill_coef'] = np.zeros((B, T))
+  y = arrays(x, jnp.float32)
+  loss, aux = objective(y['hidden'], y['unembedding'], None, **{n: y[n] for n in TERMS}, config=small)
+  np.testing.assert_allclose(loss, numpy_loss(x, small)[0], rtol=1e-4)
+  np.testing.assert_allclose(loss, aux['policy_loss'] - aux['entropy_bonus'], rtol=1e-5)
+  assert 'divergence' not in aux
+
+
+def test_the_reference_s_published_figures():
+  """Values and gradient norms of lasgroup/SDPO 0e6d510 on sines and cosines, float32."""
+  b, t, v = np.meshgrid(np.arange(2), np.arange(4), np.arange(8), indexing='ij')
+  student = jnp.asarray(2 * np.sin(1 + 1.7 * b + 0.9 * t + 0.6 * v), jnp.float32)
+  teacher = jnp.asarray(2.5 * np.cos(0.3 + 1.1 * b + 0.5 * t + 0.8 * v), jnp.float32)
+  targets = jnp.asarray(((3 * b + 5 * t + 1) % 8)[..., 0])
+  old = jnp.asarray((-1.5 - 0.2 * b - 0.4 * t)[..., 0], jnp.float32)
+  mask = np.array([[1, 1, 1, 1], [1, 1, 0, 0]], np.float32)
+  rollout = np.array([[0.5, 1, 1.5, 2], [1, 0.25, 0, 0]], np.float32)
+  eye = jnp.eye(8)
+
+  def run(mode='token-mean', rows=(1, 1), weights=1.0, **settings):
+    coefficients = loss_coefficients(mask * np.array(rows, np.float32)[:, None], mode) * weights
+    config = ObjectiveConfig(**({'is_clip': None, 'distillation_topk': 3, 'chunk_size': 3} | settings))
+    value = lambda student: objective(
+      student, eye, TeacherSignal(hidden=teacher, unembedding=eye), targets, jnp.asarray(mask), coefficients,
+      old_log_probs=old, config=config,
+    )[0]  # fmt: skip
+    loss, gradient = jax.value_and_grad(value)(student)
+    return float(loss), float(jnp.linalg.norm(gradient.ravel()))
+
+  expected = [
+    (run(distillation_topk=None, alpha=0.2), (0.11037705, 0.02503995)),
+    (run(alpha=0.0), (0.51348448, 0.17839035)),
+    (run(distillation_add_tail=False, alpha=0.5), (0.09720308, 0.04394075)),
+    (run(full_logit_distillation=False, alpha=1.0), (0.15459602, 0.60326445)),
+    (run(alpha=0.5, is_clip=2.0), (0.05265716, 0.02756530)),
+    (run(alpha=1.0, is_clip=2.0, weights=rollout), (0.18323977, 0.09695297)),
+    (run(alpha=0.5, mode='seq-mean-token-mean'), (0.11807370, 0.04228808)),
+    (run(alpha=0.5, mode='seq-mean-token-sum', rows=(0, 1)), (0.21165633, 0.14364900)),
+    (run(alpha=0.5, mode='seq-mean-token-sum', rows=(0, 0)), (0.0, 0.0)),  # NaN in the reference.
+    (run(distillation_topk=8, alpha=0.5), (0.16346033, 0.03702862)),
+  ]
+  for ours, theirs in expected:
+    np.testing.assert_allclose(ours, theirs, rtol=3e-6)
+
+
+def test_forward_only_log_probs_and_entropy():
+  x = problem(9)
+  logits = x['hidden'] @ x['unembedding'].T / 0.7
+  log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+  with jax.enable_x64(True):
+    y = arrays(x, jnp.float64)
+    ours, entropy = token_log_probs(y['hidden'], y['unembedding'], y['targets'], 0.7, chunk_size=4, vocab_block=7)
+    masked, _ = token_log_probs(y['hidden'], y['unembedding'], y['targets'], 0.7, chunk_size=4, mask=y['mask'])
+  ours, entropy, masked = np.asarray(ours), np.asarray(entropy), np.asarray(masked)
+  np.testing.assert_allclose(ours, np.take_along_axis(log_probs, x['targets'][..., None], -1)[..., 0], rtol=1e-12)
+  np.testing.assert_allclose(entropy, -(np.exp(log_probs) * log_probs).sum(-1), rtol=1e-12)
+  np.testing.assert_allclose(masked, ours * x['mask'], rtol=1e-12)
+
+
+def test_settings_and_arguments_that_contradict_each_other_are_refused():
+  for bad in (dict(alpha=1.5), dict(distillation_topk=0), dict(is_clip=0.0), dict(temperature=0.0), dict(chunk_size=0)):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+      ObjectiveConfig(**bad)
+  with pytest.raises(ValueError, match='alpha=1'):
+    ObjectiveConfig(full_logit_distillation=False, alpha=0.5)
+  x = arrays(problem(), jnp.float32)
+  states = (x['hidden'], x['unembedding'])
+  terms = {n: x[n] for n in TERMS}
+  for teacher in (
+    TeacherSignal(),
+    TeacherSignal(hidden=x['hidden']),
+    TeacherSignal(hidden=x['hidden'], unembedding=x['unembedding'], mix_rate=0.5),
+    TeacherSignal(token_ids=x['targets'][..., None]),
+  ):
+    with pytest.raises(ValueError, match='teacher'):
+      objective(*states, teacher, **terms)
+  with pytest.raises(ValueError, match='advantages'):
+    objective(*states, signal(x), **(terms | {'advantages': None}))
+
+
+def test_settings_come_from_the_configuration():
+  config = Config()
+  config.rollout.temperature, config.actor.self_distillation.alpha = 0.8, 1.0
+  ours = ObjectiveConfig.from_config(config)
+  assert (ours.temperature, ours.alpha, ours.distillation_topk, ours.chunk_size) == (0.8, 1.0, 100, 1024)
