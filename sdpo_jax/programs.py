@@ -6,7 +6,7 @@ cost them without running anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -66,14 +66,17 @@ def programs(
     'apply': Program(update.apply, (state, trainable)),
     'finish': Program(update.finish, (state, jax.ShapeDtypeStruct((), jnp.int32))),
   }
+  terms = ['distill_coef' if sdpo else 'policy_coef', *(['entropy_coef'] if config.actor.entropy_coeff else [])]
   scoring = batching.scores_first(config)
   for response in declared.response:
     for prompt in declared.prompt:
       if scoring:
-        batch = abstract_batch(rows, prompt, None, response, old=False, mesh=mesh)
+        batch = abstract_batch(rows, prompt, None, response, old=False, terms=terms, mesh=mesh)
         found[f'score/{prompt}×{response}'] = Program(update.score, (base, trainable, batch.student, batch.targets))
       for reprompt in declared.reprompt if sdpo else (None,):
-        batch = abstract_batch(rows, prompt, reprompt, response, old=not batching.on_policy(config), mesh=mesh)
+        batch = abstract_batch(
+          rows, prompt, reprompt, response, old=not batching.on_policy(config), terms=terms, mesh=mesh
+        )
         name = f'update/{prompt}×{reprompt}×{response}' if sdpo else f'update/{prompt}×{response}'
         found[name] = Program(update.accumulate, (base, state, trainable, batch))
       if response == declared.response[-1]:
@@ -82,9 +85,16 @@ def programs(
 
 
 def abstract_batch(
-  rows: int, prompt: int, reprompt: int | None, response: int, *, old: bool, mesh: jax.sharding.Mesh
+  rows: int,
+  prompt: int,
+  reprompt: int | None,
+  response: int,
+  *,
+  old: bool,
+  terms: Sequence[str],
+  mesh: jax.sharding.Mesh,
 ) -> Batch:
-  """Shapes and shardings of a micro-batch."""
+  """Shapes and shardings of a micro-batch whose loss has these `terms`."""
   sharding = meshes.batch_sharding(mesh)
   array = lambda width, dtype: jax.ShapeDtypeStruct((rows, width), dtype, sharding=sharding)
   side = lambda room: TokenRows(
@@ -99,9 +109,7 @@ def abstract_batch(
     teacher=None if reprompt is None else side(reprompt),
     targets=array(response, jnp.int32),
     mask=weights,
-    distill_coef=weights,
-    policy_coef=weights,
-    entropy_coef=weights,
+    **{name: weights if name in terms else None for name in batching.COEFFICIENTS},
     old_log_probs=weights if old else None,
     advantages=weights,
   )
@@ -131,12 +139,20 @@ def _sampling(
     prompts, lengths, params = _sampling_arguments(mesh, groups, repeats, prompt, stop_ids)
     static = dict(n=repeats, max_new_tokens=response)
     arguments = (*parameters, prompts, lengths, params)
-    state = jax.eval_shape(functools.partial(run.prefill, **static), *arguments)
-    found[f'{prefix}prefill/{prompt}×{response}'] = Program(run.prefill, arguments, static)
-    found[f'{prefix}decode/{prompt}×{response}'] = Program(
-      jax.jit(functools.partial(decode.advance, policy), donate_argnames='state'),
-      (*parameters, params, state, jax.ShapeDtypeStruct((), jnp.int32)),
-    )
+    slots = (prompt,)
+    for stage in engine.stages(response):
+      slots = (*slots, prompt + stage)
+      if len(slots) == 2:
+        static['slots'] = stage
+        state = jax.eval_shape(functools.partial(run.prefill, **static), *arguments)
+        found[f'{prefix}prefill/{prompt}×{response}'] = Program(run.prefill, arguments, static)
+      else:
+        state = jax.eval_shape(functools.partial(run.grow, n=repeats, slots=slots), state)
+      # The program of the last stage, which holds the whole cache, has the plain name.
+      found[f'{prefix}decode/{prompt}×{response}' + (f'@{stage}' if stage < response else '')] = Program(
+        jax.jit(functools.partial(decode.advance, policy), donate_argnames='state'),
+        (*parameters, params, state, jax.ShapeDtypeStruct((), jnp.int32)),
+      )
   return found
 
 

@@ -108,9 +108,10 @@ class Batch:
   teacher: TokenRows | None  # None when no row has a teacher signal (GRPO).
   targets: jax.Array  # [B, T] int32, completion tokens (0 where masked).
   mask: jax.Array  # [B, T] float32, 1 on completion tokens.
-  distill_coef: jax.Array  # [B, T] float32, weight of the divergence of a token: masks × weights ÷ denominators.
-  policy_coef: jax.Array  # [B, T] float32, weight of the policy-gradient loss of a token.
-  entropy_coef: jax.Array  # [B, T] float32, weight of the entropy bonus of a token.
+  # Weights of a token in the terms of the loss, masks × weights ÷ denominators; None: the term is not there.
+  distill_coef: jax.Array | None  # [B, T] float32, of the divergence.
+  policy_coef: jax.Array | None  # [B, T] float32, of the policy gradient.
+  entropy_coef: jax.Array | None  # [B, T] float32, of the entropy bonus.
   old_log_probs: (
     jax.Array | None
   )  # [B, T], of the policy before the update; None: the current ones, detached (on-policy).

@@ -13,6 +13,8 @@ from sdpo_jax.objective.aggregation import loss_coefficients
 from sdpo_jax.rollout.engine import buckets, pick
 from sdpo_jax.types import Batch, Rollouts, TokenRows
 
+COEFFICIENTS = ('distill_coef', 'policy_coef', 'entropy_coef')
+
 
 def on_policy(config: Config) -> bool:
   """Whether the ratio to the old policy is 1 by construction: one optimizer step a generation batch."""
@@ -100,9 +102,10 @@ class Samples:
 
 
 def coefficients(samples: Samples, rows: np.ndarray, config: Config) -> dict[str, np.ndarray]:
-  """[M, T] weights of divergence, policy loss and entropy for the M `rows` of one optimizer step.
+  """[M, T] weights of the terms of the loss for the M `rows` of one optimizer step, by their name in `Batch`.
 
-  Denominators count every row of the step, those without a signal too (reference core_algos.py:1027-1082).
+  Only the terms that the settings ask for are there. Denominators count every row of the step, those without a signal
+  too (reference core_algos.py:1027-1082).
   """
   actor = config.actor
   mask = samples.rollouts.completion_mask[rows].astype(np.float32)
@@ -110,20 +113,23 @@ def coefficients(samples: Samples, rows: np.ndarray, config: Config) -> dict[str
   group = lambda values: loss_coefficients(
     values, actor.loss_agg_mode, group_size=actor.loss_group_size, scale=scale
   ).astype(np.float32)
-  weights = 1.0 if samples.rollout_weights is None else samples.rollout_weights[rows]
-  nothing = np.zeros_like(mask)
-  sdpo = actor.policy_loss.loss_mode == 'sdpo'
-  return {
-    'distill_coef': group(mask * samples.distill_mask[rows][:, None]) * weights if sdpo else nothing,
-    'policy_coef': nothing if sdpo else group(mask) * weights,
-    'entropy_coef': group(mask) * np.float32(actor.entropy_coeff) if actor.entropy_coeff else nothing,
-  }
+  weights = np.float32(1) if samples.rollout_weights is None else samples.rollout_weights[rows]
+  if actor.policy_loss.loss_mode == 'sdpo':
+    found = {'distill_coef': group(mask * samples.distill_mask[rows][:, None]) * weights}
+  else:
+    found = {'policy_coef': group(mask) * weights}
+  if actor.entropy_coeff:
+    found['entropy_coef'] = group(mask) * np.float32(actor.entropy_coeff)
+  return found
 
 
 def has_signal(samples: Samples, coef: dict[str, np.ndarray], rows: np.ndarray) -> np.ndarray:
   """[M] bool: rows that can move the parameters; the others are left out of every forward pass."""
-  policy = (coef['policy_coef'] != 0).any(1) & (samples.advantages[rows] != 0)
-  return (coef['distill_coef'] != 0).any(1) | policy | (coef['entropy_coef'] != 0).any(1)
+  live = np.zeros(len(rows), bool)
+  for name, values in coef.items():
+    moves = (values != 0).any(1)
+    live |= moves & (samples.advantages[rows] != 0) if name == 'policy_coef' else moves
+  return live
 
 
 @dataclasses.dataclass
@@ -189,5 +195,5 @@ def _micro_batch(
       np.float32
     )
     * mask,
-    **{name: fit(values[picked].astype(np.float32)) for name, values in coef.items()},
+    **{name: None for name in COEFFICIENTS} | {name: fit(values[picked]) for name, values in coef.items()},
   )

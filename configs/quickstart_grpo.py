@@ -1,0 +1,15 @@
+"""The quickstart's baseline: GRPO with the same base model, questions and number of generations.
+
+python -m launch.train --config=configs/quickstart_grpo.py
+"""
+
+from configs import quickstart
+from sdpo_jax.config import Config
+
+
+def get_config() -> Config:
+  config = quickstart.get_config()
+  config.name = 'quickstart_grpo'
+  config.actor.policy_loss.loss_mode = 'vanilla'
+  config.optimizer.lr = 1e-3
+  return config
