@@ -111,6 +111,22 @@ def test_batching_changes_no_sample(model, reference, settings):
   assert_same_samples(sample(make_sampler(model, **settings), model), reference)
 
 
+@pytest.mark.parametrize('on_mesh', [False, True])
+def test_making_room_in_stages_changes_no_sample(model, reference, monkeypatch, compiled, on_mesh):
+  """Three stages, of which the later ones are not even begun when every row is done."""
+  monkeypatch.setattr(engine, 'SMALLEST_STAGE', 4)
+  assert engine.stages(24) == (6, 12, 24)
+  sampler = make_sampler(model, mesh=make_mesh(MeshConfig()) if on_mesh else None)
+  short = sample(sampler, model, max_tokens=6)
+  np.testing.assert_array_equal(short.completion_tokens[:, :6], reference.completion_tokens[:, :6])
+  assert count(compiled) == {'prefill': 1, 'advance': 1}
+  assert_same_samples(sample(sampler, model), reference)
+  assert count(compiled) == {'prefill': 1, 'advance': 3}
+  if not on_mesh:
+    stopping = make_sampler(model, stop=('<end>',), stop_token_ids=(), stop_check_interval=5)
+    assert sample(stopping, model).text == reference.text
+
+
 def test_one_by_one_is_the_batch(model):
   """Every row alone, with the knobs that it has in a batch of rows with different knobs."""
   knobs = dict(
@@ -205,7 +221,8 @@ def test_rows_are_divided_over_the_mesh(model):
   }
   params_of_rows = make_sampler(model)._params(np.arange(16, dtype=np.int32), knobs, seed=0, step=0)
   prompts, lengths, params_of_rows = run.put((prompts, lengths, params_of_rows))
-  state = run.prefill(*run.prepare({}, params), prompts, lengths, params_of_rows, n=2, max_new_tokens=24)
+  state = run.prefill(*run.prepare({}, params), prompts, lengths, params_of_rows, n=2, max_new_tokens=24, slots=8)
+  state = run.grow(state, n=2, slots=(32, 40, 56))
   for leaf in jax.tree.leaves(state):
     if leaf.ndim:
       assert leaf.addressable_shards[0].data.size * 8 == leaf.size, leaf.sharding
@@ -229,6 +246,10 @@ def test_wrong_requests_say_what_to_do(model, prompts, settings, says):
 def test_an_empty_stop_string_is_refused(model):
   with pytest.raises(UserError, match='rollout.stop'):
     make_sampler(model, stop=('a', ''))
+
+
+def test_stages():
+  assert engine.stages(64) == (64,) and engine.stages(128) == (64, 128) and engine.stages(8192) == (2048, 4096, 8192)
 
 
 def test_buckets():

@@ -1,7 +1,9 @@
 """Prefill and the decode loop as pure functions: one prefill a prompt, one in-place cache, a loop that ends early.
 
 `generate` does all of it in one call. The engine calls its parts: `for_decoding` once a batch, `prefill`, and `advance`,
-which takes over the state's buffers (donate it) and can be called again where a text has to be looked at in between.
+which takes over the state's buffers (donate it) and can be called again where a text has to be looked at in between or
+where `grow` has made room for more tokens: a step reads the whole cache, written or not, so that long completions are
+given room as they come.
 """
 
 from __future__ import annotations
@@ -91,11 +93,13 @@ def prefill(
   *,
   n: int,
   max_new_tokens: int,
+  slots: int | None = None,
 ) -> DecodeState:
   """The state in which nothing has been drawn yet: every prompt but its last token went through the model, once.
 
   The last token of a prompt is the first that `advance` puts in, so that a token is drawn in one place only and a
-  prefill needs no logits. Arguments as in `generate`.
+  prefill needs no logits. Arguments as in `generate`; the cache has room for `slots` tokens of each completion at
+  first (None: for all, that is `max_new_tokens`).
   """
   base, trainable = for_decoding(policy, base, trainable)
   prompts, width = prompt_tokens.shape
@@ -113,7 +117,7 @@ def prefill(
   )
   empty = jnp.zeros((room, rows), jnp.float32)
   return DecodeState(
-    cache=policy.repeat_cache(cache, n, width + room),
+    cache=policy.repeat_cache(cache, n, width + (slots or room)),
     keys=sampling.row_keys(params),
     token=jnp.repeat(jnp.take_along_axis(prompt_tokens, last[:, None], axis=1)[:, 0], n),
     position=jnp.repeat(last, n),
@@ -144,7 +148,7 @@ def advance(
     trainable: trainable parameters.
     params: of the B rows, as in `prefill`.
     state: from `prefill` or `advance`; donate it, and the cache is updated in place.
-    limit: [] int32, at most T.
+    limit: [] int32, at most what the cache has room for.
 
   Returns:
     The new state.
@@ -167,6 +171,11 @@ def advance(
     return _record(state.replace(cache=cache), drawn, params)
 
   return lax.while_loop(unfinished, step, state)
+
+
+def grow(policy: Policy, state: DecodeState, length: int) -> DecodeState:
+  """The state with room in its cache for prompts and completions of `length` tokens in all."""
+  return state.replace(cache=policy.repeat_cache(state.cache, 1, length))
 
 
 def result(state: DecodeState) -> DecodeResult:

@@ -21,6 +21,7 @@ from sdpo_jax.types import Rollouts
 Tree = Any
 PerSample = float | Sequence[float] | np.ndarray  # One value for all, or [N].
 SMALLEST_BUCKET = 16
+SMALLEST_STAGE = 64
 
 
 def buckets(declared: Sequence[int], limit: int | None) -> tuple[int, ...]:
@@ -42,9 +43,17 @@ def pick(lengths: tuple[int, ...], length: int) -> int | None:
   return next((bucket for bucket in lengths if bucket >= length), None)
 
 
+def stages(room: int) -> tuple[int, ...]:
+  """The completion lengths for which room is made in the cache, one after the other: a quarter, half, all of `room`.
+
+  A decode step attends to all slots that there are. Each stage compiles a program, for which short ones are too short.
+  """
+  return tuple(length for length in (room // 4, room // 2) if length >= SMALLEST_STAGE) + (room,)
+
+
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-  """What makes the two compiled programs of a call (prefill, advance) differ from those of another call."""
+  """What makes the compiled programs of a call (one prefill, one advance a stage) differ from those of another."""
 
   prompts: int
   n: int  # Completions of each prompt.
@@ -104,7 +113,7 @@ class Sampler:
     self._mesh = mesh
     self._programs: Programs = programs(policy, mesh)
     self._interval = stop_check_interval
-    self.shapes: set[Shapes] = set()  # Used so far; each compiles one prefill and one advance.
+    self.shapes: set[Shapes] = set()  # Used so far.
 
   def sample(
     self,
@@ -245,23 +254,28 @@ class Sampler:
     room: int,
   ) -> decode.DecodeResult:
     """One batch, from prompts [G, P] to completions [G · repeats, room] as host arrays."""
-    run = self._programs
-    self.shapes.add(Shapes(len(prompts), repeats, prompts.shape[1], room))
+    run, width = self._programs, prompts.shape[1]
+    self.shapes.add(Shapes(len(prompts), repeats, width, room))
     prompts, lengths, params = run.put((prompts, lengths, params))
-    state = run.prefill(*parameters, prompts, lengths, params, n=repeats, max_new_tokens=room)
-    if not self._stops:
-      return run.fetch(run.result(run.advance(*parameters, params, state, np.int32(room))))
-    checked = 0
-    for limit in (*range(self._interval, room, self._interval), room):
-      state = run.advance(*parameters, params, state, np.int32(limit))
-      state, finished = self._apply_stops(state, checked)
-      if finished:
-        break
-      checked = limit
-    return run.fetch(run.result(state))
+    checked, slots = 0, (width,)
+    for stage in stages(room):
+      slots = (*slots, width + stage)
+      if checked == 0:
+        state = run.prefill(*parameters, prompts, lengths, params, n=repeats, max_new_tokens=room, slots=stage)
+      else:
+        state = run.grow(state, n=repeats, slots=slots)
+      step = self._interval if self._stops else stage
+      for limit in (*range(checked + step, stage, step), stage):
+        state = run.advance(*parameters, params, state, np.int32(limit))
+        if self._stops:
+          state = self._apply_stops(state, checked)
+        checked = limit
+        if limit == room or run.fetch(state.done).all():
+          return run.fetch(run.result(state))
+    raise AssertionError('The last stage ends with the room.')
 
-  def _apply_stops(self, state: decode.DecodeState, checked: int) -> tuple[decode.DecodeState, bool]:
-    """The state with the rows ended in whose text a stop string has appeared, and whether all rows are done.
+  def _apply_stops(self, state: decode.DecodeState, checked: int) -> decode.DecodeState:
+    """The state with the rows ended in whose text a stop string has appeared.
 
     Rows that run on are looked at by their tail beyond `checked` tokens; every row gets a look at its whole text when
     it is done, which alone decides where it ends, so that the interval between looks changes nothing.
@@ -276,7 +290,7 @@ class Sampler:
       if end is not None:
         length[row], stopped[row], ended[row] = end, True, True
     new = self._programs.put(dict(length=length, stopped=stopped, done=ended))
-    return state.replace(**new), bool(ended.all())
+    return state.replace(**new)
 
   def _rollouts(self, prompts: np.ndarray, lengths: np.ndarray, n: int, completions: dict[str, np.ndarray]) -> Rollouts:
     group = np.repeat(np.arange(len(lengths), dtype=np.int32), n)

@@ -27,6 +27,7 @@ class Programs:
   prepare: Callable[[Tree, Tree], tuple[Tree, Tree]]  # (base, trainable), once a batch of rollouts.
   prefill: Callable[..., decode.DecodeState]  # `decode.prefill` without the policy.
   advance: Callable[..., decode.DecodeState]  # `decode.advance` without the policy; takes over the state's buffers.
+  grow: Callable[..., decode.DecodeState]  # (state, *, n, slots): slots of the prompt and after each stage so far.
   result: Callable[[decode.DecodeState], decode.DecodeResult]
   put: Callable[[Tree], Tree]  # Host arrays of rows to the devices.
   fetch: Callable[[Tree], Tree]  # Host arrays, the whole on every process.
@@ -44,10 +45,15 @@ def programs(policy: Policy, mesh: Mesh | None) -> Programs:
 
 
 def _on_one_device(policy: Policy) -> Programs:
+  def grow(state: decode.DecodeState, n: int, slots: tuple[int, ...]) -> decode.DecodeState:
+    del n
+    return decode.grow(policy, state, slots[-1])
+
   return Programs(
     prepare=jax.jit(functools.partial(decode.for_decoding, policy)),
-    prefill=jax.jit(functools.partial(decode.prefill, policy), static_argnames=('n', 'max_new_tokens')),
+    prefill=jax.jit(functools.partial(decode.prefill, policy), static_argnames=('n', 'max_new_tokens', 'slots')),
     advance=jax.jit(functools.partial(decode.advance, policy), donate_argnames='state'),
+    grow=jax.jit(grow, static_argnames=('n', 'slots'), donate_argnames='state'),
     result=jax.jit(decode.result),
     put=lambda tree: tree,
     fetch=jax.device_get,
@@ -75,11 +81,16 @@ def _on_mesh(policy: Policy, mesh: Mesh) -> Programs:
     *,
     n: int,
     max_new_tokens: int,
+    slots: int,
   ) -> decode.DecodeState:
-    state = decode.prefill(policy, base, trainable, prompts, lengths, params, n=n, max_new_tokens=max_new_tokens)
-    axes = _row_axes(policy, base, trainable, prompts, params, n, max_new_tokens)
-    place = lambda leaf, axis: lax.with_sharding_constraint(leaf, _row_sharding(mesh, leaf.ndim, axis))
-    return jax.tree.map(place, state, axes)
+    state = decode.prefill(
+      policy, base, trainable, prompts, lengths, params, n=n, max_new_tokens=max_new_tokens, slots=slots
+    )
+    width = prompts.shape[1]
+    return _spread(mesh, state, _row_axes(policy, n, (width, width + slots)))
+
+  def grow(state: decode.DecodeState, n: int, slots: tuple[int, ...]) -> decode.DecodeState:
+    return _spread(mesh, decode.grow(policy, state, slots[-1]), _row_axes(policy, n, slots))
 
   @functools.cache
   def advance_as(tree: Any, shardings: tuple[Sharding, ...]) -> Callable[..., decode.DecodeState]:
@@ -100,8 +111,9 @@ def _on_mesh(policy: Policy, mesh: Mesh) -> Programs:
   replicate = jax.jit(lambda tree: tree, out_shardings=whole)
   return Programs(
     prepare=lambda base, trainable: gather(base, trainable, specs=_without_fsdp((base, trainable))),
-    prefill=jax.jit(prefill, static_argnames=('n', 'max_new_tokens')),
+    prefill=jax.jit(prefill, static_argnames=('n', 'max_new_tokens', 'slots')),
     advance=advance,
+    grow=jax.jit(grow, static_argnames=('n', 'slots'), donate_argnames='state'),
     result=jax.jit(decode.result, out_shardings=whole),
     put=functools.partial(jax.tree.map, put),
     fetch=lambda tree: jax.device_get(replicate(tree)),
@@ -123,21 +135,13 @@ def _without_fsdp(parameters: Tree) -> tuple[PartitionSpec, ...]:
   return tuple(spec(leaf) for leaf in jax.tree.leaves(parameters))
 
 
-def _row_axes(
-  policy: Policy, base: Tree, trainable: Tree, prompts: jax.Array, params: SamplingParams, n: int, max_new_tokens: int
-) -> decode.DecodeState:
-  """For every array of the state the axis that grows with the number of prompts, -1 for none."""
+def _row_axes(policy: Policy, n: int, slots: tuple[int, ...]) -> Tree:
+  """For every array of the cache the axis that grows with the number of prompts, -1 for none."""
 
-  def shapes(groups: int) -> decode.DecodeState:
-    resize = lambda leaf, rows: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) if leaf.ndim else leaf
-    return jax.eval_shape(
-      functools.partial(decode.prefill, policy, n=n, max_new_tokens=max_new_tokens),
-      base,
-      trainable,
-      resize(prompts, groups),
-      jax.ShapeDtypeStruct((groups,), np.int32),
-      jax.tree.map(lambda leaf: resize(leaf, groups * n), params),
-    )
+  def shapes(prompts: int) -> Tree:
+    first = jax.eval_shape(lambda: policy.repeat_cache(policy.init_cache(prompts, slots[0]), n, slots[1]))
+    longer = lambda cache, length: jax.eval_shape(lambda cache: policy.repeat_cache(cache, 1, length), cache)
+    return functools.reduce(longer, slots[2:], first)
 
   def axis(one: Any, two: Any) -> int:
     return next((i for i, sizes in enumerate(zip(one.shape, two.shape, strict=True)) if sizes[0] != sizes[1]), -1)
@@ -145,7 +149,14 @@ def _row_axes(
   return jax.tree.map(axis, shapes(1), shapes(2))
 
 
-def _row_sharding(mesh: Mesh, ndim: int, axis: int) -> NamedSharding:
-  """Rows over `fsdp`; how heads lie over `tensor` is left to the compiler."""
-  other = PartitionSpec.UNCONSTRAINED if mesh.shape[TENSOR] > 1 and ndim > 2 else None
-  return NamedSharding(mesh, PartitionSpec(*(FSDP if i == axis else other for i in range(ndim))))
+def _spread(mesh: Mesh, state: decode.DecodeState, cache_axes: Tree) -> decode.DecodeState:
+  """The state with its rows over `fsdp`; how heads lie over `tensor` is left to the compiler."""
+
+  def place(leaf: jax.Array, axis: int) -> jax.Array:
+    other = PartitionSpec.UNCONSTRAINED if mesh.shape[TENSOR] > 1 and leaf.ndim > 2 else None
+    spec = PartitionSpec(*(FSDP if i == axis else other for i in range(leaf.ndim)))
+    return lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+
+  cache = jax.tree.map(place, state.cache, cache_axes)
+  # Beside the cache: rows [B], records [T, B] and one counter.
+  return jax.tree.map(lambda leaf: place(leaf, leaf.ndim - 1), state.replace(cache=None)).replace(cache=cache)
