@@ -9,11 +9,11 @@ import sys
 import numpy as np
 import pytest
 
-from tests.golden import extras, loss, teacher
+from tests.golden import e2e, extras, loss, teacher
 from tests.golden.__main__ import main
 
 DATA = Path(__file__).parent / 'golden' / 'data'
-SHARDS = 8
+SHARDS = 4
 
 
 def passed(report):
@@ -41,6 +41,10 @@ def test_extras():
 
 def test_teachers():
   passed(teacher.check(DATA / 'teacher'))
+
+
+def test_updates_end_to_end():
+  passed(e2e.check(DATA / 'e2e'))
 
 
 def test_command_fails_on_a_wrong_number_and_on_nothing(tmp_path, capsys):

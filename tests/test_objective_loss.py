@@ -14,6 +14,7 @@ from sdpo_jax.objective.aggregation import loss_coefficients
 from sdpo_jax.objective.chunked import token_log_probs
 from sdpo_jax.objective.loss import ObjectiveConfig, objective, objective_from_logits
 from sdpo_jax.types import TeacherSignal
+from tests.golden.compiling import quick
 
 B, T, V, D = 3, 5, 40, 8
 
@@ -94,7 +95,7 @@ def signal(x, mix_rate=None):
 TERMS = ('targets', 'mask', 'distill_coef', 'policy_coef', 'entropy_coef', 'old_log_probs', 'advantages')
 
 
-@functools.partial(jax.jit, static_argnames=('config', 'gradients', 'mix_rate'))
+@functools.partial(jax.jit, static_argnames=('config', 'gradients', 'mix_rate'), compiler_options=quick())
 def chunked(x, config, gradients=('hidden', 'unembedding'), mix_rate=None):
   """(loss, aux), gradients by name."""
 
@@ -111,7 +112,7 @@ def chunked(x, config, gradients=('hidden', 'unembedding'), mix_rate=None):
   return jax.value_and_grad(value, has_aux=True)({name: x[name] for name in gradients})
 
 
-@functools.partial(jax.jit, static_argnames=('config', 'mix_rate'))
+@functools.partial(jax.jit, static_argnames=('config', 'mix_rate'), compiler_options=quick())
 def unchunked(x, config, mix_rate=None):
   def value(trained):
     y = x | trained

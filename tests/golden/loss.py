@@ -15,6 +15,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.objective.aggregation import loss_coefficients
 from sdpo_jax.objective.loss import ObjectiveConfig, objective, objective_from_logits
 from sdpo_jax.types import TeacherSignal
+from tests.golden.compiling import quick
 from tests.golden.report import Report, load
 
 TOLERANCES = {
@@ -68,13 +69,16 @@ def _settings(config: dict, tokens: int, vocab: int) -> tuple[dict, dict]:
   return static, traced
 
 
-# Compile time is most of the work here, and optimised code is checked by the other tests.
-@functools.partial(
-  jax.jit,
-  static_argnames=('static', 'path'),
-  compiler_options={'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True},
-)
-def _evaluate(static, path, traced, student, teacher, targets, mask, coefficients, old, support):
+def _evaluate(static, path, traced, *arguments):
+  return _program(static, path)(traced, *arguments)
+
+
+@functools.cache
+def _program(static, path):
+  return jax.jit(functools.partial(_value_and_gradient, static, path), compiler_options=quick())
+
+
+def _value_and_gradient(static, path, traced, student, teacher, targets, mask, coefficients, old, support):
   settings = ObjectiveConfig(**dict(static), **traced)
   arguments = {'old_log_probs': old, 'config': settings, 'support': support}
 

@@ -1,0 +1,157 @@
+"""Golden updates: whole generation batches through the real training step, on the toy model."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sdpo_jax.config import Config
+from sdpo_jax.objective.aggregation import loss_coefficients
+from sdpo_jax.training import batching, step
+from sdpo_jax.types import Batch, TokenRows
+from tests.golden.compiling import quick
+from tests.golden.report import Report, load
+from tests.golden.toy_policy import ToyPolicy
+
+TOLERANCES = {'float64': 1e-9, 'float32': 1e-5}
+
+
+def check(directory: Path) -> Report:
+  """Trains every case in `directory`/*.npz in float64 and float32; compares weights and metrics after each call."""
+  report = Report('e2e')
+  for path in sorted(directory.glob('*.npz')):
+    report.cases += 1
+    case = load(path)
+    for dtype in TOLERANCES:
+      with jax.enable_x64(dtype == 'float64'):
+        _check_case(report, path.stem, case, dtype)
+  return report
+
+
+def make_config(facts: dict) -> Config:
+  """Our settings for the reference's; its denominators are per micro-batch, so that is the loss group."""
+  config = Config()
+  config.data.train_batch_size = facts['B']
+  config.rollout.n = 1
+  config.rollout.temperature = facts['temperature']
+  actor, distillation = config.actor, config.actor.self_distillation
+  actor.policy_loss.loss_mode = facts['loss_mode']
+
+  actor.loss_agg_mode = facts['loss_agg_mode']
+  actor.ppo_mini_batch_size = facts['ppo_mini_batch_size']
+  actor.ppo_epochs = facts['ppo_epochs']
+  actor.ppo_micro_batch_size = actor.loss_group_size = facts['ppo_micro_batch_size_per_gpu']
+  actor.logits_chunk_size = 5
+  distillation.full_logit_distillation = facts['full_logit_distillation']
+  distillation.alpha = facts['alpha']
+  distillation.distillation_topk = facts['distillation_topk'] or None
+  distillation.distillation_add_tail = facts['distillation_add_tail']
+  distillation.is_clip = facts['is_clip']
+  distillation.teacher_regularization = facts['teacher_regularization']
+  distillation.teacher_update_rate = facts['teacher_update_rate']
+  optimizer = config.optimizer
+  optimizer.name, optimizer.lr, optimizer.lr_warmup_steps = facts['optimizer'], facts['lr'], 0
+  optimizer.grad_clip = facts['grad_clip']
+  for name, value in (facts['adamw'] or {}).items():
+    setattr(optimizer, name, tuple(value) if name == 'betas' else value)
+  return config
+
+
+def _rows(data: dict, prefix: str) -> TokenRows:
+  """Left-padded prompt and right-padded response, laid out as the training loop lays them out."""
+  responses, mask = data['responses'], data['response_mask'] > 0
+  ids, attended = data[f'{prefix}input_ids'], data[f'{prefix}attention_mask'] > 0
+  room = ids.shape[1] - responses.shape[1]
+  lengths = mask.sum(1)
+  contiguous = np.all(mask == (np.arange(mask.shape[1])[None] < lengths[:, None]))
+  if contiguous and np.all(attended[:, room:] == mask) and np.all(attended[:, :room].any(1)):
+    prompts = [ids[i, :room][attended[i, :room]].tolist() for i in range(len(ids))]
+    return batching.token_rows(prompts, responses, mask, room)
+  states = np.arange(room - 1, ids.shape[1] - 1, dtype=np.int32)
+  return TokenRows(
+    tokens=ids,
+    positions=data[f'{prefix}position_ids'],
+    segment_ids=attended.astype(np.int32),
+    target_index=np.broadcast_to(states, responses.shape),
+  )
+
+
+def _batch(config: Config, data: dict, facts: dict, rows: slice, dtype: str) -> Batch:
+  """The rows of one mini-batch with coefficients over all of it."""
+  sdpo = config.actor.policy_loss.loss_mode == 'sdpo'
+  part = {name: value[rows] for name, value in data.items()}
+  mask = part['response_mask'].astype(dtype)
+  distilled = mask * part['self_distillation_mask'].astype(dtype)[:, None] if sdpo else mask
+  coefficients = loss_coefficients(distilled, config.actor.loss_agg_mode, group_size=config.actor.loss_group_size)
+  weights = part.get('rollout_is_weights', np.ones_like(mask)).astype(dtype)
+  nothing = np.zeros_like(mask)
+  return Batch(
+    student=_rows(part, ''),
+    teacher=_rows(part, 'teacher_') if sdpo else None,
+    targets=np.where(mask > 0, part['responses'], 0),
+    mask=mask,
+    distill_coef=coefficients * weights if sdpo else nothing,
+    policy_coef=nothing if sdpo else coefficients * weights,
+    entropy_coef=nothing,
+    old_log_probs=None if facts['on_policy'] else part['old_log_probs'].astype(dtype),
+    advantages=part['advantages'].astype(dtype),
+  )
+
+
+def _programs(policy: ToyPolicy, config: Config):
+  compiled = lambda function: jax.jit(function, compiler_options=quick())
+  return (
+    compiled(functools.partial(step.accumulate, policy, config)),
+    compiled(functools.partial(step.apply_gradients, config)),
+    compiled(functools.partial(step.finish_batch, config)),
+  )
+
+
+def _check_case(report: Report, case: str, data: dict, dtype: str) -> None:
+  facts = data['config_json']
+  config = make_config(facts)
+  config.optimizer.mu_dtype = dtype
+  tree = lambda prefix: {name: jnp.asarray(data[f'{prefix}_{name}'], dtype) for name in 'EPW'}
+  accumulate, apply, finish = _programs(ToyPolicy(facts['V']), config)
+  state = step.init_state(config, tree('init_student'))
+  if config.actor.policy_loss.loss_mode == 'sdpo':
+    state = state.replace(teacher=tree('init_teacher'))
+  mini, micro = config.actor.ppo_mini_batch_size, config.actor.ppo_micro_batch_size
+  for call in range(facts['steps']):
+    prefix = f'step{call}_'
+    given = {name.removeprefix(prefix): value for name, value in data.items() if name.startswith(prefix)}
+    metrics: dict[str, list[float]] = {}
+    note = lambda name, value, metrics=metrics: metrics.setdefault(name, []).append(float(value))
+    applied = 0
+    for start in [start for _ in range(facts['ppo_epochs']) for start in range(0, facts['B'], mini)]:
+      batch = _batch(config, given, facts, slice(start, start + mini), dtype)
+      grads = step.zero_gradients(state.trainable)
+      for first in range(0, mini, micro):
+        part = jax.tree.map(lambda x, first=first: jnp.asarray(x[first : first + micro]), batch)
+        grads, result = accumulate({}, state, grads, part)
+        note('actor/pg_loss', result.loss)
+        mean = lambda name, part=part, aux=result.aux: (aux[name] * part.mask).sum() / part.mask.sum()
+        for name, ours in (('pg_clipfrac', 'clipped'), ('pg_clipfrac_lower', 'clipped_lower'), ('ppo_kl', 'kl')):
+          note(f'actor/{name}', mean(f'ppo_{ours}'))
+        note('self_distillation/empty_target_batch', not np.any(part.distill_coef))
+      state, outcome = apply(state, grads)
+      applied += int(outcome['finite'])
+      note('actor/grad_norm', outcome['grad_norm'])
+    state = finish(state, np.int32(applied))
+    exact = {'float64': dtype == 'float64'}
+    for who, ours in (('student', state.trainable), ('teacher', state.teacher)):
+      for name, value in ours.items():
+        theirs = data[f'exp_step{call}_{who}_{name}_f64']
+        report.compare(case, f'{who} {name} after call {call} ({dtype})', value, theirs, TOLERANCES[dtype], **exact)
+    for name, theirs in data['exp_metrics_json']['f64'][call].items():
+      if name == 'actor/kl_loss':
+        continue  # No such term: the reference reports its zero.
+      ours = [sum(metrics[name])] if name == 'actor/pg_loss' else metrics[name]
+      if 'clipfrac' in name:
+        ours = np.float32(ours)  # The reference counts in float32 throughout.
+      theirs = np.atleast_1d(np.asarray([np.nan if v is None else v for v in np.atleast_1d(theirs)], np.float64))
+      report.compare(case, f'{name} of call {call} ({dtype})', ours, theirs, TOLERANCES[dtype], **exact)
