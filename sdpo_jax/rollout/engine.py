@@ -103,14 +103,12 @@ class Sampler:
     """
     if any(not text for text in stop):
       raise UserError('rollout.stop holds an empty string, which would end every completion at once: remove it.')
-    self._policy = policy
     self._tokenizer = tokenizer
     self._prompt_buckets = buckets(prompt_buckets, max_prompt_length)
     self._response_buckets = buckets(response_buckets, max_response_length)
     self._max_batch_rows = max_batch_rows
     self._stops = StopStrings(tokenizer, stop)
     self._stop_ids = np.asarray(sorted(set(stop_token_ids)) or [-1], np.int32)
-    self._mesh = mesh
     self._programs: Programs = programs(policy, mesh)
     self._interval = stop_check_interval
     self.shapes: set[Shapes] = set()  # Used so far.
@@ -231,10 +229,9 @@ class Sampler:
     return room
 
   def _params(self, ids: np.ndarray, knobs: dict[str, np.ndarray], seed: int, step: int) -> SamplingParams:
-    """Of the samples `ids` [B]; -1 is a row of padding, which draws nothing."""
+    """Of the samples `ids` [B]; -1 is a row of padding, which is done before it begins."""
     at = np.maximum(ids, 0)
     rows = {name: values[at] for name, values in knobs.items()}
-    # A row of padding must not make the others pay for a truncation; it is done before it begins.
     rows['max_tokens'] = np.where(ids >= 0, rows['max_tokens'], 0).astype(np.int32)
     return SamplingParams(
       **rows,
