@@ -42,8 +42,8 @@ def get_config() -> Config:
   config.algorithm.rollout_correction.rollout_is = None
   config.optimizer.lr = 1e-3
   config.optimizer.lr_warmup_steps = 0
-  config.trainer.total_training_steps = 100
-  config.trainer.test_freq = 10
-  config.trainer.save_freq = 20
+  config.trainer.total_training_steps = 300
+  config.trainer.test_freq = 20
+  config.trainer.save_freq = 50
   config.trainer.rollout_save_freq = 10
   return config
