@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+import gc
 import json
 import os
 from pathlib import Path
@@ -98,6 +99,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
   os.sched_setaffinity(0, {options.core})
   build = _ours if options.side == 'ours' else _torch
   run, facts = build(make_inputs(int(options.tokens), options.vocab, options.width), options)
+  gc.collect()
   before = _resident()
   Path('/proc/self/clear_refs').write_text('5')  # Resets the high-water mark.
   run()
@@ -159,7 +161,7 @@ def _ours(inputs: dict[str, np.ndarray], options: argparse.Namespace) -> tuple[C
       config=config,
     )
 
-  fixed = {name: jnp.asarray(inputs.pop(name)) for name in list(inputs)}
+  fixed = jax.block_until_ready({name: jnp.array(inputs.pop(name)) for name in list(inputs)})
   names = ('hidden', 'unembedding') if options.unembedding_gradient else ('hidden',)
   trained = {name: fixed.pop(name) for name in names}
   start = time.perf_counter()
