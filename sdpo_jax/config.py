@@ -302,12 +302,11 @@ class Config:
       trainer.test_freq == 0 or bool(data.val_files),
       'trainer.test_freq asks for evaluation but data.val_files is empty: name held-out rows or set trainer.test_freq=0.',
     )
-    if trainer.batch_order == 'balanced':
-      total = data.train_batch_size * self.rollout.n
-      _require(
-        total % trainer.balance_partitions == 0,
-        f'trainer.balance_partitions={trainer.balance_partitions} does not divide the {total} sequences of a batch.',
-      )
+    _require(
+      trainer.batch_order != 'balanced' or sequences % trainer.balance_partitions == 0,
+      f'trainer.balance_partitions={trainer.balance_partitions} does not divide the {sequences} sequences of an '
+      'optimizer step (actor.ppo_mini_batch_size × rollout.n): choose a divisor.',
+    )
     for key in ('fsdp', 'tensor'):
       _require(
         getattr(self.mesh, key) == -1 or getattr(self.mesh, key) > 0, f'mesh.{key} must be positive or -1 (the rest).'

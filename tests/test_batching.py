@@ -145,3 +145,13 @@ def test_a_length_over_the_largest_bucket_is_named():
   assert batching.bucket(17, (16, 32), 'x') == 32
   with pytest.raises(UserError, match='largest bucket of data.response_buckets, 32'):
     batching.bucket(33, (16, 32), 'data.response_buckets')
+
+
+def test_optimizer_steps_take_consecutive_rows_of_every_partition():
+  config = make_config(ppo_mini_batch_size=2)
+  assert [rows.tolist() for rows in batching.mini_batches(config)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+  config.trainer.batch_order, config.trainer.balance_partitions = 'balanced', 2
+  assert [rows.tolist() for rows in batching.mini_batches(config.validate())] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+  config.trainer.balance_partitions = 3
+  with pytest.raises(UserError, match='balance_partitions=3 does not divide the 4 sequences'):
+    config.validate()

@@ -26,6 +26,19 @@ def scores_first(config: Config) -> bool:
   return not on_policy(config) or config.algorithm.rollout_correction.rollout_is is not None
 
 
+def mini_batches(config: Config) -> list[np.ndarray]:
+  """The rows [M] of each optimizer step of a generation batch, in order.
+
+  Consecutive rows; with the balanced order, consecutive rows of every partition together, as the reference's ranks
+  contribute to each of its steps (fsdp_workers.py:242-243).
+  """
+  total = config.data.train_batch_size * config.rollout.n
+  size = config.actor.ppo_mini_batch_size * config.rollout.n
+  partitions = config.trainer.balance_partitions if config.trainer.batch_order == 'balanced' else 1
+  by_partition = np.arange(total).reshape(partitions, total // size, size // partitions)
+  return [by_partition[:, step].reshape(-1) for step in range(total // size)]
+
+
 def bucket(length: int, lengths: tuple[int, ...], name: str) -> int:
   """The smallest declared length that holds `length`.
 

@@ -153,15 +153,14 @@ class Learned:
 def learn(session: Session, state: TrainState, samples: batching.Samples) -> tuple[TrainState, Learned]:
   """All optimizer steps of a generation batch, then the teacher's."""
   config, update = session.config, session.update
-  size = config.actor.ppo_mini_batch_size * config.rollout.n
   losses, reports, values = [], [], {}
   trained = teacher_tokens = 0
   shape = samples.rollouts.completion_tokens.shape
   for _ in range(config.actor.ppo_epochs):
-    for start in range(0, len(samples), size):
+    for step_rows in batching.mini_batches(config):
       grads = update.zero(state.trainable)
       pending = []
-      for micro in batching.micro_batches(samples, np.arange(start, start + size), config, session.mesh.size):
+      for micro in batching.micro_batches(samples, step_rows, config, session.mesh.size):
         batch = put_rows(session.mesh, micro.batch)
         grads, result = update.accumulate(session.base, state, grads, batch)
         pending.append((micro.rows, result))
