@@ -140,8 +140,8 @@ class Progress:
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TextColumn('{task.fields[numbers]}'),
-        TextColumn('left'),
         TimeRemainingColumn(compact=True),
+        TextColumn('left'),
         console=Console(stderr=True),
       )
       self._task = self._bar.add_task('step', total=total, completed=done, numbers='compiling …')
