@@ -150,7 +150,7 @@ class ActorConfig:
   ppo_mini_batch_size: int = setting(32, 'Questions per optimizer step.')
   ppo_micro_batch_size: int = setting(8, 'Sequences per forward and backward pass; changes memory, never a gradient.')
   ppo_epochs: int = setting(1, 'Passes over a generation batch.')
-  logits_chunk_size: int = setting(1024, 'Tokens whose logits exist at one time in the objective.')
+  logits_chunk_size: int = setting(512, 'Tokens whose logits exist at one time in the objective.')
 
 
 @dataclasses.dataclass

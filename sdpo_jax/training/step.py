@@ -19,6 +19,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.mesh import replicated
 from sdpo_jax.objective import chunked
 from sdpo_jax.objective.loss import ObjectiveConfig, objective
+from sdpo_jax.objective.sharded import sharded_objective
 from sdpo_jax.teacher import weights as teacher_weights
 from sdpo_jax.training.optimizer import clip_by_global_norm, learning_rate, make_optimizer
 from sdpo_jax.types import Batch, TeacherSignal, TokenRows, TrainState, Tree
@@ -86,13 +87,20 @@ jax.tree_util.register_dataclass(MicroResult, ['loss', 'aux'], [])
 
 
 def accumulate(
-  policy: Policy, config: Config, base: Tree, state: TrainState, grads: Tree, batch: Batch
+  policy: Policy,
+  config: Config,
+  mesh: jax.sharding.Mesh | None,
+  base: Tree,
+  state: TrainState,
+  grads: Tree,
+  batch: Batch,
 ) -> tuple[Tree, MicroResult]:
   """Adds the gradients of one micro-batch to `grads`.
 
   Args:
     policy: the model.
     config: settings.
+    mesh: devices that share the rows of the batch; None or one device: nothing is shared.
     base: frozen parameters.
     state: current state; only read.
     grads: float32 accumulator in the layout of `state.trainable`; donated by the jitted program.
@@ -107,7 +115,10 @@ def accumulate(
 
   def loss_fn(trainable: Tree) -> tuple[jax.Array, dict[str, jax.Array]]:
     hidden, unembedding = forward(policy, base, trainable, batch.student)
-    return objective(
+    minimised = objective
+    if mesh is not None and mesh.size > 1:
+      minimised = functools.partial(sharded_objective, mesh, mesh.axis_names)
+    return minimised(
       hidden,
       unembedding,
       signal,
@@ -210,6 +221,7 @@ def make_update(policy: Policy, config: Config, shardings: TrainState | None = N
   """
   trees = None if shardings is None else shardings.trainable
   whole = None if shardings is None else jax.tree.leaves(shardings.step)[0]
+  mesh = None if shardings is None else whole.mesh
   return Update(
     policy=policy,
     config=config,
@@ -219,7 +231,7 @@ def make_update(policy: Policy, config: Config, shardings: TrainState | None = N
     ),
     zero=jax.jit(zero_gradients, out_shardings=trees),
     accumulate=jax.jit(
-      functools.partial(accumulate, policy, config),
+      functools.partial(accumulate, policy, config, mesh),
       donate_argnums=2,
       out_shardings=(trees, whole),
     ),
