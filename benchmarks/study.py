@@ -17,6 +17,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -27,7 +28,7 @@ OUTPUT = flags.DEFINE_string('output', 'docs/quickstart', 'Folder of the results
 RUNS = flags.DEFINE_string('runs', 'runs/study', 'Folder of the runs.')
 SEEDS = flags.DEFINE_integer('seeds', 3, 'Seeds of every arm.')
 STEPS = flags.DEFINE_integer('steps', 0, "Generation batches of every run; 0: the config's.")
-ONLY = flags.DEFINE_list('only', [], 'Names of the arms to run; empty: all.')
+ONLY = flags.DEFINE_multi_string('only', [], 'Name of an arm to run; may be repeated; unset: all.')
 ONLY_PLOT = flags.DEFINE_bool('only_plot', False, 'Do not run anything; draw what is there.')
 WORKERS = flags.DEFINE_integer('workers', 2, 'Runs at a time, one core each.')
 
@@ -111,9 +112,16 @@ def execute(arm: Arm, seed: int, root: pathlib.Path, steps: int, core: int) -> s
 def run_all(cells: Sequence[tuple[Arm, int]], root: pathlib.Path, steps: int, workers: int) -> None:
   """All runs, `workers` at a time, each worker on its own core."""
 
+  waiting = iter(cells)
+  lock = threading.Lock()
+
   def worker(core: int) -> None:
-    for index in range(core, len(cells), workers):
-      print(execute(*cells[index], root, steps, core), file=sys.stderr, flush=True)
+    while True:
+      with lock:
+        cell = next(waiting, None)
+      if cell is None:
+        return
+      print(execute(*cell, root, steps, core), file=sys.stderr, flush=True)
 
   with concurrent.futures.ThreadPoolExecutor(workers) as pool:
     for future in [pool.submit(worker, core) for core in range(workers)]:
@@ -190,6 +198,11 @@ def plot(results: Mapping[str, Mapping[int, Mapping[int, float]]], target: pathl
 
 def main(_: Sequence[str]) -> None:
   output, root = pathlib.Path(OUTPUT.value), pathlib.Path(RUNS.value)
+  known = [arm.name for arm in arms(LEARNING_RATES)]
+  if set(ONLY.value) - set(known):
+    raise SystemExit(
+      f'--only={min(set(ONLY.value) - set(known))}: there is no such arm; there are: {"; ".join(known)}.'
+    )
   chosen = [arm for arm in arms(LEARNING_RATES) if not ONLY.value or arm.name in ONLY.value]
   cells = [(arm, seed) for arm in chosen for seed in range(1 if arm.tuning else SEEDS.value)]
   start = time.monotonic()

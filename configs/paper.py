@@ -16,6 +16,10 @@ def base(name: str, model: str) -> Config:
   config.data.max_response_length = 8192
   config.data.filter_overlong_prompts = True
   config.data.enable_thinking = False
+  # 2 × 3 × 2 declared lengths: a micro-batch is padded to the smallest that hold it.
+  config.data.prompt_buckets = (512, 2048)
+  config.data.response_buckets = (1024, 4096, 8192)
+  config.data.reprompt_buckets = (2560, 10240)
   config.rollout.n = 8
   config.rollout.temperature = 1.0
   config.val_kwargs.temperature = 0.6

@@ -27,7 +27,7 @@ def main() -> int:
   workdir = WORKDIR.value or f'runs/{config.name}'
   result = loop.train(config, workdir, announce=lambda text: print(text, file=sys.stderr, flush=True))
   if jax.process_index() == 0:
-    print(report.summary(result, flags.FLAGS.config))
+    print(report.summary(result, flags.FLAGS.config, command.overrides()))
   return loop.EXIT_PREEMPTED if result.preempted else 0
 
 

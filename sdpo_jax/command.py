@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import errno
 import importlib.util
 import logging
 import os
@@ -52,8 +53,11 @@ def join_cluster() -> None:
     jax.distributed.initialize(*values)
   elif any(value is not None for value in values):
     raise UserError('--coordinator_address, --num_processes and --process_id go together: give all three or none.')
-  elif len(os.environ.get('TPU_WORKER_HOSTNAMES', '').split(',')) > 1:
-    jax.distributed.initialize()
+  elif importlib.util.find_spec('libtpu') is not None and os.environ.get('JAX_PLATFORMS', 'tpu').startswith('tpu'):
+    try:
+      jax.distributed.initialize()  # Finds the slice's other hosts by itself.
+    except (RuntimeError, ValueError) as error:
+      print(f'No TPU slice found ({str(error).splitlines()[0]}); running as one process.', file=sys.stderr)
 
 
 def load_config() -> Config:
@@ -98,6 +102,8 @@ def _parse(arguments: Sequence[str]) -> list[str]:
         raise SystemExit(_complain(f'{argument} has no value: write {argument}=VALUE.'))
       value = waiting.pop(0)
     _overrides.append((match.group(1), value))
+  if _overrides and 'config' not in flags.FLAGS:
+    raise SystemExit(_complain(f'--config.{_overrides[0][0]}: this command has no --config (--help lists its flags).'))
   if '--help_settings' in rest or '--helpsettings' in rest:
     print(settings_help())
     raise SystemExit(0)
@@ -114,6 +120,11 @@ def _parse(arguments: Sequence[str]) -> list[str]:
       _complain(f'{" ".join(left[1:])!r} is not a flag; flags are written --name=value (--help lists them).')
     )
   return left
+
+
+def overrides() -> list[tuple[str, str]]:
+  """(setting, text) of every --config.setting=text on the command line."""
+  return list(_overrides)
 
 
 def settings_help() -> str:
@@ -136,6 +147,10 @@ def run(main: Callable[[], int | None]) -> None:
       return main() or 0
     except UserError as error:
       return _complain(str(error))
+    except OSError as error:
+      if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        raise
+      return _complain(f'Writing failed ({error}): make room and start the same command again; it resumes.')
 
   for name in (
     'config',
@@ -151,9 +166,20 @@ def run(main: Callable[[], int | None]) -> None:
 
 def _quiet() -> None:
   """Libraries' progress chatter stays out of the way of ours; their errors do not."""
-  absl_logging.set_verbosity(absl_logging.WARNING)
-  for name in ('orbax', 'jax._src.compilation_cache', 'transformers', 'jax._src.compiler'):
+  absl_logging.set_verbosity(absl_logging.FATAL)  # Orbax reports through absl what we report as a sentence.
+  for name in ('orbax', 'asyncio'):
+    logging.getLogger(name).setLevel(logging.CRITICAL)
+  for name in ('jax._src.compilation_cache', 'transformers', 'jax._src.compiler'):
     logging.getLogger(name).setLevel(logging.ERROR)
+  logging.getLogger('sdpo_jax').setLevel(logging.WARNING)
+  show = sys.excepthook
+
+  def without_orphans(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    # After a failed write, each of its other files reports once more to the event loop that has gone.
+    if not (kind is RuntimeError and str(error) == 'Event loop is closed'):
+      show(kind, error, trace)
+
+  sys.excepthook = without_orphans
 
 
 def _compilation_cache() -> None:

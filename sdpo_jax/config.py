@@ -229,6 +229,19 @@ class Config:
     _require(bool(data.train_files), 'data.train_files is empty: name at least one file or generator.')
     for key in ('train_batch_size', 'max_prompt_length', 'max_response_length'):
       _require(getattr(data, key) > 0, f'data.{key} must be positive, not {getattr(data, key)}.')
+    _require(
+      data.val_max_samples is None or data.val_max_samples > 0,
+      f'data.val_max_samples must be positive or None (all rows), not {data.val_max_samples}.',
+    )
+    _require(0 <= self.seed < 2**63, f'seed must lie between 0 and 2^63, not {self.seed}.')
+    limits = {
+      'prompt_buckets': data.max_prompt_length,
+      'response_buckets': data.max_response_length,
+      'reprompt_buckets': self.actor.self_distillation.max_reprompt_len,
+    }
+    for key, limit in limits.items():
+      wrong = [size for size in getattr(data, key) if not 0 < size <= limit]
+      _require(not wrong, f'data.{key} holds {wrong}: lengths must lie between 1 and the limit, {limit}.')
     for section, sampling in (('rollout', self.rollout), ('val_kwargs', self.val_kwargs)):
       _require(sampling.n > 0, f'{section}.n must be positive, not {sampling.n}.')
       _require(sampling.temperature >= 0, f'{section}.temperature must not be negative ({sampling.temperature}).')
@@ -338,6 +351,9 @@ HARMLESS = (
   'trainer.tensorboard',
   'trainer.wandb_project',
   'trainer.profile_steps',
+  'actor.ppo_micro_batch_size',  # These three change memory and rounding, no gradient.
+  'actor.logits_chunk_size',
+  'model.remat',
   'mesh',
 )
 
@@ -415,7 +431,9 @@ def _unknown_setting(name: str) -> str:
   near = difflib.get_close_matches(name, flatten(Config()), n=3, cutoff=0.5)
   leaf_matches = [key for key in flatten(Config()) if key.split('.')[-1] == name.split('.')[-1] and key not in near]
   hint = ', '.join(leaf_matches + near)
-  return f'There is no setting {name!r}' + (f'; did you mean {hint}?' if hint else '; --help lists all of them.')
+  return f'There is no setting {name!r}' + (
+    f'; did you mean {hint}?' if hint else '; --help_settings lists all of them.'
+  )
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
@@ -485,6 +503,9 @@ def _parse(name: str, text: str, hint: Any) -> Any:
 
 def _check_types(config: Any, prefix: str) -> None:
   hints = typing.get_type_hints(type(config))
+  unknown = vars(config).keys() - hints.keys()
+  if unknown:
+    raise UserError(_unknown_setting(prefix + min(unknown)))
   for field in dataclasses.fields(config):
     value = getattr(config, field.name)
     if dataclasses.is_dataclass(value):
@@ -501,6 +522,8 @@ def _check_template(name: str, template: str, fields: tuple[str, ...]) -> None:
       f'{name} is not a valid template ({error!r}): it may use {", ".join("{" + f + "}" for f in fields)}, and a literal '
       'brace is written {{ or }}.'
     ) from error
+  if f'{{{fields[0]}}}' not in template:
+    raise UserError(f'{name} does not hold {{{fields[0]}}}: the teacher would never see it.')
 
 
 def from_dict(values: dict[str, Any]) -> Config:

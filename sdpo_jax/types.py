@@ -95,7 +95,7 @@ class TeacherSignal:
   unembedding: jax.Array | None = None  # [V, D].
   mix_hidden: jax.Array | None = None  # [B, T, D] of the student's weights on the teacher's prompt (trust region).
   mix_unembedding: jax.Array | None = None  # [V, D].
-  mix_rate: float | jax.Array | None = None  # logits = (1 − rate)·teacher + rate·mix (`spec` trust region, float32).
+  mix_rate: float | jax.Array | None = None  # logits = (1 − rate)·teacher + rate·mix (the trust region, float32).
   token_ids: jax.Array | None = None  # [B, T, K] int32.
   log_probs: jax.Array | None = None  # [B, T, K].
 

@@ -102,6 +102,25 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(tmp
   assert reopened.restore(make_state(0))[0] == 2
 
 
+def test_reading_a_run_that_goes_on_touches_nothing(tmp_path):
+  writer = save_steps(tmp_path, {1: {}, 2: {}})
+  victim = largest_file(tmp_path / 'checkpoints' / '2')
+  victim.write_bytes(victim.read_bytes()[: victim.stat().st_size // 2])
+  writer.save(3, make_state(3, size=200_000), {}, {})  # Still being written while the reader comes and goes.
+  reader = Checkpoints(tmp_path, read_only=True)
+  assert reader.restore(make_state(0))[0] == 1
+  reader.close()
+  writer.wait()
+  assert writer.steps() == [2, 3]
+  assert not (tmp_path / DAMAGED).exists()
+
+
+def test_a_best_metric_that_is_not_measured_is_named(tmp_path):
+  checkpoints = Checkpoints(tmp_path, best_metric='eval/a/mean@3')
+  with pytest.raises(UserError, match='best_metric=eval/a/mean@3 is not among .*eval/a/mean@2'):
+    checkpoints.save(1, make_state(1), {}, {'eval/a/mean@2': 0.5})
+
+
 def test_only_damaged_checkpoints_end_with_a_sentence(tmp_path):
   save_steps(tmp_path, {1: {}}).close()
   largest_file(tmp_path / 'checkpoints' / '1').write_bytes(b'')

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import runpy
+import shlex
 
+from etils import epath
 import pytest
 
+from sdpo_jax.errors import UserError
+from sdpo_jax.training import loop, report
 from tests import tiny
 
 
@@ -131,6 +136,38 @@ def test_the_printed_commands_work(folder, config, run):
   assert len(samples) == 4 and {'prompt', 'completion', 'score', 'feedback'} <= set(samples[0])
   again = tiny.launch('export', f'--workdir={folder}/run', f'--output={folder}/hf', cache=cache)
   assert again.returncode == 2 and 'is not empty' in again.stderr
+
+
+def test_a_run_on_a_full_disk_ends_in_a_sentence(folder, config):
+  arguments = [f'--config={config}', f'--workdir={folder}/full']
+  done = tiny.launch('train', *arguments, cache=folder / 'cache', file_limit=100_000)
+  assert done.returncode == 2, done.stderr
+  assert 'Traceback' not in done.stderr
+  assert 'start the same command again; it resumes from step 0' in done.stderr.splitlines()[-1]
+
+
+def test_a_folder_where_nothing_was_trained_takes_other_settings(folder, config):
+  workdir = folder / 'fresh'
+  workdir.mkdir()
+  (workdir / 'config.json').write_text('{"optimizer": {"lr": 7.0}}')
+  loop.check_workdir(command_config(config), workdir)
+  (workdir / 'metrics.jsonl').write_text('{"step": 0}\n')
+  with pytest.raises(UserError, match='optimizer.lr was 7.0'):
+    loop.check_workdir(command_config(config), workdir)
+
+
+def command_config(path):
+  return runpy.run_path(str(path))['get_config']()
+
+
+def test_next_commands_are_quoted_and_repeat_the_settings():
+  result = loop.Result(epath.Path('a b'), 3, False, {0: {'eval/x/mean@2': 0.0}, 3: {'eval/x/mean@2': 1.0}}, "it's")
+  text = report.summary(result, 'c.py', [('optimizer.lr', '1')])
+  assert "--config=c.py --config.optimizer.lr=1 '--workdir=a b'" in text
+  for line in text.splitlines():
+    assert not line.startswith('  python') or len(shlex.split(line)) == line.count(' --') + 3
+  stopped = loop.Result(epath.Path('x'), 0, True, {}, '')
+  assert 'starts again' in report.summary(stopped, 'c.py')
 
 
 def test_help_is_for_newcomers(folder):

@@ -43,6 +43,11 @@ class Validation(parameterized.TestCase):
     ('data.train_files', (), 'data.train_files is empty'),
     ('model.path', '', 'model.path is empty'),
     ('mesh.fsdp', 0, 'mesh.fsdp must be positive or -1'),
+    ('optimizer.learning_rate', 1e-5, "no setting 'optimizer.learning_rate'"),
+    ('actor.self_distillation.feedback_template', 'wrong', 'does not hold {feedback_raw}'),
+    ('data.val_max_samples', 0, 'val_max_samples must be positive'),
+    ('data.prompt_buckets', (64, 4096), r'prompt_buckets holds \[4096\]'),
+    ('seed', 2**70, 'seed must lie between'),
   )
   def test_a_wrong_setting_is_named_with_the_way_out(self, name, value, sentence):
     config = valid().validate()

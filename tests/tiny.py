@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import resource
+import signal
 import subprocess
 import sys
 
@@ -140,10 +142,24 @@ def environment(cache: pathlib.Path) -> dict[str, str]:
   return {**os.environ, 'JAX_PLATFORMS': 'cpu', 'JAX_COMPILATION_CACHE_DIR': str(cache), 'HF_HUB_OFFLINE': '1'}
 
 
-def launch(name: str, *arguments: str, cache: pathlib.Path) -> subprocess.CompletedProcess[str]:
-  """Runs a command to its end."""
+def launch(
+  name: str, *arguments: str, cache: pathlib.Path, file_limit: int | None = None
+) -> subprocess.CompletedProcess[str]:
+  """Runs a command to its end; with `file_limit` (bytes) larger files cannot be written, as on a full disk."""
+
+  def limit() -> None:
+    if file_limit is not None:
+      signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+      resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
+
   return subprocess.run(
-    command(name, *arguments), capture_output=True, text=True, check=False, cwd=REPOSITORY, env=environment(cache)
+    command(name, *arguments),
+    capture_output=True,
+    text=True,
+    check=False,
+    cwd=REPOSITORY,
+    env=environment(cache),
+    preexec_fn=limit,
   )
 
 

@@ -89,8 +89,8 @@ def objective(
 
   D is the divergence of teacher and student: over the student's top K with a bucket for the rest or renormalised,
   over the whole vocabulary (distillation_topk None), over an external teacher's tokens, or the sampled token's
-  stopgrad(s − t)·s. ratio = min(exp(log π − log π_old), is_clip), without gradient; 1 with is_clip None or without
-  old log-probs. All distributions are of the logits divided by the temperature; the trust region's logits are mixed
+  stopgrad(s − t)·s. ratio = min(exp(log π − log π_old), is_clip), without gradient, where π_old is
+  π without old log-probs; 1 with is_clip None. All distributions are of the logits divided by the temperature; the trust region's logits are mixed
   before that, in at least float32. Source: core_algos.py:1085-1188, dp_actor.py:51-64, 341-386, 523-560; paper §2-3.
 
   Logits exist for `chunk_size` tokens at a time, never [B, T, V], and the gradient is computed in the forward pass,
@@ -361,7 +361,7 @@ def _token_terms(
     else:
       per_token = small['divergence']
     ratio = jnp.ones_like(log_prob)
-    if static.ratio and 'old_log_probs' in data:
+    if static.ratio:
       unclipped = weights.importance_ratio(log_prob, old, None)
       ratio = jnp.minimum(unclipped, numbers['is_clip'])
       aux['ratio_clipped'] = (unclipped > numbers['is_clip']).astype(dtype)

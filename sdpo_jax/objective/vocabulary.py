@@ -74,7 +74,18 @@ def logits_dtype(hidden: jax.Array) -> jnp.dtype:
 
 def project(hidden: jax.Array, unembedding: jax.Array) -> jax.Array:
   """Logits [C, W] of hidden states [C, D] for rows [W, D] of the unembedding, in at least float32."""
-  return lax.dot_general(hidden, unembedding, (((1,), (1,)), ((), ())), preferred_element_type=logits_dtype(hidden))
+  return lax.dot_general(
+    hidden,
+    unembedding,
+    (((1,), (1,)), ((), ())),
+    precision=_precision(hidden),
+    preferred_element_type=logits_dtype(hidden),
+  )
+
+
+def _precision(values: jax.Array) -> lax.Precision | None:
+  """Exact products of float32, as in the model and the sampler; accelerators would round them to bfloat16."""
+  return None if values.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
 
 
 def fold_blocks(vocab: int, block: int, carry, step: Callable):
@@ -228,9 +239,13 @@ def pull_back(
     gradients = gradients.astype(hidden.dtype)
     if by_hidden is not None:
       rows = take_rows(unembedding, start, size)
-      by_hidden += lax.dot_general(gradients, rows, (((1,), (0,)), ((), ())), preferred_element_type=dtype)
+      by_hidden += lax.dot_general(
+        gradients, rows, (((1,), (0,)), ((), ())), precision=_precision(rows), preferred_element_type=dtype
+      )
     if by_unembedding is not None:
-      part = lax.dot_general(gradients, hidden, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
+      part = lax.dot_general(
+        gradients, hidden, (((0,), (0,)), ((), ())), precision=_precision(hidden), preferred_element_type=dtype
+      )
       by_unembedding = lax.dynamic_update_slice_in_dim(
         by_unembedding, take_rows(by_unembedding, start, size) + part, start, axis=0
       )

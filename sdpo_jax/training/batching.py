@@ -190,17 +190,17 @@ def _micro_batch(
     padded[: len(values), : values.shape[1]] = values
     return padded
 
-  def side(prompts: list[list[int]], sizes: Sequence[int], name: str) -> TokenRows:
-    chosen = [prompts[i] for i in ids] + [[0]] * (size - len(ids))
+  def side(prompts: list[list[int]], sizes: Sequence[int], name: str, read: np.ndarray) -> TokenRows:
+    chosen = [prompts[i] if used else [0] for i, used in zip(ids, read, strict=True)] + [[0]] * (size - len(ids))
     room = bucket(max(map(len, chosen)), sizes, name)
     return token_rows(chosen, fit(rollouts.completion_tokens[ids]), fit(rollouts.completion_mask[ids]), room)
 
   mask = fit(rollouts.completion_mask[ids]).astype(np.float32)
   return Batch(
-    student=side(samples.prompts, declared.prompt, 'data.prompt_buckets'),
+    student=side(samples.prompts, declared.prompt, 'data.prompt_buckets', np.ones(len(ids), bool)),
     teacher=None
     if samples.teacher_prompts is None
-    else side(samples.teacher_prompts, declared.reprompt, 'data.reprompt_buckets'),
+    else side(samples.teacher_prompts, declared.reprompt, 'data.reprompt_buckets', samples.distill_mask[ids] > 0),
     targets=fit(rollouts.completion_tokens[ids] * rollouts.completion_mask[ids]),
     mask=mask,
     old_log_probs=None if samples.old_log_probs is None else fit(samples.old_log_probs[ids].astype(np.float32)),

@@ -15,6 +15,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.types import TrainState
 
 DAMAGED = 'checkpoints_damaged'
+_logger = logging.getLogger('sdpo_jax.checkpoints')
 
 
 class Checkpoints:
@@ -23,13 +24,20 @@ class Checkpoints:
   Kept are the latest `keep` and, where `best_metric` is named, the one with its largest value.
   """
 
-  def __init__(self, workdir: epath.PathLike, *, keep: int = 2, best_metric: str | None = None):
+  def __init__(
+    self, workdir: epath.PathLike, *, keep: int = 2, best_metric: str | None = None, read_only: bool = False
+  ):
+    """Opens the checkpoints of `workdir`; with `read_only` the run may be going on elsewhere and nothing is touched."""
+    self._read_only = read_only
     self._workdir = epath.Path(workdir)
     self._keep = keep
     self._best_metric = best_metric
     self._manager = self._open()
 
   def _open(self) -> ocp.CheckpointManager:
+    if self._read_only:
+      options = ocp.CheckpointManagerOptions(read_only=True, create=False)
+      return ocp.CheckpointManager(self.directory, item_names=('state', 'host'), options=options)
     policies: list[Any] = [preservation_policy.LatestN(n=self._keep)]
     if self._best_metric:
       policies.append(
@@ -69,6 +77,11 @@ class Checkpoints:
     """
     if step in self._manager.all_steps():
       return
+    evaluated = sorted(name for name in metrics if name.startswith('eval/'))
+    if self._best_metric and evaluated and self._best_metric not in metrics:
+      raise UserError(
+        f'trainer.best_metric={self._best_metric} is not among the metrics of an evaluation: {", ".join(evaluated)}.'
+      )
     ranked = {self._best_metric: float(metrics[self._best_metric])} if self._best_metric in metrics else None
     try:
       self._manager.save(
@@ -114,19 +127,20 @@ class Checkpoints:
           args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract(like)), host=ocp.args.JsonRestore()),
         )
       except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged file; all mean the same here.
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-        failures.append(f'step {step}: {reason}')
-        logging.error('Checkpoint of step %d cannot be read (%s); trying the one before it.', step, reason)
+        reason = _first_line(error)
+        failures.append((step, reason))
+        _logger.error('Checkpoint of step %d cannot be read (%s); trying the one before it.', step, reason)
         continue
-      for failure in failures:
-        self._set_aside(int(failure.split()[1].rstrip(':')))
-      if failures:
+      if failures and not self._read_only:
+        for damaged, _ in failures:
+          self._set_aside(damaged)
         self._manager.close()
         self._manager = self._open()
       return step, restored['state'], restored['host']
     if failures:
       raise UserError(
-        f'None of the checkpoints in {self.directory} can be read ({"; ".join(failures)}): '
+        f'None of the checkpoints in {self.directory} can be read '
+        f'({"; ".join(f"step {step}: {reason}" for step, reason in failures)}): '
         'repair or remove them, or choose another --workdir.'
       )
     return None
@@ -139,11 +153,14 @@ class Checkpoints:
       (self.directory / str(step)).rename(target / (f'{step}.{serial}' if serial else str(step)))
 
   def _write_error(self, error: Exception) -> UserError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
     return UserError(
-      f'A checkpoint could not be written to {self.directory} ({reason}): make room or choose another --workdir, '
+      f'A checkpoint could not be written to {self.directory} ({_first_line(error)}): if the disk is full, make room, '
       f'then start the same command again; it resumes from step {max(self.steps(), default=0)}.'
     )
+
+
+def _first_line(error: Exception) -> str:
+  return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def abstract(state: TrainState) -> TrainState:

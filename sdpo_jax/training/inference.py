@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from typing import Any, Literal
+from typing import Literal
 
 from etils import epath
 import jax
@@ -16,6 +16,7 @@ from sdpo_jax.data import pipeline
 from sdpo_jax.data.prompts import chat_tokens
 from sdpo_jax.environments import registry
 from sdpo_jax.errors import UserError
+from sdpo_jax.files import write_atomically
 from sdpo_jax.training.checkpoints import Checkpoints
 from sdpo_jax.training.evaluation import Evaluation, evaluate
 from sdpo_jax.training.session import Session, make_session
@@ -35,17 +36,28 @@ def run_config(workdir: epath.PathLike) -> Config:
   return from_dict(json.loads(path.read_text()))
 
 
-def open_run(workdir: epath.PathLike, weights: Literal['student', 'teacher'] = 'student') -> tuple[Session, Tree, int]:
-  """A run's session, its parameters and the step of its newest readable checkpoint.
+def open_run(
+  workdir: epath.PathLike, weights: Literal['student', 'teacher'] = 'student', config: Config | None = None
+) -> tuple[Session, Tree, int]:
+  """A run's session, its parameters and the step of its newest readable checkpoint; the run may be going on.
+
+  Args:
+    workdir: of the run.
+    weights: whose.
+    config: settings of the session, but for the model, which is the run's; None: the run's.
 
   Raises:
     UserError: no run or checkpoint there, or a teacher without weights of its own is asked for.
   """
-  config = run_config(workdir)
+  trained = run_config(workdir)
+  config = trained if config is None else dataclasses.replace(config, model=trained.model)
   session, parameters = make_session(config, workdir)
-  checkpoints = Checkpoints(workdir, keep=config.trainer.max_ckpt_to_keep, best_metric=config.trainer.best_metric)
-  restored = checkpoints.restore(abstract_state(config, parameters, session.mesh))
-  checkpoints.close()
+  checkpoints = epath.Path(workdir) / 'checkpoints'
+  if not checkpoints.exists() or not any(checkpoints.iterdir()):
+    raise UserError(f'{workdir} has no checkpoint yet: let the run save one (trainer.save_freq).')
+  reader = Checkpoints(workdir, read_only=True)
+  restored = reader.restore(abstract_state(trained, parameters, session.mesh))
+  reader.close()
   if restored is None:
     raise UserError(f'{workdir} has no checkpoint yet: let the run save one (trainer.save_freq).')
   step, state, _ = restored
@@ -54,36 +66,44 @@ def open_run(workdir: epath.PathLike, weights: Literal['student', 'teacher'] = '
   return session, state.teacher if weights == 'teacher' else state.trainable, step
 
 
-def open_model(path: str, config: Config) -> tuple[Session, Tree]:
-  """A session over a Hugging Face model directory with the given settings."""
-  config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=path))
-  return make_session(config, workdir='.')
+def open_source(workdir: str | None, model: str | None, config: Config | None) -> tuple[Session, Tree]:
+  """A session and parameters of either a run or a Hugging Face model directory.
+
+  Raises:
+    UserError: neither or both are named.
+  """
+  if (workdir is None) == (model is None):
+    raise UserError('Name one of --workdir=DIR (a run) and --model=HF_DIR (a model directory).')
+  if workdir is not None:
+    session, parameters, _ = open_run(workdir, config=config)
+    return session, parameters
+  config = config or Config()
+  return make_session(dataclasses.replace(config, model=dataclasses.replace(config.model, path=model)), workdir='.')
 
 
 def evaluate_to_file(config: Config, *, workdir: str | None, model: str | None, output: str) -> Evaluation:
   """Evaluates a run or a model on `config.data.val_files`; writes the metrics to `output`, the samples beside it.
 
   Raises:
-    UserError: neither or both of workdir and model, or no held-out rows.
+    UserError: neither or both of workdir and model, no held-out rows, or an output that cannot be written.
   """
-  if (workdir is None) == (model is None):
-    raise UserError('Name one of --workdir=DIR (a run) and --model=HF_DIR (a model directory).')
   if not config.data.val_files:
     raise UserError('data.val_files of the config is empty: there is nothing to evaluate on.')
-  if workdir is not None:
-    session, parameters, _ = open_run(workdir)
-    session = dataclasses.replace(session, config=dataclasses.replace(config, model=session.config.model))
-  else:
-    session, parameters = open_model(model, config)
+  target = epath.Path(output)
+  samples = target.with_suffix('.samples.jsonl')
+  if target.is_dir():
+    raise UserError(f'--output={output} is a directory: name a file.')
+  try:
+    target.parent.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise UserError(f'--output={output} cannot be written ({error}): name another file.') from error
+  session, parameters = open_source(workdir, model, config)
   examples = pipeline.evaluation_examples(session.config, session.tokenizer, registry)
   evaluation = evaluate(
     session.sampler, session.base, parameters, examples, session.config, session.tokenizer, seed=config.seed
   )
-  target = pathlib.Path(output)
-  target.parent.mkdir(parents=True, exist_ok=True)
-  target.write_text(json.dumps(evaluation.metrics, indent=2) + '\n')
-  samples = target.with_suffix('.samples.jsonl')
-  samples.write_text(''.join(json.dumps(sample) + '\n' for sample in evaluation.samples))
+  write_atomically(target, json.dumps(evaluation.metrics, indent=2) + '\n')
+  write_atomically(samples, ''.join(json.dumps(sample) + '\n' for sample in evaluation.samples))
   return evaluation
 
 
@@ -109,23 +129,12 @@ def sample_text(
   Raises:
     UserError: neither or both of workdir and model.
   """
-  if (workdir is None) == (model is None):
-    raise UserError('Name one of --workdir=DIR (a run) and --model=HF_DIR (a model directory).')
-  limits: dict[str, Any] = {'max_response_length': max_tokens, 'response_buckets': ()}
-  if workdir is not None:
-    session, parameters, _ = open_run(workdir)
-    config = session.config
-  else:
-    config = Config()
-    config.model.path = model
+  config = Config() if workdir is None else run_config(workdir)
+  if workdir is None:
     config.model.dtype = 'float32'
-  config = dataclasses.replace(
-    config, val_kwargs=sampling, data=dataclasses.replace(config.data, **limits, prompt_buckets=())
-  )
-  if workdir is not None:
-    session, _ = make_session(config, workdir)
-  else:
-    session, parameters = open_model(model, config)
+  data = dataclasses.replace(config.data, max_response_length=max_tokens, response_buckets=(), prompt_buckets=())
+  config = dataclasses.replace(config, val_kwargs=sampling, data=data)
+  session, parameters = open_source(workdir, model, config)
   messages = [{'role': 'user', 'content': prompt}]
   [tokens] = chat_tokens(session.tokenizer, [messages], config.data.enable_thinking)
   if len(tokens) > config.data.max_prompt_length:

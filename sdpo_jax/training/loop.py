@@ -26,6 +26,7 @@ from sdpo_jax.config import Config, differences
 from sdpo_jax.data import pipeline
 from sdpo_jax.environments import registry
 from sdpo_jax.errors import UserError
+from sdpo_jax.files import write_atomically
 from sdpo_jax.training import phases, records
 from sdpo_jax.training.checkpoints import Checkpoints
 from sdpo_jax.training.evaluation import evaluate
@@ -80,34 +81,49 @@ class Preemption:
     return bool(np.any(flags))
 
 
-def open_workdir(config: Config, workdir: epath.PathLike) -> epath.Path:
-  """The run's directory, new or of the same run.
+def check_workdir(config: Config, workdir: epath.PathLike) -> epath.Path:
+  """The run's directory, which is new, or holds nothing trained, or the same run; nothing is written.
 
   Raises:
-    UserError: it holds another run: the settings that differ are named.
+    UserError: it holds another run (the settings that differ are named), or what it holds cannot be read.
   """
-  workdir = epath.Path(workdir)
-  saved = workdir / 'config.json'
-  if saved.exists():
-    try:
-      old = json.loads(saved.read_text())
-    except json.JSONDecodeError as error:
-      raise UserError(f'{saved} is not JSON ({error}): restore it or choose another --workdir.') from error
-    changed = differences(old, config)
-    if changed:
-      raise UserError(
-        f'{workdir} holds a run with other settings: {"; ".join(changed)}. Use the settings of that run, or another --workdir.'
-      )
-  elif workdir.exists() and any(path.name == 'checkpoints' for path in workdir.iterdir()):
-    raise UserError(f'{workdir} has checkpoints but no config.json: restore that file or choose another --workdir.')
-  else:
-    try:
-      workdir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-      raise UserError(f'The run directory {workdir} cannot be made ({error}): choose another --workdir.') from error
-  if jax.process_index() == 0:
-    saved.write_text(config.to_json() + '\n')
+  try:
+    workdir = epath.Path(workdir)
+    has = lambda name: (workdir / name).exists()
+    trained = has('checkpoints') and any((workdir / 'checkpoints').iterdir())
+    if not trained and not has('metrics.jsonl'):
+      return workdir
+    if not has('config.json'):
+      raise UserError(f'{workdir} has a run but no config.json: restore that file or choose another --workdir.')
+    old = json.loads((workdir / 'config.json').read_text())
+  except json.JSONDecodeError as error:
+    raise UserError(f'{workdir}/config.json is not JSON ({error}): restore it or choose another --workdir.') from error
+  except ImportError as error:
+    raise UserError(f'--workdir={workdir} needs a package that is not installed: {error}.') from error
+  changed = differences(old, config)
+  if changed:
+    raise UserError(
+      f'{workdir} holds a run with other settings: {"; ".join(changed)}. '
+      'Use the settings of that run, or another --workdir.'
+    )
   return workdir
+
+
+def open_workdir(config: Config, workdir: epath.Path) -> None:
+  """Makes the run's directory and writes `config.json` there.
+
+  Raises:
+    UserError: it cannot be made.
+  """
+  if jax.process_index() != 0:
+    return
+  path, text = workdir / 'config.json', config.to_json() + '\n'
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_text() != text:
+      write_atomically(path, text)
+  except OSError as error:
+    raise UserError(f'The run directory {workdir} cannot be written ({error}): choose another --workdir.') from error
 
 
 def train(config: Config, workdir: epath.PathLike, *, announce: Any = lambda text: None) -> Result:
@@ -126,8 +142,9 @@ def train(config: Config, workdir: epath.PathLike, *, announce: Any = lambda tex
   tokenizer = load_tokenizer(config)
   iterator = pipeline.TrainIterator(config, tokenizer, registry)
   held_out = pipeline.evaluation_examples(config, tokenizer, registry) if config.trainer.test_freq else []
-  workdir = open_workdir(config, workdir)
+  workdir = check_workdir(config, workdir)
   session, parameters = make_session(config, workdir, tokenizer)
+  open_workdir(config, workdir)
   state = place_state(config, parameters, session.mesh)
   checkpoints = Checkpoints(workdir, keep=config.trainer.max_ckpt_to_keep, best_metric=config.trainer.best_metric)
   restored = checkpoints.restore(state)
@@ -156,6 +173,7 @@ class _Run:
   ):
     self.session, self.iterator, self.held_out = session, iterator, held_out
     self.checkpoints, self.announce = checkpoints, announce
+    self.last_metrics: dict[str, float] = {}  # Of the step before, for a checkpoint on being told to stop.
 
   def __call__(self, state: TrainState) -> Result:
     config = self.session.config
@@ -175,7 +193,7 @@ class _Run:
           advanced = self.step(state, step, writer, progress, preemption)
           if advanced is None:
             preempted = True
-            self.save(step - 1, state, before, {})
+            self.save(step - 1, state, before, self.last_metrics)
             break
           state = advanced
     finally:
@@ -241,6 +259,7 @@ class _Run:
     progress.step(step, metrics['rollout/score_mean'], learned.loss, metrics['throughput/tokens_per_s'], note)
     if step == trainer.total_training_steps or (trainer.save_freq and step % trainer.save_freq == 0):
       self.save(step, state, self.host_state(), metrics)
+    self.last_metrics = metrics
     return state
 
   def evaluate(self, state: TrainState, step: int) -> dict[str, float]:

@@ -14,11 +14,7 @@ from etils import epath
 
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
-
-
-def is_local(path: epath.Path) -> bool:
-  """Whether files there can be appended to."""
-  return '://' not in str(path)
+from sdpo_jax.files import is_local, write_atomically
 
 
 class MetricsWriter:
@@ -31,17 +27,11 @@ class MetricsWriter:
     self._path = epath.Path(workdir) / 'metrics.jsonl'
     self._lines = [line for line in read_metrics(workdir) if line['step'] <= resume_step] if resume_step else []
     self._rewrite()
-    self._board = _tensorboard(epath.Path(workdir), config)
+    self._board = _tensorboard(epath.Path(workdir), config, resume_step)
     self._wandb = _wandb(epath.Path(workdir), config)
 
   def _rewrite(self) -> None:
-    text = ''.join(json.dumps(line) + '\n' for line in self._lines)
-    if not is_local(self._path):
-      self._path.write_text(text)
-      return
-    partial = self._path.parent / (self._path.name + '.partial')
-    partial.write_text(text)
-    partial.replace(self._path)
+    write_atomically(self._path, ''.join(json.dumps(line) + '\n' for line in self._lines))
 
   def write(self, step: int, values: Mapping[str, Any]) -> None:
     """Appends the numbers of a step; those that are not finite become null (JSON has no NaN)."""
@@ -91,12 +81,12 @@ def read_metrics(workdir: epath.PathLike) -> list[dict[str, Any]]:
   return parsed
 
 
-def _tensorboard(workdir: epath.Path, config: Config) -> Any:
+def _tensorboard(workdir: epath.Path, config: Config, resume_step: int) -> Any:
   if not config.trainer.tensorboard or not is_local(workdir):
     return None
   from tensorboardX import SummaryWriter  # Slow to import; only where it is used.
 
-  return SummaryWriter(str(workdir / 'tensorboard'))
+  return SummaryWriter(str(workdir / 'tensorboard'), purge_step=resume_step + 1 if resume_step else None)
 
 
 def _wandb(workdir: epath.Path, config: Config) -> Any:

@@ -9,6 +9,7 @@ from etils import epath
 import jax
 import numpy as np
 
+from sdpo_jax.files import write_atomically
 from sdpo_jax.teacher.context import TeacherContext
 from sdpo_jax.training import batching, flops
 from sdpo_jax.training.evaluation import Evaluation
@@ -123,13 +124,12 @@ def write_rollouts(
         else None,
       }
     )
-  (folder / f'{step}.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+  write_atomically(folder / f'{step}.jsonl', ''.join(json.dumps(line) + '\n' for line in lines))
 
 
 def write_evaluation(workdir: epath.Path, step: int, evaluation: Evaluation) -> None:
   """`eval/<step>.json` with the metrics and every sample."""
   folder = workdir / 'eval'
   folder.mkdir(parents=True, exist_ok=True)
-  (folder / f'{step}.json').write_text(
-    json.dumps({'step': step, 'metrics': evaluation.metrics, 'samples': evaluation.samples}, indent=1)
-  )
+  content = {'step': step, 'metrics': evaluation.metrics, 'samples': evaluation.samples}
+  write_atomically(folder / f'{step}.json', json.dumps(content, indent=1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+import shlex
 
 from sdpo_jax.training.evaluation import Evaluation
 from sdpo_jax.training.loop import Result
@@ -18,10 +19,18 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
   return '\n'.join([align(header), '  '.join('─' * width for width in widths), *map(align, rows)])
 
 
-def summary(result: Result, config_path: str) -> str:
-  """Held-out accuracy before and after, where the run is, and what to type next."""
+def summary(result: Result, config_path: str, overrides: Sequence[tuple[str, str]] = ()) -> str:
+  """Held-out accuracy before and after, where the run is, and what to type next.
+
+  Args:
+    result: of the run.
+    config_path: as typed.
+    overrides: (setting, text) as typed, repeated where a command reads the config.
+  """
   workdir = result.workdir
   if result.preempted:
+    if result.step == 0:
+      return 'Stopped before the first step was done; nothing was learned yet. The same command starts again.'
     return f'Stopped after step {result.step}; the checkpoint is saved. The same command continues {workdir}.'
   lines = [f'{result.step} steps done; the run is in {workdir}.']
   if len(result.evaluations) >= 1:
@@ -37,13 +46,14 @@ def summary(result: Result, config_path: str) -> str:
       for name in names
     ]
     lines += ['', table(['held-out accuracy', f'step {first}', f'step {last}'], rows)]
-  lines += [
-    '',
-    'Next:',
-    f'  python -m launch.evaluate --config={config_path} --workdir={workdir} --output={workdir}/evaluation.json',
-    f'  python -m launch.sample --workdir={workdir} --prompt="{result.example_prompt}" --temperature=0',
-    f'  python -m launch.export --workdir={workdir} --output={workdir}/hf',
-  ]
+  command = lambda name, *arguments: '  ' + shlex.join(['python', '-m', f'launch.{name}', *arguments])
+  settings = [f'--config.{name}={text}' for name, text in overrides]
+  lines += ['', 'Next:']
+  if result.evaluations:
+    output = f'--output={workdir}/evaluation.json'
+    lines.append(command('evaluate', f'--config={config_path}', *settings, f'--workdir={workdir}', output))
+  lines.append(command('sample', f'--workdir={workdir}', f'--prompt={result.example_prompt}', '--temperature=0'))
+  lines.append(command('export', f'--workdir={workdir}', '--output=my_model'))
   return '\n'.join(lines)
 
 
