@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import runpy
 import shlex
 
 from etils import epath
 import pytest
 
+from configs import quickstart
 from sdpo_jax.errors import UserError
 from sdpo_jax.training import loop, report
 from tests import tiny
@@ -146,26 +146,28 @@ def test_a_run_on_a_full_disk_ends_in_a_sentence(folder, config):
   assert 'start the same command again; it resumes from step 0' in done.stderr.splitlines()[-1]
 
 
-def test_a_folder_where_nothing_was_trained_takes_other_settings(folder, config):
+def test_a_folder_where_nothing_was_trained_takes_other_settings(folder):
   workdir = folder / 'fresh'
   workdir.mkdir()
   (workdir / 'config.json').write_text('{"optimizer": {"lr": 7.0}}')
-  loop.check_workdir(command_config(config), workdir)
+  loop.check_workdir(quickstart.get_config(), workdir)
   (workdir / 'metrics.jsonl').write_text('{"step": 0}\n')
   with pytest.raises(UserError, match='optimizer.lr was 7.0'):
-    loop.check_workdir(command_config(config), workdir)
-
-
-def command_config(path):
-  return runpy.run_path(str(path))['get_config']()
+    loop.check_workdir(quickstart.get_config(), workdir)
 
 
 def test_next_commands_are_quoted_and_repeat_the_settings():
   result = loop.Result(epath.Path('a b'), 3, False, {0: {'eval/x/mean@2': 0.0}, 3: {'eval/x/mean@2': 1.0}}, "it's")
   text = report.summary(result, 'c.py', [('optimizer.lr', '1')])
-  assert "--config=c.py --config.optimizer.lr=1 '--workdir=a b'" in text
-  for line in text.splitlines():
-    assert not line.startswith('  python') or len(shlex.split(line)) == line.count(' --') + 3
+  evaluate, sample, _ = [shlex.split(line) for line in text.splitlines() if line.startswith('  python')]
+  assert evaluate[2:] == [
+    'launch.evaluate',
+    '--config=c.py',
+    '--config.optimizer.lr=1',
+    '--workdir=a b',
+    '--output=a b/evaluation.json',
+  ]
+  assert sample[3:] == ['--workdir=a b', "--prompt=it's", '--temperature=0']
   stopped = loop.Result(epath.Path('x'), 0, True, {}, '')
   assert 'starts again' in report.summary(stopped, 'c.py')
 
