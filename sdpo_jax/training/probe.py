@@ -26,7 +26,13 @@ def probe_model(config: Config) -> dict[str, float]:
   """
   tokenizer = tokenizers.load(config.model.path)
   policy, params = huggingface.load(config.model.path, config.model)
-  sampler = Sampler(policy, tokenizer, stop_token_ids=tokenizers.stop_token_ids(config.model.path, tokenizer))
+  sampler = Sampler(
+    policy,
+    tokenizer,
+    max_batch_rows=config.rollout.max_batch_rows,
+    stop=config.rollout.stop,
+    stop_token_ids=(*config.rollout.stop_token_ids, *tokenizers.stop_token_ids(config.model.path, tokenizer)),
+  )
   return probe(config, sampler, params, tokenizer, pipeline.evaluation_examples(config, tokenizer, registry))
 
 
@@ -59,6 +65,9 @@ def probe(
       prompts,
       n=n,
       temperature=temperature,
+      top_p=config.rollout.top_p,
+      top_k=config.rollout.top_k,
+      min_p=config.rollout.min_p,
       max_tokens=config.data.max_response_length,
       seed=config.seed,
       step=step,

@@ -79,7 +79,11 @@ def update_metrics(learned: Learned, samples: batching.Samples) -> dict[str, flo
 def throughput_metrics(
   session: Session, collected: Collected, learned: Learned, seconds: Mapping[str, float]
 ) -> dict[str, float]:
-  """Tokens per second and, where the peak of the device is known, model FLOPs utilisation (no remat counted)."""
+  """Tokens per second and, where the peak of the device is known, model FLOPs utilisation.
+
+  Counted are prefill and decode, the student's forward and backward, the teacher's forward; not counted are
+  recomputation, scoring before an off-policy update, and the second forward pass of a trust region.
+  """
   sampled = int(collected.rollouts.completion_mask.sum())
   prefilled = sum(map(len, collected.prompts))
   whole = sum(seconds.values())
