@@ -467,7 +467,12 @@ def test_settings_come_from_the_configuration():
   config = Config()
   config.rollout.temperature, config.actor.self_distillation.alpha = 0.8, 1.0
   ours = ObjectiveConfig.from_config(config)
-  assert (ours.temperature, ours.alpha, ours.distillation_topk, ours.chunk_size) == (0.8, 1.0, 100, 1024)
+  assert (ours.temperature, ours.alpha, ours.distillation_topk, ours.chunk_size) == (
+    0.8,
+    1.0,
+    100,
+    Config().actor.logits_chunk_size,
+  )
 
 
 @pytest.mark.parametrize('shape', [(8, 1), (2, 2)])
