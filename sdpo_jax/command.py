@@ -172,14 +172,6 @@ def _quiet() -> None:
   for name in ('jax._src.compilation_cache', 'transformers', 'jax._src.compiler'):
     logging.getLogger(name).setLevel(logging.ERROR)
   logging.getLogger('sdpo_jax').setLevel(logging.WARNING)
-  show = sys.excepthook
-
-  def without_orphans(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    # After a failed write, each of its other files reports once more to the event loop that has gone.
-    if not (kind is RuntimeError and str(error) == 'Event loop is closed'):
-      show(kind, error, trace)
-
-  sys.excepthook = without_orphans
 
 
 def _compilation_cache() -> None:

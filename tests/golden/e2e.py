@@ -105,7 +105,7 @@ def _batch(config: Config, data: dict, facts: dict, rows: slice, dtype: str) -> 
 def _programs(policy: ToyPolicy, config: Config):
   compiled = lambda function: jax.jit(function, compiler_options=quick())
   return (
-    compiled(functools.partial(step.accumulate, policy, config)),
+    compiled(functools.partial(step.accumulate, policy, config, None)),
     compiled(functools.partial(step.apply_gradients, config)),
     compiled(functools.partial(step.finish_batch, config)),
   )
