@@ -12,6 +12,8 @@ import re
 import sys
 from typing import Any
 
+os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')  # It would advise to install PyTorch.
+
 from absl import app, flags
 from absl import logging as absl_logging
 import jax

@@ -56,6 +56,13 @@ def test_everything_comes_back_bit_for_bit(tmp_path):
   assert_same(state, make_state(3))
 
 
+def test_a_relative_folder(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  save_steps(pathlib.Path('runs/mine'), {1: {}}).close()
+  assert Checkpoints('runs/mine', read_only=True).restore(make_state(0))[0] == 1
+  assert (tmp_path / 'runs' / 'mine' / 'checkpoints' / '1').is_dir()
+
+
 def test_an_empty_teacher_and_no_checkpoint(tmp_path):
   assert Checkpoints(tmp_path / 'empty').restore(make_state(0)) is None
   state = make_state(1).replace(teacher={})

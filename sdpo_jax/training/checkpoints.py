@@ -12,6 +12,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from sdpo_jax.errors import UserError
+from sdpo_jax.files import is_local
 from sdpo_jax.types import TrainState
 
 DAMAGED = 'checkpoints_damaged'
@@ -30,6 +31,8 @@ class Checkpoints:
     """Opens the checkpoints of `workdir`; with `read_only` the run may be going on elsewhere and nothing is touched."""
     self._read_only = read_only
     self._workdir = epath.Path(workdir)
+    if is_local(self._workdir):
+      self._workdir = self._workdir.absolute()  # Orbax takes no relative path.
     self._keep = keep
     self._best_metric = best_metric
     self._manager = self._open()
