@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import resource
-import signal
 import subprocess
 import sys
 
@@ -143,24 +141,13 @@ def environment(cache: pathlib.Path) -> dict[str, str]:
 
 
 def launch(
-  name: str, *arguments: str, cache: pathlib.Path, file_limit: int | None = None
+  name: str, *arguments: str, cache: pathlib.Path, file_limit_kib: int | None = None
 ) -> subprocess.CompletedProcess[str]:
-  """Runs a command to its end; with `file_limit` (bytes) larger files cannot be written, as on a full disk."""
-
-  def limit() -> None:
-    if file_limit is not None:
-      signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-      resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
-
-  return subprocess.run(
-    command(name, *arguments),
-    capture_output=True,
-    text=True,
-    check=False,
-    cwd=REPOSITORY,
-    env=environment(cache),
-    preexec_fn=limit,
-  )
+  """Runs a command to its end; with `file_limit_kib` no larger file can be written, as on a full disk."""
+  line = command(name, *arguments)
+  if file_limit_kib is not None:
+    line = ['bash', '-c', 'ulimit -f "$0"; trap "" XFSZ; exec "$@"', str(file_limit_kib), *line]
+  return subprocess.run(line, capture_output=True, text=True, check=False, cwd=REPOSITORY, env=environment(cache))
 
 
 # Imports what the commands import once, then runs each in a fork of its own; JAX has started no thread by then.
