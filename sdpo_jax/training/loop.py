@@ -32,7 +32,7 @@ from sdpo_jax.training.checkpoints import Checkpoints
 from sdpo_jax.training.evaluation import evaluate
 from sdpo_jax.training.metrics import MetricsWriter, Progress, check_wandb
 from sdpo_jax.training.session import Session, load_tokenizer, make_session, sampling_seed
-from sdpo_jax.training.step import place_state
+from sdpo_jax.training.step import abstract_state, place_state
 from sdpo_jax.types import Example, TrainState
 
 EXIT_PREEMPTED = 143  # 128 + SIGTERM: saved, to be started again.
@@ -145,10 +145,11 @@ def train(config: Config, workdir: epath.PathLike, *, announce: Any = lambda tex
   workdir = check_workdir(config, workdir)
   session, parameters = make_session(config, workdir, tokenizer)
   open_workdir(config, workdir)
-  state = place_state(config, parameters, session.mesh)
   checkpoints = Checkpoints(workdir, keep=config.trainer.max_ckpt_to_keep, best_metric=config.trainer.best_metric)
-  restored = checkpoints.restore(state)
-  if restored is not None:
+  restored = checkpoints.restore(abstract_state(config, parameters, session.mesh))
+  if restored is None:
+    state = place_state(config, parameters, session.mesh)
+  else:
     step, state, host = restored
     iterator.set_state(host['iterator'])
     announce(f'Resuming {workdir} at step {step}.')
