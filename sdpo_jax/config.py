@@ -46,7 +46,13 @@ class DataConfig:
     (), 'Row files (JSON array, JSON lines, parquet), or generator:NAME?key=value.'
   )
   val_files: tuple[str, ...] = setting((), 'The same for held-out evaluation.')
+  source_weights: tuple[float, ...] = setting(
+    (), 'Share of each of train_files in the batches; empty: files form one set, generators take turns with it.'
+  )
   train_batch_size: int = setting(32, 'Questions per generation batch.')
+  group_duplicates: bool = setting(
+    False, 'Rows of a batch that ask the same form one group, sharing demonstrations and the mean of the advantages.'
+  )
   max_prompt_length: int = setting(2048, 'Tokens of a chat-templated prompt at most.')
   max_response_length: int = setting(8192, 'Tokens of a completion at most.')
   filter_overlong_prompts: bool = setting(
@@ -198,6 +204,77 @@ class TrainerConfig:
 
 
 @dataclasses.dataclass
+class AlarmsConfig:
+  rules: tuple[str, ...] = setting(
+    (),
+    "Signs of a collapse, e.g. 'rollout/entropy < 0.02 for 3' or 'eval/*/mean@16 < 0.7 * best'; see docs/evaluation.md.",
+  )
+  action: Literal['warn', 'stop', 'rollback'] = setting(
+    'warn', 'What a rule that holds does: say so; end the run; or go back to the weights of the best checkpoint.'
+  )
+  max_rollbacks: int = setting(2, 'Rollbacks of a run at most; the next one stops it.')
+  epistemic_words: tuple[str, ...] = setting(
+    ('wait', 'hmm', 'perhaps', 'maybe', 'alternatively', 'actually', 'seems', 'might', 'likely', 'check'),
+    'Words of doubt and checking that are counted in completions (arXiv 2603.24472).',
+  )
+
+
+@dataclasses.dataclass
+class SandboxConfig:
+  mechanism: Literal['auto', 'landlock', 'bubblewrap'] = setting(
+    'auto', 'What confines model-written code; auto: the strongest that passes its own test on this machine.'
+  )
+  allow_unsandboxed: bool = setting(
+    False, 'Run model-written code with limits but without confinement where no mechanism works. Dangerous.'
+  )
+  workers: int | None = setting(None, 'Programs that run at once; None: one a CPU core.')
+  memory_mb: int = setting(1024, 'Memory of a program at most, MiB.')
+  file_mb: int = setting(16, 'Size of what a program writes to its scratch directory at most, MiB.')
+  output_mb: int = setting(8, 'What a program prints at most, MiB; the rest is dropped and the program ended.')
+
+
+@dataclasses.dataclass
+class HttpGraderConfig:
+  url: str = setting('', "Address to which the environment 'http' posts prompt, completion and row.")
+  authorization_env: str = setting('', 'Environment variable whose value is sent as the Authorization header.')
+  timeout_s: float = setting(30.0, 'Seconds to wait for an answer.')
+  retries: int = setting(3, 'Attempts after the first, with growing pauses, on time-outs and server errors.')
+  concurrency: int = setting(16, 'Requests under way at once.')
+
+
+@dataclasses.dataclass
+class JudgeConfig:
+  base_url: str = setting('', "OpenAI-compatible endpoint of the environment 'judge', e.g. http://localhost:8000/v1.")
+  model: str = setting('', 'Name of the judging model there.')
+  api_key_env: str = setting('OPENAI_API_KEY', 'Environment variable with the key; an unset one sends none.')
+  template: str = setting(
+    'You grade an answer to a question.\n\nQuestion:\n{question}\n\nAnswer:\n{completion}\n\nReference (do not '
+    'reveal it):\n{ground_truth}\n\nSay in a few sentences what is wrong with the answer and how to do better, without '
+    'giving the solution away. Then end with one line: "Score: x", x from 0 (useless) to 1 (right).',
+    'What the judge is asked; may use {question}, {completion}, {ground_truth}.',
+  )
+  temperature: float = setting(0.0, 'Sampling temperature of the judge.')
+  max_tokens: int = setting(1024, 'Tokens of a critique at most.')
+  timeout_s: float = setting(120.0, 'Seconds to wait for an answer.')
+  retries: int = setting(3, 'Attempts after the first, with growing pauses, on time-outs, server errors and nonsense.')
+  concurrency: int = setting(16, 'Requests under way at once.')
+
+
+@dataclasses.dataclass
+class EnvironmentsConfig:
+  profile: Literal['clean', 'reference'] = setting(
+    'clean', "How graders judge: sensibly, or exactly as the reference implementation, for the paper's numbers."
+  )
+  modules: tuple[str, ...] = setting((), 'Python files of yours that register graders or generators.')
+  reveal_answer: bool = setting(
+    False, 'Clean profile: feedback may state the right answer. The reference profile does what the reference does.'
+  )
+  sandbox: SandboxConfig = setting(SandboxConfig, 'Where model-written code runs.')
+  http: HttpGraderConfig = setting(HttpGraderConfig, 'A grader behind an address.')
+  judge: JudgeConfig = setting(JudgeConfig, 'A language model as the grader.')
+
+
+@dataclasses.dataclass
 class MeshConfig:
   fsdp: int = setting(-1, 'Devices over which parameters and batch are sharded; -1: all that are left.')
   tensor: int = setting(1, 'Devices over which heads, MLP and vocabulary are sharded.')
@@ -215,6 +292,8 @@ class Config:
   algorithm: AlgorithmConfig = setting(AlgorithmConfig, 'Corrections around it.')
   optimizer: OptimizerConfig = setting(OptimizerConfig, 'AdamW.')
   trainer: TrainerConfig = setting(TrainerConfig, 'The loop.')
+  environments: EnvironmentsConfig = setting(EnvironmentsConfig, 'The graders.')
+  alarms: AlarmsConfig = setting(AlarmsConfig, 'What is watched for a collapse.')
   mesh: MeshConfig = setting(MeshConfig, 'The devices.')
 
   def validate(self) -> Config:
@@ -351,6 +430,14 @@ HARMLESS = (
   'trainer.tensorboard',
   'trainer.wandb_project',
   'trainer.profile_steps',
+  'alarms.epistemic_words',
+  'environments.sandbox',
+  'environments.http',
+  'environments.judge.base_url',
+  'environments.judge.api_key_env',
+  'environments.judge.timeout_s',
+  'environments.judge.retries',
+  'environments.judge.concurrency',
   'actor.ppo_micro_batch_size',  # These three change memory and rounding, no gradient.
   'actor.logits_chunk_size',
   'model.remat',

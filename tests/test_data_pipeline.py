@@ -18,7 +18,7 @@ from tests.golden.tokenizer import CharacterTokenizer
 class Registry:
   """Stands for `sdpo_jax.environments.registry`."""
 
-  def get(self, name):
+  def require(self, name):
     if name not in ('mcq', 'toy'):
       raise UserError(f'There is no environment {name!r}: choose from mcq, toy.')
 

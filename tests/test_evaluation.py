@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
+from sdpo_jax.config import EnvironmentsConfig
 from sdpo_jax.environments import registry
+from sdpo_jax.environments.grading import Graders
 from sdpo_jax.training import evaluation
 from sdpo_jax.types import Example, Outcome, Rollouts
 
@@ -73,11 +75,11 @@ def test_each_completion_is_graded_by_its_own_environment(monkeypatch):
 
     return grade
 
-  monkeypatch.setitem(registry._GRADERS, 'one', grader('one'))
-  monkeypatch.setitem(registry._GRADERS, 'two', grader('two'))
+  monkeypatch.setitem(registry._MAKERS, 'one', lambda settings: grader('one'))
+  monkeypatch.setitem(registry._MAKERS, 'two', lambda settings: grader('two'))
   examples = [example('a', 'one'), example('b', 'two')]
   batch = rollouts(['yes', 'no', 'yes', 'yes'], [0, 0, 1, 1])
-  outcomes = evaluation.grade(examples, batch)
+  outcomes = evaluation.grade(Graders(EnvironmentsConfig()), examples, batch)
   assert [outcome.score for outcome in outcomes] == [1, 0, 1, 1]
   assert [outcome.feedback for outcome in outcomes] == [
     'one:yes:False',

@@ -10,6 +10,7 @@ from models import huggingface
 from models import tokenizer as tokenizers
 from sdpo_jax.config import Config, ModelConfig, SelfDistillationConfig
 from sdpo_jax.environments import digits, registry
+from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.training.make_base import BELIEFS, Recipe, attempt, collate, lesson, make_base
@@ -115,7 +116,9 @@ def test_the_committed_base_is_small_and_has_the_promised_properties(tokenizer):
   policy, params = huggingface.load(COMMITTED, ModelConfig(dtype='float32', remat='none'))
   sampler = Sampler(policy, tokenizer, stop_token_ids=tokenizers.stop_token_ids(COMMITTED, tokenizer))
   make = registry.get_generator('digits')('test', 0)
-  results = probe(config, sampler, params, tokenizer, [make(index) for index in range(64)])
+  results = probe(
+    config, sampler, params, tokenizer, Graders(config.environments), [make(index) for index in range(64)]
+  )
   assert results['student/sampled'] <= 0.30 and results['student/greedy'] <= 0.30
   assert results['student/groups_with_success'] <= 0.20
   assert results['teacher/signal'] >= 0.95

@@ -47,6 +47,7 @@ class TrainIterator:
     generators = [source for source in data.train_files if sources.is_generator(source)]
     examples = read_examples(files, 'train', config, tokenizer, registry, setting='data.train_files')
     self._fingerprint = _fingerprint(examples, generators)
+    self.environments = {example.environment for example in examples}  # Names of the graders that it needs.
     # Mixed, because Grain shuffles epoch e with seed + e: neighbouring seeds would share their epochs.
     seed = int(np.random.SeedSequence(config.seed % 2**63).generate_state(1)[0])
     shuffled = grain.MapDataset.source(examples).shuffle(seed) if examples else None
@@ -61,7 +62,8 @@ class TrainIterator:
       return
     parts = [] if shuffled is None else [shuffled.repeat()]
     for source in generators:
-      generate = _checked_generator(source, 'train', config, tokenizer, registry)
+      generate, names = _checked_generator(source, 'train', config, tokenizer, registry)
+      self.environments |= names
       parts.append(grain.MapDataset.range(sys.maxsize).map(generate))
     mixed = grain.MapDataset.mix(parts) if len(parts) > 1 else parts[0]
     # An over-long question that is to be left out is None here, and to_iter_dataset skips it.
@@ -141,15 +143,15 @@ def read_examples(
 def _check_environments(examples: Sequence[Example], registry: sources.Registry) -> None:
   for example in {example.environment: example for example in reversed(examples)}.values():
     try:
-      registry.get(example.environment)
+      registry.require(example.environment)
     except UserError as error:
       raise UserError(f'{name(example)}: {error}') from error
 
 
 def _checked_generator(
   source: str, split: str, config: Config, tokenizer: Tokenizer, registry: sources.Registry
-) -> Callable[[int], Example | None]:
-  """The generator with its questions' lengths checked; None in place of one that is to be left out."""
+) -> tuple[Callable[[int], Example | None], set[str]]:
+  """The generator with its questions' lengths checked, None in place of one that is to be left out; its graders."""
   generate = sources.make_generator(source, split, config.seed, registry)
   # A limit that is too low, or an unknown environment, ends the run before anything is compiled.
   first = [generate(index) for index in range(_PROBED)]
@@ -160,7 +162,7 @@ def _checked_generator(
     example = generate(index)
     return example if fits(tokenizer, example, config) else None
 
-  return checked
+  return checked, {example.environment for example in first}
 
 
 def _fingerprint(examples: Sequence[Example], generators: Sequence[str]) -> str:

@@ -21,8 +21,8 @@ GENERATOR_PREFIX = 'generator:'
 class Registry(Protocol):
   """What knows the environments: the module `sdpo_jax.environments.registry`, handed in by the caller."""
 
-  def get(self, name: str) -> Any:
-    """The grader of that name; raises UserError if there is none."""
+  def require(self, name: str) -> None:
+    """Raises UserError if there is no grader of that name."""
 
   def get_generator(self, name: str) -> Callable[..., Callable[[int], Example]]:
     """The generator of that name; raises UserError if there is none."""

@@ -2,7 +2,7 @@
 
 A grader turns completions into outcomes; `Example.environment` names the one that grades it. A generator makes
 endless questions; `generator:NAME?key=value` in `data.train_files` or `data.val_files` names it. To add either, write
-a function with the signature below under the decorator, and import its module from `sdpo_jax.environments`.
+a function with the signature below under the decorator in a Python file, and name the file in `environments.modules`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+from sdpo_jax.config import EnvironmentsConfig
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Example, Outcome
 
@@ -26,6 +27,15 @@ class Grader(Protocol):
   ) -> list[Outcome]: ...
 
 
+class Maker(Protocol):
+  """Makes a grader from settings, once a run; raises UserError for settings with which it cannot work.
+
+  A grader that holds processes or connections has a method `close()`, called when the run ends.
+  """
+
+  def __call__(self, settings: EnvironmentsConfig) -> Grader: ...
+
+
 class Generator(Protocol):
   """Makes the endless list of questions of one split: a pure function from index (0, 1, …) to question.
 
@@ -38,23 +48,38 @@ class Generator(Protocol):
 
 Registered = TypeVar('Registered')
 
-_GRADERS: dict[str, Grader] = {}
+_MAKERS: dict[str, Maker] = {}
 _GENERATORS: dict[str, Generator] = {}
 
 
-def register(name: str) -> Callable[[Registered], Registered]:
+def register(name: str) -> Callable[[Grader], Grader]:
   """Decorator that makes a grader known by `name`; raises ValueError if the name is taken."""
-  return _adder(_GRADERS, 'grader', name)
+
+  def add(grader: Grader) -> Grader:
+    register_maker(name)(lambda settings: grader)
+    return grader
+
+  return add
 
 
-def get(name: str) -> Grader:
-  """The grader of that name; raises UserError listing the known ones."""
-  return _find(_GRADERS, 'environment', name)
+def register_maker(name: str) -> Callable[[Registered], Registered]:
+  """Decorator that makes a grader with settings known by `name`; raises ValueError if the name is taken."""
+  return _adder(_MAKERS, 'grader', name)
+
+
+def get(name: str, settings: EnvironmentsConfig | None = None) -> Grader:
+  """The grader of that name, made anew with `settings` (None: the defaults); raises UserError listing the known ones."""
+  return _find(_MAKERS, 'environment', name)(settings or EnvironmentsConfig())
+
+
+def require(name: str) -> None:
+  """Raises UserError listing the known graders if there is none of that name."""
+  _find(_MAKERS, 'environment', name)
 
 
 def names() -> tuple[str, ...]:
   """Names of all graders, sorted."""
-  return tuple(sorted(_GRADERS))
+  return tuple(sorted(_MAKERS))
 
 
 def register_generator(name: str) -> Callable[[Registered], Registered]:

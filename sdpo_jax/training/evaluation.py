@@ -11,7 +11,7 @@ import numpy as np
 
 from sdpo_jax.config import Config
 from sdpo_jax.data.prompts import prompt_tokens
-from sdpo_jax.environments import registry
+from sdpo_jax.environments.grading import Graders
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.types import Example, Outcome, Rollouts, Tree
 
@@ -31,26 +31,19 @@ class Evaluation:
     return {f'eval/{task}/{name}': value for task, values in self.metrics.items() for name, value in values.items()}
 
 
-def grade(examples: Sequence[Example], rollouts: Rollouts) -> list[Outcome]:
+def grade(graders: Graders, examples: Sequence[Example], rollouts: Rollouts) -> list[Outcome]:
   """An outcome for every completion, by the environment that its example names; N rows.
 
   Args:
+    graders: of the run.
     examples: G questions.
     rollouts: N completions whose `group` indexes them.
   """
-  outcomes: list[Outcome | None] = [None] * len(rollouts)
-  by_environment: dict[str, list[int]] = defaultdict(list)
-  for row, group in enumerate(rollouts.group):
-    by_environment[examples[group].environment].append(row)
-  for name, rows in by_environment.items():
-    results = registry.get(name)(
-      [examples[rollouts.group[row]] for row in rows],
-      [rollouts.text[row] for row in rows],
-      truncated=[rollouts.finish_reason[row] == 'length' for row in rows],
-    )
-    for row, outcome in zip(rows, results, strict=True):
-      outcomes[row] = outcome
-  return outcomes
+  return graders.grade(
+    [examples[group] for group in rollouts.group],
+    rollouts.text,
+    truncated=[reason == 'length' for reason in rollouts.finish_reason],
+  )
 
 
 def budget(n: int) -> list[int]:
@@ -105,6 +98,7 @@ def evaluate(
   examples: Sequence[Example],
   config: Config,
   tokenizer: Any,
+  graders: Graders,
   *,
   seed: int,
 ) -> Evaluation:
@@ -117,6 +111,7 @@ def evaluate(
     examples: held-out questions.
     config: settings (`val_kwargs`, prompt limits).
     tokenizer: with a chat template.
+    graders: of the run.
     seed: of the sampling noise; the same seed gives the same samples.
   """
   kwargs = config.val_kwargs
@@ -133,7 +128,7 @@ def evaluate(
     seed=seed,
     step=0,
   )
-  outcomes = grade(examples, rollouts)
+  outcomes = grade(graders, examples, rollouts)
   return Evaluation(
     metrics=_by_source(examples, rollouts, outcomes, kwargs.n), samples=_samples(examples, rollouts, outcomes)
   )

@@ -15,6 +15,7 @@ from sdpo_jax.config import Config, ValKwargs, from_dict
 from sdpo_jax.data import pipeline
 from sdpo_jax.data.prompts import chat_tokens
 from sdpo_jax.environments import registry
+from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import write_atomically
 from sdpo_jax.training.checkpoints import Checkpoints
@@ -97,11 +98,13 @@ def evaluate_to_file(config: Config, *, workdir: str | None, model: str | None, 
     target.parent.mkdir(parents=True, exist_ok=True)
   except OSError as error:
     raise UserError(f'--output={output} cannot be written ({error}): name another file.') from error
-  session, parameters = open_source(workdir, model, config)
-  examples = pipeline.evaluation_examples(session.config, session.tokenizer, registry)
-  evaluation = evaluate(
-    session.sampler, session.base, parameters, examples, session.config, session.tokenizer, seed=config.seed
-  )
+  with Graders(config.environments) as graders:
+    session, parameters = open_source(workdir, model, config)
+    examples = pipeline.evaluation_examples(session.config, session.tokenizer, registry)
+    graders.prepare({example.environment for example in examples})
+    evaluation = evaluate(
+      session.sampler, session.base, parameters, examples, session.config, session.tokenizer, graders, seed=config.seed
+    )
   write_atomically(target, json.dumps(evaluation.metrics, indent=2) + '\n')
   write_atomically(samples, ''.join(json.dumps(sample) + '\n' for sample in evaluation.samples))
   return evaluation

@@ -25,6 +25,7 @@ import numpy as np
 from sdpo_jax.config import Config, differences
 from sdpo_jax.data import pipeline
 from sdpo_jax.environments import registry
+from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import write_atomically
 from sdpo_jax.training import phases, records
@@ -139,9 +140,15 @@ def train(config: Config, workdir: epath.PathLike, *, announce: Any = lambda tex
   """
   config.validate()
   check_wandb(config)
+  with Graders(config.environments) as graders:
+    return _train(config, workdir, graders, announce)
+
+
+def _train(config: Config, workdir: epath.PathLike, graders: Graders, announce: Any) -> Result:
   tokenizer = load_tokenizer(config)
   iterator = pipeline.TrainIterator(config, tokenizer, registry)
   held_out = pipeline.evaluation_examples(config, tokenizer, registry) if config.trainer.test_freq else []
+  graders.prepare(iterator.environments | {example.environment for example in held_out})
   workdir = check_workdir(config, workdir)
   session, parameters = make_session(config, workdir, tokenizer)
   open_workdir(config, workdir)
@@ -154,7 +161,7 @@ def train(config: Config, workdir: epath.PathLike, *, announce: Any = lambda tex
     iterator.set_state(host['iterator'])
     announce(f'Resuming {workdir} at step {step}.')
   del parameters, restored
-  run = _Run(session, iterator, held_out, checkpoints, announce)
+  run = _Run(session, graders, iterator, held_out, checkpoints, announce)
   try:
     return run(state)
   finally:
@@ -167,12 +174,13 @@ class _Run:
   def __init__(
     self,
     session: Session,
+    graders: Graders,
     iterator: pipeline.TrainIterator,
     held_out: Sequence[Example],
     checkpoints: Checkpoints,
     announce: Any,
   ):
-    self.session, self.iterator, self.held_out = session, iterator, held_out
+    self.session, self.graders, self.iterator, self.held_out = session, graders, iterator, held_out
     self.checkpoints, self.announce = checkpoints, announce
     self.last_metrics: dict[str, float] = {}  # Of the step before, for a checkpoint on being told to stop.
 
@@ -232,7 +240,7 @@ class _Run:
     profiled = step in trainer.profile_steps
     metrics: dict[str, float] = {}
     with jax.profiler.trace(str(folder)) if profiled else contextlib.nullcontext():
-      collected = phases.collect(session, state, next(self.iterator), step, timer)
+      collected = phases.collect(session, self.graders, state, next(self.iterator), step, timer)
       if preemption.agreed():
         return None
       with timer('teach'):
@@ -272,6 +280,7 @@ class _Run:
       self.held_out,
       session.config,
       session.tokenizer,
+      self.graders,
       seed=session.config.seed,
     )
     if jax.process_index() == 0:

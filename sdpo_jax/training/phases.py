@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from sdpo_jax.data.prompts import prompt_tokens
+from sdpo_jax.environments.grading import Graders
 from sdpo_jax.mesh import put_rows
 from sdpo_jax.objective.advantages import grpo_advantages
 from sdpo_jax.objective.weights import rollout_is_weights
@@ -33,7 +34,9 @@ class Collected:
   sample_ids: np.ndarray  # [N] number of each sample as drawn, before any reordering.
 
 
-def collect(session: Session, state: TrainState, examples: list[Example], step: int, timer: Timer) -> Collected:
+def collect(
+  session: Session, graders: Graders, state: TrainState, examples: list[Example], step: int, timer: Timer
+) -> Collected:
   """Samples n completions for each question and grades them."""
   config = session.config
   prompts = [prompt_tokens(session.tokenizer, example, config) for example in examples]
@@ -52,7 +55,7 @@ def collect(session: Session, state: TrainState, examples: list[Example], step: 
       step=step,
     )
   with timer('grade'):
-    outcomes = grade(examples, rollouts)
+    outcomes = grade(graders, examples, rollouts)
   order = np.arange(len(rollouts))
   if config.trainer.batch_order == 'balanced':
     lengths = rollouts.completion_mask.sum(1) + rollouts.prompt_mask.sum(1)

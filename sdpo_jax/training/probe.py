@@ -12,6 +12,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.data import pipeline
 from sdpo_jax.data.prompts import Tokenizer, prompt_tokens
 from sdpo_jax.environments import registry
+from sdpo_jax.environments.grading import Graders
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.teacher.context import build_teacher_context
 from sdpo_jax.training.evaluation import grade
@@ -33,11 +34,14 @@ def probe_model(config: Config) -> dict[str, float]:
     stop=config.rollout.stop,
     stop_token_ids=(*config.rollout.stop_token_ids, *tokenizers.stop_token_ids(config.model.path, tokenizer)),
   )
-  return probe(config, sampler, params, tokenizer, pipeline.evaluation_examples(config, tokenizer, registry))
+  with Graders(config.environments) as graders:
+    examples = pipeline.evaluation_examples(config, tokenizer, registry)
+    graders.prepare({example.environment for example in examples})
+    return probe(config, sampler, params, tokenizer, graders, examples)
 
 
 def probe(
-  config: Config, sampler: Sampler, params: Tree, tokenizer: Tokenizer, examples: Sequence[Example]
+  config: Config, sampler: Sampler, params: Tree, tokenizer: Tokenizer, graders: Graders, examples: Sequence[Example]
 ) -> dict[str, float]:
   """Fractions of successes (score at least `success_reward_threshold`) of the student and of its self-teacher.
 
@@ -49,6 +53,7 @@ def probe(
     sampler: without a limit on prompts, since the teacher's are longer.
     params: parameters of student and teacher.
     tokenizer: with a chat template.
+    graders: of the questions.
     examples: G questions.
 
   Returns:
@@ -76,7 +81,7 @@ def probe(
   prompts = [prompt_tokens(tokenizer, example, config) for example in examples]
   correct = lambda outcomes: np.asarray([outcome.score >= threshold for outcome in outcomes])
   rollouts = sample(prompts, config.rollout.n, config.rollout.temperature, 0)
-  outcomes = grade(examples, rollouts)
+  outcomes = grade(graders, examples, rollouts)
   success = correct(outcomes)
   context = build_teacher_context(
     [examples[group].messages for group in rollouts.group],
@@ -91,7 +96,7 @@ def probe(
   )
   results = {
     'student/sampled': float(success.mean()),
-    'student/greedy': float(correct(grade(examples, sample(prompts, 1, 0.0, 0))).mean()),
+    'student/greedy': float(correct(grade(graders, examples, sample(prompts, 1, 0.0, 0))).mean()),
     'student/groups_with_success': float(success.reshape(len(examples), -1).any(1).mean()),
     'teacher/signal': float(context.mask.mean()),
   }
@@ -99,7 +104,7 @@ def probe(
   if not len(rows):
     return results
   answers = sample([context.prompt_tokens[row] for row in rows], 1, config.rollout.temperature, 1)
-  taught = correct(grade([examples[rollouts.group[row]] for row in rows], answers))
+  taught = correct(grade(graders, [examples[rollouts.group[row]] for row in rows], answers))
   shown = np.asarray([context.solutions[row] is not None for row in rows])
   results['teacher/accuracy'] = float(taught.mean())
   results['teacher/student_accuracy'] = float(success[rows].mean())

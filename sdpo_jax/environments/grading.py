@@ -1,0 +1,127 @@
+"""Grading a batch: every completion by the environment that its question names, whatever a grader does."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+import importlib.util
+import logging
+import pathlib
+import sys
+
+from sdpo_jax.config import EnvironmentsConfig
+from sdpo_jax.environments import registry
+from sdpo_jax.errors import UserError
+from sdpo_jax.types import Example, Outcome
+
+# A metric of every outcome that stands for a grader's exception; its mean over a batch is logged.
+FAILED = 'grader_failed'
+
+
+class Graders:
+  """The graders of a run: made from settings when first needed, closed at its end.
+
+  A grader that raises costs the completions that it raises for, not the run: they score 0 and are counted.
+  """
+
+  def __init__(self, settings: EnvironmentsConfig):
+    """Loads the user's modules.
+
+    Raises:
+      UserError: a module of `environments.modules` is missing or cannot be imported.
+    """
+    self._settings = settings
+    self._made: dict[str, registry.Grader] = {}
+    load_modules(settings.modules)
+
+  def prepare(self, names: Iterable[str]) -> None:
+    """Makes the graders of these names now, so that what is wrong with their settings is said before a run begins.
+
+    Raises:
+      UserError: there is no such grader, or it cannot work with the settings.
+    """
+    for name in sorted(set(names)):
+      self._get(name)
+
+  def grade(
+    self, examples: Sequence[Example], completions: Sequence[str], *, truncated: Sequence[bool]
+  ) -> list[Outcome]:
+    """One outcome a completion, in order; all three arguments have N entries.
+
+    Raises:
+      UserError: a question names a grader that there is not, or a grader returns the wrong number of outcomes.
+    """
+    outcomes: list[Outcome | None] = [None] * len(completions)
+    by_environment: dict[str, list[int]] = defaultdict(list)
+    for row, example in enumerate(examples):
+      by_environment[example.environment].append(row)
+    for name, rows in by_environment.items():
+      parts = [[examples[row] for row in rows], [completions[row] for row in rows], [truncated[row] for row in rows]]
+      for row, outcome in zip(rows, self._grade(name, *parts), strict=True):
+        outcomes[row] = outcome
+    return outcomes
+
+  def close(self) -> None:
+    """Ends the processes and connections of graders that hold some."""
+    for grader in self._made.values():
+      if hasattr(grader, 'close'):
+        grader.close()
+    self._made.clear()
+
+  def __enter__(self) -> Graders:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+  def _get(self, name: str) -> registry.Grader:
+    if name not in self._made:
+      self._made[name] = registry.get(name, self._settings)
+    return self._made[name]
+
+  def _grade(self, name: str, examples: list[Example], completions: list[str], truncated: list[bool]) -> list[Outcome]:
+    grader = self._get(name)
+    try:
+      outcomes = grader(examples, completions, truncated=truncated)
+    except UserError:
+      raise
+    except Exception as error:  # A grader is anybody's code; what it raises must not end a run of days.
+      if len(completions) > 1:
+        # Again one by one, so that only those that it raises for suffer.
+        parts = zip(examples, completions, truncated, strict=True)
+        return [outcome for e, c, t in parts for outcome in self._grade(name, [e], [c], [t])]
+      logging.warning('The grader %r raised for a completion of %s, which scores 0: %r', name, examples[0].id, error)
+      return [Outcome(0.0, None, {'acc': 0.0, 'pred': '', FAILED: 1.0})]
+    if len(outcomes) != len(completions):
+      raise UserError(
+        f'The grader {name!r} returned {len(outcomes)} outcomes for {len(completions)} completions: it must return one '
+        'for each, in order.'
+      )
+    return outcomes
+
+
+_loaded: set[pathlib.Path] = set()
+
+
+def load_modules(paths: Sequence[str]) -> None:
+  """Runs the Python files that register a user's graders and generators, each once a process.
+
+  Raises:
+    UserError: a file is missing, is not Python, or raises when run.
+  """
+  for name in paths:
+    path = pathlib.Path(name).resolve()
+    if path in _loaded:
+      continue
+    if not path.is_file():
+      raise UserError(f'environments.modules: there is no file {name!r} (looked for {path}).')
+    spec = importlib.util.spec_from_file_location(f'environment_{path.stem}', path)
+    if spec is None or spec.loader is None:
+      raise UserError(f'environments.modules: {name!r} is not a Python file (.py).')
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # Dataclasses and pickling look a module up by its name.
+    try:
+      spec.loader.exec_module(module)
+    except Exception as error:
+      raise UserError(f'environments.modules: {name!r} cannot be run: {type(error).__name__}: {error}.') from error
+    _loaded.add(path)
