@@ -58,7 +58,7 @@ def test_answers_of_every_instruction(instruction, expected):
 def test_the_right_answer_scores_one_and_has_no_feedback(example):
   outcome = grade_one(example, ' 31704\n')
   assert outcome.score == 1.0 and outcome.feedback == ''
-  assert outcome.metrics == {'acc': 1.0, 'pred': '31704', 'incorrect_format': 0.0}
+  assert outcome.metrics == {'acc': 1.0, 'pred': '31704', 'incorrect_format': 0.0, 'format_valid': 1.0}
 
 
 def test_feedback_names_the_first_wrong_digits_and_what_was_expected(example):
@@ -73,13 +73,15 @@ def test_feedback_names_the_first_wrong_digits_and_what_was_expected(example):
 )
 def test_ill_formatted_answers_are_told_the_format(example, completion):
   outcome = grade_one(example, completion)
-  assert outcome.score == 0.0 and outcome.metrics['incorrect_format'] == 1.0
+  assert outcome.score == 0.0
+  assert outcome.metrics['incorrect_format'] == 1.0 and outcome.metrics['format_valid'] == 0.0
   assert outcome.feedback == 'The answer must be 5 digits and nothing else.'
 
 
 def test_a_truncated_answer_is_told_so_even_if_it_would_be_right(example):
   outcome = grade_one(example, '31704', truncated=True)
-  assert outcome.score == 0.0 and outcome.metrics['incorrect_format'] == 1.0
+  assert outcome.score == 0.0
+  assert outcome.metrics['incorrect_format'] == 1.0 and outcome.metrics['format_valid'] == 0.0
   assert 'cut off' in outcome.feedback
 
 

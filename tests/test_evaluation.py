@@ -1,13 +1,20 @@
-"""mean@k, best@k and maj@k against closed forms; completions graded by the environment that their example names."""
+"""mean@n, best@k, worst@k, maj@k against closed forms and the reference's recipe; per data source; every sample written."""
 
+from __future__ import annotations
+
+import json
+
+from etils import epath
 import numpy as np
 import pytest
 
-from sdpo_jax.config import EnvironmentsConfig
+from sdpo_jax.config import Config, EnvironmentsConfig
 from sdpo_jax.environments import registry
-from sdpo_jax.environments.grading import Graders
-from sdpo_jax.training import evaluation
+from sdpo_jax.environments.grading import FAILED, Graders
+from sdpo_jax.training import completions, evaluation, phases, records
 from sdpo_jax.types import Example, Outcome, Rollouts
+
+WORDS = Config().alarms.epistemic_words
 
 
 def test_budget():
@@ -17,46 +24,80 @@ def test_budget():
   assert evaluation.budget(6) == [2, 4, 6]
 
 
-def test_best_at_k_is_the_chance_that_one_of_k_draws_succeeds():
-  rng = np.random.default_rng(0)
-  scores = np.array([1.0, 0.0, 0.0, 0.0])
+def reference_recipe(values: list[float], predictions: list[str], k: int) -> tuple[float, float, float]:
+  """best, worst and majority of one question, one draw at a time in float64, as the reference describes it."""
+  np.random.seed(42)
+  best, worst, majority = [], [], []
+  for _ in range(1000):
+    drawn = np.random.choice(len(values), size=k, replace=True)
+    best.append(max(values[i] for i in drawn))
+    worst.append(min(values[i] for i in drawn))
+    ballots: dict[str, list[float]] = {}
+    for i in drawn:
+      ballots.setdefault(predictions[i], []).append(values[i])
+    majority.append(max(ballots.values(), key=len)[0])
+  return float(np.mean(best)), float(np.mean(worst)), float(np.mean(majority))
+
+
+@pytest.mark.parametrize('n', [2, 4, 6, 16])
+def test_the_same_samples_give_the_numbers_of_the_reference(n):
+  rng = np.random.default_rng(n)
+  scores = rng.random((3, n)) * (rng.random((3, n)) < 0.5)
+  predictions = [[f'answer {rng.integers(3)}' for _ in range(n)] for _ in range(3)]
+  summary = evaluation.summarize(scores, evaluation.elections(predictions))
+  assert summary[f'mean@{n}'] == pytest.approx(scores.mean(), rel=1e-14)
+  assert summary[f'std@{n}'] == pytest.approx(np.mean([row.std() for row in scores]), rel=1e-14)
+  for k in evaluation.budget(n):
+    expected = np.mean(
+      [reference_recipe(row.tolist(), preds, k) for row, preds in zip(scores, predictions, strict=True)], axis=0
+    )
+    measured = [summary[f'{name}@{k}'] for name in ('best', 'worst', 'maj')]
+    np.testing.assert_allclose(measured, expected, rtol=1e-12)
+
+
+def test_best_and_worst_at_k_are_the_chance_that_one_or_all_of_k_draws_succeed():
+  scores = np.array([[1.0, 0.0, 0.0, 0.0]])
   for k in (1, 2, 4):
-    assert evaluation.best_at_k(scores, k, rng) == pytest.approx(1 - 0.75**k, abs=0.05)
+    assert evaluation.best_at_k(scores, k) == pytest.approx(1 - 0.75**k, abs=0.05)
+    assert evaluation.worst_at_k(scores, k) == pytest.approx(0.25**k, abs=0.05)
 
 
 def test_maj_at_k_scores_the_most_frequent_answer():
-  rng = np.random.default_rng(0)
   # Three of five say 'b' (wrong): the more draws, the surer the majority is wrong.
-  scores, answers = np.array([1.0, 1.0, 0.0, 0.0, 0.0]), ['a', 'a', 'b', 'b', 'b']
-  values = [evaluation.maj_at_k(scores, answers, k, rng) for k in (1, 5, 51)]
+  scores, answers = np.array([[1.0, 1.0, 0.0, 0.0, 0.0]]), ['a', 'a', 'b', 'b', 'b']
+  maj = lambda answers, k: evaluation.maj_at_k(scores, evaluation.elected(answers, k)[None])
+  values = [maj(answers, k) for k in (1, 5, 51)]
   assert values[0] == pytest.approx(0.4, abs=0.05)
   assert values[0] > values[1] > values[2]
   assert values[2] < 0.15
   # The same number of right samples that agree less loses the vote; that agree more, wins it.
-  assert evaluation.maj_at_k(scores, ['a', 'a', 'b', 'c', 'd'], 51, rng) > 0.85
+  assert maj(['a', 'a', 'b', 'c', 'd'], 51) > 0.85
 
 
-def test_summary_names_and_mean():
+def test_summary_names():
   scores = np.array([[1.0, 0.0], [1.0, 1.0]])
-  summary = evaluation.summarize(scores, [['x', 'y'], ['z', 'z']])
-  assert set(summary) == {'mean@2', 'best@2', 'maj@2'}
-  assert summary['mean@2'] == 0.75
+  summary = evaluation.summarize(scores, evaluation.elections([['x', 'y'], ['z', 'z']]))
+  assert set(summary) == {'mean@2', 'std@2', 'best@2', 'worst@2', 'maj@2'}
+  assert summary['mean@2'] == 0.75 and summary['std@2'] == 0.25
   assert summary['best@2'] == pytest.approx((0.75 + 1) / 2, abs=0.03)
-  assert set(evaluation.summarize(scores, None)) == {'mean@2', 'best@2'}
+  assert set(evaluation.summarize(scores)) == {'mean@2', 'std@2', 'best@2', 'worst@2'}
+  assert evaluation.summarize(np.array([[1.0], [0.0]])) == {'mean@1': 0.5}
 
 
-def rollouts(texts: list[str], group: list[int]) -> Rollouts:
+def rollouts(texts: list[str], group: list[int], lengths: list[int] | None = None) -> Rollouts:
   rows = len(texts)
+  lengths = lengths or [3] * rows
+  width = max(lengths)
   return Rollouts(
     group=np.array(group),
     prompt_tokens=np.zeros((rows, 1), np.int32),
     prompt_mask=np.ones((rows, 1), bool),
-    completion_tokens=np.zeros((rows, 3), np.int32),
-    completion_mask=np.ones((rows, 3), bool),
-    sampling_log_probs=np.zeros((rows, 3)),
-    model_log_probs=np.zeros((rows, 3)),
-    entropy=np.zeros((rows, 3)),
-    finish_reason=['stop', 'length'] * (rows // 2),
+    completion_tokens=np.zeros((rows, width), np.int32),
+    completion_mask=np.arange(width)[None] < np.array(lengths)[:, None],
+    sampling_log_probs=np.zeros((rows, width)),
+    model_log_probs=np.zeros((rows, width)),
+    entropy=np.full((rows, width), 0.5),
+    finish_reason=(['stop', 'length'] * rows)[:rows],
     text=texts,
   )
 
@@ -87,8 +128,116 @@ def test_each_completion_is_graded_by_its_own_environment(monkeypatch):
     'two:yes:False',
     'two:yes:True',
   ]
-  metrics = evaluation._by_source(examples, batch, outcomes, n=2)
+  metrics = evaluation.by_source(examples, batch, outcomes, 2, WORDS)
   assert metrics['source_one']['mean@2'] == 0.5
   assert metrics['source_two']['mean@2'] == 1.0
   assert metrics['source_two']['maj@2'] == 1.0
   assert metrics['source_one']['truncated_fraction'] == 0.5
+
+
+def code_outcomes() -> list[Outcome]:
+  """Two questions of two completions: tests passed beside all-or-nothing scores, as code graders report."""
+  return [
+    Outcome(1.0, None, {'acc': 1.0, 'pred': 'a', 'format_valid': 1.0, 'tests': 4}),
+    Outcome(0.0, None, {'acc': 0.75, 'pred': 'b', 'format_valid': 1.0, 'tests': 4}),
+    Outcome(0.0, None, {'acc': 0.5, 'pred': 'b', 'format_valid': np.float32(0), 'tests': 4, 'seen': True}),
+    Outcome(0.0, None, {'acc': np.float64(0.25), 'pred': 'c', 'format_valid': False, 'tests': 4}),
+  ]
+
+
+def test_score_and_acc_are_kept_apart_and_every_number_is_reported():
+  metrics = evaluation.by_source([example('a', 'x')] * 2, rollouts(['t'] * 4, [0, 0, 1, 1]), code_outcomes(), 2, WORDS)
+  found = metrics['source_x']
+  assert found['mean@2'] == 0.25 and found['acc/mean@2'] == 0.625
+  assert found['acc/std@2'] == 0.125
+  assert found['acc/best@2'] == pytest.approx((1 - 0.25 * 0.25 + 0.5 - 0.25 * 0.25) / 2, abs=0.02)
+  assert found['acc/worst@2'] < found['acc/mean@2'] < found['acc/best@2']
+  assert {'maj@2', 'acc/maj@2', 'tests/mean@2'} <= set(found)
+  assert found['tests/mean@2'] == 4.0
+  assert found['format_valid_fraction'] == 0.5
+  assert found['questions'] == 2
+  assert not [name for name in found if name.startswith(('pred', 'seen', 'format_valid/'))]
+
+
+def test_the_inverted_incorrect_format_of_the_reference_is_not_read():
+  inverted = {'incorrect_format': 1.0, 'format_valid': 1.0}
+  batch = rollouts(['t'] * 2, [0, 0])
+  found = evaluation.by_source([example('a', 'x')], batch, [Outcome(1.0, '', inverted)] * 2, 2, WORDS)['source_x']
+  assert found['format_valid_fraction'] == 1.0
+  silent = evaluation.by_source([example('a', 'x')], batch, [Outcome(1.0, '', {'incorrect_format': 0.0})] * 2, 2, WORDS)
+  assert 'format_valid_fraction' not in silent['source_x']
+
+
+def test_a_failed_grader_is_counted_and_hides_no_metric():
+  broken = Outcome(0.0, None, {'acc': 0.0, 'pred': '', FAILED: 1.0})
+  outcomes = [*code_outcomes()[:3], broken]
+  found = evaluation.by_source([example('a', 'x')] * 2, rollouts(['t'] * 4, [0, 0, 1, 1]), outcomes, 2, WORDS)
+  assert found['source_x']['grader_failed_fraction'] == 0.25
+  assert found['source_x']['tests/mean@2'] == 3.0
+  assert found['source_x']['format_valid_fraction'] == pytest.approx(2 / 3)
+  alone = evaluation.by_source([example('a', 'x')], rollouts(['t'] * 2, [0, 0]), [broken] * 2, 2, WORDS)['source_x']
+  assert alone['mean@2'] == 0.0 and alone['grader_failed_fraction'] == 1.0
+  assert 'format_valid_fraction' not in alone
+
+
+def test_lengths_entropy_and_words_of_doubt():
+  texts = ['Wait, maybe not. WAIT.', 'awaiting mightily', 'Hmm?', '']
+  batch = rollouts(texts, [0, 0, 0, 0], lengths=[10, 20, 30, 100])
+  found = completions.describe(batch, [Outcome(0.0)] * 4, np.arange(4), WORDS)
+  assert found['completion_length_mean'] == 40.0
+  assert found['completion_length_p50'] == 25.0
+  assert found['completion_length_p95'] == pytest.approx(30 + 0.85 * 70)
+  assert found['completion_length_max'] == 100.0
+  assert found['epistemic_words_mean'] == 1.0
+  assert found['truncated_fraction'] == 0.5
+  assert found['entropy'] == 0.5
+  assert 'epistemic_words_mean' not in completions.describe(batch, [Outcome(0.0)] * 4, np.arange(4), ())
+  assert completions.count_words('let me check, let me', ('let me check', 'let me')) == 2
+
+
+def collected(examples: list[Example], batch: Rollouts, outcomes: list[Outcome]) -> phases.Collected:
+  return phases.Collected(examples, [[1]] * len(examples), batch, outcomes, np.arange(len(batch)))
+
+
+def test_a_batch_of_several_sources_is_described_as_a_whole_and_by_source():
+  examples, batch = [example('a', 'x'), example('b', 'y')], rollouts(['t'] * 4, [0, 1, 1, 0])
+  found = records.rollout_metrics(collected(examples, batch, code_outcomes()), Config())
+  assert found['rollout/success_rate'] == 0.25 and found['rollout/solved_group_fraction'] == 0.5
+  assert found['rollout/source_x/success_rate'] == 0.5 and found['rollout/source_y/success_rate'] == 0.0
+  assert found['rollout/source_x/acc_mean'] == 0.625 and found['rollout/acc_mean'] == 0.625
+  assert found['rollout/source_y/format_valid_fraction'] == 0.5
+  one = records.rollout_metrics(collected([example('a', 'x')] * 2, batch, code_outcomes()), Config())
+  assert not [name for name in one if 'source_x' in name]
+  assert {name.removeprefix('rollout/source_x/') for name in found if 'source_x' in name} == {
+    name.removeprefix('rollout/') for name in one
+  }
+
+
+def test_the_gap_is_success_in_training_minus_held_out_mean():
+  examples, batch = [example('a', 'x'), example('b', 'y')], rollouts(['t'] * 4, [0, 1, 1, 0])
+  evaluated = {'eval/source_x/mean@4': 0.125, 'eval/source_x/acc/mean@4': 0.9, 'eval/other/mean@4': 1.0}
+  assert records.gap_metrics(collected(examples, batch, code_outcomes()), evaluated, Config()) == {
+    'gap/source_x': 0.375
+  }
+  assert records.gap_metrics(collected(examples, batch, code_outcomes()), {}, Config()) == {}
+
+
+def test_evaluations_with_huge_strange_and_infinite_content_are_written_and_read_back(tmp_path):
+  huge, broken = 'x' * 10_000_000, 'lone surrogate \ud83d and \x00'
+  outcomes = [
+    Outcome(np.float32(0.5), broken, {'pred': huge, 'acc': np.float32(0.5), 'loss': float('inf'), 'score': 7}),
+    Outcome(0.0, None, {'pred': broken, 'acc': 0, 'loss': np.float64('nan'), 'id': 'other', 'many': [1, 2]}),
+  ]
+  examples, batch = [example('a', 'x')], rollouts([huge, broken], [0, 0])
+  measured = evaluation.Evaluation(
+    evaluation.by_source(examples, batch, outcomes, 2, WORDS), evaluation._samples(examples, batch, outcomes)
+  )
+  records.write_evaluation(epath.Path(tmp_path), 7, measured)
+  content = json.loads((tmp_path / 'eval' / '7.json').read_text(), parse_constant=pytest.fail)
+  assert content['step'] == 7
+  assert content['metrics']['source_x']['mean@2'] == 0.25
+  assert content['metrics']['source_x']['loss/mean@2'] is None
+  first, second = content['samples']
+  assert first['completion'] == huge and first['pred'] == huge and first['feedback'] == broken
+  assert first['score'] == 0.5 and first['loss'] is None and first['tokens'] == 3
+  assert second['completion'] == broken and second['id'] == 'a' and 'many' not in second

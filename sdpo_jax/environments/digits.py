@@ -124,7 +124,7 @@ def grade(examples: list[Example], completions: list[str], *, truncated: list[bo
   """Scores 1 for exactly the right digits (white space around them is ignored), else 0.
 
   Metrics: acc, the fraction of digits that are right; pred, the answer for a majority vote; incorrect_format, 1 for an
-  answer that is not the right number of digits or was cut off.
+  answer that is not the right number of digits or was cut off; format_valid, the opposite.
   """
   return [
     _grade(str(example.ground_truth), completion.strip(), cut)
@@ -148,5 +148,10 @@ def feedback(expected: str, got: str) -> str:
 
 
 def _outcome(acc: float, pred: str, said: str, incorrect_format: bool = False) -> Outcome:
-  metrics: dict[str, Any] = {'acc': acc, 'pred': pred, 'incorrect_format': float(incorrect_format)}
+  metrics: dict[str, Any] = {
+    'acc': acc,
+    'pred': pred,
+    'incorrect_format': float(incorrect_format),
+    'format_valid': float(not incorrect_format),
+  }
   return Outcome(score=float(acc == 1.0), feedback=said, metrics=metrics)

@@ -1,10 +1,14 @@
-"""Held-out evaluation: mean@k, best@k, maj@k per data source."""
+"""Held-out evaluation: mean@n, best@k, worst@k, maj@k per data source, as the reference computes them.
+
+For every question and k the reference seeds NumPy's legacy generator anew with 42 and draws k of the n samples with
+replacement, 1000 times. So do we, draw for draw: the same samples give the same numbers.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -13,10 +17,12 @@ from sdpo_jax.config import Config
 from sdpo_jax.data.prompts import prompt_tokens
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.rollout.engine import Sampler
+from sdpo_jax.training.completions import describe, jsonable, metric_names, numbers, rows_by_source
 from sdpo_jax.types import Example, Outcome, Rollouts, Tree
 
 BOOTSTRAPS = 1000  # Resamples and their seed: reference metric_utils.py:511.
 BOOTSTRAP_SEED = 42
+PLAIN = (str, int, float, bool)  # Metrics that are written with a sample.
 
 
 @dataclasses.dataclass
@@ -56,38 +62,61 @@ def budget(n: int) -> list[int]:
   return [*ks, n] if n > 1 else []
 
 
-def best_at_k(scores: np.ndarray, k: int, rng: np.random.Generator) -> float:
-  """Expected maximum of k of the n `scores` [n], drawn with replacement (bootstrap)."""
-  return float(scores[rng.integers(len(scores), size=(BOOTSTRAPS, k))].max(1).mean())
+@functools.cache
+def draws(n: int, k: int) -> np.ndarray:
+  """[BOOTSTRAPS, k] sample numbers below n, with replacement: the reference's own, the same for every question."""
+  return np.random.RandomState(BOOTSTRAP_SEED).choice(n, size=(BOOTSTRAPS, k), replace=True)
 
 
-def maj_at_k(scores: np.ndarray, predictions: Sequence[str], k: int, rng: np.random.Generator) -> float:
-  """Expected score of the most frequent of k predictions drawn with replacement; ties go to the first drawn."""
-  _, labels = np.unique(np.asarray(predictions, dtype=object).astype(str), return_inverse=True)
-  draws = rng.integers(len(scores), size=(BOOTSTRAPS, k))
-  drawn = labels[draws]
-  votes = (drawn[:, :, None] == drawn[:, None, :]).sum(2)
-  winner = draws[np.arange(BOOTSTRAPS), votes.argmax(1)]
-  return float(scores[winner].mean())
+def best_at_k(scores: np.ndarray, k: int) -> float:
+  """Expected maximum of k of the n scores of a question, mean over questions; `scores` [G, n]."""
+  drawn = draws(scores.shape[1], k)
+  return float(np.mean([row[drawn].max(1).mean() for row in scores]))
 
 
-def summarize(scores: np.ndarray, predictions: Sequence[Sequence[str]] | None) -> dict[str, float]:
-  """mean@n, and best@k and maj@k for k = 2, 4, … n (bootstrap of 1000, seed 42).
+def worst_at_k(scores: np.ndarray, k: int) -> float:
+  """Expected minimum of k of the n scores of a question, mean over questions; `scores` [G, n]."""
+  return -best_at_k(-scores, k)
+
+
+def elected(predictions: Sequence[str], k: int) -> np.ndarray:
+  """[BOOTSTRAPS] sample that speaks for the most frequent of k of the n predictions of a question.
+
+  Of predictions that are equally frequent the one drawn first wins, and of the samples that gave it the first drawn.
+  """
+  known: dict[str, int] = {}
+  labels = np.asarray([known.setdefault(prediction, len(known)) for prediction in predictions])
+  drawn = draws(len(predictions), k)
+  votes = (labels[drawn][:, :, None] == labels[drawn][:, None, :]).sum(2)
+  return drawn[np.arange(BOOTSTRAPS), votes.argmax(1)]
+
+
+def elections(predictions: Sequence[Sequence[str]]) -> dict[int, np.ndarray]:
+  """k → [G, BOOTSTRAPS] `elected` samples of G questions."""
+  return {k: np.stack([elected(answers, k) for answers in predictions]) for k in budget(len(predictions[0]))}
+
+
+def maj_at_k(scores: np.ndarray, winners: np.ndarray) -> float:
+  """Expected score of the majority's answer, mean over questions; `scores` [G, n], `winners` [G, BOOTSTRAPS]."""
+  return float(np.take_along_axis(scores, winners, axis=1).mean())
+
+
+def summarize(scores: np.ndarray, winners: Mapping[int, np.ndarray] | None = None) -> dict[str, float]:
+  """mean@n, std@n, and best@k, worst@k and maj@k for k = 2, 4, … n (reference metric_utils.py:511).
 
   Args:
     scores: [G, n].
-    predictions: G lists of n extracted answers, or None where the environment extracts none.
+    winners: of `elections`; None where the environment extracts no answers: no maj@k.
   """
   n = scores.shape[1]
   metrics = {f'mean@{n}': float(scores.mean())}
+  if n > 1:
+    metrics[f'std@{n}'] = float(scores.std(axis=1).mean())
   for k in budget(n):
-    rng = np.random.default_rng(BOOTSTRAP_SEED)
-    metrics[f'best@{k}'] = float(np.mean([best_at_k(row, k, rng) for row in scores]))
-    if predictions is not None:
-      rng = np.random.default_rng(BOOTSTRAP_SEED)
-      metrics[f'maj@{k}'] = float(
-        np.mean([maj_at_k(row, preds, k, rng) for row, preds in zip(scores, predictions, strict=True)])
-      )
+    metrics[f'best@{k}'] = best_at_k(scores, k)
+    metrics[f'worst@{k}'] = worst_at_k(scores, k)
+    if winners is not None:
+      metrics[f'maj@{k}'] = maj_at_k(scores, winners[k])
   return metrics
 
 
@@ -130,47 +159,55 @@ def evaluate(
   )
   outcomes = grade(graders, examples, rollouts)
   return Evaluation(
-    metrics=_by_source(examples, rollouts, outcomes, kwargs.n), samples=_samples(examples, rollouts, outcomes)
+    metrics=by_source(examples, rollouts, outcomes, kwargs.n, config.alarms.epistemic_words),
+    samples=_samples(examples, rollouts, outcomes),
   )
 
 
-def _by_source(
-  examples: Sequence[Example], rollouts: Rollouts, outcomes: Sequence[Outcome], n: int
+def by_source(
+  examples: Sequence[Example], rollouts: Rollouts, outcomes: Sequence[Outcome], n: int, words: Sequence[str]
 ) -> dict[str, dict[str, float]]:
-  rows_of: Mapping[str, list[int]] = defaultdict(list)
-  for row, group in enumerate(rollouts.group):
-    rows_of[examples[group].data_source].append(row)
-  lengths = rollouts.completion_mask.sum(1)
+  """Metrics of each data source: `summarize` of the score and, under `<metric>/`, of every other number.
+
+  Args:
+    examples: G questions.
+    rollouts: N = G · n completions, the n of a question next to each other.
+    outcomes: N.
+    n: completions a question.
+    words: of doubt, to be counted.
+  """
   metrics = {}
-  for source, rows in sorted(rows_of.items()):
-    outcome_rows = [outcomes[row] for row in rows]
-    scores = np.array([outcome.score for outcome in outcome_rows], np.float64).reshape(-1, n)
-    has_pred = all('pred' in outcome.metrics for outcome in outcome_rows)
-    predictions = (
-      np.array([str(outcome.metrics['pred']) for outcome in outcome_rows], dtype=object).reshape(-1, n).tolist()
-      if has_pred
-      else None
-    )
-    metrics[source] = summarize(scores, predictions)
-    if all('acc' in outcome.metrics for outcome in outcome_rows):
-      metrics[source][f'acc/mean@{n}'] = float(np.mean([outcome.metrics['acc'] for outcome in outcome_rows]))
-    metrics[source]['completion_length_mean'] = float(lengths[rows].mean())
-    metrics[source]['truncated_fraction'] = float(np.mean([rollouts.finish_reason[row] == 'length' for row in rows]))
-    metrics[source]['questions'] = float(len(scores))
+  for source, rows in rows_by_source(examples, rollouts.group).items():
+    chosen = [outcomes[row] for row in rows]
+    scores = np.array([outcome.score for outcome in chosen], np.float64).reshape(-1, n)
+    winners = None
+    if all('pred' in outcome.metrics for outcome in chosen):
+      answers = [str(outcome.metrics['pred']) for outcome in chosen]
+      winners = elections([answers[first : first + n] for first in range(0, len(answers), n)])
+    found = summarize(scores, winners)
+    for name in metric_names(chosen):
+      values = numbers(chosen, name).reshape(-1, n)
+      found.update({f'{name}/{key}': value for key, value in summarize(values, winners).items()})
+    found.update(describe(rollouts, outcomes, rows, words))
+    found['questions'] = float(len(scores))
+    metrics[source] = found
   return metrics
 
 
 def _samples(examples: Sequence[Example], rollouts: Rollouts, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-  return [
-    {
+  samples = []
+  for row, group in enumerate(rollouts.group):
+    sample = {
       'id': examples[group].id,
       'data_source': examples[group].data_source,
       'prompt': examples[group].messages,
       'completion': rollouts.text[row],
       'finish_reason': rollouts.finish_reason[row],
-      'score': outcomes[row].score,
+      'tokens': int(rollouts.completion_mask[row].sum()),
+      'score': jsonable(outcomes[row].score),
       'feedback': outcomes[row].feedback,
-      **{key: value for key, value in outcomes[row].metrics.items() if isinstance(value, str | int | float | bool)},
     }
-    for row, group in enumerate(rollouts.group)
-  ]
+    # A metric of the same name as a field above gives way to it.
+    told = {key: jsonable(value) for key, value in outcomes[row].metrics.items() if key not in sample}
+    samples.append(sample | {key: value for key, value in told.items() if value is None or isinstance(value, PLAIN)})
+  return samples

@@ -20,6 +20,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.files import write_atomically
 from sdpo_jax.training.checkpoints import Checkpoints
 from sdpo_jax.training.evaluation import Evaluation, evaluate
+from sdpo_jax.training.records import finite
 from sdpo_jax.training.session import Session, make_session
 from sdpo_jax.training.step import abstract_state
 from sdpo_jax.types import Tree
@@ -105,8 +106,8 @@ def evaluate_to_file(config: Config, *, workdir: str | None, model: str | None, 
     evaluation = evaluate(
       session.sampler, session.base, parameters, examples, session.config, session.tokenizer, graders, seed=config.seed
     )
-  write_atomically(target, json.dumps(evaluation.metrics, indent=2) + '\n')
-  write_atomically(samples, ''.join(json.dumps(sample) + '\n' for sample in evaluation.samples))
+  write_atomically(target, json.dumps(finite(evaluation.metrics), indent=2, allow_nan=False) + '\n')
+  write_atomically(samples, ''.join(json.dumps(sample, allow_nan=False) + '\n' for sample in evaluation.samples))
   return evaluation
 
 

@@ -250,7 +250,7 @@ class _Run:
         state, learned = phases.learn(session, state, samples)
     if profiled:
       self.announce(f'Profile of step {step}: {folder}')
-    metrics.update(records.rollout_metrics(collected, config.actor.self_distillation.success_reward_threshold))
+    metrics.update(records.rollout_metrics(collected, config))
     metrics.update(records.update_metrics(learned, samples))
     metrics.update(records.throughput_metrics(session, collected, learned, timer.seconds))
     if context is not None:

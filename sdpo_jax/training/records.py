@@ -9,9 +9,11 @@ from etils import epath
 import jax
 import numpy as np
 
+from sdpo_jax.config import Config
 from sdpo_jax.files import write_atomically
 from sdpo_jax.teacher.context import TeacherContext
 from sdpo_jax.training import batching, flops
+from sdpo_jax.training.completions import describe, jsonable, numbers, rows_by_source
 from sdpo_jax.training.evaluation import Evaluation
 from sdpo_jax.training.phases import Collected, Learned
 from sdpo_jax.training.session import Session
@@ -23,21 +25,48 @@ def token_mean(values: Mapping[str, np.ndarray], name: str, mask: np.ndarray) ->
   return float(picked.mean()) if len(picked) else float('nan')
 
 
-def rollout_metrics(collected: Collected, threshold: float) -> dict[str, float]:
-  """What the sampled and graded batch looks like."""
-  rollouts, outcomes = collected.rollouts, collected.outcomes
+def rollout_metrics(collected: Collected, config: Config) -> dict[str, float]:
+  """What the graded batch looks like: `rollout/<name>`, and `rollout/<source>/<name>` where it mixes data sources."""
+  everything = np.arange(len(collected.rollouts))
+  metrics = {f'rollout/{name}': value for name, value in _rollout_metrics(collected, everything, config).items()}
+  sources = rows_by_source(collected.examples, collected.rollouts.group)
+  if len(sources) > 1:
+    for source, rows in sources.items():
+      named = _rollout_metrics(collected, rows, config)
+      metrics.update({f'rollout/{source}/{name}': value for name, value in named.items()})
+  return metrics
+
+
+def _rollout_metrics(collected: Collected, rows: np.ndarray, config: Config) -> dict[str, float]:
+  rollouts, outcomes = collected.rollouts, [collected.outcomes[row] for row in rows]
   scores = np.array([outcome.score for outcome in outcomes])
-  mask = rollouts.completion_mask
-  solved = np.zeros(len(collected.examples), bool)
-  np.logical_or.at(solved, rollouts.group, scores >= threshold)
-  return {
-    'rollout/score_mean': scores.mean(),
-    'rollout/success_rate': (scores >= threshold).mean(),
-    'rollout/solved_group_fraction': solved.mean(),
-    'rollout/completion_length_mean': mask.sum(1).mean(),
-    'rollout/truncated_fraction': np.mean([reason == 'length' for reason in rollouts.finish_reason]),
-    'rollout/entropy': rollouts.entropy[mask].mean(),
+  success = scores >= config.actor.self_distillation.success_reward_threshold
+  groups = rollouts.group[rows]
+  metrics = {
+    'score_mean': scores.mean(),
+    'success_rate': success.mean(),
+    'solved_group_fraction': len(set(groups[success])) / len(set(groups)),
+    **describe(rollouts, collected.outcomes, rows, config.alarms.epistemic_words),
   }
+  acc = numbers(outcomes, 'acc')
+  return metrics if acc is None else {**metrics, 'acc_mean': acc.mean()}
+
+
+def gap_metrics(collected: Collected, evaluated: Mapping[str, float], config: Config) -> dict[str, float]:
+  """`gap/<source>`: success rate of the rollouts minus the held-out mean score of the latest evaluation.
+
+  Args:
+    collected: the graded batch.
+    evaluated: `eval/…` metrics of the latest evaluation; sources that it does not have get no gap.
+    config: settings.
+  """
+  threshold = config.actor.self_distillation.success_reward_threshold
+  gaps = {}
+  for source, rows in rows_by_source(collected.examples, collected.rollouts.group).items():
+    held_out = [value for name, value in evaluated.items() if name.startswith(f'eval/{source}/mean@')]
+    if held_out and held_out[0] is not None:
+      gaps[f'gap/{source}'] = np.mean([collected.outcomes[row].score >= threshold for row in rows]) - held_out[0]
+  return gaps
 
 
 # Metric → per-token quantity of the objective, averaged over the tokens that are distilled.
@@ -120,20 +149,25 @@ def write_rollouts(
         'prompt': collected.examples[group].messages,
         'completion': collected.rollouts.text[row],
         'finish_reason': collected.rollouts.finish_reason[row],
-        'score': float(collected.outcomes[row].score),
+        'score': jsonable(float(collected.outcomes[row].score)),
         'feedback': collected.outcomes[row].feedback,
         'teacher_prompt': context.messages[row] if taught else None,
-        'divergence': [round(float(value), 6) for value in divergence[row, :length]]
+        'divergence': [jsonable(round(float(value), 6)) for value in divergence[row, :length]]
         if taught and divergence is not None
         else None,
       }
     )
-  write_atomically(folder / f'{step}.jsonl', ''.join(json.dumps(line) + '\n' for line in lines))
+  write_atomically(folder / f'{step}.jsonl', ''.join(json.dumps(line, allow_nan=False) + '\n' for line in lines))
 
 
 def write_evaluation(workdir: epath.Path, step: int, evaluation: Evaluation) -> None:
   """`eval/<step>.json` with the metrics and every sample."""
   folder = workdir / 'eval'
   folder.mkdir(parents=True, exist_ok=True)
-  content = {'step': step, 'metrics': evaluation.metrics, 'samples': evaluation.samples}
-  write_atomically(folder / f'{step}.json', json.dumps(content, indent=1))
+  content = {'step': step, 'metrics': finite(evaluation.metrics), 'samples': evaluation.samples}
+  write_atomically(folder / f'{step}.json', json.dumps(content, indent=1, allow_nan=False))
+
+
+def finite(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float | None]]:
+  """Metrics by data source with null for what is not finite, which JSON does not have."""
+  return {source: {name: jsonable(value) for name, value in found.items()} for source, found in metrics.items()}
