@@ -4,3 +4,5 @@ Importing the package registers all of them.
 """
 
 from sdpo_jax.environments import digits as digits
+from sdpo_jax.environments import http_grader as http_grader
+from sdpo_jax.environments import judge as judge

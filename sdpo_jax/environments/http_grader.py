@@ -1,0 +1,86 @@
+"""The environment `http`: a grader of your own behind an address.
+
+One POST a completion with a JSON object: id, data_source, prompt (chat messages), completion, truncated, ground_truth,
+extra. The answer: {"score": number, "feedback": string or null, "metrics": {name: number or string}}; the last two may
+be missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sdpo_jax.config import EnvironmentsConfig, HttpGraderConfig
+from sdpo_jax.environments import remote
+from sdpo_jax.environments.grading import FAILED
+from sdpo_jax.environments.registry import register_maker
+from sdpo_jax.types import Example, Outcome
+
+NAME = 'http'
+
+
+@register_maker(NAME)
+def make(settings: EnvironmentsConfig) -> HttpGrader:
+  """The grader of `environments.http`; raises UserError without an address, or without a key that it names."""
+  return HttpGrader(settings.http)
+
+
+class HttpGrader:
+  """Posts completions to `environments.http.url`."""
+
+  def __init__(self, settings: HttpGraderConfig):
+    prefix = 'environments.http'
+    self._remote = remote.Remote(
+      NAME,
+      remote.check_url(settings.url, f'{prefix}.url', 'http://localhost:8000/grade'),
+      authorization=remote.read_secret(settings.authorization_env, f'{prefix}.authorization_env', required=True),
+      timeout_s=settings.timeout_s,
+      retries=settings.retries,
+      concurrency=settings.concurrency,
+      setting=f'{prefix}.url',
+    )
+
+  def __call__(self, examples: list[Example], completions: list[str], *, truncated: list[bool]) -> list[Outcome]:
+    """See `registry.Grader`; raises UserError if the server grades none of them."""
+    bodies = [request(*parts) for parts in zip(examples, completions, truncated, strict=True)]
+    return self._remote.grade(examples, [lambda body=body: body for body in bodies], outcome)
+
+  def close(self) -> None:
+    self._remote.close()
+
+
+def request(example: Example, completion: str, truncated: bool) -> dict[str, Any]:
+  """The body that asks for the grade of one completion."""
+  return {
+    'id': example.id,
+    'data_source': example.data_source,
+    'prompt': example.messages,
+    'completion': completion,
+    'truncated': bool(truncated),
+    'ground_truth': example.ground_truth,
+    'extra': example.extra,
+  }
+
+
+def outcome(answer: Any) -> Outcome:
+  """The outcome that an answer describes; raises remote.Fault naming what is wrong with it."""
+  if not isinstance(answer, Mapping):
+    raise remote.Fault(f"its answer must be an object with a 'score', not {remote.shown(answer)}")
+  if 'score' not in answer:
+    raise remote.Fault(f"'score' is missing in its answer {remote.shown(answer)}")
+  feedback, metrics = answer.get('feedback'), answer.get('metrics')
+  if not isinstance(feedback, str | None):
+    raise remote.Fault(f"'feedback' of its answer must be a string or null, not {remote.shown(feedback)}")
+  if not isinstance(metrics, Mapping | None):
+    raise remote.Fault(f"'metrics' of its answer must be an object, not {remote.shown(metrics)}")
+  return Outcome(
+    score=remote.number(answer['score'], 'score'),
+    feedback=None if feedback is None else remote.clean(feedback),
+    metrics={remote.clean(name): _metric(name, value) for name, value in (metrics or {}).items()} | {FAILED: 0.0},
+  )
+
+
+def _metric(name: str, value: Any) -> float | str:
+  if isinstance(value, str):
+    return remote.clean(value)
+  return float(value) if isinstance(value, bool) else remote.number(value, f'metrics.{name}')

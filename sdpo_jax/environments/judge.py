@@ -1,0 +1,149 @@
+"""The environment `judge`: a language model behind an OpenAI-compatible endpoint scores and criticises completions.
+
+Its critique becomes the feedback. The template is a setting; what the judge reads of the completion stands between
+tags with a number drawn for that request alone, so that a completion cannot pretend to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import json
+import re
+import secrets
+from typing import Any
+
+from sdpo_jax.config import EnvironmentsConfig, JudgeConfig
+from sdpo_jax.environments import remote
+from sdpo_jax.environments.grading import FAILED
+from sdpo_jax.environments.registry import register_maker
+from sdpo_jax.errors import UserError
+from sdpo_jax.types import Example, Messages, Outcome
+
+NAME = 'judge'
+_THINKING = re.compile(r'<think>.*?</think>', re.DOTALL)
+_DECORATION = r'[\s*_`#>-]*'  # Markdown around the line.
+_SCORE_LINE = re.compile(
+  rf'{_DECORATION}(?:(?:final|overall|total)\s+)?score{_DECORATION}:(?P<value>.*)', re.IGNORECASE
+)
+_NUMBER = r'(?:\d+(?:\.\d*)?|\.\d+)'
+_VALUE = re.compile(rf'(?P<of>{_NUMBER})\s*(?:/\s*(?P<whole>{_NUMBER})|(?P<percent>%))?', re.ASCII)
+
+
+@register_maker(NAME)
+def make(settings: EnvironmentsConfig) -> Judge:
+  """The grader of `environments.judge`; raises UserError without an endpoint or the name of a model."""
+  return Judge(settings.judge)
+
+
+class Judge:
+  """Asks `environments.judge.model` about completions."""
+
+  def __init__(self, settings: JudgeConfig):
+    prefix, example = 'environments.judge', 'http://localhost:8000/v1'
+    url = remote.check_url(settings.base_url, f'{prefix}.base_url', example).rstrip('/')
+    if url.endswith('/chat/completions'):
+      raise UserError(f'{prefix}.base_url must end before /chat/completions, which is added to it, as in {example}.')
+    if not settings.model.strip():
+      raise UserError(f'{prefix}.model is empty: set it to the name of the judging model at the endpoint.')
+    key = remote.read_secret(settings.api_key_env, f'{prefix}.api_key_env', required=False)
+    self._settings = settings
+    self._remote = remote.Remote(
+      NAME,
+      f'{url}/chat/completions',
+      authorization=f'Bearer {key}' if key else '',
+      timeout_s=settings.timeout_s,
+      retries=settings.retries,
+      concurrency=settings.concurrency,
+      setting=f'{prefix}.base_url',
+    )
+
+  def __call__(self, examples: list[Example], completions: list[str], *, truncated: list[bool]) -> list[Outcome]:
+    """See `registry.Grader`; raises UserError if the judge grades none of them."""
+    parts = zip(examples, completions, truncated, strict=True)
+    bodies = [lambda part=part: request(*part, self._settings, tag=secrets.token_hex(8)) for part in parts]
+    return self._remote.grade(examples, bodies, outcome)
+
+  def close(self) -> None:
+    self._remote.close()
+
+
+def request(example: Example, completion: str, truncated: bool, settings: JudgeConfig, *, tag: str) -> dict[str, Any]:
+  """The body that asks for the critique of one completion; `tag` must be hard to guess."""
+  return {
+    'model': settings.model,
+    'messages': [{'role': 'user', 'content': question(example, completion, truncated, settings.template, tag=tag)}],
+    'temperature': settings.temperature,
+    'max_tokens': settings.max_tokens,
+  }
+
+
+def question(example: Example, completion: str, truncated: bool, template: str, *, tag: str) -> str:
+  """What the judge reads."""
+  answer = f'<answer-{tag}>\n{completion}\n</answer-{tag}>'
+  if truncated:
+    answer += '\n(The answer was cut off here, at the limit of its length.)'
+  truth = example.ground_truth
+  return template.format(
+    question=conversation(example.messages),
+    completion=answer,
+    ground_truth=truth if isinstance(truth, str) else json.dumps(remote.plain(truth), ensure_ascii=False),
+  )
+
+
+def conversation(messages: Messages) -> str:
+  """The text of a single message; of several, each under the name of its role."""
+  if len(messages) == 1:
+    return messages[0]['content']
+  return '\n\n'.join(f'{message["role"]}:\n{message["content"]}' for message in messages)
+
+
+def outcome(answer: Any) -> Outcome:
+  """The outcome of a chat completion; raises remote.Fault, worth another attempt, if there is no score in it."""
+  choices = answer.get('choices') if isinstance(answer, Mapping) else None
+  choice = choices[0] if isinstance(choices, list) and choices else None
+  message = choice.get('message') if isinstance(choice, Mapping) else None
+  content = message.get('content') if isinstance(message, Mapping) else None
+  if not isinstance(content, str):
+    raise remote.Fault(f"its answer has no text in 'choices[0].message.content': {remote.shown(answer)}", again=True)
+  score, critique = read_critique(content)
+  if score is None:
+    cut = choice.get('finish_reason') == 'length'
+    hint = '; it was cut off, so raise environments.judge.max_tokens' if cut else ''
+    raise remote.Fault(
+      f"the judge's answer has no line 'Score: x' with x from 0 to 1{hint}: {_end(content)}", again=True
+    )
+  return Outcome(score, remote.clean(critique) or None, {'acc': score, FAILED: 0.0})
+
+
+def read_critique(text: str) -> tuple[float | None, str]:
+  """Score and critique of a judge's answer.
+
+  The score stands on the last line that begins with 'Score:' (Markdown, capitals and a leading 'final', 'overall' or
+  'total' do not matter) as a number from 0 to 1, a fraction (4/5) or a percentage; None if there is no such line or
+  that line holds anything else. The critique is all the rest, without what the judge thought to itself.
+  """
+  lines = _without_thinking(text).splitlines()
+  for at in reversed(range(len(lines))):
+    if match := _SCORE_LINE.fullmatch(lines[at]):
+      return _value(match['value']), '\n'.join(lines[:at] + lines[at + 1 :]).strip()
+  return None, '\n'.join(lines).strip()
+
+
+def _value(text: str) -> float | None:
+  match = _VALUE.fullmatch(text.strip().strip('*_`').strip().removesuffix('.'))
+  if match is None:
+    return None
+  whole = 100.0 if match['percent'] else float(match['whole'] or 1.0)
+  value = float(match['of']) / whole if whole else None
+  return value if value is not None and 0.0 <= value <= 1.0 else None
+
+
+def _without_thinking(text: str) -> str:
+  """The text without thinking blocks: closed ones, one that the prompt opened already, one that was never closed."""
+  said = _THINKING.sub('', text).rpartition('</think>')[2]
+  return said.partition('<think>')[0]
+
+
+def _end(text: str) -> str:
+  """The end of a text as messages quote it: that is where the score was expected."""
+  return remote.shown('…' + text[-150:] if len(text) > 150 else text)

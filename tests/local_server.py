@@ -1,0 +1,85 @@
+"""A real HTTP server on this machine for graders to ask: it answers as a test says and keeps what it was asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import contextlib
+import dataclasses
+import http.server
+import json
+import threading
+from typing import Any
+
+
+@dataclasses.dataclass
+class Answer:
+  """What the server sends back; a `body` that is not bytes becomes JSON."""
+
+  body: Any = b''
+  status: int = 200
+  headers: dict[str, str] = dataclasses.field(default_factory=dict)
+
+  def content(self) -> bytes:
+    return self.body if isinstance(self.body, bytes) else json.dumps(self.body).encode()
+
+
+class Server:
+  """Asks `respond(body)` for the answer to every POST; the address is `url`."""
+
+  def __init__(self, respond: Callable[[Any], Answer]):
+    self.bodies: list[Any] = []  # As they came in.
+    self.headers: list[dict[str, str]] = []
+    self.paths: list[str] = []
+    self.most_at_once = 0
+    self._active = 0
+    self._lock = threading.Lock()
+    self._respond = respond
+    self._server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), self._handler())
+    self._server.daemon_threads = True
+    self.url = f'http://127.0.0.1:{self._server.server_address[1]}'
+
+  def __enter__(self) -> Server:
+    threading.Thread(target=self._server.serve_forever, kwargs={'poll_interval': 0.01}, daemon=True).start()
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._server.shutdown()
+    self._server.server_close()
+
+  def _handler(self) -> type[http.server.BaseHTTPRequestHandler]:
+    server = self
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+      protocol_version = 'HTTP/1.1'
+
+      def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers['Content-Length'])))
+        with server._lock:
+          server.bodies.append(body)
+          server.headers.append(dict(self.headers))
+          server.paths.append(self.path)
+          server._active += 1
+          server.most_at_once = max(server.most_at_once, server._active)
+        try:
+          answer = server._respond(body)
+        finally:
+          with server._lock:
+            server._active -= 1
+        content = answer.content()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # The client may have hung up.
+          self.send_response(answer.status)
+          for name, value in {'Content-Length': str(len(content)), **answer.headers}.items():
+            self.send_header(name, value)
+          self.end_headers()
+          self.wfile.write(content)
+
+      def log_message(self, *_):
+        pass
+
+    return Handler
+
+
+def dead_address() -> str:
+  """An address at which nothing listens."""
+  with http.server.HTTPServer(('127.0.0.1', 0), http.server.BaseHTTPRequestHandler) as server:
+    return f'http://127.0.0.1:{server.server_address[1]}'

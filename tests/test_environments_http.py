@@ -1,0 +1,277 @@
+"""The HTTP grader against a real server: what is sent, what comes back, and what a server can do wrong."""
+
+import datetime
+import gzip
+import json
+import logging
+import threading
+
+import numpy as np
+import pytest
+
+from sdpo_jax.config import Config, EnvironmentsConfig, HttpGraderConfig
+from sdpo_jax.environments import registry, remote
+from sdpo_jax.environments.grading import FAILED, Graders
+from sdpo_jax.errors import UserError
+from sdpo_jax.types import Example
+from tests.local_server import Answer, Server, dead_address
+
+RIGHT = {'score': 1.0}
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+  monkeypatch.setattr(remote, 'FIRST_PAUSE_S', 0.0)
+
+
+def example(i=0, **changes):
+  values = dict(
+    id=f'q{i}',
+    messages=[{'role': 'user', 'content': f'Q{i}?'}],
+    environment='http',
+    ground_truth='4',
+    data_source='sums',
+  )
+  return Example(**values | changes)
+
+
+def grade(url, completions, *, examples=None, truncated=None, graders=None, **settings):
+  """Through the same door as a run."""
+  examples = examples or [example(i) for i in range(len(completions))]
+  truncated = truncated or [False] * len(completions)
+  if graders is not None:
+    return graders.grade(examples, completions, truncated=truncated)
+  with Graders(EnvironmentsConfig(http=HttpGraderConfig(url=url, **settings))) as made:
+    return made.grade(examples, completions, truncated=truncated)
+
+
+def test_what_is_sent_and_what_comes_back():
+  answer = {'score': 0.25, 'feedback': 'Zähl nach: 2+2=四', 'metrics': {'acc': 0.5, 'pred': '五', 'parsed': True}}
+  asked = example(
+    messages=[{'role': 'system', 'content': 'Sei kurz.'}, {'role': 'user', 'content': '2+2? 🤔'}],
+    ground_truth={'value': 4, 'limit': float('inf')},
+    extra={'day': datetime.date(2026, 1, 2), 'points': np.array([1, 2])},
+  )
+  with Server(lambda body: Answer(answer)) as server:
+    (outcome,) = grade(server.url + '/grade', ['五 “five”\n'], examples=[asked], truncated=[True])
+  assert server.bodies == [
+    {
+      'id': 'q0',
+      'data_source': 'sums',
+      'prompt': [{'role': 'system', 'content': 'Sei kurz.'}, {'role': 'user', 'content': '2+2? 🤔'}],
+      'completion': '五 “five”\n',
+      'truncated': True,
+      'ground_truth': {'value': 4, 'limit': None},
+      'extra': {'day': '2026-01-02', 'points': [1, 2]},
+    }
+  ]
+  assert server.paths == ['/grade'] and 'Authorization' not in server.headers[0]
+  assert outcome.score == 0.25 and outcome.feedback == 'Zähl nach: 2+2=四'
+  assert outcome.metrics == {'acc': 0.5, 'pred': '五', 'parsed': 1.0, FAILED: 0.0}
+
+
+def test_outcomes_keep_their_order_though_answers_do_not():
+  """The first request is answered only when all others have been."""
+  others = threading.Semaphore(0)
+
+  def respond(body):
+    number = int(body['completion'])
+    if number == 0:
+      for _ in range(7):
+        assert others.acquire(timeout=30)
+    else:
+      others.release()
+    return Answer({'score': number})
+
+  with Server(respond) as server:
+    outcomes = grade(server.url, [str(i) for i in range(8)], concurrency=8)
+  assert [outcome.score for outcome in outcomes] == list(range(8))
+
+
+def test_no_more_requests_at_once_than_allowed_and_no_fewer():
+  meeting = threading.Barrier(3)
+
+  def respond(body):
+    meeting.wait(timeout=30)
+    return Answer(RIGHT)
+
+  with Server(respond) as server:
+    outcomes = grade(server.url, ['x'] * 12, concurrency=3)
+  assert len(outcomes) == 12 and all(outcome.score == 1.0 for outcome in outcomes)
+  assert server.most_at_once == 3
+
+
+@pytest.mark.parametrize(
+  'fault', [Answer(status=500), Answer(status=503, headers={'Retry-After': '0'}), Answer(status=429)]
+)
+def test_what_may_pass_is_tried_again(fault, caplog):
+  answers = [fault, fault, Answer(RIGHT)]
+  with Server(lambda body: answers.pop(0)) as server:
+    (outcome,) = grade(server.url, ['x'], retries=2)
+  assert outcome.score == 1.0 and len(server.bodies) == 3 and not caplog.records
+
+
+def test_a_lost_connection_is_tried_again():
+  """The server promises more than it sends, then hangs up."""
+  answers = [Answer(b'{"sc', headers={'Content-Length': '100', 'Connection': 'close'}), Answer(RIGHT)]
+  with Server(lambda body: answers.pop(0)) as server:
+    (outcome,) = grade(server.url, ['x'], retries=1)
+  assert outcome.score == 1.0 and len(server.bodies) == 2
+
+
+def test_pauses_grow_are_spread_and_follow_the_server(monkeypatch):
+  monkeypatch.setattr(remote, 'FIRST_PAUSE_S', 1.0)
+  assert [remote.pause_s(attempt, None, 0.5) for attempt in range(4)] == [1.0, 2.0, 4.0, 8.0]
+  assert remote.pause_s(1, None, 0.0) == 1.0 and remote.pause_s(1, None, 0.999) == pytest.approx(3.0, rel=0.01)
+  assert remote.pause_s(0, 7.0, 0.9) == 7.0 and remote.pause_s(3, 0.0, 0.9) == 0.0
+  assert remote.pause_s(0, 1e9, 0.0) == remote.pause_s(30, None, 0.0) == remote.LONGEST_PAUSE_S
+  now = datetime.datetime(2026, 1, 1, 12, 0, 0, tzinfo=datetime.UTC)
+  assert remote.retry_after_s('3', now) == 3.0
+  assert remote.retry_after_s('Thu, 01 Jan 2026 12:00:30 GMT', now) == 30.0
+  assert remote.retry_after_s('soon', now) is None and remote.retry_after_s(None, now) is None
+
+
+@pytest.mark.parametrize(
+  'answer, reason',
+  [
+    (Answer(b'no'), 'is not JSON'),
+    (Answer(b'\xff\xfe'), 'is not JSON'),
+    (Answer(b'[' * 100_000), 'is not JSON'),
+    (Answer(b'[1]'), "must be an object with a 'score', not '[1]'"),
+    (Answer({'points': 1}), "'score' is missing"),
+    (Answer({'score': '1'}), "'score' of its answer must be a number"),
+    (Answer({'score': True}), "'score' of its answer must be a number"),
+    (Answer({'score': None}), "'score' of its answer must be a number"),
+    (Answer(b'{"score": NaN}'), 'must be a finite number'),
+    (Answer(b'{"score": 1e999}'), 'must be a finite number'),
+    (Answer(b'{"score": 1' + b'0' * 400 + b'}'), 'must be a finite number'),
+    (Answer({'score': 1, 'feedback': ['x']}), "'feedback' of its answer must be a string or null"),
+    (Answer({'score': 1, 'metrics': [1]}), "'metrics' of its answer must be an object"),
+    (Answer({'score': 1, 'metrics': {'a': [1]}}), "'metrics.a' of its answer must be a number"),
+    (Answer(b'"' + b'x' * 10_000_000 + b'"'), 'is larger than 1048576 bytes'),
+    (Answer(gzip.compress(b'"' + b'x' * 10_000_000 + b'"'), headers={'Content-Encoding': 'gzip'}), 'is larger than'),
+    (Answer(b'not gzip', headers={'Content-Encoding': 'gzip'}), 'cannot be decompressed'),
+    (Answer({'error': 'which?'}, status=422), 'status 422 (Unprocessable Entity): \'{"error": "which?"}\''),
+    (Answer(status=302, headers={'Location': '/elsewhere'}), 'status 302 (Found)'),
+  ],
+)
+def test_a_useless_answer_costs_its_completion_and_is_asked_for_once(answer, reason, caplog):
+  with Server(lambda body: answer if body['completion'] == 'bad' else Answer(RIGHT)) as server:
+    good, bad = grade(server.url, ['good', 'bad'])
+  assert good.score == 1.0 and good.metrics[FAILED] == 0.0
+  assert bad.score == 0.0 and bad.feedback is None and bad.metrics == {'acc': 0.0, 'pred': '', FAILED: 1.0}
+  assert len(server.bodies) == 2
+  (record,) = caplog.records
+  assert 'could not grade 1 of 2 completions' in record.getMessage() and reason in record.getMessage()
+
+
+def test_many_failures_are_one_warning(caplog):
+  respond = lambda body: Answer(RIGHT) if body['completion'] == '0' else Answer(status=400)
+  with Server(respond) as server:
+    outcomes = grade(server.url, [str(i) for i in range(20)])
+  assert sum(outcome.metrics[FAILED] for outcome in outcomes) == 19
+  assert [record.levelno for record in caplog.records] == [logging.WARNING]
+  assert 'could not grade 19 of 20 completions' in caplog.records[0].getMessage()
+
+
+def test_half_a_surrogate_pair_can_be_written():
+  with Server(lambda body: Answer({'score': 0, 'feedback': 'a\ud800b', 'metrics': {'pred': '\udc00'}})) as server:
+    (outcome,) = grade(server.url, ['x'])
+  assert outcome.feedback == 'a?b' and outcome.metrics['pred'] == '?'
+
+
+def test_a_server_that_hangs_is_left_after_the_timeout(caplog):
+  end = threading.Event()
+
+  def respond(body):
+    if body['completion'] == 'slow':
+      end.wait(30)
+    return Answer(RIGHT)
+
+  with Server(respond) as server:
+    fast, slow = grade(server.url, ['fast', 'slow'], timeout_s=0.2, retries=1)
+    end.set()
+  assert fast.score == 1.0 and slow.metrics[FAILED] == 1.0
+  assert 'no complete answer within 0.2 s' in caplog.text
+  assert [body['completion'] for body in server.bodies].count('slow') == 2
+
+
+def test_a_server_that_is_down_ends_the_run_without_asking_for_all():
+  address = dead_address()
+  with pytest.raises(UserError) as raised:
+    grade(address, ['x'] * 300, concurrency=2, retries=1)
+  sentence = str(raised.value)
+  assert "environment 'http' graded none of 300 completions" in sentence
+  assert 'ConnectError' in sentence and address in sentence and 'environments.http.url' in sentence
+
+
+def test_a_server_that_refuses_all_ends_the_run():
+  with Server(lambda body: Answer({'detail': 'bad key'}, status=401)) as server:
+    with pytest.raises(UserError, match='graded none of 3 completions: it answered with status 401.*bad key'):
+      grade(server.url, ['x'] * 3)
+  assert len(server.bodies) == 3
+
+
+def test_one_question_that_cannot_be_graded_does_not_end_a_run_that_worked():
+  with Server(lambda body: Answer(status=413) if body['id'] == 'q1' else Answer(RIGHT)) as server:
+    with Graders(EnvironmentsConfig(http=HttpGraderConfig(url=server.url))) as graders:
+      assert grade('', ['x'], graders=graders)[0].score == 1.0
+      outcomes = grade('', ['x'] * 4, examples=[example(1)] * 4, graders=graders)
+      assert all(outcome.metrics[FAILED] == 1.0 for outcome in outcomes)
+      with pytest.raises(UserError, match='status 413'):
+        grade(
+          '',
+          ['x'] * 2,
+          examples=[example(1), example(1, id='q1', messages=[])],
+          graders=Graders(EnvironmentsConfig(http=HttpGraderConfig(url=server.url))),
+        )
+
+
+def test_the_key_is_sent_and_never_said(monkeypatch, caplog):
+  monkeypatch.setenv('GRADER_KEY', 'Bearer s3cr3t-key\n')
+  respond = lambda body: (
+    Answer({'error': 'you sent s3cr3t-key'}, status=403) if body['completion'] == 'bad' else Answer(RIGHT)
+  )
+  with Server(respond) as server:
+    address = server.url.replace('http://', 'http://me:passw0rd@')
+    grade(address, ['good', 'bad'], authorization_env='GRADER_KEY')
+    with pytest.raises(UserError) as raised:
+      grade(address + '/path?token=t0ken', ['bad'], authorization_env='GRADER_KEY')
+  assert {headers['Authorization'] for headers in server.headers} == {'Bearer s3cr3t-key'}
+  said = caplog.text + str(raised.value)
+  assert 'you sent ***' in said
+  assert not any(secret in said for secret in ('s3cr3t', 'passw0rd', 't0ken'))
+
+
+@pytest.mark.parametrize(
+  'settings, sentence',
+  [
+    ({}, 'environments.http.url is empty: set it to the address'),
+    ({'url': 'localhost:8000'}, 'environments.http.url is not an address of http or https'),
+    ({'url': 'ftp://host/x'}, 'environments.http.url is not an address of http or https'),
+    ({'url': 'http://me:key'}, 'environments.http.url is not an address of http or https'),
+    ({'url': 'http://host', 'authorization_env': 'NOT_SET_HERE'}, 'authorization_env=NOT_SET_HERE: there is no such'),
+  ],
+)
+def test_settings_that_cannot_work_are_named_before_a_run(settings, sentence):
+  graders = Graders(EnvironmentsConfig(http=HttpGraderConfig(**settings)))
+  with pytest.raises(UserError, match=sentence):
+    graders.prepare(['http'])
+
+
+@pytest.mark.parametrize('section', ['http', 'judge'])
+@pytest.mark.parametrize('name, value', [('timeout_s', 0.0), ('retries', -1), ('concurrency', 0)])
+def test_limits_are_validated(section, name, value):
+  config = Config()
+  config.model.path, config.data.train_files, config.trainer.test_freq = 'model', ('rows.json',), 0
+  config.validate()
+  setattr(getattr(config.environments, section), name, value)
+  with pytest.raises(UserError, match=f'environments.{section}.{name}'):
+    config.validate()
+
+
+def test_the_registry_knows_it():
+  assert 'http' in registry.names()
+  assert json.loads(json.dumps(remote.plain({'a': (1, None, np.float32(2), float('nan'))}))) == {
+    'a': [1, None, 2.0, None]
+  }
