@@ -93,6 +93,37 @@ def test_last_n_and_best_are_kept(tmp_path):
   assert save_steps(tmp_path / 'last', scores, keep=2).steps() == [5, 6]
 
 
+def test_the_best_is_kept_and_known_after_a_restart(tmp_path):
+  score = lambda value: {'eval/a/mean@2': value}
+  first = save_steps(
+    tmp_path, {1: score(0.1), 2: score(0.9), 3: score(float('nan'))}, keep=2, best_metric='eval/a/mean@2'
+  )
+  assert first.best(before=4) == 2 and first.best(before=2) is None
+  first.close()
+  again = save_steps(tmp_path, {4: score(0.3), 5: {}, 6: {}}, keep=2, best_metric='eval/a/mean@2')
+  assert again.steps() == [2, 5, 6]
+  assert again.best(before=7) == 2
+  assert_same(again.restore_step(2, make_state(0)), make_state(2))
+  again.save(7, make_state(7), {}, score(0.9))
+  assert again.best(before=8) == 7  # Of equals the one that is kept.
+  again.close()
+
+
+def test_another_best_metric_after_a_restart_ranks_earlier_checkpoints_too(tmp_path):
+  metrics = {step: {'eval/a/mean@2': step / 10, 'eval/b/mean@2': -step / 10} for step in range(1, 4)}
+  save_steps(tmp_path, metrics, keep=3, best_metric='eval/a/mean@2').close()
+  other = save_steps(tmp_path, {4: {'eval/b/mean@2': -0.9}, 5: {}}, keep=2, best_metric='eval/b/mean@2')
+  assert other.steps() == [1, 4, 5] and other.best(before=9) == 1
+  other.close()
+
+
+def test_a_step_that_cannot_be_read_is_named(tmp_path):
+  checkpoints = save_steps(tmp_path, {1: {'a': 1.0}, 2: {}})
+  largest_file(tmp_path / 'checkpoints' / '1').write_bytes(b'')
+  with pytest.raises(UserError, match='checkpoint of step 1 in .* cannot be read'):
+    checkpoints.restore_step(1, make_state(0))
+
+
 def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(tmp_path, caplog):
   checkpoints = save_steps(tmp_path, {1: {}, 2: {}})
   checkpoints.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import logging
+import math
 from typing import Any
 
 from etils import epath
@@ -43,11 +44,7 @@ class Checkpoints:
       return ocp.CheckpointManager(self.directory, item_names=('state', 'host'), options=options)
     policies: list[Any] = [preservation_policy.LatestN(n=self._keep)]
     if self._best_metric:
-      policies.append(
-        preservation_policy.BestN(
-          get_metric_fn=lambda metrics: metrics[self._best_metric], n=1, keep_checkpoints_without_metrics=False
-        )
-      )
+      policies.append(preservation_policy.BestN(get_metric_fn=self._rank, n=1, keep_checkpoints_without_metrics=False))
     return ocp.CheckpointManager(
       self.directory,
       item_names=('state', 'host'),
@@ -55,8 +52,13 @@ class Checkpoints:
         preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
         cleanup_tmp_directories=True,
         enable_async_checkpointing=True,
+        best_fn=self._rank,  # Metrics are written to disk only where there is one.
       ),
     )
+
+  def _rank(self, metrics: Mapping[str, float]) -> float:
+    """Of a checkpoint by its metrics; the lowest where the best metric was not measured."""
+    return metrics.get(self._best_metric, -math.inf)
 
   @property
   def directory(self) -> epath.Path:
@@ -66,6 +68,16 @@ class Checkpoints:
     """Steps that have a checkpoint, oldest first."""
     return sorted(self._manager.all_steps())
 
+  def best(self, before: int) -> int | None:
+    """The step below `before` whose checkpoint has the largest `best_metric`, the latest of equals; None: none has it.
+
+    Its checkpoint is one that is kept.
+    """
+    self.wait()
+    measured = {step: self._manager.metrics(step) or {} for step in self.steps() if step < before}
+    ranked = [(metrics[self._best_metric], step) for step, metrics in measured.items() if self._best_metric in metrics]
+    return max(ranked)[1] if ranked else None
+
   def save(self, step: int, state: TrainState, host: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
     """Starts writing a checkpoint; returns once the device arrays may be changed again.
 
@@ -73,7 +85,8 @@ class Checkpoints:
       step: generation batches finished.
       state: device state.
       host: JSON-serialisable host state (data iterator, history).
-      metrics: of this step; `best_metric` is looked up here.
+      metrics: of this step, none where the state is not the one they were measured with; written beside the state, so
+        that `best_metric` may be another one after a resume.
 
     Raises:
       UserError: it, or the one still being written, could not be written; earlier checkpoints are intact.
@@ -85,12 +98,12 @@ class Checkpoints:
       raise UserError(
         f'trainer.best_metric={self._best_metric} is not among the metrics of an evaluation: {", ".join(evaluated)}.'
       )
-    ranked = {self._best_metric: float(metrics[self._best_metric])} if self._best_metric in metrics else None
+    measured = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
     try:
       self._manager.save(
         step,
         args=ocp.args.Composite(state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(dict(host))),
-        metrics=ranked,
+        metrics=measured,
         force=True,
       )
     except (OSError, ValueError, RuntimeError) as error:
@@ -125,10 +138,7 @@ class Checkpoints:
     failures = []
     for step in reversed(self.steps()):
       try:
-        restored = self._manager.restore(
-          step,
-          args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract(like)), host=ocp.args.JsonRestore()),
-        )
+        state, host = self._read(step, like)
       except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged file; all mean the same here.
         reason = _first_line(error)
         failures.append((step, reason))
@@ -139,7 +149,7 @@ class Checkpoints:
           self._set_aside(damaged)
         self._manager.close()
         self._manager = self._open()
-      return step, restored['state'], restored['host']
+      return step, state, host
     if failures:
       raise UserError(
         f'None of the checkpoints in {self.directory} can be read '
@@ -147,6 +157,31 @@ class Checkpoints:
         'repair or remove them, or choose another --workdir.'
       )
     return None
+
+  def restore_step(self, step: int, like: TrainState) -> TrainState:
+    """The device state of the checkpoint of one step.
+
+    Args:
+      step: one of `steps`.
+      like: a state, or abstract arrays with shardings, of the layout to restore.
+
+    Raises:
+      UserError: it cannot be read.
+    """
+    self.wait()
+    try:
+      return self._read(step, like)[0]
+    except Exception as error:  # As in `restore`.
+      raise UserError(
+        f'The checkpoint of step {step} in {self.directory} cannot be read ({_first_line(error)}): repair it, or '
+        'remove it and start the same command again.'
+      ) from error
+
+  def _read(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
+    restored = self._manager.restore(
+      step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract(like)), host=ocp.args.JsonRestore())
+    )
+    return restored['state'], restored['host']
 
   def _set_aside(self, step: int) -> None:
     if jax.process_index() == 0:
