@@ -41,7 +41,7 @@ class Graders:
       UserError: there is no such grader, or it cannot work with the settings.
     """
     for name in sorted(set(names)):
-      self._get(name)
+      self.get(name)
 
   def grade(
     self, examples: Sequence[Example], completions: Sequence[str], *, truncated: Sequence[bool]
@@ -74,13 +74,14 @@ class Graders:
   def __exit__(self, *_: object) -> None:
     self.close()
 
-  def _get(self, name: str) -> registry.Grader:
+  def get(self, name: str) -> registry.Grader:
+    """The grader of that name, made on its first use; raises UserError as `prepare`."""
     if name not in self._made:
       self._made[name] = registry.get(name, self._settings)
     return self._made[name]
 
   def _grade(self, name: str, examples: list[Example], completions: list[str], truncated: list[bool]) -> list[Outcome]:
-    grader = self._get(name)
+    grader = self.get(name)
     try:
       outcomes = grader(examples, completions, truncated=truncated)
     except UserError:

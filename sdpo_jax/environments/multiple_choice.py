@@ -1,0 +1,111 @@
+"""Multiple choice: `mcq` (SciKnowEval), `gpqa` and `mmlu_pro`.
+
+The reference profile gives the scores of lasgroup/SDPO verl/utils/reward_score/feedback/{mcq,gpqa,mmlu_pro}.py, quirks
+included: an answer needs no tags, GPQA upper-cases first (so the article "a" is choice A), feedback is always empty, and
+`incorrect_format` of `mcq` is 1 where the format is *right*. `format_valid` is the right way round in both profiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import re
+
+from sdpo_jax.config import EnvironmentsConfig
+from sdpo_jax.environments.judging import TRUNCATED, Rule, after_thinking, grader, outcome
+from sdpo_jax.environments.registry import Grader, register_maker
+from sdpo_jax.types import Example, Outcome
+
+OPEN, CLOSE = '<answer>', '</answer>'
+_REFERENCE_FORMAT = re.compile(r'<answer>\s*(A|B|C|D)\s*</answer>$')
+_TAGGED = re.compile(r'<answer>((?:(?!<answer>).)*?)</answer>', re.DOTALL | re.IGNORECASE)
+_LETTER = re.compile(r'[\s*_(\[]*([A-Za-z])[\s*_)\]]*(?:[:.,)-]|$)')  # Not the article of "A protein".
+# Ways to state a choice outside of tags, the surest first; of each the last one counts.
+_STATED = (
+  re.compile(r'\\boxed\{\s*(?:\\text\{\s*)?\(?([A-Z])[)}\s]'),
+  re.compile(r'(?i:answer|choice|option)(?:\s+(?i:is))?[\s:*]*(?:\(([A-Za-z])\)|([A-Z])\b)'),
+  re.compile(r'\b([A-Z])\b'),
+)
+
+
+def reference_mcq(example: Example, completion: str, truncated: bool) -> Outcome:
+  """1 iff what follows the last <answer>, up to the next </answer>, is the letter; tags are not needed."""
+  pred = completion.split(OPEN)[-1].split(CLOSE)[0].strip()
+  right_format = _REFERENCE_FORMAT.search(completion) is not None
+  return outcome(pred == example.ground_truth, pred, right_format, incorrect_format=int(right_format))
+
+
+def reference_gpqa(example: Example, completion: str, truncated: bool) -> Outcome:
+  """1 iff the last of the words A, B, C, D of the upper-cased text is the letter."""
+  letters = re.findall(r'\b(A|B|C|D)\b', completion.upper())
+  pred = letters[-1] if letters else completion.strip().rstrip('.')
+  return outcome(pred == example.ground_truth, pred, bool(letters))
+
+
+def reference_mmlu_pro(example: Example, completion: str, truncated: bool) -> Outcome:
+  """1 iff the first 'answer is X' or 'Answer: X', or else the last single letter A to J, is the letter."""
+  found = re.search(r'answer is \(?([A-Ja-j])\b\)?', completion) or re.search(r'[aA]nswer:\s*([A-Ja-j])\b', completion)
+  letters = [found.group(1)] if found else re.findall(r'\b[A-J]\b', completion)
+  pred = letters[-1] if letters else ''
+  valid = pred.isupper()
+  score = float(pred == example.ground_truth)
+  return Outcome(score, None, {'acc': score, 'pred': pred, 'incorrect_format': int(not valid), 'format_valid': valid})
+
+
+def clean_mcq(reveal_answer: bool) -> Rule:
+  """1 iff the letter in the last <answer>…</answer> is right; '(B)', 'b.' and 'B: because' are letters too."""
+
+  def rule(example: Example, completion: str, truncated: bool) -> Outcome:
+    wanted = f'put only the letter of the right option between {OPEN} and {CLOSE}.'
+    return _judged(example, _tagged_letter(after_thinking(completion)), truncated, wanted, reveal_answer)
+
+  return rule
+
+
+def clean_stated(letters: str) -> Callable[[bool], Rule]:
+  """1 iff the choice that the text states last is right: \\boxed{B}, 'the answer is B', or else a single capital."""
+
+  def make(reveal_answer: bool) -> Rule:
+    def rule(example: Example, completion: str, truncated: bool) -> Outcome:
+      text = after_thinking(completion)
+      pred = _tagged_letter(text)
+      for pattern in _STATED:
+        if not pred:
+          pred = next((letter for letter in reversed(_letters(pattern, text)) if letter in letters), '')
+      wanted = 'end with "The answer is X.", X being the letter of the right option.'
+      return _judged(example, pred, truncated, wanted, reveal_answer)
+
+    return rule
+
+  return make
+
+
+def _tagged_letter(text: str) -> str:
+  tagged = _TAGGED.findall(text)
+  letter = _LETTER.match(tagged[-1]) if tagged else None
+  return letter.group(1).upper() if letter else ''
+
+
+def _letters(pattern: re.Pattern[str], text: str) -> list[str]:
+  return [''.join(match.groups('')).upper() for match in pattern.finditer(text)]
+
+
+def _judged(example: Example, pred: str, truncated: bool, wanted: str, reveal_answer: bool) -> Outcome:
+  truth = str(example.ground_truth).strip().upper()
+  if not pred:
+    cut = f'{TRUNCATED} before it answered: be shorter, and {wanted}'
+    return outcome(False, '', False, cut if truncated else f'Your answer had the wrong format: {wanted}')
+  if pred == truth:
+    return outcome(True, pred, True)
+  revealed = f' The right answer is {truth}.' if reveal_answer else ''
+  return outcome(False, pred, True, f'Your answer, {pred}, is wrong.{revealed}')
+
+
+def _register(name: str, reference: Rule, clean: Callable[[bool], Rule]) -> None:
+  @register_maker(name)
+  def make(settings: EnvironmentsConfig) -> Grader:
+    return grader(reference if settings.profile == 'reference' else clean(settings.reveal_answer))
+
+
+_register('mcq', reference_mcq, clean_mcq)
+_register('gpqa', reference_gpqa, clean_stated('ABCD'))
+_register('mmlu_pro', reference_mmlu_pro, clean_stated('ABCDEFGHIJ'))
