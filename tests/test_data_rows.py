@@ -32,6 +32,10 @@ CODE = {
   'tests': '{"inputs": []}',
   'system': None,
 }
+TESTS = {'inputs': ['1', '2'], 'outputs': ['2', '3'], 'testtype': 'functional', 'fn_name': 'f', 'time_limit': 6}
+CALLS = [{'Action': 'find', 'Action_Input': '{"name": "x"}'}]
+# A ground truth that passes for each environment.
+TRUTHS = {'code': json.dumps(TESTS), 'tooluse': json.dumps(CALLS), 'math': '\\frac{1}{2}'}
 READY = {
   'data_source': 'gsm8k',
   'prompt': [{'role': 'user', 'content': '1 + 1?'}],
@@ -61,13 +65,13 @@ def test_a_raw_row():
 
 
 def test_the_preprocessed_form_of_a_raw_row_is_the_reference_s():
-  assert rows.preprocess(row({**CODE, 'achievement_prior': 0.4}), 'test') == {
+  assert rows.preprocess(row({**CODE, 'achievement_prior': 0.4}), 'train') == {
     'data_source': 'livecodebench',
     'prompt': [{'role': 'user', 'content': 'Write def f(x) and (self)'}],
     'ability': 'code',
     'reward_model': {'style': 'code', 'ground_truth': '{"inputs": []}'},
     'extra_info': {
-      'split': 'test',
+      'split': 'train',
       'index': '743',
       'description': 'def f(x)',
       'problem': 'Write def f(x) and (self)',
@@ -75,6 +79,8 @@ def test_the_preprocessed_form_of_a_raw_row_is_the_reference_s():
       'achievement_prior': 0.4,
     },
   }
+  held_out = rows.preprocess(row({**CODE, 'achievement_prior': 0.4}), 'test')
+  assert held_out['extra_info']['achievement_prior'] == 0  # The reference reads it for training rows only.
 
 
 def test_an_empty_system_prompt_is_a_message_and_a_null_one_is_not():
@@ -94,7 +100,8 @@ def test_a_preprocessed_row():
 )
 def test_the_environment_follows_the_data_source_or_the_row(source, environment):
   named = {'environment': 'own'} if environment == 'own' else {}
-  assert rows.example(row({**RAW, 'dataset': source, **named}), 'train').environment == environment
+  value = {**RAW, 'dataset': source, 'answer': TRUTHS.get(environment, 'B'), **named}
+  assert rows.example(row(value), 'train').environment == environment
 
 
 @pytest.mark.parametrize(
@@ -123,6 +130,82 @@ def test_the_environment_follows_the_data_source_or_the_row(source, environment)
 def test_a_malformed_row_is_named(value, message):
   with pytest.raises(UserError, match=f'(?s)^rows.json, line 3: .*{message}'):
     rows.example(row(value), 'train')
+
+
+def test_sound_ground_truths_pass():
+  for tests in (
+    TESTS,
+    {**TESTS, 'testtype': 'stdin', 'fn_name': ''},
+    {**TESTS, 'testtype': 'code', 'outputs': [None, None], 'time_limit': 0.5},
+    {**TESTS, 'inputs': [{'a': 1}, {'a': 2}], 'context': 'import math'},
+    {**TESTS, 'inputs': ['\0', '\u2028']},
+  ):
+    assert rows.example(row({**CODE, 'tests': json.dumps(tests)}), 'train').ground_truth == json.dumps(tests)
+  for arguments in ('{}', {'name': 'x'}, '{"user": {"name": "x"}}'):
+    calls = json.dumps([{'Action': '[Optional]find', 'Action_Input': arguments}])
+    value = {**RAW, 'kind': 'tooluse', 'dataset': 'tooluse', 'answer': calls}
+    assert rows.example(row(value), 'train').ground_truth == calls
+
+
+@pytest.mark.parametrize(
+  ('tests', 'message'),
+  [
+    ('print(1)', "'tests', which 'code' grades by, is not JSON: Expecting value at line 1, column 1"),
+    ('[' * 100_000, 'is not JSON: it is nested too deeply'),
+    ('[' + '9' * 5000 + ']', 'is not JSON: Exceeds the limit'),
+    ('[]', r'must be a JSON object of unit tests, not \[\]'),
+    ('{}', "lacks 'inputs' and 'outputs' and 'testtype' and 'time_limit'"),
+    ({'time_limit': ...}, "lacks 'time_limit'"),
+    ({'outputs': ['2']}, '2 inputs and 1 outputs'),
+    ({'inputs': [], 'outputs': []}, 'at least one, not 0 inputs'),
+    ({'inputs': '12'}, "a list as 'inputs', not '12'"),
+    ({'testtype': 'weird'}, "'testtype' of functional, stdin, code, not 'weird'"),
+    ({'testtype': ['stdin']}, "'testtype' of functional, stdin, code"),
+    ({'fn_name': ''}, "'fn_name' for functional tests"),
+    ({'time_limit': 0}, "positive number of seconds as 'time_limit', not 0"),
+    ({'time_limit': True}, "positive number of seconds as 'time_limit', not True"),
+    ({'time_limit': float('inf')}, "positive number of seconds as 'time_limit', not inf"),
+    ({'time_limit': '6'}, "positive number of seconds as 'time_limit', not '6'"),
+  ],
+)
+def test_unusable_unit_tests_are_named(tests, message):
+  if isinstance(tests, dict):
+    tests = json.dumps({key: value for key, value in {**TESTS, **tests}.items() if value is not ...})
+  with pytest.raises(UserError, match=f'(?s)^rows.json, line 3: .*{message}'):
+    rows.example(row({**CODE, 'tests': tests}), 'train')
+
+
+@pytest.mark.parametrize(
+  ('environment', 'truth', 'message'),
+  [
+    ('tooluse', 'find(x)', 'is not JSON'),
+    ('tooluse', '{}', 'non-empty JSON list of calls'),
+    ('tooluse', '[]', 'non-empty JSON list of calls'),
+    ('tooluse', '["find"]', "'Action' and 'Action_Input', not 'find'"),
+    ('tooluse', '[{"Action": "find"}]', "'Action' and 'Action_Input'"),
+    ('tooluse', '[{"Action": "find", "Action_Input": "{x}"}]', "call of 'find' whose 'Action_Input' is not JSON"),
+    ('tooluse', '[{"Action": "find", "Action_Input": "[1]"}]', "'Action_Input' must be a JSON object"),
+    ('mcq', 'b', 'letter of the right choice, such as "A", not \'b\''),
+    ('mcq', 'A\n', 'letter of the right choice'),
+    ('gpqa', 'Option B', 'letter of the right choice'),
+  ],
+)
+def test_an_unusable_answer_is_named(environment, truth, message):
+  value = {**RAW, 'environment': environment, 'answer': truth}
+  with pytest.raises(UserError, match=f"line 3: field 'answer', which '{environment}' grades by, .*{message}"):
+    rows.example(row(value), 'train')
+  ready = {**READY, 'environment': environment, 'reward_model': {'ground_truth': truth}}
+  with pytest.raises(UserError, match="field 'reward_model.ground_truth'"):
+    rows.example(row(ready), 'train')
+
+
+@pytest.mark.parametrize(
+  'value', [{**RAW, 'prompt': 'What \ud800 is?'}, {**RAW, 'system': '\udfff'}, {**RAW, 'idx': '\ud800'}]
+)
+def test_half_of_a_character_is_refused_and_a_nul_is_text(value):
+  with pytest.raises(UserError, match='line 3: half of a character'):
+    rows.example(row(value), 'train')
+  assert rows.example(row({**RAW, 'prompt': 'a\0b'}), 'train').messages[-1]['content'] == 'a\0b'
 
 
 def read(tmp_path, content, name='rows.json'):
@@ -165,6 +248,10 @@ def test_arrays_and_lines_read_the_same(tmp_path_factory, values, indent):
     ('[{"a": 1}', 'line 1: invalid JSON'),
     ('[{"a": 1}]\n{"b": 2}', 'line 2: invalid JSON: text after the end'),
     ('{"a": 1}\n{"a": "\xff"}'.encode('latin-1'), 'line 2: the file is not UTF-8'),
+    ('{"a": 1}'.encode('utf-16-le'), 'line 1: invalid JSON'),
+    ('{"a": 1}\n{"a": ' + '[' * 100_000, 'line 2: invalid JSON: nested too deeply'),
+    ('[{"a": 1},\n{"a": ' + '[' * 100_000, 'line 2: invalid JSON: nested too deeply'),
+    ('{"a": ' + '1' * 5000 + '}', 'line 1: invalid JSON: Exceeds the limit'),
     ('', 'holds no rows'),
     ('[]', 'holds no rows'),
     (' \n ', 'holds no rows'),

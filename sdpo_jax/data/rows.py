@@ -12,6 +12,8 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
+from sdpo_jax.data import truths
+from sdpo_jax.data.truths import shown
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Example
 
@@ -34,7 +36,7 @@ class Row:
   """One row of a file, unchecked."""
 
   origin: str  # File and line (or row) number, for messages.
-  number: int  # From 1: line number in JSON files, row number in parquet.
+  number: int  # From 1: line number in JSON files, row number in parquet and hub data sets.
   value: Any  # What the file holds there; a mapping if it is well-formed.
 
 
@@ -46,7 +48,7 @@ def example(row: Row, split: str) -> Example:
   """
   value = row.value
   if not isinstance(value, Mapping):
-    raise UserError(f'{row.origin}: a row must be an object with named fields, not {_shown(value)}.')
+    raise UserError(f'{row.origin}: a row must be an object with named fields, not {shown(value)}.')
   if 'data_source' not in value and 'dataset' not in value:
     raise UserError(
       f"{row.origin}: field 'dataset' (raw rows) or 'data_source' (preprocessed rows) is missing; there is: "
@@ -57,20 +59,23 @@ def example(row: Row, split: str) -> Example:
   messages = _messages(ready, row)
   reward = _field(ready, 'reward_model', row)
   if not isinstance(reward, Mapping) or reward.get('ground_truth') is None:
-    raise UserError(
-      f"{row.origin}: field 'reward_model' must be an object with a 'ground_truth', not {_shown(reward)}."
-    )
+    raise UserError(f"{row.origin}: field 'reward_model' must be an object with a 'ground_truth', not {shown(reward)}.")
   extra = ready.get('extra_info') or {}
   if not isinstance(extra, Mapping):
-    raise UserError(f"{row.origin}: field 'extra_info' must be an object, not {_shown(extra)}.")
+    raise UserError(f"{row.origin}: field 'extra_info' must be an object, not {shown(extra)}.")
   environment = value.get('environment') or extra.get('environment') or ENVIRONMENTS.get(source)
   if not isinstance(environment, str):
     raise UserError(
       f'{row.origin}: no environment grades the data source {source!r}: choose one of {", ".join(ENVIRONMENTS)}, or '
       "name the grader in a field 'environment'."
     )
+  if fault := truths.fault(environment, reward['ground_truth']):
+    raise UserError(f'{row.origin}: field {_truth_field(value)!r}, which {environment!r} grades by, {fault}.')
+  example_id = f'{source}/{extra.get("index", row.number)}'
+  for text in (example_id, reward['ground_truth'], *(part for message in messages for part in message.values())):
+    _check_unicode(text, row)
   return Example(
-    id=f'{source}/{extra.get("index", row.number)}',
+    id=example_id,
     messages=messages,
     environment=environment,
     ground_truth=reward['ground_truth'],
@@ -94,7 +99,7 @@ def preprocess(row: Row, split: str) -> dict[str, Any]:
   system, description = value.get('system'), value.get('description')
   for name, text in (('system', system), ('description', description)):
     if text is not None and not isinstance(text, str):
-      raise UserError(f'{row.origin}: field {name!r} must be a string or null, not {_shown(text)}.')
+      raise UserError(f'{row.origin}: field {name!r} must be a string or null, not {shown(text)}.')
   if source == 'livecodebench':
     prompt = prompt.replace('(self, ', '(')
     description = description and description.replace('(self, ', '(')
@@ -110,9 +115,28 @@ def preprocess(row: Row, split: str) -> dict[str, Any]:
       'description': description,
       'problem': prompt,
       'elo': value.get('elo'),
-      'achievement_prior': value.get('achievement_prior', 0),
+      'achievement_prior': value.get('achievement_prior', 0) if split == 'train' else 0,
     },
   }
+
+
+def _truth_field(value: Mapping[str, Any]) -> str:
+  if 'data_source' in value:
+    return 'reward_model.ground_truth'
+  return 'tests' if value.get('kind') == 'code' else 'answer'
+
+
+def _check_unicode(text: Any, row: Row) -> None:
+  """JSON can spell half of a character, which neither a tokenizer nor a file can hold."""
+  if not isinstance(text, str):
+    return
+  try:
+    text.encode()
+  except UnicodeEncodeError as error:
+    raise UserError(
+      f'{row.origin}: half of a character, {text[error.start]!r}, follows {shown(text[: error.start][-30:])}: write it '
+      'whole or leave it out.'
+    ) from error
 
 
 def _field(value: Mapping[str, Any], name: str, row: Row) -> Any:
@@ -124,25 +148,20 @@ def _field(value: Mapping[str, Any], name: str, row: Row) -> Any:
 def _text(value: Mapping[str, Any], name: str, row: Row) -> str:
   text = _field(value, name, row)
   if not isinstance(text, str) or not text.strip():
-    raise UserError(f'{row.origin}: field {name!r} must be a non-empty string, not {_shown(text)}.')
+    raise UserError(f'{row.origin}: field {name!r} must be a non-empty string, not {shown(text)}.')
   return text
 
 
 def _messages(value: Mapping[str, Any], row: Row) -> list[dict[str, str]]:
   messages = _field(value, 'prompt', row)
   if not isinstance(messages, list) or not messages:
-    raise UserError(f"{row.origin}: field 'prompt' must be a non-empty list of messages, not {_shown(messages)}.")
+    raise UserError(f"{row.origin}: field 'prompt' must be a non-empty list of messages, not {shown(messages)}.")
   for message in messages:
     good = isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ('role', 'content'))
     if not good:
       raise UserError(
-        f"{row.origin}: field 'prompt': a message must have the strings 'role' and 'content', not {_shown(message)}."
+        f"{row.origin}: field 'prompt': a message must have the strings 'role' and 'content', not {shown(message)}."
       )
   if not messages[-1]['content'].strip():
     raise UserError(f"{row.origin}: field 'prompt': the last message, which asks the question, is empty.")
   return [{'role': message['role'], 'content': message['content']} for message in messages]
-
-
-def _shown(value: Any) -> str:
-  text = repr(value)
-  return text if len(text) <= 60 else text[:57] + '...'

@@ -1,4 +1,4 @@
-"""Where rows come from: JSON arrays, JSON lines and parquet files, and generators of endless questions."""
+"""Where rows come from: JSON arrays, JSON lines and parquet files, hub data sets, and generators of endless questions."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import urllib.parse
 
 from etils import epath
 
+from sdpo_jax.data import hub
 from sdpo_jax.data.rows import Row
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Example
@@ -56,17 +57,19 @@ def make_generator(source: str, split: str, seed: int, registry: Registry) -> Ca
 
 
 def read_rows(source: str, setting: str) -> list[Row]:
-  """All rows of a file, unchecked but for the file's own syntax.
+  """All rows of a file or a hub data set, unchecked but for the file's own syntax.
 
   A name ending in .parquet is parquet; anything else is a JSON array if it starts with '[', JSON lines otherwise.
 
   Args:
-    source: path, local or any that etils.epath opens (gs://…).
+    source: path, local or any that etils.epath opens (gs://…), or hf:OWNER/NAME?split=… (see `hub.read_rows`).
     setting: name of the setting that holds the source, for messages.
 
   Raises:
     UserError: no such file, not readable, not in one of these formats (line named), or without rows.
   """
+  if hub.is_hub(source):
+    return hub.read_rows(source, setting)
   try:
     path = epath.Path(source)
     if not path.exists() or path.is_dir():
@@ -103,6 +106,8 @@ def _lines(source: str, text: str) -> list[Row]:
       rows.append(Row(origin, number, json.loads(line)))
     except json.JSONDecodeError as error:
       raise UserError(f'{origin}: invalid JSON at column {error.colno}: {error.msg}.') from error
+    except (RecursionError, ValueError) as error:
+      raise UserError(f'{origin}: invalid JSON: {_unreadable(error)}.') from error
   return rows
 
 
@@ -128,6 +133,8 @@ def _array(source: str, text: str) -> list[Row]:
       value, position = decoder.raw_decode(text, position)
     except json.JSONDecodeError as error:
       raise fail(error.pos, error.msg) from error
+    except (RecursionError, ValueError) as error:
+      raise fail(position, _unreadable(error)) from error
     rows.append(Row(f'{source}, line {line}', line, value))
     position = skip(position)
     mark = text[position : position + 1]
@@ -139,6 +146,13 @@ def _array(source: str, text: str) -> list[Row]:
   if text[position + 1 :].strip():
     raise fail(skip(position + 1), 'text after the end of the array')
   return rows
+
+
+def _unreadable(error: RecursionError | ValueError) -> str:
+  """What is wrong with JSON that Python parses no further."""
+  if isinstance(error, RecursionError):
+    return 'nested too deeply'
+  return str(error).partition(';')[0]  # An integer of more digits than Python converts.
 
 
 def _parquet(source: str, content: bytes) -> list[Row]:

@@ -1,0 +1,81 @@
+"""Rows of Hugging Face hub data sets, by the `datasets` library."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+import urllib.parse
+
+from sdpo_jax.data.rows import Row
+from sdpo_jax.errors import UserError
+
+PREFIX = 'hf:'
+_OPTIONS = ('split', 'config', 'revision')
+
+
+def is_hub(source: str) -> bool:
+  """Whether a source names a hub data set instead of a file."""
+  return source.startswith(PREFIX)
+
+
+def parse(source: str) -> tuple[str, dict[str, str]]:
+  """Name and options of `hf:OWNER/NAME?split=…&config=…&revision=…`.
+
+  Raises:
+    UserError: it is not of this form.
+  """
+  name, _, query = source.removeprefix(PREFIX).partition('?')
+  try:
+    options = dict(urllib.parse.parse_qsl(query, strict_parsing=True)) if query else {}
+  except ValueError as error:
+    raise UserError(f'{source!r} is not hf:OWNER/NAME?split=…&config=…&revision=…: {error}.') from error
+  unknown = [key for key in options if key not in _OPTIONS]
+  if not name or unknown:
+    wrong = f'there is no option {unknown[0]!r}' if unknown else 'the name is missing'
+    raise UserError(f'{source!r} is not hf:OWNER/NAME?split=…&config=…&revision=…: {wrong}.')
+  return name, options
+
+
+def read_rows(source: str, setting: str) -> list[Row]:
+  """All rows of one split of `hf:OWNER/NAME?split=…&config=…&revision=…`; NAME may also be a local folder.
+
+  `split` takes what `datasets.load_dataset` takes (train, test[:100]); it may be left out where there is only one.
+  What was downloaded once is read from the cache of `datasets`.
+
+  Raises:
+    UserError: malformed source, no such data set, configuration or split, no network, or no rows.
+  """
+  name, options = parse(source)
+  try:
+    import datasets
+  except ImportError as error:
+    raise UserError(f'{source!r} is read with the datasets library: pip install datasets.') from error
+  # What it logs while it fails is in the exception, too.
+  logger = logging.getLogger('datasets')
+  level = logger.level
+  logger.setLevel(logging.CRITICAL)
+  try:
+    found = datasets.load_dataset(
+      name, name=options.get('config'), split=options.get('split'), revision=options.get('revision')
+    )
+    if isinstance(found, datasets.DatasetDict):
+      if len(found) != 1:
+        raise UserError(f'{setting}: {source!r} does not name a split: add ?split= with one of {", ".join(found)}.')
+      (found,) = found.values()
+    values = list(found)
+  except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
+    raise UserError(
+      f'{setting}: {source!r} cannot be loaded: {_reason(error)}. Check name, split and config; a hub data set needs a '
+      'network the first time, and `hf auth login` if its owner restricts access.'
+    ) from error
+  finally:
+    logger.setLevel(level)
+  if not values:
+    raise UserError(f'{setting}: {source!r} holds no rows.')
+  return [Row(f'{source}, row {number}', number, value) for number, value in enumerate(values, start=1)]
+
+
+def _reason(error: BaseException) -> str:
+  """The first line of what the library says; of what caused it, where it says nothing itself."""
+  cause: Any = error.__cause__ if str(error).startswith('An error occurred') and error.__cause__ else error
+  return str(cause).strip().partition('\n')[0].rstrip('.') or type(cause).__name__

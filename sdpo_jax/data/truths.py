@@ -1,0 +1,126 @@
+"""What the graders of code, tool calls and choices need of a ground truth, checked before a run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+import json
+import math
+import re
+from typing import Any
+
+TEST_TYPES = ('functional', 'stdin', 'code')
+
+
+class Unreadable(ValueError):
+  """Text that is not JSON, for whatever reason; the message says which."""
+
+
+def parse_json(text: str) -> Any:
+  """The value of JSON text.
+
+  Raises:
+    Unreadable: not JSON, nested too deeply, or with a number too long to read.
+  """
+  try:
+    return json.loads(text)
+  except json.JSONDecodeError as error:
+    raise Unreadable(f'{error.msg} at line {error.lineno}, column {error.colno}') from error
+  except RecursionError as error:
+    raise Unreadable('it is nested too deeply') from error
+  except ValueError as error:  # An integer of more digits than Python converts.
+    raise Unreadable(str(error).partition(';')[0]) from error
+
+
+def fault(environment: str, truth: Any) -> str | None:
+  """What is wrong with the ground truth of a question of that environment, to follow 'it'; None: nothing is known."""
+  check = _CHECKS.get(environment)
+  return None if check is None else check(truth)
+
+
+def _text(truth: Any) -> str | None:
+  return None if isinstance(truth, str) and truth.strip() else f'must be a non-empty string, not {shown(truth)}'
+
+
+def _letter(truth: Any) -> str | None:
+  if isinstance(truth, str) and re.fullmatch('[A-Z]', truth):
+    return None
+  return f'must be the letter of the right choice, such as "A", not {shown(truth)}'
+
+
+def _tests(truth: Any) -> str | None:
+  """Faults of unit tests (reference data/utils/livecodebench.py: JSON of inputs, outputs, testtype, …)."""
+  tests, wrong = _json(truth)
+  if wrong:
+    return wrong
+  if not isinstance(tests, Mapping):
+    return f'must be a JSON object of unit tests, not {shown(tests)}'
+  if missing := [key for key in ('inputs', 'outputs', 'testtype', 'time_limit') if key not in tests]:
+    return f'lacks {" and ".join(map(repr, missing))}: unit tests have inputs, outputs, testtype and time_limit'
+  inputs, outputs, limit = tests['inputs'], tests['outputs'], tests['time_limit']
+  for key in ('inputs', 'outputs'):
+    if not isinstance(tests[key], list):
+      return f'must have a list as {key!r}, not {shown(tests[key])}'
+  if not inputs or len(inputs) != len(outputs):
+    return f'must have as many outputs as inputs and at least one, not {len(inputs)} inputs and {len(outputs)} outputs'
+  if tests['testtype'] not in TEST_TYPES:
+    return f"must have a 'testtype' of {', '.join(TEST_TYPES)}, not {shown(tests['testtype'])}"
+  name = tests.get('fn_name')
+  if tests['testtype'] == 'functional' and not (isinstance(name, str) and name.strip()):
+    return f"must name the function to call in 'fn_name' for functional tests, not {shown(name)}"
+  number = isinstance(limit, int | float) and not isinstance(limit, bool)
+  if not number or not math.isfinite(limit) or limit <= 0:
+    return f"must have a positive number of seconds as 'time_limit', not {shown(limit)}"
+  return None
+
+
+def _calls(truth: Any) -> str | None:
+  """Faults of a list of tool calls, each {"Action", "Action_Input"}, the input being an object or JSON of one."""
+  calls, wrong = _json(truth)
+  if wrong:
+    return wrong
+  if not isinstance(calls, list) or not calls:
+    return f'must be a non-empty JSON list of calls, not {shown(calls)}'
+  for call in calls:
+    if not isinstance(call, Mapping) or not isinstance(call.get('Action'), str) or 'Action_Input' not in call:
+      return f"must hold calls with 'Action' and 'Action_Input', not {shown(call)}"
+    given = call['Action_Input']
+    if isinstance(given, str):
+      given, wrong = _json(given)
+      if wrong:
+        return f"has a call of {call['Action']!r} whose 'Action_Input' {wrong}"
+    if not isinstance(given, Mapping):
+      return f"has a call of {call['Action']!r} whose 'Action_Input' must be a JSON object, not {shown(given)}"
+  return None
+
+
+def _json(truth: Any) -> tuple[Any, str | None]:
+  if not isinstance(truth, str):
+    return None, f'must be a string of JSON, not {shown(truth)}'
+  try:
+    return parse_json(truth), None
+  except Unreadable as error:
+    return None, f'is not JSON: {error}'
+
+
+_CHECKS: dict[str, Callable[[Any], str | None]] = {
+  'code': _tests,
+  'tooluse': _calls,
+  'mcq': _letter,
+  'gpqa': _letter,
+  'mmlu_pro': _letter,
+  'math': _text,
+}
+
+
+def shown(value: Any) -> str:
+  """A value for a message, shortened."""
+  # Before repr, which would write out all of a long text or walk all of a deep value.
+  if isinstance(value, str):
+    value = value[:60]
+  elif isinstance(value, list | tuple | dict) and len(value) > 8:
+    return f'a {type(value).__name__} of {len(value)} items'
+  try:
+    text = repr(value)
+  except RecursionError:
+    return f'a deeply nested {type(value).__name__}'
+  return text if len(text) <= 60 else text[:57] + '...'
