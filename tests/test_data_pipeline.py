@@ -1,12 +1,15 @@
 """The pipeline: order, epochs, resume, generators, limits on prompts, and faults found before anything is compiled."""
 
+import collections
 import glob
 import json
 
+import datasets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import jinja2
 import pytest
+from transformers import AutoTokenizer
 
 from sdpo_jax.config import Config
 from sdpo_jax.data import pipeline, prompts
@@ -60,8 +63,11 @@ def config(files=(), *, val=(), batch=4, seed=0, **data):
   return made
 
 
-def train(*args, **kwargs):
-  return pipeline.TrainIterator(config(*args, **kwargs), CharacterTokenizer(), Registry())
+def train(*args, process=(0, 1), **kwargs):
+  index, count = process
+  return pipeline.TrainIterator(
+    config(*args, **kwargs), CharacterTokenizer(), Registry(), process_index=index, process_count=count
+  )
 
 
 def ids(batch):
@@ -91,7 +97,7 @@ def test_sources_are_concatenated(write):
 @settings(max_examples=20, deadline=None)
 @given(
   before=st.integers(0, 12),
-  kind=st.sampled_from(['files', 'generator', 'both']),
+  kind=st.sampled_from(['files', 'generator', 'both', 'weighted']),
   filtered=st.booleans(),
   seed=st.integers(0, 3),
 )
@@ -99,7 +105,10 @@ def test_a_restored_position_gives_the_same_remaining_batches(tmp_path_factory, 
   path = tmp_path_factory.mktemp('data') / 'rows.json'
   path.write_text('\n'.join(json.dumps(raw(i)) for i in range(11)))
   files = {'files': [str(path)], 'generator': ['generator:toy?every=3'], 'both': ['generator:toy?every=3', str(path)]}
+  files['weighted'] = [str(path), *files['both']]
   keys = dict(seed=seed, filter_overlong_prompts=filtered, max_prompt_length=60 if filtered else 1000)
+  if kind == 'weighted':
+    keys['source_weights'] = (3, 1, 0.5)
   it = train(files[kind], **keys)
   for _ in range(before):
     next(it)
@@ -126,6 +135,120 @@ def test_a_generator_is_endless_ordered_and_gets_seed_split_and_options():
 def test_generators_and_files_take_turns(write):
   it = train(['generator:toy', 'generator:toy?seed=9', write([raw(0)])], batch=6)
   assert ids(next(it)) == ['sciknoweval/0', 'train-0-0', 'train-9-0', 'sciknoweval/0', 'train-0-1', 'train-9-1']
+
+
+def drawn(iterator, batches):
+  return [example.id for _ in range(batches) for example in next(iterator)]
+
+
+@pytest.mark.parametrize(
+  ('weights', 'shares'), [((7, 3), (7, 3)), ((0.7, 0.3), (7, 3)), ((1, 2), (1, 2)), ((0.1, 0.005), (20, 1))]
+)
+def test_each_source_has_exactly_its_share_of_every_round_however_large_it_is(write, weights, shares):
+  files = [write([raw(i) for i in range(3)], 'few.json'), write([raw(100 + i) for i in range(40)], 'many.json')]
+  it = train(files, batch=sum(shares), source_weights=weights)
+  for _ in range(30):
+    few = sum(int(i.split('/')[1]) < 100 for i in drawn(it, 1))
+    assert (few, sum(shares) - few) == shares
+
+
+def test_weighted_files_are_shuffled_on_their_own_and_shown_evenly(write):
+  files = [write([raw(i) for i in range(5)], 'few.json'), write([raw(100 + i) for i in range(40)], 'many.json')]
+  it = train(files, batch=4, source_weights=(1, 3))
+  few = [i for i in drawn(it, 20) if int(i.split('/')[1]) < 100]
+  epochs = [few[at : at + 5] for at in range(0, 20, 5)]
+  assert all(len(set(epoch)) == 5 for epoch in epochs)
+  assert len({tuple(epoch) for epoch in epochs}) > 1
+  # Two copies of one file are not in the same order.
+  both = train([files[1], files[1]], batch=2, source_weights=(1, 1))
+  assert any(first != second for first, second in (ids(next(both)) for _ in range(5)))
+
+
+def test_weights_mix_generators_with_files_and_each_row_keeps_its_environment(write):
+  sources = ['generator:toy', write([raw(i) for i in range(8)]), 'generator:toy?seed=9']
+  it = train(sources, batch=6, source_weights=(3, 2, 1))
+  assert it.environments == {'toy', 'mcq'}
+  batches = [next(it) for _ in range(10)]
+  assert all(collections.Counter(e.environment for e in batch) == {'toy': 4, 'mcq': 2} for batch in batches)
+  first = [example.id for batch in batches for example in batch if example.id.startswith('train-0-')]
+  assert first == [f'train-0-{i}' for i in range(30)]  # In order of index, none left out, none twice.
+
+
+def test_weights_spread_a_source_over_the_round():
+  parts = [pipeline.grain.MapDataset.range(10**6).map(lambda i, part=part: (part, i)) for part in 'ab']
+  mixed = pipeline.mix(parts, (3, 1))
+  assert [mixed[i] for i in range(8)] == [
+    *(('a', 0), ('a', 1), ('b', 0), ('a', 2)),
+    *(('a', 3), ('a', 4), ('b', 1), ('a', 5)),
+  ]
+
+
+@pytest.mark.parametrize(
+  ('weights', 'message'),
+  [
+    ((1.0,), 'source_weights has 1 numbers for 2 data.train_files'),
+    ((1.0, 0.0), 'source_weights must be positive'),
+    ((1.0, -2.0), 'source_weights must be positive'),
+    ((1.0, 1 / 3), 'differ too finely'),
+  ],
+)
+def test_unusable_weights_are_refused(weights, message):
+  made = config(['a.json', 'b.json'], source_weights=weights, val=['a.json'])
+  made.model.path, made.actor.ppo_mini_batch_size = 'model', 4
+  with pytest.raises(UserError, match=message):
+    made.validate()
+  made.data.source_weights = (1.0, 0.25)
+  made.validate()
+
+
+@pytest.mark.parametrize('kind', ['files', 'weighted'])
+@pytest.mark.parametrize('count', [1, 2, 4])
+def test_processes_share_every_batch_and_together_see_what_one_alone_sees(write, count, kind):
+  files = {
+    'files': [write([raw(i) for i in range(11)])],
+    'weighted': [write([raw(0), raw(1)], 'few.json'), 'generator:toy?every=3'],
+  }
+  keys = dict(source_weights=(2, 1)) if kind == 'weighted' else {}
+  keys |= dict(max_prompt_length=60, filter_overlong_prompts=True)
+  alone = train(files[kind], **keys)
+  processes = [train(files[kind], process=(index, count), **keys) for index in range(count)]
+  for _ in range(7):
+    shares = [ids(next(process)) for process in processes]
+    assert all(len(share) == 4 // count for share in shares)
+    assert sum(shares, []) == ids(next(alone))
+
+
+def test_a_position_of_some_processes_is_one_for_any_other_number_of_them(write):
+  files = [write([raw(i) for i in range(30)])]
+  one_of_four = train(files, process=(3, 4))
+  for _ in range(9):
+    next(one_of_four)
+  state = json.loads(json.dumps(one_of_four.get_state()))
+  alone, pair = train(files), [train(files, process=(index, 2)) for index in range(2)]
+  for iterator in (alone, *pair):
+    iterator.set_state(state)
+  for _ in range(9):
+    batch = ids(next(alone))
+    assert ids(next(one_of_four)) == batch[3:] and [i for process in pair for i in ids(next(process))] == batch
+
+
+def test_a_batch_that_does_not_divide_among_processes_is_refused(write):
+  with pytest.raises(UserError, match='train_batch_size=4 questions do not divide among 3 processes'):
+    train([write([raw(i) for i in range(8)])], process=(0, 3))
+
+
+def test_rows_of_a_hub_data_set_train_and_evaluate(tmp_path, monkeypatch):
+  monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', tmp_path / 'cache')
+  (tmp_path / 'set').mkdir()
+  for split, count in (('train', 8), ('test', 3)):
+    (tmp_path / 'set' / f'{split}.jsonl').write_text('\n'.join(json.dumps(raw(i)) for i in range(count)))
+  source = f'hf:{tmp_path}/set?split='
+  it = train([source + 'train'])
+  assert sorted(drawn(it, 2)) == [f'sciknoweval/{i}' for i in range(8)]
+  held_out = pipeline.evaluation_examples(
+    config(val=[source + 'test'], val_max_samples=2), CharacterTokenizer(), Registry()
+  )
+  assert ids(held_out) == ['sciknoweval/0', 'sciknoweval/1']
 
 
 @pytest.mark.parametrize(
@@ -208,14 +331,59 @@ def test_a_row_that_the_chat_template_refuses_is_named(write):
     pipeline.TrainIterator(config(files), NoSystem(), Registry())
 
 
-def test_real_rows(request):
+@pytest.fixture
+def real(request):
   folder = request.config.getoption('--datasets')
   if folder is None:
     pytest.skip('needs --datasets=DIR')
-  files = sorted(glob.glob(f'{folder}/sciknoweval/*/train.json'))
+  return folder
+
+
+class AnyEnvironment(Registry):
+  def require(self, name):
+    pass
+
+
+# Rows of the paper's files: training, held-out.
+SIZES = {
+  'sciknoweval/biology': (450, 50),
+  'sciknoweval/chemistry': (1890, 210),
+  'sciknoweval/material': (841, 94),
+  'sciknoweval/physics': (720, 80),
+  'tooluse': (None, 68),
+}
+
+
+@pytest.mark.parametrize('name', SIZES)
+def test_real_files_load_whole_and_every_prompt_passes_through_the_chat_template(real, name):
+  tokenizer = AutoTokenizer.from_pretrained('configs/quickstart_model')
+  for split, size in zip(('train', 'test'), SIZES[name], strict=True):
+    if size is None:
+      continue
+    made = config(max_prompt_length=10**6)
+    files = [f'{real}/{name}/{split}.json']
+    examples = pipeline.read_examples(files, split, made, tokenizer, AnyEnvironment(), setting='data.train_files')
+    assert len(examples) == size
+    assert {e.environment for e in examples} == {'tooluse' if name == 'tooluse' else 'mcq'}
+    for example in examples:
+      text = tokenizer.decode(prompts.prompt_tokens(tokenizer, example, made))
+      assert text.count('<|im_start|>') == len(example.messages) + 1 and text.endswith('<|im_start|>assistant\n')
+      assert len(example.messages) == (1 if name == 'tooluse' else 2)
+
+
+def test_real_rows(real):
+  files = sorted(glob.glob(f'{real}/sciknoweval/*/train.json'))
   assert files
   it = train(files, batch=32, max_prompt_length=10**5)
   seen = [example for _ in range(20) for example in next(it)]
   assert {example.environment for example in seen} == {'mcq'}
   assert {example.ground_truth for example in seen} <= set('ABCD')
   assert all(example.messages[0]['content'].startswith('\nGiven a question') for example in seen)
+
+
+def test_real_files_mix_by_weight(real):
+  files = [f'{real}/sciknoweval/chemistry/train.json', f'{real}/tooluse/test.json']
+  made = config(files, batch=10, max_prompt_length=10**5, source_weights=(4, 1))
+  it = pipeline.TrainIterator(made, CharacterTokenizer(), AnyEnvironment())
+  for _ in range(20):
+    assert collections.Counter(e.environment for e in next(it)) == {'mcq': 8, 'tooluse': 2}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import hashlib
 import json
 import sys
@@ -11,7 +11,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from sdpo_jax.config import Config
+from sdpo_jax.config import Config, round_shares
 from sdpo_jax.data import rows, sources
 from sdpo_jax.data.prompts import Tokenizer, fits, fitting, name
 from sdpo_jax.errors import UserError
@@ -25,47 +25,82 @@ _PROBED = 32  # Questions of a generator that are checked before a run starts.
 class TrainIterator:
   """Endless batches of `data.train_batch_size` examples, in an order that `seed` decides.
 
-  Rows of all files form one set, shuffled anew each epoch; the last rows that do not fill a batch are left out of that
-  epoch, as the reference does. Generators give their questions in order of index. Several generators, or generators
-  beside files, take turns, example by example.
+  Without `data.source_weights`, rows of all files form one set, shuffled anew each epoch; the last rows that do not
+  fill a batch are left out of that epoch, as the reference does. Generators give their questions in order of index.
+  Several generators, or generators beside files, take turns, example by example.
+
+  With `data.source_weights`, every source has its share of the examples, exactly over each round of the weights' sum;
+  each file is shuffled on its own, anew whenever it is used up.
+
+  With several processes the order is the same as with one, whatever their number: each has its contiguous share of
+  every batch, and a position that some number of them saved is one for any other number.
   """
 
-  def __init__(self, config: Config, tokenizer: Tokenizer, registry: sources.Registry):
+  def __init__(
+    self,
+    config: Config,
+    tokenizer: Tokenizer,
+    registry: sources.Registry,
+    *,
+    process_index: int = 0,
+    process_count: int = 1,
+  ):
     """Reads and checks every row.
 
     Args:
       config: settings.
       tokenizer: for the length of prompts.
       registry: the module `sdpo_jax.environments.registry`.
+      process_index: which of the processes this one is, from 0.
+      process_count: how many processes share each batch.
 
     Raises:
-      UserError: missing file, malformed row, over-long prompt, unknown environment or generator, or fewer rows than a
-        batch needs.
+      UserError: missing file, malformed row, over-long prompt, unknown environment or generator, fewer rows than a
+        batch needs, or a batch that does not divide among the processes.
     """
     data = config.data
-    files = [source for source in data.train_files if not sources.is_generator(source)]
-    generators = [source for source in data.train_files if sources.is_generator(source)]
-    examples = read_examples(files, 'train', config, tokenizer, registry, setting='data.train_files')
-    self._fingerprint = _fingerprint(examples, generators)
-    self.environments = {example.environment for example in examples}  # Names of the graders that it needs.
-    # Mixed, because Grain shuffles epoch e with seed + e: neighbouring seeds would share their epochs.
-    seed = int(np.random.SeedSequence(config.seed % 2**63).generate_state(1)[0])
-    shuffled = grain.MapDataset.source(examples).shuffle(seed) if examples else None
-    if not generators:
-      if len(examples) < data.train_batch_size:
+    if data.train_batch_size % process_count:
+      raise UserError(
+        f'data.train_batch_size={data.train_batch_size} questions do not divide among {process_count} processes: make '
+        'it a multiple of their number.'
+      )
+    share = data.train_batch_size // process_count
+    self._mine = slice(process_index * share, (process_index + 1) * share)
+    self.environments: set[str] = set()  # Names of the graders that it needs.
+    read = lambda files: read_examples(files, 'train', config, tokenizer, registry, setting='data.train_files')
+    if data.source_weights:
+      files = {at: read([source]) for at, source in enumerate(data.train_files) if not sources.is_generator(source)}
+    else:
+      together = read([source for source in data.train_files if not sources.is_generator(source)])
+      files = {0: together} if together else {}
+    for examples in files.values():
+      self.environments |= {example.environment for example in examples}
+    self._fingerprint = _fingerprint(files.values(), data.train_files)
+    # Mixed, because Grain shuffles epoch e with seed + e: neighbouring seeds, or sources, would share their epochs.
+    seeds = np.random.SeedSequence(config.seed % 2**63).generate_state(len(data.train_files))
+    shuffled = {at: grain.MapDataset.source(found).shuffle(int(seeds[at])) for at, found in files.items()}
+    generators = {}
+    for at, source in enumerate(data.train_files):
+      if sources.is_generator(source):
+        generate, names = _checked_generator(source, 'train', config, tokenizer, registry)
+        self.environments |= names
+        generators[at] = grain.MapDataset.range(sys.maxsize).map(generate)
+    if not generators and not data.source_weights:
+      if len(files[0]) < data.train_batch_size:
         raise UserError(
-          f'data.train_files hold {len(examples)} usable rows, fewer than data.train_batch_size='
+          f'data.train_files hold {len(files[0])} usable rows, fewer than data.train_batch_size='
           f'{data.train_batch_size}: lower it or add rows.'
         )
-      batches = shuffled.batch(data.train_batch_size, drop_remainder=True, batch_fn=list).repeat()
+      batches = shuffled[0].batch(data.train_batch_size, drop_remainder=True, batch_fn=list).repeat()
       self._iterator = iter(batches.to_iter_dataset(_IN_PLACE))
       return
-    parts = [] if shuffled is None else [shuffled.repeat()]
-    for source in generators:
-      generate, names = _checked_generator(source, 'train', config, tokenizer, registry)
-      self.environments |= names
-      parts.append(grain.MapDataset.range(sys.maxsize).map(generate))
-    mixed = grain.MapDataset.mix(parts) if len(parts) > 1 else parts[0]
+    endless = {at: order.repeat() for at, order in shuffled.items()}
+    if data.source_weights:
+      parts = [(endless | generators)[at] for at in range(len(data.train_files))]
+      mixed = mix(parts, data.source_weights)
+    else:
+      parts = [*endless.values(), *generators.values()]
+      mixed = mix(parts, [1] * len(parts))
     # An over-long question that is to be left out is None here, and to_iter_dataset skips it.
     self._iterator = iter(mixed.to_iter_dataset(_IN_PLACE).batch(data.train_batch_size, batch_fn=list))
 
@@ -73,7 +108,8 @@ class TrainIterator:
     return self
 
   def __next__(self) -> list[Example]:
-    return next(self._iterator)
+    """This process's share of the next batch."""
+    return next(self._iterator)[self._mine]
 
   def get_state(self) -> dict[str, Any]:
     """The position, as values that JSON holds."""
@@ -91,6 +127,27 @@ class TrainIterator:
         'restore the files or start in a new workdir.'
       )
     self._iterator.set_state(state['iterator'])
+
+
+def mix(parts: Sequence[grain.MapDataset], weights: Sequence[float]) -> grain.MapDataset:
+  """Elements of endless `parts` in turn, each part as often as its weight says.
+
+  A round has as many turns as the weights, brought to integers without a common divisor, add up to; in it each part
+  has exactly its number of turns, evenly spread. (`grain.MapDataset.mix` rounds weights to hundredths of the smallest.)
+  """
+  shares = round_shares(weights)
+  # Turn j of a part with s turns comes at time (j + 1/2) / s of the round; the earlier part goes first in a tie.
+  owner = np.repeat(np.arange(len(shares)), shares)
+  turn = np.concatenate([np.arange(share) for share in shares])
+  order = np.argsort((turn + 0.5) / np.repeat(shares, shares), kind='stable')
+  owner, turn = owner[order], turn[order]
+
+  def element(index: int) -> Any:
+    completed, position = divmod(index, len(owner))
+    part = owner[position]
+    return parts[part][int(completed * shares[part] + turn[position])]
+
+  return grain.MapDataset.range(sys.maxsize).map(element)
 
 
 def evaluation_examples(config: Config, tokenizer: Tokenizer, registry: sources.Registry) -> list[Example]:
@@ -165,8 +222,14 @@ def _checked_generator(
   return checked, {example.environment for example in first}
 
 
-def _fingerprint(examples: Sequence[Example], generators: Sequence[str]) -> str:
+def _fingerprint(sets: Iterable[Sequence[Example]], names: Sequence[str]) -> str:
   """A hash of the questions and their answers, by which a resumed run knows that they are the same."""
-  questions = [[e.id, e.messages, e.environment, e.ground_truth] for e in examples]
-  content = json.dumps([questions, list(generators)], sort_keys=True, default=str)
-  return hashlib.sha256(content.encode()).hexdigest()[:16]
+  digest = hashlib.sha256()
+  # One at a time: the unit tests of some data sets fill a good part of the memory.
+  for examples in sets:
+    for example in examples:
+      question = [example.id, example.messages, example.environment, example.ground_truth]
+      digest.update(json.dumps(question, sort_keys=True, default=str).encode())
+    digest.update(b'\n')
+  digest.update(json.dumps([name for name in names if sources.is_generator(name)]).encode())
+  return digest.hexdigest()[:16]
