@@ -23,6 +23,7 @@ TEMPLATE_FIELDS = {
   'reprompt_template': ('prompt', 'solution', 'feedback'),
   'solution_template': ('successful_previous_attempt',),
   'feedback_template': ('feedback_raw',),
+  'attempt_template': ('attempt',),
 }
 JUDGE_FIELDS = ('completion', 'question', 'ground_truth')
 
@@ -121,6 +122,10 @@ class SelfDistillationConfig:
   )
   dont_reprompt_on_self_success: bool = setting(True, 'A completion is never its own demonstration.')
   remove_thinking_from_demonstration: bool = setting(True, 'Strip closed <think>…</think> blocks from demonstrations.')
+  include_demonstration: bool = setting(True, 'Show the teacher a successful attempt of the group.')
+  include_failed_attempt: bool = setting(
+    False, "Show the teacher the student's own failed attempt beside the demonstration or feedback (paper, Table 6)."
+  )
   include_environment_feedback: bool = setting(True, "Show the grader's feedback to the teacher.")
   environment_feedback_only_without_solution: bool = setting(True, 'Feedback only where there is no demonstration.')
   demonstration: Literal['random', 'first'] = setting(
@@ -134,6 +139,9 @@ class SelfDistillationConfig:
   )
   feedback_template: str = setting(
     '\nThe following is feedback from your unsuccessful earlier attempt:\n\n{feedback_raw}', 'How feedback is shown.'
+  )
+  attempt_template: str = setting(
+    '\nYour unsuccessful earlier attempt:\n\n{attempt}', 'How the failed attempt is shown, before the feedback.'
   )
 
 
@@ -214,12 +222,14 @@ class TrainerConfig:
 class AlarmsConfig:
   rules: tuple[str, ...] = setting(
     (),
-    "Signs of a collapse, e.g. 'rollout/entropy < 0.02 for 3' or 'eval/*/mean@16 < 0.7 * best'; see docs/evaluation.md.",
+    "Signs of a collapse, e.g. 'rollout/entropy < 0.02 for 3' or 'eval/*/mean@16 < 0.7 * best'; docs/evaluation.md.",
   )
   action: Literal['warn', 'stop', 'rollback'] = setting(
-    'warn', 'What a rule that holds does: say so; end the run; or go back to the weights of the best checkpoint.'
+    'warn',
+    'What a rule that holds does: say so; end the run with exit code 3; or go back to the weights of the best checkpoint '
+    '(by trainer.best_metric) and go on with the next questions.',
   )
-  max_rollbacks: int = setting(2, 'Rollbacks of a run at most; the next one stops it.')
+  max_rollbacks: int = setting(2, 'Rollbacks of a run at most; an alarm after them stops it.')
   epistemic_words: tuple[str, ...] = setting(
     ('wait', 'hmm', 'perhaps', 'maybe', 'alternatively', 'actually', 'seems', 'might', 'likely', 'check'),
     'Words of doubt and checking that are counted in completions (arXiv 2603.24472).',
@@ -422,6 +432,7 @@ class Config:
     _require(judge.temperature >= 0, f'environments.judge.temperature must not be negative ({judge.temperature}).')
     _require(judge.max_tokens > 0, f'environments.judge.max_tokens must be positive, not {judge.max_tokens}.')
     _check_template('environments.judge.template', judge.template, JUDGE_FIELDS, reader='judge')
+    _check_alarms(self)
     for key in ('fsdp', 'tensor'):
       _require(
         getattr(self.mesh, key) == -1 or getattr(self.mesh, key) > 0, f'mesh.{key} must be positive or -1 (the rest).'
@@ -453,7 +464,7 @@ HARMLESS = (
   'trainer.tensorboard',
   'trainer.wandb_project',
   'trainer.profile_steps',
-  'alarms.epistemic_words',
+  'alarms',
   'environments.sandbox',
   'environments.http',
   'environments.judge.base_url',
@@ -563,6 +574,28 @@ def _check_source_weights(data: DataConfig) -> None:
 def _require(condition: bool, sentence: str) -> None:
   if not condition:
     raise UserError(sentence)
+
+
+def _check_alarms(config: Config) -> None:
+  alarms, trainer = config.alarms, config.trainer
+  _require(alarms.max_rollbacks >= 0, f'alarms.max_rollbacks must not be negative ({alarms.max_rollbacks}).')
+  _require(
+    all(word.strip() for word in alarms.epistemic_words), 'alarms.epistemic_words holds an empty word: remove it.'
+  )
+  if alarms.action != 'rollback':
+    return
+  best = trainer.best_metric
+  _require(
+    best is not None,
+    "alarms.action='rollback' goes back to the best checkpoint: say which that is with trainer.best_metric, e.g. "
+    f'eval/<task>/mean@{config.val_kwargs.n}.',
+  )
+  _require(trainer.save_freq > 0, "alarms.action='rollback' needs checkpoints to go back to: set trainer.save_freq.")
+  _require(
+    not best.startswith('eval/') or (trainer.test_freq > 0 and trainer.test_freq % trainer.save_freq == 0),
+    f"alarms.action='rollback' needs a checkpoint of every evaluation: make trainer.test_freq={trainer.test_freq} a "
+    f'multiple of trainer.save_freq={trainer.save_freq}.',
+  )
 
 
 def _unknown_setting(name: str) -> str:

@@ -50,6 +50,31 @@ def test_the_paper_templates_to_the_letter():
   assert built.mask.tolist() == [1, 0] and built.mask.dtype == np.float32
 
 
+def test_without_demonstrations_feedback_alone_teaches():
+  built = build(['bad', 'good'], [0, 1], ['no', ''], include_demonstration=False)
+  assert built.solutions == [None, None] and built.mask.tolist() == [1, 0]
+  assert 'good' not in built.messages[0][-1]['content'] and 'no' in built.messages[0][-1]['content']
+
+
+def test_a_failed_attempt_is_shown_before_the_feedback_and_only_beside_a_signal():
+  shown = build(
+    ['<think>x</think>bad', 'good'],
+    [0, 1],
+    ['no', ''],
+    include_failed_attempt=True,
+    dont_reprompt_on_self_success=False,
+  )
+  assert shown.messages[0][-1]['content'] == (
+    'Q\nCorrect solution:\n\ngood\nYour unsuccessful earlier attempt:\n\nbad\n\nCorrectly solve the original question.'
+  )
+  assert 'unsuccessful' not in shown.messages[1][-1]['content']  # A success is no failed attempt.
+  feedback_only = build(['bad'], [0], ['no'], include_failed_attempt=True).messages[0][-1]['content']
+  assert feedback_only.index('bad') < feedback_only.index('The following is feedback')
+  assert build(['bad'], [0], include_failed_attempt=True).messages[0] == QUESTION
+  long = build(['b' * 500], [0], ['no'], include_failed_attempt=True, max_reprompt_len=200)
+  assert long.truncated[0] and len(long.prompt_tokens[0]) <= 200 and text_of(long, 0).endswith(CLOSING)
+
+
 def test_the_random_demonstration_is_another_success_of_the_group_and_every_one_is_drawn():
   texts = [f't{i}' for i in range(8)]
   scores = [1, 1, 0, 1, 1, 0, 0, 1]
@@ -112,7 +137,9 @@ def test_content_truncation_fits_and_never_cuts_question_instruction_or_header(s
   shortest = build(texts, scores, [feedback, None], max_reprompt_len=10**6, **keys)
   assert not shortest.truncated.any()
   least = len(
-    context.reprompt(QUESTION, *context.shorten(solution, feedback, 1), SelfDistillationConfig())[-1]['content']
+    context.reprompt(
+      QUESTION, context.shorten_middle(solution, 1), context.shorten_end(feedback, 1), SelfDistillationConfig()
+    )[-1]['content']
   )
   overhead = len(full.prompt_tokens[0]) - len(full.messages[0][-1]['content'])
   built = build(texts, scores, [feedback, None], max_reprompt_len=least + overhead + room, **keys)

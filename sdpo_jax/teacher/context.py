@@ -77,31 +77,39 @@ def choose_demonstration(
 
 
 def reprompt(
-  messages: Messages, solution: str | None, feedback: str | None, config: SelfDistillationConfig
+  messages: Messages,
+  solution: str | None,
+  feedback: str | None,
+  config: SelfDistillationConfig,
+  attempt: str | None = None,
 ) -> Messages:
   """The conversation that the teacher sees: the last message becomes the re-prompted user turn, earlier ones stay.
 
-  With neither a solution nor feedback the question is asked as it was.
+  With neither a solution nor feedback the question is asked as it was. The student's failed `attempt`, if any, comes
+  before the feedback.
   """
   prompt = messages[-1]['content']
   if solution is not None or feedback is not None:
     shown = '' if solution is None else config.solution_template.format(successful_previous_attempt=solution)
-    said = '' if feedback is None else config.feedback_template.format(feedback_raw=feedback)
+    said = '' if attempt is None else config.attempt_template.format(attempt=attempt)
+    said += '' if feedback is None else config.feedback_template.format(feedback_raw=feedback)
     prompt = config.reprompt_template.format(prompt=prompt, solution=shown, feedback=said)
   return [*messages[:-1], {'role': 'user', 'content': prompt}]
 
 
-def shorten(solution: str | None, feedback: str | None, length: int) -> tuple[str | None, str | None]:
-  """Both texts cut to at most `length` characters each, with dots where something is missing.
+def shorten_middle(text: str | None, length: int) -> str | None:
+  """A demonstration or attempt cut to `length` characters, with dots where something is missing.
 
-  A demonstration loses its middle: its beginning shows the approach and its end holds the answer, which is what the
-  teacher needs most. Feedback loses its end: graders put the kind of error and the first failure first.
+  It loses its middle: its beginning shows the approach and its end holds the answer, which the teacher needs most.
   """
-  if solution is not None and len(solution) > length:
-    solution = solution[: (length + 1) // 2] + _CUT_MIDDLE + solution[len(solution) - length // 2 :]
-  if feedback is not None and len(feedback) > length:
-    feedback = feedback[:length] + _CUT_END
-  return solution, feedback
+  if text is None or len(text) <= length:
+    return text
+  return text[: (length + 1) // 2] + _CUT_MIDDLE + text[len(text) - length // 2 :]
+
+
+def shorten_end(text: str | None, length: int) -> str | None:
+  """Feedback cut to `length` characters and dots: graders put the kind of error and the first failure first."""
+  return text if text is None or len(text) <= length else text[:length] + _CUT_END
 
 
 def build_teacher_context(
@@ -119,8 +127,8 @@ def build_teacher_context(
 ) -> TeacherContext:
   """The teacher's prompts for N completions.
 
-  Over-long prompts follow `reprompt_truncation`. 'content' shortens demonstration and feedback, the longer one first,
-  to about the greatest length with which the templated prompt has at most `max_reprompt_len` tokens; the question, the
+  Over-long prompts follow `reprompt_truncation`. 'content' shortens demonstration, attempt and feedback, the longest
+  first, to about the greatest length with which the templated prompt has at most `max_reprompt_len` tokens; the question, the
   closing instruction and the assistant header are never cut. 'right' and 'left' cut tokens off that end, as the
   reference does (the former loses the instruction and the assistant header). 'error' ends the run.
 
@@ -147,18 +155,22 @@ def build_teacher_context(
   feedback = [_feedback(outcome, config) for outcome in outcomes]
   solutions: list[str | None] = []
   used: list[str | None] = []
+  attempts: list[str | None] = []
   for row in range(count):
-    chosen = choose_demonstration(
-      row, successes.get(group[row], ()), config, sample_ids=sample_ids, seed=seed, step=step
-    )
-    solution = None if chosen is None else texts[chosen]
-    if solution is not None and config.remove_thinking_from_demonstration:
-      solution = remove_thinking(solution)
+    candidates = successes.get(group[row], ()) if config.include_demonstration else ()
+    chosen = choose_demonstration(row, candidates, config, sample_ids=sample_ids, seed=seed, step=step)
+    shown = remove_thinking if config.remove_thinking_from_demonstration else lambda text: text
+    solution = None if chosen is None else shown(texts[chosen])
     solutions.append(solution)
+    failed = row not in successes.get(group[row], ())
+    attempts.append(shown(texts[row]) if config.include_failed_attempt and failed else None)
     used.append(None if config.environment_feedback_only_without_solution and solution is not None else feedback[row])
   mask = np.array([s is not None or f is not None for s, f in zip(solutions, used, strict=True)], np.float32)
 
-  prompts = [reprompt(*parts, config) for parts in zip(messages, solutions, used, strict=True)]
+  prompts = [
+    reprompt(question, solution, said, config, attempt)
+    for question, solution, said, attempt in zip(messages, solutions, used, attempts, strict=True)
+  ]
   # Completions of a group often share their prompt: each distinct one is tokenised once.
   keys = [tuple((message['role'], message['content']) for message in prompt) for prompt in prompts]
   distinct = {key: row for row, key in reversed(list(enumerate(keys)))}
@@ -166,7 +178,17 @@ def build_teacher_context(
     zip(distinct, chat_tokens(tokenizer, [prompts[i] for i in distinct.values()], enable_thinking), strict=True)
   )
   fitted = {
-    key: _fit(messages[row], prompts[row], solutions[row], used[row], tokens[key], config, tokenizer, enable_thinking)
+    key: _fit(
+      messages[row],
+      prompts[row],
+      solutions[row],
+      used[row],
+      attempts[row],
+      tokens[key],
+      config,
+      tokenizer,
+      enable_thinking,
+    )
     for key, row in distinct.items()
   }
   truncated = np.array([fitted[key][2] for key in keys], bool)
@@ -200,6 +222,7 @@ def _fit(
   prompt: Messages,
   solution: str | None,
   feedback: str | None,
+  tried: str | None,
   tokens: list[int],
   config: SelfDistillationConfig,
   tokenizer: Tokenizer,
@@ -223,7 +246,13 @@ def _fit(
     )
 
   def attempt(length: int) -> tuple[Messages, list[int]]:
-    shorter = reprompt(messages, *shorten(solution, feedback, length), config)
+    shorter = reprompt(
+      messages,
+      shorten_middle(solution, length),
+      shorten_end(feedback, length),
+      config,
+      shorten_middle(tried, length),
+    )
     return shorter, chat_tokens(tokenizer, [shorter], enable_thinking)[0]
 
   best = attempt(1)
@@ -233,7 +262,8 @@ def _fit(
       f'{len(best[1])} tokens with the chat template; raise it above data.max_prompt_length plus the templates.'
     )
   # Length in tokens is nearly linear in length in characters: interpolate, and halve now and then to be safe.
-  low, high, above, halve = 1, max(len(solution or ''), len(feedback or '')), len(tokens), False
+  texts = (solution, feedback, tried)
+  low, high, above, halve = 1, max(len(text or '') for text in texts), len(tokens), False
   while high - low > 1 and limit - len(best[1]) > _SLACK:
     share = 0.5 if halve else (limit - len(best[1])) / (above - len(best[1]))
     middle = min(max(low + int((high - low) * share), low + 1), high - 1)
