@@ -1,0 +1,179 @@
+"""Signs of a collapse: rules over the numbers of a run, read from nothing but its `metrics.jsonl`.
+
+A rule is `METRIC < VALUE` or `METRIC > VALUE`, with ` for N` behind it where N measurements in a row must agree.
+
+  METRIC  a name of metrics.jsonl. `*` stands for any text without a slash, `**` for any text. Each name that fits is
+          watched by itself.
+  VALUE   a number; or `best`, `first` or `last`, with a factor before it where wanted (`0.7 * best`): what the same
+          metric was at its best, when first measured, or at the measurement before. The best of a metric is its largest
+          value where the rule says `<`, and its smallest where it says `>`. Nothing holds where there is no such value.
+  for N   the measurements at which the metric was there: steps, or evaluations. What is not finite was not measured.
+
+The evaluation before the first step (step 0) is a value for `best`, `first` and `last` but raises no alarm. After a
+rollback the rules count anew, and what was measured in the undone steps is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+import math
+import re
+from typing import Any, Literal
+
+from sdpo_jax.config import Config
+from sdpo_jax.errors import UserError
+
+PREFIX = 'alarm/'  # Of the metrics that alarms write themselves, which no rule sees.
+ROLLBACK = 'alarm/rollback_to'  # In the line of a step whose end was a rollback: the step gone back to.
+STOP = 'alarm/stop'  # 1 in the line of a step at which the alarms stopped the run.
+GRAMMAR = (
+  "write METRIC < VALUE or METRIC > VALUE, VALUE a number, best, first, last or '0.7 * best', then 'for N' if it must "
+  "hold N times in a row, e.g. 'rollout/entropy < 0.02 for 3'"
+)
+_NUMBER = r'[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?'
+_RULE = re.compile(
+  rf'\s*(?P<metric>[^<>]*[^<>\s])\s*(?P<sign>[<>])\s*'
+  rf'(?:(?P<number>{_NUMBER})|(?:(?P<factor>{_NUMBER})\s*\*\s*)?(?P<reference>best|first|last))'
+  r'(?:\s+for\s+(?P<count>\d+))?\s*'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+  """A parsed rule."""
+
+  text: str  # As written.
+  metric: re.Pattern[str]  # Fits the whole name of a metric.
+  below: bool  # `<`; otherwise `>`.
+  factor: float  # The number itself, or what the reference is multiplied by.
+  reference: Literal['best', 'first', 'last'] | None
+  count: int  # Measurements in a row.
+
+  def limit(self, earlier: Sequence[float]) -> float | None:
+    """What the next value is compared with, given the earlier ones; None where there is nothing to compare with."""
+    if self.reference is None:
+      return self.factor
+    if not earlier:
+      return None
+    best = max if self.below else min
+    return self.factor * {'best': best(earlier), 'first': earlier[0], 'last': earlier[-1]}[self.reference]
+
+
+def rules(config: Config) -> list[Rule]:
+  """The rules of a run.
+
+  Raises:
+    UserError: one is malformed, or asks for evaluations that are never made.
+  """
+  parsed = [parse(text) for text in config.alarms.rules]
+  for rule in parsed:
+    if not config.trainer.test_freq and rule.text.startswith(('eval/', 'gap/')):
+      raise UserError(
+        f'alarms.rules: {rule.text!r} is about evaluations, but trainer.test_freq=0 makes none: set it, or remove the '
+        'rule.'
+      )
+  return parsed
+
+
+def parse(text: str) -> Rule:
+  """A rule from its text; raises UserError for text that is none."""
+  match = _RULE.fullmatch(text)
+  if match is None or match['count'] == '0' or '***' in text:
+    raise UserError(f'alarms.rules: {text!r} is not a rule: {GRAMMAR}.')
+  parts = re.split(r'(\*\*|\*)', match['metric'])
+  pattern = ''.join({'*': '[^/]*', '**': '.*'}.get(part, re.escape(part)) for part in parts)
+  return Rule(
+    text=' '.join(text.split()),
+    metric=re.compile(pattern),
+    below=match['sign'] == '<',
+    factor=float(match['number'] or match['factor'] or 1),
+    reference=match['reference'],
+    count=int(match['count'] or 1),
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Alarm:
+  """A rule that holds for a metric."""
+
+  rule: Rule
+  number: int  # Of the rule, from 1: its metric is `alarm/<number>`.
+  metric: str
+  value: float
+  limit: float
+  held: int  # Measurements in a row for which it has held.
+
+  @property
+  def begins(self) -> bool:
+    """Whether it did not hold at the measurement before."""
+    return self.held == self.rule.count
+
+  def __str__(self) -> str:
+    sign = '<' if self.rule.below else '>'
+    times = f' ({self.held} times in a row)' if self.held > 1 else ''
+    return f'{self.metric} = {self.value:.4g} {sign} {self.limit:.4g}{times}, rule {self.rule.text!r}'
+
+
+class Watch:
+  """The rules of a run and what they have seen; a pure function of the lines that it was shown."""
+
+  def __init__(self, rules: Sequence[Rule]):
+    self.rules = tuple(rules)
+    self.rollbacks = 0
+    self._series: dict[str, list[tuple[int, float]]] = {}  # Metric → (step, value), of the metrics that a rule names.
+    self._held: dict[tuple[int, str], int] = {}  # (Rule, metric) → measurements in a row for which it holds.
+
+  def observe(self, step: int, metrics: Mapping[str, Any]) -> tuple[list[Alarm], dict[str, float]]:
+    """Takes in the numbers of a step.
+
+    Args:
+      step: larger than all before.
+      metrics: a line of metrics.jsonl, or what will be one.
+
+    Returns:
+      the alarms, and `alarm/<n>` (1 or 0) of every rule of which a metric was measured.
+    """
+    alarms, fired = [], {}
+    values = {
+      name: float(value)
+      for name, value in metrics.items()
+      if not name.startswith(PREFIX) and value is not None and math.isfinite(value)
+    }
+    for number, rule in enumerate(self.rules, 1):
+      for name, value in values.items():
+        if not rule.metric.fullmatch(name) or step == 0:
+          continue
+        limit = rule.limit([earlier for _, earlier in self._series.get(name, ())])
+        holds = limit is not None and (value < limit if rule.below else value > limit)
+        held = self._held[number, name] = self._held.get((number, name), 0) + 1 if holds else 0
+        alarm = held >= rule.count
+        fired[f'alarm/{number}'] = max(float(alarm), fired.get(f'alarm/{number}', 0.0))
+        if alarm:
+          alarms.append(Alarm(rule, number, name, value, limit, held))
+    for name, value in values.items():
+      if any(rule.metric.fullmatch(name) for rule in self.rules):
+        self._series.setdefault(name, []).append((step, value))
+    return alarms, fired
+
+  def roll_back(self, to_step: int) -> None:
+    """Forgets what was measured after `to_step`, and counts anew."""
+    self.rollbacks += 1
+    self._held.clear()
+    for name, series in self._series.items():
+      self._series[name] = [(step, value) for step, value in series if step <= to_step]
+
+  def replay(self, lines: Iterable[Mapping[str, Any]]) -> list[Alarm]:
+    """Takes in the lines of metrics.jsonl of an interrupted run; returns the alarms of the last one."""
+    alarms: list[Alarm] = []
+    for line in lines:
+      numbers = {name: value for name, value in line.items() if name != 'step'}
+      alarms, _ = self.observe(line['step'], numbers)
+      if line.get(ROLLBACK) is not None:
+        self.roll_back(int(line[ROLLBACK]))
+        alarms = []
+    return alarms
+
+  def unmatched(self) -> list[str]:
+    """Rules that fit no metric measured so far."""
+    return [rule.text for rule in self.rules if not any(rule.metric.fullmatch(name) for name in self._series)]
