@@ -71,8 +71,8 @@ def test_a_failed_attempt_is_shown_before_the_feedback_and_only_beside_a_signal(
   feedback_only = build(['bad'], [0], ['no'], include_failed_attempt=True).messages[0][-1]['content']
   assert feedback_only.index('bad') < feedback_only.index('The following is feedback')
   assert build(['bad'], [0], include_failed_attempt=True).messages[0] == QUESTION
-  long = build(['b' * 500], [0], ['no'], include_failed_attempt=True, max_reprompt_len=200)
-  assert long.truncated[0] and len(long.prompt_tokens[0]) <= 200 and text_of(long, 0).endswith(CLOSING)
+  long = build(['b' * 500], [0], ['no'], include_failed_attempt=True, max_reprompt_len=300)
+  assert long.truncated[0] and len(long.prompt_tokens[0]) <= 300 and text_of(long, 0).endswith(CLOSING)
 
 
 def test_the_random_demonstration_is_another_success_of_the_group_and_every_one_is_drawn():
