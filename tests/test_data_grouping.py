@@ -1,9 +1,16 @@
-"""Examples that ask the same are found, and only those."""
+"""Examples that ask the same are found, and only those; in a run that groups them they share what a group shares."""
 
 import dataclasses
+import types
 
+import numpy as np
+import pytest
+
+from sdpo_jax.config import Config
 from sdpo_jax.data import grouping
-from sdpo_jax.types import Example
+from sdpo_jax.training import phases
+from sdpo_jax.types import Example, Outcome, Rollouts
+from tests.golden.tokenizer import CharacterTokenizer
 
 ASKED = Example('a', [{'role': 'user', 'content': 'Why?'}], 'math', '42', 'gsm8k', {'elo': 1})
 
@@ -23,3 +30,54 @@ def test_another_answer_grader_or_system_prompt_is_another_question():
     dataclasses.replace(ASKED, ground_truth={'answers': ['42']}),
   ]
   assert grouping.first_of_same(different).tolist() == [0, 1, 2, 3, 4]
+
+
+class Sampler:
+  """n completions a question, each its own number."""
+
+  def sample(self, base, trainable, prompts, *, n, **options):
+    rows = len(prompts) * n
+    ones = np.ones((rows, 1), bool)
+    return Rollouts(
+      group=np.repeat(np.arange(len(prompts), dtype=np.int32), n),
+      prompt_tokens=ones.astype(np.int32),
+      prompt_mask=ones,
+      completion_tokens=ones.astype(np.int32),
+      completion_mask=ones,
+      sampling_log_probs=np.zeros((rows, 1), np.float32),
+      model_log_probs=np.zeros((rows, 1), np.float32),
+      entropy=np.zeros((rows, 1), np.float32),
+      finish_reason=['stop'] * rows,
+      text=[str(row) for row in range(rows)],
+    )
+
+
+class Graders:
+  """Row 1 is right, the others are wrong."""
+
+  def grade(self, examples, completions, *, truncated):
+    return [Outcome(float(text == '1')) for text in completions]
+
+
+@pytest.mark.parametrize(('grouped', 'taught'), [(False, [0]), (True, [0, 4, 5])])
+def test_a_success_teaches_the_failures_of_a_repeated_row_only_where_duplicates_are_grouped(
+  grouped, taught, monkeypatch
+):
+  monkeypatch.setattr(phases, 'sampling_seed', lambda state: 0)
+  config = Config()
+  config.rollout.n = 2
+  config.data.group_duplicates = grouped
+  config.data.train_batch_size = config.actor.ppo_mini_batch_size = 3
+  config.algorithm.rollout_correction.rollout_is = None  # Nothing is scored before the update.
+  session = types.SimpleNamespace(config=config, tokenizer=CharacterTokenizer(), sampler=Sampler(), base=None)
+  other = dataclasses.replace(ASKED, ground_truth='43')
+  batch = [ASKED, other, dataclasses.replace(ASKED, id='again')]
+  state = types.SimpleNamespace(trainable=None)
+  collected = phases.collect(session, Graders(), state, batch, 0, phases.Timer())
+  context = phases.teach(session, collected, seed=0, step=0)
+  assert np.flatnonzero(context.mask).tolist() == taught
+  assert all('Correct solution:\n\n1\n' in context.messages[row][-1]['content'] for row in taught)
+  samples = phases.prepare(session, state, collected, context, {})
+  mean = 1 / 4 if grouped else 1 / 2
+  assert samples.advantages[:2].tolist() == [-mean, 1 - mean]
+  assert samples.advantages[4:].tolist() == ([-mean, -mean] if grouped else [0, 0])

@@ -10,6 +10,7 @@ import time
 import jax
 import numpy as np
 
+from sdpo_jax.data.grouping import first_of_same
 from sdpo_jax.data.prompts import prompt_tokens
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.mesh import put_rows
@@ -56,6 +57,8 @@ def collect(
     )
   with timer('grade'):
     outcomes = grade(graders, examples, rollouts)
+  if config.data.group_duplicates:
+    rollouts = dataclasses.replace(rollouts, group=first_of_same(examples)[rollouts.group])
   order = np.arange(len(rollouts))
   if config.trainer.batch_order == 'balanced':
     lengths = rollouts.completion_mask.sum(1) + rollouts.prompt_mask.sum(1)
