@@ -1,20 +1,34 @@
-"""Measures, before any training, whether there is something to distil.
+"""Measures, before any training, whether there is something to distil, and says what to do about it.
 
   python -m launch.probe --config=configs/quickstart.py
+  python -m launch.probe --config=configs/quickstart.py --max_questions=32 --output=probe.json
 
-Prints how often the student succeeds, greedy and sampled, how many groups hold a success (what a scalar reward can
-learn from), and how often the same model succeeds once it reads the feedback or the demonstration.
+Asks held-out questions: how often the student is right, how often the same model is once it reads a demonstration,
+feedback or both, how many questions carry a signal, and what does not fit the configured lengths. See docs/probe.md.
 """
 
-from sdpo_jax import command
-from sdpo_jax.training.probe import probe_model
+import sys
 
+from absl import flags
+
+from sdpo_jax import command
+from sdpo_jax.training import probe, probe_report
+
+OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the numbers and the recommendation.')
+MAX_QUESTIONS = flags.DEFINE_integer(
+  'max_questions', probe.QUESTIONS, 'Questions at most, a seeded draw from the held-out ones.', lower_bound=1
+)
 command.define_config()
 
 
 def main() -> None:
-  for name, value in probe_model(command.load_config()).items():
-    print(f'{name:32s}{value:.3f}')
+  numbers, advice = probe.probe_to_file(
+    command.load_config(),
+    output=OUTPUT.value,
+    max_questions=MAX_QUESTIONS.value,
+    announce=lambda text: print(text, file=sys.stderr, flush=True),
+  )
+  print(probe_report.summary(numbers, advice))
 
 
 if __name__ == '__main__':

@@ -1,69 +1,177 @@
-"""What there is to learn before training: the student's accuracy beside that of its self-teacher."""
+"""What there is to learn before training: the student's accuracy beside that of its self-teacher, context by context.
+
+The gap between the two predicts what on-policy self-distillation gains: the final gain was found to be linear in it
+(arXiv 2605.30070). A gap is measured against fresh answers to the same questions, never against the completions that
+the contexts were made of: those that got feedback are the failed ones, and anything looks good beside them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+import dataclasses
+import json
+import math
+import sys
 
+from etils import epath
 import numpy as np
 
 from models import huggingface
 from models import tokenizer as tokenizers
-from sdpo_jax.config import Config
+from sdpo_jax.config import Config, SelfDistillationConfig
 from sdpo_jax.data import pipeline
-from sdpo_jax.data.prompts import Tokenizer, prompt_tokens
+from sdpo_jax.data.prompts import Tokenizer, chat_tokens, prompt_tokens
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
+from sdpo_jax.errors import UserError
+from sdpo_jax.files import write_atomically
+from sdpo_jax.mesh import make_mesh
 from sdpo_jax.rollout.engine import Sampler
-from sdpo_jax.teacher.context import build_teacher_context
-from sdpo_jax.training.evaluation import grade
+from sdpo_jax.teacher.context import TeacherContext, build_teacher_context
+from sdpo_jax.training import batching
+from sdpo_jax.training.completions import describe
+from sdpo_jax.training.evaluation import best_at_k, budget, grade
+from sdpo_jax.training.probe_report import recommend
 from sdpo_jax.types import Example, Rollouts, Tree
 
+QUESTIONS = 128  # Probed by default: enough to tell gaps of ten points, and cheap beside a run.
+_STUDENT, _TEACHER, _PLAIN, _CONTEXTS = range(4)  # Numbers of the batches of samples, so that none share their noise.
 
-def probe_model(config: Config) -> dict[str, float]:
-  """`probe` of the model directory `config.model.path` on the config's held-out questions.
+
+def probe_to_file(
+  config: Config,
+  *,
+  output: str | None = None,
+  max_questions: int = QUESTIONS,
+  announce: Callable[[str], None] = lambda text: None,
+) -> tuple[dict[str, float], list[str]]:
+  """`probe_model` and what it recommends; both are written to `output`, the latter under 'recommendation'.
 
   Raises:
-    UserError: a missing model, or no held-out rows.
+    UserError: as `probe_model`, or an output that cannot be written.
   """
+  if output is not None:
+    target = epath.Path(output)
+    if target.is_dir():
+      raise UserError(f'--output={output} is a directory: name a file.')
+    try:
+      target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+      raise UserError(f'--output={output} cannot be written ({error}): name another file.') from error
+  numbers = probe_model(config, max_questions=max_questions, announce=announce)
+  advice = recommend(numbers, config)
+  if output is not None:
+    write_atomically(target, json.dumps({**numbers, 'recommendation': advice}, indent=2, ensure_ascii=False) + '\n')
+  return numbers, advice
+
+
+def probe_model(
+  config: Config, *, max_questions: int = QUESTIONS, announce: Callable[[str], None] = lambda text: None
+) -> dict[str, float]:
+  """`probe` of the model directory `config.model.path` on held-out questions of the config, and their lengths.
+
+  Args:
+    config: of the run that is planned.
+    max_questions: at most so many, a seeded draw from all that are there.
+    announce: hears what is being done.
+
+  Returns:
+    the numbers of `probe`; of all held-out rows: prompt/rows, prompt/tokens_mean, _p50, _p95, _max, and
+    prompt/over_limit, the fraction with more tokens than `data.max_prompt_length` (which are not asked).
+
+  Raises:
+    UserError: a missing model, no held-out rows, or none that is short enough.
+  """
+  if not config.data.val_files:
+    raise UserError('data.val_files of the config is empty: the probe asks held-out questions, so name some.')
   tokenizer = tokenizers.load(config.model.path)
-  policy, params = huggingface.load(config.model.path, config.model)
-  sampler = Sampler(
-    policy,
-    tokenizer,
-    max_batch_rows=config.rollout.max_batch_rows,
-    stop=config.rollout.stop,
-    stop_token_ids=(*config.rollout.stop_token_ids, *tokenizers.stop_token_ids(config.model.path, tokenizer)),
-  )
   with Graders(config.environments) as graders:
-    examples = pipeline.evaluation_examples(config, tokenizer, registry)
+    # Every row, long ones too: how many there are is one of the findings.
+    unlimited = dataclasses.replace(config, data=dataclasses.replace(config.data, max_prompt_length=sys.maxsize))
+    rows = pipeline.evaluation_examples(unlimited, tokenizer, registry)
+    lengths = np.array(
+      [len(tokens) for tokens in chat_tokens(tokenizer, [row.messages for row in rows], config.data.enable_thinking)]
+    )
+    fitting = np.flatnonzero(lengths <= config.data.max_prompt_length)
+    if not len(fitting):
+      raise UserError(
+        f'Every held-out prompt is longer than data.max_prompt_length={config.data.max_prompt_length} tokens (the '
+        f'shortest has {lengths.min()}): raise it.'
+      )
+    if len(fitting) > max_questions:
+      fitting = np.sort(np.random.default_rng(config.seed).choice(fitting, max_questions, replace=False))
+    examples = [rows[row] for row in fitting]
     graders.prepare({example.environment for example in examples})
-    return probe(config, sampler, params, tokenizer, graders, examples)
+    numbers = {
+      'prompt/rows': len(rows),
+      **_lengths('prompt', lengths),
+      'prompt/over_limit': float(np.mean(lengths > config.data.max_prompt_length)),
+    }
+    mesh = make_mesh(config.mesh)
+    policy, params = huggingface.load(config.model.path, config.model, mesh=mesh)
+    declared = batching.Buckets.of(config)
+    sampler = Sampler(
+      policy,
+      tokenizer,
+      prompt_buckets=(*declared.prompt, *declared.reprompt),
+      response_buckets=declared.response,
+      max_batch_rows=config.rollout.max_batch_rows,
+      stop=config.rollout.stop,
+      stop_token_ids=(*config.rollout.stop_token_ids, *tokenizers.stop_token_ids(config.model.path, tokenizer)),
+      mesh=mesh,
+    )
+    return numbers | probe(config, sampler, params, tokenizer, graders, examples, announce)
 
 
 def probe(
-  config: Config, sampler: Sampler, params: Tree, tokenizer: Tokenizer, graders: Graders, examples: Sequence[Example]
+  config: Config,
+  sampler: Sampler,
+  params: Tree,
+  tokenizer: Tokenizer,
+  graders: Graders,
+  examples: Sequence[Example],
+  announce: Callable[[str], None] = lambda text: None,
 ) -> dict[str, float]:
   """Fractions of successes (score at least `success_reward_threshold`) of the student and of its self-teacher.
 
   The self-teacher is the same model at the same temperature, reading what re-prompting would show the teacher of each
-  completion; it answers once for every completion for which there is such a signal.
+  completion; it answers once for every completion for which there is such a signal. It is asked with the configured
+  context and with each of three others: the demonstration alone (`solution`), the feedback alone (`feedback`), and
+  the two together (`both`), each of the completions for which it exists; `common` are those for which all three do.
 
   Args:
     config: settings of rollouts and re-prompting, and the seed.
-    sampler: without a limit on prompts, since the teacher's are longer.
+    sampler: whose limit on prompts the teacher's do not exceed.
     params: parameters of student and teacher.
     tokenizer: with a chat template.
     graders: of the questions.
     examples: G questions.
+    announce: hears what is being done.
 
   Returns:
-    student/sampled, student/greedy, student/groups_with_success; teacher/signal, the fraction of completions that have
-    one; of those: teacher/accuracy, teacher/student_accuracy (the student's own), and teacher/feedback_accuracy and
-    teacher/demonstration_accuracy where the teacher read one of the two (absent if it never did).
+    questions, completions; student/sampled, student/greedy, student/best@k, student/score_mean,
+    student/groups_with_success; signal/grpo_questions, the fraction of questions whose completions differ in score,
+    signal/sdpo_questions, that of questions with a teacher signal, signal/all_right and signal/all_wrong, those whose
+    completions all succeed or fail; teacher/signal, the fraction of completions that have one; of those:
+    teacher/accuracy, teacher/student_accuracy (the completions' own), teacher/truncated (of its answers), and
+    teacher/feedback_accuracy and teacher/demonstration_accuracy where the teacher read one of the two (absent if it
+    never did).
+
+    For the configured context (teacher/) and each other one (context/solution/ …), where it exists:
+    plain_accuracy, of fresh answers to the same questions without context, gap = accuracy − plain_accuracy, gap_se,
+    its standard error (questions, not completions, count as independent; absent for a single question); context/*/fraction
+    and context/*/completions, for how many there is one. common/completions, common/plain_accuracy, common/<context>.
+    rule/<name>/gain, the mean over all completions of what the teacher would gain if the settings chose contexts by
+    that rule (0 where there is none), and rule/<name>/over_configured, that minus the configured rule's; _se of both.
+
+    completion/tokens_mean …, completion/truncated, completion/grader_failed, completion/format_valid (where graders
+    tell), completion/entropy; reprompt/tokens_mean …, before any shortening, reprompt/truncated.
   """
-  threshold = config.actor.self_distillation.success_reward_threshold
+  sd = config.actor.self_distillation
+  threshold = np.float32(sd.success_reward_threshold)
 
   def sample(prompts: Sequence[Sequence[int]], n: int, temperature: float, step: int) -> Rollouts:
+    announce(f'Sampling {len(prompts) * n} completions …')
     return sampler.sample(
       {},
       params,
@@ -78,37 +186,209 @@ def probe(
       step=step,
     )
 
+  correct = lambda outcomes: np.asarray([outcome.score for outcome in outcomes], np.float32) >= threshold
+  n, temperature = config.rollout.n, config.rollout.temperature
   prompts = [prompt_tokens(tokenizer, example, config) for example in examples]
-  correct = lambda outcomes: np.asarray([outcome.score >= threshold for outcome in outcomes])
-  rollouts = sample(prompts, config.rollout.n, config.rollout.temperature, 0)
+  rollouts = sample(prompts, n, temperature, _STUDENT)
   outcomes = grade(graders, examples, rollouts)
   success = correct(outcomes)
-  context = build_teacher_context(
-    [examples[group].messages for group in rollouts.group],
-    rollouts.group,
-    rollouts.text,
-    outcomes,
-    config.actor.self_distillation,
-    tokenizer,
-    seed=config.seed,
-    step=0,
-    enable_thinking=config.data.enable_thinking,
-  )
+  group = rollouts.group
+
+  def build(settings: SelfDistillationConfig) -> TeacherContext:
+    return build_teacher_context(
+      [examples[row].messages for row in group],
+      group,
+      rollouts.text,
+      outcomes,
+      settings,
+      tokenizer,
+      seed=config.seed,
+      step=0,
+      enable_thinking=config.data.enable_thinking,
+    )
+
+  context = build(sd)
+  greedy = sample(prompts, 1, 0.0, _STUDENT)
+  by_question = success.reshape(len(examples), n)
+  scores = np.asarray([outcome.score for outcome in outcomes], np.float64).reshape(len(examples), n)
+  taught_questions = np.asarray(context.mask > 0).reshape(len(examples), n).any(1)
   results = {
+    'questions': len(examples),
+    'completions': len(rollouts),
     'student/sampled': float(success.mean()),
-    'student/greedy': float(correct(grade(graders, examples, sample(prompts, 1, 0.0, 0))).mean()),
-    'student/groups_with_success': float(success.reshape(len(examples), -1).any(1).mean()),
+    'student/greedy': float(correct(grade(graders, examples, greedy)).mean()),
+    'student/groups_with_success': float(by_question.any(1).mean()),
+    **{f'student/best@{k}': best_at_k(by_question.astype(np.float64), k) for k in budget(n)[:-1]},
+    f'student/best@{n}': float(by_question.any(1).mean()),
+    'student/score_mean': float(scores.mean()),
+    'signal/grpo_questions': float((scores != scores[:, :1]).any(1).mean()),
+    'signal/sdpo_questions': float(taught_questions.mean()),
+    'signal/all_right': float(by_question.all(1).mean()),
+    'signal/all_wrong': float((~by_question).all(1).mean()),
     'teacher/signal': float(context.mask.mean()),
+    **_completions(rollouts, outcomes),
   }
+  # Fresh answers: what the student does at the questions of any subset of completions, however the subset was chosen.
+  fresh = correct(grade(graders, examples, sample(prompts, n, temperature, _PLAIN)))
+  plain = fresh.reshape(len(examples), n).mean(1)[group]
+  answers: dict[tuple[int, tuple[int, ...]], float] = {}
+
+  def ask(asked: TeacherContext, rows: np.ndarray) -> list[tuple[int, tuple[int, ...]]]:
+    return [(int(row), tuple(asked.prompt_tokens[row])) for row in rows]
+
+  def answer(keys: Sequence[tuple[int, tuple[int, ...]]], step: int) -> Rollouts:
+    """Has the teacher answer each prompt once, and keeps whether it was right."""
+    said = sample([tokens for _, tokens in keys], 1, temperature, step)
+    right = correct(grade(graders, [examples[group[row]] for row, _ in keys], said))
+    answers.update(zip(keys, right.astype(np.float64), strict=True))
+    return said
+
+  def collect(keys: Sequence[tuple[int, tuple[int, ...]]]) -> np.ndarray:
+    """[N] 1 or 0 for each completion that the teacher answered, NaN for the others."""
+    taught = np.full(len(rollouts), np.nan)
+    for key in keys:
+      taught[key[0]] = answers[key]
+    return taught
+
   rows = np.flatnonzero(context.mask)
   if not len(rows):
     return results
-  answers = sample([context.prompt_tokens[row] for row in rows], 1, config.rollout.temperature, 1)
-  taught = correct(grade(graders, [examples[rollouts.group[row]] for row in rows], answers))
+  configured = ask(context, rows)
+  said = answer(configured, _TEACHER)
+  taught = collect(configured)
   shown = np.asarray([context.solutions[row] is not None for row in rows])
-  results['teacher/accuracy'] = float(taught.mean())
+  results['teacher/accuracy'] = float(taught[rows].mean())
   results['teacher/student_accuracy'] = float(success[rows].mean())
   for name, chosen in (('demonstration', shown), ('feedback', ~shown)):
     if chosen.any():
-      results[f'teacher/{name}_accuracy'] = float(taught[chosen].mean())
+      results[f'teacher/{name}_accuracy'] = float(taught[rows][chosen].mean())
+  results |= _gap('teacher', taught, plain, group)
+  results['teacher/truncated'] = float(np.mean([reason == 'length' for reason in said.finish_reason]))
+
+  unshortened = build(dataclasses.replace(sd, max_reprompt_len=sys.maxsize))
+  results |= _lengths('reprompt', np.array([len(unshortened.prompt_tokens[row]) for row in rows]))
+  results['reprompt/truncated'] = float(context.truncated[rows].mean())
+
+  keys = {}
+  for name, settings in contexts(sd).items():
+    built = build(settings)
+    exists = np.asarray(built.mask > 0)
+    if name == 'both':
+      exists &= np.asarray([None not in pair for pair in zip(built.solutions, built.feedback, strict=True)])
+    keys[name] = ask(built, np.flatnonzero(exists))
+  # A prompt that the teacher has answered for a completion is not asked again: the contexts share many.
+  pending = list(dict.fromkeys(key for asked in keys.values() for key in asked if key not in answers))
+  if pending:
+    answer(pending, _CONTEXTS)
+  right = {name: collect(asked) for name, asked in keys.items()}
+  for name, values in right.items():
+    there = ~np.isnan(values)
+    results[f'context/{name}/completions'] = int(there.sum())
+    results[f'context/{name}/fraction'] = float(there.mean())
+    if there.any():
+      results[f'context/{name}/accuracy'] = float(values[there].mean())
+      results |= _gap(f'context/{name}', values, plain, group)
+  results |= _common(right, plain)
+  return results | _rules(right, taught, plain, group)
+
+
+def contexts(sd: SelfDistillationConfig) -> dict[str, SelfDistillationConfig]:
+  """Settings that show the teacher the demonstration alone, the feedback alone, and the two together."""
+  # A prompt that would end the run may do so in the configured context only.
+  truncation = 'content' if sd.reprompt_truncation == 'error' else sd.reprompt_truncation
+  change = lambda **changes: dataclasses.replace(sd, reprompt_truncation=truncation, **changes)
+  return {
+    'solution': change(include_environment_feedback=False),
+    'feedback': change(include_environment_feedback=True, success_reward_threshold=math.inf),  # Nothing to show.
+    'both': change(include_environment_feedback=True, environment_feedback_only_without_solution=False),
+  }
+
+
+def mean_and_error(values: np.ndarray, group: np.ndarray) -> tuple[float, float | None]:
+  """Mean of `values` [M] and its standard error, for values that depend on each other within a group.
+
+  Args:
+    values: finite numbers.
+    group: [M] question of each.
+
+  Returns:
+    the error is the cluster-robust one, with the correction G / (G − 1); None for fewer than two questions.
+  """
+  mean = float(values.mean())
+  _, index = np.unique(group, return_inverse=True)
+  sums = np.bincount(index, weights=values - mean)
+  if len(sums) < 2:
+    return mean, None
+  return mean, float(np.sqrt((sums**2).sum() * len(sums) / (len(sums) - 1)) / len(values))
+
+
+def _gap(prefix: str, taught: np.ndarray, plain: np.ndarray, group: np.ndarray) -> dict[str, float]:
+  there = ~np.isnan(taught)
+  return {
+    f'{prefix}/plain_accuracy': float(plain[there].mean()),
+    **_with_error(f'{prefix}/gap', (taught - plain)[there], group[there]),
+  }
+
+
+def _common(right: dict[str, np.ndarray], plain: np.ndarray) -> dict[str, float]:
+  """Every context on the completions for which all of them exist, so that they can be compared."""
+  there = ~np.isnan(np.stack(list(right.values()))).any(0)
+  if not there.any():
+    return {'common/completions': 0}
+  return {
+    'common/completions': int(there.sum()),
+    'common/plain_accuracy': float(plain[there].mean()),
+    **{f'common/{name}': float(values[there].mean()) for name, values in right.items()},
+  }
+
+
+def _rules(
+  right: dict[str, np.ndarray], configured: np.ndarray, plain: np.ndarray, group: np.ndarray
+) -> dict[str, float]:
+  """What the teacher would gain over all completions under each rule that the settings can express."""
+  first = lambda *names: np.asarray(
+    [
+      next((value for value in values if not np.isnan(value)), np.nan)
+      for values in zip(*(right[n] for n in names), strict=True)
+    ]
+  )
+  gain = lambda values: np.nan_to_num(values - plain)
+  rules = {
+    'solution': first('solution'),
+    'feedback_without_solution': first('solution', 'feedback'),
+    'both': first('both', 'solution', 'feedback'),
+  }
+  results: dict[str, float] = {}
+  for name, values in rules.items():
+    results |= _with_error(f'rule/{name}/gain', gain(values), group)
+    results |= _with_error(f'rule/{name}/over_configured', gain(values) - gain(configured), group)
   return results
+
+
+def _with_error(name: str, values: np.ndarray, group: np.ndarray) -> dict[str, float]:
+  mean, error = mean_and_error(values, group)
+  return {name: mean} | ({} if error is None else {f'{name}_se': error})
+
+
+def _completions(rollouts: Rollouts, outcomes: Sequence) -> dict[str, float]:
+  found = describe(rollouts, outcomes, np.arange(len(rollouts)), ())
+  names = {
+    'completion_length_mean': 'tokens_mean',
+    'completion_length_p50': 'tokens_p50',
+    'completion_length_p95': 'tokens_p95',
+    'completion_length_max': 'tokens_max',
+    'truncated_fraction': 'truncated',
+    'grader_failed_fraction': 'grader_failed',
+    'format_valid_fraction': 'format_valid',
+    'entropy': 'entropy',
+  }
+  return {f'completion/{short}': found[name] for name, short in names.items() if name in found}
+
+
+def _lengths(prefix: str, lengths: np.ndarray) -> dict[str, float]:
+  return {
+    f'{prefix}/tokens_mean': float(lengths.mean()),
+    f'{prefix}/tokens_p50': float(np.percentile(lengths, 50)),
+    f'{prefix}/tokens_p95': float(np.percentile(lengths, 95)),
+    f'{prefix}/tokens_max': float(lengths.max()),
+  }

@@ -1,0 +1,281 @@
+"""What a probe's numbers say: a table, and a recommendation by thresholds that are written here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import math
+
+from sdpo_jax.config import Config
+
+NO_SIGNAL = 0.05  # Fewer questions with a signal: nearly all of a run's sampling is thrown away.
+LITTLE_SIGNAL = 0.25
+MASTERED = 0.95  # A student this good has nothing left to learn from these questions.
+SMALL_GAP = 0.03  # A gap of which, at a slope of one, three points would come.
+ERRORS = 2.0  # Standard errors by which a difference must exceed 0 to be believed.
+TRUNCATED = 0.05  # Completions or teacher prompts.
+GRADER_FAILED = 0.01  # Above it, a warning; above NO_RUN_FAILED, no run.
+NO_RUN_FAILED = 0.2
+FORMAT_VALID = 0.8
+
+_PREFIX = 'actor.self_distillation'
+# How settings choose the teacher's context, and what to set for it.
+RULES = {
+  'solution': ('a demonstration only', f'{_PREFIX}.include_environment_feedback=false'),
+  'feedback_without_solution': (
+    'a demonstration, and feedback where there is none',
+    f'{_PREFIX}.include_environment_feedback=true, {_PREFIX}.environment_feedback_only_without_solution=true',
+  ),
+  'both': (
+    'a demonstration and feedback together',
+    f'{_PREFIX}.include_environment_feedback=true, {_PREFIX}.environment_feedback_only_without_solution=false',
+  ),
+}
+
+
+def configured_rule(config: Config) -> str:
+  """The key of `RULES` that the settings follow."""
+  sd = config.actor.self_distillation
+  if not sd.include_environment_feedback:
+    return 'solution'
+  return 'feedback_without_solution' if sd.environment_feedback_only_without_solution else 'both'
+
+
+def recommend(numbers: Mapping[str, float], config: Config) -> list[str]:
+  """Sentences, the verdict first.
+
+  Args:
+    numbers: of `probe_model` (or `probe`, without the lengths of all prompts).
+    config: of the run that is planned.
+  """
+  sdpo = config.actor.policy_loss.loss_mode == 'sdpo'
+  against = [*_broken(numbers), *(_against_sdpo(numbers) if sdpo else _against_grpo(numbers))]
+  if against:
+    verdict = 'Do not start this run as it is. ' + ' '.join(against)
+  else:
+    verdict = 'Worth a run. ' + (_expectation(numbers) if sdpo else _grpo_signal(numbers))
+  notes = [
+    *(_context(numbers, config) if sdpo else ()),
+    *_signal(numbers, sdpo),
+    *_limits(numbers, config),
+    *_grading(numbers),
+  ]
+  return [verdict, *notes]
+
+
+def believed(numbers: Mapping[str, float], name: str) -> bool:
+  """Whether a difference exceeds 0 by more than `ERRORS` of its standard errors; never for a single question."""
+  return name in numbers and numbers[name] > ERRORS * numbers.get(f'{name}_se', math.inf)
+
+
+def _broken(numbers: Mapping[str, float]) -> list[str]:
+  found = []
+  if numbers['completion/grader_failed'] > NO_RUN_FAILED:
+    found.append(
+      f'The grader failed for {_percent(numbers["completion/grader_failed"])} of the completions: mend it first.'
+    )
+  if numbers['student/sampled'] >= MASTERED:
+    found.append(
+      f'The student is right with {_percent(numbers["student/sampled"])} of its samples already: take harder questions.'
+    )
+  return found
+
+
+def _against_sdpo(numbers: Mapping[str, float]) -> list[str]:
+  questions = numbers['signal/sdpo_questions']
+  if questions < NO_SIGNAL:
+    return [
+      f'The teacher knows more than the student at {_percent(questions)} of the questions only: there is hardly a '
+      f'success to show nor feedback that the settings let it read. {_way_to_signal(numbers)}'
+    ]
+  if believed(numbers, 'teacher/gap'):
+    return []
+  gap = _gap(numbers, 'teacher')
+  return [
+    f'The context does not measurably help: with it the same model is right {gap} more often than without. Distilling '
+    'such a teacher is not expected to teach anything; change the context (below, or its templates), the model or the '
+    'feedback, or probe more questions.'
+  ]
+
+
+def _against_grpo(numbers: Mapping[str, float]) -> list[str]:
+  mixed = numbers['signal/grpo_questions']
+  if mixed >= NO_SIGNAL:
+    return []
+  return [
+    f'Scores differ within the group of {_percent(mixed)} of the questions only, and GRPO learns from no others. '
+    f'{_way_to_signal(numbers)}'
+  ]
+
+
+def _way_to_signal(numbers: Mapping[str, float]) -> str:
+  if numbers['signal/all_right'] > numbers['signal/all_wrong']:
+    return 'Most questions are answered right every time: take harder ones.'
+  return 'Take easier questions, more completions each (rollout.n), a grader with feedback, or a better model.'
+
+
+def _expectation(numbers: Mapping[str, float]) -> str:
+  gap = numbers['teacher/gap']
+  text = (
+    f'With its context the same model is right {_gap(numbers, "teacher")} more often ('
+    f'{_percent(numbers["teacher/accuracy"])} against {_percent(numbers["teacher/plain_accuracy"])}), at '
+    f'{_percent(numbers["teacher/signal"])} of the completions. Final gains were found to be about linear in this gap '
+    '(arXiv 2605.30070): that is an expectation, not a promise, and says which of two runs to prefer.'
+  )
+  return text + (' This gap is small, and so is what to expect.' if gap < SMALL_GAP else '')
+
+
+def _grpo_signal(numbers: Mapping[str, float]) -> str:
+  return f'Scores differ within the group of {_percent(numbers["signal/grpo_questions"])} of the questions.'
+
+
+def _context(numbers: Mapping[str, float], config: Config) -> list[str]:
+  """Which context is best, by what it would gain over all completions."""
+  gains = {name: numbers[f'rule/{name}/gain'] for name in RULES if f'rule/{name}/gain' in numbers}
+  if not gains:
+    return []
+  own = configured_rule(config)
+  best = max(gains, key=lambda name: (gains[name], name == own))
+  told = ', '.join(f'{_points(gains[name])} with {RULES[name][0]}' for name in gains)
+  text = f'Over all completions the teacher is ahead by {told}.'
+  if best != own and believed(numbers, f'rule/{best}/over_configured'):
+    return [f'{text} The best of these is not the configured one: consider {RULES[best][1]}.']
+  if gains[best] - gains[own] <= 0:
+    return [f'{text} The configured one is the best of these.']
+  return [f'{text} None of these is measurably better than the configured one.']
+
+
+def _signal(numbers: Mapping[str, float], sdpo: bool) -> list[str]:
+  """What the other method would have, and a warning where there is little."""
+  questions = numbers['signal/sdpo_questions' if sdpo else 'signal/grpo_questions']
+  found = []
+  if NO_SIGNAL <= questions < LITTLE_SIGNAL:
+    found.append(f'Only {_percent(questions)} of the questions carry a signal: progress will be slow at first.')
+  other = numbers['signal/grpo_questions' if sdpo else 'signal/sdpo_questions']
+  name = 'GRPO would learn from' if sdpo else 'SDPO with these settings would have a teacher at'
+  return [*found, f'For comparison, {name} {_percent(other)} of the questions.']
+
+
+def _limits(numbers: Mapping[str, float], config: Config) -> list[str]:
+  data, found = config.data, []
+  if numbers.get('prompt/over_limit', 0) > 0:
+    share, longest = _percent(numbers['prompt/over_limit']), int(numbers['prompt/tokens_max'])
+    found.append(
+      f'{share} of the prompts exceed data.max_prompt_length={data.max_prompt_length} and are left out (the longest has '
+      f'{longest} tokens): raise it if they matter.'
+      if data.filter_overlong_prompts
+      else f'{share} of the prompts exceed data.max_prompt_length={data.max_prompt_length}, which ends the run: raise it '
+      f'to {longest} or set data.filter_overlong_prompts=true.'
+    )
+  if numbers['completion/truncated'] > TRUNCATED:
+    found.append(
+      f'{_percent(numbers["completion/truncated"])} of the completions are cut off at data.max_response_length='
+      f'{data.max_response_length}: raise it, or the run learns to answer within it before anything else.'
+    )
+  if numbers.get('teacher/truncated', 0) > max(TRUNCATED, 2 * numbers['completion/truncated']):
+    found.append(
+      f'With the context {_percent(numbers["teacher/truncated"])} of the answers are cut off, more than without: the '
+      'gap is larger than measured if data.max_response_length is raised.'
+    )
+  if numbers.get('reprompt/truncated', 0) > TRUNCATED:
+    found.append(
+      f"{_percent(numbers['reprompt/truncated'])} of the teacher's prompts do not fit {_PREFIX}.max_reprompt_len="
+      f'{config.actor.self_distillation.max_reprompt_len} (the longest has {int(numbers["reprompt/tokens_max"])} '
+      'tokens): raise it.'
+    )
+  return found
+
+
+def _grading(numbers: Mapping[str, float]) -> list[str]:
+  found = []
+  if GRADER_FAILED < numbers['completion/grader_failed'] <= NO_RUN_FAILED:
+    found.append(
+      f'The grader failed for {_percent(numbers["completion/grader_failed"])} of the completions, which count as wrong.'
+    )
+  if numbers.get('completion/format_valid', 1.0) < FORMAT_VALID:
+    found.append(
+      f'Only {_percent(numbers["completion/format_valid"])} of the completions have the format that the grader reads: a '
+      'part of what is learned will be the format; see that the prompt states it.'
+    )
+  return found
+
+
+def summary(numbers: Mapping[str, float], advice: list[str]) -> str:
+  """Everything, to be printed."""
+  lines = [f'{numbers["questions"]} questions, {numbers["completions"]} completions']
+  for title, rows in _sections(numbers):
+    lines += ['', title, *(f'  {label:<44}{value:>24}' for label, value in rows)]
+  return '\n'.join([*lines, '', 'Recommendation', *(f'- {sentence}' for sentence in advice)])
+
+
+def _sections(numbers: Mapping[str, float]) -> list[tuple[str, list[tuple[str, str]]]]:
+  has = lambda name: name in numbers
+  share = lambda label, name: [(label, _percent(numbers[name]))] if has(name) else []
+  spread = lambda label, name: (
+    [(label, ' / '.join(f'{numbers[f"{name}/tokens_{part}"]:.0f}' for part in ('mean', 'p50', 'p95', 'max')))]
+    if has(f'{name}/tokens_mean')
+    else []
+  )
+  best = sorted(
+    (name for name in numbers if name.startswith('student/best@')), key=lambda name: int(name.split('@')[1])
+  )
+  student = [
+    *share('sampled', 'student/sampled'),
+    *share('greedy', 'student/greedy'),
+    *(row for name in best for row in share(f'best of {name.split("@")[1]}', name)),
+  ]
+  names = {'solution': 'demonstration', 'feedback': 'feedback', 'both': 'both'}
+  contexts = []
+  for label, prefix, fraction in [
+    ('as configured', 'teacher', 'teacher/signal'),
+    *((label, f'context/{name}', f'context/{name}/fraction') for name, label in names.items()),
+  ]:
+    if has(f'{prefix}/gap'):
+      contexts += [
+        (f'{label}, at {_percent(numbers[fraction])} of completions', _percent(numbers[f'{prefix}/accuracy'])),
+        ('  without context, same questions', _percent(numbers[f'{prefix}/plain_accuracy'])),
+        ('  gap', _gap(numbers, prefix)),
+      ]
+  common = []
+  if numbers.get('common/completions'):
+    common = share('without context', 'common/plain_accuracy')
+    common += [row for name, label in names.items() for row in share(label, f'common/{name}')]
+  signal = [
+    *share('scores differ (GRPO)', 'signal/grpo_questions'),
+    *share('the teacher knows more (SDPO)', 'signal/sdpo_questions'),
+    *share('all completions right', 'signal/all_right'),
+    *share('all completions wrong', 'signal/all_wrong'),
+  ]
+  lengths = [
+    *spread('prompts', 'prompt'),
+    *share('  over data.max_prompt_length', 'prompt/over_limit'),
+    *spread('completions', 'completion'),
+    *share('  cut off at data.max_response_length', 'completion/truncated'),
+    *spread("teacher's prompts", 'reprompt'),
+    *share('  over max_reprompt_len', 'reprompt/truncated'),
+  ]
+  grading = [
+    *share('completions in the right format', 'completion/format_valid'),
+    *share('grader failures', 'completion/grader_failed'),
+  ]
+  sections = [
+    ('Student, right', student),
+    ('Self-teacher, right, by what it reads', contexts),
+    (f'… at the {numbers.get("common/completions")} completions with all three', common),
+    ('Questions with a signal', signal),
+    ('Tokens, mean / median / 95 % / most', lengths),
+    ('Grading', grading),
+  ]
+  return [(title, rows) for title, rows in sections if rows]
+
+
+def _percent(value: float) -> str:
+  return f'{value:.1%}'.replace('%', ' %')
+
+
+def _points(value: float) -> str:
+  return f'{100 * value:+.1f} points'
+
+
+def _gap(numbers: Mapping[str, float], prefix: str) -> str:
+  error = numbers.get(f'{prefix}/gap_se')
+  return f'{100 * numbers[f"{prefix}/gap"]:+.1f}{"" if error is None else f" ± {100 * error:.1f}"} points'
