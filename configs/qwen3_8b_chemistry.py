@@ -1,10 +1,9 @@
-"""SDPO on SciKnowEval chemistry with Qwen3-8B, as the paper's Section 3.
+"""SDPO on SciKnowEval chemistry with Qwen3-8B, as the paper's Section 3; `configs/paper.py` has all its experiments.
 
-  python -m launch.train --config=configs/qwen3_8b_chemistry.py --config.model.path=PATH_OF_QWEN3_8B \
-      --config.data.train_files=chemistry/train.json --config.data.val_files=chemistry/test.json
+  python -m launch.prepare_data --source=sciknoweval --domain=chemistry --output=data/chemistry
+  python -m launch.train --config=configs/qwen3_8b_chemistry.py
 
-Paper, Table 3: mean@16 41.2 % before, 73.2 % after one hour, 80.9 % within five hours on 4 GH200 (about 150 steps).
-Needs the multiple-choice environment; see the table in the README for what is there today.
+Paper, Table 3: mean@16 41.2 % before, 73.2 % within one hour, 80.9 % within five hours on 4 GH200 (about 150 steps).
 """
 
 from configs import paper
@@ -12,6 +11,4 @@ from sdpo_jax.config import Config
 
 
 def get_config() -> Config:
-  return paper.generalization(
-    'qwen3_8b_chemistry', 'Qwen3-8B', 'data/sciknoweval/chemistry/train.json', 'data/sciknoweval/chemistry/test.json'
-  )
+  return paper.get_config(task='chemistry')

@@ -1,11 +1,13 @@
-"""The paper's GRPO baseline on SciKnowEval chemistry with Qwen3-8B (Table 3: 65.9 % / 74.5 % after 1 h / 5 h).
+"""The paper's GRPO baseline on SciKnowEval chemistry with Qwen3-8B; `configs/paper.py` has all its experiments.
 
-python -m launch.train --config=configs/qwen3_8b_chemistry_grpo.py --config.model.path=PATH_OF_QWEN3_8B
+  python -m launch.train --config=configs/qwen3_8b_chemistry_grpo.py
+
+Paper, Table 3: mean@16 41.2 % before, 65.9 % within one hour, 74.5 % within five hours on 4 GH200.
 """
 
-from configs import paper, qwen3_8b_chemistry
+from configs import paper
 from sdpo_jax.config import Config
 
 
 def get_config() -> Config:
-  return paper.grpo(qwen3_8b_chemistry.get_config(), mini_batch=8, lr=1e-6)
+  return paper.get_config(task='chemistry', method='grpo')

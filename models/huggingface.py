@@ -141,9 +141,12 @@ def resolve(path: str | os.PathLike) -> pathlib.Path:
     return local
   if not re.fullmatch(r'[\w.-]+/[\w.-]+', str(path)) or str(path).startswith('.') or local.parent.is_dir():
     raise UserError(f'The model directory {local} does not exist: set model.path to a Hugging Face model directory.')
-  from huggingface_hub import errors, snapshot_download
+  from huggingface_hub import errors, hf_hub_download, snapshot_download
 
   try:
+    # The architecture first: gigabytes of weights that we cannot use are not worth fetching.
+    described = pathlib.Path(hf_hub_download(str(path), 'config.json'))
+    Qwen3Config.from_json(read_json(described.parent, 'config.json'), f'{path}/config.json')
     return pathlib.Path(snapshot_download(str(path), allow_patterns=HUB_FILES))
   except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
     raise UserError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 import errno
 import importlib.util
+import inspect
 import logging
 import os
 import pathlib
@@ -32,7 +33,10 @@ flags.DEFINE_bool('help_settings', False, 'Print every setting of a config with 
 def define_config() -> None:
   """Defines `--config`, which the command then needs."""
   flags.DEFINE_string(
-    'config', None, 'Python file with get_config(). Change one setting of it with --config.section.name=value.'
+    'config',
+    None,
+    'Python file with get_config(); FILE.py:name=value,name=value hands it arguments. Change one setting of it with '
+    '--config.section.name=value.',
   )
   flags.mark_flag_as_required('config')
 
@@ -66,9 +70,10 @@ def load_config() -> Config:
   """The configuration named on the command line, with its overrides, validated.
 
   Raises:
-    UserError: no such file, no get_config() in it, or a setting that is unknown or wrong.
+    UserError: no such file, no get_config() in it, arguments that it does not take, or a setting that is unknown or
+      wrong.
   """
-  path = pathlib.Path(flags.FLAGS.config)
+  path, arguments = _file_and_arguments(flags.FLAGS.config)
   if not path.is_file():
     raise UserError(f'--config={path}: there is no such file; the ones that come along are in configs/.')
   spec = importlib.util.spec_from_file_location(f'config_{path.stem}', path)
@@ -81,12 +86,30 @@ def load_config() -> Config:
     raise UserError(f'--config={path} is not valid Python: {error}.') from error
   if not hasattr(module, 'get_config'):
     raise UserError(f'--config={path} has no function get_config(); see configs/quickstart.py for an example.')
-  config = module.get_config()
+  try:
+    inspect.signature(module.get_config).bind(**arguments)
+  except TypeError as error:
+    raise UserError(
+      f'--config={flags.FLAGS.config}: {error}; it takes {", ".join(inspect.signature(module.get_config).parameters) or "no arguments"}.'
+    ) from error
+  config = module.get_config(**arguments)
   if not isinstance(config, Config):
     raise UserError(f'get_config() of {path} returns {type(config).__name__}, not sdpo_jax.config.Config.')
   for name, text in _overrides:
     override(config, name, text)
   return config.validate()
+
+
+def _file_and_arguments(text: str) -> tuple[pathlib.Path, dict[str, str]]:
+  """'FILE.py:name=value,…' as the file and the arguments of its get_config()."""
+  path, marked, rest = text.partition('.py:')
+  if not marked:
+    return pathlib.Path(text), {}
+  pairs = [part.partition('=') for part in rest.split(',') if part]
+  wrong = [name for name, equals, _ in pairs if not equals]
+  if wrong:
+    raise UserError(f'--config={text}: {wrong[0]!r} is not name=value.')
+  return pathlib.Path(f'{path}.py'), {name: value for name, _, value in pairs}
 
 
 def _parse(arguments: Sequence[str]) -> list[str]:
