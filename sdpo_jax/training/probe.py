@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 import dataclasses
 import json
-import math
 import sys
 
 from etils import epath
@@ -20,6 +19,7 @@ from models import huggingface
 from models import tokenizer as tokenizers
 from sdpo_jax.config import Config, SelfDistillationConfig
 from sdpo_jax.data import pipeline
+from sdpo_jax.data.grouping import first_of_same
 from sdpo_jax.data.prompts import Tokenizer, chat_tokens, prompt_tokens
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
@@ -193,11 +193,13 @@ def probe(
   outcomes = grade(graders, examples, rollouts)
   success = correct(outcomes)
   group = rollouts.group
+  # As in training, where questions that are the same may show each other's successes.
+  sharing = first_of_same(examples)[group] if config.data.group_duplicates else group
 
   def build(settings: SelfDistillationConfig) -> TeacherContext:
     return build_teacher_context(
-      [examples[row].messages for row in group],
-      group,
+      [examples[question].messages for question in group],
+      sharing,
       rollouts.text,
       outcomes,
       settings,
@@ -271,7 +273,11 @@ def probe(
 
   keys = {}
   for name, settings in contexts(sd).items():
-    built = build(settings)
+    try:
+      built = build(settings)
+    except UserError as error:  # The configured context fits; that another does not must not end the probe.
+      announce(f'The context {name!r} is not measured. {error}')
+      continue
     exists = np.asarray(built.mask > 0)
     if name == 'both':
       exists &= np.asarray([None not in pair for pair in zip(built.solutions, built.feedback, strict=True)])
@@ -288,8 +294,7 @@ def probe(
     if there.any():
       results[f'context/{name}/accuracy'] = float(values[there].mean())
       results |= _gap(f'context/{name}', values, plain, group)
-  results |= _common(right, plain)
-  return results | _rules(right, taught, plain, group)
+  return results | _common(right, plain) | _rules(right, taught, plain, group)
 
 
 def contexts(sd: SelfDistillationConfig) -> dict[str, SelfDistillationConfig]:
@@ -298,9 +303,11 @@ def contexts(sd: SelfDistillationConfig) -> dict[str, SelfDistillationConfig]:
   truncation = 'content' if sd.reprompt_truncation == 'error' else sd.reprompt_truncation
   change = lambda **changes: dataclasses.replace(sd, reprompt_truncation=truncation, **changes)
   return {
-    'solution': change(include_environment_feedback=False),
-    'feedback': change(include_environment_feedback=True, success_reward_threshold=math.inf),  # Nothing to show.
-    'both': change(include_environment_feedback=True, environment_feedback_only_without_solution=False),
+    'solution': change(include_demonstration=True, include_environment_feedback=False),
+    'feedback': change(include_demonstration=False, include_environment_feedback=True),
+    'both': change(
+      include_demonstration=True, include_environment_feedback=True, environment_feedback_only_without_solution=False
+    ),
   }
 
 
@@ -332,7 +339,7 @@ def _gap(prefix: str, taught: np.ndarray, plain: np.ndarray, group: np.ndarray) 
 
 def _common(right: dict[str, np.ndarray], plain: np.ndarray) -> dict[str, float]:
   """Every context on the completions for which all of them exist, so that they can be compared."""
-  there = ~np.isnan(np.stack(list(right.values()))).any(0)
+  there = ~np.isnan(np.stack([*right.values(), plain])).any(0)
   if not there.any():
     return {'common/completions': 0}
   return {
@@ -354,12 +361,16 @@ def _rules(
   )
   gain = lambda values: np.nan_to_num(values - plain)
   rules = {
-    'solution': first('solution'),
-    'feedback_without_solution': first('solution', 'feedback'),
-    'both': first('both', 'solution', 'feedback'),
+    'solution': ('solution',),
+    'feedback': ('feedback',),
+    'feedback_without_solution': ('solution', 'feedback'),
+    'both': ('both', 'solution', 'feedback'),
   }
   results: dict[str, float] = {}
-  for name, values in rules.items():
+  for name, preferred in rules.items():
+    if not set(preferred) <= right.keys():
+      continue
+    values = first(*preferred)
     results |= _with_error(f'rule/{name}/gain', gain(values), group)
     results |= _with_error(f'rule/{name}/over_configured', gain(values) - gain(configured), group)
   return results

@@ -20,14 +20,23 @@ FORMAT_VALID = 0.8
 _PREFIX = 'actor.self_distillation'
 # How settings choose the teacher's context, and what to set for it.
 RULES = {
-  'solution': ('a demonstration only', f'{_PREFIX}.include_environment_feedback=false'),
+  'solution': (
+    'a demonstration only',
+    f'{_PREFIX}.include_demonstration=true, {_PREFIX}.include_environment_feedback=false',
+  ),
+  'feedback': (
+    'feedback only',
+    f'{_PREFIX}.include_demonstration=false, {_PREFIX}.include_environment_feedback=true',
+  ),
   'feedback_without_solution': (
-    'a demonstration, and feedback where there is none',
-    f'{_PREFIX}.include_environment_feedback=true, {_PREFIX}.environment_feedback_only_without_solution=true',
+    'a demonstration, or feedback where there is none',
+    f'{_PREFIX}.include_demonstration=true, {_PREFIX}.include_environment_feedback=true, '
+    f'{_PREFIX}.environment_feedback_only_without_solution=true',
   ),
   'both': (
     'a demonstration and feedback together',
-    f'{_PREFIX}.include_environment_feedback=true, {_PREFIX}.environment_feedback_only_without_solution=false',
+    f'{_PREFIX}.include_demonstration=true, {_PREFIX}.include_environment_feedback=true, '
+    f'{_PREFIX}.environment_feedback_only_without_solution=false',
   ),
 }
 
@@ -35,6 +44,8 @@ RULES = {
 def configured_rule(config: Config) -> str:
   """The key of `RULES` that the settings follow."""
   sd = config.actor.self_distillation
+  if not sd.include_demonstration:
+    return 'feedback'
   if not sd.include_environment_feedback:
     return 'solution'
   return 'feedback_without_solution' if sd.environment_feedback_only_without_solution else 'both'
@@ -131,9 +142,9 @@ def _grpo_signal(numbers: Mapping[str, float]) -> str:
 def _context(numbers: Mapping[str, float], config: Config) -> list[str]:
   """Which context is best, by what it would gain over all completions."""
   gains = {name: numbers[f'rule/{name}/gain'] for name in RULES if f'rule/{name}/gain' in numbers}
-  if not gains:
-    return []
   own = configured_rule(config)
+  if own not in gains:
+    return []
   best = max(gains, key=lambda name: (gains[name], name == own))
   told = ', '.join(f'{_points(gains[name])} with {RULES[name][0]}' for name in gains)
   text = f'Over all completions the teacher is ahead by {told}.'
