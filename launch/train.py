@@ -4,6 +4,9 @@
   python -m launch.train --config=configs/quickstart.py --workdir=runs/mine --config.optimizer.lr=1e-4
 
 The same command with the same --workdir continues where the run stopped. --help_settings lists every setting.
+
+Exit codes: 0 done; 2 bad input, named in a sentence; 3 stopped by an alarm (alarms.rules), with a checkpoint; 143 told
+to stop, with a checkpoint.
 """
 
 import sys
@@ -28,6 +31,8 @@ def main() -> int:
   result = loop.train(config, workdir, announce=lambda text: print(text, file=sys.stderr, flush=True))
   if jax.process_index() == 0:
     print(report.summary(result, flags.FLAGS.config, command.overrides()))
+  if result.stopped:
+    return loop.EXIT_ALARM
   return loop.EXIT_PREEMPTED if result.preempted else 0
 
 

@@ -35,7 +35,7 @@ class Checkpoints:
     if is_local(self._workdir):
       self._workdir = self._workdir.absolute()  # Orbax takes no relative path.
     self._keep = keep
-    self._best_metric = best_metric
+    self.best_metric = best_metric
     self._manager = self._open()
 
   def _open(self) -> ocp.CheckpointManager:
@@ -43,7 +43,7 @@ class Checkpoints:
       options = ocp.CheckpointManagerOptions(read_only=True, create=False)
       return ocp.CheckpointManager(self.directory, item_names=('state', 'host'), options=options)
     policies: list[Any] = [preservation_policy.LatestN(n=self._keep)]
-    if self._best_metric:
+    if self.best_metric:
       policies.append(preservation_policy.BestN(get_metric_fn=self._rank, n=1, keep_checkpoints_without_metrics=False))
     return ocp.CheckpointManager(
       self.directory,
@@ -58,7 +58,7 @@ class Checkpoints:
 
   def _rank(self, metrics: Mapping[str, float]) -> float:
     """Of a checkpoint by its metrics; the lowest where the best metric was not measured."""
-    return metrics.get(self._best_metric, -math.inf)
+    return metrics.get(self.best_metric, -math.inf)
 
   @property
   def directory(self) -> epath.Path:
@@ -75,7 +75,7 @@ class Checkpoints:
     """
     self.wait()
     measured = {step: self._manager.metrics(step) or {} for step in self.steps() if step < before}
-    ranked = [(metrics[self._best_metric], step) for step, metrics in measured.items() if self._best_metric in metrics]
+    ranked = [(metrics[self.best_metric], step) for step, metrics in measured.items() if self.best_metric in metrics]
     return max(ranked)[1] if ranked else None
 
   def save(self, step: int, state: TrainState, host: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
@@ -94,9 +94,9 @@ class Checkpoints:
     if step in self._manager.all_steps():
       return
     evaluated = sorted(name for name in metrics if name.startswith('eval/'))
-    if self._best_metric and evaluated and self._best_metric not in metrics:
+    if self.best_metric and evaluated and self.best_metric not in metrics:
       raise UserError(
-        f'trainer.best_metric={self._best_metric} is not among the metrics of an evaluation: {", ".join(evaluated)}.'
+        f'trainer.best_metric={self.best_metric} is not among the metrics of an evaluation: {", ".join(evaluated)}.'
       )
     measured = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
     try:

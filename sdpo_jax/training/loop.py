@@ -1,8 +1,8 @@
 """The run, top to bottom: sample, grade, teach, train, evaluate, save; and again.
 
 Order of a resume: settings are compared with those of the run, the newest readable checkpoint is restored (device
-state, data iterator, history), lines of `metrics.jsonl` after it are dropped, and the loop goes on as if it had never
-stopped. Nothing random depends on how often a run was started.
+state, data iterator), lines of `metrics.jsonl` after it are dropped, what the alarms have seen is read from those that
+stay, and the loop goes on as if it had never stopped. Nothing random depends on how often a run was started.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import write_atomically
-from sdpo_jax.training import phases, records
-from sdpo_jax.training.checkpoints import Checkpoints
+from sdpo_jax.training import alarms, phases, records
+from sdpo_jax.training.checkpoints import Checkpoints, abstract
 from sdpo_jax.training.evaluation import evaluate
-from sdpo_jax.training.metrics import MetricsWriter, Progress, check_wandb
+from sdpo_jax.training.metrics import MetricsWriter, Progress, check_wandb, history
 from sdpo_jax.training.session import Session, load_tokenizer, make_session, sampling_seed
 from sdpo_jax.training.step import abstract_state, place_state
 from sdpo_jax.types import Example, TrainState
 
 EXIT_PREEMPTED = 143  # 128 + SIGTERM: saved, to be started again.
+EXIT_ALARM = 3  # Stopped by an alarm: saved, to be looked at.
 
 
 @dataclasses.dataclass
@@ -48,6 +49,7 @@ class Result:
   preempted: bool
   evaluations: dict[int, dict[str, float]]  # step → flat evaluation metrics.
   example_prompt: str  # A held-out question to try, where it is short.
+  stopped: str | None = None  # By which alarm, in a sentence.
 
 
 class Preemption:
@@ -140,6 +142,7 @@ def train(config: Config, workdir: epath.PathLike, *, announce: Any = lambda tex
   """
   config.validate()
   check_wandb(config)
+  alarms.rules(config)
   with Graders(config.environments) as graders:
     return _train(config, workdir, graders, announce)
 
@@ -168,6 +171,19 @@ def _train(config: Config, workdir: epath.PathLike, graders: Graders, announce: 
     checkpoints.close()
 
 
+def agreed(value: int) -> int:
+  """The value that process 0 has, on every process."""
+  return value if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+
+@dataclasses.dataclass
+class Verdict:
+  """What the alarms ask for at the end of a step; nothing where neither field is set."""
+
+  stop: str | None = None  # The run ends, for this reason.
+  back_to: int | None = None  # The weights of this step's checkpoint are restored.
+
+
 class _Run:
   """The loop over generation batches; state is passed through, what lies here is bookkeeping."""
 
@@ -183,10 +199,15 @@ class _Run:
     self.session, self.graders, self.iterator, self.held_out = session, graders, iterator, held_out
     self.checkpoints, self.announce = checkpoints, announce
     self.last_metrics: dict[str, float] = {}  # Of the step before, for a checkpoint on being told to stop.
+    self.watch = alarms.Watch(alarms.rules(session.config))
+    self.evaluations: dict[int, dict[str, float]] = {}  # Step → metrics; without those of steps that were undone.
+    self.stopped: str | None = None  # By which alarm.
+    self.checked_rules = False  # Whether rules that fit nothing were named.
 
   def __call__(self, state: TrainState) -> Result:
     config = self.session.config
     first, total = int(state.step), config.trainer.total_training_steps
+    self.recall(first)
     writer = MetricsWriter(self.session.workdir, config, resume_step=first) if jax.process_index() == 0 else None
     progress = Progress(total, first, shown=writer is not None)
     preempted = False
@@ -195,9 +216,12 @@ class _Run:
         if first == 0 and config.trainer.val_before_train and self.held_out:
           progress.phase('evaluate')
           values = self.evaluate(state, 0)
+          self.watch.observe(0, values)
           if writer is not None:
             writer.write(0, values)
         for step in range(first + 1, total + 1):
+          if self.stopped:
+            break
           before = self.host_state()
           advanced = self.step(state, step, writer, progress, preemption)
           if advanced is None:
@@ -215,7 +239,25 @@ class _Run:
         if found:
           evaluations[line['step']] = found
       writer.close()
-    return Result(self.session.workdir, int(state.step), preempted, evaluations, _short_prompt(self.held_out))
+    prompt = _short_prompt(self.held_out)
+    return Result(self.session.workdir, int(state.step), preempted, evaluations, prompt, self.stopped)
+
+  def recall(self, step: int) -> None:
+    """What alarms and evaluations have seen up to `step`, from metrics.jsonl; a run that they stopped stays stopped."""
+    lines = history(self.session.workdir, step)
+    raised = self.watch.replay(lines)
+    for line in lines:
+      found = {name: value for name, value in line.items() if name.startswith('eval/')}
+      if found:
+        self.evaluations[line['step']] = found
+      if line.get(alarms.ROLLBACK) is not None:
+        self.forget(int(line[alarms.ROLLBACK]))
+    # Started again with the same rules it stays where it is; otherwise whoever restarts it would train the wreck on.
+    if lines and lines[-1].get(alarms.STOP):
+      self.stopped = self.judge(step, raised).stop
+
+  def forget(self, after: int) -> None:
+    self.evaluations = {step: found for step, found in self.evaluations.items() if step <= after}
 
   def host_state(self) -> dict[str, Any]:
     return {'iterator': self.iterator.get_state()}
@@ -256,20 +298,80 @@ class _Run:
     if context is not None:
       metrics.update(context.metrics)
     note = f'  {learned.skipped} step(s) skipped: gradient not finite' if learned.skipped else ''
-    if self.held_out and (
-      step == trainer.total_training_steps or (trainer.test_freq and step % trainer.test_freq == 0)
-    ):
+    evaluated = bool(self.held_out) and (
+      step == trainer.total_training_steps or bool(trainer.test_freq and step % trainer.test_freq == 0)
+    )
+    if evaluated:
       with timer('evaluate'):
         metrics.update(self.evaluate(state, step))
+    if self.evaluations:
+      metrics.update(records.gap_metrics(collected, self.evaluations[max(self.evaluations)], config))
+    line = {**metrics, **{f'time/{name}_s': value for name, value in timer.seconds.items()}}
+    raised, fired = self.watch.observe(step, line)
+    line.update(fired)
+    if evaluated or not self.held_out:
+      self.name_idle_rules()
+    verdict = self.judge(step, raised)
+    if verdict.stop is not None:
+      line[alarms.STOP] = 1.0
+      self.stopped = verdict.stop
+    elif verdict.back_to is not None:
+      line[alarms.ROLLBACK] = verdict.back_to
+      note += f'  rolled back to step {verdict.back_to}'
     if writer is not None:
+      self.say(step, raised, verdict)
       if trainer.rollout_save_freq and step % trainer.rollout_save_freq == 0:
         records.write_rollouts(session, step, collected, context, learned)
-      writer.write(step, {**metrics, **{f'time/{name}_s': value for name, value in timer.seconds.items()}})
-    progress.step(step, metrics['rollout/score_mean'], learned.loss, metrics['throughput/tokens_per_s'], note)
-    if step == trainer.total_training_steps or (trainer.save_freq and step % trainer.save_freq == 0):
+      writer.write(step, line)
+    if verdict.back_to is not None:
+      state = self.roll_back(state, verdict.back_to)
+      metrics = {}  # They were measured with other weights than those that are now saved.
+    progress.step(step, line['rollout/score_mean'], learned.loss, line['throughput/tokens_per_s'], note)
+    due = step == trainer.total_training_steps or (trainer.save_freq and step % trainer.save_freq == 0)
+    if due or verdict != Verdict():
       self.save(step, state, self.host_state(), metrics)
     self.last_metrics = metrics
     return state
+
+  def judge(self, step: int, raised: Sequence[alarms.Alarm]) -> Verdict:
+    """What `alarms.action` makes of the alarms of a step; the same on every process."""
+    settings = self.session.config.alarms
+    if settings.action == 'warn' or not self.watch.rules or not agreed(len(raised)):
+      return Verdict()
+    reasons = '; '.join(map(str, raised))
+    if settings.action == 'stop':
+      return Verdict(stop=f'{reasons}.')
+    if self.watch.rollbacks >= settings.max_rollbacks:
+      return Verdict(stop=f'{reasons}; alarms.max_rollbacks={settings.max_rollbacks} rollbacks were made.')
+    best = agreed(self.checkpoints.best(before=step) or 0)
+    if not best:
+      return Verdict(stop=f'{reasons}; there is no checkpoint with {self.checkpoints.best_metric} to go back to.')
+    return Verdict(back_to=best)
+
+  def say(self, step: int, raised: Sequence[alarms.Alarm], verdict: Verdict) -> None:
+    """Alarms, for the user: each as it begins, and those that are acted upon."""
+    for alarm in raised:
+      if alarm.begins or verdict != Verdict():
+        self.announce(f'Alarm at step {step}: {alarm}.')
+    if verdict.back_to is not None:
+      self.announce(f'Going back to the weights of step {verdict.back_to}; step {step + 1} has new questions.')
+
+  def name_idle_rules(self) -> None:
+    """Says once which rules fit no metric, which a misspelt name does not."""
+    if not self.checked_rules and jax.process_index() == 0:
+      for text in self.watch.unmatched():
+        self.announce(f'alarms.rules: {text!r} fits none of the metrics measured so far; see metrics.jsonl for names.')
+    self.checked_rules = True
+
+  def roll_back(self, state: TrainState, step: int) -> TrainState:
+    """The student, teacher and optimizer state of a step's checkpoint; counters and randomness go on as they are."""
+    like = abstract(state)
+    for leaf in jax.tree.leaves((state.trainable, state.opt_state, state.teacher)):
+      leaf.delete()  # There may be no room for both.
+    saved = self.checkpoints.restore_step(step, like)
+    self.watch.roll_back(step)
+    self.forget(step)
+    return saved.replace(step=state.step, optimizer_step=state.optimizer_step, rng=state.rng)
 
   def evaluate(self, state: TrainState, step: int) -> dict[str, float]:
     session = self.session
@@ -286,7 +388,8 @@ class _Run:
     if jax.process_index() == 0:
       records.write_evaluation(session.workdir, step, evaluation)
     logging.info('Evaluation at step %d: %s', step, evaluation.metrics)
-    return evaluation.flat()
+    self.evaluations[step] = evaluation.flat()
+    return self.evaluations[step]
 
 
 def _short_prompt(examples: Sequence[Example]) -> str:

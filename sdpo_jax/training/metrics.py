@@ -25,7 +25,7 @@ class MetricsWriter:
 
   def __init__(self, workdir: epath.PathLike, config: Config, *, resume_step: int = 0):
     self._path = epath.Path(workdir) / 'metrics.jsonl'
-    self._lines = [line for line in read_metrics(workdir) if line['step'] <= resume_step] if resume_step else []
+    self._lines = history(workdir, resume_step)
     self._rewrite()
     self._board = _tensorboard(epath.Path(workdir), config, resume_step)
     self._wandb = _wandb(epath.Path(workdir), config)
@@ -79,6 +79,11 @@ def read_metrics(workdir: epath.PathLike) -> list[dict[str, Any]]:
         break
       raise UserError(f'{path}, line {number} is not JSON: the file was changed by hand; mend or remove it.') from error
   return parsed
+
+
+def history(workdir: epath.PathLike, step: int) -> list[dict[str, Any]]:
+  """The lines of `metrics.jsonl` up to the checkpoint of `step`; none at step 0, when a run begins anew."""
+  return [line for line in read_metrics(workdir) if line['step'] <= step] if step else []
 
 
 def _tensorboard(workdir: epath.Path, config: Config, resume_step: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import json
+import math
 
 from etils import epath
 import jax
@@ -64,7 +65,7 @@ def gap_metrics(collected: Collected, evaluated: Mapping[str, float], config: Co
   gaps = {}
   for source, rows in rows_by_source(collected.examples, collected.rollouts.group).items():
     held_out = [value for name, value in evaluated.items() if name.startswith(f'eval/{source}/mean@')]
-    if held_out and held_out[0] is not None:
+    if held_out and held_out[0] is not None and math.isfinite(held_out[0]):
       gaps[f'gap/{source}'] = np.mean([collected.outcomes[row].score >= threshold for row in rows]) - held_out[0]
   return gaps
 

@@ -33,6 +33,12 @@ def summary(result: Result, config_path: str, overrides: Sequence[tuple[str, str
       return 'Stopped before the first step was done; nothing was learned yet. The same command starts again.'
     return f'Stopped after step {result.step}; the checkpoint is saved. The same command continues {workdir}.'
   lines = [f'{result.step} steps done; the run is in {workdir}.']
+  if result.stopped:
+    lines = [
+      f'Stopped by an alarm after step {result.step}: {result.stopped}',
+      f'The run is in {workdir}, with a checkpoint of this step. To go on from it, change alarms.rules or '
+      'alarms.action and start the same command again.',
+    ]
   if len(result.evaluations) >= 1:
     first, last = min(result.evaluations), max(result.evaluations)
     before, after = result.evaluations[first], result.evaluations[last]
