@@ -50,6 +50,10 @@ def test_preprocessed_rows(folder):
 
 def test_a_slice_of_a_split(folder):
   assert len(sources.read_rows(f'hf:{folder}?split=train[1:3]', 'data.train_files')) == 2
+  found = sources.read_rows(f'hf:{folder}?split=train', 'data.train_files')
+  assert [r.value['idx'] for r in found[3:]] == [3, 4] and found[-1].number == 5 and len(found[:None]) == 5
+  with pytest.raises(IndexError):
+    found[5]
 
 
 @pytest.mark.parametrize(

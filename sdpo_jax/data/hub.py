@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import logging
 from typing import Any
 import urllib.parse
@@ -36,7 +37,7 @@ def parse(source: str) -> tuple[str, dict[str, str]]:
   return name, options
 
 
-def read_rows(source: str, setting: str) -> list[Row]:
+def read_rows(source: str, setting: str) -> Sequence[Row]:
   """All rows of one split of `hf:OWNER/NAME?split=…&config=…&revision=…`; NAME may also be a local folder.
 
   `split` takes what `datasets.load_dataset` takes (train, test[:100]); it may be left out where there is only one.
@@ -62,7 +63,6 @@ def read_rows(source: str, setting: str) -> list[Row]:
       if len(found) != 1:
         raise UserError(f'{setting}: {source!r} does not name a split: add ?split= with one of {", ".join(found)}.')
       (found,) = found.values()
-    values = list(found)
   except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
     raise UserError(
       f'{setting}: {source!r} cannot be loaded: {_reason(error)}. Check name, split and config; a hub data set needs a '
@@ -70,9 +70,25 @@ def read_rows(source: str, setting: str) -> list[Row]:
     ) from error
   finally:
     logger.setLevel(level)
-  if not values:
+  if not len(found):
     raise UserError(f'{setting}: {source!r} holds no rows.')
-  return [Row(f'{source}, row {number}', number, value) for number, value in enumerate(values, start=1)]
+  return _Rows(source, found)
+
+
+class _Rows(Sequence):
+  """Rows that stay on disk until they are looked at; some data sets are larger than a machine's memory."""
+
+  def __init__(self, source: str, values: Sequence[Any]):
+    self._source, self._values = source, values
+
+  def __len__(self) -> int:
+    return len(self._values)
+
+  def __getitem__(self, at: int | slice) -> Row | list[Row]:
+    if isinstance(at, slice):
+      return [self[index] for index in range(*at.indices(len(self)))]
+    number = range(1, len(self) + 1)[at]
+    return Row(f'{self._source}, row {number}', number, self._values[number - 1])
 
 
 def _reason(error: BaseException) -> str:

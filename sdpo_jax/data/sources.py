@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import inspect
 import io
 import json
@@ -56,7 +56,7 @@ def make_generator(source: str, split: str, seed: int, registry: Registry) -> Ca
   return factory(split, seed, **options)
 
 
-def read_rows(source: str, setting: str) -> list[Row]:
+def read_rows(source: str, setting: str) -> Sequence[Row]:
   """All rows of a file or a hub data set, unchecked but for the file's own syntax.
 
   A name ending in .parquet is parquet; anything else is a JSON array if it starts with '[', JSON lines otherwise.

@@ -1,0 +1,43 @@
+"""Makes train.json and test.json of the paper's data sets from their public sources.
+
+  python -m launch.prepare_data --source=sciknoweval --domain=chemistry --output=datasets/sciknoweval/chemistry
+  python -m launch.prepare_data --source=livecodebench --output=datasets/lcb_v6
+  python -m launch.prepare_data --source=tooluse --input=ToolAlpaca/data --output=datasets/tooluse
+
+Needs a network where --input is not given. docs/data.md says what each source becomes.
+"""
+
+import datetime
+
+from absl import flags
+
+from sdpo_jax import command
+from sdpo_jax.data import prepare
+from sdpo_jax.data.converters import raw, sciknoweval
+from sdpo_jax.errors import UserError
+
+SOURCE = flags.DEFINE_enum('source', None, list(prepare.SOURCES), 'Which data set.', required=True)
+OUTPUT = flags.DEFINE_string('output', None, 'Folder to write train.json and test.json into.', required=True)
+INPUT = flags.DEFINE_string('input', None, 'File, folder or hf:OWNER/NAME to read instead of the public source.')
+DOMAIN = flags.DEFINE_enum('domain', None, sciknoweval.DOMAINS, 'sciknoweval: which of its domains.')
+SEED = flags.DEFINE_integer('seed', raw.Options.seed, 'gpqa: of the order of the choices.', lower_bound=0)
+SINCE = flags.DEFINE_string('since', str(raw.Options.since), 'livecodebench: first day of contests.')
+UNTIL = flags.DEFINE_string('until', str(raw.Options.until), 'livecodebench: the day after the last.')
+
+
+def main() -> None:
+  if SOURCE.value == 'sciknoweval' and DOMAIN.value is None:
+    raise UserError(f'--source=sciknoweval needs --domain: one of {", ".join(sciknoweval.DOMAINS)}.')
+  options = raw.Options(DOMAIN.value or '', SEED.value, day('since', SINCE.value), day('until', UNTIL.value))
+  prepare.prepare(SOURCE.value, options, OUTPUT.value, INPUT.value, announce=print)
+
+
+def day(name: str, text: str) -> datetime.date:
+  try:
+    return datetime.date.fromisoformat(text)
+  except ValueError as error:
+    raise UserError(f'--{name}={text} is not a day such as 2025-02-01.') from error
+
+
+if __name__ == '__main__':
+  command.run(main)

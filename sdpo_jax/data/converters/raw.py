@@ -1,0 +1,86 @@
+"""What the converters share: reading fields of a source's rows, and rows of the reference's raw schema."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import datetime
+from typing import Any
+
+from sdpo_jax.data.rows import Row
+from sdpo_jax.data.truths import shown
+from sdpo_jax.errors import UserError
+
+NONE = '-'  # What the reference writes into fields that a data set does not have.
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """What can be chosen of a source; each converter reads its own."""
+
+  domain: str = ''  # SciKnowEval.
+  seed: int = 0  # GPQA: of the order of choices.
+  since: datetime.date = datetime.date(2025, 2, 1)  # LiveCodeBench: contests from this day on …
+  until: datetime.date = datetime.date(2025, 5, 1)  # … and before this one.
+
+
+Parts = Mapping[str, Sequence[Row]]  # Rows of each part that a source consists of.
+Splits = dict[str, list[Row]]  # Raw rows of 'train' and 'test', or of one of them; origins are the source's.
+
+
+def make_row(
+  origin: Row,
+  idx: int,
+  *,
+  kind: str,
+  dataset: str,
+  prompt: str,
+  description: str,
+  answer: str = NONE,
+  tests: str | None = NONE,
+  elo: int | str = NONE,
+  system: str | None = None,
+  environment: str | None = None,
+) -> Row:
+  """A row in the schema of the reference's data/load_dataset.py, made from the source's row `origin`.
+
+  `environment` names the grader where the reference has none for the data set.
+  """
+  value = {
+    'idx': idx,
+    'kind': kind,
+    'dataset': dataset,
+    'answer': answer,
+    'elo': elo,
+    'prompt': prompt,
+    'description': description,
+    'tests': tests,
+    'embedding': [],
+    'system': system,
+  }
+  if environment is not None:
+    value['environment'] = environment
+  return Row(origin.origin, origin.number, value)
+
+
+def described(text: str, kind: str) -> str:
+  """The description of a question: never shown to the model, and ending as the reference's do."""
+  return f'{text} The solution will be evaluated in a {kind} environment.'
+
+
+def field(row: Row, *path: str, kind: type | tuple[type, ...] = str) -> Any:
+  """The value at `path` in a source's row.
+
+  Raises:
+    UserError: it is not there, or not of that kind; the row is not in the schema of the source.
+  """
+  value = row.value
+  for at, name in enumerate(path):
+    if not isinstance(value, Mapping) or name not in value:
+      raise UserError(f'{row.origin}: field {".".join(path[: at + 1])!r} is missing: is this the right source?')
+    value = value[name]
+  if not isinstance(value, kind) or isinstance(value, bool):
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    wanted = ' or '.join(k.__name__ for k in kinds)
+    raise UserError(f'{row.origin}: field {".".join(path)!r} must be of type {wanted}, not {shown(value)}.')
+  return value

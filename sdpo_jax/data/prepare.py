@@ -1,0 +1,163 @@
+"""Makes train.json and test.json of the paper's data sets from their public sources."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import json
+import urllib.parse
+
+from etils import epath
+
+from sdpo_jax.data import hub, rows, sources
+from sdpo_jax.data.converters import gpqa, livecodebench, mathematics, sciknoweval, tooluse
+from sdpo_jax.data.converters.raw import Options, Parts, Splits
+from sdpo_jax.errors import UserError
+from sdpo_jax.files import write_atomically
+
+SUFFIXES = ('.json', '.jsonl', '.parquet')
+_NOT_STATED = 'not verified: see the data set card before you redistribute it'
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """Where a data set comes from and what becomes of it."""
+
+  parts: Mapping[str, str | None]  # Name of each part → its public address, hf:…; None: there is none.
+  convert: Callable[[Parts, Options], Splits]
+  licence: str
+  sizes: Callable[[Options], Mapping[str, int]] = lambda options: {}  # Rows of each split in the paper's files.
+  where: str = ''  # Where to get parts that have no address.
+
+
+_SCIKNOWEVAL_SIZES = {'biology': (450, 50), 'chemistry': (1890, 210), 'material': (841, 94), 'physics': (720, 80)}
+
+
+def _sciknoweval_sizes(options: Options) -> Mapping[str, int]:
+  return dict(zip(('train', 'test'), _SCIKNOWEVAL_SIZES[options.domain], strict=True))
+
+
+def _livecodebench_sizes(options: Options) -> Mapping[str, int]:
+  window = (options.since, options.until)
+  return {'train': 131, 'test': 131} if window == (Options.since, Options.until) else {}
+
+
+def _mathematics(name: str, size: int, problem: str, answer: str, final: Callable[[str], str] = str.strip) -> Source:
+  return Source(
+    parts={'test': f'hf:math-ai/{name}?split=test'},
+    convert=mathematics.converter(name, problem, answer, final),
+    licence=_NOT_STATED,
+    sizes=lambda options: {'test': size},
+  )
+
+
+SOURCES: dict[str, Source] = {
+  'sciknoweval': Source(
+    parts={'test': 'hf:hicai-zju/SciKnowEval?split=test'},
+    convert=sciknoweval.convert,
+    licence='MIT, as its data set card says',
+    sizes=_sciknoweval_sizes,
+  ),
+  'tooluse': Source(
+    parts={tooluse.TRAIN: None, tooluse.TEST: None},
+    convert=tooluse.convert,
+    licence='none is stated by ToolAlpaca: ask its authors before you redistribute it',
+    sizes=lambda options: {'test': 68},
+    where='the README of https://github.com/tangqiaoyu/ToolAlpaca says where they are',
+  ),
+  'livecodebench': Source(
+    parts={'test': 'hf:livecodebench/code_generation_lite?split=test&revision=refs/pr/6'},
+    convert=livecodebench.convert,
+    licence="'cc', as its data set card says, without a version; the problems belong to the contests' sites",
+    sizes=_livecodebench_sizes,
+  ),
+  'gsm8k': Source(
+    parts={split: f'hf:openai/gsm8k?config=main&split={split}' for split in ('train', 'test')},
+    convert=mathematics.converter('gsm8k', 'question', 'answer', mathematics.after_hashes),
+    licence=_NOT_STATED,
+    sizes=lambda options: {'train': 7473, 'test': 1319},
+  ),
+  'math500': _mathematics('math500', 500, 'problem', 'answer'),
+  'aime24': _mathematics('aime24', 30, 'problem', 'solution', mathematics.boxed),
+  'aime25': _mathematics('aime25', 30, 'problem', 'answer'),
+  'amc23': _mathematics('amc23', 40, 'question', 'answer'),
+  'gpqa': Source(
+    parts={'train': 'hf:Idavidrein/gpqa?config=gpqa_diamond&split=train'},
+    convert=gpqa.convert,
+    licence='CC BY 4.0, as its data set card says; its authors restrict access and ask not to publish examples',
+    sizes=lambda options: {'test': 198},
+  ),
+}
+
+
+def prepare(
+  name: str, options: Options, output: epath.PathLike, given: str | None, announce: Callable[[str], None]
+) -> None:
+  """Writes `output`/train.json and test.json, those of the two that the source has, as JSON lines of raw rows.
+
+  Each file is written whole or not at all, and only once every row is known to load.
+
+  Args:
+    name: of `SOURCES`.
+    options: what to make of the source.
+    output: folder, made if it is not there; local or gs://….
+    given: where the source is instead of at its public address: a file, a folder that holds its parts by name, or
+      hf:OWNER/NAME?….
+    announce: hears a sentence a file, and one about the licence.
+
+  Raises:
+    UserError: no such source or file, or a row that is not in the source's schema.
+  """
+  if name not in SOURCES:
+    raise UserError(f'--source={name} must be one of {", ".join(SOURCES)}.')
+  source = SOURCES[name]
+  parts = {part: sources.read_rows(address(source, part, given), '--input') for part in source.parts}
+  splits = source.convert(parts, options)
+  files = {split: _lines(made, split) for split, made in splits.items()}
+  folder = epath.Path(output)
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise UserError(f'--output={output} cannot be made a folder: {error}.') from error
+  sizes = source.sizes(options)
+  for split, lines in files.items():
+    write_atomically(folder / f'{split}.json', lines)
+    count, wanted = len(splits[split]), sizes.get(split)
+    differs = f'; the file of the paper has {wanted}: the source is not whole, or has changed'
+    announce(f'{folder / split}.json: {count:,} rows{differs if wanted not in (None, count) else ""}.')
+  announce(f'Licence of the data: {source.licence}.')
+
+
+def address(source: Source, part: str, given: str | None) -> str:
+  """Where a part of a source is read: at its public address, or where the user has it.
+
+  Raises:
+    UserError: it has no public address, or the folder does not hold it.
+  """
+  public = source.parts[part]
+  if given is None:
+    if public is None:
+      names = ' and '.join(f'{name}.json' for name in source.parts)
+      raise UserError(f'--input must name the folder that holds {names}: {source.where}.')
+    return public
+  if hub.is_hub(given):
+    name, options = hub.parse(given)
+    split = hub.parse(public)[1]['split'] if public else part
+    return f'{hub.PREFIX}{name}?{urllib.parse.urlencode({"split": split} | options, safe="/[]:")}'
+  if not epath.Path(given).is_dir():
+    if len(source.parts) > 1:
+      raise UserError(f'--input={given} must be the folder of {" and ".join(source.parts)} ({", ".join(SUFFIXES)}).')
+    return given
+  found = [file for suffix in SUFFIXES if (file := epath.Path(given) / f'{part}{suffix}').exists()]
+  if len(found) != 1:
+    raise UserError(
+      f'--input={given} must hold one file {part} ({", ".join(SUFFIXES)}), not {len(found)}; a folder that the '
+      f'datasets library reads is named hf:{given}.'
+    )
+  return str(found[0])
+
+
+def _lines(made: list[rows.Row], split: str) -> str:
+  for row in made:
+    rows.example(row, split)  # A row that training would refuse is refused here, by the name that it has in the source.
+  return ''.join(json.dumps(row.value, ensure_ascii=False) + '\n' for row in made)
