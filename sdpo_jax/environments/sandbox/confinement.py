@@ -1,0 +1,351 @@
+"""Takes from the calling process, for good, all that a graded program does not need.
+
+Loaded on its own, by path, in a process without this package: standard library only. The layers, in order of use:
+another user id and no capabilities (where the process is root), Landlock (files, and from newer kernels network and
+signals), seccomp (an allow-list of system calls). See `man 7 landlock` and `man 2 seccomp`; structures and constants
+are those of linux/landlock.h, linux/seccomp.h and linux/audit.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import ctypes
+import errno
+import os
+import platform
+import struct
+
+# A column for each machine: the number of a system call there, None where there is no such call.
+# Programs may make the calls of this table and no other; Python, its standard library and numpy need no more.
+X86_64, AARCH64 = 0, 1
+ALLOWED = {
+  # Descriptors that are open already.
+  'read': (0, 63),
+  'write': (1, 64),
+  'readv': (19, 65),
+  'writev': (20, 66),
+  'pread64': (17, 67),
+  'pwrite64': (18, 68),
+  'preadv': (295, 69),
+  'pwritev': (296, 70),
+  'lseek': (8, 62),
+  'close': (3, 57),
+  'close_range': (436, 436),
+  'dup': (32, 23),
+  'dup2': (33, None),
+  'dup3': (292, 24),
+  'fsync': (74, 82),
+  'fdatasync': (75, 83),
+  'ftruncate': (77, 46),
+  'flock': (73, 32),
+  'sendfile': (40, 71),
+  'copy_file_range': (326, 285),
+  'pipe': (22, None),
+  'pipe2': (293, 59),
+  'eventfd2': (290, 19),
+  'select': (23, None),
+  'pselect6': (270, 72),
+  'poll': (7, None),
+  'ppoll': (271, 73),
+  'epoll_create1': (291, 20),
+  'epoll_ctl': (233, 21),
+  'epoll_wait': (232, None),
+  'epoll_pwait': (281, 22),
+  # Names; Landlock decides which.
+  'creat': (85, None),
+  'stat': (4, None),
+  'lstat': (6, None),
+  'fstat': (5, 80),
+  'newfstatat': (262, 79),
+  'statx': (332, 291),
+  'access': (21, None),
+  'faccessat': (269, 48),
+  'faccessat2': (439, 439),
+  'readlink': (89, None),
+  'readlinkat': (267, 78),
+  'getdents': (78, None),
+  'getdents64': (217, 61),
+  'getcwd': (79, 17),
+  'chdir': (80, 49),
+  'fchdir': (81, 50),
+  'mkdir': (83, None),
+  'mkdirat': (258, 34),
+  'rmdir': (84, None),
+  'unlink': (87, None),
+  'unlinkat': (263, 35),
+  'rename': (82, None),
+  'renameat': (264, 38),
+  'renameat2': (316, 276),
+  'umask': (95, 166),
+  # Memory.
+  'mmap': (9, 222),
+  'mprotect': (10, 226),
+  'munmap': (11, 215),
+  'mremap': (25, 216),
+  'madvise': (28, 233),
+  'brk': (12, 214),
+  # Time, and signals to itself.
+  'clock_gettime': (228, 113),
+  'clock_getres': (229, 114),
+  'clock_nanosleep': (230, 115),
+  'nanosleep': (35, 101),
+  'gettimeofday': (96, 169),
+  'time': (201, None),
+  'times': (100, 153),
+  'alarm': (37, None),
+  'pause': (34, None),
+  'getitimer': (36, 102),
+  'setitimer': (38, 103),
+  'rt_sigaction': (13, 134),
+  'rt_sigprocmask': (14, 135),
+  'rt_sigpending': (127, 136),
+  'rt_sigtimedwait': (128, 137),
+  'rt_sigsuspend': (130, 133),
+  'rt_sigreturn': (15, 139),
+  'sigaltstack': (131, 132),
+  'restart_syscall': (219, 128),
+  # Itself.
+  'getpid': (39, 172),
+  'getppid': (110, 173),
+  'gettid': (186, 178),
+  'getpgrp': (111, None),
+  'getpgid': (121, 155),
+  'getsid': (124, 156),
+  'getuid': (102, 174),
+  'geteuid': (107, 175),
+  'getgid': (104, 176),
+  'getegid': (108, 177),
+  'getresuid': (118, 148),
+  'getresgid': (120, 150),
+  'getgroups': (115, 158),
+  'getrlimit': (97, 163),
+  'setrlimit': (160, 164),
+  'getrusage': (98, 165),
+  'getpriority': (140, 141),
+  'sched_yield': (24, 124),
+  'sched_getaffinity': (204, 123),
+  'sched_getparam': (143, 121),
+  'sched_getscheduler': (145, 120),
+  'sched_get_priority_max': (146, 125),
+  'sched_get_priority_min': (147, 126),
+  'getcpu': (309, 168),
+  'uname': (63, 160),
+  'sysinfo': (99, 179),
+  'getrandom': (318, 278),
+  'exit': (60, 93),
+  'exit_group': (231, 94),
+  'wait4': (61, 260),
+  'waitid': (247, 95),
+  # Threads.
+  'futex': (202, 98),
+  'set_tid_address': (218, 96),
+  'set_robust_list': (273, 99),
+  'get_robust_list': (274, 100),
+  'rseq': (334, 293),
+  'membarrier': (324, 283),
+  'arch_prctl': (158, None),
+}
+# Calls that are allowed for some arguments only; `_rules` says for which.
+CHECKED = {
+  'open': (2, None),
+  'openat': (257, 56),
+  'fcntl': (72, 25),
+  'ioctl': (16, 29),
+  'prctl': (157, 167),
+  'prlimit64': (302, 261),
+  'kill': (62, 129),
+  'tgkill': (234, 131),
+  'clone': (56, 220),
+}
+# Calls that Python does not offer, or not in every build of it.
+OWN = {
+  'memfd_create': (319, 279),
+  'pidfd_open': (434, 434),
+  'capset': (126, 91),
+  'seccomp': (317, 277),
+  'prctl': (157, 167),
+  'close_range': (436, 436),
+  'landlock_create_ruleset': (444, 444),
+  'landlock_add_rule': (445, 445),
+  'landlock_restrict_self': (446, 446),
+}
+AUDIT_ARCH = (0xC000003E, 0xC00000B7)
+NEW_CALLS = 424  # From this number on both machines count alike, and libraries fall back where a call is missing.
+
+# linux/filter.h: load a word, compare, and, return; the second field of each is (jump if true, jump if false).
+LOAD, EQUAL, AT_LEAST, ANY_BIT, AND, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
+ALLOW, ERRNO = 0x7FFF0000, 0x00050000
+NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # Offsets in struct seccomp_data; arguments have 8 bytes, low word first.
+
+O_ACCMODE, O_TRUNC, O_TMPFILE = 0o3, 0o1000, 0o20000000  # O_TMPFILE's own bit; the same on both machines.
+CLONE_THREAD = 0x00010000
+# Without F_SETOWN and F_SETSIG, by which a descriptor sends signals to another process, without leases and notices.
+FCNTL_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
+# TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX.
+IOCTL_REQUESTS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
+PRCTL_OPTIONS = (15, 16)  # PR_SET_NAME, PR_GET_NAME.
+
+# linux/landlock.h: what version of the interface knows how many of the rights to files.
+FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
+WRITE_FILE, READ_FILE, READ_DIR, REMOVE_DIR, REMOVE_FILE = (1 << bit for bit in range(1, 6))
+MAKE_DIR, MAKE_REG, TRUNCATE = 1 << 7, 1 << 8, 1 << 14
+READ = READ_FILE | READ_DIR
+SCRATCH = READ | WRITE_FILE | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_REG | TRUNCATE
+NETWORK = 0b11  # Bind and connect TCP; from version 4.
+SCOPES = 0b11  # Abstract sockets and signals; from version 6.
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
+SIGKILL = 9
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+
+class Unsupported(Exception):
+  """The kernel or the machine lacks what the confinement needs."""
+
+
+def machine() -> int:
+  """Column of the tables for this machine; raises Unsupported for others than x86_64 and aarch64, both 64-bit."""
+  column = {'x86_64': X86_64, 'aarch64': AARCH64, 'arm64': AARCH64}.get(platform.machine())
+  if column is None or struct.calcsize('P') != 8:
+    raise Unsupported(f'there is no system call table for {platform.machine()}')
+  return column
+
+
+def call(name: str, *arguments: int) -> int:
+  """Result of a system call of `OWN`; raises OSError naming the call."""
+  number = OWN[name][machine()]
+  result = _libc.syscall(ctypes.c_long(number), *(ctypes.c_long(argument) for argument in arguments))
+  if result < 0:
+    code = ctypes.get_errno()
+    raise OSError(code, f'{name}: {os.strerror(code)}')
+  return result
+
+
+def close_from(first: int) -> None:
+  """Closes every descriptor from `first` on."""
+  try:
+    call('close_range', first, 0x7FFFFFFF, 0)
+  except (OSError, Unsupported):
+    os.closerange(first, os.sysconf('SC_OPEN_MAX'))
+
+
+def die_with_parent(parent: int) -> None:
+  """Kills this process when its parent, `parent`, ends; to be called after the last change of user."""
+  call('prctl', PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
+  if os.getppid() != parent:
+    os._exit(1)
+
+
+def drop_privileges(uid: int | None) -> None:
+  """Becomes the user and group `uid` (None: stays who it is), without capabilities and without new ones ever."""
+  if uid is not None:
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+  header = ctypes.create_string_buffer(struct.pack('=Ii', 0x20080522, 0))
+  nothing = ctypes.create_string_buffer(24)
+  call('capset', ctypes.addressof(header), ctypes.addressof(nothing))
+  # A change of user closes /proc/self, and with it /dev/stdin, to the process itself.
+  call('prctl', PR_SET_DUMPABLE, 1, 0, 0, 0)
+  call('prctl', PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+
+
+# ———— Landlock ————
+
+
+def landlock_version() -> int:
+  """Version of the kernel's Landlock interface; raises Unsupported where there is none or it is off."""
+  try:
+    return call('landlock_create_ruleset', 0, 0, 1)
+  except OSError as error:
+    reason = {errno.ENOSYS: 'the kernel has no Landlock', errno.EOPNOTSUPP: 'Landlock is off in the kernel'}
+    raise Unsupported(reason.get(error.errno, str(error))) from error
+
+
+def restrict_files(version: int, readable: Sequence[int], scratch: int) -> None:
+  """Leaves this process reading below the directories open as `readable` and working below the one open as `scratch`."""
+  handled = (1 << FILE_RIGHTS[min(version, max(FILE_RIGHTS))]) - 1
+  fields = [handled, NETWORK if version >= 4 else 0, SCOPES if version >= 6 else 0]
+  fields = fields[: 1 + (version >= 4) + (version >= 6)]
+  attributes = ctypes.create_string_buffer(struct.pack(f'={len(fields)}Q', *fields), 8 * len(fields))
+  ruleset = call('landlock_create_ruleset', ctypes.addressof(attributes), 8 * len(fields), 0)
+  for directory, rights in [*((directory, READ) for directory in readable), (scratch, SCRATCH & handled)]:
+    rule = ctypes.create_string_buffer(struct.pack('=Qi', rights, directory), 12)
+    call('landlock_add_rule', ruleset, 1, ctypes.addressof(rule), 0)
+  call('landlock_restrict_self', ruleset, 0)
+  os.close(ruleset)
+
+
+# ———— seccomp ————
+
+
+def restrict_calls(program: bytes) -> None:
+  """Installs a filter of `filter_program` for this process and its threads; needs `drop_privileges` before."""
+  instructions = ctypes.create_string_buffer(program, len(program))
+  header = ctypes.create_string_buffer(struct.pack('HxxxxxxP', len(program) // 8, ctypes.addressof(instructions)))
+  call('seccomp', 1, 0, ctypes.addressof(header))
+
+
+def filter_program(pid: int, column: int | None = None) -> bytes:
+  """The seccomp filter of a program with this process id: `ALLOWED`, `CHECKED` where it may, errors for the rest.
+
+  What is not allowed fails with EPERM, and with ENOSYS where that makes libraries fall back (clone3, openat2 and
+  whatever is newer), so that a program sees an exception.
+  """
+  column = machine() if column is None else column
+  code = [
+    (LOAD, 0, 0, ARCHITECTURE),
+    (EQUAL, 1, 0, AUDIT_ARCH[column]),
+    _fail(errno.ENOSYS),  # 32-bit calls on a 64-bit machine.
+    (LOAD, 0, 0, NUMBER),
+  ]
+  for numbers in ALLOWED.values():
+    if numbers[column] is not None:
+      code += [(EQUAL, 0, 1, numbers[column]), (RETURN, 0, 0, ALLOW)]
+  for name, rule in _rules(pid).items():
+    if CHECKED[name][column] is not None:
+      code += [(EQUAL, 0, len(rule), CHECKED[name][column]), *rule]
+  # Also the x32 calls of x86_64, which are large numbers.
+  code += [(AT_LEAST, 0, 1, NEW_CALLS), _fail(errno.ENOSYS), _fail(errno.EPERM)]
+  return b''.join(struct.pack('=HBBI', *instruction) for instruction in code)
+
+
+def _rules(pid: int) -> dict[str, list[tuple[int, int, int, int]]]:
+  """Instructions for every call of `CHECKED`, each list ending in returns."""
+  flags: Callable[[int], list] = lambda argument: [
+    _load(argument),
+    # A file that has no name would escape the count of what is written.
+    (ANY_BIT, 0, 1, O_TMPFILE),
+    _fail(errno.EOPNOTSUPP),
+    # Before its version 3 Landlock lets whoever may read a file truncate it: only with O_RDONLY here.
+    (AND, 0, 0, O_TRUNC | O_ACCMODE),
+    (EQUAL, 0, 1, O_TRUNC),
+    _fail(errno.EPERM),
+    (RETURN, 0, 0, ALLOW),
+  ]
+  return {
+    'open': flags(1),
+    'openat': flags(2),
+    'fcntl': _one_of(1, FCNTL_COMMANDS),
+    'ioctl': _one_of(1, IOCTL_REQUESTS),
+    'prctl': _one_of(0, PRCTL_OPTIONS),
+    'prlimit64': _one_of(0, (0, pid)),
+    'kill': _one_of(0, (pid,)),
+    'tgkill': _one_of(0, (pid,)),
+    'clone': [_load(0), (ANY_BIT, 0, 1, CLONE_THREAD), (RETURN, 0, 0, ALLOW), _fail(errno.EPERM)],
+  }
+
+
+def _one_of(argument: int, values: Sequence[int]) -> list[tuple[int, int, int, int]]:
+  checks = [instruction for value in values for instruction in ((EQUAL, 0, 1, value), (RETURN, 0, 0, ALLOW))]
+  return [_load(argument), *checks, _fail(errno.EPERM)]
+
+
+def _load(argument: int) -> tuple[int, int, int, int]:
+  return (LOAD, 0, 0, ARGUMENTS + 8 * argument)
+
+
+def _fail(code: int) -> tuple[int, int, int, int]:
+  return (RETURN, 0, 0, ERRNO | code)

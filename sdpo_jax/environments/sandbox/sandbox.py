@@ -1,0 +1,486 @@
+"""Runs model-written programs, each in a fresh confined process, and says what became of them.
+
+A small helper process, the zygote, is started without the owner's environment and memory; it forks a process for every
+job, which confines itself before it reads the payload. Payload, standard input and output go between this process and
+the program directly, past the zygote. docs/sandbox.md says against what this helps and against what it does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+import concurrent.futures
+import contextlib
+import ctypes
+import dataclasses
+import fcntl
+import io
+import json
+import logging
+import os
+import pathlib
+import queue
+import select
+import signal
+import site
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from typing import Any, Literal
+import weakref
+
+from sdpo_jax.config import SandboxConfig
+from sdpo_jax.environments.sandbox import bubblewrap, confinement, scratch
+from sdpo_jax.errors import UserError
+
+HERE = pathlib.Path(__file__).parent
+MIB = 2**20
+MESSAGE = 2**16  # Bytes of a message at most.
+CHUNK = 2**18
+START_S = 120.0  # A zygote that has not loaded its modules by then will not.
+MECHANISMS = ('landlock', 'bubblewrap')
+# Libraries that start a thread a core when loaded would make the zygote fork with threads.
+ENVIRONMENT = {name: '1' for name in ('OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'MKL_NUM_THREADS')}
+MFD_CLOEXEC, MFD_ALLOW_SEALING, F_ADD_SEALS, ALL_SEALS = 1, 2, 1033, 0b1111
+GRACE_S = 60.0  # A zygote that says nothing for so long after a program's time is over has failed.
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """What a program may use; its scratch directory and what it prints are bounded beside."""
+
+  wall_s: float  # From this program's own start.
+  cpu_s: float
+  memory_mb: int = SandboxConfig.memory_mb  # Beyond what the harness and the preloaded modules take, MiB.
+  file_mb: int = SandboxConfig.file_mb  # In the scratch directory, MiB.
+  output_mb: int = SandboxConfig.output_mb  # Standard output, standard error and result together, MiB.
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+  """One program to run."""
+
+  payload: Any  # JSON data that the harness is called with.
+  stdin: str  # What the program reads on descriptor 0.
+  limits: Limits
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """What became of a program; `result`, `stdout` and `stderr` are whatever it made them."""
+
+  # Ended by itself with any exit code; over its wall or CPU time; printed or wrote too much; killed by a signal that is
+  # not the sandbox's (or for too many threads).
+  status: Literal['ended', 'timeout', 'output', 'killed']
+  exit_code: int | None
+  signal: int | None
+  result: Any  # What the harness returned; None if it did not get that far, or what came is not JSON.
+  stdout: str
+  stderr: str
+  wall_s: float
+  cpu_s: float
+
+
+class Sandbox:
+  """A place for programs that are trusted with nothing; thread-safe."""
+
+  def __init__(self, settings: SandboxConfig, harness: pathlib.Path, *, preload: Sequence[str] = ()):
+    """Starts the strongest mechanism that withstands the attacks of probe.py on this machine.
+
+    Args:
+      settings: `environments.sandbox`.
+      harness: Python file with `run(payload)`, which is called in the program's process and returns JSON data.
+      preload: modules that programs are likely to import; those that are not installed are skipped.
+
+    Raises:
+      UserError: no mechanism works and `allow_unsandboxed` is off, or the harness cannot be loaded.
+    """
+    if sys.platform != 'linux':
+      raise UserError('Model-written code runs only on Linux: choose another environment, or another machine.')
+    _check(settings)
+    self._workers = settings.workers or len(os.sched_getaffinity(0))
+    self._hosts = _start(settings, pathlib.Path(harness).resolve(), tuple(preload), self._workers)
+    self.mechanism: Literal['landlock', 'bubblewrap', 'none'] = self._hosts[0].mechanism
+    # Programs do not see one another under Landlock; in a bubblewrap they would, so that each worker has its own.
+    self._idle: queue.SimpleQueue[_Host] = queue.SimpleQueue()
+    for index in range(self._workers):
+      self._idle.put(self._hosts[index % len(self._hosts)])
+    self._pool = concurrent.futures.ThreadPoolExecutor(self._workers, 'sandbox')
+    self._finalizer = weakref.finalize(self, _close, self._hosts)
+
+  def run(self, jobs: Sequence[Job]) -> list[Report]:
+    """A report for every job, in order; `workers` at once, over all threads that call.
+
+    Raises:
+      UserError: a program cannot be started or confined.
+      RuntimeError: the sandbox is closed, or its helper process ended twice under the same job.
+    """
+    return list(self._pool.map(self._run, jobs))
+
+  def close(self) -> None:
+    """Ends all programs and the helper processes and removes what they wrote; may be called twice."""
+    self._finalizer()
+    self._pool.shutdown()
+
+  def __enter__(self) -> Sandbox:
+    return self
+
+  def __exit__(self, *error: object) -> None:
+    self.close()
+
+  def _run(self, job: Job) -> Report:
+    host = self._idle.get()
+    try:
+      return host.run(job)
+    finally:
+      self._idle.put(host)
+
+
+class _Died(Exception):
+  """The zygote ended while it had a job."""
+
+
+class _Zygote:
+  """A running helper process and the socket to it."""
+
+  def __init__(self, command: _Command):
+    self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    self.lock = threading.Lock()
+    with theirs, tempfile.TemporaryFile() as errors:
+      arguments, settings = command(theirs.fileno())
+      self.process = subprocess.Popen(
+        arguments,
+        env=ENVIRONMENT,
+        cwd='/',
+        stdin=subprocess.DEVNULL,
+        stdout=errors,
+        stderr=errors,
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,
+      )
+      theirs.close()
+      try:
+        self.control.settimeout(START_S)
+        self.control.send(json.dumps(settings).encode())
+        answer = json.loads(self.control.recv(MESSAGE) or 'null')
+      except (OSError, ValueError) as error:
+        answer = {'fault': f'the helper process does not answer ({error})'}
+      if answer and answer.get('harness'):
+        self.close()
+        raise UserError(f'The sandbox cannot load its harness: {answer["fault"]}.')
+      if answer is None or 'fault' in answer:
+        self.close()
+        errors.seek(0)
+        last = errors.read().decode(errors='replace').strip().splitlines()[-1:]
+        raise confinement.Unsupported((answer or {}).get('fault') or ''.join(last) or 'the helper process ends at once')
+    self.control.settimeout(None)
+
+  def close(self) -> None:
+    """Ends the zygote, and with it all its programs."""
+    self.control.close()
+    try:
+      self.process.wait(5)
+    except subprocess.TimeoutExpired:
+      self.kill()
+
+  def kill(self) -> None:
+    self.process.kill()
+    self.process.wait()
+
+
+_Command = Callable[[int], tuple[list[str], dict]]
+
+
+class _Host:
+  """Keeps a zygote running and speaks with it."""
+
+  def __init__(self, mechanism: str, settings: SandboxConfig, harness: pathlib.Path, preload: tuple[str, ...]):
+    self.mechanism = mechanism
+    self._settings, self._harness, self._preload = settings, harness, preload
+    self._lock = threading.Lock()
+    self._closed = False
+    self._scratch: str | None = None
+    self._zygote = _Zygote(self._command)
+
+  @property
+  def pid(self) -> int:
+    return self._zygote.process.pid
+
+  def run(self, job: Job, *, probe: bool = False) -> Report:
+    """See `Sandbox.run`; `probe` runs probe.py in place of the harness."""
+    zygote = self._zygote
+    try:
+      return _run(zygote, job, probe)
+    except _Died:
+      zygote = self._restart(zygote)
+    try:
+      return _run(zygote, job, probe)
+    except _Died as error:
+      raise RuntimeError("The sandbox's helper process ended twice under the same program.") from error
+
+  def close(self) -> None:
+    with self._lock:
+      self._closed = True
+    self._zygote.close()
+    if self._scratch is not None:  # Still there if the zygote was killed.
+      scratch.remove(self._scratch)
+
+  def _restart(self, dead: _Zygote) -> _Zygote:
+    with self._lock:
+      if self._closed:
+        raise RuntimeError('The sandbox is closed.')
+      if self._zygote is dead:
+        dead.kill()
+        dead.control.close()
+        self._zygote = _Zygote(self._command)
+      return self._zygote
+
+  def _command(self, descriptor: int) -> tuple[list[str], dict]:
+    readable, packages = installation()
+    files = [HERE / name for name in ('zygote.py', 'confinement.py', 'scratch.py', 'probe.py')]
+    settings = {
+      'mechanism': self.mechanism,
+      'owner': os.getpid(),
+      'readable': readable,
+      'packages': packages,
+      'preload': self._preload,
+      'harness': str(self._harness),
+    }
+    if self.mechanism == 'bubblewrap':
+      size = self._settings.file_mb * MIB
+      arguments = bubblewrap.arguments(bubblewrap.find(), readable, [*files, self._harness], size, descriptor)
+      return arguments, {**settings, 'owner': None, 'scratch': bubblewrap.SCRATCH}
+    if self._scratch is None:
+      self._scratch = os.path.realpath(tempfile.mkdtemp(prefix='sandbox-'))
+    os.makedirs(self._scratch, exist_ok=True)
+    os.chmod(self._scratch, 0o711)  # Programs may have another user id, and must not list it.
+    arguments = [sys.executable, '-I', '-X', 'utf8', str(files[0]), str(descriptor)]
+    return arguments, {**settings, 'scratch': self._scratch}
+
+
+def installation() -> tuple[list[str], list[str]]:
+  """Directories that programs may read: those of Python and its packages; and which of them hold packages.
+
+  Nothing else on `sys.path` is one: an editable installation would open its repository.
+  """
+  packages = [*site.getsitepackages(), sysconfig.get_path('purelib'), sysconfig.get_path('platlib')]
+  if site.ENABLE_USER_SITE:
+    packages.append(site.getusersitepackages())
+  standard = [sysconfig.get_path('stdlib'), sysconfig.get_path('platstdlib')]
+  real = lambda paths: list(dict.fromkeys(os.path.realpath(path) for path in paths if os.path.isdir(path)))
+  return real([*standard, *packages]), real(packages)
+
+
+def _check(settings: SandboxConfig) -> None:
+  """Raises UserError naming the first setting that is out of range."""
+  for name, least in {'workers': 1, 'memory_mb': 16, 'file_mb': 1, 'output_mb': 1}.items():
+    value = getattr(settings, name)
+    if value is not None and value < least:
+      raise UserError(f'environments.sandbox.{name} must be at least {least}, not {value}.')
+
+
+def _start(settings: SandboxConfig, harness: pathlib.Path, preload: tuple[str, ...], workers: int) -> list[_Host]:
+  """Hosts of the first mechanism that withstands the probe; raises UserError if none does and none is forbidden."""
+  reasons = []
+  for mechanism in MECHANISMS if settings.mechanism == 'auto' else [settings.mechanism]:
+    hosts: list[_Host] = []
+    try:
+      for _ in range(workers if mechanism == 'bubblewrap' else 1):
+        hosts.append(_Host(mechanism, settings, harness, preload))
+        _probe(hosts[-1])
+      return hosts
+    except confinement.Unsupported as error:
+      reasons.append(f'{mechanism}: {error}')
+      _close(hosts)
+  if not settings.allow_unsandboxed:
+    raise UserError(
+      f'Model-written code needs a sandbox, and this machine has none that works ({"; ".join(reasons)}): use a kernel '
+      'with Landlock (Linux 5.13 or newer), install bubblewrap, or, if the code may do whatever you may, set '
+      'environments.sandbox.allow_unsandboxed.'
+    )
+  logging.warning(
+    'MODEL-WRITTEN CODE RUNS WITHOUT A SANDBOX (%s): it can read, change and send whatever this user can. '
+    'environments.sandbox.allow_unsandboxed allows it.',
+    '; '.join(reasons),
+  )
+  return [_Host('none', settings, harness, preload)]
+
+
+def _close(hosts: Sequence[_Host]) -> None:
+  for host in hosts:
+    host.close()
+
+
+def _probe(host: _Host) -> None:
+  """Runs probe.py; raises confinement.Unsupported naming what it could do, or what a program cannot do that it must."""
+  with tempfile.TemporaryDirectory() as directory, socket.create_server(('127.0.0.1', 0)) as server:
+    canary = os.path.join(directory, 'canary')
+    with open(canary, 'w') as file:
+      file.write('canary')
+    payload = {
+      'canary': canary,
+      'directory': directory,
+      'port': server.getsockname()[1],
+      'owner': os.getpid(),
+      'zygote': host.pid,
+    }
+    try:
+      report = host.run(Job(payload, '', Limits(wall_s=30, cpu_s=10)), probe=True)
+    except (RuntimeError, UserError) as error:
+      raise confinement.Unsupported(str(error)) from error
+    result = report.result
+    if report.status != 'ended' or not isinstance(result, dict):
+      raise confinement.Unsupported(f'its test does not end as it should: {report.status}, {report.stderr.strip()}')
+    with open(canary) as file:
+      touched = os.listdir(directory) != ['canary'] or file.read() != 'canary'
+  if result['leaks'] or touched:
+    raise confinement.Unsupported(f'a program in it {", ".join(result["leaks"]) or "changes a file"}')
+  if result['broken']:
+    raise confinement.Unsupported('; '.join(f'{use} fails ({error})' for use, error in result['broken'].items()))
+
+
+# ———— One job ————
+
+
+def _run(zygote: _Zygote, job: Job, probe: bool) -> Report:
+  """Runs a job and collects what comes of it; raises _Died if the zygote ends first."""
+  limits = job.limits
+  with contextlib.ExitStack() as stack:
+    stdin = stack.enter_context(_memory_file(job.stdin.encode('utf-8', 'surrogatepass')))
+    payload = stack.enter_context(_memory_file(json.dumps(job.payload).encode()))
+    channel, theirs = stack.enter_context(_channel())
+    readers, writers = zip(*(stack.enter_context(_pipe()) for _ in range(3)), strict=True)
+    header = {'probe': probe, 'limits': dataclasses.asdict(limits)}
+    out, err, result = writers
+    fds = [file.fileno() for file in (stdin, out, err, payload, result, theirs)]
+    try:
+      with zygote.lock:
+        socket.send_fds(zygote.control, [json.dumps(header).encode()], fds)
+    except OSError as error:
+      raise _Died from error
+    for file in (stdin, payload, theirs, *writers):
+      file.close()
+    answer, outputs, too_much = _collect(channel, readers, limits)
+  if 'fault' in answer:
+    raise UserError(f'The sandbox fails: {answer["fault"]}.')
+  if answer['ended_by'] == 'closed':
+    raise RuntimeError('The sandbox was closed while a program ran.')
+  stdout, stderr, raw = outputs
+  return Report(
+    status='output' if too_much else _status(answer, limits),
+    exit_code=answer['exit_code'],
+    signal=answer['signal'],
+    result=_json(raw),
+    stdout=stdout.decode(errors='replace'),
+    stderr=stderr.decode(errors='replace'),
+    wall_s=answer['wall_s'],
+    cpu_s=answer['cpu_s'],
+  )
+
+
+def _collect(channel: socket.socket, readers: Sequence[io.FileIO], limits: Limits) -> tuple[dict, list[bytes], bool]:
+  """The zygote's answer, what came through each pipe, and whether that was cut off at the limit."""
+  names = {reader.fileno(): index for index, reader in enumerate(readers)}
+  outputs = [bytearray() for _ in readers]
+  left, too_much = limits.output_mb * MIB, False
+  open_ends = set(names)
+  poll = select.poll()
+  for fd in [*names, channel.fileno()]:
+    os.set_blocking(fd, False)
+    poll.register(fd, select.POLLIN)
+
+  def read(fd: int) -> bool:
+    """Whether there may be more to read."""
+    nonlocal left, too_much
+    try:
+      data = os.read(fd, CHUNK)
+    except BlockingIOError:
+      return False
+    if len(data) > left and not too_much:
+      too_much = True
+      _tell(channel)
+    outputs[names[fd]] += data[:left]
+    left -= min(left, len(data))
+    if not data and fd in open_ends:
+      open_ends.remove(fd)
+      poll.unregister(fd)
+    return bool(data)
+
+  deadline = time.monotonic() + limits.wall_s + GRACE_S
+  answer = None
+  while answer is None:
+    ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+    if not ready:
+      raise _Died('It does not answer.')
+    for fd, _ in ready:
+      if fd in names:
+        read(fd)
+      else:
+        answer = _receive(channel)
+  if not answer:
+    raise _Died
+  for fd in names:
+    while read(fd) and not too_much:
+      pass
+  return json.loads(answer), [bytes(output) for output in outputs], too_much
+
+
+def _receive(channel: socket.socket) -> bytes:
+  try:
+    return channel.recv(MESSAGE)
+  except ConnectionResetError:  # As the end of file, where the zygote left a message unread.
+    return b''
+
+
+def _tell(channel: socket.socket) -> None:
+  """Asks the zygote to end the program, which may have ended."""
+  try:
+    channel.send(b'end')
+  except OSError:
+    pass
+
+
+def _status(answer: dict, limits: Limits) -> Literal['ended', 'timeout', 'output', 'killed']:
+  if answer['ended_by'] in ('timeout', 'output'):
+    return answer['ended_by']
+  if answer['signal'] is None:
+    return 'ended'
+  over = answer['signal'] == signal.SIGKILL and answer['cpu_s'] >= limits.cpu_s
+  return 'timeout' if over or answer['signal'] == signal.SIGXCPU else 'killed'
+
+
+def _json(raw: bytes) -> Any:
+  """The JSON value; None if it is not one, or one that is nested too deeply to read."""
+  try:
+    return json.loads(raw)
+  except (ValueError, RecursionError):
+    return None
+
+
+def _memory_file(data: bytes) -> io.FileIO:
+  """An anonymous file with these contents, at its beginning, that nobody can change any more."""
+  name = ctypes.create_string_buffer(b'sandbox')
+  file = open(confinement.call('memfd_create', ctypes.addressof(name), MFD_CLOEXEC | MFD_ALLOW_SEALING), 'r+b', 0)
+  view = memoryview(data)
+  while view:
+    view = view[file.write(view) :]
+  file.seek(0)
+  fcntl.fcntl(file, F_ADD_SEALS, ALL_SEALS)
+  return file
+
+
+@contextlib.contextmanager
+def _pipe() -> Iterator[tuple[io.FileIO, io.FileIO]]:
+  reader, writer = os.pipe()
+  with open(reader, 'rb', 0) as reading, open(writer, 'wb', 0) as writing:
+    yield reading, writing
+
+
+@contextlib.contextmanager
+def _channel() -> Iterator[tuple[socket.socket, socket.socket]]:
+  ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+  with ours, theirs:
+    yield ours, theirs
