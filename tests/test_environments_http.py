@@ -196,13 +196,23 @@ def test_a_server_that_hangs_is_left_after_the_timeout(caplog):
   assert [body['completion'] for body in server.bodies].count('slow') == 2
 
 
-def test_a_server_that_is_down_ends_the_run_without_asking_for_all():
+def test_a_server_that_is_down_ends_the_run():
   address = dead_address()
   with pytest.raises(UserError) as raised:
-    grade(address, ['x'] * 300, concurrency=2, retries=1)
+    grade(address, ['x'] * 20, concurrency=2, retries=1)
   sentence = str(raised.value)
-  assert "environment 'http' graded none of 300 completions" in sentence
+  assert "environment 'http' graded none of 20 completions" in sentence
   assert 'ConnectError' in sentence and address in sentence and 'environments.http.url' in sentence
+
+
+def test_a_server_that_never_answers_is_given_up_before_all_were_asked():
+  def hang_up(body):
+    raise ConnectionAbortedError
+
+  with Server(hang_up) as server:
+    with pytest.raises(UserError, match='graded none of 100 completions: the connection failed'):
+      grade(server.url, ['x'] * 100, concurrency=2, retries=1)
+  assert len(server.bodies) < 10
 
 
 def test_a_server_that_refuses_all_ends_the_run():
@@ -213,18 +223,17 @@ def test_a_server_that_refuses_all_ends_the_run():
 
 
 def test_one_question_that_cannot_be_graded_does_not_end_a_run_that_worked():
-  with Server(lambda body: Answer(status=413) if body['id'] == 'q1' else Answer(RIGHT)) as server:
-    with Graders(EnvironmentsConfig(http=HttpGraderConfig(url=server.url))) as graders:
+  respond = lambda body: Answer(RIGHT) if body['id'] == 'q0' else Answer(status=413)
+  with Server(respond) as server:
+    settings = EnvironmentsConfig(http=HttpGraderConfig(url=server.url))
+    with Graders(settings) as graders:
       assert grade('', ['x'], graders=graders)[0].score == 1.0
       outcomes = grade('', ['x'] * 4, examples=[example(1)] * 4, graders=graders)
       assert all(outcome.metrics[FAILED] == 1.0 for outcome in outcomes)
-      with pytest.raises(UserError, match='status 413'):
-        grade(
-          '',
-          ['x'] * 2,
-          examples=[example(1), example(1, id='q1', messages=[])],
-          graders=Graders(EnvironmentsConfig(http=HttpGraderConfig(url=server.url))),
-        )
+      with pytest.raises(UserError, match='graded none of 2 completions: it answered with status 413'):
+        grade('', ['x'] * 2, examples=[example(1), example(2)], graders=graders)
+    with Graders(settings) as fresh, pytest.raises(UserError, match='status 413'):
+      grade('', ['x'], examples=[example(1)], graders=fresh)
 
 
 def test_the_key_is_sent_and_never_said(monkeypatch, caplog):
