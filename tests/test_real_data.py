@@ -1,0 +1,103 @@
+"""The paper's real questions through load → template → random-model rollout → grade → re-prompt (needs --datasets)."""
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from models import huggingface
+from models.tokenizer import stop_token_ids
+from sdpo_jax.config import Config, EnvironmentsConfig, ModelConfig
+from sdpo_jax.data import pipeline
+from sdpo_jax.data.prompts import prompt_tokens
+from sdpo_jax.environments import registry
+from sdpo_jax.environments.grading import FAILED, Graders
+from sdpo_jax.rollout.engine import Sampler
+from sdpo_jax.teacher.context import build_teacher_context
+from sdpo_jax.training import base_tokenizer
+from sdpo_jax.training.evaluation import grade
+from tests import tiny
+
+N = 2
+
+
+@pytest.fixture(scope='module')
+def real(request):
+  folder = request.config.getoption('--datasets')
+  if folder is None:
+    pytest.skip('needs --datasets=DIR')
+  return pathlib.Path(folder)
+
+
+@pytest.fixture(scope='module')
+def model(real, tmp_path_factory):
+  """A random model with a tokenizer made from the questions, so that prompts have their usual lengths."""
+  folder = tiny.make_model(tmp_path_factory.mktemp('real') / 'model', vocab_size=4096, max_position_embeddings=4096)
+  lines = [
+    line for name in ('sciknoweval/chemistry', 'tooluse') for line in open(real / name / 'test.json', encoding='utf-8')
+  ]
+  base_tokenizer.save(base_tokenizer.train([json.loads(line)['prompt'] for line in lines], 4096), folder)
+  return folder
+
+
+def gold(example):
+  """A completion that says the ground truth in the question's format."""
+  if example.environment == 'mcq':
+    return f'<reasoning>\nas it is\n</reasoning>\n<answer>\n{example.ground_truth}\n</answer>'
+  calls = json.loads(example.ground_truth)
+  return ''.join(f'Thought: so\nAction: {c["Action"]}\nAction Input: {c["Action_Input"]}\n' for c in calls)
+
+
+@pytest.mark.parametrize(
+  'task, sizes', [('sciknoweval/chemistry', {'train': 1890, 'test': 210}), ('tooluse', {'test': 68})]
+)
+def test_the_whole_way_from_file_to_teacher_prompt(real, model, task, sizes):
+  config = Config()
+  config.model.path = str(model)
+  config.data.max_prompt_length = 2048
+  tokenizer = AutoTokenizer.from_pretrained(model)
+  policy, parameters = huggingface.load(model, ModelConfig(dtype='float32', remat='none'))
+  sampler = Sampler(policy, tokenizer, max_batch_rows=32, stop_token_ids=stop_token_ids(str(model), tokenizer))
+  for split, size in sizes.items():
+    examples = pipeline.read_examples(
+      [str(real / task / f'{split}.json')], split, config, tokenizer, registry, setting='data.train_files'
+    )
+    assert len(examples) == size
+    prompts = [prompt_tokens(tokenizer, example, config) for example in examples]
+    rollouts = sampler.sample(
+      {}, parameters, prompts, n=N, temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, max_tokens=4, seed=0, step=0
+    )
+    noise = list(rollouts.text)
+    for profile in ('reference', 'clean'):
+      with Graders(EnvironmentsConfig(profile=profile)) as graders:
+        rollouts.text[:] = noise
+        assert not any(FAILED in outcome.metrics for outcome in grade(graders, examples, rollouts))
+        # The first completion of each question says the truth instead of noise.
+        rollouts.text[::N] = [gold(example) for example in examples]
+        outcomes = grade(graders, examples, rollouts)
+      assert not any(FAILED in outcome.metrics for outcome in outcomes)
+      scores = np.array([outcome.score for outcome in outcomes]).reshape(-1, N)
+      # Two of its own answers the reference cannot score.
+      assert scores[:, 0].sum() == size - 2 * ((task, profile) == ('tooluse', 'reference'))
+    context = build_teacher_context(
+      [examples[group].messages for group in rollouts.group],
+      rollouts.group,
+      rollouts.text,
+      outcomes,
+      config.actor.self_distillation,
+      tokenizer,
+      seed=0,
+      step=0,
+    )
+    taught = context.mask.reshape(-1, N)
+    assert taught[:, 1].sum() == size
+    assert all(
+      gold(examples[group]) in context.messages[row][-1]['content']
+      for row, group in enumerate(rollouts.group)
+      if context.solutions[row]
+    )
+    assert max(map(len, context.prompt_tokens)) <= config.actor.self_distillation.max_reprompt_len
+  jax.clear_caches()
