@@ -3,8 +3,13 @@
   python -m launch.evaluate --config=configs/quickstart.py --workdir=runs/quickstart --output=eval.json
   python -m launch.evaluate --config=configs/quickstart.py --model=configs/quickstart_model --output=base.json
 
-Writes {"<task>": {"mean@k": …, "best@k": …, "maj@k": …}} to --output and every sample to <output>.samples.jsonl.
+What is asked, and how it is sampled and graded (data.val_*, val_kwargs, environments), is the config's; the weights are
+those of --workdir, which may be a run that is going on, or of --model. Prints a table; writes all metrics,
+{"<task>": {"mean@n": …, "best@k": …, "maj@k": …, "acc/mean@n": …, …}}, to --output and every sample to
+<output>.samples.jsonl. docs/evaluation.md says what each number means.
 """
+
+import sys
 
 from absl import flags
 
@@ -12,16 +17,23 @@ from sdpo_jax import command
 from sdpo_jax.training import inference, report
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a run; its newest checkpoint is evaluated.')
+STEP = flags.DEFINE_integer('step', None, 'Evaluate the checkpoint of this step of the run instead.', lower_bound=1)
 MODEL = flags.DEFINE_string('model', None, 'Hugging Face model directory, instead of a run.')
 OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write.', required=True)
 command.define_config()
 
 
 def main() -> None:
+  config = command.load_config()
   evaluation = inference.evaluate_to_file(
-    command.load_config(), workdir=WORKDIR.value, model=MODEL.value, output=OUTPUT.value
+    config,
+    workdir=WORKDIR.value,
+    model=MODEL.value,
+    output=OUTPUT.value,
+    step=STEP.value,
+    announce=lambda text: print(text, file=sys.stderr, flush=True),
   )
-  print(report.evaluation_table(evaluation))
+  print(report.evaluation_table(evaluation, config.val_kwargs.n))
 
 
 if __name__ == '__main__':

@@ -1,4 +1,4 @@
-"""Writes the newest checkpoint of a run as a Hugging Face model directory, which `transformers` loads.
+"""Writes a checkpoint of a run, the newest if not told otherwise, as a Hugging Face model directory for `transformers`.
 
 python -m launch.export --workdir=runs/quickstart --output=my_model
 """
@@ -11,13 +11,14 @@ from sdpo_jax import command
 from sdpo_jax.training import inference
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
+STEP = flags.DEFINE_integer('step', None, 'Step of the checkpoint to export; the newest if unset.', lower_bound=1)
 OUTPUT = flags.DEFINE_string('output', None, 'New directory for the model.', required=True)
 WEIGHTS = flags.DEFINE_enum('weights', 'student', ['student', 'teacher'], 'Whose weights to export.')
 DTYPE = flags.DEFINE_enum('dtype', 'float32', ['float32', 'bfloat16'], 'Dtype of the stored weights.')
 
 
 def main() -> None:
-  step = inference.export(WORKDIR.value, OUTPUT.value, WEIGHTS.value, DTYPE.value)
+  step = inference.export(WORKDIR.value, OUTPUT.value, WEIGHTS.value, DTYPE.value, STEP.value)
   print(f'The {WEIGHTS.value} of step {step} is in {OUTPUT.value}.', file=sys.stderr)
 
 

@@ -12,9 +12,8 @@ import pytest
 
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
-from sdpo_jax.training import alarms, loop
+from sdpo_jax.training import alarms, inference, loop
 from sdpo_jax.training.checkpoints import Checkpoints
-from sdpo_jax.training.inference import run_config
 from sdpo_jax.training.session import make_session
 from sdpo_jax.training.step import abstract_state
 from tests import tiny
@@ -217,7 +216,7 @@ def lines_of(workdir) -> list[dict]:
 
 def checkpoint(workdir, step: int):
   """State and host state of a step."""
-  config = run_config(workdir)
+  config = inference.run_config(workdir)
   session, parameters = make_session(config, workdir)
   checkpoints = Checkpoints(workdir, read_only=True)
   state, host = checkpoints._read(step, abstract_state(config, parameters, session.mesh))
@@ -282,6 +281,17 @@ def test_a_stopped_run_is_saved_and_goes_on_only_with_other_rules(experiment):
   assert [line['step'] for line in lines] == [0, 1, 2, 3, 4]
   assert [line.get(alarms.STOP) for line in lines] == [None, None, None, 1, None]
   assert [line.get('alarm/1') for line in lines] == [None, 0, 0, 1, 1]
+
+
+def test_the_best_checkpoint_can_be_asked_for_by_its_step(experiment):
+  folder, _, _ = experiment
+  _, parameters, step = inference.open_run(folder / 'whole', step=2)
+  assert step == 2
+  chex.assert_trees_all_equal(parameters, checkpoint(folder / 'whole', 2)[0].trainable)
+  with pytest.raises(UserError, match=r'--step=9: .* has checkpoints of the steps \[1, 2, 3, 4, 5, 6\]'):
+    inference.open_run(folder / 'whole', step=9)
+  with pytest.raises(UserError, match='--step is about the checkpoints of a run'):
+    inference.open_source(None, 'model', None, step=2)
 
 
 def test_an_alarm_before_there_is_a_checkpoint_stops_the_run(experiment):

@@ -11,7 +11,7 @@ import pytest
 from sdpo_jax.config import Config, EnvironmentsConfig
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import FAILED, Graders
-from sdpo_jax.training import completions, evaluation, phases, records
+from sdpo_jax.training import completions, evaluation, inference, phases, records, report
 from sdpo_jax.types import Example, Outcome, Rollouts
 
 WORDS = Config().alarms.epistemic_words
@@ -241,3 +241,35 @@ def test_evaluations_with_huge_strange_and_infinite_content_are_written_and_read
   assert first['completion'] == huge and first['pred'] == huge and first['feedback'] == broken
   assert first['score'] == 0.5 and first['loss'] is None and first['tokens'] == 3
   assert second['completion'] == broken and second['id'] == 'a' and 'many' not in second
+
+
+def test_the_table_has_a_row_a_source_and_leaves_out_what_no_source_has():
+  metrics = evaluation.by_source([example('a', 'x')] * 2, rollouts(['t'] * 4, [0, 0, 1, 1]), code_outcomes(), 2, WORDS)
+  plain = {'source_y': {'mean@2': 0.5, 'best@2': 0.75, 'questions': 1000.0, 'truncated_fraction': 0.125}}
+  header, _, first, second = report.evaluation_table(evaluation.Evaluation(metrics | plain, []), 2).splitlines()
+  assert header.split('  ')[0] == 'held-out' and 'acc/mean@2' in header and 'format valid' in header
+  assert first.split()[:2] == ['source_x', '0.2500'] and '0.6250' in first
+  assert second.split()[:4] == ['source_y', '0.5000', '0.7500', '–'] and second.split()[-1] == '1,000'
+  assert '12.5%' in second
+  header = report.evaluation_table(evaluation.Evaluation(plain, []), 2).splitlines()[0]
+  assert 'maj@2' not in header and 'format valid' not in header
+
+
+def test_the_summary_of_a_run_shows_score_and_mean_acc_whatever_the_task_is_called():
+  names = ('mean@2', 'std@2', 'best@2', 'worst@2', 'maj@2', 'acc/mean@2', 'acc/best@2', 'tests/mean@2', 'questions')
+  flat = [f'eval/{task}/{name}' for task in ('a/b', 'a') for name in names]
+  assert [name for name in report.headlines(flat) if name.startswith('eval/a/b/')] == [
+    f'eval/a/b/{name}' for name in ('mean@2', 'best@2', 'maj@2', 'acc/mean@2')
+  ]
+  assert len(report.headlines(flat)) == 8
+
+
+def test_settings_that_make_an_evaluation_another_one_are_named():
+  trained, config = Config(), Config()
+  config.optimizer.lr, config.environments.sandbox.workers = 1.0, 3
+  assert inference.measured_otherwise(trained, config) == []
+  config.environments.profile, config.val_kwargs.n = 'reference', 16
+  assert inference.measured_otherwise(trained, config) == [
+    "environments.profile is 'clean' there and 'reference' here",
+    'val_kwargs.n is 4 there and 16 here',
+  ]

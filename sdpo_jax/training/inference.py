@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import dataclasses
 import json
 import pathlib
@@ -11,7 +12,7 @@ from etils import epath
 import jax
 
 from models import huggingface
-from sdpo_jax.config import Config, ValKwargs, from_dict
+from sdpo_jax.config import Config, ValKwargs, flatten, from_dict
 from sdpo_jax.data import pipeline
 from sdpo_jax.data.prompts import chat_tokens
 from sdpo_jax.environments import registry
@@ -39,14 +40,18 @@ def run_config(workdir: epath.PathLike) -> Config:
 
 
 def open_run(
-  workdir: epath.PathLike, weights: Literal['student', 'teacher'] = 'student', config: Config | None = None
+  workdir: epath.PathLike,
+  weights: Literal['student', 'teacher'] = 'student',
+  config: Config | None = None,
+  step: int | None = None,
 ) -> tuple[Session, Tree, int]:
-  """A run's session, its parameters and the step of its newest readable checkpoint; the run may be going on.
+  """A run's session, the parameters of a checkpoint of it, and its step; the run may be going on.
 
   Args:
     workdir: of the run.
     weights: whose.
     config: settings of the session, but for the model, which is the run's; None: the run's.
+    step: of the checkpoint; None: the newest readable one.
 
   Raises:
     UserError: no run or checkpoint there, or a teacher without weights of its own is asked for.
@@ -57,34 +62,93 @@ def open_run(
   checkpoints = epath.Path(workdir) / 'checkpoints'
   if not checkpoints.exists() or not any(checkpoints.iterdir()):
     raise UserError(f'{workdir} has no checkpoint yet: let the run save one (trainer.save_freq).')
-  reader = Checkpoints(workdir, read_only=True)
-  restored = reader.restore(abstract_state(trained, parameters, session.mesh))
-  reader.close()
-  if restored is None:
-    raise UserError(f'{workdir} has no checkpoint yet: let the run save one (trainer.save_freq).')
-  step, state, _ = restored
+  reader, like = Checkpoints(workdir, read_only=True), abstract_state(trained, parameters, session.mesh)
+  try:
+    if step is not None:
+      if step not in reader.steps():
+        raise UserError(f'--step={step}: {workdir} has checkpoints of the steps {reader.steps()}; name one of them.')
+      state = reader.restore_step(step, like)
+    else:
+      restored = reader.restore(like)
+      if restored is None:
+        raise UserError(f'{workdir} has no checkpoint yet: let the run save one (trainer.save_freq).')
+      step, state, _ = restored
+  finally:
+    reader.close()
   if weights == 'teacher' and not jax.tree.leaves(state.teacher):
     raise UserError('--weights=teacher: the teacher of this run has no weights of its own; export --weights=student.')
   return session, state.teacher if weights == 'teacher' else state.trainable, step
 
 
-def open_source(workdir: str | None, model: str | None, config: Config | None) -> tuple[Session, Tree]:
-  """A session and parameters of either a run or a Hugging Face model directory.
+def open_source(
+  workdir: str | None, model: str | None, config: Config | None, step: int | None = None
+) -> tuple[Session, Tree]:
+  """A session and parameters of either a run (its newest checkpoint, or that of `step`) or a Hugging Face directory.
 
   Raises:
-    UserError: neither or both are named.
+    UserError: neither or both are named, or a step of a model directory.
   """
   if (workdir is None) == (model is None):
     raise UserError('Name one of --workdir=DIR (a run) and --model=HF_DIR (a model directory).')
   if workdir is not None:
-    session, parameters, _ = open_run(workdir, config=config)
+    session, parameters, _ = open_run(workdir, config=config, step=step)
     return session, parameters
+  if step is not None:
+    raise UserError('--step is about the checkpoints of a run: name it with --workdir, or leave --step out.')
   config = config or Config()
   return make_session(dataclasses.replace(config, model=dataclasses.replace(config.model, path=model)), workdir='.')
 
 
-def evaluate_to_file(config: Config, *, workdir: str | None, model: str | None, output: str) -> Evaluation:
+# Settings that change what an evaluation measures.
+MEASURING = (
+  'val_kwargs',
+  'data.val_files',
+  'data.val_max_samples',
+  'data.max_prompt_length',
+  'data.max_response_length',
+  'data.filter_overlong_prompts',
+  'data.enable_thinking',
+  'rollout.stop',
+  'rollout.stop_token_ids',
+  'environments.profile',
+  'environments.modules',
+  'environments.judge.model',
+  'environments.judge.template',
+  'alarms.epistemic_words',
+)
+
+
+def measured_otherwise(trained: Config, config: Config) -> list[str]:
+  """Phrases naming the settings in which an evaluation with `config` differs from those of the run itself."""
+  ours, now = flatten(trained), flatten(config)
+  matters = lambda name: any(name == prefix or name.startswith(prefix + '.') for prefix in MEASURING)
+  return [
+    f'{name} is {ours[name]!r} there and {now[name]!r} here'
+    for name in sorted(now)
+    if matters(name) and ours[name] != now[name]
+  ]
+
+
+def evaluate_to_file(
+  config: Config,
+  *,
+  workdir: str | None,
+  model: str | None,
+  output: str,
+  step: int | None = None,
+  announce: Callable[[str], None] = lambda text: None,
+) -> Evaluation:
   """Evaluates a run or a model on `config.data.val_files`; writes the metrics to `output`, the samples beside it.
+
+  What is asked and how it is sampled and graded is the config's; weights and model settings are the run's.
+
+  Args:
+    config: settings.
+    workdir: of a run.
+    model: Hugging Face directory, instead.
+    output: JSON file.
+    step: of the run's checkpoint; None: the newest.
+    announce: receives a sentence where the numbers cannot be compared with the run's own evaluations.
 
   Raises:
     UserError: neither or both of workdir and model, no held-out rows, or an output that cannot be written.
@@ -100,7 +164,10 @@ def evaluate_to_file(config: Config, *, workdir: str | None, model: str | None, 
   except OSError as error:
     raise UserError(f'--output={output} cannot be written ({error}): name another file.') from error
   with Graders(config.environments) as graders:
-    session, parameters = open_source(workdir, model, config)
+    session, parameters = open_source(workdir, model, config, step)
+    different = measured_otherwise(run_config(workdir), config) if workdir is not None else []
+    if different:
+      announce(f'Not measured as the run evaluates itself in {workdir}/eval: {"; ".join(different)}.')
     examples = pipeline.evaluation_examples(session.config, session.tokenizer, registry)
     graders.prepare({example.environment for example in examples})
     evaluation = evaluate(
@@ -111,8 +178,14 @@ def evaluate_to_file(config: Config, *, workdir: str | None, model: str | None, 
   return evaluation
 
 
-def export(workdir: str, output: str, weights: Literal['student', 'teacher'], dtype: str = 'float32') -> int:
-  """Writes a run's newest checkpoint as a Hugging Face model directory; returns its step.
+def export(
+  workdir: str,
+  output: str,
+  weights: Literal['student', 'teacher'],
+  dtype: str = 'float32',
+  step: int | None = None,
+) -> int:
+  """Writes a run's checkpoint (of `step`, or the newest) as a Hugging Face model directory; returns its step.
 
   Raises:
     UserError: no run or checkpoint, or `output` holds something already.
@@ -120,7 +193,7 @@ def export(workdir: str, output: str, weights: Literal['student', 'teacher'], dt
   target = pathlib.Path(output)
   if target.exists() and any(target.iterdir()):
     raise UserError(f'--output={output} is not empty: name a new directory, nothing is overwritten.')
-  session, parameters, step = open_run(workdir, weights)
+  session, parameters, step = open_run(workdir, weights, step=step)
   huggingface.save(output, session.policy, parameters, source=session.config.model.path, dtype=dtype)
   return step
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+import re
 import shlex
 
 from sdpo_jax.training.evaluation import Evaluation
@@ -42,7 +43,7 @@ def summary(result: Result, config_path: str, overrides: Sequence[tuple[str, str
   if len(result.evaluations) >= 1:
     first, last = min(result.evaluations), max(result.evaluations)
     before, after = result.evaluations[first], result.evaluations[last]
-    names = [name for name in after if '@' in name]
+    names = headlines(after)
     rows = [
       [
         name.removeprefix('eval/'),
@@ -63,11 +64,43 @@ def summary(result: Result, config_path: str, overrides: Sequence[tuple[str, str
   return '\n'.join(lines)
 
 
-def evaluation_table(evaluation: Evaluation) -> str:
-  """One row a data source and metric."""
+def headlines(names: Iterable[str]) -> list[str]:
+  """Of the names `eval/<task>/…`, those that one reads first: mean, best and maj of the score, and the mean of acc."""
+  names = list(names)
+  tasks = [name.removesuffix('questions') for name in names if name.endswith('/questions')]
+  first = re.compile(r'(?:mean|best|maj|acc/mean)@\d+')
+  return [name for name in names if any(first.fullmatch(name.removeprefix(task)) for task in tasks)]
+
+
+# Column of the table → how its metric is called and written; n is the number of samples a question.
+COLUMNS = {
+  'mean@{n}': ('mean@{n}', '.4f'),
+  'best@{n}': ('best@{n}', '.4f'),
+  'maj@{n}': ('maj@{n}', '.4f'),
+  'acc/mean@{n}': ('acc/mean@{n}', '.4f'),
+  'format valid': ('format_valid_fraction', '.1%'),
+  'truncated': ('truncated_fraction', '.1%'),
+  'tokens p50': ('completion_length_p50', ',.0f'),
+  'p95': ('completion_length_p95', ',.0f'),
+  'questions': ('questions', ',.0f'),
+}
+
+
+def evaluation_table(evaluation: Evaluation, n: int) -> str:
+  """One row a data source, with what one reads first; columns that no source has are left out.
+
+  Args:
+    evaluation: of a run or a model.
+    n: samples a question.
+  """
+  columns = {title.format(n=n): (name.format(n=n), style) for title, (name, style) in COLUMNS.items()}
+  shown = {
+    title: (name, style)
+    for title, (name, style) in columns.items()
+    if any(name in metrics for metrics in evaluation.metrics.values())
+  }
   rows = [
-    [f'{task}  {name}', f'{value:.4f}' if '@' in name or 'fraction' in name else f'{value:.1f}']
+    [task, *(format(metrics[name], style) if name in metrics else '–' for name, style in shown.values())]
     for task, metrics in evaluation.metrics.items()
-    for name, value in metrics.items()
   ]
-  return table(['held-out', 'value'], rows)
+  return table(['held-out', *shown], rows)
