@@ -1,0 +1,446 @@
+"""Programs judged by unit tests, each run in a process of its own in the sandbox (LiveCodeBench and its like).
+
+The ground truth is JSON: {"inputs", "outputs", "testtype": "functional" | "stdin" | "code", "fn_name", "time_limit"
+[, "context", "tolerance"]}. Expected outputs stay here; the sandbox gets the program and one input, and what it reports
+is compared here as plain data.
+
+The reference profile gives the scores and feedback of lasgroup/SDPO verl/utils/reward_score/feedback/code.py, quirks
+included: the longest code block counts, of any language; 41 built-in functions and no exceptions; arguments split at
+any white space; 1 and 1.0 differ; SystemExit is an error. (There all tests of a program start together and share one
+clock; here each test has its own.) The clean profile takes the last Python block, gives it Python as it is, finds
+methods of a class Solution, and compares numbers as numbers.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping, Sequence
+import dataclasses
+import decimal
+import functools
+import json
+import math
+import pathlib
+import re
+from typing import Any
+
+from sdpo_jax.config import EnvironmentsConfig
+from sdpo_jax.environments.code_feedback import ERROR, NO_CODE, TIME_OUT, Record, format_test_feedback
+from sdpo_jax.environments.judging import after_thinking
+from sdpo_jax.environments.registry import register_maker
+from sdpo_jax.environments.sandbox import Job, Limits, Report, Sandbox
+from sdpo_jax.types import Example, Outcome
+
+HARNESS = pathlib.Path(__file__).with_name('code_harness.py')
+PRELOAD = (
+  'numpy',
+  'sortedcontainers',
+  'statistics',
+  'heapq',
+  'bisect',
+  'itertools',
+  'fractions',
+  'decimal',
+  'datetime',
+)
+PRED_CHARACTERS = 5000
+FIRST_TESTS = 4  # A program all of whose first tests time out is not run on the others (clean profile).
+LITERAL_CHARACTERS = 1_000_000  # Of a value that is read back; parsing takes a hundred times its memory.
+
+_BLOCK = re.compile(r'```(\w*)\n(.*?)```', re.DOTALL)
+_PYTHON = ('python', 'python3', 'py', '')
+
+
+class Unreadable(ValueError):
+  """The ground truth is not a set of tests."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tests:
+  """The unit tests of a question."""
+
+  inputs: tuple[Any, ...]
+  outputs: tuple[Any, ...]
+  testtype: str
+  time_limit: float  # Seconds.
+  fn_name: str = ''
+  context: str = ''
+  tolerance: float = 0.0  # Relative and absolute difference that numbers of a right answer may have.
+
+
+def extract_code(completion: str) -> str | None:
+  """The longest fenced block of any language (the first of equally long ones); None without one: the reference's rule."""
+  blocks = [match.group(2) for match in _BLOCK.finditer(completion)]
+  return max(blocks, key=len) if blocks else None
+
+
+def last_python_block(completion: str) -> str | None:
+  """The last fenced block of Python or of no language after any thinking; None without one."""
+  text = after_thinking(completion).replace('\r\n', '\n')
+  blocks = [match.group(2) for match in _BLOCK.finditer(text) if match.group(1).lower() in _PYTHON]
+  return blocks[-1] if blocks else None
+
+
+def read_tests(ground_truth: Any) -> Tests:
+  """The tests of a ground truth, a JSON string or the object itself.
+
+  Raises:
+    Unreadable: it is not JSON.
+    KeyError: inputs, outputs, testtype or time_limit is missing, as in the reference.
+  """
+  if isinstance(ground_truth, str):
+    try:
+      ground_truth = json.loads(ground_truth)
+    except (ValueError, RecursionError) as error:
+      raise Unreadable(f'The tests of a code question are not JSON: {error}.') from error
+  if not isinstance(ground_truth, Mapping):
+    raise Unreadable(f'The tests of a code question must be a JSON object, not {type(ground_truth).__name__}.')
+  limit = float(ground_truth['time_limit'])
+  inputs, outputs = tuple(ground_truth['inputs']), tuple(ground_truth['outputs'])
+  return Tests(
+    inputs,
+    outputs,
+    ground_truth['testtype'],
+    limit,
+    ground_truth.get('fn_name') or '',
+    ground_truth.get('context') or '',
+    float(ground_truth.get('tolerance') or 0.0),
+  )
+
+
+# ———— Comparing ————
+
+
+def same_stdout_reference(actual: str, expected: str) -> bool:
+  """Equality after stripping and with spaces for newlines."""
+  return actual.strip().replace('\n', ' ') == expected.strip().replace('\n', ' ')
+
+
+def same_stdout(actual: str, expected: str, tolerance: float = 0.0) -> bool:
+  """Line by line, trailing space and blank last lines aside: equal text, or equal numbers (within `tolerance`)."""
+  left, right = ([line.rstrip() for line in text.strip().split('\n')] for text in (actual, expected))
+  return len(left) == len(right) and all(
+    a == b or _same_words(a.split(), b.split(), tolerance) for a, b in zip(left, right, strict=True)
+  )
+
+
+def _same_words(left: Sequence[str], right: Sequence[str], tolerance: float) -> bool:
+  return len(left) == len(right) and all(
+    a == b or _same_numbers(a, b, tolerance) for a, b in zip(left, right, strict=True)
+  )
+
+
+def _same_numbers(left: str, right: str, tolerance: float) -> bool:
+  try:
+    if tolerance:
+      return _close(float(left), float(right), tolerance)
+    return decimal.Decimal(left) == decimal.Decimal(right)
+  except (ValueError, decimal.InvalidOperation):
+    return False
+
+
+def _close(left: float, right: float, tolerance: float) -> bool:
+  return math.isclose(left, right, rel_tol=tolerance, abs_tol=tolerance) or (math.isnan(left) and math.isnan(right))
+
+
+def same_value(actual: Any, expected: Any, tolerance: float = 0.0) -> bool:
+  """Equality of data: tuples are lists, 1 is 1.0, true is not 1, NaN is NaN; numbers within `tolerance`."""
+  if isinstance(actual, bool) or isinstance(expected, bool):
+    return actual is expected
+  if isinstance(actual, int | float) and isinstance(expected, int | float):
+    if isinstance(actual, int) and isinstance(expected, int) and not tolerance:
+      return actual == expected
+    try:
+      return _close(float(actual), float(expected), tolerance)
+    except OverflowError:  # An integer beyond the floats.
+      return actual == expected
+  if isinstance(actual, list | tuple) and isinstance(expected, list | tuple):
+    return len(actual) == len(expected) and all(
+      same_value(a, b, tolerance) for a, b in zip(actual, expected, strict=True)
+    )
+  if isinstance(actual, dict) and isinstance(expected, dict):
+    return actual.keys() == expected.keys() and all(
+      same_value(value, expected[key], tolerance) for key, value in actual.items()
+    )
+  return type(actual) is type(expected) and actual == expected
+
+
+# ———— Assertions, of which the expected half stays outside ————
+
+
+@functools.lru_cache(maxsize=4096)
+def split_asserts(source: str) -> tuple[tuple[str, ...], tuple[Any, ...]] | None:
+  """(expressions, expected values) of a test that only asserts `expression == literal`; None for any other test."""
+  try:
+    body = ast.parse(source).body
+    pairs = [_split_assert(node) for node in body]
+  except (SyntaxError, ValueError, RecursionError, MemoryError):
+    return None
+  if not pairs or any(pair is None for pair in pairs):
+    return None
+  return tuple(expression for expression, _ in pairs), tuple(value for _, value in pairs)
+
+
+def _split_assert(node: ast.stmt) -> tuple[str, Any] | None:
+  if not isinstance(node, ast.Assert):
+    return None
+  test = node.test
+  if isinstance(test, ast.Call):
+    return ast.unparse(ast.Call(ast.Name('bool', ast.Load()), [test], [])), True
+  if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) and isinstance(test.operand, ast.Call):
+    return ast.unparse(ast.Call(ast.Name('bool', ast.Load()), [test.operand], [])), False
+  if not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.ops[0], ast.Eq | ast.Is):
+    return None
+  for expression, literal in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
+    try:
+      return ast.unparse(expression), ast.literal_eval(literal)
+    except ValueError:
+      continue
+  return None
+
+
+# ———— From programs to outcomes ————
+
+
+@dataclasses.dataclass
+class _Program:
+  """A completion with its tests, and what became of each."""
+
+  code: str | None
+  tests: Tests
+  truncated: bool
+  records: list[Record | None]
+
+
+class CodeGrader:
+  """Grades programs in a sandbox, whose processes it holds."""
+
+  def __init__(self, settings: EnvironmentsConfig):
+    """Starts the sandbox.
+
+    Raises:
+      UserError: no sandbox works here and `environments.sandbox.allow_unsandboxed` is off.
+    """
+    self._settings = settings
+    self._reference = settings.profile == 'reference'
+    self._sandbox = Sandbox(settings.sandbox, HARNESS, preload=PRELOAD)
+
+  def close(self) -> None:
+    """Ends the sandbox."""
+    self._sandbox.close()
+
+  def __call__(self, examples: list[Example], completions: list[str], *, truncated: list[bool]) -> list[Outcome]:
+    """1 iff the program passes all tests; `acc` is the fraction that it passes.
+
+    Raises:
+      Unreadable: tests that are not JSON (clean profile; the reference scores 0).
+      KeyError: tests without one of their fields.
+    """
+    read = functools.lru_cache(maxsize=None)(read_tests)  # A group's completions share tests of megabytes.
+    programs = [self._program(read, *parts) for parts in zip(examples, completions, truncated, strict=True)]
+    running = [program for program in programs if program is not None and program.code is not None]
+    first = None if self._reference else FIRST_TESTS
+    self._run(running, slice(0, first))
+    if first is not None:
+      slow = lambda program: all(record.actual == TIME_OUT for record in program.records[:first])
+      for program in running:
+        if slow(program):
+          program.records[first:] = [
+            self._record(program, i, _TIMED_OUT) for i in range(min(first, len(program.records)), len(program.records))
+          ]
+      self._run([program for program in running if not slow(program)], slice(first, None))
+    return [_outcome(program, self._reference) for program in programs]
+
+  def _program(self, read: Any, example: Example, completion: str, truncated: bool) -> _Program | None:
+    truth = example.ground_truth
+    try:
+      tests = read(truth) if isinstance(truth, str) else read_tests(truth)
+    except Unreadable:
+      if not self._reference:
+        raise
+      return None
+    if self._reference:
+      _ = example.extra['split']  # The reference cannot judge a row without one.
+      code = extract_code(completion)
+    else:
+      code = last_python_block(completion)
+    records = (
+      [None] * len(tests.inputs) if code is not None else [Record(0, None, None, NO_CODE, False, written=repr(NO_CODE))]
+    )
+    return _Program(code, tests, truncated, records)
+
+  def _run(self, programs: Sequence[_Program], part: slice) -> None:
+    """Runs the tests numbered `part` of all programs and records what came of them."""
+    places = [(program, i) for program in programs for i in range(len(program.records))[part]]
+    reports = self._sandbox.run([self._job(program, i) for program, i in places])
+    for (program, i), report in zip(places, reports, strict=True):
+      program.records[i] = self._record(program, i, report)
+
+  def _job(self, program: _Program, index: int) -> Job:
+    tests, sandbox = program.tests, self._settings.sandbox
+    kind, value = tests.testtype, tests.inputs[index]
+    asserts = split_asserts(value) if kind == 'code' and not self._reference else None
+    payload = {
+      'profile': self._settings.profile,
+      'testtype': 'expressions' if asserts else kind,
+      'code': program.code,
+      'input': asserts[0] if asserts else value,
+      'fn_name': tests.fn_name,
+      'context': tests.context,
+    }
+    # The reference waits a second longer than the limit. A clean run counts the program's own seconds.
+    wall = tests.time_limit + 1 if self._reference else 2 * tests.time_limit + 1
+    cpu = wall if self._reference else tests.time_limit
+    limits = Limits(wall, cpu, sandbox.memory_mb, sandbox.file_mb, sandbox.output_mb)
+    return Job(payload, value if kind == 'stdin' else '', limits)
+
+  def _record(self, program: _Program, index: int, report: Report) -> Record:
+    tests = program.tests
+    judge = _judge_reference if self._reference else _judge
+    value, expected = tests.inputs[index], tests.outputs[index]
+    if report.status == 'timeout':
+      return Record(index, value, _shown(expected, tests), TIME_OUT, False, written=repr(TIME_OUT))
+    actual, written, passed, expected = judge(tests, value, expected, report)
+    hidden = not self._reference and not self._settings.reveal_answer
+    if hidden and tests.testtype == 'code':
+      value = ''  # The test holds the expected value.
+    debug = (report.result or {}).get('debug', '') if self._reference else report.stderr
+    return Record(index, value, None if hidden else expected, actual, passed, str(debug), written)
+
+
+_TIMED_OUT = Report('timeout', None, None, None, '', '', 0.0, 0.0)
+
+
+def _judge_reference(tests: Tests, value: Any, expected: Any, report: Report) -> tuple[str, str, bool, str | None]:
+  """(what came out, its spelling, passed, the expected output as shown)."""
+  result = report.result if isinstance(report.result, dict) else {}
+  shown = _shown(expected, tests)
+  if 'error' in result:
+    actual = f'{ERROR}{result["error"]}'
+    return actual, repr(actual), False, shown
+  if 'output' not in result:  # The process died: the reference's parent then reads nothing from its pipe.
+    actual = 'Process Error: EOFError: '
+    return actual, repr(actual), False, shown
+  output = str(result['output'])
+  if tests.testtype == 'stdin':
+    actual = output.strip()
+    return actual, repr(actual), same_stdout_reference(actual, shown or ''), shown
+  if tests.testtype == 'code':
+    return output, str(result['repr']), True, shown
+  return output, str(result['repr']), result['json'] == _canonical(expected), shown
+
+
+def _shown(expected: Any, tests: Tests) -> str | None:
+  if expected is None:
+    return None
+  if tests.testtype != 'stdin':
+    return str(expected)
+  expected = str(expected).strip()
+  return expected[:-1].strip() if expected.endswith('-') else expected
+
+
+def _canonical(expected: Any) -> str | None:
+  """An expected value, itself or as JSON text, in canonical JSON; None if it is not JSON."""
+  try:
+    return json.dumps(json.loads(expected) if isinstance(expected, str) else expected, sort_keys=True)
+  except (ValueError, TypeError, RecursionError):
+    return None
+
+
+def _judge(tests: Tests, value: Any, expected: Any, report: Report) -> tuple[str, str, bool, str | None]:
+  """The same for the clean profile, which believes of a report only what it can compare."""
+  result = report.result if isinstance(report.result, dict) else {}
+  shown = None if expected is None else str(expected)
+  if report.status == 'output':
+    return _error('OutputError: the program printed too much', shown)
+  if result.get('error'):
+    return _error(str(result['error']), shown)
+  if tests.testtype == 'stdin':
+    if report.status != 'ended' or report.exit_code != 0:
+      return _error(_ending(report), shown)
+    actual = report.stdout.strip()
+    return actual, repr(actual), same_stdout(report.stdout, str(expected), tests.tolerance), str(expected).strip()
+  if tests.testtype == 'functional':
+    if not isinstance(result.get('json'), str):
+      return _error(_ending(report), shown)
+    passed = _same_json(result['json'], expected, tests.tolerance)
+    return str(result.get('output')), str(result.get('repr')), passed, shown
+  if tests.testtype == 'code':
+    return _judge_code(tests, value, result, report)
+  return _error(f'ValueError: Invalid test type: {tests.testtype}', shown)
+
+
+def _judge_code(tests: Tests, value: str, result: Mapping[str, Any], report: Report) -> tuple[str, str, bool, None]:
+  asserts = split_asserts(value)
+  if asserts is None:
+    if result.get('finished') is not True or report.status != 'ended':
+      return _error(_ending(report), None)
+    return 'All tests pass', repr('All tests pass'), True, None
+  values = result.get('values')
+  if not isinstance(values, list) or len(values) != len(asserts[0]):
+    return _error(_ending(report), None)
+  for expression, got, expected in zip(asserts[0], values, asserts[1], strict=True):
+    if not isinstance(got, dict) or 'repr' not in got:
+      return _error(f'{got.get("error") if isinstance(got, dict) else _ending(report)}\nin {expression}', None)
+    if not _same_literal(got['repr'], expected, tests.tolerance):
+      return _error(f'AssertionError: {expression} gave {str(got["repr"])[:200]}, which is wrong', None)
+  return 'All tests pass', repr('All tests pass'), True, None
+
+
+def _same_json(text: str, expected: Any, tolerance: float) -> bool:
+  try:
+    wanted = json.loads(expected) if isinstance(expected, str) else expected
+    return same_value(json.loads(text), wanted, tolerance)
+  except (ValueError, RecursionError):
+    return False
+
+
+def _same_literal(text: Any, expected: Any, tolerance: float) -> bool:
+  if not isinstance(text, str) or len(text) > LITERAL_CHARACTERS:
+    return False
+  try:
+    value = ast.literal_eval(text)
+    return value == expected or same_value(value, expected, tolerance)
+  except (ValueError, SyntaxError, RecursionError, MemoryError):
+    return False
+
+
+def _ending(report: Report) -> str:
+  if report.status == 'killed':
+    return f'ProcessError: the program was killed by signal {report.signal} (out of memory, or a forbidden call)'
+  return f'ProcessError: the program ended with exit code {report.exit_code} before its test was done'
+
+
+def _error(text: str, shown: str | None) -> tuple[str, str, bool, str | None]:
+  return ERROR + text, repr(ERROR + text), False, shown
+
+
+def _outcome(program: _Program | None, reference: bool) -> Outcome:
+  if program is None:  # Tests that cannot be read, in the reference profile.
+    metrics = {'incorrect_format': 0, 'error_in_test_cases': 1, 'timed_out': 0, 'truncated': 0}
+    metrics |= {'truncated_and_missing_answer': 0, 'acc': 0.0, 'pred': '', 'format_valid': 1.0}
+    return Outcome(0.0, 'Failed to parse ground truth test cases.', metrics)
+  records, missing = program.records, program.code is None
+  passed = [record.passed for record in records]
+  # The reference takes the mean of no tests, which is not a number; its comparison with 1 then fails.
+  acc = sum(passed) / len(passed) if passed else (math.nan if reference else 0.0)
+  pred = '[' + ', '.join(record.written for record in records) + ']'
+  metrics = {
+    'acc': acc,
+    'pred': pred[-PRED_CHARACTERS:],
+    'incorrect_format': int(missing),
+    'error_in_test_cases': int(any(record.actual.startswith(ERROR) for record in records)),
+    'timed_out': int(not records or any(record.actual == TIME_OUT for record in records)),
+    'truncated': int(program.truncated),
+    'truncated_and_missing_answer': int(program.truncated and missing),
+    'format_valid': float(not missing),
+  }
+  return Outcome(
+    float(bool(passed) and all(passed)), format_test_feedback(records, truncated=program.truncated), metrics
+  )
+
+
+@register_maker('code')
+def make(settings: EnvironmentsConfig) -> CodeGrader:
+  """Programs in the profile of the settings; raises UserError where no sandbox works."""
+  return CodeGrader(settings)

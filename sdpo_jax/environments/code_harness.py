@@ -1,0 +1,246 @@
+"""Runs inside the sandbox: one program on one test, in the clean or the reference profile.
+
+This file is loaded on its own, without the rest of the package, in a process that then runs model-written code. What it
+returns is data for the grader outside, who believes none of it: expected outputs are not here, so a program that forges
+a report must forge the right output.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import collections
+import contextlib
+import io
+import json
+import linecache
+import math
+import sys
+import traceback
+import types
+import typing
+
+FILE = 'Solution.py'  # Name of the program's file in error messages.
+FRAMES = 3  # Innermost frames of the program that an error shows.
+
+# lasgroup/SDPO verl/utils/reward_score/feedback/code.py:74-169: all that a program has there.
+REFERENCE_BUILTINS = (
+  'abs all any bool bytes callable chr dict enumerate filter float format frozenset hash hex int isinstance issubclass '
+  'iter len list map max min next object ord pow print range repr reversed round set slice sorted str sum tuple zip input'
+).split()
+REFERENCE_MODULES = frozenset(
+  'math cmath itertools functools operator statistics random collections heapq bisect array string re typing json io '
+  'fractions decimal dataclasses datetime time sys sortedcontainers numpy'.split()
+)
+TYPING = {name: getattr(typing, name) for name in typing.__all__}
+
+
+class NotPlain(TypeError):
+  """A function returned something that is not plain data."""
+
+
+def run(payload: dict) -> dict:
+  """Runs `payload['code']` on one test.
+
+  Args:
+    payload: profile ('clean' or 'reference'), testtype ('functional', 'stdin', 'code' or 'expressions'), code, input,
+      fn_name, context (code that runs first).
+
+  Returns:
+    'error': what was raised, in the reference's layout; or 'output', 'repr', 'json' (text, None where there is none),
+    'debug'; for 'expressions' a list 'values' of such.
+  """
+  profile, kind = payload['profile'], payload['testtype']
+  if profile == 'reference':
+    return _reference(payload, kind)
+  if kind == 'stdin':
+    return _caught(lambda: _script(payload))
+  module = sys.modules['solution'] = types.ModuleType('solution')  # Dataclasses look their module up.
+  namespace = vars(module)
+  namespace.update(TYPING, math=math, collections=collections, __builtins__=builtins)
+  return _caught(lambda: _clean(payload, kind, namespace))
+
+
+def _clean(payload: dict, kind: str, namespace: dict) -> dict:
+  _execute(payload.get('context') or '', 'context', namespace)
+  _execute(payload['code'], FILE, namespace)
+  if kind == 'functional':
+    function = _find(namespace, payload['fn_name'])
+    value = payload['input']
+    result = function(**value) if isinstance(value, dict) else function(*_json_values(value))
+    return {'json': json.dumps(result, default=_array), 'repr': repr(result), 'output': str(result)}
+  if kind == 'expressions':
+    return {'values': [_caught(lambda source=source: _value(source, namespace)) for source in payload['input']]}
+  for name, value in list(namespace.items()):
+    if isinstance(value, types.FunctionType) and value.__globals__ is namespace:
+      namespace[name] = _plain(value)
+  _execute(payload['input'], 'test', namespace)
+  return {'finished': True}
+
+
+def _value(source: str, namespace: dict) -> dict:
+  value = eval(compile(source, 'test', 'eval'), namespace)
+  _check_plain(value)
+  return {'repr': repr(value)}
+
+
+def _script(payload: dict) -> dict:
+  """A whole program between the real standard input and output."""
+  module = types.ModuleType('__main__')
+  sys.modules['__main__'] = module
+  try:
+    _execute(payload.get('context') or '', 'context', vars(module))
+    _execute(payload['code'], FILE, vars(module))
+  except SystemExit as error:
+    if error.code not in (None, 0):
+      raise
+  sys.stdout.flush()
+  return {}
+
+
+def _execute(source: str, name: str, namespace: dict) -> None:
+  # For error messages that quote the line; the tests' own source is not to be had from here.
+  if name == FILE:
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+  exec(compile(source, name, 'exec'), namespace)
+
+
+def _find(namespace: dict, name: str) -> typing.Callable:
+  """The function of that name, of the program or of its class Solution, or else of the one class that has it."""
+  if callable(namespace.get(name)):
+    return namespace[name]
+  classes = [value for value in namespace.values() if isinstance(value, type) and callable(vars(value).get(name))]
+  for value in sorted(classes, key=lambda value: value.__name__ != 'Solution'):
+    return getattr(value(), name)
+  raise NameError(f'there is no function {name!r}')
+
+
+def _json_values(text: str) -> list:
+  """The JSON values that a text holds, one after the other."""
+  decoder, values, position = json.JSONDecoder(), [], 0
+  while True:
+    while position < len(text) and text[position].isspace():
+      position += 1
+    if position == len(text):
+      return values
+    value, position = decoder.raw_decode(text, position)
+    values.append(value)
+
+
+def _array(value: object) -> object:
+  if hasattr(value, 'tolist'):
+    return value.tolist()
+  raise TypeError(f'{type(value).__name__} is not data that JSON can hold')
+
+
+def _check_plain(value: object) -> None:
+  kind = type(value)
+  if value is None or kind in (bool, int, float, complex, str, bytes):
+    return
+  if kind in (list, tuple, set, frozenset):
+    for item in value:
+      _check_plain(item)
+  elif kind is dict:
+    for item in (*value.keys(), *value.values()):
+      _check_plain(item)
+  else:
+    raise NotPlain(f'the program returned an object of type {kind.__name__}, not plain data')
+
+
+def _plain(function: typing.Callable) -> typing.Callable:
+  """The function with its result checked: an object that claims to equal everything does not pass."""
+
+  def checked(*args, **kwargs):
+    result = function(*args, **kwargs)
+    _check_plain(result)
+    return result
+
+  return checked
+
+
+def _caught(call: typing.Callable[[], dict]) -> dict:
+  try:
+    return call()
+  except BaseException as error:  # Also SystemExit and KeyboardInterrupt: the program is anybody's.
+    return {'error': _describe(error, quoted=True)}
+
+
+def _describe(error: BaseException, *, quoted: bool) -> str:
+  """'Type: message', then the innermost frames of the program, with the source line of the last one if `quoted`."""
+  try:
+    message = str(error)
+  except BaseException as second:
+    message = f'<{type(second).__name__} in its message>'
+  lines = [f'{type(error).__name__}: {message}']
+  frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == FILE]
+  for frame, line in frames[-FRAMES:]:
+    source = linecache.getline(FILE, line).strip() if quoted and (frame, line) == frames[-1] else ''
+    lines += [f'  {source}'] * bool(source) + [f'Line {line} in {frame.f_code.co_name} ({FILE})']
+  return '\n'.join(lines)
+
+
+# ———— The reference profile ————
+
+
+def _reference(payload: dict, kind: str) -> dict:
+  out, debug = io.StringIO(), io.StringIO()
+  namespace = _reference_namespace(debug)
+  try:
+    # As its reliability_guard leaves it; namedtuple needs it on Python 3.11.
+    sys._getframe = None
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(debug):
+      return {**_reference_run(payload, kind, namespace, out), 'debug': debug.getvalue()}
+  except BaseException as error:
+    return {'error': _describe(error, quoted=False), 'debug': debug.getvalue()}
+
+
+def _reference_run(payload: dict, kind: str, namespace: dict, out: io.StringIO) -> dict:
+  code = payload['code']
+  if kind == 'stdin':
+    sys.stdin = io.StringIO(payload['input'])
+    # The reference puts a line before the program, which shifts the line numbers of its messages by one.
+    exec(compile('__name__ = "__main__"\n' + code, FILE, 'exec'), namespace)
+    return {'output': out.getvalue()}
+  if kind not in ('functional', 'code'):
+    raise ValueError(f'Invalid test type: {kind}')
+  if payload.get('context'):
+    exec(compile(payload['context'], 'context', 'exec'), namespace)
+  exec(compile(code, FILE, 'exec'), namespace)
+  if kind == 'code':
+    exec(compile(payload['input'], 'test', 'exec'), namespace)
+    return {'output': 'All tests pass', 'repr': repr('All tests pass')}
+  value = payload['input']
+  arguments = value if isinstance(value, dict) else [json.loads(word) for word in value.split()]
+  function = namespace[_reference_name(code, payload['fn_name'], namespace)]
+  result = function(**arguments) if isinstance(arguments, dict) else function(*arguments)
+  try:
+    text = json.dumps(result, sort_keys=True)
+  except (TypeError, ValueError):
+    return {'error': f'Non-serializable result type: {type(result).__name__}'}
+  return {'json': text, 'repr': repr(result), 'output': str(result)}
+
+
+def _reference_name(code: str, name: str, namespace: dict) -> str:
+  """The function to call: the first one of the program where there is none of that name."""
+  if name in namespace:
+    return name
+  defined = [node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)]
+  return defined[0] if defined else name
+
+
+def _reference_namespace(debug: io.StringIO) -> dict:
+  real_import = builtins.__import__
+
+  def limited_import(name, globals=None, locals=None, fromlist=(), level=0):
+    if name.split('.')[0] not in REFERENCE_MODULES:
+      raise ImportError(f"Import of module '{name}' is not allowed")
+    return real_import(name, globals, locals, fromlist, level)
+
+  allowed = {name: getattr(builtins, name) for name in REFERENCE_BUILTINS}
+  allowed |= {'open': None, '__import__': limited_import, '__build_class__': builtins.__build_class__}
+  return {
+    '__builtins__': allowed,
+    '__name__': 'Solution',
+    'debug_print': lambda *values, **options: print(*values, **{**options, 'file': debug}),
+    **TYPING,
+  }

@@ -1,0 +1,161 @@
+"""Mathematics: the answer in the last \\boxed{…}, compared by math-verify.
+
+The reference profile gives the scores and feedback of lasgroup/SDPO verl/utils/reward_score/feedback/math.py, quirks
+included: only the last 100 characters are searched, and answers are read as running text, not as LaTeX. The clean
+profile searches the whole answer, reads LaTeX as LaTeX, and compares text and numbers (with the row's `tolerance`).
+"""
+
+from __future__ import annotations
+
+import decimal
+import pathlib
+import re
+
+from sdpo_jax.config import EnvironmentsConfig
+from sdpo_jax.environments.judging import TRUNCATED, after_thinking
+from sdpo_jax.environments.registry import register_maker
+from sdpo_jax.environments.sandbox import Job, Limits, Sandbox
+from sdpo_jax.types import Example, Outcome
+
+HARNESS = pathlib.Path(__file__).with_name('math_harness.py')
+SECONDS = 5  # For one comparison, as the reference.
+MEMORY_MB = 1024
+MAX_CHARACTERS = 2000  # Of an answer that is more than text to us.
+REFERENCE_WINDOW = 100  # Characters at the end in which the reference looks for the answer.
+WRONG_FORMAT = 'Your answer had the wrong format. The solution must be given in the format: \\boxed{your_answer}.'
+WAS_TRUNCATED = 'Your response was truncated because it exceeded the maximum length.'
+
+_MARKS = re.compile(r'\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]')
+_TEXT = re.compile(r'\\(?:text|mathrm|textbf|mbox)\s*\{([^{}]*)\}')
+_NUMBER = re.compile(r'[-+]?(?:\d[\d,]*)?(?:\.\d+)?(?:[eE][-+]?\d+)?')
+
+
+def reference_boxed(completion: str) -> str:
+  """What the last \\boxed{ of the last 100 characters holds; '' if there is none or it is not closed."""
+  _, opening, rest = completion[-REFERENCE_WINDOW:].rpartition('\\boxed{')
+  depth = 1
+  for position, character in enumerate(rest if opening else ''):
+    depth += {'{': 1, '}': -1}.get(character, 0)
+    if depth == 0:
+      return rest[:position]
+  return ''
+
+
+def last_boxed(text: str) -> str:
+  """What the last closed \\boxed{…} or \\fbox{…} holds; '' without one."""
+  open_braces: list[int | None] = []  # Where the content of a box begins; None for any other brace.
+  start = end = 0
+  for mark in _MARKS.finditer(text):
+    if mark.group() == '}':
+      begun = open_braces.pop() if open_braces else None
+      if begun is not None and begun > start:
+        start, end = begun, mark.start()
+    elif mark.group().endswith('{') and mark.group() != '\\{':
+      open_braces.append(None if mark.group() == '{' else mark.end())
+  return text[start:end].strip()
+
+
+def plain(answer: str) -> str:
+  """An answer as text: without dollars, \\text{…}, spaces, a final full stop, in lower case."""
+  text = _TEXT.sub(r'\1', answer).replace('$', '').replace('\\ ', '').replace('\\,', '').replace('\\!', '')
+  return re.sub(r'\s+', '', text).rstrip('.').lower()
+
+
+def number(answer: str) -> decimal.Decimal | None:
+  """The number that an answer is ('1,000' and '$5.' too); None if it is none."""
+  text = plain(answer)
+  return (
+    decimal.Decimal(text.replace(',', ''))
+    if text and _NUMBER.fullmatch(text) and any(c.isdigit() for c in text)
+    else None
+  )
+
+
+def quickly(gold: str, pred: str, tolerance: float) -> bool | None:
+  """Whether two answers are equal where text or plain numbers tell; None where they do not."""
+  if plain(gold) == plain(pred):
+    return True
+  if len(pred) > MAX_CHARACTERS:
+    return False
+  left, right = number(gold), number(pred)
+  if left is None or right is None:
+    return None
+  with decimal.localcontext() as context:
+    context.prec = 50
+    try:
+      return abs(left - right) <= decimal.Decimal(tolerance) * max(abs(left), abs(right))
+    except decimal.DecimalException:  # Exponents beyond all measure.
+      return False
+
+
+class MathGrader:
+  """Grades mathematical answers; holds the sandbox in which they are compared."""
+
+  def __init__(self, settings: EnvironmentsConfig):
+    """Starts the sandbox.
+
+    Raises:
+      UserError: no sandbox works here and `environments.sandbox.allow_unsandboxed` is off.
+    """
+    self._reference = settings.profile == 'reference'
+    self._reveal = settings.reveal_answer
+    self._limits = Limits(SECONDS + 1, SECONDS, MEMORY_MB, settings.sandbox.file_mb, settings.sandbox.output_mb)
+    self._sandbox = Sandbox(settings.sandbox, HARNESS)
+
+  def close(self) -> None:
+    """Ends the sandbox."""
+    self._sandbox.close()
+
+  def __call__(self, examples: list[Example], completions: list[str], *, truncated: list[bool]) -> list[Outcome]:
+    """1 iff the boxed answer equals the ground truth.
+
+    Raises:
+      AttributeError: an example without extra information (reference profile, as the reference).
+    """
+    if self._reference:
+      for example in examples:
+        example.extra.get('split')
+      preds = [reference_boxed(completion) for completion in completions]
+      same = (str(example.ground_truth) == pred for example, pred in zip(examples, preds, strict=True))
+      known = [(equal or None) if pred else False for equal, pred in zip(same, preds, strict=True)]
+    else:
+      preds = [last_boxed(after_thinking(completion)) for completion in completions]
+      known = [
+        quickly(str(example.ground_truth), pred, float(example.extra.get('tolerance') or 0.0)) if pred else False
+        for example, pred in zip(examples, preds, strict=True)
+      ]
+    open_rows = [row for row, verdict in enumerate(known) if verdict is None]
+    jobs = [self._job(str(examples[row].ground_truth), preds[row]) for row in open_rows]
+    for row, report in zip(open_rows, self._sandbox.run(jobs), strict=True):
+      known[row] = report.result is True  # An answer that takes too long, or breaks the parser, is not right.
+    return [self._outcome(*parts) for parts in zip(examples, preds, map(bool, known), truncated, strict=True)]
+
+  def _job(self, gold: str, pred: str) -> Job:
+    return Job({'gold': gold, 'pred': pred, 'boxed': not self._reference}, '', self._limits)
+
+  def _outcome(self, example: Example, pred: str, right: bool, truncated: bool) -> Outcome:
+    missing, score = not pred, float(right)
+    metrics = {
+      'acc': score,
+      'pred': pred,
+      'incorrect_format': int(missing),
+      'truncated': int(truncated),
+      'truncated_and_missing_answer': int(truncated and missing),
+      'format_valid': float(not missing),
+    }
+    return Outcome(score, self._feedback(example, pred, right, truncated), metrics)
+
+  def _feedback(self, example: Example, pred: str, right: bool, truncated: bool) -> str:
+    if self._reference:
+      return WAS_TRUNCATED if truncated else '' if pred else WRONG_FORMAT
+    if right:
+      return ''
+    if not pred:
+      return f'{TRUNCATED} before it answered: be shorter.' if truncated else WRONG_FORMAT
+    return f'Your answer, {pred[:200]}, is wrong.' + f' The right answer is {example.ground_truth}.' * self._reveal
+
+
+@register_maker('math')
+def make(settings: EnvironmentsConfig) -> MathGrader:
+  """Mathematics in the profile of the settings; raises UserError where no sandbox works."""
+  return MathGrader(settings)

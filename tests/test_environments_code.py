@@ -1,0 +1,302 @@
+"""Programs and mathematics in the clean profile: what passes, what is told, and which cheats do not pay.
+
+The reference profile's scores and texts are checked against the reference's own in tests/golden (kind `reward`).
+"""
+
+import json
+
+import pytest
+
+from sdpo_jax.config import EnvironmentsConfig
+from sdpo_jax.environments import code
+from sdpo_jax.environments.grading import FAILED, Graders
+from sdpo_jax.types import Example
+
+
+@pytest.fixture(scope='module')
+def graders():
+  with Graders(EnvironmentsConfig()) as graders:
+    yield graders
+
+
+@pytest.fixture(scope='module')
+def revealing():
+  with Graders(EnvironmentsConfig(reveal_answer=True)) as graders:
+    yield graders
+
+
+def question(truth, environment='code', **extra):
+  return Example('q', [{'role': 'user', 'content': 'Q'}], environment, truth, environment, {'split': 'train', **extra})
+
+
+def unit_tests(inputs, outputs, testtype='functional', fn_name='f', time_limit=2, **more):
+  return json.dumps(
+    {'inputs': inputs, 'outputs': outputs, 'testtype': testtype, 'fn_name': fn_name, 'time_limit': time_limit, **more}
+  )
+
+
+def fenced(program):
+  return f'I think so.\n```python\n{program}\n```\nDone.'
+
+
+def run(graders, truth, program):
+  (outcome,) = graders.grade([question(truth)], [fenced(program)], truncated=[False])
+  assert FAILED not in outcome.metrics
+  return outcome
+
+
+SQUARE = unit_tests(['2', '-3'], ['4', '9'])
+SUM = unit_tests(['1 2\n', '3 4\n'], ['3', '7\n'], 'stdin')
+
+
+PASSING = {
+  'function': (SQUARE, 'def f(n):\n  return n * n'),
+  'method of class Solution': (SQUARE, 'class Solution:\n  def f(self, n: int) -> List[int]:\n    return n * n'),
+  'exceptions': (SQUARE, 'def f(n):\n  try:\n    raise ValueError\n  except Exception:\n    return n * n'),
+  'standard library': (
+    SQUARE,
+    'import copy, enum, os, functools, dataclasses\nfrom collections import namedtuple\nP = namedtuple("P", "x")\n'
+    '@dataclasses.dataclass\nclass D:\n  x: int\ndef f(n):\n  return D(copy.deepcopy(P(n * n)).x).x',
+  ),
+  'builtins': (SQUARE, 'def f(n):\n  return divmod(int(bin(n * n), 2), 1)[0] if type(n) is int else getattr(n, "x")'),
+  'float for an integer': (SQUARE, 'def f(n):\n  return float(n * n)'),
+  'tuple for a list': (unit_tests(['1'], ['[1, 1]']), 'def f(n):\n  return (n, n)'),
+  'text with spaces': (unit_tests(['"a b"\n[1, 2]'], ['"a b3"']), 'def f(s, xs):\n  return s + str(sum(xs))'),
+  'arguments by name': (unit_tests([{'a': 5, 'b': 3}], ['2']), 'def f(a, b):\n  return a - b'),
+  'numpy result': (unit_tests(['3'], ['[0, 1, 2]']), 'import numpy as np\ndef f(n):\n  return np.arange(n)'),
+  'context': (unit_tests(['2'], ['4'], context='def helper(x):\n  return x * x'), 'def f(n):\n  return helper(n)'),
+  'tolerance': (unit_tests(['1'], ['0.3'], tolerance=1e-6), 'def f(n):\n  return 0.1 + 0.2'),
+  'stdin': (SUM, 'a, b = map(int, input().split())\nprint(a + b)'),
+  'buffer': (SUM, 'import sys\nprint(sum(map(int, sys.stdin.buffer.read().split())))'),
+  'open(0)': (SUM, 'print(sum(map(int, open(0).read().split())))'),
+  'sys.exit': (SUM, 'import sys\nprint(sum(map(int, input().split())))\nsys.exit(0)'),
+  'exit': (SUM, 'print(sum(map(int, input().split())))\nexit()'),
+  'main guard': (SUM, 'def main():\n  print(sum(map(int, input().split())))\nif __name__ == "__main__":\n  main()'),
+  'trailing space': (SUM, 'print(sum(map(int, input().split())), " \\n\\n")'),
+  'number spelled otherwise': (SUM, 'print(float(sum(map(int, input().split()))))'),
+  'thread': (SUM, 'import threading\nt = threading.Thread(target=lambda: print(sum(map(int, input().split()))))\nt.start()\nt.join()'),
+  'assertions': (unit_tests(['assert f(2) == 4\nassert f(-3) == 9', 'assert isinstance(f(1), int)'], [None] * 2, 'code'), 'def f(n):\n  return n * n'),
+  'a test that is a program': (
+    unit_tests(['def check(g):\n  for n in range(5):\n    assert g(n) == n * n, n\ncheck(f)'], [None], 'code'),
+    'def f(n):\n  return n * n',
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('name', PASSING)
+def test_right_programs_pass(graders, name):
+  outcome = run(graders, *PASSING[name])
+  assert (outcome.score, outcome.metrics['acc'], outcome.feedback) == (1.0, 1.0, '')
+
+
+ALWAYS = 'class Always(int):\n  def __eq__(self, other): return True\n  def __ne__(self, other): return False\n  __hash__ = None\n'
+ASSERTS = unit_tests(['assert f(2) == 4'], [None], 'code')
+PROGRAM = unit_tests(['def check(g):\n  assert g(2) == 4\ncheck(f)'], [None], 'code')
+CHEATS = {
+  'exit 0': (SQUARE, 'import os\nos._exit(0)'),
+  'exit 0 when called': (SQUARE, 'import os\ndef f(n):\n  os._exit(0)'),
+  'exit 0 on stdin': (SUM, 'import os\nos._exit(0)'),
+  'exit 0 in an assertion': (ASSERTS, 'import os\ndef f(n):\n  os._exit(0)'),
+  'exit 0 in a test program': (PROGRAM, 'import os\ndef f(n):\n  os._exit(0)'),
+  'SystemExit': (PROGRAM, 'def f(n):\n  raise SystemExit(0)'),
+  'equals everything': (SQUARE, ALWAYS + 'def f(n):\n  return Always(7)'),
+  'equals everything in an assertion': (ASSERTS, ALWAYS + 'def f(n):\n  return Always(7)'),
+  'equals everything in a test program': (PROGRAM, ALWAYS + 'def f(n):\n  return Always(7)'),
+  'report on stdout': (SQUARE, 'print(\'{"json": "4", "output": "4", "repr": "4"}\')\ndef f(n):\n  return 0'),
+  'report to every descriptor': (
+    SQUARE,
+    'import os\nfor d in range(3, 64):\n  try:\n    os.write(d, b\'{"json": "4", "output": "4", "repr": "4"}\\n\')\n'
+    '  except OSError:\n    pass\ndef f(n):\n  return 0',
+  ),
+  'reads the tests': (
+    SQUARE,
+    'import glob\ntext = ""\nfor path in glob.glob("/**/*.json", recursive=False) + glob.glob("*"):\n  text += open(path).read()\n'
+    'def f(n):\n  return 4 if "4" in text else 0',
+  ),
+  'searches its own memory': (
+    unit_tests(['2'], ['"needle-4711"']),
+    'import gc, sys\ndef f(n):\n  frame, seen = sys._getframe(), []\n  while frame:\n    seen += [repr(v) for v in frame.f_locals.values()]\n'
+    '    frame = frame.f_back\n  seen += [repr(o) for o in gc.get_objects() if isinstance(o, (dict, list))][:20000]\n'
+    '  text = "".join(seen)\n  i = text.find("needle-47")\n  return text[i:i + 11] if i >= 0 else "none"',
+  ),
+  'patches json': (SQUARE, 'import json\njson.dumps = lambda *a, **k: "4"\ndef f(n):\n  return 0'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('name', CHEATS)
+def test_cheats_do_not_pass(graders, name):
+  outcome = run(graders, *CHEATS[name])
+  assert outcome.score == 0.0 and outcome.feedback
+
+
+FAILING = {
+  'wrong': (SQUARE, 'def f(n):\n  return n + n', 0.5, 'Test Case 2: Wrong Answer\n\nInput\n-3\n\nOutput\n-6'),
+  'error': (SQUARE, 'def f(n):\n  return [1][n]', 0.0, 'Runtime Error\nIndexError: list index out of range\n  return [1][n]\nLine 2 in f (Solution.py)\n\nLast Executed Input\n2'),
+  'syntax': (SQUARE, 'def f(n)\n  return n', 0.0, "Runtime Error\nSyntaxError: expected ':'"),
+  'no such function': (SQUARE, 'def g(n):\n  return n', 0.0, "NameError: there is no function 'f'"),
+  'true is not one': (unit_tests(['1'], ['1']), 'def f(n):\n  return True', 0.0, 'Wrong Answer'),
+  'no data': (SQUARE, 'def f(n):\n  return {n}', 0.0, 'set is not data that JSON can hold'),
+  'slow': (unit_tests(['1', '2'], ['1', '2'], time_limit=1), 'def f(n):\n  while n == 2:\n    pass\n  return n', 0.5, 'Time Limit Exceeded\n\nLast Executed Input\n2'),
+  'exit code': (SUM, 'import sys\nprint(sum(map(int, input().split())))\nsys.exit(1)', 0.0, 'Runtime Error\nSystemExit: 1'),
+  'memory': (SQUARE, 'def f(n):\n  return len([0] * 10**9)', 0.0, 'MemoryError'),
+  'debug': (SUM, 'import sys\nprint("here", file=sys.stderr)\nprint(0)', 0.0, 'Debug Output\nhere'),
+  'assertion': (ASSERTS, 'def f(n):\n  return 5', 0.0, 'AssertionError: f(2) gave 5, which is wrong'),
+  'unknown kind': (unit_tests(['1'], ['1'], 'weird'), 'x = 1', 0.0, 'Invalid test type: weird'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('name', FAILING)
+def test_wrong_programs_are_told_why(graders, name):
+  truth, program, acc, said = FAILING[name]
+  outcome = run(graders, truth, program)
+  assert (outcome.score, outcome.metrics['acc']) == (0.0, acc)
+  assert said in outcome.feedback
+
+
+def test_expected_outputs_are_shown_only_when_asked(graders, revealing):
+  secret = unit_tests(['1'], ['"xyzzy-4711"'])
+  asserted = unit_tests(['assert f(1) == "xyzzy-4711"'], [None], 'code')
+  for truth in (secret, asserted):
+    assert 'xyzzy' not in run(graders, truth, 'def f(n):\n  return n').feedback
+  assert 'Expected\n"xyzzy-4711"' in run(revealing, secret, 'def f(n):\n  return n').feedback
+  assert 'xyzzy' in run(revealing, asserted, 'def f(n):\n  return n').feedback
+
+
+def test_the_last_python_block_after_thinking_counts():
+  text = '<think>\n```python\nlong = "long long long"\n```\n</think>\n```python\nx = 1\n```\n```text\nlonger than both of them\n```'
+  assert code.last_python_block(text) == 'x = 1\n'
+  assert code.last_python_block('```py\r\nx = 1\r\n```') == 'x = 1\n'
+  assert code.last_python_block('no code') is None
+
+
+def test_missing_and_truncated_code(graders):
+  outcomes = graders.grade([question(SQUARE)] * 2, ['I think', 'I think'], truncated=[False, True])
+  assert [outcome.metrics['incorrect_format'] for outcome in outcomes] == [1, 1]
+  assert [outcome.metrics['truncated_and_missing_answer'] for outcome in outcomes] == [0, 1]
+  assert outcomes[0].feedback.startswith('Incorrect Format') and outcomes[1].feedback.startswith('Truncated Attempt')
+
+
+def test_a_program_that_is_always_slow_is_not_run_on_all_tests(graders):
+  truth = unit_tests([str(i) for i in range(40)], [str(i) for i in range(40)], time_limit=0.2)
+  outcome = run(graders, truth, 'while True:\n  pass')
+  assert outcome.metrics['timed_out'] == 1 and outcome.metrics['acc'] == 0.0
+  assert outcome.metrics['pred'].count('Time out') == 40
+
+
+def test_what_is_kept_outside_of_the_sandbox():
+  assert code.split_asserts('assert f(1) == [1, 2]\nassert not g(2), "no"\nassert 3 == h(x=1)') == (
+    ('f(1)', 'bool(g(2))', 'h(x=1)'),
+    ([1, 2], False, 3),
+  )
+  assert code.split_asserts('x = f(1)\nassert x == 1') is None
+  assert code.split_asserts('assert f(1) == f(2)') is None
+  assert code.split_asserts('assert (') is None
+
+
+@pytest.mark.parametrize(
+  'left, right, tolerance, same',
+  [
+    ('1 2\n3', '1 2 \n3\n\n', 0, True),
+    ('1 2 3', '1 2\n3', 0, False),
+    ('1.50', '1.5', 0, True),
+    ('0.30000000000000004', '0.3', 0, False),
+    ('0.30000000000000004', '0.3', 1e-9, True),
+    ('yes', 'YES', 0, False),
+    ('nan', 'nan', 0, True),
+    ('1e9999999', '1', 0, False),
+  ],
+)
+def test_standard_output_is_compared_line_by_line_as_numbers_where_there_are_any(left, right, tolerance, same):
+  assert code.same_stdout(left, right, tolerance) == same
+
+
+def test_tests_that_cannot_be_read_fail_their_completions_and_no_other(graders):
+  truths = ['not json', '[1]', '{"inputs": []}', '[' * 100_000, SQUARE]
+  outcomes = graders.grade(
+    [question(truth) for truth in truths], [fenced('def f(n):\n  return n * n')] * 5, truncated=[False] * 5
+  )
+  assert [outcome.score for outcome in outcomes] == [0, 0, 0, 0, 1]
+  assert [outcome.metrics.get(FAILED, 0.0) for outcome in outcomes] == [1, 1, 1, 1, 0]
+
+
+PROGRAM_BOMBS = {
+  'ten megabytes': 'x = "' + 'a' * 10_000_000 + '"',
+  'open fences': '```python\n' * 200_000,
+  'deep source': 'x = ' + '(' * 50_000,
+  'surrogates': 'x = "\ud800"',
+  'null': 'x = 1\x00',
+  'deep result': 'def f(n):\n  x = []\n  for _ in range(100000):\n    x = [x]\n  return x',
+  'huge result': 'def f(n):\n  return "x" * (64 << 20)',
+  'huge number': 'def f(n):\n  return 10 ** 100000',
+  'endless output': 'while True:\n  print("x" * 1000)',
+}
+
+
+@pytest.mark.parametrize('bomb', PROGRAM_BOMBS)
+def test_no_program_hangs_or_ends_a_run(graders, bomb):
+  outcomes = graders.grade(
+    [question(SQUARE)] * 2, [fenced(PROGRAM_BOMBS[bomb]), fenced('def f(n):\n  return n * n')], truncated=[False] * 2
+  )
+  assert [outcome.score for outcome in outcomes] == [0.0, 1.0]
+
+
+MATHS = [
+  ('1/2', '\\frac{1}{2}', True),
+  ('0.5', '\\frac{1}{2}', True),
+  ('x^2+2x+1', '(x+1)^2', True),
+  ('\\sqrt{8}', '2\\sqrt{2}', True),
+  ('2', '2\\sqrt{2}', False),  # The reference takes these two for equal, and the next pair.
+  ('5\\sqrt{3}', '5\\sqrt{7}', False),
+  ('\\text{Yes}', 'yes', True),
+  ('\\{1,2\\}', '\\{2,1\\}', True),
+  ('50\\%', '0.5', True),
+  ('1,000', '1000', True),
+  ('42.', '42', True),
+  ('[0,1)', '[0,1]', False),
+  ('2^{10}', '1024', True),
+  ('42.0001', '42', False),
+]
+
+
+def test_mathematical_answers(graders):
+  examples = [question(truth, 'math') for _, truth, _ in MATHS]
+  completions = [f'So the answer is \\boxed{{{answer}}}.' for answer, _, _ in MATHS]
+  outcomes = graders.grade(examples, completions, truncated=[False] * len(MATHS))
+  wrong = [pair for pair, outcome in zip(MATHS, outcomes, strict=True) if outcome.score != float(pair[2])]
+  assert not wrong
+  assert all(bool(outcome.feedback) == (not right) for outcome, (_, _, right) in zip(outcomes, MATHS, strict=True))
+
+
+def test_the_boxed_answer_is_found_wherever_it_is_and_numbers_have_a_tolerance_where_the_row_says_so(graders):
+  far = '\\boxed{42}' + ' and so on' * 100
+  examples = [question('42', 'math'), question('42', 'math'), question('42', 'math', tolerance=1e-3)]
+  completions = [far, '<think>\\boxed{42}</think> no idea', '\\boxed{42.0001}']
+  outcomes = graders.grade(examples, completions, truncated=[False] * 3)
+  assert [outcome.score for outcome in outcomes] == [1.0, 0.0, 1.0]
+  assert outcomes[1].metrics['format_valid'] == 0.0 and 'boxed' in outcomes[1].feedback
+
+
+def test_maths_feedback_shows_the_answer_only_when_asked(graders, revealing):
+  ask = lambda them: them.grade([question('4711', 'math')], ['\\boxed{12}'], truncated=[False])[0].feedback
+  assert '4711' not in ask(graders) and '4711' in ask(revealing)
+
+
+MATH_BOMBS = [
+  '\\boxed{' * 200_000,
+  '\\boxed{' + '{' * 200_000 + '}' * 200_001,
+  '\\boxed{9^{9^{9^{9^9}}}}',
+  '\\boxed{' + '9' * 1_000_000 + '}',
+  '\\boxed{1e999999999}',
+  '\\boxed{\\frac{' * 300 + '1' + '}{2}}' * 300,
+  '\\boxed{__import__("os").system("false")}',
+  '\\boxed{\ud800}',
+]
+
+
+def test_no_formula_hangs_or_ends_a_run(graders):
+  completions = [*MATH_BOMBS, '\\boxed{42}']
+  outcomes = graders.grade(
+    [question('42', 'math')] * len(completions), completions, truncated=[False] * len(completions)
+  )
+  assert [outcome.score for outcome in outcomes] == [0.0] * len(MATH_BOMBS) + [1.0]
+  assert all(FAILED not in outcome.metrics for outcome in outcomes)
