@@ -93,12 +93,22 @@ class Graders:
         return [outcome for e, c, t in parts for outcome in self._grade(name, [e], [c], [t])]
       logging.warning('The grader %r raised for a completion of %s, which scores 0: %r', name, examples[0].id, error)
       return [Outcome(0.0, None, {'acc': 0.0, 'pred': '', FAILED: 1.0})]
+    if not isinstance(outcomes, Sequence) or not all(isinstance(outcome, Outcome) for outcome in outcomes):
+      raise UserError(
+        f'The grader {name!r} must return a list with one sdpo_jax.types.Outcome for each completion, not '
+        f'{_shown(outcomes)}.'
+      )
     if len(outcomes) != len(completions):
       raise UserError(
         f'The grader {name!r} returned {len(outcomes)} outcomes for {len(completions)} completions: it must return one '
         'for each, in order.'
       )
     return outcomes
+
+
+def _shown(value: object) -> str:
+  text = repr(value)
+  return text if len(text) <= 60 else text[:57] + '...'
 
 
 _loaded: set[pathlib.Path] = set()
