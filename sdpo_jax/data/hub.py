@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+import contextlib
 import logging
 from typing import Any
 import urllib.parse
@@ -51,14 +52,11 @@ def read_rows(source: str, setting: str) -> Sequence[Row]:
     import datasets
   except ImportError as error:
     raise UserError(f'{source!r} is read with the datasets library: pip install datasets.') from error
-  # What it logs while it fails is in the exception, too.
-  logger = logging.getLogger('datasets')
-  level = logger.level
-  logger.setLevel(logging.CRITICAL)
   try:
-    found = datasets.load_dataset(
-      name, name=options.get('config'), split=options.get('split'), revision=options.get('revision')
-    )
+    with _quiet('datasets', 'huggingface_hub'):
+      found = datasets.load_dataset(
+        name, name=options.get('config'), split=options.get('split'), revision=options.get('revision')
+      )
     if isinstance(found, datasets.DatasetDict):
       if len(found) != 1:
         raise UserError(f'{setting}: {source!r} does not name a split: add ?split= with one of {", ".join(found)}.')
@@ -68,8 +66,6 @@ def read_rows(source: str, setting: str) -> Sequence[Row]:
       f'{setting}: {source!r} cannot be loaded: {_reason(error)}. Check name, split and config; a hub data set needs a '
       'network the first time, and `hf auth login` if its owner restricts access.'
     ) from error
-  finally:
-    logger.setLevel(level)
   if not len(found):
     raise UserError(f'{setting}: {source!r} holds no rows.')
   return _Rows(source, found)
@@ -89,6 +85,19 @@ class _Rows(Sequence):
       return [self[index] for index in range(*at.indices(len(self)))]
     number = range(1, len(self) + 1)[at]
     return Row(f'{self._source}, row {number}', number, self._values[number - 1])
+
+
+@contextlib.contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+  """What these libraries log while they fail is in their exception, too."""
+  levels = {name: logging.getLogger(name).level for name in names}
+  for name in names:
+    logging.getLogger(name).setLevel(logging.CRITICAL)
+  try:
+    yield
+  finally:
+    for name, level in levels.items():
+      logging.getLogger(name).setLevel(level)
 
 
 def _reason(error: BaseException) -> str:
