@@ -208,6 +208,37 @@ def test_half_of_a_character_is_refused_and_a_nul_is_text(value):
   assert rows.example(row({**RAW, 'prompt': 'a\0b'}), 'train').messages[-1]['content'] == 'a\0b'
 
 
+ANY_JSON = st.recursive(
+  st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+  lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+  max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+  good=st.sampled_from([RAW, {**CODE, 'tests': json.dumps(TESTS)}, {**RAW, 'environment': 'tooluse'}, READY]),
+  field=st.sampled_from(sorted({*RAW, *READY, 'environment'})),
+  value=ANY_JSON | ANY_JSON.map(json.dumps) | ANY_JSON.map(lambda x: {'ground_truth': x}),
+)
+def test_whatever_a_field_holds_the_row_loads_or_is_named(good, field, value):
+  try:
+    rows.example(row({**good, field: value}), 'train')
+  except UserError as error:
+    assert str(error).startswith('rows.json, line 3: ') and len(str(error)) < 500
+  except Exception as error:
+    raise AssertionError(f'{field}={value!r}') from error
+
+
+@settings(max_examples=100, deadline=None)
+@given(content=st.binary(max_size=30) | ANY_JSON.map(lambda value: json.dumps(value).encode()))
+def test_whatever_a_file_holds_its_rows_are_read_or_the_file_is_named(tmp_path_factory, content):
+  try:
+    read(tmp_path_factory.mktemp('rows'), content)
+  except UserError as error:
+    assert 'rows.json' in str(error)
+
+
 def read(tmp_path, content, name='rows.json'):
   path = tmp_path / name
   path.write_bytes(content if isinstance(content, bytes) else content.encode())
