@@ -85,9 +85,6 @@ ALLOWED = {
   'madvise': (28, 233),
   'brk': (12, 214),
   # Time, and signals to itself.
-  'clock_gettime': (228, 113),
-  'clock_getres': (229, 114),
-  'clock_nanosleep': (230, 115),
   'nanosleep': (35, 101),
   'gettimeofday': (96, 169),
   'time': (201, None),
@@ -109,8 +106,6 @@ ALLOWED = {
   'getppid': (110, 173),
   'gettid': (186, 178),
   'getpgrp': (111, None),
-  'getpgid': (121, 155),
-  'getsid': (124, 156),
   'getuid': (102, 174),
   'geteuid': (107, 175),
   'getgid': (104, 176),
@@ -121,11 +116,8 @@ ALLOWED = {
   'getrlimit': (97, 163),
   'setrlimit': (160, 164),
   'getrusage': (98, 165),
-  'getpriority': (140, 141),
   'sched_yield': (24, 124),
   'sched_getaffinity': (204, 123),
-  'sched_getparam': (143, 121),
-  'sched_getscheduler': (145, 120),
   'sched_get_priority_max': (146, 125),
   'sched_get_priority_min': (147, 126),
   'getcpu': (309, 168),
@@ -140,7 +132,6 @@ ALLOWED = {
   'futex': (202, 98),
   'set_tid_address': (218, 96),
   'set_robust_list': (273, 99),
-  'get_robust_list': (274, 100),
   'rseq': (334, 293),
   'membarrier': (324, 283),
   'arch_prctl': (158, None),
@@ -156,6 +147,9 @@ CHECKED = {
   'kill': (62, 129),
   'tgkill': (234, 131),
   'clone': (56, 220),
+  'clock_gettime': (228, 113),
+  'clock_getres': (229, 114),
+  'clock_nanosleep': (230, 115),
 }
 # Calls that Python does not offer, or not in every build of it.
 OWN = {
@@ -184,6 +178,7 @@ FCNTL_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)
 # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX.
 IOCTL_REQUESTS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 PRCTL_OPTIONS = (15, 16)  # PR_SET_NAME, PR_GET_NAME.
+CLOCKS = 16  # From this number on a clock is the processor time of a process or thread, also of another one.
 
 # linux/landlock.h: what version of the interface knows how many of the rights to files.
 FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
@@ -325,6 +320,7 @@ def _rules(pid: int) -> dict[str, list[tuple[int, int, int, int]]]:
     _fail(errno.EPERM),
     (RETURN, 0, 0, ALLOW),
   ]
+  clock = [_load(0), (AT_LEAST, 0, 1, CLOCKS), _fail(errno.EPERM), (RETURN, 0, 0, ALLOW)]
   return {
     'open': flags(1),
     'openat': flags(2),
@@ -335,6 +331,9 @@ def _rules(pid: int) -> dict[str, list[tuple[int, int, int, int]]]:
     'kill': _one_of(0, (pid,)),
     'tgkill': _one_of(0, (pid,)),
     'clone': [_load(0), (ANY_BIT, 0, 1, CLONE_THREAD), (RETURN, 0, 0, ALLOW), _fail(errno.EPERM)],
+    'clock_gettime': clock,
+    'clock_getres': clock,
+    'clock_nanosleep': clock,
   }
 
 

@@ -202,6 +202,7 @@ class _Host:
     self._settings, self._harness, self._preload = settings, harness, preload
     self._lock = threading.Lock()
     self._closed = False
+    self._owner = os.getpid()
     self._scratch: str | None = None
     self._zygote = _Zygote(self._command)
 
@@ -222,6 +223,8 @@ class _Host:
       raise RuntimeError("The sandbox's helper process ended twice under the same program.") from error
 
   def close(self) -> None:
+    if os.getpid() != self._owner:  # A fork of the owner ends; the zygote and its files are not its own.
+      return
     with self._lock:
       self._closed = True
     self._zygote.close()
@@ -431,8 +434,8 @@ def _collect(channel: socket.socket, readers: Sequence[io.FileIO], limits: Limit
 def _receive(channel: socket.socket) -> bytes:
   try:
     return channel.recv(MESSAGE)
-  except ConnectionResetError:  # As the end of file, where the zygote left a message unread.
-    return b''
+  except ConnectionResetError:  # Comes first where the zygote has left our message unread.
+    return channel.recv(MESSAGE)
 
 
 def _tell(channel: socket.socket) -> None:

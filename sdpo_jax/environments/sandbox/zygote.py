@@ -36,6 +36,8 @@ import types
 
 FIRST_FREE = 5  # 0, 1 and 2, then these; what comes from there on is closed.
 PAYLOAD, RESULT = 3, 4
+# Modules that need shared libraries from outside the Python installation, which programs cannot read later.
+LINKED = ('_bz2', '_ctypes', '_decimal', '_hashlib', '_lzma', '_sqlite3', '_ssl', '_uuid', 'zlib')
 MIB = 2**20
 MESSAGE = 2**16  # Bytes of a message at most.
 POLL_S = 0.05  # How often the scratch directory and the threads of a program are looked at.
@@ -117,7 +119,7 @@ class Zygote:
     self.version = confinement.landlock_version() if self.mechanism == 'landlock' else 0
     sys.path[:] = [path for path in map(os.path.realpath, sys.path) if below(path, settings['readable'])]
     sys.path += [path for path in settings['packages'] if path not in sys.path]
-    for name in settings['preload']:
+    for name in [*LINKED, *settings['preload']]:
       try:
         importlib.import_module(name)
       except ImportError:
@@ -245,7 +247,7 @@ class Zygote:
     parent = os.getppid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 256) for fd in fds]
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE) for fd in fds]
     channel = high.pop()
     try:
       os.setpgid(0, 0)
