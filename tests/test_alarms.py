@@ -17,6 +17,7 @@ from sdpo_jax.training.checkpoints import Checkpoints
 from sdpo_jax.training.session import make_session
 from sdpo_jax.training.step import abstract_state
 from tests import tiny
+from tests.test_resume import start_two
 
 
 def watch(*rules: str) -> alarms.Watch:
@@ -177,7 +178,6 @@ def experiment(tmp_path_factory):
   killed = {
     'rolling_back': 3,  # The line says so, but nothing is restored or saved.
     'between': 5,  # After the rollback, with counts under way.
-    'stopping': 6,
   }
   for name, step in killed.items():
     (folder / f'{name}.py').write_text(config.read_text() + KILLED.format(step=step))
@@ -281,6 +281,51 @@ def test_a_stopped_run_is_saved_and_goes_on_only_with_other_rules(experiment):
   assert [line['step'] for line in lines] == [0, 1, 2, 3, 4]
   assert [line.get(alarms.STOP) for line in lines] == [None, None, None, 1, None]
   assert [line.get('alarm/1') for line in lines] == [None, 0, 0, 1, 1]
+
+
+# Put behind a config: a grader that would judge otherwise in the other process, and that writes down what it judged.
+UNSTEADY = """
+import jax
+
+def grade_and_tell(examples, completions, *, truncated):
+  with open('{folder}/graded_%d.txt' % jax.process_index(), 'a') as file:
+    file.writelines(f'{{example.id}} {{text!r}}\\n' for example, text in zip(examples, completions))
+  return [
+    Outcome(float((sum(text.encode()) + jax.process_index()) % 2), 'The sum must be odd.', {{'pred': text[:4]}})
+    for text in completions
+  ]
+
+registry._MAKERS['parity'] = lambda settings: grade_and_tell
+"""
+
+
+def test_two_processes_share_the_grading_and_roll_back_together(experiment):
+  folder, _, _ = experiment
+  config = folder / 'unsteady.py'
+  config.write_text((folder / 'tiny_config.py').read_text() + UNSTEADY.format(folder=folder))
+  settings = {'test_freq': 1, 'total_training_steps': 2, 'best_metric': 'eval/parity/mean@2'}
+  arguments = [
+    f'--config={config}',
+    *(f'--config.trainer.{name}={value}' for name, value in settings.items()),
+    '--config.alarms.rules=rollout/completion_length_max > 0 for 2',
+    '--config.alarms.action=rollback',
+  ]
+  processes = start_two(arguments, folder / 'two', folder / 'cache')
+  assert [process.wait() for process in processes] == [0, 0]
+  lines = lines_of(folder / 'two')
+  assert [line['step'] for line in lines] == [0, 1, 2]
+  assert [line.get(alarms.ROLLBACK) for line in lines] == [None, None, 1]
+  graded = [(folder / f'graded_{process}.txt').read_text().splitlines() for process in range(2)]
+  assert list(map(len, graded)) == [(3 * 4 + 2 * 8) / 2] * 2
+  rollouts = [
+    json.loads(line)
+    for step in (1, 2)
+    for line in (folder / 'two' / 'rollouts' / f'{step}.jsonl').read_text().splitlines()
+  ]
+  judged = [f'{rollout["id"]} {rollout["completion"]!r}' for rollout in rollouts]
+  assert set(judged) <= {*graded[0], *graded[1]}
+  by_process = [sum(rollout['completion'].encode(errors='replace')) % 2 != rollout['score'] for rollout in rollouts]
+  assert by_process == [False, True] * 8  # Row by row in turns, and what one process said counts for both.
 
 
 def test_the_best_checkpoint_can_be_asked_for_by_its_step(experiment):

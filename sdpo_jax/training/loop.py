@@ -32,6 +32,7 @@ from sdpo_jax.training import alarms, phases, records
 from sdpo_jax.training.checkpoints import Checkpoints, abstract
 from sdpo_jax.training.evaluation import evaluate
 from sdpo_jax.training.metrics import MetricsWriter, Progress, check_wandb, history
+from sdpo_jax.training.processes import agreed
 from sdpo_jax.training.session import Session, load_tokenizer, make_session, sampling_seed
 from sdpo_jax.training.step import abstract_state, place_state
 from sdpo_jax.types import Example, TrainState
@@ -169,11 +170,6 @@ def _train(config: Config, workdir: epath.PathLike, graders: Graders, announce: 
     return run(state)
   finally:
     checkpoints.close()
-
-
-def agreed(value: int) -> int:
-  """The value that process 0 has, on every process."""
-  return value if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
 @dataclasses.dataclass
