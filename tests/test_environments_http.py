@@ -145,6 +145,7 @@ def test_pauses_grow_are_spread_and_follow_the_server(monkeypatch):
     (Answer(b'{"score": NaN}'), 'must be a finite number'),
     (Answer(b'{"score": 1e999}'), 'must be a finite number'),
     (Answer(b'{"score": 1' + b'0' * 400 + b'}'), 'must be a finite number'),
+    (Answer(b'{"score": ' + b'[' * 900 + b']' * 900 + b'}'), "'score' of its answer must be a number"),
     (Answer({'score': 1, 'feedback': ['x']}), "'feedback' of its answer must be a string or null"),
     (Answer({'score': 1, 'metrics': [1]}), "'metrics' of its answer must be an object"),
     (Answer({'score': 1, 'metrics': {'a': [1]}}), "'metrics.a' of its answer must be a number"),

@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import random
+import reprlib
 import threading
 import time
 from typing import Any
@@ -102,7 +103,7 @@ def number(value: Any, name: str) -> float:
 
 def shown(value: Any) -> str:
   """A value as messages quote it, on one line and cut to a length."""
-  text = value if isinstance(value, str) else json.dumps(value, default=repr)
+  text = value if isinstance(value, str) else reprlib.repr(value)
   text = ' '.join(text.split())
   return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + '…')
 
