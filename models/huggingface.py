@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -28,6 +29,8 @@ Tree = Any
 WEIGHTS = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
 HUB_FILES = ('*.json', '*.jinja', '*.safetensors', '*.model', '*.txt')
+# Vocabularies of at least LARGE tokens get rows up to a multiple of 1024: 8 shards of whole 128-lane tiles.
+LARGE, LARGE_MULTIPLE = 32768, 1024
 STORED_DTYPES = ('F32', 'F16', 'BF16')
 # Tensors that some writers store although they follow from config.json.
 IGNORED = ('rotary_emb.inv_freq', 'attn.masked_bias')
@@ -67,8 +70,17 @@ def read_policy(path: str | os.PathLike, config: ModelConfig) -> Qwen3Policy:
     UserError: missing or malformed config.json, unsupported architecture.
   """
   root = resolve(path)
-  model = Qwen3Config.from_json(read_json(root, 'config.json'), str(root / 'config.json'))
-  return Qwen3Policy(model, config.dtype, config.remat)
+  return _policy(Qwen3Config.from_json(read_json(root, 'config.json'), str(root / 'config.json')), config)
+
+
+def describe(config_json: dict[str, Any], config: ModelConfig) -> Qwen3Policy:
+  """The policy that the contents of a config.json describe."""
+  return _policy(Qwen3Config.from_json(config_json), config)
+
+
+def _policy(model: Qwen3Config, config: ModelConfig) -> Qwen3Policy:
+  multiple = config.vocab_multiple or (LARGE_MULTIPLE if model.vocab_size >= LARGE else 1)
+  return Qwen3Policy(dataclasses.replace(model, vocab_multiple=multiple), config.dtype, config.remat)
 
 
 def init(config_json: dict[str, Any], rng: jax.Array, config: ModelConfig | None = None) -> tuple[Qwen3Policy, Tree]:
@@ -80,7 +92,7 @@ def init(config_json: dict[str, Any], rng: jax.Array, config: ModelConfig | None
     config: compute dtype and rematerialisation; None: float32, none.
   """
   config = config or ModelConfig(dtype='float32', remat='none')
-  policy = Qwen3Policy(Qwen3Config.from_json(config_json), config.dtype, config.remat)
+  policy = describe(config_json, config)
   return policy, parameters.initialise(policy.parameter_table(), rng, policy.config.initializer_range)
 
 

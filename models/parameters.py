@@ -21,7 +21,8 @@ class Parameter:
 
   Its Hugging Face tensors are the slices along the leading 'layers' axis, where it has one. A Hugging Face matrix is
   [out, in]; `transpose` says that ours has the inputs first. After that, a reshape gives our shape, in which heads
-  have an axis of their own.
+  have an axis of their own. Leading rows that a Hugging Face matrix does not have pad the vocabulary: they are zero at
+  first and are not exported.
   """
 
   path: Path  # Keys in the nested parameter dict.
@@ -41,6 +42,11 @@ class Parameter:
     return '.'.join(self.path)
 
   @property
+  def padding(self) -> int:
+    """Leading rows that the Hugging Face tensor does not have."""
+    return 0 if self.stacked else self.shape[0] - math.prod(self.huggingface_shape) // math.prod(self.shape[1:])
+
+  @property
   def stacked(self) -> bool:
     return self.axes[0] == 'layers'
 
@@ -55,10 +61,13 @@ class Parameter:
   def from_huggingface(self, tensor: np.ndarray) -> np.ndarray:
     """One Hugging Face tensor in our layout (without the layers axis), in its own dtype; a view where possible."""
     tensor = tensor.T if self.transpose else tensor
+    if self.padding:
+      tensor = np.concatenate([tensor, np.zeros((self.padding, *tensor.shape[1:]), tensor.dtype)])
     return tensor.reshape(self.shape[1:] if self.stacked else self.shape)
 
   def to_huggingface(self, array: np.ndarray) -> np.ndarray:
     """The inverse of `from_huggingface`, contiguous."""
+    array = array[: array.shape[0] - self.padding]
     matrix = array.reshape(self.huggingface_shape[::-1] if self.transpose else self.huggingface_shape)
     return np.ascontiguousarray(matrix.T if self.transpose else matrix)
 
@@ -121,6 +130,8 @@ def initialise(table: Table, rng: jax.Array, scale: float) -> Tree:
     if parameter.init == 'normal':
       generator = np.random.default_rng([*key, place])
       values = np.float32(scale) * generator.standard_normal(parameter.shape, np.float32)
+      if parameter.padding:
+        values[-parameter.padding :] = 0
     else:
       values = np.full(parameter.shape, float(parameter.init == 'ones'))
     return jax.device_put(values.astype(parameter.dtype))

@@ -39,6 +39,12 @@ class Qwen3Config:
   attention_bias: bool = False
   initializer_range: float = 0.02
   windows: tuple[int, ...] | None = None  # Per layer, number of positions seen (0: all); None: all layers see all.
+  vocab_multiple: int = 1  # The embedding and the unembedding have rows of zeros up to a multiple of this.
+
+  @property
+  def rows(self) -> int:
+    """Rows of the embedding and the unembedding, those that stand for no token included."""
+    return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
   @classmethod
   def from_json(cls, values: dict[str, Any], source: str = 'config.json') -> Qwen3Config:
@@ -160,7 +166,8 @@ def table(config: Qwen3Config) -> parameters.Table:
     matrix = matrix or (shape[1:] if stacked else shape)
     rows.append(parameters.Parameter(tuple(path.split('.')), shape, axes, init, name, matrix, **more))
 
-  add('embedding', (config.vocab_size, width), ('vocab', 'embed'), 'normal', 'model.embed_tokens.weight')
+  vocabulary = dict(shape=(config.rows, width), axes=('vocab', 'embed'), init='normal')
+  add('embedding', name='model.embed_tokens.weight', matrix=(config.vocab_size, width), **vocabulary)
   layer = 'model.layers.{layer}.'
   norm = lambda path, size, axis, name: add(path, (layers, size), ('layers', axis), 'ones', layer + name, compute=False)
   norm('layers.attention_norm', width, None, 'input_layernorm.weight')
@@ -223,7 +230,7 @@ def table(config: Qwen3Config) -> parameters.Table:
   )
   add('final_norm', (width,), (None,), 'ones', 'model.norm.weight', compute=False)
   if not config.tied:
-    add('unembedding', (config.vocab_size, width), ('vocab', 'embed'), 'normal', 'lm_head.weight')
+    add('unembedding', name='lm_head.weight', matrix=(config.vocab_size, width), **vocabulary)
   return tuple(rows)
 
 

@@ -39,6 +39,11 @@ def setting(default: Any, doc: str) -> Any:
 class ModelConfig:
   path: str = setting('', 'Hugging Face model directory: config.json, safetensors, tokenizer with a chat template.')
   dtype: Literal['float32', 'bfloat16'] = setting('bfloat16', 'Compute dtype; parameters are kept in float32.')
+  vocab_multiple: int | None = setting(
+    None,
+    'The embedding and the unembedding get rows up to a multiple of this, so that mesh.tensor divides them; such rows '
+    'are never sampled, normalised over or exported. None: 1024 for 32768 tokens or more, else 1.',
+  )
   remat: Literal['none', 'full', 'dots'] = setting(
     'full', 'What the backward pass recomputes: nothing, whole layers, or all but matrix products.'
   )
@@ -327,6 +332,10 @@ class Config:
     """
     _check_types(self, '')
     sd, actor, data = self.actor.self_distillation, self.actor, self.data
+    _require(
+      self.model.vocab_multiple is None or self.model.vocab_multiple > 0,
+      f'model.vocab_multiple must be positive or None, not {self.model.vocab_multiple}.',
+    )
     _require(bool(self.model.path), 'model.path is empty: set it to a Hugging Face model directory.')
     _require(bool(data.train_files), 'data.train_files is empty: name at least one file or generator.')
     _check_source_weights(data)

@@ -167,7 +167,7 @@ def advance(
       jnp.ones_like(state.token)[:, None],
       state.cache,
     )
-    drawn = sampling.sample(logits(hidden[:, 0], unembedding), params, state.keys, state.drawn)
+    drawn = sampling.sample(logits(hidden[:, 0], unembedding, policy.vocab_size), params, state.keys, state.drawn)
     return _record(state.replace(cache=cache), drawn, params)
 
   return lax.while_loop(unfinished, step, state)
@@ -193,10 +193,13 @@ def result(state: DecodeState) -> DecodeResult:
   )
 
 
-def logits(hidden: jax.Array, unembedding: jax.Array) -> jax.Array:
-  """[B, V] float32 of hidden [B, D] and unembedding [V, D]."""
+def logits(hidden: jax.Array, unembedding: jax.Array, vocab_size: int) -> jax.Array:
+  """[B, V] float32 of hidden [B, D] and unembedding [V, D]; −inf for rows from `vocab_size` on, which are no tokens."""
   precision = lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
-  return jnp.einsum('bd,vd->bv', hidden, unembedding, precision=precision, preferred_element_type=jnp.float32)
+  scores = jnp.einsum('bd,vd->bv', hidden, unembedding, precision=precision, preferred_element_type=jnp.float32)
+  if unembedding.shape[0] == vocab_size:
+    return scores
+  return jnp.where(jnp.arange(unembedding.shape[0])[None, :] < vocab_size, scores, -jnp.inf)
 
 
 def for_decoding(policy: Policy, base: Tree, trainable: Tree) -> tuple[Tree, Tree]:

@@ -31,9 +31,9 @@ def target_states(hidden: jax.Array, rows: TokenRows) -> jax.Array:
 
 
 def forward(policy: Policy, base: Tree, trainable: Tree, rows: TokenRows) -> tuple[jax.Array, jax.Array]:
-  """States [B, T, D] that predict the completion tokens, and the unembedding [V, D]."""
+  """States [B, T, D] that predict the completion tokens, and the unembedding [V, D], rows that are no tokens left out."""
   hidden, unembedding, _ = policy.apply(base, trainable, rows.tokens, rows.positions, rows.segment_ids)
-  return target_states(hidden, rows), unembedding
+  return target_states(hidden, rows), unembedding[: policy.vocab_size]
 
 
 def token_log_probs(
