@@ -11,7 +11,7 @@ import pytest
 from sdpo_jax.config import EnvironmentsConfig
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import FAILED, Graders
-from sdpo_jax.types import Example
+from sdpo_jax.types import Example, Outcome
 
 
 def judge(name, truth, completion, *, truncated=False, **settings):
@@ -173,3 +173,10 @@ def test_real_tool_use_gold_texts_all_score_one(pytestconfig):
     for profile in scores:
       scores[profile] += judge('tooluse', row['answer'], text, profile=profile).score
   assert scores == {'clean': 68.0, 'reference': 66.0}  # The reference cannot score two of its own answers.
+
+
+def test_a_score_that_is_no_number_counts_as_a_failure():
+  registry.register('nonsense')(lambda examples, completions, *, truncated: [Outcome(float('nan')) for _ in examples])
+  with Graders(EnvironmentsConfig()) as graders:
+    (outcome,) = graders.grade([Example('q', [], 'nonsense', '', 'x')], ['text'], truncated=[False])
+  assert outcome.score == 0.0 and outcome.metrics[FAILED] == 1.0

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 import importlib.util
 import logging
+import math
 import pathlib
 import sys
 
@@ -92,7 +93,7 @@ class Graders:
         parts = zip(examples, completions, truncated, strict=True)
         return [outcome for e, c, t in parts for outcome in self._grade(name, [e], [c], [t])]
       logging.warning('The grader %r raised for a completion of %s, which scores 0: %r', name, examples[0].id, error)
-      return [Outcome(0.0, None, {'acc': 0.0, 'pred': '', FAILED: 1.0})]
+      return [_failed()]
     if not isinstance(outcomes, Sequence) or not all(isinstance(outcome, Outcome) for outcome in outcomes):
       raise UserError(
         f'The grader {name!r} must return a list with one sdpo_jax.types.Outcome for each completion, not '
@@ -103,7 +104,12 @@ class Graders:
         f'The grader {name!r} returned {len(outcomes)} outcomes for {len(completions)} completions: it must return one '
         'for each, in order.'
       )
-    return outcomes
+    return [outcome if math.isfinite(outcome.score) else _failed() for outcome in outcomes]
+
+
+def _failed() -> Outcome:
+  """What stands for a completion that could not be graded."""
+  return Outcome(0.0, None, {'acc': 0.0, 'pred': '', FAILED: 1.0})
 
 
 def _shown(value: object) -> str:
