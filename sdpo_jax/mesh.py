@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import math
 from typing import Any
 
@@ -43,6 +43,34 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
       'set one of them to -1 (the rest) or make the product equal.'
     )
   return Mesh(np.array(devices).reshape(sizes[FSDP], sizes[TENSOR]), (FSDP, TENSOR))
+
+
+# What to do where an axis of the model cannot be split; other axes stay whole, which costs memory only.
+REMEDIES: Mapping[str, str] = {
+  'vocab': 'set model.vocab_multiple to a multiple of mesh.tensor, or choose another mesh.tensor',
+  'heads': 'choose a mesh.tensor that divides the heads',
+  'kv_heads': 'choose a mesh.tensor that divides the key-value heads',
+  'mlp': 'choose a mesh.tensor that divides the width of the MLP',
+}
+
+
+def check_divides(mesh: Mesh, parameters: Iterable[tuple[str, Sequence[str | None], Sequence[int]]]) -> None:
+  """Checks that vocabulary, heads and MLP split over the mesh.
+
+  Args:
+    mesh: of the run.
+    parameters: (name, logical axes, shape) of each.
+
+  Raises:
+    UserError: one does not, with the setting that mends it.
+  """
+  for name, logical_axes, shape in parameters:
+    for axis, size in zip(logical_axes, shape, strict=True):
+      if axis in REMEDIES and RULES[axis] is not None and size % mesh.shape[RULES[axis]]:
+        raise UserError(
+          f'mesh.{RULES[axis]}={mesh.shape[RULES[axis]]} does not divide the {size} entries of axis {axis!r} of the '
+          f'parameter {name}: {REMEDIES[axis]}.'
+        )
 
 
 def parameter_sharding(mesh: Mesh, logical_axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:

@@ -36,3 +36,25 @@ def test_rows_are_spread_and_scalars_and_odd_rows_are_not():
   assert placed['rows'].addressable_shards[3].data.tolist() == [[6, 7]]
   assert placed['odd'].sharding.is_fully_replicated and placed['step'].sharding.is_fully_replicated
   assert jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), placed)['rows'] == np.arange(16).reshape(8, 2).tolist()
+
+
+@pytest.mark.parametrize(
+  'axis, size, fits',
+  [
+    ('vocab', 264, True),
+    ('vocab', 263, False),
+    ('kv_heads', 2, False),
+    ('heads', 6, False),
+    ('mlp', 66, False),
+    ('embed', 31, True),
+  ],
+)
+def test_what_a_mesh_cannot_split_is_named_with_the_remedy(axis, size, fits):
+  mesh = meshes.make_mesh(MeshConfig(fsdp=2, tensor=4))
+  check = lambda: meshes.check_divides(mesh, [('some.weight', ('layers', axis), (3, size))])
+  if fits:
+    return check()
+  with pytest.raises(
+    UserError, match=f'mesh.tensor=4 does not divide the {size} entries of axis {axis!r} of the parameter some.weight'
+  ):
+    check()

@@ -13,7 +13,7 @@ from models import huggingface
 from models import tokenizer as tokenizers
 from models.policy import Policy
 from sdpo_jax.config import Config
-from sdpo_jax.mesh import make_mesh
+from sdpo_jax.mesh import check_divides, make_mesh
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.training import batching, flops
 from sdpo_jax.training.step import Update, abstract_state, make_update
@@ -50,6 +50,8 @@ def make_session(config: Config, workdir: epath.PathLike, tokenizer: Any = None)
   """Loads the model, and the tokenizer unless given; returns the session and the model directory's parameters."""
   tokenizer = tokenizer or load_tokenizer(config)
   mesh = make_mesh(config.mesh)
+  table = huggingface.read_policy(config.model.path, config.model).parameter_table()
+  check_divides(mesh, ((parameter.name, parameter.axes, parameter.shape) for parameter in table))
   policy, parameters = huggingface.load(config.model.path, config.model, mesh=mesh)
   state = abstract_state(config, parameters, mesh)
   declared = batching.Buckets.of(config)
