@@ -1,25 +1,46 @@
 """The sandbox: what programs get, what is reported of them, limits, faults of the helper process, no leaks."""
 
+import errno
+import json
+import logging
 import os
 import pathlib
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
 
 import pytest
 
 from sdpo_jax.config import SandboxConfig
-from sdpo_jax.environments.sandbox import Job, Limits, Sandbox
+from sdpo_jax.environments.sandbox import Job, Limits, Sandbox, bubblewrap, confinement, scratch
+from sdpo_jax.environments.sandbox import sandbox as implementation
+from sdpo_jax.errors import UserError
 
+ROOT = pytest.mark.skipif(os.geteuid() != 0, reason='needs root')
 HARNESS = pathlib.Path(__file__).with_name('sandbox_harness.py')
-LIMITS = Limits(wall_s=20, cpu_s=10)
+LIMITS = Limits(wall_s=20, cpu_s=10, memory_mb=256, file_mb=4, output_mb=1)
 
 
 @pytest.fixture(scope='module')
 def sandbox():
-  with Sandbox(SandboxConfig(workers=2), HARNESS, preload=('math', 'no_such_module')) as value:
+  with Sandbox(SandboxConfig(workers=2), HARNESS, preload=('math', 'numpy.random', 'no_such_module')) as value:
     yield value
 
 
+def job(code, stdin='', limits=LIMITS, **given):
+  return Job({'code': code, 'given': given}, stdin, limits)
+
+
 def run(sandbox, code, stdin='', limits=LIMITS, **given):
-  return sandbox.run([Job({'code': code, 'given': given}, stdin, limits)])[0]
+  return sandbox.run([job(code, stdin, limits, **given)])[0]
+
+
+# ———— What a program gets and what comes back ————
 
 
 def test_a_program_gets_its_payload_and_input_and_what_it_makes_comes_back(sandbox):
@@ -32,15 +53,140 @@ def test_a_program_gets_its_payload_and_input_and_what_it_makes_comes_back(sandb
 
 
 def test_reports_come_in_the_order_of_the_jobs(sandbox):
-  jobs = [Job({'code': f'result = {index}'}, '', LIMITS) for index in range(20)]
-  assert [report.result for report in sandbox.run(jobs)] == list(range(20))
+  jobs = [job(f'import time; time.sleep(0.01 * ({index} % 3)); result = {index}') for index in range(12)]
+  assert [report.result for report in sandbox.run(jobs)] == list(range(12))
 
 
 @pytest.mark.parametrize(
-  'code, exit_code', [('', 0), ('import os; os._exit(3)', 3), ('import sys; sys.exit(4)', 4), ('1 / 0', 1)]
+  'code, exit_code, stderr',
+  [
+    ('', 0, ''),
+    ('import os; os._exit(3)', 3, ''),
+    ('import sys; sys.exit(4)', 4, ''),
+    ('import sys; sys.exit()', 0, ''),
+    ('import sys; sys.exit("why")', 1, 'why'),
+    ('1 / 0', 1, 'ZeroDivisionError'),
+    ('raise KeyboardInterrupt', 1, 'KeyboardInterrupt'),
+    ('import sys; print(1); sys.stdout.close(); import os; os.close(1)', 0, ''),
+  ],
 )
-def test_exit_codes(sandbox, code, exit_code):
-  assert run(sandbox, code).exit_code == exit_code
+def test_exit_codes(sandbox, code, exit_code, stderr):
+  report = run(sandbox, code)
+  assert (report.status, report.exit_code) == ('ended', exit_code) and stderr in report.stderr
+
+
+@pytest.mark.parametrize('code, number', [('os.abort()', 'SIGABRT'), ('os.kill(os.getpid(), 9)', 'SIGKILL')])
+def test_a_signal_that_is_not_the_sandboxs_is_reported(sandbox, code, number):
+  report = run(sandbox, f'import os; {code}')
+  assert (report.status, report.exit_code, report.signal) == ('killed', None, getattr(signal, number))
+
+
+def test_a_crash_of_the_interpreter_is_a_signal(sandbox):
+  assert run(sandbox, 'import ctypes; ctypes.string_at(0)').signal == signal.SIGSEGV
+
+
+def test_standard_input_is_a_file_of_its_own(sandbox):
+  text = 'line\n' * 100_000
+  code = 'import sys; first = sys.stdin.read(); sys.stdin.seek(0); result = [first == sys.stdin.read(), len(first)]'
+  assert run(sandbox, code, text).result == [True, len(text)]
+  assert run(sandbox, 'result = [open("/dev/stdin").read(), open(0).read()]', 'a\nb').result == ['a\nb', 'a\nb']
+  assert run(sandbox, 'import os; os.write(0, b"x")', 'text').exit_code == 1, 'it cannot be written to'
+  assert run(sandbox, 'input()').stderr.endswith('EOFError: EOF when reading a line\n')
+
+
+def test_text_that_is_not_unicode_passes_both_ways(sandbox):
+  assert run(sandbox, 'import os; os.write(1, b"a\\xff\\xfeb"); os.write(2, b"\\xc3")').stdout == 'a\ufffd\ufffdb'
+  report = run(sandbox, 'import sys; result = [x, sys.stdin.buffer.read().hex()]', '\ud800', x='\udfff')
+  assert report.result == ['\udfff', 'eda080']
+
+
+def test_a_program_ends_as_under_python_itself(sandbox):
+  code = """
+import atexit, sys, threading, time
+atexit.register(lambda: sys.__stdout__.write('last'))
+threading.Thread(target=lambda: (time.sleep(0.05), print('thread'))).start()
+print('main')
+"""
+  assert run(sandbox, code).stdout == 'main\nthread\nlast'
+
+
+def test_python_and_its_packages_can_be_imported_late(sandbox):
+  assert run(sandbox, 'import colorsys, numpy; result = int(numpy.linalg.det(numpy.eye(3)))').result == 1
+  assert run(sandbox, 'import sqlite3, ssl, bz2, lzma, decimal, hashlib, ctypes').exit_code == 0
+  assert 'ModuleNotFoundError' in run(sandbox, 'import sdpo_jax').stderr
+
+
+def test_the_scratch_directory_is_empty_and_its_own(sandbox):
+  code = """
+import os, tempfile
+result = [os.listdir(), os.getcwd()]
+with tempfile.TemporaryFile('w+') as file, open('kept', 'w') as kept:
+  file.write('x'); kept.write('x')
+os.makedirs('a/b'); os.rename('kept', 'renamed'); os.unlink('renamed')
+open(os.path.join(tempfile.gettempdir(), 'left'), 'w')
+"""
+  first, second = run(sandbox, code), run(sandbox, code)
+  assert first.exit_code == second.exit_code == 0, first.stderr
+  assert first.result[0] == second.result[0] == [] and first.result[1] != second.result[1]
+  assert not os.path.exists(first.result[1])
+
+
+def test_nothing_of_one_program_is_in_the_next(sandbox):
+  run(sandbox, 'import builtins, sys, os, math; builtins.left = sys.left = math.pi = 3; os.environ["LEFT"] = "x"')
+  code = 'import builtins, sys, os, math; result = [hasattr(builtins, "left"), hasattr(sys, "left"), math.pi > 3, dict(os.environ)]'
+  *state, environment = run(sandbox, code).result
+  assert state == [False, False, True] and set(environment) == {'HOME', 'TMPDIR', 'LANG'}
+
+
+def test_programs_draw_different_random_numbers(sandbox):
+  jobs = [job('import random, numpy; result = [random.random(), numpy.random.rand()]')] * 2
+  (one, two), (three, four) = (report.result for report in sandbox.run(jobs))
+  assert one != three and two != four
+
+
+# ———— Results that are not believed ————
+
+
+def test_a_program_that_leaves_early_has_no_result(sandbox):
+  report = run(sandbox, 'print("all tests passed"); import os, sys; sys.stdout.flush(); os._exit(0)')
+  assert report.result is None and report.exit_code == 0
+
+
+def test_an_object_that_equals_everything_is_no_result(sandbox):
+  code = """
+class Equal:
+  def __eq__(self, other): return True
+result = Equal()
+"""
+  report = run(sandbox, code)
+  assert report.result is None and report.exit_code == 1
+
+
+@pytest.mark.parametrize(
+  'written',
+  [
+    '"[" * 10_000 + "]" * 10_000',
+    '"[" * 900_000',
+    '\'{"a":\' * 100_000',
+    '"1" * 900_000',
+    '"\\xff\\xfe"',
+    '"[1"',
+    '"1 2"',
+    '""',
+  ],
+)
+def test_what_is_not_json_or_too_deep_is_no_result(sandbox, written):
+  code = f'import os\ntext = ({written}).encode("latin1")\nwhile text: text = text[os.write(4, text):]\nos._exit(0)'
+  report = run(sandbox, code)
+  assert report.result is None and report.status == 'ended' and report.exit_code == 0
+
+
+def test_a_result_that_is_nested_too_deeply_is_an_error_of_the_program(sandbox):
+  report = run(sandbox, 'result = []\nfor _ in range(10_000): result = [result]')
+  assert report.result is None and report.exit_code == 1 and 'RecursionError' in report.stderr
+
+
+# ———— Limits ————
 
 
 def test_time_is_limited_by_the_wall_and_by_the_processor(sandbox):
@@ -49,8 +195,487 @@ def test_time_is_limited_by_the_wall_and_by_the_processor(sandbox):
   assert busy.status == 'timeout' and 0.2 <= busy.cpu_s < 2
 
 
-def test_descriptors_are_closed_after_many_jobs(sandbox):
+def test_memory_is_limited_beyond_what_the_zygote_has_loaded(sandbox):
+  assert run(sandbox, 'x = bytearray(100 << 20)').exit_code == 0
+  report = run(sandbox, 'x = bytearray(300 << 20)')
+  assert report.exit_code == 1 and 'MemoryError' in report.stderr
+
+
+def test_output_is_cut_off_and_ends_the_program(sandbox):
+  report = run(sandbox, 'while True: print("x" * 1000)')
+  assert report.status == 'output' and len(report.stdout) == 1 << 20
+  whole = run(sandbox, 'import sys; sys.stdout.write("x" * (1 << 20))')
+  assert whole.status == 'ended' and len(whole.stdout) == 1 << 20, 'the limit itself is allowed'
+  assert run(sandbox, 'result = "x" * (2 << 20)').status == 'output'
+
+
+def test_what_was_printed_before_a_time_out_is_reported(sandbox):
+  report = run(sandbox, 'import time; print("before", flush=True); time.sleep(60)', limits=Limits(0.5, 10))
+  assert (report.status, report.stdout) == ('timeout', 'before\n')
+
+
+def test_files_are_limited(sandbox):
+  report = run(sandbox, 'open("large", "wb").write(bytes(5 << 20))')
+  assert report.exit_code == 1 and 'File too large' in report.stderr
+  code = 'import time\nfor i in range(9000): open(str(i), "wb").write(bytes(1 << 20)); time.sleep(0.01)'
+  assert run(sandbox, code).status == 'output'
+
+
+def test_threads_are_few(sandbox):
+  code = 'import threading, time\nfor _ in range({}): threading.Thread(target=time.sleep, args=(0.3,)).start()\n'
+  assert run(sandbox, code.format(20)).exit_code == 0
+  report = run(sandbox, 'import threading; threading.stack_size(65536)\n' + code.format(500))
+  assert report.status == 'killed' or "can't start new thread" in report.stderr
+
+
+def test_scratch_directories_are_removed_whatever_is_in_them(sandbox):
+  code = """
+import os
+start = os.getcwd()
+for mode in (0, 0o300, 0o500):
+  os.mkdir(f'm{mode}', 0o700); os.mkdir(f'm{mode}/inner', mode)
+os.umask(0o777); open('unreadable', 'w'); os.umask(0o022)
+print(start, flush=True)
+for _ in range(600): os.mkdir('d' * 200); os.chdir('d' * 200)
+"""
+  report = run(sandbox, code)
+  directory = report.stdout.strip()
+  assert directory.startswith(sandbox._hosts[0]._scratch) and not os.path.exists(directory), report
+
+
+def test_a_tree_is_removed_without_following_links(tmp_path):
+  outside = tmp_path / 'outside'
+  outside.mkdir()
+  (outside / 'kept').write_text('x')
+  tree = tmp_path / 'tree'
+  (tree / 'a' / 'b').mkdir(parents=True)
+  (tree / 'a' / 'link').symlink_to(outside)
+  (tree / 'a' / 'b' / 'file').write_text('x')
+  (tree / 'a' / 'b').chmod(0)
+  scratch.remove(str(tree))
+  assert not tree.exists() and (outside / 'kept').read_text() == 'x'
+
+
+# ———— Many programs ————
+
+
+def test_a_thousand_programs_leave_nothing_behind(sandbox):
   run(sandbox, '')
-  before = len(os.listdir('/proc/self/fd'))
-  sandbox.run([Job({'code': ''}, '', LIMITS)] * 50)
-  assert len(os.listdir('/proc/self/fd')) == before
+  zygote = sandbox._hosts[0].pid
+  open_here, open_there = (len(os.listdir(f'/proc/{pid}/fd')) for pid in ('self', zygote))
+  reports = sandbox.run([job('result = 1')] * 1000)
+  assert sum(report.result for report in reports) == 1000
+  assert len(os.listdir('/proc/self/fd')) == open_here and sandbox._hosts[0].pid == zygote and children(zygote) == []
+  for _ in range(1000):  # The zygote closes its end after the last report.
+    if len(os.listdir(f'/proc/{zygote}/fd')) <= open_there:
+      break
+    os.sched_yield()
+  else:
+    pytest.fail('the zygote keeps descriptors')
+  assert os.listdir(sandbox._hosts[0]._scratch) == []
+
+
+def test_threads_share_the_workers(sandbox):
+  results = {}
+
+  def caller(number):
+    reports = sandbox.run([job(f'result = [{number}, {index}]') for index in range(10)])
+    results[number] = [report.result for report in reports]
+
+  callers = [threading.Thread(target=caller, args=(number,)) for number in range(6)]
+  for thread in callers:
+    thread.start()
+  for thread in callers:
+    thread.join()
+  assert results == {number: [[number, index] for index in range(10)] for number in range(6)}
+
+
+def children(pid):
+  found = []
+  for name in filter(str.isdigit, os.listdir('/proc')):
+    try:
+      fields = pathlib.Path(f'/proc/{name}/stat').read_text().rpartition(')')[2].split()
+    except OSError:
+      continue
+    if int(fields[1]) == pid:
+      found.append(int(name))
+  return found
+
+
+# ———— Faults of the helper process ————
+
+
+def test_a_zygote_that_dies_is_started_anew_and_the_program_rerun():
+  with Sandbox(SandboxConfig(workers=2), HARNESS) as sandbox:
+    first = sandbox._hosts[0].pid
+    os.kill(first, signal.SIGKILL)
+    assert [report.result for report in sandbox.run([job('result = 5')] * 4)] == [5] * 4
+    assert sandbox._hosts[0].pid != first
+
+
+def test_a_zygote_that_dies_twice_under_a_program_is_an_error(monkeypatch):
+  send = implementation.socket.send_fds
+
+  def deadly(control, *arguments):
+    send(control, *arguments)
+    os.kill(sandbox._hosts[0].pid, signal.SIGKILL)
+
+  with Sandbox(SandboxConfig(workers=1), HARNESS) as sandbox:
+    with monkeypatch.context() as patch:
+      patch.setattr(implementation.socket, 'send_fds', deadly)
+      with pytest.raises(RuntimeError, match='ended twice'):
+        run(sandbox, 'import time; time.sleep(5)')
+    assert run(sandbox, 'result = 1').result == 1
+
+
+def test_programs_end_with_the_zygote(sandbox):
+  with Sandbox(SandboxConfig(workers=1), HARNESS) as own:
+    reader, thread = watched(own)
+    os.kill(own._hosts[0].pid, signal.SIGKILL)
+    assert gone(reader), 'the program has ended with it'
+    own.close()
+    thread.join()
+
+
+def watched(sandbox):
+  """A descriptor that becomes readable when the program ends which a thread now runs, and the thread."""
+  zygote = sandbox._hosts[0].pid
+
+  def waiting():
+    try:
+      run(sandbox, 'import time; time.sleep(15)')
+    except RuntimeError:
+      pass
+
+  thread = threading.Thread(target=waiting)
+  thread.start()
+  while not (running := children(zygote)):
+    os.sched_yield()
+  return os.pidfd_open(running[0]), thread
+
+
+def gone(descriptor):
+  ready, _, _ = select.select([descriptor], [], [], 10)
+  os.close(descriptor)
+  return bool(ready)
+
+
+OWNER = """
+import sys, threading
+from sdpo_jax.config import SandboxConfig
+from sdpo_jax.environments.sandbox import Job, Limits, Sandbox
+import pathlib
+sandbox = Sandbox(SandboxConfig(workers=1), pathlib.Path(sys.argv[1]))
+code = 'import os; print(os.getppid(), flush=True); os.write(4, b"x" * (2 << 20))'
+limits = Limits(60, 60)
+threading.Thread(target=sandbox.run, args=([Job({'code': 'import time; time.sleep(60)'}, '', limits)],), daemon=True).start()
+print(sandbox._hosts[0].pid, sandbox._hosts[0]._scratch, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_everything_ends_when_the_owner_is_killed():
+  command = [sys.executable, '-c', OWNER, str(HARNESS)]
+  root = str(HARNESS.parent.parent)
+  with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root) as owner:
+    zygote, directory = owner.stdout.readline().split()
+    descriptor = os.pidfd_open(int(zygote))
+    assert os.path.isdir(directory)
+    while not (programs := children(int(zygote))):
+      os.sched_yield()
+    program = os.pidfd_open(programs[0])
+    owner.kill()
+    assert gone(descriptor) and gone(program)
+  assert not os.path.exists(directory)
+
+
+def test_closing_ends_programs_and_removes_directories():
+  sandbox = Sandbox(SandboxConfig(workers=1), HARNESS)
+  zygote, directory = sandbox._hosts[0].pid, sandbox._hosts[0]._scratch
+  program, thread = watched(sandbox)
+  sandbox.close()
+  sandbox.close()
+  thread.join()
+  assert gone(program) and not os.path.exists(f'/proc/{zygote}') and not os.path.exists(directory)
+  with pytest.raises(RuntimeError):
+    run(sandbox, '')
+
+
+# ———— The choice of a mechanism ————
+
+
+def broken_copy(directory, name, body):
+  """The sandbox's files with one function of confinement.py replaced."""
+  for path in implementation.HERE.glob('*.py'):
+    shutil.copy(path, directory)
+  with open(directory / 'confinement.py', 'a') as file:
+    file.write(f'\n\ndef {name}(*arguments):\n  {body}\n')
+  return directory
+
+
+@pytest.mark.parametrize(
+  'name, body, leak',
+  [
+    ('restrict_files', 'pass', 'reads a file'),
+    ('restrict_calls', 'pass', 'forks'),
+    pytest.param('drop_privileges', 'call("prctl", 38, 1, 0, 0, 0)', 'is root', marks=ROOT),
+    ('restrict_files', 'raise OSError(1, "it fails")', 'it fails'),
+    ('landlock_version', 'raise Unsupported("the kernel has no Landlock")', 'the kernel has no Landlock'),
+  ],
+)
+def test_a_mechanism_that_does_not_hold_is_refused(monkeypatch, tmp_path, name, body, leak):
+  monkeypatch.setattr(implementation, 'HERE', broken_copy(tmp_path, name, body))
+  with pytest.raises(UserError, match=leak) as error:
+    Sandbox(SandboxConfig(mechanism='landlock'), HARNESS)
+  assert 'environments.sandbox.allow_unsandboxed' in str(error.value) and 'bubblewrap' in str(error.value)
+
+
+def test_without_a_mechanism_code_runs_only_where_it_is_allowed(monkeypatch, caplog):
+  def nothing():
+    raise confinement.Unsupported('bwrap is not installed')
+
+  monkeypatch.setattr(bubblewrap, 'find', nothing)
+  with pytest.raises(UserError, match='bwrap is not installed'):
+    Sandbox(SandboxConfig(mechanism='bubblewrap'), HARNESS)
+  with caplog.at_level(logging.WARNING):
+    sandbox = Sandbox(SandboxConfig(mechanism='bubblewrap', allow_unsandboxed=True, workers=1), HARNESS)
+  assert [record.message for record in caplog.records if 'WITHOUT A SANDBOX' in record.message]
+  with sandbox:
+    assert sandbox.mechanism == 'none'
+    code = """
+import os, subprocess
+result = [os.getcwd(), dict(os.environ), subprocess.Popen(['sleep', '1000'], start_new_session=True).pid]
+if os.fork() == 0:
+  if os.fork() == 0:
+    os.setsid()
+    while True: pass
+  os._exit(0)
+os.wait()
+"""
+    report = run(sandbox, code)
+    directory, environment, daemon = report.result
+    assert set(environment) == {'HOME', 'TMPDIR', 'LANG'} and not os.path.exists(directory)
+    assert not os.path.exists(f'/proc/{daemon}') and children(sandbox._hosts[0].pid) == []
+    assert 'MemoryError' in run(sandbox, 'x = bytearray(400 << 20)').stderr
+
+
+def test_a_bubblewrap_has_an_empty_environment_and_nothing_of_the_machine():
+  files = [pathlib.Path('/code/zygote.py'), pathlib.Path('/code/harness.py')]
+  command = bubblewrap.arguments('/usr/bin/bwrap', ['/lib/python'], files, 4096, 7)
+  inner = command.index('--')
+  flags = command[:inner]
+  assert {'--unshare-all', '--clearenv', '--die-with-parent', '--new-session'} <= set(flags)
+  assert flags[flags.index('--cap-drop') + 1] == 'ALL'
+  assert flags[flags.index('--tmpfs') - 2 :][:4] == ['--size', '4096', '--tmpfs', bubblewrap.SCRATCH]
+  assert '--bind' not in flags and '--proc' not in flags and '--share-net' not in flags
+  bound = {flags[index + 1] for index, flag in enumerate(flags) if flag == '--ro-bind'}
+  assert bound == {os.path.realpath(sys.executable), '/lib/python', *map(str, files)}
+  assert command[inner + 1 :] == [os.path.realpath(sys.executable), '-I', '-X', 'utf8', '/code/zygote.py', '7']
+
+
+def test_bubblewrap_is_missing_in_one_sentence(monkeypatch):
+  monkeypatch.setattr(bubblewrap.shutil, 'which', lambda name: None)
+  with pytest.raises(confinement.Unsupported, match='bwrap is not installed'):
+    bubblewrap.find()
+
+
+def test_a_harness_that_does_not_load_is_named(tmp_path):
+  (tmp_path / 'wrong.py').write_text('import no_such_thing')
+  with pytest.raises(UserError, match="cannot load its harness.*No module named 'no_such_thing'"):
+    Sandbox(SandboxConfig(), tmp_path / 'wrong.py')
+
+
+@pytest.mark.parametrize('name', ['workers', 'memory_mb', 'file_mb', 'output_mb'])
+def test_a_setting_out_of_range_is_named(name):
+  with pytest.raises(UserError, match=f'environments.sandbox.{name} must be at least'):
+    Sandbox(SandboxConfig(**{name: 0}), HARNESS)
+
+
+# ———— As another user ————
+
+UNPRIVILEGED = """
+import os, sys
+from sdpo_jax.environments.sandbox import zygote, sandbox
+zygote.make_reachable([*sandbox.installation()[0], os.path.dirname(os.path.dirname(os.path.realpath(sys.executable))), os.getcwd()])
+os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
+import pathlib
+from sdpo_jax.config import SandboxConfig
+with sandbox.Sandbox(SandboxConfig(workers=1), pathlib.Path(sys.argv[1])) as value:
+  job = sandbox.Job({'code': 'import os; result = os.getuid()'}, '', sandbox.Limits(20, 10))
+  print(value.mechanism, value.run([job])[0].result)
+"""
+
+
+@ROOT
+def test_an_ordinary_user_has_a_sandbox_too():
+  with tempfile.TemporaryDirectory() as directory:
+    os.chmod(directory, 0o755)
+    harness = shutil.copy(HARNESS, directory)
+    command = [sys.executable, '-c', UNPRIVILEGED, harness]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HARNESS.parent.parent)
+  assert done.stdout == 'landlock 65534\n', done.stderr
+
+
+@ROOT
+def test_root_is_dropped(sandbox):
+  code = 'import os; result = [os.getresuid(), os.getresgid(), os.getgroups()]'
+  users, groups, more = run(sandbox, code).result
+  assert len({*users, *groups}) == 1 and users[0] >= 65534 and more == []
+
+
+# ———— The filter of system calls, read as the kernel reads it ————
+
+ARCHITECTURES = {'x86_64': (0, 0xC000003E), 'aarch64': (1, 0xC00000B7)}
+# linux/unistd.h of both machines; None where there is no such call.
+DANGEROUS = {
+  'socket': (41, 198),
+  'socketpair': (53, 199),
+  'connect': (42, 203),
+  'bind': (49, 200),
+  'sendto': (44, 206),
+  'ptrace': (101, 117),
+  'process_vm_readv': (310, 270),
+  'process_vm_writev': (311, 271),
+  'fork': (57, None),
+  'vfork': (58, None),
+  'execve': (59, 221),
+  'execveat': (322, 281),
+  'setsid': (112, 157),
+  'setpgid': (109, 154),
+  'tkill': (200, 130),
+  'rt_sigqueueinfo': (129, 138),
+  'rt_tgsigqueueinfo': (297, 240),
+  'mount': (165, 40),
+  'umount2': (166, 39),
+  'pivot_root': (155, 41),
+  'chroot': (161, 51),
+  'unshare': (272, 97),
+  'setns': (308, 268),
+  'bpf': (321, 280),
+  'userfaultfd': (323, 282),
+  'perf_event_open': (298, 241),
+  'keyctl': (250, 219),
+  'add_key': (248, 217),
+  'request_key': (249, 218),
+  'personality': (135, 92),
+  'open_by_handle_at': (304, 265),
+  'name_to_handle_at': (303, 264),
+  'memfd_create': (319, 279),
+  'setuid': (105, 146),
+  'setresuid': (117, 147),
+  'capset': (126, 91),
+  'chmod': (90, None),
+  'fchmod': (91, 52),
+  'fchmodat': (268, 53),
+  'chown': (92, None),
+  'fchownat': (260, 54),
+  'truncate': (76, 45),
+  'utimensat': (280, 88),
+  'setxattr': (188, 5),
+  'mknodat': (259, 33),
+  'symlinkat': (266, 36),
+  'linkat': (265, 37),
+  'fallocate': (285, 47),
+  'inotify_add_watch': (254, 27),
+  'fanotify_init': (300, 262),
+  'shmget': (29, 194),
+  'mq_open': (240, 180),
+  'setpriority': (141, 140),
+  'sched_setaffinity': (203, 122),
+  'kcmp': (312, 272),
+  'init_module': (175, 105),
+  'reboot': (169, 142),
+  'seccomp': (317, 277),
+  'io_uring_setup': (425, 425),
+  'pidfd_open': (434, 434),
+  'pidfd_send_signal': (424, 424),
+  'pidfd_getfd': (438, 438),
+  'clone3': (435, 435),
+  'openat2': (437, 437),
+  'process_madvise': (440, 440),
+  'landlock_create_ruleset': (444, 444),
+}
+PID = 4321
+
+
+def decide(program, architecture, number, *arguments):
+  """What the filter returns for a call."""
+  values = [value & 0xFFFFFFFFFFFFFFFF for value in (*arguments, *[0] * (6 - len(arguments)))]
+  data = struct.pack('=IIQ6Q', number, architecture, 0, *values)
+  code = [struct.unpack_from('=HBBI', program, offset) for offset in range(0, len(program), 8)]
+  at = accumulator = 0
+  while True:
+    operation, if_true, if_false, operand = code[at]
+    at += 1
+    if operation == 0x20:
+      (accumulator,) = struct.unpack_from('=I', data, operand)
+    elif operation == 0x54:
+      accumulator &= operand
+    elif operation == 0x06:
+      return operand
+    else:
+      holds = {0x15: accumulator == operand, 0x35: accumulator >= operand, 0x45: bool(accumulator & operand)}[operation]
+      at += if_true if holds else if_false
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def judge(request):
+  """Decides on a call by name: the name of the error, or 'allowed'; None for calls that the machine does not have."""
+  column, architecture = ARCHITECTURES[request.param]
+  program = confinement.filter_program(PID, column)
+
+  def of(name, *arguments):
+    tables = {**DANGEROUS, **confinement.ALLOWED, **confinement.CHECKED}
+    number = tables[name][column]
+    if number is None:
+      return None
+    answer = decide(program, architecture, number, *arguments)
+    return 'allowed' if answer == 0x7FFF0000 else errno.errorcode[answer & 0xFFFF]
+
+  of.program, of.architecture = program, architecture
+  return of
+
+
+@pytest.mark.parametrize('name', DANGEROUS)
+def test_dangerous_calls_fail(judge, name):
+  newer = all(number >= 424 for number in DANGEROUS[name]) if None not in DANGEROUS[name] else False
+  assert judge(name) in (None, 'ENOSYS' if newer else 'EPERM')
+
+
+@pytest.mark.parametrize('name', ['read', 'openat', 'mmap', 'futex', 'exit_group', 'getrandom', 'close_range'])
+def test_calls_that_every_program_makes_are_allowed(judge, name):
+  assert judge(name) == 'allowed'
+
+
+def test_calls_depend_on_their_arguments(judge):
+  trunc, write, temporary = 0o1000, 0o1, 0o20000000
+  assert judge('openat', -100, 0, write | trunc) == judge('openat', -100, 0, 0) == 'allowed'
+  assert judge('openat', -100, 0, trunc) == 'EPERM' and judge('openat', -100, 0, temporary | write) == 'ENOTSUP'
+  assert judge('open', 0, trunc) in (None, 'EPERM') and judge('open', 0, write | trunc) in (None, 'allowed')
+  assert judge('kill', PID, 9) == judge('tgkill', PID, PID, 6) == 'allowed'
+  for other in (0, -1, 1, -PID, PID + 1):
+    assert judge('kill', other, 9) == judge('tgkill', other, other, 9) == 'EPERM'
+  assert judge('clone', 0x3D0F00) == 'allowed' and judge('clone', 17) == judge('clone', 0x10000011) == 'EPERM'
+  assert judge('fcntl', 1, 3) == 'allowed' and judge('fcntl', 1, 8) == judge('fcntl', 1, 10) == 'EPERM'
+  assert judge('ioctl', 0, 0x5401) == 'allowed' and judge('ioctl', 0, 0x5412) == 'EPERM'
+  assert judge('prlimit64', 0) == 'allowed' and judge('prlimit64', 1) == 'EPERM'
+  assert judge('prctl', 15) == 'allowed' and judge('prctl', 1) == judge('prctl', 36) == 'EPERM'
+  assert judge('clock_gettime', 1) == 'allowed' and judge('clock_gettime', -35) == 'EPERM'
+
+
+def test_only_the_machines_own_calls_are_known(judge):
+  other = 0x40000003  # i386
+  assert decide(judge.program, other, 0) & 0xFFFF == errno.ENOSYS
+  assert decide(judge.program, judge.architecture, 0x40000000) & 0xFFFF == errno.ENOSYS
+  allowed = [number for number in range(600) if decide(judge.program, judge.architecture, number) == 0x7FFF0000]
+  assert len(allowed) < 130 and max(allowed) <= 439
+
+
+def test_limits_come_from_the_settings_by_default():
+  limits, settings = Limits(1, 1), SandboxConfig()
+  assert (limits.memory_mb, limits.file_mb, limits.output_mb) == (
+    settings.memory_mb,
+    settings.file_mb,
+    settings.output_mb,
+  )
+  assert json.dumps(settings.workers) == 'null'

@@ -43,6 +43,7 @@ def run(payload: dict) -> dict:
     'traces a process': lambda: _checked(ctypes.CDLL(None, use_errno=True).ptrace(16, owner, None, None)),
     'leaves its process group': os.setsid,
     'has an environment': _environment,
+    'is root': _root,
   }
   uses: dict[str, Callable[[], object]] = {
     f'importing {LATE_MODULE} from the Python installation': lambda: importlib.import_module(LATE_MODULE),
@@ -78,6 +79,11 @@ def _environment() -> None:
   extra = set(os.environ) - {'HOME', 'TMPDIR', 'LANG'}
   if not extra:
     raise LookupError('nothing of the owner')
+
+
+def _root() -> None:
+  if 0 not in (*os.getresuid(), *os.getresgid()):
+    raise PermissionError('somebody else')
 
 
 def _write() -> None:

@@ -44,6 +44,8 @@ START_S = 120.0  # A zygote that has not loaded its modules by then will not.
 MECHANISMS = ('landlock', 'bubblewrap')
 # Libraries that start a thread a core when loaded would make the zygote fork with threads.
 ENVIRONMENT = {name: '1' for name in ('OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'MKL_NUM_THREADS')}
+# The C library would reserve 64 MiB of address space, which counts as memory, for each thread of a program.
+ENVIRONMENT['MALLOC_ARENA_MAX'] = '1'
 MFD_CLOEXEC, MFD_ALLOW_SEALING, F_ADD_SEALS, ALL_SEALS = 1, 2, 1033, 0b1111
 GRACE_S = 60.0  # A zygote that says nothing for so long after a program's time is over has failed.
 
@@ -56,7 +58,7 @@ class Limits:
   cpu_s: float
   memory_mb: int = SandboxConfig.memory_mb  # Beyond what the harness and the preloaded modules take, MiB.
   file_mb: int = SandboxConfig.file_mb  # In the scratch directory, MiB.
-  output_mb: int = SandboxConfig.output_mb  # Standard output, standard error and result together, MiB.
+  output_mb: int = SandboxConfig.output_mb  # Standard output and error together, and as much of a result, MiB.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,6 +325,8 @@ def _probe(host: _Host) -> None:
     canary = os.path.join(directory, 'canary')
     with open(canary, 'w') as file:
       file.write('canary')
+    os.chmod(directory, 0o777)  # So that nothing but the sandbox keeps a program of another user out.
+    os.chmod(canary, 0o666)
     payload = {
       'canary': canary,
       'directory': directory,
@@ -388,7 +392,9 @@ def _collect(channel: socket.socket, readers: Sequence[io.FileIO], limits: Limit
   """The zygote's answer, what came through each pipe, and whether that was cut off at the limit."""
   names = {reader.fileno(): index for index, reader in enumerate(readers)}
   outputs = [bytearray() for _ in readers]
-  left, too_much = limits.output_mb * MIB, False
+  printed, returned = [limits.output_mb * MIB], [limits.output_mb * MIB]
+  left = dict(zip(names, (printed, printed, returned), strict=True))
+  too_much = False
   open_ends = set(names)
   poll = select.poll()
   for fd in [*names, channel.fileno()]:
@@ -397,16 +403,16 @@ def _collect(channel: socket.socket, readers: Sequence[io.FileIO], limits: Limit
 
   def read(fd: int) -> bool:
     """Whether there may be more to read."""
-    nonlocal left, too_much
+    nonlocal too_much
     try:
       data = os.read(fd, CHUNK)
     except BlockingIOError:
       return False
-    if len(data) > left and not too_much:
+    if len(data) > left[fd][0] and not too_much:
       too_much = True
       _tell(channel)
-    outputs[names[fd]] += data[:left]
-    left -= min(left, len(data))
+    outputs[names[fd]] += data[: left[fd][0]]
+    left[fd][0] -= min(left[fd][0], len(data))
     if not data and fd in open_ends:
       open_ends.remove(fd)
       poll.unregister(fd)

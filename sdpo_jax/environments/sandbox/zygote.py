@@ -44,7 +44,7 @@ POLL_S = 0.05  # How often the scratch directory and the threads of a program ar
 MAX_ENTRIES = 4096  # Files and directories of a program.
 MAX_DESCRIPTORS = 64
 MAX_THREADS = 64
-UID_BASE, UIDS = 2_000_000_000, 2**16  # User ids of nobody, for programs of a privileged owner.
+UID_BASE, UIDS, MAX_SLOTS = 2_000_000_000, 2**16, 1024  # User ids of nobody, for programs of a privileged owner.
 NOBODY = 65534
 PR_SET_CHILD_SUBREAPER = 36
 CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
@@ -113,6 +113,7 @@ class Zygote:
     self.control = control
     self.mechanism: str = settings['mechanism']
     self.scratch: str = settings['scratch']
+    self.pid = os.getpid()
     self.processes: dict[int, Process] = {}
     self.selector = selectors.DefaultSelector()
     self.privileged = os.geteuid() == 0 and self.mechanism == 'landlock'
@@ -129,6 +130,7 @@ class Zygote:
     except Exception as error:
       raise HarnessFault(f'{type(error).__name__}: {error}') from error
     self.probe = load(os.path.join(HERE, 'probe.py'))
+    self.uids = user_ids() if self.privileged else range(0)
     if self.privileged:
       make_reachable(settings['readable'])
     self.owner = watch(settings['owner'])
@@ -244,7 +246,6 @@ class Zygote:
 
   def confine(self, limits: dict, slot: int, directory: str, fds: list[int]) -> bool | None:
     """Confines this process for good; None, after a message on the channel, if that fails."""
-    parent = os.getppid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE) for fd in fds]
@@ -253,7 +254,7 @@ class Zygote:
       os.setpgid(0, 0)
       for target, fd in enumerate(high):
         os.dup2(fd, target)
-      uid = user_id(slot) if self.privileged else None
+      uid = self.uids[slot % len(self.uids)] if self.privileged else None
       if uid is not None:
         os.chown(directory, uid, uid)
       opened = os.open(directory, os.O_PATH | os.O_DIRECTORY)
@@ -261,7 +262,7 @@ class Zygote:
       set_limits(limits, self.baseline, self.privileged)
       if self.mechanism != 'none':
         confinement.drop_privileges(uid)
-      confinement.die_with_parent(parent)
+      confinement.die_with_parent(self.pid)
       if self.mechanism == 'landlock':
         confinement.restrict_files(self.version, self.readable, opened)
       if self.mechanism != 'none':
@@ -295,7 +296,8 @@ def run(harness, directory: str, leave) -> None:
   exit_functions()
   for stream in {sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__}:
     try:
-      stream.flush()
+      if not stream.closed:
+        stream.flush()
     except (AttributeError, OSError, ValueError):
       code = code or 120  # As Python itself ends when standard output is lost.
   while text:
@@ -345,13 +347,14 @@ def set_limits(limits: dict, baseline: int, own_user: bool) -> None:
     resource.setrlimit(limit, (soft, hard))
 
 
-def user_id(slot: int) -> int:
-  """A user id that no one else has; nobody's where a user namespace maps fewer ids."""
-  wanted = UID_BASE + os.getppid() % UIDS * 1024 + slot % 1024
+def user_ids() -> range:
+  """User ids that no one else has, one a slot; nobody's alone where a user namespace maps fewer ids."""
+  first = UID_BASE + os.getpid() % UIDS * MAX_SLOTS
   with open('/proc/self/uid_map') as file:
-    ranges = [tuple(map(int, line.split())) for line in file]
-  mapped = lambda uid: any(first <= uid < first + count for first, _, count in ranges)
-  return wanted if mapped(wanted) else NOBODY
+    for inside, _, count in (map(int, line.split()) for line in file):
+      if inside <= first and first + MAX_SLOTS <= inside + count:
+        return range(first, first + MAX_SLOTS)
+  return range(NOBODY, NOBODY + 1)
 
 
 def make_reachable(paths: list[str]) -> None:
