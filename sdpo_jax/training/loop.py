@@ -331,18 +331,18 @@ class _Run:
 
   def judge(self, step: int, raised: Sequence[alarms.Alarm]) -> Verdict:
     """What `alarms.action` makes of the alarms of a step; the same on every process."""
-    settings = self.session.config.alarms
+    config, settings = self.session.config, self.session.config.alarms
     if settings.action == 'warn' or not self.watch.rules or not agreed(len(raised)):
       return Verdict()
     reasons = '; '.join(map(str, raised))
-    if settings.action == 'stop':
-      return Verdict(stop=f'{reasons}.')
-    if self.watch.rollbacks >= settings.max_rollbacks:
-      return Verdict(stop=f'{reasons}; alarms.max_rollbacks={settings.max_rollbacks} rollbacks were made.')
-    best = agreed(self.checkpoints.best(before=step) or 0)
-    if not best:
-      return Verdict(stop=f'{reasons}; there is no checkpoint with {self.checkpoints.best_metric} to go back to.')
-    return Verdict(back_to=best)
+    best = agreed(self.checkpoints.best(before=step) or 0) if config.trainer.best_metric else 0
+    if settings.action == 'rollback' and best and self.watch.rollbacks < settings.max_rollbacks:
+      return Verdict(back_to=best)
+    if settings.action == 'rollback' and best:
+      reasons += f'; alarms.max_rollbacks={settings.max_rollbacks} rollbacks were made'
+    elif settings.action == 'rollback':
+      reasons += f'; there is no checkpoint with {config.trainer.best_metric} to go back to'
+    return Verdict(stop=reasons + (f'. The best checkpoint is that of step {best}.' if best else '.'))
 
   def say(self, step: int, raised: Sequence[alarms.Alarm], verdict: Verdict) -> None:
     """Alarms, for the user: each as it begins, and those that are acted upon."""
