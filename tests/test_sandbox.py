@@ -461,12 +461,13 @@ os.wait()
 
 def test_a_bubblewrap_has_an_empty_environment_and_nothing_of_the_machine():
   files = [pathlib.Path('/code/zygote.py'), pathlib.Path('/code/harness.py')]
-  command = bubblewrap.arguments('/usr/bin/bwrap', ['/lib/python'], files, 4096, 7)
+  command = bubblewrap.arguments('/usr/bin/bwrap', ['/lib/python'], files, {'A': '1'}, 4096, 7)
   inner = command.index('--')
   flags = command[:inner]
   assert {'--unshare-all', '--clearenv', '--die-with-parent', '--new-session'} <= set(flags)
   assert flags[flags.index('--cap-drop') + 1] == 'ALL'
   assert flags[flags.index('--tmpfs') - 2 :][:4] == ['--size', '4096', '--tmpfs', bubblewrap.SCRATCH]
+  assert flags[flags.index('--setenv') :][:3] == ['--setenv', 'A', '1'] and flags.count('--setenv') == 1
   assert '--bind' not in flags and '--proc' not in flags and '--share-net' not in flags
   bound = {flags[index + 1] for index, flag in enumerate(flags) if flag == '--ro-bind'}
   assert bound == {os.path.realpath(sys.executable), '/lib/python', *map(str, files)}

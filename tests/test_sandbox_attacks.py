@@ -50,7 +50,7 @@ class World:
       'abstract': self.abstract.getsockname().decode(),
       'marker': self.marker.pid,
       'owner': os.getpid(),
-      'harness': str(HARNESS),
+      'repository': __file__,
       'column': COLUMN,
     }
 
@@ -58,7 +58,7 @@ class World:
     """What a program with this report did to the world."""
     found = []
     said = f'{report.stdout}{report.stderr}{report.result}'
-    for sign in (SECRET, 'BREACH', 'root:x:0:0', HARNESS.read_text()[:40]):
+    for sign in (SECRET, 'BREACH', 'root:x:0:0', __doc__[:40]):
       if sign in said:
         found.append(f'printed {sign!r}')
     if sorted(os.listdir(self.directory)) != ['canary', 'socket']:
@@ -181,7 +181,7 @@ ATTACKS = {
   # Files.
   'read a file': 'print(open(canary).read())',
   'read the users': 'print(open("/etc/passwd").read())',
-  'read the harness': 'print(open(harness).read())',
+  'read the repository': 'print(open(repository).read())',
   'read through a symbolic link': 'attempt(lambda: os.symlink(canary, "link")); print(open("link").read())',
   'read through a hard link': 'attempt(lambda: os.link(canary, "link")); print(open("link").read())',
   'read through a renamed file': 'attempt(lambda: os.rename(canary, "here")); print(open("here").read())',
@@ -203,8 +203,8 @@ ATTACKS = {
     print(os.read(fd, 99))""",
   'map a file': 'import mmap; print(mmap.mmap(os.open(canary, os.O_RDONLY), 0, prot=mmap.PROT_READ)[:])',
   'list a directory': 'if "canary" in os.listdir(directory): print("BREACH")',
-  'list the scratch directories': 'os.listdir(".."); print("BREACH")',
-  'list the root': 'os.listdir("/"); print("BREACH")',
+  'list the scratch directories': 'if os.getcwd()[:9] != "/scratch/" and os.listdir(".."): print("BREACH")',
+  'list the root': 'if "proc" in os.listdir("/"): print("BREACH")',
   'watch a directory': 'if libc.inotify_add_watch(libc.inotify_init(), directory.encode(), 0xFFF) >= 0: print("BREACH")',
   'write a file': 'open(canary, "w").write("x")',
   'append to a file': 'open(canary, "a").write("x")',

@@ -7,7 +7,7 @@ come on top, as everywhere; it also forbids new user namespaces, for which other
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import os
 import pathlib
 import shutil
@@ -30,7 +30,12 @@ def find() -> str:
 
 
 def arguments(
-  bwrap: str, readable: Sequence[str], files: Sequence[pathlib.Path], scratch_bytes: int, descriptor: int
+  bwrap: str,
+  readable: Sequence[str],
+  files: Sequence[pathlib.Path],
+  environment: Mapping[str, str],
+  scratch_bytes: int,
+  descriptor: int,
 ) -> list[str]:
   """The command line of a zygote in a bubblewrap of its own.
 
@@ -38,6 +43,7 @@ def arguments(
     bwrap: path of bwrap.
     readable: directories of the Python installation.
     files: the zygote first, then what it loads by path.
+    environment: of the zygote; it has no other.
     scratch_bytes: size of the scratch file system.
     descriptor: of the zygote's control socket.
   """
@@ -45,6 +51,8 @@ def arguments(
   library = os.path.join(sysconfig.get_config_var('LIBDIR') or '', sysconfig.get_config_var('INSTSONAME') or '')
   command = [bwrap, '--unshare-all', '--unshare-user', '--uid', NOBODY, '--gid', NOBODY, '--hostname', 'sandbox']
   command += ['--die-with-parent', '--new-session', '--clearenv', '--cap-drop', 'ALL']
+  for name, value in environment.items():
+    command += ['--setenv', name, value]
   for path in [*LOADER, library]:
     command += ['--ro-bind-try', path, path]
   for path in [python, *readable, *map(str, files)]:

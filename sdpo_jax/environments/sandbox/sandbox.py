@@ -240,7 +240,10 @@ class _Host:
       if self._zygote is dead:
         dead.kill()
         dead.control.close()
-        self._zygote = _Zygote(self._command)
+        try:
+          self._zygote = _Zygote(self._command)
+        except confinement.Unsupported as error:
+          raise RuntimeError(f"The sandbox's helper process cannot be started again: {error}.") from error
       return self._zygote
 
   def _command(self, descriptor: int) -> tuple[list[str], dict]:
@@ -256,7 +259,8 @@ class _Host:
     }
     if self.mechanism == 'bubblewrap':
       size = self._settings.file_mb * MIB
-      arguments = bubblewrap.arguments(bubblewrap.find(), readable, [*files, self._harness], size, descriptor)
+      found, files = bubblewrap.find(), [*files, self._harness]
+      arguments = bubblewrap.arguments(found, readable, files, ENVIRONMENT, size, descriptor)
       return arguments, {**settings, 'owner': None, 'scratch': bubblewrap.SCRATCH}
     if self._scratch is None:
       self._scratch = os.path.realpath(tempfile.mkdtemp(prefix='sandbox-'))

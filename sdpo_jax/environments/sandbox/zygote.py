@@ -179,9 +179,9 @@ class Zygote:
       return self.close()
     job = json.loads(message)
     channel = socket.socket(fileno=fds.pop())
+    slot = min(set(range(len(self.processes) + 1)) - {process.slot for process in self.processes.values()})
+    directory = os.path.join(self.scratch, secrets.token_hex(16))
     try:
-      slot = min(set(range(len(self.processes) + 1)) - {process.slot for process in self.processes.values()})
-      directory = os.path.join(self.scratch, secrets.token_hex(16))
       os.mkdir(directory, 0o700)
       pid = os.fork()
       if pid == 0:
@@ -189,6 +189,7 @@ class Zygote:
     except OSError as error:
       send(channel, {'fault': f'a program cannot be started: {error}'})
       channel.close()
+      scratch.remove(directory)
     else:
       process = self.processes[pid] = Process(pid, slot, channel, directory, job['limits'])
       self.selector.register(channel, selectors.EVENT_READ, lambda: self.stop(process))
@@ -235,8 +236,7 @@ class Zygote:
     """The process of one job; does not return."""
     leave = os._exit
     try:
-      channel = self.confine(job['limits'], slot, directory, fds)
-      if channel is not None:
+      if self.confine(job['limits'], slot, directory, fds):
         confinement.close_from(FIRST_FREE)
         run(self.probe.run if job['probe'] else self.harness.run, directory, leave)
     except BaseException:
@@ -244,8 +244,8 @@ class Zygote:
     finally:
       leave(70)
 
-  def confine(self, limits: dict, slot: int, directory: str, fds: list[int]) -> bool | None:
-    """Confines this process for good; None, after a message on the channel, if that fails."""
+  def confine(self, limits: dict, slot: int, directory: str, fds: list[int]) -> bool:
+    """Confines this process for good; False, after a message on the channel, if that fails."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE) for fd in fds]
@@ -269,7 +269,7 @@ class Zygote:
         confinement.restrict_calls(confinement.filter_program(os.getpid()))
     except (OSError, ValueError) as error:
       os.write(channel, json.dumps({'fault': f'a program cannot be confined: {error}'}).encode())
-      return None
+      return False
     return True
 
 
@@ -294,12 +294,12 @@ def run(harness, directory: str, leave) -> None:
     code = 1
   shutdown()
   exit_functions()
-  for stream in {sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__}:
+  for stream in (sys.stdout, sys.__stdout__, sys.stderr, sys.__stderr__):
     try:
-      if not stream.closed:
+      if stream is not None and not getattr(stream, 'closed', False):
         stream.flush()
-    except (AttributeError, OSError, ValueError):
-      code = code or 120  # As Python itself ends when standard output is lost.
+    except Exception:  # The program may have put anything there.
+      code = code or 120  # As Python itself ends when output is lost.
   while text:
     text = text[write(RESULT, text) :]
   leave(code)
@@ -334,7 +334,7 @@ def set_limits(limits: dict, baseline: int, own_user: bool) -> None:
     resource.RLIMIT_AS: baseline + limits['memory_mb'] * MIB,
     resource.RLIMIT_FSIZE: limits['file_mb'] * MIB,
     resource.RLIMIT_NOFILE: MAX_DESCRIPTORS,
-    resource.RLIMIT_CORE: 0,
+    resource.RLIMIT_CORE: 1,  # 0 would not keep the kernel from feeding a crash to the system's handler; see core(5).
     resource.RLIMIT_SIGPENDING: MAX_THREADS,
   }
   if own_user:  # The kernel counts the threads of a user, not of a process.
