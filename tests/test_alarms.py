@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import chex
 import jax
@@ -123,6 +124,15 @@ def test_a_malformed_rule_is_named(text):
   with pytest.raises(UserError, match='alarms.rules: .* is not a rule: write METRIC < VALUE') as error:
     alarms.parse(text)
   assert repr(text) in str(error.value)
+
+
+def test_the_rules_that_the_documentation_recommends_are_rules():
+  text = (tiny.REPOSITORY / 'docs' / 'evaluation.md').read_text()
+  table = text.split('### Rules to start with')[1].split('###')[0]
+  rules = re.findall(r'^\| `([^`]+)` \|', table, re.MULTILINE)
+  assert len(rules) >= 10
+  for rule in rules:
+    assert alarms.parse(rule).text == rule
 
 
 def test_settings_of_alarms_are_checked_before_a_run():
