@@ -1,0 +1,750 @@
+"""Reads a scheduled HLO module (`compiled.as_text()`): what runs how often, and what the compiler says it costs.
+
+XLA's own cost analysis counts the body of a loop once and knows nothing of the TPU's schedule. The text does: most
+instructions carry `estimated_cycles`, and loops carry their bounds. Everything here is per device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import dataclasses
+import functools
+import math
+import re
+from typing import Literal
+
+import numpy as np
+
+# A loop in jax.named_scope('at_most_12') whose bound is not a constant is taken to run 12 times.
+SCOPE = re.compile(r'\bat_most_(\d+)\b')
+ITEM_BITS = {
+  'pred': 8,
+  **dict.fromkeys(('s2', 'u2'), 2),
+  **dict.fromkeys(('s4', 'u4', 'f4e2m1fn'), 4),
+  **dict.fromkeys(('s8', 'u8', 'f8e4m3fn', 'f8e5m2', 'f8e4m3b11fnuz', 'f8e4m3fnuz', 'f8e5m2fnuz', 'f8e8m0fnu'), 8),
+  **dict.fromkeys(('s16', 'u16', 'f16', 'bf16'), 16),
+  **dict.fromkeys(('s32', 'u32', 'f32'), 32),
+  **dict.fromkeys(('s64', 'u64', 'f64', 'c64'), 64),
+  'c128': 128,
+}
+COLLECTIVES = (
+  'all-gather',
+  'all-reduce',
+  'reduce-scatter',
+  'all-to-all',
+  'ragged-all-to-all',
+  'collective-permute',
+  'collective-broadcast',
+)
+# Instructions that move no data of their own.
+FREE = frozenset(
+  (
+    'parameter',
+    'constant',
+    'tuple',
+    'get-tuple-element',
+    'bitcast',
+    'after-all',
+    'add-dependency',
+    'partition-id',
+    'replica-id',
+    'opt-barrier',
+    'copy-done',
+    'slice-start',
+    'slice-done',
+    'async-done',
+    'async-update',
+  )
+)
+# Custom calls that are annotations or allocations.
+FREE_CALLS = frozenset(
+  ('AllocateBuffer', 'AssumeGatherIndicesInBound', 'ConcatBitcast', 'GatherScatterIndicesBitpacked', 'Sharding')
+)
+_ARRAY = re.compile(r'([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?')
+_NAME = re.compile(r'%([\w.\-]+)')
+_COMPUTATION = re.compile(r'(ENTRY )?%?([\w.\-]+) \(.*\{$')
+_INSTRUCTION = re.compile(r' +(ROOT )?%?([\w.\-]+) = ')
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+  """Type of one array."""
+
+  dtype: str
+  shape: tuple[int, ...]
+  space: int  # Memory space: 0 is HBM, 1 VMEM.
+
+  @property
+  def size(self) -> int:
+    """Elements."""
+    return math.prod(self.shape)
+
+  @property
+  def bytes(self) -> int:
+    """Bytes of its elements, without the padding of tiles."""
+    return self.size * ITEM_BITS.get(self.dtype, 0) // 8
+
+
+@dataclasses.dataclass
+class Instruction:
+  name: str
+  opcode: str
+  arrays: tuple[Array, ...]  # Results; several for a tuple.
+  operands: tuple[str, ...]
+  attributes: str  # The rest of the line, backend_config included.
+  literal: str = ''  # What stands between the parentheses: the value of a constant, the number of a parameter.
+
+  @property
+  def bytes(self) -> int:
+    """Of all results."""
+    return sum(array.bytes for array in self.arrays)
+
+  @property
+  def cycles(self) -> int | None:
+    """The compiler's estimate; None where it has none."""
+    match = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
+    return int(match.group(1)) if match else None
+
+  @property
+  def op_name(self) -> str:
+    """Where it comes from in the traced program."""
+    match = re.search(r'op_name="([^"]*)"', self.attributes)
+    return match.group(1) if match else ''
+
+  @property
+  def target(self) -> str:
+    """What a custom call calls."""
+    match = re.search(r'custom_call_target="([^"]*)"', self.attributes)
+    return match.group(1) if match else ''
+
+  def attribute(self, name: str) -> str | None:
+    """Value of the first attribute `name=value`; of a braced or bracketed value what is inside."""
+    match = re.search(rf'\b{name}=(?:\{{([^}}]*)\}}|\[([^\]]*)\]|([^,\s]+))', self.attributes)
+    return next((group for group in match.groups() if group is not None), None) if match else None
+
+  def called(self, *names: str) -> list[str]:
+    """Computations that the attributes `names` refer to."""
+    return [name for key in names for name in _NAME.findall(self._braced(key))]
+
+  def _braced(self, key: str) -> str:
+    match = re.search(rf'\b{key}=(\{{[^}}]*\}}|%[\w.\-]+)', self.attributes)
+    return match.group(1) if match else ''
+
+
+@dataclasses.dataclass
+class Computation:
+  name: str
+  instructions: dict[str, Instruction]
+  root: str = ''
+
+  def parameters(self) -> list[str]:
+    """Names of its parameters, in order."""
+    found = [(int(i.literal), i.name) for i in self.instructions.values() if i.opcode == 'parameter']
+    return [name for _, name in sorted(found)]
+
+
+@dataclasses.dataclass
+class Module:
+  computations: dict[str, Computation]
+  entry: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Execution:
+  """A top-level instruction and how often the program runs it."""
+
+  instruction: Instruction
+  computation: Computation
+  count: float
+
+
+def parse(text: str) -> Module:
+  """The module that `compiled.as_text()` prints.
+
+  Raises:
+    ValueError: the text holds no entry computation or an instruction that is not understood.
+  """
+  computations: dict[str, Computation] = {}
+  entry, current = '', None
+  for line in _logical_lines(text):
+    header = _COMPUTATION.match(line)
+    if header:
+      current = Computation(header.group(2), {})
+      computations[current.name] = current
+      entry = current.name if header.group(1) else entry
+    elif current is not None and (match := _INSTRUCTION.match(line)):
+      instruction = _instruction(match.group(2), line[match.end() :])
+      current.instructions[instruction.name] = instruction
+      if match.group(1):
+        current.root = instruction.name
+  if not entry:
+    raise ValueError('The text holds no ENTRY computation.')
+  return Module(computations, entry)
+
+
+def _logical_lines(text: str) -> Iterator[str]:
+  """Lines, with attribute values that contain line breaks joined to theirs."""
+  held = ''
+  for line in text.splitlines():
+    starts = line.startswith(('  ', 'ENTRY ', '%', 'HloModule')) or line == '}' or not line or held == ''
+    if starts or _COMPUTATION.match(line):
+      if held:
+        yield held
+      held = line
+    else:
+      held += line
+  if held:
+    yield held
+
+
+def _instruction(name: str, rest: str) -> Instruction:
+  end = _closing(rest, 0) if rest.startswith('(') else re.match(r'\S+', rest).end()
+  match = re.compile(r' ?([\w\-]+)\(').match(rest, end)
+  if match is None:
+    raise ValueError(f'This instruction is not understood: %{name} = {rest[:200]}')
+  stop = _closing(rest, match.end() - 1)
+  inside = rest[match.end() : stop - 1]
+  return Instruction(
+    name=name,
+    opcode=match.group(1),
+    arrays=tuple(_arrays(rest[:end])),
+    operands=tuple(_NAME.findall(inside)),
+    attributes=rest[stop:],
+    literal=inside if match.group(1) in ('constant', 'parameter') else '',
+  )
+
+
+def _closing(text: str, start: int) -> int:
+  """The place behind the parenthesis that closes the one at `start`."""
+  depth = 0
+  for match in re.compile(r'[()]').finditer(text, start):
+    depth += 1 if match.group() == '(' else -1
+    if depth == 0:
+      return match.end()
+  raise ValueError(f'A parenthesis is not closed: {text[start : start + 200]}')
+
+
+def _arrays(text: str) -> Iterator[Array]:
+  for dtype, sizes, layout in _ARRAY.findall(text):
+    space = re.search(r'S\((\d+)\)', layout)
+    shape = tuple(int(size.removeprefix('<=')) for size in sizes.split(',') if size)
+    yield Array(dtype, shape, int(space.group(1)) if space else 0)
+
+
+# --- what runs how often -----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Frame:
+  """Where a computation was called from, to look up what its parameters are."""
+
+  computation: Computation
+  caller: _Frame | None = None
+  call: Instruction | None = None
+
+
+@dataclasses.dataclass
+class Trace:
+  """Everything that a program runs, and the loops whose trip count its text does not tell."""
+
+  module: Module
+  executions: list[Execution]
+  unbounded: list[Instruction]
+
+
+def trace(module: Module, *, unknown_trips: int = 1, branch: Literal['dearest', 'cheapest'] = 'dearest') -> Trace:
+  """Walks the call graph from the entry.
+
+  Args:
+    module: from `parse`.
+    unknown_trips: how often a loop without a known bound is taken to run.
+    branch: which branch of a conditional is taken.
+  """
+  executions: list[Execution] = []
+  unbounded: list[Instruction] = []
+
+  @functools.cache
+  def weight(name: str) -> int:
+    """Cycles of a computation with all it calls, loops counted once."""
+    total = 0
+    for instruction in module.computations[name].instructions.values():
+      total += instruction.cycles or 0
+      total += sum(weight(called) for called in _subprograms(instruction))
+    return total
+
+  def visit(frame: _Frame, count: float) -> None:
+    for instruction in frame.computation.instructions.values():
+      executions.append(Execution(instruction, frame.computation, count))
+      called = _subprograms(instruction)
+      times = count
+      if instruction.opcode == 'while':
+        trips = trip_count(module, instruction, frame)
+        if trips is None:
+          unbounded.append(instruction)
+          trips = unknown_trips
+        times = count * trips
+      elif instruction.opcode == 'conditional':
+        called = [(max if branch == 'dearest' else min)(called, key=weight)]
+      for name in called:
+        visit(_Frame(module.computations[name], frame, instruction), times)
+
+  visit(_Frame(module.computations[module.entry]), 1)
+  return Trace(module, executions, unbounded)
+
+
+def _subprograms(instruction: Instruction) -> list[str]:
+  """Computations whose instructions run as instructions of their own."""
+  if instruction.opcode == 'while':
+    return instruction.called('body', 'condition')
+  if instruction.opcode == 'conditional':
+    return instruction.called('branch_computations', 'true_computation', 'false_computation')
+  if instruction.opcode == 'call':
+    return instruction.called('to_apply')
+  if instruction.opcode == 'async-start':
+    return instruction.called('calls')
+  return []
+
+
+def trip_count(module: Module, loop: Instruction, frame: _Frame) -> int | None:
+  """How often a `while` runs: from its annotation, from the constants of its condition, or from its named scope."""
+  known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
+  if known:
+    return int(known.group(1))
+  counted = _count(module, loop, frame)
+  if counted is not None:
+    return counted
+  scope = SCOPE.search(_outer_scope(loop.op_name))
+  return int(scope.group(1)) if scope else None
+
+
+def _outer_scope(op_name: str) -> str:
+  """The part of a loop's name that is its own: behind the loops around it."""
+  parts = re.split(r'/while/body', op_name)
+  return parts[-1]
+
+
+def _count(module: Module, loop: Instruction, frame: _Frame) -> int | None:
+  """Trips of a loop of the form `for i in range(start, stop, step)`; None for any other."""
+  (body,), (condition,) = loop.called('body'), loop.called('condition')
+  inner = _Frame(module.computations[condition], frame, loop)
+  compare, at = _through_fusions(module, inner, inner.computation.root)
+  if compare is None or compare.opcode != 'compare':
+    return None
+  direction = compare.attribute('direction')
+  left, right = (_element(module, at, operand) for operand in compare.operands)
+  if direction in ('GT', 'GE'):
+    left, right, direction = right, left, {'GT': 'LT', 'GE': 'LE'}[direction]
+  if direction not in ('LT', 'LE') or not isinstance(left, int):
+    return None
+  index = left
+  stop = right.value if isinstance(right, _Constant) else _invariant(module, loop, frame, right)
+  start = _constant(module, frame, _operand_element(module, frame, loop, index))
+  step = _step(module, module.computations[body], index)
+  if stop is None or start is None or not step or step < 0:
+    return None
+  return max(0, -(-(stop + (direction == 'LE') - start) // step))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Constant:
+  value: int
+
+
+def _through_fusions(module: Module, frame: _Frame, name: str) -> tuple[Instruction | None, _Frame]:
+  """The instruction behind copies and fusions of one, and the frame that its operands belong to."""
+  while True:
+    instruction = frame.computation.instructions.get(name)
+    if instruction is None:
+      return None, frame
+    if instruction.opcode in ('copy', 'bitcast', 'convert', 'reshape'):
+      name = instruction.operands[0]
+    elif instruction.opcode == 'fusion':
+      frame = _Frame(module.computations[instruction.called('calls')[0]], frame, instruction)
+      name = frame.computation.root
+    elif instruction.opcode == 'parameter' and frame.call is not None and frame.call.opcode == 'fusion':
+      name, frame = frame.call.operands[int(instruction.literal)], frame.caller
+    else:
+      return instruction, frame
+
+
+def _element(module: Module, frame: _Frame, name: str) -> int | _Constant | None:
+  """A value as a constant, or as the index of the element of its computation's tuple parameter."""
+  instruction, frame = _through_fusions(module, frame, name)
+  if instruction is None:
+    return None
+  if instruction.opcode == 'constant':
+    value = _literal(instruction)
+    return None if value is None else _Constant(value)
+  if instruction.opcode == 'get-tuple-element':
+    source, _ = _through_fusions(module, frame, instruction.operands[0])
+    if source is not None and source.opcode == 'parameter':
+      return int(instruction.attribute('index'))
+  return None
+
+
+def _literal(constant: Instruction) -> int | None:
+  text = constant.literal.strip().strip('{}')
+  return int(text) if re.fullmatch(r'-?\d+', text) else None
+
+
+def _operand_element(module: Module, frame: _Frame, loop: Instruction, index: int) -> str | None:
+  """Name of what goes into element `index` of a loop's tuple."""
+  source, _ = _through_fusions(module, frame, loop.operands[0])
+  return source.operands[index] if source is not None and source.opcode == 'tuple' else None
+
+
+def _constant(module: Module, frame: _Frame, name: str | None) -> int | None:
+  """The value of a name, looked up through the loops and calls around it."""
+  if name is None:
+    return None
+  instruction, at = _through_fusions(module, frame, name)
+  if instruction is None:
+    return None
+  if instruction.opcode == 'constant':
+    return _literal(instruction)
+  index = _element(module, at, instruction.name)
+  if isinstance(index, int) and at.call is not None and at.call.opcode == 'while':
+    return _invariant(module, at.call, at.caller, index)
+  return None
+
+
+def _invariant(module: Module, loop: Instruction, frame: _Frame, index: int | None) -> int | None:
+  """The constant in element `index` of a loop's tuple, if the body passes it on."""
+  if index is None:
+    return None
+  body = module.computations[loop.called('body')[0]]
+  root = body.instructions[body.root]
+  if root.opcode != 'tuple' or _element(module, _Frame(body), root.operands[index]) != index:
+    return None
+  return _constant(module, frame, _operand_element(module, frame, loop, index))
+
+
+def _step(module: Module, body: Computation, index: int) -> int | None:
+  """What a body adds to element `index` of its tuple."""
+  root = body.instructions[body.root]
+  if root.opcode != 'tuple':
+    return None
+  frame = _Frame(body)
+  instruction, at = _through_fusions(module, frame, root.operands[index])
+  if instruction is None or instruction.opcode != 'add':
+    return None
+  values = [_element(module, at, operand) for operand in instruction.operands]
+  constants = [value.value for value in values if isinstance(value, _Constant)]
+  return constants[0] if index in values and len(constants) == 1 else None
+
+
+# --- costs ---------------------------------------------------------------------------------------------------------
+
+
+def cycles(trace: Trace) -> float:
+  """The compiler's estimate of everything for which it has one."""
+  return sum((execution.instruction.cycles or 0) * execution.count for execution in trace.executions)
+
+
+def matmul_flops(trace: Trace) -> float:
+  """Floating-point operations of matrix products and convolutions (a multiplication and an addition are two)."""
+
+  @functools.cache
+  def inside(name: str) -> int:
+    computation = trace.module.computations[name]
+    return sum(flops(instruction, computation) for instruction in computation.instructions.values())
+
+  def flops(instruction: Instruction, computation: Computation) -> int:
+    if instruction.opcode == 'dot':
+      return _dot_flops(instruction, computation)
+    if instruction.opcode == 'convolution':
+      return _convolution_flops(instruction, computation)
+    if instruction.opcode == 'fusion':
+      return sum(inside(name) for name in instruction.called('calls'))
+    return 0
+
+  return sum(flops(execution.instruction, execution.computation) * execution.count for execution in trace.executions)
+
+
+def operands(instruction: Instruction, computation: Computation) -> list[Array]:
+  """Types of an instruction's operands."""
+  return [array for name in instruction.operands for array in computation.instructions[name].arrays]
+
+
+def _dot_flops(instruction: Instruction, computation: Computation) -> int:
+  left = operands(instruction, computation)[0]
+  contracted = [int(axis) for axis in (instruction.attribute('lhs_contracting_dims') or '').split(',') if axis]
+  return 2 * instruction.arrays[0].size * math.prod(left.shape[axis] for axis in contracted)
+
+
+def _convolution_flops(instruction: Instruction, computation: Computation) -> int:
+  """Counts the products that meet neither padding nor holes: batched matrix products are written as convolutions."""
+  left, right = operands(instruction, computation)[:2]
+  labels = re.search(r'dim_labels=(\w+)_(\w+)->(\w+)', instruction.attributes)
+  left_labels, right_labels, out_labels = labels.groups()
+  out = instruction.arrays[0]
+  spatial = sorted(label for label in right_labels if label.isdigit())
+  window = _window(instruction, len(spatial))
+  products = 1
+  for label in spatial:
+    axis = int(label)
+    positions = np.arange(out.shape[out_labels.index(label)])[:, None] * window['stride'][axis]
+    positions = positions + np.arange(window['size'][axis])[None] * window['rhs_dilate'][axis] - window['pad'][axis]
+    dilation = window['lhs_dilate'][axis]
+    size = left.shape[left_labels.index(label)]
+    products *= int(((positions >= 0) & (positions % dilation == 0) & (positions // dilation < size)).sum())
+  inputs = right.shape[right_labels.index('i')]
+  return 2 * products * inputs * out.shape[out_labels.index('b')] * out.shape[out_labels.index('f')]
+
+
+def _window(instruction: Instruction, axes: int) -> dict[str, list[int]]:
+  """Size, stride, low padding and dilations by spatial axis."""
+  text = re.search(r'window=\{([^}]*)\}', instruction.attributes)
+  found = dict(re.findall(r'(\w+)=(\S+)', text.group(1) if text else ''))
+  numbers = lambda key, default: (
+    [int(part.split('_')[0]) for part in found[key].split('x')] if key in found else [default] * axes
+  )
+  return {
+    'size': numbers('size', 1),
+    'stride': numbers('stride', 1),
+    'pad': numbers('pad', 0),
+    'lhs_dilate': numbers('lhs_dilate', 1),
+    'rhs_dilate': numbers('rhs_dilate', 1),
+  }
+
+
+# --- collectives -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """One kind of communication over one set of mesh axes."""
+
+  kind: str
+  axes: tuple[str, ...]  # Mesh axes over which the members of a group differ.
+  asynchronous: bool  # Runs beside other work.
+  payload: float  # Bytes: of the whole that is gathered or reduced, as one device holds it; all executions.
+  wire: float  # Bytes that a device sends (ring algorithms).
+  count: float  # Executions.
+
+
+def collectives(trace: Trace, axes: Mapping[str, int]) -> list[Collective]:
+  """Communication by kind, axes and whether it is asynchronous.
+
+  An asynchronous collective is in the text several times, once in each fusion that runs meanwhile, all with the same
+  channel; only its start counts. A channel may also be shared by collectives that run one after the other, so that
+  channels say nothing about how often something is sent.
+
+  Args:
+    trace: what runs.
+    axes: names and sizes of the mesh, in the order of the device assignment.
+  """
+  found: dict[tuple[str, tuple[str, ...], bool], list[float]] = {}
+
+  def add(instruction: Instruction, computation: Computation, count: float, scattered: bool) -> None:
+    kind = instruction.opcode.removesuffix('-start')
+    config = instruction.attributes.partition('backend_config=')[2]
+    asynchronous = instruction.opcode.endswith('-start') or 'async_collective_fusion_config' in config
+    group = replica_group(instruction, math.prod(axes.values()))
+    if len(group) < 2:
+      return
+    arrays = [operands(instruction, computation), instruction.arrays]
+    payload = max(sum(array.bytes for array in side) for side in arrays)
+    if instruction.opcode in ('all-gather-start', 'collective-permute-start'):
+      payload = max(array.bytes for array in instruction.arrays)  # Its results hold the operand as well.
+    kind = 'reduce-scatter' if scattered and kind == 'all-reduce' else kind
+    key = kind, _axes_of(group, axes), asynchronous
+    share = 1 if kind == 'collective-permute' else (len(group) - 1) / len(group)
+    sums = found.setdefault(key, [0.0, 0.0, 0.0])
+    for place, value in enumerate((payload, payload * share * (2 if kind == 'all-reduce' else 1), 1)):
+      sums[place] += value * count
+
+  def within(computation: Computation, count: float, scattered: bool) -> None:
+    continues = any(
+      'async_collective_fusion_config' in instruction.attributes for instruction in computation.instructions.values()
+    ) and not any(instruction.target == 'AsyncCollectiveStart' for instruction in computation.instructions.values())
+    for instruction in computation.instructions.values():
+      look(instruction, computation, count, scattered, counted=not continues)
+
+  def look(instruction: Instruction, computation: Computation, count: float, scattered: bool, counted: bool) -> None:
+    if instruction.opcode.removesuffix('-start') in COLLECTIVES and counted:
+      add(instruction, computation, count, scattered)
+    if instruction.opcode == 'fusion':
+      for name in instruction.called('calls'):
+        within(trace.module.computations[name], count, 'AllReduceScatter' in instruction.attributes)
+
+  for execution in trace.executions:
+    look(execution.instruction, execution.computation, execution.count, scattered=False, counted=True)
+  return sorted(
+    (Collective(*key, *sums) for key, sums in found.items()), key=lambda collective: collective.wire, reverse=True
+  )
+
+
+def replica_group(instruction: Instruction, devices: int) -> list[int]:
+  """The partitions of the first group of a collective with more than one member, from any of the ways to write it."""
+  text = instruction.attributes
+  pairs = re.search(r'source_target_pairs=\{\{(\d+),(\d+)\}', text)
+  if pairs:
+    moved = re.findall(r'\{(\d+),(\d+)\}', re.search(r'source_target_pairs=\{(.*?)\}\}', text).group(1) + '}')
+    return next(([int(a), int(b)] for a, b in moved if a != b), [0])
+  listed = re.search(r'replica_groups=\{(\{[\d,]*\})', text)
+  if listed:
+    return [int(number) for number in listed.group(1).strip('{}').split(',') if number]
+  iota = re.search(r'replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?', text)
+  if iota:
+    return _iota(*iota.groups()).reshape(_numbers(iota.group(1)))[0].tolist()
+  named = re.search(r'replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?\](?:T\([\d,]+\))?)\))? *\{([^}]*)\}', text)
+  if named:
+    return _mesh_group(*named.groups())
+  return list(range(devices))  # replica_groups={}: everybody.
+
+
+def _numbers(text: str) -> list[int]:
+  return [int(number) for number in text.split(',') if number]
+
+
+def _iota(_: str, reshaped: str, transposed: str | None) -> np.ndarray:
+  """The numbers from 0 on, reshaped and transposed: [8,8]<=[8,8]T(1,0)."""
+  sizes = _numbers(reshaped)
+  numbers = np.arange(math.prod(sizes)).reshape(sizes)
+  return numbers.transpose(_numbers(transposed)) if transposed else numbers
+
+
+def _mesh_group(sizes: str, device_ids: str | None, grouped: str) -> list[int]:
+  """The first group of mesh['a'=2,'b'=4], device_ids=([…]) {'b'}; 'b':(1)2 is a part of an axis."""
+  names, shape = zip(*((name, int(size)) for name, size in re.findall(r"'([^']*)'=(\d+)", sizes)), strict=True)
+  numbers = np.arange(math.prod(shape))
+  if device_ids:
+    order = re.match(r'\[([\d,]+)\](?:T\(([\d,]+)\))?', device_ids)
+    numbers = _iota('', *order.groups())
+  numbers = numbers.reshape(shape)
+  selected: list[slice | int] = [0] * len(shape)
+  for name, before, size in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", grouped):
+    axis = names.index(name)
+    if not size:
+      selected[axis] = slice(None)
+    else:
+      rest = shape[axis] // (int(before) * int(size))
+      selected[axis] = slice(0, rest * int(size), rest)
+  return numbers[tuple(selected)].reshape(-1).tolist()
+
+
+def _axes_of(group: Sequence[int], axes: Mapping[str, int]) -> tuple[str, ...]:
+  places = np.array(np.unravel_index(group, list(axes.values())))
+  return tuple(name for name, row in zip(axes, places, strict=True) if len(set(row.tolist())) > 1)
+
+
+# --- what the compiler has no estimate for, and what is large ---------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+  """An instruction without an estimate that does work: a Pallas kernel, TopK, a sort, a gather …"""
+
+  kind: str  # 'pallas', 'topk', 'sort', 'partial-reduce', or 'other'.
+  name: str
+  op_name: str
+  operands: tuple[Array, ...]
+  results: tuple[Array, ...]
+  bytes: int  # Read and written by one execution; of what is updated in place only the update.
+  count: float
+
+
+def kernels(trace: Trace) -> list[Kernel]:
+  """Every instruction that does work and carries no estimate; collectives and loops are not among them."""
+  found = []
+  for execution in trace.executions:
+    instruction, computation = execution.instruction, execution.computation
+    if instruction.cycles is not None or instruction.opcode in FREE or _subprograms(instruction):
+      continue
+    kind, source = _kernel_kind(trace.module, instruction, computation)
+    if kind is not None:
+      at, place = source
+      arguments = tuple(operands(at, place))
+      moved = _moved(trace.module, at, place)
+      found.append(Kernel(kind, instruction.name, at.op_name, arguments, at.arrays, moved, execution.count))
+  return found
+
+
+def _moved(module: Module, instruction: Instruction, computation: Computation) -> int:
+  """Bytes that an instruction reads and writes."""
+  if instruction.opcode == 'fusion':
+    inner = module.computations[instruction.called('calls')[0]]
+    root = inner.instructions[inner.root]
+    if root.opcode in ('dynamic-update-slice', 'scatter', 'gather', 'dynamic-slice'):
+      return _moved(module, root, inner)
+  arguments = [sum(array.bytes for array in computation.instructions[name].arrays) for name in instruction.operands]
+  if instruction.opcode == 'dynamic-update-slice':
+    return 2 * arguments[1]
+  if instruction.opcode == 'scatter':
+    return 2 * sum(arguments[len(arguments) // 2 + 1 :])
+  if instruction.opcode in ('gather', 'dynamic-slice'):
+    return 2 * instruction.bytes
+  return sum(arguments) + instruction.bytes
+
+
+def _kernel_kind(
+  module: Module, instruction: Instruction, computation: Computation
+) -> tuple[str | None, tuple[Instruction, Computation]]:
+  own = instruction, computation
+  opcode = instruction.opcode
+  # What is started and awaited runs beside the rest.
+  if opcode.endswith(('-start', '-done')) or opcode in COLLECTIVES:
+    return None, own
+  if opcode == 'custom-call':
+    return _call_kind(instruction), own
+  if opcode == 'fusion':
+    for name in instruction.called('calls'):
+      inner = module.computations[name]
+      for nested in inner.instructions.values():
+        if nested.opcode.removesuffix('-start') in COLLECTIVES or nested.target.startswith('AsyncCollective'):
+          return None, own
+        if nested.opcode == 'sort':
+          return 'sort', (nested, inner)
+        if nested.opcode == 'custom-call' and _call_kind(nested) not in (None, 'other'):
+          return _call_kind(nested), (nested, inner)
+  return ('sort' if opcode == 'sort' else 'other'), own
+
+
+def _call_kind(call: Instruction) -> str | None:
+  if call.target in FREE_CALLS or call.target.startswith('AsyncCollective'):
+    return None
+  return {'tpu_custom_call': 'pallas', 'TopK': 'topk', 'PartialReduce': 'partial-reduce'}.get(call.target, 'other')
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+  name: str
+  op_name: str
+  opcode: str
+  bytes: int
+  count: float
+  shape: str
+
+
+def largest(trace: Trace, *, limit: int = 10, of: Callable[[Instruction], bool] | None = None) -> list[Buffer]:
+  """The largest results in HBM of instructions that make something new.
+
+  Args:
+    trace: what runs.
+    limit: how many.
+    of: which instructions; None: all.
+  """
+  found = []
+  for execution in trace.executions:
+    instruction = execution.instruction
+    if instruction.opcode in FREE or _subprograms(instruction) or (of is not None and not of(instruction)):
+      continue
+    arrays = [array for array in instruction.arrays if array.space == 0]
+    if not arrays:
+      continue
+    array = max(arrays, key=lambda array: array.bytes)
+    shape = f'{array.dtype}[{",".join(map(str, array.shape))}]'
+    found.append(Buffer(instruction.name, instruction.op_name, instruction.opcode, array.bytes, execution.count, shape))
+  found.sort(key=lambda buffer: buffer.bytes, reverse=True)
+  return found[:limit]
+
+
+def copies(trace: Trace, limit: int = 10) -> list[Buffer]:
+  """The largest copies of arrays in HBM: what should be updated in place shows here when it is not."""
+  return largest(trace, limit=limit, of=lambda instruction: instruction.opcode in ('copy', 'copy-start', 'transpose'))
+
+
+def total(collected: Iterable[Collective], *, asynchronous: bool | None = None) -> float:
+  """Bytes on the wire of some collectives: all, or only the (a)synchronous ones."""
+  return sum(c.wire for c in collected if asynchronous is None or c.asynchronous == asynchronous)

@@ -1,0 +1,131 @@
+"""TPU slices as compilers see them: device descriptions without the devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+
+import jax
+from jax.experimental import topologies
+
+from sdpo_jax.errors import UserError
+
+# What keeps libtpu from looking for a TPU, for its metadata server, and for the lock of another process.
+ENVIRONMENT = {
+  'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
+  'TPU_ACCELERATOR_TYPE': 'v5litepod-64',
+  'TPU_MIN_LOG_LEVEL': '3',
+  'TPU_SKIP_MDS_QUERY': '1',
+  'TPU_STDERR_LOG_LEVEL': '3',
+  'TPU_WORKER_HOSTNAMES': 'localhost',
+  'TPU_WORKER_ID': '0',
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  """One chip of a TPU generation."""
+
+  name: str
+  hbm_gib: float  # What a program may use, as the compiler's own out-of-memory message says.
+  flops: float  # Dense bf16 FLOP/s (data sheet).
+  hbm_bandwidth: float  # Byte/s (data sheet).
+  clock: float  # Hz; with the matrix units' products a cycle it makes up `flops`.
+  ici_bandwidth: float  # Byte/s that a chip at the corner of a slice without wraparound can send.
+  price: float  # US dollars a chip-hour: on-demand list price, which changes; a default only.
+  smallest: str  # The smallest slice that the compiler describes; single chips are taken from it.
+  slices: tuple[str, ...]  # Examples for messages.
+
+
+CHIPS = {
+  'v5e': Chip(
+    name='v5e',
+    hbm_gib=15.75,
+    flops=197e12,
+    hbm_bandwidth=819e9,
+    clock=1.5e9,
+    ici_bandwidth=100e9,
+    price=1.20,
+    smallest='2x2',
+    slices=('1x1', '2x2', '2x4', '4x4', '4x8', '8x8', '8x16', '16x16'),
+  ),
+  'v6e': Chip(
+    name='v6e',
+    hbm_gib=31.25,
+    flops=918e12,
+    hbm_bandwidth=1638e9,
+    clock=1.75e9,
+    ici_bandwidth=180e9,
+    price=2.70,
+    smallest='2x2',
+    slices=('1x1', '2x2', '2x4', '4x4', '4x8', '8x8', '8x16', '16x16'),
+  ),
+  'v5p': Chip(
+    name='v5p',
+    hbm_gib=95.74,
+    flops=459e12,
+    hbm_bandwidth=2765e9,
+    clock=1.75e9,
+    ici_bandwidth=270e9,
+    price=4.20,
+    smallest='2x2x1',
+    slices=('1x1x1', '2x2x1', '2x2x2', '2x4x4', '4x4x4', '4x4x8', '8x8x8'),
+  ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+  """A slice: its name, its kind of chip, and descriptions of its devices that programs can be compiled for."""
+
+  name: str
+  chip: Chip
+  devices: tuple[jax.Device, ...]
+
+
+def describe(name: str) -> Topology:
+  """The slice `name`, e.g. v5e:8x8 (v5e:1x1 is one chip); needs libtpu, but no TPU.
+
+  Raises:
+    UserError: libtpu is not installed, or there is no such slice.
+  """
+  if importlib.util.find_spec('libtpu') is None and 'TPU_LIBRARY_PATH' not in os.environ:
+    raise UserError(
+      'Planning needs the TPU compiler, which is in the package libtpu: pip install -r requirements-tpu.txt '
+      '(no TPU is needed).'
+    )
+  match = re.fullmatch(r'(\w+):(\d+(?:x\d+)+)', name)
+  if match is None or match.group(1) not in CHIPS:
+    raise UserError(
+      f'--topology={name} is no slice: write KIND:SHAPE with one of {", ".join(CHIPS)}, e.g. v5e:8x8 or v5e:1x1.'
+    )
+  chip, shape = CHIPS[match.group(1)], match.group(2)
+  chips = math.prod(int(size) for size in shape.split('x'))
+  wanted = chip.smallest if chips == 1 else shape
+  for variable, value in ENVIRONMENT.items():
+    os.environ.setdefault(variable, value)
+  try:
+    described = topologies.get_topology_desc(platform='tpu', topology_name=f'{chip.name}:{wanted}')
+  except (RuntimeError, ValueError) as error:  # JaxRuntimeError is a RuntimeError.
+    reason = ' '.join(str(error).split())
+    if 'topolog' not in reason.lower() and 'INVALID_ARGUMENT' not in reason:
+      raise UserError(f'The TPU compiler (libtpu) does not start: {reason}') from error
+    raise UserError(
+      f'--topology={name} is no slice of {chip.name} that the compiler knows ({reason}); there are '
+      f'{", ".join(chip.slices)}.'
+    ) from error
+  if chips > 1 and len(described.devices) != chips:
+    raise UserError(f'--topology={name}: the compiler describes {len(described.devices)} devices for {chips} chips.')
+  return Topology(name, chip, tuple(described.devices[:chips]))
+
+
+def compile_only() -> None:
+  """Keeps this process off accelerators and its programs out of the compilation cache; call it before JAX starts.
+
+  Programs compiled for a described slice can be written to the cache but not read back.
+  """
+  jax.config.update('jax_platforms', 'cpu')
+  jax.config.update('jax_enable_compilation_cache', False)
