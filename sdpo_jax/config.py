@@ -175,6 +175,11 @@ class ActorConfig:
   entropy_coeff: float = setting(0.0, 'Weight of an entropy bonus.')
   ppo_mini_batch_size: int = setting(32, 'Questions per optimizer step.')
   ppo_micro_batch_size: int = setting(8, 'Sequences per forward and backward pass; changes memory, never a gradient.')
+  pack_sequences: bool = setting(
+    False,
+    'Pack short samples into rows of the largest declared lengths, as segments that do not see each other: one program '
+    'instead of one per bucket, and little padding.',
+  )
   ppo_epochs: int = setting(1, 'Passes over a generation batch.')
   logits_chunk_size: int = setting(512, 'Tokens whose logits exist at one time in the objective.')
 
@@ -481,8 +486,9 @@ HARMLESS = (
   'environments.judge.timeout_s',
   'environments.judge.retries',
   'environments.judge.concurrency',
-  'actor.ppo_micro_batch_size',  # These three change memory and rounding, no gradient.
+  'actor.ppo_micro_batch_size',  # These change memory and rounding, no gradient.
   'actor.logits_chunk_size',
+  'actor.pack_sequences',
   'model.remat',
   'mesh',
 )

@@ -68,19 +68,20 @@ def programs(
   }
   terms = ['distill_coef' if sdpo else 'policy_coef', *(['entropy_coef'] if config.actor.entropy_coeff else [])]
   scoring = batching.scores_first(config)
-  for response in declared.response:
-    for prompt in declared.prompt:
+  trained = batching.Buckets.of_update(config)
+  for response in trained.response:
+    for prompt in trained.prompt:
       if scoring:
         batch = abstract_batch(rows, prompt, None, response, old=False, terms=terms, mesh=mesh)
         found[f'score/{prompt}×{response}'] = Program(update.score, (base, trainable, batch.student, batch.targets))
-      for reprompt in declared.reprompt if sdpo else (None,):
+      for reprompt in trained.reprompt if sdpo else (None,):
         batch = abstract_batch(
           rows, prompt, reprompt, response, old=not batching.on_policy(config), terms=terms, mesh=mesh
         )
         name = f'update/{prompt}×{reprompt}×{response}' if sdpo else f'update/{prompt}×{response}'
         found[name] = Program(update.accumulate, (base, state, trainable, batch))
-      if response == declared.response[-1]:
-        found.update(_sampling(config, policy, base, trainable, mesh, prompt, response, stop_ids))
+  for prompt in declared.prompt:
+    found.update(_sampling(config, policy, base, trainable, mesh, prompt, declared.response[-1], stop_ids))
   return found
 
 

@@ -66,15 +66,68 @@ def test_rows_join_prompt_and_completion_and_point_at_the_predicting_state():
   np.testing.assert_array_equal(rows.target_index, [[1, 2, 3], [2, 0, 0]])
 
 
+def held(micros):
+  """The samples of micro-batches."""
+  return [sample for micro in micros for row in micro.samples for sample in row]
+
+
+def test_packed_rows_restart_positions_and_number_their_segments():
+  rows = batching.packed_rows([[([1, 2], [7]), (None, [8, 9]), ([3], [5, 6])], []], length=8, width=6)
+  np.testing.assert_array_equal(rows.tokens, [[1, 2, 7, 3, 5, 6, 0, 0], [0] * 8])
+  np.testing.assert_array_equal(rows.positions, [[0, 1, 2, 0, 1, 2, 0, 0], [0] * 8])
+  np.testing.assert_array_equal(rows.segment_ids, [[1, 1, 1, 2, 2, 2, 0, 0], [0] * 8])
+  np.testing.assert_array_equal(rows.target_index, [[1, 0, 0, 3, 4, 0], [0] * 6])
+
+
+@pytest.mark.parametrize('seed', range(20))
+def test_packing_holds_every_item_once_within_the_room_in_few_rows(seed):
+  rng = np.random.default_rng(seed)
+  room = np.array([30, 50, 20])
+  sizes = np.stack([rng.integers(0, limit + 1, 40) for limit in room // rng.integers(1, 4)], axis=1)
+  rows = batching.pack(sizes, room, 4)
+  assert sorted(item for row in rows for item in row) == list(range(40))
+  assert all((sizes[row].sum(0) <= room).all() for row in rows)
+  least = int(np.ceil(sizes.sum(0) / room).max())
+  assert len(rows) <= 2 * least + 4
+  assert rows == batching.pack(sizes, room, 4)
+
+
+@pytest.mark.parametrize('size', [1, 2, 5])
+def test_a_packed_batch_holds_what_an_unpacked_one_does(size):
+  config = make_config(ppo_micro_batch_size=size, pack_sequences=True)
+  samples = make_samples(config)
+  expected = batching.coefficients(samples, np.arange(8), config)['distill_coef']
+  found = np.zeros_like(expected)
+  micros = batching.micro_batches(samples, np.arange(8), config)
+  assert sorted(held(micros)) == [0, 2, 3, 5]
+  assert len({micro.batch.student.tokens.shape + micro.batch.teacher.tokens.shape for micro in micros}) == 1
+  for micro in micros:
+    micro.scatter(micro.batch.distill_coef, found)
+    for row, ids in enumerate(micro.samples):
+      start = 0
+      for segment, sample in enumerate(ids, 1):
+        length = int(samples.rollouts.completion_mask[sample].sum())
+        completion = samples.rollouts.completion_tokens[sample, :length]
+        place = slice(start, start + length)
+        np.testing.assert_array_equal(micro.batch.targets[row, place], completion)
+        for side, prompts in ((micro.batch.student, samples.prompts), (micro.batch.teacher, samples.teacher_prompts)):
+          inside = side.segment_ids[row] == segment
+          np.testing.assert_array_equal(side.tokens[row][inside], [*prompts[sample], *completion])
+          np.testing.assert_array_equal(side.positions[row][inside], np.arange(inside.sum()))
+          np.testing.assert_array_equal(side.tokens[row][side.target_index[row, place] + 1], completion)
+        start += length
+  np.testing.assert_array_equal(found, expected)
+
+
 def test_every_live_row_is_in_exactly_one_micro_batch_and_silent_rows_in_none():
   config = make_config()
   samples = make_samples(config)
   micros = batching.micro_batches(samples, np.arange(8), config)
-  assert sorted(np.concatenate([micro.rows for micro in micros])) == [0, 2, 3, 5]
+  assert sorted(held(micros)) == [0, 2, 3, 5]
   for micro in micros:
     size, width = micro.batch.targets.shape
     assert size == 3
-    for i, row in enumerate(micro.rows):
+    for i, (row,) in enumerate(filter(None, micro.samples)):
       length = int(samples.rollouts.completion_mask[row].sum())
       np.testing.assert_array_equal(micro.batch.targets[i, :length], samples.rollouts.completion_tokens[row, :length])
       for side, prompts in ((micro.batch.student, samples.prompts), (micro.batch.teacher, samples.teacher_prompts)):
@@ -83,7 +136,8 @@ def test_every_live_row_is_in_exactly_one_micro_batch_and_silent_rows_in_none():
         assert side.segment_ids[i].sum() == len(whole)
         predicted = side.tokens[i][side.target_index[i, :length] + 1]
         np.testing.assert_array_equal(predicted, samples.rollouts.completion_tokens[row, :length])
-    assert (micro.batch.distill_coef[len(micro.rows) :] == 0).all()
+    empty = [not row for row in micro.samples]
+    assert (micro.batch.distill_coef[empty] == 0).all() and (micro.batch.student.segment_ids[empty] == 0).all()
 
 
 @pytest.mark.parametrize('size', [1, 2, 3, 8])
@@ -95,8 +149,7 @@ def test_denominators_do_not_depend_on_the_micro_batch(size, mode):
   config = make_config(loss_agg_mode=mode, ppo_micro_batch_size=size)
   found = np.zeros_like(expected)
   for micro in batching.micro_batches(samples, np.arange(8), config):
-    width = micro.batch.distill_coef.shape[1]
-    found[micro.rows, :width] = micro.batch.distill_coef[: len(micro.rows)]
+    micro.scatter(micro.batch.distill_coef, found)
   np.testing.assert_array_equal(found, expected)
   mask = samples.rollouts.completion_mask * samples.distill_mask[:, None]
   by_hand = {
@@ -131,7 +184,7 @@ def test_policy_gradient_rows_need_an_advantage():
     make_samples(config), teacher_prompts=None, advantages=np.array([0, 0, 1, -1, 0, 0, 0, 0], np.float32)
   )
   [micro] = batching.micro_batches(samples, np.arange(8), config)
-  assert sorted(micro.rows) == [2, 3]
+  assert sorted(held([micro])) == [2, 3]
   assert micro.batch.teacher is None
   assert micro.batch.distill_coef is None
 

@@ -46,3 +46,9 @@ def test_the_update_is_called_with_the_registered_shapes():
 def test_every_kind_of_program_lowers(name):
   *_, found = registered()
   assert 'func.func public @main' in found[name].lower().as_text()
+
+
+def test_packed_updates_have_the_largest_shapes_only():
+  buckets = {'data__prompt_buckets': (4, 8), 'data__response_buckets': (3, 6), 'data__reprompt_buckets': (8, 16)}
+  updates = lambda **more: [name for name in registered(**buckets, **more)[-1] if name.startswith('update')]
+  assert len(updates()) == 8 and updates(actor__pack_sequences=True) == ['update/8×16×6']

@@ -137,8 +137,7 @@ def score(session: Session, state: TrainState, samples: batching.Samples) -> np.
   for micro in batching.micro_batches(everything, np.arange(len(samples)), config, session.mesh.size):
     batch = put_rows(session.mesh, micro.batch)
     log_probs, _ = session.update.score(session.base, state.trainable, batch.student, batch.targets)
-    width = min(result.shape[1], log_probs.shape[1])
-    result[micro.rows, :width] = np.asarray(log_probs)[: len(micro.rows), :width]
+    micro.scatter(np.asarray(log_probs), result)
   return result * samples.rollouts.completion_mask
 
 
@@ -169,20 +168,18 @@ def learn(session: Session, state: TrainState, samples: batching.Samples) -> tup
       for micro in batching.micro_batches(samples, step_rows, config, session.mesh.size):
         batch = put_rows(session.mesh, micro.batch)
         grads, result = update.accumulate(session.base, state, grads, batch)
-        pending.append((micro.rows, result))
-        trained += int(micro.batch.student.segment_ids[: len(micro.rows)].sum())
+        pending.append((micro, result))
+        trained += micro.tokens(micro.batch.student)
         if micro.batch.teacher is not None:
-          teacher_tokens += int(micro.batch.teacher.segment_ids[: len(micro.rows)].sum())
+          teacher_tokens += micro.tokens(micro.batch.teacher)
       state, report = update.apply(state, grads)
       losses.append(sum(float(result.loss) for _, result in pending))
       reports.append(jax.device_get(report))
-      for rows, result in pending:
+      for micro, result in pending:
         for name, value in jax.device_get(result.aux).items():
           if value.ndim == 0:  # Parts of the loss, which is logged as a whole.
             continue
-          target = values.setdefault(name, np.full(shape, np.nan, np.float32))
-          width = min(shape[1], value.shape[1])
-          target[rows, :width] = value[: len(rows), :width]
+          micro.scatter(value, values.setdefault(name, np.full(shape, np.nan, np.float32)))
   finite = [int(report['finite']) for report in reports]
   state = update.finish(state, np.int32(sum(finite)))
   return state, Learned(

@@ -1,0 +1,113 @@
+"""The quickstart's whole step on meshes, packed and not: loss, gradients and the tree after a step are one device's."""
+
+import functools
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from configs import quickstart
+from models import huggingface
+from models import tokenizer as tokenizers
+from sdpo_jax import mesh as meshes
+from sdpo_jax.config import Config, MeshConfig
+from sdpo_jax.data.prompts import prompt_tokens
+from sdpo_jax.environments import registry
+from sdpo_jax.teacher.context import build_teacher_context
+from sdpo_jax.training import batching
+from sdpo_jax.training.step import make_update, place_state
+from sdpo_jax.types import Outcome, Rollouts
+
+QUESTIONS, N, T = 4, 4, 8
+MESHES = [(8, 1), (4, 2), (2, 4)]
+
+
+def settings(pack: bool) -> Config:
+  config = quickstart.get_config()
+  config.data.train_batch_size = config.actor.ppo_mini_batch_size = QUESTIONS
+  config.rollout.n = N
+  config.data.max_response_length, config.data.response_buckets = 4 * T, (T, 4 * T)
+  config.data.max_prompt_length, config.data.prompt_buckets = 64, (32, 64)
+  config.actor.self_distillation.max_reprompt_len, config.data.reprompt_buckets = 160, (160,)
+  config.actor.self_distillation.distillation_topk = 20
+  config.actor.ppo_micro_batch_size = 8
+  config.actor.pack_sequences = pack
+  config.optimizer.name, config.optimizer.lr, config.optimizer.lr_warmup_steps = 'sgd', 1e-2, 0
+  return config.validate()
+
+
+@functools.cache
+def samples() -> batching.Samples:
+  """Teacher-forced completions of real questions, of all lengths, with feedback and demonstrations."""
+  config = settings(False)
+  tokenizer = tokenizers.load(config.model.path)
+  make = registry.get_generator('digits')('train', 0)
+  examples = [make(index) for index in range(QUESTIONS)]
+  rng = np.random.default_rng(0)
+  count = QUESTIONS * N
+  tokens = rng.integers(10, 200, (count, T)).astype(np.int32)
+  mask = np.arange(T)[None] < rng.integers(1, T + 1, count)[:, None]
+  group = np.repeat(np.arange(QUESTIONS, dtype=np.int32), N)
+  prompts = [prompt_tokens(tokenizer, examples[g], config) for g in group]
+  zeros = np.zeros((count, T), np.float32)
+  rollouts = Rollouts(
+    group, np.zeros((count, 1), np.int32), np.ones((count, 1), bool), tokens * mask, mask, zeros, zeros, zeros,
+    ['stop'] * count, [tokenizer.decode(row[row_mask]) for row, row_mask in zip(tokens, mask, strict=True)],
+  )  # fmt: skip
+  outcomes = [
+    Outcome(float(row % 5 == 0), '' if row % 3 == 0 else 'Digit 1 is wrong: expected 0, got 3.') for row in range(count)
+  ]
+  context = build_teacher_context(
+    [examples[g].messages for g in group],
+    group,
+    rollouts.text,
+    outcomes,
+    config.actor.self_distillation,
+    tokenizer,
+    seed=0,
+    step=0,
+  )
+  assert 0 < context.mask.sum() < count
+  weights = rng.uniform(0.5, 2, (count, T)).astype(np.float32)
+  return batching.Samples(
+    prompts, context.prompt_tokens, rollouts, context.mask, np.zeros(count, np.float32), None, weights
+  )
+
+
+@functools.cache
+def step(shape: tuple[int, int], pack: bool):
+  """(loss, gradients, parameters after one step of plain gradient descent, per-token divergences)"""
+  config, data = settings(pack), samples()
+  mesh = meshes.make_mesh(MeshConfig(*shape), jax.devices()[: shape[0] * shape[1]])
+  policy, parameters = huggingface.load(config.model.path, config.model, mesh=mesh)
+  state = place_state(config, parameters, mesh)
+  update = make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state))
+  grads, loss = update.zero(state.trainable), 0.0
+  divergence = np.full((len(data), T), np.nan, np.float32)
+  for micro in batching.micro_batches(data, np.arange(len(data)), config, mesh.size):
+    grads, result = update.accumulate({}, state, grads, meshes.put_rows(mesh, micro.batch))
+    loss += float(result.loss)
+    micro.scatter(np.asarray(result.aux['divergence']), divergence)
+  gradients = jax.device_get(grads)
+  state, _ = update.apply(state, grads)
+  return loss, gradients, jax.device_get(state.trainable), divergence
+
+
+@pytest.mark.parametrize('pack', [False, True], ids=['rows', 'packed'])
+@pytest.mark.parametrize('shape', MESHES, ids=lambda shape: f'{shape[0]}x{shape[1]}')
+def test_a_mesh_gives_what_one_device_gives(shape, pack):
+  loss, gradients, parameters, divergence = step((1, 1), False)
+  mesh_loss, mesh_gradients, mesh_parameters, mesh_divergence = step(shape, pack)
+  assert abs(loss) > 1e-3 and mesh_loss == pytest.approx(loss, rel=1e-5)
+  for ours, theirs in zip(jax.tree.leaves(mesh_gradients), jax.tree.leaves(gradients), strict=True):
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * max(np.abs(theirs).max(), 1e-6))
+  chex.assert_trees_all_close(mesh_parameters, parameters, rtol=1e-5, atol=1e-7)
+  np.testing.assert_allclose(mesh_divergence, divergence, rtol=1e-4, atol=1e-6)
+
+
+def test_packing_takes_fewer_rows():
+  rows = lambda pack: sum(
+    bool(row) for micro in batching.micro_batches(samples(), np.arange(16), settings(pack)) for row in micro.samples
+  )
+  assert rows(True) < rows(False) == int((samples().distill_mask > 0).sum())
