@@ -49,7 +49,7 @@ def test_a_program_gets_its_payload_and_input_and_what_it_makes_comes_back(sandb
   )
   assert report.status == 'ended' and report.exit_code == 0 and report.signal is None
   assert (report.result, report.stdout, report.stderr) == ({'a': [3, None]}, 'in\n', 'bad\n')
-  assert 0 < report.cpu_s < 10 and 0 < report.wall_s < 20
+  assert report.cpu_s > 0 and report.wall_s > 0
 
 
 def test_reports_come_in_the_order_of_the_jobs(sandbox):

@@ -407,6 +407,12 @@ ATTACKS = {
   'time of a thread that nothing ends': """
     threading.Thread(target=time.sleep, args=(30,)).start()""",
 }
+# How programs end that would not by themselves.
+ENDS = {
+  **dict.fromkeys(['output without end', 'errors without end', 'a result without end'], 'output'),
+  **dict.fromkeys(['many large files', 'many files', 'deep directories', 'files in a closed directory'], 'output'),
+  **dict.fromkeys(['time', 'time of the processor', 'time of a thread that nothing ends'], 'timeout'),
+}
 # Not to be tried without a sandbox: what uses up a machine, or harms those beside.
 HARMFUL = {
   *('another root', 'another user', 'another host name', 'a mount', 'become a daemon of the system'),
@@ -427,7 +433,7 @@ def test_an_attack_is_contained(sandbox, world, name):
   report = attack(sandbox, world, name)
   assert world.breaches(report) == [], report
   assert len(report.stdout) + len(report.stderr) <= LIMITS.output_mb * 2**20
-  assert report.wall_s < 2 * LIMITS.wall_s + 10 and report.cpu_s < LIMITS.cpu_s + 3, 'the limits of time hold'
+  assert report.cpu_s < LIMITS.cpu_s + 3 and report.status == ENDS.get(name, report.status), report
   alive = sandbox.run([Job({'code': 'result = 7'}, '', LIMITS)])[0]
   assert alive.result == 7, 'the sandbox is there for the next program'
 

@@ -21,6 +21,7 @@ import importlib
 import importlib.util
 import io
 import json
+import mmap
 import os
 import resource
 import secrets
@@ -421,12 +422,24 @@ def strays(known: dict[int, Process]) -> list[int]:
 
 
 def address_space() -> int:
-  """Bytes of address space that this process has taken."""
+  """Bytes of address space that this process has taken, to a MiB."""
   try:
     with open('/proc/self/statm') as file:
       return int(file.read().split()[0]) * os.sysconf('SC_PAGE_SIZE')
-  except FileNotFoundError:  # In a bubblewrap: what is resident, and a guess at what libraries have only reserved.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + 128 * MIB
+  except FileNotFoundError:  # In a bubblewrap: the least limit under which there is room for one page more.
+    pass
+  limits = resource.getrlimit(resource.RLIMIT_AS)
+  too_little, enough = 0, 2**44
+  while enough - too_little > MIB:
+    middle = (too_little + enough) // 2
+    resource.setrlimit(resource.RLIMIT_AS, (middle, limits[1]))
+    try:
+      mmap.mmap(-1, 1).close()
+      enough = middle
+    except (OSError, MemoryError):
+      too_little = middle
+  resource.setrlimit(resource.RLIMIT_AS, limits)
+  return enough
 
 
 def below(path: str, directories: list[str]) -> bool:
