@@ -1,12 +1,13 @@
 """The registry of compiled programs: which programs a run with given settings uses, with their argument shapes.
 
 The loop runs these functions; `programs` lists them with abstract arguments, so that others can lower, compile and
-cost them without running anything.
+cost them without running anything. `compile_programs` does so in an order in which each finds the shardings of what it
+is handed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
 from typing import Any
@@ -14,10 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from models import parameters as parameter_tables
 from models.policy import Policy
 from sdpo_jax import mesh as meshes
 from sdpo_jax.config import Config
-from sdpo_jax.rollout import decode, engine
+from sdpo_jax.rollout import engine
 from sdpo_jax.rollout import programs as rollout_programs
 from sdpo_jax.rollout.sampling import SamplingParams
 from sdpo_jax.training import batching
@@ -33,10 +35,74 @@ class Program:
   function: Callable[..., Any]
   arguments: tuple[Any, ...]
   static: dict[str, Any] = dataclasses.field(default_factory=dict)
+  # What each argument is: 'parameters', 'state', 'gradients', 'cache' (of a decode loop), 'batch'.
+  holds: tuple[str, ...] = ()
+  # Argument → the program whose result it is, and which element of that (None: all): the shardings are those that the
+  # compiler chose there.
+  inherits: Mapping[int, tuple[str, int | None]] = dataclasses.field(default_factory=dict)
 
-  def lower(self) -> jax.stages.Lowered:
-    """The program, ready to compile."""
-    return self.function.lower(*self.arguments, **self.static)
+  def lower(self, shardings: Mapping[str, Any] | None = None) -> jax.stages.Lowered:
+    """The program, ready to compile.
+
+    Args:
+      shardings: of the results of the programs from which this one inherits, by name; None: it is lowered for arguments
+        whose shardings are not known.
+    """
+    arguments = list(self.arguments)
+    for index, (name, element) in self.inherits.items() if shardings is not None else ():
+      chosen = shardings[name] if element is None else shardings[name][element]
+      arguments[index] = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arguments[index], chosen
+      )
+    return self.function.lower(*arguments, **self.static)
+
+
+def compile_programs(
+  found: Mapping[str, Program], names: Iterable[str]
+) -> Iterator[tuple[str, jax.stages.Compiled | jax.errors.JaxRuntimeError]]:
+  """Compiles programs and, before each, those from which it inherits shardings.
+
+  Args:
+    found: from `programs`.
+    names: which ones.
+
+  Yields:
+    (name, the compiled program or the error with which the compiler refused it); those in need of a refused one are
+    left out.
+  """
+  shardings: dict[str, Any] = {}
+  refused: set[str] = set()
+
+  def wanted(name: str) -> Iterator[str]:
+    for source, _ in found[name].inherits.values():
+      yield from wanted(source)
+    yield name
+
+  for name in dict.fromkeys(step for last in names for step in wanted(last)):
+    sources = {source for source, _ in found[name].inherits.values()}
+    if sources & refused:
+      refused.add(name)
+      continue
+    try:
+      compiled = found[name].lower(shardings).compile()
+    except jax.errors.JaxRuntimeError as error:
+      refused.add(name)
+      yield name, error
+      continue
+    shardings[name] = compiled.output_shardings
+    yield name, compiled
+
+
+def abstract_parameters(policy: Policy, mesh: jax.sharding.Mesh) -> Tree:
+  """Shapes, dtypes and shardings of a model's parameters, from its table."""
+  return parameter_tables.map_table(
+    lambda parameter: jax.ShapeDtypeStruct(
+      parameter.shape,
+      jnp.dtype(parameter.dtype),
+      sharding=meshes.parameter_sharding(mesh, parameter.axes, parameter.shape),
+    ),
+    policy.parameter_table(),
+  )
 
 
 def programs(
@@ -45,7 +111,8 @@ def programs(
   """Every program of a run by name, for all its declared buckets.
 
   Names: `prefill/P×T`, `decode/P×T`, `score/P×T`, `update/P×R×T` (prompt, teacher prompt and completion buckets),
-  `zero`, `apply`, `finish`. Evaluation uses `prefill` and `decode` with its own number of rows: `evaluation/…`.
+  `zero`, `apply`, `finish`, `prepare` (the sampler's copy of the weights). Evaluation uses `prefill` and `decode` with
+  its own number of rows: `evaluation/…`. The cache of a long completion grows in stages: `decode/P×T@S` and `grow/P×T@S`.
 
   Args:
     config: settings.
@@ -62,9 +129,9 @@ def programs(
   sdpo = config.actor.policy_loss.loss_mode == 'sdpo'
   rows = -(-config.actor.ppo_micro_batch_size // mesh.size) * mesh.size
   found = {
-    'zero': Program(update.zero, (trainable,)),
-    'apply': Program(update.apply, (state, trainable)),
-    'finish': Program(update.finish, (state, jax.ShapeDtypeStruct((), jnp.int32))),
+    'zero': Program(update.zero, (trainable,), holds=('parameters',)),
+    'apply': Program(update.apply, (state, trainable), holds=('state', 'gradients')),
+    'finish': Program(update.finish, (state, jax.ShapeDtypeStruct((), jnp.int32)), holds=('state', 'batch')),
   }
   terms = ['distill_coef' if sdpo else 'policy_coef', *(['entropy_coef'] if config.actor.entropy_coeff else [])]
   scoring = batching.scores_first(config)
@@ -73,13 +140,19 @@ def programs(
     for prompt in trained.prompt:
       if scoring:
         batch = abstract_batch(rows, prompt, None, response, old=False, terms=terms, mesh=mesh)
-        found[f'score/{prompt}×{response}'] = Program(update.score, (base, trainable, batch.student, batch.targets))
+        found[f'score/{prompt}×{response}'] = Program(
+          update.score,
+          (base, trainable, batch.student, batch.targets),
+          holds=('parameters', 'parameters', 'batch', 'batch'),
+        )
       for reprompt in trained.reprompt if sdpo else (None,):
         batch = abstract_batch(
           rows, prompt, reprompt, response, old=not batching.on_policy(config), terms=terms, mesh=mesh
         )
         name = f'update/{prompt}×{reprompt}×{response}' if sdpo else f'update/{prompt}×{response}'
-        found[name] = Program(update.accumulate, (base, state, trainable, batch))
+        found[name] = Program(
+          update.accumulate, (base, state, trainable, batch), holds=('parameters', 'state', 'gradients', 'batch')
+        )
   for prompt in declared.prompt:
     found.update(_sampling(config, policy, base, trainable, mesh, prompt, declared.response[-1], stop_ids))
   return found
@@ -135,24 +208,33 @@ def _sampling(
     if held_out != calls['']:
       calls['evaluation/'] = held_out
   parameters = jax.eval_shape(run.prepare, base, trainable)
-  found = {}
+  found = {'prepare': Program(run.prepare, (base, trainable), holds=('parameters', 'parameters'))}
+  weights = {0: ('prepare', 0), 1: ('prepare', 1)}
   for prefix, (groups, repeats) in calls.items():
     prompts, lengths, params = _sampling_arguments(mesh, groups, repeats, prompt, stop_ids)
     static = dict(n=repeats, max_new_tokens=response)
     arguments = (*parameters, prompts, lengths, params)
-    slots = (prompt,)
+    slots, source = (prompt,), f'{prefix}prefill/{prompt}×{response}'
     for stage in engine.stages(response):
       slots = (*slots, prompt + stage)
+      # The program of the last stage, which holds the whole cache, has the plain name.
+      place = f'{prompt}×{response}' + (f'@{stage}' if stage < response else '')
       if len(slots) == 2:
         static['slots'] = stage
         state = jax.eval_shape(functools.partial(run.prefill, **static), *arguments)
-        found[f'{prefix}prefill/{prompt}×{response}'] = Program(run.prefill, arguments, static)
+        holds = ('parameters', 'parameters', 'batch', 'batch', 'batch')
+        found[source] = Program(run.prefill, arguments, static, holds, weights)
       else:
-        state = jax.eval_shape(functools.partial(run.grow, n=repeats, slots=slots), state)
-      # The program of the last stage, which holds the whole cache, has the plain name.
-      found[f'{prefix}decode/{prompt}×{response}' + (f'@{stage}' if stage < response else '')] = Program(
-        jax.jit(functools.partial(decode.advance, policy), donate_argnames='state'),
+        grown = dict(n=repeats, slots=slots)
+        name = f'{prefix}grow/{place}'
+        found[name] = Program(run.grow, (state,), grown, ('cache',), {0: (source, None)})
+        state = jax.eval_shape(functools.partial(run.grow, **grown), state)
+        source = name
+      found[f'{prefix}decode/{place}'] = Program(
+        run.advance,
         (*parameters, params, state, jax.ShapeDtypeStruct((), jnp.int32)),
+        holds=('parameters', 'parameters', 'batch', 'cache', 'batch'),
+        inherits=weights | {3: (source, None)},
       )
   return found
 

@@ -1,5 +1,8 @@
 """The registry: it names every program of a run, with the shapes that the run calls them with."""
 
+import dataclasses
+import types
+
 import jax
 import numpy as np
 import pytest
@@ -23,7 +26,7 @@ def registered(**changes):
 
 def test_names_follow_the_settings():
   *_, sdpo = registered(algorithm__rollout_correction__rollout_is=None)
-  assert {'zero', 'apply', 'finish', 'prefill/8×6', 'decode/8×6', 'update/8×16×6'} == set(sdpo)
+  assert {'zero', 'apply', 'finish', 'prepare', 'prefill/8×6', 'decode/8×6', 'update/8×16×6'} == set(sdpo)
   *_, scored = registered()
   assert 'score/8×6' in scored
   *_, grpo = registered(actor__policy_loss__loss_mode='vanilla')
@@ -42,7 +45,9 @@ def test_the_update_is_called_with_the_registered_shapes():
     assert shapes(actual) == shapes(found['update/8×16×6'].arguments)
 
 
-@pytest.mark.parametrize('name', ['update/8×16×6', 'prefill/8×6', 'decode/8×6', 'apply', 'finish', 'score/8×6'])
+@pytest.mark.parametrize(
+  'name', ['update/8×16×6', 'prepare', 'prefill/8×6', 'decode/8×6', 'apply', 'finish', 'score/8×6']
+)
 def test_every_kind_of_program_lowers(name):
   *_, found = registered()
   assert 'func.func public @main' in found[name].lower().as_text()
@@ -52,3 +57,28 @@ def test_packed_updates_have_the_largest_shapes_only():
   buckets = {'data__prompt_buckets': (4, 8), 'data__response_buckets': (3, 6), 'data__reprompt_buckets': (8, 16)}
   updates = lambda **more: [name for name in registered(**buckets, **more)[-1] if name.startswith('update')]
   assert len(updates()) == 8 and updates(actor__pack_sequences=True) == ['update/8×16×6']
+
+
+def test_a_decode_loop_on_a_mesh_is_compiled_for_what_its_prefill_returns():
+  config = settings(rollout__max_batch_rows=8)
+  policy, _ = make_model()
+  mesh = meshes.make_mesh(MeshConfig(fsdp=4), jax.devices()[:4])
+  found = registry.programs(config, policy, {}, registry.abstract_parameters(policy, mesh), mesh)
+  compiled = dict(registry.compile_programs(found, ['decode/8×6']))
+  assert list(compiled) == ['prepare', 'prefill/8×6', 'decode/8×6']
+  (_, _, _, state, _), _ = compiled['decode/8×6'].input_shardings
+  rows = found['decode/8×6'].arguments[3].token.shape
+  assert state.token.shard_shape(rows) == (rows[0] // 4,)
+  assert state.token == compiled['prefill/8×6'].output_shardings.token
+
+
+def test_programs_behind_a_refused_one_are_left_out():
+  def refuse(*_, **__):
+    raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: too large')
+
+  *_, found = registered()
+  broken = {name: dataclasses.replace(found[name]) for name in found}
+  broken['prefill/8×6'] = registry.Program(types.SimpleNamespace(lower=refuse), ())
+  results = dict(registry.compile_programs(broken, ['decode/8×6', 'finish']))
+  assert set(results) == {'prepare', 'prefill/8×6', 'finish'}
+  assert 'RESOURCE_EXHAUSTED' in str(results['prefill/8×6'])

@@ -34,6 +34,19 @@ class Programs:
   shards: int  # The rows of a call are divided into so many parts.
 
 
+@dataclasses.dataclass(frozen=True)
+class Placed:
+  """A jitted function that is made for the shardings of its arguments; it is called and lowered as any other."""
+
+  make: Callable[..., Any]
+
+  def __call__(self, *arguments: Any) -> Any:
+    return self.make(*arguments)(*arguments)
+
+  def lower(self, *arguments: Any) -> jax.stages.Lowered:
+    return self.make(*arguments).lower(*arguments)
+
+
 @functools.cache
 def programs(policy: Policy, mesh: Mesh | None) -> Programs:
   """The programs of a policy; samplers of the same policy on the same mesh share them.
@@ -99,20 +112,26 @@ def _on_mesh(policy: Policy, mesh: Mesh) -> Programs:
       functools.partial(decode.advance, policy), donate_argnames='state', out_shardings=tree.unflatten(shardings)
     )
 
-  def advance(base: Tree, trainable: Tree, params: SamplingParams, state: decode.DecodeState, limit: np.int32):
+  def advance(
+    base: Tree, trainable: Tree, params: SamplingParams, state: decode.DecodeState, limit: np.int32
+  ) -> Callable[..., decode.DecodeState]:
+    del base, trainable, params, limit
     leaves, tree = jax.tree.flatten(state)
-    return advance_as(tree, tuple(leaf.sharding for leaf in leaves))(base, trainable, params, state, limit)
+    return advance_as(tree, tuple(leaf.sharding for leaf in leaves))
+
+  @functools.cache
+  def gather_as(specs: tuple[PartitionSpec, ...]) -> Callable[..., tuple[Tree, Tree]]:
+    return jax.jit(functools.partial(gather, specs=specs))
 
   def put(leaf: np.ndarray) -> jax.Array:
     leaf = np.asarray(leaf)
     return jax.make_array_from_callback(leaf.shape, rows if leaf.ndim else whole, lambda index: leaf[index])
 
-  gather = jax.jit(gather, static_argnames='specs')
   replicate = jax.jit(lambda tree: tree, out_shardings=whole)
   return Programs(
-    prepare=lambda base, trainable: gather(base, trainable, specs=_without_fsdp((base, trainable))),
+    prepare=Placed(lambda base, trainable: gather_as(_without_fsdp((base, trainable)))),
     prefill=jax.jit(prefill, static_argnames=('n', 'max_new_tokens', 'slots')),
-    advance=advance,
+    advance=Placed(advance),
     grow=jax.jit(grow, static_argnames=('n', 'slots'), donate_argnames='state'),
     result=jax.jit(decode.result, out_shardings=whole),
     put=functools.partial(jax.tree.map, put),
