@@ -255,9 +255,13 @@ class SandboxConfig:
     False, 'Run model-written code with limits but without confinement where no mechanism works. Dangerous.'
   )
   workers: int | None = setting(None, 'Programs that run at once; None: one a CPU core.')
-  memory_mb: int = setting(1024, 'Memory of a program at most, MiB.')
-  file_mb: int = setting(16, 'Size of what a program writes to its scratch directory at most, MiB.')
-  output_mb: int = setting(8, 'What a program prints at most, MiB; the rest is dropped and the program ended.')
+  memory_mb: int = setting(
+    1024, 'Memory of a program at most, beyond what the interpreter and preloaded modules take, MiB.'
+  )
+  file_mb: int = setting(16, 'What a program has in its scratch directory at most, MiB; a larger file is an error.')
+  output_mb: int = setting(
+    8, 'What a program prints, and its result, at most, MiB; the rest is dropped and the program ended.'
+  )
 
 
 @dataclasses.dataclass
@@ -442,6 +446,10 @@ class Config:
       for key in ('timeout_s', 'concurrency'):
         _require(getattr(asked, key) > 0, f'environments.{section}.{key} must be positive, not {getattr(asked, key)}.')
       _require(asked.retries >= 0, f'environments.{section}.retries must not be negative ({asked.retries}).')
+    sandbox = self.environments.sandbox
+    for key in ('workers', 'memory_mb', 'file_mb', 'output_mb'):
+      value = getattr(sandbox, key)
+      _require(value is None or value > 0, f'environments.sandbox.{key} must be positive, not {value}.')
     judge = self.environments.judge
     _require(judge.temperature >= 0, f'environments.judge.temperature must not be negative ({judge.temperature}).')
     _require(judge.max_tokens > 0, f'environments.judge.max_tokens must be positive, not {judge.max_tokens}.')

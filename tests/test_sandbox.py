@@ -16,7 +16,7 @@ import threading
 
 import pytest
 
-from sdpo_jax.config import SandboxConfig
+from sdpo_jax.config import Config, DataConfig, ModelConfig, SandboxConfig
 from sdpo_jax.environments.sandbox import Job, Limits, Sandbox, bubblewrap, confinement, scratch
 from sdpo_jax.environments.sandbox import sandbox as implementation
 from sdpo_jax.errors import UserError
@@ -488,8 +488,11 @@ def test_a_harness_that_does_not_load_is_named(tmp_path):
 
 @pytest.mark.parametrize('name', ['workers', 'memory_mb', 'file_mb', 'output_mb'])
 def test_a_setting_out_of_range_is_named(name):
-  with pytest.raises(UserError, match=f'environments.sandbox.{name} must be at least'):
-    Sandbox(SandboxConfig(**{name: 0}), HARNESS)
+  config = Config(model=ModelConfig(path='model'), data=DataConfig(train_files=('a.json',), val_files=('b.json',)))
+  config.validate()
+  setattr(config.environments.sandbox, name, 0)
+  with pytest.raises(UserError, match=f'environments.sandbox.{name} must be positive, not 0'):
+    config.validate()
 
 
 # ———— As another user ————

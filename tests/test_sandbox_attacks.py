@@ -208,6 +208,7 @@ ATTACKS = {
   'watch a directory': 'if libc.inotify_add_watch(libc.inotify_init(), directory.encode(), 0xFFF) >= 0: print("BREACH")',
   'write a file': 'open(canary, "w").write("x")',
   'append to a file': 'open(canary, "a").write("x")',
+  'change Python': 'open(os.__file__, "a"); print("BREACH")',
   'make a file': 'open(directory + "/new", "w").write("x")',
   'make a directory': 'os.mkdir(directory + "/new")',
   'make a link': 'os.symlink("/", directory + "/new")',

@@ -188,6 +188,7 @@ READ = READ_FILE | READ_DIR
 SCRATCH = READ | WRITE_FILE | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_REG | TRUNCATE
 NETWORK = 0b11  # Bind and connect TCP; from version 4.
 SCOPES = 0b11  # Abstract sockets and signals; from version 6.
+QUIET = 1  # No line in the system's audit log for everything that a program tries; from version 7.
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
 SIGKILL = 9
@@ -269,7 +270,7 @@ def restrict_files(version: int, readable: Sequence[int], scratch: int) -> None:
   for directory, rights in [*((directory, READ) for directory in readable), (scratch, SCRATCH & handled)]:
     rule = ctypes.create_string_buffer(struct.pack('=Qi', rights, directory), 12)
     call('landlock_add_rule', ruleset, 1, ctypes.addressof(rule), 0)
-  call('landlock_restrict_self', ruleset, 0)
+  call('landlock_restrict_self', ruleset, QUIET if version >= 7 else 0)
   os.close(ruleset)
 
 

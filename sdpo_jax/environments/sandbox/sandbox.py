@@ -102,7 +102,6 @@ class Sandbox:
     """
     if sys.platform != 'linux':
       raise UserError('Model-written code runs only on Linux: choose another environment, or another machine.')
-    _check(settings)
     self._workers = settings.workers or len(os.sched_getaffinity(0))
     self._hosts = _start(settings, pathlib.Path(harness).resolve(), tuple(preload), self._workers)
     self.mechanism: Literal['landlock', 'bubblewrap', 'none'] = self._hosts[0].mechanism
@@ -281,14 +280,6 @@ def installation() -> tuple[list[str], list[str]]:
   standard = [sysconfig.get_path('stdlib'), sysconfig.get_path('platstdlib')]
   real = lambda paths: list(dict.fromkeys(os.path.realpath(path) for path in paths if os.path.isdir(path)))
   return real([*standard, *packages]), real(packages)
-
-
-def _check(settings: SandboxConfig) -> None:
-  """Raises UserError naming the first setting that is out of range."""
-  for name, least in {'workers': 1, 'memory_mb': 16, 'file_mb': 1, 'output_mb': 1}.items():
-    value = getattr(settings, name)
-    if value is not None and value < least:
-      raise UserError(f'environments.sandbox.{name} must be at least {least}, not {value}.')
 
 
 def _start(settings: SandboxConfig, harness: pathlib.Path, preload: tuple[str, ...], workers: int) -> list[_Host]:

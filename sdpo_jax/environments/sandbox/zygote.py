@@ -133,7 +133,7 @@ class Zygote:
     self.probe = load(os.path.join(HERE, 'probe.py'))
     self.uids = user_ids() if self.privileged else range(0)
     if self.privileged:
-      make_reachable(settings['readable'])
+      make_reachable([*settings['readable'], self.scratch])
     self.owner = watch(settings['owner'])
     confinement.call('prctl', PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if os.path.exists('/proc/self/oom_score_adj'):
@@ -361,7 +361,7 @@ def user_ids() -> range:
 def make_reachable(paths: list[str]) -> None:
   """Lets other users reach `paths` where a directory above them is closed: in a mount namespace of this process alone.
 
-  A Python below a closed home directory could otherwise not be read once the privileges are dropped.
+  Programs could otherwise not read a Python below a closed home directory once they have dropped their privileges.
   """
   closed: dict[str, list[str]] = {}
   for path in paths:
@@ -378,8 +378,8 @@ def make_reachable(paths: list[str]) -> None:
     if result:
       code = ctypes.get_errno()
       raise confinement.Unsupported(
-        f'other users cannot reach {", ".join(closed)}, which the Python installation lies in, and {what} fails '
-        f'({os.strerror(code)})'
+        f'other users cannot enter {", ".join(closed)}, in which Python or the temporary directory lies, and {what} '
+        f'fails ({os.strerror(code)})'
       )
 
   def mount(source: str, target: str, kind: str, flags: int, data: str = '') -> None:
@@ -413,10 +413,10 @@ def strays(known: dict[int, Process]) -> list[int]:
   for name in filter(str.isdigit, os.listdir('/proc')):
     try:
       with open(f'/proc/{name}/stat') as file:
-        state, parent = file.read().rpartition(')')[2].split()[:2]
+        parent = file.read().rpartition(')')[2].split()[1]
     except OSError:
       continue
-    if int(parent) == os.getpid() and int(name) not in known and state != 'Z':
+    if int(parent) == os.getpid() and int(name) not in known:
       found.append(int(name))
   return found
 
