@@ -88,6 +88,10 @@ class SamplingConfig:
   top_k: int = setting(-1, 'Keep the k most likely tokens; -1 keeps all.')
   min_p: float = setting(0.0, 'Drop tokens less likely than this fraction of the most likely one.')
 
+  def method(self) -> dict[str, Any]:
+    """How to draw a token, as the sampler's arguments: temperature and truncation."""
+    return {name: getattr(self, name) for name in ('temperature', 'top_p', 'top_k', 'min_p')}
+
 
 @dataclasses.dataclass
 class RolloutConfig(SamplingConfig):
