@@ -1,6 +1,7 @@
 """The sandbox: what programs get, what is reported of them, limits, faults of the helper process, no leaks."""
 
 import errno
+import io
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ import threading
 import pytest
 
 from sdpo_jax.config import Config, DataConfig, ModelConfig, SandboxConfig
-from sdpo_jax.environments.sandbox import Job, Limits, Sandbox, bubblewrap, confinement, scratch
+from sdpo_jax.environments.sandbox import Job, Limits, Sandbox, bubblewrap, confinement, scratch, zygote
 from sdpo_jax.environments.sandbox import sandbox as implementation
 from sdpo_jax.errors import UserError
 
@@ -416,7 +417,7 @@ def broken_copy(directory, name, body):
 @pytest.mark.parametrize(
   'name, body, leak',
   [
-    ('restrict_files', 'pass', 'reads a file'),
+    ('restrict_files', 'pass', 'reads the list of users'),
     ('restrict_calls', 'pass', 'forks'),
     pytest.param('drop_privileges', 'call("prctl", 38, 1, 0, 0, 0)', 'is root', marks=ROOT),
     ('restrict_files', 'raise OSError(1, "it fails")', 'it fails'),
@@ -424,9 +425,14 @@ def broken_copy(directory, name, body):
   ],
 )
 def test_a_mechanism_that_does_not_hold_is_refused(monkeypatch, tmp_path, name, body, leak):
-  monkeypatch.setattr(implementation, 'HERE', broken_copy(tmp_path, name, body))
+  code, temporary = tmp_path / 'code', tmp_path / 'temporary'
+  code.mkdir()
+  temporary.mkdir()
+  monkeypatch.setattr(tempfile, 'tempdir', str(temporary))
+  monkeypatch.setattr(implementation, 'HERE', broken_copy(code, name, body))
   with pytest.raises(UserError, match=leak) as error:
     Sandbox(SandboxConfig(mechanism='landlock'), HARNESS)
+  assert os.listdir(temporary) == []
   assert 'environments.sandbox.allow_unsandboxed' in str(error.value) and 'bubblewrap' in str(error.value)
 
 
@@ -508,6 +514,20 @@ with sandbox.Sandbox(SandboxConfig(workers=1), pathlib.Path(sys.argv[1])) as val
   job = sandbox.Job({'code': 'import os; result = os.getuid()'}, '', sandbox.Limits(20, 10))
   print(value.mechanism, value.run([job])[0].result)
 """
+
+
+@pytest.mark.parametrize(
+  'uid_map, users',
+  [
+    ('         0          0 4294967295\n', range(2_000_000_000 + 99 * 1024, 2_000_000_000 + 100 * 1024)),
+    ('0 1000 1\n1 100000 65536\n', range(65534, 65535)),
+    ('0 1000 1\n', range(0)),
+  ],
+)
+def test_root_becomes_a_user_that_its_namespace_has(monkeypatch, uid_map, users):
+  monkeypatch.setattr(zygote, 'open', lambda path: io.StringIO(uid_map), raising=False)
+  monkeypatch.setattr(zygote.os, 'getpid', lambda: 65536 + 99)
+  assert zygote.user_ids() == users
 
 
 @ROOT

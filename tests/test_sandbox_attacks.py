@@ -411,7 +411,6 @@ ATTACKS = {
 # How programs end that would not by themselves.
 ENDS = {
   **dict.fromkeys(['output without end', 'errors without end', 'a result without end'], 'output'),
-  'many large files': 'output',
   **dict.fromkeys(['time', 'time of the processor', 'time of a thread that nothing ends'], 'timeout'),
 }
 # Not to be tried without a sandbox: what uses up a machine, or harms those beside.

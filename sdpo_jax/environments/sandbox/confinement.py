@@ -237,9 +237,14 @@ def die_with_parent(parent: int) -> None:
 def drop_privileges(uid: int | None) -> None:
   """Becomes the user and group `uid` (None: stays who it is), without capabilities and without new ones ever."""
   if uid is not None:
-    os.setgroups([])
-    os.setresgid(uid, uid, uid)
-    os.setresuid(uid, uid, uid)
+    try:
+      os.setgroups([])
+      os.setresgid(uid, uid, uid)
+      os.setresuid(uid, uid, uid)
+    except OSError as error:
+      raise OSError(
+        error.errno, f'root cannot become user {uid} ({error.strerror}): run as an ordinary user'
+      ) from error
   header = ctypes.create_string_buffer(struct.pack('=Ii', 0x20080522, 0))
   nothing = ctypes.create_string_buffer(24)
   call('capset', ctypes.addressof(header), ctypes.addressof(nothing))

@@ -21,7 +21,7 @@ def run(payload: dict) -> dict:
 
   Args:
     payload: 'canary', a file outside; 'directory', its directory; 'port', on which the owner listens; 'owner' and
-      'zygote', process ids.
+      'zygote', process ids; 'users', whether there are users beside root.
 
   Returns:
     'leaks': names of attacks that succeeded, 'broken': what a program may do and could not, with the error.
@@ -29,6 +29,7 @@ def run(payload: dict) -> dict:
   canary, owner = payload['canary'], payload['owner']
   attacks: dict[str, Callable[[], object]] = {
     'reads a file': lambda: open(canary).read(),
+    'reads the list of users': lambda: open('/etc/passwd').read(),
     'writes a file': lambda: open(canary, 'a').write('x'),
     'makes a file': lambda: open(os.path.join(payload['directory'], 'made'), 'x'),
     'lists a directory': lambda: os.listdir(payload['directory']),
@@ -43,7 +44,7 @@ def run(payload: dict) -> dict:
     'traces a process': lambda: _checked(ctypes.CDLL(None, use_errno=True).ptrace(16, owner, None, None)),
     'leaves its process group': os.setsid,
     'has an environment': _environment,
-    'is root': _root,
+    'is root': lambda: _root(payload['users']),
   }
   uses: dict[str, Callable[[], object]] = {
     f'importing {LATE_MODULE} from the Python installation': lambda: importlib.import_module(LATE_MODULE),
@@ -81,8 +82,8 @@ def _environment() -> None:
     raise LookupError('nothing of the owner')
 
 
-def _root() -> None:
-  if 0 not in (*os.getresuid(), *os.getresgid()):
+def _root(users: bool) -> None:
+  if not users or 0 not in (*os.getresuid(), *os.getresgid()):
     raise PermissionError('somebody else')
 
 

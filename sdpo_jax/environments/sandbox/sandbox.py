@@ -41,6 +41,7 @@ MIB = 2**20
 MESSAGE = 2**16  # Bytes of a message at most.
 CHUNK = 2**18
 START_S = 120.0  # A zygote that has not loaded its modules by then will not.
+FAILS = 'The sandbox fails: '
 MECHANISMS = ('landlock', 'bubblewrap')
 # Libraries that start a thread a core when loaded would make the zygote fork with threads.
 ENVIRONMENT = {name: '1' for name in ('OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'MKL_NUM_THREADS')}
@@ -205,7 +206,11 @@ class _Host:
     self._closed = False
     self._owner = os.getpid()
     self._scratch: str | None = None
-    self._zygote = _Zygote(self._command)
+    try:
+      self._zygote = _Zygote(self._command)
+    except BaseException:
+      self._remove_scratch()
+      raise
 
   @property
   def pid(self) -> int:
@@ -229,7 +234,10 @@ class _Host:
     with self._lock:
       self._closed = True
     self._zygote.close()
-    if self._scratch is not None:  # Still there if the zygote was killed.
+    self._remove_scratch()
+
+  def _remove_scratch(self) -> None:
+    if self._scratch is not None:  # The zygote has removed it unless it was killed.
       scratch.remove(self._scratch)
 
   def _restart(self, dead: _Zygote) -> _Zygote:
@@ -328,11 +336,12 @@ def _probe(host: _Host) -> None:
       'port': server.getsockname()[1],
       'owner': os.getpid(),
       'zygote': host.pid,
+      'users': sum(int(line.split()[2]) for line in pathlib.Path('/proc/self/uid_map').read_text().splitlines()) > 1,
     }
     try:
       report = host.run(Job(payload, '', Limits(wall_s=30, cpu_s=10)), probe=True)
     except (RuntimeError, UserError) as error:
-      raise confinement.Unsupported(str(error)) from error
+      raise confinement.Unsupported(str(error).removeprefix(FAILS).rstrip('.')) from error
     result = report.result
     if report.status != 'ended' or not isinstance(result, dict):
       raise confinement.Unsupported(f'its test does not end as it should: {report.status}, {report.stderr.strip()}')
@@ -367,7 +376,7 @@ def _run(zygote: _Zygote, job: Job, probe: bool) -> Report:
       file.close()
     answer, outputs, too_much = _collect(channel, readers, limits)
   if 'fault' in answer:
-    raise UserError(f'The sandbox fails: {answer["fault"]}.')
+    raise UserError(f'{FAILS}{answer["fault"]}.')
   if answer['ended_by'] == 'closed':
     raise RuntimeError('The sandbox was closed while a program ran.')
   stdout, stderr, raw = outputs

@@ -117,7 +117,7 @@ class Zygote:
     self.pid = os.getpid()
     self.processes: dict[int, Process] = {}
     self.selector = selectors.DefaultSelector()
-    self.privileged = os.geteuid() == 0 and self.mechanism == 'landlock'
+    self.uids = user_ids() if os.geteuid() == 0 and self.mechanism == 'landlock' else range(0)
     self.version = confinement.landlock_version() if self.mechanism == 'landlock' else 0
     sys.path[:] = [path for path in map(os.path.realpath, sys.path) if below(path, settings['readable'])]
     sys.path += [path for path in settings['packages'] if path not in sys.path]
@@ -131,8 +131,7 @@ class Zygote:
     except Exception as error:
       raise HarnessFault(f'{type(error).__name__}: {error}') from error
     self.probe = load(os.path.join(HERE, 'probe.py'))
-    self.uids = user_ids() if self.privileged else range(0)
-    if self.privileged:
+    if self.uids:
       make_reachable([*settings['readable'], self.scratch])
     self.owner = watch(settings['owner'])
     confinement.call('prctl', PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -255,12 +254,12 @@ class Zygote:
       os.setpgid(0, 0)
       for target, fd in enumerate(high):
         os.dup2(fd, target)
-      uid = self.uids[slot % len(self.uids)] if self.privileged else None
+      uid = self.uids[slot % len(self.uids)] if self.uids else None
       if uid is not None:
         os.chown(directory, uid, uid)
       opened = os.open(directory, os.O_PATH | os.O_DIRECTORY)
       os.chdir(directory)
-      set_limits(limits, self.baseline, self.privileged)
+      set_limits(limits, self.baseline, bool(self.uids))
       if self.mechanism != 'none':
         confinement.drop_privileges(uid)
       confinement.die_with_parent(self.pid)
@@ -269,7 +268,8 @@ class Zygote:
       if self.mechanism != 'none':
         confinement.restrict_calls(confinement.filter_program(os.getpid()))
     except (OSError, ValueError) as error:
-      os.write(channel, json.dumps({'fault': f'a program cannot be confined: {error}'}).encode())
+      reason = getattr(error, 'strerror', None) or error
+      os.write(channel, json.dumps({'fault': f'a program cannot be confined: {reason}'}).encode())
       return False
     return True
 
@@ -349,13 +349,19 @@ def set_limits(limits: dict, baseline: int, own_user: bool) -> None:
 
 
 def user_ids() -> range:
-  """User ids that no one else has, one a slot; nobody's alone where a user namespace maps fewer ids."""
+  """User ids that no one else has, one a slot; nobody's alone where a user namespace has fewer; none where not even that.
+
+  Root of a namespace without other users is an ordinary user outside of it, and stays who it is.
+  """
   first = UID_BASE + os.getpid() % UIDS * MAX_SLOTS
+  found = range(0)
   with open('/proc/self/uid_map') as file:
     for inside, _, count in (map(int, line.split()) for line in file):
       if inside <= first and first + MAX_SLOTS <= inside + count:
         return range(first, first + MAX_SLOTS)
-  return range(NOBODY, NOBODY + 1)
+      if inside <= NOBODY < inside + count:
+        found = range(NOBODY, NOBODY + 1)
+  return found
 
 
 def make_reachable(paths: list[str]) -> None:
@@ -379,7 +385,7 @@ def make_reachable(paths: list[str]) -> None:
       code = ctypes.get_errno()
       raise confinement.Unsupported(
         f'other users cannot enter {", ".join(closed)}, in which Python or the temporary directory lies, and {what} '
-        f'fails ({os.strerror(code)})'
+        f'fails ({os.strerror(code)}): put them where others can read, or run as an ordinary user'
       )
 
   def mount(source: str, target: str, kind: str, flags: int, data: str = '') -> None:
