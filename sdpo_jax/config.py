@@ -44,8 +44,15 @@ class ModelConfig:
     'The embedding and the unembedding get rows up to a multiple of this, so that mesh.tensor divides them; such rows '
     'are never sampled, normalised over or exported. None: 1024 for 32768 tokens or more, else 1.',
   )
-  remat: Literal['none', 'full', 'dots'] = setting(
-    'full', 'What the backward pass recomputes: nothing, whole layers, or all but matrix products.'
+  remat: Literal['none', 'full', 'save_attention', 'dots'] = setting(
+    'full',
+    'What the backward pass recomputes: nothing, whole layers, all but the attention kernels (splash and xla), or all '
+    'but matrix products.',
+  )
+  attention: Literal['auto', 'xla', 'splash', 'cudnn'] = setting(
+    'auto',
+    "Kernels of attention: 'splash' (TPU), 'cudnn' (GPU, bfloat16), 'xla' (anywhere, in tiles); auto: what the devices "
+    'and model.dtype allow, in this order of preference.',
   )
 
 
@@ -318,7 +325,11 @@ class EnvironmentsConfig:
 @dataclasses.dataclass
 class MeshConfig:
   fsdp: int = setting(-1, 'Devices over which parameters and batch are sharded; -1: all that are left.')
-  tensor: int = setting(1, 'Devices over which heads, MLP and vocabulary are sharded.')
+  tensor: int | None = setting(
+    None,
+    'Devices over which heads, MLP and vocabulary are sharded: a group that samples together; -1: all that are left. '
+    'None: as few as hold the weights of the sampler in a sixth of their memory (1 on a CPU).',
+  )
 
 
 @dataclasses.dataclass
@@ -460,9 +471,8 @@ class Config:
     _check_template('environments.judge.template', judge.template, JUDGE_FIELDS, reader='judge')
     _check_alarms(self)
     for key in ('fsdp', 'tensor'):
-      _require(
-        getattr(self.mesh, key) == -1 or getattr(self.mesh, key) > 0, f'mesh.{key} must be positive or -1 (the rest).'
-      )
+      value = getattr(self.mesh, key)
+      _require(value in (-1, None) or value > 0, f'mesh.{key} must be positive or -1 (the rest).')
     _require(
       self.mesh.fsdp != -1 or self.mesh.tensor != -1, 'Only one of mesh.fsdp and mesh.tensor can be -1 (the rest).'
     )
@@ -502,6 +512,7 @@ HARMLESS = (
   'actor.logits_chunk_size',
   'actor.pack_sequences',
   'model.remat',
+  'model.attention',
   'mesh',
 )
 

@@ -27,19 +27,61 @@ RULES: Mapping[str, str | None] = {
 }
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+# Usable memory of a chip in GiB, by the start of JAX's device kind; others sample alone unless mesh.tensor is set.
+MEMORY_GIB: Mapping[str, float] = {
+  'TPU v5 lite': 15.75,
+  'TPU v5e': 15.75,
+  'TPU v6': 31.25,
+  'TPU v5p': 95.0,
+  'TPU v4': 32.0,
+}
+WEIGHTS_SHARE = 1 / 6  # Of a chip's memory; the rest is the cache's and the trainer's.
+
+# (name, logical axes, shape) of a parameter.
+Described = tuple[str, Sequence[str | None], Sequence[int]]
+
+
+def sampling_group(devices: Sequence[jax.Device], parameters: Iterable[Described]) -> int:
+  """The number of devices that sample together where `mesh.tensor` is None.
+
+  The smallest power of two that divides the devices and every axis that is split, and with which a bfloat16 copy of the
+  weights takes at most a sixth of a chip's memory; the largest that divides if none is enough.
+  """
+  memory = next((size for kind, size in MEMORY_GIB.items() if devices[0].device_kind.startswith(kind)), None)
+  if memory is None:
+    return 1
+  parameters = list(parameters)
+  split = [
+    size for _, axes, shape in parameters for axis, size in zip(axes, shape, strict=True) if RULES.get(axis) == TENSOR
+  ]
+  weights = 2 * sum(math.prod(shape) for _, _, shape in parameters) / 2**30
+  groups = [size for size in (2**i for i in range(9)) if not any(value % size for value in [len(devices), *split])]
+  return next((size for size in groups if weights / size <= memory * WEIGHTS_SHARE), groups[-1])
+
+
+def make_mesh(
+  config: MeshConfig, devices: Sequence[jax.Device] | None = None, parameters: Iterable[Described] = ()
+) -> Mesh:
   """A (fsdp, tensor) mesh over `devices` (all of them by default); -1 in the settings stands for the rest.
+
+  Args:
+    config: settings.
+    devices: of the mesh.
+    parameters: of the model; by them `sampling_group` chooses `mesh.tensor` where it is None.
 
   Raises:
     UserError: the product of the axes is not the number of devices.
   """
   devices = list(jax.devices() if devices is None else devices)
   sizes = {FSDP: config.fsdp, TENSOR: config.tensor}
+  if config.tensor is None:
+    fits = config.fsdp == -1 or len(devices) % config.fsdp
+    sizes[TENSOR] = sampling_group(devices, parameters) if fits else len(devices) // config.fsdp
   fixed = math.prod(size for size in sizes.values() if size != -1)
   sizes = {name: len(devices) // fixed if size == -1 else size for name, size in sizes.items()}
   if math.prod(sizes.values()) != len(devices):
     raise UserError(
-      f'mesh.fsdp={config.fsdp} × mesh.tensor={config.tensor} does not make up the {len(devices)} devices here: '
+      f'mesh.fsdp={sizes[FSDP]} × mesh.tensor={sizes[TENSOR]} does not make up the {len(devices)} devices here: '
       'set one of them to -1 (the rest) or make the product equal.'
     )
   return Mesh(np.array(devices).reshape(sizes[FSDP], sizes[TENSOR]), (FSDP, TENSOR))
@@ -54,12 +96,12 @@ REMEDIES: Mapping[str, str] = {
 }
 
 
-def check_divides(mesh: Mesh, parameters: Iterable[tuple[str, Sequence[str | None], Sequence[int]]]) -> None:
+def check_divides(mesh: Mesh, parameters: Iterable[Described]) -> None:
   """Checks that vocabulary, heads and MLP split over the mesh.
 
   Args:
     mesh: of the run.
-    parameters: (name, logical axes, shape) of each.
+    parameters: of the model.
 
   Raises:
     UserError: one does not, with the setting that mends it.

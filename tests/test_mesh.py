@@ -38,6 +38,29 @@ def test_rows_are_spread_and_scalars_and_odd_rows_are_not():
   assert jax.tree.map(lambda leaf: np.asarray(leaf).tolist(), placed)['rows'] == np.arange(16).reshape(8, 2).tolist()
 
 
+class Chip:
+  device_kind = 'TPU v5 lite'
+
+
+@pytest.mark.parametrize(
+  'layers, width, chips, group',
+  [(36, 4096, 64, 8), (36, 4096, 4, 4), (28, 1024, 64, 1), (28, 2048, 64, 2), (80, 8192, 256, 8), (36, 4096, 1, 1)],
+)
+def test_small_groups_sample_a_model_that_fits(layers, width, chips, group):
+  # Much as Qwen3's: three MLP matrices, and attention of 8 key-value heads.
+  parameters = [
+    ('mlp', ('layers', 'embed', 'mlp'), (layers, width, 9 * width)),
+    ('keys', ('layers', 'embed', 'kv_heads', 'head_dim'), (layers, width, 8, 128)),
+    ('embedding', ('vocab', 'embed'), (152576, width)),
+  ]
+  assert meshes.sampling_group([Chip()] * chips, parameters) == group
+
+
+def test_a_cpu_samples_alone_and_a_given_fsdp_leaves_the_rest():
+  assert dict(meshes.make_mesh(MeshConfig(), parameters=[('w', ('mlp',), (2**40,))]).shape) == {'fsdp': 8, 'tensor': 1}
+  assert dict(meshes.make_mesh(MeshConfig(fsdp=2)).shape) == {'fsdp': 2, 'tensor': 4}
+
+
 @pytest.mark.parametrize(
   'axis, size, fits',
   [

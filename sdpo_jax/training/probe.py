@@ -25,13 +25,13 @@ from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import write_atomically
-from sdpo_jax.mesh import make_mesh
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.teacher.context import TeacherContext, build_teacher_context
 from sdpo_jax.training import batching
 from sdpo_jax.training.completions import describe
 from sdpo_jax.training.evaluation import best_at_k, budget, grade
 from sdpo_jax.training.probe_report import recommend
+from sdpo_jax.training.session import model_mesh
 from sdpo_jax.types import Example, Rollouts, Tree
 
 QUESTIONS = 128  # Probed by default: enough to tell gaps of ten points, and cheap beside a run.
@@ -107,7 +107,7 @@ def probe_model(
       **_lengths('prompt', lengths),
       'prompt/over_limit': float(np.mean(lengths > config.data.max_prompt_length)),
     }
-    mesh = make_mesh(config.mesh)
+    mesh = model_mesh(config, huggingface.read_policy(config.model.path, config.model))
     policy, params = huggingface.load(config.model.path, config.model, mesh=mesh)
     declared = batching.Buckets.of(config)
     sampler = Sampler(

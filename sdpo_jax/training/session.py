@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import dataclasses
 from typing import Any
 
@@ -46,12 +47,22 @@ def load_tokenizer(config: Config) -> Any:
   return tokenizers.load(config.model.path, vocab_size=policy.vocab_size)
 
 
+def model_mesh(config: Config, policy: Policy, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+  """The mesh over `devices` (None: all of this run) for a model.
+
+  Raises:
+    UserError: the settings do not fit the devices, or the model's axes do not split over them.
+  """
+  described = [(parameter.name, parameter.axes, parameter.shape) for parameter in policy.parameter_table()]
+  mesh = make_mesh(config.mesh, devices, described)
+  check_divides(mesh, described)
+  return mesh
+
+
 def make_session(config: Config, workdir: epath.PathLike, tokenizer: Any = None) -> tuple[Session, Tree]:
   """Loads the model, and the tokenizer unless given; returns the session and the model directory's parameters."""
   tokenizer = tokenizer or load_tokenizer(config)
-  mesh = make_mesh(config.mesh)
-  table = huggingface.read_policy(config.model.path, config.model).parameter_table()
-  check_divides(mesh, ((parameter.name, parameter.axes, parameter.shape) for parameter in table))
+  mesh = model_mesh(config, huggingface.read_policy(config.model.path, config.model))
   policy, parameters = huggingface.load(config.model.path, config.model, mesh=mesh)
   state = abstract_state(config, parameters, mesh)
   declared = batching.Buckets.of(config)
