@@ -1,0 +1,65 @@
+"""What a run would need and take on a TPU slice, asked of the TPU compiler on a machine without a TPU.
+
+  python -m launch.plan --config=configs/qwen3_8b_chemistry.py --topology=v5e:8x8
+  python -m launch.plan --config=… --topology=v5e:4x4 --search --output=plan.json
+
+Compiles every program that the run would use and prints memory by kind, time by phase, communication, utilisation and
+cost; no weights are needed. Needs libtpu (requirements-tpu.txt). See docs/performance.md for what the numbers are.
+"""
+
+import sys
+
+from absl import flags
+
+from sdpo_jax import command
+from sdpo_jax.planner import run
+
+TOPOLOGY = flags.DEFINE_string('topology', None, 'The slice: v5e:8x8, v5e:1x1 (one chip), v6e:4x4, …', required=True)
+OUTPUT = flags.DEFINE_string('output', None, 'JSON file for all numbers.')
+MODEL_CONFIG = flags.DEFINE_string('model_config', None, 'A config.json to use instead of that of model.path.')
+ALL = flags.DEFINE_bool('all', False, 'Compile every bucket and cache stage, not only the largest of each kind.')
+SEARCH = flags.DEFINE_bool(
+  'search', False, 'Try other meshes, micro-batches, remat and rows decoded at once; rank them.'
+)
+SEARCH_OVER = flags.DEFINE_list('search_over', list(run.SEARCHED), f'What --search varies: {", ".join(run.SEARCHED)}.')
+PRICE = flags.DEFINE_float('price', None, 'US dollars a chip-hour; a list price if unset.', lower_bound=0.0)
+MEAN_COMPLETION = flags.DEFINE_float(
+  'mean_completion', None, 'Tokens of a completion on average; half of the limit if unset.', lower_bound=1.0
+)
+LONGEST_COMPLETION = flags.DEFINE_float(
+  'longest_completion', None, 'Tokens of the longest of a batch; the limit if unset.', lower_bound=1.0
+)
+MEAN_PROMPT = flags.DEFINE_float('mean_prompt', None, 'Tokens of a prompt on average; the limit if unset.')
+MEAN_REPROMPT = flags.DEFINE_float(
+  'mean_reprompt', None, "Tokens of a teacher's prompt on average; the limit if unset."
+)
+QUESTIONS = flags.DEFINE_integer(
+  'evaluation_questions', None, 'Held-out questions; data.val_max_samples if unset.', lower_bound=1
+)
+command.define_config()
+
+
+def main() -> None:
+  run.compile_only()
+  run.plan(
+    command.load_config(),
+    TOPOLOGY.value,
+    output=OUTPUT.value,
+    model_config=MODEL_CONFIG.value,
+    everything=ALL.value,
+    search_over=SEARCH_OVER.value if SEARCH.value else (),
+    given=dict(
+      price=PRICE.value,
+      mean_completion=MEAN_COMPLETION.value,
+      longest_completion=LONGEST_COMPLETION.value,
+      mean_prompt=MEAN_PROMPT.value,
+      mean_reprompt=MEAN_REPROMPT.value,
+      evaluation_questions=QUESTIONS.value,
+    ),
+    announce=lambda text: print(text, file=sys.stderr, flush=True),
+    show=print,
+  )
+
+
+if __name__ == '__main__':
+  command.run(main)

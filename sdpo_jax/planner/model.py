@@ -1,0 +1,84 @@
+"""The architecture of a model from its config.json alone."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+
+from models import huggingface
+from models.qwen3 import Qwen3Policy
+from sdpo_jax.config import Config
+from sdpo_jax.errors import UserError
+
+# Dense Qwen3: hidden_size, intermediate_size, layers, heads, tied. All have 8 key-value heads of 128 and 151936 tokens.
+_QWEN3 = {
+  'Qwen/Qwen3-0.6B': (1024, 3072, 28, 16, True),
+  'Qwen/Qwen3-1.7B': (2048, 6144, 28, 16, True),
+  'Qwen/Qwen3-4B': (2560, 9728, 36, 32, True),
+  'Qwen/Qwen3-8B': (4096, 12288, 36, 32, False),
+  'Qwen/Qwen3-14B': (5120, 17408, 40, 40, False),
+  'Qwen/Qwen3-32B': (5120, 25600, 64, 64, False),
+}
+
+
+def known(name: str) -> dict[str, object] | None:
+  """The sizes of a published Qwen3 model as in its config.json; None for other names."""
+  if name not in _QWEN3:
+    return None
+  hidden, intermediate, layers, heads, tied = _QWEN3[name]
+  return {
+    'model_type': 'qwen3',
+    'vocab_size': 151936,
+    'hidden_size': hidden,
+    'intermediate_size': intermediate,
+    'num_hidden_layers': layers,
+    'num_attention_heads': heads,
+    'num_key_value_heads': 8,
+    'head_dim': 128,
+    'rms_norm_eps': 1e-6,
+    'rope_theta': 1e6,
+    'tie_word_embeddings': tied,
+  }
+
+
+def read(config: Config, model_config: str | None = None) -> tuple[Qwen3Policy, str]:
+  """The policy that a run would train, and where its sizes come from; no weights are read or downloaded.
+
+  Args:
+    config: settings; model.path may be a directory, a published Qwen3 model, or another hub name.
+    model_config: a config.json to use instead.
+
+  Raises:
+    UserError: there is no config.json, it cannot be had from the hub, or its architecture is not supported.
+  """
+  path = model_config or config.model.path
+  local = pathlib.Path(path).expanduser()
+  if model_config is not None and not local.is_file():
+    raise UserError(f'--model_config={model_config}: there is no such file; it must be the config.json of a model.')
+  if local.is_dir():
+    local /= 'config.json'
+  if local.is_file():
+    values = huggingface.read_json(local.parent, local.name)
+    return huggingface.describe(values, config.model), str(local)
+  values = known(path)
+  if values is not None:
+    return huggingface.describe(values, config.model), f'the published sizes of {path}'
+  if not re.fullmatch(r'[\w-][\w.-]*/[\w.-]+', path):
+    raise UserError(
+      f'model.path={path!r} has no config.json: name a model directory or a hub model, or pass a config.json with '
+      '--model_config=FILE.json.'
+    )
+  return huggingface.describe(_download(path), config.model), f'config.json of {path} on the hub'
+
+
+def _download(name: str) -> dict[str, object]:
+  from huggingface_hub import errors, hf_hub_download
+
+  try:
+    return json.loads(pathlib.Path(hf_hub_download(name, 'config.json')).read_text(encoding='utf-8'))
+  except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError, ValueError) as error:
+    raise UserError(
+      f'model.path={name!r} is no directory here, and the Hugging Face hub does not give its config.json '
+      f'({type(error).__name__}): pass one with --model_config=FILE.json.'
+    ) from error

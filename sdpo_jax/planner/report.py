@@ -1,0 +1,185 @@
+"""A plan as text: Markdown tables that read well on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import math
+
+from sdpo_jax.planner.plan import Estimate, Plan
+from sdpo_jax.planner.search import Result
+
+_MEMORY = (
+  'parameters',
+  'optimizer',
+  'teacher',
+  'gradients',
+  'sampling weights',
+  'cache',
+  'batch',
+  'results',
+  'temporaries',
+  'padding',
+)
+# Source of seconds → heading with its kind.
+_SOURCES = {
+  'compiler': 'cycles [compiler]',
+  'table': 'kernels [table]',
+  'roofline': 'rest at HBM rate [arithmetic]',
+  'cache roofline': 'cache at HBM rate [arithmetic]',
+  'synchronous collectives': 'sync collectives [arithmetic]',
+  'collectives that outlast the work beside them': 'collectives not hidden [arithmetic]',
+}
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+  """A Markdown table with aligned columns, the first to the left."""
+  widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+  line = lambda row: (
+    '| '
+    + ' | '.join(
+      cell.ljust(width) if i == 0 else cell.rjust(width)
+      for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+    )
+    + ' |'
+  )
+  rule = (
+    '|' + '|'.join('-' * (width + 2) if i == 0 else '-' * (width + 1) + ':' for i, width in enumerate(widths)) + '|'
+  )
+  return '\n'.join([line(head), rule, *map(line, rows)])
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+  if value is None or not math.isfinite(value):
+    return '?'
+  if value == 0:
+    return '–'
+  if abs(value) >= 1000:
+    return f'{value:,.0f}'
+  return f'{value:.{digits}g}' if abs(value) < 100 else f'{value:.0f}'
+
+
+def _count(number: int) -> str:
+  scale, word = next(((s, w) for s, w in ((1e9, ' billion'), (1e6, ' million')) if number >= s), (1, ''))
+  return f'{number / scale:.3g}{word}' if word else f'{number:,}'
+
+
+def memory(programs: dict[str, Estimate], limit: float) -> str:
+  """GiB on a chip by what is held; what no program has is left out."""
+  parts = [part for part in _MEMORY if any(abs(e.hbm.get(part, 0)) >= 0.005 for e in programs.values())]
+  rows = []
+  for label, estimate in programs.items():
+    cells = [f'{estimate.hbm[part]:.2f}' if part in estimate.hbm else '' for part in parts]
+    total = f'{estimate.hbm_gib:.2f}' if math.isfinite(estimate.hbm_gib) else '?'
+    rows.append([label, *cells, total, 'yes' if estimate.fits else 'NO'])
+  return table([f'GiB of {limit} [compiler]', *parts, 'total', 'fits'], rows)
+
+
+def times(programs: dict[str, Estimate]) -> str:
+  """Seconds of one execution by where they come from."""
+  sources = [name for name in _SOURCES if any(e.seconds_by_source.get(name) for e in programs.values())]
+  rows = []
+  for label, estimate in programs.items():
+    if estimate.error is None:
+      cells = [_number(estimate.seconds_by_source.get(name, 0.0)) for name in sources]
+      gb = sum(estimate.collective_gb.values())
+      rows.append(
+        [label, *cells, _number(estimate.seconds), _number(estimate.matmul_tflop), _number(gb)]
+        + [_number(estimate.overlapped_collectives)]
+      )
+  head = ['s an execution', *(_SOURCES[name] for name in sources), 'total']
+  return table([*head, 'matmul TFLOP', 'sent GB', 'async s, hidden'], rows)
+
+
+def collectives(programs: dict[str, Estimate], least: float = 0.01) -> str:
+  """GB that a chip sends in one execution, by kind and mesh axes."""
+  rows = [
+    [label, name, _number(size)]
+    for label, estimate in programs.items()
+    for name, size in sorted(estimate.collective_gb.items(), key=lambda item: -item[1])
+    if size >= least
+  ]
+  return table(['program', 'collective, axes', 'GB a chip sends [compiler]'], rows) if rows else ''
+
+
+def text(plan: Plan) -> str:
+  """The whole plan."""
+  a = plan.assumptions
+  mesh = ' × '.join(f'{name}={size}' for name, size in plan.mesh.items())
+  parts = [
+    f'{_count(plan.parameters)} parameters ({plan.model}) on {plan.topology}: {plan.chips} chips, mesh {mesh}.',
+    memory(plan.programs, plan.hbm_limit_gib),
+  ]
+  for label, estimate in plan.programs.items():
+    if estimate.error is not None:
+      parts.append(f'{label}: {estimate.error}')
+    if not estimate.fits and estimate.buffers:
+      parts.append(
+        f'Largest buffers of {label}:\n'
+        + '\n'.join(f'  {b["gib"]:.2f} GiB {b["shape"]} {b["op_name"]}' for b in estimate.buffers[:5])
+      )
+  parts.append(times(plan.programs))
+  parts.append(collectives(plan.programs))
+  for label, estimate in plan.programs.items():
+    listed = ', '.join(
+      f'{name} {_number(took)} s'
+      for name, took in sorted(estimate.kernel_seconds.items(), key=lambda item: -item[1])
+      if took >= 0.01 * estimate.seconds
+    )
+    if listed:
+      parts.append(f'{label}, without an estimate of the compiler: {listed}.')
+    if estimate.step_seconds is not None:
+      parts.append(f'{label}: {1e3 * estimate.step_seconds:.3g} ms a token of every row.')
+    large = [copy for copy in estimate.copies if copy['gib'] >= 0.25]
+    if large and label.endswith(('decode', 'update')):
+      listed = ', '.join(f'{copy["gib"]:.2f} GiB {copy["shape"]} × {copy["times"]:.0f}' for copy in large)
+      parts.append(f'{label} copies in HBM: {listed}.')
+    if estimate.unbounded:
+      parts.append(
+        f'{label}: {len(estimate.unbounded)} loops have no bound in the program and count once: '
+        f'{", ".join(estimate.unbounded[:3])}.'
+      )
+  total = plan.step_seconds
+  rows = [
+    [phase, _number(seconds), f'{100 * seconds / total:.0f} %' if total > 0 and math.isfinite(seconds) else '?']
+    for phase, seconds in plan.phases.items()
+  ]
+  parts.append(table(['phase', 's a step', 'share'], [*rows, ['step', _number(total), '']]))
+  parts.append(
+    f'Assumed: completions of {a.mean_completion:g} tokens on average and {a.longest_completion:g} at most, every row '
+    f'trained on, programs at their largest bucket, host work (grading, data) not counted, '
+    + (
+      f'{a.evaluation_questions} held-out questions.'
+      if a.evaluation_questions
+      else 'evaluation not counted (set --evaluation_questions).'
+    )
+  )
+  parts.append(
+    f'{_number(plan.tokens_per_second)} completion tokens/s ({_number(plan.tokens_per_second_per_chip)} a chip), MFU of '
+    f'the update {100 * plan.update_mfu:.1f} %, of the step {100 * plan.step_mfu:.1f} %; 100 steps: '
+    f'{_number(plan.device_hours_per_100_steps, 4)} chip-hours, ${_number(plan.cost_per_100_steps, 4)} at ${a.price:g} a '
+    f'chip-hour [arithmetic]. Bottleneck: {plan.bottleneck}.'
+  )
+  if not plan.fits:
+    names = ', '.join(label for label, estimate in plan.programs.items() if not estimate.fits)
+    parts.append(f'DOES NOT FIT: {names}. --search tries and ranks settings that may.')
+  return '\n\n'.join(part for part in parts if part)
+
+
+def search(results: Sequence[Result]) -> str:
+  """Combinations of settings, the best first."""
+  if not results:
+    return 'Nothing to try: no other mesh, micro-batch, remat or number of rows is possible here.'
+  rows = [
+    [
+      str(place + 1),
+      ' '.join(f'--config.{name}={value}' for name, value in result.settings.items()),
+      'yes' if result.fits else 'NO',
+      _number(result.hbm_gib),
+      _number(result.update_seconds),
+      _number(result.sampling_seconds),
+      _number(result.seconds),
+    ]
+    for place, result in enumerate(results)
+  ]
+  head = ['rank', 'settings', 'fits', 'most GiB', 'update s', 'sampling s', 'both s a step']
+  return table(head, rows)

@@ -1,0 +1,64 @@
+"""The command `launch.plan`: plan, report, search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import json
+import pathlib
+
+from sdpo_jax.config import Config
+from sdpo_jax.errors import UserError
+from sdpo_jax.planner import model, report
+from sdpo_jax.planner import plan as planning
+from sdpo_jax.planner.search import SEARCHED, search
+from sdpo_jax.planner.topology import compile_only, describe
+
+__all__ = ['SEARCHED', 'compile_only', 'plan']
+
+
+def plan(
+  config: Config,
+  topology: str,
+  *,
+  output: str | None = None,
+  model_config: str | None = None,
+  everything: bool = False,
+  search_over: Sequence[str] = (),
+  given: Mapping[str, float | None],
+  announce: Callable[[str], None],
+  show: Callable[[str], None],
+) -> planning.Plan:
+  """Plans a run for a slice, shows the report and writes the numbers.
+
+  Args:
+    config: settings.
+    topology: name of the slice.
+    output: JSON file; None: none.
+    model_config: a config.json to use instead of that of model.path.
+    everything: compile every bucket.
+    search_over: what to vary; empty: nothing.
+    given: assumptions by name; None: the default.
+    announce: gets lines of progress.
+    show: gets the report.
+
+  Raises:
+    UserError: libtpu is missing, the slice is unknown, the mesh does not fit it, the model has no config.json, or the
+      output cannot be written.
+  """
+  if output is not None and not pathlib.Path(output).absolute().parent.is_dir():
+    raise UserError(f'--output={output}: there is no directory {pathlib.Path(output).absolute().parent}.')
+  slice_ = describe(topology)
+  policy, source = model.read(config, model_config)
+  announce(f'The model: {source}.')
+  assumptions = planning.Assumptions.of(config, slice_.chip, **given)
+  made = planning.make(config, policy, slice_, assumptions, source=source, everything=everything, announce=announce)
+  show(report.text(made))
+  numbers = made.to_json()
+  if search_over:
+    found = search(config, policy, slice_, assumptions, search_over, announce)
+    show('\n' + report.search(found))
+    numbers['search'] = planning.plain([dataclasses.asdict(result) for result in found])
+  if output is not None:
+    pathlib.Path(output).write_text(json.dumps(numbers, indent=2) + '\n', encoding='utf-8')
+  return made

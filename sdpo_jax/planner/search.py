@@ -1,0 +1,166 @@
+"""Tries settings that change memory and speed but nothing that is learned, and ranks them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import copy
+import dataclasses
+import math
+from typing import Any, get_args, get_type_hints
+
+from models.policy import Policy
+from sdpo_jax.config import Config, ModelConfig
+from sdpo_jax.errors import UserError
+from sdpo_jax.planner import plan as planning
+from sdpo_jax.planner.topology import Topology
+
+SEARCHED = ('mesh', 'micro_batch', 'remat', 'rows')
+_MICRO = (1, 2, 4)  # Rows a chip.
+_ROWS = (64, 128, 256, 384, 512, 1024)
+_SAMPLING = ('prepare', 'prefill', 'decode')
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+  """One half of a candidate, compiled: the update or the sampler."""
+
+  settings: dict[str, Any]
+  fits: bool
+  hbm_gib: float  # Of its largest program.
+  seconds: float  # A step.
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+  """An update and a sampler that go together."""
+
+  settings: dict[str, Any]
+  fits: bool
+  hbm_gib: float
+  update_seconds: float
+  sampling_seconds: float
+  seconds: float
+
+
+def search(
+  config: Config,
+  policy: Policy,
+  topology: Topology,
+  assumptions: planning.Assumptions,
+  over: Sequence[str],
+  announce: Callable[[str], None] = lambda _: None,
+) -> list[Result]:
+  """Combinations of mesh, micro-batch, remat and rows decoded at once, the best first.
+
+  The update and the sampler share only the mesh, so that each is tried by itself: for every mesh the fastest update that
+  fits goes with every sampler and the fastest sampler with every update.
+
+  Raises:
+    UserError: `over` names something that cannot be searched.
+  """
+  unknown = [name for name in over if name not in SEARCHED]
+  if unknown:
+    raise UserError(f'--search_over={unknown[0]} is none of {", ".join(SEARCHED)}.')
+  chips = len(topology.devices)
+  results: list[Result] = []
+  for mesh in meshes(config, policy, chips, over):
+    here = changed(config, mesh)
+    compiled = lambda options, labels, here=here: [
+      _part(here, policy, topology, assumptions, option, labels, announce) for option in options
+    ]
+    updates = [part for part in compiled(update_options(here, chips, over), ('update',))]
+    samplers = [part for part in compiled(sampling_options(here, over), _SAMPLING)]
+    fastest = lambda parts: min(parts, key=_order)
+    pairs = [(update, fastest(samplers)) for update in updates] + [(fastest(updates), sampler) for sampler in samplers]
+    for update, sampler in {id(u) * 31 + id(s): (u, s) for u, s in pairs}.values():
+      results.append(
+        Result(
+          settings=mesh | update.settings | sampler.settings,
+          fits=update.fits and sampler.fits,
+          hbm_gib=max(update.hbm_gib, sampler.hbm_gib),
+          update_seconds=update.seconds,
+          sampling_seconds=sampler.seconds,
+          seconds=update.seconds + sampler.seconds,
+        )
+      )
+  return sorted(results, key=_order)
+
+
+def _order(part: Part | Result) -> tuple[bool, float, float]:
+  known = lambda value: value if math.isfinite(value) else math.inf
+  # What fits by speed; what does not by how much is missing.
+  return (False, known(part.seconds), 0.0) if part.fits else (True, known(part.hbm_gib), known(part.seconds))
+
+
+def meshes(config: Config, policy: Policy, chips: int, over: Sequence[str]) -> list[dict[str, Any]]:
+  """Settings of the meshes to try: every `tensor` that divides chips, heads, MLP and vocabulary."""
+  if 'mesh' not in over:
+    return [{}]
+  model = policy.config
+  padded = next(parameter.shape[0] for parameter in policy.parameter_table() if parameter.path == ('embedding',))
+  divides = lambda tensor: all(
+    size % tensor == 0 for size in (chips, model.heads, model.kv_heads, model.intermediate_size, padded)
+  )
+  return [
+    {'mesh.fsdp': chips // tensor, 'mesh.tensor': tensor}
+    for tensor in range(1, min(chips, model.kv_heads) + 1)
+    if divides(tensor)
+  ]
+
+
+def update_options(config: Config, chips: int, over: Sequence[str]) -> list[dict[str, Any]]:
+  """Micro-batches of one, two and four rows a chip, with every remat policy."""
+  rows = config.actor.ppo_mini_batch_size * config.rollout.n
+  sizes = [chips * size for size in _MICRO if chips * size <= max(rows, chips)] if 'micro_batch' in over else [None]
+  remats = get_args(get_type_hints(ModelConfig)['remat']) if 'remat' in over else [None]
+  return [
+    {
+      **({} if size is None else {'actor.ppo_micro_batch_size': size}),
+      **({} if remat is None else {'model.remat': remat}),
+    }
+    for size in sizes
+    for remat in remats
+  ]
+
+
+def sampling_options(config: Config, over: Sequence[str]) -> list[dict[str, Any]]:
+  """Rows decoded at once, up to all of a generation batch."""
+  if 'rows' not in over:
+    return [{}]
+  total = config.data.train_batch_size * config.rollout.n
+  return [{'rollout.max_batch_rows': rows} for rows in sorted({min(rows, total) for rows in _ROWS})]
+
+
+def changed(config: Config, settings: dict[str, Any]) -> Config:
+  """A copy with other settings, validated."""
+  other = copy.deepcopy(config)
+  for name, value in settings.items():
+    *sections, leaf = name.split('.')
+    target: Any = other
+    for section in sections:
+      target = getattr(target, section)
+    setattr(target, leaf, value)
+  return other.validate()
+
+
+def _part(
+  config: Config,
+  policy: Policy,
+  topology: Topology,
+  assumptions: planning.Assumptions,
+  settings: dict[str, Any],
+  labels: Sequence[str],
+  announce: Callable[[str], None],
+) -> Part:
+  here = changed(config, settings)
+  if dataclasses.is_dataclass(policy) and 'model.remat' in settings:
+    policy = dataclasses.replace(policy, remat=here.model.remat)
+  listed = ', '.join(f'{name}={value}' for name, value in settings.items()) or 'as configured'
+  announce(f'{", ".join(labels)} with mesh fsdp={here.mesh.fsdp} tensor={here.mesh.tensor}, {listed}:')
+  made = planning.make(here, policy, topology, assumptions, only=labels, announce=announce)
+  return Part(
+    settings=settings,
+    fits=made.fits,
+    hbm_gib=max((e.hbm_gib for e in made.programs.values() if math.isfinite(e.hbm_gib)), default=math.nan),
+    seconds=made.step_seconds,
+  )
