@@ -130,15 +130,17 @@ def older_landlock(directory):
   return directory
 
 
-@pytest.fixture(scope='module', params=['landlock', 'landlock 1', 'bubblewrap'])
+@pytest.fixture(scope='module', params=['landlock', 'landlock-1', 'bubblewrap'])
 def sandbox(request, tmp_path_factory):
   name = request.param
-  if name == 'bubblewrap' and shutil.which('bwrap') is None:
-    pytest.skip('bwrap is not installed')
+  try:
+    bubblewrap.find() if name == 'bubblewrap' else confinement.landlock_version()
+  except confinement.Unsupported as error:
+    pytest.skip(str(error))
   with pytest.MonkeyPatch.context() as patch:
-    if name == 'landlock 1':
+    if name == 'landlock-1':
       patch.setattr(implementation, 'HERE', older_landlock(tmp_path_factory.mktemp('older')))
-    with Sandbox(SandboxConfig(mechanism=name.split()[0], workers=2), HARNESS, preload=('json',)) as value:
+    with Sandbox(SandboxConfig(mechanism=name.partition('-')[0], workers=2), HARNESS, preload=('json',)) as value:
       yield value
 
 
