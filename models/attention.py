@@ -1,14 +1,22 @@
-"""Attention of queries to keys of the same segment that stand before them: one function, several lowerings to come."""
+"""Attention of queries to keys of the same segment that stand before them: whole sequences, and steps over a cache."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+import functools
+
 import jax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import numpy as np
 
+from models import blockwise, decoding, splash
+from models.lowering import Lowering
+
 # Finite, so that a row of padding (which attends to nothing) has finite outputs and gradients.
-MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
+MASKED = blockwise.MASKED
+RESIDUALS = 'attention_residuals'  # What the rematerialisation policy 'save_attention' keeps.
 
 
 def visible(
@@ -36,11 +44,132 @@ def visible(
   return seen if window is None else seen & (distance < window)
 
 
-def attend(query: jax.Array, *parts: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-  """Grouped-query softmax attention; scores and softmax in float32.
+def segment_starts(segment_ids: jax.Array) -> jax.Array:
+  """[B, S] int32: the slot in which the run of equal `segment_ids` [B, S] around each slot begins."""
+  slots = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
+  before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+  return lax.cummax(jnp.where(segment_ids != before, slots, 0), axis=1)
+
+
+def attend_whole(
+  lowering: Lowering,
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  segment_ids: jax.Array,
+  starts: jax.Array,
+  *,
+  windows: Sequence[int] = (0,),
+  kind: jax.Array | int = 0,
+  sampling: bool = False,
+) -> jax.Array:
+  """Grouped-query softmax attention of whole sequences, their keys included; scores and softmax in float32.
+
+  Tokens of a segment stand in consecutive slots in the order of their positions. States of padding are finite.
 
   Args:
-    query: [B, S, H, head_dim], rotated. H is a multiple of KV; consecutive heads share keys.
+    lowering: the kernel, and the mesh whose devices share the rows.
+    query: [B, S, H, head_dim], rotated and scaled. H is a multiple of KV; consecutive heads share keys.
+    key: [B, S, KV, head_dim], rotated.
+    value: [B, S, KV, head_dim].
+    segment_ids: [B, S] int32, 0 = padding.
+    starts: [B, S] int32 from `segment_starts`.
+    windows: static choices of how many positions are seen, the query's own included; 0: all.
+    kind: [] int32, which of them holds here.
+    sampling: rows and heads lie as the sampler has them.
+
+  Returns:
+    [B, S, H, head_dim] in the dtype of `query`.
+  """
+  rows, heads = lowering.axes(query.shape[0], key.shape[2], sampling)
+  by_head, by_row = (rows, None, heads, None), (rows, None)
+  function = {'xla': _xla, 'splash': _splash, 'cudnn': _cudnn}[lowering.kind]
+  run = functools.partial(function, lowering, tuple(windows))
+  placed = lowering.shard(run, (by_head, by_head, by_head, by_row, by_row, ()), by_head)
+  return placed(query, key, value, segment_ids, starts, jnp.asarray(kind, jnp.int32))
+
+
+def _xla(lowering, windows, query, key, value, segment_ids, starts, kind):
+  del segment_ids
+  if windows != (0,):
+    slots = jnp.arange(starts.shape[1], dtype=jnp.int32)[None]
+    window = jnp.asarray(windows, jnp.int32)[kind]
+    starts = jnp.where(window > 0, jnp.maximum(starts, slots - window + 1), starts)
+  return blockwise.attention(query, key, value, starts, lowering.tile_bytes, RESIDUALS)
+
+
+def _splash(lowering, windows, query, key, value, segment_ids, starts, kind):
+  del starts
+  branch = lambda window: functools.partial(
+    splash.attention, window=window, residuals=RESIDUALS, interpret=lowering.interpret
+  )
+  return _choose([branch(window) for window in windows], kind, query, key, value, segment_ids)
+
+
+def _cudnn(lowering, windows, query, key, value, segment_ids, starts, kind):
+  """cuDNN's flash attention knows a length a row and no segments: packed rows go through the XLA path."""
+  slots = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
+  lengths = jnp.sum((segment_ids > 0).astype(jnp.int32), axis=1)
+  within = slots < lengths[:, None]
+  single = jnp.all((segment_ids > 0) == within) & jnp.all(jnp.where(within, starts, 0) == 0)
+
+  def fused(window, query, key, value):
+    # A row of padding alone gets one key, so that its softmax is defined.
+    mixed = jax.nn.dot_product_attention(
+      query,
+      key,
+      value,
+      scale=1.0,
+      is_causal=True,
+      query_seq_lengths=jnp.maximum(lengths, 1),
+      key_value_seq_lengths=jnp.maximum(lengths, 1),
+      local_window_size=(window - 1, 0) if window else None,
+      implementation='xla' if lowering.interpret else 'cudnn',
+    )
+    return checkpoint_name(mixed, RESIDUALS)
+
+  rows_of_one = lambda *arrays: _choose([functools.partial(fused, window) for window in windows], kind, *arrays)
+  packed = lambda *arrays: _xla(lowering, windows, *arrays, segment_ids, starts, kind)
+  return lax.cond(single, rows_of_one, packed, query, key, value)
+
+
+def _choose(branches, kind, *arrays):
+  return branches[0](*arrays) if len(branches) == 1 else lax.switch(kind, branches, *arrays)
+
+
+def attend_stacks(
+  lowering: Lowering,
+  query: jax.Array,
+  positions: jax.Array,
+  segment_ids: jax.Array,
+  parts: Sequence[decoding.Part],
+  layer: jax.Array | int,
+  window: jax.Array | int,
+) -> jax.Array:
+  """Attention to stacked caches by `models.decoding`, each device with its own rows and heads."""
+  stacks = [part[0] for part in parts]
+  rows, heads = lowering.axes(min(stack.shape[1] for stack in stacks), stacks[0].shape[2], sampling=True)
+  by_head, by_row = (rows, None, heads, None), (rows, None)
+  stack = (None, rows, heads, None, None)
+  run = lambda query, positions, segment_ids, layer, window, *arrays: decoding.attention(
+    query,
+    positions,
+    segment_ids,
+    [arrays[i : i + 4] for i in range(0, len(arrays), 4)],
+    layer,
+    window,
+    interpret=lowering.interpret,
+  )
+  placed = lowering.shard(run, (by_head, by_row, by_row, (), (), *(stack, stack, by_row, by_row) * len(parts)), by_head)
+  scalar = lambda value: jnp.asarray(value, jnp.int32)
+  return placed(query, positions, segment_ids, scalar(layer), scalar(window), *(a for part in parts for a in part))
+
+
+def attend(query: jax.Array, *parts: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+  """Grouped-query softmax attention by the plain formula; scores and softmax in float32.
+
+  Args:
+    query: [B, S, H, head_dim], rotated and scaled. H is a multiple of KV; consecutive heads share keys.
     *parts: (keys [R, KV, C, head_dim], values [R, KV, C, head_dim], mask [B, S, C] bool from `visible`); the softmax
       runs over the keys of all parts. B is a multiple of R; B / R consecutive rows share the keys of a row.
 
@@ -51,10 +180,7 @@ def attend(query: jax.Array, *parts: tuple[jax.Array, jax.Array, jax.Array]) -> 
   kv_heads = parts[0][0].shape[1]
   group = heads // kv_heads
   by_key = query.reshape(batch, length, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
-  scores = [
-    jnp.where(mask[:, None, None], _per_row(by_key, keys.swapaxes(2, 3)) * head_dim**-0.5, MASKED)
-    for keys, _, mask in parts
-  ]
+  scores = [jnp.where(mask[:, None, None], _per_row(by_key, keys.swapaxes(2, 3)), MASKED) for keys, _, mask in parts]
   weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(query.dtype)
   ends = np.cumsum([keys.shape[2] for keys, _, _ in parts])[:-1]
   mixed = sum(

@@ -26,17 +26,19 @@ class KVCache:
   n consecutive rows, held once and read once for all of them.
   """
 
-  keys: Store  # [L, B, KV, C, head_dim]; shallow models: L of [B, KV, head_dim, C], as a CPU's products read them best.
-  values: Store  # [L, B, KV, C, head_dim]; shallow models: L of [B, KV, C, head_dim].
+  keys: Store  # [L, B, KV, C, head_dim]; unstacked: L of [B, KV, head_dim, C], as a CPU's products read them best.
+  values: Store  # [L, B, KV, C, head_dim]; unstacked: L of [B, KV, C, head_dim].
   positions: jax.Array  # [B, C] int32.
   segment_ids: jax.Array  # [B, C] int32, 0 = empty or padding.
   length: jax.Array  # [] int32, the next slot.
   shared: KVCache | None = None  # Only read.
 
 
-def init(layers: int, batch_size: int, kv_heads: int, length: int, head_dim: int, dtype: jnp.dtype) -> KVCache:
-  """An empty cache of `length` slots for each of `batch_size` rows."""
-  if layers <= SHALLOW:
+def init(
+  layers: int, batch_size: int, kv_heads: int, length: int, head_dim: int, dtype: jnp.dtype, *, stacked: bool
+) -> KVCache:
+  """An empty cache of `length` slots for each of `batch_size` rows; `stacked`: one array for all layers."""
+  if not stacked:
     keys = tuple(jnp.zeros((batch_size, kv_heads, head_dim, length), dtype) for _ in range(layers))
     values = tuple(jnp.zeros((batch_size, kv_heads, length, head_dim), dtype) for _ in range(layers))
   else:
@@ -68,7 +70,9 @@ def repeat(cache: KVCache, repeats: int, length: int | None = None) -> KVCache:
   if length is not None and length > have:
     layers, kv_heads, head_dim, dtype = _sizes(cache)
     rows = cache.positions.shape[0] * repeats
-    return init(layers, rows, kv_heads, length - have, head_dim, dtype).replace(shared=cache)
+    stacked = not isinstance(cache.keys, tuple)
+    own = init(layers, rows, kv_heads, length - have, head_dim, dtype, stacked=stacked)
+    return own.replace(shared=cache)
   axis = 0 if isinstance(cache.keys, tuple) else 1
   copy = lambda array, axis=0: jnp.repeat(array, repeats, axis=axis)
   return cache.replace(
@@ -115,7 +119,7 @@ def append_layer(
     values: as in `KVCache`.
     key: [B, S, KV, head_dim] of the new tokens.
     value: [B, S, KV, head_dim].
-    layer: index of the layer; a Python integer for a shallow model.
+    layer: index of the layer; a Python integer where stores are not stacked.
     slot: [] int32, where the first token goes.
   """
   if isinstance(keys, tuple):

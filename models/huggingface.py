@@ -54,7 +54,7 @@ def load(
       tensor.
   """
   root = resolve(path)
-  policy = read_policy(root, config)
+  policy = read_policy(root, config).on(mesh, config.attention)
   table = policy.parameter_table()
   with contextlib.ExitStack() as stack:
     tensors = _open(root, stack)
@@ -65,6 +65,8 @@ def load(
 
 def read_policy(path: str | os.PathLike, config: ModelConfig) -> Qwen3Policy:
   """The policy that a directory's config.json describes; reads no weights.
+
+  It computes attention in the way that runs anywhere; `Qwen3Policy.on` chooses the kernels of its devices.
 
   Raises:
     UserError: missing or malformed config.json, unsupported architecture.
@@ -92,7 +94,7 @@ def init(config_json: dict[str, Any], rng: jax.Array, config: ModelConfig | None
     config: compute dtype and rematerialisation; None: float32, none.
   """
   config = config or ModelConfig(dtype='float32', remat='none')
-  policy = describe(config_json, config)
+  policy = describe(config_json, config).on(None, config.attention)
   return policy, parameters.initialise(policy.parameter_table(), rng, policy.config.initializer_range)
 
 

@@ -36,7 +36,8 @@ class Policy(Protocol):
       trainable: trainable parameters.
       tokens: [B, S] int32.
       positions: [B, S] int32, the position of each token within its segment.
-      segment_ids: [B, S] int32, 0 = padding. A token attends to tokens of its own segment that stand before it.
+      segment_ids: [B, S] int32, 0 = padding. A token attends to tokens of its own segment that stand before it. Tokens
+        of a segment stand in consecutive slots, in the order of their positions.
       cache: from `init_cache`; the tokens are appended to it in the next S slots and attend to what it holds of
         the same segment.
 

@@ -14,8 +14,9 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from models import attention, parameters
+from models import attention, decoding, parameters
 from models import cache as kv_cache
+from models import lowering as lowerings
 from sdpo_jax.errors import UserError
 
 Tree = Any
@@ -256,7 +257,7 @@ def rotation(positions: jax.Array, head_dim: int, theta: float) -> jax.Array:
 
 
 def rotate(x: jax.Array, matrices: jax.Array) -> jax.Array:
-  """Rotary embedding of x [B, S, H, head_dim] by matrices from `rotation`, in float32, in the dtype of x."""
+  """Rotary embedding of x [B, S, H, head_dim] by (scaled) matrices from `rotation`, in float32, in the dtype of x."""
   # Sums of broadcast products: concatenating the two halves would cost a CPU several times as much.
   pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
   turned = sum(pairs[..., b : b + 1, :] * matrices[:, :, None, :, b] for b in range(2))
@@ -290,13 +291,15 @@ class Attention(nnx.Module):
       self.value_bias, self.output_bias = make('value_bias'), make('output_bias')
 
   def heads(self, x: jax.Array, matrices: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rotated queries [B, S, H, head_dim], rotated keys and values [B, S, KV, head_dim] of x [B, S, D]."""
+    """Rotated and scaled queries [B, S, H, head_dim], rotated keys and values [B, S, KV, head_dim] of x [B, S, D]."""
     query, key, value = project(x, self.query[...]), project(x, self.key[...]), project(x, self.value[...])
     if self.config.attention_bias:
       query = query + self.query_bias[...][None, None]
       key = key + self.key_bias[...][None, None]
       value = value + self.value_bias[...][None, None]
-    query = rotate(rms_norm(query, self.query_norm[...], self.config.norm_eps), matrices)
+    # Attention's 1 / √head_dim goes here, so that it is not rounded to the compute dtype by itself.
+    scaled = matrices * self.config.head_dim**-0.5
+    query = rotate(rms_norm(query, self.query_norm[...], self.config.norm_eps), scaled)
     key = rotate(rms_norm(key, self.key_norm[...], self.config.norm_eps), matrices)
     return query, key, value
 
@@ -356,34 +359,28 @@ class Decoder(nnx.Module):
     segment_ids: jax.Array,
     cache: kv_cache.KVCache | None,
     remat: str,
+    lowering: lowerings.Lowering,
   ) -> tuple[jax.Array, kv_cache.KVCache | None]:
     """Final hidden states [B, S, D] and the updated cache; arguments as in `Qwen3Policy.apply`."""
     config = self.config
     matrices = rotation(positions, config.head_dim, config.rope_theta)
     slot, store = None, None
+    # A cache that these tokens fill was empty: what they attend to is themselves.
+    whole = cache is None or (cache.shared is None and cache.positions.shape == positions.shape)
     if cache is not None:
       slot, store = cache.length, (cache.keys, cache.values)
       cache = kv_cache.append_tokens(cache, positions, segment_ids)
-    held = [] if cache is None else kv_cache.chain(cache)
-    sources = [(part.positions, part.segment_ids) for part in held] or [(positions, segment_ids)]
-    visible = lambda window: [attention.visible(positions, segment_ids, *source, window) for source in sources]
-    everything = visible(None)
+    mix_as = self._whole if whole else self._onto_stacks if self._kernel_reads(lowering, cache, tokens) else self._onto
+    mix = mix_as(lowering, positions, segment_ids, cache)
+    rows, _ = lowering.axes(tokens.shape[0], config.kv_heads, sampling=cache is not None)
 
     def layer(block, x, store, index):
-      masks = everything
-      if config.windows is not None:
-        window = jnp.asarray(config.windows, jnp.int32)[index]
-        masks = [mask & (near | (window == 0)) for mask, near in zip(everything, visible(window), strict=True)]
+      def mix_and_store(query, key, value):
+        updated = None if store is None else kv_cache.append_layer(*store, key, value, index, slot)
+        return mix(query, key, value, updated, index), updated
 
-      def mix(query, key, value):
-        if store is None:
-          return attention.attend(query, (key.swapaxes(1, 2), value.swapaxes(1, 2), masks[0])), None
-        updated = kv_cache.append_layer(*store, key, value, index, slot)
-        stores = [updated, *((part.keys, part.values) for part in held[1:])]
-        parts = [(*kv_cache.layer_of(*part, index), mask) for part, mask in zip(stores, masks, strict=True)]
-        return attention.attend(query, *parts), updated
-
-      return block(x, matrices, mix)
+      x, store = block(lowering.constrain(x, rows, None, None), matrices, mix_and_store)
+      return lowering.constrain(x, rows, None, None), store
 
     x = jnp.take(self.embedding[...], tokens, axis=0)
     if isinstance(self.layers, nnx.List):
@@ -398,12 +395,77 @@ class Decoder(nnx.Module):
       cache = cache.replace(keys=store[0], values=store[1])
     return rms_norm(x, self.final_norm[...], config.norm_eps), cache
 
+  # What follows returns mix(query, key, value, stores of this call, layer) -> [B, S, H, head_dim].
+
+  def _whole(self, lowering, positions, segment_ids, cache):
+    """Attention of whole sequences to themselves."""
+    del positions
+    starts = attention.segment_starts(segment_ids)
+    windows = lowerings.distinct(self.config.windows)
+    kinds = jnp.asarray([windows.index(window) for window in self.config.windows or (0,) * self.config.layers])
+    return lambda query, key, value, store, layer: attention.attend_whole(
+      lowering,
+      query,
+      key,
+      value,
+      segment_ids,
+      starts,
+      windows=windows,
+      kind=kinds.astype(jnp.int32)[layer],
+      sampling=cache is not None,
+    )
+
+  def _onto(self, lowering, positions, segment_ids, cache):
+    """Attention to all that the cache holds, by the plain formula."""
+    del lowering
+    held = kv_cache.chain(cache)
+    visible = lambda window: [
+      attention.visible(positions, segment_ids, part.positions, part.segment_ids, window) for part in held
+    ]
+    everything = visible(None)
+
+    def mix(query, key, value, store, layer):
+      del key, value
+      masks = everything
+      if self.config.windows is not None:
+        window = jnp.asarray(self.config.windows, jnp.int32)[layer]
+        masks = [mask & (near | (window == 0)) for mask, near in zip(everything, visible(window), strict=True)]
+      stores = [store, *((part.keys, part.values) for part in held[1:])]
+      parts = [(*kv_cache.layer_of(*part, layer), mask) for part, mask in zip(stores, masks, strict=True)]
+      return attention.attend(query, *parts)
+
+    return mix
+
+  def _onto_stacks(self, lowering, positions, segment_ids, cache):
+    """Attention to all that the cache holds, by the kernel that reads the stacks in place."""
+    held = kv_cache.chain(cache)
+    windows = jnp.asarray(self.config.windows or (0,) * self.config.layers, jnp.int32)
+
+    def mix(query, key, value, store, layer):
+      del key, value
+      stores = [store, *((part.keys, part.values) for part in held[1:])]
+      parts = [(*part, of.positions, of.segment_ids) for part, of in zip(stores, held, strict=True)]
+      return attention.attend_stacks(lowering, query, positions, segment_ids, parts, layer, windows[layer])
+
+    return mix
+
+  def _kernel_reads(self, lowering: lowerings.Lowering, cache: kv_cache.KVCache, tokens: jax.Array) -> bool:
+    """Whether the decoding kernel reads the cache for these tokens: a TPU's, and few queries for each of its rows."""
+    group = self.config.heads // self.config.kv_heads
+    fewest = min(part.positions.shape[0] for part in kv_cache.chain(cache))
+    return lowering.stacked_cache and tokens.size // fewest * group <= decoding.MOST_QUERIES
+
 
 def _remat(layer: Callable, policy: str) -> Callable:
-  """The layer with what its backward pass recomputes: 'none', 'full' (all), 'dots' (all but matrix products)."""
+  """The layer with what its backward pass recomputes: 'none', 'full' (all), 'save_attention' (all but attention),
+  'dots' (all but matrix products)."""
   if policy == 'none':
     return layer
-  saved = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if policy == 'dots' else None
+  saved = {
+    'full': None,
+    'save_attention': jax.checkpoint_policies.save_only_these_names(attention.RESIDUALS),
+    'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  }[policy]
   # Inside a scan the loop itself keeps the compiler from merging the recomputation with the forward pass.
   return jax.checkpoint(layer, policy=saved, prevent_cse=False)
 
@@ -428,11 +490,21 @@ class Qwen3Policy:
 
   config: Qwen3Config
   dtype: Literal['float32', 'bfloat16'] = 'bfloat16'
-  remat: Literal['none', 'full', 'dots'] = 'full'
+  remat: Literal['none', 'full', 'save_attention', 'dots'] = 'full'
+  lowering: lowerings.Lowering = lowerings.Lowering()
 
   @property
   def vocab_size(self) -> int:
     return self.config.vocab_size
+
+  def on(self, mesh: jax.sharding.Mesh | None, attention_setting: str = 'auto') -> Qwen3Policy:
+    """The policy with the kernels that `model.attention` asks for on the devices of a mesh (None: the default device).
+
+    Raises:
+      UserError: the devices or the dtype do not allow them.
+    """
+    lowering = lowerings.choose(attention_setting, self.dtype, self.config.head_dim, mesh)
+    return dataclasses.replace(self, lowering=lowering)
 
   def parameter_table(self) -> parameters.Table:
     """Shape, dtype, logical axes, initialiser and Hugging Face layout of every parameter."""
@@ -471,17 +543,34 @@ class Qwen3Policy:
     elif not _is_unrolled(params):
       params = self._in_compute_dtype(params)
     decoder = nnx.merge(_graph(self.config, _is_unrolled(params)), params)
-    hidden, cache = decoder(tokens, positions, segment_ids, cache, self.remat)
+    hidden, cache = decoder(tokens, positions, segment_ids, cache, self.remat, self.lowering)
     return hidden, decoder.output_matrix(), cache
 
   def init_cache(self, batch_size: int, length: int) -> kv_cache.KVCache:
     """An empty cache of `length` slots for each of `batch_size` rows."""
     config = self.config
-    return kv_cache.init(config.layers, batch_size, config.kv_heads, length, config.head_dim, jnp.dtype(self.dtype))
+    empty = kv_cache.init(
+      config.layers,
+      batch_size,
+      config.kv_heads,
+      length,
+      config.head_dim,
+      jnp.dtype(self.dtype),
+      stacked=self.lowering.stacked_cache or config.layers > kv_cache.SHALLOW,
+    )
+    return self._placed(empty)
 
   def repeat_cache(self, cache: kv_cache.KVCache, repeats: int, length: int | None = None) -> kv_cache.KVCache:
     """Every row `repeats` times (rows 0,0,…,1,1,…); with `length`, sharing `cache` and with `length` slots in all."""
-    return kv_cache.repeat(cache, repeats, length)
+    return self._placed(kv_cache.repeat(cache, repeats, length))
+
+  def _placed(self, cache: kv_cache.KVCache) -> kv_cache.KVCache:
+    """The stacked cache with rows and heads where the decoding kernel looks for them."""
+    if isinstance(cache.keys, tuple):
+      return cache
+    rows, heads = self.lowering.axes(cache.keys.shape[1], cache.keys.shape[2], sampling=True)
+    place = lambda stack: self.lowering.constrain(stack, None, rows, heads, None, None)
+    return cache.replace(keys=place(cache.keys), values=place(cache.values))
 
   def _in_compute_dtype(self, params: Tree) -> Tree:
     dtype = lambda parameter: self.dtype if parameter.compute else jnp.float32

@@ -1,0 +1,176 @@
+"""Exact attention of whole sequences in tiles that stay in fast memory, with a backward pass that recomputes them.
+
+The plain formula writes the scores [B, H, S, S] several times, and its backward pass keeps them. Here a tile of rows
+and queries is finished before the next begins, the backward pass needs only the output and the log-normaliser of each
+query (Dao et al., FlashAttention, arXiv 2205.14135, §3), and most keys that no query of a tile sees are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
+
+MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
+SPANS = 4  # Ranges of queries that leave out later keys, each compiled apart; four leave 5/8 of the work.
+
+
+def attention(
+  query: jax.Array, key: jax.Array, value: jax.Array, first: jax.Array, tile_bytes: int, residuals: str
+) -> jax.Array:
+  """Grouped-query softmax attention in which query i sees the slots first[i] … i; scores and softmax in float32.
+
+  Args:
+    query: [B, S, H, head_dim], scaled. H is a multiple of KV; consecutive heads share keys.
+    key: [B, S, KV, head_dim].
+    value: [B, S, KV, head_dim].
+    first: [B, S] int32, at most the query's own slot.
+    tile_bytes: float32 scores held at once, about.
+    residuals: name under which a rematerialisation policy may save output and log-normalisers.
+
+  Returns:
+    [B, S, H, head_dim] in the dtype of `query`.
+  """
+  batch, length, heads, head_dim = query.shape
+  kv_heads = key.shape[2]
+  rows, chunk = _tile(batch, length, heads, tile_bytes)
+  padding = -length % chunk
+  if padding:
+    query, key, value = (jnp.pad(array, ((0, 0), (0, padding), (0, 0), (0, 0))) for array in (query, key, value))
+    first = jnp.pad(first, ((0, 0), (0, padding)))
+  by_key = query.reshape(batch, length + padding, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
+  mixed = _attention(rows, chunk, residuals, by_key, key.swapaxes(1, 2), value.swapaxes(1, 2), first)
+  return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length + padding, heads, head_dim)[:, :length]
+
+
+def _tile(batch: int, length: int, heads: int, tile_bytes: int) -> tuple[int, int]:
+  """(rows, queries) of a tile."""
+  per_query = 4 * heads * length
+  chunk = length
+  while chunk > 16 and chunk * per_query > tile_bytes:
+    chunk = -(-chunk // 2)
+  most = max(tile_bytes // (chunk * per_query), 1) if chunk == length else 1
+  return max(rows for rows in range(1, min(most, batch) + 1) if batch % rows == 0), chunk
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attention(rows, chunk, residuals, query, key, value, first):
+  """[B, KV, G, S, head_dim] of query [B, KV, G, S, head_dim], key and value [B, KV, S, head_dim]."""
+  return _forward(rows, chunk, residuals, query, key, value, first)[0]
+
+
+def _forward(rows, chunk, residuals, query, key, value, first):
+  def tile(key, value, query, first, slot):
+    scores = jnp.where(_seen(first, slot, query, key), _flat('bkqd,bkcd->bkqc', query, key), MASKED)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    mixed = _flat('bkqc,bkcd->bkqd', weights.astype(value.dtype), value) / total
+    return mixed.astype(query.dtype).reshape(query.shape), (top + jnp.log(total)).reshape(query.shape[:-1])
+
+  def some_rows(query, key, value, first):
+    pieces = []
+    for span in _spans(query.shape[3], chunk):
+      keys = [array[:, :, : span[1]] for array in (key, value)]
+      step = lambda nothing, parts, keys=keys: (nothing, tile(*keys, *parts))
+      pieces.append(_scan(step, None, span, chunk, query, first)[1])
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=3), *pieces)
+
+  done = _by_rows(some_rows, rows, query, key, value, first)
+  mixed, normaliser = (checkpoint_name(array, residuals) for array in done)
+  return mixed, (query, key, value, first, mixed, normaliser)
+
+
+def _backward(rows, chunk, residuals, kept, gradient):
+  del residuals
+  query, key, value, first, mixed, normaliser = kept
+
+  def tile(key, value, query, first, slot, mixed, normaliser, gradient):
+    flat = lambda array: array.reshape(*array.shape[:2], -1, array.shape[-1])
+    scores = _flat('bkqd,bkcd->bkqc', query, key)
+    weights = jnp.exp(scores - flat(normaliser[..., None]))
+    weights = jnp.where(_seen(first, slot, query, key), weights, 0.0)
+    towards = _flat('bkqd,bkcd->bkqc', gradient, value)
+    mean = jnp.sum(flat(mixed).astype(jnp.float32) * flat(gradient).astype(jnp.float32), axis=-1, keepdims=True)
+    to_scores = (weights * (towards - mean)).astype(query.dtype)
+    to_query = _flat('bkqc,bkcd->bkqd', to_scores, key).astype(query.dtype).reshape(query.shape)
+    to_key = _flat('bkqc,bkqd->bkcd', to_scores, query)
+    to_value = _flat('bkqc,bkqd->bkcd', weights.astype(value.dtype), gradient)
+    return to_query, to_key, to_value
+
+  def some_rows(query, key, value, *parts):
+    to_query, sums = [], []
+    for span in _spans(query.shape[3], chunk):
+      keys = [array[:, :, : span[1]] for array in (key, value)]
+
+      def step(sums, parts, keys=keys):
+        to_query, *more = tile(*keys, *parts)
+        return more if sums is None else [old + new for old, new in zip(sums, more, strict=True)], to_query
+
+      empty = None if span[1] - span[0] == chunk else [jnp.zeros(array.shape, jnp.float32) for array in keys]
+      more, part = _scan(step, empty, span, chunk, query, *parts)
+      to_query.append(part)
+      sums = [
+        new if old is None else new.at[:, :, : old.shape[2]].add(old)
+        for old, new in zip(sums or (None, None), more, strict=True)
+      ]
+    return jnp.concatenate(to_query, axis=3), sums[0].astype(key.dtype), sums[1].astype(value.dtype)
+
+  return *_by_rows(some_rows, rows, query, key, value, first, mixed, normaliser, gradient), None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _seen(first: jax.Array, slot: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
+  """[B, 1, G · Q, C] bool: key slots from first [B, Q] to slot [Q]."""
+  # One comparison without sign for both ends: this runs for every score.
+  reach = (slot[None] - first).astype(jnp.uint32)
+  grouped = lambda array: jnp.tile(array, (1, query.shape[2]))[:, None, :, None]
+  place = lax.broadcasted_iota(jnp.int32, (1, 1, 1, key.shape[2]), 3)
+  return (place - grouped(first)).astype(jnp.uint32) <= grouped(reach)
+
+
+def _flat(formula: str, left: jax.Array, right: jax.Array) -> jax.Array:
+  """A product accumulated in float32, in which the group and query axes of a factor count as one."""
+  flat = lambda array: array.reshape(*array.shape[:2], -1, array.shape[-1])
+  precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
+  return jnp.einsum(formula, flat(left), flat(right), precision=precision, preferred_element_type=jnp.float32)
+
+
+def _spans(length: int, chunk: int) -> list[tuple[int, int]]:
+  """(first query, end) of at most SPANS ranges of about equal length."""
+  chunks = length // chunk
+  edges = sorted({chunks * i // SPANS * chunk for i in range(SPANS + 1)})
+  return list(zip(edges, edges[1:], strict=False))
+
+
+def _scan(
+  step: Callable, carry: Any, span: tuple[int, int], chunk: int, query: jax.Array, first: jax.Array, *more: jax.Array
+) -> tuple[Any, Any]:
+  """lax.scan of step(carry, (query, first, slot, *more)) over the chunks of a span; its output joined along axis 3."""
+  start, end = span
+  parts = [query[:, :, :, start:end], first[:, start:end], jnp.arange(start, end, dtype=jnp.int32)]
+  parts += [array[:, :, :, start:end] for array in more]
+  if end - start == chunk:
+    return step(carry, parts)
+  axes = [3, 1, 0, *(3 for _ in more)]
+  cut = lambda array, axis: array.reshape(*array.shape[:axis], -1, chunk, *array.shape[axis + 1 :])
+  chunks = [jnp.moveaxis(cut(array, axis), axis, 0) for array, axis in zip(parts, axes, strict=True)]
+  carry, out = lax.scan(step, carry, chunks)
+  join = lambda array: array.reshape(*array.shape[:3], -1, *array.shape[5:])
+  return carry, jax.tree.map(lambda array: join(jnp.moveaxis(array, 0, 3)), out)
+
+
+def _by_rows(function: Callable, rows: int, *arrays: jax.Array) -> Sequence[jax.Array]:
+  """function(*arrays), `rows` rows at a time."""
+  if rows == arrays[0].shape[0]:
+    return function(*arrays)
+  tiles = jax.tree.map(lambda array: array.reshape(-1, rows, *array.shape[1:]), arrays)
+  done = lax.map(lambda tile: function(*tile), tiles)
+  return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), done)

@@ -1,0 +1,97 @@
+"""Which kernels compute attention, and where on a mesh: decided from settings and devices, static under `jit`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sdpo_jax.errors import UserError
+from sdpo_jax.mesh import FSDP, TENSOR
+
+Kind = Literal['xla', 'splash', 'cudnn']
+CPU_TILE, DEVICE_TILE = 2**20, 2**28  # Bytes: a CPU's tile should stay in its cache, a GPU's should fill the device.
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowering:
+  """How attention is computed; the default runs anywhere."""
+
+  kind: Kind = 'xla'
+  mesh: Mesh | None = None  # Whose devices share rows and heads; None: the arrays are not divided.
+  tile_bytes: int = CPU_TILE  # Of float32 scores that the XLA path holds at once, about.
+  interpret: bool = False  # Kernels as ordinary operations, for tests without their hardware.
+
+  @property
+  def stacked_cache(self) -> bool:
+    """Whether the cache of every model is one array for all layers, as the TPU's decoding kernel reads it."""
+    return self.kind == 'splash'
+
+  @property
+  def divided(self) -> bool:
+    return self.mesh is not None and self.mesh.size > 1
+
+  def axes(self, rows: int, kv_heads: int, sampling: bool) -> tuple[Any, str | None]:
+    """(mesh axes of the rows, mesh axis of the heads).
+
+    Training and scoring spread rows over the whole mesh; sampling keeps rows on `fsdp` and divides heads over `tensor`.
+    What an axis does not divide stays whole.
+    """
+    if not self.divided:
+      return None, None
+    if not sampling and rows % self.mesh.size == 0:
+      return (FSDP, TENSOR), None
+    return (
+      FSDP if rows % self.mesh.shape[FSDP] == 0 else None,
+      TENSOR if kv_heads % self.mesh.shape[TENSOR] == 0 else None,
+    )
+
+  def constrain(self, array: jax.Array, *spec: Any) -> jax.Array:
+    """The array with its place on the mesh, where there is one."""
+    if not self.divided:
+      return array
+    return lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec(*spec)))
+
+  def shard(
+    self, function: Callable[..., Any], in_specs: Sequence[Sequence[Any]], out_specs: Any
+  ) -> Callable[..., Any]:
+    """`function` on each device's part of its arguments; `in_specs`: for every argument, a mesh axis a dimension."""
+    if not self.divided:
+      return function
+    specs = tuple(PartitionSpec(*spec) for spec in in_specs)
+    out = jax.tree.map(lambda spec: PartitionSpec(*spec), out_specs, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)
+
+
+def choose(setting: str, dtype: str, head_dim: int, mesh: Mesh | None = None) -> Lowering:
+  """The lowering that `model.attention` asks for on the devices of `mesh` (None: the default device).
+
+  A mesh of a TPU topology without its hardware counts as TPUs.
+
+  Raises:
+    UserError: the devices or the dtype do not allow what was asked for.
+  """
+  platform = (mesh.devices.flat[0] if mesh is not None else jax.devices()[0]).platform
+  is_gpu = platform in ('gpu', 'cuda', 'rocm')
+  fits_cudnn = dtype == 'bfloat16' and head_dim % 8 == 0 and head_dim <= 128
+  if setting == 'auto':
+    setting = 'splash' if platform == 'tpu' else 'cudnn' if platform in ('gpu', 'cuda') and fits_cudnn else 'xla'
+  if setting == 'splash' and platform != 'tpu':
+    raise UserError(f"model.attention='splash' needs TPUs, and the devices here are {platform}: set it to auto or xla.")
+  if setting == 'cudnn' and not (is_gpu and fits_cudnn):
+    raise UserError(
+      f"model.attention='cudnn' needs NVIDIA GPUs, model.dtype='bfloat16' and a head_dim that is a multiple of 8 up to "
+      f'128; here are {platform}, {dtype!r} and {head_dim}: set it to auto or xla.'
+    )
+  return Lowering(setting, mesh, CPU_TILE if platform == 'cpu' else DEVICE_TILE)
+
+
+@functools.cache
+def distinct(windows: tuple[int, ...] | None) -> tuple[int, ...]:
+  """The windows that layers of a model have, each once; 0: all positions."""
+  return tuple(sorted(set(windows or (0,))))

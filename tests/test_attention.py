@@ -1,0 +1,239 @@
+"""Every lowering of attention against the plain formula in float64, forward and backward; kernels run interpreted."""
+
+import dataclasses
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import attention, blockwise, decoding, huggingface
+from models.cache import SHALLOW
+from models.lowering import Lowering, choose, distinct
+from sdpo_jax.config import MeshConfig
+from sdpo_jax.errors import UserError
+from sdpo_jax.mesh import make_mesh
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
+# Segment ids of rows of 40 slots: packed with padding between and behind, one segment, nothing at all, full.
+PACKED = np.stack(
+  [
+    np.repeat([1, 2, 0, 7, 0], [5, 11, 2, 14, 8]),
+    np.repeat([1, 0], [33, 7]),
+    np.repeat([0], [40]),
+    np.repeat([1, 2, 3], [1, 20, 19]),
+  ]
+).astype(np.int32)
+SINGLE = np.stack([np.repeat([1, 0], [n, 40 - n]) for n in (33, 40, 1, 0)]).astype(np.int32)
+XLA = {
+  'one tile': Lowering(tile_bytes=2**30),
+  'several rows a tile': Lowering(tile_bytes=2 * HEADS * 40 * 40 * 4),
+  'chunks of queries': Lowering(tile_bytes=HEADS * 40 * 10 * 4),
+  'chunks that do not divide the sequence': Lowering(tile_bytes=HEADS * 40 * 16 * 4),
+}
+KERNELS = {'splash': Lowering('splash', interpret=True), 'cudnn': Lowering('cudnn', interpret=True)}
+
+
+def tensors(rows, length, seed=0, heads=HEADS, kv_heads=KV_HEADS):
+  generator = np.random.default_rng(seed)
+  draw = lambda count: generator.standard_normal((rows, length, count, HEAD_DIM)).astype(np.float32)
+  return draw(heads), draw(kv_heads), draw(kv_heads)
+
+
+def plain(query, key, value, segment_ids, window):
+  """The formula in float64, token by token; 0 for padding."""
+  out = np.zeros(query.shape)
+  group = query.shape[2] // key.shape[2]
+  for row, slot in np.argwhere(segment_ids > 0):
+    seen = [i for i in range(slot + 1) if segment_ids[row, i] == segment_ids[row, slot]]
+    seen = seen[-window:] if window else seen
+    for head in range(query.shape[2]):
+      scores = np.float64(key[row, seen, head // group]) @ np.float64(query[row, slot, head])
+      weights = np.exp(scores - scores.max())
+      out[row, slot, head] = weights @ value[row, seen, head // group] / weights.sum()
+  return out
+
+
+def masked_formula(query, key, value, segment_ids, window):
+  """The same, differentiable."""
+  positions = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape)
+  mask = attention.visible(positions, segment_ids, positions, segment_ids, window or None)
+  return attention.attend(query, (key.swapaxes(1, 2), value.swapaxes(1, 2), mask))
+
+
+def whole(lowering, query, key, value, segment_ids, windows=(0,), kind=0, sampling=False):
+  starts = attention.segment_starts(segment_ids)
+  return attention.attend_whole(
+    lowering, query, key, value, segment_ids, starts, windows=windows, kind=kind, sampling=sampling
+  )
+
+
+def with_gradients(function, real, *arrays):
+  """Output at real tokens, and gradients of a weighted sum of it."""
+  weights = np.random.default_rng(9).standard_normal(arrays[0].shape).astype(np.float32) * real[:, :, None, None]
+
+  def loss(*arrays):
+    out = function(*arrays)
+    return jnp.sum(out * weights), out
+
+  (_, out), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(*arrays)
+  assert all(np.isfinite(leaf).all() for leaf in (out, *gradients))
+  return [np.asarray(out) * real[:, :, None, None], *gradients]
+
+
+@pytest.mark.parametrize('segments', [PACKED, SINGLE], ids=['packed', 'one segment a row'])
+@pytest.mark.parametrize('window', [0, 6])
+@pytest.mark.parametrize('name', [*XLA, *KERNELS])
+def test_every_lowering_is_the_plain_formula(name, window, segments):
+  lowering = {**XLA, **KERNELS}[name]
+  arrays = tensors(*segments.shape)
+  real = segments > 0
+  windows = (0, window) if window else (0,)
+  run = lambda *arrays: whole(lowering, *arrays, segments, windows, len(windows) - 1)
+  ours = with_gradients(run, real, *arrays)
+  np.testing.assert_allclose(ours[0], plain(*arrays, segments, window), atol=2e-6)
+  expected = with_gradients(lambda *arrays: masked_formula(*arrays, segments, window), real, *arrays)
+  for mine, theirs in zip(ours[1:], expected[1:], strict=True):
+    np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize('heads', [(6, 1), (3, 3)], ids=['one key for all heads', 'one key a head'])
+@pytest.mark.parametrize('name', ['chunks of queries', 'splash'])
+def test_head_counts_of_any_ratio(name, heads):
+  arrays = tensors(2, 23, 1, *heads)
+  segments = np.ones((2, 23), np.int32)
+  out = whole({**XLA, **KERNELS}[name], *arrays, segments)
+  np.testing.assert_allclose(out, plain(*arrays, segments, 0), atol=2e-6)
+
+
+@pytest.mark.parametrize('sampling', [False, True], ids=['rows over the mesh', 'rows and heads over the mesh'])
+@pytest.mark.parametrize('name', ['several rows a tile', 'splash'])
+@pytest.mark.parametrize('rows', [8, 3], ids=['divided rows', 'rows that no axis divides'])
+def test_a_mesh_changes_nothing(name, sampling, rows):
+  mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
+  lowering = {**XLA, **KERNELS}[name]
+  segments = np.resize(PACKED[:, :20], (rows, 20))
+  arrays, real = tensors(rows, 20, 2), segments > 0
+  run = lambda lowering: with_gradients(lambda *a: whole(lowering, *a, segments, sampling=sampling), real, *arrays)
+  for mine, theirs in zip(run(dataclasses.replace(lowering, mesh=mesh)), run(lowering), strict=True):
+    np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+def test_long_sequences_need_no_array_of_all_scores():
+  length = 2048
+  arrays = [jax.ShapeDtypeStruct((1, length, heads, HEAD_DIM), jnp.float32) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+  segments = np.ones((1, length), np.int32)
+  loss = lambda *arrays: whole(Lowering(), *arrays, segments).sum()
+  memory = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*arrays).compile().memory_analysis()
+  assert memory.temp_size_in_bytes < HEADS * length * length * 4 / 4
+
+
+CONFIG = dict(
+  model_type='qwen3',
+  vocab_size=61,
+  hidden_size=32,
+  intermediate_size=48,
+  num_attention_heads=4,
+  num_key_value_heads=2,
+  head_dim=16,
+  initializer_range=0.25,
+)
+
+
+@pytest.mark.parametrize('block', [16, 1024], ids=['blocks that do not divide the slots', 'one block'])
+@pytest.mark.parametrize('window', [0, 9])
+def test_the_decoding_kernel_is_the_plain_formula(window, block, monkeypatch):
+  """Six queries of three rows, with slots of their own and a shared cache: padding, other segments, empty slots."""
+  monkeypatch.setattr(decoding, 'BLOCK', block)
+  generator = np.random.default_rng(3)
+  draw = lambda *shape: generator.standard_normal(shape).astype(np.float32)
+  layers, layer, rows, own, shared = 3, 1, 6, 21, 37
+  query = draw(rows, 1, HEADS, HEAD_DIM)
+  positions = generator.integers(20, 50, (rows, 1)).astype(np.int32)
+  segments = np.array([1, 1, 1, 1, 2, 1], np.int32)[:, None]
+  parts = []
+  for count, slots in ((rows, own), (rows // 2, shared)):
+    at = np.tile(np.arange(slots, dtype=np.int32), (count, 1)) + (20 if slots == own else 0)
+    of = generator.choice([0, 1, 2], p=[0.2, 0.7, 0.1], size=(count, slots)).astype(np.int32)
+    of[:, -3:] = 0
+    of[0] = 0  # A row whose cache is empty.
+    parts.append((*(draw(layers, count, KV_HEADS, slots, HEAD_DIM) for _ in range(2)), at, of))
+  run = jax.jit(functools.partial(decoding.attention, interpret=True))
+  ours = run(query, positions, segments, parts, layer, window)
+  masks = [attention.visible(positions, segments, *part[2:], window or None) for part in parts]
+  expected = attention.attend(
+    query, *((keys[layer], values[layer], mask) for (keys, values, *_), mask in zip(parts, masks, strict=True))
+  )
+  blind = ~np.concatenate(masks, axis=-1).any(-1)
+  assert blind.any() and not blind.all()
+  np.testing.assert_allclose(ours, np.where(blind[:, :, None, None], 0, expected), atol=2e-6)
+
+
+@pytest.mark.parametrize('layers', [2, SHALLOW + 1], ids=['shallow', 'deep'])
+@pytest.mark.parametrize('mesh', [None, (4, 2)], ids=['one device', 'eight devices'])
+def test_the_kernels_of_a_tpu_sample_the_tokens_of_the_plain_path(layers, mesh):
+  """Prefill, a group's rows on a shared prompt, a cache that grows: greedy tokens are equal, log-probs within 1e-5."""
+  windows = dict(use_sliding_window=True, sliding_window=7, max_window_layers=1)
+  plain, params = huggingface.init(CONFIG | windows | {'num_hidden_layers': layers}, jax.random.key(0))
+  mesh = None if mesh is None else make_mesh(MeshConfig(*mesh))
+  kernels = dataclasses.replace(plain, lowering=Lowering('splash', mesh, interpret=True))
+  prompts = np.random.default_rng(4).integers(0, plain.vocab_size, (4, 9), dtype=np.int32)
+  lengths = np.array([9, 4, 7, 1], np.int32)
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def sample(policy, params):
+    segments = (np.arange(9)[None] < lengths[:, None]).astype(np.int32)
+    positions = np.tile(np.arange(9, dtype=np.int32), (4, 1)) * segments
+    _, _, cache = policy.apply({}, params, prompts, positions, segments, policy.init_cache(4, 9))
+    state = policy.repeat_cache(cache, 2, 13), jnp.repeat(prompts[:, :1], 2, 0), jnp.repeat(lengths, 2)[:, None]
+
+    def step(state, _):
+      cache, token, position = state
+      hidden, matrix, cache = policy.apply({}, params, token, position, jnp.ones_like(token), cache)
+      log_probs = jax.nn.log_softmax(hidden[:, 0] @ matrix.T)
+      token = jnp.argmax(log_probs, axis=-1).astype(jnp.int32)[:, None]
+      # The two rows of a group part: one takes the likeliest token, the other the one behind it.
+      token = jnp.where(jnp.arange(8)[:, None] % 2 == 1, (token + 1) % policy.vocab_size, token)
+      return (cache, token, position + 1), (token, jnp.take_along_axis(log_probs, token, axis=1))
+
+    state, first = lax.scan(step, state, length=4)
+    state = policy.repeat_cache(state[0], 1, 17), *state[1:]
+    return first, lax.scan(step, state, length=4)[1]
+
+  for (tokens, log_probs), (expected, expected_log_probs) in zip(
+    sample(kernels, params), sample(plain, params), strict=True
+  ):
+    np.testing.assert_array_equal(tokens, expected)
+    np.testing.assert_allclose(log_probs, expected_log_probs, atol=1e-5)
+
+
+@pytest.mark.parametrize('name', ['xla'])
+def test_saved_attention_is_not_computed_again(name):
+  """With remat='save_attention' the gradient is that of 'none', and attention runs forward once instead of twice."""
+  plain, params = huggingface.init(CONFIG | {'num_hidden_layers': SHALLOW + 1}, jax.random.key(1))
+  row = np.arange(24, dtype=np.int32)[None], np.arange(24, dtype=np.int32)[None], np.ones((1, 24), np.int32)
+  gradients, runs = {}, {}
+  for remat in ('none', 'full', 'save_attention'):
+    lowering = Lowering(name, interpret=name == 'splash')
+    policy = dataclasses.replace(plain, remat=remat, lowering=lowering)
+    traced = jax.jit(jax.grad(lambda params, policy=policy: jnp.sum(jnp.sin(policy.apply({}, params, *row)[0])))).trace(
+      params
+    )
+    gradients[remat] = traced.lower().compile()(params)
+    # What only the forward pass of attention does: the softmax's maximum, or the forward kernel.
+    runs[remat] = str(traced.jaxpr).count('reduce_max' if name == 'xla' else 'name=splash_mha_fwd')
+  for remat in ('full', 'save_attention'):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), gradients[remat], gradients['none'])
+  assert runs['none'] == runs['save_attention'] < runs['full']
+
+
+def test_the_setting_is_resolved_by_the_devices_of_the_mesh():
+  assert choose('auto', 'bfloat16', 128).kind == 'xla'
+  with pytest.raises(UserError, match="model.attention='splash' needs TPUs, and the devices here are cpu"):
+    choose('splash', 'bfloat16', 128)
+  with pytest.raises(UserError, match="model.attention='cudnn' needs NVIDIA GPUs"):
+    choose('cudnn', 'bfloat16', 128)
+  assert distinct((0, 4, 0, 4)) == (0, 4) and distinct(None) == (0,)
+  assert blockwise.attention.__module__ == 'models.blockwise'
