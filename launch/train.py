@@ -5,8 +5,9 @@
 
 The same command with the same --workdir continues where the run stopped. --help_settings lists every setting.
 
-Exit codes: 0 done; 2 bad input, named in a sentence; 3 stopped by an alarm (alarms.rules), with a checkpoint; 143 told
-to stop, with a checkpoint.
+Exit codes: 0 done; 2 bad input, named in a sentence; 3 stopped by an alarm (alarms.rules), with a checkpoint; 75 one of
+several processes is gone or never came, named in a sentence; 143 told to stop, with a checkpoint. After 75 and 143 the
+same command resumes.
 """
 
 import sys

@@ -11,6 +11,7 @@ import os
 import pathlib
 import re
 import sys
+import traceback
 from typing import Any
 
 os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')  # It would advise to install PyTorch.
@@ -19,10 +20,11 @@ from absl import app, flags
 from absl import logging as absl_logging
 import jax
 
+from sdpo_jax import cluster
 from sdpo_jax.config import Config, describe, override
 from sdpo_jax.errors import UserError
 
-EXIT_BAD_INPUT = 2
+EXIT_BAD_INPUT = cluster.EXIT_BAD_INPUT
 _OVERRIDE = re.compile(r'--?config\.([A-Za-z0-9_.]+)(?:=(.*))?', re.DOTALL)
 _overrides: list[tuple[str, str]] = []
 
@@ -46,24 +48,36 @@ def define_cluster() -> None:
   flags.DEFINE_string('coordinator_address', None, 'host:port of process 0 of a run of several processes.')
   flags.DEFINE_integer('num_processes', None, 'How many processes the run has.', lower_bound=1)
   flags.DEFINE_integer('process_id', None, 'Which of them this one is.', lower_bound=0)
+  limits = cluster.Limits()
+  flags.DEFINE_float('join_timeout_s', limits.join, 'Seconds in which all processes must have started.', 1.0)
+  flags.DEFINE_float(
+    'heartbeat_timeout_s', limits.heartbeat, 'Seconds without a sign of life after which a process is given up.', 0.1
+  )
+  flags.DEFINE_float(
+    'straggler_timeout_s', limits.barrier, 'Seconds that processes wait for the last of them at a barrier.', 0.1
+  )
 
 
 def join_cluster() -> None:
   """Joins the run's other processes: as the flags say, or on a Cloud TPU slice of several hosts by itself.
 
   Raises:
-    UserError: only some of the three flags are given.
+    UserError: only some of the three flags are given, or they contradict each other or those of another process.
+    cluster.Lost: not all processes came in time.
   """
-  values = [flags.FLAGS.coordinator_address, flags.FLAGS.num_processes, flags.FLAGS.process_id]
-  if all(value is not None for value in values):
-    jax.distributed.initialize(*values)
-  elif any(value is not None for value in values):
+  values = flags.FLAGS
+  given = [values.coordinator_address, values.num_processes, values.process_id]
+  limits = cluster.Limits(values.join_timeout_s, values.heartbeat_timeout_s, values.straggler_timeout_s)
+  if all(value is not None for value in given):
+    if values.process_id >= values.num_processes:
+      raise UserError(f'--process_id={values.process_id} must be below --num_processes={values.num_processes}.')
+    cluster.join(cluster.Place(*given), limits)
+  elif any(value is not None for value in given):
     raise UserError('--coordinator_address, --num_processes and --process_id go together: give all three or none.')
   elif importlib.util.find_spec('libtpu') is not None and os.environ.get('JAX_PLATFORMS', 'tpu').startswith('tpu'):
-    try:
-      jax.distributed.initialize()  # Finds the slice's other hosts by itself.
-    except (RuntimeError, ValueError) as error:
-      print(f'No TPU slice found ({str(error).splitlines()[0]}); running as one process.', file=sys.stderr)
+    place = cluster.slice_place(limits.join)
+    if place is not None:
+      cluster.join(place, limits)
 
 
 def load_config() -> Config:
@@ -163,19 +177,32 @@ def _complain(sentence: str) -> int:
 
 
 def run(main: Callable[[], int | None]) -> None:
-  """Runs a command: `main` returns the exit code (None is 0); a UserError ends it with its sentence and code 2."""
+  """Runs a command: `main` returns the exit code (None is 0); a UserError ends it with its sentence and code 2.
+
+  In a run of several processes, one that ends so ends all, and one that is gone ends the others with cluster.EXIT_LOST.
+  """
 
   def wrapped(_: Any) -> int:
     _quiet()
     _compilation_cache()
     try:
-      return main() or 0
-    except UserError as error:
-      return _complain(str(error))
-    except OSError as error:
-      if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+      code = main() or 0
+      cluster.finish()
+      return code
+    except cluster.Lost as error:
+      print(error, file=sys.stderr)
+      return cluster.EXIT_LOST
+    except Exception as error:
+      cluster.await_verdict(error)
+      sentence = _sentence(error)
+      if sentence is None:
+        if cluster.joined():
+          traceback.print_exc()
+          reason = (str(error).strip().splitlines() or [''])[0]
+          cluster.fail(cluster.EXIT_ERROR, f'{type(error).__name__}: {reason} (its log has the traceback).')
         raise
-      return _complain(f'Writing failed ({error}): make room and start the same command again; it resumes.')
+      cluster.fail(EXIT_BAD_INPUT, sentence)
+      return _complain(sentence)
 
   for name in (
     'config',
@@ -183,10 +210,22 @@ def run(main: Callable[[], int | None]) -> None:
     'coordinator_address',
     'num_processes',
     'process_id',
+    'join_timeout_s',
+    'heartbeat_timeout_s',
+    'straggler_timeout_s',
   ):  # Shown by --help beside the command's own.
     if name in flags.FLAGS:
       flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
   app.run(wrapped, flags_parser=_parse)
+
+
+def _sentence(error: Exception) -> str | None:
+  """What to tell the user; None where the error is not theirs to mend."""
+  if isinstance(error, UserError):
+    return str(error)
+  if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    return f'Writing failed ({error}): make room and start the same command again; it resumes.'
+  return None
 
 
 def _quiet() -> None:

@@ -56,7 +56,8 @@ def grade(graders: Graders, examples: Sequence[Example], rollouts: Rollouts) -> 
   """
   outcomes: list[Outcome | None] = [None] * len(rollouts)
   shares = [range(first, len(rollouts), jax.process_count()) for first in range(jax.process_count())]
-  for rows, graded in zip(shares, gathered(_grade_rows(graders, examples, rollouts, shares)), strict=True):
+  mine = _grade_rows(graders, examples, rollouts, shares)
+  for rows, graded in zip(shares, gathered(mine, 'the end of grading'), strict=True):
     if isinstance(graded, UserError):
       raise graded
     for row, outcome in zip(rows, graded, strict=True):

@@ -22,6 +22,7 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
+from sdpo_jax.cluster import barrier
 from sdpo_jax.config import Config, differences
 from sdpo_jax.data import pipeline
 from sdpo_jax.environments import registry
@@ -156,6 +157,7 @@ def _train(config: Config, workdir: epath.PathLike, graders: Graders, announce: 
   workdir = check_workdir(config, workdir)
   session, parameters = make_session(config, workdir, tokenizer)
   open_workdir(config, workdir)
+  barrier('the start of the run')  # Weights are read by now, and the directory is there.
   checkpoints = Checkpoints(workdir, keep=config.trainer.max_ckpt_to_keep, best_metric=config.trainer.best_metric)
   restored = checkpoints.restore(abstract_state(config, parameters, session.mesh))
   if restored is None:
@@ -260,6 +262,7 @@ class _Run:
 
   def save(self, step: int, state: TrainState, host: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
     if step > 0:
+      barrier(f'the checkpoint of step {step}')
       self.checkpoints.save(step, state, host, metrics)
 
   def step(
@@ -361,6 +364,7 @@ class _Run:
 
   def roll_back(self, state: TrainState, step: int) -> TrainState:
     """The student, teacher and optimizer state of a step's checkpoint; counters and randomness go on as they are."""
+    barrier(f'the way back to step {step}')
     like = abstract(state)
     for leaf in jax.tree.leaves((state.trainable, state.opt_state, state.teacher)):
       leaf.delete()  # There may be no room for both.

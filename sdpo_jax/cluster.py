@@ -1,0 +1,518 @@
+"""The processes of a run, one a host: how they find each other, notice that one is gone, and end together.
+
+JAX's own service tells a run that a process is missing, or gone, by aborting the others with a stack trace. Here every
+process holds a connection to process 0 beside it, on which it says every few seconds that it lives. Whatever ends one
+of them (a kill, a host that dies or hangs, bad input) ends all of them within `heartbeat_timeout` seconds, each with
+the same sentence; `barrier` names whoever lets the others wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from typing import Any, NoReturn
+
+import jax
+
+from sdpo_jax.errors import UserError
+
+EXIT_LOST = 75  # EX_TEMPFAIL: a process is gone or missing; the same command resumes.
+EXIT_BAD_INPUT, EXIT_ERROR = 2, 1
+BEATS = 4  # Signs of life within a heartbeat timeout.
+RETRY_S = 0.2  # Between attempts to reach process 0.
+ENDS = 'the end of the run'
+# How XLA's errors begin, of whatever type, where a collective or the service fails. Not: a program that is too large.
+_COLLECTIVE = re.compile(
+  'ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|UNAVAILABLE|UNKNOWN'
+)
+
+
+class Lost(Exception):
+  """A process is gone, or never came; the sentence says which. Commands end with EXIT_LOST."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+  """Where a process is among those of its run."""
+
+  address: str  # host:port at which process 0 listens.
+  count: int
+  index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """How long is waited, in seconds."""
+
+  join: float = 300.0  # For all processes to start.
+  heartbeat: float = 60.0  # For a sign of life.
+  barrier: float = 1800.0  # At a barrier, from its first process to its last.
+
+
+def slice_place(timeout: float) -> Place | None:
+  """This process's place on a Cloud TPU slice of several hosts; None where there is no such slice.
+
+  Raises:
+    UserError: there are TPU chips, but the slice's description cannot be had.
+  """
+  try:
+    # JAX has no public name for what `jax.distributed.initialize()` finds out.
+    from jax._src.clusters import ClusterEnv
+
+    address, count, index, _ = ClusterEnv.auto_detect_unset_distributed_params(
+      None, None, None, None, None, int(timeout)
+    )
+  except (OSError, RuntimeError, ValueError, TypeError, ImportError, AttributeError) as error:
+    raise UserError(
+      f'The hosts of this TPU slice cannot be found ({_first_line(error)}): give --coordinator_address, '
+      '--num_processes and --process_id; for one host alone --coordinator_address=localhost:8482 --num_processes=1 '
+      '--process_id=0.'
+    ) from error
+  return None if address is None or count is None or index is None else Place(address, count, index)
+
+
+def join(place: Place, limits: Limits = Limits()) -> None:
+  """Waits until all processes of a run are there, connects them and starts `jax.distributed`.
+
+  Args:
+    place: of this process; with one process nothing happens.
+    limits: how long to wait.
+
+  Raises:
+    Lost: not all came in time; the sentence names those missing, or process 0 if that cannot be reached.
+    UserError: two processes claim the same place, or disagree about their number; the address cannot be listened at.
+  """
+  global _member
+  if place.count == 1:
+    return
+  if _member is not None:
+    raise RuntimeError('join() must be called once.')
+  member = _Hub(place, limits) if place.index == 0 else _Spoke(place, limits)
+  address = member.meet()
+  _member = member
+  # JAX's own clocks run later than ours, so that ours speak.
+  jax.distributed.initialize(
+    address,
+    place.count,
+    place.index,
+    initialization_timeout=int(limits.join) + 60,
+    heartbeat_timeout_seconds=2 * int(limits.heartbeat) + 30,
+    shutdown_timeout_seconds=int(limits.heartbeat) + 30,
+  )
+
+
+def joined() -> bool:
+  """Whether this process is one of several."""
+  return _member is not None
+
+
+def barrier(name: str) -> None:
+  """Returns when all processes have come here; a process that does not ends the run, by name.
+
+  Args:
+    name: completes 'did not reach …'.
+  """
+  if _member is not None:
+    _member.barrier(name)
+
+
+def finish() -> None:
+  """Ends the run together: to be called by all processes when each has done its work."""
+  global _member
+  if _member is None:
+    return
+  barrier(ENDS)
+  jax.distributed.shutdown()
+  _member = None
+
+
+def fail(code: int, sentence: str) -> None:
+  """Ends this process, which has no way on, and the others, all with `sentence`; returns in a run of one process.
+
+  They end with `code`, too, since starting again would not mend it.
+  """
+  if _member is not None:
+    _member.fail(code, sentence)
+
+
+def await_verdict(error: BaseException) -> None:
+  """If `error` is what a collective raises when another process goes, waits until it is known whether one has.
+
+  If one has, this process ends here, with the sentence. Otherwise the error is this process's own.
+  """
+  if _member is not None and _of_a_collective(error):
+    time.sleep(_member.limits.heartbeat)
+
+
+def _of_a_collective(error: BaseException) -> bool:
+  seen: set[int] = set()
+  links: list[BaseException | None] = [error]
+  while links:
+    link = links.pop()
+    if link is None or id(link) in seen:
+      continue
+    seen.add(id(link))
+    if _COLLECTIVE.match(str(link)):
+      return True
+    links += [link.__cause__, link.__context__]
+  return False
+
+
+class _Connection:
+  """Lines of JSON over a socket; `receive` raises TimeoutError when the other end was silent for `timeout`."""
+
+  def __init__(self, connected: socket.socket, timeout: float):
+    connected.settimeout(timeout)
+    self._socket, self._lines, self._lock = connected, connected.makefile('rb'), threading.Lock()
+
+  def send(self, **message: Any) -> None:
+    with self._lock:
+      self._socket.sendall(json.dumps(message).encode() + b'\n')
+
+  def receive(self) -> dict[str, Any] | None:
+    """The next message; None when the other end is closed, or is none of ours."""
+    line = self._lines.readline(1 << 16)
+    try:
+      message = json.loads(line) if line.endswith(b'\n') else None
+    except ValueError:
+      return None
+    return message if isinstance(message, dict) else None
+
+  def limit(self, timeout: float) -> None:
+    self._socket.settimeout(timeout)
+
+  def close(self) -> None:
+    with contextlib.suppress(OSError):
+      self._socket.shutdown(socket.SHUT_RDWR)
+    self._socket.close()
+
+
+class _Member:
+  """What the hub and the spokes have in common."""
+
+  def __init__(self, place: Place, limits: Limits):
+    self.place, self.limits = place, limits
+    self.hosts: dict[int, str] = {}
+    self._passed: dict[str, threading.Event] = {}
+    self._lock = threading.Lock()
+    self._ending = threading.Lock()  # Whoever holds it ends the process, and alone says why.
+    self._over = False  # All have done their work: connections may close.
+
+  def called(self, index: int) -> str:
+    return f'process {index} ({self.hosts[index]})' if index in self.hosts else f'process {index}'
+
+  def event(self, name: str) -> threading.Event:
+    with self._lock:
+      return self._passed.setdefault(name, threading.Event())
+
+  def passed(self, name: str) -> None:
+    self._over = self._over or name == ENDS
+    self.event(name).set()
+
+  def tell(self, sentence: str, code: int, but: int | None = None) -> None:
+    """Tells the others (all of them, process `but` excepted) why the run ends."""
+    raise NotImplementedError
+
+  def end(self, sentence: str, code: int, *, told: str | None = None, but: int | None = None) -> NoReturn:
+    """Ends the run from whatever thread (the main thread may hang in a collective); others are told `told`, if any."""
+    self._ending.acquire()
+    if told is not None:
+      self.tell(told, code, but)
+    with contextlib.suppress(OSError):
+      sys.stdout.flush()
+      print(f'\n{sentence}', file=sys.stderr, flush=True)
+    os._exit(code)
+
+  def fail(self, code: int, sentence: str) -> NoReturn:
+    self.end(sentence, code, told=f'{_capital(self.called(self.place.index))} ended: {sentence}')
+
+  def beats(self) -> Iterator[None]:
+    while not self._over:
+      yield
+      time.sleep(self.limits.heartbeat / BEATS)
+
+
+def _capital(text: str) -> str:
+  return text[0].upper() + text[1:]
+
+
+def _gone(who: str) -> str:
+  return f'{_capital(who)} is gone: the run ends here; the same command resumes from its last checkpoint.'
+
+
+def _silent(who: str, seconds: float) -> str:
+  return (
+    f'{_capital(who)} has given no sign of life for {seconds:g} seconds: the run ends here; the same command '
+    'resumes from its last checkpoint.'
+  )
+
+
+class _Hub(_Member):
+  """Process 0: hears all others, and tells them what it knows."""
+
+  def __init__(self, place: Place, limits: Limits):
+    super().__init__(place, limits)
+    self.hosts = {0: socket.gethostname()}
+    self._spokes: dict[int, _Connection] = {}
+    self._arrived: dict[str, tuple[set[int], float]] = {}  # Barrier → who is there, and since when the first.
+    self._complete = threading.Event()
+    self._refused: str | None = None
+
+  def meet(self) -> str:
+    """Waits for all others; returns the address at which JAX's service is to be."""
+    host, port = _split(self.place.address)
+    try:
+      dual = socket.has_dualstack_ipv6()
+      server = socket.create_server(
+        ('', port), family=socket.AF_INET6 if dual else socket.AF_INET, dualstack_ipv6=dual, backlog=self.place.count
+      )
+    except OSError as error:
+      raise UserError(
+        f'Process 0 cannot listen at port {port} ({error}): end whatever uses it, or choose another '
+        '--coordinator_address.'
+      ) from error
+    threading.Thread(target=self._accept, args=(server,), daemon=True).start()
+    if not self._complete.wait(self.limits.join):
+      sentence = self._missing()
+      self.tell(sentence, EXIT_LOST)
+      raise Lost(sentence)
+    if self._refused:
+      self.tell(self._refused, EXIT_BAD_INPUT)
+      raise UserError(self._refused)
+    service = _free_port()
+    for spoke in self._spokes.values():
+      spoke.send(joined={str(index): name for index, name in self.hosts.items()}, service=service)
+    for index, spoke in self._spokes.items():
+      threading.Thread(target=self._hear, args=(index, spoke), daemon=True).start()
+    threading.Thread(target=self._watch, daemon=True).start()
+    return f'{host}:{service}'
+
+  def _missing(self) -> str:
+    missing = [index for index in range(self.place.count) if index not in self.hosts]
+    numbers = ', '.join(map(str, missing))
+    here = ', '.join(f'{index} ({name})' for index, name in sorted(self.hosts.items()))
+    return (
+      f'{"Process" if len(missing) == 1 else "Processes"} {numbers} of {self.place.count} did not start within '
+      f'{self.limits.join:g} seconds (here: {here}): look at the log there (on a TPU slice: worker {numbers}), then '
+      'start the command on all hosts again; --join_timeout_s waits longer.'
+    )
+
+  def _accept(self, server: socket.socket) -> None:
+    while True:
+      connected, _ = server.accept()
+      threading.Thread(target=self._greet, args=(_Connection(connected, self.limits.heartbeat),), daemon=True).start()
+
+  def _greet(self, spoke: _Connection) -> None:
+    try:
+      hello = spoke.receive()
+    except OSError:
+      hello = None
+    if hello is None or not isinstance(hello.get('hello'), int):
+      spoke.close()  # Some stranger.
+      return
+    index, host, count = hello['hello'], str(hello.get('host')), hello.get('count')
+    with self._lock:
+      if count != self.place.count or not 0 < index < self.place.count:
+        self._refused = (
+          f'Process {index} ({host}) was started with --num_processes={count}, process 0 with {self.place.count}: '
+          'give all the same number, and each its own --process_id below it.'
+        )
+      elif index in self._spokes:
+        self._refused = (
+          f'Two processes were started with --process_id={index} ({self.hosts[index]} and {host}): give each its own.'
+        )
+      else:
+        self._spokes[index], self.hosts[index] = spoke, host
+      if self._refused or len(self._spokes) == self.place.count - 1:
+        self._complete.set()
+      refused = self._refused
+    if refused:
+      with contextlib.suppress(OSError):
+        spoke.send(end=refused, code=EXIT_BAD_INPUT)
+
+  def _hear(self, index: int, spoke: _Connection) -> None:
+    """What one of the others says, until the end of the run."""
+    while True:
+      try:
+        message = spoke.receive()
+      except TimeoutError:
+        message = {'end': _silent(self.called(index), self.limits.heartbeat), 'code': EXIT_LOST}
+      except OSError:
+        message = None
+      if self._over:
+        return
+      if message is None:
+        message = {'end': _gone(self.called(index)), 'code': EXIT_LOST}
+      if 'end' in message:
+        self.end(message['end'], message['code'], told=message['end'], but=index)
+      if 'arrive' in message:
+        self._arrive(index, message['arrive'])
+
+  def _arrive(self, index: int, name: str) -> None:
+    with self._lock:
+      there, _ = self._arrived.setdefault(name, (set(), time.monotonic()))
+      there.add(index)
+      complete = len(there) == self.place.count
+      if complete:
+        del self._arrived[name]
+        self._over = self._over or name == ENDS
+        self._broadcast(passed=name)
+    if complete:
+      self.passed(name)
+
+  def barrier(self, name: str) -> None:
+    self._arrive(0, name)
+    self.event(name).wait()
+    del self._passed[name]
+
+  def _watch(self) -> None:
+    """Shows that process 0 lives, and ends barriers that wait too long."""
+    for _ in self.beats():
+      with self._lock:
+        self._broadcast(beat=True)
+        late = [
+          (name, [index for index in range(self.place.count) if index not in there])
+          for name, (there, since) in self._arrived.items()
+          if time.monotonic() - since > self.limits.barrier
+        ]
+      for name, missing in late:
+        sentence = (
+          f'{" and ".join(map(self.called, missing))} did not reach {name} within {self.limits.barrier:g} seconds of '
+          'the others: the run ends here; the same command resumes from its last checkpoint.'
+        )
+        self.end(_capital(sentence), EXIT_LOST, told=_capital(sentence))
+
+  def tell(self, sentence: str, code: int, but: int | None = None) -> None:
+    self._broadcast(but=but, end=sentence, code=code)
+
+  def _broadcast(self, *, but: int | None = None, **message: Any) -> None:
+    for index, spoke in list(self._spokes.items()):
+      if index != but:
+        with contextlib.suppress(OSError):  # Its thread hears that it is gone.
+          spoke.send(**message)
+
+
+class _Spoke(_Member):
+  """Any other process: connected to process 0."""
+
+  _hub: _Connection
+
+  def meet(self) -> str:
+    """Waits for process 0 and, through it, for all others; returns the address at which JAX's service is."""
+    host, port = _split(self.place.address)
+    deadline = time.monotonic() + self.limits.join
+    self._hub = self._reach(host, port, deadline)
+    try:
+      self._hub.send(hello=self.place.index, count=self.place.count, host=socket.gethostname())
+      message = self._hub.receive()
+    except OSError as error:
+      raise Lost(_gone('process 0')) from error
+    if message is None:
+      raise Lost(_gone('process 0'))
+    if 'end' in message:
+      raise UserError(message['end']) if message['code'] == EXIT_BAD_INPUT else Lost(message['end'])
+    self.hosts = {int(index): name for index, name in message['joined'].items()}
+    self._hub.limit(self.limits.heartbeat)
+    threading.Thread(target=self._hear, daemon=True).start()
+    threading.Thread(target=self._beat, daemon=True).start()
+    return f'127.0.0.1:{_relay((host, message["service"]))}'
+
+  def _reach(self, host: str, port: int, deadline: float) -> _Connection:
+    while True:
+      try:
+        connected = socket.create_connection((host, port), timeout=max(deadline - time.monotonic(), RETRY_S))
+        # Process 0 answers when all are there, or when its own time is up.
+        return _Connection(connected, self.limits.join + self.limits.heartbeat)
+      except OSError as error:
+        if time.monotonic() + RETRY_S > deadline:
+          raise Lost(
+            f'Process {self.place.index} could not reach process 0 at {host}:{port} within {self.limits.join:g} '
+            f'seconds ({_first_line(error)}): look at the log of process 0 (on a TPU slice: worker 0), and whether the '
+            'network lets that port through; then start the command on all hosts again.'
+          ) from error
+        time.sleep(RETRY_S)
+
+  def _hear(self) -> None:
+    while True:
+      try:
+        message = self._hub.receive()
+      except TimeoutError:
+        message = {'end': _silent(self.called(0), self.limits.heartbeat), 'code': EXIT_LOST}
+      except OSError:
+        message = None
+      if message is not None and 'passed' in message:
+        self.passed(message['passed'])
+      if self._over:
+        return
+      if message is None:
+        message = {'end': _gone(self.called(0)), 'code': EXIT_LOST}
+      if 'end' in message:
+        self.end(message['end'], message['code'])
+
+  def _beat(self) -> None:
+    for _ in self.beats():
+      with contextlib.suppress(OSError):  # The other thread hears that process 0 is gone.
+        self._hub.send(beat=True)
+
+  def barrier(self, name: str) -> None:
+    with contextlib.suppress(OSError):
+      self._hub.send(arrive=name)
+    self.event(name).wait()
+    del self._passed[name]
+
+  def tell(self, sentence: str, code: int, but: int | None = None) -> None:
+    with contextlib.suppress(OSError):
+      self._hub.send(end=sentence, code=code)
+
+
+def _relay(target: tuple[str, int]) -> int:
+  """A port on this machine that leads to `target`; when that closes, the near end stays open.
+
+  JAX aborts the process, with a stack trace, when its connection to process 0 closes, before anyone can say a sentence.
+  """
+  server = socket.create_server(('127.0.0.1', 0))
+
+  def pump(source: socket.socket, sink: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+      while data := source.recv(1 << 16):
+        sink.sendall(data)
+
+  def serve() -> None:
+    while True:
+      near, _ = server.accept()
+      with contextlib.suppress(OSError):  # JAX tries again until its time is up.
+        far = socket.create_connection(target)
+        for ends in ((near, far), (far, near)):
+          threading.Thread(target=pump, args=ends, daemon=True).start()
+        continue
+      near.close()
+
+  threading.Thread(target=serve, daemon=True).start()
+  return server.getsockname()[1]
+
+
+def _free_port() -> int:
+  with socket.create_server(('', 0)) as server:
+    return server.getsockname()[1]
+
+
+def _split(address: str) -> tuple[str, int]:
+  host, _, port = address.rpartition(':')
+  if not host or not port.isdigit():
+    raise UserError(f'--coordinator_address={address} is not host:port.')
+  return host, int(port)
+
+
+def _first_line(error: BaseException) -> str:
+  return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+_member: _Hub | _Spoke | None = None
