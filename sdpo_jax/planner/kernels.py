@@ -18,6 +18,7 @@ _SPLASH_FLOP_RATE = {  # Causal, 32 heads of 128, 10240 tokens; FLOPs of the unm
   'dkv': 4 * 32 * 128 * 10240**2 / 9.9e-3,
   'dq': 3 * 32 * 128 * 10240**2 / 7.4e-3,
 }
+_DECODING = ('cache_attention', 'paged_attention')  # Names of kernels that attend to a cache.
 _SPLASH_PRODUCTS = {'fwd': 2, 'dkv': 4, 'dq': 3}  # Matrix products of queries × keys × head_dim.
 
 
@@ -52,9 +53,4 @@ def splash_part(kernel: hlo.Kernel) -> str | None:
 
 def reads_cache(kernel: hlo.Kernel) -> bool:
   """Whether a kernel is decode attention over a cache, of which it reads only what is filled."""
-  return kernel.kind == 'pallas' and any(word in f'{kernel.op_name} {kernel.name}' for word in ('paged', 'decode'))
-
-
-def is_attention(kernel: hlo.Kernel) -> bool:
-  """Whether a Pallas kernel is attention of any kind."""
-  return splash_part(kernel) is not None or reads_cache(kernel)
+  return kernel.kind == 'pallas' and any(word in f'{kernel.op_name} {kernel.name}' for word in _DECODING)

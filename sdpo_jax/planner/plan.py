@@ -145,6 +145,7 @@ def make(
     UserError: a mesh that does not fit the slice or the model.
   """
   mesh = model_mesh(config, policy, topology.devices)
+  policy = policy.on(mesh, config.model.attention)
   trainable = registry.abstract_parameters(policy, mesh)
   found = registry.programs(config, policy, {}, trainable, mesh, stop_ids=2)
   labels = select(found, everything)
@@ -155,7 +156,7 @@ def make(
   estimates: dict[str, Estimate] = {}
   began = time.monotonic()
   announce(f'Compiling {len(names)} programs for {topology.name}, one after the other …')
-  sampling_weights = None
+  sampling_weights, refused = None, []
   for name, compiled in registry.compile_programs(found, names):
     took, began = time.monotonic() - began, time.monotonic()
     if name == 'prepare' and isinstance(compiled, jax.stages.Compiled):
@@ -169,6 +170,12 @@ def make(
       estimates[names[name]] = estimate
     said = f'{estimate.hbm_gib:.2f} GiB, {estimate.seconds:.3g} s' if estimate.error is None else estimate.error
     announce(f'  {name}: {said} (compiled in {took:.0f} s)')
+    if estimate.error is not None:
+      refused.append(name)
+  for name, label in names.items():
+    if label not in estimates:
+      error = f'could not be compiled: it continues {", ".join(refused)}, refused for want of memory or worse'
+      estimates[label] = Estimate(name, {}, math.nan, fits=False, error=error)
   return _summary(config, policy, topology, mesh, assumptions, source, estimates)
 
 

@@ -155,7 +155,7 @@ def text(plan: Plan) -> str:
   )
   parts.append(
     f'{_number(plan.tokens_per_second)} completion tokens/s ({_number(plan.tokens_per_second_per_chip)} a chip), MFU of '
-    f'the update {100 * plan.update_mfu:.1f} %, of the step {100 * plan.step_mfu:.1f} %; 100 steps: '
+    f'the update {_number(100 * plan.update_mfu)} %, of the step {_number(100 * plan.step_mfu)} %; 100 steps: '
     f'{_number(plan.device_hours_per_100_steps, 4)} chip-hours, ${_number(plan.cost_per_100_steps, 4)} at ${a.price:g} a '
     f'chip-hour [arithmetic]. Bottleneck: {plan.bottleneck}.'
   )

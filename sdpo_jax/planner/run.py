@@ -11,7 +11,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.planner import model, report
 from sdpo_jax.planner import plan as planning
-from sdpo_jax.planner.search import SEARCHED, search
+from sdpo_jax.planner.search import SEARCHED, check, search
 from sdpo_jax.planner.topology import compile_only, describe
 
 __all__ = ['SEARCHED', 'compile_only', 'plan']
@@ -48,6 +48,7 @@ def plan(
   """
   if output is not None and not pathlib.Path(output).absolute().parent.is_dir():
     raise UserError(f'--output={output}: there is no directory {pathlib.Path(output).absolute().parent}.')
+  check(search_over)
   slice_ = describe(topology)
   policy, source = model.read(config, model_config)
   announce(f'The model: {source}.')

@@ -58,9 +58,7 @@ def search(
   Raises:
     UserError: `over` names something that cannot be searched.
   """
-  unknown = [name for name in over if name not in SEARCHED]
-  if unknown:
-    raise UserError(f'--search_over={unknown[0]} is none of {", ".join(SEARCHED)}.')
+  check(over)
   chips = len(topology.devices)
   results: list[Result] = []
   for mesh in meshes(config, policy, chips, over):
@@ -84,6 +82,17 @@ def search(
         )
       )
   return sorted(results, key=_order)
+
+
+def check(over: Sequence[str]) -> None:
+  """Checks the names of what is to be varied.
+
+  Raises:
+    UserError: one is unknown.
+  """
+  unknown = [name for name in over if name not in SEARCHED]
+  if unknown:
+    raise UserError(f'--search_over={unknown[0]} is none of {", ".join(SEARCHED)}.')
 
 
 def _order(part: Part | Result) -> tuple[bool, float, float]:

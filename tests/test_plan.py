@@ -1,0 +1,343 @@
+"""The planner: memory, time and cost add up to what is known by hand; what does not fit or is not there is said."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import math
+
+import jax
+import pytest
+
+from configs import quickstart, qwen3_8b_chemistry
+from models import huggingface
+from sdpo_jax import mesh as meshes
+from sdpo_jax import programs as registry
+from sdpo_jax.config import Config, MeshConfig
+from sdpo_jax.errors import UserError
+from sdpo_jax.planner import hlo, kernels, model, report, search, topology
+from sdpo_jax.planner import plan as planning
+from tests import tiny
+
+needs_compiler = pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
+
+SIZES = {
+  'model_type': 'qwen3',
+  'vocab_size': 1024,
+  'hidden_size': 256,
+  'intermediate_size': 512,
+  'num_hidden_layers': 2,
+  'num_attention_heads': 4,
+  'num_key_value_heads': 2,
+  'head_dim': 128,
+  'tie_word_embeddings': False,
+}
+
+
+def settings() -> Config:
+  config = quickstart.get_config()
+  config.model.dtype = 'bfloat16'
+  config.mesh.tensor = 2
+  config.val_kwargs.top_p = 0.9
+  return config.validate()
+
+
+@pytest.fixture(scope='module')
+def made():
+  config = settings()
+  slice_ = topology.describe('v5e:2x2')
+  policy = huggingface.describe(SIZES, config.model)
+  assumptions = planning.Assumptions.of(config, slice_.chip, longest_completion=6.0)
+  only = ['prepare', 'prefill', 'decode', 'evaluation/decode', 'zero', 'apply', 'finish']
+  said = []
+  return planning.make(config, policy, slice_, assumptions, only=only, announce=said.append), policy, said
+
+
+@needs_compiler
+def test_memory_by_kind_is_the_models(made):
+  plan, policy, _ = made
+  parameters = 4 * sum(math.prod(p.shape) for p in policy.parameter_table())
+  norms = 4 * sum(math.prod(p.shape) for p in policy.parameter_table() if p.init == 'ones')
+  apply = plan.programs['apply'].hbm
+  # Matrices lie in quarters, norm weights whole or in part.
+  for part, copies in (('parameters', 1), ('gradients', 1), ('optimizer', 2)):
+    low, high = copies * (parameters - norms) / 4, copies * ((parameters - norms) / 4 + norms)
+    assert low <= apply[part] * planning.GIB <= high + 64, part  # AdamW also counts its steps.
+  assert plan.programs['apply'].hbm_gib == pytest.approx(sum(apply.values()))
+  # While the sampler runs, the trainer's state lies beside its own copy of the weights.
+  decode = plan.programs['decode'].hbm
+  assert {name: decode[name] for name in ('parameters', 'optimizer')} == pytest.approx(
+    {name: apply[name] for name in ('parameters', 'optimizer')}
+  )
+  assert decode['sampling weights'] * planning.GIB >= parameters / 2 / 2
+  assert plan.fits
+
+
+@needs_compiler
+def test_a_decode_loop_costs_a_step_times_the_longest_completion(made):
+  plan, _, said = made
+  decode = plan.programs['decode']
+  assert 0 < decode.step_seconds * 6 <= decode.seconds < decode.step_seconds * 12
+  # 128 rows of a generation batch go through the sampler in one call of 512.
+  assert plan.phases['decode'] == pytest.approx(decode.seconds)
+  assert decode.seconds == pytest.approx(sum(decode.seconds_by_source.values()))
+  # Held-out completions are truncated to a nucleus, which takes the dear branch.
+  assert plan.programs['evaluation/decode'].step_seconds > 0
+  assert any(line.startswith('  decode/32×8: ') for line in said)
+
+
+@needs_compiler
+def test_the_report_and_the_json_hold_every_program(made):
+  plan, *_ = made
+  text = report.text(plan)
+  for label in plan.programs:
+    assert f'| {label} ' in text
+  for kind in ('[compiler]', '[arithmetic]'):
+    assert kind in text
+  values = json.loads(json.dumps(plan.to_json(), allow_nan=False))
+  assert values['topology'] == 'v5e:2x2' and values['fits'] is True
+  for program in values['programs'].values():
+    assert {'hbm_gib', 'matmul_tflop', 'seconds', 'seconds_by_source', 'collective_gb'} <= set(program)
+
+
+@needs_compiler
+def test_what_does_not_fit_is_said_with_its_size():
+  config = qwen3_8b_chemistry.get_config()
+  slice_ = topology.describe('v5e:1x1')
+  policy, _ = model.read(config)
+  plan = planning.make(config, policy, slice_, planning.Assumptions.of(config, slice_.chip), only=['apply'])
+  assert not plan.fits
+  assert plan.programs['apply'].hbm_gib > slice_.chip.hbm_gib
+  assert 'DOES NOT FIT: apply' in report.text(plan)
+  json.dumps(plan.to_json(), allow_nan=False)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize('slice_', ['v5e:2x2', 'v5e:8x8'])
+def test_the_whole_command_on_a_small_model(tmp_path, slice_):
+  config, output, sizes = tiny.make_experiment(tmp_path), tmp_path / 'plan.json', tmp_path / 'sizes.json'
+  sizes.write_text(json.dumps(SIZES))
+  done = tiny.launch(
+    'plan',
+    f'--config={config}',
+    f'--topology={slice_}',
+    f'--model_config={sizes}',
+    f'--output={output}',
+    '--config.model.dtype=bfloat16',
+    '--config.mesh.tensor=2',
+    '--price=2',
+    cache=tmp_path / 'cache',
+  )
+  assert done.returncode == 0, done.stderr
+  values = json.loads(output.read_text())
+  assert {'update', 'decode', 'prefill', 'apply', 'finish', 'zero', 'prepare'} <= set(values['programs'])
+  assert values['fits'] and values['programs']['update']['matmul_tflop'] > 0
+  assert not values['programs']['update']['unbounded']
+  assert values['cost_per_100_steps'] == pytest.approx(2 * values['device_hours_per_100_steps'])
+  assert not any((tmp_path / 'cache').rglob('*')), 'A program that cannot be read back was kept.'
+
+
+@pytest.mark.parametrize(
+  ('flags', 'sentence'),
+  [
+    (['--topology=v9z:8x8'], 'v9z:8x8'),
+    (['--topology=v5e:2x2', '--model_config=nowhere.json'], 'nowhere.json'),
+    (['--topology=v5e:2x2', '--output=/nowhere/at/all/plan.json'], '/nowhere/at/all'),
+    (['--topology=v5e:2x2', '--config.mesh.tensor=3'], 'mesh.tensor=3'),
+    (['--topology=v5e:2x2', '--search', '--search_over=weather'], 'weather'),
+    ([], '--topology'),
+  ],
+)
+@needs_compiler
+def test_wrong_input_ends_with_one_sentence(tmp_path, flags, sentence):
+  done = tiny.launch('plan', '--config=configs/quickstart.py', *flags, cache=tmp_path)
+  assert done.returncode == 2
+  assert sentence in done.stderr and 'Traceback' not in done.stderr
+  assert 'Compiling' not in done.stderr
+
+
+# --- arithmetic, without a compiler ----------------------------------------------------------------------------------
+
+
+def test_useful_operations_of_the_papers_update():
+  """64 rows of 2048 + 8192 tokens, student and teacher alike: 733 TFLOP a chip of 64, counted by hand."""
+  config = qwen3_8b_chemistry.get_config()
+  policy, _ = model.read(config)
+  student = planning.forward_flops(policy, 64, 10240, 8192)
+  assert 4 * student / 64 == pytest.approx(733e12, rel=0.005)
+
+
+@pytest.mark.parametrize(('mean', 'micro'), [(8192.0, 4), (4096.0, 2), (2048.0, 1)])
+def test_packed_rows_are_counted_by_mean_lengths(mean, micro):
+  config = qwen3_8b_chemistry.get_config()
+  config.actor.ppo_micro_batch_size = 64
+  config.mesh = MeshConfig(fsdp=8, tensor=1)
+  mesh = meshes.make_mesh(config.mesh, jax.devices())
+  chip = topology.CHIPS['v5e']
+  given = dict(mean_completion=mean, mean_prompt=512.0, mean_reprompt=2048.0)
+  assumptions = planning.Assumptions.of(config, chip, **given)
+  config.actor.pack_sequences = True
+  # 256 samples; the completion fills its share of 8192 places before prompts fill theirs.
+  assert planning.micro_batches(config, mesh, assumptions) == (micro, 64)
+  config.actor.pack_sequences = False
+  assert planning.micro_batches(config, mesh, assumptions) == (4, 64)
+
+
+def test_a_step_adds_up():
+  config = qwen3_8b_chemistry.get_config()
+  config.actor.ppo_micro_batch_size, config.rollout.max_batch_rows = 64, 128
+  config.actor.pack_sequences = False
+  mesh = meshes.make_mesh(MeshConfig(fsdp=8, tensor=1), jax.devices())
+  one = lambda seconds: planning.Estimate('x', {}, 1.0, True, seconds=seconds)
+  took = dict(prepare=1.0, prefill=2.0, decode=60.0, score=3.0, update=8.0, zero=0.1, apply=0.2, finish=0.3)
+  assumptions = planning.Assumptions.of(config, topology.CHIPS['v5e'])
+  phases = planning.phase_seconds(config, mesh, assumptions, {name: one(value) for name, value in took.items()})
+  # 32 questions × 8 samples: two calls of 128 rows, four micro-batches of 64, one optimizer step.
+  expected = {'prefill': 1 + 2 * 2, 'decode': 2 * 60, 'score': 4 * 3, 'update': 4 * 8, 'optimizer': 0.1 + 0.2 + 0.3}
+  assert phases == pytest.approx(expected)
+  with_questions = dataclasses.replace(assumptions, evaluation_questions=64)
+  phases = planning.phase_seconds(config, mesh, with_questions, {name: one(value) for name, value in took.items()})
+  # 64 questions × 16 samples in 8 calls, every 5 steps.
+  assert phases['evaluation'] == pytest.approx(8 * (2 + 60) / 5)
+
+
+def test_of_each_kind_the_largest_program_is_planned():
+  names = ['update/512×1024', 'update/2048×512', 'decode/512×64', 'decode/512×64@16', 'grow/512×64', 'apply']
+  found = dict.fromkeys([*names, 'evaluation/decode/512×64'])
+  assert planning.select(found, everything=False) == {
+    'update': 'update/2048×512',
+    'decode': 'decode/512×64',
+    'apply': 'apply',
+    'evaluation/decode': 'evaluation/decode/512×64',
+  }
+  every = planning.select(found, everything=True)
+  assert set(every.values()) == set(found)
+
+
+def test_messages_of_the_compiler_that_memory_is_short():
+  short = (
+    'RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (20.06G) exceeds '
+    'available HBM (15.75G).'
+  )
+  assert planning.parse_out_of_memory(short) == (20.06, [])
+  long = """RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 15.90G of 15.75G hbm. Exceeded hbm capacity by 153.6M.
+
+Total hbm usage >= 16.15G:
+    reserved        258.00M
+    program          15.90G
+
+  Largest program allocations in hbm:
+
+  1. Size: 4.50G
+     Operator: op_name="jit(f)/while/body/dot_general" source_file="a.py"
+     Shape: bf16[36,64,1024]{2,1,0:T(8,128)(2,1)}
+     Unpadded size: 4.50G
+     XLA label: fusion.7 = fusion(...)
+     Allocation type: HLO temp
+     ==========================
+
+  2. Size: 512.00M
+     Shape: f32[1024,131072]{1,0:T(8,128)}
+     Allocation type: HLO temp
+     ==========================
+"""
+  used, buffers = planning.parse_out_of_memory(long)
+  assert used == 15.9
+  assert [buffer['gib'] for buffer in buffers] == [4.5, 0.5]
+  assert buffers[0]['op_name'] == 'jit(f)/while/body/dot_general' and buffers[0]['shape'] == 'bf16[36,64,1024]'
+  assert planning.parse_out_of_memory('INTERNAL: something else') == (None, [])
+
+
+def test_kernels_come_from_the_table_at_its_own_shapes():
+  chip = topology.CHIPS['v5e']
+  array = lambda *shape, dtype='f32': hlo.Array(dtype, shape, 0)
+  topk = hlo.Kernel('topk', 'top', '', (array(512, 151936),), (array(512, 100),), 0, 2)
+  assert kernels.seconds(topk, chip) == (pytest.approx(2 * 24.7e-3), kernels.TABLE)
+  for width, expected in ((19072, 3.8e-3), (2432, 0.30e-3)):
+    sort = hlo.Kernel('sort', 'sort', '', (array(512, width),), (array(512, width),), 0, 1)
+    assert kernels.seconds(sort, chip) == (pytest.approx(expected, rel=0.05), kernels.TABLE)
+  heads = array(32, 10240, 128, dtype='bf16')
+  grid = array(1, 10, 10, dtype='s8')
+  for part, expected in (('fwd_residuals', 7.2e-3), ('dkv_no_residuals', 9.9e-3), ('dq_no_residuals', 7.4e-3)):
+    kernel = hlo.Kernel('pallas', f'splash_mha_{part}.1', '', (grid, heads, heads, heads), (heads,), 0, 1)
+    assert kernels.seconds(kernel, chip) == (pytest.approx(expected), kernels.TABLE)
+  other = hlo.Kernel('other', 'gather', '', (heads,), (heads,), 819_000_000, 3)
+  assert kernels.seconds(other, chip) == (pytest.approx(3e-3), kernels.ROOFLINE)
+
+
+def test_sizes_come_from_a_directory_a_file_the_table_or_the_hub(tmp_path, monkeypatch):
+  config = qwen3_8b_chemistry.get_config()
+  policy, source = model.read(config)
+  assert 'Qwen/Qwen3-8B' in source
+  assert sum(math.prod(p.shape) for p in policy.parameter_table()) == pytest.approx(8.19e9, rel=0.002)
+  (tmp_path / 'config.json').write_text(json.dumps(SIZES))
+  for path in (tmp_path, tmp_path / 'config.json'):
+    config.model.path = str(path)
+    assert model.read(config)[0].config.hidden_size == 256
+  config.model.path = 'someone/else'
+  monkeypatch.setattr(model, '_download', lambda name: SIZES | {'hidden_size': 512})
+  assert model.read(config)[0].config.hidden_size == 512
+  assert model.read(config, str(tmp_path / 'config.json'))[0].config.hidden_size == 256
+  config.model.path = str(tmp_path / 'nothing')
+  with pytest.raises(UserError, match='--model_config'):
+    model.read(config)
+
+
+def test_a_hub_that_cannot_be_reached_is_said(monkeypatch):
+  import huggingface_hub
+
+  def unreachable(*_, **__):
+    raise OSError('no route')
+
+  monkeypatch.setattr(huggingface_hub, 'hf_hub_download', unreachable)
+  config = qwen3_8b_chemistry.get_config()
+  config.model.path = 'someone/else'
+  with pytest.raises(UserError, match='--model_config=FILE.json'):
+    model.read(config)
+
+
+def test_a_search_ranks_what_fits_by_speed_and_the_rest_by_size(monkeypatch):
+  config = qwen3_8b_chemistry.get_config()
+  policy, _ = model.read(config)
+
+  def make(config, policy, topology, assumptions, *, only, announce):
+    del topology, assumptions, announce
+    if 'update' in only:
+      rows = config.actor.ppo_micro_batch_size / 64
+      seconds, hbm = 100 / rows - config.mesh.tensor, 5 * rows + (4 if policy.remat == 'none' else 0)
+    else:
+      seconds, hbm = 1e5 / config.rollout.max_batch_rows, config.rollout.max_batch_rows / 20 / config.mesh.tensor
+    estimate = planning.Estimate('x', {}, hbm, hbm <= 15.75, seconds=seconds)
+    return dataclasses.replace(
+      planning.Plan('', 64, {}, '', 0, 15.75, True, None, {}, {}, 0, 0, 0, 0, 0, 0, 0, ''),
+      fits=estimate.fits,
+      programs={'x': estimate},
+      step_seconds=seconds,
+    )
+
+  monkeypatch.setattr(search.planning, 'make', make)
+  slice_ = topology.Topology('v5e:8x8', topology.CHIPS['v5e'], tuple(range(64)))
+  found = search.search(config, policy, slice_, None, search.SEARCHED)
+  assert {result.settings['mesh.tensor'] for result in found} == {1, 2, 4, 8}
+  fits = [result.fits for result in found]
+  assert fits == sorted(fits, reverse=True) and {True, False} == set(fits)
+  best = found[0]
+  # Two rows a chip fit, four do not; 256 rows at most are sampled in a batch.
+  assert best.settings['actor.ppo_micro_batch_size'] == 128 and best.settings['rollout.max_batch_rows'] == 256
+  assert best.settings['mesh.tensor'] == 8
+  failing = [result.hbm_gib for result in found if not result.fits]
+  assert failing == sorted(failing)
+  assert '--config.mesh.tensor=8' in report.search(found)
+  with pytest.raises(UserError, match='weather'):
+    search.search(config, policy, slice_, None, ['weather'])
+
+
+def test_every_program_says_what_its_arguments_are():
+  config = settings()
+  policy = huggingface.describe(SIZES, config.model)
+  mesh = meshes.make_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4])
+  found = registry.programs(config, policy, {}, registry.abstract_parameters(policy, mesh), mesh)
+  for name, program in found.items():
+    assert len(program.holds) == len(program.arguments), name
