@@ -10,6 +10,7 @@ import math
 import jax
 import pytest
 
+from benchmarks import tpu_plan
 from configs import quickstart, qwen3_8b_chemistry
 from models import huggingface
 from sdpo_jax import mesh as meshes
@@ -341,3 +342,24 @@ def test_every_program_says_what_its_arguments_are():
   found = registry.programs(config, policy, {}, registry.abstract_parameters(policy, mesh), mesh)
   for name, program in found.items():
     assert len(program.holds) == len(program.arguments), name
+
+
+def test_the_page_of_estimates_is_made_from_results(tmp_path):
+  program = {'hbm_gib': 9.5, 'seconds': 7.5, 'matmul_tflop': 715.0, 'error': None, 'step_seconds': 0.011}
+  program |= {'collective_gb': {'all-gather fsdp async': 40.0, 'all-reduce fsdp sync': 31.0}}
+  program |= {'seconds_by_source': {'compiler': 6.0, 'table': 1.5}}
+  plan = {'chips': 64, 'response': 8192, 'update_mfu': 0.48, 'step_seconds': 100.0, 'tokens_per_second': 12345.6}
+  plan |= {'cost_per_100_steps': 213.3, 'report': 'THE REPORT', 'programs': {'update': program, 'decode': program}}
+  refused = plan | {'programs': {'update': program | {'error': 'too large', 'hbm_gib': None}, 'decode': program}}
+  results = {'v5e:8x8': plan, 'v5e:4x4': refused | {'update_mfu': None}}
+  text = tpu_plan.tables(results)
+  assert 'THE REPORT' in text
+  line = next(line for line in text.splitlines() if line.startswith('| v5e:8x8'))
+  assert [cell.strip() for cell in line.split('|')[4:9]] == ['9.5', '7.5', '715', '71', '48']
+  assert next(line for line in text.splitlines() if line.startswith('| v5e:4x4')).count('?') == 5
+  tpu_plan.draw(results, tmp_path / 'scaling.png')
+  assert (tmp_path / 'scaling.png').stat().st_size > 1000
+  page = (tiny.REPOSITORY / 'docs' / 'performance.md').read_text(encoding='utf-8')
+  assert tpu_plan.insert(tpu_plan.insert(page, 'one'), 'two') == tpu_plan.insert(page, 'two')
+  with pytest.raises(ValueError, match='holds no'):
+    tpu_plan.insert('nothing', text)
