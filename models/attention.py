@@ -155,12 +155,14 @@ def attend_stacks(
     query,
     positions,
     segment_ids,
-    [arrays[i : i + 4] for i in range(0, len(arrays), 4)],
+    [arrays[i : i + 5] for i in range(0, len(arrays), 5)],
     layer,
     window,
     interpret=lowering.interpret,
   )
-  placed = lowering.shard(run, (by_head, by_row, by_row, (), (), *(stack, stack, by_row, by_row) * len(parts)), by_head)
+  placed = lowering.shard(
+    run, (by_head, by_row, by_row, (), (), *(stack, stack, by_row, by_row, (rows,)) * len(parts)), by_head
+  )
   scalar = lambda value: jnp.asarray(value, jnp.int32)
   return placed(query, positions, segment_ids, scalar(layer), scalar(window), *(a for part in parts for a in part))
 

@@ -23,8 +23,14 @@ from models.blockwise import MASKED
 BLOCK = 1024  # Slots a grid step; keys and values of two blocks are in flight, 1 MiB in bfloat16.
 MOST_QUERIES = 512  # Queries that meet one row of a cache in one grid step: float32 scores of 2 MiB.
 
-# (keys, values [L, R, KV, C, head_dim], positions, segment_ids [R, C] int32)
-Part = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+# (keys, values [L, R, KV, C, head_dim], positions, segment_ids [R, C] int32, used [R] int32 from `used`)
+Part = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+def used(segment_ids: jax.Array) -> jax.Array:
+  """[R] int32: slots of each row up to the last that is not empty, of segment ids [R, C]."""
+  ends = jnp.arange(1, segment_ids.shape[1] + 1, dtype=jnp.int32)[None]
+  return jnp.max(jnp.where(segment_ids > 0, ends, 0), axis=1)
 
 
 def attention(
@@ -45,8 +51,8 @@ def attention(
     query: [B, S, H, head_dim], rotated and scaled.
     positions: [B, S] int32 of the queries.
     segment_ids: [B, S] int32.
-    parts: keys and values [L, R, KV, C, head_dim], positions and segment ids [R, C] of each cache; the softmax runs
-      over all. B is a multiple of R, of each its own; B / R consecutive rows share a row.
+    parts: keys and values [L, R, KV, C, head_dim], positions and segment ids [R, C] and used slots [R] of each cache;
+      the softmax runs over all. B is a multiple of R, of each its own; B / R consecutive rows share a row.
     layer: [] int32.
     window: [] int32, number of positions that are seen; 0: all.
     interpret: run without a TPU.
@@ -65,7 +71,7 @@ def attention(
 
 def _part(query, positions, segment_ids, part, scalars, interpret):
   """Weighted sum [B, S, H, head_dim], largest score and sum of weights [B, S, H, 1] over one cache, float32."""
-  keys, values, key_positions, key_segments = part
+  keys, values, key_positions, key_segments, filled = part
   batch, length, heads, head_dim = query.shape
   _, rows, kv_heads, slots, _ = keys.shape
   shape = (rows, batch // rows, length, kv_heads, heads // kv_heads)
@@ -78,8 +84,7 @@ def _part(query, positions, segment_ids, part, scalars, interpret):
     jnp.repeat(array.reshape(rows, -1), shape[4], axis=1), ((0, 0), (0, room)), constant_values=-1
   )[:, :, None]
   block = min(BLOCK, slots)
-  filled = jnp.where(key_segments > 0, jnp.arange(1, slots + 1, dtype=jnp.int32)[None], 0)
-  blocks = (jnp.max(filled, axis=1) + block - 1) // block
+  blocks = (filled + block - 1) // block
 
   # A block that no query sees repeats the last one that is: nothing is fetched for it.
   at = lambda row, step, blocks: jnp.minimum(step, jnp.maximum(blocks[row] - 1, 0))

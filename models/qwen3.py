@@ -440,11 +440,12 @@ class Decoder(nnx.Module):
     """Attention to all that the cache holds, by the kernel that reads the stacks in place."""
     held = kv_cache.chain(cache)
     windows = jnp.asarray(self.config.windows or (0,) * self.config.layers, jnp.int32)
+    places = [(part.positions, part.segment_ids, decoding.used(part.segment_ids)) for part in held]
 
     def mix(query, key, value, store, layer):
       del key, value
       stores = [store, *((part.keys, part.values) for part in held[1:])]
-      parts = [(*part, of.positions, of.segment_ids) for part, of in zip(stores, held, strict=True)]
+      parts = [(*part, *place) for part, place in zip(stores, places, strict=True)]
       return attention.attend_stacks(lowering, query, positions, segment_ids, parts, layer, windows[layer])
 
     return mix

@@ -159,10 +159,10 @@ def test_the_decoding_kernel_is_the_plain_formula(window, block, monkeypatch):
     of = generator.choice([0, 1, 2], p=[0.2, 0.7, 0.1], size=(count, slots)).astype(np.int32)
     of[:, -3:] = 0
     of[0] = 0  # A row whose cache is empty.
-    parts.append((*(draw(layers, count, KV_HEADS, slots, HEAD_DIM) for _ in range(2)), at, of))
+    parts.append((*(draw(layers, count, KV_HEADS, slots, HEAD_DIM) for _ in range(2)), at, of, decoding.used(of)))
   run = jax.jit(functools.partial(decoding.attention, interpret=True))
   ours = run(query, positions, segments, parts, layer, window)
-  masks = [attention.visible(positions, segments, *part[2:], window or None) for part in parts]
+  masks = [attention.visible(positions, segments, *part[2:4], window or None) for part in parts]
   expected = attention.attend(
     query, *((keys[layer], values[layer], mask) for (keys, values, *_), mask in zip(parts, masks, strict=True))
   )
