@@ -1,0 +1,161 @@
+"""The TPU compiler, which needs no TPU, on the decoder: which kernels it is given, what it copies, what fits a chip."""
+
+import functools
+import importlib.util
+import re
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+import pytest
+
+from models import huggingface, parameters
+from models.cache import chain
+from sdpo_jax.config import MeshConfig, ModelConfig
+from sdpo_jax.mesh import make_mesh, parameter_sharding
+from sdpo_jax.rollout import decode
+from sdpo_jax.rollout.sampling import SamplingParams
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
+
+SMALL = dict(
+  model_type='qwen3',
+  vocab_size=512,
+  hidden_size=256,
+  intermediate_size=512,
+  num_hidden_layers=9,
+  num_attention_heads=8,
+  num_key_value_heads=2,
+  head_dim=128,
+)
+QWEN3_8B = dict(
+  model_type='qwen3',
+  vocab_size=151936,
+  hidden_size=4096,
+  intermediate_size=12288,
+  num_hidden_layers=36,
+  num_attention_heads=32,
+  num_key_value_heads=8,
+  head_dim=128,
+)
+
+
+def slice_mesh(name, fsdp, tensor):
+  from sdpo_jax.planner import topology
+
+  return make_mesh(MeshConfig(fsdp, tensor), topology.describe(name).devices)
+
+
+def abstract_parameters(policy, mesh):
+  place = lambda p: parameter_sharding(mesh, p.axes, p.shape)
+  return parameters.map_table(
+    lambda p: jax.ShapeDtypeStruct(p.shape, jnp.dtype(p.dtype), sharding=place(p)), policy.parameter_table()
+  )
+
+
+def compile_update(values, mesh, rows, length, remat='full'):
+  """Forward and backward pass of the decoder, rows over the whole mesh."""
+  policy = huggingface.describe(values, ModelConfig(remat=remat)).on(mesh)
+  params = abstract_parameters(policy, mesh)
+  sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+  row = (jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=sharding),) * 3
+  weights = jax.ShapeDtypeStruct((rows, length, policy.config.hidden_size), jnp.bfloat16, sharding=sharding)
+  loss = lambda params, weights, *row: jnp.sum(
+    policy.apply({}, params, *row)[0].astype(jnp.float32) * weights.astype(jnp.float32)
+  )
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
+  return jax.jit(jax.grad(loss), out_shardings=shardings).lower(params, weights, *row).compile()
+
+
+def compile_decode(values, mesh, prompts, n, prompt_length, new_tokens):
+  """The sampler's loop with its whole cache: rows over fsdp, heads and vocabulary over tensor, the state donated."""
+  policy = huggingface.describe(values, ModelConfig()).on(mesh)
+  params = abstract_parameters(policy, mesh)
+  rows = prompts * n
+
+  def without_fsdp(given, leaf):
+    spec = PartitionSpec(*(None if axis == 'fsdp' else axis for axis in given.sharding.spec))
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+  cast = jax.tree.map(without_fsdp, params, jax.eval_shape(policy.cast, params))
+  array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype)
+  sampling = SamplingParams(
+    **{name: array((rows,), jnp.float32) for name in ('temperature', 'top_p', 'min_p')},
+    **{name: array((rows,), jnp.int32) for name in ('top_k', 'sample_id', 'max_tokens')},
+    seed=array((rows,), jnp.uint32),
+    step=array((), jnp.int32),
+    stop_ids=array((rows, 1), jnp.int32),
+  )
+  prefill = functools.partial(decode.prefill, policy, n=n, max_new_tokens=new_tokens)
+  prompt_tokens = array((prompts, prompt_length), jnp.int32), array((prompts,), jnp.int32)
+  state = jax.eval_shape(prefill, {}, params, *prompt_tokens, sampling)
+
+  def place(leaf, axes):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
+
+  by_row = lambda leaf: place(leaf, (None,) * (leaf.ndim - 1) + ('fsdp',) if leaf.ndim else ())
+  in_cache = lambda leaf: place(
+    leaf, (None, 'fsdp', 'tensor') if leaf.ndim == 5 else ('fsdp',) if leaf.ndim == 2 else ()
+  )
+  of_sampling = lambda leaf: place(leaf, ('fsdp',) if leaf.ndim else ())
+  placed = jax.tree.map(by_row, state.replace(cache=None)).replace(cache=jax.tree.map(in_cache, state.cache))
+  run = jax.jit(functools.partial(decode.advance, policy), donate_argnames='state')
+  sampling = jax.tree.map(of_sampling, sampling)
+  return state.cache, run.lower({}, cast, sampling, placed, array((), jnp.int32)).compile()
+
+
+def total(compiled):
+  """Bytes of a chip's memory."""
+  memory = compiled.memory_analysis()
+  return (
+    memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+  )
+
+
+def largest_copy(text):
+  """Bytes of the largest array that a copy makes (bf16 and 32-bit types)."""
+  sizes = [0]
+  for kind, shape in re.findall(r'= \(?(bf16|f32|s32|u32)\[([\d,]+)\]\S*[^=]* copy(?:-start)?\(', text):
+    sizes.append(int(np.prod([int(size) for size in shape.split(',')])) * (2 if kind == 'bf16' else 4))
+  return max(sizes)
+
+
+def kernels(text):
+  return re.findall(r'%(splash_mha_[a-z]+|cache_attention)[\w.]* = [^\n]*custom_call_target="tpu_custom_call"', text)
+
+
+def assert_cache_stays(cache, compiled, chips):
+  """The cache is donated and aliased, and nothing of half its size is copied."""
+  stacks = [stack for part in chain(cache) for stack in (part.keys, part.values)]
+  sizes = [stack.size * stack.dtype.itemsize // chips for stack in stacks]
+  assert compiled.memory_analysis().alias_size_in_bytes >= sum(sizes)
+  assert largest_copy(compiled.as_text()) < max(sizes) / 2
+
+
+def test_training_runs_splash_and_may_save_its_output():
+  mesh = slice_mesh('v5e:2x2', 2, 2)
+  windows = dict(use_sliding_window=True, sliding_window=256, max_window_layers=4)
+  forward, backward = ['splash_mha_fwd'], ['splash_mha_dkv', 'splash_mha_dq']
+  for remat, expected in (('full', 2 * forward + backward), ('save_attention', forward + backward)):
+    assert sorted(kernels(compile_update(SMALL, mesh, 4, 1024, remat).as_text())) == sorted(expected)
+  # Layers with a window and layers without one: a kernel for either.
+  text = compile_update(SMALL | windows, mesh, 4, 1024, 'save_attention').as_text()
+  assert sorted(kernels(text)) == sorted(2 * (forward + backward))
+
+
+@pytest.mark.parametrize(('name', 'shape'), [('v5e:2x2', (2, 2)), ('v5e:8x8', (32, 2))])
+def test_decoding_reads_the_cache_where_it_lies(name, shape):
+  mesh = slice_mesh(name, *shape)
+  cache, compiled = compile_decode(SMALL, mesh, 32, 4, 256, 1024)
+  assert kernels(compiled.as_text()) == 2 * ['cache_attention']  # Prompts, and what stands behind them.
+  assert_cache_stays(cache, compiled, mesh.size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('n', [1, 16], ids=['a prompt a row', 'sixteen rows a prompt'])
+def test_qwen3_8b_decodes_256_rows_of_10240_slots_in_8_gib(n):
+  mesh = slice_mesh('v5e:8x8', 8, 8)
+  cache, compiled = compile_decode(QWEN3_8B, mesh, 256 // n, n, 2048, 8192)
+  assert_cache_stays(cache, compiled, mesh.size)
+  assert total(compiled) <= 8 * 2**30
