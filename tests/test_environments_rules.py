@@ -180,3 +180,18 @@ def test_a_score_that_is_no_number_counts_as_a_failure():
   with Graders(EnvironmentsConfig()) as graders:
     (outcome,) = graders.grade([Example('q', [], 'nonsense', '', 'x')], ['text'], truncated=[False])
   assert outcome.score == 0.0 and outcome.metrics[FAILED] == 1.0
+
+
+def test_feedback_on_thousands_of_wrong_calls_stays_short():
+  said = judge('tooluse', '[{"Action": "a", "Action_Input": "{}"}]', 'Action: b\nAction Input: {}\n' * 2000).feedback
+  assert said.startswith("Call 1: 'b' is not to be called") and len(said) < 1000
+
+
+def test_half_a_character_in_what_a_grader_says_does_not_reach_the_tokenizer():
+  example = Example('q', [{'role': 'user', 'content': 'Q'}], 'half_a_character', '', 'x', {})
+  registry.register('half_a_character')(
+    lambda examples, completions, *, truncated: [Outcome(0.0, 'a\ud800b', {'pred': '\udfff', 'acc': 0.0})]
+  )
+  with Graders(EnvironmentsConfig()) as graders:
+    (outcome,) = graders.grade([example], ['text'], truncated=[False])
+  assert (outcome.feedback, outcome.metrics) == ('a?b', {'pred': '?', 'acc': 0.0})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+import dataclasses
 import importlib.util
 import logging
 import math
@@ -104,12 +105,26 @@ class Graders:
         f'The grader {name!r} returned {len(outcomes)} outcomes for {len(completions)} completions: it must return one '
         'for each, in order.'
       )
-    return [outcome if math.isfinite(outcome.score) else _failed() for outcome in outcomes]
+    return [_encodable(outcome) if math.isfinite(outcome.score) else _failed() for outcome in outcomes]
 
 
 def _failed() -> Outcome:
   """What stands for a completion that could not be graded."""
   return Outcome(0.0, None, {'acc': 0.0, 'pred': '', FAILED: 1.0})
+
+
+def clean(text: str) -> str:
+  """Text that can be encoded: escapes can spell half a surrogate pair, which no file or tokenizer takes."""
+  return text.encode('utf-8', 'replace').decode()
+
+
+def _encodable(outcome: Outcome) -> Outcome:
+  """The outcome with texts that can be encoded: what a model wrote may stand in them."""
+  feedback = outcome.feedback
+  metrics = {name: clean(value) if isinstance(value, str) else value for name, value in outcome.metrics.items()}
+  return dataclasses.replace(
+    outcome, feedback=clean(feedback) if isinstance(feedback, str) else feedback, metrics=metrics
+  )
 
 
 def _shown(value: object) -> str:

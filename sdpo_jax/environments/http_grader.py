@@ -12,7 +12,7 @@ from typing import Any
 
 from sdpo_jax.config import EnvironmentsConfig, HttpGraderConfig
 from sdpo_jax.environments import remote
-from sdpo_jax.environments.grading import FAILED
+from sdpo_jax.environments.grading import FAILED, clean
 from sdpo_jax.environments.registry import register_maker
 from sdpo_jax.types import Example, Outcome
 
@@ -75,12 +75,12 @@ def outcome(answer: Any) -> Outcome:
     raise remote.Fault(f"'metrics' of its answer must be an object, not {remote.shown(metrics)}")
   return Outcome(
     score=remote.number(answer['score'], 'score'),
-    feedback=None if feedback is None else remote.clean(feedback),
-    metrics={remote.clean(name): _metric(name, value) for name, value in (metrics or {}).items()} | {FAILED: 0.0},
+    feedback=None if feedback is None else clean(feedback),
+    metrics={clean(name): _metric(name, value) for name, value in (metrics or {}).items()} | {FAILED: 0.0},
   )
 
 
 def _metric(name: str, value: Any) -> float | str:
   if isinstance(value, str):
-    return remote.clean(value)
+    return clean(value)
   return float(value) if isinstance(value, bool) else remote.number(value, f'metrics.{name}')

@@ -14,7 +14,7 @@ from typing import Any
 
 from sdpo_jax.config import EnvironmentsConfig, JudgeConfig
 from sdpo_jax.environments import remote
-from sdpo_jax.environments.grading import FAILED
+from sdpo_jax.environments.grading import FAILED, clean
 from sdpo_jax.environments.registry import register_maker
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Example, Messages, Outcome
@@ -112,7 +112,7 @@ def outcome(answer: Any) -> Outcome:
     raise remote.Fault(
       f"the judge's answer has no line 'Score: x' with x from 0 to 1{hint}: {_end(content)}", again=True
     )
-  return Outcome(score, remote.clean(critique) or None, {'acc': score, FAILED: 0.0})
+  return Outcome(score, clean(critique) or None, {'acc': score, FAILED: 0.0})
 
 
 def read_critique(text: str) -> tuple[float | None, str]:

@@ -87,11 +87,6 @@ def plain(value: Any) -> Any:
   return value if value is None or isinstance(value, str | int) else str(value)
 
 
-def clean(text: str) -> str:
-  """Text that can be encoded: JSON's escapes can spell half a surrogate pair, which no file or tokenizer takes."""
-  return text.encode('utf-8', 'replace').decode()
-
-
 def number(value: Any, name: str) -> float:
   """A finite number of an answer; raises Fault naming the field."""
   if isinstance(value, bool) or not isinstance(value, int | float):

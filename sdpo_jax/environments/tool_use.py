@@ -21,6 +21,7 @@ from sdpo_jax.environments.registry import Grader, register_maker
 from sdpo_jax.types import Example, Outcome
 
 INPUT = 'Action Input:'
+MAX_FAULTS = 10  # Sentences of feedback: a completion can make thousands of wrong calls.
 _NAME = re.compile(r'Action:\s*(\w+)')
 _LINE = re.compile(r'^[ \t>*#-]*Action:[ \t*]*(?:\n[ \t]*)?([^\n]*)', re.MULTILINE)
 _SPACE = re.compile(r'\s*')
@@ -146,7 +147,7 @@ def clean_tooluse(reveal_answer: bool) -> Rule:
         wrong.append((number, call))
       else:
         missing.pop(match)
-    said = ' '.join(_faults(wrong, missing, len(got), truncated))
+    said = ' '.join(itertools.islice(_faults(wrong, missing, len(got), truncated), MAX_FAULTS))
     if said and reveal_answer:
       said += ' Expected: ' + '; '.join(f'{name} {json.dumps(value, ensure_ascii=False)}' for name, value in expected)
     pred = json.dumps(sorted(got, key=repr), ensure_ascii=False, sort_keys=True)
