@@ -80,6 +80,17 @@ PASSING = {
     unit_tests(['def check(g):\n  for n in range(5):\n    assert g(n) == n * n, n\ncheck(f)'], [None], 'code'),
     'def f(n):\n  return n * n',
   ),
+  'a Counter for a dict': (unit_tests(['assert f("aab") == {"a": 2, "b": 1}'], [None], 'code'), 'from collections import Counter as f'),
+  'a defaultdict in a test that is a program': (
+    unit_tests(['d = f("aa")\nassert d == {"a": 2}'], [None], 'code'),
+    'from collections import defaultdict\ndef f(s):\n  d = defaultdict(int)\n  for c in s:\n    d[c] += 1\n  return d',
+  ),
+  'a named tuple for a tuple': (
+    unit_tests(['assert f(1) == (1, 2)'], [None], 'code'),
+    'from collections import namedtuple\nP = namedtuple("P", "a b")\ndef f(n):\n  return P(n, 2)',
+  ),
+  'a frozenset for a set': (unit_tests(['assert f(1) == {1}'], [None], 'code'), 'def f(n):\n  return frozenset([n])'),
+  'a number of numpy': (unit_tests(['assert f(1) == 3'], [None], 'code'), 'import numpy as np\ndef f(n):\n  return np.arange(3).sum()'),
 }  # fmt: skip
 
 
@@ -158,6 +169,15 @@ def test_expected_outputs_are_shown_only_when_asked(graders, revealing):
   asserted = unit_tests(['assert f(1) == "xyzzy-4711"'], [None], 'code')
   for truth in (secret, asserted):
     assert 'xyzzy' not in run(graders, truth, 'def f(n):\n  return n').feedback
+  for test in (
+    'assert math.isclose(f(1), 4711.5)',
+    'x = f(1)\nassert x == 4711.5, f"4711.5, not {x}"',
+    'import unittest\nunittest.TestCase().assertEqual(f(1), 4711.5)',
+  ):
+    said = run(graders, unit_tests([test], [None], 'code'), 'def f(n):\n  return n').feedback
+    assert '4711' not in said and 'a check of the test' in said
+  own = run(graders, PROGRAM, 'def f(n):\n  assert n < 0, "my own assertion"').feedback
+  assert 'my own assertion' in own
   assert 'Expected\n"xyzzy-4711"' in run(revealing, secret, 'def f(n):\n  return n').feedback
   assert 'xyzzy' in run(revealing, asserted, 'def f(n):\n  return n').feedback
 
@@ -167,6 +187,60 @@ def test_the_last_python_block_after_thinking_counts():
   assert code.last_python_block(text) == 'x = 1\n'
   assert code.last_python_block('```py\r\nx = 1\r\n```') == 'x = 1\n'
   assert code.last_python_block('no code') is None
+
+
+@pytest.mark.parametrize(
+  'text',
+  ['```python \nx\n```', '``` python\nx\n```', '```py title="a b"\nx\n```', '```c++\ny\n```\nThen\n```python\nx\n```'],
+)
+def test_what_follows_the_language_of_a_block_does_not_hide_it(text):
+  assert code.last_python_block(text) == 'x\n'
+
+
+FORGED = [
+  '[1]',
+  '"x"',
+  '1',
+  '[' * 900 + ']' * 900,
+  '{"error": [1], "json": [1], "output": [1], "repr": [1], "debug": [1]}',
+]
+FORGED.append('{"error": ' + '[' * 960 + ']' * 960 + '}')
+
+
+@pytest.mark.parametrize('profile', ['clean', 'reference'])
+def test_a_forged_report_of_any_shape_costs_its_own_program_alone(profile):
+  """Nothing raises: the grader would then be asked again for the whole batch, one by one."""
+  write = 'import json\nos = json.codecs.sys.modules["os"]\n'
+  programs = [f'{write}os.write(4, {text.encode()!r})\nos._exit(0)' for text in FORGED]
+  with Graders(EnvironmentsConfig(profile=profile)) as graders:
+    for truth in (SQUARE, SUM, ASSERTS):
+      outcomes = graders.grade(
+        [question(truth)] * len(programs), [fenced(program) for program in programs], truncated=[False] * len(programs)
+      )
+      assert all(outcome.score == 0.0 and FAILED not in outcome.metrics for outcome in outcomes)
+
+
+def test_half_a_character_that_a_program_makes_reaches_no_tokenizer(graders):
+  """It does not come as one: the program makes it of an escape."""
+  programs = ['def f(n):\n  return "\\ud800"', 'def f(n):\n  raise ValueError("\\ud800")']
+  for program in programs:
+    outcome = run(graders, SQUARE, program)
+    assert outcome.score == 0.0 and outcome.feedback.encode() and outcome.metrics['pred'].encode() is not None
+
+
+def test_long_outputs_are_not_kept_and_the_shortest_are_still_the_ones_shown(graders):
+  truth = unit_tests(['1', '2', '3'], ['0'] * 3, 'stdin')
+  program = 'print("x" * (1_000_000 - int(input())))'
+  said = run(graders, truth, program).feedback
+  assert 'Test Case 3' in said and 'Test Case 2' in said and 'Test Case 1' not in said
+  grader = graders.get('code')
+  kept = []
+  grader._run, run_tests = lambda programs, part: (kept.extend(programs), run_tests(programs, part)), grader._run
+  try:
+    run(graders, truth, program)
+  finally:
+    del grader._run
+  assert all(len(record.actual) + len(record.written) < 10_000 for record in kept[0].records)
 
 
 def test_missing_and_truncated_code(graders):
@@ -255,6 +329,9 @@ MATHS = [
   ('[0,1)', '[0,1]', False),
   ('2^{10}', '1024', True),
   ('42.0001', '42', False),
+  ('1,2', '12', False),
+  ('12', '1,2', False),
+  ('1e99999999999999999999999', '5', False),
 ]
 
 

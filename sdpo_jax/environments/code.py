@@ -44,10 +44,15 @@ PRELOAD = (
   'datetime',
 )
 PRED_CHARACTERS = 5000
+SHOWN_CHARACTERS = 4000  # Of an output that are kept: more than feedback can show.
+DEBUG_CHARACTERS = 1_000_000  # The same of the standard error, of which feedback shows the first lines.
 FIRST_TESTS = 4  # A program all of whose first tests time out is not run on the others (clean profile).
+_IN = '(Solution.py)'  # In an error's text: where in the program it was raised.
 LITERAL_CHARACTERS = 1_000_000  # Of a value that is read back; parsing takes a hundred times its memory.
 
 _BLOCK = re.compile(r'```(\w*)\n(.*?)```', re.DOTALL)
+# Any word for the language, and whatever follows it on its line: a block in "c++" or with a title is one, too.
+_FENCED = re.compile(r'```[ \t]*([^\s`]*)(?:[ \t][^\n`]*)?\n(.*?)```', re.DOTALL)
 _PYTHON = ('python', 'python3', 'py', '')
 
 
@@ -77,7 +82,7 @@ def extract_code(completion: str) -> str | None:
 def last_python_block(completion: str) -> str | None:
   """The last fenced block of Python or of no language after any thinking; None without one."""
   text = after_thinking(completion).replace('\r\n', '\n')
-  blocks = [match.group(2) for match in _BLOCK.finditer(text) if match.group(1).lower() in _PYTHON]
+  blocks = [match.group(2) for match in _FENCED.finditer(text) if match.group(1).lower() in _PYTHON]
   return blocks[-1] if blocks else None
 
 
@@ -272,9 +277,10 @@ class CodeGrader:
   def _run(self, programs: Sequence[_Program], part: slice) -> None:
     """Runs the tests numbered `part` of all programs and records what came of them."""
     places = [(program, i) for program in programs for i in range(len(program.records))[part]]
-    reports = self._sandbox.run([self._job(program, i) for program, i in places])
-    for (program, i), report in zip(places, reports, strict=True):
-      program.records[i] = self._record(program, i, report)
+    record = lambda number, report: self._record(*places[number], report)
+    records = self._sandbox.run([self._job(program, i) for program, i in places], record)
+    for (program, i), found in zip(places, records, strict=True):
+      program.records[i] = found
 
   def _job(self, program: _Program, index: int) -> Job:
     tests, sandbox = program.tests, self._settings.sandbox
@@ -300,12 +306,32 @@ class CodeGrader:
     value, expected = tests.inputs[index], tests.outputs[index]
     if report.status == 'timeout':
       return Record(index, value, _shown(expected, tests), TIME_OUT, False, written=repr(TIME_OUT))
-    actual, written, passed, expected = judge(tests, value, expected, report)
+    # Whatever the program wrote on the descriptor of its result, only an object of texts is one.
+    result = report.result if isinstance(report.result, dict) else {}
+    result = {key: said for key, said in result.items() if key in ('values', 'finished') or isinstance(said, str)}
     hidden = not self._reference and not self._settings.reveal_answer
+    if (
+      hidden
+      and tests.testtype == 'code'
+      and result.get('error', '').startswith('AssertionError')
+      and _IN not in result['error']
+    ):
+      result['error'] = 'AssertionError: a check of the test fails'  # What it says may hold the expected value.
+    actual, written, passed, expected = judge(tests, value, expected, dataclasses.replace(report, result=result))
     if hidden and tests.testtype == 'code':
       value = ''  # The test holds the expected value.
-    debug = (report.result or {}).get('debug', '') if self._reference else report.stderr
-    return Record(index, value, None if hidden else expected, actual, passed, str(debug), written)
+    debug = result.get('debug', '') if self._reference else report.stderr
+    # Copies of what can be shown or counts, so that a batch does not keep all that its programs printed.
+    return Record(
+      index,
+      value,
+      None if hidden else expected,
+      actual[:SHOWN_CHARACTERS],
+      passed,
+      debug[:DEBUG_CHARACTERS],
+      written[-PRED_CHARACTERS:],
+      len(actual),
+    )
 
 
 _TIMED_OUT = Report('timeout', None, None, None, '', '', 0.0, 0.0)
@@ -313,21 +339,20 @@ _TIMED_OUT = Report('timeout', None, None, None, '', '', 0.0, 0.0)
 
 def _judge_reference(tests: Tests, value: Any, expected: Any, report: Report) -> tuple[str, str, bool, str | None]:
   """(what came out, its spelling, passed, the expected output as shown)."""
-  result = report.result if isinstance(report.result, dict) else {}
-  shown = _shown(expected, tests)
+  result, shown = report.result, _shown(expected, tests)
   if 'error' in result:
     actual = f'{ERROR}{result["error"]}'
     return actual, repr(actual), False, shown
   if 'output' not in result:  # The process died: the reference's parent then reads nothing from its pipe.
     actual = 'Process Error: EOFError: '
     return actual, repr(actual), False, shown
-  output = str(result['output'])
+  output, spelling = result['output'], result.get('repr', '')
   if tests.testtype == 'stdin':
     actual = output.strip()
     return actual, repr(actual), same_stdout_reference(actual, shown or ''), shown
   if tests.testtype == 'code':
-    return output, str(result['repr']), True, shown
-  return output, str(result['repr']), result['json'] == _canonical(expected), shown
+    return output, spelling, True, shown
+  return output, spelling, 'json' in result and result['json'] == _canonical(expected), shown
 
 
 def _shown(expected: Any, tests: Tests) -> str | None:
@@ -349,22 +374,21 @@ def _canonical(expected: Any) -> str | None:
 
 def _judge(tests: Tests, value: Any, expected: Any, report: Report) -> tuple[str, str, bool, str | None]:
   """The same for the clean profile, which believes of a report only what it can compare."""
-  result = report.result if isinstance(report.result, dict) else {}
-  shown = None if expected is None else str(expected)
+  result, shown = report.result, None if expected is None else str(expected)
   if report.status == 'output':
     return _error('OutputError: the program printed too much', shown)
   if result.get('error'):
-    return _error(str(result['error']), shown)
+    return _error(result['error'], shown)
   if tests.testtype == 'stdin':
     if report.status != 'ended' or report.exit_code != 0:
       return _error(_ending(report), shown)
     actual = report.stdout.strip()
     return actual, repr(actual), same_stdout(report.stdout, str(expected), tests.tolerance), str(expected).strip()
   if tests.testtype == 'functional':
-    if not isinstance(result.get('json'), str):
+    if 'json' not in result:
       return _error(_ending(report), shown)
     passed = _same_json(result['json'], expected, tests.tolerance)
-    return str(result.get('output')), str(result.get('repr')), passed, shown
+    return result.get('output', ''), result.get('repr', ''), passed, shown
   if tests.testtype == 'code':
     return _judge_code(tests, value, result, report)
   return _error(f'ValueError: Invalid test type: {tests.testtype}', shown)
@@ -381,10 +405,22 @@ def _judge_code(tests: Tests, value: str, result: Mapping[str, Any], report: Rep
     return _error(_ending(report), None)
   for expression, got, expected in zip(asserts[0], values, asserts[1], strict=True):
     if not isinstance(got, dict) or 'repr' not in got:
-      return _error(f'{got.get("error") if isinstance(got, dict) else _ending(report)}\nin {expression}', None)
+      error = got.get('error') if isinstance(got, dict) else None
+      return _error(f'{error if isinstance(error, str) else _ending(report)}\nin {_quoted(expression)}', None)
     if not _same_literal(got['repr'], expected, tests.tolerance):
-      return _error(f'AssertionError: {expression} gave {str(got["repr"])[:200]}, which is wrong', None)
+      spelling = got['repr'][:200] if isinstance(got['repr'], str) else 'no data'
+      return _error(f'AssertionError: {_quoted(expression)} gave {spelling}, which is wrong', None)
   return 'All tests pass', repr('All tests pass'), True, None
+
+
+def _quoted(expression: str) -> str:
+  """The expression as feedback may show it: a check of a result, such as isclose(f(1), 2.5), holds what is expected."""
+  call = ast.parse(expression, mode='eval').body
+  checks = isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == 'bool'
+  inner = call.args[0] if checks and call.args else None
+  if isinstance(inner, ast.Call) and any(isinstance(node, ast.Call) for node in ast.walk(inner) if node is not inner):
+    return 'a check of the test'
+  return expression
 
 
 def _same_json(text: str, expected: Any, tolerance: float) -> bool:

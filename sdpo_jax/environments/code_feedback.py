@@ -27,7 +27,8 @@ class Record:
   actual: str  # What came out, ERROR + the exception, TIME_OUT or NO_CODE.
   passed: bool
   debug: str = ''  # What the program wrote to standard error.
-  written: str = ''  # Python's spelling (repr) of what came out.
+  written: str = ''  # The end of Python's spelling (repr) of what came out.
+  characters: int | None = None  # Of `actual` before it was cut to what feedback can show; None: it was not.
 
 
 def format_test_feedback(records: Sequence[Record], *, truncated: bool = False) -> str:
@@ -65,7 +66,7 @@ def _blocks(records: Sequence[Record], truncated: bool) -> Iterator[str]:
       yield 'Incorrect Format: Put your code inside a ```python ... ``` block.'
     return
   wrong = [record for record in records if not record.passed]
-  for record in sorted(wrong, key=lambda record: len(str(record.input)) + len(record.actual))[:SHOWN]:
+  for record in sorted(wrong, key=_characters)[:SHOWN]:
     yield f'Test Case {record.test_idx + 1}: Wrong Answer'
     yield _section('Input', _input(record))
     yield _section('Output', _cut(record.actual, VALUE_CHARACTERS))
@@ -73,6 +74,10 @@ def _blocks(records: Sequence[Record], truncated: bool) -> Iterator[str]:
       yield _section('Expected', _cut(record.expected, VALUE_CHARACTERS))
     if record.debug:
       yield _section('Debug Output', _lines(record.debug, DEBUG_LINES, DEBUG_CHARACTERS, count_rest=False))
+
+
+def _characters(record: Record) -> int:
+  return len(str(record.input)) + (len(record.actual) if record.characters is None else record.characters)
 
 
 def _section(title: str, text: str | None) -> str:

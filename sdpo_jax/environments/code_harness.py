@@ -32,6 +32,8 @@ REFERENCE_MODULES = frozenset(
   'math cmath itertools functools operator statistics random collections heapq bisect array string re typing json io '
   'fractions decimal dataclasses datetime time sys sortedcontainers numpy'.split()
 )
+# Of the standard library, and as much data as those they derive from.
+STANDARD = (collections.Counter, collections.OrderedDict, collections.defaultdict, collections.deque)
 TYPING = {name: getattr(typing, name) for name in typing.__all__}
 
 
@@ -80,8 +82,21 @@ def _clean(payload: dict, kind: str, namespace: dict) -> dict:
 
 def _value(source: str, namespace: dict) -> dict:
   value = eval(compile(source, 'test', 'eval'), namespace)
+  value = set(value) if isinstance(value, frozenset) else _as_data(value)
   _check_plain(value)
   return {'repr': repr(value)}
+
+
+def _as_data(value: object) -> object:
+  """Objects that are data by another name as Python's own types; what they claim to be is compared outside."""
+  if isinstance(value, dict):
+    return {_as_data(key): _as_data(item) for key, item in value.items()}
+  if isinstance(value, tuple):
+    return tuple(map(_as_data, value))
+  if isinstance(value, list):
+    return list(map(_as_data, value))
+  module = type(value).__module__
+  return value.item() if module == 'numpy' and hasattr(value, 'dtype') and not getattr(value, 'ndim', 1) else value
 
 
 def _script(payload: dict) -> dict:
@@ -135,6 +150,8 @@ def _array(value: object) -> object:
 
 def _check_plain(value: object) -> None:
   kind = type(value)
+  if kind in STANDARD:
+    value, kind = (dict(value), dict) if issubclass(kind, dict) else (list(value), list)
   if value is None or kind in (bool, int, float, complex, str, bytes):
     return
   if kind in (list, tuple, set, frozenset):

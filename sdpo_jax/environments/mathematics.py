@@ -27,7 +27,8 @@ WAS_TRUNCATED = 'Your response was truncated because it exceeded the maximum len
 
 _MARKS = re.compile(r'\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]')
 _TEXT = re.compile(r'\\(?:text|mathrm|textbf|mbox)\s*\{([^{}]*)\}')
-_NUMBER = re.compile(r'[-+]?(?:\d[\d,]*)?(?:\.\d+)?(?:[eE][-+]?\d+)?')
+# Commas only between thousands: 1,2 is a pair.
+_NUMBER = re.compile(r'[-+]?(?:\d{1,3}(?:,\d{3})+|\d*)(?:\.\d+)?(?:e[-+]?\d+)?')
 
 
 def reference_boxed(completion: str) -> str:
@@ -64,11 +65,12 @@ def plain(answer: str) -> str:
 def number(answer: str) -> decimal.Decimal | None:
   """The number that an answer is ('1,000' and '$5.' too); None if it is none."""
   text = plain(answer)
-  return (
-    decimal.Decimal(text.replace(',', ''))
-    if text and _NUMBER.fullmatch(text) and any(c.isdigit() for c in text)
-    else None
-  )
+  if not (_NUMBER.fullmatch(text) and any(c.isdigit() for c in text)):
+    return None
+  try:
+    return decimal.Decimal(text.replace(',', ''))
+  except decimal.InvalidOperation:  # An exponent beyond all measure, or none of digits before it.
+    return None
 
 
 def quickly(gold: str, pred: str, tolerance: float) -> bool | None:

@@ -113,14 +113,20 @@ class Sandbox:
     self._pool = concurrent.futures.ThreadPoolExecutor(self._workers, 'sandbox')
     self._finalizer = weakref.finalize(self, _close, self._hosts)
 
-  def run(self, jobs: Sequence[Job]) -> list[Report]:
+  def run(self, jobs: Sequence[Job], then: Callable[[int, Report], Any] | None = None) -> list[Any]:
     """A report for every job, in order; `workers` at once, over all threads that call.
+
+    Args:
+      jobs: the programs.
+      then: what to return in place of a report, given the number of its job; called by several threads. A report holds
+        megabytes if the program likes: those of a batch together need not fit in memory.
 
     Raises:
       UserError: a program cannot be started or confined.
       RuntimeError: the sandbox is closed, or its helper process ended twice under the same job.
     """
-    return list(self._pool.map(self._run, jobs))
+    finish = then or (lambda number, report: report)
+    return list(self._pool.map(lambda number, job: finish(number, self._run(job)), range(len(jobs)), jobs))
 
   def close(self) -> None:
     """Ends all programs and the helper processes and removes what they wrote; may be called twice."""
