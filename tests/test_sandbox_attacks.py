@@ -258,6 +258,12 @@ ATTACKS = {
     buffer = ctypes.create_string_buffer(8)
     ours = Part(ctypes.addressof(buffer), 8)
     print("BREACH" if libc.process_vm_readv(os.getppid(), ctypes.byref(ours), 1, ctypes.byref(ours), 1, 0) >= 0 else "")""",
+  'speak by locks': """
+import fcntl
+file = os.open(os.__file__, os.O_RDONLY)
+for lock in (lambda: fcntl.flock(file, fcntl.LOCK_SH), lambda: fcntl.lockf(file, fcntl.LOCK_SH)):
+  lock(); print('BREACH')
+""",
   'slow a process': 'os.setpriority(os.PRIO_PROCESS, marker, 15)',
   'pin a process': 'os.sched_setaffinity(marker, os.sched_getaffinity(0)); print("BREACH")',
   "read a process's clock": 'time.clock_gettime((~marker << 3) | 2); print("BREACH")',
