@@ -244,6 +244,16 @@ for _ in range(600): os.mkdir('d' * 200); os.chdir('d' * 200)
   assert directory.startswith(sandbox._hosts[0]._scratch) and not os.path.exists(directory), report
 
 
+def test_a_deep_tree_counts_as_too_much_before_it_takes_seconds_to_remove(tmp_path):
+  deepest = tmp_path
+  for _ in range(scratch.MAX_DEPTH):
+    deepest = deepest / 'd'
+  deepest.mkdir(parents=True)
+  assert not scratch.used(str(tmp_path), os.getpid(), 1 << 30, 10_000)
+  (deepest / 'd').mkdir()
+  assert scratch.used(str(tmp_path), os.getpid(), 1 << 30, 10_000)
+
+
 def test_a_tree_is_removed_without_following_links(tmp_path):
   outside = tmp_path / 'outside'
   outside.mkdir()

@@ -5,24 +5,29 @@ from __future__ import annotations
 import os
 import stat
 
+MAX_DEPTH = 64  # Directories within directories; trees of thousands take seconds to remove, and others wait meanwhile.
+
 
 def used(scratch: str, pid: int, limit: int, max_entries: int) -> bool:
   """Whether the files of a program take more than `limit` bytes or `max_entries` names; unlinked open ones count too.
 
-  A directory that cannot be listed, by its mode or its depth, counts as too much.
+  A directory that cannot be listed, by its mode, or that lies deeper than `MAX_DEPTH`, counts as too much.
   """
   total = entries = 0
-  directories = [scratch]
+  directories = [(scratch, 0)]
   while directories:
+    path, depth = directories.pop()
+    if depth > MAX_DEPTH:
+      return True
     try:
-      with os.scandir(directories.pop()) as listing:
+      with os.scandir(path) as listing:
         for entry in listing:
           entries += 1
           total += entry.stat(follow_symlinks=False).st_blocks * 512
           if entries > max_entries or total > limit:
             return True
           if entry.is_dir(follow_symlinks=False):
-            directories.append(entry.path)
+            directories.append((entry.path, depth + 1))
     except FileNotFoundError:
       continue  # Removed meanwhile.
     except OSError:
