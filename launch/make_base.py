@@ -2,7 +2,7 @@
 
   python -m launch.make_base --config=configs/quickstart.py --output=/tmp/base
 
-The same seed on the same machine gives the same model as the committed one in configs/quickstart_model.
+The same seed gives the same model again with the same versions on the same machine; elsewhere one that is as good.
 """
 
 import dataclasses
