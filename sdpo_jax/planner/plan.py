@@ -241,9 +241,10 @@ def _memory(
   used = compiled.memory_analysis()
   held = _held(program, compiled.input_shardings[0])
   kind = _kind(name)
-  if kind in SAMPLING and 'parameters' in held:
-    held['sampling weights'] = held.pop('parameters')
   padding = used.argument_size_in_bytes - sum(held.values())
+  if kind in SAMPLING:
+    # All of the copy is there, also what this program does not read.
+    held['sampling weights'] = max(held.pop('parameters', 0.0), sampling_weights or 0.0)
   made = max(0, used.output_size_in_bytes - used.alias_size_in_bytes)
   results = {'prefill': 'cache', 'grow': 'cache', 'prepare': 'sampling weights', 'zero': 'gradients'}.get(
     kind, 'results'
@@ -252,8 +253,6 @@ def _memory(
   held['temporaries'] = used.temp_size_in_bytes
   held['padding'] = padding
   held |= {part: resident.get(part, 0.0) for part in RESIDENT}
-  if kind == 'grow' and sampling_weights is not None:
-    held['sampling weights'] = sampling_weights
   return {part: size / GIB for part, size in held.items() if abs(size) >= 2**10}
 
 
@@ -324,13 +323,33 @@ def _estimate(
   prompt, room = _decode_lengths(name)
   steps = min(assumptions.longest_completion, room)
   if turn.cached:
-    # Every row reads its prompt and half of its longest completion on average.
-    filled = (prompt + steps / 2) / (prompt + room)
-    turn.sources['cache roofline'] = memory.get('cache', 0.0) * GIB * filled / chip.hbm_bandwidth
+    # The prompt is read whole, of the longest completion half on average; prompts that rows share are read once.
+    before, own = _cache_bytes(program, compiled, prompt, room)
+    turn.sources['cache roofline'] = (before + own * steps / 2 / room) / chip.hbm_bandwidth
   _fill(estimate, none, 1.0, chip)
   _fill(estimate, turn, steps, chip)
   estimate.step_seconds = sum(turn.sources.values())
   return estimate
+
+
+def _cache_bytes(
+  program: registry.Program, compiled: jax.stages.Compiled, prompt: int, room: int
+) -> tuple[float, float]:
+  """Bytes on one device of a decode loop's cache: of prompts and of completions."""
+  index = program.holds.index('cache')
+  cache, placed = program.arguments[index].cache, compiled.input_shardings[0][index].cache
+  size = lambda cache, placed: sum(
+    math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    for leaf, sharding in zip(jax.tree.leaves(cache), jax.tree.structure(cache).flatten_up_to(placed), strict=True)
+    if sharding is not None
+  )
+  everything = size(cache, placed)
+  if getattr(cache, 'shared', None) is None:
+    return everything * prompt / (prompt + room), everything * room / (prompt + room)
+  while cache.shared is not None:
+    cache, placed = cache.shared, placed.shared
+  before = size(cache, placed)
+  return before, everything - before
 
 
 def _refused(name: str, error: Exception, resident: Mapping[str, float]) -> Estimate:
