@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+from typing import get_args, get_type_hints
 
 import jax
 import pytest
@@ -15,7 +16,7 @@ from configs import quickstart, qwen3_8b_chemistry
 from models import huggingface
 from sdpo_jax import mesh as meshes
 from sdpo_jax import programs as registry
-from sdpo_jax.config import Config, MeshConfig
+from sdpo_jax.config import Config, MeshConfig, ModelConfig
 from sdpo_jax.errors import UserError
 from sdpo_jax.planner import hlo, kernels, model, report, search, topology
 from sdpo_jax.planner import plan as planning
@@ -306,8 +307,11 @@ def test_a_search_ranks_what_fits_by_speed_and_the_rest_by_size(monkeypatch):
   config = qwen3_8b_chemistry.get_config()
   policy, _ = model.read(config)
 
+  tried = []
+
   def make(config, policy, topology, assumptions, *, only, announce):
     del topology, assumptions, announce
+    tried.append((config.mesh.tensor, config.actor.ppo_micro_batch_size, policy.remat, config.rollout.max_batch_rows))
     if 'update' in only:
       rows = config.actor.ppo_micro_batch_size / 64
       seconds, hbm = 100 / rows - config.mesh.tensor, 5 * rows + (4 if policy.remat == 'none' else 0)
@@ -322,6 +326,7 @@ def test_a_search_ranks_what_fits_by_speed_and_the_rest_by_size(monkeypatch):
     )
 
   monkeypatch.setattr(search.planning, 'make', make)
+  assert set(search.REMATS) == set(get_args(get_type_hints(ModelConfig)['remat']))
   slice_ = topology.Topology('v5e:8x8', topology.CHIPS['v5e'], tuple(range(64)))
   found = search.search(config, policy, slice_, None, search.SEARCHED)
   assert {result.settings['mesh.tensor'] for result in found} == {1, 2, 4, 8}
@@ -331,6 +336,9 @@ def test_a_search_ranks_what_fits_by_speed_and_the_rest_by_size(monkeypatch):
   # Two rows a chip fit, four do not; 256 rows at most are sampled in a batch.
   assert best.settings['actor.ppo_micro_batch_size'] == 128 and best.settings['rollout.max_batch_rows'] == 256
   assert best.settings['mesh.tensor'] == 8
+  # What asks for more than something that does not fit is not compiled: four rows a chip only with the least remat.
+  assert {remat for _, micro, remat, _ in tried if micro == 256} <= {'full', config.model.remat}
+  assert len(tried) == len(set(tried))
   failing = [result.hbm_gib for result in found if not result.fits]
   assert failing == sorted(failing)
   assert '--config.mesh.tensor=8' in report.search(found)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 import copy
 import dataclasses
 import math
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from models.policy import Policy
-from sdpo_jax.config import Config, ModelConfig
+from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.planner import plan as planning
 from sdpo_jax.planner.topology import Topology
@@ -17,6 +17,7 @@ from sdpo_jax.planner.topology import Topology
 SEARCHED = ('mesh', 'micro_batch', 'remat', 'rows')
 _MICRO = (1, 2, 4)  # Rows a chip.
 _ROWS = (64, 128, 256, 384, 512, 1024)
+REMATS = ('full', 'save_attention', 'dots', 'none')  # From the least memory to the most.
 _SAMPLING = ('prepare', 'prefill', 'decode')
 
 
@@ -63,11 +64,9 @@ def search(
   results: list[Result] = []
   for mesh in meshes(config, policy, chips, over):
     here = changed(config, mesh)
-    compiled = lambda options, labels, here=here: [
-      _part(here, policy, topology, assumptions, option, labels, announce) for option in options
-    ]
-    updates = [part for part in compiled(update_options(here, chips, over), ('update',))]
-    samplers = [part for part in compiled(sampling_options(here, over), _SAMPLING)]
+    compiled = lambda options, labels, here=here: _parts(here, policy, topology, assumptions, options, labels, announce)
+    updates = compiled(update_options(here, chips, over), ('update',))
+    samplers = compiled(sampling_options(here, over), _SAMPLING)
     fastest = lambda parts: min(parts, key=_order)
     pairs = [(update, fastest(samplers)) for update in updates] + [(fastest(updates), sampler) for sampler in samplers]
     for update, sampler in {id(u) * 31 + id(s): (u, s) for u, s in pairs}.values():
@@ -121,7 +120,7 @@ def update_options(config: Config, chips: int, over: Sequence[str]) -> list[dict
   """Micro-batches of one, two and four rows a chip, with every remat policy."""
   rows = config.actor.ppo_mini_batch_size * config.rollout.n
   sizes = [chips * size for size in _MICRO if chips * size <= max(rows, chips)] if 'micro_batch' in over else [None]
-  remats = get_args(get_type_hints(ModelConfig)['remat']) if 'remat' in over else [None]
+  remats = REMATS if 'remat' in over else [None]
   return [
     {
       **({} if size is None else {'actor.ppo_micro_batch_size': size}),
@@ -150,6 +149,34 @@ def changed(config: Config, settings: dict[str, Any]) -> Config:
       target = getattr(target, section)
     setattr(target, leaf, value)
   return other.validate()
+
+
+def _demand(settings: dict[str, Any]) -> tuple[int, ...]:
+  """What grows with the memory that a candidate takes."""
+  remat = settings.get('model.remat', REMATS[0])
+  return (
+    settings.get('actor.ppo_micro_batch_size', 0),
+    REMATS.index(remat),
+    settings.get('rollout.max_batch_rows', 0),
+  )
+
+
+def _parts(
+  config: Config,
+  policy: Policy,
+  topology: Topology,
+  assumptions: planning.Assumptions,
+  options: Sequence[dict[str, Any]],
+  labels: Sequence[str],
+  announce: Callable[[str], None],
+) -> list[Part]:
+  """The options compiled, the least demanding first; none that asks for more than one that did not fit."""
+  found: list[Part] = []
+  for option in sorted(options, key=_demand):
+    more = lambda part, option=option: all(a <= b for a, b in zip(_demand(part.settings), _demand(option), strict=True))
+    if not any(more(part) for part in found if not part.fits):
+      found.append(_part(config, policy, topology, assumptions, option, labels, announce))
+  return found
 
 
 def _part(
