@@ -111,6 +111,10 @@ def test_nested_loops_multiply_and_their_bounds_are_found_through_the_outer_tupl
   assert hlo.cycles(loops) == 15 * 100 + 2 * 1000 + 10
 
 
+def test_what_takes_most_cycles_comes_first(loops):
+  assert hlo.hottest(loops, 3) == [('tanh.2', 1500, 15), ('meanwhile.1', 1000, 1), ('meanwhile.2', 1000, 1)]
+
+
 def test_matrix_products_inside_fusions_count(loops):
   assert hlo.matmul_flops(loops) == 3 * 2 * 8 * 16 * 32
 

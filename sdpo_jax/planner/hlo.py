@@ -441,6 +441,19 @@ def cycles(trace: Trace) -> float:
   return sum((execution.instruction.cycles or 0) * execution.count for execution in trace.executions)
 
 
+def hottest(trace: Trace, limit: int = 10) -> list[tuple[str, float, float]]:
+  """(where it comes from in the traced program, cycles of all executions, executions) of what takes most cycles."""
+  found: dict[str, list[float]] = {}
+  for execution in trace.executions:
+    instruction = execution.instruction
+    if instruction.cycles:
+      sums = found.setdefault(instruction.op_name or instruction.name, [0.0, 0.0])
+      sums[0] += instruction.cycles * execution.count
+      sums[1] += execution.count
+  ranked = sorted(found.items(), key=lambda item: item[1][0], reverse=True)
+  return [(name, *sums) for name, sums in ranked[:limit]]
+
+
 def matmul_flops(trace: Trace) -> float:
   """Floating-point operations of matrix products and convolutions (a multiplication and an addition are two)."""
 

@@ -75,6 +75,7 @@ class Estimate:
   collective_gb: dict[str, float] = dataclasses.field(default_factory=dict)
   kernel_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
   step_seconds: float | None = None  # Of a decode loop: one token of every row.
+  hottest: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # Of a decode loop: one turn.
   copies: list[dict[str, Any]] = dataclasses.field(default_factory=list)
   buffers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
   unbounded: list[str] = dataclasses.field(default_factory=list)  # Loops counted once for want of a bound.
@@ -311,6 +312,9 @@ def _estimate(
   module = hlo.parse(compiled.as_text())
   branch = 'cheapest' if _kind(name) == 'decode' and not _truncates(config, name) else 'dearest'
   once = hlo.trace(module, unknown_trips=1, branch=branch)
+  estimate.hottest = [
+    {'op_name': name, 'seconds': taken / chip.clock, 'times': count} for name, taken, count in hlo.hottest(once, 12)
+  ]
   estimate.copies = [_described(buffer) for buffer in hlo.copies(once, 3)]
   estimate.buffers = [_described(buffer) for buffer in hlo.largest(once, limit=5)]
   if _kind(name) != 'decode':
