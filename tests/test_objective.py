@@ -106,13 +106,29 @@ def test_tail_holds_the_rest_and_at_least_1e_7():
     )
 
 
-@pytest.mark.parametrize('vocab,k', [(7, 7), (1000, 20), (5003, 40), (4096, 63), (9000, 1)])
-def test_top_k_is_exact(vocab, k):
-  logits = np.random.default_rng(0).standard_normal((3, vocab)).astype(np.float32)
+@pytest.mark.parametrize('vocab,k', [(7, 7), (1000, 20), (5003, 40), (4096, 32), (9000, 1)])
+@pytest.mark.parametrize('levels', [None, 5])
+def test_top_k_is_exact_and_ranks_equal_entries_by_their_index(vocab, k, levels):
+  """At once, in two stages, and gathered block by block without the logits; rows of −inf and of few values too."""
+  rng = np.random.default_rng(0)
+  logits = rng.standard_normal((4, vocab)).astype(np.float32)
+  if levels:
+    logits = np.round(logits * levels)
   logits[1, : vocab // 2] = -np.inf
-  ids = np.asarray(vocabulary.top_k_indices(jnp.asarray(logits), k))
-  assert all(len(set(row)) == k for row in ids)
-  np.testing.assert_array_equal(np.sort(np.take_along_axis(logits, ids, 1), 1), np.sort(logits, 1)[:, vocab - k :])
+  logits[2, k // 2 :] = -np.inf
+  logits[3] = 1.0
+  expected = np.argsort(-logits, axis=1, kind='stable')[:, :k]
+  logits = jnp.asarray(logits)
+  found = [vocabulary.top_k(logits, k)]
+  if k * vocabulary.GROUP <= vocab:
+    found.append(vocabulary.two_stage_top_k(logits, k))
+  shard = vocabulary.Shard(vocab)
+  block_of = lambda start, size: jax.lax.dynamic_slice_in_dim(logits, start, size, axis=1)
+  for block in (vocab, 64, 7):
+    found.append(vocabulary.walk(shard, block_of, 4, vocab, block, jnp.float32, topk=k).top)
+  for values, ids in found:
+    np.testing.assert_array_equal(ids, expected)
+    np.testing.assert_array_equal(values, np.take_along_axis(np.asarray(logits), expected, axis=1))
 
 
 def test_statistics_of_parts_merge_to_those_of_the_whole():

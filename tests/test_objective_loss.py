@@ -13,7 +13,6 @@ from sdpo_jax.config import Config
 from sdpo_jax.objective.aggregation import loss_coefficients
 from sdpo_jax.objective.chunked import token_log_probs
 from sdpo_jax.objective.loss import ObjectiveConfig, objective, objective_from_logits
-from sdpo_jax.objective.sharded import sharded_objective
 from sdpo_jax.types import TeacherSignal
 from tests.golden.compiling import quick
 
@@ -200,7 +199,7 @@ def test_one_gradient_may_be_left_out_or_both():
   _, both = chunked(x, config)
   _, hidden = chunked(x, config, gradients=('hidden',))
   _, unembedding = chunked(x, config, gradients=('unembedding',))
-  np.testing.assert_array_equal(hidden['hidden'], both['hidden'])
+  np.testing.assert_allclose(hidden['hidden'], both['hidden'], rtol=1e-4, atol=1e-6)  # By another order of sums.
   np.testing.assert_array_equal(unembedding['unembedding'], both['unembedding'])
   (loss, _), _ = chunked(x, config)
   forward, _ = objective(x['hidden'], x['unembedding'], signal(x), **{n: x[n] for n in TERMS}, config=config)
@@ -473,33 +472,3 @@ def test_settings_come_from_the_configuration():
     100,
     Config().actor.logits_chunk_size,
   )
-
-
-@pytest.mark.parametrize('shape', [(8, 1), (2, 2)])
-def test_rows_split_over_devices_give_the_same_and_stay_where_they_are(shape):
-  parts = [problem(seed) for seed in range(8)]
-  x = {
-    name: parts[0][name] if 'unembedding' in name else np.concatenate([part[name] for part in parts])
-    for name in parts[0]
-  }
-  mesh = jax.sharding.Mesh(np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape), ('rows', 'more'))
-  spec = lambda name: jax.P() if 'unembedding' in name else jax.P(('rows', 'more'))
-  x = {
-    name: jax.device_put(value, jax.sharding.NamedSharding(mesh, spec(name)))
-    for name, value in arrays(x, jnp.float32).items()
-  }
-
-  def value(trained, x, function):
-    y = x | trained
-    terms = {name: y[name] for name in TERMS}
-    return function(y['hidden'], y['unembedding'], signal(y, 0.3), **terms, config=CONFIGS['topk'])
-
-  def run(function):
-    program = jax.jit(jax.value_and_grad(functools.partial(value, function=function), has_aux=True))
-    compiled = program.lower({name: x[name] for name in ('hidden', 'unembedding')}, x).compile(quick())
-    return compiled({name: x[name] for name in ('hidden', 'unembedding')}, x), compiled.as_text()
-
-  whole, _ = run(objective)
-  split, text = run(functools.partial(sharded_objective, mesh, ('rows', 'more')))
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), split, whole)
-  assert 'all-gather' not in text

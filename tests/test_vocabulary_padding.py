@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 from models import huggingface
 from models import tokenizer as tokenizers
 from sdpo_jax.config import Config, ModelConfig
+from sdpo_jax.objective.loss import objective
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.training import step
 from sdpo_jax.training.batching import token_rows
@@ -78,12 +79,13 @@ def test_log_probs_and_gradients_are_the_same_and_pads_get_none(models):
   results = []
   for policy, parameters in models[1]:
     loss = lambda tree, policy=policy: step.forward(policy, {}, tree, rows)
-    log_probs, entropy = step.token_log_probs(policy, config, {}, parameters, rows, completions)
+    log_probs, entropy = step.token_log_probs(policy, config, None, {}, parameters, rows, completions)
 
-    def total(tree, loss=loss):
+    def total(tree, loss=loss, policy=policy):
       hidden, unembedding = loss(tree)
-      logits = hidden @ unembedding.T
-      return jax.nn.logsumexp(logits, axis=-1).sum()
+      every = np.ones(completions.shape, np.float32)
+      return objective(hidden, unembedding, None, completions, every, None, every, every, advantages=every,
+                       vocab_size=policy.vocab_size)[0]  # fmt: skip
 
     results.append((log_probs, entropy, jax.grad(total)(parameters)))
   (log_probs, entropy, small), (padded_log_probs, padded_entropy, large) = results

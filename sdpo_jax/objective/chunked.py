@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import functools
 from typing import Any
 
@@ -11,6 +11,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from sdpo_jax.objective import divergences, vocabulary
+from sdpo_jax.objective.sharded import Layout, over_devices
 
 Tree = Any
 
@@ -22,6 +23,7 @@ def over_active_tokens(
   outputs: Tree,
   carry: Tree,
   body: Callable[[Tree, Tree, jax.Array], tuple[Tree, Tree]],
+  together: Sequence[str] = (),
 ) -> tuple[Tree, Tree]:
   """Runs `body` on chunks of the tokens whose mask is not 0; masked ones cost nothing and keep `outputs` as given.
 
@@ -34,6 +36,7 @@ def over_active_tokens(
     outputs: arrays [N, …], overwritten at active tokens.
     carry: what `body` accumulates.
     body: (carry, chunk of operands [C, …], valid [C] bool) -> (carry, chunk of outputs [C, …]).
+    together: mesh axes over which all devices run as many chunks as the one with the most, because `body` exchanges.
 
   Returns:
     carry and outputs.
@@ -54,12 +57,15 @@ def over_active_tokens(
     outputs = jax.tree.map(lambda out, new: out.at[targets].set(new.astype(out.dtype), mode='drop'), outputs, results)
     return carry, outputs
 
+  chunks = (count + chunk - 1) // chunk
+  if together:
+    chunks = lax.pmax(chunks, tuple(together))
   # The name tells the planner, which reads the compiled program, how often the loop runs if every token counts.
   with jax.named_scope(f'at_most_{-(-tokens // chunk)}'):
-    return lax.fori_loop(0, (count + chunk - 1) // chunk, step, (carry, outputs))
+    return lax.fori_loop(0, chunks, step, (carry, outputs))
 
 
-@functools.partial(jax.jit, static_argnames=('chunk_size', 'vocab_block'))
+@functools.partial(jax.jit, static_argnames=('chunk_size', 'vocab_block', 'vocab_size', 'layout'))
 def token_log_probs(
   hidden: jax.Array,
   unembedding: jax.Array,
@@ -67,42 +73,68 @@ def token_log_probs(
   temperature: float | jax.Array = 1.0,
   chunk_size: int = 1024,
   mask: jax.Array | None = None,
-  vocab_block: int = 1024,
+  vocab_block: int | None = None,
+  *,
+  vocab_size: int | None = None,
+  layout: Layout | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Log-probability of each target and entropy of its distribution, forward only: no gradient flows.
 
   Args:
     hidden: [B, T, D] final hidden states.
-    unembedding: [V, D].
+    unembedding: [R, D].
     targets: [B, T] int32.
     temperature: divides the logits; positive.
     chunk_size: tokens handled at a time; any size works.
     mask: [B, T], 0 where nothing is wanted (these cost nothing and give 0); None: everywhere.
-    vocab_block: vocabulary entries whose logits exist at a time.
+    vocab_block: vocabulary entries whose logits exist at a time; None: `vocabulary.default_block`.
+    vocab_size: rows of the unembedding that are tokens, the first ones; None: all.
+    layout: where the arguments lie on a mesh; None: one device.
 
   Returns:
     log-probabilities and entropies [B, T] in nats, at least float32. A target of −inf logit has
     `divergences.log_floor`.
   """
   shape = targets.shape
-  hidden = lax.stop_gradient(hidden).reshape(-1, hidden.shape[-1])
-  unembedding = lax.stop_gradient(unembedding)
-  targets = targets.reshape(-1)
   dtype = vocabulary.logits_dtype(hidden)
-  mask = jnp.ones(targets.shape, bool) if mask is None else mask.reshape(-1)
+  rows = unembedding.shape[0]
+  entries = rows if vocab_size is None else vocab_size
+  shard = vocabulary.Shard(entries) if layout is None else layout.shard(rows, entries)
+  block = vocab_block or vocabulary.default_block(None if layout is None else layout.platform)
 
-  def body(carry, operands, valid):
-    hidden, targets = operands
-    hidden = jnp.where(valid[:, None], hidden, 0)
-    logits_of = lambda start, size: (
-      vocabulary.project(hidden, vocabulary.take_rows(unembedding, start, size)) / temperature
-    )
-    statistics, found, _ = vocabulary.scan_logits(
-      logits_of, len(targets), unembedding.shape[0], vocab_block, dtype, ids=targets[:, None]
-    )
-    log_probs = divergences.floored(found[:, 0] - statistics.log_normaliser)
-    return carry, (log_probs, statistics.entropy)
+  def tokens_of(shard, together, hidden, unembedding, operands):
+    numbers, tree = operands
+    data = tree['data']
 
-  zeros = jnp.zeros(targets.shape, dtype)
-  _, (log_probs, entropy) = over_active_tokens(mask, chunk_size, (hidden, targets), (zeros, zeros), (), body)
-  return log_probs.reshape(shape), entropy.reshape(shape)
+    def body(carry, operands, valid):
+      hidden, targets = operands
+      hidden, targets = shard.gather(jnp.where(valid[:, None], hidden, 0)), shard.gather(targets)
+      logits_of = lambda start, size: (
+        vocabulary.project(hidden, vocabulary.take_rows(unembedding, start, size)) / numbers['temperature']
+      )
+      view = vocabulary.walk(shard, logits_of, len(targets), unembedding.shape[0], block, dtype, ids=targets[:, None])
+      found = shard.own_total(view.found)[:, 0]
+      log_probs = divergences.floored(found - shard.own(view.statistics.log_normaliser))
+      return carry, (log_probs, shard.own(view.statistics.entropy))
+
+    zeros = jnp.zeros(data['targets'].shape, dtype)
+    _, (log_probs, entropy) = over_active_tokens(
+      data['mask'], chunk_size, (hidden, data['targets']), (zeros, zeros), (), body, together
+    )
+    return jnp.zeros((), dtype), {'log_probs': log_probs, 'entropy': entropy}, (None, None)
+
+  data = {
+    'targets': targets.reshape(-1),
+    'mask': jnp.ones(targets.size, bool) if mask is None else mask.reshape(-1),
+  }
+  arguments = (
+    lax.stop_gradient(hidden).reshape(-1, hidden.shape[-1]),
+    lax.stop_gradient(unembedding),
+    ({'temperature': jnp.asarray(temperature, dtype)}, {'data': data, 'matrices': {}}),
+  )
+  whole = functools.partial(tokens_of, vocabulary.Shard(entries), ())
+  if layout is None:
+    _, aux, _ = whole(*arguments)
+  else:
+    _, aux, _ = over_devices(layout, shard, functools.partial(tokens_of, shard, layout.batch_axes), whole, *arguments)
+  return aux['log_probs'].reshape(shape), aux['entropy'].reshape(shape)

@@ -11,8 +11,9 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from sdpo_jax.config import Config
+from sdpo_jax.config import TOPK_METHODS, Config
 from sdpo_jax.objective import chunked, divergences, policy_gradient, vocabulary, weights
+from sdpo_jax.objective.sharded import Layout, over_devices
 from sdpo_jax.types import TeacherSignal
 
 Aux = dict[str, jax.Array]
@@ -37,8 +38,9 @@ class ObjectiveConfig:
   clip_ratio_low: float = 0.2
   clip_ratio_high: float = 0.28
   clip_ratio_c: float = 3.0
-  chunk_size: int = 1024  # Tokens whose logits exist at one time.
-  vocab_block: int = 1024  # Vocabulary entries handled at one time within a chunk.
+  topk_method: str = 'exact'  # Or 'approx': `vocabulary.top_k`.
+  chunk_size: int = 1024  # Tokens of a device whose logits exist at one time.
+  vocab_block: int | None = None  # Vocabulary entries handled at one time within a chunk; None: by the platform.
 
   def __post_init__(self):
     known = lambda value: isinstance(value, int | float)
@@ -48,6 +50,8 @@ class ObjectiveConfig:
       raise ValueError('full_logit_distillation=False distils the sampled token, which is reverse KL only: alpha=1.')
     if self.distillation_topk is not None and self.distillation_topk <= 0:
       raise ValueError(f'distillation_topk must be positive or None, not {self.distillation_topk}.')
+    if self.topk_method not in TOPK_METHODS:
+      raise ValueError(f'topk_method must be one of {", ".join(TOPK_METHODS)}, not {self.topk_method!r}.')
     for name in ('is_clip', 'temperature', 'chunk_size', 'vocab_block'):
       value = getattr(self, name)
       if known(value) and value <= 0:
@@ -67,6 +71,7 @@ class ObjectiveConfig:
       clip_ratio_low=loss.clip_ratio_low,
       clip_ratio_high=loss.clip_ratio_high,
       clip_ratio_c=loss.clip_ratio_c,
+      topk_method=distillation.topk_method,
       chunk_size=config.actor.logits_chunk_size,
     )
 
@@ -84,6 +89,9 @@ def objective(
   advantages: jax.Array | None = None,
   config: ObjectiveConfig = ObjectiveConfig(),
   support: jax.Array | None = None,
+  *,
+  vocab_size: int | None = None,
+  layout: Layout | None = None,
 ) -> tuple[jax.Array, Aux]:
   """Σ distill_coef·ratio·D + Σ policy_coef·ℓ_ppo − Σ entropy_coef·H over the tokens whose mask is not 0.
 
@@ -94,7 +102,10 @@ def objective(
   before that, in at least float32. Source: core_algos.py:1085-1188, dp_actor.py:51-64, 341-386, 523-560; paper §2-3.
 
   Logits exist for `chunk_size` tokens at a time, never [B, T, V], and the gradient is computed in the forward pass,
-  chunk by chunk. It flows to the student's hidden states and unembedding, whichever of them is being differentiated
+  chunk by chunk. Where the unembedding is not trained, and in blocks smaller than the vocabulary, not even [C, V]
+  exists: the rows of the unembedding are averaged with the probabilities while the normaliser grows. On a mesh with
+  the vocabulary split over S devices, a chunk has `chunk_size` tokens of each, and each device computes its part of
+  the vocabulary for all of them. Equal entries at the boundary of the top K are taken by their index. The gradient flows to the student's hidden states and unembedding, whichever of them is being differentiated
   (an unembedding under `stop_gradient` saves its matrix product and its memory), never to the teacher or to the
   auxiliary results. Reverse mode only.
 
@@ -103,7 +114,7 @@ def objective(
 
   Args:
     student_hidden: [B, T, D] final hidden states that predict the targets.
-    student_unembedding: [V, D], logits = hidden @ unembedding.T.
+    student_unembedding: [R, D], logits = hidden @ unembedding.T.
     teacher: own or in-mesh (hidden states and unembedding, with mix_* for the trust region) or external (token_ids
       [B, T, K], negative = none, and log_probs); None leaves the divergence out. With an external teacher and the
       sampled token, a target that is not among its token_ids has no divergence.
@@ -116,6 +127,9 @@ def objective(
     advantages: [B, T]; required with policy_coef.
     config: the fixed part.
     support: [B, T, K] int32, token ids to use in place of the student's top K.
+    vocab_size: V, rows of all unembeddings that are tokens, the first ones; the others count for nothing and receive
+      no gradient. None: all.
+    layout: where the arguments lie on a mesh, then global arrays; None: one device.
 
   Returns:
     the loss (scalar, at least float32) and a dict without gradient: scalars `distillation_loss`, `policy_loss`,
@@ -131,7 +145,11 @@ def objective(
   operands = _operands(
     teacher, targets, mask, distill_coef, policy_coef, entropy_coef, old_log_probs, advantages, support
   )
-  static, numbers = _split(config)
+  rows = student_unembedding.shape[0]
+  if vocab_size is not None and not 0 < vocab_size <= rows:
+    raise ValueError(f'vocab_size={vocab_size} is not among the {rows} rows of the unembedding.')
+  shard = vocabulary.Shard(vocab_size or rows) if layout is None else layout.shard(rows, vocab_size or rows)
+  static, numbers = _split(config, shard, layout)
   loss, aux = _objective(
     static, student_hidden.reshape(-1, student_hidden.shape[-1]), student_unembedding, (numbers, operands)
   )
@@ -164,7 +182,7 @@ def objective_from_logits(
     teacher, targets, mask, distill_coef, policy_coef, entropy_coef, old_log_probs, advantages, support
   )
   data = operands['data']
-  static, numbers = _split(config)
+  static, numbers = _split(config, vocabulary.Shard(student_logits.shape[-1]), None)
   active = data['mask'] != 0
   prepare = lambda logits: jnp.where(active[:, None], logits.reshape(-1, logits.shape[-1]), 0).astype(
     vocabulary.logits_dtype(logits)
@@ -214,11 +232,14 @@ class _Static:
   topk: int | None
   add_tail: bool
   ratio: bool
+  topk_method: str
   chunk_size: int
   vocab_block: int
+  shard: vocabulary.Shard
+  layout: Layout | None
 
 
-def _split(config: ObjectiveConfig) -> tuple[_Static, dict[str, Any]]:
+def _split(config: ObjectiveConfig, shard: vocabulary.Shard, layout: Layout | None) -> tuple[_Static, dict[str, Any]]:
   if not config.full_logit_distillation:
     kind = 'sampled'
   else:
@@ -230,8 +251,11 @@ def _split(config: ObjectiveConfig) -> tuple[_Static, dict[str, Any]]:
     config.distillation_topk,
     config.distillation_add_tail,
     config.is_clip is not None,
+    config.topk_method,
     config.chunk_size,
-    config.vocab_block,
+    config.vocab_block or vocabulary.default_block(None if layout is None else layout.platform),
+    shard,
+    layout,
   )
   numbers = {
     'alpha': config.alpha,
@@ -399,24 +423,14 @@ def _token_terms(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _teacher_view(static: _Static, numbers, matrices, data, ids, tokens, dtype, valid):
-  """What the teacher says: (given, full log-probs or None). `ids` [C, K] is the support where there is one."""
-  if 'token_ids' in data:
-    known = jnp.where(data['token_ids'] < 0, -jnp.inf, data['teacher_log_probs'].astype(dtype))
-    known = jnp.where(valid[:, None], known, -math.log(known.shape[1] + 1))  # Anything finite at masked tokens.
-    at_target = data['token_ids'] == data['targets'][:, None]
-    distribution = divergences.floored(divergences.with_tail(known))
-    given = {
-      'teacher_support': known,
-      'teacher_entropy': -(jnp.exp(distribution) * distribution).sum(-1),
-      'teacher_top1_in_support': jnp.ones((tokens,), dtype),
-    }
-    if static.kind == 'sampled':
-      given['teacher_log_prob'] = jnp.where(at_target, divergences.floored(known), 0).sum(-1)
-      given['teacher_known'] = at_target.any(-1).astype(dtype)
-    return given, None
-  hidden = jnp.where(valid[:, None], data['teacher_hidden'], 0)
-  mix_hidden = jnp.where(valid[:, None], data['mix_hidden'], 0) if 'mix_hidden' in data else None
+def _teacher_view(static: _Static, numbers, matrices, data, ids, dtype, valid):
+  """What the teacher says: (given of own tokens, log-probs [C, R] of the group's tokens where they are wanted).
+
+  `ids` [C, K + 1] are of the group's tokens: the support, where there is one, and the target.
+  """
+  shard = static.shard
+  hidden = shard.gather(jnp.where(valid[:, None], data['teacher_hidden'], 0))
+  mix_hidden = shard.gather(jnp.where(valid[:, None], data['mix_hidden'], 0)) if 'mix_hidden' in data else None
 
   def logits_of(start, size):
     logits = vocabulary.project(hidden, vocabulary.take_rows(matrices['teacher_unembedding'], start, size))
@@ -426,61 +440,118 @@ def _teacher_view(static: _Static, numbers, matrices, data, ids, tokens, dtype, 
       logits = _lerp(logits, mix.astype(dtype), matrices['mix_rate'].astype(dtype))
     return logits / numbers['temperature']
 
-  wanted = data['targets'][:, None] if ids is None else jnp.concatenate([ids, data['targets'][:, None]], axis=1)
-  vocab = matrices['teacher_unembedding'].shape[0]
-  statistics, found, kept = vocabulary.scan_logits(
-    logits_of, tokens, vocab, static.vocab_block, dtype, ids=wanted, keep=static.kind == 'full'
-  )
-  log_normaliser = statistics.log_normaliser
+  rows = matrices['teacher_unembedding'].shape[0]
+  dense = static.kind == 'full'
+  view = vocabulary.walk(shard, logits_of, len(ids), rows, static.vocab_block, dtype, ids=ids, keep=dense)
+  log_normaliser, maximum = shard.own(view.statistics.log_normaliser), shard.own(view.statistics.maximum)
+  found = shard.own_total(view.found)
   given = {
     'teacher_log_prob': divergences.floored(found[:, -1] - log_normaliser),
-    'teacher_entropy': statistics.entropy,
+    'teacher_entropy': shard.own(view.statistics.entropy),
   }
-  if ids is not None:
+  if ids.shape[1] > 1:
     given['teacher_support'] = found[:, :-1] - log_normaliser[:, None]
     # Up to rounding: compilers may compute the two in different ways.
-    threshold = statistics.maximum - 1e-5 * (1.0 + jnp.abs(statistics.maximum))
+    threshold = maximum - 1e-5 * (1.0 + jnp.abs(maximum))
     given['teacher_top1_in_support'] = (found[:, :-1].max(-1) >= threshold).astype(dtype)
-  if static.kind == 'full':
-    given |= _whole_support(log_normaliser)
-    kept = kept - log_normaliser[:, None]
-  return given, kept
+  if not dense:
+    return given, None
+  return given | _whole_support(log_normaliser), view.logits - view.statistics.log_normaliser[:, None]
+
+
+def _external_view(static: _Static, data, dtype, valid):
+  """What an external teacher says of own tokens."""
+  known = jnp.where(data['token_ids'] < 0, -jnp.inf, data['teacher_log_probs'].astype(dtype))
+  known = jnp.where(valid[:, None], known, -math.log(known.shape[1] + 1))  # Anything finite at masked tokens.
+  at_target = data['token_ids'] == data['targets'][:, None]
+  distribution = divergences.floored(divergences.with_tail(known))
+  given = {
+    'teacher_support': known,
+    'teacher_entropy': -(jnp.exp(distribution) * distribution).sum(-1),
+    'teacher_top1_in_support': jnp.ones(known.shape[:1], dtype),
+  }
+  if static.kind == 'sampled':
+    given['teacher_log_prob'] = jnp.where(at_target, divergences.floored(known), 0).sum(-1)
+    given['teacher_known'] = at_target.any(-1).astype(dtype)
+  return given
 
 
 def _chunk(static, numbers, matrices, unembedding, wants, accumulator, hidden, data, valid):
-  """Loss, per-token results, gradient by the hidden states and the accumulated one by the unembedding of one chunk."""
-  tokens, vocab = hidden.shape[0], unembedding.shape[0]
+  """Loss, per-token results, gradient by the hidden states and the accumulated one by the unembedding of one chunk.
+
+  What a token's terms are made of belongs to the device that owns it; what touches the vocabulary is computed for all
+  tokens of the group.
+  """
+  shard, block = static.shard, static.vocab_block
+  rows = unembedding.shape[0]
   dtype = vocabulary.logits_dtype(hidden)
   temperature = numbers['temperature']
-  hidden = jnp.where(valid[:, None], hidden, 0)
+  hidden = shard.gather(jnp.where(valid[:, None], hidden, 0))
+  tokens = hidden.shape[0]
   logits_of = lambda start, size: (
     vocabulary.project(hidden, vocabulary.take_rows(unembedding, start, size)) / temperature
   )
-  external = 'token_ids' in data
-  has_teacher = 'distill_coef' in data
+  external, has_teacher = 'token_ids' in data, 'distill_coef' in data
   dense = has_teacher and not external and static.kind == 'full'
   alpha = numbers['alpha'] if static.endpoint is None else static.endpoint
-  statistics, _, logits = vocabulary.scan_logits(logits_of, tokens, vocab, static.vocab_block, dtype, keep=True)
-  log_normaliser = statistics.log_normaliser
-  targets = data['targets'][:, None]
-  reachable = lambda ids: jnp.clip(ids, 0, vocab - 1)
-  log_probs_at = lambda ids: jnp.take_along_axis(logits, reachable(ids), axis=1) - log_normaliser[:, None]
-  target_log_prob = log_probs_at(targets)[:, 0]
-  small = {'log_prob': divergences.floored(target_log_prob), 'entropy': statistics.entropy}
-  ids = None
+
+  # The support, unless it is the student's own top K, and the targets.
+  ids = data['targets'][:, None]
+  chosen = has_teacher and not external and static.kind == 'topk' and 'support' not in data
+  if has_teacher and not chosen and static.kind != 'sampled' and not dense:
+    ids = jnp.concatenate([data['token_ids'] if external else data['support'], ids], axis=1)
+  keep = dense or (any(wants) and (wants[1] or 'entropy_coef' in data or vocabulary.blocks(rows, block)[0] == 1))
+  view = vocabulary.walk(
+    shard,
+    logits_of,
+    tokens,
+    rows,
+    block,
+    dtype,
+    ids=shard.gather(jnp.clip(ids, 0, shard.entries - 1)),
+    keep=keep,
+    topk=min(static.topk, shard.entries) if chosen else None,
+    method=static.topk_method,
+    average=unembedding if wants[0] and not keep else None,
+  )
+  log_normaliser, entropy = view.statistics.log_normaliser, view.statistics.entropy
+  own_normaliser = shard.own(log_normaliser)[:, None]
+  found = shard.own_total(view.found)
+  target_log_prob = found[:, -1] - own_normaliser[:, 0]
+  small = {'log_prob': divergences.floored(target_log_prob), 'entropy': shard.own(entropy)}
+  if chosen:
+    values, places = (shard.candidates(part) for part in view.top)
+    if shard.axis is not None:
+      values, order = vocabulary.top_k(values, min(static.topk, shard.entries))
+      places = jnp.take_along_axis(places, order, axis=1)
+    small['support'] = values - own_normaliser
+    ids = jnp.concatenate([places, ids], axis=1)
+  elif ids.shape[1] > 1:
+    small['support'] = jnp.where(ids[:, :-1] < 0, -jnp.inf, found[:, :-1] - own_normaliser)
+  everyones_ids = shard.gather(ids)
   given: Aux = {}
-  teacher_log_probs = None
-  if has_teacher:
-    if external:
-      ids = data['token_ids'] if static.kind != 'sampled' else None
-    elif static.kind == 'topk':
-      ids = data['support'] if 'support' in data else vocabulary.top_k_indices(logits, min(static.topk, vocab))
-    given, teacher_log_probs = _teacher_view(static, numbers, matrices, data, ids, tokens, dtype, valid)
-    if ids is not None:
-      small['support'] = jnp.where(ids < 0, -jnp.inf, log_probs_at(ids))
-    elif dense:
-      terms = divergences.divergence_terms(logits - log_normaliser[:, None], teacher_log_probs, alpha)
-      small['divergence'] = terms.sum(-1)
+  if has_teacher and external:
+    given = _external_view(static, data, dtype, valid)
+  elif has_teacher:
+    given, teacher = _teacher_view(static, numbers, matrices, data, everyones_ids, dtype, valid)
+
+  def dense_parts(start, size):
+    """Student's and teacher's log-probs of a block [C, size]."""
+    part = lambda matrix: lax.dynamic_slice_in_dim(matrix, start, size, axis=1)
+    return part(view.logits) - log_normaliser[:, None], part(teacher)
+
+  if dense:
+
+    def add(carry, index, start, size, fresh):
+      pair = dense_parts(start, size)
+      here = divergences.divergence_terms(*pair, alpha), divergences.divergence_slopes(*pair, alpha)
+      if fresh is not None:
+        here = tuple(jnp.where(fresh[None, :], value, 0) for value in here)
+      return tuple(total + value.sum(-1) for total, value in zip(carry, here, strict=True))
+
+    zeros = jnp.zeros((tokens,), dtype)
+    divergence, slope_sum = vocabulary.fold_blocks(rows, block, shard.limit(rows), (zeros, zeros), add)
+    small['divergence'] = shard.own_total(divergence)
   terms = functools.partial(_token_terms, static, numbers, given=given, data=data, active=valid)
   if not any(wants):
     loss, aux = terms(small)
@@ -488,42 +559,52 @@ def _chunk(static, numbers, matrices, unembedding, wants, accumulator, hidden, d
   (loss, aux), slope = jax.value_and_grad(terms, has_aux=True)(small)
 
   # By the chain rule through log-softmax: Σ_i slope_i·(1[v = i] − p_v), and −p·(log p + H) for the entropy.
-  at_target = jnp.where(jnp.isneginf(target_log_prob), 0.0, slope['log_prob'])
-  ids_of_support, ids, what = ids, targets, at_target[:, None]
+  what = jnp.where(jnp.isneginf(target_log_prob), 0.0, slope['log_prob'])[:, None]
   if 'support' in slope:
-    ids = jnp.concatenate([ids_of_support, ids], axis=1)
     what = jnp.concatenate([slope['support'], what], axis=1)
-  rows = {'log_normaliser': log_normaliser, 'entropy': small['entropy'], 'ids': ids, 'what': what}
-  if 'entropy_coef' in data:
-    rows['entropy_slope'] = slope['entropy']
+  what = shard.gather(what)
+  ids = everyones_ids - shard.offset(rows)
+  factor = what.sum(-1)
+  if not keep:
+    by_hidden = vocabulary.weighted_rows(unembedding, ids, what) - factor[:, None] * view.mean_row
+    return loss, aux, shard.own_total(by_hidden / temperature), accumulator
   if dense:
-    rows |= {'teacher': teacher_log_probs, 'divergence_slope': slope['divergence']}
+    divergence_slope = shard.gather(slope['divergence'])
+    factor = factor + divergence_slope * shard.total(slope_sum)
+  entropy_slope = shard.gather(slope['entropy']) if 'entropy_coef' in data else None
 
-  def logit_gradients(logits, rows):
-    log_probs = logits - rows['log_normaliser'][:, None]
-    total = rows['what'].sum(-1)
+  def gradients_of(start, size):
+    log_probs = lax.dynamic_slice_in_dim(view.logits, start, size, axis=1) - log_normaliser[:, None]
+    total = factor[:, None]
+    if entropy_slope is not None:
+      total = total + entropy_slope[:, None] * (jnp.maximum(log_probs, -1e30) + entropy[:, None])
+    gradients = -jnp.exp(log_probs) * total
     if dense:
-      dense_slopes = (
-        divergences.divergence_slopes(log_probs, rows['teacher'], alpha) * rows['divergence_slope'][:, None]
-      )
-      total = total + dense_slopes.sum(-1)
-    factor = total[:, None]
-    if 'entropy_slope' in rows:
-      factor = factor + rows['entropy_slope'][:, None] * (jnp.maximum(log_probs, -1e30) + rows['entropy'][:, None])
-    gradients = -jnp.exp(log_probs) * factor
-    if dense:
-      gradients = gradients + dense_slopes
-    return vocabulary.scatter_add(gradients, rows['ids'], rows['what']) / temperature
+      slopes = divergences.divergence_slopes(*dense_parts(start, size), alpha)
+      gradients = gradients + slopes * divergence_slope[:, None]
+    return vocabulary.scatter_add(gradients, ids - start, what) / temperature
 
-  gradients = vocabulary.map_rows(logits, rows, logit_gradients)
   by_hidden, accumulator = vocabulary.pull_back(
-    gradients, hidden, unembedding, static.vocab_block, wants[0], accumulator
+    gradients_of, hidden, unembedding, block, shard.limit(rows), wants[0], accumulator
   )
-  return loss, aux, by_hidden, accumulator
+  return loss, aux, None if by_hidden is None else shard.own_total(by_hidden), accumulator
 
 
 def _run(static: _Static, wants: tuple[bool, bool], hidden, unembedding, operands):
   """Loss, auxiliary results and the wanted gradients by (hidden, unembedding), None where not wanted."""
+  run = functools.partial(_run_here, static, wants)
+  if static.layout is None:
+    loss, aux, gradients = run(hidden, unembedding, operands)
+  else:
+    alone = dataclasses.replace(static, shard=vocabulary.Shard(static.shard.entries), layout=None)
+    whole = functools.partial(_run_here, alone, wants)
+    loss, aux, gradients = over_devices(static.layout, static.shard, run, whole, hidden, unembedding, operands)
+  by_unembedding = None if gradients[1] is None else gradients[1].astype(unembedding.dtype)
+  return loss, aux, (gradients[0], by_unembedding)
+
+
+def _run_here(static: _Static, wants: tuple[bool, bool], hidden, unembedding, operands):
+  """`_run` of one device's tokens; the gradient by its part of the unembedding in at least float32."""
   numbers, tree = operands
   data, matrices = tree['data'], tree['matrices']
   dtype = vocabulary.logits_dtype(hidden)
@@ -551,9 +632,8 @@ def _run(static: _Static, wants: tuple[bool, bool], hidden, unembedding, operand
     (outputs, by_hidden),
     (jnp.zeros((), dtype), sums, accumulator),
     body,
+    static.layout.batch_axes if static.layout is not None else (),
   )
-  if accumulator is not None:
-    accumulator = accumulator.astype(unembedding.dtype)
   return loss, sums | outputs, (by_hidden, accumulator)
 
 

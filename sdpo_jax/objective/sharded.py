@@ -1,72 +1,126 @@
-"""The objective on a device mesh whose devices share the rows of a batch."""
+"""The objective on a device mesh: rows of a batch over all devices, the vocabulary over those of one axis."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+import dataclasses
+import math
+from typing import Any
 
 import jax
 from jax import lax
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from sdpo_jax.objective.loss import Aux, ObjectiveConfig, objective
-from sdpo_jax.types import TeacherSignal
+from sdpo_jax.objective.vocabulary import Shard
+
+Tree = Any
 
 
-def sharded_objective(
-  mesh: Mesh,
-  batch_axes: str | Sequence[str],
-  student_hidden: jax.Array,
-  student_unembedding: jax.Array,
-  teacher: TeacherSignal | None,
-  targets: jax.Array,
-  mask: jax.Array,
-  distill_coef: jax.Array | None,
-  policy_coef: jax.Array | None = None,
-  entropy_coef: jax.Array | None = None,
-  old_log_probs: jax.Array | None = None,
-  advantages: jax.Array | None = None,
-  support: jax.Array | None = None,
-  *,
-  config: ObjectiveConfig,
-) -> tuple[jax.Array, Aux]:
-  """`objective`, each device walking through the tokens of its own rows only.
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """Where the objective's arguments lie.
 
-  Left to the automatic partitioner, `objective` is correct but every device computes every token, since which tokens
-  count is known only at run time. Here rows stay where they are, the unembeddings are gathered, and the loss, its parts
-  and the gradient by the unembedding are summed over the devices.
+  The B rows of a batch are split over `batch_axes`, which B must be a multiple of. Unembeddings [R, D] are split over
+  `vocab_axis`, one of them, by their rows; a further split of D is gathered. None: every device needs them whole.
+  """
+
+  mesh: Mesh
+  batch_axes: tuple[str, ...]
+  vocab_axis: str | None = None
+
+  @property
+  def rows(self) -> PartitionSpec:
+    """Of arrays with a leading axis of tokens."""
+    return PartitionSpec(self.batch_axes)
+
+  @property
+  def platform(self) -> str:
+    return self.mesh.devices.flat[0].platform
+
+  def shard(self, rows: int, entries: int) -> Shard:
+    """Of unembeddings with `rows` rows, the first `entries` of which are tokens.
+
+    Raises:
+      ValueError: the devices of `vocab_axis` do not divide the rows.
+    """
+    parts = 1 if self.vocab_axis is None else self.mesh.shape[self.vocab_axis]
+    if rows % parts:
+      raise ValueError(
+        f'{parts} devices do not divide an unembedding of {rows} rows: pad it with rows and say vocab_size={entries}.'
+      )
+    return Shard(entries) if parts == 1 else Shard(entries, self.vocab_axis, parts)
+
+
+def over_devices(layout: Layout, shard: Shard, local: Callable, whole: Callable, hidden, unembedding, operands) -> Tree:
+  """Runs `local` on every device with its own tokens and its own part of the vocabulary.
+
+  Left to the automatic partitioner, the objective is correct but every device computes every token, since which tokens
+  count is known only at run time. Sums and the gradient by the unembedding are added up here, in at least float32.
 
   Args:
-    mesh: the devices.
-    batch_axes: mesh axes over which B is split; B must be a multiple of their product.
-    student_hidden: and all further arguments: as for `objective`, with global shapes.
+    layout: of the arguments.
+    shard: of the vocabulary.
+    local: (hidden, unembedding, operands) -> (loss, auxiliary results, (gradient by hidden, by unembedding)), the sums
+      and the latter over the device's own tokens.
+    whole: the same function as if there were one device; only its shapes are looked at.
+    hidden: [N, D], global, as all arguments.
+    unembedding: [R, D].
+    operands: (numbers, {'data': arrays [N, …], 'matrices': arrays [R, D] and scalars}).
 
   Returns:
-    as `objective`; per-token arrays are split over `batch_axes`.
+    as `local`, of all tokens.
   """
-  axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
-  rows, everywhere = PartitionSpec(axes), PartitionSpec()
-  arguments = {
-    'student_hidden': student_hidden,
-    'student_unembedding': student_unembedding,
-    'teacher': teacher,
-    'targets': targets,
-    'mask': mask,
-    'distill_coef': distill_coef,
-    'policy_coef': policy_coef,
-    'entropy_coef': entropy_coef,
-    'old_log_probs': old_log_probs,
-    'advantages': advantages,
-    'support': support,
-  }
+  numbers, tree = operands
+  of_vocabulary, everywhere = PartitionSpec(shard.axis), PartitionSpec()
+  by_rank = lambda value: of_vocabulary if jnp.ndim(value) == 2 else everywhere
+  specs = (
+    layout.rows,
+    of_vocabulary,
+    (
+      jax.tree.map(lambda _: everywhere, numbers),
+      {'data': jax.tree.map(lambda _: layout.rows, tree['data']), 'matrices': jax.tree.map(by_rank, tree['matrices'])},
+    ),
+  )
+  others = tuple(axis for axis in layout.batch_axes if axis != shard.axis)
+  spread = _spread_axis(layout, others, unembedding.shape[1])
+  by_token = lambda value: layout.rows if value.ndim else everywhere
+  _, aux, (by_hidden, by_unembedding) = jax.eval_shape(whole, hidden, unembedding, operands)
+  gradient_specs = (
+    None if by_hidden is None else layout.rows,
+    None if by_unembedding is None else PartitionSpec(shard.axis, spread),
+  )
 
-  def local(arguments):
-    loss, aux = objective(**arguments, config=config)
-    total = lambda value: lax.psum(value, axes)
-    return total(loss), {name: value if value.ndim else total(value) for name, value in aux.items()}
+  def part(hidden, unembedding, operands):
+    loss, aux, (by_hidden, by_unembedding) = local(hidden, unembedding, operands)
+    total = lambda value: lax.psum(value, layout.batch_axes)
+    if by_unembedding is not None:
+      by_unembedding = _reduced(by_unembedding, others, spread, layout.mesh)
+    aux = {name: value if value.ndim else total(value) for name, value in aux.items()}
+    return total(loss), aux, (by_hidden, by_unembedding)
 
-  names = lambda path: {getattr(entry, 'name', getattr(entry, 'key', None)) for entry in path}
-  whole = {'student_unembedding', 'unembedding', 'mix_unembedding', 'mix_rate'}
-  specs = jax.tree_util.tree_map_with_path(lambda path, _: everywhere if names(path) & whole else rows, arguments)
-  _, aux = jax.eval_shape(lambda arguments: objective(**arguments, config=config), arguments)
-  out = (everywhere, {name: rows if value.ndim else everywhere for name, value in aux.items()})
-  return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=out, check_vma=False)(arguments)
+  return jax.shard_map(
+    part,
+    mesh=layout.mesh,
+    in_specs=specs,
+    out_specs=(everywhere, {name: by_token(value) for name, value in aux.items()}, gradient_specs),
+    check_vma=False,
+  )(hidden, unembedding, operands)
+
+
+def _spread_axis(layout: Layout, others: tuple[str, ...], width: int) -> str | None:
+  """The axis over which D of the unembedding's gradient comes out split, if one device's part divides."""
+  if len(others) == 1 and width % layout.mesh.shape[others[0]] == 0:
+    return others[0]
+  return None
+
+
+def _reduced(gradient: jax.Array, others: tuple[str, ...], spread: str | None, mesh: Mesh) -> jax.Array:
+  """Sum of [R, D] over the axes `others`; with `spread` this device's columns of it only."""
+  if not others or math.prod(mesh.shape[axis] for axis in others) == 1:
+    return gradient
+  if spread is None:
+    return lax.psum(gradient, others)
+  # On an untiled leading axis, as in `Shard.own_total`.
+  columns = gradient.reshape(gradient.shape[0], mesh.shape[spread], -1).swapaxes(0, 1)
+  return lax.psum_scatter(columns, spread, scatter_dimension=0)

@@ -1,22 +1,90 @@
 """The only code that touches the vocabulary axis: products with the unembedding, normalisers, top-K, gathers.
 
-Everything works on one chunk of C tokens at a time and walks the vocabulary in blocks, so that a block of logits is
-used while it is in cache and updates of the unembedding's gradient are made in place. Per-token results (running
-maximum, normaliser, gathered values, candidates for the top K) merge by associative operations, which is also what a
-vocabulary split over devices needs. C tokens of a chunk, V vocabulary, D model width, M gathered ids.
+Everything works on one chunk of C tokens at a time. On CPUs it walks the vocabulary in blocks, so that a block of
+logits is used while it is in cache; accelerators take a device's whole part at once. Per-token results (maximum,
+normaliser, gathered values, candidates for the top K) merge by associative operations, over blocks and, where the
+vocabulary is split over devices (`Shard`), over devices. C tokens of a chunk, c of them a device's own, V vocabulary,
+R rows of the unembedding here, D model width, M gathered ids.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+import dataclasses
 
 import flax.struct
 import jax
 from jax import lax
 import jax.numpy as jnp
 
+CPU_BLOCK = 2048  # Entries handled at a time on a CPU, about.
+ALL = 1 << 30  # More entries than any vocabulary has.
 GROUP = 32  # Entries per group of the two-stage top-K.
-ROWS_AT_A_TIME = 1 << 21  # Entries of the rows that `map_rows` handles at once.
+SPAN = 16384  # Entries of which the top K is taken at once where logits are not kept, about.
+TOKENS_AT_A_TIME = 8  # Tokens whose K rows of the unembedding are gathered at once.
+APPROXIMATE_RECALL = 0.95  # Expected share of the top K that `approx` finds on a TPU.
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+  """How the vocabulary is split: over `parts` devices along mesh axis `axis`, in order, R rows each.
+
+  Rows from `entries` on, at the end of the last devices, are padding. In a group of devices that differ only in `axis`
+  each owns c tokens of a chunk of C = parts·c, and each computes its part of the vocabulary for all C. Without an axis
+  all methods leave their argument as it is.
+  """
+
+  entries: int  # V.
+  axis: str | None = None
+  parts: int = 1
+
+  def offset(self, rows: int) -> jax.Array | int:
+    """Index of this device's first row."""
+    return 0 if self.axis is None else lax.axis_index(self.axis) * rows
+
+  def limit(self, rows: int) -> jax.Array | None:
+    """[] how many of this device's rows are no padding; None if all are on every device."""
+    if rows * self.parts == self.entries:
+      return None
+    return jnp.clip(self.entries - self.offset(rows), 0, rows)
+
+  def gather(self, own: jax.Array) -> jax.Array:
+    """Own tokens [c, …] → the group's [C, …]."""
+    return own if self.axis is None else lax.all_gather(own, self.axis, tiled=True)
+
+  def own(self, everyone: jax.Array) -> jax.Array:
+    """The group's tokens [C, …] → own ones [c, …]."""
+    if self.axis is None:
+      return everyone
+    count = everyone.shape[0] // self.parts
+    return lax.dynamic_slice_in_dim(everyone, lax.axis_index(self.axis) * count, count)
+
+  def total(self, part: jax.Array) -> jax.Array:
+    """Sum over the parts."""
+    return part if self.axis is None else lax.psum(part, self.axis)
+
+  def own_total(self, part: jax.Array) -> jax.Array:
+    """Sum over the parts [C, …] → own tokens [c, …]."""
+    if self.axis is None:
+      return part
+    # Untiled: on large slices the TPU compiler makes an all-reduce and a slice of a tiled one.
+    return lax.psum_scatter(part.reshape(self.parts, -1, *part.shape[1:]), self.axis, scatter_dimension=0)
+
+  def candidates(self, part: jax.Array) -> jax.Array:
+    """Candidates of each part [C, K] → of all parts, in their order, for own tokens [c, parts·K]."""
+    if self.axis is None:
+      return part
+    parts = part.reshape(self.parts, -1, part.shape[1])
+    parts = lax.all_to_all(parts, self.axis, split_axis=0, concat_axis=0)
+    return parts.transpose(1, 0, 2).reshape(parts.shape[1], -1)
+
+  def statistics(self, part: Statistics) -> Statistics:
+    """Of the whole vocabulary, for the group's tokens."""
+    if self.axis is None:
+      return part
+    maximum = lax.pmax(part.maximum, self.axis)
+    mass, moment = _rescaled(part, maximum)
+    return Statistics(maximum, lax.psum(mass, self.axis), lax.psum(moment, self.axis))
 
 
 @flax.struct.dataclass
@@ -47,24 +115,35 @@ def empty_statistics(tokens: int, dtype: jnp.dtype) -> Statistics:
   return Statistics(zeros + float(jnp.finfo(dtype).min) / 4, zeros, zeros)
 
 
+def _block_maximum(logits: jax.Array) -> jax.Array:
+  return jnp.maximum(logits.max(-1), float(jnp.finfo(logits.dtype).min) / 4)
+
+
+def _shifted(logits: jax.Array, maximum: jax.Array) -> jax.Array:
+  """Differences to the maximum; a large negative number in place of −inf: its exponential is 0 and 0 × it is 0."""
+  return jnp.maximum(logits - maximum[:, None], -1e30)
+
+
 def block_statistics(logits: jax.Array) -> Statistics:
   """Statistics of a block of logits [C, W]."""
-  maximum = jnp.maximum(logits.max(-1), float(jnp.finfo(logits.dtype).min) / 4)
-  # A large negative number instead of −inf: its exponential is 0 and 0 × it is 0.
-  shifted = jnp.maximum(logits - maximum[:, None], -1e30)
+  maximum = _block_maximum(logits)
+  shifted = _shifted(logits, maximum)
   weights = jnp.exp(shifted)
   return Statistics(maximum, weights.sum(-1), (weights * shifted).sum(-1))
+
+
+def _rescaled(part: Statistics, maximum: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Mass and moment of `part` about another maximum."""
+  shift = part.maximum - maximum
+  scale = jnp.exp(shift)
+  return scale * part.mass, scale * (part.moment + jnp.where(part.mass > 0, shift, 0.0) * part.mass)
 
 
 def merge(a: Statistics, b: Statistics) -> Statistics:
   """Statistics of two disjoint parts of the vocabulary together."""
   maximum = jnp.maximum(a.maximum, b.maximum)
-  parts = []
-  for part in (a, b):
-    shift = part.maximum - maximum
-    scale = jnp.exp(shift)
-    parts.append((scale * part.mass, scale * (part.moment + jnp.where(part.mass > 0, shift, 0.0) * part.mass)))
-  return Statistics(maximum, parts[0][0] + parts[1][0], parts[0][1] + parts[1][1])
+  (mass, moment), (other_mass, other_moment) = _rescaled(a, maximum), _rescaled(b, maximum)
+  return Statistics(maximum, mass + other_mass, moment + other_moment)
 
 
 def logits_dtype(hidden: jax.Array) -> jnp.dtype:
@@ -72,41 +151,28 @@ def logits_dtype(hidden: jax.Array) -> jnp.dtype:
   return jnp.promote_types(hidden.dtype, jnp.float32)
 
 
-def project(hidden: jax.Array, unembedding: jax.Array) -> jax.Array:
-  """Logits [C, W] of hidden states [C, D] for rows [W, D] of the unembedding, in at least float32."""
+def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
+  """a·b over axis contract[0] of a and contract[1] of b, in at least float32.
+
+  Products of float32 are exact, as in the model and the sampler; accelerators would round them to bfloat16.
+  """
   return lax.dot_general(
-    hidden,
-    unembedding,
-    (((1,), (1,)), ((), ())),
-    precision=_precision(hidden),
-    preferred_element_type=logits_dtype(hidden),
+    a,
+    b,
+    (((contract[0],), (contract[1],)), ((), ())),
+    precision=None if a.dtype == jnp.bfloat16 else lax.Precision.HIGHEST,
+    preferred_element_type=logits_dtype(a),
   )
 
 
-def _precision(values: jax.Array) -> lax.Precision | None:
-  """Exact products of float32, as in the model and the sampler; accelerators would round them to bfloat16."""
-  return None if values.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
+def project(hidden: jax.Array, unembedding: jax.Array) -> jax.Array:
+  """Logits [C, W] of hidden states [C, D] for rows [W, D] of the unembedding, in at least float32."""
+  return _product(hidden, unembedding, (1, 1))
 
 
-def fold_blocks(vocab: int, block: int, carry, step: Callable):
-  """Folds `step(carry, start, size, fresh)` over blocks of at most about `block` entries that cover the vocabulary.
-
-  Blocks have one static `size`; where they overlap, `fresh` [size] is false for entries that an earlier block held.
-  """
-  count = -(-vocab // block)
-  size = -(-vocab // count)
-  if count > 1 and size % 128 and size > 128:
-    size += 128 - size % 128  # Whole vector lanes; the overlap is less than one block in total.
-  if size >= vocab:
-    return step(carry, 0, vocab, jnp.ones((vocab,), bool))
-  count = -(-vocab // size)
-
-  def body(index, carry):
-    begin = index * size
-    start = jnp.minimum(begin, vocab - size)
-    return step(carry, start, size, jnp.arange(size) >= begin - start)
-
-  return lax.fori_loop(0, count, body, carry)
+def default_block(platform: str | None = None) -> int:
+  """Entries handled at a time on `platform` (None: JAX's default): on CPUs what stays in cache, elsewhere all."""
+  return CPU_BLOCK if (platform or jax.default_backend()) == 'cpu' else ALL
 
 
 def take_rows(matrix: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
@@ -114,71 +180,192 @@ def take_rows(matrix: jax.Array, start: jax.Array | int, size: int) -> jax.Array
   return lax.dynamic_slice_in_dim(matrix, start, size, axis=0)
 
 
-def scan_logits(
+def blocks(rows: int, block: int) -> tuple[int, int]:
+  """(number, size) of the blocks that cover `rows`: of at most about `block`, without overlap where rows divide so."""
+  count = max(1, -(-rows // block))
+  even = next((n for n in range(count, min(2 * count, rows + 1)) if rows % n == 0), None)
+  if even is not None:
+    return even, rows // even
+  size = -(-rows // count)
+  if size > 128:
+    size += -size % 128  # Whole vector lanes; the overlap is less than one block in total.
+  return (1, rows) if size >= rows else (-(-rows // size), size)
+
+
+def fold_blocks(rows: int, block: int, limit: jax.Array | None, carry, step: Callable):
+  """Folds `step(carry, index, start, size, fresh)` over `blocks` that cover the rows.
+
+  Blocks have one static `size`. `fresh` [size] is false for entries that an earlier block held and for entries from
+  `limit` on; None if there are none such in any block.
+  """
+  count, size = blocks(rows, block)
+
+  def body(index, carry):
+    begin = index * size
+    start = jnp.minimum(begin, rows - size)
+    fresh = None
+    if count * size != rows or limit is not None:
+      position = start + jnp.arange(size)
+      fresh = position >= begin
+      if limit is not None:
+        fresh &= position < limit
+    return step(carry, index, start, size, fresh)
+
+  return body(0, carry) if count == 1 else lax.fori_loop(0, count, body, carry)
+
+
+@flax.struct.dataclass
+class View:
+  """What one walk over this device's rows found; everything for the group's tokens."""
+
+  statistics: Statistics  # Of the whole vocabulary.
+  found: jax.Array | None  # [C, M] logits at the ids, this device's part of a sum over the devices.
+  top: tuple[jax.Array, jax.Array] | None  # [C, K] logits and ids of the largest here.
+  logits: jax.Array | None  # [C, R]; −inf at padding.
+  mean_row: jax.Array | None  # [C, D] Σ_v p_v·row_v over the rows here.
+
+
+def walk(
+  shard: Shard,
   logits_of: Callable[[jax.Array | int, int], jax.Array],
   tokens: int,
-  vocab: int,
+  rows: int,
   block: int,
   dtype: jnp.dtype,
   *,
   ids: jax.Array | None = None,
   keep: bool = False,
-) -> tuple[Statistics, jax.Array | None, jax.Array | None]:
-  """One walk over the vocabulary.
+  topk: int | None = None,
+  method: str = 'exact',
+  average: jax.Array | None = None,
+) -> View:
+  """One walk over this device's part of the vocabulary.
 
   Args:
-    logits_of: (start, size) -> logits [C, size] of that block.
+    shard: how the vocabulary is split.
+    logits_of: (start, size) -> logits [C, size] of that block of rows.
     tokens: C.
-    vocab: V.
+    rows: R.
     block: entries of a block, about.
     dtype: of the logits.
-    ids: [C, M] int32, entries to gather (any value for ids outside the vocabulary).
+    ids: [C, M] int32 of the whole vocabulary, to gather (any value for ids outside it).
     keep: whether to keep the logits.
-
-  Returns:
-    statistics, the gathered logits [C, M] (None without ids) and the logits [C, V] (None unless kept).
+    topk: how many of the largest are wanted; None: none.
+    method: 'exact' or 'approx'.
+    average: [R, D], rows to average with the probabilities; None: none.
   """
+  limit, offset = shard.limit(rows), shard.offset(rows)
+  count, size = blocks(rows, block)
+  collect = topk is not None and not keep
+  topk = None if topk is None else min(topk, rows)
+  slots = max(1, min(count, max(SPAN, topk or 0) // size))
+  lowest = float(jnp.finfo(dtype).min)
 
-  def step(carry, start, size, fresh):
-    statistics, gathered, kept = carry
+  def step(carry, index, start, size, fresh):
+    statistics, found, kept, mean_row, best, span = carry
     logits = logits_of(start, size)
-    if kept is not None:
-      kept = logits if size == vocab else lax.dynamic_update_slice_in_dim(kept, logits, start, axis=1)
-    if ids is not None:
-      local = ids - start
-      inside = (local >= 0) & (local < size)
-      found = jnp.take_along_axis(logits, jnp.clip(local, 0, size - 1), axis=1)
-      gathered = jnp.where(inside, found, gathered)
-    if size != vocab:
+    if fresh is not None:
       logits = jnp.where(fresh[None, :], logits, -jnp.inf)
-    return merge(statistics, block_statistics(logits)), gathered, kept
+    if keep:
+      # An overlapping block must not wipe out what an earlier one has written.
+      if fresh is not None and count > 1:
+        written = lax.dynamic_slice_in_dim(kept, start, size, axis=1)
+        kept = lax.dynamic_update_slice_in_dim(kept, jnp.where(fresh[None, :], logits, written), start, axis=1)
+      else:
+        kept = logits if count == 1 else lax.dynamic_update_slice_in_dim(kept, logits, start, axis=1)
+    if ids is not None:
+      local = ids - offset - start
+      inside = (local >= 0) & (local < size)
+      if fresh is not None:
+        inside &= fresh[jnp.clip(local, 0, size - 1)]
+      here = jnp.take_along_axis(logits, jnp.clip(local, 0, size - 1), axis=1)
+      found = jnp.where(inside, here, found)
+    part = block_statistics(logits)
+    total = merge(statistics, part)
+    if average is not None:
+      weights = jnp.exp(_shifted(logits, part.maximum)).astype(average.dtype)
+      here = _product(weights, take_rows(average, start, size), (1, 0))
+      scale = lambda part: jnp.exp(part.maximum - total.maximum)[:, None]
+      mean_row = scale(statistics) * mean_row + scale(part) * here
+    if collect:
+      slot = index % slots
+      # Real entries stay above the places that hold none, even where they are −inf.
+      reachable = jnp.maximum(logits, lowest)
+      if fresh is not None:
+        reachable = jnp.where(fresh[None, :], reachable, -jnp.inf)
+      span = lax.dynamic_update_slice_in_dim(span, reachable, slot * size, axis=1)
+      flush = lambda best, span: _better(best, span, index - slot, slot + 1, size, rows, topk, method)
+      due = (slot == slots - 1) | (index == count - 1)
+      best = flush(best, span) if slots == 1 else lax.cond(due, flush, lambda best, _: best, best, span)
+    return total, found, kept, mean_row, best, span
 
+  nothing = jnp.full((tokens, topk or 0), -jnp.inf, dtype), jnp.zeros((tokens, topk or 0), jnp.int32)
   carry = (
     empty_statistics(tokens, dtype),
     None if ids is None else jnp.zeros(ids.shape, dtype),
-    jnp.zeros((tokens, vocab), dtype) if keep else None,
+    jnp.full((tokens, rows), -jnp.inf, dtype) if keep else None,
+    None if average is None else jnp.zeros((tokens, average.shape[1]), dtype),
+    nothing if collect else None,
+    jnp.zeros((tokens, slots * size), dtype) if collect else None,
   )
-  return fold_blocks(vocab, block, carry, step)
+  part, found, kept, mean_row, best, _ = fold_blocks(rows, block, limit, carry, step)
+  statistics = shard.statistics(part)
+  if topk is not None:
+    values, places = best if collect else top_k(kept, topk, method)
+    best = jnp.where(values <= lowest, -jnp.inf, values), places + offset
+  if mean_row is not None:
+    mean_row = mean_row * jnp.exp(part.maximum - statistics.log_normaliser)[:, None]
+  return View(statistics, found, best, kept, mean_row)
 
 
-def top_k_indices(logits: jax.Array, k: int) -> jax.Array:
-  """Indices [C, k] of the k largest of each row [C, V], exactly, in no promised order.
+def _better(best, span, first, filled, size, rows, k, method):
+  """The k largest of `best` (values, rows) and of `filled` blocks of a span whose first block is number `first`."""
+  values, places = best
+  width = span.shape[1]
+  span = jnp.where(jnp.arange(width)[None, :] < filled * size, span, -jnp.inf)
+  if method == 'approx':
+    span, order = top_k(span, min(k, width), method)
+    # The last block starts earlier where blocks overlap.
+    block, lane = order // size, order % size
+    ids = jnp.minimum((first + block) * size, rows - size) + lane
+    values, order = top_k(jnp.concatenate([values, span], axis=1), k)
+    return values, jnp.take_along_axis(jnp.concatenate([places, ids], axis=1), order, axis=1)
+  # In the order of ids, so that equal entries are ranked by them.
+  values, order = top_k(jnp.concatenate([values, span], axis=1), k)
+  block, lane = jnp.maximum(order - k, 0) // size, jnp.maximum(order - k, 0) % size
+  ids = jnp.minimum((first + block) * size, rows - size) + lane
+  kept = jnp.take_along_axis(places, jnp.minimum(order, k - 1), axis=1)
+  return values, jnp.where(order < k, kept, ids)
 
-  Two stages: the top k groups by their maximum hold the top k entries, since a group left out has k groups whose
-  maxima are no smaller. Among equal entries at the boundary any may be chosen.
+
+def top_k(values: jax.Array, k: int, method: str = 'exact') -> tuple[jax.Array, jax.Array]:
+  """The k largest of each row [C, W] and their places [C, k], largest first and equal ones in the order of places.
+
+  'approx' is `lax.approx_max_k`: on a TPU it finds `APPROXIMATE_RECALL` of them in expectation, elsewhere all.
   """
-  tokens, vocab = logits.shape
-  groups = vocab // GROUP
-  if vocab < 4096 or 2 * k > groups:
-    return lax.top_k(logits, k)[1]
-  # Groups are strided, {j, j + groups, …}, so that their maxima are elementwise maxima of whole vectors.
-  maxima = logits[:, : groups * GROUP].reshape(tokens, GROUP, groups).max(1)
-  best = lax.top_k(maxima, k)[1]
-  candidates = (best[:, :, None] + groups * jnp.arange(GROUP)[None, None, :]).reshape(tokens, k * GROUP)
-  rest = jnp.broadcast_to(jnp.arange(groups * GROUP, vocab)[None, :], (tokens, vocab - groups * GROUP))
-  candidates = jnp.concatenate([candidates, rest.astype(candidates.dtype)], axis=1)
-  chosen = lax.top_k(jnp.take_along_axis(logits, candidates, axis=1), k)[1]
-  return jnp.take_along_axis(candidates, chosen, axis=1)
+  if method == 'approx':
+    return lax.approx_max_k(values, k, recall_target=APPROXIMATE_RECALL)
+  if values.shape[1] < 4096 or values.shape[1] < 4 * k * GROUP:
+    return lax.top_k(values, k)
+  # On a CPU the cost is k·log k comparisons a row, on accelerators k passes over what is chosen from.
+  return lax.platform_dependent(
+    values, cpu=lambda values: tuple(lax.top_k(values, k)), default=lambda values: two_stage_top_k(values, k)
+  )
+
+
+def two_stage_top_k(values: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+  """`top_k` from the k groups of neighbours with the largest maxima.
+
+  These groups hold the k largest: for an entry of another group there are k groups whose maximum is larger, or equal
+  and, groups being in order, of a smaller place.
+  """
+  tokens, width = values.shape
+  padded = jnp.pad(values, ((0, 0), (0, -width % GROUP)), constant_values=-jnp.inf)
+  groups = padded.reshape(tokens, -1, GROUP)
+  best = jnp.sort(lax.top_k(groups.max(-1), k)[1], axis=-1)
+  candidates = jnp.take_along_axis(groups, best[:, :, None], axis=1).reshape(tokens, k * GROUP)
+  found, order = lax.top_k(candidates, k)
+  return found, jnp.take_along_axis(best, order // GROUP, axis=1) * GROUP + order % GROUP
 
 
 def scatter_add(values: jax.Array, ids: jax.Array, updates: jax.Array) -> jax.Array:
@@ -188,68 +375,58 @@ def scatter_add(values: jax.Array, ids: jax.Array, updates: jax.Array) -> jax.Ar
   return values.at[jnp.arange(values.shape[0])[:, None], ids].add(updates, mode='drop')
 
 
-def map_rows(matrix: jax.Array, operands, function: Callable) -> jax.Array:
-  """`function(rows of matrix [R, V], rows of operands)` -> [R, V] for all rows, in place.
+def weighted_rows(matrix: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+  """Σ_m weights[c, m]·matrix[ids[c, m]] as [C, D], in the type of `weights`; ids outside [0, R) count as 0."""
+  inside = (ids >= 0) & (ids < matrix.shape[0])
+  weights = jnp.where(inside, weights, 0)
+  ids = jnp.where(inside, ids, 0)
 
-  A few rows at a time, so that no second [C, V] array exists. Operands are a tree of arrays [C, …].
-  """
-  tokens, vocab = matrix.shape
-  limit = max(1, ROWS_AT_A_TIME // vocab)
-  rows = next(size for size in range(min(limit, tokens), 0, -1) if tokens % size == 0)
-  if rows == tokens:
-    return function(matrix, operands)
+  def of_token(operands):
+    ids, weights = operands
+    return _product(weights.astype(matrix.dtype), matrix[ids], (0, 0)).astype(weights.dtype)
 
-  def step(index, matrix):
-    part = jax.tree.map(lambda x: take_rows(x, index * rows, rows), (matrix, operands))
-    return lax.dynamic_update_slice_in_dim(matrix, function(*part), index * rows, axis=0)
-
-  return lax.fori_loop(0, tokens // rows, step, matrix)
+  return lax.map(of_token, (ids, weights), batch_size=min(TOKENS_AT_A_TIME, ids.shape[0]))
 
 
 def pull_back(
-  logit_gradients: jax.Array,
+  gradients_of: Callable[[jax.Array | int, int], jax.Array],
   hidden: jax.Array,
   unembedding: jax.Array,
   block: int,
+  limit: jax.Array | None,
   hidden_gradient: bool,
   unembedding_gradient: jax.Array | None,
 ) -> tuple[jax.Array | None, jax.Array | None]:
   """Turns the gradient by the logits into those by hidden states and unembedding.
 
   Args:
-    logit_gradients: [C, V].
+    gradients_of: (start, size) -> gradient [C, size] by the logits of that block of rows.
     hidden: [C, D].
-    unembedding: [V, D].
+    unembedding: [R, D].
     block: entries of a block, about.
+    limit: [] rows that are no padding; None: all.
     hidden_gradient: whether it is wanted.
-    unembedding_gradient: [V, D] accumulator in at least float32, or None if it is not wanted.
+    unembedding_gradient: [R, D] accumulator in at least float32, or None if it is not wanted.
 
   Returns:
     gradient by the hidden states [C, D] in the logits' type, and the accumulator with this chunk's part added.
   """
-  dtype = logit_gradients.dtype
-  vocab = unembedding.shape[0]
+  rows = unembedding.shape[0]
 
-  def step(carry, start, size, fresh):
+  def step(carry, index, start, size, fresh):
     by_hidden, by_unembedding = carry
-    gradients = logit_gradients
-    if size != vocab:
-      gradients = lax.dynamic_slice_in_dim(logit_gradients, start, size, axis=1)
+    gradients = gradients_of(start, size)
+    if fresh is not None:
       gradients = jnp.where(fresh[None, :], gradients, 0.0)
     gradients = gradients.astype(hidden.dtype)
     if by_hidden is not None:
-      rows = take_rows(unembedding, start, size)
-      by_hidden += lax.dot_general(
-        gradients, rows, (((1,), (0,)), ((), ())), precision=_precision(rows), preferred_element_type=dtype
-      )
+      by_hidden += _product(gradients, take_rows(unembedding, start, size), (1, 0))
     if by_unembedding is not None:
-      part = lax.dot_general(
-        gradients, hidden, (((0,), (0,)), ((), ())), precision=_precision(hidden), preferred_element_type=dtype
-      )
+      part = _product(gradients, hidden, (0, 0))
       by_unembedding = lax.dynamic_update_slice_in_dim(
         by_unembedding, take_rows(by_unembedding, start, size) + part, start, axis=0
       )
     return by_hidden, by_unembedding
 
-  carry = (jnp.zeros(hidden.shape, dtype) if hidden_gradient else None, unembedding_gradient)
-  return fold_blocks(vocab, block, carry, step)
+  carry = (jnp.zeros(hidden.shape, logits_dtype(hidden)) if hidden_gradient else None, unembedding_gradient)
+  return fold_blocks(rows, block, limit, carry, step)

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 
 from models.policy import Policy
 from sdpo_jax.config import Config
-from sdpo_jax.mesh import replicated
+from sdpo_jax.mesh import TENSOR, replicated
 from sdpo_jax.objective import chunked
 from sdpo_jax.objective.loss import ObjectiveConfig, objective
-from sdpo_jax.objective.sharded import sharded_objective
+from sdpo_jax.objective.sharded import Layout
 from sdpo_jax.teacher import weights as teacher_weights
 from sdpo_jax.training.optimizer import clip_by_global_norm, learning_rate, make_optimizer
 from sdpo_jax.types import Batch, TeacherSignal, TokenRows, TrainState, Tree
@@ -31,18 +31,35 @@ def target_states(hidden: jax.Array, rows: TokenRows) -> jax.Array:
 
 
 def forward(policy: Policy, base: Tree, trainable: Tree, rows: TokenRows) -> tuple[jax.Array, jax.Array]:
-  """States [B, T, D] that predict the completion tokens, and the unembedding [V, D], rows that are no tokens left out."""
+  """States [B, T, D] that predict the completion tokens, and the unembedding [R, D], with rows that are no tokens."""
   hidden, unembedding, _ = policy.apply(base, trainable, rows.tokens, rows.positions, rows.segment_ids)
-  return target_states(hidden, rows), unembedding[: policy.vocab_size]
+  return target_states(hidden, rows), unembedding
+
+
+def layout(mesh: jax.sharding.Mesh | None) -> Layout | None:
+  """Rows over all axes, the vocabulary over the tensor axis; None without a mesh."""
+  return None if mesh is None else Layout(mesh, mesh.axis_names, TENSOR)
 
 
 def token_log_probs(
-  policy: Policy, config: Config, base: Tree, trainable: Tree, rows: TokenRows, targets: jax.Array
+  policy: Policy,
+  config: Config,
+  mesh: jax.sharding.Mesh | None,
+  base: Tree,
+  trainable: Tree,
+  rows: TokenRows,
+  targets: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
   """Log-probs and entropies [B, T] (nats) of the completion tokens at the rollout temperature; no gradient."""
   hidden, unembedding = forward(policy, base, trainable, rows)
   return chunked.token_log_probs(
-    hidden, unembedding, targets, temperature=config.rollout.temperature, chunk_size=config.actor.logits_chunk_size
+    hidden,
+    unembedding,
+    targets,
+    temperature=config.rollout.temperature,
+    chunk_size=config.actor.logits_chunk_size,
+    vocab_size=policy.vocab_size,
+    layout=layout(mesh),
   )
 
 
@@ -115,10 +132,7 @@ def accumulate(
 
   def loss_fn(trainable: Tree) -> tuple[jax.Array, dict[str, jax.Array]]:
     hidden, unembedding = forward(policy, base, trainable, batch.student)
-    minimised = objective
-    if mesh is not None and mesh.size > 1:
-      minimised = functools.partial(sharded_objective, mesh, mesh.axis_names)
-    return minimised(
+    return objective(
       hidden,
       unembedding,
       signal,
@@ -130,6 +144,8 @@ def accumulate(
       old_log_probs=batch.old_log_probs,
       advantages=batch.advantages,
       config=ObjectiveConfig.from_config(config),
+      vocab_size=policy.vocab_size,
+      layout=layout(mesh),
     )
 
   (loss, aux), micro = jax.value_and_grad(loss_fn, has_aux=True)(state.trainable)
@@ -226,7 +242,7 @@ def make_update(policy: Policy, config: Config, shardings: TrainState | None = N
     policy=policy,
     config=config,
     score=jax.jit(
-      functools.partial(token_log_probs, policy, config),
+      functools.partial(token_log_probs, policy, config, mesh),
       out_shardings=whole,
     ),
     zero=jax.jit(zero_gradients, out_shardings=trees),

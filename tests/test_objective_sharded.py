@@ -1,0 +1,237 @@
+"""The objective with rows and vocabulary split over eight devices: the loss, per-token values and gradients of one."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+import numpy as np
+import pytest
+
+from sdpo_jax.objective.chunked import token_log_probs
+from sdpo_jax.objective.loss import ObjectiveConfig, objective, objective_from_logits
+from sdpo_jax.objective.sharded import Layout
+from sdpo_jax.types import TeacherSignal
+from tests.golden.compiling import quick
+
+B, T, V, D, K = 8, 5, 43, 8, 6
+ROWS = 48  # Three rows of padding in the last part of eight, and a whole part of four.
+SHAPES = [(8, 1), (4, 2), (2, 4), (1, 8)]
+TERMS = ('targets', 'mask', 'distill_coef', 'policy_coef', 'entropy_coef', 'old_log_probs', 'advantages')
+
+# (settings of the objective, terms left out, what else is given)
+CASES = {
+  'topk': (dict(distillation_topk=K, alpha=0.5, temperature=0.7), (), ()),
+  'hidden_only': (dict(distillation_topk=K, alpha=0.5, temperature=0.7), ('entropy_coef', 'policy_coef'), ()),
+  'renormalised': (dict(distillation_topk=K, distillation_add_tail=False, alpha=0.0, is_clip=None), (), ()),
+  'trust_region': (dict(distillation_topk=K, alpha=1.0), (), ('mix',)),
+  'full': (dict(distillation_topk=None, alpha=0.5, is_clip=0.8), (), ('mix',)),
+  'reverse': (dict(distillation_topk=None, alpha=1.0), ('entropy_coef',), ()),
+  'sampled': (dict(full_logit_distillation=False, alpha=1.0), ('old_log_probs',), ()),
+  'grpo': (dict(), ('distill_coef',), ()),
+  'external': (dict(distillation_topk=K, alpha=0.3), (), ('external',)),
+  'support': (dict(distillation_topk=K, alpha=0.3), (), ('support',)),
+  'more_than_a_part': (dict(distillation_topk=20, alpha=0.5), (), ()),
+  'approx': (dict(distillation_topk=K, alpha=0.5, topk_method='approx'), (), ()),
+}
+
+
+@functools.cache
+def problem() -> dict[str, np.ndarray]:
+  """Rows of very different lengths (one empty), pads of the vocabulary that would win if they were looked at."""
+  rng = np.random.default_rng(0)
+  normal = lambda *shape: rng.standard_normal(shape)
+  mask = (np.arange(T)[None] < rng.integers(1, T + 1, B)[:, None]) * 1.0
+  mask[2] = 0
+  x = {f'{name}hidden': normal(B, T, D) for name in ('', 'teacher_', 'mix_')}
+  for name in ('', 'teacher_', 'mix_'):
+    x[f'{name}unembedding'] = np.concatenate([normal(V, D), np.full((ROWS - V, D), 50.0)])
+  ids = np.argsort(rng.random((B, T, V)), axis=-1)[..., :K].astype(np.int32)
+  external = ids.copy()
+  external[:, :, 1] = -1
+  return x | {
+    'targets': rng.integers(0, V, (B, T)).astype(np.int32),
+    'mask': mask,
+    'distill_coef': rng.random((B, T)),
+    'policy_coef': rng.random((B, T)),
+    'entropy_coef': rng.random((B, T)) * 0.1,
+    'old_log_probs': -3 + normal(B, T),
+    'advantages': normal(B, T),
+    'support': ids,
+    'token_ids': external,
+    'log_probs': np.log(rng.dirichlet(np.ones(K + 1), (B, T))[..., :K]),
+  }
+
+
+def teacher(x, case):
+  _, absent, given = CASES[case]
+  if 'distill_coef' in absent:
+    return None
+  if 'external' in given:
+    return TeacherSignal(token_ids=x['token_ids'], log_probs=x['log_probs'])
+  mix = {}
+  if 'mix' in given:
+    mix = dict(mix_hidden=x['mix_hidden'], mix_unembedding=x['mix_unembedding'], mix_rate=0.3)
+  return TeacherSignal(hidden=x['teacher_hidden'], unembedding=x['teacher_unembedding'], **mix)
+
+
+def evaluate(case, x, layout, chunk, block, names=('hidden', 'unembedding')):
+  """(loss, per-token values), gradients"""
+  settings, absent, given = CASES[case]
+  config = ObjectiveConfig(**settings, chunk_size=chunk, vocab_block=block)
+
+  def value(trained, x):
+    x = x | trained
+    return objective(
+      x['hidden'],
+      x['unembedding'],
+      teacher(x, case),
+      **{name: x[name] if name not in absent else None for name in TERMS},
+      support=x['support'] if 'support' in given else None,
+      config=config,
+      vocab_size=V,
+      layout=layout,
+    )
+
+  program = jax.jit(jax.value_and_grad(value, has_aux=True), compiler_options=quick())
+  return program({name: x[name] for name in names}, x)
+
+
+def on_mesh(shape, x) -> tuple[Layout, dict[str, jax.Array]]:
+  mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(shape), ('fsdp', 'tensor'))
+  spec = lambda name: jax.P('tensor', 'fsdp') if 'unembedding' in name else jax.P(('fsdp', 'tensor'))
+  put = lambda name, value: jax.device_put(value, NamedSharding(mesh, spec(name)))
+  return Layout(mesh, ('fsdp', 'tensor'), 'tensor'), {name: put(name, value) for name, value in x.items()}
+
+
+def arrays(dtype) -> dict[str, jax.Array]:
+  return {name: jnp.asarray(v, dtype) if v.dtype.kind == 'f' else jnp.asarray(v) for name, v in problem().items()}
+
+
+def close(ours, theirs, tolerance):
+  for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+    np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * max(1e-3, float(np.abs(b).max())))
+
+
+@functools.cache
+def alone(case):
+  """On one device, without rows of padding and in one piece: what everything else must equal."""
+  with jax.enable_x64(True):
+    x = arrays(jnp.float64)
+    x |= {name: value[:V] for name, value in x.items() if 'unembedding' in name}
+    return jax.device_get(evaluate(case, x, None, 1000, 1000))
+
+
+@pytest.mark.parametrize('shape', SHAPES, ids=lambda shape: f'{shape[0]}x{shape[1]}')
+@pytest.mark.parametrize('case', CASES)
+def test_a_mesh_gives_what_one_device_gives(case, shape):
+  """In float64 far below what another order of support or a wrong normaliser would change."""
+  (loss, aux), gradients = alone(case)
+  with jax.enable_x64(True):
+    layout, x = on_mesh(shape, arrays(jnp.float64))
+    # Blocks of three of the rows of a device, and all at once; chunks that do not divide its tokens.
+    block = 3 if shape[0] in (4, 1) else 1000
+    names = ('hidden',) if case == 'hidden_only' else ('hidden', 'unembedding')
+    (mesh_loss, mesh_aux), mesh_gradients = jax.device_get(evaluate(case, x, layout, 3, block, names))
+  np.testing.assert_allclose(mesh_loss, loss, rtol=1e-12)
+  assert set(mesh_aux) == set(aux)
+  close(mesh_aux, aux, 1e-10)
+  close(mesh_gradients['hidden'], gradients['hidden'], 1e-10)
+  if 'unembedding' in names:
+    close(mesh_gradients['unembedding'][:V], gradients['unembedding'], 1e-10)
+    assert not np.any(mesh_gradients['unembedding'][V:])
+
+
+@pytest.mark.parametrize('shape', SHAPES, ids=lambda shape: f'{shape[0]}x{shape[1]}')
+def test_in_float32(shape):
+  (loss, aux), gradients = alone('topk')
+  layout, x = on_mesh(shape, arrays(jnp.float32))
+  (mesh_loss, mesh_aux), mesh_gradients = evaluate('topk', x, layout, 2, 1000)
+  assert mesh_loss.dtype == mesh_gradients['unembedding'].dtype == jnp.float32
+  np.testing.assert_allclose(mesh_loss, loss, rtol=1e-5)
+  close(jax.device_get(mesh_aux), aux, 1e-5)
+  close(mesh_gradients['hidden'], gradients['hidden'], 1e-5)
+  close(mesh_gradients['unembedding'][:V], gradients['unembedding'], 1e-5)
+  if shape[1] > 1:
+    assert mesh_gradients['unembedding'].sharding.is_equivalent_to(x['unembedding'].sharding, 2)
+  assert mesh_gradients['hidden'].sharding.is_equivalent_to(x['hidden'].sharding, 3)
+
+
+def test_equal_logits_at_the_boundary_are_chosen_by_their_index():
+  """Many entries tie, on both sides of the boundaries of the parts: the support is that of the unsharded formula."""
+  x = arrays(jnp.float32)
+  quarters = lambda name: jnp.round(x[name] * 2) / 4
+  x |= {name: quarters(name) for name in x if 'hidden' in name or 'unembedding' in name}
+  logits = lambda name: x[f'{name}hidden'] @ x[f'{name}unembedding'][:V].T
+  scores = np.sort(np.asarray(logits('')), axis=-1)
+  assert (scores[..., -K] == scores[..., -K - 1]).mean() > 0.2
+  config = ObjectiveConfig(**CASES['topk'][0])
+  expected, aux = objective_from_logits(
+    logits(''), logits('teacher_'), **{name: x[name] for name in TERMS}, config=config
+  )
+  for shape in SHAPES:
+    layout, spread = on_mesh(shape, x)
+    for block in (2, 1000):
+      (loss, mesh_aux), _ = evaluate('topk', spread, layout, 3, block)
+      np.testing.assert_allclose(loss, expected, rtol=1e-5)
+      close(jax.device_get(mesh_aux['divergence']), np.asarray(aux['divergence']), 2e-5)
+
+
+def test_bfloat16_states_and_unembeddings_sum_in_float32():
+  low = {n: v.astype(jnp.bfloat16) if 'hidden' in n or 'unemb' in n else v for n, v in arrays(jnp.float32).items()}
+  (loss, _), gradients = evaluate('topk', low | {n: v[:V] for n, v in low.items() if 'unemb' in n}, None, 1000, 1000)
+  layout, x = on_mesh((2, 4), low)
+  (mesh_loss, _), mesh_gradients = evaluate('topk', x, layout, 2, 1000)
+  assert mesh_gradients['unembedding'].dtype == mesh_gradients['hidden'].dtype == jnp.bfloat16
+  np.testing.assert_allclose(mesh_loss, loss, rtol=1e-4)
+  close(mesh_gradients['unembedding'][:V].astype(jnp.float32), np.asarray(gradients['unembedding'], np.float32), 2e-2)
+
+
+@pytest.mark.parametrize('shape', SHAPES, ids=lambda shape: f'{shape[0]}x{shape[1]}')
+def test_scores_of_tokens(shape):
+  x = arrays(jnp.float32)
+  expected = token_log_probs(x['hidden'], x['unembedding'][:V], x['targets'], 0.7, mask=x['mask'])
+  layout, spread = on_mesh(shape, x)
+  for block in (None, 1000):
+    ours = token_log_probs(
+      spread['hidden'],
+      spread['unembedding'],
+      spread['targets'],
+      0.7,
+      chunk_size=2,
+      mask=spread['mask'],
+      vocab_block=block,
+      vocab_size=V,
+      layout=layout,
+    )
+    chex.assert_trees_all_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_no_device_holds_more_than_its_part_of_the_vocabulary():
+  """Neither unembeddings nor logits nor the gradient exist whole on a device, and hidden states travel in chunks."""
+  layout, x = on_mesh((2, 4), arrays(jnp.float32))
+  config = ObjectiveConfig(distillation_topk=K, chunk_size=2, vocab_block=1000)
+  value = lambda trained, x: objective(
+    trained['hidden'],
+    trained['unembedding'],
+    teacher(x, 'topk'),
+    **{n: x[n] for n in TERMS},
+    config=config,
+    vocab_size=V,
+    layout=layout,
+  )[0]
+  text = (
+    jax.jit(jax.grad(value)).lower({name: x.pop(name) for name in ('hidden', 'unembedding')}, x).compile().as_text()
+  )
+  assert f'f32[{ROWS // 4},{D}]' in text and 'reduce-scatter' in text
+  assert f'[{ROWS},' not in text and f',{ROWS}]' not in text
+
+
+def test_a_vocabulary_that_the_devices_do_not_divide_is_refused():
+  layout, x = on_mesh((1, 8), {name: value for name, value in arrays(jnp.float32).items() if 'unemb' not in name})
+  x |= {name: problem()[name][:V] for name in problem() if 'unemb' in name}
+  with pytest.raises(ValueError, match='8 devices do not divide an unembedding of 43 rows'):
+    evaluate('topk', x, layout, 3, 1000)
+  with pytest.raises(ValueError, match='vocab_size=43'):
+    objective(x['hidden'], x['unembedding'][:40], None, *[x['mask']] * 3, x['mask'], advantages=x['mask'], vocab_size=V)
