@@ -5,8 +5,8 @@
   python -m benchmarks.tpu_plan --output=docs/performance --only_plot=true    # draw what is there
 
 No TPU is needed and nothing is measured: these are the compiler's estimates and arithmetic (docs/performance.md says
-which is which). Writes results.json (every number of every point), tables.md and scaling.png to --output, and the tables
-also between the two markers of the page beside it, docs/performance.md.
+which is which). Writes results.json (every number of every point) and scaling.png to --output, and the tables between
+the two markers of the page beside it, docs/performance.md; where there is no such page, to tables.md.
 """
 
 from __future__ import annotations
@@ -173,11 +173,12 @@ def main(arguments: Sequence[str]) -> None:
       results = {each.name: results[each.name] for each in POINTS if each.name in results}
       file.write_text(json.dumps(results, indent=1) + '\n')
   text = tables(results)
-  (folder / 'tables.md').write_text(text + '\n', encoding='utf-8')
   draw(results, folder / 'scaling.png')
   page = folder.with_suffix('.md')
   if page.is_file():
     page.write_text(insert(page.read_text(encoding='utf-8'), text), encoding='utf-8')
+  else:
+    (folder / 'tables.md').write_text(text + '\n', encoding='utf-8')
 
 
 if __name__ == '__main__':
