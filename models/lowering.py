@@ -33,6 +33,11 @@ class Lowering:
     return self.kind == 'splash'
 
   @property
+  def halves(self) -> bool:
+    """Whether rotary embeddings swap halves of heads (`models.qwen3.rotate`)."""
+    return self.kind == 'splash'
+
+  @property
   def divided(self) -> bool:
     return self.mesh is not None and self.mesh.size > 1
 

@@ -256,27 +256,67 @@ def rotation(positions: jax.Array, head_dim: int, theta: float) -> jax.Array:
   return jnp.stack([cosine, -sine, sine, cosine], axis=2).reshape(*positions.shape, 2, 2, -1)
 
 
-def rotate(x: jax.Array, matrices: jax.Array) -> jax.Array:
-  """Rotary embedding of x [B, S, H, head_dim] by (scaled) matrices from `rotation`, in float32, in the dtype of x."""
-  # Sums of broadcast products: concatenating the two halves would cost a CPU several times as much.
-  pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def rotate(x: jax.Array, matrices: jax.Array, halves: bool = False) -> jax.Array:
+  """Rotary embedding of x [B, S, H, head_dim] by (scaled) matrices from `rotation`, in float32, in the dtype of x.
+
+  Constant matrices: no gradient goes to them. `halves` swaps the halves of a head as whole vectors, which suits the
+  lanes of a TPU; sums of broadcast products suit a CPU, which takes several times as long to concatenate.
+  """
+  wide = x.astype(jnp.float32)
+  if halves:
+    first, second = jnp.split(wide, 2, axis=-1)
+    own = jnp.concatenate([matrices[:, :, None, 0, 0], matrices[:, :, None, 1, 1]], axis=-1)
+    other = jnp.concatenate([matrices[:, :, None, 0, 1], matrices[:, :, None, 1, 0]], axis=-1)
+    return (wide * own + jnp.concatenate([second, first], axis=-1) * other).astype(x.dtype)
+  pairs = wide.reshape(*x.shape[:-1], 2, -1)
   turned = sum(pairs[..., b : b + 1, :] * matrices[:, :, None, :, b] for b in range(2))
   return turned.reshape(x.shape).astype(x.dtype)
 
 
+def _rotate_forward(x: jax.Array, matrices: jax.Array, halves: bool) -> tuple[jax.Array, jax.Array]:
+  return rotate(x, matrices, halves), matrices
+
+
+def _rotate_backward(halves: bool, matrices: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+  # The transposed map is a rotation too, and as cheap; differentiated step by step it would be sums over pairs.
+  return rotate(gradient, matrices.swapaxes(2, 3), halves), jnp.zeros_like(matrices)
+
+
+rotate.defvjp(_rotate_forward, _rotate_backward)
+
+
 def project(x: jax.Array, weight: jax.Array, inputs: int = 1) -> jax.Array:
   """x [..., *in] · weight [*in, *out] over `inputs` axes; accumulates in float32, returns the dtype of x."""
-  precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
   size = math.prod(weight.shape[:inputs])
-  flat = x.reshape(*x.shape[: x.ndim - inputs], size)
-  y = lax.dot_general(
-    flat,
-    weight.reshape(size, -1),
-    (((flat.ndim - 1,), (0,)), ((), ())),
-    precision=precision,
-    preferred_element_type=x.dtype,
-  )
+  y = _product(x.reshape(*x.shape[: x.ndim - inputs], size), weight.reshape(size, -1))
   return y.reshape(*y.shape[:-1], *weight.shape[inputs:])
+
+
+@jax.custom_vjp
+def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
+  """x [..., in] · weight [in, out]."""
+  return _dot(x, weight, ((x.ndim - 1,), (0,)))
+
+
+def _dot(left: jax.Array, right: jax.Array, axes: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
+  precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
+  return lax.dot_general(left, right, (axes, ((), ())), precision=precision, preferred_element_type=left.dtype)
+
+
+def _product_forward(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+  # Not by calling `_product`: rematerialisation policies look for matrix products, and do not look into it.
+  return _dot(x, weight, ((x.ndim - 1,), (0,))), (x, weight)
+
+
+def _product_backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+  # JAX's own rule multiplies the other way round and transposes the result, for which a CPU copies both factors.
+  x, weight = kept
+  rows = tuple(range(x.ndim - 1))
+  return _dot(gradient, weight, ((gradient.ndim - 1,), (1,))), _dot(x, gradient, (rows, rows)).astype(weight.dtype)
+
+
+_product.defvjp(_product_forward, _product_backward)
 
 
 class Attention(nnx.Module):
@@ -290,7 +330,7 @@ class Attention(nnx.Module):
       self.query_bias, self.key_bias = make('query_bias'), make('key_bias')
       self.value_bias, self.output_bias = make('value_bias'), make('output_bias')
 
-  def heads(self, x: jax.Array, matrices: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+  def heads(self, x: jax.Array, matrices: jax.Array, halves: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Rotated and scaled queries [B, S, H, head_dim], rotated keys and values [B, S, KV, head_dim] of x [B, S, D]."""
     query, key, value = project(x, self.query[...]), project(x, self.key[...]), project(x, self.value[...])
     if self.config.attention_bias:
@@ -299,8 +339,8 @@ class Attention(nnx.Module):
       value = value + self.value_bias[...][None, None]
     # Attention's 1 / √head_dim goes here, so that it is not rounded to the compute dtype by itself.
     scaled = matrices * self.config.head_dim**-0.5
-    query = rotate(rms_norm(query, self.query_norm[...], self.config.norm_eps), scaled)
-    key = rotate(rms_norm(key, self.key_norm[...], self.config.norm_eps), matrices)
+    query = rotate(rms_norm(query, self.query_norm[...], self.config.norm_eps), scaled, halves)
+    key = rotate(rms_norm(key, self.key_norm[...], self.config.norm_eps), matrices, halves)
     return query, key, value
 
   def merge(self, mixed: jax.Array) -> jax.Array:
@@ -328,9 +368,10 @@ class Block(nnx.Module):
     self.attention = Attention(config, lambda name: make(f'attention.{name}'))
     self.mlp = Mlp(lambda name: make(f'mlp.{name}'))
 
-  def __call__(self, x: jax.Array, matrices: jax.Array, mix: Callable) -> tuple[jax.Array, Any]:
+  def __call__(self, x: jax.Array, matrices: jax.Array, halves: bool, mix: Callable) -> tuple[jax.Array, Any]:
     """x [B, S, D] after the layer, and what `mix(query, key, value) -> (mixed, extra)` returned beside its output."""
-    query, key, value = self.attention.heads(rms_norm(x, self.attention_norm[...], self.config.norm_eps), matrices)
+    normed = rms_norm(x, self.attention_norm[...], self.config.norm_eps)
+    query, key, value = self.attention.heads(normed, matrices, halves)
     mixed, extra = mix(query, key, value)
     x = x + self.attention.merge(mixed)
     return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.config.norm_eps)), extra
@@ -379,7 +420,7 @@ class Decoder(nnx.Module):
         updated = None if store is None else kv_cache.append_layer(*store, key, value, index, slot)
         return mix(query, key, value, updated, index), updated
 
-      x, store = block(lowering.constrain(x, rows, None, None), matrices, mix_and_store)
+      x, store = block(lowering.constrain(x, rows, None, None), matrices, lowering.halves, mix_and_store)
       return lowering.constrain(x, rows, None, None), store
 
     x = jnp.take(self.embedding[...], tokens, axis=0)
