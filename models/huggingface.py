@@ -19,7 +19,7 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
-from models import parameters
+from models import bucket, parameters
 from models.qwen3 import Qwen3Config, Qwen3Policy
 from sdpo_jax.config import ModelConfig
 from sdpo_jax.errors import UserError
@@ -143,13 +143,15 @@ def save(
 
 
 def resolve(path: str | os.PathLike) -> pathlib.Path:
-  """The local model directory that `path` names: itself, or the downloaded snapshot of organisation/model on the hub.
+  """The local model directory that `path` names: itself, a copy of gs://…, or the hub's snapshot of organisation/model.
 
   A path whose parent directory exists, or that is written as one (/…, ./…, ~/…), never reaches for the network.
 
   Raises:
     UserError: it names neither.
   """
+  if bucket.is_remote(path):
+    return bucket.fetch(str(path), HUB_FILES)
   local = pathlib.Path(path).expanduser()
   if local.is_dir():
     return local
