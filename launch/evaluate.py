@@ -12,6 +12,7 @@ those of --workdir, which may be a run that is going on, or of --model. Prints a
 import sys
 
 from absl import flags
+import jax
 
 from sdpo_jax import command
 from sdpo_jax.training import inference, report
@@ -21,10 +22,12 @@ STEP = flags.DEFINE_integer('step', None, 'Evaluate the checkpoint of this step 
 MODEL = flags.DEFINE_string('model', None, 'Hugging Face model directory, instead of a run.')
 OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write.', required=True)
 command.define_config()
+command.define_cluster()
 
 
 def main() -> None:
   config = command.load_config()
+  command.join_cluster()
   evaluation = inference.evaluate_to_file(
     config,
     workdir=WORKDIR.value,
@@ -33,7 +36,8 @@ def main() -> None:
     step=STEP.value,
     announce=lambda text: print(text, file=sys.stderr, flush=True),
   )
-  print(report.evaluation_table(evaluation, config.val_kwargs.n))
+  if jax.process_index() == 0:
+    print(report.evaluation_table(evaluation, config.val_kwargs.n))
 
 
 if __name__ == '__main__':

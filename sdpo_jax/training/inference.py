@@ -173,6 +173,8 @@ def evaluate_to_file(
     evaluation = evaluate(
       session.sampler, session.base, parameters, examples, session.config, session.tokenizer, graders, seed=config.seed
     )
+  if jax.process_index() != 0:
+    return evaluation
   write_atomically(target, json.dumps(finite(evaluation.metrics), indent=2, allow_nan=False) + '\n')
   write_atomically(samples, ''.join(json.dumps(sample, allow_nan=False) + '\n' for sample in evaluation.samples))
   return evaluation
