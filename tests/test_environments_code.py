@@ -8,7 +8,7 @@ import json
 import pytest
 
 from sdpo_jax.config import EnvironmentsConfig
-from sdpo_jax.environments import code
+from sdpo_jax.environments import code, code_replay
 from sdpo_jax.environments.grading import FAILED, Graders
 from sdpo_jax.types import Example
 
@@ -151,7 +151,7 @@ FAILING = {
   'exit code': (SUM, 'import sys\nprint(sum(map(int, input().split())))\nsys.exit(1)', 0.0, 'Runtime Error\nSystemExit: 1'),
   'memory': (SQUARE, 'def f(n):\n  return len([0] * 10**9)', 0.0, 'MemoryError'),
   'debug': (SUM, 'import sys\nprint("here", file=sys.stderr)\nprint(0)', 0.0, 'Debug Output\nhere'),
-  'assertion': (ASSERTS, 'def f(n):\n  return 5', 0.0, 'AssertionError: f(2) gave 5, which is wrong'),
+  'assertion': (ASSERTS, 'def f(n):\n  return 5', 0.0, 'AssertionError: a check of the test fails; f(2) gave 5'),
   'unknown kind': (unit_tests(['1'], ['1'], 'weird'), 'x = 1', 0.0, 'Invalid test type: weird'),
 }  # fmt: skip
 
@@ -257,14 +257,66 @@ def test_a_program_that_is_always_slow_is_not_run_on_all_tests(graders):
   assert outcome.metrics['pred'].count('Time out') == 40
 
 
-def test_what_is_kept_outside_of_the_sandbox():
-  assert code.split_asserts('assert f(1) == [1, 2]\nassert not g(2), "no"\nassert 3 == h(x=1)') == (
-    ('f(1)', 'bool(g(2))', 'h(x=1)'),
-    ([1, 2], False, 3),
-  )
-  assert code.split_asserts('x = f(1)\nassert x == 1') is None
-  assert code.split_asserts('assert f(1) == f(2)') is None
-  assert code.split_asserts('assert (') is None
+def checking(*sources):
+  return unit_tests(list(sources), [None] * len(sources), 'code')
+
+
+STACK = 'class Stack:\n  def __init__(self, items=()):\n    self.items = list(items)\n  def push(self, x):\n    self.items.append(x)\n  def pop(self):\n    return self.items.pop()\n  def __len__(self):\n    return len(self.items)\n'
+APART = {
+  'expressions around calls': ('assert sorted(f(3)) == [0, 1, 2] and len(f(2)) == 2', 'def f(n):\n  return set(range(n))'),
+  'truth': ('assert f(4)\nassert not f(5)\nassert f(4) is True', 'def f(n):\n  return n % 2 == 0'),
+  'tolerance of its own': ('import math\nassert math.isclose(f(2), 1.41421356, rel_tol=1e-6)', 'def f(n):\n  return n ** 0.5'),
+  'exceptions': ('try:\n  f(-1)\n  assert False\nexcept ValueError as e:\n  assert "low" in str(e)', 'def f(n):\n  if n < 0:\n    raise ValueError("too low")'),
+  'arguments changed in place': ('xs = [3, 1, 2]\nf(xs)\nassert xs == [1, 2, 3]', 'def f(xs):\n  xs.sort()'),
+  'functions as arguments of the test': ('def check(g):\n  for n in range(30):\n    assert g(n) == n * n\ncheck(f)', 'def f(n):\n  return n * n'),
+  'no literal': ('assert f(1) == (float("inf"), set(), {1: -2.5})', 'def f(n):\n  return (float("inf"), set(), {n: -2.5})'),
+  'not a number': ('x = f()\nassert x != x', 'def f():\n  return float("nan")'),
+  'objects': ('s = Stack()\ns.push(1)\ns.push([2])\nassert len(s) == 2 and s.pop() == [2]\nassert s.items == [1]\nt = Stack("ab")\nassert t.pop() == "b" and s.pop() == 1', STACK),
+  'objects that raise': ('s = Stack([1])\ns.pop()\ntry:\n  s.pop()\n  assert False\nexcept IndexError:\n  s.push(7)\nassert s.pop() == 7', STACK),
+  'context': ('assert f(helper(2)) == 4', 'def f(n):\n  return n'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('name', APART)
+def test_test_programs_run_apart_from_the_program_they_test(graders, name):
+  test, program = APART[name]
+  truth = json.dumps(json.loads(checking(test)) | {'context': 'def helper(x):\n  return x * x'})
+  outcome = run(graders, truth, program)
+  assert (outcome.score, outcome.feedback) == (1.0, '')
+
+
+FORGED = (
+  'import os\nfor d in range(3, 64):\n  try:\n    os.write(d, b\'{"finished": true}\')\n  except OSError:\n    pass\n'
+)
+APART_CHEATS = {
+  'reports success': ('x = f(1)\nassert x == 5', FORGED + 'os._exit(0)'),
+  'reports success when called': ('x = f(1)\nassert x == 5', 'def f(n):\n  ' + FORGED.replace('\n', '\n  ') + 'os._exit(0)'),
+  'redefines bool': ('assert f(1)', 'def bool(x):\n  return True\ndef f(n):\n  return False'),
+  'redefines isinstance': ('assert isinstance(f(1), int)', 'def isinstance(*x):\n  return True\ndef f(n):\n  return "1"'),
+  'redefines sorted': ('assert sorted(f(1)) == [1, 2]', 'def sorted(x):\n  return [1, 2]\ndef f(n):\n  return []'),
+  'equals everything': ('assert f(1) == 5', ALWAYS + 'def f(n):\n  return Always(7)'),
+  'an object that equals everything': ('assert F() == 5', 'class F:\n  def __eq__(self, other):\n    return True'),
+  'writes code for data': ('assert f(1) == 5', 'class R(list):\n  pass\nimport builtins\nbuiltins.repr = lambda x: "__import__(\'os\')._exit(0)"\ndef f(n):\n  return [n]'),
+  'reads the test': ('assert f(1) == "needle-4711"', 'import gc, sys\ndef f(n):\n  text = "".join(repr(o) for o in gc.get_objects() if isinstance(o, (dict, list)))\n  i = text.find("needle-47")\n  return text[i:i + 11] if i >= 0 else "none"'),
+  'skips by exception': ('assert f(1) == 5', 'class Quiet(BaseException):\n  pass\ndef f(n):\n  raise Quiet'),
+  'says that all is done': ('assert f(1) == 5', 'def f(n):\n  raise SystemExit(0)'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('name', APART_CHEATS)
+def test_cheating_a_test_program_does_not_pass(graders, name):
+  test, program = APART_CHEATS[name]
+  outcome = run(graders, checking(test), program)
+  assert outcome.score == 0.0 and outcome.feedback and 'needle-4711' not in outcome.feedback
+
+
+def test_a_test_may_not_call_for_ever_and_its_calls_share_the_time_limit(graders, monkeypatch):
+  monkeypatch.setattr(code_replay, 'MAX_CALLS', 5)
+  outcome = run(graders, checking('n = 0\nwhile True:\n  n = f(n)'), 'def f(n):\n  return n + 1')
+  assert 'calls the program more than 5 times' in outcome.feedback
+  slow = 'import time\ndef f(n):\n  end = time.process_time() + 0.2\n  while time.process_time() < end:\n    pass\n  return n'
+  truth = json.dumps(json.loads(checking('for n in range(4):\n  assert f(n) == n')) | {'time_limit': 0.5})
+  assert run(graders, truth, slow).metrics['timed_out'] == 1
 
 
 @pytest.mark.parametrize(

@@ -45,12 +45,12 @@ def run(payload: dict) -> dict:
   """Runs `payload['code']` on one test.
 
   Args:
-    payload: profile ('clean' or 'reference'), testtype ('functional', 'stdin', 'code' or 'expressions'), code, input,
-      fn_name, context (code that runs first).
+    payload: profile ('clean' or 'reference'), testtype ('functional', 'stdin', 'code'; clean also 'replay' and
+      'operations', see code_replay.py), code, input, fn_name, context (code that runs first).
 
   Returns:
     'error': what was raised, in the reference's layout; or 'output', 'repr', 'json' (text, None where there is none),
-    'debug'; for 'expressions' a list 'values' of such.
+    'debug'.
   """
   profile, kind = payload['profile'], payload['testtype']
   if profile == 'reference':
@@ -60,7 +60,7 @@ def run(payload: dict) -> dict:
   module = sys.modules['solution'] = types.ModuleType('solution')  # Dataclasses look their module up.
   namespace = vars(module)
   namespace.update(TYPING, math=math, collections=collections, __builtins__=builtins)
-  return _caught(lambda: _clean(payload, kind, namespace))
+  return _caught(lambda: _replay(payload, namespace) if kind == 'replay' else _clean(payload, kind, namespace))
 
 
 def _clean(payload: dict, kind: str, namespace: dict) -> dict:
@@ -71,20 +71,9 @@ def _clean(payload: dict, kind: str, namespace: dict) -> dict:
     value = payload['input']
     result = function(**value) if isinstance(value, dict) else function(*_json_values(value))
     return {'json': json.dumps(result, default=_array), 'repr': repr(result), 'output': str(result)}
-  if kind == 'expressions':
-    return {'values': [_caught(lambda source=source: _value(source, namespace)) for source in payload['input']]}
-  for name, value in list(namespace.items()):
-    if isinstance(value, types.FunctionType) and value.__globals__ is namespace:
-      namespace[name] = _plain(value)
-  _execute(payload['input'], 'test', namespace)
-  return {'finished': True}
-
-
-def _value(source: str, namespace: dict) -> dict:
-  value = eval(compile(source, 'test', 'eval'), namespace)
-  value = set(value) if isinstance(value, frozenset) else _as_data(value)
-  _check_plain(value)
-  return {'repr': repr(value)}
+  if kind == 'operations':
+    return _operate(payload['operations'], namespace)
+  raise ValueError(f'Invalid test type: {kind}')
 
 
 def _as_data(value: object) -> object:
@@ -161,18 +150,163 @@ def _check_plain(value: object) -> None:
     for item in (*value.keys(), *value.values()):
       _check_plain(item)
   else:
-    raise NotPlain(f'the program returned an object of type {kind.__name__}, not plain data')
+    raise NotPlain(f'an object of type {kind.__name__} is not plain data')
 
 
-def _plain(function: typing.Callable) -> typing.Callable:
-  """The function with its result checked: an object that claims to equal everything does not pass."""
+def _literal(value: object) -> str:
+  """Plain data as `ast.literal_eval` reads it; raises NotPlain for anything else."""
+  value = set(value) if isinstance(value, frozenset) else _as_data(value)
+  _check_plain(value)
+  return repr(value)
 
-  def checked(*args, **kwargs):
-    result = function(*args, **kwargs)
-    _check_plain(result)
-    return result
 
-  return checked
+def _read_literal(text: str) -> object:
+  """The inverse of `_literal`; never runs what it reads, which may be anything.
+
+  `ast.literal_eval`, and the numbers that have no literal.
+  """
+  return _node_value(ast.parse(text, mode='eval').body)
+
+
+def _node_value(node: ast.expr) -> object:
+  kinds = {ast.Tuple: tuple, ast.List: list, ast.Set: set}
+  if type(node) in kinds:
+    return kinds[type(node)](map(_node_value, node.elts))
+  if isinstance(node, ast.Dict):
+    return dict(zip(map(_node_value, node.keys), map(_node_value, node.values), strict=True))
+  if isinstance(node, ast.Name) and node.id in ('nan', 'inf'):
+    return float(node.id)
+  if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Name):
+    return -float(_node_value(node.operand))
+  return ast.literal_eval(node)
+
+
+# ———— Test programs, apart from the program that they test: code_replay.py ————
+
+
+def _operate(operations: list, namespace: dict) -> dict:
+  """The answer to the last operation, after those before it, which may have made and changed objects."""
+  results: list[object] = []
+  for number, operation in enumerate(operations, 1):
+    try:
+      holder = results[operation['object']] if 'object' in operation else None
+      name = operation['name']
+      found = getattr(holder, name) if 'object' in operation else _find(namespace, name)
+      if operation['do'] == 'attribute':
+        value, arguments = found, None
+        if callable(found):
+          return {'method': True}
+      else:
+        arguments, options = (_read_literal(operation[part]) for part in ('arguments', 'options'))
+        before = repr(arguments)
+        value = found(*arguments, **options)
+    except BaseException as error:
+      if number < len(operations):
+        results.append(None)
+        continue
+      return {'raised': type(error).__name__, 'message': str(error), 'error': _describe(error, quoted=True)}
+    results.append(value)
+  answer = {} if arguments is None or repr(arguments) == before else {'arguments': _literal(arguments)}
+  try:
+    return answer | {'repr': _literal(value)}
+  except NotPlain:
+    return answer | {'object': True}
+
+
+class _Unanswered(BaseException):
+  """Ends a test that calls the program in a way not seen before; no `except Exception` of the test stops it."""
+
+
+def _replay(payload: dict, namespace: dict) -> dict:
+  """Runs a test with stand-ins for every name that is neither its own nor built in."""
+  tree = ast.parse(payload['test'])
+  names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+  _execute(payload.get('context') or '', 'context', namespace)
+  known = {node.id for node in names if not isinstance(node.ctx, ast.Load)} | set(namespace) | set(dir(builtins))
+  talk = _Talk(payload['answers'])
+  for name in {node.id for node in names} - known:
+    namespace[name] = lambda *arguments, name=name, **options: talk.call({'name': name}, arguments, options)
+  try:
+    exec(compile(tree, 'test', 'exec'), namespace)
+  except BaseException as error:
+    if talk.need is None:
+      described = getattr(error, 'described', None)
+      return {'error': described or _describe(error, quoted=False), 'called': '' if described else talk.last}
+  return {'finished': True} if talk.need is None else {'need': talk.need}
+
+
+class _Talk:
+  """What a test has asked of the program, and what it was told."""
+
+  def __init__(self, answers: dict):
+    self.answers = answers
+    self.done: list[dict] = []  # Operations that made or used objects, in order.
+    self.need: list[dict] | None = None
+    self.last = ''
+
+  def call(self, target: dict, arguments: tuple, options: dict) -> object:
+    operation = target | {'do': 'call', 'arguments': _literal(arguments), 'options': _literal(options)}
+    answer = self.ask(operation)
+    for given, after in zip(arguments, _read_literal(answer.get('arguments', '()')), strict=False):
+      if isinstance(given, list) and isinstance(after, list):
+        given[:] = after  # The program changed what it was handed.
+      elif isinstance(given, dict | set) and isinstance(after, type(given)):
+        given.clear()
+        given.update(after)
+    value = self.value(operation, answer)
+    shown = ', '.join([*map(repr, arguments), *(f'{name}={option!r}' for name, option in options.items())])
+    self.last = f'{target["name"]}({shown}) gave {answer.get("repr", "an object")}'
+    return value
+
+  def ask(self, operation: dict) -> dict:
+    needed = [*self.done, operation] if 'object' in operation else [operation]
+    key = json.dumps(needed, sort_keys=True)
+    if key not in self.answers:
+      self.need = self.need or needed
+      raise _Unanswered
+    answer = self.answers[key]
+    if 'raised' in answer:
+      if 'object' in operation:
+        self.done.append(operation)  # It may have changed the object all the same.
+      kind = getattr(builtins, answer['raised'], None)
+      known = isinstance(kind, type) and issubclass(kind, Exception)
+      error = (kind if known else RuntimeError)(answer.get('message', ''))
+      error.described = answer.get('error')
+      raise error
+    return answer
+
+  def value(self, operation: dict, answer: dict) -> object:
+    made = 'repr' not in answer
+    if made and 'object' not in operation:
+      # Its construction comes after what was done before, which the answer did not need.
+      self.done.append(operation)
+    elif 'object' in operation:
+      self.done.append(operation)
+    return _Object(self, len(self.done) - 1) if made else _read_literal(answer['repr'])
+
+
+class _Object:
+  """Stands for an object that stays in the program's process; equal to nothing but itself."""
+
+  def __init__(self, talk: _Talk, place: int):
+    self._talk, self._place = talk, place
+
+  def __getattr__(self, name: str) -> object:
+    target = {'object': self._place, 'name': name}
+    operation = target | {'do': 'attribute'}
+    answer = self._talk.ask(operation)
+    if 'method' in answer:
+      return lambda *arguments, **options: self._talk.call(target, arguments, options)
+    return self._talk.value(operation, answer)
+
+  def __len__(self) -> int:
+    return self.__getattr__('__len__')()
+
+  def __getitem__(self, key: object) -> object:
+    return self.__getattr__('__getitem__')(key)
+
+  def __contains__(self, item: object) -> bool:
+    return self.__getattr__('__contains__')(item)
 
 
 def _caught(call: typing.Callable[[], dict]) -> dict:
