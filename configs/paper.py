@@ -38,6 +38,15 @@ Shown = Literal['both', 'solution', 'feedback', 'attempt']
 MODELS = {'qwen3_8b': 'Qwen/Qwen3-8B', 'olmo3_7b': 'allenai/Olmo-3-7B-Instruct'}
 SCIENCE = ('chemistry', 'physics', 'biology', 'materials', 'tooluse')
 
+# Task → what `launch.prepare_data` makes it from.
+PREPARED = {
+  'chemistry': '--source=sciknoweval --domain=chemistry',
+  'physics': '--source=sciknoweval --domain=physics',
+  'biology': '--source=sciknoweval --domain=biology',
+  'materials': '--source=sciknoweval --domain=material',
+  'tooluse': '--source=tooluse --input=TOOLALPACA_DATA',
+  'livecodebench': '--source=livecodebench',
+}
 # (task, model, method) → per cent before training, and the best within one and within five hours: Table 3, mean@16.
 # LiveCodeBench: before training and at step 80, mean@4 of `score`: Table 9.
 PAPER = {
@@ -239,9 +248,14 @@ def markdown() -> str:
     '# The experiments of the paper',
     '',
     'Made by `python -m configs.paper > docs/experiments.md`. Every line is one command; add `--workdir=…` and any',
-    '`--config.setting=value`. Data: `python -m launch.prepare_data` (docs/data.md), in `data/<task>/`. Hardware of the',
-    'paper: one node of four GH200 (about 120 s a step). None of these runs has been repeated with this implementation',
-    "yet: the numbers are the paper's (arXiv 2601.20802v2).",
+    '`--config.setting=value`. Hardware of the paper: one node of four GH200 (about 120 s a step). None of these runs has',
+    "been repeated with this implementation yet: the numbers are the paper's (arXiv 2601.20802v2).",
+    '',
+    'Data, from the public sources (docs/data.md):',
+    '',
+    '```',
+    *(f'python -m launch.prepare_data {source} --output=data/{task}' for task, source in PREPARED.items()),
+    '```',
     '',
     '`olmo3_7b` is written down and refused by name (`model_type olmo3 is not supported`) until that family is there.',
     '',

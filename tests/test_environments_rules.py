@@ -61,6 +61,7 @@ def test_incorrect_format_is_inverted_in_the_reference_and_format_valid_is_not()
     ('B follows, because a reason exists', 'B'),
     ('the answer is (c)', 'C'),
     ("C, I'd say", 'C'),
+    ('The correct answer is C. Option A and choice B are wrong.', 'C'),
     ('nothing', ''),
   ],
 )
@@ -176,10 +177,18 @@ def test_real_tool_use_gold_texts_all_score_one(pytestconfig):
 
 
 def test_a_score_that_is_no_number_counts_as_a_failure():
-  registry.register('nonsense')(lambda examples, completions, *, truncated: [Outcome(float('nan')) for _ in examples])
+  made = [
+    Outcome(float('nan')),
+    Outcome('1'),
+    Outcome(1.0, feedback=5),
+    Outcome(1.0, metrics=None),
+    Outcome(True, 'ok'),
+  ]
+  registry.register('nonsense')(lambda examples, completions, *, truncated: made)
   with Graders(EnvironmentsConfig()) as graders:
-    (outcome,) = graders.grade([Example('q', [], 'nonsense', '', 'x')], ['text'], truncated=[False])
-  assert outcome.score == 0.0 and outcome.metrics[FAILED] == 1.0
+    outcomes = graders.grade([Example('q', [], 'nonsense', '', 'x')] * 5, ['text'] * 5, truncated=[False] * 5)
+  assert [outcome.metrics.get(FAILED, 0.0) for outcome in outcomes] == [1, 1, 1, 1, 0]
+  assert [outcome.score for outcome in outcomes] == [0, 0, 0, 0, 1]
 
 
 def test_feedback_on_thousands_of_wrong_calls_stays_short():

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import importlib.util
 import logging
 import math
+import numbers
 import pathlib
 import sys
 
@@ -105,12 +106,27 @@ class Graders:
         f'The grader {name!r} returned {len(outcomes)} outcomes for {len(completions)} completions: it must return one '
         'for each, in order.'
       )
-    return [_encodable(outcome) if math.isfinite(outcome.score) else _failed() for outcome in outcomes]
+    wrong = [outcome for outcome in outcomes if not _is_sound(outcome)]
+    if wrong:
+      logging.warning(
+        'The grader %r gave %d of %d completions a score that is no finite number, or feedback that is no text, such as '
+        '%s; they score 0.',
+        name,
+        len(wrong),
+        len(outcomes),
+        _shown(wrong[0]),
+      )
+    return [_encodable(outcome) if _is_sound(outcome) else _failed() for outcome in outcomes]
 
 
 def _failed() -> Outcome:
   """What stands for a completion that could not be graded."""
   return Outcome(0.0, None, {'acc': 0.0, 'pred': '', FAILED: 1.0})
+
+
+def _is_sound(outcome: Outcome) -> bool:
+  number = isinstance(outcome.score, numbers.Real) and math.isfinite(outcome.score)
+  return number and isinstance(outcome.feedback, str | None) and isinstance(outcome.metrics, Mapping)
 
 
 def clean(text: str) -> str:
@@ -122,9 +138,7 @@ def _encodable(outcome: Outcome) -> Outcome:
   """The outcome with texts that can be encoded: what a model wrote may stand in them."""
   feedback = outcome.feedback
   metrics = {name: clean(value) if isinstance(value, str) else value for name, value in outcome.metrics.items()}
-  return dataclasses.replace(
-    outcome, feedback=clean(feedback) if isinstance(feedback, str) else feedback, metrics=metrics
-  )
+  return dataclasses.replace(outcome, feedback=None if feedback is None else clean(feedback), metrics=metrics)
 
 
 def _shown(value: object) -> str:

@@ -22,7 +22,8 @@ _LETTER = re.compile(r'[\s*_(\[]*([A-Za-z])[\s*_)\]]*(?:[:.,)-]|$)')  # Not the 
 # Ways to state a choice outside of tags, the surest first; of each the last one counts.
 _STATED = (
   re.compile(r'\\boxed\{\s*(?:\\text\{\s*)?\(?([A-Z])[)}\s]'),
-  re.compile(r'(?i:answer|choice|option)(?:\s+(?i:is))?[\s:*]*(?:\(([A-Za-z])\)|([A-Z])\b)'),
+  re.compile(r'(?i:answer)(?:\s+(?i:is))?[\s:*]*(?:\(([A-Za-z])\)|([A-Z])\b)'),
+  re.compile(r'(?i:choice|option)(?:\s+(?i:is))?[\s:*]*(?:\(([A-Za-z])\)|([A-Z])\b)'),
   re.compile(r'\b([A-Z])\b'),
 )
 
