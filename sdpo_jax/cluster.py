@@ -331,12 +331,12 @@ class _Hub(_Member):
         )
       else:
         self._spokes[index], self.hosts[index] = spoke, host
-      if self._refused or len(self._spokes) == self.place.count - 1:
-        self._complete.set()
-      refused = self._refused
-    if refused:
+      complete = self._refused or len(self._spokes) == self.place.count - 1
+    if self._refused:
       with contextlib.suppress(OSError):
-        spoke.send(end=refused, code=EXIT_BAD_INPUT)
+        spoke.send(end=self._refused, code=EXIT_BAD_INPUT)
+    if complete:
+      self._complete.set()  # Last, since process 0 may now end.
 
   def _hear(self, index: int, spoke: _Connection) -> None:
     """What one of the others says, until the end of the run."""

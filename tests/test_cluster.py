@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 
+from jax._src import clusters
 import pytest
 
 from sdpo_jax import cluster
@@ -203,3 +204,21 @@ def test_only_errors_of_collectives_wait_for_a_verdict():
   assert cluster._of_a_collective(wrapped)
   assert not cluster._of_a_collective(RuntimeError('RESOURCE_EXHAUSTED: Out of memory.'))
   assert not cluster._of_a_collective(UserError('Row 7 is bad.'))
+
+
+def test_the_place_on_a_slice_is_what_jax_finds_out(monkeypatch):
+  find = lambda *_: ('worker-0:8482', 16, 5, None)
+  monkeypatch.setattr(clusters.ClusterEnv, 'auto_detect_unset_distributed_params', find)
+  assert cluster.slice_place(1.0) == cluster.Place('worker-0:8482', 16, 5)
+  monkeypatch.setattr(clusters.ClusterEnv, 'auto_detect_unset_distributed_params', lambda *_: (None,) * 4)
+  assert cluster.slice_place(1.0) is None  # No TPU here.
+
+
+@pytest.mark.parametrize('error', [OSError('no metadata server'), TypeError('takes 5 arguments')])
+def test_a_slice_that_cannot_be_found_is_not_taken_for_a_single_host(monkeypatch, error):
+  def find(*_):
+    raise error
+
+  monkeypatch.setattr(clusters.ClusterEnv, 'auto_detect_unset_distributed_params', find)
+  with pytest.raises(UserError, match=rf'cannot be found \({error}\): give --coordinator_address'):
+    cluster.slice_place(1.0)
