@@ -2,9 +2,11 @@
 
 import json
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 
 import chex
@@ -12,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 
+from sdpo_jax import cluster
 from sdpo_jax.training import inference
 from sdpo_jax.training.checkpoints import Checkpoints
 from sdpo_jax.training.loop import EXIT_PREEMPTED
@@ -46,15 +49,15 @@ def lines_without_time(workdir: pathlib.Path) -> list[dict]:
   return [{key: value for key, value in line.items() if not key.startswith(('time/', 'throughput/'))} for line in lines]
 
 
-def assert_same_run(left: pathlib.Path, right: pathlib.Path) -> None:
+def assert_same_run(left: pathlib.Path, right: pathlib.Path, steps: int = STEPS) -> None:
   left_step, left_state, left_host = final_state(left)
   right_step, right_state, right_host = final_state(right)
-  assert left_step == right_step == STEPS
+  assert left_step == right_step == steps
   assert left_host == right_host
   chex.assert_trees_all_equal(left_state.replace(rng=None), right_state.replace(rng=None))
   np.testing.assert_array_equal(jax.random.key_data(left_state.rng), jax.random.key_data(right_state.rng))
   assert lines_without_time(left) == lines_without_time(right)
-  for step in range(1, STEPS + 1):
+  for step in range(1, steps + 1):
     name = f'{step}.jsonl'
     assert (left / 'rollouts' / name).read_text() == (right / 'rollouts' / name).read_text()
 
@@ -183,8 +186,130 @@ def free_port() -> int:
 
 def start_two(arguments, workdir, cache) -> list[subprocess.Popen]:
   """One run in two processes on this machine (gloo collectives)."""
-  cluster = [f'--coordinator_address=localhost:{free_port()}', '--num_processes=2']
-  return [start([*arguments, *cluster, f'--process_id={i}'], workdir, cache) for i in range(2)]
+  return [start([*arguments, *place], workdir, cache) for place in places(2)]
+
+
+def places(count: int) -> list[list[str]]:
+  """The flags that make one run of `count` processes."""
+  if count == 1:
+    return [[]]
+  together = [f'--coordinator_address=localhost:{free_port()}', f'--num_processes={count}']
+  return [[*together, f'--process_id={index}'] for index in range(count)]
+
+
+def settled(workdir: pathlib.Path, step: int) -> bool:
+  """Whether the checkpoint of `step` is there whole."""
+  return (workdir / 'checkpoints' / str(step)).exists()
+
+
+# Restores a run's newest checkpoint; prints a digest of every leaf, and the loss and gradient norm of a given batch.
+RESTORE = """
+import hashlib, json, sys
+from absl import flags
+import jax
+from jax.experimental import multihost_utils
+import numpy as np
+from sdpo_jax import command
+from sdpo_jax.training import batching, inference, phases
+from sdpo_jax.training.checkpoints import Checkpoints
+from sdpo_jax.training.session import make_session
+from sdpo_jax.training.step import abstract_state
+from sdpo_jax.types import Rollouts
+
+flags.DEFINE_string('workdir', None, '')
+flags.DEFINE_integer('fsdp', -1, '')
+flags.DEFINE_integer('tensor', 1, '')
+flags.DEFINE_integer('devices', 1, '')
+command.define_cluster()
+
+
+def digest(leaf):
+  if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    leaf = jax.random.key_data(leaf)
+  whole = multihost_utils.process_allgather(leaf, tiled=True) if not leaf.is_fully_addressable else leaf
+  return hashlib.sha256(np.asarray(whole).tobytes()).hexdigest()
+
+
+def batch():
+  rng = np.random.default_rng(0)
+  tokens = rng.integers(0, 250, (8, 4)).astype(np.int32)
+  mask = np.arange(4)[None] < rng.integers(1, 5, 8)[:, None]
+  zeros = np.zeros((8, 4), np.float32)
+  rollouts = Rollouts(
+    np.repeat(np.arange(2, dtype=np.int32), 4), np.zeros((8, 1), np.int32), np.ones((8, 1), bool), tokens * mask, mask,
+    zeros, zeros, zeros, ['stop'] * 8, [''] * 8,
+  )
+  prompts = [rng.integers(0, 250, 20).tolist() for _ in range(8)]
+  teacher = [rng.integers(0, 250, rng.integers(60, 200)).tolist() for _ in range(8)]
+  return batching.Samples(prompts, teacher, rollouts, np.ones(8, np.float32), zeros[:, 0], None, None)
+
+
+def main():
+  values = flags.FLAGS
+  jax.config.update('jax_num_cpu_devices', values.devices)
+  command.join_cluster()
+  config = inference.run_config(values.workdir)
+  config.mesh.fsdp, config.mesh.tensor = values.fsdp, values.tensor
+  session, parameters = make_session(config, values.workdir)
+  checkpoints = Checkpoints(values.workdir, read_only=True)
+  step, state, host = checkpoints.restore(abstract_state(config, parameters, session.mesh))
+  digests = {jax.tree_util.keystr(path): digest(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+  _, learned = phases.learn(session, state, batch())
+  if jax.process_index() == 0:
+    print(json.dumps([step, host, digests, learned.loss, learned.grad_norm]))
+
+
+command.run(main)
+"""
+
+
+def restored(workdir: pathlib.Path, cache: pathlib.Path, count: int = 1, flags: tuple[str, ...] = ()):
+  """What RESTORE prints, in `count` processes."""
+  processes = [
+    subprocess.Popen(
+      [sys.executable, '-c', RESTORE, f'--workdir={workdir}', *place, *flags],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+      cwd=tiny.REPOSITORY,
+      env=tiny.environment(cache),
+    )
+    for place in places(count)
+  ]
+  outputs = [process.communicate() for process in processes]
+  assert [process.returncode for process in processes] == [0] * count, outputs
+  return json.loads(outputs[0][0].splitlines()[-1])  # Gloo says something first.
+
+
+def test_one_of_two_processes_is_killed_and_two_or_one_continue(experiment):
+  folder, arguments = experiment
+  cache, steps = folder / 'cache', 6
+  arguments = [*arguments, f'--config.trainer.total_training_steps={steps}', '--config.trainer.save_freq=4']
+  arguments += ['--config.trainer.test_freq=0']
+  assert [process.wait() for process in start_two(arguments, folder / 'together', cache)] == [0, 0]
+  workdir = folder / 'bereft'
+  processes = start_two(arguments, workdir, cache)
+  assert wait_for(processes[0], lambda: settled(workdir, 4))
+  processes[1].kill()
+  assert processes[1].wait() == -signal.SIGKILL
+  assert processes[0].wait() == cluster.EXIT_LOST
+  assert not settled(workdir, steps)
+  shutil.copytree(workdir, folder / 'alone')
+
+  on_two = restored(workdir, cache, count=2)
+  step, _, _, loss, norm = on_two
+  assert step == 4 and loss > 0 and norm > 0
+  for flags in ((), ('--devices=8', '--fsdp=4', '--tensor=2')):
+    on_one = restored(workdir, cache, flags=flags)
+    assert on_one[:3] == on_two[:3]
+    assert on_one[3:] == pytest.approx([loss, norm], rel=1e-5)
+
+  assert [process.wait() for process in start_two(arguments, workdir, cache)] == [0, 0]
+  assert_same_run(folder / 'together', workdir, steps)
+  assert start(arguments, folder / 'alone', cache).wait() == 0
+  together, alone = lines_without_time(workdir), lines_without_time(folder / 'alone')
+  assert alone[:4] == together[:4]  # Up to the checkpoint, two processes wrote both.
+  assert [line['step'] for line in alone] == [line['step'] for line in together]
 
 
 def test_two_processes_agree_when_to_save_though_only_one_is_told_to_stop(experiment):
