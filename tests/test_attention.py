@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import attention, blockwise, decoding, huggingface
+from models import attention, decoding, huggingface
 from models.cache import SHALLOW
 from models.lowering import Lowering, choose, distinct
 from sdpo_jax.config import MeshConfig
@@ -209,21 +209,22 @@ def test_the_kernels_of_a_tpu_sample_the_tokens_of_the_plain_path(layers, mesh):
     np.testing.assert_allclose(log_probs, expected_log_probs, atol=1e-5)
 
 
-@pytest.mark.parametrize('name', ['xla'])
-def test_saved_attention_is_not_computed_again(name):
-  """With remat='save_attention' the gradient is that of 'none', and attention runs forward once instead of twice."""
+def test_saved_attention_is_not_computed_again():
+  """With remat='save_attention' the gradient is that of 'none', and attention runs forward once instead of twice.
+
+  This is the XLA path; tests/test_attention_tpu.py counts the kernels of splash attention.
+  """
   plain, params = huggingface.init(CONFIG | {'num_hidden_layers': SHALLOW + 1}, jax.random.key(1))
   row = np.arange(24, dtype=np.int32)[None], np.arange(24, dtype=np.int32)[None], np.ones((1, 24), np.int32)
   gradients, runs = {}, {}
   for remat in ('none', 'full', 'save_attention'):
-    lowering = Lowering(name, interpret=name == 'splash')
-    policy = dataclasses.replace(plain, remat=remat, lowering=lowering)
+    policy = dataclasses.replace(plain, remat=remat)
     traced = jax.jit(jax.grad(lambda params, policy=policy: jnp.sum(jnp.sin(policy.apply({}, params, *row)[0])))).trace(
       params
     )
     gradients[remat] = traced.lower().compile()(params)
-    # What only the forward pass of attention does: the softmax's maximum, or the forward kernel.
-    runs[remat] = str(traced.jaxpr).count('reduce_max' if name == 'xla' else 'name=splash_mha_fwd')
+    # What only the forward pass of attention does: the softmax's maximum.
+    runs[remat] = str(traced.jaxpr).count('reduce_max')
   for remat in ('full', 'save_attention'):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-5), gradients[remat], gradients['none'])
   assert runs['none'] == runs['save_attention'] < runs['full']
@@ -236,4 +237,3 @@ def test_the_setting_is_resolved_by_the_devices_of_the_mesh():
   with pytest.raises(UserError, match="model.attention='cudnn' needs NVIDIA GPUs"):
     choose('cudnn', 'bfloat16', 128)
   assert distinct((0, 4, 0, 4)) == (0, 4) and distinct(None) == (0,)
-  assert blockwise.attention.__module__ == 'models.blockwise'
