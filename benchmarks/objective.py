@@ -9,6 +9,9 @@ unembeddings, the teacher's included. Each case is run with and without the grad
 PyTorch's side is what one writes first: whole logits, divided by the temperature in place, `logsumexp`, `topk`,
 `gather`, autograd. Ours also returns entropies, tail masses and the other per-token metrics, which PyTorch's does not.
 
+`products` is the floor on this machine: nothing but the matrix products of the same sizes in XLA, three (the logits of
+student and teacher, the gradient to the states) or four (the gradient to the unembedding).
+
 Each side of each case runs in a process of its own, on one core and one thread, on the same arrays: one warm-up, then
 the best of `--repeats` by CPU time (user + system); compiling is not in it. Memory is the highest resident size of all
 runs above that before the first, when inputs and compiled program are in place; results, such as the unembedding's
@@ -33,6 +36,7 @@ from typing import Any
 import numpy as np
 
 ALPHA, IS_CLIP, TEMPERATURE = 0.5, 2.0, 1.0
+SIDES = ('ours', 'torch', 'products')
 
 
 def main() -> None:
@@ -44,7 +48,7 @@ def main() -> None:
   parser.add_argument('--chunk', type=int, default=512, help='tokens whose logits exist at one time (ours)')
   parser.add_argument('--repeats', type=int, default=2)
   parser.add_argument('--core', type=int, default=None, help='core to run on; default: the last one allowed')
-  parser.add_argument('--side', choices=('ours', 'torch'), help=argparse.SUPPRESS)
+  parser.add_argument('--side', choices=SIDES, help=argparse.SUPPRESS)
   parser.add_argument('--unembedding_gradient', type=int, default=0, help=argparse.SUPPRESS)
   options = parser.parse_args()
   if options.side:
@@ -53,13 +57,14 @@ def main() -> None:
   cases = []
   for tokens in map(int, options.tokens.split(',')):
     for unembedding_gradient in (0, 1):
-      sides = {side: _spawn(options, side, tokens, unembedding_gradient) for side in ('ours', 'torch')}
-      ours, torch = sides['ours'], sides['torch']
+      sides = {side: _spawn(options, side, tokens, unembedding_gradient) for side in SIDES}
+      ours, torch, products = sides['ours'], sides['torch'], sides.pop('products')
       cases.append(
         {
           'tokens': tokens,
           'unembedding_gradient': bool(unembedding_gradient),
           **sides,
+          'products_cpu_s': products['cpu_s'],
           'speedup': round(torch['cpu_s'] / ours['cpu_s'], 2),
           'memory_ratio': round(ours['peak_mib'] / torch['peak_mib'], 3),
           'loss_difference': abs(ours['loss'] / torch['loss'] - 1),
@@ -97,7 +102,7 @@ def _spawn(options: argparse.Namespace, side: str, tokens: int, unembedding_grad
 def measure(options: argparse.Namespace) -> dict[str, Any]:
   """Runs one side of one case in this process."""
   os.sched_setaffinity(0, {options.core})
-  build = _ours if options.side == 'ours' else _torch
+  build = {'ours': _ours, 'torch': _torch, 'products': _products}[options.side]
   run, facts = build(make_inputs(int(options.tokens), options.vocab, options.width), options)
   gc.collect()
   before = _resident()
@@ -176,6 +181,27 @@ def _ours(inputs: dict[str, np.ndarray], options: argparse.Namespace) -> tuple[C
     return float(value), float(np.linalg.norm(gradients['hidden']))
 
   return run, facts
+
+
+def _products(inputs: dict[str, np.ndarray], options: argparse.Namespace) -> tuple[Callable, dict[str, Any]]:
+  import jax
+  from jax import lax
+  import jax.numpy as jnp
+
+  x = jax.block_until_ready({name: jnp.array(inputs.pop(name)) for name in list(inputs)})
+  product = jax.jit(
+    lambda a, b, i, j: lax.dot_general(a, b, (((i,), (j,)), ((), ())), precision='highest'), static_argnums=(2, 3)
+  )
+
+  def run():
+    logits = product(x['hidden'], x['unembedding'], 1, 1).block_until_ready()
+    product(x['teacher_hidden'], x['teacher_unembedding'], 1, 1).block_until_ready()
+    norm = float(np.linalg.norm(product(logits, x['unembedding'], 1, 0)))
+    if options.unembedding_gradient:
+      product(logits, x['hidden'], 0, 0).block_until_ready()
+    return norm, norm
+
+  return run, {}
 
 
 def _torch(inputs: dict[str, np.ndarray], options: argparse.Namespace) -> tuple[Callable, dict[str, Any]]:

@@ -15,15 +15,15 @@ VOCAB, WIDTH, CHUNK = 20_000, 16, 32
 
 
 @functools.cache
-def compiled(tokens, unembedding_gradient, full=False):
+def compiled(tokens, unembedding_gradient, full=False, entropy=True):
   config = ObjectiveConfig(chunk_size=CHUNK, vocab_block=1024, distillation_topk=None if full else 50)
 
   def value(trained, fixed):
     x = trained | fixed
     teacher = TeacherSignal(hidden=x['teacher'], unembedding=x['teacher_unembedding'])
     return objective(
-      x['hidden'], x['unembedding'], teacher, x['targets'], x['mask'], x['mask'], x['mask'], x['mask'],
-      x['mask'], x['mask'], config=config,
+      x['hidden'], x['unembedding'], teacher, x['targets'], x['mask'], x['mask'], x['mask'],
+      x['mask'] if entropy else None, x['mask'], x['mask'], config=config,
     )  # fmt: skip
 
   states = jax.ShapeDtypeStruct((2, tokens // 2, WIDTH), jnp.float32)
@@ -59,6 +59,13 @@ def test_an_unembedding_that_is_not_trained_costs_nothing():
   assert product(without) < product(with_it)
   held = lambda program: program.memory_analysis().temp_size_in_bytes + program.memory_analysis().output_size_in_bytes
   assert held(with_it) - held(without) > 0.9 * 4 * VOCAB * WIDTH
+
+
+def test_without_it_the_logits_of_a_chunk_are_not_kept_either():
+  """Only a span of them for the top K, whatever the vocabulary; the entropy bonus needs them again."""
+  program, keeping = compiled(1024, False, entropy=False), compiled(1024, False)
+  assert f'[{CHUNK},{VOCAB}]' not in program.as_text() and f'[{CHUNK},{VOCAB}]' in keeping.as_text()
+  assert program.memory_analysis().temp_size_in_bytes < 1.1 * 4 * CHUNK * VOCAB + 4 * 1024 * (2 * WIDTH + 60)
 
 
 def test_forward_only_log_probs_hold_a_block():

@@ -97,9 +97,10 @@ def token_log_probs(
   """
   shape = targets.shape
   dtype = vocabulary.logits_dtype(hidden)
-  rows = unembedding.shape[0]
-  entries = rows if vocab_size is None else vocab_size
-  shard = vocabulary.Shard(entries) if layout is None else layout.shard(rows, entries)
+  entries = vocab_size or unembedding.shape[0]
+  shard = vocabulary.Shard(entries)
+  if layout is not None:
+    shard, unembedding = layout.shard(entries), layout.padded(unembedding)
   block = vocab_block or vocabulary.default_block(None if layout is None else layout.platform)
 
   def tokens_of(shard, together, hidden, unembedding, operands):

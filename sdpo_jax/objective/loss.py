@@ -148,7 +148,11 @@ def objective(
   rows = student_unembedding.shape[0]
   if vocab_size is not None and not 0 < vocab_size <= rows:
     raise ValueError(f'vocab_size={vocab_size} is not among the {rows} rows of the unembedding.')
-  shard = vocabulary.Shard(vocab_size or rows) if layout is None else layout.shard(rows, vocab_size or rows)
+  shard = vocabulary.Shard(vocab_size or rows)
+  if layout is not None:
+    shard, student_unembedding = layout.shard(vocab_size or rows), layout.padded(student_unembedding)
+    pad = lambda value: layout.padded(value) if value.ndim == 2 else value
+    operands['matrices'] = jax.tree.map(pad, operands['matrices'])
   static, numbers = _split(config, shard, layout)
   loss, aux = _objective(
     static, student_hidden.reshape(-1, student_hidden.shape[-1]), student_unembedding, (numbers, operands)

@@ -38,18 +38,19 @@ class Layout:
   def platform(self) -> str:
     return self.mesh.devices.flat[0].platform
 
-  def shard(self, rows: int, entries: int) -> Shard:
-    """Of unembeddings with `rows` rows, the first `entries` of which are tokens.
+  @property
+  def parts(self) -> int:
+    """Into how many the vocabulary is split."""
+    return 1 if self.vocab_axis is None else self.mesh.shape[self.vocab_axis]
 
-    Raises:
-      ValueError: the devices of `vocab_axis` do not divide the rows.
-    """
-    parts = 1 if self.vocab_axis is None else self.mesh.shape[self.vocab_axis]
-    if rows % parts:
-      raise ValueError(
-        f'{parts} devices do not divide an unembedding of {rows} rows: pad it with rows and say vocab_size={entries}.'
-      )
-    return Shard(entries) if parts == 1 else Shard(entries, self.vocab_axis, parts)
+  def shard(self, entries: int) -> Shard:
+    """Of unembeddings whose first `entries` rows are tokens."""
+    return Shard(entries) if self.parts == 1 else Shard(entries, self.vocab_axis, self.parts)
+
+  def padded(self, unembedding: jax.Array) -> jax.Array:
+    """[R, D] with rows of zeros up to a multiple of the parts: a copy, which padded parameters save."""
+    missing = -unembedding.shape[0] % self.parts
+    return jnp.pad(unembedding, ((0, missing), (0, 0))) if missing else unembedding
 
 
 def over_devices(layout: Layout, shard: Shard, local: Callable, whole: Callable, hidden, unembedding, operands) -> Tree:

@@ -259,6 +259,7 @@ def walk(
   collect = topk is not None and not keep
   topk = None if topk is None else min(topk, rows)
   slots = max(1, min(count, max(SPAN, topk or 0) // size))
+  slots = next((n for n in range(slots, slots // 2, -1) if count % n == 0), slots)  # Then all spans are full.
   lowest = float(jnp.finfo(dtype).min)
 
   def step(carry, index, start, size, fresh):
@@ -293,8 +294,10 @@ def walk(
       reachable = jnp.maximum(logits, lowest)
       if fresh is not None:
         reachable = jnp.where(fresh[None, :], reachable, -jnp.inf)
-      span = lax.dynamic_update_slice_in_dim(span, reachable, slot * size, axis=1)
-      flush = lambda best, span: _better(best, span, index - slot, slot + 1, size, rows, topk, method)
+      span = lax.dynamic_update_slice_in_dim(span, best[0], 0, axis=1)
+      span = lax.dynamic_update_slice_in_dim(span, reachable, topk + slot * size, axis=1)
+      filled = None if count % slots == 0 else slot + 1
+      flush = lambda best, span: _better(best[1], span, index - slot, filled, size, rows, method)
       due = (slot == slots - 1) | (index == count - 1)
       best = flush(best, span) if slots == 1 else lax.cond(due, flush, lambda best, _: best, best, span)
     return total, found, kept, mean_row, best, span
@@ -306,7 +309,7 @@ def walk(
     jnp.full((tokens, rows), -jnp.inf, dtype) if keep else None,
     None if average is None else jnp.zeros((tokens, average.shape[1]), dtype),
     nothing if collect else None,
-    jnp.zeros((tokens, slots * size), dtype) if collect else None,
+    jnp.zeros((tokens, topk + slots * size), dtype) if collect else None,
   )
   part, found, kept, mean_row, best, _ = fold_blocks(rows, block, limit, carry, step)
   statistics = shard.statistics(part)
@@ -318,24 +321,20 @@ def walk(
   return View(statistics, found, best, kept, mean_row)
 
 
-def _better(best, span, first, filled, size, rows, k, method):
-  """The k largest of `best` (values, rows) and of `filled` blocks of a span whose first block is number `first`."""
-  values, places = best
-  width = span.shape[1]
-  span = jnp.where(jnp.arange(width)[None, :] < filled * size, span, -jnp.inf)
-  if method == 'approx':
-    span, order = top_k(span, min(k, width), method)
-    # The last block starts earlier where blocks overlap.
-    block, lane = order // size, order % size
-    ids = jnp.minimum((first + block) * size, rows - size) + lane
-    values, order = top_k(jnp.concatenate([values, span], axis=1), k)
-    return values, jnp.take_along_axis(jnp.concatenate([places, ids], axis=1), order, axis=1)
-  # In the order of ids, so that equal entries are ranked by them.
-  values, order = top_k(jnp.concatenate([values, span], axis=1), k)
+def _better(places, span, first, filled, size, rows, method):
+  """The k largest of a span [C, k + entries] and their rows.
+
+  It begins with the k largest so far, whose rows are `places` [C, k]; then come blocks of `size`, the first of them
+  number `first`, in the order of rows, so that equal entries are ranked by them. Only `filled` hold anything; None: all.
+  """
+  k = places.shape[1]
+  if filled is not None:
+    span = jnp.where(jnp.arange(span.shape[1])[None, :] < k + filled * size, span, -jnp.inf)
+  values, order = top_k(span, k, method)
   block, lane = jnp.maximum(order - k, 0) // size, jnp.maximum(order - k, 0) % size
+  # The last block starts earlier where blocks overlap.
   ids = jnp.minimum((first + block) * size, rows - size) + lane
-  kept = jnp.take_along_axis(places, jnp.minimum(order, k - 1), axis=1)
-  return values, jnp.where(order < k, kept, ids)
+  return values, jnp.where(order < k, jnp.take_along_axis(places, jnp.minimum(order, k - 1), axis=1), ids)
 
 
 def top_k(values: jax.Array, k: int, method: str = 'exact') -> tuple[jax.Array, jax.Array]:
