@@ -18,6 +18,7 @@ from models import attention, decoding, parameters
 from models import cache as kv_cache
 from models import lowering as lowerings
 from sdpo_jax.errors import UserError
+from sdpo_jax.mesh import gathered_by_layer
 
 Tree = Any
 ARCHITECTURE = 'qwen3'
@@ -583,7 +584,7 @@ class Qwen3Policy:
     if cache is not None:
       params = self.cast(params)
     elif not _is_unrolled(params):
-      params = self._in_compute_dtype(params)
+      params = self._ready_to_gather(self._in_compute_dtype(params), tokens.shape[0])
     decoder = nnx.merge(_graph(self.config, _is_unrolled(params)), params)
     hidden, cache = decoder(tokens, positions, segment_ids, cache, self.remat, self.lowering)
     return hidden, decoder.output_matrix(), cache
@@ -613,6 +614,19 @@ class Qwen3Policy:
     rows, heads = self.lowering.axes(cache.keys.shape[1], cache.keys.shape[2], sampling=True)
     place = lambda stack: self.lowering.constrain(stack, None, rows, heads, None, None)
     return cache.replace(keys=place(cache.keys), values=place(cache.values))
+
+  def _ready_to_gather(self, params: Tree, rows: int) -> Tree:
+    """Stacked matrices placed as the layer loop of `rows` rows gathers them, where these are spread over the mesh."""
+    mesh = self.lowering.mesh
+    if not self.lowering.divided or rows % mesh.size:
+      return params
+
+    def place(parameter: parameters.Parameter, leaf: jax.Array) -> jax.Array:
+      if not (parameter.stacked and parameter.compute):
+        return leaf
+      return lax.with_sharding_constraint(leaf, gathered_by_layer(mesh, parameter.axes, parameter.shape))
+
+    return parameters.map_tree(place, table(self.config), params)
 
   def _in_compute_dtype(self, params: Tree) -> Tree:
     dtype = lambda parameter: self.dtype if parameter.compute else jnp.float32

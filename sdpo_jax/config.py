@@ -123,7 +123,8 @@ class SelfDistillationConfig:
   alpha: float = setting(0.5, '0: KL(teacher‖student), 1: KL(student‖teacher), between: generalised Jensen–Shannon.')
   distillation_topk: int | None = setting(100, "Support: the student's K most likely tokens; None: whole vocabulary.")
   topk_method: Literal[TOPK_METHODS] = setting(
-    'exact', 'approx: on a TPU faster, and about 95 in 100 of the top K; the tail bucket holds the rest. Elsewhere exact.'
+    'exact',
+    'approx: on a TPU faster, and about 95 in 100 of the top K; the tail bucket holds the rest. Elsewhere exact.',
   )
   distillation_add_tail: bool = setting(
     True, 'Add a bucket for the rest of the vocabulary; false renormalises the top K.'

@@ -124,6 +124,22 @@ def parameter_sharding(mesh: Mesh, logical_axes: Sequence[str | None], shape: Se
   return NamedSharding(mesh, PartitionSpec(*spec))
 
 
+def gathered_by_layer(mesh: Mesh, logical_axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
+  """Where a stacked parameter lies while a loop over the layers gathers one layer after the other.
+
+  Split over the whole mesh along the first axis that its sharding splits, if the mesh divides it: the parts of a
+  gathered matrix then are what they are in memory, one after the other, while parts of rows and of columns have to be
+  copied into place, layer by layer. Getting there is one exchange along one mesh axis for all layers.
+  """
+  spec = list(parameter_sharding(mesh, logical_axes, shape).spec)
+  split = [index for index, axis in enumerate(spec) if axis is not None]
+  if not split or shape[split[0]] % mesh.size:
+    return NamedSharding(mesh, PartitionSpec(*spec))
+  first = spec[split[0]]
+  others = [axis for axis in mesh.axis_names if axis != first]
+  return NamedSharding(mesh, PartitionSpec(*[None] * split[0], (first, *others)))
+
+
 def batch_sharding(mesh: Mesh) -> NamedSharding:
   """Rows over both mesh axes."""
   return NamedSharding(mesh, PartitionSpec((FSDP, TENSOR)))

@@ -30,6 +30,15 @@ def test_parameters_are_sharded_where_the_axis_divides_and_whole_elsewhere():
   assert spec((None,), (8,)) == (None,)
 
 
+def test_stacks_are_gathered_along_the_first_axis_that_is_split():
+  mesh = meshes.make_mesh(MeshConfig(fsdp=4, tensor=2))
+  spec = lambda axes, shape: tuple(meshes.gathered_by_layer(mesh, axes, shape).spec)
+  assert spec(('layers', 'embed', 'mlp'), (3, 16, 6)) == (None, ('fsdp', 'tensor'))
+  assert spec(('layers', 'mlp', 'embed'), (3, 16, 8)) == (None, ('tensor', 'fsdp'))
+  assert spec(('layers', 'heads', 'head_dim', 'embed'), (3, 2, 4, 8)) == (None, 'tensor', None, 'fsdp')
+  assert spec(('layers', None), (3, 8)) == (None, None)
+
+
 def test_rows_are_spread_and_scalars_and_odd_rows_are_not():
   mesh = meshes.make_mesh(MeshConfig())
   placed = meshes.put_rows(mesh, {'rows': np.arange(16).reshape(8, 2), 'odd': np.arange(3), 'step': np.int32(4)})

@@ -31,7 +31,7 @@ def test_the_update_fits_and_grows_no_slower():
   assert update.error is None
   assert update.hbm_gib < 11
   assert not update.unbounded
-  assert update.seconds <= 8.7  # It stands at 8.5; the aim is 8.
+  assert update.seconds <= 8.0
 
 
 def test_decoding_256_rows_of_10240_tokens_copies_no_cache():
