@@ -64,6 +64,9 @@ def make_mesh(
 ) -> Mesh:
   """A (fsdp, tensor) mesh over `devices` (all of them by default); -1 in the settings stands for the rest.
 
+  Devices stay in JAX's order. On a TPU slice it goes host by host, four chips in a square each, so that those that
+  sample together are a rectangle, around which a ring closes; in a row of a slice without wraparound it would not.
+
   Args:
     config: settings.
     devices: of the mesh.
