@@ -319,7 +319,7 @@ def test_a_search_ranks_what_fits_by_speed_and_the_rest_by_size(monkeypatch):
       seconds, hbm = 1e5 / config.rollout.max_batch_rows, config.rollout.max_batch_rows / 20 / config.mesh.tensor
     estimate = planning.Estimate('x', {}, hbm, hbm <= 15.75, seconds=seconds)
     return dataclasses.replace(
-      planning.Plan('', 64, {}, '', 0, 15.75, True, None, {}, {}, 0, 0, 0, 0, 0, 0, 0, ''),
+      planning.Plan('', '', 64, {}, '', 0, 15.75, True, None, {}, {}, 0, 0, 0, 0, 0, 0, 0, ''),
       fits=estimate.fits,
       programs={'x': estimate},
       step_seconds=seconds,

@@ -88,6 +88,7 @@ class Plan:
   """What a run would need and take."""
 
   topology: str
+  compiler: str  # Its release.
   chips: int
   mesh: dict[str, int]
   model: str
@@ -483,6 +484,7 @@ def _summary(
   tokens = rows * assumptions.mean_completion / total if total > 0 else math.nan
   return Plan(
     topology=topology.name,
+    compiler=topology.compiler,
     chips=chips,
     mesh=dict(mesh.shape),
     model=source,

@@ -106,7 +106,8 @@ def text(plan: Plan) -> str:
   a = plan.assumptions
   mesh = ' × '.join(f'{name}={size}' for name, size in plan.mesh.items())
   parts = [
-    f'{_count(plan.parameters)} parameters ({plan.model}) on {plan.topology}: {plan.chips} chips, mesh {mesh}.',
+    f'{_count(plan.parameters)} parameters ({plan.model}) on {plan.topology}: {plan.chips} chips, mesh {mesh}; '
+    f'{plan.compiler}.',
     memory(plan.programs, plan.hbm_limit_gib),
   ]
   for label, estimate in plan.programs.items():

@@ -85,6 +85,12 @@ class Topology:
   chip: Chip
   devices: tuple[jax.Device, ...]
 
+  @property
+  def compiler(self) -> str:
+    """Which compiler answers, since each release of libtpu compiles in its own way: libtpu built on …"""
+    built = re.search(r'Built on (\w+ +\d+ \d+)', self.devices[0].client.platform_version)
+    return f'jax {jax.__version__}, libtpu' + (f' built on {built.group(1)}' if built else '')
+
 
 def describe(name: str) -> Topology:
   """The slice `name`, e.g. v5e:8x8 (v5e:1x1 is one chip); needs libtpu, but no TPU.
@@ -97,7 +103,7 @@ def describe(name: str) -> Topology:
       'Planning needs the TPU compiler, which is in the package libtpu: pip install -r requirements-tpu.txt '
       '(no TPU is needed).'
     )
-  match = re.fullmatch(r'(\w+):(\d+(?:x\d+)+)', name)
+  match = re.fullmatch(r'(\w+):([1-9]\d*(?:x[1-9]\d*)+)', name)
   if match is None or match.group(1) not in CHIPS:
     raise UserError(
       f'--topology={name} is no slice: write KIND:SHAPE with one of {", ".join(CHIPS)}, e.g. v5e:8x8 or v5e:1x1.'
