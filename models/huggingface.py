@@ -41,13 +41,13 @@ def load(
 ) -> tuple[Qwen3Policy, Tree]:
   """The policy and its float32 parameters from a model directory (one or several safetensors files).
 
-  Files are memory-mapped and read tensor by tensor: the host holds one stacked parameter at a time beside the result.
+  Files are memory-mapped, and a process reads of every tensor the blocks that its devices hold, each once: beside the
+  result it holds its share of one stacked parameter at a time.
 
   Args:
     path: directory with config.json and safetensors, or a hub name (organisation/model).
     config: compute dtype and rematerialisation.
-    mesh: devices over which `sdpo_jax.mesh` shards the parameters; each process keeps only the slices that its devices
-      hold. None: the default device.
+    mesh: devices over which `sdpo_jax.mesh` shards the parameters. None: the default device, which holds all.
 
   Raises:
     UserError: naming the missing or damaged file, the unsupported architecture, the missing, unexpected or misshapen
@@ -255,18 +255,18 @@ def _read(parameter: parameters.Parameter, tensors: dict[str, Any], mesh: jax.sh
 
 
 def _gather(
-  parameter: parameters.Parameter, tensors: dict[str, Any], blocks: list[tuple[tuple[int, int], ...]]
+  parameter: parameters.Parameter, tensors: dict[str, Any], blocks: list[parameters.Block]
 ) -> list[np.ndarray]:
-  """Blocks of a parameter, each given as (start, stop) of every axis; a tensor is read once for all of them."""
+  """Blocks of a parameter; only what they hold is read, layer by layer, as it lies in the files."""
   outputs = [np.empty([stop - start for start, stop in block], parameter.dtype) for block in blocks]
   for layer in range(parameter.layers):
     name = parameter.huggingface_name(layer)
-    tensor = parameter.from_huggingface(tensors[name].get_tensor(name))
+    tensor = tensors[name].get_slice(name)
     for block, output in zip(blocks, outputs, strict=True):
       if not parameter.stacked:
-        output[...] = tensor[tuple(slice(*bounds) for bounds in block)]
+        output[...] = parameter.from_huggingface(tensor, block)
       elif block[0][0] <= layer < block[0][1]:
-        output[layer - block[0][0]] = tensor[tuple(slice(*bounds) for bounds in block[1:])]
+        output[layer - block[0][0]] = parameter.from_huggingface(tensor, block[1:])
   return outputs
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 Tree = Any
 Path = tuple[str, ...]
+Block = tuple[tuple[int, int], ...]  # (start, stop) of every axis of a part of an array.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +59,35 @@ class Parameter:
   def huggingface_name(self, layer: int = 0) -> str:
     return self.huggingface.format(layer=layer)
 
-  def from_huggingface(self, tensor: np.ndarray) -> np.ndarray:
-    """One Hugging Face tensor in our layout (without the layers axis), in its own dtype; a view where possible."""
-    tensor = tensor.T if self.transpose else tensor
-    if self.padding:
-      tensor = np.concatenate([tensor, np.zeros((self.padding, *tensor.shape[1:]), tensor.dtype)])
-    return tensor.reshape(self.shape[1:] if self.stacked else self.shape)
+  def from_huggingface(self, tensor: Any, block: Block) -> np.ndarray:
+    """A block of one Hugging Face tensor in our layout (without the layers axis), in its own dtype.
+
+    An axis of the tensor is one of our axes, or several, the first of which varies slowest: bounds on that one are
+    bounds on the tensor's axis. Only this part is asked for; the other axes (what is within a head) are cut after it.
+
+    Args:
+      tensor: an array, or whatever else gives the array that a slice for every axis stands for, as safetensors'
+        `get_slice` does.
+      block: bounds in our axes, without the layers axis.
+    """
+    shape = self.shape[1:] if self.stacked else self.shape
+    ranges, covered, cuts = [], [], []
+    axis = 0
+    for size in self.huggingface_shape[::-1] if self.transpose else self.huggingface_shape:
+      end = axis + 1
+      while math.prod(shape[axis:end]) < size:
+        end += 1
+      (start, stop), inner = block[axis], shape[axis + 1 : end]
+      first, last = start * math.prod(inner), min(stop * math.prod(inner), size)
+      ranges.append(slice(first, last) if first < last else slice(0, 0))  # safetensors wants a start within the axis.
+      covered += [stop - start, *inner]
+      cuts += [slice(None), *(slice(*bounds) for bounds in block[axis + 1 : end])]
+      axis = end
+    part = tensor[tuple(ranges[::-1] if self.transpose else ranges)]
+    part = part.T if self.transpose else part
+    if self.padding and len(part) < covered[0]:
+      part = np.concatenate([part, np.zeros((covered[0] - len(part), *part.shape[1:]), part.dtype)])
+    return part.reshape(covered)[tuple(cuts)]
 
   def to_huggingface(self, array: np.ndarray) -> np.ndarray:
     """The inverse of `from_huggingface`, contiguous."""

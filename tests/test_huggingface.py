@@ -1,20 +1,24 @@
 """Import and export of Hugging Face model directories: nothing is lost, and every mistake has a name."""
 
+import collections
 import json
+import math
 import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 import torch
 import transformers
 
 from models import huggingface, parameters
-from sdpo_jax.config import ModelConfig
+from sdpo_jax.config import MeshConfig, ModelConfig
 from sdpo_jax.errors import UserError
+from sdpo_jax.mesh import make_mesh
 
 torch.set_num_threads(1)
 
@@ -133,6 +137,129 @@ def test_stored_half_precision_is_read_exactly(made, dtype, tmp_path):
   _, loaded = huggingface.load(tmp_path / 'export', FLOAT32)
   equal(loaded, jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)).astype(jnp.float32), params))
   assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(loaded))
+
+
+MESHES = [(8, 1), (4, 2), (2, 4)]
+PADDED = ModelConfig(dtype='float32', remat='none', vocab_multiple=64)  # 40 tokens become 64 rows.
+
+
+def mesh_of(shape):
+  return make_mesh(MeshConfig(*shape), jax.devices()[:8])
+
+
+@pytest.fixture
+def read(monkeypatch):
+  """Tensor name -> elements that were read; files give slices only."""
+  counts, safe_open = collections.Counter(), safetensors.safe_open
+
+  class View:
+    def __init__(self, name, view):
+      self.name, self.get_shape, self.get_dtype, self.view = name, view.get_shape, view.get_dtype, view
+
+    def __getitem__(self, index):
+      part = self.view[index]
+      counts[self.name] += part.size
+      return part
+
+  class File:
+    def __init__(self, path, framework):
+      self.file = safe_open(path, framework=framework)
+      self.keys = self.file.keys
+
+    def __enter__(self):
+      return self
+
+    def __exit__(self, *error):
+      self.file.__exit__(*error)
+
+    def get_slice(self, name):
+      return View(name, self.file.get_slice(name))
+
+  monkeypatch.setattr(safetensors, 'safe_open', File)
+  return counts
+
+
+@pytest.fixture(scope='module', params=['float32', 'bfloat16', 'float16'])
+def stored(request, tmp_path_factory):
+  """A model with biases and four key-value heads, its matrices stored in one of the dtypes."""
+  changes = {'attention_bias': True, 'num_key_value_heads': 4}
+  policy, params = huggingface.init(CONFIG | changes, jax.random.key(3))
+  rng = np.random.default_rng(0)  # Norms and biases that differ.
+  params = jax.tree.map(lambda leaf: leaf + rng.normal(size=leaf.shape).astype(np.float32), params)
+  directory = tmp_path_factory.mktemp('stored') / 'model'
+  huggingface.save(directory, policy, params, dtype=request.param)
+  return directory
+
+
+@pytest.mark.parametrize('config', [FLOAT32, PADDED], ids=['exact', 'padded'])
+@pytest.mark.parametrize('shape', MESHES, ids=str)
+def test_a_mesh_holds_what_one_device_does_and_reads_it_once(stored, shape, config, read):
+  policy, expected = huggingface.load(stored, config)
+  read.clear()
+  _, loaded = huggingface.load(stored, config, mesh=mesh_of(shape))
+  equal(loaded, expected)
+  assert (policy.config.rows == 64) == (config is PADDED)
+  assert len(loaded['unembedding'].sharding.device_set) == 8 and not loaded['unembedding'].is_fully_replicated
+  table = policy.parameter_table()
+  assert read == {p.huggingface_name(i): math.prod(p.huggingface_shape) for p in table for i in range(p.layers)}
+
+
+@pytest.mark.parametrize('shape', MESHES, ids=str)
+def test_a_process_reads_the_share_of_its_devices(stored, shape, read, monkeypatch):
+  """As if this process held one of the eight devices."""
+  policy, whole = huggingface.load(stored, PADDED)
+  index_map = jax.sharding.NamedSharding.devices_indices_map
+  monkeypatch.setattr(jax, 'make_array_from_single_device_arrays', lambda shape, sharding, pieces: pieces)
+  total = collections.Counter()
+  for device in jax.devices()[:8]:
+    monkeypatch.setattr(
+      jax.sharding.NamedSharding,
+      'addressable_devices_indices_map',
+      lambda sharding, shape, device=device: {device: index_map(sharding, shape)[device]},
+    )
+    read.clear()
+    _, pieces = huggingface.load(stored, PADDED, mesh=mesh_of(shape))
+    for parameter in policy.parameter_table():
+      [piece] = parameters.get(pieces, parameter.path)
+      sharding = huggingface.parameter_sharding(mesh_of(shape), parameter.axes, parameter.shape)
+      np.testing.assert_array_equal(
+        piece, parameters.get(whole, parameter.path)[index_map(sharding, parameter.shape)[device]]
+      )
+      if len(parameter.huggingface_shape) == 2:
+        assert 8 * piece.size == math.prod(parameter.shape)
+      asked = [read[parameter.huggingface_name(layer)] for layer in range(parameter.layers)]
+      if parameter.padding:
+        total[parameter.name] += asked[0]
+      else:
+        assert asked == [piece.size // parameter.layers] * parameter.layers
+  assert total == {'embedding': 40 * 16, 'unembedding': 40 * 16}  # Rows that pad the vocabulary are not read.
+
+
+def test_any_block_is_cut_out_of_its_tensor(stored):
+  policy = huggingface.read_policy(stored, PADDED)
+  rng = np.random.default_rng(1)
+  for parameter in policy.parameter_table():
+    shape = parameter.shape[1:] if parameter.stacked else parameter.shape
+    array = 1 + np.arange(math.prod(shape)).reshape(shape)
+    if parameter.padding:
+      array[-parameter.padding :] = 0
+    tensor = parameter.to_huggingface(array)
+    np.testing.assert_array_equal(parameter.from_huggingface(tensor, tuple((0, size) for size in shape)), array)
+    for _ in range(50):
+      block = tuple(tuple(sorted(rng.choice(size + 1, 2, replace=False))) for size in shape)
+      part = parameter.from_huggingface(tensor, block)
+      np.testing.assert_array_equal(part, array[tuple(slice(*bounds) for bounds in block)])
+
+
+def test_a_block_of_layers_reads_no_other(original, read):
+  policy, params = huggingface.load(original, FLOAT32)
+  read.clear()
+  parameter = next(p for p in policy.parameter_table() if p.name == 'layers.mlp.up')
+  with safetensors.safe_open(original / 'model.safetensors', 'numpy') as file:
+    tensors = dict.fromkeys(file.keys(), file)
+    [part] = huggingface._gather(parameter, tensors, [((1, 2), (0, 16), (6, 12))])
+  np.testing.assert_array_equal(part, params['layers']['mlp']['up'][1:2, :, 6:12])
+  assert read == {'model.layers.1.mlp.up_proj.weight': 16 * 6}
 
 
 def test_a_tied_model_may_store_its_head_too(tmp_path):
