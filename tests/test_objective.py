@@ -12,7 +12,7 @@ from sdpo_jax.objective import divergences, vocabulary
 from sdpo_jax.objective.advantages import grpo_advantages
 from sdpo_jax.objective.aggregation import loss_coefficients
 from sdpo_jax.objective.policy_gradient import dual_clip_ppo, kl_penalty
-from sdpo_jax.objective.weights import importance_ratio, rollout_is_weights
+from sdpo_jax.objective.weights import importance_ratio, mismatch, rollout_is_weights
 
 
 def log_probs(rng, *shape):
@@ -268,3 +268,21 @@ def test_rollout_weights(level):
     np.testing.assert_allclose(normalised.sum() / mask.sum(), 1, rtol=1e-6)
   _, nothing = rollout_is_weights(old, rollout, mask * 0, 2.0, True, level=level)
   assert all(np.isfinite(value) for value in nothing.values())
+
+
+def test_mismatch_of_sampler_and_trainer():
+  rng = np.random.default_rng(3)
+  trainer, noise = -rng.random((3, 6)), rng.normal(0, 0.1, (3, 6))
+  mask = rng.random((3, 6)) < 0.7
+  sampler = np.where(mask, trainer + noise, np.nan)  # Padding may hold anything.
+  metrics = mismatch(trainer, sampler, mask)
+  assert metrics['rollout_corr/log_prob_difference_mean'] == pytest.approx(np.abs(noise[mask]).mean())
+  assert metrics['rollout_corr/log_prob_difference_max'] == pytest.approx(np.abs(noise[mask]).max())
+  centred = [values[mask] - values[mask].mean() for values in (trainer, sampler)]
+  pearson = (centred[0] * centred[1]).sum() / np.sqrt((centred[0] ** 2).sum() * (centred[1] ** 2).sum())
+  assert metrics['rollout_corr/log_prob_correlation'] == pytest.approx(pearson)
+  trainer[0] = np.nan  # Rows that were not trained.
+  mean = np.abs(noise[1:][mask[1:]]).mean()
+  assert mismatch(trainer, sampler, mask)['rollout_corr/log_prob_difference_mean'] == pytest.approx(mean)
+  assert 'rollout_corr/log_prob_correlation' not in mismatch(trainer, np.zeros((3, 6)), mask)
+  assert mismatch(trainer, sampler, np.zeros((3, 6))) == {}

@@ -120,6 +120,9 @@ def test_the_run_learns_something_and_writes_what_the_contract_names(experiment)
   assert lines[1]['train/learning_rate'] == 0.0
   assert lines[3]['train/learning_rate'] == pytest.approx(1e-3)
   assert lines[-1]['train/loss'] > 0
+  # Sampler and trainer are two programs of one float32 policy; this run asks the update, not a scoring pass.
+  assert lines[-1]['rollout_corr/log_prob_difference_max'] < 1e-3
+  assert lines[-1]['rollout_corr/log_prob_correlation'] > 0.9999
   rollouts = [json.loads(line) for line in (workdir / 'rollouts' / '1.jsonl').read_text().splitlines()]
   assert len(rollouts) == 8
   taught = [rollout for rollout in rollouts if rollout['teacher_prompt']]

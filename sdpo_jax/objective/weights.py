@@ -81,6 +81,29 @@ def rollout_is_weights(
   return weights, {f'rollout_corr/{name}': value for name, value in metrics.items()}
 
 
+def mismatch(trainer: np.ndarray, sampler: np.ndarray, mask: np.ndarray) -> dict[str, float]:
+  """How far the trainer's log-probs of sampled tokens are from the sampler's: two programs, one policy.
+
+  Args:
+    trainer: [N, T] nats; NaN where it was not asked.
+    sampler: [N, T] nats, under the distribution that the tokens were drawn from.
+    mask: [N, T], nonzero on completion tokens.
+
+  Returns:
+    `rollout_corr/log_prob_difference_mean` and `_max` (absolute, nats) and `rollout_corr/log_prob_correlation`
+    (Pearson; not there where one side is constant, as when sampling is greedy). Empty if no token was asked for.
+  """
+  known = (mask > 0) & np.isfinite(trainer)
+  if not known.any():
+    return {}
+  ours, theirs = np.asarray(trainer, np.float64)[known], np.asarray(sampler, np.float64)[known]
+  difference = np.abs(ours - theirs)
+  metrics = {'log_prob_difference_mean': difference.mean(), 'log_prob_difference_max': difference.max()}
+  if ours.std() > 0 and theirs.std() > 0:
+    metrics['log_prob_correlation'] = np.corrcoef(ours, theirs)[0, 1]
+  return {f'rollout_corr/{name}': float(value) for name, value in metrics.items()}
+
+
 def _off_policy_metrics(old: Array, rollout: Array, mask: Array) -> dict[str, Array]:
   """Distances between the sampler's and the trainer's distribution (rollout_corr_helper.py, `compute_offpolicy_metrics`)."""
   xp = old.__array_namespace__()

@@ -292,7 +292,7 @@ class _Run:
     if profiled:
       self.announce(f'Profile of step {step}: {folder}')
     metrics.update(records.rollout_metrics(collected, config))
-    metrics.update(records.update_metrics(learned, samples))
+    metrics.update(records.update_metrics(learned, samples, config))
     metrics.update(records.throughput_metrics(session, collected, learned, timer.seconds))
     if context is not None:
       metrics.update(context.metrics)

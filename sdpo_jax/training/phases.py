@@ -15,7 +15,7 @@ from sdpo_jax.data.prompts import prompt_tokens
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.mesh import put_rows
 from sdpo_jax.objective.advantages import grpo_advantages
-from sdpo_jax.objective.weights import rollout_is_weights
+from sdpo_jax.objective.weights import mismatch, rollout_is_weights
 from sdpo_jax.teacher.context import TeacherContext, build_teacher_context
 from sdpo_jax.teacher.order import balanced_order
 from sdpo_jax.training import batching
@@ -104,6 +104,7 @@ def prepare(
   if not batching.scores_first(config):
     return samples
   old = score(session, state, samples)
+  metrics.update(mismatch(old, rollouts.sampling_log_probs, rollouts.completion_mask))
   if correction.rollout_is is not None:
     samples.rollout_weights, measured = rollout_is_weights(
       old,

@@ -12,6 +12,7 @@ import numpy as np
 
 from sdpo_jax.config import Config
 from sdpo_jax.files import write_atomically
+from sdpo_jax.objective.weights import mismatch
 from sdpo_jax.teacher.context import TeacherContext
 from sdpo_jax.training import batching, flops
 from sdpo_jax.training.completions import describe, jsonable, numbers, rows_by_source
@@ -90,9 +91,10 @@ POLICY_METRICS = {
 }
 
 
-def update_metrics(learned: Learned, samples: batching.Samples) -> dict[str, float]:
-  """What the update did."""
+def update_metrics(learned: Learned, samples: batching.Samples, config: Config) -> dict[str, float]:
+  """What the update did, and how far its log-probs are from the sampler's where completions were not scored before."""
   values, mask = learned.token_values, samples.rollouts.completion_mask
+  unknown = batching.scores_first(config) or 'log_prob' not in values
   distilled = mask & (samples.distill_mask > 0)[:, None]
   return {
     'train/loss': learned.loss,
@@ -101,6 +103,7 @@ def update_metrics(learned: Learned, samples: batching.Samples) -> dict[str, flo
     'train/optimizer_steps': learned.optimizer_steps,
     'train/skipped_steps': learned.skipped,
     'train/entropy': token_mean(values, 'entropy', mask),
+    **({} if unknown else mismatch(values['log_prob'], samples.rollouts.sampling_log_probs, mask)),
     **{name: token_mean(values, key, distilled) for name, key in TEACHER_METRICS.items() if key in values},
     **{name: token_mean(values, key, mask) for name, key in POLICY_METRICS.items() if key in values},
   }
