@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
+from sdpo_jax import accelerators
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.errors import UserError
 
@@ -27,14 +28,6 @@ RULES: Mapping[str, str | None] = {
 }
 
 
-# Usable memory of a chip in GiB, by the start of JAX's device kind; others sample alone unless mesh.tensor is set.
-MEMORY_GIB: Mapping[str, float] = {
-  'TPU v5 lite': 15.75,
-  'TPU v5e': 15.75,
-  'TPU v6': 31.25,
-  'TPU v5p': 95.0,
-  'TPU v4': 32.0,
-}
 WEIGHTS_SHARE = 1 / 6  # Of a chip's memory; the rest is the cache's and the trainer's.
 
 # (name, logical axes, shape) of a parameter.
@@ -47,8 +40,8 @@ def sampling_group(devices: Sequence[jax.Device], parameters: Iterable[Described
   The smallest power of two that divides the devices and every axis that is split, and with which a bfloat16 copy of the
   weights takes at most a sixth of a chip's memory; the largest that divides if none is enough.
   """
-  memory = next((size for kind, size in MEMORY_GIB.items() if devices[0].device_kind.startswith(kind)), None)
-  if memory is None:
+  chip = accelerators.find(devices[0].device_kind)
+  if chip is None or chip.memory_gib is None:
     return 1
   parameters = list(parameters)
   split = [
@@ -56,7 +49,7 @@ def sampling_group(devices: Sequence[jax.Device], parameters: Iterable[Described
   ]
   weights = 2 * sum(math.prod(shape) for _, _, shape in parameters) / 2**30
   groups = [size for size in (2**i for i in range(9)) if not any(value % size for value in [len(devices), *split])]
-  return next((size for size in groups if weights / size <= memory * WEIGHTS_SHARE), groups[-1])
+  return next((size for size in groups if weights / size <= chip.memory_gib * WEIGHTS_SHARE), groups[-1])
 
 
 def make_mesh(
@@ -73,21 +66,29 @@ def make_mesh(
     parameters: of the model; by them `sampling_group` chooses `mesh.tensor` where it is None.
 
   Raises:
-    UserError: the product of the axes is not the number of devices.
+    UserError: an axis does not divide the number of devices, or their product is not that number.
   """
   devices = list(jax.devices() if devices is None else devices)
-  sizes = {FSDP: config.fsdp, TENSOR: config.tensor}
-  if config.tensor is None:
-    fits = config.fsdp == -1 or len(devices) % config.fsdp
-    sizes[TENSOR] = sampling_group(devices, parameters) if fits else len(devices) // config.fsdp
-  fixed = math.prod(size for size in sizes.values() if size != -1)
-  sizes = {name: len(devices) // fixed if size == -1 else size for name, size in sizes.items()}
-  if math.prod(sizes.values()) != len(devices):
+  count = len(devices)
+  asked = {FSDP: config.fsdp, TENSOR: config.tensor}
+  for name, size in asked.items():
+    if size not in (None, -1) and count % size:
+      raise UserError(f'mesh.{name}={size} does not divide the {count} devices here: {_divisors(count)} do.')
+  sizes = {name: size for name, size in asked.items() if size not in (None, -1)}
+  if config.tensor is None and config.fsdp == -1:
+    sizes[TENSOR] = sampling_group(devices, parameters)
+  for name in asked:
+    sizes.setdefault(name, count // math.prod(sizes.values()))
+  if math.prod(sizes.values()) != count:
     raise UserError(
-      f'mesh.fsdp={sizes[FSDP]} × mesh.tensor={sizes[TENSOR]} does not make up the {len(devices)} devices here: '
+      f'mesh.fsdp={sizes[FSDP]} × mesh.tensor={sizes[TENSOR]} does not make up the {count} devices here: '
       'set one of them to -1 (the rest) or make the product equal.'
     )
   return Mesh(np.array(devices).reshape(sizes[FSDP], sizes[TENSOR]), (FSDP, TENSOR))
+
+
+def _divisors(count: int) -> str:
+  return ', '.join(str(size) for size in range(1, count + 1) if count % size == 0)
 
 
 # What to do where an axis of the model cannot be split; other axes stay whole, which costs memory only.

@@ -15,10 +15,21 @@ def test_minus_one_is_the_rest():
   assert dict(meshes.make_mesh(MeshConfig(fsdp=2, tensor=-1)).shape) == {'fsdp': 2, 'tensor': 4}
 
 
-@pytest.mark.parametrize('config', [MeshConfig(fsdp=3), MeshConfig(fsdp=-1, tensor=3), MeshConfig(fsdp=4, tensor=4)])
-def test_a_wrong_product_is_named(config):
-  with pytest.raises(UserError, match='does not make up the 8 devices'):
+@pytest.mark.parametrize(
+  'config, said',
+  [
+    (MeshConfig(fsdp=3), r'mesh.fsdp=3 does not divide the 8 devices here: 1, 2, 4, 8 do'),
+    (MeshConfig(fsdp=-1, tensor=16), r'mesh.tensor=16 does not divide the 8 devices'),
+    (MeshConfig(fsdp=4, tensor=4), r'mesh.fsdp=4 × mesh.tensor=4 does not make up the 8 devices'),
+  ],
+)
+def test_a_wrong_product_is_named(config, said):
+  with pytest.raises(UserError, match=said):
     meshes.make_mesh(config)
+
+
+def test_a_mesh_with_fsdp_alone():
+  assert dict(meshes.make_mesh(MeshConfig(fsdp=2)).shape) == {'fsdp': 2, 'tensor': 4}
 
 
 def test_parameters_are_sharded_where_the_axis_divides_and_whole_elsewhere():
@@ -51,6 +62,10 @@ class Chip:
   device_kind = 'TPU v5 lite'
 
 
+class LargeChip:
+  device_kind = 'TPU v5'  # What JAX calls a v5p.
+
+
 @pytest.mark.parametrize(
   'layers, width, chips, group',
   [(36, 4096, 64, 8), (36, 4096, 4, 4), (28, 1024, 64, 1), (28, 2048, 64, 2), (80, 8192, 256, 8), (36, 4096, 1, 1)],
@@ -63,6 +78,7 @@ def test_small_groups_sample_a_model_that_fits(layers, width, chips, group):
     ('embedding', ('vocab', 'embed'), (152576, width)),
   ]
   assert meshes.sampling_group([Chip()] * chips, parameters) == group
+  assert meshes.sampling_group([LargeChip()] * chips, parameters) == (8 if width == 8192 else 1)
 
 
 def test_a_cpu_samples_alone_and_a_given_fsdp_leaves_the_rest():

@@ -275,7 +275,7 @@ def test_slices_and_their_chips():
 
 
 @needs_compiler
-@pytest.mark.parametrize('name', ['v5e:3x5', 'v5e', 'v9z:2x2', 'v5e:0x2'])
+@pytest.mark.parametrize('name', ['v5e:3x5', 'v5e', 'v9z:2x2', 'v5e:0x2', 'v5e:64x64', 'v5p:32x4x4'])
 def test_a_slice_that_there_is_not_is_named(name):
   with pytest.raises(topology.UserError, match=name):
     topology.describe(name)

@@ -11,6 +11,7 @@ import re
 import jax
 from jax.experimental import topologies
 
+from sdpo_jax import accelerators
 from sdpo_jax.errors import UserError
 
 # What keeps libtpu from looking for a TPU, for its metadata server, and for the lock of another process.
@@ -38,41 +39,47 @@ class Chip:
   price: float  # US dollars a chip-hour: on-demand list price, which changes; a default only.
   smallest: str  # The smallest slice that the compiler describes; single chips are taken from it.
   slices: tuple[str, ...]  # Examples for messages.
+  longest: int  # Chips along an axis of the largest slice; with more the compiler ends the process.
+
+
+def _data_sheet(kind: str) -> dict[str, float | None]:
+  chip = accelerators.find(kind)
+  return {'hbm_gib': chip.memory_gib, 'flops': chip.flops}
 
 
 CHIPS = {
   'v5e': Chip(
     name='v5e',
-    hbm_gib=15.75,
-    flops=197e12,
     hbm_bandwidth=819e9,
     clock=1.5e9,
     ici_bandwidth=100e9,
     price=1.20,
     smallest='2x2',
     slices=('1x1', '2x2', '2x4', '4x4', '4x8', '8x8', '8x16', '16x16'),
+    longest=16,
+    **_data_sheet('TPU v5 lite'),
   ),
   'v6e': Chip(
     name='v6e',
-    hbm_gib=31.25,
-    flops=918e12,
     hbm_bandwidth=1638e9,
     clock=1.75e9,
     ici_bandwidth=180e9,
     price=2.70,
     smallest='2x2',
     slices=('1x1', '2x2', '2x4', '4x4', '4x8', '8x8', '8x16', '16x16'),
+    longest=16,
+    **_data_sheet('TPU v6'),
   ),
   'v5p': Chip(
     name='v5p',
-    hbm_gib=95.74,
-    flops=459e12,
     hbm_bandwidth=2765e9,
     clock=1.75e9,
     ici_bandwidth=270e9,
     price=4.20,
     smallest='2x2x1',
     slices=('1x1x1', '2x2x1', '2x2x2', '2x4x4', '4x4x4', '4x4x8', '8x8x8'),
+    longest=28,
+    **_data_sheet('TPU v5'),
   ),
 }
 
@@ -109,7 +116,13 @@ def describe(name: str) -> Topology:
       f'--topology={name} is no slice: write KIND:SHAPE with one of {", ".join(CHIPS)}, e.g. v5e:8x8 or v5e:1x1.'
     )
   chip, shape = CHIPS[match.group(1)], match.group(2)
-  chips = math.prod(int(size) for size in shape.split('x'))
+  sizes = [int(size) for size in shape.split('x')]
+  chips = math.prod(sizes)
+  if max(sizes) > chip.longest:
+    raise UserError(
+      f'--topology={name}: no slice of {chip.name} is longer than {chip.longest} chips; there are '
+      f'{", ".join(chip.slices)}.'
+    )
   wanted = chip.smallest if chips == 1 else shape
   for variable, value in ENVIRONMENT.items():
     os.environ.setdefault(variable, value)
