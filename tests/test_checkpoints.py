@@ -12,10 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tensorstore
 
+from models import huggingface
+from sdpo_jax.config import Config, MeshConfig
 from sdpo_jax.errors import UserError
-from sdpo_jax.training.checkpoints import DAMAGED, Checkpoints
+from sdpo_jax.mesh import make_mesh
+from sdpo_jax.training.checkpoints import DAMAGED, SKIPPED, Checkpoints, only
+from sdpo_jax.training.step import abstract_state, place_state
 from sdpo_jax.types import TrainState
+from tests import tiny
 
 
 def make_state(step: int, size: int = 64) -> TrainState:
@@ -54,6 +60,102 @@ def test_everything_comes_back_bit_for_bit(tmp_path):
   assert step == 3
   assert host == {'iterator': {'position': 3}}
   assert_same(state, make_state(3))
+
+
+def noisy(state: TrainState) -> TrainState:
+  """The state with random numbers in every float leaf, where they were."""
+
+  def fill(place: int, leaf: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+      return leaf
+    return jax.device_put(np.random.default_rng(place).normal(size=leaf.shape).astype(leaf.dtype), leaf.sharding)
+
+  leaves, structure = jax.tree.flatten(state)
+  return structure.unflatten([fill(place, leaf) for place, leaf in enumerate(leaves)])
+
+
+def bytes_read() -> int:
+  """From files, by Orbax's storage library, since this process began."""
+  [metric] = tensorstore.experimental_collect_matching_metrics('/tensorstore/kvstore/file/bytes_read')
+  return metric['values'][0]['value']
+
+
+def test_one_field_is_read_without_the_others(tmp_path):
+  checkpoints = Checkpoints(tmp_path)
+  checkpoints.save(1, noisy(make_state(1, size=20_000)), {'a': 1}, {})
+  checkpoints.wait()
+  like = make_state(0, size=20_000)
+  before = bytes_read()
+  whole = checkpoints.restore_step(1, like)
+  everything = bytes_read() - before
+  assert everything > 3 * whole.trainable['layer']['w'].nbytes  # Student, teacher and two moments; random numbers.
+  for field in ('trainable', 'teacher'):
+    before = bytes_read()
+    step, state, host = checkpoints.restore(only(field, like))
+    assert bytes_read() - before < 0.3 * everything
+    assert (step, host) == (1, {'a': 1})
+    chex.assert_trees_all_equal(getattr(state, field), getattr(whole, field))
+    assert all(leaf is SKIPPED for leaf in jax.tree.leaves(state.replace(**{field: {}})))
+    chex.assert_trees_all_equal(getattr(checkpoints.restore_step(1, only(field, like)), field), getattr(whole, field))
+  checkpoints.save(2, whole.replace(step=jnp.int32(2)), {}, {})  # Reading parts does not get in the way of a run.
+  checkpoints.wait()
+  assert_same(checkpoints.restore_step(2, like), whole.replace(step=jnp.int32(2)))
+
+
+def test_one_field_of_another_model_is_not_restored(tmp_path):
+  checkpoints = save_steps(tmp_path, {1: {}})
+  like = make_state(0)
+  other = {'layer': {**like.trainable['layer'], 'more': jnp.zeros(3)}}
+  for trainable, reason in ((other, 'structures do not match'), (make_state(0, size=32).trainable, 'shape')):
+    with pytest.raises(UserError, match=f'step 1 in .* cannot be read .*{reason}'):
+      checkpoints.restore_step(1, only('trainable', like.replace(trainable=trainable)))
+
+
+def test_of_a_damaged_checkpoint_no_field_is_taken(tmp_path):
+  save_steps(tmp_path, {1: {}, 2: {}}).close()
+  largest_file(tmp_path / 'checkpoints' / '2').write_bytes(b'')
+  reader = Checkpoints(tmp_path, read_only=True)
+  step, state, _ = reader.restore(only('trainable', make_state(0)))
+  assert step == 1
+  chex.assert_trees_all_equal(state.trainable, make_state(1).trainable)
+  with pytest.raises(UserError, match='checkpoint of step 2 in .* cannot be read'):
+    reader.restore_step(2, only('teacher', make_state(0)))
+
+
+@pytest.fixture(scope='module')
+def layouts(tmp_path_factory):
+  """Mesh shape -> (mesh, parameters on it) of one model, whose vocabulary is padded so that each mesh divides it."""
+  config = Config()
+  config.model.path = str(tiny.make_model(tmp_path_factory.mktemp('layouts') / 'model', num_key_value_heads=4))
+  config.model.vocab_multiple = 16
+
+  def make(shape: tuple[int, int]):
+    mesh = make_mesh(MeshConfig(*shape), jax.devices()[: shape[0] * shape[1]])
+    return mesh, huggingface.load(config.model.path, config.model, mesh=mesh)[1]
+
+  return config, {shape: make(shape) for shape in ((8, 1), (2, 4), (1, 1))}
+
+
+def test_a_state_of_one_mesh_is_the_same_on_another(layouts, tmp_path):
+  config, places = layouts
+  mesh, parameters = places[8, 1]
+  state = noisy(place_state(config, parameters, mesh))
+  checkpoints = Checkpoints(tmp_path)
+  checkpoints.save(1, state, {}, {})
+  checkpoints.wait()
+  for shape in ((8, 1), (2, 4), (1, 1)):
+    mesh, parameters = places[shape]
+    like = abstract_state(config, parameters, mesh)
+    for found in (checkpoints.restore_step(1, like), checkpoints.restore_step(1, only('teacher', like))):
+      read = [leaf is not SKIPPED for leaf in jax.tree.leaves(found)]
+      assert all(read) or sum(read) == len(jax.tree.leaves(parameters))
+      for there, here, layout in zip(*map(jax.tree.leaves, (state, found, like)), strict=True):
+        if here is not SKIPPED:
+          assert here.sharding == layout.sharding and here.dtype == there.dtype
+          if jax.dtypes.issubdtype(here.dtype, jax.dtypes.prng_key):
+            there, here = jax.random.key_data(there), jax.random.key_data(here)
+          np.testing.assert_array_equal(there, here)
+    assert len(found.teacher['embedding'].sharding.device_set) == mesh.size
 
 
 def test_a_relative_folder(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from sdpo_jax.files import is_local
 from sdpo_jax.types import TrainState
 
 DAMAGED = 'checkpoints_damaged'
+SKIPPED = ocp.PLACEHOLDER  # In the place of a leaf that is not to be read.
 _logger = logging.getLogger('sdpo_jax.checkpoints')
 
 
@@ -102,7 +103,7 @@ class Checkpoints:
     try:
       self._manager.save(
         step,
-        args=ocp.args.Composite(state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(dict(host))),
+        args=ocp.args.Composite(state=ocp.args.PyTreeSave(state), host=ocp.args.JsonSave(dict(host))),
         metrics=measured,
         force=True,
       )
@@ -130,7 +131,7 @@ class Checkpoints:
     A checkpoint that cannot be read is reported, moved to `checkpoints_damaged/`, and the one before it is tried.
 
     Args:
-      like: a state, or abstract arrays with shardings, of the layout to restore.
+      like: a state, or abstract arrays with shardings, of the layout to restore; what is `SKIPPED` in it is not read.
 
     Raises:
       UserError: there are checkpoints but none can be read.
@@ -163,7 +164,7 @@ class Checkpoints:
 
     Args:
       step: one of `steps`.
-      like: a state, or abstract arrays with shardings, of the layout to restore.
+      like: as in `restore`.
 
     Raises:
       UserError: it cannot be read.
@@ -178,9 +179,9 @@ class Checkpoints:
       ) from error
 
   def _read(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-    restored = self._manager.restore(
-      step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract(like)), host=ocp.args.JsonRestore())
-    )
+    like = abstract(like)
+    layout = ocp.args.PyTreeRestore(item=like, restore_args=ocp.checkpoint_utils.construct_restore_args(like))
+    restored = self._manager.restore(step, args=ocp.args.Composite(state=layout, host=ocp.args.JsonRestore()))
     return restored['state'], restored['host']
 
   def _set_aside(self, step: int) -> None:
@@ -202,7 +203,16 @@ def _first_line(error: Exception) -> str:
 
 
 def abstract(state: TrainState) -> TrainState:
-  """Shapes, dtypes and shardings of a state."""
-  return jax.tree.map(
-    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, 'sharding', None)), state
-  )
+  """Shapes, dtypes and shardings of a state; what is `SKIPPED` in it stays so."""
+
+  def describe(leaf: Any) -> Any:
+    if leaf is SKIPPED:
+      return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, 'sharding', None))
+
+  return jax.tree.map(describe, state)
+
+
+def only(field: str, state: TrainState) -> TrainState:
+  """The layout that restores one field of a state; everything else in it is `SKIPPED`."""
+  return jax.tree.map(lambda leaf: SKIPPED, state).replace(**{field: getattr(state, field)})

@@ -19,7 +19,7 @@ from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import write_atomically
-from sdpo_jax.training.checkpoints import Checkpoints
+from sdpo_jax.training.checkpoints import Checkpoints, only
 from sdpo_jax.training.evaluation import Evaluation, evaluate
 from sdpo_jax.training.records import finite
 from sdpo_jax.training.session import Session, make_session
@@ -47,6 +47,8 @@ def open_run(
 ) -> tuple[Session, Tree, int]:
   """A run's session, the parameters of a checkpoint of it, and its step; the run may be going on.
 
+  Of the checkpoint nothing else is read: no optimizer state, and of student and teacher the one that is asked for.
+
   Args:
     workdir: of the run.
     weights: whose.
@@ -62,7 +64,13 @@ def open_run(
   checkpoints = epath.Path(workdir) / 'checkpoints'
   if not checkpoints.exists() or not any(checkpoints.iterdir()):
     raise UserError(f'{workdir} has no checkpoint yet: let the run save one (trainer.save_freq).')
-  reader, like = Checkpoints(workdir, read_only=True), abstract_state(trained, parameters, session.mesh)
+  like = abstract_state(trained, parameters, session.mesh)
+  if weights == 'teacher' and not jax.tree.leaves(like.teacher):
+    raise UserError('--weights=teacher: the teacher of this run has no weights of its own; export --weights=student.')
+  del parameters  # There may be no room for both these and those of the checkpoint.
+  field = 'teacher' if weights == 'teacher' else 'trainable'
+  like = only(field, like)
+  reader = Checkpoints(workdir, read_only=True)
   try:
     if step is not None:
       if step not in reader.steps():
@@ -75,9 +83,7 @@ def open_run(
       step, state, _ = restored
   finally:
     reader.close()
-  if weights == 'teacher' and not jax.tree.leaves(state.teacher):
-    raise UserError('--weights=teacher: the teacher of this run has no weights of its own; export --weights=student.')
-  return session, state.teacher if weights == 'teacher' else state.trainable, step
+  return session, getattr(state, field), step
 
 
 def open_source(

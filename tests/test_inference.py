@@ -1,0 +1,80 @@
+"""Using a run: the weights of its checkpoints, and nothing else of them."""
+
+import chex
+import jax
+import pytest
+from safetensors.numpy import load_file
+
+from models import huggingface
+from sdpo_jax.config import Config
+from sdpo_jax.errors import UserError
+from sdpo_jax.training import inference
+from sdpo_jax.training.checkpoints import SKIPPED, Checkpoints
+from sdpo_jax.training.session import make_session
+from sdpo_jax.training.step import place_state
+from tests import tiny
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+  return tiny.make_model(tmp_path_factory.mktemp('inference') / 'model')
+
+
+def make_run(workdir, model, teacher: str):
+  """A run of one checkpoint, whose student and teacher are the model's weights halved and doubled; its state."""
+  config = Config()
+  config.model.path = str(model)
+  config.actor.self_distillation.teacher_regularization = teacher
+  workdir.mkdir()
+  (workdir / 'config.json').write_text(config.to_json())
+  session, parameters = make_session(config, workdir)
+  state = place_state(config, parameters, session.mesh)
+  scale = lambda tree, factor: jax.tree.map(lambda leaf: leaf * factor, tree)
+  state = state.replace(trainable=scale(state.trainable, 0.5), teacher=scale(state.teacher, 2.0))
+  checkpoints = Checkpoints(workdir)
+  checkpoints.save(1, state, {}, {})
+  checkpoints.wait()
+  checkpoints.close()
+  return state
+
+
+@pytest.fixture(scope='module')
+def run(model, tmp_path_factory):
+  workdir = tmp_path_factory.mktemp('runs') / 'ema'
+  return workdir, make_run(workdir, model, 'ema')
+
+
+@pytest.mark.parametrize('weights, field', [('student', 'trainable'), ('teacher', 'teacher')])
+@pytest.mark.parametrize('step', [None, 1])
+def test_a_run_opens_with_one_copy_of_the_weights(run, weights, field, step, monkeypatch):
+  """Of the checkpoint those that are asked for; the model directory's, which give the layout, are gone by then."""
+  workdir, state = run
+  live = lambda: sum(array.nbytes for array in jax.live_arrays())
+  read, before, during, restored = Checkpoints._read, live(), [], []
+
+  def watched(*arguments):
+    during.append(live() - before)
+    restored.append(read(*arguments)[0])
+    return restored[-1], {}
+
+  monkeypatch.setattr(Checkpoints, '_read', watched)
+  _, parameters, found = inference.open_run(workdir, weights, step=step)
+  assert found == 1
+  chex.assert_trees_all_equal(parameters, getattr(state, field))
+  [held], [whole] = during, restored
+  assert held < 0.1 * sum(leaf.nbytes for leaf in jax.tree.leaves(parameters))
+  assert {leaf is SKIPPED for leaf in jax.tree.leaves(whole.replace(**{field: {}}))} == {True}
+
+
+@pytest.mark.parametrize('weights, factor', [('student', 0.5), ('teacher', 2.0)])
+def test_an_export_holds_the_weights_that_are_asked_for(run, model, weights, factor, tmp_path):
+  assert inference.export(run[0], tmp_path / 'out', weights) == 1
+  original, exported = (load_file(folder / huggingface.WEIGHTS) for folder in (model, tmp_path / 'out'))
+  chex.assert_trees_all_equal(exported, {name: factor * tensor for name, tensor in original.items()})
+
+
+def test_a_teacher_without_weights_is_not_opened(model, tmp_path):
+  make_run(tmp_path / 'live', model, 'live')
+  with pytest.raises(UserError, match='the teacher of this run has no weights of its own; export --weights=student'):
+    inference.open_run(tmp_path / 'live', 'teacher')
+  assert inference.open_run(tmp_path / 'live', 'student')[2] == 1
