@@ -18,7 +18,7 @@ from sdpo_jax import mesh as meshes
 from sdpo_jax import programs as registry
 from sdpo_jax.config import Config, MeshConfig, ModelConfig
 from sdpo_jax.errors import UserError
-from sdpo_jax.planner import hlo, kernels, model, report, search, topology
+from sdpo_jax.planner import hlo, kernels, model, report, run, search, topology
 from sdpo_jax.planner import plan as planning
 from tests import tiny
 
@@ -301,6 +301,39 @@ def test_a_hub_that_cannot_be_reached_is_said(monkeypatch):
   config.model.path = 'someone/else'
   with pytest.raises(UserError, match='--model_config=FILE.json'):
     model.read(config)
+
+
+@pytest.mark.parametrize(
+  'given, said',
+  [
+    ({'mean_completion': 5000.0}, r'--mean_completion=5000 .* at most 4096'),
+    ({'longest_completion': 9000.0}, r'--longest_completion=9000 .* data.max_response_length'),
+    ({'mean_completion': 20.0, 'longest_completion': 10.0}, r'--mean_completion=20 .* --longest_completion'),
+    ({'mean_prompt': 0.0}, r'--mean_prompt=0 must be more than 0'),
+    ({'mean_reprompt': 5e4}, r'--mean_reprompt=50000 .* max_reprompt_len'),
+  ],
+)
+def test_lengths_that_cannot_be_are_refused(given, said):
+  config = qwen3_8b_chemistry.get_config()
+  config.data.max_response_length = 4096
+  with pytest.raises(UserError, match=said):
+    planning.Assumptions.of(config, topology.CHIPS['v5e'], **given)
+
+
+def test_the_mean_follows_the_longest():
+  assumed = planning.Assumptions.of(qwen3_8b_chemistry.get_config(), topology.CHIPS['v5e'], longest_completion=100.0)
+  assert assumed.mean_completion == 50
+
+
+def test_an_output_that_cannot_be_written_is_found_before_anything_is_compiled(tmp_path):
+  (tmp_path / 'folder').mkdir()
+  plan = lambda output: run.plan(
+    qwen3_8b_chemistry.get_config(), 'v5e:2x2', output=str(output), given={}, announce=print, show=print
+  )
+  with pytest.raises(UserError, match='is a directory: name a file'):
+    plan(tmp_path / 'folder')
+  with pytest.raises(UserError, match='there is no directory'):
+    plan(tmp_path / 'nowhere' / 'plan.json')
 
 
 def test_a_search_ranks_what_fits_by_speed_and_the_rest_by_size(monkeypatch):

@@ -20,6 +20,7 @@ from models.policy import Policy
 from sdpo_jax import mesh as meshes
 from sdpo_jax import programs as registry
 from sdpo_jax.config import Config
+from sdpo_jax.errors import UserError
 from sdpo_jax.planner import hlo, kernels
 from sdpo_jax.planner.topology import Chip, Topology
 from sdpo_jax.rollout import engine
@@ -47,17 +48,33 @@ class Assumptions:
 
   @classmethod
   def of(cls, config: Config, chip: Chip, **given: float | None) -> Assumptions:
-    """Those given, else: every length at its limit but the mean completion, which is half of it; the list price."""
-    limit = config.data.max_response_length
+    """Those given, else: every length at its limit but the mean completion, half of the longest; the list price.
+
+    Raises:
+      UserError: a length that the settings, or another one, rule out.
+    """
+    data, reprompt = config.data, config.actor.self_distillation.max_reprompt_len
+    longest = given.get('longest_completion') or float(data.max_response_length)
     defaults = {
-      'mean_completion': limit / 2,
-      'longest_completion': float(limit),
-      'mean_prompt': float(config.data.max_prompt_length),
-      'mean_reprompt': float(config.actor.self_distillation.max_reprompt_len),
-      'evaluation_questions': config.data.val_max_samples,
+      'mean_completion': longest / 2,
+      'longest_completion': longest,
+      'mean_prompt': float(data.max_prompt_length),
+      'mean_reprompt': float(reprompt),
+      'evaluation_questions': data.val_max_samples,
       'price': chip.price,
     }
-    return cls(**{name: value if given.get(name) is None else given[name] for name, value in defaults.items()})
+    assumed = cls(**{name: value if given.get(name) is None else given[name] for name, value in defaults.items()})
+    bounds = (
+      ('longest_completion', data.max_response_length, 'data.max_response_length'),
+      ('mean_completion', longest, '--longest_completion'),
+      ('mean_prompt', data.max_prompt_length, 'data.max_prompt_length'),
+      ('mean_reprompt', reprompt, 'actor.self_distillation.max_reprompt_len'),
+    )
+    for name, most, bound in bounds:
+      value = getattr(assumed, name)
+      if not 0 < value <= most:
+        raise UserError(f'--{name}={value:g} must be more than 0 and at most {most:g}, which is {bound}.')
+    return assumed
 
 
 @dataclasses.dataclass

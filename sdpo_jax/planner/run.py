@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import json
+import os
 import pathlib
 
 from sdpo_jax.config import Config
@@ -46,8 +47,8 @@ def plan(
     UserError: libtpu is missing, the slice is unknown, the mesh does not fit it, the model has no config.json, or the
       output cannot be written.
   """
-  if output is not None and not pathlib.Path(output).absolute().parent.is_dir():
-    raise UserError(f'--output={output}: there is no directory {pathlib.Path(output).absolute().parent}.')
+  if output is not None:
+    _check_output(pathlib.Path(output).absolute())
   check(search_over)
   slice_ = describe(topology)
   policy, source = model.read(config, model_config)
@@ -63,3 +64,13 @@ def plan(
   if output is not None:
     pathlib.Path(output).write_text(json.dumps(numbers, indent=2) + '\n', encoding='utf-8')
   return made
+
+
+def _check_output(file: pathlib.Path) -> None:
+  """Compiling takes minutes; whether its result can be written is better known before."""
+  if not file.parent.is_dir():
+    raise UserError(f'--output={file}: there is no directory {file.parent}.')
+  if file.is_dir():
+    raise UserError(f'--output={file} is a directory: name a file.')
+  if not os.access(file if file.exists() else file.parent, os.W_OK):
+    raise UserError(f'--output={file} may not be written: name another file.')

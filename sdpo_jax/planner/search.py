@@ -18,6 +18,7 @@ SEARCHED = ('mesh', 'micro_batch', 'remat', 'rows')
 _MICRO = (1, 2, 4)  # Rows a chip.
 _ROWS = (64, 128, 256, 384, 512, 1024)
 REMATS = ('full', 'save_attention', 'dots', 'none')  # From the least memory to the most.
+_TRAINING = ('score', 'update')
 _SAMPLING = ('prepare', 'prefill', 'decode')
 
 
@@ -65,7 +66,7 @@ def search(
   for mesh in meshes(config, policy, chips, over):
     here = changed(config, mesh)
     compiled = lambda options, labels, here=here: _parts(here, policy, topology, assumptions, options, labels, announce)
-    updates = compiled(update_options(here, chips, over), ('update',))
+    updates = compiled(update_options(here, chips, over), _TRAINING)
     samplers = compiled(sampling_options(here, over), _SAMPLING)
     fastest = lambda parts: min(parts, key=_order)
     pairs = [(update, fastest(samplers)) for update in updates] + [(fastest(updates), sampler) for sampler in samplers]
