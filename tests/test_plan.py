@@ -310,7 +310,7 @@ def test_a_hub_that_cannot_be_reached_is_said(monkeypatch):
     ({'longest_completion': 9000.0}, r'--longest_completion=9000 .* data.max_response_length'),
     ({'mean_completion': 20.0, 'longest_completion': 10.0}, r'--mean_completion=20 .* --longest_completion'),
     ({'mean_prompt': 0.0}, r'--mean_prompt=0 must be more than 0'),
-    ({'mean_reprompt': 5e4}, r'--mean_reprompt=50000 .* max_reprompt_len'),
+    ({'mean_reprompt': 5e4}, r'--mean_reprompt=50000 .*max_reprompt_len'),
   ],
 )
 def test_lengths_that_cannot_be_are_refused(given, said):
