@@ -18,6 +18,7 @@ from models import huggingface
 from sdpo_jax.config import Config, MeshConfig
 from sdpo_jax.errors import UserError
 from sdpo_jax.mesh import make_mesh
+from sdpo_jax.training import checkpoints as checkpoint_module
 from sdpo_jax.training.checkpoints import DAMAGED, SKIPPED, Checkpoints, only
 from sdpo_jax.training.step import abstract_state, place_state
 from sdpo_jax.types import TrainState
@@ -240,6 +241,16 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(tmp
   reopened.save(2, make_state(2), {}, {})
   reopened.wait()
   assert reopened.restore(make_state(0))[0] == 2
+
+
+def test_what_another_process_cannot_read_nobody_takes(tmp_path, caplog, monkeypatch):
+  reading = save_steps(tmp_path, {1: {}, 2: {}})
+  theirs = {'the end of reading the checkpoint of step 2': 'the bucket did not answer'}
+  monkeypatch.setattr(checkpoint_module, 'gathered', lambda value, what: [value, theirs.get(what)])
+  step, state, _ = reading.restore(make_state(0))
+  assert step == 1
+  assert_same(state, make_state(1))
+  assert 'Checkpoint of step 2 cannot be read (the bucket did not answer)' in caplog.text
 
 
 def test_reading_a_run_that_goes_on_touches_nothing(tmp_path):

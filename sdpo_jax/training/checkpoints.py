@@ -12,8 +12,10 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
+from sdpo_jax.cluster import barrier
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import is_local
+from sdpo_jax.training.processes import gathered
 from sdpo_jax.types import TrainState
 
 DAMAGED = 'checkpoints_damaged'
@@ -128,7 +130,8 @@ class Checkpoints:
   def restore(self, like: TrainState) -> tuple[int, TrainState, dict[str, Any]] | None:
     """The newest readable checkpoint as (step, state, host state); None when there is none at all.
 
-    A checkpoint that cannot be read is reported, moved to `checkpoints_damaged/`, and the one before it is tried.
+    A checkpoint that cannot be read, by whichever process, is reported, moved to `checkpoints_damaged/`, and the one
+    before it is tried.
 
     Args:
       like: a state, or abstract arrays with shardings, of the layout to restore; what is `SKIPPED` in it is not read.
@@ -139,15 +142,20 @@ class Checkpoints:
     failures = []
     for step in reversed(self.steps()):
       try:
-        state, host = self._read(step, like)
+        (state, host), own = self._read(step, like), None
       except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged file; all mean the same here.
-        reason = _first_line(error)
+        own = _first_line(error)
+      # One process must not go on from another step than the others.
+      reasons = gathered(own, f'the end of reading the checkpoint of step {step}')
+      reason = own or next(filter(None, reasons), None)
+      if reason is not None:
         failures.append((step, reason))
         _logger.error('Checkpoint of step %d cannot be read (%s); trying the one before it.', step, reason)
         continue
       if failures and not self._read_only:
         for damaged, _ in failures:
           self._set_aside(damaged)
+        barrier('the setting aside of damaged checkpoints')
         self._manager.close()
         self._manager = self._open()
       return step, state, host
