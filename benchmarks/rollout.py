@@ -1,22 +1,47 @@
-"""Tokens per second of the sampler and of transformers' `generate`: same model, prompts and length, one core each.
+"""Tokens per CPU-second of the sampler beside transformers' `generate`, Tunix's sampler and an older checkout of ours.
 
-    python -m benchmarks.rollout [--model=tiny|mid] [--prompts=8] [--n=8] [--prompt_length=64] [--new_tokens=128]
+    python -m benchmarks.rollout [--settings=greedy,plain,top_p,top_p_top_k,long_tail] [--model=small|tiny|mid]
+      [--tunix_python=PATH] [--spine=DIR]
 
-Both sides sample at temperature 1 from random Qwen3 weights in float32 with the end-of-sequence token disabled, after a
-warm-up that compiles and loads everything. Ours shares one prefill among the n completions of a prompt and returns two
-log-probs and the entropy of every token, which `generate` does not. They take turns, and the medians are printed as one
-JSON line: wall-clock seconds depend on what else the machine does, CPU seconds do not.
+Every side has the same random Qwen3 weights in float32, the same prompts and the same lengths, which are forced: no
+token ends a row. Each is a process of its own; all are bound to the same core and one thread, take turns, and are
+warmed up first. The medians are printed as one JSON line a setting. CPU-seconds, prefill and host work included, are
+what to compare: wall-clock seconds depend on what else the machine does.
+
+Settings: `greedy`; `plain` (temperature 1); `top_p` (0.95, all of the vocabulary); `top_p_top_k` (0.95 of the best 50);
+`long_tail`: `--samples` samples through `--slots` slots, each as long as its own maximum, log-normal with sigma 1 and
+a mean of an eighth of `--longest`. There, `generate` and the older checkout run batches of `--slots` in the order of
+arrival, and only the tokens up to each row's maximum count. Ours returns two log-probs and the entropy of every token
+in all settings, Tunix the log-probs in `plain` alone (it is faster without), transformers none.
+
+Tunix needs an environment of its own, whose Python `--tunix_python` names; without it that side is left out:
+
+    python3.11 -m venv tunix && tunix/bin/pip install google-tunix "jax[cpu]==0.10.2"
+
+`--spine` names a checkout of this repository as it was when it sampled whole batches; without it that side is left out:
+
+    git worktree add spine c346baf
+
+`cache_mib` is the largest key-value cache a side held; `cache_minimum_mib` what the tokens need that are alive at the
+fullest moment when slots are refilled at once. `same_greedy_tokens` compares the first row of every side with ours.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+import functools
+import heapq
 import json
 import os
+from pathlib import Path
 import statistics
+import subprocess
+import sys
 import tempfile
-import time
+from typing import Any
+
+from benchmarks.rollout_sides import timed
 
 MODELS = {
   'tiny': dict(
@@ -26,6 +51,15 @@ MODELS = {
     num_hidden_layers=4,
     num_attention_heads=4,
     num_key_value_heads=2,
+    head_dim=32,
+  ),
+  'small': dict(
+    vocab_size=32000,
+    hidden_size=256,
+    intermediate_size=768,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
     head_dim=32,
   ),
   'mid': dict(
@@ -38,26 +72,48 @@ MODELS = {
     head_dim=64,
   ),
 }
+SETTINGS = {
+  'greedy': dict(temperature=0.0, top_p=1.0, top_k=0),
+  'plain': dict(temperature=1.0, top_p=1.0, top_k=0),
+  'top_p': dict(temperature=1.0, top_p=0.95, top_k=0),
+  'top_p_top_k': dict(temperature=1.0, top_p=0.95, top_k=50),
+  'long_tail': dict(temperature=1.0, top_p=1.0, top_k=0),
+}
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument('--model', choices=[*MODELS, 'all'], default='all')
-  parser.add_argument('--prompts', type=int, default=8)
-  parser.add_argument('--n', type=int, default=8, help='completions a prompt')
+  parser.add_argument('--settings', default=','.join(SETTINGS), help='comma-separated')
+  parser.add_argument('--model', choices=MODELS, default='small')
+  parser.add_argument('--prompts', type=int, default=16)
+  parser.add_argument('--n', type=int, default=1, help='completions a prompt, in all settings')
   parser.add_argument('--prompt_length', type=int, default=64)
-  parser.add_argument('--new_tokens', type=int, default=None, help='default: 128 for tiny, 64 for mid')
-  parser.add_argument('--top_p', type=float, default=1.0)
+  parser.add_argument('--new_tokens', type=int, default=128)
+  parser.add_argument('--samples', type=int, default=256, help='samples of long_tail')
+  parser.add_argument('--slots', type=int, default=64, help='rows that long_tail decodes at once')
+  parser.add_argument('--longest', type=int, default=512, help='maximum of the lengths of long_tail')
   parser.add_argument('--repeats', type=int, default=3)
+  parser.add_argument('--tunix_python', default='', help="Tunix's Python")
+  parser.add_argument('--spine', default='', help='folder of an older checkout')
   args = parser.parse_args()
+  unknown = set(args.settings.split(',')) - set(SETTINGS)
+  if unknown:
+    parser.error(f'--settings: {", ".join(sorted(unknown))} is not one of {", ".join(SETTINGS)}')
   one_core()
-  for name in MODELS if args.model == 'all' else [args.model]:
-    new_tokens = args.new_tokens or (128 if name == 'tiny' else 64)
-    print(json.dumps(compare(name, args.prompts, args.n, args.prompt_length, new_tokens, args.top_p, args.repeats)))
+  with tempfile.TemporaryDirectory() as checkpoint:
+    write_checkpoint(args.model, checkpoint)
+    workers = start(args, checkpoint)
+    try:
+      for setting in args.settings.split(','):
+        print(json.dumps(compare(setting, args, workers)), flush=True)
+    finally:
+      for worker in workers.values():
+        worker.stop()
 
 
 def one_core() -> None:
-  """Both libraries on one core and one thread; call before either is imported."""
+  """This process and those it starts on one core and one thread; call before any of the libraries is imported."""
   if hasattr(os, 'sched_setaffinity'):
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
   os.environ['JAX_PLATFORMS'] = 'cpu'
@@ -66,96 +122,169 @@ def one_core() -> None:
     os.environ[name] = '1'
 
 
-def compare(
-  name: str, prompts: int, n: int, prompt_length: int, new_tokens: int, top_p: float, repeats: int
-) -> dict[str, object]:
-  """The benchmark's line for one model: tokens per second and CPU seconds per token of both sides."""
-  import jax
-  import numpy as np
+def write_checkpoint(model: str, path: str) -> None:
+  """Random weights in the format of Hugging Face, which every side reads."""
   import torch
   import transformers
 
-  from models import huggingface
-  from sdpo_jax.config import ModelConfig
-  from sdpo_jax.rollout.engine import Sampler
-
-  torch.set_num_threads(1)
   torch.manual_seed(0)
-  config = transformers.Qwen3Config(**MODELS[name], tie_word_embeddings=True, eos_token_id=None, pad_token_id=0)
-  model = transformers.Qwen3ForCausalLM(config).eval()
-  with tempfile.TemporaryDirectory() as path:
-    model.save_pretrained(path)
-    policy, params = huggingface.load(path, ModelConfig(path=path, dtype='float32', remat='none'))
-  tokens = np.random.default_rng(0).integers(1, config.vocab_size, (prompts, prompt_length))
-  rows = torch.tensor(tokens).repeat_interleave(n, 0)
-  sampler = Sampler(
-    policy, NoText(), prompt_buckets=(prompt_length,), response_buckets=(new_tokens,), max_batch_rows=prompts * n
+  config = transformers.Qwen3Config(
+    **MODELS[model],
+    tie_word_embeddings=True,
+    eos_token_id=None,
+    pad_token_id=0,
+    rope_parameters={'rope_type': 'default', 'rope_theta': 1e6},
   )
+  transformers.Qwen3ForCausalLM(config).save_pretrained(path)
 
-  def ours(step: int) -> None:
-    rollouts = sampler.sample(
-      {}, params, tokens.tolist(), n=n, seed=0, step=step, max_tokens=new_tokens, temperature=1.0, top_p=top_p
+
+class Worker:
+  """The process of one side."""
+
+  def __init__(self, side: str, checkpoint: str, python: str, root: str):
+    script = str(ROOT / 'benchmarks' / 'rollout_sides.py')
+    self.side = side
+    self._process = subprocess.Popen(
+      [python, '-P', script, side, checkpoint],
+      env=os.environ | {'PYTHONPATH': root},
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
     )
-    assert rollouts.completion_mask.all()
+    self.versions: dict[str, str] = self._answer()
 
-  def theirs(step: int) -> None:
-    del step
-    with torch.inference_mode():
-      out = model.generate(
-        rows,
-        attention_mask=torch.ones_like(rows),
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=top_p,
-        max_new_tokens=new_tokens,
-        eos_token_id=None,
-        pad_token_id=0,
-      )
-    assert out.shape == (prompts * n, prompt_length + new_tokens)
+  def run(self, work: dict[str, Any], step: int) -> dict[str, Any]:
+    """The answer to one request; step 0 warms up."""
+    print(json.dumps({'work': work, 'step': step}), file=self._process.stdin, flush=True)
+    return self._answer()
 
-  measured = take_turns({'sdpo_jax': ours, 'transformers': theirs}, repeats)
-  count = prompts * n * new_tokens
-  sides = {
-    side: {'tokens_per_s': round(count / wall, 1), 'cpu_us_per_token': round(cpu / count * 1e6, 2)}
-    for side, (wall, cpu) in measured.items()
-  }
-  return {
+  def stop(self) -> None:
+    self._process.stdin.close()
+    self._process.wait()
+
+  def _answer(self) -> dict[str, Any]:
+    line = self._process.stdout.readline()
+    if not line:
+      raise SystemExit(f'{self.side} ended with status {self._process.wait()}; what it said stands above.')
+    return json.loads(line)
+
+
+def start(args: argparse.Namespace, checkpoint: str) -> dict[str, Worker]:
+  """The sides that there are, ours first."""
+  here = functools.partial(Worker, checkpoint=checkpoint, python=sys.executable)
+  workers = {'sdpo_jax': here('sdpo_jax', root=str(ROOT)), 'transformers': here('transformers', root='')}
+  if args.tunix_python:
+    workers['tunix'] = Worker('tunix', checkpoint, args.tunix_python, '')
+  if args.spine:
+    workers['spine'] = here('sdpo_jax', root=str(Path(args.spine).resolve()))
+  return workers
+
+
+def compare(setting: str, args: argparse.Namespace, workers: dict[str, Worker]) -> dict[str, Any]:
+  """The line of one setting."""
+  work = make_work(setting, args)
+  # Whole batches of equal rows leave Tunix nothing to choose; it would step all 256 rows to the longest.
+  sides = {name: worker for name, worker in workers.items() if setting != 'long_tail' or name != 'tunix'}
+  answers = turns({name: functools.partial(worker.run, work) for name, worker in sides.items()}, args.repeats)
+  count = sum(work['max_tokens'])
+  median = lambda name, key: statistics.median(answer[key] for answer in answers[name])
+  cpu = {name: median(name, 'cpu_s') for name in sides}
+  mib = lambda size: None if size is None else round(size / 2**20, 2)
+  line = {
     'benchmark': 'rollout',
-    'model': name,
-    'parameters': sum(leaf.size for leaf in jax.tree.leaves(params)),
-    'prompts': prompts,
-    'n': n,
-    'prompt_length': prompt_length,
-    'new_tokens': new_tokens,
-    'top_p': top_p,
-    **sides,
-    'times_as_fast': round(measured['transformers'][0] / measured['sdpo_jax'][0], 2),
-    'times_as_fast_cpu': round(measured['transformers'][1] / measured['sdpo_jax'][1], 2),
-    'versions': {'jax': jax.__version__, 'torch': torch.__version__, 'transformers': transformers.__version__},
+    'setting': setting,
+    'model': args.model,
+    'prompts': len(work['prompts']),
+    'n': args.n,
+    'rows': work['rows'],
+    'prompt_length': args.prompt_length,
+    'new_tokens': count,
+    'longest': max(work['max_tokens']),
+    'sides': {
+      name: {
+        'tokens_per_cpu_s': round(count / cpu[name], 1),
+        'tokens_per_s': round(count / median(name, 'wall_s'), 1),
+        'cache_mib': mib(answers[name][-1]['cache_bytes']),
+        'versions': worker.versions,
+      }
+      for name, worker in sides.items()
+    },
+    'times_as_fast_cpu': {name: round(cpu[name] / cpu['sdpo_jax'], 2) for name in sides if name != 'sdpo_jax'},
+    'cache_minimum_mib': mib(fewest_bytes(work, MODELS[args.model])),
+  }
+  if setting == 'greedy':
+    first = {name: answers[name][-1]['first_row'] for name in sides}
+    line['same_greedy_tokens'] = {name: first[name] == first['sdpo_jax'] for name in sides if name != 'sdpo_jax'}
+  left_out = [name for name in ('tunix', 'spine') if name not in sides]
+  return line | {'left_out': left_out}
+
+
+def make_work(setting: str, args: argparse.Namespace) -> dict[str, Any]:
+  """What every side is asked for, in plain numbers."""
+  import numpy as np
+
+  rng = np.random.default_rng(0)
+  tail = setting == 'long_tail'
+  if tail and args.samples % args.n:
+    raise SystemExit(f'--samples={args.samples} is not a multiple of --n={args.n}.')
+  prompts = args.samples // args.n if tail else args.prompts
+  rows = prompts * args.n
+  tokens = rng.integers(1, MODELS[args.model]['vocab_size'], (prompts, args.prompt_length))  # 0 pads.
+  return {
+    **SETTINGS[setting],
+    'prompts': tokens.tolist(),
+    'n': args.n,
+    'rows': args.slots if tail else rows,
+    'max_tokens': long_tail(rng, rows, args.longest) if tail else [args.new_tokens] * rows,
+    'log_probs': setting == 'plain',
   }
 
 
-def take_turns(sides: dict[str, Callable[[int], None]], repeats: int) -> dict[str, tuple[float, float]]:
-  """Median (wall, CPU) seconds of each side over `repeats` runs after one to warm up."""
-  seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+def long_tail(rng: Any, samples: int, longest: int) -> list[int]:
+  """Lengths from a log-normal distribution with sigma 1 and mean longest / 8, at least 1 and at most `longest`."""
+  import numpy as np
+
+  lengths = rng.lognormal(np.log(longest / 8) - 0.5, 1.0, samples)
+  return np.clip(np.ceil(lengths), 1, longest).astype(int).tolist()
+
+
+def fewest_bytes(work: dict[str, Any], model: dict[str, int]) -> int:
+  """Bytes of keys and values, float32, of the tokens alive at the fullest moment, slots being refilled at once.
+
+  The newest token of a row is in no cache yet; prompts are held once a sample.
+  """
+  most = most_alive(work['max_tokens'], work['rows'], len(work['prompts'][0]))
+  return most * model['num_hidden_layers'] * 2 * model['num_key_value_heads'] * model['head_dim'] * 4
+
+
+def most_alive(lengths: Sequence[int], slots: int, prompt_length: int) -> int:
+  """The largest number of cached tokens over all steps when each of the `slots` takes the next sample once it is free."""
+  free = [0] * slots
+  spans = []
+  for length in lengths:
+    begin = heapq.heappop(free)
+    spans.append((begin, begin + length))
+    heapq.heappush(free, begin + length)
+  # The number only falls when a row ends, so that its peaks are the last steps of rows.
+  return max(sum(prompt_length + end - 1 - begin for begin, other in spans if begin < end <= other) for _, end in spans)
+
+
+def turns(sides: dict[str, Callable[[int], Any]], repeats: int) -> dict[str, list[Any]]:
+  """What each side returned in `repeats` runs after one to warm up (step 0)."""
+  results: dict[str, list[Any]] = {name: [] for name in sides}
   for step in range(repeats + 1):
     for name, run in sides.items():
-      wall, cpu = time.perf_counter(), time.process_time()
-      run(step)
-      seconds[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+      results[name].append(run(step))
+  return {name: runs[1:] for name, runs in results.items()}
+
+
+def take_turns(sides: dict[str, Callable[[int], Any]], repeats: int) -> dict[str, tuple[float, float]]:
+  """Median (wall, CPU) seconds of each side in this process over `repeats` runs after one to warm up."""
+  clock = lambda run: lambda step: timed(lambda: run(step))
+  measured = turns({name: clock(run) for name, run in sides.items()}, repeats)
   return {
-    name: tuple(statistics.median(column) for column in zip(*runs[1:], strict=True)) for name, runs in seconds.items()
+    name: tuple(statistics.median(column) for column in zip(*runs, strict=True)) for name, runs in measured.items()
   }
-
-
-class NoText:
-  """A tokenizer for token ids that mean nothing."""
-
-  def decode(self, token_ids: list[int], **kwargs: bool) -> str:
-    """The empty text."""
-    del token_ids, kwargs
-    return ''
 
 
 if __name__ == '__main__':

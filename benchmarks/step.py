@@ -14,7 +14,8 @@ import argparse
 import json
 import tempfile
 
-from benchmarks.rollout import MODELS, NoText, one_core, take_turns
+from benchmarks.rollout import MODELS, one_core, take_turns
+from benchmarks.rollout_sides import NoText
 
 TOPK = 20
 
