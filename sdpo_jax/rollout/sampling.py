@@ -1,20 +1,24 @@
 """Drawing one token a row from logits: temperature, top-k, top-p and min-p as data, exact, without a sort.
 
-Top-k and top-p are thresholds on the logits, and a threshold is found by bisection over the 32 bits of an
-order-preserving integer image of float32: every pass is one elementwise reduction over the vocabulary, which costs the
-same for any k and p, needs no candidate limit and stays a reduction (one small all-reduce) where the vocabulary is
-sharded. Without truncation nothing of it runs. The draw inverts the cumulative distribution with two uniforms a row
-(one chooses a block of the vocabulary, one a token in it), so that noise costs two numbers a token, not V.
+Top-k and top-p are thresholds on the weights exp(logit − largest), and a threshold is found by bisection over the bits
+of float32, from bounds that the weights themselves give until one token is left between two thresholds: every pass is
+one elementwise reduction over the vocabulary, needs no candidate limit and stays a reduction (one small all-reduce)
+where the vocabulary is sharded. Ties are told apart afterwards, in the rows that have any. Without truncation nothing
+of it runs. The draw inverts the cumulative distribution with two uniforms a row (one chooses a block of the vocabulary,
+one a token in it), so that noise costs two numbers a token, not V.
 """
 
 from __future__ import annotations
+
+import math
 
 import flax.struct
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-BLOCK = 128  # Tokens of a block of the two-level draw: the lane width of a TPU.
+BLOCK = 128  # Tokens of a block of the two-level draw where no number of blocks divides the vocabulary.
+SHARDS = 16  # The vocabulary may lie divided over so many devices, or a divisor of it, without cutting a block.
 
 
 @flax.struct.dataclass
@@ -83,29 +87,45 @@ def sample(logits: jax.Array, params: SamplingParams, keys: jax.Array, position:
 
   greedy = params.temperature <= 0
   temperature = jnp.where(greedy, 1.0, params.temperature)
-  scaled = shifted / temperature[:, None]
-  weights = truncate(scaled, params.top_k, params.top_p, params.min_p)
-  drawn = draw(weights, noise(keys, position))
-  token = lax.cond(jnp.any(greedy), lambda: jnp.where(greedy, first_argmax(shifted), drawn), lambda: drawn)
-  at = token[:, None]
-  shifted_at = jnp.take_along_axis(shifted, at, axis=-1)[:, 0]
+
+  def drawn() -> tuple[jax.Array, jax.Array]:
+    scaled = shifted / temperature[:, None]
+    # Exponentials are taken again only where a row's are others.
+    weights = lax.cond(jnp.all(temperature == 1), lambda: model_weights, lambda: jnp.exp(scaled))
+    weights = truncate(scaled, params.top_k, params.top_p, params.min_p, weights=weights)
+    return draw(weights, noise(keys, position)), jnp.sum(weights, axis=-1)
+
+  nothing_drawn = lambda: (jnp.zeros(greedy.shape, jnp.int32), jnp.ones_like(temperature))
+  token, total = lax.cond(jnp.all(greedy), nothing_drawn, drawn)
+  token = lax.cond(jnp.any(greedy), lambda: jnp.where(greedy, first_argmax(shifted), token), lambda: token)
+  shifted_at = jnp.take_along_axis(shifted, token[:, None], axis=-1)[:, 0]
   return Draw(
     token=token,
-    sampling_log_prob=jnp.where(greedy, 0.0, shifted_at / temperature - jnp.log(jnp.sum(weights, axis=-1))),
+    sampling_log_prob=jnp.where(greedy, 0.0, shifted_at / temperature - jnp.log(total)),
     model_log_prob=shifted_at - jnp.log(model_total),
     entropy=entropy,
   )
 
 
 def first_argmax(values: jax.Array) -> jax.Array:
-  """[B] int32, the first index of the largest of values [B, V] (two plain reductions, which vectorise everywhere)."""
+  """[B] int32, the first index of the largest of values [B, V], V at most 2 ** 24.
+
+  Two plain reductions, which vectorise everywhere; on a CPU those of float32 far better than those of integers.
+  """
   size = values.shape[-1]
-  index = jnp.arange(size, dtype=jnp.int32)[None]
-  first = jnp.min(jnp.where(values == jnp.max(values, axis=-1, keepdims=True), index, size), axis=-1)
-  return jnp.minimum(first, size - 1)
+  index = jnp.arange(size, dtype=jnp.float32)[None]
+  first = jnp.min(jnp.where(values == jnp.max(values, axis=-1, keepdims=True), index, size - 1), axis=-1)
+  return first.astype(jnp.int32)
 
 
-def truncate(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:
+def truncate(
+  scaled: jax.Array,
+  top_k: jax.Array,
+  top_p: jax.Array,
+  min_p: jax.Array,
+  *,
+  weights: jax.Array | None = None,
+) -> jax.Array:
   """Unnormalised probabilities after truncation: exp(scaled) where a token is kept, 0 elsewhere.
 
   Tokens that tie with the k-th are all kept (as in transformers); of tokens that tie at the edge of top-p the first in
@@ -116,35 +136,41 @@ def truncate(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.A
     top_k: [B] int32, -1 or 0 for all.
     top_p: [B] float32, 1 for all.
     min_p: [B] float32, 0 for all.
+    weights: [B, V] float32, exp(scaled) where it is there already.
 
   Returns:
     [B, V] float32, 1 at the most likely token.
   """
-  weights = jnp.exp(scaled)
-  size = scaled.shape[-1]
-  by_count = (top_k > 0) & (top_k < size)
+  weights = jnp.exp(scaled) if weights is None else weights
+  by_count = (top_k > 0) & (top_k < scaled.shape[-1])
   by_mass = top_p < 1
-  weights = lax.cond(
-    jnp.any(by_count), lambda w: jnp.where(by_count[:, None], _top_k(scaled, w, top_k), w), lambda w: w, weights
-  )
-  weights = lax.cond(
-    jnp.any(by_mass), lambda w: jnp.where(by_mass[:, None], _top_p(scaled, w, top_p), w), lambda w: w, weights
-  )
+  weights = lax.cond(jnp.any(by_count), lambda w: _top_k(scaled, w, top_k, by_count), lambda w: w, weights)
+  weights = lax.cond(jnp.any(by_mass), lambda w: _top_p(scaled, w, top_p, by_mass), lambda w: w, weights)
   return jnp.where(weights >= min_p[:, None], weights, 0.0)
 
 
 def draw(weights: jax.Array, bits: jax.Array) -> jax.Array:
   """[B] int32 tokens drawn with probability proportional to weights [B, V] float32 ≥ 0, from bits [B, 2] uint32."""
-  rows, size = weights.shape
+  size = weights.shape[1]
   if size <= 2 * BLOCK:
     return _invert(weights, bits[:, 0])
-  blocks = -(-size // BLOCK)
-  if size % BLOCK:
-    weights = jnp.pad(weights, ((0, 0), (0, blocks * BLOCK - size)))
-  weights = weights.reshape(rows, blocks, BLOCK)
+  weights = _blocks(weights)
   block = _invert(jnp.sum(weights, axis=-1), bits[:, 0])
   inside = jnp.take_along_axis(weights, block[:, None, None], axis=1)[:, 0]
-  return jnp.minimum(block * BLOCK + _invert(inside, bits[:, 1]), size - 1)
+  return jnp.minimum(block * weights.shape[2] + _invert(inside, bits[:, 1]), size - 1)
+
+
+def _blocks(weights: jax.Array) -> jax.Array:
+  """Weights [B, V] as [B, blocks, tokens of a block], with zeros after the last where nothing divides V."""
+  rows, size = weights.shape
+  # From a few blocks of many tokens to many of a few: of what divides V, what is nearest to as many of one as of the
+  # other.
+  counts = [count for count in range(SHARDS, size // SHARDS + 1, SHARDS) if size % count == 0]
+  count = min(counts, key=lambda count: abs(math.log(count * count / size)), default=None)
+  if count is None or not 1 / 16 < count * count / size < 16:
+    count = -(-size // BLOCK)
+    weights = jnp.pad(weights, ((0, 0), (0, count * BLOCK - size)))
+  return weights.reshape(rows, count, -1)
 
 
 def _invert(weights: jax.Array, bits: jax.Array) -> jax.Array:
@@ -161,32 +187,120 @@ def _invert(weights: jax.Array, bits: jax.Array) -> jax.Array:
   return jnp.where(first < size, first, last)
 
 
-def _top_k(scaled: jax.Array, weights: jax.Array, top_k: jax.Array) -> jax.Array:
-  keys = _sortable(scaled)
-  edge = _largest_reaching(keys, jnp.ones_like(weights), top_k.astype(jnp.float32))
-  return jnp.where(keys >= edge[:, None], weights, 0.0)
+def _top_k(scaled: jax.Array, weights: jax.Array, top_k: jax.Array, active: jax.Array) -> jax.Array:
+  """The weights [B, V] that top-k keeps in the `active` rows, 0 for the others; all in the other rows."""
+  wanted = top_k.astype(jnp.float32)
+  maxima = jnp.max(_blocks(weights), axis=-1)
+  # That many blocks have a maximum no smaller than the bound, so that many tokens are not, and not many more.
+  few = active & (top_k <= maxima.shape[1])
+  bound, _ = _narrow(maxima, wanted, few, jnp.zeros_like(wanted), by_mass=False)
+  low, high = _narrow(weights, wanted, active, bound, by_mass=False)
+
+  def last_by_logit() -> jax.Array:
+    above, tied = weights >= high[:, None], _between(weights, low, high)
+    keys = _sortable(scaled)
+    edge = _largest_reaching(keys, tied.astype(jnp.float32), wanted - _count(above))
+    return jnp.where(above | tied & (keys >= edge[:, None]) | ~active[:, None], weights, 0.0)
+
+  # A weight of 0 is not drawn, kept or not.
+  several = active & (low > 0) & (_count(_between(weights, low, high)) > 1)
+  return lax.cond(jnp.any(several), last_by_logit, lambda: _from(weights, low, active))
 
 
-def _top_p(scaled: jax.Array, weights: jax.Array, top_p: jax.Array) -> jax.Array:
-  keys = _sortable(scaled)
+def _top_p(scaled: jax.Array, weights: jax.Array, top_p: jax.Array, active: jax.Array) -> jax.Array:
+  """The weights [B, V] that top-p keeps in the `active` rows, 0 for the others; all in the other rows."""
+  size = weights.shape[1]
+  total = jnp.sum(weights, axis=-1)
   # Positive, so that a top_p of 0 keeps the most likely token, whose weight is 1.
-  target = jnp.clip(top_p * jnp.sum(weights, axis=-1), min=1e-30)
-  edge = _largest_reaching(keys, weights, target)
-  above, tied = keys > edge[:, None], keys == edge[:, None]
-  tied_weight = jnp.max(jnp.where(tied, weights, 0.0), axis=-1)
-  missing = target - jnp.sum(jnp.where(above, weights, 0.0), axis=-1)
-  wanted = jnp.maximum(jnp.ceil(missing / jnp.where(tied_weight > 0, tied_weight, 1.0)), 1.0)
-  excess = jnp.sum(tied.astype(jnp.float32), axis=-1) > wanted
+  target = jnp.clip(top_p * total, min=1e-30)
+  # Tokens of less weight than this are together less than what may be left out.
+  bound = (1 - top_p) * total / size
+  low, high = _narrow(weights, target, active, bound, by_mass=True)
 
-  def first_tied() -> jax.Array:
-    # The same bisection, over reversed token numbers.
-    size = scaled.shape[-1]
+  def last_by_number() -> jax.Array:
+    edge, _ = _narrow(weights, target, active, low, by_mass=True, to_the_bit=True)
+    above, tied = weights > edge[:, None], weights == edge[:, None]
+    missing = target - jnp.sum(jnp.where(above, weights, 0.0), axis=-1)
+    wanted = jnp.maximum(jnp.ceil(missing / jnp.where(edge > 0, edge, 1.0)), 1.0)
+    # The same bisection, over the logits that give one weight and over reversed token numbers.
+    keys = _sortable(scaled)
+    least = _largest_reaching(keys, tied.astype(jnp.float32), wanted)[:, None]
+    likelier, tied = tied & (keys > least), tied & (keys == least)
     rank = (size - 1 - jnp.arange(size, dtype=jnp.int32)).astype(jnp.uint32)[None]
+    wanted = wanted - _count(likelier)
     cut = _largest_reaching(rank, tied.astype(jnp.float32), wanted, bits=max(size - 1, 1).bit_length())
-    return tied & (rank >= cut[:, None])
+    return jnp.where(above | likelier | tied & (rank >= cut[:, None]) | ~active[:, None], weights, 0.0)
 
-  kept = lax.cond(jnp.any(excess), first_tied, lambda: tied)
-  return jnp.where(above | kept, weights, 0.0)
+  several = active & (_count(_between(weights, low, high)) > 1)
+  return lax.cond(jnp.any(several), last_by_number, lambda: _from(weights, low, active))
+
+
+def _between(weights: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
+  return (weights >= low[:, None]) & (weights < high[:, None])
+
+
+def _from(weights: jax.Array, low: jax.Array, active: jax.Array) -> jax.Array:
+  return jnp.where(weights >= jnp.where(active, low, 0.0)[:, None], weights, 0.0)
+
+
+def _narrow(
+  weights: jax.Array,
+  target: jax.Array,
+  active: jax.Array,
+  bound: jax.Array,
+  *,
+  by_mass: bool,
+  to_the_bit: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+  """[B] float32 each, low < high: tokens of weight ≥ low reach the target, tokens of weight ≥ high do not.
+
+  Args:
+    weights: [B, V] float32 from 0 to 1. A sum of them in a fixed order never grows when one of them is left out, so
+      that the rounded sums are monotone and the result is exact for them.
+    target: [B] float32, positive, at most what all tokens reach.
+    active: [B] bool, rows to look at.
+    bound: [B] float32, a guess of low, the better the larger; most useful where it is not too large.
+    by_mass: whether the target is a sum of weights; else it is a number of tokens.
+    to_the_bit: go on until low is the largest that there is; else until, as far as the rounded sums tell, one token is
+      between the two.
+  """
+  as_float = lambda bits: lax.bitcast_convert_type(bits, jnp.float32)
+  as_bits = lambda values: lax.bitcast_convert_type(values, jnp.int32)  # In the order of floats that are ≥ 0.
+
+  def reach(low: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.where(weights >= as_float(low)[:, None], weights if by_mass else 1.0, 0.0), axis=-1)
+
+  def unfinished(state: tuple[jax.Array, ...]) -> jax.Array:
+    low, high, mass_low, mass_high, _ = state
+    divisible = high - low > 1
+    if not to_the_bit:
+      divisible &= mass_low - mass_high > 1.5 * (as_float(low) if by_mass else 1.0)
+    return active & divisible
+
+  def narrow(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    low, high, mass_low, mass_high, guess = state
+    middle = low + (high - low) // 2
+    trial = jnp.where(guess > low, jnp.minimum(guess, high - 1), middle)
+    mass = reach(trial)
+    raise_low, lower_high = unfinished(state) & (mass >= target), unfinished(state) & (mass < target)
+    return (
+      jnp.where(raise_low, trial, low),
+      jnp.where(lower_high, trial, high),
+      jnp.where(raise_low, mass, mass_low),
+      jnp.where(lower_high, mass, mass_high),
+      jnp.zeros_like(guess),
+    )
+
+  nothing = jnp.zeros_like(target)
+  low, high = as_bits(nothing), as_bits(jnp.ones_like(target)) + 1
+  state = low, high, jnp.full_like(target, jnp.inf), nothing, as_bits(bound)
+  low, high, *_ = lax.while_loop(lambda state: jnp.any(unfinished(state)), narrow, state)
+  return as_float(low), as_float(high)
+
+
+def _count(chosen: jax.Array) -> jax.Array:
+  """[B] float32, exact up to 2 ** 24."""
+  return jnp.sum(chosen.astype(jnp.float32), axis=-1)
 
 
 def _sortable(values: jax.Array) -> jax.Array:
