@@ -1,5 +1,8 @@
 """One draw: truncation as transformers does it, samples that follow the distribution, noise that is never shared."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +10,8 @@ import pytest
 import torch
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from sdpo_jax.config import MeshConfig
+from sdpo_jax.mesh import make_mesh
 from sdpo_jax.rollout import sampling
 
 KNOBS = [
@@ -78,11 +83,15 @@ def test_truncation_keeps_what_transformers_keeps(vocabulary, knobs):
   np.testing.assert_allclose(weights / weights.sum(-1, keepdims=True), expected, rtol=1e-4, atol=1e-9)
 
 
-def test_every_p_and_k_keeps_the_smallest_set():
+@pytest.mark.parametrize('vocabulary', [50, 1024, 3000])
+def test_every_p_and_k_keeps_the_smallest_set(vocabulary):
   """Against sorting, over many random rows with a knob each."""
   rng = np.random.default_rng(0)
-  logits = (rng.normal(size=(400, 50)) * rng.uniform(0.1, 6, (400, 1))).astype(np.float32)
-  top_p, top_k = rng.uniform(0.01, 0.999, 400).astype(np.float32), rng.integers(1, 60, 400).astype(np.int32)
+  logits = (rng.normal(size=(400, vocabulary)) * rng.uniform(0.1, 6, (400, 1))).astype(np.float32)
+  top_p, top_k = (
+    rng.uniform(0.01, 0.999, 400).astype(np.float32),
+    rng.integers(1, vocabulary * 6 // 5, 400).astype(np.int32),
+  )
   weights = np.asarray(truncate(shifted(logits), jnp.asarray(top_k), jnp.asarray(top_p), jnp.zeros(400)))
   for row in range(400):
     order = np.argsort(-logits[row], kind='stable')[: top_k[row]]
@@ -99,6 +108,34 @@ def test_ties_at_the_edge():
   assert (weights[0] > 0).all()
   assert np.flatnonzero(weights[1]).tolist() == [0, 1, 2, 3]
   assert np.flatnonzero(weights[2]).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_logits_that_differ_by_less_than_their_weights_do():
+  """exp makes one weight of them: top-k and top-p still take the larger logit first."""
+  logits = jnp.tile(jnp.asarray([-2e-9, -9.0, 0.0, -1e-9, -1e-9]), (5, 1))
+  assert len(set(np.exp(np.asarray(logits[0])).tolist())) == 2
+  top_k, top_p = jnp.array([1, 2, -1, -1, -1]), jnp.array([1.0, 1.0, 0.2, 0.4, 0.7])
+  kept = np.asarray(truncate(logits, top_k, top_p, jnp.zeros(5))) > 0
+  assert [np.flatnonzero(row).tolist() for row in kept] == [[2], [2, 3, 4], [2], [2, 3], [2, 3, 4]]
+
+
+def test_a_divided_vocabulary_stays_where_it_lies():
+  """With the vocabulary over four devices no step gathers it, and what is drawn is the same."""
+  rng = np.random.default_rng(5)
+  rows, size = 8, 4736  # As 151936: few divisors but 2 ** 7.
+  logits = jnp.asarray(rng.normal(size=(rows, size)) * 2, jnp.float32)
+  params = make_params(rows, temperature=np.array([0, 1, 1, 0.7] * 2), top_p=np.array([1, 0.9] * 4), top_k=[-1, 50] * 4)
+  mesh = make_mesh(MeshConfig(fsdp=2, tensor=4))
+  place = lambda *axes: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+  divided = jax.device_put(logits, place('fsdp', 'tensor'))
+  by_row = jax.tree.map(lambda leaf: jax.device_put(leaf, place('fsdp') if leaf.ndim else place()), params)
+  text = sample.lower(divided, by_row).compile().as_text()
+  moved = re.findall(r'f32\[([\d,]+)\]\S* (?:all-gather|all-to-all|collective-permute|all-reduce)\(', text)
+  sizes = [math.prod(map(int, shape.split(','))) for shape in moved]
+  assert sizes and max(sizes) < rows * size / 32, moved
+  apart, together = sample(divided, by_row), sample(logits, params)
+  np.testing.assert_array_equal(apart.token, together.token)
+  np.testing.assert_allclose(apart.sampling_log_prob, together.sampling_log_prob, atol=1e-5)
 
 
 def test_extreme_rows_leave_the_most_likely_token():
@@ -118,7 +155,7 @@ def test_tokens_that_cannot_be_drawn_never_are():
   assert bool(jnp.isfinite(drawn.sampling_log_prob).all() & jnp.isfinite(drawn.entropy).all())
 
 
-@pytest.mark.parametrize('vocabulary', [12, 300])
+@pytest.mark.parametrize('vocabulary', [12, 300, 1024])
 @pytest.mark.parametrize('knobs', KNOBS)
 def test_samples_follow_the_truncated_distribution(vocabulary, knobs):
   draws = 20000
