@@ -189,7 +189,7 @@ def compare(setting: str, args: argparse.Namespace, workers: dict[str, Worker]) 
   count = sum(work['max_tokens'])
   median = lambda name, key: statistics.median(answer[key] for answer in answers[name])
   cpu = {name: median(name, 'cpu_s') for name in sides}
-  mib = lambda size: None if size is None else round(size / 2**20, 2)
+  mib = lambda size: round(size / 2**20, 2)
   line = {
     'benchmark': 'rollout',
     'setting': setting,

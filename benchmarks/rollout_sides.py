@@ -76,14 +76,14 @@ def sdpo_jax(checkpoint: str) -> tuple[Run, dict[str, str]]:
   from sdpo_jax.rollout.engine import Sampler
 
   policy, params = huggingface.load(checkpoint, ModelConfig(path=checkpoint, dtype='float32', remat='none'))
-  samplers: dict[tuple[int, ...], tuple[Sampler, list[int]]] = {}
+  samplers: dict[tuple[int, ...], tuple[Sampler, Callable[[], int]]] = {}
 
-  def sampler_of(work: dict[str, Any]) -> tuple[Sampler, list[int]]:
+  def sampler_of(work: dict[str, Any]) -> tuple[Sampler, Callable[[], int]]:
     shape = len(work['prompts'][0]), max(work['max_tokens']), work['rows']
     if shape not in samplers:
       width, room, rows = shape
       sampler = Sampler(policy, NoText(), prompt_buckets=(width,), response_buckets=(room,), max_batch_rows=rows)
-      samplers[shape] = sampler, watch_cache(sampler)
+      samplers[shape] = sampler, count_cache(sampler)
     return samplers[shape]
 
   def run(work: dict[str, Any], step: int) -> dict[str, Any]:
@@ -103,16 +103,20 @@ def sdpo_jax(checkpoint: str) -> tuple[Run, dict[str, str]]:
     lengths = rollouts.completion_mask.sum(1)
     return {
       'tokens': [row[:length] for row, length in zip(rollouts.completion_tokens, lengths, strict=True)],
-      'cache_bytes': max(cache_bytes, default=None),
+      'cache_bytes': cache_bytes(),
     }
 
   return run, {'jax': jax.__version__}
 
 
-def watch_cache(sampler: Any) -> list[int]:
-  """A list to which the sampler from now on adds the bytes of the cache with which it goes into each dispatch."""
+def count_cache(sampler: Any) -> Callable[[], int]:
+  """A function that tells the bytes of the largest cache the sampler has held since; it keeps an account of that, or,
+  as it stood before, hands its one cache to every dispatch.
+  """
   import jax
 
+  if hasattr(sampler, 'account'):
+    return lambda: sampler.account.cache_bytes
   programs, seen = sampler._programs, []
 
   def advance(base: Any, trainable: Any, params: Any, state: Any, limit: Any) -> Any:
@@ -120,7 +124,7 @@ def watch_cache(sampler: Any) -> list[int]:
     return programs.advance(base, trainable, params, state, limit)
 
   sampler._programs = dataclasses.replace(programs, advance=advance)
-  return seen
+  return lambda: max(seen)
 
 
 def transformers(checkpoint: str) -> tuple[Run, dict[str, str]]:
