@@ -1,9 +1,9 @@
 """Drawing one token a row from logits: temperature, top-k, top-p and min-p as data, exact, without a sort.
 
-Top-k and top-p are thresholds on the weights exp(logit − largest), and a threshold is found by bisection over the bits
-of float32, from bounds that the weights themselves give until one token is left between two thresholds: every pass is
-one elementwise reduction over the vocabulary, needs no candidate limit and stays a reduction (one small all-reduce)
-where the vocabulary is sharded. Ties are told apart afterwards, in the rows that have any. Without truncation nothing
+Top-k and top-p are thresholds on the weights exp(logit − largest), and a threshold is narrowed down over the bits of
+float32, from bounds that the weights themselves give, until one token is left between two thresholds: every pass is one
+elementwise reduction over the vocabulary, needs no candidate limit and stays a reduction (one small all-reduce) where
+the vocabulary is sharded. Ties are told apart afterwards, in the rows that have any. Without truncation nothing
 of it runs. The draw inverts the cumulative distribution with two uniforms a row (one chooses a block of the vocabulary,
 one a token in it), so that noise costs two numbers a token, not V.
 """
@@ -270,17 +270,26 @@ def _narrow(
   def reach(low: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(weights >= as_float(low)[:, None], weights if by_mass else 1.0, 0.0), axis=-1)
 
+  unit = lambda low: as_float(low) if by_mass else 1.0  # What one token between the two adds at least.
+
   def unfinished(state: tuple[jax.Array, ...]) -> jax.Array:
     low, high, mass_low, mass_high, _ = state
     divisible = high - low > 1
     if not to_the_bit:
-      divisible &= mass_low - mass_high > 1.5 * (as_float(low) if by_mass else 1.0)
+      divisible &= mass_low - mass_high > 1.5 * unit(low)
     return active & divisible
 
   def narrow(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    low, high, mass_low, mass_high, guess = state
-    middle = low + (high - low) // 2
-    trial = jnp.where(guess > low, jnp.minimum(guess, high - 1), middle)
+    low, high, mass_low, mass_high, passes = state
+    # Where tokens are many and the interval is short, tokens are spread evenly: the threshold is to be found near where
+    # a line meets the target, to which one pass comes close from below and the next from above.
+    gap, width = mass_low - mass_high, high - low
+    near = (mass_low - target) / gap
+    doubt = 0.7 * lax.rsqrt(gap / unit(low)) + 0.05 * width.astype(jnp.float32) * 2.0**-23
+    aside = jnp.clip(near + jnp.where(passes % 2 == 0, doubt, -doubt), doubt / 2, 1 - doubt / 2)
+    on_line = low + (aside * width.astype(jnp.float32)).astype(jnp.int32)
+    trial = jnp.where((doubt < 0.25) & (passes < 14), on_line, low + width // 2)
+    trial = jnp.clip(jnp.where(passes == 0, as_bits(bound), trial), low + 1, high - 1)
     mass = reach(trial)
     raise_low, lower_high = unfinished(state) & (mass >= target), unfinished(state) & (mass < target)
     return (
@@ -288,12 +297,12 @@ def _narrow(
       jnp.where(lower_high, trial, high),
       jnp.where(raise_low, mass, mass_low),
       jnp.where(lower_high, mass, mass_high),
-      jnp.zeros_like(guess),
+      passes + 1,
     )
 
   nothing = jnp.zeros_like(target)
   low, high = as_bits(nothing), as_bits(jnp.ones_like(target)) + 1
-  state = low, high, jnp.full_like(target, jnp.inf), nothing, as_bits(bound)
+  state = low, high, jnp.full_like(target, jnp.inf), nothing, jnp.zeros((), jnp.int32)
   low, high, *_ = lax.while_loop(lambda state: jnp.any(unfinished(state)), narrow, state)
   return as_float(low), as_float(high)
 
