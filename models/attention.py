@@ -30,15 +30,12 @@ def visible(
 
   Args:
     query_positions: [B, S] int32. query_segments: [B, S] int32.
-    key_positions: [R, C] int32. key_segments: [R, C] int32, 0 = padding. B / R consecutive rows look at the same keys.
+    key_positions: [B, C] int32. key_segments: [B, C] int32, 0 = padding.
     window: number of positions that are seen, the query's own included; None: all.
 
   Returns:
     [B, S, C] bool.
   """
-  repeats = query_positions.shape[0] // key_positions.shape[0]
-  if repeats > 1:
-    key_positions, key_segments = (jnp.repeat(array, repeats, axis=0) for array in (key_positions, key_segments))
   distance = query_positions[:, :, None] - key_positions[:, None, :]
   seen = (query_segments[:, :, None] == key_segments[:, None, :]) & (key_segments > 0)[:, None, :] & (distance >= 0)
   return seen if window is None else seen & (distance < window)
@@ -137,34 +134,35 @@ def _choose(branches, kind, *arrays):
   return branches[0](*arrays) if len(branches) == 1 else lax.switch(kind, branches, *arrays)
 
 
+def in_slots(start: jax.Array, filled: jax.Array, slots: int) -> tuple[jax.Array, jax.Array]:
+  """(positions, segment ids), each [B, C] int32, of cache rows whose first `filled` of `slots` slots hold the positions
+  from `start` on ([B] int32 both), as `visible` wants them of keys."""
+  index = jnp.arange(slots, dtype=jnp.int32)[None]
+  return start[:, None] + index, (index < filled[:, None]).astype(jnp.int32)
+
+
 def attend_stacks(
   lowering: Lowering,
   query: jax.Array,
   positions: jax.Array,
-  segment_ids: jax.Array,
   parts: Sequence[decoding.Part],
   layer: jax.Array | int,
   window: jax.Array | int,
 ) -> jax.Array:
   """Attention to stacked caches by `models.decoding`, each device with its own rows and heads."""
-  stacks = [part[0] for part in parts]
-  rows, heads = lowering.axes(min(stack.shape[1] for stack in stacks), stacks[0].shape[2], sampling=True)
-  by_head, by_row = (rows, None, heads, None), (rows, None)
-  stack = (None, rows, heads, None, None)
-  run = lambda query, positions, segment_ids, layer, window, *arrays: decoding.attention(
+  rows, heads = lowering.axes(query.shape[0], parts[0][0].shape[2], sampling=True)
+  by_head, stack = (rows, None, heads, None), (None, rows, heads, None, None)
+  run = lambda query, positions, layer, window, *arrays: decoding.attention(
     query,
     positions,
-    segment_ids,
-    [arrays[i : i + 5] for i in range(0, len(arrays), 5)],
+    [arrays[i : i + 4] for i in range(0, len(arrays), 4)],
     layer,
     window,
     interpret=lowering.interpret,
   )
-  placed = lowering.shard(
-    run, (by_head, by_row, by_row, (), (), *(stack, stack, by_row, by_row, (rows,)) * len(parts)), by_head
-  )
+  placed = lowering.shard(run, (by_head, (rows, None), (), (), *(stack, stack, (rows,), (rows,)) * len(parts)), by_head)
   scalar = lambda value: jnp.asarray(value, jnp.int32)
-  return placed(query, positions, segment_ids, scalar(layer), scalar(window), *(a for part in parts for a in part))
+  return placed(query, positions, scalar(layer), scalar(window), *(array for part in parts for array in part))
 
 
 def attend(query: jax.Array, *parts: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
@@ -172,8 +170,8 @@ def attend(query: jax.Array, *parts: tuple[jax.Array, jax.Array, jax.Array]) -> 
 
   Args:
     query: [B, S, H, head_dim], rotated and scaled. H is a multiple of KV; consecutive heads share keys.
-    *parts: (keys [R, KV, C, head_dim], values [R, KV, C, head_dim], mask [B, S, C] bool from `visible`); the softmax
-      runs over the keys of all parts. B is a multiple of R; B / R consecutive rows share the keys of a row.
+    *parts: (keys [B, KV, C, head_dim], values [B, KV, C, head_dim], mask [B, S, C] bool from `visible`); the softmax
+      runs over the keys of all parts.
 
   Returns:
     [B, S, H, head_dim] in the dtype of `query`.
@@ -181,24 +179,21 @@ def attend(query: jax.Array, *parts: tuple[jax.Array, jax.Array, jax.Array]) -> 
   batch, length, heads, head_dim = query.shape
   kv_heads = parts[0][0].shape[1]
   group = heads // kv_heads
+  precision = lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
+  # All queries that meet the same keys are rows of one matrix, so that these are plain batched matrix products.
+  product = lambda left, right: jnp.einsum(
+    'bkmi,bkin->bkmn', left, right, precision=precision, preferred_element_type=jnp.float32
+  )
   by_key = query.reshape(batch, length, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
-  scores = [jnp.where(mask[:, None, None], _per_row(by_key, keys.swapaxes(2, 3)), MASKED) for keys, _, mask in parts]
+  by_key = by_key.reshape(batch, kv_heads, group * length, head_dim)
+  scores = [
+    jnp.where(jnp.tile(mask, (1, group, 1))[:, None], product(by_key, keys.swapaxes(2, 3)), MASKED)
+    for keys, _, mask in parts
+  ]
   weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(query.dtype)
   ends = np.cumsum([keys.shape[2] for keys, _, _ in parts])[:-1]
   mixed = sum(
-    _per_row(part, values) for part, (_, values, _) in zip(jnp.split(weights, ends, axis=-1), parts, strict=True)
+    product(part, values) for part, (_, values, _) in zip(jnp.split(weights, ends, axis=-1), parts, strict=True)
   )
-  return mixed.astype(query.dtype).transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, head_dim)
-
-
-def _per_row(left: jax.Array, right: jax.Array) -> jax.Array:
-  """[B, KV, G, S, M] times [R, KV, M, N], B / R consecutive rows with the same matrix: [B, KV, G, S, N] float32."""
-  batch, kv_heads, group, length, inner = left.shape
-  shared = right.shape[0]
-  precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
-  # All that meets the same matrix becomes rows of one, so that these are plain batched matrix products.
-  rows = left.reshape(shared, batch // shared, kv_heads, group * length, inner).swapaxes(1, 2)
-  rows = rows.reshape(shared, kv_heads, -1, inner)
-  product = jnp.einsum('rkmi,rkin->rkmn', rows, right, precision=precision, preferred_element_type=jnp.float32)
-  product = product.reshape(shared, kv_heads, batch // shared, group, length, -1).swapaxes(1, 2)
-  return product.reshape(batch, kv_heads, group, length, -1)
+  mixed = mixed.astype(query.dtype).reshape(batch, kv_heads, group, length, head_dim)
+  return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, head_dim)

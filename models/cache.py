@@ -1,6 +1,8 @@
-"""The key-value cache of a decode loop: a carry that is updated in place."""
+"""The key-value cache of a decode loop: rows of their own lengths, and what a few steps in a row have added to them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import flax.struct
 import jax
@@ -16,22 +18,30 @@ Store = jax.Array | tuple[jax.Array, ...]
 
 
 @flax.struct.dataclass
+class Recent:
+  """Keys and values of the last few tokens of all rows, laid out as in `KVCache`, with R slots instead of C.
+
+  All rows append at the same slot, which is one contiguous write a layer; where a row's own tokens end is looked up
+  only once for all of them, by `settle`.
+  """
+
+  keys: Store
+  values: Store
+  length: jax.Array  # [] int32, slots filled, in every row.
+
+
+@flax.struct.dataclass
 class KVCache:
-  """Keys (rotated) and values of the tokens seen so far, in compute dtype; all rows append at the same slot.
+  """Keys (rotated) and values of the tokens seen so far, in compute dtype: C slots, L layers.
 
-  Rows of different lengths are told apart by `segment_ids`: slots of padding and slots not yet written hold 0 and are
-  never attended to. C slots, L layers.
-
-  A group of rows may share what stands before their own tokens: `shared` is a cache of B / n rows, each attended to by
-  n consecutive rows, held once and read once for all of them.
+  The token at position p of a row lies in its slot p: rows are left-aligned and hold no padding. The tokens in `recent`
+  follow those here.
   """
 
   keys: Store  # [L, B, KV, C, head_dim]; unstacked: L of [B, KV, head_dim, C], as a CPU's products read them best.
   values: Store  # [L, B, KV, C, head_dim]; unstacked: L of [B, KV, C, head_dim].
-  positions: jax.Array  # [B, C] int32.
-  segment_ids: jax.Array  # [B, C] int32, 0 = empty or padding.
-  length: jax.Array  # [] int32, the next slot.
-  shared: KVCache | None = None  # Only read.
+  lengths: jax.Array  # [B] int32, slots filled.
+  recent: Recent | None = None
 
 
 def init(
@@ -43,70 +53,60 @@ def init(
     values = tuple(jnp.zeros((batch_size, kv_heads, length, head_dim), dtype) for _ in range(layers))
   else:
     keys, values = (jnp.zeros((layers, batch_size, kv_heads, length, head_dim), dtype) for _ in range(2))
-  return KVCache(
-    keys=keys,
-    values=values,
-    positions=jnp.zeros((batch_size, length), jnp.int32),
-    segment_ids=jnp.zeros((batch_size, length), jnp.int32),
-    length=jnp.zeros((), jnp.int32),
-  )
+  return KVCache(keys=keys, values=values, lengths=jnp.zeros((batch_size,), jnp.int32))
 
 
-def repeat(cache: KVCache, repeats: int, length: int | None = None) -> KVCache:
-  """Every row `repeats` times: rows 0,0,…,1,1,…
+def slots(cache: KVCache | Recent) -> int:
+  """Slots of a row."""
+  return jax.tree.leaves(cache.values)[0].shape[-2]
+
+
+def axes(cache: KVCache) -> KVCache:
+  """For every array the logical axes of its dimensions ('rows', 'kv_heads' or None), in the form of the cache."""
+  name = lambda leaf: {1: ('rows',), 4: ('rows', 'kv_heads'), 5: (None, 'rows', 'kv_heads')}.get(leaf.ndim, ())
+  return jax.tree.map(lambda leaf: name(leaf) + (None,) * (leaf.ndim - len(name(leaf))), cache)
+
+
+def settle(cache: KVCache, live: jax.Array) -> KVCache:
+  """The cache with its recent tokens behind those of each row, and no `recent`; rows that are not `live` are empty.
 
   Args:
-    cache: what the repeated rows begin with.
-    repeats: rows made of one.
-    length: slots in all. With it, the rows share `cache` as it is and get slots of their own for the rest; None: they
-      get copies, with as many slots as before.
-
-  Raises:
-    ValueError: if `length` is less than the cache already has.
+    cache: with at least as many slots left in every live row as `recent` has.
+    live: [B] bool.
   """
-  have = slots(cache)
-  if length is not None and length < have:
-    raise ValueError(f'A cache of {have} slots cannot shrink to {length}.')
-  if length is not None and length > have:
-    layers, kv_heads, head_dim, dtype = _sizes(cache)
-    rows = cache.positions.shape[0] * repeats
-    stacked = not isinstance(cache.keys, tuple)
-    own = init(layers, rows, kv_heads, length - have, head_dim, dtype, stacked=stacked)
-    return own.replace(shared=cache)
-  axis = 0 if isinstance(cache.keys, tuple) else 1
-  copy = lambda array, axis=0: jnp.repeat(array, repeats, axis=axis)
-  return cache.replace(
-    keys=jax.tree.map(lambda array: copy(array, axis), cache.keys),
-    values=jax.tree.map(lambda array: copy(array, axis), cache.values),
-    positions=copy(cache.positions),
-    segment_ids=copy(cache.segment_ids),
-  )
+  recent = cache.recent
+
+  def move(row: jax.Array, stores: tuple[Store, Store]) -> tuple[Store, Store]:
+    put = lambda axis: lambda into, new: _put_row(into, _row(into, new, row), row, cache.lengths[row], axis)
+    return _by_slots(put, stores, (recent.keys, recent.values))
+
+  keys, values = lax.fori_loop(0, live.shape[0], move, (cache.keys, cache.values))
+  return KVCache(keys=keys, values=values, lengths=jnp.where(live, cache.lengths + recent.length, 0))
 
 
-def slots(cache: KVCache) -> int:
-  """Slots of a row, the shared ones included."""
-  return sum(part.positions.shape[1] for part in chain(cache))
+def copy_rows(into: KVCache, rows: KVCache, source: jax.Array, target: jax.Array, count: jax.Array | int) -> KVCache:
+  """Row source[i] of `rows` becomes row target[i] of `into`, for i below `count`; slots that `into` has not are left out.
 
+  Args:
+    into: updated in place where its buffers may be reused.
+    rows: of as many layers and heads.
+    source: [K] int32.
+    target: [K] int32.
+    count: [] int32, at most K.
+  """
+  width = min(slots(into), slots(rows))
 
-def chain(cache: KVCache | None) -> list[KVCache]:
-  """The cache and those that it shares."""
-  return [] if cache is None else [cache, *chain(cache.shared)]
+  def move(i: jax.Array, stores: tuple[Store, Store]) -> tuple[Store, Store]:
+    def put(axis: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+      cut = lambda row: lax.slice_in_dim(row, 0, width, axis=axis + row.ndim)
+      return lambda into, new: _put_row(into, cut(_row(into, new, source[i])), target[i], 0, axis)
 
+    return _by_slots(put, stores, (rows.keys, rows.values))
 
-def _sizes(cache: KVCache) -> tuple[int, int, int, jnp.dtype]:
-  """(layers, key heads, head_dim, dtype)"""
-  if isinstance(cache.values, tuple):
-    return len(cache.values), cache.values[0].shape[1], cache.values[0].shape[3], cache.values[0].dtype
-  return cache.values.shape[0], cache.values.shape[2], cache.values.shape[4], cache.values.dtype
-
-
-def append_tokens(cache: KVCache, positions: jax.Array, segment_ids: jax.Array) -> KVCache:
-  """Positions and segments of the next S tokens ([B, S] int32) written; keys and values follow layer by layer."""
-  return cache.replace(
-    positions=lax.dynamic_update_slice_in_dim(cache.positions, positions, cache.length, axis=1),
-    segment_ids=lax.dynamic_update_slice_in_dim(cache.segment_ids, segment_ids, cache.length, axis=1),
-    length=cache.length + positions.shape[1],
-  )
+  source, target = jnp.asarray(source), jnp.asarray(target)
+  keys, values = lax.fori_loop(0, count, move, (into.keys, into.values))
+  lengths = lax.fori_loop(0, count, lambda i, lengths: lengths.at[target[i]].set(rows.lengths[source[i]]), into.lengths)
+  return into.replace(keys=keys, values=values, lengths=lengths)
 
 
 def append_layer(
@@ -143,3 +143,27 @@ def layer_of(keys: Store, values: Store, layer: jax.Array | int) -> tuple[jax.Ar
     return keys[layer].swapaxes(2, 3), values[layer]
   take = lambda store: lax.dynamic_index_in_dim(store, layer, axis=0, keepdims=False)
   return take(keys), take(values)
+
+
+def _by_slots(function: Callable, into: tuple[Store, Store], new: tuple[Store, Store]) -> tuple[Store, Store]:
+  """`function(axis of the slots, from the end)` of every array of keys and values in `into` and `new`."""
+  key_axis = -1 if isinstance(into[0], tuple) else -2
+  return (
+    jax.tree.map(function(key_axis), into[0], new[0]),
+    jax.tree.map(function(-2), into[1], new[1]),
+  )
+
+
+def _row_axis(store: jax.Array) -> int:
+  return store.ndim - 4
+
+
+def _row(into: jax.Array, store: jax.Array, row: jax.Array) -> jax.Array:
+  return lax.dynamic_slice_in_dim(store, row, 1, axis=_row_axis(store)).astype(into.dtype)
+
+
+def _put_row(store: jax.Array, new: jax.Array, row: jax.Array, slot: jax.Array | int, axis: int) -> jax.Array:
+  zero = jnp.zeros((), jnp.int32)
+  start = [zero] * store.ndim
+  start[_row_axis(store)], start[axis] = row.astype(jnp.int32), jnp.asarray(slot, jnp.int32)
+  return lax.dynamic_update_slice(store, new, start)

@@ -6,6 +6,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
+from models.cache import KVCache
+
 Tree = Any
 
 
@@ -27,8 +29,8 @@ class Policy(Protocol):
     tokens: jax.Array,
     positions: jax.Array,
     segment_ids: jax.Array,
-    cache: Tree | None = None,
-  ) -> tuple[jax.Array, jax.Array, Tree | None]:
+    cache: KVCache | None = None,
+  ) -> tuple[jax.Array, jax.Array, KVCache | None]:
     """Final hidden states and the matrix that turns them into logits.
 
     Args:
@@ -38,8 +40,9 @@ class Policy(Protocol):
       positions: [B, S] int32, the position of each token within its segment.
       segment_ids: [B, S] int32, 0 = padding. A token attends to tokens of its own segment that stand before it. Tokens
         of a segment stand in consecutive slots, in the order of their positions.
-      cache: from `init_cache`; the tokens are appended to it in the next S slots and attend to what it holds of
-        the same segment.
+      cache: from `init_cache`, to be filled by these tokens, one segment from slot 0 on in every row, which attend to
+        themselves; or from `with_recent`: every row gets S more tokens, which attend to all that the row holds. A row
+        whose new tokens are padding is not in use, and what comes of it means nothing.
 
     Returns:
       hidden [B, S, D] (after the final norm), unembedding [V, D] such that logits = hidden @ unembedding.T,
@@ -47,14 +50,10 @@ class Policy(Protocol):
     """
     ...
 
-  def init_cache(self, batch_size: int, length: int) -> Tree:
-    """An empty cache of `length` slots for each of `batch_size` rows; `repeat_cache` copies rows for a group."""
+  def init_cache(self, batch_size: int, length: int) -> KVCache:
+    """An empty cache of `length` slots for each of `batch_size` rows."""
     ...
 
-  def repeat_cache(self, cache: Tree, repeats: int, length: int | None = None) -> Tree:
-    """A cache with every row of `cache` repeated `repeats` times: rows 0,0,…,1,1,…
-
-    `length`: slots that the result shall have, those of `cache` included; prompts are then prefilled in a cache of
-    their own length, which the repeated rows may share. None: as many as `cache` has.
-    """
+  def with_recent(self, cache: KVCache, length: int) -> KVCache:
+    """The cache with room for `length` more tokens in every row; `models.cache.settle` moves them where they belong."""
     ...

@@ -14,7 +14,7 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from models import attention, decoding, parameters
+from models import attention, parameters
 from models import cache as kv_cache
 from models import lowering as lowerings
 from sdpo_jax.errors import UserError
@@ -406,14 +406,17 @@ class Decoder(nnx.Module):
     """Final hidden states [B, S, D] and the updated cache; arguments as in `Qwen3Policy.apply`."""
     config = self.config
     matrices = rotation(positions, config.head_dim, config.rope_theta)
+    # A cache without recent tokens is to be filled by these: what they attend to is themselves.
+    whole = cache is None or cache.recent is None
     slot, store = None, None
-    # A cache that these tokens fill was empty: what they attend to is themselves.
-    whole = cache is None or (cache.shared is None and cache.positions.shape == positions.shape)
     if cache is not None:
-      slot, store = cache.length, (cache.keys, cache.values)
-      cache = kv_cache.append_tokens(cache, positions, segment_ids)
-    mix_as = self._whole if whole else self._onto_stacks if self._kernel_reads(lowering, cache, tokens) else self._onto
-    mix = mix_as(lowering, positions, segment_ids, cache)
+      into = cache if whole else cache.recent
+      slot, store = jnp.zeros((), jnp.int32) if whole else into.length, (into.keys, into.values)
+    if whole:
+      mix = self._whole(lowering, segment_ids, sampling=cache is not None)
+    else:
+      mix_as = self._onto_stacks if lowering.stacked_cache else self._onto
+      mix = mix_as(lowering, positions, segment_ids, cache)
     rows, _ = lowering.axes(tokens.shape[0], config.kv_heads, sampling=cache is not None)
 
     def layer(block, x, store, index):
@@ -433,15 +436,17 @@ class Decoder(nnx.Module):
       step = lambda carry, inputs: (layer(nnx.merge(graph, inputs[0]), *carry, inputs[1]), None)
       inputs = stacked, jnp.arange(config.layers, dtype=jnp.int32)
       (x, store), _ = lax.scan(_remat(step, remat if cache is None else 'none'), (x, store), inputs)
-    if cache is not None:
-      cache = cache.replace(keys=store[0], values=store[1])
+    if cache is not None and whole:
+      filled = jnp.sum((segment_ids > 0).astype(jnp.int32), axis=1)
+      cache = cache.replace(keys=store[0], values=store[1], lengths=filled)
+    elif cache is not None:
+      cache = cache.replace(recent=kv_cache.Recent(*store, slot + tokens.shape[1]))
     return rms_norm(x, self.final_norm[...], config.norm_eps), cache
 
   # What follows returns mix(query, key, value, stores of this call, layer) -> [B, S, H, head_dim].
 
-  def _whole(self, lowering, positions, segment_ids, cache):
+  def _whole(self, lowering, segment_ids, sampling):
     """Attention of whole sequences to themselves."""
-    del positions
     starts = attention.segment_starts(segment_ids)
     windows = lowerings.distinct(self.config.windows)
     kinds = jnp.asarray([windows.index(window) for window in self.config.windows or (0,) * self.config.layers])
@@ -454,16 +459,18 @@ class Decoder(nnx.Module):
       starts,
       windows=windows,
       kind=kinds.astype(jnp.int32)[layer],
-      sampling=cache is not None,
+      sampling=sampling,
     )
 
   def _onto(self, lowering, positions, segment_ids, cache):
     """Attention to all that the cache holds, by the plain formula."""
     del lowering
-    held = kv_cache.chain(cache)
-    visible = lambda window: [
-      attention.visible(positions, segment_ids, part.positions, part.segment_ids, window) for part in held
+    keys = [
+      attention.in_slots(start, filled, kv_cache.slots(part))
+      for part, (start, filled) in zip((cache, cache.recent), self._held(segment_ids, cache), strict=True)
     ]
+    queries = positions, (segment_ids > 0).astype(jnp.int32)
+    visible = lambda window: [attention.visible(*queries, *part, window) for part in keys]
     everything = visible(None)
 
     def mix(query, key, value, store, layer):
@@ -472,31 +479,36 @@ class Decoder(nnx.Module):
       if self.config.windows is not None:
         window = jnp.asarray(self.config.windows, jnp.int32)[layer]
         masks = [mask & (near | (window == 0)) for mask, near in zip(everything, visible(window), strict=True)]
-      stores = [store, *((part.keys, part.values) for part in held[1:])]
-      parts = [(*kv_cache.layer_of(*part, layer), mask) for part, mask in zip(stores, masks, strict=True)]
+      parts = [
+        (*kv_cache.layer_of(*stores, layer), mask)
+        for stores, mask in zip(((cache.keys, cache.values), store), masks, strict=True)
+      ]
       return attention.attend(query, *parts)
 
     return mix
 
   def _onto_stacks(self, lowering, positions, segment_ids, cache):
     """Attention to all that the cache holds, by the kernel that reads the stacks in place."""
-    held = kv_cache.chain(cache)
     windows = jnp.asarray(self.config.windows or (0,) * self.config.layers, jnp.int32)
-    places = [(part.positions, part.segment_ids, decoding.used(part.segment_ids)) for part in held]
+    held, behind = self._held(segment_ids, cache)
 
     def mix(query, key, value, store, layer):
       del key, value
-      stores = [store, *((part.keys, part.values) for part in held[1:])]
-      parts = [(*part, *place) for part, place in zip(stores, places, strict=True)]
-      return attention.attend_stacks(lowering, query, positions, segment_ids, parts, layer, windows[layer])
+      parts = [(cache.keys, cache.values, *held), (*store, *behind)]
+      return attention.attend_stacks(lowering, query, positions, parts, layer, windows[layer])
 
     return mix
 
-  def _kernel_reads(self, lowering: lowerings.Lowering, cache: kv_cache.KVCache, tokens: jax.Array) -> bool:
-    """Whether the decoding kernel reads the cache for these tokens: a TPU's, and few queries for each of its rows."""
-    group = self.config.heads // self.config.kv_heads
-    fewest = min(part.positions.shape[0] for part in kv_cache.chain(cache))
-    return lowering.stacked_cache and tokens.size // fewest * group <= decoding.MOST_QUERIES
+  @staticmethod
+  def _held(segment_ids, cache):
+    """(first position, slots filled), each [B] int32, of the cache and its recent tokens, new ones included.
+
+    A row whose tokens are all padding reads nothing.
+    """
+    live = jnp.any(segment_ids > 0, axis=1)
+    filled = lambda length: jnp.where(live, length, 0)
+    recent = cache.recent.length + segment_ids.shape[1]
+    return (jnp.zeros_like(cache.lengths), filled(cache.lengths)), (cache.lengths, filled(recent))
 
 
 def _remat(layer: Callable, policy: str) -> Callable:
@@ -603,9 +615,16 @@ class Qwen3Policy:
     )
     return self._placed(empty)
 
-  def repeat_cache(self, cache: kv_cache.KVCache, repeats: int, length: int | None = None) -> kv_cache.KVCache:
-    """Every row `repeats` times (rows 0,0,…,1,1,…); with `length`, sharing `cache` and with `length` slots in all."""
-    return self._placed(kv_cache.repeat(cache, repeats, length))
+  def with_recent(self, cache: kv_cache.KVCache, length: int) -> kv_cache.KVCache:
+    """The cache with room for `length` more tokens in every row, to be appended by `apply`."""
+    config, rows = self.config, cache.lengths.shape[0]
+    stacked = not isinstance(cache.keys, tuple)
+    empty = self._placed(
+      kv_cache.init(
+        config.layers, rows, config.kv_heads, length, config.head_dim, jnp.dtype(self.dtype), stacked=stacked
+      )
+    )
+    return cache.replace(recent=kv_cache.Recent(empty.keys, empty.values, jnp.zeros((), jnp.int32)))
 
   def _placed(self, cache: kv_cache.KVCache) -> kv_cache.KVCache:
     """The stacked cache with rows and heads where the decoding kernel looks for them."""

@@ -106,6 +106,7 @@ class RolloutConfig(SamplingConfig):
   stop: tuple[str, ...] = setting((), "Strings that end a completion, beside the model's own end-of-turn tokens.")
   stop_token_ids: tuple[int, ...] = setting((), "Token ids that end a completion, beside the model's own.")
   max_batch_rows: int = setting(256, 'Completions decoded at once; bounds the key-value cache.')
+  decode_chunk: int = setting(32, 'Tokens drawn at most in every row before finished ones give way to others.')
 
 
 @dataclasses.dataclass
@@ -396,6 +397,7 @@ class Config:
       'rollout.temperature must be positive for training: the objective divides logits by it.',
     )
     _require(self.rollout.max_batch_rows >= 1, 'rollout.max_batch_rows must be at least 1.')
+    _require(self.rollout.decode_chunk >= 1, 'rollout.decode_chunk must be at least 1.')
     prefix = 'actor.self_distillation'
     _require(0 <= sd.alpha <= 1, f'{prefix}.alpha must lie in [0, 1], not {sd.alpha}.')
     _require(
@@ -495,6 +497,7 @@ HARMLESS = (
   'data.val_files',
   'data.val_max_samples',
   'rollout.max_batch_rows',
+  'rollout.decode_chunk',
   'trainer.total_training_steps',
   'trainer.test_freq',
   'trainer.val_before_train',

@@ -19,7 +19,7 @@ from models import parameters as parameter_tables
 from models.policy import Policy
 from sdpo_jax import mesh as meshes
 from sdpo_jax.config import Config
-from sdpo_jax.rollout import engine
+from sdpo_jax.rollout import decode, slots
 from sdpo_jax.rollout import programs as rollout_programs
 from sdpo_jax.rollout.sampling import SamplingParams
 from sdpo_jax.training import batching
@@ -110,9 +110,11 @@ def programs(
 ) -> dict[str, Program]:
   """Every program of a run by name, for all its declared buckets.
 
-  Names: `prefill/P×T`, `decode/P×T`, `score/P×T`, `update/P×R×T` (prompt, teacher prompt and completion buckets),
-  `zero`, `apply`, `finish`, `prepare` (the sampler's copy of the weights). Evaluation uses `prefill` and `decode` with
-  its own number of rows: `evaluation/…`. The cache of a long completion grows in stages: `decode/P×T@S` and `grow/P×T@S`.
+  Names: `score/P×T`, `update/P×R×T` (prompt, teacher prompt and completion buckets), `zero`, `apply`, `finish`,
+  `prepare` (the sampler's copy of the weights). Of the sampler: `prefill/P×T`, `admit/P×T` (a prompt's cache into the
+  rows of its samples), `decode/P×T` and, for a cache with fewer slots C than prompt and completion may need,
+  `decode/P×T@C`; `resize/P×T` from the largest of these to the one before. Evaluation has its own number of rows:
+  `evaluation/…`.
 
   Args:
     config: settings.
@@ -199,56 +201,67 @@ def _sampling(
   response: int,
   stop_ids: int,
 ) -> dict[str, Program]:
-  """Prefill and decode of training, and of evaluation where its calls have another shape."""
+  """The sampler's programs in training, and in evaluation where it has another number of rows."""
   run = rollout_programs.programs(policy, mesh)
-  shape = lambda prompts, n: engine.call_shape(prompts, n, config.rollout.max_batch_rows, run.shards)
-  calls = {'': shape(config.data.train_batch_size, config.rollout.n)}
+  limit = config.rollout.max_batch_rows
+  rows_of = lambda prompts, n: (slots.shard_rows(prompts * n, limit, run.shards), n)
+  calls = {'': rows_of(config.data.train_batch_size, config.rollout.n)}
   if config.trainer.test_freq and config.data.val_max_samples:
-    held_out = shape(config.data.val_max_samples, config.val_kwargs.n)
+    held_out = rows_of(config.data.val_max_samples, config.val_kwargs.n)
     if held_out != calls['']:
       calls['evaluation/'] = held_out
   parameters = jax.eval_shape(run.prepare, base, trainable)
   found = {'prepare': Program(run.prepare, (base, trainable), holds=('parameters', 'parameters'))}
   weights = {0: ('prepare', 0), 1: ('prepare', 1)}
-  for prefix, (groups, repeats) in calls.items():
-    prompts, lengths, params = _sampling_arguments(mesh, groups, repeats, prompt, stop_ids)
-    static = dict(n=repeats, max_new_tokens=response)
-    arguments = (*parameters, prompts, lengths, params)
-    slots, source = (prompt,), f'{prefix}prefill/{prompt}×{response}'
-    for stage in engine.stages(response):
-      slots = (*slots, prompt + stage)
-      # The program of the last stage, which holds the whole cache, has the plain name.
-      place = f'{prompt}×{response}' + (f'@{stage}' if stage < response else '')
-      if len(slots) == 2:
-        static['slots'] = stage
-        state = jax.eval_shape(functools.partial(run.prefill, **static), *arguments)
-        holds = ('parameters', 'parameters', 'batch', 'batch', 'batch')
-        found[source] = Program(run.prefill, arguments, static, holds, weights)
-      else:
-        grown = dict(n=repeats, slots=slots)
-        name = f'{prefix}grow/{place}'
-        found[name] = Program(run.grow, (state,), grown, ('cache',), {0: (source, None)})
-        state = jax.eval_shape(functools.partial(run.grow, **grown), state)
-        source = name
-      found[f'{prefix}decode/{place}'] = Program(
+  place = f'{prompt}×{response}'
+  for prefix, (rows, n) in calls.items():
+    total = rows * run.shards
+    of_rows, scalar = functools.partial(_of_rows, mesh), jax.ShapeDtypeStruct((), jnp.int32)
+
+    def cache(rows: int, length: int) -> Any:
+      shape = jax.eval_shape(functools.partial(run.empty, rows=rows, slots=length))
+      if run.shards == mesh.size == 1:
+        return shape
+      place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+      return jax.tree.map(place, shape, rollout_programs.cache_shardings(mesh, shape))
+
+    # The most prompts of a shard that are prefilled together: those that fill its slots at first.
+    prompts = run.shards * slots.pieces(-(-rows // n))[0]
+    arguments = (*parameters, of_rows((prompts, prompt), jnp.int32), of_rows((prompts,), jnp.int32))
+    holds = ('parameters', 'parameters', 'batch', 'batch')
+    found[f'{prefix}prefill/{place}'] = Program(run.prefill, arguments, holds=holds, inherits=weights)
+    capacities = slots.slot_buckets(prompt + response + config.rollout.decode_chunk)
+    index = of_rows((total,), jnp.int32)
+    found[f'{prefix}admit/{place}'] = Program(
+      run.copy,
+      (cache(total, capacities[-1]), cache(prompts, prompt), index, index, of_rows((run.shards,), jnp.int32)),
+      holds=('cache', 'cache', 'batch', 'batch', 'batch'),
+    )
+    params = _sampling_params(mesh, total, stop_ids)
+    state = decode.Rows(params, index, index, of_rows((total,), jnp.bool_))
+    for length in capacities:
+      found[f'{prefix}decode/{place}' + (f'@{length}' if length < capacities[-1] else '')] = Program(
         run.advance,
-        (*parameters, params, state, jax.ShapeDtypeStruct((), jnp.int32)),
-        holds=('parameters', 'parameters', 'batch', 'cache', 'batch'),
-        inherits=weights | {3: (source, None)},
+        (*parameters, cache(total, length), state, scalar),
+        dict(steps=config.rollout.decode_chunk),
+        holds=('parameters', 'parameters', 'cache', 'batch', 'batch'),
+        inherits=weights,
+      )
+    if len(capacities) > 1:
+      found[f'{prefix}resize/{place}'] = Program(
+        run.resize, (cache(total, capacities[-2]), index), dict(slots=capacities[-1]), holds=('cache', 'batch')
       )
   return found
 
 
-def _sampling_arguments(
-  mesh: jax.sharding.Mesh, groups: int, repeats: int, prompt: int, stop_ids: int
-) -> tuple[Any, Any, SamplingParams]:
-  rows = groups * repeats
+def _of_rows(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(meshes.FSDP))
+  return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding if shape else meshes.replicated(mesh))
 
-  def array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding if shape else meshes.replicated(mesh))
 
-  params = SamplingParams(
+def _sampling_params(mesh: jax.sharding.Mesh, rows: int, stop_ids: int) -> SamplingParams:
+  array = functools.partial(_of_rows, mesh)
+  return SamplingParams(
     temperature=array((rows,), jnp.float32),
     top_p=array((rows,), jnp.float32),
     top_k=array((rows,), jnp.int32),
@@ -259,4 +272,3 @@ def _sampling_arguments(
     max_tokens=array((rows,), jnp.int32),
     stop_ids=array((rows, stop_ids), jnp.int32),
   )
-  return array((groups, prompt), jnp.int32), array((groups,), jnp.int32), params

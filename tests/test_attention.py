@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from models import attention, decoding, huggingface
+from models import cache as kv_cache
 from models.cache import SHALLOW
 from models.lowering import Lowering, choose, distinct
 from sdpo_jax.config import MeshConfig
@@ -145,36 +146,39 @@ CONFIG = dict(
 @pytest.mark.parametrize('block', [16, 1024], ids=['blocks that do not divide the slots', 'one block'])
 @pytest.mark.parametrize('window', [0, 9])
 def test_the_decoding_kernel_is_the_plain_formula(window, block, monkeypatch):
-  """Six queries of three rows, with slots of their own and a shared cache: padding, other segments, empty slots."""
+  """Two queries a row over two caches of the row: some empty, some full, one row not in use."""
   monkeypatch.setattr(decoding, 'BLOCK', block)
   generator = np.random.default_rng(3)
   draw = lambda *shape: generator.standard_normal(shape).astype(np.float32)
-  layers, layer, rows, own, shared = 3, 1, 6, 21, 37
-  query = draw(rows, 1, HEADS, HEAD_DIM)
-  positions = generator.integers(20, 50, (rows, 1)).astype(np.int32)
-  segments = np.array([1, 1, 1, 1, 2, 1], np.int32)[:, None]
-  parts = []
-  for count, slots in ((rows, own), (rows // 2, shared)):
-    at = np.tile(np.arange(slots, dtype=np.int32), (count, 1)) + (20 if slots == own else 0)
-    of = generator.choice([0, 1, 2], p=[0.2, 0.7, 0.1], size=(count, slots)).astype(np.int32)
-    of[:, -3:] = 0
-    of[0] = 0  # A row whose cache is empty.
-    parts.append((*(draw(layers, count, KV_HEADS, slots, HEAD_DIM) for _ in range(2)), at, of, decoding.used(of)))
+  layers, layer, rows = 3, 1, 6
+  query = draw(rows, 2, HEADS, HEAD_DIM)
+  lengths = np.array([37, 0, 5, 20, 16, 0], np.int32)
+  recent = np.array([1, 2, 21, 4, 2, 0], np.int32)
+  positions = np.maximum(lengths + recent, 2)[:, None] - np.array([[2, 1]], np.int32)
+  parts = [
+    (*(draw(layers, rows, KV_HEADS, slots, HEAD_DIM) for _ in range(2)), start, filled)
+    for slots, start, filled in ((37, np.zeros_like(lengths), lengths), (21, lengths, recent))
+  ]
   run = jax.jit(functools.partial(decoding.attention, interpret=True))
-  ours = run(query, positions, segments, parts, layer, window)
-  masks = [attention.visible(positions, segments, *part[2:4], window or None) for part in parts]
+  ours = run(query, positions, parts, layer, window)
+  masks = [
+    attention.visible(
+      positions, np.ones_like(positions), *attention.in_slots(start, filled, keys.shape[3]), window or None
+    )
+    for keys, _, start, filled in parts
+  ]
   expected = attention.attend(
     query, *((keys[layer], values[layer], mask) for (keys, values, *_), mask in zip(parts, masks, strict=True))
   )
   blind = ~np.concatenate(masks, axis=-1).any(-1)
-  assert blind.any() and not blind.all()
+  assert blind.any(0).all() and blind.sum() == 2
   np.testing.assert_allclose(ours, np.where(blind[:, :, None, None], 0, expected), atol=2e-6)
 
 
 @pytest.mark.parametrize('layers', [2, SHALLOW + 1], ids=['shallow', 'deep'])
 @pytest.mark.parametrize('mesh', [None, (4, 2)], ids=['one device', 'eight devices'])
 def test_the_kernels_of_a_tpu_sample_the_tokens_of_the_plain_path(layers, mesh):
-  """Prefill, a group's rows on a shared prompt, a cache that grows: greedy tokens are equal, log-probs within 1e-5."""
+  """Prefill, rows of different lengths, recent tokens that settle: greedy tokens are equal, log-probs within 1e-5."""
   windows = dict(use_sliding_window=True, sliding_window=7, max_window_layers=1)
   plain, params = huggingface.init(CONFIG | windows | {'num_hidden_layers': layers}, jax.random.key(0))
   mesh = None if mesh is None else make_mesh(MeshConfig(*mesh))
@@ -186,8 +190,10 @@ def test_the_kernels_of_a_tpu_sample_the_tokens_of_the_plain_path(layers, mesh):
   def sample(policy, params):
     segments = (np.arange(9)[None] < lengths[:, None]).astype(np.int32)
     positions = np.tile(np.arange(9, dtype=np.int32), (4, 1)) * segments
-    _, _, cache = policy.apply({}, params, prompts, positions, segments, policy.init_cache(4, 9))
-    state = policy.repeat_cache(cache, 2, 13), jnp.repeat(prompts[:, :1], 2, 0), jnp.repeat(lengths, 2)[:, None]
+    _, _, filled = policy.apply({}, params, prompts, positions, segments, policy.init_cache(4, 9))
+    rows = jnp.arange(8, dtype=jnp.int32)
+    cache = kv_cache.copy_rows(policy.init_cache(8, 17), filled, rows // 2, rows, 8)
+    state = policy.with_recent(cache, 5), jnp.repeat(prompts[:, :1], 2, 0), jnp.repeat(lengths, 2)[:, None]
 
     def step(state, _):
       cache, token, position = state
@@ -199,7 +205,8 @@ def test_the_kernels_of_a_tpu_sample_the_tokens_of_the_plain_path(layers, mesh):
       return (cache, token, position + 1), (token, jnp.take_along_axis(log_probs, token, axis=1))
 
     state, first = lax.scan(step, state, length=4)
-    state = policy.repeat_cache(state[0], 1, 17), *state[1:]
+    settled = kv_cache.settle(state[0], jnp.ones(8, bool))
+    state = policy.with_recent(settled, 4), *state[1:]
     return first, lax.scan(step, state, length=4)[1]
 
   for (tokens, log_probs), (expected, expected_log_probs) in zip(

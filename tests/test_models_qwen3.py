@@ -13,8 +13,9 @@ import pytest
 import torch
 import transformers
 
+from models import cache as kv_cache
 from models import huggingface, parameters
-from models.cache import SHALLOW, slots
+from models.cache import SHALLOW
 from models.qwen3 import Qwen3Config, Qwen3Policy
 from sdpo_jax.config import ModelConfig
 
@@ -73,14 +74,16 @@ def hidden_states(policy, params, tokens, positions, segment_ids):
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def greedy(policy, params, prompt, steps):
-  """[B, P] prompts and [B, steps] most likely continuations, through prefill, a grown cache and a decode loop."""
+  """[B, P] prompts and [B, steps] most likely continuations, through prefill, a longer cache and a decode loop."""
   batch, length = prompt.shape
   token = lambda hidden, unembedding: jnp.argmax(hidden[:, -1] @ unembedding.T, axis=-1).astype(jnp.int32)
   positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
   hidden, unembedding, cache = policy.apply(
     {}, params, prompt, positions, jnp.ones_like(positions), policy.init_cache(batch, length)
   )
-  cache = policy.repeat_cache(cache, 1, length + steps)
+  rows = jnp.arange(batch, dtype=jnp.int32)
+  cache = kv_cache.copy_rows(policy.init_cache(batch, length + steps), cache, rows, rows, batch)
+  cache = policy.with_recent(cache, steps)
 
   def step(carry, index):
     cache, last = carry
@@ -189,13 +192,17 @@ def test_one_prefill_serves_a_group_of_rows_of_different_lengths(layers, window)
   segments = (np.arange(width)[None] < np.array(lengths)[:, None]).astype(np.int32)
   apply = jax.jit(lambda params, cache, *row: policy.apply({}, params, *row, cache))
   _, _, cache = apply(params, policy.init_cache(2, width), *rows(prompts)[:2], segments)
-  cache = policy.repeat_cache(cache, 2, width + steps)
-  assert slots(cache) == width + steps and cache.positions.shape == (4, steps)  # The prompts are held once.
+  prompt = jnp.array([0, 0, 1, 1])
+  cache = kv_cache.copy_rows(policy.init_cache(4, width + steps), cache, prompt, jnp.arange(4), 4)
+  assert cache.lengths.tolist() == [3, 3, 6, 6]
+  cache = policy.with_recent(cache, 3)
   states = []
   for step in range(steps):
     positions = np.repeat(np.array(lengths, np.int32), 2)[:, None] + np.int32(step)
     hidden, _, cache = apply(params, cache, continuations[:, step : step + 1], positions, np.ones((4, 1), np.int32))
     states.append(np.asarray(hidden[:, 0]))
+    if step == 1:  # What was appended so far moves behind each prompt.
+      cache = policy.with_recent(kv_cache.settle(cache, jnp.ones(4, bool)), 3)
   whole, row_lengths = np.zeros((4, width + steps), np.int32), np.repeat(lengths, 2) + steps
   for row, end in enumerate(row_lengths):
     whole[row, :end] = np.concatenate([prompts[row // 2, : end - steps], continuations[row]])
@@ -203,48 +210,6 @@ def test_one_prefill_serves_a_group_of_rows_of_different_lengths(layers, window)
   expected = hidden_states(policy, params, tokens, positions, (positions < row_lengths[:, None]).astype(np.int32))[0]
   for row, end in enumerate(row_lengths):
     np.testing.assert_allclose(np.stack(states, axis=1)[row], expected[row, end - steps : end], atol=2e-5)
-
-
-def test_a_cache_may_be_copied_instead_of_shared(small):
-  """Without a length, repeated rows are whole caches of their own and continue in the slots left."""
-  policy, params = small
-  tokens, positions, segments = rows(np.arange(14, dtype=np.int32).reshape(2, 7))
-  apply = jax.jit(lambda params, cache, *row: policy.apply({}, params, *row, cache))
-  _, _, cache = apply(params, policy.init_cache(2, 7), tokens[:, :6], positions[:, :6], segments[:, :6])
-  cache = policy.repeat_cache(cache, 3)
-  assert cache.positions.shape == (6, 7) and cache.shared is None
-  last = [np.repeat(array[:, 6:], 3, axis=0) for array in (tokens, positions, segments)]
-  hidden, _, _ = apply(params, cache, *last)
-  expected = np.repeat(np.asarray(hidden_states(policy, params, tokens, positions, segments)[0][:, 6:]), 3, axis=0)
-  np.testing.assert_allclose(hidden, expected, atol=1e-5)
-
-
-def test_a_cache_never_shrinks(small):
-  policy, _ = small
-  with pytest.raises(ValueError, match='cannot shrink'):
-    policy.repeat_cache(policy.init_cache(1, 8), 2, 4)
-
-
-@pytest.mark.parametrize('layers', [SHALLOW, 2 * SHALLOW], ids=['shallow', 'deep'])
-def test_the_decode_loop_updates_a_donated_cache_in_place(layers):
-  """The cache is aliased to the output and no second one exists."""
-  policy = Qwen3Policy(Qwen3Config.from_json({**SIZES, 'model_type': 'qwen3', 'num_hidden_layers': layers}), 'float32')
-
-  def decode(params, token, cache):
-    def step(carry):
-      token, cache = carry
-      place = jnp.broadcast_to(cache.length, (4, 1))
-      hidden, unembedding, cache = policy.apply({}, params, token, place, jnp.ones_like(place), cache)
-      return jnp.argmax(hidden @ unembedding.T, axis=-1).astype(jnp.int32), cache
-
-    return lax.while_loop(lambda carry: carry[1].length < 512, step, (token, cache))
-
-  cache = jax.eval_shape(lambda: policy.init_cache(4, 512))
-  arguments = (parameters.abstract(policy.parameter_table()), jax.ShapeDtypeStruct((4, 1), jnp.int32), cache)
-  memory = jax.jit(decode, donate_argnums=2).lower(*arguments).compile().memory_analysis()
-  size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
-  assert memory.alias_size_in_bytes >= size
-  assert memory.temp_size_in_bytes < size / 4  # One layer's keys and values, and the parameters in compute dtype.
 
 
 def _loss(policy, params, row):

@@ -199,21 +199,29 @@ def test_a_step_adds_up():
   took = dict(prepare=1.0, prefill=2.0, decode=60.0, score=3.0, update=8.0, zero=0.1, apply=0.2, finish=0.3)
   assumptions = planning.Assumptions.of(config, topology.CHIPS['v5e'])
   phases = planning.phase_seconds(config, mesh, assumptions, {name: one(value) for name, value in took.items()})
-  # 32 questions × 8 samples: two calls of 128 rows, four micro-batches of 64, one optimizer step.
-  expected = {'prefill': 1 + 2 * 2, 'decode': 2 * 60, 'score': 4 * 3, 'update': 4 * 8, 'optimizer': 0.1 + 0.2 + 0.3}
+  # 32 questions × 8 samples through 128 slots, the first half of them in half of the longest one's time; four
+  # micro-batches of 64, one optimizer step.
+  expected = {
+    'prefill': 1 + 2 * 2,
+    'decode': (1 + 1 / 2) * 60,
+    'score': 4 * 3,
+    'update': 4 * 8,
+    'optimizer': 0.1 + 0.2 + 0.3,
+  }
   assert phases == pytest.approx(expected)
   with_questions = dataclasses.replace(assumptions, evaluation_questions=64)
   phases = planning.phase_seconds(config, mesh, with_questions, {name: one(value) for name, value in took.items()})
-  # 64 questions × 16 samples in 8 calls, every 5 steps.
-  assert phases['evaluation'] == pytest.approx(8 * (2 + 60) / 5)
+  # 64 questions × 16 samples, 8 times as many as slots, every 5 steps.
+  assert phases['evaluation'] == pytest.approx((8 * 2 + (1 + 7 / 2) * 60) / 5)
 
 
 def test_of_each_kind_the_largest_program_is_planned():
-  names = ['update/512×1024', 'update/2048×512', 'decode/512×64', 'decode/512×64@16', 'grow/512×64', 'apply']
+  names = ['update/512×1024', 'update/2048×512', 'decode/512×64', 'decode/512×64@16', 'admit/512×64', 'apply']
   found = dict.fromkeys([*names, 'evaluation/decode/512×64'])
   assert planning.select(found, everything=False) == {
     'update': 'update/2048×512',
     'decode': 'decode/512×64',
+    'admit': 'admit/512×64',
     'apply': 'apply',
     'evaluation/decode': 'evaluation/decode/512×64',
   }

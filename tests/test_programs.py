@@ -26,7 +26,7 @@ def registered(**changes):
 
 def test_names_follow_the_settings():
   *_, sdpo = registered(algorithm__rollout_correction__rollout_is=None)
-  assert {'zero', 'apply', 'finish', 'prepare', 'prefill/8×6', 'decode/8×6', 'update/8×16×6'} == set(sdpo)
+  assert {'zero', 'apply', 'finish', 'prepare', 'prefill/8×6', 'admit/8×6', 'decode/8×6', 'update/8×16×6'} == set(sdpo)
   *_, scored = registered()
   assert 'score/8×6' in scored
   *_, grpo = registered(actor__policy_loss__loss_mode='vanilla')
@@ -46,7 +46,7 @@ def test_the_update_is_called_with_the_registered_shapes():
 
 
 @pytest.mark.parametrize(
-  'name', ['update/8×16×6', 'prepare', 'prefill/8×6', 'decode/8×6', 'apply', 'finish', 'score/8×6']
+  'name', ['update/8×16×6', 'prepare', 'prefill/8×6', 'admit/8×6', 'decode/8×6', 'apply', 'finish', 'score/8×6']
 )
 def test_every_kind_of_program_lowers(name):
   *_, found = registered()
@@ -59,17 +59,33 @@ def test_packed_updates_have_the_largest_shapes_only():
   assert len(updates()) == 8 and updates(actor__pack_sequences=True) == ['update/8×16×6']
 
 
-def test_a_decode_loop_on_a_mesh_is_compiled_for_what_its_prefill_returns():
+def test_a_long_cache_has_a_decode_loop_of_every_size():
+  *_, found = registered(data__max_response_length=500, data__response_buckets=(500,))
+  assert {'decode/8×500', 'decode/8×500@405', 'decode/8×500@270', 'resize/8×500', 'admit/8×500'} <= set(found)
+  assert 'func.func public @main' in found['resize/8×500'].lower().as_text()
+
+
+def test_a_decode_loop_on_a_mesh_is_compiled_for_what_it_gets_and_leaves():
   config = settings(rollout__max_batch_rows=8)
   policy, _ = make_model()
   mesh = meshes.make_mesh(MeshConfig(fsdp=4), jax.devices()[:4])
   found = registry.programs(config, policy, {}, registry.abstract_parameters(policy, mesh), mesh)
-  compiled = dict(registry.compile_programs(found, ['decode/8×6']))
-  assert list(compiled) == ['prepare', 'prefill/8×6', 'decode/8×6']
-  (_, _, _, state, _), _ = compiled['decode/8×6'].input_shardings
-  rows = found['decode/8×6'].arguments[3].token.shape
-  assert state.token.shard_shape(rows) == (rows[0] // 4,)
-  assert state.token == compiled['prefill/8×6'].output_shardings.token
+  compiled = dict(registry.compile_programs(found, ['decode/8×6', 'admit/8×6']))
+  assert list(compiled) == ['prepare', 'decode/8×6', 'admit/8×6']
+  (_, _, given, state, _), _ = compiled['decode/8×6'].input_shardings
+  cache = found['decode/8×6'].arguments[2]
+  rows = cache.lengths.shape[0]
+  assert state.token.shard_shape((rows,)) == (rows // 4,) == given.lengths.shard_shape((rows,))
+  for program in compiled.values():
+    if program is not compiled['prepare']:
+      left = program.output_shardings
+      left = left[0] if isinstance(left, tuple) else left
+      jax.tree.map(
+        lambda leaf, one, other: one.is_equivalent_to(other, leaf.ndim) or pytest.fail(f'{one}, {other}'),
+        cache,
+        given,
+        left,
+      )
 
 
 def test_programs_behind_a_refused_one_are_left_out():
@@ -78,7 +94,7 @@ def test_programs_behind_a_refused_one_are_left_out():
 
   *_, found = registered()
   broken = {name: dataclasses.replace(found[name]) for name in found}
-  broken['prefill/8×6'] = registry.Program(types.SimpleNamespace(lower=refuse), ())
+  broken['prepare'] = registry.Program(types.SimpleNamespace(lower=refuse), ())
   results = dict(registry.compile_programs(broken, ['decode/8×6', 'finish']))
-  assert set(results) == {'prepare', 'prefill/8×6', 'finish'}
-  assert 'RESOURCE_EXHAUSTED' in str(results['prefill/8×6'])
+  assert set(results) == {'prepare', 'finish'}
+  assert 'RESOURCE_EXHAUSTED' in str(results['prepare'])

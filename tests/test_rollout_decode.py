@@ -1,6 +1,7 @@
 """The decode loop with a real model: transformers' tokens, exact log-probs, rows that know nothing of each other."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,17 +10,16 @@ import pytest
 import torch
 import transformers
 
+from models import cache as kv_cache
 from models import huggingface
 from sdpo_jax.config import ModelConfig
 from sdpo_jax.rollout import decode, sampling
 
 VOCABULARY, EOS = 61, 7
-generate = jax.jit(decode.generate, static_argnames=('policy', 'n', 'max_new_tokens'))
-prefill = jax.jit(decode.prefill, static_argnames=('policy', 'n', 'max_new_tokens'))
-advance = jax.jit(decode.advance, static_argnames='policy', donate_argnames='state')
+prefill = jax.jit(decode.prefill, static_argnames='policy')
+advance = jax.jit(decode.advance, static_argnames=('policy', 'steps'), donate_argnames='cache')
 truncate = jax.jit(sampling.truncate)
-# Most tests share these shapes, and so one compiled program.
-SHAPES = dict(n=2, max_new_tokens=32)
+STEPS = 32  # Most tests share the shapes, and so one compiled program.
 
 
 @pytest.fixture(scope='module')
@@ -68,6 +68,34 @@ def take(params, rows):
   return jax.tree.map(lambda leaf: leaf[rows] if np.ndim(leaf) else leaf, params)
 
 
+@functools.partial(jax.jit, static_argnames=('policy', 'n', 'slots'))
+def cache_of(policy, params, tokens, lengths, *, n, slots):
+  """The cache in which n consecutive rows hold a prompt each."""
+  rows = jnp.arange(len(tokens) * n, dtype=jnp.int32)
+  prompts = decode.prefill(policy, {}, params, tokens, lengths)
+  return kv_cache.copy_rows(policy.init_cache(len(rows), slots), prompts, rows // n, rows, len(rows))
+
+
+def generate(policy, params, tokens, lengths, knobs, *, n=2, chunks=(STEPS,)):
+  """n completions of each prompt, drawn in some chunks: (tokens, records by name, length, stopped) of the rows."""
+  rows = len(tokens) * n
+  cache = cache_of(policy, params, tokens, lengths, n=n, slots=tokens.shape[1] + sum(chunks))
+  token = np.repeat(tokens[np.arange(len(tokens)), lengths - 1], n)
+  length, stopped = np.zeros(rows, np.int32), np.zeros(rows, bool)
+  names = ('tokens', 'sampling_log_probs', 'model_log_probs', 'entropy')
+  found = {name: np.zeros((rows, sum(chunks)), np.int32 if name == 'tokens' else np.float32) for name in names}
+  for steps in chunks:
+    active = ~stopped & (length < knobs.max_tokens)
+    cache, drawn = advance(policy, {}, params, cache, decode.Rows(knobs, token, length, active), rows, steps=steps)
+    for row in np.flatnonzero(active):
+      new = slice(length[row], length[row] + drawn.count[row])
+      for name, values in found.items():
+        values[row, new] = getattr(drawn, name)[: drawn.count[row], row]
+    length, stopped = length + np.asarray(drawn.count), stopped | np.asarray(drawn.stopped)
+    token = found['tokens'][np.arange(rows), np.maximum(length - 1, 0)]
+  return types.SimpleNamespace(**found, length=length, stopped=stopped)
+
+
 def pad(prompts, width):
   tokens = np.zeros((len(prompts), width), np.int32)
   for row, prompt in zip(tokens, prompts, strict=True):
@@ -96,7 +124,7 @@ def test_greedy_is_transformers_greedy(models):
   tokens, lengths = pad(prompts, 16)
 
   def both(eos):
-    done = generate(policy, {}, params, tokens, lengths, make_params(8, stop_ids=((eos,),)), **SHAPES)
+    done = generate(policy, params, tokens, lengths, make_params(8, stop_ids=((eos,),)))
     for row in range(8):
       prompt = prompts[row // 2]
       expected = torch_model.generate(
@@ -104,7 +132,6 @@ def test_greedy_is_transformers_greedy(models):
       )[0, len(prompt) :].tolist()
       length = int(done.length[row])
       assert done.tokens[row, :length].tolist() == expected
-      assert done.mask[row].tolist() == [True] * length + [False] * (32 - length)
       assert bool(done.stopped[row]) == (expected[-1] == eos)
     assert not done.sampling_log_probs.any()
     return done
@@ -121,7 +148,7 @@ def test_log_probs_are_those_of_a_full_forward_pass(models):
   prompts = random_prompts([4, 12, 8, 15], seed=1)
   tokens, lengths = pad(prompts, 16)
   knobs = make_params(8, **KNOBS)
-  done = generate(policy, {}, params, tokens, lengths, knobs, **SHAPES)
+  done = generate(policy, params, tokens, lengths, knobs)
   for row in range(8):
     length = int(done.length[row])
     completion = done.tokens[row, :length]
@@ -139,7 +166,6 @@ def test_log_probs_are_those_of_a_full_forward_pass(models):
       weights = np.asarray(truncate(scaled, fill('top_k'), fill('top_p'), fill('min_p')))[:length]
       expected = np.log(weights[at] / weights.sum(-1))
       np.testing.assert_allclose(done.sampling_log_probs[row, :length], expected, atol=1e-4)
-    assert not np.asarray(done.model_log_probs[row, length:]).any()
 
 
 def test_a_row_is_what_it_is_alone(models):
@@ -148,78 +174,116 @@ def test_a_row_is_what_it_is_alone(models):
   prompts = random_prompts([4, 12, 8, 15], seed=2)
   tokens, lengths = pad(prompts, 16)
   knobs = make_params(8, **KNOBS, stop_ids=((EOS,),))
-  together = generate(policy, {}, params, tokens, lengths, knobs, **SHAPES)
-  again = generate(policy, {}, params, tokens, lengths, knobs, **SHAPES)
-  jax.tree.map(np.testing.assert_array_equal, together, again)
+  together = generate(policy, params, tokens, lengths, knobs)
+  again = generate(policy, params, tokens, lengths, knobs)
+  jax.tree.map(np.testing.assert_array_equal, vars(together), vars(again))
   order = np.array([5, 0, 7, 2, 1, 6, 3, 4])
   wide, wide_lengths = pad([prompts[row // 2] for row in order], 40)
-  apart = generate(policy, {}, params, wide, wide_lengths, take(knobs, order), n=1, max_new_tokens=40)
+  apart = generate(policy, params, wide, wide_lengths, take(knobs, order), n=1, chunks=(40,))
   for place, row in enumerate(order):
-    np.testing.assert_array_equal(apart.tokens[place, :32], together.tokens[row])
+    np.testing.assert_array_equal(apart.tokens[place, :STEPS], together.tokens[row])
     assert bool(apart.stopped[place]) == bool(together.stopped[row])
-    np.testing.assert_allclose(apart.sampling_log_probs[place, :32], together.sampling_log_probs[row], atol=1e-4)
+    np.testing.assert_allclose(apart.sampling_log_probs[place, :STEPS], together.sampling_log_probs[row], atol=1e-4)
   for row in (1, 6):
-    alone = generate(
-      policy, {}, params, *pad([prompts[row // 2]], 16), take(knobs, np.array([row])), n=1, max_new_tokens=32
-    )
+    alone = generate(policy, params, *pad([prompts[row // 2]], 16), take(knobs, np.array([row])), n=1)
     np.testing.assert_array_equal(alone.tokens[0], together.tokens[row])
 
 
 def test_samples_of_a_prompt_differ(models):
   _, policy, params = models
   tokens, lengths = pad(random_prompts([6]) * 4, 16)
-  done = generate(policy, {}, params, tokens, lengths, make_params(8, temperature=1.0), **SHAPES)
+  done = generate(policy, params, tokens, lengths, make_params(8, temperature=1.0))
   assert len({tuple(row) for row in np.asarray(done.tokens).tolist()}) == 8
 
 
 def test_stop_ids_and_lengths_of_each_row(models):
-  """A stop id ends its own row only and is kept; a row of no tokens draws none; the loop ends with the last row."""
+  """A stop id ends its own row only and is kept; rows without a sample draw nothing; the loop ends with the last row."""
   _, policy, params = models
   tokens, lengths = pad(random_prompts([6]) * 4, 16)
-  greedy = generate(policy, {}, params, tokens, lengths, make_params(8), **SHAPES).tokens[0].tolist()
+  greedy = generate(policy, params, tokens, lengths, make_params(8)).tokens[0].tolist()
   second = next(token for token in greedy if token != greedy[0])
   knobs = make_params(
     8,
     max_tokens=[32, 32, 0, 3, 0, 0, 0, 0],
     stop_ids=[[second, -1], [-1, greedy[0]], [greedy[0], -1]] + [[-1, -1]] * 5,
   )
-  state = prefill(policy, {}, params, tokens, lengths, knobs, **SHAPES)
-  state = advance(policy, {}, params, knobs, state, 32)
-  done = decode.result(state)
+  cache = cache_of(policy, params, tokens, lengths, n=2, slots=16 + STEPS)
+  rows = decode.Rows(knobs, np.repeat(tokens[:, 5], 2), np.zeros(8, np.int32), knobs.max_tokens > 0)
   end = greedy.index(second) + 1
-  assert done.length.tolist() == [end, 1, 0, 3, 0, 0, 0, 0]
-  assert done.stopped.tolist() == [True, True] + [False] * 6
-  assert done.tokens[0, :end].tolist() == greedy[:end] and done.tokens[1, 0] == greedy[0]
-  assert int(state.drawn) == max(end, 3)
+  for enough, steps in ((3, max(end, 3)), (2, sorted([end, 1, 3])[1]), (1, 1)):
+    after, done = advance(policy, {}, params, jax.tree.map(jnp.copy, cache), rows, enough, steps=STEPS)
+    counts = [min(count, steps) for count in [end, 1, 0, 3, 0, 0, 0, 0]]
+    assert int(done.steps) == steps and done.count.tolist() == counts
+    assert done.stopped.tolist() == [end <= steps, True] + [False] * 6
+    # Rows that run on hold their prompt and what they drew but for the newest token; the others are free.
+    assert after.lengths.tolist() == [5 + steps if end > steps else 0, 0, 0, 5 + steps if steps < 3 else 0, 0, 0, 0, 0]
+    assert done.tokens[: counts[0], 0].tolist() == greedy[: counts[0]] and done.tokens[0, 1] == greedy[0]
 
 
 def test_interrupted_is_uninterrupted(models):
-  """Advancing in pieces draws what advancing at once draws, bit for bit."""
+  """Advancing in pieces draws what advancing at once draws, at the same probabilities."""
   _, policy, params = models
   tokens, lengths = pad(random_prompts([4, 12, 5, 5]), 16)
-  knobs = make_params(8, temperature=1.0, stop_ids=((-1, -1),))
-  state = prefill(policy, {}, params, tokens, lengths, knobs, **SHAPES)
-  whole = decode.result(advance(policy, {}, params, knobs, state, 32))
-  state = prefill(policy, {}, params, tokens, lengths, knobs, **SHAPES)
-  for limit in (3, 4, 11, 32):
-    state = advance(policy, {}, params, knobs, state, limit)
-  jax.tree.map(np.testing.assert_array_equal, whole, decode.result(state))
+  knobs = make_params(8, temperature=1.0, stop_ids=((EOS,),))
+  whole = generate(policy, params, tokens, lengths, knobs)
+  pieces = generate(policy, params, tokens, lengths, knobs, chunks=(3, 1, 7, 21))
+  assert 0 < whole.stopped.sum() < 8
+  for name, values in vars(whole).items():
+    np.testing.assert_allclose(getattr(pieces, name), values, atol=1e-5)
 
 
-def test_the_cache_is_updated_in_place(models):
-  """The whole donated state is aliased, and the loop's temporary memory is far below a second cache."""
-  _, policy, params = models
-  knobs = make_params(32, max_tokens=512)
-  tokens, lengths = pad(random_prompts([16] * 4), 256)
-  state = jax.eval_shape(
-    functools.partial(decode.prefill, policy, n=8, max_new_tokens=512), {}, params, tokens, lengths, knobs
+@pytest.mark.parametrize('layers', [2, kv_cache.SHALLOW + 1], ids=['shallow', 'deep'])
+def test_the_cache_is_updated_in_place(layers):
+  """The whole donated cache is aliased, no program copies it, and temporary memory is far below a second one."""
+  config = dict(
+    model_type='qwen3',
+    vocab_size=VOCABULARY,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=layers,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
   )
-  compiled = advance.lower(policy, {}, params, knobs, state, jnp.int32(512)).compile()
-  cache = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.cache))
-  memory = compiled.memory_analysis()
-  assert memory.alias_size_in_bytes >= cache
-  assert memory.temp_size_in_bytes < 0.75 * cache
-  # No instruction but the loop's own plumbing yields a new buffer of the cache's shape.
-  shape = f'f32[{",".join(map(str, jax.tree.leaves(state.cache)[0].shape))}]'
-  copies = [line for line in compiled.as_text().splitlines() if f'= {shape}' in line and ' copy(' in line]
-  assert not copies
+  policy, params = huggingface.init(config, jax.random.key(0))
+  cache = jax.eval_shape(lambda: policy.init_cache(32, 777))
+  prompts = jax.eval_shape(lambda: policy.init_cache(4, 256))
+  rows = decode.Rows(make_params(32), np.zeros(32, np.int32), np.zeros(32, np.int32), np.ones(32, bool))
+  index = jax.ShapeDtypeStruct((32,), jnp.int32)
+  copy = jax.jit(kv_cache.copy_rows, donate_argnums=0).lower(cache, prompts, index, index, 7)
+  for lowered in (advance.lower(policy, {}, params, cache, rows, 32, steps=8), copy):
+    compiled = lowered.compile()
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= size
+    # Beside recent tokens and scores there is one layer at most, out of the stack of a deep model.
+    assert memory.temp_size_in_bytes < (0.2 if layers == 2 else 1.25 / layers) * size
+    shapes = {f'f32[{",".join(map(str, leaf.shape))}]' for leaf in jax.tree.leaves(cache) if leaf.ndim > 1}
+    made = [line for line in compiled.as_text().splitlines() if any(f'= {shape}' in line for shape in shapes)]
+    assert made and not [line for line in made if ' copy(' in line or ' transpose(' in line]
+
+
+def test_rows_move_between_caches_and_settle_at_their_own_ends():
+  """What stands in every slot, for caches of either layout."""
+  rng = np.random.default_rng(0)
+  stores = lambda cache: [array for i in range(3) for array in kv_cache.layer_of(cache.keys, cache.values, i)]
+  for stacked in (False, True):
+    make = lambda rows, length, stacked=stacked: jax.tree.map(
+      lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32) if leaf.ndim > 1 else leaf,
+      kv_cache.init(3, rows, 2, length, 4, jnp.float32, stacked=stacked),
+    )
+    into, rows = make(5, 9), make(4, 6).replace(lengths=jnp.array([6, 2, 3, 4]))
+    moved = kv_cache.copy_rows(into, rows, np.array([2, 0, 1]), np.array([4, 1, 0]), 2)
+    assert moved.lengths.tolist() == [0, 6, 0, 0, 3]
+    for new, old, source in zip(stores(moved), stores(into), stores(rows), strict=True):
+      expected = np.array(old)
+      expected[[4, 1], :, :6] = source[np.array([2, 0])]
+      np.testing.assert_array_equal(new, expected)
+    recent = make(5, 3)
+    grown = moved.replace(recent=kv_cache.Recent(recent.keys, recent.values, jnp.int32(2)))
+    settled = kv_cache.settle(grown, np.array([True, True, True, False, True]))
+    assert settled.lengths.tolist() == [2, 8, 2, 0, 5] and settled.recent is None
+    for new, old, source in zip(stores(settled), stores(moved), stores(recent), strict=True):
+      for row, length in ((0, 0), (1, 6), (2, 0), (4, 3)):
+        np.testing.assert_array_equal(new[row, :, :length], old[row, :, :length])
+        np.testing.assert_array_equal(new[row, :, length : length + 2], source[row, :, :2])

@@ -1,5 +1,7 @@
-"""The host side: buckets, calls, stop strings and text change no sample; wrong inputs say what to do."""
+"""The host side: slots, buckets, order, stop strings and text change no sample; wrong inputs say what to do."""
 
+import dataclasses
+import itertools
 import types
 
 import jax
@@ -10,7 +12,7 @@ from models import huggingface, parameters
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.errors import UserError
 from sdpo_jax.mesh import make_mesh, parameter_sharding
-from sdpo_jax.rollout import engine
+from sdpo_jax.rollout import engine, queue, slots
 from sdpo_jax.rollout.programs import programs
 from sdpo_jax.rollout.stops import StopStrings
 
@@ -104,27 +106,80 @@ def test_rollouts_hold_prompts_masks_text_and_reasons(reference):
 
 @pytest.mark.parametrize(
   'settings',
-  [dict(max_batch_rows=8), dict(max_batch_rows=3, prompt_buckets=(50,), response_buckets=(31,))],
-  ids=['two prompts a call', 'half a group a call, other buckets'],
+  [
+    dict(max_batch_rows=8),
+    dict(max_batch_rows=3, prompt_buckets=(50,), response_buckets=(31,), decode_chunk=7),
+    dict(max_batch_rows=1, prompt_buckets=(3, 12, 20), decode_chunk=5),
+  ],
+  ids=['half of the samples at once', 'fewer slots than samples of a prompt, other buckets', 'one slot'],
 )
-def test_batching_changes_no_sample(model, reference, settings):
-  assert_same_samples(sample(make_sampler(model, **settings), model), reference)
-
-
-@pytest.mark.parametrize('on_mesh', [False, True])
-def test_making_room_in_stages_changes_no_sample(model, reference, monkeypatch, compiled, on_mesh):
-  """Three stages, of which the later ones are not even begun when every row is done."""
-  monkeypatch.setattr(engine, 'SMALLEST_STAGE', 4)
-  assert engine.stages(24) == (6, 12, 24)
-  sampler = make_sampler(model, mesh=make_mesh(MeshConfig()) if on_mesh else None)
-  short = sample(sampler, model, max_tokens=6)
-  np.testing.assert_array_equal(short.completion_tokens[:, :6], reference.completion_tokens[:, :6])
-  assert count(compiled) == {'prefill': 1, 'advance': 1}
+def test_slots_and_buckets_change_no_sample(model, reference, settings):
+  sampler = make_sampler(model, **settings)
   assert_same_samples(sample(sampler, model), reference)
-  assert count(compiled) == {'prefill': 1, 'advance': 3}
-  if not on_mesh:
-    stopping = make_sampler(model, stop=('<end>',), stop_token_ids=(), stop_check_interval=5)
-    assert sample(stopping, model).text == reference.text
+  assert sampler.account.prompts == 4  # However its samples are spread over time, a prompt is prefilled once.
+  assert sampler.account.tokens == reference.completion_mask.sum()
+
+
+def test_a_growing_and_shrinking_cache_changes_no_sample(model, reference, monkeypatch):
+  """Also where rows are moved together, and with any order of arrival."""
+  monkeypatch.setattr(slots, 'SMALLEST_CACHE', 8)
+  sizes, resize = [], programs(model[0], None).resize
+
+  def spy(cache, source, slots):
+    sizes.append((len(source), slots))
+    return resize(cache, source, slots=slots)
+
+  sampler = make_sampler(model, max_batch_rows=8, decode_chunk=4, prompt_buckets=(8,), stop_token_ids=())
+  sampler._programs = dataclasses.replace(sampler._programs, resize=spy)
+  prompts, lengths = (
+    [[3, 4, 5], [7] * 4, [9, 1], [11]],
+    np.array([2, 24, 24, 3, *[4] * 42, 3, 12]),
+  )  # Long ones end first.
+  whole = make_sampler(model, stop_token_ids=())
+  expected = sample(whole, model, prompts, n=12, max_tokens=lengths)
+  assert_same_samples(sample(sampler, model, prompts, n=12, max_tokens=lengths), expected)
+  rows, capacities = zip(*sizes, strict=True)
+  assert min(rows) < 8 and min(np.diff(capacities)) < 0 < max(np.diff(capacities))
+  backwards = lambda prompts, n, shards: queue.Queue(prompts[::-1], n, shards)
+  monkeypatch.setattr(slots, 'Queue', backwards)
+  assert_same_samples(sample(sampler, model, prompts, n=12, max_tokens=lengths), expected)
+
+
+def test_completions_come_as_they_finish(model, reference):
+  """Each once, the short ones first, before the others are done; and the same as in a batch."""
+  sampler = make_sampler(model, max_batch_rows=16, decode_chunk=4)
+  lengths = np.array([24, 3, 3, 3] * 4)
+  settings = dict(n=4, seed=5, step=2, max_tokens=lengths, temperature=1.3, top_p=0.95)
+  expected = sample(make_sampler(model), model, max_tokens=lengths)
+  stream = sampler.stream({}, model[1], PROMPTS, **settings)
+  first = [next(stream) for _ in range(12)]
+  assert sampler.account.dispatches < 24 / 4
+  rest = list(stream)
+  assert sorted(done.sample for done in (*first, *rest)) == list(range(16))
+  assert all(len(done.tokens) == 24 or done.stopped for done in rest)
+  for done in (*first, *rest):
+    mask = expected.completion_mask[done.sample]
+    assert done.tokens.tolist() == expected.completion_tokens[done.sample][mask].tolist()
+    assert done.text == expected.text[done.sample]
+    assert ('stop' if done.stopped else 'length') == expected.finish_reason[done.sample]
+  heard = []
+  sample(sampler, model, max_tokens=lengths, on_finished=heard.append)
+  assert [done.sample for done in heard] == [done.sample for done in (*first, *rest)]
+
+
+def test_the_account_adds_up(model):
+  """Forced lengths through four slots: what a perfect engine would take, and at most a chunk more for each refill."""
+  sampler = make_sampler(model, max_batch_rows=4, decode_chunk=8, stop_token_ids=())
+  lengths = np.array([24, 3, 9, 12] * 4)
+  done = sample(sampler, model, max_tokens=lengths)
+  account = sampler.account
+  assert done.completion_mask.sum() == lengths.sum() == account.tokens
+  assert lengths.sum() <= account.row_steps <= 1.3 * lengths.sum()
+  assert account.prompts == 4
+  # Two layers' worth of numbers: one layer of keys and values, two heads of 16 float32.
+  slot = 2 * 2 * 16 * 4
+  assert account.live_bytes % slot == 0 and 4 * 24 * slot <= account.live_bytes < 4 * (20 + 24) * slot
+  assert account.cache_bytes >= 4 * (32 + 24 + 8) * slot + 4 * 8 * slot
 
 
 def test_one_by_one_is_the_batch(model):
@@ -153,11 +208,11 @@ def test_seed_step_and_sample_number_choose_the_sample(model, reference):
     assert sample(sampler, model, **change).text[4:8] != reference.text[4:8]
 
 
-@pytest.mark.parametrize('interval', [1, 5, 24])
-def test_stop_strings_end_with_the_token_that_completes_them(model, reference, interval):
+@pytest.mark.parametrize('chunk', [1, 5, 24])
+def test_stop_strings_end_with_the_token_that_completes_them(model, reference, chunk):
   """The samples are those without stop strings, cut after the first token whose text completes one."""
   pieces = [text[5:7] for text in reference.text if len(text) > 10][:3] + ['<end>']
-  stopped = sample(make_sampler(model, stop=pieces, stop_check_interval=interval, stop_token_ids=()), model)
+  stopped = sample(make_sampler(model, stop=pieces, decode_chunk=chunk, stop_token_ids=()), model)
   free = sample(make_sampler(model, stop_token_ids=()), model)
   ended = 0
   for row in range(16):
@@ -180,19 +235,16 @@ def test_stop_strings_over_several_tokens():
   assert not StopStrings(TOKENIZER, ())
 
 
-def test_training_and_evaluation_share_programs(model, compiled):
-  """Steps, temperatures, truncation and lengths compile nothing new: two programs for every declared shape."""
-  sampler = make_sampler(model, prompt_buckets=(8, 32), response_buckets=(10,), max_batch_rows=6)
+def test_training_and_evaluation_share_programs(compiled):
+  """Steps, temperatures, truncation and lengths compile nothing new."""
+  model = huggingface.init(CONFIG | {'vocab_size': 44}, jax.random.key(1))  # For which no other test has compiled any.
+  sampler = make_sampler(model, prompt_buckets=(32,), response_buckets=(10,), max_batch_rows=6)
   for step in range(3):
-    if step == 1:
-      first = list(compiled)
     sample(sampler, model, PROMPTS[:2], n=3, step=step, max_tokens=10, temperature=1.0, top_p=1.0)
     sample(sampler, model, PROMPTS[1:3], n=3, step=step, max_tokens=4 + step, temperature=0.6, top_p=0.95, top_k=20)
     sample(sampler, model, PROMPTS[:1] * 2, n=3, step=step, max_tokens=9, temperature=0.0)
     sample(sampler, model, PROMPTS * 2, n=3, step=step, max_tokens=10, min_p=0.1)
-  assert sampler.shapes == {engine.Shapes(2, 3, 8, 10), engine.Shapes(2, 3, 32, 10)}
-  assert count(compiled) == {'prefill': 2, 'advance': 2}
-  assert compiled == first
+  assert count(compiled) == {'prefill': 2, 'advance': 1}  # Of two prompts, and of one where a slot is refilled.
 
 
 @pytest.mark.parametrize('config', [MeshConfig(), MeshConfig(fsdp=2, tensor=4)], ids=['fsdp', 'fsdp and tensor'])
@@ -204,27 +256,24 @@ def test_rows_spread_over_a_mesh_sample_the_same(model, reference, config, compi
   spread = policy, parameters.map_tree(place, policy.parameter_table(), params)
   sampler = make_sampler(spread, mesh=mesh)
   assert_same_samples(sample(sampler, spread), reference)
-  stopping = make_sampler(spread, mesh=mesh, stop=('<end>',), stop_token_ids=(), stop_check_interval=5)
+  stopping = make_sampler(spread, mesh=mesh, stop=('<end>',), stop_token_ids=(), decode_chunk=5)
   assert sample(stopping, spread).text == reference.text
-  assert len(sampler.shapes | stopping.shapes) == 1
-  assert count(compiled) == {'prefill': 1, 'advance': 1}
+  assert count(compiled) == {'prefill': 1, 'advance': 2}  # The number of steps between two looks is one of the shapes.
 
 
 def test_rows_are_divided_over_the_mesh(model):
+  """And stay where they are: no program sends keys or values from one device to another."""
   policy, params = model
-  mesh = make_mesh(MeshConfig())
-  run = programs(policy, mesh)
-  prompts, lengths = np.ones((8, 32), np.int32), np.full(8, 3, np.int32)
-  knobs = dict(temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, max_tokens=24)
-  knobs = {
-    name: np.full(16, value, np.float32 if isinstance(value, float) else np.int32) for name, value in knobs.items()
-  }
-  params_of_rows = make_sampler(model)._params(np.arange(16, dtype=np.int32), knobs, seed=0, step=0)
-  prompts, lengths, params_of_rows = run.put((prompts, lengths, params_of_rows))
-  state = run.prefill(*run.prepare({}, params), prompts, lengths, params_of_rows, n=2, max_new_tokens=24, slots=8)
-  state = run.grow(state, n=2, slots=(32, 40, 56))
-  for leaf in jax.tree.leaves(state):
-    if leaf.ndim:
+  run = programs(policy, make_mesh(MeshConfig()))
+  index, count = np.arange(16, dtype=np.int32) % 2, np.full(8, 2, np.int32)
+  cache = run.empty(rows=16, slots=64)
+  prompts = run.prefill(*run.prepare({}, params), *run.put((np.ones((8, 32), np.int32), np.full(8, 3, np.int32))))
+  places = run.put((index, index, count))
+  assert 'all-' not in run.copy.lower(cache, prompts, *places).compile().as_text()
+  assert 'all-' not in run.resize.lower(cache, places[0], slots=40).compile().as_text()
+  shorter = run.resize(cache, places[0], slots=40)
+  for held in (prompts, shorter, run.copy(cache, prompts, *places)):
+    for leaf in jax.tree.leaves(held):
       assert leaf.addressable_shards[0].data.size * 8 == leaf.size, leaf.sharding
 
 
@@ -248,10 +297,6 @@ def test_an_empty_stop_string_is_refused(model):
     make_sampler(model, stop=('a', ''))
 
 
-def test_stages():
-  assert engine.stages(64) == (64,) and engine.stages(128) == (64, 128) and engine.stages(8192) == (2048, 4096, 8192)
-
-
 def test_buckets():
   assert engine.buckets((), 100) == (16, 32, 64, 100)
   assert engine.buckets((), 9) == (9,)
@@ -260,18 +305,42 @@ def test_buckets():
   assert engine.pick((), 17) == 32
 
 
-@pytest.mark.parametrize(
-  ('prompts', 'n', 'max_rows', 'shards', 'shape'),
-  [
-    (32, 8, 256, 1, (32, 8)),
-    (50, 4, 128, 1, (25, 4)),
-    (3, 20, 8, 1, (1, 7)),
-    (1, 1, 256, 1, (1, 1)),
-    (3, 2, 256, 8, (8, 1)),  # Two rows of padding, not ten.
-    (32, 8, 256, 64, (64, 4)),  # Half a group on every device.
-    (100, 3, 64, 8, (16, 3)),
-    (5, 4, 2, 8, (8, 1)),  # No fewer rows than devices.
-  ],
-)
-def test_calls_have_one_shape(prompts, n, max_rows, shards, shape):
-  assert engine.call_shape(prompts, n, max_rows, shards) == shape
+def test_shapes():
+  assert slots.slot_buckets(100) == (100,)
+  assert slots.slot_buckets(1000) == (188, 250, 375, 500, 750, 1000)
+  assert (
+    slots.row_buckets(1) == (1,) and slots.row_buckets(8) == (1, 2, 4, 8) and slots.row_buckets(9) == (1, 2, 4, 8, 9)
+  )
+  assert slots.pieces(13) == [8, 4, 1] and slots.pieces(0) == []
+  assert slots.shard_rows(256, 256, 1) == 256 and slots.shard_rows(100, 64, 8) == 8
+  assert slots.shard_rows(6, 256, 8) == 1 and slots.shard_rows(5, 2, 8) == 1  # No fewer rows than devices.
+
+
+def drain(waiting, shards, order):
+  """What each of the shards gets if they take in this order, over and over."""
+  taken = [[] for _ in range(shards)]
+  for shard in itertools.cycle(order):
+    got = waiting.take(shard)
+    if got is None:
+      return taken
+    taken[shard].append(got)
+
+
+@pytest.mark.parametrize('order', [(0, 1, 2), (2, 0), (1,), (0, 0, 0, 1, 2)])
+@pytest.mark.parametrize('prompts', [[2, 0, 1], [5], list(range(20))])
+def test_the_queue_hands_out_every_sample_once(order, prompts):
+  taken = drain(queue.Queue(prompts, 7, 3), 3, order)
+  everything = sorted(got for shard in taken for got in shard)
+  assert everything == sorted((prompt, prompt * 7 + i) for prompt in prompts for i in range(7))
+
+
+def test_shards_keep_to_their_prompts_while_there_are_enough():
+  taken = drain(queue.Queue(range(6), 4, 3), 3, (0, 1, 2))
+  assert [sorted({prompt for prompt, _ in shard}) for shard in taken] == [[0, 3], [1, 4], [2, 5]]
+  waiting = queue.Queue([4, 7], 8, 2)
+  assert waiting.take(0) == (4, 32) and waiting.take(1) == (7, 56) and waiting.left == 14
+  assert waiting.holds(0, 4) and waiting.holds(1, 7) and not waiting.holds(0, 7)
+  for _ in range(7):
+    waiting.take(0)
+  assert not waiting.holds(0, 4)
+  assert waiting.take(0) == (7, 60) and waiting.holds(0, 7)  # Half of what the other has left.

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from models import cache as kv_cache
 from models.policy import Policy
 from sdpo_jax import mesh as meshes
 from sdpo_jax import programs as registry
@@ -23,7 +24,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.planner import hlo, kernels
 from sdpo_jax.planner.topology import Chip, Topology
-from sdpo_jax.rollout import engine
+from sdpo_jax.rollout import slots
 from sdpo_jax.training import batching
 from sdpo_jax.training.session import model_mesh
 from sdpo_jax.types import TrainState
@@ -32,7 +33,7 @@ GIB = 2**30
 # What lies in memory all the time, whichever program runs.
 RESIDENT = ('parameters', 'optimizer', 'teacher')
 # Programs that read the sampler's copy of the weights.
-SAMPLING = ('prefill', 'decode', 'grow')
+SAMPLING = ('prefill', 'decode', 'admit', 'resize')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +157,7 @@ def make(
     topology: the slice.
     assumptions: about the run.
     source: where the sizes of the model come from.
-    everything: every bucket and cache stage, not only the largest.
+    everything: every bucket and size of the cache, not only the largest.
     only: labels (`update`, `decode` …) to keep to; None: all.
     announce: gets a line before and after each compilation.
 
@@ -203,8 +204,7 @@ def select(found: Mapping[str, registry.Program], everything: bool) -> dict[str,
   kinds: dict[str, list[str]] = {}
   for name in found:
     kind = re.match(r'(?:evaluation/)?[^/]+', name).group()
-    if kind.split('/')[-1] != 'grow' or everything:
-      kinds.setdefault(kind, []).append(name)
+    kinds.setdefault(kind, []).append(name)
   chosen = {kind: max(names, key=_size) for kind, names in kinds.items()}
   if everything:
     chosen |= {name: name for name in found if name not in chosen.values()}
@@ -212,10 +212,10 @@ def select(found: Mapping[str, registry.Program], everything: bool) -> dict[str,
 
 
 def _size(name: str) -> tuple[int, ...]:
-  """The order of programs of one kind: total length, and the last cache stage above the earlier ones."""
-  sizes, _, stage = name.rpartition('/')[2].partition('@')
+  """The order of programs of one kind: total length, and the whole cache above shorter ones."""
+  sizes, _, slots = name.rpartition('/')[2].partition('@')
   numbers = [int(number) for number in re.findall(r'\d+', sizes)]
-  return sum(numbers), 0 if stage else 1, int(stage or 0)
+  return sum(numbers), 0 if slots else 1, int(slots or 0)
 
 
 # --- memory --------------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def _memory(
     # All of the copy is there, also what this program does not read.
     held['sampling weights'] = max(held.pop('parameters', 0.0), sampling_weights or 0.0)
   made = max(0, used.output_size_in_bytes - used.alias_size_in_bytes)
-  results = {'prefill': 'cache', 'grow': 'cache', 'prepare': 'sampling weights', 'zero': 'gradients'}.get(
+  results = {'prefill': 'cache', 'resize': 'cache', 'prepare': 'sampling weights', 'zero': 'gradients'}.get(
     kind, 'results'
   )
   held[results] = held.get(results, 0.0) + made
@@ -342,36 +342,29 @@ def _estimate(
   # Steps of the loop: what one more turn adds, beside what happens once.
   none = _costs(hlo.trace(module, unknown_trips=0, branch=branch), chip, axes)
   turn = _minus(_costs(once, chip, axes), none)
-  prompt, room = _decode_lengths(name)
+  prompt, room, slots = _decode_lengths(name, program)
   steps = min(assumptions.longest_completion, room)
   if turn.cached:
-    # The prompt is read whole, of the longest completion half on average; prompts that rows share are read once.
-    before, own = _cache_bytes(program, compiled, prompt, room)
-    turn.sources['cache roofline'] = (before + own * steps / 2 / room) / chip.hbm_bandwidth
+    # Of a row that draws the longest completion, the prompt and half of the completion on average.
+    filled = (prompt + steps / 2) / slots
+    turn.sources['cache roofline'] = _cache_bytes(program, compiled) * filled / chip.hbm_bandwidth
+  # What happens once, happens before and after every chunk of steps.
+  none = _times(none, steps / program.static['steps'])
   _fill(estimate, none, 1.0, chip)
   _fill(estimate, turn, steps, chip)
   estimate.step_seconds = sum(turn.sources.values())
   return estimate
 
 
-def _cache_bytes(
-  program: registry.Program, compiled: jax.stages.Compiled, prompt: int, room: int
-) -> tuple[float, float]:
-  """Bytes on one device of a decode loop's cache: of prompts and of completions."""
+def _cache_bytes(program: registry.Program, compiled: jax.stages.Compiled) -> float:
+  """Bytes on one device of a decode loop's keys and values."""
   index = program.holds.index('cache')
-  cache, placed = program.arguments[index].cache, compiled.input_shardings[0][index].cache
-  size = lambda cache, placed: sum(
+  cache, placed = program.arguments[index], compiled.input_shardings[0][index]
+  stores, places = (cache.keys, cache.values), (placed.keys, placed.values)
+  return sum(
     math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-    for leaf, sharding in zip(jax.tree.leaves(cache), jax.tree.structure(cache).flatten_up_to(placed), strict=True)
-    if sharding is not None
+    for leaf, sharding in zip(jax.tree.leaves(stores), jax.tree.leaves(places), strict=True)
   )
-  everything = size(cache, placed)
-  if getattr(cache, 'shared', None) is None:
-    return everything * prompt / (prompt + room), everything * room / (prompt + room)
-  while cache.shared is not None:
-    cache, placed = cache.shared, placed.shared
-  before = size(cache, placed)
-  return before, everything - before
 
 
 def _refused(name: str, error: Exception, resident: Mapping[str, float]) -> Estimate:
@@ -401,10 +394,11 @@ def _truncates(config: Config, name: str) -> bool:
   return knobs.top_p < 1 or knobs.top_k > 0 or knobs.temperature <= 0
 
 
-def _decode_lengths(name: str) -> tuple[int, int]:
-  """(slots of the prompt, slots of the completion) of decode/P×T or decode/P×T@S."""
-  prompt, room, *stage = (int(number) for number in re.findall(r'\d+', name.rpartition('/')[2]))
-  return prompt, stage[0] if stage else room
+def _decode_lengths(name: str, program: registry.Program) -> tuple[int, int, int]:
+  """(slots of the prompt, tokens of the completion at most, slots of the cache) of decode/P×T or decode/P×T@C."""
+  slots = kv_cache.slots(program.arguments[program.holds.index('cache')])
+  prompt, room = (int(number) for number in re.findall(r'\d+', name.rpartition('/')[2])[:2])
+  return prompt, min(room, slots - prompt - program.static['steps']), slots
 
 
 @dataclasses.dataclass
@@ -450,6 +444,18 @@ def _minus(one: _Costs, other: _Costs) -> _Costs:
     one.overlapped - other.overlapped,
     less(one.kernels, other.kernels),
     one.cached,
+  )
+
+
+def _times(costs: _Costs, times: float) -> _Costs:
+  by = lambda values: {key: value * times for key, value in values.items()}
+  return _Costs(
+    by(costs.sources),
+    costs.flops * times,
+    by(costs.collectives),
+    costs.overlapped * times,
+    by(costs.kernels),
+    costs.cached,
   )
 
 
@@ -543,10 +549,10 @@ def phase_seconds(
   phases = {}
   have = lambda *labels: all(label in estimates for label in labels)
   if have('prefill', 'decode'):
-    calls = _calls(config, mesh, config.data.train_batch_size, config.rollout.n)
     copy = seconds('prepare') if have('prepare') else 0.0
-    phases['prefill'] = copy + calls * seconds('prefill')
-    phases['decode'] = calls * seconds('decode')
+    prefills, decodes = _turns(config, mesh, assumptions, config.data.train_batch_size, config.rollout.n)
+    phases['prefill'] = copy + prefills * seconds('prefill')
+    phases['decode'] = decodes * seconds('decode')
   if have('score'):
     phases['score'] = micro * rows // mini * seconds('score')
   if have('update'):
@@ -556,16 +562,24 @@ def phase_seconds(
   questions = assumptions.evaluation_questions
   if questions and config.trainer.test_freq and have('prefill', 'decode'):
     own = 'evaluation/' if have('evaluation/prefill', 'evaluation/decode') else ''
-    calls = _calls(config, mesh, questions, config.val_kwargs.n)
-    once = calls * (seconds(f'{own}prefill') + seconds(f'{own}decode'))
+    prefills, decodes = _turns(config, mesh, assumptions, questions, config.val_kwargs.n)
+    once = prefills * seconds(f'{own}prefill') + decodes * seconds(f'{own}decode')
     phases['evaluation'] = once / config.trainer.test_freq
   return phases
 
 
-def _calls(config: Config, mesh: jax.sharding.Mesh, questions: int, n: int) -> int:
-  """How many calls of the sampler `questions` with `n` completions each take."""
-  groups, repeats = engine.call_shape(questions, n, config.rollout.max_batch_rows, mesh.shape[meshes.FSDP])
-  return math.ceil(questions * math.ceil(n / repeats) / groups)
+def _turns(
+  config: Config, mesh: jax.sharding.Mesh, assumptions: Assumptions, questions: int, n: int
+) -> tuple[float, float]:
+  """(prefills, decode loops as long as the longest completion) that `questions` with `n` completions each take.
+
+  Slots are refilled: while samples wait, each takes the mean completion's time; those admitted last take the longest's.
+  """
+  shards = mesh.shape[meshes.FSDP]
+  rows = slots.shard_rows(questions * n, config.rollout.max_batch_rows, shards)
+  prompts = shards * slots.pieces(math.ceil(rows / n))[0]
+  waiting = max(questions * n / (rows * shards) - 1, 0) * assumptions.mean_completion
+  return math.ceil(questions / prompts), 1 + waiting / assumptions.longest_completion
 
 
 def micro_batches(config: Config, mesh: jax.sharding.Mesh, assumptions: Assumptions) -> tuple[int, int]:

@@ -9,29 +9,39 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
+from models import cache as kv_cache
+from models.cache import KVCache
 from models.policy import Policy
-from sdpo_jax.mesh import FSDP, TENSOR
+from sdpo_jax.mesh import FSDP, RULES
 from sdpo_jax.rollout import decode
-from sdpo_jax.rollout.sampling import SamplingParams
 
 Tree = Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-  """What the engine runs; each compiles once for its shapes."""
+  """What the engine runs; each compiles once for its shapes.
+
+  On a mesh, S shards have the same number of rows each, one after the other. Indices of rows count within a shard, so
+  that no row ever moves to another.
+  """
 
   prepare: Callable[[Tree, Tree], tuple[Tree, Tree]]  # (base, trainable), once a batch of rollouts.
-  prefill: Callable[..., decode.DecodeState]  # `decode.prefill` without the policy.
-  advance: Callable[..., decode.DecodeState]  # `decode.advance` without the policy; takes over the state's buffers.
-  grow: Callable[..., decode.DecodeState]  # (state, *, n, slots): slots of the prompt and after each stage so far.
-  result: Callable[[decode.DecodeState], decode.DecodeResult]
+  prefill: Callable[..., KVCache]  # `decode.prefill` without the policy.
+  empty: Callable[..., KVCache]  # (*, rows, slots), rows of all shards.
+  # `models.cache.copy_rows` in each shard: source and target [rows], count [S]; takes over the buffers of the first.
+  copy: Callable[..., KVCache]
+  # (cache, source [rows], *, slots): a new cache of these rows, with so many slots.
+  resize: Callable[..., KVCache]
+  # `decode.advance` without the policy; takes over the cache's buffers.
+  advance: Callable[..., tuple[KVCache, decode.Drawn]]
   put: Callable[[Tree], Tree]  # Host arrays of rows to the devices.
   fetch: Callable[[Tree], Tree]  # Host arrays, the whole on every process.
-  shards: int  # The rows of a call are divided into so many parts.
+  shards: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,30 +64,97 @@ def programs(policy: Policy, mesh: Mesh | None) -> Programs:
   On a mesh, rows are divided over its `fsdp` axis, and parameters are gathered over that axis once a batch of rollouts
   (they stay divided over `tensor`): a loop that gathered them at every step would do little else.
   """
-  return _on_one_device(policy) if mesh is None or mesh.size == 1 else _on_mesh(policy, mesh)
+  divided = mesh is not None and mesh.size > 1
+  local = functools.partial(_in_each_shard, mesh) if divided else lambda function: function
 
+  @local
+  def copy(into: KVCache, rows: KVCache, source: jax.Array, target: jax.Array, count: jax.Array) -> KVCache:
+    return kv_cache.copy_rows(into, rows, source, target, count[0])
 
-def _on_one_device(policy: Policy) -> Programs:
-  def grow(state: decode.DecodeState, n: int, slots: tuple[int, ...]) -> decode.DecodeState:
-    del n
-    return decode.grow(policy, state, slots[-1])
+  shards = mesh.shape[FSDP] if divided else 1
 
+  def resize(cache: KVCache, source: jax.Array, slots: int) -> KVCache:
+    rows = source.shape[0]
+    target = jnp.arange(rows, dtype=jnp.int32) % (rows // shards)
+    count = jnp.full((shards,), rows // shards, jnp.int32)
+    return copy(policy.init_cache(rows, slots), cache, source, target, count)
+
+  def empty(rows: int, slots: int) -> KVCache:
+    return policy.init_cache(rows, slots)
+
+  if not divided:
+    placed, result, put = None, None, lambda tree: tree
+    prepare = jax.jit(functools.partial(decode.for_decoding, policy))
+  else:
+    whole, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(FSDP))
+    placed = cache_shardings(mesh, jax.eval_shape(lambda: policy.init_cache(shards, 1)))
+    result = placed, whole
+    put = functools.partial(jax.tree.map, lambda leaf: _put(np.asarray(leaf), rows, whole))
+    prepare = _prepare(policy, mesh)
   return Programs(
-    prepare=jax.jit(functools.partial(decode.for_decoding, policy)),
-    prefill=jax.jit(functools.partial(decode.prefill, policy), static_argnames=('n', 'max_new_tokens', 'slots')),
-    advance=jax.jit(functools.partial(decode.advance, policy), donate_argnames='state'),
-    grow=jax.jit(grow, static_argnames=('n', 'slots'), donate_argnames='state'),
-    result=jax.jit(decode.result),
-    put=lambda tree: tree,
+    prepare=prepare,
+    prefill=jax.jit(functools.partial(decode.prefill, policy), out_shardings=placed),
+    empty=jax.jit(empty, static_argnames=('rows', 'slots'), out_shardings=placed),
+    copy=jax.jit(copy, donate_argnums=0, out_shardings=placed),
+    resize=jax.jit(resize, static_argnames='slots', out_shardings=placed),
+    advance=jax.jit(
+      functools.partial(decode.advance, policy, settle=local(kv_cache.settle)),
+      static_argnames='steps',
+      donate_argnames='cache',
+      out_shardings=result,
+    ),
+    put=put,
     fetch=jax.device_get,
-    shards=1,
+    shards=shards,
   )
 
 
-def _on_mesh(policy: Policy, mesh: Mesh) -> Programs:
-  rows, whole = NamedSharding(mesh, PartitionSpec(FSDP)), NamedSharding(mesh, PartitionSpec())
-  shards = mesh.shape[FSDP]
+def cache_shardings(mesh: Mesh, cache: KVCache) -> KVCache:
+  """Where the arrays of a cache lie: rows over `fsdp`, heads over `tensor` if it divides them."""
 
+  def place(leaf: Any, axes: tuple[str | None, ...]) -> NamedSharding:
+    names = [FSDP if axis == 'rows' else RULES.get(axis) for axis in axes]
+    fits = [
+      name if name and size % mesh.shape[name] == 0 else None for name, size in zip(names, leaf.shape, strict=True)
+    ]
+    return NamedSharding(mesh, PartitionSpec(*fits))
+
+  return jax.tree.map(place, cache, kv_cache.axes(cache))
+
+
+def _in_each_shard(mesh: Mesh, function: Callable[..., KVCache]) -> Callable[..., KVCache]:
+  """A function of caches and arrays of rows, of which the first is returned anew, on each shard's own rows.
+
+  How heads lie over `tensor` is left to the compiler.
+  """
+
+  def specs(argument: Any) -> Any:
+    if not isinstance(argument, KVCache):
+      return PartitionSpec(FSDP)
+    spec = lambda leaf, axes: PartitionSpec(*(FSDP if axis == 'rows' else None for axis in axes))
+    return jax.tree.map(spec, argument, kv_cache.axes(argument))
+
+  @functools.wraps(function)
+  def run(cache: KVCache, *arguments: Any) -> KVCache:
+    places = tuple(map(specs, (cache, *arguments)))
+    shared = jax.shard_map(
+      function,
+      mesh=mesh,
+      in_specs=places,
+      out_specs=places[0].replace(recent=None),
+      axis_names={FSDP},
+      check_vma=False,
+    )
+    return shared(cache, *arguments)
+
+  return run
+
+
+def _put(leaf: np.ndarray, rows: NamedSharding, whole: NamedSharding) -> jax.Array:
+  return jax.make_array_from_callback(leaf.shape, rows if leaf.ndim else whole, lambda index: leaf[index])
+
+
+def _prepare(policy: Policy, mesh: Mesh) -> Placed:
   def gather(base: Tree, trainable: Tree, specs: tuple[PartitionSpec, ...]) -> tuple[Tree, Tree]:
     leaves, tree = jax.tree.flatten((base, trainable))
     placed = [
@@ -85,59 +162,11 @@ def _on_mesh(policy: Policy, mesh: Mesh) -> Programs:
     ]
     return decode.for_decoding(policy, *tree.unflatten(placed))
 
-  def prefill(
-    base: Tree,
-    trainable: Tree,
-    prompts: jax.Array,
-    lengths: jax.Array,
-    params: SamplingParams,
-    *,
-    n: int,
-    max_new_tokens: int,
-    slots: int,
-  ) -> decode.DecodeState:
-    state = decode.prefill(
-      policy, base, trainable, prompts, lengths, params, n=n, max_new_tokens=max_new_tokens, slots=slots
-    )
-    width = prompts.shape[1]
-    return _spread(mesh, state, _row_axes(policy, n, (width, width + slots)))
-
-  def grow(state: decode.DecodeState, n: int, slots: tuple[int, ...]) -> decode.DecodeState:
-    return _spread(mesh, decode.grow(policy, state, slots[-1]), _row_axes(policy, n, slots))
-
-  @functools.cache
-  def advance_as(tree: Any, shardings: tuple[Sharding, ...]) -> Callable[..., decode.DecodeState]:
-    # What comes out lies as what went in, so that it can go in again without another compilation.
-    return jax.jit(
-      functools.partial(decode.advance, policy), donate_argnames='state', out_shardings=tree.unflatten(shardings)
-    )
-
-  def advance(
-    base: Tree, trainable: Tree, params: SamplingParams, state: decode.DecodeState, limit: np.int32
-  ) -> Callable[..., decode.DecodeState]:
-    del base, trainable, params, limit
-    leaves, tree = jax.tree.flatten(state)
-    return advance_as(tree, tuple(leaf.sharding for leaf in leaves))
-
   @functools.cache
   def gather_as(specs: tuple[PartitionSpec, ...]) -> Callable[..., tuple[Tree, Tree]]:
     return jax.jit(functools.partial(gather, specs=specs))
 
-  def put(leaf: np.ndarray) -> jax.Array:
-    leaf = np.asarray(leaf)
-    return jax.make_array_from_callback(leaf.shape, rows if leaf.ndim else whole, lambda index: leaf[index])
-
-  replicate = jax.jit(lambda tree: tree, out_shardings=whole)
-  return Programs(
-    prepare=Placed(lambda base, trainable: gather_as(_without_fsdp((base, trainable)))),
-    prefill=jax.jit(prefill, static_argnames=('n', 'max_new_tokens', 'slots')),
-    advance=Placed(advance),
-    grow=jax.jit(grow, static_argnames=('n', 'slots'), donate_argnames='state'),
-    result=jax.jit(decode.result, out_shardings=whole),
-    put=functools.partial(jax.tree.map, put),
-    fetch=lambda tree: jax.device_get(replicate(tree)),
-    shards=shards,
-  )
+  return Placed(lambda base, trainable: gather_as(_without_fsdp((base, trainable))))
 
 
 def _without_fsdp(parameters: Tree) -> tuple[PartitionSpec, ...]:
@@ -152,30 +181,3 @@ def _without_fsdp(parameters: Tree) -> tuple[PartitionSpec, ...]:
     return PartitionSpec(*map(drop, sharding.spec)) if isinstance(sharding, NamedSharding) else PartitionSpec()
 
   return tuple(spec(leaf) for leaf in jax.tree.leaves(parameters))
-
-
-def _row_axes(policy: Policy, n: int, slots: tuple[int, ...]) -> Tree:
-  """For every array of the cache the axis that grows with the number of prompts, -1 for none."""
-
-  def shapes(prompts: int) -> Tree:
-    first = jax.eval_shape(lambda: policy.repeat_cache(policy.init_cache(prompts, slots[0]), n, slots[1]))
-    longer = lambda cache, length: jax.eval_shape(lambda cache: policy.repeat_cache(cache, 1, length), cache)
-    return functools.reduce(longer, slots[2:], first)
-
-  def axis(one: Any, two: Any) -> int:
-    return next((i for i, sizes in enumerate(zip(one.shape, two.shape, strict=True)) if sizes[0] != sizes[1]), -1)
-
-  return jax.tree.map(axis, shapes(1), shapes(2))
-
-
-def _spread(mesh: Mesh, state: decode.DecodeState, cache_axes: Tree) -> decode.DecodeState:
-  """The state with its rows over `fsdp`; how heads lie over `tensor` is left to the compiler."""
-
-  def place(leaf: jax.Array, axis: int) -> jax.Array:
-    other = PartitionSpec.UNCONSTRAINED if mesh.shape[TENSOR] > 1 and leaf.ndim > 2 else None
-    spec = PartitionSpec(*(FSDP if i == axis else other for i in range(leaf.ndim)))
-    return lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
-
-  cache = jax.tree.map(place, state.cache, cache_axes)
-  # Beside the cache: rows [B], records [T, B] and one counter.
-  return jax.tree.map(lambda leaf: place(leaf, leaf.ndim - 1), state.replace(cache=None)).replace(cache=cache)

@@ -56,11 +56,12 @@ def row_keys(params: SamplingParams) -> jax.Array:
 
 
 def noise(keys: jax.Array, position: jax.Array) -> jax.Array:
-  """[B, 2] uint32 random bits of the completion's token `position` ([] int32) for each key [B].
+  """[B, 2] uint32 random bits of the completion's token `position` ([] or [B] int32) for each key [B].
 
   They are the key with the position folded in: one evaluation of the generator, whose output nothing else uses.
   """
-  return jax.vmap(lambda key: jax.random.key_data(jax.random.fold_in(key, position)))(keys)
+  bits = lambda key, position: jax.random.key_data(jax.random.fold_in(key, position))
+  return jax.vmap(bits)(keys, jnp.broadcast_to(position, keys.shape))
 
 
 def sample(logits: jax.Array, params: SamplingParams, keys: jax.Array, position: jax.Array) -> Draw:
@@ -72,7 +73,7 @@ def sample(logits: jax.Array, params: SamplingParams, keys: jax.Array, position:
     logits: [B, V] float32; −inf is a token that cannot be drawn.
     params: of B rows.
     keys: [B] from `row_keys`.
-    position: [] int32, index of the token in its completion.
+    position: [] or [B] int32, index of the token in its completion.
 
   Returns:
     The tokens with their log-probs.

@@ -116,6 +116,7 @@ def probe_model(
       prompt_buckets=(*declared.prompt, *declared.reprompt),
       response_buckets=declared.response,
       max_batch_rows=config.rollout.max_batch_rows,
+      decode_chunk=config.rollout.decode_chunk,
       stop=config.rollout.stop,
       stop_token_ids=(*config.rollout.stop_token_ids, *tokenizers.stop_token_ids(config.model.path, tokenizer)),
       mesh=mesh,

@@ -72,6 +72,7 @@ def make_session(config: Config, workdir: epath.PathLike, tokenizer: Any = None)
     prompt_buckets=declared.prompt,
     response_buckets=declared.response,
     max_batch_rows=config.rollout.max_batch_rows,
+    decode_chunk=config.rollout.decode_chunk,
     stop=config.rollout.stop,
     stop_token_ids=tuple(
       sorted({*config.rollout.stop_token_ids, *tokenizers.stop_token_ids(config.model.path, tokenizer)})

@@ -1,0 +1,283 @@
+"""Slots and the samples in them: which cache each has, who is next, when the cache grows and shrinks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from models.cache import KVCache
+from sdpo_jax.rollout import decode
+from sdpo_jax.rollout.programs import Programs
+from sdpo_jax.rollout.queue import Queue
+from sdpo_jax.rollout.sampling import SamplingParams
+
+Tree = Any
+SMALLEST_CACHE = 128  # Slots; shorter buckets of the cache would not pay for their programs.
+REFILLS = 16  # The decode loop is interrupted for a refill when one slot in so many is free.
+RECORDS = ('sampling_log_probs', 'model_log_probs', 'entropy')
+
+
+def row_buckets(rows: int) -> tuple[int, ...]:
+  """Rows of a shard, ascending: powers of two below `rows`, and `rows`."""
+  return (*(2**i for i in range((rows - 1).bit_length())), rows)
+
+
+def slot_buckets(slots: int) -> tuple[int, ...]:
+  """Slots of the cache, ascending: a whole, three quarters, a half, three eighths … of `slots`, while not too short."""
+  parts = [math.ceil(slots * share / 2**i) for i in range(slots.bit_length()) for share in (1, 0.75)]
+  return tuple(sorted(part for part in parts if part >= SMALLEST_CACHE and part < slots)) + (slots,)
+
+
+def shard_rows(samples: int, max_rows: int, shards: int) -> int:
+  """Slots of each shard when there are `samples` to draw and `max_rows` slots at most; at least one."""
+  return max(min(math.ceil(samples / shards), max_rows // shards), 1)
+
+
+def pieces(count: int) -> list[int]:
+  """Powers of two that add up to `count`, the largest first."""
+  return [2**i for i in reversed(range(count.bit_length())) if count >> i & 1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+  """G prompts and N = G · n samples of them."""
+
+  prompts: np.ndarray  # [G, P] int32, right-padded.
+  lengths: np.ndarray  # [G] int32.
+  widths: np.ndarray  # [G] the bucket of each prompt.
+  n: int
+  knobs: dict[str, np.ndarray]  # [N] each: those of `SamplingParams` that differ from sample to sample.
+  stop_ids: np.ndarray  # [M] int32.
+  room: int  # Tokens of a completion at most.
+  seed: int
+  step: int
+
+
+@dataclasses.dataclass
+class Account:
+  """What sampling a request took."""
+
+  tokens: int = 0  # Drawn and kept.
+  prompts: int = 0  # Prefilled, shards that need the same one counted each.
+  dispatches: int = 0  # Of the decode loop.
+  steps: int = 0
+  row_steps: int = 0  # Steps times slots, those without a sample included.
+  cache_bytes: int = 0  # At the fullest moment, prompts that wait for their samples included.
+  live_bytes: int = (
+    0  # The least that any cache could do with: keys and values of live tokens, at their fullest moment.
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+  """A checked request: G prompts, N = G · n samples."""
+
+  prompts: np.ndarray  # [G, P] int32, right-padded.
+  lengths: np.ndarray  # [G] int32.
+  widths: list[int]  # [G] the bucket of each prompt.
+  n: int
+  knobs: dict[str, np.ndarray]  # Of SamplingParams, [N] each.
+  room: int  # The bucket of the completions.
+  seed: int
+  step: int
+
+
+class Slots:
+  """A request under way: `admit`, `advance` and `collect` in turns until nothing is admitted any more.
+
+  Every process of a run decides the same, from the same values.
+  """
+
+  def __init__(self, programs: Programs, parameters: tuple[Tree, Tree], request: Request, max_rows: int, chunk: int):
+    """Slots for at most `max_rows` samples, which draw at most `chunk` tokens between two looks."""
+    self.account = Account()
+    self._run, self._parameters, self._request, self._chunk = programs, parameters, request, chunk
+    shards = programs.shards
+    # Prompts of the same bucket next to each other, so that they are prefilled together.
+    self._queue = Queue(np.argsort(request.widths, kind='stable').tolist(), request.n, shards)
+    self._sizes = row_buckets(shard_rows(self._queue.left, max_rows, shards))
+    self._capacities = slot_buckets(int(request.widths.max()) + request.room + chunk)
+    rows = shards * self._sizes[-1]
+    self._cache: KVCache | None = None
+    self._capacity = 0
+    self._prefixes: dict[tuple[int, int], tuple[KVCache, int]] = {}  # (shard, prompt) → a cache, its row in the shard.
+    self._sample = np.full(rows, -1, np.int32)  # -1: free.
+    self._held = np.zeros(rows, np.int32)  # Tokens in the cache.
+    self._token = np.zeros(rows, np.int32)
+    self._drawn = np.zeros(rows, np.int32)
+    self._tokens = np.zeros((rows, request.room), np.int32)
+    self._records = {name: np.zeros((rows, request.room), np.float32) for name in RECORDS}
+
+  def admit(self) -> bool:
+    """Gives free slots to samples that wait, and the cache the size that the live ones need; False if there is none."""
+    per_shard, request = self._per_shard, self._request
+    admitted = []
+    for slot in np.flatnonzero(self._sample < 0).tolist():
+      taken = self._queue.take(slot // per_shard)
+      if taken is None:
+        break
+      prompt, self._sample[slot] = taken
+      admitted.append((slot, prompt))
+      self._held[slot], self._drawn[slot] = request.lengths[prompt] - 1, 0
+      self._token[slot] = request.prompts[prompt, request.lengths[prompt] - 1]
+    if not (self._sample >= 0).any():
+      return False
+    self._prefill(dict.fromkeys((slot // per_shard, prompt) for slot, prompt in admitted))
+    moved = self._fit()
+    self._copy([(slot // per_shard, moved[slot] % self._per_shard, prompt) for slot, prompt in admitted])
+    self._count_bytes()
+    self._prefixes = {key: prefix for key, prefix in self._prefixes.items() if self._queue.holds(*key)}
+    return True
+
+  def advance(self) -> decode.Drawn:
+    """Starts some steps of all rows; the result is still on the devices."""
+    request, at = self._request, np.maximum(self._sample, 0)
+    rows = len(at)
+    params = SamplingParams(
+      **{name: values[at] for name, values in request.knobs.items()},
+      seed=np.full(rows, request.seed % 2**32, np.uint32),
+      sample_id=self._sample,
+      step=np.int32(request.step),
+      stop_ids=np.broadcast_to(request.stop_ids, (rows, len(request.stop_ids))),
+    )
+    state = decode.Rows(params=params, token=self._token, drawn=self._drawn, active=self._sample >= 0)
+    enough = math.ceil(rows / REFILLS) if self._queue.left else rows
+    # The host goes on with its own arrays while these are under way.
+    state = self._run.put(jax.tree.map(np.copy, state))
+    self._cache, drawn = self._run.advance(*self._parameters, self._cache, state, np.int32(enough), steps=self._chunk)
+    return drawn
+
+  def collect(
+    self, drawn: decode.Drawn, end: Callable[[np.ndarray, int, bool], int | None]
+  ) -> Iterator[tuple[int, np.ndarray, dict[str, np.ndarray], bool]]:
+    """Waits for the steps and frees the slots of the samples that they have finished.
+
+    Args:
+      drawn: from `advance`.
+      end: of (tokens of a row, how many of them are not new, whether the row is done) → the number of tokens that a
+        stop string leaves, None if there is none.
+
+    Returns:
+      (sample, tokens, records, whether a stop id or string ended it) of each finished sample.
+    """
+    drawn = self._run.fetch(drawn)
+    active = self._sample >= 0
+    self._held += np.where(active, drawn.steps, 0)
+    self._count_steps(drawn, active)
+    finished = []
+    for slot in np.flatnonzero(active).tolist():
+      before, count = int(self._drawn[slot]), int(drawn.count[slot])
+      length, new = before + count, slice(before, before + count)
+      self._tokens[slot, new] = drawn.tokens[:count, slot]
+      for name, records in self._records.items():
+        records[slot, new] = getattr(drawn, name)[:count, slot]
+      self._drawn[slot], self._token[slot] = length, self._tokens[slot, length - 1]
+      sample, stopped = int(self._sample[slot]), bool(drawn.stopped[slot])
+      done = stopped or length >= self._request.knobs['max_tokens'][sample]
+      cut = end(self._tokens[slot, :length], before, done)
+      if cut is not None:
+        length, stopped, done = cut, True, True
+      if done:
+        records = {name: records[slot, :length].copy() for name, records in self._records.items()}
+        finished.append((sample, self._tokens[slot, :length].copy(), records, stopped))
+        self._sample[slot] = -1
+        self.account.tokens += length
+    return iter(finished)
+
+  @property
+  def _per_shard(self) -> int:
+    return len(self._sample) // self._run.shards
+
+  def _prefill(self, wanted: dict[tuple[int, int], None]) -> None:
+    """Makes the prefixes of (shard, prompt) pairs that are not there yet."""
+    shards, request = self._run.shards, self._request
+    missing = [pair for pair in wanted if pair not in self._prefixes]
+    for width in sorted({int(request.widths[prompt]) for _, prompt in missing}):
+      of_shard = [
+        [prompt for at, prompt in missing if at == shard and request.widths[prompt] == width] for shard in range(shards)
+      ]
+      first = 0
+      for size in pieces(max(map(len, of_shard))):
+        tokens, lengths = np.zeros((shards * size, width), np.int32), np.ones(shards * size, np.int32)
+        chosen = [prompts[first : first + size] for prompts in of_shard]
+        for shard, prompts in enumerate(chosen):
+          rows = slice(shard * size, shard * size + len(prompts))
+          tokens[rows], lengths[rows] = request.prompts[prompts, :width], request.lengths[prompts]
+        cache = self._run.prefill(*self._parameters, *self._run.put((tokens, lengths)))
+        for shard, prompts in enumerate(chosen):
+          self._prefixes |= {(shard, prompt): (cache, row) for row, prompt in enumerate(prompts)}
+        first += size
+    self.account.prompts += len(missing)
+
+  def _fit(self) -> np.ndarray:
+    """Sees to it that the cache has the size that it should have; returns where each slot is afterwards."""
+    shards, before = self._run.shards, self._per_shard
+    live = self._sample >= 0
+    of_shard = [np.flatnonzero(rows) for rows in live.reshape(shards, before)]
+    left = int((self._request.knobs['max_tokens'][self._sample[live]] - self._drawn[live]).max())
+    rows = before
+    if not self._queue.left and left > self._chunk:
+      rows = next(size for size in self._sizes if size >= max(map(len, of_shard)))
+    needed = int(self._held[live].max()) + self._chunk
+    capacity = next(slots for slots in self._capacities if slots >= needed)
+    moved = np.arange(shards * before)
+    if rows < before:
+      # Slots with a sample, then others to fill up the shard.
+      order = np.concatenate(
+        [
+          shard * before + np.concatenate([held, np.setdiff1d(np.arange(before), held)])[:rows]
+          for shard, held in enumerate(of_shard)
+        ]
+      )
+      moved[order] = np.arange(len(order))
+    elif self._cache is not None and capacity <= self._capacity < 2 * capacity:
+      return moved
+    else:
+      order = moved
+    if self._cache is None:
+      self._cache = self._run.empty(rows=shards * rows, slots=capacity)
+    else:
+      self._cache = self._run.resize(self._cache, self._run.put((order % before).astype(np.int32)), slots=capacity)
+    self._capacity = capacity
+    for name in ('_sample', '_held', '_token', '_drawn', '_tokens'):
+      setattr(self, name, getattr(self, name)[order])
+    self._records = {name: records[order] for name, records in self._records.items()}
+    return moved
+
+  def _copy(self, admitted: list[tuple[int, int, int]]) -> None:
+    """Puts the prefixes of samples (shard, slot in the shard, prompt) where they belong."""
+    of_cache: dict[int, list[tuple[int, int, int]]] = {}
+    for shard, slot, prompt in admitted:
+      cache, row = self._prefixes[shard, prompt]
+      of_cache.setdefault(id(cache), [cache]).append((shard, slot, row))
+    for cache, *places in of_cache.values():
+      source, target = (np.zeros((self._run.shards, self._per_shard), np.int32) for _ in range(2))
+      count = np.zeros(self._run.shards, np.int32)
+      for shard, slot, row in places:
+        source[shard, count[shard]], target[shard, count[shard]] = row, slot
+        count[shard] += 1
+      indices = self._run.put((source.reshape(-1), target.reshape(-1), count))
+      self._cache = self._run.copy(self._cache, cache, *indices)
+
+  def _count_bytes(self) -> None:
+    caches = {id(cache): cache for cache, _ in self._prefixes.values()}.values()
+    held = sum(leaf.nbytes for cache in (self._cache, *caches) for leaf in jax.tree.leaves(cache))
+    # Beside the cache there are the recent tokens of every row.
+    held += self._chunk * len(self._sample) * self._slot_bytes()
+    self.account.cache_bytes = max(self.account.cache_bytes, held)
+
+  def _slot_bytes(self) -> int:
+    stores = jax.tree.leaves((self._cache.keys, self._cache.values))
+    return sum(store.nbytes for store in stores) // (len(self._sample) * self._capacity)
+
+  def _count_steps(self, drawn: decode.Drawn, active: np.ndarray) -> None:
+    account = self.account
+    account.dispatches += 1
+    account.steps += int(drawn.steps)
+    account.row_steps += int(drawn.steps) * len(active)
+    account.live_bytes = max(account.live_bytes, int(self._held[active].sum()) * self._slot_bytes())
