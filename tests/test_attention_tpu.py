@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from models import huggingface, parameters
-from models.cache import chain
 from sdpo_jax.config import MeshConfig, ModelConfig
 from sdpo_jax.mesh import make_mesh, parameter_sharding
 from sdpo_jax.rollout import decode
+from sdpo_jax.rollout.programs import cache_shardings, programs
 from sdpo_jax.rollout.sampling import SamplingParams
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
@@ -68,18 +68,19 @@ def compile_update(values, mesh, rows, length, remat='full'):
   return jax.jit(jax.grad(loss), out_shardings=shardings).lower(params, weights, *row).compile()
 
 
-def compile_decode(values, mesh, prompts, n, prompt_length, new_tokens):
-  """The sampler's loop with its whole cache: rows over fsdp, heads and vocabulary over tensor, the state donated."""
+def compile_decode(values, mesh, rows, slots):
+  """The sampler's loop of 32 steps: rows over fsdp, heads and vocabulary over tensor, the cache donated."""
   policy = huggingface.describe(values, ModelConfig()).on(mesh)
   params = abstract_parameters(policy, mesh)
-  rows = prompts * n
+  run = programs(policy, mesh)
 
   def without_fsdp(given, leaf):
     spec = PartitionSpec(*(None if axis == 'fsdp' else axis for axis in given.sharding.spec))
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
   cast = jax.tree.map(without_fsdp, params, jax.eval_shape(policy.cast, params))
-  array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype)
+  over_rows = NamedSharding(mesh, PartitionSpec('fsdp'))
+  array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=over_rows if shape else None)
   sampling = SamplingParams(
     **{name: array((rows,), jnp.float32) for name in ('temperature', 'top_p', 'min_p')},
     **{name: array((rows,), jnp.int32) for name in ('top_k', 'sample_id', 'max_tokens')},
@@ -87,22 +88,23 @@ def compile_decode(values, mesh, prompts, n, prompt_length, new_tokens):
     step=array((), jnp.int32),
     stop_ids=array((rows, 1), jnp.int32),
   )
-  prefill = functools.partial(decode.prefill, policy, n=n, max_new_tokens=new_tokens)
-  prompt_tokens = array((prompts, prompt_length), jnp.int32), array((prompts,), jnp.int32)
-  state = jax.eval_shape(prefill, {}, params, *prompt_tokens, sampling)
+  state = decode.Rows(sampling, array((rows,), jnp.int32), array((rows,), jnp.int32), array((rows,), jnp.bool_))
+  cache = jax.eval_shape(functools.partial(run.empty, rows=rows, slots=slots))
+  place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+  placed = jax.tree.map(place, cache, cache_shardings(mesh, cache))
+  return placed, run.advance.lower({}, cast, placed, state, array((), jnp.int32), steps=32).compile()
 
-  def place(leaf, axes):
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
 
-  by_row = lambda leaf: place(leaf, (None,) * (leaf.ndim - 1) + ('fsdp',) if leaf.ndim else ())
-  in_cache = lambda leaf: place(
-    leaf, (None, 'fsdp', 'tensor') if leaf.ndim == 5 else ('fsdp',) if leaf.ndim == 2 else ()
-  )
-  of_sampling = lambda leaf: place(leaf, ('fsdp',) if leaf.ndim else ())
-  placed = jax.tree.map(by_row, state.replace(cache=None)).replace(cache=jax.tree.map(in_cache, state.cache))
-  run = jax.jit(functools.partial(decode.advance, policy), donate_argnames='state')
-  sampling = jax.tree.map(of_sampling, sampling)
-  return state.cache, run.lower({}, cast, sampling, placed, array((), jnp.int32)).compile()
+def compile_admission(values, mesh, rows, slots, prompts, width):
+  """The program that copies the caches of prompts into rows."""
+  policy = huggingface.describe(values, ModelConfig()).on(mesh)
+  run = programs(policy, mesh)
+  place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+  abstract = lambda rows, slots: jax.eval_shape(functools.partial(run.empty, rows=rows, slots=slots))
+  caches = [jax.tree.map(place, c, cache_shardings(mesh, c)) for c in (abstract(rows, slots), abstract(prompts, width))]
+  over_rows = NamedSharding(mesh, PartitionSpec('fsdp'))
+  index, count = (jax.ShapeDtypeStruct((size,), jnp.int32, sharding=over_rows) for size in (rows, run.shards))
+  return caches[0], run.copy.lower(*caches, index, index, count).compile()
 
 
 def total(compiled):
@@ -125,10 +127,11 @@ def kernels(text):
   return re.findall(r'%(splash_mha_[a-z]+|cache_attention)[\w.]* = [^\n]*custom_call_target="tpu_custom_call"', text)
 
 
-def assert_cache_stays(cache, compiled, chips):
+def assert_cache_stays(cache, compiled):
   """The cache is donated and aliased, and nothing of half its size is copied."""
-  stacks = [stack for part in chain(cache) for stack in (part.keys, part.values)]
-  sizes = [stack.size * stack.dtype.itemsize // chips for stack in stacks]
+  sizes = [
+    int(np.prod(stack.sharding.shard_shape(stack.shape))) * stack.dtype.itemsize for stack in (cache.keys, cache.values)
+  ]
   assert compiled.memory_analysis().alias_size_in_bytes >= sum(sizes)
   assert largest_copy(compiled.as_text()) < max(sizes) / 2
 
@@ -147,15 +150,25 @@ def test_training_runs_splash_and_may_save_its_output():
 @pytest.mark.parametrize(('name', 'shape'), [('v5e:2x2', (2, 2)), ('v5e:8x8', (32, 2))])
 def test_decoding_reads_the_cache_where_it_lies(name, shape):
   mesh = slice_mesh(name, *shape)
-  cache, compiled = compile_decode(SMALL, mesh, 32, 4, 256, 1024)
-  assert kernels(compiled.as_text()) == 2 * ['cache_attention']  # Prompts, and what stands behind them.
-  assert_cache_stays(cache, compiled, mesh.size)
+  cache, compiled = compile_decode(SMALL, mesh, 128, 1312)
+  assert kernels(compiled.as_text()) == 2 * ['cache_attention']  # What was there before these steps, and since.
+  assert_cache_stays(cache, compiled)
+
+
+def test_prompts_are_copied_into_the_cache_where_it_lies():
+  mesh = slice_mesh('v5e:2x2', 2, 2)
+  cache, compiled = compile_admission(SMALL, mesh, 128, 1312, 8, 256)
+  assert_cache_stays(cache, compiled)
+  assert compiled.memory_analysis().temp_size_in_bytes < 2**20
+  assert 'all-' not in compiled.as_text()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('n', [1, 16], ids=['a prompt a row', 'sixteen rows a prompt'])
-def test_qwen3_8b_decodes_256_rows_of_10240_slots_in_8_gib(n):
+@pytest.mark.parametrize(('rows', 'context', 'gib'), [(256, 10240, 8), (384, 10240, 11), (1024, 4096, 11.5)])
+def test_qwen3_8b_decodes_on_64_chips(rows, context, gib):
   mesh = slice_mesh('v5e:8x8', 8, 8)
-  cache, compiled = compile_decode(QWEN3_8B, mesh, 256 // n, n, 2048, 8192)
-  assert_cache_stays(cache, compiled, mesh.size)
-  assert total(compiled) <= 8 * 2**30
+  cache, compiled = compile_decode(QWEN3_8B, mesh, rows, context + 32)
+  assert_cache_stays(cache, compiled)
+  assert total(compiled) <= gib * 2**30
+  cache, compiled = compile_admission(QWEN3_8B, mesh, rows, context + 32, 32, 2048)
+  assert_cache_stays(cache, compiled)
