@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import blockwise, decoding, splash
+from models.cache import Stores
 from models.lowering import Lowering
 
 # Finite, so that a row of padding (which attends to nothing) has finite outputs and gradients.
@@ -150,50 +151,52 @@ def attend_stacks(
   window: jax.Array | int,
 ) -> jax.Array:
   """Attention to stacked caches by `models.decoding`, each device with its own rows and heads."""
-  rows, heads = lowering.axes(query.shape[0], parts[0][0].shape[2], sampling=True)
+  rows, heads = lowering.axes(query.shape[0], parts[0][0].keys.shape[2], sampling=True)
   by_head, stack = (rows, None, heads, None), (None, rows, heads, None, None)
-  run = lambda query, positions, layer, window, *arrays: decoding.attention(
-    query,
-    positions,
-    [arrays[i : i + 4] for i in range(0, len(arrays), 4)],
-    layer,
-    window,
-    interpret=lowering.interpret,
+  leaves, tree = jax.tree.flatten(parts)
+  run = lambda query, positions, layer, window, *leaves: decoding.attention(
+    query, positions, tree.unflatten(leaves), layer, window, interpret=lowering.interpret
   )
-  placed = lowering.shard(run, (by_head, (rows, None), (), (), *(stack, stack, (rows,), (rows,)) * len(parts)), by_head)
+  specs = [(rows,) if leaf.ndim == 1 else stack for leaf in leaves]
+  placed = lowering.shard(run, (by_head, (rows, None), (), (), *specs), by_head)
   scalar = lambda value: jnp.asarray(value, jnp.int32)
-  return placed(query, positions, scalar(layer), scalar(window), *(array for part in parts for array in part))
+  return placed(query, positions, scalar(layer), scalar(window), *leaves)
 
 
-def attend(query: jax.Array, *parts: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+def attend(query: jax.Array, *parts: tuple[Stores, jax.Array]) -> jax.Array:
   """Grouped-query softmax attention by the plain formula; scores and softmax in float32.
 
   Args:
     query: [B, S, H, head_dim], rotated and scaled. H is a multiple of KV; consecutive heads share keys.
-    *parts: (keys [B, KV, C, head_dim], values [B, KV, C, head_dim], mask [B, S, C] bool from `visible`); the softmax
-      runs over the keys of all parts.
+    *parts: (a layer's stores from `models.cache.layer_of`, mask [B, S, C] bool from `visible`); the softmax runs over
+      the keys of all parts.
 
   Returns:
     [B, S, H, head_dim] in the dtype of `query`.
   """
   batch, length, heads, head_dim = query.shape
-  kv_heads = parts[0][0].shape[1]
+  kv_heads = parts[0][0].keys.shape[1]
   group = heads // kv_heads
   precision = lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
   # All queries that meet the same keys are rows of one matrix, so that these are plain batched matrix products.
   product = lambda left, right: jnp.einsum(
-    'bkmi,bkin->bkmn', left, right, precision=precision, preferred_element_type=jnp.float32
+    'bkmi,bkin->bkmn', left, right.astype(left.dtype), precision=precision, preferred_element_type=jnp.float32
   )
+  # The scale of a key is a factor of its score, that of a value of its weight.
+  scaled = lambda numbers, scales: numbers if scales is None else numbers * scales
   by_key = query.reshape(batch, length, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
   by_key = by_key.reshape(batch, kv_heads, group * length, head_dim)
   scores = [
-    jnp.where(jnp.tile(mask, (1, group, 1))[:, None], product(by_key, keys.swapaxes(2, 3)), MASKED)
-    for keys, _, mask in parts
+    jnp.where(
+      jnp.tile(mask, (1, group, 1))[:, None], scaled(product(by_key, held.keys.swapaxes(2, 3)), held.key_scales), MASKED
+    )
+    for held, mask in parts
   ]
-  weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(query.dtype)
-  ends = np.cumsum([keys.shape[2] for keys, _, _ in parts])[:-1]
+  weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
+  ends = np.cumsum([mask.shape[2] for _, mask in parts])[:-1]
   mixed = sum(
-    product(part, values) for part, (_, values, _) in zip(jnp.split(weights, ends, axis=-1), parts, strict=True)
+    product(scaled(part, held.value_scales).astype(query.dtype), held.values)
+    for part, (held, _) in zip(jnp.split(weights, ends, axis=-1), parts, strict=True)
   )
   mixed = mixed.astype(query.dtype).reshape(batch, kv_heads, group, length, head_dim)
   return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, head_dim)

@@ -18,28 +18,41 @@ Store = jax.Array | tuple[jax.Array, ...]
 
 
 @flax.struct.dataclass
+class Stores:
+  """Keys (rotated) and values of L layers, in compute dtype or as integers that scales turn into numbers."""
+
+  keys: Store  # [L, B, KV, C, head_dim]; unstacked: L of [B, KV, head_dim, C], as a CPU's products read them best.
+  values: Store  # [L, B, KV, C, head_dim]; unstacked: L of [B, KV, C, head_dim].
+  # Of int8 keys and values, one a token and head: [L, B, KV, 1, C] float32; unstacked: L of [B, KV, 1, C].
+  key_scales: Store | None = None
+  value_scales: Store | None = None
+
+  @property
+  def stacked(self) -> bool:
+    return not isinstance(self.keys, tuple)
+
+
+@flax.struct.dataclass
 class Recent:
-  """Keys and values of the last few tokens of all rows, laid out as in `KVCache`, with R slots instead of C.
+  """What the last few tokens have added to all rows: R slots.
 
   All rows append at the same slot, which is one contiguous write a layer; where a row's own tokens end is looked up
   only once for all of them, by `settle`.
   """
 
-  keys: Store
-  values: Store
+  stores: Stores
   length: jax.Array  # [] int32, slots filled, in every row.
 
 
 @flax.struct.dataclass
 class KVCache:
-  """Keys (rotated) and values of the tokens seen so far, in compute dtype: C slots, L layers.
+  """Keys and values of the tokens seen so far, in C slots of each of B rows.
 
   The token at position p of a row lies in its slot p: rows are left-aligned and hold no padding. The tokens in `recent`
   follow those here.
   """
 
-  keys: Store  # [L, B, KV, C, head_dim]; unstacked: L of [B, KV, head_dim, C], as a CPU's products read them best.
-  values: Store  # [L, B, KV, C, head_dim]; unstacked: L of [B, KV, C, head_dim].
+  stores: Stores
   lengths: jax.Array  # [B] int32, slots filled.
   recent: Recent | None = None
 
@@ -47,18 +60,33 @@ class KVCache:
 def init(
   layers: int, batch_size: int, kv_heads: int, length: int, head_dim: int, dtype: jnp.dtype, *, stacked: bool
 ) -> KVCache:
-  """An empty cache of `length` slots for each of `batch_size` rows; `stacked`: one array for all layers."""
-  if not stacked:
-    keys = tuple(jnp.zeros((batch_size, kv_heads, head_dim, length), dtype) for _ in range(layers))
-    values = tuple(jnp.zeros((batch_size, kv_heads, length, head_dim), dtype) for _ in range(layers))
-  else:
-    keys, values = (jnp.zeros((layers, batch_size, kv_heads, length, head_dim), dtype) for _ in range(2))
-  return KVCache(keys=keys, values=values, lengths=jnp.zeros((batch_size,), jnp.int32))
+  """An empty cache of `length` slots for each of `batch_size` rows.
+
+  Args:
+    layers: L.
+    batch_size: B.
+    kv_heads: KV.
+    length: C.
+    head_dim: of keys and values.
+    dtype: of keys and values; int8 has scales.
+    stacked: one array for all layers.
+  """
+  shape = batch_size, kv_heads, length, head_dim
+  turned = batch_size, kv_heads, head_dim, length
+  scales = batch_size, kv_heads, 1, length
+
+  def make(shape: tuple[int, ...], dtype: jnp.dtype) -> Store:
+    return jnp.zeros((layers, *shape), dtype) if stacked else tuple(jnp.zeros(shape, dtype) for _ in range(layers))
+
+  stores = Stores(make(shape if stacked else turned, dtype), make(shape, dtype))
+  if dtype == jnp.int8:
+    stores = stores.replace(key_scales=make(scales, jnp.float32), value_scales=make(scales, jnp.float32))
+  return KVCache(stores, jnp.zeros((batch_size,), jnp.int32))
 
 
 def slots(cache: KVCache | Recent) -> int:
   """Slots of a row."""
-  return jax.tree.leaves(cache.values)[0].shape[-2]
+  return jax.tree.leaves(cache.stores.values)[0].shape[-2]
 
 
 def axes(cache: KVCache) -> KVCache:
@@ -76,12 +104,12 @@ def settle(cache: KVCache, live: jax.Array) -> KVCache:
   """
   recent = cache.recent
 
-  def move(row: jax.Array, stores: tuple[Store, Store]) -> tuple[Store, Store]:
-    put = lambda axis: lambda into, new: _put_row(into, _row(into, new, row), row, cache.lengths[row], axis)
-    return _by_slots(put, stores, (recent.keys, recent.values))
+  def move(row: jax.Array, stores: Stores) -> Stores:
+    put = lambda axis, into, new: _put_row(into, _row(new, row), row, cache.lengths[row], axis)
+    return _by_slots(put, stores, recent.stores)
 
-  keys, values = lax.fori_loop(0, live.shape[0], move, (cache.keys, cache.values))
-  return KVCache(keys=keys, values=values, lengths=jnp.where(live, cache.lengths + recent.length, 0))
+  stores = lax.fori_loop(0, live.shape[0], move, cache.stores)
+  return KVCache(stores, jnp.where(live, cache.lengths + recent.length, 0))
 
 
 def copy_rows(into: KVCache, rows: KVCache, source: jax.Array, target: jax.Array, count: jax.Array | int) -> KVCache:
@@ -95,75 +123,93 @@ def copy_rows(into: KVCache, rows: KVCache, source: jax.Array, target: jax.Array
     count: [] int32, at most K.
   """
   width = min(slots(into), slots(rows))
-
-  def move(i: jax.Array, stores: tuple[Store, Store]) -> tuple[Store, Store]:
-    def put(axis: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
-      cut = lambda row: lax.slice_in_dim(row, 0, width, axis=axis + row.ndim)
-      return lambda into, new: _put_row(into, cut(_row(into, new, source[i])), target[i], 0, axis)
-
-    return _by_slots(put, stores, (rows.keys, rows.values))
-
   source, target = jnp.asarray(source), jnp.asarray(target)
-  keys, values = lax.fori_loop(0, count, move, (into.keys, into.values))
-  lengths = lax.fori_loop(0, count, lambda i, lengths: lengths.at[target[i]].set(rows.lengths[source[i]]), into.lengths)
-  return into.replace(keys=keys, values=values, lengths=lengths)
+
+  def move(i: jax.Array, stores: Stores) -> Stores:
+    cut = lambda row, axis: lax.slice_in_dim(row, 0, width, axis=axis)
+    put = lambda axis, into, new: _put_row(into, cut(_row(new, source[i]), axis), target[i], 0, axis)
+    return _by_slots(put, stores, rows.stores)
+
+  put_length = lambda i, lengths: lengths.at[target[i]].set(rows.lengths[source[i]])
+  return into.replace(
+    stores=lax.fori_loop(0, count, move, into.stores), lengths=lax.fori_loop(0, count, put_length, into.lengths)
+  )
 
 
-def append_layer(
-  keys: Store, values: Store, key: jax.Array, value: jax.Array, layer: jax.Array | int, slot: jax.Array
-) -> tuple[Store, Store]:
+def append_layer(stores: Stores, key: jax.Array, value: jax.Array, layer: jax.Array | int, slot: jax.Array) -> Stores:
   """The stores with one layer's new keys and values written, in place where the buffers may be reused.
 
   Args:
-    keys: as in `KVCache`.
-    values: as in `KVCache`.
+    stores: of all layers.
     key: [B, S, KV, head_dim] of the new tokens.
     value: [B, S, KV, head_dim].
     layer: index of the layer; a Python integer where stores are not stacked.
     slot: [] int32, where the first token goes.
   """
-  if isinstance(keys, tuple):
-    key, value = key.transpose(0, 2, 3, 1).astype(keys[layer].dtype), value.swapaxes(1, 2).astype(values[layer].dtype)
-    put = lambda store, new, axis: (
-      *store[:layer],
-      lax.dynamic_update_slice_in_dim(store[layer], new, slot, axis),
-      *store[layer + 1 :],
+  key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
+  new = Stores(key, value)
+  if stores.key_scales is not None:
+    (key, key_scale), (value, value_scale) = quantize(key), quantize(value)
+    new = Stores(key, value, key_scale, value_scale)
+  if not stores.stacked:
+    new = new.replace(keys=new.keys.swapaxes(2, 3))
+
+  def put(axis: int, store: jax.Array, new: jax.Array) -> jax.Array:
+    zero = jnp.zeros((), jnp.int32)
+    start = [zero] * store.ndim
+    start[axis] = slot
+    if stores.stacked:
+      start[0], new = layer, new[None]
+    return lax.dynamic_update_slice(store, new.astype(store.dtype), start)
+
+  if stores.stacked:
+    return _by_slots(put, stores, new)
+  only = jax.tree.map(lambda store: store[layer], stores, is_leaf=lambda node: isinstance(node, tuple))
+  written = _by_slots(put, only, new, stacked=False)
+  replace = lambda store, part: (*store[:layer], part, *store[layer + 1 :])
+  return jax.tree.map(replace, stores, written, is_leaf=lambda node: isinstance(node, tuple))
+
+
+def quantize(numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Numbers [B, KV, S, head_dim] as int8 of the same shape and scales [B, KV, 1, S] float32, one a token and head."""
+  wide = numbers.astype(jnp.float32)
+  scale = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) / 127
+  whole = jnp.round(wide / jnp.where(scale > 0, scale, 1.0)).astype(jnp.int8)
+  return whole, scale.swapaxes(2, 3)
+
+
+def layer_of(stores: Stores, layer: jax.Array | int) -> Stores:
+  """One layer's keys and values, each [B, KV, C, head_dim], and scales [B, KV, 1, C]."""
+  if stores.stacked:
+    return jax.tree.map(lambda store: lax.dynamic_index_in_dim(store, layer, axis=0, keepdims=False), stores)
+  only = jax.tree.map(lambda store: store[layer], stores, is_leaf=lambda node: isinstance(node, tuple))
+  return only.replace(keys=only.keys.swapaxes(2, 3))
+
+
+def _by_slots(
+  function: Callable[[int, jax.Array, jax.Array], jax.Array], into: Stores, new: Stores, stacked: bool | None = None
+) -> Stores:
+  """`function(axis of the slots, array of into, array of new)` of all arrays."""
+  stacked = into.stacked if stacked is None else stacked
+  at = {'keys': -2 if stacked else -1, 'values': -2, 'key_scales': -1, 'value_scales': -1}
+
+  def apply(name: str) -> Store | None:
+    return jax.tree.map(
+      lambda one, other: function(one.ndim + at[name], one, other), getattr(into, name), getattr(new, name)
     )
-    return put(keys, key, 3), put(values, value, 2)
-  zero = jnp.zeros((), jnp.int32)
-  put = lambda store, new: lax.dynamic_update_slice(
-    store, new.swapaxes(1, 2)[None].astype(store.dtype), (layer, zero, zero, slot, zero)
-  )
-  return put(keys, key), put(values, value)
 
-
-def layer_of(keys: Store, values: Store, layer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-  """One layer's keys and values, each [B, KV, C, head_dim]."""
-  if isinstance(keys, tuple):
-    return keys[layer].swapaxes(2, 3), values[layer]
-  take = lambda store: lax.dynamic_index_in_dim(store, layer, axis=0, keepdims=False)
-  return take(keys), take(values)
-
-
-def _by_slots(function: Callable, into: tuple[Store, Store], new: tuple[Store, Store]) -> tuple[Store, Store]:
-  """`function(axis of the slots, from the end)` of every array of keys and values in `into` and `new`."""
-  key_axis = -1 if isinstance(into[0], tuple) else -2
-  return (
-    jax.tree.map(function(key_axis), into[0], new[0]),
-    jax.tree.map(function(-2), into[1], new[1]),
-  )
+  return Stores(*map(apply, at))
 
 
 def _row_axis(store: jax.Array) -> int:
   return store.ndim - 4
 
 
-def _row(into: jax.Array, store: jax.Array, row: jax.Array) -> jax.Array:
-  return lax.dynamic_slice_in_dim(store, row, 1, axis=_row_axis(store)).astype(into.dtype)
+def _row(store: jax.Array, row: jax.Array) -> jax.Array:
+  return lax.dynamic_slice_in_dim(store, row, 1, axis=_row_axis(store))
 
 
 def _put_row(store: jax.Array, new: jax.Array, row: jax.Array, slot: jax.Array | int, axis: int) -> jax.Array:
-  zero = jnp.zeros((), jnp.int32)
-  start = [zero] * store.ndim
+  start = [jnp.zeros((), jnp.int32)] * store.ndim
   start[_row_axis(store)], start[axis] = row.astype(jnp.int32), jnp.asarray(slot, jnp.int32)
   return lax.dynamic_update_slice(store, new, start)

@@ -18,12 +18,12 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from models.blockwise import MASKED
+from models.cache import Stores
 
 BLOCK = 1024  # Slots a grid step; keys and values of two blocks are in flight, 1 MiB in bfloat16.
 
-# (keys, values [L, B, KV, C, head_dim], start, filled [B] int32): the first `filled` slots of a row hold the positions
-# from `start` on.
-Part = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+# (stacked stores, start, filled [B] int32): the first `filled` slots of a row hold the positions from `start` on.
+Part = tuple[Stores, jax.Array, jax.Array]
 
 
 def attention(
@@ -51,7 +51,7 @@ def attention(
     [B, S, H, head_dim] in the dtype of `query`; 0 where nothing is seen.
   """
   batch, length, heads, head_dim = query.shape
-  kv_heads = parts[0][0].shape[2]
+  kv_heads = parts[0][0].keys.shape[2]
   count = length * heads // kv_heads
   room = -count % (16 if query.dtype == jnp.bfloat16 else 8)
   # All queries that meet the same keys are rows of one matrix: [B, KV, M, head_dim].
@@ -70,17 +70,26 @@ def attention(
 
 def _part(matrix, places, part, scalars, interpret):
   """Weighted sum [B, KV, M, head_dim], largest score and sum of weights [B, KV, M, 1] over one cache, float32."""
-  keys, values, start, filled = part
+  stores, start, filled = part
   rows, kv_heads, queries, head_dim = matrix.shape
-  slots = keys.shape[3]
+  slots = stores.keys.shape[3]
   block = min(BLOCK, slots)
 
   # A block that no query sees repeats the last one that is: nothing is fetched for it.
-  def stack_at(row, head, step, scalars, start, filled):
-    last = jnp.maximum((filled[row] + block - 1) // block - 1, 0)
-    return scalars[0], row, head, jnp.minimum(step, last), 0
+  def last(row, step, filled):
+    return jnp.minimum(step, jnp.maximum((filled[row] + block - 1) // block - 1, 0))
 
-  stack = pl.BlockSpec((None, None, None, block, head_dim), stack_at)
+  stack = pl.BlockSpec(
+    (None, None, None, block, head_dim),
+    lambda row, head, step, scalars, start, filled: (scalars[0], row, head, last(row, step, filled), 0),
+  )
+  scales = pl.BlockSpec(
+    (None, None, None, 1, block),
+    lambda row, head, step, scalars, start, filled: (scalars[0], row, head, 0, last(row, step, filled)),
+  )
+  held = [stores.keys, stores.values]
+  if stores.key_scales is not None:
+    held += [stores.key_scales, stores.value_scales]
   per_head = lambda width: pl.BlockSpec((None, None, queries, width), lambda row, head, step, *_: (row, head, 0, 0))
   result = lambda width: jax.ShapeDtypeStruct((rows, kv_heads, queries, width), jnp.float32)
   return pl.pallas_call(
@@ -93,6 +102,7 @@ def _part(matrix, places, part, scalars, interpret):
         pl.BlockSpec((None, queries, 1), lambda row, head, step, *_: (row, 0, 0)),
         stack,
         stack,
+        *[scales] * (len(held) - 2),
       ],
       out_specs=[per_head(head_dim), per_head(1), per_head(1)],
     ),
@@ -100,11 +110,12 @@ def _part(matrix, places, part, scalars, interpret):
     compiler_params=pltpu.CompilerParams(dimension_semantics=('parallel', 'parallel', 'arbitrary')),
     interpret=interpret,
     name='cache_attention',
-  )(scalars, start, filled, matrix, places, keys, values)
+  )(scalars, start, filled, matrix, places, *held)
 
 
-def _kernel(scalars, start, filled, query, places, keys, values, mixed, top, total, *, slots):
+def _kernel(scalars, start, filled, query, places, keys, values, *others, slots):
   """One block of slots for all queries [M, head_dim] of a row and head; sums stay in the output blocks."""
+  *scales, mixed, top, total = others
   row, step = pl.program_id(0), pl.program_id(2)
   block = keys.shape[0]
   first = step * block
@@ -117,13 +128,15 @@ def _kernel(scalars, start, filled, query, places, keys, values, mixed, top, tot
 
   @pl.when(first < filled[row])
   def _():
-    precision = lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None
+    precision = lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
     product = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
-    scores = product(query[...], keys[...], (((1,), (1,)), ((), ())))
+    scores = product(query[...], keys[...].astype(query.dtype), (((1,), (1,)), ((), ())))
+    if scales:
+      scores *= scales[0][...]
     slot = first + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
     distance = places[...] - (start[row] + slot)
     seen = (slot < filled[row]) & (distance >= 0) & ((distance < scalars[1]) | (scalars[1] == 0))
-    value = values[...]
+    value = values[...].astype(query.dtype)
     if slots % block:
       # What stands beyond the end of the last block is undefined, and 0 times it need not be 0.
       value = jnp.where(first + lax.broadcasted_iota(jnp.int32, value.shape, 0) < slots, value, 0)
@@ -133,5 +146,7 @@ def _kernel(scalars, start, filled, query, places, keys, values, mixed, top, tot
     scale = jnp.exp(before - highest)
     top[...] = highest
     total[...] = scale * total[...] + jnp.sum(weights, axis=1, keepdims=True)
+    if scales:
+      weights = jnp.where(seen, weights * scales[1][...], 0.0)
     added = product(weights.astype(value.dtype), value, (((1,), (0,)), ((), ())))
     mixed[...] = scale * mixed[...] + added

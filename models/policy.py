@@ -50,8 +50,8 @@ class Policy(Protocol):
     """
     ...
 
-  def init_cache(self, batch_size: int, length: int) -> KVCache:
-    """An empty cache of `length` slots for each of `batch_size` rows."""
+  def init_cache(self, batch_size: int, length: int, quantized: bool = False) -> KVCache:
+    """An empty cache of `length` slots for each of `batch_size` rows, in compute dtype or (`quantized`) int8."""
     ...
 
   def with_recent(self, cache: KVCache, length: int) -> KVCache:

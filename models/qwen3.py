@@ -411,7 +411,7 @@ class Decoder(nnx.Module):
     slot, store = None, None
     if cache is not None:
       into = cache if whole else cache.recent
-      slot, store = jnp.zeros((), jnp.int32) if whole else into.length, (into.keys, into.values)
+      slot, store = jnp.zeros((), jnp.int32) if whole else into.length, into.stores
     if whole:
       mix = self._whole(lowering, segment_ids, sampling=cache is not None)
     else:
@@ -421,7 +421,7 @@ class Decoder(nnx.Module):
 
     def layer(block, x, store, index):
       def mix_and_store(query, key, value):
-        updated = None if store is None else kv_cache.append_layer(*store, key, value, index, slot)
+        updated = None if store is None else kv_cache.append_layer(store, key, value, index, slot)
         return mix(query, key, value, updated, index), updated
 
       x, store = block(lowering.constrain(x, rows, None, None), matrices, lowering.halves, mix_and_store)
@@ -438,9 +438,9 @@ class Decoder(nnx.Module):
       (x, store), _ = lax.scan(_remat(step, remat if cache is None else 'none'), (x, store), inputs)
     if cache is not None and whole:
       filled = jnp.sum((segment_ids > 0).astype(jnp.int32), axis=1)
-      cache = cache.replace(keys=store[0], values=store[1], lengths=filled)
+      cache = cache.replace(stores=store, lengths=filled)
     elif cache is not None:
-      cache = cache.replace(recent=kv_cache.Recent(*store, slot + tokens.shape[1]))
+      cache = cache.replace(recent=kv_cache.Recent(store, slot + tokens.shape[1]))
     return rms_norm(x, self.final_norm[...], config.norm_eps), cache
 
   # What follows returns mix(query, key, value, stores of this call, layer) -> [B, S, H, head_dim].
@@ -480,8 +480,7 @@ class Decoder(nnx.Module):
         window = jnp.asarray(self.config.windows, jnp.int32)[layer]
         masks = [mask & (near | (window == 0)) for mask, near in zip(everything, visible(window), strict=True)]
       parts = [
-        (*kv_cache.layer_of(*stores, layer), mask)
-        for stores, mask in zip(((cache.keys, cache.values), store), masks, strict=True)
+        (kv_cache.layer_of(stores, layer), mask) for stores, mask in zip((cache.stores, store), masks, strict=True)
       ]
       return attention.attend(query, *parts)
 
@@ -494,7 +493,7 @@ class Decoder(nnx.Module):
 
     def mix(query, key, value, store, layer):
       del key, value
-      parts = [(cache.keys, cache.values, *held), (*store, *behind)]
+      parts = [(cache.stores, *held), (store, *behind)]
       return attention.attend_stacks(lowering, query, positions, parts, layer, windows[layer])
 
     return mix
@@ -601,38 +600,26 @@ class Qwen3Policy:
     hidden, cache = decoder(tokens, positions, segment_ids, cache, self.remat, self.lowering)
     return hidden, decoder.output_matrix(), cache
 
-  def init_cache(self, batch_size: int, length: int) -> kv_cache.KVCache:
-    """An empty cache of `length` slots for each of `batch_size` rows."""
-    config = self.config
-    empty = kv_cache.init(
-      config.layers,
-      batch_size,
-      config.kv_heads,
-      length,
-      config.head_dim,
-      jnp.dtype(self.dtype),
-      stacked=self.lowering.stacked_cache or config.layers > kv_cache.SHALLOW,
-    )
-    return self._placed(empty)
+  def init_cache(self, batch_size: int, length: int, quantized: bool = False) -> kv_cache.KVCache:
+    """An empty cache of `length` slots for each of `batch_size` rows, in compute dtype or (`quantized`) int8."""
+    stacked = self.lowering.stacked_cache or self.config.layers > kv_cache.SHALLOW
+    return self._empty(batch_size, length, jnp.int8 if quantized else jnp.dtype(self.dtype), stacked)
 
   def with_recent(self, cache: kv_cache.KVCache, length: int) -> kv_cache.KVCache:
     """The cache with room for `length` more tokens in every row, to be appended by `apply`."""
-    config, rows = self.config, cache.lengths.shape[0]
-    stacked = not isinstance(cache.keys, tuple)
-    empty = self._placed(
-      kv_cache.init(
-        config.layers, rows, config.kv_heads, length, config.head_dim, jnp.dtype(self.dtype), stacked=stacked
-      )
-    )
-    return cache.replace(recent=kv_cache.Recent(empty.keys, empty.values, jnp.zeros((), jnp.int32)))
+    dtype = jax.tree.leaves(cache.stores.keys)[0].dtype
+    empty = self._empty(cache.lengths.shape[0], length, dtype, cache.stores.stacked)
+    return cache.replace(recent=kv_cache.Recent(empty.stores, jnp.zeros((), jnp.int32)))
 
-  def _placed(self, cache: kv_cache.KVCache) -> kv_cache.KVCache:
-    """The stacked cache with rows and heads where the decoding kernel looks for them."""
-    if isinstance(cache.keys, tuple):
-      return cache
-    rows, heads = self.lowering.axes(cache.keys.shape[1], cache.keys.shape[2], sampling=True)
+  def _empty(self, rows: int, length: int, dtype: jnp.dtype, stacked: bool) -> kv_cache.KVCache:
+    """An empty cache, if stacked with rows and heads where the decoding kernel looks for them."""
+    config = self.config
+    empty = kv_cache.init(config.layers, rows, config.kv_heads, length, config.head_dim, dtype, stacked=stacked)
+    if not stacked:
+      return empty
+    rows, heads = self.lowering.axes(rows, config.kv_heads, sampling=True)
     place = lambda stack: self.lowering.constrain(stack, None, rows, heads, None, None)
-    return cache.replace(keys=place(cache.keys), values=place(cache.values))
+    return empty.replace(stores=jax.tree.map(place, empty.stores))
 
   def _ready_to_gather(self, params: Tree, rows: int) -> Tree:
     """Stacked matrices placed as the layer loop of `rows` rows gathers them, where these are spread over the mesh."""

@@ -107,6 +107,10 @@ class RolloutConfig(SamplingConfig):
   stop_token_ids: tuple[int, ...] = setting((), "Token ids that end a completion, beside the model's own.")
   max_batch_rows: int = setting(256, 'Completions decoded at once; bounds the key-value cache.')
   decode_chunk: int = setting(32, 'Tokens drawn at most in every row before finished ones give way to others.')
+  cache_dtype: Literal['auto', 'int8'] = setting(
+    'auto',
+    "What holds keys and values: 'auto' = model.dtype; 'int8' = about half of bfloat16, a scale a token and head.",
+  )
 
 
 @dataclasses.dataclass

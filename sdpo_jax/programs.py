@@ -202,7 +202,7 @@ def _sampling(
   stop_ids: int,
 ) -> dict[str, Program]:
   """The sampler's programs in training, and in evaluation where it has another number of rows."""
-  run = rollout_programs.programs(policy, mesh)
+  run = rollout_programs.programs(policy, mesh, config.rollout.cache_dtype == 'int8')
   limit = config.rollout.max_batch_rows
   rows_of = lambda prompts, n: (slots.shard_rows(prompts * n, limit, run.shards), n)
   calls = {'': rows_of(config.data.train_batch_size, config.rollout.n)}

@@ -11,7 +11,7 @@ import pytest
 
 from models import attention, decoding, huggingface
 from models import cache as kv_cache
-from models.cache import SHALLOW
+from models.cache import SHALLOW, Stores, quantize
 from models.lowering import Lowering, choose, distinct
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.errors import UserError
@@ -143,9 +143,50 @@ CONFIG = dict(
 )
 
 
+def in_int8(stores):
+  (keys, key_scales), (values, value_scales) = (jax.vmap(quantize)(array) for array in (stores.keys, stores.values))
+  return Stores(keys, values, key_scales, value_scales)
+
+
+def test_quantized_numbers_are_within_half_a_step():
+  numbers = np.random.default_rng(0).standard_normal((3, 2, 7, 16)).astype(np.float32) * 10
+  numbers[0, 0, 0] = 0
+  whole, scales = quantize(jnp.asarray(numbers))
+  assert whole.dtype == jnp.int8 and scales.shape == (3, 2, 1, 7)
+  steps = np.swapaxes(scales, 2, 3)
+  np.testing.assert_allclose(steps[..., 0], np.abs(numbers).max(-1) / 127, rtol=1e-6)
+  assert (np.abs(whole * steps - numbers) <= 0.501 * steps).all()
+
+
+@pytest.mark.parametrize('quantized', [False, True], ids=['float32', 'int8'])
+def test_scales_are_folded_into_scores_and_weights(quantized):
+  """Attention to int8 keys and values is attention to the numbers that they stand for."""
+  generator = np.random.default_rng(1)
+  draw = lambda *shape: jnp.asarray(generator.standard_normal(shape), jnp.float32)
+  held = Stores(draw(3, KV_HEADS, 11, HEAD_DIM), draw(3, KV_HEADS, 11, HEAD_DIM))
+  query, mask = draw(3, 2, HEADS, HEAD_DIM), jnp.asarray(generator.random((3, 2, 11)) < 0.7)
+  if quantized:
+    (keys, key_scales), (values, value_scales) = quantize(held.keys), quantize(held.values)
+    number = lambda whole, scales: whole * scales.swapaxes(2, 3)
+    plain, held = (
+      Stores(number(keys, key_scales), number(values, value_scales)),
+      Stores(keys, values, key_scales, value_scales),
+    )
+  else:
+    plain = held
+  group = HEADS // KV_HEADS
+  keys, values = (np.repeat(np.asarray(array, np.float64), group, axis=1) for array in (plain.keys, plain.values))
+  scores = np.einsum('bshd,bhcd->bhsc', np.asarray(query, np.float64), keys)
+  weights = np.where(mask[:, None], np.exp(scores), 0)
+  weights /= weights.sum(-1, keepdims=True)
+  expected = np.einsum('bhsc,bhcd->bshd', weights, values)
+  np.testing.assert_allclose(attention.attend(query, (held, mask)), expected, atol=2e-6)
+
+
 @pytest.mark.parametrize('block', [16, 1024], ids=['blocks that do not divide the slots', 'one block'])
 @pytest.mark.parametrize('window', [0, 9])
-def test_the_decoding_kernel_is_the_plain_formula(window, block, monkeypatch):
+@pytest.mark.parametrize('quantized', [False, True], ids=['float32', 'int8'])
+def test_the_decoding_kernel_is_the_plain_formula(quantized, window, block, monkeypatch):
   """Two queries a row over two caches of the row: some empty, some full, one row not in use."""
   monkeypatch.setattr(decoding, 'BLOCK', block)
   generator = np.random.default_rng(3)
@@ -156,19 +197,21 @@ def test_the_decoding_kernel_is_the_plain_formula(window, block, monkeypatch):
   recent = np.array([1, 2, 21, 4, 2, 0], np.int32)
   positions = np.maximum(lengths + recent, 2)[:, None] - np.array([[2, 1]], np.int32)
   parts = [
-    (*(draw(layers, rows, KV_HEADS, slots, HEAD_DIM) for _ in range(2)), start, filled)
+    (Stores(*(draw(layers, rows, KV_HEADS, slots, HEAD_DIM) for _ in range(2))), start, filled)
     for slots, start, filled in ((37, np.zeros_like(lengths), lengths), (21, lengths, recent))
   ]
+  if quantized:
+    parts = [(in_int8(held), *place) for held, *place in parts]
   run = jax.jit(functools.partial(decoding.attention, interpret=True))
   ours = run(query, positions, parts, layer, window)
   masks = [
     attention.visible(
-      positions, np.ones_like(positions), *attention.in_slots(start, filled, keys.shape[3]), window or None
+      positions, np.ones_like(positions), *attention.in_slots(start, filled, held.keys.shape[3]), window or None
     )
-    for keys, _, start, filled in parts
+    for held, start, filled in parts
   ]
   expected = attention.attend(
-    query, *((keys[layer], values[layer], mask) for (keys, values, *_), mask in zip(parts, masks, strict=True))
+    query, *((kv_cache.layer_of(held, layer), mask) for (held, *_), mask in zip(parts, masks, strict=True))
   )
   blind = ~np.concatenate(masks, axis=-1).any(-1)
   assert blind.any(0).all() and blind.sum() == 2

@@ -68,11 +68,11 @@ def compile_update(values, mesh, rows, length, remat='full'):
   return jax.jit(jax.grad(loss), out_shardings=shardings).lower(params, weights, *row).compile()
 
 
-def compile_decode(values, mesh, rows, slots):
+def compile_decode(values, mesh, rows, slots, quantized=False):
   """The sampler's loop of 32 steps: rows over fsdp, heads and vocabulary over tensor, the cache donated."""
   policy = huggingface.describe(values, ModelConfig()).on(mesh)
   params = abstract_parameters(policy, mesh)
-  run = programs(policy, mesh)
+  run = programs(policy, mesh, quantized)
 
   def without_fsdp(given, leaf):
     spec = PartitionSpec(*(None if axis == 'fsdp' else axis for axis in given.sharding.spec))
@@ -129,9 +129,8 @@ def kernels(text):
 
 def assert_cache_stays(cache, compiled):
   """The cache is donated and aliased, and nothing of half its size is copied."""
-  sizes = [
-    int(np.prod(stack.sharding.shard_shape(stack.shape))) * stack.dtype.itemsize for stack in (cache.keys, cache.values)
-  ]
+  stacks = cache.stores.keys, cache.stores.values
+  sizes = [int(np.prod(stack.sharding.shard_shape(stack.shape))) * stack.dtype.itemsize for stack in stacks]
   assert compiled.memory_analysis().alias_size_in_bytes >= sum(sizes)
   assert largest_copy(compiled.as_text()) < max(sizes) / 2
 
@@ -147,10 +146,11 @@ def test_training_runs_splash_and_may_save_its_output():
   assert sorted(kernels(text)) == sorted(2 * (forward + backward))
 
 
+@pytest.mark.parametrize('quantized', [False, True], ids=['bfloat16', 'int8'])
 @pytest.mark.parametrize(('name', 'shape'), [('v5e:2x2', (2, 2)), ('v5e:8x8', (32, 2))])
-def test_decoding_reads_the_cache_where_it_lies(name, shape):
+def test_decoding_reads_the_cache_where_it_lies(name, shape, quantized):
   mesh = slice_mesh(name, *shape)
-  cache, compiled = compile_decode(SMALL, mesh, 128, 1312)
+  cache, compiled = compile_decode(SMALL, mesh, 128, 1312, quantized)
   assert kernels(compiled.as_text()) == 2 * ['cache_attention']  # What was there before these steps, and since.
   assert_cache_stays(cache, compiled)
 

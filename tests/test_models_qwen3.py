@@ -253,7 +253,7 @@ def test_bfloat16_stays_near_float32_and_norms_stay_float32(small):
   cast = half.cast(params)
   assert cast['layers'][2]['attention_norm'].dtype == jnp.float32
   assert cast['layers'][2]['mlp']['gate'].dtype == jnp.bfloat16
-  assert half.init_cache(1, 4).keys[2].dtype == jnp.bfloat16
+  assert half.init_cache(1, 4).stores.keys[2].dtype == jnp.bfloat16
 
 
 def test_the_table_owns_every_shape(small):

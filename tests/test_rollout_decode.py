@@ -266,7 +266,7 @@ def test_the_cache_is_updated_in_place(layers):
 def test_rows_move_between_caches_and_settle_at_their_own_ends():
   """What stands in every slot, for caches of either layout."""
   rng = np.random.default_rng(0)
-  stores = lambda cache: [array for i in range(3) for array in kv_cache.layer_of(cache.keys, cache.values, i)]
+  stores = lambda cache: [array for i in range(3) for array in jax.tree.leaves(kv_cache.layer_of(cache.stores, i))]
   for stacked in (False, True):
     make = lambda rows, length, stacked=stacked: jax.tree.map(
       lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32) if leaf.ndim > 1 else leaf,
@@ -280,7 +280,7 @@ def test_rows_move_between_caches_and_settle_at_their_own_ends():
       expected[[4, 1], :, :6] = source[np.array([2, 0])]
       np.testing.assert_array_equal(new, expected)
     recent = make(5, 3)
-    grown = moved.replace(recent=kv_cache.Recent(recent.keys, recent.values, jnp.int32(2)))
+    grown = moved.replace(recent=kv_cache.Recent(recent.stores, jnp.int32(2)))
     settled = kv_cache.settle(grown, np.array([True, True, True, False, True]))
     assert settled.lengths.tolist() == [2, 8, 2, 0, 5] and settled.recent is None
     for new, old, source in zip(stores(settled), stores(moved), stores(recent), strict=True):

@@ -143,3 +143,27 @@ def test_a_mesh_changes_no_sample(model, request_, config):
   spread = policy.on(mesh), parameters.map_tree(place, policy.parameter_table(), params)
   rollouts = draw(spread, request_, mesh=mesh, max_batch_rows=16, decode_chunk=8)
   assert check(model, request_, rollouts) <= 2
+
+
+@pytest.mark.parametrize('layers', [2, 9], ids=['shallow', 'deep'])
+def test_an_int8_cache_is_near_and_changes_no_sample_by_where_it_lies(layers, request_):
+  """Half a per cent of a nat or so in the log-probs of the same tokens; the same samples for any slots and chunks."""
+  policy, params = huggingface.init(CONFIG | {'num_hidden_layers': layers}, jax.random.key(2))
+  rollouts = draw((policy, params), request_, quantized=True)
+  other = draw((policy, params), request_, quantized=True, max_batch_rows=5, decode_chunk=9)
+  np.testing.assert_array_equal(other.completion_tokens, rollouts.completion_tokens)
+  prompts, _ = request_
+  errors, spread = [], []
+  for sample in range(0, len(rollouts), 7):
+    completion = rollouts.completion_tokens[sample][rollouts.completion_mask[sample]]
+    whole = np.concatenate([prompts[sample // N], completion]).astype(np.int32)
+    whole = np.pad(whole, (0, 64 - len(whole)))[None]
+    first = len(prompts[sample // N]) - 1
+    hidden, matrix, _ = jax.jit(policy.apply)(
+      {}, params, whole, np.arange(64, dtype=np.int32)[None], np.ones_like(whole)
+    )
+    plain = np.asarray(jax.nn.log_softmax(hidden[0] @ matrix.T))[np.arange(first, first + len(completion)), completion]
+    errors.append(np.abs(plain - rollouts.model_log_probs[sample][: len(completion)]))
+    spread.append(plain)
+  errors = np.concatenate(errors)
+  assert 0 < errors.mean() < 0.02 and errors.max() < 0.2, (errors.mean(), errors.max(), np.concatenate(spread).std())

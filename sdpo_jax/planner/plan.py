@@ -360,7 +360,7 @@ def _cache_bytes(program: registry.Program, compiled: jax.stages.Compiled) -> fl
   """Bytes on one device of a decode loop's keys and values."""
   index = program.holds.index('cache')
   cache, placed = program.arguments[index], compiled.input_shardings[0][index]
-  stores, places = (cache.keys, cache.values), (placed.keys, placed.values)
+  stores, places = cache.stores, placed.stores
   return sum(
     math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
     for leaf, sharding in zip(jax.tree.leaves(stores), jax.tree.leaves(places), strict=True)

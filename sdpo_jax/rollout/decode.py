@@ -55,7 +55,9 @@ class _Loop:
   done: jax.Array  # [B] bool.
 
 
-def prefill(policy: Policy, base: Tree, trainable: Tree, tokens: jax.Array, lengths: jax.Array) -> KVCache:
+def prefill(
+  policy: Policy, base: Tree, trainable: Tree, tokens: jax.Array, lengths: jax.Array, *, quantized: bool = False
+) -> KVCache:
   """The caches of prompts, in which all of a prompt but its last token went through the model.
 
   The last token of a prompt is the first that `advance` puts in, so that a token is drawn in one place only and a
@@ -67,6 +69,7 @@ def prefill(policy: Policy, base: Tree, trainable: Tree, tokens: jax.Array, leng
     trainable: trainable parameters.
     tokens: [G, P] int32, right-padded.
     lengths: [G] int32, at least 1.
+    quantized: static, the cache holds int8.
 
   Returns:
     G rows of P slots.
@@ -76,7 +79,7 @@ def prefill(policy: Policy, base: Tree, trainable: Tree, tokens: jax.Array, leng
   index = jnp.arange(width, dtype=jnp.int32)[None]
   valid = index < lengths[:, None] - 1
   positions, segments = jnp.where(valid, index, 0), valid.astype(jnp.int32)
-  return policy.apply(base, trainable, tokens, positions, segments, policy.init_cache(prompts, width))[2]
+  return policy.apply(base, trainable, tokens, positions, segments, policy.init_cache(prompts, width, quantized))[2]
 
 
 def advance(

@@ -58,8 +58,8 @@ class Placed:
 
 
 @functools.cache
-def programs(policy: Policy, mesh: Mesh | None) -> Programs:
-  """The programs of a policy; samplers of the same policy on the same mesh share them.
+def programs(policy: Policy, mesh: Mesh | None, quantized: bool = False) -> Programs:
+  """The programs of a policy with a cache in compute dtype or int8; samplers of the same kind share them.
 
   On a mesh, rows are divided over its `fsdp` axis, and parameters are gathered over that axis once a batch of rollouts
   (they stay divided over `tensor`): a loop that gathered them at every step would do little else.
@@ -77,23 +77,23 @@ def programs(policy: Policy, mesh: Mesh | None) -> Programs:
     rows = source.shape[0]
     target = jnp.arange(rows, dtype=jnp.int32) % (rows // shards)
     count = jnp.full((shards,), rows // shards, jnp.int32)
-    return copy(policy.init_cache(rows, slots), cache, source, target, count)
+    return copy(policy.init_cache(rows, slots, quantized), cache, source, target, count)
 
   def empty(rows: int, slots: int) -> KVCache:
-    return policy.init_cache(rows, slots)
+    return policy.init_cache(rows, slots, quantized)
 
   if not divided:
     placed, result, put = None, None, lambda tree: tree
     prepare = jax.jit(functools.partial(decode.for_decoding, policy))
   else:
     whole, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(FSDP))
-    placed = cache_shardings(mesh, jax.eval_shape(lambda: policy.init_cache(shards, 1)))
+    placed = cache_shardings(mesh, jax.eval_shape(lambda: policy.init_cache(shards, 1, quantized)))
     result = placed, whole
     put = functools.partial(jax.tree.map, lambda leaf: _put(np.asarray(leaf), rows, whole))
     prepare = _prepare(policy, mesh)
   return Programs(
     prepare=prepare,
-    prefill=jax.jit(functools.partial(decode.prefill, policy), out_shardings=placed),
+    prefill=jax.jit(functools.partial(decode.prefill, policy, quantized=quantized), out_shardings=placed),
     empty=jax.jit(empty, static_argnames=('rows', 'slots'), out_shardings=placed),
     copy=jax.jit(copy, donate_argnums=0, out_shardings=placed),
     resize=jax.jit(resize, static_argnames='slots', out_shardings=placed),

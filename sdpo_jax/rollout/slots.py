@@ -272,7 +272,7 @@ class Slots:
     self.account.cache_bytes = max(self.account.cache_bytes, held)
 
   def _slot_bytes(self) -> int:
-    stores = jax.tree.leaves((self._cache.keys, self._cache.values))
+    stores = jax.tree.leaves(self._cache.stores)
     return sum(store.nbytes for store in stores) // (len(self._sample) * self._capacity)
 
   def _count_steps(self, drawn: decode.Drawn, active: np.ndarray) -> None:

@@ -117,6 +117,7 @@ def probe_model(
       response_buckets=declared.response,
       max_batch_rows=config.rollout.max_batch_rows,
       decode_chunk=config.rollout.decode_chunk,
+      quantized=config.rollout.cache_dtype == 'int8',
       stop=config.rollout.stop,
       stop_token_ids=(*config.rollout.stop_token_ids, *tokenizers.stop_token_ids(config.model.path, tokenizer)),
       mesh=mesh,

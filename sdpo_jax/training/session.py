@@ -73,6 +73,7 @@ def make_session(config: Config, workdir: epath.PathLike, tokenizer: Any = None)
     response_buckets=declared.response,
     max_batch_rows=config.rollout.max_batch_rows,
     decode_chunk=config.rollout.decode_chunk,
+    quantized=config.rollout.cache_dtype == 'int8',
     stop=config.rollout.stop,
     stop_token_ids=tuple(
       sorted({*config.rollout.stop_token_ids, *tokenizers.stop_token_ids(config.model.path, tokenizer)})
