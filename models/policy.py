@@ -21,6 +21,8 @@ class Policy(Protocol):
   """
 
   vocab_size: int
+  # Whether a step over a cache reads no more of it than rows hold, so that a large one costs memory only.
+  reads_filled: bool
 
   def apply(
     self,

@@ -551,6 +551,10 @@ class Qwen3Policy:
   def vocab_size(self) -> int:
     return self.config.vocab_size
 
+  @property
+  def reads_filled(self) -> bool:
+    return self.lowering.stacked_cache
+
   def on(self, mesh: jax.sharding.Mesh | None, attention_setting: str = 'auto') -> Qwen3Policy:
     """The policy with the kernels that `model.attention` asks for on the devices of a mesh (None: the default device).
 

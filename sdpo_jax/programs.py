@@ -230,7 +230,7 @@ def _sampling(
     arguments = (*parameters, of_rows((prompts, prompt), jnp.int32), of_rows((prompts,), jnp.int32))
     holds = ('parameters', 'parameters', 'batch', 'batch')
     found[f'{prefix}prefill/{place}'] = Program(run.prefill, arguments, holds=holds, inherits=weights)
-    capacities = slots.slot_buckets(prompt + response + config.rollout.decode_chunk)
+    capacities = slots.slot_buckets(prompt + response + config.rollout.decode_chunk, run.keeps_size)
     index = of_rows((total,), jnp.int32)
     found[f'{prefix}admit/{place}'] = Program(
       run.copy,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from models import huggingface, parameters
+from models.lowering import Lowering
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.errors import UserError
 from sdpo_jax.mesh import make_mesh, parameter_sharding
@@ -143,6 +144,14 @@ def test_a_growing_and_shrinking_cache_changes_no_sample(model, reference, monke
   backwards = lambda prompts, n, shards: queue.Queue(prompts[::-1], n, shards)
   monkeypatch.setattr(slots, 'Queue', backwards)
   assert_same_samples(sample(sampler, model, prompts, n=12, max_tokens=lengths), expected)
+
+
+def test_the_kernels_of_a_tpu_sample_the_same_from_a_cache_that_keeps_its_size(model, reference):
+  policy, params = model
+  kernels = dataclasses.replace(policy, lowering=Lowering('splash', interpret=True))
+  sampler = make_sampler((kernels, params), max_batch_rows=6, decode_chunk=8)
+  assert sampler._programs.keeps_size and not programs(policy, None).keeps_size
+  assert_same_samples(sample(sampler, (kernels, params)), reference)
 
 
 def test_completions_come_as_they_finish(model, reference):
@@ -311,6 +320,7 @@ def test_shapes():
   assert (
     slots.row_buckets(1) == (1,) and slots.row_buckets(8) == (1, 2, 4, 8) and slots.row_buckets(9) == (1, 2, 4, 8, 9)
   )
+  assert slots.slot_buckets(1000, only=True) == (1000,) and slots.row_buckets(8, only=True) == (8,)
   assert slots.pieces(13) == [8, 4, 1] and slots.pieces(0) == []
   assert slots.shard_rows(256, 256, 1) == 256 and slots.shard_rows(100, 64, 8) == 8
   assert slots.shard_rows(6, 256, 8) == 1 and slots.shard_rows(5, 2, 8) == 1  # No fewer rows than devices.

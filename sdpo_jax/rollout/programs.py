@@ -42,6 +42,9 @@ class Programs:
   put: Callable[[Tree], Tree]  # Host arrays of rows to the devices.
   fetch: Callable[[Tree], Tree]  # Host arrays, the whole on every process.
   shards: int
+  # The cache is made as large as it may have to be, and keeps its size: what is not filled is not read, and moving it
+  # would take the memory of a second one.
+  keeps_size: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +109,7 @@ def programs(policy: Policy, mesh: Mesh | None, quantized: bool = False) -> Prog
     put=put,
     fetch=jax.device_get,
     shards=shards,
+    keeps_size=policy.reads_filled,
   )
 
 

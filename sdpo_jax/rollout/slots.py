@@ -22,15 +22,18 @@ REFILLS = 16  # The decode loop is interrupted for a refill when one slot in so 
 RECORDS = ('sampling_log_probs', 'model_log_probs', 'entropy')
 
 
-def row_buckets(rows: int) -> tuple[int, ...]:
-  """Rows of a shard, ascending: powers of two below `rows`, and `rows`."""
-  return (*(2**i for i in range((rows - 1).bit_length())), rows)
+def row_buckets(rows: int, only: bool = False) -> tuple[int, ...]:
+  """Rows of a shard, ascending: powers of two below `rows`, and `rows` (`only` that)."""
+  return (rows,) if only else (*(2**i for i in range((rows - 1).bit_length())), rows)
 
 
-def slot_buckets(slots: int) -> tuple[int, ...]:
-  """Slots of the cache, ascending: a whole, three quarters, a half, three eighths … of `slots`, while not too short."""
+def slot_buckets(slots: int, only: bool = False) -> tuple[int, ...]:
+  """Slots of the cache, ascending: a whole, three quarters, a half, three eighths … of `slots`, while not too short.
+
+  With `only`, the whole alone.
+  """
   parts = [math.ceil(slots * share / 2**i) for i in range(slots.bit_length()) for share in (1, 0.75)]
-  return tuple(sorted(part for part in parts if part >= SMALLEST_CACHE and part < slots)) + (slots,)
+  return (*sorted(part for part in parts if not only and SMALLEST_CACHE <= part < slots), slots)
 
 
 def shard_rows(samples: int, max_rows: int, shards: int) -> int:
@@ -100,8 +103,8 @@ class Slots:
     shards = programs.shards
     # Prompts of the same bucket next to each other, so that they are prefilled together.
     self._queue = Queue(np.argsort(request.widths, kind='stable').tolist(), request.n, shards)
-    self._sizes = row_buckets(shard_rows(self._queue.left, max_rows, shards))
-    self._capacities = slot_buckets(int(request.widths.max()) + request.room + chunk)
+    self._sizes = row_buckets(shard_rows(self._queue.left, max_rows, shards), programs.keeps_size)
+    self._capacities = slot_buckets(int(request.widths.max()) + request.room + chunk, programs.keeps_size)
     rows = shards * self._sizes[-1]
     self._cache: KVCache | None = None
     self._capacity = 0
