@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 import dataclasses
 import math
 from typing import Any
@@ -157,7 +157,7 @@ class Slots:
 
   def collect(
     self, drawn: decode.Drawn, end: Callable[[np.ndarray, int, bool], int | None]
-  ) -> Iterator[tuple[int, np.ndarray, dict[str, np.ndarray], bool]]:
+  ) -> list[tuple[int, np.ndarray, dict[str, np.ndarray], bool]]:
     """Waits for the steps and frees the slots of the samples that they have finished.
 
     Args:
@@ -190,7 +190,7 @@ class Slots:
         finished.append((sample, self._tokens[slot, :length].copy(), records, stopped))
         self._sample[slot] = -1
         self.account.tokens += length
-    return iter(finished)
+    return finished
 
   @property
   def _per_shard(self) -> int:
