@@ -206,8 +206,9 @@ def _sampling(
   limit = config.rollout.max_batch_rows
   rows_of = lambda prompts, n: (slots.shard_rows(prompts * n, limit, run.shards), n)
   calls = {'': rows_of(config.data.train_batch_size, config.rollout.n)}
-  if config.trainer.test_freq and config.data.val_max_samples:
-    held_out = rows_of(config.data.val_max_samples, config.val_kwargs.n)
+  if config.trainer.test_freq:
+    # How many held-out questions there are is known from their files only: without a limit, enough to fill all slots.
+    held_out = rows_of(config.data.val_max_samples or limit, config.val_kwargs.n)
     if held_out != calls['']:
       calls['evaluation/'] = held_out
   parameters = jax.eval_shape(run.prepare, base, trainable)

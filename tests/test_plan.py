@@ -93,6 +93,18 @@ def test_a_decode_loop_costs_a_step_times_the_longest_completion(made):
 
 
 @needs_compiler
+def test_evaluation_in_the_same_program_costs_what_its_settings_ask_for():
+  config = settings()
+  config.rollout.max_batch_rows, config.val_kwargs.n = 64, config.rollout.n  # Slots are fewer than either asks for.
+  slice_ = topology.describe('v5e:2x2')
+  assumptions = planning.Assumptions.of(config, slice_.chip, evaluation_questions=200)
+  plan = planning.make(config, huggingface.describe(SIZES, config.model), slice_, assumptions, only=['decode'])
+  decode, held_out = plan.programs['decode'], plan.programs['evaluation/decode']
+  assert held_out.hbm == decode.hbm
+  assert held_out.step_seconds > 1.05 * decode.step_seconds  # To leave out what is not in the nucleus.
+
+
+@needs_compiler
 def test_the_report_and_the_json_hold_every_program(made):
   plan, *_ = made
   text = report.text(plan)

@@ -25,12 +25,20 @@ def registered(**changes):
 
 
 def test_names_follow_the_settings():
-  *_, sdpo = registered(algorithm__rollout_correction__rollout_is=None)
+  *_, sdpo = registered(algorithm__rollout_correction__rollout_is=None, trainer__test_freq=0)
   assert {'zero', 'apply', 'finish', 'prepare', 'prefill/8×6', 'admit/8×6', 'decode/8×6', 'update/8×16×6'} == set(sdpo)
   *_, scored = registered()
   assert 'score/8×6' in scored
   *_, grpo = registered(actor__policy_loss__loss_mode='vanilla')
   assert 'update/8×6' in grpo
+
+
+def test_held_out_questions_fill_the_slots_where_their_number_is_not_known():
+  rows = lambda found, name: found[name].arguments[-2].token.shape[0]
+  *_, found = registered(rollout__max_batch_rows=16)
+  assert (rows(found, 'decode/8×6'), rows(found, 'evaluation/decode/8×6')) == (8, 16)
+  config, *_, found = registered(rollout__max_batch_rows=8, val_kwargs__n=4)
+  assert config.rollout.n == 4 and 'evaluation/decode/8×6' not in found
 
 
 def test_the_update_is_called_with_the_registered_shapes():

@@ -32,6 +32,7 @@ from sdpo_jax.types import TrainState
 GIB = 2**30
 # What lies in memory all the time, whichever program runs.
 RESIDENT = ('parameters', 'optimizer', 'teacher')
+EVALUATION = 'evaluation/'  # Begins the names of programs that only evaluation uses.
 # Programs that read the sampler's copy of the weights.
 SAMPLING = ('prefill', 'decode', 'admit', 'resize')
 
@@ -164,6 +165,9 @@ def make(
   Raises:
     UserError: a mesh that does not fit the slice or the model.
   """
+  if assumptions.evaluation_questions is not None:
+    data = dataclasses.replace(config.data, val_max_samples=assumptions.evaluation_questions)
+    config = dataclasses.replace(config, data=data)
   mesh = model_mesh(config, policy, topology.devices)
   policy = policy.on(mesh, config.model.attention)
   trainable = registry.abstract_parameters(policy, mesh)
@@ -178,20 +182,25 @@ def make(
   announce(f'Compiling {len(names)} programs for {topology.name}, one after the other …')
   sampling_weights, refused = None, []
   for name, compiled in registry.compile_programs(found, names):
-    took, began = time.monotonic() - began, time.monotonic()
+    took = time.monotonic() - began
     if name == 'prepare' and isinstance(compiled, jax.stages.Compiled):
       # A copy may live on two layouts' worth of memory while it is made; afterwards only the result is left.
       sampling_weights = compiled.memory_analysis().output_size_in_bytes
-    estimate = _estimate(
-      name, found[name], compiled, config, topology.chip, dict(mesh.shape), resident, sampling_weights, assumptions
+    cost = lambda name, program=found[name], compiled=compiled, weights=sampling_weights: _estimate(
+      name, program, compiled, config, topology.chip, dict(mesh.shape), resident, weights, assumptions
     )
+    estimate = cost(name)
     estimate.compile_seconds = took
     if name in names:
       estimates[names[name]] = estimate
+    if names.get(name) == 'decode' and config.trainer.test_freq and EVALUATION + 'decode' not in labels:
+      # The same program; what it spends on leaving out unlikely tokens is decided while it runs.
+      estimates[EVALUATION + 'decode'] = cost(EVALUATION + name)
     said = f'{estimate.hbm_gib:.2f} GiB, {estimate.seconds:.3g} s' if estimate.error is None else estimate.error
     announce(f'  {name}: {said} (compiled in {took:.0f} s)')
     if estimate.error is not None:
       refused.append(name)
+    began = time.monotonic()
   for name, label in names.items():
     if label not in estimates:
       error = f'could not be compiled: it continues {", ".join(refused)}, refused for want of memory or worse'
@@ -276,7 +285,7 @@ def _memory(
 
 
 def _kind(name: str) -> str:
-  return name.removeprefix('evaluation/').partition('/')[0]
+  return name.removeprefix(EVALUATION).partition('/')[0]
 
 
 _USED = (
@@ -390,7 +399,7 @@ def _described(buffer: hlo.Buffer) -> dict[str, Any]:
 
 def _truncates(config: Config, name: str) -> bool:
   """Whether sampling leaves tokens out, which takes the dearer branches of the loop."""
-  knobs = config.val_kwargs if name.startswith('evaluation/') else config.rollout
+  knobs = config.val_kwargs if name.startswith(EVALUATION) else config.rollout
   return knobs.top_p < 1 or knobs.top_k > 0 or knobs.temperature <= 0
 
 
@@ -561,9 +570,9 @@ def phase_seconds(
     phases['optimizer'] = optimizer_steps * (seconds('zero') + seconds('apply')) + seconds('finish')
   questions = assumptions.evaluation_questions
   if questions and config.trainer.test_freq and have('prefill', 'decode'):
-    own = 'evaluation/' if have('evaluation/prefill', 'evaluation/decode') else ''
+    own = lambda label: EVALUATION + label if have(EVALUATION + label) else label
     prefills, decodes = _turns(config, mesh, assumptions, questions, config.val_kwargs.n)
-    once = prefills * seconds(f'{own}prefill') + decodes * seconds(f'{own}decode')
+    once = prefills * seconds(own('prefill')) + decodes * seconds(own('decode'))
     phases['evaluation'] = once / config.trainer.test_freq
   return phases
 
