@@ -15,15 +15,79 @@
 # A run that is to survive a preemption needs a --workdir in a bucket: the disks of the workers go with the slice.
 #
 # Other flags: --project=… (gcloud's default if unset), --runtime=v2-alpha-tpuv5-lite (the image), --poll_s=60 (between
-# looks at the slice), --dry_run (prints the gcloud commands, runs none).
+# looks at the slice), --wait_s=300 (seconds that install and start wait for the run before to end), --dry_run (prints the
+# gcloud commands, runs none).
 #
 # Exit codes: 0 done; 1, 2, 3 those of the command, which starting again would not mend; 2 also for wrong flags; 4 the
-# slice could not be had.
+# slice could not be had; 5 worker 0 could not be reached, or the run not started again, ten times in a row.
 set -euo pipefail
 
-readonly TEMPORARY=' 75 143 '  # launch.train: a worker is gone; told to stop. Both resume.
+readonly MISSES=10  # Looks in a row at an ACTIVE slice that may fail; at 60 s each, more than a worker takes to boot.
 
-name='' zone='' project='' type='' spot='' runtime='v2-alpha-tpuv5-lite' worker=0 poll=60 dry=''
+# What the workers are told is made of these, one line each, since it is printed.
+one_line() {
+  tr -s '\n ' ' ' | sed 's/ $//'
+}
+
+# Whether a process of the run's group is alive: the wrapper, the command, or what they left behind. Zombies are not,
+# nor is whatever has that number since the worker was booted again.
+ALIVE=$(one_line <<'END'
+alive() {
+  read -r group boot < ~/sdpo_run/group && [ "$boot" = "$(cat /proc/sys/kernel/random/boot_id)" ] &&
+    ps -eo pgid=,stat= | grep -q "^ *$group [^Z]";
+} 2> /dev/null;
+END
+)
+
+# Waits for the run before to end, and lets one caller at a time go on: a TPU serves one process, a workdir one run.
+ALONE=$(one_line <<'END'
+mkdir -p ~/sdpo_run; exec 9> ~/sdpo_run/lock; flock 9 || exit; end=$(($(date +%s) + patience));
+while alive; do
+  [ $(date +%s) -lt $end ] || { echo 'A run is still going on here: stop it first.' >&2; exit 2; };
+  sleep 0.5;
+done;
+END
+)
+
+# The command in its group. SIGTERM goes to all of the group; the wrapper outlives it to say how the command ended.
+WRAPPER=$(one_line <<'END'
+trap : TERM; echo "$$ $(cat /proc/sys/kernel/random/boot_id)" > ~/sdpo_run/group; PATH=$HOME/sdpo_venv/bin:$PATH; "$@";
+echo $? > ~/sdpo_run/exit_code.new && mv ~/sdpo_run/exit_code.new ~/sdpo_run/exit_code
+END
+)
+
+# Who looks next must find the group.
+STARTED=$(one_line <<'END'
+end=$(($(date +%s) + 30));
+until [ -s ~/sdpo_run/group ]; do
+  [ $(date +%s) -lt $end ] || { echo 'The run could not be started here: see ~/sdpo_run/log.' >&2; exit 1; };
+  sleep 0.1;
+done
+END
+)
+
+# The exit code is read again after the look at the group: it may have been written in between.
+OUTCOME=$(one_line <<'END'
+outcome() {
+  cat ~/sdpo_run/exit_code 2> /dev/null || { alive && echo running; } || cat ~/sdpo_run/exit_code 2> /dev/null ||
+    { [ -e ~/sdpo_run/group ] && echo lost; } || echo 'not started';
+};
+END
+)
+
+STATUS=$(one_line <<'END'
+echo "$(hostname): $(outcome)$([ ! -e ~/sdpo_run/exit_code ] || ! alive || echo ', but some of its processes live on'),
+$(tail -n 1 ~/sdpo_run/log 2> /dev/null)"
+END
+)
+
+STOP=$(one_line <<'END'
+if alive; then kill -s TERM -- -$group; else echo 'No run is going on here.' >&2; fi
+END
+)
+readonly ALIVE ALONE WRAPPER STARTED OUTCOME STATUS STOP
+
+name='' zone='' project='' type='' spot='' runtime='v2-alpha-tpuv5-lite' worker=0 poll=60 patience=300 dry='' misses=0
 
 complain() {
   echo "$1" >&2
@@ -40,6 +104,7 @@ read_flags() {
       --runtime=*) runtime=${1#*=} ;;
       --worker=*) worker=${1#*=} ;;
       --poll_s=*) poll=${1#*=} ;;
+      --wait_s=*) patience=${1#*=} ;;
       --spot) spot=1 ;;
       --dry_run) dry=1 ;;
       --) shift && command=("$@") && break ;;
@@ -49,6 +114,8 @@ read_flags() {
   done
   [[ -n $name ]] || complain '--name=… is required: what the slice is called.'
   [[ -n $zone ]] || complain '--zone=… is required: where the slice is.'
+  [[ $poll =~ ^[0-9]+(\.[0-9]+)?$ ]] || complain "--poll_s=$poll must be a number of seconds."
+  [[ $patience =~ ^[0-9]+$ ]] || complain "--wait_s=$patience must be a whole number of seconds."
 }
 
 need_command() {
@@ -118,7 +185,7 @@ install() {
     ${project:+"--project=$project"} --worker=all
   rm -rf "$folder"
   # uv, because the image's own Python may be older than 3.11. Huge pages: without, libtpu starts slowly.
-  ssh_to all "set -e; mkdir -p ~/sdpo_jax ~/sdpo_run; tar xzf ~/sdpo_jax.tar.gz -C ~/sdpo_jax; \
+  ssh_to all "set -e; patience=$patience; $ALIVE $ALONE mkdir -p ~/sdpo_jax; tar xzf ~/sdpo_jax.tar.gz -C ~/sdpo_jax; \
 python3 -m pip install --user --quiet uv; cd ~/sdpo_jax; \
 python3 -m uv venv --quiet --allow-existing --python=3.12 ~/sdpo_venv; \
 python3 -m uv pip install --quiet --python ~/sdpo_venv/bin/python -r requirements-tpu.txt; \
@@ -129,21 +196,32 @@ start() {
   need_command
   local line
   line=$(printf '%q ' "${command[@]}")
-  # In a session of its own, so that it outlives the connection; one run at a time, since a TPU serves one process.
-  ssh_to all "cd ~/sdpo_jax || exit; mkdir -p ~/sdpo_run; \
-if [ -s ~/sdpo_run/pid ] && kill -0 \$(cat ~/sdpo_run/pid) 2>/dev/null; then \
-timeout 300 tail --pid=\$(cat ~/sdpo_run/pid) -f /dev/null || { echo 'A run is still going on here: stop it first.' >&2; exit 2; }; fi; \
-rm -f ~/sdpo_run/exit_code; \
-setsid nohup bash -c 'echo \$\$ > ~/sdpo_run/pid; PATH=\$HOME/sdpo_venv/bin:\$PATH; \"\$@\"; echo \$? > ~/sdpo_run/exit_code' \
-run $line >> ~/sdpo_run/log 2>&1 < /dev/null &"
+  # In a session of its own, so that it outlives the connection.
+  ssh_to all "cd ~/sdpo_jax || exit; patience=$patience; $ALIVE $ALONE rm -f ~/sdpo_run/exit_code ~/sdpo_run/group; \
+setsid nohup bash -c '$WRAPPER' run $line >> ~/sdpo_run/log 2>&1 < /dev/null 9>&- & $STARTED"
 }
 
-exit_code() {
-  if [[ -n $dry ]]; then
-    ssh_to 0 'cat ~/sdpo_run/exit_code 2>/dev/null || echo running'
-    echo 0
+outcome() {
+  ssh_to 0 "$ALIVE $OUTCOME outcome" || true  # Empty: it cannot be reached.
+  [[ -z $dry ]] || echo 0
+}
+
+# What went wrong; ends the watching when it does so again and again.
+miss() {
+  misses=$((misses + 1))
+  if ((misses >= MISSES)); then
+    echo "$1 $misses times in a row: the watching ends. The slice $name is kept, the run may go on: look with" \
+      "'$0 status …' and 'gcloud compute tpus tpu-vm describe $name --zone=$zone', then watch again, or delete it." >&2
+    exit 5
+  fi
+  echo "$1 ($misses of $MISSES times): looking again." >&2
+}
+
+restart() {
+  if start; then
+    misses=0
   else
-    ssh_to 0 'cat ~/sdpo_run/exit_code 2>/dev/null || echo running' || true  # Empty: it cannot be reached.
+    miss "The run could not be started on all workers of the slice $name"
   fi
 }
 
@@ -161,19 +239,35 @@ watch() {
       create
       install
       start
+      misses=0
     elif [[ $now == ACTIVE ]]; then
-      code=$(exit_code)
-      if [[ $code == 0 ]]; then
-        echo 'The run is done.' >&2
-        return
-      elif [[ $TEMPORARY == *" $code "* ]]; then
-        echo "The run ended with exit code $code: starting it again; it resumes from its last checkpoint." >&2
-        start
-      elif [[ $code =~ ^[0-9]+$ ]]; then
-        echo "The run ended with exit code $code; the end of worker 0's log:" >&2
-        ssh_to 0 'tail -n 30 ~/sdpo_run/log' >&2
-        exit "$((code > 3 ? 1 : code))"
-      fi
+      code=$(outcome)
+      case $code in
+        running) misses=0 ;;
+        0)
+          echo 'The run is done.' >&2
+          return
+          ;;
+        75 | 143)  # launch.train: a worker is gone; told to stop. Both resume.
+          echo "The run ended with exit code $code: starting it again; it resumes from its last checkpoint." >&2
+          restart
+          ;;
+        lost)
+          echo 'The run on worker 0 is gone without an exit code (killed, out of memory, or the worker was booted' \
+            'again): starting it again; it resumes from its last checkpoint.' >&2
+          restart
+          ;;
+        'not started')
+          echo 'No run has been started on worker 0: starting it.' >&2
+          restart
+          ;;
+        [0-9]*)
+          echo "The run ended with exit code $code; the end of worker 0's log:" >&2
+          ssh_to 0 'tail -n 30 ~/sdpo_run/log' >&2 || true
+          exit "$((code > 3 ? 1 : code))"
+          ;;
+        *) miss "Worker 0 of the slice $name could not be reached, though the slice is ACTIVE," ;;
+      esac
     fi
     [[ -n $dry ]] || sleep "$poll"
   done
@@ -199,8 +293,8 @@ case $verb in
   logs) ssh_to "$worker" 'tail -n 100 -F ~/sdpo_run/log' ;;
   status)
     state
-    ssh_to all 'echo "$(hostname): $(cat ~/sdpo_run/exit_code 2>/dev/null || echo running), $(tail -n 1 ~/sdpo_run/log)"'
+    ssh_to all "$ALIVE $OUTCOME $STATUS"
     ;;
-  stop) ssh_to all 'kill -TERM -- -$(cat ~/sdpo_run/pid)' ;;
+  stop) ssh_to all "$ALIVE $STOP" ;;
   delete) on_slice queued-resources delete --force --quiet ;;
 esac

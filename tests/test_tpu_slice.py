@@ -1,9 +1,15 @@
-"""launch/tpu_slice.sh: the gcloud commands that it prints and runs, with a gcloud that only writes down what it is told."""
+"""launch/tpu_slice.sh: the gcloud commands that it prints and runs, with a gcloud that writes down what it is told.
+
+What the workers are told is run here, in a home of its own, where a test asks for a worker.
+"""
 
 import os
 import pathlib
 import shlex
+import signal
 import subprocess
+import threading
+import time
 
 import pytest
 
@@ -13,7 +19,8 @@ PLACE = ('--name=sdpo', '--zone=us-x1', '--poll_s=0')
 TRAIN = ('--', 'python', '-m', 'launch.train', '--config=configs/quickstart.py', '--workdir=gs://b/a run')
 
 # Answers each question with the next line of the file of its kind, the last line again and again; a line that begins
-# with ! is a failure. What it is told is in `calls`; remote commands are run here if there is a folder `home`.
+# with ! is a failure. What it is told is in `calls`. If there is a folder `home`, that is the home of the only worker:
+# then what worker 0 answers is not in a file.
 GCLOUD = """#!/usr/bin/env bash
 printf '%q ' "$@" >> "$FAKE/calls"; echo >> "$FAKE/calls"
 answer() {
@@ -26,15 +33,43 @@ answer() {
 last="${@: -1}"
 case "$3 $4 $last" in
   'queued-resources describe '*) answer states ;;
-  *'cat ~/sdpo_run/exit_code'*) answer codes ;;
-  'tpu-vm ssh '*) [ ! -d "$FAKE/home" ] || HOME="$FAKE/home" bash -c "${last#--command=}" ;;
+  'tpu-vm ssh '*)
+    if [ -d "$FAKE/home" ]; then
+      HOME="$FAKE/home" bash -c "${last#--command=}"
+    elif [[ $last == *'; outcome' ]]; then
+      answer codes
+    fi
+    ;;
 esac
 """
+
+# Saves when told to stop, as launch.train does, for as long as there is no file `saved`.
+TRAINER = """
+import os, signal, sys, time
+def save(*_):
+  print('saves', flush=True)
+  while not os.path.exists('../sdpo_run/saved'):
+    time.sleep(0.02)
+  print('saved', flush=True)
+  sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+print('begins', flush=True)
+time.sleep(60)
+"""
+
+
+def begin(tmp_path: pathlib.Path, *arguments: str) -> subprocess.Popen:
+  """Starts the script with the fake."""
+  environment = {**os.environ, 'FAKE': str(tmp_path), 'PATH': f'{tmp_path}/bin:{os.environ["PATH"]}'}
+  script = str(tiny.REPOSITORY / 'launch' / 'tpu_slice.sh')
+  return subprocess.Popen(
+    ['bash', script, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+  )
 
 
 @pytest.fixture
 def slice_of(tmp_path):
-  """Runs the script with this fake; returns (exit code, stderr, gcloud's calls as lists of words)."""
+  """Runs the script with the fake; returns (exit code, stderr, gcloud's calls as lists of words); `stdout` is a file."""
   (tmp_path / 'bin').mkdir()
   (tmp_path / 'bin' / 'gcloud').write_text(GCLOUD)
   (tmp_path / 'bin' / 'gcloud').chmod(0o755)
@@ -43,25 +78,84 @@ def slice_of(tmp_path):
     (tmp_path / 'states').write_text(states.replace(' ', '\n') + '\n')
     (tmp_path / 'codes').write_text(codes.replace(' ', '\n') + '\n')
     (tmp_path / 'calls').write_text('')
-    environment = {**os.environ, 'FAKE': str(tmp_path), 'PATH': f'{tmp_path}/bin:{os.environ["PATH"]}'}
-    done = subprocess.run(
-      ['bash', str(tiny.REPOSITORY / 'launch' / 'tpu_slice.sh'), *arguments],
-      capture_output=True,
-      text=True,
-      check=False,
-      env=environment,
-      timeout=120,
-    )
-    return done.returncode, done.stderr, [shlex.split(line) for line in (tmp_path / 'calls').read_text().splitlines()]
+    with begin(tmp_path, *arguments) as script:
+      out, err = script.communicate(timeout=60)
+    (tmp_path / 'stdout').write_text(out)
+    return script.returncode, err, [shlex.split(line) for line in (tmp_path / 'calls').read_text().splitlines()]
 
   return run
+
+
+class Worker:
+  """The home of the only worker of the slice, and what the script has put there."""
+
+  def __init__(self, tmp_path: pathlib.Path):
+    self.home = tmp_path / 'home'
+    self.run = self.home / 'sdpo_run'
+    (self.home / 'sdpo_jax').mkdir(parents=True)
+    self.groups: set[int] = set()
+
+  def group(self) -> int:
+    group = int((self.run / 'group').read_text().split()[0])
+    self.groups.add(group)
+    return group
+
+  def let_go(self) -> None:
+    """Lets a run that saves end."""
+    (self.run / 'saved').touch()
+
+  def log(self) -> list[str]:
+    return (self.run / 'log').read_text().split()
+
+  def await_log(self, *words: str) -> None:
+    within(lambda: self.log() == list(words), lambda: f'the log is {self.log()}, not {words}')
+
+  def await_exit_code(self, code: int) -> None:
+    path = self.run / 'exit_code'
+    within(path.exists, lambda: 'no exit code')
+    assert path.read_text() == f'{code}\n'
+
+
+def within(condition, complaint, seconds: float = 20) -> None:
+  end = time.monotonic() + seconds
+  while not condition():
+    assert time.monotonic() < end, complaint()
+    time.sleep(0.02)
+
+
+@pytest.fixture
+def worker(tmp_path):
+  """A worker on which what the script says is really run; nothing of it is left behind."""
+  worker = Worker(tmp_path)
+  yield worker
+  if (worker.run / 'group').exists():
+    worker.group()
+  for group in worker.groups:
+    try:
+      os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+      pass
+
+
+@pytest.fixture
+def status(slice_of, tmp_path):
+  """What `status` says of the worker: its outcome."""
+
+  def ask() -> str:
+    code, err, _ = slice_of('status', *PLACE)
+    assert code == 0, err
+    state, line = (tmp_path / 'stdout').read_text().splitlines()
+    assert state == 'ACTIVE'
+    return line.partition(': ')[2].rpartition(', ')[0]
+
+  return ask
 
 
 def verbs(calls: list[list[str]]) -> list[str]:
   """What was asked of gcloud, without the questions about state and exit code, and the loads of ssh by their content."""
   names = []
   for call in calls:
-    if call[3] == 'describe' or 'exit_code 2>' in call[-1]:
+    if call[3] == 'describe' or call[-1].endswith('; outcome'):
       continue
     content = {'requirements-tpu': 'install', 'setsid': 'start', 'tail -n 30': 'log'}
     names.append(next((name for key, name in content.items() if key in call[-1]), call[3]))
@@ -128,27 +222,164 @@ def test_a_run_that_starting_again_would_not_mend_is_not_started_again(slice_of,
   assert verbs(calls) == ['log']
 
 
-def test_the_command_is_started_as_it_was_written_and_outlives_its_shell(slice_of, tmp_path):
-  home = tmp_path / 'home'
-  (home / 'sdpo_jax').mkdir(parents=True)
+def test_a_run_of_which_nothing_is_left_is_started_again(slice_of):
+  code, err, calls = slice_of('watch', *PLACE, '--type=v5litepod-64', *TRAIN, codes='running lost running 0')
+  assert code == 0
+  assert verbs(calls) == ['start']
+  assert 'gone without an exit code' in err
+
+
+def test_a_worker_that_cannot_be_reached_is_looked_for_again(slice_of):
+  code, err, calls = slice_of('watch', *PLACE, '--type=v5litepod-64', *TRAIN, codes='! ! running ! 0')
+  assert code == 0
+  assert verbs(calls) == []
+  sentence = 'Worker 0 of the slice sdpo could not be reached, though the slice is ACTIVE,'
+  said = [line for line in err.splitlines() if line.startswith('Worker 0')]
+  assert said == [f'{sentence} ({count} of 10 times): looking again.' for count in (1, 2, 1)]  # Counted in a row.
+
+
+def test_a_worker_that_can_never_be_reached_ends_the_watching(slice_of):
+  code, err, calls = slice_of('watch', *PLACE, '--type=v5litepod-64', *TRAIN, codes='running !')
+  assert code == 5
+  assert verbs(calls) == []
+  assert 'could not be reached, though the slice is ACTIVE, 10 times in a row: the watching ends.' in err
+  assert sum(call[3] == 'ssh' for call in calls) == 1 + 10
+
+
+def test_a_run_that_can_never_be_started_again_ends_the_watching(slice_of, worker):
+  (worker.home / 'sdpo_jax').rmdir()
+  code, err, calls = slice_of('watch', *PLACE, '--type=v5litepod-64', *TRAIN)
+  assert code == 5
+  assert verbs(calls) == ['start'] * 10
+  assert 'No run has been started on worker 0: starting it.' in err
+  assert 'could not be started on all workers of the slice sdpo 10 times in a row' in err
+
+
+def test_the_command_is_started_as_it_was_written_and_outlives_its_shell(slice_of, worker):
   program = 'import os, sys; print(sys.argv[1:], os.getcwd()); sys.exit(3)'
   code, _, _ = slice_of('start', *PLACE, '--', 'python3', '-c', program, 'a b', "it's", '$HOME;')
   assert code == 0
-  ended = home / 'sdpo_run' / 'exit_code'
-  while not (ended.exists() and ended.read_text()):
-    pass
-  assert ended.read_text() == '3\n'
-  assert (home / 'sdpo_run' / 'log').read_text() == f'{["a b", "it" + chr(39) + "s", "$HOME;"]} {home / "sdpo_jax"}\n'
+  worker.await_exit_code(3)
+  words = ['a b', "it's", '$HOME;']
+  assert (worker.run / 'log').read_text() == f'{words} {worker.home / "sdpo_jax"}\n'
 
 
-def test_install_packs_what_git_knows(slice_of, tmp_path, monkeypatch):
-  home = tmp_path / 'home'
+def test_a_stopped_run_saves_and_leaves_its_exit_code(slice_of, worker, status):
+  assert status() == 'not started'
+  assert slice_of('start', *PLACE, '--', 'python3', '-c', TRAINER)[0] == 0
+  worker.await_log('begins')
+  assert status() == 'running'
+  assert slice_of('stop', *PLACE)[0] == 0
+  worker.await_log('begins', 'saves')
+  assert status() == 'running'
+  worker.let_go()
+  worker.await_exit_code(143)
+  assert worker.log() == ['begins', 'saves', 'saved']
+  within(lambda: status() == '143', status)
+
+
+def test_a_start_waits_until_the_stopped_run_has_saved(slice_of, worker):
+  slice_of('start', *PLACE, '--', 'python3', '-c', TRAINER)
+  worker.await_log('begins')
+  worker.group()
+  slice_of('stop', *PLACE)
+  waits = threading.Timer(0.6, worker.let_go)
+  waits.start()
+  code, err, _ = slice_of('start', *PLACE, '--', 'python3', '-c', TRAINER)
+  waits.join()
+  assert code == 0, err
+  worker.await_log('begins', 'saves', 'saved', 'begins')
+
+
+def test_a_watch_starts_a_stopped_run_again(slice_of, worker):
+  program = f'import os, sys\nif os.path.exists("../sdpo_run/saved"): sys.exit()\n{TRAINER}'
+  slice_of('start', *PLACE, '--', 'python3', '-c', program)
+  worker.await_log('begins')
+  slice_of('stop', *PLACE)
+  worker.let_go()
+  code, err, calls = slice_of('watch', *PLACE, '--poll_s=0.1', '--type=v5litepod-8', '--', 'python3', '-c', program)
+  assert code == 0
+  assert verbs(calls) == ['start']
+  assert 'ended with exit code 143: starting it again' in err
+  assert err.splitlines()[-1] == 'The run is done.'
+  assert worker.log() == ['begins', 'saves', 'saved']
+
+
+@pytest.mark.parametrize('verb', ['start', 'install'])
+def test_nothing_is_started_or_installed_beside_a_run(slice_of, worker, verb):
+  slice_of('start', *PLACE, '--', 'python3', '-c', TRAINER)
+  worker.await_log('begins')
+  command = ('--', 'python3', '-c', TRAINER) if verb == 'start' else ()
+  code, err, _ = slice_of(verb, *PLACE, '--wait_s=0', *command)
+  assert code == 2
+  assert 'A run is still going on here: stop it first.' in err
+  assert worker.log() == ['begins']
+
+
+@pytest.mark.usefixtures('slice_of')
+def test_starts_at_the_same_time_start_one_run(worker, tmp_path):
+  starts = [begin(tmp_path, 'start', *PLACE, '--wait_s=0', '--', 'python3', '-c', TRAINER) for _ in range(3)]
+  for start in starts:
+    start.communicate(timeout=60)
+  assert sorted(start.returncode for start in starts) == [0, 2, 2]
+  worker.await_log('begins')
+
+
+def test_a_command_whose_wrapper_was_killed_is_still_seen(slice_of, worker, status):
+  slice_of('start', *PLACE, '--', 'python3', '-c', TRAINER)
+  worker.await_log('begins')
+  os.kill(worker.group(), signal.SIGKILL)  # The wrapper leads the group.
+  assert status() == 'running'
+  assert slice_of('start', *PLACE, '--wait_s=0', '--', 'true')[0] == 2
+  worker.let_go()
+  slice_of('stop', *PLACE)
+  worker.await_log('begins', 'saves', 'saved')
+  within(lambda: status() == 'lost', status)
+
+
+def test_what_a_command_leaves_behind_is_waited_for(slice_of, worker, status):
+  slice_of('start', *PLACE, '--', 'bash', '-c', 'python3 -c "$0" & exit 75', TRAINER)
+  worker.await_exit_code(75)
+  worker.await_log('begins')
+  assert status() == '75, but some of its processes live on'
+  assert slice_of('start', *PLACE, '--wait_s=0', '--', 'true')[0] == 2
+  worker.let_go()
+  slice_of('stop', *PLACE)
+  assert slice_of('start', *PLACE, '--', 'echo', 'again')[0] == 0
+  worker.await_log('begins', 'saves', 'saved', 'again')
+
+
+def test_a_run_that_is_killed_with_its_wrapper_is_started_again_by_watch(slice_of, worker, status):
+  program = 'if [ -e ../sdpo_run/again ]; then echo resumed; else touch ../sdpo_run/again; kill -KILL 0; fi'
+  slice_of('start', *PLACE, '--', 'bash', '-c', program)
+  within(lambda: status() == 'lost', status)
+  code, err, calls = slice_of('watch', *PLACE, '--poll_s=0.1', '--type=v5litepod-8', '--', 'bash', '-c', program)
+  assert code == 0
+  assert verbs(calls) == ['start']
+  assert 'gone without an exit code' in err
+  assert worker.log() == ['resumed']
+
+
+def test_a_group_of_before_a_boot_is_not_the_run(slice_of, worker, status):
+  worker.run.mkdir()
+  with subprocess.Popen(['sleep', '60'], start_new_session=True) as other:
+    (worker.run / 'group').write_text(f'{other.pid} 01234567-89ab-cdef-0123-456789abcdef\n')
+    assert status() == 'lost'
+    code, err, _ = slice_of('stop', *PLACE)
+    assert code == 0
+    assert 'No run is going on here.' in err
+    assert slice_of('start', *PLACE, '--wait_s=0', '--', 'true')[0] == 0
+    worker.await_exit_code(0)
+    assert other.poll() is None
+    other.kill()
+
+
+def test_install_packs_what_git_knows(slice_of):
   _, _, calls = slice_of('install', *PLACE)
   assert verbs(calls) == ['scp', 'install']
   assert calls[0][-1] == '--worker=all'
   assert pathlib.Path(calls[0][4]).name == 'code.tar.gz'
   assert not pathlib.Path(calls[0][4]).exists()  # Nothing is left behind.
-  assert not home.exists()
 
 
 @pytest.mark.parametrize(
@@ -160,6 +391,8 @@ def test_install_packs_what_git_knows(slice_of, tmp_path, monkeypatch):
     (('run', *PLACE, *TRAIN), 'run needs --type=…'),
     (('start', *PLACE), 'start needs the command to start, after --.'),
     (('create', *PLACE, 'v5litepod-8'), 'v5litepod-8 is not a flag'),
+    (('start', *PLACE, '--wait_s=1m', *TRAIN), '--wait_s=1m must be a whole number of seconds.'),
+    (('watch', *PLACE, '--poll_s=', *TRAIN), '--poll_s= must be a number of seconds.'),
   ],
 )
 def test_wrong_flags_end_with_a_sentence(slice_of, arguments, sentence):
