@@ -1,22 +1,31 @@
 #!/usr/bin/env bash
 # A Cloud TPU slice, from queued resource to finished run, with plain gcloud. Prints every gcloud command that it runs.
 #
-#   launch/tpu_slice.sh run    --name=sdpo --zone=ZONE --type=v5litepod-64 --spot -- COMMAND…   all of it, through preemptions
-#   launch/tpu_slice.sh create --name=sdpo --zone=ZONE --type=v5litepod-64 [--spot]             asks for the slice, waits for it
-#   launch/tpu_slice.sh install --name=sdpo --zone=ZONE              copies this checkout to all workers, installs requirements
-#   launch/tpu_slice.sh start  --name=sdpo --zone=ZONE -- COMMAND…   starts it on all workers; it outlives the connection
-#   launch/tpu_slice.sh watch  --name=sdpo --zone=ZONE --type=… -- COMMAND…   waits for its end; starts again after a preemption
-#   launch/tpu_slice.sh logs   --name=sdpo --zone=ZONE [--worker=0]  follows the log of one worker
-#   launch/tpu_slice.sh status --name=sdpo --zone=ZONE               state of the slice, exit codes of the workers
-#   launch/tpu_slice.sh stop   --name=sdpo --zone=ZONE               SIGTERM to all workers: the run saves, then ends
-#   launch/tpu_slice.sh delete --name=sdpo --zone=ZONE               gives the slice back
+#   launch/tpu_slice.sh VERB --name=sdpo --zone=ZONE [flags] [-- COMMAND…]
 #
-# COMMAND is that of one worker, such as: python -m launch.train --config=configs/NAME.py --workdir=gs://BUCKET/runs/NAME
+#   run      all of it, through preemptions; needs --type and COMMAND
+#   create   asks for the slice, waits for it; needs --type
+#   install  copies this checkout to all workers, installs requirements
+#   start    starts COMMAND on all workers; it outlives the connection
+#   watch    waits for its end; starts it again after a preemption; needs --type and COMMAND
+#   logs     follows the log of one worker
+#   status   state of the slice; of each worker whether COMMAND runs, or its exit code, and the last line of the log
+#   stop     SIGTERM to all workers: the run saves, then ends
+#   delete   gives the slice back
+#
+# COMMAND is that of one worker: python -m launch.train --config=configs/NAME.py --workdir=gs://BUCKET/runs/NAME
 # A run that is to survive a preemption needs a --workdir in a bucket: the disks of the workers go with the slice.
 #
-# Other flags: --project=… (gcloud's default if unset), --runtime=v2-alpha-tpuv5-lite (the image), --poll_s=60 (between
-# looks at the slice), --wait_s=300 (seconds that install and start wait for the run before to end), --dry_run (prints the
-# gcloud commands, runs none).
+#   --name=…      what the slice is called
+#   --zone=…      where it is
+#   --project=…   gcloud's default if unset
+#   --type=…      v5litepod-8, v5litepod-16, v5litepod-64, v5litepod-256, …
+#   --spot        asks for capacity that can be taken away
+#   --runtime=…   the image; v2-alpha-tpuv5-lite if unset
+#   --worker=0    whose log
+#   --poll_s=60   seconds between looks at the slice
+#   --wait_s=300  seconds that install and start wait for the run before to end, such as one that saves
+#   --dry_run     prints the gcloud commands, runs none
 #
 # Exit codes: 0 done; 1, 2, 3 those of the command, which starting again would not mend; 2 also for wrong flags; 4 the
 # slice could not be had; 5 worker 0 could not be reached, or the run not started again, ten times in a row.
@@ -89,6 +98,10 @@ readonly ALIVE ALONE WRAPPER STARTED OUTCOME STATUS STOP
 
 name='' zone='' project='' type='' spot='' runtime='v2-alpha-tpuv5-lite' worker=0 poll=60 patience=300 dry='' misses=0
 
+usage() {
+  sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+}
+
 complain() {
   echo "$1" >&2
   exit 2
@@ -108,7 +121,8 @@ read_flags() {
       --spot) spot=1 ;;
       --dry_run) dry=1 ;;
       --) shift && command=("$@") && break ;;
-      *) complain "$1 is not a flag; flags are written --name=value, the command comes after -- (see the head of $0)." ;;
+      --help | -h) usage && exit ;;
+      *) complain "$1 is not a flag; flags are written --name=value, the command comes after -- (--help lists them)." ;;
     esac
     shift
   done
@@ -148,13 +162,13 @@ ssh_to() {  # worker (or all), remote command
   on_slice tpu-vm ssh "--worker=$1" "--command=$2"
 }
 
+describe() {
+  on_slice queued-resources describe '--format=value(state.state)' || true  # Empty: it cannot be seen.
+}
+
 state() {
-  if [[ -n $dry ]]; then
-    on_slice queued-resources describe '--format=value(state.state)'
-    echo ACTIVE
-  else
-    on_slice queued-resources describe '--format=value(state.state)' || true
-  fi
+  describe
+  [[ -z $dry ]] || echo ACTIVE
 }
 
 create() {
@@ -245,7 +259,7 @@ watch() {
       case $code in
         running) misses=0 ;;
         0)
-          echo 'The run is done.' >&2
+          [[ -n $dry ]] || echo 'The run is done.' >&2
           return
           ;;
         75 | 143)  # launch.train: a worker is gone; told to stop. Both resume.
@@ -278,7 +292,9 @@ command=()
 (($# == 0)) || shift
 case $verb in
   create | install | start | watch | run | logs | status | stop | delete) read_flags "$@" ;;
-  *) complain "Usage: $0 create|install|start|watch|run|logs|status|stop|delete --name=… --zone=… (see its head)." ;;
+  --help | -h | help) usage && exit ;;
+  '') usage >&2 && exit 2 ;;
+  *) complain "$verb is not run, create, install, start, watch, logs, status, stop or delete (--help says more)." ;;
 esac
 case $verb in
   create | install | start | watch) "$verb" ;;
@@ -292,7 +308,7 @@ case $verb in
     ;;
   logs) ssh_to "$worker" 'tail -n 100 -F ~/sdpo_run/log' ;;
   status)
-    state
+    describe
     ssh_to all "$ALIVE $OUTCOME $STATUS"
     ;;
   stop) ssh_to all "$ALIVE $STOP" ;;

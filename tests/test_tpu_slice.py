@@ -5,6 +5,7 @@ What the workers are told is run here, in a home of its own, where a test asks f
 
 import os
 import pathlib
+import re
 import shlex
 import signal
 import subprocess
@@ -173,6 +174,12 @@ def test_a_dry_run_prints_the_commands_and_runs_none(slice_of):
   ]
   assert all({'--zone=us-x1', '--project=p'} <= set(command) for command in printed)
   assert verbs([command[1:] for command in printed]) == ['create', 'scp', 'install', 'start']
+  assert 'done' not in err.splitlines()[-1]
+
+
+def test_a_dry_run_does_not_say_how_the_slice_is(slice_of, tmp_path):
+  code, _, calls = slice_of('status', '--dry_run', *PLACE)
+  assert (code, calls, (tmp_path / 'stdout').read_text()) == (0, [], '')
 
 
 def test_what_is_printed_is_what_is_run(slice_of):
@@ -382,10 +389,24 @@ def test_install_packs_what_git_knows(slice_of):
   assert not pathlib.Path(calls[0][4]).exists()  # Nothing is left behind.
 
 
+@pytest.mark.parametrize('arguments', [('--help',), ('-h',), ('run', '--help'), ('start', *PLACE, '-h')])
+def test_help_lists_verbs_and_flags(slice_of, tmp_path, arguments):
+  code, err, calls = slice_of(*arguments)
+  assert (code, err, calls) == (0, '', [])
+  text = (tmp_path / 'stdout').read_text()
+  script = (tiny.REPOSITORY / 'launch' / 'tpu_slice.sh').read_text()
+  flags = re.findall(r'^      (--\w+)(?:=\*)?\)', script, re.MULTILINE)
+  listed = re.search(r'^  ((?:\w+ \| )+\w+)\) read_flags', script, re.MULTILINE)
+  assert len(flags) == 10
+  assert all(re.search(rf'^  {flag}\b', text, re.MULTILINE) for flag in flags)
+  assert all(re.search(rf'^  {verb}  ', text, re.MULTILINE) for verb in listed[1].split(' | '))
+
+
 @pytest.mark.parametrize(
   ('arguments', 'sentence'),
   [
-    ((), 'Usage: '),
+    ((), '  create   asks for the slice'),
+    (('begin', *PLACE), 'begin is not run, create, install, start, watch, logs, status, stop or delete'),
     (('run', '--zone=z', '--type=t', *TRAIN), '--name=… is required'),
     (('run', '--name=n', '--type=t', *TRAIN), '--zone=… is required'),
     (('run', *PLACE, *TRAIN), 'run needs --type=…'),
