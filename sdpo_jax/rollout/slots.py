@@ -71,23 +71,7 @@ class Account:
   steps: int = 0
   row_steps: int = 0  # Steps times slots, those without a sample included.
   cache_bytes: int = 0  # At the fullest moment, prompts that wait for their samples included.
-  live_bytes: int = (
-    0  # The least that any cache could do with: keys and values of live tokens, at their fullest moment.
-  )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Request:
-  """A checked request: G prompts, N = G · n samples."""
-
-  prompts: np.ndarray  # [G, P] int32, right-padded.
-  lengths: np.ndarray  # [G] int32.
-  widths: list[int]  # [G] the bucket of each prompt.
-  n: int
-  knobs: dict[str, np.ndarray]  # Of SamplingParams, [N] each.
-  room: int  # The bucket of the completions.
-  seed: int
-  step: int
+  live_bytes: int = 0  # The least that any cache could do with: of the tokens that live at the fullest moment.
 
 
 class Slots:
