@@ -108,7 +108,8 @@ def settle(cache: KVCache, live: jax.Array) -> KVCache:
     put = lambda axis, into, new: _put_row(into, _row(new, row), row, cache.lengths[row], axis)
     return _by_slots(put, stores, recent.stores)
 
-  stores = lax.fori_loop(0, live.shape[0], move, cache.stores)
+  # libtpu 0.0.42 mistakes the results of a loop here for those of the decode loop before it.
+  stores = lax.fori_loop(0, live.shape[0], move, cache.stores, unroll=cache.stores.stacked)
   return KVCache(stores, jnp.where(live, cache.lengths + recent.length, 0))
 
 
