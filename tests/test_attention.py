@@ -61,7 +61,7 @@ def masked_formula(query, key, value, segment_ids, window):
   """The same, differentiable."""
   positions = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape)
   mask = attention.visible(positions, segment_ids, positions, segment_ids, window or None)
-  return attention.attend(query, (key.swapaxes(1, 2), value.swapaxes(1, 2), mask))
+  return attention.attend(query, (Stores(key.swapaxes(1, 2), value.swapaxes(1, 2)), mask))
 
 
 def whole(lowering, query, key, value, segment_ids, windows=(0,), kind=0, sampling=False):
