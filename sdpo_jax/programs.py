@@ -27,6 +27,8 @@ from sdpo_jax.training.checkpoints import abstract
 from sdpo_jax.training.step import abstract_state, make_update
 from sdpo_jax.types import Batch, TokenRows, Tree
 
+EVALUATION = 'evaluation/'  # Begins the names of programs that only evaluation uses.
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -210,7 +212,7 @@ def _sampling(
     # How many held-out questions there are is known from their files only: without a limit, enough to fill all slots.
     held_out = rows_of(config.data.val_max_samples or limit, config.val_kwargs.n)
     if held_out != calls['']:
-      calls['evaluation/'] = held_out
+      calls[EVALUATION] = held_out
   parameters = jax.eval_shape(run.prepare, base, trainable)
   found = {'prepare': Program(run.prepare, (base, trainable), holds=('parameters', 'parameters'))}
   weights = {0: ('prepare', 0), 1: ('prepare', 1)}

@@ -32,7 +32,6 @@ from sdpo_jax.types import TrainState
 GIB = 2**30
 # What lies in memory all the time, whichever program runs.
 RESIDENT = ('parameters', 'optimizer', 'teacher')
-EVALUATION = 'evaluation/'  # Begins the names of programs that only evaluation uses.
 # Programs that read the sampler's copy of the weights.
 SAMPLING = ('prefill', 'decode', 'admit', 'resize')
 
@@ -193,9 +192,9 @@ def make(
     estimate.compile_seconds = took
     if name in names:
       estimates[names[name]] = estimate
-    if names.get(name) == 'decode' and config.trainer.test_freq and EVALUATION + 'decode' not in labels:
+    if names.get(name) == 'decode' and config.trainer.test_freq and registry.EVALUATION + name not in found:
       # The same program; what it spends on leaving out unlikely tokens is decided while it runs.
-      estimates[EVALUATION + 'decode'] = cost(EVALUATION + name)
+      estimates[registry.EVALUATION + 'decode'] = cost(registry.EVALUATION + name)
     said = f'{estimate.hbm_gib:.2f} GiB, {estimate.seconds:.3g} s' if estimate.error is None else estimate.error
     announce(f'  {name}: {said} (compiled in {took:.0f} s)')
     if estimate.error is not None:
@@ -212,7 +211,7 @@ def select(found: Mapping[str, registry.Program], everything: bool) -> dict[str,
   """Label → registered name: of each kind the largest, under the kind's name; with `everything` all others too."""
   kinds: dict[str, list[str]] = {}
   for name in found:
-    kind = re.match(r'(?:evaluation/)?[^/]+', name).group()
+    kind = re.match(rf'(?:{registry.EVALUATION})?[^/]+', name).group()
     kinds.setdefault(kind, []).append(name)
   chosen = {kind: max(names, key=_size) for kind, names in kinds.items()}
   if everything:
@@ -285,7 +284,7 @@ def _memory(
 
 
 def _kind(name: str) -> str:
-  return name.removeprefix(EVALUATION).partition('/')[0]
+  return name.removeprefix(registry.EVALUATION).partition('/')[0]
 
 
 _USED = (
@@ -399,7 +398,7 @@ def _described(buffer: hlo.Buffer) -> dict[str, Any]:
 
 def _truncates(config: Config, name: str) -> bool:
   """Whether sampling leaves tokens out, which takes the dearer branches of the loop."""
-  knobs = config.val_kwargs if name.startswith(EVALUATION) else config.rollout
+  knobs = config.val_kwargs if name.startswith(registry.EVALUATION) else config.rollout
   return knobs.top_p < 1 or knobs.top_k > 0 or knobs.temperature <= 0
 
 
@@ -570,7 +569,7 @@ def phase_seconds(
     phases['optimizer'] = optimizer_steps * (seconds('zero') + seconds('apply')) + seconds('finish')
   questions = assumptions.evaluation_questions
   if questions and config.trainer.test_freq and have('prefill', 'decode'):
-    own = lambda label: EVALUATION + label if have(EVALUATION + label) else label
+    own = lambda label: registry.EVALUATION + label if have(registry.EVALUATION + label) else label
     prefills, decodes = _turns(config, mesh, assumptions, questions, config.val_kwargs.n)
     once = prefills * seconds(own('prefill')) + decodes * seconds(own('decode'))
     phases['evaluation'] = once / config.trainer.test_freq
