@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 import dataclasses
-from typing import Any
+from typing import Any, Required, TypedDict, Unpack
 
 import jax
 import numpy as np
@@ -38,6 +38,19 @@ def pick(lengths: tuple[int, ...], length: int) -> int | None:
   if not lengths:
     return max(SMALLEST_BUCKET, 1 << (length - 1).bit_length())
   return next((bucket for bucket in lengths if bucket >= length), None)
+
+
+class SamplingOptions(TypedDict, total=False):
+  """What to draw of G prompts; a `PerSample` is one value or one for each of the N = G · n samples."""
+
+  n: Required[int]  # Completions a prompt.
+  seed: Required[int]  # Of the noise; with it go the step and each sample's number (prompt · n + completion).
+  step: Required[int]  # Number of the generation batch.
+  max_tokens: Required[PerSample]  # Tokens of a completion at most.
+  temperature: PerSample  # 0 is greedy; 1 unless given.
+  top_p: PerSample  # 1, as unless given, keeps all.
+  top_k: PerSample  # -1, as unless given, keeps all.
+  min_p: PerSample  # 0, as unless given, keeps all.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,31 +126,17 @@ class Sampler:
     trainable: Tree,
     prompt_token_ids: Sequence[Sequence[int]],
     *,
-    n: int,
-    seed: int,
-    step: int,
-    max_tokens: PerSample,
-    temperature: PerSample = 1.0,
-    top_p: PerSample = 1.0,
-    top_k: PerSample = -1,
-    min_p: PerSample = 0.0,
     on_finished: Callable[[Completion], None] | None = None,
+    **options: Unpack[SamplingOptions],
   ) -> Rollouts:
     """`n` completions of each prompt, in order.
 
     Args:
-      base: as the following, of `stream`.
+      base: frozen parameters.
       trainable: trainable parameters.
-      prompt_token_ids: token ids of each prompt.
-      n: completions a prompt.
-      seed: of the noise.
-      step: number of the generation batch.
-      max_tokens: tokens of a completion at most.
-      temperature: 0 is greedy.
-      top_p: 1 keeps all.
-      top_k: -1 keeps all.
-      min_p: 0 keeps all.
+      prompt_token_ids: token ids of each prompt, at least one.
       on_finished: hears of every completion when it is finished, while others are decoded.
+      **options: `SamplingOptions`.
 
     Returns:
       N = len(prompt_token_ids) · n rollouts, the n of a prompt next to each other.
@@ -145,8 +144,8 @@ class Sampler:
     Raises:
       UserError: as `stream`.
     """
-    knobs = dict(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
-    request = self._request(prompt_token_ids, n, seed, step, knobs)
+    request = self._request(prompt_token_ids, **options)
+    n = request.n
     total = len(request.lengths) * n
     shape = total, request.room
     tokens, mask = np.zeros(shape, np.int32), np.zeros(shape, bool)
@@ -177,6 +176,27 @@ class Sampler:
     base: Tree,
     trainable: Tree,
     prompt_token_ids: Sequence[Sequence[int]],
+    **options: Unpack[SamplingOptions],
+  ) -> Iterator[Completion]:
+    """Completions as they finish; the next steps are under way while the caller looks at one.
+
+    Args:
+      base: frozen parameters.
+      trainable: trainable parameters.
+      prompt_token_ids: token ids of each prompt, at least one.
+      **options: `SamplingOptions`.
+
+    Returns:
+      N = len(prompt_token_ids) · n completions, each once.
+
+    Raises:
+      UserError: a prompt that is empty or over its limit, or max_tokens over its limit or below 1.
+    """
+    return self._stream(base, trainable, self._request(prompt_token_ids, **options))
+
+  def _request(
+    self,
+    prompt_token_ids: Sequence[Sequence[int]],
     *,
     n: int,
     seed: int,
@@ -186,34 +206,8 @@ class Sampler:
     top_p: PerSample = 1.0,
     top_k: PerSample = -1,
     min_p: PerSample = 0.0,
-  ) -> Iterator[Completion]:
-    """Completions as they finish; the next steps are under way while the caller looks at one.
-
-    Args:
-      base: frozen parameters.
-      trainable: trainable parameters.
-      prompt_token_ids: token ids of each prompt, at least one.
-      n: completions a prompt.
-      seed: of the noise; with it go the step and each sample's number (prompt · n + completion).
-      step: number of the generation batch.
-      max_tokens: tokens of a completion at most; like the following, one value or one for each of N samples.
-      temperature: 0 is greedy.
-      top_p: 1 keeps all.
-      top_k: -1 keeps all.
-      min_p: 0 keeps all.
-
-    Returns:
-      N = len(prompt_token_ids) · n completions, each once.
-
-    Raises:
-      UserError: a prompt that is empty or over its limit, or max_tokens over its limit or below 1.
-    """
-    knobs = dict(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
-    return self._stream(base, trainable, self._request(prompt_token_ids, n, seed, step, knobs))
-
-  def _request(
-    self, prompt_token_ids: Sequence[Sequence[int]], n: int, seed: int, step: int, knobs: dict[str, PerSample]
   ) -> Request:
+    knobs = dict(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     lengths = np.asarray([len(tokens) for tokens in prompt_token_ids], np.int32)
     widths = self._check_prompts(lengths)
     whole = ('max_tokens', 'top_k')
