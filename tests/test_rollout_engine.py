@@ -176,6 +176,32 @@ def test_completions_come_as_they_finish(model, reference):
   assert [done.sample for done in heard] == [done.sample for done in (*first, *rest)]
 
 
+def test_drafts_are_completions_as_far_as_they_are_drawn(model, reference):
+  """Of every sample that goes on, at every look, also where slots are refilled."""
+  settings = dict(n=4, seed=5, step=2, max_tokens=24, temperature=1.3, top_p=0.95)
+  stop = reference.text[0][6:8]
+  for sampler in (
+    make_sampler(model, max_batch_rows=6, decode_chunk=4),
+    make_sampler(model, max_batch_rows=6, decode_chunk=4, stop=(stop,)),
+  ):
+    seen = list(sampler.watch({}, model[1], PROMPTS, **settings))
+    done = {item.sample: item for item in seen if isinstance(item, engine.Completion)}
+    drafts = {number: [] for number in done}
+    for item in seen:
+      if isinstance(item, engine.Draft):
+        drafts[item.sample].append(item.tokens.tolist())
+    assert sorted(done) == list(range(16))
+    texts = {item.sample: item.text for item in sampler.stream({}, model[1], PROMPTS, **settings)}
+    assert {number: completion.text for number, completion in done.items()} == texts
+    for number, completion in done.items():
+      whole = completion.tokens.tolist()
+      # A look comes early where another sample is done; the last one finds the completion.
+      assert drafts[number] == [whole[: len(tokens)] for tokens in drafts[number]]
+      lengths = [0, *map(len, drafts[number]), len(whole)]
+      assert all(0 < step <= 4 for step in np.diff(lengths))
+    assert any(done[number].stopped and drafts[number] for number in done)
+
+
 def test_the_account_adds_up(model):
   """Forced lengths through four slots: what a perfect engine would take, and at most a chunk more for each refill."""
   sampler = make_sampler(model, max_batch_rows=4, decode_chunk=8, stop_token_ids=())

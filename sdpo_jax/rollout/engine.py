@@ -54,6 +54,14 @@ class SamplingOptions(TypedDict, total=False):
 
 
 @dataclasses.dataclass(frozen=True)
+class Draft:
+  """A sample under way."""
+
+  sample: int  # Its number: prompt · n + completion.
+  tokens: np.ndarray  # [length] int32, drawn so far; no stop id, no whole stop string.
+
+
+@dataclasses.dataclass(frozen=True)
 class Completion:
   """A finished sample."""
 
@@ -194,6 +202,16 @@ class Sampler:
     """
     return self._stream(base, trainable, self._request(prompt_token_ids, **options))
 
+  def watch(
+    self,
+    base: Tree,
+    trainable: Tree,
+    prompt_token_ids: Sequence[Sequence[int]],
+    **options: Unpack[SamplingOptions],
+  ) -> Iterator[Draft | Completion]:
+    """As `stream`, and after every `decode_chunk` tokens a draft of each sample that goes on."""
+    return self._stream(base, trainable, self._request(prompt_token_ids, **options), drafts=True)
+
   def _request(
     self,
     prompt_token_ids: Sequence[Sequence[int]],
@@ -252,17 +270,20 @@ class Sampler:
       )
     return room
 
-  def _stream(self, base: Tree, trainable: Tree, request: Request) -> Iterator[Completion]:
+  def _stream(self, base: Tree, trainable: Tree, request: Request, drafts: bool = False) -> Iterator[Any]:
+    """Completions, among `drafts` if these are wanted."""
     parameters = self._programs.prepare(base, trainable)
     slots = Slots(self._programs, parameters, request, self._max_batch_rows, self._chunk)
     self.account = slots.account
-    finished: list[Completion] = []
+    seen: list[Draft | Completion] = []
     while slots.admit():
       drawn = slots.advance()
       # While this is handled, the device is at work.
-      yield from finished
-      finished = [self._completion(*ended) for ended in slots.collect(drawn, self._end)]
-    yield from finished
+      yield from seen
+      seen = [self._completion(*ended) for ended in slots.collect(drawn, self._end)]
+      if drafts:
+        seen += [Draft(*running) for running in slots.running()]
+    yield from seen
 
   def _end(self, tokens: np.ndarray, checked: int, done: bool) -> int | None:
     """How many leading tokens of a row a stop string leaves, None if none has appeared.

@@ -176,6 +176,11 @@ class Slots:
         self.account.tokens += length
     return finished
 
+  def running(self) -> list[tuple[int, np.ndarray]]:
+    """(sample, tokens so far) of each sample that has a slot."""
+    live = np.flatnonzero(self._sample >= 0).tolist()
+    return [(int(self._sample[slot]), self._tokens[slot, : self._drawn[slot]].copy()) for slot in live]
+
   @property
   def _per_shard(self) -> int:
     return len(self._sample) // self._run.shards
