@@ -49,7 +49,7 @@ class KVCache:
   """Keys and values of the tokens seen so far, in C slots of each of B rows.
 
   The token at position p of a row lies in its slot p: rows are left-aligned and hold no padding. The tokens in `recent`
-  follow those here.
+  follow those here. Behind its B rows the stores may have more, out of use since `compact`.
   """
 
   stores: Stores
@@ -87,6 +87,11 @@ def init(
 def slots(cache: KVCache | Recent) -> int:
   """Slots of a row."""
   return jax.tree.leaves(cache.stores.values)[0].shape[-2]
+
+
+def store_rows(cache: KVCache) -> int:
+  """Rows of the stores, those that are no longer in use included."""
+  return jax.tree.leaves(cache.stores.values)[0].shape[-4]
 
 
 def axes(cache: KVCache) -> KVCache:
@@ -135,6 +140,22 @@ def copy_rows(into: KVCache, rows: KVCache, source: jax.Array, target: jax.Array
   return into.replace(
     stores=lax.fori_loop(0, count, move, into.stores), lengths=lax.fori_loop(0, count, put_length, into.lengths)
   )
+
+
+def compact(cache: KVCache, source: jax.Array) -> KVCache:
+  """The cache with fewer rows, of which row i was row source[i]: moved in place, with the stores as large as before.
+
+  Args:
+    cache: without recent tokens; donate it.
+    source: [K] int32, each its own index or one from K on.
+  """
+  source = jnp.asarray(source)
+
+  def move(i: jax.Array, stores: Stores) -> Stores:
+    put = lambda store: lax.dynamic_update_slice_in_dim(store, _row(store, source[i]), i, axis=_row_axis(store))
+    return jax.tree.map(put, stores)
+
+  return KVCache(lax.fori_loop(0, source.shape[0], move, cache.stores), cache.lengths[source])
 
 
 def append_layer(stores: Stores, key: jax.Array, value: jax.Array, layer: jax.Array | int, slot: jax.Array) -> Stores:

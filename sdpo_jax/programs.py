@@ -115,8 +115,9 @@ def programs(
   Names: `score/P×T`, `update/P×R×T` (prompt, teacher prompt and completion buckets), `zero`, `apply`, `finish`,
   `prepare` (the sampler's copy of the weights). Of the sampler: `prefill/P×T`, `admit/P×T` (a prompt's cache into the
   rows of its samples), `decode/P×T` and, for a cache with fewer slots C than prompt and completion may need,
-  `decode/P×T@C`; `resize/P×T` from the largest of these to the one before. Evaluation has its own number of rows:
-  `evaluation/…`.
+  `decode/P×T@C`; `resize/P×T` from the largest of these to the one before. Where the cache keeps its size instead,
+  `decode/P×T#R` with fewer rows R of it; `compact/P×T` from all rows to half of them. Evaluation has its own number of
+  rows: `evaluation/…`.
 
   Args:
     config: settings.
@@ -240,15 +241,26 @@ def _sampling(
       (cache(total, capacities[-1]), cache(prompts, prompt), index, index, of_rows((run.shards,), jnp.int32)),
       holds=('cache', 'cache', 'batch', 'batch', 'batch'),
     )
-    params = _sampling_params(mesh, total, stop_ids)
-    state = decode.Rows(params, index, index, of_rows((total,), jnp.bool_))
-    for length in capacities:
-      found[f'{prefix}decode/{place}' + (f'@{length}' if length < capacities[-1] else '')] = Program(
+    whole = cache(total, capacities[-1])
+    fewer = [run.shards * size for size in slots.row_buckets(rows, few=True)[:-1]] if run.keeps_size else []
+    caches = {f'@{length}': cache(total, length) for length in capacities[:-1]} | {'': whole}
+    caches |= {f'#{left}': whole.replace(lengths=of_rows((left,), jnp.int32)) for left in fewer}
+    for part, held in caches.items():
+      left = held.lengths.shape[0]
+      newest = of_rows((left,), jnp.int32)
+      state = decode.Rows(_sampling_params(mesh, left, stop_ids), newest, newest, of_rows((left,), jnp.bool_))
+      found[f'{prefix}decode/{place}{part}'] = Program(
         run.advance,
-        (*parameters, cache(total, length), state, scalar),
+        (*parameters, held, state, scalar),
         dict(steps=config.rollout.decode_chunk),
         holds=('parameters', 'parameters', 'cache', 'batch', 'batch'),
         inherits=weights,
+      )
+    if fewer:
+      found[f'{prefix}compact/{place}'] = Program(
+        run.compact,
+        (whole.stores, whole.lengths, of_rows((fewer[-1],), jnp.int32)),
+        holds=('cache', 'cache', 'batch'),
       )
     if len(capacities) > 1:
       found[f'{prefix}resize/{place}'] = Program(

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import math
 import re
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 from models import huggingface, parameters
 from sdpo_jax.config import MeshConfig, ModelConfig
 from sdpo_jax.mesh import make_mesh, parameter_sharding
+from sdpo_jax.planner import hlo
 from sdpo_jax.rollout import decode
 from sdpo_jax.rollout.programs import cache_shardings, programs
 from sdpo_jax.rollout.sampling import SamplingParams
@@ -68,8 +70,22 @@ def compile_update(values, mesh, rows, length, remat='full'):
   return jax.jit(jax.grad(loss), out_shardings=shardings).lower(params, weights, *row).compile()
 
 
-def compile_decode(values, mesh, rows, slots, quantized=False):
-  """The sampler's loop of 32 steps: rows over fsdp, heads and vocabulary over tensor, the cache donated."""
+def over_rows(mesh, shape, dtype):
+  sharding = NamedSharding(mesh, PartitionSpec('fsdp')) if shape else None
+  return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def abstract_cache(run, mesh, rows, slots):
+  cache = jax.eval_shape(functools.partial(run.empty, rows=rows, slots=slots))
+  place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+  return jax.tree.map(place, cache, cache_shardings(mesh, cache))
+
+
+def compile_decode(values, mesh, rows, slots, quantized=False, left=None):
+  """The sampler's loop of 32 steps: rows over fsdp, heads and vocabulary over tensor, the cache donated.
+
+  `left` of the rows are still in use.
+  """
   policy = huggingface.describe(values, ModelConfig()).on(mesh)
   params = abstract_parameters(policy, mesh)
   run = programs(policy, mesh, quantized)
@@ -79,8 +95,10 @@ def compile_decode(values, mesh, rows, slots, quantized=False):
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
   cast = jax.tree.map(without_fsdp, params, jax.eval_shape(policy.cast, params))
-  over_rows = NamedSharding(mesh, PartitionSpec('fsdp'))
-  array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=over_rows if shape else None)
+  array = functools.partial(over_rows, mesh)
+  cache = abstract_cache(run, mesh, rows, slots)
+  rows = left or rows
+  cache = cache.replace(lengths=array((rows,), jnp.int32))
   sampling = SamplingParams(
     **{name: array((rows,), jnp.float32) for name in ('temperature', 'top_p', 'min_p')},
     **{name: array((rows,), jnp.int32) for name in ('top_k', 'sample_id', 'max_tokens')},
@@ -89,22 +107,23 @@ def compile_decode(values, mesh, rows, slots, quantized=False):
     stop_ids=array((rows, 1), jnp.int32),
   )
   state = decode.Rows(sampling, array((rows,), jnp.int32), array((rows,), jnp.int32), array((rows,), jnp.bool_))
-  cache = jax.eval_shape(functools.partial(run.empty, rows=rows, slots=slots))
-  place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-  placed = jax.tree.map(place, cache, cache_shardings(mesh, cache))
-  return placed, run.advance.lower({}, cast, placed, state, array((), jnp.int32), steps=32).compile()
+  return cache, run.advance.lower({}, cast, cache, state, array((), jnp.int32), steps=32).compile()
 
 
 def compile_admission(values, mesh, rows, slots, prompts, width):
   """The program that copies the caches of prompts into rows."""
   policy = huggingface.describe(values, ModelConfig()).on(mesh)
   run = programs(policy, mesh)
-  place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-  abstract = lambda rows, slots: jax.eval_shape(functools.partial(run.empty, rows=rows, slots=slots))
-  caches = [jax.tree.map(place, c, cache_shardings(mesh, c)) for c in (abstract(rows, slots), abstract(prompts, width))]
-  over_rows = NamedSharding(mesh, PartitionSpec('fsdp'))
-  index, count = (jax.ShapeDtypeStruct((size,), jnp.int32, sharding=over_rows) for size in (rows, run.shards))
+  caches = abstract_cache(run, mesh, rows, slots), abstract_cache(run, mesh, prompts, width)
+  index, count = (over_rows(mesh, (size,), jnp.int32) for size in (rows, run.shards))
   return caches[0], run.copy.lower(*caches, index, index, count).compile()
+
+
+def compile_compaction(values, mesh, rows, slots, left, quantized=False):
+  """The program that moves rows of a cache together, until `left` are in use."""
+  run = programs(huggingface.describe(values, ModelConfig()).on(mesh), mesh, quantized)
+  cache = abstract_cache(run, mesh, rows, slots)
+  return cache, run.compact.lower(cache.stores, cache.lengths, over_rows(mesh, (left,), jnp.int32)).compile()
 
 
 def total(compiled):
@@ -163,6 +182,23 @@ def test_prompts_are_copied_into_the_cache_where_it_lies():
   assert 'all-' not in compiled.as_text()
 
 
+@pytest.mark.parametrize('quantized', [False, True], ids=['bfloat16', 'int8'])
+@pytest.mark.parametrize(('name', 'shape'), [('v5e:2x2', (2, 2)), ('v5e:8x8', (32, 2))])
+def test_rows_that_run_out_are_left_behind_in_the_cache_where_it_lies(name, shape, quantized):
+  """Half of the rows move together, and a step multiplies these, and no others, by every weight."""
+  mesh = slice_mesh(name, *shape)
+  cache, compiled = compile_compaction(SMALL, mesh, 128, 1312, 64, quantized)
+  assert_cache_stays(cache, compiled)
+  assert compiled.memory_analysis().temp_size_in_bytes < 2**20
+  assert 'all-' not in compiled.as_text()
+  cache, compiled = compile_decode(SMALL, mesh, 128, 1312, quantized, left=64)
+  assert_cache_stays(cache, compiled)
+  policy = huggingface.describe(SMALL, ModelConfig())
+  weights = sum(math.prod(p.shape) for p in policy.parameter_table() if p.compute and p.name != 'embedding')
+  flops = hlo.matmul_flops(hlo.trace(hlo.parse(compiled.as_text()), unknown_trips=1))
+  assert flops == 2 * 64 * weights / mesh.size
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(('rows', 'context', 'gib'), [(256, 10240, 8), (384, 10240, 11), (1024, 4096, 11.5)])
 def test_qwen3_8b_decodes_on_64_chips(rows, context, gib):
@@ -171,4 +207,6 @@ def test_qwen3_8b_decodes_on_64_chips(rows, context, gib):
   assert_cache_stays(cache, compiled)
   assert total(compiled) <= gib * 2**30
   cache, compiled = compile_admission(QWEN3_8B, mesh, rows, context + 32, 32, 2048)
+  assert_cache_stays(cache, compiled)
+  cache, compiled = compile_compaction(QWEN3_8B, mesh, rows, context + 32, rows // 2)
   assert_cache_stays(cache, compiled)

@@ -228,7 +228,15 @@ def test_a_step_adds_up():
 
 
 def test_of_each_kind_the_largest_program_is_planned():
-  names = ['update/512×1024', 'update/2048×512', 'decode/512×64', 'decode/512×64@16', 'admit/512×64', 'apply']
+  names = [
+    'update/512×1024',
+    'update/2048×512',
+    'decode/512×64',
+    'decode/512×64@16',
+    'decode/512×64#8',
+    'admit/512×64',
+    'apply',
+  ]
   found = dict.fromkeys([*names, 'evaluation/decode/512×64'])
   assert planning.select(found, everything=False) == {
     'update': 'update/2048×512',

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from models.lowering import Lowering
 from sdpo_jax import mesh as meshes
 from sdpo_jax import programs as registry
 from sdpo_jax.config import MeshConfig
@@ -71,6 +72,22 @@ def test_a_long_cache_has_a_decode_loop_of_every_size():
   *_, found = registered(data__max_response_length=500, data__response_buckets=(500,))
   assert {'decode/8×500', 'decode/8×500@405', 'decode/8×500@270', 'resize/8×500', 'admit/8×500'} <= set(found)
   assert 'func.func public @main' in found['resize/8×500'].lower().as_text()
+
+
+def test_a_cache_that_keeps_its_size_has_a_decode_loop_of_fewer_rows():
+  """Whose cache is what is left when rows are moved together."""
+  config = settings(rollout__max_batch_rows=8)
+  policy = dataclasses.replace(make_model()[0], lowering=Lowering('splash', interpret=True))
+  mesh = meshes.make_mesh(MeshConfig(), jax.devices()[:1])
+  found = registry.programs(config, policy, {}, registry.abstract_parameters(policy, mesh), mesh)
+  loops = [name for name in found if name.startswith('decode')]
+  assert loops == ['decode/8×6', 'decode/8×6#1', 'decode/8×6#2', 'decode/8×6#4'] and 'resize/8×6' not in found
+  shapes = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+  compact, loop = found['compact/8×6'], found['decode/8×6#4']
+  assert shapes(compact.arguments[:2]) == shapes(tuple(vars(found['decode/8×6'].arguments[2]).values())[:2])
+  left = jax.eval_shape(compact.function, *compact.arguments)
+  assert shapes(left) == shapes(loop.arguments[2])
+  assert 'func.func public @main' in loop.lower().as_text()
 
 
 def test_a_decode_loop_on_a_mesh_is_compiled_for_what_it_gets_and_leaves():

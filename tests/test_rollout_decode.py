@@ -287,3 +287,7 @@ def test_rows_move_between_caches_and_settle_at_their_own_ends():
       for row, length in ((0, 0), (1, 6), (2, 0), (4, 3)):
         np.testing.assert_array_equal(new[row, :, :length], old[row, :, :length])
         np.testing.assert_array_equal(new[row, :, length : length + 2], source[row, :, :2])
+    fewer = kv_cache.compact(settled, np.array([0, 4, 3]))
+    assert fewer.lengths.tolist() == [2, 5, 0] and kv_cache.store_rows(fewer) == 5
+    for new, old in zip(stores(fewer), stores(settled), strict=True):
+      np.testing.assert_array_equal(new, np.array(old)[[0, 4, 3, 3, 4]])

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from models import cache as kv_cache
 from models import huggingface, parameters
 from models.lowering import Lowering
 from sdpo_jax.config import MeshConfig
@@ -152,6 +153,34 @@ def test_the_kernels_of_a_tpu_sample_the_same_from_a_cache_that_keeps_its_size(m
   sampler = make_sampler((kernels, params), max_batch_rows=6, decode_chunk=8)
   assert sampler._programs.keeps_size and not programs(policy, None).keeps_size
   assert_same_samples(sample(sampler, (kernels, params)), reference)
+
+
+@pytest.mark.parametrize(
+  ('layers', 'mesh'), [(1, None), (kv_cache.SHALLOW + 1, MeshConfig(4, 2))], ids=['one device', 'deep, eight devices']
+)
+def test_rows_that_run_out_are_left_behind_where_the_cache_keeps_its_size(layers, mesh):
+  """Live rows move to the front of the same arrays, each within its shard, and no others are stepped: same samples."""
+  policy, params = huggingface.init(CONFIG | {'num_hidden_layers': layers}, jax.random.key(1))
+  request = dict(prompts=[prompt[:8] for prompt in PROMPTS], max_tokens=np.array([2, 2, 8, 14] * 4))
+  expected = sample(make_sampler((policy, params), stop_token_ids=()), (policy, params), **request)
+  mesh = mesh and make_mesh(mesh)
+  kernels = dataclasses.replace(policy, lowering=Lowering('splash', mesh, interpret=True))
+  if mesh is not None:
+    place = lambda parameter, leaf: jax.device_put(leaf, parameter_sharding(mesh, parameter.axes, parameter.shape))
+    params = parameters.map_tree(place, policy.parameter_table(), params)
+  short = dict(prompt_buckets=(8,), response_buckets=(14,), decode_chunk=4)
+  sampler, moves = make_sampler((kernels, params), mesh=mesh, stop_token_ids=(), **short), []
+  run = sampler._programs
+
+  def spy(stores, lengths, source):
+    moves.append((len(lengths), np.asarray(source).reshape(run.shards, -1)))
+    return run.compact(stores, lengths, source)
+
+  sampler._programs = dataclasses.replace(run, compact=spy)
+  assert_same_samples(sample(sampler, (kernels, params), **request), expected)
+  assert [(before, source.size) for before, source in moves] == [(16, 8), (8, 4)]
+  assert all((source >= source.shape[1]).any() for _, source in moves)
+  assert sampler.account.steps == 14 and sampler.account.row_steps == 4 * 16 + 4 * 8 + 6 * 4
 
 
 def test_completions_come_as_they_finish(model, reference):
@@ -346,10 +375,19 @@ def test_shapes():
   assert (
     slots.row_buckets(1) == (1,) and slots.row_buckets(8) == (1, 2, 4, 8) and slots.row_buckets(9) == (1, 2, 4, 8, 9)
   )
-  assert slots.slot_buckets(1000, only=True) == (1000,) and slots.row_buckets(8, only=True) == (8,)
+  assert slots.slot_buckets(1000, only=True) == (1000,)
+  assert slots.row_buckets(48, few=True) == (6, 12, 24, 48) and slots.row_buckets(3, few=True) == (1, 2, 3)
   assert slots.pieces(13) == [8, 4, 1] and slots.pieces(0) == []
   assert slots.shard_rows(256, 256, 1) == 256 and slots.shard_rows(100, 64, 8) == 8
   assert slots.shard_rows(6, 256, 8) == 1 and slots.shard_rows(5, 2, 8) == 1  # No fewer rows than devices.
+
+
+def test_slots_close_up():
+  """Those in front stay where they are, those behind take what is free, in order; the rest is anybody's."""
+  close_up = lambda held, rows: slots.closed_up(np.array(held, int), rows).tolist()
+  assert close_up([1, 5, 7], 4) == [5, 1, 7, 3]
+  assert close_up([4, 5, 6, 7], 4) == [4, 5, 6, 7]
+  assert close_up([0, 2], 4) == close_up([], 4) == [0, 1, 2, 3]
 
 
 def drain(waiting, shards, order):

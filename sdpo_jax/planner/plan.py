@@ -33,7 +33,7 @@ GIB = 2**30
 # What lies in memory all the time, whichever program runs.
 RESIDENT = ('parameters', 'optimizer', 'teacher')
 # Programs that read the sampler's copy of the weights.
-SAMPLING = ('prefill', 'decode', 'admit', 'resize')
+SAMPLING = ('prefill', 'decode', 'admit', 'resize', 'compact')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,10 +220,10 @@ def select(found: Mapping[str, registry.Program], everything: bool) -> dict[str,
 
 
 def _size(name: str) -> tuple[int, ...]:
-  """The order of programs of one kind: total length, and the whole cache above shorter ones."""
-  sizes, _, slots = name.rpartition('/')[2].partition('@')
+  """The order of programs of one kind: total length, and the whole cache above shorter ones and fewer rows."""
+  sizes, *part = re.split('[@#]', name.rpartition('/')[2])
   numbers = [int(number) for number in re.findall(r'\d+', sizes)]
-  return sum(numbers), 0 if slots else 1, int(slots or 0)
+  return sum(numbers), 0 if part else 1, *map(int, part)
 
 
 # --- memory --------------------------------------------------------------------------------------------------------
@@ -365,14 +365,15 @@ def _estimate(
 
 
 def _cache_bytes(program: registry.Program, compiled: jax.stages.Compiled) -> float:
-  """Bytes on one device of a decode loop's keys and values."""
+  """Bytes on one device of a decode loop's keys and values, in the rows that it steps."""
   index = program.holds.index('cache')
   cache, placed = program.arguments[index], compiled.input_shardings[0][index]
   stores, places = cache.stores, placed.stores
-  return sum(
+  held = sum(
     math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
     for leaf, sharding in zip(jax.tree.leaves(stores), jax.tree.leaves(places), strict=True)
   )
+  return held * cache.lengths.shape[0] / kv_cache.store_rows(cache)
 
 
 def _refused(name: str, error: Exception, resident: Mapping[str, float]) -> Estimate:
@@ -403,7 +404,7 @@ def _truncates(config: Config, name: str) -> bool:
 
 
 def _decode_lengths(name: str, program: registry.Program) -> tuple[int, int, int]:
-  """(slots of the prompt, tokens of the completion at most, slots of the cache) of decode/P×T or decode/P×T@C."""
+  """(slots of the prompt, tokens of the completion at most, slots of the cache) of decode/P×T, perhaps with @C or #R."""
   slots = kv_cache.slots(program.arguments[program.holds.index('cache')])
   prompt, room = (int(number) for number in re.findall(r'\d+', name.rpartition('/')[2])[:2])
   return prompt, min(room, slots - prompt - program.static['steps']), slots

@@ -37,13 +37,15 @@ class Programs:
   copy: Callable[..., KVCache]
   # (cache, source [rows], *, slots): a new cache of these rows, with so many slots.
   resize: Callable[..., KVCache]
+  # `models.cache.compact` in each shard: (stores, lengths, source [rows]); takes over the buffers of the stores.
+  compact: Callable[..., KVCache]
   # `decode.advance` without the policy; takes over the cache's buffers.
   advance: Callable[..., tuple[KVCache, decode.Drawn]]
   put: Callable[[Tree], Tree]  # Host arrays of rows to the devices.
   fetch: Callable[[Tree], Tree]  # Host arrays, the whole on every process.
   shards: int
   # The cache is made as large as it may have to be, and keeps its size: what is not filled is not read, and moving it
-  # would take the memory of a second one.
+  # would take the memory of a second one. Rows that run out are left behind the others, by `compact`.
   keeps_size: bool
 
 
@@ -82,6 +84,10 @@ def programs(policy: Policy, mesh: Mesh | None, quantized: bool = False) -> Prog
     count = jnp.full((shards,), rows // shards, jnp.int32)
     return copy(policy.init_cache(rows, slots, quantized), cache, source, target, count)
 
+  # Lengths by themselves: fewer of them need another buffer.
+  def compact(stores: kv_cache.Stores, lengths: jax.Array, source: jax.Array) -> KVCache:
+    return local(kv_cache.compact)(KVCache(stores, lengths), source)
+
   def empty(rows: int, slots: int) -> KVCache:
     return policy.init_cache(rows, slots, quantized)
 
@@ -100,6 +106,7 @@ def programs(policy: Policy, mesh: Mesh | None, quantized: bool = False) -> Prog
     empty=jax.jit(empty, static_argnames=('rows', 'slots'), out_shardings=placed),
     copy=jax.jit(copy, donate_argnums=0, out_shardings=placed),
     resize=jax.jit(resize, static_argnames='slots', out_shardings=placed),
+    compact=jax.jit(compact, donate_argnums=0, out_shardings=placed),
     advance=jax.jit(
       functools.partial(decode.advance, policy, settle=local(kv_cache.settle)),
       static_argnames='steps',

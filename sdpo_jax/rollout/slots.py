@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from models import cache as kv_cache
 from models.cache import KVCache
 from sdpo_jax.rollout import decode
 from sdpo_jax.rollout.programs import Programs
@@ -22,9 +23,14 @@ REFILLS = 16  # The decode loop is interrupted for a refill when one slot in so 
 RECORDS = ('sampling_log_probs', 'model_log_probs', 'entropy')
 
 
-def row_buckets(rows: int, only: bool = False) -> tuple[int, ...]:
-  """Rows of a shard, ascending: powers of two below `rows`, and `rows` (`only` that)."""
-  return (rows,) if only else (*(2**i for i in range((rows - 1).bit_length())), rows)
+def row_buckets(rows: int, few: bool = False) -> tuple[int, ...]:
+  """Rows of a shard, ascending: powers of two below `rows`, and `rows`.
+
+  With `few`: an eighth, a quarter and a half of `rows`, and `rows`.
+  """
+  if few:
+    return tuple(sorted({math.ceil(rows / 2**i) for i in range(4)}))
+  return (*(2**i for i in range((rows - 1).bit_length())), rows)
 
 
 def slot_buckets(slots: int, only: bool = False) -> tuple[int, ...]:
@@ -39,6 +45,14 @@ def slot_buckets(slots: int, only: bool = False) -> tuple[int, ...]:
 def shard_rows(samples: int, max_rows: int, shards: int) -> int:
   """Slots of each shard when there are `samples` to draw and `max_rows` slots at most; at least one."""
   return max(min(math.ceil(samples / shards), max_rows // shards), 1)
+
+
+def closed_up(held: np.ndarray, rows: int) -> np.ndarray:
+  """[rows] which slot each of the first `rows` slots takes over: its own, or where it is free, one of `held` behind."""
+  source = np.arange(rows)
+  behind = held[held >= rows]
+  source[np.setdiff1d(source, held)[: len(behind)]] = behind
+  return source
 
 
 def pieces(count: int) -> list[int]:
@@ -87,7 +101,8 @@ class Slots:
     shards = programs.shards
     # Prompts of the same bucket next to each other, so that they are prefilled together.
     self._queue = Queue(np.argsort(request.widths, kind='stable').tolist(), request.n, shards)
-    self._sizes = row_buckets(shard_rows(self._queue.left, max_rows, shards), programs.keeps_size)
+    # On a TPU a step of an eighth of the rows does little but read weights, and every size is a program to compile.
+    self._sizes = row_buckets(shard_rows(self._queue.left, max_rows, shards), few=programs.keeps_size)
     self._capacities = slot_buckets(int(request.widths.max()) + request.room + chunk, programs.keeps_size)
     rows = shards * self._sizes[-1]
     self._cache: KVCache | None = None
@@ -219,22 +234,19 @@ class Slots:
     capacity = next(slots for slots in self._capacities if slots >= needed)
     moved = np.arange(shards * before)
     if rows < before:
-      # Slots with a sample, then others to fill up the shard.
-      order = np.concatenate(
-        [
-          shard * before + np.concatenate([held, np.setdiff1d(np.arange(before), held)])[:rows]
-          for shard, held in enumerate(of_shard)
-        ]
-      )
+      order = np.concatenate([shard * before + closed_up(held, rows) for shard, held in enumerate(of_shard)])
       moved[order] = np.arange(len(order))
     elif self._cache is not None and capacity <= self._capacity < 2 * capacity:
       return moved
     else:
       order = moved
+    source = self._run.put((order % before).astype(np.int32))
     if self._cache is None:
       self._cache = self._run.empty(rows=shards * rows, slots=capacity)
+    elif self._run.keeps_size:
+      self._cache = self._run.compact(self._cache.stores, self._cache.lengths, source)
     else:
-      self._cache = self._run.resize(self._cache, self._run.put((order % before).astype(np.int32)), slots=capacity)
+      self._cache = self._run.resize(self._cache, source, slots=capacity)
     self._capacity = capacity
     for name in ('_sample', '_held', '_token', '_drawn', '_tokens'):
       setattr(self, name, getattr(self, name)[order])
@@ -265,7 +277,7 @@ class Slots:
 
   def _slot_bytes(self) -> int:
     stores = jax.tree.leaves(self._cache.stores)
-    return sum(store.nbytes for store in stores) // (len(self._sample) * self._capacity)
+    return sum(store.nbytes for store in stores) // (kv_cache.store_rows(self._cache) * self._capacity)
 
   def _count_steps(self, drawn: decode.Drawn, active: np.ndarray) -> None:
     account = self.account
