@@ -237,6 +237,37 @@ def test_one_question_that_cannot_be_graded_does_not_end_a_run_that_worked():
       grade('', ['x'], examples=[example(1)], graders=fresh)
 
 
+def test_a_batch_that_comes_in_parts_is_judged_as_a_whole(caplog):
+  respond = lambda body: Answer(RIGHT) if body['completion'] == 'good' else Answer(status=400)
+  with Server(respond) as server:
+    with Graders(EnvironmentsConfig(http=HttpGraderConfig(url=server.url))) as graders:
+      part = lambda *texts: graders.grade_part(
+        [example(i) for i in range(len(texts))], texts, truncated=[False] * len(texts)
+      )
+      assert [outcome.metrics[FAILED] for outcome in part('bad', 'bad') + part('good') + part('bad')] == [1, 1, 0, 1]
+      assert not caplog.records
+      graders.end_batch()
+      (record,) = caplog.records
+      assert 'could not grade 3 of 4 completions' in record.getMessage()
+      part('bad', 'bad')
+      part('bad')
+      with pytest.raises(UserError, match='graded none of 3 completions: it answered with status 400'):
+        graders.end_batch()
+
+
+def test_a_server_that_is_down_is_given_up_before_the_last_part():
+  def hang_up(body):
+    raise ConnectionAbortedError
+
+  with Server(hang_up) as server:
+    settings = HttpGraderConfig(url=server.url, concurrency=2, retries=1)
+    with Graders(EnvironmentsConfig(http=settings)) as graders:
+      graders.grade_part([example(0)], ['x'], truncated=[False])
+      with pytest.raises(UserError, match='graded none of 2 completions: the connection failed'):
+        graders.grade_part([example(1)], ['x'], truncated=[False])
+  assert len(server.bodies) == 4
+
+
 def test_the_key_is_sent_and_never_said(monkeypatch, caplog):
   monkeypatch.setenv('GRADER_KEY', 'Bearer s3cr3t-key\n')
   respond = lambda body: (

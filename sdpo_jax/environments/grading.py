@@ -35,6 +35,7 @@ class Graders:
     """
     self._settings = settings
     self._made: dict[str, registry.Grader] = {}
+    self._closed = False
     load_modules(settings.modules)
 
   def prepare(self, names: Iterable[str]) -> None:
@@ -49,10 +50,23 @@ class Graders:
   def grade(
     self, examples: Sequence[Example], completions: Sequence[str], *, truncated: Sequence[bool]
   ) -> list[Outcome]:
-    """One outcome a completion, in order; all three arguments have N entries.
+    """One outcome a completion of a whole batch, in order; all three arguments have N entries.
 
     Raises:
-      UserError: a question names a grader that there is not, or a grader returns the wrong number of outcomes.
+      UserError: as `grade_part` and `end_batch`.
+    """
+    outcomes = self.grade_part(examples, completions, truncated=truncated)
+    self.end_batch()
+    return outcomes
+
+  def grade_part(
+    self, examples: Sequence[Example], completions: Sequence[str], *, truncated: Sequence[bool]
+  ) -> list[Outcome]:
+    """As `grade`, for some completions of a batch, the rest of which follows; `end_batch` is to be called at its end.
+
+    Raises:
+      UserError: a question names a grader that there is not, or a grader returns the wrong number of outcomes, or
+        finds that it cannot grade at all.
     """
     outcomes: list[Outcome | None] = [None] * len(completions)
     by_environment: dict[str, list[int]] = defaultdict(list)
@@ -64,8 +78,19 @@ class Graders:
         outcomes[row] = outcome
     return outcomes
 
+  def end_batch(self) -> None:
+    """Tells graders that want to know that a batch is over.
+
+    Raises:
+      UserError: a grader could not grade any of it, and says what to do.
+    """
+    for grader in self._made.values():
+      if hasattr(grader, 'end_batch'):
+        grader.end_batch()
+
   def close(self) -> None:
-    """Ends the processes and connections of graders that hold some."""
+    """Ends the processes and connections of graders that hold some, also while another thread grades."""
+    self._closed = True
     for grader in self._made.values():
       if hasattr(grader, 'close'):
         grader.close()
@@ -78,7 +103,9 @@ class Graders:
     self.close()
 
   def get(self, name: str) -> registry.Grader:
-    """The grader of that name, made on its first use; raises UserError as `prepare`."""
+    """The grader of that name, made on its first use; raises UserError as `prepare`, RuntimeError once closed."""
+    if self._closed:
+      raise RuntimeError('The graders are closed.')
     if name not in self._made:
       self._made[name] = registry.get(name, self._settings)
     return self._made[name]
@@ -90,6 +117,8 @@ class Graders:
     except UserError:
       raise
     except Exception as error:  # A grader is anybody's code; what it raises must not end a run of days.
+      if self._closed:  # The run has ended, and nobody waits for these completions any more.
+        raise
       if len(completions) > 1:
         # Again one by one, so that only those that it raises for suffer.
         parts = zip(examples, completions, truncated, strict=True)

@@ -41,9 +41,13 @@ class HttpGrader:
     )
 
   def __call__(self, examples: list[Example], completions: list[str], *, truncated: list[bool]) -> list[Outcome]:
-    """See `registry.Grader`; raises UserError if the server grades none of them."""
+    """See `registry.Grader`; raises UserError as `end_batch`, as soon as nothing is to be hoped for."""
     bodies = [request(*parts) for parts in zip(examples, completions, truncated, strict=True)]
     return self._remote.grade(examples, [lambda body=body: body for body in bodies], outcome)
+
+  def end_batch(self) -> None:
+    """See `registry.Maker`; raises UserError if the server graded none of the batch."""
+    self._remote.end_batch()
 
   def close(self) -> None:
     self._remote.close()

@@ -58,10 +58,14 @@ class Judge:
     )
 
   def __call__(self, examples: list[Example], completions: list[str], *, truncated: list[bool]) -> list[Outcome]:
-    """See `registry.Grader`; raises UserError if the judge grades none of them."""
+    """See `registry.Grader`; raises UserError as `end_batch`, as soon as nothing is to be hoped for."""
     parts = zip(examples, completions, truncated, strict=True)
     bodies = [lambda part=part: request(*part, self._settings, tag=secrets.token_hex(8)) for part in parts]
     return self._remote.grade(examples, bodies, outcome)
+
+  def end_batch(self) -> None:
+    """See `registry.Maker`; raises UserError if the judge graded none of the batch."""
+    self._remote.end_batch()
 
   def close(self) -> None:
     self._remote.close()

@@ -16,7 +16,11 @@ from sdpo_jax.types import Example, Outcome
 
 
 class Grader(Protocol):
-  """One outcome a completion, in order; a fault of the completion is an outcome, never an exception."""
+  """One outcome a completion, in order; a fault of the completion is an outcome, never an exception.
+
+  Called with whatever has finished of a batch, while the rest is sampled: one call at a time, from a thread that is not
+  the main thread nor, in the next batch, the same.
+  """
 
   def __call__(
     self,
@@ -30,7 +34,9 @@ class Grader(Protocol):
 class Maker(Protocol):
   """Makes a grader from settings, once a run; raises UserError for settings with which it cannot work.
 
-  A grader that holds processes or connections has a method `close()`, called when the run ends.
+  Called in the main thread. A grader that holds processes or connections has a method `close()`, called when the run
+  ends; one that judges whole batches has a method `end_batch()`, called when all of a batch is graded, which may raise
+  UserError.
   """
 
   def __call__(self, settings: EnvironmentsConfig) -> Grader: ...

@@ -168,10 +168,11 @@ class Remote:
     )
     self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix=f'grader-{name}')
     self._closing = threading.Event()
-    self._worked = False  # It has graded something since the run began.
+    self._worked = False  # It has graded something in a batch before.
+    self._batch = _Batch(concurrency)
 
   def grade(self, examples: Sequence[Example], bodies: Sequence[Body], read: Reader) -> list[Outcome]:
-    """One outcome for each body, in order; those that cannot be had score 0 and are counted in one warning.
+    """One outcome for each body, in order; those that cannot be had score 0 and are counted in `end_batch`'s warning.
 
     Args:
       examples: [N] the question of each.
@@ -179,11 +180,10 @@ class Remote:
       read: makes the outcome of an answer.
 
     Raises:
-      UserError: not one of the N could be graded. (But one question of a server that has worked before in this run is
-        taken to be the question's fault: it would otherwise end the run again after every resume.)
+      UserError: as `end_batch`, as soon as the server is given up.
     """
-    outage = _Outage(self._concurrency)
-    asked = [self._threads.submit(self._ask, body, read, outage) for body in bodies]
+    batch = self._batch
+    asked = [self._threads.submit(self._ask, body, read, batch) for body in bodies]
     outcomes, reasons = [], []
     for waiting in asked:
       try:
@@ -191,22 +191,31 @@ class Remote:
       except Fault as fault:
         reasons.append(self._redacted(str(fault)))
         outcomes.append(Outcome(0.0, None, {'acc': 0.0, 'pred': '', FAILED: 1.0}))
-    if len(reasons) < len(bodies):
-      self._worked = True
-    elif bodies and not (self._worked and len({example.id for example in examples}) == 1):
-      raise UserError(
-        f'The environment {self._name!r} graded none of {len(bodies)} completions: {reasons[0]}. See that '
-        f'{self._public_url()} ({self._setting}) answers, then start the same command again.'
-      )
-    if reasons:
+    batch.asked += len(bodies)
+    batch.reasons += reasons
+    batch.questions.update(example.id for example in examples)
+    if batch.given_up:
+      self._check(batch)
+    return outcomes
+
+  def end_batch(self) -> None:
+    """Says how many completions since the last call could not be graded.
+
+    Raises:
+      UserError: not one of them could. (But one question of a server that has worked before in this run is taken to be
+        the question's fault: it would otherwise end the run again after every resume.)
+    """
+    batch, self._batch = self._batch, _Batch(self._concurrency)
+    self._check(batch)
+    self._worked |= len(batch.reasons) < batch.asked
+    if batch.reasons:
       logging.warning(
         'The environment %r could not grade %d of %d completions, which score 0; the first: %s.',
         self._name,
-        len(reasons),
-        len(bodies),
-        reasons[0],
+        len(batch.reasons),
+        batch.asked,
+        batch.reasons[0],
       )
-    return outcomes
 
   def close(self) -> None:
     """Lets go of connections and threads; what is under way is not tried again."""
@@ -214,26 +223,35 @@ class Remote:
     self._threads.shutdown(wait=False, cancel_futures=True)
     self._client.close()
 
-  def _ask(self, body: Body, read: Reader, outage: _Outage) -> Outcome:
+  def _check(self, batch: _Batch) -> None:
+    failed = batch.asked > 0 and len(batch.reasons) == batch.asked
+    if failed and not (self._worked and len(batch.questions) == 1):
+      raise UserError(
+        f'The environment {self._name!r} graded none of {batch.asked} completions: {batch.reasons[0]}. See that '
+        f'{self._public_url()} ({self._setting}) answers, then start the same command again.'
+      )
+
+  def _ask(self, body: Body, read: Reader, batch: _Batch) -> Outcome:
     for attempt in range(self._retries + 1):
-      outage.check()
+      if batch.given_up:
+        raise Fault(f'there was no answer to any of {batch.failed} requests before it')
       try:
-        return read(self._post(body(), outage))
+        return read(self._post(body(), batch))
       except Fault as fault:
         last = not fault.again or attempt == self._retries
         if last or self._closing.wait(pause_s(attempt, fault.after_s, random.random())):
-          outage.failed()
+          batch.count_failed()
           raise
     raise AssertionError('The last attempt returns or raises.')
 
-  def _post(self, body: Mapping[str, Any], outage: _Outage) -> Any:
+  def _post(self, body: Mapping[str, Any], batch: _Batch) -> Any:
     """The JSON of the answer; raises Fault."""
     deadline = time.monotonic() + self._timeout_s
     late = Fault(f'no complete answer within {self._timeout_s:g} s', again=True)
     content = bytearray()
     try:
       with self._client.stream('POST', self._url, content=json.dumps(plain(body)).encode()) as response:
-        outage.answered = True
+        batch.answered = True
         for chunk in response.iter_bytes():
           content += chunk
           if len(content) > MAX_ANSWER_BYTES:
@@ -263,23 +281,29 @@ class Remote:
     return _public(httpx2.URL(self._url))
 
 
-class _Outage:
-  """Whether a server that has answered nothing is given up, so that a batch does not wait for it hundreds of times."""
+class _Batch:
+  """What has become of the completions of a batch, which come in parts.
+
+  A server that has answered nothing is given up, so that a batch does not wait for it hundreds of times.
+  """
 
   def __init__(self, patience: int):
-    self.answered = False
+    self.asked = 0  # Completions.
+    self.questions: set[str] = set()
+    self.reasons: list[str] = []  # Why those that could not be graded could not.
+    self.answered = False  # There was an answer of any kind.
+    self.failed = 0  # Completions that have used all attempts, or as many as made sense.
     self._patience = patience
-    self._failed = 0
     self._lock = threading.Lock()
 
-  def failed(self) -> None:
+  def count_failed(self) -> None:
     with self._lock:
-      self._failed += 1
+      self.failed += 1
 
-  def check(self) -> None:
-    """Raises Fault if as many completions as are asked for at once had no answer of any kind."""
-    if not self.answered and self._failed >= self._patience:
-      raise Fault(f'there was no answer to any of {self._failed} requests before it')
+  @property
+  def given_up(self) -> bool:
+    """Whether as many completions as are asked for at once had no answer of any kind."""
+    return not self.answered and self.failed >= self._patience
 
 
 def _refusal(response: httpx2.Response, content: bytes) -> Fault:
