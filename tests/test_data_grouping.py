@@ -8,8 +8,11 @@ import pytest
 
 from sdpo_jax.config import Config
 from sdpo_jax.data import grouping
+from sdpo_jax.environments import registry
+from sdpo_jax.environments.grading import Graders
 from sdpo_jax.training import phases
 from sdpo_jax.types import Example, Outcome, Rollouts
+from tests import tiny
 from tests.golden.tokenizer import CharacterTokenizer
 
 ASKED = Example('a', [{'role': 'user', 'content': 'Why?'}], 'math', '42', 'gsm8k', {'elo': 1})
@@ -35,10 +38,10 @@ def test_another_answer_grader_or_system_prompt_is_another_question():
 class Sampler:
   """n completions a question, each its own number."""
 
-  def sample(self, base, trainable, prompts, *, n, **options):
+  def sample(self, base, trainable, prompts, *, n, on_finished, **options):
     rows = len(prompts) * n
     ones = np.ones((rows, 1), bool)
-    return Rollouts(
+    drawn = Rollouts(
       group=np.repeat(np.arange(len(prompts), dtype=np.int32), n),
       prompt_tokens=ones.astype(np.int32),
       prompt_mask=ones,
@@ -50,13 +53,9 @@ class Sampler:
       finish_reason=['stop'] * rows,
       text=[str(row) for row in range(rows)],
     )
-
-
-class Graders:
-  """Row 1 is right, the others are wrong."""
-
-  def grade(self, examples, completions, *, truncated):
-    return [Outcome(float(text == '1')) for text in completions]
+    for completion in tiny.completions(drawn):
+      on_finished(completion)
+    return drawn
 
 
 @pytest.mark.parametrize(('grouped', 'taught'), [(False, [0]), (True, [0, 4, 5])])
@@ -64,6 +63,8 @@ def test_a_success_teaches_the_failures_of_a_repeated_row_only_where_duplicates_
   grouped, taught, monkeypatch
 ):
   monkeypatch.setattr(phases, 'sampling_seed', lambda state: 0)
+  row_1_is_right = lambda examples, texts, *, truncated: [Outcome(float(text == '1')) for text in texts]
+  monkeypatch.setitem(registry._MAKERS, ASKED.environment, lambda settings: row_1_is_right)
   config = Config()
   config.rollout.n = 2
   config.data.group_duplicates = grouped
@@ -73,7 +74,7 @@ def test_a_success_teaches_the_failures_of_a_repeated_row_only_where_duplicates_
   other = dataclasses.replace(ASKED, ground_truth='43')
   batch = [ASKED, other, dataclasses.replace(ASKED, id='again')]
   state = types.SimpleNamespace(trainable=None)
-  collected = phases.collect(session, Graders(), state, batch, 0, phases.Timer())
+  collected = phases.collect(session, Graders(config.environments), state, batch, 0, phases.Timer())
   context = phases.teach(session, collected, seed=0, step=0)
   assert np.flatnonzero(context.mask).tolist() == taught
   assert all('Correct solution:\n\n1\n' in context.messages[row][-1]['content'] for row in taught)

@@ -120,7 +120,9 @@ def test_each_completion_is_graded_by_its_own_environment(monkeypatch):
   monkeypatch.setitem(registry._MAKERS, 'two', lambda settings: grader('two'))
   examples = [example('a', 'one'), example('b', 'two')]
   batch = rollouts(['yes', 'no', 'yes', 'yes'], [0, 0, 1, 1])
-  outcomes = evaluation.grade(Graders(EnvironmentsConfig()), examples, batch)
+  asked = [examples[group] for group in batch.group]
+  truncated = [reason == 'length' for reason in batch.finish_reason]
+  outcomes = Graders(EnvironmentsConfig()).grade(asked, batch.text, truncated=truncated)
   assert [outcome.score for outcome in outcomes] == [1, 0, 1, 1]
   assert [outcome.feedback for outcome in outcomes] == [
     'one:yes:False',
@@ -196,7 +198,7 @@ def test_lengths_entropy_and_words_of_doubt():
 
 
 def collected(examples: list[Example], batch: Rollouts, outcomes: list[Outcome]) -> phases.Collected:
-  return phases.Collected(examples, [[1]] * len(examples), batch, outcomes, np.arange(len(batch)))
+  return phases.Collected(examples, [[1]] * len(examples), batch, outcomes, np.arange(len(batch)), 0.0)
 
 
 def test_a_batch_of_several_sources_is_described_as_a_whole_and_by_source():

@@ -33,7 +33,7 @@ class Scripted:
     self._tokenizer, self._say = tokenizer, say
     self.calls, self.said = [], []
 
-  def sample(self, base, params, prompts, *, n, step, max_tokens, **_):
+  def sample(self, base, params, prompts, *, n, step, max_tokens, on_finished, **_):
     texts = [self._say(self._tokenizer.decode(tokens), step, i) for tokens in prompts for i in range(n)]
     self.calls.append((step, len(texts)))
     lengths = np.array([len(text) for text in texts])
@@ -42,7 +42,10 @@ class Scripted:
     group = np.repeat(np.arange(len(prompts), dtype=np.int32), n)
     unread = np.zeros((len(texts), 1), np.int32)
     reasons = ['length' if length >= max_tokens else 'stop' for length in lengths]
-    return Rollouts(group, unread, unread > 0, zeros.astype(np.int32), mask, zeros, zeros, zeros, reasons, texts)
+    drawn = Rollouts(group, unread, unread > 0, zeros.astype(np.int32), mask, zeros, zeros, zeros, reasons, texts)
+    for completion in tiny.completions(drawn):
+      on_finished(completion)
+    return drawn
 
 
 def settings(**changes):

@@ -18,7 +18,6 @@ from sdpo_jax.environments.grading import FAILED, Graders
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.teacher.context import build_teacher_context
 from sdpo_jax.training import base_tokenizer
-from sdpo_jax.training.evaluation import grade
 from tests import tiny
 
 N = 2
@@ -71,13 +70,14 @@ def test_the_whole_way_from_file_to_teacher_prompt(real, model, task, sizes):
       {}, parameters, prompts, n=N, temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, max_tokens=4, seed=0, step=0
     )
     noise = list(rollouts.text)
+    asked = [examples[group] for group in rollouts.group]
+    truncated = [reason == 'length' for reason in rollouts.finish_reason]
     for profile in ('reference', 'clean'):
       with Graders(EnvironmentsConfig(profile=profile)) as graders:
-        rollouts.text[:] = noise
-        assert not any(FAILED in outcome.metrics for outcome in grade(graders, examples, rollouts))
+        assert not any(FAILED in outcome.metrics for outcome in graders.grade(asked, noise, truncated=truncated))
         # The first completion of each question says the truth instead of noise.
         rollouts.text[::N] = [gold(example) for example in examples]
-        outcomes = grade(graders, examples, rollouts)
+        outcomes = graders.grade(asked, rollouts.text, truncated=truncated)
       assert not any(FAILED in outcome.metrics for outcome in outcomes)
       scores = np.array([outcome.score for outcome in outcomes]).reshape(-1, N)
       # Two of its own answers the reference cannot score.

@@ -114,6 +114,8 @@ def test_the_run_learns_something_and_writes_what_the_contract_names(experiment)
     'teacher/entropy',
     'throughput/tokens_per_s',
     'time/sample_s',
+    'time/grade_s',
+    'time/graders_busy_s',
   ):
     assert lines[-1].get(name) is not None, name
   assert lines[-1]['eval/parity/mean@2'] is not None

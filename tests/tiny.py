@@ -9,10 +9,13 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from models import huggingface
 from sdpo_jax.config import ModelConfig
+from sdpo_jax.rollout.engine import Completion
+from sdpo_jax.types import Rollouts
 
 REPOSITORY = pathlib.Path(__file__).parent.parent
 SPECIAL = ('<|endoftext|>', '<|im_start|>', '<|im_end|>')
@@ -128,6 +131,15 @@ def make_experiment(folder: pathlib.Path) -> pathlib.Path:
   path = folder / 'tiny_config.py'
   path.write_text(CONFIG.replace('{model!r}', repr(str(model))))
   return path
+
+
+def completions(rollouts: Rollouts) -> list[Completion]:
+  """What the sampler says of each of these rollouts when it is finished; without tokens."""
+  none = np.zeros(0, np.float32)
+  return [
+    Completion(sample, none.astype(np.int32), none, none, none, stopped=reason == 'stop', text=text)
+    for sample, (reason, text) in enumerate(zip(rollouts.finish_reason, rollouts.text, strict=True))
+  ]
 
 
 def command(name: str, *arguments: str) -> list[str]:

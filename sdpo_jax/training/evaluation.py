@@ -11,16 +11,14 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
 import numpy as np
 
 from sdpo_jax.config import Config
 from sdpo_jax.data.prompts import prompt_tokens
 from sdpo_jax.environments.grading import Graders
-from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.training.completions import describe, jsonable, metric_names, numbers, rows_by_source
-from sdpo_jax.training.processes import gathered
+from sdpo_jax.training.grading_thread import GradingThread
 from sdpo_jax.types import Example, Outcome, Rollouts, Tree
 
 BOOTSTRAPS = 1000  # Resamples and their seed: reference metric_utils.py:511.
@@ -38,47 +36,6 @@ class Evaluation:
   def flat(self) -> dict[str, float]:
     """`eval/<task>/<metric>`."""
     return {f'eval/{task}/{name}': value for task, values in self.metrics.items() for name, value in values.items()}
-
-
-def grade(graders: Graders, examples: Sequence[Example], rollouts: Rollouts) -> list[Outcome]:
-  """An outcome for every completion, by the environment that its example names; N rows.
-
-  In a run of several processes each grades its share: no completion is graded twice, and a grader that would not say
-  the same twice (a judge, a time limit) says the same to all.
-
-  Args:
-    graders: of the run.
-    examples: G questions.
-    rollouts: N completions whose `group` indexes them.
-
-  Raises:
-    UserError: on every process, what a grader raised on one.
-  """
-  outcomes: list[Outcome | None] = [None] * len(rollouts)
-  shares = [range(first, len(rollouts), jax.process_count()) for first in range(jax.process_count())]
-  mine = _grade_rows(graders, examples, rollouts, shares)
-  for rows, graded in zip(shares, gathered(mine, 'the end of grading'), strict=True):
-    if isinstance(graded, UserError):
-      raise graded
-    for row, outcome in zip(rows, graded, strict=True):
-      outcomes[row] = outcome
-  return outcomes
-
-
-def _grade_rows(
-  graders: Graders, examples: Sequence[Example], rollouts: Rollouts, shares: Sequence[Sequence[int]]
-) -> list[Outcome] | UserError:
-  rows = shares[jax.process_index()]
-  try:
-    return graders.grade(
-      [examples[rollouts.group[row]] for row in rows],
-      [rollouts.text[row] for row in rows],
-      truncated=[rollouts.finish_reason[row] == 'length' for row in rows],
-    )
-  except UserError as error:
-    if jax.process_count() == 1:
-      raise
-    return error  # The others wait for this share: they must hear of it.
 
 
 def budget(n: int) -> list[int]:
@@ -160,7 +117,7 @@ def evaluate(
   *,
   seed: int,
 ) -> Evaluation:
-  """Samples `val_kwargs.n` completions for every question and grades them.
+  """Samples `val_kwargs.n` completions for every question and grades them as they finish.
 
   Args:
     sampler: the rollout engine.
@@ -173,17 +130,19 @@ def evaluate(
     seed: of the sampling noise; the same seed gives the same samples.
   """
   kwargs = config.val_kwargs
-  rollouts = sampler.sample(
-    base,
-    trainable,
-    [prompt_tokens(tokenizer, example, config) for example in examples],
-    n=kwargs.n,
-    **kwargs.method(),
-    max_tokens=config.data.max_response_length,
-    seed=seed,
-    step=0,
-  )
-  outcomes = grade(graders, examples, rollouts)
+  with GradingThread(graders, examples, kwargs.n) as grading:
+    rollouts = sampler.sample(
+      base,
+      trainable,
+      [prompt_tokens(tokenizer, example, config) for example in examples],
+      n=kwargs.n,
+      **kwargs.method(),
+      max_tokens=config.data.max_response_length,
+      seed=seed,
+      step=0,
+      on_finished=grading.add,
+    )
+    outcomes = grading.outcomes()
   return Evaluation(
     metrics=by_source(examples, rollouts, outcomes, kwargs.n, config.alarms.epistemic_words),
     samples=_samples(examples, rollouts, outcomes),

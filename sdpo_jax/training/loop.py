@@ -305,7 +305,11 @@ class _Run:
         metrics.update(self.evaluate(state, step))
     if self.evaluations:
       metrics.update(records.gap_metrics(collected, self.evaluations[max(self.evaluations)], config))
-    line = {**metrics, **{f'time/{name}_s': value for name, value in timer.seconds.items()}}
+    line = {
+      **metrics,
+      **{f'time/{name}_s': value for name, value in timer.seconds.items()},
+      'time/graders_busy_s': collected.graders_busy_s,  # Beside the phases, which do not add up with it.
+    }
     raised, fired = self.watch.observe(step, line)
     line.update(fired)
     if evaluated or not self.held_out:

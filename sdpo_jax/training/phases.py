@@ -19,7 +19,7 @@ from sdpo_jax.objective.weights import mismatch, rollout_is_weights
 from sdpo_jax.teacher.context import TeacherContext, build_teacher_context
 from sdpo_jax.teacher.order import balanced_order
 from sdpo_jax.training import batching
-from sdpo_jax.training.evaluation import grade
+from sdpo_jax.training.grading_thread import GradingThread
 from sdpo_jax.training.session import Session, sampling_seed
 from sdpo_jax.types import Example, Outcome, Rollouts, TrainState
 
@@ -33,27 +33,30 @@ class Collected:
   rollouts: Rollouts  # N.
   outcomes: list[Outcome]  # N.
   sample_ids: np.ndarray  # [N] number of each sample as drawn, before any reordering.
+  graders_busy_s: float  # Seconds in which this process's graders were at work, while it sampled or afterwards.
 
 
 def collect(
   session: Session, graders: Graders, state: TrainState, examples: list[Example], step: int, timer: Timer
 ) -> Collected:
-  """Samples n completions for each question and grades them."""
+  """Samples n completions for each question and grades them as they finish."""
   config = session.config
   prompts = [prompt_tokens(session.tokenizer, example, config) for example in examples]
-  with timer('sample'):
-    rollouts = session.sampler.sample(
-      session.base,
-      state.trainable,
-      prompts,
-      n=config.rollout.n,
-      **config.rollout.method(),
-      max_tokens=config.data.max_response_length,
-      seed=sampling_seed(state),
-      step=step,
-    )
-  with timer('grade'):
-    outcomes = grade(graders, examples, rollouts)
+  with GradingThread(graders, examples, config.rollout.n) as grading:
+    with timer('sample'):
+      rollouts = session.sampler.sample(
+        session.base,
+        state.trainable,
+        prompts,
+        n=config.rollout.n,
+        **config.rollout.method(),
+        max_tokens=config.data.max_response_length,
+        seed=sampling_seed(state),
+        step=step,
+        on_finished=grading.add,
+      )
+    with timer('grade'):
+      outcomes = grading.outcomes()
   if config.data.group_duplicates:
     rollouts = dataclasses.replace(rollouts, group=first_of_same(examples)[rollouts.group])
   order = np.arange(len(rollouts))
@@ -61,7 +64,7 @@ def collect(
     lengths = rollouts.completion_mask.sum(1) + rollouts.prompt_mask.sum(1)
     order = balanced_order(lengths, config.trainer.balance_partitions)
     rollouts, outcomes = rollouts.take(order), [outcomes[row] for row in order]
-  return Collected(examples, prompts, rollouts, outcomes, sample_ids=order)
+  return Collected(examples, prompts, rollouts, outcomes, sample_ids=order, graders_busy_s=grading.busy_s)
 
 
 def teach(session: Session, collected: Collected, seed: int, step: int) -> TeacherContext | None:

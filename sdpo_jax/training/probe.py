@@ -29,10 +29,11 @@ from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.teacher.context import TeacherContext, build_teacher_context
 from sdpo_jax.training import batching
 from sdpo_jax.training.completions import describe
-from sdpo_jax.training.evaluation import best_at_k, budget, grade
+from sdpo_jax.training.evaluation import best_at_k, budget
+from sdpo_jax.training.grading_thread import GradingThread
 from sdpo_jax.training.probe_report import recommend
 from sdpo_jax.training.session import model_mesh
-from sdpo_jax.types import Example, Rollouts, Tree
+from sdpo_jax.types import Example, Outcome, Rollouts, Tree
 
 QUESTIONS = 128  # Probed by default: enough to tell gaps of ten points, and cheap beside a run.
 _STUDENT, _TEACHER, _PLAIN, _CONTEXTS = range(4)  # Numbers of the batches of samples, so that none share their noise.
@@ -172,24 +173,28 @@ def probe(
   sd = config.actor.self_distillation
   threshold = np.float32(sd.success_reward_threshold)
 
-  def sample(prompts: Sequence[Sequence[int]], n: int, temperature: float, step: int) -> Rollouts:
+  def sample(
+    asked: Sequence[Example], prompts: Sequence[Sequence[int]], n: int, temperature: float, step: int
+  ) -> tuple[Rollouts, list[Outcome]]:
     announce(f'Sampling {len(prompts) * n} completions …')
-    return sampler.sample(
-      {},
-      params,
-      prompts,
-      n=n,
-      **{**config.rollout.method(), 'temperature': temperature},
-      max_tokens=config.data.max_response_length,
-      seed=config.seed,
-      step=step,
-    )
+    with GradingThread(graders, asked, n) as grading:
+      rollouts = sampler.sample(
+        {},
+        params,
+        prompts,
+        n=n,
+        **{**config.rollout.method(), 'temperature': temperature},
+        max_tokens=config.data.max_response_length,
+        seed=config.seed,
+        step=step,
+        on_finished=grading.add,
+      )
+      return rollouts, grading.outcomes()
 
   correct = lambda outcomes: np.asarray([outcome.score for outcome in outcomes], np.float32) >= threshold
   n, temperature = config.rollout.n, config.rollout.temperature
   prompts = [prompt_tokens(tokenizer, example, config) for example in examples]
-  rollouts = sample(prompts, n, temperature, _STUDENT)
-  outcomes = grade(graders, examples, rollouts)
+  rollouts, outcomes = sample(examples, prompts, n, temperature, _STUDENT)
   success = correct(outcomes)
   group = rollouts.group
   # As in training, where questions that are the same may show each other's successes.
@@ -209,7 +214,7 @@ def probe(
     )
 
   context = build(sd)
-  greedy = sample(prompts, 1, 0.0, _STUDENT)
+  _, greedy = sample(examples, prompts, 1, 0.0, _STUDENT)
   by_question = success.reshape(len(examples), n)
   scores = np.asarray([outcome.score for outcome in outcomes], np.float64).reshape(len(examples), n)
   taught_questions = np.asarray(context.mask > 0).reshape(len(examples), n).any(1)
@@ -217,7 +222,7 @@ def probe(
     'questions': len(examples),
     'completions': len(rollouts),
     'student/sampled': float(success.mean()),
-    'student/greedy': float(correct(grade(graders, examples, greedy)).mean()),
+    'student/greedy': float(correct(greedy).mean()),
     'student/groups_with_success': float(by_question.any(1).mean()),
     **{f'student/best@{k}': best_at_k(by_question.astype(np.float64), k) for k in budget(n)[:-1]},
     f'student/best@{n}': float(by_question.any(1).mean()),
@@ -230,8 +235,8 @@ def probe(
     **_completions(rollouts, outcomes),
   }
   # Fresh answers: what the student does at the questions of any subset of completions, however the subset was chosen.
-  fresh = correct(grade(graders, examples, sample(prompts, n, temperature, _PLAIN)))
-  plain = fresh.reshape(len(examples), n).mean(1)[group]
+  _, fresh = sample(examples, prompts, n, temperature, _PLAIN)
+  plain = correct(fresh).reshape(len(examples), n).mean(1)[group]
   answers: dict[tuple[int, tuple[int, ...]], float] = {}
 
   def ask(asked: TeacherContext, rows: np.ndarray) -> list[tuple[int, tuple[int, ...]]]:
@@ -239,9 +244,9 @@ def probe(
 
   def answer(keys: Sequence[tuple[int, tuple[int, ...]]], step: int) -> Rollouts:
     """Has the teacher answer each prompt once, and keeps whether it was right."""
-    said = sample([tokens for _, tokens in keys], 1, temperature, step)
-    right = correct(grade(graders, [examples[group[row]] for row, _ in keys], said))
-    answers.update(zip(keys, right.astype(np.float64), strict=True))
+    asked = [examples[group[row]] for row, _ in keys]
+    said, graded = sample(asked, [tokens for _, tokens in keys], 1, temperature, step)
+    answers.update(zip(keys, correct(graded).astype(np.float64), strict=True))
     return said
 
   def collect(keys: Sequence[tuple[int, tuple[int, ...]]]) -> np.ndarray:
