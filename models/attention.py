@@ -60,6 +60,7 @@ def attend_whole(
   windows: Sequence[int] = (0,),
   kind: jax.Array | int = 0,
   sampling: bool = False,
+  parents: jax.Array | None = None,
 ) -> jax.Array:
   """Grouped-query softmax attention of whole sequences, their keys included; scores and softmax in float32.
 
@@ -75,36 +76,44 @@ def attend_whole(
     windows: static choices of how many positions are seen, the query's own included; 0: all.
     kind: [] int32, which of them holds here.
     sampling: rows and heads lie as the sampler has them.
+    parents: [B, S] int32, the segment that a token sees beside its own, all of which stands before it; 0: none. None:
+      there are none. With parents, there are no windows, and kernels have no gradient.
 
   Returns:
     [B, S, H, head_dim] in the dtype of `query`.
+
+  Raises:
+    ValueError: parents with windows, which are distances in slots here.
   """
+  if parents is not None and tuple(windows) != (0,):
+    raise ValueError(f'Segments with parents are for layers that see all positions, not windows of {tuple(windows)}.')
   rows, heads = lowering.axes(query.shape[0], key.shape[2], sampling)
   by_head, by_row = (rows, None, heads, None), (rows, None)
   function = {'xla': _xla, 'splash': _splash, 'cudnn': _cudnn}[lowering.kind]
   run = functools.partial(function, lowering, tuple(windows))
-  placed = lowering.shard(run, (by_head, by_head, by_head, by_row, by_row, ()), by_head)
-  return placed(query, key, value, segment_ids, starts, jnp.asarray(kind, jnp.int32))
+  more = () if parents is None else (parents,)
+  placed = lowering.shard(run, (by_head, by_head, by_head, by_row, by_row, (), *(by_row for _ in more)), by_head)
+  return placed(query, key, value, segment_ids, starts, jnp.asarray(kind, jnp.int32), *more)
 
 
-def _xla(lowering, windows, query, key, value, segment_ids, starts, kind):
-  del segment_ids
+def _xla(lowering, windows, query, key, value, segment_ids, starts, kind, parents=None):
   if windows != (0,):
     slots = jnp.arange(starts.shape[1], dtype=jnp.int32)[None]
     window = jnp.asarray(windows, jnp.int32)[kind]
     starts = jnp.where(window > 0, jnp.maximum(starts, slots - window + 1), starts)
-  return blockwise.attention(query, key, value, starts, lowering.tile_bytes, RESIDUALS)
+  above = None if parents is None else (jnp.where(parents > 0, parents, -1), segment_ids)
+  return blockwise.attention(query, key, value, starts, lowering.tile_bytes, RESIDUALS, above)
 
 
-def _splash(lowering, windows, query, key, value, segment_ids, starts, kind):
+def _splash(lowering, windows, query, key, value, segment_ids, starts, kind, parents=None):
   del starts
   branch = lambda window: functools.partial(
-    splash.attention, window=window, residuals=RESIDUALS, interpret=lowering.interpret
+    splash.attention, window=window, residuals=RESIDUALS, interpret=lowering.interpret, parents=parents
   )
   return _choose([branch(window) for window in windows], kind, query, key, value, segment_ids)
 
 
-def _cudnn(lowering, windows, query, key, value, segment_ids, starts, kind):
+def _cudnn(lowering, windows, query, key, value, segment_ids, starts, kind, parents=None):
   """cuDNN's flash attention knows a length a row and no segments: packed rows go through the XLA path."""
   slots = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
   lengths = jnp.sum((segment_ids > 0).astype(jnp.int32), axis=1)
@@ -127,7 +136,7 @@ def _cudnn(lowering, windows, query, key, value, segment_ids, starts, kind):
     return checkpoint_name(mixed, RESIDUALS)
 
   rows_of_one = lambda *arrays: _choose([functools.partial(fused, window) for window in windows], kind, *arrays)
-  packed = lambda *arrays: _xla(lowering, windows, *arrays, segment_ids, starts, kind)
+  packed = lambda *arrays: _xla(lowering, windows, *arrays, segment_ids, starts, kind, parents)
   return lax.cond(single, rows_of_one, packed, query, key, value)
 
 

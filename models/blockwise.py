@@ -21,7 +21,13 @@ SPANS = 4  # Ranges of queries that leave out later keys, each compiled apart; f
 
 
 def attention(
-  query: jax.Array, key: jax.Array, value: jax.Array, first: jax.Array, tile_bytes: int, residuals: str
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  first: jax.Array,
+  tile_bytes: int,
+  residuals: str,
+  parents: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
   """Grouped-query softmax attention in which query i sees the slots first[i] … i; scores and softmax in float32.
 
@@ -32,6 +38,8 @@ def attention(
     first: [B, S] int32, at most the query's own slot.
     tile_bytes: float32 scores held at once, about.
     residuals: name under which a rematerialisation policy may save output and log-normalisers.
+    parents: (parent of each query, segment of each key), both [B, S] int32: a query sees the keys of its parent too,
+      which stand before it. A parent that is no segment is none.
 
   Returns:
     [B, S, H, head_dim] in the dtype of `query`.
@@ -42,9 +50,10 @@ def attention(
   padding = -length % chunk
   if padding:
     query, key, value = (jnp.pad(array, ((0, 0), (0, padding), (0, 0), (0, 0))) for array in (query, key, value))
-    first = jnp.pad(first, ((0, 0), (0, padding)))
+    first, parents = jax.tree.map(lambda array: jnp.pad(array, ((0, 0), (0, padding))), (first, parents))
   by_key = query.reshape(batch, length + padding, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
-  mixed = _attention(rows, chunk, residuals, by_key, key.swapaxes(1, 2), value.swapaxes(1, 2), first)
+  parent, segment = parents or (None, None)
+  mixed = _attention(rows, chunk, residuals, by_key, key.swapaxes(1, 2), value.swapaxes(1, 2), segment, (first, parent))
   return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length + padding, heads, head_dim)[:, :length]
 
 
@@ -59,42 +68,46 @@ def _tile(batch: int, length: int, heads: int, tile_bytes: int) -> tuple[int, in
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attention(rows, chunk, residuals, query, key, value, first):
-  """[B, KV, G, S, head_dim] of query [B, KV, G, S, head_dim], key and value [B, KV, S, head_dim]."""
-  return _forward(rows, chunk, residuals, query, key, value, first)[0]
+def _attention(rows, chunk, residuals, query, key, value, segment, sight):
+  """[B, KV, G, S, head_dim] of query [B, KV, G, S, head_dim], key and value [B, KV, S, head_dim].
+
+  What is seen: `segment` [B, S] of the keys, and of the queries `sight`, (first slot, parent), each [B, S]; segments and
+  parents are None where there are none.
+  """
+  return _forward(rows, chunk, residuals, query, key, value, segment, sight)[0]
 
 
-def _forward(rows, chunk, residuals, query, key, value, first):
-  def tile(key, value, query, first, slot):
-    scores = jnp.where(_seen(first, slot, query, key), _flat('bkqd,bkcd->bkqc', query, key), MASKED)
+def _forward(rows, chunk, residuals, query, key, value, segment, sight):
+  def tile(key, value, segment, query, sight, slot):
+    scores = jnp.where(_seen(sight, segment, slot, query, key), _flat('bkqd,bkcd->bkqc', query, key), MASKED)
     top = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     mixed = _flat('bkqc,bkcd->bkqd', weights.astype(value.dtype), value) / total
     return mixed.astype(query.dtype).reshape(query.shape), (top + jnp.log(total)).reshape(query.shape[:-1])
 
-  def some_rows(query, key, value, first):
+  def some_rows(query, key, value, segment, sight):
     pieces = []
     for span in _spans(query.shape[3], chunk):
-      keys = [array[:, :, : span[1]] for array in (key, value)]
+      keys = _up_to(span[1], key, value, segment)
       step = lambda nothing, parts, keys=keys: (nothing, tile(*keys, *parts))
-      pieces.append(_scan(step, None, span, chunk, query, first)[1])
+      pieces.append(_scan(step, None, span, chunk, query, sight)[1])
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=3), *pieces)
 
-  done = _by_rows(some_rows, rows, query, key, value, first)
+  done = _by_rows(some_rows, rows, query, key, value, segment, sight)
   mixed, normaliser = (checkpoint_name(array, residuals) for array in done)
-  return mixed, (query, key, value, first, mixed, normaliser)
+  return mixed, (query, key, value, segment, sight, mixed, normaliser)
 
 
 def _backward(rows, chunk, residuals, kept, gradient):
   del residuals
-  query, key, value, first, mixed, normaliser = kept
+  query, key, value, segment, sight, mixed, normaliser = kept
 
-  def tile(key, value, query, first, slot, mixed, normaliser, gradient):
+  def tile(key, value, segment, query, sight, slot, mixed, normaliser, gradient):
     flat = lambda array: array.reshape(*array.shape[:2], -1, array.shape[-1])
     scores = _flat('bkqd,bkcd->bkqc', query, key)
     weights = jnp.exp(scores - flat(normaliser[..., None]))
-    weights = jnp.where(_seen(first, slot, query, key), weights, 0.0)
+    weights = jnp.where(_seen(sight, segment, slot, query, key), weights, 0.0)
     towards = _flat('bkqd,bkcd->bkqc', gradient, value)
     mean = jnp.sum(flat(mixed).astype(jnp.float32) * flat(gradient).astype(jnp.float32), axis=-1, keepdims=True)
     to_scores = (weights * (towards - mean)).astype(query.dtype)
@@ -103,16 +116,16 @@ def _backward(rows, chunk, residuals, kept, gradient):
     to_value = _flat('bkqc,bkqd->bkcd', weights.astype(value.dtype), gradient)
     return to_query, to_key, to_value
 
-  def some_rows(query, key, value, *parts):
+  def some_rows(query, key, value, segment, *parts):
     to_query, sums = [], []
     for span in _spans(query.shape[3], chunk):
-      keys = [array[:, :, : span[1]] for array in (key, value)]
+      keys = _up_to(span[1], key, value, segment)
 
       def step(sums, parts, keys=keys):
         to_query, *more = tile(*keys, *parts)
         return more if sums is None else [old + new for old, new in zip(sums, more, strict=True)], to_query
 
-      empty = None if span[1] - span[0] == chunk else [jnp.zeros(array.shape, jnp.float32) for array in keys]
+      empty = None if span[1] - span[0] == chunk else [jnp.zeros(array.shape, jnp.float32) for array in keys[:2]]
       more, part = _scan(step, empty, span, chunk, query, *parts)
       to_query.append(part)
       sums = [
@@ -121,19 +134,32 @@ def _backward(rows, chunk, residuals, kept, gradient):
       ]
     return jnp.concatenate(to_query, axis=3), sums[0].astype(key.dtype), sums[1].astype(value.dtype)
 
-  return *_by_rows(some_rows, rows, query, key, value, first, mixed, normaliser, gradient), None
+  return *_by_rows(some_rows, rows, query, key, value, segment, sight, mixed, normaliser, gradient), None, None
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _seen(first: jax.Array, slot: jax.Array, query: jax.Array, key: jax.Array) -> jax.Array:
-  """[B, 1, G · Q, C] bool: key slots from first [B, Q] to slot [Q]."""
+def _up_to(end: int, key: jax.Array, value: jax.Array, segment: jax.Array | None) -> list[jax.Array | None]:
+  """Keys, values and their segments in the slots before `end`."""
+  return [key[:, :, :end], value[:, :, :end], None if segment is None else segment[:, :end]]
+
+
+def _seen(
+  sight: tuple[jax.Array, jax.Array | None],
+  segment: jax.Array | None,
+  slot: jax.Array,
+  query: jax.Array,
+  key: jax.Array,
+) -> jax.Array:
+  """[B, 1, G · Q, C] bool: key slots from first [B, Q] to slot [Q], and those whose segment [B, C] is parent [B, Q]."""
+  first, parent = sight
   # One comparison without sign for both ends: this runs for every score.
   reach = (slot[None] - first).astype(jnp.uint32)
   grouped = lambda array: jnp.tile(array, (1, query.shape[2]))[:, None, :, None]
   place = lax.broadcasted_iota(jnp.int32, (1, 1, 1, key.shape[2]), 3)
-  return (place - grouped(first)).astype(jnp.uint32) <= grouped(reach)
+  own = (place - grouped(first)).astype(jnp.uint32) <= grouped(reach)
+  return own if segment is None else own | (grouped(parent) == segment[:, None, None, :])
 
 
 def _flat(formula: str, left: jax.Array, right: jax.Array) -> jax.Array:
@@ -151,23 +177,26 @@ def _spans(length: int, chunk: int) -> list[tuple[int, int]]:
 
 
 def _scan(
-  step: Callable, carry: Any, span: tuple[int, int], chunk: int, query: jax.Array, first: jax.Array, *more: jax.Array
+  step: Callable, carry: Any, span: tuple[int, int], chunk: int, query: jax.Array, sight: Any, *more: jax.Array
 ) -> tuple[Any, Any]:
-  """lax.scan of step(carry, (query, first, slot, *more)) over the chunks of a span; its output joined along axis 3."""
+  """lax.scan of step(carry, (query, sight, slot, *more)) over the chunks of a span; its output joined along axis 3."""
   start, end = span
-  parts = [query[:, :, :, start:end], first[:, start:end], jnp.arange(start, end, dtype=jnp.int32)]
-  parts += [array[:, :, :, start:end] for array in more]
+  parts = [query[:, :, :, start:end], jax.tree.map(lambda array: array[:, start:end], sight)]
+  parts += [jnp.arange(start, end, dtype=jnp.int32), *(array[:, :, :, start:end] for array in more)]
   if end - start == chunk:
     return step(carry, parts)
   axes = [3, 1, 0, *(3 for _ in more)]
   cut = lambda array, axis: array.reshape(*array.shape[:axis], -1, chunk, *array.shape[axis + 1 :])
-  chunks = [jnp.moveaxis(cut(array, axis), axis, 0) for array, axis in zip(parts, axes, strict=True)]
+  chunks = [
+    jax.tree.map(lambda array, axis=axis: jnp.moveaxis(cut(array, axis), axis, 0), part)
+    for part, axis in zip(parts, axes, strict=True)
+  ]
   carry, out = lax.scan(step, carry, chunks)
   join = lambda array: array.reshape(*array.shape[:3], -1, *array.shape[5:])
   return carry, jax.tree.map(lambda array: join(jnp.moveaxis(array, 0, 3)), out)
 
 
-def _by_rows(function: Callable, rows: int, *arrays: jax.Array) -> Sequence[jax.Array]:
+def _by_rows(function: Callable, rows: int, *arrays: Any) -> Sequence[jax.Array]:
   """function(*arrays), `rows` rows at a time."""
   if rows == arrays[0].shape[0]:
     return function(*arrays)

@@ -23,6 +23,8 @@ class Policy(Protocol):
   vocab_size: int
   # Whether a step over a cache reads no more of it than rows hold, so that a large one costs memory only.
   reads_filled: bool
+  # Whether segments may have parents (`apply`).
+  shares_prefixes: bool
 
   def apply(
     self,
@@ -32,6 +34,7 @@ class Policy(Protocol):
     positions: jax.Array,
     segment_ids: jax.Array,
     cache: KVCache | None = None,
+    parents: jax.Array | None = None,
   ) -> tuple[jax.Array, jax.Array, KVCache | None]:
     """Final hidden states and the matrix that turns them into logits.
 
@@ -39,12 +42,15 @@ class Policy(Protocol):
       base: frozen parameters.
       trainable: trainable parameters.
       tokens: [B, S] int32.
-      positions: [B, S] int32, the position of each token within its segment.
+      positions: [B, S] int32, the position of each token within its segment, counted on from that of a parent.
       segment_ids: [B, S] int32, 0 = padding. A token attends to tokens of its own segment that stand before it. Tokens
         of a segment stand in consecutive slots, in the order of their positions.
       cache: from `init_cache`, to be filled by these tokens, one segment from slot 0 on in every row, which attend to
         themselves; or from `with_recent`: every row gets S more tokens, which attend to all that the row holds. A row
         whose new tokens are padding is not in use, and what comes of it means nothing.
+      parents: [B, S] int32, the segment whose tokens, which stand before it, a token attends to beside its own; 0: none.
+        So several completions share a prompt. None: there are none. Without a cache; the kernels of a TPU have no
+        gradient then.
 
     Returns:
       hidden [B, S, D] (after the final norm), unembedding [V, D] such that logits = hidden @ unembedding.T,

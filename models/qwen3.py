@@ -401,6 +401,7 @@ class Decoder(nnx.Module):
     positions: jax.Array,
     segment_ids: jax.Array,
     cache: kv_cache.KVCache | None,
+    parents: jax.Array | None,
     remat: str,
     lowering: lowerings.Lowering,
   ) -> tuple[jax.Array, kv_cache.KVCache | None]:
@@ -414,7 +415,7 @@ class Decoder(nnx.Module):
       into = cache if whole else cache.recent
       slot, store = jnp.zeros((), jnp.int32) if whole else into.length, into.stores
     if whole:
-      mix = self._whole(lowering, segment_ids, sampling=cache is not None)
+      mix = self._whole(lowering, segment_ids, parents, sampling=cache is not None)
     else:
       mix_as = self._onto_stacks if lowering.stacked_cache else self._onto
       mix = mix_as(lowering, positions, segment_ids, cache)
@@ -446,7 +447,7 @@ class Decoder(nnx.Module):
 
   # What follows returns mix(query, key, value, stores of this call, layer) -> [B, S, H, head_dim].
 
-  def _whole(self, lowering, segment_ids, sampling):
+  def _whole(self, lowering, segment_ids, parents, sampling):
     """Attention of whole sequences to themselves."""
     starts = attention.segment_starts(segment_ids)
     windows = lowerings.distinct(self.config.windows)
@@ -461,6 +462,7 @@ class Decoder(nnx.Module):
       windows=windows,
       kind=kinds.astype(jnp.int32)[layer],
       sampling=sampling,
+      parents=parents,
     )
 
   def _onto(self, lowering, positions, segment_ids, cache):
@@ -556,6 +558,10 @@ class Qwen3Policy:
   def reads_filled(self) -> bool:
     return self.lowering.stacked_cache
 
+  @property
+  def shares_prefixes(self) -> bool:
+    return self.config.windows is None
+
   def on(self, mesh: jax.sharding.Mesh | None, attention_setting: str = 'auto') -> Qwen3Policy:
     """The policy with the kernels that `model.attention` asks for on the devices of a mesh (None: the default device).
 
@@ -593,6 +599,7 @@ class Qwen3Policy:
     positions: jax.Array,
     segment_ids: jax.Array,
     cache: kv_cache.KVCache | None = None,
+    parents: jax.Array | None = None,
   ) -> tuple[jax.Array, jax.Array, kv_cache.KVCache | None]:
     """Hidden states after the final norm [B, S, D], the unembedding [V, D], both in compute dtype, and the cache.
 
@@ -605,7 +612,7 @@ class Qwen3Policy:
       params = self._ready_to_gather(self._in_compute_dtype(params), tokens.shape[0])
     turned = params.pop(TURNED, None)
     decoder = nnx.merge(_graph(self.config, _is_unrolled(params)), params)
-    hidden, cache = decoder(tokens, positions, segment_ids, cache, self.remat, self.lowering)
+    hidden, cache = decoder(tokens, positions, segment_ids, cache, parents, self.remat, self.lowering)
     return hidden, decoder.output_matrix() if turned is None else turned.T, cache
 
   def init_cache(self, batch_size: int, length: int, quantized: bool = False) -> kv_cache.KVCache:

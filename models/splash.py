@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
+from jax import lax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 import jax.numpy as jnp
@@ -22,6 +25,7 @@ def attention(
   *,
   residuals: str,
   interpret: bool = False,
+  parents: jax.Array | None = None,
 ) -> jax.Array:
   """Causal grouped-query softmax attention within segments; scores and softmax in float32.
 
@@ -33,6 +37,8 @@ def attention(
     window: number of slots that are seen, the query's own included; 0: all. Static.
     residuals: name under which a rematerialisation policy may save output and log-normalisers.
     interpret: run without a TPU.
+    parents: [B, S] int32, the segment that a query sees beside its own, which stands before it; 0: none. Without a
+      gradient and a window.
 
   Returns:
     [B, S, H, head_dim] in the dtype of `query`.
@@ -43,11 +49,12 @@ def attention(
   wider = -head_dim % LANES
   # Added slots are padding at the end, added numbers of a head are zeros: neither changes what the others get.
   widen = lambda array: jnp.pad(array, ((0, 0), (0, room), (0, 0), (0, wider))).swapaxes(1, 2)
-  segment_ids = jnp.pad(segment_ids, ((0, 0), (0, room)))
+  segment_ids, parents = jax.tree.map(lambda ids: jnp.pad(ids, ((0, 0), (0, room))), (segment_ids, parents))
   size = (length + room, length + room)
   mask = masks.LocalMask(size, (window - 1, 0), 0) if window else masks.CausalMask(size)
   compute = min(block, COMPUTE_BLOCK)
-  splash = kernel.make_splash_mha_single_device(
+  splash = functools.partial(
+    kernel.make_splash_mha_single_device,
     masks.MultiHeadMask([mask] * heads),
     block_sizes=kernel.BlockSizes(
       block_q=block,
@@ -62,8 +69,23 @@ def attention(
     residual_checkpoint_name=residuals,
     interpret=interpret,
   )
-  row = lambda query, key, value, segments: splash(query, key, value, kernel.SegmentIds(segments, segments))
-  mixed = jax.vmap(row)(widen(query), widen(key), widen(value), segment_ids)
+  arrays = widen(query), widen(key), widen(value)
+
+  def to_segments(query_segments, **options):
+    run = splash(**options)
+    row = lambda query, key, value, *segments: run(query, key, value, kernel.SegmentIds(*segments))
+    return jax.vmap(row)(*arrays, query_segments, segment_ids)
+
+  def to_parents_too():
+    own, (total,) = to_segments(segment_ids, save_residuals=True)
+    # Where there is no parent, no key has this segment: the total of nothing is next to nothing.
+    above, (total_above,) = to_segments(jnp.where(parents > 0, parents, -1), save_residuals=True)
+    share = jax.nn.sigmoid(total - total_above)[..., None]
+    return (share * own + (1 - share) * above).astype(own.dtype)
+
+  to_own = functools.partial(to_segments, segment_ids)
+  # Rows without parents, which are most, are not looked at twice.
+  mixed = to_own() if parents is None else lax.cond(jnp.any(parents > 0), to_parents_too, to_own)
   return mixed.swapaxes(1, 2)[:, :length, :, :head_dim].astype(query.dtype)
 
 

@@ -152,7 +152,14 @@ def programs(
         )
       for reprompt in trained.reprompt if sdpo else (None,):
         batch = abstract_batch(
-          rows, prompt, reprompt, response, old=not batching.on_policy(config), terms=terms, mesh=mesh
+          rows,
+          prompt,
+          reprompt,
+          response,
+          old=not batching.on_policy(config),
+          terms=terms,
+          mesh=mesh,
+          share=batching.shares_prompts(config, policy),
         )
         name = f'update/{prompt}×{reprompt}×{response}' if sdpo else f'update/{prompt}×{response}'
         found[name] = Program(
@@ -172,20 +179,22 @@ def abstract_batch(
   old: bool,
   terms: Sequence[str],
   mesh: jax.sharding.Mesh,
+  share: bool = False,
 ) -> Batch:
-  """Shapes and shardings of a micro-batch whose loss has these `terms`."""
+  """Shapes and shardings of a micro-batch whose loss has these `terms`; `share` from `batching.shares_prompts`."""
   sharding = meshes.batch_sharding(mesh)
   array = lambda width, dtype: jax.ShapeDtypeStruct((rows, width), dtype, sharding=sharding)
-  side = lambda room: TokenRows(
+  side = lambda room, share=False: TokenRows(
     tokens=array(room + response, jnp.int32),
     positions=array(room + response, jnp.int32),
     segment_ids=array(room + response, jnp.int32),
     target_index=array(response, jnp.int32),
+    parents=array(room + response, jnp.int32) if share else None,
   )
   weights = array(response, jnp.float32)
   return Batch(
     student=side(prompt),
-    teacher=None if reprompt is None else side(reprompt),
+    teacher=None if reprompt is None else side(reprompt, share),
     targets=array(response, jnp.int32),
     mask=weights,
     **{name: weights if name in terms else None for name in batching.COEFFICIENTS},

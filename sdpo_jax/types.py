@@ -76,11 +76,12 @@ class TokenRows:
   """Token sequences for one forward pass, right-padded."""
 
   tokens: jax.Array  # [B, S] int32.
-  positions: jax.Array  # [B, S] int32, restarted at 0 for each segment.
-  segment_ids: jax.Array  # [B, S] int32, 0 = padding; tokens attend only within their segment.
+  positions: jax.Array  # [B, S] int32, restarted at 0 for each segment without a parent.
+  segment_ids: jax.Array  # [B, S] int32, 0 = padding; tokens attend only within their segment and to its parent.
   target_index: (
     jax.Array
   )  # [B, T] int32, index in the row of the state that predicts completion token t (0 where masked).
+  parents: jax.Array | None = None  # [B, S] int32, segment that stands before a token's own, 0: none; None: no parents.
 
 
 @flax.struct.dataclass

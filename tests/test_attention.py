@@ -27,6 +27,18 @@ PACKED = np.stack(
     np.repeat([1, 2, 3], [1, 20, 19]),
   ]
 ).astype(np.int32)
+# Segments, and the one that each sees beside its own: prompts with completions among others; nothing shared; nothing.
+FAMILIES = np.stack(
+  [
+    np.repeat([1, 2, 3, 4, 5, 0], [6, 5, 7, 11, 9, 2]),
+    PACKED[0],
+    PACKED[2],
+    np.repeat([1, 2, 3, 4, 5], [1, 9, 10, 4, 16]),
+  ]
+).astype(np.int32)
+PARENTS = np.zeros_like(FAMILIES)
+for row, child, parent in ((0, 2, 1), (0, 3, 1), (0, 5, 1), (3, 2, 1), (3, 3, 1), (3, 5, 4)):
+  PARENTS[row][FAMILIES[row] == child] = parent
 SINGLE = np.stack([np.repeat([1, 0], [n, 40 - n]) for n in (33, 40, 1, 0)]).astype(np.int32)
 XLA = {
   'one tile': Lowering(tile_bytes=2**30),
@@ -43,12 +55,13 @@ def tensors(rows, length, seed=0, heads=HEADS, kv_heads=KV_HEADS):
   return draw(heads), draw(kv_heads), draw(kv_heads)
 
 
-def plain(query, key, value, segment_ids, window):
+def plain(query, key, value, segment_ids, window, parents=None):
   """The formula in float64, token by token; 0 for padding."""
   out = np.zeros(query.shape)
   group = query.shape[2] // key.shape[2]
   for row, slot in np.argwhere(segment_ids > 0):
-    seen = [i for i in range(slot + 1) if segment_ids[row, i] == segment_ids[row, slot]]
+    ids = {segment_ids[row, slot], segment_ids[row, slot] if parents is None else parents[row, slot]} - {0}
+    seen = [i for i in range(slot + 1) if segment_ids[row, i] in ids]
     seen = seen[-window:] if window else seen
     for head in range(query.shape[2]):
       scores = np.float64(key[row, seen, head // group]) @ np.float64(query[row, slot, head])
@@ -57,18 +70,18 @@ def plain(query, key, value, segment_ids, window):
   return out
 
 
-def masked_formula(query, key, value, segment_ids, window):
+def masked_formula(query, key, value, segment_ids, window, parents=None):
   """The same, differentiable."""
   positions = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape)
   mask = attention.visible(positions, segment_ids, positions, segment_ids, window or None)
+  if parents is not None:
+    mask |= attention.visible(positions, parents, positions, segment_ids)
   return attention.attend(query, (Stores(key.swapaxes(1, 2), value.swapaxes(1, 2)), mask))
 
 
-def whole(lowering, query, key, value, segment_ids, windows=(0,), kind=0, sampling=False):
+def whole(lowering, query, key, value, segment_ids, windows=(0,), kind=0, **options):
   starts = attention.segment_starts(segment_ids)
-  return attention.attend_whole(
-    lowering, query, key, value, segment_ids, starts, windows=windows, kind=kind, sampling=sampling
-  )
+  return attention.attend_whole(lowering, query, key, value, segment_ids, starts, windows=windows, kind=kind, **options)
 
 
 def with_gradients(function, real, *arrays):
@@ -98,6 +111,29 @@ def test_every_lowering_is_the_plain_formula(name, window, segments):
   expected = with_gradients(lambda *arrays: masked_formula(*arrays, segments, window), real, *arrays)
   for mine, theirs in zip(ours[1:], expected[1:], strict=True):
     np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize('mesh', [None, (4, 1)], ids=['one device', 'four devices'])
+@pytest.mark.parametrize('name', [*XLA, *KERNELS])
+def test_a_segment_sees_its_parent_too(name, mesh):
+  lowering = {**XLA, **KERNELS}[name]
+  if mesh is not None:
+    lowering = dataclasses.replace(lowering, mesh=make_mesh(MeshConfig(*mesh), jax.devices()[:4]))
+  arrays, real = tensors(*FAMILIES.shape), FAMILIES > 0
+  run = lambda *arrays: whole(lowering, *arrays, FAMILIES, parents=PARENTS)
+  out = np.asarray(jax.jit(run)(*arrays))
+  assert np.isfinite(out).all()
+  np.testing.assert_allclose(out * real[:, :, None, None], plain(*arrays, FAMILIES, 0, PARENTS), atol=2e-6)
+  assert np.abs(out - whole(lowering, *arrays, FAMILIES))[PARENTS > 0].min(axis=(1, 2)).max() > 1e-3
+  if name in XLA:
+    expected = with_gradients(lambda *arrays: masked_formula(*arrays, FAMILIES, 0, PARENTS), real, *arrays)
+    for mine, theirs in zip(with_gradients(run, real, *arrays), expected, strict=True):
+      np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+def test_windows_are_not_for_parents():
+  with pytest.raises(ValueError, match=r'not windows of \(0, 6\)'):
+    whole(Lowering(), *tensors(*FAMILIES.shape), FAMILIES, (0, 6), 1, parents=PARENTS)
 
 
 @pytest.mark.parametrize('heads', [(6, 1), (3, 3)], ids=['one key for all heads', 'one key a head'])

@@ -165,6 +165,16 @@ def test_training_runs_splash_and_may_save_its_output():
   assert sorted(kernels(text)) == sorted(2 * (forward + backward))
 
 
+def test_prompts_that_are_shared_take_two_kernels_where_there_are_any():
+  mesh = slice_mesh('v5e:2x2', 2, 2)
+  policy = huggingface.describe(SMALL, ModelConfig()).on(mesh)
+  sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+  row = (jax.ShapeDtypeStruct((4, 1024), jnp.int32, sharding=sharding),) * 4
+  forward = lambda params, *row, parents: policy.apply({}, params, *row, parents=parents)[0]
+  lowered = jax.jit(forward).lower(abstract_parameters(policy, mesh), *row[:3], parents=row[3])
+  assert kernels(lowered.compile().as_text()) == 3 * ['splash_mha_fwd']  # Two to be merged, or the one of before.
+
+
 @pytest.mark.parametrize('quantized', [False, True], ids=['bfloat16', 'int8'])
 @pytest.mark.parametrize(('name', 'shape'), [('v5e:2x2', (2, 2)), ('v5e:8x8', (32, 2))])
 def test_decoding_reads_the_cache_where_it_lies(name, shape, quantized):

@@ -7,7 +7,7 @@ import pytest
 
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
-from sdpo_jax.training import batching
+from sdpo_jax.training import batching, packing
 from sdpo_jax.types import Rollouts
 
 
@@ -72,7 +72,7 @@ def held(micros):
 
 
 def test_packed_rows_restart_positions_and_number_their_segments():
-  rows = batching.packed_rows([[([1, 2], [7]), (None, [8, 9]), ([3], [5, 6])], []], length=8, width=6)
+  rows = packing.packed_rows([[([1, 2], [7]), (None, [8, 9]), ([3], [5, 6])], []], length=8, width=6)
   np.testing.assert_array_equal(rows.tokens, [[1, 2, 7, 3, 5, 6, 0, 0], [0] * 8])
   np.testing.assert_array_equal(rows.positions, [[0, 1, 2, 0, 1, 2, 0, 0], [0] * 8])
   np.testing.assert_array_equal(rows.segment_ids, [[1, 1, 1, 2, 2, 2, 0, 0], [0] * 8])
@@ -84,12 +84,90 @@ def test_packing_holds_every_item_once_within_the_room_in_few_rows(seed):
   rng = np.random.default_rng(seed)
   room = np.array([30, 50, 20])
   sizes = np.stack([rng.integers(0, limit + 1, 40) for limit in room // rng.integers(1, 4)], axis=1)
-  rows = batching.pack(sizes, room, 4)
+  rows = packing.pack(sizes, room, 4)
   assert sorted(item for row in rows for item in row) == list(range(40))
   assert all((sizes[row].sum(0) <= room).all() for row in rows)
   least = int(np.ceil(sizes.sum(0) / room).max())
   assert len(rows) <= 2 * least + 4
-  assert rows == batching.pack(sizes, room, 4)
+  assert rows == packing.pack(sizes, room, 4)
+
+
+@pytest.mark.parametrize('seed', range(20))
+def test_packing_counts_what_is_shared_once_a_row(seed):
+  rng = np.random.default_rng(seed)
+  room = np.array([30, 50, 20])
+  keys = rng.integers(0, 6, 40)
+  shared = np.stack([np.zeros(6, int), rng.integers(0, 30, 6), np.zeros(6, int)], axis=1)[keys]
+  sizes = shared + np.stack([rng.integers(1, 8, 40) for _ in room], axis=1)
+  rows = packing.pack(sizes, room, 1, keys, shared)
+  assert sorted(item for row in rows for item in row) == list(range(40))
+  for row in rows:
+    first = [item for place, item in enumerate(row) if keys[item] not in keys[row[:place]]]
+    taken = (sizes - shared)[row].sum(0) + shared[first].sum(0)
+    assert (taken <= room).all()
+  assert len(rows) <= len(packing.pack(sizes, room, 1))
+  assert rows == packing.pack(sizes, room, 1, keys, shared)
+
+
+def test_completions_of_one_prompt_share_it():
+  parts = [([1, 2, 3], [7, 8]), ([4], [9]), (None, [5]), ([1, 2, 3], [6, 5, 4]), ([1, 2, 3], [])]
+  rows = packing.packed_rows([parts, [([1, 2], [3])]], length=12, width=8, share=True)
+  np.testing.assert_array_equal(rows.tokens[0], [1, 2, 3, 7, 8, 4, 9, 6, 5, 4, 0, 0])
+  np.testing.assert_array_equal(rows.segment_ids[0], [1, 1, 1, 2, 2, 3, 3, 4, 4, 4, 0, 0])
+  np.testing.assert_array_equal(rows.parents[0], [0, 0, 0, 1, 1, 0, 0, 1, 1, 1, 0, 0])
+  np.testing.assert_array_equal(rows.positions[0], [0, 1, 2, 3, 4, 0, 1, 3, 4, 5, 0, 0])
+  np.testing.assert_array_equal(rows.target_index[0], [2, 3, 5, 0, 2, 7, 8, 0])
+  alone = packing.packed_rows([[([1, 2], [3])]], length=12, width=8)
+  assert alone.parents is None and not rows.parents[1].any()
+  for name in ('tokens', 'segment_ids', 'positions', 'target_index'):
+    np.testing.assert_array_equal(getattr(rows, name)[1], getattr(alone, name)[0])
+
+
+def test_samples_of_a_row_that_have_the_same_teacher_prompt_share_it():
+  config = make_config(ppo_micro_batch_size=1, pack_sequences=True)
+  samples = make_samples(config)
+  samples.distill_mask[:] = [1, 1, 1, 1, 0, 1, 0, 1]
+  for same in ([0, 1, 3], [2, 4, 7]):  # The fourth has no teacher.
+    samples.teacher_prompts = [
+      samples.teacher_prompts[same[0]] if i in same else p for i, p in enumerate(samples.teacher_prompts)
+    ]
+  apart, together = (batching.micro_batches(samples, np.arange(8), config, share=share) for share in (False, True))
+  assert sorted(held(together)) == sorted(held(apart)) == [0, 1, 2, 3, 5, 7]
+  tokens = lambda micros: sum(micro.tokens(micro.batch.teacher) for micro in micros)
+  assert tokens(together) < tokens(apart) and len(together) <= len(apart)
+  assert any(micro.batch.teacher.parents.any() for micro in together)
+  for micro in together:
+    ids, teacher = micro.samples[0], micro.batch.teacher
+    start = 0
+    for sample in ids:
+      length = int(samples.rollouts.completion_mask[sample].sum())
+      completion = samples.rollouts.completion_tokens[sample, :length]
+      index = teacher.target_index[0, start : start + length]
+      # What the state that predicts the last token sees: all of the prompt, all of the completion but that token.
+      at = index[-1]
+      seen = np.arange(len(teacher.tokens[0])) <= at
+      segments = teacher.segment_ids[0]
+      if length > 1:
+        seen &= (segments == segments[at]) | ((segments == teacher.parents[0, at]) & (segments > 0))
+        np.testing.assert_array_equal(teacher.tokens[0][index[1:]], completion[:-1])
+      else:
+        seen &= segments == segments[at]
+      whole = [*samples.teacher_prompts[sample], *completion[:-1]]
+      np.testing.assert_array_equal(teacher.tokens[0][seen], whole)
+      np.testing.assert_array_equal(teacher.positions[0][seen], np.arange(len(whole)))
+      start += length
+
+
+def test_packed_teacher_rows_take_the_smallest_declared_bucket():
+  config = make_config(ppo_micro_batch_size=1, pack_sequences=True)
+  config.data.reprompt_buckets = (4, 10, 16)
+  samples = make_samples(config)
+  micros = batching.micro_batches(samples, np.arange(8), config.validate())
+  rooms = [micro.batch.teacher.tokens.shape[1] - 6 for micro in micros]
+  for micro, room in zip(micros, rooms, strict=True):
+    taken = micro.tokens(micro.batch.teacher)
+    assert taken <= room + 6 and (room == 4 or taken > {10: 4, 16: 10}[room] + 6)
+  assert rooms == sorted(rooms, reverse=True) and len(set(rooms)) > 1
 
 
 @pytest.mark.parametrize('size', [1, 2, 5])

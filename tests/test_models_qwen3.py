@@ -178,6 +178,28 @@ def test_padded_and_packed_rows_equal_sequences_one_by_one(small):
       np.testing.assert_allclose(hidden[row, start : start + len(expected)], expected, atol=1e-5)
 
 
+def test_completions_that_share_a_prompt_equal_sequences_one_by_one(small):
+  policy, params = small
+  generator = np.random.default_rng(6)
+  prompt, *completions = (generator.integers(0, policy.vocab_size, n, dtype=np.int32) for n in (5, 4, 7, 1))
+  other = generator.integers(0, policy.vocab_size, 3, dtype=np.int32)
+  row = np.concatenate([prompt, completions[0], other, *completions[1:]])[None]
+  sizes = [5, 4, 3, 7, 1]
+  segments = np.repeat([1, 2, 3, 4, 5], sizes)[None].astype(np.int32)
+  parents = np.repeat([0, 1, 0, 1, 1], sizes)[None].astype(np.int32)
+  positions = np.concatenate([start + np.arange(n) for start, n in zip([0, 5, 0, 5, 5], sizes, strict=True)])
+  positions = positions[None].astype(np.int32)
+  hidden = np.asarray(policy.apply({}, params, row, positions, segments, parents=parents)[0][0])
+  assert policy.shares_prefixes
+  for segment, completion in zip((2, 4, 5), completions, strict=True):
+    alone = hidden_states(policy, params, *rows(np.concatenate([prompt, completion])[None]))[0][0]
+    np.testing.assert_allclose(hidden[segments[0] == 1], alone[:5], atol=1e-5)
+    np.testing.assert_allclose(hidden[segments[0] == segment], alone[5:], atol=1e-5)
+  np.testing.assert_allclose(
+    hidden[segments[0] == 3], hidden_states(policy, params, *rows(other[None]))[0][0], atol=1e-5
+  )
+
+
 @pytest.mark.parametrize('layers', [2, SHALLOW + 1], ids=['shallow', 'deep'])
 @pytest.mark.parametrize('window', [None, 4], ids=['full attention', 'sliding windows'])
 def test_one_prefill_serves_a_group_of_rows_of_different_lengths(layers, window):

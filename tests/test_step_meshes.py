@@ -88,7 +88,10 @@ def step(shape: tuple[int, int], pack: bool):
   update = make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state))
   grads, loss = update.zero(state.trainable), 0.0
   divergence = np.full((len(data), T), np.nan, np.float32)
-  for micro in batching.micro_batches(data, np.arange(len(data)), config, mesh.size):
+  share = batching.shares_prompts(config, policy)
+  micros = batching.micro_batches(data, np.arange(len(data)), config, mesh.size, share)
+  assert share == pack and any(pack and micro.batch.teacher.parents.any() for micro in micros) == pack
+  for micro in micros:
     grads, result = update.accumulate({}, state, grads, meshes.put_rows(mesh, micro.batch))
     loss += float(result.loss)
     micro.scatter(np.asarray(result.aux['divergence']), divergence)
@@ -122,8 +125,10 @@ def test_a_mesh_gives_what_one_device_gives(shape, pack):
   np.testing.assert_allclose(mesh_divergence, divergence, rtol=1e-4, atol=1e-6)
 
 
-def test_packing_takes_fewer_rows():
-  rows = lambda pack: sum(
-    bool(row) for micro in batching.micro_batches(samples(), np.arange(16), settings(pack)) for row in micro.samples
+def test_packing_and_sharing_prompts_take_fewer_rows():
+  rows = lambda pack, share: sum(
+    bool(row)
+    for micro in batching.micro_batches(samples(), np.arange(16), settings(pack), share=share)
+    for row in micro.samples
   )
-  assert rows(True) < rows(False) == int((samples().distill_mask > 0).sum())
+  assert rows(True, True) < rows(True, False) < rows(False, False) == int((samples().distill_mask > 0).sum())

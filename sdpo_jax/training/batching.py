@@ -7,10 +7,12 @@ import dataclasses
 
 import numpy as np
 
+from models.policy import Policy
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.objective.aggregation import loss_coefficients
 from sdpo_jax.rollout.engine import buckets, pick
+from sdpo_jax.training import packing
 from sdpo_jax.types import Batch, Rollouts, TokenRows
 
 COEFFICIENTS = ('distill_coef', 'policy_coef', 'entropy_coef')
@@ -24,6 +26,11 @@ def on_policy(config: Config) -> bool:
 def scores_first(config: Config) -> bool:
   """Whether completions are scored by the trainer before the update."""
   return not on_policy(config) or config.algorithm.rollout_correction.rollout_is is not None
+
+
+def shares_prompts(config: Config, policy: Policy) -> bool:
+  """Whether samples of a row that have the same teacher prompt share one copy of it."""
+  return config.actor.pack_sequences and policy.shares_prefixes
 
 
 def mini_batches(config: Config) -> list[np.ndarray]:
@@ -71,11 +78,12 @@ class Buckets:
 
   @classmethod
   def of_update(cls, config: Config) -> Buckets:
-    """Those that the update uses: packed rows have the largest lengths only."""
+    """Those that the update uses: packed rows have the largest lengths, but for declared ones of teacher prompts."""
     declared = cls.of(config)
     if not config.actor.pack_sequences:
       return declared
-    return cls(declared.prompt[-1:], declared.response[-1:], declared.reprompt[-1:])
+    reprompt = declared.reprompt if config.data.reprompt_buckets else declared.reprompt[-1:]
+    return cls(declared.prompt[-1:], declared.response[-1:], reprompt)
 
 
 def token_rows(
@@ -94,39 +102,7 @@ def token_rows(
   """
   ends = mask.sum(1)
   rows = [[(prompt, completions[row, : ends[row]])] for row, prompt in enumerate(prompts)]
-  return packed_rows(rows, prompt_length + completions.shape[1], completions.shape[1])
-
-
-def packed_rows(
-  rows: Sequence[Sequence[tuple[Sequence[int] | None, Sequence[int]]]], length: int, width: int
-) -> TokenRows:
-  """Rows of several samples each, as segments 1, 2, … with positions that restart at 0; padding is segment 0.
-
-  The completion tokens of a row stand in `target_index` one sample after the other.
-
-  Args:
-    rows: of each row its samples' (prompt, completion) token ids. A prompt of None: the sample has no tokens in this
-      row, but places among the targets (which point at state 0).
-    length: S, tokens of a row.
-    width: T, targets of a row.
-  """
-  tokens = np.zeros((len(rows), length), np.int32)
-  positions, segment_ids = np.zeros_like(tokens), np.zeros_like(tokens)
-  target_index = np.zeros((len(rows), width), np.int32)
-  for row, samples in enumerate(rows):
-    place = target = segment = 0
-    for prompt, completion in samples:
-      count = len(completion)
-      if prompt is not None:
-        segment += 1
-        begin, end = place + len(prompt), place + len(prompt) + count
-        tokens[row, place:begin], tokens[row, begin:end] = prompt, completion
-        positions[row, place:end] = np.arange(end - place)
-        segment_ids[row, place:end] = segment
-        target_index[row, target : target + count] = np.arange(begin - 1, end - 1)
-        place = end
-      target += count
-  return TokenRows(tokens=tokens, positions=positions, segment_ids=segment_ids, target_index=target_index)
+  return packing.packed_rows(rows, prompt_length + completions.shape[1], completions.shape[1])
 
 
 @dataclasses.dataclass
@@ -198,67 +174,44 @@ class MicroBatch:
     return int((side.segment_ids > 0).sum())
 
 
-def micro_batches(samples: Samples, rows: np.ndarray, config: Config, multiple: int = 1) -> list[MicroBatch]:
+def micro_batches(
+  samples: Samples, rows: np.ndarray, config: Config, multiple: int = 1, share: bool = False
+) -> list[MicroBatch]:
   """The micro-batches of one optimizer step.
 
   Samples with a signal are sorted by length, so that short ones share small buckets, or packed into rows of the largest
   buckets (`actor.pack_sequences`); each micro-batch is padded to `actor.ppo_micro_batch_size` rows (rounded up to
   `multiple`, the number of devices that share them) with rows of coefficient zero.
+
+  Args:
+    samples: of the generation batch.
+    rows: [M] int, samples of the optimizer step.
+    config: settings.
+    multiple: of the rows of a micro-batch.
+    share: from `shares_prompts`.
   """
   coef = coefficients(samples, rows, config)
   live = np.flatnonzero(has_signal(samples, coef, rows))
   size = -(-config.actor.ppo_micro_batch_size // multiple) * multiple
   lengths = samples.rollouts.completion_mask.sum(1)
   if config.actor.pack_sequences:
-    held = pack(_sizes(samples, rows[live], lengths), _room(config, samples), size)
+    sizes, prompts, shared = _sizes(samples, rows[live], lengths), None, None
+    if share and samples.teacher_prompts is not None:
+      prompts, shared = _teacher_prompts(samples, rows[live])
+    held = packing.pack(sizes, _room(config, samples), size, prompts, shared)
     held = [[int(live[i]) for i in row] for row in held]
+    if samples.teacher_prompts is not None:
+      # Long teacher rows together, so that the others need no more than a smaller bucket.
+      taken = lambda row: sum(packing.taken(_teacher_parts(samples, rows[row], lengths), share))
+      held.sort(key=taken, reverse=True)
   else:
     prompts = samples.teacher_prompts or samples.prompts
     key = lengths[rows] + np.array([len(prompts[row]) for row in rows])
     held = [[int(i)] for i in live[np.argsort(key[live], kind='stable')]]
   return [
-    _micro_batch(samples, coef, held[start : start + size], rows, lengths, size, config)
+    _micro_batch(samples, coef, held[start : start + size], rows, lengths, size, config, share)
     for start in range(0, len(held), size)
   ]
-
-
-def pack(sizes: np.ndarray, room: Sequence[int], multiple: int) -> list[list[int]]:
-  """Items dealt out to few rows.
-
-  As many rows as first-fit decreasing needs, rounded up to `multiple`; then every item, the largest first, goes to the
-  emptiest row that has room, so that rows take equally long. Deterministic.
-
-  Args:
-    sizes: [M, D] what each item takes of each of D resources; no item takes more than `room`.
-    room: D, what a row has of each.
-    multiple: of the number of rows.
-
-  Returns:
-    the items of each row that has any.
-  """
-  order = np.argsort(-sizes.sum(1), kind='stable')
-  room = np.asarray(room)
-  first = _deal(sizes, order, room, None)
-  count = -(-len(first) // multiple) * multiple
-  return [row for row in _deal(sizes, order, room, count) or first if row]
-
-
-def _deal(sizes: np.ndarray, order: np.ndarray, room: np.ndarray, count: int | None) -> list[list[int]]:
-  """First fit in as many rows as it takes (`count` None), or emptiest fit in `count` rows ([] if that fails)."""
-  rows: list[list[int]] = [[] for _ in range(count or 0)]
-  used = np.zeros((len(rows), len(room)), np.int64)
-  for item in order:
-    fits = np.flatnonzero((used + sizes[item] <= room).all(1))
-    if not len(fits):
-      if count is not None:
-        return []
-      rows.append([])
-      used = np.concatenate([used, np.zeros((1, len(room)), np.int64)])
-      fits = np.array([len(rows) - 1])
-    row = int(fits[0] if count is None else fits[np.argmin(used[fits].sum(1))])
-    rows[row].append(int(item))
-    used[row] += sizes[item]
-  return rows
 
 
 def _sizes(samples: Samples, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -269,10 +222,32 @@ def _sizes(samples: Samples, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray
   return np.stack([np.array(student, np.int64), np.array(teacher, np.int64), lengths[ids].astype(np.int64)], axis=1)
 
 
+def _teacher_prompts(samples: Samples, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """(number of the teacher prompt of each sample, what it takes [M, 3] as in `_sizes`), for `pack`."""
+  known: dict[tuple[int, ...] | int, int] = {}
+  taught = [samples.distill_mask[i] > 0 for i in ids]
+  prompts = [tuple(samples.teacher_prompts[i]) if is_taught else () for i, is_taught in zip(ids, taught, strict=True)]
+  # A sample without a teacher shares nothing.
+  keys = [known.setdefault(prompt or -place, len(known)) for place, prompt in enumerate(prompts)]
+  shared = np.zeros((len(ids), 3), np.int64)
+  shared[:, 1] = [len(prompt) for prompt in prompts]
+  return np.array(keys, np.int64), shared
+
+
+def _parts(
+  samples: Samples, prompts: list[list[int]], ids: Sequence[int], lengths: np.ndarray, read: np.ndarray
+) -> packing.Parts:
+  return [(prompts[i] if read[i] else None, samples.rollouts.completion_tokens[i, : lengths[i]]) for i in ids]
+
+
+def _teacher_parts(samples: Samples, ids: Sequence[int], lengths: np.ndarray) -> packing.Parts:
+  return _parts(samples, samples.teacher_prompts, ids, lengths, samples.distill_mask > 0)
+
+
 def _room(config: Config, samples: Samples) -> tuple[int, int, int]:
   """Tokens of a packed student row, teacher row and of the targets: those of the largest buckets."""
   declared = Buckets.of_update(config)
-  (prompt,), (response,), (reprompt,) = declared.prompt, declared.response, declared.reprompt
+  prompt, response, reprompt = declared.prompt[-1], declared.response[-1], declared.reprompt[-1]
   for prompts, limit, name in (
     (samples.prompts, prompt, 'data.prompt_buckets'),
     (samples.teacher_prompts or (), reprompt, 'data.reprompt_buckets'),
@@ -289,6 +264,7 @@ def _micro_batch(
   lengths: np.ndarray,
   size: int,
   config: Config,
+  share: bool,
 ) -> MicroBatch:
   """The micro-batch of `size` rows that hold the samples `rows[i]` for the i of each list of `held`."""
   declared = Buckets.of_update(config)
@@ -308,19 +284,21 @@ def _micro_batch(
         filled[row, : len(joined)] = joined
     return filled
 
-  def side(prompts: list[list[int]], sizes: Sequence[int], name: str, read: np.ndarray) -> TokenRows:
-    read_prompt = lambda i: prompts[i] if read[i] else None
-    longest = max((len(prompts[i]) for row in ids for i in row if read[i]), default=0)
-    room = bucket(longest, sizes, name)
-    contents = [[(read_prompt(i), rollouts.completion_tokens[i, : lengths[i]]) for i in row] for row in ids]
-    return packed_rows(contents, room + width, width)
+  def side(contents: Sequence[packing.Parts], sizes: Sequence[int], name: str, share: bool = False) -> TokenRows:
+    taken = np.array([packing.taken(row, share) for row in contents])
+    # Room that completions leave is there for the prompts of a packed row.
+    needed = taken.sum(1) - width if config.actor.pack_sequences else taken[:, 0]
+    room = bucket(max(int(needed.max()), 0), sizes, name)
+    return packing.packed_rows(contents, room + width, width, share)
 
+  everyone = np.ones(len(samples), bool)
+  student = [_parts(samples, samples.prompts, row, lengths, everyone) for row in ids]
+  taught = samples.teacher_prompts is not None
+  teacher = [_teacher_parts(samples, row, lengths) for row in ids] if taught else None
   advantages = np.broadcast_to(samples.advantages[:, None], rollouts.completion_mask.shape)
   batch = Batch(
-    student=side(samples.prompts, declared.prompt, 'data.prompt_buckets', np.ones(len(samples), bool)),
-    teacher=None
-    if samples.teacher_prompts is None
-    else side(samples.teacher_prompts, declared.reprompt, 'data.reprompt_buckets', samples.distill_mask > 0),
+    student=side(student, declared.prompt, 'data.prompt_buckets'),
+    teacher=side(teacher, declared.reprompt, 'data.reprompt_buckets', share) if taught else None,
     targets=fit(rollouts.completion_tokens, ids),
     mask=fit(rollouts.completion_mask.astype(np.float32), ids),
     old_log_probs=None if samples.old_log_probs is None else fit(samples.old_log_probs.astype(np.float32), ids),

@@ -159,6 +159,7 @@ class Learned:
 def learn(session: Session, state: TrainState, samples: batching.Samples) -> tuple[TrainState, Learned]:
   """All optimizer steps of a generation batch, then the teacher's."""
   config, update = session.config, session.update
+  share = batching.shares_prompts(config, session.policy)
   losses, reports, values = [], [], {}
   trained = teacher_tokens = 0
   shape = samples.rollouts.completion_tokens.shape
@@ -166,7 +167,7 @@ def learn(session: Session, state: TrainState, samples: batching.Samples) -> tup
     for step_rows in batching.mini_batches(config):
       grads = update.zero(state.trainable)
       pending = []
-      for micro in batching.micro_batches(samples, step_rows, config, session.mesh.size):
+      for micro in batching.micro_batches(samples, step_rows, config, session.mesh.size, share):
         batch = put_rows(session.mesh, micro.batch)
         grads, result = update.accumulate(session.base, state, grads, batch)
         pending.append((micro, result))

@@ -32,7 +32,8 @@ def target_states(hidden: jax.Array, rows: TokenRows) -> jax.Array:
 
 def forward(policy: Policy, base: Tree, trainable: Tree, rows: TokenRows) -> tuple[jax.Array, jax.Array]:
   """States [B, T, D] that predict the completion tokens, and the unembedding [R, D], with rows that are no tokens."""
-  hidden, unembedding, _ = policy.apply(base, trainable, rows.tokens, rows.positions, rows.segment_ids)
+  row = rows.tokens, rows.positions, rows.segment_ids
+  hidden, unembedding, _ = policy.apply(base, trainable, *row, parents=rows.parents)
   return target_states(hidden, rows), unembedding
 
 

@@ -1,0 +1,129 @@
+"""Rows that hold several samples: which samples share a row, and what stands where in it (host side, NumPy)."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+
+import numpy as np
+
+from sdpo_jax.types import TokenRows
+
+Parts = Sequence[tuple[Sequence[int] | None, Sequence[int]]]  # Of a row: (prompt, completion) of each sample.
+
+
+def packed_rows(rows: Sequence[Parts], length: int, width: int, share: bool = False) -> TokenRows:
+  """Rows of several samples each, as segments 1, 2, … with positions that restart at 0; padding is segment 0.
+
+  The completion tokens of a row stand in `target_index` one sample after the other.
+
+  Args:
+    rows: of each row its samples' (prompt, completion) token ids. A prompt of None: the sample has no tokens in this
+      row, but places among the targets (which point at state 0).
+    length: S, tokens of a row.
+    width: T, targets of a row.
+    share: a prompt that several samples of a row have stands there once, as a segment of its own, the parent of their
+      completions. The result has `parents` then, whether there are such prompts or not.
+  """
+  tokens = np.zeros((len(rows), length), np.int32)
+  positions, segment_ids, parents = (np.zeros_like(tokens) for _ in range(3))
+  target_index = np.zeros((len(rows), width), np.int32)
+
+  def put(row: int, begin: int, values: Sequence[int], position: int, segment: int, parent: int) -> int:
+    place = slice(begin, begin + len(values))
+    tokens[row, place], segment_ids[row, place], parents[row, place] = values, segment, parent
+    positions[row, place] = np.arange(position, position + len(values))
+    return place.stop
+
+  for row, samples in enumerate(rows):
+    shared = _repeated(samples) if share else set()
+    known: dict[tuple[int, ...], tuple[int, int]] = {}  # Prompt → its segment and the slot of its last token.
+    place = target = segment = 0
+    for prompt, completion in samples:
+      count = len(completion)
+      if prompt is not None:
+        key, parent = tuple(prompt), 0
+        if key not in shared or key not in known:
+          segment += 1
+          place = put(row, place, prompt, 0, segment, 0)
+          known[key] = segment, place - 1
+        own, last = known[key]
+        if key in shared:
+          parent, segment = own, segment + 1
+        states = np.concatenate([[last], np.arange(place, place + count - 1)])
+        target_index[row, target : target + count] = states[:count]
+        place = put(row, place, completion, len(prompt), segment, parent)
+      target += count
+  return TokenRows(tokens, positions, segment_ids, target_index, parents if share else None)
+
+
+def taken(samples: Parts, share: bool) -> tuple[int, int]:
+  """(prompt tokens, completion tokens) that `packed_rows` puts into a row."""
+  prompts = [tuple(prompt) for prompt, _ in samples if prompt is not None]
+  completions = sum(len(completion) for prompt, completion in samples if prompt is not None)
+  return sum(map(len, set(prompts) if share else prompts)), completions
+
+
+def _repeated(samples: Parts) -> set[tuple[int, ...]]:
+  """Prompts that several samples of a row have."""
+  counts = collections.Counter(tuple(prompt) for prompt, _ in samples if prompt is not None)
+  return {prompt for prompt, count in counts.items() if count > 1}
+
+
+def pack(
+  sizes: np.ndarray,
+  room: Sequence[int],
+  multiple: int,
+  keys: np.ndarray | None = None,
+  shared: np.ndarray | None = None,
+) -> list[list[int]]:
+  """Items dealt out to few rows.
+
+  As many rows as first-fit decreasing needs, rounded up to `multiple`; then every item, the largest first, goes to the
+  emptiest row that has room, so that rows take equally long. Items that share something are dealt one after the other,
+  to rows that hold one of them where there is room. Deterministic.
+
+  Args:
+    sizes: [M, D] what each item takes of each of D resources; no item takes more than `room`.
+    room: D, what a row has of each.
+    multiple: of the number of rows.
+    keys: [M] int, equal for items that share something; None: nothing is shared.
+    shared: [M, D] what an item does not take of a row with another item of its key.
+
+  Returns:
+    the items of each row that has any.
+  """
+  if keys is None:
+    keys, shared = np.arange(len(sizes)), np.zeros_like(sizes)
+  together = np.bincount(keys, sizes.sum(1), minlength=keys.max(initial=0) + 1)
+  order = np.lexsort((-sizes.sum(1), keys, -together[keys]))
+  room = np.asarray(room)
+  first = _deal(sizes, keys, shared, order, room, None)
+  count = -(-len(first) // multiple) * multiple
+  return [row for row in _deal(sizes, keys, shared, order, room, count) or first if row]
+
+
+def _deal(
+  sizes: np.ndarray, keys: np.ndarray, shared: np.ndarray, order: np.ndarray, room: np.ndarray, count: int | None
+) -> list[list[int]]:
+  """First fit in as many rows as it takes (`count` None), or emptiest fit in `count` rows ([] if that fails)."""
+  rows: list[list[int]] = [[] for _ in range(count or 0)]
+  used = np.zeros((len(rows), len(room)), np.int64)
+  holding: dict[int, set[int]] = collections.defaultdict(set)  # Key → rows with an item of it.
+  for item in order:
+    held = np.isin(np.arange(len(rows)), list(holding[int(keys[item])]))
+    taken = sizes[item] - held[:, None] * shared[item]
+    fits = np.flatnonzero((used + taken <= room).all(1))
+    fits = fits[held[fits]] if held[fits].any() else fits
+    if not len(fits):
+      if count is not None:
+        return []
+      rows.append([])
+      used = np.concatenate([used, np.zeros((1, len(room)), np.int64)])
+      taken = np.concatenate([taken, sizes[item][None]])
+      fits = np.array([len(rows) - 1])
+    row = int(fits[0] if count is None else fits[np.argmin(used[fits].sum(1))])
+    rows[row].append(int(item))
+    used[row] += taken[row]
+    holding[int(keys[item])].add(row)
+  return rows
