@@ -199,7 +199,7 @@ class ActorConfig:
   pack_sequences: bool = setting(
     False,
     'Pack short samples into rows of the largest declared lengths, as segments that do not see each other: one program '
-    'instead of one per bucket, and little padding.',
+    'per teacher bucket, and little padding. Samples of a row with the same teacher prompt share one copy of it.',
   )
   ppo_epochs: int = setting(1, 'Passes over a generation batch.')
   logits_chunk_size: int = setting(512, 'Tokens whose logits exist at one time in the objective.')
