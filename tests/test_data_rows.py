@@ -49,6 +49,18 @@ def row(value):
   return rows.Row('rows.json, line 3', 3, value)
 
 
+@pytest.mark.parametrize('value', [RAW, {**CODE, 'tests': TRUTHS['code']}, READY], ids=['raw', 'code', 'preprocessed'])
+def test_a_row_asks_the_same_whether_it_is_graded_or_not(value):
+  assert rows.conversation(row(value)) == rows.example(row(value), 'train').messages
+
+
+def test_a_row_without_grader_may_hold_its_messages():
+  messages = [{'role': 'user', 'content': '1 + 1?'}, {'role': 'assistant', 'content': '3'}]
+  messages.append({'role': 'user', 'content': 'Sure?'})
+  assert rows.conversation(row({'messages': messages})) == rows.conversation(row({'prompt': messages})) == messages
+  assert rows.conversation(row({'prompt': '1 + 1?'})) == messages[:1]
+
+
 def test_a_raw_row():
   example = rows.example(row(RAW), 'train')
   assert example.messages == [

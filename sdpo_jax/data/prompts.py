@@ -35,6 +35,26 @@ def chat_tokens(
   )
 
 
+def named_chat_tokens(
+  tokenizer: Tokenizer, conversations: Sequence[Messages], names: Sequence[str], enable_thinking: bool | None
+) -> list[list[int]]:
+  """As `chat_tokens`; `names` are how messages speak of the conversations.
+
+  Raises:
+    UserError: the chat template refuses one, which is named.
+  """
+  try:
+    return chat_tokens(tokenizer, conversations, enable_thinking)
+  except jinja2.TemplateError as error:
+    if len(conversations) == 1:
+      raise UserError(f"{names[0]}: the model's chat template refuses these messages: {error}.") from error
+  # Again one by one, to name it.
+  return [
+    named_chat_tokens(tokenizer, [messages], [name], enable_thinking)[0]
+    for messages, name in zip(conversations, names, strict=True)
+  ]
+
+
 def prompt_tokens(tokenizer: Tokenizer, example: Example, config: Config) -> list[int]:
   """Token ids of the student's prompt.
 
@@ -104,13 +124,8 @@ def _check_length(example: Example, tokens: Sequence[int], config: Config) -> No
 
 
 def _tokens(tokenizer: Tokenizer, examples: Sequence[Example], config: Config) -> list[list[int]]:
-  try:
-    return chat_tokens(tokenizer, [example.messages for example in examples], config.data.enable_thinking)
-  except jinja2.TemplateError as error:
-    if len(examples) == 1:
-      raise UserError(f"{name(examples[0])}: the model's chat template refuses these messages: {error}.") from error
-  # Again one by one, to name the row.
-  return [_tokens(tokenizer, [example], config)[0] for example in examples]
+  conversations = [example.messages for example in examples]
+  return named_chat_tokens(tokenizer, conversations, list(map(name, examples)), config.data.enable_thinking)
 
 
 def name(example: Example) -> str:

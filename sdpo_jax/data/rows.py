@@ -46,9 +46,7 @@ def example(row: Row, split: str) -> Example:
   Raises:
     UserError: naming file, line, field and fault.
   """
-  value = row.value
-  if not isinstance(value, Mapping):
-    raise UserError(f'{row.origin}: a row must be an object with named fields, not {shown(value)}.')
+  value = _fields(row)
   if 'data_source' not in value and 'dataset' not in value:
     raise UserError(
       f"{row.origin}: field 'dataset' (raw rows) or 'data_source' (preprocessed rows) is missing; there is: "
@@ -84,6 +82,26 @@ def example(row: Row, split: str) -> Example:
   )
 
 
+def conversation(row: Row) -> list[dict[str, str]]:
+  """What a row asks, whoever may grade it: its `messages`, or its `prompt`, which is a list of messages too or a text.
+
+  Raises:
+    UserError: naming file, line, field and fault.
+  """
+  value = _fields(row)
+  if 'messages' not in value and 'prompt' not in value:
+    raise UserError(
+      f"{row.origin}: field 'prompt' or 'messages' is missing; there is: {', '.join(map(str, value)) or 'nothing'}."
+    )
+  if 'messages' not in value and isinstance(value['prompt'], str):
+    messages = _raw_messages(value, row)
+  else:
+    messages = _messages(value, row, 'messages' if 'messages' in value else 'prompt')
+  for message in messages:
+    _check_unicode(message['content'], row)
+  return messages
+
+
 def preprocess(row: Row, split: str) -> dict[str, Any]:
   """A raw row in the preprocessed form (reference data/preprocess.py:46-100).
 
@@ -94,30 +112,35 @@ def preprocess(row: Row, split: str) -> dict[str, Any]:
     UserError: naming file, line, field and fault.
   """
   value = row.value
-  kind, source, prompt = (_text(value, name, row) for name in ('kind', 'dataset', 'prompt'))
+  kind, source = (_text(value, name, row) for name in ('kind', 'dataset'))
+  messages = _raw_messages(value, row)
   truth = _text(value, 'tests' if kind == 'code' else 'answer', row)
-  system, description = value.get('system'), value.get('description')
-  for name, text in (('system', system), ('description', description)):
-    if text is not None and not isinstance(text, str):
-      raise UserError(f'{row.origin}: field {name!r} must be a string or null, not {shown(text)}.')
+  description = _text_or_null(value, 'description', row)
   if source == 'livecodebench':
-    prompt = prompt.replace('(self, ', '(')
     description = description and description.replace('(self, ', '(')
-  user = {'role': 'user', 'content': prompt}
   return {
     'data_source': source,
-    'prompt': [user] if system is None else [{'role': 'system', 'content': system}, user],
+    'prompt': messages,
     'ability': kind,
     'reward_model': {'style': kind, 'ground_truth': truth},
     'extra_info': {
       'split': split,
       'index': str(value.get('idx', row.number)),
       'description': description,
-      'problem': prompt,
+      'problem': messages[-1]['content'],
       'elo': value.get('elo'),
       'achievement_prior': value.get('achievement_prior', 0) if split == 'train' else 0,
     },
   }
+
+
+def _raw_messages(value: Mapping[str, Any], row: Row) -> list[dict[str, str]]:
+  """The prompt of a raw row, after its system prompt if it has one."""
+  prompt, system = _text(value, 'prompt', row), _text_or_null(value, 'system', row)
+  if value.get('dataset') == 'livecodebench':
+    prompt = prompt.replace('(self, ', '(')
+  user = {'role': 'user', 'content': prompt}
+  return [user] if system is None else [{'role': 'system', 'content': system}, user]
 
 
 def _truth_field(value: Mapping[str, Any]) -> str:
@@ -139,6 +162,12 @@ def _check_unicode(text: Any, row: Row) -> None:
     ) from error
 
 
+def _fields(row: Row) -> Mapping[str, Any]:
+  if not isinstance(row.value, Mapping):
+    raise UserError(f'{row.origin}: a row must be an object with named fields, not {shown(row.value)}.')
+  return row.value
+
+
 def _field(value: Mapping[str, Any], name: str, row: Row) -> Any:
   if name not in value:
     raise UserError(f'{row.origin}: field {name!r} is missing.')
@@ -152,16 +181,23 @@ def _text(value: Mapping[str, Any], name: str, row: Row) -> str:
   return text
 
 
-def _messages(value: Mapping[str, Any], row: Row) -> list[dict[str, str]]:
-  messages = _field(value, 'prompt', row)
+def _text_or_null(value: Mapping[str, Any], name: str, row: Row) -> str | None:
+  text = value.get(name)
+  if text is not None and not isinstance(text, str):
+    raise UserError(f'{row.origin}: field {name!r} must be a string or null, not {shown(text)}.')
+  return text
+
+
+def _messages(value: Mapping[str, Any], row: Row, name: str = 'prompt') -> list[dict[str, str]]:
+  messages = _field(value, name, row)
   if not isinstance(messages, list) or not messages:
-    raise UserError(f"{row.origin}: field 'prompt' must be a non-empty list of messages, not {shown(messages)}.")
+    raise UserError(f'{row.origin}: field {name!r} must be a non-empty list of messages, not {shown(messages)}.')
   for message in messages:
     good = isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ('role', 'content'))
     if not good:
       raise UserError(
-        f"{row.origin}: field 'prompt': a message must have the strings 'role' and 'content', not {shown(message)}."
+        f"{row.origin}: field {name!r}: a message must have the strings 'role' and 'content', not {shown(message)}."
       )
   if not messages[-1]['content'].strip():
-    raise UserError(f"{row.origin}: field 'prompt': the last message, which asks the question, is empty.")
+    raise UserError(f'{row.origin}: field {name!r}: the last message, which asks the question, is empty.')
   return [{'role': message['role'], 'content': message['content']} for message in messages]

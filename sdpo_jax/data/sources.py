@@ -70,13 +70,7 @@ def read_rows(source: str, setting: str) -> Sequence[Row]:
   """
   if hub.is_hub(source):
     return hub.read_rows(source, setting)
-  try:
-    path = epath.Path(source)
-    if not path.exists() or path.is_dir():
-      raise UserError(f'{setting}: there is no file {source!r}.')
-    content = path.read_bytes()
-  except (OSError, ImportError, ValueError) as error:
-    raise UserError(f'{setting}: {source!r} cannot be read: {error}.') from error
+  content = _read(source, setting)
   if source.endswith('.parquet'):
     rows = _parquet(source, content)
   else:
@@ -85,6 +79,31 @@ def read_rows(source: str, setting: str) -> Sequence[Row]:
   if not rows:
     raise UserError(f'{setting}: {source!r} holds no rows.')
   return rows
+
+
+def read_prompts(source: str, setting: str) -> Sequence[Row]:
+  """The rows of `read_rows`; those of a name ending in .txt are its lines that are not blank, as `prompt`.
+
+  Raises:
+    UserError: as `read_rows`.
+  """
+  if not source.endswith('.txt'):
+    return read_rows(source, setting)
+  lines = enumerate(_decode(source, _read(source, setting)).split('\n'), start=1)
+  rows = [Row(f'{source}, line {number}', number, {'prompt': line.strip()}) for number, line in lines if line.strip()]
+  if not rows:
+    raise UserError(f'{setting}: {source!r} holds no prompt.')
+  return rows
+
+
+def _read(source: str, setting: str) -> bytes:
+  try:
+    path = epath.Path(source)
+    if not path.exists() or path.is_dir():
+      raise UserError(f'{setting}: there is no file {source!r}.')
+    return path.read_bytes()
+  except (OSError, ImportError, ValueError) as error:
+    raise UserError(f'{setting}: {source!r} cannot be read: {error}.') from error
 
 
 def _decode(source: str, content: bytes) -> str:
