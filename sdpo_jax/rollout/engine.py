@@ -96,6 +96,7 @@ class Sampler:
     max_response_length: int | None = None,
     decode_chunk: int = 32,
     quantized: bool = False,
+    resized: bool = True,
   ):
     """A sampler of `policy`.
 
@@ -112,6 +113,8 @@ class Sampler:
       max_response_length: limit of max_tokens; None: the largest bucket.
       decode_chunk: tokens drawn at most in every row before the host looks at them. Changes no sample.
       quantized: keys and values are held as int8, in about half of the memory of bfloat16. Changes probabilities a bit.
+      resized: the cache grows and shrinks with what lives, where that pays; False: it keeps the largest size that it may
+        come to, so that a bucket of prompts has one program.
 
     Raises:
       UserError: an empty stop string.
@@ -125,6 +128,8 @@ class Sampler:
     self._stops = StopStrings(tokenizer, stop)
     self._stop_ids = np.asarray(sorted(set(stop_token_ids)) or [-1], np.int32)
     self._programs: Programs = programs(policy, mesh, quantized)
+    if not resized:
+      self._programs = dataclasses.replace(self._programs, keeps_size=True)
     self._chunk = decode_chunk
     self.account = Account()  # Of the last request.
 

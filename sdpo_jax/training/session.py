@@ -65,8 +65,26 @@ def make_session(config: Config, workdir: epath.PathLike, tokenizer: Any = None)
   mesh = model_mesh(config, huggingface.read_policy(config.model.path, config.model))
   policy, parameters = huggingface.load(config.model.path, config.model, mesh=mesh)
   state = abstract_state(config, parameters, mesh)
+  session = Session(
+    config=config,
+    workdir=epath.Path(workdir),
+    tokenizer=tokenizer,
+    policy=policy,
+    base={},
+    mesh=mesh,
+    sampler=make_sampler(config, policy, tokenizer, mesh),
+    update=make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state)),
+    flops_per_token=flops.forward_flops_per_token(parameters),
+  )
+  return session, parameters
+
+
+def make_sampler(
+  config: Config, policy: Policy, tokenizer: Any, mesh: jax.sharding.Mesh, *, resized: bool = True
+) -> Sampler:
+  """The sampler that the settings describe; `resized` as in `Sampler`."""
   declared = batching.Buckets.of(config)
-  sampler = Sampler(
+  return Sampler(
     policy,
     tokenizer,
     prompt_buckets=declared.prompt,
@@ -79,19 +97,8 @@ def make_session(config: Config, workdir: epath.PathLike, tokenizer: Any = None)
       sorted({*config.rollout.stop_token_ids, *tokenizers.stop_token_ids(config.model.path, tokenizer)})
     ),
     mesh=mesh,
+    resized=resized,
   )
-  session = Session(
-    config=config,
-    workdir=epath.Path(workdir),
-    tokenizer=tokenizer,
-    policy=policy,
-    base={},
-    mesh=mesh,
-    sampler=sampler,
-    update=make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state)),
-    flops_per_token=flops.forward_flops_per_token(parameters),
-  )
-  return session, parameters
 
 
 def sampling_seed(state: TrainState) -> int:
