@@ -1,35 +1,135 @@
-"""Answers one prompt with a run or a Hugging Face model; the completion alone goes to stdout.
+"""Answers prompts with a run or a Hugging Face model: one prompt, a file of them, or a conversation.
 
-python -m launch.sample --workdir=runs/quickstart --prompt="…" --temperature=0
+  python -m launch.sample --workdir=runs/quickstart --prompt="…" --temperature=0
+  python -m launch.sample --workdir=runs/quickstart --prompts=questions.jsonl --n=4 --output=answers.jsonl
+  python -m launch.sample --model=HF_DIR --chat
+
+--prompt: the completion alone goes to stdout; of several, each behind a line `--- completion 1 of 4 ---`.
+
+--prompts: a .txt file has a prompt a line; other files have rows (JSON lines, a JSON array, parquet) with `prompt`, a
+text or a list of messages, or `messages`; rows for training will do. One JSON object a completion, in the order of the
+prompts: row (line number), id (where the row has `id` or `idx`), sample (0 … n − 1), prompt, completion, finish_reason
+(stop or length), tokens, log_prob (sum over the tokens, at temperature 1). While sampling goes on, --output holds what
+is finished in the order in which it was finished: an interruption loses none of it. Without --output, stdout gets the
+objects, each when all before it are there.
+
+--chat: answers every line of input as it is drawn, and remembers the conversation. /reset forgets it; Ctrl-C ends an
+answer; /exit or Ctrl-D ends the chat. Only answers go to stdout.
+
+The same prompt, settings and seed give the same completions: those of --prompt are those of the first row of --prompts
+and, for --n=1, the first answer of --chat.
 """
 
+import contextlib
+import functools
 import sys
 
 from absl import flags
 
 from sdpo_jax import command
-from sdpo_jax.config import ValKwargs
-from sdpo_jax.training import inference
+from sdpo_jax.config import SamplingConfig
+from sdpo_jax.errors import UserError
+from sdpo_jax.training import answering
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a run; its newest checkpoint answers.')
+STEP = flags.DEFINE_integer('step', None, 'The checkpoint of this step of the run answers instead.', lower_bound=1)
 MODEL = flags.DEFINE_string('model', None, 'Hugging Face model directory, instead of a run.')
-PROMPT = flags.DEFINE_string('prompt', None, 'What the user says.', required=True)
+PROMPT = flags.DEFINE_string('prompt', None, 'What the user says.')
+PROMPTS = flags.DEFINE_string('prompts', None, 'File of prompts, instead: .txt, or rows as .jsonl, .json or .parquet.')
+CHAT = flags.DEFINE_bool('chat', False, 'A conversation, instead: every line of input is answered.')
+OUTPUT = flags.DEFINE_string('output', None, 'With --prompts: JSON lines file to write; stdout without it.')
+OVERWRITE = flags.DEFINE_bool('overwrite', False, 'Replace an --output that is there already.')
+N = flags.DEFINE_integer('n', 1, 'Completions a prompt.', lower_bound=1)
+SYSTEM = flags.DEFINE_string('system', None, 'System message of conversations that have none.')
 MAX_TOKENS = flags.DEFINE_integer('max_tokens', 256, 'Tokens of the answer at most.', lower_bound=1)
+MAX_PROMPT_LENGTH = flags.DEFINE_integer(
+  'max_prompt_length',
+  None,
+  "Tokens of a prompt or conversation at most, with the chat template; the run's own limit, or 2048 for a model.",
+  lower_bound=1,
+)
+MAX_BATCH_ROWS = flags.DEFINE_integer(
+  'max_batch_rows', None, "Completions drawn at once; the run's own setting, or 256 for a model.", lower_bound=1
+)
 TEMPERATURE = flags.DEFINE_float('temperature', 0.6, 'Sampling temperature; 0 is greedy.', lower_bound=0.0)
 TOP_P = flags.DEFINE_float('top_p', 0.95, 'Keep the smallest set of tokens with this probability.', 0.0, 1.0)
+TOP_K = flags.DEFINE_integer('top_k', -1, 'Keep the k most likely tokens; 0 or -1 keeps all.', lower_bound=-1)
+MIN_P = flags.DEFINE_float('min_p', 0.0, 'Drop tokens less likely than this part of the most likely one.', 0.0, 1.0)
 SEED = flags.DEFINE_integer('seed', 0, 'Seed of the sampling noise.', lower_bound=0)
+DTYPE = flags.DEFINE_enum(
+  'dtype', None, ['float32', 'bfloat16'], "Compute dtype; the run's own, or float32 for a model."
+)
+INTERRUPTED = 130  # Exit code, as of a shell's command that Ctrl-C has ended.
 
 
-def main() -> None:
-  text = inference.sample_text(
-    workdir=WORKDIR.value,
-    model=MODEL.value,
-    prompt=PROMPT.value,
-    sampling=ValKwargs(n=1, temperature=TEMPERATURE.value, top_p=TOP_P.value),
+def announce(text: str) -> None:
+  print(text, file=sys.stderr, flush=True)
+
+
+def check_flags() -> None:
+  """Raises UserError for flags that contradict each other."""
+  if [PROMPT.value is not None, PROMPTS.value is not None, CHAT.value].count(True) != 1:
+    raise UserError('Name one of --prompt="…", --prompts=FILE and --chat.')
+  if PROMPT.value is not None and not PROMPT.value.strip():
+    raise UserError('--prompt is empty: say something.')
+  if PROMPTS.value is None and (OUTPUT.value is not None or OVERWRITE.value):
+    raise UserError('--output and --overwrite go with --prompts=FILE; otherwise answers go to stdout.')
+  if CHAT.value and N.value > 1:
+    raise UserError(f'--n={N.value}: a --chat has one answer a turn; leave --n out.')
+
+
+def write_answer(speaker: answering.Speaker) -> None:
+  texts = answering.answers(speaker, answering.with_system([{'role': 'user', 'content': PROMPT.value}], SYSTEM.value))
+  for number, text in enumerate(texts, start=1):
+    if len(texts) > 1:
+      sys.stdout.write(f'--- completion {number} of {len(texts)} ---\n')
+    sys.stdout.write(text + '\n')
+
+
+def write_answers(speaker: answering.Speaker, questions: list[answering.Question]) -> None:
+  records = answering.answer_all(speaker, questions, announce)
+  if OUTPUT.value is None:
+    answering.write_in_order(sys.stdout, records)
+  else:
+    answering.write_to_file(OUTPUT.value, records)
+
+
+def hold_chat(speaker: answering.Speaker) -> None:
+  read = input
+  if sys.stdin.isatty() and sys.stdout.isatty():
+    with contextlib.suppress(ImportError):  # Lines can be edited, where Python has it.
+      import readline  # noqa: F401
+    read = functools.partial(input, '> ')
+  answering.converse(answering.Chat(speaker, SYSTEM.value, announce), read, sys.stdout, announce)
+
+
+def main() -> int | None:
+  check_flags()
+  questions = None if PROMPTS.value is None else answering.read_questions(PROMPTS.value, SYSTEM.value)
+  if OUTPUT.value is not None:
+    answering.check_output(OUTPUT.value, OVERWRITE.value)
+  manner = answering.Manner(
+    sampling=SamplingConfig(
+      n=N.value, temperature=TEMPERATURE.value, top_p=TOP_P.value, top_k=TOP_K.value, min_p=MIN_P.value
+    ),
     max_tokens=MAX_TOKENS.value,
     seed=SEED.value,
+    max_prompt_length=MAX_PROMPT_LENGTH.value,
+    max_batch_rows=MAX_BATCH_ROWS.value,
+    dtype=DTYPE.value,
   )
-  sys.stdout.write(text + '\n')
+  try:
+    speaker = answering.open_speaker(WORKDIR.value, MODEL.value, STEP.value, manner)
+    if questions is not None:
+      write_answers(speaker, questions)
+    elif CHAT.value:
+      hold_chat(speaker)
+    else:
+      write_answer(speaker)
+  except KeyboardInterrupt:
+    kept = f' What was finished is in {OUTPUT.value}.' if OUTPUT.value is not None else ''
+    announce(f'Interrupted.{kept}')
+    return INTERRUPTED
 
 
 if __name__ == '__main__':

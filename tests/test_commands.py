@@ -80,6 +80,20 @@ def wrong_inputs(folder, config) -> dict[str, tuple[list[str], str]]:
     'unknown environment': (train(f'--config.data.train_files={folder}/foreign.jsonl'), 'juggling'),
     'unknown generator': (train('--config.data.train_files=generator:nothing'), "'nothing'"),
     'sample without a model': (['sample', '--prompt=x'], 'Name one of --workdir'),
+    'sample nothing': (['sample', f'--model={model}'], 'Name one of --prompt='),
+    'sample twice': (['sample', f'--model={model}', '--prompt=x', '--chat'], 'Name one of --prompt='),
+    'sample no words': (['sample', f'--model={model}', '--prompt= '], '--prompt is empty'),
+    'sample to a file and to stdout': (
+      ['sample', f'--model={model}', '--prompt=x', f'--output={folder}/x.jsonl'],
+      '--output and --overwrite go with --prompts=FILE',
+    ),
+    'sample many turns': (['sample', f'--model={model}', '--chat', '--n=2'], '--n=2'),
+    'sample missing prompts': (['sample', f'--model={model}', f'--prompts={folder}/none.txt'], 'none.txt'),
+    'sample a malformed row': (['sample', f'--model={model}', f'--prompts={folder}/bad.jsonl'], 'bad.jsonl, line 2'),
+    'sample over a file': (
+      ['sample', f'--model={model}', f'--prompts={folder}/long.jsonl', f'--output={folder}/bad.jsonl'],
+      'bad.jsonl is there already: name another file, or add --overwrite',
+    ),
     'sample of nothing': (['sample', '--prompt=x', f'--workdir={folder}/nothing'], 'is not a run'),
     'export of nothing': (['export', f'--workdir={folder}/nothing', f'--output={folder}/out'], 'is not a run'),
     'evaluate both': (

@@ -1,4 +1,4 @@
-"""Using a run or a model directory: evaluate, export, sample."""
+"""Using a run or a model directory: open, evaluate, export."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from etils import epath
 import jax
 
 from models import huggingface
-from sdpo_jax.config import Config, ValKwargs, flatten, from_dict
+from sdpo_jax.config import Config, flatten, from_dict
 from sdpo_jax.data import pipeline
-from sdpo_jax.data.prompts import chat_tokens
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
@@ -44,6 +43,7 @@ def open_run(
   weights: Literal['student', 'teacher'] = 'student',
   config: Config | None = None,
   step: int | None = None,
+  dtype: Literal['float32', 'bfloat16'] | None = None,
 ) -> tuple[Session, Tree, int]:
   """A run's session, the parameters of a checkpoint of it, and its step; the run may be going on.
 
@@ -54,12 +54,14 @@ def open_run(
     weights: whose.
     config: settings of the session, but for the model, which is the run's; None: the run's.
     step: of the checkpoint; None: the newest readable one.
+    dtype: in which the session computes; None: the run's.
 
   Raises:
     UserError: no run or checkpoint there, or a teacher without weights of its own is asked for.
   """
   trained = run_config(workdir)
-  config = trained if config is None else dataclasses.replace(config, model=trained.model)
+  model = dataclasses.replace(trained.model, dtype=dtype or trained.model.dtype)
+  config = dataclasses.replace(config or trained, model=model)
   session, parameters = make_session(config, workdir)
   checkpoints = epath.Path(workdir) / 'checkpoints'
   if not checkpoints.exists() or not any(checkpoints.iterdir()):
@@ -87,9 +89,15 @@ def open_run(
 
 
 def open_source(
-  workdir: str | None, model: str | None, config: Config | None, step: int | None = None
+  workdir: str | None,
+  model: str | None,
+  config: Config | None,
+  step: int | None = None,
+  dtype: Literal['float32', 'bfloat16'] | None = None,
 ) -> tuple[Session, Tree]:
   """A session and parameters of either a run (its newest checkpoint, or that of `step`) or a Hugging Face directory.
+
+  With `dtype` the session computes in that, and otherwise as the run, or for a directory as `config`.
 
   Raises:
     UserError: neither or both are named, or a step of a model directory.
@@ -97,12 +105,13 @@ def open_source(
   if (workdir is None) == (model is None):
     raise UserError('Name one of --workdir=DIR (a run) and --model=HF_DIR (a model directory).')
   if workdir is not None:
-    session, parameters, _ = open_run(workdir, config=config, step=step)
+    session, parameters, _ = open_run(workdir, config=config, step=step, dtype=dtype)
     return session, parameters
   if step is not None:
     raise UserError('--step is about the checkpoints of a run: name it with --workdir, or leave --step out.')
   config = config or Config()
-  return make_session(dataclasses.replace(config, model=dataclasses.replace(config.model, path=model)), workdir='.')
+  settings = dataclasses.replace(config.model, path=model, dtype=dtype or config.model.dtype)
+  return make_session(dataclasses.replace(config, model=settings), workdir='.')
 
 
 # Settings that change what an evaluation measures.
@@ -204,34 +213,3 @@ def export(
   session, parameters, step = open_run(workdir, weights, step=step)
   huggingface.save(output, session.policy, parameters, source=session.config.model.path, dtype=dtype)
   return step
-
-
-def sample_text(
-  *, workdir: str | None, model: str | None, prompt: str, sampling: ValKwargs, max_tokens: int, seed: int
-) -> str:
-  """One completion of a single user turn.
-
-  Raises:
-    UserError: neither or both of workdir and model.
-  """
-  config = Config() if workdir is None else run_config(workdir)
-  if workdir is None:
-    config.model.dtype = 'float32'
-  data = dataclasses.replace(config.data, max_response_length=max_tokens, response_buckets=(), prompt_buckets=())
-  config = dataclasses.replace(config, val_kwargs=sampling, data=data)
-  session, parameters = open_source(workdir, model, config)
-  messages = [{'role': 'user', 'content': prompt}]
-  [tokens] = chat_tokens(session.tokenizer, [messages], config.data.enable_thinking)
-  if len(tokens) > config.data.max_prompt_length:
-    raise UserError(f'--prompt has {len(tokens)} tokens, the limit is {config.data.max_prompt_length}: shorten it.')
-  rollouts = session.sampler.sample(
-    session.base,
-    parameters,
-    [tokens],
-    n=1,
-    **sampling.method(),
-    max_tokens=max_tokens,
-    seed=seed,
-    step=0,
-  )
-  return rollouts.text[0]
