@@ -146,17 +146,17 @@ def draw(results: dict[str, dict[str, Any]], file: pathlib.Path) -> None:
   pyplot.close(figure)
 
 
-def insert(page: str, text: str) -> str:
-  """The page with `text` between its markers.
+def insert(page: str, text: str, begin: str = BEGIN) -> str:
+  """The page with `text` between the marker `begin` and the end after it.
 
   Raises:
     ValueError: it has none.
   """
-  before, begin, rest = page.partition(BEGIN)
+  before, found, rest = page.partition(begin)
   _, end, after = rest.partition(END)
-  if not begin or not end:
-    raise ValueError(f'The page holds no {BEGIN} … {END}.')
-  return f'{before}{BEGIN}\n\n{text}\n\n{END}{after}'
+  if not found or not end:
+    raise ValueError(f'The page holds no {begin} … {END}.')
+  return f'{before}{begin}\n\n{text}\n\n{END}{after}'
 
 
 def main(arguments: Sequence[str]) -> None:

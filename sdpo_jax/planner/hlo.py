@@ -156,6 +156,7 @@ class Execution:
   instruction: Instruction
   computation: Computation
   count: float
+  frame: _Frame  # Where the computation was called from.
 
 
 def parse(text: str) -> Module:
@@ -274,7 +275,7 @@ def trace(module: Module, *, unknown_trips: int = 1, branch: Literal['dearest', 
 
   def visit(frame: _Frame, count: float) -> None:
     for instruction in frame.computation.instructions.values():
-      executions.append(Execution(instruction, frame.computation, count))
+      executions.append(Execution(instruction, frame.computation, count, frame))
       called = _subprograms(instruction)
       times = count
       if instruction.opcode == 'while':
@@ -519,6 +520,113 @@ def _window(instruction: Instruction, axes: int) -> dict[str, list[int]]:
     'lhs_dilate': numbers('lhs_dilate', 1),
     'rhs_dilate': numbers('rhs_dilate', 1),
   }
+
+
+# --- what is read from HBM --------------------------------------------------------------------------------------------
+
+# Of their first operand only the part that they return is read.
+_SELECTING = frozenset(('dynamic-slice', 'gather', 'slice', 'slice-start'))
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+  """What an instruction reads of an operand in HBM."""
+
+  instruction: Instruction
+  array: Array  # Type of the whole operand.
+  source: Instruction  # What made it: a parameter of the program, or the instruction behind copies and loops.
+  bytes: int  # Of one execution, without the padding of tiles.
+  count: float
+
+
+def reads(trace: Trace) -> list[Read]:
+  """Every operand in HBM of every instruction, each counted once: what fusions pass on inside is in no memory.
+
+  Of what is sliced, gathered from or updated in place, only the part that is needed counts; of an operand of a custom
+  call, whose code is not known here, everything. What loops and branches are handed is counted where it is read.
+  """
+  found = []
+  for execution in trace.executions:
+    instruction, computation = execution.instruction, execution.computation
+    if instruction.opcode in FREE - {'slice-start'} or instruction.target in FREE_CALLS or _subprograms(instruction):
+      continue
+    for name in dict.fromkeys(instruction.operands):
+      # What several instructions return together is taken apart before it is read.
+      arrays = computation.instructions[name].arrays
+      if len(arrays) != 1 or arrays[0].space != 0:
+        continue
+      size = _read_of(trace.module, instruction, computation, name)
+      if size:
+        source = _source(trace.module, execution.frame, name)
+        found.append(Read(instruction, arrays[0], source, size, execution.count))
+  return found
+
+
+def _read_of(module: Module, instruction: Instruction, computation: Computation, name: str) -> int:
+  """Bytes that an instruction needs of its operand `name`."""
+  whole = computation.instructions[name].bytes
+  places = [place for place, operand in enumerate(instruction.operands) if operand == name]
+  if instruction.opcode == 'fusion':
+    inner = module.computations[instruction.called('calls')[0]]
+    parameters = inner.parameters()
+    return min(whole, sum(_needed(module, inner, parameters[place]) for place in places))
+  if places != [0]:
+    return whole
+  if instruction.opcode == 'slice-start':
+    return min(whole, instruction.arrays[1].bytes)  # Its results hold the operand as well.
+  if instruction.opcode in _SELECTING:
+    return min(whole, instruction.bytes)
+  return 0 if instruction.opcode == 'dynamic-update-slice' else whole
+
+
+def _needed(module: Module, computation: Computation, name: str) -> int:
+  """Bytes that a fused computation needs of its value `name`."""
+  whole = computation.instructions[name].bytes
+  if name == computation.root:
+    return whole
+  total = 0
+  for user in computation.instructions.values():
+    if name in user.operands:
+      if user.opcode in ('bitcast', 'tuple') or _is_bitcast(module, user):
+        total += _needed(module, computation, user.name)
+      else:
+        total += _read_of(module, user, computation, name)
+  return min(total, whole)
+
+
+def _is_bitcast(module: Module, instruction: Instruction) -> bool:
+  """Whether it is a fusion of nothing but a bitcast."""
+  if instruction.opcode != 'fusion':
+    return False
+  inner = module.computations[instruction.called('calls')[0]]
+  return all(nested.opcode in ('parameter', 'bitcast') for nested in inner.instructions.values())
+
+
+def _source(module: Module, frame: _Frame, name: str) -> Instruction:
+  """What made a value: followed through copies, branches and loops, whose elements are what goes into them at first."""
+  instruction, at = _through_fusions(module, frame, name)
+  if instruction.opcode in ('copy-done', 'copy-start', 'opt-barrier'):
+    return _source(module, at, instruction.operands[0])
+  if instruction.opcode == 'parameter' and at.call is not None:
+    return _source(module, at.caller, _handed(at))
+  if instruction.opcode != 'get-tuple-element':
+    return instruction
+  packed, at = _through_fusions(module, at, instruction.operands[0])
+  while packed.opcode == 'while' or (packed.opcode == 'parameter' and at.call is not None):
+    inside = packed.opcode == 'parameter'
+    name, frame = (_handed(at), at.caller) if inside else (packed.operands[0], at)
+    packed, at = _through_fusions(module, frame, name)
+  if packed.opcode != 'tuple':
+    return packed
+  return _source(module, at, packed.operands[int(instruction.attribute('index'))])
+
+
+def _handed(frame: _Frame) -> str:
+  """Name, in the caller, of what a loop, branch or call hands to its computation."""
+  call = frame.call
+  if call.opcode != 'conditional':
+    return call.operands[0]
+  return call.operands[1 + _subprograms(call).index(frame.computation.name)]
 
 
 # --- collectives -----------------------------------------------------------------------------------------------------

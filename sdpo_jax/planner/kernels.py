@@ -53,4 +53,13 @@ def splash_part(kernel: hlo.Kernel) -> str | None:
 
 def reads_cache(kernel: hlo.Kernel) -> bool:
   """Whether a kernel is decode attention over a cache, of which it reads only what is filled."""
-  return kernel.kind == 'pallas' and any(word in f'{kernel.op_name} {kernel.name}' for word in _DECODING)
+  return kernel.kind == 'pallas' and _decodes(kernel)
+
+
+def attends_to_cache(instruction: hlo.Instruction) -> bool:
+  """Whether an instruction is such a kernel."""
+  return instruction.target == 'tpu_custom_call' and _decodes(instruction)
+
+
+def _decodes(named: hlo.Kernel | hlo.Instruction) -> bool:
+  return any(word in f'{named.op_name} {named.name}' for word in _DECODING)

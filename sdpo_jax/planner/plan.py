@@ -22,7 +22,7 @@ from sdpo_jax import mesh as meshes
 from sdpo_jax import programs as registry
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
-from sdpo_jax.planner import hlo, kernels
+from sdpo_jax.planner import hlo, kernels, traffic
 from sdpo_jax.planner.topology import Chip, Topology
 from sdpo_jax.rollout import slots
 from sdpo_jax.training import batching
@@ -93,6 +93,7 @@ class Estimate:
   collective_gb: dict[str, float] = dataclasses.field(default_factory=dict)
   kernel_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
   step_seconds: float | None = None  # Of a decode loop: one token of every row.
+  step_reads: traffic.StepReads | None = None  # Of a decode loop.
   hottest: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # Of a decode loop: one turn.
   copies: list[dict[str, Any]] = dataclasses.field(default_factory=list)
   buffers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -361,6 +362,7 @@ def _estimate(
   _fill(estimate, none, 1.0, chip)
   _fill(estimate, turn, steps, chip)
   estimate.step_seconds = sum(turn.sources.values())
+  estimate.step_reads = traffic.of_step(module, program.static['steps'], branch)
   return estimate
 
 

@@ -1,0 +1,80 @@
+"""What one step of a compiled decode loop reads from a chip's HBM: weights, the cache, and everything else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+import dataclasses
+import math
+from typing import Literal
+
+from models import decoding
+from sdpo_jax.planner import hlo, kernels
+
+# Arguments of the program `decode.advance` by the beginning of their names.
+_WEIGHTS, _CACHE = ('base', 'trainable'), 'cache.stores'
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReads:
+  """Bytes that a chip reads from HBM to draw one token of each of its rows; what stays in VMEM is not among them."""
+
+  weights: float  # In compute dtype, as the sampler's copy holds them.
+  recent: float  # Keys and values of the tokens that this chunk of steps has drawn.
+  rest: float  # Activations, logits, sampling.
+  chunk: float  # A step's share of what is read before and after the loop.
+  strays: float  # Bytes of the cache that something else than its attention kernel reads, as a copy of it would.
+  slot: float  # What the kernel reads for one slot of every row and layer.
+  slots: int  # Of a row.
+  block: int  # Slots that the kernel reads together.
+
+  def cache(self, filled: float) -> float:
+    """Bytes that the kernel reads where every row holds `filled` tokens: whole blocks."""
+    return self.slot * min(math.ceil(filled / self.block) * self.block, self.slots)
+
+  def total(self, filled: float) -> float:
+    """Bytes of everything where every row holds `filled` tokens."""
+    return self.weights + self.recent + self.rest + self.chunk + self.strays + self.cache(filled)
+
+
+def of_step(module: hlo.Module, steps: int, branch: Literal['dearest', 'cheapest']) -> StepReads:
+  """What a step of a decode loop reads.
+
+  Args:
+    module: of the program `decode.advance`.
+    steps: that it takes at most.
+    branch: which branch of a conditional is taken.
+  """
+  once, never = (hlo.reads(hlo.trace(module, unknown_trips=trips, branch=branch)) for trips in (1, 0))
+  outside = _by_kind(never)
+  inside = {kind: size - outside[kind] for kind, size in _by_kind(once).items()}
+  # Keys and values are [layers, rows, heads, slots, head_dim], scales [layers, rows, heads, 1, slots].
+  slots = max((read.array.shape[3] for read in once if _kind(read) == 'cache'), default=0)
+  return StepReads(
+    weights=inside['weights'],
+    recent=inside['recent'],
+    rest=inside['rest'],
+    chunk=(outside['weights'] + outside['recent'] + outside['rest']) / steps,
+    strays=inside['strays'] + outside['strays'] / steps,
+    slot=inside['cache'] / max(slots, 1),
+    slots=slots,
+    block=max(min(decoding.BLOCK, slots), 1),
+  )
+
+
+def _by_kind(reads: Iterable[hlo.Read]) -> dict[str, float]:
+  """Bytes by what is read; of the stacks that a kernel gets, one layer for each time that it runs."""
+  sums = dict.fromkeys(('weights', 'cache', 'recent', 'strays', 'rest'), 0.0)
+  for read in reads:
+    kind = _kind(read)
+    size = read.array.bytes / read.array.shape[0] if kind in ('cache', 'recent') else read.bytes
+    sums[kind] += size * read.count
+  return sums
+
+
+def _kind(read: hlo.Read) -> str:
+  argument = read.source.op_name if read.source.opcode == 'parameter' else ''
+  if kernels.attends_to_cache(read.instruction) and len(read.array.shape) == 5:
+    return 'cache' if argument.startswith(_CACHE) else 'recent'
+  if argument.startswith(_CACHE):
+    return 'strays'
+  return 'weights' if argument.startswith(_WEIGHTS) else 'rest'
