@@ -135,12 +135,28 @@ def test_the_cache_is_read_in_whole_blocks_as_far_as_it_is_filled(step):
   assert step.recent == 9 * 8 * 32 * 128 * 2
 
 
+def test_rows_out_of_use_are_not_read(step):
+  fewer = traffic.of_step(hlo.parse(DECODE.replace('= f32[8,1,16,128]', '= f32[2,1,16,128]')), 32, 'cheapest')
+  assert (fewer.slot, fewer.recent) == (step.slot / 4, step.recent / 4)
+
+
 def test_what_else_reads_the_cache_is_a_stray(step):
   assert step.strays == 9 * 8 * 2048 * 4 / 32
   turned = DECODE.replace(
     '%cache_attention.1 = f32', '%turned = bf16[9,8,1,2048,128]{3,4,2,1,0} copy(%cache)\n  %z = f32'
   )
   assert traffic.of_step(hlo.parse(turned), 32, 'cheapest').strays >= 9 * 9 * 8 * 2048 * 128 * 2
+
+
+def test_copies_count_where_they_make_an_array():
+  """Not in the midst of a fusion, as %turned in %head would be."""
+  renamed = DECODE.replace('bf16[32,64]{0,1} bitcast(%p)', 'bf16[32,64]{0,1} copy(%p)')
+  last = '%logits = f32[8,64]{1,0} fusion(%table'
+  made = renamed.replace(last, f'%made = bf16[32,64]{{0,1}} fusion(%table), kind=kLoop, calls=%renamed\n  {last}')
+  found = [
+    {copy.name for copy in hlo.copies(hlo.trace(hlo.parse(text), unknown_trips=1))} for text in (DECODE, renamed, made)
+  ]
+  assert found == [{'scales'}, {'scales'}, {'scales', 'made'}]
 
 
 def test_activations_in_vmem_are_not_read_from_hbm(step):

@@ -862,8 +862,18 @@ def largest(trace: Trace, *, limit: int = 10, of: Callable[[Instruction], bool] 
 
 
 def copies(trace: Trace, limit: int = 10) -> list[Buffer]:
-  """The largest copies of arrays in HBM: what should be updated in place shows here when it is not."""
-  return largest(trace, limit=limit, of=lambda instruction: instruction.opcode in ('copy', 'copy-start', 'transpose'))
+  """The largest copies of arrays in HBM: what should be updated in place shows here when it is not.
+
+  A copy in the midst of a fusion is none: it only says in which order the fusion sees its operand.
+  """
+
+  def copies_something(instruction: Instruction) -> bool:
+    if instruction.opcode != 'fusion':
+      return instruction.opcode in ('copy', 'copy-start', 'transpose')
+    inner = trace.module.computations[instruction.called('calls')[0]]
+    return copies_something(inner.instructions[inner.root])
+
+  return largest(trace, limit=limit, of=copies_something)
 
 
 def total(collected: Iterable[Collective], *, asynchronous: bool | None = None) -> float:

@@ -62,11 +62,13 @@ def of_step(module: hlo.Module, steps: int, branch: Literal['dearest', 'cheapest
 
 
 def _by_kind(reads: Iterable[hlo.Read]) -> dict[str, float]:
-  """Bytes by what is read; of the stacks that a kernel gets, one layer for each time that it runs."""
+  """Bytes by what is read; of the stacks that a kernel gets, each time one layer of the rows that it has results for."""
   sums = dict.fromkeys(('weights', 'cache', 'recent', 'strays', 'rest'), 0.0)
   for read in reads:
-    kind = _kind(read)
-    size = read.array.bytes / read.array.shape[0] if kind in ('cache', 'recent') else read.bytes
+    kind, size = _kind(read), read.bytes
+    if kind in ('cache', 'recent'):
+      layers, rows = read.array.shape[:2]
+      size = read.array.bytes / layers * read.instruction.arrays[0].shape[0] / rows
     sums[kind] += size * read.count
   return sums
 
