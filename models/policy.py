@@ -23,7 +23,7 @@ class Policy(Protocol):
   vocab_size: int
   # Whether a step over a cache reads no more of it than rows hold, so that a large one costs memory only.
   reads_filled: bool
-  # Whether segments may have parents (`apply`).
+  # Whether segments may have parents; if not, `apply` is never handed any.
   shares_prefixes: bool
 
   def apply(

@@ -33,7 +33,9 @@ def target_states(hidden: jax.Array, rows: TokenRows) -> jax.Array:
 def forward(policy: Policy, base: Tree, trainable: Tree, rows: TokenRows) -> tuple[jax.Array, jax.Array]:
   """States [B, T, D] that predict the completion tokens, and the unembedding [R, D], with rows that are no tokens."""
   row = rows.tokens, rows.positions, rows.segment_ids
-  hidden, unembedding, _ = policy.apply(base, trainable, *row, parents=rows.parents)
+  # A policy that shares no prefixes need not know of parents.
+  more = {} if rows.parents is None else {'parents': rows.parents}
+  hidden, unembedding, _ = policy.apply(base, trainable, *row, **more)
   return target_states(hidden, rows), unembedding
 
 
