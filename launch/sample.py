@@ -22,6 +22,7 @@ and, for --n=1, the first answer of --chat.
 
 import contextlib
 import functools
+import os
 import sys
 
 from absl import flags
@@ -59,7 +60,8 @@ SEED = flags.DEFINE_integer('seed', 0, 'Seed of the sampling noise.', lower_boun
 DTYPE = flags.DEFINE_enum(
   'dtype', None, ['float32', 'bfloat16'], "Compute dtype; the run's own, or float32 for a model."
 )
-INTERRUPTED = 130  # Exit code, as of a shell's command that Ctrl-C has ended.
+# Exit codes, as of a shell's commands that Ctrl-C has ended, or that wrote to one that had read enough (`| head`).
+INTERRUPTED, NOT_READ = 130, 141
 
 
 def announce(text: str) -> None:
@@ -126,6 +128,10 @@ def main() -> int | None:
       hold_chat(speaker)
     else:
       write_answer(speaker)
+    sys.stdout.flush()
+  except BrokenPipeError:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Or Python would complain at its end.
+    return NOT_READ
   except KeyboardInterrupt:
     kept = f' What was finished is in {OUTPUT.value}.' if OUTPUT.value is not None else ''
     announce(f'Interrupted.{kept}')

@@ -61,7 +61,7 @@ def test_a_file_is_answered_as_it_is_sampled_and_written_in_order(model, tmp_pat
     {'prompt': 'a', 'id': 'first'},
     {'messages': conversation},
     {'prompt': [USER('e')], 'idx': 7},
-    {'prompt': 'f'},
+    {'prompt': 'f', 'idx': float('nan')},
   ]
   questions = answering.read_questions(write_rows(tmp_path / 'rows.jsonl', rows), None)
   said, output = [], tmp_path / 'answers.jsonl'
@@ -81,6 +81,7 @@ def test_a_file_is_answered_as_it_is_sampled_and_written_in_order(model, tmp_pat
   assert list(map(len, held)) == list(range(1, 13))
   assert [(record['row'], record['sample']) for record in records] == [(r, i) for r in (1, 2, 3, 4) for i in range(3)]
   assert [record.get('id') for record in records[::3]] == ['first', None, 7, None]
+  assert 'id' not in records[3] and records[9]['id'] is None
   assert records[3]['prompt'] == conversation and records[6]['prompt'] == [USER('e')]
   assert said[0] == 'Sampling 12 completions …' and said[-1].startswith('12 of 12 completions')
   prompts = [speaker.prompt(question.messages, '') for question in questions]
@@ -328,4 +329,14 @@ def test_the_commands(model, tmp_path):
     env=tiny.environment(cache),
   )
   assert chat.stdout == one.stdout
+  unread = subprocess.Popen(
+    tiny.command('sample', *common, '--prompt=Hello'),
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    cwd=tiny.REPOSITORY,
+    env=tiny.environment(cache),
+  )
+  unread.stdout.close()
+  assert unread.stderr.read() == '' and unread.wait() == 141
   assert 'Preparing for conversations' in chat.stderr and 'Forgotten.' in chat.stderr

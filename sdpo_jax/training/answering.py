@@ -15,6 +15,7 @@ from sdpo_jax.config import Config, SamplingConfig
 from sdpo_jax.data.prompts import named_chat_tokens
 from sdpo_jax.data.rows import Row, conversation
 from sdpo_jax.data.sources import read_prompts
+from sdpo_jax.environments.remote import plain
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import is_local, write_atomically
 from sdpo_jax.rollout.engine import Completion, SamplingOptions, buckets, pick
@@ -146,8 +147,8 @@ def answer_all(
 
   Returns:
     Numbers are question · n + answer. A record has `row` (line or row number in the file), `id` (the row's `id` or
-    `idx`, where it has one), `sample` (of 0 … n − 1), `prompt` (messages), `completion`, `finish_reason` ('stop' or 'length'), `tokens` and `log_prob` (sum over the tokens, at temperature 1 and without
-    truncation).
+    `idx`, where it has one), `sample` (of 0 … n − 1), `prompt` (messages), `completion`, `finish_reason` ('stop' or
+    'length'), `tokens` and `log_prob` (sum over the tokens, at temperature 1 and without truncation).
 
   Raises:
     UserError: a row is too long, or the chat template refuses it; before anything is sampled.
@@ -164,7 +165,7 @@ def _record(questions: Sequence[Question], n: int, done: Completion) -> tuple[in
   named = [question.row.value[name] for name in ('id', 'idx') if name in question.row.value]
   return done.sample, {
     'row': question.row.number,
-    **({'id': named[0]} if named else {}),
+    **({'id': plain(named[0])} if named else {}),  # Of a parquet file it may be anything.
     'sample': done.sample % n,
     'prompt': question.messages,
     'completion': done.text,
