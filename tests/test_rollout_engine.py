@@ -155,6 +155,17 @@ def test_the_kernels_of_a_tpu_sample_the_same_from_a_cache_that_keeps_its_size(m
   assert_same_samples(sample(sampler, (kernels, params)), reference)
 
 
+def test_a_cache_that_is_not_resized_has_one_program_and_changes_no_sample(model, reference, compiled):
+  lengths = np.array([2, 2, 8, 24] * 4)
+  expected = sample(make_sampler(model, stop_token_ids=()), model, max_tokens=lengths)
+  # So many steps between two looks that the program is not there yet.
+  sampler = make_sampler(model, stop_token_ids=(), decode_chunk=6, resized=False)
+  before = count(compiled)['advance']
+  assert_same_samples(sample(sampler, model, max_tokens=lengths), expected)
+  assert count(compiled)['advance'] == before + 1
+  assert sampler.account.row_steps == 24 * 16
+
+
 @pytest.mark.parametrize(
   ('layers', 'mesh'), [(1, None), (kv_cache.SHALLOW + 1, MeshConfig(4, 2))], ids=['one device', 'deep, eight devices']
 )

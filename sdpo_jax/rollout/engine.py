@@ -113,8 +113,8 @@ class Sampler:
       max_response_length: limit of max_tokens; None: the largest bucket.
       decode_chunk: tokens drawn at most in every row before the host looks at them. Changes no sample.
       quantized: keys and values are held as int8, in about half of the memory of bfloat16. Changes probabilities a bit.
-      resized: the cache grows and shrinks with what lives, where that pays; False: it keeps the largest size that it may
-        come to, so that a bucket of prompts has one program.
+      resized: the cache grows and shrinks with what lives, where that pays; False: it keeps the largest size that it
+        may come to, and all of its rows, so that a bucket of prompts has one program.
 
     Raises:
       UserError: an empty stop string.
@@ -128,9 +128,7 @@ class Sampler:
     self._stops = StopStrings(tokenizer, stop)
     self._stop_ids = np.asarray(sorted(set(stop_token_ids)) or [-1], np.int32)
     self._programs: Programs = programs(policy, mesh, quantized)
-    if not resized:
-      self._programs = dataclasses.replace(self._programs, keeps_size=True)
-    self._chunk = decode_chunk
+    self._chunk, self._resized = decode_chunk, resized
     self.account = Account()  # Of the last request.
 
   def sample(
@@ -278,7 +276,7 @@ class Sampler:
   def _stream(self, base: Tree, trainable: Tree, request: Request, drafts: bool = False) -> Iterator[Any]:
     """Completions, among `drafts` if these are wanted."""
     parameters = self._programs.prepare(base, trainable)
-    slots = Slots(self._programs, parameters, request, self._max_batch_rows, self._chunk)
+    slots = Slots(self._programs, parameters, request, self._max_batch_rows, self._chunk, self._resized)
     self.account = slots.account
     seen: list[Draft | Completion] = []
     while slots.admit():

@@ -94,16 +94,29 @@ class Slots:
   Every process of a run decides the same, from the same values.
   """
 
-  def __init__(self, programs: Programs, parameters: tuple[Tree, Tree], request: Request, max_rows: int, chunk: int):
-    """Slots for at most `max_rows` samples, which draw at most `chunk` tokens between two looks."""
+  def __init__(
+    self,
+    programs: Programs,
+    parameters: tuple[Tree, Tree],
+    request: Request,
+    max_rows: int,
+    chunk: int,
+    resized: bool = True,
+  ):
+    """Slots for at most `max_rows` samples, which draw at most `chunk` tokens between two looks.
+
+    Unless `resized`, the cache has from the beginning the slots and to the end the rows that it may come to need.
+    """
     self.account = Account()
     self._run, self._parameters, self._request, self._chunk = programs, parameters, request, chunk
     shards = programs.shards
     # Prompts of the same bucket next to each other, so that they are prefilled together.
     self._queue = Queue(np.argsort(request.widths, kind='stable').tolist(), request.n, shards)
     # On a TPU a step of an eighth of the rows does little but read weights, and every size is a program to compile.
-    self._sizes = row_buckets(shard_rows(self._queue.left, max_rows, shards), few=programs.keeps_size)
-    self._capacities = slot_buckets(int(request.widths.max()) + request.room + chunk, programs.keeps_size)
+    most = shard_rows(self._queue.left, max_rows, shards)
+    self._sizes = row_buckets(most, few=programs.keeps_size) if resized else (most,)
+    only = programs.keeps_size or not resized
+    self._capacities = slot_buckets(int(request.widths.max()) + request.room + chunk, only)
     rows = shards * self._sizes[-1]
     self._cache: KVCache | None = None
     self._capacity = 0
