@@ -216,6 +216,25 @@ def test_completions_come_as_they_finish(model, reference):
   assert [done.sample for done in heard] == [done.sample for done in (*first, *rest)]
 
 
+def test_texts_are_made_while_the_device_is_at_work(model, monkeypatch):
+  sampler = make_sampler(model, max_batch_rows=4, decode_chunk=4)
+  run, events = sampler._programs, []
+
+  def noted(name, function):
+    def call(*arguments, **settings):
+      events.append(name)
+      return function(*arguments, **settings)
+
+    return call
+
+  sampler._programs = dataclasses.replace(run, advance=noted('advance', run.advance), fetch=noted('fetch', run.fetch))
+  monkeypatch.setattr(sampler, '_tokenizer', types.SimpleNamespace(decode=noted('text', decode_text)))
+  sample(sampler, model)
+  assert events.count('text') == 16
+  looks = [after for before, after in itertools.pairwise(events) if before == 'fetch']
+  assert set(looks[:-1]) == {'advance'} and looks[-1] == 'text'
+
+
 def test_drafts_are_completions_as_far_as_they_are_drawn(model, reference):
   """Of every sample that goes on, at every look, also where slots are refilled."""
   settings = dict(n=4, seed=5, step=2, max_tokens=24, temperature=1.3, top_p=0.95)

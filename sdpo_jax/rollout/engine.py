@@ -278,15 +278,20 @@ class Sampler:
     parameters = self._programs.prepare(base, trainable)
     slots = Slots(self._programs, parameters, request, self._max_batch_rows, self._chunk, self._resized)
     self.account = slots.account
-    seen: list[Draft | Completion] = []
+    ended, running = [], []
     while slots.admit():
       drawn = slots.advance()
-      # While this is handled, the device is at work.
-      yield from seen
-      seen = [self._completion(*ended) for ended in slots.collect(drawn, self._end)]
-      if drafts:
-        seen += [Draft(*running) for running in slots.running()]
-    yield from seen
+      # While these get their texts and are handled, the device is at work.
+      yield from self._seen(ended, running)
+      ended = slots.collect(drawn, self._end)
+      running = slots.running() if drafts else []
+    yield from self._seen(ended, running)
+
+  def _seen(self, ended: Sequence[tuple[Any, ...]], running: Sequence[tuple[Any, ...]]) -> Iterator[Draft | Completion]:
+    for sample, tokens, records, stopped in ended:
+      yield Completion(sample, tokens, **records, stopped=stopped, text=to_text(self._tokenizer, tokens.tolist()))
+    for sample, tokens in running:
+      yield Draft(sample, tokens)
 
   def _end(self, tokens: np.ndarray, checked: int, done: bool) -> int | None:
     """How many leading tokens of a row a stop string leaves, None if none has appeared.
@@ -296,8 +301,4 @@ class Sampler:
     """
     if not self._stops:
       return None
-    drawn = tokens.tolist()
-    return self._stops.find(drawn) if done or self._stops.may_end(drawn, checked) else None
-
-  def _completion(self, sample: int, tokens: np.ndarray, records: dict[str, np.ndarray], stopped: bool) -> Completion:
-    return Completion(sample, tokens, **records, stopped=stopped, text=to_text(self._tokenizer, tokens.tolist()))
+    return self._stops.find(tokens.tolist()) if done or self._stops.may_end(tokens, checked) else None

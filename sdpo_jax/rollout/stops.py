@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 
 class Tokenizer(Protocol):
   """What sampling needs of a transformers tokenizer."""
@@ -37,9 +39,9 @@ class StopStrings:
     text = to_text(self._tokenizer, tokens, special=True)
     return any(stop in text for stop in self._stop)
 
-  def may_end(self, tokens: Sequence[int], checked: int) -> bool:
+  def may_end(self, tokens: np.ndarray, checked: int) -> bool:
     """Whether a stop string may end after the first `checked` tokens: a look at the tail alone, for running rows."""
-    return self._within(tokens[max(0, checked - self._reach) :])
+    return self._within(tokens[max(0, checked - self._reach) :].tolist())
 
   def find(self, tokens: Sequence[int]) -> int | None:
     """The smallest number of leading tokens whose text contains a stop string, or None."""
