@@ -71,8 +71,8 @@ def _tile(batch: int, length: int, heads: int, tile_bytes: int) -> tuple[int, in
 def _attention(rows, chunk, residuals, query, key, value, segment, sight):
   """[B, KV, G, S, head_dim] of query [B, KV, G, S, head_dim], key and value [B, KV, S, head_dim].
 
-  What is seen: `segment` [B, S] of the keys, and of the queries `sight`, (first slot, parent), each [B, S]; segments and
-  parents are None where there are none.
+  What is seen: `segment` [B, S] of the keys, and of the queries `sight`, (first slot, parent), each [B, S]; segments
+  and parents are None where there are none.
   """
   return _forward(rows, chunk, residuals, query, key, value, segment, sight)[0]
 

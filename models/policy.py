@@ -48,8 +48,8 @@ class Policy(Protocol):
       cache: from `init_cache`, to be filled by these tokens, one segment from slot 0 on in every row, which attend to
         themselves; or from `with_recent`: every row gets S more tokens, which attend to all that the row holds. A row
         whose new tokens are padding is not in use, and what comes of it means nothing.
-      parents: [B, S] int32, the segment whose tokens, which stand before it, a token attends to beside its own; 0: none.
-        So several completions share a prompt. None: there are none. Without a cache; the kernels of a TPU have no
+      parents: [B, S] int32, the segment whose tokens, which stand before it, a token attends to beside its own; 0:
+        none. So several completions share a prompt. None: there are none. Without a cache; the kernels of a TPU have no
         gradient then.
 
     Returns:

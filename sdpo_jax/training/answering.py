@@ -24,8 +24,8 @@ from sdpo_jax.training.inference import open_source, run_config
 from sdpo_jax.training.session import Session, make_sampler
 from sdpo_jax.types import Messages, Tree
 
-# Of a chat: tokens between two looks, and the lengths to which conversations are padded. To pad a short one to 256 costs
-# less than the programs of shorter lengths.
+# Of a chat: tokens between two looks, and the lengths to which conversations are padded. To pad a short one to 256
+# costs less than the programs of shorter lengths.
 CHAT_CHUNK = 8
 CHAT_BUCKETS = tuple(2**i for i in range(8, 24))
 PROGRESS_SECONDS = 5.0
@@ -316,7 +316,7 @@ class Chat:
     return self._sampler.watch(session.base, self._speaker.parameters, [tokens], **options)
 
   def _settled(self, tokens: list[int]) -> str:
-    """The text that no later token changes: a last character that lacks some of its bytes is decoded as a replacement."""
+    """The text that no later token changes: a last character that lacks some of its bytes is a replacement."""
     return to_text(self._speaker.session.tokenizer, tokens).removesuffix('\N{REPLACEMENT CHARACTER}')
 
 
