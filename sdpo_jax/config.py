@@ -105,7 +105,9 @@ class SamplingConfig:
 class RolloutConfig(SamplingConfig):
   stop: tuple[str, ...] = setting((), "Strings that end a completion, beside the model's own end-of-turn tokens.")
   stop_token_ids: tuple[int, ...] = setting((), "Token ids that end a completion, beside the model's own.")
-  max_batch_rows: int = setting(256, 'Completions decoded at once; bounds the key-value cache.')
+  max_batch_rows: int = setting(
+    256, 'Completions decoded at once, at least one a shard of mesh.fsdp; bounds the key-value cache.'
+  )
   decode_chunk: int = setting(32, 'Tokens drawn at most in every row before finished ones give way to others.')
   cache_dtype: Literal['auto', 'int8'] = setting(
     'auto',
