@@ -158,7 +158,9 @@ def test_a_run_on_a_full_disk_says_so_in_a_sentence(folder, config):
   assert done.returncode == 2, done.stderr
   # The storage library's own threads may report to a closed event loop before and after it.
   [sentence] = [line for line in done.stderr.splitlines() if line.startswith('A checkpoint could not be written to')]
-  assert 'start the same command again; it resumes from step 0' in sentence
+  # How much of the run fits is the storage library's business.
+  saved = [int(path.name) for path in (folder / 'full' / 'checkpoints').iterdir() if path.name.isdigit()]
+  assert f'start the same command again; it resumes from step {max(saved, default=0)}' in sentence
 
 
 def test_a_folder_where_nothing_was_trained_takes_other_settings(folder):
