@@ -48,10 +48,7 @@ def example(row: Row, split: str) -> Example:
   """
   value = _fields(row)
   if 'data_source' not in value and 'dataset' not in value:
-    raise UserError(
-      f"{row.origin}: field 'dataset' (raw rows) or 'data_source' (preprocessed rows) is missing; there is: "
-      f'{", ".join(map(str, value)) or "nothing"}.'
-    )
+    raise _missing("'dataset' (raw rows) or 'data_source' (preprocessed rows)", row)
   ready = value if 'data_source' in value else preprocess(row, split)
   source = _text(ready, 'data_source', row)
   messages = _messages(ready, row)
@@ -90,9 +87,7 @@ def conversation(row: Row) -> list[dict[str, str]]:
   """
   value = _fields(row)
   if 'messages' not in value and 'prompt' not in value:
-    raise UserError(
-      f"{row.origin}: field 'prompt' or 'messages' is missing; there is: {', '.join(map(str, value)) or 'nothing'}."
-    )
+    raise _missing("'prompt' or 'messages'", row)
   if 'messages' not in value and isinstance(value['prompt'], str):
     messages = _raw_messages(value, row)
   else:
@@ -166,6 +161,11 @@ def _fields(row: Row) -> Mapping[str, Any]:
   if not isinstance(row.value, Mapping):
     raise UserError(f'{row.origin}: a row must be an object with named fields, not {shown(row.value)}.')
   return row.value
+
+
+def _missing(names: str, row: Row) -> UserError:
+  """The error of a row that has none of the fields it needs one of."""
+  return UserError(f'{row.origin}: field {names} is missing; there is: {", ".join(map(str, row.value)) or "nothing"}.')
 
 
 def _field(value: Mapping[str, Any], name: str, row: Row) -> Any:
