@@ -84,10 +84,10 @@ def teacher(policy: Any, parameters: Any, args: argparse.Namespace) -> dict[str,
   import jax
   import numpy as np
 
-  from sdpo_jax import mesh as meshes
   from sdpo_jax.config import Config
+  from sdpo_jax.distributed import mesh as meshes
   from sdpo_jax.training import batching
-  from sdpo_jax.training.step import make_update, place_state
+  from sdpo_jax.training.update import make_update, place_state
   from sdpo_jax.types import Rollouts
 
   rng, rows = np.random.default_rng(0), args.prompts * args.n

@@ -87,10 +87,10 @@ class Ours:
     import numpy as np
 
     from models import huggingface
-    from sdpo_jax import mesh as meshes
     from sdpo_jax.config import Config
+    from sdpo_jax.distributed import mesh as meshes
     from sdpo_jax.rollout.engine import Sampler
-    from sdpo_jax.training.step import make_update, place_state
+    from sdpo_jax.training.update import make_update, place_state
 
     config = Config()
     config.model.dtype, config.model.remat = 'float32', 'none'
@@ -133,7 +133,7 @@ class Ours:
   def update(self, completions, rollouts=None) -> float:
     import numpy as np
 
-    from sdpo_jax import mesh as meshes
+    from sdpo_jax.distributed import mesh as meshes
     from sdpo_jax.training import batching
     from sdpo_jax.types import Rollouts
 

@@ -15,7 +15,8 @@ from absl import flags
 import jax
 
 from sdpo_jax import command
-from sdpo_jax.training import inference, report
+from sdpo_jax.inference import runs
+from sdpo_jax.training import report
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a run; its newest checkpoint is evaluated.')
 STEP = flags.DEFINE_integer('step', None, 'Evaluate the checkpoint of this step of the run instead.', lower_bound=1)
@@ -28,7 +29,7 @@ command.define_cluster()
 def main() -> None:
   config = command.load_config()
   command.join_cluster()
-  evaluation = inference.evaluate_to_file(
+  evaluation = runs.evaluate_to_file(
     config,
     workdir=WORKDIR.value,
     model=MODEL.value,

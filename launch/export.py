@@ -8,7 +8,7 @@ import sys
 from absl import flags
 
 from sdpo_jax import command
-from sdpo_jax.training import inference
+from sdpo_jax.inference import runs
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of the run.', required=True)
 STEP = flags.DEFINE_integer('step', None, 'Step of the checkpoint to export; the newest if unset.', lower_bound=1)
@@ -18,7 +18,7 @@ DTYPE = flags.DEFINE_enum('dtype', 'float32', ['float32', 'bfloat16'], 'Dtype of
 
 
 def main() -> None:
-  step = inference.export(WORKDIR.value, OUTPUT.value, WEIGHTS.value, DTYPE.value, STEP.value)
+  step = runs.export(WORKDIR.value, OUTPUT.value, WEIGHTS.value, DTYPE.value, STEP.value)
   print(f'The {WEIGHTS.value} of step {step} is in {OUTPUT.value}.', file=sys.stderr)
 
 

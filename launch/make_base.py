@@ -11,7 +11,7 @@ import sys
 from absl import flags
 
 from sdpo_jax import command
-from sdpo_jax.training.make_base import Recipe, make_base
+from sdpo_jax.quickstart.make_base import Recipe, make_base
 
 OUTPUT = flags.DEFINE_string('output', None, 'Directory to make; model.path of the config if unset. It must be empty.')
 STEPS = flags.DEFINE_integer('steps', Recipe.steps, 'Optimizer steps.', lower_bound=1)

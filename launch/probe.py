@@ -12,7 +12,7 @@ import sys
 from absl import flags
 
 from sdpo_jax import command
-from sdpo_jax.training import probe, probe_report
+from sdpo_jax.inference import probe, probe_report
 
 OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the numbers and the recommendation.')
 MAX_QUESTIONS = flags.DEFINE_integer(

@@ -30,7 +30,7 @@ from absl import flags
 from sdpo_jax import command
 from sdpo_jax.config import SamplingConfig
 from sdpo_jax.errors import UserError
-from sdpo_jax.training import answering
+from sdpo_jax.inference import generate
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a run; its newest checkpoint answers.')
 STEP = flags.DEFINE_integer('step', None, 'The checkpoint of this step of the run answers instead.', lower_bound=1)
@@ -80,37 +80,37 @@ def check_flags() -> None:
     raise UserError(f'--n={N.value}: a --chat has one answer a turn; leave --n out.')
 
 
-def write_answer(speaker: answering.Speaker) -> None:
-  texts = answering.answers(speaker, answering.with_system([{'role': 'user', 'content': PROMPT.value}], SYSTEM.value))
+def write_answer(speaker: generate.Speaker) -> None:
+  texts = generate.answers(speaker, generate.with_system([{'role': 'user', 'content': PROMPT.value}], SYSTEM.value))
   for number, text in enumerate(texts, start=1):
     if len(texts) > 1:
       sys.stdout.write(f'--- completion {number} of {len(texts)} ---\n')
     sys.stdout.write(text + '\n')
 
 
-def write_answers(speaker: answering.Speaker, questions: list[answering.Question]) -> None:
-  records = answering.answer_all(speaker, questions, announce)
+def write_answers(speaker: generate.Speaker, questions: list[generate.Question]) -> None:
+  records = generate.answer_all(speaker, questions, announce)
   if OUTPUT.value is None:
-    answering.write_in_order(sys.stdout, records)
+    generate.write_in_order(sys.stdout, records)
   else:
-    answering.write_to_file(OUTPUT.value, records)
+    generate.write_to_file(OUTPUT.value, records)
 
 
-def hold_chat(speaker: answering.Speaker) -> None:
+def hold_chat(speaker: generate.Speaker) -> None:
   read = input
   if sys.stdin.isatty() and sys.stdout.isatty():
     with contextlib.suppress(ImportError):  # Lines can be edited, where Python has it.
       import readline  # noqa: F401
     read = functools.partial(input, '> ')
-  answering.converse(answering.Chat(speaker, SYSTEM.value, announce), read, sys.stdout, announce)
+  generate.converse(generate.Chat(speaker, SYSTEM.value, announce), read, sys.stdout, announce)
 
 
 def main() -> int | None:
   check_flags()
-  questions = None if PROMPTS.value is None else answering.read_questions(PROMPTS.value, SYSTEM.value)
+  questions = None if PROMPTS.value is None else generate.read_questions(PROMPTS.value, SYSTEM.value)
   if OUTPUT.value is not None:
-    answering.check_output(OUTPUT.value, OVERWRITE.value)
-  manner = answering.Manner(
+    generate.check_output(OUTPUT.value, OVERWRITE.value)
+  manner = generate.Manner(
     sampling=SamplingConfig(
       n=N.value, temperature=TEMPERATURE.value, top_p=TOP_P.value, top_k=TOP_K.value, min_p=MIN_P.value
     ),
@@ -121,7 +121,7 @@ def main() -> int | None:
     dtype=DTYPE.value,
   )
   try:
-    speaker = answering.open_speaker(WORKDIR.value, MODEL.value, STEP.value, manner)
+    speaker = generate.open_speaker(WORKDIR.value, MODEL.value, STEP.value, manner)
     if questions is not None:
       write_answers(speaker, questions)
     elif CHAT.value:

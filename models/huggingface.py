@@ -19,11 +19,11 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
-from models import bucket, parameters
+from models import parameters, remote_files
 from models.qwen3 import Qwen3Config, Qwen3Policy
 from sdpo_jax.config import ModelConfig
+from sdpo_jax.distributed.mesh import parameter_sharding
 from sdpo_jax.errors import UserError
-from sdpo_jax.mesh import parameter_sharding
 
 Tree = Any
 WEIGHTS = 'model.safetensors'
@@ -47,7 +47,7 @@ def load(
   Args:
     path: directory with config.json and safetensors, or a hub name (organisation/model).
     config: compute dtype and rematerialisation.
-    mesh: devices over which `sdpo_jax.mesh` shards the parameters. None: the default device, which holds all.
+    mesh: devices over which `sdpo_jax.distributed.mesh` shards the parameters. None: the default device, which holds all.
 
   Raises:
     UserError: naming the missing or damaged file, the unsupported architecture, the missing, unexpected or misshapen
@@ -150,8 +150,8 @@ def resolve(path: str | os.PathLike) -> pathlib.Path:
   Raises:
     UserError: it names neither.
   """
-  if bucket.is_remote(path):
-    return bucket.fetch(str(path), HUB_FILES)
+  if remote_files.is_remote(path):
+    return remote_files.fetch(str(path), HUB_FILES)
   local = pathlib.Path(path).expanduser()
   if local.is_dir():
     return local

@@ -14,11 +14,12 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from models import attention, parameters
 from models import cache as kv_cache
-from models import lowering as lowerings
+from models import parameters
+from models.attention import backend as backends
+from models.attention import dispatch as attention
+from sdpo_jax.distributed.mesh import gathered_by_layer
 from sdpo_jax.errors import UserError
-from sdpo_jax.mesh import gathered_by_layer
 
 Tree = Any
 ARCHITECTURE = 'qwen3'
@@ -403,7 +404,7 @@ class Decoder(nnx.Module):
     cache: kv_cache.KVCache | None,
     parents: jax.Array | None,
     remat: str,
-    lowering: lowerings.Lowering,
+    lowering: backends.Lowering,
   ) -> tuple[jax.Array, kv_cache.KVCache | None]:
     """Final hidden states [B, S, D] and the updated cache; arguments as in `Qwen3Policy.apply`."""
     config = self.config
@@ -450,7 +451,7 @@ class Decoder(nnx.Module):
   def _whole(self, lowering, segment_ids, parents, sampling):
     """Attention of whole sequences to themselves."""
     starts = attention.segment_starts(segment_ids)
-    windows = lowerings.distinct(self.config.windows)
+    windows = backends.distinct(self.config.windows)
     kinds = jnp.asarray([windows.index(window) for window in self.config.windows or (0,) * self.config.layers])
     return lambda query, key, value, store, layer: attention.attend_whole(
       lowering,
@@ -548,7 +549,7 @@ class Qwen3Policy:
   config: Qwen3Config
   dtype: Literal['float32', 'bfloat16'] = 'bfloat16'
   remat: Literal['none', 'full', 'save_attention', 'dots'] = 'full'
-  lowering: lowerings.Lowering = lowerings.Lowering()
+  lowering: backends.Lowering = backends.Lowering()
 
   @property
   def vocab_size(self) -> int:
@@ -568,7 +569,7 @@ class Qwen3Policy:
     Raises:
       UserError: the devices or the dtype do not allow them.
     """
-    lowering = lowerings.choose(attention_setting, self.dtype, self.config.head_dim, mesh)
+    lowering = backends.choose(attention_setting, self.dtype, self.config.head_dim, mesh)
     return dataclasses.replace(self, lowering=lowering)
 
   def parameter_table(self) -> parameters.Table:

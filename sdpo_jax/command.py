@@ -20,8 +20,8 @@ from absl import app, flags
 from absl import logging as absl_logging
 import jax
 
-from sdpo_jax import cluster
 from sdpo_jax.config import Config, describe, override
+from sdpo_jax.distributed import cluster
 from sdpo_jax.errors import UserError
 
 EXIT_BAD_INPUT = cluster.EXIT_BAD_INPUT

@@ -17,14 +17,14 @@ import jax.numpy as jnp
 
 from models import parameters as parameter_tables
 from models.policy import Policy
-from sdpo_jax import mesh as meshes
 from sdpo_jax.config import Config
+from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.rollout import decode, slots
-from sdpo_jax.rollout import programs as rollout_programs
+from sdpo_jax.rollout import functions as rollout_programs
 from sdpo_jax.rollout.sampling import SamplingParams
 from sdpo_jax.training import batching
 from sdpo_jax.training.checkpoints import abstract
-from sdpo_jax.training.step import abstract_state, make_update
+from sdpo_jax.training.update import abstract_state, make_update
 from sdpo_jax.types import Batch, TokenRows, Tree
 
 EVALUATION = 'evaluation/'  # Begins the names of programs that only evaluation uses.

@@ -13,10 +13,12 @@ import pytest
 
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
-from sdpo_jax.training import alarms, inference, loop
+from sdpo_jax.evaluation import alarms
+from sdpo_jax.inference import runs
+from sdpo_jax.training import loop
 from sdpo_jax.training.checkpoints import Checkpoints
 from sdpo_jax.training.session import make_session
-from sdpo_jax.training.step import abstract_state
+from sdpo_jax.training.update import abstract_state
 from tests import tiny
 from tests.test_resume import start_two
 
@@ -226,7 +228,7 @@ def lines_of(workdir) -> list[dict]:
 
 def checkpoint(workdir, step: int):
   """State and host state of a step."""
-  config = inference.run_config(workdir)
+  config = runs.run_config(workdir)
   session, parameters = make_session(config, workdir)
   checkpoints = Checkpoints(workdir, read_only=True)
   state, host = checkpoints._read(step, abstract_state(config, parameters, session.mesh))
@@ -340,13 +342,13 @@ def test_two_processes_share_the_grading_and_roll_back_together(experiment):
 
 def test_the_best_checkpoint_can_be_asked_for_by_its_step(experiment):
   folder, _, _ = experiment
-  _, parameters, step = inference.open_run(folder / 'whole', step=2)
+  _, parameters, step = runs.open_run(folder / 'whole', step=2)
   assert step == 2
   chex.assert_trees_all_equal(parameters, checkpoint(folder / 'whole', 2)[0].trainable)
   with pytest.raises(UserError, match=r'--step=9: .* has checkpoints of the steps \[1, 2, 3, 4, 5, 6\]'):
-    inference.open_run(folder / 'whole', step=9)
+    runs.open_run(folder / 'whole', step=9)
   with pytest.raises(UserError, match='--step is about the checkpoints of a run'):
-    inference.open_source(None, 'model', None, step=2)
+    runs.open_source(None, 'model', None, step=2)
 
 
 def test_an_alarm_before_there_is_a_checkpoint_stops_the_run(experiment):

@@ -9,13 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import attention, decoding, huggingface
 from models import cache as kv_cache
+from models import huggingface
+from models.attention import decode_kernel
+from models.attention import dispatch as attention
+from models.attention.backend import Lowering, choose, distinct
 from models.cache import SHALLOW, Stores, quantize
-from models.lowering import Lowering, choose, distinct
 from sdpo_jax.config import MeshConfig
+from sdpo_jax.distributed.mesh import make_mesh
 from sdpo_jax.errors import UserError
-from sdpo_jax.mesh import make_mesh
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 # Segment ids of rows of 40 slots: packed with padding between and behind, one segment, nothing at all, full.
@@ -224,7 +226,7 @@ def test_scales_are_folded_into_scores_and_weights(quantized):
 @pytest.mark.parametrize('quantized', [False, True], ids=['float32', 'int8'])
 def test_the_decoding_kernel_is_the_plain_formula(quantized, window, block, monkeypatch):
   """Two queries a row over two caches of the row: some empty, some full, one row not in use."""
-  monkeypatch.setattr(decoding, 'BLOCK', block)
+  monkeypatch.setattr(decode_kernel, 'BLOCK', block)
   generator = np.random.default_rng(3)
   draw = lambda *shape: generator.standard_normal(shape).astype(np.float32)
   layers, layer, rows = 3, 1, 6
@@ -238,7 +240,7 @@ def test_the_decoding_kernel_is_the_plain_formula(quantized, window, block, monk
   ]
   if quantized:
     parts = [(in_int8(held), *place) for held, *place in parts]
-  run = jax.jit(functools.partial(decoding.attention, interpret=True))
+  run = jax.jit(functools.partial(decode_kernel.attention, interpret=True))
   ours = run(query, positions, parts, layer, window)
   masks = [
     attention.visible(

@@ -13,10 +13,10 @@ import pytest
 
 from models import huggingface, parameters
 from sdpo_jax.config import MeshConfig, ModelConfig
-from sdpo_jax.mesh import make_mesh, parameter_sharding
+from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding
 from sdpo_jax.planner import hlo
 from sdpo_jax.rollout import decode
-from sdpo_jax.rollout.programs import cache_shardings, programs
+from sdpo_jax.rollout.functions import cache_shardings, programs
 from sdpo_jax.rollout.sampling import SamplingParams
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')

@@ -16,11 +16,11 @@ import tensorstore
 
 from models import huggingface
 from sdpo_jax.config import Config, MeshConfig
+from sdpo_jax.distributed.mesh import make_mesh
 from sdpo_jax.errors import UserError
-from sdpo_jax.mesh import make_mesh
 from sdpo_jax.training import checkpoints as checkpoint_module
 from sdpo_jax.training.checkpoints import DAMAGED, SKIPPED, Checkpoints, only
-from sdpo_jax.training.step import abstract_state, place_state
+from sdpo_jax.training.update import abstract_state, place_state
 from sdpo_jax.types import TrainState
 from tests import tiny
 

@@ -9,7 +9,7 @@ import sys
 from jax._src import clusters
 import pytest
 
-from sdpo_jax import cluster
+from sdpo_jax.distributed import cluster
 from sdpo_jax.errors import UserError
 from tests import tiny
 
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from sdpo_jax import command
-from sdpo_jax.cluster import barrier
+from sdpo_jax.distributed.cluster import barrier
 from sdpo_jax.errors import UserError
 
 flags.DEFINE_string('act', '', '')

@@ -10,7 +10,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.data import grouping
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
-from sdpo_jax.training import phases
+from sdpo_jax.training import step
 from sdpo_jax.types import Example, Outcome, Rollouts
 from tests import tiny
 from tests.golden.tokenizer import CharacterTokenizer
@@ -62,7 +62,7 @@ class Sampler:
 def test_a_success_teaches_the_failures_of_a_repeated_row_only_where_duplicates_are_grouped(
   grouped, taught, monkeypatch
 ):
-  monkeypatch.setattr(phases, 'sampling_seed', lambda state: 0)
+  monkeypatch.setattr(step, 'sampling_seed', lambda state: 0)
   row_1_is_right = lambda examples, texts, *, truncated: [Outcome(float(text == '1')) for text in texts]
   monkeypatch.setitem(registry._MAKERS, ASKED.environment, lambda settings: row_1_is_right)
   config = Config()
@@ -74,11 +74,11 @@ def test_a_success_teaches_the_failures_of_a_repeated_row_only_where_duplicates_
   other = dataclasses.replace(ASKED, ground_truth='43')
   batch = [ASKED, other, dataclasses.replace(ASKED, id='again')]
   state = types.SimpleNamespace(trainable=None)
-  collected = phases.collect(session, Graders(config.environments), state, batch, 0, phases.Timer())
-  context = phases.teach(session, collected, seed=0, step=0)
+  collected = step.collect(session, Graders(config.environments), state, batch, 0, step.Timer())
+  context = step.teach(session, collected, seed=0, step=0)
   assert np.flatnonzero(context.mask).tolist() == taught
   assert all('Correct solution:\n\n1\n' in context.messages[row][-1]['content'] for row in taught)
-  samples = phases.prepare(session, state, collected, context, {})
+  samples = step.prepare(session, state, collected, context, {})
   mean = 1 / 4 if grouped else 1 / 2
   assert samples.advantages[:2].tolist() == [-mean, 1 - mean]
   assert samples.advantages[4:].tolist() == ([-mean, -mean] if grouped else [0, 0])

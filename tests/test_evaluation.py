@@ -11,17 +11,19 @@ import pytest
 from sdpo_jax.config import Config, EnvironmentsConfig
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import FAILED, Graders
-from sdpo_jax.training import completions, evaluation, inference, phases, records, report
+from sdpo_jax.evaluation import completions, evaluate
+from sdpo_jax.inference import runs
+from sdpo_jax.training import records, report, step
 from sdpo_jax.types import Example, Outcome, Rollouts
 
 WORDS = Config().alarms.epistemic_words
 
 
 def test_budget():
-  assert evaluation.budget(1) == []
-  assert evaluation.budget(4) == [2, 4]
-  assert evaluation.budget(16) == [2, 4, 8, 16]
-  assert evaluation.budget(6) == [2, 4, 6]
+  assert evaluate.budget(1) == []
+  assert evaluate.budget(4) == [2, 4]
+  assert evaluate.budget(16) == [2, 4, 8, 16]
+  assert evaluate.budget(6) == [2, 4, 6]
 
 
 def reference_recipe(values: list[float], predictions: list[str], k: int) -> tuple[float, float, float]:
@@ -44,10 +46,10 @@ def test_the_same_samples_give_the_numbers_of_the_reference(n):
   rng = np.random.default_rng(n)
   scores = rng.random((3, n)) * (rng.random((3, n)) < 0.5)
   predictions = [[f'answer {rng.integers(3)}' for _ in range(n)] for _ in range(3)]
-  summary = evaluation.summarize(scores, evaluation.elections(predictions))
+  summary = evaluate.summarize(scores, evaluate.elections(predictions))
   assert summary[f'mean@{n}'] == pytest.approx(scores.mean(), rel=1e-14)
   assert summary[f'std@{n}'] == pytest.approx(np.mean([row.std() for row in scores]), rel=1e-14)
-  for k in evaluation.budget(n):
+  for k in evaluate.budget(n):
     expected = np.mean(
       [reference_recipe(row.tolist(), preds, k) for row, preds in zip(scores, predictions, strict=True)], axis=0
     )
@@ -58,14 +60,14 @@ def test_the_same_samples_give_the_numbers_of_the_reference(n):
 def test_best_and_worst_at_k_are_the_chance_that_one_or_all_of_k_draws_succeed():
   scores = np.array([[1.0, 0.0, 0.0, 0.0]])
   for k in (1, 2, 4):
-    assert evaluation.best_at_k(scores, k) == pytest.approx(1 - 0.75**k, abs=0.05)
-    assert evaluation.worst_at_k(scores, k) == pytest.approx(0.25**k, abs=0.05)
+    assert evaluate.best_at_k(scores, k) == pytest.approx(1 - 0.75**k, abs=0.05)
+    assert evaluate.worst_at_k(scores, k) == pytest.approx(0.25**k, abs=0.05)
 
 
 def test_maj_at_k_scores_the_most_frequent_answer():
   # Three of five say 'b' (wrong): the more draws, the surer the majority is wrong.
   scores, answers = np.array([[1.0, 1.0, 0.0, 0.0, 0.0]]), ['a', 'a', 'b', 'b', 'b']
-  maj = lambda answers, k: evaluation.maj_at_k(scores, evaluation.elected(answers, k)[None])
+  maj = lambda answers, k: evaluate.maj_at_k(scores, evaluate.elected(answers, k)[None])
   values = [maj(answers, k) for k in (1, 5, 51)]
   assert values[0] == pytest.approx(0.4, abs=0.05)
   assert values[0] > values[1] > values[2]
@@ -76,12 +78,12 @@ def test_maj_at_k_scores_the_most_frequent_answer():
 
 def test_summary_names():
   scores = np.array([[1.0, 0.0], [1.0, 1.0]])
-  summary = evaluation.summarize(scores, evaluation.elections([['x', 'y'], ['z', 'z']]))
+  summary = evaluate.summarize(scores, evaluate.elections([['x', 'y'], ['z', 'z']]))
   assert set(summary) == {'mean@2', 'std@2', 'best@2', 'worst@2', 'maj@2'}
   assert summary['mean@2'] == 0.75 and summary['std@2'] == 0.25
   assert summary['best@2'] == pytest.approx((0.75 + 1) / 2, abs=0.03)
-  assert set(evaluation.summarize(scores)) == {'mean@2', 'std@2', 'best@2', 'worst@2'}
-  assert evaluation.summarize(np.array([[1.0], [0.0]])) == {'mean@1': 0.5}
+  assert set(evaluate.summarize(scores)) == {'mean@2', 'std@2', 'best@2', 'worst@2'}
+  assert evaluate.summarize(np.array([[1.0], [0.0]])) == {'mean@1': 0.5}
 
 
 def rollouts(texts: list[str], group: list[int], lengths: list[int] | None = None) -> Rollouts:
@@ -130,7 +132,7 @@ def test_each_completion_is_graded_by_its_own_environment(monkeypatch):
     'two:yes:False',
     'two:yes:True',
   ]
-  metrics = evaluation.by_source(examples, batch, outcomes, 2, WORDS)
+  metrics = evaluate.by_source(examples, batch, outcomes, 2, WORDS)
   assert metrics['source_one']['mean@2'] == 0.5
   assert metrics['source_two']['mean@2'] == 1.0
   assert metrics['source_two']['maj@2'] == 1.0
@@ -148,7 +150,7 @@ def code_outcomes() -> list[Outcome]:
 
 
 def test_score_and_acc_are_kept_apart_and_every_number_is_reported():
-  metrics = evaluation.by_source([example('a', 'x')] * 2, rollouts(['t'] * 4, [0, 0, 1, 1]), code_outcomes(), 2, WORDS)
+  metrics = evaluate.by_source([example('a', 'x')] * 2, rollouts(['t'] * 4, [0, 0, 1, 1]), code_outcomes(), 2, WORDS)
   found = metrics['source_x']
   assert found['mean@2'] == 0.25 and found['acc/mean@2'] == 0.625
   assert found['acc/std@2'] == 0.125
@@ -164,20 +166,20 @@ def test_score_and_acc_are_kept_apart_and_every_number_is_reported():
 def test_the_inverted_incorrect_format_of_the_reference_is_not_read():
   inverted = {'incorrect_format': 1.0, 'format_valid': 1.0}
   batch = rollouts(['t'] * 2, [0, 0])
-  found = evaluation.by_source([example('a', 'x')], batch, [Outcome(1.0, '', inverted)] * 2, 2, WORDS)['source_x']
+  found = evaluate.by_source([example('a', 'x')], batch, [Outcome(1.0, '', inverted)] * 2, 2, WORDS)['source_x']
   assert found['format_valid_fraction'] == 1.0
-  silent = evaluation.by_source([example('a', 'x')], batch, [Outcome(1.0, '', {'incorrect_format': 0.0})] * 2, 2, WORDS)
+  silent = evaluate.by_source([example('a', 'x')], batch, [Outcome(1.0, '', {'incorrect_format': 0.0})] * 2, 2, WORDS)
   assert 'format_valid_fraction' not in silent['source_x']
 
 
 def test_a_failed_grader_is_counted_and_hides_no_metric():
   broken = Outcome(0.0, None, {'acc': 0.0, 'pred': '', FAILED: 1.0})
   outcomes = [*code_outcomes()[:3], broken]
-  found = evaluation.by_source([example('a', 'x')] * 2, rollouts(['t'] * 4, [0, 0, 1, 1]), outcomes, 2, WORDS)
+  found = evaluate.by_source([example('a', 'x')] * 2, rollouts(['t'] * 4, [0, 0, 1, 1]), outcomes, 2, WORDS)
   assert found['source_x']['grader_failed_fraction'] == 0.25
   assert found['source_x']['tests/mean@2'] == 3.0
   assert found['source_x']['format_valid_fraction'] == pytest.approx(2 / 3)
-  alone = evaluation.by_source([example('a', 'x')], rollouts(['t'] * 2, [0, 0]), [broken] * 2, 2, WORDS)['source_x']
+  alone = evaluate.by_source([example('a', 'x')], rollouts(['t'] * 2, [0, 0]), [broken] * 2, 2, WORDS)['source_x']
   assert alone['mean@2'] == 0.0 and alone['grader_failed_fraction'] == 1.0
   assert 'format_valid_fraction' not in alone
 
@@ -197,8 +199,8 @@ def test_lengths_entropy_and_words_of_doubt():
   assert completions.count_words('let me check, let me', ('let me check', 'let me')) == 2
 
 
-def collected(examples: list[Example], batch: Rollouts, outcomes: list[Outcome]) -> phases.Collected:
-  return phases.Collected(examples, [[1]] * len(examples), batch, outcomes, np.arange(len(batch)), 0.0)
+def collected(examples: list[Example], batch: Rollouts, outcomes: list[Outcome]) -> step.Collected:
+  return step.Collected(examples, [[1]] * len(examples), batch, outcomes, np.arange(len(batch)), 0.0)
 
 
 def test_a_batch_of_several_sources_is_described_as_a_whole_and_by_source():
@@ -231,8 +233,8 @@ def test_evaluations_with_huge_strange_and_infinite_content_are_written_and_read
     Outcome(0.0, None, {'pred': broken, 'acc': 0, 'loss': np.float64('nan'), 'id': 'other', 'many': [1, 2]}),
   ]
   examples, batch = [example('a', 'x')], rollouts([huge, broken], [0, 0])
-  measured = evaluation.Evaluation(
-    evaluation.by_source(examples, batch, outcomes, 2, WORDS), evaluation._samples(examples, batch, outcomes)
+  measured = evaluate.Evaluation(
+    evaluate.by_source(examples, batch, outcomes, 2, WORDS), evaluate._samples(examples, batch, outcomes)
   )
   records.write_evaluation(epath.Path(tmp_path), 7, measured)
   content = json.loads((tmp_path / 'eval' / '7.json').read_text(), parse_constant=pytest.fail)
@@ -246,14 +248,14 @@ def test_evaluations_with_huge_strange_and_infinite_content_are_written_and_read
 
 
 def test_the_table_has_a_row_a_source_and_leaves_out_what_no_source_has():
-  metrics = evaluation.by_source([example('a', 'x')] * 2, rollouts(['t'] * 4, [0, 0, 1, 1]), code_outcomes(), 2, WORDS)
+  metrics = evaluate.by_source([example('a', 'x')] * 2, rollouts(['t'] * 4, [0, 0, 1, 1]), code_outcomes(), 2, WORDS)
   plain = {'source_y': {'mean@2': 0.5, 'best@2': 0.75, 'questions': 1000.0, 'truncated_fraction': 0.125}}
-  header, _, first, second = report.evaluation_table(evaluation.Evaluation(metrics | plain, []), 2).splitlines()
+  header, _, first, second = report.evaluation_table(evaluate.Evaluation(metrics | plain, []), 2).splitlines()
   assert header.split('  ')[0] == 'held-out' and 'acc/mean@2' in header and 'format valid' in header
   assert first.split()[:2] == ['source_x', '0.2500'] and '0.6250' in first
   assert second.split()[:4] == ['source_y', '0.5000', '0.7500', '–'] and second.split()[-1] == '1,000'
   assert '12.5%' in second
-  header = report.evaluation_table(evaluation.Evaluation(plain, []), 2).splitlines()[0]
+  header = report.evaluation_table(evaluate.Evaluation(plain, []), 2).splitlines()[0]
   assert 'maj@2' not in header and 'format valid' not in header
 
 
@@ -269,9 +271,9 @@ def test_the_summary_of_a_run_shows_score_and_mean_acc_whatever_the_task_is_call
 def test_settings_that_make_an_evaluation_another_one_are_named():
   trained, config = Config(), Config()
   config.optimizer.lr, config.environments.sandbox.workers = 1.0, 3
-  assert inference.measured_otherwise(trained, config) == []
+  assert runs.measured_otherwise(trained, config) == []
   config.environments.profile, config.val_kwargs.n = 'reference', 16
-  assert inference.measured_otherwise(trained, config) == [
+  assert runs.measured_otherwise(trained, config) == [
     "environments.profile is 'clean' there and 'reference' here",
     'val_kwargs.n is 4 there and 16 here',
   ]

@@ -16,8 +16,8 @@ from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.engine import Completion, Sampler
-from sdpo_jax.training import phases
-from sdpo_jax.training.grading_thread import GradingThread
+from sdpo_jax.rollout.grading_thread import GradingThread
+from sdpo_jax.training import step
 from sdpo_jax.types import Example, Outcome
 from tests import tiny
 from tests.test_resume import places
@@ -136,10 +136,10 @@ def test_a_batch_is_graded_while_it_is_sampled(tmp_path, monkeypatch, recorder):
   session = types.SimpleNamespace(
     config=config, tokenizer=tokenizer, base={}, sampler=types.SimpleNamespace(sample=sample)
   )
-  monkeypatch.setattr(phases, 'sampling_seed', lambda state: 0)
+  monkeypatch.setattr(step, 'sampling_seed', lambda state: 0)
   state = types.SimpleNamespace(trainable=parameters)
   with Graders(config.environments) as graders:
-    collected = phases.collect(session, graders, state, questions(*['recorder'] * G), 0, phases.Timer())
+    collected = step.collect(session, graders, state, questions(*['recorder'] * G), 0, step.Timer())
   rollouts = collected.rollouts
   pairs = list(zip(rollouts.group, rollouts.text, strict=True))
   assert [outcome.feedback for outcome in collected.outcomes] == [f'q{group}: {text}' for group, text in pairs]
@@ -218,7 +218,7 @@ from sdpo_jax.config import EnvironmentsConfig
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
-from sdpo_jax.training.grading_thread import GradingThread
+from sdpo_jax.rollout.grading_thread import GradingThread
 from sdpo_jax.types import Outcome
 from tests.test_grading_thread import G, N, completion, questions
 

@@ -17,8 +17,8 @@ import transformers
 
 from models import huggingface, parameters
 from sdpo_jax.config import MeshConfig, ModelConfig
+from sdpo_jax.distributed.mesh import make_mesh
 from sdpo_jax.errors import UserError
-from sdpo_jax.mesh import make_mesh
 
 torch.set_num_threads(1)
 

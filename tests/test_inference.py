@@ -8,10 +8,10 @@ from safetensors.numpy import load_file
 from models import huggingface
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
-from sdpo_jax.training import inference
+from sdpo_jax.inference import runs
 from sdpo_jax.training.checkpoints import SKIPPED, Checkpoints
 from sdpo_jax.training.session import make_session
-from sdpo_jax.training.step import place_state
+from sdpo_jax.training.update import place_state
 from tests import tiny
 
 
@@ -58,7 +58,7 @@ def test_a_run_opens_with_one_copy_of_the_weights(run, weights, field, step, mon
     return restored[-1], {}
 
   monkeypatch.setattr(Checkpoints, '_read', watched)
-  _, parameters, found = inference.open_run(workdir, weights, step=step)
+  _, parameters, found = runs.open_run(workdir, weights, step=step)
   assert found == 1
   chex.assert_trees_all_equal(parameters, getattr(state, field))
   [held], [whole] = during, restored
@@ -68,7 +68,7 @@ def test_a_run_opens_with_one_copy_of_the_weights(run, weights, field, step, mon
 
 @pytest.mark.parametrize('weights, factor', [('student', 0.5), ('teacher', 2.0)])
 def test_an_export_holds_the_weights_that_are_asked_for(run, model, weights, factor, tmp_path):
-  assert inference.export(run[0], tmp_path / 'out', weights) == 1
+  assert runs.export(run[0], tmp_path / 'out', weights) == 1
   original, exported = (load_file(folder / huggingface.WEIGHTS) for folder in (model, tmp_path / 'out'))
   chex.assert_trees_all_equal(exported, {name: factor * tensor for name, tensor in original.items()})
 
@@ -76,5 +76,5 @@ def test_an_export_holds_the_weights_that_are_asked_for(run, model, weights, fac
 def test_a_teacher_without_weights_is_not_opened(model, tmp_path):
   make_run(tmp_path / 'live', model, 'live')
   with pytest.raises(UserError, match='the teacher of this run has no weights of its own; export --weights=student'):
-    inference.open_run(tmp_path / 'live', 'teacher')
-  assert inference.open_run(tmp_path / 'live', 'student')[2] == 1
+    runs.open_run(tmp_path / 'live', 'teacher')
+  assert runs.open_run(tmp_path / 'live', 'student')[2] == 1

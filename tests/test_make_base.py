@@ -12,9 +12,9 @@ from sdpo_jax.config import Config, ModelConfig, SelfDistillationConfig
 from sdpo_jax.environments import digits, registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
+from sdpo_jax.inference.probe import probe
+from sdpo_jax.quickstart.make_base import BELIEFS, Recipe, attempt, collate, lesson, make_base
 from sdpo_jax.rollout.engine import Sampler
-from sdpo_jax.training.make_base import BELIEFS, Recipe, attempt, collate, lesson, make_base
-from sdpo_jax.training.probe import probe
 
 COMMITTED = pathlib.Path(__file__).parent.parent / 'configs' / 'quickstart_model'
 TEXTS = (

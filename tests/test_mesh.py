@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from sdpo_jax import mesh as meshes
 from sdpo_jax.config import MeshConfig
+from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
 
 

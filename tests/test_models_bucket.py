@@ -5,7 +5,7 @@ from etils.epath import backend
 from fsspec.implementations.local import LocalFileSystem
 import pytest
 
-from models import bucket, huggingface
+from models import huggingface, remote_files
 from models import tokenizer as tokenizers
 from sdpo_jax.config import ModelConfig
 from sdpo_jax.errors import UserError
@@ -26,10 +26,10 @@ def store(tmp_path, monkeypatch):
       return super()._strip_protocol(str(path).replace('gs://here', str(root)))
 
   monkeypatch.setattr(backend.fsspec_backend, 'fs', lambda path: Store(skip_instance_cache=True))
-  monkeypatch.setenv(bucket.FOLDER, str(tmp_path / 'copies'))
-  bucket.fetch.cache_clear()
+  monkeypatch.setenv(remote_files.FOLDER, str(tmp_path / 'copies'))
+  remote_files.fetch.cache_clear()
   yield root
-  bucket.fetch.cache_clear()
+  remote_files.fetch.cache_clear()
 
 
 def test_a_model_in_a_bucket_is_read_from_a_copy(store, tmp_path):
@@ -48,11 +48,11 @@ def test_it_is_copied_again_only_when_it_has_changed(store):
   copy = huggingface.resolve(ADDRESS)
   (copy / 'model.safetensors').touch()
   before = (copy / 'model.safetensors').stat().st_mtime_ns
-  bucket.fetch.cache_clear()
+  remote_files.fetch.cache_clear()
   assert huggingface.resolve(ADDRESS) == copy
   assert (copy / 'model.safetensors').stat().st_mtime_ns == before
   (folder / 'README.txt').write_text('new')
-  bucket.fetch.cache_clear()
+  remote_files.fetch.cache_clear()
   assert (huggingface.resolve(ADDRESS) / 'README.txt').read_text() == 'new'
 
 

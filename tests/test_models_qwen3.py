@@ -292,7 +292,7 @@ def test_the_table_owns_every_shape(small):
 
 def test_eight_devices_give_the_states_of_one(tmp_path):
   from sdpo_jax.config import MeshConfig
-  from sdpo_jax.mesh import make_mesh, put_rows
+  from sdpo_jax.distributed.mesh import make_mesh, put_rows
 
   reference(tmp_path, num_key_value_heads=4)
   policy, params = huggingface.load(tmp_path, ModelConfig(dtype='float32'))

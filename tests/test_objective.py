@@ -11,8 +11,8 @@ from sdpo_jax.config import AGGREGATIONS
 from sdpo_jax.objective import divergences, vocabulary
 from sdpo_jax.objective.advantages import grpo_advantages
 from sdpo_jax.objective.aggregation import loss_coefficients
+from sdpo_jax.objective.importance import importance_ratio, mismatch, rollout_is_weights
 from sdpo_jax.objective.policy_gradient import dual_clip_ppo, kl_penalty
-from sdpo_jax.objective.weights import importance_ratio, mismatch, rollout_is_weights
 
 
 def log_probs(rng, *shape):

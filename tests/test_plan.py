@@ -14,9 +14,9 @@ import pytest
 from benchmarks import tpu_plan
 from configs import quickstart, qwen3_8b_chemistry
 from models import huggingface
-from sdpo_jax import mesh as meshes
 from sdpo_jax import programs as registry
 from sdpo_jax.config import Config, MeshConfig, ModelConfig
+from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
 from sdpo_jax.planner import hlo, kernels, model, report, run, search, topology
 from sdpo_jax.planner import plan as planning

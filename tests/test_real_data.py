@@ -15,9 +15,9 @@ from sdpo_jax.data import pipeline
 from sdpo_jax.data.prompts import prompt_tokens
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import FAILED, Graders
+from sdpo_jax.quickstart import tokenizer
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.teacher.context import build_teacher_context
-from sdpo_jax.training import base_tokenizer
 from tests import tiny
 
 N = 2
@@ -38,7 +38,7 @@ def model(real, tmp_path_factory):
   lines = [
     line for name in ('sciknoweval/chemistry', 'tooluse') for line in open(real / name / 'test.json', encoding='utf-8')
   ]
-  base_tokenizer.save(base_tokenizer.train([json.loads(line)['prompt'] for line in lines], 4096), folder)
+  tokenizer.save(tokenizer.train([json.loads(line)['prompt'] for line in lines], 4096), folder)
   return folder
 
 

@@ -14,12 +14,12 @@ import jax
 import numpy as np
 import pytest
 
-from sdpo_jax import cluster
-from sdpo_jax.training import inference
+from sdpo_jax.distributed import cluster
+from sdpo_jax.inference import runs
 from sdpo_jax.training.checkpoints import Checkpoints
 from sdpo_jax.training.loop import EXIT_PREEMPTED
 from sdpo_jax.training.session import make_session
-from sdpo_jax.training.step import abstract_state
+from sdpo_jax.training.update import abstract_state
 from tests import tiny
 
 STEPS = 5
@@ -36,7 +36,7 @@ def experiment(tmp_path_factory):
 
 
 def final_state(workdir: pathlib.Path):
-  config = inference.run_config(workdir)
+  config = runs.run_config(workdir)
   session, parameters = make_session(config, workdir)
   checkpoints = Checkpoints(workdir, keep=10)
   restored = checkpoints.restore(abstract_state(config, parameters, session.mesh))
@@ -130,7 +130,7 @@ def test_the_run_learns_something_and_writes_what_the_contract_names(experiment)
   taught = [rollout for rollout in rollouts if rollout['teacher_prompt']]
   assert taught and all(value >= 0 for value in taught[0]['divergence'])
   _, state, _ = final_state(workdir)
-  _, parameters = make_session(inference.run_config(workdir), workdir)
+  _, parameters = make_session(runs.run_config(workdir), workdir)
   moved = max(
     float(abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (state.trainable, parameters)), strict=True)
   )

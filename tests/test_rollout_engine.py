@@ -10,12 +10,12 @@ import pytest
 
 from models import cache as kv_cache
 from models import huggingface, parameters
-from models.lowering import Lowering
+from models.attention.backend import Lowering
 from sdpo_jax.config import MeshConfig
+from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding
 from sdpo_jax.errors import UserError
-from sdpo_jax.mesh import make_mesh, parameter_sharding
 from sdpo_jax.rollout import engine, queue, slots
-from sdpo_jax.rollout.programs import programs
+from sdpo_jax.rollout.functions import programs
 from sdpo_jax.rollout.stops import StopStrings
 
 ALPHABET = 'abcdefghijklmnopqrstuvwxyz .,'

@@ -9,7 +9,7 @@ import pytest
 
 from models import huggingface, parameters
 from sdpo_jax.config import MeshConfig
-from sdpo_jax.mesh import make_mesh, parameter_sharding
+from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding
 from sdpo_jax.rollout import decode, engine, queue, sampling, slots
 
 CONFIG = dict(

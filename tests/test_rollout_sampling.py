@@ -11,7 +11,7 @@ import torch
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from sdpo_jax.config import MeshConfig
-from sdpo_jax.mesh import make_mesh
+from sdpo_jax.distributed.mesh import make_mesh
 from sdpo_jax.rollout import sampling
 
 KNOBS = [

@@ -10,8 +10,8 @@ import pytest
 
 from sdpo_jax.config import SamplingConfig
 from sdpo_jax.errors import UserError
+from sdpo_jax.inference import generate
 from sdpo_jax.rollout.engine import Completion, Draft
-from sdpo_jax.training import answering
 from tests import tiny
 
 # As Qwen3's: of an earlier answer, what stands before </think> is left out.
@@ -34,7 +34,7 @@ def model(tmp_path_factory):
 
 def open_speaker(model, **changes):
   manner = dict(sampling=SamplingConfig(n=1), max_tokens=40, seed=3, max_prompt_length=256) | changes
-  return answering.open_speaker(None, str(model), None, answering.Manner(**manner))
+  return generate.open_speaker(None, str(model), None, generate.Manner(**manner))
 
 
 @pytest.fixture(scope='module')
@@ -63,7 +63,7 @@ def test_a_file_is_answered_as_it_is_sampled_and_written_in_order(model, tmp_pat
     {'prompt': [USER('e')], 'idx': 7},
     {'prompt': 'f', 'idx': float('nan')},
   ]
-  questions = answering.read_questions(write_rows(tmp_path / 'rows.jsonl', rows), None)
+  questions = generate.read_questions(write_rows(tmp_path / 'rows.jsonl', rows), None)
   said, output = [], tmp_path / 'answers.jsonl'
   came, held = [], []
 
@@ -73,7 +73,7 @@ def test_a_file_is_answered_as_it_is_sampled_and_written_in_order(model, tmp_pat
       came.append(number)
       held.append([json.loads(line) for line in output.read_text().splitlines()])
 
-  answering.write_to_file(str(output), watched(answering.answer_all(speaker, questions, said.append)))
+  generate.write_to_file(str(output), watched(generate.answer_all(speaker, questions, said.append)))
   records = [json.loads(line) for line in output.read_text().splitlines()]
   assert came != sorted(came) == list(range(12)), 'all finished in order: the test shows nothing'
   # At any time the file held what had come.
@@ -92,7 +92,7 @@ def test_a_file_is_answered_as_it_is_sampled_and_written_in_order(model, tmp_pat
     assert record['tokens'] == rollouts.completion_mask[number].sum()
     assert record['log_prob'] == pytest.approx(rollouts.model_log_probs[number].sum(), abs=1e-3)
   assert {record['finish_reason'] for record in records} == {'stop', 'length'}
-  assert answering.answers(speaker, [USER('a')]) == [record['completion'] for record in records[:3]]
+  assert generate.answers(speaker, [USER('a')]) == [record['completion'] for record in records[:3]]
 
 
 def interrupted(numbers):
@@ -104,10 +104,10 @@ def interrupted(numbers):
 def test_an_interruption_loses_nothing_that_was_finished(tmp_path):
   output, stream = tmp_path / 'answers.jsonl', io.StringIO()
   with pytest.raises(KeyboardInterrupt):
-    answering.write_to_file(str(output), interrupted([2, 0, 3]))
+    generate.write_to_file(str(output), interrupted([2, 0, 3]))
   assert output.read_text() == '{"n": 2}\n{"n": 0}\n{"n": 3}\n'
   with pytest.raises(KeyboardInterrupt):
-    answering.write_in_order(stream, interrupted([2, 0, 3]))
+    generate.write_in_order(stream, interrupted([2, 0, 3]))
   assert stream.getvalue() == '{"n": 0}\n{"n": 2}\n{"n": 3}\n'
 
 
@@ -119,30 +119,30 @@ def test_stdout_gets_records_in_order_as_soon_as_it_can():
       yield number, number
       seen.append(stream.getvalue().split())
 
-  answering.write_in_order(stream, numbered())
+  generate.write_in_order(stream, numbered())
   assert seen == [[], [], ['0', '1', '2'], ['0', '1', '2', '3']]
 
 
 def test_an_output_is_not_overwritten_unasked(tmp_path):
   output = tmp_path / 'new' / 'answers.jsonl'
-  answering.check_output(str(output), overwrite=False)
-  answering.write_to_file(str(output), [(0, {})])
+  generate.check_output(str(output), overwrite=False)
+  generate.write_to_file(str(output), [(0, {})])
   with pytest.raises(UserError, match='answers.jsonl is there already: .* --overwrite'):
-    answering.check_output(str(output), overwrite=False)
-  answering.check_output(str(output), overwrite=True)
+    generate.check_output(str(output), overwrite=False)
+  generate.check_output(str(output), overwrite=True)
   assert output.read_text() == '{}\n'
   with pytest.raises(UserError, match='is a directory'):
-    answering.check_output(str(tmp_path), overwrite=True)
+    generate.check_output(str(tmp_path), overwrite=True)
   with pytest.raises(UserError, match='name a local file'):
-    answering.check_output('gs://bucket/x.jsonl', overwrite=True)
+    generate.check_output('gs://bucket/x.jsonl', overwrite=True)
   with pytest.raises(UserError, match='cannot be written'):
-    answering.check_output(str(output / 'x'), overwrite=True)
+    generate.check_output(str(output / 'x'), overwrite=True)
 
 
 def test_prompts_of_a_text_file(tmp_path):
   path = tmp_path / 'prompts.txt'
   path.write_text('\ufeffWhat?\n\n  {"prompt": 1}\u2028and so on \r\n', encoding='utf-8')
-  questions = answering.read_questions(str(path), 'Be kind.')
+  questions = generate.read_questions(str(path), 'Be kind.')
   system = {'role': 'system', 'content': 'Be kind.'}
   assert [question.messages for question in questions] == [
     [system, USER('What?')],
@@ -151,7 +151,7 @@ def test_prompts_of_a_text_file(tmp_path):
   assert [question.row.number for question in questions] == [1, 3]
   path.write_text('\n \n')
   with pytest.raises(UserError, match='holds no prompt'):
-    answering.read_questions(str(path), None)
+    generate.read_questions(str(path), None)
 
 
 @pytest.mark.parametrize(
@@ -170,13 +170,13 @@ def test_prompts_of_a_text_file(tmp_path):
 def test_a_bad_row_is_named(row, says, tmp_path):
   path = write_rows(tmp_path / 'rows.jsonl', [{'prompt': 'x'}, row])
   with pytest.raises(UserError, match=f'rows.jsonl, line 2: .*{says}'):
-    answering.read_questions(path, None)
+    generate.read_questions(path, None)
 
 
 def test_a_row_that_is_too_long_is_named_before_anything_is_sampled(speaker, tmp_path):
   path = write_rows(tmp_path / 'rows.jsonl', [{'prompt': 'x'}, {'prompt': 'x' * 260}])
   with pytest.raises(UserError, match='rows.jsonl, line 2 has .* the limit is 256: .*--max_prompt_length'):
-    answering.answer_all(speaker, answering.read_questions(path, None), print)
+    generate.answer_all(speaker, generate.read_questions(path, None), print)
 
 
 @pytest.mark.parametrize('dtype, computes', [(None, 'float32'), ('bfloat16', 'bfloat16')])
@@ -186,7 +186,7 @@ def test_the_dtype_of_a_model(model, dtype, computes):
 
 def test_a_chat_streams_what_the_sampler_says_and_remembers_it(speaker):
   announced = []
-  chat = answering.Chat(speaker, 'Be kind.', announced.append)
+  chat = generate.Chat(speaker, 'Be kind.', announced.append)
   history = [{'role': 'system', 'content': 'Be kind.'}]
   for turn, text in enumerate(('Hello', 'Go on', 'And then?')):
     pieces = []
@@ -210,7 +210,7 @@ def test_half_of_a_character_waits_for_the_other_half(speaker, monkeypatch):
   looks = [Draft(0, np.asarray(tokens[:length])) for length in range(1, len(tokens) - 1)]
   text = speaker.session.tokenizer.decode(tokens, skip_special_tokens=True)
   looks.append(Completion(0, np.asarray(tokens), None, None, None, stopped=True, text=text))
-  chat = answering.Chat(speaker, None, print)
+  chat = generate.Chat(speaker, None, print)
   monkeypatch.setattr(chat, '_looks', lambda tokens: iter(looks))
   pieces = []
   assert chat.answer('x', pieces.append) == 'stop'
@@ -220,7 +220,7 @@ def test_half_of_a_character_waits_for_the_other_half(speaker, monkeypatch):
 def test_ctrl_c_ends_an_answer_and_not_the_chat(speaker):
   before = signal.getsignal(signal.SIGINT)
   announced = []
-  chat = answering.Chat(speaker, None, announced.append)
+  chat = generate.Chat(speaker, None, announced.append)
   lines = iter(['Hello', 'Again', '/exit', 'never read'])
   presses = iter([True])
 
@@ -233,7 +233,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(speaker):
       return super().write(piece)
 
   out = Out()
-  answering.converse(chat, lambda: next(lines), out, announced.append)
+  generate.converse(chat, lambda: next(lines), out, announced.append)
   assert next(lines) == 'never read'
   assert signal.getsignal(signal.SIGINT) is before
   asked, cut, again, whole = chat.messages
@@ -245,7 +245,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(speaker):
 
 
 def test_ctrl_c_twice_ends_the_chat(speaker):
-  chat = answering.Chat(speaker, None, print)
+  chat = generate.Chat(speaker, None, print)
 
   def press(piece):
     for _ in range(2):
@@ -257,10 +257,10 @@ def test_ctrl_c_twice_ends_the_chat(speaker):
 
 def test_a_conversation_that_is_too_long_is_a_sentence_and_the_chat_goes_on(speaker):
   announced, out = [], io.StringIO()
-  chat = answering.Chat(speaker, None, announced.append)
+  chat = generate.Chat(speaker, None, announced.append)
   asked = iter(['one', 'x' * 260, '', 'two', '/reset', 'three'])
   read = lambda: _next_line(asked)
-  answering.converse(chat, read, out, announced.append)
+  generate.converse(chat, read, out, announced.append)
   [sentence] = [text for text in announced if 'the limit is 256' in text]
   assert sentence.startswith('The conversation has') and '/reset' in sentence and '--max_prompt_length' in sentence
   assert 'Forgotten.' in announced
@@ -280,7 +280,7 @@ def _next_line(lines):
 
 def test_what_was_thought_is_left_to_the_template(speaker, monkeypatch):
   """The answer is remembered whole; Qwen3's template leaves the thoughts of earlier turns out."""
-  chat = answering.Chat(speaker, None, print)
+  chat = generate.Chat(speaker, None, print)
   text, prompts = '<think>\nHm.\n</think>Yes.', []
 
   def looks(tokens):

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from models import huggingface
-from sdpo_jax import mesh as meshes
 from sdpo_jax.config import Config, MeshConfig, ModelConfig
+from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.training import batching
-from sdpo_jax.training.step import make_update, place_state
+from sdpo_jax.training.update import make_update, place_state
 from tests.test_batching import make_config, make_samples
 
 MODEL = {

@@ -12,13 +12,13 @@ from configs import quickstart
 from models import huggingface
 from models import parameters as parameter_tables
 from models import tokenizer as tokenizers
-from sdpo_jax import mesh as meshes
 from sdpo_jax.config import Config, MeshConfig
 from sdpo_jax.data.prompts import prompt_tokens
+from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.environments import registry
 from sdpo_jax.teacher.context import build_teacher_context
 from sdpo_jax.training import batching
-from sdpo_jax.training.step import make_update, place_state
+from sdpo_jax.training.update import make_update, place_state
 from sdpo_jax.types import Outcome, Rollouts
 
 QUESTIONS, N, T = 4, 4, 8

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sdpo_jax.config import SelfDistillationConfig
-from sdpo_jax.teacher import weights
+from sdpo_jax.teacher import averaging
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'data' / 'teacher'
 
@@ -30,13 +30,13 @@ def equal(a, b):
 
 def test_live_teacher_stores_nothing_and_is_the_student():
   student = tree()
-  live = weights.live()
+  live = averaging.live()
   assert live.init(student) == {} and live.update({}, student, 0) == {}
-  own, mixed = weights.signal_parameters({}, student, SelfDistillationConfig(teacher_regularization='live'))
+  own, mixed = averaging.signal_parameters({}, student, SelfDistillationConfig(teacher_regularization='live'))
   assert own is student and mixed is None
 
 
-@pytest.mark.parametrize('transform', [weights.frozen(), weights.trust_region(), weights.ema(0.0)])
+@pytest.mark.parametrize('transform', [averaging.frozen(), averaging.trust_region(), averaging.ema(0.0)])
 def test_teachers_that_never_move(transform):
   student = tree()
   teacher = transform.init(student)
@@ -46,18 +46,18 @@ def test_teachers_that_never_move(transform):
 def test_trust_region_is_read_with_the_student_mixed_in():
   student, teacher = tree(1), tree(0)
   config = SelfDistillationConfig(teacher_regularization='trust-region')
-  assert weights.signal_parameters(teacher, student, config) == (teacher, student)
+  assert averaging.signal_parameters(teacher, student, config) == (teacher, student)
 
 
 def test_ema_rate_one_copies_the_student_exactly():
-  transform = weights.ema(1.0)
+  transform = averaging.ema(1.0)
   equal(transform.update(transform.init(tree()), tree(1), 0), tree(1))
 
 
 @settings(max_examples=25, deadline=None)
 @given(rate=st.floats(0.001, 0.999), seed=st.integers(0, 100))
 def test_ema_is_the_weighted_mean(rate, seed):
-  transform = weights.ema(rate)
+  transform = averaging.ema(rate)
   teacher, student = tree(seed), tree(seed + 1)
   moved = transform.update(teacher, student, 0)
   expected = jax.tree.map(lambda t, s: np.float64(t) * (1 - rate) + np.float64(s) * rate, teacher, student)
@@ -65,7 +65,7 @@ def test_ema_is_the_weighted_mean(rate, seed):
 
 
 def test_a_teacher_of_bfloat16_weights_is_kept_in_float32_and_moves_at_small_rates():
-  transform = weights.ema(1e-4)
+  transform = averaging.ema(1e-4)
   student = tree(dtype=jnp.bfloat16)
   teacher = transform.init(student)
   assert {x.dtype for x in jax.tree.leaves(teacher)} == {jnp.dtype('float32')}
@@ -75,24 +75,24 @@ def test_a_teacher_of_bfloat16_weights_is_kept_in_float32_and_moves_at_small_rat
 
 def test_the_teacher_survives_donation_of_the_student():
   student = tree()
-  teacher = weights.ema(0.5).init(student)
+  teacher = averaging.ema(0.5).init(student)
   jax.jit(lambda p: jax.tree.map(lambda x: x + 1, p), donate_argnums=0)(student)
   equal(teacher, tree())
 
 
 def test_guards_refuse_a_teacher_that_is_missing_or_the_student_itself():
-  student, transform = tree(), weights.ema(0.1)
+  student, transform = tree(), averaging.ema(0.1)
   with pytest.raises(ValueError, match='empty'):
     transform.update({}, student, 0)
   with pytest.raises(ValueError, match='is the student'):
     transform.update(student, student, 0)
   with pytest.raises(ValueError):
     transform.update({'embed': student['embed']}, student, 0)
-  assert weights.ema(0.0).update({}, student, 0) == {}
+  assert averaging.ema(0.0).update({}, student, 0) == {}
 
 
 def test_restart_takes_the_student_every_m_batches():
-  transform = weights.restart(3)
+  transform = averaging.restart(3)
   update = jax.jit(transform.update)
   teacher, taken = transform.init(tree(100)), []
   for step in range(7):
@@ -100,12 +100,12 @@ def test_restart_takes_the_student_every_m_batches():
     taken.append(next(s for s in (100, *range(7)) if np.array_equal(teacher['embed'], tree(s)['embed'])))
   assert taken == [100, 100, 2, 2, 2, 5, 5]
   with pytest.raises(ValueError):
-    weights.restart(0)
+    averaging.restart(0)
 
 
 @pytest.mark.parametrize('name', ['live', 'frozen', 'ema', 'trust-region'])
 def test_make_knows_every_setting_and_updates_run_under_jit(name):
-  transform = weights.make(SelfDistillationConfig(teacher_regularization=name, teacher_update_rate=0.25))
+  transform = averaging.make(SelfDistillationConfig(teacher_regularization=name, teacher_update_rate=0.25))
   student = tree()
   moved = jax.jit(transform.update)(transform.init(student), tree(1), 0)
   expected = {'live': {}, 'ema': jax.tree.map(lambda t, s: t * 0.75 + s * 0.25, student, tree(1))}.get(name, student)
@@ -125,7 +125,7 @@ def test_reference_ema(bits):
       settings_ = json.loads(str(data['config_json']))
       rate = settings_.get('teacher_update_rate', settings_.get('rate'))
       names = [key.removeprefix('teacher0_') for key in data if key.startswith('teacher0_')]
-      transform = weights.ema(rate)
+      transform = averaging.ema(rate)
       teacher = transform.init({name: jnp.asarray(data[f'teacher0_{name}'], dtype) for name in names})
       steps = sorted({int(key.split('_')[0].removeprefix('student')) for key in data if key.startswith('student')})
       for step in steps:

@@ -11,7 +11,7 @@ from models import tokenizer as tokenizers
 from sdpo_jax.config import Config, ModelConfig
 from sdpo_jax.objective.loss import objective
 from sdpo_jax.rollout.engine import Sampler
-from sdpo_jax.training import step
+from sdpo_jax.training import update
 from sdpo_jax.training.batching import token_rows
 from tests import tiny
 
@@ -78,8 +78,8 @@ def test_log_probs_and_gradients_are_the_same_and_pads_get_none(models):
   rows = token_rows([[1, 2], [4, 5, 6]], completions, completions > 0, 4)
   results = []
   for policy, parameters in models[1]:
-    loss = lambda tree, policy=policy: step.forward(policy, {}, tree, rows)
-    log_probs, entropy = step.token_log_probs(policy, config, None, {}, parameters, rows, completions)
+    loss = lambda tree, policy=policy: update.forward(policy, {}, tree, rows)
+    log_probs, entropy = update.token_log_probs(policy, config, None, {}, parameters, rows, completions)
 
     def total(tree, loss=loss, policy=policy):
       hidden, unembedding = loss(tree)

@@ -166,7 +166,8 @@ def launch(
 _MANY = """
 import json, os, runpy, sys
 from sdpo_jax import command
-from sdpo_jax.training import inference, loop, report
+from sdpo_jax.inference import runs
+from sdpo_jax.training import loop, report
 results = []
 for name, arguments, out, err in json.load(sys.stdin):
   child = os.fork()

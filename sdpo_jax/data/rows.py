@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
-from sdpo_jax.data import truths
-from sdpo_jax.data.truths import shown
+from sdpo_jax.data import ground_truth
+from sdpo_jax.data.ground_truth import shown
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Example
 
@@ -64,7 +64,7 @@ def example(row: Row, split: str) -> Example:
       f'{row.origin}: no environment grades the data source {source!r}: choose one of {", ".join(ENVIRONMENTS)}, or '
       "name the grader in a field 'environment'."
     )
-  if fault := truths.fault(environment, reward['ground_truth']):
+  if fault := ground_truth.fault(environment, reward['ground_truth']):
     raise UserError(f'{row.origin}: field {_truth_field(value)!r}, which {environment!r} grades by, {fault}.')
   example_id = f'{source}/{extra.get("index", row.number)}'
   for text in (example_id, reward['ground_truth'], *(part for message in messages for part in message.values())):

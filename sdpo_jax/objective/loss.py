@@ -12,7 +12,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from sdpo_jax.config import TOPK_METHODS, Config
-from sdpo_jax.objective import chunked, divergences, policy_gradient, vocabulary, weights
+from sdpo_jax.objective import chunked, divergences, importance, policy_gradient, vocabulary
 from sdpo_jax.objective.sharded import Layout, over_devices
 from sdpo_jax.types import TeacherSignal
 
@@ -390,7 +390,7 @@ def _token_terms(
       per_token = small['divergence']
     ratio = jnp.ones_like(log_prob)
     if static.ratio:
-      unclipped = weights.importance_ratio(log_prob, old, None)
+      unclipped = importance.importance_ratio(log_prob, old, None)
       ratio = jnp.minimum(unclipped, numbers['is_clip'])
       aux['ratio_clipped'] = (unclipped > numbers['is_clip']).astype(dtype)
     else:

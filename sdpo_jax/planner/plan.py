@@ -18,9 +18,9 @@ import jax
 
 from models import cache as kv_cache
 from models.policy import Policy
-from sdpo_jax import mesh as meshes
 from sdpo_jax import programs as registry
 from sdpo_jax.config import Config
+from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
 from sdpo_jax.planner import hlo, kernels, traffic
 from sdpo_jax.planner.topology import Chip, Topology

@@ -11,7 +11,7 @@ import re
 import jax
 from jax.experimental import topologies
 
-from sdpo_jax import accelerators
+from sdpo_jax.distributed import accelerators
 from sdpo_jax.errors import UserError
 
 # What keeps libtpu from looking for a TPU, for its metadata server, and for the lock of another process.

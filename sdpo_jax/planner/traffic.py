@@ -7,7 +7,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from models import decoding
+from models.attention import decode_kernel
 from sdpo_jax.planner import hlo, kernels
 
 # Arguments of the program `decode.advance` by the beginning of their names.
@@ -57,7 +57,7 @@ def of_step(module: hlo.Module, steps: int, branch: Literal['dearest', 'cheapest
     strays=inside['strays'] + outside['strays'] / steps,
     slot=inside['cache'] / max(slots, 1),
     slots=slots,
-    block=max(min(decoding.BLOCK, slots), 1),
+    block=max(min(decode_kernel.BLOCK, slots), 1),
   )
 
 

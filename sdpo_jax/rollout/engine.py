@@ -11,7 +11,7 @@ import numpy as np
 
 from models.policy import Policy
 from sdpo_jax.errors import UserError
-from sdpo_jax.rollout.programs import Programs, programs
+from sdpo_jax.rollout.functions import Programs, programs
 from sdpo_jax.rollout.slots import RECORDS, Account, Request, Slots
 from sdpo_jax.rollout.stops import StopStrings, Tokenizer, to_text
 from sdpo_jax.types import Rollouts

@@ -13,7 +13,7 @@ import numpy as np
 from models import cache as kv_cache
 from models.cache import KVCache
 from sdpo_jax.rollout import decode
-from sdpo_jax.rollout.programs import Programs
+from sdpo_jax.rollout.functions import Programs
 from sdpo_jax.rollout.queue import Queue
 from sdpo_jax.rollout.sampling import SamplingParams
 

@@ -1,1 +1,1 @@
-"""State, the jitted step, the loop, checkpoints, evaluation, metrics."""
+"""One run: its session, the step, the update, the loop, checkpoints, metrics."""

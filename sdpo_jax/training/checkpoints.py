@@ -12,10 +12,10 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
-from sdpo_jax.cluster import barrier
+from sdpo_jax.distributed.cluster import barrier
+from sdpo_jax.distributed.collectives import gathered
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import is_local
-from sdpo_jax.training.processes import gathered
 from sdpo_jax.types import TrainState
 
 DAMAGED = 'checkpoints_damaged'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from sdpo_jax import accelerators
+from sdpo_jax.distributed import accelerators
 from sdpo_jax.types import Tree
 
 

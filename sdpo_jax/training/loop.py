@@ -22,20 +22,21 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
-from sdpo_jax.cluster import barrier
 from sdpo_jax.config import Config, differences
 from sdpo_jax.data import pipeline
+from sdpo_jax.distributed.cluster import barrier
+from sdpo_jax.distributed.collectives import agreed
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
+from sdpo_jax.evaluation import alarms
+from sdpo_jax.evaluation.evaluate import evaluate
 from sdpo_jax.files import write_atomically
-from sdpo_jax.training import alarms, phases, records
+from sdpo_jax.training import records
 from sdpo_jax.training.checkpoints import Checkpoints, abstract
-from sdpo_jax.training.evaluation import evaluate
 from sdpo_jax.training.metrics import MetricsWriter, Progress, check_wandb, history
-from sdpo_jax.training.processes import agreed
 from sdpo_jax.training.session import Session, load_tokenizer, make_session, sampling_seed
-from sdpo_jax.training.step import abstract_state, place_state
+from sdpo_jax.training.update import abstract_state, place_state
 from sdpo_jax.types import Example, TrainState
 
 EXIT_PREEMPTED = 143  # 128 + SIGTERM: saved, to be started again.
@@ -274,21 +275,21 @@ class _Run:
       the state after it; None if the run was told to stop before the update began, when `state` is still whole.
     """
     session, config, trainer = self.session, self.session.config, self.session.config.trainer
-    timer = phases.Timer(progress.phase)
+    timer = step.Timer(progress.phase)
     if preemption.agreed():
       return None
     folder = session.workdir / 'profile' / str(step)
     profiled = step in trainer.profile_steps
     metrics: dict[str, float] = {}
     with jax.profiler.trace(str(folder)) if profiled else contextlib.nullcontext():
-      collected = phases.collect(session, self.graders, state, next(self.iterator), step, timer)
+      collected = step.collect(session, self.graders, state, next(self.iterator), step, timer)
       if preemption.agreed():
         return None
       with timer('teach'):
-        context = phases.teach(session, collected, sampling_seed(state), step)
+        context = step.teach(session, collected, sampling_seed(state), step)
       with timer('train'):
-        samples = phases.prepare(session, state, collected, context, metrics)
-        state, learned = phases.learn(session, state, samples)
+        samples = step.prepare(session, state, collected, context, metrics)
+        state, learned = step.learn(session, state, samples)
     if profiled:
       self.announce(f'Profile of step {step}: {folder}')
     metrics.update(records.rollout_metrics(collected, config))

@@ -11,14 +11,14 @@ import jax
 import numpy as np
 
 from sdpo_jax.config import Config
+from sdpo_jax.evaluation.completions import describe, jsonable, numbers, rows_by_source
+from sdpo_jax.evaluation.evaluate import Evaluation
 from sdpo_jax.files import write_atomically
-from sdpo_jax.objective.weights import mismatch
+from sdpo_jax.objective.importance import mismatch
 from sdpo_jax.teacher.context import TeacherContext
 from sdpo_jax.training import batching, flops
-from sdpo_jax.training.completions import describe, jsonable, numbers, rows_by_source
-from sdpo_jax.training.evaluation import Evaluation
-from sdpo_jax.training.phases import Collected, Learned
 from sdpo_jax.training.session import Session
+from sdpo_jax.training.step import Collected, Learned
 
 
 def token_mean(values: Mapping[str, np.ndarray], name: str, mask: np.ndarray) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import re
 import shlex
 
-from sdpo_jax.training.evaluation import Evaluation
+from sdpo_jax.evaluation.evaluate import Evaluation
 from sdpo_jax.training.loop import Result
 
 

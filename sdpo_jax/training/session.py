@@ -14,10 +14,10 @@ from models import huggingface
 from models import tokenizer as tokenizers
 from models.policy import Policy
 from sdpo_jax.config import Config
-from sdpo_jax.mesh import check_divides, make_mesh
+from sdpo_jax.distributed.mesh import check_divides, make_mesh
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.training import batching, flops
-from sdpo_jax.training.step import Update, abstract_state, make_update
+from sdpo_jax.training.update import Update, abstract_state, make_update
 from sdpo_jax.types import TrainState, Tree
 
 

@@ -1,275 +1,213 @@
-"""The update as pure functions: gradients of a micro-batch, the optimizer step, the end of a generation batch.
-
-One generation batch is: for every mini-batch, `accumulate` over its micro-batches and one `apply_gradients`; then one
-`finish_batch`, which moves the teacher (reference dp_actor.py:913-920) and the step counter. Coefficients in the
-`Batch` carry all masks and denominators, so the micro-batch size never changes a gradient.
-"""
+"""The phases of a generation batch on the host: collect, teach, prepare, learn."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+import contextlib
 import dataclasses
-import functools
-from typing import Any
+import time
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
-from models.policy import Policy
-from sdpo_jax.config import Config
-from sdpo_jax.mesh import TENSOR, replicated
-from sdpo_jax.objective import chunked
-from sdpo_jax.objective.loss import ObjectiveConfig, objective
-from sdpo_jax.objective.sharded import Layout
-from sdpo_jax.teacher import weights as teacher_weights
-from sdpo_jax.training.optimizer import clip_by_global_norm, learning_rate, make_optimizer
-from sdpo_jax.types import Batch, TeacherSignal, TokenRows, TrainState, Tree
-
-
-def target_states(hidden: jax.Array, rows: TokenRows) -> jax.Array:
-  """[B, S, D] → [B, T, D]: the state that predicts each completion token."""
-  return jnp.take_along_axis(hidden, rows.target_index[:, :, None], axis=1)
-
-
-def forward(policy: Policy, base: Tree, trainable: Tree, rows: TokenRows) -> tuple[jax.Array, jax.Array]:
-  """States [B, T, D] that predict the completion tokens, and the unembedding [R, D], with rows that are no tokens."""
-  row = rows.tokens, rows.positions, rows.segment_ids
-  # A policy that shares no prefixes need not know of parents.
-  more = {} if rows.parents is None else {'parents': rows.parents}
-  hidden, unembedding, _ = policy.apply(base, trainable, *row, **more)
-  return target_states(hidden, rows), unembedding
-
-
-def layout(mesh: jax.sharding.Mesh | None) -> Layout | None:
-  """Rows over all axes, the vocabulary over the tensor axis; None without a mesh."""
-  return None if mesh is None else Layout(mesh, mesh.axis_names, TENSOR)
-
-
-def token_log_probs(
-  policy: Policy,
-  config: Config,
-  mesh: jax.sharding.Mesh | None,
-  base: Tree,
-  trainable: Tree,
-  rows: TokenRows,
-  targets: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-  """Log-probs and entropies [B, T] (nats) of the completion tokens at the rollout temperature; no gradient."""
-  hidden, unembedding = forward(policy, base, trainable, rows)
-  return chunked.token_log_probs(
-    hidden,
-    unembedding,
-    targets,
-    temperature=config.rollout.temperature,
-    chunk_size=config.actor.logits_chunk_size,
-    vocab_size=policy.vocab_size,
-    layout=layout(mesh),
-  )
-
-
-def teacher_signal(
-  policy: Policy, config: Config, base: Tree, trainable: Tree, teacher: Tree, rows: TokenRows
-) -> TeacherSignal:
-  """The teacher's view of the same completion tokens, from its own context; carries no gradient."""
-  sd = config.actor.self_distillation
-  own, mixed = teacher_weights.signal_parameters(teacher, trainable, sd)
-  hidden, unembedding = forward(policy, base, own, rows)
-  signal = TeacherSignal(hidden=hidden, unembedding=unembedding)
-  if mixed is not None:
-    mix_hidden, mix_unembedding = forward(policy, base, mixed, rows)
-    signal = signal.replace(mix_hidden=mix_hidden, mix_unembedding=mix_unembedding, mix_rate=sd.teacher_update_rate)
-  return jax.lax.stop_gradient(signal)
-
-
-def init_state(config: Config, trainable: Tree) -> TrainState:
-  """The state before the first generation batch."""
-  trainable = jax.tree.map(jnp.asarray, trainable)
-  return TrainState(
-    step=jnp.zeros([], jnp.int32),
-    optimizer_step=jnp.zeros([], jnp.int32),
-    trainable=trainable,
-    opt_state=make_optimizer(config.optimizer).init(trainable),
-    teacher=teacher_weights.make(config.actor.self_distillation).init(trainable)
-    if config.actor.policy_loss.loss_mode == 'sdpo'
-    else {},
-    rng=jax.random.key(config.seed),
-  )
+from sdpo_jax.data.grouping import first_of_same
+from sdpo_jax.data.prompts import prompt_tokens
+from sdpo_jax.distributed.mesh import put_rows
+from sdpo_jax.environments.grading import Graders
+from sdpo_jax.objective.advantages import grpo_advantages
+from sdpo_jax.objective.importance import mismatch, rollout_is_weights
+from sdpo_jax.rollout.grading_thread import GradingThread
+from sdpo_jax.teacher.context import TeacherContext, build_teacher_context
+from sdpo_jax.teacher.order import balanced_order
+from sdpo_jax.training import batching
+from sdpo_jax.training.session import Session, sampling_seed
+from sdpo_jax.types import Example, Outcome, Rollouts, TrainState
 
 
 @dataclasses.dataclass
-class MicroResult:
-  """What one micro-batch leaves behind."""
+class Collected:
+  """A graded generation batch, in batch order."""
 
-  loss: jax.Array  # [] its share of the loss of the optimizer step.
-  aux: dict[str, jax.Array]  # per-token [B, T] quantities of the objective.
+  examples: list[Example]  # G.
+  prompts: list[list[int]]  # G.
+  rollouts: Rollouts  # N.
+  outcomes: list[Outcome]  # N.
+  sample_ids: np.ndarray  # [N] number of each sample as drawn, before any reordering.
+  graders_busy_s: float  # Seconds in which this process's graders were at work, while it sampled or afterwards.
 
 
-jax.tree_util.register_dataclass(MicroResult, ['loss', 'aux'], [])
+def collect(
+  session: Session, graders: Graders, state: TrainState, examples: list[Example], step: int, timer: Timer
+) -> Collected:
+  """Samples n completions for each question and grades them as they finish."""
+  config = session.config
+  prompts = [prompt_tokens(session.tokenizer, example, config) for example in examples]
+  with GradingThread(graders, examples, config.rollout.n) as grading:
+    with timer('sample'):
+      rollouts = session.sampler.sample(
+        session.base,
+        state.trainable,
+        prompts,
+        n=config.rollout.n,
+        **config.rollout.method(),
+        max_tokens=config.data.max_response_length,
+        seed=sampling_seed(state),
+        step=step,
+        on_finished=grading.add,
+      )
+    with timer('grade'):
+      outcomes = grading.outcomes()
+  if config.data.group_duplicates:
+    rollouts = dataclasses.replace(rollouts, group=first_of_same(examples)[rollouts.group])
+  order = np.arange(len(rollouts))
+  if config.trainer.batch_order == 'balanced':
+    lengths = rollouts.completion_mask.sum(1) + rollouts.prompt_mask.sum(1)
+    order = balanced_order(lengths, config.trainer.balance_partitions)
+    rollouts, outcomes = rollouts.take(order), [outcomes[row] for row in order]
+  return Collected(examples, prompts, rollouts, outcomes, sample_ids=order, graders_busy_s=grading.busy_s)
 
 
-def accumulate(
-  policy: Policy,
-  config: Config,
-  mesh: jax.sharding.Mesh | None,
-  base: Tree,
-  state: TrainState,
-  grads: Tree,
-  batch: Batch,
-) -> tuple[Tree, MicroResult]:
-  """Adds the gradients of one micro-batch to `grads`.
+def teach(session: Session, collected: Collected, seed: int, step: int) -> TeacherContext | None:
+  """The teacher's prompts for a graded batch; None for GRPO."""
+  config = session.config
+  if config.actor.policy_loss.loss_mode != 'sdpo':
+    return None
+  return build_teacher_context(
+    [collected.examples[group].messages for group in collected.rollouts.group],
+    collected.rollouts.group,
+    collected.rollouts.text,
+    collected.outcomes,
+    config.actor.self_distillation,
+    session.tokenizer,
+    seed=seed,
+    step=step,
+    sample_ids=collected.sample_ids,
+    enable_thinking=config.data.enable_thinking,
+  )
 
-  Args:
-    policy: the model.
-    config: settings.
-    mesh: devices that share the rows of the batch; None or one device: nothing is shared.
-    base: frozen parameters.
-    state: current state; only read.
-    grads: float32 accumulator in the layout of `state.trainable`; donated by the jitted program.
-    batch: rows whose coefficients already hold masks, weights and denominators.
 
-  Returns:
-    the accumulator and the micro-batch's loss and per-token quantities.
-  """
-  signal = None
-  if batch.teacher is not None:
-    signal = teacher_signal(policy, config, base, state.trainable, state.teacher, batch.teacher)
-
-  def loss_fn(trainable: Tree) -> tuple[jax.Array, dict[str, jax.Array]]:
-    hidden, unembedding = forward(policy, base, trainable, batch.student)
-    return objective(
-      hidden,
-      unembedding,
-      signal,
-      targets=batch.targets,
-      mask=batch.mask,
-      distill_coef=batch.distill_coef,
-      policy_coef=batch.policy_coef,
-      entropy_coef=batch.entropy_coef,
-      old_log_probs=batch.old_log_probs,
-      advantages=batch.advantages,
-      config=ObjectiveConfig.from_config(config),
-      vocab_size=policy.vocab_size,
-      layout=layout(mesh),
+def prepare(
+  session: Session, state: TrainState, collected: Collected, context: TeacherContext | None, metrics: dict[str, float]
+) -> batching.Samples:
+  """Everything the update needs of a generation batch; scores the completions first where a ratio asks for it."""
+  config, rollouts = session.config, collected.rollouts
+  scores = np.array([outcome.score for outcome in collected.outcomes], np.float32)
+  samples = batching.Samples(
+    prompts=[collected.prompts[group] for group in rollouts.group],
+    teacher_prompts=None if context is None else context.prompt_tokens,
+    rollouts=rollouts,
+    distill_mask=np.zeros(len(rollouts), np.float32) if context is None else context.mask,
+    advantages=np.asarray(
+      grpo_advantages(scores, rollouts.group, config.actor.policy_loss.norm_adv_by_std_in_grpo), np.float32
+    ),
+    old_log_probs=None,
+    rollout_weights=None,
+  )
+  correction = config.algorithm.rollout_correction
+  if not batching.scores_first(config):
+    return samples
+  old = score(session, state, samples)
+  metrics.update(mismatch(old, rollouts.sampling_log_probs, rollouts.completion_mask))
+  if correction.rollout_is is not None:
+    samples.rollout_weights, measured = rollout_is_weights(
+      old,
+      rollouts.sampling_log_probs,
+      rollouts.completion_mask.astype(np.float32),
+      threshold=correction.rollout_is_threshold,
+      batch_normalize=correction.rollout_is_batch_normalize,
     )
-
-  (loss, aux), micro = jax.value_and_grad(loss_fn, has_aux=True)(state.trainable)
-  return jax.tree.map(jnp.add, grads, micro), MicroResult(loss=loss, aux=aux)
-
-
-def zero_gradients(trainable: Tree) -> Tree:
-  """An empty accumulator."""
-  return jax.tree.map(jnp.zeros_like, trainable)
+    samples.rollout_weights = np.asarray(samples.rollout_weights, np.float32)
+    metrics.update({name: float(value) for name, value in measured.items()})
+  if not batching.on_policy(config):
+    samples.old_log_probs = old
+  return samples
 
 
-def apply_gradients(config: Config, state: TrainState, grads: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
-  """One optimizer step; a gradient that is not finite leaves the state untouched (reference dp_actor.py:577-580).
-
-  Returns:
-    the state, and grad_norm (before clipping), learning_rate, finite (0 or 1).
-  """
-  optimizer = make_optimizer(config.optimizer)
-  clipped, norm = clip_by_global_norm(grads, config.optimizer.grad_clip)
-  finite = jnp.isfinite(norm)
-  rate = learning_rate(config.optimizer, state.step)
-  updates, opt_state = optimizer.update(clipped, state.opt_state, state.trainable)
-  trainable = jax.tree.map(lambda p, u: p - (rate * u).astype(p.dtype), state.trainable, updates)
-  keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-  state = state.replace(
-    trainable=keep(trainable, state.trainable),
-    opt_state=keep(opt_state, state.opt_state),
-    optimizer_step=state.optimizer_step + finite.astype(jnp.int32),
+def score(session: Session, state: TrainState, samples: batching.Samples) -> np.ndarray:
+  """[N, T] log-probs of all completions under the current policy, at the rollout temperature."""
+  everything = dataclasses.replace(
+    samples, teacher_prompts=None, distill_mask=np.zeros(len(samples), np.float32), advantages=np.ones(len(samples))
   )
-  return state, {'grad_norm': norm, 'learning_rate': rate, 'finite': finite.astype(jnp.int32)}
-
-
-def finish_batch(config: Config, state: TrainState, applied: jax.Array) -> TrainState:
-  """The end of a generation batch: the teacher moves once if at least one of its optimizer steps was applied.
-
-  Args:
-    config: settings.
-    state: after the optimizer steps.
-    applied: [] int32, how many of them were finite.
-  """
-  teacher = state.teacher
-  if config.actor.policy_loss.loss_mode == 'sdpo':
-    moved = teacher_weights.make(config.actor.self_distillation).update(teacher, state.trainable, state.step)
-    teacher = jax.tree.map(lambda new, old: jnp.where(applied > 0, new, old), moved, teacher)
-  return state.replace(teacher=teacher, step=state.step + 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Update:
-  """The jitted programs of the update for one policy and configuration."""
-
-  policy: Policy
-  config: Config
-  score: Any
-  zero: Any
-  accumulate: Any
-  apply: Any
-  finish: Any
-
-
-def state_shardings(state: TrainState, trainable: Tree, mesh: jax.sharding.Mesh) -> TrainState:
-  """Where the leaves of a state live: copies of the trainable tree as that tree, everything else on every device.
-
-  Args:
-    state: arrays or abstract arrays.
-    trainable: parameters with shardings.
-    mesh: of the run.
-  """
-  shardings = {
-    jax.tree_util.keystr(path): leaf.sharding for path, leaf in jax.tree_util.tree_leaves_with_path(trainable)
-  }
-
-  def place(path: tuple[Any, ...], leaf: Any) -> jax.sharding.Sharding:
-    name = jax.tree_util.keystr(path)
-    matches = [sharding for key, sharding in shardings.items() if name.endswith(key)]
-    return matches[0] if matches and leaf.ndim else replicated(mesh)
-
-  return jax.tree_util.tree_map_with_path(place, state)
-
-
-def make_update(policy: Policy, config: Config, shardings: TrainState | None = None) -> Update:
-  """The update's programs; accumulators and states are donated where they are replaced.
-
-  Args:
-    policy: the model.
-    config: settings.
-    shardings: of the state (`state_shardings`), so that what a program returns lies as what it takes and nothing
-      compiles twice; None leaves placement to the compiler.
-  """
-  trees = None if shardings is None else shardings.trainable
-  whole = None if shardings is None else jax.tree.leaves(shardings.step)[0]
-  mesh = None if shardings is None else whole.mesh
-  return Update(
-    policy=policy,
-    config=config,
-    score=jax.jit(
-      functools.partial(token_log_probs, policy, config, mesh),
-      out_shardings=whole,
+  config = dataclasses.replace(
+    session.config,
+    actor=dataclasses.replace(
+      session.config.actor, policy_loss=dataclasses.replace(session.config.actor.policy_loss, loss_mode='vanilla')
     ),
-    zero=jax.jit(zero_gradients, out_shardings=trees),
-    accumulate=jax.jit(
-      functools.partial(accumulate, policy, config, mesh),
-      donate_argnums=2,
-      out_shardings=(trees, whole),
-    ),
-    apply=jax.jit(functools.partial(apply_gradients, config), donate_argnums=0, out_shardings=(shardings, whole)),
-    finish=jax.jit(functools.partial(finish_batch, config), donate_argnums=0, out_shardings=shardings),
+  )
+  result = np.zeros(samples.rollouts.completion_tokens.shape, np.float32)
+  for micro in batching.micro_batches(everything, np.arange(len(samples)), config, session.mesh.size):
+    batch = put_rows(session.mesh, micro.batch)
+    log_probs, _ = session.update.score(session.base, state.trainable, batch.student, batch.targets)
+    micro.scatter(np.asarray(log_probs), result)
+  return result * samples.rollouts.completion_mask
+
+
+@dataclasses.dataclass
+class Learned:
+  """What an update reports."""
+
+  loss: float  # mean over optimizer steps.
+  grad_norm: float  # mean over optimizer steps, before clipping.
+  learning_rate: float
+  skipped: int  # optimizer steps with a gradient that was not finite.
+  optimizer_steps: int
+  token_values: dict[str, np.ndarray]  # [N, T] per-token quantities of the last epoch, NaN where not computed.
+  trained_tokens: int  # tokens of student rows that went through forward and backward.
+  teacher_tokens: int  # tokens of teacher rows that went through forward.
+
+
+def learn(session: Session, state: TrainState, samples: batching.Samples) -> tuple[TrainState, Learned]:
+  """All optimizer steps of a generation batch, then the teacher's."""
+  config, update = session.config, session.update
+  share = batching.shares_prompts(config, session.policy)
+  losses, reports, values = [], [], {}
+  trained = teacher_tokens = 0
+  shape = samples.rollouts.completion_tokens.shape
+  for _ in range(config.actor.ppo_epochs):
+    for step_rows in batching.mini_batches(config):
+      grads = update.zero(state.trainable)
+      pending = []
+      for micro in batching.micro_batches(samples, step_rows, config, session.mesh.size, share):
+        batch = put_rows(session.mesh, micro.batch)
+        grads, result = update.accumulate(session.base, state, grads, batch)
+        pending.append((micro, result))
+        trained += micro.tokens(micro.batch.student)
+        if micro.batch.teacher is not None:
+          teacher_tokens += micro.tokens(micro.batch.teacher)
+      state, report = update.apply(state, grads)
+      losses.append(sum(float(result.loss) for _, result in pending))
+      reports.append(jax.device_get(report))
+      for micro, result in pending:
+        for name, value in jax.device_get(result.aux).items():
+          if value.ndim == 0:  # Parts of the loss, which is logged as a whole.
+            continue
+          micro.scatter(value, values.setdefault(name, np.full(shape, np.nan, np.float32)))
+  finite = [int(report['finite']) for report in reports]
+  state = update.finish(state, np.int32(sum(finite)))
+  return state, Learned(
+    loss=float(np.mean(losses)),
+    grad_norm=float(np.mean([report['grad_norm'] for report in reports])),
+    learning_rate=float(reports[-1]['learning_rate']),
+    skipped=len(finite) - sum(finite),
+    optimizer_steps=len(finite),
+    token_values=values,
+    trained_tokens=trained,
+    teacher_tokens=teacher_tokens,
   )
 
 
-def place_state(config: Config, trainable: Tree, mesh: jax.sharding.Mesh) -> TrainState:
-  """`init_state` on a mesh."""
-  shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, trainable, mesh))
-  return jax.jit(functools.partial(init_state, config), out_shardings=shardings)(trainable)
+class Timer:
+  """Seconds by phase; `on_phase` hears the name of each as it begins."""
 
+  def __init__(self, on_phase: Callable[[str], None] = lambda name: None):
+    self.seconds: dict[str, float] = {}
+    self._on_phase = on_phase
 
-def abstract_state(config: Config, trainable: Tree, mesh: jax.sharding.Mesh) -> TrainState:
-  """Shapes, dtypes and shardings of `place_state`, without its arrays."""
-  shapes = jax.eval_shape(functools.partial(init_state, config), trainable)
-  return jax.tree.map(
-    lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-    shapes,
-    state_shardings(shapes, trainable, mesh),
-  )
+  @contextlib.contextmanager
+  def __call__(self, name: str) -> Iterator[None]:
+    self._on_phase(name)
+    start = time.monotonic()
+    try:
+      yield
+    finally:
+      self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start

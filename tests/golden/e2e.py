@@ -11,7 +11,7 @@ import numpy as np
 
 from sdpo_jax.config import Config
 from sdpo_jax.objective.aggregation import loss_coefficients
-from sdpo_jax.training import batching, step
+from sdpo_jax.training import batching, update
 from sdpo_jax.types import Batch, TokenRows
 from tests.golden.compiling import quick
 from tests.golden.report import Report, load
@@ -105,9 +105,9 @@ def _batch(config: Config, data: dict, facts: dict, rows: slice, dtype: str) -> 
 def _programs(policy: ToyPolicy, config: Config):
   compiled = lambda function: jax.jit(function, compiler_options=quick())
   return (
-    compiled(functools.partial(step.accumulate, policy, config, None)),
-    compiled(functools.partial(step.apply_gradients, config)),
-    compiled(functools.partial(step.finish_batch, config)),
+    compiled(functools.partial(update.accumulate, policy, config, None)),
+    compiled(functools.partial(update.apply_gradients, config)),
+    compiled(functools.partial(update.finish_batch, config)),
   )
 
 
@@ -117,7 +117,7 @@ def _check_case(report: Report, case: str, data: dict, dtype: str) -> None:
   config.optimizer.mu_dtype = dtype
   tree = lambda prefix: {name: jnp.asarray(data[f'{prefix}_{name}'], dtype) for name in 'EPW'}
   accumulate, apply, finish = _programs(ToyPolicy(facts['V']), config)
-  state = step.init_state(config, tree('init_student'))
+  state = update.init_state(config, tree('init_student'))
   if config.actor.policy_loss.loss_mode == 'sdpo':
     state = state.replace(teacher=tree('init_teacher'))
   mini, micro = config.actor.ppo_mini_batch_size, config.actor.ppo_micro_batch_size
@@ -129,7 +129,7 @@ def _check_case(report: Report, case: str, data: dict, dtype: str) -> None:
     applied = 0
     for start in [start for _ in range(facts['ppo_epochs']) for start in range(0, facts['B'], mini)]:
       batch = _batch(config, given, facts, slice(start, start + mini), dtype)
-      grads = step.zero_gradients(state.trainable)
+      grads = update.zero_gradients(state.trainable)
       for first in range(0, mini, micro):
         part = jax.tree.map(lambda x, first=first: jnp.asarray(x[first : first + micro]), batch)
         grads, result = accumulate({}, state, grads, part)

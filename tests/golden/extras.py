@@ -10,8 +10,8 @@ import numpy as np
 
 from sdpo_jax.objective.advantages import grpo_advantages
 from sdpo_jax.objective.aggregation import loss_coefficients
+from sdpo_jax.objective.importance import rollout_is_weights
 from sdpo_jax.objective.policy_gradient import dual_clip_ppo, kl_penalty
-from sdpo_jax.objective.weights import rollout_is_weights
 from tests.golden.report import Report, load
 
 DTYPES = ('float64', 'float32')

@@ -11,7 +11,7 @@ import numpy as np
 
 from sdpo_jax.config import SelfDistillationConfig
 from sdpo_jax.objective.loss import ObjectiveConfig, objective
-from sdpo_jax.teacher import weights
+from sdpo_jax.teacher import averaging
 from sdpo_jax.types import TeacherSignal
 from tests.golden.report import Report, load
 
@@ -38,7 +38,7 @@ def check(directory: Path) -> Report:
 
 def _check_ema(report: Report, case: str, data: dict) -> None:
   config = data['config_json']
-  transform = weights.make(SelfDistillationConfig(teacher_update_rate=config['teacher_update_rate']))
+  transform = averaging.make(SelfDistillationConfig(teacher_update_rate=config['teacher_update_rate']))
   for dtype in ('float64', 'float32'):
     with jax.enable_x64(dtype == 'float64'):
       tree = lambda prefix, dtype=dtype: {
@@ -113,7 +113,7 @@ def _check_guard(report: Report, case: str, guard: dict) -> None:
   if arguments.get('mode') == 'vanilla':
     report.note(case, 'without self-distillation there is no teacher to update')
     return
-  transform = weights.make(
+  transform = averaging.make(
     SelfDistillationConfig(
       teacher_regularization=arguments.get('reg', 'ema'), teacher_update_rate=arguments.get('rate', 0.05)
     )

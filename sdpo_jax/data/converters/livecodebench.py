@@ -17,7 +17,7 @@ import zlib
 
 import numpy as np
 
-from sdpo_jax.data import truths
+from sdpo_jax.data import ground_truth
 from sdpo_jax.data.converters.raw import Options, Parts, Splits, described, field, make_row
 from sdpo_jax.data.rows import Row
 from sdpo_jax.errors import UserError
@@ -64,7 +64,7 @@ def _row(row: Row, idx: int, tests: dict[str, Any]) -> Row:
   problem, starter = field(row, 'question_content'), field(row, 'starter_code')
   if starter.strip():
     if 'def ' not in starter:
-      raise UserError(f"{row.origin}: field 'starter_code' defines no function: {truths.shown(starter)}.")
+      raise UserError(f"{row.origin}: field 'starter_code' defines no function: {ground_truth.shown(starter)}.")
     # A class around the function is left out, and so is what a competition's site adds below it.
     signature = 'def ' + starter.split('def ')[1].split('Input\n')[0].strip()
     problem += SIGNATURE.format(signature=signature)
@@ -87,12 +87,12 @@ def _tests(row: Row) -> dict[str, Any]:
   if not good or not cases:
     raise UserError(
       f"{row.origin}: field 'private_test_cases' must hold tests with input, output and testtype, not "
-      f'{truths.shown(cases)}.'
+      f'{ground_truth.shown(cases)}.'
     )
   metadata = field(row, 'metadata')
   try:
-    found = truths.parse_json(metadata) if metadata.strip() else {}
-  except truths.Unreadable as error:
+    found = ground_truth.parse_json(metadata) if metadata.strip() else {}
+  except ground_truth.Unreadable as error:
     raise UserError(f"{row.origin}: field 'metadata' is not JSON: {error}.") from error
   return {
     'inputs': [case['input'] for case in cases],
@@ -106,7 +106,7 @@ def _tests(row: Row) -> dict[str, Any]:
 def _cases(row: Row, text: str) -> Any:
   """Tests written as JSON, or as JSON in a pickled string, deflated, in base 64."""
   try:
-    return truths.parse_json(text if text.lstrip().startswith('[') else _unpacked(text))
+    return ground_truth.parse_json(text if text.lstrip().startswith('[') else _unpacked(text))
   except (ValueError, binascii.Error, zlib.error, *_PICKLE_ERRORS) as error:
     raise UserError(f"{row.origin}: field 'private_test_cases' cannot be read: {error}.") from error
 
@@ -139,4 +139,4 @@ def _date(row: Row) -> datetime.date:
   try:
     return datetime.datetime.fromisoformat(value).date()
   except ValueError as error:
-    raise UserError(f"{row.origin}: field 'contest_date' is not a date: {truths.shown(value)}.") from error
+    raise UserError(f"{row.origin}: field 'contest_date' is not a date: {ground_truth.shown(value)}.") from error

@@ -7,8 +7,8 @@ import dataclasses
 import datetime
 from typing import Any
 
+from sdpo_jax.data.ground_truth import shown
 from sdpo_jax.data.rows import Row
-from sdpo_jax.data.truths import shown
 from sdpo_jax.errors import UserError
 
 NONE = '-'  # What the reference writes into fields that a data set does not have.

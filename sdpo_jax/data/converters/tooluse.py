@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import json
 from typing import Any
 
-from sdpo_jax.data import truths
+from sdpo_jax.data import ground_truth
 from sdpo_jax.data.converters.raw import Options, Parts, Splits, field, make_row
 from sdpo_jax.data.rows import Row
 from sdpo_jax.errors import UserError
@@ -50,7 +50,7 @@ def convert(parts: Parts, options: Options) -> Splits:
     splits[split] = []
     for api in parts[part]:
       for question, calls in read(api):
-        if truths.fault('tooluse', json.dumps(calls)):
+        if ground_truth.fault('tooluse', json.dumps(calls)):
           continue
         splits[split].append(_row(api, idx, question, calls))
         idx += 1
@@ -85,7 +85,7 @@ def _call(api: Row, step: Any) -> Call:
     (name, arguments, *_), *_ = step
   except (TypeError, ValueError) as error:
     raise UserError(
-      f"{api.origin}: a step of 'intermediate_steps' must be [[action, input, …], …], not {truths.shown(step)}."
+      f"{api.origin}: a step of 'intermediate_steps' must be [[action, input, …], …], not {ground_truth.shown(step)}."
     ) from error
   return {'Action': name, 'Action_Input': arguments}
 

@@ -11,9 +11,9 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import numpy as np
 
-from models import blockwise, decoding, splash
+from models.attention import blockwise, decode_kernel, splash
+from models.attention.backend import Lowering
 from models.cache import Stores
-from models.lowering import Lowering
 
 # Finite, so that a row of padding (which attends to nothing) has finite outputs and gradients.
 MASKED = blockwise.MASKED
@@ -155,15 +155,15 @@ def attend_stacks(
   lowering: Lowering,
   query: jax.Array,
   positions: jax.Array,
-  parts: Sequence[decoding.Part],
+  parts: Sequence[decode_kernel.Part],
   layer: jax.Array | int,
   window: jax.Array | int,
 ) -> jax.Array:
-  """Attention to stacked caches by `models.decoding`, each device with its own rows and heads."""
+  """Attention to stacked caches by `models.attention.decode_kernel`, each device with its own rows and heads."""
   rows, heads = lowering.axes(query.shape[0], parts[0][0].keys.shape[2], sampling=True)
   by_head, stack = (rows, None, heads, None), (None, rows, heads, None, None)
   leaves, tree = jax.tree.flatten(parts)
-  run = lambda query, positions, layer, window, *leaves: decoding.attention(
+  run = lambda query, positions, layer, window, *leaves: decode_kernel.attention(
     query, positions, tree.unflatten(leaves), layer, window, interpret=lowering.interpret
   )
   specs = [(rows,) if leaf.ndim == 1 else stack for leaf in leaves]

@@ -16,9 +16,9 @@ import numpy as np
 from sdpo_jax.config import Config
 from sdpo_jax.data.prompts import prompt_tokens
 from sdpo_jax.environments.grading import Graders
+from sdpo_jax.evaluation.completions import describe, jsonable, metric_names, numbers, rows_by_source
 from sdpo_jax.rollout.engine import Sampler
-from sdpo_jax.training.completions import describe, jsonable, metric_names, numbers, rows_by_source
-from sdpo_jax.training.grading_thread import GradingThread
+from sdpo_jax.rollout.grading_thread import GradingThread
 from sdpo_jax.types import Example, Outcome, Rollouts, Tree
 
 BOOTSTRAPS = 1000  # Resamples and their seed: reference metric_utils.py:511.

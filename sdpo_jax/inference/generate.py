@@ -18,9 +18,9 @@ from sdpo_jax.data.sources import read_prompts
 from sdpo_jax.environments.remote import plain
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import is_local, write_atomically
+from sdpo_jax.inference.runs import open_source, run_config
 from sdpo_jax.rollout.engine import Completion, SamplingOptions, buckets, pick
 from sdpo_jax.rollout.stops import to_text
-from sdpo_jax.training.inference import open_source, run_config
 from sdpo_jax.training.session import Session, make_sampler
 from sdpo_jax.types import Messages, Tree
 

@@ -11,8 +11,8 @@ import jax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from sdpo_jax.distributed.mesh import FSDP, TENSOR
 from sdpo_jax.errors import UserError
-from sdpo_jax.mesh import FSDP, TENSOR
 
 Kind = Literal['xla', 'splash', 'cudnn']
 CPU_TILE, DEVICE_TILE = 2**20, 2**28  # Bytes: a CPU's tile should stay in its cache, a GPU's should fill the device.

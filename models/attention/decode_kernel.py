@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
-from models.blockwise import MASKED
+from models.attention.blockwise import MASKED
 from models.cache import Stores
 
 BLOCK = 1024  # Slots a grid step; keys and values of two blocks are in flight, 1 MiB in bfloat16.

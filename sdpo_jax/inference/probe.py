@@ -24,14 +24,14 @@ from sdpo_jax.data.prompts import Tokenizer, chat_tokens, prompt_tokens
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
+from sdpo_jax.evaluation.completions import describe
+from sdpo_jax.evaluation.evaluate import best_at_k, budget
 from sdpo_jax.files import write_atomically
+from sdpo_jax.inference.probe_report import recommend
 from sdpo_jax.rollout.engine import Sampler
+from sdpo_jax.rollout.grading_thread import GradingThread
 from sdpo_jax.teacher.context import TeacherContext, build_teacher_context
 from sdpo_jax.training import batching
-from sdpo_jax.training.completions import describe
-from sdpo_jax.training.evaluation import best_at_k, budget
-from sdpo_jax.training.grading_thread import GradingThread
-from sdpo_jax.training.probe_report import recommend
 from sdpo_jax.training.session import model_mesh
 from sdpo_jax.types import Example, Outcome, Rollouts, Tree
 

@@ -17,12 +17,12 @@ from sdpo_jax.data import pipeline
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
+from sdpo_jax.evaluation.evaluate import Evaluation, evaluate
 from sdpo_jax.files import write_atomically
 from sdpo_jax.training.checkpoints import Checkpoints, only
-from sdpo_jax.training.evaluation import Evaluation, evaluate
 from sdpo_jax.training.records import finite
 from sdpo_jax.training.session import Session, make_session
-from sdpo_jax.training.step import abstract_state
+from sdpo_jax.training.update import abstract_state
 from sdpo_jax.types import Tree
 
 

@@ -8,10 +8,10 @@ import time
 
 import jax
 
+from sdpo_jax.distributed.collectives import gathered
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.engine import Completion
-from sdpo_jax.training.processes import gathered
 from sdpo_jax.types import Example, Outcome
 
 

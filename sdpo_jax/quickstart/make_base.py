@@ -32,8 +32,8 @@ from sdpo_jax.config import Config, SelfDistillationConfig
 from sdpo_jax.data.prompts import chat_tokens
 from sdpo_jax.environments import digits
 from sdpo_jax.errors import UserError
+from sdpo_jax.quickstart import tokenizer
 from sdpo_jax.teacher.context import reprompt
-from sdpo_jax.training import base_tokenizer
 from sdpo_jax.types import Example, Messages, Tree
 
 Kind = Literal['plain', 'demonstration', 'feedback']
@@ -101,9 +101,9 @@ def make_base(
   distillation = config.actor.self_distillation
   with tempfile.TemporaryDirectory() as scratch:
     source = pathlib.Path(scratch)
-    vocabulary = base_tokenizer.train(_corpus(recipe, distillation), recipe.vocab_size)
-    base_tokenizer.save(vocabulary, source)
-    values = _config_json(recipe, vocabulary.get_vocab_size(), vocabulary.token_to_id(base_tokenizer.END))
+    vocabulary = tokenizer.train(_corpus(recipe, distillation), recipe.vocab_size)
+    tokenizer.save(vocabulary, source)
+    values = _config_json(recipe, vocabulary.get_vocab_size(), vocabulary.token_to_id(tokenizer.END))
     (source / 'config.json').write_text(json.dumps(values, indent=2) + '\n', encoding='utf-8')
     generation = {'eos_token_id': values['eos_token_id'], 'pad_token_id': values['pad_token_id'], 'do_sample': True}
     (source / 'generation_config.json').write_text(json.dumps(generation, indent=2) + '\n', encoding='utf-8')

@@ -10,8 +10,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
-from sdpo_jax import accelerators
 from sdpo_jax.config import MeshConfig
+from sdpo_jax.distributed import accelerators
 from sdpo_jax.errors import UserError
 
 FSDP, TENSOR = 'fsdp', 'tensor'

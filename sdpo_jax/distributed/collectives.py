@@ -9,7 +9,7 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
-from sdpo_jax.cluster import barrier
+from sdpo_jax.distributed.cluster import barrier
 
 
 def agreed(value: int) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from models import cache as kv_cache
 from models.cache import KVCache
 from models.policy import Policy
-from sdpo_jax.mesh import FSDP, RULES
+from sdpo_jax.distributed.mesh import FSDP, RULES
 from sdpo_jax.rollout import decode
 
 Tree = Any

@@ -1,0 +1,1 @@
+"""The tiny base model of the quickstart and its tokenizer, made from nothing."""
