@@ -1,0 +1,63 @@
+"""Which terms a run's loss has, and what these need of the rest of the program."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from sdpo_jax.config import Config
+
+# The weights of the terms in a `Batch`, by the name of their field.
+COEFFICIENTS = ('distill_coef', 'policy_coef', 'entropy_coef')
+
+
+@dataclasses.dataclass(frozen=True)
+class ObjectiveSpec:
+  """The terms of the loss, and what the trainer has to prepare for them.
+
+  Nothing else in the program asks which loss a run minimises: a new objective is a new combination of these fields.
+  """
+
+  distillation: bool  # Σ distill_coef · ratio · divergence: needs a teacher.
+  policy_gradient: bool  # Σ policy_coef · PPO loss: needs advantages.
+  entropy_bonus: bool = False  # − Σ entropy_coef · entropy.
+  on_policy: bool = True  # One optimizer step per generation batch: the ratio to the old policy is 1 by construction.
+  rollout_weights: bool = False  # Tokens are weighted by the trainer's probability over the sampler's.
+
+  @classmethod
+  def from_config(cls, config: Config) -> ObjectiveSpec:
+    """Return the terms that a run's settings ask for."""
+    actor = config.actor
+    distillation = actor.policy_loss.loss_mode == 'sdpo'
+    return cls(
+      distillation=distillation,
+      policy_gradient=not distillation,
+      entropy_bonus=bool(actor.entropy_coeff),
+      on_policy=actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1,
+      rollout_weights=config.algorithm.rollout_correction.rollout_is is not None,
+    )
+
+  @property
+  def needs_teacher(self) -> bool:
+    """Whether the update reads a teacher's signal."""
+    return self.distillation
+
+  @property
+  def needs_advantages(self) -> bool:
+    """Whether the update reads advantages."""
+    return self.policy_gradient
+
+  @property
+  def needs_old_log_probs(self) -> bool:
+    """Whether the update reads log-probs of the policy before it; on-policy these are the current ones, detached."""
+    return not self.on_policy
+
+  @property
+  def computes_log_probs(self) -> bool:
+    """Whether the trainer computes log-probs of the completions before the update."""
+    return self.needs_old_log_probs or self.rollout_weights
+
+  @property
+  def coefficients(self) -> tuple[str, ...]:
+    """Names of the `COEFFICIENTS` that a batch has."""
+    present = (self.distillation, self.policy_gradient, self.entropy_bonus)
+    return tuple(name for name, there in zip(COEFFICIENTS, present, strict=True) if there)
