@@ -109,14 +109,12 @@ def teacher(policy: Any, parameters: Any, args: argparse.Namespace) -> dict[str,
     text=[''] * rows,
   )
   prompts, reprompts = draw(args.prompts, 64).tolist(), draw(args.prompts, args.reprompt_length).tolist()
-  samples = batching.Samples(
+  samples = batching.GenerationBatch(
     prompts=[prompts[g] for g in group],
     teacher_prompts=[reprompts[g] for g in group],
     rollouts=rollouts,
-    distill_mask=(np.arange(rows) % args.n >= SUCCESSFUL).astype(np.float32),
-    advantages=np.zeros(rows, np.float32),
-    old_log_probs=None,
-    rollout_weights=None,
+    distill_mask=np.broadcast_to((np.arange(rows) % args.n >= SUCCESSFUL).astype(np.float32)[:, None], mask.shape),
+    advantages=nothing,
   )
   config = Config()
   config.model.dtype, config.model.remat = 'float32', 'none'

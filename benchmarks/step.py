@@ -107,7 +107,7 @@ class Ours:
     self.mesh = meshes.make_mesh(config.mesh, jax.devices()[:1])
     parameters = jax.device_put(parameters, meshes.replicated(self.mesh))
     self.state = place_state(config, parameters, self.mesh)
-    self.programs = make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, self.state))
+    self.update = make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, self.state))
     self.sampler = Sampler(
       policy,
       NoText(),
@@ -152,22 +152,20 @@ class Ours:
         finish_reason=['length'] * rows,
         text=[''] * rows,
       )
-    samples = batching.Samples(
+    samples = batching.GenerationBatch(
       prompts=[self.prompts[group] for group in rollouts.group],
       teacher_prompts=[self.reprompts[group] for group in rollouts.group],
       rollouts=rollouts,
-      distill_mask=np.ones(rows, np.float32),
-      advantages=np.zeros(rows, np.float32),
-      old_log_probs=None,
-      rollout_weights=None,
+      distill_mask=np.ones((rows, width), np.float32),
+      advantages=np.zeros((rows, width), np.float32),
     )
-    grads, loss = self.programs.zero(self.state.trainable), 0.0
+    grads, loss = self.update.zero(self.state.trainable), 0.0
     for micro in batching.micro_batches(samples, self.everything, self.config):
       batch = meshes.put_rows(self.mesh, micro.batch)
-      grads, result = self.programs.accumulate({}, self.state, grads, batch)
+      grads, result = self.update.accumulate({}, self.state, grads, batch)
       loss += float(result.loss)
-    self.state, _ = self.programs.apply(self.state, grads)
-    self.state = self.programs.finish(self.state, np.int32(1))
+    self.state, _ = self.update.apply(self.state, grads)
+    self.state = self.update.advance(self.state, np.int32(1))
     return loss
 
 

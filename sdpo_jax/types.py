@@ -51,13 +51,11 @@ class Rollouts:
 
   def take(self, rows: np.ndarray) -> Rollouts:
     """The same rollouts restricted to (or reordered by) `rows` [M] int."""
-    take_list = lambda values: [values[int(row)] for row in rows]
-    return Rollouts(
-      **{
-        field.name: take_list(value) if isinstance(value := getattr(self, field.name), list) else value[rows]
-        for field in dataclasses.fields(self)
-      }
-    )
+
+    def take(values: list[Any] | np.ndarray) -> list[Any] | np.ndarray:
+      return [values[int(row)] for row in rows] if isinstance(values, list) else values[rows]
+
+    return Rollouts(**{field.name: take(getattr(self, field.name)) for field in dataclasses.fields(self)})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +86,9 @@ class TokenRows:
 class TeacherSignal:
   """What the objective needs of a teacher, per completion token.
 
-  Own or in-mesh teacher: `hidden` and `unembedding`, and for the trust region the mixing weight with the student
-  scored in the teacher's context. External teacher: token ids with log-probs (the tail is what they leave of 1).
+  An in-mesh teacher gives `hidden` and `unembedding`, and for the trust region those of the student in the teacher's
+  context with their mixing weight. An external teacher gives token ids with log-probs (the tail is what they leave
+  of 1).
   """
 
   hidden: jax.Array | None = None  # [B, T, D].
@@ -106,7 +105,7 @@ class Batch:
   """Device arrays of one update (or of one micro-batch of it)."""
 
   student: TokenRows
-  teacher: TokenRows | None  # None when no row has a teacher signal (GRPO).
+  teacher: TokenRows | None  # What an in-mesh teacher reads; None: there is none (GRPO, an external teacher).
   targets: jax.Array  # [B, T] int32, completion tokens (0 where masked).
   mask: jax.Array  # [B, T] float32, 1 on completion tokens.
   # Weights of a token in the terms of the loss, masks × weights ÷ denominators; None: the term is not there.
@@ -117,6 +116,7 @@ class Batch:
     jax.Array | None
   )  # [B, T], of the policy before the update; None: the current ones, detached (on-policy).
   advantages: jax.Array  # [B, T] float32.
+  signal: TeacherSignal | None = None  # Of an external teacher: `token_ids` and `log_probs` [B, T, K].
 
 
 @flax.struct.dataclass
@@ -127,5 +127,5 @@ class TrainState:
   optimizer_step: jax.Array  # [] int32, optimizer updates applied (skipped ones not counted).
   trainable: Tree  # float32.
   opt_state: Tree
-  teacher: Tree  # float32 teacher parameters in the layout of `trainable`; an empty dict for a live teacher.
+  teacher: Tree  # float32, in the layout of `trainable`; an empty dict for a teacher without parameters of its own.
   rng: jax.Array  # typed PRNG key.

@@ -27,7 +27,12 @@ def make_config(**actor) -> Config:
   return config.validate()
 
 
-def make_samples(config: Config, seed: int = 0) -> batching.Samples:
+def per_token(values) -> np.ndarray:
+  """[N] values of samples as [N, T]."""
+  return np.repeat(np.asarray(values, np.float32)[:, None], 6, axis=1)
+
+
+def make_samples(config: Config, seed: int = 0) -> batching.GenerationBatch:
   rng = np.random.default_rng(seed)
   rows, width = config.data.train_batch_size * config.rollout.n, 6
   lengths = rng.integers(1, width + 1, rows)
@@ -46,14 +51,12 @@ def make_samples(config: Config, seed: int = 0) -> batching.Samples:
     finish_reason=['stop'] * rows,
     text=[''] * rows,
   )
-  return batching.Samples(
+  return batching.GenerationBatch(
     prompts=prompt(2, 9),
     teacher_prompts=prompt(4, 17),
     rollouts=rollouts,
-    distill_mask=np.array([1, 0, 1, 1, 0, 1, 0, 0], np.float32),
-    advantages=np.zeros(rows, np.float32),
-    old_log_probs=None,
-    rollout_weights=None,
+    distill_mask=per_token([1, 0, 1, 1, 0, 1, 0, 0]),
+    advantages=per_token(np.zeros(rows)),
   )
 
 
@@ -126,7 +129,7 @@ def test_completions_of_one_prompt_share_it():
 def test_samples_of_a_row_that_have_the_same_teacher_prompt_share_it():
   config = make_config(ppo_micro_batch_size=1, pack_sequences=True)
   samples = make_samples(config)
-  samples.distill_mask[:] = [1, 1, 1, 1, 0, 1, 0, 1]
+  samples.distill_mask = per_token([1, 1, 1, 1, 0, 1, 0, 1])
   for same in ([0, 1, 3], [2, 4, 7]):  # The fourth has no teacher.
     samples.teacher_prompts = [
       samples.teacher_prompts[same[0]] if i in same else p for i, p in enumerate(samples.teacher_prompts)
@@ -229,7 +232,7 @@ def test_denominators_do_not_depend_on_the_micro_batch(size, mode):
   for micro in batching.micro_batches(samples, np.arange(8), config):
     micro.scatter(micro.batch.distill_coef, found)
   np.testing.assert_array_equal(found, expected)
-  mask = samples.rollouts.completion_mask * samples.distill_mask[:, None]
+  mask = samples.rollouts.completion_mask * samples.distill_mask
   by_hand = {
     'token-mean': mask / mask.sum(),
     'seq-mean-token-sum': mask / 4,
@@ -245,13 +248,13 @@ def test_group_size_one_counts_masked_sequences_as_the_reference():
   coef = batching.coefficients(samples, np.arange(8), config)['distill_coef']
   lengths = samples.rollouts.completion_mask.sum(1)
   for row in range(8):
-    expected = samples.distill_mask[row] / lengths[row] / 8
+    expected = samples.distill_mask[row, 0] / lengths[row] / 8
     np.testing.assert_allclose(coef[row, : lengths[row]], expected, rtol=1e-6)
 
 
 def test_no_signal_no_micro_batches():
   config = make_config()
-  samples = dataclasses.replace(make_samples(config), distill_mask=np.zeros(8, np.float32))
+  samples = dataclasses.replace(make_samples(config), distill_mask=per_token(np.zeros(8)))
   assert batching.micro_batches(samples, np.arange(8), config) == []
 
 
@@ -259,7 +262,7 @@ def test_policy_gradient_rows_need_an_advantage():
   config = make_config()
   config.actor.policy_loss.loss_mode = 'vanilla'
   samples = dataclasses.replace(
-    make_samples(config), teacher_prompts=None, advantages=np.array([0, 0, 1, -1, 0, 0, 0, 0], np.float32)
+    make_samples(config), teacher_prompts=None, advantages=per_token([0, 0, 1, -1, 0, 0, 0, 0])
   )
   [micro] = batching.micro_batches(samples, np.arange(8), config)
   assert sorted(held([micro])) == [2, 3]

@@ -10,6 +10,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.data import grouping
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
+from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.training import step
 from sdpo_jax.types import Example, Outcome, Rollouts
 from tests import tiny
@@ -69,16 +70,22 @@ def test_a_success_teaches_the_failures_of_a_repeated_row_only_where_duplicates_
   config.rollout.n = 2
   config.data.group_duplicates = grouped
   config.data.train_batch_size = config.actor.ppo_mini_batch_size = 3
-  config.algorithm.rollout_correction.rollout_is = None  # Nothing is scored before the update.
-  session = types.SimpleNamespace(config=config, tokenizer=CharacterTokenizer(), sampler=Sampler(), base=None)
+  config.algorithm.rollout_correction.rollout_is = None  # No log-probs are computed before the update.
+  session = types.SimpleNamespace(
+    config=config,
+    spec=ObjectiveSpec.from_config(config),
+    tokenizer=CharacterTokenizer(),
+    sampler=Sampler(),
+    base=None,
+  )
   other = dataclasses.replace(ASKED, ground_truth='43')
   batch = [ASKED, other, dataclasses.replace(ASKED, id='again')]
   state = types.SimpleNamespace(trainable=None)
-  collected = step.collect(session, Graders(config.environments), state, batch, 0, step.Timer())
-  context = step.teach(session, collected, seed=0, step=0)
+  graded = step.rollout_and_grade(session, Graders(config.environments), state, batch, 0, step.Timer())
+  context = step.build_teacher_prompts(session, graded, seed=0, step=0)
   assert np.flatnonzero(context.mask).tolist() == taught
   assert all('Correct solution:\n\n1\n' in context.messages[row][-1]['content'] for row in taught)
-  samples = step.prepare(session, state, collected, context, {})
+  batch = step.build_batch(session, state, graded, context, {})
   mean = 1 / 4 if grouped else 1 / 2
-  assert samples.advantages[:2].tolist() == [-mean, 1 - mean]
-  assert samples.advantages[4:].tolist() == ([-mean, -mean] if grouped else [0, 0])
+  assert batch.advantages[:2, 0].tolist() == [-mean, 1 - mean]
+  assert batch.advantages[4:, 0].tolist() == ([-mean, -mean] if grouped else [0, 0])

@@ -199,18 +199,18 @@ def test_lengths_entropy_and_words_of_doubt():
   assert completions.count_words('let me check, let me', ('let me check', 'let me')) == 2
 
 
-def collected(examples: list[Example], batch: Rollouts, outcomes: list[Outcome]) -> step.Collected:
-  return step.Collected(examples, [[1]] * len(examples), batch, outcomes, np.arange(len(batch)), 0.0)
+def graded(examples: list[Example], batch: Rollouts, outcomes: list[Outcome]) -> step.GradedRollouts:
+  return step.GradedRollouts(examples, [[1]] * len(examples), batch, outcomes, np.arange(len(batch)), 0.0)
 
 
 def test_a_batch_of_several_sources_is_described_as_a_whole_and_by_source():
   examples, batch = [example('a', 'x'), example('b', 'y')], rollouts(['t'] * 4, [0, 1, 1, 0])
-  found = records.rollout_metrics(collected(examples, batch, code_outcomes()), Config())
+  found = records.rollout_metrics(graded(examples, batch, code_outcomes()), Config())
   assert found['rollout/success_rate'] == 0.25 and found['rollout/solved_group_fraction'] == 0.5
   assert found['rollout/source_x/success_rate'] == 0.5 and found['rollout/source_y/success_rate'] == 0.0
   assert found['rollout/source_x/acc_mean'] == 0.625 and found['rollout/acc_mean'] == 0.625
   assert found['rollout/source_y/format_valid_fraction'] == 0.5
-  one = records.rollout_metrics(collected([example('a', 'x')] * 2, batch, code_outcomes()), Config())
+  one = records.rollout_metrics(graded([example('a', 'x')] * 2, batch, code_outcomes()), Config())
   assert not [name for name in one if 'source_x' in name]
   assert {name.removeprefix('rollout/source_x/') for name in found if 'source_x' in name} == {
     name.removeprefix('rollout/') for name in one
@@ -220,10 +220,8 @@ def test_a_batch_of_several_sources_is_described_as_a_whole_and_by_source():
 def test_the_gap_is_success_in_training_minus_held_out_mean():
   examples, batch = [example('a', 'x'), example('b', 'y')], rollouts(['t'] * 4, [0, 1, 1, 0])
   evaluated = {'eval/source_x/mean@4': 0.125, 'eval/source_x/acc/mean@4': 0.9, 'eval/other/mean@4': 1.0}
-  assert records.gap_metrics(collected(examples, batch, code_outcomes()), evaluated, Config()) == {
-    'gap/source_x': 0.375
-  }
-  assert records.gap_metrics(collected(examples, batch, code_outcomes()), {}, Config()) == {}
+  assert records.gap_metrics(graded(examples, batch, code_outcomes()), evaluated, Config()) == {'gap/source_x': 0.375}
+  assert records.gap_metrics(graded(examples, batch, code_outcomes()), {}, Config()) == {}
 
 
 def test_evaluations_with_huge_strange_and_infinite_content_are_written_and_read_back(tmp_path):

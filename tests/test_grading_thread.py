@@ -139,11 +139,11 @@ def test_a_batch_is_graded_while_it_is_sampled(tmp_path, monkeypatch, recorder):
   monkeypatch.setattr(step, 'sampling_seed', lambda state: 0)
   state = types.SimpleNamespace(trainable=parameters)
   with Graders(config.environments) as graders:
-    collected = step.collect(session, graders, state, questions(*['recorder'] * G), 0, step.Timer())
-  rollouts = collected.rollouts
+    graded = step.rollout_and_grade(session, graders, state, questions(*['recorder'] * G), 0, step.Timer())
+  rollouts = graded.rollouts
   pairs = list(zip(rollouts.group, rollouts.text, strict=True))
-  assert [outcome.feedback for outcome in collected.outcomes] == [f'q{group}: {text}' for group, text in pairs]
-  assert [bool(outcome.score) for outcome in collected.outcomes] == [end == 'length' for end in rollouts.finish_reason]
+  assert [outcome.feedback for outcome in graded.outcomes] == [f'q{group}: {text}' for group, text in pairs]
+  assert [bool(outcome.score) for outcome in graded.outcomes] == [end == 'length' for end in rollouts.finish_reason]
 
 
 def test_a_grader_that_ends_the_run_ends_it_at_the_next_completion(recorder):

@@ -14,12 +14,12 @@ import pytest
 from benchmarks import tpu_plan
 from configs import quickstart, qwen3_8b_chemistry
 from models import huggingface
-from sdpo_jax import programs as registry
 from sdpo_jax.config import Config, MeshConfig, ModelConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
 from sdpo_jax.planner import hlo, kernels, model, report, run, search, topology
 from sdpo_jax.planner import plan as planning
+from sdpo_jax.training.run_programs import abstract_parameters, run_programs
 from tests import tiny
 
 needs_compiler = pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
@@ -411,7 +411,7 @@ def test_every_program_says_what_its_arguments_are():
   config = settings()
   policy = huggingface.describe(SIZES, config.model)
   mesh = meshes.make_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4])
-  found = registry.programs(config, policy, {}, registry.abstract_parameters(policy, mesh), mesh)
+  found = run_programs(config, policy, {}, abstract_parameters(policy, mesh), mesh)
   for name, program in found.items():
     assert len(program.holds) == len(program.arguments), name
 

@@ -13,6 +13,7 @@ from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.training import batching
 from sdpo_jax.training.checkpoints import abstract
+from sdpo_jax.training.run_programs import abstract_parameters, run_programs
 from sdpo_jax.training.update import make_update, place_state
 from tests.test_step import make_model, samples_for, settings
 
@@ -22,7 +23,7 @@ def registered(**changes):
   policy, parameters = make_model()
   mesh = meshes.make_mesh(MeshConfig(), jax.devices()[:1])
   parameters = jax.device_put(parameters, meshes.replicated(mesh))
-  return config, policy, parameters, mesh, registry.programs(config, policy, {}, parameters, mesh)
+  return config, policy, parameters, mesh, run_programs(config, policy, {}, parameters, mesh)
 
 
 def test_names_follow_the_settings():
@@ -81,7 +82,7 @@ def test_a_cache_that_keeps_its_size_has_a_decode_loop_of_fewer_rows():
   config = settings(rollout__max_batch_rows=8)
   policy = dataclasses.replace(make_model()[0], lowering=Lowering('splash', interpret=True))
   mesh = meshes.make_mesh(MeshConfig(), jax.devices()[:1])
-  found = registry.programs(config, policy, {}, registry.abstract_parameters(policy, mesh), mesh)
+  found = run_programs(config, policy, {}, abstract_parameters(policy, mesh), mesh)
   loops = [name for name in found if name.startswith('decode')]
   assert loops == ['decode/8×6', 'decode/8×6#1', 'decode/8×6#2', 'decode/8×6#4'] and 'resize/8×6' not in found
   shapes = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
@@ -96,7 +97,7 @@ def test_a_decode_loop_on_a_mesh_is_compiled_for_what_it_gets_and_leaves():
   config = settings(rollout__max_batch_rows=8)
   policy, _ = make_model()
   mesh = meshes.make_mesh(MeshConfig(fsdp=4), jax.devices()[:4])
-  found = registry.programs(config, policy, {}, registry.abstract_parameters(policy, mesh), mesh)
+  found = run_programs(config, policy, {}, abstract_parameters(policy, mesh), mesh)
   compiled = dict(registry.compile_programs(found, ['decode/8×6', 'admit/8×6']))
   assert list(compiled) == ['prepare', 'decode/8×6', 'admit/8×6']
   (_, _, given, state, _), _ = compiled['decode/8×6'].input_shardings
@@ -121,7 +122,7 @@ def test_programs_behind_a_refused_one_are_left_out():
 
   *_, found = registered()
   broken = {name: dataclasses.replace(found[name]) for name in found}
-  broken['prepare'] = registry.Program(types.SimpleNamespace(lower=refuse), ())
+  broken['prepare'] = registry.Program('prepare', types.SimpleNamespace(lower=refuse), ())
   results = dict(registry.compile_programs(broken, ['decode/8×6', 'finish']))
   assert set(results) == {'prepare', 'finish'}
   assert 'RESOURCE_EXHAUSTED' in str(results['prepare'])

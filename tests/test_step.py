@@ -13,9 +13,10 @@ import pytest
 from models import huggingface
 from sdpo_jax.config import Config, MeshConfig, ModelConfig
 from sdpo_jax.distributed import mesh as meshes
+from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.training import batching
 from sdpo_jax.training.update import make_update, place_state
-from tests.test_batching import make_config, make_samples
+from tests.test_batching import make_config, make_samples, per_token
 
 MODEL = {
   'model_type': 'qwen3',
@@ -63,7 +64,9 @@ class Outcome:
   aux: list[dict]
 
 
-def run(config: Config, samples: batching.Samples, *, devices: int = 1, batches: int = 1, poison=None) -> Outcome:
+def run(
+  config: Config, samples: batching.GenerationBatch, *, devices: int = 1, batches: int = 1, poison=None
+) -> Outcome:
   """`batches` updates on the same samples."""
   policy, parameters = make_model()
   mesh = meshes.make_mesh(MeshConfig(fsdp=devices), jax.devices()[:devices])
@@ -87,7 +90,7 @@ def run(config: Config, samples: batching.Samples, *, devices: int = 1, batches:
       applied += int(report['finite'])
       outcome.losses.append(loss)
       outcome.reports.append({name: float(value) for name, value in report.items()})
-    state = update.finish(state, np.int32(applied))
+    state = update.advance(state, np.int32(applied))
   return dataclasses.replace(outcome, state=jax.device_get(state.replace(rng=None)))
 
 
@@ -135,12 +138,12 @@ VARIANTS = {
 }
 
 
-def samples_for(config: Config) -> batching.Samples:
+def samples_for(config: Config) -> batching.GenerationBatch:
   samples = make_samples(config)
   if config.actor.policy_loss.loss_mode == 'vanilla':
-    advantages = np.array([1, -1, 0.5, -0.5, 0, 0, 2, -2], np.float32)
+    advantages = per_token([1, -1, 0.5, -0.5, 0, 0, 2, -2])
     samples = dataclasses.replace(samples, teacher_prompts=None, advantages=advantages)
-  if not batching.on_policy(config):
+  if ObjectiveSpec.from_config(config).needs_old_log_probs:
     samples = dataclasses.replace(samples, old_log_probs=samples.rollouts.model_log_probs - 4)
   return samples
 
@@ -200,7 +203,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted():
 
 def test_no_signal_still_decays_the_weights_as_the_reference():
   config = settings(optimizer__name='adamw', optimizer__weight_decay=0.1)
-  samples = dataclasses.replace(samples_for(config), distill_mask=np.zeros(8, np.float32))
+  samples = dataclasses.replace(samples_for(config), distill_mask=per_token(np.zeros(8)))
   outcome = run(config, samples)
   _, start = make_model()
   expected = jax.tree.map(lambda leaf: leaf * (1 - 1e-2 * 0.1), start)

@@ -40,7 +40,7 @@ def settings(pack: bool) -> Config:
 
 
 @functools.cache
-def samples() -> batching.Samples:
+def samples() -> batching.GenerationBatch:
   """Teacher-forced completions of real questions, of all lengths, with feedback and demonstrations."""
   config = settings(False)
   tokenizer = tokenizers.load(config.model.path)
@@ -72,8 +72,9 @@ def samples() -> batching.Samples:
   )
   assert 0 < context.mask.sum() < count
   weights = rng.uniform(0.5, 2, (count, T)).astype(np.float32)
-  return batching.Samples(
-    prompts, context.prompt_tokens, rollouts, context.mask, np.zeros(count, np.float32), None, weights
+  distill_mask = np.repeat(context.mask[:, None], T, axis=1)
+  return batching.GenerationBatch(
+    prompts, context.prompt_tokens, rollouts, distill_mask, zeros, distill_weights=weights, policy_weights=weights
   )
 
 
@@ -131,4 +132,4 @@ def test_packing_and_sharing_prompts_take_fewer_rows():
     for micro in batching.micro_batches(samples(), np.arange(16), settings(pack), share=share)
     for row in micro.samples
   )
-  assert rows(True, True) < rows(True, False) < rows(False, False) == int((samples().distill_mask > 0).sum())
+  assert rows(True, True) < rows(True, False) < rows(False, False) == int(samples().taught.sum())

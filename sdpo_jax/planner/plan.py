@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 import dataclasses
+import functools
 import math
 import re
 import time
@@ -22,10 +23,12 @@ from sdpo_jax import programs as registry
 from sdpo_jax.config import Config
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
+from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.planner import hlo, kernels, traffic
 from sdpo_jax.planner.topology import Chip, Topology
 from sdpo_jax.rollout import slots
 from sdpo_jax.training import batching
+from sdpo_jax.training.run_programs import abstract_parameters, run_programs
 from sdpo_jax.training.session import model_mesh
 from sdpo_jax.types import TrainState
 
@@ -170,8 +173,8 @@ def make(
     config = dataclasses.replace(config, data=data)
   mesh = model_mesh(config, policy, topology.devices)
   policy = policy.on(mesh, config.model.attention)
-  trainable = registry.abstract_parameters(policy, mesh)
-  found = registry.programs(config, policy, {}, trainable, mesh, stop_ids=2)
+  trainable = abstract_parameters(policy, mesh)
+  found = run_programs(config, policy, {}, trainable, mesh, stop_ids=2)
   labels = select(found, everything)
   if only is not None:
     labels = {label: name for label, name in labels.items() if label in set(only)}
@@ -186,16 +189,24 @@ def make(
     if name == 'prepare' and isinstance(compiled, jax.stages.Compiled):
       # A copy may live on two layouts' worth of memory while it is made; afterwards only the result is left.
       sampling_weights = compiled.memory_analysis().output_size_in_bytes
-    cost = lambda name, program=found[name], compiled=compiled, weights=sampling_weights: _estimate(
-      name, program, compiled, config, topology.chip, dict(mesh.shape), resident, weights, assumptions
+    cost = functools.partial(
+      _estimate,
+      compiled=compiled,
+      config=config,
+      chip=topology.chip,
+      axes=dict(mesh.shape),
+      resident=resident,
+      sampling_weights=sampling_weights,
+      assumptions=assumptions,
     )
-    estimate = cost(name)
+    estimate = cost(name, found[name])
     estimate.compile_seconds = took
     if name in names:
       estimates[names[name]] = estimate
     if names.get(name) == 'decode' and config.trainer.test_freq and registry.EVALUATION + name not in found:
       # The same program; what it spends on leaving out unlikely tokens is decided while it runs.
-      estimates[registry.EVALUATION + 'decode'] = cost(registry.EVALUATION + name)
+      same = dataclasses.replace(found[name], evaluation=True)
+      estimates[same.label] = cost(registry.EVALUATION + name, same)
     said = f'{estimate.hbm_gib:.2f} GiB, {estimate.seconds:.3g} s' if estimate.error is None else estimate.error
     announce(f'  {name}: {said} (compiled in {took:.0f} s)')
     if estimate.error is not None:
@@ -209,22 +220,14 @@ def make(
 
 
 def select(found: Mapping[str, registry.Program], everything: bool) -> dict[str, str]:
-  """Label → registered name: of each kind the largest, under the kind's name; with `everything` all others too."""
-  kinds: dict[str, list[str]] = {}
-  for name in found:
-    kind = re.match(rf'(?:{registry.EVALUATION})?[^/]+', name).group()
-    kinds.setdefault(kind, []).append(name)
-  chosen = {kind: max(names, key=_size) for kind, names in kinds.items()}
+  """Return label → registered name: the largest of each kind under its label; with `everything` all others too."""
+  named: dict[str, list[str]] = {}
+  for name, program in found.items():
+    named.setdefault(program.label, []).append(name)
+  chosen = {label: max(names, key=lambda name: found[name].size) for label, names in named.items()}
   if everything:
     chosen |= {name: name for name in found if name not in chosen.values()}
   return chosen
-
-
-def _size(name: str) -> tuple[int, ...]:
-  """The order of programs of one kind: total length, and the whole cache above shorter ones and fewer rows."""
-  sizes, *part = re.split('[@#]', name.rpartition('/')[2])
-  numbers = [int(number) for number in re.findall(r'\d+', sizes)]
-  return sum(numbers), 0 if part else 1, *map(int, part)
 
 
 # --- memory --------------------------------------------------------------------------------------------------------
@@ -259,7 +262,6 @@ def _itemsize(dtype: Any) -> int:
 
 
 def _memory(
-  name: str,
   program: registry.Program,
   compiled: jax.stages.Compiled,
   resident: Mapping[str, float],
@@ -268,24 +270,19 @@ def _memory(
   """GiB on one device by what is held while a program runs."""
   used = compiled.memory_analysis()
   held = _held(program, compiled.input_shardings[0])
-  kind = _kind(name)
   padding = used.argument_size_in_bytes - sum(held.values())
-  if kind in SAMPLING:
+  if program.kind in SAMPLING:
     # All of the copy is there, also what this program does not read.
     held['sampling weights'] = max(held.pop('parameters', 0.0), sampling_weights or 0.0)
   made = max(0, used.output_size_in_bytes - used.alias_size_in_bytes)
   results = {'prefill': 'cache', 'resize': 'cache', 'prepare': 'sampling weights', 'zero': 'gradients'}.get(
-    kind, 'results'
+    program.kind, 'results'
   )
   held[results] = held.get(results, 0.0) + made
   held['temporaries'] = used.temp_size_in_bytes
   held['padding'] = padding
   held |= {part: resident.get(part, 0.0) for part in RESIDENT}
   return {part: size / GIB for part, size in held.items() if abs(size) >= 2**10}
-
-
-def _kind(name: str) -> str:
-  return name.removeprefix(registry.EVALUATION).partition('/')[0]
 
 
 _USED = (
@@ -333,29 +330,31 @@ def _estimate(
 ) -> Estimate:
   if not isinstance(compiled, jax.stages.Compiled):
     return _refused(name, compiled, resident)
-  memory = _memory(name, program, compiled, resident, sampling_weights)
+  memory = _memory(program, compiled, resident, sampling_weights)
   total = sum(memory.values())
   estimate = Estimate(name, memory, total, fits=total <= chip.hbm_gib)
   module = hlo.parse(compiled.as_text())
-  branch = 'cheapest' if _kind(name) == 'decode' and not _truncates(config, name) else 'dearest'
+  branch = 'cheapest' if program.kind == 'decode' and not _truncates(config, program) else 'dearest'
   once = hlo.trace(module, unknown_trips=1, branch=branch)
   estimate.hottest = [
     {'op_name': name, 'seconds': taken / chip.clock, 'times': count} for name, taken, count in hlo.hottest(once, 12)
   ]
   estimate.copies = [_described(buffer) for buffer in hlo.copies(once, 3)]
   estimate.buffers = [_described(buffer) for buffer in hlo.largest(once, limit=5)]
-  if _kind(name) != 'decode':
+  if program.kind != 'decode':
     _fill(estimate, _costs(once, chip, axes), 1.0, chip)
     estimate.unbounded = [loop.op_name or loop.name for loop in once.unbounded]
     return estimate
   # Steps of the loop: what one more turn adds, beside what happens once.
   none = _costs(hlo.trace(module, unknown_trips=0, branch=branch), chip, axes)
   turn = _minus(_costs(once, chip, axes), none)
-  prompt, room, slots = _decode_lengths(name, program)
+  prompt, response = program.buckets
+  capacity = program.capacity
+  room = min(response, capacity - prompt - program.static['steps'])
   steps = min(assumptions.longest_completion, room)
   if turn.cached:
     # Of a row that draws the longest completion, the prompt and half of the completion on average.
-    filled = (prompt + steps / 2) / slots
+    filled = (prompt + steps / 2) / capacity
     turn.sources['cache roofline'] = _cache_bytes(program, compiled) * filled / chip.hbm_bandwidth
   # What happens once, happens before and after every chunk of steps.
   none = _times(none, steps / program.static['steps'])
@@ -399,17 +398,10 @@ def _described(buffer: hlo.Buffer) -> dict[str, Any]:
   }
 
 
-def _truncates(config: Config, name: str) -> bool:
-  """Whether sampling leaves tokens out, which takes the dearer branches of the loop."""
-  knobs = config.val_kwargs if name.startswith(registry.EVALUATION) else config.rollout
+def _truncates(config: Config, program: registry.Program) -> bool:
+  """Return whether sampling leaves tokens out, which takes the dearer branches of the loop."""
+  knobs = config.val_kwargs if program.evaluation else config.rollout
   return knobs.top_p < 1 or knobs.top_k > 0 or knobs.temperature <= 0
-
-
-def _decode_lengths(name: str, program: registry.Program) -> tuple[int, int, int]:
-  """(slots of the prompt, tokens of the completion at most, slots of the cache) of decode/P×T, perhaps with @C or #R."""
-  slots = kv_cache.slots(program.arguments[program.holds.index('cache')])
-  prompt, room = (int(number) for number in re.findall(r'\d+', name.rpartition('/')[2])[:2])
-  return prompt, min(room, slots - prompt - program.static['steps']), slots
 
 
 @dataclasses.dataclass
@@ -602,7 +594,7 @@ def micro_batches(config: Config, mesh: jax.sharding.Mesh, assumptions: Assumpti
     prompt, response, reprompt = largest.prompt[-1], largest.response[-1], largest.reprompt[-1]
     mean = assumptions.mean_completion
     shares = [(assumptions.mean_prompt + mean) / (prompt + response), mean / response]
-    if config.actor.policy_loss.loss_mode == 'sdpo':
+    if ObjectiveSpec.from_config(config).needs_teacher:
       shares.append((assumptions.mean_reprompt + mean) / (reprompt + response))
     rows *= min(1.0, max(shares))
   return math.ceil(rows / size), size
@@ -628,6 +620,6 @@ def useful_flops(config: Config, policy: Policy, largest: batching.Buckets, rows
   """Operations that a micro-batch cannot do without: forward and backward of the student, forward of the teacher."""
   prompt, response, reprompt = largest.prompt[-1], largest.response[-1], largest.reprompt[-1]
   useful = 3 * forward_flops(policy, rows, prompt + response, response)
-  if config.actor.policy_loss.loss_mode == 'sdpo':
+  if ObjectiveSpec.from_config(config).needs_teacher:
     useful += forward_flops(policy, rows, reprompt + response, response)
   return useful

@@ -1,4 +1,4 @@
-"""The teacher's weights as a transformation of parameter trees, in the manner of optax.
+"""The teacher's parameters as a transformation of parameter trees, in the manner of optax.
 
 A teacher is a pair of pure functions: `init(params)` makes the teacher's tree before the first generation batch, and
 `update(teacher, params, step)` moves it once at the end of every generation batch, not once per optimizer step
@@ -54,6 +54,11 @@ def ema(rate: float) -> TeacherTransform:
   return TeacherTransform(init=_copy, update=update)
 
 
+def base() -> TeacherTransform:
+  """The frozen base alone teaches, without the trainable part; the teacher is an empty dict."""
+  return live()
+
+
 def trust_region() -> TeacherTransform:
   """Initial weights that never move; their logits are mixed with the student's (paper Eq. 16; `signal_parameters`)."""
   return frozen()
@@ -76,11 +81,13 @@ def restart(every: int) -> TeacherTransform:
 
 
 def make(config: SelfDistillationConfig) -> TeacherTransform:
-  """The transformation that `teacher_regularization` and `teacher_update_rate` name."""
+  """Return the transformation that `teacher_regularization` names."""
   return {
     'live': live,
+    'base': base,
     'frozen': frozen,
     'ema': lambda: ema(config.teacher_update_rate),
+    'restart': lambda: restart(config.teacher_restart_interval),
     'trust-region': trust_region,
   }[config.teacher_regularization]()
 
@@ -89,16 +96,18 @@ def signal_parameters(teacher: Tree, params: Tree, config: SelfDistillationConfi
   """Which parameters read the teacher's context.
 
   Args:
-    teacher: the teacher's tree; an empty dict for a live teacher.
+    teacher: the teacher's tree; an empty dict for a live teacher and for the base alone.
     params: the student's trainable tree.
     config: settings.
 
   Returns:
-    (own, mixed): `own` scores the completions; `mixed` is None, or for the trust region the student's parameters,
-    whose logits in the same context enter with weight `teacher_update_rate` (reference dp_actor.py:51-64).
+    (own, mixed): `own` are the teacher's; `mixed` is None, or for the trust region the student's parameters, whose
+    logits in the same context enter with weight `teacher_update_rate` (reference dp_actor.py:51-64).
   """
   if config.teacher_regularization == 'live':
     return params, None
+  if config.teacher_regularization == 'base':
+    return {}, None
   return teacher, params if config.teacher_regularization == 'trust-region' else None
 
 

@@ -36,6 +36,7 @@ from sdpo_jax.training import records
 from sdpo_jax.training.checkpoints import Checkpoints, abstract
 from sdpo_jax.training.metrics import MetricsWriter, Progress, check_wandb, history
 from sdpo_jax.training.session import Session, load_tokenizer, make_session, sampling_seed
+from sdpo_jax.training.step import Timer, build_batch, build_teacher_prompts, rollout_and_grade, run_update
 from sdpo_jax.training.update import abstract_state, place_state
 from sdpo_jax.types import Example, TrainState
 
@@ -275,29 +276,29 @@ class _Run:
       the state after it; None if the run was told to stop before the update began, when `state` is still whole.
     """
     session, config, trainer = self.session, self.session.config, self.session.config.trainer
-    timer = step.Timer(progress.phase)
+    timer = Timer(progress.phase)
     if preemption.agreed():
       return None
     folder = session.workdir / 'profile' / str(step)
     profiled = step in trainer.profile_steps
     metrics: dict[str, float] = {}
     with jax.profiler.trace(str(folder)) if profiled else contextlib.nullcontext():
-      collected = step.collect(session, self.graders, state, next(self.iterator), step, timer)
+      graded = rollout_and_grade(session, self.graders, state, next(self.iterator), step, timer)
       if preemption.agreed():
         return None
       with timer('teach'):
-        context = step.teach(session, collected, sampling_seed(state), step)
+        context = build_teacher_prompts(session, graded, sampling_seed(state), step)
       with timer('train'):
-        samples = step.prepare(session, state, collected, context, metrics)
-        state, learned = step.learn(session, state, samples)
+        batch = build_batch(session, state, graded, context, metrics)
+        state, report = run_update(session, state, batch)
     if profiled:
       self.announce(f'Profile of step {step}: {folder}')
-    metrics.update(records.rollout_metrics(collected, config))
-    metrics.update(records.update_metrics(learned, samples, config))
-    metrics.update(records.throughput_metrics(session, collected, learned, timer.seconds))
+    metrics.update(records.rollout_metrics(graded, config))
+    metrics.update(records.update_metrics(report, batch, session.spec))
+    metrics.update(records.throughput_metrics(session, graded, report, timer.seconds))
     if context is not None:
       metrics.update(context.metrics)
-    note = f'  {learned.skipped} step(s) skipped: gradient not finite' if learned.skipped else ''
+    note = f'  {report.skipped} step(s) skipped: gradient not finite' if report.skipped else ''
     evaluated = bool(self.held_out) and (
       step == trainer.total_training_steps or bool(trainer.test_freq and step % trainer.test_freq == 0)
     )
@@ -305,11 +306,11 @@ class _Run:
       with timer('evaluate'):
         metrics.update(self.evaluate(state, step))
     if self.evaluations:
-      metrics.update(records.gap_metrics(collected, self.evaluations[max(self.evaluations)], config))
+      metrics.update(records.gap_metrics(graded, self.evaluations[max(self.evaluations)], config))
     line = {
       **metrics,
       **{f'time/{name}_s': value for name, value in timer.seconds.items()},
-      'time/graders_busy_s': collected.graders_busy_s,  # Beside the phases, which do not add up with it.
+      'time/graders_busy_s': graded.graders_busy_s,  # Beside the phases, which do not add up with it.
     }
     raised, fired = self.watch.observe(step, line)
     line.update(fired)
@@ -325,12 +326,12 @@ class _Run:
     if writer is not None:
       self.say(step, raised, verdict)
       if trainer.rollout_save_freq and step % trainer.rollout_save_freq == 0:
-        records.write_rollouts(session, step, collected, context, learned)
+        records.write_rollouts(session, step, graded, context, report)
       writer.write(step, line)
     if verdict.back_to is not None:
       state = self.roll_back(state, verdict.back_to)
       metrics = {}  # They were measured with other weights than those that are now saved.
-    progress.step(step, line['rollout/score_mean'], learned.loss, line['throughput/tokens_per_s'], note)
+    progress.step(step, line['rollout/score_mean'], report.loss, line['throughput/tokens_per_s'], note)
     due = step == trainer.total_training_steps or (trainer.save_freq and step % trainer.save_freq == 0)
     if due or verdict != Verdict():
       self.save(step, state, self.host_state(), metrics)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import collections
 from collections.abc import Sequence
 
+import chex
 import numpy as np
 
 from sdpo_jax.types import TokenRows
 
-Parts = Sequence[tuple[Sequence[int] | None, Sequence[int]]]  # Of a row: (prompt, completion) of each sample.
+Parts = Sequence[tuple[Sequence[int] | None, Sequence[int]]]  # (prompt, completion) of each sample of a row.
 
 
 def packed_rows(rows: Sequence[Parts], length: int, width: int, share: bool = False) -> TokenRows:
-  """Rows of several samples each, as segments 1, 2, … with positions that restart at 0; padding is segment 0.
+  """Make rows of several samples each, as segments 1, 2, … with positions that restart at 0; padding is segment 0.
 
   The completion tokens of a row stand in `target_index` one sample after the other.
 
@@ -58,14 +59,14 @@ def packed_rows(rows: Sequence[Parts], length: int, width: int, share: bool = Fa
 
 
 def taken(samples: Parts, share: bool) -> tuple[int, int]:
-  """(prompt tokens, completion tokens) that `packed_rows` puts into a row."""
+  """Return (prompt tokens, completion tokens) that `packed_rows` puts into a row."""
   prompts = [tuple(prompt) for prompt, _ in samples if prompt is not None]
   completions = sum(len(completion) for prompt, completion in samples if prompt is not None)
   return sum(map(len, set(prompts) if share else prompts)), completions
 
 
 def _repeated(samples: Parts) -> set[tuple[int, ...]]:
-  """Prompts that several samples of a row have."""
+  """Return the prompts that several samples of a row have."""
   counts = collections.Counter(tuple(prompt) for prompt, _ in samples if prompt is not None)
   return {prompt for prompt, count in counts.items() if count > 1}
 
@@ -77,7 +78,7 @@ def pack(
   keys: np.ndarray | None = None,
   shared: np.ndarray | None = None,
 ) -> list[list[int]]:
-  """Items dealt out to few rows.
+  """Deal items out to few rows.
 
   As many rows as first-fit decreasing needs, rounded up to `multiple`; then every item, the largest first, goes to the
   emptiest row that has room, so that rows take equally long. Items that share something are dealt one after the other,
@@ -91,8 +92,13 @@ def pack(
     shared: [M, D] what an item does not take of a row with another item of its key.
 
   Returns:
-    the items of each row that has any.
+    The items of each row that has any.
   """
+  chex.assert_rank(sizes, 2)
+  chex.assert_axis_dimension(sizes, 1, len(room))
+  if keys is not None:
+    chex.assert_shape(keys, (len(sizes),))
+    chex.assert_equal_shape([sizes, shared])
   if keys is None:
     keys, shared = np.arange(len(sizes)), np.zeros_like(sizes)
   together = np.bincount(keys, sizes.sum(1), minlength=keys.max(initial=0) + 1)
@@ -106,7 +112,7 @@ def pack(
 def _deal(
   sizes: np.ndarray, keys: np.ndarray, shared: np.ndarray, order: np.ndarray, room: np.ndarray, count: int | None
 ) -> list[list[int]]:
-  """First fit in as many rows as it takes (`count` None), or emptiest fit in `count` rows ([] if that fails)."""
+  """Deal by first fit to as many rows as it takes (`count` None), or by emptiest fit to `count` ([] if that fails)."""
   rows: list[list[int]] = [[] for _ in range(count or 0)]
   used = np.zeros((len(rows), len(room)), np.int64)
   holding: dict[int, set[int]] = collections.defaultdict(set)  # Key → rows with an item of it.

@@ -15,10 +15,12 @@ from sdpo_jax.evaluation.completions import describe, jsonable, numbers, rows_by
 from sdpo_jax.evaluation.evaluate import Evaluation
 from sdpo_jax.files import write_atomically
 from sdpo_jax.objective.importance import mismatch
+from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.teacher.context import TeacherContext
-from sdpo_jax.training import batching, flops
+from sdpo_jax.training import flops
+from sdpo_jax.training.batching import GenerationBatch
 from sdpo_jax.training.session import Session
-from sdpo_jax.training.step import Collected, Learned
+from sdpo_jax.training.step import GradedRollouts, UpdateReport
 
 
 def token_mean(values: Mapping[str, np.ndarray], name: str, mask: np.ndarray) -> float:
@@ -27,20 +29,20 @@ def token_mean(values: Mapping[str, np.ndarray], name: str, mask: np.ndarray) ->
   return float(picked.mean()) if len(picked) else float('nan')
 
 
-def rollout_metrics(collected: Collected, config: Config) -> dict[str, float]:
+def rollout_metrics(graded: GradedRollouts, config: Config) -> dict[str, float]:
   """What the graded batch looks like: `rollout/<name>`, and `rollout/<source>/<name>` where it mixes data sources."""
-  everything = np.arange(len(collected.rollouts))
-  metrics = {f'rollout/{name}': value for name, value in _rollout_metrics(collected, everything, config).items()}
-  sources = rows_by_source(collected.examples, collected.rollouts.group)
+  everything = np.arange(len(graded.rollouts))
+  metrics = {f'rollout/{name}': value for name, value in _rollout_metrics(graded, everything, config).items()}
+  sources = rows_by_source(graded.examples, graded.rollouts.group)
   if len(sources) > 1:
     for source, rows in sources.items():
-      named = _rollout_metrics(collected, rows, config)
+      named = _rollout_metrics(graded, rows, config)
       metrics.update({f'rollout/{source}/{name}': value for name, value in named.items()})
   return metrics
 
 
-def _rollout_metrics(collected: Collected, rows: np.ndarray, config: Config) -> dict[str, float]:
-  rollouts, outcomes = collected.rollouts, [collected.outcomes[row] for row in rows]
+def _rollout_metrics(graded: GradedRollouts, rows: np.ndarray, config: Config) -> dict[str, float]:
+  rollouts, outcomes = graded.rollouts, [graded.outcomes[row] for row in rows]
   scores = np.array([outcome.score for outcome in outcomes])
   success = scores >= config.actor.self_distillation.success_reward_threshold
   groups = rollouts.group[rows]
@@ -48,26 +50,26 @@ def _rollout_metrics(collected: Collected, rows: np.ndarray, config: Config) -> 
     'score_mean': scores.mean(),
     'success_rate': success.mean(),
     'solved_group_fraction': len(set(groups[success])) / len(set(groups)),
-    **describe(rollouts, collected.outcomes, rows, config.alarms.epistemic_words),
+    **describe(rollouts, graded.outcomes, rows, config.alarms.epistemic_words),
   }
   acc = numbers(outcomes, 'acc')
   return metrics if acc is None else {**metrics, 'acc_mean': acc.mean()}
 
 
-def gap_metrics(collected: Collected, evaluated: Mapping[str, float], config: Config) -> dict[str, float]:
+def gap_metrics(graded: GradedRollouts, evaluated: Mapping[str, float], config: Config) -> dict[str, float]:
   """`gap/<source>`: success rate of the rollouts minus the held-out mean score of the latest evaluation.
 
   Args:
-    collected: the graded batch.
+    graded: the graded batch.
     evaluated: `eval/…` metrics of the latest evaluation; sources that it does not have get no gap.
     config: settings.
   """
   threshold = config.actor.self_distillation.success_reward_threshold
   gaps = {}
-  for source, rows in rows_by_source(collected.examples, collected.rollouts.group).items():
+  for source, rows in rows_by_source(graded.examples, graded.rollouts.group).items():
     held_out = [value for name, value in evaluated.items() if name.startswith(f'eval/{source}/mean@')]
     if held_out and held_out[0] is not None and math.isfinite(held_out[0]):
-      gaps[f'gap/{source}'] = np.mean([collected.outcomes[row].score >= threshold for row in rows]) - held_out[0]
+      gaps[f'gap/{source}'] = np.mean([graded.outcomes[row].score >= threshold for row in rows]) - held_out[0]
   return gaps
 
 
@@ -91,70 +93,70 @@ POLICY_METRICS = {
 }
 
 
-def update_metrics(learned: Learned, samples: batching.Samples, config: Config) -> dict[str, float]:
-  """What the update did, and how far its log-probs are from the sampler's where completions were not scored before."""
-  values, mask = learned.token_values, samples.rollouts.completion_mask
-  unknown = batching.scores_first(config) or 'log_prob' not in values
-  distilled = mask & (samples.distill_mask > 0)[:, None]
+def update_metrics(report: UpdateReport, batch: GenerationBatch, spec: ObjectiveSpec) -> dict[str, float]:
+  """Return what the update did, and how far its log-probs are from the sampler's unless `build_batch` has measured it."""
+  values, mask = report.token_values, batch.rollouts.completion_mask
+  measured = spec.computes_log_probs or 'log_prob' not in values
+  distilled = mask & (batch.distill_mask > 0)
   return {
-    'train/loss': learned.loss,
-    'train/grad_norm': learned.grad_norm,
-    'train/learning_rate': learned.learning_rate,
-    'train/optimizer_steps': learned.optimizer_steps,
-    'train/skipped_steps': learned.skipped,
+    'train/loss': report.loss,
+    'train/grad_norm': report.grad_norm,
+    'train/learning_rate': report.learning_rate,
+    'train/optimizer_steps': report.optimizer_steps,
+    'train/skipped_steps': report.skipped,
     'train/entropy': token_mean(values, 'entropy', mask),
-    **({} if unknown else mismatch(values['log_prob'], samples.rollouts.sampling_log_probs, mask)),
+    **({} if measured else mismatch(values['log_prob'], batch.rollouts.sampling_log_probs, mask)),
     **{name: token_mean(values, key, distilled) for name, key in TEACHER_METRICS.items() if key in values},
     **{name: token_mean(values, key, mask) for name, key in POLICY_METRICS.items() if key in values},
   }
 
 
 def throughput_metrics(
-  session: Session, collected: Collected, learned: Learned, seconds: Mapping[str, float]
+  session: Session, graded: GradedRollouts, report: UpdateReport, seconds: Mapping[str, float]
 ) -> dict[str, float]:
   """Tokens per second and, where the peak of the device is known, model FLOPs utilisation.
 
   Counted are prefill and decode, the student's forward and backward, the teacher's forward; not counted are
   recomputation, scoring before an off-policy update, and the second forward pass of a trust region.
   """
-  sampled = int(collected.rollouts.completion_mask.sum())
-  prefilled = sum(map(len, collected.prompts))
+  sampled = int(graded.rollouts.completion_mask.sum())
+  prefilled = sum(map(len, graded.prompts))
   whole = sum(seconds.values())
   devices = jax.device_count()
   metrics = {
     'throughput/tokens_per_s': sampled / whole,
     'throughput/tokens_per_s_per_device': sampled / whole / devices,
     'throughput/sampled_tokens_per_s': sampled / max(seconds.get('sample', 0.0), 1e-9),
-    'throughput/trained_tokens_per_s': learned.trained_tokens / max(seconds.get('train', 0.0), 1e-9),
+    'throughput/trained_tokens_per_s': report.trained_tokens / max(seconds.get('train', 0.0), 1e-9),
   }
   peak = flops.peak_flops(jax.devices()[0])
   if peak:
-    done = session.flops_per_token * (sampled + prefilled + 3 * learned.trained_tokens + learned.teacher_tokens)
+    done = session.flops_per_token * (sampled + prefilled + 3 * report.trained_tokens + report.teacher_tokens)
     metrics['throughput/mfu'] = done / (whole * devices * peak)
   return metrics
 
 
 def write_rollouts(
-  session: Session, step: int, collected: Collected, context: TeacherContext | None, learned: Learned
+  session: Session, step: int, graded: GradedRollouts, context: TeacherContext | None, report: UpdateReport
 ) -> None:
   """`rollouts/<step>.jsonl`: one line a sample with prompt, completion, score, feedback, teacher prompt, divergences."""
   folder = session.workdir / 'rollouts'
   folder.mkdir(parents=True, exist_ok=True)
-  divergence = learned.token_values.get('divergence')
+  divergence = report.token_values.get('divergence')
   lines = []
-  for row, group in enumerate(collected.rollouts.group):
-    length = int(collected.rollouts.completion_mask[row].sum())
+  for row, group in enumerate(graded.rollouts.group):
+    length = int(graded.rollouts.completion_mask[row].sum())
     taught = context is not None and context.mask[row] > 0
     lines.append(
       {
         'step': step,
-        'id': collected.examples[group].id,
+        'id': graded.examples[group].id,
         'group': int(group),
-        'prompt': collected.examples[group].messages,
-        'completion': collected.rollouts.text[row],
-        'finish_reason': collected.rollouts.finish_reason[row],
-        'score': jsonable(float(collected.outcomes[row].score)),
-        'feedback': collected.outcomes[row].feedback,
+        'prompt': graded.examples[group].messages,
+        'completion': graded.rollouts.text[row],
+        'finish_reason': graded.rollouts.finish_reason[row],
+        'score': jsonable(float(graded.outcomes[row].score)),
+        'feedback': graded.outcomes[row].feedback,
         'teacher_prompt': context.messages[row] if taught else None,
         'divergence': [jsonable(round(float(value), 6)) for value in divergence[row, :length]]
         if taught and divergence is not None

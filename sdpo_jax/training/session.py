@@ -15,7 +15,9 @@ from models import tokenizer as tokenizers
 from models.policy import Policy
 from sdpo_jax.config import Config
 from sdpo_jax.distributed.mesh import check_divides, make_mesh
+from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.rollout.engine import Sampler
+from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training import batching, flops
 from sdpo_jax.training.update import Update, abstract_state, make_update
 from sdpo_jax.types import TrainState, Tree
@@ -32,6 +34,8 @@ class Session:
   base: Tree
   mesh: jax.sharding.Mesh
   sampler: Sampler
+  spec: ObjectiveSpec
+  teacher: Teacher | None  # None: the objective needs none, or its signal is external.
   update: Update
   flops_per_token: float  # of one forward pass.
 
@@ -65,6 +69,8 @@ def make_session(config: Config, workdir: epath.PathLike, tokenizer: Any = None)
   mesh = model_mesh(config, huggingface.read_policy(config.model.path, config.model))
   policy, parameters = huggingface.load(config.model.path, config.model, mesh=mesh)
   state = abstract_state(config, parameters, mesh)
+  spec = ObjectiveSpec.from_config(config)
+  teacher = Teacher(policy) if spec.needs_teacher else None
   session = Session(
     config=config,
     workdir=epath.Path(workdir),
@@ -73,7 +79,9 @@ def make_session(config: Config, workdir: epath.PathLike, tokenizer: Any = None)
     base={},
     mesh=mesh,
     sampler=make_sampler(config, policy, tokenizer, mesh),
-    update=make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state)),
+    spec=spec,
+    teacher=teacher,
+    update=make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), teacher),
     flops_per_token=flops.forward_flops_per_token(parameters),
   )
   return session, parameters

@@ -1,4 +1,4 @@
-"""The phases of a generation batch on the host: collect, teach, prepare, learn."""
+"""One generation batch on the host: roll out and grade, build teacher prompts, build the batch, run the update."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sdpo_jax.types import Example, Outcome, Rollouts, TrainState
 
 
 @dataclasses.dataclass
-class Collected:
+class GradedRollouts:
   """A graded generation batch, in batch order."""
 
   examples: list[Example]  # G.
@@ -36,10 +36,10 @@ class Collected:
   graders_busy_s: float  # Seconds in which this process's graders were at work, while it sampled or afterwards.
 
 
-def collect(
+def rollout_and_grade(
   session: Session, graders: Graders, state: TrainState, examples: list[Example], step: int, timer: Timer
-) -> Collected:
-  """Samples n completions for each question and grades them as they finish."""
+) -> GradedRollouts:
+  """Sample n completions of each question and grade them as they finish."""
   config = session.config
   prompts = [prompt_tokens(session.tokenizer, example, config) for example in examples]
   with GradingThread(graders, examples, config.rollout.n) as grading:
@@ -63,88 +63,94 @@ def collect(
   if config.trainer.batch_order == 'balanced':
     lengths = rollouts.completion_mask.sum(1) + rollouts.prompt_mask.sum(1)
     order = balanced_order(lengths, config.trainer.balance_partitions)
-    rollouts, outcomes = rollouts.take(order), [outcomes[row] for row in order]
-  return Collected(examples, prompts, rollouts, outcomes, sample_ids=order, graders_busy_s=grading.busy_s)
+    rollouts, outcomes = rollouts.take(order), [outcomes[sample] for sample in order]
+  return GradedRollouts(examples, prompts, rollouts, outcomes, sample_ids=order, graders_busy_s=grading.busy_s)
 
 
-def teach(session: Session, collected: Collected, seed: int, step: int) -> TeacherContext | None:
-  """The teacher's prompts for a graded batch; None for GRPO."""
+def build_teacher_prompts(session: Session, graded: GradedRollouts, seed: int, step: int) -> TeacherContext | None:
+  """Return the teacher's prompts for a graded batch; None where the objective needs no teacher."""
   config = session.config
-  if config.actor.policy_loss.loss_mode != 'sdpo':
+  if not session.spec.needs_teacher:
     return None
   return build_teacher_context(
-    [collected.examples[group].messages for group in collected.rollouts.group],
-    collected.rollouts.group,
-    collected.rollouts.text,
-    collected.outcomes,
+    [graded.examples[group].messages for group in graded.rollouts.group],
+    graded.rollouts.group,
+    graded.rollouts.text,
+    graded.outcomes,
     config.actor.self_distillation,
     session.tokenizer,
     seed=seed,
     step=step,
-    sample_ids=collected.sample_ids,
+    sample_ids=graded.sample_ids,
     enable_thinking=config.data.enable_thinking,
   )
 
 
-def prepare(
-  session: Session, state: TrainState, collected: Collected, context: TeacherContext | None, metrics: dict[str, float]
-) -> batching.Samples:
-  """Everything the update needs of a generation batch; scores the completions first where a ratio asks for it."""
-  config, rollouts = session.config, collected.rollouts
-  scores = np.array([outcome.score for outcome in collected.outcomes], np.float32)
-  samples = batching.Samples(
-    prompts=[collected.prompts[group] for group in rollouts.group],
+def build_batch(
+  session: Session,
+  state: TrainState,
+  graded: GradedRollouts,
+  context: TeacherContext | None,
+  metrics: dict[str, float],
+) -> batching.GenerationBatch:
+  """Return all that the update needs of a generation batch, with the trainer's log-probs where the objective asks.
+
+  Args:
+    session: of the run.
+    state: before the update.
+    graded: completions with their outcomes.
+    context: the teacher's prompts; None: there is no teacher.
+    metrics: gets `rollout_corr/*` where log-probs are computed.
+  """
+  config, rollouts, spec = session.config, graded.rollouts, session.spec
+  shape = rollouts.completion_mask.shape
+
+  def per_token(values: np.ndarray) -> np.ndarray:
+    return np.broadcast_to(np.asarray(values, np.float32)[:, None], shape)
+
+  scores = np.array([outcome.score for outcome in graded.outcomes], np.float32)
+  batch = batching.GenerationBatch(
+    prompts=[graded.prompts[group] for group in rollouts.group],
     teacher_prompts=None if context is None else context.prompt_tokens,
     rollouts=rollouts,
-    distill_mask=np.zeros(len(rollouts), np.float32) if context is None else context.mask,
-    advantages=np.asarray(
-      grpo_advantages(scores, rollouts.group, config.actor.policy_loss.norm_adv_by_std_in_grpo), np.float32
+    distill_mask=per_token(np.zeros(len(rollouts)) if context is None else context.mask),
+    advantages=per_token(
+      grpo_advantages(scores, rollouts.group, config.actor.policy_loss.norm_adv_by_std_in_grpo),
     ),
-    old_log_probs=None,
-    rollout_weights=None,
   )
-  correction = config.algorithm.rollout_correction
-  if not batching.scores_first(config):
-    return samples
-  old = score(session, state, samples)
-  metrics.update(mismatch(old, rollouts.sampling_log_probs, rollouts.completion_mask))
-  if correction.rollout_is is not None:
-    samples.rollout_weights, measured = rollout_is_weights(
-      old,
+  if not spec.computes_log_probs:
+    return batch
+  log_probs = policy_log_probs(session, state, batch)
+  metrics.update(mismatch(log_probs, rollouts.sampling_log_probs, rollouts.completion_mask))
+  if spec.rollout_weights:
+    correction = config.algorithm.rollout_correction
+    weights, measured = rollout_is_weights(
+      log_probs,
       rollouts.sampling_log_probs,
       rollouts.completion_mask.astype(np.float32),
       threshold=correction.rollout_is_threshold,
       batch_normalize=correction.rollout_is_batch_normalize,
     )
-    samples.rollout_weights = np.asarray(samples.rollout_weights, np.float32)
+    batch.distill_weights = batch.policy_weights = np.asarray(weights, np.float32)
     metrics.update({name: float(value) for name, value in measured.items()})
-  if not batching.on_policy(config):
-    samples.old_log_probs = old
-  return samples
+  if spec.needs_old_log_probs:
+    batch.old_log_probs = log_probs
+  return batch
 
 
-def score(session: Session, state: TrainState, samples: batching.Samples) -> np.ndarray:
-  """[N, T] log-probs of all completions under the current policy, at the rollout temperature."""
-  everything = dataclasses.replace(
-    samples, teacher_prompts=None, distill_mask=np.zeros(len(samples), np.float32), advantages=np.ones(len(samples))
-  )
-  config = dataclasses.replace(
-    session.config,
-    actor=dataclasses.replace(
-      session.config.actor, policy_loss=dataclasses.replace(session.config.actor.policy_loss, loss_mode='vanilla')
-    ),
-  )
-  result = np.zeros(samples.rollouts.completion_tokens.shape, np.float32)
-  for micro in batching.micro_batches(everything, np.arange(len(samples)), config, session.mesh.size):
-    batch = put_rows(session.mesh, micro.batch)
-    log_probs, _ = session.update.score(session.base, state.trainable, batch.student, batch.targets)
+def policy_log_probs(session: Session, state: TrainState, batch: batching.GenerationBatch) -> np.ndarray:
+  """Return log-probs [N, T] of all completions under the current policy, at the rollout temperature."""
+  result = np.zeros(batch.rollouts.completion_tokens.shape, np.float32)
+  for micro in batching.student_micro_batches(batch, session.config, session.mesh.size):
+    student, targets = put_rows(session.mesh, (micro.batch.student, micro.batch.targets))
+    log_probs, _ = session.update.log_probs(session.base, state.trainable, student, targets)
     micro.scatter(np.asarray(log_probs), result)
-  return result * samples.rollouts.completion_mask
+  return result * batch.rollouts.completion_mask
 
 
 @dataclasses.dataclass
-class Learned:
-  """What an update reports."""
+class UpdateReport:
+  """What an update did."""
 
   loss: float  # mean over optimizer steps.
   grad_norm: float  # mean over optimizer steps, before clipping.
@@ -156,20 +162,21 @@ class Learned:
   teacher_tokens: int  # tokens of teacher rows that went through forward.
 
 
-def learn(session: Session, state: TrainState, samples: batching.Samples) -> tuple[TrainState, Learned]:
-  """All optimizer steps of a generation batch, then the teacher's."""
+def run_update(session: Session, state: TrainState, batch: batching.GenerationBatch) -> tuple[TrainState, UpdateReport]:
+  """Take all optimizer steps of a generation batch, then move the teacher."""
   config, update = session.config, session.update
   share = batching.shares_prompts(config, session.policy)
+  teacher_base = None if session.teacher is None else session.teacher.base
   losses, reports, values = [], [], {}
   trained = teacher_tokens = 0
-  shape = samples.rollouts.completion_tokens.shape
+  shape = batch.rollouts.completion_tokens.shape
   for _ in range(config.actor.ppo_epochs):
-    for step_rows in batching.mini_batches(config):
+    for samples in batching.mini_batches(config):
       grads = update.zero(state.trainable)
       pending = []
-      for micro in batching.micro_batches(samples, step_rows, config, session.mesh.size, share):
-        batch = put_rows(session.mesh, micro.batch)
-        grads, result = update.accumulate(session.base, state, grads, batch)
+      for micro in batching.micro_batches(batch, samples, config, session.mesh.size, share):
+        arrays = put_rows(session.mesh, micro.batch)
+        grads, result = update.accumulate(session.base, state, grads, arrays, teacher_base)
         pending.append((micro, result))
         trained += micro.tokens(micro.batch.student)
         if micro.batch.teacher is not None:
@@ -183,8 +190,8 @@ def learn(session: Session, state: TrainState, samples: batching.Samples) -> tup
             continue
           micro.scatter(value, values.setdefault(name, np.full(shape, np.nan, np.float32)))
   finite = [int(report['finite']) for report in reports]
-  state = update.finish(state, np.int32(sum(finite)))
-  return state, Learned(
+  state = update.advance(state, np.int32(sum(finite)))
+  return state, UpdateReport(
     loss=float(np.mean(losses)),
     grad_norm=float(np.mean([report['grad_norm'] for report in reports])),
     learning_rate=float(reports[-1]['learning_rate']),
@@ -197,7 +204,7 @@ def learn(session: Session, state: TrainState, samples: batching.Samples) -> tup
 
 
 class Timer:
-  """Seconds by phase; `on_phase` hears the name of each as it begins."""
+  """Measures seconds by phase; `on_phase` hears the name of each as it begins."""
 
   def __init__(self, on_phase: Callable[[str], None] = lambda name: None):
     self.seconds: dict[str, float] = {}

@@ -1,50 +1,41 @@
-"""The update as pure functions: gradients of a micro-batch, the optimizer step, the end of a generation batch.
+"""The update as pure functions: gradients of a micro-batch, the optimizer step, the teacher's move.
 
 One generation batch is: for every mini-batch, `accumulate` over its micro-batches and one `apply_gradients`; then one
-`finish_batch`, which moves the teacher (reference dp_actor.py:913-920) and the step counter. Coefficients in the
-`Batch` carry all masks and denominators, so the micro-batch size never changes a gradient.
+`advance_teacher`, which also advances the step counter (reference dp_actor.py:913-920). Coefficients in the `Batch`
+carry all masks and denominators, so the micro-batch size never changes a gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
+from models.forward import forward
 from models.policy import Policy
 from sdpo_jax.config import Config
 from sdpo_jax.distributed.mesh import TENSOR, replicated
 from sdpo_jax.objective import chunked
 from sdpo_jax.objective.loss import ObjectiveConfig, objective
 from sdpo_jax.objective.sharded import Layout
+from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.teacher import averaging
+from sdpo_jax.teacher.signal import Teacher, teacher_signal
 from sdpo_jax.training.optimizer import clip_by_global_norm, learning_rate, make_optimizer
-from sdpo_jax.types import Batch, TeacherSignal, TokenRows, TrainState, Tree
-
-
-def target_states(hidden: jax.Array, rows: TokenRows) -> jax.Array:
-  """[B, S, D] → [B, T, D]: the state that predicts each completion token."""
-  return jnp.take_along_axis(hidden, rows.target_index[:, :, None], axis=1)
-
-
-def forward(policy: Policy, base: Tree, trainable: Tree, rows: TokenRows) -> tuple[jax.Array, jax.Array]:
-  """States [B, T, D] that predict the completion tokens, and the unembedding [R, D], with rows that are no tokens."""
-  row = rows.tokens, rows.positions, rows.segment_ids
-  # A policy that shares no prefixes need not know of parents.
-  more = {} if rows.parents is None else {'parents': rows.parents}
-  hidden, unembedding, _ = policy.apply(base, trainable, *row, **more)
-  return target_states(hidden, rows), unembedding
+from sdpo_jax.types import Batch, TokenRows, TrainState, Tree
 
 
 def layout(mesh: jax.sharding.Mesh | None) -> Layout | None:
-  """Rows over all axes, the vocabulary over the tensor axis; None without a mesh."""
+  """Return the objective's layout: rows over all axes, the vocabulary over the tensor axis; None without a mesh."""
   return None if mesh is None else Layout(mesh, mesh.axis_names, TENSOR)
 
 
-def token_log_probs(
+def completion_log_probs(
   policy: Policy,
   config: Config,
   mesh: jax.sharding.Mesh | None,
@@ -53,7 +44,7 @@ def token_log_probs(
   rows: TokenRows,
   targets: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-  """Log-probs and entropies [B, T] (nats) of the completion tokens at the rollout temperature; no gradient."""
+  """Return log-probs and entropies [B, T] (nats) of completion tokens at the rollout temperature; no gradient flows."""
   hidden, unembedding = forward(policy, base, trainable, rows)
   return chunked.token_log_probs(
     hidden,
@@ -66,31 +57,16 @@ def token_log_probs(
   )
 
 
-def teacher_signal(
-  policy: Policy, config: Config, base: Tree, trainable: Tree, teacher: Tree, rows: TokenRows
-) -> TeacherSignal:
-  """The teacher's view of the same completion tokens, from its own context; carries no gradient."""
-  sd = config.actor.self_distillation
-  own, mixed = averaging.signal_parameters(teacher, trainable, sd)
-  hidden, unembedding = forward(policy, base, own, rows)
-  signal = TeacherSignal(hidden=hidden, unembedding=unembedding)
-  if mixed is not None:
-    mix_hidden, mix_unembedding = forward(policy, base, mixed, rows)
-    signal = signal.replace(mix_hidden=mix_hidden, mix_unembedding=mix_unembedding, mix_rate=sd.teacher_update_rate)
-  return jax.lax.stop_gradient(signal)
-
-
 def init_state(config: Config, trainable: Tree) -> TrainState:
-  """The state before the first generation batch."""
+  """Return the state before the first generation batch."""
   trainable = jax.tree.map(jnp.asarray, trainable)
+  teaches = ObjectiveSpec.from_config(config).needs_teacher
   return TrainState(
     step=jnp.zeros([], jnp.int32),
     optimizer_step=jnp.zeros([], jnp.int32),
     trainable=trainable,
     opt_state=make_optimizer(config.optimizer).init(trainable),
-    teacher=averaging.make(config.actor.self_distillation).init(trainable)
-    if config.actor.policy_loss.loss_mode == 'sdpo'
-    else {},
+    teacher=averaging.make(config.actor.self_distillation).init(trainable) if teaches else {},
     rng=jax.random.key(config.seed),
   )
 
@@ -114,8 +90,11 @@ def accumulate(
   state: TrainState,
   grads: Tree,
   batch: Batch,
+  teacher_base: Tree | None = None,
+  *,
+  teacher: Policy | None = None,
 ) -> tuple[Tree, MicroResult]:
-  """Adds the gradients of one micro-batch to `grads`.
+  """Add the gradients of one micro-batch to `grads`.
 
   Args:
     policy: the model.
@@ -124,14 +103,18 @@ def accumulate(
     base: frozen parameters.
     state: current state; only read.
     grads: float32 accumulator in the layout of `state.trainable`; donated by the jitted program.
-    batch: rows whose coefficients already hold masks, weights and denominators.
+    batch: rows whose coefficients already hold masks, weights and denominators, with what the teacher reads or with the
+      signal of an external teacher.
+    teacher_base: frozen parameters of the teacher; None: `base`.
+    teacher: the policy that reads the teacher's prompts; None: `policy`.
 
   Returns:
-    the accumulator and the micro-batch's loss and per-token quantities.
+    The accumulator, and the micro-batch's loss and per-token quantities.
   """
-  signal = None
+  signal = batch.signal
   if batch.teacher is not None:
-    signal = teacher_signal(policy, config, base, state.trainable, state.teacher, batch.teacher)
+    asked = Teacher(teacher or policy, base if teacher_base is None else teacher_base)
+    signal = teacher_signal(asked, policy, base, state, batch.teacher, config.actor.self_distillation)
 
   def loss_fn(trainable: Tree) -> tuple[jax.Array, dict[str, jax.Array]]:
     hidden, unembedding = forward(policy, base, trainable, batch.student)
@@ -156,15 +139,15 @@ def accumulate(
 
 
 def zero_gradients(trainable: Tree) -> Tree:
-  """An empty accumulator."""
+  """Return an empty accumulator."""
   return jax.tree.map(jnp.zeros_like, trainable)
 
 
 def apply_gradients(config: Config, state: TrainState, grads: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
-  """One optimizer step; a gradient that is not finite leaves the state untouched (reference dp_actor.py:577-580).
+  """Take one optimizer step; a gradient that is not finite leaves the state as it is (reference dp_actor.py:577-580).
 
   Returns:
-    the state, and grad_norm (before clipping), learning_rate, finite (0 or 1).
+    The state, and grad_norm (before clipping), learning_rate, finite (0 or 1).
   """
   optimizer = make_optimizer(config.optimizer)
   clipped, norm = clip_by_global_norm(grads, config.optimizer.grad_clip)
@@ -172,7 +155,10 @@ def apply_gradients(config: Config, state: TrainState, grads: Tree) -> tuple[Tra
   rate = learning_rate(config.optimizer, state.step)
   updates, opt_state = optimizer.update(clipped, state.opt_state, state.trainable)
   trainable = jax.tree.map(lambda p, u: p - (rate * u).astype(p.dtype), state.trainable, updates)
-  keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+
+  def keep(new: Tree, old: Tree) -> Tree:
+    return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+
   state = state.replace(
     trainable=keep(trainable, state.trainable),
     opt_state=keep(opt_state, state.opt_state),
@@ -181,8 +167,8 @@ def apply_gradients(config: Config, state: TrainState, grads: Tree) -> tuple[Tra
   return state, {'grad_norm': norm, 'learning_rate': rate, 'finite': finite.astype(jnp.int32)}
 
 
-def finish_batch(config: Config, state: TrainState, applied: jax.Array) -> TrainState:
-  """The end of a generation batch: the teacher moves once if at least one of its optimizer steps was applied.
+def advance_teacher(config: Config, state: TrainState, applied: jax.Array) -> TrainState:
+  """End a generation batch: the teacher moves once if at least one of its optimizer steps was applied.
 
   Args:
     config: settings.
@@ -190,7 +176,7 @@ def finish_batch(config: Config, state: TrainState, applied: jax.Array) -> Train
     applied: [] int32, how many of them were finite.
   """
   teacher = state.teacher
-  if config.actor.policy_loss.loss_mode == 'sdpo':
+  if ObjectiveSpec.from_config(config).needs_teacher:
     moved = averaging.make(config.actor.self_distillation).update(teacher, state.trainable, state.step)
     teacher = jax.tree.map(lambda new, old: jnp.where(applied > 0, new, old), moved, teacher)
   return state.replace(teacher=teacher, step=state.step + 1)
@@ -198,75 +184,98 @@ def finish_batch(config: Config, state: TrainState, applied: jax.Array) -> Train
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-  """The jitted programs of the update for one policy and configuration."""
+  """The jitted functions of the update for one policy, teacher and configuration."""
 
   policy: Policy
   config: Config
-  score: Any
-  zero: Any
-  accumulate: Any
-  apply: Any
-  finish: Any
+  log_probs: Callable[..., Any]  # `completion_log_probs` from `base` on.
+  zero: Callable[..., Any]  # `zero_gradients`.
+  accumulate: Callable[..., Any]  # `accumulate` from `base` on.
+  apply: Callable[..., Any]  # `apply_gradients` from `state` on.
+  advance: Callable[..., Any]  # `advance_teacher` from `state` on.
 
 
 def state_shardings(state: TrainState, trainable: Tree, mesh: jax.sharding.Mesh) -> TrainState:
-  """Where the leaves of a state live: copies of the trainable tree as that tree, everything else on every device.
+  """Return where the leaves of a state live.
+
+  A tree in it that has the structure of the trainable tree lies as that tree does, leaf by leaf where the shapes agree
+  (moments, the teacher); whatever has another shape, such as the factors of a factored second moment, and everything
+  else has a copy on every device.
 
   Args:
     state: arrays or abstract arrays.
     trainable: parameters with shardings.
     mesh: of the run.
   """
-  shardings = {
-    jax.tree_util.keystr(path): leaf.sharding for path, leaf in jax.tree_util.tree_leaves_with_path(trainable)
-  }
+  whole = replicated(mesh)
+  # optax leaves a node without arrays in the place of a parameter that it masks.
+  structure = functools.partial(jax.tree.structure, is_leaf=_is_masked)
+  like = structure(trainable)
 
-  def place(path: tuple[Any, ...], leaf: Any) -> jax.sharding.Sharding:
-    name = jax.tree_util.keystr(path)
-    matches = [sharding for key, sharding in shardings.items() if name.endswith(key)]
-    return matches[0] if matches and leaf.ndim else replicated(mesh)
+  def alike(node: Any) -> bool:
+    return structure(node) == like
 
-  return jax.tree_util.tree_map_with_path(place, state)
+  def place(leaf: Any, parameter: Any) -> Any:
+    if _is_masked(leaf):
+      return leaf
+    return parameter.sharding if leaf.ndim and leaf.shape == parameter.shape else whole
+
+  def place_all(node: Any) -> Any:
+    return jax.tree.map(place, node, trainable, is_leaf=_is_masked) if alike(node) else whole
+
+  return jax.tree.map(place_all, state, is_leaf=alike)
 
 
-def make_update(policy: Policy, config: Config, shardings: TrainState | None = None) -> Update:
-  """The update's programs; accumulators and states are donated where they are replaced.
+def _is_masked(node: Any) -> bool:
+  return isinstance(node, optax.MaskedNode)
+
+
+def make_update(
+  policy: Policy, config: Config, shardings: TrainState | None = None, teacher: Teacher | None = None
+) -> Update:
+  """Make the functions of the update; accumulators and states are donated where they are replaced.
 
   Args:
     policy: the model.
     config: settings.
-    shardings: of the state (`state_shardings`), so that what a program returns lies as what it takes and nothing
+    shardings: of the state (`state_shardings`), so that what a function returns lies as what it takes and nothing
       compiles twice; None leaves placement to the compiler.
+    teacher: who reads the teacher's prompts; None: the policy itself.
+
+  Raises:
+    ValueError: student and teacher have other vocabularies.
   """
+  teacher = teacher or Teacher(policy)
+  teacher.check_student(policy)
   trees = None if shardings is None else shardings.trainable
   whole = None if shardings is None else jax.tree.leaves(shardings.step)[0]
   mesh = None if shardings is None else whole.mesh
   return Update(
     policy=policy,
     config=config,
-    score=jax.jit(
-      functools.partial(token_log_probs, policy, config, mesh),
+    log_probs=jax.jit(
+      functools.partial(completion_log_probs, policy, config, mesh),
       out_shardings=whole,
     ),
     zero=jax.jit(zero_gradients, out_shardings=trees),
     accumulate=jax.jit(
-      functools.partial(accumulate, policy, config, mesh),
+      functools.partial(accumulate, policy, config, mesh, teacher=teacher.policy),
       donate_argnums=2,
       out_shardings=(trees, whole),
     ),
     apply=jax.jit(functools.partial(apply_gradients, config), donate_argnums=0, out_shardings=(shardings, whole)),
-    finish=jax.jit(functools.partial(finish_batch, config), donate_argnums=0, out_shardings=shardings),
+    advance=jax.jit(functools.partial(advance_teacher, config), donate_argnums=0, out_shardings=shardings),
   )
 
 
 def place_state(config: Config, trainable: Tree, mesh: jax.sharding.Mesh) -> TrainState:
-  """`init_state` on a mesh."""
+  """Return `init_state` on a mesh."""
   shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, trainable, mesh))
   return jax.jit(functools.partial(init_state, config), out_shardings=shardings)(trainable)
 
 
 def abstract_state(config: Config, trainable: Tree, mesh: jax.sharding.Mesh) -> TrainState:
-  """Shapes, dtypes and shardings of `place_state`, without its arrays."""
+  """Return shapes, dtypes and shardings of `place_state`, without its arrays."""
   shapes = jax.eval_shape(functools.partial(init_state, config), trainable)
   return jax.tree.map(
     lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),

@@ -107,7 +107,7 @@ def _programs(policy: ToyPolicy, config: Config):
   return (
     compiled(functools.partial(update.accumulate, policy, config, None)),
     compiled(functools.partial(update.apply_gradients, config)),
-    compiled(functools.partial(update.finish_batch, config)),
+    compiled(functools.partial(update.advance_teacher, config)),
   )
 
 

@@ -1,0 +1,34 @@
+"""The states of a language model that predict given tokens."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from models.policy import Policy
+from sdpo_jax.types import TokenRows, Tree
+
+
+def target_states(hidden: jax.Array, rows: TokenRows) -> jax.Array:
+  """Return the states that predict the completion tokens: [B, S, D] -> [B, T, D]."""
+  return jnp.take_along_axis(hidden, rows.target_index[:, :, None], axis=1)
+
+
+def forward(policy: Policy, base: Tree, trainable: Tree, rows: TokenRows) -> tuple[jax.Array, jax.Array]:
+  """Run a policy on token rows without a cache.
+
+  Args:
+    policy: the model.
+    base: frozen parameters.
+    trainable: trainable parameters.
+    rows: [B, S] tokens with T targets each.
+
+  Returns:
+    The states [B, T, D] that predict the completion tokens, and the unembedding [R, D], whose entries from
+    `policy.vocab_size` on are no tokens.
+  """
+  arguments = rows.tokens, rows.positions, rows.segment_ids
+  # A policy that shares no prefixes need not know of parents.
+  parents = {} if rows.parents is None else {'parents': rows.parents}
+  hidden, unembedding, _ = policy.apply(base, trainable, *arguments, **parents)
+  return target_states(hidden, rows), unembedding

@@ -1,0 +1,68 @@
+"""What a teacher says of completions: who reads the teacher's context, and with which parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from models.forward import forward
+from models.policy import Policy
+from sdpo_jax.config import SelfDistillationConfig
+from sdpo_jax.teacher import averaging
+from sdpo_jax.types import TeacherSignal, TokenRows, TrainState, Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+  """An in-mesh teacher: a policy and its frozen parameters.
+
+  The parameters that move are not here but in `TrainState.teacher`, as `teacher_regularization` says; a teacher that
+  never moves and needs none has them in its base (`teacher_regularization='base'`). Examples:
+
+  - the student's own model: `Teacher(policy)`;
+  - that model without its trainable part, such as a LoRA adapter: `Teacher(policy_of_the_base)` with `'base'`;
+  - another, larger model with the same vocabulary: `Teacher(its_policy, its_parameters)` with `'base'`;
+  - the same model with a fixed context of its own, such as a document: a policy that puts it before the tokens, with
+    the document's tokens or keys and values in its base.
+
+  An external teacher is none of these: its signal comes in the `Batch`.
+  """
+
+  policy: Policy
+  base: Tree | None = None  # None: the student's own base, so that one copy of it serves both.
+
+  def check_student(self, student: Policy) -> None:
+    """Raise ValueError where student and teacher do not share a vocabulary."""
+    if self.policy.vocab_size != student.vocab_size:
+      raise ValueError(
+        f'A teacher with {self.policy.vocab_size} tokens cannot teach a student with {student.vocab_size}: their '
+        'next-token distributions must be over the same vocabulary.'
+      )
+
+
+def teacher_signal(
+  teacher: Teacher,
+  student: Policy,
+  student_base: Tree,
+  state: TrainState,
+  rows: TokenRows,
+  config: SelfDistillationConfig,
+) -> TeacherSignal:
+  """Return the teacher's view of completion tokens from its own context; no gradient flows through it.
+
+  Args:
+    teacher: who reads, with a base.
+    student: the student's policy, which the trust region asks too.
+    student_base: its frozen parameters.
+    state: its teacher's and trainable trees are read.
+    rows: the teacher's prompts with the completions.
+    config: which parameters teach.
+  """
+  own, mixed = averaging.signal_parameters(state.teacher, state.trainable, config)
+  hidden, unembedding = forward(teacher.policy, teacher.base, own, rows)
+  signal = TeacherSignal(hidden=hidden, unembedding=unembedding)
+  if mixed is not None:
+    mix_hidden, mix_unembedding = forward(student, student_base, mixed, rows)
+    signal = signal.replace(mix_hidden=mix_hidden, mix_unembedding=mix_unembedding, mix_rate=config.teacher_update_rate)
+  return jax.lax.stop_gradient(signal)
