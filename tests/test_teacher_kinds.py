@@ -1,0 +1,305 @@
+"""Who may teach: every kind of teacher, and a student with a frozen base, through the real update, alone and on a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from models import huggingface
+from sdpo_jax.config import MeshConfig, ModelConfig
+from sdpo_jax.distributed import mesh as meshes
+from sdpo_jax.objective.spec import ObjectiveSpec
+from sdpo_jax.teacher.signal import Teacher
+from sdpo_jax.training import step
+from sdpo_jax.training.batching import GenerationBatch
+from sdpo_jax.training.update import make_update, place_state, state_shardings
+from sdpo_jax.types import TeacherSignal, TrainState
+from tests.test_batching import make_samples
+from tests.test_step import MODEL, make_model, settings
+
+BASE = {'actor__self_distillation__teacher_regularization': 'base', 'actor__ppo_micro_batch_size': 4}
+MESHES = {1: MeshConfig(fsdp=1, tensor=1), 4: MeshConfig(fsdp=2, tensor=2)}
+both = pytest.mark.parametrize('devices', [1, 4])
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrapped:
+  """A policy made of another one, for `apply` without a cache."""
+
+  inner: object
+
+  def __getattr__(self, name):
+    return getattr(self.inner, name)
+
+  @property
+  def vocab_size(self) -> int:
+    return self.inner.vocab_size
+
+
+class Frozen(Wrapped):
+  """All parameters are in the base, and nothing is trained."""
+
+  def apply(self, base, trainable, *arguments, **options):
+    assert trainable == {}
+    return self.inner.apply({}, base, *arguments, **options)
+
+
+class Adapted(Wrapped):
+  """All parameters are in the base; what is trained is added to the final states: h + (h·A)·B."""
+
+  def apply(self, base, trainable, *arguments, **options):
+    hidden, unembedding, cache = self.inner.apply({}, base, *arguments, **options)
+    return hidden + hidden @ trainable['A'] @ trainable['B'], unembedding, cache
+
+
+class Reading(Wrapped):
+  """Reads the tokens `base['context']` [C] before every row; they are part of each row's only segment."""
+
+  def apply(self, base, trainable, tokens, positions, segment_ids, **options):
+    context = jnp.broadcast_to(base['context'], (len(tokens), len(base['context'])))
+    count = context.shape[1]
+    hidden, unembedding, _ = self.inner.apply(
+      {},
+      base['parameters'],
+      jnp.concatenate([context, tokens], axis=1),
+      jnp.concatenate([jnp.broadcast_to(jnp.arange(count), context.shape), positions + count], axis=1),
+      jnp.concatenate([jnp.ones_like(context), segment_ids], axis=1),
+      **options,
+    )
+    return hidden[:, count:], unembedding, None
+
+
+def adapter():
+  width = MODEL['hidden_size']
+  rng = np.random.default_rng(1)
+  return {'A': rng.normal(size=(width, 2)).astype(np.float32), 'B': rng.normal(size=(2, width)).astype(np.float32) / 8}
+
+
+def update(config, policy, base, trainable, teacher, batch: GenerationBatch, *, devices: int = 1, batches: int = 1):
+  """`batches` updates by `step.run_update` on the same samples: (states after each, reports)."""
+  mesh = meshes.make_mesh(MESHES[devices], jax.devices()[:devices])
+  whole = meshes.replicated(mesh)
+  base, trainable = jax.device_put((base, trainable), whole)
+  if teacher is not None and teacher.base is not None:
+    teacher = dataclasses.replace(teacher, base=jax.device_put(teacher.base, whole))
+  state = place_state(config, trainable, mesh)
+  session = types.SimpleNamespace(
+    config=config,
+    spec=ObjectiveSpec.from_config(config),
+    policy=policy,
+    base=base,
+    mesh=mesh,
+    teacher=teacher,
+    update=make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), teacher),
+  )
+  states, reports = [], []
+  for _ in range(batches):
+    state, report = step.run_update(session, state, batch)
+    states.append(jax.device_get(state.replace(rng=None)))
+    reports.append(report)
+  return states, reports
+
+
+def same(one, other, rtol=1e-5, atol=1e-6) -> None:
+  (states, reports), (other_states, other_reports) = one, other
+  assert abs(reports[0].loss) > 1e-6
+  assert reports[0].loss == pytest.approx(other_reports[0].loss, rel=rtol)
+  chex.assert_trees_all_close(states[-1].trainable, other_states[-1].trainable, rtol=rtol, atol=atol)
+  for name in ('divergence', 'teacher_entropy'):
+    np.testing.assert_allclose(
+      reports[0].token_values[name], other_reports[0].token_values[name], rtol=20 * rtol, atol=20 * atol
+    )
+
+
+@both
+def test_a_teacher_of_the_same_model_is_what_a_run_without_one_has(devices):
+  config = settings(actor__ppo_micro_batch_size=4)
+  policy, parameters = make_model()
+  batch = make_samples(config)
+  same(
+    update(config, policy, {}, parameters, Teacher(policy), batch, devices=devices),
+    update(config, policy, {}, parameters, None, batch),
+  )
+
+
+@both
+@pytest.mark.parametrize('regularization', ['ema', 'live', 'frozen', 'trust-region', 'restart', 'base'])
+def test_a_student_with_a_frozen_base_learns_from_every_teacher(regularization, devices):
+  config = settings(**BASE)
+  config.actor.self_distillation.teacher_regularization = regularization
+  config.actor.self_distillation.teacher_restart_interval = 2 if regularization == 'restart' else None
+  config.validate()
+  policy, parameters = make_model()
+  start = adapter()
+  teacher = Teacher(Frozen(policy) if regularization == 'base' else Adapted(policy))
+  batch = make_samples(config)
+  states, reports = update(config, Adapted(policy), parameters, start, teacher, batch, devices=devices, batches=3)
+  assert abs(reports[0].loss) > 1e-6
+  assert float(np.abs(states[0].trainable['A'] - start['A']).max()) > 1e-5
+  teachers = [state.teacher for state in states]
+  if regularization in ('live', 'base'):
+    assert teachers == [{}, {}, {}]
+  elif regularization in ('frozen', 'trust-region'):
+    chex.assert_trees_all_equal(teachers[2], start)
+  elif regularization == 'restart':
+    chex.assert_trees_all_equal(teachers[0], start)
+    chex.assert_trees_all_equal(teachers[1], states[1].trainable)
+    chex.assert_trees_all_equal(teachers[2], states[1].trainable)
+  else:
+    rate = config.actor.self_distillation.teacher_update_rate
+    expected = jax.tree.map(lambda old, new: (1 - rate) * old + rate * new, start, states[0].trainable)
+    chex.assert_trees_all_close(teachers[0], expected, rtol=1e-6)
+
+
+def test_the_base_alone_teaches_what_a_model_without_its_adapter_says():
+  config = settings(**BASE)
+  policy, parameters = make_model()
+  nothing = jax.tree.map(np.zeros_like, adapter())
+  batch = make_samples(config)
+  base_alone = update(config, Adapted(policy), parameters, adapter(), Teacher(Frozen(policy)), batch)
+  # An adapter of zeros that never moves says the same.
+  frozen = settings(**BASE | {'actor__self_distillation__teacher_regularization': 'frozen'})
+  mesh = meshes.make_mesh(MESHES[1], jax.devices()[:1])
+  placed = jax.device_put((parameters, adapter()), meshes.replicated(mesh))
+  state = place_state(frozen, placed[1], mesh).replace(teacher=jax.device_put(nothing, meshes.replicated(mesh)))
+  session = types.SimpleNamespace(
+    config=frozen,
+    policy=Adapted(policy),
+    base=placed[0],
+    mesh=mesh,
+    teacher=Teacher(Adapted(policy)),
+    update=make_update(Adapted(policy), frozen, jax.tree.map(lambda leaf: leaf.sharding, state)),
+  )
+  state, report = step.run_update(session, state, batch)
+  same(base_alone, ([jax.device_get(state.replace(rng=None))], [report]))
+
+
+@both
+def test_a_larger_model_in_the_same_mesh_teaches(devices):
+  config = settings(**BASE)
+  policy, parameters = make_model()
+  wide = {'hidden_size': 32, 'num_hidden_layers': 3, 'head_dim': 16}
+  large, large_parameters = huggingface.init(
+    MODEL | wide, jax.random.key(5), ModelConfig(dtype='float32', remat='none')
+  )
+  teacher = Teacher(Frozen(large), large_parameters)
+  batch = make_samples(config)
+  states, reports = update(config, policy, {}, parameters, teacher, batch, devices=devices)
+  # What the larger model says of a sample, asked directly.
+  sample = int(np.flatnonzero(batch.taught)[0])
+  length = int(batch.rollouts.completion_mask[sample].sum())
+  tokens = np.array([[*batch.teacher_prompts[sample], *batch.rollouts.completion_tokens[sample, :length]]], np.int32)
+  positions = np.arange(tokens.shape[1], dtype=np.int32)[None]
+  hidden, unembedding, _ = large.apply({}, large_parameters, tokens, positions, np.ones_like(tokens))
+  log_probs = jax.nn.log_softmax(hidden[0, -length - 1 : -1] @ unembedding.T / config.rollout.temperature)
+  expected = -(jnp.exp(log_probs) * log_probs).sum(-1)
+  np.testing.assert_allclose(reports[0].token_values['teacher_entropy'][sample, :length], expected, rtol=1e-4)
+  assert states[0].teacher == {}
+
+
+def test_a_teacher_with_another_vocabulary_is_refused():
+  policy, _ = make_model()
+  other, _ = huggingface.init(MODEL | {'vocab_size': 65}, jax.random.key(0))
+  with pytest.raises(ValueError, match='A teacher with 65 tokens cannot teach a student with 64'):
+    make_update(policy, settings(), teacher=Teacher(other))
+
+
+@both
+def test_a_teacher_with_a_fixed_context_reads_it_before_its_prompt(devices):
+  config = settings(**BASE)
+  policy, parameters = make_model()
+  context = np.array([7, 11, 13, 5], np.int32)
+  batch = make_samples(config)
+  reading = Teacher(Reading(policy), {'context': context, 'parameters': parameters})
+  longer = settings(**BASE, actor__self_distillation__max_reprompt_len=32)
+  told = dataclasses.replace(batch, teacher_prompts=[[*context.tolist(), *prompt] for prompt in batch.teacher_prompts])
+  same(
+    update(config, policy, {}, parameters, reading, batch, devices=devices),
+    update(longer, policy, {}, parameters, Teacher(Frozen(policy), parameters), told),
+  )
+
+
+def everything_that_a_teacher_says(policy, parameters, batch: GenerationBatch, temperature: float) -> TeacherSignal:
+  """The log-probs [N, T, V] of all tokens, in an order of their own, as an external teacher would send them."""
+  shape = (*batch.rollouts.completion_mask.shape, policy.vocab_size)
+  ids = np.random.default_rng(3).permutation(np.broadcast_to(np.arange(shape[-1], dtype=np.int32), shape), axis=-1)
+  log_probs = np.zeros(shape, np.float32)
+  for sample, prompt in enumerate(batch.teacher_prompts):
+    length = int(batch.rollouts.completion_mask[sample].sum())
+    tokens = np.array([[*prompt, *batch.rollouts.completion_tokens[sample, :length]]], np.int32)
+    positions = np.arange(tokens.shape[1], dtype=np.int32)[None]
+    hidden, unembedding, _ = policy.apply({}, parameters, tokens, positions, np.ones_like(tokens))
+    log_probs[sample, :length] = jax.nn.log_softmax(hidden[0, -length - 1 : -1] @ unembedding.T / temperature)
+  return TeacherSignal(token_ids=ids, log_probs=np.take_along_axis(log_probs, ids, axis=-1))
+
+
+@both
+@pytest.mark.parametrize('packed', [False, True], ids=['rows', 'packed'])
+def test_an_external_signal_in_the_batch_teaches_as_the_model_that_made_it(packed, devices):
+  own = {'distillation_topk': None, 'distillation_add_tail': False}
+  changes = {f'actor__self_distillation__{name}': value for name, value in own.items()}
+  config = settings(**changes, actor__ppo_micro_batch_size=4, actor__pack_sequences=packed)
+  policy, parameters = make_model()
+  batch = make_samples(config)
+  signal = everything_that_a_teacher_says(policy, parameters, batch, config.rollout.temperature)
+  external = dataclasses.replace(batch, teacher_prompts=None, signal=signal)
+  topk = settings(
+    **changes | {'actor__self_distillation__distillation_topk': 4},
+    actor__ppo_micro_batch_size=4,
+    actor__pack_sequences=packed,
+  )
+  same(
+    update(topk, policy, {}, parameters, None, external, devices=devices),
+    update(settings(**changes, actor__ppo_micro_batch_size=4), policy, {}, parameters, None, batch),
+    rtol=2e-5,
+    atol=2e-6,
+  )
+
+
+def test_arrays_of_another_shape_are_refused_by_name():
+  batch = make_samples(settings())
+  for name in ('distill_mask', 'advantages', 'distill_weights', 'policy_weights', 'old_log_probs'):
+    with pytest.raises(AssertionError, match=name):
+      dataclasses.replace(batch, **{name: np.ones(8, np.float32)})
+  ids = np.zeros((8, 6, 3), np.int32)
+  with pytest.raises(AssertionError):
+    dataclasses.replace(batch, signal=TeacherSignal(token_ids=ids, log_probs=ids[:, :5].astype(np.float32)))
+
+
+OPTIMIZERS = {
+  'adam': optax.adam(1e-3),
+  'factored': optax.adafactor(1e-3, min_dim_size_to_factor=2),
+  'masked': optax.masked(optax.adam(1e-3), {'layers': {'up': True}, 'up': False}),
+  'chained': optax.chain(optax.trace(0.9), optax.add_decayed_weights(0.1), optax.scale_by_adam()),
+}
+
+
+@pytest.mark.parametrize('name', OPTIMIZERS)
+def test_shardings_of_a_state_follow_the_structure_of_its_trees(name):
+  mesh = meshes.make_mesh(MESHES[4], jax.devices()[:4])
+  place = lambda *spec: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+  # The path of one parameter ends like that of the other, and their ranks differ.
+  trainable = {
+    'layers': {'up': jax.ShapeDtypeStruct((3, 8, 16), jnp.float32, sharding=place(None, 'fsdp', 'tensor'))},
+    'up': jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=place('tensor', 'fsdp')),
+  }
+  optimizer = OPTIMIZERS[name]
+  count = jax.ShapeDtypeStruct((), jnp.int32)
+  state = TrainState(
+    count, count, trainable, jax.eval_shape(optimizer.init, trainable), trainable, jax.eval_shape(jax.random.key, 0)
+  )
+  found = state_shardings(state, trainable, mesh)
+  assert found.trainable == found.teacher == jax.tree.map(lambda leaf: leaf.sharding, trainable)
+  assert found.step == place() and found.rng == place()
+  jax.jit(optimizer.init, out_shardings=found.opt_state).lower(trainable).compile()
+  by_shape = {leaf.shape: leaf.sharding for leaf in jax.tree.leaves(trainable)}
+  leaves = jax.tree.leaves(state.opt_state)
+  assert [sharding for sharding in jax.tree.leaves(found.opt_state)] == [by_shape.get(x.shape, place()) for x in leaves]
+  assert any(leaf.shape in by_shape for leaf in leaves) or name == 'factored'
