@@ -12,7 +12,7 @@ from etils import epath
 import jax
 
 from models import huggingface
-from sdpo_jax.config import Config, flatten, from_dict
+from sdpo_jax.config import Config, flatten, from_dict, is_listed
 from sdpo_jax.data import pipeline
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
@@ -136,11 +136,10 @@ MEASURING = (
 def measured_otherwise(trained: Config, config: Config) -> list[str]:
   """Phrases naming the settings in which an evaluation with `config` differs from those of the run itself."""
   ours, now = flatten(trained), flatten(config)
-  matters = lambda name: any(name == prefix or name.startswith(prefix + '.') for prefix in MEASURING)
   return [
     f'{name} is {ours[name]!r} there and {now[name]!r} here'
     for name in sorted(now)
-    if matters(name) and ours[name] != now[name]
+    if is_listed(name, MEASURING) and ours[name] != now[name]
   ]
 
 

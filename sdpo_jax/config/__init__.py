@@ -1,0 +1,35 @@
+"""Every setting: typed, documented, validated.
+
+Names are the reference implementation's where it has one (lasgroup/SDPO, its `actor`, `rollout`, `trainer` … sections), the
+field's elsewhere. A file under `configs/` builds a `Config`; `--config.a.b=value` changes one setting of it.
+"""
+
+from sdpo_jax.config.checks import round_shares as round_shares
+from sdpo_jax.config.fields import flatten as flatten
+from sdpo_jax.config.overrides import RESUMABLE as RESUMABLE
+from sdpo_jax.config.overrides import describe as describe
+from sdpo_jax.config.overrides import differences as differences
+from sdpo_jax.config.overrides import from_dict as from_dict
+from sdpo_jax.config.overrides import is_listed as is_listed
+from sdpo_jax.config.overrides import override as override
+from sdpo_jax.config.schema import AGGREGATIONS as AGGREGATIONS
+from sdpo_jax.config.schema import TOPK_METHODS as TOPK_METHODS
+from sdpo_jax.config.schema import ActorConfig as ActorConfig
+from sdpo_jax.config.schema import AlarmsConfig as AlarmsConfig
+from sdpo_jax.config.schema import AlgorithmConfig as AlgorithmConfig
+from sdpo_jax.config.schema import Config as Config
+from sdpo_jax.config.schema import DataConfig as DataConfig
+from sdpo_jax.config.schema import EnvironmentsConfig as EnvironmentsConfig
+from sdpo_jax.config.schema import HttpGraderConfig as HttpGraderConfig
+from sdpo_jax.config.schema import JudgeConfig as JudgeConfig
+from sdpo_jax.config.schema import MeshConfig as MeshConfig
+from sdpo_jax.config.schema import ModelConfig as ModelConfig
+from sdpo_jax.config.schema import OptimizerConfig as OptimizerConfig
+from sdpo_jax.config.schema import PolicyLossConfig as PolicyLossConfig
+from sdpo_jax.config.schema import RolloutConfig as RolloutConfig
+from sdpo_jax.config.schema import RolloutCorrectionConfig as RolloutCorrectionConfig
+from sdpo_jax.config.schema import SamplingConfig as SamplingConfig
+from sdpo_jax.config.schema import SandboxConfig as SandboxConfig
+from sdpo_jax.config.schema import SelfDistillationConfig as SelfDistillationConfig
+from sdpo_jax.config.schema import TrainerConfig as TrainerConfig
+from sdpo_jax.config.schema import ValKwargs as ValKwargs

@@ -1,0 +1,140 @@
+"""One setting: its declaration, and the types and text of its values."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import types
+import typing
+from typing import Any, Literal
+
+from sdpo_jax.errors import UserError
+
+
+def setting(default: Any, doc: str) -> Any:
+  """Return a dataclass field with a default (a section: its class) and a documentation string."""
+  if isinstance(default, type):
+    return dataclasses.field(default_factory=default, metadata={'doc': doc})
+  return dataclasses.field(default=default, metadata={'doc': doc})
+
+
+def flatten(config: Any, prefix: str = '') -> dict[str, Any]:
+  """Return the settings by dotted name, with lists for tuples, so that a config and its JSON read back compare equal.
+
+  Args:
+    config: a dataclass, or the nested dict that its JSON gives back.
+    prefix: put before every name.
+  """
+  items = (
+    [(f.name, getattr(config, f.name)) for f in dataclasses.fields(config)]
+    if dataclasses.is_dataclass(config)
+    else list(config.items())
+  )
+  flat: dict[str, Any] = {}
+  for key, value in items:
+    if dataclasses.is_dataclass(value) or isinstance(value, dict):
+      flat.update(flatten(value, f'{prefix}{key}.'))
+    else:
+      flat[prefix + key] = list(value) if isinstance(value, tuple | list) else value
+  return flat
+
+
+def unknown_setting(config: Any, name: str) -> UserError:
+  """Return the error for a name that `config` does not have, with the nearest names that it has."""
+  known = flatten(config)
+  near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+  same_leaf = [key for key in known if key.split('.')[-1] == name.split('.')[-1] and key not in near]
+  hint = ', '.join(same_leaf + near)
+  return UserError(
+    f'There is no setting {name!r}' + (f'; did you mean {hint}?' if hint else '; --help_settings lists all of them.')
+  )
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+  return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def _type_name(hint: Any) -> str:
+  names = []
+  for kind in _alternatives(hint):
+    if typing.get_origin(kind) is Literal:
+      names += [repr(value) for value in typing.get_args(kind)]
+    elif typing.get_origin(kind) is tuple:
+      names.append(f'a list of {typing.get_args(kind)[0].__name__}')
+    else:
+      names.append('None' if kind is type(None) else kind.__name__)
+  return ' or '.join(names)
+
+
+def _matches(value: Any, hint: Any) -> bool:
+  for kind in _alternatives(hint):
+    if typing.get_origin(kind) is Literal:
+      if value in typing.get_args(kind):
+        return True
+    elif typing.get_origin(kind) is tuple:
+      if isinstance(value, tuple | list) and all(_matches(item, typing.get_args(kind)[0]) for item in value):
+        return True
+    elif kind is float:
+      if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return True
+    elif kind is int:
+      if isinstance(value, int) and not isinstance(value, bool):
+        return True
+    elif isinstance(value, kind):
+      return True
+  return False
+
+
+def parse(name: str, text: str, hint: Any) -> Any:
+  """Return the value that `text` means for the setting `name` of type `hint`; raises UserError if it means none."""
+  for kind in _alternatives(hint):
+    if kind is type(None) and text.lower() in ('none', 'null'):
+      return None
+    if kind is bool and text.lower() in ('true', 'false', '1', '0'):
+      return text.lower() in ('true', '1')
+    if typing.get_origin(kind) is Literal:
+      spelled = text.replace('_', '-') if text.replace('_', '-') in typing.get_args(kind) else text
+      if spelled in typing.get_args(kind):
+        return spelled
+    if typing.get_origin(kind) is tuple:
+      try:
+        items = json.loads(text) if text.startswith('[') else [item for item in text.strip('()').split(',') if item]
+      except json.JSONDecodeError as error:
+        raise UserError(f'{name}={text!r} is not {_type_name(hint)}: {error}.') from error
+      return tuple(
+        parse(name, item if isinstance(item, str) else json.dumps(item), typing.get_args(kind)[0]) for item in items
+      )
+    if kind is str:
+      return text
+    if kind in (int, float):
+      try:
+        value = kind(text)
+      except ValueError:
+        continue
+      if math.isfinite(value):
+        return value
+  raise UserError(f'{name}={text!r} is not {_type_name(hint)}.')
+
+
+def check_types(config: Any) -> None:
+  """Raise UserError for the first setting that is unknown or whose value is not of its type.
+
+  Args:
+    config: a dataclass whose fields are settings or such dataclasses.
+  """
+  _check_section(config, '', config)
+
+
+def _check_section(section: Any, prefix: str, config: Any) -> None:
+  hints = typing.get_type_hints(type(section))
+  unknown = vars(section).keys() - hints.keys()
+  if unknown:
+    raise unknown_setting(config, prefix + min(unknown))
+  for field in dataclasses.fields(section):
+    value = getattr(section, field.name)
+    if dataclasses.is_dataclass(value):
+      _check_section(value, f'{prefix}{field.name}.', config)
+    elif not _matches(value, hints[field.name]):
+      raise UserError(f'{prefix}{field.name}={value!r} is not {_type_name(hints[field.name])}.')

@@ -1,0 +1,118 @@
+"""All settings at once: by dotted name, from the command line, from a saved run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+import typing
+from typing import Any
+
+from sdpo_jax.config.fields import flatten, parse, unknown_setting
+from sdpo_jax.config.schema import Config
+from sdpo_jax.errors import UserError
+
+# Settings that may differ when a run is resumed: they do not change what is learned.
+RESUMABLE = (
+  'name',
+  'val_kwargs',
+  'data.val_files',
+  'data.val_max_samples',
+  'rollout.max_batch_rows',
+  'rollout.decode_chunk',
+  'trainer.total_training_steps',
+  'trainer.test_freq',
+  'trainer.val_before_train',
+  'trainer.save_freq',
+  'trainer.max_ckpt_to_keep',
+  'trainer.best_metric',
+  'trainer.rollout_save_freq',
+  'trainer.tensorboard',
+  'trainer.wandb_project',
+  'trainer.profile_steps',
+  'alarms',
+  'environments.sandbox',
+  'environments.http',
+  'environments.judge.base_url',
+  'environments.judge.api_key_env',
+  'environments.judge.timeout_s',
+  'environments.judge.retries',
+  'environments.judge.concurrency',
+  'actor.ppo_micro_batch_size',  # These change memory and rounding, no gradient.
+  'actor.logits_chunk_size',
+  'actor.pack_sequences',
+  'model.remat',
+  'model.attention',
+  'mesh',
+)
+
+
+def differences(saved: dict[str, Any], config: Config) -> list[str]:
+  """Return a phrase for every setting, other than `RESUMABLE` ones, in which `config` differs from a saved run's JSON."""
+  old, new = flatten(saved), flatten(config)
+  return [
+    f'{key} was {old.get(key, "not there")!r} and is now {new.get(key, "not there")!r}'
+    for key in sorted(old.keys() | new.keys())
+    if not is_listed(key, RESUMABLE) and old.get(key, ...) != new.get(key, ...)
+  ]
+
+
+def is_listed(name: str, listed: Sequence[str]) -> bool:
+  """Return whether a setting, or a section that it is in, is among the `listed` names."""
+  return any(name == entry or name.startswith(entry + '.') for entry in listed)
+
+
+def override(config: Config, name: str, text: str) -> None:
+  """Set the setting with dotted `name` from command-line text, e.g. ('optimizer.lr', '1e-6').
+
+  The type of the setting decides how the text is read: as None, true or false, a number, a string, or a list with
+  commas, in brackets or not.
+
+  Raises:
+    UserError: unknown setting (with the nearest names) or text that is not of its type.
+  """
+  target: Any = config
+  *sections, leaf = name.split('.')
+  for section in sections:
+    target = getattr(target, section, None)
+    if not dataclasses.is_dataclass(target):
+      raise unknown_setting(config, name)
+  hints = typing.get_type_hints(type(target))
+  if leaf not in hints:
+    raise unknown_setting(config, name)
+  if dataclasses.is_dataclass(hints[leaf]):
+    raise UserError(
+      f'{name} is a section, not a setting: name one inside it, e.g. --config.{name}.{dataclasses.fields(hints[leaf])[0].name}=…'
+    )
+  setattr(target, leaf, parse(name, text, hints[leaf]))
+
+
+def describe(config: Any, prefix: str = '') -> list[tuple[str, Any, str]]:
+  """Return (dotted name, value, documentation) of every setting."""
+  rows = []
+  for field in dataclasses.fields(config):
+    value = getattr(config, field.name)
+    if dataclasses.is_dataclass(value):
+      rows += describe(value, f'{prefix}{field.name}.')
+    else:
+      rows.append((prefix + field.name, value, field.metadata['doc']))
+  return rows
+
+
+def from_dict(values: dict[str, Any]) -> Config:
+  """Return the configuration whose JSON gives back `values` (the `config.json` of a run).
+
+  Raises:
+    UserError: a setting there is unknown to this version.
+  """
+  config = Config()
+  for name, value in flatten(values).items():
+    *sections, leaf = name.split('.')
+    target: Any = config
+    for section in sections:
+      target = getattr(target, section, None)
+    if not dataclasses.is_dataclass(target) or not hasattr(target, leaf):
+      raise UserError(
+        f'config.json of the run holds {name!r}, which this version does not know: use the version that wrote it.'
+      )
+    setattr(target, leaf, tuple(value) if isinstance(value, list) else value)
+  return config
