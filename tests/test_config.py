@@ -25,6 +25,12 @@ class Validation(parameterized.TestCase):
     ('actor.self_distillation.full_logit_distillation', False, 'alpha=1.0'),
     ('actor.self_distillation.distillation_topk', 0, 'positive or None'),
     ('actor.self_distillation.teacher_update_rate', -0.1, 'teacher_update_rate'),
+    ('actor.self_distillation.teacher_regularization', 'restart', 'teacher_restart_interval must be at least 1'),
+    (
+      'actor.self_distillation.teacher_restart_interval',
+      5,
+      "restart_interval=5 has no effect .* set that to 'restart'",
+    ),
     ('actor.self_distillation.is_clip', 0.0, 'is_clip'),
     ('actor.self_distillation.reprompt_template', '{question}', 'not a valid template'),
     ('actor.self_distillation.solution_template', '{', 'not a valid template'),
@@ -64,6 +70,16 @@ class Validation(parameterized.TestCase):
     config.mesh.tensor = -1
     with self.assertRaisesRegex(UserError, 'Only one of'):
       config.validate()
+
+
+def test_a_teacher_restarts_at_an_interval_of_at_least_one_batch():
+  config = valid()
+  sd = config.actor.self_distillation
+  sd.teacher_regularization, sd.teacher_restart_interval = 'restart', 1
+  config.validate()
+  sd.teacher_restart_interval = 0
+  with pytest.raises(UserError, match='at least 1 .* not 0'):
+    config.validate()
 
 
 class Overrides(parameterized.TestCase):
@@ -128,7 +144,11 @@ def test_differences_name_what_changes_learning_and_only_that():
   override(config, 'mesh.fsdp', '4')
   assert differences(saved, config) == []
   override(config, 'optimizer.lr', '0.5')
-  assert differences(saved, config) == ['optimizer.lr was 1e-05 and is now 0.5']
+  override(config, 'actor.self_distillation.teacher_restart_interval', '10')
+  assert differences(saved, config) == [
+    'actor.self_distillation.teacher_restart_interval was None and is now 10',
+    'optimizer.lr was 1e-05 and is now 0.5',
+  ]
 
 
 def test_presets_are_the_papers():

@@ -139,6 +139,17 @@ def _check_teacher(sd: schema.SelfDistillationConfig) -> None:
     0 <= sd.teacher_update_rate <= 1,
     f'{_DISTILLATION}.teacher_update_rate must lie in [0, 1], not {sd.teacher_update_rate}.',
   )
+  interval, restarts = sd.teacher_restart_interval, sd.teacher_regularization == 'restart'
+  _require(
+    not restarts or (interval is not None and interval >= 1),
+    f"{_DISTILLATION}.teacher_restart_interval must be at least 1 for teacher_regularization='restart', not {interval}: "
+    'set it to the generation batches between two restarts.',
+  )
+  _require(
+    restarts or interval is None,
+    f'{_DISTILLATION}.teacher_restart_interval={interval} has no effect on '
+    f"teacher_regularization='{sd.teacher_regularization}': set that to 'restart', or leave the interval at None.",
+  )
 
 
 def _check_reprompting(sd: schema.SelfDistillationConfig) -> None:
