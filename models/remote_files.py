@@ -13,7 +13,7 @@ import tempfile
 
 from etils import epath
 
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, first_line
 
 FOLDER = 'SDPO_MODELS'  # The environment variable that names where copies are kept.
 
@@ -47,7 +47,7 @@ def fetch(address: str, patterns: Sequence[str]) -> pathlib.Path:
     raise UserError(f'model.path={address} needs a package that is not installed: {error}.') from error
   except Exception as error:  # Object stores raise many kinds; all mean the same here.
     raise UserError(
-      f'model.path={address} cannot be read ({_first_line(error)}): check the address, and that this machine may read it.'
+      f'model.path={address} cannot be read ({first_line(error)}): check the address, and that this machine may read it.'
     ) from error
   if not sources:
     raise UserError(f'model.path={address} holds no model: put a Hugging Face model directory there.')
@@ -67,11 +67,7 @@ def fetch(address: str, patterns: Sequence[str]) -> pathlib.Path:
       shutil.rmtree(partial, ignore_errors=True)
   except Exception as error:  # As above, and of the disk.
     raise UserError(
-      f'model.path={address} could not be copied to {folder} ({_first_line(error)}): make room there for '
+      f'model.path={address} could not be copied to {folder} ({first_line(error)}): make room there for '
       f'{sum(sizes.values()) / 1e9:.1f} GB, or name another folder in {FOLDER}.'
     ) from error
   return target
-
-
-def _first_line(error: Exception) -> str:
-  return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -22,7 +22,7 @@ import jax
 
 from sdpo_jax.config import Config, describe, override
 from sdpo_jax.distributed import cluster
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, first_line
 
 EXIT_BAD_INPUT = cluster.EXIT_BAD_INPUT
 _OVERRIDE = re.compile(r'--?config\.([A-Za-z0-9_.]+)(?:=(.*))?', re.DOTALL)
@@ -201,8 +201,7 @@ def run(main: Callable[[], int | None]) -> None:
       if sentence is None:
         if cluster.joined():
           traceback.print_exc()
-          reason = (str(error).strip().splitlines() or [''])[0]
-          cluster.fail(cluster.EXIT_ERROR, f'{type(error).__name__}: {reason} (its log has the traceback).')
+          cluster.fail(cluster.EXIT_ERROR, f'{type(error).__name__}: {first_line(error)} (its log has the traceback).')
         raise
       cluster.fail(EXIT_BAD_INPUT, sentence)
       return _complain(sentence)

@@ -1,4 +1,9 @@
-"""The one exception a user is meant to read."""
+"""The one exception a user is meant to read, and what its sentences quote."""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any
 
 
 class UserError(Exception):
@@ -6,3 +11,22 @@ class UserError(Exception):
 
   Commands print it to stderr without a traceback and exit with code 2.
   """
+
+
+def first_line(error: BaseException) -> str:
+  """Return the first line of an error's message, of 300 characters at most; the name of its type if it has none."""
+  return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def short_repr(value: Any, limit: int = 60) -> str:
+  """Return the repr of a value on one line, cut after about `limit` characters.
+
+  Neither a long text nor a large or deeply nested container is written out whole before.
+  """
+  if isinstance(value, str):
+    return repr(value if len(value) <= limit else value[:limit] + '…')
+  shortener = reprlib.Repr()
+  shortener.maxdict = shortener.maxlist = shortener.maxtuple = 8
+  shortener.maxstring = shortener.maxother = shortener.maxlong = limit
+  text = shortener.repr(value).replace('\n', ' ')
+  return text if len(text) <= limit else text[:limit] + '…'

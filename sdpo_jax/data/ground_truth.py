@@ -8,6 +8,8 @@ import math
 import re
 from typing import Any
 
+from sdpo_jax.errors import short_repr
+
 TEST_TYPES = ('functional', 'stdin', 'code')
 
 
@@ -38,13 +40,13 @@ def fault(environment: str, truth: Any) -> str | None:
 
 
 def _text(truth: Any) -> str | None:
-  return None if isinstance(truth, str) and truth.strip() else f'must be a non-empty string, not {shown(truth)}'
+  return None if isinstance(truth, str) and truth.strip() else f'must be a non-empty string, not {short_repr(truth)}'
 
 
 def _letter(truth: Any) -> str | None:
   if isinstance(truth, str) and re.fullmatch('[A-Z]', truth):
     return None
-  return f'must be the letter of the right choice, such as "A", not {shown(truth)}'
+  return f'must be the letter of the right choice, such as "A", not {short_repr(truth)}'
 
 
 def _tests(truth: Any) -> str | None:
@@ -53,23 +55,23 @@ def _tests(truth: Any) -> str | None:
   if wrong:
     return wrong
   if not isinstance(tests, Mapping):
-    return f'must be a JSON object of unit tests, not {shown(tests)}'
+    return f'must be a JSON object of unit tests, not {short_repr(tests)}'
   if missing := [key for key in ('inputs', 'outputs', 'testtype', 'time_limit') if key not in tests]:
     return f'lacks {" and ".join(map(repr, missing))}: unit tests have inputs, outputs, testtype and time_limit'
   inputs, outputs, limit = tests['inputs'], tests['outputs'], tests['time_limit']
   for key in ('inputs', 'outputs'):
     if not isinstance(tests[key], list):
-      return f'must have a list as {key!r}, not {shown(tests[key])}'
+      return f'must have a list as {key!r}, not {short_repr(tests[key])}'
   if not inputs or len(inputs) != len(outputs):
     return f'must have as many outputs as inputs and at least one, not {len(inputs)} inputs and {len(outputs)} outputs'
   if tests['testtype'] not in TEST_TYPES:
-    return f"must have a 'testtype' of {', '.join(TEST_TYPES)}, not {shown(tests['testtype'])}"
+    return f"must have a 'testtype' of {', '.join(TEST_TYPES)}, not {short_repr(tests['testtype'])}"
   name = tests.get('fn_name')
   if tests['testtype'] == 'functional' and not (isinstance(name, str) and name.strip()):
-    return f"must name the function to call in 'fn_name' for functional tests, not {shown(name)}"
+    return f"must name the function to call in 'fn_name' for functional tests, not {short_repr(name)}"
   number = isinstance(limit, int | float) and not isinstance(limit, bool)
   if not number or not math.isfinite(limit) or limit <= 0:
-    return f"must have a positive number of seconds as 'time_limit', not {shown(limit)}"
+    return f"must have a positive number of seconds as 'time_limit', not {short_repr(limit)}"
   return None
 
 
@@ -79,23 +81,23 @@ def _calls(truth: Any) -> str | None:
   if wrong:
     return wrong
   if not isinstance(calls, list) or not calls:
-    return f'must be a non-empty JSON list of calls, not {shown(calls)}'
+    return f'must be a non-empty JSON list of calls, not {short_repr(calls)}'
   for call in calls:
     if not isinstance(call, Mapping) or not isinstance(call.get('Action'), str) or 'Action_Input' not in call:
-      return f"must hold calls with 'Action' and 'Action_Input', not {shown(call)}"
+      return f"must hold calls with 'Action' and 'Action_Input', not {short_repr(call)}"
     given = call['Action_Input']
     if isinstance(given, str):
       given, wrong = _json(given)
       if wrong:
         return f"has a call of {call['Action']!r} whose 'Action_Input' {wrong}"
     if not isinstance(given, Mapping):
-      return f"has a call of {call['Action']!r} whose 'Action_Input' must be a JSON object, not {shown(given)}"
+      return f"has a call of {call['Action']!r} whose 'Action_Input' must be a JSON object, not {short_repr(given)}"
   return None
 
 
 def _json(truth: Any) -> tuple[Any, str | None]:
   if not isinstance(truth, str):
-    return None, f'must be a string of JSON, not {shown(truth)}'
+    return None, f'must be a string of JSON, not {short_repr(truth)}'
   try:
     return parse_json(truth), None
   except Unreadable as error:
@@ -110,17 +112,3 @@ _CHECKS: dict[str, Callable[[Any], str | None]] = {
   'mmlu_pro': _letter,
   'math': _text,
 }
-
-
-def shown(value: Any) -> str:
-  """A value for a message, shortened."""
-  # Before repr, which would write out all of a long text or walk all of a deep value.
-  if isinstance(value, str):
-    value = value[:60]
-  elif isinstance(value, list | tuple | dict) and len(value) > 8:
-    return f'a {type(value).__name__} of {len(value)} items'
-  try:
-    text = repr(value)
-  except RecursionError:
-    return f'a deeply nested {type(value).__name__}'
-  return text if len(text) <= 60 else text[:57] + '...'

@@ -13,8 +13,7 @@ import dataclasses
 from typing import Any
 
 from sdpo_jax.data import ground_truth
-from sdpo_jax.data.ground_truth import shown
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.types import Example
 
 ENVIRONMENTS = {
@@ -54,10 +53,12 @@ def example(row: Row, split: str) -> Example:
   messages = _messages(ready, row)
   reward = _field(ready, 'reward_model', row)
   if not isinstance(reward, Mapping) or reward.get('ground_truth') is None:
-    raise UserError(f"{row.origin}: field 'reward_model' must be an object with a 'ground_truth', not {shown(reward)}.")
+    raise UserError(
+      f"{row.origin}: field 'reward_model' must be an object with a 'ground_truth', not {short_repr(reward)}."
+    )
   extra = ready.get('extra_info') or {}
   if not isinstance(extra, Mapping):
-    raise UserError(f"{row.origin}: field 'extra_info' must be an object, not {shown(extra)}.")
+    raise UserError(f"{row.origin}: field 'extra_info' must be an object, not {short_repr(extra)}.")
   environment = value.get('environment') or extra.get('environment') or ENVIRONMENTS.get(source)
   if not isinstance(environment, str):
     raise UserError(
@@ -152,14 +153,14 @@ def _check_unicode(text: Any, row: Row) -> None:
     text.encode()
   except UnicodeEncodeError as error:
     raise UserError(
-      f'{row.origin}: half of a character, {text[error.start]!r}, follows {shown(text[: error.start][-30:])}: write it '
+      f'{row.origin}: half of a character, {text[error.start]!r}, follows {short_repr(text[: error.start][-30:])}: write it '
       'whole or leave it out.'
     ) from error
 
 
 def _fields(row: Row) -> Mapping[str, Any]:
   if not isinstance(row.value, Mapping):
-    raise UserError(f'{row.origin}: a row must be an object with named fields, not {shown(row.value)}.')
+    raise UserError(f'{row.origin}: a row must be an object with named fields, not {short_repr(row.value)}.')
   return row.value
 
 
@@ -177,26 +178,26 @@ def _field(value: Mapping[str, Any], name: str, row: Row) -> Any:
 def _text(value: Mapping[str, Any], name: str, row: Row) -> str:
   text = _field(value, name, row)
   if not isinstance(text, str) or not text.strip():
-    raise UserError(f'{row.origin}: field {name!r} must be a non-empty string, not {shown(text)}.')
+    raise UserError(f'{row.origin}: field {name!r} must be a non-empty string, not {short_repr(text)}.')
   return text
 
 
 def _text_or_null(value: Mapping[str, Any], name: str, row: Row) -> str | None:
   text = value.get(name)
   if text is not None and not isinstance(text, str):
-    raise UserError(f'{row.origin}: field {name!r} must be a string or null, not {shown(text)}.')
+    raise UserError(f'{row.origin}: field {name!r} must be a string or null, not {short_repr(text)}.')
   return text
 
 
 def _messages(value: Mapping[str, Any], row: Row, name: str = 'prompt') -> list[dict[str, str]]:
   messages = _field(value, name, row)
   if not isinstance(messages, list) or not messages:
-    raise UserError(f'{row.origin}: field {name!r} must be a non-empty list of messages, not {shown(messages)}.')
+    raise UserError(f'{row.origin}: field {name!r} must be a non-empty list of messages, not {short_repr(messages)}.')
   for message in messages:
     good = isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ('role', 'content'))
     if not good:
       raise UserError(
-        f"{row.origin}: field {name!r}: a message must have the strings 'role' and 'content', not {shown(message)}."
+        f"{row.origin}: field {name!r}: a message must have the strings 'role' and 'content', not {short_repr(message)}."
       )
   if not messages[-1]['content'].strip():
     raise UserError(f'{row.origin}: field {name!r}: the last message, which asks the question, is empty.')

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, first_line
 
 EXIT_LOST = 75  # EX_TEMPFAIL: a process is gone or missing; the same command resumes.
 EXIT_BAD_INPUT, EXIT_ERROR = 2, 1
@@ -72,7 +72,7 @@ def slice_place(timeout: float) -> Place | None:
     )
   except (OSError, RuntimeError, ValueError, TypeError, ImportError, AttributeError) as error:
     raise UserError(
-      f'The hosts of this TPU slice cannot be found ({_first_line(error)}): give --coordinator_address, '
+      f'The hosts of this TPU slice cannot be found ({first_line(error)}): give --coordinator_address, '
       '--num_processes and --process_id; for one host alone --coordinator_address=localhost:8482 --num_processes=1 '
       '--process_id=0.'
     ) from error
@@ -435,7 +435,7 @@ class _Spoke(_Member):
         if time.monotonic() + RETRY_S > deadline:
           raise Lost(
             f'Process {self.place.index} could not reach process 0 at {host}:{port} within {self.limits.join:g} '
-            f'seconds ({_first_line(error)}): look at the log of process 0 (on a TPU slice: worker 0), and whether the '
+            f'seconds ({first_line(error)}): look at the log of process 0 (on a TPU slice: worker 0), and whether the '
             'network lets that port through; then start the command on all hosts again.'
           ) from error
         time.sleep(RETRY_S)
@@ -509,10 +509,6 @@ def _split(address: str) -> tuple[str, int]:
   if not host or not port.isdigit():
     raise UserError(f'--coordinator_address={address} is not host:port.')
   return host, int(port)
-
-
-def _first_line(error: BaseException) -> str:
-  return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 _member: _Hub | _Spoke | None = None

@@ -14,7 +14,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from sdpo_jax.distributed.cluster import barrier
 from sdpo_jax.distributed.collectives import gathered
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import is_local
 from sdpo_jax.types import TrainState
 
@@ -144,7 +144,7 @@ class Checkpoints:
       try:
         (state, host), own = self._read(step, like), None
       except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged file; all mean the same here.
-        own = _first_line(error)
+        own = first_line(error)
       # One process must not go on from another step than the others.
       reasons = gathered(own, f'the end of reading the checkpoint of step {step}')
       reason = own or next(filter(None, reasons), None)
@@ -182,7 +182,7 @@ class Checkpoints:
       return self._read(step, like)[0]
     except Exception as error:  # As in `restore`.
       raise UserError(
-        f'The checkpoint of step {step} in {self.directory} cannot be read ({_first_line(error)}): repair it, or '
+        f'The checkpoint of step {step} in {self.directory} cannot be read ({first_line(error)}): repair it, or '
         'remove it and start the same command again.'
       ) from error
 
@@ -201,13 +201,9 @@ class Checkpoints:
 
   def _write_error(self, error: Exception) -> UserError:
     return UserError(
-      f'A checkpoint could not be written to {self.directory} ({_first_line(error)}): if the disk is full, make room, '
+      f'A checkpoint could not be written to {self.directory} ({first_line(error)}): if the disk is full, make room, '
       f'then start the same command again; it resumes from step {max(self.steps(), default=0)}.'
     )
-
-
-def _first_line(error: Exception) -> str:
-  return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def abstract(state: TrainState) -> TrainState:

@@ -20,7 +20,7 @@ import numpy as np
 from sdpo_jax.data import ground_truth
 from sdpo_jax.data.converters.raw import Options, Parts, Splits, described, field, make_row
 from sdpo_jax.data.rows import Row
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, short_repr
 
 PROMPT = (
   'You are a coding expert. You will be given a coding problem, and you need to write a correct Python program that '
@@ -64,7 +64,7 @@ def _row(row: Row, idx: int, tests: dict[str, Any]) -> Row:
   problem, starter = field(row, 'question_content'), field(row, 'starter_code')
   if starter.strip():
     if 'def ' not in starter:
-      raise UserError(f"{row.origin}: field 'starter_code' defines no function: {ground_truth.shown(starter)}.")
+      raise UserError(f"{row.origin}: field 'starter_code' defines no function: {short_repr(starter)}.")
     # A class around the function is left out, and so is what a competition's site adds below it.
     signature = 'def ' + starter.split('def ')[1].split('Input\n')[0].strip()
     problem += SIGNATURE.format(signature=signature)
@@ -87,7 +87,7 @@ def _tests(row: Row) -> dict[str, Any]:
   if not good or not cases:
     raise UserError(
       f"{row.origin}: field 'private_test_cases' must hold tests with input, output and testtype, not "
-      f'{ground_truth.shown(cases)}.'
+      f'{short_repr(cases)}.'
     )
   metadata = field(row, 'metadata')
   try:
@@ -139,4 +139,4 @@ def _date(row: Row) -> datetime.date:
   try:
     return datetime.datetime.fromisoformat(value).date()
   except ValueError as error:
-    raise UserError(f"{row.origin}: field 'contest_date' is not a date: {ground_truth.shown(value)}.") from error
+    raise UserError(f"{row.origin}: field 'contest_date' is not a date: {short_repr(value)}.") from error

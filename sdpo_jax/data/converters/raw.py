@@ -7,9 +7,8 @@ import dataclasses
 import datetime
 from typing import Any
 
-from sdpo_jax.data.ground_truth import shown
 from sdpo_jax.data.rows import Row
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, short_repr
 
 NONE = '-'  # What the reference writes into fields that a data set does not have.
 
@@ -82,5 +81,5 @@ def field(row: Row, *path: str, kind: type | tuple[type, ...] = str) -> Any:
   if not isinstance(value, kind) or isinstance(value, bool):
     kinds = kind if isinstance(kind, tuple) else (kind,)
     wanted = ' or '.join(k.__name__ for k in kinds)
-    raise UserError(f'{row.origin}: field {".".join(path)!r} must be of type {wanted}, not {shown(value)}.')
+    raise UserError(f'{row.origin}: field {".".join(path)!r} must be of type {wanted}, not {short_repr(value)}.')
   return value

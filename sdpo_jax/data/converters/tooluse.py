@@ -13,7 +13,7 @@ from typing import Any
 from sdpo_jax.data import ground_truth
 from sdpo_jax.data.converters.raw import Options, Parts, Splits, field, make_row
 from sdpo_jax.data.rows import Row
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, short_repr
 
 PROMPT = (
   "Your task is to answer the user's question using available tools. \n"
@@ -85,7 +85,7 @@ def _call(api: Row, step: Any) -> Call:
     (name, arguments, *_), *_ = step
   except (TypeError, ValueError) as error:
     raise UserError(
-      f"{api.origin}: a step of 'intermediate_steps' must be [[action, input, …], …], not {ground_truth.shown(step)}."
+      f"{api.origin}: a step of 'intermediate_steps' must be [[action, input, …], …], not {short_repr(step)}."
     ) from error
   return {'Action': name, 'Action_Input': arguments}
 
