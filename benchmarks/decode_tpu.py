@@ -23,8 +23,10 @@ from absl import app, flags
 from benchmarks import tpu_plan
 from models.policy import Policy
 from sdpo_jax.config import Config
-from sdpo_jax.planner import model, report, topology
+from sdpo_jax.files import jsonable
+from sdpo_jax.planner import model, topology
 from sdpo_jax.planner import plan as planning
+from sdpo_jax.tables import markdown
 
 BEGIN = '<!-- made by benchmarks.decode_tpu: -->'
 SLICE = 'v5e:8x8'
@@ -81,7 +83,7 @@ def compute(rows: int, context: int, cache: str, mesh: tuple[int, int]) -> dict[
     'error': decode.error,
   }
   if decode.error is not None:
-    return planning.plain(line)
+    return jsonable(line)
   reads, mean = decode.step_reads, PROMPT + (context - PROMPT) / 2
   fills = {}
   for name, filled in (('half', context // 2), ('full', context)):
@@ -100,7 +102,7 @@ def compute(rows: int, context: int, cache: str, mesh: tuple[int, int]) -> dict[
       'planned_ms': 1e3 * (decode.step_seconds + reads.slot * (filled - mean) / bandwidth),
     }
   steps = context - PROMPT
-  return planning.plain(
+  return jsonable(
     line
     | {
       'reads_mb': {kind: getattr(reads, kind) / 1e6 for kind in ('weights', 'recent', 'rest', 'chunk', 'strays')},
@@ -142,9 +144,9 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
   shapes = [shape(line) for line in next(iter(settings.values()))]
   return '\n\n'.join(
     (
-      report.table(head, rows),
+      markdown(head, rows),
       'fsdp × tensor against each other, rows full: ms planned, HBM GiB of 15.75.',
-      report.table(['rows × context', 'cache', *shapes], meshes),
+      markdown(['rows × context', 'cache', *shapes], meshes),
     )
   )
 

@@ -25,6 +25,7 @@ from configs import paper
 from sdpo_jax.config import Config
 from sdpo_jax.planner import model, report, topology
 from sdpo_jax.planner import plan as planning
+from sdpo_jax.tables import markdown
 
 OUTPUT = flags.DEFINE_string('output', 'docs/performance', 'Folder of the results.')
 ONLY = flags.DEFINE_multi_string('only', [], 'Name of a point; may be repeated; unset: all.')
@@ -107,7 +108,7 @@ def tables(results: dict[str, dict[str, Any]]) -> str:
       + [_cell(None if step is None else 1e3 * step), _cell(plan['step_seconds'])]
       + [_cell(plan['tokens_per_second']), _cell(plan['cost_per_100_steps'], 4)]
     )
-  parts = ['### Growth with chips and tokens', report.table(head, rows), '![Growth](performance/scaling.png)']
+  parts = ['### Growth with chips and tokens', markdown(head, rows), '![Growth](performance/scaling.png)']
   if MAIN in results:
     parts += [f'### Qwen3-8B on {MAIN}, program by program', results[MAIN]['report']]
   return '\n\n'.join(parts)

@@ -1,17 +1,25 @@
-"""Writing small files so that a kill never leaves half of one."""
+"""Files that commands write: whether they can be, what JSON holds, and never half of one."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+import math
+import os
+from typing import Any
+
 from etils import epath
+import numpy as np
+
+from sdpo_jax.errors import UserError
 
 
 def is_local(path: epath.PathLike) -> bool:
-  """Whether `path` is on a file system, and not in an object store such as gs://."""
+  """Return whether `path` is on a file system, and not in an object store such as gs://."""
   return '://' not in str(path)
 
 
 def write_atomically(path: epath.PathLike, text: str) -> None:
-  """Writes `text` to `path`: whoever reads it sees the old file or the new one (an object store promises that)."""
+  """Write `text` to `path`; whoever reads it sees the old file or the new one (an object store promises that)."""
   path = epath.Path(path)
   if not is_local(path):
     path.write_text(text)
@@ -19,3 +27,40 @@ def write_atomically(path: epath.PathLike, text: str) -> None:
   partial = path.parent / (path.name + '.partial')
   partial.write_text(text)
   partial.replace(path)
+
+
+def check_output(path: epath.PathLike, *, overwrite: bool = True) -> None:
+  """Make sure that a file can be written to `path`, the value of --output, without touching it.
+
+  Its folder is made. What is written takes minutes to compute, so that a command had better check this first.
+
+  Raises:
+    UserError: it cannot be written, or it is there already and may not be overwritten.
+  """
+  target = epath.Path(path)
+  if target.is_dir():
+    raise UserError(f'--output={path} is a directory: name a file.')
+  if not overwrite and target.exists():
+    raise UserError(f'--output={path} is there already: name another file, or add --overwrite.')
+  try:
+    target.parent.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise UserError(f'--output={path} cannot be written ({error}): name another file.') from error
+  if is_local(path) and not all(os.access(place, os.W_OK) for place in (target.parent, target) if place.exists()):
+    raise UserError(f'--output={path} may not be written: name another file.')
+
+
+def jsonable(value: Any) -> Any:
+  """Return `value` as JSON can hold it.
+
+  Tuples and arrays become lists, numbers that are not finite null, and what JSON does not know its text.
+  """
+  if isinstance(value, Mapping):
+    return {str(key): jsonable(item) for key, item in value.items()}
+  if isinstance(value, list | tuple):
+    return [jsonable(item) for item in value]
+  if isinstance(value, np.ndarray | np.generic):
+    return jsonable(value.tolist())
+  if isinstance(value, float):
+    return value if math.isfinite(value) else None
+  return value if value is None or isinstance(value, str | int) else str(value)

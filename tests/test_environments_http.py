@@ -13,6 +13,7 @@ from sdpo_jax.config import Config, EnvironmentsConfig, HttpGraderConfig
 from sdpo_jax.environments import registry, remote
 from sdpo_jax.environments.grading import FAILED, Graders
 from sdpo_jax.errors import UserError
+from sdpo_jax.files import jsonable
 from sdpo_jax.types import Example
 from tests.local_server import Answer, Server, dead_address
 
@@ -137,7 +138,7 @@ def test_pauses_grow_are_spread_and_follow_the_server(monkeypatch):
     (Answer(b'no'), 'is not JSON'),
     (Answer(b'\xff\xfe'), 'is not JSON'),
     (Answer(b'[' * 100_000), 'is not JSON'),
-    (Answer(b'[1]'), "must be an object with a 'score', not '[1]'"),
+    (Answer(b'[1]'), "must be an object with a 'score', not [1]"),
     (Answer({'points': 1}), "'score' is missing"),
     (Answer({'score': '1'}), "'score' of its answer must be a number"),
     (Answer({'score': True}), "'score' of its answer must be a number"),
@@ -313,6 +314,4 @@ def test_limits_are_validated(section, name, value):
 
 def test_the_registry_knows_it():
   assert 'http' in registry.names()
-  assert json.loads(json.dumps(remote.plain({'a': (1, None, np.float32(2), float('nan'))}))) == {
-    'a': [1, None, 2.0, None]
-  }
+  assert json.loads(json.dumps(jsonable({'a': (1, None, np.float32(2), float('nan'))}))) == {'a': [1, None, 2.0, None]}

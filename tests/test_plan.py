@@ -161,7 +161,7 @@ def test_the_whole_command_on_a_small_model(tmp_path, slice_):
   [
     (['--topology=v9z:8x8'], 'v9z:8x8'),
     (['--topology=v5e:2x2', '--model_config=nowhere.json'], 'nowhere.json'),
-    (['--topology=v5e:2x2', '--output=/nowhere/at/all/plan.json'], '/nowhere/at/all'),
+    (['--topology=v5e:2x2', '--output=/dev/null/plan.json'], '--output=/dev/null/plan.json cannot be written'),
     (['--topology=v5e:2x2', '--config.mesh.tensor=3'], 'mesh.tensor=3'),
     (['--topology=v5e:2x2', '--search', '--search_over=weather'], 'weather'),
     ([], '--topology'),

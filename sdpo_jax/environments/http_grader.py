@@ -69,14 +69,14 @@ def request(example: Example, completion: str, truncated: bool) -> dict[str, Any
 def outcome(answer: Any) -> Outcome:
   """The outcome that an answer describes; raises remote.Fault naming what is wrong with it."""
   if not isinstance(answer, Mapping):
-    raise remote.Fault(f"its answer must be an object with a 'score', not {remote.shown(answer)}")
+    raise remote.Fault(f"its answer must be an object with a 'score', not {remote.quoted(answer)}")
   if 'score' not in answer:
-    raise remote.Fault(f"'score' is missing in its answer {remote.shown(answer)}")
+    raise remote.Fault(f"'score' is missing in its answer {remote.quoted(answer)}")
   feedback, metrics = answer.get('feedback'), answer.get('metrics')
   if not isinstance(feedback, str | None):
-    raise remote.Fault(f"'feedback' of its answer must be a string or null, not {remote.shown(feedback)}")
+    raise remote.Fault(f"'feedback' of its answer must be a string or null, not {remote.quoted(feedback)}")
   if not isinstance(metrics, Mapping | None):
-    raise remote.Fault(f"'metrics' of its answer must be an object, not {remote.shown(metrics)}")
+    raise remote.Fault(f"'metrics' of its answer must be an object, not {remote.quoted(metrics)}")
   return Outcome(
     score=remote.number(answer['score'], 'score'),
     feedback=None if feedback is None else clean(feedback),

@@ -17,6 +17,7 @@ from sdpo_jax.environments import remote
 from sdpo_jax.environments.grading import FAILED, clean
 from sdpo_jax.environments.registry import register_maker
 from sdpo_jax.errors import UserError
+from sdpo_jax.files import jsonable
 from sdpo_jax.types import Example, Messages, Outcome
 
 NAME = 'judge'
@@ -90,7 +91,7 @@ def question(example: Example, completion: str, truncated: bool, template: str, 
   return template.format(
     question=conversation(example.messages),
     completion=answer,
-    ground_truth=truth if isinstance(truth, str) else json.dumps(remote.plain(truth), ensure_ascii=False),
+    ground_truth=truth if isinstance(truth, str) else json.dumps(jsonable(truth), ensure_ascii=False),
   )
 
 
@@ -108,7 +109,7 @@ def outcome(answer: Any) -> Outcome:
   message = choice.get('message') if isinstance(choice, Mapping) else None
   content = message.get('content') if isinstance(message, Mapping) else None
   if not isinstance(content, str):
-    raise remote.Fault(f"its answer has no text in 'choices[0].message.content': {remote.shown(answer)}", again=True)
+    raise remote.Fault(f"its answer has no text in 'choices[0].message.content': {remote.quoted(answer)}", again=True)
   score, critique = read_critique(content)
   if score is None:
     cut = choice.get('finish_reason') == 'length'
@@ -150,4 +151,4 @@ def _without_thinking(text: str) -> str:
 
 def _end(text: str) -> str:
   """The end of a text as messages quote it: that is where the score was expected."""
-  return remote.shown('…' + text[-150:] if len(text) > 150 else text)
+  return remote.quoted('…' + text[-150:] if len(text) > 150 else text)

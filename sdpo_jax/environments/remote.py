@@ -12,19 +12,17 @@ import datetime
 import email.utils
 import json
 import logging
-import math
 import os
 import random
-import reprlib
 import threading
 import time
 from typing import Any
 
 import httpx2
-import numpy as np
 
 from sdpo_jax.environments.grading import FAILED
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, short_repr
+from sdpo_jax.files import jsonable
 from sdpo_jax.types import Example, Outcome
 
 MAX_ANSWER_BYTES = 2**20
@@ -32,7 +30,7 @@ FIRST_PAUSE_S = 1.0  # Before the second attempt; twice as long before each furt
 LONGEST_PAUSE_S = 60.0
 CONNECT_TIMEOUT_S = 10.0  # At most: a server that is there takes a connection quickly, however long it thinks.
 _LARGEST = 1e38  # Scores become float32.
-_SHOWN = 200  # Characters of a server's answer that a message quotes.
+_QUOTED = 200  # Characters of a server's answer that a message quotes.
 
 Body = Callable[[], Mapping[str, Any]]  # Called anew for every attempt.
 Reader = Callable[[Any], Outcome]  # From the JSON of an answer; raises Fault where it is none.
@@ -74,33 +72,18 @@ def retry_after_s(header: str | None, now: datetime.datetime) -> float | None:
   return (when.replace(tzinfo=when.tzinfo or datetime.UTC) - now).total_seconds()
 
 
-def plain(value: Any) -> Any:
-  """The value as JSON can hold it: numbers that are not finite become null, what JSON does not know its text."""
-  if isinstance(value, Mapping):
-    return {str(key): plain(item) for key, item in value.items()}
-  if isinstance(value, list | tuple):
-    return [plain(item) for item in value]
-  if isinstance(value, np.ndarray | np.generic):
-    return plain(value.tolist())
-  if isinstance(value, float):
-    return value if math.isfinite(value) else None
-  return value if value is None or isinstance(value, str | int) else str(value)
-
-
 def number(value: Any, name: str) -> float:
   """A finite number of an answer; raises Fault naming the field."""
   if isinstance(value, bool) or not isinstance(value, int | float):
-    raise Fault(f'{name!r} of its answer must be a number, not {shown(value)}')
+    raise Fault(f'{name!r} of its answer must be a number, not {quoted(value)}')
   if not abs(value) < _LARGEST:
-    raise Fault(f'{name!r} of its answer must be a finite number, not {shown(value)}')
+    raise Fault(f'{name!r} of its answer must be a finite number, not {quoted(value)}')
   return float(value)
 
 
-def shown(value: Any) -> str:
-  """A value as messages quote it, on one line and cut to a length."""
-  text = value if isinstance(value, str) else reprlib.repr(value)
-  text = ' '.join(text.split())
-  return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + '…')
+def quoted(value: Any) -> str:
+  """Return what a server said as messages quote it: shortened, on one line."""
+  return short_repr(' '.join(value.split()) if isinstance(value, str) else value, _QUOTED)
 
 
 def check_url(url: str, setting: str, example: str) -> str:
@@ -250,7 +233,7 @@ class Remote:
     late = Fault(f'no complete answer within {self._timeout_s:g} s', again=True)
     content = bytearray()
     try:
-      with self._client.stream('POST', self._url, content=json.dumps(plain(body)).encode()) as response:
+      with self._client.stream('POST', self._url, content=json.dumps(jsonable(body)).encode()) as response:
         batch.answered = True
         for chunk in response.iter_bytes():
           content += chunk
@@ -271,7 +254,7 @@ class Remote:
     try:
       return json.loads(content)
     except (ValueError, RecursionError) as error:
-      start = shown(content[: 4 * _SHOWN].decode('utf-8', 'replace'))
+      start = quoted(content[: 4 * _QUOTED].decode('utf-8', 'replace'))
       raise Fault(f'its answer is not JSON ({error}): {start}') from error
 
   def _redacted(self, text: str) -> str:
@@ -308,10 +291,10 @@ class _Batch:
 
 def _refusal(response: httpx2.Response, content: bytes) -> Fault:
   status = f'status {response.status_code}' + (f' ({response.reason_phrase})' if response.reason_phrase else '')
-  start = content[: 4 * _SHOWN].decode('utf-8', 'replace').strip()
+  start = content[: 4 * _QUOTED].decode('utf-8', 'replace').strip()
   wait = retry_after_s(response.headers.get('Retry-After'), datetime.datetime.now(datetime.UTC))
   return Fault(
-    f'it answered with {status}' + (f': {shown(start)}' if start else ''),
+    f'it answered with {status}' + (f': {quoted(start)}' if start else ''),
     again=response.status_code == 429 or response.status_code >= 500,
     after_s=wait,
   )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 import functools
-import math
 import re
 from typing import Any
 
@@ -104,10 +103,3 @@ def count_words(text: str, words: tuple[str, ...]) -> int:
 def _pattern(words: tuple[str, ...]) -> re.Pattern[str]:
   longest_first = sorted(words, key=len, reverse=True)
   return re.compile(rf'(?<!\w)(?:{"|".join(map(re.escape, longest_first))})(?!\w)', re.IGNORECASE)
-
-
-def jsonable(value: Any) -> Any:
-  """A number that JSON holds, None for one that is not finite; anything else as it is."""
-  if isinstance(value, np.generic):
-    value = value.item()
-  return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -16,14 +16,15 @@ import numpy as np
 from sdpo_jax.config import Config
 from sdpo_jax.data.prompts import prompt_tokens
 from sdpo_jax.environments.grading import Graders
-from sdpo_jax.evaluation.completions import describe, jsonable, metric_names, numbers, rows_by_source
+from sdpo_jax.evaluation.completions import describe, metric_names, numbers, rows_by_source
+from sdpo_jax.files import jsonable
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.rollout.grading_thread import GradingThread
 from sdpo_jax.types import Example, Outcome, Rollouts, Tree
 
 BOOTSTRAPS = 1000  # Resamples and their seed: reference metric_utils.py:511.
 BOOTSTRAP_SEED = 42
-PLAIN = (str, int, float, bool)  # Metrics that are written with a sample.
+WRITTEN = (str, int, float, bool, np.generic, type(None))  # Types of metrics that are written with a sample.
 
 
 @dataclasses.dataclass
@@ -193,6 +194,6 @@ def _samples(examples: Sequence[Example], rollouts: Rollouts, outcomes: Sequence
       'feedback': outcomes[row].feedback,
     }
     # A metric of the same name as a field above gives way to it.
-    told = {key: jsonable(value) for key, value in outcomes[row].metrics.items() if key not in sample}
-    samples.append(sample | {key: value for key, value in told.items() if value is None or isinstance(value, PLAIN)})
+    metrics = {key: value for key, value in outcomes[row].metrics.items() if key not in sample}
+    samples.append(sample | {key: jsonable(value) for key, value in metrics.items() if isinstance(value, WRITTEN)})
   return samples

@@ -12,7 +12,6 @@ import dataclasses
 import json
 import sys
 
-from etils import epath
 import numpy as np
 
 from models import huggingface
@@ -26,7 +25,7 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation.completions import describe
 from sdpo_jax.evaluation.evaluate import best_at_k, budget
-from sdpo_jax.files import write_atomically
+from sdpo_jax.files import check_output, write_atomically
 from sdpo_jax.inference.probe_report import recommend
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.rollout.grading_thread import GradingThread
@@ -52,17 +51,11 @@ def probe_to_file(
     UserError: as `probe_model`, or an output that cannot be written.
   """
   if output is not None:
-    target = epath.Path(output)
-    if target.is_dir():
-      raise UserError(f'--output={output} is a directory: name a file.')
-    try:
-      target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-      raise UserError(f'--output={output} cannot be written ({error}): name another file.') from error
+    check_output(output)
   numbers = probe_model(config, max_questions=max_questions, announce=announce)
   advice = recommend(numbers, config)
   if output is not None:
-    write_atomically(target, json.dumps({**numbers, 'recommendation': advice}, indent=2, ensure_ascii=False) + '\n')
+    write_atomically(output, json.dumps({**numbers, 'recommendation': advice}, indent=2, ensure_ascii=False) + '\n')
   return numbers, advice
 
 

@@ -18,9 +18,8 @@ from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation.evaluate import Evaluation, evaluate
-from sdpo_jax.files import write_atomically
+from sdpo_jax.files import check_output, jsonable, write_atomically
 from sdpo_jax.training.checkpoints import Checkpoints, only
-from sdpo_jax.training.records import finite
 from sdpo_jax.training.session import Session, make_session
 from sdpo_jax.training.update import abstract_state
 from sdpo_jax.types import Tree
@@ -171,12 +170,7 @@ def evaluate_to_file(
     raise UserError('data.val_files of the config is empty: there is nothing to evaluate on.')
   target = epath.Path(output)
   samples = target.with_suffix('.samples.jsonl')
-  if target.is_dir():
-    raise UserError(f'--output={output} is a directory: name a file.')
-  try:
-    target.parent.mkdir(parents=True, exist_ok=True)
-  except OSError as error:
-    raise UserError(f'--output={output} cannot be written ({error}): name another file.') from error
+  check_output(output)
   with Graders(config.environments) as graders:
     session, parameters = open_source(workdir, model, config, step)
     different = measured_otherwise(run_config(workdir), config) if workdir is not None else []
@@ -189,7 +183,7 @@ def evaluate_to_file(
     )
   if jax.process_index() != 0:
     return evaluation
-  write_atomically(target, json.dumps(finite(evaluation.metrics), indent=2, allow_nan=False) + '\n')
+  write_atomically(target, json.dumps(jsonable(evaluation.metrics), indent=2, allow_nan=False) + '\n')
   write_atomically(samples, ''.join(json.dumps(sample, allow_nan=False) + '\n' for sample in evaluation.samples))
   return evaluation
 

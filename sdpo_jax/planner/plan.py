@@ -23,6 +23,7 @@ from sdpo_jax import programs as registry
 from sdpo_jax.config import Config
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
+from sdpo_jax.files import jsonable
 from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.planner import hlo, kernels, traffic
 from sdpo_jax.planner.topology import Chip, Topology
@@ -131,15 +132,7 @@ class Plan:
 
   def to_json(self) -> dict[str, Any]:
     """Plain values; absent numbers are None."""
-    return plain(dataclasses.asdict(self))
-
-
-def plain(value: Any) -> Any:
-  if isinstance(value, dict):
-    return {key: plain(entry) for key, entry in value.items()}
-  if isinstance(value, list | tuple):
-    return [plain(entry) for entry in value]
-  return None if isinstance(value, float) and not math.isfinite(value) else value
+    return jsonable(dataclasses.asdict(self))
 
 
 def make(

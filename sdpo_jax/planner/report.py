@@ -7,6 +7,7 @@ import math
 
 from sdpo_jax.planner.plan import Estimate, Plan
 from sdpo_jax.planner.search import Result
+from sdpo_jax.tables import markdown
 
 _MEMORY = (
   'parameters',
@@ -29,23 +30,6 @@ _SOURCES = {
   'synchronous collectives': 'sync collectives [arithmetic]',
   'collectives that outlast the work beside them': 'collectives not hidden [arithmetic]',
 }
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-  """A Markdown table with aligned columns, the first to the left."""
-  widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-  line = lambda row: (
-    '| '
-    + ' | '.join(
-      cell.ljust(width) if i == 0 else cell.rjust(width)
-      for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-    )
-    + ' |'
-  )
-  rule = (
-    '|' + '|'.join('-' * (width + 2) if i == 0 else '-' * (width + 1) + ':' for i, width in enumerate(widths)) + '|'
-  )
-  return '\n'.join([line(head), rule, *map(line, rows)])
 
 
 def _number(value: float | None, digits: int = 3) -> str:
@@ -71,7 +55,7 @@ def memory(programs: dict[str, Estimate], limit: float) -> str:
     cells = [f'{estimate.hbm[part]:.2f}' if part in estimate.hbm else '' for part in parts]
     total = f'{estimate.hbm_gib:.2f}' if math.isfinite(estimate.hbm_gib) else '?'
     rows.append([label, *cells, total, 'yes' if estimate.fits else 'NO'])
-  return table([f'GiB of {limit} [compiler]', *parts, 'total', 'fits'], rows)
+  return markdown([f'GiB of {limit} [compiler]', *parts, 'total', 'fits'], rows)
 
 
 def times(programs: dict[str, Estimate]) -> str:
@@ -87,7 +71,7 @@ def times(programs: dict[str, Estimate]) -> str:
         + [_number(estimate.overlapped_collectives)]
       )
   head = ['s an execution', *(_SOURCES[name] for name in sources), 'total']
-  return table([*head, 'matmul TFLOP', 'sent GB', 'async s, hidden'], rows)
+  return markdown([*head, 'matmul TFLOP', 'sent GB', 'async s, hidden'], rows)
 
 
 def collectives(programs: dict[str, Estimate], least: float = 0.01) -> str:
@@ -98,7 +82,7 @@ def collectives(programs: dict[str, Estimate], least: float = 0.01) -> str:
     for name, size in sorted(estimate.collective_gb.items(), key=lambda item: -item[1])
     if size >= least
   ]
-  return table(['program', 'collective, axes', 'GB a chip sends [compiler]'], rows) if rows else ''
+  return markdown(['program', 'collective, axes', 'GB a chip sends [compiler]'], rows) if rows else ''
 
 
 def text(plan: Plan) -> str:
@@ -147,7 +131,7 @@ def text(plan: Plan) -> str:
     [phase, _number(seconds), f'{100 * seconds / total:.0f} %' if total > 0 and math.isfinite(seconds) else '?']
     for phase, seconds in plan.phases.items()
   ]
-  parts.append(table(['phase', 's a step', 'share'], [*rows, ['step', _number(total), '']]))
+  parts.append(markdown(['phase', 's a step', 'share'], [*rows, ['step', _number(total), '']]))
   parts.append(
     f'Assumed: completions of {a.mean_completion:g} tokens on average and {a.longest_completion:g} at most, every row '
     f'trained on, programs at their largest bucket, host work (grading, data) not counted, '
@@ -186,4 +170,4 @@ def search(results: Sequence[Result]) -> str:
     for place, result in enumerate(results)
   ]
   head = ['rank', 'settings', 'fits', 'most GiB', 'update s', 'sampling s', 'both s a step']
-  return table(head, rows)
+  return markdown(head, rows)

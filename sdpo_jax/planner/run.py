@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import json
-import os
-import pathlib
 
 from sdpo_jax.config import Config
-from sdpo_jax.errors import UserError
+from sdpo_jax.files import check_output, jsonable, write_atomically
 from sdpo_jax.planner import model, report
 from sdpo_jax.planner import plan as planning
 from sdpo_jax.planner.search import SEARCHED, check, search
@@ -48,7 +46,7 @@ def plan(
       output cannot be written.
   """
   if output is not None:
-    _check_output(pathlib.Path(output).absolute())
+    check_output(output)
   check(search_over)
   slice_ = describe(topology)
   policy, source = model.read(config, model_config)
@@ -60,17 +58,7 @@ def plan(
   if search_over:
     found = search(config, policy, slice_, assumptions, search_over, announce)
     show('\n' + report.search(found))
-    numbers['search'] = planning.plain([dataclasses.asdict(result) for result in found])
+    numbers['search'] = jsonable([dataclasses.asdict(result) for result in found])
   if output is not None:
-    pathlib.Path(output).write_text(json.dumps(numbers, indent=2) + '\n', encoding='utf-8')
+    write_atomically(output, json.dumps(numbers, indent=2) + '\n')
   return made
-
-
-def _check_output(file: pathlib.Path) -> None:
-  """Compiling takes minutes; whether its result can be written is better known before."""
-  if not file.parent.is_dir():
-    raise UserError(f'--output={file}: there is no directory {file.parent}.')
-  if file.is_dir():
-    raise UserError(f'--output={file} is a directory: name a file.')
-  if not os.access(file if file.exists() else file.parent, os.W_OK):
-    raise UserError(f'--output={file} may not be written: name another file.')

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 import importlib.util
 import json
-import math
 import sys
 import time
 from typing import Any
@@ -14,7 +13,7 @@ from etils import epath
 
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
-from sdpo_jax.files import is_local, write_atomically
+from sdpo_jax.files import is_local, jsonable, write_atomically
 
 
 class MetricsWriter:
@@ -35,10 +34,7 @@ class MetricsWriter:
 
   def write(self, step: int, values: Mapping[str, Any]) -> None:
     """Appends the numbers of a step; those that are not finite become null (JSON has no NaN)."""
-    line = {'step': step}
-    for key, value in values.items():
-      number = float(value)
-      line[key] = number if math.isfinite(number) else None
+    line = {'step': step} | {key: jsonable(float(value)) for key, value in values.items()}
     self._lines.append(line)
     if is_local(self._path):
       with open(self._path, 'a') as file:

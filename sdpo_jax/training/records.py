@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from sdpo_jax.config import Config
-from sdpo_jax.evaluation.completions import describe, jsonable, numbers, rows_by_source
+from sdpo_jax.evaluation.completions import describe, numbers, rows_by_source
 from sdpo_jax.evaluation.evaluate import Evaluation
-from sdpo_jax.files import write_atomically
+from sdpo_jax.files import jsonable, write_atomically
 from sdpo_jax.objective.importance import mismatch
 from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.teacher.context import TeacherContext
@@ -170,10 +170,5 @@ def write_evaluation(workdir: epath.Path, step: int, evaluation: Evaluation) -> 
   """`eval/<step>.json` with the metrics and every sample."""
   folder = workdir / 'eval'
   folder.mkdir(parents=True, exist_ok=True)
-  content = {'step': step, 'metrics': finite(evaluation.metrics), 'samples': evaluation.samples}
+  content = {'step': step, 'metrics': jsonable(evaluation.metrics), 'samples': evaluation.samples}
   write_atomically(folder / f'{step}.json', json.dumps(content, indent=1, allow_nan=False))
-
-
-def finite(metrics: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float | None]]:
-  """Metrics by data source with null for what is not finite, which JSON does not have."""
-  return {source: {name: jsonable(value) for name, value in found.items()} for source, found in metrics.items()}

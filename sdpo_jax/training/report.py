@@ -7,17 +7,8 @@ import re
 import shlex
 
 from sdpo_jax.evaluation.evaluate import Evaluation
+from sdpo_jax.tables import aligned
 from sdpo_jax.training.loop import Result
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-  """Columns aligned with spaces: the first to the left, the others to the right."""
-  widths = [max(len(line[column]) for line in (header, *rows)) for column in range(len(header))]
-  align = lambda line: '  '.join(
-    cell.ljust(width) if column == 0 else cell.rjust(width)
-    for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-  )
-  return '\n'.join([align(header), '  '.join('─' * width for width in widths), *map(align, rows)])
 
 
 def summary(result: Result, config_path: str, overrides: Sequence[tuple[str, str]] = ()) -> str:
@@ -52,7 +43,7 @@ def summary(result: Result, config_path: str, overrides: Sequence[tuple[str, str
       ]
       for name in names
     ]
-    lines += ['', table(['held-out accuracy', f'step {first}', f'step {last}'], rows)]
+    lines += ['', aligned(['held-out accuracy', f'step {first}', f'step {last}'], rows)]
   command = lambda name, *arguments: '  ' + shlex.join(['python', '-m', f'launch.{name}', *arguments])
   settings = [f'--config.{name}={text}' for name, text in overrides]
   lines += ['', 'Next:']
@@ -103,4 +94,4 @@ def evaluation_table(evaluation: Evaluation, n: int) -> str:
     [task, *(format(metrics[name], style) if name in metrics else '–' for name, style in shown.values())]
     for task, metrics in evaluation.metrics.items()
   ]
-  return table(['held-out', *shown], rows)
+  return aligned(['held-out', *shown], rows)

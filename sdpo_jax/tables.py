@@ -1,0 +1,29 @@
+"""Tables as text: aligned columns, the first to the left and the others to the right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Rows = Sequence[Sequence[str]]
+
+
+def aligned(header: Sequence[str], rows: Rows) -> str:
+  """Return a table whose columns stand between spaces, for a terminal."""
+  widths, [head, *body] = _columns(header, rows)
+  rule = '  '.join('─' * width for width in widths)
+  return '\n'.join(['  '.join(head), rule, *('  '.join(line) for line in body)])
+
+
+def markdown(header: Sequence[str], rows: Rows) -> str:
+  """Return a table in Markdown."""
+  widths, lines = _columns(header, rows)
+  head, *body = [f'| {" | ".join(line)} |' for line in lines]
+  rule = '|' + '|'.join('-' * (width + 1) + (':' if column else '-') for column, width in enumerate(widths)) + '|'
+  return '\n'.join([head, rule, *body])
+
+
+def _columns(header: Sequence[str], rows: Rows) -> tuple[list[int], list[list[str]]]:
+  """Return the widths of the columns, and the cells of all lines padded to them."""
+  widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+  pads = [str.ljust] + [str.rjust] * (len(widths) - 1)
+  return widths, [[pad(*cell) for pad, *cell in zip(pads, line, widths, strict=True)] for line in (header, *rows)]
