@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-LOG_RATIO_BOUND = 20.0  # Log-ratios are clipped to ±20 before the exponential, as everywhere in the reference.
+from sdpo_jax.objective.importance import LOG_RATIO_BOUND
 
 
 def dual_clip_ppo(
