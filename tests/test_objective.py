@@ -1,5 +1,7 @@
 """The pieces of the objective against direct NumPy formulas, and their properties."""
 
+import functools
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import jax
@@ -74,6 +76,18 @@ def test_divergence_gradient_is_by_finite_differences_for_the_student_and_none_f
     slope = (numpy_divergence(s + shift, t, alpha) - numpy_divergence(s - shift, t, alpha)) / (2 * step)
     np.testing.assert_allclose(by_student[k], slope, rtol=1e-6, atol=1e-9)
   assert not np.any(by_teacher)
+
+
+@pytest.mark.parametrize('end', [0.0, 1.0])
+@pytest.mark.parametrize('number', [int, np.float32, np.float64, jnp.float32])
+def test_the_ends_of_alpha_are_exact_whatever_its_type(end, number):
+  """A KL there, and not the limit of the mixtures, which is 0; also under `jit`, for an alpha that it does not trace."""
+  rng = np.random.default_rng(0)
+  student, teacher = log_probs(rng, 5), log_probs(rng, 5)
+  divergence = functools.partial(divergences.divergence, alpha=number(end))
+  for evaluate in (divergence, jax.jit(divergence)):
+    ours = evaluate(jnp.asarray(student, jnp.float32), jnp.asarray(teacher, jnp.float32))
+    np.testing.assert_allclose(ours, numpy_divergence(student, teacher, end), rtol=1e-5)
 
 
 @pytest.mark.parametrize('alpha', [0.0, 0.5, 1.0])

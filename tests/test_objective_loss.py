@@ -442,11 +442,20 @@ def test_forward_only_log_probs_and_entropy():
 
 
 def test_settings_and_arguments_that_contradict_each_other_are_refused():
-  for bad in (dict(alpha=1.5), dict(distillation_topk=0), dict(is_clip=0.0), dict(temperature=0.0), dict(chunk_size=0)):
+  for bad in (
+    dict(alpha=1.5),
+    dict(alpha=np.float32(-0.5)),
+    dict(alpha=jnp.float32(2.0)),
+    dict(distillation_topk=0),
+    dict(is_clip=0.0),
+    dict(temperature=np.float64(0.0)),
+    dict(chunk_size=0),
+  ):
     with pytest.raises(ValueError, match=next(iter(bad))):
       ObjectiveConfig(**bad)
   with pytest.raises(ValueError, match='alpha=1'):
     ObjectiveConfig(full_logit_distillation=False, alpha=0.5)
+  assert ObjectiveConfig(full_logit_distillation=False, alpha=np.float32(1.0)).alpha == 1
   x = arrays(problem(), jnp.float32)
   states = (x['hidden'], x['unembedding'])
   terms = {n: x[n] for n in TERMS}

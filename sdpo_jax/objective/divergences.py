@@ -10,6 +10,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from sdpo_jax.divergence_settings import known_number
+
 TAIL_CLAMP = -1e-7  # Largest log-mass of the support: keeps at least 1e-7 in the tail (core_algos.py:1124-1131).
 
 
@@ -44,17 +46,22 @@ def log_mixture(student_log_probs: jax.Array, teacher_log_probs: jax.Array, alph
   return jnp.logaddexp(student_log_probs + jnp.log1p(-alpha), teacher_log_probs + jnp.log(alpha))
 
 
-def is_endpoint(alpha: float | jax.Array, value: float) -> bool:
-  """Whether `alpha` is known, when tracing, to be exactly `value` (0 or 1); a traced alpha lies between."""
-  return isinstance(alpha, int | float) and alpha == value
+def exact_endpoint(alpha: float | jax.Array) -> float | None:
+  """Return 0.0 or 1.0 where `alpha` is known, when tracing, to be exactly that; None for all others.
+
+  A traced alpha counts as lying between the ends, whatever its value.
+  """
+  known = known_number(alpha)
+  return known if known in (0.0, 1.0) else None
 
 
 def divergence_terms(student: jax.Array, teacher: jax.Array, alpha: float | jax.Array) -> jax.Array:
   """The summands of `divergence`: [...] -> [...]."""
   student, teacher = floored(student), floored(teacher)
-  if is_endpoint(alpha, 0.0):
+  endpoint = exact_endpoint(alpha)
+  if endpoint == 0.0:
     return jnp.exp(teacher) * (teacher - student)
-  if is_endpoint(alpha, 1.0):
+  if endpoint == 1.0:
     return jnp.exp(student) * (student - teacher)
   mixture = log_mixture(student, teacher, alpha)
   return (1.0 - alpha) * jnp.exp(student) * (student - mixture) + alpha * jnp.exp(teacher) * (teacher - mixture)
@@ -68,9 +75,10 @@ def divergence_slopes(student: jax.Array, teacher: jax.Array, alpha: float | jax
   """
   dead = jnp.isneginf(student)
   student, teacher = floored(student), floored(teacher)
-  if is_endpoint(alpha, 0.0):
+  endpoint = exact_endpoint(alpha)
+  if endpoint == 0.0:
     slopes = -jnp.exp(teacher)
-  elif is_endpoint(alpha, 1.0):
+  elif endpoint == 1.0:
     slopes = jnp.exp(student) * (student - teacher + 1.0)
   else:
     slopes = (1.0 - alpha) * jnp.exp(student) * (student - log_mixture(student, teacher, alpha))
@@ -98,6 +106,6 @@ def divergence(student_log_probs: jax.Array, teacher_log_probs: jax.Array, alpha
   (the reference gives NaN), so the result is finite. Source: core_algos.py:1133-1152.
   """
   teacher_log_probs = jax.lax.stop_gradient(teacher_log_probs)
-  if is_endpoint(alpha, 0.0) or is_endpoint(alpha, 1.0):
+  if exact_endpoint(alpha) is not None:
     return divergence_terms(student_log_probs, teacher_log_probs, alpha).sum(-1)
   return _divergence_between(student_log_probs, teacher_log_probs, jnp.asarray(alpha, student_log_probs.dtype))

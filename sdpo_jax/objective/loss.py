@@ -12,6 +12,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from sdpo_jax.config import TOPK_METHODS, Config
+from sdpo_jax.divergence_settings import check_divergence, known_number
 from sdpo_jax.objective import chunked, divergences, importance, policy_gradient, vocabulary
 from sdpo_jax.objective.sharded import Layout, over_devices
 from sdpo_jax.types import TeacherSignal
@@ -43,19 +44,13 @@ class ObjectiveConfig:
   vocab_block: int | None = None  # Vocabulary entries handled at one time within a chunk; None: by the platform.
 
   def __post_init__(self):
-    known = lambda value: isinstance(value, int | float)
-    if known(self.alpha) and not 0 <= self.alpha <= 1:
-      raise ValueError(f'alpha must lie in [0, 1], not {self.alpha}.')
-    if not self.full_logit_distillation and not divergences.is_endpoint(self.alpha, 1.0):
-      raise ValueError('full_logit_distillation=False distils the sampled token, which is reverse KL only: alpha=1.')
-    if self.distillation_topk is not None and self.distillation_topk <= 0:
-      raise ValueError(f'distillation_topk must be positive or None, not {self.distillation_topk}.')
+    check_divergence(self.alpha, self.distillation_topk, self.full_logit_distillation)
     if self.topk_method not in TOPK_METHODS:
       raise ValueError(f'topk_method must be one of {", ".join(TOPK_METHODS)}, not {self.topk_method!r}.')
     for name in ('is_clip', 'temperature', 'chunk_size', 'vocab_block'):
-      value = getattr(self, name)
-      if known(value) and value <= 0:
-        raise ValueError(f'{name} must be positive, not {value}.')
+      value = known_number(getattr(self, name))
+      if value is not None and value <= 0:
+        raise ValueError(f'{name} must be positive, not {getattr(self, name)}.')
 
   @classmethod
   def from_config(cls, config: Config) -> ObjectiveConfig:
@@ -248,10 +243,9 @@ def _split(config: ObjectiveConfig, shard: vocabulary.Shard, layout: Layout | No
     kind = 'sampled'
   else:
     kind = 'full' if config.distillation_topk is None else 'topk'
-  endpoint = next((end for end in (0.0, 1.0) if divergences.is_endpoint(config.alpha, end)), None)
   static = _Static(
     kind,
-    endpoint,
+    divergences.exact_endpoint(config.alpha),
     config.distillation_topk,
     config.distillation_add_tail,
     config.is_clip is not None,

@@ -1,0 +1,46 @@
+"""Checks of the settings that say which divergence is distilled, shared by the configuration and the objective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def known_number(value: Any) -> float | None:
+  """Return `value` as a float, or None if it is None or a number that is known only when the program runs.
+
+  Scalars of Python, NumPy and JAX are known, of whatever real type; those that JAX is tracing are not.
+  """
+  if value is None:
+    return None
+  try:
+    return float(value)
+  except TypeError:  # JAX's ConcretizationTypeError is one; JAX itself need not be imported to say so.
+    return None
+
+
+def check_divergence(
+  alpha: Any, distillation_topk: int | None, full_logit_distillation: bool, prefix: str = ''
+) -> None:
+  """Check the settings of a divergence, so far as they are known when tracing.
+
+  Args:
+    alpha: interpolates between KL(teacher‖student) at 0 and KL(student‖teacher) at 1.
+    distillation_topk: K, the number of the student's most likely tokens that are distilled; None: all.
+    full_logit_distillation: false to distil the sampled token only.
+    prefix: what stands before a setting's name in the sentences, such as `actor.self_distillation.`.
+
+  Raises:
+    ValueError: alpha outside [0, 1], a K that is not positive, or the sampled token with an alpha other than 1.
+  """
+  known_alpha = known_number(alpha)
+  if known_alpha is not None and not 0 <= known_alpha <= 1:
+    raise ValueError(f'{prefix}alpha must lie in [0, 1], not {alpha}.')
+  if distillation_topk is not None and distillation_topk <= 0:
+    raise ValueError(
+      f'{prefix}distillation_topk must be positive or None (the whole vocabulary), not {distillation_topk}.'
+    )
+  if not full_logit_distillation and known_alpha != 1.0:
+    raise ValueError(
+      f'{prefix}full_logit_distillation=False distils the sampled token, which is reverse KL only: '
+      f'set {prefix}alpha=1.0.'
+    )
