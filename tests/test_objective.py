@@ -15,6 +15,8 @@ from sdpo_jax.objective.advantages import grpo_advantages
 from sdpo_jax.objective.aggregation import loss_coefficients
 from sdpo_jax.objective.importance import importance_ratio, mismatch, rollout_is_weights
 from sdpo_jax.objective.policy_gradient import dual_clip_ppo, kl_penalty
+from sdpo_jax.objective.sharded import VocabShard
+from sdpo_jax.objective.top_k import GROUP, top_k, two_stage_top_k
 
 
 def log_probs(rng, *shape):
@@ -133,13 +135,13 @@ def test_top_k_is_exact_and_ranks_equal_entries_by_their_index(vocab, k, levels)
   logits[3] = 1.0
   expected = np.argsort(-logits, axis=1, kind='stable')[:, :k]
   logits = jnp.asarray(logits)
-  found = [vocabulary.top_k(logits, k)]
-  if k * vocabulary.GROUP <= vocab:
-    found.append(vocabulary.two_stage_top_k(logits, k))
-  shard = vocabulary.Shard(vocab)
+  found = [top_k(logits, k)]
+  if k * GROUP <= vocab:
+    found.append(two_stage_top_k(logits, k))
+  shard = VocabShard(vocab)
   block_of = lambda start, size: jax.lax.dynamic_slice_in_dim(logits, start, size, axis=1)
   for block in (vocab, 64, 7):
-    found.append(vocabulary.walk(shard, block_of, 4, vocab, block, jnp.float32, topk=k).top)
+    found.append(vocabulary.scan_vocabulary(shard, block_of, 4, vocab, block, jnp.float32, topk=k).largest)
   for values, ids in found:
     np.testing.assert_array_equal(ids, expected)
     np.testing.assert_array_equal(values, np.take_along_axis(np.asarray(logits), expected, axis=1))
@@ -151,7 +153,7 @@ def test_statistics_of_parts_merge_to_those_of_the_whole():
   logits[3, :40] = -np.inf
   parts = vocabulary.empty_statistics(4, jnp.float32)
   for part in np.split(logits, [3, 17, 41], axis=1):
-    parts = vocabulary.merge(parts, vocabulary.block_statistics(jnp.asarray(part)))
+    parts = vocabulary.merge_statistics(parts, vocabulary.block_statistics(jnp.asarray(part)))
   wide = logits.astype(np.float64)
   shifted = wide - wide.max(1, keepdims=True)
   normaliser = wide.max(1) + np.log(np.exp(shifted).sum(1))

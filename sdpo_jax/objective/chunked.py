@@ -11,7 +11,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from sdpo_jax.objective import divergences, vocabulary
-from sdpo_jax.objective.sharded import Layout, over_devices
+from sdpo_jax.objective.sharded import Layout, VocabShard, over_devices
 
 Tree = Any
 
@@ -98,7 +98,7 @@ def token_log_probs(
   shape = targets.shape
   dtype = vocabulary.logits_dtype(hidden)
   entries = vocab_size or unembedding.shape[0]
-  shard = vocabulary.Shard(entries)
+  shard = VocabShard(entries)
   if layout is not None:
     shard, unembedding = layout.shard(entries), layout.padded(unembedding)
   block = vocab_block or vocabulary.default_block(None if layout is None else layout.platform)
@@ -111,10 +111,12 @@ def token_log_probs(
       hidden, targets = operands
       hidden, targets = shard.gather(jnp.where(valid[:, None], hidden, 0)), shard.gather(targets)
       logits_of = lambda start, size: (
-        vocabulary.project(hidden, vocabulary.take_rows(unembedding, start, size)) / numbers['temperature']
+        vocabulary.project(hidden, vocabulary.take_entries(unembedding, start, size)) / numbers['temperature']
       )
-      view = vocabulary.walk(shard, logits_of, len(targets), unembedding.shape[0], block, dtype, ids=targets[:, None])
-      found = shard.own_total(view.found)[:, 0]
+      view = vocabulary.scan_vocabulary(
+        shard, logits_of, len(targets), unembedding.shape[0], block, dtype, ids=targets[:, None]
+      )
+      found = shard.own_total(view.gathered)[:, 0]
       log_probs = divergences.floored(found - shard.own(view.statistics.log_normaliser))
       return carry, (log_probs, shard.own(view.statistics.entropy))
 
@@ -133,7 +135,7 @@ def token_log_probs(
     lax.stop_gradient(unembedding),
     ({'temperature': jnp.asarray(temperature, dtype)}, {'data': data, 'matrices': {}}),
   )
-  whole = functools.partial(tokens_of, vocabulary.Shard(entries), ())
+  whole = functools.partial(tokens_of, VocabShard(entries), ())
   if layout is None:
     _, aux, _ = whole(*arguments)
   else:

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from sdpo_jax.config import TOPK_METHODS, Config
 from sdpo_jax.divergence_settings import check_divergence, known_number
 from sdpo_jax.objective import chunked, divergences, importance, policy_gradient, vocabulary
-from sdpo_jax.objective.sharded import Layout, over_devices
+from sdpo_jax.objective.sharded import Layout, VocabShard, over_devices
+from sdpo_jax.objective.top_k import top_k
 from sdpo_jax.types import TeacherSignal
 
 Aux = dict[str, jax.Array]
@@ -39,7 +40,7 @@ class ObjectiveConfig:
   clip_ratio_low: float = 0.2
   clip_ratio_high: float = 0.28
   clip_ratio_c: float = 3.0
-  topk_method: str = 'exact'  # Or 'approx': `vocabulary.top_k`.
+  topk_method: str = 'exact'  # Or 'approx': `top_k.top_k`.
   chunk_size: int = 1024  # Tokens of a device whose logits exist at one time.
   vocab_block: int | None = None  # Vocabulary entries handled at one time within a chunk; None: by the platform.
 
@@ -143,7 +144,7 @@ def objective(
   rows = student_unembedding.shape[0]
   if vocab_size is not None and not 0 < vocab_size <= rows:
     raise ValueError(f'vocab_size={vocab_size} is not among the {rows} rows of the unembedding.')
-  shard = vocabulary.Shard(vocab_size or rows)
+  shard = VocabShard(vocab_size or rows)
   if layout is not None:
     shard, student_unembedding = layout.shard(vocab_size or rows), layout.padded(student_unembedding)
     pad = lambda value: layout.padded(value) if value.ndim == 2 else value
@@ -181,7 +182,7 @@ def objective_from_logits(
     teacher, targets, mask, distill_coef, policy_coef, entropy_coef, old_log_probs, advantages, support
   )
   data = operands['data']
-  static, numbers = _split(config, vocabulary.Shard(student_logits.shape[-1]), None)
+  static, numbers = _split(config, VocabShard(student_logits.shape[-1]), None)
   active = data['mask'] != 0
   prepare = lambda logits: jnp.where(active[:, None], logits.reshape(-1, logits.shape[-1]), 0).astype(
     vocabulary.logits_dtype(logits)
@@ -234,11 +235,11 @@ class _Static:
   topk_method: str
   chunk_size: int
   vocab_block: int
-  shard: vocabulary.Shard
+  shard: VocabShard
   layout: Layout | None
 
 
-def _split(config: ObjectiveConfig, shard: vocabulary.Shard, layout: Layout | None) -> tuple[_Static, dict[str, Any]]:
+def _split(config: ObjectiveConfig, shard: VocabShard, layout: Layout | None) -> tuple[_Static, dict[str, Any]]:
   if not config.full_logit_distillation:
     kind = 'sampled'
   else:
@@ -431,18 +432,20 @@ def _teacher_view(static: _Static, numbers, matrices, data, ids, dtype, valid):
   mix_hidden = shard.gather(jnp.where(valid[:, None], data['mix_hidden'], 0)) if 'mix_hidden' in data else None
 
   def logits_of(start, size):
-    logits = vocabulary.project(hidden, vocabulary.take_rows(matrices['teacher_unembedding'], start, size))
+    logits = vocabulary.project(hidden, vocabulary.take_entries(matrices['teacher_unembedding'], start, size))
     logits = logits.astype(dtype)
     if mix_hidden is not None:
-      mix = vocabulary.project(mix_hidden, vocabulary.take_rows(matrices['mix_unembedding'], start, size))
+      mix = vocabulary.project(mix_hidden, vocabulary.take_entries(matrices['mix_unembedding'], start, size))
       logits = _lerp(logits, mix.astype(dtype), matrices['mix_rate'].astype(dtype))
     return logits / numbers['temperature']
 
   rows = matrices['teacher_unembedding'].shape[0]
   dense = static.kind == 'full'
-  view = vocabulary.walk(shard, logits_of, len(ids), rows, static.vocab_block, dtype, ids=ids, keep=dense)
+  view = vocabulary.scan_vocabulary(
+    shard, logits_of, len(ids), rows, static.vocab_block, dtype, ids=ids, keep_logits=dense
+  )
   log_normaliser, maximum = shard.own(view.statistics.log_normaliser), shard.own(view.statistics.maximum)
-  found = shard.own_total(view.found)
+  found = shard.own_total(view.gathered)
   given = {
     'teacher_log_prob': divergences.floored(found[:, -1] - log_normaliser),
     'teacher_entropy': shard.own(view.statistics.entropy),
@@ -487,7 +490,7 @@ def _chunk(static, numbers, matrices, unembedding, wants, accumulator, hidden, d
   hidden = shard.gather(jnp.where(valid[:, None], hidden, 0))
   tokens = hidden.shape[0]
   logits_of = lambda start, size: (
-    vocabulary.project(hidden, vocabulary.take_rows(unembedding, start, size)) / temperature
+    vocabulary.project(hidden, vocabulary.take_entries(unembedding, start, size)) / temperature
   )
   external, has_teacher = 'token_ids' in data, 'distill_coef' in data
   dense = has_teacher and not external and static.kind == 'full'
@@ -499,28 +502,28 @@ def _chunk(static, numbers, matrices, unembedding, wants, accumulator, hidden, d
   if has_teacher and not chosen and static.kind != 'sampled' and not dense:
     ids = jnp.concatenate([data['token_ids'] if external else data['support'], ids], axis=1)
   keep = dense or (any(wants) and (wants[1] or 'entropy_coef' in data or vocabulary.blocks(rows, block)[0] == 1))
-  view = vocabulary.walk(
+  view = vocabulary.scan_vocabulary(
     shard,
     logits_of,
     tokens,
     rows,
     block,
     dtype,
-    ids=shard.gather(jnp.clip(ids, 0, shard.entries - 1)),
-    keep=keep,
-    topk=min(static.topk, shard.entries) if chosen else None,
-    method=static.topk_method,
-    average=unembedding if wants[0] and not keep else None,
+    ids=shard.gather(jnp.clip(ids, 0, shard.vocab_size - 1)),
+    keep_logits=keep,
+    topk=min(static.topk, shard.vocab_size) if chosen else None,
+    topk_method=static.topk_method,
+    averaged=unembedding if wants[0] and not keep else None,
   )
   log_normaliser, entropy = view.statistics.log_normaliser, view.statistics.entropy
   own_normaliser = shard.own(log_normaliser)[:, None]
-  found = shard.own_total(view.found)
+  found = shard.own_total(view.gathered)
   target_log_prob = found[:, -1] - own_normaliser[:, 0]
   small = {'log_prob': divergences.floored(target_log_prob), 'entropy': shard.own(entropy)}
   if chosen:
-    values, places = (shard.candidates(part) for part in view.top)
+    values, places = (shard.candidates(part) for part in view.largest)
     if shard.axis is not None:
-      values, order = vocabulary.top_k(values, min(static.topk, shard.entries))
+      values, order = top_k(values, min(static.topk, shard.vocab_size))
       places = jnp.take_along_axis(places, order, axis=1)
     small['support'] = values - own_normaliser
     ids = jnp.concatenate([places, ids], axis=1)
@@ -564,7 +567,7 @@ def _chunk(static, numbers, matrices, unembedding, wants, accumulator, hidden, d
   ids = everyones_ids - shard.offset(rows)
   factor = what.sum(-1)
   if not keep:
-    by_hidden = vocabulary.weighted_rows(unembedding, ids, what) - factor[:, None] * view.mean_row
+    by_hidden = vocabulary.weighted_entries(unembedding, ids, what) - factor[:, None] * view.mean_entry
     return loss, aux, shard.own_total(by_hidden / temperature), accumulator
   if dense:
     divergence_slope = shard.gather(slope['divergence'])
@@ -594,7 +597,7 @@ def _run(static: _Static, wants: tuple[bool, bool], hidden, unembedding, operand
   if static.layout is None:
     loss, aux, gradients = run(hidden, unembedding, operands)
   else:
-    alone = dataclasses.replace(static, shard=vocabulary.Shard(static.shard.entries), layout=None)
+    alone = dataclasses.replace(static, shard=VocabShard(static.shard.vocab_size), layout=None)
     whole = functools.partial(_run_here, alone, wants)
     loss, aux, gradients = over_devices(static.layout, static.shard, run, whole, hidden, unembedding, operands)
   by_unembedding = None if gradients[1] is None else gradients[1].astype(unembedding.dtype)

@@ -1,20 +1,74 @@
-"""The objective on a device mesh: rows of a batch over all devices, the vocabulary over those of one axis."""
+"""The objective on a device mesh: rows of a batch over all devices, the vocabulary over those of one axis.
+
+A row is one of the batch; an entry is one of the vocabulary, a row of the unembedding.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 import dataclasses
 import math
-from typing import Any
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from sdpo_jax.objective.vocabulary import Shard
+from sdpo_jax.types import Tree
 
-Tree = Any
+
+@dataclasses.dataclass(frozen=True)
+class VocabShard:
+  """How the vocabulary is split: over `parts` devices along mesh axis `axis`, in order, R entries each.
+
+  Entries from `vocab_size` on, at the end of the last devices, are padding. In a group of devices that differ only in
+  `axis` each owns c tokens of a chunk of C = parts·c, and each computes its part of the vocabulary for all C. Without
+  an axis all methods return their argument as it is.
+  """
+
+  vocab_size: int  # V.
+  axis: str | None = None
+  parts: int = 1
+
+  def offset(self, entries: int) -> jax.Array | int:
+    """Return the index in the vocabulary of this device's first entry, where each device has R."""
+    return 0 if self.axis is None else lax.axis_index(self.axis) * entries
+
+  def limit(self, entries: int) -> jax.Array | None:
+    """Return how many of this device's R entries are no padding, []; None if all are on every device."""
+    if entries * self.parts == self.vocab_size:
+      return None
+    return jnp.clip(self.vocab_size - self.offset(entries), 0, entries)
+
+  def gather(self, own: jax.Array) -> jax.Array:
+    """Return the group's tokens [C, …] from each device's own [c, …]."""
+    return own if self.axis is None else lax.all_gather(own, self.axis, tiled=True)
+
+  def own(self, everyone: jax.Array) -> jax.Array:
+    """Return this device's own tokens [c, …] of the group's [C, …]."""
+    if self.axis is None:
+      return everyone
+    count = everyone.shape[0] // self.parts
+    return lax.dynamic_slice_in_dim(everyone, lax.axis_index(self.axis) * count, count)
+
+  def total(self, part: jax.Array) -> jax.Array:
+    """Return the sum over the parts of the vocabulary."""
+    return part if self.axis is None else lax.psum(part, self.axis)
+
+  def own_total(self, part: jax.Array) -> jax.Array:
+    """Return the sum over the parts of the vocabulary [C, …] for this device's own tokens [c, …]."""
+    if self.axis is None:
+      return part
+    # Untiled: on large slices the TPU compiler makes an all-reduce and a slice of a tiled one.
+    return lax.psum_scatter(part.reshape(self.parts, -1, *part.shape[1:]), self.axis, scatter_dimension=0)
+
+  def candidates(self, part: jax.Array) -> jax.Array:
+    """Return [c, parts·K] of all parts, in their order, for own tokens, from [C, K] of each part."""
+    if self.axis is None:
+      return part
+    parts = part.reshape(self.parts, -1, part.shape[1])
+    parts = lax.all_to_all(parts, self.axis, split_axis=0, concat_axis=0)
+    return parts.transpose(1, 0, 2).reshape(parts.shape[1], -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +76,7 @@ class Layout:
   """Where the objective's arguments lie.
 
   The B rows of a batch are split over `batch_axes`, which B must be a multiple of. Unembeddings [R, D] are split over
-  `vocab_axis`, one of them, by their rows; a further split of D is gathered. None: every device needs them whole.
+  `vocab_axis`, one of them, by their entries; a further split of D is gathered. None: every device needs them whole.
   """
 
   mesh: Mesh
@@ -30,30 +84,33 @@ class Layout:
   vocab_axis: str | None = None
 
   @property
-  def rows(self) -> PartitionSpec:
-    """Of arrays with a leading axis of tokens."""
+  def token_spec(self) -> PartitionSpec:
+    """The split of arrays with a leading axis of tokens."""
     return PartitionSpec(self.batch_axes)
 
   @property
   def platform(self) -> str:
+    """The kind of the mesh's devices, such as 'tpu'."""
     return self.mesh.devices.flat[0].platform
 
   @property
   def parts(self) -> int:
-    """Into how many the vocabulary is split."""
+    """Number of parts into which the vocabulary is split."""
     return 1 if self.vocab_axis is None else self.mesh.shape[self.vocab_axis]
 
-  def shard(self, entries: int) -> Shard:
-    """Of unembeddings whose first `entries` rows are tokens."""
-    return Shard(entries) if self.parts == 1 else Shard(entries, self.vocab_axis, self.parts)
+  def shard(self, vocab_size: int) -> VocabShard:
+    """Return the split of unembeddings of which the first `vocab_size` entries are tokens."""
+    return VocabShard(vocab_size) if self.parts == 1 else VocabShard(vocab_size, self.vocab_axis, self.parts)
 
   def padded(self, unembedding: jax.Array) -> jax.Array:
-    """[R, D] with rows of zeros up to a multiple of the parts: a copy, which padded parameters save."""
+    """Return [R, D] with zeros up to a multiple of the parts: a copy, which padded parameters save."""
     missing = -unembedding.shape[0] % self.parts
     return jnp.pad(unembedding, ((0, missing), (0, 0))) if missing else unembedding
 
 
-def over_devices(layout: Layout, shard: Shard, local: Callable, whole: Callable, hidden, unembedding, operands) -> Tree:
+def over_devices(
+  layout: Layout, shard: VocabShard, local: Callable, whole: Callable, hidden, unembedding, operands
+) -> Tree:
   """Runs `local` on every device with its own tokens and its own part of the vocabulary.
 
   Left to the automatic partitioner, the objective is correct but every device computes every token, since which tokens
@@ -76,19 +133,22 @@ def over_devices(layout: Layout, shard: Shard, local: Callable, whole: Callable,
   of_vocabulary, everywhere = PartitionSpec(shard.axis), PartitionSpec()
   by_rank = lambda value: of_vocabulary if jnp.ndim(value) == 2 else everywhere
   specs = (
-    layout.rows,
+    layout.token_spec,
     of_vocabulary,
     (
       jax.tree.map(lambda _: everywhere, numbers),
-      {'data': jax.tree.map(lambda _: layout.rows, tree['data']), 'matrices': jax.tree.map(by_rank, tree['matrices'])},
+      {
+        'data': jax.tree.map(lambda _: layout.token_spec, tree['data']),
+        'matrices': jax.tree.map(by_rank, tree['matrices']),
+      },
     ),
   )
   others = tuple(axis for axis in layout.batch_axes if axis != shard.axis)
   spread = _spread_axis(layout, others, unembedding.shape[1])
-  by_token = lambda value: layout.rows if value.ndim else everywhere
+  by_token = lambda value: layout.token_spec if value.ndim else everywhere
   _, aux, (by_hidden, by_unembedding) = jax.eval_shape(whole, hidden, unembedding, operands)
   gradient_specs = (
-    None if by_hidden is None else layout.rows,
+    None if by_hidden is None else layout.token_spec,
     None if by_unembedding is None else PartitionSpec(shard.axis, spread),
   )
 

@@ -1,0 +1,117 @@
+"""The largest logits of each token: of logits that are kept, or of blocks of them as they come by.
+
+C tokens, W logits of each, K wanted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+GROUP = 32  # Entries per group of the two-stage top-K.
+SPAN = 16384  # Entries of which the top K is taken at once where logits are not kept, about.
+APPROXIMATE_RECALL = 0.95  # Expected share of the top K that `approx` finds on a TPU.
+
+Largest = tuple[jax.Array, jax.Array]  # [C, K] the largest values and where they stand, int32.
+
+
+def top_k(values: jax.Array, k: int, method: str = 'exact') -> Largest:
+  """Return the K largest of each token's values [C, W] and their indices, equal ones in the order of their indices.
+
+  'approx' is `lax.approx_max_k`: on a TPU it finds `APPROXIMATE_RECALL` of them in expectation, elsewhere all.
+  """
+  if method == 'approx':
+    return lax.approx_max_k(values, k, recall_target=APPROXIMATE_RECALL)
+  if values.shape[1] < 4096 or values.shape[1] < 4 * k * GROUP:
+    return lax.top_k(values, k)
+  # On a CPU the cost is k·log k comparisons per token, on accelerators k passes over what is chosen from.
+  return lax.platform_dependent(
+    values, cpu=lambda values: tuple(lax.top_k(values, k)), default=lambda values: two_stage_top_k(values, k)
+  )
+
+
+def two_stage_top_k(values: jax.Array, k: int) -> Largest:
+  """Return `top_k` of values [C, W], taken from the K groups of neighbours with the largest maxima.
+
+  These groups hold the K largest: for an entry of another group there are K groups whose maximum is larger, or equal
+  and, groups being in order, of a smaller index.
+  """
+  tokens, width = values.shape
+  padded = jnp.pad(values, ((0, 0), (0, -width % GROUP)), constant_values=-jnp.inf)
+  groups = padded.reshape(tokens, -1, GROUP)
+  best = jnp.sort(lax.top_k(groups.max(-1), k)[1], axis=-1)
+  candidates = jnp.take_along_axis(groups, best[:, :, None], axis=1).reshape(tokens, k * GROUP)
+  largest, order = lax.top_k(candidates, k)
+  return largest, jnp.take_along_axis(best, order // GROUP, axis=1) * GROUP + order % GROUP
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockwiseTopK:
+  """The top K of logits that come in blocks and are not kept.
+
+  Blocks are collected in a span, behind the K largest of the blocks before it, in the order of their entries; a full
+  span, and the last one, is replaced by its K largest. The state is (the largest so far, the span).
+  """
+
+  k: int
+  entries: int  # R, over all blocks.
+  count: int  # Number of blocks.
+  size: int  # Entries of a block; the last block starts earlier where `count` · `size` exceeds `entries`.
+  method: str  # As in `top_k`.
+
+  @property
+  def blocks_per_span(self) -> int:
+    most = max(1, min(self.count, max(SPAN, self.k) // self.size))
+    # A divisor of the number of blocks, if there is one nearby: then all spans are full.
+    return next((n for n in range(most, most // 2, -1) if self.count % n == 0), most)
+
+  def start(self, tokens: int, dtype: jnp.dtype) -> tuple[Largest, jax.Array]:
+    """Return the state before the first block, for C tokens."""
+    largest = jnp.full((tokens, self.k), -jnp.inf, dtype), jnp.zeros((tokens, self.k), jnp.int32)
+    return largest, jnp.zeros((tokens, self.k + self.blocks_per_span * self.size), dtype)
+
+  def add(
+    self, state: tuple[Largest, jax.Array], index: jax.Array | int, logits: jax.Array, fresh: jax.Array | None
+  ) -> tuple[Largest, jax.Array]:
+    """Return the state after block number `index`.
+
+    Args:
+      state: before it.
+      index: [] int32, from 0.
+      logits: [C, size].
+      fresh: [size] bool, false for entries that do not count; None: all count.
+    """
+    largest, span = state
+    slot = index % self.blocks_per_span
+    # Entries that count stay above the places that hold none, even where they are −inf.
+    reachable = jnp.maximum(logits, float(jnp.finfo(logits.dtype).min))
+    if fresh is not None:
+      reachable = jnp.where(fresh[None, :], reachable, -jnp.inf)
+    span = lax.dynamic_update_slice_in_dim(span, largest[0], 0, axis=1)
+    span = lax.dynamic_update_slice_in_dim(span, reachable, self.k + slot * self.size, axis=1)
+
+    def largest_of_span(largest: Largest, span: jax.Array) -> Largest:
+      filled = None if self.count % self.blocks_per_span == 0 else slot + 1
+      return self._largest(largest[1], span, index - slot, filled)
+
+    if self.blocks_per_span == 1:
+      return largest_of_span(largest, span), span
+    due = (slot == self.blocks_per_span - 1) | (index == self.count - 1)
+    return lax.cond(due, largest_of_span, lambda largest, _: largest, largest, span), span
+
+  def _largest(self, earlier: jax.Array, span: jax.Array, first: jax.Array, filled: jax.Array | None) -> Largest:
+    """Return the K largest of a span [C, K + blocks·size] and their entries.
+
+    It begins with the K largest so far, which stand at the entries `earlier` [C, K]; then come blocks, the first of
+    them number `first`. Only `filled` of them hold anything; None: all.
+    """
+    k, size = self.k, self.size
+    if filled is not None:
+      span = jnp.where(jnp.arange(span.shape[1])[None, :] < k + filled * size, span, -jnp.inf)
+    values, order = top_k(span, k, self.method)
+    block, lane = jnp.maximum(order - k, 0) // size, jnp.maximum(order - k, 0) % size
+    entries = jnp.minimum((first + block) * size, self.entries - size) + lane
+    return values, jnp.where(order < k, jnp.take_along_axis(earlier, jnp.minimum(order, k - 1), axis=1), entries)
