@@ -16,8 +16,8 @@ import numpy as np
 
 from models import cache as kv_cache
 from models import parameters
-from models.attention import backend as backends
-from models.attention import dispatch as attention
+from models.attention import dispatch
+from models.attention.backend import AttentionBackend, choose_backend, distinct_windows
 from sdpo_jax.distributed.mesh import gathered_by_layer
 from sdpo_jax.errors import UserError
 
@@ -404,7 +404,7 @@ class Decoder(nnx.Module):
     cache: kv_cache.KVCache | None,
     parents: jax.Array | None,
     remat: str,
-    lowering: backends.Lowering,
+    backend: AttentionBackend,
   ) -> tuple[jax.Array, kv_cache.KVCache | None]:
     """Final hidden states [B, S, D] and the updated cache; arguments as in `Qwen3Policy.apply`."""
     config = self.config
@@ -416,19 +416,19 @@ class Decoder(nnx.Module):
       into = cache if whole else cache.recent
       slot, store = jnp.zeros((), jnp.int32) if whole else into.length, into.stores
     if whole:
-      mix = self._whole(lowering, segment_ids, parents, sampling=cache is not None)
+      mix = self._whole(backend, segment_ids, parents, sampling=cache is not None)
     else:
-      mix_as = self._onto_stacks if lowering.stacked_cache else self._onto
-      mix = mix_as(lowering, positions, segment_ids, cache)
-    rows, _ = lowering.axes(tokens.shape[0], config.kv_heads, sampling=cache is not None)
+      mix_as = self._onto_stacks if backend.stacked_cache else self._onto
+      mix = mix_as(backend, positions, segment_ids, cache)
+    rows, _ = backend.axes(tokens.shape[0], config.kv_heads, sampling=cache is not None)
 
     def layer(block, x, store, index):
       def mix_and_store(query, key, value):
         updated = None if store is None else kv_cache.append_layer(store, key, value, index, slot)
         return mix(query, key, value, updated, index), updated
 
-      x, store = block(lowering.constrain(x, rows, None, None), matrices, lowering.halves, mix_and_store)
-      return lowering.constrain(x, rows, None, None), store
+      x, store = block(backend.constrain(x, rows, None, None), matrices, backend.halves, mix_and_store)
+      return backend.constrain(x, rows, None, None), store
 
     x = jnp.take(self.embedding[...], tokens, axis=0)
     if isinstance(self.layers, nnx.List):
@@ -448,33 +448,33 @@ class Decoder(nnx.Module):
 
   # What follows returns mix(query, key, value, stores of this call, layer) -> [B, S, H, head_dim].
 
-  def _whole(self, lowering, segment_ids, parents, sampling):
+  def _whole(self, backend, segment_ids, parents, sampling):
     """Attention of whole sequences to themselves."""
-    starts = attention.segment_starts(segment_ids)
-    windows = backends.distinct(self.config.windows)
-    kinds = jnp.asarray([windows.index(window) for window in self.config.windows or (0,) * self.config.layers])
-    return lambda query, key, value, store, layer: attention.attend_whole(
-      lowering,
+    starts = dispatch.segment_starts(segment_ids)
+    windows = distinct_windows(self.config.windows)
+    indices = jnp.asarray([windows.index(window) for window in self.config.windows or (0,) * self.config.layers])
+    return lambda query, key, value, store, layer: dispatch.attend_whole(
+      backend,
       query,
       key,
       value,
       segment_ids,
       starts,
       windows=windows,
-      kind=kinds.astype(jnp.int32)[layer],
+      window_index=indices.astype(jnp.int32)[layer],
       sampling=sampling,
       parents=parents,
     )
 
-  def _onto(self, lowering, positions, segment_ids, cache):
+  def _onto(self, backend, positions, segment_ids, cache):
     """Attention to all that the cache holds, by the plain formula."""
-    del lowering
+    del backend
     keys = [
-      attention.in_slots(start, filled, kv_cache.slots(part))
+      dispatch.in_slots(start, filled, kv_cache.slots(part))
       for part, (start, filled) in zip((cache, cache.recent), self._held(segment_ids, cache), strict=True)
     ]
     queries = positions, (segment_ids > 0).astype(jnp.int32)
-    visible = lambda window: [attention.visible(*queries, *part, window) for part in keys]
+    visible = lambda window: [dispatch.visible(*queries, *part, window) for part in keys]
     everything = visible(None)
 
     def mix(query, key, value, store, layer):
@@ -486,11 +486,11 @@ class Decoder(nnx.Module):
       parts = [
         (kv_cache.layer_of(stores, layer), mask) for stores, mask in zip((cache.stores, store), masks, strict=True)
       ]
-      return attention.attend(query, *parts)
+      return dispatch.attend(query, *parts)
 
     return mix
 
-  def _onto_stacks(self, lowering, positions, segment_ids, cache):
+  def _onto_stacks(self, backend, positions, segment_ids, cache):
     """Attention to all that the cache holds, by the kernel that reads the stacks in place."""
     windows = jnp.asarray(self.config.windows or (0,) * self.config.layers, jnp.int32)
     held, behind = self._held(segment_ids, cache)
@@ -498,7 +498,7 @@ class Decoder(nnx.Module):
     def mix(query, key, value, store, layer):
       del key, value
       parts = [(cache.stores, *held), (store, *behind)]
-      return attention.attend_stacks(lowering, query, positions, parts, layer, windows[layer])
+      return dispatch.attend_stacks(backend, query, positions, parts, layer, windows[layer])
 
     return mix
 
@@ -521,7 +521,7 @@ def _remat(layer: Callable, policy: str) -> Callable:
     return layer
   saved = {
     'full': None,
-    'save_attention': jax.checkpoint_policies.save_only_these_names(attention.RESIDUALS),
+    'save_attention': jax.checkpoint_policies.save_only_these_names(dispatch.RESIDUALS),
     'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
   }[policy]
   # Inside a scan the loop itself keeps the compiler from merging the recomputation with the forward pass.
@@ -549,7 +549,7 @@ class Qwen3Policy:
   config: Qwen3Config
   dtype: Literal['float32', 'bfloat16'] = 'bfloat16'
   remat: Literal['none', 'full', 'save_attention', 'dots'] = 'full'
-  lowering: backends.Lowering = backends.Lowering()
+  backend: AttentionBackend = AttentionBackend()
 
   @property
   def vocab_size(self) -> int:
@@ -557,7 +557,7 @@ class Qwen3Policy:
 
   @property
   def reads_filled(self) -> bool:
-    return self.lowering.stacked_cache
+    return self.backend.stacked_cache
 
   @property
   def shares_prefixes(self) -> bool:
@@ -569,8 +569,8 @@ class Qwen3Policy:
     Raises:
       UserError: the devices or the dtype do not allow them.
     """
-    lowering = backends.choose(attention_setting, self.dtype, self.config.head_dim, mesh)
-    return dataclasses.replace(self, lowering=lowering)
+    backend = choose_backend(attention_setting, self.dtype, self.config.head_dim, mesh)
+    return dataclasses.replace(self, backend=backend)
 
   def parameter_table(self) -> parameters.Table:
     """Shape, dtype, logical axes, initialiser and Hugging Face layout of every parameter."""
@@ -589,7 +589,7 @@ class Qwen3Policy:
     if self.config.layers > kv_cache.SHALLOW:
       return params
     layers = {i: jax.tree.map(lambda leaf, i=i: leaf[i], params['layers']) for i in range(self.config.layers)}
-    turned = {} if self.lowering.divided else {TURNED: params['embedding' if self.config.tied else 'unembedding'].T}
+    turned = {} if self.backend.divided else {TURNED: params['embedding' if self.config.tied else 'unembedding'].T}
     return params | {'layers': layers} | turned
 
   def apply(
@@ -613,12 +613,12 @@ class Qwen3Policy:
       params = self._ready_to_gather(self._in_compute_dtype(params), tokens.shape[0])
     turned = params.pop(TURNED, None)
     decoder = nnx.merge(_graph(self.config, _is_unrolled(params)), params)
-    hidden, cache = decoder(tokens, positions, segment_ids, cache, parents, self.remat, self.lowering)
+    hidden, cache = decoder(tokens, positions, segment_ids, cache, parents, self.remat, self.backend)
     return hidden, decoder.output_matrix() if turned is None else turned.T, cache
 
   def init_cache(self, batch_size: int, length: int, quantized: bool = False) -> kv_cache.KVCache:
     """An empty cache of `length` slots for each of `batch_size` rows, in compute dtype or (`quantized`) int8."""
-    stacked = self.lowering.stacked_cache or self.config.layers > kv_cache.SHALLOW
+    stacked = self.backend.stacked_cache or self.config.layers > kv_cache.SHALLOW
     return self._empty(batch_size, length, jnp.int8 if quantized else jnp.dtype(self.dtype), stacked)
 
   def with_recent(self, cache: kv_cache.KVCache, length: int) -> kv_cache.KVCache:
@@ -633,14 +633,14 @@ class Qwen3Policy:
     empty = kv_cache.init(config.layers, rows, config.kv_heads, length, config.head_dim, dtype, stacked=stacked)
     if not stacked:
       return empty
-    rows, heads = self.lowering.axes(rows, config.kv_heads, sampling=True)
-    place = lambda stack: self.lowering.constrain(stack, None, rows, heads, None, None)
+    rows, heads = self.backend.axes(rows, config.kv_heads, sampling=True)
+    place = lambda stack: self.backend.constrain(stack, None, rows, heads, None, None)
     return empty.replace(stores=jax.tree.map(place, empty.stores))
 
   def _ready_to_gather(self, params: Tree, rows: int) -> Tree:
     """Stacked matrices placed as the layer loop of `rows` rows gathers them, where these are spread over the mesh."""
-    mesh = self.lowering.mesh
-    if not self.lowering.divided or rows % mesh.size:
+    mesh = self.backend.mesh
+    if not self.backend.divided or rows % mesh.size:
       return params
 
     def place(parameter: parameters.Parameter, leaf: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Every lowering of attention against the plain formula in float64, forward and backward; kernels run interpreted."""
+"""Every backend of attention against the plain formula in float64, forward and backward; kernels run interpreted."""
 
 import dataclasses
 import functools
@@ -11,9 +11,8 @@ import pytest
 
 from models import cache as kv_cache
 from models import huggingface
-from models.attention import decode_kernel
-from models.attention import dispatch as attention
-from models.attention.backend import Lowering, choose, distinct
+from models.attention import decode_kernel, dispatch
+from models.attention.backend import AttentionBackend, choose_backend, distinct_windows
 from models.cache import SHALLOW, Stores, quantize
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh
@@ -43,12 +42,12 @@ for row, child, parent in ((0, 2, 1), (0, 3, 1), (0, 5, 1), (3, 2, 1), (3, 3, 1)
   PARENTS[row][FAMILIES[row] == child] = parent
 SINGLE = np.stack([np.repeat([1, 0], [n, 40 - n]) for n in (33, 40, 1, 0)]).astype(np.int32)
 XLA = {
-  'one tile': Lowering(tile_bytes=2**30),
-  'several rows a tile': Lowering(tile_bytes=2 * HEADS * 40 * 40 * 4),
-  'chunks of queries': Lowering(tile_bytes=HEADS * 40 * 10 * 4),
-  'chunks that do not divide the sequence': Lowering(tile_bytes=HEADS * 40 * 16 * 4),
+  'one tile': AttentionBackend(tile_bytes=2**30),
+  'several rows a tile': AttentionBackend(tile_bytes=2 * HEADS * 40 * 40 * 4),
+  'chunks of queries': AttentionBackend(tile_bytes=HEADS * 40 * 10 * 4),
+  'chunks that do not divide the sequence': AttentionBackend(tile_bytes=HEADS * 40 * 16 * 4),
 }
-KERNELS = {'splash': Lowering('splash', interpret=True), 'cudnn': Lowering('cudnn', interpret=True)}
+KERNELS = {'splash': AttentionBackend('splash', interpret=True), 'cudnn': AttentionBackend('cudnn', interpret=True)}
 
 
 def tensors(rows, length, seed=0, heads=HEADS, kv_heads=KV_HEADS):
@@ -75,15 +74,17 @@ def plain(query, key, value, segment_ids, window, parents=None):
 def masked_formula(query, key, value, segment_ids, window, parents=None):
   """The same, differentiable."""
   positions = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape)
-  mask = attention.visible(positions, segment_ids, positions, segment_ids, window or None)
+  mask = dispatch.visible(positions, segment_ids, positions, segment_ids, window or None)
   if parents is not None:
-    mask |= attention.visible(positions, parents, positions, segment_ids)
-  return attention.attend(query, (Stores(key.swapaxes(1, 2), value.swapaxes(1, 2)), mask))
+    mask |= dispatch.visible(positions, parents, positions, segment_ids)
+  return dispatch.attend(query, (Stores(key.swapaxes(1, 2), value.swapaxes(1, 2)), mask))
 
 
-def whole(lowering, query, key, value, segment_ids, windows=(0,), kind=0, **options):
-  starts = attention.segment_starts(segment_ids)
-  return attention.attend_whole(lowering, query, key, value, segment_ids, starts, windows=windows, kind=kind, **options)
+def whole(backend, query, key, value, segment_ids, windows=(0,), window_index=0, **options):
+  starts = dispatch.segment_starts(segment_ids)
+  return dispatch.attend_whole(
+    backend, query, key, value, segment_ids, starts, windows=windows, window_index=window_index, **options
+  )
 
 
 def with_gradients(function, real, *arrays):
@@ -103,11 +104,11 @@ def with_gradients(function, real, *arrays):
 @pytest.mark.parametrize('window', [0, 6])
 @pytest.mark.parametrize('name', [*XLA, *KERNELS])
 def test_every_lowering_is_the_plain_formula(name, window, segments):
-  lowering = {**XLA, **KERNELS}[name]
+  backend = {**XLA, **KERNELS}[name]
   arrays = tensors(*segments.shape)
   real = segments > 0
   windows = (0, window) if window else (0,)
-  run = lambda *arrays: whole(lowering, *arrays, segments, windows, len(windows) - 1)
+  run = lambda *arrays: whole(backend, *arrays, segments, windows, len(windows) - 1)
   ours = with_gradients(run, real, *arrays)
   np.testing.assert_allclose(ours[0], plain(*arrays, segments, window), atol=2e-6)
   expected = with_gradients(lambda *arrays: masked_formula(*arrays, segments, window), real, *arrays)
@@ -118,15 +119,15 @@ def test_every_lowering_is_the_plain_formula(name, window, segments):
 @pytest.mark.parametrize('mesh', [None, (4, 1)], ids=['one device', 'four devices'])
 @pytest.mark.parametrize('name', [*XLA, *KERNELS])
 def test_a_segment_sees_its_parent_too(name, mesh):
-  lowering = {**XLA, **KERNELS}[name]
+  backend = {**XLA, **KERNELS}[name]
   if mesh is not None:
-    lowering = dataclasses.replace(lowering, mesh=make_mesh(MeshConfig(*mesh), jax.devices()[:4]))
+    backend = dataclasses.replace(backend, mesh=make_mesh(MeshConfig(*mesh), jax.devices()[:4]))
   arrays, real = tensors(*FAMILIES.shape), FAMILIES > 0
-  run = lambda *arrays: whole(lowering, *arrays, FAMILIES, parents=PARENTS)
+  run = lambda *arrays: whole(backend, *arrays, FAMILIES, parents=PARENTS)
   out = np.asarray(jax.jit(run)(*arrays))
   assert np.isfinite(out).all()
   np.testing.assert_allclose(out * real[:, :, None, None], plain(*arrays, FAMILIES, 0, PARENTS), atol=2e-6)
-  assert np.abs(out - whole(lowering, *arrays, FAMILIES))[PARENTS > 0].min(axis=(1, 2)).max() > 1e-3
+  assert np.abs(out - whole(backend, *arrays, FAMILIES))[PARENTS > 0].min(axis=(1, 2)).max() > 1e-3
   if name in XLA:
     expected = with_gradients(lambda *arrays: masked_formula(*arrays, FAMILIES, 0, PARENTS), real, *arrays)
     for mine, theirs in zip(with_gradients(run, real, *arrays), expected, strict=True):
@@ -135,7 +136,7 @@ def test_a_segment_sees_its_parent_too(name, mesh):
 
 def test_windows_are_not_for_parents():
   with pytest.raises(ValueError, match=r'not windows of \(0, 6\)'):
-    whole(Lowering(), *tensors(*FAMILIES.shape), FAMILIES, (0, 6), 1, parents=PARENTS)
+    whole(AttentionBackend(), *tensors(*FAMILIES.shape), FAMILIES, (0, 6), 1, parents=PARENTS)
 
 
 @pytest.mark.parametrize('heads', [(6, 1), (3, 3)], ids=['one key for all heads', 'one key a head'])
@@ -152,11 +153,11 @@ def test_head_counts_of_any_ratio(name, heads):
 @pytest.mark.parametrize('rows', [8, 3], ids=['divided rows', 'rows that no axis divides'])
 def test_a_mesh_changes_nothing(name, sampling, rows):
   mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
-  lowering = {**XLA, **KERNELS}[name]
+  backend = {**XLA, **KERNELS}[name]
   segments = np.resize(PACKED[:, :20], (rows, 20))
   arrays, real = tensors(rows, 20, 2), segments > 0
-  run = lambda lowering: with_gradients(lambda *a: whole(lowering, *a, segments, sampling=sampling), real, *arrays)
-  for mine, theirs in zip(run(dataclasses.replace(lowering, mesh=mesh)), run(lowering), strict=True):
+  run = lambda backend: with_gradients(lambda *a: whole(backend, *a, segments, sampling=sampling), real, *arrays)
+  for mine, theirs in zip(run(dataclasses.replace(backend, mesh=mesh)), run(backend), strict=True):
     np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
@@ -164,7 +165,7 @@ def test_long_sequences_need_no_array_of_all_scores():
   length = 2048
   arrays = [jax.ShapeDtypeStruct((1, length, heads, HEAD_DIM), jnp.float32) for heads in (HEADS, KV_HEADS, KV_HEADS)]
   segments = np.ones((1, length), np.int32)
-  loss = lambda *arrays: whole(Lowering(), *arrays, segments).sum()
+  loss = lambda *arrays: whole(AttentionBackend(), *arrays, segments).sum()
   memory = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*arrays).compile().memory_analysis()
   assert memory.temp_size_in_bytes < HEADS * length * length * 4 / 4
 
@@ -218,7 +219,7 @@ def test_scales_are_folded_into_scores_and_weights(quantized):
   weights = np.where(mask[:, None], np.exp(scores), 0)
   weights /= weights.sum(-1, keepdims=True)
   expected = np.einsum('bhsc,bhcd->bshd', weights, values)
-  np.testing.assert_allclose(attention.attend(query, (held, mask)), expected, atol=2e-6)
+  np.testing.assert_allclose(dispatch.attend(query, (held, mask)), expected, atol=2e-6)
 
 
 @pytest.mark.parametrize('block', [16, 1024], ids=['blocks that do not divide the slots', 'one block'])
@@ -243,12 +244,12 @@ def test_the_decoding_kernel_is_the_plain_formula(quantized, window, block, monk
   run = jax.jit(functools.partial(decode_kernel.attention, interpret=True))
   ours = run(query, positions, parts, layer, window)
   masks = [
-    attention.visible(
-      positions, np.ones_like(positions), *attention.in_slots(start, filled, held.keys.shape[3]), window or None
+    dispatch.visible(
+      positions, np.ones_like(positions), *dispatch.in_slots(start, filled, held.keys.shape[3]), window or None
     )
     for held, start, filled in parts
   ]
-  expected = attention.attend(
+  expected = dispatch.attend(
     query, *((kv_cache.layer_of(held, layer), mask) for (held, *_), mask in zip(parts, masks, strict=True))
   )
   blind = ~np.concatenate(masks, axis=-1).any(-1)
@@ -263,7 +264,7 @@ def test_the_kernels_of_a_tpu_sample_the_tokens_of_the_plain_path(layers, mesh):
   windows = dict(use_sliding_window=True, sliding_window=7, max_window_layers=1)
   plain, params = huggingface.init(CONFIG | windows | {'num_hidden_layers': layers}, jax.random.key(0))
   mesh = None if mesh is None else make_mesh(MeshConfig(*mesh))
-  kernels = dataclasses.replace(plain, lowering=Lowering('splash', mesh, interpret=True))
+  kernels = dataclasses.replace(plain, backend=AttentionBackend('splash', mesh, interpret=True))
   prompts = np.random.default_rng(4).integers(0, plain.vocab_size, (4, 9), dtype=np.int32)
   lengths = np.array([9, 4, 7, 1], np.int32)
 
@@ -319,9 +320,9 @@ def test_saved_attention_is_not_computed_again():
 
 
 def test_the_setting_is_resolved_by_the_devices_of_the_mesh():
-  assert choose('auto', 'bfloat16', 128).kind == 'xla'
+  assert choose_backend('auto', 'bfloat16', 128).kind == 'xla'
   with pytest.raises(UserError, match="model.attention='splash' needs TPUs, and the devices here are cpu"):
-    choose('splash', 'bfloat16', 128)
+    choose_backend('splash', 'bfloat16', 128)
   with pytest.raises(UserError, match="model.attention='cudnn' needs NVIDIA GPUs"):
-    choose('cudnn', 'bfloat16', 128)
-  assert distinct((0, 4, 0, 4)) == (0, 4) and distinct(None) == (0,)
+    choose_backend('cudnn', 'bfloat16', 128)
+  assert distinct_windows((0, 4, 0, 4)) == (0, 4) and distinct_windows(None) == (0,)

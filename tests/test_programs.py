@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from models.attention.backend import Lowering
+from models.attention.backend import AttentionBackend
 from sdpo_jax import programs as registry
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed import mesh as meshes
@@ -80,7 +80,7 @@ def test_a_long_cache_has_a_decode_loop_of_every_size():
 def test_a_cache_that_keeps_its_size_has_a_decode_loop_of_fewer_rows():
   """Whose cache is what is left when rows are moved together."""
   config = settings(rollout__max_batch_rows=8)
-  policy = dataclasses.replace(make_model()[0], lowering=Lowering('splash', interpret=True))
+  policy = dataclasses.replace(make_model()[0], backend=AttentionBackend('splash', interpret=True))
   mesh = meshes.make_mesh(MeshConfig(), jax.devices()[:1])
   found = run_programs(config, policy, {}, abstract_parameters(policy, mesh), mesh)
   loops = [name for name in found if name.startswith('decode')]

@@ -10,7 +10,7 @@ import pytest
 
 from models import cache as kv_cache
 from models import huggingface, parameters
-from models.attention.backend import Lowering
+from models.attention.backend import AttentionBackend
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding
 from sdpo_jax.errors import UserError
@@ -149,7 +149,7 @@ def test_a_growing_and_shrinking_cache_changes_no_sample(model, reference, monke
 
 def test_the_kernels_of_a_tpu_sample_the_same_from_a_cache_that_keeps_its_size(model, reference):
   policy, params = model
-  kernels = dataclasses.replace(policy, lowering=Lowering('splash', interpret=True))
+  kernels = dataclasses.replace(policy, backend=AttentionBackend('splash', interpret=True))
   sampler = make_sampler((kernels, params), max_batch_rows=6, decode_chunk=8)
   assert sampler._programs.keeps_size and not programs(policy, None).keeps_size
   assert_same_samples(sample(sampler, (kernels, params)), reference)
@@ -175,7 +175,7 @@ def test_rows_that_run_out_are_left_behind_where_the_cache_keeps_its_size(layers
   request = dict(prompts=[prompt[:8] for prompt in PROMPTS], max_tokens=np.array([2, 2, 8, 14] * 4))
   expected = sample(make_sampler((policy, params), stop_token_ids=()), (policy, params), **request)
   mesh = mesh and make_mesh(mesh)
-  kernels = dataclasses.replace(policy, lowering=Lowering('splash', mesh, interpret=True))
+  kernels = dataclasses.replace(policy, backend=AttentionBackend('splash', mesh, interpret=True))
   if mesh is not None:
     place = lambda parameter, leaf: jax.device_put(leaf, parameter_sharding(mesh, parameter.axes, parameter.shape))
     params = parameters.map_tree(place, policy.parameter_table(), params)

@@ -19,7 +19,7 @@ CPU_TILE, DEVICE_TILE = 2**20, 2**28  # Bytes: a CPU's tile should stay in its c
 
 
 @dataclasses.dataclass(frozen=True)
-class Lowering:
+class AttentionBackend:
   """How attention is computed; the default runs anywhere."""
 
   kind: Kind = 'xla'
@@ -73,8 +73,8 @@ class Lowering:
     return jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=out, check_vma=False)
 
 
-def choose(setting: str, dtype: str, head_dim: int, mesh: Mesh | None = None) -> Lowering:
-  """The lowering that `model.attention` asks for on the devices of `mesh` (None: the default device).
+def choose_backend(setting: str, dtype: str, head_dim: int, mesh: Mesh | None = None) -> AttentionBackend:
+  """The backend that `model.attention` asks for on the devices of `mesh` (None: the default device).
 
   A mesh of a TPU topology without its hardware counts as TPUs.
 
@@ -93,10 +93,10 @@ def choose(setting: str, dtype: str, head_dim: int, mesh: Mesh | None = None) ->
       f"model.attention='cudnn' needs NVIDIA GPUs, model.dtype='bfloat16' and a head_dim that is a multiple of 8 up to "
       f'128; here are {platform}, {dtype!r} and {head_dim}: set it to auto or xla.'
     )
-  return Lowering(setting, mesh, CPU_TILE if platform == 'cpu' else DEVICE_TILE)
+  return AttentionBackend(setting, mesh, CPU_TILE if platform == 'cpu' else DEVICE_TILE)
 
 
 @functools.cache
-def distinct(windows: tuple[int, ...] | None) -> tuple[int, ...]:
+def distinct_windows(windows: tuple[int, ...] | None) -> tuple[int, ...]:
   """The windows that layers of a model have, each once; 0: all positions."""
   return tuple(sorted(set(windows or (0,))))

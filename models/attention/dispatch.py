@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.attention import blockwise, decode_kernel, splash
-from models.attention.backend import Lowering
+from models.attention.backend import AttentionBackend
 from models.cache import Stores
 
 # Finite, so that a row of padding (which attends to nothing) has finite outputs and gradients.
@@ -50,7 +50,7 @@ def segment_starts(segment_ids: jax.Array) -> jax.Array:
 
 
 def attend_whole(
-  lowering: Lowering,
+  backend: AttentionBackend,
   query: jax.Array,
   key: jax.Array,
   value: jax.Array,
@@ -58,7 +58,7 @@ def attend_whole(
   starts: jax.Array,
   *,
   windows: Sequence[int] = (0,),
-  kind: jax.Array | int = 0,
+  window_index: jax.Array | int = 0,
   sampling: bool = False,
   parents: jax.Array | None = None,
 ) -> jax.Array:
@@ -67,14 +67,14 @@ def attend_whole(
   Tokens of a segment stand in consecutive slots in the order of their positions. States of padding are finite.
 
   Args:
-    lowering: the kernel, and the mesh whose devices share the rows.
+    backend: the kernel, and the mesh whose devices share the rows.
     query: [B, S, H, head_dim], rotated and scaled. H is a multiple of KV; consecutive heads share keys.
     key: [B, S, KV, head_dim], rotated.
     value: [B, S, KV, head_dim].
     segment_ids: [B, S] int32, 0 = padding.
     starts: [B, S] int32 from `segment_starts`.
     windows: static choices of how many positions are seen, the query's own included; 0: all.
-    kind: [] int32, which of them holds here.
+    window_index: [] int32, which of them applies here.
     sampling: rows and heads lie as the sampler has them.
     parents: [B, S] int32, the segment that a token sees beside its own, all of which stands before it; 0: none. None:
       there are none. With parents, there are no windows, and kernels have no gradient.
@@ -87,33 +87,33 @@ def attend_whole(
   """
   if parents is not None and tuple(windows) != (0,):
     raise ValueError(f'Segments with parents are for layers that see all positions, not windows of {tuple(windows)}.')
-  rows, heads = lowering.axes(query.shape[0], key.shape[2], sampling)
+  rows, heads = backend.axes(query.shape[0], key.shape[2], sampling)
   by_head, by_row = (rows, None, heads, None), (rows, None)
-  function = {'xla': _xla, 'splash': _splash, 'cudnn': _cudnn}[lowering.kind]
-  run = functools.partial(function, lowering, tuple(windows))
+  function = {'xla': _xla, 'splash': _splash, 'cudnn': _cudnn}[backend.kind]
+  run = functools.partial(function, backend, tuple(windows))
   more = () if parents is None else (parents,)
-  placed = lowering.shard(run, (by_head, by_head, by_head, by_row, by_row, (), *(by_row for _ in more)), by_head)
-  return placed(query, key, value, segment_ids, starts, jnp.asarray(kind, jnp.int32), *more)
+  placed = backend.shard(run, (by_head, by_head, by_head, by_row, by_row, (), *(by_row for _ in more)), by_head)
+  return placed(query, key, value, segment_ids, starts, jnp.asarray(window_index, jnp.int32), *more)
 
 
-def _xla(lowering, windows, query, key, value, segment_ids, starts, kind, parents=None):
+def _xla(backend, windows, query, key, value, segment_ids, starts, window_index, parents=None):
   if windows != (0,):
     slots = jnp.arange(starts.shape[1], dtype=jnp.int32)[None]
-    window = jnp.asarray(windows, jnp.int32)[kind]
+    window = jnp.asarray(windows, jnp.int32)[window_index]
     starts = jnp.where(window > 0, jnp.maximum(starts, slots - window + 1), starts)
   above = None if parents is None else (jnp.where(parents > 0, parents, -1), segment_ids)
-  return blockwise.attention(query, key, value, starts, lowering.tile_bytes, RESIDUALS, above)
+  return blockwise.attention(query, key, value, starts, backend.tile_bytes, RESIDUALS, above)
 
 
-def _splash(lowering, windows, query, key, value, segment_ids, starts, kind, parents=None):
+def _splash(backend, windows, query, key, value, segment_ids, starts, window_index, parents=None):
   del starts
   branch = lambda window: functools.partial(
-    splash.attention, window=window, residuals=RESIDUALS, interpret=lowering.interpret, parents=parents
+    splash.attention, window=window, residuals=RESIDUALS, interpret=backend.interpret, parents=parents
   )
-  return _choose([branch(window) for window in windows], kind, query, key, value, segment_ids)
+  return _choose([branch(window) for window in windows], window_index, query, key, value, segment_ids)
 
 
-def _cudnn(lowering, windows, query, key, value, segment_ids, starts, kind, parents=None):
+def _cudnn(backend, windows, query, key, value, segment_ids, starts, window_index, parents=None):
   """cuDNN's flash attention knows a length a row and no segments: packed rows go through the XLA path."""
   slots = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
   lengths = jnp.sum((segment_ids > 0).astype(jnp.int32), axis=1)
@@ -131,17 +131,17 @@ def _cudnn(lowering, windows, query, key, value, segment_ids, starts, kind, pare
       query_seq_lengths=jnp.maximum(lengths, 1),
       key_value_seq_lengths=jnp.maximum(lengths, 1),
       local_window_size=(window - 1, 0) if window else None,
-      implementation='xla' if lowering.interpret else 'cudnn',
+      implementation='xla' if backend.interpret else 'cudnn',
     )
     return checkpoint_name(mixed, RESIDUALS)
 
-  rows_of_one = lambda *arrays: _choose([functools.partial(fused, window) for window in windows], kind, *arrays)
-  packed = lambda *arrays: _xla(lowering, windows, *arrays, segment_ids, starts, kind, parents)
+  rows_of_one = lambda *arrays: _choose([functools.partial(fused, window) for window in windows], window_index, *arrays)
+  packed = lambda *arrays: _xla(backend, windows, *arrays, segment_ids, starts, window_index, parents)
   return lax.cond(single, rows_of_one, packed, query, key, value)
 
 
-def _choose(branches, kind, *arrays):
-  return branches[0](*arrays) if len(branches) == 1 else lax.switch(kind, branches, *arrays)
+def _choose(branches, index, *arrays):
+  return branches[0](*arrays) if len(branches) == 1 else lax.switch(index, branches, *arrays)
 
 
 def in_slots(start: jax.Array, filled: jax.Array, slots: int) -> tuple[jax.Array, jax.Array]:
@@ -152,7 +152,7 @@ def in_slots(start: jax.Array, filled: jax.Array, slots: int) -> tuple[jax.Array
 
 
 def attend_stacks(
-  lowering: Lowering,
+  backend: AttentionBackend,
   query: jax.Array,
   positions: jax.Array,
   parts: Sequence[decode_kernel.Part],
@@ -160,14 +160,14 @@ def attend_stacks(
   window: jax.Array | int,
 ) -> jax.Array:
   """Attention to stacked caches by `models.attention.decode_kernel`, each device with its own rows and heads."""
-  rows, heads = lowering.axes(query.shape[0], parts[0][0].keys.shape[2], sampling=True)
+  rows, heads = backend.axes(query.shape[0], parts[0][0].keys.shape[2], sampling=True)
   by_head, stack = (rows, None, heads, None), (None, rows, heads, None, None)
   leaves, tree = jax.tree.flatten(parts)
   run = lambda query, positions, layer, window, *leaves: decode_kernel.attention(
-    query, positions, tree.unflatten(leaves), layer, window, interpret=lowering.interpret
+    query, positions, tree.unflatten(leaves), layer, window, interpret=backend.interpret
   )
   specs = [(rows,) if leaf.ndim == 1 else stack for leaf in leaves]
-  placed = lowering.shard(run, (by_head, (rows, None), (), (), *specs), by_head)
+  placed = backend.shard(run, (by_head, (rows, None), (), (), *specs), by_head)
   scalar = lambda value: jnp.asarray(value, jnp.int32)
   return placed(query, positions, scalar(layer), scalar(window), *leaves)
 
