@@ -37,7 +37,7 @@ class Recent:
   """What the last few tokens have added to all rows: R slots.
 
   All rows append at the same slot, which is one contiguous write a layer; where a row's own tokens end is looked up
-  only once for all of them, by `settle`.
+  only once for all of them, by `commit`.
   """
 
   stores: Stores
@@ -100,7 +100,7 @@ def axes(cache: KVCache) -> KVCache:
   return jax.tree.map(lambda leaf: name(leaf) + (None,) * (leaf.ndim - len(name(leaf))), cache)
 
 
-def settle(cache: KVCache, live: jax.Array) -> KVCache:
+def commit(cache: KVCache, live: jax.Array) -> KVCache:
   """The cache with its recent tokens behind those of each row, and no `recent`; rows that are not `live` are empty.
 
   Args:

@@ -63,5 +63,5 @@ class Policy(Protocol):
     ...
 
   def with_recent(self, cache: KVCache, length: int) -> KVCache:
-    """The cache with room for `length` more tokens in every row; `models.cache.settle` moves them where they belong."""
+    """The cache with room for `length` more tokens in every row; `models.cache.commit` moves them where they belong."""
     ...

@@ -224,7 +224,7 @@ def test_one_prefill_serves_a_group_of_rows_of_different_lengths(layers, window)
     hidden, _, cache = apply(params, cache, continuations[:, step : step + 1], positions, np.ones((4, 1), np.int32))
     states.append(np.asarray(hidden[:, 0]))
     if step == 1:  # What was appended so far moves behind each prompt.
-      cache = policy.with_recent(kv_cache.settle(cache, jnp.ones(4, bool)), 3)
+      cache = policy.with_recent(kv_cache.commit(cache, jnp.ones(4, bool)), 3)
   whole, row_lengths = np.zeros((4, width + steps), np.int32), np.repeat(lengths, 2) + steps
   for row, end in enumerate(row_lengths):
     whole[row, :end] = np.concatenate([prompts[row // 2, : end - steps], continuations[row]])

@@ -263,7 +263,7 @@ def test_the_cache_is_updated_in_place(layers):
     assert made and not [line for line in made if ' copy(' in line or ' transpose(' in line]
 
 
-def test_rows_move_between_caches_and_settle_at_their_own_ends():
+def test_rows_move_between_caches_and_recent_tokens_are_committed_behind_each():
   """What stands in every slot, for caches of either layout."""
   rng = np.random.default_rng(0)
   stores = lambda cache: [array for i in range(3) for array in jax.tree.leaves(kv_cache.layer_of(cache.stores, i))]
@@ -281,13 +281,13 @@ def test_rows_move_between_caches_and_settle_at_their_own_ends():
       np.testing.assert_array_equal(new, expected)
     recent = make(5, 3)
     grown = moved.replace(recent=kv_cache.Recent(recent.stores, jnp.int32(2)))
-    settled = kv_cache.settle(grown, np.array([True, True, True, False, True]))
-    assert settled.lengths.tolist() == [2, 8, 2, 0, 5] and settled.recent is None
-    for new, old, source in zip(stores(settled), stores(moved), stores(recent), strict=True):
+    committed = kv_cache.commit(grown, np.array([True, True, True, False, True]))
+    assert committed.lengths.tolist() == [2, 8, 2, 0, 5] and committed.recent is None
+    for new, old, source in zip(stores(committed), stores(moved), stores(recent), strict=True):
       for row, length in ((0, 0), (1, 6), (2, 0), (4, 3)):
         np.testing.assert_array_equal(new[row, :, :length], old[row, :, :length])
         np.testing.assert_array_equal(new[row, :, length : length + 2], source[row, :, :2])
-    fewer = kv_cache.compact(settled, np.array([0, 4, 3]))
+    fewer = kv_cache.compact(committed, np.array([0, 4, 3]))
     assert fewer.lengths.tolist() == [2, 5, 0] and kv_cache.store_rows(fewer) == 5
-    for new, old in zip(stores(fewer), stores(settled), strict=True):
+    for new, old in zip(stores(fewer), stores(committed), strict=True):
       np.testing.assert_array_equal(new, np.array(old)[[0, 4, 3, 3, 4]])

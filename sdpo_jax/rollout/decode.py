@@ -91,7 +91,7 @@ def advance(
   enough: jax.Array | int,
   *,
   steps: int,
-  settle: Callable[[KVCache, jax.Array], KVCache] = kv_cache.settle,
+  commit: Callable[[KVCache, jax.Array], KVCache] = kv_cache.commit,
 ) -> tuple[KVCache, Drawn]:
   """Takes steps until `steps` are taken, every active row is done or `enough` of them are.
 
@@ -103,7 +103,7 @@ def advance(
     rows: what stands in them.
     enough: [] int32, so many rows that are done are worth an interruption.
     steps: static, at most.
-    settle: moves recent tokens into place.
+    commit: moves recent tokens into place.
 
   Returns:
     The cache, in which rows that are done are empty, and what was drawn.
@@ -144,7 +144,7 @@ def advance(
 
   start = _Loop(cache=policy.with_recent(cache, steps), drawn=nothing, token=rows.token, done=~rows.active)
   loop = lax.while_loop(unfinished, step, start)
-  return settle(loop.cache, ~loop.done), loop.drawn
+  return commit(loop.cache, ~loop.done), loop.drawn
 
 
 def logits(hidden: jax.Array, unembedding: jax.Array, vocab_size: int) -> jax.Array:

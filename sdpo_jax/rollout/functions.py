@@ -108,7 +108,7 @@ def programs(policy: Policy, mesh: Mesh | None, quantized: bool = False) -> Prog
     resize=jax.jit(resize, static_argnames='slots', out_shardings=placed),
     compact=jax.jit(compact, donate_argnums=0, out_shardings=placed),
     advance=jax.jit(
-      functools.partial(decode.advance, policy, settle=local(kv_cache.settle)),
+      functools.partial(decode.advance, policy, commit=local(kv_cache.commit)),
       static_argnames='steps',
       donate_argnames='cache',
       out_shardings=result,
