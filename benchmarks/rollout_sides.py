@@ -110,13 +110,15 @@ def sdpo_jax(checkpoint: str) -> tuple[Run, dict[str, str]]:
 
 
 def count_cache(sampler: Any) -> Callable[[], int]:
-  """A function that tells the bytes of the largest cache the sampler has held since; it keeps an account of that, or,
-  as it stood before, hands its one cache to every dispatch.
+  """Returns a function that tells the bytes of the largest cache that the sampler has held since.
+
+  The sampler counts them itself, or, before it did, handed its one cache to every dispatch.
   """
   import jax
 
-  if hasattr(sampler, 'account'):
-    return lambda: sampler.account.cache_bytes
+  for name in ('stats', 'account'):  # The latter in checkouts of before it was renamed.
+    if hasattr(sampler, name):
+      return lambda: getattr(sampler, name).cache_bytes
   programs, seen = sampler._programs, []
 
   def advance(base: Any, trainable: Any, params: Any, state: Any, limit: Any) -> Any:

@@ -68,7 +68,7 @@ def prefill(policy: Any, parameters: Any, args: argparse.Namespace) -> dict[str,
   tokens, counts = [], []
   for side in (shared, apart):
     tokens.append(side(0).completion_tokens)
-    counts.append(sampler.account.prompts)
+    counts.append(sampler.stats.prompts)
   # Matrix products of other shapes are rounded otherwise, which now and then decides a draw.
   same = float((tokens[0] == tokens[1]).all(1).mean())
   if same < 0.9:

@@ -118,8 +118,8 @@ def test_rollouts_hold_prompts_masks_text_and_reasons(reference):
 def test_slots_and_buckets_change_no_sample(model, reference, settings):
   sampler = make_sampler(model, **settings)
   assert_same_samples(sample(sampler, model), reference)
-  assert sampler.account.prompts == 4  # However its samples are spread over time, a prompt is prefilled once.
-  assert sampler.account.tokens == reference.completion_mask.sum()
+  assert sampler.stats.prompts == 4  # However its samples are spread over time, a prompt is prefilled once.
+  assert sampler.stats.tokens == reference.completion_mask.sum()
 
 
 def test_a_growing_and_shrinking_cache_changes_no_sample(model, reference, monkeypatch):
@@ -163,7 +163,7 @@ def test_a_cache_that_is_not_resized_has_one_program_and_changes_no_sample(model
   before = count(compiled)['advance']
   assert_same_samples(sample(sampler, model, max_tokens=lengths), expected)
   assert count(compiled)['advance'] == before + 1
-  assert sampler.account.row_steps == 24 * 16
+  assert sampler.stats.row_steps == 24 * 16
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_rows_that_run_out_are_left_behind_where_the_cache_keeps_its_size(layers
   assert_same_samples(sample(sampler, (kernels, params), **request), expected)
   assert [(before, source.size) for before, source in moves] == [(16, 8), (8, 4)]
   assert all((source >= source.shape[1]).any() for _, source in moves)
-  assert sampler.account.steps == 14 and sampler.account.row_steps == 4 * 16 + 4 * 8 + 6 * 4
+  assert sampler.stats.steps == 14 and sampler.stats.row_steps == 4 * 16 + 4 * 8 + 6 * 4
 
 
 def test_completions_come_as_they_finish(model, reference):
@@ -202,7 +202,7 @@ def test_completions_come_as_they_finish(model, reference):
   expected = sample(make_sampler(model), model, max_tokens=lengths)
   stream = sampler.stream({}, model[1], PROMPTS, **settings)
   first = [next(stream) for _ in range(12)]
-  assert sampler.account.dispatches < 24 / 4
+  assert sampler.stats.dispatches < 24 / 4
   rest = list(stream)
   assert sorted(done.sample for done in (*first, *rest)) == list(range(16))
   assert all(len(done.tokens) == 24 or done.stopped for done in rest)
@@ -261,19 +261,19 @@ def test_drafts_are_completions_as_far_as_they_are_drawn(model, reference):
     assert any(done[number].stopped and drafts[number] for number in done)
 
 
-def test_the_account_adds_up(model):
+def test_the_stats_add_up(model):
   """Forced lengths through four slots: what a perfect engine would take, and at most a chunk more for each refill."""
   sampler = make_sampler(model, max_batch_rows=4, decode_chunk=8, stop_token_ids=())
   lengths = np.array([24, 3, 9, 12] * 4)
   done = sample(sampler, model, max_tokens=lengths)
-  account = sampler.account
-  assert done.completion_mask.sum() == lengths.sum() == account.tokens
-  assert lengths.sum() <= account.row_steps <= 1.3 * lengths.sum()
-  assert account.prompts == 4
+  stats = sampler.stats
+  assert done.completion_mask.sum() == lengths.sum() == stats.tokens
+  assert lengths.sum() <= stats.row_steps <= 1.3 * lengths.sum()
+  assert stats.prompts == 4
   # Two layers' worth of numbers: one layer of keys and values, two heads of 16 float32.
   slot = 2 * 2 * 16 * 4
-  assert account.live_bytes % slot == 0 and 4 * 24 * slot <= account.live_bytes < 4 * (20 + 24) * slot
-  assert account.cache_bytes >= 4 * (32 + 24 + 8) * slot + 4 * 8 * slot
+  assert stats.live_bytes % slot == 0 and 4 * 24 * slot <= stats.live_bytes < 4 * (20 + 24) * slot
+  assert stats.cache_bytes >= 4 * (32 + 24 + 8) * slot + 4 * 8 * slot
 
 
 def test_one_by_one_is_the_batch(model):

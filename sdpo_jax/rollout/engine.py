@@ -12,7 +12,7 @@ import numpy as np
 from models.policy import Policy
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.functions import Programs, programs
-from sdpo_jax.rollout.slots import RECORDS, Account, Request, Slots
+from sdpo_jax.rollout.slots import RECORDS, Request, SamplingStats, Slots
 from sdpo_jax.rollout.stops import StopStrings, Tokenizer, to_text
 from sdpo_jax.types import Rollouts
 
@@ -129,7 +129,7 @@ class Sampler:
     self._stop_ids = np.asarray(sorted(set(stop_token_ids)) or [-1], np.int32)
     self._programs: Programs = programs(policy, mesh, quantized)
     self._chunk, self._resized = decode_chunk, resized
-    self.account = Account()  # Of the last request.
+    self.stats = SamplingStats()  # Of the last request.
 
   def sample(
     self,
@@ -277,7 +277,7 @@ class Sampler:
     """Completions, among `drafts` if these are wanted."""
     parameters = self._programs.prepare(base, trainable)
     slots = Slots(self._programs, parameters, request, self._max_batch_rows, self._chunk, self._resized)
-    self.account = slots.account
+    self.stats = slots.stats
     ended, running = [], []
     while slots.admit():
       drawn = slots.advance()

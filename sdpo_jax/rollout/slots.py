@@ -76,16 +76,16 @@ class Request:
 
 
 @dataclasses.dataclass
-class Account:
-  """What sampling a request took."""
+class SamplingStats:
+  """Counts of what sampling a request took."""
 
   tokens: int = 0  # Drawn and kept.
-  prompts: int = 0  # Prefilled, shards that need the same one counted each.
-  dispatches: int = 0  # Of the decode loop.
-  steps: int = 0
-  row_steps: int = 0  # Steps times slots, those without a sample included.
-  cache_bytes: int = 0  # At the fullest moment, prompts that wait for their samples included.
-  live_bytes: int = 0  # The least that any cache could do with: of the tokens that live at the fullest moment.
+  prompts: int = 0  # Prefilled; one that several shards need counts once for each.
+  dispatches: int = 0  # Calls of the decode loop.
+  steps: int = 0  # Of the decode loop; one draws a token in every slot.
+  row_steps: int = 0  # Steps × slots, slots without a sample included.
+  cache_bytes: int = 0  # Largest total of all caches, those of prompts whose samples wait included.
+  live_bytes: int = 0  # Largest total of what live samples filled: the least that any cache could do with.
 
 
 class Slots:
@@ -107,7 +107,7 @@ class Slots:
 
     Unless `resized`, the cache has from the beginning the slots and to the end the rows that it may come to need.
     """
-    self.account = Account()
+    self.stats = SamplingStats()
     self._run, self._parameters, self._request, self._chunk = programs, parameters, request, chunk
     shards = programs.shards
     # Prompts of the same bucket next to each other, so that they are prefilled together.
@@ -201,7 +201,7 @@ class Slots:
         records = {name: records[slot, :length].copy() for name, records in self._records.items()}
         finished.append((sample, self._tokens[slot, :length].copy(), records, stopped))
         self._sample[slot] = -1
-        self.account.tokens += length
+        self.stats.tokens += length
     return finished
 
   def running(self) -> list[tuple[int, np.ndarray]]:
@@ -232,7 +232,7 @@ class Slots:
         for shard, prompts in enumerate(chosen):
           self._prefixes |= {(shard, prompt): (cache, row) for row, prompt in enumerate(prompts)}
         first += size
-    self.account.prompts += len(missing)
+    self.stats.prompts += len(missing)
 
   def _fit(self) -> np.ndarray:
     """Sees to it that the cache has the size that it should have; returns where each slot is afterwards."""
@@ -286,15 +286,15 @@ class Slots:
     held = sum(leaf.nbytes for cache in (self._cache, *caches) for leaf in jax.tree.leaves(cache))
     # Beside the cache there are the recent tokens of every row.
     held += self._chunk * len(self._sample) * self._slot_bytes()
-    self.account.cache_bytes = max(self.account.cache_bytes, held)
+    self.stats.cache_bytes = max(self.stats.cache_bytes, held)
 
   def _slot_bytes(self) -> int:
     stores = jax.tree.leaves(self._cache.stores)
     return sum(store.nbytes for store in stores) // (kv_cache.store_rows(self._cache) * self._capacity)
 
   def _count_steps(self, drawn: decode.Drawn, active: np.ndarray) -> None:
-    account = self.account
-    account.dispatches += 1
-    account.steps += int(drawn.steps)
-    account.row_steps += int(drawn.steps) * len(active)
-    account.live_bytes = max(account.live_bytes, int(self._held[active].sum()) * self._slot_bytes())
+    stats = self.stats
+    stats.dispatches += 1
+    stats.steps += int(drawn.steps)
+    stats.row_steps += int(drawn.steps) * len(active)
+    stats.live_bytes = max(stats.live_bytes, int(self._held[active].sum()) * self._slot_bytes())
