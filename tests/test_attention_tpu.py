@@ -16,7 +16,7 @@ from sdpo_jax.config import MeshConfig, ModelConfig
 from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding
 from sdpo_jax.planner import hlo
 from sdpo_jax.rollout import decode
-from sdpo_jax.rollout.functions import cache_shardings, programs
+from sdpo_jax.rollout.functions import cache_shardings, sampler_functions
 from sdpo_jax.rollout.sampling import SamplingParams
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
@@ -75,8 +75,8 @@ def over_rows(mesh, shape, dtype):
   return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def abstract_cache(run, mesh, rows, slots):
-  cache = jax.eval_shape(functools.partial(run.empty, rows=rows, slots=slots))
+def abstract_cache(functions, mesh, rows, slots):
+  cache = jax.eval_shape(functools.partial(functions.empty, rows=rows, slots=slots))
   place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
   return jax.tree.map(place, cache, cache_shardings(mesh, cache))
 
@@ -88,7 +88,7 @@ def compile_decode(values, mesh, rows, slots, quantized=False, left=None):
   """
   policy = huggingface.describe(values, ModelConfig()).on(mesh)
   params = abstract_parameters(policy, mesh)
-  run = programs(policy, mesh, quantized)
+  functions = sampler_functions(policy, mesh, quantized)
 
   def without_fsdp(given, leaf):
     spec = PartitionSpec(*(None if axis == 'fsdp' else axis for axis in given.sharding.spec))
@@ -96,7 +96,7 @@ def compile_decode(values, mesh, rows, slots, quantized=False, left=None):
 
   cast = jax.tree.map(without_fsdp, params, jax.eval_shape(policy.cast, params))
   array = functools.partial(over_rows, mesh)
-  cache = abstract_cache(run, mesh, rows, slots)
+  cache = abstract_cache(functions, mesh, rows, slots)
   rows = left or rows
   cache = cache.replace(lengths=array((rows,), jnp.int32))
   sampling = SamplingParams(
@@ -107,23 +107,23 @@ def compile_decode(values, mesh, rows, slots, quantized=False, left=None):
     stop_ids=array((rows, 1), jnp.int32),
   )
   state = decode.Rows(sampling, array((rows,), jnp.int32), array((rows,), jnp.int32), array((rows,), jnp.bool_))
-  return cache, run.advance.lower({}, cast, cache, state, array((), jnp.int32), steps=32).compile()
+  return cache, functions.advance.lower({}, cast, cache, state, array((), jnp.int32), steps=32).compile()
 
 
 def compile_admission(values, mesh, rows, slots, prompts, width, quantized=False):
   """The program that copies the caches of prompts into rows."""
   policy = huggingface.describe(values, ModelConfig()).on(mesh)
-  run = programs(policy, mesh, quantized)
-  caches = abstract_cache(run, mesh, rows, slots), abstract_cache(run, mesh, prompts, width)
-  index, count = (over_rows(mesh, (size,), jnp.int32) for size in (rows, run.shards))
-  return caches[0], run.copy.lower(*caches, index, index, count).compile()
+  functions = sampler_functions(policy, mesh, quantized)
+  caches = abstract_cache(functions, mesh, rows, slots), abstract_cache(functions, mesh, prompts, width)
+  index, count = (over_rows(mesh, (size,), jnp.int32) for size in (rows, functions.shards))
+  return caches[0], functions.copy.lower(*caches, index, index, count).compile()
 
 
 def compile_compaction(values, mesh, rows, slots, left, quantized=False):
   """The program that moves rows of a cache together, until `left` are in use."""
-  run = programs(huggingface.describe(values, ModelConfig()).on(mesh), mesh, quantized)
-  cache = abstract_cache(run, mesh, rows, slots)
-  return cache, run.compact.lower(cache.stores, cache.lengths, over_rows(mesh, (left,), jnp.int32)).compile()
+  functions = sampler_functions(huggingface.describe(values, ModelConfig()).on(mesh), mesh, quantized)
+  cache = abstract_cache(functions, mesh, rows, slots)
+  return cache, functions.compact.lower(cache.stores, cache.lengths, over_rows(mesh, (left,), jnp.int32)).compile()
 
 
 def total(compiled):

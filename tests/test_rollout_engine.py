@@ -15,7 +15,7 @@ from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout import engine, queue, slots
-from sdpo_jax.rollout.functions import programs
+from sdpo_jax.rollout.functions import sampler_functions
 from sdpo_jax.rollout.stops import StopStrings
 
 ALPHABET = 'abcdefghijklmnopqrstuvwxyz .,'
@@ -125,14 +125,14 @@ def test_slots_and_buckets_change_no_sample(model, reference, settings):
 def test_a_growing_and_shrinking_cache_changes_no_sample(model, reference, monkeypatch):
   """Also where rows are moved together, and with any order of arrival."""
   monkeypatch.setattr(slots, 'SMALLEST_CACHE', 8)
-  sizes, resize = [], programs(model[0], None).resize
+  sizes, resize = [], sampler_functions(model[0], None).resize
 
   def spy(cache, source, slots):
     sizes.append((len(source), slots))
     return resize(cache, source, slots=slots)
 
   sampler = make_sampler(model, max_batch_rows=8, decode_chunk=4, prompt_buckets=(8,), stop_token_ids=())
-  sampler._programs = dataclasses.replace(sampler._programs, resize=spy)
+  sampler._functions = dataclasses.replace(sampler._functions, resize=spy)
   prompts, lengths = (
     [[3, 4, 5], [7] * 4, [9, 1], [11]],
     np.array([2, 24, 24, 3, *[4] * 42, 3, 12]),
@@ -151,7 +151,7 @@ def test_the_kernels_of_a_tpu_sample_the_same_from_a_cache_that_keeps_its_size(m
   policy, params = model
   kernels = dataclasses.replace(policy, backend=AttentionBackend('splash', interpret=True))
   sampler = make_sampler((kernels, params), max_batch_rows=6, decode_chunk=8)
-  assert sampler._programs.keeps_size and not programs(policy, None).keeps_size
+  assert sampler._functions.keeps_size and not sampler_functions(policy, None).keeps_size
   assert_same_samples(sample(sampler, (kernels, params)), reference)
 
 
@@ -181,13 +181,13 @@ def test_rows_that_run_out_are_left_behind_where_the_cache_keeps_its_size(layers
     params = parameters.map_tree(place, policy.parameter_table(), params)
   short = dict(prompt_buckets=(8,), response_buckets=(14,), decode_chunk=4)
   sampler, moves = make_sampler((kernels, params), mesh=mesh, stop_token_ids=(), **short), []
-  run = sampler._programs
+  functions = sampler._functions
 
   def spy(stores, lengths, source):
-    moves.append((len(lengths), np.asarray(source).reshape(run.shards, -1)))
-    return run.compact(stores, lengths, source)
+    moves.append((len(lengths), np.asarray(source).reshape(functions.shards, -1)))
+    return functions.compact(stores, lengths, source)
 
-  sampler._programs = dataclasses.replace(run, compact=spy)
+  sampler._functions = dataclasses.replace(functions, compact=spy)
   assert_same_samples(sample(sampler, (kernels, params), **request), expected)
   assert [(before, source.size) for before, source in moves] == [(16, 8), (8, 4)]
   assert all((source >= source.shape[1]).any() for _, source in moves)
@@ -218,7 +218,7 @@ def test_completions_come_as_they_finish(model, reference):
 
 def test_texts_are_made_while_the_device_is_at_work(model, monkeypatch):
   sampler = make_sampler(model, max_batch_rows=4, decode_chunk=4)
-  run, events = sampler._programs, []
+  functions, events = sampler._functions, []
 
   def noted(name, function):
     def call(*arguments, **settings):
@@ -227,7 +227,9 @@ def test_texts_are_made_while_the_device_is_at_work(model, monkeypatch):
 
     return call
 
-  sampler._programs = dataclasses.replace(run, advance=noted('advance', run.advance), fetch=noted('fetch', run.fetch))
+  sampler._functions = dataclasses.replace(
+    functions, advance=noted('advance', functions.advance), fetch=noted('fetch', functions.fetch)
+  )
   monkeypatch.setattr(sampler, '_tokenizer', types.SimpleNamespace(decode=noted('text', decode_text)))
   sample(sampler, model)
   assert events.count('text') == 16
@@ -329,7 +331,7 @@ def test_stop_strings_over_several_tokens():
   assert not StopStrings(TOKENIZER, ())
 
 
-def test_training_and_evaluation_share_programs(compiled):
+def test_training_and_evaluation_share_compiled_functions(compiled):
   """Steps, temperatures, truncation and lengths compile nothing new."""
   model = huggingface.init(CONFIG | {'vocab_size': 44}, jax.random.key(1))  # For which no other test has compiled any.
   sampler = make_sampler(model, prompt_buckets=(32,), response_buckets=(10,), max_batch_rows=6)
@@ -358,15 +360,17 @@ def test_rows_spread_over_a_mesh_sample_the_same(model, reference, config, compi
 def test_rows_are_divided_over_the_mesh(model):
   """And stay where they are: no program sends keys or values from one device to another."""
   policy, params = model
-  run = programs(policy, make_mesh(MeshConfig()))
+  functions = sampler_functions(policy, make_mesh(MeshConfig()))
   index, count = np.arange(16, dtype=np.int32) % 2, np.full(8, 2, np.int32)
-  cache = run.empty(rows=16, slots=64)
-  prompts = run.prefill(*run.prepare({}, params), *run.put((np.ones((8, 32), np.int32), np.full(8, 3, np.int32))))
-  places = run.put((index, index, count))
-  assert 'all-' not in run.copy.lower(cache, prompts, *places).compile().as_text()
-  assert 'all-' not in run.resize.lower(cache, places[0], slots=40).compile().as_text()
-  shorter = run.resize(cache, places[0], slots=40)
-  for held in (prompts, shorter, run.copy(cache, prompts, *places)):
+  cache = functions.empty(rows=16, slots=64)
+  prompts = functions.prefill(
+    *functions.prepare({}, params), *functions.put((np.ones((8, 32), np.int32), np.full(8, 3, np.int32)))
+  )
+  places = functions.put((index, index, count))
+  assert 'all-' not in functions.copy.lower(cache, prompts, *places).compile().as_text()
+  assert 'all-' not in functions.resize.lower(cache, places[0], slots=40).compile().as_text()
+  shorter = functions.resize(cache, places[0], slots=40)
+  for held in (prompts, shorter, functions.copy(cache, prompts, *places)):
     for leaf in jax.tree.leaves(held):
       assert leaf.addressable_shards[0].data.size * 8 == leaf.size, leaf.sharding
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from models.policy import Policy
 from sdpo_jax.errors import UserError
-from sdpo_jax.rollout.functions import Programs, programs
+from sdpo_jax.rollout.functions import SamplerFunctions, sampler_functions
 from sdpo_jax.rollout.slots import RECORDS, Request, SamplingStats, Slots
 from sdpo_jax.rollout.stops import StopStrings, Tokenizer, to_text
 from sdpo_jax.types import Rollouts
@@ -114,7 +114,7 @@ class Sampler:
       decode_chunk: tokens drawn at most in every row before the host looks at them. Changes no sample.
       quantized: keys and values are held as int8, in about half of the memory of bfloat16. Changes probabilities a bit.
       resized: the cache grows and shrinks with what lives, where that pays; False: it keeps the largest size that it
-        may come to, and all of its rows, so that a bucket of prompts has one program.
+        may come to, and all of its rows, so that a bucket of prompts compiles once.
 
     Raises:
       UserError: an empty stop string.
@@ -127,7 +127,7 @@ class Sampler:
     self._max_batch_rows = max_batch_rows
     self._stops = StopStrings(tokenizer, stop)
     self._stop_ids = np.asarray(sorted(set(stop_token_ids)) or [-1], np.int32)
-    self._programs: Programs = programs(policy, mesh, quantized)
+    self._functions: SamplerFunctions = sampler_functions(policy, mesh, quantized)
     self._chunk, self._resized = decode_chunk, resized
     self.stats = SamplingStats()  # Of the last request.
 
@@ -275,8 +275,8 @@ class Sampler:
 
   def _stream(self, base: Tree, trainable: Tree, request: Request, drafts: bool = False) -> Iterator[Any]:
     """Completions, among `drafts` if these are wanted."""
-    parameters = self._programs.prepare(base, trainable)
-    slots = Slots(self._programs, parameters, request, self._max_batch_rows, self._chunk, self._resized)
+    parameters = self._functions.prepare(base, trainable)
+    slots = Slots(self._functions, parameters, request, self._max_batch_rows, self._chunk, self._resized)
     self.stats = slots.stats
     ended, running = [], []
     while slots.admit():

@@ -1,4 +1,4 @@
-"""The compiled programs of a sampler, on one device or with their rows spread over a mesh."""
+"""The compiled functions of a sampler, on one device or with their rows spread over a mesh."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Tree = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Programs:
-  """What the engine runs; each compiles once for its shapes.
+class SamplerFunctions:
+  """The functions that the engine calls; each compiles once per set of argument shapes.
 
   On a mesh, S shards have the same number of rows each, one after the other. Indices of rows count within a shard, so
   that no row ever moves to another.
@@ -63,8 +63,8 @@ class Placed:
 
 
 @functools.cache
-def programs(policy: Policy, mesh: Mesh | None, quantized: bool = False) -> Programs:
-  """The programs of a policy with a cache in compute dtype or int8; samplers of the same kind share them.
+def sampler_functions(policy: Policy, mesh: Mesh | None, quantized: bool = False) -> SamplerFunctions:
+  """The functions that sample from a policy with a cache in compute dtype or int8; samplers of the same kind share them.
 
   On a mesh, rows are divided over its `fsdp` axis, and parameters are gathered over that axis once a batch of rollouts
   (they stay divided over `tensor`): a loop that gathered them at every step would do little else.
@@ -100,7 +100,7 @@ def programs(policy: Policy, mesh: Mesh | None, quantized: bool = False) -> Prog
     result = placed, whole
     put = functools.partial(jax.tree.map, lambda leaf: _put(np.asarray(leaf), rows, whole))
     prepare = _prepare(policy, mesh)
-  return Programs(
+  return SamplerFunctions(
     prepare=prepare,
     prefill=jax.jit(functools.partial(decode.prefill, policy, quantized=quantized), out_shardings=placed),
     empty=jax.jit(empty, static_argnames=('rows', 'slots'), out_shardings=placed),

@@ -23,7 +23,7 @@ SHARDS = 16  # The vocabulary may lie divided over so many devices, or a divisor
 
 @flax.struct.dataclass
 class SamplingParams:
-  """How each of B rows is sampled; all of it is data, so that one compiled program serves training and evaluation."""
+  """How each of B rows is sampled; all of it is data, so that training and evaluation compile once for both."""
 
   temperature: jax.Array  # [B] float32; 0 = greedy, and then nothing below but stop_ids and max_tokens matters.
   top_p: jax.Array  # [B] float32; 1 keeps all.

@@ -13,12 +13,12 @@ import numpy as np
 from models import cache as kv_cache
 from models.cache import KVCache
 from sdpo_jax.rollout import decode
-from sdpo_jax.rollout.functions import Programs
+from sdpo_jax.rollout.functions import SamplerFunctions
 from sdpo_jax.rollout.queue import Queue
 from sdpo_jax.rollout.sampling import SamplingParams
 
 Tree = Any
-SMALLEST_CACHE = 128  # Slots; shorter buckets of the cache would not pay for their programs.
+SMALLEST_CACHE = 128  # Slots; shorter buckets of the cache would not pay for their compilation.
 REFILLS = 16  # The decode loop is interrupted for a refill when one slot in so many is free.
 RECORDS = ('sampling_log_probs', 'model_log_probs', 'entropy')
 
@@ -96,7 +96,7 @@ class Slots:
 
   def __init__(
     self,
-    programs: Programs,
+    functions: SamplerFunctions,
     parameters: tuple[Tree, Tree],
     request: Request,
     max_rows: int,
@@ -108,14 +108,14 @@ class Slots:
     Unless `resized`, the cache has from the beginning the slots and to the end the rows that it may come to need.
     """
     self.stats = SamplingStats()
-    self._run, self._parameters, self._request, self._chunk = programs, parameters, request, chunk
-    shards = programs.shards
+    self._functions, self._parameters, self._request, self._chunk = functions, parameters, request, chunk
+    shards = functions.shards
     # Prompts of the same bucket next to each other, so that they are prefilled together.
     self._queue = Queue(np.argsort(request.widths, kind='stable').tolist(), request.n, shards)
-    # On a TPU a step of an eighth of the rows does little but read weights, and every size is a program to compile.
+    # On a TPU a step of an eighth of the rows does little but read weights, and every size is one more to compile.
     most = shard_rows(self._queue.left, max_rows, shards)
-    self._sizes = row_buckets(most, few=programs.keeps_size) if resized else (most,)
-    only = programs.keeps_size or not resized
+    self._sizes = row_buckets(most, few=functions.keeps_size) if resized else (most,)
+    only = functions.keeps_size or not resized
     self._capacities = slot_buckets(int(request.widths.max()) + request.room + chunk, only)
     rows = shards * self._sizes[-1]
     self._cache: KVCache | None = None
@@ -163,8 +163,10 @@ class Slots:
     state = decode.Rows(params=params, token=self._token, drawn=self._drawn, active=self._sample >= 0)
     enough = math.ceil(rows / REFILLS) if self._queue.left else rows
     # The host goes on with its own arrays while these are under way.
-    state = self._run.put(jax.tree.map(np.copy, state))
-    self._cache, drawn = self._run.advance(*self._parameters, self._cache, state, np.int32(enough), steps=self._chunk)
+    state = self._functions.put(jax.tree.map(np.copy, state))
+    self._cache, drawn = self._functions.advance(
+      *self._parameters, self._cache, state, np.int32(enough), steps=self._chunk
+    )
     return drawn
 
   def collect(
@@ -180,7 +182,7 @@ class Slots:
     Returns:
       (sample, tokens, records, whether a stop id or string ended it) of each finished sample.
     """
-    drawn = self._run.fetch(drawn)
+    drawn = self._functions.fetch(drawn)
     active = self._sample >= 0
     self._held += np.where(active, drawn.steps, 0)
     self._count_steps(drawn, active)
@@ -211,11 +213,11 @@ class Slots:
 
   @property
   def _per_shard(self) -> int:
-    return len(self._sample) // self._run.shards
+    return len(self._sample) // self._functions.shards
 
   def _prefill(self, wanted: dict[tuple[int, int], None]) -> None:
     """Makes the prefixes of (shard, prompt) pairs that are not there yet."""
-    shards, request = self._run.shards, self._request
+    shards, request = self._functions.shards, self._request
     missing = [pair for pair in wanted if pair not in self._prefixes]
     for width in sorted({int(request.widths[prompt]) for _, prompt in missing}):
       of_shard = [
@@ -228,7 +230,7 @@ class Slots:
         for shard, prompts in enumerate(chosen):
           rows = slice(shard * size, shard * size + len(prompts))
           tokens[rows], lengths[rows] = request.prompts[prompts, :width], request.lengths[prompts]
-        cache = self._run.prefill(*self._parameters, *self._run.put((tokens, lengths)))
+        cache = self._functions.prefill(*self._parameters, *self._functions.put((tokens, lengths)))
         for shard, prompts in enumerate(chosen):
           self._prefixes |= {(shard, prompt): (cache, row) for row, prompt in enumerate(prompts)}
         first += size
@@ -236,7 +238,7 @@ class Slots:
 
   def _fit(self) -> np.ndarray:
     """Sees to it that the cache has the size that it should have; returns where each slot is afterwards."""
-    shards, before = self._run.shards, self._per_shard
+    shards, before = self._functions.shards, self._per_shard
     live = self._sample >= 0
     of_shard = [np.flatnonzero(rows) for rows in live.reshape(shards, before)]
     left = int((self._request.knobs['max_tokens'][self._sample[live]] - self._drawn[live]).max())
@@ -253,13 +255,13 @@ class Slots:
       return moved
     else:
       order = moved
-    source = self._run.put((order % before).astype(np.int32))
+    source = self._functions.put((order % before).astype(np.int32))
     if self._cache is None:
-      self._cache = self._run.empty(rows=shards * rows, slots=capacity)
-    elif self._run.keeps_size:
-      self._cache = self._run.compact(self._cache.stores, self._cache.lengths, source)
+      self._cache = self._functions.empty(rows=shards * rows, slots=capacity)
+    elif self._functions.keeps_size:
+      self._cache = self._functions.compact(self._cache.stores, self._cache.lengths, source)
     else:
-      self._cache = self._run.resize(self._cache, source, slots=capacity)
+      self._cache = self._functions.resize(self._cache, source, slots=capacity)
     self._capacity = capacity
     for name in ('_sample', '_held', '_token', '_drawn', '_tokens'):
       setattr(self, name, getattr(self, name)[order])
@@ -273,13 +275,13 @@ class Slots:
       cache, row = self._prefixes[shard, prompt]
       of_cache.setdefault(id(cache), [cache]).append((shard, slot, row))
     for cache, *places in of_cache.values():
-      source, target = (np.zeros((self._run.shards, self._per_shard), np.int32) for _ in range(2))
-      count = np.zeros(self._run.shards, np.int32)
+      source, target = (np.zeros((self._functions.shards, self._per_shard), np.int32) for _ in range(2))
+      count = np.zeros(self._functions.shards, np.int32)
       for shard, slot, row in places:
         source[shard, count[shard]], target[shard, count[shard]] = row, slot
         count[shard] += 1
-      indices = self._run.put((source.reshape(-1), target.reshape(-1), count))
-      self._cache = self._run.copy(self._cache, cache, *indices)
+      indices = self._functions.put((source.reshape(-1), target.reshape(-1), count))
+      self._cache = self._functions.copy(self._cache, cache, *indices)
 
   def _count_bytes(self) -> None:
     caches = {id(cache): cache for cache, _ in self._prefixes.values()}.values()

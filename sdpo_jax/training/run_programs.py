@@ -145,7 +145,7 @@ def abstract_batch(
 def sampling_programs(run: Run) -> dict[str, Program]:
   """Return the sampler's programs in training, and in evaluation where it has another number of rows."""
   config, mesh = run.config, run.mesh
-  engine = functions.programs(run.policy, mesh, config.rollout.cache_dtype == 'int8')
+  engine = functions.sampler_functions(run.policy, mesh, config.rollout.cache_dtype == 'int8')
   limit = config.rollout.max_batch_rows
 
   def rows_of(prompts: int, n: int) -> tuple[int, int]:
@@ -168,7 +168,7 @@ def sampling_programs(run: Run) -> dict[str, Program]:
 
 def _sampling(
   run: Run,
-  engine: functions.Programs,
+  engine: functions.SamplerFunctions,
   parameters: tuple[Tree, Tree],
   prompt: int,
   response: int,
