@@ -313,7 +313,7 @@ class Chat:
 
   def _looks(self, tokens: list[int]) -> Iterator[Any]:
     session, options = self._speaker.session, self._speaker.options(step=self._turns)
-    return self._sampler.watch(session.base, self._speaker.parameters, [tokens], **options)
+    return self._sampler.stream_drafts(session.base, self._speaker.parameters, [tokens], **options)
 
   def _settled(self, tokens: list[int]) -> str:
     """The text that no later token changes: a last character that lacks some of its bytes is a replacement."""

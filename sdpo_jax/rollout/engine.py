@@ -205,14 +205,14 @@ class Sampler:
     """
     return self._stream(base, trainable, self._request(prompt_token_ids, **options))
 
-  def watch(
+  def stream_drafts(
     self,
     base: Tree,
     trainable: Tree,
     prompt_token_ids: Sequence[Sequence[int]],
     **options: Unpack[SamplingOptions],
   ) -> Iterator[Draft | Completion]:
-    """As `stream`, and after every `decode_chunk` tokens a draft of each sample that goes on."""
+    """Yields what `stream` does and, after every `decode_chunk` tokens, a draft of each unfinished sample."""
     return self._stream(base, trainable, self._request(prompt_token_ids, **options), drafts=True)
 
   def _request(
