@@ -15,6 +15,7 @@ from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout import engine, queue, slots
+from sdpo_jax.rollout.buckets import bucket_lengths, smallest_bucket
 from sdpo_jax.rollout.functions import sampler_functions
 from sdpo_jax.rollout.stops import StopStrings
 
@@ -396,21 +397,19 @@ def test_an_empty_stop_string_is_refused(model):
 
 
 def test_buckets():
-  assert engine.buckets((), 100) == (16, 32, 64, 100)
-  assert engine.buckets((), 9) == (9,)
-  assert engine.buckets((50, 20, 300), 100) == (20, 50, 100)
-  assert engine.pick((20, 50), 20) == 20 and engine.pick((20, 50), 51) is None
-  assert engine.pick((), 17) == 32
+  assert bucket_lengths((), 100) == (16, 32, 64, 100)
+  assert bucket_lengths((), 9) == (9,)
+  assert bucket_lengths((50, 20, 300), 100) == (20, 50, 100)
+  assert smallest_bucket((20, 50), 20) == 20 and smallest_bucket((20, 50), 51) is None
+  assert smallest_bucket((), 17) == 32
 
 
 def test_shapes():
-  assert slots.slot_buckets(100) == (100,)
-  assert slots.slot_buckets(1000) == (188, 250, 375, 500, 750, 1000)
-  assert (
-    slots.row_buckets(1) == (1,) and slots.row_buckets(8) == (1, 2, 4, 8) and slots.row_buckets(9) == (1, 2, 4, 8, 9)
-  )
-  assert slots.slot_buckets(1000, only=True) == (1000,)
-  assert slots.row_buckets(48, few=True) == (6, 12, 24, 48) and slots.row_buckets(3, few=True) == (1, 2, 3)
+  assert slots.cache_capacities(100) == (100,)
+  assert slots.cache_capacities(1000) == (188, 250, 375, 500, 750, 1000)
+  assert slots.row_counts(1) == (1,) and slots.row_counts(8) == (1, 2, 4, 8) and slots.row_counts(9) == (1, 2, 4, 8, 9)
+  assert slots.cache_capacities(1000, only=True) == (1000,)
+  assert slots.row_counts(48, few=True) == (6, 12, 24, 48) and slots.row_counts(3, few=True) == (1, 2, 3)
   assert slots.pieces(13) == [8, 4, 1] and slots.pieces(0) == []
   assert slots.shard_rows(256, 256, 1) == 256 and slots.shard_rows(100, 64, 8) == 8
   assert slots.shard_rows(6, 256, 8) == 1 and slots.shard_rows(5, 2, 8) == 1  # No fewer rows than devices.

@@ -19,7 +19,8 @@ from sdpo_jax.environments.remote import plain
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import is_local, write_atomically
 from sdpo_jax.inference.runs import open_source, run_config
-from sdpo_jax.rollout.engine import Completion, SamplingOptions, buckets, pick
+from sdpo_jax.rollout.buckets import bucket_lengths, smallest_bucket
+from sdpo_jax.rollout.engine import Completion, SamplingOptions
 from sdpo_jax.rollout.stops import to_text
 from sdpo_jax.training.session import Session, make_sampler
 from sdpo_jax.types import Messages, Tree
@@ -270,7 +271,7 @@ class Chat:
     config = dataclasses.replace(session.config, data=data, rollout=rollout)
     # A cache that is resized would make an answer wait for the compiler in its middle.
     self._sampler = make_sampler(config, session.policy, session.tokenizer, session.mesh, resized=False)
-    self._lengths = buckets(CHAT_BUCKETS, data.max_prompt_length)
+    self._lengths = bucket_lengths(CHAT_BUCKETS, data.max_prompt_length)
     self._compiled: set[int | None] = set()
     self._turns = 0
 
@@ -289,7 +290,7 @@ class Chat:
     """
     asked = [*self.messages, {'role': 'user', 'content': text}]
     tokens = self._speaker.prompt(asked, 'The conversation', '/reset forgets what has been said')
-    if (length := pick(self._lengths, len(tokens))) not in self._compiled:
+    if (length := smallest_bucket(self._lengths, len(tokens))) not in self._compiled:
       self._compiled.add(length)
       self._announce(f'Preparing for conversations of up to {length} tokens; the first time, this takes a while …')
     said, ended = '', 'interrupted'

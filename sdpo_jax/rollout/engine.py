@@ -11,6 +11,7 @@ import numpy as np
 
 from models.policy import Policy
 from sdpo_jax.errors import UserError
+from sdpo_jax.rollout.buckets import bucket_lengths, smallest_bucket
 from sdpo_jax.rollout.functions import SamplerFunctions, sampler_functions
 from sdpo_jax.rollout.slots import RECORDS, Request, SamplingStats, Slots
 from sdpo_jax.rollout.stops import StopStrings, Tokenizer, to_text
@@ -18,26 +19,6 @@ from sdpo_jax.types import Rollouts
 
 Tree = Any
 PerSample = float | Sequence[float] | np.ndarray  # One value for all, or [N].
-SMALLEST_BUCKET = 16
-
-
-def buckets(declared: Sequence[int], limit: int | None) -> tuple[int, ...]:
-  """The lengths to pad to, ascending: the declared ones, else powers of two, up to `limit` (which is one of them).
-
-  Empty when nothing is declared and there is no limit: any power of two.
-  """
-  if limit is None:
-    return tuple(sorted(set(declared)))
-  if not declared:
-    declared = [2**i for i in range(SMALLEST_BUCKET.bit_length() - 1, limit.bit_length())]
-  return tuple(sorted({length for length in declared if length < limit} | {limit}))
-
-
-def pick(lengths: tuple[int, ...], length: int) -> int | None:
-  """The smallest of the bucket `lengths` that holds `length`, None if none does; powers of two when empty."""
-  if not lengths:
-    return max(SMALLEST_BUCKET, 1 << (length - 1).bit_length())
-  return next((bucket for bucket in lengths if bucket >= length), None)
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -122,8 +103,8 @@ class Sampler:
     if any(not text for text in stop):
       raise UserError('rollout.stop holds an empty string, which would end every completion at once: remove it.')
     self._tokenizer = tokenizer
-    self._prompt_buckets = buckets(prompt_buckets, max_prompt_length)
-    self._response_buckets = buckets(response_buckets, max_response_length)
+    self._prompt_buckets = bucket_lengths(prompt_buckets, max_prompt_length)
+    self._response_buckets = bucket_lengths(response_buckets, max_response_length)
     self._max_batch_rows = max_batch_rows
     self._stops = StopStrings(tokenizer, stop)
     self._stop_ids = np.asarray(sorted(set(stop_token_ids)) or [-1], np.int32)
@@ -250,7 +231,7 @@ class Sampler:
     for row, length in enumerate(lengths.tolist()):
       if not length:
         raise UserError(f'Prompt {row} of the batch is empty: every prompt needs at least one token.')
-      width = pick(self._prompt_buckets, length)
+      width = smallest_bucket(self._prompt_buckets, length)
       if width is None:
         raise UserError(
           f'Prompt {row} of the batch has {length} tokens, more than data.max_prompt_length='
@@ -265,7 +246,7 @@ class Sampler:
     if int(max_tokens.min()) < 1:
       raise UserError(f'max_tokens must be at least 1, not {int(max_tokens.min())}.')
     most = int(max_tokens.max())
-    room = pick(self._response_buckets, most)
+    room = smallest_bucket(self._response_buckets, most)
     if room is None:
       raise UserError(
         f'max_tokens={most} is more than data.max_response_length={self._response_buckets[-1]}: raise that setting '

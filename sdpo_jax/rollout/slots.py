@@ -18,12 +18,12 @@ from sdpo_jax.rollout.queue import Queue
 from sdpo_jax.rollout.sampling import SamplingParams
 
 Tree = Any
-SMALLEST_CACHE = 128  # Slots; shorter buckets of the cache would not pay for their compilation.
+SMALLEST_CACHE = 128  # Tokens of a row; smaller caches would not pay for their compilation.
 REFILLS = 16  # The decode loop is interrupted for a refill when one slot in so many is free.
 RECORDS = ('sampling_log_probs', 'model_log_probs', 'entropy')
 
 
-def row_buckets(rows: int, few: bool = False) -> tuple[int, ...]:
+def row_counts(rows: int, few: bool = False) -> tuple[int, ...]:
   """Rows of a shard, ascending: powers of two below `rows`, and `rows`.
 
   With `few`: an eighth, a quarter and a half of `rows`, and `rows`.
@@ -33,13 +33,13 @@ def row_buckets(rows: int, few: bool = False) -> tuple[int, ...]:
   return (*(2**i for i in range((rows - 1).bit_length())), rows)
 
 
-def slot_buckets(slots: int, only: bool = False) -> tuple[int, ...]:
-  """Slots of the cache, ascending: a whole, three quarters, a half, three eighths … of `slots`, while not too short.
+def cache_capacities(most: int, only: bool = False) -> tuple[int, ...]:
+  """Tokens that a row of the cache may hold, ascending: `most`, ¾, ½, ⅜ … of it, while not below SMALLEST_CACHE.
 
-  With `only`, the whole alone.
+  With `only`, `most` alone.
   """
-  parts = [math.ceil(slots * share / 2**i) for i in range(slots.bit_length()) for share in (1, 0.75)]
-  return (*sorted(part for part in parts if not only and SMALLEST_CACHE <= part < slots), slots)
+  parts = [math.ceil(most * share / 2**i) for i in range(most.bit_length()) for share in (1, 0.75)]
+  return (*sorted(part for part in parts if not only and SMALLEST_CACHE <= part < most), most)
 
 
 def shard_rows(samples: int, max_rows: int, shards: int) -> int:
@@ -114,9 +114,9 @@ class Slots:
     self._queue = Queue(np.argsort(request.widths, kind='stable').tolist(), request.n, shards)
     # On a TPU a step of an eighth of the rows does little but read weights, and every size is one more to compile.
     most = shard_rows(self._queue.left, max_rows, shards)
-    self._sizes = row_buckets(most, few=functions.keeps_size) if resized else (most,)
+    self._sizes = row_counts(most, few=functions.keeps_size) if resized else (most,)
     only = functions.keeps_size or not resized
-    self._capacities = slot_buckets(int(request.widths.max()) + request.room + chunk, only)
+    self._capacities = cache_capacities(int(request.widths.max()) + request.room + chunk, only)
     rows = shards * self._sizes[-1]
     self._cache: KVCache | None = None
     self._capacity = 0
@@ -246,7 +246,7 @@ class Slots:
     if not self._queue.left and left > self._chunk:
       rows = next(size for size in self._sizes if size >= max(map(len, of_shard)))
     needed = int(self._held[live].max()) + self._chunk
-    capacity = next(slots for slots in self._capacities if slots >= needed)
+    capacity = next(size for size in self._capacities if size >= needed)
     moved = np.arange(shards * before)
     if rows < before:
       order = np.concatenate([shard * before + closed_up(held, rows) for shard, held in enumerate(of_shard)])

@@ -14,7 +14,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.objective.aggregation import loss_coefficients
 from sdpo_jax.objective.spec import COEFFICIENTS, ObjectiveSpec
-from sdpo_jax.rollout.engine import buckets, pick
+from sdpo_jax.rollout.buckets import bucket_lengths, smallest_bucket
 from sdpo_jax.training import packing
 from sdpo_jax.types import Batch, Rollouts, TeacherSignal, TokenRows
 
@@ -43,7 +43,7 @@ def bucket(length: int, lengths: tuple[int, ...], name: str) -> int:
   Raises:
     UserError: none does.
   """
-  size = pick(lengths, length)
+  size = smallest_bucket(lengths, length)
   if size is None:
     raise UserError(f'A length of {length} tokens exceeds the largest bucket of {name}, {max(lengths)}: raise it.')
   return size
@@ -62,9 +62,9 @@ class Buckets:
     """Return those declared in the settings, or powers of two up to the limits."""
     data = config.data
     return cls(
-      prompt=buckets(data.prompt_buckets, data.max_prompt_length),
-      response=buckets(data.response_buckets, data.max_response_length),
-      reprompt=buckets(data.reprompt_buckets, config.actor.self_distillation.max_reprompt_len),
+      prompt=bucket_lengths(data.prompt_buckets, data.max_prompt_length),
+      response=bucket_lengths(data.response_buckets, data.max_response_length),
+      reprompt=bucket_lengths(data.reprompt_buckets, config.actor.self_distillation.max_reprompt_len),
     )
 
   @classmethod

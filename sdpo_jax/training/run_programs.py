@@ -230,7 +230,7 @@ def _sampling(
     rows=prompts,
     inherits=weights,
   )
-  capacities = slots.slot_buckets(prompt + response + config.rollout.decode_chunk, engine.keeps_size)
+  capacities = slots.cache_capacities(prompt + response + config.rollout.decode_chunk, engine.keeps_size)
   index = of_rows(total)
   whole = cache(total, capacities[-1])
   add(
@@ -260,7 +260,7 @@ def _sampling(
   for length in capacities[:-1]:
     add_decode(cache(total, length), length, f'@{length}')
   add_decode(whole, capacities[-1], '')
-  fewer = [shards * size for size in slots.row_buckets(rows, few=True)[:-1]] if engine.keeps_size else []
+  fewer = [shards * size for size in slots.row_counts(rows, few=True)[:-1]] if engine.keeps_size else []
   for left in fewer:
     add_decode(whole.replace(lengths=of_rows(left)), capacities[-1], f'#{left}')
   if fewer:
