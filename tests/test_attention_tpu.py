@@ -106,7 +106,7 @@ def compile_decode(values, mesh, rows, slots, quantized=False, left=None):
     step=array((), jnp.int32),
     stop_ids=array((rows, 1), jnp.int32),
   )
-  state = decode.Rows(sampling, array((rows,), jnp.int32), array((rows,), jnp.int32), array((rows,), jnp.bool_))
+  state = decode.DecodeState(sampling, array((rows,), jnp.int32), array((rows,), jnp.int32), array((rows,), jnp.bool_))
   return cache, functions.advance.lower({}, cast, cache, state, array((), jnp.int32), steps=32).compile()
 
 

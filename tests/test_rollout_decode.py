@@ -86,7 +86,9 @@ def generate(policy, params, tokens, lengths, knobs, *, n=2, chunks=(STEPS,)):
   found = {name: np.zeros((rows, sum(chunks)), np.int32 if name == 'tokens' else np.float32) for name in names}
   for steps in chunks:
     active = ~stopped & (length < knobs.max_tokens)
-    cache, drawn = advance(policy, {}, params, cache, decode.Rows(knobs, token, length, active), rows, steps=steps)
+    cache, drawn = advance(
+      policy, {}, params, cache, decode.DecodeState(knobs, token, length, active), rows, steps=steps
+    )
     for row in np.flatnonzero(active):
       new = slice(length[row], length[row] + drawn.count[row])
       for name, values in found.items():
@@ -208,10 +210,10 @@ def test_stop_ids_and_lengths_of_each_row(models):
     stop_ids=[[second, -1], [-1, greedy[0]], [greedy[0], -1]] + [[-1, -1]] * 5,
   )
   cache = cache_of(policy, params, tokens, lengths, n=2, slots=16 + STEPS)
-  rows = decode.Rows(knobs, np.repeat(tokens[:, 5], 2), np.zeros(8, np.int32), knobs.max_tokens > 0)
+  state = decode.DecodeState(knobs, np.repeat(tokens[:, 5], 2), np.zeros(8, np.int32), knobs.max_tokens > 0)
   end = greedy.index(second) + 1
   for enough, steps in ((3, max(end, 3)), (2, sorted([end, 1, 3])[1]), (1, 1)):
-    after, done = advance(policy, {}, params, jax.tree.map(jnp.copy, cache), rows, enough, steps=STEPS)
+    after, done = advance(policy, {}, params, jax.tree.map(jnp.copy, cache), state, enough, steps=STEPS)
     counts = [min(count, steps) for count in [end, 1, 0, 3, 0, 0, 0, 0]]
     assert int(done.steps) == steps and done.count.tolist() == counts
     assert done.stopped.tolist() == [end <= steps, True] + [False] * 6
@@ -248,10 +250,10 @@ def test_the_cache_is_updated_in_place(layers):
   policy, params = huggingface.init(config, jax.random.key(0))
   cache = jax.eval_shape(lambda: policy.init_cache(32, 777))
   prompts = jax.eval_shape(lambda: policy.init_cache(4, 256))
-  rows = decode.Rows(make_params(32), np.zeros(32, np.int32), np.zeros(32, np.int32), np.ones(32, bool))
+  state = decode.DecodeState(make_params(32), np.zeros(32, np.int32), np.zeros(32, np.int32), np.ones(32, bool))
   index = jax.ShapeDtypeStruct((32,), jnp.int32)
   copy = jax.jit(kv_cache.copy_rows, donate_argnums=0).lower(cache, prompts, index, index, 7)
-  for lowered in (advance.lower(policy, {}, params, cache, rows, 32, steps=8), copy):
+  for lowered in (advance.lower(policy, {}, params, cache, state, 32, steps=8), copy):
     compiled = lowered.compile()
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     memory = compiled.memory_analysis()

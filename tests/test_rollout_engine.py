@@ -192,7 +192,7 @@ def test_rows_that_run_out_are_left_behind_where_the_cache_keeps_its_size(layers
   assert_same_samples(sample(sampler, (kernels, params), **request), expected)
   assert [(before, source.size) for before, source in moves] == [(16, 8), (8, 4)]
   assert all((source >= source.shape[1]).any() for _, source in moves)
-  assert sampler.stats.steps == 14 and sampler.stats.row_steps == 4 * 16 + 4 * 8 + 6 * 4
+  assert sampler.stats.decode_steps == 14 and sampler.stats.row_steps == 4 * 16 + 4 * 8 + 6 * 4
 
 
 def test_completions_come_as_they_finish(model, reference):

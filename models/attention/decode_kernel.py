@@ -1,9 +1,11 @@
 """A TPU kernel for attention over the key-value cache of a decode loop, which reads the stack of all layers in place.
 
 XLA copies a layer out of the stack, and often the whole cache into another layout, before it multiplies (about 28 of 38
-ms a step for 8B parameters, 256 rows and 10 240 slots). Here the layer is a number that chooses blocks of the stack as
-it lies, and blocks beyond the last slot that a row fills are neither read nor computed. Partial results of several
-caches are merged by their log-normalisers, as in FlashDecoding.
+ms per decode step for 8B parameters, 256 rows and 10 240 slots). Here the layer is a number that chooses blocks of the
+stack as it lies, and blocks beyond the last slot that a row fills are neither read nor computed. Partial results of
+several caches are merged by their log-normalisers, as in FlashDecoding.
+
+A row is a row of the batch. The grid runs over rows, key-value heads and blocks of slots, in this order.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import jax.numpy as jnp
 from models.attention.blockwise import MASKED
 from models.cache import Stores
 
-BLOCK = 1024  # Slots a grid step; keys and values of two blocks are in flight, 1 MiB in bfloat16.
+BLOCK = 1024  # Slots; keys and values of two blocks are in flight, 1 MiB in bfloat16.
 
 # (stacked stores, start, filled [B] int32): the first `filled` slots of a row hold the positions from `start` on.
 Part = tuple[Stores, jax.Array, jax.Array]
@@ -35,7 +37,7 @@ def attention(
   *,
   interpret: bool = False,
 ) -> jax.Array:
-  """Grouped-query softmax attention to what caches hold of a layer; scores and softmax in float32.
+  """Grouped-query softmax attention to the keys and values of one layer in caches; scores and softmax in float32.
 
   A query sees the keys of its row that do not stand after it.
 
@@ -54,7 +56,7 @@ def attention(
   kv_heads = parts[0][0].keys.shape[2]
   count = length * heads // kv_heads
   room = -count % (16 if query.dtype == jnp.bfloat16 else 8)
-  # All queries that meet the same keys are rows of one matrix: [B, KV, M, head_dim].
+  # All queries that meet the same keys make up one matrix: [B, KV, M, head_dim].
   matrix = query.reshape(batch, length, kv_heads, -1, head_dim).swapaxes(1, 2).reshape(batch, kv_heads, count, head_dim)
   matrix = jnp.pad(matrix, ((0, 0), (0, 0), (0, room), (0, 0)))
   places = jnp.pad(jnp.repeat(positions, count // length, axis=1), ((0, 0), (0, room)), constant_values=-1)[:, :, None]
@@ -69,28 +71,29 @@ def attention(
 
 
 def _part(matrix, places, part, scalars, interpret):
-  """Weighted sum [B, KV, M, head_dim], largest score and sum of weights [B, KV, M, 1] over one cache, float32."""
+  """Returns the weighted sum [B, KV, M, head_dim], the largest score and the sum of weights [B, KV, M, 1] over one
+  cache, float32."""
   stores, start, filled = part
   rows, kv_heads, queries, head_dim = matrix.shape
   slots = stores.keys.shape[3]
   block = min(BLOCK, slots)
 
   # A block that no query sees repeats the last one that is: nothing is fetched for it.
-  def last(row, step, filled):
-    return jnp.minimum(step, jnp.maximum((filled[row] + block - 1) // block - 1, 0))
+  def clamped(row, block_index, filled):
+    return jnp.minimum(block_index, jnp.maximum((filled[row] + block - 1) // block - 1, 0))
 
   stack = pl.BlockSpec(
     (None, None, None, block, head_dim),
-    lambda row, head, step, scalars, start, filled: (scalars[0], row, head, last(row, step, filled), 0),
+    lambda row, head, index, scalars, start, filled: (scalars[0], row, head, clamped(row, index, filled), 0),
   )
   scales = pl.BlockSpec(
     (None, None, None, 1, block),
-    lambda row, head, step, scalars, start, filled: (scalars[0], row, head, 0, last(row, step, filled)),
+    lambda row, head, index, scalars, start, filled: (scalars[0], row, head, 0, clamped(row, index, filled)),
   )
   held = [stores.keys, stores.values]
   if stores.key_scales is not None:
     held += [stores.key_scales, stores.value_scales]
-  per_head = lambda width: pl.BlockSpec((None, None, queries, width), lambda row, head, step, *_: (row, head, 0, 0))
+  per_head = lambda width: pl.BlockSpec((None, None, queries, width), lambda row, head, *_: (row, head, 0, 0))
   result = lambda width: jax.ShapeDtypeStruct((rows, kv_heads, queries, width), jnp.float32)
   return pl.pallas_call(
     functools.partial(_kernel, slots=slots),
@@ -99,7 +102,7 @@ def _part(matrix, places, part, scalars, interpret):
       grid=(rows, kv_heads, pl.cdiv(slots, block)),
       in_specs=[
         per_head(head_dim),
-        pl.BlockSpec((None, queries, 1), lambda row, head, step, *_: (row, 0, 0)),
+        pl.BlockSpec((None, queries, 1), lambda row, *_: (row, 0, 0)),
         stack,
         stack,
         *[scales] * (len(held) - 2),
@@ -114,13 +117,14 @@ def _part(matrix, places, part, scalars, interpret):
 
 
 def _kernel(scalars, start, filled, query, places, keys, values, *others, slots):
-  """One block of slots for all queries [M, head_dim] of a row and head; sums stay in the output blocks."""
+  """Adds one block of slots to the sums, which stay in the output blocks, of all queries [M, head_dim] of a row and
+  head."""
   *scales, mixed, top, total = others
-  row, step = pl.program_id(0), pl.program_id(2)
+  row, block_index = pl.program_id(0), pl.program_id(2)
   block = keys.shape[0]
-  first = step * block
+  first = block_index * block
 
-  @pl.when(step == 0)
+  @pl.when(block_index == 0)
   def _():
     mixed[...] = jnp.zeros_like(mixed)
     top[...] = jnp.full_like(top, MASKED)

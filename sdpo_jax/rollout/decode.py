@@ -1,14 +1,13 @@
-"""Prefill and the decode loop as pure functions: one prefill a prompt, rows of their own lengths, a loop of some steps.
+"""Prefill and the decode loop as pure functions of a batch of rows, each of its own length.
 
 `prefill` makes the caches of prompts, of which `models.cache.copy_rows` puts one into the row of each sample;
-`advance` takes a few steps in all rows at once and returns what was drawn. Who samples what, and when a row is given to
-the next sample, is the host's business (`sdpo_jax.rollout.engine`).
+`advance` takes a few steps, each of which draws one token in every row, and returns what was drawn. The host decides
+which sample a row holds, and when the next sample gets it (`sdpo_jax.rollout.engine`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import flax.struct
 import jax
@@ -19,28 +18,27 @@ from models import cache as kv_cache
 from models.cache import KVCache
 from models.policy import Policy
 from sdpo_jax.rollout import sampling
-
-Tree = Any
+from sdpo_jax.types import Tree
 
 
 @flax.struct.dataclass
-class Rows:
-  """What stands in each of B rows before some steps, beside their cache."""
+class DecodeState:
+  """State of the samples in B rows between two calls of `advance`, beside their cache."""
 
   params: sampling.SamplingParams
   token: jax.Array  # [B] int32, the newest token of prompt and completion: not yet in the cache.
   drawn: jax.Array  # [B] int32, tokens of the completion so far.
-  active: jax.Array  # [B] bool; the others hold no sample.
+  active: jax.Array  # [B] bool; other rows hold no sample.
 
 
 @flax.struct.dataclass
 class Drawn:
-  """What at most T steps added to B rows; of a column of the records only the first `count` mean anything."""
+  """What at most T steps drew in B rows; of each row only the first `count` entries are defined."""
 
   steps: jax.Array  # [] int32, steps taken.
   count: jax.Array  # [B] int32, tokens drawn in the row.
   stopped: jax.Array  # [B] bool, the last of them is a stop id.
-  # Step by step, so that a step writes one contiguous row.
+  # Steps lead, so that a step writes contiguous memory.
   tokens: jax.Array  # [T, B] int32; the stop token, where one was drawn, is part of the completion.
   sampling_log_probs: jax.Array  # [T, B] float32.
   model_log_probs: jax.Array  # [T, B] float32.
@@ -87,30 +85,30 @@ def advance(
   base: Tree,
   trainable: Tree,
   cache: KVCache,
-  rows: Rows,
+  state: DecodeState,
   enough: jax.Array | int,
   *,
   steps: int,
   commit: Callable[[KVCache, jax.Array], KVCache] = kv_cache.commit,
 ) -> tuple[KVCache, Drawn]:
-  """Takes steps until `steps` are taken, every active row is done or `enough` of them are.
+  """Takes steps until `steps` are taken, or every active row is done, or `enough` of them are.
 
   Args:
     policy: the language model.
     base: frozen parameters.
     trainable: trainable parameters.
     cache: of the B rows, with `steps` slots left in every active one; donate it, and it is updated in place.
-    rows: what stands in them.
-    enough: [] int32, so many rows that are done are worth an interruption.
-    steps: static, at most.
-    commit: moves recent tokens into place.
+    state: of the B rows.
+    enough: [] int32, number of rows that, once done, are worth an interruption.
+    steps: static, the most to take.
+    commit: `models.cache.commit`, or what does its work in each shard of a mesh.
 
   Returns:
     The cache, in which rows that are done are empty, and what was drawn.
   """
   base, trainable = for_decoding(policy, base, trainable)
-  keys = sampling.row_keys(rows.params)
-  count = rows.active.shape[0]
+  keys = sampling.row_keys(state.params)
+  count = state.active.shape[0]
   empty = jnp.zeros((steps, count), jnp.float32)
   nothing = Drawn(
     steps=jnp.zeros((), jnp.int32),
@@ -121,7 +119,7 @@ def advance(
     model_log_probs=empty,
     entropy=empty,
   )
-  waiting = jnp.sum(rows.active.astype(jnp.int32))
+  waiting = jnp.sum(state.active.astype(jnp.int32))
 
   def unfinished(loop: _Loop) -> jax.Array:
     done = waiting - jnp.sum((~loop.done).astype(jnp.int32))
@@ -138,17 +136,17 @@ def advance(
       loop.cache,
     )
     new = sampling.sample(
-      logits(hidden[:, 0], unembedding, policy.vocab_size), rows.params, keys, rows.drawn + loop.drawn.count
+      logits(hidden[:, 0], unembedding, policy.vocab_size), state.params, keys, state.drawn + loop.drawn.count
     )
-    return _record(loop.replace(cache=cache), new, rows)
+    return _record(loop.replace(cache=cache), new, state)
 
-  start = _Loop(cache=policy.with_recent(cache, steps), drawn=nothing, token=rows.token, done=~rows.active)
+  start = _Loop(cache=policy.with_recent(cache, steps), drawn=nothing, token=state.token, done=~state.active)
   loop = lax.while_loop(unfinished, step, start)
   return commit(loop.cache, ~loop.done), loop.drawn
 
 
 def logits(hidden: jax.Array, unembedding: jax.Array, vocab_size: int) -> jax.Array:
-  """[B, V] float32 of hidden [B, D] and unembedding [V, D]; −inf for rows from `vocab_size` on, which are no tokens."""
+  """[B, V] float32 of hidden [B, D] and unembedding [V, D]; −inf from entry `vocab_size` on, which are no tokens."""
   precision = lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
   scores = jnp.einsum('bd,vd->bv', hidden, unembedding, precision=precision, preferred_element_type=jnp.float32)
   if unembedding.shape[0] == vocab_size:
@@ -166,15 +164,18 @@ def for_decoding(policy: Policy, base: Tree, trainable: Tree) -> tuple[Tree, Tre
   return (base, trainable) if cast is None or base else (base, cast(trainable))
 
 
-def _record(loop: _Loop, new: sampling.Draw, rows: Rows) -> _Loop:
-  """The loop with the tokens just drawn; rows that are done keep their count."""
+def _record(loop: _Loop, new: sampling.Draw, state: DecodeState) -> _Loop:
+  """Returns the loop with the tokens just drawn; rows that are done keep their count."""
   drawn, at, active = loop.drawn, loop.drawn.steps, ~loop.done
   count = drawn.count + active.astype(jnp.int32)
-  stopped = drawn.stopped | (active & jnp.any(new.token[:, None] == rows.params.stop_ids, axis=1))
-  write = lambda columns, row: lax.dynamic_update_slice_in_dim(columns, row[None], at, axis=0)
+  stopped = drawn.stopped | (active & jnp.any(new.token[:, None] == state.params.stop_ids, axis=1))
+
+  def write(record: jax.Array, values: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(record, values[None], at, axis=0)
+
   return loop.replace(
     token=new.token,
-    done=loop.done | stopped | (rows.drawn + count >= rows.params.max_tokens),
+    done=loop.done | stopped | (state.drawn + count >= state.params.max_tokens),
     drawn=Drawn(
       steps=at + 1,
       count=count,

@@ -15,18 +15,17 @@ from sdpo_jax.rollout.buckets import bucket_lengths, smallest_bucket
 from sdpo_jax.rollout.functions import SamplerFunctions, sampler_functions
 from sdpo_jax.rollout.slots import RECORDS, Request, SamplingStats, Slots
 from sdpo_jax.rollout.stops import StopStrings, Tokenizer, to_text
-from sdpo_jax.types import Rollouts
+from sdpo_jax.types import Rollouts, Tree
 
-Tree = Any
 PerSample = float | Sequence[float] | np.ndarray  # One value for all, or [N].
 
 
 class SamplingOptions(TypedDict, total=False):
   """What to draw of G prompts; a `PerSample` is one value or one for each of the N = G · n samples."""
 
-  n: Required[int]  # Completions a prompt.
+  n: Required[int]  # Completions per prompt.
   seed: Required[int]  # Of the noise; with it go the step and each sample's number (prompt · n + completion).
-  step: Required[int]  # Number of the generation batch.
+  step: Required[int]  # Number of the generation batch; no step of the decode loop.
   max_tokens: Required[PerSample]  # Tokens of a completion at most.
   temperature: PerSample  # 0 is greedy; 1 unless given.
   top_p: PerSample  # 1, as unless given, keeps all.
@@ -213,28 +212,28 @@ class Sampler:
     lengths = np.asarray([len(tokens) for tokens in prompt_token_ids], np.int32)
     widths = self._check_prompts(lengths)
     whole = ('max_tokens', 'top_k')
-    rows = {
+    of_samples = {
       name: np.broadcast_to(np.asarray(value, np.int32 if name in whole else np.float32), (len(lengths) * n,))
       for name, value in knobs.items()
     }
-    room = self._check_max_tokens(rows['max_tokens'])
+    room = self._check_max_tokens(of_samples['max_tokens'])
     prompts = np.zeros((len(lengths), max(widths)), np.int32)
-    for row, tokens in zip(prompts, prompt_token_ids, strict=True):
-      row[: len(tokens)] = tokens
-    return Request(prompts, lengths, np.asarray(widths), n, rows, self._stop_ids, room, seed, step)
+    for padded, tokens in zip(prompts, prompt_token_ids, strict=True):
+      padded[: len(tokens)] = tokens
+    return Request(prompts, lengths, np.asarray(widths), n, of_samples, self._stop_ids, room, seed, step)
 
   def _check_prompts(self, lengths: np.ndarray) -> list[int]:
     """The bucket of each prompt."""
     if not len(lengths):
       raise UserError('There is no prompt to sample from: check that data.train_files / data.val_files hold rows.')
     widths = []
-    for row, length in enumerate(lengths.tolist()):
+    for index, length in enumerate(lengths.tolist()):
       if not length:
-        raise UserError(f'Prompt {row} of the batch is empty: every prompt needs at least one token.')
+        raise UserError(f'Prompt {index} of the batch is empty: every prompt needs at least one token.')
       width = smallest_bucket(self._prompt_buckets, length)
       if width is None:
         raise UserError(
-          f'Prompt {row} of the batch has {length} tokens, more than data.max_prompt_length='
+          f'Prompt {index} of the batch has {length} tokens, more than data.max_prompt_length='
           f'{self._prompt_buckets[-1]}: raise that setting (and data.prompt_buckets where declared), or set '
           'data.filter_overlong_prompts=True to leave such rows out.'
         )
@@ -275,10 +274,10 @@ class Sampler:
       yield Draft(sample, tokens)
 
   def _end(self, tokens: np.ndarray, checked: int, done: bool) -> int | None:
-    """How many leading tokens of a row a stop string leaves, None if none has appeared.
+    """Returns how many leading tokens of a sample a stop string leaves, None if none has appeared.
 
-    A row that runs on is looked at by its tail beyond `checked` tokens; every row gets a look at its whole text when it
-    is done, which alone decides where it ends, so that the number of tokens between looks changes nothing.
+    Of a sample that runs on only the tail beyond `checked` tokens is looked at. Once it is done its whole text is, which
+    alone decides where it ends, so that the number of tokens between looks changes nothing.
     """
     if not self._stops:
       return None

@@ -18,8 +18,7 @@ from models.cache import KVCache
 from models.policy import Policy
 from sdpo_jax.distributed.mesh import FSDP, RULES
 from sdpo_jax.rollout import decode
-
-Tree = Any
+from sdpo_jax.types import Tree
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,14 @@
-"""Slots and the samples in them: which cache each has, who is next, when the cache grows and shrinks."""
+"""Slots and the samples in them: which cache each has, which sample is next, when the cache grows and shrinks.
+
+A slot is a row of the batch that a decode step advances, and holds one sample at a time or none. Each shard of a mesh
+has as many slots as every other.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,15 +19,15 @@ from sdpo_jax.rollout import decode
 from sdpo_jax.rollout.functions import SamplerFunctions
 from sdpo_jax.rollout.queue import Queue
 from sdpo_jax.rollout.sampling import SamplingParams
+from sdpo_jax.types import Tree
 
-Tree = Any
 SMALLEST_CACHE = 128  # Tokens of a row; smaller caches would not pay for their compilation.
 REFILLS = 16  # The decode loop is interrupted for a refill when one slot in so many is free.
 RECORDS = ('sampling_log_probs', 'model_log_probs', 'entropy')
 
 
 def row_counts(rows: int, few: bool = False) -> tuple[int, ...]:
-  """Rows of a shard, ascending: powers of two below `rows`, and `rows`.
+  """Slots that a shard may have, ascending: powers of two below `rows`, and `rows`.
 
   With `few`: an eighth, a quarter and a half of `rows`, and `rows`.
   """
@@ -72,7 +75,7 @@ class Request:
   stop_ids: np.ndarray  # [M] int32.
   room: int  # Tokens of a completion at most.
   seed: int
-  step: int
+  step: int  # Number of the generation batch.
 
 
 @dataclasses.dataclass
@@ -82,8 +85,8 @@ class SamplingStats:
   tokens: int = 0  # Drawn and kept.
   prompts: int = 0  # Prefilled; one that several shards need counts once for each.
   dispatches: int = 0  # Calls of the decode loop.
-  steps: int = 0  # Of the decode loop; one draws a token in every slot.
-  row_steps: int = 0  # Steps × slots, slots without a sample included.
+  decode_steps: int = 0  # Of the decode loop; one draws a token in every slot.
+  row_steps: int = 0  # Decode steps × slots, slots without a sample included.
   cache_bytes: int = 0  # Largest total of all caches, those of prompts whose samples wait included.
   live_bytes: int = 0  # Largest total of what live samples filled: the least that any cache could do with.
 
@@ -105,7 +108,7 @@ class Slots:
   ):
     """Slots for at most `max_rows` samples, which draw at most `chunk` tokens between two looks.
 
-    Unless `resized`, the cache has from the beginning the slots and to the end the rows that it may come to need.
+    Unless `resized`, the cache has its largest capacity from the beginning and keeps all rows to the end.
     """
     self.stats = SamplingStats()
     self._functions, self._parameters, self._request, self._chunk = functions, parameters, request, chunk
@@ -150,7 +153,7 @@ class Slots:
     return True
 
   def advance(self) -> decode.Drawn:
-    """Starts some steps of all rows; the result is still on the devices."""
+    """Starts some decode steps of all rows; returns what they draw, still on the devices."""
     request, at = self._request, np.maximum(self._sample, 0)
     rows = len(at)
     params = SamplingParams(
@@ -160,7 +163,7 @@ class Slots:
       step=np.int32(request.step),
       stop_ids=np.broadcast_to(request.stop_ids, (rows, len(request.stop_ids))),
     )
-    state = decode.Rows(params=params, token=self._token, drawn=self._drawn, active=self._sample >= 0)
+    state = decode.DecodeState(params=params, token=self._token, drawn=self._drawn, active=self._sample >= 0)
     enough = math.ceil(rows / REFILLS) if self._queue.left else rows
     # The host goes on with its own arrays while these are under way.
     state = self._functions.put(jax.tree.map(np.copy, state))
@@ -176,8 +179,8 @@ class Slots:
 
     Args:
       drawn: from `advance`.
-      end: of (tokens of a row, how many of them are not new, whether the row is done) → the number of tokens that a
-        stop string leaves, None if there is none.
+      end: maps (tokens of a sample, number of them that are not new, whether the sample is done) to the number of
+        tokens that a stop string leaves, None if there is none.
 
     Returns:
       (sample, tokens, records, whether a stop id or string ended it) of each finished sample.
@@ -240,7 +243,7 @@ class Slots:
     """Sees to it that the cache has the size that it should have; returns where each slot is afterwards."""
     shards, before = self._functions.shards, self._per_shard
     live = self._sample >= 0
-    of_shard = [np.flatnonzero(rows) for rows in live.reshape(shards, before)]
+    of_shard = [np.flatnonzero(slots) for slots in live.reshape(shards, before)]
     left = int((self._request.knobs['max_tokens'][self._sample[live]] - self._drawn[live]).max())
     rows = before
     if not self._queue.left and left > self._chunk:
@@ -297,6 +300,6 @@ class Slots:
   def _count_steps(self, drawn: decode.Drawn, active: np.ndarray) -> None:
     stats = self.stats
     stats.dispatches += 1
-    stats.steps += int(drawn.steps)
+    stats.decode_steps += int(drawn.steps)
     stats.row_steps += int(drawn.steps) * len(active)
     stats.live_bytes = max(stats.live_bytes, int(self._held[active].sum()) * self._slot_bytes())

@@ -244,7 +244,7 @@ def _sampling(
   def add_decode(held: Any, capacity: int, suffix: str) -> None:
     left = held.lengths.shape[0]
     newest = of_rows(left)
-    state = decode.Rows(_sampling_params(mesh, left, run.stop_ids), newest, newest, of_rows(left, jnp.bool_))
+    state = decode.DecodeState(_sampling_params(mesh, left, run.stop_ids), newest, newest, of_rows(left, jnp.bool_))
     add(
       'decode',
       engine.advance,
