@@ -20,12 +20,14 @@ import safetensors
 from safetensors.numpy import save_file
 
 from models import parameters, remote_files
-from models.qwen3 import Qwen3Config, Qwen3Policy
+from models.decoder import DecoderConfig, DecoderPolicy
+from models.families import qwen3
 from sdpo_jax.config import ModelConfig
 from sdpo_jax.distributed.mesh import parameter_sharding
 from sdpo_jax.errors import UserError
+from sdpo_jax.types import Tree
 
-Tree = Any
+FAMILIES = {qwen3.MODEL_TYPE: qwen3.Qwen3Config}  # By model_type.
 WEIGHTS = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
 HUB_FILES = ('*.json', '*.jinja', '*.safetensors', '*.model', '*.txt')
@@ -38,7 +40,7 @@ IGNORED = ('rotary_emb.inv_freq', 'attn.masked_bias')
 
 def load(
   path: str | os.PathLike, config: ModelConfig, mesh: jax.sharding.Mesh | None = None
-) -> tuple[Qwen3Policy, Tree]:
+) -> tuple[DecoderPolicy, Tree]:
   """The policy and its float32 parameters from a model directory (one or several safetensors files).
 
   Files are memory-mapped, and a process reads of every tensor the blocks that its devices hold, each once: beside the
@@ -63,33 +65,42 @@ def load(
   return policy, params
 
 
-def read_policy(path: str | os.PathLike, config: ModelConfig) -> Qwen3Policy:
+def read_policy(path: str | os.PathLike, config: ModelConfig) -> DecoderPolicy:
   """The policy that a directory's config.json describes; reads no weights.
 
-  It computes attention in the way that runs anywhere; `Qwen3Policy.on` chooses the kernels of its devices.
+  It computes attention in the way that runs anywhere; `DecoderPolicy.on` chooses the kernels of its devices.
 
   Raises:
     UserError: missing or malformed config.json, unsupported architecture.
   """
   root = resolve(path)
-  return _policy(Qwen3Config.from_json(read_json(root, 'config.json'), str(root / 'config.json')), config)
+  return _policy(_read_config(read_json(root, 'config.json'), str(root / 'config.json')), config)
 
 
-def describe(config_json: dict[str, Any], config: ModelConfig) -> Qwen3Policy:
+def describe(config_json: dict[str, Any], config: ModelConfig) -> DecoderPolicy:
   """The policy that the contents of a config.json describe."""
-  return _policy(Qwen3Config.from_json(config_json), config)
+  return _policy(_read_config(config_json), config)
 
 
-def _policy(model: Qwen3Config, config: ModelConfig) -> Qwen3Policy:
+def _read_config(values: dict[str, Any], source: str = 'config.json') -> DecoderConfig:
+  """Reads the contents of a config.json as the family that its model_type names does."""
+  model_type = values.get('model_type')
+  if model_type not in list(FAMILIES):  # Which may be unhashable.
+    supported = ', '.join(map(repr, FAMILIES))
+    raise UserError(f'{source}: model_type {model_type!r} is not supported; supported: {supported} (dense).')
+  return FAMILIES[model_type].from_json(values, source)
+
+
+def _policy(model: DecoderConfig, config: ModelConfig) -> DecoderPolicy:
   multiple = config.vocab_multiple or (LARGE_MULTIPLE if model.vocab_size >= LARGE else 1)
-  return Qwen3Policy(dataclasses.replace(model, vocab_multiple=multiple), config.dtype, config.remat)
+  return DecoderPolicy(dataclasses.replace(model, vocab_multiple=multiple), config.dtype, config.remat)
 
 
-def init(config_json: dict[str, Any], rng: jax.Array, config: ModelConfig | None = None) -> tuple[Qwen3Policy, Tree]:
+def init(config_json: dict[str, Any], rng: jax.Array, config: ModelConfig | None = None) -> tuple[DecoderPolicy, Tree]:
   """A policy with random float32 parameters, from the contents of a config.json.
 
   Args:
-    config_json: see `Qwen3Config.from_json`; initializer_range is the standard deviation.
+    config_json: contents of a config.json; initializer_range is the standard deviation.
     rng: PRNG key.
     config: compute dtype and rematerialisation; None: float32, none.
   """
@@ -100,7 +111,7 @@ def init(config_json: dict[str, Any], rng: jax.Array, config: ModelConfig | None
 
 def save(
   path: str | os.PathLike,
-  policy: Qwen3Policy,
+  policy: DecoderPolicy,
   params: Tree,
   *,
   source: str | os.PathLike | None = None,
@@ -162,7 +173,7 @@ def resolve(path: str | os.PathLike) -> pathlib.Path:
   try:
     # The architecture first: gigabytes of weights that we cannot use are not worth fetching.
     described = pathlib.Path(hf_hub_download(str(path), 'config.json'))
-    Qwen3Config.from_json(read_json(described.parent, 'config.json'), f'{path}/config.json')
+    _read_config(read_json(described.parent, 'config.json'), f'{path}/config.json')
     return pathlib.Path(snapshot_download(str(path), allow_patterns=HUB_FILES))
   except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
     raise UserError(

@@ -198,7 +198,7 @@ def test_a_mesh_holds_what_one_device_does_and_reads_it_once(stored, shape, conf
   read.clear()
   _, loaded = huggingface.load(stored, config, mesh=mesh_of(shape))
   equal(loaded, expected)
-  assert (policy.config.rows == 64) == (config is PADDED)
+  assert (policy.config.padded_vocab_size == 64) == (config is PADDED)
   assert len(loaded['unembedding'].sharding.device_set) == 8 and not loaded['unembedding'].is_fully_replicated
   table = policy.parameter_table()
   assert read == {p.huggingface_name(i): math.prod(p.huggingface_shape) for p in table for i in range(p.layers)}

@@ -16,7 +16,8 @@ import transformers
 from models import cache as kv_cache
 from models import huggingface, parameters
 from models.cache import SHALLOW
-from models.qwen3 import Qwen3Config, Qwen3Policy
+from models.decoder import DecoderPolicy
+from models.families.qwen3 import Qwen3Config
 from sdpo_jax.config import ModelConfig
 
 torch.set_num_threads(1)
@@ -257,7 +258,7 @@ def test_the_program_does_not_grow_with_depth():
   sizes = []
   for layers in (2, 24):
     values = {**SIZES, 'model_type': 'qwen3', 'num_hidden_layers': layers}
-    policy = Qwen3Policy(Qwen3Config.from_json(values), 'bfloat16', 'full')
+    policy = DecoderPolicy(Qwen3Config.from_json(values), 'bfloat16', 'full')
     shapes = parameters.abstract(policy.parameter_table())
     row = (jax.ShapeDtypeStruct((2, 16), jnp.int32),) * 3
     sizes.append(len(jax.jit(jax.grad(functools.partial(_loss, policy))).lower(shapes, row).as_text()))

@@ -42,7 +42,7 @@ def test_pads_are_rows_of_zeros(models):
 
 def test_large_vocabularies_are_padded_by_themselves(models):
   values = models[1][0][0].config.to_json()
-  rows = lambda size: huggingface.describe({**values, 'vocab_size': size}, ModelConfig()).config.rows
+  rows = lambda size: huggingface.describe({**values, 'vocab_size': size}, ModelConfig()).config.padded_vocab_size
   assert rows(151936) == 152576 and rows(32768) == 32768 and rows(1000) == 1000
 
 

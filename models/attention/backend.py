@@ -34,7 +34,7 @@ class AttentionBackend:
 
   @property
   def halves(self) -> bool:
-    """Whether rotary embeddings swap halves of heads (`models.qwen3.rotate`)."""
+    """Whether rotary embeddings swap halves of heads (`models.decoder.rotate`)."""
     return self.kind == 'splash'
 
   @property

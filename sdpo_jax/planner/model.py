@@ -7,7 +7,7 @@ import pathlib
 import re
 
 from models import huggingface
-from models.qwen3 import Qwen3Policy
+from models.decoder import DecoderPolicy
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 
@@ -42,7 +42,7 @@ def known(name: str) -> dict[str, object] | None:
   }
 
 
-def read(config: Config, model_config: str | None = None) -> tuple[Qwen3Policy, str]:
+def read(config: Config, model_config: str | None = None) -> tuple[DecoderPolicy, str]:
   """The policy that a run would train, and where its sizes come from; no weights are read or downloaded.
 
   Args:

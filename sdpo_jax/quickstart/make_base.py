@@ -27,7 +27,7 @@ import optax
 
 from models import huggingface
 from models import tokenizer as tokenizers
-from models.qwen3 import Qwen3Policy
+from models.decoder import DecoderPolicy
 from sdpo_jax.config import Config, SelfDistillationConfig
 from sdpo_jax.data.prompts import chat_tokens
 from sdpo_jax.environments import digits
@@ -163,7 +163,7 @@ def train(
   tokenizer: Any,
   distillation: SelfDistillationConfig,
   announce: Callable[[str], None] = lambda text: None,
-) -> tuple[Qwen3Policy, Tree]:
+) -> tuple[DecoderPolicy, Tree]:
   """A policy trained on `recipe.steps` batches of lessons: cross-entropy of the answers, one mean a kind, summed."""
   policy, params = huggingface.init(config_json, jax.random.key(recipe.seed))
   schedule = optax.warmup_cosine_decay_schedule(
@@ -218,7 +218,7 @@ def collate(lessons: list[Lesson], tokenizer: Any) -> Rows:
   return tokens, positions, segment_ids, index, answers
 
 
-def _cross_entropy(policy: Qwen3Policy, params: Tree, rows: Rows) -> jax.Array:
+def _cross_entropy(policy: DecoderPolicy, params: Tree, rows: Rows) -> jax.Array:
   tokens, positions, segment_ids, index, answers = rows
   hidden, unembedding, _ = policy.apply({}, params, tokens, positions, segment_ids)
   states = jnp.take_along_axis(hidden, index[:, :, None], axis=1)

@@ -1,4 +1,4 @@
-"""Qwen3 dense decoder in Flax NNX, and the policy that wraps it as a pure function of its parameters."""
+"""Decoder-only transformers in Flax NNX, and the policy that wraps one as a pure function of its parameters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 import dataclasses
 import functools
 import math
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from flax import nnx
 import jax
@@ -19,223 +19,31 @@ from models import parameters
 from models.attention import dispatch
 from models.attention.backend import AttentionBackend, choose_backend, distinct_windows
 from sdpo_jax.distributed.mesh import gathered_by_layer
-from sdpo_jax.errors import UserError
+from sdpo_jax.types import Tree
 
-Tree = Any
-ARCHITECTURE = 'qwen3'
 TURNED = 'turned_unembedding'  # [D, V], of parameters that are cast for decoding.
 
 
-@dataclasses.dataclass(frozen=True)
-class Qwen3Config:
-  """Sizes and constants of a Qwen3 dense model."""
+class DecoderConfig(Protocol):
+  """What the decoder reads of the config of a family (`models.families`): frozen, hashable, nothing of config.json."""
 
-  vocab_size: int
+  vocab_size: int  # Tokens; the embedding may have more entries.
   hidden_size: int
-  intermediate_size: int
+  intermediate_size: int  # Of the MLP.
   layers: int
   heads: int
   kv_heads: int
   head_dim: int
   rope_theta: float
   norm_eps: float
-  tied: bool
-  attention_bias: bool = False
-  initializer_range: float = 0.02
-  windows: tuple[int, ...] | None = None  # Per layer, number of positions seen (0: all); None: all layers see all.
-  vocab_multiple: int = 1  # The embedding and the unembedding have rows of zeros up to a multiple of this.
+  tied: bool  # The embedding is the unembedding.
+  attention_bias: bool
+  initializer_range: float  # Standard deviation of random parameters.
+  windows: tuple[int, ...] | None  # Per layer, number of positions seen (0: all); None: all layers see all.
 
-  @property
-  def rows(self) -> int:
-    """Rows of the embedding and the unembedding, those that stand for no token included."""
-    return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
-
-  @classmethod
-  def from_json(cls, values: dict[str, Any], source: str = 'config.json') -> Qwen3Config:
-    """From the contents of a Hugging Face config.json; defaults are transformers' own.
-
-    Raises:
-      UserError: naming `source` and the key: another architecture, a missing or impossible size, a rope type or an
-        activation that is not supported.
-    """
-    kind = values.get('model_type')
-    if kind != ARCHITECTURE:
-      raise UserError(f'{source}: model_type {kind!r} is not supported; supported: {ARCHITECTURE!r} (dense).')
-    sizes = {}
-    for field, key in (
-      ('vocab_size', 'vocab_size'),
-      ('hidden_size', 'hidden_size'),
-      ('intermediate_size', 'intermediate_size'),
-      ('layers', 'num_hidden_layers'),
-      ('heads', 'num_attention_heads'),
-    ):
-      sizes[field] = _size(values, key, source)
-    sizes['kv_heads'] = (
-      _size(values, 'num_key_value_heads', source) if values.get('num_key_value_heads') else sizes['heads']
-    )
-    sizes['head_dim'] = _size(values, 'head_dim', source) if 'head_dim' in values else 128
-    if sizes['heads'] % sizes['kv_heads']:
-      raise UserError(
-        f'{source}: num_attention_heads={sizes["heads"]} is not a multiple of num_key_value_heads={sizes["kv_heads"]}.'
-      )
-    if sizes['head_dim'] % 2:
-      raise UserError(f'{source}: head_dim={sizes["head_dim"]} is odd; rotary embeddings need an even one.')
-    if values.get('hidden_act', 'silu') != 'silu':
-      raise UserError(f"{source}: hidden_act {values['hidden_act']!r} is not supported; supported: 'silu'.")
-    return cls(
-      **sizes,
-      rope_theta=_rope_theta(values, source),
-      norm_eps=float(values.get('rms_norm_eps', 1e-6)),
-      tied=bool(values.get('tie_word_embeddings', False)),
-      attention_bias=bool(values.get('attention_bias', False)),
-      initializer_range=float(values.get('initializer_range', 0.02)),
-      windows=_windows(values, sizes['layers'], source),
-    )
-
-  def to_json(self) -> dict[str, Any]:
-    """The contents of a config.json from which transformers (4.51 or newer) builds the same model."""
-    values = {
-      'architectures': ['Qwen3ForCausalLM'],
-      'model_type': ARCHITECTURE,
-      'vocab_size': self.vocab_size,
-      'hidden_size': self.hidden_size,
-      'intermediate_size': self.intermediate_size,
-      'num_hidden_layers': self.layers,
-      'num_attention_heads': self.heads,
-      'num_key_value_heads': self.kv_heads,
-      'head_dim': self.head_dim,
-      'hidden_act': 'silu',
-      'rope_theta': self.rope_theta,
-      'rms_norm_eps': self.norm_eps,
-      'tie_word_embeddings': self.tied,
-      'attention_bias': self.attention_bias,
-      'initializer_range': self.initializer_range,
-    }
-    if self.windows is not None:
-      values['use_sliding_window'] = True
-      values['sliding_window'] = max(self.windows)
-      values['layer_types'] = ['sliding_attention' if window else 'full_attention' for window in self.windows]
-    return values
-
-
-def _size(values: dict[str, Any], key: str, source: str) -> int:
-  value = values.get(key)
-  if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-    raise UserError(f'{source}: {key} must be a positive integer, not {value!r}.')
-  return value
-
-
-def _rope_theta(values: dict[str, Any], source: str) -> float:
-  """The base of the rotary embedding: top-level (transformers 4) or in rope_parameters (transformers 5)."""
-  scaling = values.get('rope_parameters') or values.get('rope_scaling') or {}
-  kind = scaling.get('rope_type', scaling.get('type', 'default'))
-  if kind != 'default':
-    raise UserError(f"{source}: rope type {kind!r} is not supported; supported: 'default'.")
-  theta = scaling.get('rope_theta', values.get('rope_theta', 10000.0))
-  if isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0:
-    raise UserError(f'{source}: rope_theta must be a positive number, not {theta!r}.')
-  return float(theta)
-
-
-def _windows(values: dict[str, Any], layers: int, source: str) -> tuple[int, ...] | None:
-  window = values.get('sliding_window') if values.get('use_sliding_window', False) else None
-  kinds = values.get('layer_types')
-  if kinds is None:
-    first = values.get('max_window_layers', 28)
-    kinds = ['sliding_attention' if window and i >= first else 'full_attention' for i in range(layers)]
-  unknown = set(kinds) - {'full_attention', 'sliding_attention'}
-  if unknown or len(kinds) != layers:
-    raise UserError(
-      f"{source}: layer_types must name 'full_attention' or 'sliding_attention' for each of the {layers} layers, "
-      f'not {kinds!r}.'
-    )
-  if 'sliding_attention' not in kinds:
-    return None
-  if not isinstance(window, int) or window <= 0:
-    raise UserError(
-      f'{source}: layer_types asks for sliding_attention, which needs use_sliding_window=true and a positive '
-      f'sliding_window (it is {values.get("sliding_window")!r}).'
-    )
-  return tuple(window if kind == 'sliding_attention' else 0 for kind in kinds)
-
-
-@functools.cache
-def table(config: Qwen3Config) -> parameters.Table:
-  """Every parameter of the model, in the order in which its files hold them."""
-  width, layers, head_dim = config.hidden_size, config.layers, config.head_dim
-  rows = []
-
-  def add(path, shape, axes, init, name, matrix=None, **more):
-    stacked = axes[0] == 'layers'
-    matrix = matrix or (shape[1:] if stacked else shape)
-    rows.append(parameters.Parameter(tuple(path.split('.')), shape, axes, init, name, matrix, **more))
-
-  vocabulary = dict(shape=(config.rows, width), axes=('vocab', 'embed'), init='normal')
-  add('embedding', name='model.embed_tokens.weight', matrix=(config.vocab_size, width), **vocabulary)
-  layer = 'model.layers.{layer}.'
-  norm = lambda path, size, axis, name: add(path, (layers, size), ('layers', axis), 'ones', layer + name, compute=False)
-  norm('layers.attention_norm', width, None, 'input_layernorm.weight')
-  for name, heads, axis in (
-    ('q', config.heads, 'heads'),
-    ('k', config.kv_heads, 'kv_heads'),
-    ('v', config.kv_heads, 'kv_heads'),
-  ):
-    path = f'layers.attention.{dict(q="query", k="key", v="value")[name]}'
-    add(
-      path,
-      (layers, width, heads, head_dim),
-      ('layers', 'embed', axis, 'head_dim'),
-      'normal',
-      f'{layer}self_attn.{name}_proj.weight',
-      (heads * head_dim, width),
-      transpose=True,
-    )
-    if config.attention_bias:
-      add(
-        f'{path}_bias',
-        (layers, heads, head_dim),
-        ('layers', axis, 'head_dim'),
-        'zeros',
-        f'{layer}self_attn.{name}_proj.bias',
-        (heads * head_dim,),
-      )
-  add(
-    'layers.attention.output',
-    (layers, config.heads, head_dim, width),
-    ('layers', 'heads', 'head_dim', 'embed'),
-    'normal',
-    f'{layer}self_attn.o_proj.weight',
-    (width, config.heads * head_dim),
-    transpose=True,
-  )
-  if config.attention_bias:
-    add('layers.attention.output_bias', (layers, width), ('layers', None), 'zeros', f'{layer}self_attn.o_proj.bias')
-  norm('layers.attention.query_norm', head_dim, 'head_dim', 'self_attn.q_norm.weight')
-  norm('layers.attention.key_norm', head_dim, 'head_dim', 'self_attn.k_norm.weight')
-  norm('layers.mlp_norm', width, None, 'post_attention_layernorm.weight')
-  for name in ('gate', 'up'):
-    add(
-      f'layers.mlp.{name}',
-      (layers, width, config.intermediate_size),
-      ('layers', 'embed', 'mlp'),
-      'normal',
-      f'{layer}mlp.{name}_proj.weight',
-      (config.intermediate_size, width),
-      transpose=True,
-    )
-  add(
-    'layers.mlp.down',
-    (layers, config.intermediate_size, width),
-    ('layers', 'mlp', 'embed'),
-    'normal',
-    f'{layer}mlp.down_proj.weight',
-    (width, config.intermediate_size),
-    transpose=True,
-  )
-  add('final_norm', (width,), (None,), 'ones', 'model.norm.weight', compute=False)
-  if not config.tied:
-    add('unembedding', name='lm_head.weight', matrix=(config.vocab_size, width), **vocabulary)
-  return tuple(rows)
+  def parameter_table(self) -> parameters.Table:
+    """Returns every parameter of the model: those whose paths the modules here name, and no others."""
+    ...
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -325,7 +133,7 @@ _product.defvjp(_product_forward, _product_backward)
 class Attention(nnx.Module):
   """Grouped-query attention with normalised queries and keys."""
 
-  def __init__(self, config: Qwen3Config, make: Callable[[str], nnx.Param]):
+  def __init__(self, config: DecoderConfig, make: Callable[[str], nnx.Param]):
     self.config = config
     self.query, self.key, self.value, self.output = make('query'), make('key'), make('value'), make('output')
     self.query_norm, self.key_norm = make('query_norm'), make('key_norm')
@@ -365,7 +173,7 @@ class Mlp(nnx.Module):
 class Block(nnx.Module):
   """One decoder layer; its parameters may carry a leading layers axis, which a scan removes."""
 
-  def __init__(self, config: Qwen3Config, make: Callable[[str], nnx.Param]):
+  def __init__(self, config: DecoderConfig, make: Callable[[str], nnx.Param]):
     self.config = config
     self.attention_norm, self.mlp_norm = make('attention_norm'), make('mlp_norm')
     self.attention = Attention(config, lambda name: make(f'attention.{name}'))
@@ -383,7 +191,7 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
   """The whole model; its layers are one block with stacked parameters, to be scanned, or (`unrolled`) a list."""
 
-  def __init__(self, config: Qwen3Config, make: Callable[[str], nnx.Param], unrolled: bool):
+  def __init__(self, config: DecoderConfig, make: Callable[[str], nnx.Param], unrolled: bool):
     self.config = config
     self.embedding = make('embedding')
     block = lambda: Block(config, lambda name: make(f'layers.{name}'))
@@ -406,7 +214,7 @@ class Decoder(nnx.Module):
     remat: str,
     backend: AttentionBackend,
   ) -> tuple[jax.Array, kv_cache.KVCache | None]:
-    """Final hidden states [B, S, D] and the updated cache; arguments as in `Qwen3Policy.apply`."""
+    """Final hidden states [B, S, D] and the updated cache; arguments as in `DecoderPolicy.apply`."""
     config = self.config
     matrices = rotation(positions, config.head_dim, config.rope_theta)
     # A cache without recent tokens is to be filled by these: what they attend to is themselves.
@@ -514,39 +322,39 @@ class Decoder(nnx.Module):
     return (jnp.zeros_like(cache.lengths), filled(cache.lengths)), (cache.lengths, filled(recent))
 
 
-def _remat(layer: Callable, policy: str) -> Callable:
-  """The layer with what its backward pass recomputes: 'none', 'full' (all), 'save_attention' (all but attention),
+def _remat(layer: Callable, remat: str) -> Callable:
+  """Returns the layer with what its backward pass recomputes: 'none', 'full' (all), 'save_attention' (all but attention),
   'dots' (all but matrix products)."""
-  if policy == 'none':
+  if remat == 'none':
     return layer
   saved = {
     'full': None,
     'save_attention': jax.checkpoint_policies.save_only_these_names(dispatch.RESIDUALS),
     'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-  }[policy]
+  }[remat]
   # Inside a scan the loop itself keeps the compiler from merging the recomputation with the forward pass.
   return jax.checkpoint(layer, policy=saved, prevent_cse=False)
 
 
 @functools.cache
-def _graph(config: Qwen3Config, unrolled: bool) -> nnx.GraphDef:
-  rows = {parameter.name: parameter for parameter in table(config)}
+def _graph(config: DecoderConfig, unrolled: bool) -> nnx.GraphDef:
+  by_name = {parameter.name: parameter for parameter in config.parameter_table()}
 
   def make(name: str) -> nnx.Param:
-    parameter = rows[name]
+    parameter = by_name[name]
     return nnx.Param(jax.ShapeDtypeStruct(parameter.shape, jnp.dtype(parameter.dtype)), axes=parameter.axes)
 
   return nnx.graphdef(Decoder(config, make, unrolled))
 
 
 @dataclasses.dataclass(frozen=True)
-class Qwen3Policy:
-  """The model as a pure function (`models.policy.Policy`); static under `jit`.
+class DecoderPolicy:
+  """A decoder as a pure function of its parameters (`models.policy.Policy`); static under `jit`.
 
   Full fine-tuning: `base` is {} and `trainable` holds every parameter of `parameter_table()`.
   """
 
-  config: Qwen3Config
+  config: DecoderConfig
   dtype: Literal['float32', 'bfloat16'] = 'bfloat16'
   remat: Literal['none', 'full', 'save_attention', 'dots'] = 'full'
   backend: AttentionBackend = AttentionBackend()
@@ -563,7 +371,7 @@ class Qwen3Policy:
   def shares_prefixes(self) -> bool:
     return self.config.windows is None
 
-  def on(self, mesh: jax.sharding.Mesh | None, attention_setting: str = 'auto') -> Qwen3Policy:
+  def on(self, mesh: jax.sharding.Mesh | None, attention_setting: str = 'auto') -> DecoderPolicy:
     """The policy with the kernels that `model.attention` asks for on the devices of a mesh (None: the default device).
 
     Raises:
@@ -574,7 +382,7 @@ class Qwen3Policy:
 
   def parameter_table(self) -> parameters.Table:
     """Shape, dtype, logical axes, initialiser and Hugging Face layout of every parameter."""
-    return table(self.config)
+    return self.config.parameter_table()
 
   def cast(self, params: Tree) -> Tree:
     """The parameters as a decode loop reads them, to be made once ahead of it; `apply` takes either form.
@@ -648,11 +456,11 @@ class Qwen3Policy:
         return leaf
       return lax.with_sharding_constraint(leaf, gathered_by_layer(mesh, parameter.axes, parameter.shape))
 
-    return parameters.map_tree(place, table(self.config), params)
+    return parameters.map_tree(place, self.parameter_table(), params)
 
   def _in_compute_dtype(self, params: Tree) -> Tree:
     dtype = lambda parameter: self.dtype if parameter.compute else jnp.float32
-    return parameters.map_tree(lambda parameter, leaf: leaf.astype(dtype(parameter)), table(self.config), params)
+    return parameters.map_tree(lambda parameter, leaf: leaf.astype(dtype(parameter)), self.parameter_table(), params)
 
 
 def _is_unrolled(params: Tree) -> bool:
