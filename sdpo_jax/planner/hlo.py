@@ -510,9 +510,10 @@ def _window(instruction: Instruction, axes: int) -> dict[str, list[int]]:
   """Size, stride, low padding and dilations by spatial axis."""
   text = re.search(r'window=\{([^}]*)\}', instruction.attributes)
   found = dict(re.findall(r'(\w+)=(\S+)', text.group(1) if text else ''))
-  numbers = lambda key, default: (
-    [int(part.split('_')[0]) for part in found[key].split('x')] if key in found else [default] * axes
-  )
+
+  def numbers(key: str, default: int) -> list[int]:
+    return [int(part.split('_')[0]) for part in found[key].split('x')] if key in found else [default] * axes
+
   return {
     'size': numbers('size', 1),
     'stride': numbers('stride', 1),

@@ -241,7 +241,10 @@ def _held(program: registry.Program, shardings: Any) -> dict[str, float]:
   for index, (argument, kind) in enumerate(zip(program.arguments, program.holds, strict=True)):
     placed = None if shardings is None else shardings[index]
     if isinstance(argument, TrainState):
-      part = lambda name, placed=placed: None if placed is None else getattr(placed, name)
+
+      def part(name: str, placed: Any = placed) -> Any:
+        return None if placed is None else getattr(placed, name)
+
       add('parameters', argument.trainable, part('trainable'))
       add('optimizer', argument.opt_state, part('opt_state'))
       add('teacher', argument.teacher, part('teacher'))
@@ -294,7 +297,10 @@ def parse_out_of_memory(text: str) -> tuple[float | None, list[dict[str, Any]]]:
   buffers = []
   for block in re.split(r'\n\s*\d+\. (?=Size: )', text)[1:]:
     size = re.match(r'Size: ([\d.]+)([KMGT]?)', block)
-    field = lambda name, block=block: next(iter(re.findall(rf'{name}: (.*)', block)), '').strip()
+
+    def field(name: str, block: str = block) -> str:
+      return next(iter(re.findall(rf'{name}: (.*)', block)), '').strip()
+
     shape, operator = field('Shape'), re.search(r'op_name="([^"]*)"', block)
     buffers.append(
       {
@@ -432,7 +438,9 @@ def _costs(trace: hlo.Trace, chip: Chip, axes: Mapping[str, int]) -> _Costs:
 
 
 def _minus(one: _Costs, other: _Costs) -> _Costs:
-  less = lambda a, b: {key: value - b.get(key, 0.0) for key, value in a.items()}
+  def less(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
+    return {key: value - b.get(key, 0.0) for key, value in a.items()}
+
   return _Costs(
     less(one.sources, other.sources),
     one.flops - other.flops,
@@ -444,7 +452,9 @@ def _minus(one: _Costs, other: _Costs) -> _Costs:
 
 
 def _times(costs: _Costs, times: float) -> _Costs:
-  by = lambda values: {key: value * times for key, value in values.items()}
+  def by(values: Mapping[str, float]) -> dict[str, float]:
+    return {key: value * times for key, value in values.items()}
+
   return _Costs(
     by(costs.sources),
     costs.flops * times,
@@ -457,9 +467,10 @@ def _times(costs: _Costs, times: float) -> _Costs:
 
 def _fill(estimate: Estimate, costs: _Costs, times: float, chip: Chip) -> None:
   """Adds `times` executions of `costs`."""
-  add = lambda into, values, scale: into.update(
-    {key: into.get(key, 0.0) + value * times * scale for key, value in values.items() if value}
-  )
+
+  def add(into: dict[str, float], values: Mapping[str, float], scale: float) -> None:
+    into.update({key: into.get(key, 0.0) + value * times * scale for key, value in values.items() if value})
+
   add(estimate.seconds_by_source, costs.sources, 1)
   add(estimate.collective_gb, costs.collectives, 1e-9)
   add(estimate.kernel_seconds, costs.kernels, 1)
@@ -499,7 +510,10 @@ def _summary(
   scored = forward_flops(policy, micro_rows, largest.prompt[-1] + largest.response[-1], largest.response[-1])
   sampled = rows * decode_flops(policy, assumptions.mean_prompt, assumptions.mean_completion)
   everything = update_useful + sampled + (scored * micro * optimizer_steps if 'score' in estimates else 0)
-  rate = lambda flops, seconds: flops / chips / topology.chip.flops / seconds if seconds > 0 else math.nan
+
+  def rate(flops: float, seconds: float) -> float:
+    return flops / chips / topology.chip.flops / seconds if seconds > 0 else math.nan
+
   tokens = rows * assumptions.mean_completion / total if total > 0 else math.nan
   return Plan(
     topology=topology.name,
@@ -535,15 +549,19 @@ def phase_seconds(
   config: Config, mesh: jax.sharding.Mesh, assumptions: Assumptions, estimates: Mapping[str, Estimate]
 ) -> dict[str, float]:
   """Seconds of a generation batch by phase, every program at its largest bucket; evaluation as its share of a step."""
-  seconds = lambda label: (
-    math.nan if estimates[label].error is not None else estimates[label].seconds if label in estimates else math.nan
-  )
+
+  def seconds(label: str) -> float:
+    return math.nan if estimates[label].error is not None else estimates[label].seconds
+
   rows = config.data.train_batch_size * config.rollout.n
   mini = config.actor.ppo_mini_batch_size * config.rollout.n
   optimizer_steps = rows // mini * config.actor.ppo_epochs
   micro, _ = micro_batches(config, mesh, assumptions)
   phases = {}
-  have = lambda *labels: all(label in estimates for label in labels)
+
+  def have(*labels: str) -> bool:
+    return all(label in estimates for label in labels)
+
   if have('prefill', 'decode'):
     copy = seconds('prepare') if have('prepare') else 0.0
     prefills, decodes = _turns(config, mesh, assumptions, config.data.train_batch_size, config.rollout.n)
@@ -557,7 +575,10 @@ def phase_seconds(
     phases['optimizer'] = optimizer_steps * (seconds('zero') + seconds('apply')) + seconds('finish')
   questions = assumptions.evaluation_questions
   if questions and config.trainer.test_freq and have('prefill', 'decode'):
-    own = lambda label: registry.EVALUATION + label if have(registry.EVALUATION + label) else label
+
+    def own(label: str) -> str:
+      return registry.EVALUATION + label if have(registry.EVALUATION + label) else label
+
     prefills, decodes = _turns(config, mesh, assumptions, questions, config.val_kwargs.n)
     once = prefills * seconds(own('prefill')) + decodes * seconds(own('decode'))
     phases['evaluation'] = once / config.trainer.test_freq

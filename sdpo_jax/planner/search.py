@@ -65,11 +65,15 @@ def search(
   results: list[Result] = []
   for mesh in meshes(config, policy, chips, over):
     here = changed(config, mesh)
-    compiled = lambda options, labels, here=here: _parts(here, policy, topology, assumptions, options, labels, announce)
+
+    def compiled(options: Sequence[dict[str, Any]], labels: Sequence[str], here: Config = here) -> list[Part]:
+      return _parts(here, policy, topology, assumptions, options, labels, announce)
+
     updates = compiled(update_options(here, chips, over), _TRAINING)
     samplers = compiled(sampling_options(here, over), _SAMPLING)
-    fastest = lambda parts: min(parts, key=_order)
-    pairs = [(update, fastest(samplers)) for update in updates] + [(fastest(updates), sampler) for sampler in samplers]
+
+    quickest_update, quickest_sampler = min(updates, key=_order), min(samplers, key=_order)
+    pairs = [(update, quickest_sampler) for update in updates] + [(quickest_update, sampler) for sampler in samplers]
     for update, sampler in {id(u) * 31 + id(s): (u, s) for u, s in pairs}.values():
       results.append(
         Result(
@@ -96,7 +100,9 @@ def check(over: Sequence[str]) -> None:
 
 
 def _order(part: Part | Result) -> tuple[bool, float, float]:
-  known = lambda value: value if math.isfinite(value) else math.inf
+  def known(value: float) -> float:
+    return value if math.isfinite(value) else math.inf
+
   # What fits by speed; what does not by how much is missing.
   return (False, known(part.seconds), 0.0) if part.fits else (True, known(part.hbm_gib), known(part.seconds))
 
@@ -107,9 +113,10 @@ def meshes(config: Config, policy: Policy, chips: int, over: Sequence[str]) -> l
     return [{}]
   model = policy.config
   padded = next(parameter.shape[0] for parameter in policy.parameter_table() if parameter.path == ('embedding',))
-  divides = lambda tensor: all(
-    size % tensor == 0 for size in (chips, model.heads, model.kv_heads, model.intermediate_size, padded)
-  )
+
+  def divides(tensor: int) -> bool:
+    return all(size % tensor == 0 for size in (chips, model.heads, model.kv_heads, model.intermediate_size, padded))
+
   return [
     {'mesh.fsdp': chips // tensor, 'mesh.tensor': tensor}
     for tensor in range(1, min(chips, model.kv_heads) + 1)
@@ -174,7 +181,10 @@ def _parts(
   """The options compiled, the least demanding first; none that asks for more than one that did not fit."""
   found: list[Part] = []
   for option in sorted(options, key=_demand):
-    more = lambda part, option=option: all(a <= b for a, b in zip(_demand(part.settings), _demand(option), strict=True))
+
+    def more(part: Part, option: dict[str, Any] = option) -> bool:
+      return all(a <= b for a, b in zip(_demand(part.settings), _demand(option), strict=True))
+
     if not any(more(part) for part in found if not part.fits):
       found.append(_part(config, policy, topology, assumptions, option, labels, announce))
   return found

@@ -159,7 +159,7 @@ def build_teacher_context(
   for row in range(count):
     candidates = successes.get(group[row], ()) if config.include_demonstration else ()
     chosen = choose_demonstration(row, candidates, config, sample_ids=sample_ids, seed=seed, step=step)
-    shown = remove_thinking if config.remove_thinking_from_demonstration else lambda text: text
+    shown = remove_thinking if config.remove_thinking_from_demonstration else str
     solution = None if chosen is None else shown(texts[chosen])
     solutions.append(solution)
     failed = row not in successes.get(group[row], ())
@@ -192,7 +192,10 @@ def build_teacher_context(
     for key, row in distinct.items()
   }
   truncated = np.array([fitted[key][2] for key in keys], bool)
-  fraction = lambda flags: float(np.mean(flags)) if len(flags) else 0.0
+
+  def fraction(flags: Sequence[bool] | np.ndarray) -> float:
+    return float(np.mean(flags)) if len(flags) else 0.0
+
   return TeacherContext(
     messages=[fitted[key][0] for key in keys],
     prompt_tokens=[fitted[key][1] for key in keys],

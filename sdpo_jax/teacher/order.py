@@ -53,7 +53,10 @@ class _Differences:
 
   def __lt__(self, other: _Differences) -> bool:
     """Popped first: the larger spread, then the larger leading set."""
-    rank = lambda node: (node.spread, node.sets[0][0], len(node.sets[0][1]), node.sets[0][1])
+
+    def rank(node: _Differences) -> tuple:
+      return node.spread, node.sets[0][0], len(node.sets[0][1]), node.sets[0][1]
+
     return rank(self) > rank(other)
 
   def merged(self, other: _Differences) -> _Differences:

@@ -96,7 +96,10 @@ def check_workdir(config: Config, workdir: epath.PathLike) -> epath.Path:
   """
   try:
     workdir = epath.Path(workdir)
-    has = lambda name: (workdir / name).exists()
+
+    def has(name: str) -> bool:
+      return (workdir / name).exists()
+
     trained = has('checkpoints') and any((workdir / 'checkpoints').iterdir())
     if not trained and not has('metrics.jsonl'):
       return workdir
