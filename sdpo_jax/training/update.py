@@ -8,8 +8,10 @@ carry all masks and denominators, so the micro-batch size never changes a gradie
 from __future__ import annotations
 
 from collections.abc import Callable
+import copy
 import dataclasses
 import functools
+import json
 from typing import Any
 
 import jax
@@ -184,10 +186,8 @@ def advance_teacher(config: Config, state: TrainState, applied: jax.Array) -> Tr
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-  """The jitted functions of the update for one policy, teacher and configuration."""
+  """The jitted functions of the update."""
 
-  policy: Policy
-  config: Config
   log_probs: Callable[..., Any]  # `completion_log_probs` from `base` on.
   zero: Callable[..., Any]  # `zero_gradients`.
   accumulate: Callable[..., Any]  # `accumulate` from `base` on.
@@ -235,6 +235,9 @@ def make_update(
 ) -> Update:
   """Make the functions of the update; accumulators and states are donated where they are replaced.
 
+  Calls with the same model, teacher, settings and placement share their functions, and so what is compiled. What
+  happens to `config` afterwards does not change them.
+
   Args:
     policy: the model.
     config: settings.
@@ -247,19 +250,36 @@ def make_update(
   """
   teacher = teacher or Teacher(policy)
   teacher.check_student(policy)
+  leaves, structure = jax.tree.flatten(shardings)
+  return _make_update(policy, teacher.policy, _Settings.of(config), tuple(leaves), structure)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+  """A copy of a run's settings, equal to another where the functions of the update would be the same."""
+
+  read: str
+  config: Config = dataclasses.field(compare=False)
+
+  @classmethod
+  def of(cls, config: Config) -> _Settings:
+    sections = config.actor, config.rollout, config.optimizer
+    return cls(json.dumps([dataclasses.asdict(section) for section in sections]), copy.deepcopy(config))
+
+
+@functools.lru_cache(maxsize=64)
+def _make_update(
+  policy: Policy, teacher: Policy, settings: _Settings, leaves: tuple[Any, ...], structure: Any
+) -> Update:
+  config, shardings = settings.config, jax.tree.unflatten(structure, leaves)
   trees = None if shardings is None else shardings.trainable
   whole = None if shardings is None else jax.tree.leaves(shardings.step)[0]
   mesh = None if shardings is None else whole.mesh
   return Update(
-    policy=policy,
-    config=config,
-    log_probs=jax.jit(
-      functools.partial(completion_log_probs, policy, config, mesh),
-      out_shardings=whole,
-    ),
+    log_probs=jax.jit(functools.partial(completion_log_probs, policy, config, mesh), out_shardings=whole),
     zero=jax.jit(zero_gradients, out_shardings=trees),
     accumulate=jax.jit(
-      functools.partial(accumulate, policy, config, mesh, teacher=teacher.policy),
+      functools.partial(accumulate, policy, config, mesh, teacher=teacher),
       donate_argnums=2,
       out_shardings=(trees, whole),
     ),
