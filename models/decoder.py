@@ -18,28 +18,21 @@ from models import cache as kv_cache
 from models import parameters
 from models.attention import dispatch
 from models.attention.backend import AttentionBackend, choose_backend, distinct_windows
+from models.policy import Sizes
 from sdpo_jax.distributed.mesh import gathered_by_layer
 from sdpo_jax.types import Tree
 
 TURNED = 'turned_unembedding'  # [D, V], of parameters that are cast for decoding.
 
 
-class DecoderConfig(Protocol):
+class DecoderConfig(Sizes, Protocol):
   """What the decoder reads of the config of a family (`models.families`): frozen, hashable, nothing of config.json."""
 
-  vocab_size: int  # Tokens; the embedding may have more entries.
-  hidden_size: int
-  intermediate_size: int  # Of the MLP.
-  layers: int
-  heads: int
-  kv_heads: int
-  head_dim: int
   rope_theta: float
   norm_eps: float
   tied: bool  # The embedding is the unembedding.
   attention_bias: bool
   initializer_range: float  # Standard deviation of random parameters.
-  windows: tuple[int, ...] | None  # Per layer, number of positions seen (0: all); None: all layers see all.
 
   def parameter_table(self) -> parameters.Table:
     """Returns every parameter of the model: those whose paths the modules here name, and no others."""
@@ -351,13 +344,15 @@ def _graph(config: DecoderConfig, unrolled: bool) -> nnx.GraphDef:
 class DecoderPolicy:
   """A decoder as a pure function of its parameters (`models.policy.Policy`); static under `jit`.
 
-  Full fine-tuning: `base` is {} and `trainable` holds every parameter of `parameter_table()`.
+  Parameters whose names begin with one of `frozen` are in the base, the others in the trainable tree; full fine-tuning,
+  the default, leaves the base empty.
   """
 
   config: DecoderConfig
   dtype: Literal['float32', 'bfloat16'] = 'bfloat16'
   remat: Literal['none', 'full', 'save_attention', 'dots'] = 'full'
   backend: AttentionBackend = AttentionBackend()
+  frozen: tuple[str, ...] = ()  # Names of parameters or of what holds some: 'embedding', 'layers.mlp'.
 
   @property
   def vocab_size(self) -> int:
@@ -372,33 +367,43 @@ class DecoderPolicy:
     return self.config.windows is None
 
   def on(self, mesh: jax.sharding.Mesh | None, attention_setting: str = 'auto') -> DecoderPolicy:
-    """The policy with the kernels that `model.attention` asks for on the devices of a mesh (None: the default device).
-
-    Raises:
-      UserError: the devices or the dtype do not allow them.
-    """
+    """See `models.policy.Policy.on`."""
     backend = choose_backend(attention_setting, self.dtype, self.config.head_dim, mesh)
     return dataclasses.replace(self, backend=backend)
 
-  def parameter_table(self) -> parameters.Table:
-    """Shape, dtype, logical axes, initialiser and Hugging Face layout of every parameter."""
-    return self.config.parameter_table()
+  def with_remat(self, remat: str) -> DecoderPolicy:
+    """See `models.policy.Policy.with_remat`."""
+    return dataclasses.replace(self, remat=remat)
 
-  def cast(self, params: Tree) -> Tree:
-    """The parameters as a decode loop reads them, to be made once ahead of it; `apply` takes either form.
+  def parameter_table(self) -> parameters.Table:
+    """See `models.policy.Policy.parameter_table`.
+
+    Raises:
+      ValueError: no parameter has a name that begins with an entry of `frozen`.
+    """
+    return _table(self.config, self.frozen)
+
+  def cast(self, base: Tree, trainable: Tree) -> tuple[Tree, Tree]:
+    """See `models.policy.Policy.cast`.
 
     Compute dtype, but for norm weights, which stay float32. Of a shallow model (`models.cache.SHALLOW`), a tree per
     layer under 'layers' instead of the stacked arrays, and the unembedding as [D, V] beside it where it is whole: with
     few rows, which is half of such a model's step, a CPU multiplies by it in four fifths of the time.
     """
-    if _is_unrolled(params):
+    return self._cast(base), self._cast(trainable)
+
+  def _cast(self, params: Tree) -> Tree:
+    if _is_cast(params):
       return params
     params = self._in_compute_dtype(params)
     if self.config.layers > kv_cache.SHALLOW:
       return params
-    layers = {i: jax.tree.map(lambda leaf, i=i: leaf[i], params['layers']) for i in range(self.config.layers)}
-    turned = {} if self.backend.divided else {TURNED: params['embedding' if self.config.tied else 'unembedding'].T}
-    return params | {'layers': layers} | turned
+    if 'layers' in params:
+      layers = {i: jax.tree.map(lambda leaf, i=i: leaf[i], params['layers']) for i in range(self.config.layers)}
+      params = params | {'layers': layers}
+    matrix = 'embedding' if self.config.tied else 'unembedding'
+    turned = matrix in params and not self.backend.divided
+    return params | {TURNED: params[matrix].T} if turned else params
 
   def apply(
     self,
@@ -410,15 +415,15 @@ class DecoderPolicy:
     cache: kv_cache.KVCache | None = None,
     parents: jax.Array | None = None,
   ) -> tuple[jax.Array, jax.Array, kv_cache.KVCache | None]:
-    """Hidden states after the final norm [B, S, D], the unembedding [V, D], both in compute dtype, and the cache.
+    """See `models.policy.Policy.apply`.
 
-    Arguments as in `models.policy.Policy.apply`. States of padding (segment 0) are finite and without meaning.
+    Hidden states and unembedding are in compute dtype. States of padding (segment 0) are finite and without meaning.
     """
-    params = {**base, **trainable}
-    if cache is not None:
-      params = self.cast(params)
-    elif not _is_unrolled(params):
-      params = self._ready_to_gather(self._in_compute_dtype(params), tokens.shape[0])
+    if cache is not None or _is_cast(base) or _is_cast(trainable):
+      params = parameters.merge(*self.cast(base, trainable))
+    else:
+      params = self._in_compute_dtype(parameters.merge(base, trainable))
+      params = self._ready_to_gather(params, tokens.shape[0])
     turned = params.pop(TURNED, None)
     decoder = nnx.merge(_graph(self.config, _is_unrolled(params)), params)
     hidden, cache = decoder(tokens, positions, segment_ids, cache, parents, self.remat, self.backend)
@@ -459,9 +464,33 @@ class DecoderPolicy:
     return parameters.map_tree(place, self.parameter_table(), params)
 
   def _in_compute_dtype(self, params: Tree) -> Tree:
-    dtype = lambda parameter: self.dtype if parameter.compute else jnp.float32
-    return parameters.map_tree(lambda parameter, leaf: leaf.astype(dtype(parameter)), self.parameter_table(), params)
+    def cast(parameter: parameters.Parameter, leaf: jax.Array) -> jax.Array:
+      return leaf.astype(self.dtype if parameter.compute else jnp.float32)
+
+    return parameters.map_tree(cast, parameters.held(self.parameter_table(), params), params)
+
+
+@functools.cache
+def _table(config: DecoderConfig, frozen: tuple[str, ...]) -> parameters.Table:
+  table = config.parameter_table()
+  names = [parameter.name for parameter in table]
+  for prefix in frozen:
+    if not any(_begins(name, prefix) for name in names):
+      raise ValueError(f'No parameter has a name that begins with {prefix!r}; there are {", ".join(names)}.')
+  return tuple(
+    dataclasses.replace(parameter, frozen=any(_begins(parameter.name, prefix) for prefix in frozen))
+    for parameter in table
+  )
+
+
+def _begins(name: str, prefix: str) -> bool:
+  return f'{name}.'.startswith(f'{prefix}.')
 
 
 def _is_unrolled(params: Tree) -> bool:
-  return 0 in params['layers']
+  return 0 in params.get('layers', ())
+
+
+def _is_cast(params: Tree) -> bool:
+  """Whether a tree has the form that `cast` gives to parameters of shallow models."""
+  return _is_unrolled(params) or TURNED in params

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Tree = Any
+from sdpo_jax.types import Tree
+
 Path = tuple[str, ...]
 Block = tuple[tuple[int, int], ...]  # (start, stop) of every axis of a part of an array.
 
@@ -37,6 +38,7 @@ class Parameter:
   transpose: bool = False
   compute: bool = True  # False: stays float32 in the forward pass (norm weights).
   dtype: str = 'float32'  # Of the master copy.
+  frozen: bool = False  # The base tree holds it; else the trainable tree.
 
   @property
   def name(self) -> str:
@@ -99,11 +101,56 @@ class Parameter:
 Table = tuple[Parameter, ...]
 
 
+def frozen(table: Table) -> Table:
+  """Returns the parameters of the base tree."""
+  return tuple(parameter for parameter in table if parameter.frozen)
+
+
+def trainable(table: Table) -> Table:
+  """Returns the parameters of the trainable tree."""
+  return tuple(parameter for parameter in table if not parameter.frozen)
+
+
+def held(table: Table, tree: Tree) -> Table:
+  """Returns the parameters that a nested dict holds."""
+  return tuple(parameter for parameter in table if _holds(tree, parameter.path))
+
+
+def _holds(tree: Tree, path: Path) -> bool:
+  for key in path:
+    if not isinstance(tree, dict) or key not in tree:
+      return False
+    tree = tree[key]
+  return True
+
+
 def get(tree: Tree, path: Path) -> Any:
   """The leaf of a nested dict at `path`."""
   for key in path:
     tree = tree[key]
   return tree
+
+
+def merge(base: Tree, trainable: Tree) -> Tree:
+  """Returns the nested dict that holds the leaves of both trees at their paths.
+
+  Raises:
+    ValueError: naming a path at which both have a leaf, or one a leaf and the other a dict.
+  """
+  return _merge(base, trainable, ())
+
+
+def _merge(base: Tree, trainable: Tree, path: tuple[Any, ...]) -> Tree:
+  merged = dict(base)
+  for key, node in trainable.items():
+    if key not in base:
+      merged[key] = node
+    elif isinstance(base[key], dict) and isinstance(node, dict):
+      merged[key] = _merge(base[key], node, (*path, key))
+    else:
+      name = '.'.join(map(str, (*path, key)))
+      raise ValueError(f'Base and trainable parameters both hold {name}: each belongs to one of the trees.')
+  return merged
 
 
 def nest(leaves: Iterable[tuple[Path, Any]]) -> Tree:

@@ -2,29 +2,74 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 
 from models.cache import KVCache
+from models.parameters import Table
+from sdpo_jax.types import Tree
 
-Tree = Any
+
+class Sizes(Protocol):
+  """The sizes of a model that the arithmetic of a run reads: operations, memory, meshes that divide it."""
+
+  vocab_size: int  # Tokens; the embedding may have more entries.
+  hidden_size: int  # D.
+  intermediate_size: int  # Of the MLP.
+  layers: int
+  heads: int  # Of queries.
+  kv_heads: int  # Of keys and values.
+  head_dim: int
+  windows: tuple[int, ...] | None  # Per layer, number of positions seen (0: all); None: all layers see all.
 
 
 @runtime_checkable
 class Policy(Protocol):
-  """A language model as pure functions of a frozen base and a trainable tree.
+  """A language model as pure functions of a frozen base and a trainable tree, both nested dicts of arrays.
 
   Full fine-tuning: `base` is an empty dict and `trainable` holds every parameter. LoRA: `base` holds the parameters,
   `trainable` the factors. Cartridge: `trainable` is a key-value prefix. Optimizer, teacher, checkpoint and export know
   only the trainable tree. Implementations are hashable (static under `jit`).
   """
 
-  vocab_size: int
+  config: Sizes
+  vocab_size: int  # V, that of `config`; the unembedding may have more entries, which are no tokens.
   # Whether a step over a cache reads no more of it than rows hold, so that a large one costs memory only.
   reads_filled: bool
   # Whether segments may have parents; if not, `apply` is never handed any.
   shares_prefixes: bool
+
+  def parameter_table(self) -> Table:
+    """Returns shape, dtype, logical axes, initialiser and Hugging Face layout of every parameter.
+
+    `Parameter.frozen` says which of the two trees holds it; see `models.parameters.frozen` and `trainable`.
+    """
+    ...
+
+  def on(self, mesh: jax.sharding.Mesh | None, attention_setting: str = 'auto') -> Policy:
+    """Returns the policy as it computes on the devices of a mesh.
+
+    Args:
+      mesh: where parameters and rows lie; None: the default device.
+      attention_setting: the kernels of attention, `model.attention`.
+
+    Raises:
+      UserError: the devices or the dtype do not allow these kernels.
+    """
+    ...
+
+  def with_remat(self, remat: str) -> Policy:
+    """Returns the policy whose backward pass recomputes what `model.remat` says."""
+    ...
+
+  def cast(self, base: Tree, trainable: Tree) -> tuple[Tree, Tree]:
+    """Returns both trees as a decode loop reads them best, in compute dtype; what is cast already stays as it is.
+
+    A step of the loop reads every parameter once: cast ahead of the loop, it reads half as many bytes in bfloat16. The
+    trees are cast each by itself, so that the base may be cast once and the trainable tree for every batch.
+    """
+    ...
 
   def apply(
     self,
@@ -36,11 +81,11 @@ class Policy(Protocol):
     cache: KVCache | None = None,
     parents: jax.Array | None = None,
   ) -> tuple[jax.Array, jax.Array, KVCache | None]:
-    """Final hidden states and the matrix that turns them into logits.
+    """Computes final hidden states and the matrix that turns them into logits.
 
     Args:
-      base: frozen parameters.
-      trainable: trainable parameters.
+      base: frozen parameters, as they are or from `cast`.
+      trainable: trainable parameters, as they are or from `cast`.
       tokens: [B, S] int32.
       positions: [B, S] int32, the position of each token within its segment, counted on from that of a parent.
       segment_ids: [B, S] int32, 0 = padding. A token attends to tokens of its own segment that stand before it. Tokens
@@ -55,13 +100,49 @@ class Policy(Protocol):
     Returns:
       hidden [B, S, D] (after the final norm), unembedding [V, D] such that logits = hidden @ unembedding.T,
       and the updated cache (None without one).
+
+    Raises:
+      ValueError: base and trainable both hold a parameter.
     """
     ...
 
   def init_cache(self, batch_size: int, length: int, quantized: bool = False) -> KVCache:
-    """An empty cache of `length` slots for each of `batch_size` rows, in compute dtype or (`quantized`) int8."""
+    """Returns an empty cache of `length` slots for each of `batch_size` rows, in compute dtype or (`quantized`) int8."""
     ...
 
   def with_recent(self, cache: KVCache, length: int) -> KVCache:
-    """The cache with room for `length` more tokens in every row; `models.cache.commit` moves them where they belong."""
+    """Returns the cache with room for `length` more tokens in every row, which `models.cache.commit` moves behind
+    those of each."""
     ...
+
+
+class PolicyBase:
+  """What a small policy need not say: it computes on any mesh as it is, casts nothing and does not sample.
+
+  Subclasses have `config`, `vocab_size`, `parameter_table` and `apply` of their own.
+  """
+
+  reads_filled = False
+  shares_prefixes = False
+
+  def on(self, mesh: jax.sharding.Mesh | None, attention_setting: str = 'auto') -> Policy:
+    """Returns itself."""
+    del mesh, attention_setting
+    return self
+
+  def with_remat(self, remat: str) -> Policy:
+    """Returns itself."""
+    del remat
+    return self
+
+  def cast(self, base: Tree, trainable: Tree) -> tuple[Tree, Tree]:
+    """Returns both trees as they are."""
+    return base, trainable
+
+  def init_cache(self, batch_size: int, length: int, quantized: bool = False) -> KVCache:
+    """Raises NotImplementedError: the policy does not sample."""
+    raise NotImplementedError(f'{type(self).__name__} has no cache to sample with.')
+
+  def with_recent(self, cache: KVCache, length: int) -> KVCache:
+    """Raises NotImplementedError: the policy does not sample."""
+    raise NotImplementedError(f'{type(self).__name__} has no cache to sample with.')

@@ -94,7 +94,7 @@ def compile_decode(values, mesh, rows, slots, quantized=False, left=None):
     spec = PartitionSpec(*(None if axis == 'fsdp' else axis for axis in given.sharding.spec))
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
-  cast = jax.tree.map(without_fsdp, params, jax.eval_shape(policy.cast, params))
+  cast = jax.tree.map(without_fsdp, params, jax.eval_shape(policy.cast, {}, params)[1])
   array = functools.partial(over_rows, mesh)
   cache = abstract_cache(functions, mesh, rows, slots)
   rows = left or rows

@@ -92,7 +92,7 @@ def sampler_functions(policy: Policy, mesh: Mesh | None, quantized: bool = False
 
   if not divided:
     placed, result, put = None, None, lambda tree: tree
-    prepare = jax.jit(functools.partial(decode.for_decoding, policy))
+    prepare = jax.jit(policy.cast)
   else:
     whole, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(FSDP))
     placed = cache_shardings(mesh, jax.eval_shape(lambda: policy.init_cache(shards, 1, quantized)))
@@ -170,7 +170,7 @@ def _prepare(policy: Policy, mesh: Mesh) -> Placed:
     placed = [
       lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec)) for leaf, spec in zip(leaves, specs, strict=True)
     ]
-    return decode.for_decoding(policy, *tree.unflatten(placed))
+    return policy.cast(*tree.unflatten(placed))
 
   @functools.cache
   def gather_as(specs: tuple[PartitionSpec, ...]) -> Callable[..., tuple[Tree, Tree]]:

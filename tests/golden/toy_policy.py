@@ -7,16 +7,37 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from models.parameters import Parameter, Table, merge
+from models.policy import PolicyBase
+
 
 @dataclasses.dataclass(frozen=True)
-class ToyPolicy:
+class ToyPolicy(PolicyBase):
   """h_t = 0.8·h_{t−1} + mask_t·(E[token_t] + P[position_t]); logits_t = tanh(h_t)·W."""
 
   vocab_size: int
+  hidden_size: int = 6
+  positions: int = 23
 
-  def apply(self, base, trainable, tokens, positions, segment_ids, cache=None):
-    """See `models.policy.Policy`; trainable holds E [V, D], P [positions, D], W [D, V]."""
-    inputs = trainable['E'][tokens] + trainable['P'][positions]
+  # It has neither attention nor MLP.
+  intermediate_size = layers = heads = kv_heads = head_dim = 0
+  windows = None
+
+  @property
+  def config(self) -> ToyPolicy:
+    """The policy itself, which holds its sizes."""
+    return self
+
+  def parameter_table(self) -> Table:
+    """Returns E [V, D], P [positions, D] and W [D, V]."""
+    tall, wide = (self.vocab_size, self.hidden_size), (self.hidden_size, self.vocab_size)
+    shapes = {'E': tall, 'P': (self.positions, self.hidden_size), 'W': wide}
+    return tuple(Parameter((name,), shape, (None, None), 'normal', name, shape) for name, shape in shapes.items())
+
+  def apply(self, base, trainable, tokens, positions, segment_ids, cache=None, parents=None):
+    """See `models.policy.Policy`."""
+    params = merge(base, trainable)
+    inputs = params['E'][tokens] + params['P'][positions]
     inputs = jnp.where((segment_ids > 0)[..., None], inputs, 0)
 
     def step(state, x):
@@ -24,4 +45,4 @@ class ToyPolicy:
       return state, state
 
     _, states = jax.lax.scan(step, jnp.zeros_like(inputs[:, 0]), inputs.swapaxes(0, 1))
-    return jnp.tanh(states).swapaxes(0, 1), trainable['W'].T, None
+    return jnp.tanh(states).swapaxes(0, 1), params['W'].T, None
