@@ -30,7 +30,7 @@ from absl import flags
 from sdpo_jax import command
 from sdpo_jax.config import SamplingConfig
 from sdpo_jax.errors import UserError
-from sdpo_jax.inference import generate
+from sdpo_jax.inference import answer_files, chat, generate
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a run; its newest checkpoint answers.')
 STEP = flags.DEFINE_integer('step', None, 'The checkpoint of this step of the run answers instead.', lower_bound=1)
@@ -80,37 +80,37 @@ def check_flags() -> None:
     raise UserError(f'--n={N.value}: a --chat has one answer a turn; leave --n out.')
 
 
-def write_answer(speaker: generate.Speaker) -> None:
-  texts = generate.answers(speaker, generate.with_system([{'role': 'user', 'content': PROMPT.value}], SYSTEM.value))
+def write_answer(generator: generate.TextGenerator) -> None:
+  texts = generator.generate(generate.with_system([{'role': 'user', 'content': PROMPT.value}], SYSTEM.value))
   for number, text in enumerate(texts, start=1):
     if len(texts) > 1:
       sys.stdout.write(f'--- completion {number} of {len(texts)} ---\n')
     sys.stdout.write(text + '\n')
 
 
-def write_answers(speaker: generate.Speaker, questions: list[generate.Question]) -> None:
-  records = generate.answer_all(speaker, questions, announce)
+def write_answers(generator: generate.TextGenerator, questions: list[generate.Question]) -> None:
+  records = generate.generate_all(generator, questions, announce)
   if OUTPUT.value is None:
-    generate.write_in_order(sys.stdout, records)
+    answer_files.write_in_order(sys.stdout, records)
   else:
-    generate.write_to_file(OUTPUT.value, records)
+    answer_files.write_to_file(OUTPUT.value, records)
 
 
-def hold_chat(speaker: generate.Speaker) -> None:
+def hold_chat(generator: generate.TextGenerator) -> None:
   read = input
   if sys.stdin.isatty() and sys.stdout.isatty():
     with contextlib.suppress(ImportError):  # Lines can be edited, where Python has it.
       import readline  # noqa: F401
     read = functools.partial(input, '> ')
-  generate.converse(generate.Chat(speaker, SYSTEM.value, announce), read, sys.stdout, announce)
+  chat.converse(chat.Chat(generator, SYSTEM.value, announce), read, sys.stdout, announce)
 
 
 def main() -> int | None:
   check_flags()
   questions = None if PROMPTS.value is None else generate.read_questions(PROMPTS.value, SYSTEM.value)
   if OUTPUT.value is not None:
-    generate.check_output(OUTPUT.value, OVERWRITE.value)
-  manner = generate.Manner(
+    answer_files.check_output(OUTPUT.value, OVERWRITE.value)
+  options = generate.GenerationOptions(
     sampling=SamplingConfig(
       n=N.value, temperature=TEMPERATURE.value, top_p=TOP_P.value, top_k=TOP_K.value, min_p=MIN_P.value
     ),
@@ -121,13 +121,13 @@ def main() -> int | None:
     dtype=DTYPE.value,
   )
   try:
-    speaker = generate.open_speaker(WORKDIR.value, MODEL.value, STEP.value, manner)
+    generator = generate.open_generator(WORKDIR.value, MODEL.value, STEP.value, options)
     if questions is not None:
-      write_answers(speaker, questions)
+      write_answers(generator, questions)
     elif CHAT.value:
-      hold_chat(speaker)
+      hold_chat(generator)
     else:
-      write_answer(speaker)
+      write_answer(generator)
     sys.stdout.flush()
   except BrokenPipeError:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Or Python would complain at its end.

@@ -10,7 +10,8 @@ import pytest
 
 from sdpo_jax.config import SamplingConfig
 from sdpo_jax.errors import UserError
-from sdpo_jax.inference import generate
+from sdpo_jax.inference import answer_files, generate
+from sdpo_jax.inference.chat import Chat, converse
 from sdpo_jax.rollout.engine import Completion, Draft
 from tests import tiny
 
@@ -32,20 +33,20 @@ def model(tmp_path_factory):
   return path
 
 
-def open_speaker(model, **changes):
-  manner = dict(sampling=SamplingConfig(n=1), max_tokens=40, seed=3, max_prompt_length=256) | changes
-  return generate.open_speaker(None, str(model), None, generate.Manner(**manner))
+def open_generator(model, **changes):
+  options = dict(sampling=SamplingConfig(n=1), max_tokens=40, seed=3, max_prompt_length=256) | changes
+  return generate.open_generator(None, str(model), None, generate.GenerationOptions(**options))
 
 
 @pytest.fixture(scope='module')
-def speaker(model):
-  return open_speaker(model)
+def generator(model):
+  return open_generator(model)
 
 
-def sampled(chat, speaker, messages, step=0):
+def sampled(chat, generator, messages, step=0):
   """What the chat's sampler says to a conversation when nobody looks on, and why that ends."""
-  tokens = speaker.session.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-  rollouts = chat._sampler.sample({}, speaker.parameters, [tokens], **speaker.options(step))
+  tokens = generator.session.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+  rollouts = chat._sampler.sample({}, generator.parameters, [tokens], **generator.sampling_options(step))
   return rollouts.text[0], rollouts.finish_reason[0]
 
 
@@ -55,7 +56,7 @@ def write_rows(path, rows):
 
 
 def test_a_file_is_answered_as_it_is_sampled_and_written_in_order(model, tmp_path):
-  speaker = open_speaker(model, sampling=SamplingConfig(n=3, temperature=2.0), max_tokens=60, max_batch_rows=8)
+  generator = open_generator(model, sampling=SamplingConfig(n=3, temperature=2.0), max_tokens=60, max_batch_rows=8)
   conversation = [{'role': 'system', 'content': 'Be kind.'}, USER('b'), ASSISTANT('c'), USER('d')]
   rows = [
     {'prompt': 'a', 'id': 'first'},
@@ -73,7 +74,7 @@ def test_a_file_is_answered_as_it_is_sampled_and_written_in_order(model, tmp_pat
       came.append(number)
       held.append([json.loads(line) for line in output.read_text().splitlines()])
 
-  generate.write_to_file(str(output), watched(generate.answer_all(speaker, questions, said.append)))
+  answer_files.write_to_file(str(output), watched(generate.generate_all(generator, questions, said.append)))
   records = [json.loads(line) for line in output.read_text().splitlines()]
   assert came != sorted(came) == list(range(12)), 'all finished in order: the test shows nothing'
   # At any time the file held what had come.
@@ -84,15 +85,15 @@ def test_a_file_is_answered_as_it_is_sampled_and_written_in_order(model, tmp_pat
   assert 'id' not in records[3] and records[9]['id'] is None
   assert records[3]['prompt'] == conversation and records[6]['prompt'] == [USER('e')]
   assert said[0] == 'Sampling 12 completions …' and said[-1].startswith('12 of 12 completions')
-  prompts = [speaker.prompt(question.messages, '') for question in questions]
-  rollouts = speaker.session.sampler.sample({}, speaker.parameters, prompts, **speaker.options())
+  prompts = [generator.prompt_tokens(question.messages, '') for question in questions]
+  rollouts = generator.session.sampler.sample({}, generator.parameters, prompts, **generator.sampling_options())
   for number, record in enumerate(records):
     assert record['completion'] == rollouts.text[number]
     assert record['finish_reason'] == rollouts.finish_reason[number]
     assert record['tokens'] == rollouts.completion_mask[number].sum()
     assert record['log_prob'] == pytest.approx(rollouts.model_log_probs[number].sum(), abs=1e-3)
   assert {record['finish_reason'] for record in records} == {'stop', 'length'}
-  assert generate.answers(speaker, [USER('a')]) == [record['completion'] for record in records[:3]]
+  assert generator.generate([USER('a')]) == [record['completion'] for record in records[:3]]
 
 
 def interrupted(numbers):
@@ -104,10 +105,10 @@ def interrupted(numbers):
 def test_an_interruption_loses_nothing_that_was_finished(tmp_path):
   output, stream = tmp_path / 'answers.jsonl', io.StringIO()
   with pytest.raises(KeyboardInterrupt):
-    generate.write_to_file(str(output), interrupted([2, 0, 3]))
+    answer_files.write_to_file(str(output), interrupted([2, 0, 3]))
   assert output.read_text() == '{"n": 2}\n{"n": 0}\n{"n": 3}\n'
   with pytest.raises(KeyboardInterrupt):
-    generate.write_in_order(stream, interrupted([2, 0, 3]))
+    answer_files.write_in_order(stream, interrupted([2, 0, 3]))
   assert stream.getvalue() == '{"n": 0}\n{"n": 2}\n{"n": 3}\n'
 
 
@@ -119,24 +120,24 @@ def test_stdout_gets_records_in_order_as_soon_as_it_can():
       yield number, number
       seen.append(stream.getvalue().split())
 
-  generate.write_in_order(stream, numbered())
+  answer_files.write_in_order(stream, numbered())
   assert seen == [[], [], ['0', '1', '2'], ['0', '1', '2', '3']]
 
 
 def test_an_output_is_not_overwritten_unasked(tmp_path):
   output = tmp_path / 'new' / 'answers.jsonl'
-  generate.check_output(str(output), overwrite=False)
-  generate.write_to_file(str(output), [(0, {})])
+  answer_files.check_output(str(output), overwrite=False)
+  answer_files.write_to_file(str(output), [(0, {})])
   with pytest.raises(UserError, match='answers.jsonl is there already: .* --overwrite'):
-    generate.check_output(str(output), overwrite=False)
-  generate.check_output(str(output), overwrite=True)
+    answer_files.check_output(str(output), overwrite=False)
+  answer_files.check_output(str(output), overwrite=True)
   assert output.read_text() == '{}\n'
   with pytest.raises(UserError, match='is a directory'):
-    generate.check_output(str(tmp_path), overwrite=True)
+    answer_files.check_output(str(tmp_path), overwrite=True)
   with pytest.raises(UserError, match='name a local file'):
-    generate.check_output('gs://bucket/x.jsonl', overwrite=True)
+    answer_files.check_output('gs://bucket/x.jsonl', overwrite=True)
   with pytest.raises(UserError, match='cannot be written'):
-    generate.check_output(str(output / 'x'), overwrite=True)
+    answer_files.check_output(str(output / 'x'), overwrite=True)
 
 
 def test_prompts_of_a_text_file(tmp_path):
@@ -173,26 +174,26 @@ def test_a_bad_row_is_named(row, says, tmp_path):
     generate.read_questions(path, None)
 
 
-def test_a_row_that_is_too_long_is_named_before_anything_is_sampled(speaker, tmp_path):
+def test_a_row_that_is_too_long_is_named_before_anything_is_sampled(generator, tmp_path):
   path = write_rows(tmp_path / 'rows.jsonl', [{'prompt': 'x'}, {'prompt': 'x' * 260}])
   with pytest.raises(UserError, match='rows.jsonl, line 2 has .* the limit is 256: .*--max_prompt_length'):
-    generate.answer_all(speaker, generate.read_questions(path, None), print)
+    generate.generate_all(generator, generate.read_questions(path, None), print)
 
 
 @pytest.mark.parametrize('dtype, computes', [(None, 'float32'), ('bfloat16', 'bfloat16')])
 def test_the_dtype_of_a_model(model, dtype, computes):
-  assert open_speaker(model, dtype=dtype).session.config.model.dtype == computes
+  assert open_generator(model, dtype=dtype).session.config.model.dtype == computes
 
 
-def test_a_chat_streams_what_the_sampler_says_and_remembers_it(speaker):
+def test_a_chat_streams_what_the_sampler_says_and_remembers_it(generator):
   announced = []
-  chat = generate.Chat(speaker, 'Be kind.', announced.append)
+  chat = Chat(generator, 'Be kind.', announced.append)
   history = [{'role': 'system', 'content': 'Be kind.'}]
   for turn, text in enumerate(('Hello', 'Go on', 'And then?')):
     pieces = []
     ended = chat.answer(text, pieces.append)
     history.append(USER(text))
-    answer, reason = sampled(chat, speaker, history, step=turn)
+    answer, reason = sampled(chat, generator, history, step=turn)
     assert ''.join(pieces) == answer != '' and ended == reason
     assert sum(map(bool, pieces)) > 1
     history.append(ASSISTANT(answer))
@@ -202,25 +203,25 @@ def test_a_chat_streams_what_the_sampler_says_and_remembers_it(speaker):
   assert chat.messages == history[:1]
 
 
-def test_half_of_a_character_waits_for_the_other_half(speaker, monkeypatch):
-  encode = lambda text: speaker.session.tokenizer.encode(text)
+def test_half_of_a_character_waits_for_the_other_half(generator, monkeypatch):
+  encode = lambda text: generator.session.tokenizer.encode(text)
   euro, [end] = encode('€'), encode('<|im_end|>')
   assert len(euro) == 3
   tokens = [*encode('a'), *euro, *encode('b'), euro[0], euro[0], *encode('c'), euro[0], end]
   looks = [Draft(0, np.asarray(tokens[:length])) for length in range(1, len(tokens) - 1)]
-  text = speaker.session.tokenizer.decode(tokens, skip_special_tokens=True)
+  text = generator.session.tokenizer.decode(tokens, skip_special_tokens=True)
   looks.append(Completion(0, np.asarray(tokens), None, None, None, stopped=True, text=text))
-  chat = generate.Chat(speaker, None, print)
+  chat = Chat(generator, None, print)
   monkeypatch.setattr(chat, '_looks', lambda tokens: iter(looks))
   pieces = []
   assert chat.answer('x', pieces.append) == 'stop'
   assert [piece for piece in pieces if piece] == ['a', '€', 'b', '\ufffd', '\ufffdc', '\ufffd']
 
 
-def test_ctrl_c_ends_an_answer_and_not_the_chat(speaker):
+def test_ctrl_c_ends_an_answer_and_not_the_chat(generator):
   before = signal.getsignal(signal.SIGINT)
   announced = []
-  chat = generate.Chat(speaker, None, announced.append)
+  chat = Chat(generator, None, announced.append)
   lines = iter(['Hello', 'Again', '/exit', 'never read'])
   presses = iter([True])
 
@@ -233,19 +234,19 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(speaker):
       return super().write(piece)
 
   out = Out()
-  generate.converse(chat, lambda: next(lines), out, announced.append)
+  converse(chat, lambda: next(lines), out, announced.append)
   assert next(lines) == 'never read'
   assert signal.getsignal(signal.SIGINT) is before
   asked, cut, again, whole = chat.messages
-  full, _ = sampled(chat, speaker, [asked])
+  full, _ = sampled(chat, generator, [asked])
   assert (asked, again) == (USER('Hello'), USER('Again'))
   assert '' != cut['content'] != full and full.startswith(cut['content'])
-  assert whole['content'] == sampled(chat, speaker, chat.messages[:3], step=1)[0]
+  assert whole['content'] == sampled(chat, generator, chat.messages[:3], step=1)[0]
   assert out.getvalue() == f'{cut["content"]}\n{whole["content"]}\n'
 
 
-def test_ctrl_c_twice_ends_the_chat(speaker):
-  chat = generate.Chat(speaker, None, print)
+def test_ctrl_c_twice_ends_the_chat(generator):
+  chat = Chat(generator, None, print)
 
   def press(piece):
     for _ in range(2):
@@ -255,19 +256,19 @@ def test_ctrl_c_twice_ends_the_chat(speaker):
     chat.answer('Hello', press)
 
 
-def test_a_conversation_that_is_too_long_is_a_sentence_and_the_chat_goes_on(speaker):
+def test_a_conversation_that_is_too_long_is_a_sentence_and_the_chat_goes_on(generator):
   announced, out = [], io.StringIO()
-  chat = generate.Chat(speaker, None, announced.append)
+  chat = Chat(generator, None, announced.append)
   asked = iter(['one', 'x' * 260, '', 'two', '/reset', 'three'])
   read = lambda: _next_line(asked)
-  generate.converse(chat, read, out, announced.append)
+  converse(chat, read, out, announced.append)
   [sentence] = [text for text in announced if 'the limit is 256' in text]
   assert sentence.startswith('The conversation has') and '/reset' in sentence and '--max_prompt_length' in sentence
   assert 'Forgotten.' in announced
   assert '(Cut off at --max_tokens.)' in announced
-  first, _ = sampled(chat, speaker, [USER('one')])
-  second, _ = sampled(chat, speaker, [USER('one'), ASSISTANT(first), USER('two')], step=1)
-  third, _ = sampled(chat, speaker, [USER('three')], step=2)
+  first, _ = sampled(chat, generator, [USER('one')])
+  second, _ = sampled(chat, generator, [USER('one'), ASSISTANT(first), USER('two')], step=1)
+  third, _ = sampled(chat, generator, [USER('three')], step=2)
   assert out.getvalue() == f'{first}\n{second}\n{third}\n'
 
 
@@ -278,13 +279,13 @@ def _next_line(lines):
   return line
 
 
-def test_what_was_thought_is_left_to_the_template(speaker, monkeypatch):
+def test_what_was_thought_is_left_to_the_template(generator, monkeypatch):
   """The answer is remembered whole; Qwen3's template leaves the thoughts of earlier turns out."""
-  chat = generate.Chat(speaker, None, print)
+  chat = Chat(generator, None, print)
   text, prompts = '<think>\nHm.\n</think>Yes.', []
 
   def looks(tokens):
-    prompts.append(speaker.session.tokenizer.decode(tokens))
+    prompts.append(generator.session.tokenizer.decode(tokens))
     yield Completion(0, np.zeros(1, int), None, None, None, stopped=True, text=text)
 
   monkeypatch.setattr(chat, '_looks', looks)

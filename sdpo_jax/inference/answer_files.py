@@ -1,0 +1,62 @@
+"""Where generated answers go: a file that keeps each as it comes, or a stream in the order of the prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+import json
+from typing import Any, TextIO
+
+from sdpo_jax import files
+from sdpo_jax.errors import UserError
+
+
+def check_output(path: str, overwrite: bool) -> None:
+  """Make sure that answers can be written to --output, without touching it.
+
+  Raises:
+    UserError: as `files.check_output`, or it is not on a file system.
+  """
+  if not files.is_local(path):
+    raise UserError(f'--output={path} is not on a file system, where answers are kept as they come: name a local file.')
+  files.check_output(path, overwrite=overwrite)
+
+
+def write_to_file(path: str, numbered: Iterable[tuple[int, dict[str, Any]]]) -> None:
+  """Write every record when it comes, and sort the file by number when all are there.
+
+  Raises:
+    UserError: the file cannot be written; what has been written stays.
+  """
+  lines = {}
+  try:
+    with open(path, 'w', encoding='utf-8') as file:
+      for number, record in numbered:
+        lines[number] = _line(record)
+        file.write(lines[number])
+        file.flush()
+    files.write_atomically(path, ''.join(lines[number] for number in sorted(lines)))
+  except OSError as error:
+    raise UserError(
+      f'--output={path} cannot be written ({error}): {len(lines)} completions have been drawn, those before the fault '
+      'are in it; make room, or name another file.'
+    ) from error
+
+
+def write_in_order(stream: TextIO, numbered: Iterable[tuple[int, dict[str, Any]]]) -> None:
+  """Write a record once all before it are there; at an interruption, all that have come."""
+  waiting: dict[int, str] = {}
+  due = 0
+  try:
+    for number, record in numbered:
+      waiting[number] = _line(record)
+      while due in waiting:
+        stream.write(waiting.pop(due))
+        due += 1
+      stream.flush()
+  finally:
+    stream.writelines(waiting[number] for number in sorted(waiting))
+    stream.flush()
+
+
+def _line(record: dict[str, Any]) -> str:
+  return json.dumps(record, allow_nan=False) + '\n'

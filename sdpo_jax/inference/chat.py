@@ -1,0 +1,145 @@
+"""A conversation with a run or a model, answered as the answers are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+import contextlib
+import dataclasses
+import signal
+from typing import Any, Literal, TextIO
+
+from sdpo_jax.errors import UserError
+from sdpo_jax.inference.generate import TextGenerator, with_system
+from sdpo_jax.rollout.buckets import bucket_lengths, smallest_bucket
+from sdpo_jax.rollout.engine import Completion
+from sdpo_jax.rollout.stops import to_text
+from sdpo_jax.training.session import make_sampler
+
+DECODE_CHUNK = 8  # Tokens between two looks.
+# Lengths to which conversations are padded. To pad a short one to 256 costs less than the programs of shorter lengths.
+PROMPT_BUCKETS = tuple(2**i for i in range(8, 24))
+
+
+class Chat:
+  """A conversation: its messages, and the generator that answers."""
+
+  def __init__(self, generator: TextGenerator, system: str | None, announce: Callable[[str], None]):
+    """Start a conversation in which nothing has been said.
+
+    Args:
+      generator: generates the answers.
+      system: content of a system message; None: there is none.
+      announce: called with sentences about what a user may wait for.
+    """
+    self._start = with_system([], system)
+    self.messages = self._start
+    self._generator, self._announce = generator, announce
+    session = generator.session
+    data = dataclasses.replace(session.config.data, prompt_buckets=PROMPT_BUCKETS)
+    rollout = dataclasses.replace(session.config.rollout, decode_chunk=DECODE_CHUNK)
+    config = dataclasses.replace(session.config, data=data, rollout=rollout)
+    # A cache that is resized would make an answer wait for the compiler in its middle.
+    self._sampler = make_sampler(config, session.policy, session.tokenizer, session.mesh, resized=False)
+    self._lengths = bucket_lengths(PROMPT_BUCKETS, data.max_prompt_length)
+    self._compiled: set[int | None] = set()
+    self._turns = 0
+
+  def answer(self, text: str, write: Callable[[str], None]) -> Literal['stop', 'length', 'interrupted']:
+    """Answer what the user says, and remember both; Ctrl-C ends the answer and keeps what has been said of it.
+
+    Args:
+      text: what the user says.
+      write: receives the answer piece by piece.
+
+    Returns:
+      why it ended.
+
+    Raises:
+      UserError: the conversation is too long with this text, which is not remembered.
+    """
+    asked = [*self.messages, {'role': 'user', 'content': text}]
+    tokens = self._generator.prompt_tokens(asked, 'The conversation', '/reset forgets what has been said')
+    if (length := smallest_bucket(self._lengths, len(tokens))) not in self._compiled:
+      self._compiled.add(length)
+      self._announce(f'Preparing for conversations of up to {length} tokens; the first time, this takes a while …')
+    said, ended = '', 'interrupted'
+    with _noting_interrupts() as interrupted:
+      for look in self._looks(tokens):
+        done = isinstance(look, Completion)
+        now = look.text if done else self._settled(look.tokens.tolist())
+        write(now[len(said) :])
+        said = now
+        if done:
+          ended = 'stop' if look.stopped else 'length'
+        elif interrupted():
+          break
+    self._turns += 1
+    self.messages = [*asked, {'role': 'assistant', 'content': said}]
+    return ended
+
+  def forget(self) -> None:
+    """Forget what has been said, but for the system message."""
+    self.messages = self._start
+
+  def _looks(self, tokens: list[int]) -> Iterator[Any]:
+    session, options = self._generator.session, self._generator.sampling_options(step=self._turns)
+    return self._sampler.stream_drafts(session.base, self._generator.parameters, [tokens], **options)
+
+  def _settled(self, tokens: list[int]) -> str:
+    """Return the text that no later token changes: a last character that lacks some of its bytes is a replacement."""
+    return to_text(self._generator.session.tokenizer, tokens).removesuffix('\N{REPLACEMENT CHARACTER}')
+
+
+@contextlib.contextmanager
+def _noting_interrupts() -> Iterator[Callable[[], bool]]:
+  """Yield a function that tells whether Ctrl-C was pressed; only the second press raises KeyboardInterrupt."""
+  pressed = []
+
+  def note(number: int, frame: Any) -> None:
+    if pressed:
+      raise KeyboardInterrupt
+    pressed.append(number)
+
+  before = signal.signal(signal.SIGINT, note)
+  try:
+    yield lambda: bool(pressed)
+  finally:
+    signal.signal(signal.SIGINT, before)
+
+
+def converse(chat: Chat, read: Callable[[], str], out: TextIO, announce: Callable[[str], None]) -> None:
+  """Answer line after line: /reset forgets the conversation, /exit or the end of input ends it.
+
+  Args:
+    chat: a conversation.
+    read: returns the next line; raises EOFError at the end.
+    out: receives the answers alone, each as it is drawn and with a line break behind it.
+    announce: called with everything else.
+  """
+
+  def write(piece: str) -> None:
+    out.write(piece)
+    out.flush()
+
+  while True:
+    try:
+      line = read().strip()
+    except EOFError:
+      return
+    except KeyboardInterrupt:
+      announce('\n/exit ends, and so does Ctrl-D.')
+      continue
+    if line == '/exit':
+      return
+    if line == '/reset':
+      chat.forget()
+      announce('Forgotten.')
+    elif line:
+      try:
+        ended = chat.answer(line, write)
+      except UserError as error:
+        announce(str(error))
+        continue
+      write('\n')
+      if ended == 'length':
+        announce('(Cut off at --max_tokens.)')
