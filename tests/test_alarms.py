@@ -307,7 +307,7 @@ def grade_and_tell(examples, completions, *, truncated):
     for text in completions
   ]
 
-registry._MAKERS['parity'] = lambda settings: grade_and_tell
+registry._FACTORIES['parity'] = lambda settings: grade_and_tell
 """
 
 

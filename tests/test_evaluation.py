@@ -118,8 +118,8 @@ def test_each_completion_is_graded_by_its_own_environment(monkeypatch):
 
     return grade
 
-  monkeypatch.setitem(registry._MAKERS, 'one', lambda settings: grader('one'))
-  monkeypatch.setitem(registry._MAKERS, 'two', lambda settings: grader('two'))
+  monkeypatch.setitem(registry._FACTORIES, 'one', lambda settings: grader('one'))
+  monkeypatch.setitem(registry._FACTORIES, 'two', lambda settings: grader('two'))
   examples = [example('a', 'one'), example('b', 'two')]
   batch = rollouts(['yes', 'no', 'yes', 'yes'], [0, 0, 1, 1])
   asked = [examples[group] for group in batch.group]

@@ -63,7 +63,7 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch):
   made = Recorder()
-  monkeypatch.setitem(registry._MAKERS, 'recorder', lambda settings: made)
+  monkeypatch.setitem(registry._FACTORIES, 'recorder', lambda settings: made)
   return made
 
 
@@ -84,7 +84,7 @@ def until_it_ends() -> None:
 
 def test_outcomes_are_those_of_grading_afterwards_in_whatever_order_completions_finish(monkeypatch, recorder):
   other = lambda examples, texts, *, truncated: [Outcome(-1.0, text) for text in texts]
-  monkeypatch.setitem(registry._MAKERS, 'other', lambda settings: other)
+  monkeypatch.setitem(registry._FACTORIES, 'other', lambda settings: other)
   recorder.go.set()
   environments = ('recorder', 'other', 'recorder')
   everything = [completion(sample, stopped=sample % 3 > 0) for sample in range(G * N)]
@@ -196,14 +196,14 @@ def test_a_grader_that_is_closed_at_its_work_is_neither_asked_again_nor_made_aga
 
 
 def test_a_grader_is_made_where_sampling_is_and_not_in_the_thread(monkeypatch):
-  makers = []
+  threads = []
   grade = lambda examples, texts, *, truncated: [Outcome(0.0) for _ in texts]
-  monkeypatch.setitem(registry._MAKERS, 'made', lambda settings: makers.append(threading.current_thread()) or grade)
+  monkeypatch.setitem(registry._FACTORIES, 'made', lambda settings: threads.append(threading.current_thread()) or grade)
   with grading_of('made') as grading:
     for sample in range(N):
       grading.add(completion(sample))
     grading.outcomes()
-  assert makers == [threading.current_thread()]
+  assert threads == [threading.current_thread()]
   with pytest.raises(UserError, match="no environment 'unheard_of'"):
     grading_of('unheard_of')
 

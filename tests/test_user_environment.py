@@ -145,7 +145,7 @@ class Counter:
     self.closed += 1
 
 
-@registry.register_maker('counter')
+@registry.register_factory('counter')
 def make(settings):
   return Counter()
 """

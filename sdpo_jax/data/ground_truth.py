@@ -13,30 +13,32 @@ from sdpo_jax.errors import short_repr
 TEST_TYPES = ('functional', 'stdin', 'code')
 
 
-class Unreadable(ValueError):
-  """Text that is not JSON, for whatever reason; the message says which."""
+class InvalidJson(ValueError):
+  """A text is not JSON; the message says why."""
 
 
 def parse_json(text: str) -> Any:
-  """The value of JSON text.
+  """Return the value of JSON text.
 
   Raises:
-    Unreadable: not JSON, nested too deeply, or with a number too long to read.
+    InvalidJson: not JSON, nested too deeply, or with a number too long to read.
   """
   try:
     return json.loads(text)
   except json.JSONDecodeError as error:
-    raise Unreadable(f'{error.msg} at line {error.lineno}, column {error.colno}') from error
+    raise InvalidJson(f'{error.msg} at line {error.lineno}, column {error.colno}') from error
   except RecursionError as error:
-    raise Unreadable('it is nested too deeply') from error
+    raise InvalidJson('it is nested too deeply') from error
   except ValueError as error:  # An integer of more digits than Python converts.
-    raise Unreadable(str(error).partition(';')[0]) from error
+    raise InvalidJson(str(error).partition(';')[0]) from error
 
 
-def fault(environment: str, truth: Any) -> str | None:
-  """What is wrong with the ground truth of a question of that environment, to follow 'it'; None: nothing is known."""
-  check = _CHECKS.get(environment)
-  return None if check is None else check(truth)
+def check(environment: str, truth: Any) -> str | None:
+  """Return what is wrong with the ground truth of a question of `environment`, or None.
+
+  The phrase follows the name of the field: 'must be a non-empty string, not 3'.
+  """
+  return _CHECKS[environment](truth) if environment in _CHECKS else None
 
 
 def _text(truth: Any) -> str | None:
@@ -50,7 +52,7 @@ def _letter(truth: Any) -> str | None:
 
 
 def _tests(truth: Any) -> str | None:
-  """Faults of unit tests (reference data/utils/livecodebench.py: JSON of inputs, outputs, testtype, …)."""
+  """Check unit tests (reference data/utils/livecodebench.py: JSON of inputs, outputs, testtype, …)."""
   tests, wrong = _json(truth)
   if wrong:
     return wrong
@@ -76,7 +78,7 @@ def _tests(truth: Any) -> str | None:
 
 
 def _calls(truth: Any) -> str | None:
-  """Faults of a list of tool calls, each {"Action", "Action_Input"}, the input being an object or JSON of one."""
+  """Check a list of tool calls, each {"Action", "Action_Input"}, the input being an object or JSON of one."""
   calls, wrong = _json(truth)
   if wrong:
     return wrong
@@ -100,7 +102,7 @@ def _json(truth: Any) -> tuple[Any, str | None]:
     return None, f'must be a string of JSON, not {short_repr(truth)}'
   try:
     return parse_json(truth), None
-  except Unreadable as error:
+  except InvalidJson as error:
     return None, f'is not JSON: {error}'
 
 

@@ -65,8 +65,8 @@ def example(row: Row, split: str) -> Example:
       f'{row.origin}: no environment grades the data source {source!r}: choose one of {", ".join(ENVIRONMENTS)}, or '
       "name the grader in a field 'environment'."
     )
-  if fault := ground_truth.fault(environment, reward['ground_truth']):
-    raise UserError(f'{row.origin}: field {_truth_field(value)!r}, which {environment!r} grades by, {fault}.')
+  if wrong := ground_truth.check(environment, reward['ground_truth']):
+    raise UserError(f'{row.origin}: field {_truth_field(value)!r}, which {environment!r} grades by, {wrong}.')
   example_id = f'{source}/{extra.get("index", row.number)}'
   for text in (example_id, reward['ground_truth'], *(part for message in messages for part in message.values())):
     _check_unicode(text, row)

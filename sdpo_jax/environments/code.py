@@ -27,7 +27,7 @@ from sdpo_jax.config import EnvironmentsConfig
 from sdpo_jax.environments import code_replay
 from sdpo_jax.environments.code_feedback import ERROR, NO_CODE, TIME_OUT, Record, format_test_feedback
 from sdpo_jax.environments.judging import after_thinking
-from sdpo_jax.environments.registry import register_maker
+from sdpo_jax.environments.registry import register_factory
 from sdpo_jax.environments.sandbox import Job, Limits, Report, Sandbox
 from sdpo_jax.types import Example, Outcome
 
@@ -55,7 +55,7 @@ _FENCED = re.compile(r'```[ \t]*([^\s`]*)(?:[ \t][^\n`]*)?\n(.*?)```', re.DOTALL
 _PYTHON = ('python', 'python3', 'py', '')
 
 
-class Unreadable(ValueError):
+class InvalidTests(ValueError):
   """The ground truth is not a set of tests."""
 
 
@@ -89,16 +89,16 @@ def read_tests(ground_truth: Any) -> Tests:
   """The tests of a ground truth, a JSON string or the object itself.
 
   Raises:
-    Unreadable: it is not JSON.
+    InvalidTests: it is not JSON.
     KeyError: inputs, outputs, testtype or time_limit is missing, as in the reference.
   """
   if isinstance(ground_truth, str):
     try:
       ground_truth = json.loads(ground_truth)
     except (ValueError, RecursionError) as error:
-      raise Unreadable(f'The tests of a code question are not JSON: {error}.') from error
+      raise InvalidTests(f'The tests of a code question are not JSON: {error}.') from error
   if not isinstance(ground_truth, Mapping):
-    raise Unreadable(f'The tests of a code question must be a JSON object, not {type(ground_truth).__name__}.')
+    raise InvalidTests(f'The tests of a code question must be a JSON object, not {type(ground_truth).__name__}.')
   limit = float(ground_truth['time_limit'])
   inputs, outputs = tuple(ground_truth['inputs']), tuple(ground_truth['outputs'])
   return Tests(
@@ -203,7 +203,7 @@ class CodeGrader:
     """1 iff the program passes all tests; `acc` is the fraction that it passes.
 
     Raises:
-      Unreadable: tests that are not JSON (clean profile; the reference scores 0).
+      InvalidTests: tests that are not JSON (clean profile; the reference scores 0).
       KeyError: tests without one of their fields.
     """
     read = functools.lru_cache(maxsize=None)(read_tests)  # A group's completions share tests of megabytes.
@@ -225,7 +225,7 @@ class CodeGrader:
     truth = example.ground_truth
     try:
       tests = read(truth) if isinstance(truth, str) else read_tests(truth)
-    except Unreadable:
+    except InvalidTests:
       if not self._reference:
         raise
       return None
@@ -421,7 +421,7 @@ def _outcome(program: _Program | None, reference: bool) -> Outcome:
   )
 
 
-@register_maker('code')
+@register_factory('code')
 def make(settings: EnvironmentsConfig) -> CodeGrader:
   """Programs in the profile of the settings; raises UserError where no sandbox works."""
   return CodeGrader(settings)

@@ -13,13 +13,13 @@ from typing import Any
 from sdpo_jax.config import EnvironmentsConfig, HttpGraderConfig
 from sdpo_jax.environments import remote
 from sdpo_jax.environments.grading import FAILED, clean
-from sdpo_jax.environments.registry import register_maker
+from sdpo_jax.environments.registry import register_factory
 from sdpo_jax.types import Example, Outcome
 
 NAME = 'http'
 
 
-@register_maker(NAME)
+@register_factory(NAME)
 def make(settings: EnvironmentsConfig) -> HttpGrader:
   """The grader of `environments.http`; raises UserError without an address, or without a key that it names."""
   return HttpGrader(settings.http)
@@ -46,7 +46,7 @@ class HttpGrader:
     return self._remote.grade(examples, [lambda body=body: body for body in bodies], outcome)
 
   def end_batch(self) -> None:
-    """See `registry.Maker`; raises UserError if the server graded none of the batch."""
+    """See `registry.GraderFactory`; raises UserError if the server graded none of the batch."""
     self._remote.end_batch()
 
   def close(self) -> None:

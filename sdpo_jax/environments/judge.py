@@ -15,7 +15,7 @@ from typing import Any
 from sdpo_jax.config import EnvironmentsConfig, JudgeConfig
 from sdpo_jax.environments import remote
 from sdpo_jax.environments.grading import FAILED, clean
-from sdpo_jax.environments.registry import register_maker
+from sdpo_jax.environments.registry import register_factory
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import jsonable
 from sdpo_jax.types import Example, Messages, Outcome
@@ -30,7 +30,7 @@ _NUMBER = r'(?:\d+(?:\.\d*)?|\.\d+)'
 _VALUE = re.compile(rf'(?P<of>{_NUMBER})\s*(?:/\s*(?P<whole>{_NUMBER})|(?P<percent>%))?', re.ASCII)
 
 
-@register_maker(NAME)
+@register_factory(NAME)
 def make(settings: EnvironmentsConfig) -> Judge:
   """The grader of `environments.judge`; raises UserError without an endpoint or the name of a model."""
   return Judge(settings.judge)
@@ -65,7 +65,7 @@ class Judge:
     return self._remote.grade(examples, bodies, outcome)
 
   def end_batch(self) -> None:
-    """See `registry.Maker`; raises UserError if the judge graded none of the batch."""
+    """See `registry.GraderFactory`; raises UserError if the judge graded none of the batch."""
     self._remote.end_batch()
 
   def close(self) -> None:

@@ -13,7 +13,7 @@ import re
 
 from sdpo_jax.config import EnvironmentsConfig
 from sdpo_jax.environments.judging import TRUNCATED, after_thinking
-from sdpo_jax.environments.registry import register_maker
+from sdpo_jax.environments.registry import register_factory
 from sdpo_jax.environments.sandbox import Job, Limits, Sandbox
 from sdpo_jax.types import Example, Outcome
 
@@ -157,7 +157,7 @@ class MathGrader:
     return f'Your answer, {pred[:200]}, is wrong.' + f' The right answer is {example.ground_truth}.' * self._reveal
 
 
-@register_maker('math')
+@register_factory('math')
 def make(settings: EnvironmentsConfig) -> MathGrader:
   """Mathematics in the profile of the settings; raises UserError where no sandbox works."""
   return MathGrader(settings)

@@ -12,7 +12,7 @@ import re
 
 from sdpo_jax.config import EnvironmentsConfig
 from sdpo_jax.environments.judging import TRUNCATED, Rule, after_thinking, grader, outcome
-from sdpo_jax.environments.registry import Grader, register_maker
+from sdpo_jax.environments.registry import Grader, register_factory
 from sdpo_jax.types import Example, Outcome
 
 OPEN, CLOSE = '<answer>', '</answer>'
@@ -102,7 +102,7 @@ def _judged(example: Example, pred: str, truncated: bool, wanted: str, reveal_an
 
 
 def _register(name: str, reference: Rule, clean: Callable[[bool], Rule]) -> None:
-  @register_maker(name)
+  @register_factory(name)
   def make(settings: EnvironmentsConfig) -> Grader:
     return grader(reference if settings.profile == 'reference' else clean(settings.reveal_answer))
 

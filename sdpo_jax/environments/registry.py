@@ -16,7 +16,7 @@ from sdpo_jax.types import Example, Outcome
 
 
 class Grader(Protocol):
-  """One outcome a completion, in order; a fault of the completion is an outcome, never an exception.
+  """Returns one outcome per completion, in order; a fault of the completion is an outcome, never an exception.
 
   Called with whatever has finished of a batch, while the rest is sampled: one call at a time, from a thread that is not
   the main thread nor, in the next batch, the same.
@@ -31,8 +31,8 @@ class Grader(Protocol):
   ) -> list[Outcome]: ...
 
 
-class Maker(Protocol):
-  """Makes a grader from settings, once a run; raises UserError for settings with which it cannot work.
+class GraderFactory(Protocol):
+  """Makes a grader from settings, once per run; raises UserError for settings with which it cannot work.
 
   Called in the main thread. A grader that holds processes or connections has a method `close()`, called when the run
   ends; one that judges whole batches has a method `end_batch()`, called when all of a batch is graded, which may raise
@@ -42,7 +42,7 @@ class Maker(Protocol):
   def __call__(self, settings: EnvironmentsConfig) -> Grader: ...
 
 
-class Generator(Protocol):
+class QuestionGenerator(Protocol):
   """Makes the endless list of questions of one split: a pure function from index (0, 1, …) to question.
 
   `split` is 'train' or 'test'; no question of one split is ever in the other. Options come from the query string of
@@ -54,52 +54,52 @@ class Generator(Protocol):
 
 Registered = TypeVar('Registered')
 
-_MAKERS: dict[str, Maker] = {}
-_GENERATORS: dict[str, Generator] = {}
+_FACTORIES: dict[str, GraderFactory] = {}
+_GENERATORS: dict[str, QuestionGenerator] = {}
 
 
 def register(name: str) -> Callable[[Grader], Grader]:
-  """Decorator that makes a grader known by `name`; raises ValueError if the name is taken."""
+  """Return a decorator that registers a grader under `name`; raises ValueError if the name is taken."""
 
   def add(grader: Grader) -> Grader:
-    register_maker(name)(lambda settings: grader)
+    register_factory(name)(lambda settings: grader)
     return grader
 
   return add
 
 
-def register_maker(name: str) -> Callable[[Registered], Registered]:
-  """Decorator that makes a grader with settings known by `name`; raises ValueError if the name is taken."""
-  return _adder(_MAKERS, 'grader', name)
+def register_factory(name: str) -> Callable[[Registered], Registered]:
+  """Return a decorator that registers a factory of graders under `name`; raises ValueError if the name is taken."""
+  return _adder(_FACTORIES, 'grader', name)
 
 
 def get(name: str, settings: EnvironmentsConfig | None = None) -> Grader:
-  """The grader of that name, made anew with `settings` (None: the defaults); raises UserError listing the known ones."""
-  return _find(_MAKERS, 'environment', name)(settings or EnvironmentsConfig())
+  """Return a new grader of that name, made with `settings` (None: defaults); raises UserError listing the known ones."""
+  return _find(_FACTORIES, 'environment', name)(settings or EnvironmentsConfig())
 
 
 def require(name: str) -> None:
-  """Raises UserError listing the known graders if there is none of that name."""
-  _find(_MAKERS, 'environment', name)
+  """Raise UserError listing the known graders if there is none of that name."""
+  _find(_FACTORIES, 'environment', name)
 
 
 def names() -> tuple[str, ...]:
-  """Names of all graders, sorted."""
-  return tuple(sorted(_MAKERS))
+  """Return the names of all graders, sorted."""
+  return tuple(sorted(_FACTORIES))
 
 
 def register_generator(name: str) -> Callable[[Registered], Registered]:
-  """Decorator that makes a generator known by `name`; raises ValueError if the name is taken."""
+  """Return a decorator that registers a question generator under `name`; raises ValueError if the name is taken."""
   return _adder(_GENERATORS, 'generator', name)
 
 
-def get_generator(name: str) -> Generator:
-  """The generator of that name; raises UserError listing the known ones."""
+def get_generator(name: str) -> QuestionGenerator:
+  """Return the question generator of that name; raises UserError listing the known ones."""
   return _find(_GENERATORS, 'generator', name)
 
 
 def generator_names() -> tuple[str, ...]:
-  """Names of all generators, sorted."""
+  """Return the names of all question generators, sorted."""
   return tuple(sorted(_GENERATORS))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from sdpo_jax.config import EnvironmentsConfig
 from sdpo_jax.environments.judging import TRUNCATED, Rule, after_thinking, grader, outcome
-from sdpo_jax.environments.registry import Grader, register_maker
+from sdpo_jax.environments.registry import Grader, register_factory
 from sdpo_jax.types import Example, Outcome
 
 INPUT = 'Action Input:'
@@ -191,7 +191,7 @@ def _argument_faults(got: Any, expected: Any) -> str:
   return ', '.join(faults) + '.'
 
 
-@register_maker('tooluse')
+@register_factory('tooluse')
 def make(settings: EnvironmentsConfig) -> Grader:
   """Tool use in the profile of the settings."""
   return grader(reference_tooluse if settings.profile == 'reference' else clean_tooluse(settings.reveal_answer))

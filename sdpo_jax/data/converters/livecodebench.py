@@ -92,7 +92,7 @@ def _tests(row: Row) -> dict[str, Any]:
   metadata = field(row, 'metadata')
   try:
     found = ground_truth.parse_json(metadata) if metadata.strip() else {}
-  except ground_truth.Unreadable as error:
+  except ground_truth.InvalidJson as error:
     raise UserError(f"{row.origin}: field 'metadata' is not JSON: {error}.") from error
   return {
     'inputs': [case['input'] for case in cases],

@@ -50,7 +50,7 @@ def convert(parts: Parts, options: Options) -> Splits:
     splits[split] = []
     for api in parts[part]:
       for question, calls in read(api):
-        if ground_truth.fault('tooluse', json.dumps(calls)):
+        if ground_truth.check('tooluse', json.dumps(calls)):
           continue
         splits[split].append(_row(api, idx, question, calls))
         idx += 1
