@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import math
 
 from sdpo_jax.config import Config
+from sdpo_jax.objective.spec import ObjectiveSpec
 
 NO_SIGNAL = 0.05  # Fewer questions with a signal: nearly all of a run's sampling is thrown away.
 LITTLE_SIGNAL = 0.25
@@ -58,15 +59,15 @@ def recommend(numbers: Mapping[str, float], config: Config) -> list[str]:
     numbers: of `probe_model` (or `probe`, without the lengths of all prompts).
     config: of the run that is planned.
   """
-  sdpo = config.actor.policy_loss.loss_mode == 'sdpo'
-  against = [*_broken(numbers), *(_against_sdpo(numbers) if sdpo else _against_grpo(numbers))]
+  distils = ObjectiveSpec.from_config(config).distillation
+  against = [*_broken(numbers), *(_against_sdpo(numbers) if distils else _against_grpo(numbers))]
   if against:
     verdict = 'Do not start this run as it is. ' + ' '.join(against)
   else:
-    verdict = 'Worth a run. ' + (_expectation(numbers) if sdpo else _grpo_signal(numbers))
+    verdict = 'Worth a run. ' + (_expectation(numbers) if distils else _grpo_signal(numbers))
   notes = [
-    *(_context(numbers, config) if sdpo else ()),
-    *_signal(numbers, sdpo),
+    *(_context(numbers, config) if distils else ()),
+    *_signal(numbers, distils),
     *_limits(numbers, config),
     *_grading(numbers),
   ]
@@ -155,14 +156,14 @@ def _context(numbers: Mapping[str, float], config: Config) -> list[str]:
   return [f'{text} None of these is measurably better than the configured one.']
 
 
-def _signal(numbers: Mapping[str, float], sdpo: bool) -> list[str]:
-  """What the other method would have, and a warning where there is little."""
-  questions = numbers['signal/sdpo_questions' if sdpo else 'signal/grpo_questions']
+def _signal(numbers: Mapping[str, float], distils: bool) -> list[str]:
+  """Say what the other method would have, and warn where there is little."""
+  questions = numbers['signal/sdpo_questions' if distils else 'signal/grpo_questions']
   found = []
   if NO_SIGNAL <= questions < LITTLE_SIGNAL:
     found.append(f'Only {_percent(questions)} of the questions carry a signal: progress will be slow at first.')
-  other = numbers['signal/grpo_questions' if sdpo else 'signal/sdpo_questions']
-  name = 'GRPO would learn from' if sdpo else 'SDPO with these settings would have a teacher at'
+  other = numbers['signal/grpo_questions' if distils else 'signal/sdpo_questions']
+  name = 'GRPO would learn from' if distils else 'SDPO with these settings would have a teacher at'
   return [*found, f'For comparison, {name} {_percent(other)} of the questions.']
 
 
@@ -219,13 +220,14 @@ def summary(numbers: Mapping[str, float], advice: list[str]) -> str:
 
 
 def _sections(numbers: Mapping[str, float]) -> list[tuple[str, list[tuple[str, str]]]]:
-  has = lambda name: name in numbers
-  share = lambda label, name: [(label, _percent(numbers[name]))] if has(name) else []
-  spread = lambda label, name: (
-    [(label, ' / '.join(f'{numbers[f"{name}/tokens_{part}"]:.0f}' for part in ('mean', 'p50', 'p95', 'max')))]
-    if has(f'{name}/tokens_mean')
-    else []
-  )
+
+  def share(label: str, name: str) -> list[tuple[str, str]]:
+    return [(label, _percent(numbers[name]))] if name in numbers else []
+
+  def spread(label: str, name: str) -> list[tuple[str, str]]:
+    values = [numbers.get(f'{name}/tokens_{part}') for part in ('mean', 'p50', 'p95', 'max')]
+    return [] if None in values else [(label, ' / '.join(f'{value:.0f}' for value in values))]
+
   best = sorted(
     (name for name in numbers if name.startswith('student/best@')), key=lambda name: int(name.split('@')[1])
   )
@@ -240,7 +242,7 @@ def _sections(numbers: Mapping[str, float]) -> list[tuple[str, list[tuple[str, s
     ('as configured', 'teacher', 'teacher/signal'),
     *((label, f'context/{name}', f'context/{name}/fraction') for name, label in names.items()),
   ]:
-    if has(f'{prefix}/gap'):
+    if f'{prefix}/gap' in numbers:
       contexts += [
         (f'{label}, at {_percent(numbers[fraction])} of completions', _percent(numbers[f'{prefix}/accuracy'])),
         ('  without context, same questions', _percent(numbers[f'{prefix}/plain_accuracy'])),
