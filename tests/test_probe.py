@@ -11,8 +11,10 @@ from models import tokenizer as tokenizers
 from sdpo_jax.config import Config
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
+from sdpo_jax.inference import probe as probing
 from sdpo_jax.inference import probe_report
 from sdpo_jax.inference.probe import contexts, mean_and_error, probe, probe_to_file
+from sdpo_jax.training.session import make_session
 from sdpo_jax.types import Example, Rollouts
 from tests import tiny
 
@@ -64,7 +66,7 @@ def measure(tokenizer, say, count=3, **changes):
   config = settings(**changes)
   sampler = Scripted(tokenizer, say)
   with Graders(config.environments) as graders:
-    return probe(config, sampler, {}, tokenizer, graders, examples(count), sampler.said.append), sampler
+    return probe(config, sampler, {}, {}, tokenizer, graders, examples(count), sampler.said.append), sampler
 
 
 def question_of(prompt):
@@ -159,7 +161,7 @@ def test_questions_that_are_the_same_share_successes_where_training_lets_them(to
     with Graders(config.environments) as graders:
       drawn = iter(['0'])  # The first of all samples is right, no other one.
       say = lambda prompt, *_, drawn=drawn: '0' if DEMONSTRATION in prompt else next(drawn, '9')
-      numbers = probe(config, Scripted(tokenizer, say), {}, tokenizer, graders, twice)
+      numbers = probe(config, Scripted(tokenizer, say), {}, {}, tokenizer, graders, twice)
     assert numbers['teacher/signal'] == pytest.approx(fraction)
 
 
@@ -318,6 +320,20 @@ def test_settings_without_questions_and_outputs_that_cannot_be(tmp_path):
   (tmp_path / 'file').write_text('')
   with pytest.raises(UserError, match='cannot be written'):
     probe_to_file(config, output=str(tmp_path / 'file' / 'probe.json'))
+
+
+def test_the_probe_stops_where_a_run_does_and_takes_the_teachers_prompts(tmp_path, monkeypatch):
+  config = settings(max_reprompt_len=4096)
+  config.model.path, config.model.dtype = str(tiny.make_model(tmp_path / 'model')), 'float32'
+  config.data.val_files, config.data.val_max_samples = ('generator:digits',), 2
+  config.rollout.stop_token_ids = (65, 7)
+  samplers = []
+  monkeypatch.setattr(probing, 'probe', lambda config, sampler, *_: samplers.append(sampler) or {})
+  probing.probe_model(config)
+  [sampler] = samplers
+  session, _ = make_session(config, tmp_path)
+  assert sampler._stop_ids.tolist() == session.sampler._stop_ids.tolist() == [7, 65, 258]
+  assert session.sampler._prompt_buckets[-1] == 2048 and sampler._prompt_buckets[-1] == 4096
 
 
 def test_the_command_prints_and_writes_what_it_found(tmp_path):

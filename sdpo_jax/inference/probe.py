@@ -14,8 +14,6 @@ import sys
 
 import numpy as np
 
-from models import huggingface
-from models import tokenizer as tokenizers
 from sdpo_jax.config import Config, SelfDistillationConfig
 from sdpo_jax.data import pipeline
 from sdpo_jax.data.grouping import first_of_same
@@ -30,8 +28,7 @@ from sdpo_jax.inference.probe_report import recommend
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.rollout.grading_thread import GradingThread
 from sdpo_jax.teacher.context import TeacherContext, build_teacher_context
-from sdpo_jax.training import batching
-from sdpo_jax.training.session import model_mesh
+from sdpo_jax.training.session import load_tokenizer, make_sampler, make_session
 from sdpo_jax.types import Example, Outcome, Rollouts, Tree
 
 QUESTIONS = 128  # Probed by default: enough to tell gaps of ten points, and cheap beside a run.
@@ -78,7 +75,7 @@ def probe_model(
   """
   if not config.data.val_files:
     raise UserError('data.val_files of the config is empty: the probe asks held-out questions, so name some.')
-  tokenizer = tokenizers.load(config.model.path)
+  tokenizer = load_tokenizer(config)
   with Graders(config.environments) as graders:
     # Every row, long ones too: how many there are is one of the findings.
     unlimited = dataclasses.replace(config, data=dataclasses.replace(config.data, max_prompt_length=sys.maxsize))
@@ -101,28 +98,16 @@ def probe_model(
       **_lengths('prompt', lengths),
       'prompt/over_limit': float(np.mean(lengths > config.data.max_prompt_length)),
     }
-    mesh = model_mesh(config, huggingface.read_policy(config.model.path, config.model))
-    policy, params = huggingface.load(config.model.path, config.model, mesh=mesh)
-    declared = batching.Buckets.of(config)
-    sampler = Sampler(
-      policy,
-      tokenizer,
-      prompt_buckets=(*declared.prompt, *declared.reprompt),
-      response_buckets=declared.response,
-      max_batch_rows=config.rollout.max_batch_rows,
-      decode_chunk=config.rollout.decode_chunk,
-      quantized=config.rollout.cache_dtype == 'int8',
-      stop=config.rollout.stop,
-      stop_token_ids=(*config.rollout.stop_token_ids, *tokenizers.stop_token_ids(config.model.path, tokenizer)),
-      mesh=mesh,
-    )
-    return numbers | probe(config, sampler, params, tokenizer, graders, examples, announce)
+    session, trainable = make_session(config, '.', tokenizer)
+    sampler = make_sampler(config, session.policy, tokenizer, session.mesh, reprompts=True)
+    return numbers | probe(config, sampler, session.base, trainable, tokenizer, graders, examples, announce)
 
 
 def probe(
   config: Config,
   sampler: Sampler,
-  params: Tree,
+  base: Tree,
+  trainable: Tree,
   tokenizer: Tokenizer,
   graders: Graders,
   examples: Sequence[Example],
@@ -138,7 +123,8 @@ def probe(
   Args:
     config: settings of rollouts and re-prompting, and the seed.
     sampler: whose limit on prompts the teacher's do not exceed.
-    params: parameters of student and teacher.
+    base: frozen parameters.
+    trainable: the other parameters of student and teacher.
     tokenizer: with a chat template.
     graders: of the questions.
     examples: G questions.
@@ -172,8 +158,8 @@ def probe(
     announce(f'Sampling {len(prompts) * n} completions …')
     with GradingThread(graders, asked, n) as grading:
       rollouts = sampler.sample(
-        {},
-        params,
+        base,
+        trainable,
         prompts,
         n=n,
         **{**config.rollout.method(), 'temperature': temperature},
@@ -184,7 +170,9 @@ def probe(
       )
       return rollouts, grading.outcomes()
 
-  correct = lambda outcomes: np.asarray([outcome.score for outcome in outcomes], np.float32) >= threshold
+  def correct(outcomes: Sequence[Outcome]) -> np.ndarray:
+    return np.asarray([outcome.score for outcome in outcomes], np.float32) >= threshold
+
   n, temperature = config.rollout.n, config.rollout.temperature
   prompts = [prompt_tokens(tokenizer, example, config) for example in examples]
   rollouts, outcomes = sample(examples, prompts, n, temperature, _STUDENT)
@@ -298,14 +286,14 @@ def contexts(sd: SelfDistillationConfig) -> dict[str, SelfDistillationConfig]:
   """Settings that show the teacher the demonstration alone, the feedback alone, and the two together."""
   # A prompt that would end the run may do so in the configured context only.
   truncation = 'content' if sd.reprompt_truncation == 'error' else sd.reprompt_truncation
-  change = lambda **changes: dataclasses.replace(sd, reprompt_truncation=truncation, **changes)
-  return {
-    'solution': change(include_demonstration=True, include_environment_feedback=False),
-    'feedback': change(include_demonstration=False, include_environment_feedback=True),
-    'both': change(
+  shown = {
+    'solution': dict(include_demonstration=True, include_environment_feedback=False),
+    'feedback': dict(include_demonstration=False, include_environment_feedback=True),
+    'both': dict(
       include_demonstration=True, include_environment_feedback=True, environment_feedback_only_without_solution=False
     ),
   }
+  return {name: dataclasses.replace(sd, reprompt_truncation=truncation, **changes) for name, changes in shown.items()}
 
 
 def mean_and_error(values: np.ndarray, group: np.ndarray) -> tuple[float, float | None]:
@@ -350,13 +338,10 @@ def _rules(
   right: dict[str, np.ndarray], configured: np.ndarray, plain: np.ndarray, group: np.ndarray
 ) -> dict[str, float]:
   """What the teacher would gain over all completions under each rule that the settings can express."""
-  first = lambda *names: np.asarray(
-    [
-      next((value for value in values if not np.isnan(value)), np.nan)
-      for values in zip(*(right[n] for n in names), strict=True)
-    ]
-  )
-  gain = lambda values: np.nan_to_num(values - plain)
+
+  def gain(values: np.ndarray) -> np.ndarray:
+    return np.nan_to_num(values - plain)
+
   rules = {
     'solution': ('solution',),
     'feedback': ('feedback',),
@@ -367,7 +352,9 @@ def _rules(
   for name, preferred in rules.items():
     if not set(preferred) <= right.keys():
       continue
-    values = first(*preferred)
+    values = right[preferred[0]]
+    for context in preferred[1:]:
+      values = np.where(np.isnan(values), right[context], values)
     results |= _with_error(f'rule/{name}/gain', gain(values), group)
     results |= _with_error(f'rule/{name}/over_configured', gain(values) - gain(configured), group)
   return results

@@ -88,14 +88,20 @@ def make_session(config: Config, workdir: epath.PathLike, tokenizer: Any = None)
 
 
 def make_sampler(
-  config: Config, policy: Policy, tokenizer: Any, mesh: jax.sharding.Mesh, *, resized: bool = True
+  config: Config,
+  policy: Policy,
+  tokenizer: Any,
+  mesh: jax.sharding.Mesh,
+  *,
+  resized: bool = True,
+  reprompts: bool = False,
 ) -> Sampler:
-  """The sampler that the settings describe; `resized` as in `Sampler`."""
+  """The sampler that the settings describe, also of the teacher's prompts if `reprompts`; `resized` as in `Sampler`."""
   declared = batching.Buckets.of(config)
   return Sampler(
     policy,
     tokenizer,
-    prompt_buckets=declared.prompt,
+    prompt_buckets=(*declared.prompt, *declared.reprompt) if reprompts else declared.prompt,
     response_buckets=declared.response,
     max_batch_rows=config.rollout.max_batch_rows,
     decode_chunk=config.rollout.decode_chunk,
