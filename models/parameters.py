@@ -111,6 +111,15 @@ def trainable(table: Table) -> Table:
   return tuple(parameter for parameter in table if not parameter.frozen)
 
 
+def split(table: Table, tree: Tree) -> tuple[Tree, Tree]:
+  """Returns (base, trainable) of the nested dict of all parameters; the inverse of `merge`."""
+
+  def part(parameters: Table) -> Tree:
+    return nest((parameter.path, get(tree, parameter.path)) for parameter in parameters)
+
+  return part(frozen(table)), part(trainable(table))
+
+
 def held(table: Table, tree: Tree) -> Table:
   """Returns the parameters that a nested dict holds."""
   return tuple(parameter for parameter in table if _holds(tree, parameter.path))

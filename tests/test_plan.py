@@ -412,7 +412,7 @@ def test_every_program_says_what_its_arguments_are():
   config = settings()
   policy = huggingface.describe(SIZES, config.model)
   mesh = meshes.make_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4])
-  found = run_programs(config, policy, {}, abstract_parameters(policy, mesh), mesh)
+  found = run_programs(config, policy, *abstract_parameters(policy, mesh), mesh)
   for name, program in found.items():
     assert len(program.holds) == len(program.arguments), name
 

@@ -82,7 +82,7 @@ def test_a_cache_that_keeps_its_size_has_a_decode_loop_of_fewer_rows():
   config = settings(rollout__max_batch_rows=8)
   policy = dataclasses.replace(make_model()[0], backend=AttentionBackend('splash', interpret=True))
   mesh = meshes.make_mesh(MeshConfig(), jax.devices()[:1])
-  found = run_programs(config, policy, {}, abstract_parameters(policy, mesh), mesh)
+  found = run_programs(config, policy, *abstract_parameters(policy, mesh), mesh)
   loops = [name for name in found if name.startswith('decode')]
   assert loops == ['decode/8×6', 'decode/8×6#1', 'decode/8×6#2', 'decode/8×6#4'] and 'resize/8×6' not in found
   shapes = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
@@ -97,7 +97,7 @@ def test_a_decode_loop_on_a_mesh_is_compiled_for_what_it_gets_and_leaves():
   config = settings(rollout__max_batch_rows=8)
   policy, _ = make_model()
   mesh = meshes.make_mesh(MeshConfig(fsdp=4), jax.devices()[:4])
-  found = run_programs(config, policy, {}, abstract_parameters(policy, mesh), mesh)
+  found = run_programs(config, policy, *abstract_parameters(policy, mesh), mesh)
   compiled = dict(registry.compile_programs(found, ['decode/8×6', 'admit/8×6']))
   assert list(compiled) == ['prepare', 'decode/8×6', 'admit/8×6']
   (_, _, given, state, _), _ = compiled['decode/8×6'].input_shardings

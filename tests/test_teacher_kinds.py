@@ -13,14 +13,18 @@ import optax
 import pytest
 
 from models import huggingface
+from models import parameters as parameter_tables
 from sdpo_jax.config import MeshConfig, ModelConfig
 from sdpo_jax.distributed import mesh as meshes
+from sdpo_jax.errors import UserError
 from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training import step
 from sdpo_jax.training.batching import GenerationBatch
+from sdpo_jax.training.session import make_session
 from sdpo_jax.training.update import make_update, place_state, state_shardings
 from sdpo_jax.types import TeacherSignal, TrainState
+from tests import tiny
 from tests.test_batching import make_samples
 from tests.test_step import MODEL, make_model, settings
 
@@ -303,3 +307,19 @@ def test_shardings_of_a_state_follow_the_structure_of_its_trees(name):
   leaves = jax.tree.leaves(state.opt_state)
   assert [sharding for sharding in jax.tree.leaves(found.opt_state)] == [by_shape.get(x.shape, place()) for x in leaves]
   assert any(leaf.shape in by_shape for leaf in leaves) or name == 'factored'
+
+
+def test_the_base_cannot_teach_where_everything_is_trained(tmp_path):
+  config = settings(**BASE)
+  config.model = ModelConfig(path=str(tiny.make_model(tmp_path / 'model')), dtype='float32')
+  with pytest.raises(UserError, match="teacher_regularization='base' asks the model without its trainable part"):
+    make_session(config, tmp_path)
+
+
+def test_a_table_splits_what_merge_puts_together():
+  policy, parameters = make_model()
+  partly = dataclasses.replace(policy, frozen=('embedding', 'layers.mlp'))
+  base, trainable = parameter_tables.split(partly.parameter_table(), parameters)
+  assert set(base) == {'embedding', 'layers'} and set(base['layers']) == {'mlp'}
+  assert 'mlp' not in trainable['layers']
+  chex.assert_trees_all_equal(parameter_tables.merge(base, trainable), parameters)

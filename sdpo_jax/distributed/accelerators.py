@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+
 
 @dataclasses.dataclass(frozen=True)
 class Accelerator:
@@ -28,5 +30,11 @@ TABLE = (
 
 
 def find(device_kind: str) -> Accelerator | None:
-  """The chip of JAX's device kind; None where it is not known."""
+  """Return the chip of JAX's device kind; None where it is not known."""
   return next((chip for chip in TABLE if device_kind.startswith(chip.kind)), None)
+
+
+def peak_flops(device: jax.Device) -> float | None:
+  """Return the peak bf16 FLOP/s of a device; None where it is not known."""
+  chip = find(device.device_kind)
+  return None if chip is None else chip.flops

@@ -12,6 +12,7 @@ from etils import epath
 import jax
 
 from models import huggingface
+from models.parameters import merge
 from sdpo_jax.config import Config, flatten, from_dict, is_listed
 from sdpo_jax.data import pipeline
 from sdpo_jax.environments import registry
@@ -204,5 +205,7 @@ def export(
   if target.exists() and any(target.iterdir()):
     raise UserError(f'--output={output} is not empty: name a new directory, nothing is overwritten.')
   session, parameters, step = open_run(workdir, weights, step=step)
-  huggingface.save(output, session.policy, parameters, source=session.config.model.path, dtype=dtype)
+  huggingface.save(
+    output, session.policy, merge(session.base, parameters), source=session.config.model.path, dtype=dtype
+  )
   return step

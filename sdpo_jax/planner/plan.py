@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from models import cache as kv_cache
+from models.flops import forward_flops
 from models.policy import Policy
 from sdpo_jax import programs as registry
 from sdpo_jax.config import Config
@@ -166,8 +167,7 @@ def make(
     config = dataclasses.replace(config, data=data)
   mesh = model_mesh(config, policy, topology.devices)
   policy = policy.on(mesh, config.model.attention)
-  trainable = abstract_parameters(policy, mesh)
-  found = run_programs(config, policy, {}, trainable, mesh, stop_ids=2)
+  found = run_programs(config, policy, *abstract_parameters(policy, mesh), mesh, stop_ids=2)
   labels = select(found, everything)
   if only is not None:
     labels = {label: name for label, name in labels.items() if label in set(only)}
@@ -612,17 +612,6 @@ def micro_batches(config: Config, mesh: jax.sharding.Mesh, assumptions: Assumpti
       shares.append((assumptions.mean_reprompt + mean) / (reprompt + response))
     rows *= min(1.0, max(shares))
   return math.ceil(rows / size), size
-
-
-def forward_flops(policy: Policy, rows: int, tokens: int, scored: int) -> float:
-  """Operations of a forward pass over rows of `tokens` tokens, of which `scored` are put through the unembedding.
-
-  Two for each weight of a layer and token, causal attention at the half that is not masked.
-  """
-  config = policy.config
-  weights = sum(math.prod(p.shape) for p in policy.parameter_table() if p.stacked and p.compute)
-  attention = 2 * tokens**2 * config.layers * config.heads * config.head_dim
-  return float(rows) * (2 * weights * tokens + attention + 2 * config.vocab_size * config.hidden_size * scored)
 
 
 def decode_flops(policy: Policy, prompt: float, completion: float) -> float:

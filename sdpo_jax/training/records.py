@@ -11,13 +11,13 @@ import jax
 import numpy as np
 
 from sdpo_jax.config import Config
+from sdpo_jax.distributed import accelerators
 from sdpo_jax.evaluation.completions import describe, numbers, rows_by_source
 from sdpo_jax.evaluation.evaluate import Evaluation
 from sdpo_jax.files import jsonable, write_atomically
 from sdpo_jax.objective.importance import mismatch
 from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.teacher.context import TeacherContext
-from sdpo_jax.training import flops
 from sdpo_jax.training.batching import GenerationBatch
 from sdpo_jax.training.session import Session
 from sdpo_jax.training.step import GradedRollouts, UpdateReport
@@ -129,7 +129,7 @@ def throughput_metrics(
     'throughput/sampled_tokens_per_s': sampled / max(seconds.get('sample', 0.0), 1e-9),
     'throughput/trained_tokens_per_s': report.trained_tokens / max(seconds.get('train', 0.0), 1e-9),
   }
-  peak = flops.peak_flops(jax.devices()[0])
+  peak = accelerators.peak_flops(jax.devices()[0])
   if peak:
     done = session.flops_per_token * (sampled + prefilled + 3 * report.trained_tokens + report.teacher_tokens)
     metrics['throughput/mfu'] = done / (whole * devices * peak)

@@ -48,14 +48,15 @@ def run_programs(
   return programs.collect(Run(config, policy, abstract(base), abstract(trainable), mesh, stop_ids))
 
 
-def abstract_parameters(policy: Policy, mesh: jax.sharding.Mesh) -> Tree:
-  """Return shapes, dtypes and shardings of a model's parameters, from its table."""
+def abstract_parameters(policy: Policy, mesh: jax.sharding.Mesh) -> tuple[Tree, Tree]:
+  """Return shapes, dtypes and shardings of a model's base and trainable parameters, from its table."""
 
   def describe(parameter: parameter_tables.Parameter) -> jax.ShapeDtypeStruct:
     sharding = meshes.parameter_sharding(mesh, parameter.axes, parameter.shape)
     return jax.ShapeDtypeStruct(parameter.shape, jnp.dtype(parameter.dtype), sharding=sharding)
 
-  return parameter_tables.map_table(describe, policy.parameter_table())
+  table = policy.parameter_table()
+  return parameter_tables.split(table, parameter_tables.map_table(describe, table))
 
 
 @programs.register

@@ -10,15 +10,17 @@ from etils import epath
 import jax
 import numpy as np
 
-from models import huggingface
+from models import flops, huggingface
+from models import parameters as parameter_tables
 from models import tokenizer as tokenizers
 from models.policy import Policy
 from sdpo_jax.config import Config
 from sdpo_jax.distributed.mesh import check_divides, make_mesh
+from sdpo_jax.errors import UserError
 from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.teacher.signal import Teacher
-from sdpo_jax.training import batching, flops
+from sdpo_jax.training import batching
 from sdpo_jax.training.update import Update, abstract_state, make_update
 from sdpo_jax.types import TrainState, Tree
 
@@ -41,7 +43,7 @@ class Session:
 
 
 def load_tokenizer(config: Config) -> Any:
-  """The model directory's tokenizer; reads no weights.
+  """Return the model directory's tokenizer; no weights are read.
 
   Raises:
     UserError: no such directory, an architecture that is not supported, no chat template, or token ids that the model
@@ -52,7 +54,7 @@ def load_tokenizer(config: Config) -> Any:
 
 
 def model_mesh(config: Config, policy: Policy, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-  """The mesh over `devices` (None: all of this run) for a model.
+  """Return the mesh over `devices` (None: all of this run) for a model.
 
   Raises:
     UserError: the settings do not fit the devices, or the model's axes do not split over them.
@@ -64,27 +66,40 @@ def model_mesh(config: Config, policy: Policy, devices: Sequence[jax.Device] | N
 
 
 def make_session(config: Config, workdir: epath.PathLike, tokenizer: Any = None) -> tuple[Session, Tree]:
-  """Loads the model, and the tokenizer unless given; returns the session and the model directory's parameters."""
+  """Load the model, and the tokenizer unless given.
+
+  Returns:
+    The session, and the trainable parameters as the model directory has them.
+
+  Raises:
+    UserError: a model directory that cannot be read, a mesh that does not fit, or settings that the model rules out.
+  """
   tokenizer = tokenizer or load_tokenizer(config)
   mesh = model_mesh(config, huggingface.read_policy(config.model.path, config.model))
   policy, parameters = huggingface.load(config.model.path, config.model, mesh=mesh)
-  state = abstract_state(config, parameters, mesh)
+  base, trainable = parameter_tables.split(policy.parameter_table(), parameters)
+  state = abstract_state(config, trainable, mesh)
   spec = ObjectiveSpec.from_config(config)
+  if spec.needs_teacher and config.actor.self_distillation.teacher_regularization == 'base' and not base:
+    raise UserError(
+      "actor.self_distillation.teacher_regularization='base' asks the model without its trainable part, and here all "
+      "of its parameters are trained: set it to 'frozen' for the model as it was at the start."
+    )
   teacher = Teacher(policy) if spec.needs_teacher else None
   session = Session(
     config=config,
     workdir=epath.Path(workdir),
     tokenizer=tokenizer,
     policy=policy,
-    base={},
+    base=base,
     mesh=mesh,
     sampler=make_sampler(config, policy, tokenizer, mesh),
     spec=spec,
     teacher=teacher,
     update=make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), teacher),
-    flops_per_token=flops.forward_flops_per_token(parameters),
+    flops_per_token=flops.forward_flops_per_token(policy.parameter_table()),
   )
-  return session, parameters
+  return session, trainable
 
 
 def make_sampler(
@@ -96,7 +111,7 @@ def make_sampler(
   resized: bool = True,
   reprompts: bool = False,
 ) -> Sampler:
-  """The sampler that the settings describe, also of the teacher's prompts if `reprompts`; `resized` as in `Sampler`."""
+  """Return the sampler that the settings describe, also of the teacher's prompts if `reprompts`; `resized` as in `Sampler`."""
   declared = batching.Buckets.of(config)
   return Sampler(
     policy,
@@ -116,5 +131,5 @@ def make_sampler(
 
 
 def sampling_seed(state: TrainState) -> int:
-  """The seed of a run's rollouts and demonstration draws, from the state's key."""
+  """Return the seed of a run's rollouts and demonstration draws, from the state's key."""
   return int(jax.random.bits(state.rng, dtype=np.uint32))
