@@ -217,6 +217,28 @@ def test_the_first_rate_of_a_warm_up_is_zero():
   assert rates == pytest.approx([0, 0.0025, 0.005, 0.0075, 0.01, 0.01])
 
 
+def test_the_same_settings_share_programs_and_a_later_change_does_not_reach_them():
+  policy, parameters = make_model()
+  config = settings()
+  mesh = meshes.make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
+  state = place_state(config, jax.device_put(parameters, policy_shardings(policy, parameters, mesh)), mesh)
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+  update = make_update(policy, config, shardings)
+  assert make_update(policy, settings(data__val_max_samples=3), shardings) is update  # The update reads no such thing.
+  config.optimizer.lr = 7.0
+  changed = make_update(policy, config, shardings)
+  for name in ('optimizer__lr', 'actor__entropy_coeff', 'rollout__temperature'):
+    other = make_update(policy, settings(**{name: 0.125}), shardings)
+    assert other is not update and other is not changed
+  assert make_update(policy, settings()) is not update
+  assert make_update(dataclasses.replace(policy, remat='full'), settings(), shardings) is not update
+  gradients = update.zero(state.trainable)
+  rates = [
+    float(made.apply(jax.tree.map(jnp.copy, state), gradients)[1]['learning_rate']) for made in (update, changed)
+  ]
+  assert rates == pytest.approx([1e-2, 7.0])
+
+
 def test_adamw_and_clipping_are_torchs():
   torch = pytest.importorskip('torch')
   from sdpo_jax.training import optimizer as optimizers
