@@ -244,4 +244,5 @@ def _compilation_cache() -> None:
   """A second start compiles nothing: programs are kept in JAX_COMPILATION_CACHE_DIR or ~/.cache/sdpo_jax."""
   if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
     jax.config.update('jax_compilation_cache_dir', str(pathlib.Path.home() / '.cache' / 'sdpo_jax' / 'programs'))
-  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.3)
+  if 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS' not in os.environ:
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.3)
