@@ -1,6 +1,9 @@
-"""Test settings: eight fake CPU devices, strict rank promotion, options for slow tests and real data."""
+"""Test settings: quick compilation, eight fake CPU devices, strict rank promotion, slow tests, real data."""
 
+import gc
+import importlib.util
 import os
+import shutil
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
@@ -8,8 +11,14 @@ os.environ.setdefault('HF_HUB_OFFLINE', '1')
 import jax
 import pytest
 
+from tests import compiling
+
+made = compiling.prepare()
 jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+# Whole files go to a worker, in this order and then by name: with the longest first the workers end together.
+LONGEST = ()
 
 
 def pytest_addoption(parser):
@@ -17,10 +26,34 @@ def pytest_addoption(parser):
   parser.addoption('--slow', action='store_true', help='also run tests marked slow')
 
 
+def pytest_configure(config):
+  config.pluginmanager.register(compiling.plugin())
+  if made is not None:
+    config.add_cleanup(lambda: shutil.rmtree(made, ignore_errors=True))
+
+
 def pytest_collection_modifyitems(config, items):
-  if config.getoption('--slow'):
-    return
-  skip = pytest.mark.skip(reason='slow: run with --slow')
+  place = {name: index for index, name in enumerate(LONGEST)}
+  items.sort(key=lambda item: place.get(item.path.name, len(place)))
+  slow = not config.getoption('--slow') and pytest.mark.skip(reason='slow: run with --slow')
+  tpu = importlib.util.find_spec('libtpu') is None and pytest.mark.skip(reason='libtpu is not installed')
   for item in items:
-    if item.get_closest_marker('slow'):
-      item.add_marker(skip)
+    for name, skip in (('slow', slow), ('tpu_compiler', tpu)):
+      if skip and item.get_closest_marker(name):
+        item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+  if item.get_closest_marker('tpu_compiler') is None:
+    return (yield)
+  with compiling.without_cache():
+    return (yield)
+
+
+@pytest.fixture(scope='module', autouse=True)
+def free_memory():
+  """What a file's tests compiled goes when they are done: a process with all programs grows to 7 GB."""
+  yield
+  jax.clear_caches()
+  gc.collect()

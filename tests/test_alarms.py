@@ -217,7 +217,7 @@ def experiment(tmp_path_factory):
     'stop, then go on': train('stop', 'warn', '--config.trainer.total_training_steps=4'),
     'no best': train('no_best', 'rollback', '--config.alarms.rules=rollout/completion_length_max > 0'),
   }
-  done = tiny.launch_many(list(commands.values()), folder / 'output', folder / 'cache')
+  done = tiny.launch_many(list(commands.values()), folder / 'output')
   return folder, dict(zip(commands, done, strict=True)), list(killed)
 
 
@@ -322,7 +322,7 @@ def test_two_processes_share_the_grading_and_roll_back_together(experiment):
     '--config.alarms.rules=rollout/completion_length_max > 0 for 2',
     '--config.alarms.action=rollback',
   ]
-  processes = start_two(arguments, folder / 'two', folder / 'cache')
+  processes = start_two(arguments, folder / 'two')
   assert [process.wait() for process in processes] == [0, 0]
   lines = lines_of(folder / 'two')
   assert [line['step'] for line in lines] == [0, 1, 2]

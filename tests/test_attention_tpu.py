@@ -1,7 +1,6 @@
 """The TPU compiler, which needs no TPU, on the decoder: which kernels it is given, what it copies, what fits a chip."""
 
 import functools
-import importlib.util
 import math
 import re
 
@@ -19,7 +18,7 @@ from sdpo_jax.rollout import decode
 from sdpo_jax.rollout.functions import cache_shardings, sampler_functions
 from sdpo_jax.rollout.sampling import SamplingParams
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
+pytestmark = pytest.mark.tpu_compiler
 
 SMALL = dict(
   model_type='qwen3',

@@ -60,8 +60,8 @@ def free_port() -> int:
 class Run:
   """Several processes of one run on this machine, the n-th told `acts[n]`; None is not started."""
 
-  def __init__(self, folder, acts, *flags):
-    self.port, self.count, self.cache, self.flags = free_port(), len(acts), folder / 'cache', flags
+  def __init__(self, acts, *flags):
+    self.port, self.count, self.flags = free_port(), len(acts), flags
     self.processes: dict[int, subprocess.Popen] = {}
     for index, act in enumerate(acts):
       if act is not None:
@@ -78,7 +78,7 @@ class Run:
       stderr=subprocess.PIPE,
       text=True,
       cwd=tiny.REPOSITORY,
-      env=tiny.environment(self.cache),
+      env=tiny.environment(quick=True),
     )
 
   def joined(self) -> None:
@@ -103,14 +103,14 @@ class Run:
       process.communicate()
 
 
-def test_processes_that_did_their_work_end_well(tmp_path):
-  with Run(tmp_path, ['finish'] * 3) as run:
+def test_processes_that_did_their_work_end_well():
+  with Run(['finish'] * 3) as run:
     assert run.end(0, 1, 2) == [(0, '')] * 3
 
 
 @pytest.mark.parametrize('victim', [0, 2])
-def test_a_killed_process_ends_the_others_with_a_sentence_that_names_it(tmp_path, victim):
-  with Run(tmp_path, [''] * 3) as run:
+def test_a_killed_process_ends_the_others_with_a_sentence_that_names_it(victim):
+  with Run([''] * 3) as run:
     run.joined()
     run.processes[victim].kill()
     survivors = run.end(*{0, 1, 2} - {victim})
@@ -122,8 +122,8 @@ def test_a_killed_process_ends_the_others_with_a_sentence_that_names_it(tmp_path
 
 
 @pytest.mark.parametrize('victim', [0, 1])
-def test_a_process_that_hangs_ends_the_other_which_waits_for_it_in_a_collective(tmp_path, victim):
-  with Run(tmp_path, [''] * 2, '--heartbeat_timeout_s=1.5') as run:
+def test_a_process_that_hangs_ends_the_other_which_waits_for_it_in_a_collective(victim):
+  with Run([''] * 2, '--heartbeat_timeout_s=1.5') as run:
     run.joined()
     run.processes[victim].send_signal(signal.SIGSTOP)
     [(code, sentence)] = run.end(1 - victim)
@@ -131,8 +131,8 @@ def test_a_process_that_hangs_ends_the_other_which_waits_for_it_in_a_collective(
   assert sentence.startswith(f'Process {victim} ({socket.gethostname()}) has given no sign of life for 1.5 seconds: ')
 
 
-def test_a_process_that_lives_and_does_not_come_to_a_barrier_is_named(tmp_path):
-  with Run(tmp_path, ['barrier', 'wait', 'barrier'], '--straggler_timeout_s=1', '--heartbeat_timeout_s=2') as run:
+def test_a_process_that_lives_and_does_not_come_to_a_barrier_is_named():
+  with Run(['barrier', 'wait', 'barrier'], '--straggler_timeout_s=1', '--heartbeat_timeout_s=2') as run:
     run.joined()
     ends = run.end(0, 1, 2)
   sentence = (
@@ -142,29 +142,29 @@ def test_a_process_that_lives_and_does_not_come_to_a_barrier_is_named(tmp_path):
   assert ends == [(cluster.EXIT_LOST, sentence)] * 3
 
 
-def test_processes_that_never_come_are_named_to_those_that_wait(tmp_path):
-  with Run(tmp_path, ['', None, '', None], '--join_timeout_s=10') as run:
+def test_processes_that_never_come_are_named_to_those_that_wait():
+  with Run(['', None, '', None], '--join_timeout_s=10') as run:
     ends = run.end(0, 2)
   assert [code for code, _ in ends] == [cluster.EXIT_LOST] * 2
   for _, sentence in ends:
     assert sentence.startswith('Processes 1, 3 of 4 did not start within 10 seconds (here: 0 (')
 
 
-def test_without_process_0_the_others_say_that_they_cannot_reach_it(tmp_path):
-  with Run(tmp_path, [None, ''], '--join_timeout_s=1') as run:
+def test_without_process_0_the_others_say_that_they_cannot_reach_it():
+  with Run([None, ''], '--join_timeout_s=1') as run:
     [(code, sentence)] = run.end(1)
   assert code == cluster.EXIT_LOST
   assert sentence.startswith('Process 1 could not reach process 0 at localhost:')
 
 
-def test_bad_input_of_one_process_is_the_sentence_and_the_exit_code_of_all(tmp_path):
-  with Run(tmp_path, ['', 'user error']) as run:
+def test_bad_input_of_one_process_is_the_sentence_and_the_exit_code_of_all():
+  with Run(['', 'user error']) as run:
     ends = run.end(0, 1)
   assert ends == [(2, f'Process 1 ({socket.gethostname()}) ended: Row 7 is bad.'), (2, 'Row 7 is bad.')]
 
 
-def test_an_error_of_one_process_ends_the_others_and_its_log_has_the_traceback(tmp_path):
-  with Run(tmp_path, ['bug', '']) as run:
+def test_an_error_of_one_process_ends_the_others_and_its_log_has_the_traceback():
+  with Run(['bug', '']) as run:
     (code, log), (other_code, sentence) = run.end(0, 1)
   assert code == other_code == 1
   assert 'Traceback' in log and 'of mine' in log
@@ -173,16 +173,16 @@ def test_an_error_of_one_process_ends_the_others_and_its_log_has_the_traceback(t
   )
 
 
-def test_contradictory_places_are_named(tmp_path):
-  with Run(tmp_path, ['', '', None]) as run:
+def test_contradictory_places_are_named():
+  with Run(['', '', None]) as run:
     run.start(2, '', process_id=1)
     ends = run.end(0, 1, 2)
   assert [code for code, _ in ends] == [2, 2, 2]
   assert all(sentence.startswith('Two processes were started with --process_id=1 ') for _, sentence in ends)
 
 
-def test_a_stranger_on_the_port_does_not_disturb_the_run(tmp_path):
-  with Run(tmp_path, ['finish', None]) as run:
+def test_a_stranger_on_the_port_does_not_disturb_the_run():
+  with Run(['finish', None]) as run:
     while run.processes[0].poll() is None:
       with contextlib.suppress(ConnectionRefusedError), socket.create_connection(('localhost', run.port)) as stranger:
         stranger.sendall(b'GET / HTTP/1.1\r\n\r\n')

@@ -33,7 +33,6 @@ def run(folder, config):
     f'--config={config}',
     '--config.trainer.total_training_steps=2',
     f'--workdir={folder}/run',
-    cache=folder / 'cache',
   )
   assert done.returncode == 0, done.stderr
   return done
@@ -128,17 +127,14 @@ def test_training_ends_with_a_table_and_the_next_commands(folder, run):
 
 
 def test_the_printed_commands_work(folder, config, run):
-  cache = folder / 'cache'
-  done = tiny.launch('export', f'--workdir={folder}/run', f'--output={folder}/hf', cache=cache)
+  done = tiny.launch('export', f'--workdir={folder}/run', f'--output={folder}/hf')
   assert done.returncode == 0, done.stderr
-  sample = lambda *source: tiny.launch(
-    'sample', *source, '--prompt=Q1', '--temperature=0', '--max_tokens=4', cache=cache
-  )
+  sample = lambda *source: tiny.launch('sample', *source, '--prompt=Q1', '--temperature=0', '--max_tokens=4')
   from_run, from_model = sample(f'--workdir={folder}/run'), sample(f'--model={folder}/hf')
   assert from_run.returncode == from_model.returncode == 0, from_run.stderr + from_model.stderr
   assert from_run.stdout == from_model.stdout != ''
   evaluate = lambda name, *source: tiny.launch(
-    'evaluate', f'--config={config}', *source, f'--output={folder}/{name}.json', cache=cache
+    'evaluate', f'--config={config}', *source, f'--output={folder}/{name}.json'
   )
   left, right = evaluate('run', f'--workdir={folder}/run'), evaluate('model', f'--model={folder}/hf')
   assert left.returncode == right.returncode == 0, left.stderr + right.stderr
@@ -149,13 +145,13 @@ def test_the_printed_commands_work(folder, config, run):
   assert metrics['parity']['mean@2'] == json.loads(lines[-1])['eval/parity/mean@2']
   samples = [json.loads(line) for line in (folder / 'run.samples.jsonl').read_text().splitlines()]
   assert len(samples) == 4 and {'prompt', 'completion', 'score', 'feedback'} <= set(samples[0])
-  again = tiny.launch('export', f'--workdir={folder}/run', f'--output={folder}/hf', cache=cache)
+  again = tiny.launch('export', f'--workdir={folder}/run', f'--output={folder}/hf')
   assert again.returncode == 2 and 'is not empty' in again.stderr
 
 
 def test_a_run_on_a_full_disk_says_so_in_a_sentence(folder, config):
   arguments = [f'--config={config}', f'--workdir={folder}/full']
-  done = tiny.launch('train', *arguments, cache=folder / 'cache', file_limit_kib=100)
+  done = tiny.launch('train', *arguments, file_limit_kib=100)
   assert done.returncode == 2, done.stderr
   # The storage library's own threads may report to a closed event loop before and after it, also on the same line.
   start, end = 'A checkpoint could not be written to ', ' start the same command again; it resumes from step '
@@ -194,7 +190,7 @@ def test_next_commands_are_quoted_and_repeat_the_settings():
 def test_help_is_for_newcomers(folder):
   names = ('train', 'evaluate', 'export', 'sample')
   commands = [(name, ['--help']) for name in names] + [('train', ['--help_settings'])]
-  *helped, settings = tiny.launch_many(commands, folder / 'help', folder / 'cache')
+  *helped, settings = tiny.launch_many(commands, folder / 'help')
   for name, done in zip(names, helped, strict=True):
     assert f'python -m launch.{name}' in done.stdout
     assert '--workdir' in done.stdout

@@ -259,7 +259,7 @@ def test_two_processes_share_the_work_and_hear_of_each_others_trouble(tmp_path):
       stderr=subprocess.PIPE,
       text=True,
       cwd=tiny.REPOSITORY,
-      env=tiny.environment(tmp_path),
+      env=tiny.environment(quick=True),
     )
     for place in places(2)
   ]

@@ -10,6 +10,7 @@ import pytest
 from sdpo_jax.objective.chunked import token_log_probs
 from sdpo_jax.objective.loss import ObjectiveConfig, objective
 from sdpo_jax.types import TeacherSignal
+from tests.compiling import compile_as_users
 
 VOCAB, WIDTH, CHUNK = 20_000, 16, 32
 
@@ -32,7 +33,7 @@ def compiled(tokens, unembedding_gradient, full=False, entropy=True):
   trained = {'hidden': states}
   fixed = {'teacher': states, 'teacher_unembedding': matrix, 'targets': row(jnp.int32), 'mask': row(jnp.float32)}
   (trained if unembedding_gradient else fixed)['unembedding'] = matrix
-  return jax.jit(jax.value_and_grad(value, has_aux=True)).lower(trained, fixed).compile()
+  return compile_as_users(jax.jit(jax.value_and_grad(value, has_aux=True)).lower(trained, fixed))
 
 
 @pytest.mark.parametrize('full', [False, True])
@@ -73,7 +74,8 @@ def test_forward_only_log_probs_hold_a_block():
     states = jax.ShapeDtypeStruct((1, tokens, WIDTH), jnp.float32)
     matrix = jax.ShapeDtypeStruct((VOCAB, WIDTH), jnp.float32)
     targets = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
-    return token_log_probs.lower(states, matrix, targets, chunk_size=CHUNK).compile().memory_analysis()
+    lowered = token_log_probs.lower(states, matrix, targets, chunk_size=CHUNK)
+    return compile_as_users(lowered).memory_analysis()
 
   short, long = program(512).temp_size_in_bytes, program(1024).temp_size_in_bytes
   assert short < 4 * CHUNK * VOCAB / 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import math
 from typing import get_args, get_type_hints
@@ -22,7 +21,7 @@ from sdpo_jax.planner import plan as planning
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs
 from tests import tiny
 
-needs_compiler = pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
+needs_compiler = pytest.mark.tpu_compiler
 
 SIZES = {
   'model_type': 'qwen3',

@@ -1,6 +1,5 @@
 """Reading compiled programs: small texts with known answers, and programs that the TPU compiler has just made."""
 
-import importlib.util
 import math
 
 import jax
@@ -12,7 +11,7 @@ import pytest
 
 from sdpo_jax.planner import hlo, topology
 
-needs_compiler = pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
+needs_compiler = pytest.mark.tpu_compiler
 
 # An outer loop of 5 around an inner one of 3 whose bound and step come in through the outer one's tuple; a matrix product
 # in a fusion; one asynchronous all-gather that runs beside two fusions; two all-reduces on one channel.

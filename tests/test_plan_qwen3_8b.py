@@ -1,6 +1,5 @@
 """Qwen3-8B, fully fine-tuned with the paper's lengths, on v5e:8x8 as the TPU compiler sees it: it fits, and stays as fast."""
 
-import importlib.util
 import sys
 
 import pytest
@@ -9,10 +8,7 @@ from benchmarks import tpu_plan
 from sdpo_jax.planner import model, topology
 from sdpo_jax.planner import plan as planning
 
-pytestmark = [
-  pytest.mark.slow,
-  pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed'),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.tpu_compiler]
 
 
 def planned(*labels):

@@ -1,7 +1,5 @@
 """Bytes that a decode step reads: small texts with known answers, and a program that the TPU compiler has just made."""
 
-import importlib.util
-
 import pytest
 
 from benchmarks import decode_tpu, tpu_plan
@@ -11,7 +9,7 @@ from sdpo_jax.planner import hlo, topology, traffic
 from sdpo_jax.planner import plan as planning
 from tests import tiny
 
-needs_compiler = pytest.mark.skipif(importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed')
+needs_compiler = pytest.mark.tpu_compiler
 
 # A loop of unknown length around one of 9 layers. A layer's weights are cut from their stack in a product's fusion, the
 # embedding and one row of a table are looked up, attention reads the cache and a stack of recent tokens, of which one

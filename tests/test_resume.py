@@ -30,7 +30,7 @@ def experiment(tmp_path_factory):
   folder = tmp_path_factory.mktemp('resume')
   config = tiny.make_experiment(folder)
   arguments = [f'--config={config}', f'--config.trainer.total_training_steps={STEPS}', '--config.trainer.test_freq=2']
-  done = tiny.launch('train', *arguments, f'--workdir={folder}/whole', cache=folder / 'cache')
+  done = tiny.launch('train', *arguments, f'--workdir={folder}/whole')
   assert done.returncode == 0, done.stderr
   return folder, arguments
 
@@ -62,13 +62,13 @@ def assert_same_run(left: pathlib.Path, right: pathlib.Path, steps: int = STEPS)
     assert (left / 'rollouts' / name).read_text() == (right / 'rollouts' / name).read_text()
 
 
-def start(arguments, workdir, cache) -> subprocess.Popen:
+def start(arguments, workdir, *, quick=False) -> subprocess.Popen:
   return subprocess.Popen(
     tiny.command('train', *arguments, f'--workdir={workdir}'),
     stdout=subprocess.DEVNULL,
     stderr=subprocess.DEVNULL,
     cwd=tiny.REPOSITORY,
-    env=tiny.environment(cache),
+    env=tiny.environment(quick=quick),
   )
 
 
@@ -139,46 +139,44 @@ def test_the_run_learns_something_and_writes_what_the_contract_names(experiment)
 
 def test_killed_while_sampling_while_saving_and_after_a_line_was_written(experiment):
   folder, arguments = experiment
-  workdir, cache = folder / 'killed', folder / 'cache'
+  workdir = folder / 'killed'
   moments = [
     lambda: has_step(workdir, 0),  # Before any checkpoint.
     lambda: being_saved(workdir, 2),  # While a checkpoint may be half written.
     lambda: has_step(workdir, 4),  # Between a line and its checkpoint.
   ]
   for moment in moments:
-    process = start(arguments, workdir, cache)
+    process = start(arguments, workdir)
     assert wait_for(process, moment)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-  process = start(arguments, workdir, cache)
+  process = start(arguments, workdir)
   assert process.wait() == 0
   assert_same_run(folder / 'whole', workdir)
 
 
 def test_sigterm_saves_first_and_the_same_command_continues(experiment):
   folder, arguments = experiment
-  workdir, cache = folder / 'terminated', folder / 'cache'
+  workdir = folder / 'terminated'
   arguments = [*arguments, '--config.trainer.save_freq=0']
-  process = start(arguments, workdir, cache)
+  process = start(arguments, workdir)
   assert wait_for(process, lambda: has_step(workdir, 2))
   process.send_signal(signal.SIGTERM)
   assert process.wait() == EXIT_PREEMPTED
   checkpoints = Checkpoints(workdir)
   assert checkpoints.steps() and 2 <= checkpoints.steps()[-1] < STEPS
   checkpoints.close()
-  assert start(arguments, workdir, cache).wait() == 0
+  assert start(arguments, workdir).wait() == 0
   assert_same_run(folder / 'whole', workdir)
 
 
 def test_a_finished_run_can_be_made_longer_but_not_another_run(experiment):
   folder, arguments = experiment
-  done = tiny.launch(
-    'train', *arguments, '--config.optimizer.lr=0.5', f'--workdir={folder}/whole', cache=folder / 'cache'
-  )
+  done = tiny.launch('train', *arguments, '--config.optimizer.lr=0.5', f'--workdir={folder}/whole')
   assert done.returncode == 2
   assert 'optimizer.lr was 0.001 and is now 0.5' in done.stderr
   assert 'Traceback' not in done.stderr
-  done = tiny.launch('train', *arguments, f'--workdir={folder}/whole', cache=folder / 'cache')
+  done = tiny.launch('train', *arguments, f'--workdir={folder}/whole')
   assert done.returncode == 0
   assert 'mean@2' in done.stdout
 
@@ -189,9 +187,9 @@ def free_port() -> int:
     return listener.getsockname()[1]
 
 
-def start_two(arguments, workdir, cache) -> list[subprocess.Popen]:
+def start_two(arguments, workdir) -> list[subprocess.Popen]:
   """One run in two processes on this machine (gloo collectives)."""
-  return [start([*arguments, *place], workdir, cache) for place in places(2)]
+  return [start([*arguments, *place], workdir, quick=True) for place in places(2)]
 
 
 def places(count: int) -> list[list[str]]:
@@ -268,7 +266,7 @@ command.run(main)
 """
 
 
-def restored(workdir: pathlib.Path, cache: pathlib.Path, count: int = 1, flags: tuple[str, ...] = ()):
+def restored(workdir: pathlib.Path, count: int = 1, flags: tuple[str, ...] = ()):
   """What RESTORE prints, in `count` processes."""
   processes = [
     subprocess.Popen(
@@ -277,7 +275,7 @@ def restored(workdir: pathlib.Path, cache: pathlib.Path, count: int = 1, flags: 
       stderr=subprocess.PIPE,
       text=True,
       cwd=tiny.REPOSITORY,
-      env=tiny.environment(cache),
+      env=tiny.environment(quick=True),
     )
     for place in places(count)
   ]
@@ -286,14 +284,15 @@ def restored(workdir: pathlib.Path, cache: pathlib.Path, count: int = 1, flags: 
   return json.loads(outputs[0][0].splitlines()[-1])  # Gloo says something first.
 
 
+@pytest.mark.slow
 def test_one_of_two_processes_is_killed_and_two_or_one_continue(experiment):
   folder, arguments = experiment
-  cache, steps = folder / 'cache', 6
+  steps = 6
   arguments = [*arguments, f'--config.trainer.total_training_steps={steps}', '--config.trainer.save_freq=4']
   arguments += ['--config.trainer.test_freq=0']
-  assert [process.wait() for process in start_two(arguments, folder / 'together', cache)] == [0, 0]
+  assert [process.wait() for process in start_two(arguments, folder / 'together')] == [0, 0]
   workdir = folder / 'bereft'
-  processes = start_two(arguments, workdir, cache)
+  processes = start_two(arguments, workdir)
   assert wait_for(processes[0], lambda: settled(workdir, 4))
   processes[1].kill()
   assert processes[1].wait() == -signal.SIGKILL
@@ -301,17 +300,17 @@ def test_one_of_two_processes_is_killed_and_two_or_one_continue(experiment):
   assert not settled(workdir, steps)
   shutil.copytree(workdir, folder / 'alone')
 
-  on_two = restored(workdir, cache, count=2)
+  on_two = restored(workdir, count=2)
   step, _, _, loss, norm = on_two
   assert step == 4 and loss > 0 and norm > 0
   for flags in ((), ('--devices=8', '--fsdp=4', '--tensor=2')):
-    on_one = restored(workdir, cache, flags=flags)
+    on_one = restored(workdir, flags=flags)
     assert on_one[:3] == on_two[:3]
     assert on_one[3:] == pytest.approx([loss, norm], rel=1e-5)
 
-  assert [process.wait() for process in start_two(arguments, workdir, cache)] == [0, 0]
+  assert [process.wait() for process in start_two(arguments, workdir)] == [0, 0]
   assert_same_run(folder / 'together', workdir, steps)
-  assert start(arguments, folder / 'alone', cache).wait() == 0
+  assert start(arguments, folder / 'alone', quick=True).wait() == 0
   together, alone = lines_without_time(workdir), lines_without_time(folder / 'alone')
   assert alone[:4] == together[:4]  # Up to the checkpoint, two processes wrote both.
   assert [line['step'] for line in alone] == [line['step'] for line in together]
@@ -319,16 +318,16 @@ def test_one_of_two_processes_is_killed_and_two_or_one_continue(experiment):
 
 def test_two_processes_agree_when_to_save_though_only_one_is_told_to_stop(experiment):
   folder, arguments = experiment
-  workdir, cache = folder / 'two', folder / 'cache'
+  workdir = folder / 'two'
   arguments = [*arguments, '--config.trainer.save_freq=0']
-  processes = start_two(arguments, workdir, cache)
+  processes = start_two(arguments, workdir)
   assert wait_for(processes[0], lambda: has_step(workdir, 2))
   processes[1].send_signal(signal.SIGTERM)
   assert [process.wait() for process in processes] == [EXIT_PREEMPTED] * 2
   checkpoints = Checkpoints(workdir)
   assert checkpoints.steps() and 2 <= checkpoints.steps()[-1] < STEPS
   checkpoints.close()
-  assert [process.wait() for process in start_two(arguments, workdir, cache)] == [0, 0]
+  assert [process.wait() for process in start_two(arguments, workdir)] == [0, 0]
   alone, together = lines_without_time(folder / 'whole'), lines_without_time(workdir)
   assert len(alone) == len(together)
   for left, right in zip(alone, together, strict=True):

@@ -1,5 +1,6 @@
 """One draw: truncation as transformers does it, samples that follow the distribution, noise that is never shared."""
 
+import functools
 import math
 import re
 
@@ -13,6 +14,7 @@ from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsW
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh
 from sdpo_jax.rollout import sampling
+from tests.compiling import compile_as_users, users_options
 
 KNOBS = [
   dict(),
@@ -41,7 +43,7 @@ def make_params(rows, *, temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, seed=0
   )
 
 
-@jax.jit
+@functools.partial(jax.jit, compiler_options=users_options())
 def sample(logits, params, position=0):
   return sampling.sample(logits, params, sampling.row_keys(params), jnp.asarray(position, jnp.int32))
 
@@ -129,7 +131,7 @@ def test_a_divided_vocabulary_stays_where_it_lies():
   place = lambda *axes: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
   divided = jax.device_put(logits, place('fsdp', 'tensor'))
   by_row = jax.tree.map(lambda leaf: jax.device_put(leaf, place('fsdp') if leaf.ndim else place()), params)
-  text = sample.lower(divided, by_row).compile().as_text()
+  text = compile_as_users(sample.lower(divided, by_row)).as_text()
   moved = re.findall(r'f32\[([\d,]+)\]\S* (?:all-gather|all-to-all|collective-permute|all-reduce)\(', text)
   sizes = [math.prod(map(int, shape.split(','))) for shape in moved]
   assert sizes and max(sizes) < rows * size / 32, moved
@@ -229,7 +231,7 @@ def test_a_draw_depends_on_nothing_but_its_own_row():
 def test_without_truncation_nothing_is_sorted_or_bisected():
   """The compiled program holds no sort at all, and its bisection loops stand behind conditionals."""
   logits, params = jnp.zeros((4, 1000)), make_params(4)
-  text = sample.lower(logits, params).compile().as_text()
+  text = compile_as_users(sample.lower(logits, params)).as_text()
   assert ' sort(' not in text and 'TopK' not in text
   entry = text[text.index('ENTRY ') :]
   assert ' while(' not in entry and ' conditional(' in entry

@@ -300,7 +300,6 @@ def test_the_commands(model, tmp_path):
   (tmp_path / 'prompts.txt').write_text('Hello\nWho are you?\n')
   common = [f'--model={model}', '--max_tokens=12', '--temperature=1', '--max_prompt_length=128']
   output = tmp_path / 'answers.jsonl'
-  cache = tmp_path / 'cache'
   done = tiny.launch_many(
     [
       ('sample', [*common, '--prompt=Hello']),
@@ -310,7 +309,6 @@ def test_the_commands(model, tmp_path):
       ('sample', [*common, f'--prompts={tmp_path}/prompts.txt', f'--output={output}']),
     ],
     tmp_path / 'launched',
-    cache,
   )
   one, two, file, stdout, again = done
   assert [command.returncode for command in done] == [0, 0, 0, 0, 2], [command.stderr for command in done]
@@ -327,7 +325,7 @@ def test_the_commands(model, tmp_path):
     text=True,
     check=True,
     cwd=tiny.REPOSITORY,
-    env=tiny.environment(cache),
+    env=tiny.environment(),
   )
   assert chat.stdout == one.stdout
   unread = subprocess.Popen(
@@ -336,7 +334,7 @@ def test_the_commands(model, tmp_path):
     stderr=subprocess.PIPE,
     text=True,
     cwd=tiny.REPOSITORY,
-    env=tiny.environment(cache),
+    env=tiny.environment(),
   )
   unread.stdout.close()
   assert unread.stderr.read() == '' and unread.wait() == 141

@@ -16,6 +16,7 @@ from models import huggingface
 from sdpo_jax.config import ModelConfig
 from sdpo_jax.rollout.engine import Completion
 from sdpo_jax.types import Rollouts
+from tests import compiling
 
 REPOSITORY = pathlib.Path(__file__).parent.parent
 SPECIAL = ('<|endoftext|>', '<|im_start|>', '<|im_end|>')
@@ -147,13 +148,22 @@ def command(name: str, *arguments: str) -> list[str]:
   return [sys.executable, '-m', f'launch.{name}', *arguments]
 
 
-def environment(cache: pathlib.Path) -> dict[str, str]:
-  """Environment variables of a command: CPU, one device, programs kept in `cache`."""
-  return {**os.environ, 'JAX_PLATFORMS': 'cpu', 'JAX_COMPILATION_CACHE_DIR': str(cache), 'HF_HUB_OFFLINE': '1'}
+def environment(cache: pathlib.Path | None = None, *, quick: bool = False) -> dict[str, str]:
+  """Environment variables of a command: CPU, one device, programs kept in `cache`, which all share by default.
+
+  `quick` is for runs of several processes, which compile all for themselves: without a cache, then as the tests do.
+  """
+  return {
+    **(os.environ if quick else compiling.users_environment()),
+    'JAX_PLATFORMS': 'cpu',
+    'JAX_COMPILATION_CACHE_DIR': str(cache or compiling.commands_cache()),
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+    'HF_HUB_OFFLINE': '1',
+  }
 
 
 def launch(
-  name: str, *arguments: str, cache: pathlib.Path, file_limit_kib: int | None = None
+  name: str, *arguments: str, cache: pathlib.Path | None = None, file_limit_kib: int | None = None
 ) -> subprocess.CompletedProcess[str]:
   """Runs a command to its end; with `file_limit_kib` no larger file can be written, as on a full disk."""
   line = command(name, *arguments)
@@ -183,7 +193,7 @@ print(json.dumps(results))
 
 
 def launch_many(
-  commands: list[tuple[str, list[str]]], folder: pathlib.Path, cache: pathlib.Path
+  commands: list[tuple[str, list[str]]], folder: pathlib.Path, cache: pathlib.Path | None = None
 ) -> list[subprocess.CompletedProcess[str]]:
   """Runs many short commands, each in a process of its own that starts with the imports done."""
   folder.mkdir()
