@@ -117,7 +117,7 @@ def test_the_committed_base_is_small_and_has_the_promised_properties(tokenizer):
   sampler = Sampler(policy, tokenizer, stop_token_ids=tokenizers.stop_token_ids(COMMITTED, tokenizer))
   make = registry.get_generator('digits')('test', 0)
   results = probe(
-    config, sampler, params, tokenizer, Graders(config.environments), [make(index) for index in range(64)]
+    config, sampler, {}, params, tokenizer, Graders(config.environments), [make(index) for index in range(64)]
   )
   assert results['student/sampled'] <= 0.30 and results['student/greedy'] <= 0.30
   assert results['student/groups_with_success'] <= 0.20
