@@ -56,7 +56,10 @@ def test_rules(rule, values, expected):
 
 def test_wildcards_stand_for_one_part_of_a_name_or_for_several():
   names = ('eval/a/mean@4', 'eval/b c/mean@4', 'eval/a/acc/mean@4', 'eval/org/set/mean@4', 'xeval/a/mean@4')
-  fits = lambda rule: [name for name in names if steps_with_alarm(rule, [0], name)]
+
+  def fits(rule):
+    return [name for name in names if steps_with_alarm(rule, [0], name)]
+
   assert fits('eval/*/mean@4 < 1') == ['eval/a/mean@4', 'eval/b c/mean@4']
   assert fits('eval/**/mean@4 < 1') == list(names[:4])
   assert fits('eval/a/*@4 < 1') == ['eval/a/mean@4']

@@ -64,7 +64,10 @@ def test_a_success_teaches_the_failures_of_a_repeated_row_only_where_duplicates_
   grouped, taught, monkeypatch
 ):
   monkeypatch.setattr(step, 'sampling_seed', lambda state: 0)
-  row_1_is_right = lambda examples, texts, *, truncated: [Outcome(float(text == '1')) for text in texts]
+
+  def row_1_is_right(examples, texts, *, truncated):
+    return [Outcome(float(text == '1')) for text in texts]
+
   monkeypatch.setitem(registry._FACTORIES, ASKED.environment, lambda settings: row_1_is_right)
   config = Config()
   config.rollout.n = 2

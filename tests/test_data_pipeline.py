@@ -84,7 +84,10 @@ def test_an_epoch_shows_every_row_once_and_drops_the_remainder(write):
 
 def test_the_seed_decides_the_order_and_neighbouring_seeds_share_nothing(write):
   files = [write([raw(i) for i in range(40)])]
-  order = lambda seed: [tuple(ids(batch)) for _, batch in zip(range(20), train(files, seed=seed), strict=False)]
+
+  def order(seed):
+    return [tuple(ids(batch)) for _, batch in zip(range(20), train(files, seed=seed), strict=False)]
+
   assert order(3) == order(3)
   assert not set(order(3)) & set(order(4))
 

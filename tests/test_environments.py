@@ -88,7 +88,10 @@ def test_a_truncated_answer_is_told_so_even_if_it_would_be_right(example):
 def test_questions_depend_on_split_seed_and_index_only():
   make = registry.get_generator('digits')
   assert make('train', 3)(17) == make('train', 3)(17)
-  contents = lambda split, seed: [make(split, seed)(i).messages[-1]['content'] for i in range(20)]
+
+  def contents(split, seed):
+    return [make(split, seed)(i).messages[-1]['content'] for i in range(20)]
+
   assert contents('train', 3) != contents('train', 4) != contents('test', 4)
 
 

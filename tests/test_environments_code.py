@@ -406,7 +406,9 @@ def test_the_boxed_answer_is_found_wherever_it_is_and_numbers_have_a_tolerance_w
 
 
 def test_maths_feedback_shows_the_answer_only_when_asked(graders, revealing):
-  ask = lambda them: them.grade([question('4711', 'math')], ['\\boxed{12}'], truncated=[False])[0].feedback
+  def ask(them):
+    return them.grade([question('4711', 'math')], ['\\boxed{12}'], truncated=[False])[0].feedback
+
   assert '4711' not in ask(graders) and '4711' in ask(revealing)
 
 

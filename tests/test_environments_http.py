@@ -168,7 +168,9 @@ def test_a_useless_answer_costs_its_completion_and_is_asked_for_once(answer, rea
 
 
 def test_many_failures_are_one_warning(caplog):
-  respond = lambda body: Answer(RIGHT) if body['completion'] == '0' else Answer(status=400)
+  def respond(body):
+    return Answer(RIGHT) if body['completion'] == '0' else Answer(status=400)
+
   with Server(respond) as server:
     outcomes = grade(server.url, [str(i) for i in range(20)])
   assert sum(outcome.metrics[FAILED] for outcome in outcomes) == 19
@@ -225,7 +227,9 @@ def test_a_server_that_refuses_all_ends_the_run():
 
 
 def test_one_question_that_cannot_be_graded_does_not_end_a_run_that_worked():
-  respond = lambda body: Answer(RIGHT) if body['id'] == 'q0' else Answer(status=413)
+  def respond(body):
+    return Answer(RIGHT) if body['id'] == 'q0' else Answer(status=413)
+
   with Server(respond) as server:
     settings = EnvironmentsConfig(http=HttpGraderConfig(url=server.url))
     with Graders(settings) as graders:
@@ -239,12 +243,15 @@ def test_one_question_that_cannot_be_graded_does_not_end_a_run_that_worked():
 
 
 def test_a_batch_that_comes_in_parts_is_judged_as_a_whole(caplog):
-  respond = lambda body: Answer(RIGHT) if body['completion'] == 'good' else Answer(status=400)
+  def respond(body):
+    return Answer(RIGHT) if body['completion'] == 'good' else Answer(status=400)
+
   with Server(respond) as server:
     with Graders(EnvironmentsConfig(http=HttpGraderConfig(url=server.url))) as graders:
-      part = lambda *texts: graders.grade_part(
-        [example(i) for i in range(len(texts))], texts, truncated=[False] * len(texts)
-      )
+
+      def part(*texts):
+        return graders.grade_part([example(i) for i in range(len(texts))], texts, truncated=[False] * len(texts))
+
       assert [outcome.metrics[FAILED] for outcome in part('bad', 'bad') + part('good') + part('bad')] == [1, 1, 0, 1]
       assert not caplog.records
       graders.end_batch()
@@ -271,9 +278,10 @@ def test_a_server_that_is_down_is_given_up_before_the_last_part():
 
 def test_the_key_is_sent_and_never_said(monkeypatch, caplog):
   monkeypatch.setenv('GRADER_KEY', 'Bearer s3cr3t-key\n')
-  respond = lambda body: (
-    Answer({'error': 'you sent s3cr3t-key'}, status=403) if body['completion'] == 'bad' else Answer(RIGHT)
-  )
+
+  def respond(body):
+    return Answer({'error': 'you sent s3cr3t-key'}, status=403) if body['completion'] == 'bad' else Answer(RIGHT)
+
   with Server(respond) as server:
     address = server.url.replace('http://', 'http://me:passw0rd@')
     grade(address, ['good', 'bad'], authorization_env='GRADER_KEY')

@@ -155,9 +155,9 @@ def test_nonsense_is_asked_for_again_then_counted(nonsense, caplog):
 
 
 def test_a_judge_without_room_for_its_score_is_told_which_setting(caplog):
-  respond = lambda body: (
-    says('Let us see', 'length') if '\nbad\n' in body['messages'][0]['content'] else says('Score: 1')
-  )
+  def respond(body):
+    return says('Let us see', 'length') if '\nbad\n' in body['messages'][0]['content'] else says('Score: 1')
+
   with Server(respond) as server:
     judge(server.url, ['good', 'bad'], retries=0)
   assert 'raise environments.judge.max_tokens' in caplog.text and 'Let us see' in caplog.text

@@ -67,7 +67,10 @@ def test_best_and_worst_at_k_are_the_chance_that_one_or_all_of_k_draws_succeed()
 def test_maj_at_k_scores_the_most_frequent_answer():
   # Three of five say 'b' (wrong): the more draws, the surer the majority is wrong.
   scores, answers = np.array([[1.0, 1.0, 0.0, 0.0, 0.0]]), ['a', 'a', 'b', 'b', 'b']
-  maj = lambda answers, k: evaluate.maj_at_k(scores, evaluate.elected(answers, k)[None])
+
+  def maj(answers, k):
+    return evaluate.maj_at_k(scores, evaluate.elected(answers, k)[None])
+
   values = [maj(answers, k) for k in (1, 5, 51)]
   assert values[0] == pytest.approx(0.4, abs=0.05)
   assert values[0] > values[1] > values[2]

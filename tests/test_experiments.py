@@ -39,16 +39,19 @@ def test_names_and_so_default_run_directories_differ():
 
 def test_the_two_recipes():
   science, code = paper.get_config(task='physics'), paper.get_config(task='livecodebench')
-  recipe = lambda config: (
-    config.actor.self_distillation.alpha,
-    config.actor.self_distillation.distillation_topk,
-    config.actor.self_distillation.teacher_update_rate,
-    config.optimizer.lr,
-    config.optimizer.lr_warmup_steps,
-    config.data.train_batch_size // config.actor.ppo_mini_batch_size,
-    config.actor.self_distillation.include_environment_feedback,
-    config.val_kwargs.n,
-  )
+
+  def recipe(config):
+    return (
+      config.actor.self_distillation.alpha,
+      config.actor.self_distillation.distillation_topk,
+      config.actor.self_distillation.teacher_update_rate,
+      config.optimizer.lr,
+      config.optimizer.lr_warmup_steps,
+      config.data.train_batch_size // config.actor.ppo_mini_batch_size,
+      config.actor.self_distillation.include_environment_feedback,
+      config.val_kwargs.n,
+    )
+
   assert recipe(science) == (0.5, 100, 0.05, 1e-5, 10, 1, False, 16)
   assert recipe(code) == (1.0, 20, 0.01, 1e-6, 0, 32, True, 4)
 
@@ -56,7 +59,10 @@ def test_the_two_recipes():
 def test_the_grpo_variants():
   default = paper.get_config(task='biology', method='grpo')
   on_policy = paper.get_config(task='biology', method='grpo_on_policy')
-  steps = lambda config: (config.data.train_batch_size // config.actor.ppo_mini_batch_size, config.optimizer.lr)
+
+  def steps(config):
+    return (config.data.train_batch_size // config.actor.ppo_mini_batch_size, config.optimizer.lr)
+
   assert steps(default) == (4, 1e-6) and steps(on_policy) == (1, 1e-5)
   assert default.trainer.val_before_train and not paper.get_config(task='biology').trainer.val_before_train
 

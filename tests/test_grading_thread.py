@@ -83,7 +83,9 @@ def until_it_ends() -> None:
 
 
 def test_outcomes_are_those_of_grading_afterwards_in_whatever_order_completions_finish(monkeypatch, recorder):
-  other = lambda examples, texts, *, truncated: [Outcome(-1.0, text) for text in texts]
+  def other(examples, texts, *, truncated):
+    return [Outcome(-1.0, text) for text in texts]
+
   monkeypatch.setitem(registry._FACTORIES, 'other', lambda settings: other)
   recorder.go.set()
   environments = ('recorder', 'other', 'recorder')
@@ -197,7 +199,10 @@ def test_a_grader_that_is_closed_at_its_work_is_neither_asked_again_nor_made_aga
 
 def test_a_grader_is_made_where_sampling_is_and_not_in_the_thread(monkeypatch):
   threads = []
-  grade = lambda examples, texts, *, truncated: [Outcome(0.0) for _ in texts]
+
+  def grade(examples, texts, *, truncated):
+    return [Outcome(0.0) for _ in texts]
+
   monkeypatch.setitem(registry._FACTORIES, 'made', lambda settings: threads.append(threading.current_thread()) or grade)
   with grading_of('made') as grading:
     for sample in range(N):

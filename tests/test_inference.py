@@ -29,7 +29,10 @@ def make_run(workdir, model, teacher: str):
   (workdir / 'config.json').write_text(config.to_json())
   session, parameters = make_session(config, workdir)
   state = place_state(config, parameters, session.mesh)
-  scale = lambda tree, factor: jax.tree.map(lambda leaf: leaf * factor, tree)
+
+  def scale(tree, factor):
+    return jax.tree.map(lambda leaf: leaf * factor, tree)
+
   state = state.replace(trainable=scale(state.trainable, 0.5), teacher=scale(state.teacher, 2.0))
   checkpoints = Checkpoints(workdir)
   checkpoints.save(1, state, {}, {})
@@ -49,7 +52,10 @@ def run(model, tmp_path_factory):
 def test_a_run_opens_with_one_copy_of_the_weights(run, weights, field, step, monkeypatch):
   """Of the checkpoint those that are asked for; the model directory's, which give the layout, are gone by then."""
   workdir, state = run
-  live = lambda: sum(array.nbytes for array in jax.live_arrays())
+
+  def live():
+    return sum(array.nbytes for array in jax.live_arrays())
+
   read, before, during, restored = Checkpoints._read, live(), [], []
 
   def watched(*arguments):

@@ -26,7 +26,10 @@ def convert(tmp_path):
     for part, values in parts.items():
       (folder / f'{part}.jsonl').write_text('\n'.join(map(json.dumps, values)))
     prepare.prepare(name, raw.Options(**options), output, str(folder), said.append)
-    read = lambda file: [row.value for row in sources.read_rows(str(file), '')]
+
+    def read(file):
+      return [row.value for row in sources.read_rows(str(file), '')]
+
     return {file.stem: read(file) for file in sorted(output.iterdir())}, said
 
   return convert
@@ -139,7 +142,10 @@ def test_a_domain_without_rows_says_so(convert):
 # Tool use.
 
 FIND, SEND = ('find', '{"name": "x"}'), ('send', '{"to": {"id": 1}}')
-STEP = lambda call: [[*call, 'thought'], 'observation']
+
+
+def step_of(call):
+  return [[*call, 'thought'], 'observation']
 
 
 def api(**changes):
@@ -154,7 +160,10 @@ def api(**changes):
       [{'Action': 'find', 'Action_Input': FIND[1]}, {'Action': 'send', 'Action_Input': '{"to": ${id from find}}'}],
     ],
     'Instances': [
-      {'input': 'Send x.\nHint: use 1', 'intermediate_steps': [STEP(FIND), STEP(('getDetails', '{}')), STEP(SEND)]}
+      {
+        'input': 'Send x.\nHint: use 1',
+        'intermediate_steps': [step_of(FIND), step_of(('getDetails', '{}')), step_of(SEND)],
+      }
     ],
   } | changes
 
@@ -191,7 +200,15 @@ def test_tool_use_rows_have_the_reference_s_layout(convert):
 
 
 @pytest.mark.parametrize(
-  'steps', [[], None, [STEP(('getDetails', '{}'))], [STEP(('fly', '{}'))], [STEP(('find', 'x'))], [STEP(('find', '3'))]]
+  'steps',
+  [
+    [],
+    None,
+    [step_of(('getDetails', '{}'))],
+    [step_of(('fly', '{}'))],
+    [step_of(('find', 'x'))],
+    [step_of(('find', '3'))],
+  ],
 )
 def test_conversations_without_calls_that_can_be_graded_are_left_out(convert, steps):
   more = {'input': 'Q', 'intermediate_steps': steps}
@@ -207,7 +224,7 @@ def test_conversations_without_calls_that_can_be_graded_are_left_out(convert, st
     (api(), api(Golden_Answers=[[], []]), 'No question of eval_simulated'),
     (api(Instances=[{'input': 'Q', 'intermediate_steps': ['x']}]), api(), "step of 'intermediate_steps' must be"),
     (
-      api(Instances=[{'intermediate_steps': [STEP(FIND)]}]),
+      api(Instances=[{'intermediate_steps': [step_of(FIND)]}]),
       api(),
       "train_data.jsonl, line 1: field 'input' is missing",
     ),

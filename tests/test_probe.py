@@ -87,7 +87,10 @@ def scripted(prompt, step, sample):
 
 def test_the_numbers_of_a_scripted_model(tokenizer):
   numbers, sampler = measure(tokenizer, scripted)
-  near = lambda name, value: numbers[name] == pytest.approx(value)
+
+  def near(name, value):
+    return numbers[name] == pytest.approx(value)
+
   assert numbers['questions'] == 3 and numbers['completions'] == 12
   assert near('student/sampled', 0.5) and near('student/greedy', 1 / 3) and near('student/best@4', 2 / 3)
   assert near('student/groups_with_success', 2 / 3)
@@ -135,7 +138,10 @@ def test_the_configured_rule_is_the_rule_of_that_name(tokenizer, changes, rule):
 def test_a_context_that_does_nothing_has_no_gap_though_it_follows_failures(tokenizer):
   """Answers are right by chance, with and without context: beside the failed completions any teacher looks better."""
   rng = np.random.default_rng(0)
-  chance = lambda prompt, step, sample: question_of(prompt) if rng.random() < 0.5 else 'no'
+
+  def chance(prompt, step, sample):
+    return question_of(prompt) if rng.random() < 0.5 else 'no'
+
   numbers, _ = measure(tokenizer, chance, count=64)
   assert numbers['context/feedback/completions'] > 64
   assert abs(numbers['context/feedback/gap']) < 3 * numbers['context/feedback/gap_se'] < 0.25
@@ -160,7 +166,10 @@ def test_questions_that_are_the_same_share_successes_where_training_lets_them(to
     config.data.group_duplicates = shared
     with Graders(config.environments) as graders:
       drawn = iter(['0'])  # The first of all samples is right, no other one.
-      say = lambda prompt, *_, drawn=drawn: '0' if DEMONSTRATION in prompt else next(drawn, '9')
+
+      def say(prompt, *_, drawn=drawn):
+        return '0' if DEMONSTRATION in prompt else next(drawn, '9')
+
       numbers = probe(config, Scripted(tokenizer, say), {}, {}, tokenizer, graders, twice)
     assert numbers['teacher/signal'] == pytest.approx(fraction)
 

@@ -22,8 +22,14 @@ THINKING = (
   '{% else %}{{ message.content }}{% endif %}<|im_end|>\n{% endfor %}'
   '{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}'
 )
-USER = lambda text: {'role': 'user', 'content': text}
-ASSISTANT = lambda text: {'role': 'assistant', 'content': text}
+
+
+def user(text):
+  return {'role': 'user', 'content': text}
+
+
+def assistant(text):
+  return {'role': 'assistant', 'content': text}
 
 
 @pytest.fixture(scope='module')
@@ -57,11 +63,11 @@ def write_rows(path, rows):
 
 def test_a_file_is_answered_as_it_is_sampled_and_written_in_order(model, tmp_path):
   generator = open_generator(model, sampling=SamplingConfig(n=3, temperature=2.0), max_tokens=60, max_batch_rows=8)
-  conversation = [{'role': 'system', 'content': 'Be kind.'}, USER('b'), ASSISTANT('c'), USER('d')]
+  conversation = [{'role': 'system', 'content': 'Be kind.'}, user('b'), assistant('c'), user('d')]
   rows = [
     {'prompt': 'a', 'id': 'first'},
     {'messages': conversation},
-    {'prompt': [USER('e')], 'idx': 7},
+    {'prompt': [user('e')], 'idx': 7},
     {'prompt': 'f', 'idx': float('nan')},
   ]
   questions = generate.read_questions(write_rows(tmp_path / 'rows.jsonl', rows), None)
@@ -83,7 +89,7 @@ def test_a_file_is_answered_as_it_is_sampled_and_written_in_order(model, tmp_pat
   assert [(record['row'], record['sample']) for record in records] == [(r, i) for r in (1, 2, 3, 4) for i in range(3)]
   assert [record.get('id') for record in records[::3]] == ['first', None, 7, None]
   assert 'id' not in records[3] and records[9]['id'] is None
-  assert records[3]['prompt'] == conversation and records[6]['prompt'] == [USER('e')]
+  assert records[3]['prompt'] == conversation and records[6]['prompt'] == [user('e')]
   assert said[0] == 'Sampling 12 completions …' and said[-1].startswith('12 of 12 completions')
   prompts = [generator.prompt_tokens(question.messages, '') for question in questions]
   rollouts = generator.session.sampler.sample({}, generator.parameters, prompts, **generator.sampling_options())
@@ -93,7 +99,7 @@ def test_a_file_is_answered_as_it_is_sampled_and_written_in_order(model, tmp_pat
     assert record['tokens'] == rollouts.completion_mask[number].sum()
     assert record['log_prob'] == pytest.approx(rollouts.model_log_probs[number].sum(), abs=1e-3)
   assert {record['finish_reason'] for record in records} == {'stop', 'length'}
-  assert generator.generate([USER('a')]) == [record['completion'] for record in records[:3]]
+  assert generator.generate([user('a')]) == [record['completion'] for record in records[:3]]
 
 
 def interrupted(numbers):
@@ -146,8 +152,8 @@ def test_prompts_of_a_text_file(tmp_path):
   questions = generate.read_questions(str(path), 'Be kind.')
   system = {'role': 'system', 'content': 'Be kind.'}
   assert [question.messages for question in questions] == [
-    [system, USER('What?')],
-    [system, USER('{"prompt": 1}\u2028and so on')],
+    [system, user('What?')],
+    [system, user('{"prompt": 1}\u2028and so on')],
   ]
   assert [question.row.number for question in questions] == [1, 3]
   path.write_text('\n \n')
@@ -192,11 +198,11 @@ def test_a_chat_streams_what_the_sampler_says_and_remembers_it(generator):
   for turn, text in enumerate(('Hello', 'Go on', 'And then?')):
     pieces = []
     ended = chat.answer(text, pieces.append)
-    history.append(USER(text))
+    history.append(user(text))
     answer, reason = sampled(chat, generator, history, step=turn)
     assert ''.join(pieces) == answer != '' and ended == reason
     assert sum(map(bool, pieces)) > 1
-    history.append(ASSISTANT(answer))
+    history.append(assistant(answer))
     assert chat.messages == history
   assert announced == ['Preparing for conversations of up to 256 tokens; the first time, this takes a while …']
   chat.forget()
@@ -204,7 +210,7 @@ def test_a_chat_streams_what_the_sampler_says_and_remembers_it(generator):
 
 
 def test_half_of_a_character_waits_for_the_other_half(generator, monkeypatch):
-  encode = lambda text: generator.session.tokenizer.encode(text)
+  encode = generator.session.tokenizer.encode
   euro, [end] = encode('€'), encode('<|im_end|>')
   assert len(euro) == 3
   tokens = [*encode('a'), *euro, *encode('b'), euro[0], euro[0], *encode('c'), euro[0], end]
@@ -239,7 +245,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(generator):
   assert signal.getsignal(signal.SIGINT) is before
   asked, cut, again, whole = chat.messages
   full, _ = sampled(chat, generator, [asked])
-  assert (asked, again) == (USER('Hello'), USER('Again'))
+  assert (asked, again) == (user('Hello'), user('Again'))
   assert '' != cut['content'] != full and full.startswith(cut['content'])
   assert whole['content'] == sampled(chat, generator, chat.messages[:3], step=1)[0]
   assert out.getvalue() == f'{cut["content"]}\n{whole["content"]}\n'
@@ -260,15 +266,14 @@ def test_a_conversation_that_is_too_long_is_a_sentence_and_the_chat_goes_on(gene
   announced, out = [], io.StringIO()
   chat = Chat(generator, None, announced.append)
   asked = iter(['one', 'x' * 260, '', 'two', '/reset', 'three'])
-  read = lambda: _next_line(asked)
-  converse(chat, read, out, announced.append)
+  converse(chat, lambda: _next_line(asked), out, announced.append)
   [sentence] = [text for text in announced if 'the limit is 256' in text]
   assert sentence.startswith('The conversation has') and '/reset' in sentence and '--max_prompt_length' in sentence
   assert 'Forgotten.' in announced
   assert '(Cut off at --max_tokens.)' in announced
-  first, _ = sampled(chat, generator, [USER('one')])
-  second, _ = sampled(chat, generator, [USER('one'), ASSISTANT(first), USER('two')], step=1)
-  third, _ = sampled(chat, generator, [USER('three')], step=2)
+  first, _ = sampled(chat, generator, [user('one')])
+  second, _ = sampled(chat, generator, [user('one'), assistant(first), user('two')], step=1)
+  third, _ = sampled(chat, generator, [user('three')], step=2)
   assert out.getvalue() == f'{first}\n{second}\n{third}\n'
 
 
@@ -291,7 +296,7 @@ def test_what_was_thought_is_left_to_the_template(generator, monkeypatch):
   monkeypatch.setattr(chat, '_looks', looks)
   for message in ('Is it?', 'Sure?'):
     chat.answer(message, lambda piece: None)
-  assert chat.messages[1] == ASSISTANT(text)
+  assert chat.messages[1] == assistant(text)
   assert 'Yes.' in prompts[1] and 'Hm.' not in prompts[1]
 
 

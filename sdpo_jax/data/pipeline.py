@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+import functools
 import hashlib
 import json
 import sys
@@ -67,7 +68,9 @@ class TrainIterator:
     share = data.train_batch_size // process_count
     self._mine = slice(process_index * share, (process_index + 1) * share)
     self.environments: set[str] = set()  # Names of the graders that it needs.
-    read = lambda files: read_examples(files, 'train', config, tokenizer, registry, setting='data.train_files')
+    read = functools.partial(
+      read_examples, split='train', config=config, tokenizer=tokenizer, registry=registry, setting='data.train_files'
+    )
     if data.source_weights:
       files = {at: read([source]) for at, source in enumerate(data.train_files) if not sources.is_generator(source)}
     else:

@@ -212,7 +212,10 @@ class CodeGrader:
     first = None if self._reference else FIRST_TESTS
     self._run(running, slice(0, first))
     if first is not None:
-      slow = lambda program: all(record.actual == TIME_OUT for record in program.records[:first])
+
+      def slow(program: _Program) -> bool:
+        return all(record.actual == TIME_OUT for record in program.records[:first])
+
       for program in running:
         if slow(program):
           program.records[first:] = [
@@ -248,8 +251,9 @@ class CodeGrader:
     ):
       place[0].records[place[1]] = self._record(*place, report)
     places = [(program, i) for program, i in places if program.records[i] is None]
-    record = lambda number, report: self._record(*places[number], report)
-    records = self._sandbox.run([self._job(program, i) for program, i in places], record)
+    records = self._sandbox.run(
+      [self._job(program, i) for program, i in places], lambda number, report: self._record(*places[number], report)
+    )
     for (program, i), found in zip(places, records, strict=True):
       program.records[i] = found
 

@@ -202,9 +202,9 @@ Rows = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 def collate(lessons: list[Lesson], tokenizer: Any) -> Rows:
   """Lessons as arrays: each row is the chat-templated prompt and the prefix, right-padded."""
   prompts = chat_tokens(tokenizer, [item.messages for item in lessons], None)
-  encode = lambda texts: tokenizer(texts, add_special_tokens=False)['input_ids']
-  prefixes = encode([item.prefix for item in lessons])
-  answers = np.asarray([[*ids, tokenizer.eos_token_id] for ids in encode([item.answer for item in lessons])], np.int32)
+  prefixes = tokenizer([item.prefix for item in lessons], add_special_tokens=False)['input_ids']
+  answers = tokenizer([item.answer for item in lessons], add_special_tokens=False)['input_ids']
+  answers = np.asarray([[*ids, tokenizer.eos_token_id] for ids in answers], np.int32)
   longest = max(len(prompt) + len(prefix) for prompt, prefix in zip(prompts, prefixes, strict=True))
   tokens = np.zeros((len(lessons), -(-longest // _ROUND) * _ROUND), np.int32)
   segment_ids = np.zeros_like(tokens)

@@ -44,15 +44,18 @@ def summary(result: Result, config_path: str, overrides: Sequence[tuple[str, str
       for name in names
     ]
     lines += ['', aligned(['held-out accuracy', f'step {first}', f'step {last}'], rows)]
-  command = lambda name, *arguments: '  ' + shlex.join(['python', '-m', f'launch.{name}', *arguments])
   settings = [f'--config.{name}={text}' for name, text in overrides]
   lines += ['', 'Next:']
   if result.evaluations:
     output = f'--output={workdir}/evaluation.json'
-    lines.append(command('evaluate', f'--config={config_path}', *settings, f'--workdir={workdir}', output))
-  lines.append(command('sample', f'--workdir={workdir}', f'--prompt={result.example_prompt}', '--temperature=0'))
-  lines.append(command('export', f'--workdir={workdir}', '--output=my_model'))
+    lines.append(_command('evaluate', f'--config={config_path}', *settings, f'--workdir={workdir}', output))
+  lines.append(_command('sample', f'--workdir={workdir}', f'--prompt={result.example_prompt}', '--temperature=0'))
+  lines.append(_command('export', f'--workdir={workdir}', '--output=my_model'))
   return '\n'.join(lines)
+
+
+def _command(name: str, *arguments: str) -> str:
+  return '  ' + shlex.join(['python', '-m', f'launch.{name}', *arguments])
 
 
 def headlines(names: Iterable[str]) -> list[str]:

@@ -8,7 +8,7 @@ are those of linux/landlock.h, linux/seccomp.h and linux/audit.h.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import ctypes
 import errno
 import os
@@ -313,9 +313,9 @@ def filter_program(pid: int, column: int | None = None) -> bytes:
   return b''.join(struct.pack('=HBBI', *instruction) for instruction in code)
 
 
-def _rules(pid: int) -> dict[str, list[tuple[int, int, int, int]]]:
-  """Instructions for every call of `CHECKED`, each list ending in returns."""
-  flags: Callable[[int], list] = lambda argument: [
+def _flags(argument: int) -> list[tuple[int, int, int, int]]:
+  """Return the instructions for the flags with which a file is opened."""
+  return [
     _load(argument),
     # A file that has no name would escape the count of what is written.
     (ANY_BIT, 0, 1, O_TMPFILE),
@@ -326,10 +326,14 @@ def _rules(pid: int) -> dict[str, list[tuple[int, int, int, int]]]:
     _fail(errno.EPERM),
     (RETURN, 0, 0, ALLOW),
   ]
+
+
+def _rules(pid: int) -> dict[str, list[tuple[int, int, int, int]]]:
+  """Instructions for every call of `CHECKED`, each list ending in returns."""
   clock = [_load(0), (AT_LEAST, 0, 1, CLOCKS), _fail(errno.EPERM), (RETURN, 0, 0, ALLOW)]
   return {
-    'open': flags(1),
-    'openat': flags(2),
+    'open': _flags(1),
+    'openat': _flags(2),
     'fcntl': _one_of(1, FCNTL_COMMANDS),
     'ioctl': _one_of(1, IOCTL_REQUESTS),
     'prctl': _one_of(0, PRCTL_OPTIONS),

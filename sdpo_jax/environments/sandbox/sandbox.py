@@ -292,8 +292,12 @@ def installation() -> tuple[list[str], list[str]]:
   if site.ENABLE_USER_SITE:
     packages.append(site.getusersitepackages())
   standard = [sysconfig.get_path('stdlib'), sysconfig.get_path('platstdlib')]
-  real = lambda paths: list(dict.fromkeys(os.path.realpath(path) for path in paths if os.path.isdir(path)))
-  return real([*standard, *packages]), real(packages)
+  return _directories([*standard, *packages]), _directories(packages)
+
+
+def _directories(paths: Sequence[str]) -> list[str]:
+  """Return the real paths of those that are directories, each once."""
+  return list(dict.fromkeys(os.path.realpath(path) for path in paths if os.path.isdir(path)))
 
 
 def _start(settings: SandboxConfig, harness: pathlib.Path, preload: tuple[str, ...], workers: int) -> list[_Host]:
