@@ -11,7 +11,7 @@ import pytest
 
 from sdpo_jax.config import Config
 from sdpo_jax.objective.aggregation import loss_coefficients
-from sdpo_jax.objective.chunked import token_log_probs
+from sdpo_jax.objective.log_probs import token_log_probs
 from sdpo_jax.objective.loss import ObjectiveConfig, objective, objective_from_logits
 from sdpo_jax.types import TeacherSignal
 from tests.golden.compiling import quick

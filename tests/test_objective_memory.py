@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from sdpo_jax.objective.chunked import token_log_probs
+from sdpo_jax.objective.log_probs import token_log_probs
 from sdpo_jax.objective.loss import ObjectiveConfig, objective
 from sdpo_jax.types import TeacherSignal
 from tests.compiling import compile_as_users

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 import numpy as np
 import pytest
 
-from sdpo_jax.objective.chunked import token_log_probs
+from sdpo_jax.objective.log_probs import token_log_probs
 from sdpo_jax.objective.loss import ObjectiveConfig, objective, objective_from_logits
 from sdpo_jax.objective.sharded import Layout
 from sdpo_jax.types import TeacherSignal

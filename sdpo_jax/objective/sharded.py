@@ -9,6 +9,8 @@ from collections.abc import Callable
 import dataclasses
 import math
 
+import chex
+import flax.struct
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -108,80 +110,82 @@ class Layout:
     return jnp.pad(unembedding, ((0, missing), (0, 0))) if missing else unembedding
 
 
+@flax.struct.dataclass
+class DeviceResult:
+  """What a device computes from its own tokens."""
+
+  sums: Tree  # Numbers [], to be added up over the devices.
+  per_token: Tree  # Arrays [n, …] of the device's own tokens.
+  by_unembedding: jax.Array | None = None  # [R, D] gradient by its entries from its tokens, in at least float32.
+
+
 def over_devices(
-  layout: Layout, shard: VocabShard, local: Callable, whole: Callable, hidden, unembedding, operands
-) -> Tree:
-  """Runs `local` on every device with its own tokens and its own part of the vocabulary.
+  layout: Layout,
+  shard: VocabShard,
+  local: Callable[[jax.Array, jax.Array, Tree, Tree], DeviceResult],
+  hidden: jax.Array,
+  unembedding: jax.Array,
+  tokens: Tree,
+  shared: Tree,
+) -> DeviceResult:
+  """Run `local` on every device with its own tokens and its own part of the vocabulary.
 
   Left to the automatic partitioner, the objective is correct but every device computes every token, since which tokens
   count is known only at run time. Sums and the gradient by the unembedding are added up here, in at least float32.
 
   Args:
-    layout: of the arguments.
+    layout: of the arguments, which are global arrays.
     shard: of the vocabulary.
-    local: (hidden, unembedding, operands) -> (loss, auxiliary results, (gradient by hidden, by unembedding)), the sums
-      and the latter over the device's own tokens.
-    whole: the same function as if there were one device; only its shapes are looked at.
-    hidden: [N, D], global, as all arguments.
+    local: (hidden, unembedding, tokens, shared) -> results of one device.
+    hidden: [N, D].
     unembedding: [R, D].
-    operands: (numbers, {'data': arrays [N, …], 'matrices': arrays [R, D] and scalars}).
+    tokens: arrays [N, …].
+    shared: arrays [R, D] and numbers [].
 
   Returns:
-    as `local`, of all tokens.
+    results of all tokens.
   """
-  numbers, tree = operands
+  chex.assert_rank([hidden, unembedding], 2)
+  chex.assert_tree_shape_prefix(tokens, hidden.shape[:1])
   of_vocabulary, everywhere = PartitionSpec(shard.axis), PartitionSpec()
-  by_rank = lambda value: of_vocabulary if jnp.ndim(value) == 2 else everywhere
-  specs = (
-    layout.token_spec,
-    of_vocabulary,
-    (
-      jax.tree.map(lambda _: everywhere, numbers),
-      {
-        'data': jax.tree.map(lambda _: layout.token_spec, tree['data']),
-        'matrices': jax.tree.map(by_rank, tree['matrices']),
-      },
-    ),
-  )
-  others = tuple(axis for axis in layout.batch_axes if axis != shard.axis)
-  spread = _spread_axis(layout, others, unembedding.shape[1])
-  by_token = lambda value: layout.token_spec if value.ndim else everywhere
-  _, aux, (by_hidden, by_unembedding) = jax.eval_shape(whole, hidden, unembedding, operands)
-  gradient_specs = (
-    None if by_hidden is None else layout.token_spec,
-    None if by_unembedding is None else PartitionSpec(shard.axis, spread),
-  )
+  other_axes = tuple(axis for axis in layout.batch_axes if axis != shard.axis)
+  spread = _spread_axis(layout, other_axes, unembedding.shape[1])
 
-  def part(hidden, unembedding, operands):
-    loss, aux, (by_hidden, by_unembedding) = local(hidden, unembedding, operands)
-    total = lambda value: lax.psum(value, layout.batch_axes)
+  def part(hidden, unembedding, tokens, shared):
+    result = local(hidden, unembedding, tokens, shared)
+    sums = jax.tree.map(lambda value: lax.psum(value, layout.batch_axes), result.sums)
+    by_unembedding = result.by_unembedding
     if by_unembedding is not None:
-      by_unembedding = _reduced(by_unembedding, others, spread, layout.mesh)
-    aux = {name: value if value.ndim else total(value) for name, value in aux.items()}
-    return total(loss), aux, (by_hidden, by_unembedding)
+      by_unembedding = _reduced(by_unembedding, other_axes, spread, layout.mesh)
+    return DeviceResult(sums, result.per_token, by_unembedding)
 
   return jax.shard_map(
     part,
     mesh=layout.mesh,
-    in_specs=specs,
-    out_specs=(everywhere, {name: by_token(value) for name, value in aux.items()}, gradient_specs),
+    in_specs=(
+      layout.token_spec,
+      of_vocabulary,
+      layout.token_spec,
+      jax.tree.map(lambda value: of_vocabulary if jnp.ndim(value) == 2 else everywhere, shared),
+    ),
+    out_specs=DeviceResult(everywhere, layout.token_spec, PartitionSpec(shard.axis, spread)),
     check_vma=False,
-  )(hidden, unembedding, operands)
+  )(hidden, unembedding, tokens, shared)
 
 
-def _spread_axis(layout: Layout, others: tuple[str, ...], width: int) -> str | None:
-  """The axis over which D of the unembedding's gradient comes out split, if one device's part divides."""
-  if len(others) == 1 and width % layout.mesh.shape[others[0]] == 0:
-    return others[0]
+def _spread_axis(layout: Layout, other_axes: tuple[str, ...], width: int) -> str | None:
+  """Return the axis over which D of the unembedding's gradient comes out split, if one device's part divides."""
+  if len(other_axes) == 1 and width % layout.mesh.shape[other_axes[0]] == 0:
+    return other_axes[0]
   return None
 
 
-def _reduced(gradient: jax.Array, others: tuple[str, ...], spread: str | None, mesh: Mesh) -> jax.Array:
-  """Sum of [R, D] over the axes `others`; with `spread` this device's columns of it only."""
-  if not others or math.prod(mesh.shape[axis] for axis in others) == 1:
+def _reduced(gradient: jax.Array, other_axes: tuple[str, ...], spread: str | None, mesh: Mesh) -> jax.Array:
+  """Return the sum of [R, D] over the axes `other_axes`; with `spread` this device's columns of it only."""
+  if not other_axes or math.prod(mesh.shape[axis] for axis in other_axes) == 1:
     return gradient
   if spread is None:
-    return lax.psum(gradient, others)
-  # On an untiled leading axis, as in `Shard.own_total`.
+    return lax.psum(gradient, other_axes)
+  # On an untiled leading axis, as in `VocabShard.own_total`.
   columns = gradient.reshape(gradient.shape[0], mesh.shape[spread], -1).swapaxes(0, 1)
   return lax.psum_scatter(columns, spread, scatter_dimension=0)

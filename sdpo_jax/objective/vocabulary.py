@@ -126,6 +126,15 @@ def project(hidden: jax.Array, unembedding: jax.Array) -> jax.Array:
   return _product(hidden, unembedding, (1, 1))
 
 
+def logits_of_blocks(hidden: jax.Array, unembedding: jax.Array, temperature: jax.Array) -> OfBlock:
+  """Return the function from a block of entries to its logits [C, W] at the temperature []."""
+
+  def logits_of(start: jax.Array | int, size: int) -> jax.Array:
+    return project(hidden, take_entries(unembedding, start, size)) / temperature
+
+  return logits_of
+
+
 def take_entries(unembedding: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
   """Return entries start … start + size − 1 of an array [R, D]."""
   return lax.dynamic_slice_in_dim(unembedding, start, size, axis=0)

@@ -22,7 +22,7 @@ from models.forward import forward
 from models.policy import Policy
 from sdpo_jax.config import Config
 from sdpo_jax.distributed.mesh import TENSOR, replicated
-from sdpo_jax.objective import chunked
+from sdpo_jax.objective import log_probs
 from sdpo_jax.objective.loss import ObjectiveConfig, objective
 from sdpo_jax.objective.sharded import Layout
 from sdpo_jax.objective.spec import ObjectiveSpec
@@ -48,7 +48,7 @@ def completion_log_probs(
 ) -> tuple[jax.Array, jax.Array]:
   """Return log-probs and entropies [B, T] (nats) of completion tokens at the rollout temperature; no gradient flows."""
   hidden, unembedding = forward(policy, base, trainable, rows)
-  return chunked.token_log_probs(
+  return log_probs.token_log_probs(
     hidden,
     unembedding,
     targets,

@@ -1,0 +1,222 @@
+"""The terms of the loss, token by token, from the few numbers to which each token's vocabulary has been reduced.
+
+C tokens, K entries of a support. Only `loss_terms` adds tokens up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import flax.struct
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from sdpo_jax.objective import divergences
+from sdpo_jax.objective.importance import importance_ratio
+from sdpo_jax.objective.policy_gradient import dual_clip_ppo
+
+Metrics = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class TermSettings:
+  """What of the terms is fixed when they are compiled."""
+
+  kind: Literal['full', 'topk', 'sampled']  # Over what the divergence is: the vocabulary, K tokens, the sampled one.
+  exact_alpha: float | None  # 0.0 or 1.0 where alpha is exactly that; None: it is `TermScalars.alpha`.
+  add_tail: bool  # Whether a bucket holds what the support leaves; else the support is renormalised.
+  use_ratio: bool  # Whether the divergence is weighted by the importance ratio.
+
+
+@flax.struct.dataclass
+class TermScalars:
+  """Numbers of the terms, which may be traced: arrays [] or Python's."""
+
+  alpha: jax.Array | float
+  is_clip: jax.Array | float
+  temperature: jax.Array | float
+  clip_ratio_low: jax.Array | float
+  clip_ratio_high: jax.Array | float
+  clip_ratio_c: jax.Array | float
+
+  def of_type(self, dtype: jnp.dtype) -> TermScalars:
+    """Return the same numbers as arrays [] of a type."""
+    return jax.tree.map(lambda value: jnp.asarray(value, dtype), self)
+
+
+def alpha_of(settings: TermSettings, scalars: TermScalars) -> jax.Array | float:
+  """Return alpha: a Python number where it is exactly 0 or 1, else an array []."""
+  return scalars.alpha if settings.exact_alpha is None else settings.exact_alpha
+
+
+@flax.struct.dataclass
+class TokenInputs:
+  """What the caller gives for each token, without gradient; a term whose coefficient is None is not there."""
+
+  targets: jax.Array  # [N] int32, the completion.
+  mask: jax.Array  # [N], 0 on tokens that are not computed.
+  distill_coef: jax.Array | None = None  # [N] weight of the divergence.
+  policy_coef: jax.Array | None = None  # [N] weight of the policy-gradient loss.
+  entropy_coef: jax.Array | None = None  # [N] weight of the entropy bonus.
+  old_log_probs: jax.Array | None = None  # [N] of the policy before the update; None: the current ones.
+  advantages: jax.Array | None = None  # [N], with `policy_coef`.
+  support: jax.Array | None = None  # [N, K] int32, in place of the student's top K.
+  teacher_hidden: jax.Array | None = None  # [N, D] of an in-mesh teacher.
+  mix_hidden: jax.Array | None = None  # [N, D] of the student in the teacher's context, for the trust region.
+  token_ids: jax.Array | None = None  # [N, K] int32 of an external teacher, negative = none.
+  teacher_log_probs: jax.Array | None = None  # [N, K] of an external teacher.
+
+
+@flax.struct.dataclass
+class StudentView:
+  """What the student's distribution says of each token; the loss is differentiated by these."""
+
+  log_prob: jax.Array  # [C] of the target.
+  entropy: jax.Array  # [C].
+  support: jax.Array | None = None  # [C, K] log-probs of the support, where the divergence is over one.
+  divergence: jax.Array | None = None  # [C] over the whole vocabulary, where it is over that.
+
+
+@flax.struct.dataclass
+class TeacherView:
+  """What the teacher's distribution says of each token, without gradient."""
+
+  entropy: jax.Array  # [C].
+  log_prob: jax.Array | None = None  # [C] of the target; None where an external teacher was not asked.
+  knows_target: jax.Array | None = None  # [C] 1 where an external teacher's tokens include the target, else 0.
+  support: jax.Array | None = None  # [C, K] log-probs of the support.
+  top1_in_support: jax.Array | None = None  # [C] 1 where the teacher's most likely token is in the support, else 0.
+
+
+@flax.struct.dataclass
+class Auxiliary:
+  """What is reported of the loss, without gradient."""
+
+  sums: Metrics  # [] terms, summed over tokens with their coefficients.
+  per_token: Metrics  # [C], 0 where a token is not active.
+
+
+def support_divergence(student: jax.Array, teacher: jax.Array, alpha: jax.Array | float, add_tail: bool) -> jax.Array:
+  """Return the divergence [C] over a support of which both log-probs are given [C, K]: with a tail or renormalised."""
+  complete = divergences.with_tail if add_tail else divergences.renormalised
+  return divergences.divergence(complete(student), complete(teacher), alpha)
+
+
+def sampled_token_divergence(
+  log_prob: jax.Array, teacher_log_prob: jax.Array, knows_target: jax.Array | None = None
+) -> jax.Array:
+  """Return stopgrad(s − t)·s of the sampled token, [C]; 0 where the teacher does not know it.
+
+  The value is no divergence; its gradient estimates that of KL(student‖teacher) from one sample.
+  Source: core_algos.py, the last branch of `compute_self_distillation_loss`.
+  """
+  per_token = lax.stop_gradient(log_prob - teacher_log_prob) * log_prob
+  return per_token if knows_target is None else jnp.where(knows_target > 0, per_token, 0.0)
+
+
+def distillation_term(
+  settings: TermSettings, scalars: TermScalars, student: StudentView, teacher: TeacherView
+) -> tuple[jax.Array, Metrics]:
+  """Return the divergence [C] of the settings' kind, and what its support leaves out."""
+  if settings.kind == 'sampled':
+    divergence = sampled_token_divergence(student.log_prob, teacher.log_prob, teacher.knows_target)
+  elif student.support is not None:
+    alpha = alpha_of(settings, scalars)
+    divergence = support_divergence(student.support, teacher.support, alpha, settings.add_tail)
+  else:
+    divergence = student.divergence
+  metrics = {'divergence': divergence, 'teacher_entropy': teacher.entropy}
+  if teacher.log_prob is not None:
+    metrics['teacher_log_prob'] = teacher.log_prob
+  if teacher.knows_target is not None:
+    metrics['teacher_known'] = teacher.knows_target
+  if student.support is None:
+    student_tail = teacher_tail = jnp.zeros_like(student.log_prob)
+    coverage = top1_in_support = jnp.ones_like(student.log_prob)
+  else:
+    coverage = jnp.exp(teacher.support).sum(-1)
+    student_tail = jnp.maximum(1.0 - jnp.exp(student.support).sum(-1), 0.0)
+    teacher_tail = jnp.maximum(1.0 - coverage, 0.0)
+    coverage, top1_in_support = jnp.minimum(coverage, 1.0), teacher.top1_in_support
+  return divergence, metrics | {
+    'student_tail': student_tail,
+    'teacher_tail': teacher_tail,
+    'teacher_coverage': coverage,
+    'teacher_top1_in_support': top1_in_support,
+  }
+
+
+def clipped_ratio(
+  settings: TermSettings, scalars: TermScalars, log_prob: jax.Array, old_log_prob: jax.Array
+) -> tuple[jax.Array, Metrics]:
+  """Return the weight [C] of the divergence, min(exp(log π − log π_old), is_clip) or 1, and where it is clipped."""
+  ratio, clipped = jnp.ones_like(log_prob), jnp.zeros_like(log_prob)
+  if settings.use_ratio:
+    unclipped = importance_ratio(log_prob, old_log_prob, None)
+    ratio = jnp.minimum(unclipped, scalars.is_clip)
+    clipped = (unclipped > scalars.is_clip).astype(log_prob.dtype)
+  return ratio, {'ratio': ratio, 'ratio_clipped': clipped}
+
+
+def policy_term(
+  scalars: TermScalars, log_prob: jax.Array, old_log_prob: jax.Array, advantages: jax.Array
+) -> tuple[jax.Array, Metrics]:
+  """Return the PPO loss [C] and its metrics."""
+  per_token, metrics = dual_clip_ppo(
+    log_prob, old_log_prob, advantages, scalars.clip_ratio_low, scalars.clip_ratio_high, scalars.clip_ratio_c
+  )
+  return per_token, {
+    'ppo_ratio': metrics['ratio'],
+    'ppo_clipped': metrics['clipped'],
+    'ppo_clipped_lower': metrics['clipped_lower'],
+    'ppo_kl': metrics['approx_kl'],
+  }
+
+
+def loss_terms(
+  settings: TermSettings,
+  scalars: TermScalars,
+  student: StudentView,
+  teacher: TeacherView | None,
+  tokens: TokenInputs,
+  active: jax.Array,
+) -> tuple[jax.Array, Auxiliary]:
+  """Return the loss of C tokens, [], differentiable by `student`, and what is known of each.
+
+  Args:
+    settings: the fixed part.
+    scalars: numbers, of the type of the student's log-probs.
+    student: of these tokens.
+    teacher: of these tokens; None without `distill_coef`.
+    tokens: per-token arguments; coefficients decide which terms there are.
+    active: [C] bool; other tokens have no part in the loss, whatever they hold.
+  """
+  log_prob = student.log_prob
+  dtype = log_prob.dtype
+
+  def of_active(values: jax.Array) -> jax.Array:
+    return jnp.where(active, values, 0).astype(dtype)
+
+  old_log_prob = lax.stop_gradient(log_prob)
+  if tokens.old_log_probs is not None:
+    old_log_prob = of_active(tokens.old_log_probs)
+  per_token = {'log_prob': log_prob, 'entropy': student.entropy}
+  sums = {}
+  loss = jnp.zeros((), dtype)
+  if tokens.distill_coef is not None:
+    divergence, distillation_metrics = distillation_term(settings, scalars, student, teacher)
+    ratio, ratio_metrics = clipped_ratio(settings, scalars, log_prob, old_log_prob)
+    per_token |= distillation_metrics | ratio_metrics
+    sums['distillation_loss'] = (of_active(tokens.distill_coef) * ratio * jnp.where(active, divergence, 0)).sum()
+    loss += sums['distillation_loss']
+  if tokens.policy_coef is not None:
+    policy_loss, policy_metrics = policy_term(scalars, log_prob, old_log_prob, of_active(tokens.advantages))
+    per_token |= policy_metrics
+    sums['policy_loss'] = (of_active(tokens.policy_coef) * policy_loss).sum()
+    loss += sums['policy_loss']
+  if tokens.entropy_coef is not None:
+    sums['entropy_bonus'] = (of_active(tokens.entropy_coef) * student.entropy).sum()
+    loss -= sums['entropy_bonus']
+  return loss, Auxiliary(sums, {name: jnp.where(active, value, 0) for name, value in per_token.items()})
