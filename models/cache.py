@@ -1,4 +1,7 @@
-"""The key-value cache of a decode loop: rows of their own lengths, and what a few steps in a row have added to them."""
+"""The key-value cache of a decode loop: rows of their own lengths, and what the last few decode steps added to them.
+
+A row is a row of the batch; a slot is the place of one token in it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ class Stores:
 
   keys: Store  # [L, B, KV, C, head_dim]; unstacked: L of [B, KV, head_dim, C], as a CPU's products read them best.
   values: Store  # [L, B, KV, C, head_dim]; unstacked: L of [B, KV, C, head_dim].
-  # Of int8 keys and values, one a token and head: [L, B, KV, 1, C] float32; unstacked: L of [B, KV, 1, C].
+  # Of int8 keys and values, one per token and head: [L, B, KV, 1, C] float32; unstacked: L of [B, KV, 1, C].
   key_scales: Store | None = None
   value_scales: Store | None = None
 
@@ -34,9 +37,9 @@ class Stores:
 
 @flax.struct.dataclass
 class Recent:
-  """What the last few tokens have added to all rows: R slots.
+  """What the last few decode steps have added to all rows: R slots.
 
-  All rows append at the same slot, which is one contiguous write a layer; where a row's own tokens end is looked up
+  All rows append at the same slot, which is one contiguous write per layer; where a row's own tokens end is looked up
   only once for all of them, by `commit`.
   """
 
@@ -60,7 +63,7 @@ class KVCache:
 def init(
   layers: int, batch_size: int, kv_heads: int, length: int, head_dim: int, dtype: jnp.dtype, *, stacked: bool
 ) -> KVCache:
-  """An empty cache of `length` slots for each of `batch_size` rows.
+  """Returns an empty cache of `length` slots for each of `batch_size` rows.
 
   Args:
     layers: L.
@@ -96,12 +99,16 @@ def store_rows(cache: KVCache) -> int:
 
 def axes(cache: KVCache) -> KVCache:
   """For every array the logical axes of its dimensions ('rows', 'kv_heads' or None), in the form of the cache."""
-  name = lambda leaf: {1: ('rows',), 4: ('rows', 'kv_heads'), 5: (None, 'rows', 'kv_heads')}.get(leaf.ndim, ())
-  return jax.tree.map(lambda leaf: name(leaf) + (None,) * (leaf.ndim - len(name(leaf))), cache)
+
+  def names(leaf: jax.Array) -> tuple[str | None, ...]:
+    leading = {1: ('rows',), 4: ('rows', 'kv_heads'), 5: (None, 'rows', 'kv_heads')}.get(leaf.ndim, ())
+    return leading + (None,) * (leaf.ndim - len(leading))
+
+  return jax.tree.map(names, cache)
 
 
 def commit(cache: KVCache, live: jax.Array) -> KVCache:
-  """The cache with its recent tokens behind those of each row, and no `recent`; rows that are not `live` are empty.
+  """Returns the cache with its recent tokens behind those of each row and no `recent`; rows not `live` are empty.
 
   Args:
     cache: with at least as many slots left in every live row as `recent` has.
@@ -110,7 +117,9 @@ def commit(cache: KVCache, live: jax.Array) -> KVCache:
   recent = cache.recent
 
   def move(row: jax.Array, stores: Stores) -> Stores:
-    put = lambda axis, into, new: _put_row(into, _row(new, row), row, cache.lengths[row], axis)
+    def put(axis: int, into: jax.Array, new: jax.Array) -> jax.Array:
+      return _put_row(into, _row(new, row), row, cache.lengths[row], axis)
+
     return _by_slots(put, stores, recent.stores)
 
   # libtpu 0.0.42 mistakes the results of a loop here for those of the decode loop before it.
@@ -119,7 +128,7 @@ def commit(cache: KVCache, live: jax.Array) -> KVCache:
 
 
 def copy_rows(into: KVCache, rows: KVCache, source: jax.Array, target: jax.Array, count: jax.Array | int) -> KVCache:
-  """Row source[i] of `rows` becomes row target[i] of `into`, for i below `count`; slots that `into` has not are left out.
+  """Copies row source[i] of `rows` to row target[i] of `into` for i < `count`; slots that `into` lacks are left out.
 
   Args:
     into: updated in place where its buffers may be reused.
@@ -132,18 +141,22 @@ def copy_rows(into: KVCache, rows: KVCache, source: jax.Array, target: jax.Array
   source, target = jnp.asarray(source), jnp.asarray(target)
 
   def move(i: jax.Array, stores: Stores) -> Stores:
-    cut = lambda row, axis: lax.slice_in_dim(row, 0, width, axis=axis)
-    put = lambda axis, into, new: _put_row(into, cut(_row(new, source[i]), axis), target[i], 0, axis)
+    def put(axis: int, into: jax.Array, new: jax.Array) -> jax.Array:
+      row = lax.slice_in_dim(_row(new, source[i]), 0, width, axis=axis)
+      return _put_row(into, row, target[i], 0, axis)
+
     return _by_slots(put, stores, rows.stores)
 
-  put_length = lambda i, lengths: lengths.at[target[i]].set(rows.lengths[source[i]])
+  def put_length(i: jax.Array, lengths: jax.Array) -> jax.Array:
+    return lengths.at[target[i]].set(rows.lengths[source[i]])
+
   return into.replace(
     stores=lax.fori_loop(0, count, move, into.stores), lengths=lax.fori_loop(0, count, put_length, into.lengths)
   )
 
 
 def compact(cache: KVCache, source: jax.Array) -> KVCache:
-  """The cache with fewer rows, of which row i was row source[i]: moved in place, with the stores as large as before.
+  """Returns the cache with fewer rows, of which row i was row source[i]: moved in place, the stores as large as before.
 
   Args:
     cache: without recent tokens; donate it.
@@ -152,14 +165,16 @@ def compact(cache: KVCache, source: jax.Array) -> KVCache:
   source = jnp.asarray(source)
 
   def move(i: jax.Array, stores: Stores) -> Stores:
-    put = lambda store: lax.dynamic_update_slice_in_dim(store, _row(store, source[i]), i, axis=_row_axis(store))
+    def put(store: jax.Array) -> jax.Array:
+      return lax.dynamic_update_slice_in_dim(store, _row(store, source[i]), i, axis=_row_axis(store))
+
     return jax.tree.map(put, stores)
 
   return KVCache(lax.fori_loop(0, source.shape[0], move, cache.stores), cache.lengths[source])
 
 
 def append_layer(stores: Stores, key: jax.Array, value: jax.Array, layer: jax.Array | int, slot: jax.Array) -> Stores:
-  """The stores with one layer's new keys and values written, in place where the buffers may be reused.
+  """Returns the stores with one layer's new keys and values written, in place where the buffers may be reused.
 
   Args:
     stores: of all layers.
@@ -186,14 +201,15 @@ def append_layer(stores: Stores, key: jax.Array, value: jax.Array, layer: jax.Ar
 
   if stores.stacked:
     return _by_slots(put, stores, new)
-  only = jax.tree.map(lambda store: store[layer], stores, is_leaf=lambda node: isinstance(node, tuple))
-  written = _by_slots(put, only, new, stacked=False)
-  replace = lambda store, part: (*store[:layer], part, *store[layer + 1 :])
-  return jax.tree.map(replace, stores, written, is_leaf=lambda node: isinstance(node, tuple))
+  written = _by_slots(put, _unstacked_layer(stores, layer), new, stacked=False)
+  return jax.tree.map(
+    lambda store, part: (*store[:layer], part, *store[layer + 1 :]), stores, written, is_leaf=_is_unstacked
+  )
 
 
 def quantize(numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Numbers [B, KV, S, head_dim] as int8 of the same shape and scales [B, KV, 1, S] float32, one a token and head."""
+  """Returns numbers [B, KV, S, head_dim] as int8 of the same shape and scales [B, KV, 1, S] float32, one per token and
+  head."""
   wide = numbers.astype(jnp.float32)
   scale = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) / 127
   whole = jnp.round(wide / jnp.where(scale > 0, scale, 1.0)).astype(jnp.int8)
@@ -201,17 +217,25 @@ def quantize(numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def layer_of(stores: Stores, layer: jax.Array | int) -> Stores:
-  """One layer's keys and values, each [B, KV, C, head_dim], and scales [B, KV, 1, C]."""
+  """Returns one layer's keys and values, each [B, KV, C, head_dim], and scales [B, KV, 1, C]."""
   if stores.stacked:
     return jax.tree.map(lambda store: lax.dynamic_index_in_dim(store, layer, axis=0, keepdims=False), stores)
-  only = jax.tree.map(lambda store: store[layer], stores, is_leaf=lambda node: isinstance(node, tuple))
+  only = _unstacked_layer(stores, layer)
   return only.replace(keys=only.keys.swapaxes(2, 3))
+
+
+def _unstacked_layer(stores: Stores, layer: int) -> Stores:
+  return jax.tree.map(lambda store: store[layer], stores, is_leaf=_is_unstacked)
+
+
+def _is_unstacked(node: object) -> bool:
+  return isinstance(node, tuple)
 
 
 def _by_slots(
   function: Callable[[int, jax.Array, jax.Array], jax.Array], into: Stores, new: Stores, stacked: bool | None = None
 ) -> Stores:
-  """`function(axis of the slots, array of into, array of new)` of all arrays."""
+  """Returns the stores of `function(axis of the slots, array of into, array of new)`."""
   stacked = into.stacked if stacked is None else stacked
   at = {'keys': -2 if stacked else -1, 'values': -2, 'key_scales': -1, 'value_scales': -1}
 

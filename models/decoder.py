@@ -187,8 +187,8 @@ class Decoder(nnx.Module):
   def __init__(self, config: DecoderConfig, make: Callable[[str], nnx.Param], unrolled: bool):
     self.config = config
     self.embedding = make('embedding')
-    block = lambda: Block(config, lambda name: make(f'layers.{name}'))
-    self.layers = nnx.List([block() for _ in range(config.layers)]) if unrolled else block()
+    blocks = [Block(config, lambda name: make(f'layers.{name}')) for _ in range(config.layers if unrolled else 1)]
+    self.layers = nnx.List(blocks) if unrolled else blocks[0]
     self.final_norm = make('final_norm')
     if not config.tied:
       self.unembedding = make('unembedding')
@@ -221,15 +221,15 @@ class Decoder(nnx.Module):
     else:
       mix_as = self._onto_stacks if backend.stacked_cache else self._onto
       mix = mix_as(backend, positions, segment_ids, cache)
-    rows, _ = backend.axes(tokens.shape[0], config.kv_heads, sampling=cache is not None)
+    row_axes, _ = backend.axes(tokens.shape[0], config.kv_heads, sampling=cache is not None)
 
     def layer(block, x, store, index):
       def mix_and_store(query, key, value):
         updated = None if store is None else kv_cache.append_layer(store, key, value, index, slot)
         return mix(query, key, value, updated, index), updated
 
-      x, store = block(backend.constrain(x, rows, None, None), matrices, backend.halves, mix_and_store)
-      return backend.constrain(x, rows, None, None), store
+      x, store = block(backend.constrain(x, row_axes, None, None), matrices, backend.halves, mix_and_store)
+      return backend.constrain(x, row_axes, None, None), store
 
     x = jnp.take(self.embedding[...], tokens, axis=0)
     if isinstance(self.layers, nnx.List):
@@ -237,9 +237,13 @@ class Decoder(nnx.Module):
         x, store = layer(block, x, store, index)
     else:
       graph, stacked = nnx.split(self.layers)
-      step = lambda carry, inputs: (layer(nnx.merge(graph, inputs[0]), *carry, inputs[1]), None)
+
+      def scanned(carry, inputs):
+        state, index = inputs
+        return layer(nnx.merge(graph, state), *carry, index), None
+
       inputs = stacked, jnp.arange(config.layers, dtype=jnp.int32)
-      (x, store), _ = lax.scan(_remat(step, remat if cache is None else 'none'), (x, store), inputs)
+      (x, store), _ = lax.scan(_remat(scanned, remat if cache is None else 'none'), (x, store), inputs)
     if cache is not None and whole:
       filled = jnp.sum((segment_ids > 0).astype(jnp.int32), axis=1)
       cache = cache.replace(stores=store, lengths=filled)
@@ -254,18 +258,23 @@ class Decoder(nnx.Module):
     starts = dispatch.segment_starts(segment_ids)
     windows = distinct_windows(self.config.windows)
     indices = jnp.asarray([windows.index(window) for window in self.config.windows or (0,) * self.config.layers])
-    return lambda query, key, value, store, layer: dispatch.attend_whole(
-      backend,
-      query,
-      key,
-      value,
-      segment_ids,
-      starts,
-      windows=windows,
-      window_index=indices.astype(jnp.int32)[layer],
-      sampling=sampling,
-      parents=parents,
-    )
+
+    def mix(query, key, value, store, layer):
+      del store
+      return dispatch.attend_whole(
+        backend,
+        query,
+        key,
+        value,
+        segment_ids,
+        starts,
+        windows=windows,
+        window_index=indices.astype(jnp.int32)[layer],
+        sampling=sampling,
+        parents=parents,
+      )
+
+    return mix
 
   def _onto(self, backend, positions, segment_ids, cache):
     """Attention to all that the cache holds, by the plain formula."""
@@ -275,7 +284,10 @@ class Decoder(nnx.Module):
       for part, (start, filled) in zip((cache, cache.recent), self._held(segment_ids, cache), strict=True)
     ]
     queries = positions, (segment_ids > 0).astype(jnp.int32)
-    visible = lambda window: [dispatch.visible(*queries, *part, window) for part in keys]
+
+    def visible(window):
+      return [dispatch.visible(*queries, *part, window) for part in keys]
+
     everything = visible(None)
 
     def mix(query, key, value, store, layer):
@@ -310,9 +322,9 @@ class Decoder(nnx.Module):
     A row whose tokens are all padding reads nothing.
     """
     live = jnp.any(segment_ids > 0, axis=1)
-    filled = lambda length: jnp.where(live, length, 0)
-    recent = cache.recent.length + segment_ids.shape[1]
-    return (jnp.zeros_like(cache.lengths), filled(cache.lengths)), (cache.lengths, filled(recent))
+    recent, start = cache.recent.length + segment_ids.shape[1], jnp.zeros_like(cache.lengths)
+    filled, filled_recent = (jnp.where(live, length, 0) for length in (cache.lengths, recent))
+    return (start, filled), (cache.lengths, filled_recent)
 
 
 def _remat(layer: Callable, remat: str) -> Callable:
@@ -430,28 +442,31 @@ class DecoderPolicy:
     return hidden, decoder.output_matrix() if turned is None else turned.T, cache
 
   def init_cache(self, batch_size: int, length: int, quantized: bool = False) -> kv_cache.KVCache:
-    """An empty cache of `length` slots for each of `batch_size` rows, in compute dtype or (`quantized`) int8."""
+    """See `models.policy.Policy.init_cache`."""
     stacked = self.backend.stacked_cache or self.config.layers > kv_cache.SHALLOW
     return self._empty(batch_size, length, jnp.int8 if quantized else jnp.dtype(self.dtype), stacked)
 
   def with_recent(self, cache: kv_cache.KVCache, length: int) -> kv_cache.KVCache:
-    """The cache with room for `length` more tokens in every row, to be appended by `apply`."""
+    """See `models.policy.Policy.with_recent`."""
     dtype = jax.tree.leaves(cache.stores.keys)[0].dtype
     empty = self._empty(cache.lengths.shape[0], length, dtype, cache.stores.stacked)
     return cache.replace(recent=kv_cache.Recent(empty.stores, jnp.zeros((), jnp.int32)))
 
   def _empty(self, rows: int, length: int, dtype: jnp.dtype, stacked: bool) -> kv_cache.KVCache:
-    """An empty cache, if stacked with rows and heads where the decoding kernel looks for them."""
+    """Returns an empty cache; if stacked, rows and heads lie where the decoding kernel looks for them."""
     config = self.config
     empty = kv_cache.init(config.layers, rows, config.kv_heads, length, config.head_dim, dtype, stacked=stacked)
     if not stacked:
       return empty
-    rows, heads = self.backend.axes(rows, config.kv_heads, sampling=True)
-    place = lambda stack: self.backend.constrain(stack, None, rows, heads, None, None)
+    row_axes, head_axis = self.backend.axes(rows, config.kv_heads, sampling=True)
+
+    def place(stack: jax.Array) -> jax.Array:
+      return self.backend.constrain(stack, None, row_axes, head_axis, None, None)
+
     return empty.replace(stores=jax.tree.map(place, empty.stores))
 
   def _ready_to_gather(self, params: Tree, rows: int) -> Tree:
-    """Stacked matrices placed as the layer loop of `rows` rows gathers them, where these are spread over the mesh."""
+    """Places stacked matrices as the layer loop of `rows` rows gathers them, where these are spread over the mesh."""
     mesh = self.backend.mesh
     if not self.backend.divided or rows % mesh.size:
       return params

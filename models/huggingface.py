@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -290,16 +291,18 @@ def _copy_companions(source: pathlib.Path, target: pathlib.Path) -> None:
 
 
 def _tensors(table: parameters.Table, params: Tree, dtype: np.dtype) -> Iterator[tuple[str, int, Callable]]:
-  """(name, bytes, function that makes the tensor) of every tensor of an export."""
+  """Yields (name, bytes, function that makes the tensor) of every tensor of an export."""
   for parameter in table:
     leaf = parameters.get(params, parameter.path)
     if tuple(leaf.shape) != parameter.shape:
       raise ValueError(f'{parameter.name} has shape {leaf.shape}, not {parameter.shape}.')
     for layer in range(parameter.layers):
-      make = lambda leaf=leaf, layer=layer, parameter=parameter: parameter.to_huggingface(
-        np.asarray(leaf[layer] if parameter.stacked else leaf).astype(dtype)
-      )
+      make = functools.partial(_tensor, parameter, leaf, layer, dtype)
       yield parameter.huggingface_name(layer), math.prod(parameter.huggingface_shape) * dtype.itemsize, make
+
+
+def _tensor(parameter: parameters.Parameter, leaf: Any, layer: int, dtype: np.dtype) -> np.ndarray:
+  return parameter.to_huggingface(np.asarray(leaf[layer] if parameter.stacked else leaf).astype(dtype))
 
 
 def _write_weights(

@@ -129,10 +129,12 @@ def test_either_tree_may_be_cast(layers):
 def test_the_table_says_which_tree_holds_a_parameter():
   policy, _, _ = make(2, ('layers.mlp', 'embedding'))
   table = policy.parameter_table()
-  names = lambda table: [parameter.name for parameter in table]
-  assert names(parameters.frozen(table)) == ['embedding', 'layers.mlp.gate', 'layers.mlp.up', 'layers.mlp.down']
-  assert sorted(names(table)) == sorted(names(parameters.frozen(table)) + names(parameters.trainable(table)))
-  assert 'layers.mlp_norm' in names(parameters.trainable(table))  # A prefix ends where a name's part does.
+  base, trainable = (
+    [parameter.name for parameter in part] for part in (parameters.frozen(table), parameters.trainable(table))
+  )
+  assert base == ['embedding', 'layers.mlp.gate', 'layers.mlp.up', 'layers.mlp.down']
+  assert sorted(base + trainable) == sorted(parameter.name for parameter in table)
+  assert 'layers.mlp_norm' in trainable  # A prefix ends where a name's part does.
   with pytest.raises(ValueError, match="begins with 'layers.ml'; there are embedding, "):
     dataclasses.replace(policy, frozen=('layers.ml',)).parameter_table()
 

@@ -42,7 +42,7 @@ class AttentionBackend:
     return self.mesh is not None and self.mesh.size > 1
 
   def axes(self, rows: int, kv_heads: int, sampling: bool) -> tuple[Any, str | None]:
-    """(mesh axes of the rows, mesh axis of the heads).
+    """Returns (mesh axes of the rows, mesh axis of the heads).
 
     Training and scoring spread rows over the whole mesh; sampling keeps rows on `fsdp` and divides heads over `tensor`.
     What an axis does not divide stays whole.
@@ -57,7 +57,7 @@ class AttentionBackend:
     )
 
   def constrain(self, array: jax.Array, *spec: Any) -> jax.Array:
-    """The array with its place on the mesh, where there is one."""
+    """Returns the array with its place on the mesh, where there is one."""
     if not self.divided:
       return array
     return lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec(*spec)))
@@ -65,7 +65,7 @@ class AttentionBackend:
   def shard(
     self, function: Callable[..., Any], in_specs: Sequence[Sequence[Any]], out_specs: Any
   ) -> Callable[..., Any]:
-    """`function` on each device's part of its arguments; `in_specs`: for every argument, a mesh axis a dimension."""
+    """Returns `function` on each device's part of its arguments; `in_specs`: per argument, a mesh axis per dimension."""
     if not self.divided:
       return function
     specs = tuple(PartitionSpec(*spec) for spec in in_specs)
@@ -74,7 +74,7 @@ class AttentionBackend:
 
 
 def choose_backend(setting: str, dtype: str, head_dim: int, mesh: Mesh | None = None) -> AttentionBackend:
-  """The backend that `model.attention` asks for on the devices of `mesh` (None: the default device).
+  """Returns the backend that `model.attention` asks for on the devices of `mesh` (None: the default device).
 
   A mesh of a TPU topology without its hardware counts as TPUs.
 
@@ -98,5 +98,5 @@ def choose_backend(setting: str, dtype: str, head_dim: int, mesh: Mesh | None = 
 
 @functools.cache
 def distinct_windows(windows: tuple[int, ...] | None) -> tuple[int, ...]:
-  """The windows that layers of a model have, each once; 0: all positions."""
+  """Returns the windows that layers of a model have, each once; 0: all positions."""
   return tuple(sorted(set(windows or (0,))))

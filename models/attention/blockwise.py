@@ -58,7 +58,7 @@ def attention(
 
 
 def _tile(batch: int, length: int, heads: int, tile_bytes: int) -> tuple[int, int]:
-  """(rows, queries) of a tile."""
+  """Returns (rows, queries) of a tile."""
   per_query = 4 * heads * length
   chunk = length
   while chunk > 16 and chunk * per_query > tile_bytes:
@@ -69,7 +69,7 @@ def _tile(batch: int, length: int, heads: int, tile_bytes: int) -> tuple[int, in
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _attention(rows, chunk, residuals, query, key, value, segment, sight):
-  """[B, KV, G, S, head_dim] of query [B, KV, G, S, head_dim], key and value [B, KV, S, head_dim].
+  """Returns [B, KV, G, S, head_dim] from query [B, KV, G, S, head_dim], key and value [B, KV, S, head_dim].
 
   What is seen: `segment` [B, S] of the keys, and of the queries `sight`, (first slot, parent), each [B, S]; segments
   and parents are None where there are none.
@@ -79,18 +79,21 @@ def _attention(rows, chunk, residuals, query, key, value, segment, sight):
 
 def _forward(rows, chunk, residuals, query, key, value, segment, sight):
   def tile(key, value, segment, query, sight, slot):
-    scores = jnp.where(_seen(sight, segment, slot, query, key), _flat('bkqd,bkcd->bkqc', query, key), MASKED)
+    scores = jnp.where(_seen(sight, segment, slot, query, key), _product('bkqd,bkcd->bkqc', query, key), MASKED)
     top = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    mixed = _flat('bkqc,bkcd->bkqd', weights.astype(value.dtype), value) / total
+    mixed = _product('bkqc,bkcd->bkqd', weights.astype(value.dtype), value) / total
     return mixed.astype(query.dtype).reshape(query.shape), (top + jnp.log(total)).reshape(query.shape[:-1])
 
   def some_rows(query, key, value, segment, sight):
     pieces = []
     for span in _spans(query.shape[3], chunk):
       keys = _up_to(span[1], key, value, segment)
-      step = lambda nothing, parts, keys=keys: (nothing, tile(*keys, *parts))
+
+      def step(nothing, parts, keys=keys):
+        return nothing, tile(*keys, *parts)
+
       pieces.append(_scan(step, None, span, chunk, query, sight)[1])
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=3), *pieces)
 
@@ -104,16 +107,15 @@ def _backward(rows, chunk, residuals, kept, gradient):
   query, key, value, segment, sight, mixed, normaliser = kept
 
   def tile(key, value, segment, query, sight, slot, mixed, normaliser, gradient):
-    flat = lambda array: array.reshape(*array.shape[:2], -1, array.shape[-1])
-    scores = _flat('bkqd,bkcd->bkqc', query, key)
-    weights = jnp.exp(scores - flat(normaliser[..., None]))
+    scores = _product('bkqd,bkcd->bkqc', query, key)
+    weights = jnp.exp(scores - _flatten(normaliser[..., None]))
     weights = jnp.where(_seen(sight, segment, slot, query, key), weights, 0.0)
-    towards = _flat('bkqd,bkcd->bkqc', gradient, value)
-    mean = jnp.sum(flat(mixed).astype(jnp.float32) * flat(gradient).astype(jnp.float32), axis=-1, keepdims=True)
+    towards = _product('bkqd,bkcd->bkqc', gradient, value)
+    mean = jnp.sum(_flatten(mixed).astype(jnp.float32) * _flatten(gradient).astype(jnp.float32), axis=-1, keepdims=True)
     to_scores = (weights * (towards - mean)).astype(query.dtype)
-    to_query = _flat('bkqc,bkcd->bkqd', to_scores, key).astype(query.dtype).reshape(query.shape)
-    to_key = _flat('bkqc,bkqd->bkcd', to_scores, query)
-    to_value = _flat('bkqc,bkqd->bkcd', weights.astype(value.dtype), gradient)
+    to_query = _product('bkqc,bkcd->bkqd', to_scores, key).astype(query.dtype).reshape(query.shape)
+    to_key = _product('bkqc,bkqd->bkcd', to_scores, query)
+    to_value = _product('bkqc,bkqd->bkcd', weights.astype(value.dtype), gradient)
     return to_query, to_key, to_value
 
   def some_rows(query, key, value, segment, *parts):
@@ -141,7 +143,7 @@ _attention.defvjp(_forward, _backward)
 
 
 def _up_to(end: int, key: jax.Array, value: jax.Array, segment: jax.Array | None) -> list[jax.Array | None]:
-  """Keys, values and their segments in the slots before `end`."""
+  """Returns keys, values and their segments in the slots before `end`."""
   return [key[:, :, :end], value[:, :, :end], None if segment is None else segment[:, :end]]
 
 
@@ -152,25 +154,33 @@ def _seen(
   query: jax.Array,
   key: jax.Array,
 ) -> jax.Array:
-  """[B, 1, G · Q, C] bool: key slots from first [B, Q] to slot [Q], and those whose segment [B, C] is parent [B, Q]."""
+  """Returns [B, 1, G · Q, C] bool: key slots from first [B, Q] to slot [Q], and those whose segment [B, C] is the
+  query's parent [B, Q]."""
   first, parent = sight
   # One comparison without sign for both ends: this runs for every score.
   reach = (slot[None] - first).astype(jnp.uint32)
-  grouped = lambda array: jnp.tile(array, (1, query.shape[2]))[:, None, :, None]
+
+  def grouped(array: jax.Array) -> jax.Array:
+    return jnp.tile(array, (1, query.shape[2]))[:, None, :, None]
+
   place = lax.broadcasted_iota(jnp.int32, (1, 1, 1, key.shape[2]), 3)
   own = (place - grouped(first)).astype(jnp.uint32) <= grouped(reach)
   return own if segment is None else own | (grouped(parent) == segment[:, None, None, :])
 
 
-def _flat(formula: str, left: jax.Array, right: jax.Array) -> jax.Array:
-  """A product accumulated in float32, in which the group and query axes of a factor count as one."""
-  flat = lambda array: array.reshape(*array.shape[:2], -1, array.shape[-1])
+def _product(formula: str, left: jax.Array, right: jax.Array) -> jax.Array:
+  """Returns a product accumulated in float32, in which the group and query axes of a factor count as one."""
   precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
-  return jnp.einsum(formula, flat(left), flat(right), precision=precision, preferred_element_type=jnp.float32)
+  return jnp.einsum(formula, _flatten(left), _flatten(right), precision=precision, preferred_element_type=jnp.float32)
+
+
+def _flatten(array: jax.Array) -> jax.Array:
+  """Joins the axes between the first two and the last: [B, KV, G, S, D] to [B, KV, G · S, D]."""
+  return array.reshape(*array.shape[:2], -1, array.shape[-1])
 
 
 def _spans(length: int, chunk: int) -> list[tuple[int, int]]:
-  """(first query, end) of at most SPANS ranges of about equal length."""
+  """Returns (first query, end) of at most SPANS ranges of about equal length."""
   chunks = length // chunk
   edges = sorted({chunks * i // SPANS * chunk for i in range(SPANS + 1)})
   return list(zip(edges, edges[1:], strict=False))
@@ -186,18 +196,22 @@ def _scan(
   if end - start == chunk:
     return step(carry, parts)
   axes = [3, 1, 0, *(3 for _ in more)]
-  cut = lambda array, axis: array.reshape(*array.shape[:axis], -1, chunk, *array.shape[axis + 1 :])
-  chunks = [
-    jax.tree.map(lambda array, axis=axis: jnp.moveaxis(cut(array, axis), axis, 0), part)
-    for part, axis in zip(parts, axes, strict=True)
-  ]
+
+  def cut(array: jax.Array, axis: int) -> jax.Array:
+    chunks = array.reshape(*array.shape[:axis], -1, chunk, *array.shape[axis + 1 :])
+    return jnp.moveaxis(chunks, axis, 0)
+
+  def join(chunks: jax.Array) -> jax.Array:
+    array = jnp.moveaxis(chunks, 0, 3)
+    return array.reshape(*array.shape[:3], -1, *array.shape[5:])
+
+  chunks = [jax.tree.map(functools.partial(cut, axis=axis), part) for part, axis in zip(parts, axes, strict=True)]
   carry, out = lax.scan(step, carry, chunks)
-  join = lambda array: array.reshape(*array.shape[:3], -1, *array.shape[5:])
-  return carry, jax.tree.map(lambda array: join(jnp.moveaxis(array, 0, 3)), out)
+  return carry, jax.tree.map(join, out)
 
 
 def _by_rows(function: Callable, rows: int, *arrays: Any) -> Sequence[jax.Array]:
-  """function(*arrays), `rows` rows at a time."""
+  """Returns function(*arrays), computed `rows` rows of the batch at a time."""
   if rows == arrays[0].shape[0]:
     return function(*arrays)
   tiles = jax.tree.map(lambda array: array.reshape(-1, rows, *array.shape[1:]), arrays)

@@ -93,8 +93,11 @@ def _part(matrix, places, part, scalars, interpret):
   held = [stores.keys, stores.values]
   if stores.key_scales is not None:
     held += [stores.key_scales, stores.value_scales]
-  per_head = lambda width: pl.BlockSpec((None, None, queries, width), lambda row, head, *_: (row, head, 0, 0))
-  result = lambda width: jax.ShapeDtypeStruct((rows, kv_heads, queries, width), jnp.float32)
+
+  def per_head(width):
+    return pl.BlockSpec((None, None, queries, width), lambda row, head, *_: (row, head, 0, 0))
+
+  widths = (head_dim, 1, 1)
   return pl.pallas_call(
     functools.partial(_kernel, slots=slots),
     grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -107,9 +110,9 @@ def _part(matrix, places, part, scalars, interpret):
         stack,
         *[scales] * (len(held) - 2),
       ],
-      out_specs=[per_head(head_dim), per_head(1), per_head(1)],
+      out_specs=[per_head(width) for width in widths],
     ),
-    out_shape=[result(head_dim), result(1), result(1)],
+    out_shape=[jax.ShapeDtypeStruct((rows, kv_heads, queries, width), jnp.float32) for width in widths],
     compiler_params=pltpu.CompilerParams(dimension_semantics=('parallel', 'parallel', 'arbitrary')),
     interpret=interpret,
     name='cache_attention',

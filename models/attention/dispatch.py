@@ -1,4 +1,4 @@
-"""Attention of queries to keys of the same segment that stand before them: whole sequences, and steps over a cache."""
+"""Attention of queries to keys of the same segment that stand before them: whole sequences, and onto a cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def visible(
   key_segments: jax.Array,
   window: jax.Array | int | None = None,
 ) -> jax.Array:
-  """Which keys a query sees: its own segment, not padding, not after it, at most `window` − 1 before it.
+  """Says which keys a query sees: its own segment, not padding, not after it, at most `window` − 1 before it.
 
   Args:
     query_positions: [B, S] int32. query_segments: [B, S] int32.
@@ -43,7 +43,7 @@ def visible(
 
 
 def segment_starts(segment_ids: jax.Array) -> jax.Array:
-  """[B, S] int32: the slot in which the run of equal `segment_ids` [B, S] around each slot begins."""
+  """Returns [B, S] int32: the slot in which the run of equal `segment_ids` [B, S] around each slot begins."""
   slots = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
   before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
   return lax.cummax(jnp.where(segment_ids != before, slots, 0), axis=1)
@@ -107,14 +107,13 @@ def _xla(backend, windows, query, key, value, segment_ids, starts, window_index,
 
 def _splash(backend, windows, query, key, value, segment_ids, starts, window_index, parents=None):
   del starts
-  branch = lambda window: functools.partial(
-    splash.attention, window=window, residuals=RESIDUALS, interpret=backend.interpret, parents=parents
-  )
-  return _choose([branch(window) for window in windows], window_index, query, key, value, segment_ids)
+  attention = functools.partial(splash.attention, residuals=RESIDUALS, interpret=backend.interpret, parents=parents)
+  branches = [functools.partial(attention, window=window) for window in windows]
+  return _choose(branches, window_index, query, key, value, segment_ids)
 
 
 def _cudnn(backend, windows, query, key, value, segment_ids, starts, window_index, parents=None):
-  """cuDNN's flash attention knows a length a row and no segments: packed rows go through the XLA path."""
+  """cuDNN's flash attention knows one length per row and no segments: packed rows go through the XLA path."""
   slots = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
   lengths = jnp.sum((segment_ids > 0).astype(jnp.int32), axis=1)
   within = slots < lengths[:, None]
@@ -135,8 +134,12 @@ def _cudnn(backend, windows, query, key, value, segment_ids, starts, window_inde
     )
     return checkpoint_name(mixed, RESIDUALS)
 
-  rows_of_one = lambda *arrays: _choose([functools.partial(fused, window) for window in windows], window_index, *arrays)
-  packed = lambda *arrays: _xla(backend, windows, *arrays, segment_ids, starts, window_index, parents)
+  def rows_of_one(*arrays):
+    return _choose([functools.partial(fused, window) for window in windows], window_index, *arrays)
+
+  def packed(*arrays):
+    return _xla(backend, windows, *arrays, segment_ids, starts, window_index, parents)
+
   return lax.cond(single, rows_of_one, packed, query, key, value)
 
 
@@ -145,8 +148,10 @@ def _choose(branches, index, *arrays):
 
 
 def in_slots(start: jax.Array, filled: jax.Array, slots: int) -> tuple[jax.Array, jax.Array]:
-  """(positions, segment ids), each [B, C] int32, of cache rows whose first `filled` of `slots` slots hold the positions
-  from `start` on ([B] int32 both), as `visible` wants them of keys."""
+  """Returns (positions, segment ids), each [B, C] int32, of the keys in a cache, for `visible`.
+
+  The first `filled` [B] int32 of the `slots` slots of a row hold the positions from `start` [B] int32 on.
+  """
   index = jnp.arange(slots, dtype=jnp.int32)[None]
   return start[:, None] + index, (index < filled[:, None]).astype(jnp.int32)
 
@@ -163,13 +168,14 @@ def attend_stacks(
   rows, heads = backend.axes(query.shape[0], parts[0][0].keys.shape[2], sampling=True)
   by_head, stack = (rows, None, heads, None), (None, rows, heads, None, None)
   leaves, tree = jax.tree.flatten(parts)
-  run = lambda query, positions, layer, window, *leaves: decode_kernel.attention(
-    query, positions, tree.unflatten(leaves), layer, window, interpret=backend.interpret
-  )
+
+  def run(query, positions, layer, window, *leaves):
+    parts = tree.unflatten(leaves)
+    return decode_kernel.attention(query, positions, parts, layer, window, interpret=backend.interpret)
+
   specs = [(rows,) if leaf.ndim == 1 else stack for leaf in leaves]
   placed = backend.shard(run, (by_head, (rows, None), (), (), *specs), by_head)
-  scalar = lambda value: jnp.asarray(value, jnp.int32)
-  return placed(query, positions, scalar(layer), scalar(window), *leaves)
+  return placed(query, positions, jnp.asarray(layer, jnp.int32), jnp.asarray(window, jnp.int32), *leaves)
 
 
 def attend(query: jax.Array, *parts: tuple[Stores, jax.Array]) -> jax.Array:
@@ -187,12 +193,16 @@ def attend(query: jax.Array, *parts: tuple[Stores, jax.Array]) -> jax.Array:
   kv_heads = parts[0][0].keys.shape[1]
   group = heads // kv_heads
   precision = lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
-  # All queries that meet the same keys are rows of one matrix, so that these are plain batched matrix products.
-  product = lambda left, right: jnp.einsum(
-    'bkmi,bkin->bkmn', left, right.astype(left.dtype), precision=precision, preferred_element_type=jnp.float32
-  )
+
+  # All queries that meet the same keys make up one matrix, so that these are plain batched matrix products.
+  def product(left: jax.Array, right: jax.Array) -> jax.Array:
+    right = right.astype(left.dtype)
+    return jnp.einsum('bkmi,bkin->bkmn', left, right, precision=precision, preferred_element_type=jnp.float32)
+
   # The scale of a key is a factor of its score, that of a value of its weight.
-  scaled = lambda numbers, scales: numbers if scales is None else numbers * scales
+  def scaled(numbers: jax.Array, scales: jax.Array | None) -> jax.Array:
+    return numbers if scales is None else numbers * scales
+
   by_key = query.reshape(batch, length, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
   by_key = by_key.reshape(batch, kv_heads, group * length, head_dim)
   scores = [

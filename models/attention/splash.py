@@ -47,8 +47,11 @@ def attention(
   block = _block(length)
   room = -length % block
   wider = -head_dim % LANES
+
   # Added slots are padding at the end, added numbers of a head are zeros: neither changes what the others get.
-  widen = lambda array: jnp.pad(array, ((0, 0), (0, room), (0, 0), (0, wider))).swapaxes(1, 2)
+  def widen(array: jax.Array) -> jax.Array:
+    return jnp.pad(array, ((0, 0), (0, room), (0, 0), (0, wider))).swapaxes(1, 2)
+
   segment_ids, parents = jax.tree.map(lambda ids: jnp.pad(ids, ((0, 0), (0, room))), (segment_ids, parents))
   size = (length + room, length + room)
   mask = masks.LocalMask(size, (window - 1, 0), 0) if window else masks.CausalMask(size)
@@ -73,8 +76,11 @@ def attention(
 
   def to_segments(query_segments, **options):
     run = splash(**options)
-    row = lambda query, key, value, *segments: run(query, key, value, kernel.SegmentIds(*segments))
-    return jax.vmap(row)(*arrays, query_segments, segment_ids)
+
+    def of_row(query, key, value, *segments):
+      return run(query, key, value, kernel.SegmentIds(*segments))
+
+    return jax.vmap(of_row)(*arrays, query_segments, segment_ids)
 
   def to_parents_too():
     own, (total,) = to_segments(segment_ids, save_residuals=True)
@@ -90,6 +96,6 @@ def attention(
 
 
 def _block(length: int) -> int:
-  """The largest block that adds at most an eighth to the slots, or the smallest."""
+  """Returns the largest block that adds at most an eighth to the slots, or the smallest."""
   fits = [block for block in BLOCKS if -length % block <= length // 8]
   return fits[0] if fits else BLOCKS[-1]

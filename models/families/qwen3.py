@@ -159,7 +159,10 @@ def _table(config: Qwen3Config) -> parameters.Table:
   vocabulary = dict(shape=(config.padded_vocab_size, width), axes=('vocab', 'embed'), init='normal')
   add('embedding', name='model.embed_tokens.weight', matrix=(config.vocab_size, width), **vocabulary)
   layer = 'model.layers.{layer}.'
-  norm = lambda path, size, axis, name: add(path, (layers, size), ('layers', axis), 'ones', layer + name, compute=False)
+
+  def norm(path, size, axis, name):
+    add(path, (layers, size), ('layers', axis), 'ones', layer + name, compute=False)
+
   norm('layers.attention_norm', width, None, 'input_layernorm.weight')
   for name, heads, axis in (
     ('q', config.heads, 'heads'),

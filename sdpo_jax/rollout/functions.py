@@ -141,8 +141,11 @@ def _in_each_shard(mesh: Mesh, function: Callable[..., KVCache]) -> Callable[...
   def specs(argument: Any) -> Any:
     if not isinstance(argument, KVCache):
       return PartitionSpec(FSDP)
-    spec = lambda leaf, axes: PartitionSpec(*(FSDP if axis == 'rows' else None for axis in axes))
-    return jax.tree.map(spec, argument, kv_cache.axes(argument))
+    return jax.tree.map(
+      lambda leaf, axes: PartitionSpec(*(FSDP if axis == 'rows' else None for axis in axes)),
+      argument,
+      kv_cache.axes(argument),
+    )
 
   @functools.wraps(function)
   def run(cache: KVCache, *arguments: Any) -> KVCache:

@@ -60,8 +60,8 @@ def noise(keys: jax.Array, position: jax.Array) -> jax.Array:
 
   They are the key with the position folded in: one evaluation of the generator, whose output nothing else uses.
   """
-  bits = lambda key, position: jax.random.key_data(jax.random.fold_in(key, position))
-  return jax.vmap(bits)(keys, jnp.broadcast_to(position, keys.shape))
+  folded = jax.vmap(jax.random.fold_in)(keys, jnp.broadcast_to(position, keys.shape))
+  return jax.random.key_data(folded)
 
 
 def sample(logits: jax.Array, params: SamplingParams, keys: jax.Array, position: jax.Array) -> Draw:
@@ -96,7 +96,9 @@ def sample(logits: jax.Array, params: SamplingParams, keys: jax.Array, position:
     weights = truncate(scaled, params.top_k, params.top_p, params.min_p, weights=weights)
     return draw(weights, noise(keys, position)), jnp.sum(weights, axis=-1)
 
-  nothing_drawn = lambda: (jnp.zeros(greedy.shape, jnp.int32), jnp.ones_like(temperature))
+  def nothing_drawn() -> tuple[jax.Array, jax.Array]:
+    return jnp.zeros(greedy.shape, jnp.int32), jnp.ones_like(temperature)
+
   token, total = lax.cond(jnp.all(greedy), nothing_drawn, drawn)
   token = lax.cond(jnp.any(greedy), lambda: jnp.where(greedy, first_argmax(shifted), token), lambda: token)
   shifted_at = jnp.take_along_axis(shifted, token[:, None], axis=-1)[:, 0]
@@ -265,13 +267,18 @@ def _narrow(
     to_the_bit: go on until low is the largest that there is; else until, as far as the rounded sums tell, one token is
       between the two.
   """
-  as_float = lambda bits: lax.bitcast_convert_type(bits, jnp.float32)
-  as_bits = lambda values: lax.bitcast_convert_type(values, jnp.int32)  # In the order of floats that are ≥ 0.
+
+  def as_float(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+  def as_bits(values: jax.Array) -> jax.Array:  # In the order of floats that are ≥ 0.
+    return lax.bitcast_convert_type(values, jnp.int32)
 
   def reach(low: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(weights >= as_float(low)[:, None], weights if by_mass else 1.0, 0.0), axis=-1)
 
-  unit = lambda low: as_float(low) if by_mass else 1.0  # What one token between the two adds at least.
+  def unit(low: jax.Array) -> jax.Array | float:  # What one token between the two adds at least.
+    return as_float(low) if by_mass else 1.0
 
   def unfinished(state: tuple[jax.Array, ...]) -> jax.Array:
     low, high, mass_low, mass_high, _ = state
