@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+import functools
 import gc
 import json
 import os
@@ -128,12 +129,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def make_inputs(tokens: int, vocab: int, width: int) -> dict[str, np.ndarray]:
   """Arrays of one completion: the teacher's states and unembedding are near the student's."""
   rng = np.random.default_rng(0)
-  normal = lambda *shape: rng.standard_normal(shape, dtype=np.float32)
-  hidden, unembedding = normal(tokens, width), normal(vocab, width) * np.float32(2 / width**0.5)
+  normal = functools.partial(rng.standard_normal, dtype=np.float32)
+  hidden, unembedding = normal((tokens, width)), normal((vocab, width)) * np.float32(2 / width**0.5)
   return {
     'hidden': hidden,
     'unembedding': unembedding,
-    'teacher_hidden': hidden + np.float32(0.3) * normal(tokens, width),
+    'teacher_hidden': hidden + np.float32(0.3) * normal((tokens, width)),
     'teacher_unembedding': unembedding + np.float32(0.1) * unembedding[::-1],
     'targets': rng.integers(0, vocab, tokens).astype(np.int32),
     'coefficients': np.full(tokens, 1 / tokens, np.float32),
@@ -229,8 +230,8 @@ def _torch(inputs: dict[str, np.ndarray], options: argparse.Namespace) -> tuple[
       ratio = (log_prob - x['old_log_probs']).clamp(-20, 20).exp().clamp(max=IS_CLIP)
     weights = torch.tensor([1 - ALPHA, ALPHA]).log()
     mixture = torch.logsumexp(torch.stack([student + weights[0], teacher + weights[1]]), 0)
-    kl = lambda p: (p.exp() * (p - mixture)).sum(-1)
-    return (x['coefficients'] * ratio * torch.lerp(kl(student), kl(teacher), ALPHA)).sum()
+    to_mixture = [(p.exp() * (p - mixture)).sum(-1) for p in (student, teacher)]
+    return (x['coefficients'] * ratio * torch.lerp(*to_mixture, ALPHA)).sum()
 
   def run():
     x['hidden'].grad = x['unembedding'].grad = None

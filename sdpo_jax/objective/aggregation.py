@@ -18,7 +18,7 @@ def loss_coefficients(
   num_tokens: float | None = None,
   num_sequences: float | None = None,
 ) -> Array:
-  """Coefficients c [N, T] with which loss = Σ c·(token losses) is the aggregate `mode`.
+  """Return the coefficients c [N, T] with which loss = Σ c·(token losses) is the aggregate `mode`.
 
   `group_size` consecutive sequences share a denominator and the losses of the groups are averaged, groups without a
   single token counting as 0; None: all N sequences are one group. 1 reproduces the reference's runs, whose
@@ -46,24 +46,28 @@ def loss_coefficients(
   """
   if mode not in AGGREGATIONS:
     raise ValueError(f'Unknown loss_agg_mode {mode!r}: choose one of {", ".join(AGGREGATIONS)}.')
-  rows, length = mask.shape
-  group_size = rows if group_size is None else group_size
-  if group_size <= 0 or rows % group_size:
-    raise ValueError(f'loss_group_size={group_size} does not divide {rows} sequences.')
+  sequences, length = mask.shape
+  group_size = sequences if group_size is None else group_size
+  if group_size <= 0 or sequences % group_size:
+    raise ValueError(f'loss_group_size={group_size} does not divide {sequences} sequences.')
   xp = mask.__array_namespace__()
   if mask.dtype not in (xp.float32, xp.float64):
     mask = mask.astype(xp.float32)
-  groups = rows // group_size
-  shared = lambda per_row: xp.repeat(per_row.reshape(groups, group_size).sum(1), group_size)[:, None]
-  at_least_one = lambda count: xp.maximum(count, xp.ones_like(count))
+  groups = sequences // group_size
+
+  def count_in_group(per_sequence):
+    """Sum [N] over each group: [N, 1], at least 1."""
+    count = xp.repeat(per_sequence.reshape(groups, group_size).sum(1), group_size)[:, None]
+    return xp.maximum(count, xp.ones_like(count))
+
   tokens = mask.sum(1)
   if mode == 'token-mean':
-    weights = mask / (at_least_one(shared(tokens)) if num_tokens is None else num_tokens)
+    coefficients = mask / (count_in_group(tokens) if num_tokens is None else num_tokens)
   elif mode == 'seq-mean-token-sum-norm':
-    weights = mask / (length if scale is None else scale)
+    coefficients = mask / (length if scale is None else scale)
   else:
-    present = at_least_one(shared((tokens > 0).astype(mask.dtype)))
-    weights = mask / (present if num_sequences is None else num_sequences)
+    present = count_in_group((tokens > 0).astype(mask.dtype))
+    coefficients = mask / (present if num_sequences is None else num_sequences)
     if mode == 'seq-mean-token-mean':
-      weights = weights / (tokens + 1e-8 * (tokens > 0) + (tokens == 0))[:, None]
-  return (weights / groups).astype(mask.dtype)
+      coefficients = coefficients / (tokens + 1e-8 * (tokens > 0) + (tokens == 0))[:, None]
+  return (coefficients / groups).astype(mask.dtype)

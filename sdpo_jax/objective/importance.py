@@ -19,9 +19,14 @@ def importance_ratio(log_probs: jax.Array, old_log_probs: jax.Array, clip: float
   The log-ratio is first clipped to ±20; `clip` None leaves the ratio as it is. There is no lower clip.
   Source: core_algos.py:1160-1172.
   """
-  log_ratio = jax.lax.stop_gradient(log_probs - old_log_probs)
-  ratio = jnp.exp(jnp.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
+  ratio = _bounded_ratio(jax.lax.stop_gradient(log_probs - old_log_probs))
   return ratio if clip is None else jnp.minimum(ratio, clip)
+
+
+def _bounded_ratio(log_ratio: Array) -> Array:
+  """Return exp(log_ratio) with the log-ratio clipped to ±20: [...] -> [...]."""
+  xp = log_ratio.__array_namespace__()
+  return xp.exp(xp.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
 
 
 def _mean(values: Array, mask: Array, axis: int | None = None) -> Array:
@@ -66,7 +71,7 @@ def rollout_is_weights(
   weights = None
   if level is not None:
     log_weights = log_ratio if level == 'token' else (log_ratio * mask).sum(-1, keepdims=True) + 0 * log_ratio
-    raw = xp.exp(xp.clip(log_weights, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)) * mask
+    raw = _bounded_ratio(log_weights) * mask
     metrics |= _weight_metrics(raw, log_weights, mask, threshold, level)
     weights = xp.minimum(raw, xp.full_like(raw, threshold))
     if batch_normalize:
@@ -107,7 +112,6 @@ def mismatch(trainer: np.ndarray, sampler: np.ndarray, mask: np.ndarray) -> dict
 def _off_policy_metrics(old: Array, rollout: Array, mask: Array) -> dict[str, Array]:
   """Distances between the sampler's and the trainer's distribution (rollout_corr_helper.py, `compute_offpolicy_metrics`)."""
   xp = old.__array_namespace__()
-  bounded = lambda log_ratio: xp.exp(xp.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
   log_ratio = old - rollout
   training, sampling = -_mean(old, mask, -1), -_mean(rollout, mask, -1)
   gap = training - sampling
@@ -123,8 +127,8 @@ def _off_policy_metrics(old: Array, rollout: Array, mask: Array) -> dict[str, Ar
     'log_ppl_diff_max': gap.max(),
     'log_ppl_diff_min': gap.min(),
     'ppl_ratio': xp.exp(gap).mean(),
-    'chi2_token': _mean(bounded(log_ratio) ** 2, mask) - 1,
-    'chi2_seq': (bounded((log_ratio * mask).sum(-1)) ** 2).mean() - 1,
+    'chi2_token': _mean(_bounded_ratio(log_ratio) ** 2, mask) - 1,
+    'chi2_seq': (_bounded_ratio((log_ratio * mask).sum(-1)) ** 2).mean() - 1,
   }
 
 
@@ -134,19 +138,24 @@ def _weight_metrics(weights: Array, log_weights: Array, mask: Array, threshold: 
   low = 1.0 / threshold
   inside = mask > 0
   infinite = xp.full_like(weights, xp.inf)
-  as_float = lambda condition: condition.astype(weights.dtype)
+
+  def share(condition):
+    """Fraction of the [N] sequences, or of the [N, T] tokens of the mask, that meet a condition."""
+    condition = condition.astype(weights.dtype)
+    return condition.mean() if condition.ndim == 1 else _mean(condition, mask)
+
   if level == 'token':
-    share = lambda high: _mean(as_float(weights > threshold if high else weights < low), mask)
+    too_high, too_low = weights > threshold, weights < low
   else:
     bound = float(np.log(threshold))
-    share = lambda high: as_float(log_weights[:, 0] > bound if high else log_weights[:, 0] < -bound).mean()
+    too_high, too_low = log_weights[:, 0] > bound, log_weights[:, 0] < -bound
   none = weights.sum() * 0
   metrics = {
     'rollout_is_mean': _mean(weights, mask),
     'rollout_is_max': xp.where(inside.any(), xp.where(inside, weights, -infinite).max(), none),
     'rollout_is_min': xp.where(inside.any(), xp.where(inside, weights, infinite).min(), none),
-    'rollout_is_ratio_fraction_high': share(high=True),
-    'rollout_is_ratio_fraction_low': share(high=False),
+    'rollout_is_ratio_fraction_high': share(too_high),
+    'rollout_is_ratio_fraction_low': share(too_low),
   }
   bounded = xp.clip(weights, low, threshold)
   mean = _mean(bounded, mask)
@@ -154,14 +163,14 @@ def _weight_metrics(weights: Array, log_weights: Array, mask: Array, threshold: 
   metrics['rollout_is_std'] = xp.sqrt(xp.maximum(variance, xp.zeros_like(variance)))
   squares = _mean((bounded / (mean + 1e-8)) ** 2, mask)
   metrics['rollout_is_eff_sample_size'] = xp.where(squares > 0, 1.0 / (squares + (squares == 0)), squares)
-  rows = _mean(weights, mask, -1)
+  per_sequence = _mean(weights, mask, -1)
   metrics |= {
-    'rollout_is_seq_mean': rows.mean(),
-    'rollout_is_seq_std': rows.std(ddof=1) if len(rows) > 1 else xp.zeros_like(rows.mean()),
-    'rollout_is_seq_max': rows.max(),
-    'rollout_is_seq_min': rows.min(),
-    'rollout_is_seq_max_deviation': abs(rows - 1.0).max(),
-    'rollout_is_seq_fraction_high': as_float(rows > threshold).mean(),
-    'rollout_is_seq_fraction_low': as_float(rows < low).mean(),
+    'rollout_is_seq_mean': per_sequence.mean(),
+    'rollout_is_seq_std': per_sequence.std(ddof=1) if len(per_sequence) > 1 else xp.zeros_like(per_sequence.mean()),
+    'rollout_is_seq_max': per_sequence.max(),
+    'rollout_is_seq_min': per_sequence.min(),
+    'rollout_is_seq_max_deviation': abs(per_sequence - 1.0).max(),
+    'rollout_is_seq_fraction_high': share(per_sequence > threshold),
+    'rollout_is_seq_fraction_low': share(per_sequence < low),
   }
   return metrics
