@@ -167,7 +167,9 @@ def _ours(inputs: dict[str, np.ndarray], options: argparse.Namespace) -> tuple[C
       config=config,
     )
 
-  fixed = jax.block_until_ready({name: jnp.array(inputs.pop(name)) for name in list(inputs)})
+  fixed = {name: jnp.array(inputs.pop(name)) for name in list(inputs)}
+  fixed = {name: value if 'unembedding' in name else value[None] for name, value in fixed.items()}  # A batch of one.
+  fixed = jax.block_until_ready(fixed)
   names = ('hidden', 'unembedding') if options.unembedding_gradient else ('hidden',)
   trained = {name: fixed.pop(name) for name in names}
   start = time.perf_counter()

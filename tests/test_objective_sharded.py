@@ -263,4 +263,11 @@ def test_a_vocabulary_that_the_devices_do_not_divide():
 def test_more_tokens_than_rows_are_refused():
   x = arrays(jnp.float32)
   with pytest.raises(ValueError, match='vocab_size=43'):
-    objective(x['hidden'], x['unembedding'][:40], None, *[x['mask']] * 3, x['mask'], advantages=x['mask'], vocab_size=V)
+    objective(
+      x['hidden'],
+      x['unembedding'][:40],
+      None,
+      **{name: x[name] for name in TERMS if name != 'distill_coef'},
+      distill_coef=None,
+      vocab_size=V,
+    )

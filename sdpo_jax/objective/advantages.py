@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-Array = Any  # numpy or jax; what comes in decides what comes out.
+import chex
 
 
-def grpo_advantages(scores: Array, group: Array, norm_by_std: bool = False, epsilon: float = 1e-6) -> Array:
-  """Scores relative to the mean of their group: scores [N], group ids [N] int -> [N].
+def grpo_advantages(
+  scores: chex.Array, group: chex.Array, norm_by_std: bool = False, epsilon: float = 1e-6
+) -> chex.Array:
+  """Return scores relative to the mean of their group: scores [N] float, group ids [N] int -> [N], NumPy's or JAX's.
 
   With `norm_by_std` also divided by the group's sample standard deviation (n − 1) plus `epsilon` (GRPO); without, it
   is Dr. GRPO. A group of one keeps its score (mean 0, deviation 1). Source: core_algos.py:265-332.
   """
+  chex.assert_rank([scores, group], 1)
+  chex.assert_equal_shape([scores, group])
+  chex.assert_type([scores, group], [float, int])
   xp = scores.__array_namespace__()
   same = (group[:, None] == group[None, :]).astype(scores.dtype)
   count = same.sum(1)

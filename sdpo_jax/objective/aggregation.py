@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+import chex
 
 from sdpo_jax.config import AGGREGATIONS
 
-Array = Any  # numpy or jax; what comes in decides what comes out.
-
 
 def loss_coefficients(
-  mask: Array,
+  mask: chex.Array,
   mode: str,
   *,
   group_size: int | None = None,
   scale: float | None = None,
   num_tokens: float | None = None,
   num_sequences: float | None = None,
-) -> Array:
+) -> chex.Array:
   """Return the coefficients c [N, T] with which loss = Σ c·(token losses) is the aggregate `mode`.
 
   `group_size` consecutive sequences share a denominator and the losses of the groups are averaged, groups without a
@@ -32,7 +30,7 @@ def loss_coefficients(
   Where the reference divides 0 by 0 (a group that is all masked, in the seq-mean modes), the coefficients are 0.
 
   Args:
-    mask: [N, T] response mask × self-distillation mask; float32 and float64 keep their type, others give float32.
+    mask: [N, T], NumPy's or JAX's, response mask × self-distillation mask; float32 and float64 keep their type, others give float32.
     mode: one of `sdpo_jax.config.AGGREGATIONS`.
     group_size: sequences that share a denominator; must divide N.
     scale: divisor of seq-mean-token-sum-norm; None: T, as the reference.
@@ -44,6 +42,7 @@ def loss_coefficients(
 
   Source: core_algos.py:1027-1082 (`agg_loss`).
   """
+  chex.assert_rank(mask, 2)
   if mode not in AGGREGATIONS:
     raise ValueError(f'Unknown loss_agg_mode {mode!r}: choose one of {", ".join(AGGREGATIONS)}.')
   sequences, length = mask.shape

@@ -2,46 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 LOG_RATIO_BOUND = 20.0  # Log-ratios are clipped to ±20 before the exponential (core_algos.py:1168).
 
-Array = Any  # numpy or jax; what comes in decides what comes out.
-
 
 def importance_ratio(log_probs: jax.Array, old_log_probs: jax.Array, clip: float | jax.Array | None) -> jax.Array:
-  """min(exp(log π − log π_old), clip) of the sampled token, without gradient: arrays [...] -> [...].
+  """Return min(exp(log π − log π_old), clip) of the sampled token, without gradient: arrays [...] -> [...].
 
   The log-ratio is first clipped to ±20; `clip` None leaves the ratio as it is. There is no lower clip.
   Source: core_algos.py:1160-1172.
   """
+  chex.assert_equal_shape([log_probs, old_log_probs])
+  chex.assert_type([log_probs, old_log_probs], float)
   ratio = _bounded_ratio(jax.lax.stop_gradient(log_probs - old_log_probs))
   return ratio if clip is None else jnp.minimum(ratio, clip)
 
 
-def _bounded_ratio(log_ratio: Array) -> Array:
+def _bounded_ratio(log_ratio: chex.Array) -> chex.Array:
   """Return exp(log_ratio) with the log-ratio clipped to ±20: [...] -> [...]."""
   xp = log_ratio.__array_namespace__()
   return xp.exp(xp.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND))
 
 
-def _mean(values: Array, mask: Array, axis: int | None = None) -> Array:
+def _mean(values: chex.Array, mask: chex.Array, axis: int | None = None) -> chex.Array:
   return (values * mask).sum(axis) / (mask.sum(axis) + 1e-8)
 
 
 def rollout_is_weights(
-  old_log_probs: Array,
-  rollout_log_probs: Array,
-  mask: Array,
+  old_log_probs: chex.Array,
+  rollout_log_probs: chex.Array,
+  mask: chex.Array,
   threshold: float = 2.0,
   batch_normalize: bool = False,
   level: str | None = 'token',
-) -> tuple[Array | None, dict[str, Array]]:
-  """Weights for the difference between the sampler's and the trainer's distribution, once per generation batch.
+) -> tuple[chex.Array | None, dict[str, chex.Array]]:
+  """Return weights for the difference between the sampler's and the trainer's distribution.
+
+  They are computed once per generation batch, by NumPy or JAX, whichever the arguments are of.
 
   w = min(exp(clip(old − rollout, ±20))·mask, threshold), with the log-ratio of the token or (level 'sequence') summed
   over the sequence.
@@ -49,7 +50,7 @@ def rollout_is_weights(
   Args:
     old_log_probs: [N, T] of the sampled tokens under the trainer before the update.
     rollout_log_probs: [N, T] under the distribution that they were drawn from.
-    mask: [N, T] float, 1 on completion tokens.
+    mask: [N, T], 1 on completion tokens.
     threshold: upper clip.
     batch_normalize: divide by the mean weight of the batch.
     level: 'token', 'sequence' or None (no weights, only the metrics of the difference).
@@ -57,8 +58,14 @@ def rollout_is_weights(
   Returns:
     weights [N, T] (0 where masked; None with level None) and `rollout_corr/*` scalars, the reference's names.
 
+  Raises:
+    ValueError: another level.
+
   Source: rollout_corr_helper.py:530-566, 779, 943-997.
   """
+  chex.assert_rank([old_log_probs, rollout_log_probs, mask], 2)
+  chex.assert_equal_shape([old_log_probs, rollout_log_probs, mask])
+  chex.assert_type([old_log_probs, rollout_log_probs], float)
   if level not in ('token', 'sequence', None):
     raise ValueError(f"rollout_is must be 'token', 'sequence' or None, not {level!r}.")
   xp = old_log_probs.__array_namespace__()
@@ -87,7 +94,7 @@ def rollout_is_weights(
 
 
 def mismatch(trainer: np.ndarray, sampler: np.ndarray, mask: np.ndarray) -> dict[str, float]:
-  """How far the trainer's log-probs of sampled tokens are from the sampler's: two programs, one policy.
+  """Return how far the trainer's log-probs of sampled tokens are from the sampler's: two programs, one policy.
 
   Args:
     trainer: [N, T] nats; NaN where it was not asked.
@@ -98,6 +105,9 @@ def mismatch(trainer: np.ndarray, sampler: np.ndarray, mask: np.ndarray) -> dict
     `rollout_corr/log_prob_difference_mean` and `_max` (absolute, nats) and `rollout_corr/log_prob_correlation`
     (Pearson; not there where one side is constant, as when sampling is greedy). Empty if no token was asked for.
   """
+  chex.assert_rank([trainer, sampler, mask], 2)
+  chex.assert_equal_shape([trainer, sampler, mask])
+  chex.assert_type([trainer, sampler], float)
   known = (mask > 0) & np.isfinite(trainer)
   if not known.any():
     return {}
@@ -109,8 +119,8 @@ def mismatch(trainer: np.ndarray, sampler: np.ndarray, mask: np.ndarray) -> dict
   return {f'rollout_corr/{name}': float(value) for name, value in metrics.items()}
 
 
-def _off_policy_metrics(old: Array, rollout: Array, mask: Array) -> dict[str, Array]:
-  """Distances between the sampler's and the trainer's distribution (rollout_corr_helper.py, `compute_offpolicy_metrics`)."""
+def _off_policy_metrics(old: chex.Array, rollout: chex.Array, mask: chex.Array) -> dict[str, chex.Array]:
+  """Return distances between the sampler's and the trainer's distribution (rollout_corr_helper.py, `compute_offpolicy_metrics`)."""
   xp = old.__array_namespace__()
   log_ratio = old - rollout
   training, sampling = -_mean(old, mask, -1), -_mean(rollout, mask, -1)
@@ -132,8 +142,10 @@ def _off_policy_metrics(old: Array, rollout: Array, mask: Array) -> dict[str, Ar
   }
 
 
-def _weight_metrics(weights: Array, log_weights: Array, mask: Array, threshold: float, level: str) -> dict[str, Array]:
-  """Statistics of the weights before the upper clip (rollout_corr_helper.py, `compute_is_metrics`)."""
+def _weight_metrics(
+  weights: chex.Array, log_weights: chex.Array, mask: chex.Array, threshold: float, level: str
+) -> dict[str, chex.Array]:
+  """Return statistics of the weights before the upper clip (rollout_corr_helper.py, `compute_is_metrics`)."""
   xp = weights.__array_namespace__()
   low = 1.0 / threshold
   inside = mask > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -43,6 +44,12 @@ def token_log_probs(
     log-probabilities and entropies [B, T] in nats, at least float32. A target of −inf logit has
     `divergences.log_floor`.
   """
+  chex.assert_rank([hidden, unembedding, targets, temperature], [3, 2, 2, 0])
+  chex.assert_equal_shape_prefix([hidden, targets], 2)
+  chex.assert_equal_shape_suffix([hidden, unembedding], 1)
+  chex.assert_type([hidden, unembedding, targets], [float, float, int])
+  if mask is not None:
+    chex.assert_equal_shape([targets, mask])
   dtype = vocabulary.logits_dtype(hidden)
   if layout is None:
     shard = VocabShard(vocab_size or unembedding.shape[0])

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING
 
+import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -57,6 +58,7 @@ class ObjectiveConfig:
   vocab_block: int | None = None  # Vocabulary entries handled at one time within a chunk; None: by the platform.
 
   def __post_init__(self):
+    chex.assert_rank(jax.tree.leaves(self.term_scalars), 0)
     check_divergence(self.alpha, self.distillation_topk, self.full_logit_distillation)
     if self.topk_method not in TOPK_METHODS:
       raise ValueError(f'topk_method must be one of {", ".join(TOPK_METHODS)}, not {self.topk_method!r}.')
@@ -176,7 +178,12 @@ def objective(
   Raises:
     ValueError: a missing or contradictory argument.
   """
+  _assert_tokens(targets, mask, [distill_coef, policy_coef, entropy_coef, old_log_probs, advantages], [support])
+  _assert_states(targets, student_hidden, student_unembedding)
   if teacher is not None:
+    _assert_tokens(targets, mask, [], [teacher.token_ids])
+    _assert_states(targets, teacher.hidden, teacher.unembedding)
+    _assert_states(targets, teacher.mix_hidden, teacher.mix_unembedding)
     _check_signal(teacher, support)
   tokens = _token_inputs(
     teacher, targets, mask, distill_coef, policy_coef, entropy_coef, old_log_probs, advantages, support
@@ -227,6 +234,10 @@ def objective_from_logits(
 
   `mix_logits` [B, T, V] and `mix_rate` make the trust region's teacher: (1 − rate)·teacher + rate·mix.
   """
+  _assert_tokens(targets, mask, [distill_coef, policy_coef, entropy_coef, old_log_probs, advantages], [support])
+  all_logits = [logits for logits in (student_logits, teacher_logits, mix_logits) if logits is not None]
+  chex.assert_shape(all_logits, (*targets.shape, student_logits.shape[-1]))
+  chex.assert_type(all_logits, float)
   signal = None if teacher_logits is None else TeacherSignal()
   tokens = _token_inputs(
     signal, targets, mask, distill_coef, policy_coef, entropy_coef, old_log_probs, advantages, support
@@ -275,12 +286,42 @@ def objective_from_logits(
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def _assert_tokens(
+  targets: jax.Array, mask: jax.Array, numbers: list[jax.Array | None], ids: list[jax.Array | None]
+) -> None:
+  """Check that targets and mask are [B, T], `numbers` [B, T] float and `ids` [B, T, K] int, where they are there."""
+  numbers = [value for value in numbers if value is not None]
+  ids = [value for value in ids if value is not None]
+  chex.assert_rank(targets, 2)
+  chex.assert_equal_shape([targets, mask, *numbers])
+  chex.assert_type([targets, *ids], int)
+  chex.assert_type(numbers, float)
+  chex.assert_shape(ids, (*targets.shape, None))
+
+
+def _assert_states(targets: jax.Array, hidden: jax.Array | None, unembedding: jax.Array | None) -> None:
+  """Check that hidden states are [B, T, D] float and the unembedding [R, D] float, where they are there."""
+  if hidden is not None:
+    chex.assert_shape(hidden, (*targets.shape, None))
+    chex.assert_type(hidden, float)
+  if unembedding is not None:
+    chex.assert_rank(unembedding, 2)
+    chex.assert_type(unembedding, float)
+  if hidden is not None and unembedding is not None:
+    chex.assert_equal_shape_suffix([hidden, unembedding], 1)
+
+
 def _check_signal(teacher: TeacherSignal, support: jax.Array | None) -> None:
   """Check that the parts of a teacher's signal are there and do not contradict each other.
 
   Raises:
     ValueError: they are not, or they do.
   """
+  if teacher.token_ids is not None and teacher.log_probs is not None:
+    chex.assert_equal_shape([teacher.token_ids, teacher.log_probs])
+    chex.assert_type(teacher.log_probs, float)
+  if teacher.mix_rate is not None:
+    chex.assert_rank(teacher.mix_rate, 0)
   external = teacher.token_ids is not None, teacher.log_probs is not None
   in_mesh = teacher.hidden is not None, teacher.unembedding is not None
   if any(external) != all(external) or any(in_mesh) != all(in_mesh) or any(external) == any(in_mesh):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -16,7 +17,7 @@ def dual_clip_ppo(
   clip_ratio_high: float = 0.28,
   clip_ratio_c: float = 3.0,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Per-token loss of dual-clip PPO, differentiable by `log_probs`: arrays [...] -> [...].
+  """Return the per-token loss of dual-clip PPO, differentiable by `log_probs`: arrays [...] -> [...].
 
   ℓ = max(−A·r, −A·clip(r, 1 − low, 1 + high)), and for A < 0 at most −A·c, with r = exp(log π − log π_old).
 
@@ -24,6 +25,9 @@ def dual_clip_ppo(
     the loss and, per token: `ratio`, `clipped` and `clipped_lower` (1 where the clip, or the dual clip, is active)
     and `approx_kl` = log π_old − log π. Source: core_algos.py:1267-1358; dual clip arXiv 1912.09729.
   """
+  chex.assert_equal_shape([log_probs, old_log_probs, advantages])
+  chex.assert_type([log_probs, old_log_probs, advantages], float)
+  chex.assert_rank([clip_ratio_low, clip_ratio_high, clip_ratio_c], 0)
   log_ratio = jnp.clip(log_probs - old_log_probs, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
   ratio = jnp.exp(log_ratio)
   plain = -advantages * ratio
@@ -41,7 +45,7 @@ def dual_clip_ppo(
 
 
 def kl_penalty(log_probs: jax.Array, reference_log_probs: jax.Array, kind: str) -> jax.Array:
-  """Per-token estimate of KL(π‖reference) from the log-probabilities of the sampled token: arrays [...] -> [...].
+  """Return a per-token estimate of KL(π‖reference) from the log-probabilities of the sampled token: arrays [...] -> [...].
 
   'k1' ('kl'): log-ratio; 'abs': its magnitude; 'k2' ('mse'): half its square; 'k3' ('low_var_kl'): exp(−x) + x − 1,
   non-negative, clipped to ±10.
@@ -51,6 +55,8 @@ def kl_penalty(log_probs: jax.Array, reference_log_probs: jax.Array, kind: str) 
 
   Source: core_algos.py, `kl_penalty`; http://joschu.net/blog/kl-approx.html.
   """
+  chex.assert_equal_shape([log_probs, reference_log_probs])
+  chex.assert_type([log_probs, reference_log_probs], float)
   difference = log_probs - reference_log_probs
   if kind in ('kl', 'k1'):
     return difference

@@ -106,6 +106,7 @@ class Layout:
 
   def padded(self, unembedding: jax.Array) -> jax.Array:
     """Return [R, D] with zeros up to a multiple of the parts: a copy, which padded parameters save."""
+    chex.assert_rank(unembedding, 2)
     missing = -unembedding.shape[0] % self.parts
     return jnp.pad(unembedding, ((0, missing), (0, 0))) if missing else unembedding
 

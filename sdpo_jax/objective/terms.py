@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+import chex
 import flax.struct
 import jax
 from jax import lax
@@ -100,6 +101,7 @@ class Auxiliary:
 
 def support_divergence(student: jax.Array, teacher: jax.Array, alpha: jax.Array | float, add_tail: bool) -> jax.Array:
   """Return the divergence [C] over a support of which both log-probs are given [C, K]: with a tail or renormalised."""
+  chex.assert_rank([student, teacher], 2)
   complete = divergences.with_tail if add_tail else divergences.renormalised
   return divergences.divergence(complete(student), complete(teacher), alpha)
 
@@ -112,6 +114,9 @@ def sampled_token_divergence(
   The value is no divergence; its gradient estimates that of KL(student‖teacher) from one sample.
   Source: core_algos.py, the last branch of `compute_self_distillation_loss`.
   """
+  chex.assert_rank([log_prob, teacher_log_prob], 1)
+  chex.assert_equal_shape([log_prob, teacher_log_prob])
+  chex.assert_type([log_prob, teacher_log_prob], float)
   per_token = lax.stop_gradient(log_prob - teacher_log_prob) * log_prob
   return per_token if knows_target is None else jnp.where(knows_target > 0, per_token, 0.0)
 
@@ -120,6 +125,7 @@ def distillation_term(
   settings: TermSettings, scalars: TermScalars, student: StudentView, teacher: TeacherView
 ) -> tuple[jax.Array, Metrics]:
   """Return the divergence [C] of the settings' kind, and what its support leaves out."""
+  chex.assert_equal_shape([student.log_prob, teacher.entropy])
   if settings.kind == 'sampled':
     divergence = sampled_token_divergence(student.log_prob, teacher.log_prob, teacher.knows_target)
   elif student.support is not None:
@@ -152,6 +158,8 @@ def clipped_ratio(
   settings: TermSettings, scalars: TermScalars, log_prob: jax.Array, old_log_prob: jax.Array
 ) -> tuple[jax.Array, Metrics]:
   """Return the weight [C] of the divergence, min(exp(log π − log π_old), is_clip) or 1, and where it is clipped."""
+  chex.assert_rank([log_prob, old_log_prob], 1)
+  chex.assert_equal_shape([log_prob, old_log_prob])
   ratio, clipped = jnp.ones_like(log_prob), jnp.zeros_like(log_prob)
   if settings.use_ratio:
     unclipped = importance_ratio(log_prob, old_log_prob, None)
@@ -164,6 +172,7 @@ def policy_term(
   scalars: TermScalars, log_prob: jax.Array, old_log_prob: jax.Array, advantages: jax.Array
 ) -> tuple[jax.Array, Metrics]:
   """Return the PPO loss [C] and its metrics."""
+  chex.assert_rank([log_prob, old_log_prob, advantages], 1)
   per_token, metrics = dual_clip_ppo(
     log_prob, old_log_prob, advantages, scalars.clip_ratio_low, scalars.clip_ratio_high, scalars.clip_ratio_c
   )
@@ -193,6 +202,10 @@ def loss_terms(
     tokens: per-token arguments; coefficients decide which terms there are.
     active: [C] bool; other tokens have no part in the loss, whatever they hold.
   """
+  chex.assert_rank(student.log_prob, 1)
+  chex.assert_equal_shape([student.log_prob, student.entropy, active])
+  chex.assert_type([student.log_prob, student.entropy, active], [float, float, bool])
+  chex.assert_tree_shape_prefix((teacher, tokens), active.shape)
   log_prob = student.log_prob
   dtype = log_prob.dtype
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -23,6 +24,8 @@ def top_k(values: jax.Array, k: int, method: str = 'exact') -> Largest:
 
   'approx' is `lax.approx_max_k`: on a TPU it finds `APPROXIMATE_RECALL` of them in expectation, elsewhere all.
   """
+  chex.assert_rank(values, 2)
+  chex.assert_axis_dimension_gteq(values, 1, k)
   if method == 'approx':
     return lax.approx_max_k(values, k, recall_target=APPROXIMATE_RECALL)
   if values.shape[1] < 4096 or values.shape[1] < 4 * k * GROUP:
@@ -39,6 +42,8 @@ def two_stage_top_k(values: jax.Array, k: int) -> Largest:
   These groups hold the K largest: for an entry of another group there are K groups whose maximum is larger, or equal
   and, groups being in order, of a smaller index.
   """
+  chex.assert_rank(values, 2)
+  chex.assert_axis_dimension_gteq(values, 1, k)
   tokens, width = values.shape
   padded = jnp.pad(values, ((0, 0), (0, -width % GROUP)), constant_values=-jnp.inf)
   groups = padded.reshape(tokens, -1, GROUP)
@@ -84,6 +89,7 @@ class BlockwiseTopK:
       logits: [C, size].
       fresh: [size] bool, false for entries that do not count; None: all count.
     """
+    chex.assert_axis_dimension(logits, 1, self.size)
     largest, span = state
     slot = index % self.blocks_per_span
     # Entries that count stay above the places that hold none, even where they are −inf.

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import chex
 import flax.struct
 import jax
 from jax import lax
@@ -63,6 +64,8 @@ def empty_statistics(tokens: int, dtype: jnp.dtype) -> SoftmaxStatistics:
 
 def block_statistics(logits: jax.Array) -> SoftmaxStatistics:
   """Return the statistics of a block of logits [C, W]."""
+  chex.assert_rank(logits, 2)
+  chex.assert_type(logits, float)
   maximum = jnp.maximum(logits.max(-1), float(jnp.finfo(logits.dtype).min) / 4)
   shifted = _shifted(logits, maximum)
   masses = jnp.exp(shifted)
@@ -71,6 +74,7 @@ def block_statistics(logits: jax.Array) -> SoftmaxStatistics:
 
 def merge_statistics(a: SoftmaxStatistics, b: SoftmaxStatistics) -> SoftmaxStatistics:
   """Return the statistics of two disjoint parts of the vocabulary together."""
+  chex.assert_trees_all_equal_shapes_and_dtypes(a, b)
   maximum = jnp.maximum(a.maximum, b.maximum)
   (mass, moment), (other_mass, other_moment) = _rescaled(a, maximum), _rescaled(b, maximum)
   return SoftmaxStatistics(maximum, mass + other_mass, moment + other_moment)
@@ -123,6 +127,9 @@ def _product(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array
 
 def project(hidden: jax.Array, unembedding: jax.Array) -> jax.Array:
   """Return logits [C, W] of hidden states [C, D] for entries [W, D] of the unembedding, in at least float32."""
+  chex.assert_rank([hidden, unembedding], 2)
+  chex.assert_equal_shape_suffix([hidden, unembedding], 1)
+  chex.assert_type([hidden, unembedding], float)
   return _product(hidden, unembedding, (1, 1))
 
 
@@ -137,6 +144,7 @@ def logits_of_blocks(hidden: jax.Array, unembedding: jax.Array, temperature: jax
 
 def take_entries(unembedding: jax.Array, start: jax.Array | int, size: int) -> jax.Array:
   """Return entries start … start + size − 1 of an array [R, D]."""
+  chex.assert_rank(unembedding, 2)
   return lax.dynamic_slice_in_dim(unembedding, start, size, axis=0)
 
 
@@ -145,6 +153,9 @@ def weighted_entries(unembedding: jax.Array, ids: jax.Array, weights: jax.Array)
 
   Ids outside [0, R) count as 0.
   """
+  chex.assert_rank([unembedding, ids, weights], 2)
+  chex.assert_equal_shape([ids, weights])
+  chex.assert_type([ids, weights], [int, float])
   inside = (ids >= 0) & (ids < unembedding.shape[0])
   weights = jnp.where(inside, weights, 0)
   ids = jnp.where(inside, ids, 0)
@@ -158,6 +169,10 @@ def weighted_entries(unembedding: jax.Array, ids: jax.Array, weights: jax.Array)
 
 def scatter_add(values: jax.Array, ids: jax.Array, updates: jax.Array) -> jax.Array:
   """Return `values` [C, W] with `updates` [C, M] added at `ids` [C, M]; ids outside [0, W) are dropped."""
+  chex.assert_rank([values, ids, updates], 2)
+  chex.assert_equal_shape([ids, updates])
+  chex.assert_equal_shape_prefix([values, ids], 1)
+  chex.assert_type(ids, int)
   width = values.shape[1]
   ids = jnp.where((ids < 0) | (ids >= width), width, ids)
   return values.at[jnp.arange(values.shape[0])[:, None], ids].add(updates, mode='drop')
@@ -262,6 +277,11 @@ def scan_vocabulary(
     topk_method: as in `top_k`.
     averaged: [R, D], entries to average with the probabilities; None: none.
   """
+  if ids is not None:
+    chex.assert_shape(ids, (tokens, None))
+    chex.assert_type(ids, int)
+  if averaged is not None:
+    chex.assert_shape(averaged, (entries, None))
   limit, offset = shard.limit(entries), shard.offset(entries)
   count, size = blocks(entries, block)
   topk = None if topk is None else min(topk, entries)
@@ -348,6 +368,11 @@ def pull_back(
   Returns:
     gradient by the hidden states [C, D] in the logits' type, and the accumulator with this chunk's part added.
   """
+
+  chex.assert_rank([hidden, unembedding], 2)
+  chex.assert_equal_shape_suffix([hidden, unembedding], 1)
+  if unembedding_gradient is not None:
+    chex.assert_equal_shape([unembedding, unembedding_gradient])
 
   def step(carry, index, start, size, fresh):
     by_hidden, by_unembedding = carry
