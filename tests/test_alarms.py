@@ -23,8 +23,8 @@ from tests import tiny
 from tests.test_resume import start_two
 
 
-def watch(*rules: str) -> alarms.Watch:
-  return alarms.Watch([alarms.parse(rule) for rule in rules])
+def watch(*rules: str) -> alarms.AlarmMonitor:
+  return alarms.AlarmMonitor([alarms.parse(rule) for rule in rules])
 
 
 def steps_with_alarm(rule: str, values: list[float | None], name: str = 'm') -> list[int]:

@@ -20,10 +20,10 @@ WORDS = Config().alarms.epistemic_words
 
 
 def test_budget():
-  assert evaluate.budget(1) == []
-  assert evaluate.budget(4) == [2, 4]
-  assert evaluate.budget(16) == [2, 4, 8, 16]
-  assert evaluate.budget(6) == [2, 4, 6]
+  assert evaluate.reported_ks(1) == []
+  assert evaluate.reported_ks(4) == [2, 4]
+  assert evaluate.reported_ks(16) == [2, 4, 8, 16]
+  assert evaluate.reported_ks(6) == [2, 4, 6]
 
 
 def reference_recipe(values: list[float], predictions: list[str], k: int) -> tuple[float, float, float]:
@@ -46,10 +46,10 @@ def test_the_same_samples_give_the_numbers_of_the_reference(n):
   rng = np.random.default_rng(n)
   scores = rng.random((3, n)) * (rng.random((3, n)) < 0.5)
   predictions = [[f'answer {rng.integers(3)}' for _ in range(n)] for _ in range(3)]
-  summary = evaluate.summarize(scores, evaluate.elections(predictions))
+  summary = evaluate.summarize(scores, evaluate.majority_samples(predictions))
   assert summary[f'mean@{n}'] == pytest.approx(scores.mean(), rel=1e-14)
   assert summary[f'std@{n}'] == pytest.approx(np.mean([row.std() for row in scores]), rel=1e-14)
-  for k in evaluate.budget(n):
+  for k in evaluate.reported_ks(n):
     expected = np.mean(
       [reference_recipe(row.tolist(), preds, k) for row, preds in zip(scores, predictions, strict=True)], axis=0
     )
@@ -69,7 +69,7 @@ def test_maj_at_k_scores_the_most_frequent_answer():
   scores, answers = np.array([[1.0, 1.0, 0.0, 0.0, 0.0]]), ['a', 'a', 'b', 'b', 'b']
 
   def maj(answers, k):
-    return evaluate.maj_at_k(scores, evaluate.elected(answers, k)[None])
+    return evaluate.maj_at_k(scores, evaluate.majority_sample(answers, k)[None])
 
   values = [maj(answers, k) for k in (1, 5, 51)]
   assert values[0] == pytest.approx(0.4, abs=0.05)
@@ -81,7 +81,7 @@ def test_maj_at_k_scores_the_most_frequent_answer():
 
 def test_summary_names():
   scores = np.array([[1.0, 0.0], [1.0, 1.0]])
-  summary = evaluate.summarize(scores, evaluate.elections([['x', 'y'], ['z', 'z']]))
+  summary = evaluate.summarize(scores, evaluate.majority_samples([['x', 'y'], ['z', 'z']]))
   assert set(summary) == {'mean@2', 'std@2', 'best@2', 'worst@2', 'maj@2'}
   assert summary['mean@2'] == 0.75 and summary['std@2'] == 0.25
   assert summary['best@2'] == pytest.approx((0.75 + 1) / 2, abs=0.03)
@@ -135,7 +135,7 @@ def test_each_completion_is_graded_by_its_own_environment(monkeypatch):
     'two:yes:False',
     'two:yes:True',
   ]
-  metrics = evaluate.by_source(examples, batch, outcomes, 2, WORDS)
+  metrics = evaluate.metrics_by_source(examples, batch, outcomes, 2, WORDS)
   assert metrics['source_one']['mean@2'] == 0.5
   assert metrics['source_two']['mean@2'] == 1.0
   assert metrics['source_two']['maj@2'] == 1.0
@@ -153,7 +153,9 @@ def code_outcomes() -> list[Outcome]:
 
 
 def test_score_and_acc_are_kept_apart_and_every_number_is_reported():
-  metrics = evaluate.by_source([example('a', 'x')] * 2, rollouts(['t'] * 4, [0, 0, 1, 1]), code_outcomes(), 2, WORDS)
+  metrics = evaluate.metrics_by_source(
+    [example('a', 'x')] * 2, rollouts(['t'] * 4, [0, 0, 1, 1]), code_outcomes(), 2, WORDS
+  )
   found = metrics['source_x']
   assert found['mean@2'] == 0.25 and found['acc/mean@2'] == 0.625
   assert found['acc/std@2'] == 0.125
@@ -169,20 +171,24 @@ def test_score_and_acc_are_kept_apart_and_every_number_is_reported():
 def test_the_inverted_incorrect_format_of_the_reference_is_not_read():
   inverted = {'incorrect_format': 1.0, 'format_valid': 1.0}
   batch = rollouts(['t'] * 2, [0, 0])
-  found = evaluate.by_source([example('a', 'x')], batch, [Outcome(1.0, '', inverted)] * 2, 2, WORDS)['source_x']
+  found = evaluate.metrics_by_source([example('a', 'x')], batch, [Outcome(1.0, '', inverted)] * 2, 2, WORDS)['source_x']
   assert found['format_valid_fraction'] == 1.0
-  silent = evaluate.by_source([example('a', 'x')], batch, [Outcome(1.0, '', {'incorrect_format': 0.0})] * 2, 2, WORDS)
+  silent = evaluate.metrics_by_source(
+    [example('a', 'x')], batch, [Outcome(1.0, '', {'incorrect_format': 0.0})] * 2, 2, WORDS
+  )
   assert 'format_valid_fraction' not in silent['source_x']
 
 
 def test_a_failed_grader_is_counted_and_hides_no_metric():
   broken = Outcome(0.0, None, {'acc': 0.0, 'pred': '', FAILED: 1.0})
   outcomes = [*code_outcomes()[:3], broken]
-  found = evaluate.by_source([example('a', 'x')] * 2, rollouts(['t'] * 4, [0, 0, 1, 1]), outcomes, 2, WORDS)
+  found = evaluate.metrics_by_source([example('a', 'x')] * 2, rollouts(['t'] * 4, [0, 0, 1, 1]), outcomes, 2, WORDS)
   assert found['source_x']['grader_failed_fraction'] == 0.25
   assert found['source_x']['tests/mean@2'] == 3.0
   assert found['source_x']['format_valid_fraction'] == pytest.approx(2 / 3)
-  alone = evaluate.by_source([example('a', 'x')], rollouts(['t'] * 2, [0, 0]), [broken] * 2, 2, WORDS)['source_x']
+  alone = evaluate.metrics_by_source([example('a', 'x')], rollouts(['t'] * 2, [0, 0]), [broken] * 2, 2, WORDS)[
+    'source_x'
+  ]
   assert alone['mean@2'] == 0.0 and alone['grader_failed_fraction'] == 1.0
   assert 'format_valid_fraction' not in alone
 
@@ -235,7 +241,7 @@ def test_evaluations_with_huge_strange_and_infinite_content_are_written_and_read
   ]
   examples, batch = [example('a', 'x')], rollouts([huge, broken], [0, 0])
   measured = evaluate.Evaluation(
-    evaluate.by_source(examples, batch, outcomes, 2, WORDS), evaluate._samples(examples, batch, outcomes)
+    evaluate.metrics_by_source(examples, batch, outcomes, 2, WORDS), evaluate._samples(examples, batch, outcomes)
   )
   records.write_evaluation(epath.Path(tmp_path), 7, measured)
   content = json.loads((tmp_path / 'eval' / '7.json').read_text(), parse_constant=pytest.fail)
@@ -249,7 +255,9 @@ def test_evaluations_with_huge_strange_and_infinite_content_are_written_and_read
 
 
 def test_the_table_has_a_row_a_source_and_leaves_out_what_no_source_has():
-  metrics = evaluate.by_source([example('a', 'x')] * 2, rollouts(['t'] * 4, [0, 0, 1, 1]), code_outcomes(), 2, WORDS)
+  metrics = evaluate.metrics_by_source(
+    [example('a', 'x')] * 2, rollouts(['t'] * 4, [0, 0, 1, 1]), code_outcomes(), 2, WORDS
+  )
   plain = {'source_y': {'mean@2': 0.5, 'best@2': 0.75, 'questions': 1000.0, 'truncated_fraction': 0.125}}
   header, _, first, second = report.evaluation_table(evaluate.Evaluation(metrics | plain, []), 2).splitlines()
   assert header.split('  ')[0] == 'held-out' and 'acc/mean@2' in header and 'format valid' in header

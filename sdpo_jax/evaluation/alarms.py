@@ -51,7 +51,7 @@ class Rule:
   count: int  # Measurements in a row.
 
   def limit(self, earlier: Sequence[float]) -> float | None:
-    """What the next value is compared with, given the earlier ones; None where there is nothing to compare with."""
+    """Return what the next value is compared with, given the earlier ones, or None without anything to compare with."""
     if self.reference is None:
       return self.factor
     if not earlier:
@@ -61,7 +61,7 @@ class Rule:
 
 
 def rules(config: Config) -> list[Rule]:
-  """The rules of a run.
+  """Return the rules of a run.
 
   Raises:
     UserError: one is malformed, or asks for evaluations that are never made.
@@ -77,7 +77,7 @@ def rules(config: Config) -> list[Rule]:
 
 
 def parse(text: str) -> Rule:
-  """A rule from its text; raises UserError for text that is none."""
+  """Return the rule that a text means; raises UserError if it means none."""
   match = _RULE.fullmatch(text)
   if match is None or match['count'] == '0' or '***' in text:
     raise UserError(f'alarms.rules: {text!r} is not a rule: {GRAMMAR}.')
@@ -115,8 +115,8 @@ class Alarm:
     return f'{self.metric} = {self.value:.4g} {sign} {self.limit:.4g}{times}, rule {self.rule.text!r}'
 
 
-class Watch:
-  """The rules of a run and what they have seen; a pure function of the lines that it was shown."""
+class AlarmMonitor:
+  """Holds the rules of a run and what they have seen; its state is a pure function of the lines it was shown."""
 
   def __init__(self, rules: Sequence[Rule]):
     self.rules = tuple(rules)
@@ -125,7 +125,7 @@ class Watch:
     self._held: dict[tuple[int, str], int] = {}  # (Rule, metric) → measurements in a row for which it holds.
 
   def observe(self, step: int, metrics: Mapping[str, Any]) -> tuple[list[Alarm], dict[str, float]]:
-    """Takes in the numbers of a step.
+    """Take in the numbers of a step.
 
     Args:
       step: larger than all before.
@@ -157,14 +157,14 @@ class Watch:
     return alarms, fired
 
   def roll_back(self, to_step: int) -> None:
-    """Forgets what was measured after `to_step`, and counts anew."""
+    """Forget what was measured after `to_step`, and count anew."""
     self.rollbacks += 1
     self._held.clear()
     for name, series in self._series.items():
       self._series[name] = [(step, value) for step, value in series if step <= to_step]
 
   def replay(self, lines: Iterable[Mapping[str, Any]]) -> list[Alarm]:
-    """Takes in the lines of metrics.jsonl of an interrupted run; returns the alarms of the last one."""
+    """Take in the lines of metrics.jsonl of an interrupted run; return the alarms of the last one."""
     alarms: list[Alarm] = []
     for line in lines:
       numbers = {name: value for name, value in line.items() if name != 'step'}
@@ -175,5 +175,5 @@ class Watch:
     return alarms
 
   def unmatched(self) -> list[str]:
-    """Rules that fit no metric measured so far."""
+    """Return the rules that fit no metric measured so far."""
     return [rule.text for rule in self.rules if not any(rule.metric.fullmatch(name) for name in self._series)]

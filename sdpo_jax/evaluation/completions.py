@@ -16,54 +16,55 @@ from sdpo_jax.types import Example, Outcome, Rollouts
 FORMAT_VALID = 'format_valid'  # A metric of outcomes, 1.0 or 0.0. `incorrect_format` is not read: see `describe`.
 
 
-def rows_by_source(examples: Sequence[Example], group: np.ndarray) -> dict[str, np.ndarray]:
-  """Row numbers of the completions of each data source, by its name in alphabetical order.
+def samples_by_source(examples: Sequence[Example], group: np.ndarray) -> dict[str, np.ndarray]:
+  """Return the numbers of the samples of each data source, by its name in alphabetical order.
 
   Args:
     examples: G questions.
-    group: [N] index of the question of each completion.
+    group: [N] index of the question of each sample.
   """
-  rows: dict[str, list[int]] = defaultdict(list)
-  for row, question in enumerate(group):
-    rows[examples[question].data_source].append(row)
-  return {source: np.asarray(rows[source]) for source in sorted(rows)}
+  samples: dict[str, list[int]] = defaultdict(list)
+  for sample, question in enumerate(group):
+    samples[examples[question].data_source].append(sample)
+  return {source: np.asarray(samples[source]) for source in sorted(samples)}
 
 
 def describe(
-  rollouts: Rollouts, outcomes: Sequence[Outcome], rows: np.ndarray, words: Sequence[str]
+  rollouts: Rollouts, outcomes: Sequence[Outcome], samples: np.ndarray, words: Sequence[str]
 ) -> dict[str, float]:
-  """Numbers that tell a collapse, over the completions `rows` [M].
+  """Return the numbers that tell a collapse, over the completions of `samples` [M].
 
   The format-valid rate is read from the metric `format_valid` alone, because the reference's multiple-choice grader,
   and so ours in that profile, reports `incorrect_format` the wrong way round.
 
   Args:
-    rollouts: N completions.
+    rollouts: N samples.
     outcomes: N.
-    rows: which of them, at least one.
-    words: words of doubt to count; none: not counted.
+    samples: numbers of some of them, at least one.
+    words: words of doubt to count; empty: not counted.
 
   Returns:
     completion_length_mean, _p50, _p95, _max (tokens), truncated_fraction, grader_failed_fraction; entropy (nats, mean
-    over tokens, of the plain model distribution) where there is a token; epistemic_words_mean (a completion);
+    over tokens, of the plain model distribution) where there is a token; epistemic_words_mean (per completion);
     format_valid_fraction where graders report it (of the completions that could be graded).
   """
-  mask = rollouts.completion_mask[rows]
+  mask = rollouts.completion_mask[samples]
   lengths = mask.sum(1)
-  chosen = [outcomes[row] for row in rows]
+  chosen = [outcomes[sample] for sample in samples]
   metrics = {
     'completion_length_mean': float(lengths.mean()),
     'completion_length_p50': float(np.percentile(lengths, 50)),
     'completion_length_p95': float(np.percentile(lengths, 95)),
     'completion_length_max': float(lengths.max()),
-    'truncated_fraction': float(np.mean([rollouts.finish_reason[row] == 'length' for row in rows])),
+    'truncated_fraction': float(np.mean([rollouts.finish_reason[sample] == 'length' for sample in samples])),
     'grader_failed_fraction': float(np.mean([failed(outcome) for outcome in chosen])),
   }
   if mask.any():
-    metrics['entropy'] = float(rollouts.entropy[rows][mask].mean())
+    metrics['entropy'] = float(rollouts.entropy[samples][mask].mean())
   if words:
-    metrics['epistemic_words_mean'] = float(np.mean([count_words(rollouts.text[row], tuple(words)) for row in rows]))
-  formats = numbers(chosen, FORMAT_VALID)
+    counts = [count_words(rollouts.text[sample], tuple(words)) for sample in samples]
+    metrics['epistemic_words_mean'] = float(np.mean(counts))
+  formats = metric_values(chosen, FORMAT_VALID)
   if formats is not None:
     graded = [value for value, outcome in zip(formats, chosen, strict=True) if not failed(outcome)]
     metrics['format_valid_fraction'] = float(np.mean(graded))
@@ -71,32 +72,32 @@ def describe(
 
 
 def failed(outcome: Outcome) -> bool:
-  """Whether the grader raised instead of grading."""
+  """Return whether the grader raised instead of grading."""
   return bool(outcome.metrics.get(FAILED, 0))
 
 
-def number(value: Any) -> float | None:
-  """A metric as a float; None for what is no number."""
-  return float(value) if isinstance(value, bool | int | float | np.number | np.bool_) else None
-
-
-def numbers(outcomes: Sequence[Outcome], name: str) -> np.ndarray | None:
-  """[M] float64 values of a metric that every graded outcome has, 0 where the grader failed; None if there is none."""
-  values = [0.0 if failed(outcome) else number(outcome.metrics.get(name)) for outcome in outcomes]
+def metric_values(outcomes: Sequence[Outcome], name: str) -> np.ndarray | None:
+  """Return the [M] float64 values of a metric, 0 where the grader failed; None unless every graded outcome has it."""
+  values = [0.0 if failed(outcome) else _number(outcome.metrics.get(name)) for outcome in outcomes]
   if any(value is None for value in values) or all(failed(outcome) for outcome in outcomes):
     return None
   return np.asarray(values, np.float64)
 
 
 def metric_names(outcomes: Sequence[Outcome]) -> list[str]:
-  """Names of the numeric metrics that `numbers` finds, sorted; without the two that are reported as fractions."""
+  """Return the names of numeric metrics, sorted; without the two that are reported as fractions."""
   names = {name for outcome in outcomes for name in outcome.metrics} - {FORMAT_VALID, FAILED, 'score'}
-  return sorted(name for name in names if numbers(outcomes, name) is not None)
+  return sorted(name for name in names if metric_values(outcomes, name) is not None)
 
 
 def count_words(text: str, words: tuple[str, ...]) -> int:
-  """How often the words or phrases occur in a text, as whole words, in upper or lower case."""
+  """Return how often the words or phrases occur in a text, as whole words, in upper or lower case."""
   return sum(1 for _ in _pattern(words).finditer(text))
+
+
+def _number(value: Any) -> float | None:
+  """Return a metric as a float, or None if it is no number."""
+  return float(value) if isinstance(value, bool | int | float | np.number | np.bool_) else None
 
 
 @functools.cache

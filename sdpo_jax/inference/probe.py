@@ -22,7 +22,7 @@ from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation.completions import describe
-from sdpo_jax.evaluation.evaluate import best_at_k, budget
+from sdpo_jax.evaluation.evaluate import best_at_k, reported_ks
 from sdpo_jax.files import check_output, write_atomically
 from sdpo_jax.inference.probe_report import recommend
 from sdpo_jax.rollout.engine import Sampler
@@ -205,7 +205,7 @@ def probe(
     'student/sampled': float(success.mean()),
     'student/greedy': float(correct(greedy).mean()),
     'student/groups_with_success': float(by_question.any(1).mean()),
-    **{f'student/best@{k}': best_at_k(by_question.astype(np.float64), k) for k in budget(n)[:-1]},
+    **{f'student/best@{k}': best_at_k(by_question.astype(np.float64), k) for k in reported_ks(n)[:-1]},
     f'student/best@{n}': float(by_question.any(1).mean()),
     'student/score_mean': float(scores.mean()),
     'signal/grpo_questions': float((scores != scores[:, :1]).any(1).mean()),

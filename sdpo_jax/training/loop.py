@@ -202,7 +202,7 @@ class _Run:
     self.session, self.graders, self.iterator, self.held_out = session, graders, iterator, held_out
     self.checkpoints, self.announce = checkpoints, announce
     self.last_metrics: dict[str, float] = {}  # Of the step before, for a checkpoint on being told to stop.
-    self.watch = alarms.Watch(alarms.rules(session.config))
+    self.watch = alarms.AlarmMonitor(alarms.rules(session.config))
     self.evaluations: dict[int, dict[str, float]] = {}  # Step → metrics; without those of steps that were undone.
     self.stopped: str | None = None  # By which alarm.
     self.checked_rules = False  # Whether rules that fit nothing were named.

@@ -12,7 +12,7 @@ import numpy as np
 
 from sdpo_jax.config import Config
 from sdpo_jax.distributed import accelerators
-from sdpo_jax.evaluation.completions import describe, numbers, rows_by_source
+from sdpo_jax.evaluation.completions import describe, metric_values, samples_by_source
 from sdpo_jax.evaluation.evaluate import Evaluation
 from sdpo_jax.files import jsonable, write_atomically
 from sdpo_jax.objective.importance import mismatch
@@ -33,7 +33,7 @@ def rollout_metrics(graded: GradedRollouts, config: Config) -> dict[str, float]:
   """What the graded batch looks like: `rollout/<name>`, and `rollout/<source>/<name>` where it mixes data sources."""
   everything = np.arange(len(graded.rollouts))
   metrics = {f'rollout/{name}': value for name, value in _rollout_metrics(graded, everything, config).items()}
-  sources = rows_by_source(graded.examples, graded.rollouts.group)
+  sources = samples_by_source(graded.examples, graded.rollouts.group)
   if len(sources) > 1:
     for source, rows in sources.items():
       named = _rollout_metrics(graded, rows, config)
@@ -52,7 +52,7 @@ def _rollout_metrics(graded: GradedRollouts, rows: np.ndarray, config: Config) -
     'solved_group_fraction': len(set(groups[success])) / len(set(groups)),
     **describe(rollouts, graded.outcomes, rows, config.alarms.epistemic_words),
   }
-  acc = numbers(outcomes, 'acc')
+  acc = metric_values(outcomes, 'acc')
   return metrics if acc is None else {**metrics, 'acc_mean': acc.mean()}
 
 
@@ -66,7 +66,7 @@ def gap_metrics(graded: GradedRollouts, evaluated: Mapping[str, float], config: 
   """
   threshold = config.actor.self_distillation.success_reward_threshold
   gaps = {}
-  for source, rows in rows_by_source(graded.examples, graded.rollouts.group).items():
+  for source, rows in samples_by_source(graded.examples, graded.rollouts.group).items():
     held_out = [value for name, value in evaluated.items() if name.startswith(f'eval/{source}/mean@')]
     if held_out and held_out[0] is not None and math.isfinite(held_out[0]):
       gaps[f'gap/{source}'] = np.mean([graded.outcomes[row].score >= threshold for row in rows]) - held_out[0]
