@@ -47,7 +47,7 @@ RESUMABLE = (
 
 
 def differences(saved: dict[str, Any], config: Config) -> list[str]:
-  """Return a phrase for every setting, other than `RESUMABLE` ones, in which `config` differs from a saved run's JSON."""
+  """Return a phrase for every setting, `RESUMABLE` ones aside, in which `config` differs from a saved run's JSON."""
   old, new = flatten(saved), flatten(config)
   return [
     f'{key} was {old.get(key, "not there")!r} and is now {new.get(key, "not there")!r}'

@@ -117,9 +117,10 @@ class SelfDistillationConfig:
   success_reward_threshold: float = setting(0.5, 'A completion whose score reaches this is a success.')
   teacher_regularization: Literal['ema', 'trust-region', 'restart', 'frozen', 'base', 'live'] = setting(
     'ema',
-    "Teacher weights. 'ema': a moving average of the student's; 'trust-region' (or trust_region): the initial ones, with "
-    "the student's logits mixed in; 'restart': the student as it was at the last multiple of teacher_restart_interval; "
-    "'frozen': the initial ones; 'base': the frozen base alone, without what is trained on it; 'live': the student's.",
+    "Teacher weights. 'ema': a moving average of the student's; 'trust-region' (or trust_region): the initial ones, "
+    "with the student's logits mixed in; 'restart': the student as it was at the last multiple of "
+    "teacher_restart_interval; 'frozen': the initial ones; 'base': the frozen base alone, without what is trained on "
+    "it; 'live': the student's.",
   )
   teacher_update_rate: float = setting(0.05, 'EMA rate per generation batch, or the mixing weight of the trust region.')
   teacher_restart_interval: int | None = setting(

@@ -74,7 +74,7 @@ def register_factory(name: str) -> Callable[[Registered], Registered]:
 
 
 def get(name: str, settings: EnvironmentsConfig | None = None) -> Grader:
-  """Return a new grader of that name, made with `settings` (None: defaults); raises UserError listing the known ones."""
+  """Return a new grader of that name, made with `settings` (None: defaults); raises UserError if there is none."""
   return _find(_FACTORIES, 'environment', name)(settings or EnvironmentsConfig())
 
 

@@ -1,4 +1,4 @@
-"""What a set of graded completions looks like, in training as in evaluation: lengths, format, entropy, words of doubt."""
+"""What graded completions look like, in training as in evaluation: lengths, format, entropy, words of doubt."""
 
 from __future__ import annotations
 
