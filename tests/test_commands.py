@@ -127,17 +127,23 @@ def test_training_ends_with_a_table_and_the_next_commands(folder, run):
 
 
 def test_the_printed_commands_work(folder, config, run):
-  done = tiny.launch('export', f'--workdir={folder}/run', f'--output={folder}/hf')
-  assert done.returncode == 0, done.stderr
-  sample = lambda *source: tiny.launch('sample', *source, '--prompt=Q1', '--temperature=0', '--max_tokens=4')
-  from_run, from_model = sample(f'--workdir={folder}/run'), sample(f'--model={folder}/hf')
-  assert from_run.returncode == from_model.returncode == 0, from_run.stderr + from_model.stderr
-  assert from_run.stdout == from_model.stdout != ''
-  evaluate = lambda name, *source: tiny.launch(
-    'evaluate', f'--config={config}', *source, f'--output={folder}/{name}.json'
+  from_run, from_model = f'--workdir={folder}/run', f'--model={folder}/hf'
+  export = 'export', [from_run, f'--output={folder}/hf']
+  sample = lambda source: ('sample', [source, '--prompt=Q1', '--temperature=0', '--max_tokens=4'])
+  evaluate = lambda source, name: ('evaluate', [f'--config={config}', source, f'--output={folder}/{name}.json'])
+  *done, again = tiny.launch_many(
+    [
+      export,
+      sample(from_run),
+      sample(from_model),
+      evaluate(from_run, 'run'),
+      evaluate(from_model, 'model'),
+      export,
+    ],
+    folder / 'printed',
   )
-  left, right = evaluate('run', f'--workdir={folder}/run'), evaluate('model', f'--model={folder}/hf')
-  assert left.returncode == right.returncode == 0, left.stderr + right.stderr
+  assert [command.returncode for command in done] == [0] * 5, [command.stderr for command in done]
+  assert done[1].stdout == done[2].stdout != ''
   metrics = json.loads((folder / 'run.json').read_text())
   assert metrics == json.loads((folder / 'model.json').read_text())
   assert {'mean@2', 'best@2', 'maj@2'} <= set(metrics['parity'])
@@ -145,7 +151,6 @@ def test_the_printed_commands_work(folder, config, run):
   assert metrics['parity']['mean@2'] == json.loads(lines[-1])['eval/parity/mean@2']
   samples = [json.loads(line) for line in (folder / 'run.samples.jsonl').read_text().splitlines()]
   assert len(samples) == 4 and {'prompt', 'completion', 'score', 'feedback'} <= set(samples[0])
-  again = tiny.launch('export', f'--workdir={folder}/run', f'--output={folder}/hf')
   assert again.returncode == 2 and 'is not empty' in again.stderr
 
 

@@ -125,7 +125,7 @@ def test_samples_are_drawn_as_from_a_full_forward_pass(model, request_, settings
   assert check(model, request_, rollouts) <= 2, rollouts.completion_mask.sum()
 
 
-@pytest.mark.parametrize('order', ['backwards', 'shuffled'])
+@pytest.mark.parametrize('order', [pytest.param('backwards', marks=pytest.mark.slow), 'shuffled'])
 def test_the_order_of_arrival_changes_no_sample(model, request_, monkeypatch, order):
   monkeypatch.setattr(slots, 'SMALLEST_CACHE', 16)
   monkeypatch.setattr(slots, 'REFILLS', 2)

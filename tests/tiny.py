@@ -172,12 +172,16 @@ def launch(
   return subprocess.run(line, capture_output=True, text=True, check=False, cwd=REPOSITORY, env=environment(cache))
 
 
-# Imports what the commands import once, then runs each in a fork of its own; JAX has started no thread by then.
+# Imports what the commands import once, then runs each in a fork of its own; JAX has started no thread by then. What the
+# garbage collector leaves alone is neither copied for a fork nor taken apart at its end.
 _MANY = """
-import json, os, runpy, sys
+import gc, json, os, runpy, sys
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from sdpo_jax import command
 from sdpo_jax.inference import runs
 from sdpo_jax.training import loop, report
+gc.collect()
+gc.freeze()
 results = []
 for name, arguments, out, err in json.load(sys.stdin):
   child = os.fork()
