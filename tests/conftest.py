@@ -18,7 +18,12 @@ jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 # Whole files go to a worker, in this order and then by name: with the longest first the workers end together.
-LONGEST = ()
+LONGEST = """
+  resume attention_tpu objective_golden commands alarms rollout_engine rollout_independence step
+  attention objective_sharded sample plan cluster experiments rollout_decode sandbox_attacks
+  models_qwen3 objective_loss make_base step_meshes environments_code rollout_sampling
+  vocabulary_padding objective user_environment data_pipeline plan_hlo plan_traffic
+""".split()
 
 
 def pytest_addoption(parser):
@@ -33,7 +38,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-  place = {name: index for index, name in enumerate(LONGEST)}
+  place = {f'test_{name}.py': index for index, name in enumerate(LONGEST)}
   items.sort(key=lambda item: place.get(item.path.name, len(place)))
   slow = not config.getoption('--slow') and pytest.mark.skip(reason='slow: run with --slow')
   tpu = importlib.util.find_spec('libtpu') is None and pytest.mark.skip(reason='libtpu is not installed')

@@ -357,6 +357,7 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path):
     '--config.data.val_max_samples=None',
     '--max_questions=3',
     f'--output={tmp_path}/new/probe.json',
+    quick=True,
   )
   assert done.returncode == 0, done.stderr
   numbers = json.loads((tmp_path / 'new' / 'probe.json').read_text())

@@ -314,6 +314,7 @@ def test_the_commands(model, tmp_path):
       ('sample', [*common, f'--prompts={tmp_path}/prompts.txt', f'--output={output}']),
     ],
     tmp_path / 'launched',
+    quick=True,
   )
   one, two, file, stdout, again = done
   assert [command.returncode for command in done] == [0, 0, 0, 0, 2], [command.stderr for command in done]
@@ -330,7 +331,7 @@ def test_the_commands(model, tmp_path):
     text=True,
     check=True,
     cwd=tiny.REPOSITORY,
-    env=tiny.environment(),
+    env=tiny.environment(quick=True),
   )
   assert chat.stdout == one.stdout
   unread = subprocess.Popen(
@@ -339,7 +340,7 @@ def test_the_commands(model, tmp_path):
     stderr=subprocess.PIPE,
     text=True,
     cwd=tiny.REPOSITORY,
-    env=tiny.environment(),
+    env=tiny.environment(quick=True),
   )
   unread.stdout.close()
   assert unread.stderr.read() == '' and unread.wait() == 141

@@ -53,6 +53,7 @@ def test_the_documented_environment_trains(tmp_path):
     '--config.trainer.total_training_steps=1',
     '--config.trainer.test_freq=0',
     f'--workdir={tmp_path}/run',
+    quick=True,
   )
   assert done.returncode == 0, done.stderr
   samples = [json.loads(line) for line in (tmp_path / 'run' / 'rollouts' / '1.jsonl').read_text().splitlines()]

@@ -151,7 +151,8 @@ def command(name: str, *arguments: str) -> list[str]:
 def environment(cache: pathlib.Path | None = None, *, quick: bool = False) -> dict[str, str]:
   """Environment variables of a command: CPU, one device, programs kept in `cache`, which all share by default.
 
-  `quick` is for runs of several processes, which compile all for themselves: without a cache, then as the tests do.
+  `quick`: compiled as the tests do, not as users do. For runs of several processes, which have no cache, and where no
+  other test compiles these programs and none compares their bits.
   """
   return {
     **(os.environ if quick else compiling.users_environment()),
@@ -163,13 +164,19 @@ def environment(cache: pathlib.Path | None = None, *, quick: bool = False) -> di
 
 
 def launch(
-  name: str, *arguments: str, cache: pathlib.Path | None = None, file_limit_kib: int | None = None
+  name: str,
+  *arguments: str,
+  cache: pathlib.Path | None = None,
+  quick: bool = False,
+  file_limit_kib: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
   """Runs a command to its end; with `file_limit_kib` no larger file can be written, as on a full disk."""
   line = command(name, *arguments)
   if file_limit_kib is not None:
     line = ['bash', '-c', 'ulimit -f "$0"; trap "" XFSZ; exec "$@"', str(file_limit_kib), *line]
-  return subprocess.run(line, capture_output=True, text=True, check=False, cwd=REPOSITORY, env=environment(cache))
+  return subprocess.run(
+    line, capture_output=True, text=True, check=False, cwd=REPOSITORY, env=environment(cache, quick=quick)
+  )
 
 
 # Imports what the commands import once, then runs each in a fork of its own; JAX has started no thread by then. What the
@@ -197,7 +204,10 @@ print(json.dumps(results))
 
 
 def launch_many(
-  commands: list[tuple[str, list[str]]], folder: pathlib.Path, cache: pathlib.Path | None = None
+  commands: list[tuple[str, list[str]]],
+  folder: pathlib.Path,
+  cache: pathlib.Path | None = None,
+  quick: bool = False,
 ) -> list[subprocess.CompletedProcess[str]]:
   """Runs many short commands, each in a process of its own that starts with the imports done."""
   folder.mkdir()
@@ -209,7 +219,7 @@ def launch_many(
     text=True,
     check=True,
     cwd=REPOSITORY,
-    env=environment(cache),
+    env=environment(cache, quick=quick),
   )
   return [
     subprocess.CompletedProcess(command, code, *(pathlib.Path(path).read_text() for path in paths))
