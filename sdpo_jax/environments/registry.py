@@ -8,6 +8,8 @@ a function with the signature below under the decorator in a Python file, and na
 from __future__ import annotations
 
 from collections.abc import Callable
+import importlib
+import sys
 from typing import Any, Protocol, TypeVar
 
 from sdpo_jax.config import EnvironmentsConfig
@@ -54,6 +56,22 @@ class QuestionGenerator(Protocol):
 
 Registered = TypeVar('Registered')
 
+# Name → the module beside this one that registers it. It is imported when the name is first asked for: a run loads the
+# graders that it uses, and no sandbox or computer algebra for the others.
+_BUILT_IN = {
+  'environment': {
+    'code': 'code',
+    'digits': 'digits',
+    'gpqa': 'multiple_choice',
+    'http': 'http_grader',
+    'judge': 'judge',
+    'math': 'mathematics',
+    'mcq': 'multiple_choice',
+    'mmlu_pro': 'multiple_choice',
+    'tooluse': 'tool_use',
+  },
+  'generator': {'digits': 'digits'},
+}
 _FACTORIES: dict[str, GraderFactory] = {}
 _GENERATORS: dict[str, QuestionGenerator] = {}
 
@@ -70,7 +88,7 @@ def register(name: str) -> Callable[[Grader], Grader]:
 
 def register_factory(name: str) -> Callable[[Registered], Registered]:
   """Return a decorator that registers a factory of graders under `name`; raises ValueError if the name is taken."""
-  return _adder(_FACTORIES, 'grader', name)
+  return _adder(_FACTORIES, 'environment', name)
 
 
 def get(name: str, settings: EnvironmentsConfig | None = None) -> Grader:
@@ -85,7 +103,7 @@ def require(name: str) -> None:
 
 def names() -> tuple[str, ...]:
   """Return the names of all graders, sorted."""
-  return tuple(sorted(_FACTORIES))
+  return _names(_FACTORIES, 'environment')
 
 
 def register_generator(name: str) -> Callable[[Registered], Registered]:
@@ -100,13 +118,24 @@ def get_generator(name: str) -> QuestionGenerator:
 
 def generator_names() -> tuple[str, ...]:
   """Return the names of all question generators, sorted."""
-  return tuple(sorted(_GENERATORS))
+  return _names(_GENERATORS, 'generator')
+
+
+def _names(table: dict[str, Any], kind: str) -> tuple[str, ...]:
+  return tuple(sorted(table.keys() | _BUILT_IN[kind].keys()))
+
+
+def _module(kind: str, name: str) -> str:
+  return f'{__package__}.{_BUILT_IN[kind][name]}'
 
 
 def _adder(table: dict[str, Any], kind: str, name: str) -> Callable[[Registered], Registered]:
   def add(function: Registered) -> Registered:
-    if name in table:
-      raise ValueError(f'The {kind} {name!r} is already registered.')
+    # A built-in name is taken before its module is imported, but not for that module.
+    reserved = name in _BUILT_IN[kind] and _module(kind, name) not in sys.modules
+    if name in table or reserved:
+      noun = 'grader' if kind == 'environment' else kind
+      raise ValueError(f'The {noun} {name!r} is already registered.')
     table[name] = function
     return function
 
@@ -114,8 +143,8 @@ def _adder(table: dict[str, Any], kind: str, name: str) -> Callable[[Registered]
 
 
 def _find(table: dict[str, Any], kind: str, name: str) -> Any:
+  if name not in table and name in _BUILT_IN[kind]:
+    importlib.import_module(_module(kind, name))
   if name not in table:
-    raise UserError(
-      f'There is no {kind} {name!r}: choose from {", ".join(sorted(table)) or "none (none is registered)"}.'
-    )
+    raise UserError(f'There is no {kind} {name!r}: choose from {", ".join(_names(table, kind))}.')
   return table[name]
