@@ -10,6 +10,7 @@ import fractions
 import math
 from typing import TYPE_CHECKING, Any
 
+from sdpo_jax.config.divergence import check_divergence
 from sdpo_jax.config.fields import check_types
 from sdpo_jax.errors import UserError
 
@@ -121,16 +122,10 @@ def _check_rollout(rollout: schema.RolloutConfig) -> None:
 
 
 def _check_divergence(sd: schema.SelfDistillationConfig) -> None:
-  _require(0 <= sd.alpha <= 1, f'{_DISTILLATION}.alpha must lie in [0, 1], not {sd.alpha}.')
-  _require(
-    sd.distillation_topk is None or sd.distillation_topk > 0,
-    f'{_DISTILLATION}.distillation_topk must be positive or None (the whole vocabulary), not {sd.distillation_topk}.',
-  )
-  _require(
-    sd.full_logit_distillation or sd.alpha == 1.0,
-    f'{_DISTILLATION}.full_logit_distillation=False distils the sampled token, which is reverse KL only: set '
-    f'{_DISTILLATION}.alpha=1.0.',
-  )
+  try:
+    check_divergence(sd.alpha, sd.distillation_topk, sd.full_logit_distillation, f'{_DISTILLATION}.')
+  except ValueError as error:
+    raise UserError(str(error)) from error
   _require(sd.is_clip is None or sd.is_clip > 0, f'{_DISTILLATION}.is_clip must be positive or None, not {sd.is_clip}.')
 
 

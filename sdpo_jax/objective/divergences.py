@@ -11,7 +11,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from sdpo_jax.divergence_settings import known_number
+from sdpo_jax.config.divergence import known_number
 
 TAIL_CLAMP = -1e-7  # Largest log-mass of the support: keeps at least 1e-7 in the tail (core_algos.py:1124-1131).
 

@@ -12,7 +12,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from sdpo_jax.config import TOPK_METHODS
-from sdpo_jax.divergence_settings import check_divergence, known_number
+from sdpo_jax.config.divergence import check_divergence, known_number
 from sdpo_jax.objective import divergences, vocabulary
 from sdpo_jax.objective.fused import FusedSettings, SharedInputs, fused_loss, lerp
 from sdpo_jax.objective.sharded import Layout, VocabShard
