@@ -7,6 +7,7 @@ import pytest
 
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
+from sdpo_jax.rollout.buckets import bucket
 from sdpo_jax.training import batching, packing
 from sdpo_jax.types import Rollouts
 
@@ -276,9 +277,9 @@ def test_micro_batches_are_rounded_up_to_the_devices_that_share_them():
 
 
 def test_a_length_over_the_largest_bucket_is_named():
-  assert batching.bucket(17, (16, 32), 'x') == 32
+  assert bucket(17, (16, 32), 'x') == 32
   with pytest.raises(UserError, match='largest bucket of data.response_buckets, 32'):
-    batching.bucket(33, (16, 32), 'data.response_buckets')
+    bucket(33, (16, 32), 'data.response_buckets')
 
 
 def test_optimizer_steps_take_consecutive_rows_of_every_partition():

@@ -29,7 +29,7 @@ from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.planner import hlo, kernels, traffic
 from sdpo_jax.planner.topology import Chip, Topology
 from sdpo_jax.rollout import slots
-from sdpo_jax.training import batching
+from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs
 from sdpo_jax.training.session import model_mesh
 from sdpo_jax.types import TrainState
@@ -504,7 +504,7 @@ def _summary(
   mini = rows // (config.data.train_batch_size // config.actor.ppo_mini_batch_size)
   optimizer_steps = rows // mini * config.actor.ppo_epochs
   micro, micro_rows = micro_batches(config, mesh, assumptions)
-  largest = batching.Buckets.of(config)
+  largest = Buckets.of(config)
   useful = useful_flops(config, policy, largest, micro_rows)
   update_useful = useful * micro * optimizer_steps
   scored = forward_flops(policy, micro_rows, largest.prompt[-1] + largest.response[-1], largest.response[-1])
@@ -604,7 +604,7 @@ def micro_batches(config: Config, mesh: jax.sharding.Mesh, assumptions: Assumpti
   size = -(-config.actor.ppo_micro_batch_size // mesh.size) * mesh.size
   rows = float(config.actor.ppo_mini_batch_size * config.rollout.n)
   if config.actor.pack_sequences:
-    largest = batching.Buckets.of(config)
+    largest = Buckets.of(config)
     prompt, response, reprompt = largest.prompt[-1], largest.response[-1], largest.reprompt[-1]
     mean = assumptions.mean_completion
     shares = [(assumptions.mean_prompt + mean) / (prompt + response), mean / response]
@@ -619,7 +619,7 @@ def decode_flops(policy: Policy, prompt: float, completion: float) -> float:
   return forward_flops(policy, 1, int(prompt + completion), int(completion))
 
 
-def useful_flops(config: Config, policy: Policy, largest: batching.Buckets, rows: int) -> float:
+def useful_flops(config: Config, policy: Policy, largest: Buckets, rows: int) -> float:
   """Operations that a micro-batch cannot do without: forward and backward of the student, forward of the teacher."""
   prompt, response, reprompt = largest.prompt[-1], largest.response[-1], largest.reprompt[-1]
   useful = 3 * forward_flops(policy, rows, prompt + response, response)

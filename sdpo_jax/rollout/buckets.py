@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+import dataclasses
+
+from sdpo_jax.config import Config
+from sdpo_jax.errors import UserError
 
 SMALLEST = 16  # Tokens; of buckets that are not declared.
 
@@ -29,3 +33,43 @@ def smallest_bucket(lengths: Sequence[int], length: int) -> int | None:
   if not lengths:
     return max(SMALLEST, 1 << (length - 1).bit_length())
   return next((bucket for bucket in lengths if bucket >= length), None)
+
+
+def bucket(length: int, lengths: tuple[int, ...], name: str) -> int:
+  """Return the smallest declared length that holds `length`.
+
+  Raises:
+    UserError: none does.
+  """
+  size = smallest_bucket(lengths, length)
+  if size is None:
+    raise UserError(f'A length of {length} tokens exceeds the largest bucket of {name}, {max(lengths)}: raise it.')
+  return size
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+  """The declared lengths of a run; a micro-batch uses the smallest triple that holds it, and compiles once."""
+
+  prompt: tuple[int, ...]
+  response: tuple[int, ...]
+  reprompt: tuple[int, ...]
+
+  @classmethod
+  def of(cls, config: Config) -> Buckets:
+    """Return those declared in the settings, or powers of two up to the limits."""
+    data = config.data
+    return cls(
+      prompt=bucket_lengths(data.prompt_buckets, data.max_prompt_length),
+      response=bucket_lengths(data.response_buckets, data.max_response_length),
+      reprompt=bucket_lengths(data.reprompt_buckets, config.actor.self_distillation.max_reprompt_len),
+    )
+
+  @classmethod
+  def of_update(cls, config: Config) -> Buckets:
+    """Return those of the update: packed rows have the largest lengths, but for declared ones of teacher prompts."""
+    declared = cls.of(config)
+    if not config.actor.pack_sequences:
+      return declared
+    reprompt = declared.reprompt if config.data.reprompt_buckets else declared.reprompt[-1:]
+    return cls(declared.prompt[-1:], declared.response[-1:], reprompt)

@@ -11,10 +11,9 @@ import numpy as np
 
 from models.policy import Policy
 from sdpo_jax.config import Config
-from sdpo_jax.errors import UserError
 from sdpo_jax.objective.aggregation import loss_coefficients
 from sdpo_jax.objective.spec import COEFFICIENTS, ObjectiveSpec
-from sdpo_jax.rollout.buckets import bucket_lengths, smallest_bucket
+from sdpo_jax.rollout.buckets import Buckets, bucket
 from sdpo_jax.training import packing
 from sdpo_jax.types import Batch, Rollouts, TeacherSignal, TokenRows
 
@@ -35,46 +34,6 @@ def mini_batches(config: Config) -> list[np.ndarray]:
   partitions = config.trainer.balance_partitions if config.trainer.batch_order == 'balanced' else 1
   by_partition = np.arange(total).reshape(partitions, total // size, size // partitions)
   return [by_partition[:, step].reshape(-1) for step in range(total // size)]
-
-
-def bucket(length: int, lengths: tuple[int, ...], name: str) -> int:
-  """Return the smallest declared length that holds `length`.
-
-  Raises:
-    UserError: none does.
-  """
-  size = smallest_bucket(lengths, length)
-  if size is None:
-    raise UserError(f'A length of {length} tokens exceeds the largest bucket of {name}, {max(lengths)}: raise it.')
-  return size
-
-
-@dataclasses.dataclass(frozen=True)
-class Buckets:
-  """The declared lengths of a run; a micro-batch uses the smallest triple that holds it, and compiles once."""
-
-  prompt: tuple[int, ...]
-  response: tuple[int, ...]
-  reprompt: tuple[int, ...]
-
-  @classmethod
-  def of(cls, config: Config) -> Buckets:
-    """Return those declared in the settings, or powers of two up to the limits."""
-    data = config.data
-    return cls(
-      prompt=bucket_lengths(data.prompt_buckets, data.max_prompt_length),
-      response=bucket_lengths(data.response_buckets, data.max_response_length),
-      reprompt=bucket_lengths(data.reprompt_buckets, config.actor.self_distillation.max_reprompt_len),
-    )
-
-  @classmethod
-  def of_update(cls, config: Config) -> Buckets:
-    """Return those of the update: packed rows have the largest lengths, but for declared ones of teacher prompts."""
-    declared = cls.of(config)
-    if not config.actor.pack_sequences:
-      return declared
-    reprompt = declared.reprompt if config.data.reprompt_buckets else declared.reprompt[-1:]
-    return cls(declared.prompt[-1:], declared.response[-1:], reprompt)
 
 
 def token_rows(

@@ -25,6 +25,7 @@ from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.objective.spec import COEFFICIENTS, ObjectiveSpec
 from sdpo_jax.programs import EVALUATION, Program, Run
 from sdpo_jax.rollout import decode, functions, slots
+from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.rollout.sampling import SamplingParams
 from sdpo_jax.training import batching
 from sdpo_jax.training.checkpoints import abstract
@@ -73,7 +74,7 @@ def update_programs(run: Run) -> dict[str, Program]:
     'finish': Program('finish', update.advance, (state, jax.ShapeDtypeStruct((), jnp.int32)), holds=('state', 'batch')),
   }
   batch_of = functools.partial(abstract_batch, rows, spec=spec, mesh=mesh)
-  trained = batching.Buckets.of_update(config)
+  trained = Buckets.of_update(config)
   share = batching.shares_prompts(config, run.policy)
   for response in trained.response:
     for prompt in trained.prompt:
@@ -160,7 +161,7 @@ def sampling_programs(run: Run) -> dict[str, Program]:
       calls[True] = held_out
   parameters = jax.eval_shape(engine.prepare, run.base, run.trainable)
   found = {'prepare': Program('prepare', engine.prepare, (run.base, run.trainable), holds=('parameters', 'parameters'))}
-  declared = batching.Buckets.of(config)
+  declared = Buckets.of(config)
   for prompt in declared.prompt:
     for evaluation, (rows, n) in calls.items():
       found |= _sampling(run, engine, parameters, prompt, declared.response[-1], rows, n, evaluation)

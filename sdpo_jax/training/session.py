@@ -18,9 +18,9 @@ from sdpo_jax.config import Config
 from sdpo_jax.distributed.mesh import check_divides, make_mesh
 from sdpo_jax.errors import UserError
 from sdpo_jax.objective.spec import ObjectiveSpec
+from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.teacher.signal import Teacher
-from sdpo_jax.training import batching
 from sdpo_jax.training.update import Update, abstract_state, make_update
 from sdpo_jax.types import TrainState, Tree
 
@@ -112,7 +112,7 @@ def make_sampler(
   reprompts: bool = False,
 ) -> Sampler:
   """Return the sampler that the settings describe, also of the teacher's prompts if `reprompts`; `resized` as in `Sampler`."""
-  declared = batching.Buckets.of(config)
+  declared = Buckets.of(config)
   return Sampler(
     policy,
     tokenizer,
