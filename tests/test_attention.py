@@ -117,8 +117,18 @@ def test_every_lowering_is_the_plain_formula(name, window, segments):
     np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
-@pytest.mark.parametrize('mesh', [None, (4, 1)], ids=['one device', 'four devices'])
-@pytest.mark.parametrize('name', [*XLA, *KERNELS])
+# A mesh divides rows before a lowering sees them: one of the ways to cut scores into tiles stands for all.
+TILES_ON_A_MESH = ['one tile', 'several rows a tile', 'chunks of queries']
+
+
+@pytest.mark.parametrize(
+  ('name', 'mesh'),
+  [
+    pytest.param(name, mesh, marks=pytest.mark.slow if mesh and name in TILES_ON_A_MESH else ())
+    for name in (*XLA, *KERNELS)
+    for mesh in (None, (4, 1))
+  ],
+)
 def test_a_segment_sees_its_parent_too(name, mesh):
   backend = {**XLA, **KERNELS}[name]
   if mesh is not None:

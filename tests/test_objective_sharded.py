@@ -141,7 +141,7 @@ def grid():
       yield pytest.param(case, shape, id=f'{case}-{NAME(shape)}', marks=() if few else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(('case', 'shape'), grid())
+@pytest.mark.parametrize(('case', 'shape'), list(grid()))
 def test_a_mesh_gives_what_one_device_gives(case, shape):
   """In float64 far below what another order of support or a wrong normaliser would change."""
   (loss, aux), gradients = alone(case)
