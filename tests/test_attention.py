@@ -322,7 +322,7 @@ def test_saved_attention_is_not_computed_again():
     traced = jax.jit(jax.grad(lambda params, policy=policy: jnp.sum(jnp.sin(policy.apply({}, params, *row)[0])))).trace(
       params
     )
-    gradients[remat] = traced.lower().compile()(params)
+    gradients[remat] = compile_as_users(traced.lower())(params)
     # What only the forward pass of attention does: the softmax's maximum.
     runs[remat] = str(traced.jaxpr).count('reduce_max')
   for remat in ('full', 'save_attention'):
