@@ -127,7 +127,10 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
   settings: dict[tuple[str, str], list[dict[str, Any]]] = {}
   for line in lines:
     settings.setdefault((f'{line["rows"]} × {line["context"]}', line['cache']), []).append(line)
-  shape = lambda line: ' × '.join(str(size) for size in line['mesh'].values())
+
+  def shape(line):
+    return ' × '.join(str(size) for size in line['mesh'].values())
+
   rows = []
   for setting, tried in settings.items():
     line = best(tried)

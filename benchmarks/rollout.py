@@ -187,9 +187,15 @@ def compare(setting: str, args: argparse.Namespace, workers: dict[str, Worker]) 
   sides = {name: worker for name, worker in workers.items() if setting != 'long_tail' or name != 'tunix'}
   answers = turns({name: functools.partial(worker.run, work) for name, worker in sides.items()}, args.repeats)
   count = sum(work['max_tokens'])
-  median = lambda name, key: statistics.median(answer[key] for answer in answers[name])
+
+  def median(name, key):
+    return statistics.median(answer[key] for answer in answers[name])
+
   cpu = {name: median(name, 'cpu_s') for name in sides}
-  mib = lambda size: round(size / 2**20, 2)
+
+  def mib(size):
+    return round(size / 2**20, 2)
+
   line = {
     'benchmark': 'rollout',
     'setting': setting,
@@ -280,7 +286,10 @@ def turns(sides: dict[str, Callable[[int], Any]], repeats: int) -> dict[str, lis
 
 def take_turns(sides: dict[str, Callable[[int], Any]], repeats: int) -> dict[str, tuple[float, float]]:
   """Median (wall, CPU) seconds of each side in this process over `repeats` runs after one to warm up."""
-  clock = lambda run: lambda step: timed(lambda: run(step))
+
+  def clock(run):
+    return lambda step: timed(lambda: run(step))
+
   measured = turns({name: clock(run) for name, run in sides.items()}, repeats)
   return {
     name: tuple(statistics.median(column) for column in zip(*runs, strict=True)) for name, runs in measured.items()

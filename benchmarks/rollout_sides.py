@@ -21,7 +21,10 @@ def main() -> None:
   side, checkpoint = sys.argv[1:]
   answers = os.fdopen(os.dup(1), 'w')
   os.dup2(2, 1)  # What libraries print must not stand between the answers.
-  answer = lambda line: print(json.dumps(line), file=answers, flush=True)
+
+  def answer(line):
+    print(json.dumps(line), file=answers, flush=True)
+
   run, versions = SIDES[side](checkpoint)
   answer(versions)
   for line in sys.stdin:

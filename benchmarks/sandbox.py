@@ -82,7 +82,10 @@ def new_interpreters(runs: int, workers: int, imports: str) -> None:
   """Runs the program in as many interpreters of its own."""
   command = [sys.executable, '-I', '-c', f'{imports}{PROGRAM}\nprint(answer)']
   environment = {'OPENBLAS_NUM_THREADS': '1'}
-  one = lambda _: subprocess.run(command, capture_output=True, timeout=60, check=True, env=environment).stdout
+
+  def one(_):
+    return subprocess.run(command, capture_output=True, timeout=60, check=True, env=environment).stdout
+
   with ThreadPoolExecutor(workers) as pool:
     assert set(pool.map(one, range(runs))) == {b'45\n'}
 

@@ -63,8 +63,13 @@ def prefill(policy: Any, parameters: Any, args: argparse.Namespace) -> dict[str,
   prompts = rng.integers(1, policy.vocab_size, (args.prompts, args.prompt_length)).tolist()
   settings = dict(seed=0, max_tokens=args.new_tokens)
   repeated = [prompt for prompt in prompts for _ in range(args.n)]
-  shared = lambda step: sampler.sample({}, parameters, prompts, n=args.n, step=step, **settings)
-  apart = lambda step: sampler.sample({}, parameters, repeated, n=1, step=step, **settings)
+
+  def shared(step):
+    return sampler.sample({}, parameters, prompts, n=args.n, step=step, **settings)
+
+  def apart(step):
+    return sampler.sample({}, parameters, repeated, n=1, step=step, **settings)
+
   tokens, counts = [], []
   for side in (shared, apart):
     tokens.append(side(0).completion_tokens)
@@ -93,7 +98,10 @@ def teacher(policy: Any, parameters: Any, args: argparse.Namespace) -> dict[str,
   rng, rows = np.random.default_rng(0), args.prompts * args.n
   lengths = np.clip(rng.lognormal(np.log(args.new_tokens) - 0.5, 1.0, rows), 4, args.longest).astype(int)
   mask = np.arange(args.longest) < lengths[:, None]
-  draw = lambda *shape: rng.integers(1, policy.vocab_size, shape).astype(np.int32)
+
+  def draw(*shape):
+    return rng.integers(1, policy.vocab_size, shape).astype(np.int32)
+
   nothing = np.zeros(mask.shape, np.float32)
   group = np.repeat(np.arange(args.prompts), args.n)
   rollouts = Rollouts(
@@ -146,7 +154,10 @@ def teacher(policy: Any, parameters: Any, args: argparse.Namespace) -> dict[str,
   losses = {side: gradients(side)[0] for side in sides}
   if not np.allclose(list(losses.values()), losses['rows'], rtol=1e-5):
     raise RuntimeError(f'The sides do not compute the same loss: {losses}.')
-  total = lambda count: {side: sum(map(count, batches[side])) for side in sides}
+
+  def total(count):
+    return {side: sum(map(count, batches[side])) for side in sides}
+
   told = {
     'rows': total(lambda micro: len(micro.samples)),
     'teacher_tokens': total(lambda micro: micro.tokens(micro.batch.teacher)),

@@ -46,7 +46,10 @@ def compare(name: str, args: argparse.Namespace) -> dict[str, object]:
   torch.manual_seed(0)
   config = transformers.Qwen3Config(**MODELS[name], tie_word_embeddings=True, eos_token_id=None, pad_token_id=0)
   rng = np.random.default_rng(0)
-  draw = lambda length: rng.integers(1, config.vocab_size, (args.prompts, length))
+
+  def draw(length):
+    return rng.integers(1, config.vocab_size, (args.prompts, length))
+
   prompts, reprompts = draw(args.prompt_length), draw(args.reprompt_length)
   model = transformers.Qwen3ForCausalLM(config)
   with tempfile.TemporaryDirectory() as path:
@@ -180,7 +183,10 @@ class Theirs:
     self.args = args
     self.model, self.teacher = model, copy.deepcopy(model).requires_grad_(False)
     self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01)
-    repeat = lambda tokens: torch.tensor(tokens).repeat_interleave(args.n, 0)
+
+    def repeat(tokens):
+      return torch.tensor(tokens).repeat_interleave(args.n, 0)
+
     self.prompts, self.reprompts = repeat(prompts), repeat(reprompts)
 
   def step(self, step: int) -> None:
@@ -217,7 +223,10 @@ class Theirs:
       teacher = self.tail(teacher_logits.gather(-1, ids) - teacher_normaliser)
     student = self.tail(top - normaliser)
     mixture = torch.logaddexp(student, teacher) - torch.log(torch.tensor(2.0))
-    kl = lambda left: (left.exp() * (left - mixture)).sum(-1)
+
+    def kl(left):
+      return (left.exp() * (left - mixture)).sum(-1)
+
     loss = (0.5 * kl(student) + 0.5 * kl(teacher)).mean()
     self.optimizer.zero_grad()
     loss.backward()

@@ -48,7 +48,10 @@ class Arm:
 
 def arms(learning_rates: Mapping[str, Sequence[float]]) -> list[Arm]:
   """The study's arms; `learning_rates` holds the grid of each method."""
-  teacher = lambda kind, rate: {SD + 'teacher_regularization': kind, SD + 'teacher_update_rate': rate}
+
+  def teacher(kind, rate):
+    return {SD + 'teacher_regularization': kind, SD + 'teacher_update_rate': rate}
+
   compared = [
     Arm('SDPO, frozen teacher', SDPO, teacher('frozen', 0.0)),  # The quickstart.
     Arm('GRPO', GRPO, {}),

@@ -73,7 +73,10 @@ def compute(point: Point) -> dict[str, Any]:
   config, slice_ = configuration(point), topology.describe(point.slice_)
   policy, source = model.read(config)
   assumptions = planning.Assumptions.of(config, slice_.chip)
-  announce = lambda text: print(text, file=sys.stderr, flush=True)
+
+  def announce(text):
+    print(text, file=sys.stderr, flush=True)
+
   announce(f'{point.name}:')
   plan = planning.make(config, policy, slice_, assumptions, source=source, announce=announce)
   return plan.to_json() | {'response': point.response, 'report': report.text(plan)}
