@@ -59,7 +59,10 @@ def wrong_inputs(folder, config) -> dict[str, tuple[list[str], str]]:
   (folder / 'foreign.jsonl').write_text(json.dumps(row | {'environment': 'juggling'}) + '\n')
   (folder / 'broken.py').write_text('def get_config(:\n')
   (folder / 'empty.py').write_text('')
-  train = lambda *rest: ['train', f'--config={config}', f'--workdir={folder}/never', *rest]
+
+  def train(*rest):
+    return ['train', f'--config={config}', f'--workdir={folder}/never', *rest]
+
   return {
     'no config': (['train'], '--config=… is required'),
     'no such config': (['train', '--config=nowhere.py'], 'nowhere.py: there is no such file'),
@@ -129,8 +132,13 @@ def test_training_ends_with_a_table_and_the_next_commands(folder, run):
 def test_the_printed_commands_work(folder, config, run):
   from_run, from_model = f'--workdir={folder}/run', f'--model={folder}/hf'
   export = 'export', [from_run, f'--output={folder}/hf']
-  sample = lambda source: ('sample', [source, '--prompt=Q1', '--temperature=0', '--max_tokens=4'])
-  evaluate = lambda source, name: ('evaluate', [f'--config={config}', source, f'--output={folder}/{name}.json'])
+
+  def sample(source):
+    return 'sample', [source, '--prompt=Q1', '--temperature=0', '--max_tokens=4']
+
+  def evaluate(source, name):
+    return 'evaluate', [f'--config={config}', source, f'--output={folder}/{name}.json']
+
   *done, again = tiny.launch_many(
     [
       export,
