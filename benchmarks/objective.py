@@ -1,4 +1,4 @@
-"""CPU-seconds and memory of the objective, forward and backward, beside a plain PyTorch implementation of the same loss.
+"""CPU-seconds and memory of the objective, forward and backward, beside a plain PyTorch form of the same loss.
 
     python -m benchmarks.objective [--tokens=256,2048] [--vocab=151936] [--topk=100] [--width=1024]
 

@@ -83,7 +83,7 @@ def test_divergence_gradient_is_by_finite_differences_for_the_student_and_none_f
 @pytest.mark.parametrize('end', [0.0, 1.0])
 @pytest.mark.parametrize('number', [int, np.float32, np.float64, jnp.float32])
 def test_the_ends_of_alpha_are_exact_whatever_its_type(end, number):
-  """A KL there, and not the limit of the mixtures, which is 0; also under `jit`, for an alpha that it does not trace."""
+  """A KL there, and not the limit of the mixtures, which is 0; also under `jit`, if it does not trace alpha."""
   rng = np.random.default_rng(0)
   student, teacher = log_probs(rng, 5), log_probs(rng, 5)
   divergence = functools.partial(divergences.divergence, alpha=number(end))

@@ -30,7 +30,8 @@ def loss_coefficients(
   Where the reference divides 0 by 0 (a group that is all masked, in the seq-mean modes), the coefficients are 0.
 
   Args:
-    mask: [N, T], NumPy's or JAX's, response mask × self-distillation mask; float32 and float64 keep their type, others give float32.
+    mask: [N, T], NumPy's or JAX's, response mask × self-distillation mask; float32 and float64 keep their type, others
+      give float32.
     mode: one of `sdpo_jax.config.AGGREGATIONS`.
     group_size: sequences that share a denominator; must divide N.
     scale: divisor of seq-mean-token-sum-norm; None: T, as the reference.

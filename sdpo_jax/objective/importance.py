@@ -120,7 +120,10 @@ def mismatch(trainer: np.ndarray, sampler: np.ndarray, mask: np.ndarray) -> dict
 
 
 def _off_policy_metrics(old: chex.Array, rollout: chex.Array, mask: chex.Array) -> dict[str, chex.Array]:
-  """Return distances between the sampler's and the trainer's distribution (rollout_corr_helper.py, `compute_offpolicy_metrics`)."""
+  """Return distances between the sampler's and the trainer's distribution.
+
+  Source: rollout_corr_helper.py, `compute_offpolicy_metrics`.
+  """
   xp = old.__array_namespace__()
   log_ratio = old - rollout
   training, sampling = -_mean(old, mask, -1), -_mean(rollout, mask, -1)

@@ -45,7 +45,7 @@ def dual_clip_ppo(
 
 
 def kl_penalty(log_probs: jax.Array, reference_log_probs: jax.Array, kind: str) -> jax.Array:
-  """Return a per-token estimate of KL(π‖reference) from the log-probabilities of the sampled token: arrays [...] -> [...].
+  """Return a per-token estimate of KL(π‖reference) from log-probabilities of the sampled token: [...] -> [...].
 
   'k1' ('kl'): log-ratio; 'abs': its magnitude; 'k2' ('mse'): half its square; 'k3' ('low_var_kl'): exp(−x) + x − 1,
   non-negative, clipped to ±10.

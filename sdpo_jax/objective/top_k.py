@@ -69,6 +69,7 @@ class BlockwiseTopK:
 
   @property
   def blocks_per_span(self) -> int:
+    """Number of blocks that are collected before their K largest are taken."""
     most = max(1, min(self.count, max(SPAN, self.k) // self.size))
     # A divisor of the number of blocks, if there is one nearby: then all spans are full.
     return next((n for n in range(most, most // 2, -1) if self.count % n == 0), most)

@@ -184,9 +184,9 @@ def scatter_add(values: jax.Array, ids: jax.Array, updates: jax.Array) -> jax.Ar
 
 
 def default_block(platform: str | None = None) -> int:
-  """Return the entries handled at a time on `platform` (None: JAX's default).
+  """Return how many entries to handle at a time on `platform` (None: JAX's default).
 
-  On CPUs what stays in cache, elsewhere all.
+  CPUs take as many as stay in cache, accelerators all.
   """
   return CPU_BLOCK if (platform or jax.default_backend()) == 'cpu' else ALL
 
