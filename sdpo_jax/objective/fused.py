@@ -270,7 +270,7 @@ def _evaluate_chunk(
   elif chunk.has_teacher:
     teacher, teacher_log_probs = _scan_teacher(chunk, student.ids)
     if chunk.over_vocabulary:
-      log_probs_of = _pair_of_blocks(student.scan, teacher_log_probs)
+      log_probs_of = _pair_of_blocks(student, teacher_log_probs)
       divergence, slope_sum = _divergence_over_vocabulary(chunk, log_probs_of)
       view = view.replace(divergence=divergence)
   terms = functools.partial(loss_terms, settings.terms, shared.scalars, teacher=teacher, tokens=tokens, active=valid)
@@ -289,6 +289,8 @@ class _Student(NamedTuple):
   """What the scan of the student's logits gives."""
 
   scan: VocabScan  # Of the group's tokens.
+  log_normaliser: jax.Array  # [C] of the group's tokens.
+  entropy: jax.Array  # [C] of the group's tokens.
   ids: jax.Array  # [C, K + 1] int32 of the group's tokens: the support, where there is one, and the target.
   target_log_prob: jax.Array  # [c] of own tokens; −inf where the logit is.
   view: StudentView  # Of own tokens, without the divergence over the vocabulary.
@@ -313,22 +315,23 @@ def _scan_student(chunk: _Chunk) -> _Student:
     topk_method=settings.topk_method,
     averaged=chunk.unembedding if chunk.wanted.hidden and not chunk.keep_logits else None,
   )
-  log_normaliser = shard.own(scan.statistics.log_normaliser)[:, None]
+  log_normaliser, entropy = scan.statistics.log_normaliser, scan.statistics.entropy
+  own_normaliser = shard.own(log_normaliser)[:, None]
   logits = shard.own_total(scan.gathered)
-  target_log_prob = logits[:, -1] - log_normaliser[:, 0]
+  target_log_prob = logits[:, -1] - own_normaliser[:, 0]
   support_log_probs = None
   if chunk.over_own_top_k:
     largest, support = _largest_of_all(chunk, scan.largest)
-    support_log_probs = largest - log_normaliser
+    support_log_probs = largest - own_normaliser
     ids = jnp.concatenate([support, ids], axis=1)
   elif support is not None:
-    support_log_probs = jnp.where(support < 0, -jnp.inf, logits[:, :-1] - log_normaliser)
+    support_log_probs = jnp.where(support < 0, -jnp.inf, logits[:, :-1] - own_normaliser)
   view = StudentView(
     log_prob=divergences.floored(target_log_prob),
-    entropy=shard.own(scan.statistics.entropy),
+    entropy=shard.own(entropy),
     support=support_log_probs,
   )
-  return _Student(scan, shard.gather(ids), target_log_prob, view)
+  return _Student(scan, log_normaliser, entropy, shard.gather(ids), target_log_prob, view)
 
 
 def _largest_of_all(chunk: _Chunk, largest: Largest) -> Largest:
@@ -389,19 +392,20 @@ def _scan_teacher(chunk: _Chunk, ids: jax.Array) -> tuple[TeacherView, jax.Array
     ids=ids,
     keep_logits=chunk.over_vocabulary,
   )
-  log_normaliser, maximum = shard.own(scan.statistics.log_normaliser), shard.own(scan.statistics.maximum)
+  log_normaliser, maximum = scan.statistics.log_normaliser, shard.own(scan.statistics.maximum)
+  own_normaliser = shard.own(log_normaliser)
   logits = shard.own_total(scan.gathered)
   view = TeacherView(
-    entropy=shard.own(scan.statistics.entropy), log_prob=divergences.floored(logits[:, -1] - log_normaliser)
+    entropy=shard.own(scan.statistics.entropy), log_prob=divergences.floored(logits[:, -1] - own_normaliser)
   )
   if ids.shape[1] > 1:
     # Up to rounding: compilers may compute the two in different ways.
     threshold = maximum - 1e-5 * (1.0 + jnp.abs(maximum))
     view = view.replace(
-      support=logits[:, :-1] - log_normaliser[:, None],
+      support=logits[:, :-1] - own_normaliser[:, None],
       top1_in_support=(logits[:, :-1].max(-1) >= threshold).astype(chunk.dtype),
     )
-  log_probs = scan.logits - scan.statistics.log_normaliser[:, None] if chunk.over_vocabulary else None
+  log_probs = scan.logits - log_normaliser[:, None] if chunk.over_vocabulary else None
   return view, log_probs
 
 
@@ -430,14 +434,13 @@ def _external_teacher(chunk: _Chunk) -> TeacherView:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _pair_of_blocks(student: VocabScan, teacher_log_probs: jax.Array):
+def _pair_of_blocks(student: _Student, teacher_log_probs: jax.Array):
   """Return the function from a block of entries to the log-probs [C, W] of student and teacher."""
-  log_normaliser = student.statistics.log_normaliser
 
   def log_probs_of(start: jax.Array | int, size: int) -> tuple[jax.Array, jax.Array]:
-    student_logits = lax.dynamic_slice_in_dim(student.logits, start, size, axis=1)
+    student_logits = lax.dynamic_slice_in_dim(student.scan.logits, start, size, axis=1)
     return (
-      student_logits - log_normaliser[:, None],
+      student_logits - student.log_normaliser[:, None],
       lax.dynamic_slice_in_dim(teacher_log_probs, start, size, axis=1),
     )
 
@@ -501,10 +504,10 @@ def _gradients(
 
   def gradients_of(start: jax.Array | int, size: int) -> jax.Array:
     logits = lax.dynamic_slice_in_dim(scan.logits, start, size, axis=1)
-    log_probs = logits - scan.statistics.log_normaliser[:, None]
+    log_probs = logits - student.log_normaliser[:, None]
     factor = slope_total[:, None]
     if entropy_slope is not None:
-      factor = factor + entropy_slope[:, None] * (jnp.maximum(log_probs, -1e30) + scan.statistics.entropy[:, None])
+      factor = factor + entropy_slope[:, None] * (jnp.maximum(log_probs, -1e30) + student.entropy[:, None])
     gradients = -jnp.exp(log_probs) * factor
     if log_probs_of is not None:
       block_slopes = divergences.divergence_slopes(*log_probs_of(start, size), chunk.alpha)
