@@ -136,6 +136,15 @@ def test_unknown_setting_in_a_saved_config_is_named():
     from_dict({'actor': {'new_thing': 1}})
 
 
+def test_a_run_saved_before_a_setting_existed_had_its_default():
+  config = Config()
+  saved = json.loads(config.to_json())
+  del saved['actor']['self_distillation']['teacher_restart_interval']
+  assert differences(saved, config) == []
+  config.actor.self_distillation.teacher_restart_interval = 7
+  assert differences(saved, config) == ['actor.self_distillation.teacher_restart_interval was None and is now 7']
+
+
 def test_differences_name_what_changes_learning_and_only_that():
   saved = json.loads(valid().to_json())
   config = valid()

@@ -47,8 +47,11 @@ RESUMABLE = (
 
 
 def differences(saved: dict[str, Any], config: Config) -> list[str]:
-  """Return a phrase for every setting, `RESUMABLE` ones aside, in which `config` differs from a saved run's JSON."""
-  old, new = flatten(saved), flatten(config)
+  """Return a phrase for every setting, `RESUMABLE` ones aside, in which `config` differs from a saved run's JSON.
+
+  A run that was saved before a setting existed had what is now its default.
+  """
+  old, new = flatten(Config()) | flatten(saved), flatten(config)
   return [
     f'{key} was {old.get(key, "not there")!r} and is now {new.get(key, "not there")!r}'
     for key in sorted(old.keys() | new.keys())
