@@ -88,17 +88,17 @@ def init(
 
 
 def slots(cache: KVCache | Recent) -> int:
-  """Slots of a row."""
+  """Returns the number of slots of a row."""
   return jax.tree.leaves(cache.stores.values)[0].shape[-2]
 
 
 def store_rows(cache: KVCache) -> int:
-  """Rows of the stores, those that are no longer in use included."""
+  """Returns the number of rows of the stores, those that are no longer in use included."""
   return jax.tree.leaves(cache.stores.values)[0].shape[-4]
 
 
 def axes(cache: KVCache) -> KVCache:
-  """For every array the logical axes of its dimensions ('rows', 'kv_heads' or None), in the form of the cache."""
+  """Returns the logical axes of every array's dimensions ('rows', 'kv_heads' or None), in the form of the cache."""
 
   def names(leaf: jax.Array) -> tuple[str | None, ...]:
     leading = {1: ('rows',), 4: ('rows', 'kv_heads'), 5: (None, 'rows', 'kv_heads')}.get(leaf.ndim, ())

@@ -40,14 +40,14 @@ class DecoderConfig(Sizes, Protocol):
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-  """x · rsqrt(mean x² + eps) · weight over the last axis, in float32, returned in the dtype of x."""
+  """Returns x · rsqrt(mean x² + eps) · weight over the last axis, computed in float32, in the dtype of x."""
   y = x.astype(jnp.float32)
   y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
   return (y * jnp.expand_dims(weight.astype(jnp.float32), tuple(range(x.ndim - 1)))).astype(x.dtype)
 
 
 def rotation(positions: jax.Array, head_dim: int, theta: float) -> jax.Array:
-  """The rotary embedding of positions [B, S] as matrices [B, S, 2, 2, head_dim / 2] float32.
+  """Returns the rotary embedding of positions [B, S] as matrices [B, S, 2, 2, head_dim / 2] float32.
 
   Pair i of a head's numbers, (x[i], x[i + head_dim / 2]), is turned by the angle position · theta^(−2i / head_dim):
   number a of the result is the sum over b of [..., a, b, i] times number b.
@@ -62,7 +62,7 @@ def rotation(positions: jax.Array, head_dim: int, theta: float) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rotate(x: jax.Array, matrices: jax.Array, halves: bool = False) -> jax.Array:
-  """Rotary embedding of x [B, S, H, head_dim] by (scaled) matrices from `rotation`, in float32, in the dtype of x.
+  """Rotates x [B, S, H, head_dim] by (scaled) matrices from `rotation`, in float32, in the dtype of x.
 
   Constant matrices: no gradient goes to them. `halves` swaps the halves of a head as whole vectors, which suits the
   lanes of a TPU; sums of broadcast products suit a CPU, which takes several times as long to concatenate.
@@ -91,7 +91,7 @@ rotate.defvjp(_rotate_forward, _rotate_backward)
 
 
 def project(x: jax.Array, weight: jax.Array, inputs: int = 1) -> jax.Array:
-  """x [..., *in] · weight [*in, *out] over `inputs` axes; accumulates in float32, returns the dtype of x."""
+  """Returns x [..., *in] · weight [*in, *out] over `inputs` axes; accumulates in float32, in the dtype of x."""
   size = math.prod(weight.shape[:inputs])
   y = _product(x.reshape(*x.shape[: x.ndim - inputs], size), weight.reshape(size, -1))
   return y.reshape(*y.shape[:-1], *weight.shape[inputs:])
@@ -99,7 +99,7 @@ def project(x: jax.Array, weight: jax.Array, inputs: int = 1) -> jax.Array:
 
 @jax.custom_vjp
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
-  """x [..., in] · weight [in, out]."""
+  """Returns x [..., in] · weight [in, out]."""
   return _dot(x, weight, ((x.ndim - 1,), (0,)))
 
 
@@ -135,7 +135,7 @@ class Attention(nnx.Module):
       self.value_bias, self.output_bias = make('value_bias'), make('output_bias')
 
   def heads(self, x: jax.Array, matrices: jax.Array, halves: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rotated and scaled queries [B, S, H, head_dim], rotated keys and values [B, S, KV, head_dim] of x [B, S, D]."""
+    """Returns queries [B, S, H, head_dim], rotated and scaled, and rotated keys and values [B, S, KV, head_dim]."""
     query, key, value = project(x, self.query[...]), project(x, self.key[...]), project(x, self.value[...])
     if self.config.attention_bias:
       query = query + self.query_bias[...][None, None]
@@ -148,7 +148,7 @@ class Attention(nnx.Module):
     return query, key, value
 
   def merge(self, mixed: jax.Array) -> jax.Array:
-    """[B, S, D] of the heads' outputs [B, S, H, head_dim]."""
+    """Returns [B, S, D] from the heads' outputs [B, S, H, head_dim]."""
     y = project(mixed, self.output[...], inputs=2)
     return y + self.output_bias[...][None, None] if self.config.attention_bias else y
 
@@ -173,7 +173,7 @@ class Block(nnx.Module):
     self.mlp = Mlp(lambda name: make(f'mlp.{name}'))
 
   def __call__(self, x: jax.Array, matrices: jax.Array, halves: bool, mix: Callable) -> tuple[jax.Array, Any]:
-    """x [B, S, D] after the layer, and what `mix(query, key, value) -> (mixed, extra)` returned beside its output."""
+    """Returns x [B, S, D] after the layer, and `extra` of `mix(query, key, value) -> (mixed, extra)`."""
     normed = rms_norm(x, self.attention_norm[...], self.config.norm_eps)
     query, key, value = self.attention.heads(normed, matrices, halves)
     mixed, extra = mix(query, key, value)
@@ -194,7 +194,7 @@ class Decoder(nnx.Module):
       self.unembedding = make('unembedding')
 
   def output_matrix(self) -> jax.Array:
-    """[V, D], the embedding itself where tied."""
+    """Returns the unembedding [V, D], the embedding itself where tied."""
     return (self.embedding if self.config.tied else self.unembedding)[...]
 
   def __call__(
@@ -207,7 +207,7 @@ class Decoder(nnx.Module):
     remat: str,
     backend: AttentionBackend,
   ) -> tuple[jax.Array, kv_cache.KVCache | None]:
-    """Final hidden states [B, S, D] and the updated cache; arguments as in `DecoderPolicy.apply`."""
+    """Returns final hidden states [B, S, D] and the updated cache; arguments as in `DecoderPolicy.apply`."""
     config = self.config
     matrices = rotation(positions, config.head_dim, config.rope_theta)
     # A cache without recent tokens is to be filled by these: what they attend to is themselves.
@@ -317,7 +317,7 @@ class Decoder(nnx.Module):
 
   @staticmethod
   def _held(segment_ids, cache):
-    """(first position, slots filled), each [B] int32, of the cache and its recent tokens, new ones included.
+    """Returns (first position, slots filled), each [B] int32, of the cache and its recent tokens, new ones included.
 
     A row whose tokens are all padding reads nothing.
     """
@@ -328,8 +328,10 @@ class Decoder(nnx.Module):
 
 
 def _remat(layer: Callable, remat: str) -> Callable:
-  """Returns the layer with what its backward pass recomputes: 'none', 'full' (all), 'save_attention' (all but attention),
-  'dots' (all but matrix products)."""
+  """Returns the layer with what its backward pass recomputes.
+
+  'none', 'full' (all), 'save_attention' (all but attention) or 'dots' (all but matrix products).
+  """
   if remat == 'none':
     return layer
   saved = {

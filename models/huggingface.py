@@ -42,7 +42,7 @@ IGNORED = ('rotary_emb.inv_freq', 'attn.masked_bias')
 def load(
   path: str | os.PathLike, config: ModelConfig, mesh: jax.sharding.Mesh | None = None
 ) -> tuple[DecoderPolicy, Tree]:
-  """The policy and its float32 parameters from a model directory (one or several safetensors files).
+  """Loads the policy and its float32 parameters from a model directory (one or several safetensors files).
 
   Files are memory-mapped, and a process reads of every tensor the blocks that its devices hold, each once: beside the
   result it holds its share of one stacked parameter at a time.
@@ -67,7 +67,7 @@ def load(
 
 
 def read_policy(path: str | os.PathLike, config: ModelConfig) -> DecoderPolicy:
-  """The policy that a directory's config.json describes; reads no weights.
+  """Returns the policy that a directory's config.json describes; reads no weights.
 
   It computes attention in the way that runs anywhere; `DecoderPolicy.on` chooses the kernels of its devices.
 
@@ -79,7 +79,7 @@ def read_policy(path: str | os.PathLike, config: ModelConfig) -> DecoderPolicy:
 
 
 def describe(config_json: dict[str, Any], config: ModelConfig) -> DecoderPolicy:
-  """The policy that the contents of a config.json describe."""
+  """Returns the policy that the contents of a config.json describe."""
   return _policy(_read_config(config_json), config)
 
 
@@ -98,7 +98,7 @@ def _policy(model: DecoderConfig, config: ModelConfig) -> DecoderPolicy:
 
 
 def init(config_json: dict[str, Any], rng: jax.Array, config: ModelConfig | None = None) -> tuple[DecoderPolicy, Tree]:
-  """A policy with random float32 parameters, from the contents of a config.json.
+  """Returns a policy with random float32 parameters, from the contents of a config.json.
 
   Args:
     config_json: contents of a config.json; initializer_range is the standard deviation.
@@ -155,7 +155,7 @@ def save(
 
 
 def resolve(path: str | os.PathLike) -> pathlib.Path:
-  """The local model directory that `path` names: itself, a copy of gs://…, or the hub's snapshot of organisation/model.
+  """Returns the local directory that `path` names: itself, a copy of gs://…, or the hub's snapshot of a name.
 
   A path whose parent directory exists, or that is written as one (/…, ./…, ~/…), never reaches for the network.
 
@@ -183,7 +183,7 @@ def resolve(path: str | os.PathLike) -> pathlib.Path:
 
 
 def read_json(root: pathlib.Path, name: str) -> dict[str, Any]:
-  """The JSON object in a file of a model directory.
+  """Returns the JSON object in a file of a model directory.
 
   Raises:
     UserError: the file is missing or does not hold a JSON object.
@@ -217,7 +217,7 @@ def _files(root: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _open(root: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
-  """Tensor name -> the open file that holds it."""
+  """Returns the open file that holds each tensor, by name."""
   tensors = {}
   for file in _files(root):
     try:
@@ -269,7 +269,7 @@ def _read(parameter: parameters.Parameter, tensors: dict[str, Any], mesh: jax.sh
 def _gather(
   parameter: parameters.Parameter, tensors: dict[str, Any], blocks: list[parameters.Block]
 ) -> list[np.ndarray]:
-  """Blocks of a parameter; only what they hold is read, layer by layer, as it lies in the files."""
+  """Reads blocks of a parameter; only what they hold is read, layer by layer, as it lies in the files."""
   outputs = [np.empty([stop - start for start, stop in block], parameter.dtype) for block in blocks]
   for layer in range(parameter.layers):
     name = parameter.huggingface_name(layer)
@@ -283,7 +283,7 @@ def _gather(
 
 
 def _copy_companions(source: pathlib.Path, target: pathlib.Path) -> None:
-  """Everything that is not weights: tokenizer, chat template, generation_config.json, licence."""
+  """Copies everything that is not weights: tokenizer, chat template, generation_config.json, licence."""
   weights = ('.safetensors', '.safetensors.index.json', '.bin', '.bin.index.json', '.pt', '.pth', '.gguf', '.onnx')
   for file in source.iterdir():
     if file.is_file() and not file.name.startswith('.') and not file.name.endswith(weights):

@@ -23,8 +23,8 @@ class Parameter:
 
   Its Hugging Face tensors are the slices along the leading 'layers' axis, where it has one. A Hugging Face matrix is
   [out, in]; `transpose` says that ours has the inputs first. After that, a reshape gives our shape, in which heads
-  have an axis of their own. Leading rows that a Hugging Face matrix does not have pad the vocabulary: they are zero at
-  first and are not exported.
+  have an axis of their own. Entries behind those of a Hugging Face matrix pad the vocabulary: they are zero at first
+  and are not exported.
   """
 
   path: Path  # Keys in the nested parameter dict.
@@ -46,7 +46,7 @@ class Parameter:
 
   @property
   def padding(self) -> int:
-    """Leading rows that the Hugging Face tensor does not have."""
+    """Entries of the vocabulary that the Hugging Face tensor does not have, behind those that it has."""
     return 0 if self.stacked else self.shape[0] - math.prod(self.huggingface_shape) // math.prod(self.shape[1:])
 
   @property
@@ -62,7 +62,7 @@ class Parameter:
     return self.huggingface.format(layer=layer)
 
   def from_huggingface(self, tensor: Any, block: Block) -> np.ndarray:
-    """A block of one Hugging Face tensor in our layout (without the layers axis), in its own dtype.
+    """Returns a block of one Hugging Face tensor in our layout (without the layers axis), in its own dtype.
 
     An axis of the tensor is one of our axes, or several, the first of which varies slowest: bounds on that one are
     bounds on the tensor's axis. Only this part is asked for; the other axes (what is within a head) are cut after it.
@@ -92,7 +92,7 @@ class Parameter:
     return part.reshape(covered)[tuple(cuts)]
 
   def to_huggingface(self, array: np.ndarray) -> np.ndarray:
-    """The inverse of `from_huggingface`, contiguous."""
+    """Inverts `from_huggingface`; the result is contiguous."""
     array = array[: array.shape[0] - self.padding]
     matrix = array.reshape(self.huggingface_shape[::-1] if self.transpose else self.huggingface_shape)
     return np.ascontiguousarray(matrix.T if self.transpose else matrix)
@@ -134,7 +134,7 @@ def _holds(tree: Tree, path: Path) -> bool:
 
 
 def get(tree: Tree, path: Path) -> Any:
-  """The leaf of a nested dict at `path`."""
+  """Returns the leaf of a nested dict at `path`."""
   for key in path:
     tree = tree[key]
   return tree
@@ -163,7 +163,7 @@ def _merge(base: Tree, trainable: Tree, path: tuple[Any, ...]) -> Tree:
 
 
 def nest(leaves: Iterable[tuple[Path, Any]]) -> Tree:
-  """A nested dict from (path, leaf) pairs."""
+  """Returns a nested dict of (path, leaf) pairs."""
   tree: Tree = {}
   for path, leaf in leaves:
     node = tree
@@ -174,32 +174,32 @@ def nest(leaves: Iterable[tuple[Path, Any]]) -> Tree:
 
 
 def map_table(function: Callable[[Parameter], Any], table: Table) -> Tree:
-  """The nested dict of function(parameter): shapes, logical axes, shardings, arrays …"""
+  """Returns the nested dict of function(parameter): shapes, logical axes, shardings, arrays …"""
   return nest((parameter.path, function(parameter)) for parameter in table)
 
 
 def map_tree(function: Callable[[Parameter, Any], Any], table: Table, tree: Tree) -> Tree:
-  """The nested dict of function(parameter, leaf of `tree`)."""
+  """Returns the nested dict of function(parameter, leaf of `tree`)."""
   return nest((parameter.path, function(parameter, get(tree, parameter.path))) for parameter in table)
 
 
 def abstract(table: Table) -> Tree:
-  """The tree of jax.ShapeDtypeStruct that the table describes."""
+  """Returns the tree of jax.ShapeDtypeStruct that the table describes."""
   return map_table(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.dtype(p.dtype)), table)
 
 
 def logical_axes(table: Table) -> Tree:
-  """The tree of logical axis names (a tuple per parameter)."""
+  """Returns the tree of logical axis names (a tuple per parameter)."""
   return map_table(lambda p: p.axes, table)
 
 
 def count(table: Table) -> int:
-  """Number of scalars."""
+  """Returns the number of scalars in all parameters of the table."""
   return sum(math.prod(p.shape) for p in table)
 
 
 def initialise(table: Table, rng: jax.Array, scale: float) -> Tree:
-  """Random parameters: normal with standard deviation `scale` for matrices, ones for norms, zeros for biases.
+  """Draws random parameters: normal with standard deviation `scale` for matrices, ones for norms, zeros for biases.
 
   Drawn on the host (a compiled generator per shape would take longer than it saves), each array from its own stream
   of the key `rng`.

@@ -107,12 +107,11 @@ class Policy(Protocol):
     ...
 
   def init_cache(self, batch_size: int, length: int, quantized: bool = False) -> KVCache:
-    """Returns an empty cache of `length` slots for each of `batch_size` rows, in compute dtype or (`quantized`) int8."""
+    """Returns an empty cache of `length` slots for each of `batch_size` rows, compute dtype or (`quantized`) int8."""
     ...
 
   def with_recent(self, cache: KVCache, length: int) -> KVCache:
-    """Returns the cache with room for `length` more tokens in every row, which `models.cache.commit` moves behind
-    those of each."""
+    """Returns the cache with room for `length` more tokens in every row, until `models.cache.commit` is called."""
     ...
 
 

@@ -25,7 +25,7 @@ def is_remote(path: str | os.PathLike) -> bool:
 
 @functools.cache
 def fetch(address: str, patterns: Sequence[str]) -> pathlib.Path:
-  """The local copy of a remote model directory, made or renewed where it lacks a file or one has another size.
+  """Returns the local copy of a remote model directory, made or renewed where it lacks a file or one has another size.
 
   It is in $SDPO_MODELS, or ~/.cache/sdpo_jax/models, and appears there only when it is complete.
 

@@ -16,7 +16,7 @@ Tokenizer = Any  # transformers.PreTrainedTokenizerBase; imported lazily, since 
 
 
 def load(path: str | os.PathLike, vocab_size: int | None = None) -> Tokenizer:
-  """The tokenizer of a model directory, with its chat template (tokenizer_config.json or chat_template.jinja).
+  """Loads the tokenizer of a model directory, with its chat template (tokenizer_config.json or chat_template.jinja).
 
   Args:
     path: model directory or hub name.
@@ -52,7 +52,7 @@ def load(path: str | os.PathLike, vocab_size: int | None = None) -> Tokenizer:
 
 
 def stop_token_ids(path: str | os.PathLike, tokenizer: Tokenizer) -> tuple[int, ...]:
-  """Token ids that end a completion.
+  """Returns the token ids that end a completion.
 
   The eos_token_id of generation_config.json (an id or a list), or of config.json where the former says nothing, as
   transformers.generate takes them; then the tokenizer's own end-of-sequence token.

@@ -271,7 +271,7 @@ def test_the_decoding_kernel_is_the_plain_formula(quantized, window, block, monk
 @pytest.mark.parametrize('layers', [2, SHALLOW + 1], ids=['shallow', 'deep'])
 @pytest.mark.parametrize('mesh', [None, (4, 2)], ids=['one device', 'eight devices'])
 def test_the_kernels_of_a_tpu_sample_the_tokens_of_the_plain_path(layers, mesh):
-  """Prefill, rows of different lengths, recent tokens committed midway: greedy tokens are equal, log-probs within 1e-5."""
+  """Prefill, rows of different lengths, a commit midway: greedy tokens are equal, log-probs within 1e-5."""
   windows = dict(use_sliding_window=True, sliding_window=7, max_window_layers=1)
   plain, params = huggingface.init(CONFIG | windows | {'num_hidden_layers': layers}, jax.random.key(0))
   mesh = None if mesh is None else make_mesh(MeshConfig(*mesh))

@@ -65,7 +65,7 @@ class AttentionBackend:
   def shard(
     self, function: Callable[..., Any], in_specs: Sequence[Sequence[Any]], out_specs: Any
   ) -> Callable[..., Any]:
-    """Returns `function` on each device's part of its arguments; `in_specs`: per argument, a mesh axis per dimension."""
+    """Returns `function` on each device's part of its arguments, given a mesh axis per dimension of each."""
     if not self.divided:
       return function
     specs = tuple(PartitionSpec(*spec) for spec in in_specs)

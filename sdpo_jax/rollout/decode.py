@@ -56,7 +56,7 @@ class _Loop:
 def prefill(
   policy: Policy, base: Tree, trainable: Tree, tokens: jax.Array, lengths: jax.Array, *, quantized: bool = False
 ) -> KVCache:
-  """The caches of prompts, in which all of a prompt but its last token went through the model.
+  """Makes the caches of prompts, in which all of a prompt but its last token went through the model.
 
   The last token of a prompt is the first that `advance` puts in, so that a token is drawn in one place only and a
   prefill needs no logits.
@@ -146,7 +146,7 @@ def advance(
 
 
 def logits(hidden: jax.Array, unembedding: jax.Array, vocab_size: int) -> jax.Array:
-  """[B, V] float32 of hidden [B, D] and unembedding [V, D]; −inf from entry `vocab_size` on, which are no tokens."""
+  """Returns [B, V] float32 of hidden [B, D] and unembedding [V, D]; −inf from entry `vocab_size` on."""
   precision = lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
   scores = jnp.einsum('bd,vd->bv', hidden, unembedding, precision=precision, preferred_element_type=jnp.float32)
   if unembedding.shape[0] == vocab_size:

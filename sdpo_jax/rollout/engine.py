@@ -78,7 +78,7 @@ class Sampler:
     quantized: bool = False,
     resized: bool = True,
   ):
-    """A sampler of `policy`.
+    """Makes a sampler of `policy`.
 
     Args:
       policy: the language model.
@@ -120,7 +120,7 @@ class Sampler:
     on_finished: Callable[[Completion], None] | None = None,
     **options: Unpack[SamplingOptions],
   ) -> Rollouts:
-    """`n` completions of each prompt, in order.
+    """Samples `n` completions of each prompt, in order.
 
     Args:
       base: frozen parameters.
@@ -169,7 +169,7 @@ class Sampler:
     prompt_token_ids: Sequence[Sequence[int]],
     **options: Unpack[SamplingOptions],
   ) -> Iterator[Completion]:
-    """Completions as they finish; the next steps are under way while the caller looks at one.
+    """Yields completions as they finish; the next steps are under way while the caller looks at one.
 
     Args:
       base: frozen parameters.
@@ -223,7 +223,7 @@ class Sampler:
     return Request(prompts, lengths, np.asarray(widths), n, of_samples, self._stop_ids, room, seed, step)
 
   def _check_prompts(self, lengths: np.ndarray) -> list[int]:
-    """The bucket of each prompt."""
+    """Returns the bucket of each prompt."""
     if not len(lengths):
       raise UserError('There is no prompt to sample from: check that data.train_files / data.val_files hold rows.')
     widths = []
@@ -241,7 +241,7 @@ class Sampler:
     return widths
 
   def _check_max_tokens(self, max_tokens: np.ndarray) -> int:
-    """The bucket of the completions."""
+    """Returns the bucket of the completions."""
     if int(max_tokens.min()) < 1:
       raise UserError(f'max_tokens must be at least 1, not {int(max_tokens.min())}.')
     most = int(max_tokens.max())
@@ -254,7 +254,7 @@ class Sampler:
     return room
 
   def _stream(self, base: Tree, trainable: Tree, request: Request, drafts: bool = False) -> Iterator[Any]:
-    """Completions, among `drafts` if these are wanted."""
+    """Yields completions and, with `drafts`, what is drawn of the others."""
     parameters = self._functions.prepare(base, trainable)
     slots = Slots(self._functions, parameters, request, self._max_batch_rows, self._chunk, self._resized)
     self.stats = slots.stats
@@ -276,8 +276,8 @@ class Sampler:
   def _end(self, tokens: np.ndarray, checked: int, done: bool) -> int | None:
     """Returns how many leading tokens of a sample a stop string leaves, None if none has appeared.
 
-    Of a sample that runs on only the tail beyond `checked` tokens is looked at. Once it is done its whole text is, which
-    alone decides where it ends, so that the number of tokens between looks changes nothing.
+    Of a sample that runs on, only the tail beyond `checked` tokens is looked at. Once it is done its whole text is,
+    which alone decides where it ends, so that the number of tokens between looks changes nothing.
     """
     if not self._stops:
       return None

@@ -29,7 +29,7 @@ class SamplerFunctions:
   that no row ever moves to another.
   """
 
-  prepare: Callable[[Tree, Tree], tuple[Tree, Tree]]  # (base, trainable), once a batch of rollouts.
+  prepare: Callable[[Tree, Tree], tuple[Tree, Tree]]  # (base, trainable), once per batch of rollouts.
   prefill: Callable[..., KVCache]  # `decode.prefill` without the policy.
   empty: Callable[..., KVCache]  # (*, rows, slots), rows of all shards.
   # `models.cache.copy_rows` in each shard: source and target [rows], count [S]; takes over the buffers of the first.
@@ -63,9 +63,9 @@ class Placed:
 
 @functools.cache
 def sampler_functions(policy: Policy, mesh: Mesh | None, quantized: bool = False) -> SamplerFunctions:
-  """The functions that sample from a policy with a cache in compute dtype or int8; samplers of the same kind share them.
+  """Returns the functions that sample from a policy with a cache in compute dtype or int8; samplers alike share them.
 
-  On a mesh, rows are divided over its `fsdp` axis, and parameters are gathered over that axis once a batch of rollouts
+  On a mesh, rows are divided over its `fsdp` axis, and parameters are gathered over that axis once per batch
   (they stay divided over `tensor`): a loop that gathered them at every step would do little else.
   """
   divided = mesh is not None and mesh.size > 1
@@ -120,7 +120,7 @@ def sampler_functions(policy: Policy, mesh: Mesh | None, quantized: bool = False
 
 
 def cache_shardings(mesh: Mesh, cache: KVCache) -> KVCache:
-  """Where the arrays of a cache lie: rows over `fsdp`, heads over `tensor` if it divides them."""
+  """Returns where the arrays of a cache lie: rows over `fsdp`, heads over `tensor` if it divides them."""
 
   def place(leaf: Any, axes: tuple[str | None, ...]) -> NamedSharding:
     names = [FSDP if axis == 'rows' else RULES.get(axis) for axis in axes]
@@ -133,7 +133,7 @@ def cache_shardings(mesh: Mesh, cache: KVCache) -> KVCache:
 
 
 def _in_each_shard(mesh: Mesh, function: Callable[..., KVCache]) -> Callable[..., KVCache]:
-  """A function of caches and arrays of rows, of which the first is returned anew, on each shard's own rows.
+  """Returns the function of caches and arrays of rows, which returns the first anew, on each shard's own rows.
 
   How heads lie over `tensor` is left to the compiler.
   """
@@ -183,7 +183,7 @@ def _prepare(policy: Policy, mesh: Mesh) -> Placed:
 
 
 def _without_fsdp(parameters: Tree) -> tuple[PartitionSpec, ...]:
-  """How each parameter is divided over the other axes."""
+  """Returns how each parameter is divided over the other axes."""
 
   def drop(entry: Any) -> Any:
     names = tuple(name for name in (entry if isinstance(entry, tuple) else (entry,)) if name not in (FSDP, None))

@@ -23,14 +23,14 @@ class Queue:
   """
 
   def __init__(self, prompts: Sequence[int], n: int, shards: int):
-    """A queue of n samples each of `prompts`, in this order."""
+    """Makes a queue of n samples each of `prompts`, in this order."""
     self._waiting = collections.deque(_Unit(prompt, 0, n) for prompt in prompts)
     self._units: list[_Unit | None] = [None] * shards
     self._n = n
     self.left = len(self._waiting) * n
 
   def take(self, shard: int) -> tuple[int, int] | None:
-    """(prompt, sample) for a free slot of the shard, None if no sample is left; sample = prompt · n + completion."""
+    """Returns (prompt, sample = prompt · n + completion) for a free slot of the shard, None if no sample is left."""
     if not self.left:
       return None
     unit = self._units[shard]
@@ -43,7 +43,7 @@ class Queue:
     return unit.prompt, sample
 
   def holds(self, shard: int, prompt: int) -> bool:
-    """Whether samples of the prompt wait in the shard."""
+    """Says whether samples of the prompt wait in the shard."""
     unit = self._units[shard]
     return unit is not None and unit.prompt == prompt
 

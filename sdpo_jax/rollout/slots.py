@@ -27,7 +27,7 @@ RECORDS = ('sampling_log_probs', 'model_log_probs', 'entropy')
 
 
 def row_counts(rows: int, few: bool = False) -> tuple[int, ...]:
-  """Slots that a shard may have, ascending: powers of two below `rows`, and `rows`.
+  """Returns how many slots a shard may have, ascending: powers of two below `rows`, and `rows`.
 
   With `few`: an eighth, a quarter and a half of `rows`, and `rows`.
   """
@@ -37,7 +37,7 @@ def row_counts(rows: int, few: bool = False) -> tuple[int, ...]:
 
 
 def cache_capacities(most: int, only: bool = False) -> tuple[int, ...]:
-  """Tokens that a row of the cache may hold, ascending: `most`, ¾, ½, ⅜ … of it, while not below SMALLEST_CACHE.
+  """Returns how many tokens a row of the cache may hold, ascending: `most`, ¾, ½, ⅜ … of it from SMALLEST_CACHE on.
 
   With `only`, `most` alone.
   """
@@ -46,12 +46,12 @@ def cache_capacities(most: int, only: bool = False) -> tuple[int, ...]:
 
 
 def shard_rows(samples: int, max_rows: int, shards: int) -> int:
-  """Slots of each shard when there are `samples` to draw and `max_rows` slots at most; at least one."""
+  """Returns the slots of each shard when there are `samples` to draw and `max_rows` slots at most; at least one."""
   return max(min(math.ceil(samples / shards), max_rows // shards), 1)
 
 
 def closed_up(held: np.ndarray, rows: int) -> np.ndarray:
-  """[rows] which slot each of the first `rows` slots takes over: its own, or where it is free, one of `held` behind."""
+  """Returns [rows] the slot that each of the first `rows` takes over: its own or, where free, one of `held` behind."""
   source = np.arange(rows)
   behind = held[held >= rows]
   source[np.setdiff1d(source, held)[: len(behind)]] = behind
@@ -59,7 +59,7 @@ def closed_up(held: np.ndarray, rows: int) -> np.ndarray:
 
 
 def pieces(count: int) -> list[int]:
-  """Powers of two that add up to `count`, the largest first."""
+  """Returns powers of two that add up to `count`, the largest first."""
   return [2**i for i in reversed(range(count.bit_length())) if count >> i & 1]
 
 
@@ -106,7 +106,7 @@ class Slots:
     chunk: int,
     resized: bool = True,
   ):
-    """Slots for at most `max_rows` samples, which draw at most `chunk` tokens between two looks.
+    """Makes slots for at most `max_rows` samples, which draw at most `chunk` tokens between two looks.
 
     Unless `resized`, the cache has its largest capacity from the beginning and keeps all rows to the end.
     """
@@ -210,7 +210,7 @@ class Slots:
     return finished
 
   def running(self) -> list[tuple[int, np.ndarray]]:
-    """(sample, tokens so far) of each sample that has a slot."""
+    """Returns (sample, tokens so far) of each sample that has a slot."""
     live = np.flatnonzero(self._sample >= 0).tolist()
     return [(int(self._sample[slot]), self._tokens[slot, : self._drawn[slot]].copy()) for slot in live]
 
@@ -240,7 +240,7 @@ class Slots:
     self.stats.prompts += len(missing)
 
   def _fit(self) -> np.ndarray:
-    """Sees to it that the cache has the size that it should have; returns where each slot is afterwards."""
+    """Gives the cache the size that it should have; returns where each slot is afterwards."""
     shards, before = self._functions.shards, self._per_shard
     live = self._sample >= 0
     of_shard = [np.flatnonzero(slots) for slots in live.reshape(shards, before)]

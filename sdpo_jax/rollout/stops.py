@@ -15,7 +15,7 @@ class Tokenizer(Protocol):
 
 
 def to_text(tokenizer: Tokenizer, tokens: Sequence[int], *, special: bool = False) -> str:
-  """The decoded tokens, as they are (no clean-up of spaces), without special tokens unless `special`."""
+  """Returns the decoded tokens, as they are (no clean-up of spaces), without special tokens unless `special`."""
   return tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
 
@@ -40,11 +40,11 @@ class StopStrings:
     return any(stop in text for stop in self._stop)
 
   def may_end(self, tokens: np.ndarray, checked: int) -> bool:
-    """Whether a stop string may end after the first `checked` tokens: a look at the tail alone, for running rows."""
+    """Says whether a stop string may end after the first `checked` tokens, by the tail alone."""
     return self._within(tokens[max(0, checked - self._reach) :].tolist())
 
   def find(self, tokens: Sequence[int]) -> int | None:
-    """The smallest number of leading tokens whose text contains a stop string, or None."""
+    """Returns the smallest number of leading tokens whose text contains a stop string, or None."""
     if not self._stop or not self._within(tokens):
       return None
     low, high = 1, len(tokens)
