@@ -53,7 +53,10 @@ KERNELS = {'splash': AttentionBackend('splash', interpret=True), 'cudnn': Attent
 
 def tensors(rows, length, seed=0, heads=HEADS, kv_heads=KV_HEADS):
   generator = np.random.default_rng(seed)
-  draw = lambda count: generator.standard_normal((rows, length, count, HEAD_DIM)).astype(np.float32)
+
+  def draw(count):
+    return generator.standard_normal((rows, length, count, HEAD_DIM)).astype(np.float32)
+
   return draw(heads), draw(kv_heads), draw(kv_heads)
 
 
@@ -109,7 +112,10 @@ def test_every_lowering_is_the_plain_formula(name, window, segments):
   arrays = tensors(*segments.shape)
   real = segments > 0
   windows = (0, window) if window else (0,)
-  run = lambda *arrays: whole(backend, *arrays, segments, windows, len(windows) - 1)
+
+  def run(*arrays):
+    return whole(backend, *arrays, segments, windows, len(windows) - 1)
+
   ours = with_gradients(run, real, *arrays)
   np.testing.assert_allclose(ours[0], plain(*arrays, segments, window), atol=2e-6)
   expected = with_gradients(lambda *arrays: masked_formula(*arrays, segments, window), real, *arrays)
@@ -134,7 +140,10 @@ def test_a_segment_sees_its_parent_too(name, mesh):
   if mesh is not None:
     backend = dataclasses.replace(backend, mesh=make_mesh(MeshConfig(*mesh), jax.devices()[:4]))
   arrays, real = tensors(*FAMILIES.shape), FAMILIES > 0
-  run = lambda *arrays: whole(backend, *arrays, FAMILIES, parents=PARENTS)
+
+  def run(*arrays):
+    return whole(backend, *arrays, FAMILIES, parents=PARENTS)
+
   out = np.asarray(jax.jit(run)(*arrays))
   assert np.isfinite(out).all()
   np.testing.assert_allclose(out * real[:, :, None, None], plain(*arrays, FAMILIES, 0, PARENTS), atol=2e-6)
@@ -167,7 +176,10 @@ def test_a_mesh_changes_nothing(name, sampling, rows):
   backend = {**XLA, **KERNELS}[name]
   segments = np.resize(PACKED[:, :20], (rows, 20))
   arrays, real = tensors(rows, 20, 2), segments > 0
-  run = lambda backend: with_gradients(lambda *a: whole(backend, *a, segments, sampling=sampling), real, *arrays)
+
+  def run(backend):
+    return with_gradients(lambda *a: whole(backend, *a, segments, sampling=sampling), real, *arrays)
+
   for mine, theirs in zip(run(dataclasses.replace(backend, mesh=mesh)), run(backend), strict=True):
     np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
@@ -176,7 +188,10 @@ def test_long_sequences_need_no_array_of_all_scores():
   length = 2048
   arrays = [jax.ShapeDtypeStruct((1, length, heads, HEAD_DIM), jnp.float32) for heads in (HEADS, KV_HEADS, KV_HEADS)]
   segments = np.ones((1, length), np.int32)
-  loss = lambda *arrays: whole(AttentionBackend(), *arrays, segments).sum()
+
+  def loss(*arrays):
+    return whole(AttentionBackend(), *arrays, segments).sum()
+
   memory = compile_as_users(jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*arrays)).memory_analysis()
   assert memory.temp_size_in_bytes < HEADS * length * length * 4 / 4
 
@@ -212,12 +227,18 @@ def test_quantized_numbers_are_within_half_a_step():
 def test_scales_are_folded_into_scores_and_weights(quantized):
   """Attention to int8 keys and values is attention to the numbers that they stand for."""
   generator = np.random.default_rng(1)
-  draw = lambda *shape: jnp.asarray(generator.standard_normal(shape), jnp.float32)
+
+  def draw(*shape):
+    return jnp.asarray(generator.standard_normal(shape), jnp.float32)
+
   held = Stores(draw(3, KV_HEADS, 11, HEAD_DIM), draw(3, KV_HEADS, 11, HEAD_DIM))
   query, mask = draw(3, 2, HEADS, HEAD_DIM), jnp.asarray(generator.random((3, 2, 11)) < 0.7)
   if quantized:
     (keys, key_scales), (values, value_scales) = quantize(held.keys), quantize(held.values)
-    number = lambda whole, scales: whole * scales.swapaxes(2, 3)
+
+    def number(whole, scales):
+      return whole * scales.swapaxes(2, 3)
+
     plain, held = (
       Stores(number(keys, key_scales), number(values, value_scales)),
       Stores(keys, values, key_scales, value_scales),
@@ -240,7 +261,10 @@ def test_the_decoding_kernel_is_the_plain_formula(quantized, window, block, monk
   """Two queries a row over two caches of the row: some empty, some full, one row not in use."""
   monkeypatch.setattr(decode_kernel, 'BLOCK', block)
   generator = np.random.default_rng(3)
-  draw = lambda *shape: generator.standard_normal(shape).astype(np.float32)
+
+  def draw(*shape):
+    return generator.standard_normal(shape).astype(np.float32)
+
   layers, layer, rows = 3, 1, 6
   query = draw(rows, 2, HEADS, HEAD_DIM)
   lengths = np.array([37, 0, 5, 20, 16, 0], np.int32)

@@ -49,7 +49,9 @@ def slice_mesh(name, fsdp, tensor):
 
 
 def abstract_parameters(policy, mesh):
-  place = lambda p: parameter_sharding(mesh, p.axes, p.shape)
+  def place(p):
+    return parameter_sharding(mesh, p.axes, p.shape)
+
   return parameters.map_table(
     lambda p: jax.ShapeDtypeStruct(p.shape, jnp.dtype(p.dtype), sharding=place(p)), policy.parameter_table()
   )
@@ -62,9 +64,10 @@ def compile_update(values, mesh, rows, length, remat='full'):
   sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
   row = (jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=sharding),) * 3
   weights = jax.ShapeDtypeStruct((rows, length, policy.config.hidden_size), jnp.bfloat16, sharding=sharding)
-  loss = lambda params, weights, *row: jnp.sum(
-    policy.apply({}, params, *row)[0].astype(jnp.float32) * weights.astype(jnp.float32)
-  )
+
+  def loss(params, weights, *row):
+    return jnp.sum(policy.apply({}, params, *row)[0].astype(jnp.float32) * weights.astype(jnp.float32))
+
   shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
   return jax.jit(jax.grad(loss), out_shardings=shardings).lower(params, weights, *row).compile()
 
@@ -76,7 +79,10 @@ def over_rows(mesh, shape, dtype):
 
 def abstract_cache(functions, mesh, rows, slots):
   cache = jax.eval_shape(functools.partial(functions.empty, rows=rows, slots=slots))
-  place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+  def place(leaf, sharding):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
   return jax.tree.map(place, cache, cache_shardings(mesh, cache))
 
 
@@ -182,7 +188,10 @@ def test_prompts_that_are_shared_take_two_kernels_where_there_are_any():
   policy = huggingface.describe(SMALL, ModelConfig()).on(mesh)
   sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
   row = (jax.ShapeDtypeStruct((4, 1024), jnp.int32, sharding=sharding),) * 4
-  forward = lambda params, *row, parents: policy.apply({}, params, *row, parents=parents)[0]
+
+  def forward(params, *row, parents):
+    return policy.apply({}, params, *row, parents=parents)[0]
+
   lowered = jax.jit(forward).lower(abstract_parameters(policy, mesh), *row[:3], parents=row[3])
   assert kernels(lowered.compile().as_text()) == 3 * ['splash_mha_fwd']  # Two to be merged, or the one of before.
 

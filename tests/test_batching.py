@@ -39,7 +39,10 @@ def make_samples(config: Config, seed: int = 0) -> batching.GenerationBatch:
   lengths = rng.integers(1, width + 1, rows)
   mask = np.arange(width) < lengths[:, None]
   tokens = rng.integers(1, 50, (rows, width)).astype(np.int32) * mask
-  prompt = lambda low, high: [rng.integers(1, 50, rng.integers(low, high)).tolist() for _ in range(rows)]
+
+  def prompt(low, high):
+    return [rng.integers(1, 50, rng.integers(low, high)).tolist() for _ in range(rows)]
+
   rollouts = Rollouts(
     group=np.repeat(np.arange(rows // 2), 2),
     prompt_tokens=np.zeros((rows, 1), np.int32),
@@ -137,7 +140,10 @@ def test_samples_of_a_row_that_have_the_same_teacher_prompt_share_it():
     ]
   apart, together = (batching.micro_batches(samples, np.arange(8), config, share=share) for share in (False, True))
   assert sorted(held(together)) == sorted(held(apart)) == [0, 1, 2, 3, 5, 7]
-  tokens = lambda micros: sum(micro.tokens(micro.batch.teacher) for micro in micros)
+
+  def tokens(micros):
+    return sum(micro.tokens(micro.batch.teacher) for micro in micros)
+
   assert tokens(together) < tokens(apart) and len(together) <= len(apart)
   assert any(micro.batch.teacher.parents.any() for micro in together)
   for micro in together:

@@ -197,7 +197,9 @@ def test_last_n_and_best_are_kept(tmp_path):
 
 
 def test_the_best_is_kept_and_known_after_a_restart(tmp_path):
-  score = lambda value: {'eval/a/mean@2': value}
+  def score(value):
+    return {'eval/a/mean@2': value}
+
   first = save_steps(
     tmp_path, {1: score(0.1), 2: score(0.9), 3: score(float('nan'))}, keep=2, best_metric='eval/a/mean@2'
   )

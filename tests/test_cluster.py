@@ -207,7 +207,9 @@ def test_only_errors_of_collectives_wait_for_a_verdict():
 
 
 def test_the_place_on_a_slice_is_what_jax_finds_out(monkeypatch):
-  find = lambda *_: ('worker-0:8482', 16, 5, None)
+  def find(*_):
+    return ('worker-0:8482', 16, 5, None)
+
   monkeypatch.setattr(clusters.ClusterEnv, 'auto_detect_unset_distributed_params', find)
   assert cluster.slice_place(1.0) == cluster.Place('worker-0:8482', 16, 5)
   monkeypatch.setattr(clusters.ClusterEnv, 'auto_detect_unset_distributed_params', lambda *_: (None,) * 4)

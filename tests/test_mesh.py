@@ -34,7 +34,10 @@ def test_a_mesh_with_fsdp_alone():
 
 def test_parameters_are_sharded_where_the_axis_divides_and_whole_elsewhere():
   mesh = meshes.make_mesh(MeshConfig(fsdp=4, tensor=2))
-  spec = lambda axes, shape: tuple(meshes.parameter_sharding(mesh, axes, shape).spec)
+
+  def spec(axes, shape):
+    return tuple(meshes.parameter_sharding(mesh, axes, shape).spec)
+
   assert spec(('vocab', 'embed'), (10, 8)) == ('tensor', 'fsdp')
   assert spec(('vocab', 'embed'), (9, 6)) == (None, None)
   assert spec(('layers', 'embed', 'heads', 'head_dim'), (3, 8, 2, 4)) == (None, 'fsdp', 'tensor', None)
@@ -43,7 +46,10 @@ def test_parameters_are_sharded_where_the_axis_divides_and_whole_elsewhere():
 
 def test_stacks_are_gathered_along_the_first_axis_that_is_split():
   mesh = meshes.make_mesh(MeshConfig(fsdp=4, tensor=2))
-  spec = lambda axes, shape: tuple(meshes.gathered_by_layer(mesh, axes, shape).spec)
+
+  def spec(axes, shape):
+    return tuple(meshes.gathered_by_layer(mesh, axes, shape).spec)
+
   assert spec(('layers', 'embed', 'mlp'), (3, 16, 6)) == (None, ('fsdp', 'tensor'))
   assert spec(('layers', 'mlp', 'embed'), (3, 16, 8)) == (None, ('tensor', 'fsdp'))
   assert spec(('layers', 'heads', 'head_dim', 'embed'), (3, 2, 4, 8)) == (None, 'tensor', None, 'fsdp')
@@ -99,7 +105,10 @@ def test_a_cpu_samples_alone_and_a_given_fsdp_leaves_the_rest():
 )
 def test_what_a_mesh_cannot_split_is_named_with_the_remedy(axis, size, fits):
   mesh = meshes.make_mesh(MeshConfig(fsdp=2, tensor=4))
-  check = lambda: meshes.check_divides(mesh, [('some.weight', ('layers', axis), (3, size))])
+
+  def check():
+    return meshes.check_divides(mesh, [('some.weight', ('layers', axis), (3, size))])
+
   if fits:
     return check()
   with pytest.raises(

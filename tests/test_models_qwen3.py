@@ -78,7 +78,10 @@ def hidden_states(policy, params, tokens, positions, segment_ids):
 def greedy(policy, params, prompt, steps):
   """[B, P] prompts and [B, steps] most likely continuations, through prefill, a longer cache and a decode loop."""
   batch, length = prompt.shape
-  token = lambda hidden, unembedding: jnp.argmax(hidden[:, -1] @ unembedding.T, axis=-1).astype(jnp.int32)
+
+  def token(hidden, unembedding):
+    return jnp.argmax(hidden[:, -1] @ unembedding.T, axis=-1).astype(jnp.int32)
+
   positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
   hidden, unembedding, cache = policy.apply(
     {}, params, prompt, positions, jnp.ones_like(positions), policy.init_cache(batch, length)

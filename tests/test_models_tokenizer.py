@@ -64,7 +64,10 @@ def test_mistakes_are_named(directory, tmp_path_factory):
 
 def test_stop_tokens_follow_generation_config_then_config_then_tokenizer(directory):
   tokenizer = tokenizers_module.load(directory)
-  ids = lambda: tokenizers_module.stop_token_ids(directory, tokenizer)
+
+  def ids():
+    return tokenizers_module.stop_token_ids(directory, tokenizer)
+
   assert ids() == (2,)
   write(directory, 'config.json', eos_token_id=5)
   assert ids() == (5, 2)

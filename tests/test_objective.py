@@ -139,7 +139,10 @@ def test_top_k_is_exact_and_ranks_equal_entries_by_their_index(vocab, k, levels)
   if k * GROUP <= vocab:
     found.append(two_stage_top_k(logits, k))
   shard = VocabShard(vocab)
-  block_of = lambda start, size: jax.lax.dynamic_slice_in_dim(logits, start, size, axis=1)
+
+  def block_of(start, size):
+    return jax.lax.dynamic_slice_in_dim(logits, start, size, axis=1)
+
   for block in (vocab, 64, 7):
     found.append(vocabulary.scan_vocabulary(shard, block_of, 4, vocab, block, jnp.float32, topk=k).largest)
   for values, ids in found:
@@ -234,7 +237,10 @@ def test_equal_scores_have_no_advantage():
 @pytest.mark.parametrize('ratio', [0.1, 0.79, 0.81, 1.0, 1.27, 1.29, 2.9, 3.1])
 def test_dual_clip_by_cases(advantage, ratio):
   """Slope −A·r where nothing clips, 0 where the clip or the dual clip is active."""
-  value = lambda x: dual_clip_ppo(x, jnp.zeros(()), jnp.asarray(advantage), 0.2, 0.28, 3.0)
+
+  def value(x):
+    return dual_clip_ppo(x, jnp.zeros(()), jnp.asarray(advantage), 0.2, 0.28, 3.0)
+
   (loss, metrics), slope = jax.value_and_grad(value, has_aux=True)(jnp.log(jnp.asarray(ratio)))
   if advantage > 0:
     clipped, lower = ratio > 1.28, False

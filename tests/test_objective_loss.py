@@ -22,7 +22,10 @@ B, T, V, D = 3, 5, 40, 8
 def problem(seed=0, vocab=V):
   """Float64 arrays of a small problem: masks with holes, a fully masked row, coefficients of all three terms."""
   rng = np.random.default_rng(seed)
-  normal = lambda *shape: rng.standard_normal(shape)
+
+  def normal(*shape):
+    return rng.standard_normal(shape)
+
   mask = (rng.random((B, T)) < 0.8) * 1.0
   mask[1, 2:] = 0
   return {
@@ -44,7 +47,10 @@ def problem(seed=0, vocab=V):
 
 def numpy_loss(x, config, mix_rate=None, vocab=V):
   """Written from the definitions, token by token."""
-  log_softmax = lambda z: z - z.max() - np.log(np.exp(z - z.max()).sum())
+
+  def log_softmax(z):
+    return z - z.max() - np.log(np.exp(z - z.max()).sum())
+
   total, per_token = 0.0, np.zeros((B, T))
   for i, t in np.ndindex(B, T):
     if not x['mask'][i, t]:
@@ -63,7 +69,10 @@ def numpy_loss(x, config, mix_rate=None, vocab=V):
         top = np.argsort(-s)[: config.distillation_topk]
         a, b = s[top], q[top]
         if config.distillation_add_tail:
-          tail = lambda z: np.log(-np.expm1(min(np.log(np.exp(z).sum()), -1e-7)))
+
+          def tail(z):
+            return np.log(-np.expm1(min(np.log(np.exp(z).sum()), -1e-7)))
+
           a, b = np.append(a, tail(a)), np.append(b, tail(b))
         else:
           a, b = a - np.log(np.exp(a).sum()), b - np.log(np.exp(b).sum())
@@ -116,7 +125,10 @@ def chunked(x, config, gradients=('hidden', 'unembedding'), mix_rate=None):
 def unchunked(x, config, mix_rate=None):
   def value(trained):
     y = x | trained
-    logits = lambda name: y[f'{name}hidden'] @ y[f'{name}unembedding'].T
+
+    def logits(name):
+      return y[f'{name}hidden'] @ y[f'{name}unembedding'].T
+
     mix = {} if mix_rate is None else dict(mix_logits=logits('mix_'), mix_rate=mix_rate)
     return objective_from_logits(
       logits(''), logits('teacher_'), **{name: y[name] for name in TERMS if name in y}, config=config, **mix
@@ -162,7 +174,10 @@ def test_loss_gradient_and_per_token_values(name):
     np.testing.assert_allclose(value, plain_gradient[key], rtol=1e-9, atol=1e-12)
   if config.full_logit_distillation and config.is_clip is None:  # No factor without gradient.
     directions = {key: rng.standard_normal(value.shape) for key, value in gradient.items()}
-    shifted = lambda step: x | {key: x[key] + step * directions[key] for key in directions}
+
+    def shifted(step):
+      return x | {key: x[key] + step * directions[key] for key in directions}
+
     difference = (
       numpy_loss(shifted(1e-6), config, mix_rate)[0] - numpy_loss(shifted(-1e-6), config, mix_rate)[0]
     ) / 2e-6
@@ -228,9 +243,10 @@ def test_tied_embeddings_add_up():
 
 def test_nothing_flows_to_the_teacher_or_through_the_metrics():
   x = arrays(problem(), jnp.float32)
-  call = lambda y: objective(
-    y['hidden'], y['unembedding'], signal(y, 0.5), **{n: y[n] for n in TERMS}, config=CONFIGS['topk']
-  )
+
+  def call(y):
+    return objective(y['hidden'], y['unembedding'], signal(y, 0.5), **{n: y[n] for n in TERMS}, config=CONFIGS['topk'])
+
   names = ('teacher_hidden', 'teacher_unembedding', 'mix_hidden', 'mix_unembedding', 'distill_coef', 'old_log_probs')
   slopes = jax.grad(lambda y: call(x | y)[0])({name: x[name] for name in names})
   assert all(not np.any(slope) for slope in slopes.values())
@@ -332,7 +348,10 @@ def test_external_teacher_equals_the_same_distribution_from_states():
   """Token ids and log-probs of the student's own top K, in another order and padded, are the in-mesh top-K loss."""
   x = problem(7)
   config = ObjectiveConfig(distillation_topk=6, alpha=0.5, chunk_size=4)
-  log_softmax = lambda z: z - np.log(np.exp(z).sum(-1, keepdims=True))
+
+  def log_softmax(z):
+    return z - np.log(np.exp(z).sum(-1, keepdims=True))
+
   student = x['hidden'] @ x['unembedding'].T
   teacher = log_softmax(x['teacher_hidden'] @ x['teacher_unembedding'].T)
   ids = np.argsort(student, -1)[..., -6:]
@@ -342,9 +361,10 @@ def test_external_teacher_equals_the_same_distribution_from_states():
   with jax.enable_x64(True):
     y = arrays(x, jnp.float64)
     external = TeacherSignal(token_ids=jnp.asarray(ids), log_probs=jnp.asarray(given_log_probs))
-    value = lambda hidden, teacher: objective(
-      hidden, y['unembedding'], teacher, **{n: y[n] for n in TERMS}, config=config
-    )
+
+    def value(hidden, teacher):
+      return objective(hidden, y['unembedding'], teacher, **{n: y[n] for n in TERMS}, config=config)
+
     program = jax.jit(jax.value_and_grad(value, has_aux=True), compiler_options=quick())
     ours, expected = program(y['hidden'], external), program(y['hidden'], signal(y))
   np.testing.assert_allclose(ours[0][0], expected[0][0], rtol=1e-12)
@@ -357,9 +377,12 @@ def test_support_replaces_the_top_k():
   x = arrays(problem(7), jnp.float32)
   config = ObjectiveConfig(distillation_topk=6, alpha=0.5, chunk_size=4)
   top = jax.lax.top_k(x['hidden'] @ x['unembedding'].T, 6)[1]
-  value = lambda support: objective(
-    x['hidden'], x['unembedding'], signal(x), **{n: x[n] for n in TERMS}, config=config, support=support
-  )[0]
+
+  def value(support):
+    return objective(
+      x['hidden'], x['unembedding'], signal(x), **{n: x[n] for n in TERMS}, config=config, support=support
+    )[0]
+
   call = jax.jit(value, compiler_options=quick())
   np.testing.assert_allclose(call(top), call(None), rtol=1e-6)
   assert abs(call((top + 1) % V) - call(None)) > 1e-3
@@ -404,10 +427,13 @@ def test_the_reference_s_published_figures():
   def run(mode='token-mean', rows=(1, 1), weights=1.0, **settings):
     coefficients = loss_coefficients(mask * np.array(rows, np.float32)[:, None], mode) * weights
     config = ObjectiveConfig(**({'is_clip': None, 'distillation_topk': 3, 'chunk_size': 3} | settings))
-    value = lambda student: objective(
-      student, eye, TeacherSignal(hidden=teacher, unembedding=eye), targets, jnp.asarray(mask), coefficients,
-      old_log_probs=old, config=config,
-    )[0]  # fmt: skip
+
+    def value(student):
+      return objective(
+          student, eye, TeacherSignal(hidden=teacher, unembedding=eye), targets, jnp.asarray(mask), coefficients,
+          old_log_probs=old, config=config,
+        )[0]  # fmt: skip
+
     loss, gradient = jax.jit(jax.value_and_grad(value), compiler_options=quick())(student)
     return float(loss), float(jnp.linalg.norm(gradient.ravel()))
 

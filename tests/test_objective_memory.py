@@ -29,7 +29,10 @@ def compiled(tokens, unembedding_gradient, full=False, entropy=True):
 
   states = jax.ShapeDtypeStruct((2, tokens // 2, WIDTH), jnp.float32)
   matrix = jax.ShapeDtypeStruct((VOCAB, WIDTH), jnp.float32)
-  row = lambda dtype: jax.ShapeDtypeStruct((2, tokens // 2), dtype)
+
+  def row(dtype):
+    return jax.ShapeDtypeStruct((2, tokens // 2), dtype)
+
   trained = {'hidden': states}
   fixed = {'teacher': states, 'teacher_unembedding': matrix, 'targets': row(jnp.int32), 'mask': row(jnp.float32)}
   (trained if unembedding_gradient else fixed)['unembedding'] = matrix
@@ -56,9 +59,15 @@ def test_memory_is_a_chunk_and_does_not_grow_with_the_tokens(full):
 def test_an_unembedding_that_is_not_trained_costs_nothing():
   """Neither its gradient's memory nor its matrix product."""
   with_it, without = compiled(1024, True), compiled(1024, False)
-  product = lambda program: len(re.findall(r'dot_general|custom_call_target="__ynn|kind=kCustom', program.as_text()))
+
+  def product(program):
+    return len(re.findall(r'dot_general|custom_call_target="__ynn|kind=kCustom', program.as_text()))
+
   assert product(without) < product(with_it)
-  held = lambda program: program.memory_analysis().temp_size_in_bytes + program.memory_analysis().output_size_in_bytes
+
+  def held(program):
+    return program.memory_analysis().temp_size_in_bytes + program.memory_analysis().output_size_in_bytes
+
   assert held(with_it) - held(without) > 0.9 * 4 * VOCAB * WIDTH
 
 

@@ -21,7 +21,12 @@ ROWS = 48  # Three rows of padding in the last part of eight, and a whole part o
 SHAPES = [(8, 1), (4, 2), (2, 4), (1, 8)]
 # One that divides rows and vocabulary, and one that divides the vocabulary most: a part has fewer entries than K takes.
 FEW_SHAPES = [shape if shape in ((2, 4), (1, 8)) else pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES]
-NAME = lambda shape: f'{shape[0]}x{shape[1]}'
+
+
+def NAME(shape):
+  return f'{shape[0]}x{shape[1]}'
+
+
 TERMS = ('targets', 'mask', 'distill_coef', 'policy_coef', 'entropy_coef', 'old_log_probs', 'advantages')
 
 # (settings of the objective, terms left out, what else is given)
@@ -45,7 +50,10 @@ CASES = {
 def problem() -> dict[str, np.ndarray]:
   """Rows of very different lengths (one empty), pads of the vocabulary that would win if they were looked at."""
   rng = np.random.default_rng(0)
-  normal = lambda *shape: rng.standard_normal(shape)
+
+  def normal(*shape):
+    return rng.standard_normal(shape)
+
   mask = (np.arange(T)[None] < rng.integers(1, T + 1, B)[:, None]) * 1.0
   mask[2] = 0
   x = {f'{name}hidden': normal(B, T, D) for name in ('', 'teacher_', 'mix_')}
@@ -104,8 +112,13 @@ def evaluate(case, x, layout, chunk, block, names=('hidden', 'unembedding')):
 
 def on_mesh(shape, x) -> tuple[Layout, dict[str, jax.Array]]:
   mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(shape), ('fsdp', 'tensor'))
-  spec = lambda name: jax.P('tensor', 'fsdp') if 'unembedding' in name else jax.P(('fsdp', 'tensor'))
-  put = lambda name, value: jax.device_put(value, NamedSharding(mesh, spec(name)))
+
+  def spec(name):
+    return jax.P('tensor', 'fsdp') if 'unembedding' in name else jax.P(('fsdp', 'tensor'))
+
+  def put(name, value):
+    return jax.device_put(value, NamedSharding(mesh, spec(name)))
+
   return Layout(mesh, ('fsdp', 'tensor'), 'tensor'), {name: put(name, value) for name, value in x.items()}
 
 
@@ -186,9 +199,15 @@ def test_in_float32(shape):
 def test_equal_logits_at_the_boundary_are_chosen_by_their_index(shape, block):
   """Many entries tie, on both sides of the boundaries of the parts: the support is that of the unsharded formula."""
   x = arrays(jnp.float32)
-  quarters = lambda name: jnp.round(x[name] * 2) / 4
+
+  def quarters(name):
+    return jnp.round(x[name] * 2) / 4
+
   x |= {name: quarters(name) for name in x if 'hidden' in name or 'unembedding' in name}
-  logits = lambda name: x[f'{name}hidden'] @ x[f'{name}unembedding'][:V].T
+
+  def logits(name):
+    return x[f'{name}hidden'] @ x[f'{name}unembedding'][:V].T
+
   scores = np.sort(np.asarray(logits('')), axis=-1)
   assert (scores[..., -K] == scores[..., -K - 1]).mean() > 0.2
   config = ObjectiveConfig(**CASES['topk'][0])
@@ -235,15 +254,18 @@ def test_no_device_holds_more_than_its_part_of_the_vocabulary():
   """Neither unembeddings nor logits nor the gradient exist whole on a device, and hidden states travel in chunks."""
   layout, x = on_mesh((2, 4), arrays(jnp.float32))
   config = ObjectiveConfig(distillation_topk=K, chunk_size=2, vocab_block=1000)
-  value = lambda trained, x: objective(
-    trained['hidden'],
-    trained['unembedding'],
-    teacher(x, 'topk'),
-    **{n: x[n] for n in TERMS},
-    config=config,
-    vocab_size=V,
-    layout=layout,
-  )[0]
+
+  def value(trained, x):
+    return objective(
+      trained['hidden'],
+      trained['unembedding'],
+      teacher(x, 'topk'),
+      **{n: x[n] for n in TERMS},
+      config=config,
+      vocab_size=V,
+      layout=layout,
+    )[0]
+
   lowered = jax.jit(jax.grad(value)).lower({name: x.pop(name) for name in ('hidden', 'unembedding')}, x)
   text = compile_as_users(lowered).as_text()
   assert f'f32[{ROWS // 4},{D}]' in text and 'reduce-scatter' in text

@@ -206,7 +206,10 @@ def test_a_step_adds_up():
   config.actor.ppo_micro_batch_size, config.rollout.max_batch_rows = 64, 128
   config.actor.pack_sequences = False
   mesh = meshes.make_mesh(MeshConfig(fsdp=8, tensor=1), jax.devices())
-  one = lambda seconds: planning.Estimate('x', {}, 1.0, True, seconds=seconds)
+
+  def one(seconds):
+    return planning.Estimate('x', {}, 1.0, True, seconds=seconds)
+
   took = dict(prepare=1.0, prefill=2.0, decode=60.0, score=3.0, update=8.0, zero=0.1, apply=0.2, finish=0.3)
   assumptions = planning.Assumptions.of(config, topology.CHIPS['v5e'])
   phases = planning.phase_seconds(config, mesh, assumptions, {name: one(value) for name, value in took.items()})
@@ -284,7 +287,10 @@ Total hbm usage >= 16.15G:
 
 def test_kernels_come_from_the_table_at_its_own_shapes():
   chip = topology.CHIPS['v5e']
-  array = lambda *shape, dtype='f32': hlo.Array(dtype, shape, 0)
+
+  def array(*shape, dtype='f32'):
+    return hlo.Array(dtype, shape, 0)
+
   topk = hlo.Kernel('topk', 'top', '', (array(512, 151936),), (array(512, 100),), 0, 2)
   assert kernels.seconds(topk, chip) == (pytest.approx(2 * 24.7e-3), kernels.TABLE)
   for width, expected in ((19072, 3.8e-3), (2432, 0.30e-3)):
@@ -354,9 +360,12 @@ def test_the_mean_follows_the_longest():
 
 def test_an_output_that_cannot_be_written_is_found_before_anything_is_compiled(tmp_path):
   (tmp_path / 'folder').mkdir()
-  plan = lambda output: run.plan(
-    qwen3_8b_chemistry.get_config(), 'v5e:2x2', output=str(output), given={}, announce=print, show=print
-  )
+
+  def plan(output):
+    return run.plan(
+      qwen3_8b_chemistry.get_config(), 'v5e:2x2', output=str(output), given={}, announce=print, show=print
+    )
+
   with pytest.raises(UserError, match='is a directory: name a file'):
     plan(tmp_path / 'folder')
   (tmp_path / 'file').write_text('')

@@ -226,7 +226,9 @@ def test_the_clock_turns_cycles_into_the_data_sheets_flops(name):
 
 @needs_compiler
 def test_the_compilers_batched_products(mesh):
-  f = lambda a, b: jnp.einsum('bkgd,bkcd->bkgc', a, b)
+  def f(a, b):
+    return jnp.einsum('bkgd,bkcd->bkgc', a, b)
+
   found = compiled(f, mesh, ((8, 4, 16, 128), jnp.bfloat16, ()), ((8, 4, 256, 128), jnp.bfloat16, ()))
   assert hlo.matmul_flops(found) == 2 * 8 * 4 * 16 * 128 * 256
 
@@ -260,7 +262,10 @@ def test_the_compilers_collectives_and_their_axes(mesh):
 @needs_compiler
 def test_the_compilers_sorts_and_top_k(mesh):
   single = Mesh(mesh.devices.reshape(-1)[:1].reshape(1, 1), mesh.axis_names)
-  f = lambda x: (lax.top_k(x, 100), jnp.sort(x, axis=1))
+
+  def f(x):
+    return (lax.top_k(x, 100), jnp.sort(x, axis=1))
+
   kernels = {k.kind: k for k in hlo.kernels(compiled(f, single, ((64, 32768), jnp.float32, ())))}
   assert {'topk', 'sort'} <= set(kernels)
   assert math.prod(kernels['sort'].operands[0].shape) == 64 * 32768

@@ -16,7 +16,10 @@ def planned(*labels):
   config, slice_ = tpu_plan.configuration(point), topology.describe(point.slice_)
   policy, _ = model.read(config)
   assumptions = planning.Assumptions.of(config, slice_.chip)
-  announce = lambda text: print(text, file=sys.stderr)
+
+  def announce(text):
+    return print(text, file=sys.stderr)
+
   return planning.make(config, policy, slice_, assumptions, only=labels, announce=announce).programs
 
 

@@ -36,7 +36,9 @@ def test_names_follow_the_settings():
 
 
 def test_held_out_questions_fill_the_slots_where_their_number_is_not_known():
-  rows = lambda found, name: found[name].arguments[-2].token.shape[0]
+  def rows(found, name):
+    return found[name].arguments[-2].token.shape[0]
+
   *_, found = registered(rollout__max_batch_rows=16)
   assert (rows(found, 'decode/8×6'), rows(found, 'evaluation/decode/8×6')) == (8, 16)
   config, *_, found = registered(rollout__max_batch_rows=8, val_kwargs__n=2)
@@ -51,7 +53,10 @@ def test_the_update_is_called_with_the_registered_shapes():
   for micro in batching.micro_batches(samples, np.arange(len(samples)), config):
     batch = meshes.put_rows(mesh, micro.batch)
     actual = abstract(({}, state, update.zero(state.trainable), batch))
-    shapes = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+
+    def shapes(tree):
+      return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+
     assert shapes(actual) == shapes(found['update/8×16×6'].arguments)
 
 
@@ -65,7 +70,10 @@ def test_every_kind_of_program_lowers(name):
 
 def test_packed_updates_have_the_largest_shapes_and_declared_teacher_prompts():
   buckets = {'data__prompt_buckets': (4, 8), 'data__response_buckets': (3, 6), 'data__reprompt_buckets': (8, 16)}
-  updates = lambda **more: [name for name in registered(**buckets, **more)[-1] if name.startswith('update')]
+
+  def updates(**more):
+    return [name for name in registered(**buckets, **more)[-1] if name.startswith('update')]
+
   assert len(updates()) == 8 and updates(actor__pack_sequences=True) == ['update/8×8×6', 'update/8×16×6']
   buckets['data__reprompt_buckets'] = ()
   assert updates(actor__pack_sequences=True) == ['update/8×16×6']
@@ -85,7 +93,10 @@ def test_a_cache_that_keeps_its_size_has_a_decode_loop_of_fewer_rows():
   found = run_programs(config, policy, *abstract_parameters(policy, mesh), mesh)
   loops = [name for name in found if name.startswith('decode')]
   assert loops == ['decode/8×6', 'decode/8×6#1', 'decode/8×6#2', 'decode/8×6#4'] and 'resize/8×6' not in found
-  shapes = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+
+  def shapes(tree):
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+
   compact, loop = found['compact/8×6'], found['decode/8×6#4']
   assert shapes(compact.arguments[:2]) == shapes(tuple(vars(found['decode/8×6'].arguments[2]).values())[:2])
   left = jax.eval_shape(compact.function, *compact.arguments)

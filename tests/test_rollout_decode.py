@@ -49,7 +49,9 @@ def models(tmp_path_factory):
 
 
 def make_params(rows, *, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, seed=0, max_tokens=32, stop_ids=((-1,),)):
-  fill = lambda value, dtype: np.array(np.broadcast_to(np.asarray(value, dtype), (rows,)))
+  def fill(value, dtype):
+    return np.array(np.broadcast_to(np.asarray(value, dtype), (rows,)))
+
   stop_ids = np.asarray(stop_ids, np.int32)
   return sampling.SamplingParams(
     temperature=fill(temperature, np.float32),
@@ -165,7 +167,10 @@ def test_log_probs_are_those_of_a_full_forward_pass(models):
     if KNOBS['temperature'][row] > 0:
       scaled = np.zeros((32, VOCABULARY), np.float32)
       scaled[:length] = (logits - logits.max(-1, keepdims=True)) / KNOBS['temperature'][row]
-      fill = lambda name, row=row: np.full(32, KNOBS[name][row])
+
+      def fill(name, row=row):
+        return np.full(32, KNOBS[name][row])
+
       weights = np.asarray(truncate(scaled, fill('top_k'), fill('top_p'), fill('min_p')))[:length]
       expected = np.log(weights[at] / weights.sum(-1))
       np.testing.assert_allclose(done.sampling_log_probs[row, :length], expected, atol=1e-4)
@@ -269,12 +274,18 @@ def test_the_cache_is_updated_in_place(layers):
 def test_rows_move_between_caches_and_recent_tokens_are_committed_behind_each():
   """What stands in every slot, for caches of either layout."""
   rng = np.random.default_rng(0)
-  stores = lambda cache: [array for i in range(3) for array in jax.tree.leaves(kv_cache.layer_of(cache.stores, i))]
+
+  def stores(cache):
+    return [array for i in range(3) for array in jax.tree.leaves(kv_cache.layer_of(cache.stores, i))]
+
   for stacked in (False, True):
-    make = lambda rows, length, stacked=stacked: jax.tree.map(
-      lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32) if leaf.ndim > 1 else leaf,
-      kv_cache.init(3, rows, 2, length, 4, jnp.float32, stacked=stacked),
-    )
+
+    def make(rows, length, stacked=stacked):
+      return jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32) if leaf.ndim > 1 else leaf,
+        kv_cache.init(3, rows, 2, length, 4, jnp.float32, stacked=stacked),
+      )
+
     into, rows = make(5, 9), make(4, 6).replace(lengths=jnp.array([6, 2, 3, 4]))
     moved = kv_cache.copy_rows(into, rows, np.array([2, 0, 1]), np.array([4, 1, 0]), 2)
     assert moved.lengths.tolist() == [0, 6, 0, 0, 3]

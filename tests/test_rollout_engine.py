@@ -144,7 +144,10 @@ def test_a_growing_and_shrinking_cache_changes_no_sample(model, reference, monke
   assert_same_samples(sample(sampler, model, prompts, n=12, max_tokens=lengths), expected)
   rows, capacities = zip(*sizes, strict=True)
   assert min(rows) < 8 and min(np.diff(capacities)) < 0 < max(np.diff(capacities))
-  backwards = lambda prompts, n, shards: queue.Queue(prompts[::-1], n, shards)
+
+  def backwards(prompts, n, shards):
+    return queue.Queue(prompts[::-1], n, shards)
+
   monkeypatch.setattr(slots, 'Queue', backwards)
   assert_same_samples(sample(sampler, model, prompts, n=12, max_tokens=lengths), expected)
 
@@ -179,7 +182,10 @@ def test_rows_that_run_out_are_left_behind_where_the_cache_keeps_its_size(layers
   mesh = mesh and make_mesh(mesh)
   kernels = dataclasses.replace(policy, backend=AttentionBackend('splash', mesh, interpret=True))
   if mesh is not None:
-    place = lambda parameter, leaf: jax.device_put(leaf, parameter_sharding(mesh, parameter.axes, parameter.shape))
+
+    def place(parameter, leaf):
+      return jax.device_put(leaf, parameter_sharding(mesh, parameter.axes, parameter.shape))
+
     params = parameters.map_tree(place, policy.parameter_table(), params)
   short = dict(prompt_buckets=(8,), response_buckets=(14,), decode_chunk=4)
   sampler, moves = make_sampler((kernels, params), mesh=mesh, stop_token_ids=(), **short), []
@@ -350,7 +356,10 @@ def test_rows_spread_over_a_mesh_sample_the_same(model, reference, config, compi
   """Also with stop strings, and each shape compiles two programs only."""
   policy, params = model
   mesh = make_mesh(config)
-  place = lambda parameter, leaf: jax.device_put(leaf, parameter_sharding(mesh, parameter.axes, parameter.shape))
+
+  def place(parameter, leaf):
+    return jax.device_put(leaf, parameter_sharding(mesh, parameter.axes, parameter.shape))
+
   spread = policy, parameters.map_tree(place, policy.parameter_table(), params)
   sampler = make_sampler(spread, mesh=mesh)
   assert_same_samples(sample(sampler, spread), reference)
@@ -418,7 +427,10 @@ def test_shapes():
 
 def test_slots_close_up():
   """Those in front stay where they are, those behind take what is free, in order; the rest is anybody's."""
-  close_up = lambda held, rows: slots.closed_up(np.array(held, int), rows).tolist()
+
+  def close_up(held, rows):
+    return slots.closed_up(np.array(held, int), rows).tolist()
+
   assert close_up([1, 5, 7], 4) == [5, 1, 7, 3]
   assert close_up([4, 5, 6, 7], 4) == [4, 5, 6, 7]
   assert close_up([0, 2], 4) == close_up([], 4) == [0, 1, 2, 3]

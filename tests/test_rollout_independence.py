@@ -52,7 +52,9 @@ def request_():
 
 
 def knobs_of(settings, samples):
-  rows = lambda name, dtype: jnp.asarray(settings[name][samples], dtype)
+  def rows(name, dtype):
+    return jnp.asarray(settings[name][samples], dtype)
+
   return sampling.SamplingParams(
     **{name: rows(name, jnp.float32) for name in ('temperature', 'top_p', 'min_p')},
     **{name: rows(name, jnp.int32) for name in ('top_k', 'max_tokens')},
@@ -129,7 +131,10 @@ def test_samples_are_drawn_as_from_a_full_forward_pass(model, request_, settings
 def test_the_order_of_arrival_changes_no_sample(model, request_, monkeypatch, order):
   monkeypatch.setattr(slots, 'SMALLEST_CACHE', 16)
   monkeypatch.setattr(slots, 'REFILLS', 2)
-  permuted = lambda prompts: prompts[::-1] if order == 'backwards' else np.random.default_rng(1).permutation(prompts)
+
+  def permuted(prompts):
+    return prompts[::-1] if order == 'backwards' else np.random.default_rng(1).permutation(prompts)
+
   monkeypatch.setattr(slots, 'Queue', lambda prompts, n, shards: queue.Queue(list(permuted(prompts)), n, shards))
   assert check(model, request_, draw(model, request_, max_batch_rows=7, decode_chunk=5)) <= 2
 
@@ -139,7 +144,10 @@ def test_a_mesh_changes_no_sample(model, request_, config):
   """Shards with queues of their own, which take over what others have left."""
   policy, params = model
   mesh = make_mesh(config)
-  place = lambda parameter, leaf: jax.device_put(leaf, parameter_sharding(mesh, parameter.axes, parameter.shape))
+
+  def place(parameter, leaf):
+    return jax.device_put(leaf, parameter_sharding(mesh, parameter.axes, parameter.shape))
+
   spread = policy.on(mesh), parameters.map_tree(place, policy.parameter_table(), params)
   rollouts = draw(spread, request_, mesh=mesh, max_batch_rows=16, decode_chunk=8)
   assert check(model, request_, rollouts) <= 2

@@ -29,7 +29,10 @@ KNOBS = [
 
 def make_params(rows, *, temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, seed=0, sample_id=None, step=0):
   """Parameters of `rows` rows; scalars or arrays."""
-  fill = lambda value, dtype: jnp.broadcast_to(jnp.asarray(value, dtype), (rows,))
+
+  def fill(value, dtype):
+    return jnp.broadcast_to(jnp.asarray(value, dtype), (rows,))
+
   return sampling.SamplingParams(
     temperature=fill(temperature, jnp.float32),
     top_p=fill(top_p, jnp.float32),
@@ -76,7 +79,10 @@ def test_truncation_keeps_what_transformers_keeps(vocabulary, knobs):
   logits = np.concatenate([rng.normal(size=(4, vocabulary)).astype(np.float32) * scale for _ in range(8)])
   logits[::3, :2] = -np.inf
   expected = by_transformers(logits, **knobs)
-  rows = lambda key, default: jnp.full(len(logits), knobs.get(key, default))
+
+  def rows(key, default):
+    return jnp.full(len(logits), knobs.get(key, default))
+
   weights = truncate(
     shifted(logits, knobs.get('temperature', 1.0)), rows('top_k', -1), rows('top_p', 1.0), rows('min_p', 0.0)
   )
@@ -128,7 +134,10 @@ def test_a_divided_vocabulary_stays_where_it_lies():
   logits = jnp.asarray(rng.normal(size=(rows, size)) * 2, jnp.float32)
   params = make_params(rows, temperature=np.array([0, 1, 1, 0.7] * 2), top_p=np.array([1, 0.9] * 4), top_k=[-1, 50] * 4)
   mesh = make_mesh(MeshConfig(fsdp=2, tensor=4))
-  place = lambda *axes: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+
+  def place(*axes):
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+
   divided = jax.device_put(logits, place('fsdp', 'tensor'))
   by_row = jax.tree.map(lambda leaf: jax.device_put(leaf, place('fsdp') if leaf.ndim else place()), params)
   text = compile_as_users(sample.lower(divided, by_row)).as_text()
@@ -219,7 +228,10 @@ def test_a_draw_depends_on_nothing_but_its_own_row():
     seed=np.arange(12, dtype=np.uint32) % 3,
     sample_id=np.arange(12, dtype=np.int32) * 7,
   )
-  take = lambda rows: sample(logits[rows], make_params(len(rows), **{k: v[rows] for k, v in knobs.items()}, step=4), 9)
+
+  def take(rows):
+    return sample(logits[rows], make_params(len(rows), **{k: v[rows] for k, v in knobs.items()}, step=4), 9)
+
   together = take(np.arange(12))
   shuffled = take(np.arange(12)[::-1])
   for name in ('token', 'sampling_log_prob', 'model_log_prob', 'entropy'):

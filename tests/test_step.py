@@ -190,7 +190,10 @@ def test_teachers_move_once_a_generation_batch_as_they_should():
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted():
   config = settings(optimizer__name='adamw')
   samples = samples_for(config)
-  poison = lambda grads: jax.tree.map(lambda leaf: leaf.at[(0,) * leaf.ndim].set(jnp.nan), grads)
+
+  def poison(grads):
+    return jax.tree.map(lambda leaf: leaf.at[(0,) * leaf.ndim].set(jnp.nan), grads)
+
   outcome = run(config, samples, poison=poison)
   _, start = make_model()
   chex.assert_trees_all_equal(outcome.state.trainable, start)

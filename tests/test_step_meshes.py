@@ -142,9 +142,11 @@ def test_a_mesh_gives_what_one_device_gives(shape, pack):
 
 
 def test_packing_and_sharing_prompts_take_fewer_rows():
-  rows = lambda pack, share: sum(
-    bool(row)
-    for micro in batching.micro_batches(samples(), np.arange(16), settings(pack), share=share)
-    for row in micro.samples
-  )
+  def rows(pack, share):
+    return sum(
+      bool(row)
+      for micro in batching.micro_batches(samples(), np.arange(16), settings(pack), share=share)
+      for row in micro.samples
+    )
+
   assert rows(True, True) < rows(True, False) < rows(False, False) == int(samples().taught.sum())

@@ -90,7 +90,10 @@ def test_the_random_demonstration_is_another_success_of_the_group_and_every_one_
 
 def test_the_draw_repeats_itself_and_depends_on_seed_and_step():
   texts, scores = [f't{i}' for i in range(32)], [1] * 32
-  draw = lambda **keys: build(texts, scores, **keys).solutions
+
+  def draw(**keys):
+    return build(texts, scores, **keys).solutions
+
   assert draw(seed=1, step=2) == draw(seed=1, step=2)
   assert draw(seed=1, step=2) != draw(seed=2, step=2) != draw(seed=2, step=3)
 
@@ -100,7 +103,10 @@ def test_the_draw_repeats_itself_and_depends_on_seed_and_step():
 def test_the_draw_depends_neither_on_batch_order_nor_on_which_process_holds_the_group(order, step):
   texts, scores, group = [f't{i}' for i in range(12)], [1, 1, 0, 1] * 3, np.repeat(range(3), 4)
   whole = build(texts, scores, group=group, step=step).solutions
-  pick = lambda values, rows: [values[i] for i in rows]
+
+  def pick(values, rows):
+    return [values[i] for i in rows]
+
   shuffled = build(
     pick(texts, order), pick(scores, order), group=pick(group, order), step=step, sample_ids=np.array(order)
   ).solutions

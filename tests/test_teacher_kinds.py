@@ -288,7 +288,10 @@ OPTIMIZERS = {
 @pytest.mark.parametrize('name', OPTIMIZERS)
 def test_shardings_of_a_state_follow_the_structure_of_its_trees(name):
   mesh = meshes.make_mesh(MESHES[4], jax.devices()[:4])
-  place = lambda *spec: jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+
+  def place(*spec):
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+
   # The path of one parameter ends like that of the other, and their ranks differ.
   trainable = {
     'layers': {'up': jax.ShapeDtypeStruct((3, 8, 16), jnp.float32, sharding=place(None, 'fsdp', 'tensor'))},

@@ -22,7 +22,10 @@ MULTIPLE = 100  # 264 tokens become 300 rows.
 def models(request, tmp_path_factory):
   """(directory, [plain and padded (policy, parameters)])"""
   folder = tiny.make_model(tmp_path_factory.mktemp('padding') / 'model', tie_word_embeddings=request.param)
-  load = lambda multiple: huggingface.load(folder, ModelConfig(dtype='float32', remat='none', vocab_multiple=multiple))
+
+  def load(multiple):
+    return huggingface.load(folder, ModelConfig(dtype='float32', remat='none', vocab_multiple=multiple))
+
   return folder, [load(None), load(MULTIPLE)]
 
 
@@ -42,7 +45,10 @@ def test_pads_are_rows_of_zeros(models):
 
 def test_large_vocabularies_are_padded_by_themselves(models):
   values = models[1][0][0].config.to_json()
-  rows = lambda size: huggingface.describe({**values, 'vocab_size': size}, ModelConfig()).config.padded_vocab_size
+
+  def rows(size):
+    return huggingface.describe({**values, 'vocab_size': size}, ModelConfig()).config.padded_vocab_size
+
   assert rows(151936) == 152576 and rows(32768) == 32768 and rows(1000) == 1000
 
 
@@ -78,7 +84,10 @@ def test_log_probs_and_gradients_are_the_same_and_pads_get_none(models):
   rows = token_rows([[1, 2], [4, 5, 6]], completions, completions > 0, 4)
   results = []
   for policy, parameters in models[1]:
-    loss = lambda tree, policy=policy: update.forward(policy, {}, tree, rows)
+
+    def loss(tree, policy=policy):
+      return update.forward(policy, {}, tree, rows)
+
     log_probs, entropy = update.token_log_probs(policy, config, None, {}, parameters, rows, completions)
 
     def total(tree, loss=loss, policy=policy):

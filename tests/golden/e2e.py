@@ -103,7 +103,9 @@ def _batch(config: Config, data: dict, facts: dict, rows: slice, dtype: str) -> 
 
 
 def _programs(policy: ToyPolicy, config: Config):
-  compiled = lambda function: jax.jit(function, compiler_options=quick())
+  def compiled(function):
+    return jax.jit(function, compiler_options=quick())
+
   return (
     compiled(functools.partial(update.accumulate, policy, config, None)),
     compiled(functools.partial(update.apply_gradients, config)),
@@ -115,7 +117,10 @@ def _check_case(report: Report, case: str, data: dict, dtype: str) -> None:
   facts = data['config_json']
   config = make_config(facts)
   config.optimizer.mu_dtype = dtype
-  tree = lambda prefix: {name: jnp.asarray(data[f'{prefix}_{name}'], dtype) for name in 'EPW'}
+
+  def tree(prefix):
+    return {name: jnp.asarray(data[f'{prefix}_{name}'], dtype) for name in 'EPW'}
+
   accumulate, apply, finish = _programs(ToyPolicy(facts['V']), config)
   state = update.init_state(config, tree('init_student'))
   if config.actor.policy_loss.loss_mode == 'sdpo':
@@ -125,7 +130,10 @@ def _check_case(report: Report, case: str, data: dict, dtype: str) -> None:
     prefix = f'step{call}_'
     given = {name.removeprefix(prefix): value for name, value in data.items() if name.startswith(prefix)}
     metrics: dict[str, list[float]] = {}
-    note = lambda name, value, metrics=metrics: metrics.setdefault(name, []).append(float(value))
+
+    def note(name, value, metrics=metrics):
+      return metrics.setdefault(name, []).append(float(value))
+
     applied = 0
     for start in [start for _ in range(facts['ppo_epochs']) for start in range(0, facts['B'], mini)]:
       batch = _batch(config, given, facts, slice(start, start + mini), dtype)
@@ -134,7 +142,10 @@ def _check_case(report: Report, case: str, data: dict, dtype: str) -> None:
         part = jax.tree.map(lambda x, first=first: jnp.asarray(x[first : first + micro]), batch)
         grads, result = accumulate({}, state, grads, part)
         note('actor/pg_loss', result.loss)
-        mean = lambda name, part=part, aux=result.aux: (aux[name] * part.mask).sum() / part.mask.sum()
+
+        def mean(name, part=part, aux=result.aux):
+          return (aux[name] * part.mask).sum() / part.mask.sum()
+
         for name, ours in (('pg_clipfrac', 'clipped'), ('pg_clipfrac_lower', 'clipped_lower'), ('ppo_kl', 'kl')):
           note(f'actor/{name}', mean(f'ppo_{ours}'))
         note('self_distillation/empty_target_batch', not np.any(part.distill_coef))

@@ -84,7 +84,10 @@ def _check_advantages(report: Report, case: str, meta: dict, arrays: dict) -> No
 def _check_ppo(report: Report, case: str, meta: dict, arrays: dict) -> None:
   ratios = (meta['clip_ratio_low'], meta['clip_ratio_high'], meta['clip_ratio_c'])
   for dtype in DTYPES:
-    cast = lambda name, dtype=dtype: arrays[name].astype(dtype)
+
+    def cast(name, dtype=dtype):
+      return arrays[name].astype(dtype)
+
     mask = cast('response_mask')
     weights = cast('rollout_is_weights') if meta['has_rollout_is_weights'] else np.ones_like(mask)
     coefficients = (_coefficients(mask, meta['loss_agg_mode'], meta['global_batch_info']) * weights).astype(dtype)
@@ -96,7 +99,10 @@ def _check_ppo(report: Report, case: str, meta: dict, arrays: dict) -> None:
 
       (loss, metrics), gradient = jax.value_and_grad(value, has_aux=True)(jnp.asarray(cast('log_prob')))
       loss, gradient = np.asarray(loss), np.asarray(gradient)
-    mean = lambda name, metrics=metrics, mask=mask: np.sum(np.asarray(metrics[name]) * mask) / (np.sum(mask) + 1e-8)
+
+    def mean(name, metrics=metrics, mask=mask):
+      return np.sum(np.asarray(metrics[name]) * mask) / (np.sum(mask) + 1e-8)
+
     _compare(report, case, 'loss', loss, meta['exp_loss_f64'], dtype)
     _compare(report, case, 'grad', gradient, arrays['grad_log_prob_f64'], dtype)
     for name, ours in (('pg_clipfrac', 'clipped'), ('pg_clipfrac_lower', 'clipped_lower'), ('ppo_kl', 'approx_kl')):

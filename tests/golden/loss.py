@@ -43,7 +43,10 @@ def check(directory: Path, only: slice = slice(None)) -> Report:
 
 def chunk_sizes(tokens: int, vocab: int) -> tuple[int, int]:
   """A number of tokens and of vocabulary entries per chunk that divide neither."""
-  smallest = lambda total: next((size for size in range(max(total // 3, 2), total) if total % size), total)
+
+  def smallest(total):
+    return next((size for size in range(max(total // 3, 2), total) if total % size), total)
+
   return smallest(tokens), smallest(vocab)
 
 
@@ -107,7 +110,10 @@ def _check_case(report: Report, name: str, case: dict) -> None:
   static, traced = _settings(config, loss_mask.size, student.shape[-1])
   support = case['topk_indices'] if info['topk_boundary_tie'] else None
   for dtype in ('float64', 'float32'):
-    cast = lambda x, dtype=dtype: None if x is None else jnp.asarray(x, dtype)
+
+    def cast(x, dtype=dtype):
+      return None if x is None else jnp.asarray(x, dtype)
+
     rollout = np.asarray(case.get('rollout_is_weights', np.ones_like(mask)), dtype)
     coefficients = loss_coefficients(loss_mask.astype(dtype), config['loss_agg_mode']) * rollout
     old = case.get('old_log_probs') if 'is_clip' in traced else None
@@ -158,18 +164,25 @@ def _check_error(report: Report, name: str, case: dict) -> None:
       setattr(config.actor.self_distillation, key, value)
     attempt = config.validate
   elif case['name'] == 'bad_agg_mode':
-    attempt = lambda: loss_coefficients(np.ones((2, 3), np.float32), 'mean')
+
+    def attempt():
+      return loss_coefficients(np.ones((2, 3), np.float32), 'mean')
   elif not settings.get('full_logit_distillation', True) and settings['alpha'] != 1.0:
-    attempt = lambda: ObjectiveConfig(full_logit_distillation=False, alpha=settings['alpha'])
+
+    def attempt():
+      return ObjectiveConfig(full_logit_distillation=False, alpha=settings['alpha'])
   elif case['name'].endswith('no_old'):
     report.note(name, 'not an error here: without old log-probs the current ones are meant, as on-policy')
     return
   else:
     zeros = jnp.zeros((1, 2))
     signal = TeacherSignal(hidden=jnp.zeros((1, 2, 4)))  # A teacher without its distribution.
-    attempt = lambda: objective(
-      jnp.zeros((1, 2, 4)), jnp.zeros((4, 4)), signal, zeros.astype(int), zeros, zeros, config=ObjectiveConfig()
-    )
+
+    def attempt():
+      return objective(
+        jnp.zeros((1, 2, 4)), jnp.zeros((4, 4)), signal, zeros.astype(int), zeros, zeros, config=ObjectiveConfig()
+      )
+
   try:
     attempt()
   except (UserError, ValueError):

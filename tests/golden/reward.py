@@ -32,7 +32,10 @@ def check(directory: pathlib.Path | str) -> Report:
   directory = pathlib.Path(directory)
   report = Report(KIND)
   with Graders(SETTINGS) as graders:
-    grade = lambda name, case: _grade(graders, name, case)
+
+    def grade(name, case):
+      return _grade(graders, name, case)
+
     for name in GRADED:
       for case in _cases(directory / f'{name}.json'):
         with _case(report, f'{name}.json {case["name"]}'):

@@ -41,9 +41,10 @@ def _check_ema(report: Report, case: str, data: dict) -> None:
   transform = averaging.make(SelfDistillationConfig(teacher_update_rate=config['teacher_update_rate']))
   for dtype in ('float64', 'float32'):
     with jax.enable_x64(dtype == 'float64'):
-      tree = lambda prefix, dtype=dtype: {
-        name: jnp.asarray(data[f'{prefix}_{name}'], dtype) for name in config['params']
-      }
+
+      def tree(prefix, dtype=dtype):
+        return {name: jnp.asarray(data[f'{prefix}_{name}'], dtype) for name in config['params']}
+
       teacher = transform.init(tree('teacher0'))
       for step in range(1, config['steps'] + 1):
         teacher = transform.update(teacher, tree(f'student{step}'), step - 1)
@@ -65,7 +66,10 @@ def _check_ema(report: Report, case: str, data: dict) -> None:
 def _mixed_log_probs(reference, student, rate, temperature):
   """The trust region's log-prob of every token: logits [B, T, V] twice -> [B, T, V], read off the objective."""
   vocab = reference.shape[-1]
-  every = lambda logits: jnp.repeat(logits.reshape(-1, vocab), vocab, axis=0)[None]
+
+  def every(logits):
+    return jnp.repeat(logits.reshape(-1, vocab), vocab, axis=0)[None]
+
   identity = jnp.eye(vocab, dtype=reference.dtype)
   signal = TeacherSignal(
     hidden=every(reference),
@@ -85,7 +89,10 @@ def _check_trust_region(report: Report, case: str, data: dict) -> None:
   config = data['config_json']
   for dtype in ('float64', 'float32'):
     with jax.enable_x64(dtype == 'float64'):
-      cast = lambda value, dtype=dtype: jnp.asarray(value, dtype)
+
+      def cast(value, dtype=dtype):
+        return jnp.asarray(value, dtype)
+
       log_probs = _mixed_log_probs(
         cast(data['ref_logits']),
         cast(data['student_logits']),
