@@ -88,7 +88,7 @@ def test_log_probs_and_gradients_are_the_same_and_pads_get_none(models):
     def loss(tree, policy=policy):
       return update.forward(policy, {}, tree, rows)
 
-    log_probs, entropy = update.token_log_probs(policy, config, None, {}, parameters, rows, completions)
+    log_probs, entropy = update.completion_log_probs(policy, config, None, {}, parameters, rows, completions)
 
     def total(tree, loss=loss, policy=policy):
       hidden, unembedding = loss(tree)
