@@ -23,7 +23,7 @@ SHAPES = [(8, 1), (4, 2), (2, 4), (1, 8)]
 FEW_SHAPES = [shape if shape in ((2, 4), (1, 8)) else pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES]
 
 
-def NAME(shape):
+def name_of(shape):
   return f'{shape[0]}x{shape[1]}'
 
 
@@ -151,7 +151,7 @@ def grid():
     usual = (4, 2) if index % 2 and case != 'more_than_a_part' else (2, 4)
     for shape in SHAPES:
       few = shape == usual or case in ('topk', 'full')
-      yield pytest.param(case, shape, id=f'{case}-{NAME(shape)}', marks=() if few else pytest.mark.slow)
+      yield pytest.param(case, shape, id=f'{case}-{name_of(shape)}', marks=() if few else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(('case', 'shape'), list(grid()))
@@ -173,7 +173,7 @@ def test_a_mesh_gives_what_one_device_gives(case, shape):
     assert not np.any(mesh_gradients['unembedding'][V:])
 
 
-@pytest.mark.parametrize('shape', FEW_SHAPES, ids=NAME)
+@pytest.mark.parametrize('shape', FEW_SHAPES, ids=name_of)
 def test_in_float32(shape):
   (loss, aux), gradients = alone('topk')
   layout, x = on_mesh(shape, arrays(jnp.float32))
@@ -230,7 +230,7 @@ def test_bfloat16_states_and_unembeddings_sum_in_float32():
   close(mesh_gradients['unembedding'][:V].astype(jnp.float32), np.asarray(gradients['unembedding'], np.float32), 2e-2)
 
 
-@pytest.mark.parametrize('shape', FEW_SHAPES, ids=NAME)
+@pytest.mark.parametrize('shape', FEW_SHAPES, ids=name_of)
 def test_scores_of_tokens(shape):
   x = arrays(jnp.float32)
   expected = token_log_probs(x['hidden'], x['unembedding'][:V], x['targets'], 0.7, mask=x['mask'])
