@@ -200,8 +200,8 @@ def _part(
   announce: Callable[[str], None],
 ) -> Part:
   here = changed(config, settings)
-  if dataclasses.is_dataclass(policy) and 'model.remat' in settings:
-    policy = dataclasses.replace(policy, remat=here.model.remat)
+  if 'model.remat' in settings:
+    policy = policy.with_remat(here.model.remat)
   listed = ', '.join(f'{name}={value}' for name, value in settings.items()) or 'as configured'
   announce(f'{", ".join(labels)} with mesh fsdp={here.mesh.fsdp} tensor={here.mesh.tensor}, {listed}:')
   made = planning.make(here, policy, topology, assumptions, only=labels, announce=announce)
