@@ -18,6 +18,7 @@ from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
 from sdpo_jax.planner import hlo, kernels, model, report, run, search, topology
 from sdpo_jax.planner import plan as planning
+from sdpo_jax.programs import Program
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs
 from tests import tiny
 
@@ -230,16 +231,20 @@ def test_a_step_adds_up():
 
 
 def test_of_each_kind_the_largest_program_is_planned():
-  names = [
-    'update/512×1024',
-    'update/2048×512',
-    'decode/512×64',
-    'decode/512×64@16',
-    'decode/512×64#8',
-    'admit/512×64',
-    'apply',
-  ]
-  found = dict.fromkeys([*names, 'evaluation/decode/512×64'])
+
+  def program(kind, buckets=(), capacity=None, rows=None, evaluation=False):
+    return Program(kind, None, (), buckets=buckets, capacity=capacity, rows=rows, evaluation=evaluation)
+
+  found = {
+    'update/512×1024': program('update', (512, 1024), rows=8),
+    'update/2048×512': program('update', (2048, 512), rows=8),
+    'decode/512×64@16': program('decode', (512, 64), 16, 16),
+    'decode/512×64': program('decode', (512, 64), 608, 16),
+    'decode/512×64#8': program('decode', (512, 64), 608, 8),
+    'admit/512×64': program('admit', (512, 64), 608, 16),
+    'apply': program('apply'),
+    'evaluation/decode/512×64': program('decode', (512, 64), 608, 32, evaluation=True),
+  }
   assert planning.select(found, everything=False) == {
     'update': 'update/2048×512',
     'decode': 'decode/512×64',

@@ -487,6 +487,7 @@ def test_an_output_that_is_a_file_is_refused(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
   (tmp_path / 'test.json').write_text(json.dumps([mcq(number) for number in range(10)]))
   made = [f'--output={tmp_path}/out', f'--input={tmp_path}']

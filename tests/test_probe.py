@@ -345,6 +345,7 @@ def test_the_probe_stops_where_a_run_does_and_takes_the_teachers_prompts(tmp_pat
   assert session.sampler._prompt_buckets[-1] == 2048 and sampler._prompt_buckets[-1] == 4096
 
 
+@pytest.mark.slow
 def test_the_command_prints_and_writes_what_it_found(tmp_path):
   config = tiny.make_experiment(tmp_path)
   row = {'prompt': 'Q', 'dataset': 'parity', 'kind': 'parity', 'answer': '1', 'environment': 'parity'}

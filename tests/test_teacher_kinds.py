@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import types
 
 import chex
@@ -30,7 +31,8 @@ from tests.test_step import MODEL, make_model, settings
 
 BASE = {'actor__self_distillation__teacher_regularization': 'base', 'actor__ppo_micro_batch_size': 4}
 MESHES = {1: MeshConfig(fsdp=1, tensor=1), 4: MeshConfig(fsdp=2, tensor=2)}
-both = pytest.mark.parametrize('devices', [1, 4])
+# Both sides of a comparison compile; on a mesh one of them is that of one device.
+both = pytest.mark.parametrize('devices', [pytest.param(1, marks=pytest.mark.slow), 4])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,8 +135,19 @@ def test_a_teacher_of_the_same_model_is_what_a_run_without_one_has(devices):
   )
 
 
-@both
-@pytest.mark.parametrize('regularization', ['ema', 'live', 'frozen', 'trust-region', 'restart', 'base'])
+@pytest.mark.parametrize(
+  ('regularization', 'devices'),
+  [('ema', 4), ('restart', 1), ('base', 1)]
+  + [
+    pytest.param(*case, marks=pytest.mark.slow)
+    for case in (
+      ('ema', 1),
+      ('restart', 4),
+      ('base', 4),
+      *itertools.product(('live', 'frozen', 'trust-region'), (1, 4)),
+    )
+  ],
+)
 def test_a_student_with_a_frozen_base_learns_from_every_teacher(regularization, devices):
   config = settings(**BASE)
   config.actor.self_distillation.teacher_regularization = regularization
@@ -245,7 +258,7 @@ def everything_that_a_teacher_says(policy, parameters, batch: GenerationBatch, t
 
 
 @both
-@pytest.mark.parametrize('packed', [False, True], ids=['rows', 'packed'])
+@pytest.mark.parametrize('packed', [pytest.param(False, marks=pytest.mark.slow), True], ids=['rows', 'packed'])
 def test_an_external_signal_in_the_batch_teaches_as_the_model_that_made_it(packed, devices):
   own = {'distillation_topk': None, 'distillation_add_tail': False}
   changes = {f'actor__self_distillation__{name}': value for name, value in own.items()}

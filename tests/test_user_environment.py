@@ -37,6 +37,7 @@ def write(tmp_path):
   return write_module
 
 
+@pytest.mark.slow
 def test_the_documented_environment_trains(tmp_path):
   code = block('my_environment.py')
   assert len(code.splitlines()) < 20
