@@ -1,1 +1,1 @@
-"""One file an experiment."""
+"""One file per experiment."""

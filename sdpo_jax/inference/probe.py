@@ -42,7 +42,7 @@ def probe_to_file(
   max_questions: int = QUESTIONS,
   announce: Callable[[str], None] = lambda text: None,
 ) -> tuple[dict[str, float], list[str]]:
-  """`probe_model` and what it recommends; both are written to `output`, the latter under 'recommendation'.
+  """Return the numbers of `probe_model` and what they recommend; write both to `output`.
 
   Raises:
     UserError: as `probe_model`, or an output that cannot be written.
@@ -231,7 +231,7 @@ def probe(
     return said
 
   def collect(keys: Sequence[tuple[int, tuple[int, ...]]]) -> np.ndarray:
-    """[N] 1 or 0 for each completion that the teacher answered, NaN for the others."""
+    """Return [N], 1 or 0 for each completion that the teacher answered, NaN for the others."""
     taught = np.full(len(rollouts), np.nan)
     for key in keys:
       taught[key[0]] = answers[key]

@@ -53,7 +53,7 @@ def configured_rule(config: Config) -> str:
 
 
 def recommend(numbers: Mapping[str, float], config: Config) -> list[str]:
-  """Sentences, the verdict first.
+  """Return recommendations as sentences, the verdict first.
 
   Args:
     numbers: of `probe_model` (or `probe`, without the lengths of all prompts).
@@ -212,7 +212,7 @@ def _grading(numbers: Mapping[str, float]) -> list[str]:
 
 
 def summary(numbers: Mapping[str, float], advice: list[str]) -> str:
-  """Everything, to be printed."""
+  """Return the whole report as text."""
   lines = [f'{numbers["questions"]} questions, {numbers["completions"]} completions']
   for title, rows in _sections(numbers):
     lines += ['', title, *(f'  {label:<44}{value:>24}' for label, value in rows)]

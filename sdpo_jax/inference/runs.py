@@ -27,7 +27,7 @@ from sdpo_jax.types import Tree
 
 
 def run_config(workdir: epath.PathLike) -> Config:
-  """The settings of a run.
+  """Return the settings of a run.
 
   Raises:
     UserError: no run there.
@@ -45,7 +45,7 @@ def open_run(
   step: int | None = None,
   dtype: Literal['float32', 'bfloat16'] | None = None,
 ) -> tuple[Session, Tree, int]:
-  """A run's session, the parameters of a checkpoint of it, and its step; the run may be going on.
+  """Return a run's session, the parameters of one of its checkpoints, and its step; the run may be going on.
 
   Of the checkpoint nothing else is read: no optimizer state, and of student and teacher the one that is asked for.
 

@@ -25,7 +25,9 @@ class GradingThread:
   """
 
   def __init__(self, graders: Graders, examples: Sequence[Example], n: int):
-    """To be entered before sampling; leaving it early gives up what is not graded yet, without waiting for a grader.
+    """Makes the thread, to be entered before sampling.
+
+    Leaving it early gives up what is not graded yet, without waiting for a grader.
 
     Args:
       graders: of the run.
@@ -77,7 +79,7 @@ class GradingThread:
         self._changed.notify()
 
   def outcomes(self) -> list[Outcome]:
-    """Waits until all completions are graded; an outcome of each, in order of their numbers.
+    """Waits until all completions are graded; returns their outcomes in order.
 
     Raises:
       UserError: on every process, what a grader raised on one.
@@ -125,7 +127,7 @@ class GradingThread:
       self._error = error
 
   def _next(self) -> list[Completion]:
-    """All that have finished and are not graded, at least one; none when there will be no more."""
+    """Returns the finished, ungraded completions, at least one; an empty list when no more will come."""
     with self._changed:
       self._changed.wait_for(lambda: self._waiting or self._complete)
       finished, self._waiting = self._waiting, []

@@ -60,7 +60,7 @@ def base() -> TeacherTransform:
 
 
 def trust_region() -> TeacherTransform:
-  """Initial weights that never move; their logits are mixed with the student's (paper Eq. 16; `signal_parameters`)."""
+  """Return a teacher that stays the initial one; its logits are mixed with the student's (paper Eq. 16)."""
   return frozen()
 
 
@@ -93,7 +93,7 @@ def make(config: SelfDistillationConfig) -> TeacherTransform:
 
 
 def signal_parameters(teacher: Tree, params: Tree, config: SelfDistillationConfig) -> tuple[Tree, Tree | None]:
-  """Which parameters read the teacher's context.
+  """Return the parameters that read the teacher's context.
 
   Args:
     teacher: the teacher's tree; an empty dict for a live teacher and for the base alone.

@@ -60,7 +60,7 @@ def choose_demonstration(
   seed: int,
   step: int,
 ) -> int | None:
-  """The row whose completion is shown to the teacher of `row`, or None.
+  """Return the row whose completion is shown to the teacher of `row`, or None.
 
   `demonstration='first'` takes the first candidate in batch order. `'random'` draws one from (seed, step, global
   sample number of `row`): the draw depends neither on the order of the batch nor on which process holds the row.

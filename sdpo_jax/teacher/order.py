@@ -52,7 +52,7 @@ class _Differences:
     return self.sets[0][0] - self.sets[-1][0]
 
   def __lt__(self, other: _Differences) -> bool:
-    """Popped first: the larger spread, then the larger leading set."""
+    """Return whether this node is popped before the other: the larger spread first, then the larger leading set."""
 
     def rank(node: _Differences) -> tuple:
       return node.spread, node.sets[0][0], len(node.sets[0][1]), node.sets[0][1]
@@ -60,7 +60,7 @@ class _Differences:
     return rank(self) > rank(other)
 
   def merged(self, other: _Differences) -> _Differences:
-    """Heaviest set joined with lightest, second heaviest with second lightest, …"""
+    """Return a node that joins the heaviest set with the lightest, the second heaviest with the second lightest, …"""
     pairs = zip(self.sets, reversed(other.sets), strict=True)
     return _Differences([(a[0] + b[0], a[1] + b[1]) for a, b in pairs])
 

@@ -60,7 +60,7 @@ class Checkpoints:
     )
 
   def _rank(self, metrics: Mapping[str, float]) -> float:
-    """Of a checkpoint by its metrics; the lowest where the best metric was not measured."""
+    """Return a checkpoint's rank by its metrics: the best metric, or −∞ where it was not measured."""
     return metrics.get(self.best_metric, -math.inf)
 
   @property

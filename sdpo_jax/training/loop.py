@@ -246,7 +246,7 @@ class _Run:
     return Result(self.session.workdir, int(state.step), preempted, evaluations, prompt, self.stopped)
 
   def recall(self, step: int) -> None:
-    """What alarms and evaluations have seen up to `step`, from metrics.jsonl; a run that they stopped stays stopped."""
+    """Restore what alarms and evaluations had seen up to `step`, from metrics.jsonl; a run that they stopped stays so."""
     lines = history(self.session.workdir, step)
     raised = self.watch.replay(lines)
     for line in lines:
@@ -273,7 +273,7 @@ class _Run:
   def step(
     self, state: TrainState, step: int, writer: MetricsWriter | None, progress: Progress, preemption: Preemption
   ) -> TrainState | None:
-    """One generation batch, with its evaluation, log line and checkpoint.
+    """Run one generation batch, with its evaluation, log line and checkpoint.
 
     Returns:
       the state after it; None if the run was told to stop before the update began, when `state` is still whole.
@@ -342,7 +342,7 @@ class _Run:
     return state
 
   def judge(self, step: int, raised: Sequence[alarms.Alarm]) -> Verdict:
-    """What `alarms.action` makes of the alarms of a step; the same on every process."""
+    """Decide what to do about the alarms of a step, by `alarms.action`; every process decides the same."""
     config, settings = self.session.config, self.session.config.alarms
     if settings.action == 'warn' or not self.watch.rules or not agreed(len(raised)):
       return Verdict()
@@ -357,7 +357,7 @@ class _Run:
     return Verdict(stop=reasons + (f'. The best checkpoint is that of step {best}.' if best else '.'))
 
   def say(self, step: int, raised: Sequence[alarms.Alarm], verdict: Verdict) -> None:
-    """Alarms, for the user: each as it begins, and those that are acted upon."""
+    """Announce alarms to the user as they begin, and those that are acted upon."""
     for alarm in raised:
       if alarm.begins or verdict != Verdict():
         self.announce(f'Alarm at step {step}: {alarm}.')
@@ -365,14 +365,14 @@ class _Run:
       self.announce(f'Going back to the weights of step {verdict.back_to}; step {step + 1} has new questions.')
 
   def name_idle_rules(self) -> None:
-    """Says once which rules fit no metric, which a misspelt name does not."""
+    """Announce, once, the rules that match no metric, for example because a name is misspelt."""
     if not self.checked_rules and jax.process_index() == 0:
       for text in self.watch.unmatched():
         self.announce(f'alarms.rules: {text!r} fits none of the metrics measured so far; see metrics.jsonl for names.')
     self.checked_rules = True
 
   def roll_back(self, state: TrainState, step: int) -> TrainState:
-    """The student, teacher and optimizer state of a step's checkpoint; counters and randomness go on as they are."""
+    """Restore student, teacher and optimizer state from a step's checkpoint; counters and randomness go on as they are."""
     barrier(f'the way back to step {step}')
     like = abstract(state)
     for leaf in jax.tree.leaves((state.trainable, state.opt_state, state.teacher)):

@@ -17,7 +17,7 @@ from sdpo_jax.files import is_local, jsonable, write_atomically
 
 
 class MetricsWriter:
-  """One JSON object a step in `metrics.jsonl`; no step twice, also after a resume.
+  """Writes one JSON object per step to `metrics.jsonl`; no step twice, even after a resume.
 
   Local files are appended to; object stores cannot append, so there the whole (small) file is written again.
   """
@@ -115,7 +115,7 @@ def check_wandb(config: Config) -> None:
 
 
 class Progress:
-  """A live bar on a terminal, one line a step elsewhere: step, score, loss, tokens/s, time left."""
+  """Shows progress, a live bar on a terminal and one line per step elsewhere: step, score, loss, tokens/s, time left."""
 
   def __init__(self, total: int, done: int = 0, *, shown: bool = True):
     self._shown = shown
@@ -139,12 +139,12 @@ class Progress:
       self._bar.start()
 
   def phase(self, name: str) -> None:
-    """What is being done within the step."""
+    """Show what the step is doing now."""
     if self._bar is not None:
       self._bar.update(self._task, description=f'{name:<10}')
 
   def step(self, step: int, score: float, loss: float, tokens_per_second: float, note: str = '') -> None:
-    """A finished step."""
+    """Show a finished step."""
     numbers = f'score {score:.3f}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s{note}'
     if self._bar is not None:
       self._bar.update(self._task, completed=step, numbers=numbers)

@@ -24,7 +24,7 @@ def learning_rate(config: OptimizerConfig, step: jax.Array) -> jax.Array:
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-  """The direction of a step before the learning rate; AdamW with decoupled decay on all parameters, or plain SGD."""
+  """Return the optimizer without its learning rate: AdamW with decoupled decay on all parameters, or plain SGD."""
   if config.name == 'sgd':
     return optax.identity()
   b1, b2 = config.betas

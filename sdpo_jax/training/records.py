@@ -139,7 +139,7 @@ def throughput_metrics(
 def write_rollouts(
   session: Session, step: int, graded: GradedRollouts, context: TeacherContext | None, report: UpdateReport
 ) -> None:
-  """`rollouts/<step>.jsonl`: one line a sample with prompt, completion, score, feedback, teacher prompt, divergences."""
+  """Write `rollouts/<step>.jsonl`: per sample a line with prompt, completion, score, feedback, teacher prompt, divergence."""
   folder = session.workdir / 'rollouts'
   folder.mkdir(parents=True, exist_ok=True)
   divergence = report.token_values.get('divergence')
