@@ -1,7 +1,7 @@
 """The registry of compiled programs: what a run compiles, with the shapes that it calls each program with.
 
 A room that compiles something registers a source of programs (`register`). Everything that lowers, compiles or costs
-programs without running them, as the planner does, reads `collect`; `compile_programs` compiles them in an order in
+programs without running them, as the planner does, reads `registered_programs`; `compile_programs` compiles them in an order in
 which each finds the shardings of what it is handed.
 """
 
@@ -15,6 +15,7 @@ import jax
 
 from models.policy import Policy
 from sdpo_jax.config import Config
+from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.types import Tree
 
 EVALUATION = 'evaluation/'  # Begins the labels and names of programs that only evaluation uses.
@@ -74,6 +75,7 @@ class Run:
   trainable: Tree
   mesh: jax.sharding.Mesh
   stop_ids: int  # How many token ids end a completion.
+  teacher: Teacher  # Who reads the teacher's prompts; its base as abstract arrays.
 
 
 Source = Callable[[Run], dict[str, Program]]
@@ -86,7 +88,7 @@ def register(source: Source) -> Source:
   return source
 
 
-def collect(run: Run) -> dict[str, Program]:
+def registered_programs(run: Run) -> dict[str, Program]:
   """Return every program of a run by name, for all its declared buckets, from all registered sources.
 
   Raises:
@@ -108,7 +110,7 @@ def compile_programs(
   """Compile programs and, before each, those from which it inherits shardings.
 
   Args:
-    found: from `collect`.
+    found: from `registered_programs`.
     names: which ones.
 
   Yields:

@@ -115,7 +115,7 @@ class Batch:
   old_log_probs: (
     jax.Array | None
   )  # [B, T], of the policy before the update; None: the current ones, detached (on-policy).
-  advantages: jax.Array  # [B, T] float32.
+  advantages: jax.Array | None  # [B, T] float32; None: no term reads them.
   signal: TeacherSignal | None = None  # Of an external teacher: `token_ids` and `log_probs` [B, T, K].
 
 

@@ -14,8 +14,10 @@ from sdpo_jax.objective import divergences, vocabulary
 from sdpo_jax.objective.advantages import grpo_advantages
 from sdpo_jax.objective.aggregation import loss_coefficients
 from sdpo_jax.objective.importance import importance_ratio, mismatch, rollout_is_weights
+from sdpo_jax.objective.loss import ObjectiveConfig
 from sdpo_jax.objective.policy_gradient import dual_clip_ppo, kl_penalty
 from sdpo_jax.objective.sharded import VocabShard
+from sdpo_jax.objective.terms import clipped_ratio
 from sdpo_jax.objective.top_k import GROUP, top_k, two_stage_top_k
 
 
@@ -266,9 +268,12 @@ def test_kl_estimates():
 
 def test_importance_ratio_has_an_upper_clip_only_and_no_gradient():
   new, old = jnp.array([-1.0, -1.0, -1.0, -50.0, -1.0]), jnp.array([-1.0, -3.0, -1.5, -1.0, -90.0])
-  np.testing.assert_allclose(importance_ratio(new, old, 2.0), [1, 2, np.exp(0.5), np.exp(-20), 2], rtol=1e-6)
-  np.testing.assert_allclose(importance_ratio(new, old, None)[4], np.exp(20), rtol=1e-6)
-  assert not np.any(jax.grad(lambda x: importance_ratio(x, old, None).sum())(new))
+  scalars = ObjectiveConfig(is_clip=2.0).term_scalars.of_type(jnp.float32)
+  ratio, metrics = clipped_ratio(ObjectiveConfig(is_clip=2.0).term_settings, scalars, new, old)
+  np.testing.assert_allclose(ratio, [1, 2, np.exp(0.5), np.exp(-20), 2], rtol=1e-6)
+  np.testing.assert_array_equal(metrics['ratio_clipped'], [0, 1, 0, 0, 1])
+  np.testing.assert_allclose(importance_ratio(new, old)[4], np.exp(20), rtol=1e-6)
+  assert not np.any(jax.grad(lambda x: importance_ratio(x, old).sum())(new))
 
 
 @pytest.mark.parametrize('level', ['token', 'sequence'])

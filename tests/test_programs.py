@@ -52,7 +52,8 @@ def test_the_update_is_called_with_the_registered_shapes():
   update = make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state))
   for micro in batching.micro_batches(samples, np.arange(len(samples)), config):
     batch = meshes.put_rows(mesh, micro.batch)
-    actual = abstract(({}, state, update.zero(state.trainable), batch))
+    # As `step.run_update` calls it; the self-teacher has no base of its own.
+    actual = abstract(({}, state, update.zero(state.trainable), batch, None))
 
     def shapes(tree):
       return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)

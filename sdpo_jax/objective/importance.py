@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 LOG_RATIO_BOUND = 20.0  # Log-ratios are clipped to ±20 before the exponential (core_algos.py:1168).
 
 
-def importance_ratio(log_probs: jax.Array, old_log_probs: jax.Array, clip: float | jax.Array | None) -> jax.Array:
-  """Return min(exp(log π − log π_old), clip) of the sampled token, without gradient: arrays [...] -> [...].
+def importance_ratio(log_probs: jax.Array, old_log_probs: jax.Array) -> jax.Array:
+  """Return exp(log π − log π_old) of the sampled token, without gradient: arrays [...] -> [...].
 
-  The log-ratio is first clipped to ±20; `clip` None leaves the ratio as it is. There is no lower clip.
+  The log-ratio is first clipped to ±20. The upper clip of the ratio, `is_clip`, is `terms.clipped_ratio`'s.
   Source: core_algos.py:1160-1172.
   """
   chex.assert_equal_shape([log_probs, old_log_probs])
   chex.assert_type([log_probs, old_log_probs], float)
-  ratio = _bounded_ratio(jax.lax.stop_gradient(log_probs - old_log_probs))
-  return ratio if clip is None else jnp.minimum(ratio, clip)
+  return _bounded_ratio(jax.lax.stop_gradient(log_probs - old_log_probs))
 
 
 def _bounded_ratio(log_ratio: chex.Array) -> chex.Array:

@@ -162,7 +162,7 @@ def clipped_ratio(
   chex.assert_equal_shape([log_prob, old_log_prob])
   ratio, clipped = jnp.ones_like(log_prob), jnp.zeros_like(log_prob)
   if settings.use_ratio:
-    unclipped = importance_ratio(log_prob, old_log_prob, None)
+    unclipped = importance_ratio(log_prob, old_log_prob)
     ratio = jnp.minimum(unclipped, scalars.is_clip)
     clipped = (unclipped > scalars.is_clip).astype(log_prob.dtype)
   return ratio, {'ratio': ratio, 'ratio_clipped': clipped}

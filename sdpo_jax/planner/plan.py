@@ -36,7 +36,7 @@ from sdpo_jax.types import TrainState
 
 GIB = 2**30
 # What lies in memory all the time, whichever program runs.
-RESIDENT = ('parameters', 'optimizer', 'teacher')
+RESIDENT = ('base', 'parameters', 'optimizer', 'teacher', 'teacher base')
 # Programs that read the sampler's copy of the weights.
 SAMPLING = ('prefill', 'decode', 'admit', 'resize', 'compact')
 
@@ -167,19 +167,20 @@ def make(
     config = dataclasses.replace(config, data=data)
   mesh = model_mesh(config, policy, topology.devices)
   policy = policy.on(mesh, config.model.attention)
-  found = run_programs(config, policy, *abstract_parameters(policy, mesh), mesh, stop_ids=2)
+  base, trainable = abstract_parameters(policy, mesh)
+  found = run_programs(config, policy, base, trainable, mesh, stop_ids=2)
   labels = select(found, everything)
   if only is not None:
     labels = {label: name for label, name in labels.items() if label in set(only)}
   names = {name: label for label, name in labels.items()}
-  resident = _held(found['apply'], None)
+  resident = _held(found['prepare'], None) | _held(found['apply'], None)
   estimates: dict[str, Estimate] = {}
   began = time.monotonic()
   announce(f'Compiling {len(names)} programs for {topology.name}, one after the other …')
   sampling_weights, refused = None, []
   for name, compiled in registry.compile_programs(found, names):
     took = time.monotonic() - began
-    if name == 'prepare' and isinstance(compiled, jax.stages.Compiled):
+    if found[name].kind == 'prepare' and isinstance(compiled, jax.stages.Compiled):
       # A copy may live on two layouts' worth of memory while it is made; afterwards only the result is left.
       sampling_weights = compiled.memory_analysis().output_size_in_bytes
     cost = functools.partial(

@@ -112,10 +112,15 @@ def meshes(config: Config, policy: Policy, chips: int, over: Sequence[str]) -> l
   if 'mesh' not in over:
     return [{}]
   model = policy.config
-  padded = next(parameter.shape[0] for parameter in policy.parameter_table() if parameter.path == ('embedding',))
+  padded = {
+    size
+    for parameter in policy.parameter_table()
+    for axis, size in zip(parameter.axes, parameter.shape, strict=True)
+    if axis == 'vocab'
+  }
 
   def divides(tensor: int) -> bool:
-    return all(size % tensor == 0 for size in (chips, model.heads, model.kv_heads, model.intermediate_size, padded))
+    return all(size % tensor == 0 for size in (chips, model.heads, model.kv_heads, model.intermediate_size, *padded))
 
   return [
     {'mesh.fsdp': chips // tensor, 'mesh.tensor': tensor}

@@ -26,11 +26,16 @@ class Teacher:
   - the same model with a fixed context of its own, such as a document: a policy that puts it before the tokens, with
     the document's tokens or keys and values in its base.
 
-  An external teacher is none of these: its signal comes in the `Batch`.
+  `make_session` builds the first, or takes any of them. An external teacher is none of these: its signal comes in the
+  `Batch`.
   """
 
   policy: Policy
   base: Tree | None = None  # None: the student's own base, so that one copy of it serves both.
+
+  def readers(self, student: Policy, config: SelfDistillationConfig) -> tuple[Policy, ...]:
+    """Return the policies that read the teacher's prompts: the trust region asks the student too."""
+    return (self.policy, student) if config.teacher_regularization == 'trust-region' else (self.policy,)
 
   def check_student(self, student: Policy) -> None:
     """Raise ValueError where student and teacher do not share a vocabulary."""

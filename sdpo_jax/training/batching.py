@@ -18,9 +18,14 @@ from sdpo_jax.training import packing
 from sdpo_jax.types import Batch, Rollouts, TeacherSignal, TokenRows
 
 
-def shares_prompts(config: Config, policy: Policy) -> bool:
-  """Return whether samples of a row that have the same teacher prompt share one copy of it."""
-  return config.actor.pack_sequences and policy.shares_prefixes
+def shares_prompts(config: Config, *readers: Policy) -> bool:
+  """Return whether samples of a row that have the same teacher prompt share one copy of it.
+
+  Args:
+    config: settings.
+    *readers: every policy that reads the teacher's rows (`Teacher.readers`).
+  """
+  return config.actor.pack_sequences and all(policy.shares_prefixes for policy in readers)
 
 
 def mini_batches(config: Config) -> list[np.ndarray]:
@@ -51,8 +56,8 @@ def token_rows(
     Rows with S = prompt_length + T; `target_index` points at the state before each completion token.
   """
   chex.assert_rank([completions, mask], 2)
+  chex.assert_type([completions, mask], [int, bool])
   chex.assert_equal_shape([completions, mask])
-  chex.assert_type(mask, bool)
   chex.assert_axis_dimension(completions, 0, len(prompts))
   ends = mask.sum(1)
   rows = [[(prompt, completions[row, : ends[row]])] for row, prompt in enumerate(prompts)]
@@ -70,7 +75,7 @@ class GenerationBatch:
   teacher_prompts: list[list[int]] | None  # N prompts of an in-mesh teacher; None: there is none.
   rollouts: Rollouts
   distill_mask: np.ndarray  # [N, T] float32, 1 where the teacher knows something; the others count in no denominator.
-  advantages: np.ndarray  # [N, T] float32.
+  advantages: np.ndarray | None = None  # [N, T] float32; None: no term reads them.
   old_log_probs: np.ndarray | None = None  # [N, T]; None: on-policy.
   # [N, T] float32, factors of a token's terms that denominators do not see; None: 1.
   distill_weights: np.ndarray | None = None
@@ -84,7 +89,11 @@ class GenerationBatch:
       value = getattr(self, name)
       if value is not None:
         chex.assert_shape(value, shape, custom_message=name)
+        chex.assert_type(value, float)
     if self.signal is not None:
+      if self.teacher_prompts is not None:
+        raise ValueError('A generation batch has teacher prompts or an external signal, not both.')
+      chex.assert_type([self.signal.token_ids, self.signal.log_probs], [int, float])
       chex.assert_shape((self.signal.token_ids, self.signal.log_probs), (*shape, None))
 
   def __len__(self) -> int:
@@ -151,6 +160,8 @@ class MicroBatch:
   def scatter(self, values: np.ndarray, target: np.ndarray) -> None:
     """Write per-token values [rows, W] of the rows to the samples' places in `target` [N, T]."""
     chex.assert_rank([values, target], 2)
+    chex.assert_axis_dimension(values, 0, len(self.samples))
+    chex.assert_axis_dimension(target, 0, len(self.lengths))
     for row, held in enumerate(self.samples):
       start = 0
       for sample in held:
@@ -160,6 +171,7 @@ class MicroBatch:
 
   def tokens(self, side: TokenRows) -> int:
     """Return how many tokens of a side are not padding."""
+    chex.assert_rank(side.segment_ids, 2)
     return int((side.segment_ids > 0).sum())
 
 
@@ -194,6 +206,7 @@ def student_micro_batches(batch: GenerationBatch, config: Config, multiple: int 
     config: settings.
     multiple: of the rows of a micro-batch.
   """
+  chex.assert_rank(batch.rollouts.completion_mask, 2)
   student = dataclasses.replace(batch, teacher_prompts=None, signal=None)
   written = np.flatnonzero(batch.rollouts.completion_mask.any(1))
   return _split(student, np.arange(len(batch)), {}, written, config, multiple, share=False)
@@ -330,7 +343,7 @@ def _micro_batch(
     targets=fit(rollouts.completion_tokens),
     mask=fit(rollouts.completion_mask.astype(np.float32)),
     old_log_probs=None if batch.old_log_probs is None else fit(batch.old_log_probs.astype(np.float32)),
-    advantages=fit(batch.advantages.astype(np.float32)),
+    advantages=fit(batch.advantages.astype(np.float32)) if 'policy_coef' in coef else None,
     signal=jax.tree.map(fit, batch.signal),
     **{name: None for name in COEFFICIENTS} | {name: fit(values, held) for name, values in coef.items()},
   )

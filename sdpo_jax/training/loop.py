@@ -35,8 +35,15 @@ from sdpo_jax.files import write_atomically
 from sdpo_jax.training import records
 from sdpo_jax.training.checkpoints import Checkpoints, abstract
 from sdpo_jax.training.metrics import MetricsWriter, Progress, check_wandb, history
-from sdpo_jax.training.session import Session, load_tokenizer, make_session, sampling_seed
-from sdpo_jax.training.step import Timer, build_batch, build_teacher_prompts, rollout_and_grade, run_update
+from sdpo_jax.training.session import Session, load_tokenizer, make_session
+from sdpo_jax.training.step import (
+  Timer,
+  build_batch,
+  build_teacher_prompts,
+  rollout_and_grade,
+  run_update,
+  sampling_seed,
+)
 from sdpo_jax.training.update import abstract_state, place_state
 from sdpo_jax.types import Example, TrainState
 

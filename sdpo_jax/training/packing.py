@@ -96,9 +96,11 @@ def pack(
   """
   chex.assert_rank(sizes, 2)
   chex.assert_axis_dimension(sizes, 1, len(room))
+  chex.assert_type(sizes, int)
   if keys is not None:
     chex.assert_shape(keys, (len(sizes),))
     chex.assert_equal_shape([sizes, shared])
+    chex.assert_type([keys, shared], int)
   if keys is None:
     keys, shared = np.arange(len(sizes)), np.zeros_like(sizes)
   together = np.bincount(keys, sizes.sum(1), minlength=keys.max(initial=0) + 1)

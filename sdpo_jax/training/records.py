@@ -131,7 +131,8 @@ def throughput_metrics(
   }
   peak = accelerators.peak_flops(jax.devices()[0])
   if peak:
-    done = session.flops_per_token * (sampled + prefilled + 3 * report.trained_tokens + report.teacher_tokens)
+    done = session.flops_per_token * (sampled + prefilled + 3 * report.trained_tokens)
+    done += session.teacher_flops_per_token * report.teacher_tokens
     metrics['throughput/mfu'] = done / (whole * devices * peak)
   return metrics
 

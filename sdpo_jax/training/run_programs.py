@@ -11,6 +11,7 @@ Evaluation has its own number of rows: `evaluation/…`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import dataclasses
 import functools
 from typing import Any
 
@@ -27,6 +28,7 @@ from sdpo_jax.programs import EVALUATION, Program, Run
 from sdpo_jax.rollout import decode, functions, slots
 from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.rollout.sampling import SamplingParams
+from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training import batching
 from sdpo_jax.training.checkpoints import abstract
 from sdpo_jax.training.update import abstract_state, make_update
@@ -34,7 +36,13 @@ from sdpo_jax.types import Batch, TokenRows, Tree
 
 
 def run_programs(
-  config: Config, policy: Policy, base: Tree, trainable: Tree, mesh: jax.sharding.Mesh, stop_ids: int = 1
+  config: Config,
+  policy: Policy,
+  base: Tree,
+  trainable: Tree,
+  mesh: jax.sharding.Mesh,
+  stop_ids: int = 1,
+  teacher: Teacher | None = None,
 ) -> dict[str, Program]:
   """Return every registered program of a run by name, for all its declared buckets.
 
@@ -45,8 +53,12 @@ def run_programs(
     trainable: trainable parameters; abstract arrays will do.
     mesh: where it runs.
     stop_ids: how many token ids end a completion.
+    teacher: who reads the teacher's prompts; None: the policy itself.
   """
-  return programs.collect(Run(config, policy, abstract(base), abstract(trainable), mesh, stop_ids))
+  teacher = teacher or Teacher(policy)
+  teacher = dataclasses.replace(teacher, base=abstract(teacher.base))
+  run = Run(config, policy, abstract(base), abstract(trainable), mesh, stop_ids, teacher)
+  return programs.registered_programs(run)
 
 
 def abstract_parameters(policy: Policy, mesh: jax.sharding.Mesh) -> tuple[Tree, Tree]:
@@ -66,7 +78,7 @@ def update_programs(run: Run) -> dict[str, Program]:
   config, base, trainable, mesh = run.config, run.base, run.trainable, run.mesh
   spec = ObjectiveSpec.from_config(config)
   state = abstract_state(config, trainable, mesh)
-  update = make_update(run.policy, config, jax.tree.map(lambda leaf: leaf.sharding, state))
+  update = make_update(run.policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), run.teacher)
   rows = -(-config.actor.ppo_micro_batch_size // mesh.size) * mesh.size
   found = {
     'zero': Program('zero', update.zero, (trainable,), holds=('parameters',)),
@@ -75,7 +87,7 @@ def update_programs(run: Run) -> dict[str, Program]:
   }
   batch_of = functools.partial(abstract_batch, rows, spec=spec, mesh=mesh)
   trained = Buckets.of_update(config)
-  share = batching.shares_prompts(config, run.policy)
+  share = batching.shares_prompts(config, *run.teacher.readers(run.policy, config.actor.self_distillation))
   for response in trained.response:
     for prompt in trained.prompt:
       if spec.computes_log_probs:
@@ -84,7 +96,7 @@ def update_programs(run: Run) -> dict[str, Program]:
           'score',
           update.log_probs,
           (base, trainable, batch.student, batch.targets),
-          holds=('parameters', 'parameters', 'batch', 'batch'),
+          holds=('base', 'parameters', 'batch', 'batch'),
           buckets=(prompt, response),
           rows=rows,
         )
@@ -93,8 +105,8 @@ def update_programs(run: Run) -> dict[str, Program]:
         found[_named('update', lengths)] = Program(
           'update',
           update.accumulate,
-          (base, state, trainable, batch_of(prompt, reprompt, response, share=share)),
-          holds=('parameters', 'state', 'gradients', 'batch'),
+          (base, state, trainable, batch_of(prompt, reprompt, response, share=share), run.teacher.base),
+          holds=('base', 'state', 'gradients', 'batch', 'teacher base'),
           buckets=lengths,
           rows=rows,
         )
@@ -131,15 +143,15 @@ def abstract_batch(
     tokens = array(room + response, jnp.int32)
     return TokenRows(tokens, tokens, tokens, array(response, jnp.int32), tokens if share else None)
 
-  weights = array(response, jnp.float32)
+  per_token = array(response, jnp.float32)
   return Batch(
     student=side(prompt),
     teacher=None if reprompt is None else side(reprompt, share),
     targets=array(response, jnp.int32),
-    mask=weights,
-    **{name: weights if name in spec.coefficients else None for name in COEFFICIENTS},
-    old_log_probs=weights if spec.needs_old_log_probs else None,
-    advantages=weights,
+    mask=per_token,
+    **{name: per_token if name in spec.coefficients else None for name in COEFFICIENTS},
+    old_log_probs=per_token if spec.needs_old_log_probs else None,
+    advantages=per_token if spec.needs_advantages else None,
   )
 
 
@@ -160,7 +172,7 @@ def sampling_programs(run: Run) -> dict[str, Program]:
     if held_out != calls[False]:
       calls[True] = held_out
   parameters = jax.eval_shape(engine.prepare, run.base, run.trainable)
-  found = {'prepare': Program('prepare', engine.prepare, (run.base, run.trainable), holds=('parameters', 'parameters'))}
+  found = {'prepare': Program('prepare', engine.prepare, (run.base, run.trainable), holds=('base', 'parameters'))}
   declared = Buckets.of(config)
   for prompt in declared.prompt:
     for evaluation, (rows, n) in calls.items():
@@ -182,7 +194,7 @@ def _sampling(
   config, mesh, shards = run.config, run.mesh, engine.shards
   total, lengths = rows * shards, (prompt, response)
   scalar = jax.ShapeDtypeStruct((), jnp.int32)
-  weights = {0: ('prepare', 0), 1: ('prepare', 1)}
+  prepared = {0: ('prepare', 0), 1: ('prepare', 1)}
   found: dict[str, Program] = {}
 
   def of_rows(rows: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
@@ -230,7 +242,7 @@ def _sampling(
     ('parameters', 'parameters', 'batch', 'batch'),
     capacity=prompt,
     rows=prompts,
-    inherits=weights,
+    inherits=prepared,
   )
   capacities = slots.cache_capacities(prompt + response + config.rollout.decode_chunk, engine.keeps_size)
   index = of_rows(total)
@@ -256,7 +268,7 @@ def _sampling(
       rows=left,
       suffix=suffix,
       static=dict(steps=config.rollout.decode_chunk),
-      inherits=weights,
+      inherits=prepared,
     )
 
   for length in capacities[:-1]:

@@ -8,7 +8,6 @@ from typing import Any
 
 from etils import epath
 import jax
-import numpy as np
 
 from models import flops, huggingface
 from models import parameters as parameter_tables
@@ -22,7 +21,7 @@ from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training.update import Update, abstract_state, make_update
-from sdpo_jax.types import TrainState, Tree
+from sdpo_jax.types import Tree
 
 
 @dataclasses.dataclass
@@ -37,9 +36,10 @@ class Session:
   mesh: jax.sharding.Mesh
   sampler: Sampler
   spec: ObjectiveSpec
-  teacher: Teacher | None  # None: the objective needs none, or its signal is external.
+  teacher: Teacher | None  # None: the objective needs none.
   update: Update
   flops_per_token: float  # of one forward pass.
+  teacher_flops_per_token: float
 
 
 def load_tokenizer(config: Config) -> Any:
@@ -65,8 +65,16 @@ def model_mesh(config: Config, policy: Policy, devices: Sequence[jax.Device] | N
   return mesh
 
 
-def make_session(config: Config, workdir: epath.PathLike, tokenizer: Any = None) -> tuple[Session, Tree]:
+def make_session(
+  config: Config, workdir: epath.PathLike, tokenizer: Any = None, teacher: Teacher | None = None
+) -> tuple[Session, Tree]:
   """Load the model, and the tokenizer unless given.
+
+  Args:
+    config: settings.
+    workdir: of the run.
+    tokenizer: with a chat template; None: the model directory's.
+    teacher: who reads the teacher's prompts, with its base on the run's mesh; None: the model itself.
 
   Returns:
     The session, and the trainable parameters as the model directory has them.
@@ -80,12 +88,13 @@ def make_session(config: Config, workdir: epath.PathLike, tokenizer: Any = None)
   base, trainable = parameter_tables.split(policy.parameter_table(), parameters)
   state = abstract_state(config, trainable, mesh)
   spec = ObjectiveSpec.from_config(config)
-  if spec.needs_teacher and config.actor.self_distillation.teacher_regularization == 'base' and not base:
+  needs_base = teacher is None and config.actor.self_distillation.teacher_regularization == 'base'
+  if spec.needs_teacher and needs_base and not base:
     raise UserError(
       "actor.self_distillation.teacher_regularization='base' asks the model without its trainable part, and here all "
       "of its parameters are trained: set it to 'frozen' for the model as it was at the start."
     )
-  teacher = Teacher(policy) if spec.needs_teacher else None
+  teacher = (teacher or Teacher(policy)) if spec.needs_teacher else None
   session = Session(
     config=config,
     workdir=epath.Path(workdir),
@@ -98,6 +107,7 @@ def make_session(config: Config, workdir: epath.PathLike, tokenizer: Any = None)
     teacher=teacher,
     update=make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), teacher),
     flops_per_token=flops.forward_flops_per_token(policy.parameter_table()),
+    teacher_flops_per_token=flops.forward_flops_per_token((teacher or Teacher(policy)).policy.parameter_table()),
   )
   return session, trainable
 
@@ -128,8 +138,3 @@ def make_sampler(
     mesh=mesh,
     resized=resized,
   )
-
-
-def sampling_seed(state: TrainState) -> int:
-  """Return the seed of a run's rollouts and demonstration draws, from the state's key."""
-  return int(jax.random.bits(state.rng, dtype=np.uint32))

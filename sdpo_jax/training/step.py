@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
 import time
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -19,9 +20,12 @@ from sdpo_jax.objective.importance import mismatch, rollout_is_weights
 from sdpo_jax.rollout.grading_thread import GradingThread
 from sdpo_jax.teacher.context import TeacherContext, build_teacher_context
 from sdpo_jax.teacher.order import balanced_order
+from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training import batching
-from sdpo_jax.training.session import Session, sampling_seed
 from sdpo_jax.types import Example, Outcome, Rollouts, TrainState
+
+if TYPE_CHECKING:  # A session knows how to load models; a step need not.
+  from sdpo_jax.training.session import Session
 
 
 @dataclasses.dataclass
@@ -67,6 +71,11 @@ def rollout_and_grade(
   return GradedRollouts(examples, prompts, rollouts, outcomes, sample_ids=order, graders_busy_s=grading.busy_s)
 
 
+def sampling_seed(state: TrainState) -> int:
+  """Return the seed of a run's rollouts and demonstration draws, from the state's key."""
+  return int(jax.random.bits(state.rng, dtype=np.uint32))
+
+
 def build_teacher_prompts(session: Session, graded: GradedRollouts, seed: int, step: int) -> TeacherContext | None:
   """Return the teacher's prompts for a graded batch; None where the objective needs no teacher."""
   config = session.config
@@ -108,16 +117,16 @@ def build_batch(
   def per_token(values: np.ndarray) -> np.ndarray:
     return np.broadcast_to(np.asarray(values, np.float32)[:, None], shape)
 
-  scores = np.array([outcome.score for outcome in graded.outcomes], np.float32)
   batch = batching.GenerationBatch(
     prompts=[graded.prompts[group] for group in rollouts.group],
     teacher_prompts=None if context is None else context.prompt_tokens,
     rollouts=rollouts,
     distill_mask=per_token(np.zeros(len(rollouts)) if context is None else context.mask),
-    advantages=per_token(
-      grpo_advantages(scores, rollouts.group, config.actor.policy_loss.norm_adv_by_std_in_grpo),
-    ),
   )
+  if spec.needs_advantages:
+    scores = np.array([outcome.score for outcome in graded.outcomes], np.float32)
+    norm_by_std = config.actor.policy_loss.norm_adv_by_std_in_grpo
+    batch.advantages = per_token(grpo_advantages(scores, rollouts.group, norm_by_std))
   if not spec.computes_log_probs:
     return batch
   log_probs = policy_log_probs(session, state, batch)
@@ -165,8 +174,8 @@ class UpdateReport:
 def run_update(session: Session, state: TrainState, batch: batching.GenerationBatch) -> tuple[TrainState, UpdateReport]:
   """Take all optimizer steps of a generation batch, then move the teacher."""
   config, update = session.config, session.update
-  share = batching.shares_prompts(config, session.policy)
-  teacher_base = None if session.teacher is None else session.teacher.base
+  teacher = session.teacher or Teacher(session.policy)
+  share = batching.shares_prompts(config, *teacher.readers(session.policy, config.actor.self_distillation))
   losses, reports, values = [], [], {}
   trained = teacher_tokens = 0
   shape = batch.rollouts.completion_tokens.shape
@@ -176,7 +185,7 @@ def run_update(session: Session, state: TrainState, batch: batching.GenerationBa
       pending = []
       for micro in batching.micro_batches(batch, samples, config, session.mesh.size, share):
         arrays = put_rows(session.mesh, micro.batch)
-        grads, result = update.accumulate(session.base, state, grads, arrays, teacher_base)
+        grads, result = update.accumulate(session.base, state, grads, arrays, teacher.base)
         pending.append((micro, result))
         trained += micro.tokens(micro.batch.student)
         if micro.batch.teacher is not None:
