@@ -19,11 +19,15 @@ def is_local(path: epath.PathLike) -> bool:
 
 
 def write_atomically(path: epath.PathLike, text: str) -> None:
-  """Write `text` to `path`; whoever reads it sees the old file or the new one (an object store promises that)."""
+  """Write `text` to `path`; whoever reads it sees the old file or the new one (an object store promises that).
+
+  A link stays, and what is no file, such as a pipe, is written to.
+  """
   path = epath.Path(path)
-  if not is_local(path):
+  if not is_local(path) or (path.exists() and not path.is_file()):
     path.write_text(text)
     return
+  path = epath.Path(os.path.realpath(path))
   partial = path.parent / (path.name + '.partial')
   partial.write_text(text)
   partial.replace(path)

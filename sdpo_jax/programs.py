@@ -79,12 +79,12 @@ class Run:
 
 
 Source = Callable[[Run], dict[str, Program]]
-_SOURCES: list[Source] = []
+_SOURCES: dict[str, Source] = {}
 
 
 def register(source: Source) -> Source:
-  """Add a source of programs by name; used as a decorator."""
-  _SOURCES.append(source)
+  """Register a source of programs, in the place of one with the same qualified name; used as a decorator."""
+  _SOURCES[f'{source.__module__}.{source.__qualname__}'] = source
   return source
 
 
@@ -95,7 +95,7 @@ def registered_programs(run: Run) -> dict[str, Program]:
     ValueError: two sources give a program the same name.
   """
   found: dict[str, Program] = {}
-  for source in _SOURCES:
+  for source in _SOURCES.values():
     programs = source(run)
     twice = sorted(found.keys() & programs.keys())
     if twice:

@@ -90,12 +90,13 @@ def commands_cache() -> pathlib.Path:
 @contextlib.contextmanager
 def without_cache():
   """Neither reads nor writes the cache of compiled programs: what is compiled for a TPU cannot be read back."""
+  before = jax.config.jax_enable_compilation_cache
   jax.config.update('jax_enable_compilation_cache', False)
   compilation_cache.reset_cache()
   try:
     yield
   finally:
-    jax.config.update('jax_enable_compilation_cache', True)
+    jax.config.update('jax_enable_compilation_cache', before)
     compilation_cache.reset_cache()
 
 
@@ -128,7 +129,7 @@ def _run(config: pytest.Config, tests: list[str]) -> dict[str, tuple[str, str]]:
     options += ['--slow'] if config.getoption('--slow') else []
     child = subprocess.run(
       [sys.executable, '-m', 'pytest', '-n', '0', *options, *tests],
-      env=users_environment() | {_REPORTS: str(reports)},
+      env=users_environment() | {_REPORTS: str(reports), 'PYTEST_ADDOPTS': ''},
       cwd=config.rootpath,
       capture_output=True,
       text=True,

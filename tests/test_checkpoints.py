@@ -211,6 +211,8 @@ def test_the_best_is_kept_and_known_after_a_restart(tmp_path):
   assert_same(again.restore_step(2, make_state(0)), make_state(2))
   again.save(7, make_state(7), {}, score(0.9))
   assert again.best(before=8) == 7  # Of equals the one that is kept.
+  again.save(8, make_state(8), {}, score(0.9))
+  assert again.best(before=9) == 8  # Of equals that are kept the latest.
   again.close()
 
 

@@ -1,6 +1,8 @@
 """The registry, and the quickstart's digit task: grading, feedback, determinism, disjoint splits."""
 
 import itertools
+import sys
+import types
 
 import pytest
 
@@ -122,3 +124,34 @@ def test_wrong_options_of_the_generator():
     make('train', 0, length='many')
   with pytest.raises(UserError, match="'validation'"):
     make('validation', 0)
+
+
+def test_a_built_in_grader_that_cannot_be_imported_leaves_no_trace(monkeypatch):
+  """The cause is raised again at the next attempt, and the grader is there once it is mended."""
+  module = 'sdpo_jax.environments.multiple_choice'
+  names = ('mcq', 'gpqa', 'mmlu_pro')
+  for name in names:
+    monkeypatch.delitem(registry._FACTORIES, name, raising=False)
+  monkeypatch.delitem(sys.modules, module, raising=False)
+  attempts = []
+
+  def broken(name):
+    attempts.append(name)
+    registry._FACTORIES['mcq'] = None
+    raise ImportError('half of it is missing')
+
+  with monkeypatch.context() as patched:
+    patched.setattr(registry, 'importlib', types.SimpleNamespace(import_module=broken))
+    for _ in range(2):
+      with pytest.raises(ImportError, match='half of it is missing'):
+        registry.require('gpqa')
+  assert attempts == [module, module] and 'mcq' not in registry._FACTORIES
+  registry.require('gpqa')
+  assert set(names) <= registry._FACTORIES.keys()
+
+
+def test_a_built_in_name_is_taken_before_its_module_is_imported(monkeypatch):
+  monkeypatch.delitem(registry._FACTORIES, 'math', raising=False)
+  monkeypatch.delitem(sys.modules, 'sdpo_jax.environments.mathematics', raising=False)
+  with pytest.raises(ValueError, match="The grader 'math' is already registered"):
+    registry.register('math')(None)

@@ -62,6 +62,7 @@ def test_incorrect_format_is_inverted_in_the_reference_and_format_valid_is_not()
     ('the answer is (c)', 'C'),
     ("C, I'd say", 'C'),
     ('The correct answer is C. Option A and choice B are wrong.', 'C'),
+    ('The answer is A. No: the answer is C.', 'C'),
     ('nothing', ''),
   ],
 )

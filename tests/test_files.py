@@ -1,5 +1,6 @@
 """What commands write and say: outputs that can be written, JSON, tables, values quoted in messages."""
 
+from concurrent.futures import ThreadPoolExecutor
 import os
 
 import numpy as np
@@ -62,3 +63,17 @@ def test_the_first_line_of_an_error():
   assert first_line(ValueError('\none\ntwo')) == 'one'
   assert first_line(ValueError()) == 'ValueError'
   assert len(first_line(ValueError('x' * 1000))) == 300
+
+
+def test_a_link_stays_and_what_is_no_file_is_written_to(tmp_path):
+  target, link, pipe = tmp_path / 'target', tmp_path / 'link', tmp_path / 'pipe'
+  target.write_text('old')
+  link.symlink_to(target)
+  files.write_atomically(link, 'new')
+  assert link.is_symlink() and target.read_text() == 'new'
+  os.mkfifo(pipe)
+  with ThreadPoolExecutor() as pool:
+    read = pool.submit(pipe.read_text)
+    files.write_atomically(pipe, 'text')
+    assert read.result(timeout=10) == 'text'
+  assert pipe.is_fifo()

@@ -373,6 +373,61 @@ def test_external_teacher_equals_the_same_distribution_from_states():
     np.testing.assert_allclose(ours[0][1][name], expected[0][1][name], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize(('alpha', 'add_tail'), [(0.0, True), (0.5, False), (0.5, True), (1.0, False)])
+def test_tokens_of_which_an_external_teacher_says_nothing_have_no_divergence(alpha, add_tail):
+  """No ids at all, or what is not a number where nothing is weighed: as if their coefficient were 0."""
+  x = problem(3)
+  config = ObjectiveConfig(distillation_topk=3, alpha=alpha, distillation_add_tail=add_tail, chunk_size=4)
+  rng = np.random.default_rng(0)
+  ids = np.argsort(rng.random((B, T, V)), -1)[..., :3]
+  log_probs = np.log(rng.dirichlet(np.ones(5), (B, T))[..., :3])
+  untold, broken = np.zeros((B, T), bool), np.zeros((B, T), bool)
+  untold[0, 0], broken[2, 1] = True, True
+  x['mask'][[0, 2], [0, 1]] = 1
+  x['distill_coef'] = np.where(broken, 0, x['distill_coef'] + untold)
+
+  def value(hidden, ids, log_probs, coef):
+    terms = {n: jnp.asarray(x[n], jnp.float32 if x[n].dtype == float else jnp.int32) for n in TERMS}
+    teacher = TeacherSignal(token_ids=jnp.asarray(ids), log_probs=jnp.asarray(log_probs, jnp.float32))
+    terms['distill_coef'] = jnp.asarray(coef, jnp.float32)
+    return objective(hidden, jnp.asarray(x['unembedding'], jnp.float32), teacher, **terms, config=config)[0]
+
+  program = jax.jit(jax.value_and_grad(value), compiler_options=quick())
+  hidden = jnp.asarray(x['hidden'], jnp.float32)
+  loss, gradient = program(
+    hidden,
+    np.where(untold[..., None], -1, ids),
+    np.where(broken[..., None], np.nan, log_probs),
+    x['distill_coef'],
+  )
+  expected = program(hidden, ids, log_probs, np.where(untold | broken, 0, x['distill_coef']))
+  assert np.isfinite(gradient).all()
+  np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+  np.testing.assert_allclose(gradient, expected[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize('entries', [V - 2, V + 5])
+def test_a_teacher_may_pad_its_vocabulary_differently(entries):
+  """The first V - 2 entries are tokens; what stands behind them, on either side, counts for nothing."""
+  x = problem(5)
+  tokens = V - 2
+  config = ObjectiveConfig(distillation_topk=None, alpha=0.5, chunk_size=4, vocab_block=4)
+  x['targets'] %= tokens
+
+  def value(hidden, teacher_unembedding):
+    terms = {n: jnp.asarray(x[n], jnp.float32 if x[n].dtype == float else jnp.int32) for n in TERMS}
+    teacher = TeacherSignal(hidden=jnp.asarray(x['teacher_hidden'], jnp.float32), unembedding=teacher_unembedding)
+    unembedding = jnp.asarray(x['unembedding'], jnp.float32)
+    return objective(hidden, unembedding, teacher, **terms, config=config, vocab_size=tokens)[0]
+
+  hidden, matrix = jnp.asarray(x['hidden'], jnp.float32), jnp.asarray(x['teacher_unembedding'], jnp.float32)
+  padded = jnp.concatenate([matrix[:tokens], jnp.full((entries - tokens, D), 7.0)])
+  program = jax.jit(jax.value_and_grad(value), compiler_options=quick())
+  ours, expected = program(hidden, padded), program(hidden, matrix)
+  np.testing.assert_allclose(ours[0], expected[0], rtol=1e-6)
+  np.testing.assert_allclose(ours[1], expected[1], rtol=1e-5, atol=1e-6)
+
+
 def test_support_replaces_the_top_k():
   x = arrays(problem(7), jnp.float32)
   config = ObjectiveConfig(distillation_topk=6, alpha=0.5, chunk_size=4)

@@ -145,10 +145,10 @@ def grid():
 
   How many parts there are matters to how parts are merged, of the top K and of the whole vocabulary, and this is the
   same code in all cases of either kind. Meshes alternate, and with them the sizes of blocks. Only where K is larger than
-  a part must it be a mesh of at least four parts.
+  a part must it be the mesh of eight parts, of which a token needs all entries of one.
   """
   for index, case in enumerate(CASES):
-    usual = (4, 2) if index % 2 and case != 'more_than_a_part' else (2, 4)
+    usual = (1, 8) if case == 'more_than_a_part' else (4, 2) if index % 2 else (2, 4)
     for shape in SHAPES:
       few = shape == usual or case in ('topk', 'full')
       yield pytest.param(case, shape, id=f'{case}-{name_of(shape)}', marks=() if few else pytest.mark.slow)

@@ -213,10 +213,12 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 from sdpo_jax import command
-from sdpo_jax.training import batching, inference, phases
+from sdpo_jax.inference import runs
+from sdpo_jax.training import batching
 from sdpo_jax.training.checkpoints import Checkpoints
 from sdpo_jax.training.session import make_session
-from sdpo_jax.training.step import abstract_state
+from sdpo_jax.training.step import run_update
+from sdpo_jax.training.update import abstract_state
 from sdpo_jax.types import Rollouts
 
 flags.DEFINE_string('workdir', None, '')
@@ -251,15 +253,15 @@ def main():
   values = flags.FLAGS
   jax.config.update('jax_num_cpu_devices', values.devices)
   command.join_cluster()
-  config = inference.run_config(values.workdir)
+  config = runs.run_config(values.workdir)
   config.mesh.fsdp, config.mesh.tensor = values.fsdp, values.tensor
   session, parameters = make_session(config, values.workdir)
   checkpoints = Checkpoints(values.workdir, read_only=True)
   step, state, host = checkpoints.restore(abstract_state(config, parameters, session.mesh))
   digests = {jax.tree_util.keystr(path): digest(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
-  _, learned = phases.learn(session, state, batch())
+  _, report = run_update(session, state, batch())
   if jax.process_index() == 0:
-    print(json.dumps([step, host, digests, learned.loss, learned.grad_norm]))
+    print(json.dumps([step, host, digests, report.loss, report.grad_norm]))
 
 
 command.run(main)

@@ -68,6 +68,8 @@ class Adapted(Wrapped):
 class Reading(Wrapped):
   """Reads the tokens `base['context']` [C] before every row; they are part of each row's only segment."""
 
+  shares_prefixes = False
+
   def apply(self, base, trainable, tokens, positions, segment_ids, **options):
     context = jnp.broadcast_to(base['context'], (len(tokens), len(base['context'])))
     count = context.shape[1]
@@ -103,7 +105,7 @@ def update(config, policy, base, trainable, teacher, batch: GenerationBatch, *, 
     base=base,
     mesh=mesh,
     teacher=teacher,
-    update=make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), teacher),
+    update=make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), teacher and teacher.policy),
   )
   states, reports = [], []
   for _ in range(batches):
@@ -124,15 +126,29 @@ def same(one, other, rtol=1e-5, atol=1e-6) -> None:
     )
 
 
+def said(policy, base, trainable, batch: GenerationBatch, sample: int, temperature: float) -> jax.Array:
+  """Log-probs [length, V] of a policy that reads a sample's teacher prompt, asked directly."""
+  length = int(batch.rollouts.completion_mask[sample].sum())
+  tokens = np.array([[*batch.teacher_prompts[sample], *batch.rollouts.completion_tokens[sample, :length]]], np.int32)
+  positions = np.arange(tokens.shape[1], dtype=np.int32)[None]
+  hidden, unembedding, _ = policy.apply(base, trainable, tokens, positions, np.ones_like(tokens))
+  return jax.nn.log_softmax(hidden[0, -length - 1 : -1] @ unembedding.T / temperature)
+
+
+def assert_entropy(report, log_probs, sample: int) -> None:
+  """The teacher's entropies of a sample are those of what was said."""
+  expected = -(jnp.exp(log_probs) * log_probs).sum(-1)
+  np.testing.assert_allclose(report.token_values['teacher_entropy'][sample, : len(expected)], expected, rtol=1e-4)
+
+
 @both
-def test_a_teacher_of_the_same_model_is_what_a_run_without_one_has(devices):
+def test_the_model_itself_teaches_unless_another_is_named(devices):
   config = settings(actor__ppo_micro_batch_size=4)
   policy, parameters = make_model()
   batch = make_samples(config)
-  same(
-    update(config, policy, {}, parameters, Teacher(policy), batch, devices=devices),
-    update(config, policy, {}, parameters, None, batch),
-  )
+  _, [report] = update(config, policy, {}, parameters, None, batch, devices=devices)
+  for sample in np.flatnonzero(batch.taught):
+    assert_entropy(report, said(policy, {}, parameters, batch, sample, config.rollout.temperature), sample)
 
 
 @pytest.mark.parametrize(
@@ -160,6 +176,15 @@ def test_a_student_with_a_frozen_base_learns_from_every_teacher(regularization, 
   states, reports = update(config, Adapted(policy), parameters, start, teacher, batch, devices=devices, batches=3)
   assert abs(reports[0].loss) > 1e-6
   assert float(np.abs(states[0].trainable['A'] - start['A']).max()) > 1e-5
+  # What was read before the third update, asked directly.
+  temperature, sample = config.rollout.temperature, int(np.flatnonzero(batch.taught)[0])
+  read = {'live': states[1].trainable, 'base': {}}.get(regularization, states[1].teacher)
+  log_probs = said(teacher.policy, parameters, read, batch, sample, temperature)
+  if regularization == 'trust-region':
+    rate = config.actor.self_distillation.teacher_update_rate
+    student = said(Adapted(policy), parameters, states[1].trainable, batch, sample, temperature)
+    log_probs = jax.nn.log_softmax((1 - rate) * log_probs + rate * student)
+  assert_entropy(reports[2], log_probs, sample)
   teachers = [state.teacher for state in states]
   if regularization in ('live', 'base'):
     assert teachers == [{}, {}, {}]
@@ -209,15 +234,8 @@ def test_a_larger_model_in_the_same_mesh_teaches(devices):
   teacher = Teacher(Frozen(large), large_parameters)
   batch = make_samples(config)
   states, reports = update(config, policy, {}, parameters, teacher, batch, devices=devices)
-  # What the larger model says of a sample, asked directly.
-  sample = int(np.flatnonzero(batch.taught)[0])
-  length = int(batch.rollouts.completion_mask[sample].sum())
-  tokens = np.array([[*batch.teacher_prompts[sample], *batch.rollouts.completion_tokens[sample, :length]]], np.int32)
-  positions = np.arange(tokens.shape[1], dtype=np.int32)[None]
-  hidden, unembedding, _ = large.apply({}, large_parameters, tokens, positions, np.ones_like(tokens))
-  log_probs = jax.nn.log_softmax(hidden[0, -length - 1 : -1] @ unembedding.T / config.rollout.temperature)
-  expected = -(jnp.exp(log_probs) * log_probs).sum(-1)
-  np.testing.assert_allclose(reports[0].token_values['teacher_entropy'][sample, :length], expected, rtol=1e-4)
+  for sample in np.flatnonzero(batch.taught):
+    assert_entropy(reports[0], said(large, {}, large_parameters, batch, sample, config.rollout.temperature), sample)
   assert states[0].teacher == {}
 
 
@@ -225,7 +243,7 @@ def test_a_teacher_with_another_vocabulary_is_refused():
   policy, _ = make_model()
   other, _ = huggingface.init(MODEL | {'vocab_size': 65}, jax.random.key(0))
   with pytest.raises(ValueError, match='A teacher with 65 tokens cannot teach a student with 64'):
-    make_update(policy, settings(), teacher=Teacher(other))
+    make_update(policy, settings(), teacher=other)
 
 
 @both
@@ -248,12 +266,9 @@ def everything_that_a_teacher_says(policy, parameters, batch: GenerationBatch, t
   shape = (*batch.rollouts.completion_mask.shape, policy.vocab_size)
   ids = np.random.default_rng(3).permutation(np.broadcast_to(np.arange(shape[-1], dtype=np.int32), shape), axis=-1)
   log_probs = np.zeros(shape, np.float32)
-  for sample, prompt in enumerate(batch.teacher_prompts):
-    length = int(batch.rollouts.completion_mask[sample].sum())
-    tokens = np.array([[*prompt, *batch.rollouts.completion_tokens[sample, :length]]], np.int32)
-    positions = np.arange(tokens.shape[1], dtype=np.int32)[None]
-    hidden, unembedding, _ = policy.apply({}, parameters, tokens, positions, np.ones_like(tokens))
-    log_probs[sample, :length] = jax.nn.log_softmax(hidden[0, -length - 1 : -1] @ unembedding.T / temperature)
+  for sample in range(len(batch)):
+    spoken = said(policy, {}, parameters, batch, sample, temperature)
+    log_probs[sample, : len(spoken)] = spoken
   return TeacherSignal(token_ids=ids, log_probs=np.take_along_axis(log_probs, ids, axis=-1))
 
 
@@ -286,14 +301,46 @@ def test_arrays_of_another_shape_are_refused_by_name():
     with pytest.raises(AssertionError, match=name):
       dataclasses.replace(batch, **{name: np.ones(8, np.float32)})
   ids = np.zeros((8, 6, 3), np.int32)
+  with pytest.raises(ValueError, match='teacher prompts or an external signal, not both'):
+    dataclasses.replace(batch, signal=TeacherSignal(token_ids=ids, log_probs=ids.astype(np.float32)))
+  batch = dataclasses.replace(batch, teacher_prompts=None)
   with pytest.raises(AssertionError):
     dataclasses.replace(batch, signal=TeacherSignal(token_ids=ids, log_probs=ids[:, :5].astype(np.float32)))
+
+
+def test_a_packed_teacher_that_knows_no_parents_is_handed_none():
+  config = settings(**BASE, actor__pack_sequences=True)
+  policy, parameters = make_model()
+  batch = make_samples(config)
+  alike = dataclasses.replace(batch, teacher_prompts=[batch.teacher_prompts[0]] * len(batch))
+
+  class Childless(Frozen):
+    shares_prefixes = False
+
+    def apply(self, base, trainable, *arguments, parents=None):
+      assert parents is None
+      return super().apply(base, trainable, *arguments)
+
+  assert policy.shares_prefixes
+  same(
+    update(config, policy, {}, parameters, Teacher(Childless(policy), parameters), alike),
+    update(config, policy, {}, parameters, Teacher(Frozen(policy), parameters), alike),
+  )
+
+
+def test_an_equal_update_is_shared_whatever_type_its_numbers_have():
+  policy, _ = make_model()
+  one, other = settings(), settings()
+  other.optimizer.lr = np.float64(one.optimizer.lr)
+  other.actor.self_distillation.distillation_topk = np.int64(one.actor.self_distillation.distillation_topk)
+  assert make_update(policy, one) is make_update(policy, other)
 
 
 OPTIMIZERS = {
   'adam': optax.adam(1e-3),
   'factored': optax.adafactor(1e-3, min_dim_size_to_factor=2),
   'masked': optax.masked(optax.adam(1e-3), {'layers': {'up': True}, 'up': False}),
+  'masked subtree': optax.masked(optax.adam(1e-3), {'layers': False, 'up': True}),
   'chained': optax.chain(optax.trace(0.9), optax.add_decayed_weights(0.1), optax.scale_by_adam()),
 }
 

@@ -144,7 +144,13 @@ def _adder(table: dict[str, Any], kind: str, name: str) -> Callable[[Registered]
 
 def _find(table: dict[str, Any], kind: str, name: str) -> Any:
   if name not in table and name in _BUILT_IN[kind]:
-    importlib.import_module(_module(kind, name))
+    known = set(table)
+    try:
+      importlib.import_module(_module(kind, name))
+    except BaseException:
+      for added in table.keys() - known:  # Or the next attempt would find them taken.
+        del table[added]
+      raise
   if name not in table:
     raise UserError(f'There is no {kind} {name!r}: choose from {", ".join(_names(table, kind))}.')
   return table[name]

@@ -218,6 +218,13 @@ class _Chunk:
     return self.tokens.support if self.has_teacher and self.kind == 'topk' else None
 
   @property
+  def told(self) -> jax.Array:
+    """[c] bool, own tokens of which an external teacher says something: it names a token, and numbers where it counts."""
+    named = self.tokens.token_ids >= 0
+    broken = (named & jnp.isnan(self.tokens.teacher_log_probs)).any(-1) & (self.tokens.distill_coef == 0)
+    return self.valid & named.any(-1) & ~broken
+
+  @property
   def keep_logits(self) -> bool:
     """Whether the student's logits are kept: where the gradient needs them again, or is cheaper with them."""
     if self.over_vocabulary:
@@ -326,6 +333,8 @@ def _scan_student(chunk: _Chunk) -> _Student:
     ids = jnp.concatenate([support, ids], axis=1)
   elif support is not None:
     support_log_probs = jnp.where(support < 0, -jnp.inf, logits[:, :-1] - own_normaliser)
+    if chunk.has_external_teacher:
+      support_log_probs = _where_told(chunk, support_log_probs)
   view = StudentView(
     log_prob=divergences.floored(target_log_prob),
     entropy=shard.own(entropy),
@@ -349,7 +358,9 @@ def _largest_of_all(chunk: _Chunk, largest: Largest) -> Largest:
 
 
 def lerp(a: jax.Array, b: jax.Array, rate: jax.Array) -> jax.Array:
-  """Return (1 − rate)·a + rate·b, exact at both ends."""
+  """Return (1 − rate)·a + rate·b, exact at both ends: arrays [...] and a rate [] -> [...]."""
+  chex.assert_equal_shape([a, b])
+  chex.assert_rank(rate, 0)
   return jnp.where(rate < 0.5, a + rate * (b - a), b - (1.0 - rate) * (b - a))
 
 
@@ -409,11 +420,19 @@ def _scan_teacher(chunk: _Chunk, ids: jax.Array) -> tuple[TeacherView, jax.Array
   return view, log_probs
 
 
+def _where_told(chunk: _Chunk, support_log_probs: jax.Array) -> jax.Array:
+  """Return log-probs [c, K] with a constant at tokens that an external teacher says nothing of.
+
+  Student and teacher agree there: the divergence is 0, and no gradient flows.
+  """
+  return jnp.where(chunk.told[:, None], support_log_probs, -math.log(support_log_probs.shape[1] + 1))
+
+
 def _external_teacher(chunk: _Chunk) -> TeacherView:
   """Return what an external teacher says of own tokens."""
   tokens, dtype = chunk.tokens, chunk.dtype
   known = jnp.where(tokens.token_ids < 0, -jnp.inf, tokens.teacher_log_probs.astype(dtype))
-  known = jnp.where(chunk.valid[:, None], known, -math.log(known.shape[1] + 1))  # Anything finite at masked tokens.
+  known = _where_told(chunk, known)
   distribution = divergences.floored(divergences.with_tail(known))
   view = TeacherView(
     entropy=-(jnp.exp(distribution) * distribution).sum(-1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import TYPE_CHECKING
 
@@ -194,6 +195,9 @@ def objective(
   shared = SharedInputs(config.term_scalars)
   if teacher is not None:
     matrices = teacher.unembedding, teacher.mix_unembedding
+    if config.term_settings.kind == 'full':
+      # The divergence meets student and teacher entry by entry, and models pad their vocabularies differently.
+      matrices = jax.tree.map(functools.partial(_of_entries, entries), matrices)
     if layout is not None:
       matrices = jax.tree.map(layout.padded, matrices)
     teacher_unembedding, mix_unembedding, mix_rate = _detached((*matrices, teacher.mix_rate))
@@ -331,6 +335,14 @@ def _check_signal(teacher: TeacherSignal, support: jax.Array | None) -> None:
     raise ValueError('A trust-region teacher needs mix_hidden, mix_unembedding and mix_rate together.')
   if all(external) and (any(mix) or support is not None):
     raise ValueError('An external teacher brings its own support: mix_* and support do not go with it.')
+
+
+def _of_entries(entries: int, unembedding: jax.Array) -> jax.Array:
+  """Return an unembedding [R, D] as [entries, D]: cut, or padded with zeros, behind the entries that are tokens."""
+  missing = entries - unembedding.shape[0]
+  if missing > 0:
+    return jnp.pad(unembedding, ((0, missing), (0, 0)))
+  return unembedding[:entries] if missing else unembedding
 
 
 def _detached(arrays):

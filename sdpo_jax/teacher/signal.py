@@ -9,6 +9,7 @@ import jax
 from models.forward import forward
 from models.policy import Policy
 from sdpo_jax.config import SelfDistillationConfig
+from sdpo_jax.errors import UserError
 from sdpo_jax.teacher import averaging
 from sdpo_jax.types import TeacherSignal, TokenRows, TrainState, Tree
 
@@ -37,13 +38,18 @@ class Teacher:
     """Return the policies that read the teacher's prompts: the trust region asks the student too."""
     return (self.policy, student) if config.teacher_regularization == 'trust-region' else (self.policy,)
 
-  def check_student(self, student: Policy) -> None:
-    """Raise ValueError where student and teacher do not share a vocabulary."""
-    if self.policy.vocab_size != student.vocab_size:
-      raise ValueError(
-        f'A teacher with {self.policy.vocab_size} tokens cannot teach a student with {student.vocab_size}: their '
-        'next-token distributions must be over the same vocabulary.'
-      )
+
+def check_base(config: SelfDistillationConfig, base: Tree) -> None:
+  """Check that a model has what is left of it when its own base teaches.
+
+  Raises:
+    UserError: `teacher_regularization` is 'base', and the model is trained whole.
+  """
+  if config.teacher_regularization == 'base' and not jax.tree.leaves(base):
+    raise UserError(
+      "actor.self_distillation.teacher_regularization='base' asks the model without its trainable part, and here all "
+      "of its parameters are trained: set it to 'frozen' for the model as it was at the start."
+    )
 
 
 def teacher_signal(

@@ -28,7 +28,7 @@ from sdpo_jax.programs import EVALUATION, Program, Run
 from sdpo_jax.rollout import decode, functions, slots
 from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.rollout.sampling import SamplingParams
-from sdpo_jax.teacher.signal import Teacher
+from sdpo_jax.teacher.signal import Teacher, check_base
 from sdpo_jax.training import batching
 from sdpo_jax.training.checkpoints import abstract
 from sdpo_jax.training.update import abstract_state, make_update
@@ -54,7 +54,12 @@ def run_programs(
     mesh: where it runs.
     stop_ids: how many token ids end a completion.
     teacher: who reads the teacher's prompts; None: the policy itself.
+
+  Raises:
+    UserError: the settings ask the base to teach, and there is none.
   """
+  if teacher is None and ObjectiveSpec.from_config(config).needs_teacher:
+    check_base(config.actor.self_distillation, base)
   teacher = teacher or Teacher(policy)
   teacher = dataclasses.replace(teacher, base=abstract(teacher.base))
   run = Run(config, policy, abstract(base), abstract(trainable), mesh, stop_ids, teacher)
@@ -78,7 +83,7 @@ def update_programs(run: Run) -> dict[str, Program]:
   config, base, trainable, mesh = run.config, run.base, run.trainable, run.mesh
   spec = ObjectiveSpec.from_config(config)
   state = abstract_state(config, trainable, mesh)
-  update = make_update(run.policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), run.teacher)
+  update = make_update(run.policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), run.teacher.policy)
   rows = -(-config.actor.ppo_micro_batch_size // mesh.size) * mesh.size
   found = {
     'zero': Program('zero', update.zero, (trainable,), holds=('parameters',)),

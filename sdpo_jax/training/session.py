@@ -15,11 +15,10 @@ from models import tokenizer as tokenizers
 from models.policy import Policy
 from sdpo_jax.config import Config
 from sdpo_jax.distributed.mesh import check_divides, make_mesh
-from sdpo_jax.errors import UserError
 from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.rollout.engine import Sampler
-from sdpo_jax.teacher.signal import Teacher
+from sdpo_jax.teacher.signal import Teacher, check_base
 from sdpo_jax.training.update import Update, abstract_state, make_update
 from sdpo_jax.types import Tree
 
@@ -88,12 +87,8 @@ def make_session(
   base, trainable = parameter_tables.split(policy.parameter_table(), parameters)
   state = abstract_state(config, trainable, mesh)
   spec = ObjectiveSpec.from_config(config)
-  needs_base = teacher is None and config.actor.self_distillation.teacher_regularization == 'base'
-  if spec.needs_teacher and needs_base and not base:
-    raise UserError(
-      "actor.self_distillation.teacher_regularization='base' asks the model without its trainable part, and here all "
-      "of its parameters are trained: set it to 'frozen' for the model as it was at the start."
-    )
+  if spec.needs_teacher and teacher is None:
+    check_base(config.actor.self_distillation, base)
   teacher = (teacher or Teacher(policy)) if spec.needs_teacher else None
   session = Session(
     config=config,
@@ -105,7 +100,7 @@ def make_session(
     sampler=make_sampler(config, policy, tokenizer, mesh),
     spec=spec,
     teacher=teacher,
-    update=make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), teacher),
+    update=make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), teacher and teacher.policy),
     flops_per_token=flops.forward_flops_per_token(policy.parameter_table()),
     teacher_flops_per_token=flops.forward_flops_per_token((teacher or Teacher(policy)).policy.parameter_table()),
   )

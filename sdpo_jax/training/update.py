@@ -208,30 +208,36 @@ def state_shardings(state: TrainState, trainable: Tree, mesh: jax.sharding.Mesh)
     mesh: of the run.
   """
   whole = replicated(mesh)
-  # optax leaves a node without arrays in the place of a parameter that it masks.
-  structure = functools.partial(jax.tree.structure, is_leaf=_is_masked)
-  like = structure(trainable)
 
   def alike(node: Any) -> bool:
-    return structure(node) == like
+    return not isinstance(node, optax.MaskedNode) and _is_like(node, trainable)
 
-  def place(leaf: Any, parameter: Any) -> Any:
-    if _is_masked(leaf):
-      return leaf
-    return parameter.sharding if leaf.ndim and leaf.shape == parameter.shape else whole
+  def place(node: Any, parameters: Any) -> Any:
+    if isinstance(node, dict):
+      return {name: place(child, parameters[name]) for name, child in node.items()}
+    if isinstance(node, optax.MaskedNode):
+      return node
+    return parameters.sharding if node.ndim and node.shape == parameters.shape else whole
 
-  def place_all(node: Any) -> Any:
-    return jax.tree.map(place, node, trainable, is_leaf=_is_masked) if alike(node) else whole
-
-  return jax.tree.map(place_all, state, is_leaf=alike)
+  return jax.tree.map(lambda node: place(node, trainable) if alike(node) else whole, state, is_leaf=alike)
 
 
-def _is_masked(node: Any) -> bool:
-  return isinstance(node, optax.MaskedNode)
+def _is_like(node: Any, parameters: Any) -> bool:
+  """Return whether a node has the structure of nested dicts of parameters.
+
+  optax leaves a node without arrays in the place of a parameter, or of several, that it masks.
+  """
+  if isinstance(node, optax.MaskedNode):
+    return True
+  if isinstance(node, dict) != isinstance(parameters, dict):
+    return False
+  if not isinstance(node, dict):
+    return hasattr(node, 'shape')
+  return node.keys() == parameters.keys() and all(_is_like(node[name], parameters[name]) for name in node)
 
 
 def make_update(
-  policy: Policy, config: Config, shardings: TrainState | None = None, teacher: Teacher | None = None
+  policy: Policy, config: Config, shardings: TrainState | None = None, teacher: Policy | None = None
 ) -> Update:
   """Make the functions of the update; accumulators and states are donated where they are replaced.
 
@@ -243,15 +249,20 @@ def make_update(
     config: settings.
     shardings: of the state (`state_shardings`), so that what a function returns lies as what it takes and nothing
       compiles twice; None leaves placement to the compiler.
-    teacher: who reads the teacher's prompts; None: the policy itself.
+    teacher: the policy that reads the teacher's prompts; None: the policy itself. Its base, if it has one of its own, is
+      an argument of `Update.accumulate`.
 
   Raises:
     ValueError: student and teacher have other vocabularies.
   """
-  teacher = teacher or Teacher(policy)
-  teacher.check_student(policy)
+  teacher = policy if teacher is None else teacher
+  if teacher.vocab_size != policy.vocab_size:
+    raise ValueError(
+      f'A teacher with {teacher.vocab_size} tokens cannot teach a student with {policy.vocab_size}: their next-token '
+      'distributions must be over the same vocabulary.'
+    )
   leaves, structure = jax.tree.flatten(shardings)
-  return _make_update(policy, teacher.policy, _Settings.of(config), tuple(leaves), structure)
+  return _make_update(policy, teacher, _Settings.of(config), tuple(leaves), structure)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,11 +274,18 @@ class _Settings:
 
   @classmethod
   def of(cls, config: Config) -> _Settings:
-    sections = config.actor, config.rollout, config.optimizer
-    return cls(json.dumps([dataclasses.asdict(section) for section in sections]), copy.deepcopy(config))
+    sections = config.actor, config.rollout, config.optimizer, ObjectiveSpec.from_config(config)
+    return cls(
+      json.dumps([dataclasses.asdict(section) for section in sections], default=_number), copy.deepcopy(config)
+    )
 
 
-@functools.lru_cache(maxsize=64)
+def _number(value: Any) -> Any:
+  """Return a NumPy or JAX scalar as Python's, which JSON knows."""
+  return value.item()
+
+
+@functools.lru_cache(maxsize=16)
 def _make_update(
   policy: Policy, teacher: Policy, settings: _Settings, leaves: tuple[Any, ...], structure: Any
 ) -> Update:
