@@ -168,7 +168,7 @@ class Ours:
       grads, result = self.update.accumulate({}, self.state, grads, batch)
       loss += float(result.loss)
     self.state, _ = self.update.apply(self.state, grads)
-    self.state = self.update.advance(self.state, np.int32(1))
+    self.state = self.update.advance_teacher(self.state, np.int32(1))
     return loss
 
 

@@ -6,7 +6,7 @@
 What is asked, and how it is sampled and graded (data.val_*, val_kwargs, environments), is the config's; the weights are
 those of --workdir, which may be a run that is going on, or of --model. Prints a table; writes all metrics,
 {"<task>": {"mean@n": …, "best@k": …, "maj@k": …, "acc/mean@n": …, …}}, to --output and every sample to
-<output>.samples.jsonl. docs/evaluation.md says what each number means.
+--output with .samples.jsonl for its ending. docs/evaluation.md says what each number means.
 """
 
 import sys

@@ -109,7 +109,7 @@ def main() -> int | None:
   check_flags()
   questions = None if PROMPTS.value is None else generate.read_questions(PROMPTS.value, SYSTEM.value)
   if OUTPUT.value is not None:
-    answer_files.check_output(OUTPUT.value, OVERWRITE.value)
+    answer_files.check_answer_file(OUTPUT.value, OVERWRITE.value)
   options = generate.GenerationOptions(
     sampling=SamplingConfig(
       n=N.value, temperature=TEMPERATURE.value, top_p=TOP_P.value, top_k=TOP_K.value, min_p=MIN_P.value

@@ -267,7 +267,7 @@ def _read(parameter: parameters.Parameter, tensors: dict[str, Any], mesh: jax.sh
 
 
 def _gather(
-  parameter: parameters.Parameter, tensors: dict[str, Any], blocks: list[parameters.Block]
+  parameter: parameters.Parameter, tensors: dict[str, Any], blocks: list[parameters.Bounds]
 ) -> list[np.ndarray]:
   """Reads blocks of a parameter; only what they hold is read, layer by layer, as it lies in the files."""
   outputs = [np.empty([stop - start for start, stop in block], parameter.dtype) for block in blocks]

@@ -14,7 +14,7 @@ import numpy as np
 from sdpo_jax.types import Tree
 
 Path = tuple[str, ...]
-Block = tuple[tuple[int, int], ...]  # (start, stop) of every axis of a part of an array.
+Bounds = tuple[tuple[int, int], ...]  # (start, stop) of every axis of a part of an array.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Parameter:
   def huggingface_name(self, layer: int = 0) -> str:
     return self.huggingface.format(layer=layer)
 
-  def from_huggingface(self, tensor: Any, block: Block) -> np.ndarray:
+  def from_huggingface(self, tensor: Any, block: Bounds) -> np.ndarray:
     """Returns a block of one Hugging Face tensor in our layout (without the layers axis), in its own dtype.
 
     An axis of the tensor is one of our axes, or several, the first of which varies slowest: bounds on that one are

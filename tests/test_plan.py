@@ -197,9 +197,9 @@ def test_packed_rows_are_counted_by_mean_lengths(mean, micro):
   assumptions = planning.Assumptions.of(config, chip, **given)
   config.actor.pack_sequences = True
   # 256 samples; the completion fills its share of 8192 places before prompts fill theirs.
-  assert planning.micro_batches(config, mesh, assumptions) == (micro, 64)
+  assert planning.micro_batch_counts(config, mesh, assumptions) == (micro, 64)
   config.actor.pack_sequences = False
-  assert planning.micro_batches(config, mesh, assumptions) == (4, 64)
+  assert planning.micro_batch_counts(config, mesh, assumptions) == (4, 64)
 
 
 def test_a_step_adds_up():

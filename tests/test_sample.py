@@ -132,18 +132,18 @@ def test_stdout_gets_records_in_order_as_soon_as_it_can():
 
 def test_an_output_is_not_overwritten_unasked(tmp_path):
   output = tmp_path / 'new' / 'answers.jsonl'
-  answer_files.check_output(str(output), overwrite=False)
+  answer_files.check_answer_file(str(output), overwrite=False)
   answer_files.write_to_file(str(output), [(0, {})])
   with pytest.raises(UserError, match='answers.jsonl is there already: .* --overwrite'):
-    answer_files.check_output(str(output), overwrite=False)
-  answer_files.check_output(str(output), overwrite=True)
+    answer_files.check_answer_file(str(output), overwrite=False)
+  answer_files.check_answer_file(str(output), overwrite=True)
   assert output.read_text() == '{}\n'
   with pytest.raises(UserError, match='is a directory'):
-    answer_files.check_output(str(tmp_path), overwrite=True)
+    answer_files.check_answer_file(str(tmp_path), overwrite=True)
   with pytest.raises(UserError, match='name a local file'):
-    answer_files.check_output('gs://bucket/x.jsonl', overwrite=True)
+    answer_files.check_answer_file('gs://bucket/x.jsonl', overwrite=True)
   with pytest.raises(UserError, match='cannot be written'):
-    answer_files.check_output(str(output / 'x'), overwrite=True)
+    answer_files.check_answer_file(str(output / 'x'), overwrite=True)
 
 
 def test_prompts_of_a_text_file(tmp_path):

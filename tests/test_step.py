@@ -90,7 +90,7 @@ def run(
       applied += int(report['finite'])
       outcome.losses.append(loss)
       outcome.reports.append({name: float(value) for name, value in report.items()})
-    state = update.advance(state, np.int32(applied))
+    state = update.advance_teacher(state, np.int32(applied))
   return dataclasses.replace(outcome, state=jax.device_get(state.replace(rng=None)))
 
 

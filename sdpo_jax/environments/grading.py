@@ -14,7 +14,7 @@ import sys
 
 from sdpo_jax.config import EnvironmentsConfig
 from sdpo_jax.environments import registry
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.types import Example, Outcome
 
 # A metric of every outcome that stands for a grader's exception; its mean over a batch is logged.
@@ -128,7 +128,7 @@ class Graders:
     if not isinstance(outcomes, Sequence) or not all(isinstance(outcome, Outcome) for outcome in outcomes):
       raise UserError(
         f'The grader {name!r} must return a list with one sdpo_jax.types.Outcome for each completion, not '
-        f'{_shown(outcomes)}.'
+        f'{short_repr(outcomes)}.'
       )
     if len(outcomes) != len(completions):
       raise UserError(
@@ -143,7 +143,7 @@ class Graders:
         name,
         len(wrong),
         len(outcomes),
-        _shown(wrong[0]),
+        short_repr(wrong[0]),
       )
     return [_encodable(outcome) if _is_sound(outcome) else _failed() for outcome in outcomes]
 
@@ -168,11 +168,6 @@ def _encodable(outcome: Outcome) -> Outcome:
   feedback = outcome.feedback
   metrics = {name: clean(value) if isinstance(value, str) else value for name, value in outcome.metrics.items()}
   return dataclasses.replace(outcome, feedback=None if feedback is None else clean(feedback), metrics=metrics)
-
-
-def _shown(value: object) -> str:
-  text = repr(value)
-  return text if len(text) <= 60 else text[:57] + '...'
 
 
 _loaded: set[pathlib.Path] = set()

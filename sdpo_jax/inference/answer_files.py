@@ -10,7 +10,7 @@ from sdpo_jax import files
 from sdpo_jax.errors import UserError
 
 
-def check_output(path: str, overwrite: bool) -> None:
+def check_answer_file(path: str, overwrite: bool) -> None:
   """Make sure that answers can be written to --output, without touching it.
 
   Raises:

@@ -504,7 +504,7 @@ def _summary(
   hours = 100 * total * chips / 3600
   mini = rows // (config.data.train_batch_size // config.actor.ppo_mini_batch_size)
   optimizer_steps = rows // mini * config.actor.ppo_epochs
-  micro, micro_rows = micro_batches(config, mesh, assumptions)
+  micro, micro_rows = micro_batch_counts(config, mesh, assumptions)
   largest = Buckets.of(config)
   useful = useful_flops(config, policy, largest, micro_rows)
   update_useful = useful * micro * optimizer_steps
@@ -557,7 +557,7 @@ def phase_seconds(
   rows = config.data.train_batch_size * config.rollout.n
   mini = config.actor.ppo_mini_batch_size * config.rollout.n
   optimizer_steps = rows // mini * config.actor.ppo_epochs
-  micro, _ = micro_batches(config, mesh, assumptions)
+  micro, _ = micro_batch_counts(config, mesh, assumptions)
   phases = {}
 
   def have(*labels: str) -> bool:
@@ -600,7 +600,7 @@ def _turns(
   return math.ceil(questions / prompts), 1 + waiting / assumptions.longest_completion
 
 
-def micro_batches(config: Config, mesh: jax.sharding.Mesh, assumptions: Assumptions) -> tuple[int, int]:
+def micro_batch_counts(config: Config, mesh: jax.sharding.Mesh, assumptions: Assumptions) -> tuple[int, int]:
   """(micro-batches of an optimizer step, rows of one), every row trained on; packed rows by the mean lengths."""
   size = -(-config.actor.ppo_micro_batch_size // mesh.size) * mesh.size
   rows = float(config.actor.ppo_mini_batch_size * config.rollout.n)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import math
 
 from sdpo_jax.planner.plan import Estimate, Plan
-from sdpo_jax.planner.search import Result
+from sdpo_jax.planner.search import Candidate
 from sdpo_jax.tables import markdown
 
 _MEMORY = (
@@ -153,7 +153,7 @@ def text(plan: Plan) -> str:
   return '\n\n'.join(part for part in parts if part)
 
 
-def search(results: Sequence[Result]) -> str:
+def search(results: Sequence[Candidate]) -> str:
   """Combinations of settings, the best first."""
   if not results:
     return 'Nothing to try: no other mesh, micro-batch, remat or number of rows is possible here.'

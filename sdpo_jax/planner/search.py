@@ -33,7 +33,7 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class Candidate:
   """An update and a sampler that go together."""
 
   settings: dict[str, Any]
@@ -51,7 +51,7 @@ def search(
   assumptions: planning.Assumptions,
   over: Sequence[str],
   announce: Callable[[str], None] = lambda _: None,
-) -> list[Result]:
+) -> list[Candidate]:
   """Combinations of mesh, micro-batch, remat and rows decoded at once, the best first.
 
   The update and the sampler share only the mesh, so that each is tried by itself: for every mesh the fastest update that
@@ -62,7 +62,7 @@ def search(
   """
   check(over)
   chips = len(topology.devices)
-  results: list[Result] = []
+  results: list[Candidate] = []
   for mesh in meshes(config, policy, chips, over):
     here = changed(config, mesh)
 
@@ -76,7 +76,7 @@ def search(
     pairs = [(update, quickest_sampler) for update in updates] + [(quickest_update, sampler) for sampler in samplers]
     for update, sampler in {id(u) * 31 + id(s): (u, s) for u, s in pairs}.values():
       results.append(
-        Result(
+        Candidate(
           settings=mesh | update.settings | sampler.settings,
           fits=update.fits and sampler.fits,
           hbm_gib=max(update.hbm_gib, sampler.hbm_gib),
@@ -99,7 +99,7 @@ def check(over: Sequence[str]) -> None:
     raise UserError(f'--search_over={unknown[0]} is none of {", ".join(SEARCHED)}.')
 
 
-def _order(part: Part | Result) -> tuple[bool, float, float]:
+def _order(part: Part | Candidate) -> tuple[bool, float, float]:
   def known(value: float) -> float:
     return value if math.isfinite(value) else math.inf
 

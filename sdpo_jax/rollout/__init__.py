@@ -1,1 +1,1 @@
-"""What the student says: sampling from logits, the jitted decode loop, and the batching engine around it."""
+"""What the student says: the sampler with its slots, queue and decode loop, and grading while it samples."""

@@ -1,1 +1,1 @@
-"""Who teaches: the teacher's weights, the teacher's context, and the order of a generation batch."""
+"""Who teaches: the teacher's parameters, its context and its signal, and the order of a generation batch."""

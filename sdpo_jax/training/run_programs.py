@@ -88,7 +88,9 @@ def update_programs(run: Run) -> dict[str, Program]:
   found = {
     'zero': Program('zero', update.zero, (trainable,), holds=('parameters',)),
     'apply': Program('apply', update.apply, (state, trainable), holds=('state', 'gradients')),
-    'finish': Program('finish', update.advance, (state, jax.ShapeDtypeStruct((), jnp.int32)), holds=('state', 'batch')),
+    'finish': Program(
+      'finish', update.advance_teacher, (state, jax.ShapeDtypeStruct((), jnp.int32)), holds=('state', 'batch')
+    ),
   }
   batch_of = functools.partial(abstract_batch, rows, spec=spec, mesh=mesh)
   trained = Buckets.of_update(config)

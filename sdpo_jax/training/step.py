@@ -199,7 +199,7 @@ def run_update(session: Session, state: TrainState, batch: batching.GenerationBa
             continue
           micro.scatter(value, values.setdefault(name, np.full(shape, np.nan, np.float32)))
   finite = [int(report['finite']) for report in reports]
-  state = update.advance(state, np.int32(sum(finite)))
+  state = update.advance_teacher(state, np.int32(sum(finite)))
   return state, UpdateReport(
     loss=float(np.mean(losses)),
     grad_norm=float(np.mean([report['grad_norm'] for report in reports])),

@@ -192,7 +192,7 @@ class Update:
   zero: Callable[..., Any]  # `zero_gradients`.
   accumulate: Callable[..., Any]  # `accumulate` from `base` on.
   apply: Callable[..., Any]  # `apply_gradients` from `state` on.
-  advance: Callable[..., Any]  # `advance_teacher` from `state` on.
+  advance_teacher: Callable[..., Any]  # `advance_teacher` from `state` on.
 
 
 def state_shardings(state: TrainState, trainable: Tree, mesh: jax.sharding.Mesh) -> TrainState:
@@ -302,7 +302,7 @@ def _make_update(
       out_shardings=(trees, whole),
     ),
     apply=jax.jit(functools.partial(apply_gradients, config), donate_argnums=0, out_shardings=(shardings, whole)),
-    advance=jax.jit(functools.partial(advance_teacher, config), donate_argnums=0, out_shardings=shardings),
+    advance_teacher=jax.jit(functools.partial(advance_teacher, config), donate_argnums=0, out_shardings=shardings),
   )
 
 
