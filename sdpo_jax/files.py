@@ -24,7 +24,8 @@ def write_atomically(path: epath.PathLike, text: str) -> None:
   A link stays, and what is no file, such as a pipe, is written to.
   """
   path = epath.Path(path)
-  if not is_local(path) or (path.exists() and not path.is_file()):
+  # Whether it is a regular file, which etils says of a pipe too.
+  if not is_local(path) or (os.path.exists(path) and not os.path.isfile(path)):
     path.write_text(text)
     return
   path = epath.Path(os.path.realpath(path))

@@ -314,6 +314,7 @@ registry._FACTORIES['parity'] = lambda settings: grade_and_tell
 """
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_grading_and_roll_back_together(experiment):
   folder, _, _ = experiment
   config = folder / 'unsteady.py'

@@ -88,6 +88,8 @@ def test_a_success_teaches_the_failures_of_a_repeated_row_only_where_duplicates_
   context = step.build_teacher_prompts(session, graded, seed=0, step=0)
   assert np.flatnonzero(context.mask).tolist() == taught
   assert all('Correct solution:\n\n1\n' in context.messages[row][-1]['content'] for row in taught)
+  assert step.build_batch(session, state, graded, context, {}).advantages is None  # No term reads them.
+  session.spec = dataclasses.replace(session.spec, policy_gradient=True)
   batch = step.build_batch(session, state, graded, context, {})
   mean = 1 / 4 if grouped else 1 / 2
   assert batch.advantages[:2, 0].tolist() == [-mean, 1 - mean]

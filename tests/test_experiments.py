@@ -161,14 +161,17 @@ def shrink(config, folder: pathlib.Path, model: pathlib.Path):
   return config.validate()
 
 
+# Every task, method and kind of teacher; what is left combines them otherwise.
 KINDS = [
   {'task': 'chemistry'},
-  {'task': 'chemistry', 'method': 'grpo'},
-  {'task': 'tooluse'},
   {'task': 'tooluse', 'method': 'grpo_on_policy'},
-  {'task': 'livecodebench'},
   {'task': 'livecodebench', 'method': 'grpo'},
   {'task': 'livecodebench', 'teacher': 'trust_region'},
+]
+OTHERS = [
+  {'task': 'chemistry', 'method': 'grpo'},
+  {'task': 'tooluse'},
+  {'task': 'livecodebench'},
   {'task': 'livecodebench', 'shown': 'attempt'},
 ]
 
@@ -178,7 +181,9 @@ def model(tmp_path_factory):
   return tiny.make_model(tmp_path_factory.mktemp('experiments') / 'model', max_position_embeddings=1024)
 
 
-@pytest.mark.parametrize('arguments', KINDS, ids=name_of)
+@pytest.mark.parametrize(
+  'arguments', [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)], ids=name_of
+)
 def test_one_of_each_kind_runs_two_steps(arguments, model, tmp_path):
   config = shrink(paper.get_config(**arguments), tmp_path, model)
   result = loop.train(config, tmp_path / 'run')

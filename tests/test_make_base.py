@@ -108,6 +108,7 @@ def test_make_base_writes_a_model_directory_and_is_reproducible(tmp_path):
     make_base(Config(), tmp_path / 'a', recipe)
 
 
+@pytest.mark.slow
 def test_the_committed_base_is_small_and_has_the_promised_properties(tokenizer):
   """Wrong when sampled and when greedy, a starved reward, and a self-teacher that is at least 30 points better."""
   assert sum(path.stat().st_size for path in COMMITTED.iterdir()) <= 3 * 2**20

@@ -300,6 +300,7 @@ def test_what_was_thought_is_left_to_the_template(generator, monkeypatch):
   assert 'Yes.' in prompts[1] and 'Hm.' not in prompts[1]
 
 
+@pytest.mark.slow
 def test_the_commands(model, tmp_path):
   """Of one prompt, of a file and of a chat over a pipe, the first answer is the same; stdout holds answers only."""
   (tmp_path / 'prompts.txt').write_text('Hello\nWho are you?\n')
