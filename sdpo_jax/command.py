@@ -48,13 +48,13 @@ def define_cluster() -> None:
   flags.DEFINE_string('coordinator_address', None, 'host:port of process 0 of a run of several processes.')
   flags.DEFINE_integer('num_processes', None, 'How many processes the run has.', lower_bound=1)
   flags.DEFINE_integer('process_id', None, 'Which of them this one is.', lower_bound=0)
-  limits = cluster.Limits()
-  flags.DEFINE_float('join_timeout_s', limits.join, 'Seconds in which all processes must have started.', 1.0)
+  timeouts = cluster.Timeouts()
+  flags.DEFINE_float('join_timeout_s', timeouts.join, 'Seconds in which all processes must have started.', 1.0)
   flags.DEFINE_float(
-    'heartbeat_timeout_s', limits.heartbeat, 'Seconds without a sign of life after which a process is given up.', 0.1
+    'heartbeat_timeout_s', timeouts.heartbeat, 'Seconds without a sign of life after which a process is given up.', 0.1
   )
   flags.DEFINE_float(
-    'straggler_timeout_s', limits.barrier, 'Seconds that processes wait for the last of them at a barrier.', 0.1
+    'straggler_timeout_s', timeouts.barrier, 'Seconds that processes wait for the last of them at a barrier.', 0.1
   )
 
 
@@ -67,17 +67,17 @@ def join_cluster() -> None:
   """
   values = flags.FLAGS
   given = [values.coordinator_address, values.num_processes, values.process_id]
-  limits = cluster.Limits(values.join_timeout_s, values.heartbeat_timeout_s, values.straggler_timeout_s)
+  timeouts = cluster.Timeouts(values.join_timeout_s, values.heartbeat_timeout_s, values.straggler_timeout_s)
   if all(value is not None for value in given):
     if values.process_id >= values.num_processes:
       raise UserError(f'--process_id={values.process_id} must be below --num_processes={values.num_processes}.')
-    cluster.join(cluster.Place(*given), limits)
+    cluster.join(cluster.Place(*given), timeouts)
   elif any(value is not None for value in given):
     raise UserError('--coordinator_address, --num_processes and --process_id go together: give all three or none.')
   elif importlib.util.find_spec('libtpu') is not None and os.environ.get('JAX_PLATFORMS', 'tpu').startswith('tpu'):
-    place = cluster.slice_place(limits.join)
+    place = cluster.slice_place(timeouts.join)
     if place is not None:
-      cluster.join(place, limits)
+      cluster.join(place, timeouts)
   if cluster.joined() and jax.default_backend() == 'cpu':
     # Programs from the cache mix up the order of their collectives over gloo, which aborts (jaxlib 0.10.2).
     jax.config.update('jax_enable_compilation_cache', False)

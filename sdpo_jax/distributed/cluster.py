@@ -49,7 +49,7 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class Timeouts:
   """How long is waited, in seconds."""
 
   join: float = 300.0  # For all processes to start.
@@ -79,12 +79,12 @@ def slice_place(timeout: float) -> Place | None:
   return None if address is None or count is None or index is None else Place(address, count, index)
 
 
-def join(place: Place, limits: Limits = Limits()) -> None:
+def join(place: Place, timeouts: Timeouts = Timeouts()) -> None:
   """Waits until all processes of a run are there, connects them and starts `jax.distributed`.
 
   Args:
     place: of this process; with one process nothing happens.
-    limits: how long to wait.
+    timeouts: how long to wait.
 
   Raises:
     Lost: not all came in time; the sentence names those missing, or process 0 if that cannot be reached.
@@ -95,7 +95,7 @@ def join(place: Place, limits: Limits = Limits()) -> None:
     return
   if _member is not None:
     raise RuntimeError('join() must be called once.')
-  member = _Hub(place, limits) if place.index == 0 else _Spoke(place, limits)
+  member = _Hub(place, timeouts) if place.index == 0 else _Spoke(place, timeouts)
   address = member.meet()
   _member = member
   # JAX's own clocks run later than ours, so that ours speak.
@@ -103,9 +103,9 @@ def join(place: Place, limits: Limits = Limits()) -> None:
     address,
     place.count,
     place.index,
-    initialization_timeout=int(limits.join) + 60,
-    heartbeat_timeout_seconds=2 * int(limits.heartbeat) + 30,
-    shutdown_timeout_seconds=int(limits.heartbeat) + 30,
+    initialization_timeout=int(timeouts.join) + 60,
+    heartbeat_timeout_seconds=2 * int(timeouts.heartbeat) + 30,
+    shutdown_timeout_seconds=int(timeouts.heartbeat) + 30,
   )
 
 
@@ -149,7 +149,7 @@ def await_verdict(error: BaseException) -> None:
   If one has, this process ends here, with the sentence. Otherwise the error is this process's own.
   """
   if _member is not None and _of_a_collective(error):
-    time.sleep(_member.limits.heartbeat)
+    time.sleep(_member.timeouts.heartbeat)
 
 
 def _of_a_collective(error: BaseException) -> bool:
@@ -198,8 +198,8 @@ class _Connection:
 class _Member:
   """What the hub and the spokes have in common."""
 
-  def __init__(self, place: Place, limits: Limits):
-    self.place, self.limits = place, limits
+  def __init__(self, place: Place, timeouts: Timeouts):
+    self.place, self.timeouts = place, timeouts
     self.hosts: dict[int, str] = {}
     self._passed: dict[str, threading.Event] = {}
     self._lock = threading.Lock()
@@ -237,7 +237,7 @@ class _Member:
   def beats(self) -> Iterator[None]:
     while not self._over:
       yield
-      time.sleep(self.limits.heartbeat / BEATS)
+      time.sleep(self.timeouts.heartbeat / BEATS)
 
 
 def _capital(text: str) -> str:
@@ -258,8 +258,8 @@ def _silent(who: str, seconds: float) -> str:
 class _Hub(_Member):
   """Process 0: hears all others, and tells them what it knows."""
 
-  def __init__(self, place: Place, limits: Limits):
-    super().__init__(place, limits)
+  def __init__(self, place: Place, timeouts: Timeouts):
+    super().__init__(place, timeouts)
     self.hosts = {0: socket.gethostname()}
     self._spokes: dict[int, _Connection] = {}
     self._arrived: dict[str, tuple[set[int], float]] = {}  # Barrier → who is there, and since when the first.
@@ -280,7 +280,7 @@ class _Hub(_Member):
         '--coordinator_address.'
       ) from error
     threading.Thread(target=self._accept, args=(server,), daemon=True).start()
-    if not self._complete.wait(self.limits.join):
+    if not self._complete.wait(self.timeouts.join):
       sentence = self._missing()
       self.tell(sentence, EXIT_LOST)
       raise Lost(sentence)
@@ -301,14 +301,14 @@ class _Hub(_Member):
     here = ', '.join(f'{index} ({name})' for index, name in sorted(self.hosts.items()))
     return (
       f'{"Process" if len(missing) == 1 else "Processes"} {numbers} of {self.place.count} did not start within '
-      f'{self.limits.join:g} seconds (here: {here}): look at the log there (on a TPU slice: worker {numbers}), then '
+      f'{self.timeouts.join:g} seconds (here: {here}): look at the log there (on a TPU slice: worker {numbers}), then '
       'start the command on all hosts again; --join_timeout_s waits longer.'
     )
 
   def _accept(self, server: socket.socket) -> None:
     while True:
       connected, _ = server.accept()
-      threading.Thread(target=self._greet, args=(_Connection(connected, self.limits.heartbeat),), daemon=True).start()
+      threading.Thread(target=self._greet, args=(_Connection(connected, self.timeouts.heartbeat),), daemon=True).start()
 
   def _greet(self, spoke: _Connection) -> None:
     try:
@@ -344,7 +344,7 @@ class _Hub(_Member):
       try:
         message = spoke.receive()
       except TimeoutError:
-        message = {'end': _silent(self.called(index), self.limits.heartbeat), 'code': EXIT_LOST}
+        message = {'end': _silent(self.called(index), self.timeouts.heartbeat), 'code': EXIT_LOST}
       except OSError:
         message = None
       if self._over:
@@ -381,11 +381,11 @@ class _Hub(_Member):
         late = [
           (name, [index for index in range(self.place.count) if index not in there])
           for name, (there, since) in self._arrived.items()
-          if time.monotonic() - since > self.limits.barrier
+          if time.monotonic() - since > self.timeouts.barrier
         ]
       for name, missing in late:
         sentence = (
-          f'{" and ".join(map(self.called, missing))} did not reach {name} within {self.limits.barrier:g} seconds of '
+          f'{" and ".join(map(self.called, missing))} did not reach {name} within {self.timeouts.barrier:g} seconds of '
           'the others: the run ends here; the same command resumes from its last checkpoint.'
         )
         self.end(_capital(sentence), EXIT_LOST, told=_capital(sentence))
@@ -408,7 +408,7 @@ class _Spoke(_Member):
   def meet(self) -> str:
     """Waits for process 0 and, through it, for all others; returns the address at which JAX's service is."""
     host, port = _split(self.place.address)
-    deadline = time.monotonic() + self.limits.join
+    deadline = time.monotonic() + self.timeouts.join
     self._hub = self._reach(host, port, deadline)
     try:
       self._hub.send(hello=self.place.index, count=self.place.count, host=socket.gethostname())
@@ -420,7 +420,7 @@ class _Spoke(_Member):
     if 'end' in message:
       raise UserError(message['end']) if message['code'] == EXIT_BAD_INPUT else Lost(message['end'])
     self.hosts = {int(index): name for index, name in message['joined'].items()}
-    self._hub.limit(self.limits.heartbeat)
+    self._hub.limit(self.timeouts.heartbeat)
     threading.Thread(target=self._hear, daemon=True).start()
     threading.Thread(target=self._beat, daemon=True).start()
     return f'127.0.0.1:{_relay((host, message["service"]))}'
@@ -430,11 +430,11 @@ class _Spoke(_Member):
       try:
         connected = socket.create_connection((host, port), timeout=max(deadline - time.monotonic(), RETRY_S))
         # Process 0 answers when all are there, or when its own time is up.
-        return _Connection(connected, self.limits.join + self.limits.heartbeat)
+        return _Connection(connected, self.timeouts.join + self.timeouts.heartbeat)
       except OSError as error:
         if time.monotonic() + RETRY_S > deadline:
           raise Lost(
-            f'Process {self.place.index} could not reach process 0 at {host}:{port} within {self.limits.join:g} '
+            f'Process {self.place.index} could not reach process 0 at {host}:{port} within {self.timeouts.join:g} '
             f'seconds ({first_line(error)}): look at the log of process 0 (on a TPU slice: worker 0), and whether the '
             'network lets that port through; then start the command on all hosts again.'
           ) from error
@@ -445,7 +445,7 @@ class _Spoke(_Member):
       try:
         message = self._hub.receive()
       except TimeoutError:
-        message = {'end': _silent(self.called(0), self.limits.heartbeat), 'code': EXIT_LOST}
+        message = {'end': _silent(self.called(0), self.timeouts.heartbeat), 'code': EXIT_LOST}
       except OSError:
         message = None
       if message is not None and 'passed' in message:

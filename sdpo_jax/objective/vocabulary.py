@@ -135,6 +135,8 @@ def project(hidden: jax.Array, unembedding: jax.Array) -> jax.Array:
 
 def logits_of_blocks(hidden: jax.Array, unembedding: jax.Array, temperature: jax.Array) -> OfBlock:
   """Return the function from a block of entries to its logits [C, W] at the temperature []."""
+  chex.assert_rank([hidden, unembedding, temperature], [2, 2, 0])
+  chex.assert_type([hidden, unembedding], float)
 
   def logits_of(start: jax.Array | int, size: int) -> jax.Array:
     return project(hidden, take_entries(unembedding, start, size)) / temperature

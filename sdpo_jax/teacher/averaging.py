@@ -54,7 +54,7 @@ def ema(rate: float) -> TeacherTransform:
   return TeacherTransform(init=_copy, update=update)
 
 
-def base() -> TeacherTransform:
+def base_alone() -> TeacherTransform:
   """The frozen base alone teaches, without the trainable part; the teacher is an empty dict."""
   return live()
 
@@ -84,7 +84,7 @@ def make(config: SelfDistillationConfig) -> TeacherTransform:
   """Return the transformation that `teacher_regularization` names."""
   return {
     'live': live,
-    'base': base,
+    'base': base_alone,
     'frozen': frozen,
     'ema': lambda: ema(config.teacher_update_rate),
     'restart': lambda: restart(config.teacher_restart_interval),
