@@ -110,7 +110,7 @@ class Ours:
     self.mesh = meshes.make_mesh(config.mesh, jax.devices()[:1])
     parameters = jax.device_put(parameters, meshes.replicated(self.mesh))
     self.state = place_state(config, parameters, self.mesh)
-    self.update = make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, self.state))
+    self.functions = make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, self.state))
     self.sampler = Sampler(
       policy,
       NoText(),
@@ -162,13 +162,13 @@ class Ours:
       distill_mask=np.ones((rows, width), np.float32),
       advantages=np.zeros((rows, width), np.float32),
     )
-    grads, loss = self.update.zero(self.state.trainable), 0.0
+    grads, loss = self.functions.zero(self.state.trainable), 0.0
     for micro in batching.micro_batches(samples, self.everything, self.config):
       batch = meshes.put_rows(self.mesh, micro.batch)
-      grads, result = self.update.accumulate({}, self.state, grads, batch)
+      grads, result = self.functions.accumulate({}, self.state, grads, batch)
       loss += float(result.loss)
-    self.state, _ = self.update.apply(self.state, grads)
-    self.state = self.update.advance_teacher(self.state, np.int32(1))
+    self.state, _ = self.functions.apply(self.state, grads)
+    self.state = self.functions.advance_teacher(self.state, np.int32(1))
     return loss
 
 
