@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING
 
 import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
 
-from sdpo_jax.config import TOPK_METHODS
+from sdpo_jax.config import TOPK_METHODS, Config
 from sdpo_jax.config.divergence import check_divergence, known_number
 from sdpo_jax.objective import divergences, vocabulary
 from sdpo_jax.objective.fused import FusedSettings, SharedInputs, fused_loss, lerp
@@ -28,9 +27,6 @@ from sdpo_jax.objective.terms import (
   loss_terms,
 )
 from sdpo_jax.types import TeacherSignal
-
-if TYPE_CHECKING:
-  from sdpo_jax.config import Config
 
 Aux = dict[str, jax.Array]
 

@@ -277,11 +277,17 @@ def _teacher_prompts(batch: GenerationBatch, samples: np.ndarray) -> tuple[np.nd
 def _parts(
   batch: GenerationBatch, prompts: list[list[int]], samples: Sequence[int], lengths: np.ndarray, read: np.ndarray
 ) -> packing.Parts:
-  return [(prompts[i] if read[i] else None, batch.rollouts.completion_tokens[i, : lengths[i]]) for i in samples]
+  """Return (prompt, completion) of samples; None for the prompts of those that `read` [len(samples)] leaves out."""
+  completions = batch.rollouts.completion_tokens
+  return [
+    (prompts[i] if is_read else None, completions[i, : lengths[i]]) for i, is_read in zip(samples, read, strict=True)
+  ]
 
 
 def _teacher_parts(batch: GenerationBatch, samples: Sequence[int], lengths: np.ndarray) -> packing.Parts:
-  return _parts(batch, batch.teacher_prompts, samples, lengths, batch.taught)
+  # Of these samples alone: the rows of a batch are many, and its mask is [N, T].
+  taught = (batch.distill_mask[np.asarray(samples, np.int64)] > 0).any(1)
+  return _parts(batch, batch.teacher_prompts, samples, lengths, taught)
 
 
 def _room(config: Config, batch: GenerationBatch) -> tuple[int, int, int]:
@@ -331,8 +337,7 @@ def _micro_batch(
     room = bucket(max(int(needed.max()), 0), sizes, name)
     return packing.packed_rows(contents, room + width, width, share)
 
-  everyone = np.ones(len(batch), bool)
-  student = [_parts(batch, batch.prompts, row, lengths, everyone) for row in ids]
+  student = [_parts(batch, batch.prompts, row, lengths, np.ones(len(row), bool)) for row in ids]
   teacher = None
   if batch.teacher_prompts is not None:
     contents = [_teacher_parts(batch, row, lengths) for row in ids]

@@ -38,7 +38,7 @@ class Session:
   teacher: Teacher | None  # None: the objective needs none.
   update: Update
   flops_per_token: float  # of one forward pass.
-  teacher_flops_per_token: float
+  teacher_flops_per_token: float  # the same of the policy that reads the teacher's prompts.
 
 
 def load_tokenizer(config: Config) -> Any:
@@ -89,7 +89,7 @@ def make_session(
   spec = ObjectiveSpec.from_config(config)
   if spec.needs_teacher and teacher is None:
     check_base(config.actor.self_distillation, base)
-  teacher = (teacher or Teacher(policy)) if spec.needs_teacher else None
+  reader = teacher or Teacher(policy)
   session = Session(
     config=config,
     workdir=epath.Path(workdir),
@@ -99,10 +99,10 @@ def make_session(
     mesh=mesh,
     sampler=make_sampler(config, policy, tokenizer, mesh),
     spec=spec,
-    teacher=teacher,
-    update=make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), teacher and teacher.policy),
+    teacher=reader if spec.needs_teacher else None,
+    update=make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), reader.policy),
     flops_per_token=flops.forward_flops_per_token(policy.parameter_table()),
-    teacher_flops_per_token=flops.forward_flops_per_token((teacher or Teacher(policy)).policy.parameter_table()),
+    teacher_flops_per_token=flops.forward_flops_per_token(reader.policy.parameter_table()),
   )
   return session, trainable
 
