@@ -94,6 +94,55 @@ def test_the_ends_of_alpha_are_exact_whatever_its_type(end, number):
     np.testing.assert_allclose(ours, numpy_divergence(student, teacher, end), rtol=1e-5)
 
 
+def numpy_slopes(s, t, alpha):
+  """Derivatives of `numpy_divergence` by the student's log-probs, each on its own."""
+  p, q = np.exp(s), np.exp(t)
+  if alpha == 0:
+    return -q
+  if alpha == 1:
+    return p * (s - t + 1)
+  return (1 - alpha) * p * (s - np.log((1 - alpha) * p + alpha * q))
+
+
+@pytest.mark.parametrize('dtype', [np.float32, np.float64])
+@pytest.mark.parametrize('form', ['jit', 'vmap', 'jit of vmap', 'eager'])
+def test_an_alpha_that_is_data_is_exact_at_both_ends(form, dtype):
+  """The KLs at 0 and 1, the mixtures between; what rounds to an end in the type of the log-probs is at that end."""
+  rng = np.random.default_rng(0)
+  student, teacher = log_probs(rng, 6), log_probs(rng, 6)
+  alphas = np.array([0.0, 1.0, 0.3, 1 - 1e-9, 1e-44, 1 - 2e-7])
+  evaluate = jax.value_and_grad(divergences.divergence)
+  if 'vmap' in form:
+    evaluate = jax.vmap(evaluate, (None, None, 0))
+  if 'jit' in form:
+    evaluate = jax.jit(evaluate)
+  with jax.enable_x64(dtype == np.float64):
+    s, t = jnp.asarray(student, dtype), jnp.asarray(teacher, dtype)
+    if 'vmap' in form:
+      values, slopes = evaluate(s, t, jnp.asarray(alphas, dtype))
+    else:
+      numbers = alphas.tolist() if form == 'eager' else map(dtype, alphas)
+      values, slopes = zip(*(evaluate(s, t, alpha) for alpha in numbers), strict=True)
+  tolerance = dict(rtol=1e-10, atol=1e-13) if dtype == np.float64 else dict(rtol=3e-4, atol=3e-7)
+  for alpha, value, slope in zip(alphas, values, slopes, strict=True):
+    rounded = float(dtype(alpha))
+    rounded = 0.0 if rounded < np.finfo(dtype).tiny else rounded
+    np.testing.assert_allclose(value, numpy_divergence(student, teacher, rounded), err_msg=alpha, **tolerance)
+    np.testing.assert_allclose(slope, numpy_slopes(student, teacher, rounded), err_msg=alpha, **tolerance)
+
+
+@pytest.mark.parametrize('end', [0.0, 1.0])
+def test_no_branch_of_alpha_that_is_not_taken_makes_a_gradient_nan(end):
+  """Also where log-probs are −inf, and by whatever is differentiated: the terms themselves, the teacher, alpha."""
+  s, t = jnp.array([-jnp.inf, -0.5, -1.0]), jnp.array([-0.7, -jnp.inf, -0.7])
+  for function in (divergences.divergence, lambda *x: divergences.divergence_terms(*x).sum()):
+    of_data = jax.jit(jax.value_and_grad(function, argnums=(0, 1, 2)))(s, t, end)
+    of_number = jax.value_and_grad(function, argnums=(0, 1))(s, t, end)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(of_data))
+    np.testing.assert_allclose(of_data[0], of_number[0], rtol=1e-6)
+    np.testing.assert_allclose(of_data[1][0], of_number[1][0], rtol=1e-6)
+
+
 @pytest.mark.parametrize('alpha', [0.0, 0.5, 1.0])
 @pytest.mark.parametrize('where', ['student', 'teacher', 'both'])
 def test_minus_infinity_stays_finite(alpha, where):

@@ -185,6 +185,48 @@ def test_loss_gradient_and_per_token_values(name):
     np.testing.assert_allclose(slope, difference, rtol=1e-6)
 
 
+DATA = {
+  'topk': dict(distillation_topk=6, chunk_size=4, vocab_block=17),
+  'renormalised': dict(distillation_topk=6, distillation_add_tail=False, chunk_size=7, vocab_block=40),
+  'full': dict(distillation_topk=None, chunk_size=4, vocab_block=9),
+}
+
+
+@pytest.mark.parametrize('name', DATA)
+def test_an_alpha_that_is_data_gives_the_loss_and_gradient_of_that_number(name):
+  """As a service asks: one program, vmapped over an alpha for each request, the ends among them."""
+  x = {key: value for key, value in problem(4).items() if key not in ('policy_coef', 'entropy_coef', 'advantages')}
+  alphas = np.array([0.0, 0.3, 1.0])
+  settings = DATA[name] | dict(is_clip=None)
+  rng = np.random.default_rng(2)
+  trained = ('hidden', 'unembedding')
+  direction = {key: rng.standard_normal(x[key].shape) for key in trained}
+
+  def of(alpha, y):
+    def value(weights):
+      z = y | weights
+      given = {key: z[key] for key in TERMS if key in z}
+      return objective(
+        z['hidden'], z['unembedding'], signal(z), **given, config=ObjectiveConfig(alpha=alpha, **settings)
+      )[0]
+
+    return jax.value_and_grad(value)({key: y[key] for key in trained})
+
+  with jax.enable_x64(True):
+    program = jax.jit(jax.vmap(of, (0, None)), compiler_options=quick())
+    losses, gradients = jax.device_get(program(jnp.asarray(alphas), arrays(x, jnp.float64)))
+  no_more = {'policy_coef': np.zeros((B, T)), 'entropy_coef': np.zeros((B, T)), 'advantages': np.zeros((B, T))}
+
+  def by_hand(alpha, step=0.0):
+    moved = {key: x[key] + step * direction[key] for key in trained}
+    return numpy_loss(x | no_more | moved, ObjectiveConfig(alpha=alpha, **settings))[0]
+
+  for place, alpha in enumerate(alphas.tolist()):
+    np.testing.assert_allclose(losses[place], by_hand(alpha), rtol=1e-12)
+    slope = sum((gradients[key][place] * direction[key]).sum() for key in trained)
+    np.testing.assert_allclose(slope, (by_hand(alpha, 1e-6) - by_hand(alpha, -1e-6)) / 2e-6, rtol=1e-6)
+
+
 def test_float32_is_close_and_its_type_kept():
   x = problem()
   (loss, aux), gradient = chunked(arrays(x, jnp.float32), CONFIGS['topk'])

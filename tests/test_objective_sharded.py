@@ -91,10 +91,11 @@ def teacher(x, case):
 def evaluate(case, x, layout, chunk, block, names=('hidden', 'unembedding')):
   """(loss, per-token values), gradients"""
   settings, absent, given = CASES[case]
-  config = ObjectiveConfig(**settings, chunk_size=chunk, vocab_block=block)
 
   def value(trained, x):
     x = x | trained
+    data = {'alpha': x['alpha']} if 'alpha' in x else {}
+    config = ObjectiveConfig(**settings | data, chunk_size=chunk, vocab_block=block)
     return objective(
       x['hidden'],
       x['unembedding'],
@@ -171,6 +172,18 @@ def test_a_mesh_gives_what_one_device_gives(case, shape):
   if 'unembedding' in names:
     close(mesh_gradients['unembedding'][:V], gradients['unembedding'], 1e-10)
     assert not np.any(mesh_gradients['unembedding'][V:])
+
+
+@pytest.mark.parametrize('case', ['renormalised', 'reverse'])  # Over a support at 0, over the vocabulary at 1.
+def test_an_alpha_that_is_data_is_at_its_end_on_a_mesh_too(case):
+  (loss, _), gradients = alone(case)
+  with jax.enable_x64(True):
+    layout, x = on_mesh((2, 4), arrays(jnp.float64))
+    x['alpha'] = jnp.asarray(CASES[case][0]['alpha'], jnp.float64)
+    (mesh_loss, _), mesh_gradients = jax.device_get(evaluate(case, x, layout, 3, 1000))
+  np.testing.assert_allclose(mesh_loss, loss, rtol=1e-12)
+  close(mesh_gradients['hidden'], gradients['hidden'], 1e-10)
+  close(mesh_gradients['unembedding'][:V], gradients['unembedding'], 1e-10)
 
 
 @pytest.mark.parametrize('shape', FEW_SHAPES, ids=name_of)

@@ -5,11 +5,14 @@ Letters: K entries of the support. All log-probabilities are natural logarithms.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+import functools
 import math
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sdpo_jax.config.divergence import known_number
 
@@ -64,26 +67,63 @@ def log_mixture(student_log_probs: jax.Array, teacher_log_probs: jax.Array, alph
   return jnp.logaddexp(student_log_probs + jnp.log1p(-alpha), teacher_log_probs + jnp.log(alpha))
 
 
-def exact_endpoint(alpha: float | jax.Array) -> float | None:
-  """Return 0.0 or 1.0 where `alpha` is known, when tracing, to be exactly that; None for all others.
+def exact_endpoint(alpha: float | jax.Array, dtype: jnp.dtype) -> float | None:
+  """Return 0.0 or 1.0 where `alpha` is known, when tracing, to be exactly that as a number of `dtype`, else None.
 
-  A traced alpha counts as lying between the ends, whatever its value.
+  Numbers too small to be normal count as 0: devices round them to that, or not.
   """
   known = known_number(alpha)
-  return known if known in (0.0, 1.0) else None
+  if known is None:
+    return None
+  if abs(known) < jnp.finfo(dtype).tiny:
+    return 0.0
+  return 1.0 if np.asarray(known, dtype) == 1.0 else None
+
+
+def _by_alpha(
+  alpha: float | jax.Array,
+  at_zero: Callable[[], jax.Array],
+  at_one: Callable[[], jax.Array],
+  between: Callable[[jax.Array], jax.Array],
+  dtype: jnp.dtype,
+) -> jax.Array:
+  """Return the value [...] that holds for `alpha`, chosen when tracing where it is known then, else when it runs.
+
+  Args:
+    alpha: a number, rounded to `dtype` before it is compared with the ends.
+    at_zero: gives the value where alpha is 0.
+    at_one: gives the value where alpha is 1.
+    between: gives the value for an alpha [] that is neither.
+    dtype: of the values.
+  """
+  end = exact_endpoint(alpha, dtype)
+  if end is not None:
+    return at_one() if end else at_zero()
+  known, alpha = known_number(alpha), jnp.asarray(alpha, dtype)
+  if known is not None:
+    return between(alpha)
+  is_zero, is_one = jnp.abs(alpha) < jnp.finfo(dtype).tiny, alpha == 1.0
+  # What is not chosen has to be finite too, or its gradient of 0 becomes NaN.
+  inner = between(jnp.where(is_zero | is_one, 0.5, alpha))
+  return jnp.where(is_zero, at_zero(), jnp.where(is_one, at_one(), inner))
 
 
 def divergence_terms(student: jax.Array, teacher: jax.Array, alpha: float | jax.Array) -> jax.Array:
   """Return the summands of `divergence`: [...] -> [...]."""
   _assert_pair(student, teacher, alpha)
   student, teacher = floored(student), floored(teacher)
-  endpoint = exact_endpoint(alpha)
-  if endpoint == 0.0:
-    return jnp.exp(teacher) * (teacher - student)
-  if endpoint == 1.0:
-    return jnp.exp(student) * (student - teacher)
-  mixture = log_mixture(student, teacher, alpha)
-  return (1.0 - alpha) * jnp.exp(student) * (student - mixture) + alpha * jnp.exp(teacher) * (teacher - mixture)
+
+  def between(alpha: jax.Array) -> jax.Array:
+    mixture = log_mixture(student, teacher, alpha)
+    return (1.0 - alpha) * jnp.exp(student) * (student - mixture) + alpha * jnp.exp(teacher) * (teacher - mixture)
+
+  return _by_alpha(
+    alpha,
+    lambda: jnp.exp(teacher) * (teacher - student),
+    lambda: jnp.exp(student) * (student - teacher),
+    between,
+    student.dtype,
+  )
 
 
 def divergence_slopes(student: jax.Array, teacher: jax.Array, alpha: float | jax.Array) -> jax.Array:
@@ -95,26 +135,27 @@ def divergence_slopes(student: jax.Array, teacher: jax.Array, alpha: float | jax
   _assert_pair(student, teacher, alpha)
   dead = jnp.isneginf(student)
   student, teacher = floored(student), floored(teacher)
-  endpoint = exact_endpoint(alpha)
-  if endpoint == 0.0:
-    slopes = -jnp.exp(teacher)
-  elif endpoint == 1.0:
-    slopes = jnp.exp(student) * (student - teacher + 1.0)
-  else:
-    slopes = (1.0 - alpha) * jnp.exp(student) * (student - log_mixture(student, teacher, alpha))
+  slopes = _by_alpha(
+    alpha,
+    lambda: -jnp.exp(teacher),
+    lambda: jnp.exp(student) * (student - teacher + 1.0),
+    lambda alpha: (1.0 - alpha) * jnp.exp(student) * (student - log_mixture(student, teacher, alpha)),
+    student.dtype,
+  )
   return jnp.where(dead, 0.0, slopes)
 
 
-@jax.custom_vjp
-def _divergence_between(student: jax.Array, teacher: jax.Array, alpha: jax.Array) -> jax.Array:
-  return divergence_terms(student, teacher, alpha).sum(-1)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _divergence_at(known: float | None, student: jax.Array, teacher: jax.Array, alpha: jax.Array) -> jax.Array:
+  return divergence_terms(student, teacher, alpha if known is None else known).sum(-1)
 
 
-def _between_fwd(student, teacher, alpha):
-  return _divergence_between(student, teacher, alpha), divergence_slopes(student, teacher, alpha)
+def _divergence_at_fwd(known, student, teacher, alpha):
+  slopes = divergence_slopes(student, teacher, alpha if known is None else known)
+  return _divergence_at(known, student, teacher, alpha), slopes
 
 
-_divergence_between.defvjp(_between_fwd, lambda slopes, cotangent: (cotangent[..., None] * slopes, None, None))
+_divergence_at.defvjp(_divergence_at_fwd, lambda known, slopes, cotangent: (cotangent[..., None] * slopes, None, None))
 
 
 def divergence(student_log_probs: jax.Array, teacher_log_probs: jax.Array, alpha: float | jax.Array) -> jax.Array:
@@ -122,12 +163,14 @@ def divergence(student_log_probs: jax.Array, teacher_log_probs: jax.Array, alpha
 
   α exactly 0: KL(teacher‖student). α exactly 1: KL(student‖teacher) (paper Eq. 1). Between:
   (1 − α)·KL(student‖m) + α·KL(teacher‖m) with m = (1 − α)·student + α·teacher, which tends to 0, not to the KLs, at
-  both ends. The teacher receives no gradient. An exact −inf counts as the logarithm of the smallest normal number
+  both ends. An α that is data, such as a traced one, is at an end where its value is; all are rounded to the type of
+  the log-probabilities first. The teacher and α receive no gradient. An exact −inf counts as the logarithm of the smallest normal number
   (the reference gives NaN), so the result is finite. Source: core_algos.py:1133-1152.
   """
   _assert_pair(student_log_probs, teacher_log_probs, alpha)
   _assert_log_probs(student_log_probs)
   teacher_log_probs = jax.lax.stop_gradient(teacher_log_probs)
-  if exact_endpoint(alpha) is not None:
+  dtype = student_log_probs.dtype
+  if exact_endpoint(alpha, dtype) is not None:
     return divergence_terms(student_log_probs, teacher_log_probs, alpha).sum(-1)
-  return _divergence_between(student_log_probs, teacher_log_probs, jnp.asarray(alpha, student_log_probs.dtype))
+  return _divergence_at(known_number(alpha), student_log_probs, teacher_log_probs, jnp.asarray(alpha, dtype))

@@ -35,7 +35,7 @@ Aux = dict[str, jax.Array]
 class ObjectiveConfig:
   """What of the objective is fixed when it is compiled. Names as in `sdpo_jax.config`.
 
-  The numbers (alpha between 0 and 1, is_clip, temperature, clip ratios) may also be traced scalars.
+  The numbers (alpha, is_clip, temperature, clip ratios) may also be traced scalars.
 
   Raises:
     ValueError: a number out of its range, or distillation of the sampled token with alpha other than 1.
@@ -88,7 +88,7 @@ class ObjectiveConfig:
     kind = 'full' if self.distillation_topk is None else 'topk'
     return TermSettings(
       kind=kind if self.full_logit_distillation else 'sampled',
-      exact_alpha=divergences.exact_endpoint(self.alpha),
+      known_alpha=known_number(self.alpha),
       add_tail=self.distillation_add_tail,
       use_ratio=self.is_clip is not None,
     )

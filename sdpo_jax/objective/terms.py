@@ -26,7 +26,7 @@ class TermSettings:
   """What of the terms is fixed when they are compiled."""
 
   kind: Literal['full', 'topk', 'sampled']  # Over what the divergence is: the vocabulary, K tokens, the sampled one.
-  exact_alpha: float | None  # 0.0 or 1.0 where alpha is exactly that; None: it is `TermScalars.alpha`.
+  known_alpha: float | None  # Alpha where it is known when they are compiled; None: it is `TermScalars.alpha`.
   add_tail: bool  # Whether a bucket holds what the support leaves; else the support is renormalised.
   use_ratio: bool  # Whether the divergence is weighted by the importance ratio.
 
@@ -48,8 +48,8 @@ class TermScalars:
 
 
 def alpha_of(settings: TermSettings, scalars: TermScalars) -> jax.Array | float:
-  """Return alpha: a Python number where it is exactly 0 or 1, else an array []."""
-  return scalars.alpha if settings.exact_alpha is None else settings.exact_alpha
+  """Return alpha: a Python number where it is known when compiled, else an array []."""
+  return scalars.alpha if settings.known_alpha is None else settings.known_alpha
 
 
 @flax.struct.dataclass
