@@ -131,8 +131,25 @@ def test_what_does_not_fit_is_said_with_its_size():
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+  'slice_', ['v5e:1x1', *(pytest.param(name, marks=pytest.mark.slow) for name in ('v6e:1x1', 'v5p:1x1x1'))]
+)
+def test_a_slice_of_one_chip_is_planned(slice_):
+  """Nothing is sharded there, so that kernels learn nowhere else which chip they are compiled for."""
+  config, described = settings(), topology.describe(slice_)
+  config.mesh.tensor = 1
+  policy, labels = huggingface.describe(SIZES, config.model), ['prepare', 'prefill', 'decode']
+  plan = planning.make(config, policy, described, planning.Assumptions.of(config, described.chip), only=labels)
+  assert set(plan.programs) >= set(labels) and plan.chips == 1
+  assert not any(estimate.error for estimate in plan.programs.values())
+  # Nobody to send anything to, and attention by the kernel, which reads the cache in place.
+  assert not any(estimate.collective_gb for estimate in plan.programs.values())
+  assert plan.programs['decode'].seconds_by_source['cache roofline'] > 0
+
+
+@needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize('slice_', ['v5e:2x2', 'v5e:8x8'])
+@pytest.mark.parametrize('slice_', ['v5e:1x1', 'v5e:2x2', 'v5e:8x8'])
 def test_the_whole_command_on_a_small_model(tmp_path, slice_):
   config, output, sizes = tiny.make_experiment(tmp_path), tmp_path / 'plan.json', tmp_path / 'sizes.json'
   sizes.write_text(json.dumps(SIZES))
@@ -143,7 +160,7 @@ def test_the_whole_command_on_a_small_model(tmp_path, slice_):
     f'--model_config={sizes}',
     f'--output={output}',
     '--config.model.dtype=bfloat16',
-    '--config.mesh.tensor=2',
+    f'--config.mesh.tensor={1 if slice_ == "v5e:1x1" else 2}',
     '--price=2',
     cache=tmp_path / 'cache',
   )

@@ -7,7 +7,8 @@ counted. [arithmetic]: bytes ÷ bandwidth, operations ÷ peak. None is a measure
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+import contextlib
 import dataclasses
 import functools
 import math
@@ -178,7 +179,7 @@ def make(
   began = time.monotonic()
   announce(f'Compiling {len(names)} programs for {topology.name}, one after the other …')
   sampling_weights, refused = None, []
-  for name, compiled in registry.compile_programs(found, names):
+  for name, compiled in _compiled(mesh, found, names):
     took = time.monotonic() - began
     if found[name].kind == 'prepare' and isinstance(compiled, jax.stages.Compiled):
       # A copy may live on two layouts' worth of memory while it is made; afterwards only the result is left.
@@ -211,6 +212,18 @@ def make(
       error = f'could not be compiled: it continues {", ".join(refused)}, refused for want of memory or worse'
       estimates[label] = Estimate(name, {}, math.nan, fits=False, error=error)
   return _summary(config, policy, topology, mesh, assumptions, source, estimates)
+
+
+def _compiled(
+  mesh: jax.sharding.Mesh, found: Mapping[str, registry.Program], names: Iterable[str]
+) -> Iterator[tuple[str, jax.stages.Compiled | jax.errors.JaxRuntimeError]]:
+  """Compile programs as `programs.compile_programs` does, and tell kernels which chip they are for.
+
+  Kernels ask for it while they are traced. On several chips each shard's mesh answers; on one chip nothing is sharded,
+  and the answer would be the device of this process.
+  """
+  with jax.set_mesh(mesh) if mesh.size == 1 else contextlib.nullcontext():
+    yield from registry.compile_programs(found, names)
 
 
 def select(found: Mapping[str, registry.Program], everything: bool) -> dict[str, str]:
