@@ -280,8 +280,42 @@ def test_advantages(seed, norm_by_std):
   np.testing.assert_allclose(on_device, expected, rtol=1e-3, atol=1e-5)
 
 
-def test_equal_scores_have_no_advantage():
-  np.testing.assert_array_equal(grpo_advantages(np.ones(4), np.zeros(4, int), True), 0)
+@pytest.mark.parametrize('score', [1.0, 0.6, 0.1, -1 / 3, 1e-30, 999.9])
+@pytest.mark.parametrize('norm_by_std', [False, True])
+def test_equal_scores_have_exactly_no_advantage(norm_by_std, score):
+  """Also those whose sum is rounded, and beside a group that has a signal; on the host and in a compiled program."""
+  group = np.array([0] * 6 + [1] * 7 + [2] * 2)
+  scores = np.array([score] * 13 + [0.0, 1.0], np.float32)
+  compiled = jax.jit(functools.partial(grpo_advantages, norm_by_std=norm_by_std))
+  for advantages in (grpo_advantages(scores, group, norm_by_std), compiled(jnp.asarray(scores), jnp.asarray(group))):
+    assert advantages.dtype == np.float32
+    np.testing.assert_array_equal(advantages[:13], 0)
+    np.testing.assert_allclose(advantages[13:], [-(0.5**0.5), 0.5**0.5] if norm_by_std else [-0.5, 0.5], rtol=1e-5)
+
+
+def test_an_offset_that_all_scores_share_costs_no_digits():
+  """997.1 and 997.2 differ by the multiple of 2^-14 that float32 makes of them; half of it either way is exact."""
+  scores = np.array([997.1, 997.2] * 3, np.float32)
+  half = (float(scores[1]) - float(scores[0])) / 2
+  for advantages in (
+    grpo_advantages(scores, np.zeros(6, int)),
+    grpo_advantages(jnp.asarray(scores), jnp.zeros(6, int)),
+  ):
+    np.testing.assert_array_equal(advantages, np.array([-half, half] * 3, np.float32))
+
+
+@pytest.mark.parametrize('norm_by_std', [False, True])
+def test_an_ungraded_sample_is_as_if_it_were_not_there(norm_by_std):
+  group = np.array([0, 0, 0, 0, 1, 1, 1, 2, 2, 3, 4])
+  scores = np.array([1, 0, 1, 0.25, 1, 1, 0.5, 1, np.nan, 0.75, np.nan])
+  graded = np.array([1, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0], bool)
+  expected = np.zeros(11)
+  rest = np.array([0, 1, 3])  # Of question 0; of 1 and 2 a single sample is left, 3 has but one, 4 none with a score.
+  expected[rest] = grpo_advantages(scores[rest], group[rest], norm_by_std)
+  expected[9] = 0.75 / (1 + 1e-6) if norm_by_std else 0.75
+  np.testing.assert_array_equal(grpo_advantages(scores, group, norm_by_std, graded=graded), expected)
+  traced = jax.jit(lambda *values: grpo_advantages(values[0], values[1], norm_by_std, graded=values[2]))
+  np.testing.assert_allclose(traced(scores.astype(np.float32), group, graded), expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize('advantage', [1.5, -1.5])

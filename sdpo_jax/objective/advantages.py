@@ -3,27 +3,61 @@
 from __future__ import annotations
 
 import chex
+import numpy as np
 
 
 def grpo_advantages(
-  scores: chex.Array, group: chex.Array, norm_by_std: bool = False, epsilon: float = 1e-6
+  scores: chex.Array,
+  group: chex.Array,
+  norm_by_std: bool = False,
+  epsilon: float = 1e-6,
+  graded: chex.Array | None = None,
 ) -> chex.Array:
   """Return scores relative to the mean of their group: scores [N] float, group ids [N] int -> [N], NumPy's or JAX's.
 
   With `norm_by_std` also divided by the group's sample standard deviation (n − 1) plus `epsilon` (GRPO); without, it
   is Dr. GRPO. A group of one keeps its score (mean 0, deviation 1). Source: core_algos.py:265-332.
+
+  Equal scores have advantage exactly 0: what rounding leaves of them would be divided by a deviation as small. NumPy's
+  arrays are computed in float64, JAX's in their own type; the result has the type of `scores`.
+
+  Args:
+    scores: [N]; whatever stands where `graded` is false is not read.
+    group: [N].
+    norm_by_std: as above.
+    epsilon: as above.
+    graded: [N] bool, samples that have a score; None: all. The others have advantage 0 and count in no mean; where that
+      leaves fewer than two of a group of several, there is nothing to compare and the advantage is 0.
   """
   chex.assert_rank([scores, group], 1)
   chex.assert_equal_shape([scores, group])
   chex.assert_type([scores, group], [float, int])
   xp = scores.__array_namespace__()
-  same = (group[:, None] == group[None, :]).astype(scores.dtype)
-  count = same.sum(1)
-  alone = count == 1
-  mean = (same * scores[None, :]).sum(1) / count
-  centred = scores - xp.where(alone, xp.zeros_like(mean), mean)
-  if not norm_by_std:
-    return centred
-  squares = (same * (scores[None, :] - mean[:, None]) ** 2).sum(1)
-  deviation = xp.sqrt(squares / xp.maximum(count - 1, xp.ones_like(count)))
-  return centred / (xp.where(alone, xp.ones_like(deviation), deviation) + epsilon)
+  graded = xp.ones(scores.shape, bool) if graded is None else graded
+  chex.assert_shape(graded, scores.shape)
+  chex.assert_type(graded, bool)
+  values = xp.where(graded, scores, xp.zeros_like(scores))
+  if xp is np:
+    values = values.astype(np.float64)
+
+  same = group[:, None] == group[None, :]
+  compared = same & graded[None, :]
+  count = compared.sum(1).astype(values.dtype)
+  at_least_one = xp.maximum(count, xp.ones_like(count))
+  infinity = xp.full_like(values, xp.inf)
+  lowest = xp.where(compared, values[None, :], infinity).min(1)
+  highest = xp.where(compared, values[None, :], -infinity).max(1)
+
+  # Relative to the lowest score of the group first: a common offset costs no digits, and equal scores give zeros.
+  def mean(of_pair: chex.Array) -> chex.Array:
+    return xp.where(compared, of_pair, xp.zeros_like(of_pair)).sum(1) / at_least_one
+
+  above = xp.where(compared, values[None, :] - lowest[:, None], xp.zeros_like(values))
+  centred = values - lowest - mean(above)
+  if norm_by_std:
+    squares = mean((above - mean(above)[:, None]) ** 2) * count
+    centred = centred / (xp.sqrt(squares / xp.maximum(count - 1, xp.ones_like(count))) + epsilon)
+  centred = xp.where((count > 1) & (highest > lowest), centred, xp.zeros_like(centred))
+  alone = values / (1 + epsilon) if norm_by_std else values
+  advantages = xp.where(same.sum(1) == 1, alone, centred)
+  return xp.where(graded, advantages, xp.zeros_like(advantages)).astype(scores.dtype)
