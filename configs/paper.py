@@ -20,7 +20,8 @@ There are two recipes, not one. Section 3: Jensen–Shannon divergence, top-100,
 a batch. Section 4: reverse KL, top-20, EMA 0.01, feedback, 32 optimizer steps a batch. The settings are those of the
 paper's Tables 12 and 13 and of the scripts of lasgroup/SDPO 0e6d510. The reference's own quirks are kept here and only
 here: the demonstration is the first success in length-balanced batch order, over-long teacher prompts are cut from the
-right, every sequence has its own denominator, and graders judge as the reference's do.
+right, every sequence has its own denominator, only closed blocks of thinking are removed from
+demonstrations, and graders judge as the reference's do.
 """
 
 from collections.abc import Sequence
@@ -181,6 +182,7 @@ def _base(name: str, model: str) -> Config:
   config.environments.profile = 'reference'
   sd = config.actor.self_distillation
   sd.demonstration = 'first'
+  sd.thinking_rule = 'closed'
   sd.reprompt_truncation = 'right'
   sd.max_reprompt_len = 10240
   sd.is_clip = 2.0

@@ -1,5 +1,7 @@
 """Re-prompting: templates, choice of demonstrations, shortening that keeps the instruction, and the tokens."""
 
+import re
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import numpy as np
@@ -8,6 +10,7 @@ import tokenizers
 import transformers
 
 from sdpo_jax.config import SelfDistillationConfig
+from sdpo_jax.environments import thinking
 from sdpo_jax.errors import UserError
 from sdpo_jax.teacher import context
 from sdpo_jax.types import Outcome
@@ -249,3 +252,51 @@ def test_a_transformers_tokenizer(thinking):
     assert tokenizer.decode(built.prompt_tokens[row]).endswith(closing)
     assert 290 <= len(built.prompt_tokens[row]) <= 300
   assert all(isinstance(token, int) for token in built.prompt_tokens[0])
+
+
+@pytest.mark.parametrize(
+  ('text', 'aloud'),
+  [
+    ('<think>a</think>\n\nB', 'B'),
+    ('a, so b.\n</think>\n\nB', 'B'),  # The chat template opened the block.
+    ('a</think>b<think>c</think> d</think> B', 'B'),
+    ('B <think>but then', 'B '),  # Cut off.
+    ('a</think>B<think>c', 'B'),
+    ('B.<think>a</think>\nC', 'B.\nC'),
+    ('a\n</think>\n', ''),
+    ('<think>a', ''),
+    (' B < C ', ' B < C '),
+  ],
+)
+def test_a_demonstration_holds_what_is_said_aloud(text, aloud):
+  built = build(['bad', text], [0, 1])
+  assert built.solutions[0] == (aloud or None) and built.mask[0] == bool(aloud)
+  assert build(['bad', text], [0, 1], remove_thinking_from_demonstration=False).solutions[0] == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(['<think>', '</think>', ' ', '\n', 'a', '\x1c', '<']), max_size=10).map(''.join))
+def test_the_rule_of_the_reference_is_its_regular_expression(text):
+  expected = re.sub(r'<think>.*?</think>\s*', '', text, flags=re.DOTALL)
+  assert thinking.without_closed_thinking(text) == expected
+  assert build(['bad', text], [0, 1], thinking_rule='closed').solutions[0] == expected
+  assert '<think>' not in thinking.without_thinking(text) and '</think>' not in thinking.without_thinking(text)
+
+
+def test_a_success_of_which_nothing_is_left_gives_way_to_another():
+  texts, scores = ['bad', 'thought</think>', 'x</think>B', ' \n'], [0, 1, 1, 1]
+  for step in range(8):
+    assert build(texts, scores, step=step).solutions == ['B', 'B', None, 'B']
+  assert build(texts, scores).metrics['self_distillation/success_group_fraction'] == 1.0
+  kept = build(texts, scores, demonstration='first', thinking_rule='closed')
+  assert kept.solutions == ['thought</think>', 'x</think>B', 'thought</think>', 'thought</think>']
+  alone = build(['bad', '<think>x</think>'], [0, 1], ['no', ''])
+  assert alone.solutions[0] is None and 'no' in alone.messages[0][-1]['content'] and alone.mask.tolist() == [1, 0]
+  empty = build(['bad', '<think>x</think>'], [0, 1], ['no', ''], thinking_rule='closed')
+  assert empty.solutions[0] == '' and empty.mask[0] == 1
+
+
+def test_a_failed_attempt_that_was_cut_off_while_thinking_is_not_shown():
+  shown = build(['thinking of', '<think>and then'], [0, 0], ['no', 'no'], include_failed_attempt=True).messages
+  assert 'earlier attempt:\n\nthinking of' in shown[0][-1]['content']
+  assert 'Your unsuccessful earlier attempt' not in shown[1][-1]['content']

@@ -133,7 +133,15 @@ class SelfDistillationConfig:
     'right (loses the instruction and the assistant header) or left; or end with an error.',
   )
   dont_reprompt_on_self_success: bool = setting(True, 'A completion is never its own demonstration.')
-  remove_thinking_from_demonstration: bool = setting(True, 'Strip closed <think>…</think> blocks from demonstrations.')
+  remove_thinking_from_demonstration: bool = setting(
+    True, 'Strip thinking from demonstrations and failed attempts, as thinking_rule recognises it.'
+  )
+  thinking_rule: Literal['all', 'closed'] = setting(
+    'all',
+    "What is thinking. 'all': closed <think>…</think> blocks, what precedes a lone </think> (the chat template opened "
+    'it), and what follows an open <think>; a success of which nothing is left is no demonstration, another one of the '
+    "group is shown. 'closed': closed blocks only, as the reference, whose demonstrations may be empty.",
+  )
   include_demonstration: bool = setting(True, 'Show the teacher a successful attempt of the group.')
   include_failed_attempt: bool = setting(
     False, "Show the teacher the student's own failed attempt beside the demonstration or feedback (paper, Table 6)."

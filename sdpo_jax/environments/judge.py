@@ -16,12 +16,12 @@ from sdpo_jax.config import EnvironmentsConfig, JudgeConfig
 from sdpo_jax.environments import remote
 from sdpo_jax.environments.grading import FAILED, clean
 from sdpo_jax.environments.registry import register_factory
+from sdpo_jax.environments.thinking import without_thinking
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import jsonable
 from sdpo_jax.types import Example, Messages, Outcome
 
 NAME = 'judge'
-_THINKING = re.compile(r'<think>.*?</think>', re.DOTALL)
 _DECORATION = r'[\s*_`#>-]*'  # Markdown around the line.
 _SCORE_LINE = re.compile(
   rf'{_DECORATION}(?:(?:final|overall|total)\s+)?score{_DECORATION}:(?P<value>.*)', re.IGNORECASE
@@ -127,7 +127,7 @@ def read_critique(text: str) -> tuple[float | None, str]:
   'total' do not matter) as a number from 0 to 1, a fraction (4/5) or a percentage; None if there is no such line or
   that line holds anything else. The critique is all the rest, without what the judge thought to itself.
   """
-  lines = _without_thinking(text).splitlines()
+  lines = without_thinking(text).splitlines()
   for at in reversed(range(len(lines))):
     if match := _SCORE_LINE.fullmatch(lines[at]):
       return _value(match['value']), '\n'.join(lines[:at] + lines[at + 1 :]).strip()
@@ -141,12 +141,6 @@ def _value(text: str) -> float | None:
   whole = 100.0 if match['percent'] else float(match['whole'] or 1.0)
   value = float(match['of']) / whole if whole else None
   return value if value is not None and 0.0 <= value <= 1.0 else None
-
-
-def _without_thinking(text: str) -> str:
-  """The text without thinking blocks: closed ones, one that the prompt opened already, one that was never closed."""
-  said = _THINKING.sub('', text).rpartition('</think>')[2]
-  return said.partition('<think>')[0]
 
 
 def _end(text: str) -> str:

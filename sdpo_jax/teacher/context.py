@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 import dataclasses
-import re
 
 import numpy as np
 
 from sdpo_jax.config import SelfDistillationConfig
 from sdpo_jax.data.prompts import Tokenizer, chat_tokens
+from sdpo_jax.environments.thinking import without_closed_thinking, without_thinking
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Messages, Outcome
 
-_THINKING = re.compile(r'<think>.*?</think>\s*', re.DOTALL)
 _CUT_MIDDLE = '\n...\n'  # Stands for what was taken out of a demonstration.
 _CUT_END = '...'  # Ends a shortened feedback.
 _SLACK = 4  # Tokens of max_reprompt_len that shortening may leave unused, to search less.
@@ -36,9 +35,12 @@ class TeacherContext:
   metrics: dict[str, float]
 
 
-def remove_thinking(text: str) -> str:
-  """The text without its closed `<think>…</think>` blocks and the white space after them; an open block stays."""
-  return _THINKING.sub('', text)
+def shown_text(completion: str, config: SelfDistillationConfig) -> str | None:
+  """Return what the teacher may read of a completion, by `thinking_rule`; None if there is nothing in it to read."""
+  closed_only = config.thinking_rule == 'closed'
+  if config.remove_thinking_from_demonstration:
+    completion = without_closed_thinking(completion) if closed_only else without_thinking(completion)
+  return completion if closed_only or completion.strip() else None
 
 
 def successes_by_group(
@@ -156,14 +158,14 @@ def build_teacher_context(
   solutions: list[str | None] = []
   used: list[str | None] = []
   attempts: list[str | None] = []
+  shown = [shown_text(text, config) for text in texts]
   for row in range(count):
-    candidates = successes.get(group[row], ()) if config.include_demonstration else ()
+    right = successes.get(group[row], ())
+    candidates = [success for success in right if shown[success] is not None] if config.include_demonstration else ()
     chosen = choose_demonstration(row, candidates, config, sample_ids=sample_ids, seed=seed, step=step)
-    shown = remove_thinking if config.remove_thinking_from_demonstration else str
-    solution = None if chosen is None else shown(texts[chosen])
+    solution = None if chosen is None else shown[chosen]
     solutions.append(solution)
-    failed = row not in successes.get(group[row], ())
-    attempts.append(shown(texts[row]) if config.include_failed_attempt and failed else None)
+    attempts.append(shown[row] if config.include_failed_attempt and row not in right else None)
     used.append(None if config.environment_feedback_only_without_solution and solution is not None else feedback[row])
   mask = np.array([s is not None or f is not None for s, f in zip(solutions, used, strict=True)], np.float32)
 

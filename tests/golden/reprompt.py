@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from sdpo_jax.config import SelfDistillationConfig
+from sdpo_jax.environments.thinking import without_closed_thinking
 from sdpo_jax.teacher import context
 from sdpo_jax.training.batching import token_rows
 from sdpo_jax.types import Outcome
@@ -55,7 +56,7 @@ def _same(name: str, ours: Any, expected: Any) -> None:
 
 
 def _thinking(case: dict[str, str]) -> float:
-  _same('text', context.remove_thinking(case['input']), case['expected'])
+  _same('text', without_closed_thinking(case['input']), case['expected'])
   return 0.0
 
 
@@ -83,7 +84,7 @@ def _build(inputs: dict[str, Any]) -> context.TeacherContext:
     inputs['uids'],
     inputs['responses'],
     _outcomes(inputs),
-    SelfDistillationConfig(**{**known, 'demonstration': 'first'}),
+    SelfDistillationConfig(**{**known, 'demonstration': 'first', 'thinking_rule': 'closed'}),
     CharacterTokenizer(),
     seed=0,
     step=0,
