@@ -7,7 +7,7 @@ import dataclasses
 import typing
 from typing import Any
 
-from sdpo_jax.config.fields import flatten, parse, unknown_setting
+from sdpo_jax.config.fields import check_types, flatten, parse, unknown_setting
 from sdpo_jax.config.schema import Config
 from sdpo_jax.errors import UserError
 
@@ -105,7 +105,7 @@ def from_dict(values: dict[str, Any]) -> Config:
   """Return the configuration whose JSON gives back `values` (the `config.json` of a run).
 
   Raises:
-    UserError: a setting there is unknown to this version.
+    UserError: a setting there is unknown to this version, or its value is not of its type.
   """
   config = Config()
   for name, value in flatten(values).items():
@@ -118,4 +118,5 @@ def from_dict(values: dict[str, Any]) -> Config:
         f'config.json of the run holds {name!r}, which this version does not know: use the version that wrote it.'
       )
     setattr(target, leaf, tuple(value) if isinstance(value, list) else value)
+  check_types(config)
   return config

@@ -125,7 +125,15 @@ class Checkpoints:
       raise self._write_error(error) from error
 
   def close(self) -> None:
-    self._manager.close()
+    """Return when everything is written and nothing is open any more.
+
+    Raises:
+      UserError: as `wait`.
+    """
+    try:
+      self._manager.close()
+    except (OSError, ValueError, RuntimeError) as error:
+      raise self._write_error(error) from error
 
   def restore(self, like: TrainState) -> tuple[int, TrainState, dict[str, Any]] | None:
     """The newest readable checkpoint as (step, state, host state); None when there is none at all.

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import contextlib
 import dataclasses
-import json
 import logging
 import signal
 import sys
@@ -22,16 +21,14 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
-from sdpo_jax.config import Config, differences
+from sdpo_jax.config import Config
 from sdpo_jax.data import pipeline
 from sdpo_jax.distributed.cluster import barrier
 from sdpo_jax.distributed.collectives import agreed
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
-from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.evaluation.evaluate import evaluate
-from sdpo_jax.files import write_atomically
 from sdpo_jax.training import records
 from sdpo_jax.training.checkpoints import Checkpoints, abstract
 from sdpo_jax.training.metrics import MetricsWriter, Progress, check_wandb, history
@@ -45,6 +42,7 @@ from sdpo_jax.training.step import (
   sampling_seed,
 )
 from sdpo_jax.training.update import abstract_state, place_state
+from sdpo_jax.training.workdir import check_workdir, open_workdir
 from sdpo_jax.types import Example, TrainState
 
 EXIT_PREEMPTED = 143  # 128 + SIGTERM: saved, to be started again.
@@ -93,54 +91,6 @@ class Preemption:
       return self._received.is_set()
     flags = multihost_utils.process_allgather(np.array(self._received.is_set()))
     return bool(np.any(flags))
-
-
-def check_workdir(config: Config, workdir: epath.PathLike) -> epath.Path:
-  """The run's directory, which is new, or holds nothing trained, or the same run; nothing is written.
-
-  Raises:
-    UserError: it holds another run (the settings that differ are named), or what it holds cannot be read.
-  """
-  try:
-    workdir = epath.Path(workdir)
-
-    def has(name: str) -> bool:
-      return (workdir / name).exists()
-
-    trained = has('checkpoints') and any((workdir / 'checkpoints').iterdir())
-    if not trained and not has('metrics.jsonl'):
-      return workdir
-    if not has('config.json'):
-      raise UserError(f'{workdir} has a run but no config.json: restore that file or choose another --workdir.')
-    old = json.loads((workdir / 'config.json').read_text())
-  except json.JSONDecodeError as error:
-    raise UserError(f'{workdir}/config.json is not JSON ({error}): restore it or choose another --workdir.') from error
-  except ImportError as error:
-    raise UserError(f'--workdir={workdir} needs a package that is not installed: {error}.') from error
-  changed = differences(old, config)
-  if changed:
-    raise UserError(
-      f'{workdir} holds a run with other settings: {"; ".join(changed)}. '
-      'Use the settings of that run, or another --workdir.'
-    )
-  return workdir
-
-
-def open_workdir(config: Config, workdir: epath.Path) -> None:
-  """Makes the run's directory and writes `config.json` there.
-
-  Raises:
-    UserError: it cannot be made.
-  """
-  if jax.process_index() != 0:
-    return
-  path, text = workdir / 'config.json', config.to_json() + '\n'
-  try:
-    workdir.mkdir(parents=True, exist_ok=True)
-    if not path.exists() or path.read_text() != text:
-      write_atomically(path, text)
-  except OSError as error:
-    raise UserError(f'The run directory {workdir} cannot be written ({error}): choose another --workdir.') from error
 
 
 def train(config: Config, workdir: epath.PathLike, *, announce: Any = lambda text: None) -> Result:

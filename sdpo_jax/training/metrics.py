@@ -12,8 +12,8 @@ from typing import Any
 from etils import epath
 
 from sdpo_jax.config import Config
-from sdpo_jax.errors import UserError
-from sdpo_jax.files import is_local, jsonable, write_atomically
+from sdpo_jax.errors import UserError, short_repr
+from sdpo_jax.files import is_local, jsonable, read_text, write_atomically
 
 
 class MetricsWriter:
@@ -61,19 +61,31 @@ class MetricsWriter:
 
 
 def read_metrics(workdir: epath.PathLike) -> list[dict[str, Any]]:
-  """The lines of `metrics.jsonl`; a last line cut off by a crash is left out."""
+  """Return the lines of `metrics.jsonl`; a last line cut off by a crash is left out.
+
+  Raises:
+    UserError: it is no file, cannot be read, or holds a line that is not an object with a step.
+  """
   path = epath.Path(workdir) / 'metrics.jsonl'
   if not path.exists():
     return []
-  lines = path.read_text().splitlines()
-  parsed = []
+  way_out = 'mend or remove it'
+  lines = read_text(path, way_out).splitlines()
+  parsed: list[dict[str, Any]] = []
   for number, line in enumerate(lines, 1):
     try:
-      parsed.append(json.loads(line))
-    except json.JSONDecodeError as error:
+      value = json.loads(line)
+    except (ValueError, RecursionError) as error:
       if number == len(lines):
         break
-      raise UserError(f'{path}, line {number} is not JSON: the file was changed by hand; mend or remove it.') from error
+      raise UserError(f'{path}, line {number} is not JSON: the file was changed by hand; {way_out}.') from error
+    step = value.get('step') if isinstance(value, dict) else None
+    if not isinstance(step, int) or isinstance(step, bool):
+      raise UserError(
+        f'{path}, line {number} is not an object with a whole number as its step, but {short_repr(value)}: the file was '
+        f'changed by hand; {way_out}.'
+      )
+    parsed.append(value)
   return parsed
 
 

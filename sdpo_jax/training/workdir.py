@@ -1,0 +1,89 @@
+"""The directory of a run: whether it can hold this run, and its settings there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from etils import epath
+import jax
+
+from sdpo_jax.config import Config, differences
+from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.files import is_full, read_json_object, write_atomically
+from sdpo_jax.training.metrics import read_metrics
+
+FILES = ('config.json', 'metrics.jsonl')
+FOLDERS = ('checkpoints', 'eval', 'profile', 'rollouts', 'tensorboard')
+ANOTHER = 'restore it or choose another --workdir'
+
+
+def saved_settings(workdir: epath.PathLike) -> dict[str, Any]:
+  """Return what the `config.json` of a run holds.
+
+  Raises:
+    UserError: it cannot be read or does not hold an object.
+  """
+  return read_json_object(epath.Path(workdir) / 'config.json', ANOTHER)
+
+
+def check_workdir(config: Config, workdir: epath.PathLike) -> epath.Path:
+  """Return the run's directory, which is new, or holds nothing trained, or the same run; nothing is written.
+
+  Raises:
+    UserError: it holds another run (the settings that differ are named), or what it holds cannot be read, or a file is
+      where a folder of the run belongs.
+  """
+  try:
+    workdir = epath.Path(workdir)
+    there = _check_layout(workdir)
+    trained = 'checkpoints' in there and any((workdir / 'checkpoints').iterdir())
+  except ImportError as error:
+    raise UserError(f'--workdir={workdir} needs a package that is not installed: {error}.') from error
+  except OSError as error:
+    raise UserError(
+      f'--workdir={workdir} cannot be read ({first_line(error)}): make it readable or choose another.'
+    ) from error
+  if not trained and 'metrics.jsonl' not in there:
+    return workdir
+  if 'config.json' not in there:
+    raise UserError(f'{workdir} has a run but no config.json: restore that file or choose another --workdir.')
+  changed = differences(saved_settings(workdir), config)
+  if changed:
+    raise UserError(
+      f'{workdir} holds a run with other settings: {"; ".join(changed)}. '
+      'Use the settings of that run, or another --workdir.'
+    )
+  read_metrics(workdir)  # What is wrong with it is said before anything is compiled.
+  return workdir
+
+
+def _check_layout(workdir: epath.Path) -> set[str]:
+  """Return which of a run's files and folders are there; raises UserError where one is in the place of the other."""
+  if workdir.exists() and not workdir.is_dir():
+    raise UserError(f'--workdir={workdir} is a file: name a directory.')
+  there = {name for name in (*FILES, *FOLDERS) if (workdir / name).exists()}
+  for name in sorted(there):
+    if (workdir / name).is_dir() != (name in FOLDERS):
+      found, wanted = ('file', 'folder') if name in FOLDERS else ('folder', 'file')
+      raise UserError(
+        f'{workdir / name} is a {found} where the run needs a {wanted}: move it away or choose another --workdir.'
+      )
+  return there
+
+
+def open_workdir(config: Config, workdir: epath.Path) -> None:
+  """Make the run's directory and write `config.json` there.
+
+  Raises:
+    UserError: it cannot be made.
+  """
+  if jax.process_index() != 0:
+    return
+  path, text = workdir / 'config.json', config.to_json() + '\n'
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_bytes() != text.encode():
+      write_atomically(path, text)
+  except OSError as error:
+    way_out = 'make room, then start the same command again' if is_full(error) else 'choose another --workdir'
+    raise UserError(f'The run directory {workdir} cannot be written ({first_line(error)}): {way_out}.') from error

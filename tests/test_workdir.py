@@ -1,0 +1,133 @@
+"""A run's directory: whatever is wrong with what it holds ends in one sentence, before anything is written."""
+
+import errno
+import json
+import os
+
+from etils import epath
+import pytest
+
+from sdpo_jax.config import Config
+from sdpo_jax.errors import UserError
+from sdpo_jax.inference import runs
+from sdpo_jax.training import checkpoints, metrics, workdir
+
+
+@pytest.fixture
+def run(tmp_path):
+  """The directory of a run of two steps, without its checkpoints."""
+  folder = tmp_path / 'run'
+  folder.mkdir()
+  (folder / 'config.json').write_text(Config().to_json())
+  (folder / 'metrics.jsonl').write_text('{"step": 1}\n{"step": 2}\n')
+  return folder
+
+
+def test_a_run_and_a_new_directory_are_taken(run):
+  before = {path.name: path.read_bytes() for path in run.iterdir()}
+  assert workdir.check_workdir(Config(), run) == epath.Path(run)
+  assert workdir.check_workdir(Config(), run / 'new') == epath.Path(run / 'new')
+  assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+  'name, content, sentence',
+  [
+    ('metrics.jsonl', b'{"step": 1}\n\xff\n{"step": 2}\n', 'metrics.jsonl is not UTF-8 text .*: mend or remove it'),
+    (
+      'metrics.jsonl',
+      b'{"step": 1}\n[2]\n{"step": 3}\n',
+      r'line 2 is not an object .* but \[2\]: .* mend or remove it',
+    ),
+    ('metrics.jsonl', b'{"loss": 1}\n{"step": 3}\n', 'line 1 is not an object with a whole number as its step'),
+    ('metrics.jsonl', b'{"step": "1"}\n{"step": 3}\n', 'line 1 is not an object with a whole number as its step'),
+    ('metrics.jsonl', b'{"step": 1}\nhello\n{"step": 3}\n', 'line 2 is not JSON'),
+    ('metrics.jsonl', b'[' * 100_000 + b'\n{"step": 3}\n', 'line 1 is not JSON'),
+    ('metrics.jsonl', None, 'metrics.jsonl is a folder where the run needs a file: move it away'),
+    ('config.json', b'[]', r'config.json does not hold a JSON object but \[\]: restore it'),
+    ('config.json', b'{"seed": \xff}', 'config.json is not UTF-8 text .*: restore it'),
+    ('config.json', b'{"seed": ', 'config.json is not JSON .*: restore it'),
+    ('config.json', None, 'config.json is a folder where the run needs a file'),
+    *[
+      (name, b'', f'{name} is a file where the run needs a folder: move it away or choose another --workdir')
+      for name in ('rollouts', 'eval', 'checkpoints', 'tensorboard', 'profile')
+    ],
+  ],
+)
+def test_what_cannot_be_read_is_named(run, name, content, sentence):
+  (run / name).unlink(missing_ok=True)
+  if content is None:
+    (run / name).mkdir()
+  else:
+    (run / name).write_bytes(content)
+  with pytest.raises(UserError, match=f'{run}/.*{sentence}'):
+    workdir.check_workdir(Config(), run)
+
+
+def test_a_file_is_no_workdir(run):
+  with pytest.raises(UserError, match=f'--workdir={run}/config.json is a file: name a directory'):
+    workdir.check_workdir(Config(), run / 'config.json')
+
+
+def test_a_file_without_permission_is_named(run, monkeypatch):
+  """Tests may run as root, who may read everything: the file system refuses by proxy."""
+
+  def refuse(path):
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+  monkeypatch.setattr(type(epath.Path(run)), 'read_bytes', refuse)
+  for read in (workdir.saved_settings, metrics.read_metrics):
+    with pytest.raises(UserError, match='cannot be read .*Permission denied'):
+      read(run)
+  monkeypatch.undo()
+  monkeypatch.setattr(type(epath.Path(run)), 'exists', refuse)
+  with pytest.raises(UserError, match=f'--workdir={run} cannot be read .*Permission denied'):
+    workdir.check_workdir(Config(), run)
+
+
+@pytest.mark.parametrize('saved, sentence', [('[]', 'JSON object'), ('{"optimizer": 3}', 'optimizer=3 is not')])
+def test_settings_that_are_none_do_not_open_a_run(run, saved, sentence):
+  (run / 'config.json').write_text(saved)
+  with pytest.raises(UserError, match=sentence):
+    runs.run_config(run)
+
+
+@pytest.mark.parametrize(
+  'number, way_out',
+  [(errno.ENOSPC, 'make room, then start the same command again'), (errno.EROFS, 'choose another --workdir')],
+)
+def test_a_full_disk_needs_room_and_not_another_directory(tmp_path, monkeypatch, number, way_out):
+  def refuse(path, text):
+    raise OSError(number, os.strerror(number))
+
+  monkeypatch.setattr(workdir, 'write_atomically', refuse)
+  with pytest.raises(UserError, match=f'cannot be written .*{os.strerror(number)}.*: {way_out}'):
+    workdir.open_workdir(Config(), epath.Path(tmp_path / 'run'))
+
+
+def test_checkpoints_that_cannot_be_written_are_named_when_they_are_closed(tmp_path, monkeypatch):
+  """The loop closes them while another error is on its way, which must not end as the storage library's traceback."""
+  opened = checkpoints.Checkpoints(tmp_path)
+
+  def fail():
+    raise ValueError('RESOURCE_EXHAUSTED: no space')
+
+  closing = opened._manager.close
+  monkeypatch.setattr(opened._manager, 'close', fail)
+  with pytest.raises(UserError, match='A checkpoint could not be written .*RESOURCE_EXHAUSTED'):
+    opened.close()
+  closing()
+
+
+def test_an_evaluation_does_not_replace_another(tmp_path):
+  config = Config()
+  config.data.val_files = ('x.jsonl',)
+  for name in ('e.json', 'e.samples.jsonl'):
+    (tmp_path / name).write_text(json.dumps('kept'))
+    with pytest.raises(UserError, match=f'{name} is there already: .* --overwrite'):
+      runs.evaluate_to_file(config, workdir=None, model=None, output=str(tmp_path / 'e.json'))
+    # With it, the command goes on to its next check.
+    with pytest.raises(UserError, match='Name one of --workdir'):
+      runs.evaluate_to_file(config, workdir=None, model=None, output=str(tmp_path / 'e.json'), overwrite=True)
+    assert (tmp_path / name).read_text() == '"kept"'
+    (tmp_path / name).unlink()
