@@ -15,6 +15,7 @@ from sdpo_jax import command
 from sdpo_jax.inference import probe, probe_report
 
 OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the numbers and the recommendation.')
+OVERWRITE = flags.DEFINE_bool('overwrite', False, 'Replace an --output that is there already.')
 MAX_QUESTIONS = flags.DEFINE_integer(
   'max_questions', probe.QUESTIONS, 'Questions at most, a seeded draw from the held-out ones.', lower_bound=1
 )
@@ -26,6 +27,7 @@ def main() -> None:
     command.load_config(),
     output=OUTPUT.value,
     max_questions=MAX_QUESTIONS.value,
+    overwrite=OVERWRITE.value,
     announce=lambda text: print(text, file=sys.stderr, flush=True),
   )
   print(probe_report.summary(numbers, advice))

@@ -40,6 +40,7 @@ def probe_to_file(
   *,
   output: str | None = None,
   max_questions: int = QUESTIONS,
+  overwrite: bool = False,
   announce: Callable[[str], None] = lambda text: None,
 ) -> tuple[dict[str, float], list[str]]:
   """Return the numbers of `probe_model` and what they recommend; write both to `output`.
@@ -48,7 +49,7 @@ def probe_to_file(
     UserError: as `probe_model`, or an output that cannot be written.
   """
   if output is not None:
-    check_output(output)
+    check_output(output, overwrite=overwrite)
   numbers = probe_model(config, max_questions=max_questions, announce=announce)
   advice = recommend(numbers, config)
   if output is not None:

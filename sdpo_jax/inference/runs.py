@@ -23,6 +23,7 @@ from sdpo_jax.files import check_output, jsonable, write_atomically
 from sdpo_jax.training.checkpoints import Checkpoints, only
 from sdpo_jax.training.session import Session, make_session
 from sdpo_jax.training.update import abstract_state
+from sdpo_jax.training.workdir import saved_settings
 from sdpo_jax.types import Tree
 
 
@@ -30,12 +31,12 @@ def run_config(workdir: epath.PathLike) -> Config:
   """Return the settings of a run.
 
   Raises:
-    UserError: no run there.
+    UserError: no run there, or its settings cannot be read.
   """
   path = epath.Path(workdir) / 'config.json'
   if not path.exists():
     raise UserError(f'--workdir={workdir} is not a run: there is no {path.name} in it.')
-  return from_dict(json.loads(path.read_text()))
+  return from_dict(saved_settings(workdir))
 
 
 def open_run(
@@ -64,7 +65,7 @@ def open_run(
   config = dataclasses.replace(config or trained, model=model)
   session, parameters = make_session(config, workdir)
   checkpoints = epath.Path(workdir) / 'checkpoints'
-  if not checkpoints.exists() or not any(checkpoints.iterdir()):
+  if not checkpoints.is_dir() or not any(checkpoints.iterdir()):
     raise UserError(f'{workdir} has no checkpoint yet: let the run save one (trainer.save_freq).')
   like = abstract_state(trained, parameters, session.mesh)
   if weights == 'teacher' and not jax.tree.leaves(like.teacher):
@@ -150,6 +151,7 @@ def evaluate_to_file(
   model: str | None,
   output: str,
   step: int | None = None,
+  overwrite: bool = False,
   announce: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
   """Evaluates a run or a model on `config.data.val_files`; writes the metrics to `output`, the samples beside it.
@@ -162,6 +164,7 @@ def evaluate_to_file(
     model: Hugging Face directory, instead.
     output: JSON file.
     step: of the run's checkpoint; None: the newest.
+    overwrite: whether files that are there already may be replaced.
     announce: receives a sentence where the numbers cannot be compared with the run's own evaluations.
 
   Raises:
@@ -171,7 +174,8 @@ def evaluate_to_file(
     raise UserError('data.val_files of the config is empty: there is nothing to evaluate on.')
   target = epath.Path(output)
   samples = target.with_suffix('.samples.jsonl')
-  check_output(output)
+  for path in (target, samples):
+    check_output(path, overwrite=overwrite)
   with Graders(config.environments) as graders:
     session, parameters = open_source(workdir, model, config, step)
     different = measured_otherwise(run_config(workdir), config) if workdir is not None else []
