@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-import errno
 import importlib.util
 import inspect
 import logging
@@ -13,6 +12,7 @@ import re
 import sys
 import traceback
 from typing import Any
+import warnings
 
 os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')  # It would advise to install PyTorch.
 
@@ -23,6 +23,7 @@ import jax
 from sdpo_jax.config import Config, describe, override
 from sdpo_jax.distributed import cluster
 from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.files import is_full
 
 EXIT_BAD_INPUT = cluster.EXIT_BAD_INPUT
 _OVERRIDE = re.compile(r'--?config\.([A-Za-z0-9_.]+)(?:=(.*))?', re.DOTALL)
@@ -225,7 +226,7 @@ def _sentence(error: Exception) -> str | None:
   """What to tell the user; None where the error is not theirs to mend."""
   if isinstance(error, UserError):
     return str(error)
-  if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+  if is_full(error):
     return f'Writing failed ({error}): make room and start the same command again; it resumes.'
   return None
 
@@ -238,6 +239,24 @@ def _quiet() -> None:
   for name in ('jax._src.compilation_cache', 'transformers', 'jax._src.compiler'):
     logging.getLogger(name).setLevel(logging.ERROR)
   logging.getLogger('sdpo_jax').setLevel(logging.WARNING)
+  # Of writes that had not begun when another one failed; as below.
+  warnings.filterwarnings('ignore', "coroutine 'async_serialize", RuntimeWarning)
+  sys.unraisablehook = without_late_writers(sys.unraisablehook)
+
+
+def without_late_writers(hook: Callable[[Any], None]) -> Callable[[Any], None]:
+  """Return an unraisablehook that leaves out what TensorStore's threads report after a checkpoint could not be written.
+
+  Orbax closes its event loop when the first array cannot be written. The writes that are still under way end later, and
+  each calls back into the closed loop; the first one's error is what the user is told.
+  """
+
+  def filtered(unraisable: Any) -> None:
+    error = unraisable.exc_value
+    if not (isinstance(error, RuntimeError) and str(error) == 'Event loop is closed' and unraisable.object is None):
+      hook(unraisable)
+
+  return filtered
 
 
 def _compilation_cache() -> None:
