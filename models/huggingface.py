@@ -20,12 +20,12 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
-from models import parameters, remote_files
+from models import hub, parameters, remote_files
 from models.decoder import DecoderConfig, DecoderPolicy
 from models.families import qwen3
 from sdpo_jax.config import ModelConfig
 from sdpo_jax.distributed.mesh import parameter_sharding
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.types import Tree
 
 FAMILIES = {qwen3.MODEL_TYPE: qwen3.Qwen3Config}  # By model_type.
@@ -171,15 +171,19 @@ def resolve(path: str | os.PathLike) -> pathlib.Path:
     raise UserError(f'The model directory {local} does not exist: set model.path to a Hugging Face model directory.')
   from huggingface_hub import errors, hf_hub_download, snapshot_download
 
+  unreachable = hub.unreachable()
   try:
     # The architecture first: gigabytes of weights that we cannot use are not worth fetching.
     described = pathlib.Path(hf_hub_download(str(path), 'config.json'))
     _read_config(read_json(described.parent, 'config.json'), f'{path}/config.json')
     return pathlib.Path(snapshot_download(str(path), allow_patterns=HUB_FILES))
   except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
-    raise UserError(
-      f'model.path={str(path)!r} is not a directory here, and the Hugging Face hub does not give it: {error}'
-    ) from error
+    where = f'model.path={str(path)!r} is not a directory here'
+    if unreachable:
+      raise UserError(
+        f'{where}, and {unreachable}: connect this machine, or set model.path to a Hugging Face model directory.'
+      ) from error
+    raise UserError(f'{where}, and the Hugging Face hub does not give it: {first_line(error)}') from error
 
 
 def read_json(root: pathlib.Path, name: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from absl import logging as absl_logging
 import jax
 
 from sdpo_jax.config import Config, describe, override
-from sdpo_jax.distributed import cluster
+from sdpo_jax.distributed import accelerators, cluster
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import is_full
 
@@ -63,7 +63,8 @@ def join_cluster() -> None:
   """Joins the run's other processes: as the flags say, or on a Cloud TPU slice of several hosts by itself.
 
   Raises:
-    UserError: only some of the three flags are given, or they contradict each other or those of another process.
+    UserError: only some of the three flags are given, or they contradict each other or those of another process, or
+      JAX has no device of the platform that it is told to use.
     cluster.Lost: not all processes came in time.
   """
   values = flags.FLAGS
@@ -79,6 +80,7 @@ def join_cluster() -> None:
     place = cluster.slice_place(timeouts.join)
     if place is not None:
       cluster.join(place, timeouts)
+  accelerators.devices()  # Said now if there are none, and not after the data has been read.
   if cluster.joined() and jax.default_backend() == 'cpu':
     # Programs from the cache mix up the order of their collectives over gloo, which aborts (jaxlib 0.10.2).
     jax.config.update('jax_enable_compilation_cache', False)
@@ -151,7 +153,9 @@ def _parse(arguments: Sequence[str]) -> list[str]:
     print(settings_help())
     raise SystemExit(0)
   try:
-    left = flags.FLAGS(rest)
+    left = flags.FLAGS(['--help' if argument == '-h' else argument for argument in rest])
+  except SystemExit as error:  # After --help and its like, for which absl has the code 1.
+    raise SystemExit(0) from error
   except flags.Error as error:
     sentence = ' '.join(str(error).split())
     missing = re.search(r'Flag --(\w+) must have a value', sentence)
@@ -189,6 +193,7 @@ def run(main: Callable[[], int | None]) -> None:
   def wrapped(_: Any) -> int:
     _quiet()
     _compilation_cache()
+    accelerators.skip_absent_tpu()
     try:
       code = main() or 0
       cluster.finish()
@@ -236,7 +241,7 @@ def _quiet() -> None:
   absl_logging.set_verbosity(absl_logging.FATAL)  # Orbax reports through absl what we report as a sentence.
   for name in ('orbax', 'asyncio'):
     logging.getLogger(name).setLevel(logging.CRITICAL)
-  for name in ('jax._src.compilation_cache', 'transformers', 'jax._src.compiler'):
+  for name in ('jax._src.compilation_cache', 'transformers', 'huggingface_hub', 'jax._src.compiler'):
     logging.getLogger(name).setLevel(logging.ERROR)
   logging.getLogger('sdpo_jax').setLevel(logging.WARNING)
   # Of writes that had not begun when another one failed; as below.

@@ -243,11 +243,14 @@ def test_next_commands_are_quoted_and_repeat_the_settings():
 
 
 def test_help_is_for_newcomers(folder):
-  names = ('train', 'evaluate', 'export', 'sample')
-  commands = [(name, ['--help']) for name in names] + [('train', ['--help_settings'])]
-  *helped, settings = tiny.launch_many(commands, folder / 'help')
+  names = sorted(path.stem for path in (tiny.REPOSITORY / 'launch').glob('*.py') if path.stem != '__init__')
+  commands = [(name, ['--help']) for name in names] + [('train', ['-h']), ('train', ['--help_settings'])]
+  *helped, short, settings = tiny.launch_many(commands, folder / 'help')
   for name, done in zip(names, helped, strict=True):
     assert f'python -m launch.{name}' in done.stdout
-    assert '--workdir' in done.stdout
-  assert '--config' in helped[0].stdout
+    assert done.returncode == 0 and done.stderr == '', name
+    assert '--workdir' in done.stdout or name not in ('train', 'evaluate', 'export', 'sample')
+  helped = dict(zip(names, helped, strict=True))
+  assert (short.returncode, short.stdout) == (0, helped['train'].stdout)
+  assert '--config' in helped['train'].stdout
   assert '--config.actor.self_distillation.teacher_update_rate=0.05' in settings.stdout

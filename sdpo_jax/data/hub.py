@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 import contextlib
 import logging
+import pathlib
 from typing import Any
 import urllib.parse
 
+from models import hub as models_hub
 from sdpo_jax.data.rows import Row
 from sdpo_jax.errors import UserError
 
@@ -48,6 +50,7 @@ def read_rows(source: str, setting: str) -> Sequence[Row]:
     UserError: malformed source, no such data set, configuration or split, no network, or no rows.
   """
   name, options = parse(source)
+  unreachable = None if pathlib.Path(name).exists() else models_hub.unreachable()
   try:
     import datasets
   except ImportError as error:
@@ -62,6 +65,10 @@ def read_rows(source: str, setting: str) -> Sequence[Row]:
         raise UserError(f'{setting}: {source!r} does not name a split: add ?split= with one of {", ".join(found)}.')
       (found,) = found.values()
   except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
+    if unreachable:
+      raise UserError(
+        f'{setting}: {source!r} has not been downloaded to this machine, and {unreachable}: connect it, or name a file.'
+      ) from error
     raise UserError(
       f'{setting}: {source!r} cannot be loaded: {_reason(error)}. Check name, split and config; a hub data set needs a '
       'network the first time, and `hf auth login` if its owner restricts access.'

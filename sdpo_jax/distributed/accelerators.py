@@ -1,10 +1,17 @@
-"""What the data sheets say of the chips that programs run on: the one table of peaks and memory."""
+"""The devices of a process, and what the data sheets say of them: the one table of peaks and memory."""
 
 from __future__ import annotations
 
 import dataclasses
+import glob
+import importlib.metadata
+import importlib.util
+import os
+import pathlib
 
 import jax
+
+from sdpo_jax.errors import UserError, first_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +34,8 @@ TABLE = (
   Accelerator('NVIDIA H200', 989e12),
   Accelerator('NVIDIA A100', 312e12),
 )
+TPU_FILES = ('/dev/accel*', '/dev/vfio/[0-9]*')
+GOOGLE, NO_TPU = '0x1ae0', ('0x01', '0x02')  # On the PCI bus: the vendor, and its disks and network cards.
 
 
 def find(device_kind: str) -> Accelerator | None:
@@ -38,3 +47,56 @@ def peak_flops(device: jax.Device) -> float | None:
   """Return the peak bf16 FLOP/s of a device; None where it is not known."""
   chip = find(device.device_kind)
   return None if chip is None else chip.flops
+
+
+def devices() -> list[jax.Device]:
+  """Return the devices that JAX has here.
+
+  Raises:
+    UserError: the platform that JAX_PLATFORMS asks for is not there, or cannot be used.
+  """
+  if 'tpu' in _named() and not _has_tpu() and 'JAX_FORCE_TPU_INIT' not in os.environ:
+    raise _without_devices('there is no TPU on this machine')  # libtpu would take several lines for it.
+  try:
+    return jax.devices()
+  except (RuntimeError, AssertionError) as error:  # The latter for 'cuda' without a GPU, and without a word.
+    raise _without_devices(first_line(error) if str(error).strip() else 'no device was found') from error
+
+
+def _without_devices(reason: str) -> UserError:
+  return UserError(
+    f'JAX_PLATFORMS={",".join(_named())} cannot be used here ({reason}): unset it to use what there is, or install jax for '
+    'the accelerator (requirements-gpu.txt, requirements-tpu.txt).'
+  )
+
+
+def _named() -> list[str]:
+  """The platforms of JAX_PLATFORMS."""
+  return [name for name in (jax.config.jax_platforms or '').split(',') if name]
+
+
+def skip_absent_tpu() -> None:
+  """Let JAX leave libtpu alone on a machine without TPU chips, where it prints errors before JAX takes the CPU.
+
+  Nothing changes where platforms are named (JAX_PLATFORMS), or where plugins of other accelerators are installed.
+  """
+  forced = _named() or 'JAX_FORCE_TPU_INIT' in os.environ
+  if not forced and not _has_plugins() and not _has_tpu():
+    jax.config.update('jax_platforms', 'cpu')
+
+
+def _has_tpu() -> bool:
+  """Whether there is a device file through which libtpu reaches a chip, or a chip of Google's on the PCI bus."""
+  return any(map(glob.glob, TPU_FILES)) or any(map(_is_tpu, glob.glob('/sys/bus/pci/devices/*')))
+
+
+def _is_tpu(device: str) -> bool:
+  vendor, kind = (pathlib.Path(device, name).read_text().strip() for name in ('vendor', 'class'))
+  return vendor == GOOGLE and not kind.startswith(NO_TPU)
+
+
+def _has_plugins() -> bool:
+  """Whether a package brings JAX another platform than CPU and TPU."""
+  return importlib.util.find_spec('jax_plugins') is not None or bool(
+    importlib.metadata.entry_points(group='jax_plugins')
+  )

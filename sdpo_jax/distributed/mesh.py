@@ -66,9 +66,9 @@ def make_mesh(
     parameters: of the model; by them `sampling_group` chooses `mesh.tensor` where it is None.
 
   Raises:
-    UserError: an axis does not divide the number of devices, or their product is not that number.
+    UserError: an axis does not divide the number of devices, or their product is not that number, or there are none.
   """
-  devices = list(jax.devices() if devices is None else devices)
+  devices = list(accelerators.devices() if devices is None else devices)
   count = len(devices)
   asked = {FSDP: config.fsdp, TENSOR: config.tensor}
   for name, size in asked.items():

@@ -6,7 +6,7 @@ import json
 import pathlib
 import re
 
-from models import huggingface
+from models import hub, huggingface
 from models.decoder import DecoderPolicy
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
@@ -75,6 +75,7 @@ def read(config: Config, model_config: str | None = None) -> tuple[DecoderPolicy
 def _download(name: str) -> dict[str, object]:
   from huggingface_hub import errors, hf_hub_download
 
+  hub.unreachable()  # Then it fails at once.
   try:
     return json.loads(pathlib.Path(hf_hub_download(name, 'config.json')).read_text(encoding='utf-8'))
   except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError, ValueError) as error:

@@ -1,0 +1,73 @@
+"""The hub is asked once whether it is there; its libraries would try for half a minute."""
+
+import http.server
+import sys
+import threading
+import types
+
+import httpx2
+import pytest
+
+from models import hub, huggingface
+from sdpo_jax.data import hub as rows_of_hub
+from sdpo_jax.errors import UserError
+
+
+@pytest.fixture
+def online(monkeypatch):
+  """Libraries that are not told to be offline; what is found out about the hub is forgotten again."""
+  monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', False)
+  monkeypatch.setattr(hub, 'PAUSE_S', 0.0)
+  hub.unreachable.cache_clear()
+  yield
+  hub.unreachable.cache_clear()
+
+
+def test_a_hub_that_answers_is_reachable_whatever_it_says(online, monkeypatch):
+  class Refusing(http.server.BaseHTTPRequestHandler):
+    def do_HEAD(self):
+      self.send_error(503)
+
+    def log_message(self, *_):
+      pass
+
+  with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Refusing) as server:
+    threading.Thread(target=server.serve_forever, kwargs={'poll_interval': 0.01}, daemon=True).start()
+    monkeypatch.setattr('huggingface_hub.constants.ENDPOINT', f'http://127.0.0.1:{server.server_address[1]}')
+    assert hub.unreachable() is None
+    server.shutdown()
+
+
+def test_a_hub_that_cannot_be_reached_is_said_at_once(online, monkeypatch):
+  """For models and data sets alike: two attempts in all, and none by the libraries."""
+  requests = []
+
+  class Session:
+    def head(self, address, timeout):
+      requests.append(address)
+      raise httpx2.ConnectError('Name or service not known')
+
+  monkeypatch.setattr('huggingface_hub.get_session', Session)
+  waits = types.SimpleNamespace(sleep=lambda seconds: pytest.fail('the library tries again'))
+  monkeypatch.setattr('huggingface_hub.utils._http.time', waits)
+  with pytest.raises(
+    UserError, match=r"'no/model' is not a directory here, and https://\S+ cannot be reached from here"
+  ):
+    huggingface.load('no/model', None)
+  with pytest.raises(UserError, match=r"data.train_files: 'hf:no/rows' has not been downloaded .* cannot be reached"):
+    rows_of_hub.read_rows('hf:no/rows', 'data.train_files')
+  assert len(requests) == hub.ATTEMPTS
+
+
+def test_libraries_that_are_told_to_be_offline_are_not_second_guessed(online, monkeypatch):
+  monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
+  monkeypatch.setattr(hub, '_knock', lambda address: pytest.fail('the hub was asked'))
+  assert hub.unreachable() is None
+
+
+def test_an_imported_datasets_library_is_told(online, monkeypatch):
+  datasets = types.SimpleNamespace(config=types.SimpleNamespace(HF_HUB_OFFLINE=False))
+  monkeypatch.setitem(sys.modules, 'datasets', datasets)
+  monkeypatch.setattr(hub, '_knock', lambda address: 'down')
+  assert 'cannot be reached from here (down)' in hub.unreachable()
+  assert datasets.config.HF_HUB_OFFLINE
