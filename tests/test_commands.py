@@ -39,6 +39,8 @@ def run(folder, config):
     'train',
     f'--config={config}',
     '--config.trainer.total_training_steps=2',
+    '--config.trainer.sample_table_freq=2',
+    '--config.trainer.sample_table_rows=3',
     f'--workdir={folder}/run',
   )
   assert done.returncode == 0, done.stderr
@@ -134,6 +136,8 @@ def test_training_ends_with_a_table_and_the_next_commands(folder, run):
   for name in ('evaluate', 'sample', 'export'):
     assert f'python -m launch.{name}' in run.stdout
   assert 'step 1/2' in run.stderr and 'tokens/s' in run.stderr
+  tables = [line for line in run.stderr.splitlines() if line.startswith('──')]
+  assert tables == [f'── step 2, sample {number} of 3 ──' for number in (1, 2, 3)]
 
 
 def test_the_printed_commands_work(folder, config, run):

@@ -54,22 +54,6 @@ def test_a_line_that_is_not_json_is_named(tmp_path):
     metrics.read_metrics(tmp_path)
 
 
-def test_tensorboard_is_written(tmp_path):
-  writer = metrics.MetricsWriter(tmp_path, Config())
-  writer.write(1, {'train/loss': 1.0})
-  writer.close()
-  assert list((tmp_path / 'tensorboard').iterdir())
-
-
-def test_wandb_is_asked_for_and_not_installed(monkeypatch):
-  monkeypatch.setattr(metrics.importlib.util, 'find_spec', lambda name: None)
-  config = quiet()
-  metrics.check_wandb(config)
-  config.trainer.wandb_project = 'project'
-  with pytest.raises(UserError, match='pip install wandb'):
-    metrics.check_wandb(config)
-
-
 def test_progress_without_a_terminal_prints_a_line_a_step(capsys):
   progress = metrics.Progress(total=10)
   progress.phase('sample')

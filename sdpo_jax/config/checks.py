@@ -195,8 +195,10 @@ def _check_optimizer(optimizer: schema.OptimizerConfig) -> None:
 
 def _check_trainer(config: schema.Config) -> None:
   trainer, sequences = config.trainer, _sequences(config)
-  _require_positive('trainer', trainer, 'total_training_steps', 'max_ckpt_to_keep', 'balance_partitions')
-  for key in ('test_freq', 'save_freq', 'rollout_save_freq'):
+  _require_positive(
+    'trainer', trainer, 'total_training_steps', 'max_ckpt_to_keep', 'balance_partitions', 'sample_table_rows'
+  )
+  for key in ('test_freq', 'save_freq', 'rollout_save_freq', 'sample_table_freq'):
     _require(getattr(trainer, key) >= 0, f'trainer.{key} must not be negative.')
   _require(
     trainer.test_freq == 0 or bool(config.data.val_files),

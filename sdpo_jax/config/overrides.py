@@ -26,6 +26,8 @@ RESUMABLE = (
   'trainer.max_ckpt_to_keep',
   'trainer.best_metric',
   'trainer.rollout_save_freq',
+  'trainer.sample_table_freq',
+  'trainer.sample_table_rows',
   'trainer.tensorboard',
   'trainer.wandb_project',
   'trainer.profile_steps',

@@ -238,6 +238,12 @@ class TrainerConfig:
   )
   balance_partitions: int = setting(1, "Partitions of the balanced order (the reference's data-parallel ranks).")
   rollout_save_freq: int = setting(1, 'Write rollouts/<step>.jsonl every so many steps; 0: never.')
+  sample_table_freq: int = setting(
+    0,
+    'Show samples (prompt, completion, score, feedback) every so many steps on the terminal, in TensorBoard and in '
+    'Weights & Biases; 0: never.',
+  )
+  sample_table_rows: int = setting(4, 'Samples of such a table, spread over the generation batch.')
   tensorboard: bool = setting(True, 'Write tensorboard/.')
   wandb_project: str | None = setting(None, 'Also log to this Weights & Biases project; needs wandb installed.')
   profile_steps: tuple[int, ...] = setting((), 'Steps of which a profiler trace is written to profile/.')

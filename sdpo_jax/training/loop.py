@@ -29,9 +29,10 @@ from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.evaluation.evaluate import evaluate
-from sdpo_jax.training import records
+from sdpo_jax.training import records, samples
+from sdpo_jax.training.boards import check_wandb
 from sdpo_jax.training.checkpoints import Checkpoints, abstract
-from sdpo_jax.training.metrics import MetricsWriter, Progress, check_wandb, history
+from sdpo_jax.training.metrics import MetricsWriter, Progress, history
 from sdpo_jax.training.session import Session, load_tokenizer, make_session
 from sdpo_jax.training.step import (
   Timer,
@@ -105,7 +106,8 @@ def train(config: Config, workdir: epath.PathLike, *, announce: Any = lambda tex
     UserError: anything the user can mend.
   """
   config.validate()
-  check_wandb(config)
+  if jax.process_index() == 0:
+    check_wandb(config)
   alarms.rules(config)
   with Graders(config.environments) as graders:
     return _train(config, workdir, graders, announce)
@@ -287,6 +289,10 @@ class _Run:
       self.say(step, raised, verdict)
       if trainer.rollout_save_freq and step % trainer.rollout_save_freq == 0:
         records.write_rollouts(session, step, graded, context, report)
+      if trainer.sample_table_freq and step % trainer.sample_table_freq == 0:
+        picked = samples.pick(graded, trainer.sample_table_rows)
+        self.announce(samples.as_text(step, picked))
+        writer.write_samples(step, picked)
       writer.write(step, line)
     if verdict.back_to is not None:
       state = self.roll_back(state, verdict.back_to)

@@ -1,9 +1,8 @@
-"""Where numbers go: metrics.jsonl, TensorBoard, Weights & Biases, and the progress bar."""
+"""Where numbers go: metrics.jsonl, the boards, and the progress bar."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-import importlib.util
+from collections.abc import Mapping, Sequence
 import json
 import sys
 import time
@@ -14,6 +13,8 @@ from etils import epath
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.files import is_local, jsonable, read_text, write_atomically
+from sdpo_jax.training.boards import TensorBoard, WeightsAndBiases
+from sdpo_jax.training.samples import Sample
 
 
 class MetricsWriter:
@@ -26,8 +27,7 @@ class MetricsWriter:
     self._path = epath.Path(workdir) / 'metrics.jsonl'
     self._lines = history(workdir, resume_step)
     self._rewrite()
-    self._board = _tensorboard(epath.Path(workdir), config, resume_step)
-    self._wandb = _wandb(epath.Path(workdir), config)
+    self._boards = _boards(epath.Path(workdir), config, resume_step)
 
   def _rewrite(self) -> None:
     write_atomically(self._path, ''.join(json.dumps(line) + '\n' for line in self._lines))
@@ -41,23 +41,30 @@ class MetricsWriter:
         file.write(json.dumps(line) + '\n')
     else:
       self._rewrite()
-    if self._board is not None:
-      for key, value in line.items():
-        if key != 'step' and value is not None:
-          self._board.add_scalar(key, value, step)
-      self._board.flush()
-    if self._wandb is not None:
-      self._wandb.log({key: value for key, value in line.items() if key != 'step'}, step=step)
+    for board in self._boards:
+      board.numbers(step, {key: value for key, value in line.items() if key != 'step'})
+
+  def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+    """Show samples of a step on the boards; before the step's numbers, since a page's steps never go back."""
+    for board in self._boards:
+      board.samples(step, samples)
 
   @property
   def lines(self) -> list[dict[str, Any]]:
     return self._lines
 
   def close(self) -> None:
-    if self._board is not None:
-      self._board.close()
-    if self._wandb is not None:
-      self._wandb.finish()
+    for board in self._boards:
+      board.close()
+
+
+def _boards(workdir: epath.Path, config: Config, resume_step: int) -> list[TensorBoard | WeightsAndBiases]:
+  boards: list[TensorBoard | WeightsAndBiases] = []
+  if config.trainer.tensorboard and is_local(workdir):
+    boards.append(TensorBoard(workdir, resume_step))
+  if config.trainer.wandb_project is not None:
+    boards.append(WeightsAndBiases(workdir, config, resume_step))
+  return boards
 
 
 def read_metrics(workdir: epath.PathLike) -> list[dict[str, Any]]:
@@ -92,38 +99,6 @@ def read_metrics(workdir: epath.PathLike) -> list[dict[str, Any]]:
 def history(workdir: epath.PathLike, step: int) -> list[dict[str, Any]]:
   """The lines of `metrics.jsonl` up to the checkpoint of `step`; none at step 0, when a run begins anew."""
   return [line for line in read_metrics(workdir) if line['step'] <= step] if step else []
-
-
-def _tensorboard(workdir: epath.Path, config: Config, resume_step: int) -> Any:
-  if not config.trainer.tensorboard or not is_local(workdir):
-    return None
-  from tensorboardX import SummaryWriter  # Slow to import; only where it is used.
-
-  return SummaryWriter(str(workdir / 'tensorboard'), purge_step=resume_step + 1 if resume_step else None)
-
-
-def _wandb(workdir: epath.Path, config: Config) -> Any:
-  if config.trainer.wandb_project is None:
-    return None
-  check_wandb(config)
-  import wandb
-
-  return wandb.init(
-    project=config.trainer.wandb_project,
-    name=config.name,
-    id=str(workdir).replace('/', '_')[-100:],
-    resume='allow',
-    config=json.loads(config.to_json()),
-    dir=str(workdir),
-  )
-
-
-def check_wandb(config: Config) -> None:
-  """Raises UserError when Weights & Biases is asked for and not installed."""
-  if config.trainer.wandb_project is not None and importlib.util.find_spec('wandb') is None:
-    raise UserError(
-      'trainer.wandb_project is set but wandb is not installed: `pip install wandb`, or set trainer.wandb_project=None.'
-    )
 
 
 class Progress:

@@ -1,0 +1,166 @@
+"""TensorBoard and Weights & Biases: the numbers of metrics.jsonl under the names that they have there, and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import importlib.util
+import json
+import os
+import time
+from typing import Any
+import uuid
+
+from etils import epath
+
+from sdpo_jax.config import Config
+from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.files import is_local, write_atomically
+from sdpo_jax.training.samples import COLUMNS, UNGRADED, Sample, shorten
+
+WANDB_ID = 'wandb_id'  # The file in the run's directory that holds the id of its page.
+SAMPLES = 'samples'  # Name of the tables.
+LONGEST_CELL = 10_000  # Characters of a text in a table.
+
+
+class TensorBoard:
+  """Writes events to `tensorboard/`.
+
+  `SummaryWriter` of tensorboardX would replace what it does not like in names ('mean@4' by 'mean_4'), and writes in a
+  thread, in which it loses the error of a full disk and then waits for ever.
+  """
+
+  def __init__(self, workdir: epath.Path, resume_step: int = 0):
+    """Open a file of events; those after `resume_step` in earlier files are no longer shown."""
+    from tensorboardX import event_file_writer  # Slow to import; only where it is used.
+    from tensorboardX.proto import event_pb2, plugin_text_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2
+
+    self._event, self._summary, self._text = event_pb2, summary_pb2, plugin_text_pb2
+    self._tensor, self._shape = tensor_pb2, tensor_shape_pb2
+    folder = workdir / 'tensorboard'
+    folder.mkdir(parents=True, exist_ok=True)
+    self._writer = event_file_writer.EventsWriter(os.path.join(folder, 'events'), f'.{os.getpid()}')
+    if resume_step:
+      start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+      self._write(event_pb2.Event(step=resume_step + 1, session_log=start))
+
+  def _write(self, event: Any) -> None:
+    event.wall_time = time.time()
+    self._writer.write_event(event)
+
+  def numbers(self, step: int, values: Mapping[str, float | None]) -> None:
+    """Write the numbers of a step; None is left out."""
+    value = self._summary.Summary.Value
+    numbers = [value(tag=name, simple_value=number) for name, number in values.items() if number is not None]
+    self._write(self._event.Event(step=step, summary=self._summary.Summary(value=numbers)))
+    self._writer.flush()
+
+  def samples(self, step: int, samples: Sequence[Sample]) -> None:
+    """Write a table of samples, which the text plugin shows."""
+    # Indented, so that it is shown letter by letter and not as Markdown.
+    rows = [[_indented(cell) for cell in sample.cells(LONGEST_CELL)] for sample in samples]
+    cells = [f'**{name}**' for name in COLUMNS] + [cell for row in rows for cell in row]
+    dim = self._shape.TensorShapeProto.Dim
+    tensor = self._tensor.TensorProto(
+      dtype='DT_STRING',
+      string_val=[cell.encode() for cell in cells],
+      tensor_shape=self._shape.TensorShapeProto(dim=[dim(size=len(rows) + 1), dim(size=len(COLUMNS))]),
+    )
+    plugin = self._summary.SummaryMetadata.PluginData(
+      plugin_name='text', content=self._text.TextPluginData(version=0).SerializeToString()
+    )
+    value = self._summary.Summary.Value(
+      tag=SAMPLES, metadata=self._summary.SummaryMetadata(plugin_data=plugin), tensor=tensor
+    )
+    self._write(self._event.Event(step=step, summary=self._summary.Summary(value=[value])))
+    self._writer.flush()
+
+  def close(self) -> None:
+    self._writer.close()
+
+
+def _indented(text: str) -> str:
+  return '\n'.join('    ' + line for line in text.splitlines())
+
+
+class WeightsAndBiases:
+  """Logs to a page of Weights & Biases, whose id is drawn at the start of a run and kept in its directory.
+
+  Steps that a resumed run repeats are those that the page has already, number for number; it ignores them.
+  """
+
+  def __init__(self, workdir: epath.Path, config: Config, resume_step: int = 0):
+    """Open the page of the run: a new one, or that of the run that is resumed.
+
+    Raises:
+      UserError: it cannot be opened.
+    """
+    import wandb
+
+    self._wandb = wandb
+    try:
+      self._run = wandb.init(
+        project=config.trainer.wandb_project,
+        name=config.name,
+        id=run_id(workdir, resume_step),
+        resume='allow',
+        config=json.loads(config.to_json()),
+        dir=str(workdir) if is_local(workdir) else None,
+      )
+    except wandb.Error as error:
+      raise _unusable(error) from error
+
+  def numbers(self, step: int, values: Mapping[str, float | None]) -> None:
+    """Log the numbers of a step; None is left out."""
+    self._run.log({name: value for name, value in values.items() if value is not None}, step=step)
+
+  def samples(self, step: int, samples: Sequence[Sample]) -> None:
+    """Log a table of samples."""
+    rows = [
+      [shorten(sample.prompt, LONGEST_CELL), shorten(sample.completion, LONGEST_CELL)]
+      + [UNGRADED if sample.score is None else sample.score, shorten(sample.feedback or '', LONGEST_CELL)]
+      for sample in samples
+    ]
+    table = self._wandb.Table(columns=list(COLUMNS), data=rows, allow_mixed_types=True)
+    self._run.log({SAMPLES: table}, step=step)
+
+  def close(self) -> None:
+    self._run.finish()
+
+
+def run_id(workdir: epath.Path, resume_step: int) -> str:
+  """Return the id of a run's page: a new one, written to the run's directory, unless a run with one is resumed."""
+  path = workdir / WANDB_ID
+  if resume_step and path.exists() and (known := path.read_text().strip()):
+    return known
+  drawn = uuid.uuid4().hex
+  write_atomically(path, drawn + '\n')
+  return drawn
+
+
+def check_wandb(config: Config) -> None:
+  """Make sure that Weights & Biases can be used where it is asked for; on a terminal it may ask for its key.
+
+  Raises:
+    UserError: it is not installed, or has no key.
+  """
+  if config.trainer.wandb_project is None:
+    return
+  if importlib.util.find_spec('wandb') is None:
+    raise UserError(
+      'trainer.wandb_project is set but wandb is not installed: `pip install wandb`, or set trainer.wandb_project=None.'
+    )
+  if os.environ.get('WANDB_MODE', 'online') != 'online':
+    return
+  import wandb
+
+  try:
+    wandb.login()
+  except wandb.Error as error:
+    raise _unusable(error) from error
+
+
+def _unusable(error: Exception) -> UserError:
+  return UserError(
+    f'trainer.wandb_project is set but Weights & Biases cannot be used ({first_line(error)}): run `wandb login`, or set '
+    'WANDB_MODE=offline to log to this machine alone, or trainer.wandb_project=None.'
+  )

@@ -1,0 +1,69 @@
+"""A few samples of a generation batch, for whoever watches the run: prompt, completion, score, feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+
+import numpy as np
+
+from sdpo_jax.training.step import GradedRollouts
+
+COLUMNS = ('prompt', 'completion', 'score', 'feedback')
+UNGRADED = 'ungraded'
+LONGEST_SHOWN = 500  # Characters of a text on a terminal.
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+  """One completion as a table shows it."""
+
+  prompt: str  # The last message.
+  completion: str
+  score: float | None  # None: ungraded.
+  feedback: str | None
+
+  def cells(self, longest: int) -> tuple[str, ...]:
+    """Return the text of each of `COLUMNS`, of about `longest` characters at most."""
+    score = UNGRADED if self.score is None else f'{self.score:g}'
+    return tuple(shorten(text, longest) for text in (self.prompt, self.completion, score, self.feedback or ''))
+
+
+def pick(graded: GradedRollouts, count: int) -> list[Sample]:
+  """Return at most `count` samples of a batch, evenly spread over it."""
+  rows = np.linspace(0, len(graded.rollouts), min(count, len(graded.rollouts)), endpoint=False).astype(int)
+  return [
+    Sample(
+      prompt=graded.examples[graded.rollouts.group[row]].messages[-1]['content'],
+      completion=graded.rollouts.text[row],
+      score=graded.outcomes[row].score,
+      feedback=graded.outcomes[row].feedback,
+    )
+    for row in rows
+  ]
+
+
+def as_text(step: int, samples: Sequence[Sample]) -> str:
+  """Return samples for a terminal; characters that would control it are written as escapes."""
+  width = max(map(len, COLUMNS))
+  lines = []
+  for number, sample in enumerate(samples, start=1):
+    lines.append(f'── step {step}, sample {number} of {len(samples)} ──')
+    for name, text in zip(COLUMNS, sample.cells(LONGEST_SHOWN), strict=True):
+      first, *rest = _printable(text).split('\n')
+      lines.append(f'{name:<{width}}  {first}'.rstrip())
+      lines += [f'{"":<{width}}  {line}'.rstrip() for line in rest]
+  return '\n'.join(lines)
+
+
+def shorten(text: str, longest: int) -> str:
+  """Return a text without its middle if it has more than `longest` characters."""
+  if len(text) <= longest:
+    return text
+  return f'{text[: (longest + 1) // 2]} … {text[len(text) - longest // 2 :]}'
+
+
+def _printable(text: str) -> str:
+  return ''.join(
+    letter if letter == '\n' or letter.isprintable() else letter.encode('unicode_escape').decode() for letter in text
+  )
