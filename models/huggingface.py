@@ -12,7 +12,7 @@ import os
 import pathlib
 import re
 import shutil
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import ml_dtypes
@@ -54,7 +54,7 @@ def load(
 
   Raises:
     UserError: naming the missing or damaged file, the unsupported architecture, the missing, unexpected or misshapen
-      tensor.
+      tensor, or the one that holds values that are not finite.
   """
   root = resolve(path)
   policy = read_policy(root, config).on(mesh, config.attention)
@@ -220,7 +220,14 @@ def _files(root: pathlib.Path) -> list[pathlib.Path]:
   return files
 
 
-def _open(root: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
+class _Stored(NamedTuple):
+  """Where a tensor lies."""
+
+  file: pathlib.Path
+  handle: Any  # The open file, which gives `get_slice(name)`.
+
+
+def _open(root: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, _Stored]:
   """Returns the open file that holds each tensor, by name."""
   tensors = {}
   for file in _files(root):
@@ -228,11 +235,11 @@ def _open(root: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, Any]:
       handle = stack.enter_context(safetensors.safe_open(file, framework='numpy'))
     except (safetensors.SafetensorError, OSError) as error:
       raise UserError(f'{file} is damaged or not a safetensors file: {error}.') from error
-    tensors.update(dict.fromkeys(handle.keys(), handle))
+    tensors.update(dict.fromkeys(handle.keys(), _Stored(file, handle)))
   return tensors
 
 
-def _check(root: pathlib.Path, table: parameters.Table, tensors: dict[str, Any], tied: bool) -> None:
+def _check(root: pathlib.Path, table: parameters.Table, tensors: dict[str, _Stored], tied: bool) -> None:
   expected = {p.huggingface_name(layer): p for p in table for layer in range(p.layers)}
   missing = [name for name in expected if name not in tensors]
   if missing:
@@ -245,7 +252,7 @@ def _check(root: pathlib.Path, table: parameters.Table, tensors: dict[str, Any],
       f'{unexpected[0]!r}.'
     )
   for name, parameter in expected.items():
-    view = tensors[name].get_slice(name)
+    view = tensors[name].handle.get_slice(name)
     if tuple(view.get_shape()) != parameter.huggingface_shape:
       raise UserError(
         f'{root}: tensor {name!r} has shape {tuple(view.get_shape())}; config.json says {parameter.huggingface_shape}.'
@@ -256,7 +263,7 @@ def _check(root: pathlib.Path, table: parameters.Table, tensors: dict[str, Any],
       )
 
 
-def _read(parameter: parameters.Parameter, tensors: dict[str, Any], mesh: jax.sharding.Mesh | None) -> jax.Array:
+def _read(parameter: parameters.Parameter, tensors: dict[str, _Stored], mesh: jax.sharding.Mesh | None) -> jax.Array:
   if mesh is None:
     return jax.device_put(_gather(parameter, tensors, [tuple((0, size) for size in parameter.shape)])[0])
   sharding = parameter_sharding(mesh, parameter.axes, parameter.shape)
@@ -271,19 +278,44 @@ def _read(parameter: parameters.Parameter, tensors: dict[str, Any], mesh: jax.sh
 
 
 def _gather(
-  parameter: parameters.Parameter, tensors: dict[str, Any], blocks: list[parameters.Bounds]
+  parameter: parameters.Parameter, tensors: dict[str, _Stored], blocks: list[parameters.Bounds]
 ) -> list[np.ndarray]:
-  """Reads blocks of a parameter; only what they hold is read, layer by layer, as it lies in the files."""
+  """Reads blocks of a parameter; only what they hold is read, layer by layer, as it lies in the files.
+
+  Raises:
+    UserError: a tensor holds values there that are not finite.
+  """
   outputs = [np.empty([stop - start for start, stop in block], parameter.dtype) for block in blocks]
   for layer in range(parameter.layers):
     name = parameter.huggingface_name(layer)
-    tensor = tensors[name].get_slice(name)
+    tensor = tensors[name].handle.get_slice(name)
     for block, output in zip(blocks, outputs, strict=True):
       if not parameter.stacked:
-        output[...] = parameter.from_huggingface(tensor, block)
+        part = output[...] = parameter.from_huggingface(tensor, block)
       elif block[0][0] <= layer < block[0][1]:
-        output[layer - block[0][0]] = parameter.from_huggingface(tensor, block[1:])
+        part = output[layer - block[0][0]]
+        part[...] = parameter.from_huggingface(tensor, block[1:])
+      else:
+        continue
+      if not _is_finite(part):
+        raise UserError(_not_finite(tensors[name].file, name, tensor))
   return outputs
+
+
+def _is_finite(values: np.ndarray) -> bool:
+  """Returns whether all values are finite: for almost all arrays by two reductions, without an array beside it."""
+  # A maximum and a minimum are NaN where any value is.
+  return values.size == 0 or bool(np.isfinite(values.max()) and np.isfinite(values.min()))
+
+
+def _not_finite(file: pathlib.Path, name: str, tensor: Any) -> str:
+  """Returns the sentence about a tensor that cannot be trained; reads it again to count."""
+  values = tensor[:]
+  wrong = values.size - int(np.count_nonzero(np.isfinite(values)))
+  return (
+    f'{file}: tensor {name!r} holds {wrong} values of {values.size} that are not finite (NaN or infinite), with which '
+    'nothing can be trained or sampled: get the file again, or export the model anew from a checkpoint that works.'
+  )
 
 
 def _copy_companions(source: pathlib.Path, target: pathlib.Path) -> None:

@@ -256,7 +256,7 @@ def test_a_block_of_layers_reads_no_other(original, read):
   read.clear()
   parameter = next(p for p in policy.parameter_table() if p.name == 'layers.mlp.up')
   with safetensors.safe_open(original / 'model.safetensors', 'numpy') as file:
-    tensors = dict.fromkeys(file.keys(), file)
+    tensors = dict.fromkeys(file.keys(), huggingface._Stored(original / 'model.safetensors', file))
     [part] = huggingface._gather(parameter, tensors, [((1, 2), (0, 16), (6, 12))])
   np.testing.assert_array_equal(part, params['layers']['mlp']['up'][1:2, :, 6:12])
   assert read == {'model.layers.1.mlp.up_proj.weight': 16 * 6}
@@ -367,6 +367,32 @@ def test_damaged_directories_are_named(broken, damage, message):
   damage(broken)
   with pytest.raises(UserError, match=message):
     huggingface.load(broken, FLOAT32)
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'float16'])
+@pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite_are_refused_with_tensor_file_and_number(made, value, dtype, tmp_path):
+  """On one device and on a mesh, where a device holds none, one or two of them; the number is the tensor's."""
+  huggingface.save(tmp_path / 'model', *made, dtype=dtype, max_shard_bytes=3000)
+  name = 'model.layers.1.mlp.down_proj.weight'
+  index = json.loads((tmp_path / 'model' / 'model.safetensors.index.json').read_text())
+  file = tmp_path / 'model' / index['weight_map'][name]
+  tensors = load_file(file)
+  tensors[name] = tensors[name].copy()
+  tensors[name][[0, 15, 15], [1, 0, 23]] = value
+  save_file(tensors, file)
+  for mesh in (None, mesh_of((2, 4))):
+    with pytest.raises(UserError) as error:
+      huggingface.load(tmp_path / 'model', FLOAT32, mesh=mesh)
+    assert f'{file}: tensor {name!r} holds 3 values of 384 that are not finite' in str(error.value)
+
+
+def test_the_largest_values_of_a_type_are_finite(broken):
+  """A sum of them, or of their squares, would not be."""
+  largest = np.finfo(np.float32).max
+  put('model.norm.weight', np.array([largest, -largest] * 8, np.float32))(broken)
+  _, params = huggingface.load(broken, FLOAT32)
+  np.testing.assert_array_equal(params['final_norm'], [largest, -largest] * 8)
 
 
 @pytest.mark.parametrize('name', ['/nowhere/at all', './nowhere', 'tests/nowhere', 'nowhere'])
