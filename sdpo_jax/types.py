@@ -116,6 +116,8 @@ class Batch:
     jax.Array | None
   )  # [B, T], of the policy before the update; None: the current ones, detached (on-policy).
   advantages: jax.Array | None  # [B, T] float32; None: no term reads them.
+  # [B, T] under the distribution that the targets were drawn from, to weigh tokens by; None: they are not weighed here.
+  sampling_log_probs: jax.Array | None = None
   signal: TeacherSignal | None = None  # Of an external teacher: `token_ids` and `log_probs` [B, T, K].
 
 

@@ -185,6 +185,47 @@ def test_loss_gradient_and_per_token_values(name):
     np.testing.assert_allclose(slope, difference, rtol=1e-6)
 
 
+def test_rollout_weights_of_the_loss_are_constants():
+  """min(π/π_sampler, 1.5) on the divergence and the policy gradient, not on the entropy; no gradient flows through it."""
+  x = problem(5)
+  config = ObjectiveConfig(
+    distillation_topk=6, alpha=0.3, is_clip=None, chunk_size=4, vocab_block=17, rollout_is_threshold=1.5
+  )
+  trained = ('hidden', 'unembedding', 'sampling_log_probs')
+  names = (*TERMS, 'sampling_log_probs')
+  rng = np.random.default_rng(0)
+  log_softmax = x['hidden'] @ x['unembedding'].T
+  log_softmax -= np.log(np.exp(log_softmax).sum(-1, keepdims=True))
+  log_probs = np.take_along_axis(log_softmax, x['targets'][..., None], axis=-1)[..., 0]
+  x['sampling_log_probs'] = log_probs + rng.normal(size=(B, T))
+  weights = np.minimum(np.exp(log_probs - x['sampling_log_probs']), 1.5)
+  assert 0 < (weights[x['mask'] > 0] == 1.5).sum() < x['mask'].sum()
+
+  def value(weights, y):
+    z = y | weights
+    return objective(z['hidden'], z['unembedding'], signal(z), **{name: z[name] for name in names}, config=config)[0]
+
+  def plain(z):
+    logits, others = z['hidden'] @ z['unembedding'].T, z['teacher_hidden'] @ z['teacher_unembedding'].T
+    return objective_from_logits(logits, others, **{name: z[name] for name in names}, config=config)[0]
+
+  with jax.enable_x64(True):
+    y = arrays(x, jnp.float64)
+    program = jax.jit(jax.value_and_grad(value), compiler_options=quick())
+    loss, gradient = jax.device_get(program({name: y[name] for name in trained}, y))
+    unchunked_loss = jax.jit(plain, compiler_options=quick())(y)
+  direction = {name: rng.standard_normal(x[name].shape) for name in ('hidden', 'unembedding')}
+
+  def by_hand(step=0.0):
+    moved = {name: x[name] + step * direction[name] for name in direction}
+    return numpy_loss(x | moved | {name: x[name] * weights for name in ('distill_coef', 'policy_coef')}, config)[0]
+
+  np.testing.assert_allclose([loss, unchunked_loss], by_hand(), rtol=1e-12)
+  slope = sum((gradient[name] * direction[name]).sum() for name in direction)
+  np.testing.assert_allclose(slope, (by_hand(1e-6) - by_hand(-1e-6)) / 2e-6, rtol=1e-6)
+  assert not np.any(gradient['sampling_log_probs'])
+
+
 DATA = {
   'topk': dict(distillation_topk=6, chunk_size=4, vocab_block=17),
   'renormalised': dict(distillation_topk=6, distillation_add_tail=False, chunk_size=7, vocab_block=40),

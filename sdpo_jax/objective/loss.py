@@ -35,7 +35,7 @@ Aux = dict[str, jax.Array]
 class ObjectiveConfig:
   """What of the objective is fixed when it is compiled. Names as in `sdpo_jax.config`.
 
-  The numbers (alpha, is_clip, temperature, clip ratios) may also be traced scalars.
+  The numbers (alpha, is_clip, rollout_is_threshold, temperature, clip ratios) may also be traced scalars.
 
   Raises:
     ValueError: a number out of its range, or distillation of the sampled token with alpha other than 1.
@@ -46,6 +46,7 @@ class ObjectiveConfig:
   distillation_topk: int | None = 100
   distillation_add_tail: bool = True
   is_clip: float | None = 2.0
+  rollout_is_threshold: float = 2.0
   temperature: float = 1.0
   clip_ratio_low: float = 0.2
   clip_ratio_high: float = 0.28
@@ -59,7 +60,7 @@ class ObjectiveConfig:
     check_divergence(self.alpha, self.distillation_topk, self.full_logit_distillation)
     if self.topk_method not in TOPK_METHODS:
       raise ValueError(f'topk_method must be one of {", ".join(TOPK_METHODS)}, not {self.topk_method!r}.')
-    for name in ('is_clip', 'temperature', 'chunk_size', 'vocab_block'):
+    for name in ('is_clip', 'rollout_is_threshold', 'temperature', 'chunk_size', 'vocab_block'):
       value = known_number(getattr(self, name))
       if value is not None and value <= 0:
         raise ValueError(f'{name} must be positive, not {getattr(self, name)}.')
@@ -74,6 +75,7 @@ class ObjectiveConfig:
       distillation_topk=distillation.distillation_topk,
       distillation_add_tail=distillation.distillation_add_tail,
       is_clip=distillation.is_clip,
+      rollout_is_threshold=config.algorithm.rollout_correction.rollout_is_threshold,
       temperature=float(config.rollout.temperature),
       clip_ratio_low=loss.clip_ratio_low,
       clip_ratio_high=loss.clip_ratio_high,
@@ -99,6 +101,7 @@ class ObjectiveConfig:
     return TermScalars(
       alpha=self.alpha,
       is_clip=math.inf if self.is_clip is None else self.is_clip,
+      rollout_is_threshold=self.rollout_is_threshold,
       temperature=self.temperature,
       clip_ratio_low=self.clip_ratio_low,
       clip_ratio_high=self.clip_ratio_high,
@@ -120,15 +123,17 @@ def objective(
   config: ObjectiveConfig = ObjectiveConfig(),
   support: jax.Array | None = None,
   *,
+  sampling_log_probs: jax.Array | None = None,
   vocab_size: int | None = None,
   layout: Layout | None = None,
 ) -> tuple[jax.Array, Aux]:
-  """Return Σ distill_coef·ratio·D + Σ policy_coef·ℓ_ppo − Σ entropy_coef·H over the tokens whose mask is not 0.
+  """Return Σ distill_coef·w·ratio·D + Σ policy_coef·w·ℓ_ppo − Σ entropy_coef·H over the tokens whose mask is not 0.
 
   D is the divergence of teacher and student: over the student's top K with a bucket for the rest or renormalised,
   over the whole vocabulary (distillation_topk None), over an external teacher's tokens, or the sampled token's
   stopgrad(s − t)·s. ratio = min(exp(log π − log π_old), is_clip), without gradient, where π_old is π without old
-  log-probs; 1 with is_clip None. All distributions are of the logits divided by the temperature; the trust region's
+  log-probs; 1 with is_clip None. w = min(exp(log π − log π_sampler), rollout_is_threshold), without gradient; 1 without
+  the sampler's log-probs. All distributions are of the logits divided by the temperature; the trust region's
   logits are mixed before that, in at least float32. Source: core_algos.py:1085-1188, dp_actor.py:51-64, 341-386,
   523-560; paper §2-3.
 
@@ -159,6 +164,7 @@ def objective(
     advantages: [B, T]; required with policy_coef.
     config: the fixed part.
     support: [B, T, K] int32, token ids to use in place of the student's top K.
+    sampling_log_probs: [B, T] under the distribution that the targets were drawn from; None: no token is weighed by it.
     vocab_size: V, entries of all unembeddings that are tokens, the first ones; the others count for nothing and
       receive no gradient. None: all.
     layout: where the arguments lie on a mesh, then global arrays; None: one device.
@@ -175,7 +181,8 @@ def objective(
   Raises:
     ValueError: a missing or contradictory argument.
   """
-  _assert_tokens(targets, mask, [distill_coef, policy_coef, entropy_coef, old_log_probs, advantages], [support])
+  numbers = [distill_coef, policy_coef, entropy_coef, old_log_probs, advantages, sampling_log_probs]
+  _assert_tokens(targets, mask, numbers, [support])
   _assert_states(targets, student_hidden, student_unembedding)
   if teacher is not None:
     _assert_tokens(targets, mask, [], [teacher.token_ids])
@@ -183,7 +190,16 @@ def objective(
     _assert_states(targets, teacher.mix_hidden, teacher.mix_unembedding)
     _check_signal(teacher, support)
   tokens = _token_inputs(
-    teacher, targets, mask, distill_coef, policy_coef, entropy_coef, old_log_probs, advantages, support
+    teacher,
+    targets,
+    mask,
+    distill_coef,
+    policy_coef,
+    entropy_coef,
+    old_log_probs,
+    advantages,
+    support,
+    sampling_log_probs,
   )
   entries = student_unembedding.shape[0]
   if vocab_size is not None and not 0 < vocab_size <= entries:
@@ -229,18 +245,29 @@ def objective_from_logits(
   support: jax.Array | None = None,
   mix_logits: jax.Array | None = None,
   mix_rate: float | jax.Array | None = None,
+  sampling_log_probs: jax.Array | None = None,
 ) -> tuple[jax.Array, Aux]:
   """Return `objective` from logits [B, T, V] at once, differentiated by JAX: for small vocabularies and as its check.
 
   `mix_logits` [B, T, V] and `mix_rate` make the trust region's teacher: (1 − rate)·teacher + rate·mix.
   """
-  _assert_tokens(targets, mask, [distill_coef, policy_coef, entropy_coef, old_log_probs, advantages], [support])
+  numbers = [distill_coef, policy_coef, entropy_coef, old_log_probs, advantages, sampling_log_probs]
+  _assert_tokens(targets, mask, numbers, [support])
   all_logits = [logits for logits in (student_logits, teacher_logits, mix_logits) if logits is not None]
   chex.assert_shape(all_logits, (*targets.shape, student_logits.shape[-1]))
   chex.assert_type(all_logits, float)
   signal = None if teacher_logits is None else TeacherSignal()
   tokens = _token_inputs(
-    signal, targets, mask, distill_coef, policy_coef, entropy_coef, old_log_probs, advantages, support
+    signal,
+    targets,
+    mask,
+    distill_coef,
+    policy_coef,
+    entropy_coef,
+    old_log_probs,
+    advantages,
+    support,
+    sampling_log_probs,
   )
   active = tokens.mask != 0
 
@@ -356,6 +383,7 @@ def _token_inputs(
   old_log_probs: jax.Array | None,
   advantages: jax.Array | None,
   support: jax.Array | None,
+  sampling_log_probs: jax.Array | None,
 ) -> TokenInputs:
   """Return the per-token arguments [B, T, …] as [B·T, …], without gradient and without those that no term reads.
 
@@ -377,6 +405,7 @@ def _token_inputs(
     old_log_probs=old_log_probs,
     advantages=advantages if policy_coef is not None else None,
     support=support,
+    sampling_log_probs=sampling_log_probs,
   )
   if teacher is not None:
     tokens = tokens.replace(

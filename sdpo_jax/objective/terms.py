@@ -37,6 +37,7 @@ class TermScalars:
 
   alpha: jax.Array | float
   is_clip: jax.Array | float
+  rollout_is_threshold: jax.Array | float
   temperature: jax.Array | float
   clip_ratio_low: jax.Array | float
   clip_ratio_high: jax.Array | float
@@ -62,6 +63,7 @@ class TokenInputs:
   policy_coef: jax.Array | None = None  # [N] weight of the policy-gradient loss.
   entropy_coef: jax.Array | None = None  # [N] weight of the entropy bonus.
   old_log_probs: jax.Array | None = None  # [N] of the policy before the update; None: the current ones.
+  sampling_log_probs: jax.Array | None = None  # [N] of the sampler, to weigh tokens by; None: they are not weighed.
   advantages: jax.Array | None = None  # [N], with `policy_coef`.
   support: jax.Array | None = None  # [N, K] int32, in place of the student's top K.
   teacher_hidden: jax.Array | None = None  # [N, D] of an in-mesh teacher.
@@ -168,6 +170,15 @@ def clipped_ratio(
   return ratio, {'ratio': ratio, 'ratio_clipped': clipped}
 
 
+def rollout_weight(scalars: TermScalars, log_prob: jax.Array, sampling_log_prob: jax.Array) -> jax.Array:
+  """Return the weight [C] of a token for the difference of sampler and trainer, without gradient.
+
+  min(exp(log π − log π_sampler), rollout_is_threshold): what `importance.rollout_is_weights` gives where π_old is π.
+  """
+  chex.assert_rank([log_prob, sampling_log_prob], 1)
+  return jnp.minimum(importance_ratio(log_prob, sampling_log_prob), scalars.rollout_is_threshold)
+
+
 def policy_term(
   scalars: TermScalars, log_prob: jax.Array, old_log_prob: jax.Array, advantages: jax.Array
 ) -> tuple[jax.Array, Metrics]:
@@ -216,18 +227,26 @@ def loss_terms(
   if tokens.old_log_probs is not None:
     old_log_prob = of_active(tokens.old_log_probs)
   per_token = {'log_prob': log_prob, 'entropy': student.entropy}
+  weight = None
+  if tokens.sampling_log_probs is not None:
+    weight = rollout_weight(scalars, log_prob, of_active(tokens.sampling_log_probs))
+
+  def weighted(coefficients: jax.Array) -> jax.Array:
+    coefficients = of_active(coefficients)
+    return coefficients if weight is None else coefficients * weight
+
   sums = {}
   loss = jnp.zeros((), dtype)
   if tokens.distill_coef is not None:
     divergence, distillation_metrics = distillation_term(settings, scalars, student, teacher)
     ratio, ratio_metrics = clipped_ratio(settings, scalars, log_prob, old_log_prob)
     per_token |= distillation_metrics | ratio_metrics
-    sums['distillation_loss'] = (of_active(tokens.distill_coef) * ratio * jnp.where(active, divergence, 0)).sum()
+    sums['distillation_loss'] = (weighted(tokens.distill_coef) * ratio * jnp.where(active, divergence, 0)).sum()
     loss += sums['distillation_loss']
   if tokens.policy_coef is not None:
     policy_loss, policy_metrics = policy_term(scalars, log_prob, old_log_prob, of_active(tokens.advantages))
     per_token |= policy_metrics
-    sums['policy_loss'] = (of_active(tokens.policy_coef) * policy_loss).sum()
+    sums['policy_loss'] = (weighted(tokens.policy_coef) * policy_loss).sum()
     loss += sums['policy_loss']
   if tokens.entropy_coef is not None:
     sums['entropy_bonus'] = (of_active(tokens.entropy_coef) * student.entropy).sum()
