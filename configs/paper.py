@@ -21,7 +21,7 @@ a batch. Section 4: reverse KL, top-20, EMA 0.01, feedback, 32 optimizer steps a
 paper's Tables 12 and 13 and of the scripts of lasgroup/SDPO 0e6d510. The reference's own quirks are kept here and only
 here: the demonstration is the first success in length-balanced batch order, over-long teacher prompts are cut from the
 right, every sequence has its own denominator, only closed blocks of thinking are removed from
-demonstrations, and graders judge as the reference's do.
+demonstrations, messages may spell special tokens, and graders judge as the reference's do.
 """
 
 from collections.abc import Sequence
@@ -160,6 +160,7 @@ def _base(name: str, model: str) -> Config:
   config.data.max_response_length = 8192
   config.data.filter_overlong_prompts = True
   config.data.enable_thinking = False
+  config.data.split_special_tokens = False
   # 2 × 3 × 2 declared lengths: a micro-batch is padded to the smallest that hold it.
   config.data.prompt_buckets = (512, 2048)
   config.data.response_buckets = (1024, 4096, 8192)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jinja2
 
+from models.control_tokens import control_strings
 from models.huggingface import read_json, resolve
 from sdpo_jax.errors import UserError
 
@@ -17,6 +18,8 @@ Tokenizer = Any  # transformers.PreTrainedTokenizerBase; imported lazily, since 
 
 def load(path: str | os.PathLike, vocab_size: int | None = None) -> Tokenizer:
   """Loads the tokenizer of a model directory, with its chat template (tokenizer_config.json or chat_template.jinja).
+
+  The added tokens with which the model ends a turn are among its `control_strings`, marked as special or not.
 
   Args:
     path: model directory or hub name.
@@ -48,6 +51,9 @@ def load(path: str | os.PathLike, vocab_size: int | None = None) -> Tokenizer:
   largest = max(tokenizer.get_vocab().values(), default=-1)
   if vocab_size is not None and largest >= vocab_size:
     raise UserError(f'The tokenizer in {root} has token id {largest}; the model knows {vocab_size} tokens only.')
+  added = tokenizer.added_tokens_decoder
+  if stops := [added[token].content for token in _declared_stops(root) if token in added and not added[token].special]:
+    tokenizer.chat_control_tokens = [*control_strings(tokenizer), *stops]
   return tokenizer
 
 
@@ -61,15 +67,23 @@ def stop_token_ids(path: str | os.PathLike, tokenizer: Tokenizer) -> tuple[int, 
     UserError: an eos_token_id that is no id, or no stop token at all.
   """
   root = resolve(path)
-  ids: list[int] = []
-  for name in ('generation_config.json', 'config.json'):
-    if not ids and (root / name).is_file():
-      value = read_json(root, name).get('eos_token_id')
-      ids = [] if value is None else value if isinstance(value, list) else [value]
-      if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in ids):
-        raise UserError(f'{root / name}: eos_token_id must be a token id or a list of them, not {json.dumps(value)}.')
+  ids = _declared_stops(root)
   if tokenizer.eos_token_id is not None:
     ids = [*ids, tokenizer.eos_token_id]
   if not ids:
     raise UserError(f'{pathlib.Path(root)} names no end-of-sequence token: set eos_token_id in generation_config.json.')
   return tuple(dict.fromkeys(ids))
+
+
+def _declared_stops(root: pathlib.Path) -> list[int]:
+  """Return eos_token_id of generation_config.json, or of config.json; raises UserError for one that is no id."""
+  for name in ('generation_config.json', 'config.json'):
+    if not (root / name).is_file():
+      continue
+    value = read_json(root, name).get('eos_token_id')
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in ids):
+      raise UserError(f'{root / name}: eos_token_id must be a token id or a list of them, not {json.dumps(value)}.')
+    if ids:
+      return ids
+  return []

@@ -175,3 +175,41 @@ def test_presets_are_the_papers():
   loss = grpo.actor.policy_loss
   assert (loss.loss_mode, loss.clip_ratio_low, loss.clip_ratio_high, loss.clip_ratio_c) == ('vanilla', 0.2, 0.28, 3.0)
   assert not loss.norm_adv_by_std_in_grpo
+
+
+def test_variables_of_the_chat_template_are_a_json_object_or_set_by_name():
+  name, config = 'data.apply_chat_template_kwargs', valid()
+  override(config, name, '{"enable_thinking": true, "controls": {"length": "long"}, "tags": ["a", 1]}')
+  override(config, f'{name}.enable_thinking', 'false')
+  override(config, f'{name}.effort', 'high')
+  override(config, f'{name}.budget', '7')
+  given = {'enable_thinking': False, 'controls': {'length': 'long'}, 'tags': ['a', 1], 'effort': 'high', 'budget': 7}
+  assert config.validate().data.apply_chat_template_kwargs == given
+  assert from_dict(json.loads(config.to_json())) == config and differences(json.loads(config.to_json()), config) == []
+  assert differences(json.loads(valid().to_json()), config) == [f'{name} was {{}} and is now {given}']
+  assert valid().data.apply_chat_template_kwargs == {}
+  with pytest.raises(UserError, match=f"{name}='false' is not a JSON object"):
+    override(config, name, 'false')
+
+
+@pytest.mark.parametrize(
+  ('variables', 'thinking', 'sentence'),
+  [
+    ({'enable_thinking': True}, False, 'data.enable_thinking=False and .*enable_thinking=True contradict each other'),
+    ({'tokenize': False}, None, r"data.apply_chat_template_kwargs: \['tokenize'\] cannot be set: name variables"),
+    ({'a.b': 1}, None, 'name variables of the chat template'),
+    ({'a': (1, 2)}, None, 'is not a JSON object'),
+    ({1: 2}, None, 'is not a JSON object'),
+    ({'a': float('nan')}, None, 'is not a JSON object'),
+    ({'enable_thinking': False}, False, None),
+    ({'tools': [{'name': 'f'}]}, True, None),
+  ],
+)
+def test_template_variables_that_cannot_be_are_refused(variables, thinking, sentence):
+  config = valid()
+  config.data.apply_chat_template_kwargs, config.data.enable_thinking = variables, thinking
+  if sentence is None:
+    config.validate()
+  else:
+    with pytest.raises(UserError, match=sentence):
+      config.validate()

@@ -10,6 +10,7 @@ import tokenizers
 import transformers
 
 from sdpo_jax.config import SelfDistillationConfig
+from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.environments import thinking
 from sdpo_jax.errors import UserError
 from sdpo_jax.teacher import context
@@ -32,6 +33,7 @@ def build(texts, scores, feedback=None, *, group=None, tokenizer=None, seed=0, s
     seed=seed,
     step=step,
     sample_ids=sample_ids,
+    chat=ChatFormat(),
   )
 
 
@@ -246,7 +248,8 @@ def test_a_transformers_tokenizer(thinking):
   tokenizer = chat_tokenizer()
   args = [[QUESTION] * 3, [0, 0, 0], ['bad é', 'gööd ' * 200, 'x'], [Outcome(0), Outcome(1), Outcome(0)]]
   config = SelfDistillationConfig(max_reprompt_len=300)
-  built = context.build_teacher_context(*args, config, tokenizer, seed=0, step=0, enable_thinking=thinking)
+  chat = ChatFormat({} if thinking is None else {'enable_thinking': thinking})
+  built = context.build_teacher_context(*args, config, tokenizer, seed=0, step=0, chat=chat)
   closing = 'question.<|im_end|>\n<|im_start|>assistant\n' + ('<think>\n\n</think>\n\n' if thinking is False else '')
   for row in (0, 2):
     assert tokenizer.decode(built.prompt_tokens[row]).endswith(closing)

@@ -23,6 +23,22 @@ TEMPLATE_FIELDS = {
   'feedback_template': ('feedback_raw',),
   'attempt_template': ('attempt',),
 }
+# Arguments of the function that applies a chat template, which are no variables of it.
+TEMPLATE_ARGUMENTS = (
+  'add_generation_prompt',
+  'continue_final_message',
+  'conversation',
+  'max_length',
+  'messages',
+  'padding',
+  'return_assistant_tokens_mask',
+  'return_dict',
+  'return_tensors',
+  'sanitize_control_tokens',
+  'tokenize',
+  'tokenizer_kwargs',
+  'truncation',
+)
 JUDGE_FIELDS = ('completion', 'question', 'ground_truth')
 LONGEST_ROUND = 10**6  # Turns, in which every source of train_files has exactly its share.
 _DISTILLATION = 'actor.self_distillation'
@@ -66,6 +82,7 @@ def _check_data(config: schema.Config) -> None:
     data.val_max_samples is None or data.val_max_samples > 0,
     f'data.val_max_samples must be positive or None (all rows), not {data.val_max_samples}.',
   )
+  _check_template_variables(data)
   limits = {
     'prompt_buckets': data.max_prompt_length,
     'response_buckets': data.max_response_length,
@@ -74,6 +91,21 @@ def _check_data(config: schema.Config) -> None:
   for key, limit in limits.items():
     wrong = [size for size in getattr(data, key) if not 0 < size <= limit]
     _require(not wrong, f'data.{key} holds {wrong}: lengths must lie between 1 and the limit, {limit}.')
+
+
+def _check_template_variables(data: schema.DataConfig) -> None:
+  given = data.apply_chat_template_kwargs
+  wrong = [key for key in given if not key.isidentifier() or key in TEMPLATE_ARGUMENTS]
+  _require(
+    not wrong,
+    f'data.apply_chat_template_kwargs: {wrong} cannot be set: name variables of the chat template, such as enable_thinking.',
+  )
+  thinking = given.get('enable_thinking', data.enable_thinking)
+  _require(
+    data.enable_thinking in (None, thinking),
+    f'data.enable_thinking={data.enable_thinking} and data.apply_chat_template_kwargs.enable_thinking={thinking} '
+    'contradict each other: set one of them.',
+  )
 
 
 def _check_source_weights(data: schema.DataConfig) -> None:

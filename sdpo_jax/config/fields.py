@@ -20,12 +20,13 @@ def setting(default: Any, doc: str) -> Any:
   return dataclasses.field(default=default, metadata={'doc': doc})
 
 
-def flatten(config: Any, prefix: str = '') -> dict[str, Any]:
+def flatten(config: Any, prefix: str = '', like: Any = None) -> dict[str, Any]:
   """Return the settings by dotted name, with lists for tuples, so that a config and its JSON read back compare equal.
 
   Args:
     config: a dataclass, or the nested dict that its JSON gives back.
     prefix: put before every name.
+    like: for a nested dict, a dataclass of the same form: what is no section of it is one setting, a JSON object too.
   """
   items = (
     [(f.name, getattr(config, f.name)) for f in dataclasses.fields(config)]
@@ -34,8 +35,9 @@ def flatten(config: Any, prefix: str = '') -> dict[str, Any]:
   )
   flat: dict[str, Any] = {}
   for key, value in items:
-    if dataclasses.is_dataclass(value) or isinstance(value, dict):
-      flat.update(flatten(value, f'{prefix}{key}.'))
+    known = getattr(like, key, None)
+    if dataclasses.is_dataclass(value) or (isinstance(value, dict) and dataclasses.is_dataclass(known)):
+      flat.update(flatten(value, f'{prefix}{key}.', known))
     else:
       flat[prefix + key] = list(value) if isinstance(value, tuple | list) else value
   return flat
@@ -63,6 +65,8 @@ def _type_name(hint: Any) -> str:
       names += [repr(value) for value in typing.get_args(kind)]
     elif typing.get_origin(kind) is tuple:
       names.append(f'a list of {typing.get_args(kind)[0].__name__}')
+    elif typing.get_origin(kind) is dict:
+      names.append('a JSON object')
     else:
       names.append('None' if kind is type(None) else kind.__name__)
   return ' or '.join(names)
@@ -76,6 +80,9 @@ def _matches(value: Any, hint: Any) -> bool:
     elif typing.get_origin(kind) is tuple:
       if isinstance(value, tuple | list) and all(_matches(item, typing.get_args(kind)[0]) for item in value):
         return True
+    elif typing.get_origin(kind) is dict:
+      if isinstance(value, dict) and _is_json(value):
+        return True
     elif kind is float:
       if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return True
@@ -85,6 +92,26 @@ def _matches(value: Any, hint: Any) -> bool:
     elif isinstance(value, kind):
       return True
   return False
+
+
+def _is_json(value: Any) -> bool:
+  """Return whether a config.json gives `value` back as it is: tuples come back as lists, other keys as strings."""
+  if isinstance(value, dict):
+    return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
+  if isinstance(value, list):
+    return all(map(_is_json, value))
+  return value is None or isinstance(value, str | int | bool) or (isinstance(value, float) and math.isfinite(value))
+
+
+def parse_entry(text: str) -> Any:
+  """Return the value that `text` means for one key of a setting that is a JSON object: JSON, or else the text itself."""
+  if text in ('None', 'True', 'False'):
+    return {'None': None, 'True': True, 'False': False}[text]
+  try:
+    value = json.loads(text)
+  except (ValueError, RecursionError):  # Also an integer of more digits than Python converts.
+    return text
+  return value if _is_json(value) else text
 
 
 def parse(name: str, text: str, hint: Any) -> Any:
@@ -106,6 +133,10 @@ def parse(name: str, text: str, hint: Any) -> Any:
       return tuple(
         parse(name, item if isinstance(item, str) else json.dumps(item), typing.get_args(kind)[0]) for item in items
       )
+    if typing.get_origin(kind) is dict:
+      value = parse_entry(text)
+      if isinstance(value, dict):
+        return value
     if kind is str:
       return text
     if kind in (int, float):

@@ -7,7 +7,7 @@ import dataclasses
 import typing
 from typing import Any
 
-from sdpo_jax.config.fields import check_types, flatten, parse, unknown_setting
+from sdpo_jax.config.fields import check_types, flatten, parse, parse_entry, unknown_setting
 from sdpo_jax.config.schema import Config
 from sdpo_jax.errors import UserError
 
@@ -53,7 +53,7 @@ def differences(saved: dict[str, Any], config: Config) -> list[str]:
 
   A run that was saved before a setting existed had what is now its default.
   """
-  old, new = flatten(Config()) | flatten(saved), flatten(config)
+  old, new = flatten(Config()) | flatten(saved, like=Config()), flatten(config)
   return [
     f'{key} was {old.get(key, "not there")!r} and is now {new.get(key, "not there")!r}'
     for key in sorted(old.keys() | new.keys())
@@ -69,16 +69,20 @@ def is_listed(name: str, listed: Sequence[str]) -> bool:
 def override(config: Config, name: str, text: str) -> None:
   """Set the setting with dotted `name` from command-line text, e.g. ('optimizer.lr', '1e-6').
 
-  The type of the setting decides how the text is read: as None, true or false, a number, a string, or a list with
-  commas, in brackets or not.
+  The type of the setting decides how the text is read: as None, true or false, a number, a string, a list with commas,
+  in brackets or not, or a JSON object. One key of an object is set by its name behind the setting's:
+  ('data.apply_chat_template_kwargs.enable_thinking', 'false').
 
   Raises:
     UserError: unknown setting (with the nearest names) or text that is not of its type.
   """
   target: Any = config
   *sections, leaf = name.split('.')
-  for section in sections:
+  for position, section in enumerate(sections, start=1):
     target = getattr(target, section, None)
+    if isinstance(target, dict):
+      target['.'.join([*sections[position:], leaf])] = parse_entry(text)
+      return
     if not dataclasses.is_dataclass(target):
       raise unknown_setting(config, name)
   hints = typing.get_type_hints(type(target))
@@ -110,7 +114,7 @@ def from_dict(values: dict[str, Any]) -> Config:
     UserError: a setting there is unknown to this version, or its value is not of its type.
   """
   config = Config()
-  for name, value in flatten(values).items():
+  for name, value in flatten(values, like=Config()).items():
     *sections, leaf = name.split('.')
     target: Any = config
     for section in sections:

@@ -57,7 +57,21 @@ class DataConfig:
     False, 'Leave rows with a longer prompt out (counted in the log) instead of ending with an error.'
   )
   val_max_samples: int | None = setting(None, 'Use only the first rows of val_files; needed for endless generators.')
-  enable_thinking: bool | None = setting(None, "Passed to the chat template; None leaves the template's default.")
+  enable_thinking: bool | None = setting(
+    None,
+    "Passed to the chat template; None leaves the template's default. The same as this key of "
+    'apply_chat_template_kwargs.',
+  )
+  apply_chat_template_kwargs: dict[str, Any] = setting(
+    dict,
+    "Variables of the chat template, for the student's prompts and the teacher's, as a JSON object, e.g. "
+    '{"enable_thinking": false}; one of them as --config.data.apply_chat_template_kwargs.NAME=VALUE.',
+  )
+  split_special_tokens: bool = setting(
+    True,
+    'What a message spells is text: only the chat template writes special tokens such as <|im_end|>. False: such strings '
+    'in questions, completions and feedback become special tokens, as in the reference.',
+  )
   prompt_buckets: tuple[int, ...] = setting(
     (), 'Lengths to which prompts are padded; empty: powers of two up to the limit. Each compiles one program.'
   )

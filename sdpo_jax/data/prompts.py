@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+import dataclasses
 import logging
 from typing import Any
 
 import jinja2
 
-from sdpo_jax.config import Config
+from models.control_tokens import plain_messages
+from sdpo_jax.config import Config, DataConfig
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Example, Messages
 
@@ -17,26 +19,55 @@ Tokenizer = Any  # A transformers tokenizer with a chat template.
 _BATCH = 256  # Conversations tokenised in one call; bounds the memory of long files.
 
 
-def chat_tokens(
-  tokenizer: Tokenizer, conversations: Sequence[Messages], enable_thinking: bool | None
-) -> list[list[int]]:
-  """Token ids of each conversation up to and including the header of the assistant's turn.
+@dataclasses.dataclass(frozen=True)
+class ChatFormat:
+  """How messages become tokens, of the student's prompts and of the teacher's."""
+
+  variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Of the chat template, e.g. enable_thinking.
+  split_special_tokens: bool = True  # Messages cannot spell control tokens.
+
+  @classmethod
+  def of(cls, data: DataConfig) -> ChatFormat:
+    """Return the format that the settings describe."""
+    thinking = {} if data.enable_thinking is None else {'enable_thinking': data.enable_thinking}
+    return cls({**data.apply_chat_template_kwargs, **thinking}, data.split_special_tokens)
+
+
+DEFAULT_FORMAT = ChatFormat()
+
+
+def chat_tokens(tokenizer: Tokenizer, conversations: Sequence[Messages], chat: ChatFormat) -> list[list[int]]:
+  """Return the token ids of each conversation up to and including the header of the assistant's turn.
 
   Args:
     tokenizer: a transformers tokenizer with a chat template.
     conversations: lists of messages with 'role' and 'content'.
-    enable_thinking: passed to the chat template; None leaves the template's own default.
+    chat: how they become tokens.
+
+  Raises:
+    jinja2.TemplateError: the chat template refuses one.
   """
-  if not conversations:
-    return []
-  options = {} if enable_thinking is None else {'enable_thinking': enable_thinking}
-  return tokenizer.apply_chat_template(
-    list(conversations), tokenize=True, return_dict=False, add_generation_prompt=True, **options
+  spelled: dict[int, list[int]] = {}
+  if chat.split_special_tokens:
+    plain = plain_messages(tokenizer)
+    spelled = {
+      at: plain.encode(messages, **chat.variables)
+      for at, messages in enumerate(conversations)
+      if plain.spelled(messages)
+    }
+  others = [messages for at, messages in enumerate(conversations) if at not in spelled]
+  if not others:
+    return [spelled[at] for at in range(len(conversations))]
+  tokens = iter(
+    tokenizer.apply_chat_template(
+      others, tokenize=True, return_dict=False, add_generation_prompt=True, **chat.variables
+    )
   )
+  return [spelled[at] if at in spelled else next(tokens) for at in range(len(conversations))]
 
 
 def named_chat_tokens(
-  tokenizer: Tokenizer, conversations: Sequence[Messages], names: Sequence[str], enable_thinking: bool | None
+  tokenizer: Tokenizer, conversations: Sequence[Messages], names: Sequence[str], chat: ChatFormat
 ) -> list[list[int]]:
   """As `chat_tokens`; `names` are how messages speak of the conversations.
 
@@ -44,13 +75,13 @@ def named_chat_tokens(
     UserError: the chat template refuses one, which is named.
   """
   try:
-    return chat_tokens(tokenizer, conversations, enable_thinking)
+    return chat_tokens(tokenizer, conversations, chat)
   except jinja2.TemplateError as error:
     if len(conversations) == 1:
       raise UserError(f"{names[0]}: the model's chat template refuses these messages: {error}.") from error
   # Again one by one, to name it.
   return [
-    named_chat_tokens(tokenizer, [messages], [name], enable_thinking)[0]
+    named_chat_tokens(tokenizer, [messages], [name], chat)[0]
     for messages, name in zip(conversations, names, strict=True)
   ]
 
@@ -125,7 +156,7 @@ def _check_length(example: Example, tokens: Sequence[int], config: Config) -> No
 
 def _tokens(tokenizer: Tokenizer, examples: Sequence[Example], config: Config) -> list[list[int]]:
   conversations = [example.messages for example in examples]
-  return named_chat_tokens(tokenizer, conversations, list(map(name, examples)), config.data.enable_thinking)
+  return named_chat_tokens(tokenizer, conversations, list(map(name, examples)), ChatFormat.of(config.data))
 
 
 def name(example: Example) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 from sdpo_jax.config import Config, SelfDistillationConfig
 from sdpo_jax.data import pipeline
 from sdpo_jax.data.grouping import first_of_same
-from sdpo_jax.data.prompts import Tokenizer, chat_tokens, prompt_tokens
+from sdpo_jax.data.prompts import ChatFormat, Tokenizer, chat_tokens, prompt_tokens
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
@@ -82,7 +82,7 @@ def probe_model(
     unlimited = dataclasses.replace(config, data=dataclasses.replace(config.data, max_prompt_length=sys.maxsize))
     rows = pipeline.evaluation_examples(unlimited, tokenizer, registry)
     lengths = np.array(
-      [len(tokens) for tokens in chat_tokens(tokenizer, [row.messages for row in rows], config.data.enable_thinking)]
+      [len(tokens) for tokens in chat_tokens(tokenizer, [row.messages for row in rows], ChatFormat.of(config.data))]
     )
     fitting = np.flatnonzero(lengths <= config.data.max_prompt_length)
     if not len(fitting):
@@ -192,7 +192,7 @@ def probe(
       tokenizer,
       seed=config.seed,
       step=0,
-      enable_thinking=config.data.enable_thinking,
+      chat=ChatFormat.of(config.data),
     )
 
   context = build(sd)

@@ -124,6 +124,8 @@ MEASURING = (
   'data.max_response_length',
   'data.filter_overlong_prompts',
   'data.enable_thinking',
+  'data.apply_chat_template_kwargs',
+  'data.split_special_tokens',
   'rollout.stop',
   'rollout.stop_token_ids',
   'environments.profile',

@@ -29,7 +29,7 @@ from models import huggingface
 from models import tokenizer as tokenizers
 from models.decoder import DecoderPolicy
 from sdpo_jax.config import Config, SelfDistillationConfig
-from sdpo_jax.data.prompts import chat_tokens
+from sdpo_jax.data.prompts import DEFAULT_FORMAT, chat_tokens
 from sdpo_jax.environments import digits
 from sdpo_jax.errors import UserError
 from sdpo_jax.quickstart import tokenizer
@@ -201,7 +201,7 @@ Rows = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 def collate(lessons: list[Lesson], tokenizer: Any) -> Rows:
   """Lessons as arrays: each row is the chat-templated prompt and the prefix, right-padded."""
-  prompts = chat_tokens(tokenizer, [item.messages for item in lessons], None)
+  prompts = chat_tokens(tokenizer, [item.messages for item in lessons], DEFAULT_FORMAT)
   prefixes = tokenizer([item.prefix for item in lessons], add_special_tokens=False)['input_ids']
   answers = tokenizer([item.answer for item in lessons], add_special_tokens=False)['input_ids']
   answers = np.asarray([[*ids, tokenizer.eos_token_id] for ids in answers], np.int32)

@@ -12,7 +12,7 @@ import dataclasses
 import numpy as np
 
 from sdpo_jax.config import SelfDistillationConfig
-from sdpo_jax.data.prompts import Tokenizer, chat_tokens
+from sdpo_jax.data.prompts import DEFAULT_FORMAT, ChatFormat, Tokenizer, chat_tokens
 from sdpo_jax.environments.thinking import without_closed_thinking, without_thinking
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Messages, Outcome
@@ -125,7 +125,7 @@ def build_teacher_context(
   seed: int,
   step: int,
   sample_ids: Sequence[int] | np.ndarray | None = None,
-  enable_thinking: bool | None = True,
+  chat: ChatFormat = DEFAULT_FORMAT,
 ) -> TeacherContext:
   """The teacher's prompts for N completions.
 
@@ -144,8 +144,8 @@ def build_teacher_context(
     seed: of the random choice of demonstrations.
     step: generation batch, part of the same seed.
     sample_ids: [N] global number of each completion in the generation batch; None: 0 … N − 1.
-    enable_thinking: passed to the chat template; None leaves the template's default, True is what the reference
-      passes where `data.enable_thinking` is not set.
+    chat: how messages become tokens. (The reference passes enable_thinking alone to the template of the teacher, True
+      where it is not set; here student and teacher have the same variables.)
 
   Raises:
     UserError: a prompt does not fit `max_reprompt_len` and cannot or must not be shortened.
@@ -176,9 +176,7 @@ def build_teacher_context(
   # Completions of a group often share their prompt: each distinct one is tokenised once.
   keys = [tuple((message['role'], message['content']) for message in prompt) for prompt in prompts]
   distinct = {key: row for row, key in reversed(list(enumerate(keys)))}
-  tokens = dict(
-    zip(distinct, chat_tokens(tokenizer, [prompts[i] for i in distinct.values()], enable_thinking), strict=True)
-  )
+  tokens = dict(zip(distinct, chat_tokens(tokenizer, [prompts[i] for i in distinct.values()], chat), strict=True))
   fitted = {
     key: _fit(
       messages[row],
@@ -189,7 +187,7 @@ def build_teacher_context(
       tokens[key],
       config,
       tokenizer,
-      enable_thinking,
+      chat,
     )
     for key, row in distinct.items()
   }
@@ -231,7 +229,7 @@ def _fit(
   tokens: list[int],
   config: SelfDistillationConfig,
   tokenizer: Tokenizer,
-  enable_thinking: bool | None,
+  chat: ChatFormat,
 ) -> tuple[Messages, list[int], bool]:
   """The conversation, its tokens and whether they had to be shortened."""
   limit = config.max_reprompt_len
@@ -258,7 +256,7 @@ def _fit(
       config,
       shorten_middle(tried, length),
     )
-    return shorter, chat_tokens(tokenizer, [shorter], enable_thinking)[0]
+    return shorter, chat_tokens(tokenizer, [shorter], chat)[0]
 
   best = attempt(1)
   if len(best[1]) > limit:

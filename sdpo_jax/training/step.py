@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from sdpo_jax.data.grouping import first_of_same
-from sdpo_jax.data.prompts import prompt_tokens
+from sdpo_jax.data.prompts import ChatFormat, prompt_tokens
 from sdpo_jax.distributed.mesh import put_rows
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.objective.advantages import grpo_advantages
@@ -91,7 +91,7 @@ def build_teacher_prompts(session: Session, graded: GradedRollouts, seed: int, s
     seed=seed,
     step=step,
     sample_ids=graded.sample_ids,
-    enable_thinking=config.data.enable_thinking,
+    chat=ChatFormat.of(config.data),
   )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from sdpo_jax.config import SelfDistillationConfig
+from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.environments.thinking import without_closed_thinking
 from sdpo_jax.teacher import context
 from sdpo_jax.training.batching import token_rows
@@ -88,7 +89,7 @@ def _build(inputs: dict[str, Any]) -> context.TeacherContext:
     CharacterTokenizer(),
     seed=0,
     step=0,
-    enable_thinking=True if thinking is None else thinking,
+    chat=ChatFormat({'enable_thinking': True if thinking is None else thinking}, split_special_tokens=False),
   )
 
 

@@ -1,0 +1,190 @@
+"""Conversations whose messages cannot steer the model: only the chat template writes control tokens.
+
+A chat template joins what it writes and what the messages say into one text, in which a tokenizer turns every string
+such as `<|im_end|>` into the token of that name, whoever wrote it. Here a string that a message spells gets a mark
+before the template sees it. In the text that the template makes of that, strings without the mark are the template's
+own, and become tokens; those of the messages lose their mark and become text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import functools
+import json
+import re
+import secrets
+from typing import Any
+
+import tokenizers
+
+Tokenizer = Any  # transformers.PreTrainedTokenizerBase.
+Conversation = Sequence[dict[str, str]]
+
+_PRIVATE_USE = (0xE000, 0xF8FF)  # Characters that no text has unless somebody chose them on purpose.
+_MARK_LENGTH = 4
+_MARKER = re.compile(r'[<\[].+[>\]]', re.DOTALL)  # What delimits turns: <｜User｜>, [INST].
+_TAG = re.compile(r'</?[A-Za-z_]\w*>')  # What models write as text: <think>, </tool_call>.
+
+
+def control_strings(tokenizer: Tokenizer) -> tuple[str, ...]:
+  """Return the strings that become control tokens, longest first.
+
+  These are the special tokens; and of the other added tokens those in `tokenizer.chat_control_tokens` or, where that
+  is None, the delimiters of turns that the chat template holds. Tags such as <think> are text: models write them, and
+  templates look for them.
+  """
+  added = getattr(tokenizer, 'added_tokens_decoder', {}).values()
+  named = getattr(tokenizer, 'chat_control_tokens', None)
+  template = getattr(tokenizer, 'chat_template', None) or ''
+  template = template if isinstance(template, str) else '\0'.join(template.values())
+
+  def steers(text: str) -> bool:
+    if named is not None:
+      return text in named
+    return text in template and _MARKER.fullmatch(text) is not None and _TAG.fullmatch(text) is None
+
+  strings = {token.content for token in added if token.special or steers(token.content)}
+  strings.update(getattr(tokenizer, 'all_special_tokens', ()))
+  return tuple(sorted(strings - {''}, key=lambda text: (-len(text), text)))
+
+
+class PlainMessages:
+  """Finds messages that spell control tokens, and encodes their conversations."""
+
+  def __init__(self, tokenizer: Tokenizer):
+    self._tokenizer = tokenizer
+    self._strings = control_strings(tokenizer)
+    self._pattern = _any_of(self._strings)
+    self._normalize = _normalizer(tokenizer, self._strings)
+    self._mark = ''
+    self._marked: _Backend | None = None
+
+  def spelled(self, messages: Conversation) -> bool:
+    """Return whether a message spells a control token, also one that only the tokenizer's normalisation makes of it."""
+    texts = [text for message in messages for text in message.values()]
+    if any(map(self._pattern.search, texts)):
+      return True
+    return self._normalize is not None and any(self._pattern.search(self._normalize(text)) for text in texts)
+
+  def encode(self, messages: Conversation, **template_options: Any) -> list[int]:
+    """Return the token ids up to and including the header of the assistant's turn.
+
+    Raises:
+      jinja2.TemplateError: the chat template refuses the messages.
+    """
+    backend = self._backend(messages)
+
+    def mark(text: str) -> str:
+      return self._pattern.sub(lambda match: _marked(match[0], self._mark), text)
+
+    chat = self._tokenizer.apply_chat_template(
+      [{key: mark(text) for key, text in message.items()} for message in messages],
+      tokenize=False,
+      add_generation_prompt=True,
+      **template_options,
+    )
+    return backend.encode(chat)
+
+  def _backend(self, messages: Conversation) -> _Backend:
+    """Return what encodes texts with a mark that no message holds."""
+    while self._marked is None or any(self._mark in text for message in messages for text in message.values()):
+      first, last = _PRIVATE_USE
+      self._mark = ''.join(chr(first + secrets.randbelow(last - first + 1)) for _ in range(_MARK_LENGTH))
+      kind = _Renamed if getattr(self._tokenizer, 'is_fast', False) else _Split
+      self._marked = kind(self._tokenizer, self._strings, self._mark)
+    return self._marked
+
+
+@functools.lru_cache(maxsize=4)
+def plain_messages(tokenizer: Tokenizer) -> PlainMessages:
+  """Return the `PlainMessages` of a tokenizer, made once."""
+  return PlainMessages(tokenizer)
+
+
+def _marked(text: str, mark: str) -> str:
+  return text[0] + mark + text[1:]
+
+
+def _any_of(strings: Sequence[str]) -> re.Pattern[str]:
+  return re.compile('|'.join(map(re.escape, strings)) or '(?!)')
+
+
+def _normalizer(tokenizer: Tokenizer, strings: Sequence[str]) -> Any:
+  """Return the normalisation after which some control tokens are looked for, or None."""
+  if not getattr(tokenizer, 'is_fast', False) or tokenizer.backend_tokenizer.normalizer is None:
+    return None
+  normalized = {token.content for token in tokenizer.added_tokens_decoder.values() if token.normalized}
+  return tokenizer.backend_tokenizer.normalizer.normalize_str if normalized & set(strings) else None
+
+
+class _Renamed:
+  """Encodes by a copy of the tokenizer in which the control tokens are named with their mark.
+
+  In what the template has made, the marks are first exchanged: the template's strings get them, those of the messages
+  lose them. So the copy finds the former and reads the latter as it reads any text.
+  """
+
+  def __init__(self, tokenizer: Tokenizer, strings: Sequence[str], mark: str):
+    renamed = {text: _marked(text, mark) for text in strings}
+    self._exchanged = renamed | {new: old for old, new in renamed.items()}
+    self._pattern = _any_of(sorted(self._exchanged, key=len, reverse=True))
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    ids = {}
+    for token in described['added_tokens']:
+      token['content'] = renamed.get(token['content'], token['content'])
+      ids[token['content']] = token['id']
+    _rename_in_model(described['model'], renamed)
+    described.update(post_processor=None, truncation=None, padding=None)  # The template writes all that there is.
+    self._copy = tokenizers.Tokenizer.from_str(json.dumps(described))
+    # The library numbers added tokens that the model itself does not know one after another, without the gaps.
+    self._ids = {self._copy.token_to_id(content): number for content, number in ids.items()}
+
+  def encode(self, chat: str) -> list[int]:
+    exchanged = self._pattern.sub(lambda match: self._exchanged[match[0]], chat)
+    return [self._ids.get(number, number) for number in self._copy.encode(exchanged, add_special_tokens=False).ids]
+
+
+def _rename_in_model(model: dict[str, Any], renamed: dict[str, str]) -> None:
+  """Rename entries of the model's vocabulary, so that no text is merged into them."""
+  vocabulary = model['vocab']
+  if isinstance(vocabulary, list):  # Of a unigram model, with scores.
+    model['vocab'] = [[renamed.get(piece, piece), score] for piece, score in vocabulary]
+  elif not renamed.keys().isdisjoint(vocabulary):
+    model['vocab'] = {renamed.get(piece, piece): number for piece, number in vocabulary.items()}
+    if 'merges' in model:
+      pairs = [merge.split(' ') if isinstance(merge, str) else merge for merge in model['merges']]
+      model['merges'] = [pair for pair in pairs if renamed.keys().isdisjoint([*pair, ''.join(pair)])]
+  if model.get('unk_token') in renamed:
+    model['unk_token'] = renamed[model['unk_token']]
+
+
+class _Split:
+  """Encodes piece by piece, for tokenizers without a backend of the tokenizers library.
+
+  Control tokens of the template are looked up; text between two of them in which a message spells one is encoded
+  without looking for added tokens, other text as ever.
+  """
+
+  def __init__(self, tokenizer: Tokenizer, strings: Sequence[str], mark: str):
+    self._tokenizer = tokenizer
+    self._spelled = {_marked(text, mark): text for text in strings}
+    self._pattern = _any_of(sorted([*self._spelled, *strings], key=len, reverse=True))
+
+  def encode(self, chat: str) -> list[int]:
+    ids: list[int] = []
+    text, plain, end = '', False, 0
+    for match in self._pattern.finditer(chat):
+      text, end = text + chat[end : match.start()], match.end()
+      if match[0] in self._spelled:
+        text, plain = text + self._spelled[match[0]], True
+      else:
+        ids += [*self._text(text, plain), self._tokenizer.convert_tokens_to_ids(match[0])]
+        text, plain = '', False
+    return ids + self._text(text + chat[end:], plain)
+
+  def _text(self, text: str, plain: bool) -> list[int]:
+    options = {'split_special_tokens': True} if plain else {}
+    return self._tokenizer.encode(text, add_special_tokens=False, **options) if text else []
+
+
+_Backend = _Renamed | _Split
