@@ -60,13 +60,26 @@ class Rollouts:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """What a grader says of one completion."""
+  """What a grader says of one completion: a score, or, as `Outcome.ungraded`, why it has none.
 
-  score: float  # Compared with `success_reward_threshold`.
+  An ungraded completion is treated as if it had not been sampled: it is in no mean, mask, denominator or demonstration.
+  """
+
+  score: float | None  # Compared with `success_reward_threshold`; None: ungraded.
   feedback: str | None = None  # What was wrong, in words; None or blank: nothing to say.
   metrics: Mapping[str, Any] = dataclasses.field(
     default_factory=dict
   )  # e.g. acc, pred (str, for maj@k), incorrect_format.
+  reason: str | None = None  # Why there is no score, in words for people; no model ever reads it.
+
+  @classmethod
+  def ungraded(cls, reason: str) -> Outcome:
+    """Return the outcome of a completion that could not be graded, for example because a server did not answer."""
+    return cls(score=None, reason=reason)
+
+  @property
+  def graded(self) -> bool:
+    return self.score is not None
 
 
 @flax.struct.dataclass

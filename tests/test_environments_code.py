@@ -9,7 +9,7 @@ import pytest
 
 from sdpo_jax.config import EnvironmentsConfig
 from sdpo_jax.environments import code, code_replay
-from sdpo_jax.environments.grading import FAILED, Graders
+from sdpo_jax.environments.grading import Graders
 from sdpo_jax.types import Example
 
 
@@ -41,7 +41,7 @@ def fenced(program):
 
 def run(graders, truth, program):
   (outcome,) = graders.grade([question(truth)], [fenced(program)], truncated=[False])
-  assert FAILED not in outcome.metrics
+  assert outcome.graded
   return outcome
 
 
@@ -217,7 +217,7 @@ def test_a_forged_report_of_any_shape_costs_its_own_program_alone(profile):
       outcomes = graders.grade(
         [question(truth)] * len(programs), [fenced(program) for program in programs], truncated=[False] * len(programs)
       )
-      assert all(outcome.score == 0.0 and FAILED not in outcome.metrics for outcome in outcomes)
+      assert all(outcome.score == 0.0 for outcome in outcomes)
 
 
 def test_half_a_character_that_a_program_makes_reaches_no_tokenizer(graders):
@@ -341,8 +341,7 @@ def test_tests_that_cannot_be_read_fail_their_completions_and_no_other(graders):
   outcomes = graders.grade(
     [question(truth) for truth in truths], [fenced('def f(n):\n  return n * n')] * 5, truncated=[False] * 5
   )
-  assert [outcome.score for outcome in outcomes] == [0, 0, 0, 0, 1]
-  assert [outcome.metrics.get(FAILED, 0.0) for outcome in outcomes] == [1, 1, 1, 1, 0]
+  assert [outcome.score for outcome in outcomes] == [None, None, None, None, 1]
 
 
 PROGRAM_BOMBS = {
@@ -430,4 +429,4 @@ def test_no_formula_hangs_or_ends_a_run(graders):
     [question('42', 'math')] * len(completions), completions, truncated=[False] * len(completions)
   )
   assert [outcome.score for outcome in outcomes] == [0.0] * len(MATH_BOMBS) + [1.0]
-  assert all(FAILED not in outcome.metrics for outcome in outcomes)
+  assert all(outcome.graded for outcome in outcomes)

@@ -11,7 +11,7 @@ import pytest
 
 from sdpo_jax.config import Config, EnvironmentsConfig, HttpGraderConfig
 from sdpo_jax.environments import registry, remote
-from sdpo_jax.environments.grading import FAILED, Graders
+from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import jsonable
 from sdpo_jax.types import Example
@@ -68,7 +68,7 @@ def test_what_is_sent_and_what_comes_back():
   ]
   assert server.paths == ['/grade'] and 'Authorization' not in server.headers[0]
   assert outcome.score == 0.25 and outcome.feedback == 'Zähl nach: 2+2=四'
-  assert outcome.metrics == {'acc': 0.5, 'pred': '五', 'parsed': 1.0, FAILED: 0.0}
+  assert outcome.metrics == {'acc': 0.5, 'pred': '五', 'parsed': 1.0}
 
 
 def test_outcomes_keep_their_order_though_answers_do_not():
@@ -160,8 +160,8 @@ def test_pauses_grow_are_spread_and_follow_the_server(monkeypatch):
 def test_a_useless_answer_costs_its_completion_and_is_asked_for_once(answer, reason, caplog):
   with Server(lambda body: answer if body['completion'] == 'bad' else Answer(RIGHT)) as server:
     good, bad = grade(server.url, ['good', 'bad'])
-  assert good.score == 1.0 and good.metrics[FAILED] == 0.0
-  assert bad.score == 0.0 and bad.feedback is None and bad.metrics == {'acc': 0.0, 'pred': '', FAILED: 1.0}
+  assert good.score == 1.0 and good.reason is None
+  assert bad.score is None and bad.feedback is None and bad.metrics == {} and reason in bad.reason
   assert len(server.bodies) == 2
   (record,) = caplog.records
   assert 'could not grade 1 of 2 completions' in record.getMessage() and reason in record.getMessage()
@@ -173,7 +173,7 @@ def test_many_failures_are_one_warning(caplog):
 
   with Server(respond) as server:
     outcomes = grade(server.url, [str(i) for i in range(20)])
-  assert sum(outcome.metrics[FAILED] for outcome in outcomes) == 19
+  assert sum(not outcome.graded for outcome in outcomes) == 19
   assert [record.levelno for record in caplog.records] == [logging.WARNING]
   assert 'could not grade 19 of 20 completions' in caplog.records[0].getMessage()
 
@@ -195,7 +195,7 @@ def test_a_server_that_hangs_is_left_after_the_timeout(caplog):
   with Server(respond) as server:
     fast, slow = grade(server.url, ['fast', 'slow'], timeout_s=0.2, retries=1)
     end.set()
-  assert fast.score == 1.0 and slow.metrics[FAILED] == 1.0
+  assert fast.score == 1.0 and not slow.graded
   assert 'no complete answer within 0.2 s' in caplog.text
   assert [body['completion'] for body in server.bodies].count('slow') == 2
 
@@ -235,7 +235,7 @@ def test_one_question_that_cannot_be_graded_does_not_end_a_run_that_worked():
     with Graders(settings) as graders:
       assert grade('', ['x'], graders=graders)[0].score == 1.0
       outcomes = grade('', ['x'] * 4, examples=[example(1)] * 4, graders=graders)
-      assert all(outcome.metrics[FAILED] == 1.0 for outcome in outcomes)
+      assert not any(outcome.graded for outcome in outcomes)
       with pytest.raises(UserError, match='graded none of 2 completions: it answered with status 413'):
         grade('', ['x'] * 2, examples=[example(1), example(2)], graders=graders)
     with Graders(settings) as fresh, pytest.raises(UserError, match='status 413'):
@@ -252,7 +252,7 @@ def test_a_batch_that_comes_in_parts_is_judged_as_a_whole(caplog):
       def part(*texts):
         return graders.grade_part([example(i) for i in range(len(texts))], texts, truncated=[False] * len(texts))
 
-      assert [outcome.metrics[FAILED] for outcome in part('bad', 'bad') + part('good') + part('bad')] == [1, 1, 0, 1]
+      assert [outcome.score for outcome in part('bad', 'bad') + part('good') + part('bad')] == [None, None, 1, None]
       assert not caplog.records
       graders.end_batch()
       (record,) = caplog.records

@@ -6,7 +6,7 @@ import pytest
 
 from sdpo_jax.config import Config, EnvironmentsConfig, JudgeConfig
 from sdpo_jax.environments import remote
-from sdpo_jax.environments.grading import FAILED, Graders
+from sdpo_jax.environments.grading import Graders
 from sdpo_jax.environments.judge import question, read_critique
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Example
@@ -37,7 +37,7 @@ def test_what_is_asked_and_what_comes_of_it():
   with Server(lambda body: says('Zähle noch einmal: 2+2 ist nicht 5.\n\nScore: 0.25\n')) as server:
     (outcome,) = judge(server.url, ['5'], temperature=0.5, max_tokens=99)
   assert outcome.score == 0.25 and outcome.feedback == 'Zähle noch einmal: 2+2 ist nicht 5.'
-  assert outcome.metrics == {'acc': 0.25, FAILED: 0.0}
+  assert outcome.metrics == {'acc': 0.25}
   (body,) = server.bodies
   assert server.paths == ['/v1/chat/completions'] and 'Authorization' not in server.headers[0]
   assert (body['model'], body['temperature'], body['max_tokens']) == ('critic', 0.5, 99)
@@ -148,7 +148,7 @@ def test_nonsense_is_asked_for_again_then_counted(nonsense, caplog):
   assert outcome.score == 0.5 and not caplog.records
   with Server(lambda body: nonsense if '\nbad\n' in body['messages'][0]['content'] else says('Score: 1')) as server:
     good, bad = judge(server.url, ['good', 'bad'], retries=2)
-  assert good.score == 1.0 and bad.metrics == {'acc': 0.0, 'pred': '', FAILED: 1.0} and bad.feedback is None
+  assert good.score == 1.0 and bad.score is None and bad.feedback is None
   assert len(server.bodies) == 4
   (record,) = caplog.records
   assert 'could not grade 1 of 2' in record.getMessage()

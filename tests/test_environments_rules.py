@@ -10,7 +10,7 @@ import pytest
 
 from sdpo_jax.config import EnvironmentsConfig
 from sdpo_jax.environments import registry
-from sdpo_jax.environments.grading import FAILED, Graders
+from sdpo_jax.environments.grading import Graders
 from sdpo_jax.types import Example, Outcome
 
 
@@ -150,7 +150,7 @@ def test_no_completion_hangs_or_ends_a_run(name, profile, bomb):
   with Graders(EnvironmentsConfig(profile=profile)) as graders:
     outcomes = graders.grade([example] * 2, [BOMBS[bomb], 'nothing'], truncated=[True, False])
   assert [outcome.score for outcome in outcomes] == [0.0, 0.0]
-  assert FAILED not in outcomes[1].metrics
+  assert all(outcome.graded for outcome in outcomes)
 
 
 def test_a_ground_truth_that_cannot_be_read_fails_its_completions_and_no_other():
@@ -159,8 +159,7 @@ def test_a_ground_truth_that_cannot_be_read_fails_its_completions_and_no_other()
   answer = call('getA', place={'city': 'Ulm', 'geo': [1, 2]}) + call('get-b', n=3)
   with Graders(EnvironmentsConfig()) as graders:
     outcomes = graders.grade([bad, good, bad], [answer] * 3, truncated=[False] * 3)
-  assert [outcome.score for outcome in outcomes] == [0.0, 1.0, 0.0]
-  assert [outcome.metrics.get(FAILED, 0.0) for outcome in outcomes] == [1.0, 0.0, 1.0]
+  assert [outcome.score for outcome in outcomes] == [None, 1.0, None]
 
 
 def test_real_tool_use_gold_texts_all_score_one(pytestconfig):
@@ -177,7 +176,7 @@ def test_real_tool_use_gold_texts_all_score_one(pytestconfig):
   assert scores == {'clean': 68.0, 'reference': 66.0}  # The reference cannot score two of its own answers.
 
 
-def test_a_score_that_is_no_number_counts_as_a_failure():
+def test_an_outcome_that_cannot_be_used_is_ungraded(caplog):
   made = [
     Outcome(float('nan')),
     Outcome('1'),
@@ -188,8 +187,8 @@ def test_a_score_that_is_no_number_counts_as_a_failure():
   registry.register('nonsense')(lambda examples, completions, *, truncated: made)
   with Graders(EnvironmentsConfig()) as graders:
     outcomes = graders.grade([Example('q', [], 'nonsense', '', 'x')] * 5, ['text'] * 5, truncated=[False] * 5)
-  assert [outcome.metrics.get(FAILED, 0.0) for outcome in outcomes] == [1, 1, 1, 1, 0]
-  assert [outcome.score for outcome in outcomes] == [0, 0, 0, 0, 1]
+  assert [outcome.score for outcome in outcomes] == [None, None, None, None, 1.0]
+  assert 'gave 4 of 5 completions what cannot be used' in caplog.text and 'no finite number: nan' in caplog.text
 
 
 def test_feedback_on_thousands_of_wrong_calls_stays_short():

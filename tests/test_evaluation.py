@@ -10,7 +10,7 @@ import pytest
 
 from sdpo_jax.config import Config, EnvironmentsConfig
 from sdpo_jax.environments import registry
-from sdpo_jax.environments.grading import FAILED, Graders
+from sdpo_jax.environments.grading import Graders
 from sdpo_jax.evaluation import completions, evaluate
 from sdpo_jax.inference import runs
 from sdpo_jax.training import records, report, step
@@ -46,7 +46,7 @@ def test_the_same_samples_give_the_numbers_of_the_reference(n):
   rng = np.random.default_rng(n)
   scores = rng.random((3, n)) * (rng.random((3, n)) < 0.5)
   predictions = [[f'answer {rng.integers(3)}' for _ in range(n)] for _ in range(3)]
-  summary = evaluate.summarize(scores, evaluate.majority_samples(predictions))
+  summary = evaluate.summarize(scores, n, evaluate.majority_samples(predictions, n))
   assert summary[f'mean@{n}'] == pytest.approx(scores.mean(), rel=1e-14)
   assert summary[f'std@{n}'] == pytest.approx(np.mean([row.std() for row in scores]), rel=1e-14)
   for k in evaluate.reported_ks(n):
@@ -81,12 +81,12 @@ def test_maj_at_k_scores_the_most_frequent_answer():
 
 def test_summary_names():
   scores = np.array([[1.0, 0.0], [1.0, 1.0]])
-  summary = evaluate.summarize(scores, evaluate.majority_samples([['x', 'y'], ['z', 'z']]))
+  summary = evaluate.summarize(scores, 2, evaluate.majority_samples([['x', 'y'], ['z', 'z']], 2))
   assert set(summary) == {'mean@2', 'std@2', 'best@2', 'worst@2', 'maj@2'}
   assert summary['mean@2'] == 0.75 and summary['std@2'] == 0.25
   assert summary['best@2'] == pytest.approx((0.75 + 1) / 2, abs=0.03)
-  assert set(evaluate.summarize(scores)) == {'mean@2', 'std@2', 'best@2', 'worst@2'}
-  assert evaluate.summarize(np.array([[1.0], [0.0]])) == {'mean@1': 0.5}
+  assert set(evaluate.summarize(scores, 2)) == {'mean@2', 'std@2', 'best@2', 'worst@2'}
+  assert evaluate.summarize(np.array([[1.0], [0.0]]), 1) == {'mean@1': 0.5}
 
 
 def rollouts(texts: list[str], group: list[int], lengths: list[int] | None = None) -> Rollouts:
@@ -179,17 +179,17 @@ def test_the_inverted_incorrect_format_of_the_reference_is_not_read():
   assert 'format_valid_fraction' not in silent['source_x']
 
 
-def test_a_failed_grader_is_counted_and_hides_no_metric():
-  broken = Outcome(0.0, None, {'acc': 0.0, 'pred': '', FAILED: 1.0})
+def test_an_ungraded_sample_is_counted_and_hides_no_metric():
+  broken = Outcome.ungraded('No.')
   outcomes = [*code_outcomes()[:3], broken]
   found = evaluate.metrics_by_source([example('a', 'x')] * 2, rollouts(['t'] * 4, [0, 0, 1, 1]), outcomes, 2, WORDS)
-  assert found['source_x']['grader_failed_fraction'] == 0.25
-  assert found['source_x']['tests/mean@2'] == 3.0
+  assert found['source_x']['ungraded_fraction'] == 0.25
+  assert found['source_x']['tests/mean@2'] == 4.0
   assert found['source_x']['format_valid_fraction'] == pytest.approx(2 / 3)
   alone = evaluate.metrics_by_source([example('a', 'x')], rollouts(['t'] * 2, [0, 0]), [broken] * 2, 2, WORDS)[
     'source_x'
   ]
-  assert alone['mean@2'] == 0.0 and alone['grader_failed_fraction'] == 1.0
+  assert np.isnan(alone['mean@2']) and alone['ungraded_fraction'] == 1.0
   assert 'format_valid_fraction' not in alone
 
 

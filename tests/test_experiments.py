@@ -191,7 +191,7 @@ def test_one_of_each_kind_runs_two_steps(arguments, model, tmp_path):
   assert result.step == 2 and [line['step'] for line in lines if 'train/loss' in line] == [1, 2]
   last = lines[-1]
   assert f'eval/{ROWS[arguments["task"]]["dataset"]}/mean@2' in last
-  assert last['rollout/grader_failed_fraction'] == 0.0
+  assert last['rollout/ungraded_fraction'] == 0.0
   assert 0 < last['rollout_corr/log_prob_difference_mean'] < 0.1
   if arguments['task'] == 'livecodebench' and 'method' not in arguments:
     # A random model writes no program, and is told so: every completion has feedback to learn from.

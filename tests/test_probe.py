@@ -244,7 +244,7 @@ GOOD = {
   'prompt/over_limit': 0.0,
   'prompt/tokens_max': 900.0,
   'completion/truncated': 0.01,
-  'completion/grader_failed': 0.0,
+  'completion/ungraded': 0.0,
   'completion/format_valid': 0.95,
   'reprompt/truncated': 0.0,
   'reprompt/tokens_max': 2000.0,
@@ -275,7 +275,7 @@ def test_a_good_run_is_recommended_with_its_gap():
     ({'teacher/gap': -0.1}, 'does not measurably help: with it the same model is right -10.0 ± 3.0 points'),
     ({'teacher/gap': 0.05}, 'does not measurably help'),  # Less than two standard errors.
     ({'student/sampled': 0.97}, 'right with 97.0 % of its samples already'),
-    ({'completion/grader_failed': 0.5}, 'The grader failed for 50.0 % of the completions: mend it first'),
+    ({'completion/ungraded': 0.5}, 'The grader could not grade 50.0 % of the completions: mend it first'),
   ],
 )
 def test_runs_that_should_not_be_started(changes, sentence):
@@ -301,7 +301,7 @@ def test_runs_that_should_not_be_started(changes, sentence):
     ({'completion/truncated': 0.2}, {}, 'data.max_response_length=8192: raise it'),
     ({'teacher/truncated': 0.2}, {}, 'the gap is larger than measured'),
     ({'reprompt/truncated': 0.2}, {}, r'max_reprompt_len=10240 \(the longest has 2000 tokens\): raise it'),
-    ({'completion/grader_failed': 0.05}, {}, 'The grader failed for 5.0 % of the completions, which count as wrong'),
+    ({'completion/ungraded': 0.05}, {}, 'The grader could not grade 5.0 % of the completions, which are left out'),
     ({'completion/format_valid': 0.5}, {}, 'Only 50.0 % of the completions have the format'),
     ({}, {'loss_mode': 'vanilla'}, 'Worth a run. Scores differ within the group of 60.0 %'),
     ({'signal/grpo_questions': 0.01}, {'loss_mode': 'vanilla'}, 'Do not start .* GRPO learns from no others'),

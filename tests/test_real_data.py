@@ -14,7 +14,7 @@ from sdpo_jax.config import Config, EnvironmentsConfig, ModelConfig
 from sdpo_jax.data import pipeline
 from sdpo_jax.data.prompts import prompt_tokens
 from sdpo_jax.environments import registry
-from sdpo_jax.environments.grading import FAILED, Graders
+from sdpo_jax.environments.grading import Graders
 from sdpo_jax.quickstart import tokenizer
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.teacher.context import build_teacher_context
@@ -74,11 +74,11 @@ def test_the_whole_way_from_file_to_teacher_prompt(real, model, task, sizes):
     truncated = [reason == 'length' for reason in rollouts.finish_reason]
     for profile in ('reference', 'clean'):
       with Graders(EnvironmentsConfig(profile=profile)) as graders:
-        assert not any(FAILED in outcome.metrics for outcome in graders.grade(asked, noise, truncated=truncated))
+        assert all(outcome.graded for outcome in graders.grade(asked, noise, truncated=truncated))
         # The first completion of each question says the truth instead of noise.
         rollouts.text[::N] = [gold(example) for example in examples]
         outcomes = graders.grade(asked, rollouts.text, truncated=truncated)
-      assert not any(FAILED in outcome.metrics for outcome in outcomes)
+      assert all(outcome.graded for outcome in outcomes)
       scores = np.array([outcome.score for outcome in outcomes]).reshape(-1, N)
       # Two of its own answers the reference cannot score.
       assert scores[:, 0].sum() == size - 2 * ((task, profile) == ('tooluse', 'reference'))

@@ -9,7 +9,7 @@ import pytest
 
 from sdpo_jax.config import EnvironmentsConfig, HttpGraderConfig
 from sdpo_jax.environments import registry
-from sdpo_jax.environments.grading import FAILED, Graders
+from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Example
 from tests import tiny
@@ -176,8 +176,8 @@ def test_graders_that_return_nonsense_are_named(graders, name, sentence):
 
 def test_a_grader_that_raises_costs_that_completion_alone(graders, caplog):
   outcomes = graders.grade([example('brittle', i=i) for i in range(3)], ['a', '', 'ab'], truncated=[False] * 3)
-  assert [outcome.score for outcome in outcomes] == [1.0, 0.0, 0.5]
-  assert outcomes[1].metrics[FAILED] == 1.0 and FAILED not in outcomes[0].metrics
+  assert [outcome.score for outcome in outcomes] == [1.0, None, 0.5]
+  assert 'ZeroDivisionError' in outcomes[1].reason and outcomes[0].reason is None
   (record,) = caplog.records
   assert (
     "'brittle'" in record.getMessage() and 'q1' in record.getMessage() and 'ZeroDivisionError' in record.getMessage()

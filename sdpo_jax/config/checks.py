@@ -244,6 +244,16 @@ def _check_trainer(config: schema.Config) -> None:
 
 
 def _check_environments(environments: schema.EnvironmentsConfig) -> None:
+  _require(
+    0 <= environments.max_ungraded_fraction <= 1,
+    f'environments.max_ungraded_fraction must lie in [0, 1], not {environments.max_ungraded_fraction}.',
+  )
+  scores = environments.score_range
+  _require(
+    len(scores) == 2 and scores[0] < scores[1],
+    f'environments.score_range must be two numbers, the smaller one first, not {scores}.',
+  )
+  _require_positive('environments', environments, 'grader_timeout_s')
   for section in ('http', 'judge'):
     asked = getattr(environments, section)
     _require_positive(f'environments.{section}', asked, 'timeout_s', 'concurrency')

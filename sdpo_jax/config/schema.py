@@ -341,6 +341,19 @@ class EnvironmentsConfig:
   reveal_answer: bool = setting(
     False, 'Clean profile: feedback may state the right answer. The reference profile does what the reference does.'
   )
+  max_ungraded_fraction: float = setting(
+    0.5,
+    'The run ends, saved, where more than this fraction of the completions of a batch or an evaluation cannot be graded; '
+    '1: never.',
+  )
+  score_range: tuple[float, ...] = setting(
+    (-1000.0, 1000.0), 'Smallest and largest score that is believed; a completion with any other score is ungraded.'
+  )
+  grader_timeout_s: float = setting(
+    300.0,
+    'Seconds that a call of a grader may take, of one completion or of a batch; code, math, http and judge have limits of '
+    'their own.',
+  )
   sandbox: SandboxConfig = setting(SandboxConfig, 'Where model-written code runs.')
   http: HttpGraderConfig = setting(HttpGraderConfig, 'A grader behind an address.')
   judge: JudgeConfig = setting(JudgeConfig, 'A language model as the grader.')

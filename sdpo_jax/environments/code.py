@@ -185,6 +185,8 @@ class _Program:
 class CodeGrader:
   """Grades programs in a sandbox, whose processes it holds."""
 
+  limits_itself = True  # Every program has its own limit, and a batch as many as it likes.
+
   def __init__(self, settings: EnvironmentsConfig):
     """Starts the sandbox.
 

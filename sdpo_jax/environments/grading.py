@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 import importlib.util
 import logging
-import math
-import numbers
 import pathlib
 import sys
+from typing import Any
 
 from sdpo_jax.config import EnvironmentsConfig
 from sdpo_jax.environments import registry
+from sdpo_jax.environments.outcomes import checked, ungraded
+from sdpo_jax.environments.time_limit import EndedError, OverranError, call_within
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.types import Example, Outcome
 
-# A metric of every outcome that stands for a grader's exception; its mean over a batch is logged.
-FAILED = 'grader_failed'
+PATIENCE = 2  # Single completions of a call that may overrun before the rest of the call is given up.
 
 
 class Graders:
   """The graders of a run: made from settings when first needed, closed at its end.
 
-  A grader that raises costs the completions that it raises for, not the run: they score 0 and are counted.
+  A grader that raises, hangs, or gives a score that is none costs the completions that it does so for, not the run:
+  they are ungraded, and counted.
   """
 
   def __init__(self, settings: EnvironmentsConfig):
@@ -73,8 +73,8 @@ class Graders:
     for row, example in enumerate(examples):
       by_environment[example.environment].append(row)
     for name, rows in by_environment.items():
-      parts = [[examples[row] for row in rows], [completions[row] for row in rows], [truncated[row] for row in rows]]
-      for row, outcome in zip(rows, self._grade(name, *parts), strict=True):
+      parts = [(examples[row], completions[row], truncated[row]) for row in rows]
+      for row, outcome in zip(rows, self._grade(name, parts), strict=True):
         outcomes[row] = outcome
     return outcomes
 
@@ -84,16 +84,26 @@ class Graders:
     Raises:
       UserError: a grader could not grade any of it, and says what to do.
     """
-    for grader in self._made.values():
-      if hasattr(grader, 'end_batch'):
-        grader.end_batch()
+    for name, grader in list(self._made.items()):
+      if not hasattr(grader, 'end_batch'):
+        continue
+      try:
+        self._call(name, grader, grader.end_batch)
+      except UserError:
+        raise
+      except Exception as error:  # Every completion has its outcome by now.
+        logging.warning('The end_batch() of the grader %r failed: %r', name, error)
 
   def close(self) -> None:
     """Ends the processes and connections of graders that hold some, also while another thread grades."""
     self._closed = True
-    for grader in self._made.values():
-      if hasattr(grader, 'close'):
+    for name, grader in self._made.items():
+      if not hasattr(grader, 'close'):
+        continue
+      try:
         grader.close()
+      except Exception as error:  # The others are to be closed as well, and what ended the run is to be said.
+        logging.warning('The close() of the grader %r failed: %r', name, error)
     self._made.clear()
 
   def __enter__(self) -> Graders:
@@ -110,21 +120,39 @@ class Graders:
       self._made[name] = registry.get(name, self._settings)
     return self._made[name]
 
-  def _grade(self, name: str, examples: list[Example], completions: list[str], truncated: list[bool]) -> list[Outcome]:
-    grader = self.get(name)
-    try:
-      outcomes = grader(examples, completions, truncated=truncated)
-    except UserError:
-      raise
-    except Exception as error:  # A grader is anybody's code; what it raises must not end a run of days.
-      if self._closed:  # The run has ended, and nobody waits for these completions any more.
+  def _grade(self, name: str, parts: list[tuple[Example, str, bool]]) -> list[Outcome]:
+    """One checked outcome for each completion, whatever the grader of that name does with them."""
+    if len(parts) > 1:
+      try:
+        return self._ask(name, parts)
+      except UserError:
         raise
-      if len(completions) > 1:
-        # Again one by one, so that only those that it raises for suffer.
-        parts = zip(examples, completions, truncated, strict=True)
-        return [outcome for e, c, t in parts for outcome in self._grade(name, [e], [c], [t])]
-      logging.warning('The grader %r raised for a completion of %s, which scores 0: %r', name, examples[0].id, error)
-      return [_failed()]
+      except Exception:  # A grader is anybody's code; what it raises must not end a run of days.
+        if self._closed:  # The run has ended, and nobody waits for these completions any more.
+          raise
+    # One by one, so that only those that it raises or hangs for suffer.
+    outcomes: list[Outcome] = []
+    overran = 0
+    for part in parts:
+      if overran == PATIENCE:
+        outcomes.append(ungraded(f'the grader {name!r} was given up after it had overrun for {PATIENCE} others'))
+        continue
+      try:
+        outcomes += self._ask(name, [part])
+      except UserError:
+        raise
+      except Exception as error:
+        if self._closed:
+          raise
+        overran += isinstance(error, OverranError)
+        outcomes.append(_without(name, part[0], error))
+    return outcomes
+
+  def _ask(self, name: str, parts: Sequence[tuple[Example, str, bool]]) -> list[Outcome]:
+    """What the grader returns, checked; raises whatever it raises, or UserError if it is no list of outcomes."""
+    grader = self.get(name)
+    examples, completions, truncated = (list(values) for values in zip(*parts, strict=True))
+    outcomes = self._call(name, grader, lambda: grader(examples, completions, truncated=truncated))
     if not isinstance(outcomes, Sequence) or not all(isinstance(outcome, Outcome) for outcome in outcomes):
       raise UserError(
         f'The grader {name!r} must return a list with one sdpo_jax.types.Outcome for each completion, not '
@@ -135,39 +163,31 @@ class Graders:
         f'The grader {name!r} returned {len(outcomes)} outcomes for {len(completions)} completions: it must return one '
         'for each, in order.'
       )
-    wrong = [outcome for outcome in outcomes if not _is_sound(outcome)]
+    sound = [checked(outcome, self._settings.score_range) for outcome in outcomes]
+    wrong = [new for new, old in zip(sound, outcomes, strict=True) if not new.graded and old.score is not None]
     if wrong:
       logging.warning(
-        'The grader %r gave %d of %d completions a score that is no finite number, or feedback that is no text, such as '
-        '%s; they score 0.',
+        'The grader %r gave %d of %d completions what cannot be used, and they count as ungraded; the first: %s.',
         name,
         len(wrong),
         len(outcomes),
-        short_repr(wrong[0]),
+        wrong[0].reason,
       )
-    return [_encodable(outcome) if _is_sound(outcome) else _failed() for outcome in outcomes]
+    return sound
+
+  def _call(self, name: str, grader: registry.Grader, function: Callable[[], Any]) -> Any:
+    seconds = None if getattr(grader, 'limits_itself', False) else self._settings.grader_timeout_s
+    return call_within(function, seconds, f'grader-{name}')
 
 
-def _failed() -> Outcome:
-  """What stands for a completion that could not be graded."""
-  return Outcome(0.0, None, {'acc': 0.0, 'pred': '', FAILED: 1.0})
-
-
-def _is_sound(outcome: Outcome) -> bool:
-  number = isinstance(outcome.score, numbers.Real) and math.isfinite(outcome.score)
-  return number and isinstance(outcome.feedback, str | None) and isinstance(outcome.metrics, Mapping)
-
-
-def clean(text: str) -> str:
-  """Text that can be encoded: escapes can spell half a surrogate pair, which no file or tokenizer takes."""
-  return text.encode('utf-8', 'replace').decode()
-
-
-def _encodable(outcome: Outcome) -> Outcome:
-  """The outcome with texts that can be encoded: what a model wrote may stand in them."""
-  feedback = outcome.feedback
-  metrics = {name: clean(value) if isinstance(value, str) else value for name, value in outcome.metrics.items()}
-  return dataclasses.replace(outcome, feedback=None if feedback is None else clean(feedback), metrics=metrics)
+def _without(name: str, example: Example, error: Exception) -> Outcome:
+  """What stands for a completion that its grader raised or hung for."""
+  if isinstance(error, OverranError):
+    logging.warning('The grader %r was abandoned over a completion of %s: %s.', name, example.id, error)
+    return ungraded(f'the grader {name!r} gave {error} (environments.grader_timeout_s)')
+  said = error.__cause__ if isinstance(error, EndedError) else error
+  logging.warning('The grader %r raised for a completion of %s, which is ungraded: %r', name, example.id, said)
+  return ungraded(f'the grader {name!r} raised {short_repr(said, 200)}')
 
 
 _loaded: set[pathlib.Path] = set()

@@ -12,7 +12,7 @@ from typing import Any
 
 from sdpo_jax.config import EnvironmentsConfig, HttpGraderConfig
 from sdpo_jax.environments import remote
-from sdpo_jax.environments.grading import FAILED, clean
+from sdpo_jax.environments.outcomes import encodable
 from sdpo_jax.environments.registry import register_factory
 from sdpo_jax.types import Example, Outcome
 
@@ -27,6 +27,8 @@ def make(settings: EnvironmentsConfig) -> HttpGrader:
 
 class HttpGrader:
   """Posts completions to `environments.http.url`."""
+
+  limits_itself = True
 
   def __init__(self, settings: HttpGraderConfig):
     prefix = 'environments.http'
@@ -79,12 +81,12 @@ def outcome(answer: Any) -> Outcome:
     raise remote.Fault(f"'metrics' of its answer must be an object, not {remote.quoted(metrics)}")
   return Outcome(
     score=remote.number(answer['score'], 'score'),
-    feedback=None if feedback is None else clean(feedback),
-    metrics={clean(name): _metric(name, value) for name, value in (metrics or {}).items()} | {FAILED: 0.0},
+    feedback=None if feedback is None else encodable(feedback),
+    metrics={encodable(name): _metric(name, value) for name, value in (metrics or {}).items()},
   )
 
 
 def _metric(name: str, value: Any) -> float | str:
   if isinstance(value, str):
-    return clean(value)
+    return encodable(value)
   return float(value) if isinstance(value, bool) else remote.number(value, f'metrics.{name}')

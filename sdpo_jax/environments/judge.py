@@ -14,7 +14,7 @@ from typing import Any
 
 from sdpo_jax.config import EnvironmentsConfig, JudgeConfig
 from sdpo_jax.environments import remote
-from sdpo_jax.environments.grading import FAILED, clean
+from sdpo_jax.environments.outcomes import encodable
 from sdpo_jax.environments.registry import register_factory
 from sdpo_jax.environments.thinking import without_thinking
 from sdpo_jax.errors import UserError
@@ -38,6 +38,8 @@ def make(settings: EnvironmentsConfig) -> Judge:
 
 class Judge:
   """Asks `environments.judge.model` about completions."""
+
+  limits_itself = True
 
   def __init__(self, settings: JudgeConfig):
     prefix, example = 'environments.judge', 'http://localhost:8000/v1'
@@ -117,7 +119,7 @@ def outcome(answer: Any) -> Outcome:
     raise remote.Fault(
       f"the judge's answer has no line 'Score: x' with x from 0 to 1{hint}: {_end(content)}", again=True
     )
-  return Outcome(score, clean(critique) or None, {'acc': score, FAILED: 0.0})
+  return Outcome(score, encodable(critique) or None, {'acc': score})
 
 
 def read_critique(text: str) -> tuple[float | None, str]:

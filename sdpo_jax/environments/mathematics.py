@@ -93,6 +93,8 @@ def quickly(gold: str, pred: str, tolerance: float) -> bool | None:
 class MathGrader:
   """Grades mathematical answers; holds the sandbox in which they are compared."""
 
+  limits_itself = True
+
   def __init__(self, settings: EnvironmentsConfig):
     """Starts the sandbox.
 

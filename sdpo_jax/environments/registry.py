@@ -20,8 +20,12 @@ from sdpo_jax.types import Example, Outcome
 class Grader(Protocol):
   """Returns one outcome per completion, in order; a fault of the completion is an outcome, never an exception.
 
-  Called with whatever has finished of a batch, while the rest is sampled: one call at a time, from a thread that is not
-  the main thread nor, in the next batch, the same.
+  Called with whatever has finished of a batch, while the rest is sampled: one call at a time, each from a thread of its
+  own. A call that takes longer than `environments.grader_timeout_s` is abandoned: its thread goes on as long as it
+  likes, also during the next call, and what it returns is dropped. A grader with an attribute `limits_itself` that is
+  true has time limits of its own and is waited for.
+
+  What cannot be graded is `Outcome.ungraded(why)`; raising for it does the same.
   """
 
   def __call__(

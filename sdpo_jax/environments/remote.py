@@ -1,7 +1,7 @@
 """Graders that ask a server: one POST a completion, some at a time, each tried again where that may help.
 
-What a server does wrong costs the completions that it concerns (score 0, counted), not the run. A server that grades
-nothing at all ends the run, which would otherwise train on zeros.
+What a server does wrong costs the completions that it concerns (they are ungraded), not the run. A server that grades
+nothing at all ends the run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx2
 
-from sdpo_jax.environments.grading import FAILED
+from sdpo_jax.environments.outcomes import ungraded
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.files import jsonable
 from sdpo_jax.types import Example, Outcome
@@ -155,7 +155,7 @@ class Remote:
     self._batch = _Batch(concurrency)
 
   def grade(self, examples: Sequence[Example], bodies: Sequence[Body], read: Reader) -> list[Outcome]:
-    """One outcome for each body, in order; those that cannot be had score 0 and are counted in `end_batch`'s warning.
+    """One outcome for each body, in order; those that cannot be had are ungraded, and in `end_batch`'s warning.
 
     Args:
       examples: [N] the question of each.
@@ -173,7 +173,7 @@ class Remote:
         outcomes.append(waiting.result())
       except Fault as fault:
         reasons.append(self._redacted(str(fault)))
-        outcomes.append(Outcome(0.0, None, {'acc': 0.0, 'pred': '', FAILED: 1.0}))
+        outcomes.append(ungraded(f'{self._name}: {reasons[-1]}'))
     batch.asked += len(bodies)
     batch.reasons += reasons
     batch.questions.update(example.id for example in examples)
@@ -193,7 +193,7 @@ class Remote:
     self._worked |= len(batch.reasons) < batch.asked
     if batch.reasons:
       logging.warning(
-        'The environment %r could not grade %d of %d completions, which score 0; the first: %s.',
+        'The environment %r could not grade %d of %d completions; the first: %s.',
         self._name,
         len(batch.reasons),
         batch.asked,

@@ -79,7 +79,7 @@ def _reference_inputs(text: str) -> Iterator[dict[str, Any]]:
       return
     try:
       yield json.loads(text[start : end + 1])
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # The reference raises where it is nested too deeply, or a number too long.
       pass
     position = end + 1
 

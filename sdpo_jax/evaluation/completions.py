@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from sdpo_jax.environments.grading import FAILED
+from sdpo_jax.environments.outcomes import graded_of
 from sdpo_jax.types import Example, Outcome, Rollouts
 
 FORMAT_VALID = 'format_valid'  # A metric of outcomes, 1.0 or 0.0. `incorrect_format` is not read: see `describe`.
@@ -44,9 +44,9 @@ def describe(
     words: words of doubt to count; empty: not counted.
 
   Returns:
-    completion_length_mean, _p50, _p95, _max (tokens), truncated_fraction, grader_failed_fraction; entropy (nats, mean
-    over tokens, of the plain model distribution) where there is a token; epistemic_words_mean (per completion);
-    format_valid_fraction where graders report it (of the completions that could be graded).
+    completion_length_mean, _p50, _p95, _max (tokens), truncated_fraction, ungraded_fraction; entropy (nats, mean over
+    tokens, of the plain model distribution) where there is a token; epistemic_words_mean (per completion);
+    format_valid_fraction where graders report it (of the graded completions).
   """
   mask = rollouts.completion_mask[samples]
   lengths = mask.sum(1)
@@ -57,7 +57,7 @@ def describe(
     'completion_length_p95': float(np.percentile(lengths, 95)),
     'completion_length_max': float(lengths.max()),
     'truncated_fraction': float(np.mean([rollouts.finish_reason[sample] == 'length' for sample in samples])),
-    'grader_failed_fraction': float(np.mean([failed(outcome) for outcome in chosen])),
+    'ungraded_fraction': float(np.mean(~graded_of(chosen))),
   }
   if mask.any():
     metrics['entropy'] = float(rollouts.entropy[samples][mask].mean())
@@ -66,27 +66,21 @@ def describe(
     metrics['epistemic_words_mean'] = float(np.mean(counts))
   formats = metric_values(chosen, FORMAT_VALID)
   if formats is not None:
-    graded = [value for value, outcome in zip(formats, chosen, strict=True) if not failed(outcome)]
-    metrics['format_valid_fraction'] = float(np.mean(graded))
+    metrics['format_valid_fraction'] = float(formats[graded_of(chosen)].mean())
   return metrics
 
 
-def failed(outcome: Outcome) -> bool:
-  """Return whether the grader raised instead of grading."""
-  return bool(outcome.metrics.get(FAILED, 0))
-
-
 def metric_values(outcomes: Sequence[Outcome], name: str) -> np.ndarray | None:
-  """Return the [M] float64 values of a metric, 0 where the grader failed; None unless every graded outcome has it."""
-  values = [0.0 if failed(outcome) else _number(outcome.metrics.get(name)) for outcome in outcomes]
-  if any(value is None for value in values) or all(failed(outcome) for outcome in outcomes):
+  """Return the [M] float64 values of a metric, NaN of ungraded outcomes; None unless every graded one has a number."""
+  values = [_number(outcome.metrics.get(name)) if outcome.graded else np.nan for outcome in outcomes]
+  if any(value is None for value in values) or not any(outcome.graded for outcome in outcomes):
     return None
   return np.asarray(values, np.float64)
 
 
 def metric_names(outcomes: Sequence[Outcome]) -> list[str]:
-  """Return the names of numeric metrics, sorted; without the two that are reported as fractions."""
-  names = {name for outcome in outcomes for name in outcome.metrics} - {FORMAT_VALID, FAILED, 'score'}
+  """Return the names of numeric metrics, sorted; without the one that is reported as a fraction."""
+  names = {name for outcome in outcomes for name in outcome.metrics} - {FORMAT_VALID, 'score'}
   return sorted(name for name in names if metric_values(outcomes, name) is not None)
 
 

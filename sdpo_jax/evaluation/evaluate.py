@@ -2,6 +2,9 @@
 
 For every question and k the reference seeds NumPy's legacy generator anew with 42 and draws k of the n samples with
 replacement, 1000 times. So do we, draw for draw: the same samples give the same numbers.
+
+Only graded samples count. A question with fewer than n of them is measured by those that it has (k are drawn from them)
+and weighs as much as any other; one without any is left out.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import numpy as np
 from sdpo_jax.config import Config
 from sdpo_jax.data.prompts import prompt_tokens
 from sdpo_jax.environments.grading import Graders
+from sdpo_jax.environments.outcomes import check_graded, graded_of, scores_of
 from sdpo_jax.evaluation.completions import describe, metric_names, metric_values, samples_by_source
 from sdpo_jax.files import jsonable
 from sdpo_jax.rollout.engine import Sampler
@@ -55,19 +59,21 @@ def bootstrap_draws(n: int, k: int) -> np.ndarray:
   return np.random.RandomState(BOOTSTRAP_SEED).choice(n, size=(BOOTSTRAPS, k), replace=True)
 
 
-def best_at_k(values: np.ndarray, k: int) -> float:
-  """Return the expected maximum of k of the n values [G, n] of a question, averaged over questions."""
-  draws = bootstrap_draws(values.shape[1], k)
-  return float(np.mean([of_question[draws].max(1).mean() for of_question in values]))
+Samples = Sequence[np.ndarray]  # Of each question the values of its graded samples: n of them, or fewer.
 
 
-def worst_at_k(values: np.ndarray, k: int) -> float:
-  """Return the expected minimum of k of the n values [G, n] of a question, averaged over questions."""
-  return -best_at_k(-values, k)
+def best_at_k(values: Samples, k: int) -> float:
+  """Return the expected maximum of k of the samples of a question, averaged over questions."""
+  return float(np.mean([of_question[bootstrap_draws(len(of_question), k)].max(1).mean() for of_question in values]))
+
+
+def worst_at_k(values: Samples, k: int) -> float:
+  """Return the expected minimum of k of the samples of a question, averaged over questions."""
+  return -best_at_k([-of_question for of_question in values], k)
 
 
 def majority_sample(predictions: Sequence[str], k: int) -> np.ndarray:
-  """Return the [BOOTSTRAPS] samples that gave the most frequent of k of the n predictions of a question.
+  """Return the [BOOTSTRAPS] samples that gave the most frequent of k of the predictions of a question.
 
   Of predictions that are equally frequent the one drawn first wins, and of the samples that gave it the first drawn.
   """
@@ -78,33 +84,39 @@ def majority_sample(predictions: Sequence[str], k: int) -> np.ndarray:
   return draws[np.arange(BOOTSTRAPS), votes.argmax(1)]
 
 
-def majority_samples(predictions: Sequence[Sequence[str]]) -> dict[int, np.ndarray]:
-  """Return k → [G, BOOTSTRAPS] `majority_sample` of G questions, for every reported k."""
-  ks = reported_ks(len(predictions[0]))
-  return {k: np.stack([majority_sample(of_question, k) for of_question in predictions]) for k in ks}
+def majority_samples(predictions: Sequence[Sequence[str]], n: int) -> dict[int, np.ndarray]:
+  """Return k → [G, BOOTSTRAPS] `majority_sample` of G questions, for every reported k of n samples."""
+  return {k: np.stack([majority_sample(of_question, k) for of_question in predictions]) for k in reported_ks(n)}
 
 
-def maj_at_k(values: np.ndarray, winners: np.ndarray) -> float:
+def maj_at_k(values: Samples, winners: np.ndarray) -> float:
   """Return the expected value of the majority's answer, averaged over questions.
 
   Args:
-    values: [G, n].
+    values: of G questions.
     winners: [G, BOOTSTRAPS], of `majority_samples`.
   """
-  return float(np.take_along_axis(values, winners, axis=1).mean())
+  return float(np.stack([of_question[won] for of_question, won in zip(values, winners, strict=True)]).mean())
 
 
-def summarize(values: np.ndarray, winners: Mapping[int, np.ndarray] | None = None) -> dict[str, float]:
+def mean_over_questions(values: Samples) -> float:
+  """Return the mean over questions of the means over their samples."""
+  if len({len(of_question) for of_question in values}) == 1:
+    return float(np.stack(values).mean())  # The reference's order of summation.
+  return float(np.mean([of_question.mean() for of_question in values]))
+
+
+def summarize(values: Samples, n: int, winners: Mapping[int, np.ndarray] | None = None) -> dict[str, float]:
   """Return mean@n, std@n, and best@k, worst@k and maj@k for k = 2, 4, … n (reference metric_utils.py:511).
 
   Args:
-    values: [G, n], scores or another metric.
+    values: scores or another metric, of at least one sample of each question.
+    n: samples that were drawn of a question.
     winners: of `majority_samples`; None where the environment extracts no answers: no maj@k.
   """
-  n = values.shape[1]
-  metrics = {f'mean@{n}': float(values.mean())}
+  metrics = {f'mean@{n}': mean_over_questions(values)}
   if n > 1:
-    metrics[f'std@{n}'] = float(values.std(axis=1).mean())
+    metrics[f'std@{n}'] = float(np.mean([of_question.std() for of_question in values]))
   for k in reported_ks(n):
     metrics[f'best@{k}'] = best_at_k(values, k)
     metrics[f'worst@{k}'] = worst_at_k(values, k)
@@ -135,6 +147,9 @@ def evaluate(
     tokenizer: with a chat template.
     graders: of the run.
     seed: of the sampling noise; the same seed gives the same samples.
+
+  Raises:
+    UserError: a grader cannot work, or too few samples could be graded (`environments.max_ungraded_fraction`).
   """
   kwargs = config.val_kwargs
   with GradingThread(graders, examples, kwargs.n) as grading:
@@ -150,6 +165,7 @@ def evaluate(
       on_finished=grading.add,
     )
     outcomes = grading.outcomes()
+  check_graded(outcomes, config.environments.max_ungraded_fraction)
   return Evaluation(
     metrics=metrics_by_source(examples, rollouts, outcomes, kwargs.n, config.alarms.epistemic_words),
     samples=_samples(examples, rollouts, outcomes),
@@ -161,6 +177,8 @@ def metrics_by_source(
 ) -> dict[str, dict[str, float]]:
   """Return the metrics of each data source: `summarize` of the score and, under `<metric>/`, of every other number.
 
+  A source without a graded sample has mean@n NaN, and nothing else of what graders say.
+
   Args:
     examples: G questions.
     rollouts: N = G · n samples, the n of a question next to each other.
@@ -171,19 +189,31 @@ def metrics_by_source(
   metrics = {}
   for source, samples in samples_by_source(examples, rollouts.group).items():
     chosen = [outcomes[sample] for sample in samples]
-    scores = np.array([outcome.score for outcome in chosen], np.float64).reshape(-1, n)
-    winners = None
-    if all('pred' in outcome.metrics for outcome in chosen):
-      predictions = [str(outcome.metrics['pred']) for outcome in chosen]
-      winners = majority_samples([predictions[first : first + n] for first in range(0, len(predictions), n)])
-    found = summarize(scores, winners)
-    for name in metric_names(chosen):
-      values = metric_values(chosen, name).reshape(-1, n)
-      found.update({f'{name}/{key}': value for key, value in summarize(values, winners).items()})
+    graded = graded_of(chosen)
+    found = _summaries(chosen, n) if graded.any() else {f'mean@{n}': float('nan')}
     found.update(describe(rollouts, outcomes, samples, words))
-    found['questions'] = float(len(scores))
+    found['questions'] = float(len(chosen) // n)
     metrics[source] = found
   return metrics
+
+
+def _summaries(outcomes: Sequence[Outcome], n: int) -> dict[str, float]:
+  """Return `summarize` of score and metrics, of at least one graded outcome; the n of a question are consecutive."""
+  questions = [range(first, first + n) for first in range(0, len(outcomes), n)]
+  graded = [[row for row in question if outcomes[row].graded] for question in questions]
+  graded = [rows for rows in graded if rows]
+
+  def of_questions(values: np.ndarray) -> Samples:
+    return [values[rows] for rows in graded]
+
+  winners = None
+  if all('pred' in outcomes[row].metrics for rows in graded for row in rows):
+    winners = majority_samples([[str(outcomes[row].metrics['pred']) for row in rows] for rows in graded], n)
+  found = summarize(of_questions(scores_of(outcomes)), n, winners)
+  for name in metric_names(outcomes):
+    summary = summarize(of_questions(metric_values(outcomes, name)), n, winners)
+    found.update({f'{name}/{key}': value for key, value in summary.items()})
+  return found
 
 
 def _samples(examples: Sequence[Example], rollouts: Rollouts, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
@@ -198,6 +228,7 @@ def _samples(examples: Sequence[Example], rollouts: Rollouts, outcomes: Sequence
       'finish_reason': rollouts.finish_reason[number],
       'tokens': int(rollouts.completion_mask[number].sum()),
       'score': jsonable(outcome.score),
+      'ungraded': outcome.reason,
       'feedback': outcome.feedback,
     }
     # A metric of the same name as a field above gives way to it.

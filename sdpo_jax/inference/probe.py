@@ -20,6 +20,7 @@ from sdpo_jax.data.grouping import first_of_same
 from sdpo_jax.data.prompts import ChatFormat, Tokenizer, chat_tokens, prompt_tokens
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
+from sdpo_jax.environments.outcomes import scores_of
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation.completions import describe
 from sdpo_jax.evaluation.evaluate import best_at_k, reported_ks
@@ -147,7 +148,7 @@ def probe(
     rule/<name>/gain, the mean over all completions of what the teacher would gain if the settings chose contexts by
     that rule (0 where there is none), and rule/<name>/over_configured, that minus the configured rule's; _se of both.
 
-    completion/tokens_mean …, completion/truncated, completion/grader_failed, completion/format_valid (where graders
+    completion/tokens_mean …, completion/truncated, completion/ungraded, completion/format_valid (where graders
     tell), completion/entropy; reprompt/tokens_mean …, before any shortening, reprompt/truncated.
   """
   sd = config.actor.self_distillation
@@ -172,7 +173,9 @@ def probe(
       return rollouts, grading.outcomes()
 
   def correct(outcomes: Sequence[Outcome]) -> np.ndarray:
-    return np.asarray([outcome.score for outcome in outcomes], np.float32) >= threshold
+    """Return 1 or 0 for each completion, NaN for an ungraded one."""
+    scores = scores_of(outcomes).astype(np.float32)
+    return np.where(np.isnan(scores), np.nan, scores >= threshold)
 
   n, temperature = config.rollout.n, config.rollout.temperature
   prompts = [prompt_tokens(tokenizer, example, config) for example in examples]
@@ -198,27 +201,29 @@ def probe(
   context = build(sd)
   _, greedy = sample(examples, prompts, 1, 0.0, _STUDENT)
   by_question = success.reshape(len(examples), n)
-  scores = np.asarray([outcome.score for outcome in outcomes], np.float64).reshape(len(examples), n)
+  known = [row[~np.isnan(row)] for row in by_question]
+  known = [row for row in known if len(row)]
+  scores = scores_of(outcomes).reshape(len(examples), n)
   taught_questions = np.asarray(context.mask > 0).reshape(len(examples), n).any(1)
   results = {
     'questions': len(examples),
     'completions': len(rollouts),
-    'student/sampled': float(success.mean()),
-    'student/greedy': float(correct(greedy).mean()),
-    'student/groups_with_success': float(by_question.any(1).mean()),
-    **{f'student/best@{k}': best_at_k(by_question.astype(np.float64), k) for k in reported_ks(n)[:-1]},
-    f'student/best@{n}': float(by_question.any(1).mean()),
-    'student/score_mean': float(scores.mean()),
-    'signal/grpo_questions': float((scores != scores[:, :1]).any(1).mean()),
+    'student/sampled': _mean(success),
+    'student/greedy': _mean(correct(greedy)),
+    'student/groups_with_success': float((by_question == 1).any(1).mean()),
+    **{f'student/best@{k}': best_at_k(known, k) for k in reported_ks(n)[:-1] if known},
+    f'student/best@{n}': float((by_question == 1).any(1).mean()),
+    'student/score_mean': _mean(scores),
+    'signal/grpo_questions': float(np.mean([len(set(row[~np.isnan(row)])) > 1 for row in scores])),
     'signal/sdpo_questions': float(taught_questions.mean()),
-    'signal/all_right': float(by_question.all(1).mean()),
-    'signal/all_wrong': float((~by_question).all(1).mean()),
+    'signal/all_right': float(np.sum([row.all() for row in known]) / len(examples)),
+    'signal/all_wrong': float(np.sum([not row.any() for row in known]) / len(examples)),
     'teacher/signal': float(context.mask.mean()),
     **_completions(rollouts, outcomes),
   }
   # Fresh answers: what the student does at the questions of any subset of completions, however the subset was chosen.
   _, fresh = sample(examples, prompts, n, temperature, _PLAIN)
-  plain = correct(fresh).reshape(len(examples), n).mean(1)[group]
+  plain = np.array([_mean(row) for row in correct(fresh).reshape(len(examples), n)])[group]
   answers: dict[tuple[int, tuple[int, ...]], float] = {}
 
   def ask(asked: TeacherContext, rows: np.ndarray) -> list[tuple[int, tuple[int, ...]]]:
@@ -228,11 +233,11 @@ def probe(
     """Has the teacher answer each prompt once, and keeps whether it was right."""
     asked = [examples[group[row]] for row, _ in keys]
     said, graded = sample(asked, [tokens for _, tokens in keys], 1, temperature, step)
-    answers.update(zip(keys, correct(graded).astype(np.float64), strict=True))
+    answers.update(zip(keys, correct(graded), strict=True))
     return said
 
   def collect(keys: Sequence[tuple[int, tuple[int, ...]]]) -> np.ndarray:
-    """Return [N], 1 or 0 for each completion that the teacher answered, NaN for the others."""
+    """Return [N], 1 or 0 for each completion that the teacher answered and that was graded, NaN for the others."""
     taught = np.full(len(rollouts), np.nan)
     for key in keys:
       taught[key[0]] = answers[key]
@@ -245,11 +250,11 @@ def probe(
   said = answer(configured, _TEACHER)
   taught = collect(configured)
   shown = np.asarray([context.solutions[row] is not None for row in rows])
-  results['teacher/accuracy'] = float(taught[rows].mean())
-  results['teacher/student_accuracy'] = float(success[rows].mean())
+  results['teacher/accuracy'] = _mean(taught[rows])
+  results['teacher/student_accuracy'] = _mean(success[rows])
   for name, chosen in (('demonstration', shown), ('feedback', ~shown)):
     if chosen.any():
-      results[f'teacher/{name}_accuracy'] = float(taught[rows][chosen].mean())
+      results[f'teacher/{name}_accuracy'] = _mean(taught[rows][chosen])
   results |= _gap('teacher', taught, plain, group)
   results['teacher/truncated'] = float(np.mean([reason == 'length' for reason in said.finish_reason]))
 
@@ -315,8 +320,16 @@ def mean_and_error(values: np.ndarray, group: np.ndarray) -> tuple[float, float 
   return mean, float(np.sqrt((sums**2).sum() * len(sums) / (len(sums) - 1)) / len(values))
 
 
+def _mean(values: np.ndarray) -> float:
+  """The mean of what is not NaN, NaN of nothing."""
+  known = values[~np.isnan(values)]
+  return float(known.mean()) if len(known) else float('nan')
+
+
 def _gap(prefix: str, taught: np.ndarray, plain: np.ndarray, group: np.ndarray) -> dict[str, float]:
-  there = ~np.isnan(taught)
+  there = ~np.isnan(taught) & ~np.isnan(plain)
+  if not there.any():
+    return {}
   return {
     f'{prefix}/plain_accuracy': float(plain[there].mean()),
     **_with_error(f'{prefix}/gap', (taught - plain)[there], group[there]),
@@ -374,7 +387,7 @@ def _completions(rollouts: Rollouts, outcomes: Sequence) -> dict[str, float]:
     'completion_length_p95': 'tokens_p95',
     'completion_length_max': 'tokens_max',
     'truncated_fraction': 'truncated',
-    'grader_failed_fraction': 'grader_failed',
+    'ungraded_fraction': 'ungraded',
     'format_valid_fraction': 'format_valid',
     'entropy': 'entropy',
   }

@@ -14,8 +14,8 @@ MASTERED = 0.95  # A student this good has nothing left to learn from these ques
 SMALL_GAP = 0.03  # A gap of which, at a slope of one, three points would come.
 ERRORS = 2.0  # Standard errors by which a difference must exceed 0 to be believed.
 TRUNCATED = 0.05  # Completions or teacher prompts.
-GRADER_FAILED = 0.01  # Above it, a warning; above NO_RUN_FAILED, no run.
-NO_RUN_FAILED = 0.2
+UNGRADED = 0.01  # Above it, a warning; above NO_RUN_UNGRADED, no run.
+NO_RUN_UNGRADED = 0.2
 FORMAT_VALID = 0.8
 
 _PREFIX = 'actor.self_distillation'
@@ -81,9 +81,9 @@ def believed(numbers: Mapping[str, float], name: str) -> bool:
 
 def _broken(numbers: Mapping[str, float]) -> list[str]:
   found = []
-  if numbers['completion/grader_failed'] > NO_RUN_FAILED:
+  if numbers['completion/ungraded'] > NO_RUN_UNGRADED:
     found.append(
-      f'The grader failed for {_percent(numbers["completion/grader_failed"])} of the completions: mend it first.'
+      f'The grader could not grade {_percent(numbers["completion/ungraded"])} of the completions: mend it first.'
     )
   if numbers['student/sampled'] >= MASTERED:
     found.append(
@@ -99,6 +99,8 @@ def _against_sdpo(numbers: Mapping[str, float]) -> list[str]:
       f'The teacher knows more than the student at {_percent(questions)} of the questions only: there is hardly a '
       f'success to show nor feedback that the settings let it read. {_way_to_signal(numbers)}'
     ]
+  if 'teacher/gap' not in numbers:
+    return ["None of the teacher's answers could be graded."]
   if believed(numbers, 'teacher/gap'):
     return []
   gap = _gap(numbers, 'teacher')
@@ -199,9 +201,9 @@ def _limits(numbers: Mapping[str, float], config: Config) -> list[str]:
 
 def _grading(numbers: Mapping[str, float]) -> list[str]:
   found = []
-  if GRADER_FAILED < numbers['completion/grader_failed'] <= NO_RUN_FAILED:
+  if UNGRADED < numbers['completion/ungraded'] <= NO_RUN_UNGRADED:
     found.append(
-      f'The grader failed for {_percent(numbers["completion/grader_failed"])} of the completions, which count as wrong.'
+      f'The grader could not grade {_percent(numbers["completion/ungraded"])} of the completions, which are left out.'
     )
   if numbers.get('completion/format_valid', 1.0) < FORMAT_VALID:
     found.append(
@@ -268,7 +270,7 @@ def _sections(numbers: Mapping[str, float]) -> list[tuple[str, list[tuple[str, s
   ]
   grading = [
     *share('completions in the right format', 'completion/format_valid'),
-    *share('grader failures', 'completion/grader_failed'),
+    *share('ungraded', 'completion/ungraded'),
   ]
   sections = [
     ('Student, right', student),

@@ -15,6 +15,7 @@ def loss_coefficients(
   scale: float | None = None,
   num_tokens: float | None = None,
   num_sequences: float | None = None,
+  counted: chex.Array | None = None,
 ) -> chex.Array:
   """Return the coefficients c [N, T] with which loss = Σ c·(token losses) is the aggregate `mode`.
 
@@ -37,6 +38,8 @@ def loss_coefficients(
     scale: divisor of seq-mean-token-sum-norm; None: T, as the reference.
     num_tokens: denominator of token-mean in place of the group's own count.
     num_sequences: denominator of the seq-mean modes in place of the group's own count.
+    counted: [N] bool, sequences that are there at all; None: all. A group without any is not averaged over. The `mask` of
+      the others must be 0.
 
   Raises:
     ValueError: unknown mode, or a group size that does not divide N.
@@ -70,4 +73,8 @@ def loss_coefficients(
     coefficients = mask / (present if num_sequences is None else num_sequences)
     if mode == 'seq-mean-token-mean':
       coefficients = coefficients / (tokens + 1e-8 * (tokens > 0) + (tokens == 0))[:, None]
+  if counted is not None:
+    chex.assert_shape(counted, (sequences,))
+    present = counted.reshape(groups, group_size).any(1).sum().astype(mask.dtype)
+    groups = xp.maximum(present, xp.ones_like(present))
   return (coefficients / groups).astype(mask.dtype)

@@ -13,6 +13,7 @@ import numpy as np
 
 from sdpo_jax.config import SelfDistillationConfig
 from sdpo_jax.data.prompts import DEFAULT_FORMAT, ChatFormat, Tokenizer, chat_tokens
+from sdpo_jax.environments.outcomes import graded_of, scores_of
 from sdpo_jax.environments.thinking import without_closed_thinking, without_thinking
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Messages, Outcome
@@ -46,7 +47,7 @@ def shown_text(completion: str, config: SelfDistillationConfig) -> str | None:
 def successes_by_group(
   scores: Sequence[float] | np.ndarray, group: Sequence[Hashable], threshold: float
 ) -> dict[Hashable, list[int]]:
-  """Rows, in batch order, whose score (as float32) reaches the threshold, by group; groups without one are absent."""
+  """Rows, in batch order, whose score (as float32, NaN: none) reaches the threshold, by group; groups without one are absent."""
   successes: dict[Hashable, list[int]] = {}
   for row in np.flatnonzero(np.asarray(scores, np.float32) >= np.float32(threshold)):
     successes.setdefault(group[int(row)], []).append(int(row))
@@ -153,7 +154,8 @@ def build_teacher_context(
   count = len(texts)
   sample_ids = np.arange(count) if sample_ids is None else sample_ids
   group = list(group)
-  successes = successes_by_group([outcome.score for outcome in outcomes], group, config.success_reward_threshold)
+  graded = graded_of(outcomes)
+  successes = successes_by_group(scores_of(outcomes), group, config.success_reward_threshold)
   feedback = [_feedback(outcome, config) for outcome in outcomes]
   solutions: list[str | None] = []
   used: list[str | None] = []
@@ -161,11 +163,14 @@ def build_teacher_context(
   shown = [shown_text(text, config) for text in texts]
   for row in range(count):
     right = successes.get(group[row], ())
-    candidates = [success for success in right if shown[success] is not None] if config.include_demonstration else ()
+    # Of an ungraded completion nobody knows whether it needs teaching.
+    teachable = config.include_demonstration and graded[row]
+    candidates = [success for success in right if shown[success] is not None] if teachable else ()
     chosen = choose_demonstration(row, candidates, config, sample_ids=sample_ids, seed=seed, step=step)
     solution = None if chosen is None else shown[chosen]
     solutions.append(solution)
-    attempts.append(shown[row] if config.include_failed_attempt and row not in right else None)
+    failed = graded[row] and row not in right
+    attempts.append(shown[row] if config.include_failed_attempt and failed else None)
     used.append(None if config.environment_feedback_only_without_solution and solution is not None else feedback[row])
   mask = np.array([s is not None or f is not None for s, f in zip(solutions, used, strict=True)], np.float32)
 
@@ -193,8 +198,8 @@ def build_teacher_context(
   }
   truncated = np.array([fitted[key][2] for key in keys], bool)
 
-  def fraction(flags: Sequence[bool] | np.ndarray) -> float:
-    return float(np.mean(flags)) if len(flags) else 0.0
+  def fraction(flags: Sequence[bool] | np.ndarray, of: np.ndarray = graded) -> float:
+    return float(np.mean(np.asarray(flags)[of])) if of.any() else 0.0
 
   return TeacherContext(
     messages=[fitted[key][0] for key in keys],
@@ -204,19 +209,20 @@ def build_teacher_context(
     feedback=feedback,
     truncated=truncated,
     metrics={
-      'self_distillation/success_group_fraction': len(successes) / max(len(set(group)), 1),
+      'self_distillation/success_group_fraction': len(successes)
+      / max(len({group[row] for row in np.flatnonzero(graded)}), 1),
       'self_distillation/success_sample_fraction': fraction([s is not None for s in solutions]),
       'self_distillation/feedback_available_fraction': fraction([f is not None for f in feedback]),
       'self_distillation/feedback_used_fraction': fraction([f is not None for f in used]),
       'self_distillation/reprompt_sample_fraction': fraction(mask),
-      'self_distillation/truncated_fraction': fraction(truncated),  # Of all completions.
-      'teacher/truncation': fraction(truncated[mask > 0]),  # Of the teacher's prompts.
+      'self_distillation/truncated_fraction': fraction(truncated),  # Of all graded completions.
+      'teacher/truncation': fraction(truncated, mask > 0),  # Of the teacher's prompts.
     },
   )
 
 
 def _feedback(outcome: Outcome, config: SelfDistillationConfig) -> str | None:
-  text = outcome.feedback
+  text = outcome.feedback if outcome.graded else None
   return text if config.include_environment_feedback and isinstance(text, str) and text.strip() else None
 
 

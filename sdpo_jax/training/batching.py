@@ -75,6 +75,7 @@ class GenerationBatch:
   teacher_prompts: list[list[int]] | None  # N prompts of an in-mesh teacher; None: there is none.
   rollouts: Rollouts
   distill_mask: np.ndarray  # [N, T] float32, 1 where the teacher knows something; the others count in no denominator.
+  graded: np.ndarray | None = None  # [N] bool, samples that have a score; None: all. The others are in no term at all.
   advantages: np.ndarray | None = None  # [N, T] float32; None: no term reads them.
   old_log_probs: np.ndarray | None = None  # [N, T]; None: on-policy.
   # [N, T] float32, factors of a token's terms that denominators do not see; None: 1.
@@ -90,6 +91,9 @@ class GenerationBatch:
       if value is not None:
         chex.assert_shape(value, shape, custom_message=name)
         chex.assert_type(value, float)
+    if self.graded is not None:
+      chex.assert_shape(self.graded, shape[:1])
+      chex.assert_type(self.graded, bool)
     if self.signal is not None:
       if self.teacher_prompts is not None:
         raise ValueError('A generation batch has teacher prompts or an external signal, not both.')
@@ -108,8 +112,8 @@ class GenerationBatch:
 def coefficients(batch: GenerationBatch, samples: np.ndarray, config: Config) -> dict[str, np.ndarray]:
   """Return the weights of the terms of the loss by their name in `Batch`, [M, T] each.
 
-  Only the terms that the settings ask for are there. Denominators count every sample of the step, those without a
-  signal too (reference core_algos.py:1027-1082).
+  Only the terms that the settings ask for are there. Denominators count every graded sample of the step, those without
+  a signal too (reference core_algos.py:1027-1082); ungraded ones are as if they were not there.
 
   Args:
     batch: the generation batch.
@@ -119,11 +123,12 @@ def coefficients(batch: GenerationBatch, samples: np.ndarray, config: Config) ->
   chex.assert_rank(samples, 1)
   chex.assert_type(samples, int)
   actor, spec = config.actor, ObjectiveSpec.from_config(config)
-  mask = batch.rollouts.completion_mask[samples].astype(np.float32)
+  graded = np.ones(len(samples), bool) if batch.graded is None else batch.graded[samples]
+  mask = (batch.rollouts.completion_mask[samples] & graded[:, None]).astype(np.float32)
   scale = actor.loss_scale_factor or config.data.max_response_length
 
   def aggregated(mask: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-    values = loss_coefficients(mask, actor.loss_agg_mode, group_size=actor.loss_group_size, scale=scale)
+    values = loss_coefficients(mask, actor.loss_agg_mode, group_size=actor.loss_group_size, scale=scale, counted=graded)
     return values.astype(np.float32) * (np.float32(1) if weights is None else weights[samples])
 
   terms = {}

@@ -236,6 +236,9 @@ class _Run:
 
     Returns:
       the state after it; None if the run was told to stop before the update began, when `state` is still whole.
+
+    Raises:
+      UserError: the batch, or the evaluation, could not be graded; what there is of the run is saved.
     """
     session, config, trainer = self.session, self.session.config, self.session.config.trainer
     timer = Timer(progress.phase)
@@ -245,7 +248,13 @@ class _Run:
     profiled = step in trainer.profile_steps
     metrics: dict[str, float] = {}
     with jax.profiler.trace(str(folder)) if profiled else contextlib.nullcontext():
-      graded = rollout_and_grade(session, self.graders, state, next(self.iterator), step, timer)
+      before = self.host_state()
+      try:
+        graded = rollout_and_grade(session, self.graders, state, next(self.iterator), step, timer)
+      except UserError:  # Started again, the run repeats this batch.
+        self.save(step - 1, state, before, self.last_metrics)
+        self.checkpoints.wait()
+        raise
       if preemption.agreed():
         return None
       with timer('teach'):
@@ -264,9 +273,13 @@ class _Run:
     evaluated = bool(self.held_out) and (
       step == trainer.total_training_steps or bool(trainer.test_freq and step % trainer.test_freq == 0)
     )
+    unevaluated: UserError | None = None
     if evaluated:
       with timer('evaluate'):
-        metrics.update(self.evaluate(state, step))
+        try:
+          metrics.update(self.evaluate(state, step))
+        except UserError as error:
+          unevaluated = error  # To be raised once the step is written and saved.
     if self.evaluations:
       metrics.update(records.gap_metrics(graded, self.evaluations[max(self.evaluations)], config))
     line = {
@@ -299,8 +312,11 @@ class _Run:
       metrics = {}  # They were measured with other weights than those that are now saved.
     progress.step(step, line['rollout/score_mean'], report.loss, line['throughput/tokens_per_s'], note)
     due = step == trainer.total_training_steps or (trainer.save_freq and step % trainer.save_freq == 0)
-    if due or verdict != Verdict():
+    if due or verdict != Verdict() or unevaluated is not None:
       self.save(step, state, self.host_state(), metrics)
+    if unevaluated is not None:
+      self.checkpoints.wait()
+      raise unevaluated
     self.last_metrics = metrics
     return state
 

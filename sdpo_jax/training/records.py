@@ -12,6 +12,7 @@ import numpy as np
 
 from sdpo_jax.config import Config
 from sdpo_jax.distributed import accelerators
+from sdpo_jax.environments.outcomes import graded_of, scores_of
 from sdpo_jax.evaluation.completions import describe, metric_values, samples_by_source
 from sdpo_jax.evaluation.evaluate import Evaluation
 from sdpo_jax.files import jsonable, write_atomically
@@ -43,17 +44,22 @@ def rollout_metrics(graded: GradedRollouts, config: Config) -> dict[str, float]:
 
 def _rollout_metrics(graded: GradedRollouts, rows: np.ndarray, config: Config) -> dict[str, float]:
   rollouts, outcomes = graded.rollouts, [graded.outcomes[row] for row in rows]
-  scores = np.array([outcome.score for outcome in outcomes])
+  known = graded_of(outcomes)
+  scores, groups = scores_of(outcomes)[known], rollouts.group[rows][known]
   success = scores >= config.actor.self_distillation.success_reward_threshold
-  groups = rollouts.group[rows]
   metrics = {
-    'score_mean': scores.mean(),
-    'success_rate': success.mean(),
-    'solved_group_fraction': len(set(groups[success])) / len(set(groups)),
+    'score_mean': _mean(scores),
+    'success_rate': _mean(success),
+    'solved_group_fraction': len(set(groups[success])) / len(set(groups)) if len(groups) else math.nan,
     **describe(rollouts, graded.outcomes, rows, config.alarms.epistemic_words),
   }
   acc = metric_values(outcomes, 'acc')
-  return metrics if acc is None else {**metrics, 'acc_mean': acc.mean()}
+  return metrics if acc is None else {**metrics, 'acc_mean': acc[known].mean()}
+
+
+def _mean(values: np.ndarray) -> float:
+  """The mean, NaN of nothing."""
+  return values.mean() if len(values) else math.nan
 
 
 def gap_metrics(graded: GradedRollouts, evaluated: Mapping[str, float], config: Config) -> dict[str, float]:
@@ -69,7 +75,8 @@ def gap_metrics(graded: GradedRollouts, evaluated: Mapping[str, float], config: 
   for source, rows in samples_by_source(graded.examples, graded.rollouts.group).items():
     held_out = [value for name, value in evaluated.items() if name.startswith(f'eval/{source}/mean@')]
     if held_out and held_out[0] is not None and math.isfinite(held_out[0]):
-      gaps[f'gap/{source}'] = np.mean([graded.outcomes[row].score >= threshold for row in rows]) - held_out[0]
+      scores = scores_of([graded.outcomes[row] for row in rows])
+      gaps[f'gap/{source}'] = _mean(scores[~np.isnan(scores)] >= threshold) - held_out[0]
   return gaps
 
 
@@ -156,7 +163,8 @@ def write_rollouts(
         'prompt': graded.examples[group].messages,
         'completion': graded.rollouts.text[row],
         'finish_reason': graded.rollouts.finish_reason[row],
-        'score': jsonable(float(graded.outcomes[row].score)),
+        'score': jsonable(graded.outcomes[row].score),
+        'ungraded': graded.outcomes[row].reason,
         'feedback': graded.outcomes[row].feedback,
         'teacher_prompt': context.messages[row] if taught else None,
         'divergence': [jsonable(round(float(value), 6)) for value in divergence[row, :length]]

@@ -15,6 +15,7 @@ from sdpo_jax.data.grouping import first_of_same
 from sdpo_jax.data.prompts import ChatFormat, prompt_tokens
 from sdpo_jax.distributed.mesh import put_rows
 from sdpo_jax.environments.grading import Graders
+from sdpo_jax.environments.outcomes import check_graded, graded_of, scores_of
 from sdpo_jax.objective.advantages import grpo_advantages
 from sdpo_jax.objective.importance import mismatch, rollout_is_weights
 from sdpo_jax.rollout.grading_thread import GradingThread
@@ -43,7 +44,12 @@ class GradedRollouts:
 def rollout_and_grade(
   session: Session, graders: Graders, state: TrainState, examples: list[Example], step: int, timer: Timer
 ) -> GradedRollouts:
-  """Sample n completions of each question and grade them as they finish."""
+  """Sample n completions of each question and grade them as they finish.
+
+  Raises:
+    UserError: a grader cannot work, or too few could be graded (`environments.max_ungraded_fraction`). The state can
+      still be saved, and every process of the run raises it.
+  """
   config = session.config
   prompts = [prompt_tokens(session.tokenizer, example, config) for example in examples]
   with GradingThread(graders, examples, config.rollout.n) as grading:
@@ -61,6 +67,7 @@ def rollout_and_grade(
       )
     with timer('grade'):
       outcomes = grading.outcomes()
+  check_graded(outcomes, config.environments.max_ungraded_fraction)
   if config.data.group_duplicates:
     rollouts = dataclasses.replace(rollouts, group=first_of_same(examples)[rollouts.group])
   order = np.arange(len(rollouts))
@@ -113,6 +120,7 @@ def build_batch(
   """
   config, rollouts, spec = session.config, graded.rollouts, session.spec
   shape = rollouts.completion_mask.shape
+  graded_rows = graded_of(graded.outcomes)
 
   def per_token(values: np.ndarray) -> np.ndarray:
     return np.broadcast_to(np.asarray(values, np.float32)[:, None], shape)
@@ -121,12 +129,13 @@ def build_batch(
     prompts=[graded.prompts[group] for group in rollouts.group],
     teacher_prompts=None if context is None else context.prompt_tokens,
     rollouts=rollouts,
+    graded=graded_rows,
     distill_mask=per_token(np.zeros(len(rollouts)) if context is None else context.mask),
   )
   if spec.needs_advantages:
-    scores = np.array([outcome.score for outcome in graded.outcomes], np.float32)
     norm_by_std = config.actor.policy_loss.norm_adv_by_std_in_grpo
-    batch.advantages = per_token(grpo_advantages(scores, rollouts.group, norm_by_std))
+    advantages = grpo_advantages(scores_of(graded.outcomes), rollouts.group, norm_by_std, graded=graded_rows)
+    batch.advantages = per_token(advantages)
   if not spec.computes_log_probs:
     return batch
   log_probs = policy_log_probs(session, state, batch)
@@ -136,7 +145,7 @@ def build_batch(
     weights, measured = rollout_is_weights(
       log_probs,
       rollouts.sampling_log_probs,
-      rollouts.completion_mask.astype(np.float32),
+      (rollouts.completion_mask & graded_rows[:, None]).astype(np.float32),
       threshold=correction.rollout_is_threshold,
       batch_normalize=correction.rollout_is_batch_normalize,
     )

@@ -1,0 +1,106 @@
+"""Outcomes as the program relies on them: scores that are finite and in range, metrics that can be averaged and written."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+import decimal
+import math
+import numbers
+from typing import Any
+
+import numpy as np
+
+from sdpo_jax.errors import UserError, short_repr
+from sdpo_jax.types import Outcome
+
+NO_REASON = 'the grader gave no score'
+REASON_CHARACTERS = 500  # Of a reason that are kept.
+
+
+def scores_of(outcomes: Sequence[Outcome]) -> np.ndarray:
+  """Return the scores [N] float64, NaN where a completion is ungraded."""
+  return np.array([math.nan if outcome.score is None else outcome.score for outcome in outcomes], np.float64)
+
+
+def graded_of(outcomes: Sequence[Outcome]) -> np.ndarray:
+  """Return which completions have a score, [N] bool."""
+  return np.array([outcome.graded for outcome in outcomes], bool)
+
+
+def encodable(text: str) -> str:
+  """Return text that can be encoded: escapes can spell half a surrogate pair, which no file or tokenizer takes."""
+  return text.encode('utf-8', 'replace').decode()
+
+
+def checked(outcome: Outcome, score_range: Sequence[float]) -> Outcome:
+  """Return an outcome in which the score is a finite float in range, or an ungraded one that says what was wrong.
+
+  Any real number is a score: Python's, also a bool, a Decimal or a Fraction, NumPy's, and arrays of no dimension. Texts
+  are made encodable. Names of metrics become text; values that are neither numbers nor text are left out.
+
+  Args:
+    outcome: of a grader, which may be anybody's code.
+    score_range: the smallest and the largest score that is believed.
+  """
+  if outcome.score is None:
+    return ungraded(outcome.reason if isinstance(outcome.reason, str) else NO_REASON)
+  score = as_float(outcome.score)
+  if score is None or not math.isfinite(score):
+    return ungraded(f'the score is no finite number: {short_repr(outcome.score if score is None else score)}')
+  lowest, highest = score_range
+  if not lowest <= score <= highest:
+    return ungraded(f'the score {score:g} is outside environments.score_range={lowest:g},{highest:g}')
+  if not isinstance(outcome.feedback, str | None):
+    return ungraded(f'the feedback is no text: {short_repr(outcome.feedback)}')
+  if not isinstance(outcome.metrics, Mapping):
+    return ungraded(f'the metrics are no mapping: {short_repr(outcome.metrics)}')
+  feedback = None if outcome.feedback is None else encodable(outcome.feedback)
+  metrics = {encodable(str(name)): _metric(value) for name, value in outcome.metrics.items()}
+  return Outcome(score, feedback, {name: value for name, value in metrics.items() if value is not ...})
+
+
+def ungraded(reason: str) -> Outcome:
+  """Return `Outcome.ungraded` with a reason that can be encoded and is not endless."""
+  return Outcome.ungraded(encodable(reason.strip() or NO_REASON)[:REASON_CHARACTERS])
+
+
+def as_float(value: Any) -> float | None:
+  """Return a real number, or an array that holds one and has no dimension, as a float; None for anything else.
+
+  A whole number beyond the floats is infinite.
+  """
+  if getattr(value, 'ndim', None) == 0 and callable(getattr(value, 'item', None)):
+    value = value.item()
+  if not isinstance(value, numbers.Real | decimal.Decimal):
+    return None
+  try:
+    return float(value)
+  except OverflowError:
+    return math.inf if value > 0 else -math.inf
+  except ValueError:  # A signalling NaN of `decimal`.
+    return math.nan
+
+
+def _metric(value: Any) -> Any:
+  """Return a metric that can be averaged or written, `...` for what cannot."""
+  if isinstance(value, str):
+    return encodable(value)
+  number = as_float(value)
+  if number is None:
+    return None if value is None else ...
+  return value if isinstance(value, bool | int) and math.isfinite(number) else number
+
+
+def check_graded(outcomes: Sequence[Outcome], limit: float) -> None:
+  """Raise UserError if more than the fraction `limit` of the outcomes is ungraded, with the most frequent reason."""
+  reasons = Counter(outcome.reason or NO_REASON for outcome in outcomes if not outcome.graded)
+  if not outcomes or reasons.total() <= limit * len(outcomes):
+    return
+  reason, times = reasons.most_common(1)[0]
+  often = '' if len(reasons) == 1 else f' ({times} times)'
+  raise UserError(
+    f'{reasons.total()} of {len(outcomes)} completions could not be graded, more than the fraction '
+    f'environments.max_ungraded_fraction={limit:g} of a batch, most often because{often}: {reason.rstrip(".")}. Mend the '
+    'grader, or raise that setting, and start the same command again.'
+  )
