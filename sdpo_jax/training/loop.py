@@ -27,6 +27,7 @@ from sdpo_jax.distributed.cluster import barrier
 from sdpo_jax.distributed.collectives import agreed
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
+from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.evaluation.evaluate import evaluate
 from sdpo_jax.training import records, samples
