@@ -140,7 +140,7 @@ def teacher(policy: Any, parameters: Any, args: argparse.Namespace) -> dict[str,
   update = make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state))
   sides = {'shared': (packed, True), 'apart': (packed, False), 'rows': (config, False)}
   batches = {
-    side: batching.micro_batches(samples, np.arange(rows), config, share=share)
+    side: list(batching.micro_batches(samples, np.arange(rows), config, share=share))
     for side, (config, share) in sides.items()
   }
 

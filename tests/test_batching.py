@@ -116,6 +116,48 @@ def test_packing_counts_what_is_shared_once_a_row(seed):
   assert rows == packing.pack(sizes, room, 1, keys, shared)
 
 
+def test_the_last_rows_of_a_packing_may_be_smaller():
+  # Nine items of ten tokens take three rows of forty, so four: two whole ones and two of ten, not of five.
+  sizes = np.full((9, 1), 10)
+  rows = packing.pack(sizes, [40], 2, smaller=[[5], [10], [20]])
+  assert [len(row) for row in rows] in ([4, 3, 1, 1], [3, 4, 1, 1], [4, 4, 1])
+  assert sorted(item for row in rows for item in row) == list(range(9))
+  assert [len(row) for row in packing.pack(sizes, [40], 2)] == [3, 2, 2, 2]
+  # The 15 fit into none of the whole rows, so the last ones have room for it; else they are whole too.
+  rows = packing.pack(np.array([[15], [10], [10], [30], [30]]), [40], 2, smaller=[[10], [15], [20]])
+  assert [sum([15, 10, 10, 30, 30][item] for item in row) for row in rows] == [40, 30, 15, 10]
+  rows = packing.pack(np.array([[30], [30], [30]]), [40], 2, smaller=[[10], [20]])
+  assert sorted(map(tuple, rows)) == [(0,), (1,), (2,)]
+
+
+@pytest.mark.parametrize('seed', range(10))
+@pytest.mark.parametrize('size', [1, 2, 4])
+def test_packed_micro_batches_have_the_cheapest_declared_lengths_that_hold_them(size, seed):
+  config = make_config(ppo_micro_batch_size=size, pack_sequences=True)
+  config.data.prompt_buckets, config.data.response_buckets = (4, 8), (3, 6)
+  config.data.reprompt_buckets = (6, 16)
+  samples = make_samples(config.validate(), seed)
+  micros = list(batching.micro_batches(samples, np.arange(8), config))
+  assert sorted(held(micros)) == [0, 2, 3, 5]
+  expected, found = (np.where(samples.rollouts.completion_mask, x, 0) for x in (samples.distill_mask, np.zeros((8, 6))))
+  for micro in micros:
+    targets = max(int(row.sum()) for row in micro.batch.mask)
+    student, teacher = ((side.segment_ids > 0).sum(1).max() for side in (micro.batch.student, micro.batch.teacher))
+    width = micro.batch.targets.shape[1]
+    shape = micro.batch.student.tokens.shape[1], micro.batch.teacher.tokens.shape[1], width
+    possible = [
+      (prompt + response, reprompt + response, response)
+      for prompt in (4, 8)
+      for reprompt in (6, 16)
+      for response in (3, 6)
+      if response >= targets and prompt + response >= student and reprompt + response >= teacher
+    ]
+    # A row of the student goes forward and backward, for one forward pass of the teacher.
+    assert shape in possible and 3 * shape[0] + shape[1] == min(3 * a + b for a, b, _ in possible)
+    micro.scatter(np.asarray(micro.batch.distill_coef > 0, np.float64), found)
+  np.testing.assert_array_equal(found, expected)
+
+
 def test_completions_of_one_prompt_share_it():
   parts = [([1, 2, 3], [7, 8]), ([4], [9]), (None, [5]), ([1, 2, 3], [6, 5, 4]), ([1, 2, 3], [])]
   rows = packing.packed_rows([parts, [([1, 2], [3])]], length=12, width=8, share=True)
@@ -138,7 +180,9 @@ def test_samples_of_a_row_that_have_the_same_teacher_prompt_share_it():
     samples.teacher_prompts = [
       samples.teacher_prompts[same[0]] if i in same else p for i, p in enumerate(samples.teacher_prompts)
     ]
-  apart, together = (batching.micro_batches(samples, np.arange(8), config, share=share) for share in (False, True))
+  apart, together = (
+    list(batching.micro_batches(samples, np.arange(8), config, share=share)) for share in (False, True)
+  )
   assert sorted(held(together)) == sorted(held(apart)) == [0, 1, 2, 3, 5, 7]
 
   def tokens(micros):
@@ -172,7 +216,7 @@ def test_packed_teacher_rows_take_the_smallest_declared_bucket():
   config = make_config(ppo_micro_batch_size=1, pack_sequences=True)
   config.data.reprompt_buckets = (4, 10, 16)
   samples = make_samples(config)
-  micros = batching.micro_batches(samples, np.arange(8), config.validate())
+  micros = list(batching.micro_batches(samples, np.arange(8), config.validate()))
   rooms = [micro.batch.teacher.tokens.shape[1] - 6 for micro in micros]
   for micro, room in zip(micros, rooms, strict=True):
     taken = micro.tokens(micro.batch.teacher)
@@ -186,7 +230,7 @@ def test_a_packed_batch_holds_what_an_unpacked_one_does(size):
   samples = make_samples(config)
   expected = batching.coefficients(samples, np.arange(8), config)['distill_coef']
   found = np.zeros_like(expected)
-  micros = batching.micro_batches(samples, np.arange(8), config)
+  micros = list(batching.micro_batches(samples, np.arange(8), config))
   assert sorted(held(micros)) == [0, 2, 3, 5]
   assert len({micro.batch.student.tokens.shape + micro.batch.teacher.tokens.shape for micro in micros}) == 1
   for micro in micros:
@@ -210,7 +254,7 @@ def test_a_packed_batch_holds_what_an_unpacked_one_does(size):
 def test_every_live_row_is_in_exactly_one_micro_batch_and_silent_rows_in_none():
   config = make_config()
   samples = make_samples(config)
-  micros = batching.micro_batches(samples, np.arange(8), config)
+  micros = list(batching.micro_batches(samples, np.arange(8), config))
   assert sorted(held(micros)) == [0, 2, 3, 5]
   for micro in micros:
     size, width = micro.batch.targets.shape
@@ -262,7 +306,7 @@ def test_group_size_one_counts_masked_sequences_as_the_reference():
 def test_no_signal_no_micro_batches():
   config = make_config()
   samples = dataclasses.replace(make_samples(config), distill_mask=per_token(np.zeros(8)))
-  assert batching.micro_batches(samples, np.arange(8), config) == []
+  assert not list(batching.micro_batches(samples, np.arange(8), config))
 
 
 def test_policy_gradient_rows_need_an_advantage():
@@ -279,7 +323,8 @@ def test_policy_gradient_rows_need_an_advantage():
 
 def test_micro_batches_are_rounded_up_to_the_devices_that_share_them():
   config = make_config()
-  assert batching.micro_batches(make_samples(config), np.arange(8), config, multiple=8)[0].batch.targets.shape[0] == 8
+  [micro] = batching.micro_batches(make_samples(config), np.arange(8), config, multiple=8)
+  assert micro.batch.targets.shape[0] == 8
 
 
 def test_a_length_over_the_largest_bucket_is_named():

@@ -90,7 +90,7 @@ def step(shape: tuple[int, int], pack: bool):
   grads, loss = update.zero(state.trainable), 0.0
   divergence = np.full((len(data), T), np.nan, np.float32)
   share = batching.shares_prompts(config, policy)
-  micros = batching.micro_batches(data, np.arange(len(data)), config, mesh.size, share)
+  micros = list(batching.micro_batches(data, np.arange(len(data)), config, mesh.size, share))
   assert share == pack and any(pack and micro.batch.teacher.parents.any() for micro in micros) == pack
   for micro in micros:
     grads, result = update.accumulate({}, state, grads, meshes.put_rows(mesh, micro.batch))
@@ -141,12 +141,14 @@ def test_a_mesh_gives_what_one_device_gives(shape, pack):
   np.testing.assert_allclose(mesh_divergence, divergence, rtol=1e-4, atol=1e-6)
 
 
-def test_packing_and_sharing_prompts_take_fewer_rows():
-  def rows(pack, share):
-    return sum(
-      bool(row)
-      for micro in batching.micro_batches(samples(), np.arange(16), settings(pack), share=share)
-      for row in micro.samples
-    )
+def test_packing_takes_less_room_and_sharing_prompts_fewer_tokens():
+  def taken(pack, share):
+    micros = list(batching.micro_batches(samples(), np.arange(16), settings(pack), share=share))
+    held = sum(map(len, (row for micro in micros for row in micro.samples)))
+    room = sum(micro.batch.student.tokens.size + micro.batch.teacher.tokens.size for micro in micros)
+    return held, room, sum(micro.tokens(micro.batch.teacher) for micro in micros)
 
-  assert rows(True, True) < rows(True, False) < rows(False, False) == int(samples().taught.sum())
+  (held, room, tokens), packed, shared = taken(False, False), taken(True, False), taken(True, True)
+  assert held == packed[0] == shared[0] == int(samples().taught.sum())
+  assert shared[1] <= packed[1] < 0.7 * room
+  assert shared[2] < packed[2] == tokens

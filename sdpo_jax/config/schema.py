@@ -206,8 +206,9 @@ class ActorConfig:
   ppo_micro_batch_size: int = setting(8, 'Sequences per forward and backward pass; changes memory, never a gradient.')
   pack_sequences: bool = setting(
     False,
-    'Pack short samples into rows of the largest declared lengths, as segments that do not see each other: one program '
-    'per teacher bucket, and little padding. Samples of a row with the same teacher prompt share one copy of it.',
+    'Pack short samples into rows, as segments that do not see each other: little padding. A micro-batch has the '
+    'smallest declared lengths that hold it (without declared ones, those of the limits). Samples of a row with the same '
+    'teacher prompt share one copy of it.',
   )
   ppo_epochs: int = setting(1, 'Passes over a generation batch.')
   logits_chunk_size: int = setting(512, 'Tokens whose logits exist at one time in the objective.')

@@ -67,9 +67,12 @@ class Buckets:
 
   @classmethod
   def of_update(cls, config: Config) -> Buckets:
-    """Return those of the update: packed rows have the largest lengths, but for declared ones of teacher prompts."""
-    declared = cls.of(config)
+    """Return those of the update: packed rows have the largest of those that are not declared in the settings."""
+    whole, data = cls.of(config), config.data
     if not config.actor.pack_sequences:
-      return declared
-    reprompt = declared.reprompt if config.data.reprompt_buckets else declared.reprompt[-1:]
-    return cls(declared.prompt[-1:], declared.response[-1:], reprompt)
+      return whole
+    return cls(
+      whole.prompt if data.prompt_buckets else whole.prompt[-1:],
+      whole.response if data.response_buckets else whole.response[-1:],
+      whole.reprompt if data.reprompt_buckets else whole.reprompt[-1:],
+    )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import dataclasses
+import functools
+import itertools
 
 import chex
 import jax
@@ -81,11 +83,20 @@ class GenerationBatch:
   # [N, T] float32, factors of a token's terms that denominators do not see; None: 1.
   distill_weights: np.ndarray | None = None
   policy_weights: np.ndarray | None = None
+  # [N, T] float32 of the sampler, where the update takes such a factor from it itself; None: it does not.
+  sampling_log_probs: np.ndarray | None = None
   signal: TeacherSignal | None = None  # Of an external teacher: token_ids and log_probs [N, T, K].
 
   def __post_init__(self):
     shape = self.rollouts.completion_mask.shape
-    names = ('distill_mask', 'advantages', 'old_log_probs', 'distill_weights', 'policy_weights')
+    names = (
+      'distill_mask',
+      'advantages',
+      'old_log_probs',
+      'distill_weights',
+      'policy_weights',
+      'sampling_log_probs',
+    )
     for name in names:
       value = getattr(self, name)
       if value is not None:
@@ -106,7 +117,12 @@ class GenerationBatch:
   @property
   def taught(self) -> np.ndarray:
     """[N] bool: samples of which the teacher knows something."""
-    return (self.distill_mask > 0).any(1)
+    return _taught(self, np.arange(len(self)))
+
+
+def _taught(batch: GenerationBatch, samples: np.ndarray) -> np.ndarray:
+  """Return of which of `samples` [M] the teacher knows something, [M] bool."""
+  return (batch.distill_mask[samples] > 0).any(1)
 
 
 def coefficients(batch: GenerationBatch, samples: np.ndarray, config: Config) -> dict[str, np.ndarray]:
@@ -167,27 +183,40 @@ class MicroBatch:
     chex.assert_rank([values, target], 2)
     chex.assert_axis_dimension(values, 0, len(self.samples))
     chex.assert_axis_dimension(target, 0, len(self.lengths))
-    for row, held in enumerate(self.samples):
-      start = 0
-      for sample in held:
-        length = self.lengths[sample]
-        target[sample, :length] = values[row, start : start + length]
-        start += length
+    scatter(self.samples, self.lengths, values, target)
 
   def tokens(self, side: TokenRows) -> int:
     """Return how many tokens of a side are not padding."""
     chex.assert_rank(side.segment_ids, 2)
-    return int((side.segment_ids > 0).sum())
+    return int(np.count_nonzero(side.segment_ids))
+
+
+def scatter(samples: Sequence[Sequence[int]], lengths: np.ndarray, values: np.ndarray, target: np.ndarray) -> None:
+  """Write per-token values [rows, W] of rows to their samples' places in `target` [N, T].
+
+  Args:
+    samples: of each row, in order.
+    lengths: [N] tokens of every sample's completion.
+    values: of the rows.
+    target: written to.
+  """
+  for row, held in enumerate(samples):
+    start = 0
+    for sample in held:
+      length = lengths[sample]
+      target[sample, :length] = values[row, start : start + length]
+      start += length
 
 
 def micro_batches(
   batch: GenerationBatch, samples: np.ndarray, config: Config, multiple: int = 1, share: bool = False
-) -> list[MicroBatch]:
-  """Return the micro-batches of one optimizer step.
+) -> Iterator[MicroBatch]:
+  """Yield the micro-batches of one optimizer step; each is made when it is asked for.
 
-  Samples with a signal are sorted by length, so that short ones share small buckets, or packed into rows of the largest
-  buckets (`actor.pack_sequences`); each micro-batch is padded to `actor.ppo_micro_batch_size` rows (rounded up to
-  `multiple`, the number of devices that share them) with rows of coefficient zero.
+  Samples with a signal are sorted by length, so that short ones share small buckets, or packed into rows
+  (`actor.pack_sequences`); each micro-batch has the smallest declared lengths that hold it, and is padded to
+  `actor.ppo_micro_batch_size` rows (rounded up to `multiple`, the number of devices that share them) with rows of
+  coefficient zero.
 
   Args:
     batch: the generation batch.
@@ -203,18 +232,29 @@ def micro_batches(
   return _split(batch, samples, coef, live, config, multiple, share)
 
 
-def student_micro_batches(batch: GenerationBatch, config: Config, multiple: int = 1) -> list[MicroBatch]:
-  """Return micro-batches of all completions as the student reads them: without a teacher and without coefficients.
+def student_micro_batches(
+  batch: GenerationBatch, config: Config, multiple: int = 1, samples: np.ndarray | None = None
+) -> Iterator[MicroBatch]:
+  """Yield micro-batches of completions as the student reads them: without a teacher and without coefficients.
 
   Args:
     batch: the generation batch.
     config: settings.
     multiple: of the rows of a micro-batch.
+    samples: [M] int, whose completions; None: all.
   """
   chex.assert_rank(batch.rollouts.completion_mask, 2)
+  samples = np.arange(len(batch)) if samples is None else samples
   student = dataclasses.replace(batch, teacher_prompts=None, signal=None)
-  written = np.flatnonzero(batch.rollouts.completion_mask.any(1))
-  return _split(student, np.arange(len(batch)), {}, written, config, multiple, share=False)
+  written = np.flatnonzero(batch.rollouts.completion_mask[samples].any(1))
+  return _split(student, samples, {}, written, config, multiple, share=False)
+
+
+def left_out(batch: GenerationBatch, config: Config) -> np.ndarray:
+  """Return the samples [M] that no micro-batch of the update holds."""
+  steps = mini_batches(config)
+  signal = [has_signal(batch, coefficients(batch, samples, config), samples) for samples in steps]
+  return np.sort(np.concatenate([samples[~live] for samples, live in zip(steps, signal, strict=True)]))
 
 
 def _split(
@@ -225,20 +265,18 @@ def _split(
   config: Config,
   multiple: int,
   share: bool,
-) -> list[MicroBatch]:
-  """Return micro-batches of the samples `samples[live]`, whose coefficients are `coef[name][live]`."""
+) -> Iterator[MicroBatch]:
+  """Yield micro-batches of the samples `samples[live]`, whose coefficients are `coef[name][live]`."""
   size = -(-config.actor.ppo_micro_batch_size // multiple) * multiple
-  lengths = batch.rollouts.completion_mask.sum(1)
+  lengths = np.count_nonzero(batch.rollouts.completion_mask, axis=1)
   if config.actor.pack_sequences:
     held = [[int(live[i]) for i in row] for row in _packed(batch, samples[live], lengths, config, size, share)]
   else:
     prompts = batch.teacher_prompts or batch.prompts
     key = lengths[samples] + np.array([len(prompts[sample]) for sample in samples])
     held = [[int(i)] for i in live[np.argsort(key[live], kind='stable')]]
-  return [
-    _micro_batch(batch, coef, held[start : start + size], samples, lengths, size, config, share)
-    for start in range(0, len(held), size)
-  ]
+  for start in range(0, len(held), size):
+    yield _micro_batch(batch, coef, held[start : start + size], samples, lengths, size, config, share)
 
 
 def _packed(
@@ -248,30 +286,81 @@ def _packed(
   sizes, prompts, shared = _sizes(batch, samples, lengths), None, None
   if share and batch.teacher_prompts is not None:
     prompts, shared = _teacher_prompts(batch, samples)
-  held = packing.pack(sizes, _room(config, batch), size, prompts, shared)
+  _check_prompts(config, batch)
+  declared = _declared(batch, config)
+  rooms = [(prompt + width, reprompt + width, width) for prompt, reprompt, width in declared]
 
-  def teacher_tokens(row: list[int]) -> int:
-    return sum(packing.taken(_teacher_parts(batch, samples[row], lengths), share))
+  @functools.cache
+  def taken(row: tuple[int, ...]) -> tuple[int, int, int]:
+    """Return what a row takes of the student's, of the teacher's and of the targets."""
+    student, _, targets = sizes[list(row)].sum(0).tolist()
+    if batch.teacher_prompts is None:
+      return student, 0, targets
+    return student, sum(packing.taken(_teacher_parts(batch, samples[list(row)], lengths), share)), targets
 
-  if batch.teacher_prompts is not None:
-    # Long teacher rows together, so that the others need no more than a smaller bucket.
-    held.sort(key=teacher_tokens, reverse=True)
-  return held
+  def cost(rows: list[tuple[int, ...]]) -> int:
+    """Return what the lengths of all micro-batches cost."""
+    micros = [rows[start : start + size] for start in range(0, len(rows), size)]
+    return sum(_cost(_holding(declared, *map(max, zip(*map(taken, micro), strict=True)))) for micro in micros)
+
+  def arrangements(smaller: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, ...]]]:
+    rows = [tuple(row) for row in packing.pack(sizes, rooms[-1], size, prompts, shared, smaller)]
+
+    def long_first(rows: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+      # Long teacher rows together, so that the others need no more than a smaller bucket.
+      return sorted(rows, key=lambda row: taken(row)[1], reverse=True)
+
+    last = max(len(rows) - 1, 0) // size * size
+    yield long_first(rows)
+    yield long_first(rows[:last]) + rows[last:]
+
+  found = [*arrangements(()), *arrangements(rooms[:-1])]
+  return [list(row) for row in min(found, key=cost)]
+
+
+def _declared(batch: GenerationBatch, config: Config) -> list[tuple[int, int, int]]:
+  """Return the declared lengths (prompt, teacher prompt, completion) of packed rows, the cheapest first."""
+  declared = Buckets.of_update(config)
+  reprompts = declared.reprompt if batch.teacher_prompts is not None else (0,)
+  return sorted(itertools.product(declared.prompt, reprompts, declared.response), key=_cost)
+
+
+def _cost(lengths: tuple[int, int, int]) -> int:
+  """Return what rows of (prompt, teacher prompt, completion) cost: the student's go forward and, twice that, backward."""
+  prompt, reprompt, response = lengths
+  return 3 * (prompt + response) + reprompt + response
+
+
+def _holding(
+  declared: Sequence[tuple[int, int, int]], student: int, teacher: int, targets: int
+) -> tuple[int, int, int]:
+  """Return the first of the `declared` lengths in which packed rows with so many tokens have room.
+
+  Room that completions leave is there for the prompts.
+  """
+  return next(
+    (prompt, reprompt, width)
+    for prompt, reprompt, width in declared
+    if width >= targets and prompt + width >= student and reprompt + width >= teacher
+  )
 
 
 def _sizes(batch: GenerationBatch, samples: np.ndarray, lengths: np.ndarray) -> np.ndarray:
   """Return the tokens that each sample takes of a student row, of a teacher row, and of its targets: [M, 3]."""
-  taught = batch.taught & (batch.teacher_prompts is not None)
-  teacher = [len(batch.teacher_prompts[i]) + lengths[i] if taught[i] else 0 for i in samples]
+  teacher = np.zeros(len(samples), np.int64)
+  if batch.teacher_prompts is not None:
+    read = _taught(batch, samples)
+    teacher[read] = [len(batch.teacher_prompts[i]) + lengths[i] for i in samples[read]]
   student = [len(batch.prompts[i]) + lengths[i] for i in samples]
-  return np.stack([np.array(student, np.int64), np.array(teacher, np.int64), lengths[samples].astype(np.int64)], axis=1)
+  return np.stack([np.array(student, np.int64), teacher, lengths[samples].astype(np.int64)], axis=1)
 
 
 def _teacher_prompts(batch: GenerationBatch, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """Return (number of the teacher prompt of each sample, what it takes [M, 3] as in `_sizes`), for `pack`."""
   known: dict[tuple[int, ...] | int, int] = {}
-  taught = batch.taught
-  prompts = [tuple(batch.teacher_prompts[i]) if taught[i] else () for i in samples]
+  prompts = [
+    tuple(batch.teacher_prompts[i]) if read else () for i, read in zip(samples, _taught(batch, samples), strict=True)
+  ]
   # A sample without a teacher shares nothing.
   keys = [known.setdefault(prompt or -place, len(known)) for place, prompt in enumerate(prompts)]
   shared = np.zeros((len(samples), 3), np.int64)
@@ -291,20 +380,49 @@ def _parts(
 
 def _teacher_parts(batch: GenerationBatch, samples: Sequence[int], lengths: np.ndarray) -> packing.Parts:
   # Of these samples alone: the rows of a batch are many, and its mask is [N, T].
-  taught = (batch.distill_mask[np.asarray(samples, np.int64)] > 0).any(1)
-  return _parts(batch, batch.teacher_prompts, samples, lengths, taught)
+  read = _taught(batch, np.asarray(samples, np.int64))
+  return _parts(batch, batch.teacher_prompts, samples, lengths, read)
 
 
-def _room(config: Config, batch: GenerationBatch) -> tuple[int, int, int]:
-  """Return the tokens of a packed student row, teacher row and of the targets: those of the largest buckets."""
+def _check_prompts(config: Config, batch: GenerationBatch) -> None:
+  """Raise UserError where a prompt of packed rows is longer than the largest declared length."""
   declared = Buckets.of_update(config)
-  prompt, response, reprompt = declared.prompt[-1], declared.response[-1], declared.reprompt[-1]
   for prompts, limit, name in (
-    (batch.prompts, prompt, 'data.prompt_buckets'),
-    (batch.teacher_prompts or (), reprompt, 'data.reprompt_buckets'),
+    (batch.prompts, declared.prompt[-1], 'data.prompt_buckets'),
+    (batch.teacher_prompts or (), declared.reprompt[-1], 'data.reprompt_buckets'),
   ):
     bucket(max(map(len, prompts), default=0), (limit,), name)
-  return prompt + response, reprompt + response, response
+
+
+def _lengths(
+  batch: GenerationBatch,
+  config: Config,
+  targets: int,
+  student: Sequence[tuple[int, int]],
+  teacher: Sequence[tuple[int, int]],
+) -> tuple[int, int, int]:
+  """Return the declared lengths (prompt, teacher prompt, completion) that hold the rows of a micro-batch.
+
+  Args:
+    batch: the generation batch.
+    config: settings.
+    targets: the most that a row has.
+    student: (prompt tokens, completion tokens) of each row.
+    teacher: the same of the teacher's rows; empty: it reads none.
+  """
+  if config.actor.pack_sequences:
+    needed, reads = (max(map(sum, side), default=0) for side in (student, teacher))
+    return _holding(_declared(batch, config), needed, reads, targets)
+  declared = Buckets.of_update(config)
+
+  def smallest(side: Sequence[tuple[int, int]], sizes: tuple[int, ...], name: str) -> int:
+    return bucket(max(prompt for prompt, _ in side), sizes, name)
+
+  return (
+    smallest(student, declared.prompt, 'data.prompt_buckets'),
+    smallest(teacher, declared.reprompt, 'data.reprompt_buckets') if teacher else 0,
+    bucket(targets, declared.response, 'data.response_buckets'),
+  )
 
 
 def _micro_batch(
@@ -318,42 +436,42 @@ def _micro_batch(
   share: bool,
 ) -> MicroBatch:
   """Return the micro-batch of `size` rows that hold the samples `samples[i]` for the i of each list of `held`."""
-  declared = Buckets.of_update(config)
   rollouts = batch.rollouts
   held = held + [[]] * (size - len(held))
   ids = [[int(samples[i]) for i in row] for row in held]
-  needed = max(sum(int(lengths[i]) for i in row) for row in ids)
-  width = bucket(needed, declared.response, 'data.response_buckets')
+  targets = max(sum(int(lengths[i]) for i in row) for row in ids)
+  student = [_parts(batch, batch.prompts, row, lengths, np.ones(len(row), bool)) for row in ids]
+  teacher = [] if batch.teacher_prompts is None else [_teacher_parts(batch, row, lengths) for row in ids]
+  prompt, reprompt, width = _lengths(
+    batch,
+    config,
+    targets,
+    [packing.taken(row, False) for row in student],
+    [packing.taken(row, share) for row in teacher],
+  )
 
-  def fit(values: np.ndarray, sources: list[list[int]] = ids) -> np.ndarray:
+  def fit(values: np.ndarray, sources: list[list[int]] = ids, dtype: np.dtype | None = None) -> np.ndarray:
     """Return per-token values of the rows' samples, one sample after the other, padded with zeros."""
-    filled = np.zeros((size, width, *values.shape[2:]), values.dtype)
+    filled = np.zeros((size, width, *values.shape[2:]), dtype or values.dtype)
     for row, (chosen, places) in enumerate(zip(ids, sources, strict=True)):
-      if chosen:
-        parts = [values[place, : lengths[sample]] for sample, place in zip(chosen, places, strict=True)]
-        joined = np.concatenate(parts)
-        filled[row, : len(joined)] = joined
+      start = 0
+      for sample, place in zip(chosen, places, strict=True):
+        stop = start + lengths[sample]
+        filled[row, start:stop] = values[place, : lengths[sample]]
+        start = stop
     return filled
 
-  def side(contents: Sequence[packing.Parts], sizes: Sequence[int], name: str, share: bool = False) -> TokenRows:
-    taken = np.array([packing.taken(row, share) for row in contents])
-    # Room that completions leave is there for the prompts of a packed row.
-    needed = taken.sum(1) - width if config.actor.pack_sequences else taken[:, 0]
-    room = bucket(max(int(needed.max()), 0), sizes, name)
-    return packing.packed_rows(contents, room + width, width, share)
+  def fit_float(values: np.ndarray | None) -> np.ndarray | None:
+    return None if values is None else fit(values, dtype=np.dtype(np.float32))
 
-  student = [_parts(batch, batch.prompts, row, lengths, np.ones(len(row), bool)) for row in ids]
-  teacher = None
-  if batch.teacher_prompts is not None:
-    contents = [_teacher_parts(batch, row, lengths) for row in ids]
-    teacher = side(contents, declared.reprompt, 'data.reprompt_buckets', share)
   arrays = Batch(
-    student=side(student, declared.prompt, 'data.prompt_buckets'),
-    teacher=teacher,
+    student=packing.packed_rows(student, prompt + width, width),
+    teacher=packing.packed_rows(teacher, reprompt + width, width, share) if teacher else None,
     targets=fit(rollouts.completion_tokens),
-    mask=fit(rollouts.completion_mask.astype(np.float32)),
-    old_log_probs=None if batch.old_log_probs is None else fit(batch.old_log_probs.astype(np.float32)),
-    advantages=fit(batch.advantages.astype(np.float32)) if 'policy_coef' in coef else None,
+    mask=fit_float(rollouts.completion_mask),
+    old_log_probs=fit_float(batch.old_log_probs),
+    advantages=fit_float(batch.advantages) if 'policy_coef' in coef else None,
+    sampling_log_probs=fit_float(batch.sampling_log_probs) if coef else None,
     signal=jax.tree.map(fit, batch.signal),
     **{name: None for name in COEFFICIENTS} | {name: fit(values, held) for name, values in coef.items()},
   )

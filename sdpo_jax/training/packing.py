@@ -26,13 +26,15 @@ def packed_rows(rows: Sequence[Parts], length: int, width: int, share: bool = Fa
     share: a prompt that several samples of a row have stands there once, as a segment of its own, the parent of their
       completions. The result has `parents` then, whether there are such prompts or not.
   """
-  tokens = np.zeros((len(rows), length), np.int32)
-  positions, segment_ids, parents = (np.zeros_like(tokens) for _ in range(3))
+  # Not `zeros_like`, which writes the zeros: most rows of a step with few samples stay empty.
+  tokens, positions, segment_ids, parents = (np.zeros((len(rows), length), np.int32) for _ in range(4))
   target_index = np.zeros((len(rows), width), np.int32)
 
   def put(row: int, begin: int, values: Sequence[int], position: int, segment: int, parent: int) -> int:
     place = slice(begin, begin + len(values))
-    tokens[row, place], segment_ids[row, place], parents[row, place] = values, segment, parent
+    tokens[row, place], segment_ids[row, place] = values, segment
+    if parent:
+      parents[row, place] = parent
     positions[row, place] = np.arange(position, position + len(values))
     return place.stop
 
@@ -77,12 +79,14 @@ def pack(
   multiple: int,
   keys: np.ndarray | None = None,
   shared: np.ndarray | None = None,
+  smaller: Sequence[Sequence[int]] = (),
 ) -> list[list[int]]:
   """Deal items out to few rows.
 
-  As many rows as first-fit decreasing needs, rounded up to `multiple`; then every item, the largest first, goes to the
-  emptiest row that has room, so that rows take equally long. Items that share something are dealt one after the other,
-  to rows that hold one of them where there is room. Deterministic.
+  As many rows as first-fit decreasing needs, rounded up to `multiple`; the last `multiple` of them have the first of
+  the `smaller` rooms with which everything fits. Then every item, the largest first, goes to the row that has room of
+  which the least is taken, so that rows take equally long. Items that share something are dealt one after the other, to
+  rows that hold one of them where there is room. Deterministic.
 
   Args:
     sizes: [M, D] what each item takes of each of D resources; no item takes more than `room`.
@@ -90,6 +94,7 @@ def pack(
     multiple: of the number of rows.
     keys: [M] int, equal for items that share something; None: nothing is shared.
     shared: [M, D] what an item does not take of a row with another item of its key.
+    smaller: rooms [D] that the last rows may have instead, in the order in which they are tried.
 
   Returns:
     The items of each row that has any.
@@ -106,31 +111,48 @@ def pack(
   together = np.bincount(keys, sizes.sum(1), minlength=keys.max(initial=0) + 1)
   order = np.lexsort((-sizes.sum(1), keys, -together[keys]))
   room = np.asarray(room)
-  first = _deal(sizes, keys, shared, order, room, None)
+  first = _deal(sizes, keys, shared, order, room[None], grows=True)
   count = -(-len(first) // multiple) * multiple
-  return [row for row in _deal(sizes, keys, shared, order, room, count) or first if row]
+  rooms = np.tile(room, (count, 1))
+  least = (sizes - shared).sum(0)
+  for last in (*smaller, room) if count else ():
+    rooms[-multiple:] = last
+    if (least <= rooms.sum(0)).all():
+      rows = _deal(sizes, keys, shared, order, rooms, grows=False)
+      if rows:
+        return [row for row in rows if row]
+  return first
 
 
 def _deal(
-  sizes: np.ndarray, keys: np.ndarray, shared: np.ndarray, order: np.ndarray, room: np.ndarray, count: int | None
+  sizes: np.ndarray,
+  keys: np.ndarray,
+  shared: np.ndarray,
+  order: np.ndarray,
+  rooms: np.ndarray,
+  grows: bool,
 ) -> list[list[int]]:
-  """Deal by first fit to as many rows as it takes (`count` None), or by emptiest fit to `count` ([] if that fails)."""
-  rows: list[list[int]] = [[] for _ in range(count or 0)]
-  used = np.zeros((len(rows), len(room)), np.int64)
+  """Deal by first fit to as many rows with the only one of `rooms` [1, D] as it takes (`grows`), or to rows with `rooms`.
+
+  The latter goes by what part of a row is taken, and gives [] where something does not fit.
+  """
+  rows: list[list[int]] = [[] for _ in range(0 if grows else len(rooms))]
+  whole = rooms.sum(1)
+  used = np.zeros((len(rows), rooms.shape[1]), np.int64)
   holding: dict[int, set[int]] = collections.defaultdict(set)  # Key → rows with an item of it.
   for item in order:
     held = np.isin(np.arange(len(rows)), list(holding[int(keys[item])]))
     taken = sizes[item] - held[:, None] * shared[item]
-    fits = np.flatnonzero((used + taken <= room).all(1))
+    fits = np.flatnonzero((used + taken <= rooms).all(1))
     fits = fits[held[fits]] if held[fits].any() else fits
     if not len(fits):
-      if count is not None:
+      if not grows:
         return []
       rows.append([])
-      used = np.concatenate([used, np.zeros((1, len(room)), np.int64)])
+      used = np.concatenate([used, np.zeros((1, rooms.shape[1]), np.int64)])
       taken = np.concatenate([taken, sizes[item][None]])
       fits = np.array([len(rows) - 1])
-    row = int(fits[0] if count is None else fits[np.argmin(used[fits].sum(1))])
+    row = int(fits[0] if grows else fits[np.argmin(used[fits].sum(1) / whole[fits])])
     rows[row].append(int(item))
     used[row] += taken[row]
     holding[int(keys[item])].add(row)
