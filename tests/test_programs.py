@@ -48,6 +48,7 @@ def test_held_out_questions_fill_the_slots_where_their_number_is_not_known():
 def test_the_update_is_called_with_the_registered_shapes():
   config, policy, parameters, mesh, found = registered()
   samples = samples_for(config)
+  samples.sampling_log_probs = samples.rollouts.sampling_log_probs  # As `step.build_batch` does.
   state = place_state(config, parameters, mesh)
   update = make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state))
   for micro in batching.micro_batches(samples, np.arange(len(samples)), config):

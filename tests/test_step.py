@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import chex
 import jax
@@ -14,8 +15,8 @@ from models import huggingface
 from sdpo_jax.config import Config, MeshConfig, ModelConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.objective.spec import ObjectiveSpec
-from sdpo_jax.training import batching
-from sdpo_jax.training.update import make_update, place_state
+from sdpo_jax.training import batching, step
+from sdpo_jax.training.update import MicroResult, make_update, place_state
 from tests.test_batching import make_config, make_samples, per_token
 
 MODEL = {
@@ -211,6 +212,58 @@ def test_no_signal_still_decays_the_weights_as_the_reference():
   _, start = make_model()
   expected = jax.tree.map(lambda leaf: leaf * (1 - 1e-2 * 0.1), start)
   chex.assert_trees_all_close(outcome.state.trainable, expected, atol=1e-7)
+
+
+def test_the_host_works_ahead_and_fetches_a_step_at_once(monkeypatch):
+  """A micro-batch is made after those before it are dispatched, and a step fetched when the next one is under way."""
+  config = settings(actor__ppo_mini_batch_size=1, actor__ppo_micro_batch_size=1)
+  samples = samples_for(config)
+  samples.distill_mask = per_token(np.ones(8))
+  events = []
+
+  def accumulate(base, state, grads, batch, teacher_base):
+    events.append('dispatch')
+    return grads, MicroResult(np.float32(1), {'entropy': np.ones(batch.targets.shape, np.float32)})
+
+  def apply(state, grads):
+    events.append('apply')
+    return state, {'grad_norm': np.float32(2), 'learning_rate': np.float32(3), 'finite': np.int32(state.pop())}
+
+  def advance_teacher(state, finite):
+    events.append(f'teacher {finite}')
+    return state
+
+  def make(*arguments, make=batching._micro_batch):
+    events.append('make')
+    return make(*arguments)
+
+  def device_get(tree):
+    whole = any(isinstance(leaf, np.ndarray) and leaf.ndim for leaf in jax.tree.leaves(tree))
+    events.append('fetch' if whole else 'wait')
+    return tree
+
+  monkeypatch.setattr(batching, '_micro_batch', make)
+  monkeypatch.setattr(jax, 'device_get', device_get)
+  update = types.SimpleNamespace(zero=lambda _: {}, accumulate=accumulate, apply=apply, advance_teacher=advance_teacher)
+  session = types.SimpleNamespace(
+    config=config,
+    policy=make_model()[0],
+    base={},
+    teacher=None,
+    update=update,
+    mesh=meshes.make_mesh(MeshConfig(fsdp=1), jax.devices()[:1]),
+  )
+
+  class State(list):
+    trainable = None
+
+  _, report = step.run_update(session, State([1, 0, 1, 1]), samples)
+  one = ['make', 'dispatch', 'make', 'dispatch', 'apply']
+  assert events == [*one, *one, 'fetch', *one, 'fetch', *one, 'fetch', 'wait', 'teacher 3', 'fetch']
+  assert (report.loss, report.grad_norm, report.skipped, report.optimizer_steps) == (2, 2, 1, 4)
+  np.testing.assert_array_equal(np.isfinite(report.token_values['entropy']), samples.rollouts.completion_mask)
+  tokens = sum(map(len, samples.prompts)) + samples.rollouts.completion_mask.sum()
+  assert (report.student.tokens, report.student.rows, report.student.row_room) == (tokens, 8, 8)
 
 
 def test_the_first_rate_of_a_warm_up_is_zero():

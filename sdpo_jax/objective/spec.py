@@ -22,18 +22,21 @@ class ObjectiveSpec:
   entropy_bonus: bool = False  # − Σ entropy_coef · entropy.
   on_policy: bool = True  # One optimizer step per generation batch: the ratio to the old policy is 1 by construction.
   rollout_weights: bool = False  # Tokens are weighted by the trainer's probability over the sampler's.
+  normalised_weights: bool = False  # These weights are divided by their mean over the generation batch.
 
   @classmethod
   def from_config(cls, config: Config) -> ObjectiveSpec:
     """Return the terms that a run's settings ask for."""
     actor = config.actor
     distillation = actor.policy_loss.loss_mode == 'sdpo'
+    correction = config.algorithm.rollout_correction
     return cls(
       distillation=distillation,
       policy_gradient=not distillation,
       entropy_bonus=bool(actor.entropy_coeff),
       on_policy=actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1,
-      rollout_weights=config.algorithm.rollout_correction.rollout_is is not None,
+      rollout_weights=correction.rollout_is is not None,
+      normalised_weights=correction.rollout_is_batch_normalize,
     )
 
   @property
@@ -52,9 +55,14 @@ class ObjectiveSpec:
     return not self.on_policy
 
   @property
+  def weighs_in_update(self) -> bool:
+    """Whether the update takes the rollout weights itself: on-policy it computes the log-probs that they are made of."""
+    return self.rollout_weights and self.on_policy and not self.normalised_weights
+
+  @property
   def computes_log_probs(self) -> bool:
-    """Whether the trainer computes log-probs of the completions before the update."""
-    return self.needs_old_log_probs or self.rollout_weights
+    """Whether the trainer computes log-probs of all completions before the update."""
+    return self.needs_old_log_probs or (self.rollout_weights and not self.weighs_in_update)
 
   @property
   def coefficients(self) -> tuple[str, ...]:

@@ -266,7 +266,7 @@ class _Run:
     if profiled:
       self.announce(f'Profile of step {step}: {folder}')
     metrics.update(records.rollout_metrics(graded, config))
-    metrics.update(records.update_metrics(report, batch, session.spec))
+    metrics.update(records.update_metrics(report, batch, session))
     metrics.update(records.throughput_metrics(session, graded, report, timer.seconds))
     if context is not None:
       metrics.update(context.metrics)

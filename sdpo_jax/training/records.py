@@ -16,12 +16,10 @@ from sdpo_jax.environments.outcomes import graded_of, scores_of
 from sdpo_jax.evaluation.completions import describe, metric_values, samples_by_source
 from sdpo_jax.evaluation.evaluate import Evaluation
 from sdpo_jax.files import jsonable, write_atomically
-from sdpo_jax.objective.importance import mismatch
-from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.teacher.context import TeacherContext
 from sdpo_jax.training.batching import GenerationBatch
 from sdpo_jax.training.session import Session
-from sdpo_jax.training.step import GradedRollouts, UpdateReport
+from sdpo_jax.training.step import GradedRollouts, UpdateReport, rollout_correction
 
 
 def token_mean(values: Mapping[str, np.ndarray], name: str, mask: np.ndarray) -> float:
@@ -100,10 +98,12 @@ POLICY_METRICS = {
 }
 
 
-def update_metrics(report: UpdateReport, batch: GenerationBatch, spec: ObjectiveSpec) -> dict[str, float]:
+def update_metrics(report: UpdateReport, batch: GenerationBatch, session: Session) -> dict[str, float]:
   """Return what the update did, and how far its log-probs are from the sampler's unless `build_batch` has measured it."""
   values, mask = report.token_values, batch.rollouts.completion_mask
-  measured = spec.computes_log_probs or 'log_prob' not in values
+  log_probs, correction = values.get('log_prob') if report.log_probs is None else report.log_probs, {}
+  if log_probs is not None and not session.spec.computes_log_probs:
+    _, correction = rollout_correction(session, log_probs, batch)
   distilled = mask & (batch.distill_mask > 0)
   return {
     'train/loss': report.loss,
@@ -112,7 +112,7 @@ def update_metrics(report: UpdateReport, batch: GenerationBatch, spec: Objective
     'train/optimizer_steps': report.optimizer_steps,
     'train/skipped_steps': report.skipped,
     'train/entropy': token_mean(values, 'entropy', mask),
-    **({} if measured else mismatch(values['log_prob'], batch.rollouts.sampling_log_probs, mask)),
+    **correction,
     **{name: token_mean(values, key, distilled) for name, key in TEACHER_METRICS.items() if key in values},
     **{name: token_mean(values, key, mask) for name, key in POLICY_METRICS.items() if key in values},
   }
@@ -121,10 +121,13 @@ def update_metrics(report: UpdateReport, batch: GenerationBatch, spec: Objective
 def throughput_metrics(
   session: Session, graded: GradedRollouts, report: UpdateReport, seconds: Mapping[str, float]
 ) -> dict[str, float]:
-  """Tokens per second and, where the peak of the device is known, model FLOPs utilisation.
+  """Tokens per second, where the peak of the device is known model FLOPs utilisation, and what padding leaves of shapes.
 
-  Counted are prefill and decode, the student's forward and backward, the teacher's forward; not counted are
-  recomputation, scoring before an off-policy update, and the second forward pass of a trust region.
+  Tokens are those of prompts and completions, never padding. MFU counts 2 FLOPs per parameter and token of prefill and
+  decode, the student's forward and backward and the teacher's forward; neither attention scores nor recomputation,
+  scoring outside of the update, or the second forward pass of a trust region. `throughput/fill_*` are shares of what
+  the compiled programs computed: of the slots × decode steps of the sampler, of the tokens of the student's and the
+  teacher's rows, and of the student's rows.
   """
   sampled = int(graded.rollouts.completion_mask.sum())
   prefilled = sum(map(len, graded.prompts))
@@ -134,12 +137,18 @@ def throughput_metrics(
     'throughput/tokens_per_s': sampled / whole,
     'throughput/tokens_per_s_per_device': sampled / whole / devices,
     'throughput/sampled_tokens_per_s': sampled / max(seconds.get('sample', 0.0), 1e-9),
-    'throughput/trained_tokens_per_s': report.trained_tokens / max(seconds.get('train', 0.0), 1e-9),
+    'throughput/trained_tokens_per_s': report.student.tokens / max(seconds.get('train', 0.0), 1e-9),
+    'throughput/fill_sample': graded.sampling.tokens / max(graded.sampling.row_steps, 1),
   }
+  if report.student.rows:
+    metrics['throughput/fill_train'] = report.student.tokens / report.student.token_room
+    metrics['throughput/fill_train_rows'] = report.student.rows / report.student.row_room
+  if report.teacher.rows:
+    metrics['throughput/fill_teacher'] = report.teacher.tokens / report.teacher.token_room
   peak = accelerators.peak_flops(jax.devices()[0])
   if peak:
-    done = session.flops_per_token * (sampled + prefilled + 3 * report.trained_tokens)
-    done += session.teacher_flops_per_token * report.teacher_tokens
+    done = session.flops_per_token * (sampled + prefilled + 3 * report.student.tokens)
+    done += session.teacher_flops_per_token * report.teacher.tokens
     metrics['throughput/mfu'] = done / (whole * devices * peak)
   return metrics
 

@@ -1,7 +1,7 @@
 """The programs of a training run, registered: those of the update, and those of the sampler in training and evaluation.
 
-Names of the update's: `score/P×T` (log-probs before the update), `update/P×R×T` (prompt, teacher prompt and completion
-buckets), `zero`, `apply`, `finish`. Names of the sampler's: `prepare` (its copy of the parameters), `prefill/P×T`,
+Names of the update's: `score/P×T` (log-probs before the update, of all completions or of those that it leaves out),
+`update/P×R×T` (prompt, teacher prompt and completion buckets), `zero`, `apply`, `finish`. Names of the sampler's: `prepare` (its copy of the parameters), `prefill/P×T`,
 `admit/P×T` (a prompt's cache into the rows of its samples), `decode/P×T` and, for a cache with fewer slots C than
 prompt and completion may need, `decode/P×T@C`; `resize/P×T` from the largest of these to the one before. Where the
 cache keeps its size instead, `decode/P×T#R` with fewer rows R of it; `compact/P×T` from all rows to half of them.
@@ -97,7 +97,7 @@ def update_programs(run: Run) -> dict[str, Program]:
   share = batching.shares_prompts(config, *run.teacher.readers(run.policy, config.actor.self_distillation))
   for response in trained.response:
     for prompt in trained.prompt:
-      if spec.computes_log_probs:
+      if spec.computes_log_probs or spec.weighs_in_update:
         batch = batch_of(prompt, None, response)
         found[f'score/{prompt}×{response}'] = Program(
           'score',
@@ -137,7 +137,7 @@ def abstract_batch(
     prompt: bucket of prompts.
     reprompt: bucket of teacher prompts; None: no teacher reads the batch.
     response: bucket of completions, T.
-    spec: terms of the loss, and whether they read old log-probs.
+    spec: terms of the loss, and whether they read old log-probs or those of the sampler.
     mesh: where it lies.
     share: from `batching.shares_prompts`.
   """
@@ -159,6 +159,7 @@ def abstract_batch(
     **{name: per_token if name in spec.coefficients else None for name in COEFFICIENTS},
     old_log_probs=per_token if spec.needs_old_log_probs else None,
     advantages=per_token if spec.needs_advantages else None,
+    sampling_log_probs=per_token if spec.weighs_in_update else None,
   )
 
 

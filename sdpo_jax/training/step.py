@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -19,11 +20,13 @@ from sdpo_jax.environments.outcomes import check_graded, graded_of, scores_of
 from sdpo_jax.objective.advantages import grpo_advantages
 from sdpo_jax.objective.importance import mismatch, rollout_is_weights
 from sdpo_jax.rollout.grading_thread import GradingThread
+from sdpo_jax.rollout.slots import SamplingStats
 from sdpo_jax.teacher.context import TeacherContext, build_teacher_context
 from sdpo_jax.teacher.order import balanced_order
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training import batching
-from sdpo_jax.types import Example, Outcome, Rollouts, TrainState
+from sdpo_jax.training.update import MicroResult
+from sdpo_jax.types import Example, Outcome, Rollouts, TokenRows, TrainState
 
 if TYPE_CHECKING:  # A session knows how to load models; a step need not.
   from sdpo_jax.training.session import Session
@@ -38,6 +41,7 @@ class GradedRollouts:
   rollouts: Rollouts  # N.
   outcomes: list[Outcome]  # N.
   sample_ids: np.ndarray  # [N] number of each sample as drawn, before any reordering.
+  sampling: SamplingStats  # What sampling took.
   graders_busy_s: float  # Seconds in which this process's graders were at work, while it sampled or afterwards.
 
 
@@ -75,7 +79,15 @@ def rollout_and_grade(
     lengths = rollouts.completion_mask.sum(1) + rollouts.prompt_mask.sum(1)
     order = balanced_order(lengths, config.trainer.balance_partitions)
     rollouts, outcomes = rollouts.take(order), [outcomes[sample] for sample in order]
-  return GradedRollouts(examples, prompts, rollouts, outcomes, sample_ids=order, graders_busy_s=grading.busy_s)
+  return GradedRollouts(
+    examples,
+    prompts,
+    rollouts,
+    outcomes,
+    sample_ids=order,
+    sampling=session.sampler.stats,
+    graders_busy_s=grading.busy_s,
+  )
 
 
 def sampling_seed(state: TrainState) -> int:
@@ -136,34 +148,87 @@ def build_batch(
     norm_by_std = config.actor.policy_loss.norm_adv_by_std_in_grpo
     advantages = grpo_advantages(scores_of(graded.outcomes), rollouts.group, norm_by_std, graded=graded_rows)
     batch.advantages = per_token(advantages)
+  if spec.weighs_in_update:
+    batch.sampling_log_probs = rollouts.sampling_log_probs
   if not spec.computes_log_probs:
     return batch
-  log_probs = policy_log_probs(session, state, batch)
-  metrics.update(mismatch(log_probs, rollouts.sampling_log_probs, rollouts.completion_mask))
+  log_probs = PolicyLogProbs(session, state, batch).fetch()
+  weights, measured = rollout_correction(session, log_probs, batch)
+  metrics.update(measured)
   if spec.rollout_weights:
-    correction = config.algorithm.rollout_correction
-    weights, measured = rollout_is_weights(
-      log_probs,
-      rollouts.sampling_log_probs,
-      (rollouts.completion_mask & graded_rows[:, None]).astype(np.float32),
-      threshold=correction.rollout_is_threshold,
-      batch_normalize=correction.rollout_is_batch_normalize,
-    )
-    batch.distill_weights = batch.policy_weights = np.asarray(weights, np.float32)
-    metrics.update({name: float(value) for name, value in measured.items()})
+    batch.distill_weights = batch.policy_weights = weights
   if spec.needs_old_log_probs:
     batch.old_log_probs = log_probs
   return batch
 
 
-def policy_log_probs(session: Session, state: TrainState, batch: batching.GenerationBatch) -> np.ndarray:
-  """Return log-probs [N, T] of all completions under the current policy, at the rollout temperature."""
-  result = np.zeros(batch.rollouts.completion_tokens.shape, np.float32)
-  for micro in batching.student_micro_batches(batch, session.config, session.mesh.size):
-    student, targets = put_rows(session.mesh, (micro.batch.student, micro.batch.targets))
-    log_probs, _ = session.update.log_probs(session.base, state.trainable, student, targets)
-    micro.scatter(np.asarray(log_probs), result)
-  return result * batch.rollouts.completion_mask
+def rollout_correction(
+  session: Session, log_probs: np.ndarray, batch: batching.GenerationBatch
+) -> tuple[np.ndarray | None, dict[str, float]]:
+  """Return the weights [N, T] for the difference of sampler and trainer, None where there are none, and its metrics.
+
+  Args:
+    session: of the run.
+    log_probs: [N, T] of the completions under the policy before the update, at the rollout temperature.
+    batch: with these completions; ungraded ones have no weights.
+  """
+  rollouts, mask = batch.rollouts, batch.rollouts.completion_mask
+  metrics = mismatch(log_probs, rollouts.sampling_log_probs, mask)
+  if not session.spec.rollout_weights:
+    return None, metrics
+  if batch.graded is not None:
+    mask = mask & batch.graded[:, None]
+  correction = session.config.algorithm.rollout_correction
+  weights, measured = rollout_is_weights(
+    log_probs,
+    rollouts.sampling_log_probs,
+    mask.astype(np.float32),
+    threshold=correction.rollout_is_threshold,
+    batch_normalize=correction.rollout_is_batch_normalize,
+  )
+  return np.asarray(weights, np.float32), metrics | {name: float(value) for name, value in measured.items()}
+
+
+class PolicyLogProbs:
+  """Log-probs of completions under the current policy, at the rollout temperature; computed while others go on."""
+
+  def __init__(
+    self, session: Session, state: TrainState, batch: batching.GenerationBatch, samples: np.ndarray | None = None
+  ):
+    """Start to compute those of `samples` [M] int, None: of all."""
+    self._rollouts = batch.rollouts
+    self._pending = []
+    for micro in batching.student_micro_batches(batch, session.config, session.mesh.size, samples):
+      student, targets = put_rows(session.mesh, (micro.batch.student, micro.batch.targets))
+      log_probs, _ = session.update.log_probs(session.base, state.trainable, student, targets)
+      self._pending.append((micro.samples, micro.lengths, log_probs))
+
+  def fetch(self, result: np.ndarray | None = None) -> np.ndarray:
+    """Wait for them, and return `result` [N, T] with them in their places; None: zeros elsewhere."""
+    if result is None:
+      result = np.zeros(self._rollouts.completion_tokens.shape, np.float32)
+    places = [(samples, lengths) for samples, lengths, _ in self._pending]
+    values = jax.device_get([log_probs for *_, log_probs in self._pending])
+    for (samples, lengths), log_probs in zip(places, values, strict=True):
+      batching.scatter(samples, lengths, log_probs, result)
+    return result
+
+
+@dataclasses.dataclass
+class Filled:
+  """What the rows of micro-batches hold, and what they have room for."""
+
+  tokens: int = 0  # That are no padding.
+  token_room: int = 0  # Of the compiled shapes.
+  rows: int = 0  # With a sample.
+  row_room: int = 0
+
+  def add(self, micro: batching.MicroBatch, side: TokenRows) -> None:
+    """Count a micro-batch's rows of the student or the teacher."""
+    self.tokens += micro.tokens(side)
+    self.token_room += side.tokens.size
+    self.rows += sum(map(bool, micro.samples))
+    self.row_room += len(micro.samples)
 
 
 @dataclasses.dataclass
@@ -176,48 +241,96 @@ class UpdateReport:
   skipped: int  # optimizer steps with a gradient that was not finite.
   optimizer_steps: int
   token_values: dict[str, np.ndarray]  # [N, T] per-token quantities of the last epoch, NaN where not computed.
-  trained_tokens: int  # tokens of student rows that went through forward and backward.
-  teacher_tokens: int  # tokens of teacher rows that went through forward.
+  student: Filled  # rows that went through forward and backward.
+  teacher: Filled  # rows of the teacher, which went through forward.
+  log_probs: np.ndarray | None = None  # [N, T] of the policy before the update; None: `build_batch` measured them.
+
+
+class _Results:
+  """What optimizer steps leave on the devices, fetched when a later one is under way."""
+
+  def __init__(self, shape: tuple[int, int]):
+    self.losses: list[float] = []
+    self.reports: list[dict[str, np.ndarray]] = []
+    self.token_values: dict[str, np.ndarray] = {}
+    self._shape = shape
+    self._waiting: collections.deque[tuple[list[tuple[Any, np.ndarray, MicroResult]], Any]] = collections.deque()
+
+  def add(self, micros: list[tuple[Any, np.ndarray, MicroResult]], report: Any) -> None:
+    """Take the results of a step: (samples of each row, lengths [N], result) of each micro-batch, and its report.
+
+    Those of the step before it are fetched, so that the devices have work meanwhile and never hold more than two.
+    """
+    self._waiting.append((micros, report))
+    while len(self._waiting) > 1:
+      self.fetch()
+
+  def finite(self) -> int:
+    """Wait for the steps, and return how many had a finite gradient."""
+    left = jax.device_get([report['finite'] for _, report in self._waiting])
+    return sum(int(report['finite']) for report in self.reports) + sum(map(int, left))
+
+  def fetch(self) -> None:
+    """Fetch all of the oldest step at once."""
+    micros, report = self._waiting.popleft()
+    results, report = jax.device_get(([(result.loss, result.aux) for *_, result in micros], report))
+    self.reports.append(report)
+    self.losses.append(sum(float(loss) for loss, _ in results))
+    for (samples, lengths, _), (_, aux) in zip(micros, results, strict=True):
+      for name, value in aux.items():
+        target = self.token_values.setdefault(name, np.full(self._shape, np.nan, np.float32))
+        batching.scatter(samples, lengths, value, target)
+
+  def fetch_all(self) -> None:
+    while self._waiting:
+      self.fetch()
 
 
 def run_update(session: Session, state: TrainState, batch: batching.GenerationBatch) -> tuple[TrainState, UpdateReport]:
-  """Take all optimizer steps of a generation batch, then move the teacher."""
+  """Take all optimizer steps of a generation batch, then move the teacher.
+
+  The host prepares a micro-batch while the devices are at work on those before it.
+  """
   config, update = session.config, session.update
   teacher = session.teacher or Teacher(session.policy)
   share = batching.shares_prompts(config, *teacher.readers(session.policy, config.actor.self_distillation))
-  losses, reports, values = [], [], {}
-  trained = teacher_tokens = 0
-  shape = batch.rollouts.completion_tokens.shape
+  scored = None
+  if batch.sampling_log_probs is not None:
+    # The update computes these log-probs of the samples that it trains; metrics want those of the others too.
+    scored = PolicyLogProbs(session, state, batch, batching.left_out(batch, config))
+  results = _Results(batch.rollouts.completion_tokens.shape)
+  of_student, of_teacher = Filled(), Filled()
   for _ in range(config.actor.ppo_epochs):
     for samples in batching.mini_batches(config):
       grads = update.zero(state.trainable)
-      pending = []
+      micros = []
       for micro in batching.micro_batches(batch, samples, config, session.mesh.size, share):
         arrays = put_rows(session.mesh, micro.batch)
         grads, result = update.accumulate(session.base, state, grads, arrays, teacher.base)
-        pending.append((micro, result))
-        trained += micro.tokens(micro.batch.student)
+        micros.append((micro.samples, micro.lengths, result))
+        of_student.add(micro, micro.batch.student)
         if micro.batch.teacher is not None:
-          teacher_tokens += micro.tokens(micro.batch.teacher)
+          of_teacher.add(micro, micro.batch.teacher)
       state, report = update.apply(state, grads)
-      losses.append(sum(float(result.loss) for _, result in pending))
-      reports.append(jax.device_get(report))
-      for micro, result in pending:
-        for name, value in jax.device_get(result.aux).items():
-          if value.ndim == 0:  # Parts of the loss, which is logged as a whole.
-            continue
-          micro.scatter(value, values.setdefault(name, np.full(shape, np.nan, np.float32)))
-  finite = [int(report['finite']) for report in reports]
-  state = update.advance_teacher(state, np.int32(sum(finite)))
+      results.add(micros, report)
+  finite = results.finite()
+  state = update.advance_teacher(state, np.int32(finite))
+  results.fetch_all()
+  log_probs = None
+  if scored is not None:
+    seen = results.token_values.get('log_prob', np.zeros_like(batch.sampling_log_probs))
+    log_probs = scored.fetch(np.where(batch.rollouts.completion_mask, seen, 0))
+  losses, reports = results.losses, results.reports
   return state, UpdateReport(
     loss=float(np.mean(losses)),
     grad_norm=float(np.mean([report['grad_norm'] for report in reports])),
     learning_rate=float(reports[-1]['learning_rate']),
-    skipped=len(finite) - sum(finite),
-    optimizer_steps=len(finite),
-    token_values=values,
-    trained_tokens=trained,
-    teacher_tokens=teacher_tokens,
+    skipped=len(reports) - finite,
+    optimizer_steps=len(reports),
+    token_values=results.token_values,
+    student=of_student,
+    teacher=of_teacher,
+    log_probs=log_probs,
   )
 
 

@@ -73,12 +73,31 @@ def init_state(config: Config, trainable: Tree) -> TrainState:
   )
 
 
+# The per-token quantities of the objective that leave the devices, where there are such: metrics and files read them.
+PER_TOKEN = (
+  'log_prob',
+  'entropy',
+  'divergence',
+  'ratio',
+  'ratio_clipped',
+  'student_tail',
+  'teacher_entropy',
+  'teacher_tail',
+  'teacher_coverage',
+  'teacher_top1_in_support',
+  'ppo_ratio',
+  'ppo_clipped',
+  'ppo_clipped_lower',
+  'ppo_kl',
+)
+
+
 @dataclasses.dataclass
 class MicroResult:
   """What one micro-batch leaves behind."""
 
   loss: jax.Array  # [] its share of the loss of the optimizer step.
-  aux: dict[str, jax.Array]  # per-token [B, T] quantities of the objective.
+  aux: dict[str, jax.Array]  # [B, T] each, those of `PER_TOKEN` that the objective has.
 
 
 jax.tree_util.register_dataclass(MicroResult, ['loss', 'aux'], [])
@@ -131,13 +150,15 @@ def accumulate(
       entropy_coef=batch.entropy_coef,
       old_log_probs=batch.old_log_probs,
       advantages=batch.advantages,
+      sampling_log_probs=batch.sampling_log_probs,
       config=ObjectiveConfig.from_config(config),
       vocab_size=policy.vocab_size,
       layout=layout(mesh),
     )
 
   (loss, aux), micro = jax.value_and_grad(loss_fn, has_aux=True)(state.trainable)
-  return jax.tree.map(jnp.add, grads, micro), MicroResult(loss=loss, aux=aux)
+  per_token = {name: aux[name] for name in PER_TOKEN if name in aux}
+  return jax.tree.map(jnp.add, grads, micro), MicroResult(loss=loss, aux=per_token)
 
 
 def zero_gradients(trainable: Tree) -> Tree:
@@ -274,7 +295,7 @@ class _Settings:
 
   @classmethod
   def of(cls, config: Config) -> _Settings:
-    sections = config.actor, config.rollout, config.optimizer, ObjectiveSpec.from_config(config)
+    sections = config.actor, config.algorithm, config.rollout, config.optimizer, ObjectiveSpec.from_config(config)
     return cls(
       json.dumps([dataclasses.asdict(section) for section in sections], default=_number), copy.deepcopy(config)
     )

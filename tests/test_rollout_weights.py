@@ -1,0 +1,131 @@
+"""Rollout weights that the update takes from its own log-probs: those of a scoring pass over all rows, without the pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from sdpo_jax.config import MeshConfig
+from sdpo_jax.distributed import mesh as meshes
+from sdpo_jax.objective.spec import ObjectiveSpec
+from sdpo_jax.rollout.slots import SamplingStats
+from sdpo_jax.training import batching, records, step
+from sdpo_jax.training.update import make_update, place_state
+from sdpo_jax.types import Example, Outcome
+from tests.test_batching import make_samples, per_token
+from tests.test_step import make_model, settings
+
+THRESHOLD = 1.5
+CORRECTION = {'algorithm__rollout_correction__rollout_is_threshold': THRESHOLD, 'actor__ppo_micro_batch_size': 4}
+
+
+def start(config, **changes):
+  """(session, state) of a tiny model on one device."""
+  policy, parameters = make_model()
+  mesh = meshes.make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
+  state = place_state(config, jax.device_put(parameters, meshes.replicated(mesh)), mesh)
+  session = types.SimpleNamespace(
+    config=config,
+    spec=ObjectiveSpec.from_config(config),
+    policy=policy,
+    base={},
+    mesh=mesh,
+    teacher=None,
+    update=make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state)),
+    **changes,
+  )
+  return session, state
+
+
+def updated(session, batch):
+  _, state = start(session.config)
+  state, report = step.run_update(session, state, batch)
+  return jax.device_get(state.replace(rng=None)), report
+
+
+@pytest.mark.parametrize('loss_mode', ['sdpo', pytest.param('vanilla', marks=pytest.mark.slow)])
+def test_weights_from_inside_are_those_of_a_scoring_pass(loss_mode):
+  config = settings(**CORRECTION, actor__policy_loss__loss_mode=loss_mode)
+  session, state = start(config)
+  batch = make_samples(config)
+  if loss_mode == 'vanilla':
+    advantages = per_token([1, -1, 0.5, 0, 0, 0, 2, -2])
+    batch = dataclasses.replace(batch, teacher_prompts=None, advantages=advantages)
+  silent = [1, 4, 6, 7] if loss_mode == 'sdpo' else [3, 4, 5]
+  np.testing.assert_array_equal(batching.left_out(batch, config), silent)
+  mask = batch.rollouts.completion_mask
+  scored = step.PolicyLogProbs(session, state, batch).fetch()
+  sampler = (scored + np.random.default_rng(0).normal(size=mask.shape)).astype(np.float32)
+  batch.rollouts.sampling_log_probs = sampler
+  weights = np.minimum(np.exp(np.clip(scored.astype(np.float64) - sampler, -20, 20)), THRESHOLD).astype(np.float32)
+  assert (weights[mask] == THRESHOLD).any() and (weights[mask] < 0.7).any()
+  before = dataclasses.replace(batch, distill_weights=weights, policy_weights=weights)
+  expected, by_pass = updated(session, before)
+  found, inside = updated(session, dataclasses.replace(batch, sampling_log_probs=sampler))
+  plain, _ = updated(session, batch)
+  assert inside.loss == pytest.approx(by_pass.loss, rel=1e-5)
+  chex.assert_trees_all_close(found.trainable, expected.trainable, atol=2e-7)
+  moved = max(float(abs(a - b).max()) for a, b in zip(*map(jax.tree.leaves, (found, plain)), strict=True))
+  assert moved > 1e-5
+  if loss_mode == 'vanilla':
+    ratio = inside.token_values['ppo_ratio']
+    assert (ratio[np.isfinite(ratio) & mask] == 1).all()
+  # Metrics are of all rows, those without a signal too.
+  np.testing.assert_allclose(inside.log_probs, scored, rtol=1e-5, atol=1e-5)
+  metrics = records.update_metrics(inside, batch, session)
+  _, expected_metrics = step.rollout_correction(session, scored, batch)
+  assert {name for name in metrics if name.startswith('rollout_corr/')} == expected_metrics.keys()
+  assert expected_metrics['rollout_corr/rollout_is_mean'] == pytest.approx(
+    np.exp((scored - sampler)[mask].astype(np.float64)).mean(), rel=1e-5
+  )
+  for name, value in expected_metrics.items():
+    assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
+@pytest.mark.parametrize(
+  ('changes', 'before', 'inside'),
+  [
+    ({}, False, True),
+    ({'algorithm__rollout_correction__rollout_is': None}, False, False),
+    ({'algorithm__rollout_correction__rollout_is_batch_normalize': True}, True, False),
+    ({'actor__ppo_mini_batch_size': 2}, True, False),
+    ({'actor__ppo_epochs': 2}, True, False),
+    ({'actor__ppo_epochs': 2, 'algorithm__rollout_correction__rollout_is': None}, True, False),
+  ],
+)
+def test_all_rows_are_scored_only_where_the_update_cannot_weigh_them(changes, before, inside):
+  config = settings(**changes)
+  calls = []
+
+  def log_probs(base, trainable, rows, targets):
+    calls.append(targets.shape)
+    return np.full(targets.shape, -2.0, np.float32), None
+
+  session = types.SimpleNamespace(
+    config=config,
+    spec=ObjectiveSpec.from_config(config),
+    base={},
+    mesh=meshes.make_mesh(MeshConfig(fsdp=1), jax.devices()[:1]),
+    update=types.SimpleNamespace(log_probs=log_probs),
+  )
+  samples = make_samples(config)
+  groups = int(samples.rollouts.group.max()) + 1
+  graded = step.GradedRollouts(
+    [Example(str(i), [], 'none', None, 'none') for i in range(groups)],
+    samples.prompts[:groups],
+    samples.rollouts,
+    [Outcome(0.0)] * len(samples),
+    np.arange(len(samples)),
+    SamplingStats(),
+    0.0,
+  )
+  metrics = {}
+  batch = step.build_batch(session, types.SimpleNamespace(trainable={}), graded, None, metrics)
+  assert bool(calls) == before == bool(metrics)
+  assert (batch.sampling_log_probs is not None) == inside
+  assert (batch.distill_weights is not None) == (before and session.spec.rollout_weights)
