@@ -219,6 +219,7 @@ def experiment(tmp_path_factory):
     'stop again': train('stop', 'stop'),
     'stop, then go on': train('stop', 'warn', '--config.trainer.total_training_steps=4'),
     'no best': train('no_best', 'rollback', '--config.alarms.rules=rollout/completion_length_max > 0'),
+    'nothing learned': train('nothing', 'warn', '--config.optimizer.lr=3e38'),
   }
   done = tiny.launch_many(list(commands.values()), folder / 'output')
   return folder, dict(zip(commands, done, strict=True)), list(killed)
@@ -359,3 +360,13 @@ def test_an_alarm_before_there_is_a_checkpoint_stops_the_run(experiment):
   _, done, _ = experiment
   assert done['no best'].returncode == loop.EXIT_ALARM, done['no best'].stderr
   assert 'no checkpoint with eval/parity/mean@2 to go back to' in done['no best'].stdout
+
+
+def test_a_run_without_a_finite_gradient_stops_with_a_sentence_and_a_checkpoint(experiment):
+  """The weights do not survive the first update; `trainer.max_skipped_steps` is three."""
+  folder, done, _ = experiment
+  run = done['nothing learned']
+  assert run.returncode == 2 and 'Traceback' not in run.stderr
+  assert 'Nothing was learned in 3 steps in a row, 2 to 4, because no gradient was finite' in run.stderr
+  assert [line.get('train/skipped_steps') for line in lines_of(folder / 'nothing')] == [None, 0, 1, 1, 1]
+  assert (folder / 'nothing' / 'checkpoints' / '4').is_dir()

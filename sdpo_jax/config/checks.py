@@ -230,7 +230,7 @@ def _check_trainer(config: schema.Config) -> None:
   _require_positive(
     'trainer', trainer, 'total_training_steps', 'max_ckpt_to_keep', 'balance_partitions', 'sample_table_rows'
   )
-  for key in ('test_freq', 'save_freq', 'rollout_save_freq', 'sample_table_freq'):
+  for key in ('test_freq', 'save_freq', 'rollout_save_freq', 'sample_table_freq', 'max_skipped_steps'):
     _require(getattr(trainer, key) >= 0, f'trainer.{key} must not be negative.')
   _require(
     trainer.test_freq == 0 or bool(config.data.val_files),

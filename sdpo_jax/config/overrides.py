@@ -24,6 +24,7 @@ RESUMABLE = (
   'trainer.val_before_train',
   'trainer.save_freq',
   'trainer.max_ckpt_to_keep',
+  'trainer.max_skipped_steps',
   'trainer.best_metric',
   'trainer.rollout_save_freq',
   'trainer.sample_table_freq',

@@ -246,6 +246,11 @@ class TrainerConfig:
   test_freq: int = setting(5, 'Evaluate every so many generation batches and at the end; 0: never.')
   val_before_train: bool = setting(True, 'Evaluate before the first step.')
   save_freq: int = setting(5, 'Checkpoint every so many generation batches and at the end; 0: only at the end.')
+  max_skipped_steps: int = setting(
+    3,
+    'Generation batches in a row in which no gradient was finite, so that every optimizer step was skipped, after which '
+    'the run ends with a checkpoint and exit code 2; 0: any number.',
+  )
   max_ckpt_to_keep: int = setting(2, 'Latest checkpoints kept.')
   best_metric: str | None = setting(None, 'Also keep the checkpoint with the largest value of this metric.')
   batch_order: Literal['sampled', 'balanced'] = setting(

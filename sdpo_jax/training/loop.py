@@ -30,7 +30,7 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.evaluation.evaluate import evaluate
-from sdpo_jax.training import records, samples
+from sdpo_jax.training import records, samples, skipped
 from sdpo_jax.training.boards import check_wandb
 from sdpo_jax.training.checkpoints import Checkpoints, abstract
 from sdpo_jax.training.metrics import MetricsWriter, Progress, history
@@ -61,6 +61,7 @@ class Result:
   evaluations: dict[int, dict[str, float]]  # step → flat evaluation metrics.
   example_prompt: str  # A held-out question to try, where it is short.
   stopped: str | None = None  # By which alarm, in a sentence.
+  skipped: int = 0  # Steps at the end that taught nothing: their gradients were not finite.
 
 
 class Preemption:
@@ -166,6 +167,7 @@ class _Run:
     self.evaluations: dict[int, dict[str, float]] = {}  # Step → metrics; without those of steps that were undone.
     self.stopped: str | None = None  # By which alarm.
     self.checked_rules = False  # Whether rules that fit nothing were named.
+    self.skipped = 0  # Steps in a row, up to now, that taught nothing.
 
   def __call__(self, state: TrainState) -> Result:
     config = self.session.config
@@ -183,7 +185,7 @@ class _Run:
           if writer is not None:
             writer.write(0, values)
         for step in range(first + 1, total + 1):
-          if self.stopped:
+          if self.stopped or skipped.too_many(self.skipped, config.trainer):
             break
           before = self.host_state()
           advanced = self.step(state, step, writer, progress, preemption)
@@ -202,12 +204,18 @@ class _Run:
         if found:
           evaluations[line['step']] = found
       writer.close()
+    if skipped.too_many(self.skipped, config.trainer) and not self.stopped:
+      raise UserError(skipped.complaint(self.skipped, int(state.step), config.trainer))
     prompt = _short_prompt(self.held_out)
-    return Result(self.session.workdir, int(state.step), preempted, evaluations, prompt, self.stopped)
+    return Result(self.session.workdir, int(state.step), preempted, evaluations, prompt, self.stopped, self.skipped)
 
   def recall(self, step: int) -> None:
-    """Restore what alarms and evaluations had seen up to `step`, from metrics.jsonl; a run that they stopped stays so."""
+    """Restore what alarms and evaluations had seen up to `step`, from metrics.jsonl; a run that they stopped stays so.
+
+    So does one that learned nothing for too long.
+    """
     lines = history(self.session.workdir, step)
+    self.skipped = skipped.in_a_row(lines)
     raised = self.watch.replay(lines)
     for line in lines:
       found = {name: value for name, value in line.items() if name.startswith('eval/')}
@@ -288,6 +296,7 @@ class _Run:
       **{f'time/{name}_s': value for name, value in timer.seconds.items()},
       'time/graders_busy_s': graded.graders_busy_s,  # Beside the phases, which do not add up with it.
     }
+    self.skipped = self.skipped + 1 if skipped.taught_nothing(line) else 0
     raised, fired = self.watch.observe(step, line)
     line.update(fired)
     if evaluated or not self.held_out:
@@ -313,7 +322,7 @@ class _Run:
       metrics = {}  # They were measured with other weights than those that are now saved.
     progress.step(step, line['rollout/score_mean'], report.loss, line['throughput/tokens_per_s'], note)
     due = step == trainer.total_training_steps or (trainer.save_freq and step % trainer.save_freq == 0)
-    if due or verdict != Verdict() or unevaluated is not None:
+    if due or verdict != Verdict() or unevaluated is not None or skipped.too_many(self.skipped, trainer):
       self.save(step, state, self.host_state(), metrics)
     if unevaluated is not None:
       self.checkpoints.wait()
@@ -360,6 +369,7 @@ class _Run:
     saved = self.checkpoints.restore_step(step, like)
     self.watch.roll_back(step)
     self.forget(step)
+    self.skipped = 0
     return saved.replace(step=state.step, optimizer_step=state.optimizer_step, rng=state.rng)
 
   def evaluate(self, state: TrainState, step: int) -> dict[str, float]:

@@ -25,6 +25,12 @@ def summary(result: Result, config_path: str, overrides: Sequence[tuple[str, str
       return 'Stopped before the first step was done; nothing was learned yet. The same command starts again.'
     return f'Stopped after step {result.step}; the checkpoint is saved. The same command continues {workdir}.'
   lines = [f'{result.step} steps done; the run is in {workdir}.']
+  if result.skipped:
+    last = 'last one' if result.skipped == 1 else f'last {result.skipped}'
+    lines.append(
+      f'The {last} taught nothing, because no gradient was finite: the weights are those of step '
+      f'{result.step - result.skipped}.'
+    )
   if result.stopped:
     lines = [
       f'Stopped by an alarm after step {result.step}: {result.stopped}',
