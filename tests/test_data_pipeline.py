@@ -3,6 +3,7 @@
 import collections
 import glob
 import json
+import re
 
 import datasets
 from hypothesis import given, settings
@@ -285,6 +286,27 @@ def test_an_overlong_prompt_names_the_row_and_the_setting(write, caplog):
   assert 'sciknoweval/2' not in {i for _ in range(9) for i in ids(next(it))}
   with pytest.raises(UserError, match='every prompt is longer'):
     train(files, max_prompt_length=3, filter_overlong_prompts=True)
+
+
+class Reader(CharacterTokenizer):
+  """Counts the characters that it reads, and takes spaces next to each other for one."""
+
+  read = 0
+
+  def encode(self, text):
+    self.read += len(text)
+    return super().encode(re.sub(' +', ' ', text))
+
+
+def test_a_prompt_of_megabytes_is_refused_or_left_out_unread(write):
+  files = [write([raw(i, 'x' * 2_000_000 if i == 2 else 'x' + ' ' * 3000 + '?') for i in range(5)])]
+  tokenizer, made = Reader(), config(files, max_prompt_length=100)
+  with pytest.raises(UserError, match=r'rows.json, line 3: the prompt has more than 200 tokens with the chat template'):
+    pipeline.TrainIterator(made, tokenizer, Registry())
+  made.data.filter_overlong_prompts = True
+  it = pipeline.TrainIterator(made, tokenizer, Registry())
+  assert {i for _ in range(9) for i in ids(next(it))} == {f'sciknoweval/{i}' for i in (0, 1, 3, 4)}
+  assert tokenizer.read < 100_000
 
 
 def test_an_overlong_question_of_a_generator_is_named():

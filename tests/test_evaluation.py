@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import types
 
 from etils import epath
 import numpy as np
@@ -236,6 +238,31 @@ def test_the_gap_is_success_in_training_minus_held_out_mean():
   assert records.gap_metrics(graded(examples, batch, code_outcomes()), {}, Config()) == {}
 
 
+def is_excerpt(written: str, text: str) -> bool:
+  """Whether a text of 10,000,000 characters is written with its ends and its length, in about 65,536 characters."""
+  begins, ends = written.startswith(text[:32_000]), written.endswith(text[-32_000:])
+  return begins and ends and len(written) < 66_000 and f' of {len(text):,} characters left out' in written
+
+
+def test_rollouts_are_written_with_excerpts_of_long_texts(tmp_path):
+  long, whole = ''.join(map(str, range(1_500_000))), 'y' * 65_536
+  asked = dataclasses.replace(example('a', 'x'), messages=[{'role': 'user', 'content': long}])
+  batch = rollouts([long, whole], [0, 0])
+  session = types.SimpleNamespace(workdir=epath.Path(tmp_path))
+  context = types.SimpleNamespace(mask=[1, 0], messages=[asked.messages, asked.messages])
+  batch = graded([asked], batch, [Outcome(1.0, long), Outcome(0.0, None)])
+  records.write_rollouts(session, 3, batch, context, types.SimpleNamespace(token_values={}))
+  first, second = map(json.loads, (tmp_path / 'rollouts' / '3.jsonl').read_text().splitlines())
+  written = (
+    first['completion'],
+    first['feedback'],
+    first['prompt'][0]['content'],
+    first['teacher_prompt'][0]['content'],
+  )
+  assert all(is_excerpt(text, long) for text in written)
+  assert (second['completion'], second['feedback'], second['teacher_prompt']) == (whole, None, None)
+
+
 def test_evaluations_with_huge_strange_and_infinite_content_are_written_and_read_back(tmp_path):
   huge, broken = 'x' * 10_000_000, 'lone surrogate \ud83d and \x00'
   outcomes = [
@@ -252,7 +279,7 @@ def test_evaluations_with_huge_strange_and_infinite_content_are_written_and_read
   assert content['metrics']['source_x']['mean@2'] == 0.25
   assert content['metrics']['source_x']['loss/mean@2'] is None
   first, second = content['samples']
-  assert first['completion'] == huge and first['pred'] == huge and first['feedback'] == broken
+  assert first['feedback'] == broken and is_excerpt(first['completion'], huge) and is_excerpt(first['pred'], huge)
   assert first['score'] == 0.5 and first['loss'] is None and first['tokens'] == 3
   assert second['completion'] == broken and second['id'] == 'a' and 'many' not in second
 

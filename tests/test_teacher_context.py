@@ -303,3 +303,51 @@ def test_a_failed_attempt_that_was_cut_off_while_thinking_is_not_shown():
   shown = build(['thinking of', '<think>and then'], [0, 0], ['no', 'no'], include_failed_attempt=True).messages
   assert 'earlier attempt:\n\nthinking of' in shown[0][-1]['content']
   assert 'Your unsuccessful earlier attempt' not in shown[1][-1]['content']
+
+
+class Reader(CharacterTokenizer):
+  """Counts the characters that it reads; `per_token` of them are a token."""
+
+  def __init__(self, per_token=1):
+    self.read, self.per_token = 0, per_token
+
+  def encode(self, text):
+    self.read += len(text)
+    return super().encode(text[:: self.per_token])
+
+
+@pytest.mark.parametrize('per_token', [1, 3, 40])
+def test_a_text_of_megabytes_is_shortened_to_the_same_without_being_read(per_token):
+  keys = dict(environment_feedback_only_without_solution=False, include_failed_attempt=True, max_reprompt_len=420)
+  feedback = ''.join(f'line {i}\n' for i in range(200_000))
+  built, read = [], []
+  for said in (feedback[:100_000], feedback):
+    reader = Reader(per_token)
+    built.append(build(['bad' * 200, 'good' * 300], [0, 1], [said, ''], tokenizer=reader, **keys))
+    read.append(reader.read)
+  long, longer = built
+  assert long.messages == longer.messages and long.prompt_tokens == longer.prompt_tokens
+  assert longer.truncated[0] and 420 - 8 < len(longer.prompt_tokens[0]) <= 420
+  assert read[0] == read[1] < 420 * (2 * 16 + 12 * per_token)
+
+
+@pytest.mark.parametrize('side', ['left', 'right'])
+@pytest.mark.parametrize('per_token', [1, 40])
+def test_the_reference_truncation_reads_no_more_than_it_needs(side, per_token):
+  feedback = ''.join(f'line {i}\n' for i in range(200_000))
+  reader = Reader(per_token)
+  built = build(['bad'], [0], [feedback], tokenizer=reader, reprompt_truncation=side, max_reprompt_len=100)
+  read = reader.read
+  [whole] = reader.apply_chat_template(built.messages, tokenize=True, return_dict=False, add_generation_prompt=True)
+  if side == 'right':
+    assert built.prompt_tokens[0] == whole[:100]
+  elif per_token == 1:  # Where every position is a token's beginning, the cut does not matter.
+    assert built.prompt_tokens[0] == whole[-100:]
+  assert built.truncated[0] and read < 100 * 16 * 32
+  with pytest.raises(UserError, match='has more than 200 tokens, more than .*max_reprompt_len=100'):
+    build(['bad'], [0], [feedback], reprompt_truncation='error', max_reprompt_len=100)
+
+
+def test_a_long_text_of_few_tokens_is_shown_whole():
+  built = build(['bad'], [0], ['x' * 9000], tokenizer=Reader(100), max_reprompt_len=100)
+  assert not built.truncated[0] and built.messages[0][-1]['content'].count('x') == 9000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import logging
 from typing import Any
@@ -17,6 +17,11 @@ from sdpo_jax.types import Example, Messages
 Tokenizer = Any  # A transformers tokenizer with a chat template.
 
 _BATCH = 256  # Conversations tokenised in one call; bounds the memory of long files.
+# Characters for each token of a limit; of a longer conversation no more is read than shows that it is too long.
+_LONG = 16
+# Tokens for each token of a limit that the beginnings of messages must have to show it. One would do, but for the last
+# word before a cut, which may become more tokens than it is in the whole text.
+_BEYOND = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,22 +71,78 @@ def chat_tokens(tokenizer: Tokenizer, conversations: Sequence[Messages], chat: C
   return [spelled[at] if at in spelled else next(tokens) for at in range(len(conversations))]
 
 
+def bounded_chat_tokens(
+  tokenizer: Tokenizer, conversations: Sequence[Messages], limit: int, chat: ChatFormat
+) -> list[list[int] | None]:
+  """As `chat_tokens`; None for a long conversation that has more than twice `limit` tokens.
+
+  What that takes depends on the limit alone, not on the length of the conversation.
+  """
+  long = [at for at, messages in enumerate(conversations) if _size(messages) > _LONG * limit]
+  cut = {at: chat_tokens_of_cut(tokenizer, conversations[at], limit, chat, _beginnings) for at in long}
+  known = {at: found[0] if found[1] else None for at, found in cut.items()}
+  others = iter(chat_tokens(tokenizer, [m for at, m in enumerate(conversations) if at not in known], chat))
+  return [known[at] if at in known else next(others) for at in range(len(conversations))]
+
+
+def chat_tokens_of_cut(
+  tokenizer: Tokenizer,
+  messages: Messages,
+  limit: int,
+  chat: ChatFormat,
+  cut: Callable[[Messages, int], Messages],
+) -> tuple[list[int], bool]:
+  """Return the token ids of so much of a conversation that they are more than twice `limit`, or else of all of it.
+
+  Args:
+    tokenizer: a transformers tokenizer with a chat template.
+    messages: the conversation.
+    limit: of tokens.
+    chat: how messages become tokens.
+    cut: returns so many characters of each message that it cuts.
+
+  Returns:
+    the token ids, and whether they are those of the whole conversation.
+  """
+  length = _LONG * limit
+  while True:
+    shorter = cut(messages, length)
+    whole = _size(shorter) == _size(messages)
+    [tokens] = chat_tokens(tokenizer, [shorter], chat)
+    if whole or len(tokens) > _BEYOND * limit:
+      return tokens, whole
+    length *= 2
+
+
+def _beginnings(messages: Messages, length: int) -> Messages:
+  return [{**message, 'content': message['content'][:length]} for message in messages]
+
+
+def _size(messages: Messages) -> int:
+  return sum(len(message['content']) for message in messages)
+
+
+def count_tokens(tokens: Sequence[int] | None, limit: int) -> str:
+  """Return how messages speak of the number of the tokens of `bounded_chat_tokens`."""
+  return f'more than {_BEYOND * limit} tokens' if tokens is None else f'{len(tokens)} tokens'
+
+
 def named_chat_tokens(
-  tokenizer: Tokenizer, conversations: Sequence[Messages], names: Sequence[str], chat: ChatFormat
-) -> list[list[int]]:
-  """As `chat_tokens`; `names` are how messages speak of the conversations.
+  tokenizer: Tokenizer, conversations: Sequence[Messages], names: Sequence[str], limit: int, chat: ChatFormat
+) -> list[list[int] | None]:
+  """As `bounded_chat_tokens`; `names` are how messages speak of the conversations.
 
   Raises:
     UserError: the chat template refuses one, which is named.
   """
   try:
-    return chat_tokens(tokenizer, conversations, chat)
+    return bounded_chat_tokens(tokenizer, conversations, limit, chat)
   except jinja2.TemplateError as error:
     if len(conversations) == 1:
       raise UserError(f"{names[0]}: the model's chat template refuses these messages: {error}.") from error
   # Again one by one, to name it.
   return [
-    named_chat_tokens(tokenizer, [messages], [name], chat)[0]
+    named_chat_tokens(tokenizer, [messages], [name], limit, chat)[0]
     for messages, name in zip(conversations, names, strict=True)
   ]
 
@@ -92,8 +153,9 @@ def prompt_tokens(tokenizer: Tokenizer, example: Example, config: Config) -> lis
   Raises:
     UserError: longer than `data.max_prompt_length`, or refused by the chat template.
   """
-  tokens = _tokens(tokenizer, [example], config)[0]
-  _check_length(example, tokens, config)
+  [tokens] = _tokens(tokenizer, [example], config)
+  if tokens is None or len(tokens) > config.data.max_prompt_length:
+    raise _overlong(example, tokens, config)
   return tokens
 
 
@@ -138,25 +200,24 @@ def _fitting(tokenizer: Tokenizer, examples: Sequence[Example], config: Config) 
   for start in range(0, len(examples), _BATCH):
     part = examples[start : start + _BATCH]
     for example, tokens in zip(part, _tokens(tokenizer, part, config), strict=True):
-      if len(tokens) <= config.data.max_prompt_length:
+      if tokens is not None and len(tokens) <= config.data.max_prompt_length:
         kept.append(example)
       elif not config.data.filter_overlong_prompts:
-        _check_length(example, tokens, config)
+        raise _overlong(example, tokens, config)
   return kept
 
 
-def _check_length(example: Example, tokens: Sequence[int], config: Config) -> None:
+def _overlong(example: Example, tokens: Sequence[int] | None, config: Config) -> UserError:
   limit = config.data.max_prompt_length
-  if len(tokens) > limit:
-    raise UserError(
-      f'{name(example)}: the prompt has {len(tokens)} tokens with the chat template, more than data.max_prompt_length='
-      f'{limit}: raise it, or set data.filter_overlong_prompts=true to leave such rows out.'
-    )
+  return UserError(
+    f'{name(example)}: the prompt has {count_tokens(tokens, limit)} with the chat template, more than '
+    f'data.max_prompt_length={limit}: raise it, or set data.filter_overlong_prompts=true to leave such rows out.'
+  )
 
 
-def _tokens(tokenizer: Tokenizer, examples: Sequence[Example], config: Config) -> list[list[int]]:
-  conversations = [example.messages for example in examples]
-  return named_chat_tokens(tokenizer, conversations, list(map(name, examples)), ChatFormat.of(config.data))
+def _tokens(tokenizer: Tokenizer, examples: Sequence[Example], config: Config) -> list[list[int] | None]:
+  conversations, limit = [example.messages for example in examples], config.data.max_prompt_length
+  return named_chat_tokens(tokenizer, conversations, list(map(name, examples)), limit, ChatFormat.of(config.data))
 
 
 def name(example: Example) -> str:

@@ -21,6 +21,7 @@ from sdpo_jax.data.prompts import prompt_tokens
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.environments.outcomes import check_graded, graded_of, scores_of
 from sdpo_jax.evaluation.completions import describe, metric_names, metric_values, samples_by_source
+from sdpo_jax.evaluation.excerpts import excerpt, excerpt_messages
 from sdpo_jax.files import jsonable
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.rollout.grading_thread import GradingThread
@@ -217,21 +218,25 @@ def _summaries(outcomes: Sequence[Outcome], n: int) -> dict[str, float]:
 
 
 def _samples(examples: Sequence[Example], rollouts: Rollouts, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-  """Return every sample as the JSON object that is written."""
+  """Return every sample as the JSON object that is written, with the `excerpt` of every text."""
   samples = []
   for number, (question, outcome) in enumerate(zip(rollouts.group, outcomes, strict=True)):
     sample = {
       'id': examples[question].id,
       'data_source': examples[question].data_source,
-      'prompt': examples[question].messages,
-      'completion': rollouts.text[number],
+      'prompt': excerpt_messages(examples[question].messages),
+      'completion': excerpt(rollouts.text[number]),
       'finish_reason': rollouts.finish_reason[number],
       'tokens': int(rollouts.completion_mask[number].sum()),
       'score': jsonable(outcome.score),
       'ungraded': outcome.reason,
-      'feedback': outcome.feedback,
+      'feedback': None if outcome.feedback is None else excerpt(outcome.feedback),
     }
     # A metric of the same name as a field above gives way to it.
-    metrics = {key: value for key, value in outcome.metrics.items() if key not in sample}
-    samples.append(sample | {key: jsonable(value) for key, value in metrics.items() if isinstance(value, WRITTEN)})
+    metrics = {
+      key: excerpt(value) if isinstance(value, str) else jsonable(value)
+      for key, value in outcome.metrics.items()
+      if key not in sample and isinstance(value, WRITTEN)
+    }
+    samples.append(sample | metrics)
   return samples

@@ -8,7 +8,7 @@ import time
 from typing import Any, Literal
 
 from sdpo_jax.config import Config, SamplingConfig
-from sdpo_jax.data.prompts import ChatFormat, named_chat_tokens
+from sdpo_jax.data.prompts import ChatFormat, count_tokens, named_chat_tokens
 from sdpo_jax.data.rows import Row, conversation
 from sdpo_jax.data.sources import read_prompts
 from sdpo_jax.errors import UserError
@@ -53,11 +53,12 @@ class TextGenerator:
       UserError: they are too long, or the chat template refuses them.
     """
     data = self.session.config.data
-    [tokens] = named_chat_tokens(self.session.tokenizer, [messages], [name], ChatFormat.of(data))
-    if len(tokens) > data.max_prompt_length:
+    limit = data.max_prompt_length
+    [tokens] = named_chat_tokens(self.session.tokenizer, [messages], [name], limit, ChatFormat.of(data))
+    if tokens is None or len(tokens) > limit:
       raise UserError(
-        f'{name} has {len(tokens)} tokens with the chat template, the limit is {data.max_prompt_length}: {way_out}, or '
-        'start with a larger --max_prompt_length.'
+        f'{name} has {count_tokens(tokens, limit)} with the chat template, the limit is {limit}: {way_out}, or start '
+        'with a larger --max_prompt_length.'
       )
     return tokens
 

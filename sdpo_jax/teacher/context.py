@@ -12,7 +12,15 @@ import dataclasses
 import numpy as np
 
 from sdpo_jax.config import SelfDistillationConfig
-from sdpo_jax.data.prompts import DEFAULT_FORMAT, ChatFormat, Tokenizer, chat_tokens
+from sdpo_jax.data.prompts import (
+  DEFAULT_FORMAT,
+  ChatFormat,
+  Tokenizer,
+  bounded_chat_tokens,
+  chat_tokens,
+  chat_tokens_of_cut,
+  count_tokens,
+)
 from sdpo_jax.environments.outcomes import graded_of, scores_of
 from sdpo_jax.environments.thinking import without_closed_thinking, without_thinking
 from sdpo_jax.errors import UserError
@@ -21,6 +29,7 @@ from sdpo_jax.types import Messages, Outcome
 _CUT_MIDDLE = '\n...\n'  # Stands for what was taken out of a demonstration.
 _CUT_END = '...'  # Ends a shortened feedback.
 _SLACK = 4  # Tokens of max_reprompt_len that shortening may leave unused, to search less.
+_GUESS = 4  # Characters of a token, about, in what graders and models write.
 
 
 @dataclasses.dataclass
@@ -181,7 +190,8 @@ def build_teacher_context(
   # Completions of a group often share their prompt: each distinct one is tokenised once.
   keys = [tuple((message['role'], message['content']) for message in prompt) for prompt in prompts]
   distinct = {key: row for row, key in reversed(list(enumerate(keys)))}
-  tokens = dict(zip(distinct, chat_tokens(tokenizer, [prompts[i] for i in distinct.values()], chat), strict=True))
+  asked = [prompts[row] for row in distinct.values()]
+  tokens = dict(zip(distinct, bounded_chat_tokens(tokenizer, asked, config.max_reprompt_len, chat), strict=True))
   fitted = {
     key: _fit(
       messages[row],
@@ -232,25 +242,25 @@ def _fit(
   solution: str | None,
   feedback: str | None,
   tried: str | None,
-  tokens: list[int],
+  tokens: list[int] | None,
   config: SelfDistillationConfig,
   tokenizer: Tokenizer,
   chat: ChatFormat,
 ) -> tuple[Messages, list[int], bool]:
-  """The conversation, its tokens and whether they had to be shortened."""
+  """The conversation, its tokens and whether they had to be shortened; `tokens` are None if they are far too many."""
   limit = config.max_reprompt_len
-  if len(tokens) <= limit:
+  if tokens is not None and len(tokens) <= limit:
     return prompt, tokens, False
   if config.reprompt_truncation == 'right':
-    return prompt, tokens[:limit], True
+    return prompt, (tokens or chat_tokens_of_cut(tokenizer, prompt, limit, chat, _beginning)[0])[:limit], True
   if config.reprompt_truncation == 'left':
-    return prompt, tokens[-limit:], True
-  if solution is None and feedback is None:
-    return prompt, tokens, False  # The teacher has nothing to say of this row: its prompt is never read.
+    return prompt, (tokens or chat_tokens_of_cut(tokenizer, prompt, limit, chat, _end)[0])[-limit:], True
+  if solution is None and feedback is None:  # The teacher has nothing to say of this row: its prompt is never read.
+    return prompt, tokens or chat_tokens(tokenizer, [prompt], chat)[0], False
   name = 'actor.self_distillation.max_reprompt_len'
   if config.reprompt_truncation == 'error':
     raise UserError(
-      f"A teacher's prompt has {len(tokens)} tokens, more than {name}={limit}: raise it, or set "
+      f"A teacher's prompt has {count_tokens(tokens, limit)}, more than {name}={limit}: raise it, or set "
       'actor.self_distillation.reprompt_truncation=content to shorten demonstrations and feedback.'
     )
 
@@ -270,9 +280,16 @@ def _fit(
       f'{name}={limit} leaves no room for a demonstration or feedback: the question and the instruction alone take '
       f'{len(best[1])} tokens with the chat template; raise it above data.max_prompt_length plus the templates.'
     )
+  low, high = 1, max(len(text or '') for text in (solution, feedback, tried))
+  if tokens is not None:
+    above = len(tokens)
+  else:  # From below, so that the time depends on what fits and not on what there is.
+    length = _GUESS * limit
+    while length < high and len((candidate := attempt(length))[1]) <= limit:
+      low, best, length = length, candidate, 2 * length
+    high, above = (length, len(candidate[1])) if length < high else (high, limit + 1)
   # Length in tokens is nearly linear in length in characters: interpolate, and halve now and then to be safe.
-  texts = (solution, feedback, tried)
-  low, high, above, halve = 1, max(len(text or '') for text in texts), len(tokens), False
+  halve = False
   while high - low > 1 and limit - len(best[1]) > _SLACK:
     share = 0.5 if halve else (limit - len(best[1])) / (above - len(best[1]))
     middle = min(max(low + int((high - low) * share), low + 1), high - 1)
@@ -283,3 +300,11 @@ def _fit(
       high, above = middle, len(candidate[1])
     halve = not halve
   return *best, True
+
+
+def _beginning(messages: Messages, length: int) -> Messages:
+  return [*messages[:-1], {**messages[-1], 'content': messages[-1]['content'][:length]}]
+
+
+def _end(messages: Messages, length: int) -> Messages:
+  return [*messages[:-1], {**messages[-1], 'content': messages[-1]['content'][-length:]}]

@@ -15,6 +15,7 @@ from sdpo_jax.distributed import accelerators
 from sdpo_jax.environments.outcomes import graded_of, scores_of
 from sdpo_jax.evaluation.completions import describe, metric_values, samples_by_source
 from sdpo_jax.evaluation.evaluate import Evaluation
+from sdpo_jax.evaluation.excerpts import excerpt, excerpt_messages
 from sdpo_jax.files import jsonable, write_atomically
 from sdpo_jax.teacher.context import TeacherContext
 from sdpo_jax.training.batching import GenerationBatch
@@ -156,7 +157,10 @@ def throughput_metrics(
 def write_rollouts(
   session: Session, step: int, graded: GradedRollouts, context: TeacherContext | None, report: UpdateReport
 ) -> None:
-  """Write `rollouts/<step>.jsonl`: per sample a line with prompt, completion, score, feedback, teacher prompt, divergence."""
+  """Write `rollouts/<step>.jsonl`: per sample a line with prompt, completion, score, feedback, teacher prompt, divergence.
+
+  Of a text it holds the `excerpt`.
+  """
   folder = session.workdir / 'rollouts'
   folder.mkdir(parents=True, exist_ok=True)
   divergence = report.token_values.get('divergence')
@@ -164,18 +168,19 @@ def write_rollouts(
   for row, group in enumerate(graded.rollouts.group):
     length = int(graded.rollouts.completion_mask[row].sum())
     taught = context is not None and context.mask[row] > 0
+    feedback = graded.outcomes[row].feedback
     lines.append(
       {
         'step': step,
         'id': graded.examples[group].id,
         'group': int(group),
-        'prompt': graded.examples[group].messages,
-        'completion': graded.rollouts.text[row],
+        'prompt': excerpt_messages(graded.examples[group].messages),
+        'completion': excerpt(graded.rollouts.text[row]),
         'finish_reason': graded.rollouts.finish_reason[row],
         'score': jsonable(graded.outcomes[row].score),
         'ungraded': graded.outcomes[row].reason,
-        'feedback': graded.outcomes[row].feedback,
-        'teacher_prompt': context.messages[row] if taught else None,
+        'feedback': None if feedback is None else excerpt(feedback),
+        'teacher_prompt': excerpt_messages(context.messages[row]) if taught else None,
         'divergence': [jsonable(round(float(value), 6)) for value in divergence[row, :length]]
         if taught and divergence is not None
         else None,
