@@ -72,8 +72,8 @@ def _tests(truth: Any) -> str | None:
   if tests['testtype'] == 'functional' and not (isinstance(name, str) and name.strip()):
     return f"must name the function to call in 'fn_name' for functional tests, not {short_repr(name)}"
   number = isinstance(limit, int | float) and not isinstance(limit, bool)
-  if not number or not math.isfinite(limit) or limit <= 0:
-    return f"must have a positive number of seconds as 'time_limit', not {short_repr(limit)}"
+  if limit is not None and (not number or not math.isfinite(limit) or limit <= 0):
+    return f"must have a positive number of seconds as 'time_limit', or null for one, not {short_repr(limit)}"
   return None
 
 

@@ -55,6 +55,12 @@ _FENCED = re.compile(r'```[ \t]*([^\s`]*)(?:[ \t][^\n`]*)?\n(.*?)```', re.DOTALL
 _PYTHON = ('python', 'python3', 'py', '')
 
 
+DEFAULT_TIME_LIMIT = 1.0  # Seconds, where the tests have null.
+DIED = 'Process Error: EOFError: '  # What the reference's parent reads of a process that died.
+# What it reads of one whose result could not be sent: the handler has a fault of its own.
+UNSENT = "ERROR: UnboundLocalError: cannot access local variable 'e' where it is not associated with a value"
+
+
 class InvalidTests(ValueError):
   """The ground truth is not a set of tests."""
 
@@ -67,9 +73,10 @@ class Tests:
   outputs: tuple[Any, ...]
   testtype: str
   time_limit: float  # Seconds.
-  fn_name: str = ''
+  fn_name: str | None = ''
   context: str = ''
   tolerance: float = 0.0  # Relative and absolute difference that numbers of a right answer may have.
+  dies: bool = False  # The reference's process dies over these tests before it runs one.
 
 
 def extract_code(completion: str) -> str | None:
@@ -90,34 +97,60 @@ def read_tests(ground_truth: Any) -> Tests:
 
   Raises:
     InvalidTests: it is not JSON.
-    KeyError: inputs, outputs, testtype or time_limit is missing, as in the reference.
+    KeyError: inputs, outputs, testtype or time_limit is missing.
   """
-  if isinstance(ground_truth, str):
-    try:
-      ground_truth = json.loads(ground_truth)
-    except (ValueError, RecursionError) as error:
-      raise InvalidTests(f'The tests of a code question are not JSON: {error}.') from error
+  ground_truth = _parsed(ground_truth)
   if not isinstance(ground_truth, Mapping):
     raise InvalidTests(f'The tests of a code question must be a JSON object, not {type(ground_truth).__name__}.')
-  limit = float(ground_truth['time_limit'])
+  limit = ground_truth['time_limit']
   inputs, outputs = tuple(ground_truth['inputs']), tuple(ground_truth['outputs'])
   return Tests(
     inputs,
     outputs,
     ground_truth['testtype'],
-    limit,
+    DEFAULT_TIME_LIMIT if limit is None else float(limit),
     ground_truth.get('fn_name') or '',
     ground_truth.get('context') or '',
     float(ground_truth.get('tolerance') or 0.0),
   )
 
 
+def read_tests_reference(tests: Any) -> Tests:
+  """The tests of a parsed ground truth as the reference takes them, who looks at a field when it needs it.
+
+  Raises:
+    KeyError, TypeError, IndexError, ValueError: where the reference raises.
+  """
+  inputs, limit = tests['inputs'], tests['time_limit']
+  context = tests.get('context', '')
+  dies = 'testtype' not in tests or 'fn_name' not in tests or not isinstance(context, str)
+  return Tests(
+    inputs=tuple(inputs),
+    outputs=tuple(tests['outputs'][i] for i in range(len(inputs))),
+    testtype=tests.get('testtype', ''),
+    time_limit=DEFAULT_TIME_LIMIT if limit is None else float(limit),
+    fn_name=tests.get('fn_name'),
+    context=context if isinstance(context, str) else '',
+    dies=dies,
+  )
+
+
+def _parsed(ground_truth: Any) -> Any:
+  if not isinstance(ground_truth, str):
+    return ground_truth
+  try:
+    return json.loads(ground_truth)
+  except (ValueError, RecursionError) as error:
+    raise InvalidTests(f'The tests of a code question are not JSON: {error}.') from error
+
+
 # ———— Comparing ————
 
 
 def same_stdout_reference(actual: str, expected: str) -> bool:
-  """Equality after stripping and with spaces for newlines."""
-  return actual.strip().replace('\n', ' ') == expected.strip().replace('\n', ' ')
+  """Equality after stripping, with spaces for newlines and without carriage returns."""
+  left, right = (text.strip().replace('\n', ' ').replace('\r', '') for text in (actual, expected))
+  return left == right
 
 
 def same_stdout(actual: str, expected: str, tolerance: float = 0.0) -> bool:
@@ -177,7 +210,7 @@ class _Program:
   """A completion with its tests, and what became of each."""
 
   code: str | None
-  tests: Tests
+  tests: Tests | None  # None: they cannot be read, or need not be.
   truncated: bool
   records: list[Record | None]
 
@@ -208,9 +241,11 @@ class CodeGrader:
       InvalidTests: tests that are not JSON (clean profile; the reference scores 0).
       KeyError: tests without one of their fields.
     """
-    read = functools.lru_cache(maxsize=None)(read_tests)  # A group's completions share tests of megabytes.
-    programs = [self._program(read, *parts) for parts in zip(examples, completions, truncated, strict=True)]
-    running = [program for program in programs if program is not None and program.code is not None]
+    # A group's completions share tests of megabytes.
+    read = functools.lru_cache(maxsize=None)(_parsed if self._reference else read_tests)
+    make = self._reference_program if self._reference else self._program
+    programs = [make(read, *parts) for parts in zip(examples, completions, truncated, strict=True)]
+    running = [program for program in programs if program.tests is not None and program.code is not None]
     first = None if self._reference else FIRST_TESTS
     self._run(running, slice(0, first))
     if first is not None:
@@ -226,22 +261,24 @@ class CodeGrader:
       self._run([program for program in running if not slow(program)], slice(first, None))
     return [_outcome(program, self._reference) for program in programs]
 
-  def _program(self, read: Any, example: Example, completion: str, truncated: bool) -> _Program | None:
+  def _program(self, read: Any, example: Example, completion: str, truncated: bool) -> _Program:
     truth = example.ground_truth
+    tests = read(truth) if isinstance(truth, str) else read_tests(truth)
+    code = last_python_block(completion)
+    return _Program(code, tests, truncated, [_NO_CODE] if code is None else [None] * len(tests.inputs))
+
+  def _reference_program(self, read: Any, example: Example, completion: str, truncated: bool) -> _Program:
+    truth = example.ground_truth
+    _ = example.extra['split']  # The reference cannot judge a row without one.
+    code = extract_code(completion)
     try:
-      tests = read(truth) if isinstance(truth, str) else read_tests(truth)
+      parsed = read(truth) if isinstance(truth, str) else truth
     except InvalidTests:
-      if not self._reference:
-        raise
-      return None
-    if self._reference:
-      _ = example.extra['split']  # The reference cannot judge a row without one.
-      code = extract_code(completion)
-    else:
-      code = last_python_block(completion)
-    records = (
-      [None] * len(tests.inputs) if code is not None else [Record(0, None, None, NO_CODE, False, written=repr(NO_CODE))]
-    )
+      return _Program(code, None, truncated, [])
+    if code is None:
+      return _Program(None, None, truncated, [_NO_CODE])
+    tests = read_tests_reference(parsed)
+    records = [_dead(tests, index) if tests.dies else None for index in range(len(tests.inputs))]
     return _Program(code, tests, truncated, records)
 
   def _run(self, programs: Sequence[_Program], part: slice) -> None:
@@ -264,12 +301,14 @@ class CodeGrader:
     payload = {
       'profile': self._settings.profile,
       'testtype': tests.testtype,
-      'code': program.code,
+      'code': '' if self._reference and _has_no_strip(tests, index) else program.code,
       'input': value,
       'fn_name': tests.fn_name,
       'context': tests.context,
     }
-    return Job(payload, value if tests.testtype == 'stdin' else '', self._limits(tests))
+    # In the reference profile the payload holds it, too, whatever it is.
+    given = tests.testtype == 'stdin' and not self._reference
+    return Job(payload, value if given else '', self._limits(tests))
 
   def _trial(self, program: _Program, index: int) -> code_replay.Trial:
     tests = program.tests
@@ -287,7 +326,7 @@ class CodeGrader:
     judge = _judge_reference if self._reference else _judge
     value, expected = tests.inputs[index], tests.outputs[index]
     if report.status == 'timeout':
-      return Record(index, value, _shown(expected, tests), TIME_OUT, False, written=repr(TIME_OUT))
+      return Record(index, value, None if expected is None else str(expected), TIME_OUT, False, written=repr(TIME_OUT))
     # Whatever the program wrote on the descriptor of its result, only an object of texts is one.
     result = report.result if isinstance(report.result, dict) else {}
     result = {key: said for key, said in result.items() if key == 'finished' or isinstance(said, str)}
@@ -314,8 +353,24 @@ class CodeGrader:
       passed,
       debug[:DEBUG_CHARACTERS],
       written[-PRED_CHARACTERS:],
+      # What is no text, a list for example, is no error either.
+      ERROR in actual and (tests.testtype != 'functional' or actual.startswith(ERROR) or written[:1] in ('"', "'")),
       len(actual),
     )
+
+
+_NO_CODE = Record(0, None, None, NO_CODE, False, written=repr(NO_CODE))
+
+
+def _has_no_strip(tests: Tests, index: int) -> bool:
+  """Whether the reference fails over an expected output that is no text, before it runs the program."""
+  return tests.testtype == 'stdin' and not isinstance(tests.outputs[index], str)
+
+
+def _dead(tests: Tests, index: int) -> Record:
+  expected = tests.outputs[index]
+  shown = None if expected is None else str(expected)
+  return Record(index, tests.inputs[index], shown, DIED, False, written=repr(DIED), mentions_error=True)
 
 
 _TIMED_OUT = Report('timeout', None, None, None, '', '', 0.0, 0.0)
@@ -323,37 +378,29 @@ _TIMED_OUT = Report('timeout', None, None, None, '', '', 0.0, 0.0)
 
 def _judge_reference(tests: Tests, value: Any, expected: Any, report: Report) -> tuple[str, str, bool, str | None]:
   """(what came out, its spelling, passed, the expected output as shown)."""
-  result, shown = report.result, _shown(expected, tests)
+  result, shown = report.result, None if expected is None else str(expected)
+
+  def wrong(actual: str) -> tuple[str, str, bool, str | None]:
+    return actual, repr(actual), False, shown
+
+  if 'error' not in result and 'output' not in result:
+    return wrong(DIED)
+  if tests.testtype == 'stdin' and not isinstance(expected, str):
+    return wrong(f"{ERROR}AttributeError: {type(expected).__name__!r} object has no attribute 'strip'")
   if 'error' in result:
-    actual = f'{ERROR}{result["error"]}'
-    return actual, repr(actual), False, shown
-  if 'output' not in result:  # The process died: the reference's parent then reads nothing from its pipe.
-    actual = 'Process Error: EOFError: '
-    return actual, repr(actual), False, shown
+    return wrong(f'{ERROR}{result["error"]}')
   output, spelling = result['output'], result.get('repr', '')
   if tests.testtype == 'stdin':
-    actual = output.strip()
-    return actual, repr(actual), same_stdout_reference(actual, shown or ''), shown
+    actual, wanted = output.strip(), expected.strip()
+    wanted = wanted[:-1].rstrip() if wanted.endswith('-') else wanted
+    return actual, repr(actual), same_stdout_reference(actual, wanted), wanted
   if tests.testtype == 'code':
     return output, spelling, True, shown
-  return output, spelling, 'json' in result and result['json'] == _canonical(expected), shown
-
-
-def _shown(expected: Any, tests: Tests) -> str | None:
-  if expected is None:
-    return None
-  if tests.testtype != 'stdin':
-    return str(expected)
-  expected = str(expected).strip()
-  return expected[:-1].strip() if expected.endswith('-') else expected
-
-
-def _canonical(expected: Any) -> str | None:
-  """An expected value, itself or as JSON text, in canonical JSON; None if it is not JSON."""
-  try:
-    return json.dumps(json.loads(expected) if isinstance(expected, str) else expected, sort_keys=True)
-  except (ValueError, TypeError, RecursionError):
-    return None
+  try:  # Also of values that are not JSON as text: they are no answers there.
+    wanted = json.dumps(json.loads(expected), sort_keys=True)
+  except (ValueError, TypeError, RecursionError) as error:
+    return wrong(f'{ERROR}{error}')
+  return wrong(UNSENT) if 'unsent' in result else (output, spelling, result.get('json') == wanted, shown)
 
 
 def _judge(tests: Tests, value: Any, expected: Any, report: Report) -> tuple[str, str, bool, str | None]:
@@ -402,12 +449,22 @@ def _error(text: str, shown: str | None) -> tuple[str, str, bool, str | None]:
   return ERROR + text, repr(ERROR + text), False, shown
 
 
-def _outcome(program: _Program | None, reference: bool) -> Outcome:
-  if program is None:  # Tests that cannot be read, in the reference profile.
-    metrics = {'incorrect_format': 0, 'error_in_test_cases': 1, 'timed_out': 0, 'truncated': 0}
-    metrics |= {'truncated_and_missing_answer': 0, 'acc': 0.0, 'pred': '', 'format_valid': 1.0}
+def _outcome(program: _Program, reference: bool) -> Outcome:
+  cut = int(program.truncated)
+  if program.tests is None and not program.records:  # Tests that cannot be read, in the reference profile.
+    metrics = {'incorrect_format': 0, 'error_in_test_cases': 1, 'timed_out': 0, 'truncated': cut}
+    metrics |= {'truncated_and_missing_answer': cut, 'acc': 0.0, 'pred': ''}
+    metrics['format_valid'] = float(program.code is not None)
     return Outcome(0.0, 'Failed to parse ground truth test cases.', metrics)
   records, missing = program.records, program.code is None
+  if reference:  # A program that prints what stands for a fault has it.
+    failed = [record for record in records if not record.passed]
+    incorrect = len(records) == len(failed) == 1 and failed[0].actual == NO_CODE
+    errors, late = any(record.mentions_error for record in failed), any(r.actual == TIME_OUT for r in failed)
+  else:
+    incorrect = missing
+    errors = any(record.actual.startswith(ERROR) for record in records)
+    late = any(record.actual == TIME_OUT for record in records)
   passed = [record.passed for record in records]
   # The reference takes the mean of no tests, which is not a number; its comparison with 1 then fails.
   acc = sum(passed) / len(passed) if passed else (math.nan if reference else 0.0)
@@ -415,11 +472,11 @@ def _outcome(program: _Program | None, reference: bool) -> Outcome:
   metrics = {
     'acc': acc,
     'pred': pred[-PRED_CHARACTERS:],
-    'incorrect_format': int(missing),
-    'error_in_test_cases': int(any(record.actual.startswith(ERROR) for record in records)),
-    'timed_out': int(not records or any(record.actual == TIME_OUT for record in records)),
-    'truncated': int(program.truncated),
-    'truncated_and_missing_answer': int(program.truncated and missing),
+    'incorrect_format': int(incorrect),
+    'error_in_test_cases': int(errors),
+    'timed_out': int(not records or late),
+    'truncated': cut,
+    'truncated_and_missing_answer': int(program.truncated and incorrect),
     'format_valid': float(not missing),
   }
   return Outcome(

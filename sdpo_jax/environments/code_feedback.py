@@ -14,6 +14,10 @@ INPUT_LINES, DEBUG_LINES = 8, 10
 VALUE_CHARACTERS, DEBUG_CHARACTERS = 250, 300
 SHOWN = 2  # Wrong answers that are shown.
 
+TRUNCATED = (
+  'Truncated Attempt: Your previous response was too long and truncated because it reached the maximum response length. '
+  'Try again with a shorter response.'
+)
 ERROR, TIME_OUT, NO_CODE = 'Error: ', 'Time out', 'Incorrect format'
 
 
@@ -28,11 +32,12 @@ class Record:
   passed: bool
   debug: str = ''  # What the program wrote to standard error.
   written: str = ''  # The end of Python's spelling (repr) of what came out.
+  mentions_error: bool = False  # ERROR stands anywhere in `actual`, which is a text.
   characters: int | None = None  # Of `actual` before it was cut to what feedback can show; None: it was not.
 
 
 def format_test_feedback(records: Sequence[Record], *, truncated: bool = False) -> str:
-  """'' if all tests pass; else the first error, the first time-out, the missing code, or the shortest wrong answers.
+  """The first error, the first time-out, the missing code, or the shortest wrong answers; '' if there is none of them.
 
   Args:
     records: of all tests, in order.
@@ -40,65 +45,59 @@ def format_test_feedback(records: Sequence[Record], *, truncated: bool = False) 
   """
   if not records:
     return 'No test execution information available.'
-  if all(record.passed for record in records):
-    return ''
-  return '\n\n'.join(_blocks(records, truncated)).strip()[:MAX_CHARACTERS]
+  lines = [line for record in _chosen(records) for line in (*_lines_of(record, truncated), '')]
+  return '\n'.join(lines).rstrip()[:MAX_CHARACTERS]
 
 
-def _blocks(records: Sequence[Record], truncated: bool) -> Iterator[str]:
-  failed = next((record for record in records if record.actual.startswith(ERROR)), None)
-  if failed:
-    yield f'Runtime Error\n{failed.actual.removeprefix(ERROR)}'
-    yield _section('Last Executed Input', _input(failed))
+def _chosen(records: Sequence[Record]) -> Sequence[Record]:
+  # Of all records: an output that begins like an error is one to the reference, also where it was expected.
+  for chosen in (_is_error, lambda record: record.actual == TIME_OUT, lambda record: record.actual == NO_CODE):
+    found = next(filter(chosen, records), None)
+    if found:
+      return [found]
+  return sorted((record for record in records if not record.passed), key=_characters)[:SHOWN]
+
+
+def _is_error(record: Record) -> bool:
+  return record.actual.startswith(ERROR)
+
+
+def _lines_of(record: Record, truncated: bool) -> Iterator[str]:
+  if record.actual == NO_CODE:
+    yield TRUNCATED if truncated else 'Incorrect Format: Put your code inside a ```python ... ``` block.'
     return
-  slow = next((record for record in records if record.actual == TIME_OUT), None)
-  if slow:
-    yield 'Time Limit Exceeded'
-    yield _section('Last Executed Input', _input(slow))
-    return
-  if any(record.actual == NO_CODE for record in records):
-    if truncated:
-      yield (
-        'Truncated Attempt: Your previous response was too long and truncated because it reached the maximum '
-        'response length. Try again with a shorter response.'
-      )
-    else:
-      yield 'Incorrect Format: Put your code inside a ```python ... ``` block.'
-    return
-  wrong = [record for record in records if not record.passed]
-  for record in sorted(wrong, key=_characters)[:SHOWN]:
-    yield f'Test Case {record.test_idx + 1}: Wrong Answer'
-    yield _section('Input', _input(record))
-    yield _section('Output', _cut(record.actual, VALUE_CHARACTERS))
+  if _is_error(record):
+    yield from ('Runtime Error', record.actual.removeprefix(ERROR), '')
+    yield from _input('Last Executed Input', record.input)
+  elif record.actual == TIME_OUT:
+    yield from ('Time Limit Exceeded', '')
+    yield from _input('Last Executed Input', record.input)
+  else:
+    yield from (f'Test Case {record.test_idx + 1}: Wrong Answer', '')
+    yield from _input('Input', record.input)
+    yield from ('', 'Output', _cut(record.actual, VALUE_CHARACTERS))
     if record.expected is not None:
-      yield _section('Expected', _cut(record.expected, VALUE_CHARACTERS))
-    if record.debug:
-      yield _section('Debug Output', _lines(record.debug, DEBUG_LINES, DEBUG_CHARACTERS, count_rest=False))
+      yield from ('', 'Expected', _cut(record.expected, VALUE_CHARACTERS))
+  if debug := record.debug.strip():
+    yield from ('', 'Debug Output', *_first(debug.split('\n'), DEBUG_LINES, DEBUG_CHARACTERS))
 
 
 def _characters(record: Record) -> int:
   return len(str(record.input)) + (len(record.actual) if record.characters is None else record.characters)
 
 
-def _section(title: str, text: str | None) -> str:
-  return title if text is None else f'{title}\n{text}'
-
-
-def _input(record: Record) -> str | None:
-  value = record.input
-  if value is None:
-    return None
+def _input(title: str, value: Any) -> Iterator[str]:
+  yield title
   if isinstance(value, dict):
-    return '\n'.join(f'{name} = {_cut(str(argument), VALUE_CHARACTERS)}' for name, argument in value.items())
-  return _lines(str(value), INPUT_LINES, VALUE_CHARACTERS, count_rest=True)
+    yield from (f'{name} = {_cut(str(argument), VALUE_CHARACTERS)}' for name, argument in value.items())
+  elif value is not None:
+    yield from _first(str(value).splitlines(), INPUT_LINES, VALUE_CHARACTERS)
 
 
-def _lines(text: str, limit: int, width: int, *, count_rest: bool) -> str:
-  lines = text.strip().split('\n')
-  shown = [_cut(line, width) for line in lines[:limit]]
-  if count_rest and len(lines) > limit:
-    shown.append(f'... ({len(lines) - limit} more lines)')
-  return '\n'.join(shown)
+def _first(lines: Sequence[str], limit: int, width: int) -> Iterator[str]:
+  yield from (_cut(line, width) for line in lines[:limit])
+  if len(lines) > limit:
+    yield f'... ({len(lines) - limit} more lines)'
 
 
 def _cut(text: str, limit: int) -> str:

@@ -6,6 +6,7 @@ a report must forge the right output.
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
 import builtins
@@ -15,6 +16,7 @@ import io
 import json
 import linecache
 import math
+import pickle
 import sys
 import traceback
 import types
@@ -32,6 +34,10 @@ REFERENCE_MODULES = frozenset(
   'math cmath itertools functools operator statistics random collections heapq bisect array string re typing json io '
   'fractions decimal dataclasses datetime time sys sortedcontainers numpy'.split()
 )
+REFERENCE_TYPING = (
+  'Any Optional Union List Dict Set Tuple Callable Iterable Iterator Sequence Mapping MutableMapping MutableSequence '
+  'MutableSet DefaultDict Deque FrozenSet Type TypeVar Generic Literal TypedDict NoReturn overload'
+).split()
 # Of the standard library, and as much data as those they derive from.
 STANDARD = (collections.Counter, collections.OrderedDict, collections.defaultdict, collections.deque)
 TYPING = {name: getattr(typing, name) for name in typing.__all__}
@@ -336,6 +342,12 @@ def _describe(error: BaseException, *, quoted: bool) -> str:
 def _reference(payload: dict, kind: str) -> dict:
   out, debug = io.StringIO(), io.StringIO()
   namespace = _reference_namespace(debug)
+  if payload['context'].strip():
+    try:
+      with contextlib.redirect_stdout(io.StringIO()):
+        _compiled_in(payload['context'], 'Context.py', namespace)
+    except BaseException:  # There the process dies of it, and its parent reads nothing.
+      return {}
   try:
     # As its reliability_guard leaves it; namedtuple needs it on Python 3.11.
     sys._getframe = None
@@ -350,33 +362,56 @@ def _reference_run(payload: dict, kind: str, namespace: dict, out: io.StringIO) 
   if kind == 'stdin':
     sys.stdin = io.StringIO(payload['input'])
     # The reference puts a line before the program, which shifts the line numbers of its messages by one.
-    exec(compile('__name__ = "__main__"\n' + code, FILE, 'exec'), namespace)
+    _compiled_in('__name__ = "__main__"\n' + code, FILE, namespace)
     return {'output': out.getvalue()}
   if kind not in ('functional', 'code'):
     raise ValueError(f'Invalid test type: {kind}')
-  if payload.get('context'):
-    exec(compile(payload['context'], 'context', 'exec'), namespace)
-  exec(compile(code, FILE, 'exec'), namespace)
   if kind == 'code':
-    exec(compile(payload['input'], 'test', 'exec'), namespace)
+    namespace['__name__'] = '__main__'
+    _compiled_in(code, FILE, namespace)
+    _compiled_in(payload['input'], 'Tests.py', namespace)
     return {'output': 'All tests pass', 'repr': repr('All tests pass')}
-  value = payload['input']
+  _compiled_in(code, FILE, namespace, flags=__future__.annotations.compiler_flag)
+  name, value = _reference_name(code, payload['fn_name'], namespace), payload['input']
   arguments = value if isinstance(value, dict) else [json.loads(word) for word in value.split()]
-  function = namespace[_reference_name(code, payload['fn_name'], namespace)]
-  result = function(**arguments) if isinstance(arguments, dict) else function(*arguments)
+  result = namespace[name](**arguments) if isinstance(arguments, dict) else namespace[name](*arguments)
   try:
-    text = json.dumps(result, sort_keys=True)
-  except (TypeError, ValueError):
-    return {'error': f'Non-serializable result type: {type(result).__name__}'}
-  return {'json': text, 'repr': repr(result), 'output': str(result)}
+    text = json.dumps(_reference_data(result), sort_keys=True)
+  except Exception as error:
+    return {'error': str(error)}
+  answer = {'json': text, 'repr': repr(result), 'output': str(result)}
+  try:
+    pickle.dumps(result)
+  except Exception:  # There the result cannot be sent to the parent.
+    answer['unsent'] = 'true'
+  return answer
 
 
-def _reference_name(code: str, name: str, namespace: dict) -> str:
-  """The function to call: the first one of the program where there is none of that name."""
-  if name in namespace:
+def _compiled_in(source: str, name: str, namespace: dict, flags: int = 0) -> None:
+  exec(compile(source, name, 'exec', flags=flags, dont_inherit=True), namespace)
+
+
+def _reference_name(code: str, name: str | None, namespace: dict) -> str:
+  """The function to call; without a callable of that name the first one of the program, or the word before a bracket."""
+  if name and callable(namespace.get(name)):
     return name
   defined = [node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)]
-  return defined[0] if defined else name
+  if name in defined:
+    defined = [name]
+  if defined and callable(namespace.get(defined[0])):
+    return defined[0]
+  return code.split('(')[0].split()[-1]
+
+
+def _reference_data(value: object) -> object:
+  """The data that are compared; keys are texts."""
+  if value is None or isinstance(value, bool | int | float | str):
+    return value
+  if isinstance(value, list | tuple):
+    return [_reference_data(item) for item in value]
+  if isinstance(value, dict):
+    return {str(key): _reference_data(item) for key, item in value.items()}
+  raise TypeError(f'Non-serializable result type: {type(value).__name__}')
 
 
 def _reference_namespace(debug: io.StringIO) -> dict:
@@ -391,7 +426,7 @@ def _reference_namespace(debug: io.StringIO) -> dict:
   allowed |= {'open': None, '__import__': limited_import, '__build_class__': builtins.__build_class__}
   return {
     '__builtins__': allowed,
-    '__name__': 'Solution',
+    '__name__': '__not_main__',
     'debug_print': lambda *values, **options: print(*values, **{**options, 'file': debug}),
-    **TYPING,
+    **{name: TYPING[name] for name in REFERENCE_TYPING if name in TYPING},
   }

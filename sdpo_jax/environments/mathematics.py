@@ -31,11 +31,13 @@ _TEXT = re.compile(r'\\(?:text|mathrm|textbf|mbox)\s*\{([^{}]*)\}')
 _NUMBER = re.compile(r'[-+]?(?:\d{1,3}(?:,\d{3})+|\d*)(?:\.\d+)?(?:e[-+]?\d+)?')
 
 
-def reference_boxed(completion: str) -> str:
-  """What the last \\boxed{ of the last 100 characters holds; '' if there is none or it is not closed."""
+def reference_boxed(completion: str) -> str | None:
+  """What the last \\boxed{ of the last 100 characters holds; '' if it is not closed, None if there is none."""
   _, opening, rest = completion[-REFERENCE_WINDOW:].rpartition('\\boxed{')
+  if not opening:
+    return None
   depth = 1
-  for position, character in enumerate(rest if opening else ''):
+  for position, character in enumerate(rest):
     depth += {'{': 1, '}': -1}.get(character, 0)
     if depth == 0:
       return rest[:position]
@@ -119,9 +121,10 @@ class MathGrader:
     if self._reference:
       for example in examples:
         example.extra.get('split')
-      preds = [reference_boxed(completion) for completion in completions]
-      same = (str(example.ground_truth) == pred for example, pred in zip(examples, preds, strict=True))
-      known = [(equal or None) if pred else False for equal, pred in zip(same, preds, strict=True)]
+      boxes = [reference_boxed(completion) for completion in completions]
+      same = [str(example.ground_truth) == box for example, box in zip(examples, boxes, strict=True)]
+      known = [equal or (None if box else False) for equal, box in zip(same, boxes, strict=True)]
+      preds = [box or '' for box in boxes]
     else:
       preds = [last_boxed(after_thinking(completion)) for completion in completions]
       known = [

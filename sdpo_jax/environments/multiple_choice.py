@@ -16,6 +16,8 @@ from sdpo_jax.environments.registry import Grader, register_factory
 from sdpo_jax.types import Example, Outcome
 
 OPEN, CLOSE = '<answer>', '</answer>'
+_ANSWER_IS = re.compile(r'answer is \(?([A-J])', re.IGNORECASE)
+_ANSWER = re.compile(r'answer:\s*([A-J])', re.IGNORECASE)
 _REFERENCE_FORMAT = re.compile(r'<answer>\s*(A|B|C|D)\s*</answer>$')
 _TAGGED = re.compile(r'<answer>((?:(?!<answer>).)*?)</answer>', re.DOTALL | re.IGNORECASE)
 _LETTER = re.compile(r'[\s*_(\[]*([A-Za-z])[\s*_)\]]*(?:[:.,)-]|$)')  # Not the article of "A protein".
@@ -36,18 +38,21 @@ def reference_mcq(example: Example, completion: str, truncated: bool) -> Outcome
 
 
 def reference_gpqa(example: Example, completion: str, truncated: bool) -> Outcome:
-  """1 iff the last of the words A, B, C, D of the upper-cased text is the letter."""
+  """1 iff the last of the words A, B, C, D of the upper-cased text, or else all of the text, is the letter."""
   letters = re.findall(r'\b(A|B|C|D)\b', completion.upper())
-  pred = letters[-1] if letters else completion.strip().rstrip('.')
+  pred = letters[-1] if letters else completion.strip().strip('.').rstrip('.').rstrip('/')
   return outcome(pred == example.ground_truth, pred, bool(letters))
 
 
 def reference_mmlu_pro(example: Example, completion: str, truncated: bool) -> Outcome:
-  """1 iff the first 'answer is X' or 'Answer: X', or else the last single letter A to J, is the letter."""
-  found = re.search(r'answer is \(?([A-Ja-j])\b\)?', completion) or re.search(r'[aA]nswer:\s*([A-Ja-j])\b', completion)
+  """1 iff the first 'answer is X' or 'answer: X', or else the last single letter A to J, is the letter.
+
+  The first two in any case, also where X begins a word: 'The answer is incomplete' states choice i, which is none.
+  """
+  found = _ANSWER_IS.search(completion) or _ANSWER.search(completion)
   letters = [found.group(1)] if found else re.findall(r'\b[A-J]\b', completion)
   pred = letters[-1] if letters else ''
-  valid = pred.isupper()
+  valid = pred in tuple('ABCDEFGHIJ')
   score = float(pred == example.ground_truth)
   return Outcome(score, None, {'acc': score, 'pred': pred, 'incorrect_format': int(not valid), 'format_valid': valid})
 

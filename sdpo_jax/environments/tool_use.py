@@ -9,6 +9,7 @@ calls. The clean profile compares call by call, as JSON.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 import itertools
 import json
@@ -43,12 +44,12 @@ def reference_tooluse(example: Example, completion: str, truncated: bool) -> Out
   expected, expected_inputs = [], {}
   for call in truth:
     expected.append(call['Action'])
-    expected_inputs.update(_reference_input(call.get('Action_Input', {})))
+    expected_inputs.update(_reference_input(call.get('Action_Input')) or {})
   names, inputs = _NAME.findall(completion), {}
   for found in _reference_inputs(completion):
     inputs.update(found)
   wrong = []
-  if sorted(names) != sorted(expected):
+  if Counter(names) != Counter(expected):
     wrong.append(f'Actions mismatch: predicted {names}, expected {expected}')
   if inputs != expected_inputs:
     wrong.append(f'Action inputs mismatch: predicted {inputs}, expected {expected_inputs}')
