@@ -173,6 +173,18 @@ def compact(cache: KVCache, source: jax.Array) -> KVCache:
   return KVCache(lax.fori_loop(0, source.shape[0], move, cache.stores), cache.lengths[source])
 
 
+def lengthened(cache: KVCache, length: int) -> KVCache:
+  """Returns the cache with empty slots behind those that it has, so that there are `length`."""
+  more = length - slots(cache)
+
+  def pad(axis: int, store: jax.Array, _: jax.Array) -> jax.Array:
+    width = [(0, 0)] * store.ndim
+    width[axis] = (0, more)
+    return jnp.pad(store, width)
+
+  return cache.replace(stores=_by_slots(pad, cache.stores, cache.stores)) if more else cache
+
+
 def append_layer(stores: Stores, key: jax.Array, value: jax.Array, layer: jax.Array | int, slot: jax.Array) -> Stores:
   """Returns the stores with one layer's new keys and values written, in place where the buffers may be reused.
 

@@ -7,7 +7,9 @@ which each finds the shardings of what it is handed.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -18,6 +20,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.types import Tree
 
+COMPILED = '/jax/core/compile/backend_compile_duration'  # What JAX reports when it compiles, or reads from its cache.
 EVALUATION = 'evaluation/'  # Begins the labels and names of programs that only evaluation uses.
 
 
@@ -76,6 +79,7 @@ class Run:
   mesh: jax.sharding.Mesh
   stop_ids: int  # How many token ids end a completion.
   teacher: Teacher  # Who reads the teacher's prompts; its base as abstract arrays.
+  held_out: int | None = None  # Questions of an evaluation; None: they are not known.
 
 
 Source = Callable[[Run], dict[str, Program]]
@@ -138,3 +142,26 @@ def compile_programs(
       continue
     shardings[name] = compiled.output_shardings
     yield name, compiled
+
+
+@contextlib.contextmanager
+def noted_compilations() -> Iterator[Callable[[], list[str]]]:
+  """Note what is compiled, or read from the persistent cache, by any thread; small operations on arrays count, too.
+
+  Yields:
+    a function that returns the names of what was compiled since it was last called.
+  """
+  noted: collections.deque[str] = collections.deque()
+
+  def listen(event: str, duration: float, **details: Any) -> None:
+    if event == COMPILED:
+      noted.append(str(details.get('fun_name', 'unnamed')))
+
+  def taken() -> list[str]:
+    return [noted.popleft() for _ in range(len(noted))]
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  try:
+    yield taken
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listen)

@@ -1,6 +1,7 @@
 """The registry: it names every program of a run, with the shapes that the run calls them with."""
 
 import dataclasses
+import functools
 import types
 
 import jax
@@ -28,7 +29,8 @@ def registered(**changes):
 
 def test_names_follow_the_settings():
   *_, sdpo = registered(algorithm__rollout_correction__rollout_is=None, trainer__test_freq=0)
-  assert {'zero', 'apply', 'finish', 'prepare', 'prefill/8×6', 'admit/8×6', 'decode/8×6', 'update/8×16×6'} == set(sdpo)
+  sampler = {'prepare', 'prefill/8×6', 'empty/8×6', 'admit/8×6', 'decode/8×6'}
+  assert {'zero', 'apply', 'finish', 'update/8×16×6'} | sampler == set(sdpo)
   *_, scored = registered()
   assert 'score/8×6' in scored
   *_, grpo = registered(actor__policy_loss__loss_mode='vanilla')
@@ -63,7 +65,8 @@ def test_the_update_is_called_with_the_registered_shapes():
 
 
 @pytest.mark.parametrize(
-  'name', ['update/8×16×6', 'prepare', 'prefill/8×6', 'admit/8×6', 'decode/8×6', 'apply', 'finish', 'score/8×6']
+  'name',
+  ['update/8×16×6', 'prepare', 'prefill/8×6', 'empty/8×6', 'admit/8×6', 'decode/8×6', 'apply', 'finish', 'score/8×6'],
 )
 def test_every_kind_of_program_lowers(name):
   *_, found = registered()
@@ -82,28 +85,36 @@ def test_packed_updates_have_declared_lengths_and_else_the_largest():
 
 
 def test_a_long_cache_has_a_decode_loop_of_every_size():
-  *_, found = registered(data__max_response_length=500, data__response_buckets=(500,))
-  assert {'decode/8×500', 'decode/8×500@405', 'decode/8×500@270', 'resize/8×500', 'admit/8×500'} <= set(found)
-  assert 'func.func public @main' in found['resize/8×500'].lower().as_text()
+  *_, found = registered(data__max_response_length=500, data__response_buckets=(500,), trainer__test_freq=0)
+  # 8 + 500 + 32 slots at most, a quarter of them at first; a quarter of the eight rows in the end.
+  names = {'empty/8×500@135', 'admit/8×500@135', 'decode/8×500@135', 'decode/8×500', 'decode/8×500#2'}
+  names |= {'resize/8×500@135', 'resize/8×500@135#2', 'resize/8×500#2', 'prepare', 'prefill/8×500'}
+  assert {name for name in found if found[name].kind not in ('update', 'score', 'zero', 'apply', 'finish')} == names
+  for name in ('resize/8×500@135', 'resize/8×500@135#2', 'resize/8×500#2'):
+    left = jax.eval_shape(functools.partial(found[name].function, **found[name].static), *found[name].arguments)
+    after = found['decode/8×500' + '#2' * name.endswith('#2')].arguments[2]
+    assert jax.tree.map(lambda leaf: leaf.shape, left) == jax.tree.map(lambda leaf: leaf.shape, after), name
 
 
 def test_a_cache_that_keeps_its_size_has_a_decode_loop_of_fewer_rows():
   """Whose cache is what is left when rows are moved together."""
-  config = settings(rollout__max_batch_rows=8)
+  config = settings(rollout__max_batch_rows=8, data__max_response_length=40, data__response_buckets=(40,))
   policy = dataclasses.replace(make_model()[0], backend=AttentionBackend('splash', interpret=True))
   mesh = meshes.make_mesh(MeshConfig(), jax.devices()[:1])
   found = run_programs(config, policy, *abstract_parameters(policy, mesh), mesh)
   loops = [name for name in found if name.startswith('decode')]
-  assert loops == ['decode/8×6', 'decode/8×6#1', 'decode/8×6#2', 'decode/8×6#4'] and 'resize/8×6' not in found
+  assert loops == ['decode/8×40', 'decode/8×40#4', 'decode/8×40#2', 'decode/8×40#1']
+  assert not any(name.startswith('resize') for name in found)
 
   def shapes(tree):
     return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
 
-  compact, loop = found['compact/8×6'], found['decode/8×6#4']
-  assert shapes(compact.arguments[:2]) == shapes(tuple(vars(found['decode/8×6'].arguments[2]).values())[:2])
-  left = jax.eval_shape(compact.function, *compact.arguments)
-  assert shapes(left) == shapes(loop.arguments[2])
-  assert 'func.func public @main' in loop.lower().as_text()
+  for before, after in (('', '#4'), ('#4', '#2'), ('#2', '#1')):
+    compact, loop = found[f'compact/8×40{after}'], found[f'decode/8×40{after}']
+    assert shapes(compact.arguments[:2]) == shapes(tuple(vars(found[f'decode/8×40{before}'].arguments[2]).values())[:2])
+    left = jax.eval_shape(compact.function, *compact.arguments)
+    assert shapes(left) == shapes(loop.arguments[2])
+    assert 'func.func public @main' in loop.lower().as_text()
 
 
 def test_a_decode_loop_on_a_mesh_is_compiled_for_what_it_gets_and_leaves():

@@ -14,7 +14,7 @@ from models.attention.backend import AttentionBackend
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding
 from sdpo_jax.errors import UserError
-from sdpo_jax.rollout import engine, queue, slots
+from sdpo_jax.rollout import engine, queue, sizes, slots
 from sdpo_jax.rollout.buckets import bucket_lengths, smallest_bucket
 from sdpo_jax.rollout.functions import sampler_functions
 from sdpo_jax.rollout.stops import StopStrings
@@ -126,11 +126,11 @@ def test_slots_and_buckets_change_no_sample(model, reference, settings):
 
 def test_a_growing_and_shrinking_cache_changes_no_sample(model, reference, monkeypatch):
   """Also where rows are moved together, and with any order of arrival."""
-  monkeypatch.setattr(slots, 'SMALLEST_CACHE', 8)
-  sizes, resize = [], sampler_functions(model[0], None).resize
+  monkeypatch.setattr(sizes, 'SMALLEST_CACHE', 8)
+  taken, resize = [], sampler_functions(model[0], None).resize
 
   def spy(cache, source, slots):
-    sizes.append((len(source), slots))
+    taken.append((len(cache.lengths), kv_cache.slots(cache), len(source), slots))
     return resize(cache, source, slots=slots)
 
   sampler = make_sampler(model, max_batch_rows=8, decode_chunk=4, prompt_buckets=(8,), stop_token_ids=())
@@ -142,14 +142,19 @@ def test_a_growing_and_shrinking_cache_changes_no_sample(model, reference, monke
   whole = make_sampler(model, stop_token_ids=())
   expected = sample(whole, model, prompts, n=12, max_tokens=lengths)
   assert_same_samples(sample(sampler, model, prompts, n=12, max_tokens=lengths), expected)
-  rows, capacities = zip(*sizes, strict=True)
-  assert min(rows) < 8 and min(np.diff(capacities)) < 0 < max(np.diff(capacities))
+  grown, shrunk = (8, 16, 8, 36), (8, 36, 2, 36)  # 8 + 24 + 4 slots at most, a prompt and two looks at first.
+  assert taken == [grown, shrunk]
 
   def backwards(prompts, n, shards):
     return queue.Queue(prompts[::-1], n, shards)
 
   monkeypatch.setattr(slots, 'Queue', backwards)
   assert_same_samples(sample(sampler, model, prompts, n=12, max_tokens=lengths), expected)
+  # All at once: the short ones are over before the small cache is full, and few rows are what grows.
+  taken.clear()
+  sampler._max_batch_rows = 48
+  assert_same_samples(sample(sampler, model, prompts, n=12, max_tokens=lengths), expected)
+  assert taken == [(48, 16, 12, 36)]
 
 
 def test_the_kernels_of_a_tpu_sample_the_same_from_a_cache_that_keeps_its_size(model, reference):
@@ -348,7 +353,7 @@ def test_training_and_evaluation_share_compiled_functions(compiled):
     sample(sampler, model, PROMPTS[1:3], n=3, step=step, max_tokens=4 + step, temperature=0.6, top_p=0.95, top_k=20)
     sample(sampler, model, PROMPTS[:1] * 2, n=3, step=step, max_tokens=9, temperature=0.0)
     sample(sampler, model, PROMPTS * 2, n=3, step=step, max_tokens=10, min_p=0.1)
-  assert count(compiled) == {'prefill': 2, 'advance': 1}  # Of two prompts, and of one where a slot is refilled.
+  assert count(compiled) == {'prefill': 1, 'advance': 1}
 
 
 @pytest.mark.parametrize('config', [MeshConfig(), MeshConfig(fsdp=2, tensor=4)], ids=['fsdp', 'fsdp and tensor'])
@@ -407,22 +412,53 @@ def test_an_empty_stop_string_is_refused(model):
 
 
 def test_buckets():
-  assert bucket_lengths((), 100) == (16, 32, 64, 100)
-  assert bucket_lengths((), 9) == (9,)
+  assert bucket_lengths((), 2048) == (512, 2048) and bucket_lengths((), 8192, 3) == (512, 2048, 8192)
+  assert bucket_lengths((), 10240) == (2560, 10240)
+  assert bucket_lengths((), 300) == (128, 300)  # A quarter, but no less than 128.
+  assert bucket_lengths((), 128) == (128,) and bucket_lengths((), 9) == (9,)
   assert bucket_lengths((50, 20, 300), 100) == (20, 50, 100)
   assert smallest_bucket((20, 50), 20) == 20 and smallest_bucket((20, 50), 51) is None
   assert smallest_bucket((), 17) == 32
 
 
-def test_shapes():
-  assert slots.cache_capacities(100) == (100,)
-  assert slots.cache_capacities(1000) == (188, 250, 375, 500, 750, 1000)
-  assert slots.row_counts(1) == (1,) and slots.row_counts(8) == (1, 2, 4, 8) and slots.row_counts(9) == (1, 2, 4, 8, 9)
-  assert slots.cache_capacities(1000, only=True) == (1000,)
-  assert slots.row_counts(48, few=True) == (6, 12, 24, 48) and slots.row_counts(3, few=True) == (1, 2, 3)
-  assert slots.pieces(13) == [8, 4, 1] and slots.pieces(0) == []
-  assert slots.shard_rows(256, 256, 1) == 256 and slots.shard_rows(100, 64, 8) == 8
-  assert slots.shard_rows(6, 256, 8) == 1 and slots.shard_rows(5, 2, 8) == 1  # No fewer rows than devices.
+def request_sizes(**changes):
+  limits = dict(rows=64, refilled=True, widest=64, room=512, chunk=32, keeps_size=False)
+  return sizes.sizes(**(limits | changes))
+
+
+def test_sizes_are_few_and_hold_what_is_asked():
+  small, whole, few = (sizes.Size(*size) for size in ((64, 152), (64, 608), (16, 608)))
+  found = request_sizes()
+  assert found.stages == (small, whole, few) and found.admitting == 2
+  assert set(found.moves) == {(small, whole), (small, few), (whole, few)}
+  assert found.grown(None, 95) == found.grown(small, 152) == small
+  assert found.grown(None, 153) == found.grown(small, 153) == whole
+  assert found.shrunk(small, 16) == found.shrunk(whole, 16) == few and found.shrunk(whole, 17) == whole
+  assert found.shrunk(few, 1) == few
+  assert request_sizes(refilled=False).admitting == 1
+  # What is drawn at one go needs one size; so do a few rows, and lengths that leave little to save.
+  assert len(request_sizes(room=32).stages) == len(request_sizes(rows=4, room=72).stages) == 1
+  assert request_sizes(resized=False).stages == (whole,)
+  kept = request_sizes(keeps_size=True)
+  assert [size.rows for size in kept.stages] == [64, 32, 16, 8] and {size.slots for size in kept.stages} == {608}
+  assert kept.admitting == 1 and kept.shrunk(kept.stages[0], 3) == kept.stages[1]
+  assert found.prompts(64) == 4 and found.prompts(2048) == 1 and request_sizes(rows=2).prompts(8) == 2
+
+
+@pytest.mark.parametrize('seed', range(3))
+def test_every_prompt_fits_into_the_first_size(seed):
+  rng = np.random.default_rng(seed)
+  for rows, widest, room, chunk in rng.integers(1, (300, 3000, 9000, 64), (200, 4)).tolist():
+    for keeps in (False, True):
+      found = request_sizes(rows=rows, widest=widest, room=room, chunk=chunk, keeps_size=keeps)
+      first, last = found.grown(None, widest - 1 + chunk), found.grown(None, widest - 1 + room - 1 + chunk)
+      assert first == found.stages[0] and last.slots == widest + room + chunk
+      assert len(found.stages) <= (4 if keeps else 3)
+
+
+def test_rows_of_a_shard():
+  assert sizes.shard_rows(256, 256, 1) == 256 and sizes.shard_rows(100, 64, 8) == 8
+  assert sizes.shard_rows(6, 256, 8) == 1 and sizes.shard_rows(5, 2, 8) == 1  # No fewer rows than devices.
 
 
 def test_slots_close_up():

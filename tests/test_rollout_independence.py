@@ -10,7 +10,7 @@ import pytest
 from models import huggingface, parameters
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding
-from sdpo_jax.rollout import decode, engine, queue, sampling, slots
+from sdpo_jax.rollout import decode, engine, queue, sampling, sizes, slots
 
 CONFIG = dict(
   model_type='qwen3',
@@ -129,7 +129,7 @@ def test_samples_are_drawn_as_from_a_full_forward_pass(model, request_, settings
 
 @pytest.mark.parametrize('order', [pytest.param('backwards', marks=pytest.mark.slow), 'shuffled'])
 def test_the_order_of_arrival_changes_no_sample(model, request_, monkeypatch, order):
-  monkeypatch.setattr(slots, 'SMALLEST_CACHE', 16)
+  monkeypatch.setattr(sizes, 'SMALLEST_CACHE', 16)
   monkeypatch.setattr(slots, 'REFILLS', 2)
 
   def permuted(prompts):

@@ -15,10 +15,11 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.files import jsonable
 from sdpo_jax.inference.runs import open_source, run_config
 from sdpo_jax.rollout.engine import Completion, SamplingOptions
-from sdpo_jax.training.session import Session
+from sdpo_jax.training.session import Session, make_sampler
 from sdpo_jax.types import Messages, Tree
 
 PROGRESS_SECONDS = 5.0
+PROMPT_BUCKETS = tuple(2**i for i in range(4, 24))  # Lengths to which prompts are padded.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +95,15 @@ def open_generator(
     config.data,
     max_prompt_length=options.max_prompt_length or config.data.max_prompt_length,
     max_response_length=options.max_tokens,
-    prompt_buckets=(),
-    response_buckets=(),
+    prompt_buckets=PROMPT_BUCKETS,
+    response_buckets=(options.max_tokens,),
   )
   rollout = dataclasses.replace(config.rollout, max_batch_rows=options.max_batch_rows or config.rollout.max_batch_rows)
   config = dataclasses.replace(config, data=data, rollout=rollout)
-  return TextGenerator(*open_source(workdir, model, config, step, options.dtype), options)
+  session, parameters = open_source(workdir, model, config, step, options.dtype)
+  # As large as what is asked, not as what might be.
+  sampler = make_sampler(session.config, session.policy, session.tokenizer, session.mesh)
+  return TextGenerator(dataclasses.replace(session, sampler=sampler), parameters, options)
 
 
 def with_system(messages: Messages, system: str | None) -> Messages:

@@ -29,7 +29,7 @@ from sdpo_jax.files import jsonable
 from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.planner import hlo, kernels, traffic
 from sdpo_jax.planner.topology import Chip, Topology
-from sdpo_jax.rollout import slots
+from sdpo_jax.rollout import sizes
 from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs
 from sdpo_jax.training.session import model_mesh
@@ -39,7 +39,7 @@ GIB = 2**30
 # What lies in memory all the time, whichever program runs.
 RESIDENT = ('base', 'parameters', 'optimizer', 'teacher', 'teacher base')
 # Programs that read the sampler's copy of the weights.
-SAMPLING = ('prefill', 'decode', 'admit', 'resize', 'compact')
+SAMPLING = ('prefill', 'empty', 'decode', 'admit', 'resize', 'compact')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,7 +242,7 @@ def select(found: Mapping[str, registry.Program], everything: bool) -> dict[str,
 
 def _held(program: registry.Program, shardings: Any) -> dict[str, float]:
   """Bytes on one device of a program's arguments by what they are; `shardings` None: those of the abstract arrays."""
-  sizes: dict[str, float] = {}
+  held: dict[str, float] = {}
 
   def add(kind: str, tree: Any, placed: Any) -> None:
     leaves, structure = jax.tree.flatten(tree)
@@ -250,7 +250,7 @@ def _held(program: registry.Program, shardings: Any) -> dict[str, float]:
     places = [leaf.sharding for leaf in leaves] if placed is None else structure.flatten_up_to(placed)
     for leaf, sharding in zip(leaves, places, strict=True):
       if sharding is not None:
-        sizes[kind] = sizes.get(kind, 0.0) + math.prod(sharding.shard_shape(leaf.shape)) * _itemsize(leaf.dtype)
+        held[kind] = held.get(kind, 0.0) + math.prod(sharding.shard_shape(leaf.shape)) * _itemsize(leaf.dtype)
 
   for index, (argument, kind) in enumerate(zip(program.arguments, program.holds, strict=True)):
     placed = None if shardings is None else shardings[index]
@@ -264,7 +264,7 @@ def _held(program: registry.Program, shardings: Any) -> dict[str, float]:
       add('teacher', argument.teacher, part('teacher'))
     else:
       add(kind, argument, placed)
-  return sizes
+  return held
 
 
 def _itemsize(dtype: Any) -> int:
@@ -285,9 +285,14 @@ def _memory(
     # All of the copy is there, also what this program does not read.
     held['sampling weights'] = max(held.pop('parameters', 0.0), sampling_weights or 0.0)
   made = max(0, used.output_size_in_bytes - used.alias_size_in_bytes)
-  results = {'prefill': 'cache', 'resize': 'cache', 'prepare': 'sampling weights', 'zero': 'gradients'}.get(
-    program.kind, 'results'
-  )
+  made_of = {
+    'prefill': 'cache',
+    'empty': 'cache',
+    'resize': 'cache',
+    'prepare': 'sampling weights',
+    'zero': 'gradients',
+  }
+  results = made_of.get(program.kind, 'results')
   held[results] = held.get(results, 0.0) + made
   held['temporaries'] = used.temp_size_in_bytes
   held['padding'] = padding
@@ -607,8 +612,8 @@ def _turns(
   Slots are refilled: while samples wait, each takes the mean completion's time; those admitted last take the longest's.
   """
   shards = mesh.shape[meshes.FSDP]
-  rows = slots.shard_rows(questions * n, config.rollout.max_batch_rows, shards)
-  prompts = shards * slots.pieces(math.ceil(rows / n))[0]
+  rows = sizes.shard_rows(questions * n, config.rollout.max_batch_rows, shards)
+  prompts = shards * sizes.prompts_together(Buckets.of(config).prompt[-1], rows)
   waiting = max(questions * n / (rows * shards) - 1, 0) * assumptions.mean_completion
   return math.ceil(questions / prompts), 1 + waiting / assumptions.longest_completion
 

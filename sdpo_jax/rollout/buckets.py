@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 import dataclasses
+import itertools
+import math
 
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 
-SMALLEST = 16  # Tokens; of buckets that are not declared.
+SMALLEST = 16  # Tokens; of lengths that have no limit.
+SHORTEST = 128  # Tokens; of buckets that are not declared. A shorter one saves less than its programs cost.
+STEP = 4  # Of buckets that are not declared, each is a quarter of the next.
+PROMPTS, RESPONSES = 2, 3  # How many there are of them.
 
 
-def bucket_lengths(declared: Sequence[int], limit: int | None) -> tuple[int, ...]:
+def bucket_lengths(declared: Sequence[int], limit: int | None, count: int = PROMPTS) -> tuple[int, ...]:
   """Returns the lengths to pad to, ascending.
 
   Args:
-    declared: lengths in tokens, in any order; empty: powers of two.
+    declared: lengths in tokens, in any order; empty: a few parts of the limit.
     limit: the largest length, which is a bucket itself; longer declared ones are left out. None: no limit.
+    count: of the buckets that are not declared, at most: the limit, a quarter of it, a sixteenth …, in multiples of
+      SHORTEST tokens.
 
   Returns:
     The buckets; empty, which stands for any power of two, when nothing is declared and there is no limit.
@@ -24,7 +31,7 @@ def bucket_lengths(declared: Sequence[int], limit: int | None) -> tuple[int, ...
   if limit is None:
     return tuple(sorted(set(declared)))
   if not declared:
-    declared = [2**i for i in range(SMALLEST.bit_length() - 1, limit.bit_length())]
+    declared = [math.ceil(limit / STEP**part / SHORTEST) * SHORTEST for part in range(1, count)]
   return tuple(sorted({length for length in declared if length < limit} | {limit}))
 
 
@@ -49,20 +56,23 @@ def bucket(length: int, lengths: tuple[int, ...], name: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-  """The declared lengths of a run; a micro-batch uses the smallest triple that holds it, and compiles once."""
+  """The declared lengths of a run; a micro-batch uses the smallest that hold it, and compiles once for each choice."""
 
   prompt: tuple[int, ...]
   response: tuple[int, ...]
   reprompt: tuple[int, ...]
+  # Short prompts go with short teacher prompts and long with long, since neither are declared; else any with any.
+  paired: bool = False
 
   @classmethod
   def of(cls, config: Config) -> Buckets:
-    """Return those declared in the settings, or powers of two up to the limits."""
+    """Return those declared in the settings, or a few parts of the limits."""
     data = config.data
     return cls(
       prompt=bucket_lengths(data.prompt_buckets, data.max_prompt_length),
-      response=bucket_lengths(data.response_buckets, data.max_response_length),
+      response=bucket_lengths(data.response_buckets, data.max_response_length, RESPONSES),
       reprompt=bucket_lengths(data.reprompt_buckets, config.actor.self_distillation.max_reprompt_len),
+      paired=not data.prompt_buckets and not data.reprompt_buckets,
     )
 
   @classmethod
@@ -76,3 +86,25 @@ class Buckets:
       whole.response if data.response_buckets else whole.response[-1:],
       whole.reprompt if data.reprompt_buckets else whole.reprompt[-1:],
     )
+
+  @property
+  def prompts(self) -> tuple[tuple[int, int], ...]:
+    """Every (prompt, teacher prompt) of a micro-batch with a teacher, ascending."""
+    if not self.paired:
+      return tuple(itertools.product(self.prompt, self.reprompt))
+    count = max(len(self.prompt), len(self.reprompt))
+
+    def stretched(lengths: tuple[int, ...]) -> tuple[int, ...]:
+      return (*lengths[:1] * (count - len(lengths)), *lengths)
+
+    return tuple(zip(stretched(self.prompt), stretched(self.reprompt), strict=True))
+
+  def holding(self, prompt: int, reprompt: int) -> tuple[int, int]:
+    """Return the smallest of `prompts` that holds a prompt and a teacher prompt of so many tokens.
+
+    Raises:
+      UserError: one of them is too long.
+    """
+    prompt = bucket(prompt, self.prompt, 'data.prompt_buckets')
+    reprompt = bucket(reprompt, self.reprompt, 'data.reprompt_buckets')
+    return next(pair for pair in self.prompts if pair[0] >= prompt and pair[1] >= reprompt)

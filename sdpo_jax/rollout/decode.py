@@ -54,7 +54,14 @@ class _Loop:
 
 
 def prefill(
-  policy: Policy, base: Tree, trainable: Tree, tokens: jax.Array, lengths: jax.Array, *, quantized: bool = False
+  policy: Policy,
+  base: Tree,
+  trainable: Tree,
+  tokens: jax.Array,
+  lengths: jax.Array,
+  *,
+  slots: int | None = None,
+  quantized: bool = False,
 ) -> KVCache:
   """Makes the caches of prompts, in which all of a prompt but its last token went through the model.
 
@@ -67,17 +74,19 @@ def prefill(
     trainable: trainable parameters.
     tokens: [G, P] int32, right-padded.
     lengths: [G] int32, at least 1.
+    slots: static, of a row of the result, at least P; None: P.
     quantized: static, the cache holds int8.
 
   Returns:
-    G rows of P slots.
+    G rows of `slots` slots.
   """
   base, trainable = policy.cast(base, trainable)
   prompts, width = tokens.shape
   index = jnp.arange(width, dtype=jnp.int32)[None]
   valid = index < lengths[:, None] - 1
   positions, segments = jnp.where(valid, index, 0), valid.astype(jnp.int32)
-  return policy.apply(base, trainable, tokens, positions, segments, policy.init_cache(prompts, width, quantized))[2]
+  cache = policy.apply(base, trainable, tokens, positions, segments, policy.init_cache(prompts, width, quantized))[2]
+  return cache if slots is None else kv_cache.lengthened(cache, slots)
 
 
 def advance(

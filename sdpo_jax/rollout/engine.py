@@ -13,6 +13,7 @@ from models.policy import Policy
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.buckets import bucket_lengths, smallest_bucket
 from sdpo_jax.rollout.functions import SamplerFunctions, sampler_functions
+from sdpo_jax.rollout.sizes import Sizes, shard_rows, sizes
 from sdpo_jax.rollout.slots import RECORDS, Request, SamplingStats, Slots
 from sdpo_jax.rollout.stops import StopStrings, Tokenizer, to_text
 from sdpo_jax.types import Rollouts, Tree
@@ -77,6 +78,7 @@ class Sampler:
     decode_chunk: int = 32,
     quantized: bool = False,
     resized: bool = True,
+    fixed: bool = False,
   ):
     """Makes a sampler of `policy`.
 
@@ -95,9 +97,12 @@ class Sampler:
       quantized: keys and values are held as int8, in about half of the memory of bfloat16. Changes probabilities a bit.
       resized: the cache grows and shrinks with what lives, where that pays; False: it keeps the largest size that it
         may come to, and all of its rows, so that a bucket of prompts compiles once.
+      fixed: arrays are as large as the largest bucket of prompts asks, so that what is compiled does not depend on which
+        prompts come; False: as the largest of a request asks.
 
     Raises:
       UserError: an empty stop string.
+      ValueError: `fixed` without buckets or a limit of prompts.
     """
     if any(not text for text in stop):
       raise UserError('rollout.stop holds an empty string, which would end every completion at once: remove it.')
@@ -108,8 +113,15 @@ class Sampler:
     self._stops = StopStrings(tokenizer, stop)
     self._stop_ids = np.asarray(sorted(set(stop_token_ids)) or [-1], np.int32)
     self._functions: SamplerFunctions = sampler_functions(policy, mesh, quantized)
-    self._chunk, self._resized = decode_chunk, resized
+    if fixed and not self._prompt_buckets:
+      raise ValueError('A sampler with fixed sizes needs prompt_buckets or max_prompt_length.')
+    self._chunk, self._resized, self._fixed = decode_chunk, resized, fixed
     self.stats = SamplingStats()  # Of the last request.
+
+  @property
+  def stop_ids(self) -> int:
+    """How many token ids end a completion."""
+    return len(self._stop_ids)
 
   def sample(
     self,
@@ -256,7 +268,7 @@ class Sampler:
   def _stream(self, base: Tree, trainable: Tree, request: Request, drafts: bool = False) -> Iterator[Any]:
     """Yields completions and, with `drafts`, what is drawn of the others."""
     parameters = self._functions.prepare(base, trainable)
-    slots = Slots(self._functions, parameters, request, self._max_batch_rows, self._chunk, self._resized)
+    slots = Slots(self._functions, parameters, request, self._sizes(request), self._chunk)
     self.stats = slots.stats
     ended, running = [], []
     while slots.admit():
@@ -266,6 +278,20 @@ class Sampler:
       ended = slots.collect(drawn, self._end)
       running = slots.running() if drafts else []
     yield from self._seen(ended, running)
+
+  def _sizes(self, request: Request) -> Sizes:
+    """Returns the sizes of the arrays of a request."""
+    samples, shards = len(request.lengths) * request.n, self._functions.shards
+    rows = shard_rows(samples, self._max_batch_rows, shards)
+    return sizes(
+      rows=rows,
+      refilled=samples > rows * shards,
+      widest=self._prompt_buckets[-1] if self._fixed else int(request.widths.max()),
+      room=request.room,
+      chunk=self._chunk,
+      keeps_size=self._functions.keeps_size,
+      resized=self._resized,
+    )
 
   def _seen(self, ended: Sequence[tuple[Any, ...]], running: Sequence[tuple[Any, ...]]) -> Iterator[Draft | Completion]:
     for sample, tokens, records, stopped in ended:

@@ -30,7 +30,7 @@ class SamplerFunctions:
   """
 
   prepare: Callable[[Tree, Tree], tuple[Tree, Tree]]  # (base, trainable), once per batch of rollouts.
-  prefill: Callable[..., KVCache]  # `decode.prefill` without the policy.
+  prefill: Callable[..., KVCache]  # `decode.prefill` without the policy: (…, *, slots).
   empty: Callable[..., KVCache]  # (*, rows, slots), rows of all shards.
   # `models.cache.copy_rows` in each shard: source and target [rows], count [S]; takes over the buffers of the first.
   copy: Callable[..., KVCache]
@@ -90,18 +90,20 @@ def sampler_functions(policy: Policy, mesh: Mesh | None, quantized: bool = False
   def empty(rows: int, slots: int) -> KVCache:
     return policy.init_cache(rows, slots, quantized)
 
-  if not divided:
-    placed, result, put = None, None, lambda tree: tree
-    prepare = jax.jit(policy.cast)
-  else:
+  placed, result, put, prepare = None, None, lambda tree: tree, jax.jit(policy.cast)
+  if mesh is not None:
+    # Also on one device: what is compiled for a mesh takes what lies on it.
     whole, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(FSDP))
     placed = cache_shardings(mesh, jax.eval_shape(lambda: policy.init_cache(shards, 1, quantized)))
     result = placed, whole
+  if divided:
     put = functools.partial(jax.tree.map, lambda leaf: _put(np.asarray(leaf), rows, whole))
     prepare = _prepare(policy, mesh)
   return SamplerFunctions(
     prepare=prepare,
-    prefill=jax.jit(functools.partial(decode.prefill, policy, quantized=quantized), out_shardings=placed),
+    prefill=jax.jit(
+      functools.partial(decode.prefill, policy, quantized=quantized), static_argnames='slots', out_shardings=placed
+    ),
     empty=jax.jit(empty, static_argnames=('rows', 'slots'), out_shardings=placed),
     copy=jax.jit(copy, donate_argnums=0, out_shardings=placed),
     resize=jax.jit(resize, static_argnames='slots', out_shardings=placed),

@@ -19,35 +19,11 @@ from sdpo_jax.rollout import decode
 from sdpo_jax.rollout.functions import SamplerFunctions
 from sdpo_jax.rollout.queue import Queue
 from sdpo_jax.rollout.sampling import SamplingParams
+from sdpo_jax.rollout.sizes import Size, Sizes
 from sdpo_jax.types import Tree
 
-SMALLEST_CACHE = 128  # Tokens of a row; smaller caches would not pay for their compilation.
 REFILLS = 16  # The decode loop is interrupted for a refill when one slot in so many is free.
 RECORDS = ('sampling_log_probs', 'model_log_probs', 'entropy')
-
-
-def row_counts(rows: int, few: bool = False) -> tuple[int, ...]:
-  """Returns how many slots a shard may have, ascending: powers of two below `rows`, and `rows`.
-
-  With `few`: an eighth, a quarter and a half of `rows`, and `rows`.
-  """
-  if few:
-    return tuple(sorted({math.ceil(rows / 2**i) for i in range(4)}))
-  return (*(2**i for i in range((rows - 1).bit_length())), rows)
-
-
-def cache_capacities(most: int, only: bool = False) -> tuple[int, ...]:
-  """Returns how many tokens a row of the cache may hold, ascending: `most`, ¾, ½, ⅜ … of it from SMALLEST_CACHE on.
-
-  With `only`, `most` alone.
-  """
-  parts = [math.ceil(most * share / 2**i) for i in range(most.bit_length()) for share in (1, 0.75)]
-  return (*sorted(part for part in parts if not only and SMALLEST_CACHE <= part < most), most)
-
-
-def shard_rows(samples: int, max_rows: int, shards: int) -> int:
-  """Returns the slots of each shard when there are `samples` to draw and `max_rows` slots at most; at least one."""
-  return max(min(math.ceil(samples / shards), max_rows // shards), 1)
 
 
 def closed_up(held: np.ndarray, rows: int) -> np.ndarray:
@@ -56,11 +32,6 @@ def closed_up(held: np.ndarray, rows: int) -> np.ndarray:
   behind = held[held >= rows]
   source[np.setdiff1d(source, held)[: len(behind)]] = behind
   return source
-
-
-def pieces(count: int) -> list[int]:
-  """Returns powers of two that add up to `count`, the largest first."""
-  return [2**i for i in reversed(range(count.bit_length())) if count >> i & 1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,27 +73,19 @@ class Slots:
     functions: SamplerFunctions,
     parameters: tuple[Tree, Tree],
     request: Request,
-    max_rows: int,
+    sizes: Sizes,
     chunk: int,
-    resized: bool = True,
   ):
-    """Makes slots for at most `max_rows` samples, which draw at most `chunk` tokens between two looks.
-
-    Unless `resized`, the cache has its largest capacity from the beginning and keeps all rows to the end.
-    """
+    """Makes slots for samples, which draw at most `chunk` tokens between two looks."""
     self.stats = SamplingStats()
     self._functions, self._parameters, self._request, self._chunk = functions, parameters, request, chunk
     shards = functions.shards
     # Prompts of the same bucket next to each other, so that they are prefilled together.
     self._queue = Queue(np.argsort(request.widths, kind='stable').tolist(), request.n, shards)
-    # On a TPU a step of an eighth of the rows does little but read weights, and every size is one more to compile.
-    most = shard_rows(self._queue.left, max_rows, shards)
-    self._sizes = row_counts(most, few=functions.keeps_size) if resized else (most,)
-    only = functions.keeps_size or not resized
-    self._capacities = cache_capacities(int(request.widths.max()) + request.room + chunk, only)
-    rows = shards * self._sizes[-1]
+    self._sizes = sizes
+    self._size: Size | None = None  # Of the cache.
+    rows = shards * sizes.rows
     self._cache: KVCache | None = None
-    self._capacity = 0
     self._prefixes: dict[tuple[int, int], tuple[KVCache, int]] = {}  # (shard, prompt) → a cache, its row in the shard.
     self._sample = np.full(rows, -1, np.int32)  # -1: free.
     self._held = np.zeros(rows, np.int32)  # Tokens in the cache.
@@ -146,8 +109,11 @@ class Slots:
     if not (self._sample >= 0).any():
       return False
     self._prefill(dict.fromkeys((slot // per_shard, prompt) for slot, prompt in admitted))
-    moved = self._fit()
-    self._copy([(slot // per_shard, moved[slot] % self._per_shard, prompt) for slot, prompt in admitted])
+    self._grow(ending=not admitted and not self._queue.left)
+    if admitted:
+      self._copy([(slot // per_shard, slot % per_shard, prompt) for slot, prompt in admitted])
+    else:
+      self._shrink()
     self._count_bytes()
     self._prefixes = {key: prefix for key, prefix in self._prefixes.items() if self._queue.holds(*key)}
     return True
@@ -226,50 +192,55 @@ class Slots:
       of_shard = [
         [prompt for at, prompt in missing if at == shard and request.widths[prompt] == width] for shard in range(shards)
       ]
-      first = 0
-      for size in pieces(max(map(len, of_shard))):
+      size = self._sizes.prompts(width)
+      for first in range(0, max(map(len, of_shard)), size):
         tokens, lengths = np.zeros((shards * size, width), np.int32), np.ones(shards * size, np.int32)
         chosen = [prompts[first : first + size] for prompts in of_shard]
         for shard, prompts in enumerate(chosen):
           rows = slice(shard * size, shard * size + len(prompts))
           tokens[rows], lengths[rows] = request.prompts[prompts, :width], request.lengths[prompts]
-        cache = self._functions.prefill(*self._parameters, *self._functions.put((tokens, lengths)))
+        placed = self._functions.put((tokens, lengths))
+        cache = self._functions.prefill(*self._parameters, *placed, slots=self._sizes.prefix)
         for shard, prompts in enumerate(chosen):
           self._prefixes |= {(shard, prompt): (cache, row) for row, prompt in enumerate(prompts)}
-        first += size
     self.stats.prompts += len(missing)
 
-  def _fit(self) -> np.ndarray:
-    """Gives the cache the size that it should have; returns where each slot is afterwards."""
-    shards, before = self._functions.shards, self._per_shard
-    live = self._sample >= 0
-    of_shard = [np.flatnonzero(slots) for slots in live.reshape(shards, before)]
-    left = int((self._request.knobs['max_tokens'][self._sample[live]] - self._drawn[live]).max())
-    rows = before
-    if not self._queue.left and left > self._chunk:
-      rows = next(size for size in self._sizes if size >= max(map(len, of_shard)))
-    needed = int(self._held[live].max()) + self._chunk
-    capacity = next(size for size in self._capacities if size >= needed)
-    moved = np.arange(shards * before)
-    if rows < before:
-      order = np.concatenate([shard * before + closed_up(held, rows) for shard, held in enumerate(of_shard)])
-      moved[order] = np.arange(len(order))
-    elif self._cache is not None and capacity <= self._capacity < 2 * capacity:
-      return moved
-    else:
-      order = moved
-    source = self._functions.put((order % before).astype(np.int32))
+  def _grow(self, ending: bool) -> None:
+    """Makes the cache, or gives it the slots that the live samples need until the next look; `ending`: no more come."""
+    size = self._sizes.grown(self._size, int(self._held[self._sample >= 0].max()) + self._chunk)
     if self._cache is None:
-      self._cache = self._functions.empty(rows=shards * rows, slots=capacity)
-    elif self._functions.keeps_size:
-      self._cache = self._functions.compact(self._cache.stores, self._cache.lengths, source)
+      self._cache = self._functions.empty(rows=self._functions.shards * size.rows, slots=size.slots)
+      self._size = size
+    elif size != self._size:
+      live = (self._sample >= 0).reshape(self._functions.shards, -1)
+      # Where few are live it need not grow in all of its rows.
+      few = self._sizes.shrunk(self._size, int(live.sum(1).max()))
+      self._move(few if ending and few.slots >= size.slots else size)
+
+  def _shrink(self) -> None:
+    """Leaves out rows without a sample, once no more samples wait; what is over at the next look anyhow stays."""
+    live = self._sample >= 0
+    left = int((self._request.knobs['max_tokens'][self._sample[live]] - self._drawn[live]).max())
+    if self._queue.left or left <= self._chunk:
+      return
+    most = int(live.reshape(self._functions.shards, -1).sum(1).max())
+    while (size := self._sizes.shrunk(self._size, most)) != self._size:
+      self._move(size)
+
+  def _move(self, size: Size) -> None:
+    """Gives the cache another size; live samples move to the front of their shard where rows go."""
+    functions, shards, before = self._functions, self._functions.shards, self._per_shard
+    held = [np.flatnonzero(slots) for slots in (self._sample >= 0).reshape(shards, before)]
+    order = np.concatenate([shard * before + closed_up(held[shard], size.rows) for shard in range(shards)])
+    source = functions.put((order % before).astype(np.int32))
+    if functions.keeps_size:
+      self._cache = functions.compact(self._cache.stores, self._cache.lengths, source)
     else:
-      self._cache = self._functions.resize(self._cache, source, slots=capacity)
-    self._capacity = capacity
+      self._cache = functions.resize(self._cache, source, slots=size.slots)
+    self._size = size
     for name in ('_sample', '_held', '_token', '_drawn', '_tokens'):
       setattr(self, name, getattr(self, name)[order])
     self._records = {name: records[order] for name, records in self._records.items()}
-    return moved
 
   def _copy(self, admitted: list[tuple[int, int, int]]) -> None:
     """Puts the prefixes of samples (shard, slot in the shard, prompt) where they belong."""
@@ -295,7 +266,7 @@ class Slots:
 
   def _slot_bytes(self) -> int:
     stores = jax.tree.leaves(self._cache.stores)
-    return sum(store.nbytes for store in stores) // (kv_cache.store_rows(self._cache) * self._capacity)
+    return sum(store.nbytes for store in stores) // (kv_cache.store_rows(self._cache) * self._size.slots)
 
   def _count_steps(self, drawn: decode.Drawn, active: np.ndarray) -> None:
     stats = self.stats

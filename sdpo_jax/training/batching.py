@@ -415,14 +415,11 @@ def _lengths(
     return _holding(_declared(batch, config), needed, reads, targets)
   declared = Buckets.of_update(config)
 
-  def smallest(side: Sequence[tuple[int, int]], sizes: tuple[int, ...], name: str) -> int:
-    return bucket(max(prompt for prompt, _ in side), sizes, name)
-
-  return (
-    smallest(student, declared.prompt, 'data.prompt_buckets'),
-    smallest(teacher, declared.reprompt, 'data.reprompt_buckets') if teacher else 0,
-    bucket(targets, declared.response, 'data.response_buckets'),
-  )
+  width = bucket(targets, declared.response, 'data.response_buckets')
+  asked, reads = (max((prompt for prompt, _ in side), default=0) for side in (student, teacher))
+  if teacher:
+    return *declared.holding(asked, reads), width
+  return bucket(asked, declared.prompt, 'data.prompt_buckets'), 0, width
 
 
 def _micro_batch(

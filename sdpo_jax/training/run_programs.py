@@ -1,11 +1,12 @@
 """The programs of a training run, registered: those of the update, and those of the sampler in training and evaluation.
 
 Names of the update's: `score/P×T` (log-probs before the update, of all completions or of those that it leaves out),
-`update/P×R×T` (prompt, teacher prompt and completion buckets), `zero`, `apply`, `finish`. Names of the sampler's: `prepare` (its copy of the parameters), `prefill/P×T`,
-`admit/P×T` (a prompt's cache into the rows of its samples), `decode/P×T` and, for a cache with fewer slots C than
-prompt and completion may need, `decode/P×T@C`; `resize/P×T` from the largest of these to the one before. Where the
-cache keeps its size instead, `decode/P×T#R` with fewer rows R of it; `compact/P×T` from all rows to half of them.
-Evaluation has its own number of rows: `evaluation/…`.
+`update/P×R×T` (prompt, teacher prompt and completion buckets), `zero`, `apply`, `finish`. Names of the sampler's:
+`prepare` (its copy of the parameters), `prefill/P×T` for every bucket of prompts and, for the largest and the sizes of
+`sdpo_jax.rollout.sizes`: `empty/P×T` (the cache at first), `admit/P×T` (a prompt's cache into the rows of its samples)
+and `decode/P×T`; of a cache that is small at first, with C slots, `admit/P×T@C`, `decode/P×T@C` and `resize/P×T@C`; of
+fewer rows R, `decode/P×T#R` and what leads there, `resize/P×T#R` and `resize/P×T@C#R`, or `compact/P×T#R` where the
+cache keeps its size. What evaluation alone uses is `evaluation/…`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.objective.spec import COEFFICIENTS, ObjectiveSpec
 from sdpo_jax.programs import EVALUATION, Program, Run
-from sdpo_jax.rollout import decode, functions, slots
+from sdpo_jax.rollout import decode, functions, sizes
 from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.rollout.sampling import SamplingParams
 from sdpo_jax.teacher.signal import Teacher, check_base
@@ -43,6 +44,7 @@ def run_programs(
   mesh: jax.sharding.Mesh,
   stop_ids: int = 1,
   teacher: Teacher | None = None,
+  held_out: int | None = None,
 ) -> dict[str, Program]:
   """Return every registered program of a run by name, for all its declared buckets.
 
@@ -54,6 +56,7 @@ def run_programs(
     mesh: where it runs.
     stop_ids: how many token ids end a completion.
     teacher: who reads the teacher's prompts; None: the policy itself.
+    held_out: questions of an evaluation; None: they are not known.
 
   Raises:
     UserError: the settings ask the base to teach, and there is none.
@@ -62,7 +65,7 @@ def run_programs(
     check_base(config.actor.self_distillation, base)
   teacher = teacher or Teacher(policy)
   teacher = dataclasses.replace(teacher, base=abstract(teacher.base))
-  run = Run(config, policy, abstract(base), abstract(trainable), mesh, stop_ids, teacher)
+  run = Run(config, policy, abstract(base), abstract(trainable), mesh, stop_ids, teacher, held_out)
   return programs.registered_programs(run)
 
 
@@ -96,27 +99,27 @@ def update_programs(run: Run) -> dict[str, Program]:
   trained = Buckets.of_update(config)
   share = batching.shares_prompts(config, *run.teacher.readers(run.policy, config.actor.self_distillation))
   for response in trained.response:
-    for prompt in trained.prompt:
-      if spec.computes_log_probs or spec.weighs_in_update:
-        batch = batch_of(prompt, None, response)
-        found[f'score/{prompt}×{response}'] = Program(
-          'score',
-          update.log_probs,
-          (base, trainable, batch.student, batch.targets),
-          holds=('base', 'parameters', 'batch', 'batch'),
-          buckets=(prompt, response),
-          rows=rows,
-        )
-      for reprompt in trained.reprompt if spec.needs_teacher else (None,):
-        lengths = (prompt, response) if reprompt is None else (prompt, reprompt, response)
-        found[_named('update', lengths)] = Program(
-          'update',
-          update.accumulate,
-          (base, state, trainable, batch_of(prompt, reprompt, response, share=share), run.teacher.base),
-          holds=('base', 'state', 'gradients', 'batch', 'teacher base'),
-          buckets=lengths,
-          rows=rows,
-        )
+    for prompt in trained.prompt if spec.computes_log_probs or spec.weighs_in_update else ():
+      batch = batch_of(prompt, None, response)
+      found[f'score/{prompt}×{response}'] = Program(
+        'score',
+        update.log_probs,
+        (base, trainable, batch.student, batch.targets),
+        holds=('base', 'parameters', 'batch', 'batch'),
+        buckets=(prompt, response),
+        rows=rows,
+      )
+    prompts = trained.prompts if spec.needs_teacher else tuple((prompt, None) for prompt in trained.prompt)
+    for prompt, reprompt in prompts:
+      lengths = (prompt, response) if reprompt is None else (prompt, reprompt, response)
+      found[_named('update', lengths)] = Program(
+        'update',
+        update.accumulate,
+        (base, state, trainable, batch_of(prompt, reprompt, response, share=share), run.teacher.base),
+        holds=('base', 'state', 'gradients', 'batch', 'teacher base'),
+        buckets=lengths,
+        rows=rows,
+      )
   return found
 
 
@@ -165,43 +168,48 @@ def abstract_batch(
 
 @programs.register
 def sampling_programs(run: Run) -> dict[str, Program]:
-  """Return the sampler's programs in training, and in evaluation where it has another number of rows."""
-  config, mesh = run.config, run.mesh
-  engine = functions.sampler_functions(run.policy, mesh, config.rollout.cache_dtype == 'int8')
+  """Return the sampler's programs in training, and those that evaluation needs beside them."""
+  config = run.config
+  engine = functions.sampler_functions(run.policy, run.mesh, config.rollout.cache_dtype == 'int8')
   limit = config.rollout.max_batch_rows
-
-  def rows_of(prompts: int, n: int) -> tuple[int, int]:
-    return slots.shard_rows(prompts * n, limit, engine.shards), n
-
-  calls = {False: rows_of(config.data.train_batch_size, config.rollout.n)}
-  if config.trainer.test_freq:
-    # How many held-out questions there are is known from their files only: without a limit, enough to fill all slots.
-    held_out = rows_of(config.data.val_max_samples or limit, config.val_kwargs.n)
-    if held_out != calls[False]:
-      calls[True] = held_out
   parameters = jax.eval_shape(engine.prepare, run.base, run.trainable)
   found = {'prepare': Program('prepare', engine.prepare, (run.base, run.trainable), holds=('base', 'parameters'))}
-  declared = Buckets.of(config)
-  for prompt in declared.prompt:
-    for evaluation, (rows, n) in calls.items():
-      found |= _sampling(run, engine, parameters, prompt, declared.response[-1], rows, n, evaluation)
+  called: set[tuple[Any, ...]] = set()
+
+  def add(samples: int, evaluation: bool) -> None:
+    for name, program in _sampling(run, engine, parameters, samples, evaluation).items():
+      shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(program.arguments))
+      key = program.kind, shapes, *program.static.items()
+      if key not in called:
+        called.add(key)
+        found[name] = program
+
+  add(config.data.train_batch_size * config.rollout.n, evaluation=False)
+  if config.trainer.test_freq:
+    # How many held-out questions there are is known from their files only: without them, enough to fill all slots.
+    questions = run.held_out if run.held_out is not None else config.data.val_max_samples or limit
+    if questions:
+      add(questions * config.val_kwargs.n, evaluation=True)
   return found
 
 
 def _sampling(
-  run: Run,
-  engine: functions.SamplerFunctions,
-  parameters: tuple[Tree, Tree],
-  prompt: int,
-  response: int,
-  rows: int,
-  n: int,
-  evaluation: bool,
+  run: Run, engine: functions.SamplerFunctions, parameters: tuple[Tree, Tree], samples: int, evaluation: bool
 ) -> dict[str, Program]:
-  """Return the sampler's programs for one bucket of prompts, `rows` slots on each shard and `n` samples per prompt."""
+  """Return the sampler's programs for a request of `samples`, all but `prepare`."""
   config, mesh, shards = run.config, run.mesh, engine.shards
-  total, lengths = rows * shards, (prompt, response)
-  scalar = jax.ShapeDtypeStruct((), jnp.int32)
+  declared = Buckets.of(config)
+  response, chunk = declared.response[-1], config.rollout.decode_chunk
+  rows = sizes.shard_rows(samples, config.rollout.max_batch_rows, shards)
+  taken = sizes.sizes(
+    rows=rows,
+    refilled=samples > rows * shards,
+    widest=declared.prompt[-1],
+    room=response,
+    chunk=chunk,
+    keeps_size=engine.keeps_size,
+  )
+  whole, most = taken.stages[-1].slots, taken.rows * shards
   prepared = {0: ('prepare', 0), 1: ('prepare', 1)}
   found: dict[str, Program] = {}
 
@@ -210,98 +218,91 @@ def _sampling(
 
   def cache(rows: int, length: int) -> Any:
     shape = jax.eval_shape(functools.partial(engine.empty, rows=rows, slots=length))
-    if shards == mesh.size == 1:
-      return shape
     return jax.tree.map(
       lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
       shape,
       functions.cache_shardings(mesh, shape),
     )
 
+  def held(size: sizes.Size) -> Any:
+    """Return the cache of that size; one that keeps its size still has all rows in its stores."""
+    if not engine.keeps_size:
+      return cache(shards * size.rows, size.slots)
+    return cache(most, size.slots).replace(lengths=of_rows(shards * size.rows))
+
+  def suffix(before: sizes.Size, after: sizes.Size | None = None) -> str:
+    rows = (after or before).rows
+    return f'@{before.slots}' * (before.slots < whole) + f'#{shards * rows}' * (rows < taken.rows)
+
   def add(
-    kind: str,
+    name: str,
     function: Callable[..., Any],
     arguments: Sequence[Any],
     holds: Sequence[str],
     *,
-    capacity: int,
-    rows: int = total,
+    prompt: int = declared.prompt[-1],
     suffix: str = '',
     **more: Any,
   ) -> None:
-    found[_named(kind, lengths, evaluation) + suffix] = Program(
-      kind,
-      function,
-      tuple(arguments),
-      holds=tuple(holds),
-      buckets=lengths,
-      capacity=capacity,
-      rows=rows,
-      evaluation=evaluation,
-      **more,
+    lengths = prompt, response
+    found[_named(name, lengths, evaluation) + suffix] = Program(
+      name, function, tuple(arguments), holds=tuple(holds), buckets=lengths, evaluation=evaluation, **more
     )
 
-  # The most prompts of a shard that are prefilled together: those that fill its slots at first.
-  prompts = shards * slots.pieces(-(-rows // n))[0]
-  add(
-    'prefill',
-    engine.prefill,
-    (*parameters, _of_rows(mesh, (prompts, prompt), jnp.int32), of_rows(prompts)),
-    ('parameters', 'parameters', 'batch', 'batch'),
-    capacity=prompt,
-    rows=prompts,
-    inherits=prepared,
-  )
-  capacities = slots.cache_capacities(prompt + response + config.rollout.decode_chunk, engine.keeps_size)
-  index = of_rows(total)
-  whole = cache(total, capacities[-1])
-  add(
-    'admit',
-    engine.copy,
-    (whole, cache(prompts, prompt), index, index, of_rows(shards)),
-    ('cache', 'cache', 'batch', 'batch', 'batch'),
-    capacity=capacities[-1],
-  )
-
-  def add_decode(held: Any, capacity: int, suffix: str) -> None:
-    left = held.lengths.shape[0]
-    newest = of_rows(left)
-    state = decode.DecodeState(_sampling_params(mesh, left, run.stop_ids), newest, newest, of_rows(left, jnp.bool_))
+  together: dict[int, int] = {}  # Prompts prefilled together → the largest bucket of which there are so many.
+  for prompt in declared.prompt:
+    prompts = shards * taken.prompts(prompt)
+    together[prompts] = prompt
+    add(
+      'prefill',
+      engine.prefill,
+      (*parameters, _of_rows(mesh, (prompts, prompt), jnp.int32), of_rows(prompts)),
+      ('parameters', 'parameters', 'batch', 'batch'),
+      prompt=prompt,
+      capacity=taken.prefix,
+      rows=prompts,
+      inherits=prepared,
+      static=dict(slots=taken.prefix),
+    )
+  first = taken.stages[0]
+  shape = dict(rows=most, slots=first.slots)
+  add('empty', engine.empty, (), (), suffix=suffix(first), capacity=first.slots, rows=most, static=shape)
+  for size in taken.stages[: taken.admitting]:
+    for prompts, prompt in together.items():
+      add(
+        'admit',
+        engine.copy,
+        (held(size), cache(prompts, taken.prefix), of_rows(most), of_rows(most), of_rows(shards)),
+        ('cache', 'cache', 'batch', 'batch', 'batch'),
+        prompt=prompt,
+        suffix=suffix(size),
+        capacity=size.slots,
+        rows=most,
+      )
+  for size in taken.stages:
+    rows = shards * size.rows
+    state = decode.DecodeState(_sampling_params(mesh, rows, run.stop_ids), *[of_rows(rows)] * 2, of_rows(rows, bool))
     add(
       'decode',
       engine.advance,
-      (*parameters, held, state, scalar),
+      (*parameters, held(size), state, jax.ShapeDtypeStruct((), jnp.int32)),
       ('parameters', 'parameters', 'cache', 'batch', 'batch'),
-      capacity=capacity,
-      rows=left,
-      suffix=suffix,
-      static=dict(steps=config.rollout.decode_chunk),
+      suffix=suffix(size),
+      capacity=size.slots,
+      rows=rows,
       inherits=prepared,
+      static=dict(steps=chunk),
     )
-
-  for length in capacities[:-1]:
-    add_decode(cache(total, length), length, f'@{length}')
-  add_decode(whole, capacities[-1], '')
-  fewer = [shards * size for size in slots.row_counts(rows, few=True)[:-1]] if engine.keeps_size else []
-  for left in fewer:
-    add_decode(whole.replace(lengths=of_rows(left)), capacities[-1], f'#{left}')
-  if fewer:
-    add(
-      'compact',
-      engine.compact,
-      (whole.stores, whole.lengths, of_rows(fewer[-1])),
-      ('cache', 'cache', 'batch'),
-      capacity=capacities[-1],
-    )
-  if len(capacities) > 1:
-    add(
-      'resize',
-      engine.resize,
-      (cache(total, capacities[-2]), index),
-      ('cache', 'batch'),
-      capacity=capacities[-1],
-      static=dict(slots=capacities[-1]),
-    )
+  for before, after in taken.moves:
+    given, source, rows = held(before), of_rows(shards * after.rows), shards * after.rows
+    if engine.keeps_size:
+      holds = 'cache', 'cache', 'batch'
+      arguments = given.stores, given.lengths, source
+      add('compact', engine.compact, arguments, holds, suffix=suffix(before, after), capacity=whole, rows=rows)
+    else:
+      static = dict(slots=after.slots)
+      more = dict(suffix=suffix(before, after), capacity=after.slots, rows=rows, static=static)
+      add('resize', engine.resize, (given, source), ('cache', 'batch'), **more)
   return found
 
 
@@ -310,6 +311,8 @@ def _named(kind: str, lengths: Sequence[int], evaluation: bool = False) -> str:
 
 
 def _of_rows(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+  if mesh.size == 1:  # They come from the host as they are.
+    return jax.ShapeDtypeStruct(shape, dtype)
   sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(meshes.FSDP))
   return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding if shape else meshes.replicated(mesh))
 

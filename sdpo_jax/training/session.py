@@ -97,7 +97,7 @@ def make_session(
     policy=policy,
     base=base,
     mesh=mesh,
-    sampler=make_sampler(config, policy, tokenizer, mesh),
+    sampler=make_sampler(config, policy, tokenizer, mesh, fixed=True),
     spec=spec,
     teacher=reader if spec.needs_teacher else None,
     update=make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), reader.policy),
@@ -114,9 +114,10 @@ def make_sampler(
   mesh: jax.sharding.Mesh,
   *,
   resized: bool = True,
+  fixed: bool = False,
   reprompts: bool = False,
 ) -> Sampler:
-  """Return the sampler that the settings describe, also of the teacher's prompts if `reprompts`; `resized` as in `Sampler`."""
+  """Return the sampler that the settings describe; of the teacher's prompts, too, if `reprompts`; others as in `Sampler`."""
   declared = Buckets.of(config)
   return Sampler(
     policy,
@@ -132,4 +133,5 @@ def make_sampler(
     ),
     mesh=mesh,
     resized=resized,
+    fixed=fixed,
   )
