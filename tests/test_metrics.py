@@ -52,11 +52,3 @@ def test_a_line_that_is_not_json_is_named(tmp_path):
   (tmp_path / 'metrics.jsonl').write_text('{"step": 0}\nhello\n{"step": 1}\n')
   with pytest.raises(UserError, match='line 2 is not JSON'):
     metrics.read_metrics(tmp_path)
-
-
-def test_progress_without_a_terminal_prints_a_line_a_step(capsys):
-  progress = metrics.Progress(total=10)
-  progress.phase('sample')
-  progress.step(1, score=0.5, loss=0.25, tokens_per_second=1234.0)
-  progress.close()
-  assert 'step 1/10  score 0.500  loss 0.2500  1,234 tokens/s' in capsys.readouterr().err

@@ -78,6 +78,8 @@ class TrainIterator:
       files = {0: together} if together else {}
     for examples in files.values():
       self.environments |= {example.environment for example in examples}
+    # Rows of files; None: there is a generator, which makes as many as are asked for.
+    self.rows = None if any(map(sources.is_generator, data.train_files)) else sum(map(len, files.values()))
     self._fingerprint = _fingerprint(files.values(), data.train_files)
     # Mixed, because Grain shuffles epoch e with seed + e: neighbouring seeds, or sources, would share their epochs.
     seeds = np.random.SeedSequence(config.seed % 2**63).generate_state(len(data.train_files))

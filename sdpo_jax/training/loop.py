@@ -7,7 +7,7 @@ stay, and the loop goes on as if it had never stopped. Nothing random depends on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
 import logging
@@ -21,6 +21,7 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
+from sdpo_jax import programs
 from sdpo_jax.config import Config
 from sdpo_jax.data import pipeline
 from sdpo_jax.distributed.cluster import barrier
@@ -30,10 +31,11 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.evaluation.evaluate import evaluate
-from sdpo_jax.training import records, samples, skipped
+from sdpo_jax.training import records, samples, skipped, startup
 from sdpo_jax.training.boards import check_wandb
 from sdpo_jax.training.checkpoints import Checkpoints, abstract
-from sdpo_jax.training.metrics import MetricsWriter, Progress, history
+from sdpo_jax.training.metrics import MetricsWriter, history
+from sdpo_jax.training.progress import Progress
 from sdpo_jax.training.session import Session, load_tokenizer, make_session
 from sdpo_jax.training.step import (
   Timer,
@@ -48,6 +50,9 @@ from sdpo_jax.training.workdir import check_workdir, open_workdir
 from sdpo_jax.types import Example, TrainState
 
 EXIT_PREEMPTED = 143  # 128 + SIGTERM: saved, to be started again.
+COMPILED = (
+  'programs/compiled'  # Metric: programs that were not compiled before the first step, as they should have been.
+)
 EXIT_ALARM = 3  # Stopped by an alarm: saved, to be looked at.
 
 
@@ -121,6 +126,9 @@ def _train(config: Config, workdir: epath.PathLike, graders: Graders, announce: 
   held_out = pipeline.evaluation_examples(config, tokenizer, registry) if config.trainer.test_freq else []
   graders.prepare(iterator.environments | {example.environment for example in held_out})
   workdir = check_workdir(config, workdir)
+  # What every process would say alike.
+  say = announce if jax.process_index() == 0 else lambda text: None
+  say(f'Loading {config.model.path} …')
   session, parameters = make_session(config, workdir, tokenizer)
   open_workdir(config, workdir)
   barrier('the start of the run')  # Weights are read by now, and the directory is there.
@@ -133,6 +141,11 @@ def _train(config: Config, workdir: epath.PathLike, graders: Graders, announce: 
     iterator.set_state(host['iterator'])
     announce(f'Resuming {workdir} at step {step}.')
   del parameters, restored
+  trained = sum(leaf.size for leaf in jax.tree.leaves(state.trainable))
+  for line in startup.describe(session, trained, iterator.rows, len(held_out), int(state.step)):
+    say(line)
+  if int(state.step) < config.trainer.total_training_steps:
+    startup.compile_programs(session, state, len(held_out), say)
   run = _Run(session, graders, iterator, held_out, checkpoints, announce)
   try:
     return run(state)
@@ -168,22 +181,20 @@ class _Run:
     self.stopped: str | None = None  # By which alarm.
     self.checked_rules = False  # Whether rules that fit nothing were named.
     self.skipped = 0  # Steps in a row, up to now, that taught nothing.
+    self.compiled: Callable[[], list[str]] = list  # What was compiled since it was last called.
 
   def __call__(self, state: TrainState) -> Result:
     config = self.session.config
     first, total = int(state.step), config.trainer.total_training_steps
     self.recall(first)
     writer = MetricsWriter(self.session.workdir, config, resume_step=first) if jax.process_index() == 0 else None
-    progress = Progress(total, first, shown=writer is not None)
+    sampling_seed(state)  # Small programs of its own, the same for every step.
     preempted = False
+    progress = Progress(total, first, test_freq=config.trainer.test_freq, shown=writer is not None)
     try:
-      with Preemption() as preemption:
+      with Preemption() as preemption, programs.noted_compilations() as self.compiled:
         if first == 0 and config.trainer.val_before_train and self.held_out:
-          progress.phase('evaluate')
-          values = self.evaluate(state, 0)
-          self.watch.observe(0, values)
-          if writer is not None:
-            writer.write(0, values)
+          self.evaluate_first(state, writer, progress)
         for step in range(first + 1, total + 1):
           if self.stopped or skipped.too_many(self.skipped, config.trainer):
             break
@@ -208,6 +219,26 @@ class _Run:
       raise UserError(skipped.complaint(self.skipped, int(state.step), config.trainer))
     prompt = _short_prompt(self.held_out)
     return Result(self.session.workdir, int(state.step), preempted, evaluations, prompt, self.stopped, self.skipped)
+
+  def evaluate_first(self, state: TrainState, writer: MetricsWriter | None, progress: Progress) -> None:
+    """Evaluate before the first step."""
+    progress.phase('evaluate')
+    if writer is not None:
+      self.announce(f'Evaluating {len(self.held_out)} questions before the first step …')
+    timer = Timer()
+    with timer('evaluate'):
+      values = self.evaluate(state, 0)
+    progress.evaluated(timer.seconds['evaluate'])
+    self.watch.observe(0, values)
+    if writer is not None:
+      writer.write(0, values | {COMPILED: len(self.name_compiled(0))})
+
+  def name_compiled(self, step: int) -> list[str]:
+    """Return what was compiled since this was last asked; announce it, for all programs were compiled before."""
+    names = self.compiled()
+    if names and jax.process_index() == 0:
+      logging.info('Compiled at step %d: %s', step, ', '.join(names))
+    return names
 
   def recall(self, step: int) -> None:
     """Restore what alarms and evaluations had seen up to `step`, from metrics.jsonl; a run that they stopped stays so.
@@ -289,12 +320,14 @@ class _Run:
           metrics.update(self.evaluate(state, step))
         except UserError as error:
           unevaluated = error  # To be raised once the step is written and saved.
+      progress.evaluated(timer.seconds['evaluate'])
     if self.evaluations:
       metrics.update(records.gap_metrics(graded, self.evaluations[max(self.evaluations)], config))
     line = {
       **metrics,
       **{f'time/{name}_s': value for name, value in timer.seconds.items()},
       'time/graders_busy_s': graded.graders_busy_s,  # Beside the phases, which do not add up with it.
+      COMPILED: len(self.name_compiled(step)),
     }
     self.skipped = self.skipped + 1 if skipped.taught_nothing(line) else 0
     raised, fired = self.watch.observe(step, line)
@@ -320,7 +353,8 @@ class _Run:
     if verdict.back_to is not None:
       state = self.roll_back(state, verdict.back_to)
       metrics = {}  # They were measured with other weights than those that are now saved.
-    progress.step(step, line['rollout/score_mean'], report.loss, line['throughput/tokens_per_s'], note)
+    compiled, speed = int(line[COMPILED]), line['throughput/tokens_per_s']
+    progress.step(step, line['rollout/score_mean'], report.loss, speed, note, compiled=compiled)
     due = step == trainer.total_training_steps or (trainer.save_freq and step % trainer.save_freq == 0)
     if due or verdict != Verdict() or unevaluated is not None or skipped.too_many(self.skipped, trainer):
       self.save(step, state, self.host_state(), metrics)

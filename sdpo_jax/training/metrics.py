@@ -1,11 +1,9 @@
-"""Where numbers go: metrics.jsonl, the boards, and the progress bar."""
+"""Where numbers go: metrics.jsonl and the boards."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import json
-import sys
-import time
 from typing import Any
 
 from etils import epath
@@ -99,55 +97,3 @@ def read_metrics(workdir: epath.PathLike) -> list[dict[str, Any]]:
 def history(workdir: epath.PathLike, step: int) -> list[dict[str, Any]]:
   """The lines of `metrics.jsonl` up to the checkpoint of `step`; none at step 0, when a run begins anew."""
   return [line for line in read_metrics(workdir) if line['step'] <= step] if step else []
-
-
-class Progress:
-  """Shows progress, a live bar on a terminal and one line per step elsewhere: step, score, loss, tokens/s, time left."""
-
-  def __init__(self, total: int, done: int = 0, *, shown: bool = True):
-    self._shown = shown
-    self._total, self._first, self._started = total, done, time.monotonic()
-    self._bar = None
-    if shown and sys.stderr.isatty():
-      from rich.console import Console
-      from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-      from rich.progress import Progress as Bar
-
-      self._bar = Bar(
-        TextColumn('{task.description}'),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn('{task.fields[numbers]}'),
-        TimeRemainingColumn(compact=True),
-        TextColumn('left'),
-        console=Console(stderr=True),
-      )
-      self._task = self._bar.add_task('step', total=total, completed=done, numbers='compiling …')
-      self._bar.start()
-
-  def phase(self, name: str) -> None:
-    """Show what the step is doing now."""
-    if self._bar is not None:
-      self._bar.update(self._task, description=f'{name:<10}')
-
-  def step(self, step: int, score: float, loss: float, tokens_per_second: float, note: str = '') -> None:
-    """Show a finished step."""
-    numbers = f'score {score:.3f}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s{note}'
-    if self._bar is not None:
-      self._bar.update(self._task, completed=step, numbers=numbers)
-      return
-    if not self._shown:
-      return
-    elapsed = time.monotonic() - self._started
-    left = elapsed / max(step - self._first, 1) * (self._total - step)
-    print(f'step {step}/{self._total}  {numbers}  {_clock(left)} left', file=sys.stderr, flush=True)
-
-  def close(self) -> None:
-    if self._bar is not None:
-      self._bar.stop()
-
-
-def _clock(seconds: float) -> str:
-  minutes, seconds = divmod(int(seconds), 60)
-  hours, minutes = divmod(minutes, 60)
-  return f'{hours}:{minutes:02}:{seconds:02}' if hours else f'{minutes}:{seconds:02}'

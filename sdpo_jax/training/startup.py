@@ -1,0 +1,94 @@
+"""The start of a run: what it is, said in a few lines, and its programs, compiled before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import time
+
+import jax
+
+from models import parameters as parameter_tables
+from sdpo_jax import programs
+from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.training.run_programs import run_programs
+from sdpo_jax.training.session import Session
+from sdpo_jax.types import TrainState
+
+
+def describe(session: Session, trained: int, train_rows: int | None, held_out: int, first: int) -> list[str]:
+  """Return the lines with which a run begins.
+
+  Args:
+    session: of the run.
+    trained: how many parameters are.
+    train_rows: to train on; None: a generator makes as many as are asked for.
+    held_out: questions of an evaluation.
+    first: the step from which the run goes on; 0: it begins.
+  """
+  config, mesh, table = session.config, session.mesh, session.policy.parameter_table()
+  devices = mesh.devices.ravel()
+  kind = devices[0].device_kind
+  platform = devices[0].platform + ('' if kind.lower() == devices[0].platform else f' ({kind})')
+  axes = ', '.join(f'{name}={size}' for name, size in mesh.shape.items())
+  processes = f' of {jax.process_count()} processes' if jax.process_count() > 1 else ''
+  total = parameter_tables.count(table)
+  trains = '' if trained == total else f', {trained:,} of them trained'
+  rows = 'rows of a generator' if train_rows is None else f'{train_rows:,} rows'
+  evaluation = f'{held_out:,} held out, {config.val_kwargs.n} answers each' if held_out else 'none held out'
+  batch = f'{config.data.train_batch_size} questions × {config.rollout.n} answers a step'
+  steps = f'step {first + 1} to {config.trainer.total_training_steps}'
+  return [
+    f'{config.name}: {steps} in {session.workdir}',
+    f'  devices    {len(devices)} × {platform}{processes}, mesh {axes}, jax {jax.__version__}',
+    f'  model      {config.model.path}: {total:,} parameters{trains}, computed in {config.model.dtype}',
+    f'  data       {rows} to train on, {batch}; {evaluation}',
+  ]
+
+
+def compile_programs(
+  session: Session, state: TrainState, held_out: int, announce: Callable[[str], None]
+) -> dict[str, programs.Program]:
+  """Compile every program that the run calls, and say how long each took; none is left to be compiled by a step.
+
+  Calls of a jitted function find what was compiled for arguments of these shapes, dtypes and shardings. All processes
+  compile the same programs in the same order.
+
+  Args:
+    session: of the run.
+    state: before the first step.
+    held_out: questions of an evaluation.
+    announce: receives the lines.
+
+  Returns:
+    the programs by name.
+
+  Raises:
+    UserError: a program does not fit into the memory of the devices.
+  """
+  found = run_programs(
+    session.config,
+    session.policy,
+    session.base,
+    state.trainable,
+    session.mesh,
+    stop_ids=session.sampler.stop_ids,
+    teacher=session.teacher,
+    held_out=held_out,
+  )
+  announce(f'  programs   {len(found)}, compiled now and kept for the next start')
+  began = time.monotonic()
+  start = began
+  for number, (name, compiled) in enumerate(programs.compile_programs(found, found), 1):
+    if isinstance(compiled, jax.errors.JaxRuntimeError):
+      if 'RESOURCE_EXHAUSTED' not in str(compiled):
+        raise compiled
+      raise UserError(
+        f'The program {name} does not fit into the memory of the devices ({first_line(compiled)}): lower '
+        'rollout.max_batch_rows, actor.ppo_micro_batch_size or the largest lengths, or use more devices; '
+        '`python -m launch.plan` says what takes how much.'
+      ) from compiled
+    now = time.monotonic()
+    announce(f'  {number:>3}/{len(found)} {name}  {now - began:.1f} s')
+    began = now
+  announce(f'  all programs are there after {began - start:.1f} s')
+  return found
