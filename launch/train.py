@@ -3,7 +3,8 @@
   python -m launch.train --config=configs/quickstart.py
   python -m launch.train --config=configs/quickstart.py --workdir=runs/mine --config.optimizer.lr=1e-4
 
-The same command with the same --workdir continues where the run stopped. --help_settings lists every setting.
+The same command with the same --workdir continues where the run stopped. --help_settings lists every
+setting, --help_settings=teacher those that speak of it.
 
 Exit codes: 0 done; 2 bad input, named in a sentence; 3 stopped by an alarm (alarms.rules), with a checkpoint; 75 one of
 several processes is gone or never came, named in a sentence; 143 told to stop, with a checkpoint. After 75 and 143 the

@@ -20,17 +20,24 @@ from absl import app, flags
 from absl import logging as absl_logging
 import jax
 
-from sdpo_jax.config import Config, describe, override
+from sdpo_jax.config import Config, override
+from sdpo_jax.config.help import settings_help
 from sdpo_jax.distributed import accelerators, cluster
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import is_full
 
 EXIT_BAD_INPUT = cluster.EXIT_BAD_INPUT
 _OVERRIDE = re.compile(r'--?config\.([A-Za-z0-9_.]+)(?:=(.*))?', re.DOTALL)
+_HELP_SETTINGS = re.compile(r'--?help_?settings(?:=(.*))?', re.DOTALL)
 _overrides: list[tuple[str, str]] = []
 
 
-flags.DEFINE_bool('help_settings', False, 'Print every setting of a config with its default and meaning, and end.')
+flags.DEFINE_string(
+  'help_settings',
+  None,
+  'Print the settings of a config with default, type, allowed values and meaning, and end: --help_settings all of them, '
+  '--help_settings=trainer those of a section, --help_settings=teacher those that speak of it.',
+)
 
 
 def define_config() -> None:
@@ -149,9 +156,13 @@ def _parse(arguments: Sequence[str]) -> list[str]:
     _overrides.append((match.group(1), value))
   if _overrides and 'config' not in flags.FLAGS:
     raise SystemExit(_complain(f'--config.{_overrides[0][0]}: this command has no --config (--help lists its flags).'))
-  if '--help_settings' in rest or '--helpsettings' in rest:
-    print(settings_help())
-    raise SystemExit(0)
+  for argument in rest:
+    if match := _HELP_SETTINGS.fullmatch(argument):
+      try:
+        print(settings_help(Config(), match.group(1) or ''))
+      except UserError as error:
+        raise SystemExit(_complain(str(error))) from error
+      raise SystemExit(0)
   try:
     left = flags.FLAGS(['--help' if argument == '-h' else argument for argument in rest])
   except SystemExit as error:  # After --help and its like, for which absl has the code 1.
@@ -172,11 +183,6 @@ def _parse(arguments: Sequence[str]) -> list[str]:
 def overrides() -> list[tuple[str, str]]:
   """(setting, text) of every --config.setting=text on the command line."""
   return list(_overrides)
-
-
-def settings_help() -> str:
-  """All settings with defaults and documentation."""
-  return '\n'.join(f'--config.{name}={value!r}\n      {doc}' for name, value, doc in describe(Config()))
 
 
 def _complain(sentence: str) -> int:

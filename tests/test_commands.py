@@ -249,7 +249,8 @@ def test_next_commands_are_quoted_and_repeat_the_settings():
 def test_help_is_for_newcomers(folder):
   names = sorted(path.stem for path in (tiny.REPOSITORY / 'launch').glob('*.py') if path.stem != '__init__')
   commands = [(name, ['--help']) for name in names] + [('train', ['-h']), ('train', ['--help_settings'])]
-  *helped, short, settings = tiny.launch_many(commands, folder / 'help')
+  commands += [('train', ['--help_settings=trainer']), ('train', ['--help_settings=nothing-like-it'])]
+  *helped, short, settings, section, unknown = tiny.launch_many(commands, folder / 'help')
   for name, done in zip(names, helped, strict=True):
     assert f'python -m launch.{name}' in done.stdout
     assert done.returncode == 0 and done.stderr == '', name
@@ -258,3 +259,5 @@ def test_help_is_for_newcomers(folder):
   assert (short.returncode, short.stdout) == (0, helped['train'].stdout)
   assert '--config' in helped['train'].stdout
   assert '--config.actor.self_distillation.teacher_update_rate=0.05' in settings.stdout
+  assert {line.split('.')[1] for line in section.stdout.splitlines() if line.startswith('--')} == {'trainer'}
+  assert (unknown.returncode, unknown.stdout) == (2, '') and "no setting 'nothing-like-it'" in unknown.stderr

@@ -8,6 +8,8 @@ import pytest
 
 from configs import qwen3_8b_chemistry, qwen3_8b_chemistry_grpo, qwen3_8b_livecodebench
 from sdpo_jax.config import Config, describe, differences, flatten, from_dict, override
+from sdpo_jax.config.help import settings_help
+from sdpo_jax.config.ranges import RANGES, check_ranges
 from sdpo_jax.errors import UserError
 
 
@@ -38,7 +40,7 @@ class Validation(parameterized.TestCase):
     ('actor.loss_group_size', 7, 'does not divide the 256 sequences'),
     ('actor.ppo_mini_batch_size', 5, 'do not split into mini-batches'),
     ('actor.policy_loss.clip_ratio_c', 1.0, 'above 1'),
-    ('rollout.temperature', 0.0, 'rollout.temperature must be positive for training'),
+    ('rollout.temperature', 0.0, 'rollout.temperature must be positive, not 0.0: the objective divides'),
     ('rollout.top_p', 0.0, 'rollout.top_p'),
     ('val_kwargs.top_k', 0, 'val_kwargs.top_k'),
     ('optimizer.betas', (0.9,), 'two numbers'),
@@ -53,7 +55,7 @@ class Validation(parameterized.TestCase):
     ('actor.self_distillation.feedback_template', 'wrong', 'does not hold {feedback_raw}'),
     ('data.val_max_samples', 0, 'val_max_samples must be positive'),
     ('data.prompt_buckets', (64, 4096), r'prompt_buckets holds \[4096\]'),
-    ('seed', 2**70, 'seed must lie between'),
+    ('seed', 2**70, r'seed must lie in \[0, '),
   )
   def test_a_wrong_setting_is_named_with_the_way_out(self, name, value, sentence):
     config = valid().validate()
@@ -213,3 +215,82 @@ def test_template_variables_that_cannot_be_are_refused(variables, thinking, sent
   else:
     with pytest.raises(UserError, match=sentence):
       config.validate()
+
+
+@pytest.mark.parametrize(
+  'part, names',
+  [
+    ('optimizer', ['name', 'lr', 'lr_warmup_steps', 'betas', 'eps', 'weight_decay', 'grad_clip', 'mu_dtype']),
+    ('optimizer.lr', ['lr']),
+    ('optimizer.l', ['lr', 'lr_warmup_steps']),
+    ('Global gradient NORM', ['grad_clip']),
+    ('landlock', ['mechanism']),
+  ],
+)
+def test_settings_are_found_by_section_beginning_word_or_value(part, names):
+  shown = settings_help(Config(), part).splitlines()
+  assert [line.split('=')[0].split('.')[-1] for line in shown if line.startswith('--config.')] == names
+
+
+@pytest.mark.parametrize(
+  'name, described',
+  [
+    ('data.max_prompt_length', '[int, positive (tokens)]'),
+    ('rollout.top_p', '[float, in (0, 1]]'),
+    ('rollout.top_k', '[int, positive or -1 (tokens)]'),
+    ('optimizer.betas', '[a list of float, in [0, 1)]'),
+    ('model.dtype', "['float32' or 'bfloat16']"),
+    ('actor.loss_group_size', '[int, positive (sequences), or None]'),
+    ('environments.http.timeout_s', '[float, positive (seconds)]'),
+    ('seed', '[int, in [0, 2^63)]'),
+    ('trainer.tensorboard', '[bool]'),
+  ],
+)
+def test_a_setting_is_shown_with_default_type_values_unit_and_meaning(name, described):
+  shown = settings_help(Config(), name).splitlines()
+  value, (doc,) = flatten(Config())[name], [doc for known, _, doc in describe(Config()) if known == name]
+  assert shown[0].startswith(f'--config.{name}=') and repr(value).strip('[]') in shown[0]
+  assert shown[1].strip() == described and ' '.join(' '.join(shown[2:]).split()) == doc
+  assert max(map(len, shown)) <= 120
+
+
+@pytest.mark.parametrize(
+  'name, taken, refused',
+  [
+    ('seed', (0, 2**63 - 1), (-1, 2**63)),
+    ('data.max_prompt_length', (1,), (0, -1)),
+    ('rollout.temperature', (1e-3,), (0.0, -1.0)),
+    ('val_kwargs.temperature', (0.0,), (-0.1,)),
+    ('rollout.top_p', (1e-3, 1.0), (0.0, 1.001)),
+    ('rollout.min_p', (0.0, 0.999), (-0.1, 1.0)),
+    ('rollout.top_k', (-1, 1), (0, -2)),
+    ('actor.self_distillation.alpha', (0.0, 1.0), (-0.1, 1.1)),
+    ('actor.self_distillation.distillation_topk', (None, 1), (0,)),
+    ('actor.policy_loss.clip_ratio_c', (1.001,), (1.0,)),
+    ('optimizer.betas', ((0.0, 0.999),), ((0.9, 1.0), (-0.1, 0.9))),
+    ('optimizer.lr', (0.0,), (-1e-9,)),
+    ('trainer.test_freq', (0, 1), (-1,)),
+    ('environments.sandbox.workers', (None, 1), (0,)),
+    ('mesh.tensor', (None, -1, 1), (0, -2)),
+  ],
+)
+def test_a_range_is_checked_at_its_bounds(name, taken, refused):
+  for value in (*taken, *refused):
+    config = valid()
+    *sections, leaf = name.split('.')
+    target = config
+    for section in sections:
+      target = getattr(target, section)
+    setattr(target, leaf, value)
+    if value in taken:
+      check_ranges(config)
+    else:
+      with pytest.raises(UserError, match=f'^{re.escape(name)} must (be|lie) .*, not '):
+        check_ranges(config)
+
+
+def test_every_range_is_that_of_a_number_that_there_is():
+  values = flatten(Config())
+  assert set(RANGES) <= set(values)
+  numbers = {name for name, value in values.items() if isinstance(value, int | float) and not isinstance(value, bool)}
+  assert numbers - set(RANGES) <= {'actor.self_distillation.success_reward_threshold', 'actor.entropy_coeff'}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+ALPHA = (0.0, 1.0)  # The ends between which alpha lies.
+
 
 def known_number(value: Any) -> float | None:
   """Return `value` as a float, or None if it is None or a number that is known only when the program runs.
@@ -33,8 +35,8 @@ def check_divergence(
     ValueError: alpha outside [0, 1], a K that is not positive, or the sampled token with an alpha other than 1.
   """
   known_alpha = known_number(alpha)
-  if known_alpha is not None and not 0 <= known_alpha <= 1:
-    raise ValueError(f'{prefix}alpha must lie in [0, 1], not {alpha}.')
+  if known_alpha is not None and not ALPHA[0] <= known_alpha <= ALPHA[1]:
+    raise ValueError(f'{prefix}alpha must lie in [{ALPHA[0]:g}, {ALPHA[1]:g}], not {alpha}.')
   if distillation_topk is not None and distillation_topk <= 0:
     raise ValueError(
       f'{prefix}distillation_topk must be positive or None (the whole vocabulary), not {distillation_topk}.'

@@ -43,6 +43,24 @@ def flatten(config: Any, prefix: str = '', like: Any = None) -> dict[str, Any]:
   return flat
 
 
+def flatten_hints(config: Any, prefix: str = '') -> dict[str, Any]:
+  """Return the types of the settings of a config by dotted name."""
+  hints = typing.get_type_hints(type(config))
+  flat: dict[str, Any] = {}
+  for field in dataclasses.fields(config):
+    value = getattr(config, field.name)
+    if dataclasses.is_dataclass(value):
+      flat |= flatten_hints(value, f'{prefix}{field.name}.')
+    else:
+      flat[prefix + field.name] = hints[field.name]
+  return flat
+
+
+def takes_none(hint: Any) -> bool:
+  """Return whether a setting of this type may be None."""
+  return type(None) in _alternatives(hint)
+
+
 def unknown_setting(config: Any, name: str) -> UserError:
   """Return the error for a name that `config` does not have, with the nearest names that it has."""
   known = flatten(config)
@@ -58,7 +76,8 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
   return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
-def _type_name(hint: Any) -> str:
+def type_name(hint: Any) -> str:
+  """Return what a user calls the type of a setting."""
   names = []
   for kind in _alternatives(hint):
     if typing.get_origin(kind) is Literal:
@@ -129,7 +148,7 @@ def parse(name: str, text: str, hint: Any) -> Any:
       try:
         items = json.loads(text) if text.startswith('[') else [item for item in text.strip('()').split(',') if item]
       except json.JSONDecodeError as error:
-        raise UserError(f'{name}={text!r} is not {_type_name(hint)}: {error}.') from error
+        raise UserError(f'{name}={text!r} is not {type_name(hint)}: {error}.') from error
       return tuple(
         parse(name, item if isinstance(item, str) else json.dumps(item), typing.get_args(kind)[0]) for item in items
       )
@@ -146,7 +165,7 @@ def parse(name: str, text: str, hint: Any) -> Any:
         continue
       if math.isfinite(value):
         return value
-  raise UserError(f'{name}={text!r} is not {_type_name(hint)}.')
+  raise UserError(f'{name}={text!r} is not {type_name(hint)}.')
 
 
 def check_types(config: Any) -> None:
@@ -168,4 +187,4 @@ def _check_section(section: Any, prefix: str, config: Any) -> None:
     if dataclasses.is_dataclass(value):
       _check_section(value, f'{prefix}{field.name}.', config)
     elif not _matches(value, hints[field.name]):
-      raise UserError(f'{prefix}{field.name}={value!r} is not {_type_name(hints[field.name])}.')
+      raise UserError(f'{prefix}{field.name}={value!r} is not {type_name(hints[field.name])}.')

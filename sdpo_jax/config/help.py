@@ -1,0 +1,50 @@
+"""The settings as a user looks them up: default, type, allowed values, unit, meaning."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+from sdpo_jax.config.fields import flatten_hints, type_name, unknown_setting
+from sdpo_jax.config.overrides import describe
+from sdpo_jax.config.ranges import RANGES
+
+WIDTH = 110
+
+
+def settings_help(config: Any, part: str = '') -> str:
+  """Return what there is to say of the settings of a config, with its values.
+
+  Args:
+    config: whose values are shown, the defaults for instance.
+    part: the beginning of dotted names or, if nothing begins so, a text anywhere in a name or its description; empty:
+      all settings.
+
+  Raises:
+    UserError: there is no such setting.
+  """
+  hints = flatten_hints(config)
+  known = describe(config)
+  found = [row for row in known if row[0] == part or row[0].startswith(part.rstrip('.') + '.')] if part else known
+  found = found or [row for row in known if row[0].startswith(part)]
+  found = found or [
+    row for row in known if part.lower() in f'{row[0]} {_values(row[0], hints[row[0]])} {row[2]}'.lower()
+  ]
+  if not found:
+    raise unknown_setting(config, part)
+  return '\n'.join(_entry(name, value, hints[name], doc) for name, value, doc in found)
+
+
+def _entry(name: str, value: Any, hint: Any, doc: str) -> str:
+  said = textwrap.wrap(doc, WIDTH, initial_indent='      ', subsequent_indent='      ', break_on_hyphens=False)
+  return '\n'.join([f'--config.{name}={value!r}', f'      [{_values(name, hint)}]', *said])
+
+
+def _values(name: str, hint: Any) -> str:
+  allowed = RANGES.get(name)
+  if allowed is None:
+    return type_name(hint)
+  *kinds, last = type_name(hint).split(' or ')
+  kinds = kinds if last == 'None' else [*kinds, last]
+  described = f'{" or ".join(kinds)}, {allowed}' + (f' ({allowed.unit})' if allowed.unit else '')
+  return f'{described}, or None' if last == 'None' else described

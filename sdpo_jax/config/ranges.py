@@ -1,0 +1,155 @@
+"""Which numbers a setting takes, and their units: one table, by which values are checked and described."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+
+from sdpo_jax.config.divergence import ALPHA
+from sdpo_jax.config.fields import flatten, flatten_hints, takes_none
+from sdpo_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+  """Numbers between two bounds; of a list, each of its entries. None is always taken where the type allows it."""
+
+  at_least: float | None = None
+  above: float | None = None
+  at_most: float | None = None
+  below: float | None = None
+  also: tuple[float, ...] = ()  # Values beside them that stand for something else.
+  unit: str = ''
+  why: str = ''  # Or the way out, where the sentence needs one.
+
+  def holds(self, value: float) -> bool:
+    """Return whether a number is within the range."""
+    return value in self.also or (
+      (self.at_least is None or value >= self.at_least)
+      and (self.above is None or value > self.above)
+      and (self.at_most is None or value <= self.at_most)
+      and (self.below is None or value < self.below)
+    )
+
+  def __str__(self) -> str:
+    low, high = (self.at_least, self.above), (self.at_most, self.below)
+    if low != (None, None) and high != (None, None):
+      opening, closing = '(['[self.above is None], ')]'[self.below is None]
+      bounds = f'in {opening}{_written(_one(low))}, {_written(_one(high))}{closing}'
+    elif self.above is not None:
+      bounds = 'positive' if self.above == 0 else f'above {self.above:g}'
+    else:
+      bounds = f'at least {self.at_least:g}' if self.at_least is not None else ''
+    return ' or '.join(part for part in (bounds, *map(str, self.also)) if part)
+
+
+def _written(bound: float) -> str:
+  return '2^63' if bound == 2**63 else f'{bound:g}'
+
+
+def _one(pair: tuple[float | None, float | None]) -> float:
+  return next(value for value in pair if value is not None)
+
+
+POSITIVE, NOT_NEGATIVE = Range(above=0), Range(at_least=0)
+TOKENS, BATCHES, SECONDS, MIB = (
+  Range(above=0, unit=unit) for unit in ('tokens', 'generation batches', 'seconds', 'MiB')
+)
+EVERY = Range(at_least=0, unit='generation batches')  # 0 stands for never or none.
+
+_SAMPLING: Mapping[str, Range] = {
+  'n': Range(above=0, unit='completions'),
+  'temperature': NOT_NEGATIVE,
+  'top_p': Range(above=0, at_most=1),
+  'top_k': Range(above=0, also=(-1,), unit='tokens'),
+  'min_p': Range(at_least=0, below=1),
+}
+_ASKED: Mapping[str, Range] = {
+  'timeout_s': SECONDS,
+  'concurrency': Range(above=0, unit='requests'),
+  'retries': Range(at_least=0, unit='requests'),
+}
+
+
+def _in(section: str, ranges: Mapping[str, Range]) -> dict[str, Range]:
+  return {f'{section}.{name}': found for name, found in ranges.items()}
+
+
+# Setting → range. What depends on another setting is in `checks`.
+RANGES: Mapping[str, Range] = {
+  'seed': Range(at_least=0, below=2**63),
+  'model.vocab_multiple': Range(above=0, unit='rows'),
+  'data.source_weights': Range(above=0, why='leave a source that is not wanted out of data.train_files'),
+  'data.train_batch_size': Range(above=0, unit='questions'),
+  'data.max_prompt_length': TOKENS,
+  'data.max_response_length': TOKENS,
+  'data.val_max_samples': Range(above=0, unit='rows'),
+  'data.prompt_buckets': TOKENS,
+  'data.response_buckets': TOKENS,
+  'data.reprompt_buckets': TOKENS,
+  **_in('rollout', _SAMPLING),
+  'rollout.temperature': Range(above=0, why='the objective divides logits by it'),
+  'rollout.max_batch_rows': Range(above=0, unit='completions'),
+  'rollout.decode_chunk': TOKENS,
+  **_in('val_kwargs', _SAMPLING),
+  'actor.self_distillation.alpha': Range(at_least=ALPHA[0], at_most=ALPHA[1]),
+  'actor.self_distillation.distillation_topk': TOKENS,
+  'actor.self_distillation.is_clip': POSITIVE,
+  'actor.self_distillation.teacher_update_rate': Range(at_least=0, at_most=1),
+  'actor.self_distillation.teacher_restart_interval': Range(at_least=1, unit='generation batches'),
+  'actor.self_distillation.max_reprompt_len': TOKENS,
+  'actor.policy_loss.clip_ratio_low': NOT_NEGATIVE,
+  'actor.policy_loss.clip_ratio_high': NOT_NEGATIVE,
+  'actor.policy_loss.clip_ratio_c': Range(above=1),
+  'actor.loss_group_size': Range(above=0, unit='sequences'),
+  'actor.loss_scale_factor': POSITIVE,
+  'actor.ppo_mini_batch_size': Range(above=0, unit='questions'),
+  'actor.ppo_micro_batch_size': Range(above=0, unit='sequences'),
+  'actor.ppo_epochs': POSITIVE,
+  'actor.logits_chunk_size': TOKENS,
+  'algorithm.rollout_correction.rollout_is_threshold': POSITIVE,
+  'optimizer.lr': NOT_NEGATIVE,
+  'optimizer.lr_warmup_steps': EVERY,
+  'optimizer.betas': Range(at_least=0, below=1),
+  'optimizer.eps': POSITIVE,
+  'optimizer.weight_decay': NOT_NEGATIVE,
+  'optimizer.grad_clip': POSITIVE,
+  'trainer.total_training_steps': BATCHES,
+  'trainer.test_freq': EVERY,
+  'trainer.save_freq': EVERY,
+  'trainer.rollout_save_freq': EVERY,
+  'trainer.sample_table_freq': EVERY,
+  'trainer.sample_table_rows': Range(above=0, unit='samples'),
+  'trainer.max_skipped_steps': EVERY,
+  'trainer.max_ckpt_to_keep': Range(above=0, unit='checkpoints'),
+  'trainer.balance_partitions': POSITIVE,
+  'alarms.max_rollbacks': NOT_NEGATIVE,
+  'environments.max_ungraded_fraction': Range(at_least=0, at_most=1),
+  'environments.grader_timeout_s': SECONDS,
+  **_in('environments.http', _ASKED),
+  **_in('environments.judge', _ASKED),
+  'environments.judge.temperature': NOT_NEGATIVE,
+  'environments.judge.max_tokens': TOKENS,
+  'environments.sandbox.workers': Range(above=0, unit='processes'),
+  'environments.sandbox.memory_mb': MIB,
+  'environments.sandbox.file_mb': MIB,
+  'environments.sandbox.output_mb': MIB,
+  'mesh.fsdp': Range(above=0, also=(-1,), unit='devices'),
+  'mesh.tensor': Range(above=0, also=(-1,), unit='devices'),
+}
+
+
+def check_ranges(config: Any) -> None:
+  """Raise UserError for the first setting of a config with a number outside its range; types are right already."""
+  hints = flatten_hints(config)
+  for name, value in flatten(config).items():
+    allowed = RANGES.get(name)
+    if allowed is None:
+      continue
+    for number in value if isinstance(value, list) else [value]:
+      if number is not None and not allowed.holds(number):
+        lie = 'lie' if str(allowed).startswith('in ') else 'be'
+        none = ' or None' if takes_none(hints[name]) else ''
+        why = f': {allowed.why}' if allowed.why else ''
+        raise UserError(f'{name} must {lie} {allowed}{none}, not {number}{why}.')
