@@ -99,6 +99,23 @@ PAPER_SHOWN = {
   'attempt': ((39.3, 0.8), (44.5, 1.3)),
 }
 
+# (model, whether it is SDPO) → tokens of a completion on average: Table 8. GRPO's are on-policy.
+PAPER_LENGTHS = {
+  ('qwen3_8b', True): 255.8,
+  ('qwen3_8b', False): 820.8,
+  ('olmo3_7b', True): 343.9,
+  ('olmo3_7b', False): 1095.4,
+}
+# Task → (tokens of a prompt on average, about: characters ÷ 3; tokens of feedback in a teacher's prompt; test questions).
+QUESTIONS = {
+  'chemistry': (240, 0, 210),
+  'physics': (290, 0, 80),
+  'biology': (300, 0, 50),
+  'materials': (370, 0, 94),
+  'tooluse': (1080, 0, 68),
+  'livecodebench': (700, 300, 131),
+}
+
 
 def get_config(
   task: str = 'chemistry',
@@ -137,6 +154,7 @@ def get_config(
     _grpo(config, on_policy=method == 'grpo_on_policy')
   if ablated:
     _ablate(config, teacher, shown)
+  _plan(config, task, PAPER_LENGTHS[model, method == 'sdpo'])
   return config
 
 
@@ -231,6 +249,15 @@ def _grpo(config: Config, *, on_policy: bool) -> None:
   config.actor.ppo_mini_batch_size = 32 if on_policy else 8
   config.optimizer.lr = 1e-5 if on_policy else 1e-6
   config.trainer.val_before_train = True
+
+
+def _plan(config: Config, task: str, mean_completion: float) -> None:
+  """What `launch.plan` takes for granted: a teacher's prompt holds the question, an answer and the feedback."""
+  prompt, feedback, questions = QUESTIONS[task]
+  config.plan.mean_completion = mean_completion
+  config.plan.mean_prompt = float(prompt)
+  config.plan.mean_reprompt = prompt + mean_completion + feedback
+  config.plan.evaluation_questions = questions
 
 
 def _ablate(config: Config, teacher: str, shown: str) -> None:

@@ -49,6 +49,7 @@ RESUMABLE = (
   'model.remat',
   'model.attention',
   'mesh',
+  'plan',
 )
 
 

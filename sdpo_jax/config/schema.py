@@ -376,6 +376,20 @@ class MeshConfig:
 
 
 @dataclasses.dataclass
+class PlanConfig:
+  """What launch.plan takes for granted of a run; nothing else reads it."""
+
+  mean_prompt: float | None = setting(None, 'Tokens of a prompt on average; None: the limit.')
+  mean_completion: float | None = setting(None, 'Tokens of a completion on average; None: half of the longest.')
+  longest_completion: float | None = setting(None, 'Tokens beyond which no completion goes; None: the limit.')
+  mean_reprompt: float | None = setting(None, "Tokens of a teacher's prompt on average; None: the limit.")
+  trained_fraction: float = setting(1.0, 'Share of the samples that have a signal and pass through the update, (0, 1].')
+  evaluation_questions: int | None = setting(
+    None, 'Held-out questions, where data.val_max_samples does not say; None: as many as fill the sampler once.'
+  )
+
+
+@dataclasses.dataclass
 class Config:
   name: str = setting('run', 'Name of the experiment; the default workdir is runs/<name>.')
   seed: int = setting(0, 'Seed of everything random.')
@@ -390,6 +404,7 @@ class Config:
   environments: EnvironmentsConfig = setting(EnvironmentsConfig, 'The graders.')
   alarms: AlarmsConfig = setting(AlarmsConfig, 'What is watched for a collapse.')
   mesh: MeshConfig = setting(MeshConfig, 'The devices.')
+  plan: PlanConfig = setting(PlanConfig, 'What launch.plan takes for granted.')
 
   def validate(self) -> Config:
     """Return these settings after checking them.
