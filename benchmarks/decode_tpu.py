@@ -1,6 +1,6 @@
 """What a decode step of Qwen3-8B reads on v5e:8x8 beside what it has to read, from the TPU compiler's own program.
 
-  python -m benchmarks.decode_tpu --output=docs/performance    # five minutes on two cores
+  python -m benchmarks.decode_tpu --keep=answers    # five minutes on two cores
 
 For rows × context of 256 × 10240, 384 × 10240 and 1024 × 4096, with a cache in bfloat16 and in int8, and for every mesh
 that the model divides and that may fit, the sampler's loop is compiled as a run compiles it. No TPU is needed and
@@ -21,6 +21,7 @@ from typing import Any
 from absl import app, flags
 
 from benchmarks import tpu_plan
+from configs import qwen3_8b_chemistry
 from models.policy import Policy
 from sdpo_jax.config import Config
 from sdpo_jax.files import jsonable
@@ -38,12 +39,16 @@ CACHES = {'auto': 'bfloat16', 'int8': 'int8'}
 
 
 def configuration(rows: int, context: int, cache: str, mesh: tuple[int, int]) -> Config:
-  """The paper's chemistry run with so many rows in the sampler."""
-  config = tpu_plan.configuration(tpu_plan.Point(SLICE, SLICE, response=context - PROMPT))
+  """Return the shipped chemistry run with so many rows in the sampler and one length of every kind."""
+  config = qwen3_8b_chemistry.get_config()
+  config.data.max_response_length, config.data.response_buckets = context - PROMPT, (context - PROMPT,)
+  config.data.max_prompt_length, config.data.prompt_buckets = PROMPT, (PROMPT,)
   config.data.train_batch_size = config.actor.ppo_mini_batch_size = rows // config.rollout.n
   config.rollout.max_batch_rows, config.rollout.cache_dtype = rows, cache
   config.mesh.fsdp, config.mesh.tensor = mesh
   config.trainer.test_freq = 0
+  # Every step until the last has all rows.
+  config.plan.mean_completion = config.plan.longest_completion = float(context - PROMPT)
   return config.validate()
 
 
@@ -61,12 +66,12 @@ def minimum(policy: Policy, config: Config, filled: int) -> tuple[float, float]:
   return 2 * (sum(table.values()) - looked_up) / config.mesh.tensor, cached / (config.mesh.fsdp * config.mesh.tensor)
 
 
-def compute(rows: int, context: int, cache: str, mesh: tuple[int, int]) -> dict[str, Any]:
+def compute(rows: int, context: int, cache: str, mesh: tuple[int, int], keep: str | None = None) -> dict[str, Any]:
   """The benchmark's line for one program."""
   config, slice_ = configuration(rows, context, cache, mesh), topology.describe(SLICE)
   policy, source = model.read(config)
   assumptions = planning.Assumptions.of(config, slice_.chip)
-  plan = planning.make(config, policy, slice_, assumptions, source=source, only=('prepare', 'decode'))
+  plan = planning.make(config, policy, slice_, assumptions, source=source, only=('prepare', 'decode'), keep=keep)
   decode, bandwidth, chips = plan.programs['decode'], slice_.chip.hbm_bandwidth, len(slice_.devices)
   line = {
     'benchmark': 'decode_tpu',
@@ -84,7 +89,8 @@ def compute(rows: int, context: int, cache: str, mesh: tuple[int, int]) -> dict[
   }
   if decode.error is not None:
     return jsonable(line)
-  reads, mean = decode.step_reads, PROMPT + (context - PROMPT) / 2
+  reads, steps = decode.step_reads, context - PROMPT
+  beside = (decode.seconds - decode.seconds_by_source['cache']) / steps
   fills = {}
   for name, filled in (('half', context // 2), ('full', context)):
     weights, live = minimum(policy, config, filled)
@@ -98,10 +104,9 @@ def compute(rows: int, context: int, cache: str, mesh: tuple[int, int]) -> dict[
       'read_mb_per_token': reads.total(filled) * chips / rows / 1e6,
       'minimum_mb_per_token': (weights + live) * chips / rows / 1e6,
       'read_ms': 1e3 * reads.total(filled) / bandwidth,
-      # The planner takes rows to be filled to the mean.
-      'planned_ms': 1e3 * (decode.step_seconds + reads.slot * (filled - mean) / bandwidth),
+      'attention_ms': 1e3 * sum(kernel.filled(filled) for kernel in decode.step_kernels),
+      'planned_ms': 1e3 * (beside + sum(kernel.filled(filled) for kernel in decode.step_kernels)),
     }
-  steps = context - PROMPT
   return jsonable(
     line
     | {
@@ -123,7 +128,7 @@ def best(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def table(lines: Sequence[dict[str, Any]]) -> str:
   """Markdown: two lines a setting, half filled and full, and beneath it the meshes against each other."""
   head = ['rows × context', 'cache', 'mesh', 'HBM GiB', 'rows hold', 'weights GB', 'cache GB', 'other MB', 'read GB']
-  head += ['minimum GB', 'ratio', 'MB a token', 'least', 'ms at 819 GB/s', 'ms planned']
+  head += ['minimum GB', 'ratio', 'MB a token', 'least', 'ms at 819 GB/s', 'attention ms', 'ms planned']
   settings: dict[tuple[str, str], list[dict[str, Any]]] = {}
   for line in lines:
     settings.setdefault((f'{line["rows"]} × {line["context"]}', line['cache']), []).append(line)
@@ -141,7 +146,7 @@ def table(lines: Sequence[dict[str, Any]]) -> str:
         + [f'{line["reads_mb"]["weights"] / 1e3:.2f}', f'{fill["cache_gb"]:.2f}', f'{other:.0f}']
         + [f'{fill["read_gb"]:.2f}', f'{fill["minimum_gb"]:.2f}', f'{fill["ratio"]:.3f}']
         + [f'{fill["read_mb_per_token"]:.0f}', f'{fill["minimum_mb_per_token"]:.0f}']
-        + [f'{fill["read_ms"]:.1f}', f'{fill["planned_ms"]:.1f}']
+        + [f'{fill[kind]:.1f}' for kind in ('read_ms', 'attention_ms', 'planned_ms')]
       )
   meshes = [[*setting, *map(_tried, tried)] for setting, tried in settings.items()]
   shapes = [shape(line) for line in next(iter(settings.values()))]
@@ -166,7 +171,7 @@ def main(arguments: Sequence[str]) -> None:
   lines = []
   with (folder / 'decode_tpu.jsonl').open('w', encoding='utf-8') as file:
     for (rows, context), cache, mesh in itertools.product(SETTINGS, CACHES, MESHES):
-      lines.append(compute(rows, context, cache, mesh))
+      lines.append(compute(rows, context, cache, mesh, tpu_plan.KEEP.value))
       print(json.dumps(lines[-1]), flush=True)
       file.write(json.dumps(lines[-1]) + '\n')
   page = folder.with_suffix('.md')

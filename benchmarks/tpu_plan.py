@@ -1,18 +1,20 @@
-"""Qwen3-8B with the paper's lengths on v5e slices, asked of the TPU compiler: memory, time and communication by size.
+"""The shipped Qwen3-8B configs on v5e slices, asked of the TPU compiler: memory, time and communication by size.
 
-  python -m benchmarks.tpu_plan --output=docs/performance                     # every point: an hour on two cores
-  python -m benchmarks.tpu_plan --output=docs/performance --only=v5e:8x8      # one point again
-  python -m benchmarks.tpu_plan --output=docs/performance --only_plot=true    # draw what is there
+  python -m benchmarks.tpu_plan --keep=answers                  # every point: an hour on two cores
+  python -m benchmarks.tpu_plan --keep=answers --only=v5e:8x8   # one point again
+  python -m benchmarks.tpu_plan --only_write=true               # write the pages from what is there
 
 No TPU is needed and nothing is measured: these are the compiler's estimates and arithmetic (docs/performance.md says
-which is which). Writes results.json (every number of every point) and scaling.png to --output, and the tables between
-the two markers of the page beside it, docs/performance.md; where there is no such page, to tables.md.
+which is which). Writes results.json (every number of every point) and scaling.png to --output, and the blocks between
+markers of the pages beside it, docs/performance.md and docs/tpu.md. With --keep=DIR the compiler is asked of each program
+once: an interrupted run goes on where it stopped, and other lengths or prices cost seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
+import importlib
 import json
 import math
 import pathlib
@@ -21,15 +23,16 @@ from typing import Any
 
 from absl import app, flags
 
-from configs import paper
 from sdpo_jax.config import Config
-from sdpo_jax.planner import model, report, topology
+from sdpo_jax.config.fields import flatten
+from sdpo_jax.planner import model, report, search, topology
 from sdpo_jax.planner import plan as planning
 from sdpo_jax.tables import markdown
 
 OUTPUT = flags.DEFINE_string('output', 'docs/performance', 'Folder of the results.')
 ONLY = flags.DEFINE_multi_string('only', [], 'Name of a point; may be repeated; unset: all.')
-ONLY_PLOT = flags.DEFINE_bool('only_plot', False, 'Compile nothing; draw what is there.')
+ONLY_WRITE = flags.DEFINE_bool('only_write', False, 'Compile nothing; draw and write what is there.')
+KEEP = flags.DEFINE_string('keep', None, 'Folder that keeps what the compiler answers.')
 
 BEGIN, END = '<!-- made by benchmarks.tpu_plan: -->', '<!-- end -->'
 MAIN = 'v5e:8x8'
@@ -37,39 +40,63 @@ MAIN = 'v5e:8x8'
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-  """One slice and one length of completions."""
+  """One slice and one shipped config, as it is but for the settings named."""
 
   name: str
   slice_: str
-  response: int = 8192
-  reprompt: int = 4096
+  config: str = 'qwen3_8b_chemistry'
+  settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-# The update: a row of student and teacher a chip. The sampler: 256 rows at once. Chips at fixed length, then length.
 POINTS = (
-  Point('v5e:4x4', 'v5e:4x4'),
   Point(MAIN, MAIN),
+  Point('v5e:4x4', 'v5e:4x4'),
   Point('v5e:16x16', 'v5e:16x16'),
-  Point('v5e:8x8, 2048 tokens', MAIN, response=2048),
-  Point('v5e:8x8, 4096 tokens', MAIN, response=4096),
+  Point('v5e:8x8, long completions', MAIN, settings={'plan.mean_completion': 4096.0}),
+  Point('v5e:8x8, packed rows', MAIN, settings={'actor.pack_sequences': True}),
+  Point('v5e:8x8, LiveCodeBench', MAIN, config='qwen3_8b_livecodebench'),
 )
 
 
 def configuration(point: Point) -> Config:
-  """The paper's chemistry run at one length of every kind."""
-  config = paper.get_config(task='chemistry')
-  chips = math.prod(int(size) for size in point.slice_.partition(':')[2].split('x'))
-  config.data.max_response_length = point.response
-  config.actor.self_distillation.max_reprompt_len = point.reprompt
-  config.data.prompt_buckets, config.data.response_buckets = (2048,), (point.response,)
-  config.data.reprompt_buckets = (point.reprompt,)
-  config.actor.ppo_micro_batch_size = chips
-  config.rollout.max_batch_rows = 256
-  return config.validate()
+  """Return the point's settings."""
+  config = importlib.import_module(f'configs.{point.config}').get_config()
+  return search.changed(config, dict(point.settings))
 
 
-def compute(point: Point) -> dict[str, Any]:
-  """The plan of a point as plain values, and its report."""
+def stated(point: Point) -> dict[str, Any]:
+  """Return the settings that the pages quote, by dotted name; results hold them, so that a change of them shows."""
+  flat = flatten(configuration(point))
+  return {name: flat[name] for name in QUOTED}
+
+
+# Of the settings those that decide what is compiled and how often it runs.
+QUOTED = (
+  'model.path',
+  'data.train_batch_size',
+  'data.max_prompt_length',
+  'data.max_response_length',
+  'data.prompt_buckets',
+  'data.response_buckets',
+  'data.reprompt_buckets',
+  'actor.self_distillation.max_reprompt_len',
+  'actor.ppo_mini_batch_size',
+  'actor.ppo_micro_batch_size',
+  'actor.pack_sequences',
+  'rollout.n',
+  'rollout.max_batch_rows',
+  'rollout.cache_dtype',
+  'val_kwargs.n',
+  'trainer.test_freq',
+  'plan.mean_prompt',
+  'plan.mean_completion',
+  'plan.mean_reprompt',
+  'plan.evaluation_questions',
+)
+
+
+def compute(point: Point, keep: str | None = None) -> dict[str, Any]:
+  """Return the plan of a point as plain values, and its report."""
   config, slice_ = configuration(point), topology.describe(point.slice_)
   policy, source = model.read(config)
   assumptions = planning.Assumptions.of(config, slice_.chip)
@@ -78,8 +105,12 @@ def compute(point: Point) -> dict[str, Any]:
     print(text, file=sys.stderr, flush=True)
 
   announce(f'{point.name}:')
-  plan = planning.make(config, policy, slice_, assumptions, source=source, announce=announce)
-  return plan.to_json() | {'response': point.response, 'report': report.text(plan)}
+  plan = planning.make(config, policy, slice_, assumptions, source=source, keep=keep, announce=announce)
+  numbers = plan.to_json()
+  for program in numbers['programs'].values():
+    # What took the compiler this long says nothing of the programs.
+    del program['compile_seconds']
+  return numbers | {'settings': stated(point), 'report': report.text(plan)}
 
 
 def _cell(value: float | None, digits: int = 3) -> str:
@@ -93,28 +124,62 @@ def _refused(program: dict[str, Any]) -> bool:
 
 
 def tables(results: dict[str, dict[str, Any]]) -> str:
-  """Markdown: how everything grows with chips and tokens, and the whole report of the main point."""
-  head = ['slice', 'chips', 'completion tokens']
-  head += ['update GiB', 'update s', 'TFLOP a chip', 'sent GB', 'MFU %']
-  head += ['decode GiB', 'ms a token', 'step s', 'tokens/s', '$ / 100 steps']
+  """Markdown: the settings, how everything grows with chips and tokens, and the whole report of the main point."""
+  head = ['slice', 'chips', 'tokens per completion']
+  head += [
+    'update GiB',
+    'largest update s',
+    'TFLOP per chip',
+    'sent GB',
+    'rows live %',
+    'tokens live %',
+    'update MFU %',
+  ]
+  head += ['decode GiB', 'ms per token', 'evaluation s', 'step s', 'tokens/s', '$ / 100 steps']
   rows = []
   for name, plan in results.items():
     update, decode = plan['programs'].get('update', {}), plan['programs'].get('decode', {})
     sent = None if _refused(update) else sum(update.get('collective_gb', {}).values())
-    step = decode.get('step_seconds')
+    step = decode.get('busy_step_seconds')
     values = [None if _refused(update) else update.get(key) for key in ('seconds', 'matmul_tflop')] + [sent]
-    mfu = plan['update_mfu']
+    shares = [plan['fill']['rows'], plan['fill']['tokens'], plan['update_mfu']]
     rows.append(
-      [name, str(plan['chips']), str(plan['response']), _cell(update.get('hbm_gib'))]
+      [name, str(plan['chips']), _cell(plan['assumptions']['mean_completion']), _cell(update.get('hbm_gib'))]
       + [_cell(value) for value in values]
-      + [_cell(None if mfu is None else 100 * mfu), _cell(decode.get('hbm_gib'))]
-      + [_cell(None if step is None else 1e3 * step), _cell(plan['step_seconds'])]
+      + [_cell(None if share is None else 100 * share) for share in shares]
+      + [_cell(decode.get('hbm_gib')), _cell(None if step is None else 1e3 * step)]
+      + [_cell(plan['phases'].get('evaluation')), _cell(plan['step_seconds'])]
       + [_cell(plan['tokens_per_second']), _cell(plan['cost_per_100_steps'], 4)]
     )
-  parts = ['### Growth with chips and tokens', markdown(head, rows), '![Growth](performance/scaling.png)']
+  parts = []
+  if MAIN in results:
+    quoted = ', '.join(f'`{name}={_value(value)}`' for name, value in results[MAIN]['settings'].items())
+    parts.append(f'`configs/{POINTS[0].config}.py` has {quoted}.')
+  parts += ['### Growth with chips and tokens', markdown(head, rows), '![Growth](performance/scaling.png)']
+  warnings = {warning: name for name, plan in results.items() for warning in plan['warnings']}
+  parts += [f'{name}: {warning}' for warning, name in warnings.items()]
   if MAIN in results:
     parts += [f'### Qwen3-8B on {MAIN}, program by program', results[MAIN]['report']]
   return '\n\n'.join(parts)
+
+
+def _value(value: Any) -> str:
+  return ','.join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def cost(plan: dict[str, Any]) -> str:
+  """Return the sentence of docs/tpu.md about what 100 steps of the main point cost."""
+  hours = 100 * plan['step_seconds'] / 3600
+  return (
+    f'{plan["chips"]} chips for 100 steps of {plan["step_seconds"]:.0f} s (an estimate, evaluation included) are '
+    f'{plan["chips"]} × {hours:.2f} h = {plan["device_hours_per_100_steps"]:.0f} chip-hours; at '
+    f'{plan["assumptions"]["price"]:.2f} dollars, {plan["cost_per_100_steps"]:.0f} dollars on demand.'
+  )
+
+
+def pages(results: dict[str, dict[str, Any]]) -> dict[str, str]:
+  """Return what stands between the markers of each page beside the results."""
+  return {'performance.md': tables(results)} | ({'tpu.md': cost(results[MAIN])} if MAIN in results else {})
 
 
 def draw(results: dict[str, dict[str, Any]], file: pathlib.Path) -> None:
@@ -131,7 +196,7 @@ def draw(results: dict[str, dict[str, Any]], file: pathlib.Path) -> None:
     heights = [plan['programs']['update']['seconds_by_source'].get(source, 0.0) for plan in results.values()]
     left.bar(names, heights, bottom=bottom, label=source)
     bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-  left.set_ylabel('s an update of one row a chip (estimate)')
+  left.set_ylabel('s per largest micro-batch, one row per chip (estimate)')
   left.legend(fontsize='small')
   for label, marker in (('update', 'o'), ('decode', 's')):
     right.plot(
@@ -172,17 +237,17 @@ def main(arguments: Sequence[str]) -> None:
   results = json.loads(file.read_text()) if file.is_file() else {}
   wanted = ONLY.value or [point.name for point in POINTS]
   for point in POINTS:
-    if point.name in wanted and not ONLY_PLOT.value:
-      results[point.name] = compute(point)
+    if point.name in wanted and not ONLY_WRITE.value:
+      results[point.name] = compute(point, KEEP.value)
       results = {each.name: results[each.name] for each in POINTS if each.name in results}
       file.write_text(json.dumps(results, indent=1) + '\n')
-  text = tables(results)
   draw(results, folder / 'scaling.png')
-  page = folder.with_suffix('.md')
-  if page.is_file():
-    page.write_text(insert(page.read_text(encoding='utf-8'), text), encoding='utf-8')
-  else:
-    (folder / 'tables.md').write_text(text + '\n', encoding='utf-8')
+  for name, text in pages(results).items():
+    page = folder.parent / name
+    if page.is_file():
+      page.write_text(insert(page.read_text(encoding='utf-8'), text), encoding='utf-8')
+    else:
+      (folder / name).write_text(text + '\n', encoding='utf-8')
 
 
 if __name__ == '__main__':

@@ -22,19 +22,12 @@ SEARCH = flags.DEFINE_bool(
   'search', False, 'Try other meshes, micro-batches, remat and rows decoded at once; rank them.'
 )
 SEARCH_OVER = flags.DEFINE_list('search_over', list(run.SEARCHED), f'What --search varies: {", ".join(run.SEARCHED)}.')
-PRICE = flags.DEFINE_float('price', None, 'US dollars a chip-hour; a list price if unset.', lower_bound=0.0)
-MEAN_COMPLETION = flags.DEFINE_float(
-  'mean_completion', None, 'Tokens of a completion on average; half of the limit if unset.', lower_bound=1.0
+PRICE = flags.DEFINE_float('price', None, 'US dollars per chip-hour; a list price if unset.', lower_bound=0.0)
+LENGTHS = flags.DEFINE_string(
+  'lengths', None, 'Directory or metrics.jsonl of a run whose completions count instead of the settings plan.….'
 )
-LONGEST_COMPLETION = flags.DEFINE_float(
-  'longest_completion', None, 'Tokens of the longest of a batch; the limit if unset.', lower_bound=1.0
-)
-MEAN_PROMPT = flags.DEFINE_float('mean_prompt', None, 'Tokens of a prompt on average; the limit if unset.')
-MEAN_REPROMPT = flags.DEFINE_float(
-  'mean_reprompt', None, "Tokens of a teacher's prompt on average; the limit if unset."
-)
-QUESTIONS = flags.DEFINE_integer(
-  'evaluation_questions', None, 'Held-out questions; data.val_max_samples if unset.', lower_bound=1
+KEEP = flags.DEFINE_string(
+  'keep', None, 'Folder that keeps what the compiler answers: the same programs then take seconds the next time.'
 )
 command.define_config()
 
@@ -48,14 +41,9 @@ def main() -> None:
     model_config=MODEL_CONFIG.value,
     everything=ALL.value,
     search_over=SEARCH_OVER.value if SEARCH.value else (),
-    given=dict(
-      price=PRICE.value,
-      mean_completion=MEAN_COMPLETION.value,
-      longest_completion=LONGEST_COMPLETION.value,
-      mean_prompt=MEAN_PROMPT.value,
-      mean_reprompt=MEAN_REPROMPT.value,
-      evaluation_questions=QUESTIONS.value,
-    ),
+    price=PRICE.value,
+    lengths_of=LENGTHS.value,
+    keep=KEEP.value,
     announce=lambda text: print(text, file=sys.stderr, flush=True),
     show=print,
   )

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import math
 from typing import get_args, get_type_hints
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks import tpu_plan
-from configs import quickstart, qwen3_8b_chemistry
+from configs import quickstart, qwen3_8b_chemistry, qwen3_8b_livecodebench
 from models import huggingface
+from sdpo_jax import programs
 from sdpo_jax.config import Config, MeshConfig, ModelConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
-from sdpo_jax.planner import hlo, kernels, model, report, run, search, topology
+from sdpo_jax.planner import answers, hlo, kernels, lengths, model, report, run, search, topology, workload
 from sdpo_jax.planner import plan as planning
 from sdpo_jax.programs import Program
+from sdpo_jax.training import batching
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs
 from tests import tiny
 
@@ -48,9 +53,10 @@ def settings() -> Config:
 @pytest.fixture(scope='module')
 def made():
   config = settings()
+  config.plan.longest_completion = config.plan.mean_completion = 6.0
   slice_ = topology.describe('v5e:2x2')
   policy = huggingface.describe(SIZES, config.model)
-  assumptions = planning.Assumptions.of(config, slice_.chip, longest_completion=6.0)
+  assumptions = planning.Assumptions.of(config, slice_.chip)
   only = ['prepare', 'prefill', 'decode', 'evaluation/decode', 'zero', 'apply', 'finish']
   said = []
   return planning.make(config, policy, slice_, assumptions, only=only, announce=said.append), policy, said
@@ -80,13 +86,20 @@ def test_memory_by_kind_is_the_models(made):
 def test_a_decode_loop_costs_a_step_times_the_longest_completion(made):
   plan, _, said = made
   decode = plan.programs['decode']
-  assert 0 < decode.step_seconds * 6 <= decode.seconds < decode.step_seconds * 12
-  # The kernel that attends to the cache has no estimate; what it reads lies between half of the cache and all of it.
-  size = decode.hbm['cache'] * planning.GIB / topology.CHIPS['v5e'].hbm_bandwidth
-  assert 0.3 * size < decode.seconds_by_source['cache roofline'] / 6 < size
+  assert decode.step_seconds * 6 == pytest.approx(decode.seconds)
+  # Rows end together, so that none waits for the longest, and the cache is one block of a row; of 128 rows on two
+  # shards, one head each, in two layers, the kernels of the cache and of the chunk's own tokens take a block each.
+  assert decode.busy_step_seconds == pytest.approx(decode.step_seconds)
+  assert [(kernel.rows, kernel.calls, kernel.blocks) for kernel in decode.step_kernels] == [(64, 1, 1)] * 4
+  assert decode.seconds_by_source['cache'] == pytest.approx(
+    6 * sum(kernel.rows * kernel.active for kernel in decode.step_kernels)
+  )
+  # One chunk of steps: the host looks once at 128 rows.
+  assert decode.seconds_by_source['host'] == pytest.approx(planning.HOST_CHUNK + 128 * planning.HOST_ROW)
   # 128 rows of a generation batch go through the sampler in one call of 512.
   assert plan.phases['decode'] == pytest.approx(decode.seconds)
   assert decode.seconds == pytest.approx(sum(decode.seconds_by_source.values()))
+  assert plan.fill['sampler'] == 1
   # Held-out completions are truncated to a nucleus, which takes the dear branch.
   assert plan.programs['evaluation/decode'].step_seconds > 0
   assert any(line.startswith('  decode/32×8: ') for line in said)
@@ -96,8 +109,9 @@ def test_a_decode_loop_costs_a_step_times_the_longest_completion(made):
 def test_evaluation_in_the_same_program_costs_what_its_settings_ask_for():
   config = settings()
   config.rollout.max_batch_rows, config.val_kwargs.n = 64, config.rollout.n  # Slots are fewer than either asks for.
+  config.data.val_max_samples = 200
   slice_ = topology.describe('v5e:2x2')
-  assumptions = planning.Assumptions.of(config, slice_.chip, evaluation_questions=200)
+  assumptions = planning.Assumptions.of(config, slice_.chip)
   plan = planning.make(config, huggingface.describe(SIZES, config.model), slice_, assumptions, only=['decode'])
   decode, held_out = plan.programs['decode'], plan.programs['evaluation/decode']
   assert held_out.hbm == decode.hbm
@@ -138,13 +152,16 @@ def test_a_slice_of_one_chip_is_planned(slice_):
   """Nothing is sharded there, so that kernels learn nowhere else which chip they are compiled for."""
   config, described = settings(), topology.describe(slice_)
   config.mesh.tensor = 1
-  policy, labels = huggingface.describe(SIZES, config.model), ['prepare', 'prefill', 'decode']
+  policy, labels = (
+    huggingface.describe(SIZES, config.model),
+    ['decode'] if slice_ == 'v5e:1x1' else ['prefill', 'decode'],
+  )
   plan = planning.make(config, policy, described, planning.Assumptions.of(config, described.chip), only=labels)
   assert set(plan.programs) >= set(labels) and plan.chips == 1
   assert not any(estimate.error for estimate in plan.programs.values())
   # Nobody to send anything to, and attention by the kernel, which reads the cache in place.
   assert not any(estimate.collective_gb for estimate in plan.programs.values())
-  assert plan.programs['decode'].seconds_by_source['cache roofline'] > 0
+  assert plan.programs['decode'].seconds_by_source['cache'] > 0
 
 
 @needs_compiler
@@ -203,48 +220,147 @@ def test_useful_operations_of_the_papers_update():
   assert 4 * student / 64 == pytest.approx(733e12, rel=0.005)
 
 
+def lengths_of(config):
+  return planning._samples(config, planning.Assumptions.of(config, topology.CHIPS['v5e']))
+
+
 @pytest.mark.parametrize(('mean', 'micro'), [(8192.0, 4), (4096.0, 2), (2048.0, 1)])
-def test_packed_rows_are_counted_by_mean_lengths(mean, micro):
+def test_micro_batches_are_those_of_the_runs_own_batching(mean, micro):
+  """256 samples of one length: packed, the completion fills its share of 8192 places before prompts fill theirs."""
   config = qwen3_8b_chemistry.get_config()
-  config.actor.ppo_micro_batch_size = 64
-  config.mesh = MeshConfig(fsdp=8, tensor=1)
-  mesh = meshes.make_mesh(config.mesh, jax.devices())
-  chip = topology.CHIPS['v5e']
-  given = dict(mean_completion=mean, mean_prompt=512.0, mean_reprompt=2048.0)
-  assumptions = planning.Assumptions.of(config, chip, **given)
-  config.actor.pack_sequences = True
-  # 256 samples; the completion fills its share of 8192 places before prompts fill theirs.
-  assert planning.micro_batch_counts(config, mesh, assumptions) == (micro, 64)
+  config.actor.ppo_micro_batch_size, config.actor.pack_sequences = 64, True
+  config.plan.mean_completion = config.plan.longest_completion = mean
+  policy, _ = model.read(config)
+  samples = lengths_of(config)
+  packed = workload.of_batch(config, policy, samples, 64, share=False)
+  assert len(packed.updates) == micro
   config.actor.pack_sequences = False
-  assert planning.micro_batch_counts(config, mesh, assumptions) == (4, 64)
+  padded = workload.of_batch(config, policy, samples, 64, share=False)
+  assert len(padded.updates) == 4 and padded.live_rows == padded.rows == 256
+  # What is live does not depend on where it stands.
+  tokens = 256 * (240 + 495.8 + 2 * mean)
+  assert packed.live_tokens == padded.live_tokens == pytest.approx(tokens, rel=0.005)
+  assert packed.useful_flops == padded.useful_flops
+  assert packed.tokens < padded.tokens or mean == 8192
+
+
+def test_the_update_of_livecodebench_on_64_chips_is_mostly_padding():
+  """Eight sequences per optimizer step: 8 of 64 rows are live, and of these what the declared lengths leave."""
+  config = qwen3_8b_livecodebench.get_config()
+  config.plan.trained_fraction = 0.75
+  policy, _ = model.read(config)
+  samples = lengths_of(config)
+  work = workload.of_batch(config, policy, samples, 64, share=False)
+  assert len(work.updates) == 32 and work.rows == 32 * 64 and work.live_rows == 192
+  # Every micro-batch pays for 64 rows of a declared length for prompt, teacher prompt and completion.
+  declared = {(p + t, r + t, t) for p in (512, 2048) for r in (2560, 10240) for t in (1024, 4096, 8192)}
+  assert {shape[1:] for shape in work.updates} <= declared and {shape[0] for shape in work.updates} == {64}
+  assert work.tokens == sum(rows * (student + teacher) for rows, student, teacher, _ in work.updates)
+  live = samples.trained
+  assert work.live_tokens == (samples.prompt + samples.reprompt + 2 * samples.completion)[live].sum()
+  assert 0.01 < work.live_tokens / work.tokens < 0.06
+  mesh = meshes.make_mesh(MeshConfig(fsdp=8, tensor=1), jax.devices())
+  assert not planning._warnings(config, mesh)  # Eight sequences for eight devices.
+  config.rollout.n = 4
+  assert 'has 4 sequences for 8 devices' in planning._warnings(config, mesh)[0]
+
+
+@pytest.mark.parametrize('name', ['qwen3_8b_chemistry', 'qwen3_8b_chemistry_grpo', 'qwen3_8b_livecodebench', 'packed'])
+def test_every_micro_batch_has_a_registered_program(name):
+  config = importlib.import_module(f'configs.{"qwen3_8b_chemistry" if name == "packed" else name}').get_config()
+  config.actor.pack_sequences = name == 'packed'
+  policy, _ = model.read(config)
+  mesh = meshes.make_mesh(MeshConfig(fsdp=4, tensor=2), jax.devices())
+  found = run_programs(config, policy, *abstract_parameters(policy, mesh), mesh)
+  work = workload.of_batch(config, policy, lengths_of(config), 8, batching.shares_prompts(config, policy))
+  used = workload.used(found, work)
+  assert len(used['update']) == len(work.updates) > 0
+  assert {found[name].kind for name in used['update']} == {'update'}
+  with pytest.raises(ValueError, match='No program of kind'):
+    workload.used({}, work)
 
 
 def test_a_step_adds_up():
   config = qwen3_8b_chemistry.get_config()
-  config.actor.ppo_micro_batch_size, config.rollout.max_batch_rows = 64, 128
-  config.actor.pack_sequences = False
+  config.rollout.max_batch_rows, config.plan.evaluation_questions = 128, 64
+  config.plan.mean_completion = config.plan.longest_completion = 8192.0
   mesh = meshes.make_mesh(MeshConfig(fsdp=8, tensor=1), jax.devices())
 
-  def one(seconds):
-    return planning.Estimate('x', {}, 1.0, True, seconds=seconds)
+  def one(name, seconds, busy=None):
+    return planning.Estimate(name, {}, 1.0, True, seconds=seconds, busy_step_seconds=busy)
 
-  took = dict(prepare=1.0, prefill=2.0, decode=60.0, score=3.0, update=8.0, zero=0.1, apply=0.2, finish=0.3)
+  took = dict(prepare=1.0, prefill=2.0, score=3.0, zero=0.1, apply=0.2, finish=0.3)
+  estimates = {name: one(name, value) for name, value in took.items()}
+  # While a sample follows each that ends, a step takes two seconds.
+  estimates |= {'decode': one('decode', 60.0, busy=2.0), 'update': one('update/large', 8.0)}
+  estimates['update/small'] = one('update/small', 1.0)
   assumptions = planning.Assumptions.of(config, topology.CHIPS['v5e'])
-  phases = planning.phase_seconds(config, mesh, assumptions, {name: one(value) for name, value in took.items()})
-  # 32 questions × 8 samples through 128 slots, the first half of them in half of the longest one's time; four
-  # micro-batches of 64, one optimizer step.
+  samples = lengths_of(config)
+  used = {'score': ('score',) * 4, 'update': ('update/small', 'update/small', 'update/unplanned', 'update/large')}
+  phases = planning.phase_seconds(config, mesh, assumptions, samples, estimates, used)
+  # 32 questions × 8 samples through 128 slots: half of them wait as long as a completion of 8192 tokens takes. Of the
+  # micro-batches, the one whose program has no estimate takes the time of the largest. Evaluation is in: 64 questions ×
+  # 16 samples, 8 times as many as slots, every 5 steps.
   expected = {
     'prefill': 1 + 2 * 2,
-    'decode': (1 + 1 / 2) * 60,
+    'decode': 60 + 8192 * 2,
     'score': 4 * 3,
-    'update': 4 * 8,
+    'update': 1 + 1 + 8 + 8,
     'optimizer': 0.1 + 0.2 + 0.3,
+    'evaluation': (8 * 2 + 60 + 7 * 8192 * 2) / 5,
   }
   assert phases == pytest.approx(expected)
-  with_questions = dataclasses.replace(assumptions, evaluation_questions=64)
-  phases = planning.phase_seconds(config, mesh, with_questions, {name: one(value) for name, value in took.items()})
-  # 64 questions × 16 samples, 8 times as many as slots, every 5 steps.
-  assert phases['evaluation'] == pytest.approx((8 * 2 + (1 + 7 / 2) * 60) / 5)
+  config.trainer.test_freq = 0
+  assert planning.Assumptions.of(config, topology.CHIPS['v5e']).evaluation_questions == 0
+
+
+@pytest.mark.parametrize(('mean', 'longest', 'spread'), [(255.8, 8192, 1.0), (4096, 8192, 1.0), (820.8, 1500, 0.7)])
+def test_lengths_have_the_mean_and_the_limit_that_were_given(mean, longest, spread):
+  found = lengths.quantiles(mean, longest, 256, spread)
+  assert found.mean() == pytest.approx(mean, abs=0.5)
+  assert found.min() >= 1 and found.max() <= longest and (np.diff(found) >= 0).all()
+  if mean < longest / 20:
+    # Uncut: the logarithm is normal, so that the median is e^(σ²/2) below the mean.
+    assert np.median(found) == pytest.approx(mean / math.exp(spread**2 / 2), rel=0.05)
+    assert np.log(found).std() == pytest.approx(spread, rel=0.05)
+  assert (lengths.quantiles(64, 64, 8, 1.0) == 64).all()
+
+
+def test_blocks_of_the_cache_follow_every_row_and_step():
+  completions, prompt, block, blocks = [5, 1, 12, 3], 6, 4, 4
+  live = lengths.live_blocks(completions, prompt, block, blocks)
+
+  def fetched(length, step):
+    return min(max(-(-(prompt + step) // block), 1), blocks) if step < length else 1
+
+  by_hand = [[fetched(length, step) for length in completions] for step in range(12)]
+  assert live['last'] == pytest.approx(np.mean(by_hand))
+  drawn = [by_hand[step][row] for row, length in enumerate(completions) for step in range(length)]
+  assert live['busy'] == pytest.approx(np.mean(drawn))
+
+
+def test_lengths_come_from_a_runs_metrics(tmp_path):
+  config = qwen3_8b_chemistry.get_config()
+
+  def line(step, mean, most):
+    values = {'completion_length_mean': mean, 'completion_length_max': most, 'completion_length_p50': 100.0}
+    values['completion_length_p95'] = 100 * math.exp(1.6448536 * 0.8)
+    return {'step': step, **{f'rollout/{name}': value for name, value in values.items()}} | {
+      'self_distillation/reprompt_sample_fraction': 0.5
+    }
+
+  text = '\n'.join(json.dumps(values) for values in [line(1, 100.0, 900.0), {'step': 2}, line(3, 300.0, 700.0)])
+  (tmp_path / 'metrics.jsonl').write_text(text + '\n')
+  for source in (tmp_path, tmp_path / 'metrics.jsonl'):
+    assumed = planning.Assumptions.of(config, topology.CHIPS['v5e'], run=str(source))
+    assert (assumed.mean_completion, assumed.longest_completion, assumed.trained_fraction) == (200, 900, 0.5)
+    assert assumed.completion_spread == pytest.approx(0.8)
+    assert assumed.mean_prompt == config.plan.mean_prompt
+  with pytest.raises(UserError, match='--lengths=.*nothing'):
+    planning.Assumptions.of(config, topology.CHIPS['v5e'], run=str(tmp_path / 'nothing'))
+  config.data.max_response_length = 512
+  with pytest.raises(UserError, match='longest_completion=900 .measured in'):
+    planning.Assumptions.of(config, topology.CHIPS['v5e'], run=str(tmp_path))
 
 
 def test_of_each_kind_the_largest_program_is_planned():
@@ -271,6 +387,10 @@ def test_of_each_kind_the_largest_program_is_planned():
   }
   every = planning.select(found, everything=True)
   assert set(every.values()) == set(found)
+  # What the micro-batches run is planned beside the largest.
+  used = planning.select(found, everything=False, used=['update/512×1024', 'update/2048×512'])
+  assert used['update'] == 'update/2048×512' and used['update/512×1024'] == 'update/512×1024'
+  assert 'decode/512×64@16' not in used
 
 
 def test_messages_of_the_compiler_that_memory_is_short():
@@ -318,13 +438,117 @@ def test_kernels_come_from_the_table_at_its_own_shapes():
   for width, expected in ((19072, 3.8e-3), (2432, 0.30e-3)):
     sort = hlo.Kernel('sort', 'sort', '', (array(512, width),), (array(512, width),), 0, 1)
     assert kernels.seconds(sort, chip) == (pytest.approx(expected, rel=0.05), kernels.TABLE)
+  # Of a causal row of 10240 tokens 55 of 100 blocks are computed, for 32 heads: by the matrix units' peak alone the four
+  # products of dkv take 1760 × 8192 cycles, the three of dq 1760 × 6144, and the two of the forward pass 1760 × 4096.
   heads = array(32, 10240, 128, dtype='bf16')
   grid = array(1, 10, 10, dtype='s8')
-  for part, expected in (('fwd_residuals', 7.2e-3), ('dkv_no_residuals', 9.9e-3), ('dq_no_residuals', 7.4e-3)):
-    kernel = hlo.Kernel('pallas', f'splash_mha_{part}.1', '', (grid, heads, heads, heads), (heads,), 0, 1)
-    assert kernels.seconds(kernel, chip) == (pytest.approx(expected), kernels.TABLE)
+  for part, products, most in (('fwd_residuals', 2, 1.6), ('dkv_no_residuals', 4, 1.2), ('dq_no_residuals', 3, 1.2)):
+    kernel = hlo.Kernel('pallas', f'splash_mha_{part}.1', '', (grid, heads, heads, heads), (heads,), 0, 2)
+    took, kind = kernels.seconds(kernel, chip)
+    least = 2 * 1760 * products * 2 * 1024**2 * 128 / chip.flops
+    assert least < took < most * least and kind == kernels.TABLE, part
+  # Short rows have smaller blocks, and more of them on the diagonal: 6 of 9 for 1536 tokens.
+  short = array(32, 1536, 128, dtype='bf16')
+  kernel = hlo.Kernel('pallas', 'splash_mha_dkv.1', '', (grid, short, short, short), (short,), 0, 1)
+  assert kernels.seconds(kernel, chip)[0] > 32 * 6 * 4 * 2 * 512**2 * 128 / chip.flops
   other = hlo.Kernel('other', 'gather', '', (heads,), (heads,), 819_000_000, 3)
   assert kernels.seconds(other, chip) == (pytest.approx(3e-3), kernels.ROOFLINE)
+
+
+def test_a_decode_kernel_costs_what_it_skips_and_what_it_computes():
+  """256 rows on 8 × 8 chips, 36 layers, 10272 slots: the dumped schedules of bfloat16 and int8 by hand."""
+  chip = topology.CHIPS['v5e']
+  partial = hlo.Array('f32', (32, 1, 16, 128), 1)
+
+  def kernel(dtype, slots, *scales):
+    store = hlo.Array(dtype, (36, 32, 1, slots, 128), 0)
+    return kernels.decode_kernel(
+      hlo.Kernel('pallas', '', '', (partial, store, store, *scales), (partial,), 0, 36), chip
+    )
+
+  cache = kernel('bf16', 10272)
+  assert (cache.rows, cache.calls, cache.block, cache.blocks) == (32, 36, 1024, 11)
+  # Keys and values of a block are 512 KiB, which takes longer than its 618 bundles.
+  assert cache.active == pytest.approx(2**19 / 819e9) and cache.active > 618 / 1.5e9
+  # 6144 tokens in every row: 5 of 11 blocks are skipped, for 131 bundles each.
+  assert cache.filled(6144) == pytest.approx(36 * 32 * (6 * 2**19 / 819e9 + 5 * 131 / 1.5e9))
+  assert 36 * 32 * 5 * cache.skipped == pytest.approx(0.50e-3, rel=0.01)
+  assert cache.filled(0) == cache.filled(1) == cache.filled(1024) < cache.filled(1025)
+  # The second call of a layer, for the tokens of the chunk: 252 bundles.
+  assert kernel('bf16', 32).filled(32) == pytest.approx(36 * 32 * 252 / 1.5e9, rel=0.01)
+  # An int8 block is half as long on its way and takes 951 bundles, as long as one of bfloat16: nothing is saved.
+  scales = hlo.Array('f32', (36, 32, 1, 1, 10272), 0)
+  int8 = kernel('s8', 10272, scales, scales)
+  assert int8.active == pytest.approx(951 / 1.5e9, rel=0.01) and int8.active > 0.95 * cache.active
+
+
+def test_the_latency_of_collectives_counts_messages_one_after_the_other():
+  axes = {'fsdp': 8, 'tensor': 8}
+
+  def hops(kind, *names):
+    return hlo.Collective(kind, names, False, 1.0, 1.0, 1.0).hops(axes)
+
+  # A ring of eight: seven messages to gather, and seven more where sums come first.
+  assert hops('all-gather', 'tensor') == hops('reduce-scatter', 'tensor') == 7
+  assert hops('all-reduce', 'tensor') == 14 and hops('all-reduce', 'fsdp', 'tensor') == 28
+  assert hops('collective-permute', 'tensor') == 1
+
+
+def test_what_the_compiler_answered_is_kept(tmp_path, monkeypatch):
+  def scoped(name, factor=2.0):
+    def function(x):
+      with jax.named_scope(name):
+        return jnp.tanh(factor * x)
+
+    return jax.jit(function)
+
+  sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  array = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=sharding)
+  found = {name: Program('one', scoped(name), (array,), holds=('batch',)) for name in ('first', 'second')}
+  found['last'] = Program('one', scoped('last', 3.0), (array,), holds=('batch',), inherits={0: ('second', None)})
+
+  def ask(**changed):
+    compiler = answers.Compiler(**({'slice_': 'here', 'folder': str(tmp_path)} | changed))
+    return dict(programs.compile_programs(compiler.asked_of(found), found))
+
+  compiled = []
+  compile_ = jax.stages.Lowered.compile
+
+  def counted(self, *args, **kwargs):
+    compiled.append(self)
+    return compile_(self, *args, **kwargs)
+
+  monkeypatch.setattr(jax.stages.Lowered, 'compile', counted)
+  once = ask()
+  assert len(compiled) == 3 and once['first'].argument_bytes == ((8 * 16 * 4,),) and once['first'].results == 512
+  again = ask()
+  # One from whose shardings another begins is compiled every time; what is kept has no shardings.
+  assert len(compiled) == 4 and again['first'] == once['first'] and 'tanh' in again['last'].text
+  # The names of scopes count, which say how often a loop runs, and so does who answers.
+  found['first'] = Program('one', scoped('another'), (array,), holds=('batch',))
+  ask()
+  assert len(compiled) == 6
+  ask(slice_='elsewhere')
+  assert len(compiled) == 9
+  ask(folder=None)
+  assert len(compiled) == 12
+
+
+def test_a_refused_program_is_refused_again_without_asking(tmp_path, monkeypatch):
+  array = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+  found = {'one': Program('one', jax.jit(jnp.sin), (array,), holds=('batch',))}
+  asked = answers.Compiler('here', str(tmp_path)).asked_of(found)
+  messages = [f'{kind}: Used 15.90G of 15.75G hbm' for kind in ('INTERNAL', 'RESOURCE_EXHAUSTED')]
+  left = iter(messages)
+
+  def refuse(self, *args, **kwargs):
+    raise jax.errors.JaxRuntimeError(next(left))
+
+  monkeypatch.setattr(jax.stages.Lowered, 'compile', refuse)
+  # Only what the program itself is at fault for is kept: the third time nobody is asked.
+  for message in (*messages, messages[-1]):
+    ((_, error),) = programs.compile_programs(asked, found)
+    assert isinstance(error, jax.errors.JaxRuntimeError) and str(error) == message
 
 
 def test_sizes_come_from_a_directory_a_file_the_table_or_the_hub(tmp_path, monkeypatch):
@@ -361,32 +585,40 @@ def test_a_hub_that_cannot_be_reached_is_said(monkeypatch):
 @pytest.mark.parametrize(
   'given, said',
   [
-    ({'mean_completion': 5000.0}, r'--mean_completion=5000 .* at most 4096'),
-    ({'longest_completion': 9000.0}, r'--longest_completion=9000 .* data.max_response_length'),
-    ({'mean_completion': 20.0, 'longest_completion': 10.0}, r'--mean_completion=20 .* --longest_completion'),
-    ({'mean_prompt': 0.0}, r'--mean_prompt=0 must be more than 0'),
-    ({'mean_reprompt': 5e4}, r'--mean_reprompt=50000 .*max_reprompt_len'),
+    ({'mean_completion': 5000.0}, r'plan.mean_completion=5000 .* at most 4096'),
+    ({'longest_completion': 9000.0}, r'plan.longest_completion=9000 .* data.max_response_length'),
+    ({'mean_completion': 20.0, 'longest_completion': 10.0}, r'plan.mean_completion=20 .* the longest completion'),
+    ({'mean_prompt': 4000.0}, r'plan.mean_prompt=4000 .* data.max_prompt_length'),
+    ({'mean_reprompt': 5e4}, r'plan.mean_reprompt=50000 .*max_reprompt_len'),
   ],
 )
 def test_lengths_that_cannot_be_are_refused(given, said):
   config = qwen3_8b_chemistry.get_config()
-  config.data.max_response_length = 4096
+  config.data.max_response_length, config.data.response_buckets = 4096, (4096,)
+  for name, value in given.items():
+    setattr(config.plan, name, value)
+  config.validate()  # A run does not read them.
   with pytest.raises(UserError, match=said):
-    planning.Assumptions.of(config, topology.CHIPS['v5e'], **given)
+    planning.Assumptions.of(config, topology.CHIPS['v5e'])
 
 
-def test_the_mean_follows_the_longest():
-  assumed = planning.Assumptions.of(qwen3_8b_chemistry.get_config(), topology.CHIPS['v5e'], longest_completion=100.0)
-  assert assumed.mean_completion == 50
+def test_lengths_that_nothing_is_known_of_are_the_limits():
+  config = settings()
+  assumed = planning.Assumptions.of(config, topology.CHIPS['v5e'])
+  assert (assumed.mean_completion, assumed.longest_completion) == (4, 8)
+  assert (assumed.mean_prompt, assumed.mean_reprompt) == (32, 96)
+  config.plan.longest_completion = 6.0
+  assert planning.Assumptions.of(config, topology.CHIPS['v5e']).mean_completion == 3
+  config.data.val_max_samples = None
+  # Nobody knows how many held-out questions there are: as many as fill 512 rows with 4 samples each.
+  assert planning.Assumptions.of(config, topology.CHIPS['v5e']).evaluation_questions == 128
 
 
 def test_an_output_that_cannot_be_written_is_found_before_anything_is_compiled(tmp_path):
   (tmp_path / 'folder').mkdir()
 
   def plan(output):
-    return run.plan(
-      qwen3_8b_chemistry.get_config(), 'v5e:2x2', output=str(output), given={}, announce=print, show=print
-    )
+    return run.plan(qwen3_8b_chemistry.get_config(), 'v5e:2x2', output=str(output), announce=print, show=print)
 
   with pytest.raises(UserError, match='is a directory: name a file'):
     plan(tmp_path / 'folder')
@@ -401,8 +633,8 @@ def test_a_search_ranks_what_fits_by_speed_and_the_rest_by_size(monkeypatch):
 
   tried = []
 
-  def make(config, policy, topology, assumptions, *, only, announce):
-    del topology, assumptions, announce
+  def make(config, policy, topology, assumptions, *, only, keep, announce):
+    del topology, assumptions, keep, announce
     tried.append((config.mesh.tensor, config.actor.ppo_micro_batch_size, policy.remat, config.rollout.max_batch_rows))
     if 'update' in only:
       rows = config.actor.ppo_micro_batch_size / 64
@@ -411,7 +643,7 @@ def test_a_search_ranks_what_fits_by_speed_and_the_rest_by_size(monkeypatch):
       seconds, hbm = 1e5 / config.rollout.max_batch_rows, config.rollout.max_batch_rows / 20 / config.mesh.tensor
     estimate = planning.Estimate('x', {}, hbm, hbm <= 15.75, seconds=seconds)
     return dataclasses.replace(
-      planning.Plan('', '', 64, {}, '', 0, 15.75, True, None, {}, {}, 0, 0, 0, 0, 0, 0, 0, ''),
+      planning.Plan('', '', 64, {}, '', 0, 15.75, True, None, {}, {}, 0, 0, 0, 0, 0, {}, {}, 0, 0, ''),
       fits=estimate.fits,
       programs={'x': estimate},
       step_seconds=seconds,
@@ -448,18 +680,22 @@ def test_every_program_says_what_its_arguments_are():
 
 
 def test_the_page_of_estimates_is_made_from_results(tmp_path):
-  program = {'hbm_gib': 9.5, 'seconds': 7.5, 'matmul_tflop': 715.0, 'error': None, 'step_seconds': 0.011}
+  program = {'hbm_gib': 9.5, 'seconds': 7.5, 'matmul_tflop': 715.0, 'error': None, 'busy_step_seconds': 0.011}
   program |= {'collective_gb': {'all-gather fsdp async': 40.0, 'all-reduce fsdp sync': 31.0}}
   program |= {'seconds_by_source': {'compiler': 6.0, 'table': 1.5}}
-  plan = {'chips': 64, 'response': 8192, 'update_mfu': 0.48, 'step_seconds': 100.0, 'tokens_per_second': 12345.6}
+  plan = {'chips': 64, 'update_mfu': 0.48, 'step_seconds': 100.0, 'tokens_per_second': 12345.6, 'warnings': []}
+  plan |= {'fill': {'rows': 0.5, 'tokens': 0.25}, 'phases': {'evaluation': 21.5}, 'device_hours_per_100_steps': 177.8}
+  plan |= {'assumptions': {'mean_completion': 256.0, 'price': 1.2}, 'settings': {'rollout.n': 8}}
   plan |= {'cost_per_100_steps': 213.3, 'report': 'THE REPORT', 'programs': {'update': program, 'decode': program}}
   refused = plan | {'programs': {'update': program | {'error': 'too large', 'hbm_gib': None}, 'decode': program}}
-  results = {'v5e:8x8': plan, 'v5e:4x4': refused | {'update_mfu': None}}
+  results = {'v5e:8x8': plan, 'v5e:4x4': refused | {'update_mfu': None, 'warnings': ['IDLE']}}
   text = tpu_plan.tables(results)
-  assert 'THE REPORT' in text
+  assert 'THE REPORT' in text and '`rollout.n=8`' in text and 'v5e:4x4: IDLE' in text
   line = next(line for line in text.splitlines() if line.startswith('| v5e:8x8'))
-  assert [cell.strip() for cell in line.split('|')[4:9]] == ['9.5', '7.5', '715', '71', '48']
+  cells = [cell.strip() for cell in line.split('|')[3:-1]]
+  assert cells == ['256', '9.5', '7.5', '715', '71', '50', '25', '48', '9.5', '11', '21.5', '100', '12,346', '213.3']
   assert next(line for line in text.splitlines() if line.startswith('| v5e:4x4')).count('?') == 5
+  assert tpu_plan.cost(plan).startswith('64 chips for 100 steps of 100 s') and '178 chip-hours' in tpu_plan.cost(plan)
   tpu_plan.draw(results, tmp_path / 'scaling.png')
   assert (tmp_path / 'scaling.png').stat().st_size > 1000
   page = (tiny.REPOSITORY / 'docs' / 'performance.md').read_text(encoding='utf-8')

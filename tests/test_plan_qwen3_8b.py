@@ -1,4 +1,4 @@
-"""Qwen3-8B, fully fine-tuned with the paper's lengths, on v5e:8x8 as the TPU compiler sees it: it fits, and stays as fast."""
+"""Qwen3-8B, fully fine-tuned with the shipped config, on v5e:8x8 as the TPU compiler sees it: it fits, and stays as fast."""
 
 import sys
 
@@ -24,13 +24,13 @@ def planned(*labels):
 
 
 def test_the_update_fits_and_grows_no_slower():
-  """64 rows of 2048 + 8192 student and 4096 + 8192 teacher tokens."""
+  """64 rows of 2048 + 8192 student and 10240 + 8192 teacher tokens."""
   update = planned('update')['update']
   print({'GiB': update.hbm, 'seconds': update.seconds_by_source, 'kernels': update.kernel_seconds})
   assert update.error is None
   assert update.hbm_gib < 11
   assert not update.unbounded
-  assert update.seconds <= 8.0
+  assert update.seconds <= 9.5
 
 
 def test_decoding_256_rows_of_10240_tokens_copies_no_cache():

@@ -44,7 +44,7 @@ def attention(
     [B, S, H, head_dim] in the dtype of `query`.
   """
   length, heads, head_dim = query.shape[1:]
-  block = _block(length)
+  block = block_size(length)
   room = -length % block
   wider = -head_dim % LANES
 
@@ -95,7 +95,7 @@ def attention(
   return mixed.swapaxes(1, 2)[:, :length, :, :head_dim].astype(query.dtype)
 
 
-def _block(length: int) -> int:
+def block_size(length: int) -> int:
   """Returns the largest block that adds at most an eighth to the slots, or the smallest."""
   fits = [block for block in BLOCKS if -length % block <= length // 8]
   return fits[0] if fits else BLOCKS[-1]

@@ -644,6 +644,12 @@ class Collective:
   wire: float  # Bytes that a device sends (ring algorithms).
   count: float  # Executions.
 
+  def hops(self, axes: Mapping[str, int]) -> int:
+    """Messages from chip to chip that follow one another in one execution (rings over one axis after the other)."""
+    if self.kind == 'collective-permute':
+      return 1
+    return (2 if self.kind == 'all-reduce' else 1) * sum(axes[name] - 1 for name in self.axes)
+
 
 def collectives(trace: Trace, axes: Mapping[str, int]) -> list[Collective]:
   """Communication by kind, axes and whether it is asynchronous.

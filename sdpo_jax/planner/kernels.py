@@ -2,24 +2,70 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
+from models.attention import decode_kernel as decode_attention
+from models.attention import splash
 from sdpo_jax.planner import hlo
 from sdpo_jax.planner.topology import CHIPS, Chip
 
 TABLE, ROOFLINE = 'table', 'roofline'
 
 # Static instruction bundles of dumped TPU v5e schedules times their trip counts, at its clock; lower bounds, since they
-# know of no stalls. Other chips: scaled by their bf16 FLOP/s.
+# know of no stalls but those that are named. Other chips: scaled by their bf16 FLOP/s; decode attention by the clock.
 _TOP_K_SECONDS = 24.7e-3 / (512 * 151936 * 100)  # An element and a pass; the top k take k passes.
 _SORT_SECONDS = 1 / 283e9  # A compare-exchange of a bitonic network: 512 rows of 19072 took 3.8 ms, of 2432 0.30 ms.
-_SPLASH_FLOP_RATE = {  # Causal, 32 heads of 128, 10240 tokens; FLOPs of the unmasked half ÷ 7.2, 9.9 and 7.4 ms.
-  'fwd': 2 * 32 * 128 * 10240**2 / 7.2e-3,
-  'dkv': 4 * 32 * 128 * 10240**2 / 9.9e-3,
-  'dq': 3 * 32 * 128 * 10240**2 / 7.4e-3,
-}
+# Splash attention, (queries × keys × head_dim of 1024 × 1024 × 128, each grid step, each row of blocks): cycles of a block
+# that is computed, in the order of the schedule, with the matrix units busy for 16 cycles with a product of bfloat16 and
+# 8 with one of float32 (their peak; the schedule alone would count 4495, 7407 and 5693, the last two less than the
+# products take); bundles of the rest of a step; bundles of what a row of blocks begins and ends with.
+_SPLASH = {'fwd': (4681, 190, 1379), 'dkv': (8376, 311, 654), 'dq': (6315, 211, 334)}
+_SPLASH_BLOCK = 1024**2 * 128
+# Decode attention over a cache, 16 queries of a head of 128 numbers (padding included): bundles of a grid step that
+# computes nothing; of one that computes, without the slots of its block; for each of these. bfloat16: 618 bundles for a
+# block of 1024, 252 for one of 32; int8: 951 and 266, most of them for turning numbers into bfloat16.
+_DECODE = {False: (131, 240.0, 0.369), True: (200, 244.0, 0.690)}
 _DECODING = ('cache_attention', 'paged_attention')  # Names of kernels that attend to a cache.
-_SPLASH_PRODUCTS = {'fwd': 2, 'dkv': 4, 'dq': 3}  # Matrix products of queries × keys × head_dim.
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeKernel:
+  """Decode attention over one cache in one step of a decode loop, on one chip."""
+
+  calls: float  # Per step.
+  rows: int  # Of the batch times key-value heads.
+  block: int  # Slots.
+  blocks: int  # Of a row.
+  active: float  # Seconds of a block that is fetched: its schedule or its transfer, whichever takes longer.
+  skipped: float  # Seconds of one that is not.
+
+  def seconds(self, live: float) -> float:
+    """Seconds of all calls where `live` blocks of a row are fetched on average."""
+    return self.calls * self.rows * (live * self.active + (self.blocks - live) * self.skipped)
+
+  def filled(self, tokens: int) -> float:
+    """Seconds of all calls where every row holds `tokens` tokens."""
+    return self.seconds(min(max(math.ceil(tokens / self.block), 1), self.blocks))
+
+
+def decode_kernel(kernel: hlo.Kernel, chip: Chip) -> DecodeKernel:
+  """Return what a kernel that `reads_cache` costs [table], its transfers at the rate of the memory [arithmetic]."""
+  stores = [array for array in kernel.operands if len(array.shape) == 5]
+  slots = stores[0].shape[3]
+  rows, heads = kernel.results[0].shape[:2]
+  block = min(decode_attention.BLOCK, slots)
+  skipped, computed, each = _DECODE[stores[0].dtype == 's8']
+  # Keys, values and scales of one layer, row and head.
+  fetched = sum(array.bytes / math.prod(array.shape[:3]) for array in stores) * block / slots
+  return DecodeKernel(
+    calls=kernel.count,
+    rows=rows * heads,
+    block=block,
+    blocks=math.ceil(slots / block),
+    active=max((computed + each * block) / chip.clock, fetched / chip.hbm_bandwidth),
+    skipped=skipped / chip.clock,
+  )
 
 
 def seconds(kernel: hlo.Kernel, chip: Chip) -> tuple[float, str]:
@@ -35,10 +81,20 @@ def seconds(kernel: hlo.Kernel, chip: Chip) -> tuple[float, str]:
     return kernel.count * first.size * levels * (levels + 1) / 2 * _SORT_SECONDS * slower, TABLE
   part = splash_part(kernel)
   if part is not None:
-    query, key = [array for array in kernel.operands if len(array.shape) >= 3 and array.dtype in ('bf16', 'f32')][:2]
-    pairs = query.size * key.shape[-2]  # Heads × queries × head_dim × keys.
-    return kernel.count * _SPLASH_PRODUCTS[part] * pairs / _SPLASH_FLOP_RATE[part] * slower, TABLE
+    query = next(array for array in kernel.operands if len(array.shape) >= 3 and array.dtype in ('bf16', 'f32'))
+    return kernel.count * _splash_cycles(part, query) / CHIPS['v5e'].clock * slower, TABLE
   return kernel.count * kernel.bytes / chip.hbm_bandwidth, ROOFLINE
+
+
+def _splash_cycles(part: str, query: hlo.Array) -> float:
+  """Cycles of causal attention of queries [..., S, head_dim] to as many keys: blocks on the diagonal are computed whole."""
+  length, head_dim = query.shape[-2:]
+  size = splash.block_size(length)
+  count = math.ceil(length / size)
+  computed, step, row = _SPLASH[part]
+  block = computed * size**2 * head_dim / _SPLASH_BLOCK
+  heads = query.size // (length * head_dim)
+  return heads * (count * (count + 1) / 2 * block + count**2 * step + count * row * size / 1024)
 
 
 def splash_part(kernel: hlo.Kernel) -> str | None:

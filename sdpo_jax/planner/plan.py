@@ -7,7 +7,8 @@ counted. [arithmetic]: bytes ÷ bandwidth, operations ÷ peak. None is a measure
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import collections
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -18,7 +19,6 @@ from typing import Any
 
 import jax
 
-from models import cache as kv_cache
 from models.flops import forward_flops
 from models.policy import Policy
 from sdpo_jax import programs as registry
@@ -26,16 +26,21 @@ from sdpo_jax.config import Config
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import jsonable
-from sdpo_jax.objective.spec import ObjectiveSpec
-from sdpo_jax.planner import hlo, kernels, traffic
+from sdpo_jax.planner import answers, hlo, kernels, lengths, traffic, workload
 from sdpo_jax.planner.topology import Chip, Topology
 from sdpo_jax.rollout import sizes
 from sdpo_jax.rollout.buckets import Buckets
+from sdpo_jax.training import batching
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs
 from sdpo_jax.training.session import model_mesh
 from sdpo_jax.types import TrainState
 
 GIB = 2**30
+# Seconds; assumptions, of no compiler and no data sheet. A message of the interconnect from a chip to the next:
+HOP = 0.7e-6
+# What the host does between two chunks of a decode loop, and in addition for each row: waits for the results, looks
+# which rows are done, refills them, and starts the next chunk.
+HOST_CHUNK, HOST_ROW = 2e-3, 15e-6
 # What lies in memory all the time, whichever program runs.
 RESIDENT = ('base', 'parameters', 'optimizer', 'teacher', 'teacher base')
 # Programs that read the sampler's copy of the weights.
@@ -47,40 +52,61 @@ class Assumptions:
   """What the programs do not tell about a run."""
 
   mean_completion: float  # Tokens of a completion on average.
-  longest_completion: float  # Tokens of the longest of the rows that are decoded together.
-  mean_prompt: float  # Tokens of a prompt on average; with packed rows.
-  mean_reprompt: float  # Tokens of a teacher's prompt on average; with packed rows.
-  evaluation_questions: int | None  # Of one evaluation; None: evaluation is not in the cost.
-  price: float  # US dollars a chip-hour.
+  longest_completion: float  # Tokens beyond which no completion goes.
+  mean_prompt: float  # Tokens of a prompt on average.
+  mean_reprompt: float  # Tokens of a teacher's prompt on average.
+  trained_fraction: float  # Of the samples, those with a signal.
+  evaluation_questions: int  # Of one evaluation; 0: there is none.
+  price: float  # US dollars per chip-hour.
+  completion_spread: float = lengths.COMPLETION_SPREAD  # Standard deviation of the logarithm of a completion's length.
+  measured: str = ''  # Where lengths were measured; empty: nowhere.
 
   @classmethod
-  def of(cls, config: Config, chip: Chip, **given: float | None) -> Assumptions:
-    """Those given, else: every length at its limit but the mean completion, half of the longest; the list price.
+  def of(cls, config: Config, chip: Chip, *, price: float | None = None, run: str | None = None) -> Assumptions:
+    """Return those of the settings `plan` and, where they are None, of the limits.
+
+    Args:
+      config: settings.
+      chip: whose list price counts where there is no other.
+      price: US dollars per chip-hour.
+      run: directory or metrics.jsonl of a run whose completions count instead.
 
     Raises:
-      UserError: a length that the settings, or another one, rule out.
+      UserError: a length that the settings, or another one, rule out, or metrics that say nothing.
     """
-    data, reprompt = config.data, config.actor.self_distillation.max_reprompt_len
-    longest = given.get('longest_completion') or float(data.max_response_length)
-    defaults = {
-      'mean_completion': longest / 2,
-      'longest_completion': longest,
-      'mean_prompt': float(data.max_prompt_length),
-      'mean_reprompt': float(reprompt),
-      'evaluation_questions': data.val_max_samples,
-      'price': chip.price,
-    }
-    assumed = cls(**{name: value if given.get(name) is None else given[name] for name, value in defaults.items()})
+    data, given, reprompt = config.data, config.plan, config.actor.self_distillation.max_reprompt_len
+    measured = {} if run is None else lengths.of_run(run)
+
+    def known(name: str, otherwise: float) -> float:
+      value = measured.get(name, getattr(given, name, None))
+      return float(otherwise if value is None else value)
+
+    longest = known('longest_completion', data.max_response_length)
+    questions = data.val_max_samples or given.evaluation_questions
+    if questions is None:
+      questions = math.ceil(config.rollout.max_batch_rows / config.val_kwargs.n)
+    assumed = cls(
+      mean_completion=known('mean_completion', longest / 2),
+      longest_completion=longest,
+      mean_prompt=known('mean_prompt', data.max_prompt_length),
+      mean_reprompt=known('mean_reprompt', reprompt),
+      trained_fraction=known('trained_fraction', 1.0),
+      evaluation_questions=questions if config.trainer.test_freq else 0,
+      price=chip.price if price is None else price,
+      completion_spread=known('completion_spread', lengths.COMPLETION_SPREAD),
+      measured='' if run is None else str(run),
+    )
     bounds = (
       ('longest_completion', data.max_response_length, 'data.max_response_length'),
-      ('mean_completion', longest, '--longest_completion'),
+      ('mean_completion', longest, 'the longest completion'),
       ('mean_prompt', data.max_prompt_length, 'data.max_prompt_length'),
       ('mean_reprompt', reprompt, 'actor.self_distillation.max_reprompt_len'),
     )
     for name, most, bound in bounds:
       value = getattr(assumed, name)
       if not 0 < value <= most:
-        raise UserError(f'--{name}={value:g} must be more than 0 and at most {most:g}, which is {bound}.')
+        source = f' (measured in {run})' if name in measured else ''
+        raise UserError(f'plan.{name}={value:g}{source} must be more than 0 and at most {most:g}, which is {bound}.')
     return assumed
 
 
@@ -98,7 +124,9 @@ class Estimate:
   overlapped_collectives: float = 0.0  # Seconds on the wire of those that run beside other work.
   collective_gb: dict[str, float] = dataclasses.field(default_factory=dict)
   kernel_seconds: dict[str, float] = dataclasses.field(default_factory=dict)
-  step_seconds: float | None = None  # Of a decode loop: one token of every row.
+  step_seconds: float | None = None  # Of a decode loop: one token of every row, averaged until the longest ends.
+  busy_step_seconds: float | None = None  # The same while a new sample follows each that ends.
+  step_kernels: list[kernels.DecodeKernel] = dataclasses.field(default_factory=list)  # Of a decode loop.
   step_reads: traffic.StepReads | None = None  # Of a decode loop.
   hottest: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # Of a decode loop: one turn.
   copies: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -126,11 +154,14 @@ class Plan:
   step_seconds: float
   tokens_per_second: float
   tokens_per_second_per_chip: float
-  update_mfu: float
+  update_mfu: float  # Of live tokens, as everywhere: padding is no use.
   step_mfu: float
+  fill: dict[str, float]  # Live share: 'rows' and 'tokens' of the update, 'sampler' of its rows times steps.
+  micro_batches: dict[str, int]  # Of a generation batch: the program that the shapes ask for → how often it runs.
   device_hours_per_100_steps: float
   cost_per_100_steps: float
   bottleneck: str
+  warnings: list[str] = dataclasses.field(default_factory=list)
 
   def to_json(self) -> dict[str, Any]:
     """Plain values; absent numbers are None."""
@@ -146,6 +177,7 @@ def make(
   source: str = '',
   everything: bool = False,
   only: Iterable[str] | None = None,
+  keep: str | None = None,
   announce: Callable[[str], None] = lambda _: None,
 ) -> Plan:
   """Compiles the programs of a run for a slice, one after the other, and adds up what they take.
@@ -156,21 +188,26 @@ def make(
     topology: the slice.
     assumptions: about the run.
     source: where the sizes of the model come from.
-    everything: every bucket and size of the cache, not only the largest.
-    only: labels (`update`, `decode` …) to keep to; None: all.
+    everything: every bucket and size of the cache, not only the largest and those that the micro-batches use.
+    only: labels (`update`, `decode` …) to keep to, at the largest bucket of each; None: all.
+    keep: a folder for what the compiler answers, from which it is taken the next time; None: nothing is kept.
     announce: gets a line before and after each compilation.
 
   Raises:
     UserError: a mesh that does not fit the slice or the model.
   """
-  if assumptions.evaluation_questions is not None:
+  if assumptions.evaluation_questions:
     data = dataclasses.replace(config.data, val_max_samples=assumptions.evaluation_questions)
     config = dataclasses.replace(config, data=data)
   mesh = model_mesh(config, policy, topology.devices)
   policy = policy.on(mesh, config.model.attention)
   base, trainable = abstract_parameters(policy, mesh)
   found = run_programs(config, policy, base, trainable, mesh, stop_ids=2)
-  labels = select(found, everything)
+  samples = _samples(config, assumptions)
+  share = batching.shares_prompts(config, policy)
+  work = workload.of_batch(config, policy, samples, mesh.size, share)
+  used = workload.used(found, work)
+  labels = select(found, everything, [name for names in used.values() for name in names])
   if only is not None:
     labels = {label: name for label, name in labels.items() if label in set(only)}
   names = {name: label for label, name in labels.items()}
@@ -179,20 +216,22 @@ def make(
   began = time.monotonic()
   announce(f'Compiling {len(names)} programs for {topology.name}, one after the other …')
   sampling_weights, refused = None, []
-  for name, compiled in _compiled(mesh, found, names):
+  compiler = answers.Compiler(f'{topology.name}, {topology.compiler}', keep)
+  for name, answer in _answers(mesh, compiler.asked_of(found), names):
     took = time.monotonic() - began
-    if found[name].kind == 'prepare' and isinstance(compiled, jax.stages.Compiled):
+    if found[name].kind == 'prepare' and isinstance(answer, answers.Answer):
       # A copy may live on two layouts' worth of memory while it is made; afterwards only the result is left.
-      sampling_weights = compiled.memory_analysis().output_size_in_bytes
+      sampling_weights = answer.results
     cost = functools.partial(
       _estimate,
-      compiled=compiled,
+      answer=answer,
       config=config,
       chip=topology.chip,
       axes=dict(mesh.shape),
       resident=resident,
       sampling_weights=sampling_weights,
       assumptions=assumptions,
+      samples=samples,
     )
     estimate = cost(name, found[name])
     estimate.compile_seconds = took
@@ -211,12 +250,18 @@ def make(
     if label not in estimates:
       error = f'could not be compiled: it continues {", ".join(refused)}, refused for want of memory or worse'
       estimates[label] = Estimate(name, {}, math.nan, fits=False, error=error)
-  return _summary(config, policy, topology, mesh, assumptions, source, estimates)
+  return _summary(config, policy, topology, mesh, assumptions, source, estimates, samples, work, used)
 
 
-def _compiled(
+def _samples(config: Config, assumptions: Assumptions) -> workload.Samples:
+  names = ('mean_prompt', 'mean_completion', 'longest_completion', 'mean_reprompt')
+  names += ('trained_fraction', 'completion_spread')
+  return workload.draw(config, **{name: getattr(assumptions, name) for name in names})
+
+
+def _answers(
   mesh: jax.sharding.Mesh, found: Mapping[str, registry.Program], names: Iterable[str]
-) -> Iterator[tuple[str, jax.stages.Compiled | jax.errors.JaxRuntimeError]]:
+) -> Iterator[tuple[str, answers.Answer | jax.errors.JaxRuntimeError]]:
   """Compile programs as `programs.compile_programs` does, and tell kernels which chip they are for.
 
   Kernels ask for it while they are traced. On several chips each shard's mesh answers; on one chip nothing is sharded,
@@ -226,65 +271,48 @@ def _compiled(
     yield from registry.compile_programs(found, names)
 
 
-def select(found: Mapping[str, registry.Program], everything: bool) -> dict[str, str]:
-  """Return label → registered name: the largest of each kind under its label; with `everything` all others too."""
+def select(found: Mapping[str, registry.Program], everything: bool, used: Iterable[str] = ()) -> dict[str, str]:
+  """Return label → registered name: the largest of each kind under its label, which is what has to fit, and under their
+  names those of `used`, which is what takes the time; with `everything` all others too."""
   named: dict[str, list[str]] = {}
   for name, program in found.items():
     named.setdefault(program.label, []).append(name)
   chosen = {label: max(names, key=lambda name: found[name].size) for label, names in named.items()}
-  if everything:
-    chosen |= {name: name for name in found if name not in chosen.values()}
-  return chosen
+  others = found if everything else dict.fromkeys(used)
+  return chosen | {name: name for name in others if name not in chosen.values()}
 
 
 # --- memory --------------------------------------------------------------------------------------------------------
 
 
-def _held(program: registry.Program, shardings: Any) -> dict[str, float]:
-  """Bytes on one device of a program's arguments by what they are; `shardings` None: those of the abstract arrays."""
+def _held(program: registry.Program, leaf_sizes: Sequence[Sequence[int | None]] | None) -> dict[str, float]:
+  """Bytes on one device of a program's arguments by what they are; `leaf_sizes` None: as the abstract arrays lie."""
   held: dict[str, float] = {}
-
-  def add(kind: str, tree: Any, placed: Any) -> None:
-    leaves, structure = jax.tree.flatten(tree)
-    # An argument that a program does not use has no sharding: it is not passed.
-    places = [leaf.sharding for leaf in leaves] if placed is None else structure.flatten_up_to(placed)
-    for leaf, sharding in zip(leaves, places, strict=True):
-      if sharding is not None:
-        held[kind] = held.get(kind, 0.0) + math.prod(sharding.shard_shape(leaf.shape)) * _itemsize(leaf.dtype)
-
+  parts = {'trainable': 'parameters', 'opt_state': 'optimizer', 'teacher': 'teacher'}
   for index, (argument, kind) in enumerate(zip(program.arguments, program.holds, strict=True)):
-    placed = None if shardings is None else shardings[index]
+    kinds = [kind] * len(jax.tree.leaves(argument))
     if isinstance(argument, TrainState):
-
-      def part(name: str, placed: Any = placed) -> Any:
-        return None if placed is None else getattr(placed, name)
-
-      add('parameters', argument.trainable, part('trainable'))
-      add('optimizer', argument.opt_state, part('opt_state'))
-      add('teacher', argument.teacher, part('teacher'))
-    else:
-      add(kind, argument, placed)
+      kinds = [parts.get(path[0].name) for path, _ in jax.tree_util.tree_leaves_with_path(argument)]
+    of_leaves = answers.leaf_bytes(argument) if leaf_sizes is None else leaf_sizes[index]
+    for each, size in zip(kinds, of_leaves, strict=True):
+      if each is not None and size is not None:
+        held[each] = held.get(each, 0.0) + size
   return held
-
-
-def _itemsize(dtype: Any) -> int:
-  return 8 if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else dtype.itemsize
 
 
 def _memory(
   program: registry.Program,
-  compiled: jax.stages.Compiled,
+  answer: answers.Answer,
   resident: Mapping[str, float],
   sampling_weights: float | None,
 ) -> dict[str, float]:
   """GiB on one device by what is held while a program runs."""
-  used = compiled.memory_analysis()
-  held = _held(program, compiled.input_shardings[0])
-  padding = used.argument_size_in_bytes - sum(held.values())
+  held = _held(program, answer.argument_bytes)
+  padding = answer.arguments_in_all - sum(held.values())
   if program.kind in SAMPLING:
     # All of the copy is there, also what this program does not read.
     held['sampling weights'] = max(held.pop('parameters', 0.0), sampling_weights or 0.0)
-  made = max(0, used.output_size_in_bytes - used.alias_size_in_bytes)
+  made = max(0, answer.results - answer.aliased)
   made_of = {
     'prefill': 'cache',
     'empty': 'cache',
@@ -294,7 +322,7 @@ def _memory(
   }
   results = made_of.get(program.kind, 'results')
   held[results] = held.get(results, 0.0) + made
-  held['temporaries'] = used.temp_size_in_bytes
+  held['temporaries'] = answer.temporaries
   held['padding'] = padding
   held |= {part: resident.get(part, 0.0) for part in RESIDENT}
   return {part: size / GIB for part, size in held.items() if abs(size) >= 2**10}
@@ -338,20 +366,21 @@ def parse_out_of_memory(text: str) -> tuple[float | None, list[dict[str, Any]]]:
 def _estimate(
   name: str,
   program: registry.Program,
-  compiled: jax.stages.Compiled | jax.errors.JaxRuntimeError,
+  answer: answers.Answer | jax.errors.JaxRuntimeError,
   config: Config,
   chip: Chip,
   axes: Mapping[str, int],
   resident: Mapping[str, float],
   sampling_weights: float | None,
   assumptions: Assumptions,
+  samples: workload.Samples,
 ) -> Estimate:
-  if not isinstance(compiled, jax.stages.Compiled):
-    return _refused(name, compiled, resident)
-  memory = _memory(program, compiled, resident, sampling_weights)
+  if not isinstance(answer, answers.Answer):
+    return _refused(name, answer, resident)
+  memory = _memory(program, answer, resident, sampling_weights)
   total = sum(memory.values())
   estimate = Estimate(name, memory, total, fits=total <= chip.hbm_gib)
-  module = hlo.parse(compiled.as_text())
+  module = hlo.parse(answer.text)
   branch = 'cheapest' if program.kind == 'decode' and not _truncates(config, program) else 'dearest'
   once = hlo.trace(module, unknown_trips=1, branch=branch)
   estimate.hottest = [
@@ -360,39 +389,60 @@ def _estimate(
   estimate.copies = [_described(buffer) for buffer in hlo.copies(once, 3)]
   estimate.buffers = [_described(buffer) for buffer in hlo.largest(once, limit=5)]
   if program.kind != 'decode':
-    _fill(estimate, _costs(once, chip, axes), 1.0, chip)
+    _fill(estimate, _costs(once, chip, axes), 1.0)
     estimate.unbounded = [loop.op_name or loop.name for loop in once.unbounded]
     return estimate
   # Steps of the loop: what one more turn adds, beside what happens once.
   none = _costs(hlo.trace(module, unknown_trips=0, branch=branch), chip, axes)
   turn = _minus(_costs(once, chip, axes), none)
-  prompt, response = program.buckets
-  capacity = program.capacity
-  room = min(response, capacity - prompt - program.static['steps'])
-  steps = min(assumptions.longest_completion, room)
-  if turn.cached:
-    # Of a row that draws the longest completion, the prompt and half of the completion on average.
-    filled = (prompt + steps / 2) / capacity
-    turn.sources['cache roofline'] = _cache_bytes(program, compiled) * filled / chip.hbm_bandwidth
-  # What happens once, happens before and after every chunk of steps.
-  none = _times(none, steps / program.static['steps'])
-  _fill(estimate, none, 1.0, chip)
-  _fill(estimate, turn, steps, chip)
-  estimate.step_seconds = sum(turn.sources.values())
+  _fill_decode(
+    estimate, program, none, turn, [kernels.decode_kernel(k, chip) for k in turn.decoding], assumptions, samples
+  )
   estimate.step_reads = traffic.of_step(module, program.static['steps'], branch)
   return estimate
 
 
-def _cache_bytes(program: registry.Program, compiled: jax.stages.Compiled) -> float:
-  """Bytes on one device of a decode loop's keys and values, in the rows that it steps."""
-  index = program.holds.index('cache')
-  cache, placed = program.arguments[index], compiled.input_shardings[0][index]
-  stores, places = cache.stores, placed.stores
-  held = sum(
-    math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-    for leaf, sharding in zip(jax.tree.leaves(stores), jax.tree.leaves(places), strict=True)
-  )
-  return held * cache.lengths.shape[0] / kv_cache.store_rows(cache)
+def _fill_decode(
+  estimate: Estimate,
+  program: registry.Program,
+  none: _Costs,
+  turn: _Costs,
+  attention: list[kernels.DecodeKernel],
+  assumptions: Assumptions,
+  samples: workload.Samples,
+) -> None:
+  """Price a decode loop: until the longest of the last samples ends, and per step while others wait for a row.
+
+  Args:
+    estimate: gets the costs.
+    program: the loop.
+    none: what happens once in a chunk of steps.
+    turn: what one more step adds, attention to the cache aside.
+    attention: the kernels of a step that attend to the cache, and to the chunk's own tokens.
+    assumptions: about the run.
+    samples: lengths.
+  """
+  chunk, steps = program.static['steps'], int(samples.completion.max())
+
+  def cache_seconds(when: str) -> float:
+    return sum(
+      kernel.seconds(
+        lengths.live_blocks(samples.completion, assumptions.mean_prompt, kernel.block, kernel.blocks)[when]
+      )
+      for kernel in attention
+    )
+
+  # Between two chunks the host looks at every row, and the device waits.
+  none.sources['host'] = HOST_CHUNK + HOST_ROW * (program.rows or 0)
+  last, busy = dict(turn.sources), dict(turn.sources)
+  last['cache'], busy['cache'] = cache_seconds('last'), cache_seconds('busy')
+  chunks = math.ceil(steps / chunk)
+  _fill(estimate, none, chunks)
+  _fill(estimate, dataclasses.replace(turn, sources=last), steps)
+  between = chunks * sum(none.sources.values()) / steps
+  estimate.step_seconds = sum(last.values()) + between
+  estimate.busy_step_seconds = sum(busy.values()) + between
+  estimate.step_kernels = attention
 
 
 def _refused(name: str, error: Exception, resident: Mapping[str, float]) -> Estimate:
@@ -429,7 +479,7 @@ class _Costs:
   collectives: dict[str, float]  # Bytes on the wire.
   overlapped: float  # Seconds.
   kernels: dict[str, float]  # Seconds by kernel.
-  cached: bool  # Holds kernels that read the cache, whose time is not in `sources`.
+  decoding: list[hlo.Kernel]  # Kernels that attend to the cache, whose time is not in `sources`.
 
 
 def _costs(trace: hlo.Trace, chip: Chip, axes: Mapping[str, int]) -> _Costs:
@@ -441,10 +491,10 @@ def _costs(trace: hlo.Trace, chip: Chip, axes: Mapping[str, int]) -> _Costs:
     wire[key] = wire.get(key, 0.0) + collective.wire
   by_kernel: dict[str, float] = {}
   sources = {'compiler': hlo.cycles(trace) / chip.clock, 'table': 0.0, 'roofline': 0.0}
-  cached = False
+  decoding = []
   for kernel in hlo.kernels(trace):
     if kernels.reads_cache(kernel):
-      cached = True
+      decoding.append(kernel)
       continue
     took, origin = kernels.seconds(kernel, chip)
     sources[origin] += took
@@ -452,8 +502,9 @@ def _costs(trace: hlo.Trace, chip: Chip, axes: Mapping[str, int]) -> _Costs:
     label = f'splash {label}' if label else kernel.kind
     by_kernel[f'{label} [{origin}]'] = by_kernel.get(f'{label} [{origin}]', 0.0) + took
   sources['synchronous collectives'] = hlo.total(sent, asynchronous=False) / chip.ici_bandwidth
+  sources['collective latency'] = HOP * sum(each.count * each.hops(axes) for each in sent if not each.asynchronous)
   overlapped = hlo.total(sent, asynchronous=True) / chip.ici_bandwidth
-  return _Costs(sources, hlo.matmul_flops(trace), wire, overlapped, by_kernel, cached)
+  return _Costs(sources, hlo.matmul_flops(trace), wire, overlapped, by_kernel, decoding)
 
 
 def _minus(one: _Costs, other: _Costs) -> _Costs:
@@ -466,25 +517,11 @@ def _minus(one: _Costs, other: _Costs) -> _Costs:
     less(one.collectives, other.collectives),
     one.overlapped - other.overlapped,
     less(one.kernels, other.kernels),
-    one.cached,
+    one.decoding,
   )
 
 
-def _times(costs: _Costs, times: float) -> _Costs:
-  def by(values: Mapping[str, float]) -> dict[str, float]:
-    return {key: value * times for key, value in values.items()}
-
-  return _Costs(
-    by(costs.sources),
-    costs.flops * times,
-    by(costs.collectives),
-    costs.overlapped * times,
-    by(costs.kernels),
-    costs.cached,
-  )
-
-
-def _fill(estimate: Estimate, costs: _Costs, times: float, chip: Chip) -> None:
+def _fill(estimate: Estimate, costs: _Costs, times: float) -> None:
   """Adds `times` executions of `costs`."""
 
   def add(into: dict[str, float], values: Mapping[str, float], scale: float) -> None:
@@ -514,26 +551,29 @@ def _summary(
   assumptions: Assumptions,
   source: str,
   estimates: dict[str, Estimate],
+  samples: workload.Samples,
+  work: workload.Workload,
+  used: Mapping[str, Sequence[str]],
 ) -> Plan:
   chips = mesh.size
-  rows = config.data.train_batch_size * config.rollout.n
-  phases = phase_seconds(config, mesh, assumptions, estimates)
+  phases = phase_seconds(config, mesh, assumptions, samples, estimates, used)
   total = sum(phases.values())
   hours = 100 * total * chips / 3600
-  mini = rows // (config.data.train_batch_size // config.actor.ppo_mini_batch_size)
-  optimizer_steps = rows // mini * config.actor.ppo_epochs
-  micro, micro_rows = micro_batch_counts(config, mesh, assumptions)
-  largest = Buckets.of(config)
-  useful = useful_flops(config, policy, largest, micro_rows)
-  update_useful = useful * micro * optimizer_steps
-  scored = forward_flops(policy, micro_rows, largest.prompt[-1] + largest.response[-1], largest.response[-1])
-  sampled = rows * decode_flops(policy, assumptions.mean_prompt, assumptions.mean_completion)
-  everything = update_useful + sampled + (scored * micro * optimizer_steps if 'score' in estimates else 0)
+  useful = {
+    'update': work.useful_flops,
+    'score': work.scored_flops,
+    'decode': sum(
+      decode_flops(policy, prompt, completion)
+      for prompt, completion in zip(samples.prompt.tolist(), samples.completion.tolist(), strict=True)
+    ),
+  }
+  drawn = int(samples.completion.sum())
+  rows, waiting = _waiting(config, mesh, samples, len(samples))
+  sampler_steps = waiting + samples.completion.max()
 
   def rate(flops: float, seconds: float) -> float:
     return flops / chips / topology.chip.flops / seconds if seconds > 0 else math.nan
 
-  tokens = rows * assumptions.mean_completion / total if total > 0 else math.nan
   return Plan(
     topology=topology.name,
     compiler=topology.compiler,
@@ -547,14 +587,34 @@ def _summary(
     programs=estimates,
     phases=phases,
     step_seconds=total,
-    tokens_per_second=tokens,
-    tokens_per_second_per_chip=tokens / chips,
-    update_mfu=rate(update_useful, phases.get('update', math.nan)),
-    step_mfu=rate(everything, total),
+    tokens_per_second=drawn / total if total > 0 else math.nan,
+    tokens_per_second_per_chip=drawn / total / chips if total > 0 else math.nan,
+    update_mfu=rate(useful['update'], phases.get('update', math.nan)),
+    # What was not planned took no time, and counts for nothing.
+    step_mfu=rate(sum(flops for phase, flops in useful.items() if phase in phases), total),
+    fill={
+      'rows': work.live_rows / max(work.rows, 1),
+      'tokens': work.live_tokens / max(work.tokens, 1),
+      'sampler': drawn / (rows * float(sampler_steps)),
+    },
+    micro_batches=dict(collections.Counter(name for names in used.values() for name in names)),
     device_hours_per_100_steps=hours,
     cost_per_100_steps=hours * assumptions.price,
     bottleneck=_bottleneck(phases),
+    warnings=_warnings(config, mesh),
   )
+
+
+def _warnings(config: Config, mesh: jax.sharding.Mesh) -> list[str]:
+  """Return sentences about settings with which devices idle."""
+  sequences = config.actor.ppo_mini_batch_size * config.rollout.n
+  if sequences >= mesh.size:
+    return []
+  return [
+    f'An optimizer step has {sequences} sequences for {mesh.size} devices, each of which takes at least one row: '
+    f'{mesh.size - sequences} rows of every micro-batch are padding. Use a slice of at most {sequences} chips, or raise '
+    'actor.ppo_mini_batch_size or rollout.n, which changes what is learned.'
+  ]
 
 
 def _bottleneck(phases: Mapping[str, float]) -> str:
@@ -565,83 +625,82 @@ def _bottleneck(phases: Mapping[str, float]) -> str:
 
 
 def phase_seconds(
-  config: Config, mesh: jax.sharding.Mesh, assumptions: Assumptions, estimates: Mapping[str, Estimate]
+  config: Config,
+  mesh: jax.sharding.Mesh,
+  assumptions: Assumptions,
+  samples: workload.Samples,
+  estimates: Mapping[str, Estimate],
+  used: Mapping[str, Sequence[str]],
 ) -> dict[str, float]:
-  """Seconds of a generation batch by phase, every program at its largest bucket; evaluation as its share of a step."""
+  """Seconds of a generation batch by phase; evaluation as its share of a step.
 
-  def seconds(label: str) -> float:
-    return math.nan if estimates[label].error is not None else estimates[label].seconds
-
-  rows = config.data.train_batch_size * config.rollout.n
-  mini = config.actor.ppo_mini_batch_size * config.rollout.n
-  optimizer_steps = rows // mini * config.actor.ppo_epochs
-  micro, _ = micro_batch_counts(config, mesh, assumptions)
-  phases = {}
+  Args:
+    config: settings.
+    mesh: the devices.
+    assumptions: about the run.
+    samples: lengths.
+    estimates: by label, or by name.
+    used: from `workload.used`. A micro-batch whose own program has no estimate takes the time of the largest.
+  """
+  by_name = {estimate.name: estimate for estimate in estimates.values()}
 
   def have(*labels: str) -> bool:
     return all(label in estimates for label in labels)
 
+  def seconds(estimate: Estimate, of: str = 'seconds') -> float:
+    return math.nan if estimate.error is not None else getattr(estimate, of)
+
+  def micro_batches(kind: str) -> float:
+    return sum(seconds(by_name.get(name, estimates[kind])) for name in used[kind])
+
+  def sampling(prefill: str, decode: str, questions: int, n: int) -> tuple[float, float]:
+    prefills = _prefills(config, mesh, questions, n)
+    _, waiting = _waiting(config, mesh, samples, questions * n)
+    first, loop = estimates[prefill], estimates[decode]
+    more = waiting * seconds(loop, 'busy_step_seconds') if waiting else 0.0
+    return prefills * seconds(first), seconds(loop) + more
+
+  phases = {}
   if have('prefill', 'decode'):
-    copy = seconds('prepare') if have('prepare') else 0.0
-    prefills, decodes = _turns(config, mesh, assumptions, config.data.train_batch_size, config.rollout.n)
-    phases['prefill'] = copy + prefills * seconds('prefill')
-    phases['decode'] = decodes * seconds('decode')
-  if have('score'):
-    phases['score'] = micro * rows // mini * seconds('score')
-  if have('update'):
-    phases['update'] = optimizer_steps * micro * seconds('update')
+    copy = seconds(estimates['prepare']) if have('prepare') else 0.0
+    prefill, phases['decode'] = sampling('prefill', 'decode', config.data.train_batch_size, config.rollout.n)
+    phases = {'prefill': copy + prefill} | phases
+  for phase in ('score', 'update'):
+    if have(phase):
+      phases[phase] = micro_batches(phase)
   if have('zero', 'apply', 'finish'):
-    phases['optimizer'] = optimizer_steps * (seconds('zero') + seconds('apply')) + seconds('finish')
+    steps = config.data.train_batch_size // config.actor.ppo_mini_batch_size * config.actor.ppo_epochs
+    each = seconds(estimates['zero']) + seconds(estimates['apply'])
+    phases['optimizer'] = steps * each + seconds(estimates['finish'])
   questions = assumptions.evaluation_questions
   if questions and config.trainer.test_freq and have('prefill', 'decode'):
-
-    def own(label: str) -> str:
-      return registry.EVALUATION + label if have(registry.EVALUATION + label) else label
-
-    prefills, decodes = _turns(config, mesh, assumptions, questions, config.val_kwargs.n)
-    once = prefills * seconds(own('prefill')) + decodes * seconds(own('decode'))
-    phases['evaluation'] = once / config.trainer.test_freq
+    own = [
+      registry.EVALUATION + label if have(registry.EVALUATION + label) else label for label in ('prefill', 'decode')
+    ]
+    phases['evaluation'] = sum(sampling(*own, questions, config.val_kwargs.n)) / config.trainer.test_freq
   return phases
 
 
-def _turns(
-  config: Config, mesh: jax.sharding.Mesh, assumptions: Assumptions, questions: int, n: int
-) -> tuple[float, float]:
-  """(prefills, decode loops as long as the longest completion) that `questions` with `n` completions each take.
+def _rows(config: Config, mesh: jax.sharding.Mesh, samples: int) -> int:
+  """Rows of each shard in the sampler."""
+  return sizes.shard_rows(samples, config.rollout.max_batch_rows, mesh.shape[meshes.FSDP])
+
+
+def _prefills(config: Config, mesh: jax.sharding.Mesh, questions: int, n: int) -> int:
+  """Calls of the prefill that `questions` with `n` completions each take."""
+  together = sizes.prompts_together(Buckets.of(config).prompt[-1], _rows(config, mesh, questions * n))
+  return math.ceil(questions / (mesh.shape[meshes.FSDP] * together))
+
+
+def _waiting(config: Config, mesh: jax.sharding.Mesh, samples: workload.Samples, count: int) -> tuple[int, float]:
+  """(rows of the sampler, decode steps in which some of `count` completions wait for one).
 
   Slots are refilled: while samples wait, each takes the mean completion's time; those admitted last take the longest's.
   """
-  shards = mesh.shape[meshes.FSDP]
-  rows = sizes.shard_rows(questions * n, config.rollout.max_batch_rows, shards)
-  prompts = shards * sizes.prompts_together(Buckets.of(config).prompt[-1], rows)
-  waiting = max(questions * n / (rows * shards) - 1, 0) * assumptions.mean_completion
-  return math.ceil(questions / prompts), 1 + waiting / assumptions.longest_completion
+  rows = _rows(config, mesh, count) * mesh.shape[meshes.FSDP]
+  return rows, max(count / rows - 1, 0) * float(samples.completion.mean())
 
 
-def micro_batch_counts(config: Config, mesh: jax.sharding.Mesh, assumptions: Assumptions) -> tuple[int, int]:
-  """(micro-batches of an optimizer step, rows of one), every row trained on; packed rows by the mean lengths."""
-  size = -(-config.actor.ppo_micro_batch_size // mesh.size) * mesh.size
-  rows = float(config.actor.ppo_mini_batch_size * config.rollout.n)
-  if config.actor.pack_sequences:
-    largest = Buckets.of(config)
-    prompt, response, reprompt = largest.prompt[-1], largest.response[-1], largest.reprompt[-1]
-    mean = assumptions.mean_completion
-    shares = [(assumptions.mean_prompt + mean) / (prompt + response), mean / response]
-    if ObjectiveSpec.from_config(config).needs_teacher:
-      shares.append((assumptions.mean_reprompt + mean) / (reprompt + response))
-    rows *= min(1.0, max(shares))
-  return math.ceil(rows / size), size
-
-
-def decode_flops(policy: Policy, prompt: float, completion: float) -> float:
+def decode_flops(policy: Policy, prompt: int, completion: int) -> float:
   """Operations of sampling one completion: as one forward pass over all its tokens."""
-  return forward_flops(policy, 1, int(prompt + completion), int(completion))
-
-
-def useful_flops(config: Config, policy: Policy, largest: Buckets, rows: int) -> float:
-  """Operations that a micro-batch cannot do without: forward and backward of the student, forward of the teacher."""
-  prompt, response, reprompt = largest.prompt[-1], largest.response[-1], largest.reprompt[-1]
-  useful = 3 * forward_flops(policy, rows, prompt + response, response)
-  if ObjectiveSpec.from_config(config).needs_teacher:
-    useful += forward_flops(policy, rows, reprompt + response, response)
-  return useful
+  return forward_flops(policy, 1, prompt + completion, completion)

@@ -26,8 +26,10 @@ _SOURCES = {
   'compiler': 'cycles [compiler]',
   'table': 'kernels [table]',
   'roofline': 'rest at HBM rate [arithmetic]',
-  'cache roofline': 'cache at HBM rate [arithmetic]',
+  'cache': 'cache [table, arithmetic]',
   'synchronous collectives': 'sync collectives [arithmetic]',
+  'collective latency': 'their latency [assumption]',
+  'host': 'host [assumption]',
   'collectives that outlast the work beside them': 'collectives not hidden [arithmetic]',
 }
 
@@ -116,7 +118,10 @@ def text(plan: Plan) -> str:
       listed = [f'{_number(hot["seconds"])} s in {hot["times"]:.0f}: {hot["op_name"]}' for hot in estimate.hottest[:8]]
       parts.append(f'{label}, most cycles [compiler]:\n\n```\n' + '\n'.join(listed) + '\n```')
     if estimate.step_seconds is not None:
-      parts.append(f'{label}: {1e3 * estimate.step_seconds:.3g} ms a token of every row.')
+      parts.append(
+        f'{label}: {1e3 * estimate.step_seconds:.3g} ms per token of every row until the longest ends, '
+        f'{1e3 * estimate.busy_step_seconds:.3g} ms while every row has a sample.'
+      )
     large = [copy for copy in estimate.copies if copy['gib'] >= 0.25]
     if large and label.endswith(('decode', 'update')):
       listed = ', '.join(f'{copy["gib"]:.2f} GiB {copy["shape"]} × {copy["times"]:.0f}' for copy in large)
@@ -131,26 +136,46 @@ def text(plan: Plan) -> str:
     [phase, _number(seconds), f'{100 * seconds / total:.0f} %' if total > 0 and math.isfinite(seconds) else '?']
     for phase, seconds in plan.phases.items()
   ]
-  parts.append(markdown(['phase', 's a step', 'share'], [*rows, ['step', _number(total), '']]))
+  parts.append(markdown(['phase', 's per step', 'share'], [*rows, ['step', _number(total), '']]))
+  parts += [_lengths(plan), _micro_batches(plan)]
   parts.append(
-    f'Assumed: completions of {a.mean_completion:g} tokens on average and {a.longest_completion:g} at most, every row '
-    f'trained on, programs at their largest bucket, host work (grading, data) not counted, '
-    + (
-      f'{a.evaluation_questions} held-out questions.'
-      if a.evaluation_questions
-      else 'evaluation not counted (set --evaluation_questions).'
-    )
-  )
-  parts.append(
-    f'{_number(plan.tokens_per_second)} completion tokens/s ({_number(plan.tokens_per_second_per_chip)} a chip), MFU of '
-    f'the update {_number(100 * plan.update_mfu)} %, of the step {_number(100 * plan.step_mfu)} %; 100 steps: '
-    f'{_number(plan.device_hours_per_100_steps, 4)} chip-hours, ${_number(plan.cost_per_100_steps, 4)} at ${a.price:g} a '
+    f'{_number(plan.tokens_per_second)} completion tokens/s ({_number(plan.tokens_per_second_per_chip)} per chip), MFU of '
+    f'live tokens {_number(100 * plan.update_mfu)} % in the update and {_number(100 * plan.step_mfu)} % in the step; live '
+    f'are {_number(100 * plan.fill["rows"])} % of the rows and {_number(100 * plan.fill["tokens"])} % of the tokens of the '
+    f'update, {_number(100 * plan.fill["sampler"])} % of the rows and steps of the sampler; 100 steps: '
+    f'{_number(plan.device_hours_per_100_steps, 4)} chip-hours, ${_number(plan.cost_per_100_steps, 4)} at ${a.price:g} per '
     f'chip-hour [arithmetic]. Bottleneck: {plan.bottleneck}.'
   )
+  parts += [f'WARNING: {warning}' for warning in plan.warnings]
   if not plan.fits:
     names = ', '.join(label for label, estimate in plan.programs.items() if not estimate.fits)
     parts.append(f'DOES NOT FIT: {names}. --search tries and ranks settings that may.')
   return '\n\n'.join(part for part in parts if part)
+
+
+def _lengths(plan: Plan) -> str:
+  """What was assumed of the run, in a sentence."""
+  a = plan.assumptions
+  source = f'as measured in {a.measured}' if a.measured else 'from the settings plan.…, where None the limits'
+  held_out = (
+    f'{a.evaluation_questions} held-out questions' if a.evaluation_questions else 'no evaluation (trainer.test_freq=0)'
+  )
+  return (
+    f'Assumed ({source}): completions of {a.mean_completion:g} tokens on average and at most {a.longest_completion:g}, '
+    f'prompts of {a.mean_prompt:g}, teacher prompts of {a.mean_reprompt:g}, {100 * a.trained_fraction:.3g} % of the samples '
+    f'with a signal, {held_out}, host work of grading and data not counted.'
+  )
+
+
+def _micro_batches(plan: Plan) -> str:
+  """Which programs the micro-batches of a step run, and whether they were planned."""
+  names = {estimate.name for estimate in plan.programs.values()}
+  ran = ', '.join(
+    f'{count} × {name}' + ('' if name in names else ' (taken as the largest)')
+    for name, count in plan.micro_batches.items()
+    if name.partition('/')[0] in plan.phases
+  )
+  return f'Micro-batches per step: {ran}.' if ran else ''
 
 
 def search(results: Sequence[Candidate]) -> str:
@@ -169,5 +194,5 @@ def search(results: Sequence[Candidate]) -> str:
     ]
     for place, result in enumerate(results)
   ]
-  head = ['rank', 'settings', 'fits', 'most GiB', 'update s', 'sampling s', 'both s a step']
+  head = ['rank', 'settings', 'fits', 'most GiB', 'update s', 'sampling s', 'both s per step']
   return markdown(head, rows)

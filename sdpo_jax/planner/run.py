@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import json
 
@@ -24,7 +24,9 @@ def plan(
   model_config: str | None = None,
   everything: bool = False,
   search_over: Sequence[str] = (),
-  given: Mapping[str, float | None],
+  price: float | None = None,
+  lengths_of: str | None = None,
+  keep: str | None = None,
   announce: Callable[[str], None],
   show: Callable[[str], None],
 ) -> planning.Plan:
@@ -37,7 +39,9 @@ def plan(
     model_config: a config.json to use instead of that of model.path.
     everything: compile every bucket.
     search_over: what to vary; empty: nothing.
-    given: assumptions by name; None: the default.
+    price: US dollars per chip-hour; None: the list price.
+    lengths_of: directory or metrics.jsonl of a run whose completions count; None: the settings `plan`.
+    keep: folder for what the compiler answers, from which it is taken the next time; None: nothing is kept.
     announce: gets lines of progress.
     show: gets the report.
 
@@ -51,12 +55,14 @@ def plan(
   slice_ = describe(topology)
   policy, source = model.read(config, model_config)
   announce(f'The model: {source}.')
-  assumptions = planning.Assumptions.of(config, slice_.chip, **given)
-  made = planning.make(config, policy, slice_, assumptions, source=source, everything=everything, announce=announce)
+  assumptions = planning.Assumptions.of(config, slice_.chip, price=price, run=lengths_of)
+  made = planning.make(
+    config, policy, slice_, assumptions, source=source, everything=everything, keep=keep, announce=announce
+  )
   show(report.text(made))
   numbers = made.to_json()
   if search_over:
-    found = search(config, policy, slice_, assumptions, search_over, announce)
+    found = search(config, policy, slice_, assumptions, search_over, announce, keep)
     show('\n' + report.search(found))
     numbers['search'] = jsonable([dataclasses.asdict(result) for result in found])
   if output is not None:

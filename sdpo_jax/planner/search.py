@@ -51,6 +51,7 @@ def search(
   assumptions: planning.Assumptions,
   over: Sequence[str],
   announce: Callable[[str], None] = lambda _: None,
+  keep: str | None = None,
 ) -> list[Candidate]:
   """Combinations of mesh, micro-batch, remat and rows decoded at once, the best first.
 
@@ -67,7 +68,7 @@ def search(
     here = changed(config, mesh)
 
     def compiled(options: Sequence[dict[str, Any]], labels: Sequence[str], here: Config = here) -> list[Part]:
-      return _parts(here, policy, topology, assumptions, options, labels, announce)
+      return _parts(here, policy, topology, assumptions, options, labels, announce, keep)
 
     updates = compiled(update_options(here, chips, over), _TRAINING)
     samplers = compiled(sampling_options(here, over), _SAMPLING)
@@ -182,6 +183,7 @@ def _parts(
   options: Sequence[dict[str, Any]],
   labels: Sequence[str],
   announce: Callable[[str], None],
+  keep: str | None,
 ) -> list[Part]:
   """The options compiled, the least demanding first; none that asks for more than one that did not fit."""
   found: list[Part] = []
@@ -191,7 +193,7 @@ def _parts(
       return all(a <= b for a, b in zip(_demand(part.settings), _demand(option), strict=True))
 
     if not any(more(part) for part in found if not part.fits):
-      found.append(_part(config, policy, topology, assumptions, option, labels, announce))
+      found.append(_part(config, policy, topology, assumptions, option, labels, announce, keep))
   return found
 
 
@@ -203,13 +205,14 @@ def _part(
   settings: dict[str, Any],
   labels: Sequence[str],
   announce: Callable[[str], None],
+  keep: str | None,
 ) -> Part:
   here = changed(config, settings)
   if 'model.remat' in settings:
     policy = policy.with_remat(here.model.remat)
   listed = ', '.join(f'{name}={value}' for name, value in settings.items()) or 'as configured'
   announce(f'{", ".join(labels)} with mesh fsdp={here.mesh.fsdp} tensor={here.mesh.tensor}, {listed}:')
-  made = planning.make(here, policy, topology, assumptions, only=labels, announce=announce)
+  made = planning.make(here, policy, topology, assumptions, only=labels, keep=keep, announce=announce)
   return Part(
     settings=settings,
     fits=made.fits,

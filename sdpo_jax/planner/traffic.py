@@ -28,8 +28,8 @@ class StepReads:
   block: int  # Slots that the kernel reads together.
 
   def cache(self, filled: float) -> float:
-    """Bytes that the kernel reads where every row holds `filled` tokens: whole blocks."""
-    return self.slot * min(math.ceil(filled / self.block) * self.block, self.slots)
+    """Bytes that the kernel reads where every row holds `filled` tokens: whole blocks, at least one."""
+    return self.slot * min(max(math.ceil(filled / self.block), 1) * self.block, self.slots)
 
   def total(self, filled: float) -> float:
     """Bytes of everything where every row holds `filled` tokens."""

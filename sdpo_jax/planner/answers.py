@@ -1,0 +1,134 @@
+"""What the compiler answered of a program, kept in a folder if wanted: planning again then takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import re
+from typing import Any
+
+from etils import epath
+import jax
+
+from sdpo_jax.files import write_atomically
+from sdpo_jax.programs import Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+  """A compiled program as far as the planner reads it; on one device."""
+
+  text: str  # The scheduled HLO.
+  argument_bytes: tuple[tuple[int | None, ...], ...]  # Of each argument the leaves; None: a leaf that is not passed.
+  arguments_in_all: int  # Bytes, padding included.
+  results: int  # Bytes.
+  aliased: int  # Bytes of results that take over an argument's memory.
+  temporaries: int  # Bytes.
+  output_shardings: Any = None  # Of a program that others inherit from; such a program is compiled every time.
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiler:
+  """Compiles programs for one slice, or recalls what came of it."""
+
+  slice_: str  # Name and compiler: who answers.
+  folder: epath.PathLike | None  # None: nothing is kept.
+
+  def asked_of(self, found: Mapping[str, Program]) -> dict[str, Program]:
+    """Return the programs with functions that compile to an `Answer`."""
+    inherited = {source for program in found.values() for source, _ in program.inherits.values()}
+    return {
+      name: dataclasses.replace(program, function=_Asked(self, program, recalled=name not in inherited))
+      for name, program in found.items()
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+  """In the place of a jitted function: what `Program.lower` and `programs.compile_programs` use of one."""
+
+  compiler: Compiler
+  program: Program
+  recalled: bool
+
+  def lower(self, *arguments: Any, **static: Any) -> _Question:
+    return _Question(self, self.program.function.lower(*arguments, **static))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Question:
+  asked: _Asked
+  lowered: jax.stages.Lowered
+
+  def compile(self) -> Answer:
+    """Return the answer.
+
+    Raises:
+      JaxRuntimeError: the compiler refuses the program.
+    """
+    folder = self.asked.compiler.folder
+    if folder is None or not self.asked.recalled:
+      return self._ask()
+    path = epath.Path(folder) / f'{self._key()}.json'
+    if path.exists():
+      kept = json.loads(path.read_text(encoding='utf-8'))
+      if 'refused' in kept:
+        raise jax.errors.JaxRuntimeError(kept['refused'])
+      return Answer(**kept | {'argument_bytes': tuple(map(tuple, kept['argument_bytes']))})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+      answer = self._ask()
+    except jax.errors.JaxRuntimeError as error:
+      if 'RESOURCE_EXHAUSTED' in str(error):
+        write_atomically(path, json.dumps({'refused': str(error)}))
+      raise
+    answer = dataclasses.replace(answer, output_shardings=None)
+    write_atomically(path, json.dumps(dataclasses.asdict(answer)))
+    return answer
+
+  def _ask(self) -> Answer:
+    compiled = self.lowered.compile()
+    used = compiled.memory_analysis()
+    shardings = compiled.input_shardings[0]
+    return Answer(
+      text=compiled.as_text(),
+      argument_bytes=tuple(
+        leaf_bytes(argument, sharding)
+        for argument, sharding in zip(self.asked.program.arguments, shardings, strict=True)
+      ),
+      arguments_in_all=used.argument_size_in_bytes,
+      results=used.output_size_in_bytes,
+      aliased=used.alias_size_in_bytes,
+      temporaries=used.temp_size_in_bytes,
+      output_shardings=compiled.output_shardings,
+    )
+
+  def _key(self) -> str:
+    """Return a digest of all that the answer depends on: the program, the names in it, the compiler and its options."""
+    names = re.findall(r'loc\("([^"]*)"\(', self.lowered.as_text(debug_info=True))
+    options = [os.environ.get(name, '') for name in ('XLA_FLAGS', 'LIBTPU_INIT_ARGS')]
+    parts = [self.asked.compiler.slice_, *options, self.lowered.as_text(), *sorted(set(names))]
+    return hashlib.sha256('\0'.join(parts).encode()).hexdigest()
+
+
+def leaf_bytes(argument: Any, shardings: Any = None) -> tuple[int | None, ...]:
+  """Return the bytes of an argument's leaves on one device; None for one without a sharding, which is not passed.
+
+  Args:
+    argument: abstract arrays.
+    shardings: a tree of the same form; None: those of the abstract arrays.
+  """
+  leaves, structure = jax.tree.flatten(argument)
+  places = [leaf.sharding for leaf in leaves] if shardings is None else structure.flatten_up_to(shardings)
+  return tuple(
+    None if place is None else math.prod(place.shard_shape(leaf.shape)) * _itemsize(leaf.dtype)
+    for leaf, place in zip(leaves, places, strict=True)
+  )
+
+
+def _itemsize(dtype: Any) -> int:
+  return 8 if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else dtype.itemsize

@@ -1,0 +1,99 @@
+"""How long prompts and completions are: a distribution from what is known of it, and what a sampler's cache holds then."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+import math
+import statistics
+
+from etils import epath
+import numpy as np
+
+from sdpo_jax.errors import UserError
+from sdpo_jax.training.metrics import read_metrics
+
+COMPLETION_SPREAD = 1.0  # Standard deviation of the logarithm of lengths, where nothing is known of it.
+PROMPT_SPREAD = 0.3  # The same of prompts.
+_STEPS = 20  # Of a run's metrics the last so many count.
+
+
+def quantiles(mean: float, longest: float, count: int, spread: float) -> np.ndarray:
+  """Return [count] int, the quantiles of log-normal lengths that are cut off at `longest` and have this mean.
+
+  Args:
+    mean: tokens, at most `longest`.
+    longest: tokens.
+    count: of lengths.
+    spread: standard deviation of the logarithm before the cut.
+  """
+  normal = statistics.NormalDist()
+  shape = np.exp(spread * np.array([normal.inv_cdf((i + 0.5) / count) for i in range(count)]))
+
+  def cut(scale: float) -> np.ndarray:
+    return np.minimum(scale * shape, longest)
+
+  low, high = 0.0, longest / shape[0]
+  for _ in range(60):
+    middle = (low + high) / 2
+    low, high = (middle, high) if cut(middle).mean() < mean else (low, middle)
+  return np.clip(np.rint(cut(high)), 1, math.ceil(longest)).astype(int)
+
+
+def of_run(source: epath.PathLike) -> dict[str, float]:
+  """Return what a run's metrics say of lengths, as settings of the section `plan` and `completion_spread`.
+
+  Args:
+    source: a run's directory, or its metrics.jsonl.
+
+  Raises:
+    UserError: there are no metrics, or they say nothing of lengths.
+  """
+  path = epath.Path(source)
+  folder = path.parent if path.name == 'metrics.jsonl' else path
+  lines = [line for line in read_metrics(folder) if line.get('rollout/completion_length_mean') is not None]
+  if not lines:
+    raise UserError(
+      f'--lengths={source}: there is no metrics.jsonl with rollout/completion_length_mean; name the directory of a run '
+      'that has done at least one step.'
+    )
+  sums: dict[str, list[float]] = collections.defaultdict(list)
+  for line in lines[-_STEPS:]:
+    for name, value in line.items():
+      if isinstance(value, int | float):
+        sums[name].append(value)
+  mean = {name: statistics.fmean(values) for name, values in sums.items()}
+  found = {
+    'mean_completion': mean['rollout/completion_length_mean'],
+    'longest_completion': max(sums['rollout/completion_length_max'], default=None),
+    'trained_fraction': mean.get('self_distillation/reprompt_sample_fraction') or None,
+  }
+  middle, high = mean.get('rollout/completion_length_p50'), mean.get('rollout/completion_length_p95')
+  if middle and high and high > middle:
+    found['completion_spread'] = math.log(high / middle) / statistics.NormalDist().inv_cdf(0.95)
+  return {name: value for name, value in found.items() if value is not None}
+
+
+def live_blocks(completions: Sequence[int] | np.ndarray, prompt: float, block: int, blocks: int) -> dict[str, float]:
+  """Return how many blocks of its row decode attention fetches on average per row and step.
+
+  A row without a sample fetches one block, as its place among the blocks of all rows is another's no longer.
+
+  Args:
+    completions: tokens of each.
+    prompt: tokens that a row holds before the first step.
+    block: tokens of a block.
+    blocks: of a row.
+
+  Returns:
+    'last': from the moment at which the last samples are admitted, all at once, to the end of the longest;
+    'busy': while a new sample follows each that ends.
+  """
+  completions = np.asarray(completions)
+  steps = int(completions.max())
+  fetched = np.clip(np.ceil((prompt + np.arange(steps)) / block), 1, blocks)
+  until = np.cumsum(fetched)[completions - 1]
+  return {
+    'last': float((until + steps - completions).mean() / steps),
+    'busy': float(until.sum() / completions.sum()),
+  }

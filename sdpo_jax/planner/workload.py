@@ -1,0 +1,190 @@
+"""One generation batch of a run as its own batching deals it out: which shapes it takes, and what of them is live."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+import dataclasses
+
+import jax
+import numpy as np
+
+from models.flops import forward_flops
+from models.policy import Policy
+from sdpo_jax.config import Config
+from sdpo_jax.objective.spec import ObjectiveSpec
+from sdpo_jax.planner.lengths import PROMPT_SPREAD, quantiles
+from sdpo_jax.programs import Program
+from sdpo_jax.training import batching
+from sdpo_jax.types import Batch, Rollouts, TokenRows
+
+Shape = tuple[int, ...]  # Rows, then tokens of a row of every side, then targets.
+
+
+@dataclasses.dataclass(frozen=True)
+class Samples:
+  """Tokens of the N samples of a generation batch, in batch order."""
+
+  prompt: np.ndarray  # [N] int.
+  completion: np.ndarray  # [N] int.
+  reprompt: np.ndarray  # [N] int.
+  trained: np.ndarray  # [N] bool, the others have no signal and pass through no update.
+
+  def __len__(self) -> int:
+    return len(self.prompt)
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+  """What the update and the scoring pass of a generation batch run."""
+
+  updates: tuple[Shape, ...]  # Of every micro-batch.
+  scores: tuple[Shape, ...]
+  live_rows: int  # Of the updates: rows that hold a sample.
+  rows: int
+  live_tokens: int  # Of the updates, student's and teacher's sides: tokens that are no padding.
+  tokens: int
+  useful_flops: float  # Operations of the updates that live tokens cannot do without.
+  scored_flops: float  # The same of scoring.
+
+
+def draw(
+  config: Config,
+  *,
+  mean_prompt: float,
+  mean_completion: float,
+  longest_completion: float,
+  mean_reprompt: float,
+  trained_fraction: float,
+  completion_spread: float,
+) -> Samples:
+  """Return samples with these means, the same at every call: quantiles of log-normal lengths in a random order."""
+  count, n = config.data.train_batch_size * config.rollout.n, config.rollout.n
+  data, shuffle = config.data, np.random.default_rng(0).permutation
+  prompt = quantiles(mean_prompt, data.max_prompt_length, count // n, PROMPT_SPREAD)
+  reprompt = quantiles(mean_reprompt, config.actor.self_distillation.max_reprompt_len, count, PROMPT_SPREAD)
+  return Samples(
+    prompt=np.repeat(shuffle(prompt), n),
+    completion=shuffle(quantiles(mean_completion, longest_completion, count, completion_spread)),
+    reprompt=shuffle(reprompt),
+    trained=shuffle(np.arange(count) < max(round(trained_fraction * count), 1)),
+  )
+
+
+def of_batch(config: Config, policy: Policy, samples: Samples, devices: int, share: bool) -> Workload:
+  """Return what a run does with a generation batch of these lengths.
+
+  Args:
+    config: settings.
+    policy: the model, for its operations.
+    samples: lengths.
+    devices: that share the rows of a micro-batch.
+    share: from `batching.shares_prompts`.
+  """
+  spec, batch = ObjectiveSpec.from_config(config), _batch(config, samples)
+  updates, live_rows, rows, live_tokens, tokens = [], 0, 0, 0, 0
+  for chosen in batching.mini_batches(config):
+    for micro in batching.micro_batches(batch, chosen, config, devices, share):
+      sides = [side for side in (micro.batch.student, micro.batch.teacher) if side is not None]
+      updates.append(shape(micro.batch))
+      live_rows += sum(bool(held) for held in micro.samples)
+      rows += len(micro.samples)
+      live_tokens += sum(micro.tokens(side) for side in sides)
+      tokens += sum(side.tokens.size for side in sides)
+  epochs = config.actor.ppo_epochs
+  scored = np.zeros(len(samples), bool)
+  if spec.computes_log_probs:
+    scored[:] = True
+  elif spec.weighs_in_update:
+    scored[batching.left_out(batch, config)] = True
+  scores = batching.student_micro_batches(batch, config, devices, np.flatnonzero(scored))
+
+  def forward(prompts: np.ndarray, chosen: np.ndarray) -> float:
+    pairs = zip((prompts + samples.completion)[chosen].tolist(), samples.completion[chosen].tolist(), strict=True)
+    return sum(forward_flops(policy, 1, whole, completion) for whole, completion in pairs)
+
+  student = 3 * forward(samples.prompt, samples.trained)
+  teacher = forward(samples.reprompt, samples.trained) if spec.needs_teacher else 0.0
+  return Workload(
+    updates=tuple(updates) * epochs,
+    scores=tuple(shape(micro.batch) for micro in scores),
+    live_rows=epochs * live_rows,
+    rows=epochs * rows,
+    live_tokens=epochs * live_tokens,
+    tokens=epochs * tokens,
+    useful_flops=epochs * (student + teacher),
+    scored_flops=forward(samples.prompt, scored),
+  )
+
+
+def shape(batch: Batch) -> Shape:
+  """Return what distinguishes the programs of micro-batches: rows, tokens of the sides, targets."""
+  return (*batch.student.tokens.shape, *(() if batch.teacher is None else batch.teacher.tokens.shape[1:])) + (
+    batch.targets.shape[1],
+  )
+
+
+def program_shape(program: Program) -> Shape:
+  """Return the `shape` of the micro-batches that a program of kind 'update' or 'score' takes.
+
+  Raises:
+    ValueError: it takes none.
+  """
+  for argument, following in zip(program.arguments, (*program.arguments[1:], None), strict=True):
+    if isinstance(argument, Batch):
+      return shape(argument)
+    if isinstance(argument, TokenRows) and isinstance(following, jax.ShapeDtypeStruct):
+      return *argument.tokens.shape, following.shape[1]
+  raise ValueError(f'A program of kind {program.kind!r} takes no micro-batch.')
+
+
+def used(found: dict[str, Program], work: Workload) -> dict[str, tuple[str, ...]]:
+  """Return by kind the registered names of the programs that the micro-batches run, one for each micro-batch.
+
+  Raises:
+    ValueError: a micro-batch has a shape for which no program is registered.
+  """
+  return {
+    kind: _names(kind, {program_shape(p): name for name, p in found.items() if p.kind == kind}, shapes)
+    for kind, shapes in (('update', work.updates), ('score', work.scores))
+  }
+
+
+def _names(kind: str, registered: dict[Shape, str], shapes: Iterable[Shape]) -> tuple[str, ...]:
+  missing = [each for each in shapes if each not in registered]
+  if missing:
+    raise ValueError(f'No program of kind {kind!r} is registered for micro-batches of {missing[0]}, of {registered}.')
+  return tuple(registered[each] for each in shapes)
+
+
+def _batch(config: Config, samples: Samples) -> batching.GenerationBatch:
+  """Return a generation batch with samples of these lengths; its numbers mean nothing."""
+  spec, count, width = ObjectiveSpec.from_config(config), len(samples), config.data.max_response_length
+  mask = np.arange(width)[None] < samples.completion[:, None]
+  zeros = np.zeros((count, width), np.float32)
+  signal = np.where(samples.trained[:, None], np.float32(1), np.float32(0)) * np.ones_like(zeros)
+
+  def prompts(lengths: Sequence[int] | np.ndarray) -> list[list[int]]:
+    # Prompts of different samples differ in their first token.
+    return [[index, *[0] * (int(length) - 1)] for index, length in enumerate(lengths)]
+
+  rollouts = Rollouts(
+    group=np.arange(count, dtype=np.int32) // config.rollout.n,
+    prompt_tokens=np.zeros((count, 1), np.int32),
+    prompt_mask=np.ones((count, 1), bool),
+    completion_tokens=np.zeros((count, width), np.int32),
+    completion_mask=mask,
+    sampling_log_probs=zeros,
+    model_log_probs=zeros,
+    entropy=zeros,
+    finish_reason=['stop'] * count,
+    text=[''] * count,
+  )
+  return batching.GenerationBatch(
+    prompts=prompts(samples.prompt),
+    teacher_prompts=prompts(samples.reprompt) if spec.needs_teacher else None,
+    rollouts=rollouts,
+    distill_mask=signal,
+    advantages=signal if spec.needs_advantages else None,
+    old_log_probs=zeros if spec.needs_old_log_probs else None,
+    sampling_log_probs=zeros if spec.weighs_in_update else None,
+  )
