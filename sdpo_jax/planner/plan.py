@@ -285,15 +285,15 @@ def select(found: Mapping[str, registry.Program], everything: bool, used: Iterab
 # --- memory --------------------------------------------------------------------------------------------------------
 
 
-def _held(program: registry.Program, leaf_sizes: Sequence[Sequence[int | None]] | None) -> dict[str, float]:
-  """Bytes on one device of a program's arguments by what they are; `leaf_sizes` None: as the abstract arrays lie."""
+def _held(program: registry.Program, argument_bytes: Sequence[Sequence[int | None]] | None) -> dict[str, float]:
+  """Bytes on one device of a program's arguments by what they are; `argument_bytes` None: as the abstract arrays lie."""
   held: dict[str, float] = {}
   parts = {'trainable': 'parameters', 'opt_state': 'optimizer', 'teacher': 'teacher'}
   for index, (argument, kind) in enumerate(zip(program.arguments, program.holds, strict=True)):
     kinds = [kind] * len(jax.tree.leaves(argument))
     if isinstance(argument, TrainState):
       kinds = [parts.get(path[0].name) for path, _ in jax.tree_util.tree_leaves_with_path(argument)]
-    of_leaves = answers.leaf_bytes(argument) if leaf_sizes is None else leaf_sizes[index]
+    of_leaves = answers.leaf_bytes(argument) if argument_bytes is None else argument_bytes[index]
     for each, size in zip(kinds, of_leaves, strict=True):
       if each is not None and size is not None:
         held[each] = held.get(each, 0.0) + size
