@@ -108,10 +108,18 @@ class _Question:
     )
 
   def _key(self) -> str:
-    """Return a digest of all that the answer depends on: the program, the names in it, the compiler and its options."""
-    names = re.findall(r'loc\("([^"]*)"\(', self.lowered.as_text(debug_info=True))
+    """Return a digest of all that the answer depends on: the program, the names in it, the compiler and its options.
+
+    Of the names those of operations and arguments, which the planner reads, not of files and functions on the stack.
+    """
+    names = re.findall(r'loc\("((?:jit\(|[^"]*/)[^"]*)"\(|loc\("([^"]*)"\)', self.lowered.as_text(debug_info=True))
     options = [os.environ.get(name, '') for name in ('XLA_FLAGS', 'LIBTPU_INIT_ARGS')]
-    parts = [self.asked.compiler.slice_, *options, self.lowered.as_text(), *sorted(set(names))]
+    parts = [
+      self.asked.compiler.slice_,
+      *options,
+      self.lowered.as_text(),
+      *sorted({operation or argument for operation, argument in names}),
+    ]
     return hashlib.sha256('\0'.join(parts).encode()).hexdigest()
 
 
