@@ -302,7 +302,7 @@ def test_a_step_adds_up():
   # micro-batches, the one whose program has no estimate takes the time of the largest. Evaluation is in: 64 questions ×
   # 16 samples, 8 times as many as slots, every 5 steps.
   expected = {
-    'prefill': 1 + 2 * 2,
+    'prefill': 1 + 4 * 2,  # One prompt of 2048 tokens on each of 8 devices.
     'decode': 60 + 8192 * 2,
     'score': 4 * 3,
     'update': 1 + 1 + 8 + 8,
