@@ -6,9 +6,9 @@
 The same command with the same --workdir continues where the run stopped. --help_settings lists every
 setting, --help_settings=teacher those that speak of it.
 
-Exit codes: 0 done; 2 bad input, named in a sentence; 3 stopped by an alarm (alarms.rules), with a checkpoint; 75 one of
-several processes is gone or never came, named in a sentence; 143 told to stop, with a checkpoint. After 75 and 143 the
-same command resumes.
+Exit codes: 0 done; 2 bad input, or nothing learned for too long (trainer.max_skipped_steps), named in a sentence; 3
+stopped by an alarm (alarms.rules), with a checkpoint; 75 one of several processes is gone or never came, named in a
+sentence; 143 told to stop, with a checkpoint. After 75 and 143 the same command resumes.
 """
 
 import sys

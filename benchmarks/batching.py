@@ -1,0 +1,100 @@
+"""Host CPU-seconds of dealing a generation batch out to micro-batches, and how full these are; no model is computed.
+
+    python -m benchmarks.batching [--task=livecodebench] [--devices=8] [--mean=256] [--repeats=3]
+
+The shapes are those of the paper's experiments (configs/paper.py): 256 samples, completions of up to 8192 tokens, whose
+lengths are log-normal (σ = 1) with the mean of the paper's Table 8. Three in four have a signal; the samples of a group
+share a demonstration. Rows of one sample each (`rows`) stand beside packed ones (`packed`). `fill` is the share of a
+row's tokens that is no padding, of the student's and the teacher's rows. One JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+
+import numpy as np
+
+from configs import paper
+from sdpo_jax.config import Config
+from sdpo_jax.training import batching, step
+from sdpo_jax.types import Rollouts
+
+TRAINED = 0.75  # Of the samples.
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--task', choices=['livecodebench', *paper.SCIENCE], default='livecodebench')
+  parser.add_argument('--devices', type=int, default=8, help='that share the rows of a micro-batch')
+  parser.add_argument('--mean', type=float, default=256, help='tokens of a completion')
+  parser.add_argument('--repeats', type=int, default=3)
+  args = parser.parse_args()
+  config = paper.get_config(task=args.task)
+  batch = generation_batch(config, args.mean)
+  sides = {}
+  for side in ('rows', 'packed'):
+    config.actor.pack_sequences = side == 'packed'
+    sides[side] = min((deal(config, batch, args.devices) for _ in range(args.repeats)), key=lambda x: x['cpu_seconds'])
+  print(json.dumps({'benchmark': 'batching', 'task': args.task, 'devices': args.devices, 'mean': args.mean, **sides}))
+
+
+def deal(config: Config, batch: batching.GenerationBatch, devices: int) -> dict[str, float]:
+  """Make every micro-batch of a generation batch, as `step.run_update` does; what it took and what they hold."""
+  student, teacher, micros, spent = step.Filled(), step.Filled(), 0, 0.0
+  for samples in batching.mini_batches(config):
+    started = time.process_time()
+    for micro in batching.micro_batches(batch, samples, config, devices, config.actor.pack_sequences):
+      spent += time.process_time() - started
+      student.add(micro, micro.batch.student)
+      teacher.add(micro, micro.batch.teacher)
+      micros += 1
+      started = time.process_time()
+    spent += time.process_time() - started
+  return {
+    'cpu_seconds': round(spent, 3),
+    'micro_batches': micros,
+    'tokens_of_shapes': student.token_room + teacher.token_room,
+    'fill_student': round(student.tokens / student.token_room, 3),
+    'fill_teacher': round(teacher.tokens / teacher.token_room, 3),
+    'fill_rows': round(student.rows / student.row_room, 3),
+  }
+
+
+def generation_batch(config: Config, mean: float, seed: int = 0) -> batching.GenerationBatch:
+  """Random samples with lengths of that mean."""
+  rng, groups, n = np.random.default_rng(seed), config.data.train_batch_size, config.rollout.n
+  count, longest = groups * n, config.data.max_response_length
+  lengths = np.clip(rng.lognormal(np.log(mean) - 0.5, 1.0, count).astype(int), 1, longest)
+  mask = np.arange(longest) < lengths[:, None]
+  tokens = (rng.integers(1, 150_000, mask.shape) * mask).astype(np.int32)
+  prompts = [rng.integers(1, 150_000, rng.integers(200, 800)).tolist() for _ in range(groups)]
+  shown = rng.integers(0, n, groups) + n * np.arange(groups)  # Of each group, the sample that its teacher sees.
+  zeros = np.zeros(mask.shape, np.float32)
+  rollouts = Rollouts(
+    group=np.repeat(np.arange(groups, dtype=np.int32), n),
+    prompt_tokens=np.zeros((count, 1), np.int32),
+    prompt_mask=np.ones((count, 1), bool),
+    completion_tokens=tokens,
+    completion_mask=mask,
+    sampling_log_probs=zeros,
+    model_log_probs=zeros,
+    entropy=zeros,
+    finish_reason=['stop'] * count,
+    text=[''] * count,
+  )
+  reprompts = [prompt + tokens[i, : lengths[i]].tolist() for prompt, i in zip(prompts, shown, strict=True)]
+  trained = (rng.random(count) < TRAINED).astype(np.float32)
+  return batching.GenerationBatch(
+    prompts=[prompts[group] for group in rollouts.group],
+    teacher_prompts=[reprompts[group] for group in rollouts.group],
+    rollouts=rollouts,
+    distill_mask=np.repeat(trained[:, None], longest, axis=1),
+    old_log_probs=zeros,
+    distill_weights=np.ones_like(zeros),
+  )
+
+
+if __name__ == '__main__':
+  main()
