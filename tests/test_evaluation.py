@@ -15,7 +15,6 @@ from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.evaluation import completions, evaluate
 from sdpo_jax.inference import runs
-from sdpo_jax.rollout.slots import SamplingStats
 from sdpo_jax.training import records, report, step
 from sdpo_jax.types import Example, Outcome, Rollouts
 
@@ -212,9 +211,7 @@ def test_lengths_entropy_and_words_of_doubt():
 
 
 def graded(examples: list[Example], batch: Rollouts, outcomes: list[Outcome]) -> step.GradedRollouts:
-  return step.GradedRollouts(
-    examples, [[1]] * len(examples), batch, outcomes, np.arange(len(batch)), SamplingStats(), 0.0
-  )
+  return step.GradedRollouts(examples, [[1]] * len(examples), batch, outcomes, np.arange(len(batch)), 0.0)
 
 
 def test_a_batch_of_several_sources_is_described_as_a_whole_and_by_source():

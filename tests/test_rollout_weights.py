@@ -13,7 +13,6 @@ import pytest
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.objective.spec import ObjectiveSpec
-from sdpo_jax.rollout.slots import SamplingStats
 from sdpo_jax.training import batching, records, step
 from sdpo_jax.training.update import make_update, place_state
 from sdpo_jax.types import Example, Outcome
@@ -121,7 +120,6 @@ def test_all_rows_are_scored_only_where_the_update_cannot_weigh_them(changes, be
     samples.rollouts,
     [Outcome(0.0)] * len(samples),
     np.arange(len(samples)),
-    SamplingStats(),
     0.0,
   )
   metrics = {}

@@ -41,8 +41,8 @@ class GradedRollouts:
   rollouts: Rollouts  # N.
   outcomes: list[Outcome]  # N.
   sample_ids: np.ndarray  # [N] number of each sample as drawn, before any reordering.
-  sampling: SamplingStats  # What sampling took.
   graders_busy_s: float  # Seconds in which this process's graders were at work, while it sampled or afterwards.
+  sampling: SamplingStats = dataclasses.field(default_factory=SamplingStats)  # What sampling took.
 
 
 def rollout_and_grade(
@@ -85,8 +85,8 @@ def rollout_and_grade(
     rollouts,
     outcomes,
     sample_ids=order,
-    sampling=session.sampler.stats,
     graders_busy_s=grading.busy_s,
+    sampling=session.sampler.stats,
   )
 
 
