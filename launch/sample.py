@@ -6,7 +6,7 @@
 
 --prompt: the completion alone goes to stdout; of several, each behind a line `--- completion 1 of 4 ---`.
 
---prompts: a .txt file has a prompt a line; other files have rows (JSON lines, a JSON array, parquet) with `prompt`, a
+--prompts: a .txt file has a prompt a line; other files have rows (JSON lines, a JSON array, CSV, parquet) with `prompt`, a
 text or a list of messages, or `messages`; rows for training will do. One JSON object a completion, in the order of the
 prompts: row (line number), id (where the row has `id` or `idx`), sample (0 … n − 1), prompt, completion, finish_reason
 (stop or length), tokens, log_prob (sum over the tokens, at temperature 1). While sampling goes on, --output holds what
@@ -36,7 +36,9 @@ WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a run; its newest c
 STEP = flags.DEFINE_integer('step', None, 'The checkpoint of this step of the run answers instead.', lower_bound=1)
 MODEL = flags.DEFINE_string('model', None, 'Hugging Face model directory, instead of a run.')
 PROMPT = flags.DEFINE_string('prompt', None, 'What the user says.')
-PROMPTS = flags.DEFINE_string('prompts', None, 'File of prompts, instead: .txt, or rows as .jsonl, .json or .parquet.')
+PROMPTS = flags.DEFINE_string(
+  'prompts', None, 'File of prompts, instead: .txt, or rows as .jsonl, .json, .csv or .parquet.'
+)
 CHAT = flags.DEFINE_bool('chat', False, 'A conversation, instead: every line of input is answered.')
 OUTPUT = flags.DEFINE_string('output', None, 'With --prompts: JSON lines file to write; stdout without it.')
 OVERWRITE = flags.DEFINE_bool('overwrite', False, 'Replace an --output that is there already.')

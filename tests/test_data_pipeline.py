@@ -14,8 +14,10 @@ from transformers import AutoTokenizer
 
 from sdpo_jax.config import Config
 from sdpo_jax.data import pipeline, prompts
+from sdpo_jax.environments import registry
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Example
+from tests import tiny
 from tests.golden.tokenizer import CharacterTokenizer
 
 
@@ -286,6 +288,35 @@ def test_an_overlong_prompt_names_the_row_and_the_setting(write, caplog):
   assert 'sciknoweval/2' not in {i for _ in range(9) for i in ids(next(it))}
   with pytest.raises(UserError, match='every prompt is longer'):
     train(files, max_prompt_length=3, filter_overlong_prompts=True)
+
+
+def test_rows_of_ones_own_need_no_names(write, tmp_path):
+  (tmp_path / 'capitals.csv').write_text('prompt,answer\nCapital of Chile?,A\nOf Peru?,B\n')
+  files = [str(tmp_path / 'capitals.csv'), write([{'prompt': 'x', 'solution': 'B'}, raw(7)], 'own.jsonl')]
+  it = train(files, environment='mcq')
+  batch = next(it)
+  assert sorted(ids(batch)) == ['capitals/2', 'capitals/3', 'own/1', 'sciknoweval/7']
+  assert {example.environment for example in batch} == {'mcq'} and it.environments == {'mcq'}
+  with pytest.raises(UserError, match="capitals.csv, line 2: no environment grades the data source 'capitals'"):
+    train(files)
+  with pytest.raises(UserError, match="capitals.csv, line 2: There is no environment 'other'"):
+    train(files, environment='other')
+
+
+def test_the_rows_of_the_documentation_train_as_they_are(tmp_path):
+  text = (tiny.REPOSITORY / 'docs' / 'data.md').read_text()
+  blocks = re.findall(r'```(?:json)?\n(.*?)```', text[text.index('## Rows') : text.index('| field |')], re.DOTALL)
+  files = [tmp_path / name for name in ('rows.jsonl', 'rows.csv', 'rows.json')]
+  for file, block in zip(files, blocks, strict=True):
+    file.write_text(block)
+  made = config(environment='math')
+  examples = pipeline.read_examples(
+    [*map(str, files)], 'train', made, CharacterTokenizer(), registry, setting='data.train_files'
+  )
+  assert [(example.data_source, example.ground_truth) for example in examples] == [
+    *(('rows', '42'), ('rows', '7'), ('rows', '42'), ('rows', '12'), ('tables', '42'))
+  ]
+  assert {example.environment for example in examples} == {'math'}
 
 
 class Reader(CharacterTokenizer):

@@ -1,6 +1,7 @@
 """Rows of both schemas become examples; every fault names the file, the line and the field."""
 
 import builtins
+import csv
 import io
 import json
 
@@ -119,10 +120,21 @@ def test_the_environment_follows_the_data_source_or_the_row(source, environment)
 @pytest.mark.parametrize(
   ('value', 'message'),
   [
-    ({k: v for k, v in RAW.items() if k != 'prompt'}, "'prompt' is missing"),
-    ({k: v for k, v in RAW.items() if k != 'kind'}, "'kind' is missing"),
-    ({k: v for k, v in RAW.items() if k != 'answer'}, "'answer' is missing"),
-    ({k: v for k, v in RAW.items() if k != 'dataset'}, "'dataset' .*is missing; there is: idx, kind"),
+    ({k: v for k, v in RAW.items() if k != 'prompt'}, "'prompt' or 'messages' is missing; there is: idx, kind"),
+    ({k: v for k, v in RAW.items() if k != 'answer'}, "'answer' is missing, by which .*'ground_truth' and 'solution'"),
+    (
+      {k: v for k, v in RAW.items() if k != 'dataset'},
+      "no environment grades the data source 'data'.*data.environment",
+    ),
+    ({'prompt': 'What?'}, "no environment grades the data source 'data'.*field 'environment'"),
+    ({k: v for k, v in CODE.items() if k != 'tests'}, "'tests' is missing, by which the row is graded[.]"),
+    ({**RAW, 'kind': 7}, "'kind' must be a non-empty string, not 7"),
+    ({**RAW, 'dataset': ''}, "'dataset' must be a non-empty string"),
+    (
+      {**RAW, 'prompt': [{'role': 'user', 'content': 'x'}] + [{'role': 'assistant', 'content': 'y'}]},
+      "the assistant's",
+    ),
+    ({**RAW, 'messages': 'x'}, "'messages' must be a non-empty list of messages"),
     ({**CODE, 'tests': None}, "'tests' must be a non-empty string, not None"),
     ({**RAW, 'prompt': ' \n'}, "'prompt' must be a non-empty string"),
     ({**RAW, 'prompt': 7}, "'prompt' must be a non-empty string, not 7"),
@@ -142,6 +154,71 @@ def test_the_environment_follows_the_data_source_or_the_row(source, environment)
 def test_a_malformed_row_is_named(value, message):
   with pytest.raises(UserError, match=f'(?s)^rows.json, line 3: .*{message}'):
     rows.example(row(value), 'train')
+
+
+USER = [{'role': 'user', 'content': '1 + 1?'}]
+
+
+@pytest.mark.parametrize(
+  ('value', 'truth'),
+  [
+    ({'prompt': '1 + 1?', 'answer': '2'}, '2'),
+    ({'prompt': '1 + 1?', 'solution': '2'}, '2'),  # TRL's columns.
+    ({'prompt': USER, 'solution': '2', 'answer': None}, '2'),
+    ({'messages': USER, 'ground_truth': '2', 'solution': 'It is 2.'}, '2'),
+    ({'prompt': '1 + 1?', 'answer': '2', 'ground_truth': '3', 'dataset': 'mine', 'kind': 'sum'}, '2'),
+    ({'prompt': '1 + 1?', 'answer': '2', 'environment': 'math'}, '2'),
+  ],
+)
+def test_a_row_of_ones_own_needs_a_prompt_and_what_the_grader_reads(value, truth):
+  defaults = dict(default_source='rows', default_environment='mcq' if 'environment' in value else 'math')
+  example = rows.example(row(value), 'train', **defaults)
+  assert example.messages == USER and example.ground_truth == truth and example.environment == 'math'
+  source = value.get('dataset', 'rows')
+  assert (example.id, example.data_source, example.extra['ability']) == (
+    f'{source}/3',
+    source,
+    value.get('kind', 'math'),
+  )
+
+
+def test_the_grader_is_the_row_s_then_that_of_its_data_source_then_the_default():
+  named = {'prompt': 'x', 'answer': 'B'}
+  for more, environment in (({}, 'own'), ({'dataset': 'gsm8k'}, 'math'), ({'dataset': 'mine'}, 'own')):
+    assert rows.example(row(named | more), 'train', default_environment='own').environment == environment
+    assert rows.example(row(named | more | {'environment': 'mcq'}), 'train').environment == 'mcq'
+  # A file's name is no data source of the reference.
+  assert rows.example(row(named), 'train', default_source='gsm8k', default_environment='mcq').environment == 'mcq'
+  assert rows.example(row(READY), 'train', default_environment='mcq').environment == 'math'
+  assert rows.example(row({**READY, 'data_source': 'x'}), 'train', default_environment='math').environment == 'math'
+
+
+def test_a_grader_of_ones_own_may_read_anything_and_sees_every_column():
+  value = {'id': 'q7', 'prompt': '1 + 1?', 'system': 'Add.', 'answer': [1, 2], 'rubric': {'max': 3}}
+  example = rows.example(row(value), 'train', default_environment='own')
+  assert example.id == 'data/q7' and example.ground_truth == [1, 2]
+  assert example.messages == [{'role': 'system', 'content': 'Add.'}, *USER]
+  assert {name: example.extra[name] for name in ('id', 'answer', 'rubric')} == {
+    'id': 'q7',
+    'answer': [1, 2],
+    'rubric': {'max': 3},
+  }
+  assert not {'prompt', 'system', 'messages'} & set(example.extra)
+  assert rows.example(row({'prompt': 'x'}), 'train', default_environment='own').ground_truth is None
+  assert 'answer' not in rows.example(row(RAW), 'train').extra
+  assert rows.example(row({**RAW, 'rubric': 1}), 'train').extra['rubric'] == 1
+
+
+def test_unit_tests_grade_code_without_a_kind():
+  value = {'prompt': 'f?', 'answer': 'no', 'tests': json.dumps(TESTS)}
+  assert rows.example(row(value), 'train', default_environment='code').ground_truth == json.dumps(TESTS)
+  assert rows.example(row(value), 'train', default_environment='math').ground_truth == 'no'
+
+
+def test_a_system_prompt_goes_before_messages_that_have_none():
+  system = {'role': 'system', 'content': 'S'}
+  assert rows.conversation(row({'prompt': USER, 'system': 'S'})) == [system, *USER]
+  assert rows.conversation(row({'messages': [system, *USER], 'system': 'other'})) == [system, *USER]
 
 
 def test_sound_ground_truths_pass():
@@ -303,6 +380,58 @@ def test_arrays_and_lines_read_the_same(tmp_path_factory, values, indent):
 def test_a_malformed_file_names_the_line(tmp_path, content, message):
   with pytest.raises(UserError, match=message):
     read(tmp_path, content)
+
+
+def test_csv_has_a_header_and_keeps_its_line_numbers(tmp_path):
+  text = '\ufeffprompt, answer,system\r\n"1 + 1, in\n""words""?",2,\r\n\r\n3?, 3 ,S\r\n'
+  found = read(tmp_path, text, 'rows.csv')
+  assert [(r.origin[-6:], r.number, r.value) for r in found] == [
+    ('line 2', 2, {'prompt': '1 + 1, in\n"words"?', 'answer': '2'}),
+    ('line 5', 5, {'prompt': '3?', 'answer': ' 3 ', 'system': 'S'}),
+  ]
+  assert len(read(tmp_path, 'prompt\n' + 'x' * 1_000_000, 'rows.csv')[0].value['prompt']) == 1_000_000
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+  values=st.lists(
+    st.lists(
+      st.text(st.characters(codec='utf-8', exclude_characters='\0'), min_size=1, max_size=8), min_size=2, max_size=2
+    ),
+    min_size=1,
+    max_size=4,
+  )
+)
+def test_csv_reads_what_the_csv_module_writes(tmp_path_factory, values):
+  buffer = io.StringIO(newline='')
+  csv.writer(buffer).writerows([['prompt', 'answer'], *values])
+  found = read(tmp_path_factory.mktemp('rows'), buffer.getvalue(), 'rows.csv')
+  assert [list(r.value.values()) for r in found] == values
+
+
+@pytest.mark.parametrize(
+  ('text', 'message'),
+  [
+    ('prompt,answer\n1,2\n1\n', 'line 3: 1 cells, but the header names 2 columns'),
+    ('prompt,answer\n\n1,"2" x\n', 'line 3: invalid CSV'),
+    ('prompt,answer\n1,"2\n\n', 'line 2: invalid CSV: unexpected end of data'),
+    ('prompt,prompt\n1,2', 'line 1: a header must name every column, each differently'),
+    ('\nprompt,\n1,2', 'line 2: a header must name every column'),
+    ('prompt,answer\n', 'holds no rows'),
+    ('', 'holds no rows'),
+    ('prompt,answer\n1,\xff'.encode('latin-1'), 'line 2: the file is not UTF-8'),
+  ],
+)
+def test_malformed_csv_names_the_line(tmp_path, text, message):
+  with pytest.raises(UserError, match=f'rows.csv.*{message}'):
+    read(tmp_path, text, 'rows.csv')
+
+
+@pytest.mark.parametrize(
+  'source', ['rows.jsonl', 'a/b.c/rows.csv', 'gs://bucket/rows.parquet', 'hf:me/rows?split=test[:3]', 'hf:/data/rows']
+)
+def test_the_stem_of_a_source(source):
+  assert sources.stem(source) == 'rows'
 
 
 @pytest.mark.parametrize('name', ['missing.json', ''])

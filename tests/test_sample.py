@@ -166,7 +166,9 @@ def test_prompts_of_a_text_file(tmp_path):
   [
     ({'text': 'x'}, "'prompt' or 'messages' is missing; there is: text"),
     ({'prompt': ' '}, "'prompt' must be a non-empty string"),
-    ({'prompt': 3}, "'prompt' must be a non-empty list of messages"),
+    ({'prompt': 3}, "'prompt' must be a non-empty string, not 3"),
+    ({'prompt': []}, "'prompt' must be a non-empty list of messages"),
+    ({'messages': [user('x'), assistant('y')]}, "the last message is the assistant's: leave it out"),
     ({'messages': 'x'}, "'messages' must be a non-empty list"),
     ({'messages': [{'role': 'user'}]}, "'messages': a message must have"),
     ({'prompt': 'x', 'system': 3}, "'system' must be a string or null"),

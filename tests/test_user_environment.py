@@ -49,6 +49,7 @@ def test_the_documented_environment_trains(tmp_path):
     f'--config={config}',
     f'--config.environments.modules={tmp_path}/my_environment.py',
     f'--config.data.train_files={tmp_path}/rows.jsonl',
+    '--config.data.environment=word_count',
     '--config.data.max_prompt_length=64',
     '--config.data.prompt_buckets=64',
     '--config.trainer.total_training_steps=1',

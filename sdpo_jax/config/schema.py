@@ -38,10 +38,13 @@ class ModelConfig:
 class DataConfig:
   train_files: tuple[str, ...] = setting(
     (),
-    'Row files (JSON array, JSON lines, parquet; local or gs://…), hub data sets as hf:OWNER/NAME?split=…&config=…&'
+    'Row files (JSON array, JSON lines, CSV, parquet; local or gs://…), hub data sets as hf:OWNER/NAME?split=…&config=…&'
     'revision=…, or generator:NAME?key=value; see docs/data.md.',
   )
   val_files: tuple[str, ...] = setting((), 'The same for held-out evaluation.')
+  environment: str | None = setting(
+    None, "Grader of rows that name none, neither in a field 'environment' nor by a data source of the reference."
+  )
   source_weights: tuple[float, ...] = setting(
     (),
     'Share of each of train_files in the batches, in their order, e.g. 7,3; empty: files form one set, generators take '

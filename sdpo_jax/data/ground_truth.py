@@ -33,6 +33,11 @@ def parse_json(text: str) -> Any:
     raise InvalidJson(str(error).partition(';')[0]) from error
 
 
+def is_checked(environment: str) -> bool:
+  """Return whether `check` knows what the grader needs."""
+  return environment in _CHECKS
+
+
 def check(environment: str, truth: Any) -> str | None:
   """Return what is wrong with the ground truth of a question of `environment`, or None.
 

@@ -196,7 +196,8 @@ def read_examples(
   """
   examples: list[Example] = []
   for source in files:
-    found = [rows.example(row, split) for row in sources.read_rows(source, setting)[:limit]]
+    defaults = {'default_source': sources.stem(source), 'default_environment': config.data.environment}
+    found = [rows.example(row, split, **defaults) for row in sources.read_rows(source, setting)[:limit]]
     _check_environments(found, registry)
     examples += fitting(tokenizer, found, config, source)
   return examples

@@ -1,9 +1,10 @@
-"""Dataset rows in the reference's schema, as examples.
+"""Dataset rows as examples.
 
-Two forms are understood: raw rows (idx, kind, dataset, answer, elo, prompt, description, tests, system, …) and what the
-reference's data/preprocess.py:46-100 makes of them (data_source, prompt, ability, reward_model, extra_info). Both may
-carry one field of ours, `environment`, the name of the grader; without it the data source decides, as in the reference
-(verl/utils/reward_score/feedback/__init__.py:8-26).
+The reference has two forms: raw rows (idx, kind, dataset, answer, elo, prompt, description, tests, system, …) and what
+its data/preprocess.py:46-100 makes of them (data_source, prompt, ability, reward_model, extra_info). Of a raw row only
+`prompt` and what the grader reads need be there, under names that other trainers use too: `messages`, `ground_truth`,
+`solution`. Rows may name their grader in `environment`; without it the data source decides, as in the reference
+(verl/utils/reward_score/feedback/__init__.py:8-26), or else the setting data.environment.
 """
 
 from __future__ import annotations
@@ -28,6 +29,13 @@ ENVIRONMENTS = {
   'sciknoweval': 'mcq',
   'tooluse': 'tooluse',
 }
+# Names of the ground truth in rows that are not graded by unit tests; the first that is there counts.
+TRUTHS = ('answer', 'ground_truth', 'solution')
+# Fields with a meaning of their own; all others are columns of the user's.
+_KNOWN = (
+  *('idx', 'kind', 'dataset', 'environment', 'prompt', 'messages', 'system', 'description', 'tests', 'elo'),
+  *('embedding', 'achievement_prior'),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,89 +47,100 @@ class Row:
   value: Any  # What the file holds there; a mapping if it is well-formed.
 
 
-def example(row: Row, split: str) -> Example:
-  """The example of a raw or preprocessed row.
+def example(row: Row, split: str, *, default_source: str = 'data', default_environment: str | None = None) -> Example:
+  """Return the example of a raw or preprocessed row.
+
+  Args:
+    row: as the file has it.
+    split: 'train' or 'test'.
+    default_source: the data source of a row that names none.
+    default_environment: the grader of a row that names none and whose data source has none.
+
+  Returns:
+    the example; `extra` holds the columns that have no other meaning, under their names.
 
   Raises:
     UserError: naming file, line, field and fault.
   """
   value = _fields(row)
-  if 'data_source' not in value and 'dataset' not in value:
-    raise _missing("'dataset' (raw rows) or 'data_source' (preprocessed rows)", row)
-  ready = value if 'data_source' in value else preprocess(row, split)
+  preprocessed = 'data_source' in value
+  ready = value if preprocessed else preprocess(row, split, default_source, default_environment)
   source = _text(ready, 'data_source', row)
   messages = _messages(ready, row)
   reward = _field(ready, 'reward_model', row)
-  if not isinstance(reward, Mapping) or reward.get('ground_truth') is None:
+  if not isinstance(reward, Mapping) or (preprocessed and reward.get('ground_truth') is None):
     raise UserError(
       f"{row.origin}: field 'reward_model' must be an object with a 'ground_truth', not {short_repr(reward)}."
     )
   extra = ready.get('extra_info') or {}
   if not isinstance(extra, Mapping):
     raise UserError(f"{row.origin}: field 'extra_info' must be an object, not {short_repr(extra)}.")
-  environment = value.get('environment') or extra.get('environment') or ENVIRONMENTS.get(source)
+  environment = extra.get('environment') if preprocessed and not value.get('environment') else None
+  environment = environment or _environment(value, default_environment)
   if not isinstance(environment, str):
     raise UserError(
-      f'{row.origin}: no environment grades the data source {source!r}: choose one of {", ".join(ENVIRONMENTS)}, or '
-      "name the grader in a field 'environment'."
+      f"{row.origin}: no environment grades the data source {source!r}: name the grader in a field 'environment' or, for "
+      f"all rows that name none, in data.environment; or say in a field 'dataset' that it is {', '.join(ENVIRONMENTS)}."
     )
   if wrong := ground_truth.check(environment, reward['ground_truth']):
-    raise UserError(f'{row.origin}: field {_truth_field(value)!r}, which {environment!r} grades by, {wrong}.')
+    field = 'reward_model.ground_truth' if preprocessed else _truth_field(value, environment)
+    raise UserError(f'{row.origin}: field {field!r}, which {environment!r} grades by, {wrong}.')
   example_id = f'{source}/{extra.get("index", row.number)}'
   for text in (example_id, reward['ground_truth'], *(part for message in messages for part in message.values())):
     _check_unicode(text, row)
+  columns = {} if preprocessed else _columns(value)
   return Example(
     id=example_id,
     messages=messages,
     environment=environment,
     ground_truth=reward['ground_truth'],
     data_source=source,
-    extra={**extra, 'ability': ready.get('ability'), 'origin': row.origin},
+    extra={**columns, **extra, 'ability': ready.get('ability'), 'origin': row.origin},
   )
 
 
 def conversation(row: Row) -> list[dict[str, str]]:
-  """What a row asks, whoever may grade it: its `messages`, or its `prompt`, which is a list of messages too or a text.
+  """Return what a row asks, whoever may grade it: its `messages`, or its `prompt`, a text or a list of messages.
 
   Raises:
     UserError: naming file, line, field and fault.
   """
-  value = _fields(row)
-  if 'messages' not in value and 'prompt' not in value:
-    raise _missing("'prompt' or 'messages'", row)
-  if 'messages' not in value and isinstance(value['prompt'], str):
-    messages = _raw_messages(value, row)
-  else:
-    messages = _messages(value, row, 'messages' if 'messages' in value else 'prompt')
+  messages = _asked(_fields(row), row)
   for message in messages:
     _check_unicode(message['content'], row)
   return messages
 
 
-def preprocess(row: Row, split: str) -> dict[str, Any]:
-  """A raw row in the preprocessed form (reference data/preprocess.py:46-100).
+def preprocess(
+  row: Row, split: str, default_source: str = 'data', default_environment: str | None = None
+) -> dict[str, Any]:
+  """Return a raw row in the preprocessed form (reference data/preprocess.py:46-100).
 
   An empty system prompt is kept as a message, a null one is not; LiveCodeBench loses `self` from its signatures; rows
-  of kind `code` are graded by their `tests`, the others by their `answer`.
+  of kind `code` are graded by their `tests`, the others by their `answer`. Defaults as in `example`; without a `kind`
+  it is the grader's name.
 
   Raises:
     UserError: naming file, line, field and fault.
   """
   value = row.value
-  kind, source = (_text(value, name, row) for name in ('kind', 'dataset'))
-  messages = _raw_messages(value, row)
-  truth = _text(value, 'tests' if kind == 'code' else 'answer', row)
+  kind = None if value.get('kind') is None else _text(value, 'kind', row)
+  source = default_source if value.get('dataset') is None else _text(value, 'dataset', row)
+  messages = _asked(value, row)
+  environment = _environment(value, default_environment)
+  truth = _truth(value, environment, row)
   description = _text_or_null(value, 'description', row)
   if source == 'livecodebench':
     description = description and description.replace('(self, ', '(')
+  index = next((value[name] for name in ('idx', 'id') if value.get(name) is not None), row.number)
   return {
     'data_source': source,
     'prompt': messages,
-    'ability': kind,
-    'reward_model': {'style': kind, 'ground_truth': truth},
+    'ability': kind or environment,
+    'reward_model': {'style': kind or environment, 'ground_truth': truth},
     'extra_info': {
       'split': split,
-      'index': str(value.get('idx', row.number)),
+      'index': str(index),
       'description': description,
       'problem': messages[-1]['content'],
       'elo': value.get('elo'),
@@ -130,19 +149,52 @@ def preprocess(row: Row, split: str) -> dict[str, Any]:
   }
 
 
-def _raw_messages(value: Mapping[str, Any], row: Row) -> list[dict[str, str]]:
-  """The prompt of a raw row, after its system prompt if it has one."""
-  prompt, system = _text(value, 'prompt', row), _text_or_null(value, 'system', row)
-  if value.get('dataset') == 'livecodebench':
-    prompt = prompt.replace('(self, ', '(')
-  user = {'role': 'user', 'content': prompt}
-  return [user] if system is None else [{'role': 'system', 'content': system}, user]
+def _environment(value: Mapping[str, Any], default: str | None) -> Any:
+  """The grader that a row names, or its data source, or the default; of whatever type the row has it."""
+  named = value.get('dataset' if 'data_source' not in value else 'data_source')
+  return value.get('environment') or (ENVIRONMENTS.get(named) if isinstance(named, str) else None) or default
 
 
-def _truth_field(value: Mapping[str, Any]) -> str:
-  if 'data_source' in value:
-    return 'reward_model.ground_truth'
-  return 'tests' if value.get('kind') == 'code' else 'answer'
+def _asked(value: Mapping[str, Any], row: Row) -> list[dict[str, str]]:
+  """The messages of a raw row, after its system prompt if it has one."""
+  if value.get('messages') is None and 'prompt' not in value:
+    raise _missing("'prompt' or 'messages'", row)
+  system = _text_or_null(value, 'system', row)
+  if value.get('messages') is not None or isinstance(value['prompt'], list):
+    messages = _messages(value, row, 'prompt' if value.get('messages') is None else 'messages')
+  else:
+    prompt = _text(value, 'prompt', row)
+    if value.get('dataset') == 'livecodebench':
+      prompt = prompt.replace('(self, ', '(')
+    messages = [{'role': 'user', 'content': prompt}]
+  if system is None or messages[0]['role'] == 'system':
+    return messages
+  return [{'role': 'system', 'content': system}, *messages]
+
+
+def _truth(value: Mapping[str, Any], environment: Any, row: Row) -> Any:
+  """What a raw row is graded by: a text for the graders of this project, anything for others, None if there is none."""
+  name = _truth_field(value, environment)
+  if not isinstance(environment, str) or not ground_truth.is_checked(environment):
+    return value.get(name)
+  if name not in value:
+    others = '' if name == 'tests' else f'; {" and ".join(map(repr, TRUTHS[1:]))} are other names for it'
+    raise UserError(f'{row.origin}: field {name!r} is missing, by which the row is graded{others}.')
+  return _text(value, name, row)
+
+
+def _truth_field(value: Mapping[str, Any], environment: Any) -> str:
+  kind = value.get('kind')
+  if kind == 'code' or (kind is None and environment == 'code'):
+    return 'tests'
+  return next((name for name in TRUTHS if value.get(name) is not None), TRUTHS[0])
+
+
+def _columns(value: Mapping[str, Any]) -> dict[str, Any]:
+  """The columns of a raw row that have no other meaning; of rows without a `kind`, which are not the reference's, also
+  the answer."""
+  known = _KNOWN if value.get('kind') is None else (*_KNOWN, 'answer')
+  return {name: item for name, item in value.items() if name not in known}
 
 
 def _check_unicode(text: Any, row: Row) -> None:
@@ -201,4 +253,9 @@ def _messages(value: Mapping[str, Any], row: Row, name: str = 'prompt') -> list[
       )
   if not messages[-1]['content'].strip():
     raise UserError(f'{row.origin}: field {name!r}: the last message, which asks the question, is empty.')
+  if messages[-1]['role'] == 'assistant':
+    raise UserError(
+      f"{row.origin}: field {name!r}: the last message is the assistant's: leave it out, so that the model answers, and put "
+      f'it into {TRUTHS[0]!r} if the grader needs it.'
+    )
   return [{'role': message['role'], 'content': message['content']} for message in messages]

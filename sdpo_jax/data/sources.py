@@ -1,11 +1,13 @@
-"""Where rows come from: JSON arrays, JSON lines and parquet files, hub data sets, and generators of endless questions."""
+"""Where rows come from: JSON arrays, JSON lines, CSV and parquet files, hub data sets, and generators of endless questions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import csv
 import inspect
 import io
 import json
+import sys
 from typing import Any, Protocol
 import urllib.parse
 
@@ -13,7 +15,7 @@ from etils import epath
 
 from sdpo_jax.data import hub
 from sdpo_jax.data.rows import Row
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.types import Example
 
 GENERATOR_PREFIX = 'generator:'
@@ -27,6 +29,12 @@ class Registry(Protocol):
 
   def get_generator(self, name: str) -> Callable[..., Callable[[int], Example]]:
     """The generator of that name; raises UserError if there is none."""
+
+
+def stem(source: str) -> str:
+  """Return what a file or hub data set is called: `rows` for gs://bucket/rows.jsonl and hf:me/rows?split=train."""
+  name = hub.parse(source)[0] if hub.is_hub(source) else source
+  return epath.Path(name).stem or name
 
 
 def is_generator(source: str) -> bool:
@@ -59,7 +67,8 @@ def make_generator(source: str, split: str, seed: int, registry: Registry) -> Ca
 def read_rows(source: str, setting: str) -> Sequence[Row]:
   """All rows of a file or a hub data set, unchecked but for the file's own syntax.
 
-  A name ending in .parquet is parquet; anything else is a JSON array if it starts with '[', JSON lines otherwise.
+  A name ending in .parquet is parquet, one in .csv is CSV with a header; anything else is a JSON array if it starts with
+  '[', JSON lines otherwise. Values of CSV are texts; an empty cell is a field that is not there.
 
   Args:
     source: path, local or any that etils.epath opens (gs://…), or hf:OWNER/NAME?split=… (see `hub.read_rows`).
@@ -73,6 +82,8 @@ def read_rows(source: str, setting: str) -> Sequence[Row]:
   content = _read(source, setting)
   if source.endswith('.parquet'):
     rows = _parquet(source, content)
+  elif source.endswith('.csv'):
+    rows = _csv(source, _decode(source, content))
   else:
     text = _decode(source, content)
     rows = _array(source, text) if text.lstrip().startswith('[') else _lines(source, text)
@@ -165,6 +176,35 @@ def _array(source: str, text: str) -> list[Row]:
   if text[position + 1 :].strip():
     raise fail(skip(position + 1), 'text after the end of the array')
   return rows
+
+
+def _csv(source: str, text: str) -> list[Row]:
+  csv.field_size_limit(sys.maxsize)
+  reader = csv.reader(io.StringIO(text, newline=''), strict=True)
+  header: list[str] = []
+  rows: list[Row] = []
+  while True:
+    line = reader.line_num + 1
+    try:
+      cells = next(reader, None)
+    except csv.Error as error:
+      raise UserError(f'{source}, line {line}: invalid CSV: {error}.') from error
+    if cells is None:
+      return rows
+    if not cells:
+      continue
+    if not header:
+      header = [name.strip() for name in cells]
+      if '' in header or len(set(header)) < len(header):
+        raise UserError(
+          f'{source}, line {line}: a header must name every column, each differently, not {short_repr(header)}.'
+        )
+      continue
+    if len(cells) != len(header):
+      raise UserError(f'{source}, line {line}: {len(cells)} cells, but the header names {len(header)} columns.')
+    rows.append(
+      Row(f'{source}, line {line}', line, {name: cell for name, cell in zip(header, cells, strict=True) if cell})
+    )
 
 
 def _unreadable(error: RecursionError | ValueError) -> str:

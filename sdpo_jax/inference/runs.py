@@ -120,6 +120,7 @@ MEASURING = (
   'val_kwargs',
   'data.val_files',
   'data.val_max_samples',
+  'data.environment',
   'data.max_prompt_length',
   'data.max_response_length',
   'data.filter_overlong_prompts',
