@@ -29,6 +29,8 @@ class Example:
   ground_truth: Any  # Whatever the grader needs; never shown to the student.
   data_source: str  # Evaluation results are reported per data source.
   extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  # The row as it was read, for reward functions.
+  columns: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False)
 
 
 @dataclasses.dataclass

@@ -198,15 +198,9 @@ def test_a_grader_of_ones_own_may_read_anything_and_sees_every_column():
   example = rows.example(row(value), 'train', default_environment='own')
   assert example.id == 'data/q7' and example.ground_truth == [1, 2]
   assert example.messages == [{'role': 'system', 'content': 'Add.'}, *USER]
-  assert {name: example.extra[name] for name in ('id', 'answer', 'rubric')} == {
-    'id': 'q7',
-    'answer': [1, 2],
-    'rubric': {'max': 3},
-  }
-  assert not {'prompt', 'system', 'messages'} & set(example.extra)
+  assert example.columns == value
   assert rows.example(row({'prompt': 'x'}), 'train', default_environment='own').ground_truth is None
-  assert 'answer' not in rows.example(row(RAW), 'train').extra
-  assert rows.example(row({**RAW, 'rubric': 1}), 'train').extra['rubric'] == 1
+  assert rows.example(row({**RAW, 'rubric': 1, 'embedding': [0.5]}), 'train').columns == {**RAW, 'rubric': 1}
 
 
 def test_unit_tests_grade_code_without_a_kind():

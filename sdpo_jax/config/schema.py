@@ -346,7 +346,9 @@ class EnvironmentsConfig:
   profile: Literal['clean', 'reference'] = setting(
     'clean', "How graders judge: sensibly, or exactly as the reference implementation, for the paper's numbers."
   )
-  modules: tuple[str, ...] = setting((), 'Python files of yours that register graders or generators.')
+  modules: tuple[str, ...] = setting(
+    (), "Python files of yours that register graders or generators, or hold reward functions in TRL's form."
+  )
   reveal_answer: bool = setting(
     False, 'Clean profile: feedback may state the right answer. The reference profile does what the reference does.'
   )

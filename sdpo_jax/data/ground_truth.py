@@ -78,7 +78,7 @@ def _tests(truth: Any) -> str | None:
     return f"must name the function to call in 'fn_name' for functional tests, not {short_repr(name)}"
   number = isinstance(limit, int | float) and not isinstance(limit, bool)
   if limit is not None and (not number or not math.isfinite(limit) or limit <= 0):
-    return f"must have a positive number of seconds as 'time_limit', or null for one, not {short_repr(limit)}"
+    return f"must have null or a positive number of seconds as 'time_limit', not {short_repr(limit)}"
   return None
 
 

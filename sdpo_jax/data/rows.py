@@ -31,11 +31,7 @@ ENVIRONMENTS = {
 }
 # Names of the ground truth in rows that are not graded by unit tests; the first that is there counts.
 TRUTHS = ('answer', 'ground_truth', 'solution')
-# Fields with a meaning of their own; all others are columns of the user's.
-_KNOWN = (
-  *('idx', 'kind', 'dataset', 'environment', 'prompt', 'messages', 'system', 'description', 'tests', 'elo'),
-  *('embedding', 'achievement_prior'),
-)
+LARGE = ('embedding',)  # Fields that no grader is handed: megabytes of a data set that nobody reads.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +53,7 @@ def example(row: Row, split: str, *, default_source: str = 'data', default_envir
     default_environment: the grader of a row that names none and whose data source has none.
 
   Returns:
-    the example; `extra` holds the columns that have no other meaning, under their names.
+    the example; its `columns` hold the row's fields under their names.
 
   Raises:
     UserError: naming file, line, field and fault.
@@ -88,14 +84,14 @@ def example(row: Row, split: str, *, default_source: str = 'data', default_envir
   example_id = f'{source}/{extra.get("index", row.number)}'
   for text in (example_id, reward['ground_truth'], *(part for message in messages for part in message.values())):
     _check_unicode(text, row)
-  columns = {} if preprocessed else _columns(value)
   return Example(
     id=example_id,
     messages=messages,
     environment=environment,
     ground_truth=reward['ground_truth'],
     data_source=source,
-    extra={**columns, **extra, 'ability': ready.get('ability'), 'origin': row.origin},
+    extra={**extra, 'ability': ready.get('ability'), 'origin': row.origin},
+    columns={name: field for name, field in value.items() if name not in LARGE},
   )
 
 
@@ -188,13 +184,6 @@ def _truth_field(value: Mapping[str, Any], environment: Any) -> str:
   if kind == 'code' or (kind is None and environment == 'code'):
     return 'tests'
   return next((name for name in TRUTHS if value.get(name) is not None), TRUTHS[0])
-
-
-def _columns(value: Mapping[str, Any]) -> dict[str, Any]:
-  """The columns of a raw row that have no other meaning; of rows without a `kind`, which are not the reference's, also
-  the answer."""
-  known = _KNOWN if value.get('kind') is None else (*_KNOWN, 'answer')
-  return {name: item for name, item in value.items() if name not in known}
 
 
 def _check_unicode(text: Any, row: Row) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import importlib.util
 import logging
 import pathlib
@@ -13,6 +13,7 @@ from typing import Any
 from sdpo_jax.config import EnvironmentsConfig
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.outcomes import checked, ungraded
+from sdpo_jax.environments.reward_functions import is_reward_function
 from sdpo_jax.environments.time_limit import EndedError, OverranError, call_within
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.types import Example, Outcome
@@ -197,7 +198,7 @@ def load_modules(paths: Sequence[str]) -> None:
   """Runs the Python files that register a user's graders and generators, each once a process.
 
   Raises:
-    UserError: a file is missing, is not Python, or raises when run.
+    UserError: a file is missing, is not Python, raises when run, or has a reward function with the name of a grader.
   """
   for name in paths:
     path = pathlib.Path(name).resolve()
@@ -212,6 +213,21 @@ def load_modules(paths: Sequence[str]) -> None:
     sys.modules[spec.name] = module  # Dataclasses and pickling look a module up by its name.
     try:
       spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
       raise UserError(f'environments.modules: {name!r} cannot be run: {type(error).__name__}: {error}.') from error
+    _register_reward_functions(vars(module), spec.name, name)
     _loaded.add(path)
+
+
+def _register_reward_functions(names: Mapping[str, Any], module: str, file: str) -> None:
+  """Registers the reward functions that a file defines, and has not registered itself, under their own names."""
+  for name, value in names.items():
+    defined = getattr(value, '__module__', None) == module and not name.startswith('_')
+    if not defined or not is_reward_function(value) or registry.is_registered_reward_function(value):
+      continue
+    try:
+      registry.register_reward_function(name)(value)
+    except ValueError as error:
+      raise UserError(
+        f'environments.modules: the reward function {name!r} of {file!r} has the name of another grader: rename it.'
+      ) from error

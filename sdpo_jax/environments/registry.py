@@ -3,6 +3,7 @@
 A grader turns completions into outcomes; `Example.environment` names the one that grades it. A generator makes
 endless questions; `generator:NAME?key=value` in `data.train_files` or `data.val_files` names it. To add either, write
 a function with the signature below under the decorator in a Python file, and name the file in `environments.modules`.
+Reward functions in TRL's form (reward_functions.py) are graders as they are.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from typing import Any, Protocol, TypeVar
 
 from sdpo_jax.config import EnvironmentsConfig
+from sdpo_jax.environments.reward_functions import RewardGrader
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Example, Outcome
 
@@ -78,6 +80,7 @@ _BUILT_IN = {
 }
 _FACTORIES: dict[str, GraderFactory] = {}
 _GENERATORS: dict[str, QuestionGenerator] = {}
+_REWARD_FUNCTIONS: list[Any] = []
 
 
 def register(name: str) -> Callable[[Grader], Grader]:
@@ -88,6 +91,25 @@ def register(name: str) -> Callable[[Grader], Grader]:
     return grader
 
   return add
+
+
+def register_reward_function(name: str) -> Callable[[Registered], Registered]:
+  """Return a decorator that registers a reward function in TRL's form under `name`; raises ValueError if it is taken.
+
+  Reward functions of a file of `environments.modules` need none: they are registered under their own names.
+  """
+
+  def add(function: Registered) -> Registered:
+    register(name)(RewardGrader(function, name))
+    _REWARD_FUNCTIONS.append(function)
+    return function
+
+  return add
+
+
+def is_registered_reward_function(function: Any) -> bool:
+  """Return whether `register_reward_function` has been handed this very object."""
+  return any(function is known for known in _REWARD_FUNCTIONS)
 
 
 def register_factory(name: str) -> Callable[[Registered], Registered]:

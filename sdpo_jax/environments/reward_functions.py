@@ -1,0 +1,101 @@
+"""Reward functions in the form of TRL's GRPOTrainer, as graders.
+
+Such a function takes lists by keyword, `prompts`, `completions` and the columns of the data set, and returns a reward for
+each completion: a number, None where it does not apply, or here also a dict with `score` and `feedback`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+import inspect
+from typing import Any
+
+from sdpo_jax.errors import UserError, short_repr
+from sdpo_jax.types import Example, Outcome
+
+NOT_APPLICABLE = 'the reward function returned None'
+# Arguments that TRL's trainer has and a grader does not.
+UNAVAILABLE = ('completion_ids', 'completions_ids')
+
+
+def is_reward_function(value: Any) -> bool:
+  """Return whether a value can be called as a reward function: it takes `completions`, and is no grader."""
+  if not callable(value) or isinstance(value, type):
+    return False
+  try:
+    parameters = inspect.signature(value).parameters
+  except (TypeError, ValueError):  # Some that are built in have none.
+    return False
+  return 'completions' in parameters and 'examples' not in parameters
+
+
+class RewardGrader:
+  """Grades with a reward function, which may be a coroutine function.
+
+  It is called with what its signature takes of: `prompts`, in the form of the row; `completions`, texts where the prompt
+  is a text, otherwise lists with one message of the assistant; `trainer_state`, None; and all other fields of the rows,
+  None in rows that lack them, with `ground_truth` among them. Feedback comes from its dicts, or from its attribute
+  `last_feedback`, a text or None for each completion of the last call.
+  """
+
+  def __init__(self, function: Callable[..., Any], name: str):
+    self._function, self._name = function, name
+
+  def __call__(self, examples: list[Example], completions: list[str], *, truncated: list[bool]) -> list[Outcome]:
+    """See `registry.Grader`.
+
+    Raises:
+      UserError: the function wants an argument that there is not, or does not return a reward for each completion.
+    """
+    rewards = self._function(**self._arguments(examples, completions))
+    if inspect.isawaitable(rewards):
+      rewards = asyncio.run(_awaited(rewards))
+    rewards = self._listed(rewards, len(completions), 'return a list with a reward for each completion')
+    feedback = getattr(self._function, 'last_feedback', None)
+    if feedback is None:
+      feedback = [None] * len(completions)
+    feedback = self._listed(feedback, len(completions), 'have in `last_feedback` a text or None for each completion')
+    return [self._outcome(*parts) for parts in zip(rewards, feedback, strict=True)]
+
+  def _arguments(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, list[Any] | None]:
+    prompts = [example.columns.get('prompt', example.messages) for example in examples]
+    said = [
+      text if isinstance(prompt, str) else [{'role': 'assistant', 'content': text}]
+      for prompt, text in zip(prompts, completions, strict=True)
+    ]
+    rows = [{'ground_truth': example.ground_truth, **example.columns} for example in examples]
+    names = dict.fromkeys(name for row in rows for name in row if isinstance(name, str) and name != 'prompt')
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    there = {'trainer_state': None, **columns, 'prompts': prompts, 'completions': said}
+    parameters = inspect.signature(self._function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+      taken = there
+    else:
+      taken = {parameter.name: there[parameter.name] for parameter in parameters if parameter.name in there}
+    for parameter in parameters:
+      variable = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+      if not variable and parameter.default is parameter.empty and parameter.name not in taken:
+        why = 'graders get no token ids' if parameter.name in UNAVAILABLE else f'the rows have {", ".join(columns)}'
+        raise UserError(f'The reward function {self._name!r} wants {parameter.name!r}, but {why}: give it a default.')
+    return taken
+
+  def _listed(self, values: Any, count: int, duty: str) -> list[Any]:
+    """A list of `count` values, whatever sequence or array it comes as."""
+    values = values.tolist() if hasattr(values, 'tolist') else values
+    if not isinstance(values, list | tuple) or len(values) != count:
+      raise UserError(f'The reward function {self._name!r} must {duty}, {count} here, not {short_repr(values)}.')
+    return list(values)
+
+  def _outcome(self, reward: Any, feedback: Any) -> Outcome:
+    if isinstance(reward, Mapping):
+      rest = dict(reward)
+      if 'score' not in rest:
+        raise UserError(f"The reward function {self._name!r} must give its dicts a 'score', not {short_repr(reward)}.")
+      reward, feedback = rest.pop('score'), rest.pop('feedback', feedback)
+      return Outcome(reward, feedback, rest) if reward is not None else Outcome.ungraded(NOT_APPLICABLE)
+    return Outcome(reward, feedback) if reward is not None else Outcome.ungraded(NOT_APPLICABLE)
+
+
+async def _awaited(value: Any) -> Any:
+  return await value
