@@ -1,9 +1,12 @@
 """The HTTP grader against a real server: what is sent, what comes back, and what a server can do wrong."""
 
+import concurrent.futures
+import contextlib
 import datetime
 import gzip
 import json
 import logging
+import socket
 import threading
 
 import numpy as np
@@ -198,6 +201,42 @@ def test_a_server_that_hangs_is_left_after_the_timeout(caplog):
   assert fast.score == 1.0 and not slow.graded
   assert 'no complete answer within 0.2 s' in caplog.text
   assert [body['completion'] for body in server.bodies].count('slow') == 2
+
+
+@pytest.mark.parametrize(
+  'start',
+  [
+    b'HTTP/1.1 200 OK\r\nX-Slow: ',
+    b'HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n',
+    b'HTTP/1.1 200 OK\r\nContent-Length: 1000\r\nContent-Encoding: gzip\r\n\r\n\x1f\x8b\x08\x08'
+    + bytes(6),  # A file's name follows.
+    b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;',
+  ],
+)
+def test_a_server_that_sends_byte_after_byte_is_left_after_the_timeout(start):
+  """It is still sending when its completions have their outcomes."""
+  end = threading.Event()
+
+  def drip(connection):
+    connection.recv(2**16)
+    connection.sendall(start)
+    with contextlib.suppress(OSError):  # The client hangs up in the middle.
+      while not end.wait(0.01):
+        connection.sendall(b'0')
+
+  with socket.create_server(('127.0.0.1', 0)) as listening, concurrent.futures.ThreadPoolExecutor(2) as threads:
+    accepting = threads.submit(lambda: drip(listening.accept()[0]))
+    settings = EnvironmentsConfig(
+      http=HttpGraderConfig(url=f'http://127.0.0.1:{listening.getsockname()[1]}', timeout_s=0.1, retries=0)
+    )
+    timer = threading.Timer(20.0, end.set)  # Lest a failure takes for ever.
+    timer.start()
+    with Graders(settings) as graders:
+      (outcome,) = graders.grade_part([example()], ['x'], truncated=[False])
+    assert not end.is_set() and outcome.reason == 'http: no complete answer within 0.1 s'
+    timer.cancel()
+    end.set()
+    accepting.result()
 
 
 def test_a_server_that_is_down_ends_the_run():

@@ -21,6 +21,7 @@ from typing import Any
 import httpx2
 
 from sdpo_jax.environments.outcomes import ungraded
+from sdpo_jax.environments.time_limit import OverranError, call_within
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.files import jsonable
 from sdpo_jax.types import Example, Outcome
@@ -147,7 +148,8 @@ class Remote:
       headers={'Content-Type': 'application/json', 'Accept': 'application/json'},
       auth=authorize if authorization else None,  # Not a header: a user and password in the address would replace it.
       timeout=httpx2.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S), pool=None),
-      limits=httpx2.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
+      # The threads bound how many are in use; those of abandoned requests must not keep others waiting.
+      limits=httpx2.Limits(max_connections=None, max_keepalive_connections=concurrency),
     )
     self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix=f'grader-{name}')
     self._closing = threading.Event()
@@ -229,8 +231,18 @@ class Remote:
 
   def _post(self, body: Mapping[str, Any], batch: _Batch) -> Any:
     """The JSON of the answer; raises Fault."""
+    # The client limits each read, and a server that sends byte after byte takes as many as it likes.
+    try:
+      return call_within(lambda: self._fetch(body, batch), self._timeout_s, f'grader-{self._name}')
+    except OverranError as error:
+      raise self._late() from error
+
+  def _late(self) -> Fault:
+    return Fault(f'no complete answer within {self._timeout_s:g} s', again=True)
+
+  def _fetch(self, body: Mapping[str, Any], batch: _Batch) -> Any:
+    """The JSON of the answer, however long its headers take; raises Fault."""
     deadline = time.monotonic() + self._timeout_s
-    late = Fault(f'no complete answer within {self._timeout_s:g} s', again=True)
     content = bytearray()
     try:
       with self._client.stream('POST', self._url, content=json.dumps(jsonable(body)).encode()) as response:
@@ -242,9 +254,9 @@ class Remote:
               raise Fault(f'its answer is larger than {MAX_ANSWER_BYTES} bytes')
             break
           if time.monotonic() > deadline:
-            raise late
+            raise self._late()
     except httpx2.TimeoutException as error:
-      raise late from error
+      raise self._late() from error
     except httpx2.DecodingError as error:
       raise Fault(f'its answer cannot be decompressed ({error})') from error
     except httpx2.TransportError as error:
