@@ -154,16 +154,21 @@ def save(
   partial.rename(root)
 
 
-def resolve(path: str | os.PathLike) -> pathlib.Path:
+def resolve(path: str | os.PathLike, weights: bool = True) -> pathlib.Path:
   """Returns the local directory that `path` names: itself, a copy of gs://…, or the hub's snapshot of a name.
 
   A path whose parent directory exists, or that is written as one (/…, ./…, ~/…), never reaches for the network.
 
+  Args:
+    path: of the model.
+    weights: false: the weights, which are gigabytes, are not fetched.
+
   Raises:
     UserError: it names neither.
   """
+  files = HUB_FILES if weights else tuple(name for name in HUB_FILES if 'safetensors' not in name)
   if remote_files.is_remote(path):
-    return remote_files.fetch(str(path), HUB_FILES)
+    return remote_files.fetch(str(path), files)
   local = pathlib.Path(path).expanduser()
   if local.is_dir():
     return local
@@ -176,7 +181,7 @@ def resolve(path: str | os.PathLike) -> pathlib.Path:
     # The architecture first: gigabytes of weights that we cannot use are not worth fetching.
     described = pathlib.Path(hf_hub_download(str(path), 'config.json'))
     _read_config(read_json(described.parent, 'config.json'), f'{path}/config.json')
-    return pathlib.Path(snapshot_download(str(path), allow_patterns=HUB_FILES))
+    return pathlib.Path(snapshot_download(str(path), allow_patterns=files))
   except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
     where = f'model.path={str(path)!r} is not a directory here'
     if unreachable:

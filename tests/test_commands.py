@@ -108,6 +108,7 @@ def wrong_inputs(folder, config) -> dict[str, tuple[list[str], str]]:
     ),
     'sample of nothing': (['sample', '--prompt=x', f'--workdir={folder}/nothing'], 'is not a run'),
     'export of nothing': (['export', f'--workdir={folder}/nothing', f'--output={folder}/out'], 'is not a run'),
+    'check a missing model': (['check', f'--config={config}', f'--config.model.path={folder}/nothing'], 'nothing'),
     'evaluate both': (
       ['evaluate', f'--config={config}', '--workdir=a', '--model=b', f'--output={folder}/x.json'],
       'Name one of --workdir',
@@ -150,19 +151,24 @@ def test_the_printed_commands_work(folder, config, run):
   def evaluate(source, name):
     return 'evaluate', [f'--config={config}', source, f'--output={folder}/{name}.json']
 
-  *done, again = tiny.launch_many(
+  *done, again, odd = tiny.launch_many(
     [
+      ('check', [f'--config={config}']),
       export,
       sample(from_run),
       sample(from_model),
       evaluate(from_run, 'run'),
       evaluate(from_model, 'model'),
       export,
+      ('check', [f'--config={config}', '--config.optimizer.lr=0']),
     ],
     folder / 'printed',
   )
+  looked, *done = done
   assert [command.returncode for command in done] == [0] * 5, [command.stderr for command in done]
   assert done[1].stdout == done[2].stdout != ''
+  assert looked.returncode == 0 and looked.stderr == '' and '⟦<|im_end|>⟧' in looked.stdout, looked.stdout
+  assert odd.returncode == 1 and 'optimizer.lr=0: nothing is learned' in odd.stdout
   metrics = json.loads((folder / 'run.json').read_text())
   assert metrics == json.loads((folder / 'model.json').read_text())
   assert {'mean@2', 'best@2', 'maj@2'} <= set(metrics['parity'])

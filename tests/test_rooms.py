@@ -11,6 +11,7 @@ ROOMS = """
   configs
   sdpo_jax.command
   sdpo_jax.planner
+  sdpo_jax.preflight
   sdpo_jax.inference
   sdpo_jax.quickstart
   sdpo_jax.training

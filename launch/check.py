@@ -1,0 +1,26 @@
+"""Looks at a run before it starts, in seconds: nothing is compiled, no weights are read.
+
+  python -m launch.check --config=configs/quickstart.py
+
+Prints devices, parameters and an estimate of the memory, the lengths of prompts against the limits, what the graders
+say of ground truths and of empty answers, three prompts of student and teacher with special tokens in ⟦ ⟧, and what
+looks odd. The last tells settings that contradict each other from the memory, the data and the graders.
+
+Exit codes: 0 nothing looks odd; 1 something does, and the run would start all the same; 2 bad input, named in a sentence.
+"""
+
+from sdpo_jax import command
+from sdpo_jax.preflight import check
+
+command.define_config()
+ODD = 1
+
+
+def main() -> int:
+  report = check.check(command.load_config())
+  print(report.text())
+  return ODD if report.odd else 0
+
+
+if __name__ == '__main__':
+  command.run(main)

@@ -1,0 +1,236 @@
+"""A look at a run before it starts, in seconds and without compiling anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+import json
+import math
+import sys
+
+import jax
+import numpy as np
+
+from models import huggingface
+from models import parameters as parameter_tables
+from models import tokenizer as tokenizers
+from models.policy import Policy
+from sdpo_jax.config import Config
+from sdpo_jax.data import pipeline, sources
+from sdpo_jax.data.prompts import Tokenizer
+from sdpo_jax.environments import registry
+from sdpo_jax.environments.grading import Graders
+from sdpo_jax.errors import UserError
+from sdpo_jax.evaluation import alarms
+from sdpo_jax.objective.spec import ObjectiveSpec
+from sdpo_jax.preflight import grading, memory, prompts
+from sdpo_jax.preflight.settings import odd_settings
+from sdpo_jax.tables import aligned
+from sdpo_jax.teacher.context import build_teacher_context
+from sdpo_jax.training.session import model_mesh
+from sdpo_jax.types import Example, Outcome
+
+SHOWN = 3  # Questions whose prompts are shown and whose graders are tried.
+LONGEST = 3000  # Characters of a prompt that are shown.
+FULL = 0.9  # Of a device's memory: an estimate above it looks odd.
+PLACEHOLDER = '(Here stands a successful answer of the same question.)'
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """What was found."""
+
+  sections: Sequence[tuple[str, str]]  # Title and text.
+  odd: Sequence[str]  # A sentence for everything that looks like a mistake.
+
+  def text(self) -> str:
+    """Return the report for a terminal, what looks odd at its end."""
+    parts = [f'━━ {title} ━━\n{text}' for title, text in self.sections]
+    found = '\n'.join(f'• {sentence}' for sentence in self.odd) or 'Nothing looks odd.'
+    return '\n\n'.join([*parts, f'━━ What looks odd ━━\n{found}'])
+
+
+def check(config: Config) -> Report:
+  """Look at a run that is planned: devices, model, memory, prompts, graders, settings.
+
+  Of the model directory only config.json and the tokenizer are read.
+
+  Args:
+    config: settings.
+
+  Raises:
+    UserError: what would end the run at its start, but for weights that are missing or damaged.
+  """
+  alarms.rules(config)
+  root = huggingface.resolve(config.model.path, weights=False)
+  local = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(root)))
+  policy = huggingface.read_policy(root, local.model)
+  tokenizer = tokenizers.load(root, vocab_size=policy.vocab_size)
+  mesh = model_mesh(local, policy)
+  policy = policy.on(mesh, config.model.attention)
+  sections, odd = [], []
+
+  text, found = _machine(local, policy, mesh)
+  sections.append(('Model and devices', text))
+  odd += found
+  training = prompts.training_questions(config)
+  unlimited = dataclasses.replace(local, data=dataclasses.replace(config.data, max_prompt_length=sys.maxsize))
+  held_out = pipeline.evaluation_examples(unlimited, tokenizer, registry) if config.trainer.test_freq else []
+  text, found = _lengths(tokenizer, training, held_out, config)
+  sections.append(('Lengths of prompts', text))
+  odd += found
+  examples = prompts.spread(training, SHOWN)
+  with Graders(config.environments) as graders:
+    graders.prepare({example.environment for example in (*training, *held_out)})
+    trials = grading.attempt(graders, _one_of_each(examples, training, held_out))
+  sections.append(('Graders', _trials(trials)))
+  odd += grading.odd_trials(trials, config.actor.self_distillation.success_reward_threshold)
+  text, found = _prompts(tokenizer, trials[: len(examples)], config)
+  sections.append(('Prompts', text))
+  odd += found
+  positions = json.loads((root / 'config.json').read_text(encoding='utf-8')).get('max_position_embeddings')
+  odd += odd_settings(config, mesh.size, positions if isinstance(positions, int) else None)
+  return Report(sections, odd)
+
+
+def _one_of_each(chosen: Sequence[Example], *others: Sequence[Example]) -> list[Example]:
+  """The chosen questions, and one of every environment that is not among them."""
+  known = {example.environment for example in chosen}
+  added = {example.environment: example for examples in others for example in reversed(examples)}
+  return [*chosen, *(example for environment, example in added.items() if environment not in known)]
+
+
+def _machine(config: Config, policy: Policy, mesh: jax.sharding.Mesh) -> tuple[str, list[str]]:
+  table = policy.parameter_table()
+  device = mesh.devices.flat[0]
+  count = sum(math.prod(parameter.shape) for parameter in table)
+  learned = sum(math.prod(parameter.shape) for parameter in parameter_tables.trainable(table))
+  axes = ' × '.join(f'{name} {size}' for name, size in mesh.shape.items())
+  found = memory.estimate(config, policy, mesh)
+  room = memory.of_device(device)
+  rows = [
+    [name, when, memory.readable(size)]
+    for when, part in (('always', found.held), ('while sampling', found.sampling), ('in an update', found.update))
+    for name, size in part.items()
+  ]
+  rows.append(['at most at one time', '', memory.readable(found.peak)])
+  has = 'not known' if room is None else memory.readable(room)
+  lines = [
+    f'{mesh.size} × {device.device_kind} ({device.platform}), mesh {axes}, {jax.process_count()} process(es)',
+    f'{count:,} parameters, {learned:,} of them trained; computed in {config.model.dtype}',
+    '',
+    aligned(['memory', 'when', 'a device'], rows),
+    f'memory of a device: {has}',
+    'An estimate by arithmetic; for TPUs, launch.plan asks the compiler.',
+  ]
+  odd = []
+  if room is not None and found.peak > FULL * room:
+    odd.append(
+      f'The run holds about {memory.readable(found.peak)} on each device, which has {memory.readable(room)}: take more '
+      'devices, or lower actor.ppo_micro_batch_size, rollout.max_batch_rows or the limits of lengths.'
+    )
+  return '\n'.join(lines), odd
+
+
+def _lengths(
+  tokenizer: Tokenizer, training: Sequence[Example], held_out: Sequence[Example], config: Config
+) -> tuple[str, list[str]]:
+  data = config.data
+  texts, odd = [], []
+  for setting, examples in (('data.train_files', training), ('data.val_files', held_out)):
+    if not examples:
+      continue
+    found = prompts.measure(tokenizer, examples, config, setting)
+    texts.append(prompts.histogram(found))
+    if found.over:
+      what = 'they are left out' if data.filter_overlong_prompts else 'the run ends at its start'
+      odd.append(
+        f'{found.over:.1%} of the prompts of {setting} are longer than data.max_prompt_length={data.max_prompt_length} '
+        f'tokens: {what}; the longest has {found.tokens.max()}.'
+      )
+    elif found.tokens.max() * 4 < data.max_prompt_length:
+      odd.append(
+        f'data.max_prompt_length={data.max_prompt_length} is more than four times the longest prompt of {setting}, '
+        f'{found.tokens.max()} tokens: a lower limit needs less memory.'
+      )
+  endless = any(map(sources.is_generator, data.train_files))
+  if not endless and len(training) < data.train_batch_size:
+    odd.append(
+      f'data.train_files hold {len(training)} rows, fewer than data.train_batch_size={data.train_batch_size}: the run ends '
+      'at its start.'
+    )
+  asked = {_question(example) for example in training}
+  shared = sum(_question(example) in asked for example in held_out)
+  if shared:
+    odd.append(f'{shared} of {len(held_out)} held-out questions are also asked in training: their numbers flatter.')
+  return '\n\n'.join(texts), odd
+
+
+def _question(example: Example) -> str:
+  return json.dumps(example.messages)
+
+
+def _trials(trials: Sequence[grading.Trial]) -> str:
+  rows = [
+    [
+      trial.example.id,
+      trial.example.environment,
+      '–' if trial.right is None else grading.score(trial.right),
+      grading.score(trial.empty),
+    ]
+    for trial in trials
+  ]
+  table = aligned(['question', 'environment', 'score of the ground truth', 'of an empty answer'], rows)
+  unknown = sorted({trial.example.environment for trial in trials if trial.right is None})
+  note = f'\n–: no answer can be made of the ground truth ({", ".join(unknown)}).' if unknown else ''
+  return table + note
+
+
+def _prompts(tokenizer: Tokenizer, trials: Sequence[grading.Trial], config: Config) -> tuple[str, list[str]]:
+  """The student's and the teacher's prompts of a few questions."""
+  taught = ObjectiveSpec.from_config(config).needs_teacher
+  texts, odd = [], []
+  for trial in trials:
+    example = trial.example
+    [student] = prompts.student_tokens(tokenizer, [example], config)
+    parts = [f'{prompts.title(example)}\n── student, {len(student)} tokens ──\n{_shown(tokenizer, student)}']
+    if taught:
+      try:
+        parts += [
+          f'── teacher, who is shown {what}, {len(tokens)} tokens ──\n{_shown(tokenizer, tokens)}'
+          for what, tokens in _teacher(tokenizer, trial, config)
+        ]
+      except UserError as error:
+        odd.append(f'The prompt of a teacher cannot be made: {error}')
+    texts.append('\n'.join(parts))
+  return '\n\n'.join(texts), list(dict.fromkeys(odd))
+
+
+def _teacher(tokenizer: Tokenizer, trial: grading.Trial, config: Config) -> list[tuple[str, list[int]]]:
+  """What the teacher reads about an empty answer where another answer succeeded, and where none did."""
+  sd = config.actor.self_distillation
+  success = Outcome(max(1.0, sd.success_reward_threshold))
+  failure = Outcome(sd.success_reward_threshold - 1.0, trial.empty.feedback)
+  found = []
+  for texts, outcomes in (([trial.answer or PLACEHOLDER, ''], [success, failure]), ([''], [failure])):
+    context = build_teacher_context(
+      [trial.example.messages] * len(texts),
+      np.zeros(len(texts), int),
+      texts,
+      outcomes,
+      sd,
+      tokenizer,
+      seed=config.seed,
+      step=0,
+      enable_thinking=config.data.enable_thinking,
+    )
+    if context.mask[-1]:
+      what = 'a demonstration' if context.solutions[-1] is not None else 'the feedback on an empty answer'
+      found.append((what, list(context.prompt_tokens[-1])))
+  return found
+
+
+def _shown(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+  text = prompts.visible(tokenizer, tokens)
+  cut = len(text) - LONGEST
+  return text if cut <= 0 else f'{text[: LONGEST // 2]}\n[… {cut:,} characters …]\n{text[-LONGEST // 2 :]}'

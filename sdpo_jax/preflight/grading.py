@@ -1,0 +1,116 @@
+"""The graders of a run, tried on what must be right and on what must be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import json
+from typing import Any
+
+from sdpo_jax.environments.grading import Graders
+from sdpo_jax.errors import short_repr
+from sdpo_jax.types import Example, Outcome
+
+
+def _calls(truth: Any) -> str:
+  """The tool calls of a ground truth as a completion writes them."""
+  calls = json.loads(truth) if isinstance(truth, str) else truth
+  lines = []
+  for call in calls:
+    arguments = call['Action_Input']
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    lines.append(f'Action: {call["Action"]}\nAction Input: {written}')
+  return '\n'.join(lines)
+
+
+_CHOICE = (lambda truth: f'<answer>{truth}</answer>', lambda truth: f'The answer is \\boxed{{{truth}}}.')
+# Environment → how a completion states its ground truth. Of unit tests no answer can be made.
+WRITTEN: Mapping[str, Sequence[Callable[[Any], str]]] = {
+  'mcq': _CHOICE,
+  'gpqa': _CHOICE,
+  'mmlu_pro': _CHOICE,
+  'math': (lambda truth: f'\\boxed{{{truth}}}',),
+  'digits': (str,),
+  'tooluse': (_calls,),
+  'code': (),
+}
+PLAIN = (str, *_CHOICE)  # Of any other environment.
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+  """What a grader says of the ground truth of a question and of an empty answer."""
+
+  example: Example
+  answer: str | None  # The form of the ground truth that scored best; None: none can be made.
+  right: Outcome | None  # Of that.
+  empty: Outcome
+
+
+def answers(example: Example) -> list[str]:
+  """Return completions that state the ground truth of a question; none where it is no text or number."""
+  truth = example.ground_truth
+  forms = WRITTEN.get(example.environment, PLAIN)
+  if example.environment not in WRITTEN and (isinstance(truth, bool) or not isinstance(truth, str | int | float)):
+    return []
+  return list(dict.fromkeys(form(truth) for form in forms))
+
+
+def attempt(graders: Graders, examples: Sequence[Example]) -> list[Trial]:
+  """Grade an empty answer, and the forms of the ground truth, of every question.
+
+  Raises:
+    UserError: as `Graders.grade`.
+  """
+  forms = [answers(example) for example in examples]
+  asked = [(example, text) for example, texts in zip(examples, forms, strict=True) for text in ('', *texts)]
+  outcomes = graders.grade(
+    [example for example, _ in asked], [text for _, text in asked], truncated=[False] * len(asked)
+  )
+  trials, at = [], 0
+  for example, texts in zip(examples, forms, strict=True):
+    empty, *graded = outcomes[at : at + 1 + len(texts)]
+    at += 1 + len(texts)
+    best = max(zip(graded, texts, strict=True), key=lambda pair: _rank(pair[0]), default=(None, None))
+    trials.append(Trial(example, best[1], best[0], empty))
+  return trials
+
+
+def _rank(outcome: Outcome) -> float:
+  return float('-inf') if outcome.score is None else float(outcome.score)
+
+
+def score(outcome: Outcome) -> str:
+  """Return the score of an outcome for a report."""
+  return 'ungraded' if outcome.score is None else f'{outcome.score:g}'
+
+
+def odd_trials(trials: Sequence[Trial], threshold: float) -> list[str]:
+  """Return a sentence for every environment whose grader gives a ground truth no success, or an empty answer one.
+
+  Args:
+    trials: of `attempt`.
+    threshold: from which on a score is a success.
+  """
+  sentences: dict[tuple[str, str], str] = {}
+  for trial in trials:
+    environment = trial.example.environment
+    for kind, outcome in (('truth', trial.right), ('empty', trial.empty)):
+      if outcome is None:
+        continue
+      if outcome.score is None or 'grader_failed' in outcome.metrics:
+        sentences.setdefault((environment, 'failed'), f'The grader {environment!r} fails for {trial.example.id}.')
+      elif kind == 'truth' and outcome.score < threshold:
+        sentences.setdefault(
+          (environment, kind),
+          f'The grader {environment!r} gives the ground truth of {trial.example.id} the score {score(outcome)}, below the '
+          f'success_reward_threshold of {threshold:g}, written as {short_repr(trial.answer)}: look at the row, the grader '
+          'and the threshold.',
+        )
+      elif kind == 'empty' and outcome.score >= threshold:
+        sentences.setdefault(
+          (environment, kind),
+          f'The grader {environment!r} gives an empty answer to {trial.example.id} the score {score(outcome)}, which counts '
+          'as a success: look at the grader and at actor.self_distillation.success_reward_threshold.',
+        )
+  return list(sentences.values())

@@ -1,0 +1,153 @@
+"""What a run would hold on each device, by arithmetic; the planner compiles the programs and knows better."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import dataclasses
+import math
+import os
+from typing import Any
+
+import jax
+
+from models.policy import Policy
+from sdpo_jax.config import Config
+from sdpo_jax.distributed import accelerators
+from sdpo_jax.distributed.mesh import FSDP, RULES, TENSOR, parameter_sharding
+from sdpo_jax.objective.spec import ObjectiveSpec
+from sdpo_jax.rollout.buckets import Buckets
+from sdpo_jax.rollout.functions import cache_shardings
+from sdpo_jax.training.run_programs import abstract_parameters
+from sdpo_jax.training.update import abstract_state
+
+GIB = 2**30
+LOGITS = 3  # Arrays of a chunk that live at one time: student, teacher, gradient.
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+  """Bytes on one device, by what they hold."""
+
+  held: Mapping[str, float]  # All the time.
+  sampling: Mapping[str, float]  # Beside that while sampling, with all rows at their limits.
+  update: Mapping[str, float]  # Beside that during an update, with the longest rows.
+
+  @property
+  def peak(self) -> float:
+    """The most that is held at one time."""
+    return sum(self.held.values()) + max(sum(self.sampling.values()), sum(self.update.values()))
+
+
+def estimate(config: Config, policy: Policy, mesh: jax.sharding.Mesh) -> Memory:
+  """Return what a run holds on each device of a mesh.
+
+  Args:
+    config: settings.
+    policy: the model, on the mesh.
+    mesh: of the run.
+  """
+  base, trainable = abstract_parameters(policy, mesh)
+  state = abstract_state(config, trainable, mesh)
+  item = jax.numpy.dtype(config.model.dtype).itemsize
+  held = {
+    'parameters': _bytes(base) + _bytes(state.trainable),
+    'optimizer': _bytes(state.opt_state),
+    'teacher': _bytes(state.teacher),
+  }
+  sampling = {'weights to sample with': _sampling_weights(policy, mesh, item), 'KV cache': _cache(config, policy, mesh)}
+  update = {
+    'gradients': _bytes(state.trainable),
+    'activations': _activations(config, policy, mesh, item),
+    'logits': _logits(config, policy, mesh),
+  }
+  return Memory(held, sampling, update)
+
+
+def of_device(device: jax.Device) -> float | None:
+  """Return the bytes that programs may use on a device; of a CPU its share of the machine's memory; None: not known."""
+  if device.platform == 'cpu':
+    return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / jax.local_device_count()
+  limit = (device.memory_stats() or {}).get('bytes_limit')
+  if limit:
+    return float(limit)
+  chip = accelerators.find(device.device_kind)
+  return None if chip is None or chip.memory_gib is None else chip.memory_gib * GIB
+
+
+def readable(size: float) -> str:
+  """Return a number of bytes for people."""
+  for unit, scale in (('GiB', GIB), ('MiB', 2**20)):
+    if size >= scale / 10:
+      return f'{size / scale:,.2f} {unit}'
+  return f'{size / 2**10:,.1f} KiB'
+
+
+def _bytes(tree: Any) -> float:
+  """Return the bytes of a tree of abstract arrays on one device."""
+  return float(
+    sum(
+      math.prod(leaf.sharding.shard_shape(leaf.shape)) * (8 if _is_key(leaf) else leaf.dtype.itemsize)
+      for leaf in jax.tree.leaves(tree)
+    )
+  )
+
+
+def _is_key(leaf: jax.ShapeDtypeStruct) -> bool:
+  return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
+
+
+def _sampling_weights(policy: Policy, mesh: jax.sharding.Mesh, item: int) -> float:
+  """Return the bytes of the copy in compute dtype that every group of devices samples with; 0 if there need be none."""
+  if item == 4 and mesh.shape[FSDP] == 1:
+    return 0.0
+  total = 0.0
+  for parameter in policy.parameter_table():
+    split = parameter_sharding(mesh, parameter.axes, parameter.shape).spec
+    shards = mesh.shape[TENSOR] if TENSOR in jax.tree.leaves(tuple(split)) else 1
+    total += math.prod(parameter.shape) / shards * (item if parameter.compute else 4)
+  return total
+
+
+def _cache(config: Config, policy: Policy, mesh: jax.sharding.Mesh) -> float:
+  """Return the bytes of keys and values of all rows that are decoded at once."""
+  declared = Buckets.of(config)
+  samples = config.data.train_batch_size * config.rollout.n
+  groups = mesh.shape[FSDP]
+  rows = groups * -(-min(config.rollout.max_batch_rows, samples) // groups)
+  slots = declared.prompt[-1] + declared.response[-1]
+  quantized = config.rollout.cache_dtype == 'int8'
+  cache = jax.eval_shape(lambda: policy.init_cache(rows, slots, quantized))
+  placed = cache_shardings(mesh, cache)
+  sizes = jax.tree.map(
+    lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize, cache, placed
+  )
+  return float(sum(jax.tree.leaves(sizes)))
+
+
+def _activations(config: Config, policy: Policy, mesh: jax.sharding.Mesh, item: int) -> float:
+  """Return about how many bytes the forward pass of the student keeps for the backward pass, by `model.remat`."""
+  sizes = policy.config
+  declared = Buckets.of_update(config)
+  tokens = declared.prompt[-1] + declared.response[-1]
+  rows = -(-config.actor.ppo_micro_batch_size // mesh.size)
+  heads = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
+  kept = {
+    'full': sizes.hidden_size,
+    'save_attention': sizes.hidden_size + sizes.heads * sizes.head_dim,
+    'dots': 3 * sizes.hidden_size + heads + 2 * sizes.intermediate_size,
+    'none': 6 * sizes.hidden_size + 2 * heads + 4 * sizes.intermediate_size,
+  }
+  return float(rows * tokens * sizes.layers * kept[config.model.remat] * item)
+
+
+def _logits(config: Config, policy: Policy, mesh: jax.sharding.Mesh) -> float:
+  """Return the bytes of the logits that exist at one time, which are float32."""
+  vocabulary = max(
+    size
+    for parameter in policy.parameter_table()
+    for axis, size in zip(parameter.axes, parameter.shape, strict=True)
+    if axis == 'vocab'
+  )
+  shards = mesh.shape[RULES['vocab']] if vocabulary % mesh.shape[RULES['vocab']] == 0 else 1
+  arrays = LOGITS if ObjectiveSpec.from_config(config).needs_teacher else LOGITS - 1
+  return float(arrays * config.actor.logits_chunk_size * vocabulary / shards * 4)

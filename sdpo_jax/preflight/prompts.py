@@ -1,0 +1,115 @@
+"""The prompts of a run as the model reads them: how long they are, and a few of them with special tokens marked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+
+import numpy as np
+
+from sdpo_jax.config import Config
+from sdpo_jax.data import rows, sources
+from sdpo_jax.data.prompts import Tokenizer, name, named_chat_tokens
+from sdpo_jax.environments import registry
+from sdpo_jax.errors import short_repr
+from sdpo_jax.types import Example
+
+MEASURED = 2000  # Prompts of a setting whose length is measured, spread over its rows.
+DRAWN = 200  # Questions of a generator that are looked at.
+BINS, BAR = 8, 40
+OPEN, CLOSE = '⟦', '⟧'  # Around what is one special token, and not text that looks like it.
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+  """Tokens of the prompts of one setting, with the chat template."""
+
+  setting: str  # data.train_files or data.val_files.
+  tokens: np.ndarray  # [M], of the prompts that were measured.
+  rows: int  # That there are; of generators those that were drawn.
+  limit: int  # data.max_prompt_length.
+
+  @property
+  def over(self) -> float:
+    """The fraction that is longer than the limit."""
+    return float(np.mean(self.tokens > self.limit))
+
+
+def training_questions(config: Config) -> list[Example]:
+  """Return the questions of `data.train_files`, long ones too: all rows of files, the first `DRAWN` of generators.
+
+  Raises:
+    UserError: a source that cannot be read, or a malformed row.
+  """
+  found: list[Example] = []
+  for source in config.data.train_files:
+    if sources.is_generator(source):
+      generate = sources.make_generator(source, 'train', config.seed, registry)
+      found += [generate(index) for index in range(DRAWN)]
+    else:
+      found += [rows.example(row, 'train') for row in sources.read_rows(source, 'data.train_files')]
+  return found
+
+
+def student_tokens(tokenizer: Tokenizer, examples: Sequence[Example], config: Config) -> list[list[int]]:
+  """Return the token ids of the student's prompts, of any length; UserError if the chat template refuses one."""
+  return named_chat_tokens(
+    tokenizer, [example.messages for example in examples], list(map(name, examples)), config.data.enable_thinking
+  )
+
+
+def measure(tokenizer: Tokenizer, examples: Sequence[Example], config: Config, setting: str) -> Lengths:
+  """Return how long the prompts are; of more than `MEASURED` those that are evenly spread over them."""
+  chosen = spread(examples, MEASURED)
+  tokens = np.array([len(ids) for ids in student_tokens(tokenizer, chosen, config)])
+  return Lengths(setting, tokens, len(examples), config.data.max_prompt_length)
+
+
+def spread(examples: Sequence[Example], count: int) -> list[Example]:
+  """Return at most `count` examples, evenly spread."""
+  places = np.linspace(0, len(examples), min(count, len(examples)), endpoint=False).astype(int)
+  return [examples[place] for place in places]
+
+
+def histogram(lengths: Lengths) -> str:
+  """Return the distribution of lengths as lines of text: equal steps up to the limit, and one line beyond it."""
+  tokens, limit = lengths.tokens, lengths.limit
+  numbers = '  '.join(
+    f'{title} {value:,.0f}'
+    for title, value in [
+      ('mean', tokens.mean()),
+      ('p50', np.percentile(tokens, 50)),
+      ('p95', np.percentile(tokens, 95)),
+      ('max', tokens.max()),
+    ]
+  )
+  measured = f'{len(tokens)} of {lengths.rows} questions' if len(tokens) < lengths.rows else f'{lengths.rows} questions'
+  edges = np.unique(np.linspace(0, limit, min(BINS, limit) + 1).astype(int))
+  counts = [int(((tokens > low) & (tokens <= high)).sum()) for low, high in zip(edges, edges[1:], strict=False)]
+  titles = [f'{low + 1:,}–{high:,}' for low, high in zip(edges, edges[1:], strict=False)]
+  counts, titles = [*counts, int((tokens > limit).sum())], [*titles, f'over {limit:,}']
+  width, most = max(map(len, titles)), max(counts)
+  lines = [
+    f'  {title:>{width}}  {"█" * -(-BAR * count // most)} {count}'.rstrip()
+    for title, count in zip(titles, counts, strict=True)
+  ]
+  return '\n'.join([f'{lengths.setting}: {measured}, tokens: {numbers}; limit {limit:,}', *lines])
+
+
+def visible(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+  """Return tokens as text in which every special token stands between ⟦ and ⟧."""
+  special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+  parts: list[str] = []
+  text: list[int] = []
+  for token in tokens:
+    if token not in special:
+      text.append(token)
+      continue
+    parts += [tokenizer.decode(text), f'{OPEN}{tokenizer.convert_ids_to_tokens(token)}{CLOSE}']
+    text = []
+  return ''.join([*parts, tokenizer.decode(text)])
+
+
+def title(example: Example) -> str:
+  """Return how a report speaks of a question: where it is from, who grades it, what is right."""
+  return f'{name(example)} (environment {example.environment!r}, ground truth {short_repr(example.ground_truth)})'

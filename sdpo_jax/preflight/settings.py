@@ -1,0 +1,135 @@
+"""Settings that are allowed and yet look like a mistake: each with what it leads to and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import re
+
+from sdpo_jax.config import Config
+from sdpo_jax.data import sources
+from sdpo_jax.objective.spec import ObjectiveSpec
+
+
+def odd_settings(config: Config, devices: int, positions: int | None) -> list[str]:
+  """Return a sentence for every setting, or pair of settings, that contradicts another or looks odd.
+
+  Args:
+    config: settings that `Config.validate` takes.
+    devices: of the run.
+    positions: tokens of a row at most for which the model was made (max_position_embeddings); None: not known.
+  """
+  return [
+    *(sentence for check in (_learning, _signal, _sampling, _evaluation, _safety) for sentence in check(config)),
+    *_batches(config, devices),
+    *_lengths(config, positions),
+  ]
+
+
+def _learning(config: Config) -> Iterator[str]:
+  optimizer, steps = config.optimizer, config.trainer.total_training_steps
+  if optimizer.lr == 0:
+    yield 'optimizer.lr=0: nothing is learned.'
+  if steps <= optimizer.lr_warmup_steps:
+    yield (
+      f'optimizer.lr_warmup_steps={optimizer.lr_warmup_steps} is not below trainer.total_training_steps={steps}: the '
+      'learning rate never gets to optimizer.lr.'
+    )
+
+
+def _signal(config: Config) -> Iterator[str]:
+  """What the student learns from."""
+  sd, n = config.actor.self_distillation, config.rollout.n
+  if not ObjectiveSpec.from_config(config).needs_teacher:
+    if n == 1 and not config.data.group_duplicates:
+      yield 'rollout.n=1: an advantage compares completions of a question, and that of a single one is 0.'
+    return
+  if not sd.include_demonstration and not sd.include_environment_feedback:
+    yield (
+      'actor.self_distillation.include_demonstration and include_environment_feedback are both off: the teacher knows no '
+      'more than the student, and nothing is distilled.'
+    )
+  alone = n == 1 and sd.dont_reprompt_on_self_success and not config.data.group_duplicates
+  if alone and sd.include_demonstration:
+    yield (
+      'rollout.n=1 with actor.self_distillation.dont_reprompt_on_self_success: a completion is never its own '
+      'demonstration and there is no other, so that feedback alone teaches; raise rollout.n.'
+    )
+  if not 0 < sd.success_reward_threshold <= 1:
+    yield (
+      f'actor.self_distillation.success_reward_threshold={sd.success_reward_threshold} is outside (0, 1], in which '
+      'the graders that come along score: everything or nothing is a success.'
+    )
+  if sd.teacher_regularization == 'ema' and sd.teacher_update_rate in (0, 1):
+    same = {0: 'frozen', 1: 'live'}[int(sd.teacher_update_rate)]
+    yield (
+      f'actor.self_distillation.teacher_update_rate={sd.teacher_update_rate:g}: such an average is what '
+      f"teacher_regularization='{same}' is, which costs no memory of its own; say so, or choose a rate between."
+    )
+
+
+def _sampling(config: Config) -> Iterator[str]:
+  rollout, correction = config.rollout, config.algorithm.rollout_correction
+  truncated = [name for name, off in (('top_p', 1.0), ('top_k', -1), ('min_p', 0.0)) if getattr(rollout, name) != off]
+  if truncated and correction.rollout_is is None:
+    yield (
+      f'rollout.{truncated[0]}={getattr(rollout, truncated[0])} with algorithm.rollout_correction.rollout_is=None: '
+      'completions are drawn from another distribution than the one that is trained, and nothing corrects for it.'
+    )
+
+
+def _evaluation(config: Config) -> Iterator[str]:
+  trainer, kwargs, data = config.trainer, config.val_kwargs, config.data
+  if data.val_files and trainer.test_freq == 0:
+    yield 'trainer.test_freq=0: data.val_files are never asked, not even at the end.'
+  if trainer.test_freq > trainer.total_training_steps:
+    yield (
+      f'trainer.test_freq={trainer.test_freq} is more than trainer.total_training_steps={trainer.total_training_steps}: '
+      'the run is evaluated at its end only.'
+    )
+  if kwargs.n > 1 and kwargs.temperature == 0:
+    yield f'val_kwargs.n={kwargs.n} with val_kwargs.temperature=0: greedy completions of a question are all the same.'
+  measured = re.fullmatch(r'eval/.*/(?:mean|std)@(\d+)', trainer.best_metric or '')
+  if measured and int(measured.group(1)) != kwargs.n:
+    yield (
+      f'trainer.best_metric={trainer.best_metric} is not among the metrics of an evaluation with val_kwargs.n={kwargs.n}.'
+    )
+  shared = [source for source in data.train_files if source in data.val_files and not sources.is_generator(source)]
+  if shared:
+    yield f'{shared[0]!r} is in data.train_files and in data.val_files: held-out numbers will be those of training.'
+
+
+def _safety(config: Config) -> Iterator[str]:
+  trainer = config.trainer
+  if trainer.save_freq == 0 and trainer.total_training_steps > 100:
+    yield 'trainer.save_freq=0: a run that is killed starts again from nothing.'
+  if config.environments.sandbox.allow_unsandboxed:
+    yield 'environments.sandbox.allow_unsandboxed: programs that the model writes may run without confinement.'
+
+
+def _batches(config: Config, devices: int) -> Iterator[str]:
+  actor = config.actor
+  sequences = actor.ppo_mini_batch_size * config.rollout.n
+  micro = actor.ppo_micro_batch_size
+  if sequences < devices:
+    yield (
+      f'An optimizer step has {sequences} sequences (actor.ppo_mini_batch_size × rollout.n) for {devices} devices: some '
+      'of them compute padding; raise actor.ppo_mini_batch_size, or set actor.pack_sequences.'
+    )
+  elif micro % devices:
+    yield (f'actor.ppo_micro_batch_size={micro} is no multiple of the {devices} devices: rows up to one are padding.')
+
+
+def _lengths(config: Config, positions: int | None) -> Iterator[str]:
+  data, sd = config.data, config.actor.self_distillation
+  taught = ObjectiveSpec.from_config(config).needs_teacher
+  if taught and sd.max_reprompt_len <= data.max_prompt_length:
+    yield (
+      f'actor.self_distillation.max_reprompt_len={sd.max_reprompt_len} is not above data.max_prompt_length='
+      f'{data.max_prompt_length}: the longest questions leave no room for a demonstration or feedback.'
+    )
+  longest = max(data.max_prompt_length, sd.max_reprompt_len if taught else 0) + data.max_response_length
+  if positions is not None and longest > positions:
+    yield (
+      f'A row may have {longest} tokens (a prompt and data.max_response_length), and the model was made for '
+      f'max_position_embeddings={positions}: lower the limits.'
+    )

@@ -1,0 +1,247 @@
+"""The look before a run: memory by hand, marked prompts, graders that err, settings that look odd, nothing compiled."""
+
+import dataclasses
+import json
+
+import jax
+import jax.monitoring
+import numpy as np
+import pytest
+
+from configs import paper, quickstart
+from models import huggingface
+from models import tokenizer as tokenizers
+from sdpo_jax.config import EnvironmentsConfig
+from sdpo_jax.environments import registry
+from sdpo_jax.environments.grading import Graders
+from sdpo_jax.errors import UserError
+from sdpo_jax.preflight import check, grading, memory, prompts
+from sdpo_jax.preflight.settings import odd_settings
+from sdpo_jax.training.session import model_mesh
+from sdpo_jax.types import Example, Outcome
+from tests import tiny
+
+# By hand, of tiny.make_model: embedding, two layers of attention, MLP and norms, the last norm.
+PARAMETERS = 264 * 32 + 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64 + 2 * 32 + 2 * 8) + 32
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+  """A model directory without weights."""
+  folder = tiny.make_model(tmp_path_factory.mktemp('preflight') / 'model')
+  (folder / 'model.safetensors').unlink()
+  return folder
+
+
+@pytest.fixture
+def config(model):
+  config = quickstart.get_config()
+  config.model.path = str(model)
+  config.data.max_prompt_length, config.data.prompt_buckets = 96, (96,)
+  config.actor.self_distillation.max_reprompt_len, config.data.reprompt_buckets = 384, (384,)
+  return config
+
+
+def test_memory_is_that_of_a_count_by_hand(config):
+  config.model.dtype, config.model.remat = 'bfloat16', 'full'
+  config.actor.self_distillation.teacher_regularization = 'ema'
+  config.rollout.max_batch_rows = 16
+  policy = huggingface.read_policy(config.model.path, config.model)
+  mesh = model_mesh(config, policy, jax.devices()[:1])
+  found = memory.estimate(config, policy.on(mesh), mesh)
+  assert found.held['parameters'] == found.held['teacher'] == found.update['gradients'] == 4 * PARAMETERS
+  assert found.held['optimizer'] == pytest.approx(8 * PARAMETERS, rel=1e-3)  # And counters.
+  norms = 2 * (2 * 32 + 2 * 8) + 32  # Stay float32.
+  assert found.sampling['weights to sample with'] == 2 * (PARAMETERS - norms) + 4 * norms
+  rows, slots, layers, kv_heads, head_dim = 16, 96 + 8, 2, 2, 8
+  cache = 2 * layers * rows * slots * kv_heads * head_dim * 2
+  assert found.sampling['KV cache'] == pytest.approx(cache, rel=0.01)
+  assert found.update['logits'] == 3 * 512 * 264 * 4
+  assert found.update['activations'] == 128 * (96 + 8) * layers * 32 * 2
+  held = sum(found.held.values())
+  assert found.peak == held + max(sum(found.sampling.values()), sum(found.update.values()))
+  config.actor.self_distillation.teacher_regularization = 'live'
+  assert memory.estimate(config, policy.on(mesh), mesh).held['teacher'] == 0
+
+
+def test_memory_is_divided_over_the_devices(config):
+  config.rollout.max_batch_rows = 16
+  policy = huggingface.read_policy(config.model.path, config.model)
+  config.mesh.tensor = 2
+  mesh = model_mesh(config, policy)
+  assert dict(mesh.shape) == {'fsdp': 4, 'tensor': 2}
+  found = memory.estimate(config, policy.on(mesh), mesh)
+  assert found.held['parameters'] == pytest.approx(4 * PARAMETERS / 8, rel=0.05)  # Small norms stay whole.
+  assert found.sampling['weights to sample with'] == pytest.approx(4 * PARAMETERS / 2, rel=0.05)
+  assert found.sampling['KV cache'] == pytest.approx(2 * 2 * 16 * 104 * 2 * 8 * 4 / 8, rel=0.01)
+
+
+def test_memory_is_written_for_people():
+  assert [memory.readable(size) for size in (5 * 2**10, 3 * 2**20, 2.5 * 2**30)] == ['5.0 KiB', '3.00 MiB', '2.50 GiB']
+
+
+def test_a_special_token_is_told_from_text_that_looks_like_it(model):
+  tokenizer = tokenizers.load(model)
+  end = tokenizer.convert_tokens_to_ids('<|im_end|>')
+  spelled = [tokenizer.convert_tokens_to_ids(letter) for letter in '<|im_end|>']
+  text = prompts.visible(tokenizer, [*spelled, end, *spelled])
+  assert text == '<|im_end|>⟦<|im_end|>⟧<|im_end|>'
+
+
+def test_a_histogram_counts_every_prompt_once():
+  tokens = np.array([1, 10, 11, 20, 21, 79, 80, 81, 500])
+  text = prompts.histogram(prompts.Lengths('data.train_files', tokens, 9, 80))
+  assert 'max 500; limit 80' in text.splitlines()[0]
+  counts = [int(line.split()[-1]) for line in text.splitlines()[1:]]
+  assert counts == [2, 2, 1, 0, 0, 0, 0, 2, 2] and sum(counts) == len(tokens)
+
+
+TRUTHS = [
+  Example('choice', [], 'mcq', 'B', 'x'),
+  Example('expert', [], 'gpqa', 'C', 'x'),
+  Example('number', [], 'digits', '31704', 'x'),
+  Example('calls', [], 'tooluse', '[{"Action": "find", "Action_Input": "{\\"q\\": 1}"}]', 'x'),
+]
+
+
+@pytest.mark.parametrize('profile', ['clean', 'reference'])
+def test_ground_truths_are_written_as_their_graders_want_them(profile):
+  with Graders(EnvironmentsConfig(profile=profile)) as graders:
+    trials = grading.attempt(graders, TRUTHS)
+  assert [(trial.right.score, trial.empty.score) for trial in trials] == [(1.0, 0.0)] * len(TRUTHS)
+  assert grading.odd_trials(trials, 0.5) == []
+
+
+@pytest.fixture(scope='module')
+def erring():
+  """Graders of one's own: one that calls everything right, one nothing, one that raises."""
+  registry.register('preflight_right')(lambda examples, completions, *, truncated: [Outcome(1.0) for _ in examples])
+  registry.register('preflight_wrong')(lambda examples, completions, *, truncated: [Outcome(0.0) for _ in examples])
+
+  @registry.register('preflight_raises')
+  def fail(examples, completions, *, truncated):
+    raise RuntimeError('no')
+
+
+@pytest.mark.parametrize(
+  'name, truth, sentences',
+  [
+    ('preflight_right', 'x', ['empty answer to q the score 1, which counts as a success']),
+    (
+      'preflight_wrong',
+      'x',
+      ["ground truth of q the score 0, below the success_reward_threshold of 0.5, written as 'x'"],
+    ),
+    ('preflight_wrong', {'a': 1}, []),  # No answer can be made of it.
+    ('preflight_raises', 'x', ['fails for q']),
+  ],
+)
+def test_a_grader_that_errs_is_named(erring, name, truth, sentences):
+  with Graders(EnvironmentsConfig()) as graders:
+    found = grading.odd_trials(grading.attempt(graders, [Example('q', [], name, truth, 'x')]), 0.5)
+  assert len(found) == len(sentences)
+  assert all(sentence in text and repr(name) in text for sentence, text in zip(sentences, found, strict=True))
+
+
+@pytest.mark.parametrize(
+  'changes, sentence',
+  [
+    ({'optimizer.lr': 0.0}, 'nothing is learned'),
+    ({'optimizer.lr_warmup_steps': 300}, 'never gets to optimizer.lr'),
+    ({'rollout.n': 1, 'actor.policy_loss.loss_mode': 'vanilla'}, 'that of a single one is 0'),
+    ({'rollout.n': 1}, 'never its own demonstration'),
+    (
+      {
+        'actor.self_distillation.include_demonstration': False,
+        'actor.self_distillation.include_environment_feedback': False,
+      },
+      'nothing is distilled',
+    ),
+    ({'actor.self_distillation.success_reward_threshold': 1.5}, r'threshold=1.5 is outside \(0, 1\]'),
+    (
+      {'actor.self_distillation.teacher_regularization': 'ema', 'actor.self_distillation.teacher_update_rate': 1.0},
+      "'live' is",
+    ),
+    ({'rollout.top_p': 0.9}, 'nothing corrects for it'),
+    ({'trainer.test_freq': 0}, 'never asked'),
+    ({'trainer.test_freq': 301}, 'at its end only'),
+    ({'val_kwargs.temperature': 0.0}, 'are all the same'),
+    ({'trainer.best_metric': 'eval/digits/mean@16'}, 'not among the metrics of an evaluation with val_kwargs.n=4'),
+    ({'data.train_files': ('a.json',), 'data.val_files': ('a.json',)}, 'those of training'),
+    ({'trainer.save_freq': 0}, 'starts again from nothing'),
+    ({'environments.sandbox.allow_unsandboxed': True}, 'without confinement'),
+    ({'actor.ppo_mini_batch_size': 1, 'data.train_batch_size': 1, 'rollout.n': 4}, 'has 4 sequences .* for 8 devices'),
+    ({'actor.ppo_micro_batch_size': 12}, 'no multiple of the 8 devices'),
+    ({'data.max_prompt_length': 96}, 'no room for a demonstration'),
+    ({'data.max_response_length': 4096}, 'made for max_position_embeddings=512'),
+  ],
+)
+def test_a_setting_that_looks_odd_is_named(changes, sentence):
+  config = quickstart.get_config()
+  assert odd_settings(config, devices=8, positions=512) == []
+  for name, value in changes.items():
+    *sections, leaf = name.split('.')
+    target = config
+    for section in sections:
+      target = getattr(target, section)
+    setattr(target, leaf, value)
+  [found] = odd_settings(config, devices=8, positions=512)
+  with pytest.raises(UserError, match=sentence):
+    raise UserError(found)
+
+
+def test_the_papers_runs_do_not_look_odd():
+  for task in ('chemistry', 'tooluse'):
+    for method in ('sdpo', 'grpo'):
+      assert odd_settings(paper.get_config(task=task, method=method), devices=8, positions=40960) == []
+  [found] = odd_settings(paper.get_config(task='livecodebench'), devices=64, positions=40960)
+  assert 'An optimizer step has 8 sequences' in found
+
+
+def test_nothing_is_compiled_and_nothing_looks_odd(config):
+  compiled = []
+  listener = lambda name, seconds, **_: compiled.append(name) if 'backend_compile' in name else None  # noqa: E731
+  jax.monitoring.register_event_duration_secs_listener(listener)
+  try:
+    report = check.check(config)
+    assert compiled == []
+    jax.jit(lambda x: x + 12345)(np.float32(1))
+    assert compiled, 'the listener hears nothing'
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listener)
+  text = report.text()
+  assert report.odd == [] and text.endswith('Nothing looks odd.')
+  assert f'{PARAMETERS:,} parameters' in text and '8 × cpu' in text and 'limit 96' in text
+  assert text.count('── student') == text.count('a demonstration') == text.count('the feedback on an empty') == 3
+  assert '⟦<|im_start|>⟧assistant\n' in text and 'The answer must be 5 digits' in text
+
+
+def test_rows_are_looked_at(config, tmp_path):
+  """A prompt over the limit, too few rows, a question that is also held out, and no room for a teacher's prompt."""
+  row = {'dataset': 'sciknoweval', 'kind': 'sciknoweval', 'answer': 'B', 'system': None, 'tests': None}
+  texts = ['Which of A, B?', 'Which of B, C? ' * 20]
+  (tmp_path / 'train.jsonl').write_text(''.join(json.dumps(row | {'prompt': text}) + '\n' for text in texts))
+  (tmp_path / 'test.jsonl').write_text(json.dumps(row | {'prompt': texts[0]}) + '\n')
+  data = dataclasses.replace(
+    config.data, train_files=(str(tmp_path / 'train.jsonl'),), val_files=(str(tmp_path / 'test.jsonl'),)
+  )
+  report = check.check(dataclasses.replace(config, data=data))
+  long, few, shared, room = report.odd
+  assert long.startswith('50.0% of the prompts of data.train_files are longer than data.max_prompt_length=96 tokens')
+  assert few.startswith('data.train_files hold 2 rows, fewer than data.train_batch_size=16')
+  assert shared.startswith('1 of 1 held-out questions are also asked in training')
+  assert 'max_reprompt_len=384 leaves no room for a demonstration' in room
+  assert 'train.jsonl, line 2 (environment' in report.text()
+
+
+def test_what_would_end_a_run_ends_the_look(config):
+  with pytest.raises(UserError, match='does not exist'):
+    check.check(dataclasses.replace(config, model=dataclasses.replace(config.model, path='/nowhere')))
+  with pytest.raises(UserError, match='none.json'):
+    check.check(dataclasses.replace(config, data=dataclasses.replace(config.data, train_files=('none.json',))))
+
+
+def test_memory_that_does_not_suffice_looks_odd(config, monkeypatch):
+  monkeypatch.setattr(memory, 'of_device', lambda device: 2.0**20)
+  [found] = check.check(config).odd
+  assert 'on each device, which has 1.00 MiB' in found
