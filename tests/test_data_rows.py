@@ -200,7 +200,8 @@ def test_a_grader_of_ones_own_may_read_anything_and_sees_every_column():
   assert example.messages == [{'role': 'system', 'content': 'Add.'}, *USER]
   assert example.columns == value
   assert rows.example(row({'prompt': 'x'}), 'train', default_environment='own').ground_truth is None
-  assert rows.example(row({**RAW, 'rubric': 1, 'embedding': [0.5]}), 'train').columns == {**RAW, 'rubric': 1}
+  columns = rows.example(row({**RAW, 'rubric': 1, 'embedding': [0.5]}), 'train').columns
+  assert columns['rubric'] == 1 and 'embedding' not in columns
 
 
 def test_unit_tests_grade_code_without_a_kind():
