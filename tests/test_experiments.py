@@ -29,6 +29,7 @@ def test_the_paper_has_thirty_eight_experiments():
 def test_every_experiment_is_valid_and_judges_as_the_reference(arguments):
   config = paper.get_config(**arguments).validate()
   assert config.environments.profile == 'reference'
+  assert config.actor.self_distillation.thinking_rule == 'closed' and not config.data.split_special_tokens
   assert config.data.train_files == (f'data/{arguments["task"]}/train.json',)
   assert config.model.path == paper.MODELS[arguments.get('model', 'qwen3_8b')]
 
