@@ -246,7 +246,7 @@ def batch():
   )
   prompts = [rng.integers(0, 250, 20).tolist() for _ in range(8)]
   teacher = [rng.integers(0, 250, rng.integers(60, 200)).tolist() for _ in range(8)]
-  return batching.GenerationBatch(prompts, teacher, rollouts, np.ones_like(zeros), zeros)
+  return batching.GenerationBatch(prompts, teacher, rollouts, distill_mask=np.ones_like(zeros), advantages=zeros)
 
 
 def main():

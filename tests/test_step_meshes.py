@@ -74,7 +74,13 @@ def samples() -> batching.GenerationBatch:
   weights = rng.uniform(0.5, 2, (count, T)).astype(np.float32)
   distill_mask = np.repeat(context.mask[:, None], T, axis=1)
   return batching.GenerationBatch(
-    prompts, context.prompt_tokens, rollouts, distill_mask, zeros, distill_weights=weights, policy_weights=weights
+    prompts,
+    context.prompt_tokens,
+    rollouts,
+    distill_mask=distill_mask,
+    advantages=zeros,
+    distill_weights=weights,
+    policy_weights=weights,
   )
 
 
