@@ -210,8 +210,7 @@ class ActorConfig:
   pack_sequences: bool = setting(
     False,
     'Pack short samples into rows, as segments that do not see each other: little padding. A micro-batch has the '
-    'smallest declared lengths that hold it (without declared ones, those of the limits). Samples of a row with the same '
-    'teacher prompt share one copy of it.',
+    'smallest lengths of data.*_buckets that hold it. Samples of a row with the same teacher prompt share one copy of it.',
   )
   ppo_epochs: int = setting(1, 'Passes over a generation batch.')
   logits_chunk_size: int = setting(512, 'Tokens whose logits exist at one time in the objective.')

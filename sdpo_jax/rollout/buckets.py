@@ -75,18 +75,6 @@ class Buckets:
       paired=not data.prompt_buckets and not data.reprompt_buckets,
     )
 
-  @classmethod
-  def of_update(cls, config: Config) -> Buckets:
-    """Return those of the update: packed rows have the largest of those that are not declared in the settings."""
-    whole, data = cls.of(config), config.data
-    if not config.actor.pack_sequences:
-      return whole
-    return cls(
-      whole.prompt if data.prompt_buckets else whole.prompt[-1:],
-      whole.response if data.response_buckets else whole.response[-1:],
-      whole.reprompt if data.reprompt_buckets else whole.reprompt[-1:],
-    )
-
   @property
   def prompts(self) -> tuple[tuple[int, int], ...]:
     """Every (prompt, teacher prompt) of a micro-batch with a teacher, ascending."""

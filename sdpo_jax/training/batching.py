@@ -320,9 +320,9 @@ def _packed(
 
 def _declared(batch: GenerationBatch, config: Config) -> list[tuple[int, int, int]]:
   """Return the declared lengths (prompt, teacher prompt, completion) of packed rows, the cheapest first."""
-  declared = Buckets.of_update(config)
-  reprompts = declared.reprompt if batch.teacher_prompts is not None else (0,)
-  return sorted(itertools.product(declared.prompt, reprompts, declared.response), key=_cost)
+  declared = Buckets.of(config)
+  prompts = declared.prompts if batch.teacher_prompts is not None else tuple((length, 0) for length in declared.prompt)
+  return sorted(((*pair, width) for pair, width in itertools.product(prompts, declared.response)), key=_cost)
 
 
 def _cost(lengths: tuple[int, int, int]) -> int:
@@ -386,7 +386,7 @@ def _teacher_parts(batch: GenerationBatch, samples: Sequence[int], lengths: np.n
 
 def _check_prompts(config: Config, batch: GenerationBatch) -> None:
   """Raise UserError where a prompt of packed rows is longer than the largest declared length."""
-  declared = Buckets.of_update(config)
+  declared = Buckets.of(config)
   for prompts, limit, name in (
     (batch.prompts, declared.prompt[-1], 'data.prompt_buckets'),
     (batch.teacher_prompts or (), declared.reprompt[-1], 'data.reprompt_buckets'),
@@ -413,7 +413,7 @@ def _lengths(
   if config.actor.pack_sequences:
     needed, reads = (max(map(sum, side), default=0) for side in (student, teacher))
     return _holding(_declared(batch, config), needed, reads, targets)
-  declared = Buckets.of_update(config)
+  declared = Buckets.of(config)
 
   width = bucket(targets, declared.response, 'data.response_buckets')
   asked, reads = (max((prompt for prompt, _ in side), default=0) for side in (student, teacher))

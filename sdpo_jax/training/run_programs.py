@@ -96,7 +96,7 @@ def update_programs(run: Run) -> dict[str, Program]:
     ),
   }
   batch_of = functools.partial(abstract_batch, rows, spec=spec, mesh=mesh)
-  trained = Buckets.of_update(config)
+  trained = Buckets.of(config)
   share = batching.shares_prompts(config, *run.teacher.readers(run.policy, config.actor.self_distillation))
   for response in trained.response:
     for prompt in trained.prompt if spec.computes_log_probs or spec.weighs_in_update else ():
