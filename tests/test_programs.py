@@ -86,14 +86,15 @@ def test_packed_updates_have_the_lengths_of_others():
 
 def test_a_long_cache_has_a_decode_loop_of_every_size():
   *_, found = registered(data__max_response_length=500, data__response_buckets=(500,), trainer__test_freq=0)
-  # 8 + 500 + 32 slots at most, a quarter of them at first; a quarter of the eight rows in the end.
-  names = {'empty/8×500@135', 'admit/8×500@135', 'decode/8×500@135', 'decode/8×500', 'decode/8×500#2'}
-  names |= {'resize/8×500@135', 'resize/8×500@135#2', 'resize/8×500#2', 'prepare', 'prefill/8×500'}
+  # 8 + 500 + 32 slots, half of them at first; a third of the eight rows in the end, then a twelfth.
+  names = {'empty/8×500@270', 'admit/8×500@270', 'decode/8×500@270', 'resize/8×500@270', 'prepare', 'prefill/8×500'}
+  names |= {'decode/8×500', 'decode/8×500#3', 'decode/8×500#1', 'resize/8×500#3', 'resize/8×500#1'}
   assert {name for name in found if found[name].kind not in ('update', 'score', 'zero', 'apply', 'finish')} == names
-  for name in ('resize/8×500@135', 'resize/8×500@135#2', 'resize/8×500#2'):
-    left = jax.eval_shape(functools.partial(found[name].function, **found[name].static), *found[name].arguments)
-    after = found['decode/8×500' + '#2' * name.endswith('#2')].arguments[2]
-    assert jax.tree.map(lambda leaf: leaf.shape, left) == jax.tree.map(lambda leaf: leaf.shape, after), name
+  for before, after in (('@270', ''), ('#3', '#3'), ('#1', '#1')):
+    program = found[f'resize/8×500{before}']
+    left = jax.eval_shape(functools.partial(program.function, **program.static), *program.arguments)
+    given = found[f'decode/8×500{after}'].arguments[2]
+    assert jax.tree.map(lambda leaf: leaf.shape, left) == jax.tree.map(lambda leaf: leaf.shape, given), before
 
 
 def test_a_cache_that_keeps_its_size_has_a_decode_loop_of_fewer_rows():

@@ -142,19 +142,19 @@ def test_a_growing_and_shrinking_cache_changes_no_sample(model, reference, monke
   whole = make_sampler(model, stop_token_ids=())
   expected = sample(whole, model, prompts, n=12, max_tokens=lengths)
   assert_same_samples(sample(sampler, model, prompts, n=12, max_tokens=lengths), expected)
-  grown, shrunk = (8, 16, 8, 36), (8, 36, 2, 36)  # 8 + 24 + 4 slots at most, a prompt and two looks at first.
-  assert taken == [grown, shrunk]
+  # 8 + 24 + 4 slots, half of them at first; a third of the rows, and a twelfth.
+  assert taken == [(8, 18, 8, 36), (8, 36, 3, 36), (3, 36, 1, 36)]
 
   def backwards(prompts, n, shards):
     return queue.Queue(prompts[::-1], n, shards)
 
   monkeypatch.setattr(slots, 'Queue', backwards)
   assert_same_samples(sample(sampler, model, prompts, n=12, max_tokens=lengths), expected)
-  # All at once: the short ones are over before the small cache is full, and few rows are what grows.
+  # All at once, where there is nothing to wait for: stages are gone through as rows run out.
   taken.clear()
   sampler._max_batch_rows = 48
   assert_same_samples(sample(sampler, model, prompts, n=12, max_tokens=lengths), expected)
-  assert taken == [(48, 16, 12, 36)]
+  assert taken == [(48, 18, 48, 36), (48, 36, 16, 36), (16, 36, 4, 36)]
 
 
 def test_the_kernels_of_a_tpu_sample_the_same_from_a_cache_that_keeps_its_size(model, reference):
@@ -204,7 +204,8 @@ def test_rows_that_run_out_are_left_behind_where_the_cache_keeps_its_size(layers
   assert_same_samples(sample(sampler, (kernels, params), **request), expected)
   assert [(before, source.size) for before, source in moves] == [(16, 8), (8, 4)]
   assert all((source >= source.shape[1]).any() for _, source in moves)
-  assert sampler.stats.decode_steps == 14 and sampler.stats.row_steps == 4 * 16 + 4 * 8 + 6 * 4
+  # Rows go as soon as as many have run out, not only at the next look.
+  assert sampler.stats.decode_steps == 14 and sampler.stats.row_steps == 2 * 16 + 6 * 8 + 6 * 4
 
 
 def test_completions_come_as_they_finish(model, reference):
@@ -422,38 +423,42 @@ def test_buckets():
 
 
 def request_sizes(**changes):
-  limits = dict(rows=64, refilled=True, widest=64, room=512, chunk=32, keeps_size=False)
+  limits = dict(rows=64, refilled=True, widths=(64,), room=512, chunk=32, keeps_size=False)
   return sizes.sizes(**(limits | changes))
 
 
 def test_sizes_are_few_and_hold_what_is_asked():
-  small, whole, few = (sizes.Size(*size) for size in ((64, 152), (64, 608), (16, 608)))
   found = request_sizes()
-  assert found.stages == (small, whole, few) and found.admitting == 2
-  assert set(found.moves) == {(small, whole), (small, few), (whole, few)}
-  assert found.grown(None, 95) == found.grown(small, 152) == small
-  assert found.grown(None, 153) == found.grown(small, 153) == whole
-  assert found.shrunk(small, 16) == found.shrunk(whole, 16) == few and found.shrunk(whole, 17) == whole
-  assert found.shrunk(few, 1) == few
+  small, whole, few, fewest = found.stages
+  assert found.stages == tuple(sizes.Size(*size) for size in ((64, 304), (64, 608), (22, 608), (6, 608)))
+  assert found.moves == ((small, whole), (whole, few), (few, fewest)) and found.admitting == 2
+  assert found.path(None, 95, 64) == (small,) and found.path(None, 305, 64) == (whole,)
+  assert found.path(small, 304, 64) == found.path(whole, 608, 23) == found.path(fewest, 608, 1) == ()
+  assert found.path(small, 305, 64) == (whole,) and found.path(small, 200, 7) == (whole, few)
+  assert found.path(whole, 200, 3) == (few, fewest)
+  assert found.enough(60, 1) == 60 - 22 and found.enough(22, 1) == 22 - 6 and found.enough(6, 1) == 6
+  assert found.enough(120, 2) == 120 - 44
   assert request_sizes(refilled=False).admitting == 1
+  assert [size.rows for size in request_sizes(widths=(32, 64)).stages] == [64, 64, 16]
+  assert request_sizes(room=8192, widths=(512, 2048)).stages[0].slots == (8192 + 2048 + 32) / 4
   # What is drawn at one go needs one size; so do a few rows, and lengths that leave little to save.
   assert len(request_sizes(room=32).stages) == len(request_sizes(rows=4, room=72).stages) == 1
   assert request_sizes(resized=False).stages == (whole,)
   kept = request_sizes(keeps_size=True)
   assert [size.rows for size in kept.stages] == [64, 32, 16, 8] and {size.slots for size in kept.stages} == {608}
-  assert kept.admitting == 1 and kept.shrunk(kept.stages[0], 3) == kept.stages[1]
-  assert found.prompts(64) == 4 and found.prompts(2048) == 1 and request_sizes(rows=2).prompts(8) == 2
+  assert kept.admitting == 1 and kept.path(kept.stages[0], 608, 3) == kept.stages[1:]
+  assert found.prompts(64) == 2 and found.prompts(2048) == 1 and request_sizes(rows=2).prompts(8) == 2
 
 
-@pytest.mark.parametrize('seed', range(3))
-def test_every_prompt_fits_into_the_first_size(seed):
-  rng = np.random.default_rng(seed)
-  for rows, widest, room, chunk in rng.integers(1, (300, 3000, 9000, 64), (200, 4)).tolist():
+def test_every_prompt_fits_into_the_first_size_and_every_sample_into_the_last():
+  rng = np.random.default_rng(0)
+  for rows, widest, room, chunk in rng.integers(1, (300, 3000, 9000, 64), (300, 4)).tolist():
     for keeps in (False, True):
-      found = request_sizes(rows=rows, widest=widest, room=room, chunk=chunk, keeps_size=keeps)
-      first, last = found.grown(None, widest - 1 + chunk), found.grown(None, widest - 1 + room - 1 + chunk)
-      assert first == found.stages[0] and last.slots == widest + room + chunk
-      assert len(found.stages) <= (4 if keeps else 3)
+      found = request_sizes(rows=rows, widths=(widest,), room=room, chunk=chunk, keeps_size=keeps)
+      (first,) = found.path(None, widest - 1 + chunk, rows)
+      assert first == found.stages[0] and len(found.stages) <= 4
+      path = found.path(first, widest - 1 + room - 1 + chunk, 1)
+      assert (path or (first,))[-1] == found.stages[-1] and found.stages[-1].slots == widest + room + chunk
 
 
 def test_rows_of_a_shard():

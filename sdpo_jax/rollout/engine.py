@@ -78,7 +78,7 @@ class Sampler:
     decode_chunk: int = 32,
     quantized: bool = False,
     resized: bool = True,
-    fixed: bool = False,
+    least: int | None = None,
   ):
     """Makes a sampler of `policy`.
 
@@ -97,12 +97,12 @@ class Sampler:
       quantized: keys and values are held as int8, in about half of the memory of bfloat16. Changes probabilities a bit.
       resized: the cache grows and shrinks with what lives, where that pays; False: it keeps the largest size that it
         may come to, and all of its rows, so that a bucket of prompts compiles once.
-      fixed: arrays are as large as the largest bucket of prompts asks, so that what is compiled does not depend on which
-        prompts come; False: as the largest of a request asks.
+      least: arrays are as large as a request for so many samples from the largest bucket of prompts asks, or larger, so
+        that what is compiled depends on nothing else; None: as large as each request asks.
 
     Raises:
       UserError: an empty stop string.
-      ValueError: `fixed` without buckets or a limit of prompts.
+      ValueError: `least` without buckets or a limit of prompts.
     """
     if any(not text for text in stop):
       raise UserError('rollout.stop holds an empty string, which would end every completion at once: remove it.')
@@ -113,9 +113,9 @@ class Sampler:
     self._stops = StopStrings(tokenizer, stop)
     self._stop_ids = np.asarray(sorted(set(stop_token_ids)) or [-1], np.int32)
     self._functions: SamplerFunctions = sampler_functions(policy, mesh, quantized)
-    if fixed and not self._prompt_buckets:
-      raise ValueError('A sampler with fixed sizes needs prompt_buckets or max_prompt_length.')
-    self._chunk, self._resized, self._fixed = decode_chunk, resized, fixed
+    if least is not None and not self._prompt_buckets:
+      raise ValueError('A sampler for at least so many samples needs prompt_buckets or max_prompt_length.')
+    self._chunk, self._resized, self._least = decode_chunk, resized, least
     self.stats = SamplingStats()  # Of the last request.
 
   @property
@@ -282,11 +282,11 @@ class Sampler:
   def _sizes(self, request: Request) -> Sizes:
     """Returns the sizes of the arrays of a request."""
     samples, shards = len(request.lengths) * request.n, self._functions.shards
-    rows = shard_rows(samples, self._max_batch_rows, shards)
+    rows = shard_rows(max(samples, self._least or 0), self._max_batch_rows, shards)
     return sizes(
       rows=rows,
       refilled=samples > rows * shards,
-      widest=self._prompt_buckets[-1] if self._fixed else int(request.widths.max()),
+      widths=self._prompt_buckets if self._least is not None else sorted(set(request.widths.tolist())),
       room=request.room,
       chunk=self._chunk,
       keeps_size=self._functions.keeps_size,

@@ -1,23 +1,27 @@
 """The sizes that a sampler compiles for: rows of a prefill, rows and slots of the cache, and the moves between them.
 
 Everything that a sampler does to its arrays is one of a few programs, and which ones is decided here, from the limits of
-a request alone: no length that happens to be drawn adds a program. A cache has at most three sizes. It starts with all
-rows and few slots (`SMALL`); when a sample outgrows these it has all slots (`WHOLE`); and when nothing waits any more and
-few rows are live it has few rows and all slots (`FEW`). That many bytes are read by a step of the first as of the last.
-A cache that keeps its size, because what is not filled is not read, has all rows and slots from the beginning, and steps
-half of its rows, a quarter or an eighth once the others have run out.
+a request alone: no length that happens to be drawn adds a program. A cache goes through a few stages. It starts with all
+rows and few slots; when a sample outgrows these it has all slots; and when nothing waits any more and rows run out, it
+has all slots of fewer rows, and then of fewer again. A cache that keeps its size, because what is not filled is not read,
+has all slots from the beginning, and only steps fewer of its rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import dataclasses
 import math
 
 SMALLEST_CACHE = 128  # Slots of a row; smaller caches would not pay for their compilation.
+SHORT_CACHE = 512  # Slots up to which a cache is small enough to begin with half of what it may need, not a quarter.
 FEWEST_ROWS = 8  # Rows of a shard; a step of fewer does little but read weights.
-PREFILL_TOKENS = 256  # Tokens of a shard that are prefilled at once, where a prompt is no longer than that.
-SHARE = 4  # The small cache has a quarter of the slots; the few rows are a quarter of all.
-HALVINGS = 3  # How often a cache that keeps its size halves the rows that it steps.
+PREFILL_TOKENS = 128  # Tokens of a shard that are prefilled at once, where a prompt is no longer than that.
+# Shares of the rows that are left in the last stages. The second costs two programs more, which a sampler with several
+# buckets of prompts spends on these.
+FEWER = (1 / 3, 1 / 12)
+FEWER_OF_SEVERAL = (1 / 4,)
+HALVINGS = (1 / 2, 1 / 4, 1 / 8)  # Of a cache that keeps its size.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,57 +39,77 @@ class Sizes:
   prefix: int  # Slots of a prefilled prompt, whatever its bucket.
   stages: tuple[Size, ...]  # Of the cache, in the order in which it may have them.
   admitting: int  # Samples are admitted at the first so many stages.
-  moves: tuple[tuple[Size, Size], ...]  # (before, after): from an earlier stage to a later one.
 
   @property
   def rows(self) -> int:
     """Rows of a shard at first."""
     return self.stages[0].rows
 
+  @property
+  def moves(self) -> tuple[tuple[Size, Size], ...]:
+    """(before, after) of every change of size: from one stage to the next, so that each costs one program."""
+    return tuple(zip(self.stages, self.stages[1:], strict=False))
+
   def prompts(self, width: int) -> int:
     """Return how many prompts of a shard are prefilled together in a bucket of `width` tokens."""
     return prompts_together(width, self.rows)
 
-  def grown(self, now: Size | None, needed: int) -> Size:
-    """Return the size of a cache whose fullest row is to hold `needed` slots, with all rows; `now` if that will do."""
-    if now is not None and now.slots >= needed:
-      return now
-    return next(size for size in self.stages if size.rows == self.rows and size.slots >= needed)
+  def path(self, now: Size | None, needed: int, live: int) -> tuple[Size, ...]:
+    """Return the stages that a cache goes through, one after the other, until it has the size that it should have.
 
-  def shrunk(self, now: Size, live: int) -> Size:
-    """Return the size with the fewest rows to which a cache with `live` rows of its fullest shard may go in one move."""
-    few = [after for before, after in self.moves if before == now and live <= after.rows < now.rows]
-    return few[0] if few else now
+    Args:
+      now: its size; None: it is made, with the first stage that is returned.
+      needed: slots that its fullest row is to hold.
+      live: rows that must stay, of the fullest shard; as many as there are where more samples may come.
+    """
+    begin = 0 if now is None else self.stages.index(now)
+    fitting = [at for at, size in enumerate(self.stages) if at >= begin and size.slots >= needed and size.rows >= live]
+    # The last of those with as few rows, or, where rows cannot go, the first that has the slots.
+    fewest = min(self.stages[at].rows for at in fitting)
+    end = next(at for at in fitting if self.stages[at].rows == fewest)
+    return self.stages[end : end + 1] if now is None else self.stages[begin + 1 : end + 1]
+
+  def enough(self, live: int, shards: int) -> int:
+    """Return how many of the `live` rows of all shards must run out for the next stage with fewer; `live` if none is."""
+    return next(
+      (live - shards * size.rows for size in self.stages if shards * size.rows < min(live, shards * self.rows)), live
+    )
 
 
 def sizes(
-  *, rows: int, refilled: bool, widest: int, room: int, chunk: int, keeps_size: bool, resized: bool = True
+  *,
+  rows: int,
+  refilled: bool,
+  widths: Sequence[int],
+  room: int,
+  chunk: int,
+  keeps_size: bool,
+  resized: bool = True,
 ) -> Sizes:
   """Return what a request may need.
 
   Args:
     rows: slots of each shard, from `shard_rows`.
     refilled: there are more samples than slots.
-    widest: the largest bucket of prompts.
+    widths: the buckets of prompts.
     room: tokens of a completion at most.
     chunk: tokens drawn between two looks at most.
     keeps_size: the cache is as large at first as it may come to be.
     resized: False: it is so, and keeps all of its rows.
   """
-  whole = Size(rows, widest + room + chunk)
+  widest = max(widths)
+  slots = widest + room + chunk
+  small = resized and not keeps_size
+  shares = HALVINGS if keeps_size else FEWER if len(widths) == 1 else FEWER_OF_SEVERAL
   # What is drawn at one go leaves no time to run out.
-  shrinks = resized and room > chunk
-  if keeps_size or not resized:
-    counts = [rows, *(math.ceil(rows / 2**i) for i in range(1, HALVINGS + 1) if shrinks)]
-    stages = tuple(Size(count, whole.slots) for count in dict.fromkeys(counts))
-    return Sizes(widest, stages, 1, tuple(zip(stages, stages[1:], strict=False)))
+  shrinks = resized and room > chunk and (keeps_size or rows >= FEWEST_ROWS)
+  counts = dict.fromkeys([rows, *(math.ceil(rows * share) for share in shares if shrinks)])
+  stages = tuple(Size(count, slots) for count in counts)
   # Every prompt fits into the small cache, with what two looks add.
-  slots = max(math.ceil(whole.slots / SHARE), widest + 2 * chunk, SMALLEST_CACHE)
-  small = (Size(rows, slots),) if 4 * slots <= 3 * whole.slots else ()
-  few = (Size(math.ceil(rows / SHARE), whole.slots),) if shrinks and rows >= FEWEST_ROWS else ()
-  moves = [(before, after) for before, after in ((small, (whole,)), (small, few), ((whole,), few)) if before and after]
-  stages = (*small, whole, *few)
-  return Sizes(widest, stages, 2 if small and refilled else 1, tuple((before[0], after[0]) for before, after in moves))
+  fewer = max(math.ceil(slots / 4), min(math.ceil(slots / 2), SHORT_CACHE), widest + 2 * chunk, SMALLEST_CACHE)
+  if small and 4 * fewer <= 3 * slots:
+    return Sizes(widest, (Size(rows, fewer), *stages), 2 if refilled else 1)
+  return Sizes(widest, stages, 1)
 
 
 def prompts_together(width: int, rows: int) -> int:

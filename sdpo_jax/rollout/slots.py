@@ -109,11 +109,8 @@ class Slots:
     if not (self._sample >= 0).any():
       return False
     self._prefill(dict.fromkeys((slot // per_shard, prompt) for slot, prompt in admitted))
-    self._grow(ending=not admitted and not self._queue.left)
-    if admitted:
-      self._copy([(slot // per_shard, slot % per_shard, prompt) for slot, prompt in admitted])
-    else:
-      self._shrink()
+    self._fit(ending=not admitted and not self._queue.left)
+    self._copy([(slot // per_shard, slot % per_shard, prompt) for slot, prompt in admitted])
     self._count_bytes()
     self._prefixes = {key: prefix for key, prefix in self._prefixes.items() if self._queue.holds(*key)}
     return True
@@ -130,7 +127,10 @@ class Slots:
       stop_ids=np.broadcast_to(request.stop_ids, (rows, len(request.stop_ids))),
     )
     state = decode.DecodeState(params=params, token=self._token, drawn=self._drawn, active=self._sample >= 0)
-    enough = math.ceil(rows / REFILLS) if self._queue.left else rows
+    if self._queue.left:
+      enough = math.ceil(rows / REFILLS)
+    else:
+      enough = self._sizes.enough(int((self._sample >= 0).sum()), self._functions.shards)
     # The host goes on with its own arrays while these are under way.
     state = self._functions.put(jax.tree.map(np.copy, state))
     self._cache, drawn = self._functions.advance(
@@ -205,27 +205,22 @@ class Slots:
           self._prefixes |= {(shard, prompt): (cache, row) for row, prompt in enumerate(prompts)}
     self.stats.prompts += len(missing)
 
-  def _grow(self, ending: bool) -> None:
-    """Makes the cache, or gives it the slots that the live samples need until the next look; `ending`: no more come."""
-    size = self._sizes.grown(self._size, int(self._held[self._sample >= 0].max()) + self._chunk)
-    if self._cache is None:
-      self._cache = self._functions.empty(rows=self._functions.shards * size.rows, slots=size.slots)
-      self._size = size
-    elif size != self._size:
-      live = (self._sample >= 0).reshape(self._functions.shards, -1)
-      # Where few are live it need not grow in all of its rows.
-      few = self._sizes.shrunk(self._size, int(live.sum(1).max()))
-      self._move(few if ending and few.slots >= size.slots else size)
-
-  def _shrink(self) -> None:
-    """Leaves out rows without a sample, once no more samples wait; what is over at the next look anyhow stays."""
+  def _fit(self, ending: bool) -> None:
+    """Gives the cache the slots that live samples need until the next look and, where it is `ending`, fewer rows."""
     live = self._sample >= 0
-    left = int((self._request.knobs['max_tokens'][self._sample[live]] - self._drawn[live]).max())
-    if self._queue.left or left <= self._chunk:
-      return
-    most = int(live.reshape(self._functions.shards, -1).sum(1).max())
-    while (size := self._sizes.shrunk(self._size, most)) != self._size:
-      self._move(size)
+    needed = int(self._held[live].max()) + self._chunk
+    rows = self._per_shard
+    if ending:
+      left = int((self._request.knobs['max_tokens'][self._sample[live]] - self._drawn[live]).max())
+      # What is over at the next look anyhow is not worth a move, unless there must be one.
+      if left > self._chunk or needed > self._size.slots:
+        rows = int(live.reshape(self._functions.shards, -1).sum(1).max())
+    for size in self._sizes.path(self._size, needed, rows):
+      if self._cache is None:
+        self._cache = self._functions.empty(rows=self._functions.shards * size.rows, slots=size.slots)
+        self._size = size
+      else:
+        self._move(size)
 
   def _move(self, size: Size) -> None:
     """Gives the cache another size; live samples move to the front of their shard where rows go."""

@@ -5,8 +5,8 @@ Names of the update's: `score/P×T` (log-probs before the update, of all complet
 `prepare` (its copy of the parameters), `prefill/P×T` for every bucket of prompts and, for the largest and the sizes of
 `sdpo_jax.rollout.sizes`: `empty/P×T` (the cache at first), `admit/P×T` (a prompt's cache into the rows of its samples)
 and `decode/P×T`; of a cache that is small at first, with C slots, `admit/P×T@C`, `decode/P×T@C` and `resize/P×T@C`; of
-fewer rows R, `decode/P×T#R` and what leads there, `resize/P×T#R` and `resize/P×T@C#R`, or `compact/P×T#R` where the
-cache keeps its size. What evaluation alone uses is `evaluation/…`.
+fewer rows R, `decode/P×T#R` and what leads there, `resize/P×T#R`, or `compact/P×T#R` where the cache keeps its size.
+What evaluation alone uses is `evaluation/…`.
 """
 
 from __future__ import annotations
@@ -200,11 +200,13 @@ def _sampling(
   config, mesh, shards = run.config, run.mesh, engine.shards
   declared = Buckets.of(config)
   response, chunk = declared.response[-1], config.rollout.decode_chunk
-  rows = sizes.shard_rows(samples, config.rollout.max_batch_rows, shards)
+  # As the sampler of a session, which is made for at least the samples of a training step.
+  least = max(samples, config.data.train_batch_size * config.rollout.n)
+  rows = sizes.shard_rows(least, config.rollout.max_batch_rows, shards)
   taken = sizes.sizes(
     rows=rows,
     refilled=samples > rows * shards,
-    widest=declared.prompt[-1],
+    widths=declared.prompt,
     room=response,
     chunk=chunk,
     keeps_size=engine.keeps_size,

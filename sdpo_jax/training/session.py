@@ -97,7 +97,7 @@ def make_session(
     policy=policy,
     base=base,
     mesh=mesh,
-    sampler=make_sampler(config, policy, tokenizer, mesh, fixed=True),
+    sampler=make_sampler(config, policy, tokenizer, mesh, least=config.data.train_batch_size * config.rollout.n),
     spec=spec,
     teacher=reader if spec.needs_teacher else None,
     update=make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), reader.policy),
@@ -114,7 +114,7 @@ def make_sampler(
   mesh: jax.sharding.Mesh,
   *,
   resized: bool = True,
-  fixed: bool = False,
+  least: int | None = None,
   reprompts: bool = False,
 ) -> Sampler:
   """Return the sampler that the settings describe; of the teacher's prompts, too, if `reprompts`; others as in `Sampler`."""
@@ -133,5 +133,5 @@ def make_sampler(
     ),
     mesh=mesh,
     resized=resized,
-    fixed=fixed,
+    least=least,
   )

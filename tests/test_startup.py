@@ -1,0 +1,164 @@
+"""The start of a run: every program is compiled before the first step, whatever lengths come; none is left to a step."""
+
+import dataclasses
+import itertools
+import json
+import re
+import types
+
+import jax
+import pytest
+
+from models.attention.backend import AttentionBackend
+from sdpo_jax import programs as registered
+from sdpo_jax.config import Config, MeshConfig
+from sdpo_jax.distributed import mesh as meshes
+from sdpo_jax.environments import registry
+from sdpo_jax.errors import UserError
+from sdpo_jax.rollout import sizes
+from sdpo_jax.training import loop, run_programs, session, startup
+from sdpo_jax.types import Example, Outcome
+from tests import tiny
+from tests.test_step import make_model
+
+
+@registry.register('startup')
+def grade(examples, completions, *, truncated):
+  return [Outcome(float(sum(text.encode()) % 2), 'x' * (sum(text.encode()) % 90)) for text in completions]
+
+
+@registry.register_generator('startup')
+def questions(split, seed):
+  return lambda index: Example(
+    f'{split}-{index}', [{'role': 'user', 'content': 'Q' * (1 + index * 37 % 60)}], 'startup', None, 'startup'
+  )
+
+
+def experiment(folder, **changes) -> Config:
+  """Questions, answers and feedback of many lengths, through few slots."""
+  config = Config(name='startup')
+  config.model.path = str(tiny.make_model(folder / 'model'))
+  config.model.dtype, config.model.remat = 'float32', 'none'
+  config.data.train_files = config.data.val_files = ('generator:startup',)
+  config.data.val_max_samples, config.data.train_batch_size = 11, 4
+  config.data.max_prompt_length, config.data.max_response_length = 100, 64
+  config.data.response_buckets = (64,)
+  config.data.reprompt_buckets = (256,)
+  config.rollout.n, config.val_kwargs.n = 6, 2
+  config.rollout.max_batch_rows, config.rollout.decode_chunk = 16, 8
+  config.rollout.stop_token_ids = tuple(range(0, 256, 16))  # Completions of 16 tokens on average.
+  config.actor.ppo_mini_batch_size, config.actor.ppo_micro_batch_size = 2, 8
+  config.actor.self_distillation.max_reprompt_len = 256
+  config.actor.self_distillation.distillation_topk = 8
+  config.trainer.total_training_steps, config.trainer.test_freq, config.trainer.save_freq = 3, 2, 2
+  config.trainer.tensorboard = False
+  for name, value in changes.items():
+    *sections, leaf = name.split('__')
+    target = config
+    for section in sections:
+      target = getattr(target, section)
+    setattr(target, leaf, value)
+  return config
+
+
+@pytest.fixture
+def devices(monkeypatch):
+  """Sets how many devices a run finds."""
+
+  def restrict(count: int) -> None:
+    found = jax.devices()[:count]
+    monkeypatch.setattr(
+      session, 'make_mesh', lambda config, devices, described: meshes.make_mesh(config, found, described)
+    )
+
+  return restrict
+
+
+def lines(folder) -> list[dict]:
+  return [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+  'count, changes',
+  [
+    (1, {}),
+    pytest.param(1, {'data__prompt_buckets': (64, 100), 'data__response_buckets': (16, 64)}, marks=pytest.mark.slow),
+    pytest.param(1, {'actor__pack_sequences': True, 'rollout__max_batch_rows': 256}, marks=pytest.mark.slow),
+    pytest.param(1, {'actor__policy_loss__loss_mode': 'vanilla', 'model__dtype': 'bfloat16'}, marks=pytest.mark.slow),
+    pytest.param(8, {}, marks=pytest.mark.slow),
+  ],
+)
+def test_nothing_is_compiled_after_the_start_and_what_is_compiled_is_registered(
+  tmp_path, monkeypatch, devices, count, changes
+):
+  monkeypatch.setattr(sizes, 'SMALLEST_CACHE', 16)
+  devices(count)
+  config, said = experiment(tmp_path, **changes), []
+  with registered.noted_compilations() as compiled:
+    result = loop.train(config, tmp_path / 'run', announce=said.append)
+    total = len(compiled())
+  assert result.step == 3 and [line['programs/compiled'] for line in lines(tmp_path / 'run')] == [0.0] * 4
+  named = [match for line in said if (match := re.fullmatch(r' +(\d+)/(\d+) (\S+)  [\d.]+ s', line))]
+  assert [int(match[1]) for match in named] == list(range(1, len(named) + 1)) and int(named[0][2]) == len(
+    named
+  ) <= total
+  kinds = [match[3].removeprefix('evaluation/').partition('/')[0] for match in named]
+  updates = kinds.count('update')
+  assert updates <= 6 and len(kinds) - updates - kinds.count('score') - 3 <= 12 + 6 * (
+    'data__prompt_buckets' in changes
+  )
+  assert kinds.count('decode') == {1: 4, 8: 2}[count] - ('data__prompt_buckets' in changes)
+  lengths = {line['rollout/completion_length_mean'] for line in lines(tmp_path / 'run')[1:]}
+  assert len(lengths) == 3
+
+
+@pytest.mark.slow
+def test_what_is_compiled_late_is_counted(tmp_path, monkeypatch, devices):
+  """A registry that leaves a program out is found out."""
+  devices(1)
+  found = run_programs.run_programs
+
+  def without_admit(*arguments, **settings):
+    return {name: program for name, program in found(*arguments, **settings).items() if program.kind != 'admit'}
+
+  monkeypatch.setattr(startup, 'run_programs', without_admit)
+  config = experiment(tmp_path, trainer__total_training_steps=1, trainer__test_freq=0, data__max_response_length=4)
+  loop.train(config, tmp_path / 'run')
+  assert [line['programs/compiled'] for line in lines(tmp_path / 'run')] == [1.0]
+
+
+def test_compilations_are_noted_once_with_their_names():
+  with registered.noted_compilations() as compiled:
+    jax.jit(lambda x: x * 3 + 1).lower(jax.ShapeDtypeStruct((3,), float)).compile()
+    assert compiled() == ['jit(<lambda>)'] and compiled() == []
+  with registered.noted_compilations() as later:
+    jax.jit(lambda x: x * 5 + 1).lower(jax.ShapeDtypeStruct((3,), float)).compile()
+    assert compiled() == [] and len(later()) == 1
+
+
+def test_default_settings_compile_few_programs():
+  """With lengths of thousands of tokens: 6 updates, and 12 programs of the sampler where prompts have two lengths."""
+  config = Config()
+  policy, _ = make_model()
+  mesh = meshes.make_mesh(MeshConfig(), jax.devices()[:1])
+  for held_out, kernels in itertools.product((None, 10, 500), (False, True)):
+    reader = dataclasses.replace(policy, backend=AttentionBackend('splash', interpret=True)) if kernels else policy
+    found = run_programs.run_programs(
+      config, reader, *run_programs.abstract_parameters(reader, mesh), mesh, held_out=held_out
+    )
+    kinds = [program.kind for program in found.values()]
+    assert kinds.count('update') == 6
+    assert sum(kind not in ('update', 'score', 'zero', 'apply', 'finish') for kind in kinds) <= 12, sorted(found)
+
+
+def test_a_program_that_does_not_fit_is_named(tmp_path, monkeypatch):
+  def refuse(found, names):
+    yield 'update/8×16×6', jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.')
+
+  monkeypatch.setattr(startup, 'run_programs', lambda *_, **__: {'update/8×16×6': None})
+  monkeypatch.setattr(registered, 'compile_programs', refuse)
+  fake = types.SimpleNamespace(
+    config=None, policy=None, base=None, mesh=None, teacher=None, sampler=types.SimpleNamespace(stop_ids=1)
+  )
+  with pytest.raises(UserError, match='update/8×16×6 does not fit .*Out of memory.*ppo_micro_batch_size'):
+    startup.compile_programs(fake, types.SimpleNamespace(trainable=None), 0, lambda text: None)
