@@ -76,10 +76,18 @@ class DataConfig:
     'in questions, completions and feedback become special tokens, as in the reference.',
   )
   prompt_buckets: tuple[int, ...] = setting(
-    (), 'Lengths to which prompts are padded; empty: powers of two up to the limit. Each compiles one program.'
+    (),
+    'Lengths in tokens to which prompts are padded, each at most the limit, which is one itself; empty: a quarter of the '
+    'limit (128 tokens at least) and the limit. Programs are compiled for every choice of lengths.',
   )
-  response_buckets: tuple[int, ...] = setting((), 'The same for completions.')
-  reprompt_buckets: tuple[int, ...] = setting((), "The same for the teacher's prompts.")
+  response_buckets: tuple[int, ...] = setting(
+    (), 'The same for completions; empty: a sixteenth of the limit, a quarter, and the limit.'
+  )
+  reprompt_buckets: tuple[int, ...] = setting(
+    (),
+    "The same for the teacher's prompts. If neither these nor prompt_buckets are given, short prompts go with short "
+    'teacher prompts and long with long, which is half as many programs.',
+  )
 
 
 @dataclasses.dataclass

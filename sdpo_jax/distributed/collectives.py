@@ -11,6 +11,8 @@ import numpy as np
 
 from sdpo_jax.distributed.cluster import barrier
 
+PART = 2**16  # Bytes of a process that are sent at once.
+
 
 def agreed(value: int) -> int:
   """The value that process 0 has, on every process."""
@@ -29,7 +31,11 @@ def gathered(value: Any, what: str) -> list[Any]:
   barrier(what)
   content = np.frombuffer(pickle.dumps(value), np.uint8)
   sizes = multihost_utils.process_allgather(np.array([len(content)], np.int32)).ravel()
-  padded = np.zeros(sizes.max(), np.uint8)
-  padded[: len(content)] = content
-  everything = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
+  # In parts of one size: each other size would be one more program to compile.
+  parts = -(-int(sizes.max()) // PART)
+  padded = np.zeros((parts, PART), np.uint8)
+  padded.reshape(-1)[: len(content)] = content
+  everything = np.concatenate(
+    [multihost_utils.process_allgather(part).reshape(len(sizes), -1) for part in padded], axis=1
+  )
   return [pickle.loads(row[:size].tobytes()) for row, size in zip(everything, sizes, strict=True)]

@@ -25,7 +25,7 @@ from sdpo_jax import programs
 from sdpo_jax.config import Config
 from sdpo_jax.data import pipeline
 from sdpo_jax.distributed.cluster import barrier
-from sdpo_jax.distributed.collectives import agreed
+from sdpo_jax.distributed.collectives import agreed, gathered
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
@@ -188,7 +188,7 @@ class _Run:
     first, total = int(state.step), config.trainer.total_training_steps
     self.recall(first)
     writer = MetricsWriter(self.session.workdir, config, resume_step=first) if jax.process_index() == 0 else None
-    sampling_seed(state)  # Small programs of its own, the same for every step.
+    self.warm_up(state)
     preempted = False
     progress = Progress(total, first, test_freq=config.trainer.test_freq, shown=writer is not None)
     try:
@@ -219,6 +219,13 @@ class _Run:
       raise UserError(skipped.complaint(self.skipped, int(state.step), config.trainer))
     prompt = _short_prompt(self.held_out)
     return Result(self.session.workdir, int(state.step), preempted, evaluations, prompt, self.stopped, self.skipped)
+
+  def warm_up(self, state: TrainState) -> None:
+    """Call what has small programs of its own, the same in every step, so that no step compiles them."""
+    sampling_seed(state)
+    agreed(0)
+    gathered(None, 'the first step')
+    Preemption().agreed()
 
   def evaluate_first(self, state: TrainState, writer: MetricsWriter | None, progress: Progress) -> None:
     """Evaluate before the first step."""
