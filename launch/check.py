@@ -9,16 +9,22 @@ looks odd. The last tells settings that contradict each other from the memory, t
 Exit codes: 0 nothing looks odd; 1 something does, and the run would start all the same; 2 bad input, named in a sentence.
 """
 
+import jax
+
 from sdpo_jax import command
 from sdpo_jax.preflight import check
 
 command.define_config()
+command.define_cluster()
 ODD = 1
 
 
 def main() -> int:
-  report = check.check(command.load_config())
-  print(report.text())
+  config = command.load_config()
+  command.join_cluster()
+  report = check.check(config)
+  if jax.process_index() == 0:
+    print(report.text())
   return ODD if report.odd else 0
 
 

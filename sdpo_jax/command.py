@@ -238,7 +238,7 @@ def _sentence(error: Exception) -> str | None:
   if isinstance(error, UserError):
     return str(error)
   if is_full(error):
-    return f'Writing failed ({error}): make room and start the same command again; it resumes.'
+    return f'Writing failed ({error}): make room, then start the same command again.'
   return None
 
 

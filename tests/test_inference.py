@@ -79,6 +79,13 @@ def test_an_export_holds_the_weights_that_are_asked_for(run, model, weights, fac
   chex.assert_trees_all_equal(exported, {name: factor * tensor for name, tensor in original.items()})
 
 
+def test_an_export_does_not_replace_a_file(run, tmp_path):
+  (tmp_path / 'out').write_text('kept')
+  with pytest.raises(UserError, match='out is a file: name a new directory'):
+    runs.export(run[0], tmp_path / 'out', 'student')
+  assert (tmp_path / 'out').read_text() == 'kept'
+
+
 def test_a_teacher_without_weights_is_not_opened(model, tmp_path):
   make_run(tmp_path / 'live', model, 'live')
   with pytest.raises(UserError, match='the teacher of this run has no weights of its own; export --weights=student'):

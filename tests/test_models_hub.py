@@ -1,5 +1,6 @@
 """The hub is asked once whether it is there; its libraries would try for half a minute."""
 
+import fnmatch
 import http.server
 import sys
 import threading
@@ -71,3 +72,27 @@ def test_an_imported_datasets_library_is_told(online, monkeypatch):
   monkeypatch.setattr(hub, '_knock', lambda address: 'down')
   assert 'cannot be reached from here (down)' in hub.unreachable()
   assert datasets.config.HF_HUB_OFFLINE
+
+
+def test_weights_are_fetched_only_where_they_are_wanted(online, monkeypatch, tmp_path):
+  """Of a directory of the hub, by the patterns that its library is handed."""
+  names = [
+    'config.json',
+    'tokenizer.json',
+    'chat_template.jinja',
+    'model-1.safetensors',
+    'model.safetensors.index.json',
+  ]
+  asked = []
+  (tmp_path / 'config.json').write_text('{"model_type": "qwen3"}')
+  monkeypatch.setattr(hub, '_knock', lambda address: None)
+  monkeypatch.setattr(huggingface, '_read_config', lambda values, source: None)
+  monkeypatch.setattr('huggingface_hub.hf_hub_download', lambda name, file: str(tmp_path / file))
+
+  def download(name, allow_patterns):
+    asked.append({file for file in names if any(fnmatch.fnmatch(file, pattern) for pattern in allow_patterns)})
+    return str(tmp_path)
+
+  monkeypatch.setattr('huggingface_hub.snapshot_download', download)
+  assert huggingface.resolve('some/model') == huggingface.resolve('some/model', weights=False) == tmp_path
+  assert asked == [set(names), {'config.json', 'tokenizer.json', 'chat_template.jinja', 'model.safetensors.index.json'}]

@@ -209,6 +209,8 @@ def export(
     UserError: no run or checkpoint, or `output` holds something already.
   """
   target = pathlib.Path(output)
+  if target.exists() and not target.is_dir():
+    raise UserError(f'--output={output} is a file: name a new directory, nothing is overwritten.')
   if target.exists() and any(target.iterdir()):
     raise UserError(f'--output={output} is not empty: name a new directory, nothing is overwritten.')
   session, parameters, step = open_run(workdir, weights, step=step)
