@@ -15,6 +15,8 @@ from sdpo_jax.config import EnvironmentsConfig
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
+from sdpo_jax.planner import model as sizes
+from sdpo_jax.planner import topology
 from sdpo_jax.preflight import check, grading, memory, prompts
 from sdpo_jax.preflight.settings import odd_settings
 from sdpo_jax.training.session import model_mesh
@@ -74,6 +76,19 @@ def test_memory_is_divided_over_the_devices(config):
   assert found.held['parameters'] == pytest.approx(4 * PARAMETERS / 8, rel=0.05)  # Small norms stay whole.
   assert found.sampling['weights to sample with'] == pytest.approx(4 * PARAMETERS / 2, rel=0.05)
   assert found.sampling['KV cache'] == pytest.approx(2 * 2 * 16 * 104 * 2 * 8 * 4 / 8, rel=0.01)
+
+
+@pytest.mark.tpu_compiler
+def test_memory_is_about_what_the_compiler_says():
+  """Of the paper's run on 64 chips: the table of docs/performance.md, whose numbers are the TPU compiler's."""
+  config, slice_ = paper.get_config(task='chemistry'), topology.describe('v5e:8x8')
+  policy, _ = sizes.read(config)
+  mesh = model_mesh(config, policy, slice_.devices)
+  found = memory.estimate(config, policy.on(mesh, config.model.attention), mesh)
+  compiled = {'parameters': 0.48, 'optimizer': 0.96, 'teacher': 0.48, 'weights to sample with': 1.91, 'KV cache': 5.64}
+  estimated = {**found.held, **found.sampling}
+  assert {name: size / memory.GIB for name, size in estimated.items()} == pytest.approx(compiled, rel=0.02)
+  assert found.peak / memory.GIB == pytest.approx(9.62, rel=0.03)
 
 
 def test_memory_is_written_for_people():

@@ -121,7 +121,7 @@ def _machine(config: Config, policy: Policy, mesh: jax.sharding.Mesh) -> tuple[s
     '',
     aligned(['memory', 'when', 'a device'], rows),
     f'memory of a device: {has}',
-    'An estimate by arithmetic; for TPUs, launch.plan asks the compiler.',
+    'An estimate by arithmetic: the temporaries of an update can be twice that; for TPUs, launch.plan asks the compiler.',
   ]
   odd = []
   if room is not None and found.peak > FULL * room:
