@@ -91,7 +91,7 @@ def live_blocks(completions: Sequence[int] | np.ndarray, prompt: float, block: i
   """
   completions = np.asarray(completions)
   steps = int(completions.max())
-  fetched = np.clip(np.ceil((prompt + np.arange(steps)) / block), 1, blocks)
+  fetched = np.minimum(np.ceil((prompt + np.arange(steps)) / block), blocks)
   until = np.cumsum(fetched)[completions - 1]
   return {
     'last': float((until + steps - completions).mean() / steps),
