@@ -712,3 +712,22 @@ def test_the_page_of_estimates_is_made_from_results(tmp_path):
   assert tpu_plan.insert(tpu_plan.insert(page, 'one'), 'two') == tpu_plan.insert(page, 'two')
   with pytest.raises(ValueError, match='holds no'):
     tpu_plan.insert('nothing', text)
+
+
+def test_the_pages_quote_the_shipped_configs():
+  """Who changes what decides them makes the pages anew: `python -m benchmarks.tpu_plan --keep=DIR`."""
+  docs = tiny.REPOSITORY / 'docs'
+  results = json.loads((docs / 'performance' / 'results.json').read_text(encoding='utf-8'))
+  points = {point.name: point for point in tpu_plan.POINTS}
+  assert set(results) <= set(points)
+  for name, plan in results.items():
+    assert plan['settings'] == json.loads(json.dumps(tpu_plan.stated(points[name]))), name
+    assert plan['topology'] == points[name].slice_
+    assert plan['step_seconds'] == pytest.approx(sum(plan['phases'].values()))
+  # The main point is a shipped config as it is.
+  assert not points[tpu_plan.MAIN].settings
+  for name, text in tpu_plan.pages(results).items():
+    # What is not there yet is said.
+    assert ('Not planned yet: v5e:8x8,' in text) == (tpu_plan.MAIN not in results)
+    page = (docs / name).read_text(encoding='utf-8')
+    assert tpu_plan.insert(page, text) == page, name

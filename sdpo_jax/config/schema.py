@@ -113,7 +113,8 @@ class RolloutConfig(SamplingConfig):
   decode_chunk: int = setting(32, 'Tokens drawn at most in every row before finished ones give way to others.')
   cache_dtype: Literal['auto', 'int8'] = setting(
     'auto',
-    "What holds keys and values: 'auto' = model.dtype; 'int8' = about half of bfloat16, a scale a token and head.",
+    "What holds keys and values: 'auto' = model.dtype; 'int8' = about half of bfloat16's memory, a scale per token and "
+    'head; it saves no time.',
   )
 
 
