@@ -1,6 +1,6 @@
 """The shipped Qwen3-8B configs on v5e slices, asked of the TPU compiler: memory, time and communication by size.
 
-  python -m benchmarks.tpu_plan --keep=answers                  # every point: an hour on two cores
+  python -m benchmarks.tpu_plan --keep=answers                  # every point: more than an hour on two cores
   python -m benchmarks.tpu_plan --keep=answers --only=v5e:8x8   # one point again
   python -m benchmarks.tpu_plan --only_write=true               # write the pages from what is there
 
