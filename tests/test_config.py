@@ -53,7 +53,7 @@ class Validation(parameterized.TestCase):
     ('mesh.fsdp', 0, 'mesh.fsdp must be positive or -1'),
     ('plan.mean_completion', 0.0, 'plan.mean_completion must be positive or None'),
     ('plan.evaluation_questions', -1, 'plan.evaluation_questions must be positive or None'),
-    ('plan.trained_fraction', 1.5, 'plan.trained_fraction must be more than 0 and at most 1'),
+    ('plan.trained_fraction', 1.5, r'plan.trained_fraction must lie in \(0, 1\], not 1.5'),
     ('optimizer.learning_rate', 1e-5, "no setting 'optimizer.learning_rate'"),
     ('actor.self_distillation.feedback_template', 'wrong', 'does not hold {feedback_raw}'),
     ('data.val_max_samples', 0, 'val_max_samples must be positive'),

@@ -61,7 +61,6 @@ def check(config: schema.Config) -> None:
   _check_environments(config.environments)
   _check_alarms(config)
   _check_mesh(config.mesh)
-  _check_plan(config.plan)
 
 
 def _check_model(model: schema.ModelConfig) -> None:
@@ -230,15 +229,6 @@ def _check_template(name: str, template: str, fields: tuple[str, ...], reader: s
 def _sequences(config: schema.Config) -> int:
   """Sequences of an optimizer step."""
   return config.actor.ppo_mini_batch_size * config.rollout.n
-
-
-def _check_plan(plan: schema.PlanConfig) -> None:
-  """Check what is wrong whatever the limits are; a run is not stopped by a length that only the planner reads."""
-  for key in ('mean_prompt', 'mean_completion', 'longest_completion', 'mean_reprompt', 'evaluation_questions'):
-    value = getattr(plan, key)
-    _require(value is None or value > 0, f'plan.{key} must be positive or None, not {value}.')
-  share = plan.trained_fraction
-  _require(0 < share <= 1, f'plan.trained_fraction must be more than 0 and at most 1, not {share}.')
 
 
 def _require(condition: bool, sentence: str) -> None:

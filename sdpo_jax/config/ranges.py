@@ -135,6 +135,13 @@ RANGES: Mapping[str, Range] = {
   'environments.sandbox.memory_mb': MIB,
   'environments.sandbox.file_mb': MIB,
   'environments.sandbox.output_mb': MIB,
+  # Whatever the limits are: a run is not stopped by a length that only the planner reads.
+  'plan.mean_prompt': TOKENS,
+  'plan.mean_completion': TOKENS,
+  'plan.longest_completion': TOKENS,
+  'plan.mean_reprompt': TOKENS,
+  'plan.trained_fraction': Range(above=0, at_most=1),
+  'plan.evaluation_questions': Range(above=0, unit='questions'),
   'mesh.fsdp': Range(above=0, also=(-1,), unit='devices'),
   'mesh.tensor': Range(above=0, also=(-1,), unit='devices'),
 }
