@@ -291,7 +291,7 @@ def test_a_stopped_run_is_saved_and_goes_on_only_with_other_rules(experiment):
   assert 'Stopped by an alarm after step 3' in done['stop'].stdout and ALWAYS in done['stop'].stdout
   again = done['stop again']
   assert again.returncode == loop.EXIT_ALARM and again.stdout == done['stop'].stdout
-  assert 'step 4' not in again.stderr
+  assert 'step 4/8' not in again.stderr
   assert done['stop, then go on'].returncode == 0, done['stop, then go on'].stderr
   lines = lines_of(folder / 'stop')
   assert [line['step'] for line in lines] == [0, 1, 2, 3, 4]
