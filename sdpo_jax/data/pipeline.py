@@ -196,11 +196,20 @@ def read_examples(
   """
   examples: list[Example] = []
   for source in files:
-    defaults = {'default_source': sources.stem(source), 'default_environment': config.data.environment}
-    found = [rows.example(row, split, **defaults) for row in sources.read_rows(source, setting)[:limit]]
+    found = examples_of_file(source, split, config, setting, limit)
     _check_environments(found, registry)
     examples += fitting(tokenizer, found, config, source)
   return examples
+
+
+def examples_of_file(source: str, split: str, config: Config, setting: str, limit: int | None = None) -> list[Example]:
+  """Return the examples of the first `limit` rows of a file (None: of all), whatever their length and their grader.
+
+  Raises:
+    UserError: naming the file and line of the first fault.
+  """
+  defaults = {'default_source': sources.stem(source), 'default_environment': config.data.environment}
+  return [rows.example(row, split, **defaults) for row in sources.read_rows(source, setting)[:limit]]
 
 
 def _check_environments(examples: Sequence[Example], registry: sources.Registry) -> None:

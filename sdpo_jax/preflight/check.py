@@ -17,7 +17,7 @@ from models import tokenizer as tokenizers
 from models.policy import Policy
 from sdpo_jax.config import Config
 from sdpo_jax.data import pipeline, sources
-from sdpo_jax.data.prompts import Tokenizer
+from sdpo_jax.data.prompts import ChatFormat, Tokenizer
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
@@ -222,7 +222,7 @@ def _teacher(tokenizer: Tokenizer, trial: grading.Trial, config: Config) -> list
       tokenizer,
       seed=config.seed,
       step=0,
-      enable_thinking=config.data.enable_thinking,
+      chat=ChatFormat.of(config.data),
     )
     if context.mask[-1]:
       what = 'a demonstration' if context.solutions[-1] is not None else 'the feedback on an empty answer'

@@ -127,7 +127,7 @@ def _cache(config: Config, policy: Policy, mesh: jax.sharding.Mesh) -> float:
 def _activations(config: Config, policy: Policy, mesh: jax.sharding.Mesh, item: int) -> float:
   """Return about how many bytes the forward pass of the student keeps for the backward pass, by `model.remat`."""
   sizes = policy.config
-  declared = Buckets.of_update(config)
+  declared = Buckets.of(config)
   tokens = declared.prompt[-1] + declared.response[-1]
   rows = -(-config.actor.ppo_micro_batch_size // mesh.size)
   heads = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 import dataclasses
+import sys
 
 import numpy as np
 
 from sdpo_jax.config import Config
-from sdpo_jax.data import rows, sources
-from sdpo_jax.data.prompts import Tokenizer, name, named_chat_tokens
+from sdpo_jax.data import pipeline, sources
+from sdpo_jax.data.prompts import ChatFormat, Tokenizer, name, named_chat_tokens
 from sdpo_jax.environments import registry
 from sdpo_jax.errors import short_repr
 from sdpo_jax.types import Example
@@ -47,15 +48,14 @@ def training_questions(config: Config) -> list[Example]:
       generate = sources.make_generator(source, 'train', config.seed, registry)
       found += [generate(index) for index in range(DRAWN)]
     else:
-      found += [rows.example(row, 'train') for row in sources.read_rows(source, 'data.train_files')]
+      found += pipeline.examples_of_file(source, 'train', config, 'data.train_files')
   return found
 
 
 def student_tokens(tokenizer: Tokenizer, examples: Sequence[Example], config: Config) -> list[list[int]]:
   """Return the token ids of the student's prompts, of any length; UserError if the chat template refuses one."""
-  return named_chat_tokens(
-    tokenizer, [example.messages for example in examples], list(map(name, examples)), config.data.enable_thinking
-  )
+  conversations, names = [example.messages for example in examples], list(map(name, examples))
+  return named_chat_tokens(tokenizer, conversations, names, sys.maxsize, ChatFormat.of(config.data))
 
 
 def measure(tokenizer: Tokenizer, examples: Sequence[Example], config: Config, setting: str) -> Lengths:
