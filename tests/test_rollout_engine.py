@@ -447,7 +447,7 @@ def test_sizes_are_few_and_hold_what_is_asked():
   kept = request_sizes(keeps_size=True)
   assert [size.rows for size in kept.stages] == [64, 32, 16, 8] and {size.slots for size in kept.stages} == {608}
   assert kept.admitting == 1 and kept.path(kept.stages[0], 608, 3) == kept.stages[1:]
-  assert found.prompts(64) == 2 and found.prompts(2048) == 1 and request_sizes(rows=2).prompts(8) == 2
+  assert found.prompts(64) == 4 and found.prompts(2048) == 1 and request_sizes(rows=2).prompts(8) == 2
 
 
 def test_every_prompt_fits_into_the_first_size_and_every_sample_into_the_last():

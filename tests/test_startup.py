@@ -122,7 +122,8 @@ def test_what_is_compiled_late_is_counted(tmp_path, monkeypatch, devices):
     return {name: program for name, program in found(*arguments, **settings).items() if program.kind != 'admit'}
 
   monkeypatch.setattr(startup, 'run_programs', without_admit)
-  config = experiment(tmp_path, trainer__total_training_steps=1, trainer__test_freq=0, data__max_response_length=4)
+  short = {'data__max_response_length': 4, 'data__response_buckets': (4,)}
+  config = experiment(tmp_path, trainer__total_training_steps=1, trainer__test_freq=0, **short)
   loop.train(config, tmp_path / 'run')
   assert [line['programs/compiled'] for line in lines(tmp_path / 'run')] == [1.0]
 

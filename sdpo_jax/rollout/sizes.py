@@ -16,7 +16,7 @@ import math
 SMALLEST_CACHE = 128  # Slots of a row; smaller caches would not pay for their compilation.
 SHORT_CACHE = 512  # Slots up to which a cache is small enough to begin with half of what it may need, not a quarter.
 FEWEST_ROWS = 8  # Rows of a shard; a step of fewer does little but read weights.
-PREFILL_TOKENS = 128  # Tokens of a shard that are prefilled at once, where a prompt is no longer than that.
+PREFILL_TOKENS = 256  # Tokens of a shard that are prefilled at once, where a prompt is no longer than that.
 # Shares of the rows that are left in the last stages. The second costs two programs more, which a sampler with several
 # buckets of prompts spends on these.
 FEWER = (1 / 3, 1 / 12)

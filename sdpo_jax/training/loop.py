@@ -275,6 +275,7 @@ class _Run:
     if step > 0:
       barrier(f'the checkpoint of step {step}')
       self.checkpoints.save(step, state, host, metrics)
+      self.compiled()  # What Orbax compiles, once, to copy arrays from several devices is no program of the run.
 
   def step(
     self, state: TrainState, step: int, writer: MetricsWriter | None, progress: Progress, preemption: Preemption
