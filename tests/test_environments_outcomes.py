@@ -168,7 +168,10 @@ def test_a_grader_that_hangs_for_ever_costs_three_time_limits_a_call(moody):
   with Graders(EnvironmentsConfig(grader_timeout_s=0.05)) as graders:
     assert grade(graders, 'a', *['hang'] * 5, 'b') == [1.0, *[None] * 6]
   assert moody.calls == [7, 1, 1, 1]
-  assert grade.reasons[-1] == "the grader 'moody' was given up after it had overrun for 2 others"
+  assert grade.reasons[-1] == (
+    "the grader 'moody' was given up after it had given no answer within 0.05 s (environments.grader_timeout_s) for 2 "
+    'others'
+  )
 
 
 def test_a_grader_that_limits_itself_is_waited_for(moody):

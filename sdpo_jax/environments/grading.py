@@ -136,7 +136,13 @@ class Graders:
     overran = 0
     for part in parts:
       if overran == PATIENCE:
-        outcomes.append(ungraded(f'the grader {name!r} was given up after it had overrun for {PATIENCE} others'))
+        # The most frequent reason of such a batch, which is all that the end of a run says: so with the limit.
+        outcomes.append(
+          ungraded(
+            f'the grader {name!r} was given up after it had given no answer within {self._settings.grader_timeout_s:g} s '
+            f'(environments.grader_timeout_s) for {PATIENCE} others'
+          )
+        )
         continue
       try:
         outcomes += self._ask(name, [part])
