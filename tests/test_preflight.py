@@ -148,7 +148,11 @@ def erring():
       ["ground truth of q the score 0, below the success_reward_threshold of 0.5, written as 'x'"],
     ),
     ('preflight_wrong', {'a': 1}, []),  # No answer can be made of it.
-    ('preflight_raises', 'x', ['fails for q']),
+    (
+      'preflight_raises',
+      'x',
+      ["cannot grade the ground truth of q: the grader 'preflight_raises' raised RuntimeError('no')"],
+    ),
   ],
 )
 def test_a_grader_that_errs_is_named(erring, name, truth, sentences):
@@ -163,7 +167,7 @@ def test_a_grader_that_errs_is_named(erring, name, truth, sentences):
   [
     ({'optimizer.lr': 0.0}, 'nothing is learned'),
     ({'optimizer.lr_warmup_steps': 300}, 'never gets to optimizer.lr'),
-    ({'rollout.n': 1, 'actor.policy_loss.loss_mode': 'vanilla'}, 'that of a single one is 0'),
+    ({'rollout.n': 1, 'actor.policy_loss.loss_mode': 'vanilla'}, 'that of a single one is its score as it is'),
     ({'rollout.n': 1}, 'never its own demonstration'),
     (
       {

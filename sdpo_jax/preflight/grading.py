@@ -98,8 +98,12 @@ def odd_trials(trials: Sequence[Trial], threshold: float) -> list[str]:
     for kind, outcome in (('truth', trial.right), ('empty', trial.empty)):
       if outcome is None:
         continue
-      if outcome.score is None or 'grader_failed' in outcome.metrics:
-        sentences.setdefault((environment, 'failed'), f'The grader {environment!r} fails for {trial.example.id}.')
+      if outcome.score is None:
+        sentences.setdefault(
+          (environment, 'ungraded'),
+          f'The grader {environment!r} cannot grade {"the ground truth" if kind == "truth" else "an empty answer"} of '
+          f'{trial.example.id}: {outcome.reason}.',
+        )
       elif kind == 'truth' and outcome.score < threshold:
         sentences.setdefault(
           (environment, kind),

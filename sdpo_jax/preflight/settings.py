@@ -41,7 +41,10 @@ def _signal(config: Config) -> Iterator[str]:
   sd, n = config.actor.self_distillation, config.rollout.n
   if not ObjectiveSpec.from_config(config).needs_teacher:
     if n == 1 and not config.data.group_duplicates:
-      yield 'rollout.n=1: an advantage compares completions of a question, and that of a single one is 0.'
+      yield (
+        'rollout.n=1: an advantage compares completions of a question, and that of a single one is its score as it is, '
+        'without a baseline; raise rollout.n.'
+      )
     return
   if not sd.include_demonstration and not sd.include_environment_feedback:
     yield (
