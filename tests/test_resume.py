@@ -95,7 +95,7 @@ def test_the_run_learns_something_and_writes_what_the_contract_names(experiment)
   workdir = folder / 'whole'
   lines = [json.loads(line) for line in (workdir / 'metrics.jsonl').read_text().splitlines()]
   assert [line['step'] for line in lines] == list(range(STEPS + 1))
-  assert set(lines[0]) == {'step', *(key for key in lines[0] if key.startswith('eval/parity/'))}
+  assert set(lines[0]) == {'step', 'programs/compiled', *(key for key in lines[0] if key.startswith('eval/parity/'))}
   for name in (
     'train/loss',
     'train/grad_norm',
