@@ -24,7 +24,7 @@ SEARCH = flags.DEFINE_bool(
 SEARCH_OVER = flags.DEFINE_list('search_over', list(run.SEARCHED), f'What --search varies: {", ".join(run.SEARCHED)}.')
 PRICE = flags.DEFINE_float('price', None, 'US dollars per chip-hour; a list price if unset.', lower_bound=0.0)
 LENGTHS = flags.DEFINE_string(
-  'lengths', None, 'Directory or metrics.jsonl of a run whose completions count instead of the settings plan.….'
+  'lengths', None, 'Directory or metrics.jsonl of a run whose lengths count instead of the settings plan.….'
 )
 KEEP = flags.DEFINE_string(
   'keep', None, 'Folder that keeps what the compiler answers: the same programs then take seconds the next time.'

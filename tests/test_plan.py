@@ -342,11 +342,12 @@ def test_blocks_of_the_cache_follow_every_row_and_step():
 def test_lengths_come_from_a_runs_metrics(tmp_path):
   config = qwen3_8b_chemistry.get_config()
 
-  def line(step, mean, most):
+  def line(step, mean, most, **lengths):
     values = {'completion_length_mean': mean, 'completion_length_max': most, 'completion_length_p50': 100.0}
     values['completion_length_p95'] = 100 * math.exp(1.6448536 * 0.8)
     return {'step': step, **{f'rollout/{name}': value for name, value in values.items()}} | {
-      'self_distillation/reprompt_sample_fraction': 0.5
+      'self_distillation/reprompt_sample_fraction': 0.5,
+      **lengths,
     }
 
   text = '\n'.join(json.dumps(values) for values in [line(1, 100.0, 900.0), {'step': 2}, line(3, 300.0, 700.0)])
@@ -356,6 +357,10 @@ def test_lengths_come_from_a_runs_metrics(tmp_path):
     assert (assumed.mean_completion, assumed.longest_completion, assumed.trained_fraction) == (200, 900, 0.5)
     assert assumed.completion_spread == pytest.approx(0.8)
     assert assumed.mean_prompt == config.plan.mean_prompt
+  prompts = {'rollout/prompt_length_mean': 150.0, 'teacher/prompt_length_mean': 650.0}
+  (tmp_path / 'metrics.jsonl').write_text(json.dumps(line(1, 100.0, 900.0, **prompts)) + '\n')
+  assumed = planning.Assumptions.of(config, topology.CHIPS['v5e'], run=str(tmp_path))
+  assert (assumed.mean_prompt, assumed.mean_reprompt) == (150, 650)
   with pytest.raises(UserError, match='--lengths=.*nothing'):
     planning.Assumptions.of(config, topology.CHIPS['v5e'], run=str(tmp_path / 'nothing'))
   config.data.max_response_length = 512

@@ -58,6 +58,9 @@ def test_the_paper_templates_to_the_letter():
 def test_without_demonstrations_feedback_alone_teaches():
   built = build(['bad', 'good'], [0, 1], ['no', ''], include_demonstration=False)
   assert built.solutions == [None, None] and built.mask.tolist() == [1, 0]
+  # Of the prompts that are read alone.
+  assert built.metrics['teacher/prompt_length_mean'] == len(built.prompt_tokens[0]) != len(built.prompt_tokens[1])
+  assert np.isnan(build(['good'], [1]).metrics['teacher/prompt_length_mean'])
   assert 'good' not in built.messages[0][-1]['content'] and 'no' in built.messages[0][-1]['content']
 
 
@@ -221,6 +224,7 @@ def test_each_distinct_prompt_is_tokenised_once():
 
 def test_an_empty_batch():
   built = build([], [])
+  assert np.isnan(built.metrics.pop('teacher/prompt_length_mean'))
   assert built.prompt_tokens == [] and set(built.metrics.values()) == {0.0}
 
 

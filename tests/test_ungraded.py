@@ -135,12 +135,18 @@ def test_a_source_without_a_graded_sample_has_no_mean_but_is_described():
 def test_a_batch_is_described_by_its_graded_samples():
   outcomes = [Outcome(1.0, '', {'acc': 1.0}), LATE, Outcome(0.0, '', {'acc': 0.5}), LATE]
   graded = step.GradedRollouts(
-    [example('a', 'x'), example('b', 'x')], [[1]] * 2, rollouts(['t'] * 4, [0, 0, 0, 1]), outcomes, np.arange(4), 0.0
+    [example('a', 'x'), example('b', 'x')],
+    [[1], [1] * 9],
+    rollouts(['t'] * 4, [0, 0, 0, 1]),
+    outcomes,
+    np.arange(4),
+    0.0,
   )
   metrics = records.rollout_metrics(graded, Config())
   assert metrics['rollout/score_mean'] == metrics['rollout/success_rate'] == 0.5
   assert metrics['rollout/solved_group_fraction'] == 1.0 and metrics['rollout/acc_mean'] == 0.75
   assert metrics['rollout/ungraded_fraction'] == 0.5
+  assert metrics['rollout/prompt_length_mean'] == (3 * 1 + 9) / 4
   assert records.gap_metrics(graded, {'eval/source_x/mean@4': 0.25}, Config()) == {'gap/source_x': 0.25}
 
 

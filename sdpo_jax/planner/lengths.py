@@ -65,6 +65,8 @@ def of_run(source: epath.PathLike) -> dict[str, float]:
   mean = {name: statistics.fmean(values) for name, values in sums.items()}
   found = {
     'mean_completion': mean['rollout/completion_length_mean'],
+    'mean_prompt': mean.get('rollout/prompt_length_mean'),
+    'mean_reprompt': mean.get('teacher/prompt_length_mean'),
     'longest_completion': max(sums['rollout/completion_length_max'], default=None),
     'trained_fraction': mean.get('self_distillation/reprompt_sample_fraction') or None,
   }

@@ -69,7 +69,7 @@ class Assumptions:
       config: settings.
       chip: whose list price counts where there is no other.
       price: US dollars per chip-hour.
-      run: directory or metrics.jsonl of a run whose completions count instead.
+      run: directory or metrics.jsonl of a run whose lengths count instead.
 
     Raises:
       UserError: a length that the settings, or another one, rule out, or metrics that say nothing.

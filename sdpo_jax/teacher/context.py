@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 import dataclasses
+import math
 
 import numpy as np
 
@@ -207,6 +208,7 @@ def build_teacher_context(
     for key, row in distinct.items()
   }
   truncated = np.array([fitted[key][2] for key in keys], bool)
+  lengths = [len(fitted[keys[row]][1]) for row in np.flatnonzero(mask)]
 
   def fraction(flags: Sequence[bool] | np.ndarray, of: np.ndarray = graded) -> float:
     return float(np.mean(np.asarray(flags)[of])) if of.any() else 0.0
@@ -227,6 +229,7 @@ def build_teacher_context(
       'self_distillation/reprompt_sample_fraction': fraction(mask),
       'self_distillation/truncated_fraction': fraction(truncated),  # Of all graded completions.
       'teacher/truncation': fraction(truncated, mask > 0),  # Of the teacher's prompts.
+      'teacher/prompt_length_mean': float(np.mean(lengths)) if lengths else math.nan,
     },
   )
 

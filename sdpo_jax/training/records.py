@@ -50,6 +50,7 @@ def _rollout_metrics(graded: GradedRollouts, rows: np.ndarray, config: Config) -
     'score_mean': _mean(scores),
     'success_rate': _mean(success),
     'solved_group_fraction': len(set(groups[success])) / len(set(groups)) if len(groups) else math.nan,
+    'prompt_length_mean': float(np.mean([len(graded.prompts[group]) for group in rollouts.group[rows]])),
     **describe(rollouts, graded.outcomes, rows, config.alarms.epistemic_words),
   }
   acc = metric_values(outcomes, 'acc')
