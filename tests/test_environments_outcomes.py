@@ -200,6 +200,32 @@ def test_what_fails_at_the_end_of_a_batch_or_of_a_run_costs_nothing(moody, monke
   assert 'ZeroDivisionError' in caplog.text and caplog.text.count('in close') == 2
 
 
+def test_a_close_that_hangs_or_exits_does_not_keep_a_run_from_ending(moody, monkeypatch, caplog):
+  def leave():
+    raise SystemExit(0)
+
+  last = Moody()
+  moody.close, last.close = lambda: moody.go.wait(WAIT_S), leave
+  monkeypatch.setitem(registry._FACTORIES, 'last', lambda settings: last)
+  with Graders(EnvironmentsConfig(grader_timeout_s=0.05)) as graders:
+    graders.prepare(['moody'])
+    graders.prepare(['last'])
+  assert 'no answer within 0.05 s' in caplog.text and 'SystemExit(0)' in caplog.text
+
+
+@pytest.mark.parametrize('error', [SystemExit(0), ImportError('No module named x')], ids=['exit', 'import'])
+def test_a_grader_that_cannot_be_made_is_named(monkeypatch, error):
+  def factory(settings):
+    raise error
+
+  monkeypatch.setitem(registry._FACTORIES, 'late', factory)
+  with (
+    Graders(EnvironmentsConfig()) as graders,
+    pytest.raises(UserError, match=f"The grader 'late' cannot be made: {type(error).__name__}: {error}."),
+  ):
+    graders.prepare(['late'])
+
+
 @pytest.mark.parametrize('name', ['code', 'math', 'http', 'judge'])
 def test_the_graders_that_take_long_by_design_limit_themselves(name):
   settings = EnvironmentsConfig()

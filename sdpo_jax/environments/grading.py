@@ -96,13 +96,16 @@ class Graders:
         logging.warning('The end_batch() of the grader %r failed: %r', name, error)
 
   def close(self) -> None:
-    """Ends the processes and connections of graders that hold some, also while another thread grades."""
+    """Ends the processes and connections of graders that hold some, also while another thread grades.
+
+    A close() has the time limit of a call.
+    """
     self._closed = True
-    for name, grader in self._made.items():
+    for name, grader in list(self._made.items()):
       if not hasattr(grader, 'close'):
         continue
       try:
-        grader.close()
+        self._call(name, grader, grader.close)
       except Exception as error:  # The others are to be closed as well, and what ended the run is to be said.
         logging.warning('The close() of the grader %r failed: %r', name, error)
     self._made.clear()
@@ -118,7 +121,12 @@ class Graders:
     if self._closed:
       raise RuntimeError('The graders are closed.')
     if name not in self._made:
-      self._made[name] = registry.get(name, self._settings)
+      try:
+        self._made[name] = registry.get(name, self._settings)
+      except UserError:
+        raise
+      except (Exception, SystemExit) as error:  # Of anybody's factory.
+        raise UserError(f'The grader {name!r} cannot be made: {type(error).__name__}: {error}.') from error
     return self._made[name]
 
   def _grade(self, name: str, parts: list[tuple[Example, str, bool]]) -> list[Outcome]:
