@@ -3,7 +3,8 @@
 A chat template joins what it writes and what the messages say into one text, in which a tokenizer turns every string
 such as `<|im_end|>` into the token of that name, whoever wrote it. Here a string that a message spells gets a mark
 before the template sees it. In the text that the template makes of that, strings without the mark are the template's
-own, and become tokens; those of the messages lose their mark and become text.
+own, and become tokens; those of the messages lose their mark and become text. A message that begins or ends with part
+of such a string gets a mark there, since templates may put messages side by side.
 """
 
 from __future__ import annotations
@@ -55,14 +56,20 @@ class PlainMessages:
     self._tokenizer = tokenizer
     self._strings = control_strings(tokenizer)
     self._pattern = _any_of(self._strings)
+    self._beginnings = {text[:length] for text in self._strings for length in range(1, len(text))}
+    self._ends = {text[-length:] for text in self._strings for length in range(1, len(text))}
+    self._longest = max(map(len, self._strings), default=1)
     self._normalize = _normalizer(tokenizer, self._strings)
     self._mark = ''
     self._marked: _Backend | None = None
 
   def spelled(self, messages: Conversation) -> bool:
-    """Return whether a message spells a control token, also one that only the tokenizer's normalisation makes of it."""
+    """Return whether a message spells a control token or a half of one at its beginning or end.
+
+    That may also be a token that only the tokenizer's normalisation makes of it.
+    """
     texts = [text for message in messages for text in message.values()]
-    if any(map(self._pattern.search, texts)):
+    if any(self._pattern.search(text) or any(self._halves(text)) for text in texts):
       return True
     return self._normalize is not None and any(self._pattern.search(self._normalize(text)) for text in texts)
 
@@ -75,7 +82,11 @@ class PlainMessages:
     backend = self._backend(messages)
 
     def mark(text: str) -> str:
-      return self._pattern.sub(lambda match: _marked(match[0], self._mark), text)
+      first, last = (self._mark if half else '' for half in self._halves(text))
+      inner = text.strip()
+      before, after = text.split(inner, 1) if inner else (text, '')
+      inner = self._pattern.sub(lambda match: _marked(match[0], self._mark), inner)
+      return before + first + inner + last + after
 
     chat = self._tokenizer.apply_chat_template(
       [{key: mark(text) for key, text in message.items()} for message in messages],
@@ -84,6 +95,19 @@ class PlainMessages:
       **template_options,
     )
     return backend.encode(chat)
+
+  def _halves(self, text: str) -> tuple[bool, bool]:
+    """Return whether a text begins with the end of a control token, and whether it ends with the beginning of one.
+
+    White space around it does not count, for templates take it away.
+    """
+    head, tail = text[: self._longest], text[-self._longest :]
+    head = text.lstrip()[: self._longest] if head[:1].isspace() else head
+    tail = text.rstrip()[-self._longest :] if tail[-1:].isspace() else tail
+    return (
+      any(head[:length] in self._ends for length in range(1, len(head) + 1)),
+      any(tail[-length:] in self._beginnings for length in range(1, len(tail) + 1)),
+    )
 
   def _backend(self, messages: Conversation) -> _Backend:
     """Return what encodes texts with a mark that no message holds."""
@@ -126,7 +150,7 @@ class _Renamed:
 
   def __init__(self, tokenizer: Tokenizer, strings: Sequence[str], mark: str):
     renamed = {text: _marked(text, mark) for text in strings}
-    self._exchanged = renamed | {new: old for old, new in renamed.items()}
+    self._exchanged = renamed | {new: old for old, new in renamed.items()} | {mark: ''}
     self._pattern = _any_of(sorted(self._exchanged, key=len, reverse=True))
     described = json.loads(tokenizer.backend_tokenizer.to_str())
     ids = {}
@@ -167,23 +191,24 @@ class _Split:
 
   def __init__(self, tokenizer: Tokenizer, strings: Sequence[str], mark: str):
     self._tokenizer = tokenizer
-    self._spelled = {_marked(text, mark): text for text in strings}
+    self._spelled = {_marked(text, mark): text for text in strings} | {mark: ''}
     self._pattern = _any_of(sorted([*self._spelled, *strings], key=len, reverse=True))
+    self._names = _any_of(strings)
 
   def encode(self, chat: str) -> list[int]:
     ids: list[int] = []
-    text, plain, end = '', False, 0
+    text, end = '', 0
     for match in self._pattern.finditer(chat):
       text, end = text + chat[end : match.start()], match.end()
       if match[0] in self._spelled:
-        text, plain = text + self._spelled[match[0]], True
+        text += self._spelled[match[0]]
       else:
-        ids += [*self._text(text, plain), self._tokenizer.convert_tokens_to_ids(match[0])]
-        text, plain = '', False
-    return ids + self._text(text + chat[end:], plain)
+        ids += [*self._text(text), self._tokenizer.convert_tokens_to_ids(match[0])]
+        text = ''
+    return ids + self._text(text + chat[end:])
 
-  def _text(self, text: str, plain: bool) -> list[int]:
-    options = {'split_special_tokens': True} if plain else {}
+  def _text(self, text: str) -> list[int]:
+    options = {'split_special_tokens': True} if self._names.search(text) else {}
     return self._tokenizer.encode(text, add_special_tokens=False, **options) if text else []
 
 
