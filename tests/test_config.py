@@ -150,6 +150,19 @@ def test_a_run_saved_before_a_setting_existed_had_its_default():
   assert differences(saved, config) == ['actor.self_distillation.teacher_restart_interval was None and is now 7']
 
 
+def test_a_run_saved_before_messages_were_text_goes_on_as_it_began():
+  saved = json.loads(Config().to_json())
+  del saved['data']['split_special_tokens'], saved['actor']['self_distillation']['thinking_rule']
+  config = Config()
+  assert differences(saved, config) == [
+    "actor.self_distillation.thinking_rule was 'closed' and is now 'all'",
+    'data.split_special_tokens was False and is now True',
+  ]
+  assert not from_dict(saved).data.split_special_tokens  # What reads the run does as the run does.
+  config.data.split_special_tokens, config.actor.self_distillation.thinking_rule = False, 'closed'
+  assert differences(saved, config) == [] and from_dict(saved) == config
+
+
 def test_differences_name_what_changes_learning_and_only_that():
   saved = json.loads(valid().to_json())
   config = valid()

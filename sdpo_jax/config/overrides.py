@@ -52,13 +52,19 @@ RESUMABLE = (
   'plan',
 )
 
+# What runs did before these settings existed, which is not what their defaults do now.
+BEFORE = {
+  'actor.self_distillation.thinking_rule': 'closed',
+  'data.split_special_tokens': False,
+}
+
 
 def differences(saved: dict[str, Any], config: Config) -> list[str]:
   """Return a phrase for every setting, `RESUMABLE` ones aside, in which `config` differs from a saved run's JSON.
 
-  A run that was saved before a setting existed had what is now its default.
+  A run that was saved before a setting existed had what `BEFORE` says, or else what is now its default.
   """
-  old, new = flatten(Config()) | flatten(saved, like=Config()), flatten(config)
+  old, new = flatten(Config()) | BEFORE | flatten(saved, like=Config()), flatten(config)
   return [
     f'{key} was {old.get(key, "not there")!r} and is now {new.get(key, "not there")!r}'
     for key in sorted(old.keys() | new.keys())
@@ -115,11 +121,13 @@ def describe(config: Any, prefix: str = '') -> list[tuple[str, Any, str]]:
 def from_dict(values: dict[str, Any]) -> Config:
   """Return the configuration whose JSON gives back `values` (the `config.json` of a run).
 
+  Settings that are not there are as in `differences`.
+
   Raises:
     UserError: a setting there is unknown to this version, or its value is not of its type.
   """
   config = Config()
-  for name, value in flatten(values, like=Config()).items():
+  for name, value in (BEFORE | flatten(values, like=Config())).items():
     *sections, leaf = name.split('.')
     target: Any = config
     for section in sections:
