@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import jax.monitoring
@@ -183,7 +184,7 @@ def test_a_grader_that_errs_is_named(erring, name, truth, sentences):
     ),
     ({'rollout.top_p': 0.9}, 'nothing corrects for it'),
     ({'trainer.test_freq': 0}, 'never asked'),
-    ({'trainer.test_freq': 301}, 'at its end only'),
+    ({'trainer.test_freq': 301}, 'not evaluated between its steps'),
     ({'val_kwargs.temperature': 0.0}, 'are all the same'),
     ({'trainer.best_metric': 'eval/digits/mean@16'}, 'not among the metrics of an evaluation with val_kwargs.n=4'),
     ({'data.train_files': ('a.json',), 'data.val_files': ('a.json',)}, 'those of training'),
@@ -264,3 +265,20 @@ def test_memory_that_does_not_suffice_looks_odd(config, monkeypatch):
   monkeypatch.setattr(memory, 'of_device', lambda device: 2.0**20)
   [found] = check.check(config).odd
   assert 'on each device, which has 1.00 MiB' in found
+
+
+def test_a_grader_of_the_users_is_known_to_the_look(config, tmp_path):
+  (tmp_path / 'shout.py').write_text(
+    'from sdpo_jax.environments import registry\n'
+    'from sdpo_jax.types import Outcome\n'
+    "@registry.register('shout_at_a_look')\n"
+    'def grade(examples, completions, *, truncated):\n'
+    '  return [Outcome(score=float(text.isupper())) for text in completions]\n'
+  )
+  rows = [{'prompt': f'Shout {number}.', 'answer': 'LOUD'} for number in range(16)]
+  (tmp_path / 'rows.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+  files = (str(tmp_path / 'rows.jsonl'),)
+  data = dataclasses.replace(config.data, train_files=files, val_files=files, environment='shout_at_a_look')
+  environments = dataclasses.replace(config.environments, modules=(str(tmp_path / 'shout.py'),))
+  report = check.check(dataclasses.replace(config, data=data, environments=environments))
+  assert len(re.findall(r'shout_at_a_look +1 +0$', report.text(), re.MULTILINE)) == 3

@@ -73,14 +73,15 @@ def check(config: Config) -> Report:
   text, found = _machine(local, policy, mesh)
   sections.append(('Model and devices', text))
   odd += found
-  training = prompts.training_questions(config)
-  unlimited = dataclasses.replace(local, data=dataclasses.replace(config.data, max_prompt_length=sys.maxsize))
-  held_out = pipeline.evaluation_examples(unlimited, tokenizer, registry) if config.trainer.test_freq else []
-  text, found = _lengths(tokenizer, training, held_out, config)
-  sections.append(('Lengths of prompts', text))
-  odd += found
-  examples = prompts.spread(training, SHOWN)
+  # Files of environments.modules register the graders and generators that rows and sources name.
   with Graders(config.environments) as graders:
+    training = prompts.training_questions(config)
+    unlimited = dataclasses.replace(local, data=dataclasses.replace(config.data, max_prompt_length=sys.maxsize))
+    held_out = pipeline.evaluation_examples(unlimited, tokenizer, registry) if config.trainer.test_freq else []
+    text, found = _lengths(tokenizer, training, held_out, config)
+    sections.append(('Lengths of prompts', text))
+    odd += found
+    examples = prompts.spread(training, SHOWN)
     graders.prepare({example.environment for example in (*training, *held_out)})
     trials = grading.attempt(graders, _one_of_each(examples, training, held_out))
   sections.append(('Graders', _trials(trials)))
@@ -113,14 +114,15 @@ def _machine(config: Config, policy: Policy, mesh: jax.sharding.Mesh) -> tuple[s
     for when, part in (('always', found.held), ('while sampling', found.sampling), ('in an update', found.update))
     for name, size in part.items()
   ]
-  rows.append(['at most at one time', '', memory.readable(found.peak)])
+  rows.append(['peak', '', memory.readable(found.peak)])
+  processes = 'process' if jax.process_count() == 1 else 'processes'
   has = 'not known' if room is None else memory.readable(room)
   lines = [
-    f'{mesh.size} × {device.device_kind} ({device.platform}), mesh {axes}, {jax.process_count()} process(es)',
+    f'{mesh.size} × {device.device_kind} ({device.platform}), mesh {axes}, {jax.process_count()} {processes}',
     f'{count:,} parameters, {learned:,} of them trained; computed in {config.model.dtype}',
     '',
-    aligned(['memory', 'when', 'a device'], rows),
-    f'memory of a device: {has}',
+    aligned(['memory', 'when', 'per device'], rows),
+    f'memory of each device: {has}',
     'An estimate by arithmetic: the temporaries of an update can be twice that; for TPUs, launch.plan asks the compiler.',
   ]
   odd = []

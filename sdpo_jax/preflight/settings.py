@@ -87,7 +87,7 @@ def _evaluation(config: Config) -> Iterator[str]:
   if trainer.test_freq > trainer.total_training_steps:
     yield (
       f'trainer.test_freq={trainer.test_freq} is more than trainer.total_training_steps={trainer.total_training_steps}: '
-      'the run is evaluated at its end only.'
+      'the run is not evaluated between its steps.'
     )
   if kwargs.n > 1 and kwargs.temperature == 0:
     yield f'val_kwargs.n={kwargs.n} with val_kwargs.temperature=0: greedy completions of a question are all the same.'
