@@ -1,10 +1,10 @@
-"""Looks at a run before it starts, in seconds: nothing is compiled, no weights are read.
+"""Checks a run before it starts, in seconds: nothing is compiled, no weights are read.
 
   python -m launch.check --config=configs/quickstart.py
 
-Prints devices, parameters and an estimate of the memory, the lengths of prompts against the limits, what the graders
-say of ground truths and of empty answers, three prompts of student and teacher with special tokens in ⟦ ⟧, and what
-looks odd. The last tells settings that contradict each other from the memory, the data and the graders.
+Prints devices, parameters and an estimate of memory, the lengths of prompts against the limits, what the graders say
+of ground truths and of empty answers, three prompts of student and teacher with special tokens in ⟦ ⟧, and what looks
+odd: settings that contradict each other, the data, the graders or the memory of the devices.
 
 Exit codes: 0 nothing looks odd; 1 something does, and the run would start all the same; 2 bad input, named in a sentence.
 """

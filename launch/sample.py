@@ -6,7 +6,7 @@
 
 --prompt: the completion alone goes to stdout; of several, each behind a line `--- completion 1 of 4 ---`.
 
---prompts: a .txt file has a prompt a line; other files have rows (JSON lines, a JSON array, CSV, parquet) with `prompt`, a
+--prompts: a .txt file has one prompt per line; other files have rows (JSON lines, a JSON array, CSV, parquet) with `prompt`, a
 text or a list of messages, or `messages`; rows for training will do. One JSON object a completion, in the order of the
 prompts: row (line number), id (where the row has `id` or `idx`), sample (0 … n − 1), prompt, completion, finish_reason
 (stop or length), tokens, log_prob (sum over the tokens, at temperature 1). While sampling goes on, --output holds what

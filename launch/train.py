@@ -4,7 +4,7 @@
   python -m launch.train --config=configs/quickstart.py --workdir=runs/mine --config.optimizer.lr=1e-4
 
 The same command with the same --workdir continues where the run stopped. --help_settings lists every
-setting, --help_settings=teacher those that speak of it.
+setting, --help_settings=teacher those of a section or those that mention a word.
 
 Exit codes: 0 done; 2 bad input, or nothing learned for too long (trainer.max_skipped_steps), named in a sentence; 3
 stopped by an alarm (alarms.rules), with a checkpoint; 75 one of several processes is gone or never came, named in a

@@ -36,7 +36,7 @@ flags.DEFINE_string(
   'help_settings',
   None,
   'Print the settings of a config with default, type, allowed values and meaning, and end: --help_settings all of them, '
-  '--help_settings=trainer those of a section, --help_settings=teacher those that speak of it.',
+  '--help_settings=trainer those of a section, --help_settings=teacher those that mention a word.',
 )
 
 

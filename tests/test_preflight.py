@@ -167,7 +167,7 @@ def test_a_grader_that_errs_is_named(erring, name, truth, sentences):
   'changes, sentence',
   [
     ({'optimizer.lr': 0.0}, 'nothing is learned'),
-    ({'optimizer.lr_warmup_steps': 300}, 'never gets to optimizer.lr'),
+    ({'optimizer.lr_warmup_steps': 300}, 'never reaches optimizer.lr'),
     ({'rollout.n': 1, 'actor.policy_loss.loss_mode': 'vanilla'}, 'that of a single one is its score as it is'),
     ({'rollout.n': 1}, 'never its own demonstration'),
     (
@@ -180,7 +180,7 @@ def test_a_grader_that_errs_is_named(erring, name, truth, sentences):
     ({'actor.self_distillation.success_reward_threshold': 1.5}, r'threshold=1.5 is outside \(0, 1\]'),
     (
       {'actor.self_distillation.teacher_regularization': 'ema', 'actor.self_distillation.teacher_update_rate': 1.0},
-      "'live' is",
+      "as teacher_regularization='live'",
     ),
     ({'rollout.top_p': 0.9}, 'nothing corrects for it'),
     ({'trainer.test_freq': 0}, 'never asked'),
@@ -191,7 +191,7 @@ def test_a_grader_that_errs_is_named(erring, name, truth, sentences):
     ({'trainer.save_freq': 0}, 'starts again from nothing'),
     ({'environments.sandbox.allow_unsandboxed': True}, 'without confinement'),
     ({'actor.ppo_mini_batch_size': 1, 'data.train_batch_size': 1, 'rollout.n': 4}, 'has 4 sequences .* for 8 devices'),
-    ({'actor.ppo_micro_batch_size': 12}, 'no multiple of the 8 devices'),
+    ({'actor.ppo_micro_batch_size': 12}, 'not a multiple of 8 devices'),
     ({'data.max_prompt_length': 96}, 'no room for a demonstration'),
     ({'data.max_response_length': 4096}, 'made for max_position_embeddings=512'),
   ],

@@ -15,7 +15,9 @@ TOPK_METHODS = ('exact', 'approx')
 
 @dataclasses.dataclass
 class ModelConfig:
-  path: str = setting('', 'Hugging Face model directory: config.json, safetensors, tokenizer with a chat template.')
+  path: str = setting(
+    '', 'Hugging Face model directory (config.json, safetensors, tokenizer with a chat template), or hub name.'
+  )
   dtype: Literal['float32', 'bfloat16'] = setting('bfloat16', 'Compute dtype; parameters are kept in float32.')
   vocab_multiple: int | None = setting(
     None,
@@ -43,7 +45,7 @@ class DataConfig:
   )
   val_files: tuple[str, ...] = setting((), 'The same for held-out evaluation.')
   environment: str | None = setting(
-    None, "Grader of rows that name none, neither in a field 'environment' nor by a data source of the reference."
+    None, "Grader of rows that do not name one in a field 'environment' and whose data source has none."
   )
   source_weights: tuple[float, ...] = setting(
     (),
@@ -61,39 +63,37 @@ class DataConfig:
   )
   val_max_samples: int | None = setting(None, 'Use only the first rows of val_files; needed for endless generators.')
   enable_thinking: bool | None = setting(
-    None,
-    "Passed to the chat template; None leaves the template's default. The same as this key of "
-    'apply_chat_template_kwargs.',
+    None, "Another name for apply_chat_template_kwargs.enable_thinking; None leaves the template's default."
   )
   apply_chat_template_kwargs: dict[str, Any] = setting(
     dict,
-    "Variables of the chat template, for the student's prompts and the teacher's, as a JSON object, e.g. "
-    '{"enable_thinking": false}; one of them as --config.data.apply_chat_template_kwargs.NAME=VALUE.',
+    'Variables of the chat template, for the prompts of student and teacher, as a JSON object, e.g. '
+    '{"enable_thinking": false}; --config.data.apply_chat_template_kwargs.NAME=VALUE sets one of them.',
   )
   split_special_tokens: bool = setting(
     True,
-    'What a message spells is text: only the chat template writes special tokens such as <|im_end|>. False: such strings '
-    'in questions, completions and feedback become special tokens, as in the reference.',
+    'Text that spells a special token, such as <|im_end|>, stays text: only the chat template writes control tokens. '
+    'False: such text in questions, completions and feedback becomes special tokens, as in the reference.',
   )
   prompt_buckets: tuple[int, ...] = setting(
     (),
-    'Lengths in tokens to which prompts are padded, each at most the limit, which is one itself; empty: a quarter of the '
-    'limit (128 tokens at least) and the limit. Programs are compiled for every choice of lengths.',
+    'Lengths to which prompts are padded; the limit is always one of them. Empty: a quarter of the limit (at least '
+    '128 tokens) and the limit. A program is compiled for each combination of lengths.',
   )
   response_buckets: tuple[int, ...] = setting(
-    (), 'The same for completions; empty: a sixteenth of the limit, a quarter, and the limit.'
+    (), 'Lengths to which completions are padded; empty: a sixteenth of the limit, a quarter, and the limit.'
   )
   reprompt_buckets: tuple[int, ...] = setting(
     (),
-    "The same for the teacher's prompts. If neither these nor prompt_buckets are given, short prompts go with short "
-    'teacher prompts and long with long, which is half as many programs.',
+    "Lengths to which the teacher's prompts are padded; empty: as for prompts. If this and prompt_buckets are both "
+    'empty, short prompts go with short teacher prompts and long with long, which halves the number of programs.',
   )
 
 
 @dataclasses.dataclass
 class SamplingConfig:
   n: int = setting(8, 'Completions per question.')
-  temperature: float = setting(1.0, 'Sampling temperature; 0 is greedy.')
+  temperature: float = setting(1.0, 'Sampling temperature.')
   top_p: float = setting(1.0, 'Keep the smallest set of tokens with at least this probability.')
   top_k: int = setting(-1, 'Keep the k most likely tokens; -1 keeps all.')
   min_p: float = setting(0.0, 'Drop tokens less likely than this fraction of the most likely one.')
@@ -113,8 +113,8 @@ class RolloutConfig(SamplingConfig):
   decode_chunk: int = setting(32, 'Tokens drawn at most in every row before finished ones give way to others.')
   cache_dtype: Literal['auto', 'int8'] = setting(
     'auto',
-    "What holds keys and values: 'auto' = model.dtype; 'int8' = about half of bfloat16's memory, a scale per token and "
-    'head; it saves no time.',
+    "Dtype of the key-value cache. 'auto': model.dtype; 'int8': about half the memory of bfloat16, with one scale per "
+    'token and head; it saves no time.',
   )
 
 
@@ -164,9 +164,10 @@ class SelfDistillationConfig:
   )
   thinking_rule: Literal['all', 'closed'] = setting(
     'all',
-    "What is thinking. 'all': closed <think>…</think> blocks, what precedes a lone </think> (the chat template opened "
-    'it), and what follows an open <think>; a success of which nothing is left is no demonstration, another one of the '
-    "group is shown. 'closed': closed blocks only, as the reference, whose demonstrations may be empty.",
+    "What counts as thinking. 'all': closed <think>…</think> blocks, everything before a lone </think> (the chat "
+    'template opened it) and everything after an open <think>; a success of which nothing is left is not shown, '
+    "another one of the group is. 'closed': closed blocks only, as in the reference, whose demonstrations may be "
+    'empty.',
   )
   include_demonstration: bool = setting(True, 'Show the teacher a successful attempt of the group.')
   include_failed_attempt: bool = setting(
@@ -218,8 +219,9 @@ class ActorConfig:
   ppo_micro_batch_size: int = setting(8, 'Sequences per forward and backward pass; changes memory, never a gradient.')
   pack_sequences: bool = setting(
     False,
-    'Pack short samples into rows, as segments that do not see each other: little padding. A micro-batch has the '
-    'smallest lengths of data.*_buckets that hold it. Samples of a row with the same teacher prompt share one copy of it.',
+    'Pack short samples into rows, as segments that do not see each other, which leaves little padding. Each '
+    'micro-batch has the smallest lengths of data.*_buckets that hold it. Samples in a row that have the same teacher '
+    'prompt share one copy of it.',
   )
   ppo_epochs: int = setting(1, 'Passes over a generation batch.')
   logits_chunk_size: int = setting(512, 'Tokens whose logits exist at one time in the objective.')
@@ -259,8 +261,8 @@ class TrainerConfig:
   save_freq: int = setting(5, 'Checkpoint every so many generation batches and at the end; 0: only at the end.')
   max_skipped_steps: int = setting(
     3,
-    'Generation batches in a row in which no gradient was finite, so that every optimizer step was skipped, after which '
-    'the run ends with a checkpoint and exit code 2; 0: any number.',
+    'End the run, with a checkpoint and exit code 2, after this many generation batches in a row in which no gradient '
+    'was finite, so that every optimizer step was skipped; 0: never.',
   )
   max_ckpt_to_keep: int = setting(2, 'Latest checkpoints kept.')
   best_metric: str | None = setting(None, 'Also keep the checkpoint with the largest value of this metric.')
@@ -271,10 +273,10 @@ class TrainerConfig:
   rollout_save_freq: int = setting(1, 'Write rollouts/<step>.jsonl every so many steps; 0: never.')
   sample_table_freq: int = setting(
     0,
-    'Show samples (prompt, completion, score, feedback) every so many steps on the terminal, in TensorBoard and in '
-    'Weights & Biases; 0: never.',
+    'Show samples (prompt, completion, score, feedback) every so many generation batches, on the terminal, in '
+    'TensorBoard and in Weights & Biases; 0: never.',
   )
-  sample_table_rows: int = setting(4, 'Samples of such a table, spread over the generation batch.')
+  sample_table_rows: int = setting(4, 'Samples shown each time, spread over the generation batch.')
   tensorboard: bool = setting(True, 'Write tensorboard/.')
   wandb_project: str | None = setting(None, 'Also log to this Weights & Biases project; needs wandb installed.')
   profile_steps: tuple[int, ...] = setting((), 'Steps of which a profiler trace is written to profile/.')
@@ -355,23 +357,23 @@ class EnvironmentsConfig:
     'clean', "How graders judge: sensibly, or exactly as the reference implementation, for the paper's numbers."
   )
   modules: tuple[str, ...] = setting(
-    (), "Python files of yours that register graders or generators, or hold reward functions in TRL's form."
+    (), "Your Python files that register graders or generators, or define reward functions in TRL's form."
   )
   reveal_answer: bool = setting(
     False, 'Clean profile: feedback may state the right answer. The reference profile does what the reference does.'
   )
   max_ungraded_fraction: float = setting(
     0.5,
-    'The run ends, saved, where more than this fraction of the completions of a batch or an evaluation cannot be graded; '
-    '1: never.',
+    'End the run, after saving it, when more than this fraction of the completions of a batch or an evaluation could '
+    'not be graded; 1: never.',
   )
   score_range: tuple[float, ...] = setting(
-    (-1000.0, 1000.0), 'Smallest and largest score that is believed; a completion with any other score is ungraded.'
+    (-1000.0, 1000.0), 'Smallest and largest valid score; a completion with any other score is ungraded.'
   )
   grader_timeout_s: float = setting(
     300.0,
-    'Seconds that a call of a grader may take, of one completion or of a batch; code, math, http and judge have limits of '
-    'their own.',
+    'Time limit of one call of a grader, for one completion or for a batch; code, math, http and judge have time '
+    'limits of their own.',
   )
   sandbox: SandboxConfig = setting(SandboxConfig, 'Where model-written code runs.')
   http: HttpGraderConfig = setting(HttpGraderConfig, 'A grader behind an address.')
@@ -390,15 +392,15 @@ class MeshConfig:
 
 @dataclasses.dataclass
 class PlanConfig:
-  """What launch.plan takes for granted of a run; nothing else reads it."""
+  """What launch.plan assumes about a run; nothing else reads it."""
 
-  mean_prompt: float | None = setting(None, 'Tokens of a prompt on average; None: the limit.')
-  mean_completion: float | None = setting(None, 'Tokens of a completion on average; None: half of the longest.')
-  longest_completion: float | None = setting(None, 'Tokens beyond which no completion goes; None: the limit.')
-  mean_reprompt: float | None = setting(None, "Tokens of a teacher's prompt on average; None: the limit.")
-  trained_fraction: float = setting(1.0, 'Share of the samples that have a signal and pass through the update, (0, 1].')
+  mean_prompt: float | None = setting(None, 'Mean length of prompts; None: the limit.')
+  mean_completion: float | None = setting(None, 'Mean length of completions; None: half of the longest.')
+  longest_completion: float | None = setting(None, 'Length that no completion exceeds; None: the limit.')
+  mean_reprompt: float | None = setting(None, "Mean length of the teacher's prompts; None: the limit.")
+  trained_fraction: float = setting(1.0, 'Fraction of the samples that have a signal and pass through the update.')
   evaluation_questions: int | None = setting(
-    None, 'Held-out questions, where data.val_max_samples does not say; None: as many as fill the sampler once.'
+    None, 'Held-out questions, unless data.val_max_samples is set; None: as many as fill the sampler once.'
   )
 
 
@@ -417,7 +419,7 @@ class Config:
   environments: EnvironmentsConfig = setting(EnvironmentsConfig, 'The graders.')
   alarms: AlarmsConfig = setting(AlarmsConfig, 'What is watched for a collapse.')
   mesh: MeshConfig = setting(MeshConfig, 'The devices.')
-  plan: PlanConfig = setting(PlanConfig, 'What launch.plan takes for granted.')
+  plan: PlanConfig = setting(PlanConfig, 'What launch.plan assumes about a run.')
 
   def validate(self) -> Config:
     """Return these settings after checking them.

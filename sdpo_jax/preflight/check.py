@@ -1,4 +1,4 @@
-"""A look at a run before it starts, in seconds and without compiling anything."""
+"""Checks a run before it starts, in seconds and without compiling anything."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from sdpo_jax.types import Example, Outcome
 SHOWN = 3  # Questions whose prompts are shown and whose graders are tried.
 LONGEST = 3000  # Characters of a prompt that are shown.
 FULL = 0.9  # Of a device's memory: an estimate above it looks odd.
-PLACEHOLDER = '(Here stands a successful answer of the same question.)'
+PLACEHOLDER = '(A successful answer to the same question goes here.)'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +164,7 @@ def _lengths(
   asked = {_question(example) for example in training}
   shared = sum(_question(example) in asked for example in held_out)
   if shared:
-    odd.append(f'{shared} of {len(held_out)} held-out questions are also asked in training: their numbers flatter.')
+    odd.append(f'{shared} of {len(held_out)} held-out questions are also asked in training: their scores say little.')
   return '\n\n'.join(texts), odd
 
 

@@ -32,7 +32,7 @@ def _learning(config: Config) -> Iterator[str]:
   if steps <= optimizer.lr_warmup_steps:
     yield (
       f'optimizer.lr_warmup_steps={optimizer.lr_warmup_steps} is not below trainer.total_training_steps={steps}: the '
-      'learning rate never gets to optimizer.lr.'
+      'learning rate never reaches optimizer.lr.'
     )
 
 
@@ -60,13 +60,13 @@ def _signal(config: Config) -> Iterator[str]:
   if not 0 < sd.success_reward_threshold <= 1:
     yield (
       f'actor.self_distillation.success_reward_threshold={sd.success_reward_threshold} is outside (0, 1], in which '
-      'the graders that come along score: everything or nothing is a success.'
+      'the built-in graders score: everything or nothing is a success.'
     )
   if sd.teacher_regularization == 'ema' and sd.teacher_update_rate in (0, 1):
     same = {0: 'frozen', 1: 'live'}[int(sd.teacher_update_rate)]
     yield (
-      f'actor.self_distillation.teacher_update_rate={sd.teacher_update_rate:g}: such an average is what '
-      f"teacher_regularization='{same}' is, which costs no memory of its own; say so, or choose a rate between."
+      f'actor.self_distillation.teacher_update_rate={sd.teacher_update_rate:g}: this is the '
+      f"same as teacher_regularization='{same}', which needs no memory of its own; set that, or a rate between 0 and 1."
     )
 
 
@@ -76,7 +76,7 @@ def _sampling(config: Config) -> Iterator[str]:
   if truncated and correction.rollout_is is None:
     yield (
       f'rollout.{truncated[0]}={getattr(rollout, truncated[0])} with algorithm.rollout_correction.rollout_is=None: '
-      'completions are drawn from another distribution than the one that is trained, and nothing corrects for it.'
+      'completions are drawn from a different distribution than the one that is trained, and nothing corrects for it.'
     )
 
 
@@ -119,7 +119,7 @@ def _batches(config: Config, devices: int) -> Iterator[str]:
       'of them compute padding; raise actor.ppo_mini_batch_size, or set actor.pack_sequences.'
     )
   elif micro % devices:
-    yield (f'actor.ppo_micro_batch_size={micro} is no multiple of the {devices} devices: rows up to one are padding.')
+    yield f'actor.ppo_micro_batch_size={micro} is not a multiple of {devices} devices: some of its rows are padding.'
 
 
 def _lengths(config: Config, positions: int | None) -> Iterator[str]:

@@ -33,16 +33,20 @@ def describe(session: Session, trained: int, train_rows: int | None, held_out: i
   processes = f' of {jax.process_count()} processes' if jax.process_count() > 1 else ''
   total = parameter_tables.count(table)
   trains = '' if trained == total else f', {trained:,} of them trained'
-  rows = 'rows of a generator' if train_rows is None else f'{train_rows:,} rows'
-  evaluation = f'{held_out:,} held out, {config.val_kwargs.n} answers each' if held_out else 'none held out'
-  batch = f'{config.data.train_batch_size} questions × {config.rollout.n} answers a step'
-  steps = f'step {first + 1} to {config.trainer.total_training_steps}'
+  rows = 'generated' if train_rows is None else _counted(train_rows, 'row')
+  batch = f'{_counted(config.data.train_batch_size, "question")} × {_counted(config.rollout.n, "completion")} per step'
+  held = f'{_counted(held_out, "question")} × {_counted(config.val_kwargs.n, "completion")}' if held_out else 'none'
   return [
-    f'{config.name}: {steps} in {session.workdir}',
+    f'{config.name}: steps {first + 1} to {config.trainer.total_training_steps} in {session.workdir}',
     f'  devices    {len(devices)} × {platform}{processes}, mesh {axes}, jax {jax.__version__}',
     f'  model      {config.model.path}: {total:,} parameters{trains}, computed in {config.model.dtype}',
-    f'  data       {rows} to train on, {batch}; {evaluation}',
+    f'  training   {rows}, {batch}',
+    f'  evaluation {held}',
   ]
+
+
+def _counted(count: int, noun: str) -> str:
+  return f'{count:,} {noun}' if count == 1 else f'{count:,} {noun}s'
 
 
 def compile_programs(
@@ -75,7 +79,7 @@ def compile_programs(
     teacher=session.teacher,
     held_out=held_out,
   )
-  announce(f'  programs   {len(found)}, compiled now and kept for the next start')
+  announce(f'  programs   {len(found)}, compiled before the first step')
   began = time.monotonic()
   start = began
   for number, (name, compiled) in enumerate(programs.compile_programs(found, found), 1):
@@ -90,5 +94,5 @@ def compile_programs(
     now = time.monotonic()
     announce(f'  {number:>3}/{len(found)} {name}  {now - began:.1f} s')
     began = now
-  announce(f'  all programs are there after {began - start:.1f} s')
+  announce(f'  compiled all programs in {began - start:.1f} s')
   return found
