@@ -6,9 +6,9 @@
 
 --prompt: the completion alone goes to stdout; of several, each behind a line `--- completion 1 of 4 ---`.
 
---prompts: a .txt file has one prompt per line; other files have rows (JSON lines, a JSON array, CSV, parquet) with `prompt`, a
-text or a list of messages, or `messages`; rows for training will do. One JSON object a completion, in the order of the
-prompts: row (line number), id (where the row has `id` or `idx`), sample (0 … n − 1), prompt, completion, finish_reason
+--prompts: a .txt file has one prompt per line; other files have rows (JSON lines, a JSON array, CSV, parquet) with
+`prompt`, a text or a list of messages, or `messages`; rows for training will do. One JSON object per completion, in the
+order of the prompts: row (line number), id (where the row has `id` or `idx`), sample (0 … n − 1), prompt, completion, finish_reason
 (stop or length), tokens, log_prob (sum over the tokens, at temperature 1). While sampling goes on, --output holds what
 is finished in the order in which it was finished: an interruption loses none of it. Without --output, stdout gets the
 objects, each when all before it are there.
@@ -42,7 +42,7 @@ PROMPTS = flags.DEFINE_string(
 CHAT = flags.DEFINE_bool('chat', False, 'A conversation, instead: every line of input is answered.')
 OUTPUT = flags.DEFINE_string('output', None, 'With --prompts: JSON lines file to write; stdout without it.')
 OVERWRITE = flags.DEFINE_bool('overwrite', False, 'Replace an --output that is there already.')
-N = flags.DEFINE_integer('n', 1, 'Completions a prompt.', lower_bound=1)
+N = flags.DEFINE_integer('n', 1, 'Completions per prompt.', lower_bound=1)
 SYSTEM = flags.DEFINE_string('system', None, 'System message of conversations that have none.')
 MAX_TOKENS = flags.DEFINE_integer('max_tokens', 256, 'Tokens of the answer at most.', lower_bound=1)
 MAX_PROMPT_LENGTH = flags.DEFINE_integer(
