@@ -187,6 +187,12 @@ def test_a_page_gets_names_samples_and_the_id_of_its_directory(tmp_path, config,
   assert [row[2] for row in table['samples'].data] == [0.5, 'ungraded', 1.0]
 
 
+def test_an_id_that_cannot_be_read_is_named(tmp_path):
+  (tmp_path / 'wandb_id').write_bytes(b'\xff')
+  with pytest.raises(UserError, match='wandb_id is not UTF-8 .*remove it for a new page'):
+    boards.run_id(tmp_path, 1)
+
+
 def test_a_page_that_cannot_be_opened_is_said(tmp_path, config, wandb, monkeypatch):
   boards.check_wandb(config)  # It is not asked for.
   config.trainer.wandb_project = 'p'

@@ -48,6 +48,7 @@ def test_a_run_and_a_new_directory_are_taken(run):
     ('config.json', b'{"seed": \xff}', 'config.json is not UTF-8 text .*: restore it'),
     ('config.json', b'{"seed": ', 'config.json is not JSON .*: restore it'),
     ('config.json', None, 'config.json is a folder where the run needs a file'),
+    ('wandb_id', None, 'wandb_id is a folder where the run needs a file'),
     *[
       (name, b'', f'{name} is a file where the run needs a folder: move it away or choose another --workdir')
       for name in ('rollouts', 'eval', 'checkpoints', 'tensorboard', 'profile')

@@ -14,7 +14,7 @@ from etils import epath
 
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError, first_line
-from sdpo_jax.files import is_local, write_atomically
+from sdpo_jax.files import is_local, read_text, write_atomically
 from sdpo_jax.training.samples import COLUMNS, UNGRADED, Sample, shorten
 
 WANDB_ID = 'wandb_id'  # The file in the run's directory that holds the id of its page.
@@ -128,9 +128,13 @@ class WeightsAndBiases:
 
 
 def run_id(workdir: epath.Path, resume_step: int) -> str:
-  """Return the id of a run's page: a new one, written to the run's directory, unless a run with one is resumed."""
+  """Return the id of a run's page: a new one, written to the run's directory, unless a run with one is resumed.
+
+  Raises:
+    UserError: it cannot be read.
+  """
   path = workdir / WANDB_ID
-  if resume_step and path.exists() and (known := path.read_text().strip()):
+  if resume_step and path.exists() and (known := read_text(path, 'remove it for a new page').strip()):
     return known
   drawn = uuid.uuid4().hex
   write_atomically(path, drawn + '\n')

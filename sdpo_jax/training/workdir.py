@@ -10,9 +10,10 @@ import jax
 from sdpo_jax.config import Config, differences
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import is_full, read_json_object, write_atomically
+from sdpo_jax.training.boards import WANDB_ID
 from sdpo_jax.training.metrics import read_metrics
 
-FILES = ('config.json', 'metrics.jsonl')
+FILES = ('config.json', 'metrics.jsonl', WANDB_ID)
 FOLDERS = ('checkpoints', 'eval', 'profile', 'rollouts', 'tensorboard')
 ANOTHER = 'restore it or choose another --workdir'
 
