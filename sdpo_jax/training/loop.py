@@ -144,10 +144,11 @@ def _train(config: Config, workdir: epath.PathLike, graders: Graders, announce: 
   trained = sum(leaf.size for leaf in jax.tree.leaves(state.trainable))
   for line in startup.describe(session, trained, iterator.rows, len(held_out), int(state.step)):
     say(line)
-  if int(state.step) < config.trainer.total_training_steps:
-    startup.compile_programs(session, state, len(held_out), say)
   run = _Run(session, graders, iterator, held_out, checkpoints, announce)
   try:
+    run.recall(int(state.step))
+    if int(state.step) < config.trainer.total_training_steps and not run.over:
+      startup.compile_programs(session, state, len(held_out), say)
     return run(state)
   finally:
     checkpoints.close()
@@ -186,7 +187,6 @@ class _Run:
   def __call__(self, state: TrainState) -> Result:
     config = self.session.config
     first, total = int(state.step), config.trainer.total_training_steps
-    self.recall(first)
     writer = MetricsWriter(self.session.workdir, config, resume_step=first) if jax.process_index() == 0 else None
     self.warm_up(state)
     preempted = False
@@ -196,7 +196,7 @@ class _Run:
         if first == 0 and config.trainer.val_before_train and self.held_out:
           self.evaluate_first(state, writer, progress)
         for step in range(first + 1, total + 1):
-          if self.stopped or skipped.too_many(self.skipped, config.trainer):
+          if self.over:
             break
           before = self.host_state()
           advanced = self.step(state, step, writer, progress, preemption)
@@ -219,6 +219,11 @@ class _Run:
       raise UserError(skipped.complaint(self.skipped, int(state.step), config.trainer))
     prompt = _short_prompt(self.held_out)
     return Result(self.session.workdir, int(state.step), preempted, evaluations, prompt, self.stopped, self.skipped)
+
+  @property
+  def over(self) -> bool:
+    """Whether no step follows, however many are left: an alarm has stopped the run, or it learns nothing."""
+    return self.stopped is not None or skipped.too_many(self.skipped, self.session.config.trainer)
 
   def warm_up(self, state: TrainState) -> None:
     """Call what has small programs of its own, the same in every step, so that no step compiles them."""
