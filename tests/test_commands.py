@@ -236,6 +236,21 @@ def test_a_folder_where_nothing_was_trained_takes_other_settings(folder):
     workdirs.check_workdir(quickstart.get_config(), workdir)
 
 
+def test_ungraded_samples_are_named_beside_the_numbers_of_the_others():
+  def lines(*fractions):
+    found = {
+      step: {'eval/x/mean@2': 1.0, 'eval/x/questions': 4.0, 'eval/x/ungraded_fraction': fraction}
+      for step, fraction in enumerate(fractions)
+    }
+    return [
+      line.split() for line in report.summary(loop.Result(epath.Path('a'), 1, False, found, 'q'), 'c.py').splitlines()
+    ]
+
+  assert ['x/mean@2', '100.0%', '100.0%'] in lines(0.0, 0.375)
+  assert ['x/ungraded_fraction', '0.0%', '37.5%'] in lines(0.0, 0.375)
+  assert not [line for line in lines(0.0, 0.0) if line[:1] == ['x/ungraded_fraction']]
+
+
 def test_next_commands_are_quoted_and_repeat_the_settings():
   result = loop.Result(epath.Path('a b'), 3, False, {0: {'eval/x/mean@2': 0.0}, 3: {'eval/x/mean@2': 1.0}}, "it's")
   text = report.summary(result, 'c.py', [('optimizer.lr', '1')])

@@ -292,7 +292,10 @@ def test_the_table_has_a_row_a_source_and_leaves_out_what_no_source_has():
   assert second.split()[:4] == ['source_y', '0.5000', '0.7500', '–'] and second.split()[-1] == '1,000'
   assert '12.5%' in second
   header = report.evaluation_table(evaluate.Evaluation(plain, []), 2).splitlines()[0]
-  assert 'maj@2' not in header and 'format valid' not in header
+  assert 'maj@2' not in header and 'format valid' not in header and 'ungraded' not in header
+  plain['source_y']['ungraded_fraction'] = 0.25
+  header, _, line = report.evaluation_table(evaluate.Evaluation(plain, []), 2).splitlines()
+  assert 'ungraded' in header and '25.0%' in line
 
 
 def test_the_summary_of_a_run_shows_score_and_mean_acc_whatever_the_task_is_called():

@@ -41,6 +41,7 @@ def summary(result: Result, config_path: str, overrides: Sequence[tuple[str, str
     first, last = min(result.evaluations), max(result.evaluations)
     before, after = result.evaluations[first], result.evaluations[last]
     names = headlines(after)
+    names += [name for name in after if name.endswith(f'/{UNGRADED}') and (after[name] or before.get(name))]
     rows = [
       [
         name.removeprefix('eval/'),
@@ -72,6 +73,7 @@ def headlines(names: Iterable[str]) -> list[str]:
   return [name for name in names if any(first.fullmatch(name.removeprefix(task)) for task in tasks)]
 
 
+UNGRADED = 'ungraded_fraction'  # Is shown where it is not 0: the other numbers are those of the graded samples.
 # Column of the table → how its metric is called and written; n is the number of samples a question.
 COLUMNS = {
   'mean@{n}': ('mean@{n}', '.4f'),
@@ -79,6 +81,7 @@ COLUMNS = {
   'maj@{n}': ('maj@{n}', '.4f'),
   'acc/mean@{n}': ('acc/mean@{n}', '.4f'),
   'format valid': ('format_valid_fraction', '.1%'),
+  'ungraded': (UNGRADED, '.1%'),
   'truncated': ('truncated_fraction', '.1%'),
   'tokens p50': ('completion_length_p50', ',.0f'),
   'p95': ('completion_length_p95', ',.0f'),
@@ -97,7 +100,7 @@ def evaluation_table(evaluation: Evaluation, n: int) -> str:
   shown = {
     title: (name, style)
     for title, (name, style) in columns.items()
-    if any(name in metrics for metrics in evaluation.metrics.values())
+    if any(metrics[name] or name != UNGRADED for metrics in evaluation.metrics.values() if name in metrics)
   }
   rows = [
     [task, *(format(metrics[name], style) if name in metrics else '–' for name, style in shown.values())]
