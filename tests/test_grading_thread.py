@@ -16,7 +16,8 @@ from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.engine import Completion, Sampler
-from sdpo_jax.rollout.grading_thread import GradingThread
+from sdpo_jax.rollout.grading_thread import GradingThread, StoppedError
+from sdpo_jax.rollout.slots import SamplingStats
 from sdpo_jax.training import step
 from sdpo_jax.types import Example, Outcome
 from tests import tiny
@@ -116,6 +117,26 @@ def test_what_finishes_during_a_call_is_graded_in_the_next_one(recorder):
   assert grading.busy_s > 0.0
 
 
+def test_who_is_told_to_stop_does_not_wait_for_a_grader(recorder):
+  told = threading.Event()
+  graders = Graders(EnvironmentsConfig())
+  with GradingThread(graders, questions(*['recorder'] * G), N, told.is_set) as grading:
+    for sample in range(G * N):
+      grading.add(completion(sample))
+    assert recorder.called.wait(WAIT_S)
+    threading.Timer(0.1, told.set).start()
+    with pytest.raises(StoppedError):
+      grading.outcomes()
+  recorder.go.set()
+  until_it_ends()
+  with GradingThread(graders, questions(*['recorder'] * G), N, told.is_set) as grading:
+    for sample in range(G * N):
+      grading.add(completion(sample))
+    grading._close()
+    until_it_ends()
+    assert len(grading.outcomes()) == G * N  # What is done by then is not thrown away.
+
+
 def test_a_batch_is_graded_while_it_is_sampled(tmp_path, monkeypatch, recorder):
   """Sampling here cannot end before a grader has been called."""
   tokenizer = tokenizers.load(tiny.make_model(tmp_path))
@@ -136,7 +157,7 @@ def test_a_batch_is_graded_while_it_is_sampled(tmp_path, monkeypatch, recorder):
   config = Config()
   config.rollout.n, config.data.max_response_length = N, 8
   session = types.SimpleNamespace(
-    config=config, tokenizer=tokenizer, base={}, sampler=types.SimpleNamespace(sample=sample)
+    config=config, tokenizer=tokenizer, base={}, sampler=types.SimpleNamespace(sample=sample, stats=SamplingStats())
   )
   monkeypatch.setattr(step, 'sampling_seed', lambda state: 0)
   state = types.SimpleNamespace(trainable=parameters)
@@ -225,7 +246,8 @@ from sdpo_jax.config import EnvironmentsConfig
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
-from sdpo_jax.rollout.grading_thread import GradingThread
+from sdpo_jax.rollout.grading_thread import GradingThread, StoppedError
+from sdpo_jax.rollout.slots import SamplingStats
 from sdpo_jax.types import Outcome
 from tests.test_grading_thread import G, N, completion, questions
 

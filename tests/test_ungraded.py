@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -171,7 +175,7 @@ class Flaky:
   def __init__(self):
     self.late: set[str] = set()
 
-  def __call__(self, examples, completions, *, truncated):
+  def grade(self, examples, completions, *, truncated):
     scores = [float(sum(text.encode()) % 2) for text in completions]
     return [
       LATE if asked.id in self.late else Outcome(score, '' if score else 'It must be odd.', {'pred': text[:4]})
@@ -189,7 +193,10 @@ def flaky(monkeypatch):
 
     return make
 
-  monkeypatch.setitem(registry._FACTORIES, 'flaky', lambda settings: grader)
+  def grade(*arguments, **options):
+    return grader.grade(*arguments, **options)
+
+  monkeypatch.setitem(registry._FACTORIES, 'flaky', lambda settings: grade)
   monkeypatch.setitem(registry._GENERATORS, 'flaky', questions)
   return grader
 
@@ -223,6 +230,29 @@ def test_a_run_that_ends_so_is_saved_and_repeats_the_batch_when_started_again(tm
   assert loop.train(config, tmp_path / 'run').step == 2
   samples = (tmp_path / 'run' / 'rollouts' / '2.jsonl').read_text().splitlines()
   assert {json.loads(line)['id'] for line in samples} == {'train-2', 'train-3'}
+
+
+@pytest.mark.slow
+def test_a_run_that_is_told_to_stop_does_not_wait_for_a_grader_that_hangs(tmp_path, flaky):
+  config = make_run(tmp_path / 'model')
+  config.trainer.test_freq = 0
+  loop.train(config, tmp_path / 'whole')
+  grade, go = flaky.grade, threading.Event()
+
+  def hang(examples, completions, *, truncated):
+    if {example.id for example in examples} & {'train-2', 'train-3'}:
+      os.kill(os.getpid(), signal.SIGTERM)
+      go.wait(60)
+    return grade(examples, completions, truncated=truncated)
+
+  flaky.grade = hang
+  start = time.monotonic()
+  result = loop.train(config, tmp_path / 'stopped')
+  go.set()
+  assert result.preempted and result.step == 1 and time.monotonic() - start < 40
+  flaky.grade = grade
+  assert not loop.train(config, tmp_path / 'stopped').preempted
+  assert lines_of(tmp_path / 'stopped') == lines_of(tmp_path / 'whole')
 
 
 @pytest.mark.slow

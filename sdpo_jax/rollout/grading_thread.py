@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import threading
 import time
 
@@ -14,6 +14,12 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.engine import Completion
 from sdpo_jax.types import Example, Outcome
 
+STOP_S = 0.5  # Between two questions whether the process was told to stop, while it waits for graders.
+
+
+class StoppedError(Exception):
+  """A process of the run was told to stop while it waited for graders."""
+
 
 class GradingThread:
   """Grades the completions of a batch in a thread of its own, from `add` on, by the environments of their examples.
@@ -24,7 +30,9 @@ class GradingThread:
   the same twice (a judge, a time limit) says the same to all. Which process grades a completion depends on its number.
   """
 
-  def __init__(self, graders: Graders, examples: Sequence[Example], n: int):
+  def __init__(
+    self, graders: Graders, examples: Sequence[Example], n: int, told_to_stop: Callable[[], bool] = lambda: False
+  ):
     """Makes the thread, to be entered before sampling.
 
     Leaving it early gives up what is not graded yet, without waiting for a grader.
@@ -33,6 +41,7 @@ class GradingThread:
       graders: of the run.
       examples: G questions.
       n: completions of each; completion number i is one of question i // n.
+      told_to_stop: whether this process is to stop and save, which does not wait for a grader.
 
     Raises:
       UserError: there is no grader of that name, or it cannot work with the settings.
@@ -40,6 +49,7 @@ class GradingThread:
     # Here, because what a grader starts may end with the thread that started it.
     graders.prepare({example.environment for example in examples})
     self._graders, self._examples, self._n = graders, examples, n
+    self._told_to_stop = told_to_stop
     self._changed = threading.Condition()
     self._waiting: list[Completion] = []
     self._complete = False  # No more will be added.
@@ -83,20 +93,24 @@ class GradingThread:
 
     Raises:
       UserError: on every process, what a grader raised on one.
+      StoppedError: on every process, one was told to stop before its graders were done.
     """
     self._close()
-    self._thread.join()
+    while self._thread.is_alive() and not self._told_to_stop():
+      self._thread.join(STOP_S)
     total, count = len(self._examples) * self._n, jax.process_count()
     shares = [range(first, total, count) for first in range(count)]
     outcomes: list[Outcome | None] = [None] * total
     for samples, graded in zip(shares, gathered(self._share(shares), 'the end of grading'), strict=True):
-      if isinstance(graded, UserError):
+      if isinstance(graded, UserError | StoppedError):
         raise graded
       for sample, outcome in zip(samples, graded, strict=True):
         outcomes[sample] = outcome
     return outcomes
 
-  def _share(self, shares: Sequence[range]) -> list[Outcome] | UserError:
+  def _share(self, shares: Sequence[range]) -> list[Outcome] | UserError | StoppedError:
+    if self._thread.is_alive():
+      return StoppedError()
     try:
       if self._error is not None:
         raise self._error

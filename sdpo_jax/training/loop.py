@@ -31,6 +31,7 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.evaluation.evaluate import evaluate
+from sdpo_jax.rollout.grading_thread import StoppedError
 from sdpo_jax.training import records, samples, skipped, startup
 from sdpo_jax.training.boards import check_wandb
 from sdpo_jax.training.checkpoints import Checkpoints, abstract
@@ -92,6 +93,10 @@ class Preemption:
       signal.raise_signal(number)
     self._received.set()
     print(f'\n{signal.Signals(number).name}: saving a checkpoint, then stopping.', file=sys.stderr, flush=True)
+
+  def received(self) -> bool:
+    """Whether this process was told to stop."""
+    return self._received.is_set()
 
   def agreed(self) -> bool:
     """Whether any process was told to stop; all processes get the same answer at the same place of the loop."""
@@ -303,7 +308,9 @@ class _Run:
     with jax.profiler.trace(str(folder)) if profiled else contextlib.nullcontext():
       before = self.host_state()
       try:
-        graded = rollout_and_grade(session, self.graders, state, next(self.iterator), step, timer)
+        graded = rollout_and_grade(session, self.graders, state, next(self.iterator), step, timer, preemption.received)
+      except StoppedError:
+        return None
       except UserError:  # Started again, the run repeats this batch.
         self.save(step - 1, state, before, self.last_metrics)
         self.checkpoints.wait()

@@ -46,17 +46,24 @@ class GradedRollouts:
 
 
 def rollout_and_grade(
-  session: Session, graders: Graders, state: TrainState, examples: list[Example], step: int, timer: Timer
+  session: Session,
+  graders: Graders,
+  state: TrainState,
+  examples: list[Example],
+  step: int,
+  timer: Timer,
+  told_to_stop: Callable[[], bool] = lambda: False,
 ) -> GradedRollouts:
   """Sample n completions of each question and grade them as they finish.
 
   Raises:
     UserError: a grader cannot work, or too few could be graded (`environments.max_ungraded_fraction`). The state can
       still be saved, and every process of the run raises it.
+    StoppedError: as `told_to_stop` said on one process before its graders were done; likewise.
   """
   config = session.config
   prompts = [prompt_tokens(session.tokenizer, example, config) for example in examples]
-  with GradingThread(graders, examples, config.rollout.n) as grading:
+  with GradingThread(graders, examples, config.rollout.n, told_to_stop) as grading:
     with timer('sample'):
       rollouts = session.sampler.sample(
         session.base,
