@@ -193,6 +193,24 @@ def test_an_id_that_cannot_be_read_is_named(tmp_path):
     boards.run_id(tmp_path, 1)
 
 
+@pytest.mark.parametrize('failing', ['log', 'finish'])
+def test_a_page_that_is_lost_costs_no_step(tmp_path, config, wandb, monkeypatch, caplog, failing):
+  config.trainer.wandb_project = 'p'
+  writer = metrics.MetricsWriter(tmp_path, config)
+  writer.write(1, {'a': 1.0})
+  [run] = wandb.runs
+
+  def fail(*_, **__):
+    raise BrokenPipeError(32, 'Broken pipe')
+
+  monkeypatch.setattr(run, failing, fail)
+  writer.write_samples(2, three_samples())
+  writer.write(2, {'a': 2.0})
+  writer.close()
+  assert [line['step'] for line in metrics.read_metrics(tmp_path)] == [1, 2]
+  assert caplog.text.count('gets no more of this run') == 1 and 'Broken pipe' in caplog.text
+
+
 def test_a_page_that_cannot_be_opened_is_said(tmp_path, config, wandb, monkeypatch):
   boards.check_wandb(config)  # It is not asked for.
   config.trainer.wandb_project = 'p'

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import importlib.util
 import json
+import logging
 import os
 import time
 from typing import Any
@@ -85,7 +86,8 @@ def _indented(text: str) -> str:
 class WeightsAndBiases:
   """Logs to a page of Weights & Biases, whose id is drawn at the start of a run and kept in its directory.
 
-  Steps that a resumed run repeats are those that the page has already, number for number; it ignores them.
+  Steps that a resumed run repeats are those that the page has already, number for number; it ignores them. Once the page
+  is open, an error of Weights & Biases costs the page what follows and not the run, which has metrics.jsonl.
   """
 
   def __init__(self, workdir: epath.Path, config: Config, resume_step: int = 0):
@@ -97,6 +99,7 @@ class WeightsAndBiases:
     import wandb
 
     self._wandb = wandb
+    self._lost = False  # Nothing more goes to the page.
     try:
       self._run = wandb.init(
         project=config.trainer.wandb_project,
@@ -111,7 +114,8 @@ class WeightsAndBiases:
 
   def numbers(self, step: int, values: Mapping[str, float | None]) -> None:
     """Log the numbers of a step; None is left out."""
-    self._run.log({name: value for name, value in values.items() if value is not None}, step=step)
+    known = {name: value for name, value in values.items() if value is not None}
+    self._try(lambda: self._run.log(known, step=step))
 
   def samples(self, step: int, samples: Sequence[Sample]) -> None:
     """Log a table of samples."""
@@ -120,11 +124,24 @@ class WeightsAndBiases:
       + [UNGRADED if sample.score is None else sample.score, shorten(sample.feedback or '', LONGEST_CELL)]
       for sample in samples
     ]
-    table = self._wandb.Table(columns=list(COLUMNS), data=rows, allow_mixed_types=True)
-    self._run.log({SAMPLES: table}, step=step)
+
+    def log() -> None:
+      table = self._wandb.Table(columns=list(COLUMNS), data=rows, allow_mixed_types=True)
+      self._run.log({SAMPLES: table}, step=step)
+
+    self._try(log)
 
   def close(self) -> None:
-    self._run.finish()
+    self._try(self._run.finish)
+
+  def _try(self, function: Callable[[], Any]) -> None:
+    if self._lost:
+      return
+    try:
+      function()
+    except Exception as error:  # Its own, of the network, of the process beside this one that it logs by.
+      self._lost = True
+      logging.warning('Weights & Biases failed and gets no more of this run until it is started again: %r', error)
 
 
 def run_id(workdir: epath.Path, resume_step: int) -> str:
