@@ -160,3 +160,23 @@ def test_a_program_that_does_not_fit_is_named(tmp_path, monkeypatch):
   )
   with pytest.raises(UserError, match='update/8×16×6 does not fit .*Out of memory.*ppo_micro_batch_size'):
     startup.compile_programs(fake, types.SimpleNamespace(trainable=None), 0, lambda text: None)
+
+
+@pytest.mark.parametrize(
+  'first, steps', [(0, 'steps 1 to 3'), (1, 'steps 2 to 3'), (2, 'step 3'), (3, 'no step left'), (5, 'no step left')]
+)
+def test_the_banner_names_the_steps_to_come(tmp_path, first, steps):
+  config = experiment(tmp_path)
+  config.trainer.total_training_steps, config.data.train_batch_size, config.rollout.n = 3, 1, 8
+  described = types.SimpleNamespace(
+    config=config,
+    mesh=meshes.make_mesh(MeshConfig(), jax.devices()[:1], []),
+    policy=types.SimpleNamespace(parameter_table=lambda: ()),
+    workdir='here',
+  )
+  said = startup.describe(described, 0, None, 11, first)
+  assert said[0] == f'startup: {steps} in here'
+  assert said[3:] == [
+    '  training   generated, 1 question × 8 completions per step',
+    '  evaluation 11 questions × 2 completions',
+  ]

@@ -24,7 +24,8 @@ def summary(result: Result, config_path: str, overrides: Sequence[tuple[str, str
     if result.step == 0:
       return 'Stopped before the first step was done; nothing was learned yet. The same command starts again.'
     return f'Stopped after step {result.step}; the checkpoint is saved. The same command continues {workdir}.'
-  lines = [f'{result.step} steps done; the run is in {workdir}.']
+  steps = '1 step' if result.step == 1 else f'{result.step} steps'
+  lines = [f'{steps} done; the run is in {workdir}.']
   if result.skipped:
     last = 'last one' if result.skipped == 1 else f'last {result.skipped}'
     lines.append(

@@ -36,8 +36,13 @@ def describe(session: Session, trained: int, train_rows: int | None, held_out: i
   rows = 'generated' if train_rows is None else _counted(train_rows, 'row')
   batch = f'{_counted(config.data.train_batch_size, "question")} × {_counted(config.rollout.n, "completion")} per step'
   held = f'{_counted(held_out, "question")} × {_counted(config.val_kwargs.n, "completion")}' if held_out else 'none'
+  total_steps = config.trainer.total_training_steps
+  if first < total_steps:
+    steps = f'step {total_steps}' if first + 1 == total_steps else f'steps {first + 1} to {total_steps}'
+  else:
+    steps = 'no step left'
   return [
-    f'{config.name}: steps {first + 1} to {config.trainer.total_training_steps} in {session.workdir}',
+    f'{config.name}: {steps} in {session.workdir}',
     f'  devices    {len(devices)} × {platform}{processes}, mesh {axes}, jax {jax.__version__}',
     f'  model      {config.model.path}: {total:,} parameters{trains}, computed in {config.model.dtype}',
     f'  training   {rows}, {batch}',
