@@ -252,7 +252,7 @@ def _grpo(config: Config, *, on_policy: bool) -> None:
 
 
 def _plan(config: Config, task: str, mean_completion: float) -> None:
-  """What `launch.plan` takes for granted: a teacher's prompt holds the question, an answer and the feedback."""
+  """Set what `launch.plan` assumes: a teacher's prompt holds the question, an answer and the feedback."""
   prompt, feedback, questions = QUESTIONS[task]
   config.plan.mean_completion = mean_completion
   config.plan.mean_prompt = float(prompt)

@@ -22,7 +22,7 @@ WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a run; its newest c
 STEP = flags.DEFINE_integer('step', None, 'Evaluate the checkpoint of this step of the run instead.', lower_bound=1)
 MODEL = flags.DEFINE_string('model', None, 'Hugging Face model directory, instead of a run.')
 OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write.', required=True)
-OVERWRITE = flags.DEFINE_bool('overwrite', False, 'Replace an --output that is there already.')
+OVERWRITE = flags.DEFINE_bool('overwrite', False, 'Replace an --output that already exists.')
 command.define_config()
 command.define_cluster()
 

@@ -27,7 +27,7 @@ LENGTHS = flags.DEFINE_string(
   'lengths', None, 'Directory or metrics.jsonl of a run whose lengths count instead of the settings plan.….'
 )
 KEEP = flags.DEFINE_string(
-  'keep', None, 'Folder that keeps what the compiler answers: the same programs then take seconds the next time.'
+  'keep', None, "Folder for the compiler's answers: programs that are planned again then take seconds."
 )
 command.define_config()
 

@@ -15,7 +15,7 @@ from sdpo_jax import command
 from sdpo_jax.inference import probe, probe_report
 
 OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the numbers and the recommendation.')
-OVERWRITE = flags.DEFINE_bool('overwrite', False, 'Replace an --output that is there already.')
+OVERWRITE = flags.DEFINE_bool('overwrite', False, 'Replace an --output that already exists.')
 MAX_QUESTIONS = flags.DEFINE_integer(
   'max_questions', probe.QUESTIONS, 'Questions at most, a seeded draw from the held-out ones.', lower_bound=1
 )

@@ -41,7 +41,7 @@ PROMPTS = flags.DEFINE_string(
 )
 CHAT = flags.DEFINE_bool('chat', False, 'A conversation, instead: every line of input is answered.')
 OUTPUT = flags.DEFINE_string('output', None, 'With --prompts: JSON lines file to write; stdout without it.')
-OVERWRITE = flags.DEFINE_bool('overwrite', False, 'Replace an --output that is there already.')
+OVERWRITE = flags.DEFINE_bool('overwrite', False, 'Replace an --output that already exists.')
 N = flags.DEFINE_integer('n', 1, 'Completions per prompt.', lower_bound=1)
 SYSTEM = flags.DEFINE_string('system', None, 'System message of conversations that have none.')
 MAX_TOKENS = flags.DEFINE_integer('max_tokens', 256, 'Tokens of the answer at most.', lower_bound=1)

@@ -188,7 +188,7 @@ def resolve(path: str | os.PathLike, weights: bool = True) -> pathlib.Path:
       raise UserError(
         f'{where}, and {unreachable}: connect this machine, or set model.path to a Hugging Face model directory.'
       ) from error
-    raise UserError(f'{where}, and the Hugging Face hub does not give it: {first_line(error)}') from error
+    raise UserError(f'{where}, and it cannot be loaded from the Hugging Face hub: {first_line(error)}') from error
 
 
 def read_json(root: pathlib.Path, name: str) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def load_config() -> Config:
   """
   path, arguments = _file_and_arguments(flags.FLAGS.config)
   if not path.is_file():
-    raise UserError(f'--config={path}: there is no such file; the ones that come along are in configs/.')
+    raise UserError(f'--config={path}: there is no such file; those of this project are in configs/.')
   spec = importlib.util.spec_from_file_location(f'config_{path.stem}', path)
   if spec is None or spec.loader is None:
     raise UserError(f'--config={path} is not a Python file.')

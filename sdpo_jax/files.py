@@ -86,7 +86,7 @@ def check_output(path: epath.PathLike, *, overwrite: bool = True) -> None:
   if target.is_dir():
     raise UserError(f'--output={path} is a directory: name a file.')
   if not overwrite and target.exists():
-    raise UserError(f'--output={path} is there already: name another file, or add --overwrite.')
+    raise UserError(f'--output={path} already exists: name another file, or add --overwrite.')
   try:
     target.parent.mkdir(parents=True, exist_ok=True)
   except OSError as error:

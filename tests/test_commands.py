@@ -104,7 +104,7 @@ def wrong_inputs(folder, config) -> dict[str, tuple[list[str], str]]:
     'sample a malformed row': (['sample', f'--model={model}', f'--prompts={folder}/bad.jsonl'], 'bad.jsonl, line 2'),
     'sample over a file': (
       ['sample', f'--model={model}', f'--prompts={folder}/long.jsonl', f'--output={folder}/bad.jsonl'],
-      'bad.jsonl is there already: name another file, or add --overwrite',
+      'bad.jsonl already exists: name another file, or add --overwrite',
     ),
     'sample of nothing': (['sample', '--prompt=x', f'--workdir={folder}/nothing'], 'is not a run'),
     'export of nothing': (['export', f'--workdir={folder}/nothing', f'--output={folder}/out'], 'is not a run'),

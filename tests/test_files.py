@@ -16,7 +16,7 @@ def test_an_output_is_checked_and_its_folder_made(tmp_path):
   files.check_output(tmp_path / 'x.json')
   for path, overwrite, sentence in [
     (tmp_path, True, 'is a directory: name a file'),
-    (tmp_path / 'x.json', False, 'is there already: .* --overwrite'),
+    (tmp_path / 'x.json', False, 'already exists: .* --overwrite'),
     (tmp_path / 'x.json' / 'y.json', True, 'cannot be written'),
   ]:
     with pytest.raises(UserError, match=f'--output={path} {sentence}'):

@@ -134,7 +134,7 @@ def test_an_output_is_not_overwritten_unasked(tmp_path):
   output = tmp_path / 'new' / 'answers.jsonl'
   answer_files.check_answer_file(str(output), overwrite=False)
   answer_files.write_to_file(str(output), [(0, {})])
-  with pytest.raises(UserError, match='answers.jsonl is there already: .* --overwrite'):
+  with pytest.raises(UserError, match='answers.jsonl already exists: .* --overwrite'):
     answer_files.check_answer_file(str(output), overwrite=False)
   answer_files.check_answer_file(str(output), overwrite=True)
   assert output.read_text() == '{}\n'

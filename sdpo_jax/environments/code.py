@@ -116,7 +116,7 @@ def read_tests(ground_truth: Any) -> Tests:
 
 
 def read_tests_reference(tests: Any) -> Tests:
-  """The tests of a parsed ground truth as the reference takes them, who looks at a field when it needs it.
+  """The tests of a parsed ground truth as the reference takes them, which looks at a field when it needs it.
 
   Raises:
     KeyError, TypeError, IndexError, ValueError: where the reference raises.

@@ -147,7 +147,7 @@ class Graders:
         # The most frequent reason of such a batch, which is all that the end of a run says: so with the limit.
         outcomes.append(
           ungraded(
-            f'the grader {name!r} was given up after it had given no answer within {self._settings.grader_timeout_s:g} s '
+            f'the grader {name!r} was abandoned after it had not answered within {self._settings.grader_timeout_s:g} s '
             f'(environments.grader_timeout_s) for {PATIENCE} others'
           )
         )
@@ -182,7 +182,7 @@ class Graders:
     wrong = [new for new, old in zip(sound, outcomes, strict=True) if not new.graded and old.score is not None]
     if wrong:
       logging.warning(
-        'The grader %r gave %d of %d completions what cannot be used, and they count as ungraded; the first: %s.',
+        'The grader %r returned unusable outcomes for %d of %d completions, which are ungraded; the first: %s.',
         name,
         len(wrong),
         len(outcomes),

@@ -321,7 +321,7 @@ def mean_and_error(values: np.ndarray, group: np.ndarray) -> tuple[float, float 
 
 
 def _mean(values: np.ndarray) -> float:
-  """The mean of what is not NaN, NaN of nothing."""
+  """Return the mean of the values that are not NaN; NaN if there are none."""
   known = values[~np.isnan(values)]
   return float(known.mean()) if len(known) else float('nan')
 

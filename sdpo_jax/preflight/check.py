@@ -38,7 +38,7 @@ PLACEHOLDER = '(A successful answer to the same question goes here.)'
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-  """What was found."""
+  """What a check found."""
 
   sections: Sequence[tuple[str, str]]  # Title and text.
   odd: Sequence[str]  # A sentence for everything that looks like a mistake.

@@ -75,7 +75,7 @@ def of_device(device: jax.Device) -> float | None:
 
 
 def readable(size: float) -> str:
-  """Return a number of bytes for people."""
+  """Return a number of bytes as text, with a unit."""
   for unit, scale in (('GiB', GIB), ('MiB', 2**20)):
     if size >= scale / 10:
       return f'{size / scale:,.2f} {unit}'

@@ -121,7 +121,7 @@ class GenerationBatch:
 
 
 def _taught(batch: GenerationBatch, samples: np.ndarray) -> np.ndarray:
-  """Return of which of `samples` [M] the teacher knows something, [M] bool."""
+  """Return [M] bool, about which of `samples` [M] the teacher knows something."""
   return (batch.distill_mask[samples] > 0).any(1)
 
 

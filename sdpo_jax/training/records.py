@@ -58,7 +58,7 @@ def _rollout_metrics(graded: GradedRollouts, rows: np.ndarray, config: Config) -
 
 
 def _mean(values: np.ndarray) -> float:
-  """The mean, NaN of nothing."""
+  """Return the mean, NaN for no values."""
   return values.mean() if len(values) else math.nan
 
 
