@@ -18,7 +18,7 @@ from sdpo_jax.environments.time_limit import EndedError, OverranError, call_with
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.types import Example, Outcome
 
-PATIENCE = 2  # Single completions of a call that may overrun before the rest of the call is given up.
+PATIENCE = 2  # Single completions of a call that may overrun before the rest of the call is abandoned.
 
 
 class Graders:
