@@ -115,11 +115,13 @@ def _machine(config: Config, policy: Policy, mesh: jax.sharding.Mesh) -> tuple[s
     for name, size in part.items()
   ]
   rows.append(['peak', '', memory.readable(found.peak)])
+  kind = '' if device.device_kind.lower() == device.platform else f' ({device.device_kind})'
+  trained = '' if learned == count else f', {learned:,} of them trained'
   processes = 'process' if jax.process_count() == 1 else 'processes'
   has = 'not known' if room is None else memory.readable(room)
   lines = [
-    f'{mesh.size} × {device.device_kind} ({device.platform}), mesh {axes}, {jax.process_count()} {processes}',
-    f'{count:,} parameters, {learned:,} of them trained; computed in {config.model.dtype}',
+    f'{mesh.size} × {device.platform}{kind}, mesh {axes}, {jax.process_count()} {processes}',
+    f'{count:,} parameters{trained}, computed in {config.model.dtype}',
     '',
     aligned(['memory', 'when', 'per device'], rows),
     f'memory of each device: {has}',
