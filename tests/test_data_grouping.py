@@ -11,6 +11,7 @@ from sdpo_jax.data import grouping
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.objective.spec import ObjectiveSpec
+from sdpo_jax.rollout.slots import SamplingStats
 from sdpo_jax.training import step
 from sdpo_jax.types import Example, Outcome, Rollouts
 from tests import tiny
@@ -38,6 +39,8 @@ def test_another_answer_grader_or_system_prompt_is_another_question():
 
 class Sampler:
   """n completions a question, each its own number."""
+
+  stats = SamplingStats()
 
   def sample(self, base, trainable, prompts, *, n, on_finished, **options):
     rows = len(prompts) * n

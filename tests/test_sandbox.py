@@ -277,7 +277,7 @@ def test_a_thousand_programs_leave_nothing_behind(sandbox):
   reports = sandbox.run([job('result = 1')] * 1000)
   assert sum(report.result for report in reports) == 1000
   assert len(os.listdir('/proc/self/fd')) == open_here and sandbox._hosts[0].pid == zygote and children(zygote) == []
-  for _ in range(1000):  # The zygote closes its end after the last report.
+  for _ in range(100_000):  # The zygote closes its end after the last report.
     if len(os.listdir(f'/proc/{zygote}/fd')) <= open_there:
       break
     os.sched_yield()
@@ -507,7 +507,7 @@ def test_a_setting_out_of_range_is_named(name):
   config = Config(model=ModelConfig(path='model'), data=DataConfig(train_files=('a.json',), val_files=('b.json',)))
   config.validate()
   setattr(config.environments.sandbox, name, 0)
-  with pytest.raises(UserError, match=f'environments.sandbox.{name} must be positive, not 0'):
+  with pytest.raises(UserError, match=f'environments.sandbox.{name} must be positive( or None)?, not 0'):
     config.validate()
 
 
