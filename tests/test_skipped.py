@@ -76,4 +76,4 @@ def test_a_run_that_learns_nothing_stops_with_a_checkpoint_also_after_a_resume(r
   # Started again as it is, it stays where it is.
   assert again.returncode == 2 and again.stderr.splitlines()[-1] == long.stderr.splitlines()[-1]
   assert 'step 6/8' not in again.stderr
-  assert 'all programs are there' in long.stderr and 'programs' not in again.stderr  # Nothing is compiled for it.
+  assert 'compiled all programs' in long.stderr and 'programs' not in again.stderr  # Nothing is compiled for it.
