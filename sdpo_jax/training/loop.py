@@ -47,7 +47,7 @@ from sdpo_jax.training.step import (
   sampling_seed,
 )
 from sdpo_jax.training.update import abstract_state, place_state
-from sdpo_jax.training.workdir import check_workdir, open_workdir
+from sdpo_jax.training.workdir import check_workdir, open_workdir, sole_user
 from sdpo_jax.types import Example, TrainState
 
 EXIT_PREEMPTED = 143  # 128 + SIGTERM: saved, to be started again.
@@ -135,28 +135,29 @@ def _train(config: Config, workdir: epath.PathLike, graders: Graders, announce: 
   say = announce if jax.process_index() == 0 else lambda text: None
   say(f'Loading {config.model.path} …')
   session, parameters = make_session(config, workdir, tokenizer)
-  open_workdir(config, workdir)
-  barrier('the start of the run')  # Weights are read by now, and the directory is there.
-  checkpoints = Checkpoints(workdir, keep=config.trainer.max_ckpt_to_keep, best_metric=config.trainer.best_metric)
-  restored = checkpoints.restore(abstract_state(config, parameters, session.mesh))
-  if restored is None:
-    state = place_state(config, parameters, session.mesh)
-  else:
-    step, state, host = restored
-    iterator.set_state(host['iterator'])
-    announce(f'Resuming {workdir} at step {step}.')
-  del parameters, restored
-  trained = sum(leaf.size for leaf in jax.tree.leaves(state.trainable))
-  for line in startup.describe(session, trained, iterator.rows, len(held_out), int(state.step)):
-    say(line)
-  run = _Run(session, graders, iterator, held_out, checkpoints, announce)
-  try:
-    run.recall(int(state.step))
-    if int(state.step) < config.trainer.total_training_steps and not run.over:
-      startup.compile_programs(session, state, len(held_out), say)
-    return run(state)
-  finally:
-    checkpoints.close()
+  with sole_user(workdir):
+    open_workdir(config, workdir)
+    barrier('the start of the run')  # Weights are read by now, and the directory is there.
+    checkpoints = Checkpoints(workdir, keep=config.trainer.max_ckpt_to_keep, best_metric=config.trainer.best_metric)
+    restored = checkpoints.restore(abstract_state(config, parameters, session.mesh))
+    if restored is None:
+      state = place_state(config, parameters, session.mesh)
+    else:
+      step, state, host = restored
+      iterator.set_state(host['iterator'])
+      announce(f'Resuming {workdir} at step {step}.')
+    del parameters, restored
+    trained = sum(leaf.size for leaf in jax.tree.leaves(state.trainable))
+    for line in startup.describe(session, trained, iterator.rows, len(held_out), int(state.step)):
+      say(line)
+    run = _Run(session, graders, iterator, held_out, checkpoints, announce)
+    try:
+      run.recall(int(state.step))
+      if int(state.step) < config.trainer.total_training_steps and not run.over:
+        startup.compile_programs(session, state, len(held_out), say)
+      return run(state)
+    finally:
+      checkpoints.close()
 
 
 @dataclasses.dataclass
