@@ -189,20 +189,21 @@ def pages(results: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def draw(results: dict[str, dict[str, Any]], file: pathlib.Path) -> None:
-  """Update time by part and bytes sent, over the points."""
+  """Draw the time of a step by phase, and memory and bytes sent, over the points."""
   import matplotlib
 
   matplotlib.use('Agg')
   from matplotlib import pyplot
 
-  names = list(results)
+  names = [name.replace(' (', '\n(') for name in results]
   figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout='constrained')
   bottom = [0.0] * len(names)
-  for source in dict.fromkeys(s for plan in results.values() for s in plan['programs']['update']['seconds_by_source']):
-    heights = [plan['programs']['update']['seconds_by_source'].get(source, 0.0) for plan in results.values()]
-    left.bar(names, heights, bottom=bottom, label=source)
+  for phase in dict.fromkeys(phase for plan in results.values() for phase in plan['phases']):
+    # A phase without an estimate, because a program does not fit, is left out.
+    heights = [plan['phases'].get(phase) or 0.0 for plan in results.values()]
+    left.bar(names, heights, bottom=bottom, label=phase)
     bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-  left.set_ylabel('s per largest micro-batch, one row per chip (estimate)')
+  left.set_ylabel('s per step (estimate)')
   left.legend(fontsize='small')
   for label, marker in (('update', 'o'), ('decode', 's')):
     right.plot(
@@ -212,11 +213,11 @@ def draw(results: dict[str, dict[str, Any]], file: pathlib.Path) -> None:
       label=f'{label}, GiB',
     )
   sent = [sum(plan['programs']['update']['collective_gb'].values()) for plan in results.values()]
-  right.plot(names, sent, '^', label='update sends, GB a chip')
+  right.plot(names, sent, '^', label='update sends, GB per chip')
   right.set_ylim(bottom=0)
   right.legend(fontsize='small')
   for axis in (left, right):
-    axis.tick_params(axis='x', rotation=20)
+    axis.tick_params(axis='x', labelsize='small')
   figure.savefig(file, dpi=120)
   pyplot.close(figure)
 
