@@ -215,6 +215,7 @@ def test_variables_of_the_chat_template_are_a_json_object_or_set_by_name():
   [
     ({'enable_thinking': True}, False, 'data.enable_thinking=False and .*enable_thinking=True contradict each other'),
     ({'tokenize': False}, None, r"data.apply_chat_template_kwargs: \['tokenize'\] cannot be set: name variables"),
+    ({'chat_template': '{{ messages }}'}, None, 'name variables of the chat template'),
     ({'a.b': 1}, None, 'name variables of the chat template'),
     ({'a': (1, 2)}, None, 'is not a JSON object'),
     ({1: 2}, None, 'is not a JSON object'),

@@ -28,6 +28,7 @@ TEMPLATE_FIELDS = {
 # Arguments of the function that applies a chat template, which are no variables of it.
 TEMPLATE_ARGUMENTS = (
   'add_generation_prompt',
+  'chat_template',
   'continue_final_message',
   'conversation',
   'max_length',
