@@ -403,7 +403,9 @@ def test_a_missing_directory_is_named(name):
 
 def test_a_hub_name_that_cannot_be_fetched_is_named(monkeypatch):
   monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
-  with pytest.raises(UserError, match="'no-such/model' is not a directory here, and it cannot be loaded from the Hugging Face hub"):
+  with pytest.raises(
+    UserError, match="'no-such/model' is not a directory here, and it cannot be loaded from the Hugging Face hub"
+  ):
     huggingface.load('no-such/model', FLOAT32)
 
 
