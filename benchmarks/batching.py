@@ -72,18 +72,7 @@ def generation_batch(config: Config, mean: float, seed: int = 0) -> batching.Gen
   prompts = [rng.integers(1, 150_000, rng.integers(200, 800)).tolist() for _ in range(groups)]
   shown = rng.integers(0, n, groups) + n * np.arange(groups)  # Of each group, the sample that its teacher sees.
   zeros = np.zeros(mask.shape, np.float32)
-  rollouts = Rollouts(
-    group=np.repeat(np.arange(groups, dtype=np.int32), n),
-    prompt_tokens=np.zeros((count, 1), np.int32),
-    prompt_mask=np.ones((count, 1), bool),
-    completion_tokens=tokens,
-    completion_mask=mask,
-    sampling_log_probs=zeros,
-    model_log_probs=zeros,
-    entropy=zeros,
-    finish_reason=['stop'] * count,
-    text=[''] * count,
-  )
+  rollouts = Rollouts.of_completions(np.repeat(np.arange(groups, dtype=np.int32), n), tokens, mask)
   reprompts = [prompt + tokens[i, : lengths[i]].tolist() for prompt, i in zip(prompts, shown, strict=True)]
   trained = (rng.random(count) < TRAINED).astype(np.float32)
   return batching.GenerationBatch(

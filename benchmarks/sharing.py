@@ -104,18 +104,7 @@ def teacher(policy: Any, parameters: Any, args: argparse.Namespace) -> dict[str,
 
   nothing = np.zeros(mask.shape, np.float32)
   group = np.repeat(np.arange(args.prompts), args.n)
-  rollouts = Rollouts(
-    group=group,
-    prompt_tokens=np.zeros((rows, 1), np.int32),
-    prompt_mask=np.ones((rows, 1), bool),
-    completion_tokens=draw(*mask.shape) * mask,
-    completion_mask=mask,
-    sampling_log_probs=nothing,
-    model_log_probs=nothing,
-    entropy=nothing,
-    finish_reason=['stop'] * rows,
-    text=[''] * rows,
-  )
+  rollouts = Rollouts.of_completions(group, draw(*mask.shape) * mask, mask)
   prompts, reprompts = draw(args.prompts, 64).tolist(), draw(args.prompts, args.reprompt_length).tolist()
   samples = batching.GenerationBatch(
     prompts=[prompts[g] for g in group],

@@ -48,6 +48,23 @@ class Rollouts:
   finish_reason: list[str]  # [N] 'stop' (a stop id or stop string) or 'length'.
   text: list[str]  # [N] decoded completion without special tokens.
 
+  @classmethod
+  def of_completions(cls, group: np.ndarray, tokens: np.ndarray, mask: np.ndarray) -> Rollouts:
+    """Return completions [N, T] of which nothing else is known, as planning and measuring need them."""
+    count, zeros = len(group), np.zeros(mask.shape, np.float32)
+    return cls(
+      group=group,
+      prompt_tokens=np.zeros((count, 1), np.int32),
+      prompt_mask=np.ones((count, 1), bool),
+      completion_tokens=tokens,
+      completion_mask=mask,
+      sampling_log_probs=zeros,
+      model_log_probs=zeros,
+      entropy=zeros,
+      finish_reason=['stop'] * count,
+      text=[''] * count,
+    )
+
   def __len__(self) -> int:
     return len(self.group)
 

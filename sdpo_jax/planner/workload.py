@@ -167,17 +167,8 @@ def _batch(config: Config, samples: Samples) -> batching.GenerationBatch:
     # Prompts of different samples differ in their first token.
     return [[index, *[0] * (int(length) - 1)] for index, length in enumerate(lengths)]
 
-  rollouts = Rollouts(
-    group=np.arange(count, dtype=np.int32) // config.rollout.n,
-    prompt_tokens=np.zeros((count, 1), np.int32),
-    prompt_mask=np.ones((count, 1), bool),
-    completion_tokens=np.zeros((count, width), np.int32),
-    completion_mask=mask,
-    sampling_log_probs=zeros,
-    model_log_probs=zeros,
-    entropy=zeros,
-    finish_reason=['stop'] * count,
-    text=[''] * count,
+  rollouts = Rollouts.of_completions(
+    np.arange(count, dtype=np.int32) // config.rollout.n, np.zeros((count, width), np.int32), mask
   )
   return batching.GenerationBatch(
     prompts=prompts(samples.prompt),
