@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sdpo_jax.teacher.context import shorten_middle
 from sdpo_jax.types import Messages
 
 TEXT_LIMIT = 65_536  # Characters; about twice what a completion of 8192 tokens has.
@@ -9,10 +10,8 @@ TEXT_LIMIT = 65_536  # Characters; about twice what a completion of 8192 tokens 
 
 def excerpt(text: str) -> str:
   """Return the text, or of one with more than `TEXT_LIMIT` characters its beginning, what is left out, and its end."""
-  if len(text) <= TEXT_LIMIT:
-    return text
-  half = TEXT_LIMIT // 2
-  return f'{text[:half]}\n… {len(text) - 2 * half:,} of {len(text):,} characters left out …\n{text[-half:]}'
+  left_out = len(text) - TEXT_LIMIT
+  return shorten_middle(text, TEXT_LIMIT, f'\n… {left_out:,} of {len(text):,} characters left out …\n')
 
 
 def excerpt_messages(messages: Messages) -> Messages:

@@ -26,7 +26,7 @@ from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.preflight import grading, memory, prompts
 from sdpo_jax.preflight.settings import odd_settings
 from sdpo_jax.tables import aligned
-from sdpo_jax.teacher.context import build_teacher_context
+from sdpo_jax.teacher.context import build_teacher_context, shorten_middle
 from sdpo_jax.training.session import model_mesh
 from sdpo_jax.types import Example, Outcome
 
@@ -236,5 +236,4 @@ def _teacher(tokenizer: Tokenizer, trial: grading.Trial, config: Config) -> list
 
 def _shown(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
   text = prompts.visible(tokenizer, tokens)
-  cut = len(text) - LONGEST
-  return text if cut <= 0 else f'{text[: LONGEST // 2]}\n[… {cut:,} characters …]\n{text[-LONGEST // 2 :]}'
+  return shorten_middle(text, LONGEST, f'\n[… {len(text) - LONGEST:,} characters …]\n')

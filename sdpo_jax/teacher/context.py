@@ -110,14 +110,14 @@ def reprompt(
   return [*messages[:-1], {'role': 'user', 'content': prompt}]
 
 
-def shorten_middle(text: str | None, length: int) -> str | None:
-  """A demonstration or attempt cut to `length` characters, with dots where something is missing.
+def shorten_middle(text: str | None, length: int, cut: str = _CUT_MIDDLE) -> str | None:
+  """A text, such as a demonstration or attempt, cut to `length` characters, with `cut` where something is missing.
 
   It loses its middle: its beginning shows the approach and its end holds the answer, which the teacher needs most.
   """
   if text is None or len(text) <= length:
     return text
-  return text[: (length + 1) // 2] + _CUT_MIDDLE + text[len(text) - length // 2 :]
+  return text[: (length + 1) // 2] + cut + text[len(text) - length // 2 :]
 
 
 def shorten_end(text: str | None, length: int) -> str | None:

@@ -7,6 +7,7 @@ import dataclasses
 
 import numpy as np
 
+from sdpo_jax.teacher.context import shorten_middle
 from sdpo_jax.training.step import GradedRollouts
 
 COLUMNS = ('prompt', 'completion', 'score', 'feedback')
@@ -58,9 +59,7 @@ def as_text(step: int, samples: Sequence[Sample]) -> str:
 
 def shorten(text: str, longest: int) -> str:
   """Return a text without its middle if it has more than `longest` characters."""
-  if len(text) <= longest:
-    return text
-  return f'{text[: (longest + 1) // 2]} … {text[len(text) - longest // 2 :]}'
+  return shorten_middle(text, longest, ' … ')
 
 
 def _printable(text: str) -> str:
