@@ -6,11 +6,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 import functools
 import re
-from typing import Any
 
 import numpy as np
 
-from sdpo_jax.environments.outcomes import graded_of
+from sdpo_jax.environments.outcomes import as_float, graded_of
 from sdpo_jax.types import Example, Outcome, Rollouts
 
 FORMAT_VALID = 'format_valid'  # A metric of outcomes, 1.0 or 0.0. `incorrect_format` is not read: see `describe`.
@@ -72,7 +71,7 @@ def describe(
 
 def metric_values(outcomes: Sequence[Outcome], name: str) -> np.ndarray | None:
   """Return the [M] float64 values of a metric, NaN of ungraded outcomes; None unless every graded one has a number."""
-  values = [_number(outcome.metrics.get(name)) if outcome.graded else np.nan for outcome in outcomes]
+  values = [as_float(outcome.metrics.get(name)) if outcome.graded else np.nan for outcome in outcomes]
   if any(value is None for value in values) or not any(outcome.graded for outcome in outcomes):
     return None
   return np.asarray(values, np.float64)
@@ -87,11 +86,6 @@ def metric_names(outcomes: Sequence[Outcome]) -> list[str]:
 def count_words(text: str, words: tuple[str, ...]) -> int:
   """Return how often the words or phrases occur in a text, as whole words, in upper or lower case."""
   return sum(1 for _ in _pattern(words).finditer(text))
-
-
-def _number(value: Any) -> float | None:
-  """Return a metric as a float, or None if it is no number."""
-  return float(value) if isinstance(value, bool | int | float | np.number | np.bool_) else None
 
 
 @functools.cache

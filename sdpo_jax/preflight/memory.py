@@ -17,6 +17,8 @@ from sdpo_jax.distributed.mesh import FSDP, RULES, TENSOR, parameter_sharding
 from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.rollout.functions import cache_shardings
+from sdpo_jax.rollout.sizes import shard_rows
+from sdpo_jax.training import batching
 from sdpo_jax.training.run_programs import abstract_parameters
 from sdpo_jax.training.update import abstract_state
 
@@ -113,7 +115,7 @@ def _cache(config: Config, policy: Policy, mesh: jax.sharding.Mesh) -> float:
   declared = Buckets.of(config)
   samples = config.data.train_batch_size * config.rollout.n
   groups = mesh.shape[FSDP]
-  rows = groups * -(-min(config.rollout.max_batch_rows, samples) // groups)
+  rows = groups * shard_rows(samples, config.rollout.max_batch_rows, groups)
   slots = declared.prompt[-1] + declared.response[-1]
   quantized = config.rollout.cache_dtype == 'int8'
   cache = jax.eval_shape(lambda: policy.init_cache(rows, slots, quantized))
@@ -129,7 +131,7 @@ def _activations(config: Config, policy: Policy, mesh: jax.sharding.Mesh, item: 
   sizes = policy.config
   declared = Buckets.of(config)
   tokens = declared.prompt[-1] + declared.response[-1]
-  rows = -(-config.actor.ppo_micro_batch_size // mesh.size)
+  rows = batching.micro_batch_rows(config, mesh.size) // mesh.size
   heads = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim
   kept = {
     'full': sizes.hidden_size,

@@ -43,6 +43,11 @@ def mini_batches(config: Config) -> list[np.ndarray]:
   return [by_partition[:, step].reshape(-1) for step in range(total // size)]
 
 
+def micro_batch_rows(config: Config, devices: int) -> int:
+  """Return the rows of a micro-batch that so many devices share: `actor.ppo_micro_batch_size`, rounded up."""
+  return -(-config.actor.ppo_micro_batch_size // devices) * devices
+
+
 def token_rows(
   prompts: Sequence[Sequence[int]], completions: np.ndarray, mask: np.ndarray, prompt_length: int
 ) -> TokenRows:
@@ -267,7 +272,7 @@ def _split(
   share: bool,
 ) -> Iterator[MicroBatch]:
   """Yield micro-batches of the samples `samples[live]`, whose coefficients are `coef[name][live]`."""
-  size = -(-config.actor.ppo_micro_batch_size // multiple) * multiple
+  size = micro_batch_rows(config, multiple)
   lengths = np.count_nonzero(batch.rollouts.completion_mask, axis=1)
   if config.actor.pack_sequences:
     held = [[int(live[i]) for i in row] for row in _packed(batch, samples[live], lengths, config, size, share)]

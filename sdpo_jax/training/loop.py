@@ -51,9 +51,8 @@ from sdpo_jax.training.workdir import check_workdir, open_workdir, sole_user
 from sdpo_jax.types import Example, TrainState
 
 EXIT_PREEMPTED = 143  # 128 + SIGTERM: saved, to be started again.
-COMPILED = (
-  'programs/compiled'  # Metric: programs that were not compiled before the first step, as they should have been.
-)
+# Metric: programs that were not compiled before the first step, as they should have been.
+COMPILED_LATE = 'programs/compiled'
 EXIT_ALARM = 3  # Stopped by an alarm: saved, to be looked at.
 
 
@@ -205,7 +204,7 @@ class _Run:
           if self.over:
             break
           before = self.host_state()
-          advanced = self.step(state, step, writer, progress, preemption)
+          advanced = self.step(state, before, step, writer, progress, preemption)
           if advanced is None:
             preempted = True
             self.save(step - 1, state, before, self.last_metrics)
@@ -249,7 +248,7 @@ class _Run:
     progress.evaluated(timer.seconds['evaluate'])
     self.watch.observe(0, values)
     if writer is not None:
-      writer.write(0, values | {COMPILED: len(self.name_compiled(0))})
+      writer.write(0, values | {COMPILED_LATE: len(self.name_compiled(0))})
 
   def name_compiled(self, step: int) -> list[str]:
     """Return what was compiled since this was last asked; announce it, for all programs were compiled before."""
@@ -289,9 +288,15 @@ class _Run:
       self.compiled()  # What Orbax compiles, once, to copy arrays from several devices is no program of the run.
 
   def step(
-    self, state: TrainState, step: int, writer: MetricsWriter | None, progress: Progress, preemption: Preemption
+    self,
+    state: TrainState,
+    before: Mapping[str, Any],
+    step: int,
+    writer: MetricsWriter | None,
+    progress: Progress,
+    preemption: Preemption,
   ) -> TrainState | None:
-    """Run one generation batch, with its evaluation, log line and checkpoint.
+    """Run one generation batch, with its evaluation, log line and checkpoint; `before` is the host's state.
 
     Returns:
       the state after it; None if the run was told to stop before the update began, when `state` is still whole.
@@ -307,7 +312,6 @@ class _Run:
     profiled = step in trainer.profile_steps
     metrics: dict[str, float] = {}
     with jax.profiler.trace(str(folder)) if profiled else contextlib.nullcontext():
-      before = self.host_state()
       try:
         graded = rollout_and_grade(session, self.graders, state, next(self.iterator), step, timer, preemption.received)
       except StoppedError:
@@ -348,7 +352,7 @@ class _Run:
       **metrics,
       **{f'time/{name}_s': value for name, value in timer.seconds.items()},
       'time/graders_busy_s': graded.graders_busy_s,  # Beside the phases, which do not add up with it.
-      COMPILED: len(self.name_compiled(step)),
+      COMPILED_LATE: len(self.name_compiled(step)),
     }
     self.skipped = self.skipped + 1 if skipped.taught_nothing(line) else 0
     raised, fired = self.watch.observe(step, line)
@@ -374,7 +378,7 @@ class _Run:
     if verdict.back_to is not None:
       state = self.roll_back(state, verdict.back_to)
       metrics = {}  # They were measured with other weights than those that are now saved.
-    compiled, speed = int(line[COMPILED]), line['throughput/tokens_per_s']
+    compiled, speed = int(line[COMPILED_LATE]), line['throughput/tokens_per_s']
     progress.step(step, line['rollout/score_mean'], report.loss, speed, note, compiled=compiled)
     due = step == trainer.total_training_steps or (trainer.save_freq and step % trainer.save_freq == 0)
     if due or verdict != Verdict() or unevaluated is not None or skipped.too_many(self.skipped, trainer):

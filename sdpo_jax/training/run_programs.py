@@ -87,7 +87,7 @@ def update_programs(run: Run) -> dict[str, Program]:
   spec = ObjectiveSpec.from_config(config)
   state = abstract_state(config, trainable, mesh)
   update = make_update(run.policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), run.teacher.policy)
-  rows = -(-config.actor.ppo_micro_batch_size // mesh.size) * mesh.size
+  rows = batching.micro_batch_rows(config, mesh.size)
   found = {
     'zero': Program('zero', update.zero, (trainable,), holds=('parameters',)),
     'apply': Program('apply', update.apply, (state, trainable), holds=('state', 'gradients')),
