@@ -24,7 +24,7 @@ from sdpo_jax.config import Config, override
 from sdpo_jax.config.help import settings_help
 from sdpo_jax.distributed import accelerators, cluster
 from sdpo_jax.errors import UserError, first_line
-from sdpo_jax.files import is_full
+from sdpo_jax.files import is_failing, is_full
 
 EXIT_BAD_INPUT = cluster.EXIT_BAD_INPUT
 _OVERRIDE = re.compile(r'--?config\.([A-Za-z0-9_.]+)(?:=(.*))?', re.DOTALL)
@@ -239,6 +239,8 @@ def _sentence(error: Exception) -> str | None:
     return str(error)
   if is_full(error):
     return f'Writing failed ({error}): make room, then start the same command again.'
+  if is_failing(error):
+    return f'A file system failed ({error}): see that it works, then start the same command again.'
   return None
 
 

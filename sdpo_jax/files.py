@@ -1,18 +1,27 @@
-"""Files that commands read and write: whether they can be, what JSON holds, and never half of one."""
+"""Files that commands read and write: whether they can be, what JSON holds, never half of one, and on the disk."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+import contextlib
 import errno
 import json
+import logging
 import math
 import os
+import re
+import secrets
+import stat
 from typing import Any
 
 from etils import epath
 import numpy as np
 
 from sdpo_jax.errors import UserError, first_line, short_repr
+
+_CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+_cannot_sync: set[int] = set()  # The devices of which this was said.
+_logger = logging.getLogger('sdpo_jax.files')
 
 
 def is_local(path: epath.PathLike) -> bool:
@@ -23,6 +32,11 @@ def is_local(path: epath.PathLike) -> bool:
 def is_full(error: BaseException) -> bool:
   """Return whether an error says that a disk or a quota is full."""
   return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def is_failing(error: BaseException) -> bool:
+  """Return whether an error says that a disk, or the way to it, fails or has become read-only."""
+  return isinstance(error, OSError) and error.errno in (errno.EIO, errno.EROFS, errno.ESTALE)
 
 
 def read_text(path: epath.PathLike, way_out: str) -> str:
@@ -58,20 +72,164 @@ def read_json_object(path: epath.PathLike, way_out: str) -> dict[str, Any]:
   return value
 
 
-def write_atomically(path: epath.PathLike, text: str) -> None:
-  """Write `text` to `path`; whoever reads it sees the old file or the new one (an object store promises that).
+def sync_file(path: epath.PathLike) -> None:
+  """Return once the data of a file are on the disk; an object store has them there already.
 
-  A link stays, and what is no file, such as a pipe, is written to.
+  Raises:
+    OSError: they are not, and after that they may be lost, whatever a second call says: the file has to be written anew.
+  """
+  if is_local(path):
+    _sync(path, os.O_RDONLY | os.O_NOFOLLOW)
+
+
+def sync_directory(path: epath.PathLike) -> None:
+  """Return once the entries of a directory, its names, are on the disk; errors as `sync_file`."""
+  if is_local(path):
+    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def sync_tree(path: epath.PathLike) -> None:
+  """Return once every file below a directory, and then every directory, is on the disk; errors as `sync_file`.
+
+  Links are not followed.
+  """
+  if not is_local(path):
+    return
+  folders = []
+  for folder, _, names in os.walk(path, onerror=_raise):
+    folders.append(folder)
+    for name in names:
+      file = os.path.join(folder, name)
+      if stat.S_ISREG(os.lstat(file).st_mode):
+        sync_file(file)
+  for folder in reversed(folders):  # The walk names a directory before those in it.
+    sync_directory(folder)
+
+
+def _raise(error: OSError) -> None:
+  raise error
+
+
+def _sync(path: epath.PathLike, flags: int) -> None:
+  descriptor = os.open(path, flags)
+  try:
+    _sync_descriptor(descriptor, path)
+  finally:
+    os.close(descriptor)
+
+
+def _sync_descriptor(descriptor: int, path: epath.PathLike) -> None:
+  """Sync an open file or directory; where its file system cannot (EINVAL and its like), say so once and go on."""
+  try:
+    os.fsync(descriptor)
+  except OSError as error:
+    if error.errno not in _CANNOT_SYNC:
+      raise OSError(error.errno, f'{os.strerror(error.errno)}, when it was synced to the disk', str(path)) from error
+    device = os.fstat(descriptor).st_dev
+    if device not in _cannot_sync:
+      _cannot_sync.add(device)
+      _logger.warning(
+        'The file system of %s cannot sync (%s): what is written there may be lost if the machine fails.',
+        path,
+        os.strerror(error.errno),
+      )
+
+
+def make_directory(path: epath.PathLike) -> None:
+  """Make a directory with its parents, if it is not there; the names of all that were made are on the disk then.
+
+  Raises:
+    OSError: it cannot be made.
   """
   path = epath.Path(path)
-  # Whether it is a regular file, which etils says of a pipe too.
-  if not is_local(path) or (os.path.exists(path) and not os.path.isfile(path)):
+  if not is_local(path):
+    path.mkdir(parents=True, exist_ok=True)
+    return
+  missing, place = [], os.path.realpath(path)
+  while not os.path.lexists(place):
+    missing.append(place)
+    place = os.path.dirname(place)
+  os.makedirs(path, exist_ok=True)
+  for made in missing:
+    sync_directory(os.path.dirname(made))
+
+
+def sync_ancestors(path: epath.PathLike) -> None:
+  """Return once the names of a directory and of those above it are on the disk; errors as `sync_file`.
+
+  A process that was killed may have made them without. What cannot be opened was made by somebody else.
+  """
+  if not is_local(path):
+    return
+  for place in epath.Path(os.path.realpath(path)).parents:
+    with contextlib.suppress(PermissionError):
+      sync_directory(place)
+
+
+_PARTIAL = re.compile(r'\.[0-9a-f]{16}\.partial')  # The names of files that are being written.
+
+
+def write_atomically(path: epath.PathLike, text: str) -> None:
+  """Write `text` to `path`, so that it holds the old text or the new one at any time, whatever fails.
+
+  In an object store that is its promise. On a file system the text is on the disk before its file gets the name, and so
+  is the name when this returns. A link in its place is replaced, not followed. Several may write at once; the last wins.
+
+  Raises:
+    OSError: it could not be written; the old text is still there, unless it was the name that could not be synced.
+  """
+  path = epath.Path(path)
+  if not is_local(path):
     path.write_text(text)
     return
-  path = epath.Path(os.path.realpath(path))
-  partial = path.parent / (path.name + '.partial')
-  partial.write_text(text)
-  partial.replace(path)
+  partial = path.parent / f'.{secrets.token_hex(8)}.partial'
+  try:
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    with open(descriptor, 'w', encoding='utf-8', newline='') as file:
+      file.write(text)
+      file.flush()
+      _sync_descriptor(descriptor, path)
+    os.replace(partial, path)
+  except BaseException:
+    with contextlib.suppress(OSError):
+      os.unlink(partial)
+    raise
+  sync_directory(path.parent)
+
+
+def remove_partials(folder: epath.PathLike) -> None:
+  """Remove what `write_atomically` has left in a local directory when its process was killed.
+
+  For the only process that writes there: another one would lose its text, and be told so.
+  """
+  if is_local(folder) and os.path.isdir(folder):
+    for name in os.listdir(folder):
+      if _PARTIAL.fullmatch(name):
+        with contextlib.suppress(FileNotFoundError):
+          os.unlink(os.path.join(folder, name))
+
+
+def append(path: epath.PathLike, text: str) -> None:
+  """Append to a local file, which need not be there; it is not on the disk before `sync_file`.
+
+  Raises:
+    OSError: not all of it could be written, or `path` is a link, which is not followed.
+  """
+  descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+  with open(descriptor, 'a', encoding='utf-8', newline='') as file:
+    file.write(text)
+
+
+def write_output(path: epath.PathLike, text: str) -> None:
+  """Write `text` to `path`, the value of --output, as `write_atomically`.
+
+  A link stays, for the user has chosen it, and what is no file, such as a pipe, is written to.
+  """
+  # Whether it is a regular file, which etils says of a pipe too.
+  if is_local(path) and os.path.exists(path) and not os.path.isfile(path):
+    epath.Path(path).write_text(text)
+    return
+  write_atomically(os.path.realpath(path) if is_local(path) else path, text)
 
 
 def check_output(path: epath.PathLike, *, overwrite: bool = True) -> None:

@@ -1,12 +1,19 @@
 """What commands write and say: outputs that can be written, JSON, tables, values quoted in messages."""
 
+import errno
+import json
 import os
+import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
-from sdpo_jax import files, tables
+from sdpo_jax import command, files, tables
 from sdpo_jax.errors import UserError, first_line, short_repr
+
+ROOT = pathlib.Path(__file__).parent.parent
 
 
 def test_an_output_is_checked_and_its_folder_made(tmp_path):
@@ -64,17 +71,168 @@ def test_the_first_line_of_an_error():
   assert len(first_line(ValueError('x' * 1000))) == 300
 
 
-def test_a_link_stays_and_what_is_no_file_is_written_to(tmp_path):
+def test_the_link_and_the_pipe_that_a_user_names_are_written_to(tmp_path):
   target, link, pipe = tmp_path / 'target', tmp_path / 'link', tmp_path / 'pipe'
   target.write_text('old')
   link.symlink_to(target)
-  files.write_atomically(link, 'new')
+  files.write_output(link, 'new')
   assert link.is_symlink() and target.read_text() == 'new'
   os.mkfifo(pipe)
   reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # Open before the writer, who would wait for it.
   try:
-    files.write_atomically(pipe, 'text')
+    files.write_output(pipe, 'text')
     assert os.read(reader, 100) == b'text'
   finally:
     os.close(reader)
   assert pipe.is_fifo()
+
+
+def test_no_link_in_a_run_is_written_through(tmp_path):
+  outside, inside = tmp_path / 'outside', tmp_path / 'run' / 'metrics.jsonl'
+  outside.write_text('theirs')
+  inside.parent.mkdir()
+  inside.symlink_to(outside)
+  for write in (files.append, lambda path, text: files.sync_file(path)):
+    with pytest.raises(OSError, match='symbolic link'):
+      write(inside, 'ours')
+  files.write_atomically(inside, 'ours')
+  assert not inside.is_symlink() and inside.read_text() == 'ours'
+  assert outside.read_text() == 'theirs'
+  (inside.parent / 'link').symlink_to(tmp_path / 'nowhere')
+  files.sync_tree(inside.parent)  # The link itself has nothing to sync.
+
+
+@pytest.fixture
+def calls(monkeypatch):
+  """What is called of the system, in order: (name, file) of what gives a file its name or syncs it."""
+  noted = []
+
+  def note(name, path_of):
+    original = getattr(os, name)
+
+    def noting(*arguments, **options):
+      result = original(*arguments, **options)
+      noted.append((name, path_of(*arguments)))
+      return result
+
+    monkeypatch.setattr(os, name, noting)
+
+  note('fsync', lambda descriptor: os.readlink(f'/proc/self/fd/{descriptor}'))
+  note('replace', lambda source, target: str(target))
+  note('mkdir', lambda path, *_: str(path))
+  return noted
+
+
+def test_a_text_is_synced_before_it_has_its_name_and_the_name_before_it_counts(tmp_path, calls):
+  path = tmp_path / 'config.json'
+  files.write_atomically(path, 'text')
+  (first, partial), *rest = calls
+  assert first == 'fsync' and os.path.dirname(partial) == str(tmp_path) and partial != str(path)
+  assert rest == [('replace', str(path)), ('fsync', str(tmp_path))]
+  assert os.listdir(tmp_path) == ['config.json'] and path.read_text() == 'text'
+
+
+@pytest.mark.parametrize('error', [errno.EIO, errno.ENOSPC])
+def test_what_could_not_be_synced_is_not_published(tmp_path, monkeypatch, error):
+  path = tmp_path / 'config.json'
+  path.write_text('old')
+
+  def fail(descriptor):
+    raise OSError(error, os.strerror(error))
+
+  monkeypatch.setattr(os, 'fsync', fail)
+  with pytest.raises(OSError, match='when it was synced') as raised:
+    files.write_atomically(path, 'new')
+  assert raised.value.errno == error and str(path) in str(raised.value)
+  assert path.read_text() == 'old' and os.listdir(tmp_path) == ['config.json']
+  assert files.is_full(raised.value) == (error == errno.ENOSPC)
+  for sync in (files.sync_file, files.sync_tree):
+    with pytest.raises(OSError, match='when it was synced'):
+      sync(path if sync is files.sync_file else tmp_path)
+  sentence = command._sentence(raised.value)
+  assert sentence.count('.') >= 1 and str(path) in sentence and 'start the same command again' in sentence
+
+
+def test_a_file_system_that_cannot_sync_is_named_once(tmp_path, monkeypatch, caplog):
+  def fail(descriptor):
+    raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+  monkeypatch.setattr(os, 'fsync', fail)
+  monkeypatch.setattr(files, '_cannot_sync', set())
+  files.write_atomically(tmp_path / 'a', 'text')
+  files.write_atomically(tmp_path / 'b', 'text')
+  assert (tmp_path / 'b').read_text() == 'text'
+  assert [record.message.count('cannot sync') for record in caplog.records] == [1]
+
+
+def test_made_directories_and_trees_are_synced_from_below(tmp_path, calls):
+  base = str(tmp_path)
+  files.make_directory(tmp_path / 'a' / 'b')
+  assert calls == [
+    ('mkdir', f'{base}/a'),
+    ('mkdir', f'{base}/a/b'),
+    ('fsync', f'{base}/a'),
+    ('fsync', base),
+  ]
+  calls.clear()
+  files.make_directory(tmp_path / 'a' / 'b')
+  assert ('fsync', base) not in calls  # Nothing was made.
+  (tmp_path / 'a' / 'x').write_text('')
+  (tmp_path / 'a' / 'b' / 'y').write_text('')
+  calls.clear()
+  files.sync_tree(tmp_path / 'a')
+  assert set(calls[:2]) == {('fsync', f'{base}/a/x'), ('fsync', f'{base}/a/b/y')}
+  assert calls[2:] == [('fsync', f'{base}/a/b'), ('fsync', f'{base}/a')]
+  calls.clear()
+  files.sync_ancestors(tmp_path / 'a')
+  assert calls == [('fsync', str(folder)) for folder in (tmp_path / 'a').parents]
+  with pytest.raises(FileNotFoundError):
+    files.sync_tree(tmp_path / 'missing')
+  for sync in (files.sync_file, files.sync_directory, files.sync_tree, files.sync_ancestors):
+    sync('gs://bucket/run')  # There is nothing to do, and nobody is asked.
+
+
+_WRITER = """
+import sys
+from sdpo_jax import files
+path, letter = sys.argv[1:]
+for _ in range(100):
+  files.write_atomically(path, letter * 50_000)
+"""
+
+
+def test_of_two_who_write_at_once_one_wins_whole(tmp_path):
+  path = tmp_path / 'file'
+  path.write_text('A' * 50_000)
+  writers = [subprocess.Popen([sys.executable, '-c', _WRITER, path, letter], cwd=ROOT) for letter in 'AB']
+  seen = set()
+  while any(writer.poll() is None for writer in writers):
+    text = path.read_text()
+    assert len(text) == 50_000 and len(set(text)) == 1
+    seen.add(text[0])
+  assert [writer.wait() for writer in writers] == [0, 0] and seen
+  assert os.listdir(tmp_path) == ['file']
+
+
+_VICTIM = """
+import os, sys
+from sdpo_jax import files
+os.replace = lambda source, target: os._exit(9)
+files.write_atomically(sys.argv[1], 'text')
+"""
+
+
+def test_what_a_killed_writer_left_is_removed_and_nothing_else(tmp_path):
+  done = subprocess.run([sys.executable, '-c', _VICTIM, tmp_path / 'config.json'], cwd=ROOT, check=False)
+  assert done.returncode == 9 and len(os.listdir(tmp_path)) == 1
+  for name in ('.0123.partial', 'x.partial', 'config.json'):
+    (tmp_path / name).write_text('')
+  files.remove_partials(tmp_path)
+  assert sorted(os.listdir(tmp_path)) == ['.0123.partial', 'config.json', 'x.partial']
+  files.remove_partials(tmp_path / 'missing')
+
+
+def test_lines_are_appended(tmp_path):
+  for number in range(3):
+    files.append(tmp_path / 'lines', json.dumps(number) + '\n')
+  assert (tmp_path / 'lines').read_text() == '0\n1\n2\n'

@@ -13,7 +13,7 @@ from sdpo_jax.data import hub, rows, sources
 from sdpo_jax.data.converters import gpqa, livecodebench, mathematics, sciknoweval, tooluse
 from sdpo_jax.data.converters.raw import Options, Parts, Splits
 from sdpo_jax.errors import UserError
-from sdpo_jax.files import write_atomically
+from sdpo_jax.files import make_directory, write_output
 
 SUFFIXES = ('.json', '.jsonl', '.parquet')
 _NOT_STATED = 'not verified: see the data set card before you redistribute it'
@@ -116,12 +116,12 @@ def prepare(
   files = {split: _lines(made, split) for split, made in splits.items()}
   folder = epath.Path(output)
   try:
-    folder.mkdir(parents=True, exist_ok=True)
+    make_directory(folder)
   except OSError as error:
     raise UserError(f'--output={output} cannot be made a folder: {error}.') from error
   sizes = source.sizes(options)
   for split, lines in files.items():
-    write_atomically(folder / f'{split}.json', lines)
+    write_output(folder / f'{split}.json', lines)
     count, wanted = len(splits[split]), sizes.get(split)
     differs = f'; the file of the paper has {wanted}: the source is not whole, or has changed'
     announce(f'{folder / split}.json: {count:,} rows{differs if wanted not in (None, count) else ""}.')

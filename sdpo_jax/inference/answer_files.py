@@ -34,7 +34,7 @@ def write_to_file(path: str, numbered: Iterable[tuple[int, dict[str, Any]]]) -> 
         lines[number] = _line(record)
         file.write(lines[number])
         file.flush()
-    files.write_atomically(path, ''.join(lines[number] for number in sorted(lines)))
+    files.write_output(path, ''.join(lines[number] for number in sorted(lines)))
   except OSError as error:
     raise UserError(
       f'--output={path} cannot be written ({error}): {len(lines)} completions have been drawn, those before the fault '

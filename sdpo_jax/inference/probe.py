@@ -24,7 +24,7 @@ from sdpo_jax.environments.outcomes import scores_of
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation.completions import describe
 from sdpo_jax.evaluation.evaluate import best_at_k, reported_ks
-from sdpo_jax.files import check_output, write_atomically
+from sdpo_jax.files import check_output, write_output
 from sdpo_jax.inference.probe_report import recommend
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.rollout.grading_thread import GradingThread
@@ -54,7 +54,7 @@ def probe_to_file(
   numbers = probe_model(config, max_questions=max_questions, announce=announce)
   advice = recommend(numbers, config)
   if output is not None:
-    write_atomically(output, json.dumps({**numbers, 'recommendation': advice}, indent=2, ensure_ascii=False) + '\n')
+    write_output(output, json.dumps({**numbers, 'recommendation': advice}, indent=2, ensure_ascii=False) + '\n')
   return numbers, advice
 
 

@@ -19,7 +19,7 @@ from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation.evaluate import Evaluation, evaluate
-from sdpo_jax.files import check_output, jsonable, write_atomically
+from sdpo_jax.files import check_output, jsonable, write_output
 from sdpo_jax.training.checkpoints import Checkpoints, only
 from sdpo_jax.training.session import Session, make_session
 from sdpo_jax.training.update import abstract_state
@@ -191,8 +191,8 @@ def evaluate_to_file(
     )
   if jax.process_index() != 0:
     return evaluation
-  write_atomically(target, json.dumps(jsonable(evaluation.metrics), indent=2, allow_nan=False) + '\n')
-  write_atomically(samples, ''.join(json.dumps(sample, allow_nan=False) + '\n' for sample in evaluation.samples))
+  write_output(target, json.dumps(jsonable(evaluation.metrics), indent=2, allow_nan=False) + '\n')
+  write_output(samples, ''.join(json.dumps(sample, allow_nan=False) + '\n' for sample in evaluation.samples))
   return evaluation
 
 

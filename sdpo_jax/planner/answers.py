@@ -14,7 +14,7 @@ from typing import Any
 from etils import epath
 import jax
 
-from sdpo_jax.files import write_atomically
+from sdpo_jax.files import make_directory, write_atomically
 from sdpo_jax.programs import Program
 
 
@@ -79,7 +79,7 @@ class _Question:
       if 'refused' in kept:
         raise jax.errors.JaxRuntimeError(kept['refused'])
       return Answer(**kept | {'argument_bytes': tuple(map(tuple, kept['argument_bytes']))})
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     try:
       answer = self._ask()
     except jax.errors.JaxRuntimeError as error:

@@ -7,7 +7,7 @@ import dataclasses
 import json
 
 from sdpo_jax.config import Config
-from sdpo_jax.files import check_output, jsonable, write_atomically
+from sdpo_jax.files import check_output, jsonable, write_output
 from sdpo_jax.planner import model, report
 from sdpo_jax.planner import plan as planning
 from sdpo_jax.planner.search import SEARCHED, check, search
@@ -66,5 +66,5 @@ def plan(
     show('\n' + report.search(found))
     numbers['search'] = jsonable([dataclasses.asdict(result) for result in found])
   if output is not None:
-    write_atomically(output, json.dumps(numbers, indent=2) + '\n')
+    write_output(output, json.dumps(numbers, indent=2) + '\n')
   return made

@@ -15,7 +15,7 @@ from etils import epath
 
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError, first_line
-from sdpo_jax.files import is_local, read_text, write_atomically
+from sdpo_jax.files import is_local, make_directory, read_text, write_atomically
 from sdpo_jax.training.samples import COLUMNS, UNGRADED, Sample, shorten
 
 WANDB_ID = 'wandb_id'  # The file in the run's directory that holds the id of its page.
@@ -38,7 +38,7 @@ class TensorBoard:
     self._event, self._summary, self._text = event_pb2, summary_pb2, plugin_text_pb2
     self._tensor, self._shape = tensor_pb2, tensor_shape_pb2
     folder = workdir / 'tensorboard'
-    folder.mkdir(parents=True, exist_ok=True)
+    make_directory(folder)
     self._writer = event_file_writer.EventsWriter(os.path.join(folder, 'events'), f'.{os.getpid()}')
     if resume_step:
       start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)

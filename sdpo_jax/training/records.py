@@ -16,7 +16,7 @@ from sdpo_jax.environments.outcomes import graded_of, scores_of
 from sdpo_jax.evaluation.completions import describe, metric_values, samples_by_source
 from sdpo_jax.evaluation.evaluate import Evaluation
 from sdpo_jax.evaluation.excerpts import excerpt, excerpt_messages
-from sdpo_jax.files import jsonable, write_atomically
+from sdpo_jax.files import jsonable, make_directory, write_atomically
 from sdpo_jax.teacher.context import TeacherContext
 from sdpo_jax.training.batching import GenerationBatch
 from sdpo_jax.training.session import Session
@@ -163,7 +163,7 @@ def write_rollouts(
   Of a text it holds the `excerpt`.
   """
   folder = session.workdir / 'rollouts'
-  folder.mkdir(parents=True, exist_ok=True)
+  make_directory(folder)
   divergence = report.token_values.get('divergence')
   lines = []
   for row, group in enumerate(graded.rollouts.group):
@@ -193,6 +193,6 @@ def write_rollouts(
 def write_evaluation(workdir: epath.Path, step: int, evaluation: Evaluation) -> None:
   """`eval/<step>.json` with the metrics and every sample."""
   folder = workdir / 'eval'
-  folder.mkdir(parents=True, exist_ok=True)
+  make_directory(folder)
   content = {'step': step, 'metrics': jsonable(evaluation.metrics), 'samples': evaluation.samples}
   write_atomically(folder / f'{step}.json', json.dumps(content, indent=1, allow_nan=False))
