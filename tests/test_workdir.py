@@ -157,3 +157,28 @@ def test_an_evaluation_does_not_replace_another(tmp_path):
       runs.evaluate_to_file(config, workdir=None, model=None, output=str(tmp_path / 'e.json'), overwrite=True)
     assert (tmp_path / name).read_text() == '"kept"'
     (tmp_path / name).unlink()
+
+
+@pytest.mark.parametrize('name', ['config.json', 'metrics.jsonl', 'rollouts', 'checkpoints'])
+def test_a_run_with_a_link_in_it_is_refused(run, tmp_path, name):
+  (tmp_path / 'elsewhere').mkdir()
+  (run / name).unlink(missing_ok=True)
+  for target in ('elsewhere', 'nowhere'):
+    (run / name).symlink_to(tmp_path / target)
+    with pytest.raises(UserError, match=f'{name} is a link, and a run follows none'):
+      workdir.check_workdir(Config(), run)
+    (run / name).unlink()
+  (tmp_path / 'link').symlink_to(run)  # The whole directory may be one.
+  (run / 'config.json').write_text(Config().to_json())
+  assert workdir.check_workdir(Config(), tmp_path / 'link')
+
+
+def test_what_a_killed_process_has_named_is_synced_before_the_run_goes_on(run, monkeypatch):
+  synced = []
+  monkeypatch.setattr(os, 'fsync', lambda descriptor: synced.append(os.readlink(f'/proc/self/fd/{descriptor}')))
+  (run / 'eval').mkdir()
+  (run / 'eval' / f'.{"0" * 16}.partial').write_text('half')
+  (run / 'config.json').write_text(Config().to_json() + '\n')
+  workdir.open_workdir(Config(), epath.Path(run))
+  assert {str(run / 'eval'), str(run), str(run.parent), '/'} <= set(synced)
+  assert not list((run / 'eval').iterdir())

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import contextlib
 import fcntl
 import logging
+import os
 from typing import Any
 
 from etils import epath
@@ -13,7 +14,16 @@ import jax
 
 from sdpo_jax.config import Config, differences
 from sdpo_jax.errors import UserError, first_line
-from sdpo_jax.files import is_full, is_local, read_json_object, write_atomically
+from sdpo_jax.files import (
+  is_full,
+  is_local,
+  make_directory,
+  read_json_object,
+  remove_partials,
+  sync_ancestors,
+  sync_directory,
+  write_atomically,
+)
 from sdpo_jax.training.boards import WANDB_ID
 from sdpo_jax.training.metrics import read_metrics
 
@@ -63,12 +73,22 @@ def check_workdir(config: Config, workdir: epath.PathLike) -> epath.Path:
   return workdir
 
 
+def _there(path: epath.Path) -> bool:
+  """Return whether there is something of this name, be it a link to nothing."""
+  return path.exists() or (is_local(path) and os.path.islink(path))
+
+
 def _check_layout(workdir: epath.Path) -> set[str]:
   """Return which of a run's files and folders are there; raises UserError where one is in the place of the other."""
   if workdir.exists() and not workdir.is_dir():
     raise UserError(f'--workdir={workdir} is a file: name a directory.')
-  there = {name for name in (*FILES, *FOLDERS) if (workdir / name).exists()}
+  there = {name for name in (*FILES, *FOLDERS) if _there(workdir / name)}
   for name in sorted(there):
+    if is_local(workdir) and os.path.islink(workdir / name):
+      raise UserError(
+        f'{workdir / name} is a link, and a run follows none where it writes: put what it stands for in its place, or '
+        'make a link of the whole --workdir.'
+      )
     if (workdir / name).is_dir() != (name in FOLDERS):
       found, wanted = ('file', 'folder') if name in FOLDERS else ('folder', 'file')
       raise UserError(
@@ -91,7 +111,7 @@ def sole_user(workdir: epath.Path) -> Iterator[None]:
     return
   with contextlib.ExitStack() as stack:
     try:
-      workdir.mkdir(parents=True, exist_ok=True)
+      make_directory(workdir)
       lock = stack.enter_context(open(workdir / LOCK, 'a'))
     except OSError as error:
       raise _unwritable(workdir, error) from error
@@ -107,7 +127,7 @@ def sole_user(workdir: epath.Path) -> Iterator[None]:
 
 
 def open_workdir(config: Config, workdir: epath.Path) -> None:
-  """Make the run's directory and write `config.json` there.
+  """Make the run's directory, write `config.json` there, and sync what a killed process of the run has named.
 
   Raises:
     UserError: it cannot be made.
@@ -116,7 +136,12 @@ def open_workdir(config: Config, workdir: epath.Path) -> None:
     return
   path, text = workdir / 'config.json', config.to_json() + '\n'
   try:
-    workdir.mkdir(parents=True, exist_ok=True)
+    make_directory(workdir)
+    sync_ancestors(workdir)
+    for folder in (workdir, *(workdir / name for name in FOLDERS)):
+      if is_local(folder) and folder.exists():
+        remove_partials(folder)
+        sync_directory(folder)
     if not path.exists() or path.read_bytes() != text.encode():
       write_atomically(path, text)
   except OSError as error:
