@@ -1,6 +1,7 @@
 """metrics.jsonl: one line a step, none twice after a resume, local and on stores that cannot append."""
 
 import json
+import os
 
 from etils import epath
 import pytest
@@ -34,6 +35,28 @@ def test_resume_drops_the_lines_after_the_checkpoint(tmp_path, monkeypatch, loca
   writer.write(4, {'train/loss': 7.0})
   assert steps(tmp_path) == [0, 1, 2, 3, 4]
   assert metrics.read_metrics(tmp_path)[-1] == {'step': 4, 'train/loss': 7.0}
+
+
+def test_the_lines_are_on_the_disk_after_a_sync_and_a_link_is_not_followed(tmp_path, monkeypatch):
+  synced = []
+  fsync = os.fsync
+  monkeypatch.setattr(
+    os, 'fsync', lambda fd: (synced.append((os.readlink(f'/proc/self/fd/{fd}'), size(fd))), fsync(fd))
+  )
+
+  def size(fd):
+    return os.fstat(fd).st_size
+
+  writer = metrics.MetricsWriter(tmp_path, quiet())
+  writer.write(1, {'train/loss': 1.0})
+  writer.sync()
+  path = tmp_path / 'metrics.jsonl'
+  assert synced[-1] == (str(path), len(path.read_text())) and len(path.read_text()) > 10
+  path.rename(tmp_path / 'elsewhere')
+  path.symlink_to(tmp_path / 'elsewhere')
+  with pytest.raises(OSError, match='symbolic link'):
+    writer.write(2, {})
+  assert steps(tmp_path) == [1]
 
 
 def test_a_start_from_nothing_begins_a_new_file(tmp_path):

@@ -188,11 +188,13 @@ class _Run:
     self.checked_rules = False  # Whether rules that fit nothing were named.
     self.skipped = 0  # Steps in a row, up to now, that taught nothing.
     self.compiled: Callable[[], list[str]] = list  # What was compiled since it was last called.
+    self.writer: MetricsWriter | None = None  # On the process that writes.
 
   def __call__(self, state: TrainState) -> Result:
     config = self.session.config
     first, total = int(state.step), config.trainer.total_training_steps
     writer = MetricsWriter(self.session.workdir, config, resume_step=first) if jax.process_index() == 0 else None
+    self.writer = writer
     self.warm_up(state)
     preempted = False
     progress = Progress(total, first, test_freq=config.trainer.test_freq, shown=writer is not None)
@@ -283,6 +285,8 @@ class _Run:
 
   def save(self, step: int, state: TrainState, host: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
     if step > 0:
+      if self.writer is not None:
+        self.writer.sync()  # What a checkpoint continues is on the disk before it.
       barrier(f'the checkpoint of step {step}')
       self.checkpoints.save(step, state, host, metrics)
       self.compiled()  # What Orbax compiles, once, to copy arrays from several devices is no program of the run.

@@ -10,7 +10,7 @@ from etils import epath
 
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError, short_repr
-from sdpo_jax.files import is_local, jsonable, read_text, write_atomically
+from sdpo_jax.files import append, is_local, jsonable, read_text, sync_file, write_atomically
 from sdpo_jax.training.boards import TensorBoard, WeightsAndBiases
 from sdpo_jax.training.samples import Sample
 
@@ -35,12 +35,19 @@ class MetricsWriter:
     line = {'step': step} | {key: jsonable(float(value)) for key, value in values.items()}
     self._lines.append(line)
     if is_local(self._path):
-      with open(self._path, 'a') as file:
-        file.write(json.dumps(line) + '\n')
+      append(self._path, json.dumps(line) + '\n')
     else:
       self._rewrite()
     for board in self._boards:
       board.numbers(step, {key: value for key, value in line.items() if key != 'step'})
+
+  def sync(self) -> None:
+    """Return once all lines are on the disk; a checkpoint that needs them may be published then.
+
+    Raises:
+      OSError: they are not.
+    """
+    sync_file(self._path)
 
   def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
     """Show samples of a step on the boards; before the step's numbers, since a page's steps never go back."""
