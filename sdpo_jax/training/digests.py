@@ -1,0 +1,205 @@
+"""Digests of device state: exact, and the same however the arrays lie on the devices.
+
+A leaf of a state is read as 32-bit words w_0, w_1, …: the bits of its elements in row-major order of the whole array,
+never of a shard. Each of `LANES` sums is Σ_i mix(w_i, i) modulo 2^32, with another `mix` per lane. The order of the terms
+does not matter, so every sharding, mesh and compiler gives the same sums, and no array is made beside those of the state.
+
+For a fixed position i, `mix` maps words to words one to one: it is a chain of w ^ k, w + k, w ^ (w >> s) and w · c with
+an odd c, each of which can be undone. So whatever a single word is changed into, by one flipped bit or many, its term
+changes, nothing makes up for that in the sum, and *all* lanes change. Several changed words, two that were swapped
+among them, leave one lane as it was with a probability of about 2^-32, and all of them of about 2^-128, for the lanes
+have constants of their own. This finds accidents; it is no signature: whoever wants to can make two states with one
+digest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+import functools
+import hashlib
+import json
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sdpo_jax.distributed.mesh import replicated
+
+# Of each lane: what a position is multiplied with, an offset, and the two multipliers of `_mixed`; multipliers are odd.
+_CONSTANTS = (
+  (0x9E3779B1, 0x243F6A88, 0x85EBCA6B, 0xC2B2AE35),
+  (0x85EBCA77, 0x85A308D3, 0x7FEB352D, 0x846CA68B),
+  (0xC2B2AE3D, 0x13198A2E, 0x9E485565, 0xEF1D6B47),
+  (0x27D4EB2F, 0x03707344, 0x21F0AAAD, 0xD35A2D97),
+)
+LANES = len(_CONSTANTS)
+_BLOCK = 2**18  # Elements of which `block_sums` holds the intermediate results at once.
+
+
+def leaf_digests(state: Any) -> dict[str, str]:
+  """Return the digest of each leaf of a state by its path; every process must call it, and gets the same.
+
+  Args:
+    state: a tree of arrays; `...` in the place of a leaf leaves that leaf out.
+  """
+  named = [(name, leaf) for name, leaf in named_leaves(state) if leaf is not ...]
+  leaves = [leaf for _, leaf in named]
+  sums = np.asarray(program(leaves)(leaves))
+  return {name: leaf_digest(*_words_of(leaf), row) for (name, leaf), row in zip(named, sums, strict=True)}
+
+
+def named_leaves(state: Any) -> list[tuple[str, Any]]:
+  """Return (path, leaf) of a tree, the keys of a path joined by dots, which is also its name in the checkpoint."""
+  found, _ = jax.tree_util.tree_flatten_with_path(state)
+  return [(jax.tree_util.keystr(path, simple=True, separator='.'), leaf) for path, leaf in found]
+
+
+def leaf_digest(shape: Sequence[int], dtype: Any, sums: np.ndarray) -> str:
+  """Return the digest, 32 hex digits, of a leaf of this shape and dtype with these sums [LANES]."""
+  described = f'{np.dtype(dtype).name} {"×".join(map(str, shape))} '.encode()
+  return hashlib.sha256(described + np.asarray(sums, '<u4').tobytes()).hexdigest()[:32]
+
+
+def state_digest(leaves: Mapping[str, str]) -> str:
+  """Return the digest of a state, 64 hex digits, from those of its leaves by path."""
+  return hashlib.sha256(json.dumps(sorted(leaves.items())).encode()).hexdigest()
+
+
+def program(leaves: Sequence[Any]) -> Callable[[Sequence[jax.Array]], jax.Array]:
+  """Return the jitted function from leaves like these, which may be abstract, to their sums [leaves, LANES] uint32.
+
+  Each device has all the sums.
+  """
+  meshes = (leaf.sharding.mesh for leaf in leaves if isinstance(leaf.sharding, jax.sharding.NamedSharding))
+  return _program(next(meshes, None))
+
+
+@functools.cache
+def _program(mesh: jax.sharding.Mesh | None) -> Callable[[Sequence[jax.Array]], jax.Array]:
+  def digest(leaves: Sequence[jax.Array]) -> jax.Array:
+    return jnp.stack([leaf_sums(leaf) for leaf in leaves]) if leaves else jnp.zeros([0, LANES], jnp.uint32)
+
+  return jax.jit(digest, out_shardings=None if mesh is None else replicated(mesh))
+
+
+def leaf_sums(leaf: jax.Array) -> jax.Array:
+  """Return the sums [LANES] uint32 of an array; to be traced, see the module.
+
+  Raises:
+    TypeError: its elements are neither numbers of whole bytes nor typed keys.
+    ValueError: it is too large.
+  """
+  if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    leaf = jax.random.key_data(leaf)
+  leaf = leaf if leaf.ndim else leaf[None]
+  words = _words(leaf)
+  leading = _leading_axes(leaf.shape, len(words))
+  low = _row_major(leaf.shape, range(leading, leaf.ndim))
+  high = _scrambled(_row_major(leaf.shape, range(leading))) if leading else np.uint32(0)
+  lanes = tuple(jnp.zeros(leaf.shape, jnp.uint32) for _ in range(LANES))
+  for place, word in enumerate(words):
+    terms = _terms(word, low * np.uint32(len(words)) + np.uint32(place), high)
+    lanes = tuple(map(jnp.add, lanes, terms))
+
+  def add(left: Sequence[jax.Array], right: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    return tuple(map(jnp.add, left, right))
+
+  # One reduction of all lanes: the compiler makes one loop of it that reads each element once and stores none.
+  return jnp.stack(jax.lax.reduce(lanes, (np.uint32(0),) * LANES, add, tuple(range(leaf.ndim))))
+
+
+def block_sums(values: np.ndarray, start: int, shape: Sequence[int]) -> np.ndarray:
+  """Return what a block adds to the sums [LANES] uint32 of an array; by NumPy, a part at a time.
+
+  Args:
+    values: elements of the array that follow each other in row-major order, in any shape.
+    start: the row-major number of the first.
+    shape: of the whole array.
+  """
+  values = np.ascontiguousarray(values).reshape(-1)
+  count = max(values.dtype.itemsize // 4, 1)
+  leading = _leading_axes(shape, count)
+  row = math.prod(shape[leading:])
+  sums = np.zeros(LANES, np.uint32)
+  for begin in range(0, values.size, _BLOCK):
+    block = values[begin : begin + _BLOCK]
+    numbers = np.arange(start + begin, start + begin + block.size, dtype=np.uint64)
+    low = (numbers % np.uint64(row)).astype(np.uint32)
+    high = _scrambled((numbers // np.uint64(row)).astype(np.uint32)) if leading else np.uint32(0)
+    for place in range(count):
+      word = block.view('<u4')[place::count] if count > 1 else block.view(f'<u{block.itemsize}').astype(np.uint32)
+      terms = _terms(word, low * np.uint32(count) + np.uint32(place), high)
+      sums += np.array([term.sum(dtype=np.uint32) for term in terms], np.uint32)
+  return sums
+
+
+def _terms(word: Any, low: Any, high: Any) -> list[Any]:
+  """Return the term of every lane of words at positions (low, high); uint32, of NumPy or JAX alike."""
+  low = _scrambled(low)
+  return [_mixed(word, low, high, *map(np.uint32, constants)) for constants in _CONSTANTS]
+
+
+def _mixed(word: Any, low: Any, high: Any, spread: Any, offset: Any, first: Any, second: Any) -> Any:
+  word = (word ^ (low * spread + offset)) * first
+  word = ((word ^ (word >> np.uint32(15))) + high) * second
+  return word ^ (word >> np.uint32(16))
+
+
+def _scrambled(position: Any) -> Any:
+  """Return positions, uint32, mapped one to one to values without a pattern."""
+  position = (position ^ (position >> np.uint32(16))) * np.uint32(0x7FEB352D)
+  position = (position ^ (position >> np.uint32(15))) * np.uint32(0x846CA68B)
+  return position ^ (position >> np.uint32(16))
+
+
+def _leading_axes(shape: Sequence[int], words: int) -> int:
+  """Return how many leading axes are numbered by the high word of a position; none of an array of up to 2^32 words.
+
+  Args:
+    shape: of the array.
+    words: per element.
+
+  Raises:
+    ValueError: its axes cannot be divided into two groups of at most 2^32.
+  """
+  leading, held = len(shape), words
+  while leading and held * shape[leading - 1] <= 2**32:
+    leading -= 1
+    held *= shape[leading]
+  if math.prod(shape[:leading]) > 2**32:
+    raise ValueError(f'An array of shape {tuple(shape)} is too large to be digested.')
+  return leading
+
+
+def _row_major(shape: Sequence[int], axes: range) -> jax.Array:
+  """Return the row-major number over some of the axes, uint32 of `shape`."""
+  number, stride = jnp.zeros(shape, jnp.uint32), 1
+  for axis in reversed(axes):
+    number += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(stride % 2**32)
+    stride *= shape[axis]
+  return number
+
+
+def _words(leaf: jax.Array) -> list[jax.Array]:
+  """Return the words, uint32, of the elements of an array, the least significant first, each in the array's shape."""
+  if leaf.dtype == jnp.bool_:
+    return [leaf.astype(jnp.uint32)]
+  bits = 8 * leaf.dtype.itemsize
+  if bits == 64 and leaf.dtype.kind in 'iuf':
+    pair = jax.lax.bitcast_convert_type(leaf, jnp.uint32)
+    return [pair[..., 0], pair[..., 1]]
+  numbers = jnp.integer, jnp.floating
+  described = jnp.iinfo if jnp.issubdtype(leaf.dtype, jnp.integer) else jnp.finfo
+  if not any(jnp.issubdtype(leaf.dtype, kind) for kind in numbers) or described(leaf.dtype).bits != bits:
+    raise TypeError(f'An array of dtype {leaf.dtype} cannot be digested.')
+  return [jax.lax.bitcast_convert_type(leaf, jnp.dtype(f'uint{bits}')).astype(jnp.uint32)]
+
+
+def _words_of(leaf: jax.Array) -> tuple[tuple[int, ...], Any]:
+  """Return shape and dtype of what is digested of a leaf: of a typed key, its data."""
+  if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    data = jax.eval_shape(jax.random.key_data, leaf)
+    return data.shape, data.dtype
+  return leaf.shape, leaf.dtype
