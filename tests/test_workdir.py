@@ -3,8 +3,6 @@
 import errno
 import json
 import os
-import subprocess
-import sys
 
 from etils import epath
 import pytest
@@ -106,29 +104,6 @@ def test_a_full_disk_needs_room_and_not_another_directory(tmp_path, monkeypatch,
   monkeypatch.setattr(workdir, 'write_atomically', refuse)
   with pytest.raises(UserError, match=f'cannot be written .*{os.strerror(number)}.*: {way_out}'):
     workdir.open_workdir(Config(), epath.Path(tmp_path / 'run'))
-
-
-def test_a_second_process_does_not_train_in_the_same_directory(tmp_path, monkeypatch, caplog):
-  folder = epath.Path(tmp_path / 'run')
-  with workdir.sole_user(folder):
-    pass
-  hold = 'import fcntl, sys; file = open(sys.argv[1], "a"); fcntl.lockf(file, fcntl.LOCK_EX); print("held", flush=True); input()'
-  line = [sys.executable, '-c', hold, str(folder / workdir.LOCK)]
-  with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-    assert other.stdout.readline() == b'held\n'
-    with pytest.raises(UserError, match=r'Another process is training in .*/run: wait .* another --workdir'):
-      with workdir.sole_user(folder):
-        pass
-    other.kill()
-  with workdir.sole_user(folder):  # Nothing is left of a process that was killed.
-    pass
-
-  def none(*_):
-    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-  monkeypatch.setattr(workdir.fcntl, 'lockf', none)
-  with workdir.sole_user(folder):
-    assert 'cannot be locked' in caplog.text
 
 
 def test_checkpoints_that_cannot_be_written_are_named_when_they_are_closed(tmp_path, monkeypatch):

@@ -25,6 +25,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 
 PREFIX = 'alarm/'  # Of the metrics that alarms write themselves, which no rule sees.
+NO_METRICS = ('step', 'fencing_epoch')  # What a line holds beside measurements.
 ROLLBACK = 'alarm/rollback_to'  # In the line of a step whose end was a rollback: the step gone back to.
 STOP = 'alarm/stop'  # 1 in the line of a step at which the alarms stopped the run.
 GRAMMAR = (
@@ -138,7 +139,7 @@ class AlarmMonitor:
     values = {
       name: float(value)
       for name, value in metrics.items()
-      if not name.startswith(PREFIX) and value is not None and math.isfinite(value)
+      if not name.startswith(PREFIX) and value is not None and not isinstance(value, str) and math.isfinite(value)
     }
     for number, rule in enumerate(self.rules, 1):
       for name, value in values.items():
@@ -167,7 +168,7 @@ class AlarmMonitor:
     """Take in the lines of metrics.jsonl of an interrupted run; return the alarms of the last one."""
     alarms: list[Alarm] = []
     for line in lines:
-      numbers = {name: value for name, value in line.items() if name != 'step'}
+      numbers = {name: value for name, value in line.items() if name not in NO_METRICS}
       alarms, _ = self.observe(line['step'], numbers)
       if line.get(ROLLBACK) is not None:
         self.roll_back(int(line[ROLLBACK]))

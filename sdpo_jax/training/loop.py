@@ -36,6 +36,7 @@ from sdpo_jax.training import records, samples, skipped, startup
 from sdpo_jax.training.boards import check_wandb
 from sdpo_jax.training.checkpoints import Checkpoints, abstract
 from sdpo_jax.training.metrics import MetricsWriter, history
+from sdpo_jax.training.ownership import Ownership, sole_user
 from sdpo_jax.training.progress import Progress
 from sdpo_jax.training.session import Session, load_tokenizer, make_session
 from sdpo_jax.training.step import (
@@ -47,7 +48,7 @@ from sdpo_jax.training.step import (
   sampling_seed,
 )
 from sdpo_jax.training.update import abstract_state, place_state
-from sdpo_jax.training.workdir import check_workdir, open_workdir, sole_user
+from sdpo_jax.training.workdir import check_workdir, open_workdir
 from sdpo_jax.types import Example, TrainState
 
 EXIT_PREEMPTED = 143  # 128 + SIGTERM: saved, to be started again.
@@ -134,7 +135,7 @@ def _train(config: Config, workdir: epath.PathLike, graders: Graders, announce: 
   say = announce if jax.process_index() == 0 else lambda text: None
   say(f'Loading {config.model.path} …')
   session, parameters = make_session(config, workdir, tokenizer)
-  with sole_user(workdir):
+  with sole_user(workdir, say) as ownership:
     open_workdir(config, workdir)
     barrier('the start of the run')  # Weights are read by now, and the directory is there.
     checkpoints = Checkpoints(workdir, keep=config.trainer.max_ckpt_to_keep, best_metric=config.trainer.best_metric)
@@ -149,7 +150,7 @@ def _train(config: Config, workdir: epath.PathLike, graders: Graders, announce: 
     trained = sum(leaf.size for leaf in jax.tree.leaves(state.trainable))
     for line in startup.describe(session, trained, iterator.rows, len(held_out), int(state.step)):
       say(line)
-    run = _Run(session, graders, iterator, held_out, checkpoints, announce)
+    run = _Run(session, graders, iterator, held_out, checkpoints, ownership, announce)
     try:
       run.recall(int(state.step))
       if int(state.step) < config.trainer.total_training_steps and not run.over:
@@ -177,10 +178,11 @@ class _Run:
     iterator: pipeline.TrainIterator,
     held_out: Sequence[Example],
     checkpoints: Checkpoints,
+    ownership: Ownership | None,
     announce: Any,
   ):
     self.session, self.graders, self.iterator, self.held_out = session, graders, iterator, held_out
-    self.checkpoints, self.announce = checkpoints, announce
+    self.checkpoints, self.ownership, self.announce = checkpoints, ownership, announce
     self.last_metrics: dict[str, float] = {}  # Of the step before, for a checkpoint on being told to stop.
     self.watch = alarms.AlarmMonitor(alarms.rules(session.config))
     self.evaluations: dict[int, dict[str, float]] = {}  # Step → metrics; without those of steps that were undone.
@@ -193,7 +195,9 @@ class _Run:
   def __call__(self, state: TrainState) -> Result:
     config = self.session.config
     first, total = int(state.step), config.trainer.total_training_steps
-    writer = MetricsWriter(self.session.workdir, config, resume_step=first) if jax.process_index() == 0 else None
+    writer = None
+    if self.ownership is not None:
+      writer = MetricsWriter(self.session.workdir, config, resume_step=first, ownership=self.ownership)
     self.writer = writer
     self.warm_up(state)
     preempted = False
@@ -371,6 +375,7 @@ class _Run:
       line[alarms.ROLLBACK] = verdict.back_to
       note += f'  rolled back to step {verdict.back_to}'
     if writer is not None:
+      writer.check()
       self.say(step, raised, verdict)
       if trainer.rollout_save_freq and step % trainer.rollout_save_freq == 0:
         records.write_rollouts(session, step, graded, context, report)
@@ -447,7 +452,8 @@ class _Run:
       self.graders,
       seed=session.config.seed,
     )
-    if jax.process_index() == 0:
+    if self.ownership is not None:
+      self.ownership.check()
       records.write_evaluation(session.workdir, step, evaluation)
     logging.info('Evaluation at step %d: %s', step, evaluation.metrics)
     self.evaluations[step] = evaluation.flat()

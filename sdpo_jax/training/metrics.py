@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import json
-from typing import Any
+import logging
+from typing import TYPE_CHECKING, Any
 
 from etils import epath
 
@@ -12,34 +13,86 @@ from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.files import append, is_local, jsonable, read_text, sync_file, write_atomically
 from sdpo_jax.training.boards import TensorBoard, WeightsAndBiases
+from sdpo_jax.training.conditional import Seen, open_records
+from sdpo_jax.training.epochs import FENCING_EPOCH, of_the_run, read_epochs
 from sdpo_jax.training.samples import Sample
+
+if TYPE_CHECKING:
+  from sdpo_jax.training.ownership import Ownership
+
+METRICS = 'metrics.jsonl'
+_logger = logging.getLogger('sdpo_jax.metrics')
 
 
 class MetricsWriter:
   """Writes one JSON object per step to `metrics.jsonl`; no step twice, even after a resume.
 
-  Local files are appended to; object stores cannot append, so there the whole (small) file is written again.
+  Local files are appended to; object stores cannot append, so there the whole (small) file is written again, in gs://
+  only if nobody else has done so meanwhile.
   """
 
-  def __init__(self, workdir: epath.PathLike, config: Config, *, resume_step: int = 0):
-    self._path = epath.Path(workdir) / 'metrics.jsonl'
-    self._lines = history(workdir, resume_step)
-    self._rewrite()
-    self._boards = _boards(epath.Path(workdir), config, resume_step)
+  def __init__(
+    self, workdir: epath.PathLike, config: Config, *, resume_step: int = 0, ownership: Ownership | None = None
+  ):
+    """Go on from the line of `resume_step`; with an ownership, lines bear its epoch and none is written once it is lost.
 
-  def _rewrite(self) -> None:
-    write_atomically(self._path, ''.join(json.dumps(line) + '\n' for line in self._lines))
+    Raises:
+      UserError: metrics.jsonl cannot be read, or another process has taken the run over.
+    """
+    workdir = epath.Path(workdir)
+    self._path = workdir / METRICS
+    self._ownership = ownership
+    if ownership is not None:
+      ownership.resumed(resume_step)
+    self._records = open_records(workdir) if not is_local(workdir) else None
+    self._seen: Seen | None = None  # What is in the store.
+    self._lines: list[dict[str, Any]] = []
+    while True:
+      if self._records is not None:
+        self._seen = self._records.read(METRICS)
+      self._lines = history(workdir, resume_step)
+      if self._rewrite():
+        break
+      self.check()  # Whoever has written meanwhile is not the owner; those lines are left out.
+    self._boards = _boards(workdir, config, resume_step)
+
+  def check(self) -> None:
+    """Return if the run is still this process's; raises UserError if another one has taken it over."""
+    if self._ownership is not None:
+      self._ownership.check()
+
+  def _rewrite(self) -> bool:
+    """Write all lines; False if somebody else has written meanwhile."""
+    self.check()
+    text = ''.join(json.dumps(line) + '\n' for line in self._lines)
+    if self._records is None or self._seen is None:
+      write_atomically(self._path, text)
+      return True
+    seen = self._records.replace(METRICS, text.encode(), self._seen)
+    self._seen = seen or self._seen
+    return seen is not None
 
   def write(self, step: int, values: Mapping[str, Any]) -> None:
-    """Appends the numbers of a step; those that are not finite become null (JSON has no NaN)."""
-    line = {'step': step} | {key: jsonable(float(value)) for key, value in values.items()}
+    """Append what was measured in a step; numbers that are not finite become null (JSON has no NaN), texts stay texts.
+
+    Raises:
+      UserError: another process has taken the run over, or has written there; then nothing is written.
+    """
+    measured = {key: value if isinstance(value, str) else jsonable(float(value)) for key, value in values.items()}
+    epoch = {} if self._ownership is None else {FENCING_EPOCH: self._ownership.epoch}
+    line = {'step': step} | epoch | measured
     self._lines.append(line)
     if is_local(self._path):
+      self.check()
       append(self._path, json.dumps(line) + '\n')
-    else:
-      self._rewrite()
+    elif not self._rewrite():
+      self.check()
+      raise UserError(
+        f'{self._path} was changed while the run was going on, by something that is not the run: nothing more is '
+        'written there; see that nothing else writes to it, then start the same command again.'
+      )
     for board in self._boards:
-      board.numbers(step, {key: value for key, value in line.items() if key != 'step'})
+      board.numbers(step, {key: value for key, value in measured.items() if not isinstance(value, str)})
 
   def sync(self) -> None:
     """Return once all lines are on the disk; a checkpoint that needs them may be published then.
@@ -73,12 +126,37 @@ def _boards(workdir: epath.Path, config: Config, resume_step: int) -> list[Tenso
 
 
 def read_metrics(workdir: epath.PathLike) -> list[dict[str, Any]]:
-  """Return the lines of `metrics.jsonl`; a last line cut off by a crash is left out.
+  """Return the lines of `metrics.jsonl` that are the run's; a last line cut off by a crash is left out.
+
+  So are lines that a process wrote when another one had taken the run over; their steps are named in a warning.
 
   Raises:
     UserError: it is no file, cannot be read, or holds a line that is not an object with a step.
   """
-  path = epath.Path(workdir) / 'metrics.jsonl'
+  lines, foreign = of_the_run(raw_lines(workdir), read_epochs(workdir))
+  if foreign:
+    _logger.warning(
+      '%s: %s written by a process that had lost the run to another one, and left out.',
+      epath.Path(workdir) / METRICS,
+      'a line of step ' + str(foreign[0]) + ' was' if len(foreign) == 1 else f'lines of steps {spans(foreign)} were',
+    )
+  return lines
+
+
+def spans(steps: Iterable[int]) -> str:
+  """Return numbers as people write them: '3, 5–8'."""
+  groups: list[list[int]] = []
+  for step in sorted(set(steps)):
+    if groups and step == groups[-1][1] + 1:
+      groups[-1][1] = step
+    else:
+      groups.append([step, step])
+  return ', '.join(str(first) if first == last else f'{first}–{last}' for first, last in groups)
+
+
+def raw_lines(workdir: epath.PathLike) -> list[dict[str, Any]]:
+  """Return all lines of `metrics.jsonl`, whoever wrote them; errors as `read_metrics`."""
+  path = epath.Path(workdir) / METRICS
   if not path.exists():
     return []
   way_out = 'mend or remove it'

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-import contextlib
-import fcntl
-import logging
 import os
 from typing import Any
 
@@ -15,7 +11,6 @@ import jax
 from sdpo_jax.config import Config, differences
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import (
-  is_full,
   is_local,
   make_directory,
   read_json_object,
@@ -25,11 +20,12 @@ from sdpo_jax.files import (
   write_atomically,
 )
 from sdpo_jax.training.boards import WANDB_ID
+from sdpo_jax.training.epochs import EPOCHS
 from sdpo_jax.training.metrics import read_metrics
+from sdpo_jax.training.ownership import unwritable
 
-FILES = ('config.json', 'metrics.jsonl', WANDB_ID)
+FILES = ('config.json', 'metrics.jsonl', EPOCHS, WANDB_ID)
 FOLDERS = ('checkpoints', 'eval', 'profile', 'rollouts', 'tensorboard')
-LOCK = '.lock'  # A file that the process that trains holds locked; it stays when the run ends.
 ANOTHER = 'restore it or choose another --workdir'
 
 
@@ -97,35 +93,6 @@ def _check_layout(workdir: epath.Path) -> set[str]:
   return there
 
 
-@contextlib.contextmanager
-def sole_user(workdir: epath.Path) -> Iterator[None]:
-  """Make a local directory, and keep a second start of the same run out of it; the lock ends with its process.
-
-  Two that write there would mix their lines and checkpoints. File systems without locks are not guarded.
-
-  Raises:
-    UserError: another process trains there, or it cannot be written.
-  """
-  if jax.process_index() != 0 or not is_local(workdir):
-    yield
-    return
-  with contextlib.ExitStack() as stack:
-    try:
-      make_directory(workdir)
-      lock = stack.enter_context(open(workdir / LOCK, 'a'))
-    except OSError as error:
-      raise _unwritable(workdir, error) from error
-    try:
-      fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # Children do not inherit it and keep it, as they do flock's.
-    except (BlockingIOError, PermissionError) as error:
-      raise UserError(
-        f'Another process is training in {workdir}: wait until it ends, or choose another --workdir.'
-      ) from error
-    except OSError as error:
-      logging.warning('%s cannot be locked (%s): see that no second process trains there.', workdir, first_line(error))
-    yield
-
-
 def open_workdir(config: Config, workdir: epath.Path) -> None:
   """Make the run's directory, write `config.json` there, and sync what a killed process of the run has named.
 
@@ -145,9 +112,4 @@ def open_workdir(config: Config, workdir: epath.Path) -> None:
     if not path.exists() or path.read_bytes() != text.encode():
       write_atomically(path, text)
   except OSError as error:
-    raise _unwritable(workdir, error) from error
-
-
-def _unwritable(workdir: epath.Path, error: OSError) -> UserError:
-  way_out = 'make room, then start the same command again' if is_full(error) else 'choose another --workdir'
-  return UserError(f'The run directory {workdir} cannot be written ({first_line(error)}): {way_out}.')
+    raise unwritable(workdir, error) from error

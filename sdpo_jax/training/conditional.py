@@ -1,0 +1,122 @@
+"""Small files that are replaced only if nobody else has replaced them meanwhile.
+
+In Google Cloud Storage a write may name the generation that it replaces (`ifGenerationMatch`), and is refused if the
+object has another by then. TensorStore, which writes the checkpoints there, does that with the same credentials.
+Elsewhere the content is compared before it is replaced: whoever needs more than that has to hold a lock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+from etils import epath
+
+from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.files import write_atomically
+
+_REFUSED = (ValueError, OSError, RuntimeError)  # TensorStore raises these for what a server or the network says.
+# Of a request that failed or was not answered: after 0.5, 1, 2 … seconds, for half a minute in all.
+RETRIES = {'max_retries': 6, 'initial_delay': '500ms', 'max_delay': '16s'}
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+  """What a file held when it was read or written."""
+
+  content: bytes | None  # None: it was not there.
+  generation: Any = None
+
+
+class Records(Protocol):
+  """Small files of one directory."""
+
+  exclusive: bool  # Whether of two that replace the same content only one can.
+
+  def read(self, name: str) -> Seen:
+    """Return what a file holds.
+
+    Raises:
+      UserError: it cannot be read.
+    """
+    ...
+
+  def replace(self, name: str, content: bytes, seen: Seen) -> Seen | None:
+    """Replace what was `seen`; None where there is something else by now, which stays.
+
+    Raises:
+      OSError: it cannot be written.
+      UserError: the same, of an object store.
+    """
+    ...
+
+
+class Files:
+  """Of any directory that etils opens; on a disk, a file is replaced at once or not at all."""
+
+  exclusive = False
+
+  def __init__(self, workdir: epath.Path):
+    self._workdir = workdir
+
+  def read(self, name: str) -> Seen:
+    path = self._workdir / name
+    try:
+      return Seen(path.read_bytes())
+    except FileNotFoundError:
+      return Seen(None)
+    except OSError as error:
+      raise UserError(f'{path} cannot be read ({first_line(error)}): see that its file system works.') from error
+
+  def replace(self, name: str, content: bytes, seen: Seen) -> Seen | None:
+    if self.read(name).content != seen.content:
+      return None
+    write_atomically(self._workdir / name, content.decode())
+    return Seen(content)
+
+
+class Objects:
+  """Of a directory in Google Cloud Storage."""
+
+  exclusive = True
+
+  def __init__(self, workdir: epath.Path):
+    import tensorstore  # Orbax's; slow to import.
+
+    self._workdir = workdir
+    bucket, _, folder = str(workdir).removeprefix('gs://').rstrip('/').partition('/')
+    context = {'gcs_request_retries': RETRIES}
+    specification = {'driver': 'gcs', 'bucket': bucket, 'path': f'{folder}/' if folder else '', 'context': context}
+    try:
+      self._store = tensorstore.KvStore.open(specification).result()
+    except _REFUSED as error:
+      raise self._unreachable(error) from error
+
+  def read(self, name: str) -> Seen:
+    try:
+      found = self._store.read(name).result()
+    except _REFUSED as error:
+      raise self._unreachable(error) from error
+    return Seen(found.value if found.state == 'value' else None, found.stamp.generation)
+
+  def replace(self, name: str, content: bytes, seen: Seen) -> Seen | None:
+    try:
+      generation = self._store.write(name, content, if_equal=seen.generation).result().generation
+    except _REFUSED as error:
+      raise self._unreachable(error) from error
+    if generation:
+      return Seen(content, generation)
+    # The first attempt may have succeeded and its answer been lost: then what is there is what was to be written.
+    now = self.read(name)
+    return now if now.content == content else None
+
+  def _unreachable(self, error: Exception) -> UserError:
+    return UserError(
+      f'{self._workdir} cannot be reached or may not be written ({first_line(error)}): see to the network and the '
+      'credentials, then start the same command again.'
+    )
+
+
+def open_records(workdir: epath.Path) -> Records:
+  """Return the small files of a run directory."""
+  return Objects(workdir) if str(workdir).startswith('gs://') else Files(workdir)

@@ -1,0 +1,118 @@
+"""The fencing epochs of a run: which process could write when, and from which step it went on.
+
+Every start that may write to a run directory gets a number that is larger than all before it, its fencing epoch, and
+what it publishes bears that number. A process that was stopped, or cut off from a file server, may wake after another
+one has taken the run over, and write once more before it notices. What it writes then is told from the run by two
+numbers: its epoch is older, and its step lies beyond the one from which the newer epoch went on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+import dataclasses
+import json
+from typing import Any
+
+from etils import epath
+
+from sdpo_jax.errors import UserError, short_repr
+from sdpo_jax.files import read_text
+
+EPOCHS = 'epochs.json'
+FENCING_EPOCH = 'fencing_epoch'  # Its name in manifests and in the lines of metrics.jsonl.
+WAY_OUT = 'restore it, or remove it if there is no copy'
+
+
+@dataclasses.dataclass(frozen=True)
+class Epoch:
+  """One start of a run."""
+
+  fencing_epoch: int
+  host: str
+  pid: int
+  since: str
+  token: str
+  resumed_from: int | None = None  # The step from which it went on, 0 from nothing; None until that is known.
+
+  def __str__(self) -> str:
+    return f'host {self.host}, process {self.pid}, since {self.since}'
+
+
+@dataclasses.dataclass(frozen=True)
+class Epochs:
+  """All starts of a run, oldest first, and what must not be forgotten between them."""
+
+  epochs: tuple[Epoch, ...] = ()
+  published: int = 0  # Step of the last checkpoint that was published; 0: none since the run began (anew).
+  restarting: int | None = None  # Old results are being moved to `before_restart/<n>`.
+
+  @property
+  def newest(self) -> int:
+    return self.epochs[-1].fencing_epoch if self.epochs else 0
+
+  def begun(self, epoch: Epoch) -> Epochs:
+    return dataclasses.replace(self, epochs=(*self.epochs, epoch))
+
+  def resumed(self, step: int) -> Epochs:
+    """Note from which step the newest epoch goes on; whoever resumes from a checkpoint has proof that there is one."""
+    newest = dataclasses.replace(self.epochs[-1], resumed_from=step)
+    return dataclasses.replace(self, epochs=(*self.epochs[:-1], newest), published=max(self.published, step))
+
+  def fenced(self, fencing_epoch: int, step: int) -> Epoch | None:
+    """Return the epoch that had taken the run over when an older one wrote `step`; None: what was written is the run's.
+
+    Args:
+      fencing_epoch: under which it was written; 0 for what an earlier version of this program wrote.
+      step: that was written.
+    """
+    for epoch in self.epochs:
+      if epoch.fencing_epoch > fencing_epoch and epoch.resumed_from is not None and step > epoch.resumed_from:
+        return epoch
+    return None
+
+  def to_json(self) -> str:
+    content = {'format': 1, 'published': self.published, 'restarting': self.restarting}
+    return json.dumps(content | {'epochs': [dataclasses.asdict(epoch) for epoch in self.epochs]}, indent=1) + '\n'
+
+
+def parse(text: str, path: epath.PathLike) -> Epochs:
+  """Return what `epochs.json` holds.
+
+  Raises:
+    UserError: it is damaged, or of a later version.
+  """
+  try:
+    content = json.loads(text)
+    if content['format'] != 1:
+      raise UserError(
+        f'{path} has the format {short_repr(content["format"])}, which a later version wrote: use that one.'
+      )
+    epochs = tuple(Epoch(**fields) for fields in content['epochs'])
+    result = Epochs(epochs, content['published'], content['restarting'])
+    numbers = [epoch.fencing_epoch for epoch in epochs]
+    if not all(type(number) is int for number in [*numbers, result.published]) or numbers != sorted(set(numbers)):
+      raise ValueError('its numbers do not grow')
+  except (ValueError, TypeError, KeyError, RecursionError) as error:
+    raise UserError(f'{path} is damaged ({error!r}): {WAY_OUT}.') from error
+  return result
+
+
+def read_epochs(workdir: epath.PathLike) -> Epochs:
+  """Return the epochs of a run; of one that an earlier version wrote, none.
+
+  Raises:
+    UserError: they cannot be read.
+  """
+  path = epath.Path(workdir) / EPOCHS
+  return parse(read_text(path, WAY_OUT), path) if path.exists() else Epochs()
+
+
+def of_the_run(lines: Iterable[dict[str, Any]], epochs: Epochs) -> tuple[list[dict[str, Any]], list[int]]:
+  """Return the lines of metrics.jsonl that are the run's, and the steps of those that are not."""
+  kept, foreign = [], []
+  for line in lines:
+    if epochs.fenced(line.get(FENCING_EPOCH, 0), line['step']) is None:
+      kept.append(line)
+    else:
+      foreign.append(line['step'])
+  return kept, foreign

@@ -1,0 +1,121 @@
+"""Who has a run directory: a process, described so that another one can tell whether it is still there."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import secrets
+import socket
+
+# What `state` says of a process.
+GONE, RUNNING, STOPPED, ELSEWHERE = 'gone', 'running', 'stopped', 'elsewhere'
+
+
+@dataclasses.dataclass(frozen=True)
+class Owner:
+  """The process that writes to a run directory."""
+
+  host: str
+  pid: int
+  started: int | None  # In clock ticks since the machine started, which tells two uses of one number apart.
+  boot: str  # The id of this start of the machine; empty where it cannot be known.
+  namespace: str  # In which `pid` counts: that of a container, for example.
+  since: str  # When it took the directory, UTC.
+  token: str  # Drawn anew for each start.
+  fencing_epoch: int
+  beat: int = 0  # Counts up as long as the process lives.
+  released: bool = False  # It has ended, in good order.
+
+  def __str__(self) -> str:
+    return f'host {self.host}, process {self.pid}, since {self.since}'
+
+  def to_json(self) -> str:
+    return json.dumps(dataclasses.asdict(self)) + '\n'
+
+
+def this_process(fencing_epoch: int) -> Owner:
+  """Return this process as the owner from now on."""
+  return Owner(
+    host=socket.gethostname(),
+    pid=os.getpid(),
+    started=_started(os.getpid()),
+    boot=_boot(),
+    namespace=_namespace(),
+    since=datetime.datetime.now(datetime.UTC).strftime('%Y-%m-%d %H:%M:%S UTC'),
+    token=secrets.token_hex(8),
+    fencing_epoch=fencing_epoch,
+  )
+
+
+def parse(content: bytes | None) -> Owner | None:
+  """Return the owner that a lock names; None where it names none: it is new, damaged, or not of this program."""
+  try:
+    fields = json.loads(content or b'')
+    owner = Owner(**fields)
+  except (ValueError, TypeError, RecursionError):
+    return None
+  wanted = {'host': str, 'pid': int, 'boot': str, 'namespace': str, 'since': str, 'token': str, 'fencing_epoch': int}
+  right = all(type(fields[name]) is kind for name, kind in wanted.items())
+  return owner if right and type(owner.beat) is int and type(owner.released) is bool else None
+
+
+def state(owner: Owner) -> str:
+  """Return `GONE`, `RUNNING` or `STOPPED` for a process of this machine, `ELSEWHERE` for one that cannot be seen from it."""
+  if owner.released:
+    return GONE
+  if owner.boot != _boot():
+    return GONE if owner.boot and owner.host == socket.gethostname() else ELSEWHERE
+  if owner.namespace != _namespace() or (not owner.boot and owner.host != socket.gethostname()):
+    return ELSEWHERE
+  fields = _fields(owner.pid)
+  if fields is None:
+    return RUNNING if not owner.boot and _exists(owner.pid) else GONE
+  if int(fields[19]) != owner.started or fields[0] in 'ZXx':
+    return GONE
+  return STOPPED if fields[0] in 'Tt' else RUNNING
+
+
+def same_kernel(owner: Owner) -> bool:
+  """Return whether a process runs, or ran, under the kernel of this one, whose locks bind both."""
+  return bool(owner.boot) and owner.boot == _boot()
+
+
+def _boot() -> str:
+  try:
+    return pathlib.Path('/proc/sys/kernel/random/boot_id').read_text().strip()
+  except OSError:  # Not Linux.
+    return ''
+
+
+def _namespace() -> str:
+  try:
+    return os.readlink('/proc/self/ns/pid')
+  except OSError:
+    return ''
+
+
+def _fields(pid: int) -> list[str] | None:
+  """Return the fields of /proc/PID/stat after the name, the state first; None where there is no such process."""
+  try:
+    text = pathlib.Path(f'/proc/{pid}/stat').read_text(errors='replace')
+  except OSError:
+    return None
+  return text.rpartition(')')[2].split()  # A name may hold spaces and brackets.
+
+
+def _started(pid: int) -> int | None:
+  fields = _fields(pid)
+  return None if fields is None else int(fields[19])
+
+
+def _exists(pid: int) -> bool:
+  try:
+    os.kill(pid, 0)
+  except ProcessLookupError:
+    return False
+  except PermissionError:
+    return True
+  return True

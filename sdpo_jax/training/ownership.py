@@ -1,0 +1,422 @@
+"""One process at a time writes to a run directory, and whoever has lost it notices before it publishes anything.
+
+Three things keep two starts apart:
+
+* `.lock` names the owner. On a disk the file is locked as long as the process lives (lockf), in gs:// it is replaced on
+  condition that nobody else has replaced it. Its owner renews it every `LEASE_S / 4` seconds. A process that cannot be
+  seen from here (another host, another container) counts as gone when its lock has not changed for `LEASE_S` seconds by
+  the clock of whoever watches; clocks of two hosts are never compared.
+* `epochs.json` holds the fencing epoch, which grows by one with every start. It is the last word: who is not its newest
+  entry has lost the run. `Ownership.check` reads it before whatever is published.
+* Between that check and the write a process may still be stopped for as long as another one needs to take over. What it
+  then publishes bears an older epoch and a step beyond the one from which the newer epoch went on, and readers leave it
+  out (`epochs.Epochs.fenced`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import logging
+import os
+import threading
+import time
+from typing import Protocol
+
+from etils import epath
+import jax
+
+from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.files import is_full, is_local, make_directory
+from sdpo_jax.training import conditional, epochs, owner
+from sdpo_jax.training.metrics import raw_lines
+from sdpo_jax.training.owner import Owner
+
+LOCK = '.lock'  # It stays when the run ends.
+LEASE_S = 60.0  # A process that cannot be seen and does not renew its lock for so long is gone.
+BEATS = 4  # Renewals within a lease.
+_LOCK_BYTES = 1024
+WAY_OUT = 'wait until it ends, or choose another --workdir'
+
+Say = Callable[[str], None]
+
+
+_logger = logging.getLogger('sdpo_jax.ownership')
+
+
+def _warn(text: str) -> None:
+  _logger.warning('%s', text)
+
+
+class Lost(UserError):
+  """Another process has taken the run over; nothing more may be written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Clock:
+  """How time passes, for those who watch a lock."""
+
+  now: Callable[[], float] = time.monotonic
+  sleep: Callable[[float], None] = time.sleep
+  lease_s: float = LEASE_S
+
+
+class Lock(Protocol):
+  """What names the owner of a run directory."""
+
+  def read(self) -> bytes | None: ...
+
+  def write(self, content: bytes) -> bool:
+    """Replace what was last read or written; False where another process has replaced it."""
+    ...
+
+  def close(self) -> None: ...
+
+
+class FileLock:
+  """A file that is locked as long as this process has it open; its content is written in place, since a lock is a file's.
+
+  While it is open, no other descriptor of the file may be closed in this process: that would end the lock, too.
+  """
+
+  def __init__(self, workdir: epath.Path, say: Say):
+    """Lock the file.
+
+    Raises:
+      UserError: another process has it locked, or it cannot be opened.
+    """
+    self._path = workdir / LOCK
+    self._descriptor = -1
+    try:
+      make_directory(workdir)
+      self._open()
+      while not self._lock(workdir, say):  # Somebody has put another file in its place between open and lock.
+        self.close()
+        self._open()
+    except OSError as error:
+      self.close()
+      if error.errno == errno.ELOOP:
+        raise UserError(f'{self._path} is a link, and a run follows none where it writes: remove it.') from error
+      if isinstance(error, IsADirectoryError):
+        raise UserError(f'{self._path} is a folder where the run needs a file: remove it.') from error
+      raise unwritable(workdir, error) from error
+    except UserError:
+      self.close()
+      raise
+
+  def _open(self) -> None:
+    self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+  def _lock(self, workdir: epath.Path, say: Say) -> bool:
+    """Return whether what is locked is still the file of that name."""
+    self.exclusive = True
+    try:
+      # Children do not inherit it and keep it, as they do flock's.
+      fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+      raise occupied(workdir, owner.parse(self.read())) from error
+    except OSError as error:
+      self.exclusive = False
+      say(f'{workdir} cannot be locked ({first_line(error)}): see that no second process trains there.')
+    here = os.fstat(self._descriptor)
+    try:
+      there = os.stat(self._path, follow_symlinks=False)
+    except FileNotFoundError:
+      return False
+    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+
+  def read(self) -> bytes | None:
+    return os.pread(self._descriptor, 1 << 16, 0)
+
+  def write(self, content: bytes) -> bool:
+    padded = content.ljust(_LOCK_BYTES)  # Of one length and within a page: nobody reads half of one.
+    os.pwrite(self._descriptor, padded, 0)
+    os.ftruncate(self._descriptor, len(padded))
+    os.fsync(self._descriptor)  # On a file server, so that other hosts see it.
+    return True
+
+  def close(self) -> None:
+    if self._descriptor >= 0:
+      os.close(self._descriptor)
+      self._descriptor = -1
+
+
+class ObjectLock:
+  """An object in a store; not `exclusive` where the store cannot replace on condition."""
+
+  def __init__(self, records: conditional.Records, workdir: epath.Path, say: Say):
+    self._records, self._seen = records, conditional.Seen(None)
+    self.exclusive = records.exclusive
+    if not self.exclusive:
+      say(f'{workdir} cannot be locked: see that no second process trains there.')
+
+  def read(self) -> bytes | None:
+    self._seen = self._records.read(LOCK)
+    return self._seen.content
+
+  def write(self, content: bytes) -> bool:
+    seen = self._records.replace(LOCK, content, self._seen)
+    self._seen = seen or self._seen
+    return seen is not None
+
+  def close(self) -> None:
+    pass
+
+
+class Ownership:
+  """That a process may write to a run directory; made by `take`."""
+
+  def __init__(
+    self, workdir: epath.Path, records: conditional.Records, lock: Lock, mine: Owner, seen: conditional.Seen
+  ):
+    self.workdir = workdir
+    self._records, self._lock, self._mine, self._seen = records, lock, mine, seen
+    self._mutex = threading.RLock()  # Checkpoints are published from a thread of their own.
+    self._ending = threading.Event()
+    self._beating = threading.Thread(target=self._beat, daemon=True, name='lock')
+
+  @property
+  def epoch(self) -> int:
+    """The fencing epoch: larger than those of all starts before."""
+    return self._mine.fencing_epoch
+
+  def record(self) -> epochs.Epochs:
+    """Return all starts of the run, this one the newest.
+
+    Raises:
+      Lost: it is not the newest any more.
+      UserError: `epochs.json` cannot be read.
+    """
+    with self._mutex:
+      self._seen = self._records.read(epochs.EPOCHS)
+      if self._seen.content is None:
+        raise Lost(
+          f'{self.workdir / epochs.EPOCHS} was removed while the run was going on, so that it cannot be known whether '
+          'another process has taken it over: nothing more is written; start the same command again.'
+        )
+      record = _parsed(self._seen.content, self.workdir)
+      newest = record.epochs[-1] if record.epochs else None
+      if newest is None or newest.token != self._mine.token:
+        raise Lost(
+          f'Another process has taken over the run in {self.workdir} ({newest or "unknown"}; fencing epoch '
+          f'{record.newest}, this one has {self.epoch}): this one ends and writes nothing more.'
+        )
+      return record
+
+  def check(self) -> None:
+    """Return if this process still owns the run; to be called right before whatever publishes.
+
+    Raises:
+      Lost: another process has taken it over.
+      UserError: that cannot be found out.
+    """
+    self.record()
+
+  def resumed(self, step: int) -> None:
+    """Record that this epoch goes on from a step (0: from nothing); before anything is published.
+
+    Raises:
+      Lost: as `check`.
+      UserError: it cannot be written.
+    """
+    self._update(lambda record: record.resumed(step))
+
+  def published(self, step: int) -> None:
+    """Record that the checkpoint of a step is published; if it is gone at a later start, that is a loss.
+
+    Raises:
+      Lost: as `check`.
+      UserError: it cannot be written.
+    """
+    self._update(lambda record: dataclasses.replace(record, published=step))
+
+  def restarting(self, number: int | None, published: int) -> None:
+    """Record that old results are being moved to `before_restart/<number>`, or that none are; errors as `published`."""
+    self._update(lambda record: dataclasses.replace(record, restarting=number, published=published))
+
+  def _update(self, change: Callable[[epochs.Epochs], epochs.Epochs]) -> None:
+    with self._mutex:
+      while True:
+        content = change(self.record()).to_json().encode()
+        if content == self._seen.content or _written(self._records, self.workdir, content, self._seen):
+          return
+
+  def start(self) -> None:
+    """Renew the lock from now on."""
+    self._beating.start()
+
+  def _beat(self) -> None:
+    while not self._ending.wait(LEASE_S / BEATS):
+      try:
+        self.renew()
+      except Lost:
+        return  # The main thread learns it before it publishes anything.
+      except (OSError, UserError) as error:  # Tried again: a file server may come back before the lease is over.
+        _logger.warning('%s cannot be renewed: %s', self.workdir / LOCK, first_line(error))
+
+  def renew(self) -> None:
+    """Show that this process lives, unless it has lost the run: then the lock is another one's.
+
+    Raises:
+      Lost: another process has taken the run over.
+      OSError: the lock cannot be written.
+      UserError: nor read.
+    """
+    self._write_lock(dataclasses.replace(self._mine, beat=self._mine.beat + 1))
+
+  def release(self) -> None:
+    """Say that this process has ended, so that nobody waits for it."""
+    self._ending.set()
+    if self._beating.is_alive():
+      self._beating.join(timeout=5.0)
+    if not self._beating.is_alive():  # Otherwise it hangs in a file system or network, and so would this.
+      with contextlib.suppress(OSError, UserError):  # A lock that is not released is found to be stale.
+        self._write_lock(dataclasses.replace(self._mine, released=True))
+    self._lock.close()
+
+  def _write_lock(self, mine: Owner) -> None:
+    with self._mutex:
+      found = owner.parse(self._lock.read())
+      self.check()  # Nobody has taken over until now; should they after this, an object's generation is another one.
+      if found is not None and found.fencing_epoch > mine.fencing_epoch:
+        raise Lost(f'Another process is taking over the run in {self.workdir} ({found}).')
+      if self._lock.write(mine.to_json().encode()):
+        self._mine = mine
+
+
+@contextlib.contextmanager
+def sole_user(workdir: epath.Path, say: Say = _warn) -> Iterator[Ownership | None]:
+  """Make a directory, and keep a second start of the same run out of it; yields None but on process 0, which owns it.
+
+  Two that write there would mix their lines and checkpoints.
+
+  Args:
+    workdir: of the run.
+    say: receives sentences for the user.
+
+  Raises:
+    UserError: another process trains there, or it cannot be written.
+  """
+  if jax.process_index() != 0:
+    yield None
+    return
+  ownership = take(workdir, say)
+  try:
+    ownership.start()
+    yield ownership
+  finally:
+    ownership.release()
+
+
+def take(workdir: epath.Path, say: Say, clock: Clock = Clock()) -> Ownership:
+  """Return the ownership of a run directory, taken over from a process that is gone if there was one.
+
+  Raises:
+    UserError: another process trains there, or it cannot be written.
+  """
+  records = conditional.open_records(workdir)
+  lock = FileLock(workdir, say) if is_local(workdir) else ObjectLock(records, workdir, say)
+  try:
+    content = lock.read()
+    former = owner.parse(content)
+    if content:
+      _await_end(workdir, lock, content, former, say, clock)
+    mine = owner.this_process(max(_last_epoch(workdir), former.fencing_epoch if former else 0) + 1)
+    if not lock.write(mine.to_json().encode()):
+      raise occupied(workdir, owner.parse(lock.read()))
+    seen = _begin(workdir, records, lock, mine)
+    mine = dataclasses.replace(mine, fencing_epoch=_parsed(seen.content, workdir).newest)
+    return Ownership(workdir, records, lock, mine, seen)
+  except OSError as error:
+    lock.close()
+    raise unwritable(workdir, error) from error
+  except BaseException:
+    lock.close()
+    raise
+
+
+def _await_end(workdir: epath.Path, lock: Lock, content: bytes, former: Owner | None, say: Say, clock: Clock) -> None:
+  """Return once the process that the lock names is gone for certain.
+
+  Raises:
+    UserError: it is not.
+  """
+  if former is None:
+    what, found = 'somebody whom its lock does not name', owner.ELSEWHERE
+  else:
+    what, found = str(former), owner.state(former)
+  if isinstance(lock, FileLock) and lock.exclusive and (former is None or owner.same_kernel(former)):
+    found = owner.GONE  # It had the file locked.
+  if former is not None and former.released:
+    return
+  if found in (owner.RUNNING, owner.STOPPED):
+    raise occupied(workdir, former)
+  if found == owner.ELSEWHERE:
+    say(f'{workdir} was last used by {what}: waiting {clock.lease_s:g} seconds for a sign of life …')
+    start = clock.now()
+    while clock.now() - start < clock.lease_s:
+      clock.sleep(min(1.0, clock.lease_s / 20))
+      now = lock.read()
+      if now != content:
+        former = owner.parse(now)
+        if former is not None and former.released:
+          return
+        raise occupied(workdir, former)
+  say(f'The process that last trained in {workdir} is gone without having ended ({what}): this one takes over.')
+
+
+def _last_epoch(workdir: epath.Path) -> int:
+  """Return the largest fencing epoch that the run knows of, also where `epochs.json` was removed."""
+  lines = [line.get(epochs.FENCING_EPOCH, 0) for line in raw_lines(workdir)]
+  return max([epochs.read_epochs(workdir).newest, *(number for number in lines if type(number) is int)])
+
+
+def _begin(workdir: epath.Path, records: conditional.Records, lock: Lock, mine: Owner) -> conditional.Seen:
+  """Write the new epoch; return what `epochs.json` then holds."""
+  while True:
+    seen = records.read(epochs.EPOCHS)
+    record = _parsed(seen.content, workdir)
+    found = owner.parse(lock.read())
+    if found is None or found.token != mine.token:  # Another start has waited out this one's lease.
+      raise occupied(workdir, found)
+    number = max(record.newest + 1, mine.fencing_epoch)
+    begun = record.begun(epochs.Epoch(number, mine.host, mine.pid, mine.since, mine.token))
+    written = _written(records, workdir, begun.to_json().encode(), seen)
+    if written is not None:
+      return written
+
+
+def _written(
+  records: conditional.Records, workdir: epath.Path, content: bytes, seen: conditional.Seen
+) -> conditional.Seen | None:
+  try:
+    return records.replace(epochs.EPOCHS, content, seen)
+  except OSError as error:
+    raise unwritable(workdir, error) from error
+
+
+def _parsed(content: bytes | None, workdir: epath.Path) -> epochs.Epochs:
+  if content is None:
+    return epochs.Epochs()
+  return epochs.parse(content.decode(errors='replace'), workdir / epochs.EPOCHS)
+
+
+def occupied(workdir: epath.Path, other: Owner | None) -> UserError:
+  """Return the error that says who trains in a directory."""
+  if other is None or other.released:
+    return UserError(f'Another process is training in {workdir}: {WAY_OUT}.')
+  if owner.state(other) == owner.STOPPED:
+    return UserError(
+      f'Another process is training in {workdir} ({other}), which is stopped: continue it (kill -CONT {other.pid}) or end '
+      f'it (kill -KILL {other.pid}), or choose another --workdir.'
+    )
+  return UserError(f'Another process is training in {workdir} ({other}): {WAY_OUT}.')
+
+
+def unwritable(workdir: epath.Path, error: OSError) -> UserError:
+  """Return the error that says that a run directory cannot be written."""
+  way_out = 'make room, then start the same command again' if is_full(error) else 'choose another --workdir'
+  return UserError(f'The run directory {workdir} cannot be written ({first_line(error)}): {way_out}.')
