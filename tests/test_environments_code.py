@@ -8,7 +8,7 @@ import json
 import pytest
 
 from sdpo_jax.config import EnvironmentsConfig
-from sdpo_jax.environments import code, code_replay
+from sdpo_jax.environments import code, code_replay, code_verdicts
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.types import Example
 
@@ -333,7 +333,7 @@ def test_a_test_may_not_call_for_ever_and_its_calls_share_the_time_limit(graders
   ],
 )
 def test_standard_output_is_compared_line_by_line_as_numbers_where_there_are_any(left, right, tolerance, same):
-  assert code.same_stdout(left, right, tolerance) == same
+  assert code_verdicts.same_stdout(left, right, tolerance) == same
 
 
 def test_tests_that_cannot_be_read_fail_their_completions_and_no_other(graders):

@@ -210,6 +210,16 @@ def test_output_is_cut_off_and_ends_the_program(sandbox):
   assert run(sandbox, 'result = "x" * (2 << 20)').status == 'output'
 
 
+def test_less_can_be_kept_than_may_be_printed_and_read_than_is_returned(sandbox):
+  limits = Limits(20, 10, 256, 4, 1, stdout_bytes=3, stderr_bytes=0, result_bytes=6)
+  code = 'import sys; print("12345"); print("bad", file=sys.stderr); result = x'
+  report = run(sandbox, code, limits=limits, x='four')
+  assert (report.status, report.stdout, report.stderr, report.result) == ('ended', '123', '', 'four')
+  assert report.dropped == {'stdout': 3, 'stderr': 4}
+  longer = run(sandbox, code, limits=limits, x='fives')
+  assert (longer.status, longer.result_bytes, longer.dropped['result']) == ('output', b'"fives', 1)
+
+
 def test_what_was_printed_before_a_time_out_is_reported(sandbox):
   report = run(sandbox, 'import time; print("before", flush=True); time.sleep(60)', limits=Limits(0.5, 10))
   assert (report.status, report.stdout) == ('timeout', 'before\n')

@@ -1,8 +1,8 @@
 """Programs judged by unit tests, each run in a process of its own in the sandbox (LiveCodeBench and its like).
 
 The ground truth is JSON: {"inputs", "outputs", "testtype": "functional" | "stdin" | "code", "fn_name", "time_limit"
-[, "context", "tolerance"]}. Expected outputs stay here; the sandbox gets the program and one input, and what it reports
-is compared here as plain data.
+[, "context", "tolerance"]}. Expected outputs stay out of the sandbox, which gets the program and one input; what it
+reports is bytes here, and read and compared as plain data in a helper process (code_verdicts.py).
 
 The reference profile gives the scores and feedback of lasgroup/SDPO verl/utils/reward_score/feedback/code.py, quirks
 included: the longest code block counts, of any language; 41 built-in functions and no exceptions; arguments split at
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import dataclasses
-import decimal
 import functools
 import json
 import math
@@ -24,8 +23,10 @@ import re
 from typing import Any
 
 from sdpo_jax.config import EnvironmentsConfig
-from sdpo_jax.environments import code_replay
+from sdpo_jax.environments import code_replay, code_verdicts
 from sdpo_jax.environments.code_feedback import ERROR, NO_CODE, TIME_OUT, Record, format_test_feedback
+from sdpo_jax.environments.code_verdicts import DIED, PRED_CHARACTERS
+from sdpo_jax.environments.helper_process import HelperPool, OverranError
 from sdpo_jax.environments.judging import after_thinking
 from sdpo_jax.environments.registry import register_factory
 from sdpo_jax.environments.sandbox import Job, Limits, Report, Sandbox
@@ -43,9 +44,10 @@ PRELOAD = (
   'decimal',
   'datetime',
 )
-PRED_CHARACTERS = 5000
-SHOWN_CHARACTERS = 4000  # Of an output that are kept: more than feedback can show.
-DEBUG_CHARACTERS = 1_000_000  # The same of the standard error, of which feedback shows the first lines.
+HELPERS = 2  # Processes that compare; a comparison takes a twentieth of a program's time.
+# Of what a program makes, what can be right: expected numbers may be spelled at length, characters as escapes.
+RESULT_BYTES, RESULT_PER_CHARACTER = 2**18, 16
+DEBUG_BYTES = 2**16  # Of the standard error that are kept: feedback shows the first lines.
 FIRST_TESTS = 4  # A program all of whose first tests time out is not run on the others (clean profile).
 _IN = '(Solution.py)'  # In an error's text: where in the program it was raised.
 
@@ -56,9 +58,6 @@ _PYTHON = ('python', 'python3', 'py', '')
 
 
 DEFAULT_TIME_LIMIT = 1.0  # Seconds, where the tests have null.
-DIED = 'Process Error: EOFError: '  # What the reference's parent reads of a process that died.
-# What it reads of one whose result could not be sent: the handler has a fault of its own.
-UNSENT = "ERROR: UnboundLocalError: cannot access local variable 'e' where it is not associated with a value"
 
 
 class InvalidTests(ValueError):
@@ -144,64 +143,6 @@ def _parsed(ground_truth: Any) -> Any:
     raise InvalidTests(f'The tests of a code question are not JSON: {error}.') from error
 
 
-# ———— Comparing ————
-
-
-def same_stdout_reference(actual: str, expected: str) -> bool:
-  """Equality after stripping, with spaces for newlines and without carriage returns."""
-  left, right = (text.strip().replace('\n', ' ').replace('\r', '') for text in (actual, expected))
-  return left == right
-
-
-def same_stdout(actual: str, expected: str, tolerance: float = 0.0) -> bool:
-  """Line by line, trailing space and blank last lines aside: equal text, or equal numbers (within `tolerance`)."""
-  left, right = ([line.rstrip() for line in text.strip().split('\n')] for text in (actual, expected))
-  return len(left) == len(right) and all(
-    a == b or _same_words(a.split(), b.split(), tolerance) for a, b in zip(left, right, strict=True)
-  )
-
-
-def _same_words(left: Sequence[str], right: Sequence[str], tolerance: float) -> bool:
-  return len(left) == len(right) and all(
-    a == b or _same_numbers(a, b, tolerance) for a, b in zip(left, right, strict=True)
-  )
-
-
-def _same_numbers(left: str, right: str, tolerance: float) -> bool:
-  try:
-    if tolerance:
-      return _close(float(left), float(right), tolerance)
-    return decimal.Decimal(left) == decimal.Decimal(right)
-  except (ValueError, decimal.InvalidOperation):
-    return False
-
-
-def _close(left: float, right: float, tolerance: float) -> bool:
-  return math.isclose(left, right, rel_tol=tolerance, abs_tol=tolerance) or (math.isnan(left) and math.isnan(right))
-
-
-def same_value(actual: Any, expected: Any, tolerance: float = 0.0) -> bool:
-  """Equality of data: tuples are lists, 1 is 1.0, true is not 1, NaN is NaN; numbers within `tolerance`."""
-  if isinstance(actual, bool) or isinstance(expected, bool):
-    return actual is expected
-  if isinstance(actual, int | float) and isinstance(expected, int | float):
-    if isinstance(actual, int) and isinstance(expected, int) and not tolerance:
-      return actual == expected
-    try:
-      return _close(float(actual), float(expected), tolerance)
-    except OverflowError:  # An integer beyond the floats.
-      return actual == expected
-  if isinstance(actual, list | tuple) and isinstance(expected, list | tuple):
-    return len(actual) == len(expected) and all(
-      same_value(a, b, tolerance) for a, b in zip(actual, expected, strict=True)
-    )
-  if isinstance(actual, dict) and isinstance(expected, dict):
-    return actual.keys() == expected.keys() and all(
-      same_value(value, expected[key], tolerance) for key, value in actual.items()
-    )
-  return type(actual) is type(expected) and actual == expected
-
-
 # ———— From programs to outcomes ————
 
 
@@ -229,10 +170,12 @@ class CodeGrader:
     self._settings = settings
     self._reference = settings.profile == 'reference'
     self._sandbox = Sandbox(settings.sandbox, HARNESS, preload=PRELOAD)
+    self._helpers = HelperPool(pathlib.Path(code_verdicts.__file__), HELPERS)
 
   def close(self) -> None:
     """Ends the sandbox."""
     self._sandbox.close()
+    self._helpers.close()
 
   def __call__(self, examples: list[Example], completions: list[str], *, truncated: list[bool]) -> list[Outcome]:
     """1 iff the program passes all tests; `acc` is the fraction that it passes.
@@ -256,7 +199,7 @@ class CodeGrader:
       for program in running:
         if slow(program):
           program.records[first:] = [
-            self._record(program, i, _TIMED_OUT) for i in range(min(first, len(program.records)), len(program.records))
+            _late(program.tests, i) for i in range(min(first, len(program.records)), len(program.records))
           ]
       self._run([program for program in running if not slow(program)], slice(first, None))
     return [_outcome(program, self._reference) for program in programs]
@@ -285,10 +228,9 @@ class CodeGrader:
     """Runs the tests numbered `part` of all programs and records what came of them."""
     places = [(program, i) for program in programs for i in range(len(program.records))[part]]
     apart = [place for place in places if place[0].tests.testtype == 'code' and not self._reference]
-    for place, report in zip(
-      apart, code_replay.run(self._sandbox, [self._trial(*place) for place in apart]), strict=True
-    ):
-      place[0].records[place[1]] = self._record(*place, report)
+    found = code_replay.run(self._sandbox, self._helpers, [self._trial(*place) for place in apart])
+    for place, ended in zip(apart, found, strict=True):
+      place[0].records[place[1]] = self._record_apart(*place, ended)
     places = [(program, i) for program, i in places if program.records[i] is None]
     records = self._sandbox.run(
       [self._job(program, i) for program, i in places], lambda number, report: self._record(*places[number], report)
@@ -308,11 +250,19 @@ class CodeGrader:
     }
     # In the reference profile the payload holds it, too, whatever it is.
     given = tests.testtype == 'stdin' and not self._reference
-    return Job(payload, value if given else '', self._limits(tests))
+    limits = dataclasses.replace(
+      self._limits(tests),
+      # A function's result comes by itself, and what it prints beside is not looked at.
+      stdout_bytes=bound(tests.outputs[index]) if given else 0,
+      stderr_bytes=0 if self._reference else DEBUG_BYTES,
+      result_bytes=bound(tests.outputs[index]),
+    )
+    return Job(payload, value if given else '', limits)
 
   def _trial(self, program: _Program, index: int) -> code_replay.Trial:
     tests = program.tests
-    return code_replay.Trial(program.code, tests.context, tests.inputs[index], self._limits(tests))
+    limits = dataclasses.replace(self._limits(tests), stderr_bytes=DEBUG_BYTES, result_bytes=bound(tests.inputs[index]))
+    return code_replay.Trial(program.code, tests.context, tests.inputs[index], limits)
 
   def _limits(self, tests: Tests) -> Limits:
     sandbox = self._settings.sandbox
@@ -323,40 +273,63 @@ class CodeGrader:
 
   def _record(self, program: _Program, index: int, report: Report) -> Record:
     tests = program.tests
-    judge = _judge_reference if self._reference else _judge
     value, expected = tests.inputs[index], tests.outputs[index]
-    if report.status == 'timeout':
-      return Record(index, value, None if expected is None else str(expected), TIME_OUT, False, written=repr(TIME_OUT))
-    # Whatever the program wrote on the descriptor of its result, only an object of texts is one.
-    result = report.result if isinstance(report.result, dict) else {}
-    result = {key: said for key, said in result.items() if key == 'finished' or isinstance(said, str)}
     hidden = not self._reference and not self._settings.reveal_answer
-    if (
-      hidden
-      and tests.testtype == 'code'
-      and result.get('error', '').startswith('AssertionError')
-      and _IN not in result['error']
-    ):
+    if report.status == 'timeout':
+      return _late(tests, index)
+    question = {
+      'profile': self._settings.profile,
+      'testtype': tests.testtype,
+      'expected': expected,
+      'tolerance': tests.tolerance,
+      'status': report.status,
+      'exit_code': report.exit_code,
+      'signal': report.signal,
+      'dropped': report.dropped,
+    }
+    try:
+      said = self._helpers.ask(question, report.result_bytes, report.stdout_bytes, report.stderr_bytes)
+    except OverranError:  # Nobody compares a right answer for so long.
+      text = f'{ERROR}OutputError: what the program made cannot be compared with what is expected'
+      return Record(index, value, None, text, False, written=repr(text), mentions_error=True)
+    expected = said.pop('expected')
+    return Record(index, value, None if hidden else expected, **said)
+
+  def _record_apart(self, program: _Program, index: int, ended: code_replay.Ended) -> Record:
+    """The record of a test program that ran apart."""
+    if ended.report.status == 'timeout':
+      return _late(program.tests, index)
+    hidden = not self._settings.reveal_answer
+    error, called = ended.result.get('error', ''), ended.result.get('called', '')[: code_replay.CALLED_CHARACTERS]
+    if hidden and error.startswith('AssertionError') and _IN not in error:
       # What the check itself says may hold the expected value.
-      called = result.get('called', '')[: code_replay.CALLED_CHARACTERS]
-      result['error'] = f'AssertionError: a check of the test fails{"; " * bool(called)}{called}'
-    actual, written, passed, expected = judge(tests, value, expected, dataclasses.replace(report, result=result))
-    if hidden and tests.testtype == 'code':
-      value = ''  # The test holds the expected value.
-    debug = result.get('debug', '') if self._reference else report.stderr
-    # Copies of what can be shown or counts, so that a batch does not keep all that its programs printed.
+      error = f'AssertionError: a check of the test fails{"; " * bool(called)}{called}'
+    passed = not error and ended.result.get('finished') is True and ended.report.status == 'ended'
+    if ended.report.status == 'output':
+      error = 'OutputError: the program printed or returned too much'
+    elif not passed and not error:
+      error = code_verdicts.ending(dataclasses.asdict(ended.report))
+    actual = 'All tests pass' if passed else ERROR + error
     return Record(
       index,
-      value,
-      None if hidden else expected,
-      actual[:SHOWN_CHARACTERS],
+      '' if hidden else program.tests.inputs[index],  # The test holds the expected value.
+      None,
+      actual[: code_verdicts.SHOWN_CHARACTERS],
       passed,
-      debug[:DEBUG_CHARACTERS],
-      written[-PRED_CHARACTERS:],
-      # What is no text, a list for example, is no error either.
-      ERROR in actual and (tests.testtype != 'functional' or actual.startswith(ERROR) or written[:1] in ('"', "'")),
-      len(actual),
+      ended.report.stderr,
+      repr(actual)[-PRED_CHARACTERS:],
+      not passed,
     )
+
+
+def bound(expected: Any) -> int:
+  """The bytes of a result that may be right: what is longer is wrong, and not read."""
+  return RESULT_BYTES + RESULT_PER_CHARACTER * len(expected if isinstance(expected, str) else str(expected))
+
+
+def _late(tests: Tests, index: int) -> Record:
+  value, expected = tests.inputs[index], tests.outputs[index]
+  return Record(index, value, None if expected is None else str(expected), TIME_OUT, False, written=repr(TIME_OUT))
 
 
 _NO_CODE = Record(0, None, None, NO_CODE, False, written=repr(NO_CODE))
@@ -371,82 +344,6 @@ def _dead(tests: Tests, index: int) -> Record:
   expected = tests.outputs[index]
   shown = None if expected is None else str(expected)
   return Record(index, tests.inputs[index], shown, DIED, False, written=repr(DIED), mentions_error=True)
-
-
-_TIMED_OUT = Report('timeout', None, None, None, '', '', 0.0, 0.0)
-
-
-def _judge_reference(tests: Tests, value: Any, expected: Any, report: Report) -> tuple[str, str, bool, str | None]:
-  """(what came out, its spelling, passed, the expected output as shown)."""
-  result, shown = report.result, None if expected is None else str(expected)
-
-  def wrong(actual: str) -> tuple[str, str, bool, str | None]:
-    return actual, repr(actual), False, shown
-
-  if 'error' not in result and 'output' not in result:
-    return wrong(DIED)
-  if tests.testtype == 'stdin' and not isinstance(expected, str):
-    return wrong(f"{ERROR}AttributeError: {type(expected).__name__!r} object has no attribute 'strip'")
-  if 'error' in result:
-    return wrong(f'{ERROR}{result["error"]}')
-  output, spelling = result['output'], result.get('repr', '')
-  if tests.testtype == 'stdin':
-    actual, wanted = output.strip(), expected.strip()
-    wanted = wanted[:-1].rstrip() if wanted.endswith('-') else wanted
-    return actual, repr(actual), same_stdout_reference(actual, wanted), wanted
-  if tests.testtype == 'code':
-    return output, spelling, True, shown
-  try:  # Also of values that are not JSON as text: they are no answers there.
-    wanted = json.dumps(json.loads(expected), sort_keys=True)
-  except (ValueError, TypeError, RecursionError) as error:
-    return wrong(f'{ERROR}{error}')
-  return wrong(UNSENT) if 'unsent' in result else (output, spelling, result.get('json') == wanted, shown)
-
-
-def _judge(tests: Tests, value: Any, expected: Any, report: Report) -> tuple[str, str, bool, str | None]:
-  """The same for the clean profile, which believes of a report only what it can compare."""
-  result, shown = report.result, None if expected is None else str(expected)
-  if report.status == 'output':
-    return _error('OutputError: the program printed too much', shown)
-  if result.get('error'):
-    return _error(result['error'], shown)
-  if tests.testtype == 'stdin':
-    if report.status != 'ended' or report.exit_code != 0:
-      return _error(_ending(report), shown)
-    actual = report.stdout.strip()
-    return actual, repr(actual), same_stdout(report.stdout, str(expected), tests.tolerance), str(expected).strip()
-  if tests.testtype == 'functional':
-    if 'json' not in result:
-      return _error(_ending(report), shown)
-    passed = _same_json(result['json'], expected, tests.tolerance)
-    return result.get('output', ''), result.get('repr', ''), passed, shown
-  if tests.testtype == 'code':
-    return _judge_code(result, report)
-  return _error(f'ValueError: Invalid test type: {tests.testtype}', shown)
-
-
-def _judge_code(result: Mapping[str, Any], report: Report) -> tuple[str, str, bool, None]:
-  if result.get('finished') is not True or report.status != 'ended':
-    return _error(_ending(report), None)
-  return 'All tests pass', repr('All tests pass'), True, None
-
-
-def _same_json(text: str, expected: Any, tolerance: float) -> bool:
-  try:
-    wanted = json.loads(expected) if isinstance(expected, str) else expected
-    return same_value(json.loads(text), wanted, tolerance)
-  except (ValueError, RecursionError):
-    return False
-
-
-def _ending(report: Report) -> str:
-  if report.status == 'killed':
-    return f'ProcessError: the program was killed by signal {report.signal} (out of memory, or a forbidden call)'
-  return f'ProcessError: the program ended with exit code {report.exit_code} before its test was done'
-
-
-def _error(text: str, shown: str | None) -> tuple[str, str, bool, str | None]:
-  return ERROR + text, repr(ERROR + text), False, shown
 
 
 def _outcome(program: _Program, reference: bool) -> Outcome:

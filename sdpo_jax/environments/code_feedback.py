@@ -30,10 +30,11 @@ class Record:
   expected: str | None  # None: not shown.
   actual: str  # What came out, ERROR + the exception, TIME_OUT or NO_CODE.
   passed: bool
-  debug: str = ''  # What the program wrote to standard error.
+  debug: str = ''  # What the program wrote to standard error, at least the lines that can be shown.
   written: str = ''  # The end of Python's spelling (repr) of what came out.
   mentions_error: bool = False  # ERROR stands anywhere in `actual`, which is a text.
   characters: int | None = None  # Of `actual` before it was cut to what feedback can show; None: it was not.
+  debug_lines: int | None = None  # Of `debug` before it was cut; None: it was not.
 
 
 def format_test_feedback(records: Sequence[Record], *, truncated: bool = False) -> str:
@@ -79,7 +80,7 @@ def _lines_of(record: Record, truncated: bool) -> Iterator[str]:
     if record.expected is not None:
       yield from ('', 'Expected', _cut(record.expected, VALUE_CHARACTERS))
   if debug := record.debug.strip():
-    yield from ('', 'Debug Output', *_first(debug.split('\n'), DEBUG_LINES, DEBUG_CHARACTERS))
+    yield from ('', 'Debug Output', *_first(debug.split('\n'), DEBUG_LINES, DEBUG_CHARACTERS, record.debug_lines))
 
 
 def _characters(record: Record) -> int:
@@ -94,10 +95,12 @@ def _input(title: str, value: Any) -> Iterator[str]:
     yield from _first(str(value).splitlines(), INPUT_LINES, VALUE_CHARACTERS)
 
 
-def _first(lines: Sequence[str], limit: int, width: int) -> Iterator[str]:
+def _first(lines: Sequence[str], limit: int, width: int, count: int | None = None) -> Iterator[str]:
+  """The first lines of `count` ones (None: all are given), and how many more there are."""
   yield from (_cut(line, width) for line in lines[:limit])
-  if len(lines) > limit:
-    yield f'... ({len(lines) - limit} more lines)'
+  count = len(lines) if count is None else count
+  if count > limit:
+    yield f'... ({count - limit} more lines)'
 
 
 def _cut(text: str, limit: int) -> str:

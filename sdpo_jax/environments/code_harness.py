@@ -24,6 +24,10 @@ import typing
 
 FILE = 'Solution.py'  # Name of the program's file in error messages.
 FRAMES = 3  # Innermost frames of the program that an error shows.
+ERROR = 'Error: '  # As in code_feedback.py.
+# Of a text that the grader keeps: the first characters are shown, the last ones of its spelling are an answer's name.
+FIRST_CHARACTERS, LAST_CHARACTERS = 4000, 5000
+DEBUG_LINES, DEBUG_CHARACTERS = 10, 301  # Of the standard error that feedback shows, and one character more.
 
 # lasgroup/SDPO verl/utils/reward_score/feedback/code.py:74-169: all that a program has there.
 REFERENCE_BUILTINS = (
@@ -55,8 +59,10 @@ def run(payload: dict) -> dict:
       'operations', see code_replay.py), code, input, fn_name, context (code that runs first).
 
   Returns:
-    'error': what was raised, in the reference's layout; or 'output', 'repr', 'json' (text, None where there is none),
-    'debug'.
+    'error': what was raised, in the reference's layout; or what came out: 'output' and 'repr', the ends of it that can
+    be shown; 'characters', the length of it all; 'mentions', whether it is a text about an error; and, last, 'whole',
+    which is compared and may be long. In the reference profile also 'debug' and 'debug_lines', what it wrote to the
+    standard error.
   """
   profile, kind = payload['profile'], payload['testtype']
   if profile == 'reference':
@@ -76,7 +82,8 @@ def _clean(payload: dict, kind: str, namespace: dict) -> dict:
     function = _find(namespace, payload['fn_name'])
     value = payload['input']
     result = function(**value) if isinstance(value, dict) else function(*_json_values(value))
-    return {'json': json.dumps(result, default=_array), 'repr': repr(result), 'output': str(result)}
+    whole = json.dumps(result, default=_array)
+    return {**_shown(str(result), repr(result)), 'whole': whole}
   if kind == 'operations':
     return _operate(payload['operations'], namespace)
   raise ValueError(f'Invalid test type: {kind}')
@@ -210,7 +217,8 @@ def _operate(operations: list, namespace: dict) -> dict:
       if number < len(operations):
         results.append(None)
         continue
-      return {'raised': type(error).__name__, 'message': str(error), 'error': _describe(error, quoted=True)}
+      described = _describe(error, quoted=True)
+      return {'raised': type(error).__name__, 'message': _limited(str(error)), 'error': described}
     results.append(value)
   answer = {} if arguments is None or repr(arguments) == before else {'arguments': _literal(arguments)}
   try:
@@ -237,7 +245,7 @@ def _replay(payload: dict, namespace: dict) -> dict:
   except BaseException as error:
     if talk.need is None:
       described = getattr(error, 'described', None)
-      return {'error': described or _describe(error, quoted=False), 'called': '' if described else talk.last}
+      return {'error': described or _describe(error, quoted=False), 'called': '' if described else talk.last[:1000]}
   return {'finished': True} if talk.need is None else {'need': talk.need}
 
 
@@ -315,6 +323,19 @@ class _Object:
     return self.__getattr__('__contains__')(item)
 
 
+def _shown(text: str, spelling: str, *, is_output: bool = False) -> dict:
+  """How something looks, in parts that are small however long it is; `is_output`: it is text that was printed."""
+  mentions = ERROR in text and (is_output or text.startswith(ERROR) or spelling[:1] in ('"', "'"))
+  characters, text, spelling = len(text), text[:FIRST_CHARACTERS], spelling[-LAST_CHARACTERS:]
+  return {'output': text, 'characters': characters, 'mentions': mentions, 'repr': spelling}
+
+
+def _limited(text: str) -> str:
+  """A text without its middle if it is long."""
+  whole = len(text) <= FIRST_CHARACTERS + LAST_CHARACTERS
+  return text if whole else text[:FIRST_CHARACTERS] + text[-LAST_CHARACTERS:]
+
+
 def _caught(call: typing.Callable[[], dict]) -> dict:
   try:
     return call()
@@ -333,7 +354,7 @@ def _describe(error: BaseException, *, quoted: bool) -> str:
   for frame, line in frames[-FRAMES:]:
     source = linecache.getline(FILE, line).strip() if quoted and (frame, line) == frames[-1] else ''
     lines += [f'  {source}'] * bool(source) + [f'Line {line} in {frame.f_code.co_name} ({FILE})']
-  return '\n'.join(lines)
+  return _limited('\n'.join(lines))
 
 
 # ———— The reference profile ————
@@ -352,9 +373,12 @@ def _reference(payload: dict, kind: str) -> dict:
     # As its reliability_guard leaves it; namedtuple needs it on Python 3.11.
     sys._getframe = None
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(debug):
-      return {**_reference_run(payload, kind, namespace, out), 'debug': debug.getvalue()}
+      said = _reference_run(payload, kind, namespace, out)
   except BaseException as error:
-    return {'error': _describe(error, quoted=False), 'debug': debug.getvalue()}
+    said = {'error': _describe(error, quoted=False)}
+  lines = debug.getvalue().strip().split('\n')
+  first = '\n'.join(line[:DEBUG_CHARACTERS] for line in lines[:DEBUG_LINES])
+  return {'debug': first, 'debug_lines': len(lines), **said}
 
 
 def _reference_run(payload: dict, kind: str, namespace: dict, out: io.StringIO) -> dict:
@@ -363,14 +387,15 @@ def _reference_run(payload: dict, kind: str, namespace: dict, out: io.StringIO) 
     sys.stdin = io.StringIO(payload['input'])
     # The reference puts a line before the program, which shifts the line numbers of its messages by one.
     _compiled_in('__name__ = "__main__"\n' + code, FILE, namespace)
-    return {'output': out.getvalue()}
+    text = out.getvalue().strip()
+    return {**_shown(text, repr(text), is_output=True), 'whole': text}
   if kind not in ('functional', 'code'):
     raise ValueError(f'Invalid test type: {kind}')
   if kind == 'code':
     namespace['__name__'] = '__main__'
     _compiled_in(code, FILE, namespace)
     _compiled_in(payload['input'], 'Tests.py', namespace)
-    return {'output': 'All tests pass', 'repr': repr('All tests pass')}
+    return _shown('All tests pass', repr('All tests pass'))
   _compiled_in(code, FILE, namespace, flags=__future__.annotations.compiler_flag)
   name, value = _reference_name(code, payload['fn_name'], namespace), payload['input']
   arguments = value if isinstance(value, dict) else [json.loads(word) for word in value.split()]
@@ -378,13 +403,13 @@ def _reference_run(payload: dict, kind: str, namespace: dict, out: io.StringIO) 
   try:
     text = json.dumps(_reference_data(result), sort_keys=True)
   except Exception as error:
-    return {'error': str(error)}
-  answer = {'json': text, 'repr': repr(result), 'output': str(result)}
+    return {'error': _limited(str(error))}
+  answer = _shown(str(result), repr(result))
   try:
     pickle.dumps(result)
   except Exception:  # There the result cannot be sent to the parent.
     answer['unsent'] = 'true'
-  return answer
+  return {**answer, 'whole': text}
 
 
 def _compiled_in(source: str, name: str, namespace: dict, flags: int = 0) -> None:

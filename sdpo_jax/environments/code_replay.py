@@ -9,16 +9,16 @@ and finds the answer. Objects of the model's classes stay on its side: every use
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import dataclasses
 import json
 from typing import Any
 
+from sdpo_jax.environments.helper_process import HelperPool, OverranError
 from sdpo_jax.environments.sandbox import Job, Limits, Report, Sandbox
 
 MAX_CALLS = 1000  # Of a test; each costs two processes.
 CALLED_CHARACTERS = 200  # Of the last call, as shown.
-LITERAL_CHARACTERS = 1_000_000  # Of a value that is read back; parsing takes a hundred times its memory.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,28 +28,42 @@ class Trial:
   code: str  # The model's.
   context: str  # Runs before either.
   test: str
-  limits: Limits  # Of every process; `cpu_s` also of all the model's together.
+  # Of every process; `cpu_s` also of all the model's together. `result_bytes` is that of one answer of the model's
+  # program, and of the test `output_mb`, as of all answers together.
+  limits: Limits
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+  """What became of a test: the report of the process that ended it, and what there is to say."""
+
+  report: Report
+  result: dict[str, Any]  # {'finished': True} if the test ran to its end, else {'error': …, 'called': …} or nothing.
 
 
 @dataclasses.dataclass
 class _State:
   answers: dict[str, Any] = dataclasses.field(default_factory=dict)  # By the JSON of what was asked.
+  characters: int = 0  # Of all answers.
   cpu_s: float = 0.0
 
 
-def run(sandbox: Sandbox, trials: Sequence[Trial]) -> list[Report]:
-  """What became of each test: `result` is {'finished': True} if it ran to its end, else {'error': …} or none.
+def run(sandbox: Sandbox, helpers: HelperPool, trials: Sequence[Trial]) -> list[Ended]:
+  """What became of each test.
 
-  A report of another status is that of the process that ended so.
+  Args:
+    sandbox: where the tests and the model's programs run.
+    helpers: processes of code_verdicts.py, which read the answers of the model's programs.
+    trials: the tests.
   """
-  reports: list[Report | None] = [None] * len(trials)
+  ended: list[Ended | None] = [None] * len(trials)
   states = [_State() for _ in trials]
   pending = list(range(len(trials)))
   while pending:
-    asked = _asked(sandbox, trials, states, pending, reports)
-    _answer(sandbox, trials, states, asked, reports)
-    pending = [number for number, _ in asked if reports[number] is None]
-  return reports
+    asked = _asked(sandbox, trials, states, pending, ended)
+    _answer(sandbox, helpers, trials, states, asked, ended)
+    pending = [number for number, _ in asked if ended[number] is None]
+  return ended
 
 
 def _asked(
@@ -57,18 +71,23 @@ def _asked(
   trials: Sequence[Trial],
   states: Sequence[_State],
   pending: Sequence[int],
-  reports: list[Report | None],
+  ended: list[Ended | None],
 ) -> list[tuple[int, list[Any]]]:
-  """Runs tests with what is known; (test, operations) of those that need to know more, the others' reports filled in."""
-  jobs = [_job(trials[n], 'replay', test=trials[n].test, answers=states[n].answers) for n in pending]
+  """Runs tests with what is known; (test, operations) of those that need to know more, the others' ends filled in."""
+  jobs = []
+  for number in pending:
+    limits = dataclasses.replace(trials[number].limits, result_bytes=None)
+    job = _job(trials[number], 'replay', test=trials[number].test, answers=states[number].answers)
+    jobs.append(dataclasses.replace(job, limits=limits))
   asked = []
   for number, report in zip(pending, sandbox.run(jobs), strict=True):
-    result = report.result if isinstance(report.result, dict) else {}
-    if report.status != 'ended' or 'need' not in result:
-      reports[number] = report
+    # Written by the harness alone, in a process that never held the model's program: texts in a frame of few objects.
+    result = report.result if report.status == 'ended' and isinstance(report.result, dict) else {}
+    if 'need' not in result:
+      ended[number] = Ended(report, result)
     elif len(states[number].answers) >= MAX_CALLS:
       said = f'ProcessError: the test calls the program more than {MAX_CALLS} times'
-      reports[number] = dataclasses.replace(report, result={'error': said})
+      ended[number] = Ended(report, {'error': said})
     else:
       asked.append((number, result['need']))
   return asked
@@ -76,22 +95,30 @@ def _asked(
 
 def _answer(
   sandbox: Sandbox,
+  helpers: HelperPool,
   trials: Sequence[Trial],
   states: Sequence[_State],
   asked: Sequence[tuple[int, list[Any]]],
-  reports: list[Report | None],
+  ended: list[Ended | None],
 ) -> None:
   """Asks the model's programs; one that ends without an answer, or has used up its time, ends its test."""
   jobs = [_job(trials[number], 'operations', code=trials[number].code, operations=need) for number, need in asked]
   for (number, need), report in zip(asked, sandbox.run(jobs), strict=True):
     state, limits = states[number], trials[number].limits
     state.cpu_s += report.cpu_s
-    if report.status != 'ended' or not isinstance(report.result, dict):
-      reports[number] = dataclasses.replace(report, result=None)
+    if report.status != 'ended' or not report.result_bytes.startswith(b'{'):
+      ended[number] = Ended(report, {})
     elif state.cpu_s > limits.cpu_s:
-      reports[number] = dataclasses.replace(report, status='timeout', result=None)
+      ended[number] = Ended(dataclasses.replace(report, status='timeout'), {})
     else:
-      state.answers[key(need)] = _texts(report.result)
+      try:
+        found = helpers.ask({}, report.result_bytes, b'', b'')
+      except OverranError:
+        found = {'raised': 'TypeError', 'message': 'the answer of the program cannot be read'}
+      state.characters += sum(len(part) for part in found.values() if isinstance(part, str))
+      if state.characters > limits.output_mb * 2**20:
+        ended[number] = Ended(dataclasses.replace(report, status='output'), {})
+      state.answers[key(need)] = found
 
 
 def _job(trial: Trial, kind: str, **more: Any) -> Job:
@@ -101,18 +128,3 @@ def _job(trial: Trial, kind: str, **more: Any) -> Job:
 def key(operations: Sequence[Any]) -> str:
   """What the harness looks an answer up by."""
   return json.dumps(operations, sort_keys=True)
-
-
-def _is_short(value: Any) -> bool:
-  return isinstance(value, str) and len(value) <= LITERAL_CHARACTERS
-
-
-def _texts(result: dict[Any, Any]) -> dict[str, Any]:
-  """Of an answer, which is whatever the program wrote, what the stand-ins understand."""
-  kinds: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(('repr', 'arguments', 'raised', 'error', 'message'), _is_short),
-    'object': lambda value: value is True,
-    'method': lambda value: value is True,
-  }
-  found = {name: result[name] for name, fits in kinds.items() if name in result and fits(result[name])}
-  return found or {'raised': 'TypeError', 'message': 'the program gave no answer'}

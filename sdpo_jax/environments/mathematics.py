@@ -105,7 +105,16 @@ class MathGrader:
     """
     self._reference = settings.profile == 'reference'
     self._reveal = settings.reveal_answer
-    self._limits = Limits(SECONDS + 1, SECONDS, MEMORY_MB, settings.sandbox.file_mb, settings.sandbox.output_mb)
+    self._limits = Limits(
+      SECONDS + 1,
+      SECONDS,
+      MEMORY_MB,
+      settings.sandbox.file_mb,
+      settings.sandbox.output_mb,
+      stdout_bytes=0,
+      stderr_bytes=0,
+      result_bytes=len('false'),
+    )
     self._sandbox = Sandbox(settings.sandbox, HARNESS)
 
   def close(self) -> None:

@@ -7,7 +7,7 @@ the program directly, past the zygote. docs/sandbox.md says against what this he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import concurrent.futures
 import contextlib
 import ctypes
@@ -48,6 +48,7 @@ ENVIRONMENT = {name: '1' for name in ('OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS',
 # The C library would reserve 64 MiB of address space, which counts as memory, for each thread of a program.
 ENVIRONMENT['MALLOC_ARENA_MAX'] = '1'
 MFD_CLOEXEC, MFD_ALLOW_SEALING, F_ADD_SEALS, ALL_SEALS = 1, 2, 1033, 0b1111
+PIPES = ('stdout', 'stderr', 'result')
 GRACE_S = 60.0  # A zygote that says nothing for so long after a program's time is over has failed.
 
 
@@ -60,6 +61,10 @@ class Limits:
   memory_mb: int = SandboxConfig.memory_mb  # Beyond what the harness and the preloaded modules take, MiB.
   file_mb: int = SandboxConfig.file_mb  # In the scratch directory, MiB.
   output_mb: int = SandboxConfig.output_mb  # Standard output and error together, and as much of a result, MiB.
+  # Bytes that are kept of each, and read of the result: a program that returns more is ended. None: all of the above.
+  stdout_bytes: int | None = None
+  stderr_bytes: int | None = None
+  result_bytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,18 +78,37 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-  """What became of a program; `result`, `stdout` and `stderr` are whatever it made them."""
+  """What became of a program; what it returned and printed is whatever it made it."""
 
-  # Ended by itself with any exit code; over its wall or CPU time; printed or wrote too much; killed by a signal that is
-  # not the sandbox's (or for too many threads).
+  # Ended by itself with any exit code; over its wall or CPU time; printed, returned or wrote too much; killed by a
+  # signal that is not the sandbox's (or for too many threads).
   status: Literal['ended', 'timeout', 'output', 'killed']
   exit_code: int | None
   signal: int | None
-  result: Any  # What the harness returned; None if it did not get that far, or what came is not JSON.
-  stdout: str
-  stderr: str
   wall_s: float
   cpu_s: float
+  result_bytes: bytes = b''  # What the harness returned, as JSON; b'' if it did not get that far.
+  stdout_bytes: bytes = b''
+  stderr_bytes: bytes = b''
+  # Bytes that came beyond what is kept, of 'result', 'stdout' and 'stderr'; nothing of one that is whole.
+  dropped: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+  @property
+  def result(self) -> Any:
+    """What the harness returned; None if it did not get that far, or what came is not JSON.
+
+    Parsing takes a hundred times the memory of the text, and seconds for megabytes of brackets: read it here only where
+    `Limits.result_bytes` is small.
+    """
+    return _json(self.result_bytes)
+
+  @property
+  def stdout(self) -> str:
+    return self.stdout_bytes.decode(errors='replace')
+
+  @property
+  def stderr(self) -> str:
+    return self.stderr_bytes.decode(errors='replace')
 
 
 class Sandbox:
@@ -384,31 +408,42 @@ def _run(zygote: _Zygote, job: Job, probe: bool) -> Report:
       raise _Died from error
     for file in (stdin, payload, theirs, *writers):
       file.close()
-    answer, outputs, too_much = _collect(channel, readers, limits)
+    answer, outputs, dropped = _collect(channel, readers, limits)
   if 'fault' in answer:
     raise UserError(f'{FAILS}{answer["fault"]}.')
   if answer['ended_by'] == 'closed':
     raise RuntimeError('The sandbox was closed while a program ran.')
-  stdout, stderr, raw = outputs
+  stdout, stderr, result = outputs
   return Report(
-    status='output' if too_much else _status(answer, limits),
+    status='output' if dropped.too_much else _status(answer, limits),
     exit_code=answer['exit_code'],
     signal=answer['signal'],
-    result=_json(raw),
-    stdout=stdout.decode(errors='replace'),
-    stderr=stderr.decode(errors='replace'),
     wall_s=answer['wall_s'],
     cpu_s=answer['cpu_s'],
+    result_bytes=result,
+    stdout_bytes=stdout,
+    stderr_bytes=stderr,
+    dropped={name: count for name, count in dropped.counts.items() if count},
   )
 
 
-def _collect(channel: socket.socket, readers: Sequence[io.FileIO], limits: Limits) -> tuple[dict, list[bytes], bool]:
-  """The zygote's answer, what came through each pipe, and whether that was cut off at the limit."""
+@dataclasses.dataclass
+class _Dropped:
+  counts: dict[str, int]  # Bytes, by the name of the pipe.
+  too_much: bool = False  # Over a limit, so that the program was ended.
+
+
+def _collect(
+  channel: socket.socket, readers: Sequence[io.FileIO], limits: Limits
+) -> tuple[dict, list[bytes], _Dropped]:
+  """The zygote's answer, what is kept of what came through each pipe, and what is not."""
   names = {reader.fileno(): index for index, reader in enumerate(readers)}
   outputs = [bytearray() for _ in readers]
-  printed, returned = [limits.output_mb * MIB], [limits.output_mb * MIB]
+  most = limits.output_mb * MIB
+  kept = [most if limit is None else limit for limit in (limits.stdout_bytes, limits.stderr_bytes, limits.result_bytes)]
+  printed, returned = [most], [min(most, kept[2])]
   left = dict(zip(names, (printed, printed, returned), strict=True))
-  too_much = False
+  dropped = _Dropped(dict.fromkeys(PIPES, 0))
   open_ends = set(names)
   poll = select.poll()
   for fd in [*names, channel.fileno()]:
@@ -417,15 +452,17 @@ def _collect(channel: socket.socket, readers: Sequence[io.FileIO], limits: Limit
 
   def read(fd: int) -> bool:
     """Whether there may be more to read."""
-    nonlocal too_much
     try:
       data = os.read(fd, CHUNK)
     except BlockingIOError:
       return False
-    if len(data) > left[fd][0] and not too_much:
-      too_much = True
+    index = names[fd]
+    room = min(left[fd][0], kept[index] - len(outputs[index]))
+    dropped.counts[PIPES[index]] += max(0, len(data) - room)
+    if len(data) > left[fd][0] and not dropped.too_much:
+      dropped.too_much = True
       _tell(channel)
-    outputs[names[fd]] += data[: left[fd][0]]
+    outputs[index] += data[:room]
     left[fd][0] -= min(left[fd][0], len(data))
     if not data and fd in open_ends:
       open_ends.remove(fd)
@@ -446,9 +483,9 @@ def _collect(channel: socket.socket, readers: Sequence[io.FileIO], limits: Limit
   if not answer:
     raise _Died
   for fd in names:
-    while read(fd) and not too_much:
+    while read(fd) and not dropped.too_much:
       pass
-  return json.loads(answer), [bytes(output) for output in outputs], too_much
+  return json.loads(answer), [bytes(output) for output in outputs], dropped
 
 
 def _receive(channel: socket.socket) -> bytes:
