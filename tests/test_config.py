@@ -7,7 +7,8 @@ from absl.testing import parameterized
 import pytest
 
 from configs import qwen3_8b_chemistry, qwen3_8b_chemistry_grpo, qwen3_8b_livecodebench
-from sdpo_jax.config import Config, describe, differences, flatten, from_dict, override
+from sdpo_jax.config import ACCEPTABLE, Config, Differences, describe, differences, flatten, from_dict, override
+from sdpo_jax.config.checks import CHANGES
 from sdpo_jax.config.help import settings_help
 from sdpo_jax.config.ranges import RANGES, check_ranges
 from sdpo_jax.errors import UserError
@@ -145,22 +146,24 @@ def test_a_run_saved_before_a_setting_existed_had_its_default():
   config = Config()
   saved = json.loads(config.to_json())
   del saved['actor']['self_distillation']['teacher_restart_interval']
-  assert differences(saved, config) == []
+  assert differences(saved, config).refused == []
   config.actor.self_distillation.teacher_restart_interval = 7
-  assert differences(saved, config) == ['actor.self_distillation.teacher_restart_interval was None and is now 7']
+  assert differences(saved, config).refused == [
+    'actor.self_distillation.teacher_restart_interval was None and is now 7'
+  ]
 
 
 def test_a_run_saved_before_messages_were_text_goes_on_as_it_began():
   saved = json.loads(Config().to_json())
   del saved['data']['split_special_tokens'], saved['actor']['self_distillation']['thinking_rule']
   config = Config()
-  assert differences(saved, config) == [
+  assert differences(saved, config).refused == [
     "actor.self_distillation.thinking_rule was 'closed' and is now 'all'",
     'data.split_special_tokens was False and is now True',
   ]
   assert not from_dict(saved).data.split_special_tokens  # What reads the run does as the run does.
   config.data.split_special_tokens, config.actor.self_distillation.thinking_rule = False, 'closed'
-  assert differences(saved, config) == [] and from_dict(saved) == config
+  assert differences(saved, config).refused == [] and from_dict(saved) == config
 
 
 def test_differences_name_what_changes_learning_and_only_that():
@@ -168,13 +171,79 @@ def test_differences_name_what_changes_learning_and_only_that():
   config = valid()
   override(config, 'trainer.total_training_steps', '7')
   override(config, 'val_kwargs.n', '2')
+  assert differences(saved, config) == Differences([], [], [], [])
   override(config, 'mesh.fsdp', '4')
-  assert differences(saved, config) == []
+  assert differences(saved, config) == Differences([], [], ['mesh.fsdp was -1 and is now 4'], [])
   override(config, 'optimizer.lr', '0.5')
   override(config, 'actor.self_distillation.teacher_restart_interval', '10')
-  assert differences(saved, config) == [
+  found = differences(saved, config)
+  assert found.refused == [
     'actor.self_distillation.teacher_restart_interval was None and is now 10',
     'optimizer.lr was 1e-05 and is now 0.5',
+  ]
+  assert found.ways_out == []
+
+
+@pytest.mark.parametrize(
+  'name, value, where',
+  [
+    ('environments.http.url', 'http://localhost:9/grade', 'graders'),
+    ('environments.http.timeout_s', '1', None),
+    ('environments.http.retries', '1', None),
+    ('environments.http.concurrency', '1', None),
+    ('environments.http.authorization_env', 'KEY', None),
+    ('environments.judge.base_url', 'http://localhost:9/v1', 'named'),
+    ('environments.judge.model', 'another', 'graders'),
+    ('environments.judge.template', '{completion}', 'graders'),
+    ('environments.judge.temperature', '1', 'graders'),
+    ('environments.judge.timeout_s', '1', None),
+    ('environments.sandbox.memory_mb', '64', 'graders'),
+    ('environments.sandbox.file_mb', '64', 'graders'),
+    ('environments.sandbox.output_mb', '64', 'graders'),
+    ('environments.sandbox.mechanism', 'landlock', 'named'),
+    ('environments.sandbox.workers', '1', None),
+    ('environments.modules', 'other.py', 'graders'),
+    ('environments.profile', 'reference', 'graders'),
+    ('data.train_files', 'other.jsonl', 'data'),
+    ('model.path', 'other', 'model'),
+    ('data.response_buckets', '64', 'named'),
+    ('data.max_response_length', '64', 'refused'),
+    ('seed', '1', 'refused'),
+  ],
+)
+def test_a_resume_may_change_what_decides_neither_the_reward_nor_the_data_and_the_rest_if_accepted(name, value, where):
+  saved, config = json.loads(valid().to_json()), valid()
+  override(config, name, value)
+  found = differences(saved, config)
+  whole = [*found.refused, *found.accepted, *found.named]
+  assert [phrase.startswith(f'{name} was ') for phrase in whole] == [True] * (where is not None)
+  assert bool(found.named) == (where == 'named') and found.accepted == []
+  assert found.ways_out == ([where] if where in ACCEPTABLE else [])
+  if where in ACCEPTABLE:
+    override(config, 'trainer.accept_changes', where)
+    config.validate()
+    assert differences(saved, config) == Differences([], found.refused, [], [])
+    override(config, 'seed', '7')  # What cannot be accepted is not offered to be.
+    override(config, 'trainer.accept_changes', '')
+    assert differences(saved, config).ways_out == []
+
+
+def test_only_what_there_is_can_be_accepted():
+  assert tuple(ACCEPTABLE) == CHANGES
+  config = valid()
+  config.trainer.accept_changes = ('graders', 'optimizer.lr')
+  with pytest.raises(
+    UserError, match=r"accept_changes: \['optimizer.lr'\] cannot be accepted: name any of tokenizer, "
+  ):
+    config.validate()
+
+
+def test_a_key_in_an_address_is_not_quoted():
+  saved, config = json.loads(valid().to_json()), valid()
+  saved['environments']['http']['url'] = 'http://me:word@host:1/grade?key=hidden'
+  config.environments.http.url = 'http://[broken'
+  assert differences(saved, config).refused == [
+    "environments.http.url was 'http://host:1/grade' (with what is not shown here) and is now another address"
   ]
 
 
@@ -203,8 +272,9 @@ def test_variables_of_the_chat_template_are_a_json_object_or_set_by_name():
   override(config, f'{name}.budget', '7')
   given = {'enable_thinking': False, 'controls': {'length': 'long'}, 'tags': ['a', 1], 'effort': 'high', 'budget': 7}
   assert config.validate().data.apply_chat_template_kwargs == given
-  assert from_dict(json.loads(config.to_json())) == config and differences(json.loads(config.to_json()), config) == []
-  assert differences(json.loads(valid().to_json()), config) == [f'{name} was {{}} and is now {given}']
+  assert from_dict(json.loads(config.to_json())) == config
+  assert differences(json.loads(config.to_json()), config) == Differences([], [], [], [])
+  assert differences(json.loads(valid().to_json()), config).refused == [f'{name} was {{}} and is now {given}']
   assert valid().data.apply_chat_template_kwargs == {}
   with pytest.raises(UserError, match=f"{name}='false' is not a JSON object"):
     override(config, name, 'false')

@@ -6,7 +6,10 @@ sections), the field's elsewhere. A file under `configs/` builds a `Config`; `--
 
 from sdpo_jax.config.checks import round_shares as round_shares
 from sdpo_jax.config.fields import flatten as flatten
+from sdpo_jax.config.overrides import ACCEPTABLE as ACCEPTABLE
+from sdpo_jax.config.overrides import NAMED as NAMED
 from sdpo_jax.config.overrides import RESUMABLE as RESUMABLE
+from sdpo_jax.config.overrides import Differences as Differences
 from sdpo_jax.config.overrides import describe as describe
 from sdpo_jax.config.overrides import differences as differences
 from sdpo_jax.config.overrides import from_dict as from_dict

@@ -43,6 +43,7 @@ TEMPLATE_ARGUMENTS = (
   'truncation',
 )
 JUDGE_FIELDS = ('completion', 'question', 'ground_truth')
+CHANGES = ('tokenizer', 'model', 'data', 'graders')  # What a resumed run may accept, see overrides.ACCEPTABLE.
 LONGEST_ROUND = 10**6  # Turns, in which every source of train_files has exactly its share.
 _DISTILLATION = 'actor.self_distillation'
 
@@ -171,6 +172,8 @@ def _check_optimizer(optimizer: schema.OptimizerConfig) -> None:
 
 def _check_trainer(config: schema.Config) -> None:
   trainer, sequences = config.trainer, _sequences(config)
+  unknown = [entry for entry in trainer.accept_changes if entry not in CHANGES]
+  _require(not unknown, f'trainer.accept_changes: {unknown} cannot be accepted: name any of {", ".join(CHANGES)}.')
   _require(
     trainer.test_freq == 0 or bool(config.data.val_files),
     'trainer.test_freq asks for evaluation but data.val_files is empty: name held-out rows or set trainer.test_freq=0.',

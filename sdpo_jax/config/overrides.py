@@ -6,19 +6,18 @@ from collections.abc import Sequence
 import dataclasses
 import typing
 from typing import Any
+import urllib.parse
 
 from sdpo_jax.config.fields import check_types, flatten, parse, parse_entry, unknown_setting
 from sdpo_jax.config.schema import Config
 from sdpo_jax.errors import UserError
 
-# Settings that may differ when a run is resumed: they do not change what is learned.
+# Settings that may differ when a run is resumed: they do not change what is learned, to the last bit.
 RESUMABLE = (
   'name',
   'val_kwargs',
   'data.val_files',
   'data.val_max_samples',
-  'rollout.max_batch_rows',
-  'rollout.decode_chunk',
   'trainer.total_training_steps',
   'trainer.test_freq',
   'trainer.val_before_train',
@@ -32,25 +31,51 @@ RESUMABLE = (
   'trainer.tensorboard',
   'trainer.wandb_project',
   'trainer.profile_steps',
+  'trainer.accept_changes',
   'alarms',
   'environments.max_ungraded_fraction',
-  'environments.score_range',
-  'environments.grader_timeout_s',
-  'environments.sandbox',
-  'environments.http',
-  'environments.judge.base_url',
+  # When and how a grader is asked, not what is right.
+  'environments.sandbox.workers',
+  'environments.sandbox.allow_unsandboxed',
+  'environments.http.authorization_env',
+  'environments.http.timeout_s',
+  'environments.http.retries',
+  'environments.http.concurrency',
   'environments.judge.api_key_env',
   'environments.judge.timeout_s',
   'environments.judge.retries',
   'environments.judge.concurrency',
-  'actor.ppo_micro_batch_size',  # These change memory and rounding, no gradient.
+  'plan',
+)
+
+# Settings that may differ too, and are named when they do: they change rounding and memory but no gradient, or which
+# completions go ungraded but no score.
+NAMED = (
+  'data.prompt_buckets',
+  'data.response_buckets',
+  'data.reprompt_buckets',
+  'rollout.max_batch_rows',
+  'rollout.decode_chunk',
+  'actor.ppo_micro_batch_size',
   'actor.logits_chunk_size',
   'actor.pack_sequences',
   'model.remat',
   'model.attention',
   'mesh',
-  'plan',
+  'environments.score_range',
+  'environments.grader_timeout_s',
+  'environments.sandbox.mechanism',
+  'environments.judge.base_url',  # What judges is environments.judge.model; where it is served does not matter.
 )
+
+# What trainer.accept_changes may name (checks.CHANGES): the settings that may then differ, beside what lies in the files
+# that they name.
+ACCEPTABLE: dict[str, tuple[str, ...]] = {
+  'tokenizer': (),
+  'model': ('model.path',),
+  'data': ('data.train_files', 'data.environment'),
+  'graders': ('environments',),
+}
 
 # What runs did before these settings existed, which is not what their defaults do now.
 BEFORE = {
@@ -59,17 +84,55 @@ BEFORE = {
 }
 
 
-def differences(saved: dict[str, Any], config: Config) -> list[str]:
-  """Return a phrase for every setting, `RESUMABLE` ones aside, in which `config` differs from a saved run's JSON.
+@dataclasses.dataclass(frozen=True)
+class Differences:
+  """The settings in which a run that is resumed differs from how it was saved, a phrase for each."""
 
-  A run that was saved before a setting existed had what `BEFORE` says, or else what is now its default.
+  refused: list[str]  # They change what is learned.
+  accepted: list[str]  # So do these, and trainer.accept_changes names them.
+  named: list[str]  # They change no more than rounding.
+  ways_out: list[str]  # The entries of trainer.accept_changes that would accept all that is refused; empty: none would.
+
+
+def differences(saved: dict[str, Any], config: Config) -> Differences:
+  """Return how `config` differs from a saved run's JSON, without what is `RESUMABLE`.
+
+  A run that was saved before a setting existed had what `BEFORE` says, or else what is now its default. Of addresses
+  what may hold a key is left out.
   """
   old, new = flatten(Config()) | BEFORE | flatten(saved, like=Config()), flatten(config)
-  return [
-    f'{key} was {old.get(key, "not there")!r} and is now {new.get(key, "not there")!r}'
-    for key in sorted(old.keys() | new.keys())
-    if not is_listed(key, RESUMABLE) and old.get(key, ...) != new.get(key, ...)
-  ]
+  accepted = [setting for entry in config.trainer.accept_changes for setting in ACCEPTABLE[entry]]
+  found = Differences([], [], [], [])
+  beyond_help = False
+  for key in sorted(old.keys() | new.keys()):
+    if is_listed(key, RESUMABLE) or old.get(key, ...) == new.get(key, ...):
+      continue
+    phrase = f'{key} was {_shown(key, old)} and is now {_shown(key, new)}'
+    if is_listed(key, NAMED):
+      found.named.append(phrase)
+    elif is_listed(key, accepted):
+      found.accepted.append(phrase)
+    else:
+      found.refused.append(phrase)
+      entry = next((entry for entry, settings in ACCEPTABLE.items() if is_listed(key, settings)), None)
+      beyond_help |= entry is None
+      if entry is not None and entry not in found.ways_out:
+        found.ways_out.append(entry)
+  return dataclasses.replace(found, ways_out=[]) if beyond_help else found
+
+
+def _shown(key: str, settings: dict[str, Any]) -> str:
+  """Return how a sentence quotes a setting: of an address neither user, password, query nor fragment."""
+  value = settings.get(key, 'not there')
+  if key.rpartition('.')[2] not in ('url', 'base_url') or not isinstance(value, str):
+    return repr(value)
+  try:
+    parts = urllib.parse.urlsplit(value)
+  except ValueError:
+    return 'another address'
+  public = parts._replace(netloc=parts.netloc.rpartition('@')[2], query='', fragment='')
+  hidden = ' (with what is not shown here)' if public != parts else ''
+  return repr(urllib.parse.urlunsplit(public)) + hidden
 
 
 def is_listed(name: str, listed: Sequence[str]) -> bool:

@@ -264,6 +264,12 @@ class TrainerConfig:
     'End the run, with a checkpoint and exit code 2, after this many generation batches in a row in which no gradient '
     'was finite, so that every optimizer step was skipped; 0: never.',
   )
+  accept_changes: tuple[str, ...] = setting(
+    (),
+    'Resume although this is not what it was when the run was saved, each of: tokenizer, model, data (rows of '
+    'train_files), graders (their source and all of environments.*). What is accepted is said and kept in '
+    'fingerprint.json.',
+  )
   max_ckpt_to_keep: int = setting(2, 'Latest checkpoints kept.')
   best_metric: str | None = setting(None, 'Also keep the checkpoint with the largest value of this metric.')
   batch_order: Literal['sampled', 'balanced'] = setting(

@@ -59,11 +59,12 @@ def check_workdir(config: Config, workdir: epath.PathLike) -> epath.Path:
     return workdir
   if 'config.json' not in there:
     raise UserError(f'{workdir} has a run but no config.json: restore that file or choose another --workdir.')
-  changed = differences(saved_settings(workdir), config)
-  if changed:
+  found = differences(saved_settings(workdir), config)
+  if found.refused:
+    insist = f', or insist with --config.trainer.accept_changes={",".join(found.ways_out)}' if found.ways_out else ''
     raise UserError(
-      f'{workdir} holds a run with other settings: {"; ".join(changed)}. '
-      'Use the settings of that run, or another --workdir.'
+      f'{workdir} holds a run with other settings: {"; ".join(found.refused)}. '
+      f'Use the settings of that run, or another --workdir{insist}.'
     )
   read_metrics(workdir)  # What is wrong with it is said before anything is compiled.
   return workdir
