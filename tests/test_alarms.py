@@ -238,7 +238,7 @@ def checkpoint(workdir, step: int):
   config = runs.run_config(workdir)
   session, parameters = make_session(config, workdir)
   checkpoints = Checkpoints(workdir, read_only=True)
-  state, host = checkpoints._read(step, abstract_state(config, parameters, session.mesh))
+  state, host, _ = checkpoints._read(step, abstract_state(config, parameters, session.mesh))
   steps = checkpoints.steps()
   checkpoints.close()
   return state, host, steps

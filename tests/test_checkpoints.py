@@ -1,12 +1,18 @@
 """Checkpoints: everything comes back bit for bit; damage and a full disk lose nothing that was written."""
 
+import dataclasses
+import errno
+import hashlib
+import json
 import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 import textwrap
 
 import chex
+from etils import epath
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +25,10 @@ from sdpo_jax.config import Config, MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh
 from sdpo_jax.errors import UserError
 from sdpo_jax.training import checkpoints as checkpoint_module
+from sdpo_jax.training import digests, epochs, manifest
 from sdpo_jax.training.checkpoints import DAMAGED, SKIPPED, Checkpoints, only
+from sdpo_jax.training.manifest import DamagedError
+from sdpo_jax.training.unreadable import is_out_of_reach
 from sdpo_jax.training.update import abstract_state, place_state
 from sdpo_jax.types import TrainState
 from tests import tiny
@@ -249,12 +258,13 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(tmp
 
 def test_what_another_process_cannot_read_nobody_takes(tmp_path, caplog, monkeypatch):
   reading = save_steps(tmp_path, {1: {}, 2: {}})
-  theirs = {'the end of reading the checkpoint of step 2': 'the bucket did not answer'}
-  monkeypatch.setattr(checkpoint_module, 'gathered', lambda value, what: [value, theirs.get(what)])
+  problem = checkpoint_module._Problem('the bucket lost a part', out_of_reach=False)
+  theirs = {'the end of reading the checkpoint of step 2': problem}
+  monkeypatch.setattr(checkpoint_module, 'gathered', lambda value, what: [value, theirs.get(what, value)])
   step, state, _ = reading.restore(make_state(0))
   assert step == 1
   assert_same(state, make_state(1))
-  assert 'Checkpoint of step 2 cannot be read (the bucket did not answer)' in caplog.text
+  assert 'Checkpoint of step 2 cannot be read (the bucket lost a part)' in caplog.text
 
 
 def test_reading_a_run_that_goes_on_touches_nothing(tmp_path):
@@ -312,3 +322,303 @@ def test_a_full_disk_ends_with_a_sentence_and_earlier_checkpoints_stay(tmp_path)
   step, state, _ = Checkpoints(tmp_path).restore(make_state(0))
   assert step == 1
   assert_same(state, make_state(1))
+
+
+def flipped(content: bytes, bit: int) -> bytes:
+  return content[: bit // 8] + bytes([content[bit // 8] ^ 1 << bit % 8]) + content[bit // 8 + 1 :]
+
+
+def files_below(folder: pathlib.Path) -> list[pathlib.Path]:
+  return sorted(path for path in folder.rglob('*') if path.is_file())
+
+
+def check_flips(tmp_path: pathlib.Path, bits_per_file: int) -> dict[str, int]:
+  """Flip bits of every file of the newest of two checkpoints; return how many of each file did no harm."""
+  save_steps(tmp_path, {1: {'eval/a/mean@2': 0.5}, 2: {'eval/a/mean@2': 0.25}}).close()
+  like, generator, harmless = make_state(0), np.random.default_rng(0), {}
+  files = files_below(tmp_path / 'checkpoints' / '2')
+  assert {'manifest.json', '_METADATA', 'manifest.ocdbt', 'metadata'} <= {path.name for path in files}
+  for path in files:
+    content = path.read_bytes()
+    for bit in generator.choice(8 * len(content), min(bits_per_file, 8 * len(content)), replace=False):
+      path.write_bytes(flipped(content, int(bit)))
+      step, state, host = Checkpoints(tmp_path, read_only=True).restore(like)
+      assert_same(state, make_state(step))
+      assert host == {'iterator': {'position': step}}
+      if step == 2:
+        harmless[path.name] = harmless.get(path.name, 0) + 1
+    path.write_bytes(content)
+  assert Checkpoints(tmp_path, read_only=True).restore(like)[0] == 2
+  return harmless
+
+
+def test_a_flipped_bit_is_found_or_changes_nothing(tmp_path):
+  assert not {'manifest.json', '_METADATA', 'metadata'} & set(check_flips(tmp_path, bits_per_file=1))
+
+
+@pytest.mark.slow
+def test_many_flipped_bits_are_found_or_change_nothing(tmp_path):
+  assert not {'manifest.json', '_METADATA', 'metadata'} & set(check_flips(tmp_path, bits_per_file=60))
+
+
+@pytest.mark.parametrize('leaf', ['trainable.layer.w', 'rng', 'opt_state.0.count'])
+def test_an_array_that_changed_and_can_be_read_is_damage(tmp_path, caplog, leaf):
+  """Written anew by the storage library, so that everything about the file is in order but its contents."""
+  save_steps(tmp_path, {1: {}, 2: {}}).close()
+  store = {'driver': 'ocdbt', 'base': f'file://{tmp_path}/checkpoints/2/state/', 'path': f'{leaf}/'}
+  array = tensorstore.open({'driver': 'zarr', 'kvstore': store}).result()
+  values = np.array(array.read().result())
+  values.reshape(-1)[-1:] = values.reshape(-1)[-1:] + 1
+  array.write(values).result()
+  folder = epath.Path(tmp_path / 'checkpoints' / '2')
+  expected = manifest.read_manifest(folder)
+  files = {name: described for name, described in expected.files.items() if 'ocdbt' not in name}
+  (folder / 'manifest.json').write_text(dataclasses.replace(expected, files=files).to_json())
+  reader = Checkpoints(tmp_path, read_only=True)
+  with pytest.raises(UserError, match=f'the array {leaf} is not as it was written'):
+    reader.restore_step(2, make_state(0))
+  if leaf.startswith('trainable'):
+    with pytest.raises(UserError, match=f'the array {leaf} is not as it was written'):
+      reader.restore_step(2, only('trainable', make_state(0)))
+  else:  # What is not read is not judged.
+    assert reader.restore_step(2, only('trainable', make_state(0)))
+  reopened = Checkpoints(tmp_path)
+  step, state, _ = reopened.restore(make_state(0))
+  assert step == 1 and reopened.steps() == [1]
+  assert_same(state, make_state(1))
+  assert f'step 2 cannot be read (the array {leaf} is not as it was written)' in caplog.text
+
+
+def test_the_manifest_names_everything_that_was_written(tmp_path):
+  state = make_state(3)
+  save_steps(tmp_path, {3: {'eval/a/mean@2': 0.5, 'train/loss': float('nan')}}).close()
+  folder = tmp_path / 'checkpoints' / '3'
+  values = json.loads((folder / 'manifest.json').read_text())
+  assert (values['format'], values['step'], values['fencing_epoch']) == (1, 3, 0)
+  assert values['metrics'] == {'eval/a/mean@2': 0.5}
+  arrays = {name for path in files_below(folder) if 'd' in path.parts for name in [str(path.relative_to(folder))]}
+  described = {str(path.relative_to(folder)) for path in files_below(folder)} - arrays - {'manifest.json'}
+  assert arrays and values['files'].keys() == described
+  for name in described:
+    content = (folder / name).read_bytes()
+    assert values['files'][name] == {'bytes': len(content), 'sha256': hashlib.sha256(content).hexdigest()}
+  weights = np.asarray(state.trainable['layer']['w'])
+  expected = digests.leaf_digest(weights.shape, weights.dtype, digests.block_sums(weights, 0, weights.shape))
+  assert values['leaves']['trainable.layer.w'] == expected
+  assert len(values['leaves']) == len(jax.tree.leaves(state))
+  assert values['state_digest'] == digests.state_digest(values['leaves'])
+
+
+def test_without_a_manifest_nothing_is_resumed_but_a_reader_may_look(tmp_path, caplog):
+  save_steps(tmp_path, {1: {}}).close()
+  (tmp_path / 'checkpoints' / '1' / 'manifest.json').unlink()
+  with pytest.raises(UserError, match=r'None of the checkpoints .* it has no manifest\.json'):
+    Checkpoints(tmp_path).restore(make_state(0))
+  assert (tmp_path / 'checkpoints' / '1').is_dir()
+  step, state, _ = Checkpoints(tmp_path, read_only=True).restore(make_state(0))
+  assert step == 1
+  assert_same(state, make_state(1))
+  assert 'Checkpoint of step 1 is not verified' in caplog.text
+
+
+class Owner:
+  """An owner of a run that loses it after some checks."""
+
+  def __init__(self, epoch: int, checks: int = 10**6):
+    self.epoch, self.checks, self.known = epoch, checks, []
+
+  def check(self) -> None:
+    self.checks -= 1
+    if self.checks < 0:
+      raise UserError('Another process has taken the run over.')
+
+  def published(self, step: int) -> None:
+    self.known.append(step)
+
+
+def test_who_has_lost_the_run_publishes_nothing(tmp_path):
+  first = save_steps(tmp_path, {1: {}}, ownership=Owner(1))
+  first._ownership.checks = 1  # It is lost while the checkpoint is written.
+  first.save(2, make_state(2), {}, {})
+  with pytest.raises(UserError, match='taken the run over'):
+    first.wait()
+  assert first.steps() == [1] and first._ownership.known == [1]
+  again = save_steps(tmp_path, {2: {}}, ownership=Owner(2))
+  with pytest.raises(UserError, match='taken the run over'):
+    first.save(2, make_state(2), {}, {})
+  assert [
+    json.loads((again.directory / str(step) / 'manifest.json').read_text())['fencing_epoch'] for step in (1, 2)
+  ] == [1, 2]
+  assert_same(again.restore(make_state(0))[1], make_state(2))
+
+
+def test_what_was_published_without_the_run_is_set_aside(tmp_path, caplog):
+  """A process is stopped between its last check and the rename, and goes on when another one owns the run."""
+  save_steps(tmp_path, {1: {}, 3: {}}, ownership=Owner(1)).close()
+  starts = [epochs.Epoch(number, 'host', number, 'now', str(number), 1) for number in (1, 2)]
+  (tmp_path / epochs.EPOCHS).write_text(epochs.Epochs(tuple(starts), published=1).to_json())
+  second = Checkpoints(tmp_path, ownership=Owner(2))
+  assert second.restore(make_state(0))[0] == 1
+  assert 'Checkpoint of step 3 cannot be read (a process that had lost the run' in caplog.text
+  assert (tmp_path / DAMAGED / '3').is_dir() and second.steps() == [1]
+  (tmp_path / DAMAGED / '3').rename(tmp_path / 'checkpoints' / '2')  # One more, just before the other one's.
+  second.save(2, make_state(2), {}, {})
+  second.wait()
+  assert_same(second.restore_step(2, make_state(0)), make_state(2))
+  assert (tmp_path / DAMAGED / '2').is_dir()
+
+
+@pytest.mark.parametrize('failing', ['sync_tree', 'write_atomically', 'sync_directory'])
+def test_nothing_is_removed_before_the_new_checkpoint_is_on_the_disk(tmp_path, monkeypatch, failing):
+  checkpoints = save_steps(tmp_path, {1: {}}, keep=1)
+
+  def fail(path, *_):
+    raise OSError(errno.EIO, 'Input/output error', str(path))
+
+  monkeypatch.setattr(checkpoint_module, failing, fail)
+  checkpoints.save(2, make_state(2), {}, {})
+  with pytest.raises(UserError, match='could not be written .*Input/output error.* resumes from step 1'):
+    checkpoints.wait()
+  monkeypatch.undo()
+  assert (tmp_path / 'checkpoints' / '1').is_dir() and checkpoints.steps() == [1]
+  again = Checkpoints(tmp_path, keep=1)
+  step, state, _ = again.restore(make_state(0))
+  assert step == (2 if failing == 'sync_directory' else 1)  # Whole, though nobody could know that it was on the disk.
+  assert_same(state, make_state(step))
+
+
+def test_what_a_killed_process_leaves_is_no_checkpoint_and_is_removed(tmp_path):
+  save_steps(tmp_path, {1: {}, 2: {}, 3: {}}, keep=3).close()
+  folder = tmp_path / 'checkpoints'
+  (folder / '3').rename(folder / '3.unfinished.7')
+  (folder / '2').rename(folder / '2.deleted.7')
+  (folder / '4.orbax-checkpoint-tmp').mkdir()
+  (folder / 'notes.txt').write_text('of the user')
+  assert Checkpoints(tmp_path, read_only=True).steps() == [1]
+  assert len(list(folder.iterdir())) == 5
+  assert Checkpoints(tmp_path).restore(make_state(0))[0] == 1
+  assert {path.name for path in folder.iterdir()} == {'1', 'notes.txt'}
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_named_and_the_run_goes_on(tmp_path, monkeypatch, caplog):
+  def fail(self, step):
+    raise PermissionError(errno.EACCES, 'Permission denied')
+
+  monkeypatch.setattr(Checkpoints, '_remove', fail)
+  save_steps(tmp_path, {1: {}, 2: {}}, keep=1)
+  assert 'old checkpoint of step 1 cannot be removed' in caplog.text
+  assert Checkpoints(tmp_path, read_only=True).restore(make_state(0))[0] == 2
+
+
+@pytest.mark.parametrize('content', [b'', b'{"format": 1', b'[]', b'{}', b'\xff'])
+def test_a_damaged_manifest_of_an_older_checkpoint_ends_nothing(tmp_path, caplog, content):
+  score = {'eval/a/mean@2': 0.5}
+  save_steps(tmp_path, {1: {'eval/a/mean@2': 0.9}, 2: score, 3: {}}, keep=3, best_metric='eval/a/mean@2').close()
+  (tmp_path / 'checkpoints' / '1' / 'manifest.json').write_bytes(content)
+  checkpoints = Checkpoints(tmp_path, keep=2, best_metric='eval/a/mean@2')
+  assert caplog.text.count('Checkpoint of step 1 is not ranked (its manifest.json is damaged)') == 1
+  assert checkpoints.best(before=9) == 2
+  assert checkpoints.restore(make_state(0))[0] == 3
+  assert (tmp_path / DAMAGED / '1').is_dir()
+  checkpoints.save(4, make_state(4), {}, {})
+  checkpoints.wait()
+  assert checkpoints.steps() == [2, 3, 4]
+
+
+def test_what_is_out_of_reach_is_tried_again_and_nothing_is_moved(tmp_path, monkeypatch, caplog):
+  save_steps(tmp_path, {1: {}, 2: {}}).close()
+  before = files_below(tmp_path)
+  pauses, read, left = [], checkpoint_module.manifest.check_files, [2]
+
+  def busy(folder, expected):
+    if left[0]:
+      left[0] -= 1
+      raise OSError(errno.EIO, 'Input/output error', str(folder))
+    return read(folder, expected)
+
+  monkeypatch.setattr(checkpoint_module.manifest, 'check_files', busy)
+  monkeypatch.setattr(checkpoint_module.time, 'sleep', pauses.append)
+  assert Checkpoints(tmp_path).restore(make_state(0))[0] == 2
+  assert pauses == list(checkpoint_module.PAUSES[:2]) and caplog.text.count('trying again') == 2
+  left[0] = 100
+  with pytest.raises(UserError, match='step 2 in .* cannot be read for now, after 4 attempts .*Input/output error'):
+    Checkpoints(tmp_path).restore(make_state(0))
+  assert files_below(tmp_path) == before
+
+
+@pytest.fixture
+def readable_folder():
+  """A folder that any user may enter, which pytest's are not."""
+  with tempfile.TemporaryDirectory() as folder:
+    os.chmod(folder, 0o755)
+    yield pathlib.Path(folder)
+
+
+@pytest.mark.parametrize('pattern', ['2/manifest.json', '2/state', '2/state/manifest.ocdbt', '2/state/**/d/*'])
+def test_permissions_are_not_damage(readable_folder, monkeypatch, pattern):
+  """Denied by the operating system, in the code of Python and of the storage library."""
+  save_steps(readable_folder, {1: {}, 2: {}}).close()
+  monkeypatch.setattr(checkpoint_module, 'PAUSES', ())
+  user = os.geteuid()
+  paths = list((readable_folder / 'checkpoints').glob(pattern))
+  modes = [path.stat().st_mode for path in paths]
+  assert paths
+  try:
+    for path in paths:
+      path.chmod(0)
+    os.seteuid(user or 65534)  # Permissions do not bind the superuser.
+    with pytest.raises(UserError, match='step 2 in .* cannot be read for now'):
+      Checkpoints(readable_folder, read_only=True).restore(make_state(0))
+  finally:
+    os.seteuid(user)
+    for path, mode in zip(paths, modes, strict=True):
+      path.chmod(mode)
+  assert Checkpoints(readable_folder, read_only=True).restore(make_state(0))[0] == 2
+
+
+@pytest.mark.parametrize(
+  ('error', 'out_of_reach'),
+  [
+    (OSError(errno.EIO, 'Input/output error'), True),
+    (OSError(errno.ESTALE, 'Stale file handle'), True),
+    (FileNotFoundError(errno.ENOENT, 'No such file'), False),
+    (IsADirectoryError(errno.EISDIR, 'Is a directory'), False),
+    (MemoryError(), True),
+    (ValueError('UNAVAILABLE: Error reading gs://runs/1/state: HTTP response code: 503'), True),
+    (ValueError('DEADLINE_EXCEEDED: Error reading gs://runs/1/state'), True),
+    (ValueError("UNKNOWN: Error reading local file: Input/output error [os_error_code='5']"), True),
+    (ValueError("NOT_FOUND: Error opening local file: No such file [os_error_code='2']"), False),
+    (ValueError('OUT_OF_RANGE: Requested byte range [0, 59136) is not valid for value of size 0'), False),
+    (ValueError('FAILED_PRECONDITION: Truncated Zstd-compressed stream; at byte 0'), False),
+    (DamagedError('its file host/metadata is missing'), False),
+  ],
+  ids=str,
+)
+def test_damage_and_what_is_out_of_reach_are_told_apart(error, out_of_reach):
+  assert is_out_of_reach(error) == out_of_reach
+  wrapped = Exception('Encountered error while reading array index')
+  wrapped.__cause__ = error
+  assert is_out_of_reach(wrapped) == out_of_reach
+  assert is_out_of_reach(ExceptionGroup('reads', [ValueError('x'), error])) == out_of_reach
+
+
+def test_setting_aside_finds_a_free_name_and_goes_on_after_an_interruption(tmp_path, monkeypatch):
+  save_steps(tmp_path, {1: {}, 2: {}, 3: {}}, keep=3).close()
+  for step in (2, 3):
+    largest_file(tmp_path / 'checkpoints' / str(step)).write_bytes(b'')
+  for name in ('2', '2.2'):
+    (tmp_path / DAMAGED / name).mkdir(parents=True)
+  moved, move = [], Checkpoints._move
+
+  def interrupted(self, folder):
+    if moved:
+      raise OSError(errno.EIO, 'Input/output error')
+    moved.append(folder.name)
+    move(self, folder)
+
+  monkeypatch.setattr(Checkpoints, '_move', interrupted)
+  with pytest.raises(UserError, match='damaged checkpoint .*3 cannot be moved'):
+    Checkpoints(tmp_path).restore(make_state(0))
+  monkeypatch.undo()
+  assert Checkpoints(tmp_path).restore(make_state(0))[0] == 1
+  assert {path.name for path in (tmp_path / DAMAGED).iterdir()} == {'2', '2.1', '2.2', '3'}

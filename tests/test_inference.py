@@ -60,8 +60,9 @@ def test_a_run_opens_with_one_copy_of_the_weights(run, weights, field, step, mon
 
   def watched(*arguments):
     during.append(live() - before)
-    restored.append(read(*arguments)[0])
-    return restored[-1], {}
+    found = read(*arguments)
+    restored.append(found[0])
+    return found
 
   monkeypatch.setattr(Checkpoints, '_read', watched)
   _, parameters, found = runs.open_run(workdir, weights, step=step)

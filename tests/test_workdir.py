@@ -113,8 +113,8 @@ def test_checkpoints_that_cannot_be_written_are_named_when_they_are_closed(tmp_p
   def fail():
     raise ValueError('RESOURCE_EXHAUSTED: no space')
 
-  closing = opened._manager.close
-  monkeypatch.setattr(opened._manager, 'close', fail)
+  closing = opened._writer.close
+  monkeypatch.setattr(opened._writer, 'close', fail)
   with pytest.raises(UserError, match='A checkpoint could not be written .*RESOURCE_EXHAUSTED'):
     opened.close()
   closing()

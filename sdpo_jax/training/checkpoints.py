@@ -1,75 +1,103 @@
-"""Orbax checkpoints that hold everything: device state, data iterator, what the run has measured so far."""
+"""Checkpoints that hold everything: device state, data iterator, what the run has measured so far.
+
+One is there whole or not at all, and none is removed before a newer one is on the disk. In a file system:
+
+1. Orbax writes `STEP.unfinished.EPOCH/` in the background;
+2. all of it is synced, then its `manifest.json` is written last, and synced;
+3. the folder is renamed to `STEP/`, the rename is synced, and only then are older checkpoints removed, each of which is
+   renamed first, too.
+
+In an object store, which cannot rename, Orbax writes `STEP/`, and the manifest is the object that publishes it. What is
+restored is compared with its manifest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+import dataclasses
+import itertools
 import logging
 import math
-from typing import Any
+import re
+import time
+from typing import TYPE_CHECKING, Any
 
 from etils import epath
 import jax
 import orbax.checkpoint as ocp
-from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from sdpo_jax.distributed.cluster import barrier
 from sdpo_jax.distributed.collectives import gathered
 from sdpo_jax.errors import UserError, first_line
-from sdpo_jax.files import is_local
+from sdpo_jax.files import is_local, make_directory, sync_directory, sync_tree, write_atomically
+from sdpo_jax.training import digests, manifest
+from sdpo_jax.training.epochs import read_epochs
+from sdpo_jax.training.manifest import MANIFEST, DamagedError, Manifest
+from sdpo_jax.training.unreadable import is_out_of_reach
 from sdpo_jax.types import TrainState
+
+if TYPE_CHECKING:
+  from sdpo_jax.training.ownership import Ownership
 
 DAMAGED = 'checkpoints_damaged'
 SKIPPED = ocp.PLACEHOLDER  # In the place of a leaf that is not to be read.
+PAUSES = (0.5, 2.0, 5.0)  # Seconds before each further attempt at what cannot be read at the moment.
+NO_MANIFEST = f'it has no {MANIFEST}, so that an earlier version wrote it or that file was lost'
+_LEFT_OVER = re.compile(r'\d+\.(unfinished|deleted|orbax-checkpoint-tmp).*')  # By a process that was killed.
+_COMMITTED = 'commit_success.txt'  # Orbax's last object in a store that cannot rename.
 _logger = logging.getLogger('sdpo_jax.checkpoints')
 
 
 class Checkpoints:
   """The checkpoints of one run, written asynchronously; a step is there whole or not at all.
 
-  Kept are the latest `keep` and, where `best_metric` is named, the one with its largest value.
+  Kept are the latest `keep` and, where `best_metric` is named, the latest of those with its largest value.
   """
 
   def __init__(
-    self, workdir: epath.PathLike, *, keep: int = 2, best_metric: str | None = None, read_only: bool = False
+    self,
+    workdir: epath.PathLike,
+    *,
+    keep: int = 2,
+    best_metric: str | None = None,
+    read_only: bool = False,
+    ownership: Ownership | None = None,
   ):
-    """Opens the checkpoints of `workdir`; with `read_only` the run may be going on elsewhere and nothing is touched."""
-    self._read_only = read_only
+    """Opens the checkpoints of `workdir`; with `read_only` the run may be going on elsewhere and nothing is touched.
+
+    Raises:
+      UserError: they cannot be opened.
+    """
     self._workdir = epath.Path(workdir)
     if is_local(self._workdir):
       self._workdir = self._workdir.absolute()  # Orbax takes no relative path.
-    self._keep = keep
+    self._keep, self._read_only, self._ownership = keep, read_only, ownership
     self.best_metric = best_metric
-    self._manager = self._open()
-
-  def _open(self) -> ocp.CheckpointManager:
-    if self._read_only:
-      options = ocp.CheckpointManagerOptions(read_only=True, create=False)
-      return ocp.CheckpointManager(self.directory, item_names=('state', 'host'), options=options)
-    policies: list[Any] = [preservation_policy.LatestN(n=self._keep)]
-    if self.best_metric:
-      policies.append(preservation_policy.BestN(get_metric_fn=self._rank, n=1, keep_checkpoints_without_metrics=False))
-    return ocp.CheckpointManager(
-      self.directory,
-      item_names=('state', 'host'),
-      options=ocp.CheckpointManagerOptions(
-        preservation_policy=preservation_policy.AnyPreservationPolicy(policies),
-        cleanup_tmp_directories=True,
-        enable_async_checkpointing=True,
-        best_fn=self._rank,  # Metrics are written to disk only where there is one.
-      ),
-    )
-
-  def _rank(self, metrics: Mapping[str, float]) -> float:
-    """Return a checkpoint's rank by its metrics: the best metric, or −∞ where it was not measured."""
-    return metrics.get(self.best_metric, -math.inf)
+    self._unranked: dict[int, _Problem] = {}  # Step → why its manifest cannot be read.
+    self._reader = _reader()
+    self._publishing: tuple[int, list[int], futures.Future[None]] | None = None  # Step, those it supersedes, the work.
+    if not read_only:
+      self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+      self._thread = futures.ThreadPoolExecutor(1, 'publish_checkpoint')
+      try:
+        self._clean_up()
+      except OSError as error:
+        raise self._write_error(error) from error
+      barrier('the opening of the checkpoints')
+    found = self._scan()
+    steps = sorted(found) if read_only else gathered(sorted(found), 'the list of checkpoints')[0]
+    self._manifests = {step: found.get(step) for step in steps}  # The same steps on every process.
 
   @property
   def directory(self) -> epath.Path:
     return self._workdir / 'checkpoints'
 
   def steps(self) -> list[int]:
-    """Steps that have a checkpoint, oldest first."""
-    return sorted(self._manager.all_steps())
+    """Steps that have a checkpoint, or one that is being written, oldest first."""
+    if self._read_only:
+      self._manifests = self._scan()
+    return sorted(self._manifests)
 
   def best(self, before: int) -> int | None:
     """The step below `before` whose checkpoint has the largest `best_metric`, the latest of equals; None: none has it.
@@ -77,9 +105,17 @@ class Checkpoints:
     Its checkpoint is one that is kept.
     """
     self.wait()
-    measured = {step: self._manager.metrics(step) or {} for step in self.steps() if step < before}
+    return self._best([step for step in self.steps() if step < before])
+
+  def _best(self, steps: Sequence[int]) -> int | None:
+    measured = {step: found.metrics for step in steps if (found := self._manifests[step]) is not None}
     ranked = [(metrics[self.best_metric], step) for step, metrics in measured.items() if self.best_metric in metrics]
     return max(ranked)[1] if ranked else None
+
+  def state_digest(self, step: int) -> str | None:
+    """Return the digest of the state in the checkpoint of one of `steps`; None: it has no manifest."""
+    found = self._manifests[step]
+    return found and found.state_digest
 
   def save(self, step: int, state: TrainState, host: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
     """Starts writing a checkpoint; returns once the device arrays may be changed again.
@@ -92,25 +128,35 @@ class Checkpoints:
         that `best_metric` may be another one after a resume.
 
     Raises:
-      UserError: it, or the one still being written, could not be written; earlier checkpoints are intact.
+      UserError: it, or the one still being written, could not be written, or another process has taken the run over;
+        earlier checkpoints are intact.
     """
-    if step in self._manager.all_steps():
+    self.wait()
+    if step in self._manifests:
       return
     evaluated = sorted(name for name in metrics if name.startswith('eval/'))
     if self.best_metric and evaluated and self.best_metric not in metrics:
       raise UserError(
         f'trainer.best_metric={self.best_metric} is not among the metrics of an evaluation: {", ".join(evaluated)}.'
       )
-    measured = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+    draft = Manifest(
+      step=step,
+      fencing_epoch=self._epoch,
+      leaves=digests.leaf_digests(state),
+      metrics={name: float(value) for name, value in metrics.items() if math.isfinite(value)},
+    )
+    self._check_owner()
     try:
-      self._manager.save(
-        step,
+      self._writer.save(
+        self._unfinished(step),
         args=ocp.args.Composite(state=ocp.args.PyTreeSave(state), host=ocp.args.JsonSave(dict(host))),
-        metrics=measured,
         force=True,
       )
     except (OSError, ValueError, RuntimeError) as error:
       raise self._write_error(error) from error
+    self._manifests[step] = draft
+    superseded = self._superseded()
+    self._publishing = step, superseded, self._thread.submit(self._publish, draft, superseded)
 
   def wait(self) -> None:
     """Returns when everything is written.
@@ -118,11 +164,18 @@ class Checkpoints:
     Raises:
       UserError: it could not be written; earlier checkpoints are intact.
     """
+    if self._publishing is None:
+      return
+    (step, superseded, work), self._publishing = self._publishing, None
     try:
-      self._manager.wait_until_finished()
-      self._manager.check_for_errors()
-    except (OSError, ValueError, RuntimeError) as error:
-      raise self._write_error(error) from error
+      work.result()
+    except BaseException as error:
+      del self._manifests[step]
+      if isinstance(error, OSError | ValueError | RuntimeError):
+        raise self._write_error(error) from error
+      raise
+    for older in superseded:
+      del self._manifests[older]
 
   def close(self) -> None:
     """Return when everything is written and nothing is open any more.
@@ -131,46 +184,130 @@ class Checkpoints:
       UserError: as `wait`.
     """
     try:
-      self._manager.close()
-    except (OSError, ValueError, RuntimeError) as error:
-      raise self._write_error(error) from error
+      self.wait()
+    finally:
+      self._reader.close()
+      if not self._read_only:
+        self._thread.shutdown()
+        try:
+          self._writer.close()
+        except (OSError, ValueError, RuntimeError) as error:
+          raise self._write_error(error) from error
+
+  @property
+  def _epoch(self) -> int:
+    return 0 if self._ownership is None else self._ownership.epoch
+
+  def _check_owner(self) -> None:
+    if self._ownership is not None:  # On process 0, the one that publishes.
+      self._ownership.check()
+
+  def _unfinished(self, step: int) -> epath.Path:
+    """Return where a checkpoint is written; not where another process, which lost the run, may be writing it."""
+    return self.directory / (f'{step}.unfinished.{self._epoch}' if is_local(self.directory) else str(step))
+
+  def _publish(self, draft: Manifest, superseded: Sequence[int]) -> None:
+    """Wait until Orbax has written a checkpoint, give it its manifest and its name, then remove older ones."""
+    self._writer.wait_until_finished()  # On every process; process 0 ends it for all.
+    if jax.process_index() != 0:
+      return
+    folder = self._unfinished(draft.step)
+    sync_tree(folder)
+    text = Manifest(**{**vars(draft), 'files': manifest.described_files(folder)}).to_json()
+    if is_local(folder):
+      write_atomically(folder / MANIFEST, text)
+      self._check_owner()
+      target = self.directory / str(draft.step)
+      if target.exists():  # A process that had lost the run may have put it there.
+        self._move(target)
+      folder.rename(target)
+      sync_directory(self.directory)
+    else:
+      self._check_owner()
+      write_atomically(folder / MANIFEST, text)
+    if self._ownership is not None:
+      self._ownership.published(draft.step)
+    for step in superseded:
+      try:
+        self._remove(step)
+      except OSError as error:
+        _logger.warning('The old checkpoint of step %d cannot be removed (%s).', step, first_line(error))
+
+  def _superseded(self) -> list[int]:
+    """Return the steps whose checkpoints are not kept; one that cannot be read is."""
+    readable = [step for step in sorted(self._manifests) if self._manifests[step] is not None]
+    kept = {*readable[-self._keep :], self._best(readable) if self.best_metric else None}
+    return [step for step in readable if step not in kept]
+
+  def _remove(self, step: int) -> None:
+    """Remove a checkpoint: what is left of it, if this is interrupted, is none, and removed by the next start."""
+    folder = self.directory / str(step)
+    if is_local(folder):
+      folder = folder.rename(self.directory / f'{step}.deleted.{self._epoch}')
+      sync_directory(self.directory)
+    else:
+      (folder / _COMMITTED).unlink(missing_ok=True)
+      (folder / MANIFEST).unlink(missing_ok=True)
+    folder.rmtree()
+
+  def _clean_up(self) -> None:
+    """Make the folder of the checkpoints, and remove what a killed process left there of writing and removing."""
+    if jax.process_index() != 0:
+      return
+    make_directory(self.directory)
+    for path in list(self.directory.iterdir()):
+      unfinished = not is_local(path) and path.name.isdecimal() and not (path / _COMMITTED).exists()
+      if _LEFT_OVER.fullmatch(path.name) or unfinished:
+        path.rmtree()
+
+  def _scan(self) -> dict[int, Manifest | None]:
+    """Return the manifests of the checkpoints that are there by step; None: it cannot be read, which is said."""
+    found: dict[int, Manifest | None] = {}
+    if not self.directory.exists():
+      return found
+    for path in self.directory.iterdir():
+      if path.name.isdecimal():
+        step = int(path.name)
+        try:
+          found[step] = self._manifest(path)
+        except Exception as error:  # Object stores raise many kinds; all mean the same here.
+          found[step] = None
+          problem = _Problem.of(error)
+          if self._unranked.get(step) != problem and not self._read_only:
+            _logger.warning('Checkpoint of step %d is not ranked (%s).', step, problem.reason)
+          self._unranked[step] = problem
+    return found
 
   def restore(self, like: TrainState) -> tuple[int, TrainState, dict[str, Any]] | None:
-    """The newest readable checkpoint as (step, state, host state); None when there is none at all.
+    """The newest whole checkpoint as (step, state, host state); None when there is none at all.
 
-    A checkpoint that cannot be read, by whichever process, is reported, moved to `checkpoints_damaged/`, and the one
-    before it is tried.
+    A checkpoint that is damaged, for whichever process, is reported, moved to `checkpoints_damaged/`, and the one before
+    it is tried.
 
     Args:
       like: a state, or abstract arrays with shardings, of the layout to restore; what is `SKIPPED` in it is not read.
 
     Raises:
-      UserError: there are checkpoints but none can be read.
+      UserError: there are checkpoints but all are damaged, or one cannot be read for now, so that nobody knows.
     """
-    failures = []
-    for step in reversed(self.steps()):
+    self.wait()
+    failures: dict[int, str] = {}
+    while untried := [step for step in self.steps() if step not in failures]:
+      step = untried[-1]
       try:
-        (state, host), own = self._read(step, like), None
-      except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged file; all mean the same here.
-        own = first_line(error)
-      # One process must not go on from another step than the others.
-      reasons = gathered(own, f'the end of reading the checkpoint of step {step}')
-      reason = own or next(filter(None, reasons), None)
-      if reason is not None:
-        failures.append((step, reason))
-        _logger.error('Checkpoint of step %d cannot be read (%s); trying the one before it.', step, reason)
+        state, host = self._restored(step, like)
+      except DamagedError as error:
+        failures[step] = str(error)
+        _logger.error('Checkpoint of step %d cannot be read (%s); trying the one before it.', step, error)
         continue
-      if failures and not self._read_only:
-        for damaged, _ in failures:
-          self._set_aside(damaged)
-        barrier('the setting aside of damaged checkpoints')
-        self._manager.close()
-        self._manager = self._open()
+      if not self._read_only:
+        unranked = [other for other, problem in self._unranked.items() if not problem.out_of_reach]
+        self._set_aside([*failures, *unranked])
       return step, state, host
     if failures:
       raise UserError(
         f'None of the checkpoints in {self.directory} can be read '
-        f'({"; ".join(f"step {step}: {reason}" for step, reason in failures)}): '
+        f'({"; ".join(f"step {step}: {reason}" for step, reason in failures.items())}): '
         'repair or remove them, or choose another --workdir.'
       )
     return None
@@ -187,31 +324,150 @@ class Checkpoints:
     """
     self.wait()
     try:
-      return self._read(step, like)[0]
-    except Exception as error:  # As in `restore`.
+      return self._restored(step, like)[0]
+    except DamagedError as error:
       raise UserError(
-        f'The checkpoint of step {step} in {self.directory} cannot be read ({first_line(error)}): repair it, or '
+        f'The checkpoint of step {step} in {self.directory} cannot be read ({error}): repair it, or '
         'remove it and start the same command again.'
       ) from error
 
-  def _read(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-    like = abstract(like)
-    layout = ocp.args.PyTreeRestore(item=like, restore_args=ocp.checkpoint_utils.construct_restore_args(like))
-    restored = self._manager.restore(step, args=ocp.args.Composite(state=layout, host=ocp.args.JsonRestore()))
-    return restored['state'], restored['host']
+  def _restored(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
+    """Return state and host state of a checkpoint that is whole for all processes; the same error on all of them.
 
-  def _set_aside(self, step: int) -> None:
-    if jax.process_index() == 0:
-      target = self._workdir / DAMAGED
-      target.mkdir(parents=True, exist_ok=True)
-      serial = sum(1 for path in target.iterdir() if path.name.split('.')[0] == str(step))
-      (self.directory / str(step)).rename(target / (f'{step}.{serial}' if serial else str(step)))
+    Raises:
+      DamagedError: it is not.
+      UserError: it could not be read, several times; it may be whole.
+    """
+    for pause in (*PAUSES, None):
+      restored, problem = _attempt(self._read, step, like)
+      problem = _shared(problem, f'the end of reading the checkpoint of step {step}')
+      if problem is None:
+        state, host, expected = restored
+        # A program that all processes run together.
+        _, problem = _attempt(_check, state, expected)
+        problem = _shared(problem, f'the end of checking the checkpoint of step {step}')
+        if problem is None:
+          if expected is None:
+            _logger.warning('Checkpoint of step %d is not verified: %s.', step, NO_MANIFEST)
+          return state, host
+      if not problem.out_of_reach:
+        raise DamagedError(problem.reason)
+      if pause is not None:
+        _logger.warning('Checkpoint of step %d cannot be read (%s); trying again.', step, problem.reason)
+        time.sleep(pause)
+    raise UserError(
+      f'The checkpoint of step {step} in {self.directory} cannot be read for now, after {len(PAUSES) + 1} attempts '
+      f'({problem.reason}), which does not mean that it is damaged; nothing was changed: make it readable, then start the '
+      'same command again.'
+    )
+
+  def _manifest(self, folder: epath.Path) -> Manifest:
+    """Return the manifest of a checkpoint of this run; errors as `manifest.read_manifest`."""
+    found = manifest.read_manifest(folder)
+    successor = read_epochs(self._workdir).fenced(found.fencing_epoch, found.step)
+    if successor is not None:
+      raise DamagedError(f'a process that had lost the run to another one ({successor}) wrote it')
+    return found
+
+  def _read(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any], Manifest | None]:
+    like = abstract(like)
+    folder = self.directory / str(step)
+    try:
+      expected = self._manifest(folder)
+      manifest.check_files(folder, expected)
+    except FileNotFoundError as error:
+      if not self._read_only:
+        raise DamagedError(NO_MANIFEST) from error
+      expected = None
+    layout = ocp.args.PyTreeRestore(item=like, restore_args=ocp.checkpoint_utils.construct_restore_args(like))
+    restored = self._reader.restore(folder, args=ocp.args.Composite(state=layout, host=ocp.args.JsonRestore()))
+    return restored['state'], restored['host'], expected
+
+  def _set_aside(self, steps: Sequence[int]) -> None:
+    """Move damaged checkpoints to `checkpoints_damaged/`; interrupted, it is done by the next start.
+
+    Raises:
+      UserError: one cannot be moved.
+    """
+    steps = sorted(set().union(*gathered(list(steps), 'the list of damaged checkpoints')))
+    for step in steps if jax.process_index() == 0 else ():
+      folder = self.directory / str(step)
+      try:
+        self._move(folder)
+      except OSError as error:
+        raise UserError(
+          f'The damaged checkpoint {folder} cannot be moved to {self._workdir / DAMAGED} ({first_line(error)}): move it '
+          'away, then start the same command again.'
+        ) from error
+    for step in steps:
+      self._manifests.pop(step, None)
+      self._unranked.pop(step, None)
+    if steps:
+      barrier('the setting aside of damaged checkpoints')
+
+  def _move(self, folder: epath.Path) -> None:
+    """Move a checkpoint to `checkpoints_damaged/` under its name, with a number if there is one of that name."""
+    self._check_owner()
+    target = self._workdir / DAMAGED
+    make_directory(target)
+    there = {path.name for path in target.iterdir()}
+    names = (f'{folder.name}.{serial}' if serial else folder.name for serial in itertools.count())
+    folder.rename(target / next(name for name in names if name not in there))
+    sync_directory(target)
+    sync_directory(folder.parent)
 
   def _write_error(self, error: Exception) -> UserError:
     return UserError(
       f'A checkpoint could not be written to {self.directory} ({first_line(error)}): if the disk is full, make room, '
-      f'then start the same command again; it resumes from step {max(self.steps(), default=0)}.'
+      f'then start the same command again; it resumes from step {max(self._manifests, default=0)}.'
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Problem:
+  """Why a checkpoint could not be read."""
+
+  reason: str
+  out_of_reach: bool  # For now, and it may be whole.
+
+  @classmethod
+  def of(cls, error: Exception) -> _Problem:
+    if isinstance(error, FileNotFoundError) and str(error.filename).endswith(MANIFEST):
+      return cls(NO_MANIFEST, out_of_reach=False)
+    # Orbax wraps what TensorStore says of an array in an Exception with the whole specification of the array.
+    told = error.__cause__ if type(error) is Exception and error.__cause__ is not None else error
+    return cls(first_line(told), is_out_of_reach(error))
+
+
+def _reader() -> ocp.Checkpointer:
+  """Return what reads checkpoints; no process waits for another, so that one which cannot read may say so."""
+  process = jax.process_index()
+  alone = ocp.options.MultiprocessingOptions(
+    primary_host=process, active_processes={process}, barrier_sync_key_prefix=f'reader_{process}'
+  )
+  return ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=alone)
+
+
+def _attempt(act: Callable[..., Any], *arguments: Any) -> tuple[Any, _Problem | None]:
+  """Return what `act` does, or None and why it cannot."""
+  try:
+    return act(*arguments), None
+  except Exception as error:  # Orbax and TensorStore raise many kinds for a damaged file; all mean the same here.
+    return None, _Problem.of(error)
+
+
+def _check(state: TrainState, expected: Manifest | None) -> None:
+  """Raise DamagedError if what was restored is not what was saved."""
+  if expected is not None:
+    manifest.check_leaves(digests.leaf_digests(state), expected)
+
+
+def _shared(own: _Problem | None, what: str) -> _Problem | None:
+  """Return the problem of this process, or that of the first that has one; out of reach where it is for any."""
+  found = [problem for problem in (own, *gathered(own, what)) if problem is not None]
+  if not found:
+    return None
+  return _Problem(found[0].reason, any(problem.out_of_reach for problem in found))
 
 
 def abstract(state: TrainState) -> TrainState:

@@ -1,0 +1,121 @@
+"""The manifest of a checkpoint: what was written, so that what is read can be compared with it.
+
+`manifest.json` is the last file of a checkpoint. It names the digest of every array (`digests`), which covers the array
+files, and size and SHA-256 of every other file. Its own SHA-256 is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+from etils import epath
+
+from sdpo_jax.training import digests
+
+MANIFEST = 'manifest.json'
+FORMAT = 1
+_ARRAYS = 'd'  # The folders in which Orbax's storage keeps the data of arrays.
+
+
+class DamagedError(Exception):
+  """What a checkpoint holds is not what was written; the message completes 'the checkpoint cannot be read: …'."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+  """What a checkpoint holds."""
+
+  step: int
+  fencing_epoch: int  # Of the start of the run that wrote it.
+  leaves: Mapping[str, str]  # Path of an array of the state → its digest.
+  metrics: Mapping[str, float]  # Of the step, those that are finite.
+  files: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)  # Name → its bytes and sha256.
+
+  @property
+  def state_digest(self) -> str:
+    """The digest of the whole state."""
+    return digests.state_digest(self.leaves)
+
+  def to_json(self) -> str:
+    """Return the text of `manifest.json`."""
+    values = {'format': FORMAT, **dataclasses.asdict(self), 'state_digest': self.state_digest}
+    return _sealed(values)
+
+
+def _sealed(values: Mapping[str, Any]) -> str:
+  values = {name: value for name, value in values.items() if name != 'sha256'}
+  text = json.dumps(values, sort_keys=True)
+  return json.dumps(values | {'sha256': hashlib.sha256(text.encode()).hexdigest()}, sort_keys=True, indent=1) + '\n'
+
+
+def read_manifest(folder: epath.Path) -> Manifest:
+  """Return the manifest of a checkpoint.
+
+  Raises:
+    FileNotFoundError: it has none.
+    DamagedError: it is not as it was written, or of another step or format.
+    OSError: it cannot be read.
+  """
+  content = (folder / MANIFEST).read_bytes()
+  try:
+    values = json.loads(content)
+    if _sealed(values).encode() != content:
+      raise ValueError
+  except (ValueError, AttributeError, RecursionError) as error:
+    raise DamagedError(f'its {MANIFEST} is damaged') from error
+  if values.get('format') != FORMAT:
+    raise DamagedError(f'its {MANIFEST} has the format {values.get("format")!r}, not {FORMAT}')
+  if str(values['step']) != folder.name:
+    raise DamagedError(f'it is that of step {values["step"]}')
+  return Manifest(**{field.name: values[field.name] for field in dataclasses.fields(Manifest)})
+
+
+def described_files(folder: epath.Path) -> dict[str, dict[str, Any]]:
+  """Return size and SHA-256 of every file of a checkpoint by its relative name, but for array data and the manifest."""
+  found = {}
+  for name in sorted(_host_files(folder)):
+    content = (folder / name).read_bytes()
+    found[name] = {'bytes': len(content), 'sha256': hashlib.sha256(content).hexdigest()}
+  return found
+
+
+def _host_files(folder: epath.Path, prefix: str = '') -> Iterator[str]:
+  for path in folder.iterdir():
+    if path.is_dir():
+      if path.name != _ARRAYS:
+        yield from _host_files(path, f'{prefix}{path.name}/')
+    elif prefix or path.name != MANIFEST:
+      yield prefix + path.name
+
+
+def check_files(folder: epath.Path, manifest: Manifest) -> None:
+  """Compare the files that a manifest describes with it.
+
+  Raises:
+    DamagedError: naming the first that is missing or not as it was written.
+    OSError: one cannot be read.
+  """
+  for name, expected in manifest.files.items():
+    try:
+      content = (folder / name).read_bytes()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+      raise DamagedError(f'its file {name} is missing') from error
+    if len(content) != expected['bytes']:
+      raise DamagedError(f'its file {name} has {len(content)} bytes, not {expected["bytes"]}')
+    if hashlib.sha256(content).hexdigest() != expected['sha256']:
+      raise DamagedError(f'its file {name} is not as it was written')
+
+
+def check_leaves(found: Mapping[str, str], manifest: Manifest) -> None:
+  """Compare the digests of arrays that were read, which may be some of the state's, with those of a manifest.
+
+  Raises:
+    DamagedError: naming the first array that is not as it was written.
+  """
+  for name, digest in found.items():
+    if manifest.leaves.get(name) != digest:
+      raise DamagedError(f'the array {name} is not as it was written')
