@@ -22,6 +22,12 @@ from sdpo_jax.training import loop, report
 WORKDIR = flags.DEFINE_string(
   'workdir', None, 'Directory of the run, local or gs://; runs/<name of the config> if unset.'
 )
+RESTART = flags.DEFINE_bool(
+  'restart',
+  False,
+  'Begin again at step 0 where a run has lost its checkpoints; what is left of it is moved to before_restart/<n> in the '
+  '--workdir. Where there is a checkpoint, it is resumed all the same.',
+)
 command.define_config()
 command.define_cluster()
 
@@ -30,7 +36,9 @@ def main() -> int:
   config = command.load_config()
   command.join_cluster()
   workdir = WORKDIR.value or f'runs/{config.name}'
-  result = loop.train(config, workdir, announce=lambda text: print(text, file=sys.stderr, flush=True))
+  result = loop.train(
+    config, workdir, restart=RESTART.value, announce=lambda text: print(text, file=sys.stderr, flush=True)
+  )
   if jax.process_index() == 0:
     print(report.summary(result, flags.FLAGS.config, command.overrides()))
   if result.stopped:

@@ -32,7 +32,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.evaluation.evaluate import evaluate
 from sdpo_jax.rollout.grading_thread import StoppedError
-from sdpo_jax.training import records, samples, skipped, startup
+from sdpo_jax.training import records, remains, samples, skipped, startup
 from sdpo_jax.training.boards import check_wandb
 from sdpo_jax.training.checkpoints import Checkpoints, abstract
 from sdpo_jax.training.metrics import MetricsWriter, history
@@ -106,12 +106,15 @@ class Preemption:
     return bool(np.any(flags))
 
 
-def train(config: Config, workdir: epath.PathLike, *, announce: Any = lambda text: None) -> Result:
+def train(
+  config: Config, workdir: epath.PathLike, *, restart: bool = False, announce: Any = lambda text: None
+) -> Result:
   """Runs, or resumes, the training that `config` describes.
 
   Args:
     config: settings.
     workdir: local or gs:// directory of the run.
+    restart: whether to begin at step 0 where the checkpoints of the run are gone; what there is of it is moved away.
     announce: receives sentences for the user.
 
   Raises:
@@ -122,25 +125,29 @@ def train(config: Config, workdir: epath.PathLike, *, announce: Any = lambda tex
     check_wandb(config)
   alarms.rules(config)
   with Graders(config.environments) as graders:
-    return _train(config, workdir, graders, announce)
+    return _train(config, workdir, graders, restart, announce)
 
 
-def _train(config: Config, workdir: epath.PathLike, graders: Graders, announce: Any) -> Result:
+def _train(config: Config, workdir: epath.PathLike, graders: Graders, restart: bool, announce: Any) -> Result:
   tokenizer = load_tokenizer(config)
   iterator = pipeline.TrainIterator(config, tokenizer, registry)
   held_out = pipeline.evaluation_examples(config, tokenizer, registry) if config.trainer.test_freq else []
   graders.prepare(iterator.environments | {example.environment for example in held_out})
-  workdir = check_workdir(config, workdir)
+  workdir = check_workdir(config, workdir, restart=restart)
   # What every process would say alike.
   say = announce if jax.process_index() == 0 else lambda text: None
   say(f'Loading {config.model.path} …')
   session, parameters = make_session(config, workdir, tokenizer)
   with sole_user(workdir, say) as ownership:
+    if ownership is not None:
+      remains.settle(workdir, ownership, restart=restart, say=say)
     open_workdir(config, workdir)
     barrier('the start of the run')  # Weights are read by now, and the directory is there.
     checkpoints = Checkpoints(workdir, keep=config.trainer.max_ckpt_to_keep, best_metric=config.trainer.best_metric)
     restored = checkpoints.restore(abstract_state(config, parameters, session.mesh))
     if restored is None:
+      if ownership is not None:
+        remains.refuse_loss(workdir, ownership.record())
       state = place_state(config, parameters, session.mesh)
     else:
       step, state, host = restored
@@ -269,6 +276,9 @@ class _Run:
     So does one that learned nothing for too long.
     """
     lines = history(self.session.workdir, step)
+    lost = remains.lost_lines(self.session.workdir, step, lines)
+    if lost and self.ownership is not None:
+      self.announce(lost)
     self.skipped = skipped.in_a_row(lines)
     raised = self.watch.replay(lines)
     for line in lines:

@@ -20,12 +20,15 @@ from sdpo_jax.files import (
   write_atomically,
 )
 from sdpo_jax.training.boards import WANDB_ID
+from sdpo_jax.training.checkpoints import DAMAGED
 from sdpo_jax.training.epochs import EPOCHS
-from sdpo_jax.training.metrics import read_metrics
+from sdpo_jax.training.metrics import raw_lines
 from sdpo_jax.training.ownership import unwritable
 
 FILES = ('config.json', 'metrics.jsonl', EPOCHS, WANDB_ID)
 FOLDERS = ('checkpoints', 'eval', 'profile', 'rollouts', 'tensorboard')
+# Those of one beginning, which --restart moves away; the settings last, since without them the others are no run.
+RESULTS = (*FOLDERS, DAMAGED, 'metrics.jsonl', WANDB_ID, 'config.json')
 ANOTHER = 'restore it or choose another --workdir'
 
 
@@ -38,8 +41,10 @@ def saved_settings(workdir: epath.PathLike) -> dict[str, Any]:
   return read_json_object(epath.Path(workdir) / 'config.json', ANOTHER)
 
 
-def check_workdir(config: Config, workdir: epath.PathLike) -> epath.Path:
+def check_workdir(config: Config, workdir: epath.PathLike, *, restart: bool = False) -> epath.Path:
   """Return the run's directory, which is new, or holds nothing trained, or the same run; nothing is written.
+
+  With `restart`, a run without checkpoints may be any other run: it will be moved away.
 
   Raises:
     UserError: it holds another run (the settings that differ are named), or what it holds cannot be read, or a file is
@@ -55,7 +60,7 @@ def check_workdir(config: Config, workdir: epath.PathLike) -> epath.Path:
     raise UserError(
       f'--workdir={workdir} cannot be read ({first_line(error)}): make it readable or choose another.'
     ) from error
-  if not trained and 'metrics.jsonl' not in there:
+  if not trained and (restart or 'metrics.jsonl' not in there):
     return workdir
   if 'config.json' not in there:
     raise UserError(f'{workdir} has a run but no config.json: restore that file or choose another --workdir.')
@@ -66,7 +71,7 @@ def check_workdir(config: Config, workdir: epath.PathLike) -> epath.Path:
       f'{workdir} holds a run with other settings: {"; ".join(found.refused)}. '
       f'Use the settings of that run, or another --workdir{insist}.'
     )
-  read_metrics(workdir)  # What is wrong with it is said before anything is compiled.
+  raw_lines(workdir)  # What is wrong with it is said before anything is compiled.
   return workdir
 
 

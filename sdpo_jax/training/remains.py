@@ -1,0 +1,150 @@
+"""What a run directory holds, compared with what the run must have left: a loss is said, and never trained over.
+
+A disk that is not mounted looks like a run without checkpoints. Whether there ever was one is not guessed from the steps
+that other files name, for a run that is preempted before its first checkpoint is due must start again by itself:
+`epochs.json` records the step of the last checkpoint that was published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import os
+from typing import Any
+
+from etils import epath
+
+from sdpo_jax.errors import UserError
+from sdpo_jax.files import is_local, make_directory, sync_directory
+from sdpo_jax.training.epochs import Epochs
+from sdpo_jax.training.metrics import METRICS, raw_lines, spans
+from sdpo_jax.training.ownership import Ownership, unwritable
+from sdpo_jax.training.workdir import RESULTS, saved_settings
+
+BEFORE_RESTART = 'before_restart'  # The folder of what --restart moved away.
+
+
+def settle(workdir: epath.Path, ownership: Ownership, *, restart: bool, say: Callable[[str], None]) -> None:
+  """Make sure that a run may go on with what its directory holds; with `restart`, move old results out of the way.
+
+  Args:
+    workdir: of the run, whose `config.json` is still that of the start before.
+    ownership: of the directory.
+    restart: whether to begin at step 0 where the checkpoints are gone.
+    say: receives sentences for the user.
+
+  Raises:
+    UserError: checkpoints were published and are gone; or files cannot be moved.
+  """
+  record = ownership.record()
+  if record.restarting is not None:
+    say(f'A --restart of {workdir} was interrupted: the rest of the old results is moved away.')
+    _move(workdir, record.restarting, ownership)
+    record = ownership.record()
+  steps = checkpoint_steps(workdir)
+  if restart and not steps:
+    if any((workdir / name).exists() for name in RESULTS):
+      number = 1 + max(_numbers(workdir / BEFORE_RESTART), default=0)
+      ownership.restarting(number, record.published)
+      _move(workdir, number, ownership)
+      say(f'The run begins again at step 0; what was there is in {workdir / BEFORE_RESTART / str(number)}.')
+    return
+  if restart:
+    say(
+      f'--restart does nothing here: the checkpoint of step {steps[-1]} is there. To begin again at step 0, choose '
+      'another --workdir.'
+    )
+  if not steps:
+    if not record.published and all(epoch.resumed_from is None for epoch in record.epochs):
+      ownership.published(_due(workdir))  # An earlier version, which wrote no epochs, may have trained here.
+    refuse_loss(workdir, ownership.record())
+  elif steps[-1] < record.published:
+    say(
+      f'{workdir / "checkpoints"}: the checkpoint of step {record.published} was published and is not there any more; '
+      f'the newest is that of step {steps[-1]}.'
+    )
+
+
+def refuse_loss(workdir: epath.Path, record: Epochs) -> None:
+  """Raise a UserError if a checkpoint was published; to be called where a run would begin at step 0."""
+  if record.published:
+    raise UserError(
+      f'{workdir} has no checkpoint to resume from, though that of step {record.published} was published there and other '
+      f'files of the run go up to step {max(reached(workdir), record.published)}: mount the disk or restore the folder '
+      f'that holds {workdir / "checkpoints"}; or add --restart to begin again at step 0, which moves what is there to '
+      f'{workdir / BEFORE_RESTART}.'
+    )
+
+
+def lost_lines(workdir: epath.Path, step: int, lines: Sequence[dict[str, Any]]) -> str | None:
+  """Return a sentence about steps up to the one resumed from that `metrics.jsonl` has no line of; None: it has all.
+
+  Args:
+    workdir: of the run.
+    step: from which it goes on.
+    lines: of metrics.jsonl.
+  """
+  missing = sorted(set(range(1, step + 1)) - {line['step'] for line in lines})
+  if not missing:
+    return None
+  path = workdir / METRICS
+  if len(missing) == step and not lines:
+    what = 'is empty' if path.exists() else 'is missing'
+    return f'{path} {what}: the numbers of steps 1–{step} are lost, and so is what alarms had seen. The run goes on.'
+  number = 'step' if len(missing) == 1 else 'steps'
+  return f'{path} has no line of {number} {spans(missing)}: the numbers are lost. The run goes on.'
+
+
+def checkpoint_steps(workdir: epath.Path) -> list[int]:
+  """Return the steps that `checkpoints/` has folders of, in order."""
+  return sorted(_numbers(workdir / 'checkpoints'))
+
+
+def reached(workdir: epath.Path) -> int:
+  """Return the largest step that metrics.jsonl, `rollouts/` or `eval/` know of."""
+  steps = [line['step'] for line in raw_lines(workdir)]
+  return max([0, *steps, *_numbers(workdir / 'rollouts'), *_numbers(workdir / 'eval')])
+
+
+def _due(workdir: epath.Path) -> int:
+  """Return the last step of which a run has published a checkpoint for certain, by its settings and the step reached.
+
+  Checkpoints are written beside the steps that follow, but each is whole before the next one is begun.
+  """
+  trainer = saved_settings(workdir).get('trainer') if (workdir / 'config.json').exists() else None
+  save_freq = trainer.get('save_freq') if isinstance(trainer, dict) else None
+  return max(0, (reached(workdir) - 1) // save_freq - 1) * save_freq if type(save_freq) is int and save_freq > 0 else 0
+
+
+def _numbers(folder: epath.Path) -> list[int]:
+  """Return the numbers that entries of a folder are named by: 10, 20 for `10` and `20.jsonl`."""
+  if not folder.is_dir():
+    return []
+  stems = [path.name.partition('.')[0] for path in folder.iterdir() if path.name.count('.') <= 1]
+  return [int(stem) for stem in stems if stem.isascii() and stem.isdigit()]
+
+
+def _move(workdir: epath.Path, number: int, ownership: Ownership) -> None:
+  """Move what is there of `RESULTS` to `before_restart/<number>`; interrupted anywhere, it can be called again."""
+  target = workdir / BEFORE_RESTART / str(number)
+  try:
+    make_directory(target)
+    for name in RESULTS:
+      _move_all(workdir / name, target / name)
+    if is_local(workdir):
+      sync_directory(target)
+      sync_directory(workdir)
+  except OSError as error:
+    raise unwritable(workdir, error) from error
+  ownership.restarting(None, published=0)
+
+
+def _move_all(source: epath.Path, target: epath.Path) -> None:
+  if is_local(source):
+    if os.path.lexists(source):
+      os.rename(source, target)
+  elif source.is_dir():  # A store has no folders: each object is moved for itself, the rest the next time.
+    for path in source.iterdir():
+      _move_all(path, target / path.name)
+  elif source.exists():
+    source.copy(target, overwrite=True)
+    source.unlink()

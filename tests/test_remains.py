@@ -1,0 +1,160 @@
+"""What a run directory has lost is said before the first step; nothing is trained over it unless asked for."""
+
+import json
+import os
+import pathlib
+
+from etils import epath
+import pytest
+
+from sdpo_jax.config import Config
+from sdpo_jax.errors import UserError
+from sdpo_jax.training import epochs, ownership, remains, workdir
+
+
+@pytest.fixture
+def folder(tmp_path):
+  return epath.Path(tmp_path / 'run')
+
+
+def leave(folder, *, steps=4, published=0, checkpoints=(), save_freq=10, recorded=True):
+  """What a run leaves that has gone `steps` steps; of an earlier version if nothing is `recorded`."""
+  config = Config()
+  config.trainer.save_freq = save_freq
+  config.optimizer.lr = 0.5
+  if recorded:
+    with ownership.sole_user(folder) as mine:
+      mine.resumed(0)
+      mine.published(published)
+  folder.mkdir(parents=True, exist_ok=True)
+  (folder / 'config.json').write_text(config.to_json())
+  epoch = {'fencing_epoch': 1} if recorded else {}
+  lines = [json.dumps({'step': step, **epoch}) + '\n' for step in range(1, steps + 1)]
+  (folder / 'metrics.jsonl').write_text(''.join(lines))
+  for name in ('rollouts', 'eval', 'checkpoints'):
+    (folder / name).mkdir()
+  (folder / 'rollouts' / f'{steps}.jsonl').write_text('rollouts')
+  (folder / 'eval' / 'notes.txt').write_text('mine')
+  for step in checkpoints:
+    (folder / 'checkpoints' / str(step)).mkdir()
+
+
+def settle(folder, *, restart=False):
+  said = []
+  with ownership.sole_user(folder) as mine:
+    remains.settle(folder, mine, restart=restart, say=said.append)
+    return said, mine.record()
+
+
+def content(folder):
+  """Files below a directory, without those of its owner."""
+  own = (ownership.LOCK, epochs.EPOCHS)
+  files = [path for path in pathlib.Path(folder).rglob('*') if path.is_file() and path.name not in own]
+  return {str(path.relative_to(folder)): path.read_text() for path in files}
+
+
+def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_again_by_itself(folder):
+  leave(folder)
+  before = content(folder)
+  for _ in range(3):  # As often as it is preempted.
+    assert settle(folder)[0] == []
+  assert content(folder) == before
+
+
+def test_checkpoints_that_are_gone_are_missed(folder):
+  leave(folder, published=2)
+  (folder / 'checkpoints').rmdir()
+  before = content(folder)
+  sentence = (
+    'has no checkpoint to resume from, though that of step 2 .* up to step 4: mount the disk .* or add --restart'
+  )
+  for _ in range(2):  # A refused start forgets nothing.
+    with pytest.raises(UserError, match=sentence):
+      settle(folder)
+  assert content(folder) == before
+
+
+def test_whoever_resumed_has_had_a_checkpoint(folder):
+  """The record is written after the checkpoint; a kill between them leaves a checkpoint that the next start knows."""
+  leave(folder, checkpoints=[2])
+  with ownership.sole_user(folder) as mine:
+    remains.settle(folder, mine, restart=False, say=print)
+    mine.resumed(2)
+  (folder / 'checkpoints' / '2').rmdir()
+  with pytest.raises(UserError, match='that of step 2 was published'):
+    settle(folder)
+
+
+@pytest.mark.parametrize('steps, save_freq, refused', [(21, 10, True), (20, 10, False), (50, 0, False), (3, 1, True)])
+def test_a_run_of_an_earlier_version_is_judged_by_what_was_due(folder, steps, save_freq, refused):
+  """Its second checkpoint was begun when the first was whole, and its line written before that."""
+  leave(folder, steps=steps, save_freq=save_freq, recorded=False)
+  for _ in range(2):
+    if refused:
+      with pytest.raises(UserError, match=f'that of step {save_freq} was published'):
+        settle(folder)
+    else:
+      settle(folder)
+
+
+def test_restart_moves_everything_away_and_loses_nothing(folder):
+  leave(folder, published=2)
+  before = content(folder)
+  workdir.check_workdir(Config(), folder, restart=True)  # Other settings may follow.
+  with pytest.raises(UserError, match='holds a run with other settings: optimizer.lr was 0.5'):
+    workdir.check_workdir(Config(), folder)
+  said, record = settle(folder, restart=True)
+  assert content(folder) == {f'before_restart/1/{name}': text for name, text in before.items()}
+  assert 'begins again at step 0; what was there is in' in said[0] and record.published == 0
+  assert settle(folder, restart=True)[0] == [] and not (folder / 'before_restart' / '2').exists()
+  leave(folder, steps=1)
+  settle(folder, restart=True)
+  assert content(folder / 'before_restart' / '1') == before and (folder / 'before_restart' / '2').exists()
+
+
+def test_restart_does_not_leave_a_checkpoint_behind(folder):
+  leave(folder, published=2, checkpoints=[2])
+  before = content(folder)
+  said, _ = settle(folder, restart=True)
+  assert '--restart does nothing here: the checkpoint of step 2 is there' in said[0] and content(folder) == before
+  (folder / 'checkpoints' / '2').rename(folder / 'checkpoints' / '1')
+  said, _ = settle(folder)
+  assert 'the checkpoint of step 2 was published and is not there any more; the newest is that of step 1' in said[0]
+
+
+def test_a_restart_that_is_interrupted_anywhere_is_completed(folder, monkeypatch):
+  leave(folder, published=2)
+  before = content(folder)
+  rename, moves, limit = os.rename, [], [0]
+
+  def interrupted(source, target):
+    moves.append(source)
+    if len(moves) > limit[0]:
+      raise KeyboardInterrupt
+    rename(source, target)
+
+  monkeypatch.setattr(os, 'rename', interrupted)
+  for limit[0] in range(3):  # More are moved each time, of five.
+    moves.clear()
+    with pytest.raises(KeyboardInterrupt):
+      settle(folder, restart=limit[0] == 0)
+    left = {
+      **content(folder / 'before_restart' / '1'),
+      **{name: text for name, text in content(folder).items() if 'before' not in name},
+    }
+    assert left == before
+  monkeypatch.undo()
+  said, record = settle(folder)
+  assert 'was interrupted' in said[0] and record.restarting is None and record.published == 0
+  assert content(folder) == {f'before_restart/1/{name}': text for name, text in before.items()}
+
+
+def test_lines_that_are_missing_are_named_by_their_steps(folder):
+  folder.mkdir()
+  lines = [{'step': step} for step in (0, 1, 3, 7, 8)]
+  assert remains.lost_lines(folder, 3, lines).startswith(f'{folder}/metrics.jsonl has no line of step 2: ')
+  assert 'has no line of steps 2, 4–6: ' in remains.lost_lines(folder, 8, lines)
+  assert remains.lost_lines(folder, 1, lines) is None and remains.lost_lines(folder, 0, []) is None
+  assert 'metrics.jsonl is missing: the numbers of steps 1–8 are lost' in remains.lost_lines(folder, 8, [])
+  (folder / 'metrics.jsonl').touch()
+  assert 'metrics.jsonl is empty: ' in remains.lost_lines(folder, 8, [])
