@@ -132,6 +132,18 @@ def test_a_position_in_other_rows_is_refused(write):
     train([write([raw(i) for i in range(9)])]).set_state(state)
 
 
+def test_a_position_in_other_rows_may_be_taken_but_not_one_that_counts_otherwise(write):
+  rows = train([write([raw(i) for i in range(8)])])
+  next(rows)
+  same = train([write([raw(i, prompt='Which?') for i in range(8)])])
+  same.set_state(rows.get_state(), other_rows=True)
+  assert ids(next(same)) == ids(next(rows))
+  endless = train(['generator:toy'])
+  next(endless)
+  with pytest.raises(UserError, match='mix files and generators otherwise'):
+    same.set_state(endless.get_state(), other_rows=True)
+
+
 def test_a_generator_is_endless_ordered_and_gets_seed_split_and_options():
   it = train(['generator:toy?every=2'], seed=5, filter_overlong_prompts=True, max_prompt_length=60)
   assert ids(next(it)) == [f'train-5-{i}' for i in (0, 2, 4, 6)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+import dataclasses
 import functools
 import hashlib
 import json
@@ -71,11 +72,11 @@ class TrainIterator:
     read = functools.partial(
       read_examples, split='train', config=config, tokenizer=tokenizer, registry=registry, setting='data.train_files'
     )
-    if data.source_weights:
-      files = {at: read([source]) for at, source in enumerate(data.train_files) if not sources.is_generator(source)}
-    else:
-      together = read([source for source in data.train_files if not sources.is_generator(source)])
-      files = {0: together} if together else {}
+    files = {at: read([source]) for at, source in enumerate(data.train_files) if not sources.is_generator(source)}
+    # Source → digest of its questions; of a generator's those that are checked here.
+    self.digests = {data.train_files[at]: digest(examples) for at, examples in files.items()}
+    if files and not data.source_weights:
+      files = {0: [example for examples in files.values() for example in examples]}
     for examples in files.values():
       self.environments |= {example.environment for example in examples}
     # Rows of files; None: there is a generator, which makes as many as are asked for.
@@ -87,10 +88,12 @@ class TrainIterator:
     generators = {}
     for at, source in enumerate(data.train_files):
       if sources.is_generator(source):
-        generate, names = _checked_generator(source, 'train', config, tokenizer, registry)
-        self.environments |= names
+        generate, first = _checked_generator(source, 'train', config, tokenizer, registry)
+        self.environments |= {example.environment for example in first}
+        self.digests[source] = digest(first)
         generators[at] = grain.MapDataset.range(sys.maxsize).map(generate)
-    if not generators and not data.source_weights:
+    self._counts = 'questions' if generators or data.source_weights else 'batches'  # Of which a position is a number.
+    if self._counts == 'batches':
       if len(files[0]) < data.train_batch_size:
         raise UserError(
           f'data.train_files hold {len(files[0])} usable rows, fewer than data.train_batch_size='
@@ -118,18 +121,24 @@ class TrainIterator:
 
   def get_state(self) -> dict[str, Any]:
     """The position, as values that JSON holds."""
-    return {'iterator': self._iterator.get_state(), 'fingerprint': self._fingerprint}
+    return {'iterator': self._iterator.get_state(), 'fingerprint': self._fingerprint, 'counts': self._counts}
 
-  def set_state(self, state: dict[str, Any]) -> None:
-    """Continues where `state` was taken.
+  def set_state(self, state: dict[str, Any], *, other_rows: bool = False) -> None:
+    """Continues where `state` was taken; with `other_rows` at the same position in the order of whatever rows there are.
 
     Raises:
-      UserError: the rows are not those of the run that saved the state.
+      UserError: the rows are not those of the run that saved the state, and may not be; or positions are counted
+        otherwise, since there are generators now and were none, or the other way round.
     """
-    if state['fingerprint'] != self._fingerprint:
+    if state['fingerprint'] != self._fingerprint and not other_rows:
       raise UserError(
         'data.train_files hold other rows than when this run was saved, so it cannot continue where it stopped: '
-        'restore the files or start in a new workdir.'
+        'restore the files, start in a new workdir, or insist with --config.trainer.accept_changes=data.'
+      )
+    if state.get('counts', self._counts) != self._counts:
+      raise UserError(
+        'data.train_files mix files and generators otherwise than when this run was saved, so that its position in them '
+        'means nothing: restore the setting or start in a new workdir.'
       )
     self._iterator.set_state(state['iterator'])
 
@@ -222,8 +231,8 @@ def _check_environments(examples: Sequence[Example], registry: sources.Registry)
 
 def _checked_generator(
   source: str, split: str, config: Config, tokenizer: Tokenizer, registry: sources.Registry
-) -> tuple[Callable[[int], Example | None], set[str]]:
-  """The generator with its questions' lengths checked, None in place of one that is to be left out; its graders."""
+) -> tuple[Callable[[int], Example | None], list[Example]]:
+  """The generator with its questions' lengths checked, None in place of one that is to be left out; its first ones."""
   generate = sources.make_generator(source, split, config.seed, registry)
   # A limit that is too low, or an unknown environment, ends the run before anything is compiled.
   first = [generate(index) for index in range(_PROBED)]
@@ -234,7 +243,25 @@ def _checked_generator(
     example = generate(index)
     return example if fits(tokenizer, example, config) else None
 
-  return checked, {example.environment for example in first}
+  return checked, first
+
+
+def digest(examples: Sequence[Example]) -> str:
+  """Return 16 hexadecimal digits that tell questions, with all that graders read of them, from others.
+
+  Where a row lies is not part of it.
+  """
+  found = hashlib.sha256()
+  for example in examples:
+    row = {field.name: getattr(example, field.name) for field in dataclasses.fields(example)}
+    row['extra'] = {name: value for name, value in example.extra.items() if name != 'origin'}
+    # What stands in the row as it is elsewhere, such as unit tests of a megabyte, is not read twice.
+    told = [example.ground_truth, *(message['content'] for message in example.messages)]
+    row['columns'] = {
+      name: None if any(value is known for known in told) else value for name, value in example.columns.items()
+    }
+    found.update(json.dumps(row, sort_keys=True, default=str).encode())
+  return found.hexdigest()[:16]
 
 
 def _fingerprint(sets: Iterable[Sequence[Example]], names: Sequence[str]) -> str:

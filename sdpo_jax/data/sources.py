@@ -42,6 +42,11 @@ def is_generator(source: str) -> bool:
   return source.startswith(GENERATOR_PREFIX)
 
 
+def generator_name(source: str) -> str:
+  """Return NAME of `generator:NAME?key=value&…`."""
+  return source.removeprefix(GENERATOR_PREFIX).partition('?')[0]
+
+
 def make_generator(source: str, split: str, seed: int, registry: Registry) -> Callable[[int], Example]:
   """The endless questions of `generator:NAME?key=value&…` as a function of their index.
 
@@ -50,7 +55,7 @@ def make_generator(source: str, split: str, seed: int, registry: Registry) -> Ca
   Raises:
     UserError: malformed source, unknown generator or option.
   """
-  name, _, query = source.removeprefix(GENERATOR_PREFIX).partition('?')
+  name, query = generator_name(source), source.partition('?')[2]
   try:
     options: dict[str, Any] = dict(urllib.parse.parse_qsl(query, strict_parsing=True, keep_blank_values=True))
     seed = int(options.pop('seed', seed))

@@ -32,7 +32,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.evaluation.evaluate import evaluate
 from sdpo_jax.rollout.grading_thread import StoppedError
-from sdpo_jax.training import records, remains, samples, skipped, startup
+from sdpo_jax.training import fingerprint, records, remains, samples, skipped, startup
 from sdpo_jax.training.boards import check_wandb
 from sdpo_jax.training.checkpoints import Checkpoints, abstract
 from sdpo_jax.training.metrics import MetricsWriter, history
@@ -134,6 +134,8 @@ def _train(config: Config, workdir: epath.PathLike, graders: Graders, restart: b
   held_out = pipeline.evaluation_examples(config, tokenizer, registry) if config.trainer.test_freq else []
   graders.prepare(iterator.environments | {example.environment for example in held_out})
   workdir = check_workdir(config, workdir, restart=restart)
+  parts = fingerprint.take(config, tokenizer, iterator, held_out, graders)
+  continuation = fingerprint.compare(workdir, config, parts)
   # What every process would say alike.
   say = announce if jax.process_index() == 0 else lambda text: None
   say(f'Loading {config.model.path} …')
@@ -145,13 +147,16 @@ def _train(config: Config, workdir: epath.PathLike, graders: Graders, restart: b
     barrier('the start of the run')  # Weights are read by now, and the directory is there.
     checkpoints = Checkpoints(workdir, keep=config.trainer.max_ckpt_to_keep, best_metric=config.trainer.best_metric)
     restored = checkpoints.restore(abstract_state(config, parameters, session.mesh))
+    continuation = fingerprint.start(workdir, config, continuation, restored[0] if restored else 0)
+    for line in continuation.lines:
+      say(line)
     if restored is None:
       if ownership is not None:
         remains.refuse_loss(workdir, ownership.record())
       state = place_state(config, parameters, session.mesh)
     else:
       step, state, host = restored
-      iterator.set_state(host['iterator'])
+      iterator.set_state(host['iterator'], other_rows='data' in config.trainer.accept_changes)
       announce(f'Resuming {workdir} at step {step}.')
     del parameters, restored
     trained = sum(leaf.size for leaf in jax.tree.leaves(state.trainable))

@@ -25,7 +25,8 @@ from sdpo_jax.training.epochs import EPOCHS
 from sdpo_jax.training.metrics import raw_lines
 from sdpo_jax.training.ownership import unwritable
 
-FILES = ('config.json', 'metrics.jsonl', EPOCHS, WANDB_ID)
+FINGERPRINT = 'fingerprint.json'  # What the run depends on beside its settings.
+FILES = ('config.json', 'metrics.jsonl', EPOCHS, FINGERPRINT, WANDB_ID)
 FOLDERS = ('checkpoints', 'eval', 'profile', 'rollouts', 'tensorboard')
 # Those of one beginning, which --restart moves away; the settings last, since without them the others are no run.
 RESULTS = (*FOLDERS, DAMAGED, 'metrics.jsonl', WANDB_ID, 'config.json')

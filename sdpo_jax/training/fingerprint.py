@@ -1,0 +1,302 @@
+"""What a run depends on beside its settings, kept in `fingerprint.json` with every start, and compared by the next one.
+
+  {"format": 1, "starts": [{"step": 0, "time": "2026-01-31T12:00:00+00:00", "changes": [], "accepted": [],
+                            "parts": {"tokenizer": {"vocabulary": "3f…", …}, …}}, …]}
+
+`step` is the checkpoint that a start went on from; `changes` are sentences about what had changed by then, `accepted`
+what `trainer.accept_changes` named. `parts` are left out where they are those of the start before. A checkpoint was
+trained by the last start from an earlier step, so that is the one with which a resume is compared: a start from which
+nothing was kept does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+import datetime
+import functools
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+from typing import Any
+
+from etils import epath
+import jax
+
+from models import identity
+from sdpo_jax import __version__
+from sdpo_jax.config import Config, Differences, differences
+from sdpo_jax.data import pipeline, sources
+from sdpo_jax.distributed.collectives import gathered
+from sdpo_jax.environments import registry
+from sdpo_jax.environments.grader_code import digests
+from sdpo_jax.environments.grading import Graders
+from sdpo_jax.errors import UserError
+from sdpo_jax.files import read_json_object, write_atomically
+from sdpo_jax.training.workdir import FINGERPRINT, saved_settings
+from sdpo_jax.types import Example
+
+FORMAT = 1
+LEARNED = (
+  'tokenizer',
+  'model',
+  'data',
+  'graders',
+)  # Parts that change what is learned, as trainer.accept_changes says.
+# Parts of which a change is named, and what it means.
+NAMED = {
+  'weights': 'model.path holds other weights than at the start (the run goes on with those of its checkpoint)',
+  'evaluation': 'Evaluations before and after this start measure other things',
+  'software': 'From here on results may differ from those of an uninterrupted run in rounding',
+  'devices': 'From here on results may differ from those of an uninterrupted run in rounding',
+}
+PACKAGES = (
+  'jax',
+  'jaxlib',
+  'libtpu',
+  'flax',
+  'optax',
+  'orbax-checkpoint',
+  'grain',
+  'numpy',
+  'transformers',
+  'tokenizers',
+  'jinja2',
+  'safetensors',
+  'math-verify',
+  'latex2sympy2_extended',
+  'sympy',
+)
+# Environment variables by which a compiler or JAX rounds otherwise.
+VARIABLES = ('XLA_FLAGS', 'LIBTPU_INIT_ARGS', 'JAX_DEFAULT_MATMUL_PRECISION', 'JAX_ENABLE_X64')
+SHOWN = 6  # Changes of a part that a sentence spells out.
+
+Parts = Mapping[str, Mapping[str, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Continuation:
+  """A start that may go on, and what is to be said of it."""
+
+  parts: Parts
+  step: int  # Of the checkpoint; 0: there is none.
+  settings: Differences  # From those of the start before.
+  lines: Sequence[str] = ()  # For the user.
+  changes: Sequence[str] = ()  # Since the start with which this one was compared.
+  accepted: Sequence[str] = ()  # Of `LEARNED`, which differ and may.
+
+
+def take(
+  config: Config,
+  tokenizer: Any,
+  iterator: pipeline.TrainIterator,
+  held_out: Sequence[Example],
+  graders: Graders,
+  devices: Sequence[jax.Device] | None = None,
+) -> Parts:
+  """Return what this start depends on: for each part digests, versions or counts by name.
+
+  Args:
+    config: settings.
+    tokenizer: of the model.
+    iterator: of the training data.
+    held_out: questions of evaluations.
+    graders: all that the questions need have been made.
+    devices: of the run; None: all.
+
+  Raises:
+    UserError: the processes of the run do not have the same tokenizer, model, data or graders.
+  """
+  devices = jax.devices() if devices is None else devices
+  trained = digests(map(graders.get, sorted(iterator.environments)))
+  asked = sorted({example.environment for example in held_out} - iterator.environments)
+  by_source: dict[str, list[Example]] = {}
+  for example in held_out:
+    by_source.setdefault(example.data_source, []).append(example)
+  generators = [source for source in config.data.train_files if sources.is_generator(source)]
+  parts = {
+    'tokenizer': identity.of_tokenizer(config.model.path, tokenizer),
+    'model': identity.of_architecture(config.model.path),
+    'data': iterator.digests | {f'code of {source}': _code_of(source) for source in generators},
+    'graders': trained,
+    'weights': identity.of_weights(config.model.path),
+    'evaluation': {f'questions of {source}': pipeline.digest(found) for source, found in by_source.items()}
+    | {name: digest for name, digest in digests(map(graders.get, asked)).items() if name not in trained},
+    'software': software(),
+    'devices': {
+      'platform': devices[0].platform,
+      'kind': devices[0].device_kind,
+      'count': str(len(devices)),
+      'processes': str(jax.process_count()),
+    },
+  }
+  _check_alike(gathered(parts, 'the comparison of tokenizers, data and graders'))
+  return parts
+
+
+def _code_of(source: str) -> str:
+  return identity.digest(digests([registry.get_generator(sources.generator_name(source))]))
+
+
+def _check_alike(everybody: Sequence[Parts]) -> None:
+  """Raise UserError if two processes would learn from different things."""
+  first = everybody[0]
+  for number, other in enumerate(everybody[1:], 1):
+    found = _changes(LEARNED, first, other, f'is {{}} on process 0 and {{}} on process {number}')
+    if found:
+      raise UserError(
+        f'The processes of this run do not have the same files: {_listed(found)}. Copy those of one host to all.'
+      )
+
+
+@functools.cache
+def software() -> dict[str, str]:
+  """Return versions of packages, of Python and of this project with a digest of its files, and compilers' flags."""
+  versions = {'python': platform.python_version(), 'sdpo_jax': f'{__version__} ({_own_files()})'}
+  for package in PACKAGES:
+    try:
+      versions[package] = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+      continue
+  return versions | {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
+
+
+def _own_files() -> str:
+  root = pathlib.Path(__file__).resolve().parents[2]
+  files = sorted(path for package in ('sdpo_jax', 'models') for path in (root / package).rglob('*.py'))
+  return identity.digest([[path.relative_to(root).as_posix(), identity.digest(path.read_bytes())] for path in files])
+
+
+def compare(
+  workdir: epath.PathLike, config: Config, parts: Parts, step: int | None = None, settings: Differences | None = None
+) -> Continuation:
+  """Return how a run may go on with these settings and parts; nothing is written.
+
+  Args:
+    workdir: of the run.
+    config: settings of this start.
+    parts: of this start, from `take`.
+    step: of the checkpoint from which it goes on, 0 for none, when everything may be new; None: the newest one's.
+    settings: how they differ from those of the start before; None: from `config.json`, which is still that start's.
+
+  Raises:
+    UserError: what changes what is learned is not what it was, and `trainer.accept_changes` does not name it.
+  """
+  step = newest_step(workdir) if step is None else step
+  if step == 0:
+    return Continuation(parts, step, Differences([], [], [], []))
+  settings = differences(saved_settings(workdir), config) if settings is None else settings
+  before = trained_by(read(workdir), step)
+  unknown = (
+    []
+    if before is not None
+    else [
+      f'{epath.Path(workdir) / FINGERPRINT} does not say with which tokenizer, data and graders the steps up to {step} were '
+      'made: that they are the same now is not checked. From now on it is.'
+    ]
+  )
+  before = {name: part for name, part in (before or {}).items() if name in parts}
+  differing = [name for name in LEARNED if name in before and before[name] != parts[name]]
+  refused = [name for name in differing if name not in config.trainer.accept_changes]
+  if refused:
+    raise UserError(
+      f'{workdir} was trained with something else than what is there now: {_listed(_changes(refused, before, parts))}. '
+      'Restore it, choose another --workdir, or insist with --config.trainer.accept_changes='
+      f'{",".join([*config.trainer.accept_changes, *refused])}.'
+    )
+  accepted = [*settings.accepted, *_changes(differing, before, parts)]
+  named = {meaning: [] for meaning in NAMED.values()}
+  named[NAMED['devices']] += settings.named
+  for name in before.keys() & NAMED.keys():
+    named[NAMED[name]] += _changes([name], before, parts)
+  lines = [f'{meaning}: {_listed(changes)}.' for meaning, changes in named.items() if changes]
+  said = [f'Accepted, as trainer.accept_changes says: {_listed(accepted)}.'] if accepted else []
+  changes = [*accepted, *(change for changes in named.values() for change in changes)]
+  return Continuation(parts, step, settings, [*unknown, *said, *lines], changes, differing)
+
+
+def newest_step(workdir: epath.PathLike) -> int:
+  """Return the step of the newest checkpoint of a run, whole or not; 0 if it has none."""
+  folder = epath.Path(workdir) / 'checkpoints'
+  names = [path.name for path in folder.iterdir()] if folder.exists() else []
+  return max((int(name) for name in names if name.isdecimal()), default=0)
+
+
+def start(workdir: epath.Path, config: Config, found: Continuation, step: int) -> Continuation:
+  """Return `found`, compared anew if the checkpoint is another one, after adding this start to `fingerprint.json`.
+
+  Args:
+    workdir: of the run.
+    config: settings of this start.
+    found: of `compare`.
+    step: of the checkpoint from which the run does go on. One that begins anew, at step 0, forgets the starts before:
+      nothing is left of what they trained.
+
+  Raises:
+    UserError: as `compare`.
+  """
+  if step != found.step:
+    found = compare(workdir, config, found.parts, step, found.settings)
+  if jax.process_index() != 0:
+    return found
+  starts = list(read(workdir)) if step else []
+  entry = {
+    'step': step,
+    'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
+    'changes': list(found.changes),
+    'accepted': list(found.accepted),
+  }
+  if _parts_of(starts) != found.parts:
+    entry['parts'] = found.parts
+  write_atomically(workdir / FINGERPRINT, json.dumps({'format': FORMAT, 'starts': [*starts, entry]}, indent=1) + '\n')
+  return found
+
+
+def read(workdir: epath.PathLike) -> Sequence[Mapping[str, Any]]:
+  """Return the starts of a run, oldest first; none where there is no `fingerprint.json`.
+
+  Raises:
+    UserError: the file is damaged, or another version's.
+  """
+  path = epath.Path(workdir) / FINGERPRINT
+  if not path.exists():
+    return []
+  way_out = 'restore it, or remove it and this start is not compared with those before'
+  values = read_json_object(path, way_out)
+  starts = values.get('starts')
+  sound = (
+    values.get('format') == FORMAT
+    and isinstance(starts, list)
+    and all(isinstance(start, dict) and isinstance(start.get('step'), int) for start in starts)
+    and all(isinstance(start.get('parts', {}), dict) for start in starts)
+  )
+  if not sound:
+    raise UserError(f'{path} is not a history of starts in the format {FORMAT}: {way_out}.')
+  return starts
+
+
+def trained_by(starts: Sequence[Mapping[str, Any]], step: int) -> Parts | None:
+  """Return the parts of the start that made the checkpoint of `step`; None if that is not known."""
+  last = max((at for at, start in enumerate(starts) if start['step'] < step), default=None)
+  return None if last is None else _parts_of(starts[: last + 1])
+
+
+def _parts_of(starts: Sequence[Mapping[str, Any]]) -> Parts | None:
+  return next((start['parts'] for start in reversed(starts) if 'parts' in start), None)
+
+
+def _changes(names: Iterable[str], old: Parts, new: Parts, phrase: str = 'was {} and is now {}') -> list[str]:
+  """Return a phrase for every entry of these parts that differs."""
+  return [
+    f'{name}/{key} ' + phrase.format(old[name].get(key, 'not there'), new[name].get(key, 'not there'))
+    for name in names
+    for key in sorted(old[name].keys() | new[name].keys())
+    if old[name].get(key) != new[name].get(key)
+  ]
+
+
+def _listed(changes: Sequence[str]) -> str:
+  more = f'; and {len(changes) - SHOWN} more' if len(changes) > SHOWN else ''
+  return '; '.join(changes[:SHOWN]) + more
