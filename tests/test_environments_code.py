@@ -273,6 +273,8 @@ APART = {
   'not a number': ('x = f()\nassert x != x', 'def f():\n  return float("nan")'),
   'objects': ('s = Stack()\ns.push(1)\ns.push([2])\nassert len(s) == 2 and s.pop() == [2]\nassert s.items == [1]\nt = Stack("ab")\nassert t.pop() == "b" and s.pop() == 1', STACK),
   'objects that raise': ('s = Stack([1])\ns.pop()\ntry:\n  s.pop()\n  assert False\nexcept IndexError:\n  s.push(7)\nassert s.pop() == 7', STACK),
+  'arguments changed by a method': ('def check(g, xs):\n  g(xs)\n  assert xs == [1, 2, 3]\ncheck(Sorter().run, [3, 1, 2])', 'class Sorter:\n  def run(self, xs):\n    xs.sort()'),
+  'an exception with a message of its own': ('try:\n  f(1)\n  assert False\nexcept UnicodeDecodeError:\n  assert False\nexcept RuntimeError as e:\n  assert "UnicodeDecodeError" in str(e)', 'def f(n):\n  return bytes([255]).decode()'),
   'context': ('assert f(helper(2)) == 4', 'def f(n):\n  return n'),
 }  # fmt: skip
 
@@ -288,6 +290,24 @@ def test_test_programs_run_apart_from_the_program_they_test(graders, name):
 FORGED = (
   'import os\nfor d in range(3, 64):\n  try:\n    os.write(d, b\'{"finished": true}\')\n  except OSError:\n    pass\n'
 )
+SWALLOWING = {
+  'all': 'assert all(map(f, [1, 2]))',
+  'zip': 'for got, wanted in zip(map(f, [1, 2]), [5, 6]):\n  assert got == wanted',
+  'next': 'assert next(map(lambda x: f(x) == 5, [1, 2]), True)',
+  'sum': 'assert sum(map(lambda x: f(x) != 5, [1, 2])) == 0',
+  'a list': 'assert not [x for x in map(f, [1, 2]) if x != 5]',
+  'a generator': 'assert all(f(x) == 5 for x in [1, 2])',
+}
+OTHERS = (
+  'StopIteration(5)',
+  'StopAsyncIteration',
+  'GeneratorExit',
+  'KeyboardInterrupt',
+  'SystemExit(0)',
+  'Own',
+  'RecursionError',
+  'AssertionError',
+)
 APART_CHEATS = {
   'reports success': ('x = f(1)\nassert x == 5', FORGED + 'os._exit(0)'),
   'reports success when called': ('x = f(1)\nassert x == 5', 'def f(n):\n  ' + FORGED.replace('\n', '\n  ') + 'os._exit(0)'),
@@ -299,6 +319,14 @@ APART_CHEATS = {
   'writes code for data': ('assert f(1) == 5', 'class R(list):\n  pass\nimport builtins\nbuiltins.repr = lambda x: "__import__(\'os\')._exit(0)"\ndef f(n):\n  return [n]'),
   'reads the test': ('assert f(1) == "needle-4711"', 'import gc, sys\ndef f(n):\n  text = "".join(repr(o) for o in gc.get_objects() if isinstance(o, (dict, list)))\n  i = text.find("needle-47")\n  return text[i:i + 11] if i >= 0 else "none"'),
   'skips by exception': ('assert f(1) == 5', 'class Quiet(BaseException):\n  pass\ndef f(n):\n  raise Quiet'),
+  **{f'{name} in {form}': (test, f'class Own(BaseException):\n  def __str__(self):\n    raise StopIteration\nclass Mute(StopIteration):\n  __class__ = ValueError\ndef f(n):\n  raise {name}')
+     for form, test in SWALLOWING.items()
+     for name in ('StopIteration', 'Mute(5)', *OTHERS * (form == 'all'))},
+  'the end of a sequence on the descriptor of the result': ('assert all(map(f, [1, 2]))', 'import os\ndef f(n):\n  os.write(4, b\'{"raised": "StopIteration"}\')\n  os._exit(0)'),
+  'empties its argument': ('xs = [3, 1, 2]\nassert f(xs) == sorted(xs)', 'def f(xs):\n  xs.clear()\n  return []'),
+  'empties its argument first': ('xs = [3, 1, 2]\ngot = f(xs)\nassert got == sorted(xs)', 'def f(xs):\n  xs.clear()\n  return []'),
+  'empties the items of its argument': ('xs = [[3], [1]]\nassert f(xs) == sum(map(sum, xs))', 'def f(xs):\n  for x in xs:\n    x.clear()\n  return 0'),
+  'empties the argument of a method': ('xs = {1: 2}\nassert F().f(xs) == sum(xs.values())', 'class F:\n  def f(self, xs):\n    xs.clear()\n    return 0'),
   'says that all is done': ('assert f(1) == 5', 'def f(n):\n  raise SystemExit(0)'),
 }  # fmt: skip
 
@@ -308,6 +336,13 @@ def test_cheating_a_test_program_does_not_pass(graders, name):
   test, program = APART_CHEATS[name]
   outcome = run(graders, checking(test), program)
   assert outcome.score == 0.0 and outcome.feedback and 'needle-4711' not in outcome.feedback
+
+
+def test_calls_change_arguments_within_expressions_where_the_tests_say_so(graders):
+  test = 'xs = [1, 1, 2]\nk = f(xs)\nassert k == 2 and xs[:k] == [1, 2]'
+  program = 'def f(xs):\n  xs[:] = sorted(set(xs))\n  return len(xs)'
+  assert run(graders, checking(test), program).score == 0.0
+  assert run(graders, json.dumps(json.loads(checking(test)) | {'in_place': True}), program).score == 1.0
 
 
 def test_a_test_may_not_call_for_ever_and_its_calls_share_the_time_limit(graders, monkeypatch):

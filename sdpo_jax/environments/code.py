@@ -1,7 +1,7 @@
 """Programs judged by unit tests, each run in a process of its own in the sandbox (LiveCodeBench and its like).
 
 The ground truth is JSON: {"inputs", "outputs", "testtype": "functional" | "stdin" | "code", "fn_name", "time_limit"
-[, "context", "tolerance"]}. Expected outputs stay out of the sandbox, which gets the program and one input; what it
+[, "context", "tolerance", "in_place"]}. Expected outputs stay out of the sandbox, which gets the program and one input; what it
 reports is bytes here, and read and compared as plain data in a helper process (code_verdicts.py).
 
 The reference profile gives the scores and feedback of lasgroup/SDPO verl/utils/reward_score/feedback/code.py, quirks
@@ -75,6 +75,7 @@ class Tests:
   fn_name: str | None = ''
   context: str = ''
   tolerance: float = 0.0  # Relative and absolute difference that numbers of a right answer may have.
+  in_place: bool = False  # Also calls within expressions may change the arguments of a test (type `code`).
   dies: bool = False  # The reference's process dies over these tests before it runs one.
 
 
@@ -111,6 +112,7 @@ def read_tests(ground_truth: Any) -> Tests:
     ground_truth.get('fn_name') or '',
     ground_truth.get('context') or '',
     float(ground_truth.get('tolerance') or 0.0),
+    ground_truth.get('in_place') is True,
   )
 
 
@@ -262,7 +264,7 @@ class CodeGrader:
   def _trial(self, program: _Program, index: int) -> code_replay.Trial:
     tests = program.tests
     limits = dataclasses.replace(self._limits(tests), stderr_bytes=DEBUG_BYTES, result_bytes=bound(tests.inputs[index]))
-    return code_replay.Trial(program.code, tests.context, tests.inputs[index], limits)
+    return code_replay.Trial(program.code, tests.context, tests.inputs[index], tests.in_place, limits)
 
   def _limits(self, tests: Tests) -> Limits:
     sandbox = self._settings.sandbox

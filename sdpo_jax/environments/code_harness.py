@@ -42,6 +42,8 @@ REFERENCE_TYPING = (
   'Any Optional Union List Dict Set Tuple Callable Iterable Iterator Sequence Mapping MutableMapping MutableSequence '
   'MutableSet DefaultDict Deque FrozenSet Type TypeVar Generic Literal TypedDict NoReturn overload'
 ).split()
+UNSEEN = (StopIteration, StopAsyncIteration)  # Exceptions that Python itself catches.
+EFFECTS = '<effects>'  # A name that no program can write.
 # Of the standard library, and as much data as those they derive from.
 STANDARD = (collections.Counter, collections.OrderedDict, collections.defaultdict, collections.deque)
 TYPING = {name: getattr(typing, name) for name in typing.__all__}
@@ -233,13 +235,14 @@ class _Unanswered(BaseException):
 
 def _replay(payload: dict, namespace: dict) -> dict:
   """Runs a test with stand-ins for every name that is neither its own nor built in."""
-  tree = ast.parse(payload['test'])
+  tree = ast.fix_missing_locations(_MarkStatements().visit(ast.parse(payload['test'])))
   names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
   _execute(payload.get('context') or '', 'context', namespace)
   known = {node.id for node in names if not isinstance(node.ctx, ast.Load)} | set(namespace) | set(dir(builtins))
-  talk = _Talk(payload['answers'])
-  for name in {node.id for node in names} - known:
-    namespace[name] = lambda *arguments, name=name, **options: talk.call({'name': name}, arguments, options)
+  talk = _Talk(payload['answers'], in_place=payload['in_place'])
+  for name in {node.id for node in names} - known - {EFFECTS}:
+    namespace[name] = talk.function({'name': name})
+  namespace[EFFECTS] = lambda found: getattr(found, 'with_effects', found)
   try:
     exec(compile(tree, 'test', 'exec'), namespace)
   except BaseException as error:
@@ -249,19 +252,44 @@ def _replay(payload: dict, namespace: dict) -> dict:
   return {'finished': True} if talk.need is None else {'need': talk.need}
 
 
+class _MarkStatements(ast.NodeTransformer):
+  """Turns `f(xs)` into `EFFECTS(f)(xs)` where the call is a statement, made for what it does to its arguments."""
+
+  def visit_Expr(self, node: ast.Expr) -> ast.Expr:
+    self.generic_visit(node)
+    if isinstance(node.value, ast.Call):
+      mark = ast.Call(ast.Name(EFFECTS, ast.Load()), [node.value.func], [])
+      node.value.func = ast.copy_location(mark, node.value.func)
+    return node
+
+
 class _Talk:
   """What a test has asked of the program, and what it was told."""
 
-  def __init__(self, answers: dict):
-    self.answers = answers
+  def __init__(self, answers: dict, *, in_place: bool):
+    self.answers, self.in_place = answers, in_place
     self.done: list[dict] = []  # Operations that made or used objects, in order.
     self.need: list[dict] | None = None
     self.last = ''
 
-  def call(self, target: dict, arguments: tuple, options: dict) -> object:
+  def function(self, target: dict) -> typing.Callable:
+    """A stand-in, which leaves its arguments as they are; its `with_effects` does to them what the program does.
+
+    A program could otherwise empty the list from which the test makes the expected value after the call, as in
+    `assert f(xs) == sorted(xs)`.
+    """
+
+    def stand_in(*arguments, **options):
+      return self.call(target, arguments, options, effects=self.in_place)
+
+    stand_in.with_effects = lambda *arguments, **options: self.call(target, arguments, options, effects=True)
+    return stand_in
+
+  def call(self, target: dict, arguments: tuple, options: dict, *, effects: bool) -> object:
     operation = target | {'do': 'call', 'arguments': _literal(arguments), 'options': _literal(options)}
     answer = self.ask(operation)
-    for given, after in zip(arguments, _read_literal(answer.get('arguments', '()')), strict=False):
+    changed = _read_literal(answer['arguments']) if effects and 'arguments' in answer else ()
+    for given, after in zip(arguments, changed, strict=False):
       if isinstance(given, list) and isinstance(after, list):
         given[:] = after  # The program changed what it was handed.
       elif isinstance(given, dict | set) and isinstance(after, type(given)):
@@ -282,9 +310,7 @@ class _Talk:
     if 'raised' in answer:
       if 'object' in operation:
         self.done.append(operation)  # It may have changed the object all the same.
-      kind = getattr(builtins, answer['raised'], None)
-      known = isinstance(kind, type) and issubclass(kind, Exception)
-      error = (kind if known else RuntimeError)(answer.get('message', ''))
+      error = _raised(answer['raised'], answer.get('message', ''))
       error.described = answer.get('error')
       raise error
     return answer
@@ -299,6 +325,20 @@ class _Talk:
     return _Object(self, len(self.done) - 1) if made else _read_literal(answer['repr'])
 
 
+def _raised(name: str, message: str) -> Exception:
+  """What a test sees of the program's exception: the built-in one of that name, which it may expect, or RuntimeError.
+
+  RuntimeError as well for what Python takes for the end of a sequence: `all(map(f, xs))` would be true.
+  """
+  kind = getattr(builtins, name, None)
+  if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UNSEEN):
+    try:
+      return kind(message)
+    except TypeError:  # It wants more than a message.
+      pass
+  return RuntimeError(f'{name}: {message}')
+
+
 class _Object:
   """Stands for an object that stays in the program's process; equal to nothing but itself."""
 
@@ -310,7 +350,7 @@ class _Object:
     operation = target | {'do': 'attribute'}
     answer = self._talk.ask(operation)
     if 'method' in answer:
-      return lambda *arguments, **options: self._talk.call(target, arguments, options)
+      return self._talk.function(target)
     return self._talk.value(operation, answer)
 
   def __len__(self) -> int:

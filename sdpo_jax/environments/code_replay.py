@@ -4,7 +4,7 @@ A test of type `code` is a Python program that calls the model's functions and a
 model's program could read what is expected, or report success itself. So the test runs in a process of its own, in which
 stand-ins take the place of the model's functions and classes. A stand-in that is called in a way not seen before ends
 that process; a fresh process of the model's program answers this one call with plain data; then the test starts again
-and finds the answer. Objects of the model's classes stay on its side: every use of one replays what was done before.
+and finds the answer. Arguments are copies, but for those of a call that is a statement. Objects of the model's classes stay on its side: every use of one replays what was done before.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Trial:
   code: str  # The model's.
   context: str  # Runs before either.
   test: str
+  in_place: bool  # What the model's functions do to their arguments counts in every call, not only in statements.
   # Of every process; `cpu_s` also of all the model's together. `result_bytes` is that of one answer of the model's
   # program, and of the test `output_mb`, as of all answers together.
   limits: Limits
@@ -77,7 +78,13 @@ def _asked(
   jobs = []
   for number in pending:
     limits = dataclasses.replace(trials[number].limits, result_bytes=None)
-    job = _job(trials[number], 'replay', test=trials[number].test, answers=states[number].answers)
+    job = _job(
+      trials[number],
+      'replay',
+      test=trials[number].test,
+      answers=states[number].answers,
+      in_place=trials[number].in_place,
+    )
     jobs.append(dataclasses.replace(job, limits=limits))
   asked = []
   for number, report in zip(pending, sandbox.run(jobs), strict=True):
