@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -204,3 +205,47 @@ def test_the_documented_reward_functions_grade_the_documented_rows(tmp_path):
     wrong = graders.grade(asked, ['5', '7!'], truncated=[False] * 2)
   assert [outcome.score for outcome in (*right, *wrong)] == [1.0, 1.0, 0.0, 0.0]
   assert [outcome.feedback for outcome in (*right, *wrong)] == [None, None, 'State the number.', None]
+
+
+class Late:
+  """Sets its feedback at the end of a call; the call for 'hang' waits until it is told to go on."""
+
+  def __init__(self):
+    self.called, self.go, self.done = threading.Event(), threading.Event(), threading.Event()
+    self.last_feedback = None
+
+  def __call__(self, completions):
+    return self.grade(self, completions)
+
+  def grade(self, target, completions):
+    text = completions[0][0]['content']
+    if text == 'hang':
+      self.called.set()
+      assert self.go.wait(20)
+    target.last_feedback = [f'It was {text}.']
+    if text == 'hang':
+      self.done.set()
+    else:  # Between its setting the feedback and its end the other call comes to its end.
+      self.go.set()
+      assert self.done.wait(20)
+    return [0.0]
+
+
+@pytest.mark.parametrize('kind', ['object', 'function'])
+def test_a_call_that_hung_and_ends_late_does_not_change_the_feedback_of_a_later_one(kind, caplog):
+  late = Late()
+
+  def function(completions):
+    return late.grade(function, completions)
+
+  grader = RewardGrader(late if kind == 'object' else function, 'late')
+  question = [Example('q', [], 'late', None, 'x')]
+  hanging = threading.Thread(target=grader, args=(question, ['hang']), kwargs={'truncated': [False]})
+  hanging.start()
+  assert late.called.wait(60)
+  found = grader(question, ['b'], truncated=[False])
+  hanging.join(60)
+  # A function has one place for it only: what cannot be known is left out, and said.
+  assert found[0].feedback == ('It was b.' if kind == 'object' else None)
+  assert ('last_feedback is not read' in caplog.text) == (kind == 'function')
+  assert grader(question, ['c'], truncated=[False])[0].feedback == 'It was c.'

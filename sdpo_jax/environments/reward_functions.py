@@ -7,8 +7,13 @@ each completion: a number, None where it does not apply, or here also a dict wit
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+import copy
+import dataclasses
 import inspect
+import logging
+import threading
 from typing import Any
 
 from sdpo_jax.errors import UserError, short_repr
@@ -37,10 +42,17 @@ class RewardGrader:
   is a text, otherwise lists with one message of the assistant; `trainer_state`, None; and all other fields of the rows,
   None in rows that lack them, with `ground_truth` among them. Feedback comes from its dicts, or from its attribute
   `last_feedback`, a text or None for each completion of the last call.
+
+  A call that was abandoned because it hung may still come to its end, and set `last_feedback` then. Calls after it are
+  therefore those of a shallow copy of the object. A function cannot be copied: as long as such a call is under way, its
+  `last_feedback` is not read.
   """
 
   def __init__(self, function: Callable[..., Any], name: str):
     self._function, self._name = function, name
+    self._called = _Called(function)
+    self._lock = threading.Lock()
+    self._warned = False
 
   def __call__(self, examples: list[Example], completions: list[str], *, truncated: list[bool]) -> list[Outcome]:
     """See `registry.Grader`.
@@ -48,15 +60,43 @@ class RewardGrader:
     Raises:
       UserError: the function wants an argument that there is not, or does not return a reward for each completion.
     """
-    rewards = self._function(**self._arguments(examples, completions))
-    if inspect.isawaitable(rewards):
-      rewards = asyncio.run(_awaited(rewards))
+    with self._calling() as (function, alone):
+      rewards = function(**self._arguments(examples, completions))
+      if inspect.isawaitable(rewards):
+        rewards = asyncio.run(_awaited(rewards))
+      feedback = getattr(function, 'last_feedback', None)
     rewards = self._listed(rewards, len(completions), 'return a list with a reward for each completion')
-    feedback = getattr(self._function, 'last_feedback', None)
-    if feedback is None:
+    if feedback is not None and not alone:
+      self._warn()
+    if feedback is None or not alone:
       feedback = [None] * len(completions)
     feedback = self._listed(feedback, len(completions), 'have in `last_feedback` a text or None for each completion')
     return [self._outcome(*parts) for parts in zip(rewards, feedback, strict=True)]
+
+  @contextlib.contextmanager
+  def _calling(self) -> Iterator[tuple[Callable[..., Any], bool]]:
+    """Yields what to call, and whether no other call can change its attributes."""
+    with self._lock:
+      if self._called.running:  # Somebody has given that call up, or there would be no other.
+        fresh = _copied(self._called.function)
+        if fresh is not self._called.function:
+          self._called = _Called(fresh)
+      called = self._called
+      called.running += 1
+      alone = called.running == 1
+    try:
+      yield called.function, alone
+    finally:
+      with self._lock:
+        called.running -= 1
+
+  def _warn(self) -> None:
+    if not self._warned:
+      logging.warning(
+        'A call of the reward function %r was abandoned and has not ended: its last_feedback is not read until then.',
+        self._name,
+      )
+    self._warned = True
 
   def _arguments(self, examples: Sequence[Example], completions: Sequence[str]) -> dict[str, list[Any] | None]:
     prompts = [example.columns.get('prompt', example.messages) for example in examples]
@@ -95,6 +135,22 @@ class RewardGrader:
       reward, feedback = rest.pop('score'), rest.pop('feedback', feedback)
       return Outcome(reward, feedback, rest) if reward is not None else Outcome.ungraded(NOT_APPLICABLE)
     return Outcome(reward, feedback) if reward is not None else Outcome.ungraded(NOT_APPLICABLE)
+
+
+@dataclasses.dataclass
+class _Called:
+  """A reward function, and how many calls of it are under way."""
+
+  function: Callable[..., Any]
+  running: int = 0
+
+
+def _copied(function: Callable[..., Any]) -> Callable[..., Any]:
+  """Return a shallow copy of an object; what cannot be copied, as functions, is returned as it is."""
+  try:
+    return copy.copy(function)
+  except Exception:  # Of anybody's class.
+    return function
 
 
 async def _awaited(value: Any) -> Any:
