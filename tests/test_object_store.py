@@ -193,6 +193,7 @@ def test_who_lost_the_run_overwrites_nothing(store):
   writer = metrics.MetricsWriter(FOLDER, quiet(), ownership=former)
   writer.write(1, {'a': 1.0})
   newer = take_over(store)
+  newer.resumed(1)
   successor = metrics.MetricsWriter(FOLDER, quiet(), resume_step=1, ownership=newer)
   successor.write(2, {'a': 2.0})
   before = contents(store)

@@ -320,6 +320,7 @@ def test_a_run_of_an_earlier_version_is_read_and_resumed(folder):
   config = Config()
   config.trainer.tensorboard = False
   with ownership.sole_user(folder) as mine:
+    mine.resumed(2)
     writer = metrics.MetricsWriter(folder, config, resume_step=2, ownership=mine)
     writer.write(3, {'a': 1.0, 'state_digest': 'f00'})
     assert mine.record().epochs[-1].resumed_from == 2

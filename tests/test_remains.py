@@ -149,6 +149,35 @@ def test_a_restart_that_is_interrupted_anywhere_is_completed(folder, monkeypatch
   assert content(folder) == {f'before_restart/1/{name}': text for name, text in before.items()}
 
 
+def test_in_a_store_without_folders_each_object_is_moved_for_itself(folder, monkeypatch):
+  leave(folder, published=2, checkpoints=[2])
+  (folder / 'checkpoints' / '2' / 'array').write_text('of a checkpoint without its manifest')
+  before = content(folder)
+  monkeypatch.setattr(remains, 'is_local', lambda path: False)
+  kind = type(folder)
+  copy, unlink, moves = kind.copy, kind.unlink, []
+
+  def copied(path, target, overwrite=False):
+    target.parent.mkdir(parents=True, exist_ok=True)  # Which a store does not need.
+    copy(path, target, overwrite)
+
+  monkeypatch.setattr(kind, 'copy', copied)
+
+  def interrupted(path, missing_ok=False):
+    moves.append(path)
+    if len(moves) == 2:
+      raise KeyboardInterrupt  # Copied and not yet removed.
+    unlink(path, missing_ok)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(kind, 'unlink', interrupted)
+    with pytest.raises(KeyboardInterrupt):
+      settle(folder, restart=True)
+  _, record = settle(folder)
+  assert content(folder) == {f'before_restart/1/{name}': text for name, text in before.items()}
+  assert record.restarting is None and record.published == 0
+
+
 def test_lines_that_are_missing_are_named_by_their_steps(folder):
   folder.mkdir()
   lines = [{'step': step} for step in (0, 1, 3, 7, 8)]

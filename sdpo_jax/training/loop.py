@@ -147,12 +147,14 @@ def _train(config: Config, workdir: epath.PathLike, graders: Graders, restart: b
     barrier('the start of the run')  # Weights are read by now, and the directory is there.
     checkpoints = Checkpoints(workdir, keep=config.trainer.max_ckpt_to_keep, best_metric=config.trainer.best_metric)
     restored = checkpoints.restore(abstract_state(config, parameters, session.mesh))
+    if ownership is not None:
+      if restored is None:
+        remains.refuse_loss(workdir, ownership.record())
+      ownership.resumed(restored[0] if restored else 0)
     continuation = fingerprint.start(workdir, config, continuation, restored[0] if restored else 0)
     for line in continuation.lines:
       say(line)
     if restored is None:
-      if ownership is not None:
-        remains.refuse_loss(workdir, ownership.record())
       state = place_state(config, parameters, session.mesh)
     else:
       step, state, host = restored

@@ -42,8 +42,6 @@ class MetricsWriter:
     workdir = epath.Path(workdir)
     self._path = workdir / METRICS
     self._ownership = ownership
-    if ownership is not None:
-      ownership.resumed(resume_step)
     self._records = open_records(workdir) if not is_local(workdir) else None
     self._seen: Seen | None = None  # What is in the store.
     self._lines: list[dict[str, Any]] = []

@@ -16,6 +16,7 @@ from etils import epath
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import is_local, make_directory, sync_directory
 from sdpo_jax.training.epochs import Epochs
+from sdpo_jax.training.manifest import MANIFEST
 from sdpo_jax.training.metrics import METRICS, raw_lines, spans
 from sdpo_jax.training.ownership import Ownership, unwritable
 from sdpo_jax.training.workdir import RESULTS, saved_settings
@@ -95,8 +96,10 @@ def lost_lines(workdir: epath.Path, step: int, lines: Sequence[dict[str, Any]]) 
 
 
 def checkpoint_steps(workdir: epath.Path) -> list[int]:
-  """Return the steps that `checkpoints/` has folders of, in order."""
-  return sorted(_numbers(workdir / 'checkpoints'))
+  """Return the steps that `checkpoints/` has folders of, in order; in an object store, folders with a manifest."""
+  folder = workdir / 'checkpoints'
+  # A disk's folder gets its name when it is whole; in a store its last object says that it is.
+  return sorted(step for step in _numbers(folder) if is_local(folder) or (folder / str(step) / MANIFEST).exists())
 
 
 def reached(workdir: epath.Path) -> int:

@@ -29,7 +29,7 @@ FINGERPRINT = 'fingerprint.json'  # What the run depends on beside its settings.
 FILES = ('config.json', 'metrics.jsonl', EPOCHS, FINGERPRINT, WANDB_ID)
 FOLDERS = ('checkpoints', 'eval', 'profile', 'rollouts', 'tensorboard')
 # Those of one beginning, which --restart moves away; the settings last, since without them the others are no run.
-RESULTS = (*FOLDERS, DAMAGED, 'metrics.jsonl', WANDB_ID, 'config.json')
+RESULTS = (*FOLDERS, DAMAGED, 'metrics.jsonl', WANDB_ID, FINGERPRINT, 'config.json')
 ANOTHER = 'restore it or choose another --workdir'
 
 
