@@ -75,3 +75,15 @@ def test_a_line_that_is_not_json_is_named(tmp_path):
   (tmp_path / 'metrics.jsonl').write_text('{"step": 0}\nhello\n{"step": 1}\n')
   with pytest.raises(UserError, match='line 2 is not JSON'):
     metrics.read_metrics(tmp_path)
+
+
+def test_a_line_that_names_another_state_than_the_checkpoint_stops_the_run(tmp_path):
+  records = [{'step': 1, 'state_digest': 'a' * 64}, {'step': 2}, {'step': 3, 'state_digest': 'b' * 64}]
+  (tmp_path / 'metrics.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in records))
+  assert metrics.check_digest(tmp_path, 1, 'a' * 64)
+  assert not metrics.check_digest(tmp_path, 2, 'a' * 64)
+  assert not metrics.check_digest(tmp_path / 'none', 1, 'a' * 64)
+  with pytest.raises(
+    UserError, match=r'metrics.jsonl and the checkpoint of step 3 are not of the same run: .*bbb.* aaa'
+  ):
+    metrics.check_digest(tmp_path, 3, 'a' * 64)

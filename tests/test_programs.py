@@ -30,7 +30,7 @@ def registered(**changes):
 def test_names_follow_the_settings():
   *_, sdpo = registered(algorithm__rollout_correction__rollout_is=None, trainer__test_freq=0)
   sampler = {'prepare', 'prefill/8×6', 'empty/8×6', 'admit/8×6', 'decode/8×6'}
-  assert {'zero', 'apply', 'finish', 'update/8×16×6'} | sampler == set(sdpo)
+  assert {'zero', 'apply', 'finish', 'digest', 'update/8×16×6'} | sampler == set(sdpo)
   *_, scored = registered()
   assert 'score/8×6' in scored
   *_, grpo = registered(actor__policy_loss__loss_mode='vanilla')
@@ -66,7 +66,18 @@ def test_the_update_is_called_with_the_registered_shapes():
 
 @pytest.mark.parametrize(
   'name',
-  ['update/8×16×6', 'prepare', 'prefill/8×6', 'empty/8×6', 'admit/8×6', 'decode/8×6', 'apply', 'finish', 'score/8×6'],
+  [
+    'update/8×16×6',
+    'prepare',
+    'prefill/8×6',
+    'empty/8×6',
+    'admit/8×6',
+    'decode/8×6',
+    'apply',
+    'finish',
+    'digest',
+    'score/8×6',
+  ],
 )
 def test_every_kind_of_program_lowers(name):
   *_, found = registered()
@@ -88,7 +99,7 @@ def test_a_long_cache_has_a_decode_loop_of_every_size():
   *_, found = registered(data__max_response_length=500, data__response_buckets=(500,), trainer__test_freq=0)
   # 8 + 500 + 32 slots, half of them at first; a third of the eight rows in the end, then a twelfth.
   names = {'empty/8×500@270', 'admit/8×500@270', 'decode/8×500@270', 'resize/8×500@270', 'prepare', 'prefill/8×500'}
-  names |= {'decode/8×500', 'decode/8×500#3', 'decode/8×500#1', 'resize/8×500#3', 'resize/8×500#1'}
+  names |= {'digest', 'decode/8×500', 'decode/8×500#3', 'decode/8×500#1', 'resize/8×500#3', 'resize/8×500#1'}
   assert {name for name in found if found[name].kind not in ('update', 'score', 'zero', 'apply', 'finish')} == names
   for before, after in (('@270', ''), ('#3', '#3'), ('#1', '#1')):
     program = found[f'resize/8×500{before}']

@@ -6,6 +6,7 @@ import json
 import re
 import types
 
+from etils import epath
 import jax
 import pytest
 
@@ -17,6 +18,7 @@ from sdpo_jax.environments import registry
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout import sizes
 from sdpo_jax.training import loop, run_programs, session, startup
+from sdpo_jax.training.manifest import read_manifest
 from sdpo_jax.types import Example, Outcome
 from tests import tiny
 from tests.test_step import make_model
@@ -95,13 +97,15 @@ def test_nothing_is_compiled_after_the_start_and_what_is_compiled_is_registered(
   devices(count)
   config, said = experiment(tmp_path, **changes), []
   result = loop.train(config, tmp_path / 'run', announce=said.append)
+  written = read_manifest(epath.Path(tmp_path / 'run' / 'checkpoints' / '3'))
+  assert lines(tmp_path / 'run')[-1]['state_digest'] == written.state_digest
   assert result.step == 3 and [line['programs/compiled'] for line in lines(tmp_path / 'run')] == [0.0] * 4
   named = [match for line in said if (match := re.fullmatch(r' +(\d+)/(\d+) (\S+)  [\d.]+ s', line))]
   assert [int(match[1]) for match in named] == list(range(1, len(named) + 1))
   assert int(named[0][2]) == len(named)
   kinds = [match[3].removeprefix('evaluation/').partition('/')[0] for match in named]
   updates = kinds.count('update')
-  assert updates <= 6 and len(kinds) - updates - kinds.count('score') - 3 <= 12 + 6 * (
+  assert updates <= 6 and len(kinds) - updates - kinds.count('score') - 4 <= 12 + 6 * (
     'data__prompt_buckets' in changes
   )
   assert kinds.count('decode') == {1: 4, 8: 2}[count] - ('data__prompt_buckets' in changes)
@@ -146,7 +150,9 @@ def test_default_settings_compile_few_programs():
     )
     kinds = [program.kind for program in found.values()]
     assert kinds.count('update') == 6
-    assert sum(kind not in ('update', 'score', 'zero', 'apply', 'finish') for kind in kinds) <= 12, sorted(found)
+    assert sum(kind not in ('update', 'score', 'zero', 'apply', 'finish', 'digest') for kind in kinds) <= 12, sorted(
+      found
+    )
 
 
 def test_a_program_that_does_not_fit_is_named(tmp_path, monkeypatch):

@@ -671,7 +671,8 @@ def phase_seconds(
   if have('zero', 'apply', 'finish'):
     steps = config.data.train_batch_size // config.actor.ppo_mini_batch_size * config.actor.ppo_epochs
     each = seconds(estimates['zero']) + seconds(estimates['apply'])
-    phases['optimizer'] = steps * each + seconds(estimates['finish'])
+    after = seconds(estimates['finish']) + (seconds(estimates['digest']) if have('digest') else 0.0)
+    phases['optimizer'] = steps * each + after
   questions = assumptions.evaluation_questions
   if questions and config.trainer.test_freq and have('prefill', 'decode'):
     own = [

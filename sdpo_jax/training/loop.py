@@ -35,7 +35,8 @@ from sdpo_jax.rollout.grading_thread import StoppedError
 from sdpo_jax.training import fingerprint, records, remains, samples, skipped, startup
 from sdpo_jax.training.boards import check_wandb
 from sdpo_jax.training.checkpoints import Checkpoints, abstract
-from sdpo_jax.training.metrics import MetricsWriter, history
+from sdpo_jax.training.digests import leaf_digests, state_digest
+from sdpo_jax.training.metrics import STATE_DIGEST, MetricsWriter, check_digest, history
 from sdpo_jax.training.ownership import Ownership, sole_user
 from sdpo_jax.training.progress import Progress
 from sdpo_jax.training.session import Session, load_tokenizer, make_session
@@ -145,7 +146,9 @@ def _train(config: Config, workdir: epath.PathLike, graders: Graders, restart: b
       remains.settle(workdir, ownership, restart=restart, say=say)
     open_workdir(config, workdir)
     barrier('the start of the run')  # Weights are read by now, and the directory is there.
-    checkpoints = Checkpoints(workdir, keep=config.trainer.max_ckpt_to_keep, best_metric=config.trainer.best_metric)
+    checkpoints = Checkpoints(
+      workdir, keep=config.trainer.max_ckpt_to_keep, best_metric=config.trainer.best_metric, ownership=ownership
+    )
     restored = checkpoints.restore(abstract_state(config, parameters, session.mesh))
     if ownership is not None:
       if restored is None:
@@ -158,8 +161,10 @@ def _train(config: Config, workdir: epath.PathLike, graders: Graders, restart: b
       state = place_state(config, parameters, session.mesh)
     else:
       step, state, host = restored
+      digest = checkpoints.state_digest(step)
+      recorded = check_digest(workdir, step, digest)
       iterator.set_state(host['iterator'], other_rows='data' in config.trainer.accept_changes)
-      announce(f'Resuming {workdir} at step {step}.')
+      announce(f'Resuming {workdir} at step {step} (state {digest[:16]}{", as in metrics.jsonl" if recorded else ""}).')
     del parameters, restored
     trained = sum(leaf.size for leaf in jax.tree.leaves(state.trainable))
     for line in startup.describe(session, trained, iterator.rows, len(held_out), int(state.step)):
@@ -391,6 +396,9 @@ class _Run:
     elif verdict.back_to is not None:
       line[alarms.ROLLBACK] = verdict.back_to
       note += f'  rolled back to step {verdict.back_to}'
+      state = self.roll_back(state, verdict.back_to)
+      metrics = {}  # They were measured with other weights than those that are now saved.
+    line[STATE_DIGEST] = state_digest(leaf_digests(state))
     if writer is not None:
       writer.check()
       self.say(step, raised, verdict)
@@ -401,9 +409,6 @@ class _Run:
         self.announce(samples.as_text(step, picked))
         writer.write_samples(step, picked)
       writer.write(step, line)
-    if verdict.back_to is not None:
-      state = self.roll_back(state, verdict.back_to)
-      metrics = {}  # They were measured with other weights than those that are now saved.
     compiled, speed = int(line[COMPILED_LATE]), line['throughput/tokens_per_s']
     progress.step(step, line['rollout/score_mean'], report.loss, speed, note, compiled=compiled)
     due = step == trainer.total_training_steps or (trainer.save_freq and step % trainer.save_freq == 0)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
   from sdpo_jax.training.ownership import Ownership
 
 METRICS = 'metrics.jsonl'
+STATE_DIGEST = 'state_digest'  # In a line: of the state at the end of its step, which a checkpoint of the step holds.
 _logger = logging.getLogger('sdpo_jax.metrics')
 
 
@@ -180,3 +181,19 @@ def raw_lines(workdir: epath.PathLike) -> list[dict[str, Any]]:
 def history(workdir: epath.PathLike, step: int) -> list[dict[str, Any]]:
   """The lines of `metrics.jsonl` up to the checkpoint of `step`; none at step 0, when a run begins anew."""
   return [line for line in read_metrics(workdir) if line['step'] <= step] if step else []
+
+
+def check_digest(workdir: epath.PathLike, step: int, digest: str) -> bool:
+  """Return whether the line of a step names the digest of the state that was restored; False: there is none that does.
+
+  Raises:
+    UserError: it names another one.
+  """
+  recorded = [line[STATE_DIGEST] for line in history(workdir, step) if line['step'] == step and STATE_DIGEST in line]
+  if recorded and recorded[-1] != digest:
+    raise UserError(
+      f'{epath.Path(workdir) / METRICS} and the checkpoint of step {step} are not of the same run: the line of that step '
+      f'names the state {short_repr(recorded[-1])}, and the checkpoint holds {digest}. Restore the one that was changed, '
+      'or choose another --workdir.'
+    )
+  return bool(recorded)

@@ -1,12 +1,12 @@
 """The programs of a training run, registered: those of the update, and those of the sampler in training and evaluation.
 
 Names of the update's: `score/P×T` (log-probs before the update, of all completions or of those that it leaves out),
-`update/P×R×T` (prompt, teacher prompt and completion buckets), `zero`, `apply`, `finish`. Names of the sampler's:
-`prepare` (its copy of the parameters), `prefill/P×T` for every bucket of prompts and, for the largest and the sizes of
-`sdpo_jax.rollout.sizes`: `empty/P×T` (the cache at first), `admit/P×T` (a prompt's cache into the rows of its samples)
-and `decode/P×T`; of a cache that is small at first, with C slots, `admit/P×T@C`, `decode/P×T@C` and `resize/P×T@C`; of
-fewer rows R, `decode/P×T#R` and what leads there, `resize/P×T#R`, or `compact/P×T#R` where the cache keeps its size.
-What evaluation alone uses is `evaluation/…`.
+`update/P×R×T` (prompt, teacher prompt and completion buckets), `zero`, `apply`, `finish`, `digest` (of the state, for
+metrics.jsonl and checkpoints). Names of the sampler's: `prepare` (its copy of the parameters), `prefill/P×T` for every
+bucket of prompts and, for the largest and the sizes of `sdpo_jax.rollout.sizes`: `empty/P×T` (the cache at first),
+`admit/P×T` (a prompt's cache into the rows of its samples) and `decode/P×T`; of a cache that is small at first, with C
+slots, `admit/P×T@C`, `decode/P×T@C` and `resize/P×T@C`; of fewer rows R, `decode/P×T#R` and what leads there,
+`resize/P×T#R`, or `compact/P×T#R` where the cache keeps its size. What evaluation alone uses is `evaluation/…`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sdpo_jax.rollout import decode, functions, sizes
 from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.rollout.sampling import SamplingParams
 from sdpo_jax.teacher.signal import Teacher, check_base
-from sdpo_jax.training import batching
+from sdpo_jax.training import batching, digests
 from sdpo_jax.training.checkpoints import abstract
 from sdpo_jax.training.update import abstract_state, make_update
 from sdpo_jax.types import Batch, TokenRows, Tree
@@ -88,12 +88,14 @@ def update_programs(run: Run) -> dict[str, Program]:
   state = abstract_state(config, trainable, mesh)
   update = make_update(run.policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), run.teacher.policy)
   rows = batching.micro_batch_rows(config, mesh.size)
+  leaves = jax.tree.leaves(state)
   found = {
     'zero': Program('zero', update.zero, (trainable,), holds=('parameters',)),
     'apply': Program('apply', update.apply, (state, trainable), holds=('state', 'gradients')),
     'finish': Program(
       'finish', update.advance_teacher, (state, jax.ShapeDtypeStruct((), jnp.int32)), holds=('state', 'batch')
     ),
+    'digest': Program('digest', digests.program(leaves), (leaves,), holds=('state',)),
   }
   batch_of = functools.partial(abstract_batch, rows, spec=spec, mesh=mesh)
   trained = Buckets.of(config)
