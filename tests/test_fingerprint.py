@@ -28,22 +28,34 @@ GRADER = '''
 import json
 import pathlib
 
-import helping
+from helping import score
 from sdpo_jax.environments import registry
 from sdpo_jax.types import Outcome
 
-BONUS = json.loads(pathlib.Path(__file__).with_name('bonus.json').read_text())
+NEIGHBOUR = 1
+BONUS = [json.loads(pathlib.Path(__file__).with_name('bonus.json').read_text())] + [0]
+BONUS.append(0)
 
 
 @registry.register('fingerprinted')
 def grade(examples, completions, *, truncated):
   """Return outcomes."""
-  return [Outcome(helping.score(text) + BONUS, 'odd') for text in completions]
+  import late
+  return [Outcome(score(text) + sum(BONUS) + late.EXTRA, 'odd') for text in completions]
 
 
 def get_config():
   return 1
 '''
+HELP = """
+DIVISOR = 2
+
+def score(text):
+  return float(len(text) % DIVISOR)
+
+def other(text):
+  return 3
+"""
 
 
 @pytest.fixture(scope='module')
@@ -51,7 +63,8 @@ def grader(tmp_path_factory):
   """A grader file, what it imports and what it reads; its folder."""
   folder = tmp_path_factory.mktemp('graders')
   (folder / 'my_grader.py').write_text(GRADER)
-  (folder / 'helping.py').write_text('def score(text):\n  return float(len(text) % 2)\n')
+  (folder / 'helping.py').write_text(HELP)
+  (folder / 'late.py').write_text('EXTRA = 0.5')
   (folder / 'bonus.json').write_text('0')
   return folder
 
@@ -77,45 +90,68 @@ def rewritten():
     path.write_text(text)
 
 
+def grader_of(file, name='grade'):
+  """What a file defines, run anew."""
+  registry._FACTORIES.pop('fingerprinted', None)
+  made = {'__file__': str(file)}
+  exec(compile(file.read_text(), str(file), 'exec'), made)
+  registry._FACTORIES.pop('fingerprinted', None)
+  return made[name]
+
+
 @pytest.mark.parametrize(
   'name, old, new, changed',
   [
-    ('my_grader.py', 'Grades by parity', 'Grades somehow', ()),
-    ('my_grader.py', 'Return outcomes', 'Return', ()),
-    ('my_grader.py', '  return [Outcome(', '  # Why not?\n\n  return [ Outcome(', ()),
-    ('my_grader.py', 'return 1', 'return 2', ()),  # Settings are compared by their values.
-    ('my_grader.py', "'odd'", "'even'", ('my_grader.py',)),
-    ('helping.py', '% 2', '% 3', ('helping.py',)),
-    ('bonus.json', '0', '1', ('bonus.json',)),
-    ('helping.py', 'return float', 'import json\n  return float', ('helping.py',)),
+    ('my_grader.py', 'Grades by parity', 'Grades somehow', False),
+    ('my_grader.py', 'Return outcomes', 'Return', False),
+    ('my_grader.py', '  return [Outcome(', '  # Why not?\n\n  return [ Outcome(', False),
+    ('my_grader.py', 'return 1', 'return 2', False),  # Settings are compared by their values.
+    ('my_grader.py', 'NEIGHBOUR = 1', 'NEIGHBOUR = 2', False),
+    ('helping.py', 'return 3', 'return 4', False),  # Nobody calls it.
+    ('my_grader.py', "'odd'", "'even'", True),
+    ('my_grader.py', '+ [0]', '+ [1]', True),
+    ('my_grader.py', 'append(0)', 'append(1)', True),
+    ('helping.py', '% DIVISOR', '// DIVISOR', True),
+    ('helping.py', 'DIVISOR = 2', 'DIVISOR = 3', True),
+    ('bonus.json', '0', '1', True),
+    ('late.py', '0.5', '0.6', True),
   ],
 )
 def test_a_grader_is_told_by_what_it_does_and_by_whose_help(importable, rewritten, name, old, new, changed):
-  registry_names = {'registry': registry, '__file__': str(importable / 'my_grader.py')}
+  def digest():
+    return grader_code.digest(grader_of(importable / 'my_grader.py'))
 
-  def digests():
-    code = compile((importable / 'my_grader.py').read_text(), str(importable / 'my_grader.py'), 'exec')
-    registry._FACTORIES.pop('fingerprinted', None)
-    made = dict(registry_names)
-    exec(code, made)
-    return grader_code.digests([made['grade']])
-
-  before = digests()
-  assert set(before) == {'my_grader.py', 'helping.py', 'bonus.json'}
+  before = digest()
   rewritten(importable / name, old, new)
-  after = digests()
-  assert {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)} == set(changed)
-  registry._FACTORIES.pop('fingerprinted')
+  assert (digest() != before) == changed
 
 
-def test_the_projects_own_graders_are_told_without_the_machinery_around_them():
-  assert set(grader_code.digests([registry.get('digits')])) == {'digits.py'}
-  assert set(grader_code.digests([registry.get('mcq')])) == {'judging.py', 'multiple_choice.py'}
-  code = grader_code.digests([registry.get('http', _http())])
-  assert set(code) == {'http_grader.py'}
+def test_a_grader_is_the_same_in_another_file(importable):
+  before = grader_code.digest(grader_of(importable / 'my_grader.py'))
+  (importable / 'renamed.py').write_text(f'import os\n{GRADER}\nos.environ.get("HOME")\n')
+  assert grader_code.digest(grader_of(importable / 'renamed.py')) == before
 
 
-def _http():
+def test_the_projects_own_graders_are_told_apart_without_the_machinery_around_them(monkeypatch):
+  names = ('digits', 'mcq', 'gpqa', 'tooluse', 'http')
+  before = {name: grader_code.digest(registry.get(name, with_server())) for name in names}
+  assert len(set(before.values())) == len(names)
+  read = []
+  monkeypatch.setattr(
+    grader_code, '_read', lambda file, name, real=grader_code._read: read.append(file) or real(file, name)
+  )
+  for name in names:
+    assert grader_code.digest(registry.get(name, with_server())) == before[name]
+  assert {file.name for file in read} == {
+    'digits.py',
+    'multiple_choice.py',
+    'judging.py',
+    'tool_use.py',
+    'http_grader.py',
+  }
+
+
+def with_server():
   settings = Config().environments
   settings.http.url = 'http://localhost:1/'
   return settings
@@ -124,7 +160,7 @@ def _http():
 def test_a_grader_without_a_file_is_not_known():
   made = {}
   exec('def grade(examples, completions, *, truncated):\n  return []', made)
-  assert list(grader_code.digests([made['grade']]).values()) == ['not known']
+  assert grader_code.digest(made['grade']) == 'not known'
 
 
 @pytest.fixture(scope='module')
@@ -284,7 +320,7 @@ def test_a_run_that_goes_on_unchanged_says_nothing_and_is_noted(run):
   said = go_on(folder, config)
   assert not [line for line in said if 'rounding' in line or 'not checked' in line or 'Accepted' in line]
   first, second = starts(folder)
-  assert set(first['parts']['graders']) == {'rules.py'} and first['parts']['devices']['kind'] == 'cpu'
+  assert set(first['parts']['graders']) == {'fingerprint_rules'} and first['parts']['devices']['kind'] == 'cpu'
   assert (first['step'], second['step']) == (0, 1) and second['changes'] == [] and 'parts' not in second
   assert first['parts']['software']['jax'] == jax.__version__
 
@@ -292,7 +328,7 @@ def test_a_run_that_goes_on_unchanged_says_nothing_and_is_noted(run):
 @pytest.mark.parametrize(
   'name, old, new, part, sentence',
   [
-    ('rules.py', '% 2', '% 3', 'graders', r'graders/rules.py was [0-9a-f]{16} and is now [0-9a-f]{16}'),
+    ('rules.py', '% 2', '% 3', 'graders', r'graders/fingerprint_rules was [0-9a-f]{16} and is now [0-9a-f]{16}'),
     ('rows.jsonl', '"2"', '"3"', 'data', r'data/.*rows.jsonl was [0-9a-f]{16} and is now'),
     ('model/tokenizer_config.json', 'assistant', 'teacher', 'tokenizer', 'tokenizer/chat_template was'),
     ('model/config.json', '10000.0', '20000.0', 'model', 'model/rope_theta was 10000.0 and is now 20000.0'),
@@ -346,11 +382,13 @@ def test_a_run_without_a_fingerprint_says_so_and_one_with_a_damaged_one_ends(run
 
 def test_hosts_with_different_files_are_found_out(run, monkeypatch):
   parts = starts(run[0])[0]['parts']
-  other = parts | {'graders': {'rules.py': 'ffff'}, 'devices': {}}
+  other = parts | {'graders': {'fingerprint_rules': 'ffff'}, 'devices': {}}
 
   def of_two(value, what):
     return [value, other]
 
   monkeypatch.setattr(fingerprint, 'gathered', of_two)
-  with pytest.raises(UserError, match='graders/rules.py is [0-9a-f]{16} on process 0 and ffff on process 1. Copy'):
+  with pytest.raises(
+    UserError, match='graders/fingerprint_rules is [0-9a-f]{16} on process 0 and ffff on process 1. Copy'
+  ):
     go_on(*run)

@@ -1,13 +1,14 @@
-"""Which code decides what graders say: the files that define them, those that these import, and those that these name.
+"""Which code decides what a grader says: its definition, and whatever that needs, in its own file and in others.
 
-Not counted are installed packages, which have versions, and of this project what only carries questions and answers to
-and fro. Comments, docstrings and formatting do not count either.
+Of a file only those statements count that the grader needs, by the names in them, so that it may lie in a config file
+beside settings. Not counted are installed packages, which have versions, and of this project what only carries
+questions and answers to and fro. Comments, docstrings, formatting and the names of files do not count either.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 import contextlib
 import functools
 import hashlib
@@ -19,56 +20,50 @@ from typing import Any
 
 ROOM_FOLDER = pathlib.Path(__file__).resolve().parent  # The built-in graders.
 PACKAGE_FOLDER = ROOM_FOLDER.parent
-# Packages of this project; of them only the built-in graders count, and of those not the machinery around them.
 PROJECT = ('sdpo_jax', 'models', 'configs', 'launch', 'benchmarks')
+# Around the built-in graders.
 MACHINERY = ('__init__', 'grader_code', 'grading', 'outcomes', 'registry', 'remote', 'reward_functions', 'time_limit')
 SETTINGS = 'get_config'  # A config file may define graders; its settings are compared as such.
-_NAMED_FILE = 100  # Characters at most of a text that may be the name of a file.
+UNKNOWN = 'not known'
+_EVERYTHING = '*'  # In the place of a name: the whole file.
+_NAME_LENGTH = 100  # Characters at most of a text that may be the name of a file.
 _NOT_CODE = ('ctx', 'kind', 'type_comment')  # Fields of syntax trees that repeat, or comment on, others.
 
 
-def digests(graders: Iterable[Any]) -> dict[str, str]:
-  """Return a digest of every file that decides what these graders, or generators, say, by the name of the file.
+def digest(grader: Any) -> str:
+  """Return 16 hexadecimal digits that tell what a grader, or a generator, does from what others do.
 
-  A grader whose code lies in no file is 'not known', under the name of its type.
+  That of code which lies in no file is `UNKNOWN`.
   """
-  waiting: list[pathlib.Path] = []
-  found: dict[str, str] = {}
-  for grader in graders:
-    files = files_of(grader)
-    waiting += files
-    if not files:
-      found[f'{type(grader).__module__}.{type(grader).__qualname__}'] = 'not known'
-  contents: dict[pathlib.Path, str] = {}
+  waiting = definitions(grader)
+  if not waiting:
+    return UNKNOWN
+  seen: set[tuple[pathlib.Path, str]] = set()
+  parts: set[str] = set()
   while waiting:
-    file = waiting.pop()
-    if file not in contents:
-      content = file.read_bytes()
-      tree = _parsed(file, content)
-      contents[file] = _digest(content if tree is None else '\n'.join(_meaning(tree)).encode())
-      waiting += [] if tree is None else [*_imported(tree, file), *_named(tree, file)]
-  names = [file.name for file in contents]
-  for file, digest in contents.items():
-    alone = names.count(file.name) == 1 and file.stem != '__init__'
-    found[file.name if alone else f'{file.parent.name}/{file.name}'] = digest
-  return dict(sorted(found.items()))
+    place = waiting.pop()
+    if place not in seen:
+      seen.add(place)
+      found, needed = _read(*place)
+      parts |= found
+      waiting += needed
+  return _hash('\n'.join(sorted(parts)).encode())
 
 
-def files_of(grader: Any) -> list[pathlib.Path]:
-  """Return the files in which a grader, a reward function or a generator is written, and the functions that it holds."""
-  waiting, seen, files = [grader], set(), []
+def definitions(grader: Any) -> list[tuple[pathlib.Path, str]]:
+  """Return (file, name at its top level) of the code of a grader or generator, and of functions that it holds."""
+  waiting, seen, places = [grader], set(), []
   while waiting:
     value = waiting.pop()
     if id(value) in seen or not callable(value):
       continue
     seen.add(id(value))
-    codes = [getattr(found, '__code__', None) for found in (value, vars(type(value)).get('__call__'))]
-    for code in codes:
-      file = pathlib.Path(code.co_filename).resolve() if isinstance(code, CodeType) else None
-      if file is not None and file.is_file() and _counts(file) and file not in files:
-        files.append(file)
+    for holder in (value, vars(type(value)).get('__call__')):
+      code = getattr(holder, '__code__', None)
+      if isinstance(code, CodeType) and _counts(file := pathlib.Path(code.co_filename).resolve()):
+        places.append((file, code.co_qualname.partition('.')[0]))
     waiting += _held(value)
-  return files
+  return places
 
 
 def _held(value: Any) -> list[Any]:
@@ -89,20 +84,77 @@ def _counts(file: pathlib.Path) -> bool:
   return not _is_installed(file)
 
 
-def _digest(content: bytes) -> str:
+def _is_installed(file: pathlib.Path) -> bool:
+  """Whether a file is of Python itself, of an installed package, or no file at all."""
+  if not file.is_file() or {'site-packages', 'dist-packages'} & set(file.parts):
+    return True
+  return any(file.is_relative_to(folder) for folder in _libraries())
+
+
+@functools.cache
+def _libraries() -> list[pathlib.Path]:
+  return [pathlib.Path(sysconfig.get_path(name)).resolve() for name in ('stdlib', 'platstdlib')]
+
+
+def _hash(content: bytes) -> str:
   return hashlib.sha256(content).hexdigest()[:16]
 
 
-def _parsed(file: pathlib.Path, content: bytes) -> ast.Module | None:
-  """The syntax of a Python file, without its settings; None where it is something else."""
-  if file.suffix != '.py':
-    return None
+def _read(file: pathlib.Path, name: str) -> tuple[set[str], list[tuple[pathlib.Path, str]]]:
+  """Return digests of the statements that define a name in a file, and what else these need."""
+  content = file.read_bytes()
+  statements = _statements(content) if file.suffix == '.py' else None
+  if statements is None:
+    return {_hash(content)}, []
+  known = {bound for statement in statements for bound in _bound(statement)}
+  if name not in known:  # Such as a lambda, or all of a module.
+    name = _EVERYTHING
+  parts: set[str] = set()
+  needed: list[tuple[pathlib.Path, str]] = []
+  for statement in statements:
+    if name != _EVERYTHING and name not in _bound(statement):
+      continue
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+      needed += [place for alias in statement.names for place in _imported(statement, alias, name, file)]
+      continue
+    parts.add(_hash('\n'.join(_meaning(statement)).encode()))
+    inner = list(ast.walk(statement))
+    needed += [(file, node.id) for node in inner if isinstance(node, ast.Name) and node.id in known]
+    needed += [place for node in inner for place in (*_late(node, file), *_beside(node, file))]
+  return parts, needed
+
+
+@functools.lru_cache(maxsize=64)
+def _statements(content: bytes) -> tuple[ast.stmt, ...] | None:
+  """The statements of Python code, without its settings; None where it is something else."""
   try:
     tree = ast.parse(content)
   except (SyntaxError, ValueError):
     return None
-  tree.body = [node for node in tree.body if getattr(node, 'name', None) != SETTINGS]
-  return tree
+  return tuple(node for node in tree.body if getattr(node, 'name', None) != SETTINGS)
+
+
+def _bound(statement: ast.stmt) -> set[str]:
+  """The names that a statement at the top level defines, or whose values it changes."""
+  if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+    return {statement.name}
+  if isinstance(statement, ast.Import | ast.ImportFrom):
+    return {(alias.asname or alias.name).partition('.')[0] for alias in statement.names}
+  if isinstance(statement, ast.Expr):
+    return {_root(statement.value.func)} if isinstance(statement.value, ast.Call) else set()
+  if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Delete):
+    targets = getattr(statement, 'targets', None) or [statement.target]
+    return {_root(node) for target in targets for node in (getattr(target, 'elts', None) or [target])}
+  inner = [node for node in ast.iter_child_nodes(statement) if isinstance(node, ast.stmt)]
+  handlers = [node for handler in getattr(statement, 'handlers', []) for node in handler.body]
+  return {name for node in (*inner, *handlers) for name in _bound(node)}
+
+
+def _root(node: ast.expr) -> str:
+  """The name at the beginning of `name`, `name.attribute` and `name[…]`; '' of anything else."""
+  while isinstance(node, ast.Attribute | ast.Subscript | ast.Starred):
+    node = node.value
+  return node.id if isinstance(node, ast.Name) else ''
 
 
 def _meaning(node: Any) -> Iterator[str]:
@@ -124,27 +176,31 @@ def _meaning(node: Any) -> Iterator[str]:
     yield repr(node)
 
 
-def _imported(tree: ast.Module, file: pathlib.Path) -> Iterator[pathlib.Path]:
-  """The files that a file imports anywhere in it and that count."""
-  for node in ast.walk(tree):
-    if isinstance(node, ast.Import):
-      names = [alias.name for alias in node.names]
-    elif isinstance(node, ast.ImportFrom) and node.level:
-      folder = file.parents[node.level - 1]
-      parts = (node.module or '').split('.') if node.module else []
-      yield from _files_of(folder, parts, node.names)
-      continue
-    elif isinstance(node, ast.ImportFrom) and node.module:
-      names = [node.module, *(f'{node.module}.{alias.name}' for alias in node.names)]
-    else:
-      continue
-    for name in names:
-      yield from _files(name)
+def _late(node: ast.AST, file: pathlib.Path) -> Iterator[tuple[pathlib.Path, str]]:
+  """What an import inside a function, or another statement, needs."""
+  if isinstance(node, ast.Import | ast.ImportFrom):
+    for alias in node.names:
+      yield from _imported(node, alias, _EVERYTHING, file)
 
 
-def _files_of(folder: pathlib.Path, parts: list[str], names: list[ast.alias]) -> Iterator[pathlib.Path]:
-  for name in ('', *(alias.name for alias in names)):
-    yield from _module(folder.joinpath(*parts, *([name] if name else [])))
+def _imported(
+  node: ast.Import | ast.ImportFrom, alias: ast.alias, name: str, file: pathlib.Path
+) -> Iterator[tuple[pathlib.Path, str]]:
+  """What an import needs of files that count, where `name` is what is wanted of it."""
+  if name not in (_EVERYTHING, (alias.asname or alias.name).partition('.')[0]):
+    return
+  if isinstance(node, ast.Import):
+    yield from ((path, _EVERYTHING) for path in _files(alias.name))
+    return
+  if node.level:
+    folder = file.parents[node.level - 1].joinpath(*(node.module.split('.') if node.module else []))
+    module, submodule = _module(folder), _module(folder / alias.name)
+  else:
+    module, submodule = _files(node.module), _files(f'{node.module}.{alias.name}')
+  if submodule:
+    yield from ((path, _EVERYTHING) for path in submodule)
+  else:
+    yield from ((path, alias.name) for path in module)
 
 
 def _module(path: pathlib.Path) -> list[pathlib.Path]:
@@ -162,27 +218,12 @@ def _files(name: str) -> list[pathlib.Path]:
     return []
   if spec is None or spec.origin is None or _is_installed(origin := pathlib.Path(spec.origin).resolve()):
     return []
-  if not rest or not spec.submodule_search_locations:
-    return [origin]
-  return [origin, *_module(origin.parent.joinpath(*rest))]
+  return _module(origin.parent.joinpath(*rest)) if rest else [origin]
 
 
-def _is_installed(file: pathlib.Path) -> bool:
-  """Whether a file is of Python itself, of an installed package, or no file at all."""
-  if not file.is_file() or {'site-packages', 'dist-packages'} & set(file.parts):
-    return True
-  return any(file.is_relative_to(folder) for folder in _libraries())
-
-
-@functools.cache
-def _libraries() -> list[pathlib.Path]:
-  return [pathlib.Path(sysconfig.get_path(name)).resolve() for name in ('stdlib', 'platstdlib')]
-
-
-def _named(tree: ast.Module, file: pathlib.Path) -> Iterator[pathlib.Path]:
-  """The files beside a file whose names stand in it as texts: what it reads, or hands to a sandbox."""
-  for node in ast.walk(tree):
-    text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ''
-    if '.' in text and len(text) < _NAMED_FILE and text.isprintable() and pathlib.PurePath(text).name == text:
-      if (file.parent / text).is_file():
-        yield (file.parent / text).resolve()
+def _beside(node: ast.AST, file: pathlib.Path) -> Iterator[tuple[pathlib.Path, str]]:
+  """A file beside this one whose name is a text in it: what it reads, or hands to a sandbox."""
+  text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ''
+  if '.' in text and len(text) < _NAME_LENGTH and text.isprintable() and pathlib.PurePath(text).name == text:
+    if (file.parent / text).is_file():
+      yield (file.parent / text).resolve(), _EVERYTHING

@@ -30,8 +30,7 @@ from sdpo_jax import __version__
 from sdpo_jax.config import Config, Differences, differences
 from sdpo_jax.data import pipeline, sources
 from sdpo_jax.distributed.collectives import gathered
-from sdpo_jax.environments import registry
-from sdpo_jax.environments.grader_code import digests
+from sdpo_jax.environments import grader_code, registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import read_json_object, write_atomically
@@ -110,8 +109,7 @@ def take(
     UserError: the processes of the run do not have the same tokenizer, model, data or graders.
   """
   devices = jax.devices() if devices is None else devices
-  trained = digests(map(graders.get, sorted(iterator.environments)))
-  asked = sorted({example.environment for example in held_out} - iterator.environments)
+  asked = {example.environment for example in held_out} - iterator.environments
   by_source: dict[str, list[Example]] = {}
   for example in held_out:
     by_source.setdefault(example.data_source, []).append(example)
@@ -119,11 +117,11 @@ def take(
   parts = {
     'tokenizer': identity.of_tokenizer(config.model.path, tokenizer),
     'model': identity.of_architecture(config.model.path),
-    'data': iterator.digests | {f'code of {source}': _code_of(source) for source in generators},
-    'graders': trained,
+    'data': iterator.digests | {f'code of {source}': _generator_code(source) for source in generators},
+    'graders': {name: grader_code.digest(graders.get(name)) for name in iterator.environments},
     'weights': identity.of_weights(config.model.path),
     'evaluation': {f'questions of {source}': pipeline.digest(found) for source, found in by_source.items()}
-    | {name: digest for name, digest in digests(map(graders.get, asked)).items() if name not in trained},
+    | {f'grader {name}': grader_code.digest(graders.get(name)) for name in asked},
     'software': software(),
     'devices': {
       'platform': devices[0].platform,
@@ -136,8 +134,8 @@ def take(
   return parts
 
 
-def _code_of(source: str) -> str:
-  return identity.digest(digests([registry.get_generator(sources.generator_name(source))]))
+def _generator_code(source: str) -> str:
+  return grader_code.digest(registry.get_generator(sources.generator_name(source)))
 
 
 def _check_alike(everybody: Sequence[Parts]) -> None:
