@@ -280,10 +280,9 @@ def test_reading_a_run_that_goes_on_touches_nothing(tmp_path):
   assert not (tmp_path / DAMAGED).exists()
 
 
-def test_a_best_metric_that_is_not_measured_is_named(tmp_path):
-  checkpoints = Checkpoints(tmp_path, best_metric='eval/a/mean@3')
-  with pytest.raises(UserError, match='best_metric=eval/a/mean@3 is not among .*eval/a/mean@2'):
-    checkpoints.save(1, make_state(1), {}, {'eval/a/mean@2': 0.5})
+def test_a_checkpoint_without_the_best_metric_is_saved_and_is_not_the_best(tmp_path):
+  checkpoints = save_steps(tmp_path, {1: {'eval/a/mean@2': 0.5}}, best_metric='eval/a/acc/mean@2')
+  assert checkpoints.steps() == [1] and checkpoints.best(before=2) is None
 
 
 def test_only_damaged_checkpoints_end_with_a_sentence(tmp_path):

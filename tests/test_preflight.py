@@ -186,7 +186,6 @@ def test_a_grader_that_errs_is_named(erring, name, truth, sentences):
     ({'trainer.test_freq': 0}, 'never asked'),
     ({'trainer.test_freq': 301}, 'not evaluated between its steps'),
     ({'val_kwargs.temperature': 0.0}, 'are all the same'),
-    ({'trainer.best_metric': 'eval/digits/mean@16'}, 'not among the metrics of an evaluation with val_kwargs.n=4'),
     ({'data.train_files': ('a.json',), 'data.val_files': ('a.json',)}, 'those of training'),
     ({'trainer.save_freq': 0}, 'starts again from nothing'),
     ({'environments.sandbox.allow_unsandboxed': True}, 'without confinement'),

@@ -249,3 +249,18 @@ def test_a_call_that_hung_and_ends_late_does_not_change_the_feedback_of_a_later_
   assert found[0].feedback == ('It was b.' if kind == 'object' else None)
   assert ('last_feedback is not read' in caplog.text) == (kind == 'function')
   assert grader(question, ['c'], truncated=[False])[0].feedback == 'It was c.'
+
+
+def test_what_no_row_has_is_said_before_a_run_and_what_some_lack_is_none_in_any_batch():
+  def strict(completions, hint, source):
+    return [float(source == [None] * len(completions)) + 2 * float(hint == ['x'] * len(completions))]
+
+  rich = Example('1', [], 'strict', 'A', 's', columns={'hint': 'x', 'source': 'book'})
+  poor = Example('2', [], 'strict', 'B', 's', columns={'hint': 'x'})
+  grader = RewardGrader(strict, 'strict')
+  with pytest.raises(
+    UserError, match="'strict' wants 'source', but the rows have ground_truth, hint: give it a default"
+  ):
+    grader.check_questions([poor])
+  grader.check_questions([rich, poor])
+  assert grader([poor], ['text'], truncated=[False])[0].score == 3.0

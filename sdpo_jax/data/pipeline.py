@@ -77,6 +77,8 @@ class TrainIterator:
     self.digests = {data.train_files[at]: digest(examples) for at, examples in files.items()}
     if files and not data.source_weights:
       files = {0: [example for examples in files.values() for example in examples]}
+    # All questions of files, and of generators those that are checked here.
+    self.questions = [example for examples in files.values() for example in examples]
     for examples in files.values():
       self.environments |= {example.environment for example in examples}
     # Rows of files; None: there is a generator, which makes as many as are asked for.
@@ -91,6 +93,7 @@ class TrainIterator:
         generate, first = _checked_generator(source, 'train', config, tokenizer, registry)
         self.environments |= {example.environment for example in first}
         self.digests[source] = digest(first)
+        self.questions += first
         generators[at] = grain.MapDataset.range(sys.maxsize).map(generate)
     self._counts = 'questions' if generators or data.source_weights else 'batches'  # Of which a position is a number.
     if self._counts == 'batches':

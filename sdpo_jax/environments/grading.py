@@ -48,6 +48,20 @@ class Graders:
     for name in sorted(set(names)):
       self.get(name)
 
+  def check_questions(self, examples: Sequence[Example]) -> None:
+    """Hands every grader that wants to see them the questions that it will be asked about, before a run begins.
+
+    Raises:
+      UserError: a grader cannot grade such questions.
+    """
+    by_environment: dict[str, list[Example]] = defaultdict(list)
+    for example in examples:
+      by_environment[example.environment].append(example)
+    for name, asked in by_environment.items():
+      grader = self.get(name)
+      if hasattr(grader, 'check_questions'):
+        grader.check_questions(asked)
+
   def grade(
     self, examples: Sequence[Example], completions: Sequence[str], *, truncated: Sequence[bool]
   ) -> list[Outcome]:

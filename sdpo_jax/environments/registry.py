@@ -44,7 +44,8 @@ class GraderFactory(Protocol):
 
   Called in the main thread. A grader that holds processes or connections has a method `close()`, called when the run
   ends; one that judges whole batches has a method `end_batch()`, called when all of a batch is graded, which may raise
-  UserError.
+  UserError; one that wants more of questions than they may have has a method `check_questions(examples)`, called before
+  the run with all of its questions (of generators with the first ones), which may raise UserError.
   """
 
   def __call__(self, settings: EnvironmentsConfig) -> Grader: ...

@@ -53,6 +53,16 @@ class RewardGrader:
     self._called = _Called(function)
     self._lock = threading.Lock()
     self._warned = False
+    self._known: dict[str, None] = {}  # Fields of the rows of a run; a batch need not have them all.
+
+  def check_questions(self, examples: Sequence[Example]) -> None:
+    """See `registry.GraderFactory`.
+
+    Raises:
+      UserError: the function wants an argument that no row has.
+    """
+    self._known = _fields(_rows(examples))
+    self._arguments(examples, [''] * len(examples))
 
   def __call__(self, examples: list[Example], completions: list[str], *, truncated: list[bool]) -> list[Outcome]:
     """See `registry.Grader`.
@@ -104,8 +114,8 @@ class RewardGrader:
       text if isinstance(prompt, str) else [{'role': 'assistant', 'content': text}]
       for prompt, text in zip(prompts, completions, strict=True)
     ]
-    rows = [{'ground_truth': example.ground_truth, **example.columns} for example in examples]
-    names = dict.fromkeys(name for row in rows for name in row if isinstance(name, str) and name != 'prompt')
+    rows = _rows(examples)
+    names = _fields(rows) | self._known
     columns = {name: [row.get(name) for row in rows] for name in names}
     there = {'trainer_state': None, **columns, 'prompts': prompts, 'completions': said}
     parameters = inspect.signature(self._function).parameters.values()
@@ -151,6 +161,14 @@ def _copied(function: Callable[..., Any]) -> Callable[..., Any]:
     return copy.copy(function)
   except Exception:  # Of anybody's class.
     return function
+
+
+def _rows(examples: Sequence[Example]) -> list[dict[str, Any]]:
+  return [{'ground_truth': example.ground_truth, **example.columns} for example in examples]
+
+
+def _fields(rows: Sequence[Mapping[str, Any]]) -> dict[str, None]:
+  return dict.fromkeys(name for row in rows for name in row if isinstance(name, str) and name != 'prompt')
 
 
 async def _awaited(value: Any) -> Any:

@@ -12,6 +12,19 @@ import numpy as np
 from sdpo_jax.environments.outcomes import as_float, graded_of
 from sdpo_jax.types import Example, Outcome, Rollouts
 
+WORDS = 'epistemic_words_mean'
+# All that `describe` may return.
+DESCRIBED = (
+  'completion_length_mean',
+  'completion_length_p50',
+  'completion_length_p95',
+  'completion_length_max',
+  'truncated_fraction',
+  'ungraded_fraction',
+  'entropy',
+  WORDS,
+  'format_valid_fraction',
+)
 FORMAT_VALID = 'format_valid'  # A metric of outcomes, 1.0 or 0.0. `incorrect_format` is not read: see `describe`.
 
 
@@ -62,7 +75,7 @@ def describe(
     metrics['entropy'] = float(rollouts.entropy[samples][mask].mean())
   if words:
     counts = [count_words(rollouts.text[sample], tuple(words)) for sample in samples]
-    metrics['epistemic_words_mean'] = float(np.mean(counts))
+    metrics[WORDS] = float(np.mean(counts))
   formats = metric_values(chosen, FORMAT_VALID)
   if formats is not None:
     metrics['format_valid_fraction'] = float(formats[graded_of(chosen)].mean())

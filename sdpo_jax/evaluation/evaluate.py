@@ -29,6 +29,7 @@ from sdpo_jax.types import Example, Outcome, Rollouts, Tree
 
 BOOTSTRAPS = 1000  # Resamples and their seed: reference metric_utils.py:511.
 BOOTSTRAP_SEED = 42
+QUESTIONS = 'questions'  # The metric that counts those of a data source.
 WRITTEN = (str, int, float, bool, np.generic, type(None))  # Types of metrics that are written with a sample.
 
 
@@ -193,7 +194,7 @@ def metrics_by_source(
     graded = graded_of(chosen)
     found = _summaries(chosen, n) if graded.any() else {f'mean@{n}': float('nan')}
     found.update(describe(rollouts, outcomes, samples, words))
-    found['questions'] = float(len(chosen) // n)
+    found[QUESTIONS] = float(len(chosen) // n)
     metrics[source] = found
   return metrics
 
@@ -215,6 +216,12 @@ def _summaries(outcomes: Sequence[Outcome], n: int) -> dict[str, float]:
     summary = summarize(of_questions(metric_values(outcomes, name)), n, winners)
     found.update({f'{name}/{key}': value for key, value in summary.items()})
   return found
+
+
+def summary_names(n: int) -> list[str]:
+  """Return the names that `summarize` gives, with those of majorities."""
+  values = [np.zeros(n)]
+  return [*summarize(values, n), *(f'maj@{k}' for k in reported_ks(n))]
 
 
 def _samples(examples: Sequence[Example], rollouts: Rollouts, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:

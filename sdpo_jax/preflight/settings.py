@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-import re
 
 from sdpo_jax.config import Config
 from sdpo_jax.data import sources
@@ -91,11 +90,6 @@ def _evaluation(config: Config) -> Iterator[str]:
     )
   if kwargs.n > 1 and kwargs.temperature == 0:
     yield f'val_kwargs.n={kwargs.n} with val_kwargs.temperature=0: greedy completions of a question are all the same.'
-  measured = re.fullmatch(r'eval/.*/(?:mean|std)@(\d+)', trainer.best_metric or '')
-  if measured and int(measured.group(1)) != kwargs.n:
-    yield (
-      f'trainer.best_metric={trainer.best_metric} is not among the metrics of an evaluation with val_kwargs.n={kwargs.n}.'
-    )
   shared = [source for source in data.train_files if source in data.val_files and not sources.is_generator(source)]
   if shared:
     yield f'{shared[0]!r} is in data.train_files and in data.val_files: held-out numbers will be those of training.'

@@ -134,11 +134,6 @@ class Checkpoints:
     self.wait()
     if step in self._manifests:
       return
-    evaluated = sorted(name for name in metrics if name.startswith('eval/'))
-    if self.best_metric and evaluated and self.best_metric not in metrics:
-      raise UserError(
-        f'trainer.best_metric={self.best_metric} is not among the metrics of an evaluation: {", ".join(evaluated)}.'
-      )
     draft = Manifest(
       step=step,
       fencing_epoch=self._epoch,

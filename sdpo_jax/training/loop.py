@@ -31,6 +31,7 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.evaluation.evaluate import evaluate
+from sdpo_jax.evaluation.names import nearest
 from sdpo_jax.rollout.grading_thread import StoppedError
 from sdpo_jax.training import fingerprint, records, remains, samples, skipped, startup
 from sdpo_jax.training.boards import check_wandb
@@ -134,6 +135,7 @@ def _train(config: Config, workdir: epath.PathLike, graders: Graders, restart: b
   iterator = pipeline.TrainIterator(config, tokenizer, registry)
   held_out = pipeline.evaluation_examples(config, tokenizer, registry) if config.trainer.test_freq else []
   graders.prepare(iterator.environments | {example.environment for example in held_out})
+  startup.check_questions(config, tokenizer, graders, iterator.questions, held_out)
   workdir = check_workdir(config, workdir, restart=restart)
   parts = fingerprint.take(config, tokenizer, iterator, held_out, graders)
   continuation = fingerprint.compare(workdir, config, parts)
@@ -207,6 +209,7 @@ class _Run:
     self.evaluations: dict[int, dict[str, float]] = {}  # Step → metrics; without those of steps that were undone.
     self.stopped: str | None = None  # By which alarm.
     self.checked_rules = False  # Whether rules that fit nothing were named.
+    self.checked_best = False  # Whether a best metric that nobody measures was named.
     self.skipped = 0  # Steps in a row, up to now, that taught nothing.
     self.compiled: Callable[[], list[str]] = list  # What was compiled since it was last called.
     self.writer: MetricsWriter | None = None  # On the process that writes.
@@ -272,6 +275,7 @@ class _Run:
       values = self.evaluate(state, 0)
     progress.evaluated(timer.seconds['evaluate'])
     self.watch.observe(0, values)
+    self.name_missing_best(values)
     if writer is not None:
       writer.write(0, values | {COMPILED_LATE: len(self.name_compiled(0))})
 
@@ -389,6 +393,7 @@ class _Run:
     line.update(fired)
     if evaluated or not self.held_out:
       self.name_idle_rules()
+      self.name_missing_best(metrics)
     verdict = self.judge(step, raised)
     if verdict.stop is not None:
       line[alarms.STOP] = 1.0
@@ -449,6 +454,18 @@ class _Run:
       for text in self.watch.unmatched():
         self.announce(f'alarms.rules: {text!r} fits none of the metrics measured so far; see metrics.jsonl for names.')
     self.checked_rules = True
+
+  def name_missing_best(self, metrics: Mapping[str, float]) -> None:
+    """Announce, once, that graders do not report what `trainer.best_metric` names."""
+    best = self.session.config.trainer.best_metric
+    if best is None or self.checked_best or not (best.startswith('eval/') or 'train/loss' in metrics):
+      return
+    if best not in metrics and jax.process_index() == 0:
+      self.announce(
+        f'trainer.best_metric={best} was not measured; until it is, no checkpoint counts as the best. Measured were '
+        f'{", ".join(nearest(best, metrics))} and others; see metrics.jsonl for names.'
+      )
+    self.checked_best = True
 
   def roll_back(self, state: TrainState, step: int) -> TrainState:
     """Restore student, teacher and optimizer state from a step's checkpoint; counters and randomness go on as they are."""

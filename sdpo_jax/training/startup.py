@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import time
+from typing import Any
 
 import jax
 
 from models import parameters as parameter_tables
 from sdpo_jax import programs
+from sdpo_jax.config import Config
+from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.evaluation.names import check_best_metric
+from sdpo_jax.teacher.room import check_room
 from sdpo_jax.training.run_programs import run_programs
 from sdpo_jax.training.session import Session
-from sdpo_jax.types import TrainState
+from sdpo_jax.types import Example, TrainState
+
+
+def check_questions(
+  config: Config, tokenizer: Any, graders: Graders, training: Sequence[Example], held_out: Sequence[Example]
+) -> None:
+  """Raise UserError for what would end the run at a question, or at the first evaluation, and can be known before.
+
+  Args:
+    config: settings.
+    tokenizer: of the model.
+    graders: of the run.
+    training: questions of `data.train_files`, none longer than the limit.
+    held_out: those of evaluations.
+  """
+  tasks = {example.data_source for example in held_out}
+  check_best_metric(config.trainer.best_metric, tasks, config.val_kwargs.n, config.alarms.epistemic_words)
+  check_room(tokenizer, training, config)
+  graders.check_questions([*training, *held_out])
 
 
 def describe(session: Session, trained: int, train_rows: int | None, held_out: int, first: int) -> list[str]:

@@ -1,0 +1,71 @@
+"""Names of the metrics that a run will have, known before it starts: for settings that name one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+import difflib
+
+from sdpo_jax.errors import UserError
+from sdpo_jax.evaluation.completions import DESCRIBED, WORDS
+from sdpo_jax.evaluation.evaluate import QUESTIONS, summary_names
+
+EVALUATION = 'eval/'
+# Beginnings of the names that steps have, beside evaluations.
+FAMILIES = ('rollout/', 'rollout_corr/', 'train/', 'self_distillation/', 'teacher/', 'throughput/', 'gap/')
+
+
+def evaluation_names(tasks: Collection[str], n: int, words: Sequence[str]) -> list[str]:
+  """Return the metrics of an evaluation but for those that graders add, which are `eval/<task>/<metric>/<summary>`.
+
+  Args:
+    tasks: data sources of the held-out questions.
+    n: samples of each question.
+    words: of doubt, which are counted where there are any.
+  """
+  described = [name for name in DESCRIBED if words or name != WORDS]
+  return [f'{EVALUATION}{task}/{name}' for task in tasks for name in (*summary_names(n), *described, QUESTIONS)]
+
+
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+  """Return the three of the known names that are spelled most like `name`."""
+  return difflib.get_close_matches(name, list(known), n=3, cutoff=0.0)
+
+
+def check_best_metric(name: str | None, tasks: Collection[str], n: int, words: Sequence[str]) -> None:
+  """Raise UserError if no step of a run can have the metric `trainer.best_metric`.
+
+  Which metrics graders add is not known before they grade: `eval/<task>/<anything>/mean@n` may be one.
+
+  Args:
+    name: of the metric; None: none is wanted.
+    tasks: data sources of the held-out questions; empty: nothing is evaluated.
+    n: `val_kwargs.n`.
+    words: `alarms.epistemic_words`.
+  """
+  if name is None or name.startswith(FAMILIES):
+    return
+  setting = f'trainer.best_metric={name}'
+  if not name.startswith(EVALUATION):
+    raise UserError(
+      f'{setting} is not a metric: those of evaluations are eval/<task>/…, e.g. eval/<task>/mean@{n}, those of steps '
+      f'begin with {", ".join(FAMILIES)}.'
+    )
+  if not tasks:
+    raise UserError(
+      f'{setting} is measured by evaluations, and there is none: set data.val_files and trainer.test_freq, or name '
+      'another metric.'
+    )
+  known = evaluation_names(tasks, n, words)
+  summaries = summary_names(n)
+  added = [
+    rest
+    for task in tasks
+    if name.startswith(f'{EVALUATION}{task}/')
+    for rest in [name.removeprefix(f'{EVALUATION}{task}/')]
+    if rest.rpartition('/')[0] and rest.rpartition('/')[2] in summaries
+  ]
+  if name not in known and not added:
+    raise UserError(
+      f'{setting} is not among the metrics of an evaluation of {", ".join(sorted(tasks))} with val_kwargs.n={n}; near '
+      f'it are {", ".join(nearest(name, known))}.'
+    )

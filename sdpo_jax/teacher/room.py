@@ -1,0 +1,64 @@
+"""Whether the limit of the teacher's prompts leaves room for what the teacher is to be shown, question by question."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import functools
+
+from sdpo_jax.config import Config, SelfDistillationConfig
+from sdpo_jax.data.prompts import ChatFormat, Tokenizer, chat_tokens, name
+from sdpo_jax.errors import UserError
+from sdpo_jax.objective.spec import ObjectiveSpec
+from sdpo_jax.teacher.context import reprompt, shorten_end, shorten_middle
+from sdpo_jax.types import Example
+
+_BATCH = 256  # Conversations tokenised in one call.
+# Tokens by which a prompt may be longer than its parts: at their seams, text is split into tokens otherwise.
+_SEAMS = 16
+_TEXT = 'xx'  # Of it one character is shown, and that something is missing.
+_EMPTY = [{'role': 'user', 'content': ''}]
+
+
+def check_room(tokenizer: Tokenizer, examples: Sequence[Example], config: Config) -> None:
+  """Raise UserError for the first question beside which nothing can be shown to the teacher.
+
+  The run would end when such a question first has a demonstration or feedback (`teacher.context`). Where the limit
+  leaves room for the longest question, no question is looked at.
+
+  Args:
+    tokenizer: of the model.
+    examples: questions of `data.max_prompt_length` tokens at most.
+    config: settings.
+  """
+  sd, chat = config.actor.self_distillation, ChatFormat.of(config.data)
+  if not ObjectiveSpec.from_config(config).needs_teacher or sd.reprompt_truncation in ('left', 'right'):
+    return
+  for solution, feedback, attempt in _least_shown(sd):
+    asked = functools.partial(reprompt, solution=solution, feedback=feedback, config=sd, attempt=attempt)
+    [bare] = chat_tokens(tokenizer, [asked(_EMPTY)], chat)
+    if config.data.max_prompt_length + len(bare) + _SEAMS <= sd.max_reprompt_len:
+      continue
+    for start in range(0, len(examples), _BATCH):
+      part = examples[start : start + _BATCH]
+      prompts = chat_tokens(tokenizer, [asked(example.messages) for example in part], chat)
+      for example, tokens in zip(part, prompts, strict=True):
+        if len(tokens) > sd.max_reprompt_len:
+          raise UserError(
+            f'{name(example)}: with the question and the instruction alone the prompt of the teacher has {len(tokens)} '
+            f'tokens, and actor.self_distillation.max_reprompt_len={sd.max_reprompt_len} leaves no room for a '
+            'demonstration or feedback: raise it above data.max_prompt_length plus the templates.'
+          )
+
+
+def _least_shown(sd: SelfDistillationConfig) -> list[tuple[str | None, str | None, str | None]]:
+  """The shortest (demonstration, feedback, failed attempt) of each kind that a teacher may be shown."""
+  shown, said = shorten_middle(_TEXT, 1), shorten_end(_TEXT, 1)
+  attempt = shown if sd.include_failed_attempt else None
+  kinds = []
+  if sd.include_demonstration:
+    kinds.append((shown, None, attempt))
+  if sd.include_environment_feedback:
+    kinds.append((None, said, attempt))
+  if len(kinds) == 2 and not sd.environment_feedback_only_without_solution:
+    kinds.append((shown, said, attempt))
+  return kinds
