@@ -1,8 +1,9 @@
 """The command that starts the zygote in a bubblewrap: for machines without Landlock where `bwrap` is installed.
 
-Programs find a file system of nothing but Python, in namespaces without network and without processes of others. There
-is no /proc in it, which would show the memory of the zygote, and no shell. The programs' own seccomp filter and limits
-come on top, as everywhere; it also forbids new user namespaces, for which other set-ups need --disable-userns.
+Programs find a read-only file system of nothing but Python, in namespaces without network and without processes of
+others. There is no /proc in it, which would show the memory of the zygote, unless the zygote needs one to give every
+program a view of its own (view.py), in which there is none again; and no shell. The programs' own seccomp filter and
+limits come on top, as everywhere; it also forbids new user namespaces, for which other set-ups need --disable-userns.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ def arguments(
   environment: Mapping[str, str],
   scratch_bytes: int,
   descriptor: int,
+  *,
+  proc: bool,
 ) -> list[str]:
   """The command line of a zygote in a bubblewrap of its own.
 
@@ -44,8 +47,9 @@ def arguments(
     readable: directories of the Python installation.
     files: the zygote first, then what it loads by path.
     environment: of the zygote; it has no other.
-    scratch_bytes: size of the scratch file system.
+    scratch_bytes: size of the scratch file system, the only one that can be written to.
     descriptor: of the zygote's control socket.
+    proc: whether it has a /proc.
   """
   python = os.path.realpath(sys.executable)
   library = os.path.join(sysconfig.get_config_var('LIBDIR') or '', sysconfig.get_config_var('INSTSONAME') or '')
@@ -57,5 +61,6 @@ def arguments(
     command += ['--ro-bind-try', path, path]
   for path in [python, *readable, *map(str, files)]:
     command += ['--ro-bind', path, path]
-  command += ['--size', str(scratch_bytes), '--tmpfs', SCRATCH, '--chdir', SCRATCH, '--']
+  command += ['--proc', '/proc'] * proc
+  command += ['--size', str(scratch_bytes), '--tmpfs', SCRATCH, '--remount-ro', '/', '--chdir', SCRATCH, '--']
   return [*command, python, '-I', '-X', 'utf8', str(files[0]), str(descriptor)]

@@ -161,6 +161,12 @@ OWN = {
   'landlock_create_ruleset': (444, 444),
   'landlock_add_rule': (445, 445),
   'landlock_restrict_self': (446, 446),
+  'unshare': (272, 97),
+  'setns': (308, 268),
+  'mount': (165, 40),
+  'umount2': (166, 39),
+  'pivot_root': (155, 41),
+  'mount_setattr': (442, 442),
 }
 AUDIT_ARCH = (0xC000003E, 0xC00000B7)
 NEW_CALLS = 424  # From this number on both machines count alike, and libraries fall back where a call is missing.
@@ -228,7 +234,11 @@ def close_from(first: int) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-  """Kills this process when its parent, `parent`, ends; to be called after the last change of user."""
+  """Kills this process when its parent ends; to be called after the last change of user.
+
+  Args:
+    parent: its process id; 0 where it is in another namespace of these.
+  """
   call('prctl', PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
   if os.getppid() != parent:
     os._exit(1)
@@ -265,15 +275,25 @@ def landlock_version() -> int:
     raise Unsupported(reason.get(error.errno, str(error))) from error
 
 
-def restrict_files(version: int, readable: Sequence[int], scratch: int) -> None:
-  """Leaves this process reading below the directories open as `readable` and working below the one open as `scratch`."""
+def restrict_files(version: int, readable: Sequence[int], scratch: int, stdin: int | None = None) -> None:
+  """Leaves this process reading below the directories open as `readable` and working below the one open as `scratch`.
+
+  Args:
+    version: of the kernel's Landlock.
+    readable: open directories.
+    scratch: an open directory.
+    stdin: an open file that may be opened by name too, for reading.
+  """
   handled = (1 << FILE_RIGHTS[min(version, max(FILE_RIGHTS))]) - 1
   fields = [handled, NETWORK if version >= 4 else 0, SCOPES if version >= 6 else 0]
   fields = fields[: 1 + (version >= 4) + (version >= 6)]
   attributes = ctypes.create_string_buffer(struct.pack(f'={len(fields)}Q', *fields), 8 * len(fields))
   ruleset = call('landlock_create_ruleset', ctypes.addressof(attributes), 8 * len(fields), 0)
-  for directory, rights in [*((directory, READ) for directory in readable), (scratch, SCRATCH & handled)]:
-    rule = ctypes.create_string_buffer(struct.pack('=Qi', rights, directory), 12)
+  rules = [*((directory, READ) for directory in readable), (scratch, SCRATCH & handled)]
+  if stdin is not None:
+    rules.append((stdin, READ_FILE))
+  for opened, rights in rules:
+    rule = ctypes.create_string_buffer(struct.pack('=Qi', rights, opened), 12)
     call('landlock_add_rule', ruleset, 1, ctypes.addressof(rule), 0)
   call('landlock_restrict_self', ruleset, QUIET if version >= 7 else 0)
   os.close(ruleset)

@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 import ctypes
 import importlib
+import mmap
 import os
 import socket
 import tempfile
 import threading
 
+MOST_FILES = 4096  # No program may have as many (MAX_ENTRIES in zygote.py), with the directory around them.
+LEFT = 'left'  # What a program leaves in its scratch directory for the next.
 LATE_MODULE = 'colorsys'  # Of the standard library, and loaded by nobody before.
 
 
@@ -21,10 +24,12 @@ def run(payload: dict) -> dict:
 
   Args:
     payload: 'canary', a file outside; 'directory', its directory; 'port', on which the owner listens; 'owner' and
-      'zygote', process ids; 'users', whether there are users beside root.
+      'zygote', process ids; 'users', whether there are users beside root; 'view', whether programs have views of their
+      own; 'file_mb', the limit of files.
 
   Returns:
-    'leaks': names of attacks that succeeded, 'broken': what a program may do and could not, with the error.
+    'leaks': names of attacks that succeeded, 'broken': what a program may do and could not, with the error, 'channels':
+    by what programs could learn of one another, where they have no views of their own.
   """
   canary, owner = payload['canary'], payload['owner']
   attacks: dict[str, Callable[[], object]] = {
@@ -45,15 +50,34 @@ def run(payload: dict) -> dict:
     'leaves its process group': os.setsid,
     'has an environment': _environment,
     'is root': lambda: _root(payload['users']),
+    'writes beside its scratch directory': _write_beside,
+    'finds what another program left': _find,
   }
   uses: dict[str, Callable[[], object]] = {
     f'importing {LATE_MODULE} from the Python installation': lambda: importlib.import_module(LATE_MODULE),
     'writing to the scratch directory': _write,
     'a thread': _thread,
   }
-  leaks = [name for name, attack in attacks.items() if _error(attack) is None]
+  # What only a view of its own keeps a program from.
+  viewed: dict[str, Callable[[], object]] = {
+    'learns that a file exists': lambda: os.stat(canary),
+    'learns how many processes there are': _count_processes,
+  }
+  bounded: dict[str, Callable[[], object]] = {
+    'has larger files than it may': lambda: _fill(payload['file_mb']),
+    'has more files than it may': _make_files,
+  }
+  leaks = _successes(attacks)
   broken = {name: error for name, use in uses.items() if (error := _error(use)) is not None}
-  return {'leaks': leaks, 'broken': broken}
+  channels = _successes(viewed)
+  _leave()
+  if payload['view']:
+    leaks, channels = [*leaks, *channels, *_successes(bounded)], []
+  return {'leaks': leaks, 'broken': broken, 'channels': channels}
+
+
+def _successes(attacks: dict[str, Callable[[], object]]) -> list[str]:
+  return [name for name, attack in attacks.items() if _error(attack) is None]
 
 
 def _error(action: Callable[[], object]) -> str | None:
@@ -97,3 +121,39 @@ def _thread() -> None:
   thread = threading.Thread(target=int)
   thread.start()
   thread.join()
+
+
+def _leave() -> None:
+  open(LEFT, 'w').close()
+
+
+def _find() -> None:
+  open(LEFT).close()
+
+
+def _write_beside() -> None:
+  for directory in ('/', os.path.dirname(os.getcwd()), os.path.dirname(os.__file__)):
+    if _error(lambda directory=directory: os.mkdir(os.path.join(directory, 'made'))) is None:
+      return
+  raise PermissionError('nowhere')
+
+
+def _count_processes() -> None:
+  if os.getpid() == 2:
+    raise LookupError('every program has this one')
+
+
+def _make_files() -> None:
+  os.mkdir('many')
+  for index in range(MOST_FILES):
+    os.mkdir(f'many/{index}')
+
+
+def _fill(file_mb: int) -> None:
+  """Holds more than it may in files that have no name and are not open, but mapped."""
+  held = []
+  for _ in range(file_mb + 1):
+    with open('unnamed', 'w+b', 0) as file:
+      os.unlink('unnamed')
+      file.write(bytes(2**20))
+      held.append(mmap.mmap(file.fileno(), 1))

@@ -41,8 +41,10 @@ MIB = 2**20
 MESSAGE = 2**16  # Bytes of a message at most.
 CHUNK = 2**18
 START_S = 120.0  # A zygote that has not loaded its modules by then will not.
-FAILS = 'The sandbox fails: '
-MECHANISMS = ('landlock', 'bubblewrap')
+# Seconds between attempts at a program that the machine had no room for: no memory, process or descriptor was left.
+PAUSES_S = (0.05, 0.5, 2.0)
+# From the strongest on: the mechanism, and whether every program has a view of its own (view.py).
+ATTEMPTS = (('landlock', True), ('bubblewrap', True), ('bubblewrap', False), ('landlock', False))
 # Libraries that start a thread a core when loaded would make the zygote fork with threads.
 ENVIRONMENT = {name: '1' for name in ('OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'MKL_NUM_THREADS')}
 # The C library would reserve 64 MiB of address space, which counts as memory, for each thread of a program.
@@ -81,8 +83,9 @@ class Report:
   """What became of a program; what it returned and printed is whatever it made it."""
 
   # Ended by itself with any exit code; over its wall or CPU time; printed, returned or wrote too much; killed by a
-  # signal that is not the sandbox's (or for too many threads).
-  status: Literal['ended', 'timeout', 'output', 'killed']
+  # signal that is not the sandbox's (or for too many threads); not run, or not to its end, since the machine had no room
+  # for it: this says nothing of the program, and `reason` says why.
+  status: Literal['ended', 'timeout', 'output', 'killed', 'failed']
   exit_code: int | None
   signal: int | None
   wall_s: float
@@ -92,6 +95,7 @@ class Report:
   stderr_bytes: bytes = b''
   # Bytes that came beyond what is kept, of 'result', 'stdout' and 'stderr'; nothing of one that is whole.
   dropped: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  reason: str = ''  # Why it failed.
 
   @property
   def result(self) -> Any:
@@ -130,6 +134,7 @@ class Sandbox:
     self._workers = settings.workers or len(os.sched_getaffinity(0))
     self._hosts = _start(settings, pathlib.Path(harness).resolve(), tuple(preload), self._workers)
     self.mechanism: Literal['landlock', 'bubblewrap', 'none'] = self._hosts[0].mechanism
+    self.layers: list[str] = self._hosts[0].layers  # What confines programs, in words.
     # Programs do not see one another under Landlock; in a bubblewrap they would, so that each worker has its own.
     self._idle: queue.SimpleQueue[_Host] = queue.SimpleQueue()
     for index in range(self._workers):
@@ -146,8 +151,7 @@ class Sandbox:
         megabytes if the program likes: those of a batch together need not fit in memory.
 
     Raises:
-      UserError: a program cannot be started or confined.
-      RuntimeError: the sandbox is closed, or its helper process ended twice under the same job.
+      RuntimeError: the sandbox is closed.
     """
     finish = then or (lambda number, report: report)
     return list(self._pool.map(lambda number, job: finish(number, self._run(job)), range(len(jobs)), jobs))
@@ -166,9 +170,27 @@ class Sandbox:
   def _run(self, job: Job) -> Report:
     host = self._idle.get()
     try:
+      for pause_s in PAUSES_S:
+        try:
+          return host.run(job)
+        except _Ended:
+          raise
+        except _Fault:
+          time.sleep(pause_s)
       return host.run(job)
+    except _Fault as error:
+      logging.warning('The sandbox could not run a program: %s.', error)
+      return Report('failed', None, None, 0.0, 0.0, reason=str(error))
     finally:
       self._idle.put(host)
+
+
+class _Fault(Exception):
+  """A program could not be run, through no fault of its own as far as is known; the message says why."""
+
+
+class _Ended(_Fault):
+  """The same, and it is not worth another attempt."""
 
 
 class _Died(Exception):
@@ -208,6 +230,7 @@ class _Zygote:
         errors.seek(0)
         last = errors.read().decode(errors='replace').strip().splitlines()[-1:]
         raise confinement.Unsupported((answer or {}).get('fault') or ''.join(last) or 'the helper process ends at once')
+    self.layers: list[str] = answer['layers']
     self.control.settimeout(None)
 
   def close(self) -> None:
@@ -229,8 +252,10 @@ _Command = Callable[[int], tuple[list[str], dict]]
 class _Host:
   """Keeps a zygote running and speaks with it."""
 
-  def __init__(self, mechanism: str, settings: SandboxConfig, harness: pathlib.Path, preload: tuple[str, ...]):
-    self.mechanism = mechanism
+  def __init__(
+    self, mechanism: str, view: bool, settings: SandboxConfig, harness: pathlib.Path, preload: tuple[str, ...]
+  ):
+    self.mechanism, self.view = mechanism, view
     self._settings, self._harness, self._preload = settings, harness, preload
     self._lock = threading.Lock()
     self._closed = False
@@ -241,6 +266,7 @@ class _Host:
     except BaseException:
       self._remove_scratch()
       raise
+    self.layers = self._zygote.layers
 
   @property
   def pid(self) -> int:
@@ -256,7 +282,7 @@ class _Host:
     try:
       return _run(zygote, job, probe)
     except _Died as error:
-      raise RuntimeError("The sandbox's helper process ended twice under the same program.") from error
+      raise _Ended("the sandbox's helper process ended twice under the same program") from error
 
   def close(self) -> None:
     if os.getpid() != self._owner:  # A fork of the owner ends; the zygote and its files are not its own.
@@ -280,14 +306,15 @@ class _Host:
         try:
           self._zygote = _Zygote(self._command)
         except confinement.Unsupported as error:
-          raise RuntimeError(f"The sandbox's helper process cannot be started again: {error}.") from error
+          raise _Fault(f"the sandbox's helper process cannot be started again: {error}") from error
       return self._zygote
 
   def _command(self, descriptor: int) -> tuple[list[str], dict]:
     readable, packages = installation()
-    files = [HERE / name for name in ('zygote.py', 'confinement.py', 'scratch.py', 'probe.py')]
+    files = [HERE / name for name in ('zygote.py', 'confinement.py', 'scratch.py', 'view.py', 'probe.py')]
     settings = {
       'mechanism': self.mechanism,
+      'view': self.view,
       'owner': os.getpid(),
       'readable': readable,
       'packages': packages,
@@ -297,7 +324,7 @@ class _Host:
     if self.mechanism == 'bubblewrap':
       size = self._settings.file_mb * MIB
       found, files = bubblewrap.find(), [*files, self._harness]
-      arguments = bubblewrap.arguments(found, readable, files, ENVIRONMENT, size, descriptor)
+      arguments = bubblewrap.arguments(found, readable, files, ENVIRONMENT, size, descriptor, proc=self.view)
       return arguments, {**settings, 'owner': None, 'scratch': bubblewrap.SCRATCH}
     if self._scratch is None:
       self._scratch = os.path.realpath(tempfile.mkdtemp(prefix='sandbox-'))
@@ -327,15 +354,19 @@ def _directories(paths: Sequence[str]) -> list[str]:
 def _start(settings: SandboxConfig, harness: pathlib.Path, preload: tuple[str, ...], workers: int) -> list[_Host]:
   """Hosts of the first mechanism that withstands the probe; raises UserError if none does and none is forbidden."""
   reasons = []
-  for mechanism in MECHANISMS if settings.mechanism == 'auto' else [settings.mechanism]:
+  for mechanism, view in ATTEMPTS:
+    if settings.mechanism not in ('auto', mechanism):
+      continue
     hosts: list[_Host] = []
     try:
       for _ in range(workers if mechanism == 'bubblewrap' else 1):
-        hosts.append(_Host(mechanism, settings, harness, preload))
-        _probe(hosts[-1])
+        hosts.append(_Host(mechanism, view, settings, harness, preload))
+        channels = _probe(hosts[-1])
+      if channels:
+        hosts[0].layers.append(f'a program {", ".join(channels)}')
       return hosts
     except confinement.Unsupported as error:
-      reasons.append(f'{mechanism}: {error}')
+      reasons.append(f'{mechanism}{" with a view of its own for every program" * view}: {error}')
       _close(hosts)
   if not settings.allow_unsandboxed:
     raise UserError(
@@ -348,7 +379,7 @@ def _start(settings: SandboxConfig, harness: pathlib.Path, preload: tuple[str, .
     'environments.sandbox.allow_unsandboxed allows it.',
     '; '.join(reasons),
   )
-  return [_Host('none', settings, harness, preload)]
+  return [_Host('none', False, settings, harness, preload)]
 
 
 def _close(hosts: Sequence[_Host]) -> None:
@@ -356,14 +387,19 @@ def _close(hosts: Sequence[_Host]) -> None:
     host.close()
 
 
-def _probe(host: _Host) -> None:
-  """Runs probe.py; raises confinement.Unsupported naming what it could do, or what a program cannot do that it must."""
+def _probe(host: _Host) -> list[str]:
+  """By what programs can learn of one another, found by running probe.py twice, the second time after another program.
+
+  Raises:
+    confinement.Unsupported: a program could do what it must not, or not what it must.
+  """
   with tempfile.TemporaryDirectory() as directory, socket.create_server(('127.0.0.1', 0)) as server:
     canary = os.path.join(directory, 'canary')
     with open(canary, 'w') as file:
       file.write('canary')
     os.chmod(directory, 0o777)  # So that nothing but the sandbox keeps a program of another user out.
     os.chmod(canary, 0o666)
+    limits = Limits(wall_s=30, cpu_s=10, file_mb=1)
     payload = {
       'canary': canary,
       'directory': directory,
@@ -371,20 +407,31 @@ def _probe(host: _Host) -> None:
       'owner': os.getpid(),
       'zygote': host.pid,
       'users': sum(int(line.split()[2]) for line in pathlib.Path('/proc/self/uid_map').read_text().splitlines()) > 1,
+      'view': host.view,
+      'file_mb': limits.file_mb,
     }
-    try:
-      report = host.run(Job(payload, '', Limits(wall_s=30, cpu_s=10)), probe=True)
-    except (RuntimeError, UserError) as error:
-      raise confinement.Unsupported(str(error).removeprefix(FAILS).rstrip('.')) from error
-    result = report.result
-    if report.status != 'ended' or not isinstance(result, dict):
-      raise confinement.Unsupported(f'its test does not end as it should: {report.status}, {report.stderr.strip()}')
+    leaks: list[str] = []
+    channels: list[str] = []
+    for _ in range(2):
+      try:
+        report = host.run(Job(payload, '', limits), probe=True)
+      except (_Fault, RuntimeError) as error:
+        raise confinement.Unsupported(str(error).rstrip('.')) from error
+      result = report.result
+      if report.status != 'ended' or not isinstance(result, dict):
+        raise confinement.Unsupported(f'its test does not end as it should: {report.status}, {report.stderr.strip()}')
+      if result['broken']:
+        raise confinement.Unsupported('; '.join(f'{use} fails ({error})' for use, error in result['broken'].items()))
+      leaks, channels = [*leaks, *result['leaks']], result['channels']
     with open(canary) as file:
       touched = os.listdir(directory) != ['canary'] or file.read() != 'canary'
-  if result['leaks'] or touched:
-    raise confinement.Unsupported(f'a program in it {", ".join(result["leaks"]) or "changes a file"}')
-  if result['broken']:
-    raise confinement.Unsupported('; '.join(f'{use} fails ({error})' for use, error in result['broken'].items()))
+  if leaks or touched:
+    raise confinement.Unsupported(f'a program in it {", ".join(dict.fromkeys(leaks)) or "changes a file"}')
+  # Bubblewrap mounts them read-only.
+  kept = host.view or host.mechanism == 'bubblewrap'
+  if not kept and not all(os.statvfs(path).f_flag & (os.ST_NOATIME | os.ST_RDONLY) for path in installation()[0]):
+    channels.append('leaves access times')
+  return channels
 
 
 # ———— One job ————
@@ -394,10 +441,13 @@ def _run(zygote: _Zygote, job: Job, probe: bool) -> Report:
   """Runs a job and collects what comes of it; raises _Died if the zygote ends first."""
   limits = job.limits
   with contextlib.ExitStack() as stack:
-    stdin = stack.enter_context(_memory_file(job.stdin.encode('utf-8', 'surrogatepass')))
-    payload = stack.enter_context(_memory_file(json.dumps(job.payload).encode()))
-    channel, theirs = stack.enter_context(_channel())
-    readers, writers = zip(*(stack.enter_context(_pipe()) for _ in range(3)), strict=True)
+    try:
+      stdin = stack.enter_context(_memory_file(job.stdin.encode('utf-8', 'surrogatepass')))
+      payload = stack.enter_context(_memory_file(json.dumps(job.payload).encode()))
+      channel, theirs = stack.enter_context(_channel())
+      readers, writers = zip(*(stack.enter_context(_pipe()) for _ in range(3)), strict=True)
+    except OSError as error:  # No memory, or no descriptor, left: of this process or of the machine.
+      raise _Fault(f'a program cannot be given its input ({error.strerror})') from error
     header = {'probe': probe, 'limits': dataclasses.asdict(limits)}
     out, err, result = writers
     fds = [file.fileno() for file in (stdin, out, err, payload, result, theirs)]
@@ -410,7 +460,7 @@ def _run(zygote: _Zygote, job: Job, probe: bool) -> Report:
       file.close()
     answer, outputs, dropped = _collect(channel, readers, limits)
   if 'fault' in answer:
-    raise UserError(f'{FAILS}{answer["fault"]}.')
+    raise _Fault(answer['fault'])
   if answer['ended_by'] == 'closed':
     raise RuntimeError('The sandbox was closed while a program ran.')
   stdout, stderr, result = outputs

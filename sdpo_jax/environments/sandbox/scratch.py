@@ -1,20 +1,35 @@
-"""Counts and removes what programs leave in their scratch directories. Loaded by path; standard library only."""
+"""Counts and removes what programs leave in scratch directories on a file system that they share with others.
+
+Where namespaces are allowed, programs have a file system of their own and none of this is needed (view.py). Both tasks
+are generators, which yield after every small step, so that they can be interleaved with what must not wait. Loaded by
+path; standard library only.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Generator
 import os
 import stat
 
-MAX_DEPTH = 64  # Directories within directories; trees of thousands take seconds to remove, and others wait meanwhile.
+MAX_DEPTH = 64  # Directories within directories; trees of thousands take seconds to remove.
+DELETED = ' (deleted)'
 
 
-def used(scratch: str, pid: int, limit: int, max_entries: int) -> bool:
-  """Whether the files of a program take more than `limit` bytes or `max_entries` names; unlinked open ones count too.
+def survey(directory: str, pid: int, proc: int | None, limit: int, max_entries: int) -> Generator[None, None, bool]:
+  """Finds out whether a program has more than `limit` bytes or `max_entries` files, those without a name included.
 
-  A directory that cannot be listed, by its mode, or that lies deeper than `MAX_DEPTH`, counts as too much.
+  A directory that cannot be listed, by its mode, or that lies deeper than `MAX_DEPTH`, counts as too much; a file that
+  is only mapped counts as `limit` bytes, since nothing tells its size.
+
+  Args:
+    directory: the program's.
+    pid: of the program.
+    proc: an open /proc; None: there is none.
+    limit: bytes; no single file is larger (RLIMIT_FSIZE).
+    max_entries: files and directories.
   """
   total = entries = 0
-  directories = [(scratch, 0)]
+  directories = [(directory, 0)]
   while directories:
     path, depth = directories.pop()
     if depth > MAX_DEPTH:
@@ -22,6 +37,7 @@ def used(scratch: str, pid: int, limit: int, max_entries: int) -> bool:
     try:
       with os.scandir(path) as listing:
         for entry in listing:
+          yield
           entries += 1
           total += entry.stat(follow_symlinks=False).st_blocks * 512
           if entries > max_entries or total > limit:
@@ -32,38 +48,94 @@ def used(scratch: str, pid: int, limit: int, max_entries: int) -> bool:
       continue  # Removed meanwhile.
     except OSError:
       return True
-  try:
-    for name in os.listdir(f'/proc/{pid}/fd'):
-      status = os.stat(f'/proc/{pid}/fd/{name}')
+  if proc is not None:
+    files = yield from held(directory, pid, proc)
+    total += sum(limit if size is None else size for size in files.values())
+    entries += len(files)
+  return total > limit or entries > max_entries
+
+
+def held(directory: str, pid: int, proc: int) -> Generator[None, None, dict[tuple[int, int], int | None]]:
+  """Finds the files of a program that have no name any more, but are open or mapped.
+
+  The first thread may have ended, which leaves it without descriptors and memory: any other has the same.
+
+  Returns:
+    bytes by (device, inode); None where they are not known.
+  """
+  files: dict[tuple[int, int], int | None] = {}
+  for task in _names(f'{pid}/task', proc):
+    try:
+      with open(os.open(f'{pid}/task/{task}/maps', os.O_RDONLY, dir_fd=proc), errors='replace') as file:
+        maps = file.read()
+    except OSError:
+      continue
+    if not maps:
+      continue
+    for line in maps.splitlines():
+      yield
+      fields = line.split(None, 5)
+      if len(fields) == 6 and fields[5].endswith(DELETED) and fields[5].startswith(directory + '/'):
+        major, minor = (int(part, 16) for part in fields[3].split(':'))
+        files[os.makedev(major, minor), int(fields[4])] = None
+    for name in _names(f'{pid}/task/{task}/fd', proc):
+      yield
+      try:
+        status = os.stat(f'{pid}/task/{task}/fd/{name}', dir_fd=proc)
+      except OSError:
+        continue  # Closed meanwhile.
       if stat.S_ISREG(status.st_mode) and not status.st_nlink:
-        total += status.st_blocks * 512
+        files[status.st_dev, status.st_ino] = status.st_blocks * 512
+    break
+  return files
+
+
+def _names(path: str, here: int) -> list[str]:
+  """Return the names in a directory below the open one `here`; none once it has gone."""
+  try:
+    opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=here)
   except OSError:
-    pass  # It has ended, or there is no /proc, where a tmpfs of that size bounds the files.
-  return total > limit
+    return []
+  try:
+    return os.listdir(opened)
+  except OSError:
+    return []
+  finally:
+    os.close(opened)
 
 
 def remove(path: str) -> None:
+  """Removes a tree as `removal` does, at once."""
+  for _ in removal(path):
+    pass
+
+
+def removal(path: str) -> Generator[None, None, bool]:
   """Removes a tree whatever its depth and modes, without following links; nobody may be using it any more."""
   parent, name = os.path.split(path)
   here = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
   levels = [[(name, False)]]  # Names to remove in a directory, and whether they were emptied.
-  while levels:
-    if not levels[-1]:
-      levels.pop()
-      if levels:
-        here = enter('..', here)
-      continue
-    name, emptied = levels[-1].pop()
-    try:
-      os.rmdir(name, dir_fd=here)
-    except FileNotFoundError:
-      continue
-    except OSError:
-      if not emptied:
-        levels[-1].append((name, True))
-        here = enter(name, here)
-        levels.append([(inner, False) for inner in empty(here)])
-  os.close(here)
+  try:
+    while levels:
+      yield
+      if not levels[-1]:
+        levels.pop()
+        if levels:
+          here = enter('..', here)
+        continue
+      name, emptied = levels[-1].pop()
+      try:
+        os.rmdir(name, dir_fd=here)
+      except FileNotFoundError:
+        continue
+      except OSError:
+        if not emptied:
+          levels[-1].append((name, True))
+          here = enter(name, here)
+          levels.append([(inner, False) for inner in (yield from empty(here))])
+  finally:
+    os.close(here)
+  return True
 
 
 def enter(name: str, here: int) -> int:
@@ -80,11 +152,12 @@ def enter(name: str, here: int) -> int:
   return inner
 
 
-def empty(here: int) -> list[str]:
+def empty(here: int) -> Generator[None, None, list[str]]:
   """Unlinks all but directories in the open directory `here`; the names of these."""
   inner = []
   with os.scandir(here) as listing:
     for entry in listing:
+      yield
       if entry.is_dir(follow_symlinks=False):
         inner.append(entry.name)
       else:

@@ -14,7 +14,7 @@ memory. Standard library only.
 from __future__ import annotations
 
 import atexit
-import ctypes
+from collections.abc import Generator
 import fcntl
 import gc
 import importlib
@@ -28,7 +28,6 @@ import secrets
 import selectors
 import signal
 import socket
-import stat
 import sys
 import threading
 import time
@@ -41,6 +40,9 @@ PAYLOAD, RESULT = 3, 4
 LINKED = ('_bz2', '_ctypes', '_decimal', '_hashlib', '_lzma', '_sqlite3', '_ssl', '_uuid', 'zlib')
 MIB = 2**20
 MESSAGE = 2**16  # Bytes of a message at most.
+DESCRIPTORS = 6  # Of a job.
+SLICE_S = 0.002  # How long the zygote counts or removes files before it looks after the programs' time again.
+MAX_GARBAGE = 8  # Directories of ended programs that may be waiting for their removal when another starts.
 POLL_S = 0.05  # How often the scratch directory and the threads of a program are looked at.
 MAX_ENTRIES = 4096  # Files and directories of a program.
 MAX_DESCRIPTORS = 64
@@ -48,7 +50,7 @@ MAX_THREADS = 64
 UID_BASE, UIDS, MAX_SLOTS = 2_000_000_000, 2**16, 1024  # User ids of nobody, for programs of a privileged owner.
 NOBODY = 65534
 PR_SET_CHILD_SUBREAPER = 36
-CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
+MSG_CMSG_CLOEXEC = 0x40000000
 
 
 def load(path: str) -> types.ModuleType:
@@ -64,6 +66,7 @@ def load(path: str) -> types.ModuleType:
 HERE = os.path.dirname(os.path.abspath(__file__))
 confinement = load(os.path.join(HERE, 'confinement.py'))
 scratch = load(os.path.join(HERE, 'scratch.py'))
+view = load(os.path.join(HERE, 'view.py'))
 
 
 class HarnessFault(Exception):
@@ -73,11 +76,16 @@ class HarnessFault(Exception):
 class Process:
   """A running program, as the zygote sees it."""
 
-  def __init__(self, pid: int, slot: int, channel: socket.socket, scratch: str, limits: dict):
-    self.pid, self.slot, self.channel, self.scratch, self.limits = pid, slot, channel, scratch, limits
+  def __init__(
+    self, pid: int, user: int | None, channel: socket.socket, directory: str | None, init: int | None, limits: dict
+  ):
+    self.pid, self.user, self.channel, self.limits = pid, user, channel, limits
+    self.directory = directory  # Whose use the zygote watches; None: a file system of its own, which the kernel bounds.
+    self.init = init  # The first process of its namespace of process ids, if it has one.
     self.started = time.monotonic()
     self.ended_by: str | None = None  # Why the zygote killed it.
     self.next_check = self.started + min(limits['wall_s'], limits['cpu_s'], POLL_S)
+    self.survey: Generator[None, None, bool] | None = None  # Of its directory, under way.
 
   def kill(self, reason: str) -> None:
     self.ended_by = self.ended_by or reason
@@ -88,8 +96,13 @@ class Process:
       except ProcessLookupError:
         pass  # The group has gone, or was not made yet.
 
-  def check(self, now: float) -> None:
-    """Kills the program if it is over a limit that the kernel does not watch."""
+  def check(self, now: float, proc: int | None) -> None:
+    """Kills the program if it is over a limit that the kernel does not watch; takes little time whatever it has done.
+
+    Args:
+      now: time of the monotonic clock.
+      proc: an open /proc; None: there is none.
+    """
     try:
       # clock_getcpuclockid(3): the CPU clock of another process.
       cpu_s = time.clock_gettime((~self.pid << 3) | 2)
@@ -98,27 +111,38 @@ class Process:
       return
     left = min(self.started + self.limits['wall_s'] - now, self.limits['cpu_s'] - cpu_s)
     if left <= 0:
-      self.kill('timeout')
-    elif scratch.used(self.scratch, self.pid, self.limits['file_mb'] * MIB, MAX_ENTRIES):
-      self.kill('output')
-    elif threads(self.pid) > MAX_THREADS:
-      self.kill('threads')
-    else:
-      self.next_check = now + min(max(left, 0.001), POLL_S)
+      return self.kill('timeout')
+    if threads(self.pid, proc) > MAX_THREADS:
+      return self.kill('threads')
+    self.next_check = now + min(max(left, 0.001), POLL_S)
+    if self.directory is not None:
+      most = self.limits['file_mb'] * MIB
+      self.survey = self.survey or scratch.survey(self.directory, self.pid, proc, most, MAX_ENTRIES)
+      over = advance(self.survey)
+      if over is None:
+        self.next_check = now  # After whatever else is to be done.
+        return
+      self.survey = None
+      if over:
+        self.kill('output')
 
 
 class Zygote:
   """The loop over jobs."""
 
   def __init__(self, control: socket.socket, settings: dict):
+    self.owner = watch(settings['owner'])
+    namespaces = view.separate() if settings['view'] else []  # What follows may be a fork of this process.
     self.control = control
     self.mechanism: str = settings['mechanism']
     self.scratch: str = settings['scratch']
     self.pid = os.getpid()
     self.processes: dict[int, Process] = {}
     self.selector = selectors.DefaultSelector()
-    self.uids = user_ids() if os.geteuid() == 0 and self.mechanism == 'landlock' else range(0)
-    self.version = confinement.landlock_version() if self.mechanism == 'landlock' else 0
+    own_users = os.geteuid() == 0 and self.mechanism == 'landlock' and 'user' not in namespaces
+    self.users = user_ids() if own_users else range(0)
+    self.version = landlock_version(self.mechanism)
+    aliases = {path: os.path.realpath(path) for path in sys.path if os.path.realpath(path) != path}
     sys.path[:] = [path for path in map(os.path.realpath, sys.path) if below(path, settings['readable'])]
     sys.path += [path for path in settings['packages'] if path not in sys.path]
     for name in [*LINKED, *settings['preload']]:
@@ -131,15 +155,33 @@ class Zygote:
     except Exception as error:
       raise HarnessFault(f'{type(error).__name__}: {error}') from error
     self.probe = load(os.path.join(HERE, 'probe.py'))
-    if self.uids:
-      make_reachable([*settings['readable'], self.scratch])
-    self.owner = watch(settings['owner'])
     confinement.call('prctl', PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if os.path.exists('/proc/self/oom_score_adj'):
       with open('/proc/self/oom_score_adj', 'w') as file:
         file.write('1000')  # Where memory runs out, programs go first.
-    self.readable = [os.open(path, os.O_PATH | os.O_DIRECTORY) for path in settings['readable']]
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     self.baseline = address_space()
+    self.proc = os.open('/proc', os.O_PATH | os.O_DIRECTORY) if os.path.exists('/proc/self') else None
+    self.ids: view.ProcessIds | None = None
+    self.inits: set[int] = set()
+    self.garbage: list[Generator[None, None, bool]] = []  # Removals under way.
+    self.most_garbage = 0 if self.mechanism == 'bubblewrap' else MAX_GARBAGE
+    self.layers = []
+    if settings['view']:
+      if 'user' in namespaces:  # Process ids are others than outside.
+        if self.proc is not None:
+          os.close(self.proc)
+        self.proc = view.processes(self.scratch)
+      self.ids = view.ProcessIds()
+      aliases = {path: real for path, real in aliases.items() if below(real, settings['readable'])}
+      view.build(settings['readable'], aliases, self.scratch)
+      self.layers += [f'namespaces of {", ".join([*namespaces, "pid"])}', 'read-only view', 'own tmpfs']
+    elif self.users:
+      view.reach([*settings['readable'], self.scratch])
+    self.readable = [os.open(path, os.O_PATH | os.O_DIRECTORY) for path in settings['readable']]
+    self.layers += [f'Landlock {self.version}'] * bool(self.version)
+    self.layers += ['seccomp'] * (self.mechanism != 'none') + ['own user ids'] * bool(self.users)
 
   def serve(self) -> None:
     """Runs jobs until the owner closes the socket or ends."""
@@ -148,7 +190,6 @@ class Zygote:
       os.set_blocking(end, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
-    self.selector.register(self.control, selectors.EVENT_READ, self.accept)
     if self.owner is not None:
       self.selector.register(self.owner, selectors.EVENT_READ, self.close)
     self.selector.register(wake_r, selectors.EVENT_READ, lambda: os.read(wake_r, 4096))
@@ -157,45 +198,89 @@ class Zygote:
       now = time.monotonic()
       for process in list(self.processes.values()):
         if process.next_check <= now:
-          process.check(now)
+          process.check(now, self.proc)
+      if self.garbage and advance(self.garbage[0]) is not None:
+        del self.garbage[0]
+      # Programs that leave much behind wait for its removal, and nobody else.
+      ready, listening = len(self.garbage) <= self.most_garbage, self.control in self.selector.get_map()
+      if ready and not listening:
+        self.selector.register(self.control, selectors.EVENT_READ, self.accept)
+      elif listening and not ready:
+        self.selector.unregister(self.control)
       next_check = min((process.next_check for process in self.processes.values()), default=float('inf'))
+      if self.garbage:
+        next_check = 0.0
       wait = None if next_check == float('inf') else max(0.0, next_check - time.monotonic())
       for key, _ in self.selector.select(wait):
         key.data()
       self.reap()
     for process in list(self.processes.values()):
       process.kill('closed')
-    while self.processes:
+    while self.processes or self.inits:
       self.reap(0)
-    scratch.remove(self.scratch)
+    if self.ids is None:
+      self.open_scratch()
+      scratch.remove(self.scratch)
 
   def close(self) -> None:
     self.open = False
 
   def accept(self) -> None:
     """Starts the job of the next message."""
-    message, fds, _, _ = socket.recv_fds(self.control, MESSAGE, 6)
+    message, fds, _, _ = socket.recv_fds(self.control, MESSAGE, DESCRIPTORS, MSG_CMSG_CLOEXEC)
     if not message:
       return self.close()
     job = json.loads(message)
     channel = socket.socket(fileno=fds.pop())
-    slot = min(set(range(len(self.processes) + 1)) - {process.slot for process in self.processes.values()})
-    directory = os.path.join(self.scratch, secrets.token_hex(16))
     try:
-      os.mkdir(directory, 0o700)
-      pid = os.fork()
-      if pid == 0:
-        self.child(job, slot, directory, [*fds, channel.detach()])
+      process = self.start(job, channel, fds)
     except OSError as error:
-      send(channel, {'fault': f'a program cannot be started: {error}'})
+      send(channel, {'fault': f'a program cannot be started ({error})'})
       channel.close()
-      scratch.remove(directory)
     else:
-      process = self.processes[pid] = Process(pid, slot, channel, directory, job['limits'])
+      self.processes[process.pid] = process
       self.selector.register(channel, selectors.EVENT_READ, lambda: self.stop(process))
     finally:
       for fd in fds:
         os.close(fd)
+
+  def start(self, job: dict, channel: socket.socket, fds: list[int]) -> Process:
+    """Forks the process of a job; raises OSError where the machine has no room for it."""
+    user, init, directory = self.free_user(), None, None
+    given = [*fds, channel.fileno()]
+    if self.ids is not None:
+      with self.ids.separate() as init:
+        self.inits.add(init)
+        try:
+          pid = os.fork()
+        except OSError:
+          os.kill(init, signal.SIGKILL)
+          raise
+        if pid == 0:
+          self.child(job, user, view.SCRATCH, given)
+    else:
+      directory = os.path.join(self.scratch, secrets.token_hex(16))
+      self.open_scratch()
+      os.mkdir(directory, 0o700)
+      if self.mechanism == 'bubblewrap':  # Programs are of one user there, and run one after the other.
+        os.chmod(self.scratch, 0o100)
+      try:
+        pid = os.fork()
+      except OSError:
+        self.discard(directory)
+        raise
+      if pid == 0:
+        self.child(job, user, directory, given)
+    return Process(pid, user, channel, directory, init, job['limits'])
+
+  def free_user(self) -> int | None:
+    """A user id that no other program has now, by chance, which tells nothing of the others; None: there are none."""
+    taken = {process.user for process in self.processes.values()}
+    while self.users:
+      user = self.users[secrets.randbelow(len(self.users))]
+      if user not in taken or len(self.users) <= len(taken):
+        return user
+    return None
 
   def stop(self, process: Process) -> None:
     """Kills a process that its owner wants no more."""
@@ -204,16 +289,19 @@ class Zygote:
 
   def reap(self, options: int = os.WNOHANG) -> None:
     """Reports every process that has ended."""
-    while self.processes:
+    while self.processes or self.inits:
       try:
         pid, status, usage = os.wait4(-1, options)
       except ChildProcessError:
-        return
+        return self.inits.clear()
       if pid == 0:
         return
+      self.inits.discard(pid)
       process = self.processes.pop(pid, None)
       if process is None:
-        continue  # A stray.
+        continue  # The first of a namespace, or a stray.
+      if process.init in self.inits:
+        os.kill(process.init, signal.SIGKILL)
       if self.mechanism == 'none':
         while left := strays(self.processes):
           for stray in left:
@@ -226,17 +314,28 @@ class Zygote:
         'signal': os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
         'ended_by': process.ended_by,
       }
-      scratch.remove(process.scratch)
       if process.channel in self.selector.get_map():
         self.selector.unregister(process.channel)
       send(process.channel, report)
       process.channel.close()
+      if process.directory is not None:
+        self.discard(process.directory)
 
-  def child(self, job: dict, slot: int, directory: str, fds: list[int]) -> None:
+  def open_scratch(self) -> None:
+    """Makes the directory of the scratch directories one that this process may change."""
+    if self.mechanism == 'bubblewrap':
+      os.chmod(self.scratch, 0o700)
+
+  def discard(self, directory: str) -> None:
+    """Removes the scratch directory of a program that has ended, little by little."""
+    self.open_scratch()
+    self.garbage.append(scratch.removal(directory))
+
+  def child(self, job: dict, user: int | None, directory: str, fds: list[int]) -> None:
     """The process of one job; does not return."""
     leave = os._exit
     try:
-      if self.confine(job['limits'], slot, directory, fds):
+      if self.confine(job['limits'], user, directory, fds):
         confinement.close_from(FIRST_FREE)
         run(self.probe.run if job['probe'] else self.harness.run, directory, leave)
     except BaseException:
@@ -244,27 +343,29 @@ class Zygote:
     finally:
       leave(70)
 
-  def confine(self, limits: dict, slot: int, directory: str, fds: list[int]) -> bool:
+  def confine(self, limits: dict, user: int | None, directory: str, fds: list[int]) -> bool:
     """Confines this process for good; False, after a message on the channel, if that fails."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE) for fd in fds]
-    channel = high.pop()
+    channel, stdin = high.pop(), None
     try:
       os.setpgid(0, 0)
       for target, fd in enumerate(high):
         os.dup2(fd, target)
-      uid = self.uids[slot % len(self.uids)] if self.uids else None
-      if uid is not None:
-        os.chown(directory, uid, uid)
+      if self.ids is not None:
+        view.own_files(limits['file_mb'] * MIB, MAX_ENTRIES, user, 0)
+        stdin = os.open(view.STDIN, os.O_PATH)
+      elif user is not None:
+        os.chown(directory, user, user)
       opened = os.open(directory, os.O_PATH | os.O_DIRECTORY)
       os.chdir(directory)
-      set_limits(limits, self.baseline, bool(self.uids))
+      set_limits(limits, self.baseline, bool(self.users))
       if self.mechanism != 'none':
-        confinement.drop_privileges(uid)
-      confinement.die_with_parent(self.pid)
-      if self.mechanism == 'landlock':
-        confinement.restrict_files(self.version, self.readable, opened)
+        confinement.drop_privileges(user)
+      confinement.die_with_parent(self.pid if self.ids is None else 0)
+      if self.version:
+        confinement.restrict_files(self.version, self.readable, opened, stdin)
       if self.mechanism != 'none':
         confinement.restrict_calls(confinement.filter_program(os.getpid()))
     except (OSError, ValueError) as error:
@@ -364,45 +465,6 @@ def user_ids() -> range:
   return found
 
 
-def make_reachable(paths: list[str]) -> None:
-  """Lets other users reach `paths` where a directory above them is closed: in a mount namespace of this process alone.
-
-  Programs could otherwise not read a Python below a closed home directory once they have dropped their privileges.
-  """
-  closed: dict[str, list[str]] = {}
-  for path in paths:
-    parts = path.split('/')
-    for ancestor in ('/'.join(parts[:count]) for count in range(2, len(parts))):
-      if not os.stat(ancestor).st_mode & stat.S_IXOTH:
-        closed.setdefault(ancestor, []).append(path)
-        break
-  if not closed:
-    return
-  libc = ctypes.CDLL(None, use_errno=True)
-
-  def checked(result: int, what: str) -> None:
-    if result:
-      code = ctypes.get_errno()
-      raise confinement.Unsupported(
-        f'other users cannot enter {", ".join(closed)}, in which Python or the temporary directory lies, and {what} '
-        f'fails ({os.strerror(code)}): put them where others can read, or run as an ordinary user'
-      )
-
-  def mount(source: str, target: str, kind: str, flags: int, data: str = '') -> None:
-    encoded = [part.encode() for part in (source, target, kind, data)]
-    checked(libc.mount(*encoded[:3], ctypes.c_ulong(flags), encoded[3]), 'mounting it elsewhere')
-
-  checked(libc.unshare(CLONE_NEWNS), 'a mount namespace')
-  mount('none', '/', '', MS_REC | MS_PRIVATE)
-  for ancestor, inside in closed.items():
-    fds = [os.open(path, os.O_PATH | os.O_DIRECTORY) for path in inside]
-    mount('tmpfs', ancestor, 'tmpfs', 0, 'mode=0755,size=1m')
-    for path, fd in zip(inside, fds, strict=True):
-      os.makedirs(path, 0o755, exist_ok=True)
-      mount(f'/proc/self/fd/{fd}', path, '', MS_BIND | MS_REC)
-      os.close(fd)
-
-
 def watch(owner: int | None) -> int | None:
   """A descriptor that becomes readable when the process `owner` ends, also where a fork of it keeps the socket open."""
   if owner is None:
@@ -453,10 +515,35 @@ def below(path: str, directories: list[str]) -> bool:
   return any(path == directory or path.startswith(directory + '/') for directory in directories)
 
 
-def threads(pid: int) -> int:
-  """Threads of a process; 0 once it has gone, or where /proc is not there to say."""
+def advance(work: Generator[None, None, bool]) -> bool | None:
+  """Goes on with some work for a few milliseconds; its value, None if it has not ended by then."""
+  end = time.monotonic() + SLICE_S
   try:
-    with open(f'/proc/{pid}/stat') as file:
+    while time.monotonic() < end:
+      next(work)
+  except StopIteration as finished:
+    return finished.value
+  return None
+
+
+def landlock_version(mechanism: str) -> int:
+  """Version of Landlock to be used, 0: none; raises confinement.Unsupported where the mechanism is nothing without."""
+  if mechanism == 'none':
+    return 0
+  try:
+    return confinement.landlock_version()
+  except confinement.Unsupported:
+    if mechanism == 'landlock':
+      raise
+    return 0
+
+
+def threads(pid: int, proc: int | None) -> int:
+  """Threads of a process; 0 once it has gone, or where there is no `proc`, an open /proc, to say."""
+  if proc is None:
+    return 0
+  try:
+    with open(os.open(f'{pid}/stat', os.O_RDONLY, dir_fd=proc)) as file:
       return int(file.read().rpartition(')')[2].split()[17])
   except (OSError, IndexError):
     return 0
@@ -471,7 +558,10 @@ def send(channel: socket.socket, report: dict) -> None:
 
 
 def main() -> None:
+  while os.dup(2) < FIRST_FREE - 1:
+    pass  # Those below are every program's own.
   control = socket.socket(fileno=int(sys.argv[1]))
+  control.set_inheritable(False)
   settings = json.loads(control.recv(MESSAGE))
   os.umask(0o022)
   try:
@@ -481,7 +571,7 @@ def main() -> None:
     return
   gc.collect()
   gc.freeze()  # So that a collection in a fork does not copy every page.
-  control.send(b'{}')
+  control.send(json.dumps({'layers': zygote.layers}).encode())
   zygote.serve()
 
 

@@ -1,0 +1,267 @@
+"""What a program sees of the machine, where namespaces are allowed: Python, read-only, and a scratch file system of its own.
+
+Made once by the zygote: a mount namespace whose root holds the directories of the Python installation and nothing else,
+all of it read-only, so that reading leaves no access time behind. Every program then gets a copy of that namespace with
+a tmpfs of its own in it, whose size and number of inodes the kernel bounds and which ends with the program, and a
+namespace of process ids in which it is always number 2. See `man 7 mount_namespaces`, `user_namespaces` and
+`pid_namespaces`. Loaded by path; standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import contextlib
+import ctypes
+import errno
+import os
+import stat
+import struct
+import sys
+
+confinement = sys.modules['confinement']  # The zygote loads it first.
+
+OWN = '/own'  # Where a program's file system lies.
+SCRATCH = f'{OWN}/scratch'
+STDIN = f'{OWN}/stdin'
+INIT = '/init'
+INODES = 3  # Of that file system besides those of the program: its root, the scratch directory, standard input.
+NOBODY = 65534
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x20000, 0x4000000, 0x8000000, 0x10000000
+CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
+FURTHER = {'ipc': CLONE_NEWIPC, 'uts': CLONE_NEWUTS, 'net': CLONE_NEWNET}
+MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x1000, 0x4000, 0x40000
+MNT_DETACH = 2
+AT_FDCWD, AT_RECURSIVE = -100, 0x8000
+READ_ONLY = 0x1 | 0x2 | 0x4  # MOUNT_ATTR_RDONLY, _NOSUID and _NODEV.
+
+# The first process of a namespace of process ids, which ends the namespace when it ends. It reads a byte from descriptor
+# 0, a pipe that only the zygote could write to, and exits when the zygote has gone. As a program of some instructions
+# because a fork of the zygote would cost as much as the program that is to run.
+# x86_64: xor edi,edi; mov rsi,rsp; mov edx,1; xor eax,eax; syscall; xor edi,edi; mov eax,60; syscall
+# aarch64: mov x0,0; mov x1,sp; mov x2,1; mov x8,63; svc 0; mov x0,0; mov x8,93; svc 0
+CODE = (
+  bytes.fromhex('31ff 4889e6 ba01000000 31c0 0f05 31ff b83c000000 0f05'),
+  b''.join(
+    struct.pack('<I', instruction)
+    for instruction in (
+      *(0xD2800000, 0x910003E1, 0xD2800022, 0xD28007E8, 0xD4000001),
+      *(0xD2800000, 0xD2800BA8, 0xD4000001),
+    )
+  ),
+)
+ELF_MACHINE = (62, 183)
+
+
+def separate() -> list[str]:
+  """Gives this process, which must have one thread, namespaces of its own; their names.
+
+  Root needs no user namespace. Anybody else becomes nobody in one, with all capabilities in it until a program drops
+  them; since those do not reach to namespaces made outside, a fork of this process goes on from here, as the first of a
+  namespace of process ids, and this process ends when it does.
+
+  Raises:
+    confinement.Unsupported: the machine forbids them.
+  """
+  found = ['mount']
+  try:
+    confinement.call('unshare', CLONE_NEWNS)
+  except OSError:
+    user, group = os.geteuid(), os.getegid()
+    try:
+      confinement.call('unshare', CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID)
+      for name, text in (('setgroups', 'deny'), ('gid_map', f'{NOBODY} {group} 1'), ('uid_map', f'{NOBODY} {user} 1')):
+        with open(f'/proc/self/{name}', 'w') as file:
+          file.write(text)
+      child = os.fork()
+    except OSError as error:
+      raise confinement.Unsupported(f'namespaces are not allowed here ({error.strerror})') from error
+    if child:
+      confinement.close_from(3)
+      os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
+    confinement.die_with_parent(0)
+    found.append('user')
+  for name, flag in FURTHER.items():  # seccomp keeps programs from what is in these; they are a second wall.
+    with contextlib.suppress(OSError):
+      confinement.call('unshare', flag)
+      found.append(name)
+  return found
+
+
+def processes(at: str) -> int | None:
+  """An open /proc of this process's namespace of process ids, without a name; None where it cannot be had.
+
+  Args:
+    at: an existing directory, which /proc covers meanwhile.
+  """
+  try:
+    mount('none', '/', '', MS_REC | MS_PRIVATE)
+    mount('proc', at, 'proc', 0)
+  except OSError:  # For example in a container that hides parts of its own.
+    return None
+  opened = os.open(at, os.O_PATH | os.O_DIRECTORY)
+  name = ctypes.create_string_buffer(os.fsencode(at))
+  confinement.call('umount2', ctypes.addressof(name), MNT_DETACH)
+  return opened
+
+
+def build(readable: Sequence[str], aliases: Mapping[str, str], at: str) -> None:
+  """Makes the calling process's root a file system of nothing but the directories `readable`, read-only.
+
+  Args:
+    readable: real paths of directories; they keep their names.
+    aliases: other names of some of them, or of what lies in them, by which modules were loaded.
+    at: an existing directory, which the new root covers while it is made, and which is removed then.
+
+  Raises:
+    confinement.Unsupported: the machine forbids it, or the kernel is older than Linux 5.12.
+  """
+  try:
+    mount('none', '/', '', MS_REC | MS_PRIVATE)
+    parent = os.open(os.path.dirname(at), os.O_PATH | os.O_DIRECTORY)
+    mount('tmpfs', at, 'tmpfs', MS_NOSUID | MS_NODEV, 'mode=0755,size=1m')
+    for path in sorted(readable):  # One within another comes after it, and is there already.
+      if not os.path.isdir(at + path):
+        os.makedirs(at + path)
+        mount(path, at + path, '', MS_BIND | MS_REC)
+        make_read_only(at + path)
+    for alias, path in aliases.items():
+      if not os.path.lexists(at + alias):
+        os.makedirs(os.path.dirname(at + alias), exist_ok=True)
+        os.symlink(path, at + alias)
+    os.mkdir(at + OWN)
+    os.mkdir(at + '/dev')
+    os.symlink(STDIN, at + '/dev/stdin')
+    with open(at + INIT, 'wb') as file:
+      file.write(executable(confinement.machine()))
+    os.chmod(at + INIT, 0o555)
+    os.chdir(at)
+    here = ctypes.create_string_buffer(b'.')
+    confinement.call('pivot_root', ctypes.addressof(here), ctypes.addressof(here))
+    confinement.call('umount2', ctypes.addressof(here), MNT_DETACH)
+    os.chdir('/')
+    with contextlib.suppress(OSError):  # Where nothing can be removed, it is a bubblewrap's and ends with that.
+      os.rmdir(os.path.basename(at), dir_fd=parent)
+    os.close(parent)
+    make_read_only('/')
+    for path in ('/', *readable):
+      if not os.statvfs(path).f_flag & os.ST_RDONLY:  # Where it is not, reading a file can leave a time at it.
+        raise OSError(errno.EROFS, 'it can be written to', path)
+  except OSError as error:
+    raise confinement.Unsupported(f'a file system of Python alone cannot be made here ({error})') from error
+
+
+def own_files(size: int, entries: int, user: int | None, stdin: int) -> None:
+  """Gives this process, a fork of the zygote, a scratch file system of its own, and its standard input as a file in it.
+
+  A copy of the input, since the inode number of anything in memory that all programs share tells them of one another.
+
+  Args:
+    size: bytes that the program may have in it.
+    entries: files and directories that it may have.
+    user: to whom the scratch directory is given; None: to whoever this process is.
+    stdin: descriptor of the input, which the descriptor of the copy replaces.
+
+  Raises:
+    OSError: the machine has run out of memory or mounts.
+  """
+  length = os.fstat(stdin).st_size
+  confinement.call('unshare', CLONE_NEWNS)
+  mount('tmpfs', OWN, 'tmpfs', MS_NOSUID | MS_NODEV, f'mode=0711,size={size + length},nr_inodes={entries + INODES}')
+  copy = os.open(STDIN, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o444)
+  done = 0
+  while done < length:
+    done += os.sendfile(copy, stdin, done, length - done)
+  os.close(copy)
+  copy = os.open(STDIN, os.O_RDONLY)
+  os.dup2(copy, stdin)
+  os.close(copy)
+  os.mkdir(SCRATCH, 0o700)
+  if user is not None:
+    os.chown(SCRATCH, user, user)
+
+
+class ProcessIds:
+  """Makes namespaces of process ids, one a program."""
+
+  def __init__(self):
+    self._ours = os.open('/proc/self/ns/pid', os.O_RDONLY)
+    self._lifeline, self._held = os.pipe()
+
+  @contextlib.contextmanager
+  def separate(self):
+    """A new namespace for what is forked within the block; the value is the process that keeps it, to be ended after.
+
+    Raises:
+      OSError: there are too many processes or namespaces.
+    """
+    confinement.call('unshare', CLONE_NEWPID)
+    try:
+      actions = [(os.POSIX_SPAWN_DUP2, self._lifeline, 0), (os.POSIX_SPAWN_CLOSE, 1), (os.POSIX_SPAWN_CLOSE, 2)]
+      yield os.posix_spawn(INIT, ['init'], {}, file_actions=actions)
+    finally:
+      confinement.call('setns', self._ours, CLONE_NEWPID)
+
+
+def executable(column: int) -> bytes:
+  """An ELF file of `CODE` for a column of confinement's tables."""
+  code, base, header = CODE[column], 0x400000, 64 + 56
+  size = header + len(code)
+  return b''.join(
+    (
+      b'\x7fELF\x02\x01\x01' + bytes(9),
+      struct.pack('<HHIQQQIHHHHHH', 2, ELF_MACHINE[column], 1, base + header, 64, 0, 0, 64, 56, 1, 0, 0, 0),
+      struct.pack('<IIQQQQQQ', 1, 5, 0, base, base, size, size, 0x1000),
+      code,
+    )
+  )
+
+
+def reach(paths: Sequence[str]) -> None:
+  """Lets other users reach `paths` where a directory above them is closed: in a mount namespace of this process alone.
+
+  Programs could otherwise not read a Python below a closed home directory once they have dropped their privileges.
+
+  Raises:
+    confinement.Unsupported: the machine forbids it.
+  """
+  closed: dict[str, list[str]] = {}
+  for path in paths:
+    parts = path.split('/')
+    for ancestor in ('/'.join(parts[:count]) for count in range(2, len(parts))):
+      if not os.stat(ancestor).st_mode & stat.S_IXOTH:
+        closed.setdefault(ancestor, []).append(path)
+        break
+  if not closed:
+    return
+  try:
+    confinement.call('unshare', CLONE_NEWNS)
+    mount('none', '/', '', MS_REC | MS_PRIVATE)
+    for ancestor, inside in closed.items():
+      fds = [os.open(path, os.O_PATH | os.O_DIRECTORY) for path in inside]
+      mount('tmpfs', ancestor, 'tmpfs', 0, 'mode=0755,size=1m')
+      for path, fd in zip(inside, fds, strict=True):
+        os.makedirs(path, 0o755, exist_ok=True)
+        mount(f'/proc/self/fd/{fd}', path, '', MS_BIND | MS_REC)
+        os.close(fd)
+  except OSError as error:
+    raise confinement.Unsupported(
+      f'other users cannot enter {", ".join(closed)}, in which Python or the temporary directory lies, and it cannot be '
+      f'mounted elsewhere ({error}): put them where others can read, or run as an ordinary user'
+    ) from error
+
+
+def make_read_only(path: str) -> None:
+  """Makes the mount at `path`, and all below it, read-only in this namespace; raises OSError before Linux 5.12."""
+  name = ctypes.create_string_buffer(os.fsencode(path))
+  attributes = ctypes.create_string_buffer(struct.pack('=4Q', READ_ONLY, 0, 0, 0), 32)
+  confinement.call(
+    'mount_setattr', AT_FDCWD, ctypes.addressof(name), AT_RECURSIVE, ctypes.addressof(attributes), len(attributes)
+  )
+
+
+def mount(source: str, target: str, kind: str, flags: int, data: str = '') -> None:
+  """As mount(2)."""
+  texts = [ctypes.create_string_buffer(os.fsencode(text)) for text in (source, target, kind, data)]
+  one, two, three, last = map(ctypes.addressof, texts)
+  confinement.call('mount', one, two, three, flags, last)
