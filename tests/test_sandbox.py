@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pathlib
+import resource
 import select
 import shutil
 import signal
@@ -18,10 +19,12 @@ import threading
 
 import pytest
 
-from sdpo_jax.config import Config, DataConfig, ModelConfig, SandboxConfig
+from sdpo_jax.config import Config, DataConfig, EnvironmentsConfig, ModelConfig, SandboxConfig
+from sdpo_jax.environments.grading import Graders
 from sdpo_jax.environments.sandbox import Job, Limits, Sandbox, bubblewrap, confinement, scratch, zygote
 from sdpo_jax.environments.sandbox import sandbox as implementation
 from sdpo_jax.errors import UserError
+from sdpo_jax.types import Example
 
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason='needs root')
 HARNESS = pathlib.Path(__file__).with_name('sandbox_harness.py')
@@ -501,6 +504,90 @@ def test_closing_ends_programs_and_removes_directories():
   assert gone(program) and not os.path.exists(f'/proc/{zygote}') and not os.path.exists(directory)
   with pytest.raises(RuntimeError):
     run(sandbox, '')
+
+
+# ———— Faults of the machine ————
+
+
+def test_a_program_that_the_machine_has_no_room_for_is_tried_again(sandbox, monkeypatch):
+  attempts = []
+
+  def short_of_memory(data):
+    attempts.append(data)
+    if len(attempts) <= 2:
+      raise OSError(errno.ENOMEM, 'Cannot allocate memory')
+    return memory_file(data)
+
+  memory_file = implementation._memory_file
+  monkeypatch.setattr(implementation, '_memory_file', short_of_memory)
+  monkeypatch.setattr(implementation, 'PAUSES_S', (0.0, 0.0))
+  assert run(sandbox, 'result = 3').result == 3
+  attempts.clear()
+  monkeypatch.setattr(implementation, 'PAUSES_S', (0.0,))
+  report = run(sandbox, 'result = 3')
+  assert (report.status, report.result) == ('failed', None) and 'Cannot allocate memory' in report.reason
+
+
+def test_a_process_without_descriptors_fails_programs_and_nothing_else(sandbox, monkeypatch):
+  monkeypatch.setattr(implementation, 'PAUSES_S', (0.0,))
+  run(sandbox, '')
+  limits, held = resource.getrlimit(resource.RLIMIT_NOFILE), []
+  try:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir('/proc/self/fd')) + 20, limits[1]))
+    with contextlib.suppress(OSError):
+      while True:
+        held.append(os.dup(0))
+    report = run(sandbox, 'result = 1')
+    assert report.status == 'failed' and 'Too many open files' in report.reason
+  finally:
+    for fd in held:
+      os.close(fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+  assert run(sandbox, 'result = 1').result == 1
+
+
+@ROOT
+def test_a_full_disk_fails_programs_and_nothing_else(monkeypatch, tmp_path):
+  monkeypatch.setattr(implementation, 'PAUSES_S', (0.0,))
+  subprocess.run(['mount', '-t', 'tmpfs', '-o', 'nr_inodes=4', 'none', str(tmp_path)], check=True)
+  try:
+    monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
+    with only('landlock', view=False):
+      monkeypatch.setattr(implementation, '_probe', lambda host: [])
+      sandbox = Sandbox(SandboxConfig(workers=1), HARNESS)
+    with sandbox:
+      assert run(sandbox, 'result = 1').result == 1
+      filler = tmp_path / 'filler'
+      until(lambda: os.listdir(sandbox._hosts[0]._scratch) == [])
+      filler.touch()
+      report = run(sandbox, 'result = 1')
+      assert report.status == 'failed' and 'No space left on device' in report.reason
+      filler.unlink()
+      assert run(sandbox, 'result = 1').result == 1
+  finally:
+    subprocess.run(['umount', str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize('environment', ['code', 'math'])
+def test_a_program_that_could_not_be_run_is_ungraded(monkeypatch, environment):
+  def nowhere(host, job, *, probe=False):
+    raise implementation._Fault('there is no memory')
+
+  tests = {'inputs': ['1'], 'outputs': ['1'], 'testtype': 'stdin', 'fn_name': '', 'time_limit': 1}
+  truth, said = {
+    'code': (json.dumps(tests), '```python\nprint(input())\n```'),
+    'math': ('\\sin(x)', '\\boxed{\\cos(\\pi/2-x)}'),
+  }[environment]
+  example = Example('1', [], environment, truth, 'here')
+  with Graders(EnvironmentsConfig()) as graders:
+    graders.prepare([environment])
+    with monkeypatch.context() as patch:
+      patch.setattr(implementation, 'PAUSES_S', ())
+      patch.setattr(implementation._Host, 'run', nowhere)
+      (outcome,) = graders.grade([example], [said], truncated=[False])
+    assert outcome.score is None and 'there is no memory' in outcome.reason
+    (outcome,) = graders.grade([example], [said], truncated=[False])
+    assert outcome.score == 1
 
 
 # ———— The choice of a mechanism ————

@@ -156,6 +156,7 @@ class _Program:
   tests: Tests | None  # None: they cannot be read, or need not be.
   truncated: bool
   records: list[Record | None]
+  failed: str = ''  # Why the sandbox could not run it, which says nothing of it.
 
 
 class CodeGrader:
@@ -204,7 +205,9 @@ class CodeGrader:
             _late(program.tests, i) for i in range(min(first, len(program.records)), len(program.records))
           ]
       self._run([program for program in running if not slow(program)], slice(first, None))
-    return [_outcome(program, self._reference) for program in programs]
+    return [
+      Outcome.ungraded(program.failed) if program.failed else _outcome(program, self._reference) for program in programs
+    ]
 
   def _program(self, read: Any, example: Example, completion: str, truncated: bool) -> _Program:
     truth = example.ground_truth
@@ -277,7 +280,9 @@ class CodeGrader:
     tests = program.tests
     value, expected = tests.inputs[index], tests.outputs[index]
     hidden = not self._reference and not self._settings.reveal_answer
-    if report.status == 'timeout':
+    if report.status == 'failed':
+      program.failed = f'The sandbox could not run the program: {report.reason}.'
+    if report.status in ('timeout', 'failed'):
       return _late(tests, index)
     question = {
       'profile': self._settings.profile,
@@ -299,7 +304,9 @@ class CodeGrader:
 
   def _record_apart(self, program: _Program, index: int, ended: code_replay.Ended) -> Record:
     """The record of a test program that ran apart."""
-    if ended.report.status == 'timeout':
+    if ended.report.status == 'failed':
+      program.failed = f'The sandbox could not run the program: {ended.report.reason}.'
+    if ended.report.status in ('timeout', 'failed'):
       return _late(program.tests, index)
     hidden = not self._settings.reveal_answer
     error, called = ended.result.get('error', ''), ended.result.get('called', '')[: code_replay.CALLED_CHARACTERS]

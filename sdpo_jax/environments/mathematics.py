@@ -142,9 +142,13 @@ class MathGrader:
       ]
     open_rows = [row for row, verdict in enumerate(known) if verdict is None]
     jobs = [self._job(str(examples[row].ground_truth), preds[row]) for row in open_rows]
+    failed: dict[int, str] = {}
     for row, report in zip(open_rows, self._sandbox.run(jobs), strict=True):
       known[row] = report.result is True  # An answer that takes too long, or breaks the parser, is not right.
-    return [self._outcome(*parts) for parts in zip(examples, preds, map(bool, known), truncated, strict=True)]
+      if report.status == 'failed':
+        failed[row] = f'The sandbox could not compare the answer: {report.reason}.'
+    outcomes = [self._outcome(*parts) for parts in zip(examples, preds, map(bool, known), truncated, strict=True)]
+    return [Outcome.ungraded(failed[row]) if row in failed else outcome for row, outcome in enumerate(outcomes)]
 
   def _job(self, gold: str, pred: str) -> Job:
     return Job({'gold': gold, 'pred': pred, 'boxed': not self._reference}, '', self._limits)
