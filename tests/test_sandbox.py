@@ -549,7 +549,7 @@ def test_a_process_without_descriptors_fails_programs_and_nothing_else(sandbox, 
 @ROOT
 def test_a_full_disk_fails_programs_and_nothing_else(monkeypatch, tmp_path):
   monkeypatch.setattr(implementation, 'PAUSES_S', (0.0,))
-  subprocess.run(['mount', '-t', 'tmpfs', '-o', 'nr_inodes=4', 'none', str(tmp_path)], check=True)
+  subprocess.run(['mount', '-t', 'tmpfs', '-o', 'nr_inodes=8', 'none', str(tmp_path)], check=True)
   try:
     monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
     with only('landlock', view=False):
@@ -557,12 +557,13 @@ def test_a_full_disk_fails_programs_and_nothing_else(monkeypatch, tmp_path):
       sandbox = Sandbox(SandboxConfig(workers=1), HARNESS)
     with sandbox:
       assert run(sandbox, 'result = 1').result == 1
-      filler = tmp_path / 'filler'
       until(lambda: os.listdir(sandbox._hosts[0]._scratch) == [])
-      filler.touch()
+      with contextlib.suppress(OSError):
+        for index in range(8):
+          (tmp_path / f'filler{index}').touch()
       report = run(sandbox, 'result = 1')
       assert report.status == 'failed' and 'No space left on device' in report.reason
-      filler.unlink()
+      (tmp_path / 'filler0').unlink()
       assert run(sandbox, 'result = 1').result == 1
   finally:
     subprocess.run(['umount', str(tmp_path)], check=True)
