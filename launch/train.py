@@ -17,7 +17,7 @@ from absl import flags
 import jax
 
 from sdpo_jax import command
-from sdpo_jax.training import loop, report
+from sdpo_jax.training import loop, preemption, report
 
 WORKDIR = flags.DEFINE_string(
   'workdir', None, 'Directory of the run, local or gs://; runs/<name of the config> if unset.'
@@ -43,7 +43,7 @@ def main() -> int:
     print(report.summary(result, flags.FLAGS.config, command.overrides()))
   if result.stopped:
     return loop.EXIT_ALARM
-  return loop.EXIT_PREEMPTED if result.preempted else 0
+  return preemption.EXIT_PREEMPTED if result.preempted else 0
 
 
 if __name__ == '__main__':

@@ -231,8 +231,9 @@ def test_a_batch_of_several_sources_is_described_as_a_whole_and_by_source():
 def test_the_gap_is_success_in_training_minus_held_out_mean():
   examples, batch = [example('a', 'x'), example('b', 'y')], rollouts(['t'] * 4, [0, 1, 1, 0])
   evaluated = {'eval/source_x/mean@4': 0.125, 'eval/source_x/acc/mean@4': 0.9, 'eval/other/mean@4': 1.0}
-  assert records.gap_metrics(graded(examples, batch, code_outcomes()), evaluated, Config()) == {'gap/source_x': 0.375}
-  assert records.gap_metrics(graded(examples, batch, code_outcomes()), {}, Config()) == {}
+  rates = records.success_rates(graded(examples, batch, code_outcomes()), Config())
+  assert records.gap_metrics(rates, evaluated) == {'gap/source_x': 0.375}
+  assert records.gap_metrics(rates, {}) == {}
 
 
 def is_excerpt(written: str, text: str) -> bool:

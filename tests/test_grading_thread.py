@@ -120,7 +120,7 @@ def test_what_finishes_during_a_call_is_graded_in_the_next_one(recorder):
 def test_who_is_told_to_stop_does_not_wait_for_a_grader(recorder):
   told = threading.Event()
   graders = Graders(EnvironmentsConfig())
-  with GradingThread(graders, questions(*['recorder'] * G), N, told.is_set) as grading:
+  with GradingThread(graders, questions(*['recorder'] * G), N, types.SimpleNamespace(asked=told.is_set)) as grading:
     for sample in range(G * N):
       grading.add(completion(sample))
     assert recorder.called.wait(WAIT_S)
@@ -129,7 +129,7 @@ def test_who_is_told_to_stop_does_not_wait_for_a_grader(recorder):
       grading.outcomes()
   recorder.go.set()
   until_it_ends()
-  with GradingThread(graders, questions(*['recorder'] * G), N, told.is_set) as grading:
+  with GradingThread(graders, questions(*['recorder'] * G), N, types.SimpleNamespace(asked=told.is_set)) as grading:
     for sample in range(G * N):
       grading.add(completion(sample))
     grading._close()

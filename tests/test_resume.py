@@ -17,8 +17,8 @@ import pytest
 from sdpo_jax.distributed import cluster
 from sdpo_jax.inference import runs
 from sdpo_jax.training.checkpoints import Checkpoints
-from sdpo_jax.training.loop import EXIT_PREEMPTED
 from sdpo_jax.training.metrics import STATE_DIGEST
+from sdpo_jax.training.preemption import EXIT_PREEMPTED
 from sdpo_jax.training.session import make_session
 from sdpo_jax.training.update import abstract_state
 from tests import tiny

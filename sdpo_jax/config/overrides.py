@@ -24,6 +24,8 @@ RESUMABLE = (
   'trainer.save_freq',
   'trainer.max_ckpt_to_keep',
   'trainer.max_skipped_steps',
+  'trainer.preemption_grace_s',
+  'trainer.keep_starting_state',
   'trainer.best_metric',
   'trainer.rollout_save_freq',
   'trainer.sample_table_freq',

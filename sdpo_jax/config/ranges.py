@@ -118,6 +118,7 @@ RANGES: Mapping[str, Range] = {
   'trainer.total_training_steps': BATCHES,
   'trainer.test_freq': EVERY,
   'trainer.save_freq': EVERY,
+  'trainer.preemption_grace_s': SECONDS,
   'trainer.rollout_save_freq': EVERY,
   'trainer.sample_table_freq': EVERY,
   'trainer.sample_table_rows': Range(above=0, unit='samples'),

@@ -276,6 +276,18 @@ class TrainerConfig:
     'sampled', "Order of a generation batch: as sampled, or the reference's length-balanced zig-zag."
   )
   balance_partitions: int = setting(1, "Partitions of the balanced order (the reference's data-parallel ranks).")
+  preemption_grace_s: float = setting(
+    20.0,
+    'Seconds from SIGTERM or Ctrl-C to the end of the process. The last finished step is saved in them, what is under '
+    'way is given up; whatever has not ended then (a checkpoint that takes longer, a grader that hangs) is cut off, and '
+    'the last whole checkpoint counts.',
+  )
+  keep_starting_state: bool = setting(
+    False,
+    'Keep a copy of the state from which a generation batch of several optimizer steps starts in the memory of the host, '
+    'to be saved when that batch cannot be ended: as many bytes as the process holds of the state on its devices. '
+    'Without it such a batch is ended first when the run is told to stop, and after an error the last checkpoint counts.',
+  )
   rollout_save_freq: int = setting(1, 'Write rollouts/<step>.jsonl every so many steps; 0: never.')
   sample_table_freq: int = setting(
     0,

@@ -8,7 +8,7 @@ the same sentence; `barrier` names whoever lets the others wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
 import json
@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import jax
 
+from sdpo_jax.distributed.stopping import StopPoint
 from sdpo_jax.errors import UserError, first_line
 
 EXIT_LOST = 75  # EX_TEMPFAIL: a process is gone or missing; the same command resumes.
@@ -29,6 +30,7 @@ EXIT_BAD_INPUT, EXIT_ERROR = 2, 1
 BEATS = 4  # Signs of life within a heartbeat timeout.
 RETRY_S = 0.2  # Between attempts to reach process 0.
 ENDS = 'the end of the run'
+NOTES = 8  # That are handed on at a meeting, so that a message stays short.
 # How XLA's errors begin, of whatever type, where a collective or the service fails. Not: a program that is too large.
 _COLLECTIVE = re.compile(
   'ABORTED|CANCELLED|DATA_LOSS|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|UNAVAILABLE|UNKNOWN'
@@ -37,6 +39,10 @@ _COLLECTIVE = re.compile(
 
 class Lost(Exception):
   """A process is gone, or never came; the sentence says which. Commands end with EXIT_LOST."""
+
+
+class FailedElsewhere(Exception):
+  """Another process has met an error and is about to say which; commands wait for its sentence, and end with it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +126,47 @@ def barrier(name: str) -> None:
   Args:
     name: completes 'did not reach …'.
   """
+  meet(name)
+
+
+def meet(name: str, note: str = '', within_s: float | None = None) -> dict[int, str] | None:
+  """Return, when all processes have come here, the notes that are not empty, by process; the devices are not asked.
+
+  Args:
+    name: as of `barrier`.
+    note: of this process, for all to read; at most `NOTES` notes are handed on.
+    within_s: how long this process waits for the others, to return None if they have not come; None: as `barrier`.
+  """
   if _member is not None:
-    _member.barrier(name)
+    return _member.meet_at(name, note, within_s)
+  return {0: note} if note else {}
+
+
+def stop_point() -> StopPoint:
+  """Return what says where this process leaves when a process of the run is told to stop."""
+  return _alone if _member is None else _member.stop_point
+
+
+def ask_to_stop() -> None:
+  """Say to all processes of the run that this one was told to stop."""
+  if _member is None:
+    _alone.settle(_alone.freeze() + 1)
+  else:
+    _member.ask_to_stop()
+
+
+def on_stop(listener: Callable[[], None] | None) -> None:
+  """Have `listener` called, in another thread, when any process was told to stop; None: nobody is called any more."""
+  if _member is not None:
+    _member.listener = listener
+    if listener is not None and _member.stop_point.asked():
+      listener()
+
+
+def start_alone() -> None:
+  """Forget, in a run of one process, that an earlier one in this process was told to stop."""
+  global _alone
+  _alone = StopPoint()
 
 
 def finish() -> None:
@@ -148,7 +193,7 @@ def await_verdict(error: BaseException) -> None:
 
   If one has, this process ends here, with the sentence. Otherwise the error is this process's own.
   """
-  if _member is not None and _of_a_collective(error):
+  if _member is not None and (isinstance(error, FailedElsewhere) or _of_a_collective(error)):
     time.sleep(_member.timeouts.heartbeat)
 
 
@@ -201,7 +246,10 @@ class _Member:
   def __init__(self, place: Place, timeouts: Timeouts):
     self.place, self.timeouts = place, timeouts
     self.hosts: dict[int, str] = {}
+    self.stop_point = StopPoint()
+    self.listener: Callable[[], None] | None = None  # Hears that a process was told to stop.
     self._passed: dict[str, threading.Event] = {}
+    self._notes: dict[str, dict[int, str]] = {}  # Of the meetings that are over and not left yet.
     self._lock = threading.Lock()
     self._ending = threading.Lock()  # Whoever holds it ends the process, and alone says why.
     self._over = False  # All have done their work: connections may close.
@@ -213,9 +261,34 @@ class _Member:
     with self._lock:
       return self._passed.setdefault(name, threading.Event())
 
-  def passed(self, name: str) -> None:
+  def passed(self, name: str, notes: dict[int, str]) -> None:
     self._over = self._over or name == ENDS
+    with self._lock:
+      self._notes[name] = notes
     self.event(name).set()
+
+  def arrive(self, name: str, note: str) -> None:
+    """Tells all that this process has come to a meeting."""
+    raise NotImplementedError
+
+  def meet_at(self, name: str, note: str, within_s: float | None) -> dict[int, str] | None:
+    self.arrive(name, note)
+    if not self.event(name).wait(within_s):
+      return None
+    with self._lock:
+      del self._passed[name]
+      return self._notes.pop(name)
+
+  def ask_to_stop(self) -> None:
+    """Tells all that this process was told to stop."""
+    raise NotImplementedError
+
+  def freeze(self) -> int:
+    """As `StopPoint.freeze`, and the listener hears of it."""
+    passed = self.stop_point.freeze()
+    if self.listener is not None:
+      self.listener()
+    return passed
 
   def tell(self, sentence: str, code: int, but: int | None = None) -> None:
     """Tells the others (all of them, process `but` excepted) why the run ends."""
@@ -262,7 +335,9 @@ class _Hub(_Member):
     super().__init__(place, timeouts)
     self.hosts = {0: socket.gethostname()}
     self._spokes: dict[int, _Connection] = {}
-    self._arrived: dict[str, tuple[set[int], float]] = {}  # Barrier → who is there, and since when the first.
+    # Barrier → the notes of those who are there, and since when the first is.
+    self._arrived: dict[str, tuple[dict[int, str], float]] = {}
+    self._stopping: dict[int, int] | None = None  # How far each has come, once one was told to stop.
     self._complete = threading.Event()
     self._refused: str | None = None
 
@@ -354,24 +429,45 @@ class _Hub(_Member):
       if 'end' in message:
         self.end(message['end'], message['code'], told=message['end'], but=index)
       if 'arrive' in message:
-        self._arrive(index, message['arrive'])
+        self._arrive(index, message['arrive'], str(message.get('note', '')))
+      if 'stop' in message:
+        self.ask_to_stop()
+      if 'at' in message:
+        self._has_come(index, int(message['at']))
 
-  def _arrive(self, index: int, name: str) -> None:
+  def _arrive(self, index: int, name: str, note: str) -> None:
     with self._lock:
-      there, _ = self._arrived.setdefault(name, (set(), time.monotonic()))
-      there.add(index)
+      there, _ = self._arrived.setdefault(name, ({}, time.monotonic()))
+      there[index] = note
       complete = len(there) == self.place.count
+      notes = dict(sorted((place, text) for place, text in there.items() if text)[:NOTES])
       if complete:
         del self._arrived[name]
         self._over = self._over or name == ENDS
-        self._broadcast(passed=name)
+        self._broadcast(passed=name, notes=notes)
     if complete:
-      self.passed(name)
+      self.passed(name, notes)
 
-  def barrier(self, name: str) -> None:
-    self._arrive(0, name)
-    self.event(name).wait()
-    del self._passed[name]
+  def arrive(self, name: str, note: str) -> None:
+    self._arrive(0, name, note)
+
+  def ask_to_stop(self) -> None:
+    with self._lock:
+      if self._stopping is not None:
+        return
+      self._stopping = {}
+      self._broadcast(stop=True)
+    self._has_come(0, self.freeze())
+
+  def _has_come(self, index: int, passed: int) -> None:
+    """How far a process has come; when that is known of all, so is where they leave."""
+    with self._lock:
+      self._stopping[index] = passed
+      if len(self._stopping) < self.place.count:
+        return
+      at = max(self._stopping.values()) + 1
+      self._broadcast(leave=at)
+    self.stop_point.settle(at)
 
   def _watch(self) -> None:
     """Shows that process 0 lives, and ends barriers that wait too long."""
@@ -449,7 +545,11 @@ class _Spoke(_Member):
       except OSError:
         message = None
       if message is not None and 'passed' in message:
-        self.passed(message['passed'])
+        self.passed(message['passed'], {int(index): note for index, note in message['notes'].items()})
+      if message is not None and 'stop' in message:
+        self._send(at=self.freeze())
+      if message is not None and 'leave' in message:
+        self.stop_point.settle(message['leave'])
       if self._over:
         return
       if message is None:
@@ -459,18 +559,20 @@ class _Spoke(_Member):
 
   def _beat(self) -> None:
     for _ in self.beats():
-      with contextlib.suppress(OSError):  # The other thread hears that process 0 is gone.
-        self._hub.send(beat=True)
+      self._send(beat=True)
 
-  def barrier(self, name: str) -> None:
-    with contextlib.suppress(OSError):
-      self._hub.send(arrive=name)
-    self.event(name).wait()
-    del self._passed[name]
+  def arrive(self, name: str, note: str) -> None:
+    self._send(arrive=name, note=note)
+
+  def ask_to_stop(self) -> None:
+    self._send(stop=True)  # Process 0 says it to all, this one included.
 
   def tell(self, sentence: str, code: int, but: int | None = None) -> None:
-    with contextlib.suppress(OSError):
-      self._hub.send(end=sentence, code=code)
+    self._send(end=sentence, code=code)
+
+  def _send(self, **message: Any) -> None:
+    with contextlib.suppress(OSError):  # The thread that listens hears that process 0 is gone.
+      self._hub.send(**message)
 
 
 def _relay(target: tuple[str, int]) -> int:
@@ -512,3 +614,4 @@ def _split(address: str) -> tuple[str, int]:
 
 
 _member: _Hub | _Spoke | None = None
+_alone = StopPoint()  # Of a run of one process.

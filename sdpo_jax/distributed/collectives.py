@@ -9,6 +9,7 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
+from sdpo_jax.distributed import cluster
 from sdpo_jax.distributed.cluster import barrier
 
 PART = 2**16  # Bytes of a process that are sent at once.
@@ -17,6 +18,18 @@ PART = 2**16  # Bytes of a process that are sent at once.
 def agreed(value: int) -> int:
   """The value that process 0 has, on every process."""
   return value if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+
+def noted(note: str, what: str) -> dict[int, str]:
+  """Return the notes that are not empty, by process; the devices are asked only where `cluster` does not join the run.
+
+  Args:
+    note: of this process.
+    what: it is about, as of `gathered`.
+  """
+  if jax.process_count() == 1 or cluster.joined():
+    return cluster.meet(what, note)
+  return {process: text for process, text in enumerate(gathered(note, what)) if text}
 
 
 def gathered(value: Any, what: str) -> list[Any]:

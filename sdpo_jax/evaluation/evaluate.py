@@ -18,6 +18,7 @@ import numpy as np
 
 from sdpo_jax.config import Config
 from sdpo_jax.data.prompts import prompt_tokens
+from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.environments.outcomes import check_graded, graded_of, scores_of
 from sdpo_jax.evaluation.completions import describe, metric_names, metric_values, samples_by_source
@@ -137,6 +138,7 @@ def evaluate(
   graders: Graders,
   *,
   seed: int,
+  stop: Stop = NEVER,
 ) -> Evaluation:
   """Sample `val_kwargs.n` completions for every question and grade them as they finish.
 
@@ -149,12 +151,14 @@ def evaluate(
     tokenizer: with a chat template.
     graders: of the run.
     seed: of the sampling noise; the same seed gives the same samples.
+    stop: whether the run is to stop; asked before every `rollout.decode_chunk` tokens and while graders work.
 
   Raises:
     UserError: a grader cannot work, or too few samples could be graded (`environments.max_ungraded_fraction`).
+    StoppedError: the run was told to stop.
   """
   kwargs = config.val_kwargs
-  with GradingThread(graders, examples, kwargs.n) as grading:
+  with GradingThread(graders, examples, kwargs.n, stop) as grading:
     rollouts = sampler.sample(
       base,
       trainable,
@@ -165,6 +169,7 @@ def evaluate(
       seed=seed,
       step=0,
       on_finished=grading.add,
+      between=stop.check,
     )
     outcomes = grading.outcomes()
   check_graded(outcomes, config.environments.max_ungraded_fraction)

@@ -130,6 +130,7 @@ class Sampler:
     prompt_token_ids: Sequence[Sequence[int]],
     *,
     on_finished: Callable[[Completion], None] | None = None,
+    between: Callable[[], None] = lambda: None,
     **options: Unpack[SamplingOptions],
   ) -> Rollouts:
     """Samples `n` completions of each prompt, in order.
@@ -139,6 +140,7 @@ class Sampler:
       trainable: trainable parameters.
       prompt_token_ids: token ids of each prompt, at least one.
       on_finished: hears of every completion when it is finished, while others are decoded.
+      between: called before every `decode_chunk` tokens; what it raises ends the request.
       **options: `SamplingOptions`.
 
     Returns:
@@ -154,7 +156,7 @@ class Sampler:
     tokens, mask = np.zeros(shape, np.int32), np.zeros(shape, bool)
     numbers = {name: np.zeros(shape, np.float32) for name in RECORDS}
     reasons, texts = [''] * total, [''] * total
-    for done in self._stream(base, trainable, request):
+    for done in self._stream(base, trainable, request, between=between):
       length = len(done.tokens)
       tokens[done.sample, :length], mask[done.sample, :length] = done.tokens, True
       for name, values in numbers.items():
@@ -265,13 +267,21 @@ class Sampler:
       )
     return room
 
-  def _stream(self, base: Tree, trainable: Tree, request: Request, drafts: bool = False) -> Iterator[Any]:
+  def _stream(
+    self,
+    base: Tree,
+    trainable: Tree,
+    request: Request,
+    drafts: bool = False,
+    between: Callable[[], None] = lambda: None,
+  ) -> Iterator[Any]:
     """Yields completions and, with `drafts`, what is drawn of the others."""
     parameters = self._functions.prepare(base, trainable)
     slots = Slots(self._functions, parameters, request, self._sizes(request), self._chunk)
     self.stats = slots.stats
     ended, running = [], []
     while slots.admit():
+      between()
       drawn = slots.advance()
       # While these get their texts and are handled, the device is at work.
       yield from self._seen(ended, running)

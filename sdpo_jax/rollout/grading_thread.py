@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 import threading
 import time
 
 import jax
 
 from sdpo_jax.distributed.collectives import gathered
+from sdpo_jax.distributed.stopping import NEVER, Stop, StoppedError
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.engine import Completion
 from sdpo_jax.types import Example, Outcome
 
 STOP_S = 0.5  # Between two questions whether the process was told to stop, while it waits for graders.
-
-
-class StoppedError(Exception):
-  """A process of the run was told to stop while it waited for graders."""
 
 
 class GradingThread:
@@ -30,9 +27,7 @@ class GradingThread:
   the same twice (a judge, a time limit) says the same to all. Which process grades a completion depends on its number.
   """
 
-  def __init__(
-    self, graders: Graders, examples: Sequence[Example], n: int, told_to_stop: Callable[[], bool] = lambda: False
-  ):
+  def __init__(self, graders: Graders, examples: Sequence[Example], n: int, stop: Stop = NEVER):
     """Makes the thread, to be entered before sampling.
 
     Leaving it early gives up what is not graded yet, without waiting for a grader.
@@ -41,7 +36,7 @@ class GradingThread:
       graders: of the run.
       examples: G questions.
       n: completions of each; completion number i is one of question i // n.
-      told_to_stop: whether this process is to stop and save, which does not wait for a grader.
+      stop: whether the run is to stop, which does not wait for a grader.
 
     Raises:
       UserError: there is no grader of that name, or it cannot work with the settings.
@@ -49,10 +44,11 @@ class GradingThread:
     # Here, because what a grader starts may end with the thread that started it.
     graders.prepare({example.environment for example in examples})
     self._graders, self._examples, self._n = graders, examples, n
-    self._told_to_stop = told_to_stop
+    self._stop = stop
     self._changed = threading.Condition()
     self._waiting: list[Completion] = []
     self._complete = False  # No more will be added.
+    self._given_up = False  # What is not graded yet is wanted no more.
     self._outcomes: dict[int, Outcome] = {}  # By number of the completion.
     self._error: BaseException | None = None
     self._busy_s = 0.0
@@ -66,6 +62,7 @@ class GradingThread:
   def __exit__(self, *_: object) -> None:
     with self._changed:
       self._waiting.clear()
+      self._given_up = True
     self._close()
 
   @property
@@ -96,7 +93,7 @@ class GradingThread:
       StoppedError: on every process, one was told to stop before its graders were done.
     """
     self._close()
-    while self._thread.is_alive() and not self._told_to_stop():
+    while self._thread.is_alive() and not self._stop.asked():
       self._thread.join(STOP_S)
     total, count = len(self._examples) * self._n, jax.process_count()
     shares = [range(first, total, count) for first in range(count)]
@@ -114,7 +111,6 @@ class GradingThread:
     try:
       if self._error is not None:
         raise self._error
-      self._graders.end_batch()
     except UserError as error:
       if jax.process_count() == 1:
         raise
@@ -137,6 +133,8 @@ class GradingThread:
         )
         self._busy_s += time.monotonic() - start
         self._outcomes.update(zip((completion.sample for completion in finished), graded, strict=True))
+      if not self._given_up:
+        self._graders.end_batch()
     except BaseException as error:  # Whatever it is, also what ends a process, belongs to the thread that waits.
       self._error = error
 

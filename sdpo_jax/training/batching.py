@@ -43,6 +43,11 @@ def mini_batches(config: Config) -> list[np.ndarray]:
   return [by_partition[:, step].reshape(-1) for step in range(total // size)]
 
 
+def optimizer_steps(config: Config) -> int:
+  """Return how many optimizer steps a generation batch has."""
+  return config.actor.ppo_epochs * len(mini_batches(config))
+
+
 def micro_batch_rows(config: Config, devices: int) -> int:
   """Return the rows of a micro-batch that so many devices share: `actor.ppo_micro_batch_size`, rounded up."""
   return -(-config.actor.ppo_micro_batch_size // devices) * devices

@@ -465,6 +465,16 @@ def _shared(own: _Problem | None, what: str) -> _Problem | None:
   return _Problem(found[0].reason, any(problem.out_of_reach for problem in found))
 
 
+def newest(workdir: epath.PathLike) -> int:
+  """Return the newest step whose checkpoint is whole, as the directory says, also while one is being written; 0: none."""
+  directory = epath.Path(workdir) / 'checkpoints'
+  if not directory.exists():
+    return 0
+  return max(
+    (int(path.name) for path in directory.iterdir() if path.name.isdecimal() and (path / MANIFEST).exists()), default=0
+  )
+
+
 def abstract(state: TrainState) -> TrainState:
   """Shapes, dtypes and shardings of a state; what is `SKIPPED` in it stays so."""
 

@@ -7,56 +7,62 @@ stay, and the loop goes on as if it had never stopped. Nothing random depends on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import functools
 import logging
-import signal
-import sys
-import threading
+import math
+import traceback
 from typing import Any
 
 from etils import epath
 import jax
-from jax.experimental import multihost_utils
-import numpy as np
 
 from sdpo_jax import programs
 from sdpo_jax.config import Config
 from sdpo_jax.data import pipeline
+from sdpo_jax.distributed import cluster
 from sdpo_jax.distributed.cluster import barrier
-from sdpo_jax.distributed.collectives import agreed, gathered
+from sdpo_jax.distributed.collectives import agreed, gathered, noted
+from sdpo_jax.distributed.stopping import StoppedError
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.evaluation.evaluate import evaluate
 from sdpo_jax.evaluation.names import nearest
-from sdpo_jax.rollout.grading_thread import StoppedError
-from sdpo_jax.training import fingerprint, records, remains, samples, skipped, startup
+from sdpo_jax.teacher.context import TeacherContext
+from sdpo_jax.training import fingerprint, preemption, records, remains, samples, skipped, startup
 from sdpo_jax.training.boards import check_wandb
-from sdpo_jax.training.checkpoints import Checkpoints, abstract
+from sdpo_jax.training.checkpoints import Checkpoints, abstract, newest
 from sdpo_jax.training.digests import leaf_digests, state_digest
 from sdpo_jax.training.metrics import STATE_DIGEST, MetricsWriter, check_digest, history
 from sdpo_jax.training.ownership import Ownership, sole_user
+from sdpo_jax.training.preemption import Preemption
 from sdpo_jax.training.progress import Progress
 from sdpo_jax.training.session import Session, load_tokenizer, make_session
+from sdpo_jax.training.starting_state import StartingState
 from sdpo_jax.training.step import (
+  GradedRollouts,
   Timer,
+  UpdateReport,
   build_batch,
   build_teacher_prompts,
   rollout_and_grade,
   run_update,
   sampling_seed,
 )
+from sdpo_jax.training.unfinished import Unfinished
 from sdpo_jax.training.update import abstract_state, place_state
 from sdpo_jax.training.workdir import check_workdir, open_workdir
 from sdpo_jax.types import Example, TrainState
 
-EXIT_PREEMPTED = 143  # 128 + SIGTERM: saved, to be started again.
 # Metric: programs that were not compiled before the first step, as they should have been.
 COMPILED_LATE = 'programs/compiled'
 EXIT_ALARM = 3  # Stopped by an alarm: saved, to be looked at.
+UNFINISHED = 'unfinished'  # In the host's state: what is outstanding of the step.
+RESCUE_S = 30.0  # For which a process that meets an error waits for the others to meet it too.
 
 
 @dataclasses.dataclass
@@ -70,42 +76,17 @@ class Result:
   example_prompt: str  # A held-out question to try, where it is short.
   stopped: str | None = None  # By which alarm, in a sentence.
   skipped: int = 0  # Steps at the end that taught nothing: their gradients were not finite.
+  deadline: float | None = None  # When a process that was told to stop is to have ended, on the monotonic clock.
 
 
-class Preemption:
-  """Remembers a SIGTERM (or Ctrl-C) so that the run can save before it ends; a second one ends it at once."""
+@dataclasses.dataclass
+class _Whole:
+  """The last state from which the run can go on, with all that a checkpoint of it holds."""
 
-  def __init__(self):
-    self._received = threading.Event()
-    self._previous: dict[int, Any] = {}
-
-  def __enter__(self) -> Preemption:
-    if threading.current_thread() is threading.main_thread():
-      for number in (signal.SIGTERM, signal.SIGINT):
-        self._previous[number] = signal.signal(number, self._handle)
-    return self
-
-  def __exit__(self, *_: Any) -> None:
-    for number, handler in self._previous.items():
-      signal.signal(number, handler)
-
-  def _handle(self, number: int, frame: Any) -> None:
-    if self._received.is_set():
-      signal.signal(number, signal.SIG_DFL)
-      signal.raise_signal(number)
-    self._received.set()
-    print(f'\n{signal.Signals(number).name}: saving a checkpoint, then stopping.', file=sys.stderr, flush=True)
-
-  def received(self) -> bool:
-    """Whether this process was told to stop."""
-    return self._received.is_set()
-
-  def agreed(self) -> bool:
-    """Whether any process was told to stop; all processes get the same answer at the same place of the loop."""
-    if jax.process_count() == 1:
-      return self._received.is_set()
-    flags = multihost_utils.process_allgather(np.array(self._received.is_set()))
-    return bool(np.any(flags))
+  step: int
+  starting: StartingState  # Its arrays.
+  host: dict[str, Any]
+  metrics: Mapping[str, float]
 
 
 def train(
@@ -126,11 +107,17 @@ def train(
   if jax.process_index() == 0:
     check_wandb(config)
   alarms.rules(config)
-  with Graders(config.environments) as graders:
-    return _train(config, workdir, graders, restart, announce)
+  with Preemption(config.trainer.preemption_grace_s, functools.partial(newest, workdir)) as stop:
+    try:
+      with Graders(config.environments) as graders:
+        return _train(config, workdir, graders, stop, restart, announce)
+    except StoppedError:  # Before its first step, when there was nothing to save.
+      return Result(epath.Path(workdir), newest(workdir), True, {}, '…', deadline=stop.deadline)
 
 
-def _train(config: Config, workdir: epath.PathLike, graders: Graders, restart: bool, announce: Any) -> Result:
+def _train(
+  config: Config, workdir: epath.PathLike, graders: Graders, stop: Preemption, restart: bool, announce: Any
+) -> Result:
   tokenizer = load_tokenizer(config)
   iterator = pipeline.TrainIterator(config, tokenizer, registry)
   held_out = pipeline.evaluation_examples(config, tokenizer, registry) if config.trainer.test_freq else []
@@ -142,7 +129,9 @@ def _train(config: Config, workdir: epath.PathLike, graders: Graders, restart: b
   # What every process would say alike.
   say = announce if jax.process_index() == 0 else lambda text: None
   say(f'Loading {config.model.path} …')
+  stop.check()
   session, parameters = make_session(config, workdir, tokenizer)
+  stop.check()
   with sole_user(workdir, say) as ownership:
     if ownership is not None:
       remains.settle(workdir, ownership, restart=restart, say=say)
@@ -151,34 +140,58 @@ def _train(config: Config, workdir: epath.PathLike, graders: Graders, restart: b
     checkpoints = Checkpoints(
       workdir, keep=config.trainer.max_ckpt_to_keep, best_metric=config.trainer.best_metric, ownership=ownership
     )
-    restored = checkpoints.restore(abstract_state(config, parameters, session.mesh))
-    if ownership is not None:
-      if restored is None:
-        remains.refuse_loss(workdir, ownership.record())
-      ownership.resumed(restored[0] if restored else 0)
-    continuation = fingerprint.start(workdir, config, continuation, restored[0] if restored else 0)
-    for line in continuation.lines:
-      say(line)
-    if restored is None:
-      state = place_state(config, parameters, session.mesh)
-    else:
-      step, state, host = restored
-      digest = checkpoints.state_digest(step)
-      recorded = check_digest(workdir, step, digest)
-      iterator.set_state(host['iterator'], other_rows='data' in config.trainer.accept_changes)
-      announce(f'Resuming {workdir} at step {step} (state {digest[:16]}{", as in metrics.jsonl" if recorded else ""}).')
-    del parameters, restored
-    trained = sum(leaf.size for leaf in jax.tree.leaves(state.trainable))
-    for line in startup.describe(session, trained, iterator.rows, len(held_out), int(state.step)):
-      say(line)
-    run = _Run(session, graders, iterator, held_out, checkpoints, ownership, announce)
     try:
-      run.recall(int(state.step))
-      if int(state.step) < config.trainer.total_training_steps and not run.over:
-        startup.compile_programs(session, state, len(held_out), say)
-      return run(state)
+      restored = checkpoints.restore(abstract_state(config, parameters, session.mesh))
+      unfinished = None
+      if ownership is not None:
+        if restored is None:
+          remains.refuse_loss(workdir, ownership.record())
+        ownership.resumed(restored[0] if restored else 0)
+      continuation = fingerprint.start(workdir, config, continuation, restored[0] if restored else 0)
+      for line in continuation.lines:
+        say(line)
+      if restored is None:
+        state = place_state(config, parameters, session.mesh)
+      else:
+        step, state, host = restored
+        digest = checkpoints.state_digest(step)
+        recorded = check_digest(workdir, step, digest)
+        iterator.set_state(host['iterator'], other_rows='data' in config.trainer.accept_changes)
+        announce(
+          f'Resuming {workdir} at step {step} (state {digest[:16]}{", as in metrics.jsonl" if recorded else ""}).'
+        )
+        if is_unfinished(step, host, history(workdir, step)):
+          unfinished = Unfinished.from_json(host[UNFINISHED])
+      del parameters, restored
+      trained = sum(leaf.size for leaf in jax.tree.leaves(state.trainable))
+      for line in startup.describe(session, trained, iterator.rows, len(held_out), int(state.step)):
+        say(line)
+      stop.check()
+      run = _Run(session, graders, iterator, held_out, checkpoints, ownership, stop, announce)
+      run.recall(int(state.step), unfinished)
+      if unfinished is not None or (int(state.step) < config.trainer.total_training_steps and not run.over):
+        startup.compile_programs(session, state, len(held_out), say, stop)
+      return run(state, unfinished)
     finally:
       checkpoints.close()
+
+
+def is_unfinished(step: int, host: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> bool:
+  """Return whether something is outstanding of the step from which a run resumes.
+
+  Args:
+    step: of the checkpoint.
+    host: the host's state in it.
+    lines: of metrics.jsonl, up to that step. If the step has one, it was finished after the checkpoint; but the state
+      of the checkpoint is that of before a rollback, which is to be made anew.
+  """
+  return UNFINISHED in host and all(line['step'] != step or line.get(alarms.ROLLBACK) is not None for line in lines)
+
+
+def written_before(step: int, unfinished: Unfinished | None) -> int:
+  """Return the last step whose line of metrics.jsonl stays when a run resumes at `step`."""
+  # Nothing is rolled back at step 1, and the line of step 0 is not to be dropped with it.
+  return step if unfinished is None or step == 1 else step - 1
 
 
 @dataclasses.dataclass
@@ -200,11 +213,12 @@ class _Run:
     held_out: Sequence[Example],
     checkpoints: Checkpoints,
     ownership: Ownership | None,
+    preemption: Preemption,
     announce: Any,
   ):
     self.session, self.graders, self.iterator, self.held_out = session, graders, iterator, held_out
-    self.checkpoints, self.ownership, self.announce = checkpoints, ownership, announce
-    self.last_metrics: dict[str, float] = {}  # Of the step before, for a checkpoint on being told to stop.
+    self.checkpoints, self.ownership = checkpoints, ownership
+    self.preemption, self.announce = preemption, announce
     self.watch = alarms.AlarmMonitor(alarms.rules(session.config))
     self.evaluations: dict[int, dict[str, float]] = {}  # Step → metrics; without those of steps that were undone.
     self.stopped: str | None = None  # By which alarm.
@@ -212,46 +226,78 @@ class _Run:
     self.checked_best = False  # Whether a best metric that nobody measures was named.
     self.skipped = 0  # Steps in a row, up to now, that taught nothing.
     self.compiled: Callable[[], list[str]] = list  # What was compiled since it was last called.
-    self.writer: MetricsWriter | None = None  # On the process that writes.
+    self.failure: Exception | None = None  # What this process failed at alone.
+    self.whole: _Whole
+    self.writer: MetricsWriter | None
+    self.progress: Progress
 
-  def __call__(self, state: TrainState) -> Result:
+  def __call__(self, state: TrainState, unfinished: Unfinished | None = None) -> Result:
+    """Go on from `state`, first with the rest of its step where that is `unfinished`.
+
+    Whatever ends the run, the last whole state is saved before.
+    """
+    self.hold(state, {} if unfinished is None else {UNFINISHED: unfinished.to_json()}, {})
+    self.preemption.stage = 'steps'
+    try:
+      return self.run(state, unfinished)
+    except BaseException as error:
+      self.rescue(error)
+      raise
+
+  def run(self, state: TrainState, unfinished: Unfinished | None) -> Result:
+    """Make all steps, save, and wait until everything is written."""
     config = self.session.config
     first, total = int(state.step), config.trainer.total_training_steps
-    writer = None
+    self.writer = None
     if self.ownership is not None:
-      writer = MetricsWriter(self.session.workdir, config, resume_step=first, ownership=self.ownership)
-    self.writer = writer
-    self.warm_up(state)
+      written = written_before(first, unfinished)
+      self.writer = MetricsWriter(self.session.workdir, config, resume_step=written, ownership=self.ownership)
+    self.progress = Progress(total, first, test_freq=config.trainer.test_freq, shown=self.writer is not None)
     preempted = False
-    progress = Progress(total, first, test_freq=config.trainer.test_freq, shown=writer is not None)
     try:
-      with Preemption() as preemption, programs.noted_compilations() as self.compiled:
-        if first == 0 and config.trainer.val_before_train and self.held_out:
-          self.evaluate_first(state, writer, progress)
-        for step in range(first + 1, total + 1):
-          if self.over:
-            break
-          before = self.host_state()
-          advanced = self.step(state, before, step, writer, progress, preemption)
-          if advanced is None:
-            preempted = True
-            self.save(step - 1, state, before, self.last_metrics)
-            break
-          state = advanced
+      self.warm_up(state)
+      with programs.noted_compilations() as self.compiled:
+        self.steps(state, unfinished)
+    except StoppedError:
+      preempted = True
     finally:
-      progress.close()
+      self.progress.close()
+    if preempted:
+      self.save_whole()
+    else:
+      self.preemption.stage = 'end'
     self.checkpoints.wait()
     evaluations = {}
-    if writer is not None:
-      for line in writer.lines:
+    if self.writer is not None:
+      for line in self.writer.lines:
         found = {key: value for key, value in line.items() if key.startswith('eval/')}
         if found:
           evaluations[line['step']] = found
-      writer.close()
-    if skipped.too_many(self.skipped, config.trainer) and not self.stopped:
-      raise UserError(skipped.complaint(self.skipped, int(state.step), config.trainer))
+      self.writer.close()
+    step = self.whole.step
+    if skipped.too_many(self.skipped, config.trainer) and not self.stopped and not preempted:
+      raise UserError(skipped.complaint(self.skipped, step, config.trainer))
     prompt = _short_prompt(self.held_out)
-    return Result(self.session.workdir, int(state.step), preempted, evaluations, prompt, self.stopped, self.skipped)
+    deadline = self.preemption.deadline
+    return Result(self.session.workdir, step, preempted, evaluations, prompt, self.stopped, self.skipped, deadline)
+
+  def steps(self, state: TrainState, unfinished: Unfinished | None) -> None:
+    """Make the steps that are left.
+
+    Raises:
+      StoppedError: the run was told to stop.
+    """
+    first, trainer = int(state.step), self.session.config.trainer
+    if unfinished is not None:
+      state = self.finish(state, first, unfinished)
+    if first == 0 and trainer.val_before_train and self.held_out:
+      self.evaluate_first(state)
+    for step in range(first + 1, trainer.total_training_steps + 1):
+      if self.over:
+        break
+      self.preemption.check_over_devices()
+      self.preemption.check()
+      state = self.step(state, step)
 
   @property
   def over(self) -> bool:
@@ -261,23 +307,96 @@ class _Run:
   def warm_up(self, state: TrainState) -> None:
     """Call what has small programs of its own, the same in every step, so that no step compiles them."""
     sampling_seed(state)
+    if self.session.config.trainer.keep_starting_state:
+      jax.random.key_data(state.rng)
     agreed(0)
     gathered(None, 'the first step')
-    Preemption().agreed()
+    self.preemption.check_over_devices()
 
-  def evaluate_first(self, state: TrainState, writer: MetricsWriter | None, progress: Progress) -> None:
+  # ———— What is there to be saved ————
+
+  def hold(self, state: TrainState, unfinished: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+    """Note that `state` is whole: the run can go on from it.
+
+    Args:
+      state: on the devices.
+      unfinished: what of its step is outstanding, as the host's state holds it; empty: nothing is.
+      metrics: measured with it.
+    """
+    starting = StartingState(state, keep=self.session.config.trainer.keep_starting_state)
+    self.whole = _Whole(int(state.step), starting, self.host_state() | dict(unfinished), metrics)
+
+  def save_whole(self) -> None:
+    """Save the last whole state, unless it is on disk, or gone since optimizer steps follow it."""
+    whole = self.whole
+    if whole.step == 0 or whole.step in self.checkpoints.steps():
+      return
+    state = whole.starting.take()
+    if state is not None:
+      self.save(whole.step, state, whole.host, whole.metrics)
+
+  def rescue(self, error: BaseException) -> None:
+    """Save the last whole state before the run ends by `error`, and say which step is on disk.
+
+    What goes wrong here is said, and hides nothing: the first error is the one that the run ends by.
+    """
+    first = jax.process_index() == 0
+    try:
+      # The others are where this process is if they met the same; otherwise nothing can be saved together.
+      if cluster.meet('the end of the run', within_s=RESCUE_S) is None:
+        self.announce('The other processes go on without this one: nothing more is saved.')
+      else:
+        if not self.whole.starting.on_devices:
+          traceback.clear_frames(error.__traceback__)  # They hold arrays for which there is no room any more.
+        self.save_whole()
+        self.checkpoints.wait()
+    except Exception as second:
+      self.announce(f'The state of step {self.whole.step} could not be saved: {first_line(second)}')
+    if first:
+      self.announce(preemption.what_is_there(functools.partial(newest, self.session.workdir)))
+
+  @contextlib.contextmanager
+  def alone(self) -> Iterator[None]:
+    """Note what goes wrong in what not all processes do: who leaves alone lets the others wait. See `together`."""
+    try:
+      yield
+    except Exception as error:
+      if jax.process_count() == 1:
+        raise
+      self.failure = self.failure or error
+
+  def together(self, what: str) -> None:
+    """Leave together if one process failed at `what` it did alone.
+
+    Raises:
+      Exception: this process did.
+      cluster.FailedElsewhere: another one did, and is to say at what.
+    """
+    failure, self.failure = self.failure, None
+    failed = noted('' if failure is None else type(failure).__name__, what)
+    if failure is not None:
+      raise failure
+    if failed:
+      raise cluster.FailedElsewhere(f'process {min(failed)} failed at {what}')
+
+  # ———— The parts of a step ————
+
+  def evaluate_first(self, state: TrainState) -> None:
     """Evaluate before the first step."""
-    progress.phase('evaluate')
-    if writer is not None:
+    self.progress.phase('evaluate')
+    if self.writer is not None:
       self.announce(f'Evaluating {len(self.held_out)} questions before the first step …')
     timer = Timer()
     with timer('evaluate'):
       values = self.evaluate(state, 0)
-    progress.evaluated(timer.seconds['evaluate'])
+    self.progress.evaluated(timer.seconds['evaluate'])
     self.watch.observe(0, values)
     self.name_missing_best(values)
-    if writer is not None:
-      writer.write(0, values | {COMPILED_LATE: len(self.name_compiled(0))})
+    compiled = len(self.name_compiled(0))
+    with self.alone():
+      if self.writer is not None:
+        self.writer.write(0, values | {COMPILED_LATE: compiled})
+    self.together('writing the line of step 0')
 
   def name_compiled(self, step: int) -> list[str]:
     """Return what was compiled since this was last asked; announce it, for all programs were compiled before."""
@@ -286,13 +405,13 @@ class _Run:
       logging.info('Compiled at step %d: %s', step, ', '.join(names))
     return names
 
-  def recall(self, step: int) -> None:
+  def recall(self, step: int, unfinished: Unfinished | None = None) -> None:
     """Restore what alarms and evaluations had seen up to `step`, from metrics.jsonl; a run that they stopped stays so.
 
-    So does one that learned nothing for too long.
+    So does one that learned nothing for too long. A step of which something is outstanding is not seen yet.
     """
-    lines = history(self.session.workdir, step)
-    lost = remains.lost_lines(self.session.workdir, step, lines)
+    lines = history(self.session.workdir, written_before(step, unfinished))
+    lost = remains.lost_lines(self.session.workdir, step if unfinished is None else step - 1, lines)
     if lost and self.ownership is not None:
       self.announce(lost)
     self.skipped = skipped.in_a_row(lines)
@@ -315,79 +434,92 @@ class _Run:
 
   def save(self, step: int, state: TrainState, host: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
     if step > 0:
-      if self.writer is not None:
-        self.writer.sync()  # What a checkpoint continues is on the disk before it.
       barrier(f'the checkpoint of step {step}')
       self.checkpoints.save(step, state, host, metrics)
       self.compiled()  # What Orbax compiles, once, to copy arrays from several devices is no program of the run.
 
-  def step(
-    self,
-    state: TrainState,
-    before: Mapping[str, Any],
-    step: int,
-    writer: MetricsWriter | None,
-    progress: Progress,
-    preemption: Preemption,
-  ) -> TrainState | None:
-    """Run one generation batch, with its evaluation, log line and checkpoint; `before` is the host's state.
+  def step(self, state: TrainState, step: int) -> TrainState:
+    """Run one generation batch, with its evaluation, log line and checkpoint.
 
     Returns:
-      the state after it; None if the run was told to stop before the update began, when `state` is still whole.
+      The state after it.
 
     Raises:
-      UserError: the batch, or the evaluation, could not be graded; what there is of the run is saved.
+      StoppedError: the run was told to stop.
+      UserError: the batch, or the evaluation, could not be graded.
     """
     session, config, trainer = self.session, self.session.config, self.session.config.trainer
-    timer = Timer(progress.phase)
-    if preemption.agreed():
-      return None
+    timer = Timer(self.progress.phase)
     folder = session.workdir / 'profile' / str(step)
     profiled = step in trainer.profile_steps
+    stop, starting = self.preemption, self.whole.starting
     metrics: dict[str, float] = {}
+    with self.alone():
+      examples = next(self.iterator)
+    self.together(f'the questions of step {step}')
     with jax.profiler.trace(str(folder)) if profiled else contextlib.nullcontext():
-      try:
-        graded = rollout_and_grade(session, self.graders, state, next(self.iterator), step, timer, preemption.received)
-      except StoppedError:
-        return None
-      except UserError:  # Started again, the run repeats this batch.
-        self.save(step - 1, state, before, self.last_metrics)
-        self.checkpoints.wait()
-        raise
-      if preemption.agreed():
-        return None
+      graded = rollout_and_grade(session, self.graders, state, examples, step, timer, stop)
+      stop.check()
       with timer('teach'):
         context = build_teacher_prompts(session, graded, sampling_seed(state), step)
       with timer('train'):
-        batch = build_batch(session, state, graded, context, metrics)
-        state, report = run_update(session, state, batch)
-    if profiled:
-      self.announce(f'Profile of step {step}: {folder}')
+        batch = build_batch(session, state, graded, context, metrics, stop)
+        state, report = run_update(session, state, batch, starting, stop)
+    self.hold(state, {UNFINISHED: Unfinished().to_json()}, {})
     metrics.update(records.rollout_metrics(graded, config))
     metrics.update(records.update_metrics(report, batch, session))
     metrics.update(records.throughput_metrics(session, graded, report, timer.seconds))
     if context is not None:
       metrics.update(context.metrics)
-    note = f'  {report.skipped} step(s) skipped: gradient not finite' if report.skipped else ''
-    evaluated = bool(self.held_out) and (
-      step == trainer.total_training_steps or bool(trainer.test_freq and step % trainer.test_freq == 0)
-    )
-    unevaluated: UserError | None = None
-    if evaluated:
-      with timer('evaluate'):
-        try:
-          metrics.update(self.evaluate(state, step))
-        except UserError as error:
-          unevaluated = error  # To be raised once the step is written and saved.
-      progress.evaluated(timer.seconds['evaluate'])
-    if self.evaluations:
-      metrics.update(records.gap_metrics(graded, self.evaluations[max(self.evaluations)], config))
     line = {
       **metrics,
       **{f'time/{name}_s': value for name, value in timer.seconds.items()},
       'time/graders_busy_s': graded.graders_busy_s,  # Beside the phases, which do not add up with it.
-      COMPILED_LATE: len(self.name_compiled(step)),
     }
+    unfinished = Unfinished(line, records.success_rates(graded, config))
+    self.hold(state, {UNFINISHED: unfinished.to_json()}, metrics)
+    with self.alone():
+      if profiled:
+        self.announce(f'Profile of step {step}: {folder}')
+      if self.writer is not None:
+        self.writer.check()
+        self.write_samples(step, graded, context, report)
+    return self.finish(state, step, unfinished)
+
+  def write_samples(
+    self, step: int, graded: GradedRollouts, context: TeacherContext | None, report: UpdateReport
+  ) -> None:
+    """Write rollouts/<step>.jsonl, and show samples, where they are due."""
+    trainer = self.session.config.trainer
+    if trainer.rollout_save_freq and step % trainer.rollout_save_freq == 0:
+      records.write_rollouts(self.session, step, graded, context, report)
+    if trainer.sample_table_freq and step % trainer.sample_table_freq == 0:
+      picked = samples.pick(graded, trainer.sample_table_rows)
+      self.announce(samples.as_text(step, picked))
+      self.writer.write_samples(step, picked)
+
+  def finish(self, state: TrainState, step: int, unfinished: Unfinished) -> TrainState:
+    """Make the rest of a step whose generation batch has trained: its evaluation, alarms, line and checkpoint.
+
+    It is made anew after a resume if anything kept the line from being written. Then its metrics are those that the run
+    would have had without the interruption.
+
+    Returns:
+      The state, which is another one after a rollback.
+    """
+    config, trainer = self.session.config, self.session.config.trainer
+    timer = Timer(self.progress.phase)
+    line = dict(unfinished.line)
+    evaluated = self.is_evaluated(step)
+    if evaluated:
+      with timer('evaluate'):
+        line.update(self.evaluate(state, step))
+      self.progress.evaluated(timer.seconds['evaluate'])
+    if self.evaluations:
+      line.update(records.gap_metrics(unfinished.success, self.evaluations[max(self.evaluations)]))
+    metrics = {name: value for name, value in line.items() if not name.startswith('time/')}
+    line.update({f'time/{name}_s': value for name, value in timer.seconds.items()})
+    line[COMPILED_LATE] = len(self.name_compiled(step))
     self.skipped = self.skipped + 1 if skipped.taught_nothing(line) else 0
     raised, fired = self.watch.observe(step, line)
     line.update(fired)
@@ -395,6 +527,8 @@ class _Run:
       self.name_idle_rules()
       self.name_missing_best(metrics)
     verdict = self.judge(step, raised)
+    self.say(step, raised, verdict)
+    note = self.note(line)
     if verdict.stop is not None:
       line[alarms.STOP] = 1.0
       self.stopped = verdict.stop
@@ -404,26 +538,34 @@ class _Run:
       state = self.roll_back(state, verdict.back_to)
       metrics = {}  # They were measured with other weights than those that are now saved.
     line[STATE_DIGEST] = state_digest(leaf_digests(state))
-    if writer is not None:
-      writer.check()
-      self.say(step, raised, verdict)
-      if trainer.rollout_save_freq and step % trainer.rollout_save_freq == 0:
-        records.write_rollouts(session, step, graded, context, report)
-      if trainer.sample_table_freq and step % trainer.sample_table_freq == 0:
-        picked = samples.pick(graded, trainer.sample_table_rows)
-        self.announce(samples.as_text(step, picked))
-        writer.write_samples(step, picked)
-      writer.write(step, line)
-    compiled, speed = int(line[COMPILED_LATE]), line['throughput/tokens_per_s']
-    progress.step(step, line['rollout/score_mean'], report.loss, speed, note, compiled=compiled)
+    with self.alone():
+      if self.writer is not None:
+        self.writer.write(step, line)
+    self.together(f'writing what step {step} has measured')
+    self.hold(state, {}, metrics)
+    self.progress.step(
+      step,
+      line.get('rollout/score_mean', math.nan),
+      line.get('train/loss', math.nan),
+      line.get('throughput/tokens_per_s', math.nan),
+      note,
+      compiled=int(line[COMPILED_LATE]),
+    )
     due = step == trainer.total_training_steps or (trainer.save_freq and step % trainer.save_freq == 0)
-    if due or verdict != Verdict() or unevaluated is not None or skipped.too_many(self.skipped, trainer):
-      self.save(step, state, self.host_state(), metrics)
-    if unevaluated is not None:
-      self.checkpoints.wait()
-      raise unevaluated
-    self.last_metrics = metrics
+    if due or verdict != Verdict() or skipped.too_many(self.skipped, config.trainer):
+      self.save_whole()
     return state
+
+  def is_evaluated(self, step: int) -> bool:
+    """Whether a step has an evaluation at its end."""
+    trainer = self.session.config.trainer
+    at_interval = bool(trainer.test_freq and step % trainer.test_freq == 0)
+    return bool(self.held_out) and (step == trainer.total_training_steps or at_interval)
+
+  def note(self, line: Mapping[str, float]) -> str:
+    """Return what the line on the terminal says of a step beside its numbers."""
+    left_out = int(line.get('train/skipped_steps', 0))
+    return f'  {left_out} step(s) skipped: gradient not finite' if left_out else ''
 
   def judge(self, step: int, raised: Sequence[alarms.Alarm]) -> Verdict:
     """Decide what to do about the alarms of a step, by `alarms.action`; every process decides the same."""
@@ -441,7 +583,9 @@ class _Run:
     return Verdict(stop=reasons + (f'. The best checkpoint is that of step {best}.' if best else '.'))
 
   def say(self, step: int, raised: Sequence[alarms.Alarm], verdict: Verdict) -> None:
-    """Announce alarms to the user as they begin, and those that are acted upon."""
+    """Announce alarms to the user as they begin, and those that are acted upon; one process does."""
+    if self.writer is None:
+      return
     for alarm in raised:
       if alarm.begins or verdict != Verdict():
         self.announce(f'Alarm at step {step}: {alarm}.')
@@ -471,6 +615,7 @@ class _Run:
     """Restore student, teacher and optimizer state from a step's checkpoint; counters and randomness go on as they are."""
     barrier(f'the way back to step {step}')
     like = abstract(state)
+    self.whole.starting.donate(others_follow=False)  # Until the weights are there, the last checkpoint counts.
     for leaf in jax.tree.leaves((state.trainable, state.opt_state, state.teacher)):
       leaf.delete()  # There may be no room for both.
     saved = self.checkpoints.restore_step(step, like)
@@ -490,10 +635,12 @@ class _Run:
       session.tokenizer,
       self.graders,
       seed=session.config.seed,
+      stop=self.preemption,
     )
-    if self.ownership is not None:
-      self.ownership.check()
-      records.write_evaluation(session.workdir, step, evaluation)
+    with self.alone():
+      if self.ownership is not None:
+        self.ownership.check()
+        records.write_evaluation(session.workdir, step, evaluation)
     logging.info('Evaluation at step %d: %s', step, evaluation.metrics)
     self.evaluations[step] = evaluation.flat()
     return self.evaluations[step]

@@ -62,21 +62,28 @@ def _mean(values: np.ndarray) -> float:
   return values.mean() if len(values) else math.nan
 
 
-def gap_metrics(graded: GradedRollouts, evaluated: Mapping[str, float], config: Config) -> dict[str, float]:
+def success_rates(graded: GradedRollouts, config: Config) -> dict[str, float]:
+  """Return the success rate of the rollouts of each data source; NaN where none of them is graded."""
+  threshold = config.actor.self_distillation.success_reward_threshold
+  rates = {}
+  for source, rows in samples_by_source(graded.examples, graded.rollouts.group).items():
+    scores = scores_of([graded.outcomes[row] for row in rows])
+    rates[source] = float(_mean(scores[~np.isnan(scores)] >= threshold))
+  return rates
+
+
+def gap_metrics(rates: Mapping[str, float], evaluated: Mapping[str, float]) -> dict[str, float]:
   """`gap/<source>`: success rate of the rollouts minus the held-out mean score of the latest evaluation.
 
   Args:
-    graded: the graded batch.
+    rates: of `success_rates`.
     evaluated: `eval/…` metrics of the latest evaluation; sources that it does not have get no gap.
-    config: settings.
   """
-  threshold = config.actor.self_distillation.success_reward_threshold
   gaps = {}
-  for source, rows in samples_by_source(graded.examples, graded.rollouts.group).items():
+  for source, rate in rates.items():
     held_out = [value for name, value in evaluated.items() if name.startswith(f'eval/{source}/mean@')]
     if held_out and held_out[0] is not None and math.isfinite(held_out[0]):
-      scores = scores_of([graded.outcomes[row] for row in rows])
-      gaps[f'gap/{source}'] = _mean(scores[~np.isnan(scores)] >= threshold) - held_out[0]
+      gaps[f'gap/{source}'] = rate - held_out[0]
   return gaps
 
 

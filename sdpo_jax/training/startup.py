@@ -11,6 +11,7 @@ import jax
 from models import parameters as parameter_tables
 from sdpo_jax import programs
 from sdpo_jax.config import Config
+from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.evaluation.names import check_best_metric
@@ -78,7 +79,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def compile_programs(
-  session: Session, state: TrainState, held_out: int, announce: Callable[[str], None]
+  session: Session, state: TrainState, held_out: int, announce: Callable[[str], None], stop: Stop = NEVER
 ) -> dict[str, programs.Program]:
   """Compile every program that the run calls, and say how long each took; none is left to be compiled by a step.
 
@@ -90,12 +91,14 @@ def compile_programs(
     state: before the first step.
     held_out: questions of an evaluation.
     announce: receives the lines.
+    stop: whether the run is to stop; asked after every program.
 
   Returns:
     the programs by name.
 
   Raises:
     UserError: a program does not fit into the memory of the devices.
+    StoppedError: as `stop` said.
   """
   found = run_programs(
     session.config,
@@ -122,5 +125,6 @@ def compile_programs(
     now = time.monotonic()
     announce(f'  {number:>3}/{len(found)} {name}  {now - began:.1f} s')
     began = now
+    stop.check()
   announce(f'  compiled all programs in {began - start:.1f} s')
   return found

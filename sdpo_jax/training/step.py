@@ -15,6 +15,7 @@ import numpy as np
 from sdpo_jax.data.grouping import first_of_same
 from sdpo_jax.data.prompts import ChatFormat, prompt_tokens
 from sdpo_jax.distributed.mesh import put_rows
+from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.environments.outcomes import check_graded, graded_of, scores_of
 from sdpo_jax.objective.advantages import grpo_advantages
@@ -25,11 +26,15 @@ from sdpo_jax.teacher.context import TeacherContext, build_teacher_context
 from sdpo_jax.teacher.order import balanced_order
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training import batching
+from sdpo_jax.training.starting_state import StartingState
 from sdpo_jax.training.update import MicroResult
 from sdpo_jax.types import Example, Outcome, Rollouts, TokenRows, TrainState
 
 if TYPE_CHECKING:  # A session knows how to load models; a step need not.
   from sdpo_jax.training.session import Session
+
+
+AHEAD = 2  # Micro-batches that the devices are handed before they have done those before: they never wait for the host.
 
 
 @dataclasses.dataclass
@@ -52,18 +57,18 @@ def rollout_and_grade(
   examples: list[Example],
   step: int,
   timer: Timer,
-  told_to_stop: Callable[[], bool] = lambda: False,
+  stop: Stop = NEVER,
 ) -> GradedRollouts:
   """Sample n completions of each question and grade them as they finish.
 
   Raises:
     UserError: a grader cannot work, or too few could be graded (`environments.max_ungraded_fraction`). The state can
       still be saved, and every process of the run raises it.
-    StoppedError: as `told_to_stop` said on one process before its graders were done; likewise.
+    StoppedError: as `stop` said, between parts of the sampling or before the graders were done; likewise.
   """
   config = session.config
   prompts = [prompt_tokens(session.tokenizer, example, config) for example in examples]
-  with GradingThread(graders, examples, config.rollout.n, told_to_stop) as grading:
+  with GradingThread(graders, examples, config.rollout.n, stop) as grading:
     with timer('sample'):
       rollouts = session.sampler.sample(
         session.base,
@@ -75,6 +80,7 @@ def rollout_and_grade(
         seed=sampling_seed(state),
         step=step,
         on_finished=grading.add,
+        between=stop.check,
       )
     with timer('grade'):
       outcomes = grading.outcomes()
@@ -127,6 +133,7 @@ def build_batch(
   graded: GradedRollouts,
   context: TeacherContext | None,
   metrics: dict[str, float],
+  stop: Stop = NEVER,
 ) -> batching.GenerationBatch:
   """Return all that the update needs of a generation batch, with the trainer's log-probs where the objective asks.
 
@@ -136,6 +143,10 @@ def build_batch(
     graded: completions with their outcomes.
     context: the teacher's prompts; None: there is no teacher.
     metrics: gets `rollout_corr/*` where log-probs are computed.
+    stop: whether the run is to stop; asked before every micro-batch whose log-probs are computed.
+
+  Raises:
+    StoppedError: as `stop` said; the state is whole.
   """
   config, rollouts, spec = session.config, graded.rollouts, session.spec
   shape = rollouts.completion_mask.shape
@@ -159,7 +170,7 @@ def build_batch(
     batch.sampling_log_probs = rollouts.sampling_log_probs
   if not spec.computes_log_probs:
     return batch
-  log_probs = PolicyLogProbs(session, state, batch).fetch()
+  log_probs = PolicyLogProbs(session, state, batch).fetch(stop=stop)
   weights, measured = rollout_correction(session, log_probs, batch)
   metrics.update(measured)
   if spec.rollout_weights:
@@ -210,14 +221,19 @@ class PolicyLogProbs:
       log_probs, _ = session.update.log_probs(session.base, state.trainable, student, targets)
       self._pending.append((micro.samples, micro.lengths, log_probs))
 
-  def fetch(self, result: np.ndarray | None = None) -> np.ndarray:
-    """Wait for them, and return `result` [N, T] with them in their places; None: zeros elsewhere."""
+  def fetch(self, result: np.ndarray | None = None, stop: Stop = NEVER) -> np.ndarray:
+    """Wait for them, and return `result` [N, T] with them in their places; None: zeros elsewhere.
+
+    Raises:
+      StoppedError: as `stop` said, which is asked before each micro-batch is waited for.
+    """
     if result is None:
       result = np.zeros(self._rollouts.completion_tokens.shape, np.float32)
-    places = [(samples, lengths) for samples, lengths, _ in self._pending]
-    values = jax.device_get([log_probs for *_, log_probs in self._pending])
-    for (samples, lengths), log_probs in zip(places, values, strict=True):
-      batching.scatter(samples, lengths, log_probs, result)
+    for *_, log_probs in self._pending:
+      log_probs.copy_to_host_async()
+    for samples, lengths, log_probs in self._pending:
+      stop.check()
+      batching.scatter(samples, lengths, jax.device_get(log_probs), result)
     return result
 
 
@@ -293,10 +309,49 @@ class _Results:
       self.fetch()
 
 
-def run_update(session: Session, state: TrainState, batch: batching.GenerationBatch) -> tuple[TrainState, UpdateReport]:
+class _Ahead:
+  """Keeps the host at most `AHEAD` micro-batches before the devices.
+
+  Otherwise it would have handed them the whole batch, which cannot be taken back, when it hears that the run is to stop.
+  """
+
+  def __init__(self):
+    self._results: collections.deque[jax.Array] = collections.deque()
+
+  def add(self, result: jax.Array) -> None:
+    """Note a micro-batch that is under way."""
+    self._results.append(result)
+
+  def wait(self) -> None:
+    """Return when another one may be handed over."""
+    while len(self._results) >= AHEAD:
+      jax.block_until_ready(self._results.popleft())
+
+
+def run_update(
+  session: Session,
+  state: TrainState,
+  batch: batching.GenerationBatch,
+  starting: StartingState | None = None,
+  stop: Stop = NEVER,
+) -> tuple[TrainState, UpdateReport]:
   """Take all optimizer steps of a generation batch, then move the teacher.
 
   The host prepares a micro-batch while the devices are at work on those before it.
+
+  Args:
+    session: of the run.
+    state: before the batch; donated.
+    batch: to learn from.
+    starting: told before the state is donated; None: one that keeps no copy.
+    stop: whether the run is to stop; asked before every micro-batch and every optimizer step for as long as the
+      starting state is there. A batch without it is better ended than given up.
+
+  Returns:
+    The state after the batch, and what was done.
+
+  Raises:
+    StoppedError: as `stop` said.
   """
   config, update = session.config, session.update
   teacher = session.teacher or Teacher(session.policy)
@@ -305,19 +360,30 @@ def run_update(session: Session, state: TrainState, batch: batching.GenerationBa
   if batch.sampling_log_probs is not None:
     # The update computes these log-probs of the samples that it trains; metrics want those of the others too.
     scored = PolicyLogProbs(session, state, batch, batching.left_out(batch, config))
+  starting = starting or StartingState(state)
   results = _Results(batch.rollouts.completion_tokens.shape)
   of_student, of_teacher = Filled(), Filled()
+  ahead, taken = _Ahead(), 0
   for _ in range(config.actor.ppo_epochs):
     for samples in batching.mini_batches(config):
       grads = update.zero(state.trainable)
       micros = []
       for micro in batching.micro_batches(batch, samples, config, session.mesh.size, share):
+        if starting.there:
+          ahead.wait()
+          stop.check()
         arrays = put_rows(session.mesh, micro.batch)
         grads, result = update.accumulate(session.base, state, grads, arrays, teacher.base)
         micros.append((micro.samples, micro.lengths, result))
+        ahead.add(result.loss)
         of_student.add(micro, micro.batch.student)
         if micro.batch.teacher is not None:
           of_teacher.add(micro, micro.batch.teacher)
+      if starting.there:
+        ahead.wait()
+        stop.check()
+      taken += 1
+      starting.donate(others_follow=taken < batching.optimizer_steps(config))
       state, report = update.apply(state, grads)
       results.add(micros, report)
   finite = results.finite()

@@ -1,0 +1,192 @@
+"""Being told to stop: SIGTERM and Ctrl-C, the point at which all processes leave, and the deadline.
+
+A signal is heard by a thread, since Python calls a handler only when the main thread is back from whatever it waits for:
+a program on the devices, a collective, a grader. The main thread asks at its points (`check`) and leaves at one that all
+processes agree on; what it saves then is the last whole state. Whatever keeps it from doing so, the thread ends the
+process after `trainer.preemption_grace_s`. A checkpoint that is half written by then is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any, Literal
+
+import jax
+from jax.experimental import multihost_utils
+import numpy as np
+
+from sdpo_jax.distributed import cluster
+from sdpo_jax.distributed.stopping import StoppedError
+from sdpo_jax.environments.time_limit import OverranError, call_within
+
+EXIT_PREEMPTED = 143  # 128 + SIGTERM: saved, to be started again.
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+START_GRACE_S = 5.0  # Until the process ends where there is nothing to save.
+REPEAT_S = 1.0  # A signal that comes so soon after the first is the same one: some send it to a process and its group.
+LISTING_S = 2.0  # For which the deadline waits to hear what is on disk.
+_ELSEWHERE = 0  # In the place of a signal: another process was told to stop.
+
+# What a signal would interrupt: nothing that must be saved yet; the steps; what comes after the last of them.
+Stage = Literal['start', 'steps', 'end']
+_ANSWERS: dict[Stage, str] = {
+  'start': 'stopping.',
+  'steps': 'saving a checkpoint, then stopping.',
+  'end': 'all steps are done; ending.',
+}
+_listening: Preemption | None = None  # The one that hears this process's signals.
+
+
+class Preemption:
+  """Hears that this process, or another one of the run, is told to stop; see `stopping.Stop`.
+
+  Signals are heard where it is entered in the main thread; a second one ends the process at once, as the deadline does.
+  """
+
+  def __init__(self, grace_s: float, on_disk: Callable[[], int]):
+    """Make what is to be entered around a run.
+
+    Args:
+      grace_s: seconds from the signal to the end of the process, whatever it is doing then.
+      on_disk: lists the checkpoints and returns the step of the last whole one; 0: there is none.
+    """
+    self.stage: Stage = 'start'
+    self.deadline: float | None = None  # On the monotonic clock, once told to stop.
+    self._grace_s, self._on_disk = grace_s, on_disk
+    self._previous: dict[int, Any] = {}
+    self._previous_fd = -1
+    self._ear, self._mouth = socket.socketpair()
+    self._thread = threading.Thread(target=self._listen, name='preemption', daemon=True)
+
+  def __enter__(self) -> Preemption:
+    global _listening
+    cluster.start_alone()
+    self._mouth.setblocking(False)
+    if threading.current_thread() is threading.main_thread():
+      _listening = self
+      self._previous_fd = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+      for number in SIGNALS:
+        # The handler itself does nothing: Python writes the signal's number to the socket, whatever the thread does.
+        self._previous[number] = signal.signal(number, lambda number, frame: None)
+    self._thread.start()
+    cluster.on_stop(self._heard_elsewhere)
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    cluster.on_stop(None)
+    self._restore()
+    self._mouth.close()  # By which the thread ends.
+    self._thread.join()
+    self._ear.close()
+
+  def asked(self) -> bool:
+    """See `stopping.Stop`."""
+    return cluster.stop_point().asked()
+
+  def check(self) -> None:
+    """See `stopping.Stop`."""
+    if cluster.stop_point().reached() and (cluster.joined() or jax.process_count() == 1):
+      raise StoppedError
+
+  def check_over_devices(self) -> None:
+    """Agree, as `check` does, in a run whose processes were joined by other means than `cluster.join`.
+
+    Raises:
+      StoppedError: a process was told to stop.
+    """
+    if cluster.joined() or jax.process_count() == 1:
+      return
+    if np.any(multihost_utils.process_allgather(np.array(self.asked()))):
+      raise StoppedError
+
+  def _restore(self) -> None:
+    """Let signals do what they did before."""
+    global _listening
+    if not self._previous:
+      return
+    signal.set_wakeup_fd(self._previous_fd)
+    for number, handler in self._previous.items():
+      signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    self._previous = {}
+    _listening = None
+
+  def _heard_elsewhere(self) -> None:
+    with contextlib.suppress(OSError):  # The run is over.
+      self._mouth.send(bytes([_ELSEWHERE]))
+
+  def _listen(self) -> None:
+    """Wait for signals and, after the first, for the deadline."""
+    first: float | None = None
+    name = ''
+    while True:
+      self._ear.settimeout(None if self.deadline is None else max(self.deadline - time.monotonic(), 0.001))
+      try:
+        heard = self._ear.recv(64)
+      except TimeoutError:
+        self._end(EXIT_PREEMPTED, f'{name}: not done within {self._limit():g} s{self._setting()}, ending now.')
+      if not heard:
+        return
+      now = time.monotonic()
+      for number in heard:
+        if number != _ELSEWHERE and number not in SIGNALS:
+          continue  # Another signal with a handler of Python's.
+        if first is None:
+          first, name = now, self._tell(number, now)
+        elif number != _ELSEWHERE and now - first > REPEAT_S:
+          self._end(128 + number, f'{signal.Signals(number).name}, again: ending now.')
+
+  def _tell(self, number: int, now: float) -> str:
+    """Answer the first signal; return its name."""
+    name = 'Another process was told to stop' if number == _ELSEWHERE else signal.Signals(number).name
+    print(f'\n{name}: {_ANSWERS[self.stage]}', file=sys.stderr, flush=True)
+    self.deadline = now + self._limit()
+    if number != _ELSEWHERE:
+      cluster.ask_to_stop()
+    return name
+
+  def _limit(self) -> float:
+    return min(self._grace_s, START_GRACE_S) if self.stage == 'start' else self._grace_s
+
+  def _setting(self) -> str:
+    return '' if self.stage == 'start' else ' (trainer.preemption_grace_s)'
+
+  def _end(self, code: int, why: str) -> None:
+    """End the process, whatever its other threads wait for."""
+    sentence = f'{why} {what_is_there(self._on_disk)}'
+    if sys.stderr.isatty():
+      sentence = f'\x1b[?25h{sentence}'  # The progress bar has hidden the cursor.
+    cluster.fail(code, sentence)
+    with contextlib.suppress(OSError):
+      sys.stdout.flush()
+      print(f'\n{sentence}', file=sys.stderr, flush=True)
+    os._exit(code)
+
+
+def what_is_there(on_disk: Callable[[], int]) -> str:
+  """Return the sentence that names the step from which a run goes on when it is started again.
+
+  Args:
+    on_disk: lists the checkpoints and returns the last whole one's step, 0 for none; it is not waited for long.
+  """
+  try:
+    step = call_within(on_disk, LISTING_S, 'listing')
+  except (OverranError, OSError, ImportError):
+    return 'The same command resumes from the last checkpoint.'
+  if step:
+    return f'The checkpoint of step {step} is on disk; the same command resumes from it.'
+  return 'There is no checkpoint yet; the same command starts again.'
+
+
+def _leave_to_the_parent() -> None:
+  """In a child that was forked: its signals are its own, and do not stop the run."""
+  if _listening is not None:
+    _listening._restore()
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)
