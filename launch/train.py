@@ -39,6 +39,8 @@ def main() -> int:
   result = loop.train(
     config, workdir, restart=RESTART.value, announce=lambda text: print(text, file=sys.stderr, flush=True)
   )
+  if result.deadline is not None:
+    preemption.end_by(result.deadline)
   if jax.process_index() == 0:
     print(report.summary(result, flags.FLAGS.config, command.overrides()))
   if result.stopped:

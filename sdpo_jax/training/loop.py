@@ -171,9 +171,13 @@ def _train(
       run.recall(int(state.step), unfinished)
       if unfinished is not None or (int(state.step) < config.trainer.total_training_steps and not run.over):
         startup.compile_programs(session, state, len(held_out), say, stop)
-      return run(state, unfinished)
-    finally:
-      checkpoints.close()
+      result = run(state, unfinished)
+    except BaseException:
+      with contextlib.suppress(Exception):  # What of it matters was said before; the first error is the one to hear.
+        checkpoints.close()
+      raise
+    checkpoints.close()
+    return result
 
 
 def is_unfinished(step: int, host: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> bool:
@@ -348,6 +352,8 @@ class _Run:
       else:
         if not self.whole.starting.on_devices:
           traceback.clear_frames(error.__traceback__)  # They hold arrays for which there is no room any more.
+        if self.ownership is not None:
+          self.ownership.check()
         self.save_whole()
         self.checkpoints.wait()
     except Exception as second:

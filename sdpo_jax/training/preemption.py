@@ -183,6 +183,18 @@ def what_is_there(on_disk: Callable[[], int]) -> str:
   return 'There is no checkpoint yet; the same command starts again.'
 
 
+def end_by(deadline: float) -> None:
+  """End the process by `deadline` (on the monotonic clock) if it has not ended by itself: a thread of a grader may hang."""
+
+  def wait() -> None:
+    time.sleep(max(deadline - time.monotonic(), 0.0))
+    with contextlib.suppress(OSError):
+      sys.stdout.flush()
+    os._exit(EXIT_PREEMPTED)
+
+  threading.Thread(target=wait, name='end', daemon=True).start()
+
+
 def _leave_to_the_parent() -> None:
   """In a child that was forked: its signals are its own, and do not stop the run."""
   if _listening is not None:

@@ -1,0 +1,191 @@
+"""However a run ends, its last whole state is saved first, and started again it becomes the run that was not ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import pathlib
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from sdpo_jax.config import Config
+from sdpo_jax.distributed import cluster
+from sdpo_jax.environments import registry
+from sdpo_jax.errors import UserError
+from sdpo_jax.rollout.slots import Slots
+from sdpo_jax.training import loop, records
+from sdpo_jax.training.metrics import MetricsWriter
+from sdpo_jax.training.starting_state import StartingState
+from sdpo_jax.types import Example, Outcome
+from tests import tiny
+from tests.test_resume import final_state, lines_without_time
+
+
+class At:
+  """Calls `then` the `count`-th time that it is called."""
+
+  def __init__(self, count: int, then: Callable[[], None]):
+    self.left, self.then = count, then
+
+  def __call__(self) -> None:
+    self.left -= 1
+    if self.left == 0:
+      self.then()
+
+
+def before(monkeypatch, owner, name: str, count: int, then: Callable[[], None]) -> None:
+  """Has `then` called before the `count`-th call of a function."""
+  function, at = getattr(owner, name), At(count, then)
+
+  def call(*arguments, **options):
+    at()
+    return function(*arguments, **options)
+
+  monkeypatch.setattr(owner, name, call)
+
+
+def fail(error: BaseException) -> Callable[[], None]:
+  def then():
+    raise error
+
+  return then
+
+
+@pytest.fixture(scope='module')
+def task():
+  def grade(examples, completions, *, truncated):
+    scores = [float(sum(text.encode()) % 2) for text in completions]
+    return [Outcome(score, '' if score else 'The sum of the bytes must be odd.', {}) for score in scores]
+
+  def questions(split, seed):
+    return lambda index: Example(
+      f'{split}-{index}', [{'role': 'user', 'content': f'{split} {index}'}], 'odd', None, 'odd'
+    )
+
+  registry._FACTORIES['odd'], registry._GENERATORS['odd'] = (lambda settings: grade), questions
+  yield
+  del registry._FACTORIES['odd'], registry._GENERATORS['odd']
+
+
+@pytest.fixture(scope='module')
+def experiment(tmp_path_factory, task):
+  """A config of 2 optimizer steps per batch, each of 2 micro-batches, and the run that nothing ends."""
+  folder = tmp_path_factory.mktemp('endings')
+  text = tiny.CONFIG[tiny.CONFIG.index('def get_config') :].replace('{model!r}', repr(str(tiny.make_model(folder))))
+  namespace = {'Config': Config}
+  exec(text.replace('generator:parity', 'generator:odd'), namespace)
+
+  def make(**changes) -> Config:
+    config = namespace['get_config']()
+    config.actor.ppo_epochs = 2
+    config.trainer.total_training_steps, config.trainer.test_freq, config.trainer.save_freq = 2, 2, 0
+    for name, value in changes.items():
+      setattr(config.trainer, name, value)
+    return config
+
+  loop.train(make(), folder / 'whole')
+  return make, folder / 'whole'
+
+
+def steps_on_disk(workdir: pathlib.Path) -> list[int]:
+  return sorted(int(path.name) for path in (workdir / 'checkpoints').glob('*') if path.name.isdecimal())
+
+
+def assert_becomes(config: Config, workdir: pathlib.Path, whole: pathlib.Path) -> None:
+  """Started again the run ends as the whole one, bit for bit."""
+  result = loop.train(config, workdir)
+  assert not result.preempted and result.step == 2
+  assert lines_without_time(workdir) == lines_without_time(whole)
+  (_, ours, _), (_, theirs, _) = final_state(workdir), final_state(whole)
+  chex.assert_trees_all_equal(ours.replace(rng=None), theirs.replace(rng=None))
+  np.testing.assert_array_equal(jax.random.key_data(ours.rng), jax.random.key_data(theirs.rng))
+  for step in (1, 2):
+    name = f'rollouts/{step}.jsonl'
+    assert (workdir / name).read_text() == (whole / name).read_text()
+
+
+# Where it is told: before the n-th call of a function. A batch donates the state twice, for its first optimizer step and
+# for its second. Slots advance once for the evaluation before the first step, once in each step, once in the last
+# evaluation.
+STOPS = {
+  'the first evaluation': (Slots, 'advance', 1, {}, 0),
+  'sampling': (Slots, 'advance', 3, {}, 1),
+  'before an optimizer step': (loop, 'run_update', 2, {}, 1),
+  'after an optimizer step': (StartingState, 'donate', 3, {}, 2),
+  'after an optimizer step, with a copy': (StartingState, 'donate', 3, {'keep_starting_state': True}, 1),
+  'the evaluation': (Slots, 'advance', 4, {}, 2),
+}
+QUICK = ('after an optimizer step, with a copy', 'the evaluation', 'a line that cannot be written')  # Others are slow.
+
+
+def some_slow(names) -> list:
+  return [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize('where', some_slow(STOPS))
+def test_told_to_stop_it_saves_the_last_whole_state(experiment, tmp_path, monkeypatch, where):
+  make, whole = experiment
+  owner, name, count, changes, saved = STOPS[where]
+  with monkeypatch.context() as patch:
+    before(patch, owner, name, count, cluster.ask_to_stop)
+    result = loop.train(make(**changes), tmp_path)
+  assert result.preempted and result.step == saved and steps_on_disk(tmp_path) == ([saved] if saved else [])
+  assert_becomes(make(), tmp_path, whole)
+
+
+class Broken(Exception):
+  pass
+
+
+ENDS = {
+  'a device that fails before an optimizer step': (StartingState, 'donate', 3, Broken(), {}, 1),
+  'a device that fails after one': (StartingState, 'donate', 4, Broken(), {}, None),
+  'a device that fails after one, with a copy': (
+    StartingState,
+    'donate',
+    4,
+    Broken(),
+    {'keep_starting_state': True},
+    1,
+  ),
+  'Ctrl-C from elsewhere': (loop, 'build_batch', 2, KeyboardInterrupt(), {}, 1),
+  'a full disk for rollouts': (records, 'write_rollouts', 2, OSError(28, 'No space left on device'), {}, 2),
+  'an evaluation': (loop, 'evaluate', 2, UserError('Mend the grader.'), {}, 2),
+  'a line that cannot be written': (MetricsWriter, 'write', 3, OSError(28, 'No space left on device'), {}, 2),
+}
+
+
+@pytest.mark.parametrize('what', some_slow(ENDS))
+def test_whatever_ends_it_the_last_whole_state_is_saved_and_named(experiment, tmp_path, monkeypatch, what):
+  make, whole = experiment
+  owner, name, count, error, changes, saved = ENDS[what]
+  said = []
+  with monkeypatch.context() as patch:
+    before(patch, owner, name, count, fail(error))
+    with pytest.raises(type(error)) as raised:
+      loop.train(make(**changes), tmp_path, announce=said.append)
+  assert raised.value is error
+  assert steps_on_disk(tmp_path) == ([] if saved is None else [saved])
+  there = 'There is no checkpoint yet; the same command starts again.'
+  if saved is not None:
+    there = f'The checkpoint of step {saved} is on disk; the same command resumes from it.'
+  assert said[-1] == there
+  if owner is records:  # The file of a step that was trained is not written later.
+    (tmp_path / 'rollouts' / '2.jsonl').write_text((whole / 'rollouts' / '2.jsonl').read_text())
+  assert_becomes(make(), tmp_path, whole)
+
+
+def test_a_failure_of_the_last_save_does_not_hide_what_ended_the_run(experiment, tmp_path, monkeypatch):
+  make, _ = experiment
+  said = []
+  with monkeypatch.context() as patch:
+    before(patch, loop, 'build_batch', 2, fail(Broken('first')))
+    before(patch, loop.Checkpoints, 'save', 1, fail(UserError('The disk is full.')))
+    with pytest.raises(Broken, match='first'):
+      loop.train(make(), tmp_path, announce=said.append)
+  assert said[-2:] == [
+    'The state of step 1 could not be saved: The disk is full.',
+    'There is no checkpoint yet; the same command starts again.',
+  ]
