@@ -8,7 +8,8 @@ setting, --help_settings=teacher those of a section or those that mention a word
 
 Exit codes: 0 done; 2 bad input, or nothing learned for too long (trainer.max_skipped_steps), named in a sentence; 3
 stopped by an alarm (alarms.rules), with a checkpoint; 75 one of several processes is gone or never came, named in a
-sentence; 143 told to stop, with a checkpoint. After 75 and 143 the same command resumes.
+sentence; 130 interrupted for a second time, or before the run began; 143 told to stop by SIGTERM or Ctrl-C: the last
+finished step is saved, within trainer.preemption_grace_s. After 75, 130 and 143 the same command resumes.
 """
 
 import sys

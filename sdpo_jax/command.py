@@ -9,6 +9,7 @@ import logging
 import os
 import pathlib
 import re
+import signal
 import sys
 import traceback
 from typing import Any
@@ -27,6 +28,7 @@ from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import is_failing, is_full
 
 EXIT_BAD_INPUT = cluster.EXIT_BAD_INPUT
+EXIT_INTERRUPTED = 130  # 128 + SIGINT.
 _OVERRIDE = re.compile(r'--?config\.([A-Za-z0-9_.]+)(?:=(.*))?', re.DOTALL)
 _HELP_SETTINGS = re.compile(r'--?help_?settings(?:=(.*))?', re.DOTALL)
 _overrides: list[tuple[str, str]] = []
@@ -207,6 +209,10 @@ def run(main: Callable[[], int | None]) -> None:
     except cluster.Lost as error:
       print(error, file=sys.stderr)
       return cluster.EXIT_LOST
+    except KeyboardInterrupt:
+      cluster.fail(EXIT_INTERRUPTED, 'Interrupted.')
+      print('\nInterrupted.', file=sys.stderr)
+      return EXIT_INTERRUPTED
     except Exception as error:
       cluster.await_verdict(error)
       sentence = _sentence(error)
@@ -217,6 +223,8 @@ def run(main: Callable[[], int | None]) -> None:
         raise
       cluster.fail(EXIT_BAD_INPUT, sentence)
       return _complain(sentence)
+    finally:
+      signal.signal(signal.SIGINT, signal.SIG_DFL)  # Nothing is left that Ctrl-C would have to end with a traceback.
 
   for name in (
     'config',

@@ -1,10 +1,14 @@
 """Processes of a run find each other, and end together with one sentence whatever ends one of them. Real processes."""
 
+import concurrent.futures
 import contextlib
+import random
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 
 from jax._src import clusters
 import pytest
@@ -224,3 +228,60 @@ def test_a_slice_that_cannot_be_found_is_not_taken_for_a_single_host(monkeypatch
   monkeypatch.setattr(clusters.ClusterEnv, 'auto_detect_unset_distributed_params', find)
   with pytest.raises(UserError, match=rf'cannot be found \({error}\): give --coordinator_address'):
     cluster.slice_place(1.0)
+
+
+@contextlib.contextmanager
+def members(count: int):
+  """The hub and the spokes of a run of `count` processes, all in this one."""
+  timeouts = cluster.Timeouts(join=60, heartbeat=60, barrier=60)
+  places = [cluster.Place(f'localhost:{port}', count, index) for port in [free_port()] for index in range(count)]
+  made = [(cluster._Spoke if place.index else cluster._Hub)(place, timeouts) for place in places]
+  run_all([member.meet for member in made])
+  try:
+    yield made
+  finally:  # Without it the others would end this process.
+    run_all([lambda member=member: member.exchange_notes(cluster.ENDS, '', None) for member in made])
+
+
+def run_all(functions) -> list:
+  """What they return, each called in a thread of its own."""
+  with concurrent.futures.ThreadPoolExecutor(len(functions)) as pool:
+    return [future.result(60) for future in [pool.submit(function) for function in functions]]
+
+
+def test_notes_that_are_not_empty_are_heard_by_all():
+  with members(3) as made:
+    for notes in (['', 'ENOSPC', ''], ['', '', ''], ['a', 'b', 'c']):
+      functions = [
+        lambda member=member, note=note: member.exchange_notes('the line', note, None)
+        for member, note in zip(made, notes, strict=True)
+      ]
+      assert run_all(functions) == [{index: note for index, note in enumerate(notes) if note}] * 3
+
+
+def test_who_waits_for_a_time_only_goes_on_without_the_others():
+  with members(2) as made:
+    assert made[1].exchange_notes('the end by an error', '', 0.05) is None
+    assert made[0].exchange_notes('the end by an error', '', 60) == {}
+
+
+@pytest.mark.parametrize('told', [0, 2])
+def test_whoever_is_told_to_stop_all_leave_at_the_same_point(told):
+  rng = random.Random(told)
+  with members(3) as made:
+    heard = [threading.Event() for _ in made]
+    for member, event in zip(made, heard, strict=True):
+      member.listener = event.set
+
+    def work(member) -> int:
+      passed = 0
+      while not member.stop_point.reached():
+        passed += 1
+        if passed == 20 and member.place.index == told:
+          member.ask_to_stop()
+        time.sleep(rng.random() / 500)
+      return passed
+
+    counts = run_all([lambda member=member: work(member) for member in made])
+    assert len(set(counts)) == 1 and counts[0] >= 20
+    assert all(event.wait(60) for event in heard)

@@ -17,6 +17,7 @@ import pytest
 from sdpo_jax.distributed import cluster
 from sdpo_jax.inference import runs
 from sdpo_jax.training.checkpoints import Checkpoints
+from sdpo_jax.training.manifest import MANIFEST
 from sdpo_jax.training.metrics import STATE_DIGEST
 from sdpo_jax.training.preemption import EXIT_PREEMPTED
 from sdpo_jax.training.session import make_session
@@ -177,6 +178,37 @@ def test_sigterm_saves_first_and_the_same_command_continues(experiment):
   assert_same_run(folder / 'whole', workdir)
 
 
+@pytest.mark.parametrize(
+  'wait',
+  ['threading.Event().wait()', pytest.param('POOL.submit(threading.Event().wait).result()', marks=pytest.mark.slow)],
+)
+def test_sigterm_does_not_wait_for_a_grader_that_hangs(experiment, tmp_path, wait):
+  """Nor does the end of the process wait for a thread that Python would join."""
+  folder, arguments = experiment
+  workdir, reached, hangs = tmp_path / 'run', tmp_path / 'reached', tmp_path / 'hangs'
+  text, place = pathlib.Path(arguments[0].removeprefix('--config=')).read_text(), '  scores = ['
+  asked = f"""  if any(example.id == 'train-4' for example in examples) and pathlib.Path({str(hangs)!r}).exists():
+    pathlib.Path({str(reached)!r}).touch()
+    {wait}
+"""
+  header = 'import concurrent.futures, pathlib, threading\nPOOL = concurrent.futures.ThreadPoolExecutor()\n'
+  assert text.count(place) == 1
+  config = tmp_path / 'hanging_config.py'
+  config.write_text(header + text.replace(place, asked + place))
+  hangs.touch()
+  settings = ['--config.trainer.save_freq=0', '--config.trainer.preemption_grace_s=10']
+  arguments = [f'--config={config}', *arguments[1:]]
+  process = start([*arguments, *settings], workdir)
+  assert wait_for(process, reached.exists)
+  process.send_signal(signal.SIGTERM)
+  assert process.wait(timeout=100) == EXIT_PREEMPTED
+  assert settled(workdir, 2)
+  if 'POOL' in wait:
+    hangs.unlink()
+    assert start(arguments, workdir).wait() == 0
+    assert_same_run(folder / 'whole', workdir)
+
+
 def test_a_finished_run_can_be_made_longer_but_not_another_run(experiment):
   folder, arguments = experiment
   done = tiny.launch('train', *arguments, '--config.optimizer.lr=0.5', f'--workdir={folder}/whole')
@@ -209,7 +241,7 @@ def places(count: int) -> list[list[str]]:
 
 def settled(workdir: pathlib.Path, step: int) -> bool:
   """Whether the checkpoint of `step` is there whole."""
-  return (workdir / 'checkpoints' / str(step)).exists()
+  return (workdir / 'checkpoints' / str(step) / MANIFEST).exists()
 
 
 # Restores a run's newest checkpoint; prints a digest of every leaf, and the loss and gradient norm of a given batch.

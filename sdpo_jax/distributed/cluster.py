@@ -126,10 +126,10 @@ def barrier(name: str) -> None:
   Args:
     name: completes 'did not reach …'.
   """
-  meet(name)
+  exchange_notes(name)
 
 
-def meet(name: str, note: str = '', within_s: float | None = None) -> dict[int, str] | None:
+def exchange_notes(name: str, note: str = '', within_s: float | None = None) -> dict[int, str] | None:
   """Return, when all processes have come here, the notes that are not empty, by process; the devices are not asked.
 
   Args:
@@ -138,7 +138,7 @@ def meet(name: str, note: str = '', within_s: float | None = None) -> dict[int, 
     within_s: how long this process waits for the others, to return None if they have not come; None: as `barrier`.
   """
   if _member is not None:
-    return _member.meet_at(name, note, within_s)
+    return _member.exchange_notes(name, note, within_s)
   return {0: note} if note else {}
 
 
@@ -271,7 +271,7 @@ class _Member:
     """Tells all that this process has come to a meeting."""
     raise NotImplementedError
 
-  def meet_at(self, name: str, note: str, within_s: float | None) -> dict[int, str] | None:
+  def exchange_notes(self, name: str, note: str, within_s: float | None) -> dict[int, str] | None:
     self.arrive(name, note)
     if not self.event(name).wait(within_s):
       return None

@@ -28,7 +28,7 @@ def noted(note: str, what: str) -> dict[int, str]:
     what: it is about, as of `gathered`.
   """
   if jax.process_count() == 1 or cluster.joined():
-    return cluster.meet(what, note)
+    return cluster.exchange_notes(what, note)
   return {process: text for process, text in enumerate(gathered(note, what)) if text}
 
 
