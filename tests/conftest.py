@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import shutil
+import subprocess
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
@@ -11,7 +12,7 @@ os.environ.setdefault('HF_HUB_OFFLINE', '1')
 import jax
 import pytest
 
-from tests import compiling
+from tests import compiling, file_operations
 
 made = compiling.prepare()
 jax.config.update('jax_num_cpu_devices', 8)
@@ -62,3 +63,12 @@ def free_memory():
   yield
   jax.clear_caches()
   gc.collect()
+
+
+@pytest.fixture(scope='session')
+def recorder(tmp_path_factory) -> file_operations.Recorder:
+  """The recorder of file operations, where there is a compiler for it."""
+  try:
+    return file_operations.Recorder(tmp_path_factory.mktemp('recorder'))
+  except (OSError, subprocess.CalledProcessError) as error:
+    pytest.skip(f'the recorder of file operations cannot be compiled: {error}')

@@ -1,0 +1,127 @@
+"""A run whose file operations are recorded, with marks that say what it has promised: tests/test_durability.py.
+
+python -m tests.durable_run train FLAGS…         the command launch.train
+python -m tests.durable_run stores WORKDIR LAST  the files of a run without its model, up to step LAST
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import runpy
+import sys
+
+from etils import epath
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sdpo_jax.config import Config
+from sdpo_jax.files import make_directory, write_atomically
+from sdpo_jax.training import loop  # noqa: F401, imported for launch.train
+from sdpo_jax.training.checkpoints import Checkpoints
+from sdpo_jax.training.metrics import MetricsWriter
+from sdpo_jax.training.ownership import sole_user
+from sdpo_jax.training.workdir import check_workdir, open_workdir
+from sdpo_jax.types import TrainState
+from tests import file_operations
+
+KEEP = 1
+
+
+def digest(state: TrainState) -> str:
+  """Return a digest of every bit of a state."""
+  whole = hashlib.sha256()
+  for path, leaf in sorted(jax.tree_util.tree_leaves_with_path(state), key=lambda pair: jax.tree_util.keystr(pair[0])):
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+      leaf = jax.random.key_data(leaf)
+    whole.update(f'{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}\n'.encode() + np.asarray(leaf).tobytes())
+  return whole.hexdigest()
+
+
+def mark_checkpoints() -> None:
+  """From now on the log says 'saving STEP DIGEST' before a checkpoint is written, 'saved STEP' once it is promised."""
+  save, wait = Checkpoints.save, Checkpoints.wait
+  begun: list[int] = []
+
+  def promise() -> None:
+    for step in begun:
+      file_operations.mark(f'saved {step}')
+    begun.clear()
+
+  def marked_save(self: Checkpoints, step: int, state: TrainState, *rest) -> None:
+    file_operations.mark(f'saving {step} {digest(state)}')
+    save(self, step, state, *rest)
+    promise()  # The one before: it is awaited first.
+    begun.append(step)
+
+  def marked_wait(self: Checkpoints) -> None:
+    wait(self)
+    promise()
+
+  Checkpoints.save, Checkpoints.wait = marked_save, marked_wait
+
+
+def state_of(step: int) -> TrainState:
+  """A small state that is another one at every step."""
+  noise = np.random.default_rng(step).normal(size=(3, 5)).astype(np.float32)
+  return TrainState(
+    step=jnp.int32(step),
+    optimizer_step=jnp.int32(step),
+    trainable={'w': jnp.asarray(noise)},
+    opt_state=(),
+    teacher={'w': jnp.asarray(noise / 2)},
+    rng=jax.random.key(7),
+  )
+
+
+def config() -> Config:
+  """The settings of a run of `stores`."""
+  settings = Config(name='stores')
+  settings.trainer.tensorboard = False
+  return settings
+
+
+def stores(workdir: epath.Path, last: int) -> None:
+  """Write what the loop writes, in its order: files of the step, its line, the sync of lines, the checkpoint."""
+  check_workdir(config(), workdir)
+  with sole_user(workdir) as ownership:
+    open_workdir(config(), workdir)
+    checkpoints = Checkpoints(workdir, keep=KEEP, ownership=ownership)
+    restored = checkpoints.restore(state_of(0))
+    first = 0 if restored is None else restored[0]
+    writer = MetricsWriter(workdir, config(), resume_step=first, ownership=ownership)
+    for step in range(first + 1, last + 1):
+      make_directory(workdir / 'rollouts')
+      write_atomically(workdir / 'rollouts' / f'{step}.jsonl', f'{{"step": {step}}}\n')
+      writer.write(step, {'train/loss': step / 8})
+      writer.sync()
+      checkpoints.save(step, state_of(step), {'position': step}, {})
+    checkpoints.wait()
+    writer.close()
+    checkpoints.close()
+
+
+def live(fatal: str | None, command: str, *arguments: str) -> None:
+  """Be one process of the run."""
+  if fatal is not None:
+    file_operations.end_at(fatal)
+  mark_checkpoints()
+  if command == 'train':
+    sys.argv[1:] = arguments
+    runpy.run_module('launch.train', run_name='__main__', alter_sys=True)
+  else:
+    workdir, last = arguments
+    stores(epath.Path(workdir), int(last))
+
+
+if __name__ == '__main__':
+  codes = []
+  for end in json.loads(sys.argv[1]):
+    child = os.fork()  # With the imports done. JAX has started no thread by now.
+    if child == 0:
+      live(end, *sys.argv[2:])
+      sys.exit(0)
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+  print(json.dumps(codes))

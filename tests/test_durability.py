@@ -1,0 +1,273 @@
+"""Why a failure of the machine loses nothing: whatever it may leave of the files of a run, the run goes on from there.
+
+The file operations of processes that train are recorded, one of which is killed; then the disk is replayed to every
+operation, and what it may hold there, by the promises of fsync alone, is opened as a resume opens it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+import contextlib
+import dataclasses
+import json
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+from etils import epath
+import pytest
+
+from sdpo_jax.config import Config
+from sdpo_jax.training.checkpoints import Checkpoints
+from sdpo_jax.training.metrics import MetricsWriter
+from sdpo_jax.training.ownership import sole_user
+from sdpo_jax.training.workdir import check_workdir, open_workdir
+from sdpo_jax.types import TrainState
+from tests import durable_run, file_operations, tiny
+from tests.file_operations import Disk, Operation, Tree
+
+RUN = 'run'
+
+
+def record(
+  recorder: file_operations.Recorder, folder: pathlib.Path, arguments: Sequence[str], fatal: Sequence[str]
+) -> list[Operation]:
+  """Run a command again and again, each time but the last to a fatal operation; return the operations of all of them."""
+  (folder / 'root').mkdir(parents=True)
+  done = subprocess.run(
+    [sys.executable, '-m', 'tests.durable_run', json.dumps([*fatal, None]), *arguments],
+    env=tiny.environment() | recorder.environment(folder / 'root', folder / 'log'),
+    cwd=tiny.REPOSITORY,
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  assert json.loads(done.stdout.splitlines()[-1]) == [9] * len(fatal) + [0], done.stderr
+  operations = file_operations.read_log(folder / 'log')
+  assert file_operations.after(operations).now() == file_operations.read_tree(folder / 'root')  # None escaped.
+  return operations
+
+
+def record_stores(recorder: file_operations.Recorder, folder: pathlib.Path, *fatal: str) -> list[Operation]:
+  return record(recorder, folder, ['stores', f'{folder}/root/{RUN}', '4'], fatal)
+
+
+@pytest.fixture(scope='module')
+def stored(recorder, tmp_path_factory) -> list[Operation]:
+  """The operations of a run without a model, which is killed when its second checkpoint has its name, unsynced."""
+  return record_stores(recorder, tmp_path_factory.mktemp('stores'), f'rename {RUN}/checkpoints/2$')
+
+
+@pytest.fixture(scope='module')
+def stores_judge(stored, tmp_path_factory) -> Judge:
+  scratch = tmp_path_factory.mktemp('scratch')
+  return Judge(stored, durable_run.config(), durable_run.state_of(0), scratch, sample=200)
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+  """What a resume finds in a directory."""
+
+  complaint: str = ''
+  step: int = 0  # Of the checkpoint; 0: it begins anew.
+  digest: str = ''
+  lines: tuple[str, ...] = ()  # Of metrics.jsonl, as JSON without times.
+
+
+class Judge:
+  """Opens what a disk may hold as a resume does, and says what is wrong with it. What holds the same is opened once.
+
+  So is what differs only in what no resume reads: what was not finished and is not named so. That it makes no difference
+  is checked of one in `sample` of those.
+  """
+
+  def __init__(
+    self, operations: Iterable[Operation], config: Config, like: TrainState, scratch: pathlib.Path, sample: int
+  ):
+    self._config, self._like, self._scratch, self._sample = config, like, scratch, sample
+    self._known: dict[int, Opened] = {}
+    self._seen: set[int] = set()
+    self.whole = 0  # Of those that were opened with all they hold.
+    self._end = file_operations.below(
+      file_operations.after(operations).now(), RUN
+    )  # Of the run that was left in peace at last.
+    self._lines = {json.loads(line)['step']: line for line in _timeless(self._end['metrics.jsonl'].decode())}
+
+  @property
+  def opened(self) -> int:
+    return len(self._known)
+
+  def complaint(self, tree: Tree, digests: dict[int, str], promised: int) -> str:
+    """Return what is wrong with a tree, '' for nothing.
+
+    Args:
+      tree: what the disk holds.
+      digests: of the states that were to be saved, by step.
+      promised: the newest step whose checkpoint was said to be written; 0 for none.
+    """
+    tree = file_operations.below(tree, RUN)
+    found = self._open(tree)
+    if found.complaint:
+      return found.complaint
+    if found.step < promised:
+      return f'step {found.step} is restored, though the checkpoint of step {promised} was written'
+    if found.step and found.digest != digests.get(found.step):
+      return f'what is restored at step {found.step} is not what was saved'
+    if found.step:
+      wanted = [line for step, line in sorted(self._lines.items()) if step <= found.step]
+      if list(found.lines) != wanted:
+        return f'metrics.jsonl holds {len(found.lines)} lines up to step {found.step} in place of {len(wanted)}'
+      for path, content in self._end.items():
+        folder, _, name = path.partition('/')
+        if folder in ('rollouts', 'eval') and name and int(name.split('.')[0]) <= found.step:
+          if tree.get(path) != content:
+            return f'{path} is not whole, though step {found.step} is restored'
+    return ''
+
+  def _open(self, tree: Tree) -> Opened:
+    reduced = _reduced(tree)
+    key = file_operations.key(reduced)
+    if key not in self._known:
+      self._known[key] = self._resume(reduced)
+    whole = file_operations.key(tree)
+    if whole not in self._seen:
+      self._seen.add(whole)
+      if len(self._seen) % self._sample == 0:
+        self.whole += 1
+        assert self._resume(tree) == self._known[key]
+    return self._known[key]
+
+  def _resume(self, tree: Tree) -> Opened:
+    folder = epath.Path(self._scratch / RUN)
+    shutil.rmtree(folder, ignore_errors=True)
+    file_operations.write_tree(tree, pathlib.Path(folder))
+    with contextlib.ExitStack() as stack:
+      try:
+        check_workdir(self._config, folder)
+        ownership = stack.enter_context(sole_user(folder, lambda text: None))
+        open_workdir(self._config, folder)
+        checkpoints = Checkpoints(folder, keep=durable_run.KEEP, ownership=ownership)
+        stack.callback(checkpoints.close)
+        restored = checkpoints.restore(self._like)
+        step, digest = (0, '') if restored is None else (restored[0], durable_run.digest(restored[1]))
+        MetricsWriter(folder, self._config, resume_step=step, ownership=ownership).close()
+        return Opened('', step, digest, tuple(_timeless((folder / 'metrics.jsonl').read_text())))
+      except Exception as error:  # None is expected: whatever it is, the run would end.
+        return Opened(f'a resume ends with {type(error).__name__}: {error}')
+
+
+def _reduced(tree: Tree) -> Tree:
+  """Return a tree without what is in files and folders whose names say that they are not finished, or being removed."""
+
+  def unfinished(path: str) -> bool:
+    parts = path.split('/')
+    return parts[0] == 'checkpoints' and len(parts) > 2 and not parts[1].isdecimal()
+
+  return {
+    path: b'' if path.endswith('.partial') and content else content
+    for path, content in tree.items()
+    if not unfinished(path)
+  }
+
+
+def _timeless(text: str) -> list[str]:
+  lines = [json.loads(line) for line in text.splitlines()]
+  return [
+    json.dumps(
+      {
+        key: value
+        for key, value in line.items()
+        if not key.startswith(('time/', 'throughput/', 'programs/', 'fencing_epoch'))
+      }
+    )
+    for line in lines
+  ]
+
+
+def violations(operations: Sequence[Operation], judge: Judge, chosen: Callable[[int], bool]) -> Iterator[str]:
+  """Replay a disk to the chosen operations and to every promise, and judge what may be there; yield what is wrong."""
+  disk = Disk()
+  digests: dict[int, str] = {}
+  promised, judged = 0, set()
+  for number, operation in enumerate(operations):
+    disk.apply(operation)
+    if operation.kind == 'mark':
+      word, step, *rest = operation.path.split()
+      if word == 'saving':
+        assert digests.setdefault(int(step), rest[0]) == rest[0], 'two states of one step'
+        continue
+      promised = max(promised, int(step))
+    elif operation.kind == 'fsync' or not chosen(number):  # What may be there after a sync, may be before.
+      continue
+    for name, tree in disk.survivors():
+      case = (file_operations.key(tree), promised, len(digests))
+      if case not in judged:
+        judged.add(case)
+        complaint = judge.complaint(tree, digests, promised)
+        if complaint:
+          yield f'after operation {number} ({operation}), {name}: {complaint}'
+
+
+def test_a_failure_of_the_machine_at_any_operation_loses_nothing(stored, stores_judge):
+  kinds = {operation.kind for operation in stored}
+  assert kinds == set(file_operations.KINDS) - {'link', 'unsupported'}
+  promises = [operation.path.split()[1] for operation in stored if operation.path.startswith('saved')]
+  assert promises == ['1', '3', '4']  # It was killed before it could promise the second.
+  assert not list(violations(stored, stores_judge, lambda number: number % 16 == 0))
+  assert stores_judge.opened > 10 and stores_judge.whole > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'fatal',
+  [
+    (f'rename {RUN}/checkpoints/2$', f'rename {RUN}/checkpoints/3$'),
+    ('fsync checkpoints/1.unfinished', 'write checkpoints/2.unfinished'),
+    (f'rename {RUN}/checkpoints/1.deleted', f'unlink {RUN}/checkpoints/2.deleted'),
+    (f'rename {RUN}/config.json', f'mkdir {RUN}/rollouts$', f'rename {RUN}/metrics.jsonl$', 'fsync metrics.jsonl$'),
+    (f'create {RUN}/.lock', f'mkdir {RUN}/checkpoints$', f'rename {RUN}/epochs.json', 'write metrics.jsonl$'),
+  ],
+  ids=' then '.join,
+)
+def test_a_failure_after_a_kill_at_any_operation_loses_nothing(recorder, tmp_path, fatal):
+  operations = record_stores(recorder, tmp_path, *fatal)
+  judge = Judge(operations, durable_run.config(), durable_run.state_of(0), tmp_path, sample=100)
+  assert not list(violations(operations, judge, lambda number: number % 2 == 0))
+  assert judge.opened > 50 and judge.whole > 10
+
+
+# What the run would do without one kind of sync → the files and folders of which it is left out.
+UNSYNCED = {
+  'the lines': f'{RUN}/metrics.jsonl',
+  'what is written to a partial file': rf'{RUN}/\.[0-9a-f]+\.partial',
+  'the names in the run': RUN,
+  'the name of the run': '',
+  'the manifest': rf'{RUN}/checkpoints/[^/]+/\.[0-9a-f]+\.partial',
+  'the names in a checkpoint': rf'{RUN}/checkpoints/[^/]+(/(state|host|state/d|state/ocdbt.process_0(/d)?))?',
+  'the host state': rf'{RUN}/checkpoints/[^/]+/host/metadata',
+  'the metadata of Orbax': rf'{RUN}/checkpoints/.*/(_METADATA|_CHECKPOINT_METADATA|manifest.ocdbt.*)',
+  'the arrays': rf'{RUN}/checkpoints/.*/d/[0-9a-f]+',
+  'the names of checkpoints': f'{RUN}/checkpoints',
+  'the rollouts': rf'{RUN}/rollouts/\..*\.partial',
+  'the names of the rollouts': f'{RUN}/rollouts',
+}
+
+
+@pytest.mark.parametrize('missing', UNSYNCED.values(), ids=UNSYNCED)
+def test_without_any_of_the_syncs_something_may_be_lost(stored, stores_judge, missing):
+  left = [one for one in stored if one.kind != 'fsync' or not re.fullmatch(missing, one.path)]
+  assert len(left) < len(stored)
+  assert next(violations(left, stores_judge, lambda number: False), None)  # At a promise, which is not kept.
+
+
+def test_removing_a_checkpoint_before_the_next_one_is_named_may_lose_both(stored, stores_judge):
+  def place(kind: str, text: str) -> int:
+    return next(number for number, one in enumerate(stored) if one.kind == kind and text in (one.path, one.target))
+
+  named, removed = place('rename', f'{RUN}/checkpoints/4'), place('rename', f'{RUN}/checkpoints/3')
+  removed = next(n for n in range(named, len(stored)) if stored[n].target.startswith(f'{RUN}/checkpoints/3.deleted'))
+  assert stored[removed + 1].kind == 'fsync'
+  early = [*stored[:named], *stored[removed : removed + 2], *stored[named:removed], *stored[removed + 2 :]]
+  assert next(violations(early, stores_judge, lambda number: named <= number <= named + 3), None)
