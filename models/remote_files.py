@@ -14,6 +14,7 @@ import tempfile
 from etils import epath
 
 from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.files import sync_directory, sync_tree
 
 FOLDER = 'SDPO_MODELS'  # The environment variable that names where copies are kept.
 
@@ -61,8 +62,10 @@ def fetch(address: str, patterns: Sequence[str]) -> pathlib.Path:
     try:
       for name, source in sources.items():
         source.copy(partial / name, overwrite=True)
+      sync_tree(partial)  # Its files are trusted by their sizes, which a machine that fails may leave without data.
       shutil.rmtree(target, ignore_errors=True)
       partial.rename(target)
+      sync_directory(folder)
     finally:
       shutil.rmtree(partial, ignore_errors=True)
   except Exception as error:  # As above, and of the disk.

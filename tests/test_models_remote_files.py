@@ -1,5 +1,8 @@
 """A model in a bucket is copied once, whole or not at all. The bucket is a folder that epath takes for gs://."""
 
+import os
+import pathlib
+
 import chex
 from etils.epath import backend
 from fsspec.implementations.local import LocalFileSystem
@@ -54,6 +57,20 @@ def test_it_is_copied_again_only_when_it_has_changed(store):
   (folder / 'README.txt').write_text('new')
   remote_files.fetch.cache_clear()
   assert (huggingface.resolve(ADDRESS) / 'README.txt').read_text() == 'new'
+
+
+def test_a_copy_is_on_the_disk_before_it_has_its_name(store, tmp_path, monkeypatch):
+  tiny.make_model(store / 'models' / 'tiny')
+  synced, named = [], tmp_path / 'copies' / 'gs_here_models_tiny'
+
+  def note(descriptor):
+    synced.append((named.exists(), pathlib.Path(os.readlink(f'/proc/self/fd/{descriptor}')).name))
+
+  monkeypatch.setattr(os, 'fsync', note)
+  copy = huggingface.resolve(ADDRESS)
+  assert copy == named
+  assert {name for exists, name in synced if not exists} >= {path.name for path in copy.iterdir()}
+  assert synced[-1] == (True, 'copies')
 
 
 def test_a_copy_that_fails_leaves_nothing_behind(store, tmp_path, monkeypatch):
