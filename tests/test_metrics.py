@@ -47,11 +47,13 @@ def test_the_lines_are_on_the_disk_after_a_sync_and_a_link_is_not_followed(tmp_p
   def size(fd):
     return os.fstat(fd).st_size
 
-  writer = metrics.MetricsWriter(tmp_path, quiet())
+  writer = metrics.MetricsWriter(tmp_path, Config())
   writer.write(1, {'train/loss': 1.0})
+  synced.clear()
   writer.sync()
   path = tmp_path / 'metrics.jsonl'
-  assert synced[-1] == (str(path), len(path.read_text())) and len(path.read_text()) > 10
+  [events] = (tmp_path / 'tensorboard').iterdir()
+  assert synced[:2] == [(str(file), file.stat().st_size) for file in (path, events)] and path.stat().st_size > 10
   path.rename(tmp_path / 'elsewhere')
   path.symlink_to(tmp_path / 'elsewhere')
   with pytest.raises(OSError, match='symbolic link'):

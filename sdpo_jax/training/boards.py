@@ -15,7 +15,7 @@ from etils import epath
 
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError, first_line
-from sdpo_jax.files import is_local, make_directory, read_text, write_atomically
+from sdpo_jax.files import is_local, make_directory, read_text, sync_tree, write_atomically
 from sdpo_jax.training.samples import COLUMNS, UNGRADED, Sample, shorten
 
 WANDB_ID = 'wandb_id'  # The file in the run's directory that holds the id of its page.
@@ -37,7 +37,7 @@ class TensorBoard:
 
     self._event, self._summary, self._text = event_pb2, summary_pb2, plugin_text_pb2
     self._tensor, self._shape = tensor_pb2, tensor_shape_pb2
-    folder = workdir / 'tensorboard'
+    folder = self._folder = workdir / 'tensorboard'
     make_directory(folder)
     self._writer = event_file_writer.EventsWriter(os.path.join(folder, 'events'), f'.{os.getpid()}')
     if resume_step:
@@ -74,6 +74,10 @@ class TensorBoard:
     )
     self._write(self._event.Event(step=step, summary=self._summary.Summary(value=[value])))
     self._writer.flush()
+
+  def sync(self) -> None:
+    """Return once what was written is on the disk; raises OSError if it is not."""
+    sync_tree(self._folder)
 
   def close(self) -> None:
     self._writer.close()
@@ -130,6 +134,9 @@ class WeightsAndBiases:
       self._run.log({SAMPLES: table}, step=step)
 
     self._try(log)
+
+  def sync(self) -> None:
+    """Do nothing: what it keeps on the disk is its own affair."""
 
   def close(self) -> None:
     self._try(self._run.finish)

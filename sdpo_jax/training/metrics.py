@@ -94,12 +94,14 @@ class MetricsWriter:
       board.numbers(step, {key: value for key, value in measured.items() if not isinstance(value, str)})
 
   def sync(self) -> None:
-    """Return once all lines are on the disk; a checkpoint that needs them may be published then.
+    """Return once all lines, here and on the boards, are on the disk; a checkpoint that needs them may be published then.
 
     Raises:
       OSError: they are not.
     """
     sync_file(self._path)
+    for board in self._boards:
+      board.sync()
 
   def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
     """Show samples of a step on the boards; before the step's numbers, since a page's steps never go back."""
