@@ -220,6 +220,52 @@ def test_a_finished_run_can_be_made_longer_but_not_another_run(experiment):
   assert 'mean@2' in done.stdout
 
 
+@pytest.mark.slow
+def test_a_run_without_its_checkpoints_begins_anew_only_if_told_to(experiment):
+  folder, arguments = experiment
+  workdir = folder / 'unmounted'
+  shutil.copytree(folder / 'whole', workdir)
+  (workdir / 'checkpoints').rename(folder / 'elsewhere')
+  results = {path.name: path.read_bytes() for path in workdir.iterdir() if path.is_file() and path.suffix != '.json'}
+  for _ in range(2):
+    refused = tiny.launch('train', *arguments, f'--workdir={workdir}')
+    assert refused.returncode == 2 and 'Traceback' not in refused.stderr
+    assert f'that of step {STEPS} was published' in refused.stderr and '--restart' in refused.stderr
+  assert results['metrics.jsonl'] == (workdir / 'metrics.jsonl').read_bytes()
+  done = tiny.launch('train', *arguments, f'--workdir={workdir}', '--restart')
+  assert done.returncode == 0, done.stderr
+  assert_same_run(folder / 'whole', workdir)
+  assert results['metrics.jsonl'] == (workdir / 'before_restart' / '1' / 'metrics.jsonl').read_bytes()
+  (workdir / 'metrics.jsonl').write_text('')
+  longer = f'--config.trainer.total_training_steps={STEPS + 1}'
+  done = tiny.launch('train', *arguments, longer, f'--workdir={workdir}', '--restart')
+  assert done.returncode == 0 and f'metrics.jsonl is empty: the numbers of steps 1–{STEPS} are lost' in done.stderr
+  assert f'--restart does nothing here: the checkpoint of step {STEPS} is there' in done.stderr
+  assert [line['step'] for line in lines_without_time(workdir)] == [STEPS + 1]
+
+
+@pytest.mark.slow
+def test_a_second_start_is_told_who_trains_and_changes_nothing(experiment):
+  folder, arguments = experiment
+  workdir = folder / 'twice'
+  first = start([*arguments, '--config.trainer.total_training_steps=500'], workdir)
+  assert wait_for(first, lambda: has_step(workdir, 1))
+  second = tiny.launch('train', *arguments, f'--workdir={workdir}')
+  assert second.returncode == 2 and f'is training in {workdir} (host ' in second.stderr
+  assert f', process {first.pid}, since ' in second.stderr and 'Traceback' not in second.stderr
+  first.send_signal(signal.SIGSTOP)
+  second = tiny.launch('train', *arguments, f'--workdir={workdir}')
+  assert second.returncode == 2 and 'which is stopped: continue it' in second.stderr
+  (workdir / '.lock').unlink()  # As a file server that has forgotten the lock of a host.
+  assert start(arguments, workdir).wait() == 0
+  after = {path: path.read_bytes() for path in workdir.rglob('*') if path.is_file()}
+  first.send_signal(signal.SIGCONT)
+  assert first.wait() == 2
+  now = {path: path.read_bytes() for path in workdir.rglob('*') if path.is_file()}
+  assert {path for path in now if now[path] != after.get(path)} <= {path for path in now if 'unfinished' in str(path)}
+  assert_same_run(folder / 'whole', workdir)
+
+
 def free_port() -> int:
   with socket.socket() as listener:
     listener.bind(('localhost', 0))
