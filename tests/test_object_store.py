@@ -134,7 +134,7 @@ def test_of_several_starts_at_once_exactly_one_wins(store):
     assert winner.epoch >= turn
     winner.check()
     record = epochs.parse(read(epochs.EPOCHS).decode(), '')
-    assert len(record.epochs) == turn and record.newest == winner.epoch
+    assert record.epochs[-1].fencing_epoch == record.newest == winner.epoch
     winner.release()
 
 
@@ -158,7 +158,7 @@ def test_a_start_survives_the_loss_of_any_answer(store, done):
     mine.published(6)
     mine.release()
     record = epochs.parse(read(epochs.EPOCHS).decode(), '')
-    assert len(record.epochs) == len(before.epochs) + 1 and record.newest == mine.epoch == before.newest + 1
+    assert record.newest == mine.epoch == before.newest + 1 and len(record.epochs) == 1
     assert record.epochs[-1].resumed_from == 5 and record.published == 6 and len(posts) > lost
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -172,6 +173,7 @@ def test_a_process_of_another_host_is_waited_for(folder):
 
 def test_without_locks_the_process_itself_is_looked_at(folder, monkeypatch):
   lockless(monkeypatch)
+  monkeypatch.setattr(owner, '_machine', lambda: 'this')
   said = []
   written(folder)  # This very process, as it were another run.
   with pytest.raises(UserError, match=f'process {os.getpid()},'):
@@ -180,16 +182,21 @@ def test_without_locks_the_process_itself_is_looked_at(folder, monkeypatch):
   for changes in (
     {'started': 1},  # Its number has been used again.
     {'pid': subprocess.Popen(['true']).wait() or 2**22 + 1},  # No process has this number.
-    {'boot': 'before'},  # The machine was started again.
+    {'boot': 'before', 'machine': 'this'},  # The machine was started again.
   ):
     written(folder, **changes)
     hours = Hours()
     ownership.take(folder, said.append, hours.clock()).release()
     assert hours.seconds == 0 and 'takes over' in said[-1]
-  written(folder, namespace='pid:[1]')  # In another container: its number says nothing here.
-  hours = Hours()
-  ownership.take(folder, said.append, hours.clock()).release()
-  assert hours.seconds >= ownership.LEASE_S
+  for changes in (
+    {'namespace': 'pid:[1]'},  # In another container: its number says nothing here.
+    {'boot': 'before', 'machine': 'that'},  # Two machines have one name.
+    {'boot': 'before', 'machine': ''},
+  ):
+    written(folder, **changes)
+    hours = Hours()
+    ownership.take(folder, said.append, hours.clock()).release()
+    assert hours.seconds >= ownership.LEASE_S
 
 
 def test_whoever_lost_the_run_notices_and_leaves_everything_as_it_is(folder, monkeypatch):
@@ -252,6 +259,7 @@ def test_epochs_grow_whatever_is_removed(folder):
     mine = take(folder)
     assert mine.epoch == number == epochs.read_epochs(folder).newest
     mine.release()
+  assert len(epochs.read_epochs(folder).epochs) == 1  # The others never went on from anywhere.
   (folder / epochs.EPOCHS).unlink()
   mine = take(folder)
   assert mine.epoch == 4
@@ -311,6 +319,23 @@ def test_what_a_fenced_process_wrote_is_left_out_and_named(folder, caplog):
   # Step 5 was written by nobody's epoch, but before step 0 of epoch 1: an earlier version's run began anew there.
   assert kept == [(6, 1), (7, 2), (8, 2), (9, 4), (10, 4)]
   assert 'lines of steps 5, 7, 9–10 were written by a process that had lost the run' in caplog.text
+
+
+def test_starts_that_are_forgotten_fence_nothing_more(folder):
+  """However often a run is started from one checkpoint; by all epochs and steps, beside a record that forgets none."""
+  rng = random.Random(0)
+  for _ in range(50):
+    whole, short = [], epochs.Epochs()
+    for number in range(1, rng.randint(2, 12)):
+      short = short.begun(epochs.Epoch(number, 'h', 1, 's', str(number)))
+      if rng.random() < 0.8:
+        whole.append((number, rng.randrange(5)))
+        short = short.resumed(whole[-1][1])
+    for number in range(13):
+      for step in range(7):
+        fenced = any(other > number and step > at for other, at in whole)
+        assert (short.fenced(number, step) is not None) == fenced
+    assert len(short.epochs) <= 6
 
 
 def test_a_run_of_an_earlier_version_is_read_and_resumed(folder):

@@ -16,8 +16,8 @@ from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import write_atomically
 
 _REFUSED = (ValueError, OSError, RuntimeError)  # TensorStore raises these for what a server or the network says.
-# Of a request that failed or was not answered: after 0.5, 1, 2 … seconds, for half a minute in all.
-RETRIES = {'max_retries': 6, 'initial_delay': '500ms', 'max_delay': '16s'}
+# Of a request that failed or was not answered: after 0.5, 1, 2 … seconds, for some minutes in all.
+RETRIES = {'max_retries': 10, 'initial_delay': '500ms', 'max_delay': '32s'}
 
 
 @dataclasses.dataclass(frozen=True)

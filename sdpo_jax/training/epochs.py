@@ -40,7 +40,11 @@ class Epoch:
 
 @dataclasses.dataclass(frozen=True)
 class Epochs:
-  """All starts of a run, oldest first, and what must not be forgotten between them."""
+  """The starts of a run that tell what is the run's, oldest first, and what must not be forgotten between them.
+
+  A start from which nothing can be left, or that fences no more than a later one does, is forgotten: however often a run
+  is started, there are no more of them than checkpoints from which it went on.
+  """
 
   epochs: tuple[Epoch, ...] = ()
   published: int = 0  # Step of the last checkpoint that was published; 0: none since the run began (anew).
@@ -51,12 +55,17 @@ class Epochs:
     return self.epochs[-1].fencing_epoch if self.epochs else 0
 
   def begun(self, epoch: Epoch) -> Epochs:
-    return dataclasses.replace(self, epochs=(*self.epochs, epoch))
+    """Add a start, whose number is larger than all before; those that never went on have published nothing."""
+    return dataclasses.replace(
+      self, epochs=(*(other for other in self.epochs if other.resumed_from is not None), epoch)
+    )
 
   def resumed(self, step: int) -> Epochs:
     """Note from which step the newest epoch goes on; whoever resumes from a checkpoint has proof that there is one."""
-    newest = dataclasses.replace(self.epochs[-1], resumed_from=step)
-    return dataclasses.replace(self, epochs=(*self.epochs[:-1], newest), published=max(self.published, step))
+    *older, newest = self.epochs
+    fencing = [epoch for epoch in older if epoch.resumed_from is not None and epoch.resumed_from < step]
+    newest = dataclasses.replace(newest, resumed_from=step)
+    return dataclasses.replace(self, epochs=(*fencing, newest), published=max(self.published, step))
 
   def fenced(self, fencing_epoch: int, step: int) -> Epoch | None:
     """Return the epoch that had taken the run over when an older one wrote `step`; None: what was written is the run's.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import hashlib
 import json
 import os
 import pathlib
@@ -21,7 +22,8 @@ class Owner:
   host: str
   pid: int
   started: int | None  # In clock ticks since the machine started, which tells two uses of one number apart.
-  boot: str  # The id of this start of the machine; empty where it cannot be known.
+  machine: str  # A digest of the machine's id, since two may have one name; empty where it cannot be known.
+  boot: str  # The id of this start of the machine; empty likewise.
   namespace: str  # In which `pid` counts: that of a container, for example.
   since: str  # When it took the directory, UTC.
   token: str  # Drawn anew for each start.
@@ -42,6 +44,7 @@ def this_process(fencing_epoch: int) -> Owner:
     host=socket.gethostname(),
     pid=os.getpid(),
     started=_started(os.getpid()),
+    machine=_machine(),
     boot=_boot(),
     namespace=_namespace(),
     since=datetime.datetime.now(datetime.UTC).strftime('%Y-%m-%d %H:%M:%S UTC'),
@@ -57,7 +60,8 @@ def parse(content: bytes | None) -> Owner | None:
     owner = Owner(**fields)
   except (ValueError, TypeError, RecursionError):
     return None
-  wanted = {'host': str, 'pid': int, 'boot': str, 'namespace': str, 'since': str, 'token': str, 'fencing_epoch': int}
+  texts = ('host', 'machine', 'boot', 'namespace', 'since', 'token')
+  wanted = {'pid': int, 'fencing_epoch': int, **dict.fromkeys(texts, str)}
   right = all(type(fields[name]) is kind for name, kind in wanted.items())
   return owner if right and type(owner.beat) is int and type(owner.released) is bool else None
 
@@ -67,7 +71,8 @@ def state(owner: Owner) -> str:
   if owner.released:
     return GONE
   if owner.boot != _boot():
-    return GONE if owner.boot and owner.host == socket.gethostname() else ELSEWHERE
+    restarted = owner.boot and owner.machine and (owner.host, owner.machine) == (socket.gethostname(), _machine())
+    return GONE if restarted else ELSEWHERE
   if owner.namespace != _namespace() or (not owner.boot and owner.host != socket.gethostname()):
     return ELSEWHERE
   fields = _fields(owner.pid)
@@ -81,6 +86,14 @@ def state(owner: Owner) -> str:
 def same_kernel(owner: Owner) -> bool:
   """Return whether a process runs, or ran, under the kernel of this one, whose locks bind both."""
   return bool(owner.boot) and owner.boot == _boot()
+
+
+def _machine() -> str:
+  try:
+    text = pathlib.Path('/etc/machine-id').read_text().strip()
+  except OSError:  # Not Linux, or a container.
+    return ''
+  return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ''  # The id itself is nobody's business.
 
 
 def _boot() -> str:
