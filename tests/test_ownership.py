@@ -206,19 +206,26 @@ def test_whoever_lost_the_run_notices_and_leaves_everything_as_it_is(folder, mon
   former.renew()
   beat = owner.parse((folder / ownership.LOCK).read_bytes())
   assert beat.beat == 1
+  config = Config()
+  config.trainer.tensorboard = False
+  writer = metrics.MetricsWriter(folder, config, ownership=former)
+  writer.write(1, {'a': 1.0})
   (folder / ownership.LOCK).write_text(dataclasses.replace(beat, **ELSEWHERE).to_json())  # As seen from another host.
   newer = take(folder)
   before = {path.name: path.read_bytes() for path in folder.iterdir()}
   sentence = (
     r'has taken over the run in .* \(host .*, process .*; fencing epoch 2, this one has 1\): .* writes nothing more'
   )
-  for attempt in (former.check, former.renew, lambda: former.resumed(3), lambda: former.published(3)):
+  for attempt in (
+    former.check,
+    former.renew,
+    lambda: former.resumed(3),
+    lambda: former.published(3),
+    lambda: writer.write(2, {'a': 1.0}),
+    lambda: metrics.MetricsWriter(folder, config, ownership=former),
+  ):
     with pytest.raises(ownership.Lost, match=sentence):
       attempt()
-  config = Config()
-  config.trainer.tensorboard = False
-  with pytest.raises(ownership.Lost, match=sentence):
-    metrics.MetricsWriter(folder, config, ownership=former)
   former.release()
   assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
   newer.check()
