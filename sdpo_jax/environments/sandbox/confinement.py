@@ -17,6 +17,9 @@ import struct
 
 # A column for each machine: the number of a system call there, None where there is no such call.
 # Programs may make the calls of this table and no other; Python, its standard library and numpy need no more.
+# Not in it, though harmless by themselves, is what tells one program of another: how much memory is free (sysinfo), how
+# much of a disk (statfs), what is in the page cache (mincore, preadv2), and, since their inode numbers come from one
+# counter of the machine, making pipes, which are of little use within one process.
 X86_64, AARCH64 = 0, 1
 ALLOWED = {
   # Descriptors that are open already.
@@ -30,7 +33,6 @@ ALLOWED = {
   'pwritev': (296, 70),
   'lseek': (8, 62),
   'close': (3, 57),
-  'close_range': (436, 436),
   'dup': (32, 23),
   'dup2': (33, None),
   'dup3': (292, 24),
@@ -39,8 +41,6 @@ ALLOWED = {
   'ftruncate': (77, 46),
   'sendfile': (40, 71),
   'copy_file_range': (326, 285),
-  'pipe': (22, None),
-  'pipe2': (293, 59),
   'eventfd2': (290, 19),
   'select': (23, None),
   'pselect6': (270, 72),
@@ -81,7 +81,6 @@ ALLOWED = {
   'mprotect': (10, 226),
   'munmap': (11, 215),
   'mremap': (25, 216),
-  'madvise': (28, 233),
   'brk': (12, 214),
   # Time, and signals to itself.
   'nanosleep': (35, 101),
@@ -116,20 +115,16 @@ ALLOWED = {
   'setrlimit': (160, 164),
   'getrusage': (98, 165),
   'sched_yield': (24, 124),
-  'sched_getaffinity': (204, 123),
   'sched_get_priority_max': (146, 125),
   'sched_get_priority_min': (147, 126),
   'getcpu': (309, 168),
   'uname': (63, 160),
-  'sysinfo': (99, 179),
   'getrandom': (318, 278),
   'exit': (60, 93),
   'exit_group': (231, 94),
   'wait4': (61, 260),
   'waitid': (247, 95),
   # Threads.
-  'futex': (202, 98),
-  'set_tid_address': (218, 96),
   'set_robust_list': (273, 99),
   'rseq': (334, 293),
   'membarrier': (324, 283),
@@ -146,6 +141,10 @@ CHECKED = {
   'kill': (62, 129),
   'tgkill': (234, 131),
   'clone': (56, 220),
+  'close_range': (436, 436),
+  'futex': (202, 98),
+  'madvise': (28, 233),
+  'sched_getaffinity': (204, 123),
   'clock_gettime': (228, 113),
   'clock_getres': (229, 114),
   'clock_nanosleep': (230, 115),
@@ -177,7 +176,16 @@ ALLOW, ERRNO = 0x7FFF0000, 0x00050000
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # Offsets in struct seccomp_data; arguments have 8 bytes, low word first.
 
 O_ACCMODE, O_TRUNC, O_TMPFILE = 0o3, 0o1000, 0o20000000  # O_TMPFILE's own bit; the same on both machines.
-CLONE_THREAD = 0x00010000
+# CLONE_VM, _FS, _FILES, _SIGHAND, _THREAD and _SYSVSEM, as every library makes a thread: one that had descriptors of its
+# own could hide files from who looks after them.
+THREAD = 0x100 | 0x200 | 0x400 | 0x800 | 0x10000 | 0x40000
+CLOSE_RANGE_UNSHARE = 0x2  # Likewise.
+# A futex that is not private is one for all that map the same file, such as a library: only the kernel may wake who waits
+# for it (FUTEX_WAIT, FUTEX_WAIT_BITSET), which it does where a thread ends that is to be joined.
+FUTEX_PRIVATE, FUTEX_CLOCK_REALTIME, SHARED_FUTEXES = 0x80, 0x100, (0, 9)
+# MADV_NORMAL to MADV_DONTNEED, _FREE, _HUGEPAGE and _NOHUGEPAGE: none that takes a file out of memory.
+ADVICE = (0, 1, 2, 3, 4, 8, 14, 15)
+LAST_SIGNAL = 31  # The further ones are queued, up to a number of all processes of a user together.
 # Without F_SETOWN and F_SETSIG, by which a descriptor sends signals to another process, without leases and notices, and
 # without locks, by which programs could speak with each other through a file of Python's that both may read.
 FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030, 1032)
@@ -358,13 +366,40 @@ def _rules(pid: int) -> dict[str, list[tuple[int, int, int, int]]]:
     'ioctl': _one_of(1, IOCTL_REQUESTS),
     'prctl': _one_of(0, PRCTL_OPTIONS),
     'prlimit64': _one_of(0, (0, pid)),
-    'kill': _one_of(0, (pid,)),
-    'tgkill': _one_of(0, (pid,)),
-    'clone': [_load(0), (ANY_BIT, 0, 1, CLONE_THREAD), (RETURN, 0, 0, ALLOW), _fail(errno.EPERM)],
+    'kill': _signal(pid, 1),
+    'tgkill': _signal(pid, 2),
+    'clone': [_load(0), (AND, 0, 0, THREAD), (EQUAL, 0, 1, THREAD), (RETURN, 0, 0, ALLOW), _fail(errno.EPERM)],
+    'close_range': [
+      _load(2),
+      (ANY_BIT, 0, 1, CLOSE_RANGE_UNSHARE),
+      _fail(errno.EPERM),
+      (RETURN, 0, 0, ALLOW),
+    ],
+    'futex': [
+      _load(1),
+      (ANY_BIT, 0, 1, FUTEX_PRIVATE),
+      (RETURN, 0, 0, ALLOW),
+      *_one_of(1, [call | clock for call in SHARED_FUTEXES for clock in (0, FUTEX_CLOCK_REALTIME)]),
+    ],
+    'madvise': _one_of(2, ADVICE),
+    'sched_getaffinity': _one_of(0, (0, pid)),
     'clock_gettime': clock,
     'clock_getres': clock,
     'clock_nanosleep': clock,
   }
+
+
+def _signal(pid: int, argument: int) -> list[tuple[int, int, int, int]]:
+  """Return the instructions for a signal, numbered by an argument, to the process itself."""
+  return [
+    _load(0),
+    (EQUAL, 1, 0, pid),
+    _fail(errno.EPERM),
+    _load(argument),
+    (AT_LEAST, 0, 1, LAST_SIGNAL + 1),
+    _fail(errno.EPERM),
+    (RETURN, 0, 0, ALLOW),
+  ]
 
 
 def _one_of(argument: int, values: Sequence[int]) -> list[tuple[int, int, int, int]]:

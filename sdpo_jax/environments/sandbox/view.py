@@ -167,7 +167,7 @@ def own_files(size: int, entries: int, user: int | None, stdin: int) -> None:
   """
   length = os.fstat(stdin).st_size
   confinement.call('unshare', CLONE_NEWNS)
-  mount('tmpfs', OWN, 'tmpfs', MS_NOSUID | MS_NODEV, f'mode=0711,size={size + length},nr_inodes={entries + INODES}')
+  mount('tmpfs', OWN, 'tmpfs', MS_NOSUID | MS_NODEV, f'mode=0700,size={size + length},nr_inodes={entries + INODES}')
   copy = os.open(STDIN, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o444)
   done = 0
   while done < length:
@@ -179,6 +179,7 @@ def own_files(size: int, entries: int, user: int | None, stdin: int) -> None:
   os.mkdir(SCRATCH, 0o700)
   if user is not None:
     os.chown(SCRATCH, user, user)
+  os.chmod(OWN, 0o111)  # Also where the program is its owner, since it cannot change a mode.
 
 
 class ProcessIds:

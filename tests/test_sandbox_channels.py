@@ -1,0 +1,273 @@
+"""What a program in the sandbox can tell the next one, or one that runs beside it: a sender, a message, a receiver.
+
+    pytest tests/test_sandbox_channels.py
+
+A receiver returns what it observes. A channel is closed if that is the same whether there was a message or not. Most are
+also run where they are open, without a view of one's own or without a sandbox, to show that the receiver would notice.
+docs/sandbox.md names those that stay open everywhere.
+"""
+
+import dataclasses
+import os
+import pathlib
+import signal
+import textwrap
+import threading
+
+import pytest
+
+from sdpo_jax.config import SandboxConfig
+from sdpo_jax.environments.sandbox import Job, Limits, Sandbox, bubblewrap, confinement
+from sdpo_jax.environments.sandbox import sandbox as implementation
+from sdpo_jax.errors import UserError
+
+HARNESS = pathlib.Path(__file__).with_name('sandbox_harness.py')
+LIMITS = Limits(wall_s=60, cpu_s=10, memory_mb=256, file_mb=4, output_mb=1)
+PRELUDE = """
+import ctypes, fcntl, mmap, os, signal, struct, sys, tempfile, threading, time
+libc = ctypes.CDLL(None, use_errno=True)
+libc.syscall.restype = libc.mmap.restype = ctypes.c_long
+def call(x86_64, aarch64, *arguments):
+  number = {'x86_64': x86_64, 'aarch64': aarch64}[os.uname().machine]
+  result = libc.syscall(ctypes.c_long(number), *(ctypes.c_long(a) for a in arguments))
+  return result if result >= 0 else -ctypes.get_errno()
+def attempt(action):
+  try:
+    return action()
+  except OSError as error:
+    return type(error).__name__
+def thread_ids(count=3):
+  found = []
+  for _ in range(count):
+    thread = threading.Thread(target=lambda: found.append(threading.get_native_id()))
+    thread.start(); thread.join()
+  return found
+def shared_page():
+  return libc.mmap(None, ctypes.c_size_t(4096), 1, 1, os.open(library, os.O_RDONLY), ctypes.c_long(0))
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Channel:
+  """Two programs; both know `library`, a file that they may read, and the sender also whether there is a `message`."""
+
+  send: str
+  receive: str
+  together: bool = False  # The sender is there while the receiver runs; else it has ended before.
+  # Where it is open: 'shared', without a view of one's own, or 'none', without a sandbox. Not tried where it is None.
+  open_in: str | None = None
+
+
+CHANNELS = {
+  'a file beside': Channel(
+    """
+    for place in ('/', '/own', '/scratch', '/tmp', '/dev', '/dev/shm', '..', os.path.dirname(library)):
+      if message: attempt(lambda: open(f'{place}/message', 'w').close())""",
+    """
+    result = [attempt(lambda: os.stat(f'{place}/message').st_size)
+              for place in ('/', '/own', '/scratch', '/tmp', '/dev', '/dev/shm', '..', os.path.dirname(library))]""",
+  ),
+  'a file in its place': Channel(
+    "if message: open('message', 'w').close(); os.mkdir('directory')",
+    "result = [os.listdir(), os.stat('.').st_nlink, os.stat('.').st_size, os.stat('.').st_ino, os.getcwd()]",
+  ),
+  'its input': Channel(
+    """
+    if message: attempt(lambda: os.rename('/own/stdin', '/own/gone')), attempt(lambda: open('/own/stdin', 'w').write('x'))""",
+    "result = [sys.stdin.read(), open('/dev/stdin').read()]",
+  ),
+  'the access time of a file': Channel(
+    "if message: open(library, 'rb').read()", 'result = os.stat(library).st_atime_ns', open_in='shared'
+  ),
+  'the access time of a directory': Channel(
+    'if message: os.listdir(os.path.dirname(library))',
+    'result = os.stat(os.path.dirname(library)).st_atime_ns',
+    open_in='shared',
+  ),
+  'process ids': Channel(
+    'if message: thread_ids(40)', 'result = [os.getpid(), os.getppid(), thread_ids()]', open_in='shared'
+  ),
+  'inode numbers': Channel(
+    "for index in range(2000 if message else 1): open(str(index), 'w').close()",
+    "open('x', 'w').close(); result = [os.stat(name).st_ino for name in ('.', 'x')] + [os.fstat(0).st_ino]",
+    open_in='shared',
+  ),
+  # The inode number of what is printed to comes from the counter that pipes advance, and so does everybody else's.
+  'pipes': Channel('', 'result = [attempt(os.pipe), attempt(lambda: os.pipe2(0)), call(284, 19, 0)]', open_in='none'),
+  'the memory of the machine': Channel(
+    'held = bytearray(200 << 20 if message else 1); time.sleep(60)',
+    'info = ctypes.create_string_buffer(256); result = [call(99, 179, ctypes.addressof(info)), info.raw.hex()]',
+    together=True,
+    open_in='none',
+  ),
+  'the space on a disk': Channel(
+    "open('large', 'wb').write(bytes(3 << 20 if message else 0)); time.sleep(60)",
+    "result = [attempt(lambda: os.statvfs(place)[:6]) for place in ('/', '.', library)]",
+    together=True,
+    open_in='none',
+  ),
+  'the space that is left': Channel(
+    "open('large', 'wb').write(bytes(4 << 20 if message else 0)); time.sleep(60)",
+    "result = attempt(lambda: open('mine', 'wb').write(bytes(4 << 20)))",
+    together=True,
+  ),
+  'a lock': Channel(
+    """
+    if message: attempt(lambda: fcntl.flock(os.open(library, os.O_RDONLY), fcntl.LOCK_EX))
+    time.sleep(60)""",
+    'result = attempt(lambda: fcntl.flock(os.open(library, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB))',
+    together=True,
+    open_in='none',
+  ),
+  'a futex in a library': Channel(
+    """
+    def wake(address):
+      while True: call(202, 98, address, 1, 10, 0, 0, 0), time.sleep(0.001)
+    if message: threading.Thread(target=wake, args=(shared_page(),)).start()
+    time.sleep(60)""",
+    """
+    timeout = ctypes.create_string_buffer(struct.pack('qq', 0, 300_000_000))
+    address = shared_page()
+    value = ctypes.c_int.from_address(address).value
+    result = call(202, 98, address, 0, value, ctypes.addressof(timeout), 0, 0)""",
+    together=True,
+    open_in='none',
+  ),
+  'queued signals': Channel(
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, [40])
+    for _ in range(64 if message else 0): attempt(lambda: os.kill(os.getpid(), 40))
+    time.sleep(60)""",
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, [40])
+    result = [attempt(lambda: os.kill(os.getpid(), 40)) for _ in range(40)]
+    while signal.sigtimedwait([40], 0): result.append('came')""",
+    together=True,
+  ),
+  'processes that are there': Channel(
+    'if message: [threading.Thread(target=time.sleep, args=(60,)).start() for _ in range(30)]\ntime.sleep(60)',
+    """
+    result = [pid for pid in range(3, 9999) if os.path.exists(f'/proc/{pid}')]
+    result += [pid for pid in range(3, 9999) if attempt(lambda: os.sched_getaffinity(pid)) == 'ProcessLookupError']""",
+    together=True,
+  ),
+  'what is in memory of a file': Channel(
+    '', 'result = call(27, 232, shared_page(), 4096, ctypes.addressof(ctypes.create_string_buffer(8)))', open_in='none'
+  ),
+}
+
+
+@pytest.fixture(scope='module')
+def library(tmp_path_factory):
+  """A file of a package, with an old access time."""
+  path = tmp_path_factory.mktemp('package') / 'library.py'
+  path.write_text('x' * 9999)
+  path.parent.chmod(0o755)
+  return path
+
+
+@pytest.fixture(scope='module', params=['landlock', 'bubblewrap', 'bubblewrap, no Landlock'])
+def sandbox(request, library, tmp_path_factory):
+  mechanism = request.param.partition(',')[0]
+  try:
+    if mechanism == 'bubblewrap':
+      bubblewrap.find()
+    with pytest.MonkeyPatch.context() as patch:
+      if mechanism != request.param:
+        patch.setattr(implementation, 'HERE', without_landlock(tmp_path_factory.mktemp('none')))
+      value = started(library, mechanism, view=True)
+  except (confinement.Unsupported, UserError) as error:
+    pytest.skip(str(error))
+  with value:
+    yield value
+
+
+@pytest.fixture(scope='module')
+def weak(library):
+  """Sandboxes in which some channels are open."""
+  values = {'shared': started(library, 'landlock', view=False), 'none': started(library, 'none', view=False)}
+  yield values
+  for value in values.values():
+    value.close()
+
+
+def without_landlock(directory):
+  """A copy of the sandbox's files for a kernel that has none."""
+  for path in implementation.HERE.glob('*.py'):
+    (directory / path.name).write_bytes(path.read_bytes())
+  with open(directory / 'confinement.py', 'a') as file:
+    file.write("\n\ndef landlock_version():\n  raise Unsupported('the kernel has no Landlock')\n")
+  return directory
+
+
+def started(library, mechanism, view):
+  readable, packages = implementation.installation()
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(implementation, 'installation', lambda: ([*readable, str(library.parent)], packages))
+    patch.setattr(implementation, 'ATTEMPTS', () if mechanism == 'none' else ((mechanism, view),))
+    return Sandbox(SandboxConfig(workers=2, allow_unsandboxed=mechanism == 'none'), HARNESS)
+
+
+def job(code, **given):
+  return Job({'code': PRELUDE + textwrap.dedent(code), 'given': given}, 'input', LIMITS)
+
+
+def observed(sandbox, channel, library, message):
+  """What the receiver returns."""
+  os.utime(library, (1e9, 2e9))
+  os.utime(library.parent, (1e9, 2e9))
+  send, receive = job(channel.send, library=str(library), message=message), job(channel.receive, library=str(library))
+  if not channel.together:
+    (sent,) = sandbox.run([send])
+    assert sent.exit_code == 0, sent
+    (report,) = sandbox.run([receive])
+  else:
+    ended = []
+    thread = threading.Thread(target=lambda: ended.extend(sandbox.run([send])))
+    thread.start()
+    while not (sending := [pid for host in sandbox._hosts for pid in descendants(host.pid) if sleeps(pid)]):
+      assert not ended, ended
+    (report,) = sandbox.run([receive])
+    os.kill(sending[0], signal.SIGKILL)
+    thread.join()
+  assert report.exit_code == 0, report
+  return report.result
+
+
+def descendants(pid):
+  parents = {}
+  for name in filter(str.isdigit, os.listdir('/proc')):
+    try:
+      parents[int(name)] = int(pathlib.Path(f'/proc/{name}/stat').read_text().rpartition(')')[2].split()[1])
+    except OSError:
+      continue
+  found = [pid]
+  for each in found:
+    found += [child for child, parent in parents.items() if parent == each]
+  return found
+
+
+def sleeps(pid):
+  try:
+    return 'nanosleep' in pathlib.Path(f'/proc/{pid}/wchan').read_text()
+  except OSError:
+    return False
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason='only root sees where another process waits')
+@pytest.mark.parametrize('name', CHANNELS)
+def test_a_program_learns_nothing_of_another(sandbox, library, name):
+  channel = CHANNELS[name]
+  assert observed(sandbox, channel, library, True) == observed(sandbox, channel, library, False)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason='only root sees where another process waits')
+@pytest.mark.parametrize('name', [name for name, channel in CHANNELS.items() if channel.open_in])
+def test_a_receiver_would_notice(weak, library, name):
+  channel = CHANNELS[name]
+  place = weak[channel.open_in]
+  quiet = observed(place, channel, library, False)
+  if channel.send:
+    assert observed(place, channel, library, True) != quiet
+  else:
+    assert not str(quiet).count('PermissionError') and -1 not in [quiet]
