@@ -4,13 +4,17 @@ The reference profile's scores and texts are checked against the reference's own
 are the clean profile, and what both must survive.
 """
 
+import gc
 import json
+import time
 
 import pytest
 
 from sdpo_jax.config import EnvironmentsConfig
-from sdpo_jax.environments import registry
+from sdpo_jax.environments import code, mathematics, registry
 from sdpo_jax.environments.grading import Graders
+from sdpo_jax.environments.judge import read_critique
+from sdpo_jax.environments.thinking import without_thinking
 from sdpo_jax.types import Example, Outcome
 
 
@@ -204,3 +208,76 @@ def test_half_a_character_in_what_a_grader_says_does_not_reach_the_tokenizer():
   with Graders(EnvironmentsConfig()) as graders:
     (outcome,) = graders.grade([example], ['text'], truncated=[False])
   assert (outcome.feedback, outcome.metrics) == ('a?b', {'pred': '?', 'acc': 0.0})
+
+
+# (beginning, what is repeated): texts on which a pattern or a parser may take the square of their length.
+REPEATED = [
+  ('```', ' '),
+  ('```', '\t'),
+  ('', '``` '),
+  ('', '```a\n'),
+  ('```python', ' x'),
+  ('', 'Action: a\nAction Input: {\n'),
+  ('', 'Action: a\nAction Input: {"a":1}\n'),
+  ('', 'Action: a\n'),
+  ('Action: a\nAction Input: {', '"a":1,\n'),
+  ('', 'Action Input:\n{'),
+  ('\\boxed{', '{'),
+  ('\\boxed{', '\\text{'),
+  ('\\boxed{', '1,111'),
+  ('', '<answer>'),
+  ('<answer>A', ' '),
+  ('', 'answer '),
+  ('', 'answer is ('),
+  ('', '<think>'),
+  ('', 'Score: 1 \n'),
+  ('final score', ' '),
+  ('Score: 1', '0'),
+]
+READERS = {
+  'program': code.last_python_block,
+  "the reference's program": code.extract_code,
+  'box': mathematics.last_boxed,
+  'answer': lambda text: mathematics.quickly('42', text, 0.0),
+  'said': without_thinking,
+  'critique': read_critique,
+  **{
+    f'{name}, {profile}': lambda text, name=name, profile=profile: judge(
+      name, GOLD if name == 'tooluse' else 'B', text, profile=profile
+    )
+    for name in ('mcq', 'gpqa', 'mmlu_pro', 'tooluse')
+    for profile in ('clean', 'reference')
+  },
+}
+
+
+def seconds(read, text):
+  gc.disable()  # A collection takes as long as all that other tests have left.
+  try:
+    before = time.thread_time()
+    read(text)
+    return time.thread_time() - before
+  finally:
+    gc.enable()
+
+
+@pytest.mark.parametrize('reader', READERS)
+def test_completions_are_read_in_time_proportional_to_their_length(reader):
+  read = READERS[reader]
+  for beginning, repeated in REPEATED:
+    short, long = (beginning + repeated * (size // len(repeated)) for size in (25_000, 200_000))
+    taken = seconds(read, long)
+    # Eight times the text: 64 times the processor time if it is quadratic.
+    assert taken < 0.05 or taken < 24 * min(seconds(read, short) for _ in range(3)), (beginning, repeated)
+
+
+def test_names_that_feedback_repeats_are_short():
+  long = 'x' * 100_000
+  keys = ', '.join(f'"{i}{long[:9]}": 1' for i in range(10_000))
+  for text in (
+    f'Action: {long}\nAction Input: {{}}',
+    f'Action: a\nAction Input: {{{keys}}}',
+    f'Action: a\nAction Input: {{"{long}": 1}}',
+  ):
+    said = judge('tooluse', '[{"Action": "a", "Action_Input": "{}"}]', text).feedback
+    assert said and len(said) < 1000

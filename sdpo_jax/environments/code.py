@@ -53,7 +53,7 @@ _IN = '(Solution.py)'  # In an error's text: where in the program it was raised.
 
 _BLOCK = re.compile(r'```(\w*)\n(.*?)```', re.DOTALL)
 # Any word for the language, and whatever follows it on its line: a block in "c++" or with a title is one, too.
-_FENCED = re.compile(r'```[ \t]*([^\s`]*)(?:[ \t][^\n`]*)?\n(.*?)```', re.DOTALL)
+_FENCED = re.compile(r'```([^\n`]*)\n(.*?)```', re.DOTALL)
 _PYTHON = ('python', 'python3', 'py', '')
 
 
@@ -88,8 +88,13 @@ def extract_code(completion: str) -> str | None:
 def last_python_block(completion: str) -> str | None:
   """The last fenced block of Python or of no language after any thinking; None without one."""
   text = after_thinking(completion).replace('\r\n', '\n')
-  blocks = [match.group(2) for match in _FENCED.finditer(text) if match.group(1).lower() in _PYTHON]
+  blocks = [block for title, block in _FENCED.findall(text) if _language(title) in _PYTHON]
   return blocks[-1] if blocks else None
+
+
+def _language(title: str) -> str:
+  """The first word of the line that opens a block, in lower case."""
+  return (title.split(None, 1) or [''])[0].lower()
 
 
 def read_tests(ground_truth: Any) -> Tests:

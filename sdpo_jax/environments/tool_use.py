@@ -19,10 +19,12 @@ from typing import Any
 from sdpo_jax.config import EnvironmentsConfig
 from sdpo_jax.environments.judging import TRUNCATED, Rule, after_thinking, grader, outcome
 from sdpo_jax.environments.registry import Grader, register_factory
+from sdpo_jax.errors import short_repr
 from sdpo_jax.types import Example, Outcome
 
 INPUT = 'Action Input:'
-MAX_FAULTS = 10  # Sentences of feedback: a completion can make thousands of wrong calls.
+MAX_FAULTS = 10  # Sentences of feedback, and unknown arguments in one: a completion can hold thousands.
+MAX_NAME = 100  # Characters of a name that feedback repeats.
 _NAME = re.compile(r'Action:\s*(\w+)')
 _LINE = re.compile(r'^[ \t>*#-]*Action:[ \t*]*(?:\n[ \t]*)?([^\n]*)', re.MULTILINE)
 _SPACE = re.compile(r'\s*')
@@ -103,7 +105,8 @@ def _object(text: str, start: int, end: int) -> Any:
   if brace < 0:
     return None
   try:
-    value = _DECODER.raw_decode(text, brace)[0]
+    # Of a text of its own: an error counts the lines before it, which would be quadratic over many calls.
+    value = _DECODER.raw_decode(text[brace:end])[0]
     json.dumps(value)  # What is nested too deeply to be written is not read either.
     return value
   except (ValueError, RecursionError):  # Also numbers of more digits than Python reads.
@@ -170,6 +173,7 @@ def _faults(wrong: list[tuple[int, Call]], missing: list[Call], made: int, trunc
   left = list(missing)
   for number, (name, value) in wrong:
     twin = next((i for i, (other, _) in enumerate(left) if other == name), None)
+    name = name if len(name) <= MAX_NAME else name[:MAX_NAME] + '…'
     if value is None:
       yield f'Call {number} ({name}) has no readable arguments: write "{INPUT} " with a JSON object after the action.'
     elif twin is None:
@@ -186,8 +190,9 @@ def _argument_faults(got: Any, expected: Any) -> str:
   if not isinstance(got, dict) or not isinstance(expected, dict):
     return 'the arguments are wrong.'
   known = [key for key in got if key in expected and not same(got[key], expected[key])]
-  faults = [f'the value of {key!r} is wrong' for key in known]
-  faults += [f'{key!r} is not to be given' for key in got if key not in expected]
+  faults = [f'the value of {short_repr(key, MAX_NAME)} is wrong' for key in known]
+  unknown = (key for key in got if key not in expected)
+  faults += [f'{short_repr(key, MAX_NAME)} is not to be given' for key in itertools.islice(unknown, MAX_FAULTS)]
   faults += ['an argument is missing'] * bool(expected.keys() - got.keys())
   return ', '.join(faults) + '.'
 
