@@ -25,7 +25,7 @@ ROOMS = """
   models
   sdpo_jax.distributed
   sdpo_jax.config
-  sdpo_jax.tables sdpo_jax.files
+  sdpo_jax.tables sdpo_jax.files sdpo_jax.liveness
   sdpo_jax.types
   sdpo_jax.errors
 """.strip().split('\n')

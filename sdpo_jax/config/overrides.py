@@ -34,6 +34,8 @@ RESUMABLE = (
   'trainer.wandb_project',
   'trainer.profile_steps',
   'trainer.accept_changes',
+  'trainer.watchdog_report_s',
+  'trainer.watchdog_limit_s',
   'alarms',
   'environments.max_ungraded_fraction',
   # When and how a grader is asked, not what is right.

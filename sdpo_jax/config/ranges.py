@@ -123,6 +123,8 @@ RANGES: Mapping[str, Range] = {
   'trainer.sample_table_freq': EVERY,
   'trainer.sample_table_rows': Range(above=0, unit='samples'),
   'trainer.max_skipped_steps': EVERY,
+  'trainer.watchdog_report_s': SECONDS,
+  'trainer.watchdog_limit_s': SECONDS,
   'trainer.max_ckpt_to_keep': Range(above=0, unit='checkpoints'),
   'trainer.balance_partitions': POSITIVE,
   'alarms.max_rollbacks': NOT_NEGATIVE,

@@ -264,6 +264,16 @@ class TrainerConfig:
     'End the run, with a checkpoint and exit code 2, after this many generation batches in a row in which no gradient '
     'was finite, so that every optimizer step was skipped; 0: never.',
   )
+  watchdog_report_s: float | None = setting(
+    1800.0,
+    'Say so, and write where every thread stands to stalls/, after so many seconds without any progress: no program '
+    'compiled, no token drawn, no completion graded, no micro-batch trained. None: never.',
+  )
+  watchdog_limit_s: float | None = setting(
+    None,
+    'End the run with exit code 70 after so many seconds without any progress, saving what can be saved; the same command '
+    'resumes. Must be longer than the longest compilation and the longest call of a grader. None: never.',
+  )
   accept_changes: tuple[str, ...] = setting(
     (),
     'Resume although this is not what it was when the run was saved, each of: tokenizer, model, data (rows of '

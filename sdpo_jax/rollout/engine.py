@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from models.policy import Policy
+from sdpo_jax import liveness
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.buckets import bucket_lengths, smallest_bucket
 from sdpo_jax.rollout.functions import SamplerFunctions, sampler_functions
@@ -286,6 +287,7 @@ class Sampler:
       # While these get their texts and are handled, the device is at work.
       yield from self._seen(ended, running)
       ended = slots.collect(drawn, self._end)
+      liveness.progress()
       running = slots.running() if drafts else []
     yield from self._seen(ended, running)
 

@@ -8,6 +8,7 @@ import time
 
 import jax
 
+from sdpo_jax import liveness
 from sdpo_jax.distributed.collectives import gathered
 from sdpo_jax.distributed.stopping import NEVER, Stop, StoppedError
 from sdpo_jax.environments.grading import Graders
@@ -132,6 +133,7 @@ class GradingThread:
           truncated=[not completion.stopped for completion in finished],
         )
         self._busy_s += time.monotonic() - start
+        liveness.progress()
         self._outcomes.update(zip((completion.sample for completion in finished), graded, strict=True))
       if not self._given_up:
         self._graders.end_batch()

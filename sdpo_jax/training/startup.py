@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from models import parameters as parameter_tables
-from sdpo_jax import programs
+from sdpo_jax import liveness, programs
 from sdpo_jax.config import Config
 from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.environments.grading import Graders
@@ -111,6 +111,7 @@ def compile_programs(
     held_out=held_out,
   )
   announce(f'  programs   {len(found)}, compiled before the first step')
+  liveness.begin('compile')
   began = time.monotonic()
   start = began
   for number, (name, compiled) in enumerate(programs.compile_programs(found, found), 1):
@@ -123,6 +124,7 @@ def compile_programs(
         '`python -m launch.plan` says what takes how much.'
       ) from compiled
     now = time.monotonic()
+    liveness.progress()
     announce(f'  {number:>3}/{len(found)} {name}  {now - began:.1f} s')
     began = now
     stop.check()

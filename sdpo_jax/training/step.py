@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from sdpo_jax import liveness
 from sdpo_jax.data.grouping import first_of_same
 from sdpo_jax.data.prompts import ChatFormat, prompt_tokens
 from sdpo_jax.distributed.mesh import put_rows
@@ -376,6 +377,7 @@ def run_update(
         grads, result = update.accumulate(session.base, state, grads, arrays, teacher.base)
         micros.append((micro.samples, micro.lengths, result))
         ahead.add(result.loss)
+        liveness.progress()
         of_student.add(micro, micro.batch.student)
         if micro.batch.teacher is not None:
           of_teacher.add(micro, micro.batch.teacher)
@@ -417,8 +419,10 @@ class Timer:
   @contextlib.contextmanager
   def __call__(self, name: str) -> Iterator[None]:
     self._on_phase(name)
+    liveness.begin(name)
     start = time.monotonic()
     try:
       yield
     finally:
+      liveness.begin(f'after {name}')
       self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start

@@ -1,0 +1,155 @@
+"""A thread that says so when a run makes no progress in anything, and ends the run where a limit is set.
+
+Progress is a program compiled, a parameter read, tokens drawn, a completion graded, a micro-batch trained, or the next
+phase begun (`liveness`). What hangs is a grader, a program on the devices, a collective that another process never
+joins, or a file system; where, is told by the stacks of all threads, in `stalls/` of the run.
+
+Code that never lets go of the interpreter, such as a regular expression that takes for ever in a grader, stops this thread
+too. Python's faulthandler, which needs no interpreter, then writes the stacks to stderr; with a limit it ends the
+process, with its own exit code, 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import datetime
+import faulthandler
+import logging
+import sys
+import threading
+import time
+import traceback
+
+from etils import epath
+import jax
+
+from sdpo_jax import liveness
+from sdpo_jax.config import TrainerConfig
+from sdpo_jax.environments.time_limit import OverranError, call_within
+from sdpo_jax.errors import first_line
+from sdpo_jax.files import make_directory, write_atomically
+
+FOLDER = 'stalls'
+LOOKS = 20  # At the clock, before the shorter of the two times is over.
+LONGEST_PAUSE_S = 10.0  # Between two looks.
+WRITING_S = 10.0  # For which the file with the stacks is waited for.
+# What to look at, by the phase in which nothing happens.
+HINTS = {
+  'sample': 'a program on the devices, or another process of the run, does not end',
+  'grade': 'graders do not answer (their time limits are settings of environments)',
+  'train': 'a program on the devices, or another process of the run, does not end',
+  'compile': 'a program takes long to compile',
+  'save': 'the file system of the run does not answer',
+  'restore': 'the file system of the run does not answer',
+}
+
+
+class Watchdog:
+  """Watches from `with` to its end."""
+
+  def __init__(
+    self,
+    settings: TrainerConfig,
+    workdir: epath.Path,
+    announce: Callable[[str], None],
+    end: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    """Makes what is to be entered.
+
+    Args:
+      settings: `watchdog_report_s` and `watchdog_limit_s`.
+      workdir: of the run.
+      announce: receives sentences for the user, from another thread.
+      end: ends the run for the reason that it is handed, from another thread.
+      clock: monotonic.
+    """
+    self._report_s, self._limit_s = settings.watchdog_report_s, settings.watchdog_limit_s
+    self._workdir, self._announce, self._end, self._clock = workdir, announce, end, clock
+    self._reported: liveness.Sign | None = None  # The sign of life after which there was none for too long.
+    self._ended = False
+    self._over = threading.Event()
+    self._thread = threading.Thread(target=self._watch, name='watchdog', daemon=True)
+
+  def __enter__(self) -> Watchdog:
+    liveness.begin('start')
+    if self._times():
+      self._await_interpreter()
+      self._thread.start()
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._over.set()
+    if self._times():
+      self._thread.join()
+      faulthandler.cancel_dump_traceback_later()
+
+  def _times(self) -> list[float]:
+    return [seconds for seconds in (self._report_s, self._limit_s) if seconds is not None]
+
+  def _watch(self) -> None:
+    while not self._over.wait(self._pause()):
+      self._await_interpreter()
+      self.look()
+
+  def _pause(self) -> float:
+    return min(min(self._times()) / LOOKS, LONGEST_PAUSE_S)
+
+  def _await_interpreter(self) -> None:
+    """Have the stacks written if this thread does not come back in time to put that off."""
+    ends = self._limit_s is not None
+    seconds = self._limit_s if ends else self._report_s
+    try:
+      faulthandler.dump_traceback_later(seconds + self._pause(), exit=ends, file=sys.__stderr__)
+    except (RuntimeError, ValueError, OSError, AttributeError):  # There is no stderr to write to.
+      return
+
+  def look(self) -> None:
+    """Compare the last sign of life with the clock, and do what is to be done."""
+    sign = liveness.last()
+    silent = self._clock() - sign.at
+    if self._reported is not None and sign.at > self._reported.at:
+      self._announce(f'There is progress again, after {sign.at - self._reported.at:,.0f} s without.')
+      self._reported = None
+    if self._report_s is not None and silent >= self._report_s and self._reported is None:
+      self._reported = sign
+      self._announce(f'{describe(sign, silent)}.')
+      self._announce(f'Where the threads of this process stand: {self._write_stacks(sign, silent)}.')
+    if self._limit_s is not None and silent >= self._limit_s and not self._ended:
+      self._ended = True
+      self._end(f'{describe(sign, silent)}, longer than trainer.watchdog_limit_s={self._limit_s:g}')
+
+  def _write_stacks(self, sign: liveness.Sign, silent: float) -> str:
+    """Return where the stacks were written."""
+    now = datetime.datetime.now(datetime.UTC)
+    path = self._workdir / FOLDER / f'{now:%Y-%m-%dT%H-%M-%S}-process{jax.process_index()}.txt'
+    text = f'{now.isoformat(timespec="seconds")}  {describe(sign, silent)}.\n\n{stacks()}'
+
+    def write() -> None:
+      make_directory(path.parent)
+      write_atomically(path, text)
+
+    try:
+      call_within(write, WRITING_S, 'stalls')
+    except (OSError, OverranError) as error:  # What hangs may be this file system.
+      logging.error('%s', text)
+      return f'in the log ({path} cannot be written: {first_line(error)})'
+    return str(path)
+
+
+def describe(sign: liveness.Sign, silent: float) -> str:
+  """Return what a user is told of a process that has been silent for so many seconds."""
+  process = f' on process {jax.process_index()}' if jax.process_count() > 1 else ''
+  hint = HINTS.get(sign.phase)
+  return f'No progress for {silent:,.0f} s in the phase {sign.phase!r}{process}' + (f': {hint}' if hint else '')
+
+
+def stacks() -> str:
+  """Return the Python stacks of all threads of this process, the main thread's first."""
+  names = {thread.ident: thread.name for thread in threading.enumerate()}
+  main = threading.main_thread().ident
+  frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
+  return '\n'.join(
+    f'Thread {names.get(ident, "of another library")}:\n{"".join(traceback.format_stack(frame))}'
+    for ident, frame in frames
+  )
