@@ -262,7 +262,7 @@ watch() {
           [[ -n $dry ]] || echo 'The run is done.' >&2
           return
           ;;
-        75 | 143)  # launch.train: a worker is gone; told to stop. Both resume.
+        70 | 75 | 143)  # launch.train: no progress; a worker is gone; told to stop. All resume.
           echo "The run ended with exit code $code: starting it again; it resumes from its last checkpoint." >&2
           restart
           ;;

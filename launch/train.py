@@ -7,9 +7,10 @@ The same command with the same --workdir continues where the run stopped. --help
 setting, --help_settings=teacher those of a section or those that mention a word.
 
 Exit codes: 0 done; 2 bad input, or nothing learned for too long (trainer.max_skipped_steps), named in a sentence; 3
-stopped by an alarm (alarms.rules), with a checkpoint; 75 one of several processes is gone or never came, named in a
-sentence; 130 interrupted for a second time, or before the run began; 143 told to stop by SIGTERM or Ctrl-C: the last
-finished step is saved, within trainer.preemption_grace_s. After 75, 130 and 143 the same command resumes.
+stopped by an alarm (alarms.rules), with a checkpoint; 70 no progress for too long (trainer.watchdog_limit_s); 75 one of
+several processes is gone or never came, named in a sentence; 130 interrupted for a second time, or before the run
+began; 143 told to stop by SIGTERM or Ctrl-C: the last finished step is saved, within trainer.preemption_grace_s. After
+70, 75, 130 and 143 the same command resumes.
 """
 
 import sys
@@ -41,12 +42,12 @@ def main() -> int:
     config, workdir, restart=RESTART.value, announce=lambda text: print(text, file=sys.stderr, flush=True)
   )
   if result.deadline is not None:
-    preemption.end_by(result.deadline)
+    preemption.end_by(result.deadline, result.exit_code)
   if jax.process_index() == 0:
     print(report.summary(result, flags.FLAGS.config, command.overrides()))
   if result.stopped:
     return loop.EXIT_ALARM
-  return preemption.EXIT_PREEMPTED if result.preempted else 0
+  return result.exit_code
 
 
 if __name__ == '__main__':

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+import functools
 import pathlib
+import threading
 
 import chex
 import jax
 import numpy as np
 import pytest
 
+from sdpo_jax import liveness
 from sdpo_jax.config import Config
 from sdpo_jax.distributed import cluster
 from sdpo_jax.environments import registry
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.slots import Slots
-from sdpo_jax.training import loop, records
+from sdpo_jax.training import loop, records, watchdog
 from sdpo_jax.training.metrics import MetricsWriter
 from sdpo_jax.training.starting_state import StartingState
 from sdpo_jax.types import Example, Outcome
@@ -189,3 +192,32 @@ def test_a_failure_of_the_last_save_does_not_hide_what_ended_the_run(experiment,
     'The state of step 1 could not be saved: The disk is full.',
     'There is no checkpoint yet; the same command starts again.',
   ]
+
+
+def test_graders_that_hang_are_reported_and_end_the_run_where_a_limit_is_set(experiment, tmp_path, monkeypatch):
+  make, whole = experiment
+  hung, release, said = threading.Event(), threading.Event(), []
+  grade = registry._FACTORIES['odd'](None)
+
+  def sometimes(examples, completions, *, truncated):
+    if examples[0].id.startswith('train-2'):
+      hung.set()
+      release.wait(60)
+    return grade(examples, completions, truncated=truncated)
+
+  sometimes.limits_itself = True
+  # While it hangs, hours pass; nothing else takes any time.
+  clock = functools.partial(watchdog.Watchdog, clock=lambda: liveness.last().at + 7200 * hung.is_set())
+  with monkeypatch.context() as patch:
+    patch.setattr(loop, 'Watchdog', clock)
+    patch.setattr(watchdog, 'LOOKS', 2000)
+    patch.setitem(registry._FACTORIES, 'odd', lambda settings: sometimes)
+    result = loop.train(make(watchdog_report_s=60.0, watchdog_limit_s=100.0), tmp_path, announce=said.append)
+    release.set()
+  assert (result.preempted, result.exit_code, result.step) == (True, 70, 1) and steps_on_disk(tmp_path) == [1]
+  assert [
+    line for line in said if line.startswith("No progress for 7,200 s in the phase 'grade': graders do not answer")
+  ]
+  [stacks] = (tmp_path / 'stalls').glob('*.txt')
+  assert 'release.wait(60)' in stacks.read_text()
+  assert_becomes(make(accept_changes=('graders',)), tmp_path, whole)

@@ -98,6 +98,27 @@ def stuck():
     lock.acquire()
 
 
+def given_up():
+  with Preemption(60.0, lambda: 7) as stop:
+    stop.stage = 'steps'
+    stop.check()
+    threading.Thread(target=stop.give_up, args=['No progress']).start()
+    until_it_is_heard(stop)
+    try:
+      stop.check()
+    except StoppedError:
+      return 9 if stop.exit_code == 70 else 1
+
+
+def given_up_and_stuck():
+  with Preemption(0.3, lambda: 7) as stop:
+    stop.stage = 'steps'
+    threading.Timer(0.1, stop.give_up, ['No progress']).start()
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
 def stuck_at_the_start():
   import sdpo_jax.training.preemption as preemption
   preemption.START_GRACE_S = 0.2
@@ -166,7 +187,7 @@ def afterwards():
 
 results = {}
 for scenario in (at_the_next_point, stuck, stuck_at_the_start, listing_hangs, twice_at_once, once_more, a_child_is_told,
-                 afterwards):
+                 afterwards, given_up, given_up_and_stuck):
   with tempfile.TemporaryFile() as said:
     child = os.fork()
     if child == 0:
@@ -203,10 +224,16 @@ def test_a_signal_is_heard_whatever_the_main_thread_does():
     'twice_at_once': (6, told),
     'once_more': (130, f'{told} SIGINT, again: ending now. {there}'),
     'a_child_is_told': (8, ''),
+    'given_up': (9, 'No progress: saving a checkpoint, then stopping.'),
+    'given_up_and_stuck': (
+      70,
+      'No progress: saving a checkpoint, then stopping. No progress: not done within 0.3 s (trainer.preemption_grace_s), '
+      f'ending now. {there} resumes',
+    ),
     'afterwards': (-15, ''),
   }
   assert results.keys() == expected.keys()
   for name, (code, said) in expected.items():
     found = ' '.join(' '.join(results[name][1]).split())
     assert (results[name][0], found[: len(said)]) == (code, said), (name, results[name])
-    assert (found == said) == (code in (5, 6, 8, -15)), found
+    assert (found == said) == (code in (5, 6, 8, 9, -15)), found

@@ -214,7 +214,7 @@ def test_a_slice_that_cannot_be_had_ends_with_its_own_code(slice_of):
   assert verbs(calls) == ['create']
 
 
-@pytest.mark.parametrize('ended', ['75', '143'])
+@pytest.mark.parametrize('ended', ['70', '75', '143'])
 def test_a_run_that_lost_a_worker_or_was_told_to_stop_is_started_again(slice_of, ended):
   code, err, calls = slice_of('watch', *PLACE, '--type=v5litepod-64', *TRAIN, codes=f'running {ended} running 0')
   assert code == 0

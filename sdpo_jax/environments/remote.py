@@ -20,6 +20,7 @@ from typing import Any
 
 import httpx2
 
+from sdpo_jax import liveness
 from sdpo_jax.environments.outcomes import ungraded
 from sdpo_jax.environments.time_limit import OverranError, call_within
 from sdpo_jax.errors import UserError, short_repr
@@ -221,7 +222,9 @@ class Remote:
       if batch.given_up:
         raise Fault(f'there was no answer to any of {batch.failed} requests before it')
       try:
-        return read(self._post(body(), batch))
+        outcome = read(self._post(body(), batch))
+        liveness.progress()
+        return outcome
       except Fault as fault:
         last = not fault.again or attempt == self._retries
         if last or self._closing.wait(pause_s(attempt, fault.after_s, random.random())):

@@ -19,7 +19,7 @@ from typing import Any
 from etils import epath
 import jax
 
-from sdpo_jax import programs
+from sdpo_jax import liveness, programs
 from sdpo_jax.config import Config
 from sdpo_jax.data import pipeline
 from sdpo_jax.distributed import cluster
@@ -55,6 +55,7 @@ from sdpo_jax.training.step import (
 )
 from sdpo_jax.training.unfinished import Unfinished
 from sdpo_jax.training.update import abstract_state, place_state
+from sdpo_jax.training.watchdog import Watchdog
 from sdpo_jax.training.workdir import check_workdir, open_workdir
 from sdpo_jax.types import Example, TrainState
 
@@ -77,6 +78,7 @@ class Result:
   stopped: str | None = None  # By which alarm, in a sentence.
   skipped: int = 0  # Steps at the end that taught nothing: their gradients were not finite.
   deadline: float | None = None  # When a process that was told to stop is to have ended, on the monotonic clock.
+  exit_code: int = 0  # Of a process that was told to stop or given up.
 
 
 @dataclasses.dataclass
@@ -112,7 +114,8 @@ def train(
       with Graders(config.environments) as graders:
         return _train(config, workdir, graders, stop, restart, announce)
     except StoppedError:  # Before its first step, when there was nothing to save.
-      return Result(epath.Path(workdir), newest(workdir), True, {}, '…', deadline=stop.deadline)
+      step = newest(workdir)
+      return Result(epath.Path(workdir), step, True, {}, '…', deadline=stop.deadline, exit_code=stop.exit_code)
 
 
 def _train(
@@ -140,7 +143,10 @@ def _train(
     checkpoints = Checkpoints(
       workdir, keep=config.trainer.max_ckpt_to_keep, best_metric=config.trainer.best_metric, ownership=ownership
     )
+    watching = Watchdog(config.trainer, workdir, announce, stop.give_up)
     try:
+      watching.start()
+      liveness.begin('restore')
       restored = checkpoints.restore(abstract_state(config, parameters, session.mesh))
       unfinished = None
       if ownership is not None:
@@ -176,6 +182,8 @@ def _train(
       with contextlib.suppress(Exception):  # What of it matters was said before; the first error is the one to hear.
         checkpoints.close()
       raise
+    finally:
+      watching.stop()
     checkpoints.close()
     return result
 
@@ -282,8 +290,17 @@ class _Run:
     if skipped.too_many(self.skipped, config.trainer) and not self.stopped and not preempted:
       raise UserError(skipped.complaint(self.skipped, step, config.trainer))
     prompt = _short_prompt(self.held_out)
-    deadline = self.preemption.deadline
-    return Result(self.session.workdir, step, preempted, evaluations, prompt, self.stopped, self.skipped, deadline)
+    return Result(
+      self.session.workdir,
+      step,
+      preempted,
+      evaluations,
+      prompt,
+      self.stopped,
+      self.skipped,
+      deadline=self.preemption.deadline,
+      exit_code=self.preemption.exit_code if preempted else 0,
+    )
 
   def steps(self, state: TrainState, unfinished: Unfinished | None) -> None:
     """Make the steps that are left.

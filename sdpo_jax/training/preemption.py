@@ -27,11 +27,13 @@ from sdpo_jax.distributed.stopping import StoppedError
 from sdpo_jax.environments.time_limit import OverranError, call_within
 
 EXIT_PREEMPTED = 143  # 128 + SIGTERM: saved, to be started again.
+EXIT_STALLED = 70  # Ended because it made no progress; saved where it could be.
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 START_GRACE_S = 5.0  # Until the process ends where there is nothing to save.
 REPEAT_S = 1.0  # A signal that comes so soon after the first is the same one: some send it to a process and its group.
 LISTING_S = 2.0  # For which the deadline waits to hear what is on disk.
-_ELSEWHERE = 0  # In the place of a signal: another process was told to stop.
+# In the place of a signal: another process was told to stop; this one was given up.
+_ELSEWHERE, _GIVEN_UP = 0, 255
 
 # What a signal would interrupt: nothing that must be saved yet; the steps; what comes after the last of them.
 Stage = Literal['start', 'steps', 'end']
@@ -58,6 +60,7 @@ class Preemption:
     """
     self.stage: Stage = 'start'
     self.deadline: float | None = None  # On the monotonic clock, once told to stop.
+    self.given_up: str | None = None  # Why, where it was not told to stop.
     self._grace_s, self._on_disk = grace_s, on_disk
     self._previous: dict[int, Any] = {}
     self._previous_fd = -1
@@ -116,9 +119,22 @@ class Preemption:
     self._previous = {}
     _listening = None
 
+  def give_up(self, why: str) -> None:
+    """End the run as a signal would, from any thread, for the reason `why` and with `EXIT_STALLED`."""
+    self.given_up = why
+    self._say(_GIVEN_UP)
+
+  @property
+  def exit_code(self) -> int:
+    """With which the process ends after it has stopped."""
+    return EXIT_PREEMPTED if self.given_up is None else EXIT_STALLED
+
   def _heard_elsewhere(self) -> None:
+    self._say(_ELSEWHERE)
+
+  def _say(self, number: int) -> None:
     with contextlib.suppress(OSError):  # The run is over.
-      self._mouth.send(bytes([_ELSEWHERE]))
+      self._mouth.send(bytes([number]))
 
   def _listen(self) -> None:
     """Wait for signals and, after the first, for the deadline."""
@@ -129,21 +145,24 @@ class Preemption:
       try:
         heard = self._ear.recv(64)
       except TimeoutError:
-        self._end(EXIT_PREEMPTED, f'{name}: not done within {self._limit():g} s{self._setting()}, ending now.')
+        self._end(self.exit_code, f'{name}: not done within {self._limit():g} s{self._setting()}, ending now.')
       if not heard:
         return
       now = time.monotonic()
       for number in heard:
-        if number != _ELSEWHERE and number not in SIGNALS:
+        if number not in (_ELSEWHERE, _GIVEN_UP, *SIGNALS):
           continue  # Another signal with a handler of Python's.
         if first is None:
           first, name = now, self._tell(number, now)
-        elif number != _ELSEWHERE and now - first > REPEAT_S:
+        elif number in SIGNALS and now - first > REPEAT_S:
           self._end(128 + number, f'{signal.Signals(number).name}, again: ending now.')
 
   def _tell(self, number: int, now: float) -> str:
     """Answer the first signal; return its name."""
-    name = 'Another process was told to stop' if number == _ELSEWHERE else signal.Signals(number).name
+    if number == _GIVEN_UP:
+      name = str(self.given_up)
+    else:
+      name = 'Another process was told to stop' if number == _ELSEWHERE else signal.Signals(number).name
     print(f'\n{name}: {_ANSWERS[self.stage]}', file=sys.stderr, flush=True)
     self.deadline = now + self._limit()
     if number != _ELSEWHERE:
@@ -183,14 +202,17 @@ def what_is_there(on_disk: Callable[[], int]) -> str:
   return 'There is no checkpoint yet; the same command starts again.'
 
 
-def end_by(deadline: float) -> None:
-  """End the process by `deadline` (on the monotonic clock) if it has not ended by itself: a thread of a grader may hang."""
+def end_by(deadline: float, code: int) -> None:
+  """End the process by `deadline` (on the monotonic clock) with `code`, if it has not ended by itself.
+
+  A thread of a grader may hang.
+  """
 
   def wait() -> None:
     time.sleep(max(deadline - time.monotonic(), 0.0))
     with contextlib.suppress(OSError):
       sys.stdout.flush()
-    os._exit(EXIT_PREEMPTED)
+    os._exit(code)
 
   threading.Thread(target=wait, name='end', daemon=True).start()
 

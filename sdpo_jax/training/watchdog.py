@@ -45,7 +45,7 @@ HINTS = {
 
 
 class Watchdog:
-  """Watches from `with` to its end."""
+  """Watches from `start` to `stop`, or from `with` to its end."""
 
   def __init__(
     self,
@@ -72,13 +72,19 @@ class Watchdog:
     self._thread = threading.Thread(target=self._watch, name='watchdog', daemon=True)
 
   def __enter__(self) -> Watchdog:
+    self.start()
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.stop()
+
+  def start(self) -> None:
     liveness.begin('start')
     if self._times():
       self._await_interpreter()
       self._thread.start()
-    return self
 
-  def __exit__(self, *_: object) -> None:
+  def stop(self) -> None:
     self._over.set()
     if self._times():
       self._thread.join()

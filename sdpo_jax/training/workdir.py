@@ -27,7 +27,7 @@ from sdpo_jax.training.ownership import unwritable
 
 FINGERPRINT = 'fingerprint.json'  # What the run depends on beside its settings.
 FILES = ('config.json', 'metrics.jsonl', EPOCHS, FINGERPRINT, WANDB_ID)
-FOLDERS = ('checkpoints', 'eval', 'profile', 'rollouts', 'tensorboard')
+FOLDERS = ('checkpoints', 'eval', 'profile', 'rollouts', 'stalls', 'tensorboard')
 # Those of one beginning, which --restart moves away; the settings last, since without them the others are no run.
 RESULTS = (*FOLDERS, DAMAGED, 'metrics.jsonl', WANDB_ID, FINGERPRINT, 'config.json')
 ANOTHER = 'restore it or choose another --workdir'

@@ -32,6 +32,7 @@ import time
 from typing import Any, Literal
 import weakref
 
+from sdpo_jax import liveness
 from sdpo_jax.config import SandboxConfig
 from sdpo_jax.environments.sandbox import bubblewrap, confinement, scratch
 from sdpo_jax.errors import UserError
@@ -153,8 +154,13 @@ class Sandbox:
     Raises:
       RuntimeError: the sandbox is closed.
     """
-    finish = then or (lambda number, report: report)
-    return list(self._pool.map(lambda number, job: finish(number, self._run(job)), range(len(jobs)), jobs))
+
+    def run(number: int, job: Job) -> Any:
+      report = self._run(job)
+      liveness.progress()
+      return report if then is None else then(number, report)
+
+    return list(self._pool.map(run, range(len(jobs)), jobs))
 
   def close(self) -> None:
     """Ends all programs and the helper processes and removes what they wrote; may be called twice."""
