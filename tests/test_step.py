@@ -266,6 +266,26 @@ def test_the_host_works_ahead_and_fetches_a_step_at_once(monkeypatch):
   assert (report.student.tokens, report.student.rows, report.student.row_room) == (tokens, 8, 8)
 
 
+@pytest.mark.parametrize('seconds, most', [(1.0, 2), (0.1, 5), (0.0, 100)])
+def test_the_devices_are_handed_half_a_second_of_micro_batches_or_two(monkeypatch, seconds, most):
+  """So that a run that is told to stop need not wait for a whole batch."""
+  clock, under_way, seen = [0.0], set(), []
+
+  def wait(result):
+    clock[0] += seconds
+    under_way.discard(result)
+
+  monkeypatch.setattr(jax, 'block_until_ready', wait)
+  monkeypatch.setattr(step, 'time', types.SimpleNamespace(monotonic=lambda: clock[0]))
+  ahead = step._Ahead()
+  for number in range(100):
+    ahead.wait()
+    under_way.add(number)
+    ahead.add(number)
+    seen.append(len(under_way))
+  assert max(seen) <= most and (seconds > 0 or max(seen) > 90)
+
+
 def test_the_first_rate_of_a_warm_up_is_zero():
   config = settings(optimizer__lr_warmup_steps=4)
   outcome = run(config, samples_for(config), batches=6)

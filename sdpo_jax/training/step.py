@@ -35,7 +35,9 @@ if TYPE_CHECKING:  # A session knows how to load models; a step need not.
   from sdpo_jax.training.session import Session
 
 
-AHEAD = 2  # Micro-batches that the devices are handed before they have done those before: they never wait for the host.
+# How far the devices are handed micro-batches before they have done those before: at least so many, so that they never
+# wait for the host, and as many as take so long.
+AHEAD, AHEAD_S = 2, 0.5
 
 
 @dataclasses.dataclass
@@ -311,13 +313,15 @@ class _Results:
 
 
 class _Ahead:
-  """Keeps the host at most `AHEAD` micro-batches before the devices.
+  """Keeps the host at most `AHEAD` micro-batches, or `AHEAD_S` seconds of them, before the devices.
 
   Otherwise it would have handed them the whole batch, which cannot be taken back, when it hears that the run is to stop.
   """
 
   def __init__(self):
     self._results: collections.deque[jax.Array] = collections.deque()
+    self._allowed = AHEAD
+    self._last: float | None = None  # When one was seen to be done.
 
   def add(self, result: jax.Array) -> None:
     """Note a micro-batch that is under way."""
@@ -325,8 +329,12 @@ class _Ahead:
 
   def wait(self) -> None:
     """Return when another one may be handed over."""
-    while len(self._results) >= AHEAD:
+    while len(self._results) >= self._allowed:
       jax.block_until_ready(self._results.popleft())
+      now = time.monotonic()
+      if self._last is not None:
+        self._allowed = max(AHEAD, int(AHEAD_S / max(now - self._last, 1e-3)))
+      self._last = now
 
 
 def run_update(
