@@ -44,7 +44,7 @@ def main() -> int:
   if result.deadline is not None:
     preemption.end_by(result.deadline, result.exit_code)
   if jax.process_index() == 0:
-    print(report.summary(result, flags.FLAGS.config, command.overrides()))
+    print(report.summary(result, flags.FLAGS.config, command.overrides()), flush=True)
   if result.stopped:
     return loop.EXIT_ALARM
   return result.exit_code

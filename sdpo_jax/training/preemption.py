@@ -31,6 +31,7 @@ EXIT_STALLED = 70  # Ended because it made no progress; saved where it could be.
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 START_GRACE_S = 5.0  # Until the process ends where there is nothing to save.
 REPEAT_S = 1.0  # A signal that comes so soon after the first is the same one: some send it to a process and its group.
+SAYING_S = 1.0  # For which somebody is waited for to read what is printed.
 LISTING_S = 2.0  # For which the deadline waits to hear what is on disk.
 # In the place of a signal: another process was told to stop; this one was given up.
 _ELSEWHERE, _GIVEN_UP = 0, 255
@@ -163,10 +164,13 @@ class Preemption:
       name = str(self.given_up)
     else:
       name = 'Another process was told to stop' if number == _ELSEWHERE else signal.Signals(number).name
-    print(f'\n{name}: {_ANSWERS[self.stage]}', file=sys.stderr, flush=True)
     self.deadline = now + self._limit()
     if number != _ELSEWHERE:
       cluster.ask_to_stop()
+    with contextlib.suppress(
+      OSError, ValueError, OverranError
+    ):  # Nobody may read what is printed, or ever have done so.
+      call_within(lambda: print(f'\n{name}: {_ANSWERS[self.stage]}', file=sys.stderr, flush=True), SAYING_S, 'saying')
     return name
 
   def _limit(self) -> float:
@@ -180,6 +184,7 @@ class Preemption:
     sentence = f'{why} {what_is_there(self._on_disk)}'
     if sys.stderr.isatty():
       sentence = f'\x1b[?25h{sentence}'  # The progress bar has hidden the cursor.
+    end_by(time.monotonic() + SAYING_S, code)
     cluster.fail(code, sentence)
     with contextlib.suppress(OSError):
       sys.stdout.flush()
@@ -210,8 +215,6 @@ def end_by(deadline: float, code: int) -> None:
 
   def wait() -> None:
     time.sleep(max(deadline - time.monotonic(), 0.0))
-    with contextlib.suppress(OSError):
-      sys.stdout.flush()
     os._exit(code)
 
   threading.Thread(target=wait, name='end', daemon=True).start()
