@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import logging
 import math
 import os
 import pathlib
@@ -20,18 +21,20 @@ import numpy as np
 import safetensors
 from safetensors.numpy import save_file
 
-from models import hub, parameters, remote_files
+from models import checksums, hub, parameters, remote_files
 from models.decoder import DecoderConfig, DecoderPolicy
 from models.families import qwen3
 from sdpo_jax.config import ModelConfig
 from sdpo_jax.distributed.mesh import parameter_sharding
 from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.files import sync_directory, sync_tree
 from sdpo_jax.types import Tree
 
+_logger = logging.getLogger('sdpo_jax.models')
 FAMILIES = {qwen3.MODEL_TYPE: qwen3.Qwen3Config}  # By model_type.
 WEIGHTS = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
-HUB_FILES = ('*.json', '*.jinja', '*.safetensors', '*.model', '*.txt')
+HUB_FILES = ('*.json', '*.jinja', '*.safetensors', '*.model', '*.txt', checksums.SUMS)
 # Vocabularies of at least LARGE tokens get rows up to a multiple of 1024: 8 shards of whole 128-lane tiles.
 LARGE, LARGE_MULTIPLE = 32768, 1024
 STORED_DTYPES = ('F32', 'F16', 'BF16')
@@ -57,6 +60,7 @@ def load(
       tensor, or the one that holds values that are not finite.
   """
   root = resolve(path)
+  check_files(root, edited=True)
   policy = read_policy(root, config).on(mesh, config.attention)
   table = policy.parameter_table()
   with contextlib.ExitStack() as stack:
@@ -64,6 +68,28 @@ def load(
     _check(root, table, tensors, tied=policy.config.tied)
     params = parameters.map_table(lambda parameter: _read(parameter, tensors, mesh), table)
   return policy, params
+
+
+def check_files(root: pathlib.Path, *, edited: bool = False) -> int:
+  """Compare the files of a model directory with the SHA-256 that is known of them; return how many could be compared.
+
+  Args:
+    root: the directory.
+    edited: whether files that people edit, all but the weights, may be others; it is said.
+
+  Raises:
+    UserError: naming one that is not as it was written.
+  """
+  expected = checksums.known(root)
+  names = [name for name in sorted(expected) if (root / name).exists()]
+  for name in names:
+    try:
+      checksums.check(root / name, expected[name])
+    except UserError as error:
+      if not edited or name.endswith(('.safetensors', INDEX)):
+        raise
+      _logger.warning('%s', error)
+  return len(names)
 
 
 def read_policy(path: str | os.PathLike, config: ModelConfig) -> DecoderPolicy:
@@ -121,7 +147,7 @@ def save(
 ) -> None:
   """Writes a model directory that transformers loads.
 
-  The directory appears under its name only when it is complete.
+  The directory appears under its name only when it is complete and on the disk, with the SHA-256 of its files.
 
   Args:
     path: directory to make; it must not hold files.
@@ -149,9 +175,12 @@ def save(
     _copy_companions(origin, partial)
   (partial / 'config.json').write_text(json.dumps(values, indent=2) + '\n', encoding='utf-8')
   _write_weights(partial, policy.parameter_table(), params, np.dtype(getattr(ml_dtypes, dtype, dtype)), max_shard_bytes)
+  checksums.write(partial)
+  sync_tree(partial)
   if root.exists():
     root.rmdir()
   partial.rename(root)
+  sync_directory(root.parent)
 
 
 def resolve(path: str | os.PathLike, weights: bool = True) -> pathlib.Path:
@@ -327,7 +356,7 @@ def _copy_companions(source: pathlib.Path, target: pathlib.Path) -> None:
   """Copies everything that is not weights: tokenizer, chat template, generation_config.json, licence."""
   weights = ('.safetensors', '.safetensors.index.json', '.bin', '.bin.index.json', '.pt', '.pth', '.gguf', '.onnx')
   for file in source.iterdir():
-    if file.is_file() and not file.name.startswith('.') and not file.name.endswith(weights):
+    if file.is_file() and not file.name.startswith('.') and not file.name.endswith((*weights, checksums.SUMS)):
       shutil.copyfile(file, target / file.name)
 
 

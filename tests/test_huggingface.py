@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from models import huggingface, parameters
+from models.checksums import SUMS
 from sdpo_jax.config import MeshConfig, ModelConfig
 from sdpo_jax.distributed.mesh import make_mesh
 from sdpo_jax.errors import UserError
@@ -70,8 +71,8 @@ def original(made, tmp_path_factory):
 
 @pytest.fixture
 def broken(original, tmp_path):
-  """A copy to be damaged."""
-  return shutil.copytree(original, tmp_path / 'broken')
+  """A copy to be damaged, of which no digests are known."""
+  return shutil.copytree(original, tmp_path / 'broken', ignore=shutil.ignore_patterns(SUMS))
 
 
 def edit_config(directory, **changes):
@@ -80,6 +81,7 @@ def edit_config(directory, **changes):
 
 
 def edit_weights(directory, change):
+  (directory / SUMS).unlink(missing_ok=True)
   tensors = load_file(directory / 'model.safetensors')
   change(tensors)
   save_file(tensors, directory / 'model.safetensors')
@@ -377,6 +379,7 @@ def test_weights_that_are_not_finite_are_refused_with_tensor_file_and_number(mad
   name = 'model.layers.1.mlp.down_proj.weight'
   index = json.loads((tmp_path / 'model' / 'model.safetensors.index.json').read_text())
   file = tmp_path / 'model' / index['weight_map'][name]
+  (tmp_path / 'model' / SUMS).unlink()  # They would be refused for that alone.
   tensors = load_file(file)
   tensors[name] = tensors[name].copy()
   tensors[name][[0, 15, 15], [1, 0, 23]] = value

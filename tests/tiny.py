@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from models import huggingface
+from models import checksums, huggingface
 from sdpo_jax.config import ModelConfig
 from sdpo_jax.rollout.engine import Completion
 from sdpo_jax.types import Rollouts
@@ -123,6 +123,7 @@ def make_model(folder: pathlib.Path, *, vocab_size: int = 264, seed: int = 0, **
   huggingface.save(folder, policy, parameters, dtype='float32')
   (folder / 'config.json').write_text(json.dumps(config))
   make_tokenizer(folder)
+  checksums.write(folder)
   return folder
 
 
