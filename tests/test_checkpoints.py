@@ -402,7 +402,7 @@ def test_the_manifest_names_everything_that_was_written(tmp_path):
     content = (folder / name).read_bytes()
     assert values['files'][name] == {'bytes': len(content), 'sha256': hashlib.sha256(content).hexdigest()}
   weights = np.asarray(state.trainable['layer']['w'])
-  expected = digests.leaf_digest(weights.shape, weights.dtype, digests.block_sums(weights, 0, weights.shape))
+  expected = digests.leaf_digest(weights.shape, weights.dtype, digests.block_sums(weights, (0, 0), weights.shape))
   assert values['leaves']['trainable.layer.w'] == expected
   assert len(values['leaves']) == len(jax.tree.leaves(state))
   assert values['state_digest'] == digests.state_digest(values['leaves'])

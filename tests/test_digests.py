@@ -64,6 +64,10 @@ def random_bits(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray
   )
 
 
+def whole_sums(array: np.ndarray) -> np.ndarray:
+  return digests.block_sums(array, (0,) * array.ndim, array.shape)
+
+
 def sums_of(*arrays: np.ndarray) -> np.ndarray:
   leaves = [jnp.asarray(array) for array in arrays]
   return np.asarray(digests.program(leaves)(leaves))
@@ -75,13 +79,13 @@ def test_sums_are_those_of_the_formula():
   for array, row in zip(arrays, sums_of(*arrays), strict=True):
     expected = slow_sums(bits_of(array))
     assert row.tolist() == expected, array.dtype
-    assert digests.block_sums(array, 0, array.shape).tolist() == expected
+    assert whole_sums(array).tolist() == expected
 
 
 @pytest.mark.parametrize('dtype', ['float64', 'int64'])
 def test_elements_of_eight_bytes_are_two_words(dtype):
   array = random_bits(dtype, (3, 5))
-  assert digests.block_sums(array, 0, array.shape).tolist() == slow_sums(bits_of(array))
+  assert whole_sums(array).tolist() == slow_sums(bits_of(array))
   with jax.enable_x64(True):
     assert sums_of(array)[0].tolist() == slow_sums(bits_of(array))
 
@@ -108,15 +112,15 @@ def test_every_flipped_bit_changes_every_lane_and_every_swap_the_digest():
     flipped = bytearray(raw)
     flipped[bit // 8] ^= 1 << bit % 8
     versions.append(np.frombuffer(bytes(flipped), array.dtype).reshape(array.shape))
-  whole, *others = (digests.block_sums(version, 0, array.shape) for version in versions)
+  whole, *others = (whole_sums(version) for version in versions)
   assert all((whole != sums).all() for sums in others)
   wide = np.arange(40, dtype=np.float32).reshape(8, 5)
   swapped = []
   for left, right in itertools.combinations(range(wide.size), 2):
     copy = wide.reshape(-1).copy()
     copy[[left, right]] = copy[[right, left]]
-    swapped.append(digests.block_sums(copy, 0, wide.shape))
-  assert all((digests.block_sums(wide, 0, wide.shape) != sums).any() for sums in swapped)
+    swapped.append(whole_sums(copy))
+  assert all((whole_sums(wide) != sums).any() for sums in swapped)
 
 
 def test_shape_dtype_and_path_are_part_of_the_digest():
@@ -130,33 +134,39 @@ def test_shape_dtype_and_path_are_part_of_the_digest():
 def test_blocks_of_an_array_add_up_to_it(monkeypatch):
   array = random_bits('float32', (5, 7, 3))
   monkeypatch.setattr(digests, '_BLOCK', 11)
-  parts = [digests.block_sums(array.reshape(-1)[at : at + 23], at, array.shape) for at in range(0, array.size, 23)]
-  assert np.sum(parts, axis=0, dtype=np.uint32).tolist() == slow_sums(bits_of(array))
+  for sizes in ((2, 3, 2), (5, 7, 1), (1, 1, 3), (4, 7, 3)):
+    origins = itertools.product(*(range(0, length, size) for length, size in zip(array.shape, sizes, strict=True)))
+    parts = []
+    for origin in origins:
+      place = tuple(slice(start, start + size) for start, size in zip(origin, sizes, strict=True))
+      parts.append(digests.block_sums(array[place], origin, array.shape))
+    assert np.sum(parts, axis=0, dtype=np.uint32).tolist() == slow_sums(bits_of(array))
+  line = random_bits('int8', (50,))
+  parts = [digests.block_sums(line[at : at + 23], (at,), line.shape) for at in range(0, 50, 23)]
+  assert np.sum(parts, axis=0, dtype=np.uint32).tolist() == slow_sums(bits_of(line))
 
 
 def test_positions_of_a_huge_array_are_two_words():
   """2^33 elements are not made: two blocks of them are, at the end of the low word and after it."""
   shape = (8, 2**15, 2**15)
-  values = random_bits('float32', (4,))
-  for start in (2**32 - 2, 2**30 * 5 + 3):
+  values = random_bits('float32', (1, 1, 4))
+  for start in (2**32 - 4, 2**30 * 5 + 3):
     expected = []
     for lane in range(digests.LANES):
       places = [divmod(start + place, 2**30) for place in range(4)]
       words = [word for [word] in bits_of(values)]
       terms = [term(word, low, scrambled(high), lane) for word, (high, low) in zip(words, places, strict=True)]
       expected.append(sum(terms) & ONES)
-    assert digests.block_sums(values, start, shape).tolist() == expected
+    assert digests.block_sums(values, np.unravel_index(start, shape), shape).tolist() == expected
   with pytest.raises(ValueError, match='too large'):
-    digests.block_sums(values, 0, (2**33,))
+    digests.block_sums(values[0, 0], (0,), (2**33,))
 
 
 def test_the_words_of_positions_are_the_same_on_devices(monkeypatch):
   """With a smaller word, so that an array of two words of positions is small."""
   array = random_bits('float32', (6, 4, 5))
   monkeypatch.setattr(digests, '_leading_axes', lambda shape, words: 1)
-  assert (
-    np.asarray(digests.leaf_sums(jnp.asarray(array))).tolist() == digests.block_sums(array, 0, array.shape).tolist()
-  )
+  assert np.asarray(digests.leaf_sums(jnp.asarray(array))).tolist() == whole_sums(array).tolist()
 
 
 def test_other_elements_are_refused():

@@ -35,7 +35,7 @@ _CONSTANTS = (
   (0x27D4EB2F, 0x03707344, 0x21F0AAAD, 0xD35A2D97),
 )
 LANES = len(_CONSTANTS)
-_BLOCK = 2**18  # Elements of which `block_sums` holds the intermediate results at once.
+_BLOCK = 2**15  # Elements of which `block_sums` holds the intermediate results at once.
 
 
 def leaf_digests(state: Any) -> dict[str, str]:
@@ -110,28 +110,38 @@ def leaf_sums(leaf: jax.Array) -> jax.Array:
   return jnp.stack(jax.lax.reduce(lanes, (np.uint32(0),) * LANES, add, tuple(range(leaf.ndim))))
 
 
-def block_sums(values: np.ndarray, start: int, shape: Sequence[int]) -> np.ndarray:
+def block_sums(values: np.ndarray, origin: Sequence[int], shape: Sequence[int]) -> np.ndarray:
   """Return what a block adds to the sums [LANES] uint32 of an array; by NumPy, a part at a time.
 
   Args:
-    values: elements of the array that follow each other in row-major order, in any shape.
-    start: the row-major number of the first.
+    values: a block of the array, with as many axes.
+    origin: where the block begins, an index per axis.
     shape: of the whole array.
   """
-  values = np.ascontiguousarray(values).reshape(-1)
+  if not shape:
+    values, origin, shape = values[None], (0,), (1,)
   count = max(values.dtype.itemsize // 4, 1)
   leading = _leading_axes(shape, count)
-  row = math.prod(shape[leading:])
+  held = np.uint64(math.prod(shape[leading:]))
+  rows = np.ascontiguousarray(values).reshape(-1, values.shape[-1])
+  strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+  width = max(values.shape[-1], 1)
   sums = np.zeros(LANES, np.uint32)
-  for begin in range(0, values.size, _BLOCK):
-    block = values[begin : begin + _BLOCK]
-    numbers = np.arange(start + begin, start + begin + block.size, dtype=np.uint64)
-    low = (numbers % np.uint64(row)).astype(np.uint32)
-    high = _scrambled((numbers // np.uint64(row)).astype(np.uint32)) if leading else np.uint32(0)
-    for place in range(count):
-      word = block.view('<u4')[place::count] if count > 1 else block.view(f'<u{block.itemsize}').astype(np.uint32)
-      terms = _terms(word, low * np.uint32(count) + np.uint32(place), high)
-      sums += np.array([term.sum(dtype=np.uint32) for term in terms], np.uint32)
+  for first in range(0, len(rows), max(_BLOCK // width, 1)):
+    part = rows[first : first + max(_BLOCK // width, 1)]
+    places = np.unravel_index(np.arange(first, first + len(part)), values.shape[:-1]) if values.ndim > 1 else ()
+    begins = np.full(len(part), origin[-1], np.uint64)
+    for place, start, stride in zip(places, origin, strides, strict=False):
+      begins += (place.astype(np.uint64) + np.uint64(start)) * np.uint64(stride)
+    for column in range(0, width, _BLOCK):
+      block = np.ascontiguousarray(part[:, column : column + _BLOCK])
+      numbers = begins[:, None] + np.arange(column, column + block.shape[1], dtype=np.uint64)
+      low = (numbers % held).astype(np.uint32)
+      high = _scrambled((numbers // held).astype(np.uint32)) if leading else np.uint32(0)
+      for place in range(count):
+        word = block.view('<u4')[:, place::count] if count > 1 else block.view(f'<u{block.itemsize}').astype(np.uint32)
+        terms = _terms(word, low * np.uint32(count) + np.uint32(place), high)
+        sums += np.array([term.sum(dtype=np.uint32) for term in terms], np.uint32)
   return sums
 
 

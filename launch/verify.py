@@ -1,0 +1,27 @@
+"""Checks what a run has left, or a model directory, to the last bit, and says what would be lost if it stopped now.
+
+  python -m launch.verify --workdir=runs/mine
+  python -m launch.verify --model=my_model
+
+Nothing is changed, and the run may be going on. A line about each thing: `ok`, `note` or `damaged`. Every array and file
+of every checkpoint is compared with the digests in its manifest, every file of a model with those in its SHA256SUMS.
+
+Exit codes: 0 all is whole; 1 something is damaged, and a whole checkpoint remains; 2 there is nothing to resume from, a
+file of the model is damaged, or bad input.
+"""
+
+from absl import flags
+
+from sdpo_jax import command
+from sdpo_jax.inference import verify
+
+WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a run, local or gs://.')
+MODEL = flags.DEFINE_string('model', None, 'A Hugging Face model directory, instead.')
+
+
+def main() -> int:
+  return verify.verify(WORKDIR.value, MODEL.value, lambda text: print(text, flush=True))
+
+
+if __name__ == '__main__':
+  command.run(main)

@@ -1,0 +1,304 @@
+"""What a run has left, checked to the last bit, and what would be lost if it stopped now; nothing is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+import dataclasses
+import json
+import re
+from typing import Any
+
+from etils import epath
+
+from models import checksums, huggingface
+from sdpo_jax.errors import UserError, first_line, short_repr
+from sdpo_jax.inference.runs import run_config
+from sdpo_jax.training import fingerprint, manifest, owner
+from sdpo_jax.training.checkpoints import DAMAGED, NO_MANIFEST
+from sdpo_jax.training.epochs import EPOCHS, FENCING_EPOCH, Epochs, read_epochs
+from sdpo_jax.training.metrics import METRICS, STATE_DIGEST, spans
+from sdpo_jax.training.ownership import LOCK
+from sdpo_jax.training.remains import BEFORE_RESTART
+from sdpo_jax.training.stored_arrays import stored_digest
+from sdpo_jax.training.unreadable import is_out_of_reach
+from sdpo_jax.training.workdir import FINGERPRINT
+
+WHOLE, NOTE, DAMAGE = 'ok', 'note', 'damaged'
+ALL_WHOLE, SOME_DAMAGED, NOTHING_LEFT = 0, 1, 2  # Exit codes.
+_RESULTS = re.compile(r'(\d+)(\.samples)?\.jsonl?')  # Files in `rollouts/` and `eval/`.
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+  """What was found about one thing that a run has left."""
+
+  state: str  # WHOLE, NOTE or DAMAGE.
+  what: str  # A path in the run's directory.
+  text: str
+
+  def __str__(self) -> str:
+    return f'{self.state:<8} {self.what}: {self.text}'
+
+
+def verify(workdir: str | None, model: str | None, say: Callable[[str], None]) -> int:
+  """Check a run or a model directory; return the exit code, see `verify_run`.
+
+  Raises:
+    UserError: neither or both are named, or one that is none, or a file of the model is damaged.
+  """
+  if (workdir is None) == (model is None):
+    raise UserError('Name one of --workdir=DIR (a run) and --model=HF_DIR (a model directory).')
+  if workdir is not None:
+    return verify_run(workdir, say)
+  root = huggingface.resolve(model)
+  compared = huggingface.check_files(root)
+  say(
+    f'{root}: {compared} files are as they were written.'
+    if compared
+    else f'{root}: nothing to compare with: it has no {checksums.SUMS} and is not in the cache of the Hugging Face hub.'
+  )
+  return ALL_WHOLE if compared else NOTHING_LEFT
+
+
+def verify_run(workdir: epath.PathLike, say: Callable[[str], None]) -> int:
+  """Check everything in the directory of a run, which may be going on; say a line about each thing, and a summary.
+
+  Args:
+    workdir: local or gs://.
+    say: receives the lines.
+
+  Returns:
+    ALL_WHOLE; SOME_DAMAGED if a whole checkpoint remains; NOTHING_LEFT if there is nothing to resume from.
+
+  Raises:
+    UserError: no run is there.
+  """
+  workdir = epath.Path(workdir)
+  if not any((workdir / name).exists() for name in ('config.json', 'checkpoints', METRICS)):
+    raise UserError(f'--workdir={workdir} is not a run: it has neither config.json nor checkpoints/ nor {METRICS}.')
+  audit = _Audit(workdir)
+  damaged = 0
+  for finding in audit.findings():
+    damaged += finding.state == DAMAGE
+    say(str(finding))
+  say(audit.summary(damaged))
+  if not audit.whole:
+    return NOTHING_LEFT
+  return SOME_DAMAGED if damaged else ALL_WHOLE
+
+
+class _Audit:
+  """One look at everything in a run's directory; what was found of one thing is compared with the next."""
+
+  def __init__(self, workdir: epath.Path):
+    self._workdir = workdir
+    self._epochs = Epochs()
+    self._digests: dict[int, str] = {}  # Step → the state at its end, where metrics.jsonl names it.
+    self._reached = 0  # The last step of which there is anything.
+    self.whole: list[int] = []  # Steps of checkpoints.
+
+  def findings(self) -> Iterator[Finding]:
+    """Yield what is found, thing after thing."""
+    yield from self._lock()
+    yield from self._read('config.json', lambda: f'the settings of {run_config(self._workdir).name}', needed=True)
+    yield from self._read(EPOCHS, self._starts)
+    yield from self._read(FINGERPRINT, lambda: f'{len(fingerprint.read(self._workdir))} starts')
+    yield from self._metrics()
+    yield from self._checkpoints()
+    for folder in ('rollouts', 'eval'):
+      yield from self._results(folder)
+    yield from self._remains()
+
+  def summary(self, damaged: int) -> str:
+    """Return what would be lost if the run stopped now."""
+    found = f'{damaged} damaged' if damaged else 'nothing damaged'
+    if not self.whole:
+      lost = f'steps 1–{self._reached} would be lost' if self._reached else 'no step has ended yet'
+      return f'{self._workdir}: {found}; there is no whole checkpoint to resume from: {lost}.'
+    newest = max(self.whole)
+    if self._reached <= newest:
+      return (
+        f'{self._workdir}: {found}; if it stopped now, nothing would be lost: step {newest} has a whole checkpoint.'
+      )
+    missing = spans(range(newest + 1, self._reached + 1))
+    steps = f'step {missing}' if self._reached == newest + 1 else f'steps {missing}'
+    return (
+      f'{self._workdir}: {found}; if it stopped now, {steps} since the last whole checkpoint (step {newest}) would be '
+      'lost and computed again.'
+    )
+
+  def _lock(self) -> Iterator[Finding]:
+    path = self._workdir / LOCK
+    if not path.exists():
+      return
+    found = owner.parse(path.read_bytes())
+    if found is None:
+      yield Finding(NOTE, LOCK, 'names no process')
+    elif not found.released:
+      says = {
+        owner.RUNNING: 'is training here now, so that what follows may change while it is read',
+        owner.STOPPED: 'trains here and is stopped',
+        owner.GONE: 'trained here last and ended without saying so: it was killed',
+        owner.ELSEWHERE: 'trains here, or trained here last: it cannot be seen from this machine',
+      }
+      yield Finding(NOTE, LOCK, f'{found} {says[owner.state(found)]}')
+
+  def _read(self, name: str, act: Callable[[], str], *, needed: bool = False) -> Iterator[Finding]:
+    """Yield what reading a file of the run says."""
+    if not (self._workdir / name).exists():
+      if needed:
+        yield Finding(DAMAGE, name, 'is missing')
+      return
+    try:
+      yield Finding(WHOLE, name, act())
+    except UserError as error:
+      yield Finding(DAMAGE, name, str(error))
+
+  def _starts(self) -> str:
+    self._epochs = read_epochs(self._workdir)
+    return f'{len(self._epochs.epochs)} starts, checkpoint of step {self._epochs.published} published last'
+
+  def _metrics(self) -> Iterator[Finding]:
+    path = self._workdir / METRICS
+    if not path.exists():
+      yield Finding(NOTE, METRICS, 'is missing: the numbers of all steps are lost, unless no step has ended')
+      return
+    steps: list[int] = []
+    foreign: list[int] = []
+    texts = path.read_bytes().split(b'\n')
+    cut = texts.pop()  # What follows the last end of a line.
+    for number, text in enumerate(texts, 1):
+      line = _line(text)
+      if line is None:
+        yield Finding(
+          DAMAGE, METRICS, f'line {number} is not an object with a step: {short_repr(text.decode(errors="replace"))}'
+        )
+      elif self._epochs.fenced(line.get(FENCING_EPOCH, 0), line['step']) is not None:
+        foreign.append(line['step'])
+      else:
+        steps.append(line['step'])
+        if isinstance(line.get(STATE_DIGEST), str):
+          self._digests[line['step']] = line[STATE_DIGEST]
+    self._reached = max(steps, default=0)
+    if cut:
+      yield Finding(NOTE, METRICS, 'its last line is cut off; a resume drops it')
+    if foreign:
+      yield Finding(
+        NOTE, METRICS, f'lines of steps {spans(foreign)} are of a process that had lost the run; readers drop them'
+      )
+    twice = {step for step in steps if steps.count(step) > 1}
+    if twice:
+      yield Finding(DAMAGE, METRICS, f'has several lines of steps {spans(twice)}')
+    missing = set(range(1, self._reached + 1)) - set(steps)
+    if missing:
+      yield Finding(DAMAGE, METRICS, f'has no line of steps {spans(missing)}: their numbers are lost')
+    yield Finding(
+      WHOLE, METRICS, f'{len(steps)} lines, {len(self._digests)} with a {STATE_DIGEST}, up to step {self._reached}'
+    )
+
+  def _checkpoints(self) -> Iterator[Finding]:
+    folder = self._workdir / 'checkpoints'
+    if not folder.is_dir():
+      yield Finding(NOTE, 'checkpoints', 'there is none')
+      return
+    entries = list(folder.iterdir())
+    for path in sorted((path for path in entries if path.name.isdecimal()), key=lambda path: int(path.name)):
+      found = self._checkpoint(path)
+      if found.state == WHOLE:
+        self.whole.append(int(path.name))
+        self._reached = max(self._reached, int(path.name))
+      elif not path.exists():
+        found = Finding(NOTE, found.what, 'was removed by the run while it was read')
+      yield found
+    for path in sorted(path for path in entries if not path.name.isdecimal()):
+      yield Finding(NOTE, f'checkpoints/{path.name}', 'is being written or removed, or was when the run was killed')
+
+  def _checkpoint(self, path: epath.Path) -> Finding:
+    what = f'checkpoints/{path.name}'
+    try:
+      expected = manifest.read_manifest(path)
+      successor = self._epochs.fenced(expected.fencing_epoch, expected.step)
+      if successor is not None:
+        return Finding(
+          NOTE, what, f'a process that had lost the run to another one ({successor}) wrote it; a resume drops it'
+        )
+      manifest.check_files(path, expected)
+      for name in expected.leaves:
+        manifest.check_leaves({name: self._leaf(path, name)}, expected)
+    except FileNotFoundError:
+      return Finding(DAMAGE, what, f'{NO_MANIFEST}: nothing can be said about it, and it is not resumed from')
+    except Exception as error:  # TensorStore raises many kinds.
+      if is_out_of_reach(error):
+        return Finding(
+          DAMAGE, what, f'cannot be read for now, which does not mean that it is damaged: {first_line(error)}'
+        )
+      return Finding(DAMAGE, what, first_line(error))
+    digest = expected.state_digest
+    recorded = self._digests.get(expected.step)
+    if recorded not in (None, digest):
+      return Finding(DAMAGE, what, f'it holds the state {digest}, and {METRICS} names {recorded}: they are of two runs')
+    agrees = f', as in {METRICS}' if recorded else ''
+    return Finding(
+      WHOLE, what, f'{len(expected.leaves)} arrays, {len(expected.files)} other files, state {digest[:16]}{agrees}'
+    )
+
+  def _leaf(self, path: epath.Path, name: str) -> str:
+    try:
+      return stored_digest(path, name)
+    except Exception as error:
+      if is_out_of_reach(error):
+        raise
+      raise manifest.DamagedError(f'the array {name} cannot be read ({first_line(error)})') from error
+
+  def _results(self, name: str) -> Iterator[Finding]:
+    folder = self._workdir / name
+    if not folder.is_dir():
+      return
+    whole = 0
+    for path in sorted(folder.iterdir()):
+      named = _RESULTS.fullmatch(path.name)
+      if named is None:
+        yield Finding(NOTE, f'{name}/{path.name}', 'is not a file of the run')
+        continue
+      self._reached = max(self._reached, int(named[1]))
+      wrong = _wrong_json(path)
+      if wrong is None:
+        whole += 1
+      else:
+        yield Finding(DAMAGE, f'{name}/{path.name}', wrong)
+    yield Finding(WHOLE, name, f'{whole} files')
+
+  def _remains(self) -> Iterator[Finding]:
+    for name, text in ((DAMAGED, 'set aside because they were damaged'), (BEFORE_RESTART, 'moved away by --restart')):
+      folder = self._workdir / name
+      held = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+      if held:
+        yield Finding(NOTE, name, f'{", ".join(held)}: {text}; remove them if nobody needs them')
+
+
+def _line(text: bytes) -> dict[str, Any] | None:
+  try:
+    line = json.loads(text)
+  except (ValueError, RecursionError):
+    return None
+  step = line.get('step') if isinstance(line, dict) else None
+  return line if isinstance(step, int) and not isinstance(step, bool) else None
+
+
+def _wrong_json(path: epath.Path) -> str | None:
+  """Return what is wrong with a file of JSON, or of JSON lines; None: nothing."""
+  try:
+    content = path.read_bytes()
+    parts = content.splitlines() if path.suffix == '.jsonl' else [content]
+    if path.suffix == '.jsonl' and content and not content.endswith(b'\n'):
+      return 'its end is missing'
+    for number, part in enumerate(parts, 1):
+      try:
+        json.loads(part)
+      except (ValueError, RecursionError) as error:
+        return (
+          f'line {number} is not JSON ({first_line(error)})' if len(parts) > 1 else f'is not JSON ({first_line(error)})'
+        )
+  except OSError as error:
+    return f'cannot be read ({first_line(error)})'
+  return None

@@ -1,0 +1,51 @@
+"""The arrays of a checkpoint read as they are stored, without a model, devices or a layout, a chunk at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+import itertools
+import json
+
+from etils import epath
+import numpy as np
+import tensorstore
+
+from sdpo_jax.files import is_local
+from sdpo_jax.training import digests
+
+_METADATA = '_METADATA'  # Orbax's description of the tree.
+
+
+def stored_digest(folder: epath.Path, name: str) -> str:
+  """Return the digest of an array of a checkpoint; it holds one stored chunk in memory.
+
+  Args:
+    folder: of the checkpoint.
+    name: path of the array in the state.
+
+  Raises:
+    Exception: of many kinds, the array cannot be read.
+  """
+  array = tensorstore.open(_specification(folder / 'state', name), open=True, read=True).result()
+  sums = np.zeros(digests.LANES, np.uint32)
+  for origin, end in _chunks(array.shape, array.chunk_layout.read_chunk.shape or ()):  # None of an array without axes.
+    block = array[tuple(map(slice, origin, end))] if origin else array
+    sums += digests.block_sums(np.asarray(block.read().result()), origin, array.shape)
+  return digests.leaf_digest(array.shape, array.dtype.numpy_dtype, sums)
+
+
+def _specification(state: epath.Path, name: str) -> dict:
+  described = json.loads((state / _METADATA).read_text())
+  base = {'driver': 'file', 'path': f'{state}/'} if is_local(state) else f'{state}/'
+  return {
+    'driver': 'zarr3' if described.get('use_zarr3') else 'zarr',
+    'kvstore': {'driver': 'ocdbt', 'base': base, 'path': f'{name}/'},
+    'recheck_cached_data': False,
+    'recheck_cached_metadata': False,
+  }
+
+
+def _chunks(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+  """Yield where each chunk of an array begins and ends."""
+  for origin in itertools.product(*(range(0, length, size) for length, size in zip(shape, chunk, strict=True))):
+    yield origin, tuple(min(begin + size, length) for begin, size, length in zip(origin, chunk, shape, strict=True))

@@ -1,0 +1,166 @@
+"""launch.verify: every damage to what a run has left is named, nothing is touched, and what would be lost is said."""
+
+import json
+import pathlib
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sdpo_jax.config import Config
+from sdpo_jax.errors import UserError
+from sdpo_jax.inference import verify
+from sdpo_jax.training import checkpoints, digests, owner
+from sdpo_jax.training.stored_arrays import stored_digest
+from tests import tiny
+from tests.test_checkpoints import files_below, flipped, make_state
+
+
+@pytest.fixture(scope='module')
+def finished(tmp_path_factory):
+  """A run of five steps with checkpoints of two and four."""
+  workdir = tmp_path_factory.mktemp('verify') / 'run'
+  opened = checkpoints.Checkpoints(workdir)
+  lines = []
+  for step in range(1, 6):
+    state = make_state(step)
+    lines.append({'step': step, 'state_digest': digests.state_digest(digests.leaf_digests(state))})
+    if step % 2 == 0:
+      opened.save(step, state, {'iterator': {'position': step}}, {})
+  opened.close()
+  (workdir / 'config.json').write_text(Config(name='finished').to_json())
+  (workdir / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+  for name in ('rollouts/4.jsonl', 'eval/4.json'):
+    (workdir / name).parent.mkdir()
+    (workdir / name).write_text('{"a": 1}\n')
+  return workdir
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+  return pathlib.Path(shutil.copytree(finished, tmp_path / 'run'))
+
+
+def verified(workdir) -> tuple[int, str]:
+  said = []
+  before = {path: path.read_bytes() for path in files_below(workdir)}
+  code = verify.verify(str(workdir), None, said.append)
+  assert {path: path.read_bytes() for path in files_below(workdir)} == before
+  return code, '\n'.join(said)
+
+
+def test_a_whole_run(run):
+  code, said = verified(run)
+  assert code == verify.ALL_WHOLE and 'damaged ' not in said
+  assert 'ok       checkpoints/4: 12 arrays' in said and ', as in metrics.jsonl' in said
+  assert said.endswith(
+    'if it stopped now, step 5 since the last whole checkpoint (step 4) would be lost and computed again.'
+  )
+  lines = (run / 'metrics.jsonl').read_text().splitlines(keepends=True)
+  (run / 'metrics.jsonl').write_text(''.join(lines[:4]))
+  code, said = verified(run)
+  assert code == verify.ALL_WHOLE and said.endswith('nothing would be lost: step 4 has a whole checkpoint.')
+
+
+def damage_array(run):
+  path = max((run / 'checkpoints' / '4' / 'state').glob('**/d/*'), key=lambda path: path.stat().st_size)
+  path.write_bytes(flipped(path.read_bytes(), 4 * path.stat().st_size))
+
+
+def append(name, text):
+  def act(run):
+    with (run / name).open('a') as file:
+      file.write(text)
+
+  return act
+
+
+def replace(name, old, new):
+  def act(run):
+    text = (run / name).read_text()
+    assert old in text
+    (run / name).write_text(text.replace(old, new, 1))
+
+  return act
+
+
+@pytest.mark.parametrize(
+  ('act', 'code', 'text'),
+  [
+    (damage_array, 1, 'damaged  checkpoints/4: the array '),
+    (
+      lambda run: (run / 'checkpoints/4/host/metadata').unlink(),
+      1,
+      'damaged  checkpoints/4: its file host/metadata is mis',
+    ),
+    (lambda run: (run / 'checkpoints/4/manifest.json').unlink(), 1, 'damaged  checkpoints/4: it has no manifest.json'),
+    (replace('metrics.jsonl', '{"step": 3', '{"step": 2'), 1, 'damaged  metrics.jsonl: has several lines of steps 2'),
+    (replace('metrics.jsonl', '{"step": 3', '{"step": 2'), 1, 'damaged  metrics.jsonl: has no line of steps 3'),
+    (replace('metrics.jsonl', '{"step": 3', '{"step"; 3'), 1, 'damaged  metrics.jsonl: line 3 is not an object with a'),
+    (append('metrics.jsonl', '{"ste'), 0, 'note     metrics.jsonl: its last line is cut off'),
+    (append('rollouts/4.jsonl', '{"ste\n'), 1, 'damaged  rollouts/4.jsonl: line 2 is not JSON'),
+    (append('rollouts/4.jsonl', '7'), 1, 'damaged  rollouts/4.jsonl: its end is missing'),
+    (append('eval/4.json', '}'), 1, 'damaged  eval/4.json: is not JSON'),
+    (lambda run: (run / 'config.json').write_text('{'), 1, 'damaged  config.json: '),
+    (lambda run: (run / 'config.json').unlink(), 1, 'damaged  config.json: is missing'),
+    (lambda run: (run / 'metrics.jsonl').unlink(), 0, 'note     metrics.jsonl: is missing'),
+    (lambda run: (run / 'epochs.json').write_text('{}'), 1, 'damaged  epochs.json: '),
+    (
+      lambda run: (run / 'checkpoints/6.unfinished.1').mkdir(),
+      0,
+      'note     checkpoints/6.unfinished.1: is being written',
+    ),
+    (lambda run: (run / 'checkpoints_damaged/3').mkdir(parents=True), 0, 'note     checkpoints_damaged: 3: set aside'),
+    (lambda run: shutil.rmtree(run / 'checkpoints'), 2, 'no whole checkpoint to resume from: steps 1–5 would be lost'),
+    (lambda run: (run / '.lock').write_text(owner.this_process(3).to_json()), 0, 'is training here now'),
+  ],
+)
+def test_what_is_wrong_is_named(run, act, code, text):
+  act(run)
+  found, said = verified(run)
+  assert text in said and found == code, said
+
+
+def test_another_state_than_the_line_of_the_step_is_damage(run):
+  text = (run / 'metrics.jsonl').read_text().splitlines(keepends=True)
+  other = json.loads(text[3]) | {'state_digest': 'f' * 64}
+  (run / 'metrics.jsonl').write_text(''.join([*text[:3], json.dumps(other) + '\n', text[4]]))
+  code, said = verified(run)
+  assert code == verify.SOME_DAMAGED and 'damaged  checkpoints/4: it holds the state' in said
+
+
+def test_arrays_are_read_chunk_by_chunk_as_they_are_stored(tmp_path):
+  """Of several devices, in dtypes that NumPy does not know."""
+  import jax
+
+  mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ('a', 'b'))
+  sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('a', None, 'b'))
+  whole = np.random.default_rng(0).normal(size=(4, 3, 8)).astype(jnp.bfloat16)
+  state = make_state(1).replace(trainable={'w': jax.device_put(whole, sharding), 'b': jnp.zeros(3)})
+  opened = checkpoints.Checkpoints(tmp_path)
+  opened.save(1, state, {}, {})
+  opened.close()
+  expected = digests.leaf_digests(state)
+  for name, digest in expected.items():
+    assert stored_digest(opened.directory / '1', name) == digest, name
+
+
+def test_a_model_directory_is_compared_with_its_sums(tmp_path):
+  said = []
+  folder = tiny.make_model(tmp_path / 'plain')
+  assert verify.verify(None, str(folder), said.append) == verify.ALL_WHOLE and 'are as they were written' in said[-1]
+  (folder / 'SHA256SUMS').unlink()
+  assert verify.verify(None, str(folder), said.append) == verify.NOTHING_LEFT and 'nothing to compare with' in said[-1]
+  for arguments in ((None, None), ('a', 'b')):
+    with pytest.raises(UserError, match='Name one of --workdir'):
+      verify.verify(*arguments, said.append)
+  with pytest.raises(UserError, match='is not a run: it has neither'):
+    verify.verify(str(tmp_path), None, said.append)
+
+
+def test_the_command(run):
+  damage_array(run)
+  done = tiny.launch('verify', f'--workdir={run}')
+  assert done.returncode == verify.SOME_DAMAGED and 'damaged  checkpoints/4' in done.stdout, done.stderr
+  assert 'since the last whole checkpoint (step 2)' in done.stdout.splitlines()[-1]
