@@ -12,6 +12,7 @@ from etils import epath
 
 from models import checksums, huggingface
 from sdpo_jax.errors import UserError, first_line, short_repr
+from sdpo_jax.evaluation import alarms
 from sdpo_jax.inference.runs import run_config
 from sdpo_jax.training import fingerprint, manifest, owner
 from sdpo_jax.training.checkpoints import DAMAGED, NO_MANIFEST
@@ -93,7 +94,7 @@ class _Audit:
   def __init__(self, workdir: epath.Path):
     self._workdir = workdir
     self._epochs = Epochs()
-    self._digests: dict[int, str] = {}  # Step → the state at its end, where metrics.jsonl names it.
+    self._digests: dict[int, str] = {}  # Step → the state at its end, where metrics.jsonl names it, but for rollbacks.
     self._reached = 0  # The last step of which there is anything.
     self.whole: list[int] = []  # Steps of checkpoints.
 
@@ -177,7 +178,7 @@ class _Audit:
         foreign.append(line['step'])
       else:
         steps.append(line['step'])
-        if isinstance(line.get(STATE_DIGEST), str):
+        if isinstance(line.get(STATE_DIGEST), str) and line.get(alarms.ROLLBACK) is None:
           self._digests[line['step']] = line[STATE_DIGEST]
     self._reached = max(steps, default=0)
     if cut:

@@ -160,14 +160,15 @@ def _train(
         state = place_state(config, parameters, session.mesh)
       else:
         step, state, host = restored
-        digest = checkpoints.state_digest(step)
-        recorded = check_digest(workdir, step, digest)
+        digest, recorded = checkpoints.state_digest(step), False
+        if is_unfinished(step, host, history(workdir, step)):
+          unfinished = Unfinished.from_json(host[UNFINISHED])  # Its line, if it has one, is of the state after it.
+        else:
+          recorded = check_digest(workdir, step, digest)
         iterator.set_state(host['iterator'], other_rows='data' in config.trainer.accept_changes)
         announce(
           f'Resuming {workdir} at step {step} (state {digest[:16]}{", as in metrics.jsonl" if recorded else ""}).'
         )
-        if is_unfinished(step, host, history(workdir, step)):
-          unfinished = Unfinished.from_json(host[UNFINISHED])
       del parameters, restored
       trained = sum(leaf.size for leaf in jax.tree.leaves(state.trainable))
       for line in startup.describe(session, trained, iterator.rows, len(held_out), int(state.step)):
