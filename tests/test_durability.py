@@ -11,22 +11,30 @@ import contextlib
 import dataclasses
 import json
 import pathlib
+import random
 import re
 import shutil
 import subprocess
 import sys
 
 from etils import epath
+import jax
+import numpy as np
 import pytest
 
 from sdpo_jax.config import Config
+from sdpo_jax.inference import runs
+from sdpo_jax.training import epochs
 from sdpo_jax.training.checkpoints import Checkpoints
 from sdpo_jax.training.metrics import MetricsWriter
 from sdpo_jax.training.ownership import sole_user
+from sdpo_jax.training.session import make_session
+from sdpo_jax.training.update import abstract_state
 from sdpo_jax.training.workdir import check_workdir, open_workdir
 from sdpo_jax.types import TrainState
 from tests import durable_run, file_operations, tiny
 from tests.file_operations import Disk, Operation, Tree
+from tests.test_resume import assert_same_run
 
 RUN = 'run'
 
@@ -234,7 +242,7 @@ def test_a_failure_of_the_machine_at_any_operation_loses_nothing(stored, stores_
 def test_a_failure_after_a_kill_at_any_operation_loses_nothing(recorder, tmp_path, fatal):
   operations = record_stores(recorder, tmp_path, *fatal)
   judge = Judge(operations, durable_run.config(), durable_run.state_of(0), tmp_path, sample=100)
-  assert not list(violations(operations, judge, lambda number: number % 2 == 0))
+  assert not list(violations(operations, judge, lambda number: number % 3 == 0))
   assert judge.opened > 50 and judge.whole > 10
 
 
@@ -271,3 +279,61 @@ def test_removing_a_checkpoint_before_the_next_one_is_named_may_lose_both(stored
   assert stored[removed + 1].kind == 'fsync'
   early = [*stored[:named], *stored[removed : removed + 2], *stored[named:removed], *stored[removed + 2 :]]
   assert next(violations(early, stores_judge, lambda number: named <= number <= named + 3), None)
+
+
+STEPS = 4
+
+
+@pytest.fixture(scope='module')
+def experiment(tmp_path_factory) -> tuple[pathlib.Path, list[str]]:
+  """A folder with an uninterrupted run, and the flags that make it."""
+  folder = tmp_path_factory.mktemp('experiment')
+  flags = [f'--config={tiny.make_experiment(folder)}', f'--config.trainer.total_training_steps={STEPS}']
+  flags.append(f'--config.trainer.max_ckpt_to_keep={durable_run.KEEP}')
+  done = tiny.launch('train', *flags, f'--workdir={folder}/whole')
+  assert done.returncode == 0, done.stderr
+  return folder, flags
+
+
+@pytest.fixture(scope='module')
+def trained(recorder, experiment) -> list[Operation]:
+  """The operations of a run that trains, and is killed twice: when a checkpoint has its name and as it writes a line."""
+  folder, flags = experiment
+  fatal = f'rename {RUN}/checkpoints/1$', 'rename rollouts/3.jsonl$', f'rename {RUN}/checkpoints/3$'
+  return record(recorder, folder / 'recorded', ['train', *flags, f'--workdir={folder}/recorded/root/{RUN}'], fatal)
+
+
+@pytest.mark.slow
+def test_a_failure_of_the_machine_while_a_run_trains_loses_nothing(experiment, trained, tmp_path):
+  folder = experiment[0] / 'recorded' / 'root' / RUN
+  config = runs.run_config(folder)
+  session, parameters = make_session(config, folder)
+  here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  like = jax.tree.map(
+    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here),
+    abstract_state(config, parameters, session.mesh),
+  )
+  judge = Judge(trained, config, like, tmp_path, sample=400)
+  assert not list(violations(trained, judge, lambda number: number % 3 == 0))
+  assert judge.opened > 100 and judge.whole > 10
+
+
+@pytest.mark.slow
+def test_from_what_a_failure_leaves_a_run_ends_bit_for_bit_as_if_there_were_none(experiment, trained, tmp_path):
+  folder, flags = experiment
+  rng, disk, left = random.Random(0), Disk(), []
+  places = set(np.linspace(0, len(trained) - 1, 20).astype(int).tolist())
+  for number, operation in enumerate(trained):
+    disk.apply(operation)
+    if number in places:
+      _, tree = rng.choice(list(disk.survivors()))
+      left.append(tmp_path / f'after_{number}')
+      file_operations.write_tree(file_operations.below(tree, RUN), left[-1])
+  commands = [('train', [*flags, f'--workdir={workdir}']) for workdir in left]
+  for done in tiny.launch_many(commands, tmp_path / 'output'):
+    assert done.returncode == 0, done.stderr
+  resumed = 0
+  for workdir in left:
+    assert_same_run(folder / 'whole', workdir, STEPS)
+    resumed += epochs.read_epochs(workdir).epochs[-1].resumed_from > 0
+  assert resumed > 10  # The others began anew: there was no checkpoint yet.
