@@ -113,6 +113,30 @@ def test_a_second_process_does_not_train_in_the_same_directory(folder):
   again.release()
 
 
+def test_a_process_does_not_train_twice_in_a_directory(folder):
+  """Its own locks do not keep it out, and would be gone with the second try."""
+  ask = 'import fcntl, sys; fcntl.lockf(open(sys.argv[1], "a"), fcntl.LOCK_EX | fcntl.LOCK_NB)'
+  with ownership.sole_user(folder):
+    with pytest.raises(UserError, match='This process is already training in'):
+      take(folder)
+    lock = str(folder / ownership.LOCK)
+    assert b'BlockingIOError' in subprocess.run([sys.executable, '-c', ask, lock], capture_output=True).stderr
+  take(folder).release()
+
+
+@pytest.mark.parametrize('number', [errno.EROFS, errno.EACCES])
+def test_a_directory_that_cannot_be_written_is_named(folder, monkeypatch, number):
+  def refuse(*_, **__):
+    raise OSError(number, os.strerror(number))
+
+  folder.mkdir()
+  monkeypatch.setattr(ownership.FileLock, '_open', refuse)
+  with pytest.raises(
+    UserError, match=f'The run directory .* cannot be written .*{os.strerror(number)}.* choose another'
+  ):
+    take(folder)
+
+
 def test_a_lock_that_names_nobody_is_a_lock_all_the_same(folder):
   hold = 'import fcntl, sys; file = open(sys.argv[1] + "/.lock", "a"); fcntl.lockf(file, fcntl.LOCK_EX); print("held", flush=True); input()'
   folder.mkdir()
@@ -211,6 +235,7 @@ def test_whoever_lost_the_run_notices_and_leaves_everything_as_it_is(folder, mon
   writer = metrics.MetricsWriter(folder, config, ownership=former)
   writer.write(1, {'a': 1.0})
   (folder / ownership.LOCK).write_text(dataclasses.replace(beat, **ELSEWHERE).to_json())  # As seen from another host.
+  ownership.FileLock._held.clear()  # Nor does that host know what this process has locked.
   newer = take(folder)
   before = {path.name: path.read_bytes() for path in folder.iterdir()}
   sentence = (

@@ -10,12 +10,14 @@ import sys
 import time
 
 import chex
+from etils import epath
 import jax
 import numpy as np
 import pytest
 
 from sdpo_jax.distributed import cluster
 from sdpo_jax.inference import runs
+from sdpo_jax.training import ownership
 from sdpo_jax.training.checkpoints import Checkpoints
 from sdpo_jax.training.manifest import MANIFEST
 from sdpo_jax.training.metrics import STATE_DIGEST
@@ -291,6 +293,26 @@ def places(count: int) -> list[list[str]]:
 def settled(workdir: pathlib.Path, step: int) -> bool:
   """Whether the checkpoint of `step` is there whole."""
   return (workdir / 'checkpoints' / str(step) / MANIFEST).exists()
+
+
+@pytest.mark.slow
+def test_two_processes_hear_that_their_directory_is_taken(experiment, tmp_path):
+  _, arguments = experiment
+  with ownership.sole_user(epath.Path(tmp_path)):
+    processes = [
+      subprocess.Popen(
+        tiny.command('train', *arguments, *place, f'--workdir={tmp_path}'),
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tiny.REPOSITORY,
+        env=tiny.environment(quick=True),
+      )
+      for place in places(2)
+    ]
+    said = [process.communicate()[1] for process in processes]
+  assert [process.returncode for process in processes] == [2, 2]
+  assert all(f'is training in {tmp_path} (host ' in text and 'Traceback' not in text for text in said), said
+  assert not (tmp_path / 'metrics.jsonl').exists() and not (tmp_path / 'checkpoints').exists()
 
 
 # Restores a run's newest checkpoint; prints a digest of every leaf, and the loss and gradient norm of a given batch.

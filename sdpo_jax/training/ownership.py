@@ -24,7 +24,7 @@ import logging
 import os
 import threading
 import time
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from etils import epath
 import jax
@@ -82,6 +82,8 @@ class FileLock:
   While it is open, no other descriptor of the file may be closed in this process: that would end the lock, too.
   """
 
+  _held: ClassVar[set[str]] = set()  # Directories locked by this process, which no lock keeps out.
+
   def __init__(self, workdir: epath.Path, say: Say):
     """Lock the file.
 
@@ -90,6 +92,9 @@ class FileLock:
     """
     self._path = workdir / LOCK
     self._descriptor = -1
+    self._directory = os.path.realpath(workdir)
+    if self._directory in FileLock._held:
+      raise UserError(f'This process is already training in {workdir}: {WAY_OUT}.')
     try:
       make_directory(workdir)
       self._open()
@@ -106,6 +111,7 @@ class FileLock:
     except UserError:
       self.close()
       raise
+    FileLock._held.add(self._directory)
 
   def _open(self) -> None:
     self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -142,6 +148,7 @@ class FileLock:
     if self._descriptor >= 0:
       os.close(self._descriptor)
       self._descriptor = -1
+      FileLock._held.discard(self._directory)
 
 
 class ObjectLock:
