@@ -1,19 +1,23 @@
 """Checks a run before it starts, in seconds: nothing is compiled, no weights are read.
 
   python -m launch.check --config=configs/quickstart.py
+  python -m launch.check --config=configs/quickstart.py --workdir=runs/quickstart
 
 Prints devices, parameters and an estimate of memory, the lengths of prompts against the limits, what the graders say
 of ground truths and of empty answers, three prompts of student and teacher with special tokens in ⟦ ⟧, and what looks
-odd: settings that contradict each other, the data, the graders or the memory of the devices.
+odd: settings that contradict each other, the data, the graders or the memory of the devices. With --workdir of a run that
+is to be resumed also what has changed since it was saved: tokenizer, data, graders, versions, settings.
 
 Exit codes: 0 nothing looks odd; 1 something does, and the run would start all the same; 2 bad input, named in a sentence.
 """
 
+from absl import flags
 import jax
 
 from sdpo_jax import command
 from sdpo_jax.preflight import check
 
+WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a run that is to be resumed; nothing is written there.')
 command.define_config()
 command.define_cluster()
 ODD = 1
@@ -22,7 +26,7 @@ ODD = 1
 def main() -> int:
   config = command.load_config()
   command.join_cluster()
-  report = check.check(config)
+  report = check.check(config, WORKDIR.value)
   if jax.process_index() == 0:
     print(report.text())
   return ODD if report.odd else 0

@@ -16,6 +16,7 @@ from sdpo_jax.data import pipeline
 from sdpo_jax.environments import grader_code, registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
+from sdpo_jax.preflight import check
 from sdpo_jax.training import fingerprint, loop, session
 from sdpo_jax.training.checkpoints import Checkpoints
 from sdpo_jax.training.update import place_state
@@ -392,3 +393,18 @@ def test_hosts_with_different_files_are_found_out(run, monkeypatch):
     UserError, match='graders/fingerprint_rules is [0-9a-f]{16} on process 0 and ffff on process 1. Copy'
   ):
     go_on(*run)
+
+
+def test_a_look_before_a_resume_says_what_the_resume_would_say_and_writes_nothing(run, rewritten):
+  folder, config = run
+  before = {path: path.read_bytes() for path in (folder / 'run').rglob('*') if path.is_file()}
+  assert ('Resuming', 'Nothing has changed that a resume would name.') in [
+    (title.split()[0], text) for title, text in check.check(config, folder / 'run').sections
+  ]
+  rewritten(folder / 'held_out.jsonl', '"2"', '"3"')
+  assert any('evaluation/questions of held_out was' in line for line in check.check(config, folder / 'run').odd)
+  rewritten(folder / 'rules.py', '% 2', '% 3')
+  with pytest.raises(UserError, match='graders/fingerprint_rules was'):
+    check.check(config, folder / 'run')
+  after = {path: path.read_bytes() for path in (folder / 'run').rglob('*') if path.is_file()}
+  assert after == before

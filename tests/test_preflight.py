@@ -256,6 +256,9 @@ def test_rows_are_looked_at(config, tmp_path):
 def test_what_would_end_a_run_ends_the_look(config):
   with pytest.raises(UserError, match='does not exist'):
     check.check(dataclasses.replace(config, model=dataclasses.replace(config.model, path='/nowhere')))
+  misspelt = dataclasses.replace(config.trainer, best_metric='eval/digits/mean@16')
+  with pytest.raises(UserError, match='best_metric=eval/digits/mean@16 is not among the metrics'):
+    check.check(dataclasses.replace(config, trainer=misspelt))
   with pytest.raises(UserError, match='none.json'):
     check.check(dataclasses.replace(config, data=dataclasses.replace(config.data, train_files=('none.json',))))
 

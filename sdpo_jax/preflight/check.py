@@ -6,8 +6,10 @@ from collections.abc import Sequence
 import dataclasses
 import json
 import math
+import pathlib
 import sys
 
+from etils import epath
 import jax
 import numpy as np
 
@@ -22,12 +24,16 @@ from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import alarms
+from sdpo_jax.evaluation.names import check_best_metric
 from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.preflight import grading, memory, prompts
 from sdpo_jax.preflight.settings import odd_settings
 from sdpo_jax.tables import aligned
 from sdpo_jax.teacher.context import build_teacher_context, shorten_middle
+from sdpo_jax.teacher.room import check_room
+from sdpo_jax.training import fingerprint
 from sdpo_jax.training.session import model_mesh
+from sdpo_jax.training.workdir import check_workdir
 from sdpo_jax.types import Example, Outcome
 
 SHOWN = 3  # Questions whose prompts are shown and whose graders are tried.
@@ -50,13 +56,14 @@ class Report:
     return '\n\n'.join([*parts, f'━━ What looks odd ━━\n{found}'])
 
 
-def check(config: Config) -> Report:
+def check(config: Config, workdir: epath.PathLike | None = None) -> Report:
   """Look at a run that is planned: devices, model, memory, prompts, graders, settings.
 
   Of the model directory only config.json and the tokenizer are read.
 
   Args:
     config: settings.
+    workdir: of a run that is to be resumed with them; None: none is.
 
   Raises:
     UserError: what would end the run at its start, but for weights that are missing or damaged.
@@ -83,15 +90,42 @@ def check(config: Config) -> Report:
     odd += found
     examples = prompts.spread(training, SHOWN)
     graders.prepare({example.environment for example in (*training, *held_out)})
+    tasks = {example.data_source for example in held_out}
+    check_best_metric(config.trainer.best_metric, tasks, config.val_kwargs.n, config.alarms.epistemic_words)
+    check_room(tokenizer, _short(tokenizer, training, config), config)
+    graders.check_questions([*training, *held_out])
     trials = grading.attempt(graders, _one_of_each(examples, training, held_out))
+    changed = None if workdir is None else _resumed(config, root, workdir, tokenizer, graders)
   sections.append(('Graders', _trials(trials)))
   odd += grading.odd_trials(trials, config.actor.self_distillation.success_reward_threshold)
   text, found = _prompts(tokenizer, trials[: len(examples)], config)
   sections.append(('Prompts', text))
   odd += found
   positions = json.loads((root / 'config.json').read_text(encoding='utf-8')).get('max_position_embeddings')
+  if changed is not None:
+    sections.append((f'Resuming {workdir}', '\n'.join(changed) or 'Nothing has changed that a resume would name.'))
+    odd += changed
   odd += odd_settings(config, mesh.size, positions if isinstance(positions, int) else None)
   return Report(sections, odd)
+
+
+def _short(tokenizer: Tokenizer, training: Sequence[Example], config: Config) -> list[Example]:
+  """Of the questions whose length is measured those that a run takes."""
+  chosen = prompts.spread(training, prompts.MEASURED)
+  tokens = prompts.student_tokens(tokenizer, chosen, config)
+  limit = config.data.max_prompt_length
+  return [example for example, ids in zip(chosen, tokens, strict=True) if len(ids) <= limit]
+
+
+def _resumed(
+  config: Config, root: pathlib.Path, workdir: epath.PathLike, tokenizer: Tokenizer, graders: Graders
+) -> list[str]:
+  """What a run in this directory would say of changes when it is resumed; raises UserError for those that it refuses."""
+  iterator = pipeline.TrainIterator(config, tokenizer, registry)
+  held_out = pipeline.evaluation_examples(config, tokenizer, registry) if config.trainer.test_freq else []
+  local = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(root)))
+  parts = fingerprint.take(local, tokenizer, iterator, held_out, graders, weights=False)
+  return list(fingerprint.compare(check_workdir(config, workdir), config, parts).lines)
 
 
 def _one_of_each(chosen: Sequence[Example], *others: Sequence[Example]) -> list[Example]:

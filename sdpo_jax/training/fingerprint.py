@@ -93,7 +93,8 @@ def take(
   iterator: pipeline.TrainIterator,
   held_out: Sequence[Example],
   graders: Graders,
-  devices: Sequence[jax.Device] | None = None,
+  *,
+  weights: bool = True,
 ) -> Parts:
   """Return what this start depends on: for each part digests, versions or counts by name.
 
@@ -103,12 +104,12 @@ def take(
     iterator: of the training data.
     held_out: questions of evaluations.
     graders: all that the questions need have been made.
-    devices: of the run; None: all.
+    weights: whether to look at those of the model directory; false: it may have none.
 
   Raises:
     UserError: the processes of the run do not have the same tokenizer, model, data or graders.
   """
-  devices = jax.devices() if devices is None else devices
+  devices = jax.devices()
   asked = {example.environment for example in held_out} - iterator.environments
   by_source: dict[str, list[Example]] = {}
   for example in held_out:
@@ -119,7 +120,6 @@ def take(
     'model': identity.of_architecture(config.model.path),
     'data': iterator.digests | {f'code of {source}': _generator_code(source) for source in generators},
     'graders': {name: grader_code.digest(graders.get(name)) for name in iterator.environments},
-    'weights': identity.of_weights(config.model.path),
     'evaluation': {f'questions of {source}': pipeline.digest(found) for source, found in by_source.items()}
     | {f'grader {name}': grader_code.digest(graders.get(name)) for name in asked},
     'software': software(),
@@ -130,6 +130,8 @@ def take(
       'processes': str(jax.process_count()),
     },
   }
+  if weights:
+    parts['weights'] = identity.of_weights(config.model.path)
   _check_alike(gathered(parts, 'the comparison of tokenizers, data and graders'))
   return parts
 
