@@ -7,7 +7,17 @@ from absl.testing import parameterized
 import pytest
 
 from configs import qwen3_8b_chemistry, qwen3_8b_chemistry_grpo, qwen3_8b_livecodebench
-from sdpo_jax.config import ACCEPTABLE, Config, Differences, describe, differences, flatten, from_dict, override
+from sdpo_jax.config import (
+  ACCEPTABLE,
+  ROUNDING,
+  Config,
+  Differences,
+  describe,
+  differences,
+  flatten,
+  from_dict,
+  override,
+)
 from sdpo_jax.config.checks import CHANGES
 from sdpo_jax.config.help import settings_help
 from sdpo_jax.config.ranges import RANGES, check_ranges
@@ -171,9 +181,9 @@ def test_differences_name_what_changes_learning_and_only_that():
   config = valid()
   override(config, 'trainer.total_training_steps', '7')
   override(config, 'val_kwargs.n', '2')
-  assert differences(saved, config) == Differences([], [], [], [])
+  assert differences(saved, config) == Differences([], [], {}, [])
   override(config, 'mesh.fsdp', '4')
-  assert differences(saved, config) == Differences([], [], ['mesh.fsdp was -1 and is now 4'], [])
+  assert differences(saved, config) == Differences([], [], {ROUNDING: ['mesh.fsdp was -1 and is now 4']}, [])
   override(config, 'optimizer.lr', '0.5')
   override(config, 'actor.self_distillation.teacher_restart_interval', '10')
   found = differences(saved, config)
@@ -215,14 +225,14 @@ def test_a_resume_may_change_what_decides_neither_the_reward_nor_the_data_and_th
   saved, config = json.loads(valid().to_json()), valid()
   override(config, name, value)
   found = differences(saved, config)
-  whole = [*found.refused, *found.accepted, *found.named]
+  whole = [*found.refused, *found.accepted, *sum(found.named.values(), [])]
   assert [phrase.startswith(f'{name} was ') for phrase in whole] == [True] * (where is not None)
   assert bool(found.named) == (where == 'named') and found.accepted == []
   assert found.ways_out == ([where] if where in ACCEPTABLE else [])
   if where in ACCEPTABLE:
     override(config, 'trainer.accept_changes', where)
     config.validate()
-    assert differences(saved, config) == Differences([], found.refused, [], [])
+    assert differences(saved, config) == Differences([], found.refused, {}, [])
     override(config, 'seed', '7')  # What cannot be accepted is not offered to be.
     override(config, 'trainer.accept_changes', '')
     assert differences(saved, config).ways_out == []
@@ -273,7 +283,7 @@ def test_variables_of_the_chat_template_are_a_json_object_or_set_by_name():
   given = {'enable_thinking': False, 'controls': {'length': 'long'}, 'tags': ['a', 1], 'effort': 'high', 'budget': 7}
   assert config.validate().data.apply_chat_template_kwargs == given
   assert from_dict(json.loads(config.to_json())) == config
-  assert differences(json.loads(config.to_json()), config) == Differences([], [], [], [])
+  assert differences(json.loads(config.to_json()), config) == Differences([], [], {}, [])
   assert differences(json.loads(valid().to_json()), config).refused == [f'{name} was {{}} and is now {given}']
   assert valid().data.apply_chat_template_kwargs == {}
   with pytest.raises(UserError, match=f"{name}='false' is not a JSON object"):

@@ -19,6 +19,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.preflight import check
 from sdpo_jax.training import fingerprint, loop, session
 from sdpo_jax.training.checkpoints import Checkpoints
+from sdpo_jax.training.ownership import sole_user
 from sdpo_jax.training.update import place_state
 from sdpo_jax.training.workdir import open_workdir
 from sdpo_jax.types import Example
@@ -284,8 +285,9 @@ def begin(config, workdir):
     held_out = pipeline.evaluation_examples(config, tokenizer, registry)
     parts = fingerprint.take(config, tokenizer, iterator, held_out, graders)
   made, parameters = session.make_session(config, workdir, tokenizer)
-  open_workdir(config, workdir)
-  fingerprint.start(workdir, config, fingerprint.compare(workdir, config, parts), 0)
+  with sole_user(workdir, print) as ownership:
+    open_workdir(config, workdir)
+    fingerprint.start(workdir, config, fingerprint.compare(workdir, config, parts), 0, ownership)
   state = place_state(config, parameters, made.mesh)
   state = state.replace(step=jax.device_put(np.int32(1), state.step.sharding))
   checkpoints = Checkpoints(workdir)
@@ -322,7 +324,8 @@ def test_a_run_that_goes_on_unchanged_says_nothing_and_is_noted(run):
   assert not [line for line in said if 'rounding' in line or 'not checked' in line or 'Accepted' in line]
   first, second = starts(folder)
   assert set(first['parts']['graders']) == {'fingerprint_rules'} and first['parts']['devices']['kind'] == 'cpu'
-  assert (first['step'], second['step']) == (0, 1) and second['changes'] == [] and 'parts' not in second
+  assert [(start['step'], start['fencing_epoch']) for start in (first, second)] == [(0, 1), (1, 2)]
+  assert second['changes'] == [] and 'parts' not in second
   assert first['parts']['software']['jax'] == jax.__version__
 
 
@@ -357,14 +360,21 @@ def test_what_changes_rounding_or_evaluations_alone_is_named(run, rewritten, mon
   folder, config = run
   rewritten(folder / 'held_out.jsonl', '"2"', '"3"')
   monkeypatch.setattr(fingerprint, 'software', lambda: starts(folder)[0]['parts']['software'] | {'jax': '0.1'})
-  config = dataclasses.replace(config, actor=dataclasses.replace(config.actor, logits_chunk_size=64))
+  config = dataclasses.replace(
+    config,
+    actor=dataclasses.replace(config.actor, logits_chunk_size=64),
+    environments=dataclasses.replace(config.environments, grader_timeout_s=7.0),
+  )
   said = go_on(folder, config)
   [rounding] = [line for line in said if 'in rounding' in line]
   assert 'actor.logits_chunk_size was 512 and is now 64' in rounding
   assert f'software/jax was {jax.__version__} and is now 0.1' in rounding
   [evaluation] = [line for line in said if line.startswith('Evaluations before and after')]
   assert 'evaluation/questions of held_out was' in evaluation
-  assert len(starts(folder)[-1]['changes']) == 3 and starts(folder)[-1]['accepted'] == []
+  assert (
+    'From here on other completions may go ungraded: environments.grader_timeout_s was 300.0 and is now 7.0.' in said
+  )
+  assert len(starts(folder)[-1]['changes']) == 4 and starts(folder)[-1]['accepted'] == []
 
 
 def test_a_run_without_a_fingerprint_says_so_and_one_with_a_damaged_one_ends(run):

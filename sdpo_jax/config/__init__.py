@@ -9,6 +9,7 @@ from sdpo_jax.config.fields import flatten as flatten
 from sdpo_jax.config.overrides import ACCEPTABLE as ACCEPTABLE
 from sdpo_jax.config.overrides import NAMED as NAMED
 from sdpo_jax.config.overrides import RESUMABLE as RESUMABLE
+from sdpo_jax.config.overrides import ROUNDING as ROUNDING
 from sdpo_jax.config.overrides import Differences as Differences
 from sdpo_jax.config.overrides import describe as describe
 from sdpo_jax.config.overrides import differences as differences

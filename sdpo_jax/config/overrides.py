@@ -52,25 +52,26 @@ RESUMABLE = (
   'plan',
 )
 
-# Settings that may differ too, and are named when they do: they change rounding and memory but no gradient, or which
-# completions go ungraded but no score.
-NAMED = (
-  'data.prompt_buckets',
-  'data.response_buckets',
-  'data.reprompt_buckets',
-  'rollout.max_batch_rows',
-  'rollout.decode_chunk',
-  'actor.ppo_micro_batch_size',
-  'actor.logits_chunk_size',
-  'actor.pack_sequences',
-  'model.remat',
-  'model.attention',
-  'mesh',
-  'environments.score_range',
-  'environments.grader_timeout_s',
-  'environments.sandbox.mechanism',
-  'environments.judge.base_url',  # What judges is environments.judge.model; where it is served does not matter.
-)
+ROUNDING = 'From here on results may differ from those of an uninterrupted run in rounding'
+# Settings that may differ too, and are named when they do: what that means → which.
+NAMED: dict[str, tuple[str, ...]] = {
+  ROUNDING: (
+    'data.prompt_buckets',
+    'data.response_buckets',
+    'data.reprompt_buckets',
+    'rollout.max_batch_rows',
+    'rollout.decode_chunk',
+    'actor.ppo_micro_batch_size',
+    'actor.logits_chunk_size',
+    'actor.pack_sequences',
+    'model.remat',
+    'model.attention',
+    'mesh',
+  ),
+  'From here on other completions may go ungraded': ('environments.score_range', 'environments.grader_timeout_s'),
+  'From here on programs run in another sandbox': ('environments.sandbox.mechanism',),
+  'What is served there is taken to be the same environments.judge.model': ('environments.judge.base_url',),
+}
 
 # What trainer.accept_changes may name (checks.CHANGES): the settings that may then differ, beside what lies in the files
 # that they name.
@@ -94,7 +95,7 @@ class Differences:
 
   refused: list[str]  # They change what is learned.
   accepted: list[str]  # So do these, and trainer.accept_changes names them.
-  named: list[str]  # They change no more than rounding.
+  named: dict[str, list[str]]  # They may differ; by what that means, as in `NAMED`.
   ways_out: list[str]  # The entries of trainer.accept_changes that would accept all that is refused; empty: none would.
 
 
@@ -106,14 +107,15 @@ def differences(saved: dict[str, Any], config: Config) -> Differences:
   """
   old, new = flatten(Config()) | BEFORE | flatten(saved, like=Config()), flatten(config)
   accepted = [setting for entry in config.trainer.accept_changes for setting in ACCEPTABLE[entry]]
-  found = Differences([], [], [], [])
+  found = Differences([], [], {}, [])
   beyond_help = False
   for key in sorted(old.keys() | new.keys()):
     if is_listed(key, RESUMABLE) or old.get(key, ...) == new.get(key, ...):
       continue
     phrase = f'{key} was {_shown(key, old)} and is now {_shown(key, new)}'
-    if is_listed(key, NAMED):
-      found.named.append(phrase)
+    meaning = next((meaning for meaning, settings in NAMED.items() if is_listed(key, settings)), None)
+    if meaning is not None:
+      found.named.setdefault(meaning, []).append(phrase)
     elif is_listed(key, accepted):
       found.accepted.append(phrase)
     else:

@@ -1,9 +1,9 @@
 """What a run depends on beside its settings, kept in `fingerprint.json` with every start, and compared by the next one.
 
-  {"format": 1, "starts": [{"step": 0, "time": "2026-01-31T12:00:00+00:00", "changes": [], "accepted": [],
-                            "parts": {"tokenizer": {"vocabulary": "3f…", …}, …}}, …]}
+  {"format": 1, "starts": [{"step": 0, "fencing_epoch": 1, "time": "2026-01-31T12:00:00+00:00", "changes": [],
+                            "accepted": [], "parts": {"tokenizer": {"vocabulary": "3f…", …}, …}}, …]}
 
-`step` is the checkpoint that a start went on from; `changes` are sentences about what had changed by then, `accepted`
+`step` is the checkpoint that a start went on from, `fencing_epoch` its number (`epochs`); `changes` are sentences about what had changed by then, `accepted`
 what `trainer.accept_changes` named. `parts` are left out where they are those of the start before. A checkpoint was
 trained by the last start from an earlier step, so that is the one with which a resume is compared: a start from which
 nothing was kept does not count.
@@ -27,13 +27,15 @@ import jax
 
 from models import identity
 from sdpo_jax import __version__
-from sdpo_jax.config import Config, Differences, differences
+from sdpo_jax.config import ROUNDING, Config, Differences, differences
 from sdpo_jax.data import pipeline, sources
 from sdpo_jax.distributed.collectives import gathered
 from sdpo_jax.environments import grader_code, registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import read_json_object, write_atomically
+from sdpo_jax.training.epochs import FENCING_EPOCH
+from sdpo_jax.training.ownership import Ownership
 from sdpo_jax.training.workdir import FINGERPRINT, saved_settings
 from sdpo_jax.types import Example
 
@@ -48,8 +50,8 @@ LEARNED = (
 NAMED = {
   'weights': 'model.path holds other weights than at the start (the run goes on with those of its checkpoint)',
   'evaluation': 'Evaluations before and after this start measure other things',
-  'software': 'From here on results may differ from those of an uninterrupted run in rounding',
-  'devices': 'From here on results may differ from those of an uninterrupted run in rounding',
+  'software': ROUNDING,
+  'devices': ROUNDING,
 }
 PACKAGES = (
   'jax',
@@ -186,7 +188,7 @@ def compare(
   """
   step = newest_step(workdir) if step is None else step
   if step == 0:
-    return Continuation(parts, step, Differences([], [], [], []))
+    return Continuation(parts, step, Differences([], [], {}, []))
   settings = differences(saved_settings(workdir), config) if settings is None else settings
   before = trained_by(read(workdir), step)
   unknown = (
@@ -207,10 +209,10 @@ def compare(
       f'{",".join([*config.trainer.accept_changes, *refused])}.'
     )
   accepted = [*settings.accepted, *_changes(differing, before, parts)]
-  named = {meaning: [] for meaning in NAMED.values()}
-  named[NAMED['devices']] += settings.named
-  for name in before.keys() & NAMED.keys():
-    named[NAMED[name]] += _changes([name], before, parts)
+  named = {meaning: list(changes) for meaning, changes in settings.named.items()}
+  for name, meaning in NAMED.items():
+    if name in before:
+      named.setdefault(meaning, []).extend(_changes([name], before, parts))
   lines = [f'{meaning}: {_listed(changes)}.' for meaning, changes in named.items() if changes]
   said = [f'Accepted, as trainer.accept_changes says: {_listed(accepted)}.'] if accepted else []
   changes = [*accepted, *(change for changes in named.values() for change in changes)]
@@ -224,7 +226,9 @@ def newest_step(workdir: epath.PathLike) -> int:
   return max((int(name) for name in names if name.isdecimal()), default=0)
 
 
-def start(workdir: epath.Path, config: Config, found: Continuation, step: int) -> Continuation:
+def start(
+  workdir: epath.Path, config: Config, found: Continuation, step: int, ownership: Ownership | None
+) -> Continuation:
   """Return `found`, compared anew if the checkpoint is another one, after adding this start to `fingerprint.json`.
 
   Args:
@@ -233,23 +237,26 @@ def start(workdir: epath.Path, config: Config, found: Continuation, step: int) -
     found: of `compare`.
     step: of the checkpoint from which the run does go on. One that begins anew, at step 0, forgets the starts before:
       nothing is left of what they trained.
+    ownership: of the run; None: another process writes.
 
   Raises:
-    UserError: as `compare`.
+    UserError: as `compare`, or another process has taken the run over.
   """
   if step != found.step:
     found = compare(workdir, config, found.parts, step, found.settings)
-  if jax.process_index() != 0:
+  if ownership is None:
     return found
   starts = list(read(workdir)) if step else []
   entry = {
     'step': step,
+    FENCING_EPOCH: ownership.epoch,
     'time': datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
     'changes': list(found.changes),
     'accepted': list(found.accepted),
   }
   if _parts_of(starts) != found.parts:
     entry['parts'] = found.parts
+  ownership.check()
   write_atomically(workdir / FINGERPRINT, json.dumps({'format': FORMAT, 'starts': [*starts, entry]}, indent=1) + '\n')
   return found
 

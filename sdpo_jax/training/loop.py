@@ -153,7 +153,7 @@ def _train(
         if restored is None:
           remains.refuse_loss(workdir, ownership.record())
         ownership.resumed(restored[0] if restored else 0)
-      continuation = fingerprint.start(workdir, config, continuation, restored[0] if restored else 0)
+      continuation = fingerprint.start(workdir, config, continuation, restored[0] if restored else 0, ownership)
       for line in continuation.lines:
         say(line)
       if restored is None:
