@@ -34,7 +34,7 @@ import weakref
 
 from sdpo_jax import liveness
 from sdpo_jax.config import SandboxConfig
-from sdpo_jax.environments.sandbox import bubblewrap, confinement, scratch
+from sdpo_jax.environments.sandbox import bubblewrap, cgroups, confinement, scratch
 from sdpo_jax.errors import UserError
 
 HERE = pathlib.Path(__file__).parent
@@ -52,6 +52,9 @@ ENVIRONMENT = {name: '1' for name in ('OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS',
 ENVIRONMENT['MALLOC_ARENA_MAX'] = '1'
 MFD_CLOEXEC, MFD_ALLOW_SEALING, F_ADD_SEALS, ALL_SEALS = 1, 2, 1033, 0b1111
 PIPES = ('stdout', 'stderr', 'result')
+# Of a zygote and its programs together: memory of the zygote, the least a program is granted and what it has beside its
+# limits, MiB; processes of the zygote and of a program, threads included (MAX_THREADS in zygote.py, and a few).
+GROUP_MB, GROUP_PROGRAM_MB, GROUP_EXTRA_MB, GROUP_PROCESSES, PROGRAM_PROCESSES = 512, 1024, 128, 8, 72
 GRACE_S = 60.0  # A zygote that says nothing for so long after a program's time is over has failed.
 
 
@@ -206,11 +209,12 @@ class _Died(Exception):
 class _Zygote:
   """A running helper process and the socket to it."""
 
-  def __init__(self, command: _Command):
+  def __init__(self, command: _Command, group: cgroups.Group | None):
     self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     self.lock = threading.Lock()
-    with theirs, tempfile.TemporaryFile() as errors:
+    with theirs, tempfile.TemporaryFile() as errors, group.doors() if group else contextlib.nullcontext([]) as doors:
       arguments, settings = command(theirs.fileno())
+      settings['doors'] = doors
       self.process = subprocess.Popen(
         arguments,
         env=ENVIRONMENT,
@@ -218,7 +222,7 @@ class _Zygote:
         stdin=subprocess.DEVNULL,
         stdout=errors,
         stderr=errors,
-        pass_fds=[theirs.fileno()],
+        pass_fds=[theirs.fileno(), *doors],
         start_new_session=True,
       )
       theirs.close()
@@ -237,6 +241,8 @@ class _Zygote:
         last = errors.read().decode(errors='replace').strip().splitlines()[-1:]
         raise confinement.Unsupported((answer or {}).get('fault') or ''.join(last) or 'the helper process ends at once')
     self.layers: list[str] = answer['layers']
+    if answer['entered']:
+      self.layers.append(f'cgroup v{group.version} ({", ".join(group.controllers)})')
     self.control.settimeout(None)
 
   def close(self) -> None:
@@ -259,18 +265,28 @@ class _Host:
   """Keeps a zygote running and speaks with it."""
 
   def __init__(
-    self, mechanism: str, view: bool, settings: SandboxConfig, harness: pathlib.Path, preload: tuple[str, ...]
+    self,
+    mechanism: str,
+    view: bool,
+    programs: int,
+    settings: SandboxConfig,
+    harness: pathlib.Path,
+    preload: tuple[str, ...],
   ):
+    """Starts a zygote for so many `programs` at once; raises as `_Zygote`."""
     self.mechanism, self.view = mechanism, view
     self._settings, self._harness, self._preload = settings, harness, preload
     self._lock = threading.Lock()
     self._closed = False
     self._owner = os.getpid()
     self._scratch: str | None = None
+    # A page table or inode more or less must not count: where programs keep to their limits, this one is never met.
+    memory_mb = GROUP_MB + programs * (max(settings.memory_mb, GROUP_PROGRAM_MB) + settings.file_mb + GROUP_EXTRA_MB)
+    self._group = cgroups.create(memory_mb * MIB, GROUP_PROCESSES + programs * PROGRAM_PROCESSES)
     try:
-      self._zygote = _Zygote(self._command)
+      self._zygote = _Zygote(self._command, self._group)
     except BaseException:
-      self._remove_scratch()
+      self._remove()
       raise
     self.layers = self._zygote.layers
 
@@ -296,9 +312,11 @@ class _Host:
     with self._lock:
       self._closed = True
     self._zygote.close()
-    self._remove_scratch()
+    self._remove()
 
-  def _remove_scratch(self) -> None:
+  def _remove(self) -> None:
+    if self._group is not None:
+      self._group.remove()
     if self._scratch is not None:  # The zygote has removed it unless it was killed.
       scratch.remove(self._scratch)
 
@@ -310,7 +328,7 @@ class _Host:
         dead.kill()
         dead.control.close()
         try:
-          self._zygote = _Zygote(self._command)
+          self._zygote = _Zygote(self._command, self._group)
         except confinement.Unsupported as error:
           raise _Fault(f"the sandbox's helper process cannot be started again: {error}") from error
       return self._zygote
@@ -366,7 +384,8 @@ def _start(settings: SandboxConfig, harness: pathlib.Path, preload: tuple[str, .
     hosts: list[_Host] = []
     try:
       for _ in range(workers if mechanism == 'bubblewrap' else 1):
-        hosts.append(_Host(mechanism, view, settings, harness, preload))
+        programs = 1 if mechanism == 'bubblewrap' else workers
+        hosts.append(_Host(mechanism, view, programs, settings, harness, preload))
         channels = _probe(hosts[-1])
       if channels:
         hosts[0].layers.append(f'a program {", ".join(channels)}')
@@ -385,7 +404,7 @@ def _start(settings: SandboxConfig, harness: pathlib.Path, preload: tuple[str, .
     'environments.sandbox.allow_unsandboxed allows it.',
     '; '.join(reasons),
   )
-  return [_Host('none', False, settings, harness, preload)]
+  return [_Host('none', False, workers, settings, harness, preload)]
 
 
 def _close(hosts: Sequence[_Host]) -> None:

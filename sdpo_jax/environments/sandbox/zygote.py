@@ -131,6 +131,7 @@ class Zygote:
   """The loop over jobs."""
 
   def __init__(self, control: socket.socket, settings: dict):
+    self.entered = enter(settings['doors'])
     self.owner = watch(settings['owner'])
     namespaces = view.separate() if settings['view'] else []  # What follows may be a fork of this process.
     self.control = control
@@ -465,6 +466,19 @@ def user_ids() -> range:
   return found
 
 
+def enter(doors: list[int]) -> bool:
+  """Whether this process is in a control group now, to all of whose `doors`, its files cgroup.procs, it writes."""
+  try:
+    for descriptor in doors:
+      os.write(descriptor, b'0')
+  except OSError:
+    return False  # For example, the group has been removed.
+  finally:
+    for descriptor in doors:
+      os.close(descriptor)
+  return bool(doors)
+
+
 def watch(owner: int | None) -> int | None:
   """A descriptor that becomes readable when the process `owner` ends, also where a fork of it keeps the socket open."""
   if owner is None:
@@ -571,7 +585,7 @@ def main() -> None:
     return
   gc.collect()
   gc.freeze()  # So that a collection in a fork does not copy every page.
-  control.send(json.dumps({'layers': zygote.layers}).encode())
+  control.send(json.dumps({'layers': zygote.layers, 'entered': zygote.entered}).encode())
   zygote.serve()
 
 

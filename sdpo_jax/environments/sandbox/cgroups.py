@@ -1,0 +1,173 @@
+"""Control groups: what the kernel lets a zygote and all its programs have together of memory and processes.
+
+Every program has limits of its own (zygote.py). These are of what such limits do not count, page tables and inodes for
+example, and the last resort where one of them fails: what is over is then ended inside the group, not the training
+process. Version 2 of the interface where this process may create a group, else version 1; see `man 7 cgroups`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+import contextlib
+import dataclasses
+import os
+import pathlib
+import secrets
+import time
+
+PREFIX = 'sdpo-sandbox-'
+CONTROLLERS = ('memory', 'pids')
+STALE_S = 60.0  # A group this old whose maker has gone was left by a process that was killed.
+REMOVAL_S = 2.0  # Killed processes may need as long to leave a group.
+MOUNTS, OWN = pathlib.Path('/proc/self/mountinfo'), pathlib.Path('/proc/self/cgroup')
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+  """A control group: one directory under version 2, one for each controller under version 1."""
+
+  version: int
+  controllers: tuple[str, ...]
+  directories: tuple[pathlib.Path, ...]
+
+  @contextlib.contextmanager
+  def doors(self) -> Iterator[list[int]]:
+    """Descriptors to which a process writes '0' to enter, also one that cannot see the directories."""
+    opened: list[int] = []
+    try:
+      with contextlib.suppress(FileNotFoundError):  # Somebody has removed the group.
+        for directory in self.directories:
+          opened.append(os.open(directory / 'cgroup.procs', os.O_WRONLY))
+      yield opened
+    finally:
+      for descriptor in opened:
+        os.close(descriptor)
+
+  def remove(self) -> None:
+    """Removes the group; what still runs in it under version 2 is ended, under version 1 the group then stays."""
+    deadline = time.monotonic() + REMOVAL_S
+    for directory in self.directories:
+      with contextlib.suppress(OSError):  # Before Linux 5.14 there is no such file.
+        (directory / 'cgroup.kill').write_text('1')
+      while not _removed(directory) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def create(memory_bytes: int, processes: int) -> Group | None:
+  """A new group with these limits; None where this process may not make one."""
+  limits = {'memory': memory_bytes, 'pids': processes}
+  for make, parents in ((_create_unified, _unified()), (_create_split, _split())):
+    if parents and (group := make(parents, limits)) is not None:
+      return group
+  return None
+
+
+def _create_unified(parents: Sequence[pathlib.Path], limits: dict[str, int]) -> Group | None:
+  """Return a group of version 2 in the first of `parents` where one can be made that has both controllers."""
+  for parent in parents:
+    with contextlib.suppress(OSError):
+      _remove_stale(parent)
+      directory = _make(parent)
+      with contextlib.suppress(OSError):  # Where the parent holds processes it must not have groups with controllers.
+        if set(CONTROLLERS) - set((directory / 'cgroup.controllers').read_text().split()):
+          (parent / 'cgroup.subtree_control').write_text(' '.join(f'+{name}' for name in CONTROLLERS))
+      try:
+        (directory / 'memory.max').write_text(str(limits['memory']))
+        (directory / 'pids.max').write_text(str(limits['pids']))
+      except OSError:
+        _removed(directory)
+        continue
+      for name, value in {'memory.swap.max': '0', 'memory.oom.group': '0', 'io.weight': 'default 10'}.items():
+        if (directory / name).exists():
+          (directory / name).write_text(value)
+      return Group(2, CONTROLLERS, (directory,))
+  return None
+
+
+def _create_split(parents: dict[str, pathlib.Path], limits: dict[str, int]) -> Group | None:
+  """Return a group of version 1 with those of its controllers that can be had."""
+  files = {'memory': ('memory.limit_in_bytes', 'memory.memsw.limit_in_bytes'), 'pids': ('pids.max',)}
+  made: dict[str, pathlib.Path] = {}
+  for name, parent in parents.items():
+    with contextlib.suppress(OSError):
+      _remove_stale(parent)
+      directory = _make(parent)
+      try:
+        for file in files[name]:
+          if file == files[name][0] or (directory / file).exists():
+            (directory / file).write_text(str(limits[name]))
+        made[name] = directory
+      except OSError:
+        _removed(directory)
+  return Group(1, tuple(made), tuple(made.values())) if made else None
+
+
+def _unified() -> list[pathlib.Path]:
+  """Return this process's own group of version 2 and the one around it; nothing where it is not mounted."""
+  own = _own().get('')
+  for root, point, kind, _ in _mounts():
+    if kind == 'cgroup2' and own is not None:
+      directory = _below(point, root, own)
+      return [directory] if directory == point else [directory, directory.parent]
+  return []
+
+
+def _split() -> dict[str, pathlib.Path]:
+  """Return this process's own group of each controller of version 1."""
+  own, found = _own(), {}
+  for root, point, kind, options in _mounts():
+    for name in CONTROLLERS:
+      if kind == 'cgroup' and name in options and name in own:
+        found[name] = _below(point, root, own[name])
+  return found
+
+
+def _mounts() -> Iterator[tuple[str, pathlib.Path, str, list[str]]]:
+  """Yield root, mount point, type and options of the file system of every mount; see proc_pid_mountinfo(5)."""
+  with contextlib.suppress(OSError):
+    for line in MOUNTS.read_text().splitlines():
+      before, _, after = line.partition(' - ')
+      fields, (kind, _, options) = before.split(), after.split(' ', 2)
+      yield fields[3], pathlib.Path(fields[4]), kind, options.split(',')
+
+
+def _own() -> dict[str, str]:
+  """Return this process's path by controller, that of version 2 under ''."""
+  found: dict[str, str] = {}
+  with contextlib.suppress(OSError):
+    for line in OWN.read_text().splitlines():
+      _, names, path = line.split(':', 2)
+      found |= dict.fromkeys(names.split(','), path)
+  return found
+
+
+def _below(point: pathlib.Path, root: str, path: str) -> pathlib.Path:
+  """Return where a group of this path lies, in a hierarchy of which `root` is mounted at `point`."""
+  relative = os.path.relpath(path, root)
+  return point if relative.startswith('..') else point / relative
+
+
+def _make(parent: pathlib.Path) -> pathlib.Path:
+  directory = parent / f'{PREFIX}{os.getpid()}-{secrets.token_hex(4)}'
+  directory.mkdir()
+  return directory
+
+
+def _remove_stale(parent: pathlib.Path) -> None:
+  """Removes the empty groups in `parent` of processes that were killed before they could."""
+  for directory in parent.glob(f'{PREFIX}*'):
+    maker = directory.name.removeprefix(PREFIX).partition('-')[0]
+    with contextlib.suppress(FileNotFoundError):
+      if not os.path.exists(f'/proc/{maker}') and time.time() - directory.stat().st_mtime > STALE_S:
+        _removed(directory)
+
+
+def _removed(directory: pathlib.Path) -> bool:
+  """Removes a group that has no processes; whether it is gone."""
+  try:
+    directory.rmdir()
+  except FileNotFoundError:
+    return True
+  except OSError:
+    return False
+  return True
