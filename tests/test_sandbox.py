@@ -582,6 +582,8 @@ def test_a_program_that_could_not_be_run_is_ungraded(monkeypatch, environment):
   example = Example('1', [], environment, truth, 'here')
   with Graders(EnvironmentsConfig()) as graders:
     graders.prepare([environment])
+    (line,) = graders.describe()
+    assert line.startswith(f'  sandbox    {environment}: ') and 'seccomp' in line
     with monkeypatch.context() as patch:
       patch.setattr(implementation, 'PAUSES_S', ())
       patch.setattr(implementation._Host, 'run', nowhere)
@@ -640,13 +642,14 @@ def test_a_mechanism_that_does_not_hold_is_refused(monkeypatch, tmp_path, view, 
   assert 'environments.sandbox.allow_unsandboxed' in str(error.value) and 'bubblewrap' in str(error.value)
 
 
-def test_the_next_best_mechanism_is_used_and_said(monkeypatch, tmp_path):
+def test_the_next_best_mechanism_is_used_and_said(monkeypatch, tmp_path, caplog):
   text = 'def separate(): raise confinement.Unsupported("not allowed here")'
   monkeypatch.setattr(implementation, 'HERE', broken_copy(tmp_path, 'view', text))
   monkeypatch.setattr(bubblewrap.shutil, 'which', lambda name: None)
-  with Sandbox(SandboxConfig(workers=1), HARNESS) as sandbox:
+  with Sandbox(SandboxConfig(workers=1), HARNESS) as sandbox, caplog.at_level(logging.WARNING):
     assert run(sandbox, 'result = 1').result == 1
-    assert 'a program learns that a file exists' in sandbox.layers[-1] and 'seccomp' in sandbox.layers
+    assert 'but a program learns that a file exists' in sandbox.layers[-1] and 'seccomp' in sandbox.layers
+  assert 'landlock with a view of its own for every program: not allowed here' in caplog.text
 
 
 def test_without_a_mechanism_code_runs_only_where_it_is_allowed(monkeypatch, caplog):

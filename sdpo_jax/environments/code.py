@@ -180,6 +180,11 @@ class CodeGrader:
     self._sandbox = Sandbox(settings.sandbox, HARNESS, preload=PRELOAD)
     self._helpers = HelperPool(pathlib.Path(code_verdicts.__file__), HELPERS)
 
+  @property
+  def layers(self) -> list[str]:
+    """What confines the programs."""
+    return self._sandbox.layers
+
   def close(self) -> None:
     """Ends the sandbox."""
     self._sandbox.close()

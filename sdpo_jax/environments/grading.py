@@ -62,6 +62,14 @@ class Graders:
       if hasattr(grader, 'check_questions'):
         grader.check_questions(asked)
 
+  def describe(self) -> list[str]:
+    """Return a line for each way in which graders confine the programs that they run; `layers` of a grader names it."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for name, grader in self._made.items():
+      if layers := getattr(grader, 'layers', None):
+        names[', '.join(layers)].append(name)
+    return [f'  sandbox    {", ".join(of)}: {layers}' for layers, of in names.items()]
+
   def grade(
     self, examples: Sequence[Example], completions: Sequence[str], *, truncated: Sequence[bool]
   ) -> list[Outcome]:

@@ -117,6 +117,11 @@ class MathGrader:
     )
     self._sandbox = Sandbox(settings.sandbox, HARNESS)
 
+  @property
+  def layers(self) -> list[str]:
+    """What confines the programs."""
+    return self._sandbox.layers
+
   def close(self) -> None:
     """Ends the sandbox."""
     self._sandbox.close()

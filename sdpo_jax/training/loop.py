@@ -173,6 +173,8 @@ def _train(
       trained = sum(leaf.size for leaf in jax.tree.leaves(state.trainable))
       for line in startup.describe(session, trained, iterator.rows, len(held_out), int(state.step)):
         say(line)
+      for line in graders.describe():
+        say(line)
       stop.check()
       run = _Run(session, graders, iterator, held_out, checkpoints, ownership, stop, announce)
       run.recall(int(state.step), unfinished)

@@ -388,7 +388,11 @@ def _start(settings: SandboxConfig, harness: pathlib.Path, preload: tuple[str, .
         hosts.append(_Host(mechanism, view, programs, settings, harness, preload))
         channels = _probe(hosts[-1])
       if channels:
-        hosts[0].layers.append(f'a program {", ".join(channels)}')
+        hosts[0].layers.append(f'but a program {", ".join(channels)}')
+      if reasons:
+        logging.warning(
+          'A stronger sandbox than %s cannot be had here: %s.', ', '.join(hosts[0].layers), '; '.join(reasons)
+        )
       return hosts
     except confinement.Unsupported as error:
       reasons.append(f'{mechanism}{" with a view of its own for every program" * view}: {error}')
