@@ -6,6 +6,7 @@ import datetime
 import gzip
 import json
 import logging
+import re
 import socket
 import threading
 
@@ -154,8 +155,14 @@ def test_pauses_grow_are_spread_and_follow_the_server(monkeypatch):
     (Answer({'score': 1, 'metrics': [1]}), "'metrics' of its answer must be an object"),
     (Answer({'score': 1, 'metrics': {'a': [1]}}), "'metrics.a' of its answer must be a number"),
     (Answer(b'"' + b'x' * 10_000_000 + b'"'), 'is larger than 1048576 bytes'),
-    (Answer(gzip.compress(b'"' + b'x' * 10_000_000 + b'"'), headers={'Content-Encoding': 'gzip'}), 'is larger than'),
-    (Answer(b'not gzip', headers={'Content-Encoding': 'gzip'}), 'cannot be decompressed'),
+    (Answer(gzip.compress(b'"' + b'x' * 10_000_000 + b'"'), headers={'Content-Encoding': 'gzip'}), "encoded ('gzip')"),
+    (Answer(RIGHT, headers={'Content-Encoding': 'br\x1b[31m'}), r"encoded ('br\x1b[31m'), which was not asked for"),
+    (Answer(b'{"score": ' + b'9' * 5000 + b'}'), 'is not JSON'),
+    (Answer(b'{"score": -Infinity}'), 'must be a finite number'),
+    (Answer({'score': 1, 'metrics': {str(i): 1 for i in range(101)}}), 'has more than 100 entries'),
+    (Answer({'score': 1, 'metrics': {'a\x1b[2J': 1}}), r"cannot be printed: 'a\x1b[2J'"),
+    (Answer({'score': 1, 'metrics': {'x' * 300: 1}}), 'is long or cannot be printed'),
+    (Answer(b'\x1b]0;gotcha\x07', status=400), r"status 400 (Bad Request): '\x1b]0;gotcha\x07'"),
     (Answer({'error': 'which?'}, status=422), 'status 422 (Unprocessable Entity): \'{"error": "which?"}\''),
     (Answer(status=302, headers={'Location': '/elsewhere'}), 'status 302 (Found)'),
   ],
@@ -203,18 +210,27 @@ def test_a_server_that_hangs_is_left_after_the_timeout(caplog):
   assert [body['completion'] for body in server.bodies].count('slow') == 2
 
 
+CHUNKED = b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n'
+
+
 @pytest.mark.parametrize(
-  'start',
+  'start, then',
   [
-    b'HTTP/1.1 200 OK\r\nX-Slow: ',
-    b'HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n',
-    b'HTTP/1.1 200 OK\r\nContent-Length: 1000\r\nContent-Encoding: gzip\r\n\r\n\x1f\x8b\x08\x08'
-    + bytes(6),  # A file's name follows.
-    b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;',
+    (b'', b'H'),
+    (b'HTTP/1.1 200 ', b'O'),
+    (b'HTTP/1.1 200 OK\r\nX-Slow: ', b'0'),
+    (b'HTTP/1.1 200 OK\r\n', b'X: y\r\n'),
+    (b'', b'HTTP/1.1 103 Early Hints\r\n\r\n'),
+    (b'HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n', b'0'),
+    (b'HTTP/1.1 200 OK\r\n\r\n', b'0'),
+    (CHUNKED, b'1\r\n0\r\n'),
+    (CHUNKED + b'1;', b'0'),
+    (CHUNKED + b'0\r\n', b'X: y\r\n'),
+    (b'HTTP/1.1 500 No\r\nContent-Length: 1000\r\n\r\n', b'0'),
   ],
 )
-def test_a_server_that_sends_byte_after_byte_is_left_after_the_timeout(start):
-  """It is still sending when its completions have their outcomes."""
+def test_a_server_that_sends_byte_after_byte_is_left_after_the_timeout(start, then):
+  """It is still sending when its completions have their outcomes, and the thread that asked has ended."""
   end = threading.Event()
 
   def drip(connection):
@@ -222,7 +238,7 @@ def test_a_server_that_sends_byte_after_byte_is_left_after_the_timeout(start):
     connection.sendall(start)
     with contextlib.suppress(OSError):  # The client hangs up in the middle.
       while not end.wait(0.01):
-        connection.sendall(b'0')
+        connection.sendall(then)
 
   with socket.create_server(('127.0.0.1', 0)) as listening, concurrent.futures.ThreadPoolExecutor(2) as threads:
     accepting = threads.submit(lambda: drip(listening.accept()[0]))
@@ -233,10 +249,97 @@ def test_a_server_that_sends_byte_after_byte_is_left_after_the_timeout(start):
     timer.start()
     with Graders(settings) as graders:
       (outcome,) = graders.grade_part([example()], ['x'], truncated=[False])
+    for thread in threading.enumerate():
+      if thread.name == 'grader-http':
+        thread.join(10)
+        assert not thread.is_alive()
     assert not end.is_set() and outcome.reason == 'http: no complete answer within 0.1 s'
     timer.cancel()
     end.set()
     accepting.result()
+
+
+@pytest.mark.parametrize(
+  'start, then, reason',
+  [
+    (b'', b'HTTP/1.1 103 Early Hints\r\n\r\n' * 1000, 'begins with more than 65536 bytes of headers'),
+    (b'HTTP/1.1 200 OK\r\n', b'X: y\r\n' * 1000, 'bytes of headers'),
+    (b'HTTP/1.1 200 OK\r\nX: ', b'y' * 10_000, 'bytes of headers'),
+    (b'HTTP/1.1 200 ', b'O' * 10_000, 'bytes of headers'),
+    (CHUNKED, b'1\r\n0\r\n' * 1000, 'comes in more than 10000 pieces'),
+    (CHUNKED, b'1000\r\n' + b'0' * 4096 + b'\r\n', 'is larger than 1048576 bytes'),
+    (CHUNKED + b'0\r\n', b'X: y\r\n' * 1000, 'connection failed|larger'),
+    (CHUNKED + b'1;', b'x' * 10_000, 'connection failed|larger'),
+    (b'HTTP/1.1 200 OK\r\n\r\n', b'0' * 10_000, 'is larger than 1048576 bytes'),
+    (b'HTTP/1.1 500 \x1b[31mNo\r\n\r\n', b'0' * 10_000, 'connection failed|status 500'),
+  ],
+)
+def test_a_flood_is_left_before_the_timeout_and_at_little_cost(start, then, reason):
+  """Of a server that would send for a minute."""
+  end, sent = threading.Event(), []
+
+  def flood(connection):
+    connection.recv(2**16)
+    with contextlib.suppress(OSError):  # The client hangs up in the middle.
+      connection.sendall(start)
+      while not end.is_set():
+        connection.sendall(then)
+        sent.append(len(then))
+
+  with socket.create_server(('127.0.0.1', 0)) as listening, concurrent.futures.ThreadPoolExecutor(2) as threads:
+    accepting = threads.submit(lambda: flood(listening.accept()[0]))
+    settings = HttpGraderConfig(url=f'http://127.0.0.1:{listening.getsockname()[1]}', timeout_s=60, retries=0)
+    timer = threading.Timer(60.0, end.set)
+    timer.start()
+    with Graders(EnvironmentsConfig(http=settings)) as graders:
+      (outcome,) = graders.grade_part([example()], ['x'], truncated=[False])
+    assert not end.is_set() and outcome.score is None
+    assert re.search(reason, outcome.reason) and outcome.reason.isprintable()
+    timer.cancel()
+    end.set()
+    accepting.result()
+  assert sum(sent) < 2**24  # With what the system keeps on its way.
+
+
+def test_a_server_that_takes_nothing_of_the_request_is_left():
+  with socket.create_server(('127.0.0.1', 0), backlog=0) as listening:
+    settings = HttpGraderConfig(url=f'http://127.0.0.1:{listening.getsockname()[1]}', timeout_s=0.2, retries=0)
+    with Graders(EnvironmentsConfig(http=settings)) as graders:
+      (outcome,) = graders.grade_part([example()], ['x' * 30_000_000], truncated=[False])
+  assert outcome.reason == 'http: no complete answer within 0.2 s'
+
+
+def test_a_length_that_is_a_lie_ends_the_answer_where_it_says():
+  answers = [Answer(b'{"score": 1.0} {"score": 5.0}', headers={'Content-Length': '14', 'Connection': 'close'})]
+  with Server(lambda body: answers[0]) as server:
+    (outcome,) = grade(server.url, ['x'], retries=0)
+  assert outcome.score == 1.0
+
+
+def test_the_environment_names_a_proxy(monkeypatch):
+  for name in ('http_proxy', 'HTTP_PROXY', 'all_proxy', 'ALL_PROXY', 'no_proxy', 'NO_PROXY'):
+    monkeypatch.delenv(name, raising=False)
+  with Server(lambda body: Answer(RIGHT)) as server:
+    monkeypatch.setenv('http_proxy', server.url.replace('//', '//me:passw0rd@'))
+    (outcome,) = grade('http://grader.invalid/grade', ['x'])
+    assert outcome.score == 1.0 and server.paths == ['http://grader.invalid/grade']
+    assert server.headers[0]['Proxy-Authorization'].startswith('Basic ')
+    monkeypatch.setenv('no_proxy', '127.0.0.1')
+    monkeypatch.setenv('http_proxy', dead_address())
+    assert grade(server.url, ['x'])[0].score == 1.0
+  monkeypatch.setenv('http_proxy', 'ftp://me:passw0rd@proxy')
+  with pytest.raises(UserError, match='environments.http.url: the environment names a proxy') as raised:
+    grade('http://grader.invalid/grade', ['x'])
+  assert 'passw0rd' not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+  'header',
+  ['9' * 5000, '٣', 'Thu, 01 Jan 99999999999 12:00:30 GMT', 'Thu, 01 Jan 2026 12:00:30 +99999999999999', 'Mon', ''],
+)
+def test_no_header_about_a_pause_raises(header):
+  wait = remote.retry_after_s(header, datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC))
+  assert 0 <= remote.pause_s(0, wait, 0.5) <= remote.LONGEST_PAUSE_S
 
 
 def test_a_server_that_is_down_ends_the_run():
@@ -321,15 +424,51 @@ def test_the_key_is_sent_and_never_said(monkeypatch, caplog):
   def respond(body):
     return Answer({'error': 'you sent s3cr3t-key'}, status=403) if body['completion'] == 'bad' else Answer(RIGHT)
 
+  caplog.set_level(logging.INFO)
+  monkeypatch.setenv('GRADER_TOKEN', 't0ken-of-mine')
+  monkeypatch.setenv('GRADER_PATH', 'p4th/of/mine')
   with Server(respond) as server:
-    address = server.url.replace('http://', 'http://me:passw0rd@')
-    grade(address, ['good', 'bad'], authorization_env='GRADER_KEY')
+    grade(server.url, ['good', 'bad'], authorization_env='GRADER_KEY')
     with pytest.raises(UserError) as raised:
-      grade(address + '/path?token=t0ken', ['bad'], authorization_env='GRADER_KEY')
+      address = server.url + '/${GRADER_PATH}?token=${GRADER_TOKEN}'
+      grade(address, ['bad'], authorization_env='GRADER_KEY')
   assert {headers['Authorization'] for headers in server.headers} == {'Bearer s3cr3t-key'}
+  assert server.paths[-1] == '/p4th/of/mine?token=t0ken-of-mine'
   said = caplog.text + str(raised.value)
-  assert 'you sent ***' in said
-  assert not any(secret in said for secret in ('s3cr3t', 'passw0rd', 't0ken'))
+  assert 'you sent ***' in said and server.url + '/***' in said
+  assert not any(secret in said for secret in ('s3cr3t', 'p4th', 't0ken'))
+
+
+def test_a_key_that_the_server_repeats_is_in_no_outcome(monkeypatch):
+  monkeypatch.setenv('GRADER_KEY', 'Bearer s3cr3t-key')
+  answer = {'score': 0, 'feedback': 'You sent s3cr3t-key.', 'metrics': {'pred': 's3cr3t-key', 's3cr3t-key': 1}}
+  with Server(lambda body: Answer(answer)) as server:
+    (outcome,) = grade(server.url, ['x'], authorization_env='GRADER_KEY')
+  assert outcome.feedback == 'You sent ***.' and outcome.metrics == {'pred': '***', '***': 1}
+
+
+@pytest.mark.parametrize('section, name', [('http', 'url'), ('judge', 'base_url')])
+@pytest.mark.parametrize(
+  'address, sentence',
+  [
+    ('http://me:passw0rd@host/grade', 'holds a user or a password'),
+    ('http://passw0rd@host/grade', 'holds a user or a password'),
+    ('http://host/grade?api_key=passw0rd', r"the value of the parameter 'api_key'.* write \$\{NAME\}"),
+    ('http://host/grade?a=1&X-Amz-Signature=passw0rd', "the value of the parameter 'X-Amz-Signature'"),
+    ('http://host/grade?api_key=${KEY}&limit=3', None),
+    ('http://${HOST}:8000/grade', None),
+  ],
+)
+def test_addresses_with_keys_are_refused_before_anything_is_written(section, name, address, sentence):
+  config = Config()
+  config.model.path, config.data.train_files, config.trainer.test_freq = 'model', ('rows.json',), 0
+  setattr(getattr(config.environments, section), name, address)
+  if sentence is None:
+    config.validate()
+    return
+  with pytest.raises(UserError, match=f'environments.{section}.{name} .*{sentence}') as raised:
+    config.validate()
+  assert 'passw0rd' not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -339,6 +478,7 @@ def test_the_key_is_sent_and_never_said(monkeypatch, caplog):
     ({'url': 'localhost:8000'}, 'environments.http.url is not an address of http or https'),
     ({'url': 'ftp://host/x'}, 'environments.http.url is not an address of http or https'),
     ({'url': 'http://me:key'}, 'environments.http.url is not an address of http or https'),
+    ({'url': 'http://host/${NOT_SET_HERE}'}, r'url names \$\{NOT_SET_HERE\}: there is no such environment variable'),
     ({'url': 'http://host', 'authorization_env': 'NOT_SET_HERE'}, 'authorization_env=NOT_SET_HERE: there is no such'),
   ],
 )

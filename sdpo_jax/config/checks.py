@@ -11,6 +11,7 @@ import fractions
 import math
 from typing import TYPE_CHECKING
 
+from sdpo_jax.config.addresses import check_address
 from sdpo_jax.config.divergence import check_divergence
 from sdpo_jax.config.fields import check_types
 from sdpo_jax.config.ranges import check_ranges
@@ -191,6 +192,9 @@ def _check_environments(environments: schema.EnvironmentsConfig) -> None:
     len(scores) == 2 and scores[0] < scores[1],
     f'environments.score_range must be two numbers, the smaller one first, not {scores}.',
   )
+  http, judge = 'environments.http', 'environments.judge'
+  check_address(environments.http.url, f'{http}.url', f'{http}.authorization_env')
+  check_address(environments.judge.base_url, f'{judge}.base_url', f'{judge}.api_key_env')
   _check_template('environments.judge.template', environments.judge.template, JUDGE_FIELDS, reader='judge')
 
 

@@ -348,7 +348,11 @@ class SandboxConfig:
 
 @dataclasses.dataclass
 class HttpGraderConfig:
-  url: str = setting('', "Address to which the environment 'http' posts prompt, completion and row.")
+  url: str = setting(
+    '',
+    "Address to which the environment 'http' posts prompt, completion and row; ${NAME} in it is the value of an "
+    'environment variable, for what must not be saved.',
+  )
   authorization_env: str = setting('', 'Environment variable whose value is sent as the Authorization header.')
   timeout_s: float = setting(30.0, 'Seconds within which an answer must be complete.')
   retries: int = setting(
@@ -359,7 +363,11 @@ class HttpGraderConfig:
 
 @dataclasses.dataclass
 class JudgeConfig:
-  base_url: str = setting('', "OpenAI-compatible endpoint of the environment 'judge', e.g. http://localhost:8000/v1.")
+  base_url: str = setting(
+    '',
+    "OpenAI-compatible endpoint of the environment 'judge', e.g. http://localhost:8000/v1; ${NAME} as in "
+    'environments.http.url.',
+  )
   model: str = setting('', 'Name of the judging model there.')
   api_key_env: str = setting('OPENAI_API_KEY', 'Environment variable with the key; an unset one sends none.')
   template: str = setting(

@@ -17,6 +17,7 @@ from sdpo_jax.environments.registry import register_factory
 from sdpo_jax.types import Example, Outcome
 
 NAME = 'http'
+MAX_METRICS, MAX_NAME = 100, 200  # Of an answer, and characters of a name: each becomes a curve of the run.
 
 
 @register_factory(NAME)
@@ -32,9 +33,11 @@ class HttpGrader:
 
   def __init__(self, settings: HttpGraderConfig):
     prefix = 'environments.http'
+    url, secrets = remote.read_address(settings.url, f'{prefix}.url', 'http://localhost:8000/grade')
     self._remote = remote.Remote(
       NAME,
-      remote.check_url(settings.url, f'{prefix}.url', 'http://localhost:8000/grade'),
+      url,
+      secrets=secrets,
       authorization=remote.read_secret(settings.authorization_env, f'{prefix}.authorization_env', required=True),
       timeout_s=settings.timeout_s,
       retries=settings.retries,
@@ -79,6 +82,11 @@ def outcome(answer: Any) -> Outcome:
     raise remote.Fault(f"'feedback' of its answer must be a string or null, not {remote.quoted(feedback)}")
   if not isinstance(metrics, Mapping | None):
     raise remote.Fault(f"'metrics' of its answer must be an object, not {remote.quoted(metrics)}")
+  if len(metrics or {}) > MAX_METRICS:
+    raise remote.Fault(f"'metrics' of its answer has more than {MAX_METRICS} entries")
+  for name in metrics or {}:
+    if len(name) > MAX_NAME or not name.isprintable():
+      raise remote.Fault(f"a name in 'metrics' of its answer is long or cannot be printed: {remote.quoted(name)}")
   return Outcome(
     score=remote.number(answer['score'], 'score'),
     feedback=None if feedback is None else encodable(feedback),

@@ -43,7 +43,8 @@ class Judge:
 
   def __init__(self, settings: JudgeConfig):
     prefix, example = 'environments.judge', 'http://localhost:8000/v1'
-    url = remote.check_url(settings.base_url, f'{prefix}.base_url', example).rstrip('/')
+    url, secret = remote.read_address(settings.base_url, f'{prefix}.base_url', example)
+    url = url.rstrip('/')
     if url.endswith('/chat/completions'):
       raise UserError(f'{prefix}.base_url must end before /chat/completions, which is added to it, as in {example}.')
     if not settings.model.strip():
@@ -53,6 +54,7 @@ class Judge:
     self._remote = remote.Remote(
       NAME,
       f'{url}/chat/completions',
+      secrets=secret,
       authorization=f'Bearer {key}' if key else '',
       timeout_s=settings.timeout_s,
       retries=settings.retries,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+import dataclasses
 import datetime
 import email.utils
 import json
@@ -15,23 +16,23 @@ import logging
 import os
 import random
 import threading
-import time
 from typing import Any
+import urllib.parse
 
 import httpx2
 
 from sdpo_jax import liveness
+from sdpo_jax.config.addresses import VARIABLE
+from sdpo_jax.environments import bounded_http
 from sdpo_jax.environments.outcomes import ungraded
-from sdpo_jax.environments.time_limit import OverranError, call_within
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.files import jsonable
 from sdpo_jax.types import Example, Outcome
 
-MAX_ANSWER_BYTES = 2**20
 FIRST_PAUSE_S = 1.0  # Before the second attempt; twice as long before each further one.
 LONGEST_PAUSE_S = 60.0
-CONNECT_TIMEOUT_S = 10.0  # At most: a server that is there takes a connection quickly, however long it thinks.
 _LARGEST = 1e38  # Scores become float32.
+SECRET_CHARACTERS = 6  # At least: a port is no secret, and may be in any text.
 _QUOTED = 200  # Characters of a server's answer that a message quotes.
 
 Body = Callable[[], Mapping[str, Any]]  # Called anew for every attempt.
@@ -69,7 +70,7 @@ def retry_after_s(header: str | None, now: datetime.datetime) -> float | None:
     return float(header)
   try:
     when = email.utils.parsedate_to_datetime(header)
-  except ValueError:
+  except (ValueError, TypeError, OverflowError):  # Anybody's text.
     return None
   return (when.replace(tzinfo=when.tzinfo or datetime.UTC) - now).total_seconds()
 
@@ -84,26 +85,39 @@ def number(value: Any, name: str) -> float:
 
 
 def quoted(value: Any) -> str:
-  """Return what a server said as messages quote it: shortened, on one line."""
+  """Return what a server said as messages quote it: shortened, on one line, with control characters as escapes."""
   return short_repr(' '.join(value.split()) if isinstance(value, str) else value, _QUOTED)
 
 
-def check_url(url: str, setting: str, example: str) -> str:
-  """The address, stripped.
+def printable(text: str) -> str:
+  """Return text of a server for a message that does not quote it: on one line, shortened, without control characters."""
+  text = ''.join(character if character.isprintable() else '\ufffd' for character in text)
+  return text if len(text) <= _QUOTED else text[:_QUOTED] + '…'
+
+
+def read_address(url: str, setting: str, example: str) -> tuple[str, tuple[str, ...]]:
+  """The address, with the values of environment variables for ${NAME} in it, and these values.
 
   Raises:
-    UserError: it is empty or not an http(s) address.
+    UserError: it is empty or not an http(s) address, or holds a user, or there is no such variable.
   """
   if not url.strip():
     raise UserError(f'{setting} is empty: set it to the address to ask, e.g. {example}.')
+  values = {name: os.environ.get(name, '').strip() for name in VARIABLE.findall(url)}
+  missing = [name for name, value in values.items() if not value]
+  if missing:
+    raise UserError(f'{setting} names ${{{missing[0]}}}: there is no such environment variable; export it.')
+  whole = VARIABLE.sub(lambda match: values[match[1]], url.strip())
   try:
-    parsed = httpx2.URL(url.strip())
-    whole = parsed.scheme in ('http', 'https') and bool(parsed.host)
+    parsed = httpx2.URL(whole)
+    fits = parsed.scheme in ('http', 'https') and bool(parsed.host) and not parsed.userinfo
   except httpx2.InvalidURL:
-    whole = False
-  if not whole:  # The sentence does not quote it, since an address can hold a key.
-    raise UserError(f'{setting} is not an address of http or https: write it as in {example}.')
-  return url.strip()
+    fits = False
+  if not fits:  # The sentence does not quote it, since an address can hold a key.
+    raise UserError(
+      f'{setting} is not an address of http or https, or one with a user or a password in it: write it as in {example}.'
+    )
+  return whole, tuple(values.values())
 
 
 def read_secret(variable: str, setting: str, *, required: bool) -> str:
@@ -124,7 +138,16 @@ class Remote:
   """A server that grades; holds its connections and threads until `close()`."""
 
   def __init__(
-    self, name: str, url: str, *, authorization: str, timeout_s: float, retries: int, concurrency: int, setting: str
+    self,
+    name: str,
+    url: str,
+    *,
+    authorization: str,
+    secrets: Sequence[str],
+    timeout_s: float,
+    retries: int,
+    concurrency: int,
+    setting: str,
   ):
     """Connects to nothing yet.
 
@@ -132,26 +155,18 @@ class Remote:
       name: of the environment, for messages.
       url: to which bodies are posted.
       authorization: the Authorization header; '': none. Never shown.
+      secrets: what else is never shown, such as parts of `url`.
       timeout_s: seconds from request to end of answer.
       retries: attempts after the first.
       concurrency: requests under way at once.
       setting: name of the setting with the address, for messages.
     """
     self._name, self._url, self._setting = name, url, setting
-    self._secret = authorization.split(' ')[-1]
+    self._secrets = _spellings([*secrets, authorization.split(' ')[-1]])
     self._timeout_s, self._retries, self._concurrency = timeout_s, retries, concurrency
-
-    def authorize(request: httpx2.Request) -> httpx2.Request:
-      request.headers['Authorization'] = authorization
-      return request
-
-    self._client = httpx2.Client(
-      headers={'Content-Type': 'application/json', 'Accept': 'application/json'},
-      auth=authorize if authorization else None,  # Not a header: a user and password in the address would replace it.
-      timeout=httpx2.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S), pool=None),
-      # The threads bound how many are in use; those of abandoned requests must not keep others waiting.
-      limits=httpx2.Limits(max_connections=None, max_keepalive_connections=concurrency),
-    )
+    headers = {'Content-Type': 'application/json', 'Accept': 'application/json'}
+    headers |= {'Authorization': authorization} if authorization else {}
+    self._client = bounded_http.Client(url, headers, connections=concurrency, setting=setting)
     self._threads = ThreadPoolExecutor(concurrency, thread_name_prefix=f'grader-{name}')
     self._closing = threading.Event()
     self._worked = False  # It has graded something in a batch before.
@@ -173,7 +188,7 @@ class Remote:
     outcomes, reasons = [], []
     for waiting in asked:
       try:
-        outcomes.append(waiting.result())
+        outcomes.append(self._without_secrets(waiting.result()))
       except Fault as fault:
         reasons.append(self._redacted(str(fault)))
         outcomes.append(ungraded(f'{self._name}: {reasons[-1]}'))
@@ -234,49 +249,55 @@ class Remote:
 
   def _post(self, body: Mapping[str, Any], batch: _Batch) -> Any:
     """The JSON of the answer; raises Fault."""
-    # The client limits each read, and a server that sends byte after byte takes as many as it likes.
-    try:
-      return call_within(lambda: self._fetch(body, batch), self._timeout_s, f'grader-{self._name}')
-    except OverranError as error:
-      raise self._late() from error
 
-  def _late(self) -> Fault:
-    return Fault(f'no complete answer within {self._timeout_s:g} s', again=True)
+    def answered() -> None:
+      batch.answered = True
 
-  def _fetch(self, body: Mapping[str, Any], batch: _Batch) -> Any:
-    """The JSON of the answer, however long its headers take; raises Fault."""
-    deadline = time.monotonic() + self._timeout_s
-    content = bytearray()
+    content = json.dumps(jsonable(body)).encode()
     try:
-      with self._client.stream('POST', self._url, content=json.dumps(jsonable(body)).encode()) as response:
-        batch.answered = True
-        for chunk in response.iter_bytes():
-          content += chunk
-          if len(content) > MAX_ANSWER_BYTES:
-            if response.is_success:
-              raise Fault(f'its answer is larger than {MAX_ANSWER_BYTES} bytes')
-            break
-          if time.monotonic() > deadline:
-            raise self._late()
-    except httpx2.TimeoutException as error:
-      raise self._late() from error
-    except httpx2.DecodingError as error:
-      raise Fault(f'its answer cannot be decompressed ({error})') from error
-    except httpx2.TransportError as error:
-      raise Fault(f'the connection failed ({type(error).__name__}: {error})', again=True) from error
-    if not response.is_success:
-      raise _refusal(response, bytes(content))
+      answer = self._client.post(content, self._timeout_s, name=f'grader-{self._name}', on_answer=answered)
+    except bounded_http.LateError as error:
+      raise Fault(f'no complete answer within {self._timeout_s:g} s', again=True) from error
+    except bounded_http.TooLargeError as error:
+      raise Fault(f'its answer {error}') from error
+    except bounded_http.ConnectionFailedError as error:
+      raise Fault(f'the connection failed ({printable(str(error))})', again=True) from error
+    if not 200 <= answer.status < 300:
+      raise _refusal(answer)
+    encoding = answer.headers.get('content-encoding', 'identity')
+    if encoding.strip().lower() != 'identity':
+      raise Fault(f'its answer is encoded ({quoted(encoding)}), which was not asked for')
     try:
-      return json.loads(content)
+      return json.loads(answer.body)
     except (ValueError, RecursionError) as error:
-      start = quoted(content[: 4 * _QUOTED].decode('utf-8', 'replace'))
-      raise Fault(f'its answer is not JSON ({error}): {start}') from error
+      start = quoted(answer.body[: 4 * _QUOTED].decode('utf-8', 'replace'))
+      raise Fault(f'its answer is not JSON ({printable(str(error))}): {start}') from error
 
   def _redacted(self, text: str) -> str:
-    return text.replace(self._secret, '***') if self._secret else text
+    for secret in self._secrets:
+      text = text.replace(secret, '***')
+    return text
+
+  def _without_secrets(self, outcome: Outcome) -> Outcome:
+    """An outcome that repeats no key, as a server does that answers with what it was asked."""
+    if not self._secrets:
+      return outcome
+    metrics = {
+      self._redacted(name): self._redacted(value) if isinstance(value, str) else value
+      for name, value in outcome.metrics.items()
+    }
+    feedback = None if outcome.feedback is None else self._redacted(outcome.feedback)
+    return dataclasses.replace(outcome, feedback=feedback, metrics=metrics)
 
   def _public_url(self) -> str:
-    return _public(httpx2.URL(self._url))
+    return self._redacted(_public(httpx2.URL(self._url)))
+
+
+def _spellings(secrets: Sequence[str]) -> list[str]:
+  """Secrets as they may be repeated, as they are and as they stand in an address; the longest first."""
+  secrets = [secret for secret in secrets if len(secret) >= SECRET_CHARACTERS]
+  found = {spelling for secret in secrets for spelling in (secret, urllib.parse.quote(secret, safe=''))}
+  return sorted(found, key=len, reverse=True)
 
 
 class _Batch:
@@ -304,13 +325,15 @@ class _Batch:
     return not self.answered and self.failed >= self._patience
 
 
-def _refusal(response: httpx2.Response, content: bytes) -> Fault:
-  status = f'status {response.status_code}' + (f' ({response.reason_phrase})' if response.reason_phrase else '')
-  start = content[: 4 * _QUOTED].decode('utf-8', 'replace').strip()
-  wait = retry_after_s(response.headers.get('Retry-After'), datetime.datetime.now(datetime.UTC))
+def _refusal(answer: bounded_http.Answer) -> Fault:
+  reason = printable(answer.reason)
+  start = answer.body[: 4 * _QUOTED].decode('utf-8', 'replace').strip()
+  wait = retry_after_s(answer.headers.get('retry-after'), datetime.datetime.now(datetime.UTC))
   return Fault(
-    f'it answered with {status}' + (f': {quoted(start)}' if start else ''),
-    again=response.status_code == 429 or response.status_code >= 500,
+    f'it answered with status {answer.status}'
+    + (f' ({reason})' if reason else '')
+    + (f': {quoted(start)}' if start else ''),
+    again=answer.status == 429 or answer.status >= 500,
     after_s=wait,
   )
 

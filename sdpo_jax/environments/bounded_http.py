@@ -1,0 +1,244 @@
+"""POSTs that end in time, however the other side behaves, and of whose answers no more is read than was agreed.
+
+The timeouts of HTTP libraries hold for single reads, so that a server that sends byte after byte takes as long as it
+likes. Here every operation on the connection gets the time that is left until one deadline. Nothing is decompressed, no
+redirect is followed, no cookie kept, no header repeated in a log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+import contextlib
+import dataclasses
+import math
+import threading
+import time
+from typing import Any
+import urllib.request
+
+import httpcore2
+import httpx2
+
+from sdpo_jax.environments.time_limit import OverranError, call_within
+from sdpo_jax.errors import UserError
+
+MAX_BODY_BYTES = 2**20
+MAX_HEAD_BYTES = 2**16  # Of status lines and headers, those of provisional answers (RFC 9110, 15.2) included.
+MAX_PIECES = 10_000  # Of a body: each costs as much to read as some hundred bytes.
+CONNECT_TIMEOUT_S = 10.0  # At most: a server that is there takes a connection quickly, however long it thinks.
+WRITE_BYTES = 2**14  # At once, so that the time that is left is looked at in between.
+
+
+class LateError(Exception):
+  """There was no whole answer before the deadline."""
+
+
+class TooLargeError(Exception):
+  """The answer is larger than anybody needs; says how."""
+
+
+class ConnectionFailedError(Exception):
+  """The connection could not be made or was lost, or what came is no HTTP; says how."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+  """What the server said."""
+
+  status: int
+  reason: str  # Whatever the server makes it; may hold control characters.
+  headers: dict[str, str]  # By their names in lower case; the last of several.
+  body: bytes
+
+
+class Client:
+  """Connections to one address; thread-safe."""
+
+  def __init__(self, url: str, headers: dict[str, str], *, connections: int, setting: str):
+    """Connects to nothing yet.
+
+    Args:
+      url: of http or https.
+      headers: sent with every request.
+      connections: kept open for the next request at most.
+      setting: name of the setting with the address, for messages.
+
+    Raises:
+      UserError: the environment asks for a proxy that cannot be used.
+    """
+    parsed = httpx2.URL(url)
+    target = {'scheme': parsed.raw_scheme, 'host': parsed.raw_host, 'port': parsed.port, 'target': parsed.raw_path}
+    self._url = httpcore2.URL(**target)
+    self._headers = [(name.encode(), value.encode()) for name, value in headers.items()]
+    self._headers += [(b'Accept-Encoding', b'identity')]
+    self._backend = _Backend()
+    self._pool = _pool(parsed, self._backend, connections, setting)
+
+  def post(
+    self, content: bytes, timeout_s: float, *, name: str = 'post', on_answer: Callable[[], None] = lambda: None
+  ) -> Answer:
+    """What the server answers, the beginning of its body where the status is not one of success.
+
+    Args:
+      content: the body to send.
+      timeout_s: seconds from now until the whole answer is there.
+      name: of the thread in which this happens.
+      on_answer: called when there is an answer of any kind.
+
+    Raises:
+      LateError, TooLargeError, ConnectionFailedError: see there.
+    """
+    # A name server cannot be hurried; the thread that waits for it ends later.
+    exchange = _Exchange(time.monotonic() + timeout_s)
+    try:
+      return call_within(lambda: self._post(content, exchange, on_answer), timeout_s, name)
+    except OverranError as error:
+      raise LateError from error
+
+  def close(self) -> None:
+    """Lets go of all connections."""
+    self._pool.close()
+
+  def _post(self, content: bytes, exchange: _Exchange, on_answer: Callable[[], None]) -> Answer:
+    body, pieces = bytearray(), 0
+    try:
+      with (
+        self._backend.during(exchange),
+        self._pool.stream('POST', self._url, headers=self._headers, content=content, extensions=TIMEOUTS) as response,
+      ):
+        on_answer()
+        exchange.most = exchange.received + MAX_BODY_BYTES + MAX_HEAD_BYTES
+        exchange.too_much = f'is larger than {MAX_BODY_BYTES} bytes'
+        success = 200 <= response.status < 300
+        for piece in response.stream:
+          body += piece
+          pieces += 1
+          if not success and len(body) >= WRITE_BYTES:
+            break
+          if len(body) > MAX_BODY_BYTES:
+            raise TooLargeError(f'is larger than {MAX_BODY_BYTES} bytes')
+          if pieces > MAX_PIECES:
+            raise TooLargeError(f'comes in more than {MAX_PIECES} pieces')
+        return Answer(
+          response.status,
+          response.extensions.get('reason_phrase', b'').decode('latin-1'),
+          {key.decode('latin-1').lower(): value.decode('latin-1') for key, value in response.headers},
+          bytes(body),
+        )
+    except httpcore2.TimeoutException as error:
+      raise LateError from error
+    except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.ProxyError) as error:
+      raise ConnectionFailedError(f'{type(error).__name__}: {error}') from error
+
+
+# Every operation may take as long as there is time left.
+TIMEOUTS = {'timeout': {'connect': math.inf, 'read': math.inf, 'write': math.inf, 'pool': None}}
+
+
+class _Exchange:
+  """The deadline of a request and how much has come of its answer."""
+
+  def __init__(self, deadline: float):
+    self.deadline = deadline  # Of time.monotonic().
+    self.received = 0  # Bytes.
+    self.most = MAX_HEAD_BYTES
+    self.too_much = f'begins with more than {MAX_HEAD_BYTES} bytes of headers'
+
+  def left_s(self) -> float:
+    """Raises LateError once there is none."""
+    left = self.deadline - time.monotonic()
+    if left <= 0:
+      raise LateError
+    return left
+
+
+class _Backend(httpcore2.NetworkBackend):
+  """Opens connections whose operations keep the deadline of the request for which their thread uses them."""
+
+  def __init__(self):
+    self._inner = httpcore2.SyncBackend()
+    self._current = threading.local()
+
+  @contextlib.contextmanager
+  def during(self, exchange: _Exchange):
+    """In the thread of the caller, operations belong to this request."""
+    self._current.exchange = exchange
+    try:
+      yield
+    finally:
+      del self._current.exchange
+
+  @property
+  def exchange(self) -> _Exchange:
+    return self._current.exchange
+
+  def connect_tcp(
+    self,
+    host: str,
+    port: int,
+    timeout: float | None = None,
+    local_address: str | None = None,
+    socket_options: Iterable[Any] | None = None,
+  ) -> httpcore2.NetworkStream:
+    limit = min(self.exchange.left_s(), CONNECT_TIMEOUT_S)
+    return _Stream(self, self._inner.connect_tcp(host, port, limit, local_address, socket_options))
+
+
+class _Stream(httpcore2.NetworkStream):
+  def __init__(self, backend: _Backend, inner: httpcore2.NetworkStream):
+    self._backend, self._inner = backend, inner
+
+  def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+    exchange = self._backend.exchange
+    if exchange.received > exchange.most:
+      raise TooLargeError(exchange.too_much)
+    data = self._inner.read(max_bytes, exchange.left_s())
+    exchange.received += len(data)
+    return data
+
+  def write(self, buffer: bytes, timeout: float | None = None) -> None:
+    for start in range(0, len(buffer), WRITE_BYTES):
+      self._inner.write(buffer[start : start + WRITE_BYTES], self._backend.exchange.left_s())
+
+  def close(self) -> None:
+    self._inner.close()
+
+  def start_tls(
+    self, ssl_context: Any, server_hostname: str | None = None, timeout: float | None = None
+  ) -> httpcore2.NetworkStream:
+    left = self._backend.exchange.left_s()
+    return _Stream(self._backend, self._inner.start_tls(ssl_context, server_hostname, left))
+
+  def get_extra_info(self, info: str) -> Any:
+    return self._inner.get_extra_info(info)
+
+
+def _pool(url: httpx2.URL, backend: _Backend, connections: int, setting: str) -> httpcore2.ConnectionPool:
+  """Connections to an address, through the proxy that the environment names for it (HTTPS_PROXY and the like)."""
+  options = {
+    'ssl_context': httpx2.create_ssl_context(),
+    # Callers bound how many are in use; those of abandoned requests must not keep others waiting.
+    'max_connections': None,
+    'max_keepalive_connections': connections,
+    'keepalive_expiry': 5.0,
+    'network_backend': backend,
+  }
+  proxies = urllib.request.getproxies()
+  address = proxies.get(url.scheme) or proxies.get('all')
+  if not address or urllib.request.proxy_bypass(url.host):
+    return httpcore2.ConnectionPool(**options)
+  try:
+    proxy = httpx2.Proxy(address if '://' in address else f'http://{address}')
+  except (ValueError, httpx2.InvalidURL):
+    proxy = None
+  if proxy is None or proxy.url.scheme not in ('http', 'https'):
+    raise UserError(
+      f'{setting}: the environment names a proxy for this address that is none of http or https: correct HTTP_PROXY, '
+      'HTTPS_PROXY or ALL_PROXY, or list the host in NO_PROXY.'
+    )
+  raw = proxy.url
+  return httpcore2.HTTPProxy(
+    proxy_url=httpcore2.URL(scheme=raw.raw_scheme, host=raw.raw_host, port=raw.port, target=raw.raw_path),
+    proxy_auth=proxy.raw_auth,
+    **options,
+  )
