@@ -249,8 +249,7 @@ def test_a_server_that_sends_byte_after_byte_is_left_after_the_timeout(start, th
     timer.start()
     with Graders(settings) as graders:
       (outcome,) = graders.grade_part([example()], ['x'], truncated=[False])
-    for thread in threading.enumerate():
-      if thread.name == 'grader-http':
+      for thread in [thread for thread in threading.enumerate() if thread.name == 'grader-http']:
         thread.join(10)
         assert not thread.is_alive()
     assert not end.is_set() and outcome.reason == 'http: no complete answer within 0.1 s'
