@@ -131,13 +131,13 @@ def _train(
   continuation = fingerprint.compare(workdir, config, parts)
   # What every process would say alike.
   say = announce if jax.process_index() == 0 else lambda text: None
-  say(f'Loading {config.model.path} …')
-  stop.check()
-  session, parameters = make_session(config, workdir, tokenizer)
-  stop.check()
-  with sole_user(workdir, say) as ownership:
+  with sole_user(workdir, say) as ownership:  # Before the weights are read, which may take minutes.
     if ownership is not None:
       remains.settle(workdir, ownership, restart=restart, say=say)
+    say(f'Loading {config.model.path} …')
+    stop.check()
+    session, parameters = make_session(config, workdir, tokenizer)
+    stop.check()
     open_workdir(config, workdir)
     barrier('the start of the run')  # Weights are read by now, and the directory is there.
     checkpoints = Checkpoints(
