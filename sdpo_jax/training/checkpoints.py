@@ -28,7 +28,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from sdpo_jax.distributed.cluster import barrier
-from sdpo_jax.distributed.collectives import gathered
+from sdpo_jax.distributed.collectives import agreed, gathered
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import is_local, make_directory, sync_directory, sync_tree, write_atomically
 from sdpo_jax.training import digests, manifest
@@ -78,6 +78,8 @@ class Checkpoints:
     self._reader = _reader()
     self._publishing: tuple[int, list[int], futures.Future[None]] | None = None  # Step, those it supersedes, the work.
     if not read_only:
+      # All processes write one checkpoint in one folder, of which only process 0 knows the epoch.
+      self._epoch = agreed(0 if ownership is None else ownership.epoch)
       self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
       self._thread = futures.ThreadPoolExecutor(1, 'publish_checkpoint')
       try:
@@ -188,10 +190,6 @@ class Checkpoints:
           self._writer.close()
         except (OSError, ValueError, RuntimeError) as error:
           raise self._write_error(error) from error
-
-  @property
-  def _epoch(self) -> int:
-    return 0 if self._ownership is None else self._ownership.epoch
 
   def _check_owner(self) -> None:
     if self._ownership is not None:  # On process 0, the one that publishes.
