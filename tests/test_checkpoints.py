@@ -285,6 +285,12 @@ def test_a_checkpoint_without_the_best_metric_is_saved_and_is_not_the_best(tmp_p
   assert checkpoints.steps() == [1] and checkpoints.best(before=2) is None
 
 
+def test_a_folder_that_cannot_be_made_ends_with_a_sentence(tmp_path):
+  (tmp_path / 'checkpoints').write_text('a file')
+  with pytest.raises(UserError, match='A checkpoint could not be written to .*; it resumes from step 0'):
+    Checkpoints(tmp_path)
+
+
 def test_only_damaged_checkpoints_end_with_a_sentence(tmp_path):
   save_steps(tmp_path, {1: {}}).close()
   largest_file(tmp_path / 'checkpoints' / '1').write_bytes(b'')
@@ -582,6 +588,8 @@ def test_permissions_are_not_damage(readable_folder, monkeypatch, pattern):
     (OSError(errno.ESTALE, 'Stale file handle'), True),
     (FileNotFoundError(errno.ENOENT, 'No such file'), False),
     (IsADirectoryError(errno.EISDIR, 'Is a directory'), False),
+    (OSError('Forbidden: https://storage.googleapis.com/download/storage/v1/b/runs'), True),
+    (FileNotFoundError('https://storage.googleapis.com/download/storage/v1/b/runs'), False),
     (MemoryError(), True),
     (ValueError('UNAVAILABLE: Error reading gs://runs/1/state: HTTP response code: 503'), True),
     (ValueError('DEADLINE_EXCEEDED: Error reading gs://runs/1/state'), True),

@@ -11,8 +11,9 @@ import pytest
 
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
-from sdpo_jax.training import conditional, epochs, metrics, owner, ownership
+from sdpo_jax.training import checkpoints, conditional, epochs, manifest, metrics, owner, ownership
 from tests import object_store, tiny
+from tests.test_checkpoints import assert_same, flipped, make_state
 
 RUN = 'bucket/runs/tiny'
 FOLDER = epath.Path(f'gs://{RUN}')
@@ -296,6 +297,8 @@ def test_a_whole_run_stops_and_resumes_in_a_store_as_on_a_disk(tmp_path, monkeyp
         line = [*arguments, f'--config.trainer.total_training_steps={steps}', f'--workdir={workdir}']
         done = tiny.launch('train', *line)
         assert done.returncode == 0, done.stderr
+        verified = tiny.launch('verify', f'--workdir={workdir}')
+        assert verified.returncode == 0 and f'nothing would be lost: step {steps} has' in verified.stdout, verified
         assert steps == 2 or f'Resuming {workdir} at step 2 (state ' in done.stderr
     remote = [json.loads(line) for line in server.objects[f'{RUN}/metrics.jsonl'].content.decode().splitlines()]
     local = [json.loads(line) for line in (tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines()]
@@ -307,3 +310,36 @@ def test_a_whole_run_stops_and_resumes_in_a_store_as_on_a_disk(tmp_path, monkeyp
     assert strip[0] == strip[1] and [line['fencing_epoch'] for line in remote] == [1, 1, 1, 2, 2]
     for name in ('config.json', 'rollouts/4.jsonl', 'eval/4.json'):
       assert server.objects[f'{RUN}/{name}'].content == (tmp_path / 'run' / name).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec('gcsfs') is None, reason='gcsfs is not installed')
+def test_checkpoints_in_a_store_are_compared_set_aside_and_replaced(store, monkeypatch):
+  run = f'gs://{RUN}'
+
+  def folders():
+    return sorted({'/'.join(name.removeprefix(f'{RUN}/').split('/')[:2]) for name in store.objects})
+
+  opened = checkpoints.Checkpoints(run, keep=2)
+  for step in (1, 2, 3):
+    opened.save(step, make_state(step), {'iterator': step}, {})
+  opened.close()
+  assert folders() == ['checkpoints/2', 'checkpoints/3']
+  for name in [name for name in store.objects if '/checkpoints/3/' in name and '/d/' in name]:
+    content = store.objects[name].content
+    store.put(name, flipped(content, 4 * len(content)), None)
+  opened = checkpoints.Checkpoints(run, keep=2)
+  step, state, host = opened.restore(make_state(0))
+  assert (step, host) == (2, {'iterator': 2}) and folders() == ['checkpoints/2', 'checkpoints_damaged/3']
+  assert_same(state, make_state(2))
+  # A process that has lost the run leaves one without a manifest where the next one is to be written.
+  for name in [name for name in store.objects if '/checkpoints/2/' in name and not name.endswith(manifest.MANIFEST)]:
+    store.put(name.replace('/checkpoints/2/', '/checkpoints/3/'), store.objects[name].content, None)
+  opened.save(3, make_state(3), {}, {})
+  opened.wait()
+  assert folders() == ['checkpoints/2', 'checkpoints/3', 'checkpoints_damaged/3', 'checkpoints_damaged/3.1']
+  assert_same(opened.restore_step(3, make_state(0)), make_state(3))
+  monkeypatch.setattr(checkpoints, 'PAUSES', ())
+  store.disturb = lambda method, name, done: 403 if name and '/checkpoints/3/' in name else None
+  with pytest.raises(UserError, match='step 3 in .* cannot be read for now'):
+    checkpoints.Checkpoints(run, read_only=True).restore(make_state(0))

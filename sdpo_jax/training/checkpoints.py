@@ -74,6 +74,7 @@ class Checkpoints:
       self._workdir = self._workdir.absolute()  # Orbax takes no relative path.
     self._keep, self._read_only, self._ownership = keep, read_only, ownership
     self.best_metric = best_metric
+    self._manifests: dict[int, Manifest | None] = {}  # Step → its manifest; None: it cannot be read.
     self._unranked: dict[int, _Problem] = {}  # Step → why its manifest cannot be read.
     self._reader = _reader()
     self._publishing: tuple[int, list[int], futures.Future[None]] | None = None  # Step, those it supersedes, the work.
@@ -143,11 +144,12 @@ class Checkpoints:
       metrics={name: float(value) for name, value in metrics.items() if math.isfinite(value)},
     )
     self._check_owner()
+    folder = self._unfinished(step)
     try:
+      if jax.process_index() == 0 and folder.exists():  # Orbax waits for process 0 before it begins.
+        self._move(folder)  # Of an attempt that failed or, in a store, of a process that has lost the run.
       self._writer.save(
-        self._unfinished(step),
-        args=ocp.args.Composite(state=ocp.args.PyTreeSave(state), host=ocp.args.JsonSave(dict(host))),
-        force=True,
+        folder, args=ocp.args.Composite(state=ocp.args.PyTreeSave(state), host=ocp.args.JsonSave(dict(host)))
       )
     except (OSError, ValueError, RuntimeError) as error:
       raise self._write_error(error) from error
@@ -248,7 +250,7 @@ class Checkpoints:
     if jax.process_index() != 0:
       return
     make_directory(self.directory)
-    for path in list(self.directory.iterdir()):
+    for path in list(self.directory.iterdir()) if self.directory.exists() else ():  # A store has no empty folders.
       unfinished = not is_local(path) and path.name.isdecimal() and not (path / _COMMITTED).exists()
       if _LEFT_OVER.fullmatch(path.name) or unfinished:
         path.rmtree()
@@ -265,7 +267,9 @@ class Checkpoints:
           found[step] = self._manifest(path)
         except Exception as error:  # Object stores raise many kinds; all mean the same here.
           found[step] = None
-          problem = _Problem.of(error)
+          problem = (
+            _Problem(NO_MANIFEST, out_of_reach=False) if isinstance(error, FileNotFoundError) else _Problem.of(error)
+          )
           if self._unranked.get(step) != problem and not self._read_only:
             _logger.warning('Checkpoint of step %d is not ranked (%s).', step, problem.reason)
           self._unranked[step] = problem
@@ -403,9 +407,9 @@ class Checkpoints:
     self._check_owner()
     target = self._workdir / DAMAGED
     make_directory(target)
-    there = {path.name for path in target.iterdir()}
+    there = {path.name for path in target.iterdir()} if target.exists() else ()  # A store has no empty folders.
     names = (f'{folder.name}.{serial}' if serial else folder.name for serial in itertools.count())
-    folder.rename(target / next(name for name in names if name not in there))
+    _rename(folder, target / next(name for name in names if name not in there))
     sync_directory(target)
     sync_directory(folder.parent)
 
@@ -425,11 +429,26 @@ class _Problem:
 
   @classmethod
   def of(cls, error: Exception) -> _Problem:
-    if isinstance(error, FileNotFoundError) and str(error.filename).endswith(MANIFEST):
-      return cls(NO_MANIFEST, out_of_reach=False)
     # Orbax wraps what TensorStore says of an array in an Exception with the whole specification of the array.
     told = error.__cause__ if type(error) is Exception and error.__cause__ is not None else error
     return cls(first_line(told), is_out_of_reach(error))
+
+
+def _rename(source: epath.Path, target: epath.Path) -> None:
+  """Give a folder another name; in a store, copy it and remove it, which leaves it there if it is interrupted."""
+  if is_local(source):
+    source.rename(target)
+  else:
+    _copy(source, target)
+    source.rmtree()
+
+
+def _copy(source: epath.Path, target: epath.Path) -> None:
+  for path in source.iterdir():
+    if path.is_dir():
+      _copy(path, target / path.name)
+    else:
+      path.copy(target / path.name, overwrite=True)
 
 
 def _reader() -> ocp.Checkpointer:

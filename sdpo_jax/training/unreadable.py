@@ -24,7 +24,9 @@ def is_out_of_reach(error: BaseException) -> bool:
 def _says_so(error: BaseException) -> bool:
   if isinstance(error, MemoryError | ImportError | TimeoutError):
     return True
-  if isinstance(error, OSError) and error.errno is not None:
+  if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+    return False
+  if isinstance(error, OSError):  # Those of the clients of object stores have no number.
     return error.errno not in _DAMAGE
   status = getattr(error, 'code', None)  # Of the clients of object stores.
   if isinstance(status, int) and not isinstance(status, bool):
