@@ -2,13 +2,14 @@
 
 import json
 import os
+import types
 
 from etils import epath
 import pytest
 
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
-from sdpo_jax.training import metrics
+from sdpo_jax.training import loop, metrics
 
 
 def quiet() -> Config:
@@ -59,6 +60,24 @@ def test_the_lines_are_on_the_disk_after_a_sync_and_a_link_is_not_followed(tmp_p
   with pytest.raises(OSError, match='symbolic link'):
     writer.write(2, {})
   assert steps(tmp_path) == [1]
+
+
+def test_a_checkpoint_is_begun_when_its_lines_are_on_the_disk():
+  calls = []
+  run = object.__new__(loop._Run)
+  run.writer = types.SimpleNamespace(sync=lambda: calls.append('sync'))
+  run.checkpoints = types.SimpleNamespace(save=lambda *_: calls.append('save'))
+  run.compiled, run.failure = list, None
+  run.save(1, None, {}, {})
+  assert calls == ['sync', 'save']
+
+  def fail():
+    raise OSError('Input/output error')
+
+  run.writer.sync = fail
+  with pytest.raises(OSError, match='Input/output'):
+    run.save(2, None, {}, {})
+  assert calls == ['sync', 'save']
 
 
 def test_a_start_from_nothing_begins_a_new_file(tmp_path):

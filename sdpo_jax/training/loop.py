@@ -460,6 +460,10 @@ class _Run:
 
   def save(self, step: int, state: TrainState, host: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
     if step > 0:
+      with self.alone():
+        if self.writer is not None:
+          self.writer.sync()  # A checkpoint must not outlive the lines that led to it.
+      self.together(f'syncing the lines up to step {step}')
       barrier(f'the checkpoint of step {step}')
       self.checkpoints.save(step, state, host, metrics)
       self.compiled()  # What Orbax compiles, once, to copy arrays from several devices is no program of the run.
