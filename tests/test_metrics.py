@@ -55,11 +55,14 @@ def test_the_lines_are_on_the_disk_after_a_sync_and_a_link_is_not_followed(tmp_p
   path = tmp_path / 'metrics.jsonl'
   [events] = (tmp_path / 'tensorboard').iterdir()
   assert synced[:2] == [(str(file), file.stat().st_size) for file in (path, events)] and path.stat().st_size > 10
+  writer.write(2, {'train/loss': 2.0})
+  writer.close()
+  assert synced[-3:-1] == [(str(file), file.stat().st_size) for file in (path, events)]
   path.rename(tmp_path / 'elsewhere')
   path.symlink_to(tmp_path / 'elsewhere')
   with pytest.raises(OSError, match='symbolic link'):
-    writer.write(2, {})
-  assert steps(tmp_path) == [1]
+    writer.write(3, {})
+  assert steps(tmp_path) == [1, 2]
 
 
 def test_a_checkpoint_is_begun_when_its_lines_are_on_the_disk():

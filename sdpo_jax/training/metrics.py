@@ -113,8 +113,10 @@ class MetricsWriter:
     return self._lines
 
   def close(self) -> None:
+    """End the boards, and return once all lines are on the disk; errors as `sync`."""
     for board in self._boards:
       board.close()
+    self.sync()
 
 
 def _boards(workdir: epath.Path, config: Config, resume_step: int) -> list[TensorBoard | WeightsAndBiases]:
