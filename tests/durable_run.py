@@ -6,11 +6,13 @@ python -m tests.durable_run stores WORKDIR LAST  the files of a run without its 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import runpy
 import sys
+from typing import Any
 
 from etils import epath
 import jax
@@ -19,9 +21,9 @@ import numpy as np
 
 from sdpo_jax.config import Config
 from sdpo_jax.files import make_directory, write_atomically
-from sdpo_jax.training import loop  # noqa: F401, imported for launch.train
+from sdpo_jax.training import loop, remains  # noqa: F401, the loop for launch.train
 from sdpo_jax.training.checkpoints import Checkpoints
-from sdpo_jax.training.metrics import MetricsWriter
+from sdpo_jax.training.metrics import MetricsWriter, check_digest
 from sdpo_jax.training.ownership import sole_user
 from sdpo_jax.training.workdir import check_workdir, open_workdir
 from sdpo_jax.types import TrainState
@@ -83,15 +85,33 @@ def config() -> Config:
   return settings
 
 
+def begin(
+  settings: Config, workdir: epath.Path, like: TrainState, stack: contextlib.ExitStack
+) -> tuple[Checkpoints, MetricsWriter, tuple[int, TrainState, dict[str, Any]] | None]:
+  """Start or resume a run as the loop does, in its order, as far as files go; return what was restored, too."""
+  check_workdir(settings, workdir)
+  ownership = stack.enter_context(sole_user(workdir, lambda text: None))
+  remains.settle(workdir, ownership, restart=False, say=lambda text: None)
+  open_workdir(settings, workdir)
+  checkpoints = Checkpoints(workdir, keep=KEEP, ownership=ownership)
+  stack.callback(checkpoints.close)
+  restored = checkpoints.restore(like)
+  if restored is None:
+    remains.refuse_loss(workdir, ownership.record())
+  first = 0 if restored is None else restored[0]
+  ownership.resumed(first)
+  if restored is not None:
+    check_digest(workdir, first, checkpoints.state_digest(first))
+  writer = MetricsWriter(workdir, settings, resume_step=first, ownership=ownership)
+  stack.callback(writer.close)
+  return checkpoints, writer, restored
+
+
 def stores(workdir: epath.Path, last: int) -> None:
   """Write what the loop writes, in its order: files of the step, its line, the sync of lines, the checkpoint."""
-  check_workdir(config(), workdir)
-  with sole_user(workdir) as ownership:
-    open_workdir(config(), workdir)
-    checkpoints = Checkpoints(workdir, keep=KEEP, ownership=ownership)
-    restored = checkpoints.restore(state_of(0))
+  with contextlib.ExitStack() as stack:
+    checkpoints, writer, restored = begin(config(), workdir, state_of(0), stack)
     first = 0 if restored is None else restored[0]
-    writer = MetricsWriter(workdir, config(), resume_step=first, ownership=ownership)
     for step in range(first + 1, last + 1):
       make_directory(workdir / 'rollouts')
       write_atomically(workdir / 'rollouts' / f'{step}.jsonl', f'{{"step": {step}}}\n')
@@ -99,8 +119,6 @@ def stores(workdir: epath.Path, last: int) -> None:
       writer.sync()
       checkpoints.save(step, state_of(step), {'position': step}, {})
     checkpoints.wait()
-    writer.close()
-    checkpoints.close()
 
 
 def live(fatal: str | None, command: str, *arguments: str) -> None:

@@ -25,12 +25,8 @@ import pytest
 from sdpo_jax.config import Config
 from sdpo_jax.inference import runs
 from sdpo_jax.training import epochs
-from sdpo_jax.training.checkpoints import Checkpoints
-from sdpo_jax.training.metrics import MetricsWriter
-from sdpo_jax.training.ownership import sole_user
 from sdpo_jax.training.session import make_session
 from sdpo_jax.training.update import abstract_state
-from sdpo_jax.training.workdir import check_workdir, open_workdir
 from sdpo_jax.types import TrainState
 from tests import durable_run, file_operations, tiny
 from tests.file_operations import Disk, Operation, Tree
@@ -153,14 +149,8 @@ class Judge:
     file_operations.write_tree(tree, pathlib.Path(folder))
     with contextlib.ExitStack() as stack:
       try:
-        check_workdir(self._config, folder)
-        ownership = stack.enter_context(sole_user(folder, lambda text: None))
-        open_workdir(self._config, folder)
-        checkpoints = Checkpoints(folder, keep=durable_run.KEEP, ownership=ownership)
-        stack.callback(checkpoints.close)
-        restored = checkpoints.restore(self._like)
+        restored = durable_run.begin(self._config, folder, self._like, stack)[-1]
         step, digest = (0, '') if restored is None else (restored[0], durable_run.digest(restored[1]))
-        MetricsWriter(folder, self._config, resume_step=step, ownership=ownership).close()
         return Opened('', step, digest, tuple(_timeless((folder / 'metrics.jsonl').read_text())))
       except Exception as error:  # None is expected: whatever it is, the run would end.
         return Opened(f'a resume ends with {type(error).__name__}: {error}')
