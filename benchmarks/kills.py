@@ -1,6 +1,6 @@
 """Runs that are killed at random moments and started again, compared bit for bit with one that was left in peace.
 
-  python -m benchmarks.kills                       # 60 kills of the quickstart at tiny settings, about 15 minutes on two cores
+  python -m benchmarks.kills                       # 60 kills of the quickstart at tiny settings, some minutes on two cores
   python -m benchmarks.kills --kills=5 --seed=1
 
 A run is started, killed by SIGKILL at a random moment, and started again, until it has finished; then the next run
@@ -11,25 +11,25 @@ the one left in peace: in a bit of its state, a number or text of metrics.jsonl 
 
 from __future__ import annotations
 
+import argparse
 import collections
+import gc
 import json
+import math
 import os
 import pathlib
 import random
+import runpy
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
 
-from absl import app, flags
-
+# What a run imports, before it is forked.
+from sdpo_jax import command  # noqa: F401
+from sdpo_jax.training import loop, report  # noqa: F401
 from sdpo_jax.training.manifest import MANIFEST
-
-KILLS = flags.DEFINE_integer('kills', 60, 'How many.', lower_bound=1)
-SEED = flags.DEFINE_integer('seed', 0, 'Of the moments.')
-CONFIG = flags.DEFINE_string('config', 'configs/quickstart.py', 'What is trained.')
-STEPS = flags.DEFINE_integer('steps', 12, 'Steps of a run, each with a checkpoint.', lower_bound=1)
 
 TINY = {
   'data.train_batch_size': 4,
@@ -44,17 +44,28 @@ TINY = {
 }
 
 
-def start(workdir: pathlib.Path) -> subprocess.Popen:
-  """Start, or resume, a run."""
-  settings = [f'--config.{name}={value}' for name, value in TINY.items()]
-  command = [sys.executable, '-m', 'launch.train', f'--config={CONFIG.value}', f'--workdir={workdir}', *settings]
-  with log_of(workdir).open('w') as log:
-    return subprocess.Popen(
-      [*command, f'--config.trainer.total_training_steps={STEPS.value}'],
-      stdout=subprocess.DEVNULL,
-      stderr=log,
-      env=os.environ | {'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'},
-    )
+def start(flags: argparse.Namespace, workdir: pathlib.Path) -> int:
+  """Start, or resume, a run in a fork of this process, in which JAX has not started; return its id."""
+  child = os.fork()
+  if child == 0:
+    code: object = 1
+    try:
+      log = os.open(log_of(workdir), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+      os.dup2(log, 1)
+      os.dup2(log, 2)
+      settings = TINY | {'trainer.total_training_steps': flags.steps}
+      sys.argv = ['launch/train.py', f'--config={flags.config}', f'--workdir={workdir}']
+      sys.argv += [f'--config.{name}={value}' for name, value in settings.items()]
+      runpy.run_module('launch.train', run_name='__main__', alter_sys=True)
+    except SystemExit as end:
+      code = end.code or 0
+    except BaseException:
+      traceback.print_exc()
+    finally:
+      sys.stdout.flush()
+      sys.stderr.flush()
+      os._exit(code if isinstance(code, int) else 1)
+  return child
 
 
 def log_of(workdir: pathlib.Path) -> pathlib.Path:
@@ -62,20 +73,40 @@ def log_of(workdir: pathlib.Path) -> pathlib.Path:
   return workdir.with_suffix('.log')
 
 
-def finish(process: subprocess.Popen, workdir: pathlib.Path) -> None:
-  """Wait for the end of a run, which must be a good one."""
-  if process.wait() != 0:
-    raise SystemExit(f'A run ended with exit code {process.returncode}: {log_of(workdir).read_text()}')
+def await_end(process: int, seconds: float) -> int | None:
+  """Return the exit code of a process (-N: of signal N), None if it goes on for longer than `seconds`."""
+  deadline = time.monotonic() + seconds
+  while True:
+    ended, status = os.waitpid(process, os.WNOHANG)
+    if ended:
+      return os.waitstatus_to_exitcode(status)
+    if time.monotonic() >= deadline:
+      return None
+    time.sleep(0.002)
 
 
-def left(workdir: pathlib.Path) -> dict[str, object]:
+def await_writing(process: int, workdir: pathlib.Path, before: object) -> int | None:
+  """Return once a process has begun to write to a run, or its exit code if it has ended before."""
+  code = None
+  while code is None and stamp(workdir) == before:
+    code = await_end(process, 0.005)
+  return code
+
+
+def check(code: int, workdir: pathlib.Path) -> None:
+  """End this program if a run has ended otherwise than well."""
+  if code != 0:
+    raise SystemExit(f'A run ended with exit code {code}: {log_of(workdir).read_text()}')
+
+
+def left(workdir: pathlib.Path, last: int) -> dict[str, object]:
   """Return what a finished run left, without what differs between any two: times, and who wrote it."""
 
   def kept(name: str) -> bool:
     return name != 'fencing_epoch' and not name.startswith(('time/', 'throughput/', 'programs/'))
 
   lines = [json.loads(line) for line in (workdir / 'metrics.jsonl').read_text().splitlines()]
-  [newest] = (path for path in (workdir / 'checkpoints').iterdir() if path.name == str(STEPS.value))
+  [newest] = (path for path in (workdir / 'checkpoints').iterdir() if path.name == str(last))
   manifest = json.loads((newest / MANIFEST).read_text())
   files = [path for folder in ('rollouts', 'eval') for path in sorted((workdir / folder).iterdir())]
   return {
@@ -103,51 +134,50 @@ def stamp(workdir: pathlib.Path) -> object:
   return path.stat().st_mtime_ns if path.exists() else None
 
 
-def main(_: list[str]) -> None:
-  rng = random.Random(SEED.value)
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--kills', type=int, default=60, help='how many')
+  parser.add_argument('--seed', type=int, default=0, help='of the moments')
+  parser.add_argument('--config', default='configs/quickstart.py', help='what is trained')
+  parser.add_argument('--steps', type=int, default=12, help='of a run, each with a checkpoint')
+  flags = parser.parse_args()
+  os.environ.setdefault('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
+  gc.collect()
+  gc.freeze()
+  rng, kills, finished, moments, wrong = random.Random(flags.seed), 0, 0, collections.Counter(), []
   with tempfile.TemporaryDirectory() as scratch:
-    peace = pathlib.Path(scratch) / 'peace'
-    for _ in range(2):  # The first one compiles.
-      subprocess.run(['rm', '-rf', peace], check=True)
-      began = time.monotonic()
-      process = start(peace)
-      while stamp(peace) is None and process.poll() is None:
-        time.sleep(0.005)
-      writing = time.monotonic()
-      finish(process, peace)
+    for name in ('compiled', 'peace'):
+      peace, began = pathlib.Path(scratch) / name, time.monotonic()
+      process = start(flags, peace)
+      code, writing = await_writing(process, peace, None), time.monotonic()
+      check(await_end(process, math.inf) if code is None else code, peace)
       whole, active = time.monotonic() - began, time.monotonic() - writing
-    expected, kills, finished, moments, wrong = left(peace), 0, 0, collections.Counter(), []
-    while kills < KILLS.value:
+    expected = left(peace, flags.steps)
+    while kills < flags.kills:
       workdir = pathlib.Path(scratch) / f'run_{finished}'
-      killed = True
-      while killed:
+      code = -signal.SIGKILL
+      while code == -signal.SIGKILL:
         before = stamp(workdir)
-        process = start(workdir)
-        if rng.random() < 0.5:
-          delay = rng.uniform(0, whole)
-        else:
-          while stamp(workdir) == before and process.poll() is None:
-            time.sleep(0.005)
-          delay = rng.uniform(0, active)
-        try:
-          process.wait(delay if kills < KILLS.value else None)
-          killed = False
-        except subprocess.TimeoutExpired:
-          process.send_signal(signal.SIGKILL)
-          killed = process.wait() == -signal.SIGKILL
-          if killed:
+        process = start(flags, workdir)
+        soon = rng.random() < 0.5
+        code = None if soon else await_writing(process, workdir, before)
+        if code is None:
+          code = await_end(process, rng.uniform(0, whole if soon else active) if kills < flags.kills else math.inf)
+        if code is None:
+          os.kill(process, signal.SIGKILL)
+          code = await_end(process, math.inf)  # It may have ended just before.
+          if code == -signal.SIGKILL:
             kills += 1
             moments[phase(workdir)] += 1
-      finish(process, workdir)
+      check(code, workdir)
       finished += 1
-      found = left(workdir)
+      found = left(workdir, flags.steps)
       wrong += [f'run {finished}: {name}' for name in {**expected, **found} if expected.get(name) != found.get(name)]
       print(f'run {finished} has finished; {kills} kills; {len(wrong)} differences', file=sys.stderr, flush=True)
-    numbers = {'kills': kills, 'runs': finished, 'steps': STEPS.value, 'seconds_of_a_run': round(whole, 1)}
-    print(json.dumps({**numbers, 'moments': dict(moments), 'differences': wrong}))
-  if wrong:
-    raise SystemExit(1)
+  numbers = {'kills': kills, 'runs': finished, 'steps': flags.steps, 'seconds_of_a_run': round(whole, 1)}
+  print(json.dumps({**numbers, 'moments': dict(moments), 'differences': wrong}))
+  return 1 if wrong else 0
 
 
 if __name__ == '__main__':
-  app.run(main)
+  sys.exit(main())
