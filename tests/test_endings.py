@@ -8,6 +8,7 @@ import pathlib
 import threading
 
 import chex
+from etils import epath
 import jax
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from sdpo_jax.environments import registry
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.slots import Slots
 from sdpo_jax.training import loop, records, watchdog
+from sdpo_jax.training.manifest import read_manifest
 from sdpo_jax.training.metrics import MetricsWriter
 from sdpo_jax.training.starting_state import StartingState
 from sdpo_jax.types import Example, Outcome
@@ -84,6 +86,7 @@ def experiment(tmp_path_factory, task):
     config = namespace['get_config']()
     config.actor.ppo_epochs = 2
     config.trainer.total_training_steps, config.trainer.test_freq, config.trainer.save_freq = 2, 2, 0
+    config.trainer.best_metric = 'eval/odd/mean@2'
     for name, value in changes.items():
       setattr(config.trainer, name, value)
     return config
@@ -96,11 +99,19 @@ def steps_on_disk(workdir: pathlib.Path) -> list[int]:
   return sorted(int(path.name) for path in (workdir / 'checkpoints').glob('*') if path.name.isdecimal())
 
 
+def measured(workdir: pathlib.Path) -> dict[str, float]:
+  """What the last checkpoint says was measured, by which the best is chosen."""
+  found = read_manifest(epath.Path(workdir / 'checkpoints' / '2')).metrics
+  assert 'eval/odd/mean@2' in found
+  return {name: value for name, value in found.items() if not name.startswith('throughput/')}
+
+
 def assert_becomes(config: Config, workdir: pathlib.Path, whole: pathlib.Path) -> None:
   """Started again the run ends as the whole one, bit for bit."""
   result = loop.train(config, workdir)
   assert not result.preempted and result.step == 2
   assert lines_without_time(workdir) == lines_without_time(whole)
+  assert measured(workdir) == measured(whole)
   (_, ours, _), (_, theirs, _) = final_state(workdir), final_state(whole)
   chex.assert_trees_all_equal(ours.replace(rng=None), theirs.replace(rng=None))
   np.testing.assert_array_equal(jax.random.key_data(ours.rng), jax.random.key_data(theirs.rng))

@@ -137,12 +137,7 @@ class Checkpoints:
     self.wait()
     if step in self._manifests:
       return
-    draft = Manifest(
-      step=step,
-      fencing_epoch=self._epoch,
-      leaves=digests.leaf_digests(state),
-      metrics={name: float(value) for name, value in metrics.items() if math.isfinite(value)},
-    )
+    draft = Manifest(step=step, fencing_epoch=self._epoch, leaves=digests.leaf_digests(state), metrics=_finite(metrics))
     self._check_owner()
     folder = self._unfinished(step)
     try:
@@ -156,6 +151,27 @@ class Checkpoints:
     self._manifests[step] = draft
     superseded = self._superseded()
     self._publishing = step, superseded, self._thread.submit(self._publish, draft, superseded)
+
+  def measured(self, step: int, metrics: Mapping[str, float]) -> None:
+    """Put metrics into the checkpoint of one of `steps`, the state of which was saved before all were measured.
+
+    Raises:
+      UserError: it could not be written; the checkpoint is as it was.
+    """
+    self.wait()
+    self._check_owner()
+    known = self._manifests[step]
+    if known is None:
+      return  # It cannot be read, and is not ranked.
+    self._manifests[step] = dataclasses.replace(known, metrics=_finite(metrics))
+    if jax.process_index() != 0:
+      return
+    folder = self.directory / str(step)
+    try:
+      written = dataclasses.replace(manifest.read_manifest(folder), metrics=_finite(metrics))
+      write_atomically(folder / MANIFEST, written.to_json())
+    except (OSError, DamagedError) as error:
+      raise self._write_error(error) from error
 
   def wait(self) -> None:
     """Returns when everything is written.
@@ -480,6 +496,10 @@ def _shared(own: _Problem | None, what: str) -> _Problem | None:
   if not found:
     return None
   return _Problem(found[0].reason, any(problem.out_of_reach for problem in found))
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+  return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 
 
 def newest(workdir: epath.PathLike) -> int:
