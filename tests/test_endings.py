@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import functools
+import os
 import pathlib
+import signal
 import threading
+import time
 
 import chex
 from etils import epath
@@ -19,7 +22,7 @@ from sdpo_jax.distributed import cluster
 from sdpo_jax.environments import registry
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.slots import Slots
-from sdpo_jax.training import loop, records, watchdog
+from sdpo_jax.training import loop, preemption, records, watchdog
 from sdpo_jax.training.manifest import read_manifest
 from sdpo_jax.training.metrics import MetricsWriter
 from sdpo_jax.training.starting_state import StartingState
@@ -189,6 +192,36 @@ def test_whatever_ends_it_the_last_whole_state_is_saved_and_named(experiment, tm
   if owner is records:  # The file of a step that was trained is not written later.
     (tmp_path / 'rollouts' / '2.jsonl').write_text((whole / 'rollouts' / '2.jsonl').read_text())
   assert_becomes(make(), tmp_path, whole)
+
+
+def test_what_hangs_in_the_main_thread_does_not_keep_the_last_step_from_being_saved(experiment, tmp_path, monkeypatch):
+  make, whole = experiment
+  monkeypatch.setattr(preemption, 'HELD_UP', 0.001)
+
+  def hang():  # As a generator of questions may.
+    os.kill(os.getpid(), signal.SIGTERM)
+    while steps_on_disk(tmp_path) != [1]:
+      time.sleep(0.01)
+
+  with monkeypatch.context() as patch:
+    before(patch, loop, 'rollout_and_grade', 2, hang)
+    result = loop.train(make(preemption_grace_s=120.0), tmp_path)
+  assert result.preempted and result.step == 1
+  assert_becomes(make(), tmp_path, whole)
+
+
+def test_ctrl_c_after_the_last_step_changes_nothing(experiment, tmp_path, monkeypatch, capfd):
+  make, _ = experiment
+
+  def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+    while not cluster.stop_point().asked():
+      time.sleep(0.001)
+
+  before(monkeypatch, MetricsWriter, 'close', 1, interrupt)
+  result = loop.train(make(total_training_steps=1, test_freq=0, best_metric=None), tmp_path)
+  assert not result.preempted and result.step == 1 and result.exit_code == 0 and steps_on_disk(tmp_path) == [1]
+  assert 'SIGINT: all steps are done; ending.' in capfd.readouterr().err
 
 
 def test_a_failure_of_the_last_save_does_not_hide_what_ended_the_run(experiment, tmp_path, monkeypatch):

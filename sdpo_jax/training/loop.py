@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import logging
 import math
+import threading
 import traceback
 from typing import Any
 
@@ -242,6 +243,7 @@ class _Run:
     self.skipped = 0  # Steps in a row, up to now, that taught nothing.
     self.compiled: Callable[[], list[str]] = list  # What was compiled since it was last called.
     self.failure: Exception | None = None  # What this process failed at alone.
+    self.saving = threading.Lock()
     self.whole: _Whole
     self.writer: MetricsWriter | None
     self.progress: Progress
@@ -253,6 +255,8 @@ class _Run:
     """
     self.hold(state, {} if unfinished is None else {UNFINISHED: unfinished.to_json()}, {})
     self.preemption.stage = 'steps'
+    if jax.process_count() == 1:
+      self.preemption.save = self.save_meanwhile
     try:
       return self.run(state, unfinished)
     except BaseException as error:
@@ -281,7 +285,8 @@ class _Run:
       self.save_whole()
     else:
       self.preemption.stage = 'end'
-    self.checkpoints.wait()
+    with self.saving:
+      self.checkpoints.wait()
     evaluations = {}
     if self.writer is not None:
       for line in self.writer.lines:
@@ -352,12 +357,22 @@ class _Run:
 
   def save_whole(self) -> None:
     """Save the last whole state, unless it is on disk, or gone since optimizer steps follow it."""
-    whole = self.whole
-    if whole.step == 0 or whole.step in self.checkpoints.steps():
-      return
-    state = whole.starting.take()
-    if state is not None:
-      self.save(whole.step, state, whole.host, whole.metrics)
+    with self.saving:
+      whole = self.whole
+      if whole.step == 0 or whole.step in self.checkpoints.steps():
+        return
+      state = whole.starting.take()
+      if state is not None:
+        self.save(whole.step, state, whole.host, whole.metrics)
+
+  def save_meanwhile(self) -> None:
+    """As `save_whole`, for another thread than the one that trains, which waits before it donates what is being saved."""
+    with self.saving:
+      whole = self.whole
+      with whole.starting.held() as state:
+        if state is not None and whole.step > 0 and whole.step not in self.checkpoints.steps():
+          self.save(whole.step, state, whole.host, whole.metrics)
+      self.checkpoints.wait()
 
   def rescue(self, error: BaseException) -> None:
     """Save the last whole state before the run ends by `error`, and say which step is on disk.
@@ -375,7 +390,8 @@ class _Run:
         if self.ownership is not None:
           self.ownership.check()
         self.save_whole()
-        self.checkpoints.wait()
+        with self.saving:
+          self.checkpoints.wait()
     except Exception as second:
       self.announce(f'The state of step {self.whole.step} could not be saved: {first_line(second)}')
     if first:

@@ -2,14 +2,16 @@
 
 A signal is heard by a thread, since Python calls a handler only when the main thread is back from whatever it waits for:
 a program on the devices, a collective, a grader. The main thread asks at its points (`check`) and leaves at one that all
-processes agree on; what it saves then is the last whole state. Whatever keeps it from doing so, the thread ends the
-process after `trainer.preemption_grace_s`. A checkpoint that is half written by then is none.
+processes agree on; what it saves then is the last whole state. Where it does not come to such a point, another thread saves that
+state if it is still on the devices (in a run of one process; several must save together). Whatever happens, the process
+ends after `trainer.preemption_grace_s`. A checkpoint that is half written by then is none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -25,12 +27,14 @@ import numpy as np
 from sdpo_jax.distributed import cluster
 from sdpo_jax.distributed.stopping import StoppedError
 from sdpo_jax.environments.time_limit import OverranError, call_within
+from sdpo_jax.errors import first_line
 
 EXIT_PREEMPTED = 143  # 128 + SIGTERM: saved, to be started again.
 EXIT_STALLED = 70  # Ended because it made no progress; saved where it could be.
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 START_GRACE_S = 5.0  # Until the process ends where there is nothing to save.
 REPEAT_S = 1.0  # A signal that comes so soon after the first is the same one: some send it to a process and its group.
+HELD_UP = 0.5  # Of the grace period, after which the main thread is not waited for any longer to save.
 SAYING_S = 1.0  # For which somebody is waited for to read what is printed.
 LISTING_S = 2.0  # For which the deadline waits to hear what is on disk.
 # In the place of a signal: another process was told to stop; this one was given up.
@@ -62,6 +66,9 @@ class Preemption:
     self.stage: Stage = 'start'
     self.deadline: float | None = None  # On the monotonic clock, once told to stop.
     self.given_up: str | None = None  # Why, where it was not told to stop.
+    # Saves the last whole state, called from another thread where the main thread does not come to its next point.
+    self.save: Callable[[], None] | None = None
+    self._save_at: float | None = None
     self._grace_s, self._on_disk = grace_s, on_disk
     self._previous: dict[int, Any] = {}
     self._previous_fd = -1
@@ -142,10 +149,14 @@ class Preemption:
     first: float | None = None
     name = ''
     while True:
-      self._ear.settimeout(None if self.deadline is None else max(self.deadline - time.monotonic(), 0.001))
+      self._ear.settimeout(self._pause())
       try:
         heard = self._ear.recv(64)
       except TimeoutError:
+        if self._save_at is not None:
+          self._save_at = None
+          threading.Thread(target=self._save_meanwhile, name='save', daemon=True).start()
+          continue
         self._end(self.exit_code, f'{name}: not done within {self._limit():g} s{self._setting()}, ending now.')
       if not heard:
         return
@@ -158,6 +169,21 @@ class Preemption:
         elif number in SIGNALS and now - first > REPEAT_S:
           self._end(128 + number, f'{signal.Signals(number).name}, again: ending now.')
 
+  def _pause(self) -> float | None:
+    """Return the seconds until there is something to do if nothing is heard; None: there is not."""
+    if self.deadline is None:
+      return None
+    at = self.deadline if self._save_at is None else self._save_at
+    return max(at - time.monotonic(), 0.001)
+
+  def _save_meanwhile(self) -> None:
+    if self.save is None or self.stage != 'steps':
+      return
+    try:
+      self.save()
+    except Exception as error:  # The main thread may yet come to save it, or says why it cannot.
+      logging.warning('The last finished step could not be saved beside what the run is doing: %s', first_line(error))
+
   def _tell(self, number: int, now: float) -> str:
     """Answer the first signal; return its name."""
     if number == _GIVEN_UP:
@@ -165,6 +191,7 @@ class Preemption:
     else:
       name = 'Another process was told to stop' if number == _ELSEWHERE else signal.Signals(number).name
     self.deadline = now + self._limit()
+    self._save_at = now + HELD_UP * self._limit()
     if number != _ELSEWHERE:
       cluster.ask_to_stop()
     with contextlib.suppress(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+import contextlib
 import dataclasses
+import threading
 from typing import Any
 
 import jax
@@ -16,6 +19,7 @@ class StartingState:
 
   def __init__(self, state: TrainState, *, keep: bool = False):
     """Hold `state`; `keep` has `donate` copy it to the host where other optimizer steps follow the one that donates."""
+    self._lock = threading.Lock()
     self._state: TrainState | None = state
     self._copy: list[_HostArray] | None = None
     self._structure = jax.tree.structure(state)
@@ -38,6 +42,10 @@ class StartingState:
       others_follow: whether there are optimizer steps after the one for which it is donated. Without any, the batch is
         as good as done, and nothing is copied.
     """
+    with self._lock:  # Another thread may be saving it.
+      self._donate(others_follow)
+
+  def _donate(self, others_follow: bool) -> None:
     if self._state is None:
       return
     if self._keep and others_follow:
@@ -46,6 +54,12 @@ class StartingState:
         _numbers(leaf).copy_to_host_async()
       self._copy = [_HostArray.of(leaf) for leaf in leaves]
     self._state = None
+
+  @contextlib.contextmanager
+  def held(self) -> Iterator[TrainState | None]:
+    """Yield the state if it is on the devices, where it stays until the end; `donate`, in another thread, waits."""
+    with self._lock:
+      yield self._state
 
   def take(self) -> TrainState | None:
     """Return the state, from the host back on its devices; None if it is gone."""
