@@ -65,6 +65,21 @@ def test_what_cannot_be_read_is_named(run, name, content, sentence):
     workdir.check_workdir(Config(), run)
 
 
+def test_what_may_be_insisted_on_is_offered_beside_what_is_accepted_already(run):
+  config = Config()
+  config.environments.http.url = 'http://localhost:1/'
+  config.trainer.accept_changes = ('data',)
+  with pytest.raises(UserError, match=r"http.url was '' and is now .* --config.trainer.accept_changes=data,graders\.$"):
+    workdir.check_workdir(config, run)
+  config.trainer.accept_changes = ('data', 'graders')
+  assert workdir.check_workdir(config, run) == epath.Path(run)
+  config.seed = 1
+  with pytest.raises(
+    UserError, match=r'seed was 0 and is now 1\. Use the settings of that run, or another --workdir\.$'
+  ):
+    workdir.check_workdir(config, run)
+
+
 def test_a_file_is_no_workdir(run):
   with pytest.raises(UserError, match=f'--workdir={run}/config.json is a file: name a directory'):
     workdir.check_workdir(Config(), run / 'config.json')

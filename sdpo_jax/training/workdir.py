@@ -67,7 +67,8 @@ def check_workdir(config: Config, workdir: epath.PathLike, *, restart: bool = Fa
     raise UserError(f'{workdir} has a run but no config.json: restore that file or choose another --workdir.')
   found = differences(saved_settings(workdir), config)
   if found.refused:
-    insist = f', or insist with --config.trainer.accept_changes={",".join(found.ways_out)}' if found.ways_out else ''
+    named = ','.join([*config.trainer.accept_changes, *found.ways_out])
+    insist = f', or insist with --config.trainer.accept_changes={named}' if found.ways_out else ''
     raise UserError(
       f'{workdir} holds a run with other settings: {"; ".join(found.refused)}. '
       f'Use the settings of that run, or another --workdir{insist}.'
