@@ -16,6 +16,7 @@ from sdpo_jax.data import pipeline
 from sdpo_jax.environments import grader_code, registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
+from sdpo_jax.inference import runs
 from sdpo_jax.preflight import check
 from sdpo_jax.training import fingerprint, loop, session
 from sdpo_jax.training.checkpoints import Checkpoints
@@ -418,3 +419,12 @@ def test_a_look_before_a_resume_says_what_the_resume_would_say_and_writes_nothin
     check.check(config, folder / 'run')
   after = {path: path.read_bytes() for path in (folder / 'run').rglob('*') if path.is_file()}
   assert after == before
+
+
+def test_whoever_reads_a_run_is_told_of_another_tokenizer(run, rewritten, caplog):
+  folder, _ = run
+  runs.open_run(folder / 'run')
+  assert 'was trained with' not in caplog.text
+  rewritten(folder / 'model' / 'tokenizer_config.json', 'assistant', 'teacher')
+  runs.open_run(folder / 'run')
+  assert 'not what the checkpoint of step 1 was trained with: tokenizer/chat_template was' in caplog.text

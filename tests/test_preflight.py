@@ -192,6 +192,10 @@ def test_a_grader_that_errs_is_named(erring, name, truth, sentences):
     ({'actor.ppo_mini_batch_size': 1, 'data.train_batch_size': 1, 'rollout.n': 4}, 'has 4 sequences .* for 8 devices'),
     ({'actor.ppo_micro_batch_size': 12}, 'not a multiple of 8 devices'),
     ({'data.max_prompt_length': 96}, 'no room for a demonstration'),
+    (
+      {'actor.self_distillation.reprompt_truncation': 'error', 'data.max_response_length': 384},
+      'the run ends at the first',
+    ),
     ({'data.max_response_length': 4096}, 'made for max_position_embeddings=512'),
   ],
 )

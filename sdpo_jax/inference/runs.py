@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 import dataclasses
 import json
+import logging
 import pathlib
 from typing import Literal
 
@@ -20,11 +21,14 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation.evaluate import Evaluation, evaluate
 from sdpo_jax.files import check_output, jsonable, write_output
+from sdpo_jax.training import fingerprint
 from sdpo_jax.training.checkpoints import Checkpoints, only
 from sdpo_jax.training.session import Session, make_session
 from sdpo_jax.training.update import abstract_state
 from sdpo_jax.training.workdir import saved_settings
 from sdpo_jax.types import Tree
+
+_logger = logging.getLogger('sdpo_jax.runs')
 
 
 def run_config(workdir: epath.PathLike) -> Config:
@@ -86,7 +90,23 @@ def open_run(
       step, state, _ = restored
   finally:
     reader.close()
+  _name_changes(workdir, session, step)
   return session, getattr(state, field), step
+
+
+def _name_changes(workdir: epath.PathLike, session: Session, step: int) -> None:
+  """Say that tokenizer or config.json are not those with which a checkpoint was trained."""
+  try:
+    changes = fingerprint.model_changes(workdir, session.config.model.path, session.tokenizer, step)
+  except UserError as error:
+    changes = [str(error)]
+  if changes:
+    _logger.warning(
+      '%s is not what the checkpoint of step %d was trained with: %s.',
+      session.config.model.path,
+      step,
+      '; '.join(changes),
+    )
 
 
 def open_source(

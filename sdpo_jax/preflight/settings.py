@@ -124,6 +124,14 @@ def _lengths(config: Config, positions: int | None) -> Iterator[str]:
       f'actor.self_distillation.max_reprompt_len={sd.max_reprompt_len} is not above data.max_prompt_length='
       f'{data.max_prompt_length}: the longest questions leave no room for a demonstration or feedback.'
     )
+  if taught and sd.reprompt_truncation == 'error' and sd.include_demonstration:
+    needed = data.max_prompt_length + data.max_response_length
+    if sd.max_reprompt_len <= needed:
+      yield (
+        "actor.self_distillation.reprompt_truncation='error': a question and a demonstration may have "
+        f'{needed} tokens (data.max_prompt_length and data.max_response_length), more than max_reprompt_len='
+        f"{sd.max_reprompt_len}: the run ends at the first that have; raise that, or set reprompt_truncation='content'."
+      )
   longest = max(data.max_prompt_length, sd.max_reprompt_len if taught else 0) + data.max_response_length
   if positions is not None and longest > positions:
     yield (

@@ -219,6 +219,25 @@ def compare(
   return Continuation(parts, step, settings, [*unknown, *said, *lines], changes, differing)
 
 
+def model_changes(workdir: epath.PathLike, path: str, tokenizer: Any, step: int) -> list[str]:
+  """Return a phrase for everything in which a model directory is not that with which a checkpoint was trained.
+
+  Args:
+    workdir: of the run; without a `fingerprint.json` nothing is known.
+    path: of the model directory.
+    tokenizer: from there.
+    step: of the checkpoint.
+
+  Raises:
+    UserError: as `read`.
+  """
+  before = trained_by(read(workdir), step)
+  if before is None:
+    return []
+  now = {'tokenizer': identity.of_tokenizer(path, tokenizer), 'model': identity.of_architecture(path)}
+  return _changes([name for name in now if name in before], before, now)
+
+
 def newest_step(workdir: epath.PathLike) -> int:
   """Return the step of the newest checkpoint of a run, whole or not; 0 if it has none."""
   folder = epath.Path(workdir) / 'checkpoints'
