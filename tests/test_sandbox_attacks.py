@@ -7,6 +7,7 @@ A program that can only tell of its success prints BREACH. The last tests run th
 show that they are real.
 """
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -22,6 +23,7 @@ import pytest
 from sdpo_jax.config import SandboxConfig
 from sdpo_jax.environments.sandbox import Job, Limits, Sandbox, bubblewrap, confinement
 from sdpo_jax.environments.sandbox import sandbox as implementation
+from sdpo_jax.errors import UserError
 
 HARNESS = pathlib.Path(__file__).with_name('sandbox_harness.py')
 SECRET = 'a-secret-of-the-owner-73316'
@@ -121,27 +123,63 @@ def world(monkeypatch):
   shutil.rmtree(directory)
 
 
-def older_landlock(directory):
-  """A copy of the sandbox's files that knows the first version of Landlock only, as Linux 5.13 has it."""
+def older_landlock(directory, version):
+  """A copy of the sandbox's files that knows only a version of Landlock, 0 for none; Linux 5.13 has the first."""
   for path in implementation.HERE.glob('*.py'):
     shutil.copy(path, directory)
+  body = f'return {version}' if version else 'raise Unsupported("the kernel has no Landlock")'
   with open(directory / 'confinement.py', 'a') as file:
-    file.write('\n\ndef landlock_version():\n  return 1\n')
+    file.write(f'\n\ndef landlock_version():\n  {body}\n')
   return directory
 
 
-@pytest.fixture(scope='module', params=['landlock', 'landlock-1', 'bubblewrap'])
-def sandbox(request, tmp_path_factory):
-  name = request.param
+@contextlib.contextmanager
+def made(mechanism, view, version, directory):
+  """A sandbox of this kind; skips where there can be none."""
   try:
-    bubblewrap.find() if name == 'bubblewrap' else confinement.landlock_version()
-  except confinement.Unsupported as error:
-    pytest.skip(str(error))
+    newest = confinement.landlock_version()
+  except confinement.Unsupported:
+    newest = 0
+  if (version or 1) > newest and version != 0:
+    pytest.skip(f'the kernel has Landlock {newest}')
   with pytest.MonkeyPatch.context() as patch:
-    if name == 'landlock-1':
-      patch.setattr(implementation, 'HERE', older_landlock(tmp_path_factory.mktemp('older')))
-    with Sandbox(SandboxConfig(mechanism=name.partition('-')[0], workers=2), HARNESS, preload=('json',)) as value:
-      yield value
+    if version is not None:
+      patch.setattr(implementation, 'HERE', older_landlock(directory, version))
+    patch.setattr(implementation, 'ATTEMPTS', ((mechanism, view),))
+    try:
+      value = Sandbox(SandboxConfig(workers=2), HARNESS, preload=('json',))
+    except UserError as error:
+      if mechanism == 'landlock' and not view:
+        raise
+      pytest.skip(str(error))
+  with value:
+    yield value
+
+
+# The mechanism, whether programs have views of their own, and the version of Landlock: None for the kernel's, 0 for none.
+KINDS = {
+  'landlock': ('landlock', True, None),
+  'landlock 1, shared': ('landlock', False, 1),
+  'bubblewrap, no Landlock': ('bubblewrap', True, 0),
+  'landlock, shared': ('landlock', False, None),
+  'bubblewrap, shared, no Landlock': ('bubblewrap', False, 0),
+}
+SLOW_KINDS = ('landlock, shared', 'bubblewrap, shared, no Landlock')
+
+
+@pytest.fixture(
+  scope='module',
+  params=[pytest.param(kind, marks=pytest.mark.slow if kind in SLOW_KINDS else ()) for kind in KINDS],
+)
+def sandbox(request, tmp_path_factory):
+  with made(*KINDS[request.param], tmp_path_factory.mktemp('older')) as value:
+    yield value
+
+
+@pytest.fixture(scope='module', params=range(2, 10))
+def sandbox_of_version(request, tmp_path_factory):
+  with made('landlock', False, request.param, tmp_path_factory.mktemp('older')) as value:
+    yield value
 
 
 @pytest.fixture(scope='module')
@@ -205,7 +243,8 @@ ATTACKS = {
     print(os.read(fd, 99))""",
   'map a file': 'import mmap; print(mmap.mmap(os.open(canary, os.O_RDONLY), 0, prot=mmap.PROT_READ)[:])',
   'list a directory': 'if "canary" in os.listdir(directory): print("BREACH")',
-  'list the scratch directories': 'if os.getcwd()[:9] != "/scratch/" and os.listdir(".."): print("BREACH")',
+  'list the scratch directories': 'os.listdir(".."); print("BREACH")',
+  'write beside the scratch directory': 'open("../mine", "w"); print("BREACH")',
   'list the root': 'if "proc" in os.listdir("/"): print("BREACH")',
   'watch a directory': 'if libc.inotify_add_watch(libc.inotify_init(), directory.encode(), 0xFFF) >= 0: print("BREACH")',
   'write a file': 'open(canary, "w").write("x")',
@@ -394,6 +433,33 @@ for lock in (lambda: fcntl.flock(file, fcntl.LOCK_SH), lambda: fcntl.lockf(file,
   'many files': """
     for index in range(400_000): open(f"{index}", "w").close()
     print("BREACH")""",
+  'files that are only mapped': """
+    import mmap
+    held = []
+    for index in range(100):
+      with open("mine", "w+b", 0) as file:
+        os.unlink("mine")
+        for _ in range(4): file.write(bytes(1 << 20)); time.sleep(0.005)
+        held.append(mmap.mmap(file.fileno(), 1))
+    print("BREACH")""",
+  'files of a thread whose parent has ended': """
+    def hold():
+      held = []
+      for index in range(100):
+        file = open("mine", "wb", 0); os.unlink("mine"); held.append(file)
+        for _ in range(4): file.write(bytes(1 << 20)); time.sleep(0.005)
+      os.write(1, b"BREACH")
+    threading.Thread(target=hold).start()
+    call(60, 93, 0)""",
+  'many files without a name': """
+    import mmap
+    held = []
+    for index in range(20_000):
+      with open("mine", "w+b", 0) as file:
+        os.unlink("mine"); file.write(b"x"); held.append(mmap.mmap(file.fileno(), 1))
+    print("BREACH")""",
+  'descriptors of a single thread': """
+    if libc.unshare(0x400) == 0 or call(436, 436, 3, 9, 2) == 0: print("BREACH")""",
   'deep directories': """
     for index in range(100_000): os.mkdir("d"); os.chdir("d")
     print("BREACH")""",
@@ -425,6 +491,7 @@ ENDS = {
 HARMFUL = {
   *('another root', 'another user', 'another host name', 'a mount', 'become a daemon of the system'),
   *('many large files', 'files without a name', 'files that never had a name', 'files in a closed directory'),
+  *('files that are only mapped', 'files of a thread whose parent has ended', 'many files without a name'),
   *('many files', 'deep directories', 'allocated blocks', 'threads', 'the socket of the zygote', 'raw packets'),
   *('output without end', 'errors without end', 'a result without end', 'time', 'time of the processor'),
   *('time of a thread that nothing ends', 'terminal input', 'a key', 'namespaces', 'a message queue', 'shared memory'),
@@ -444,6 +511,20 @@ def test_an_attack_is_contained(sandbox, world, name):
   assert report.cpu_s < LIMITS.cpu_s + 3 and report.status == ENDS.get(name, report.status), report
   alive = sandbox.run([Job({'code': 'result = 7'}, '', LIMITS)])[0]
   assert alive.result == 7, 'the sandbox is there for the next program'
+
+
+# What one of Landlock's versions after the first knows more rights for.
+VERSIONED = (
+  *('read a file', 'write a file', 'make a file', 'truncate a file', 'truncate a file by reading it', 'rename a file'),
+  *('move a file out', 'link a file out', 'connect', 'connect to an abstract socket', 'signal a process'),
+  *('terminal input', 'change Python', 'list the root'),
+)
+
+
+@pytest.mark.parametrize('name', VERSIONED)
+def test_an_attack_is_contained_by_every_version_of_landlock(sandbox_of_version, world, name):
+  report = attack(sandbox_of_version, world, name)
+  assert world.breaches(report) == [], report
 
 
 @pytest.mark.parametrize('name', sorted(set(ATTACKS) - HARMFUL))
