@@ -722,15 +722,29 @@ def test_a_setting_out_of_range_is_named(name):
 # ———— As another user ————
 
 UNPRIVILEGED = """
-import os, sys
-from sdpo_jax.environments.sandbox import zygote, sandbox
-zygote.view.reach([*sandbox.installation()[0], os.path.dirname(os.path.dirname(os.path.realpath(sys.executable))), os.getcwd()])
-os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
-import pathlib
+import ctypes, os, pathlib, sys
 from sdpo_jax.config import SandboxConfig
+from sdpo_jax.environments.sandbox import bubblewrap, confinement, sandbox, zygote
+python = os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))
+zygote.view.reach([*sandbox.installation()[0], python, os.getcwd()])
+if sys.argv[2] == 'forbidden':
+  # In a user namespace with all users of this one, in which there can be no further ones.
+  ready, go = os.pipe(), os.pipe()
+  child = os.fork()
+  if child:
+    os.read(ready[0], 1)
+    for name in ('uid_map', 'gid_map'): pathlib.Path(f'/proc/{child}/{name}').write_text('0 0 65536')
+    os.write(go[1], b'x')
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+  zygote.confinement.call('unshare', zygote.view.CLONE_NEWUSER)
+  os.write(ready[1], b'x'); os.read(go[0], 1)
+  pathlib.Path('/proc/sys/user/max_user_namespaces').write_text('0')
+os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
+bubblewrap.shutil.which = lambda name: None
 with sandbox.Sandbox(SandboxConfig(workers=1), pathlib.Path(sys.argv[1])) as value:
-  job = sandbox.Job({'code': 'import os; result = os.getuid()'}, '', sandbox.Limits(20, 10))
-  print(value.mechanism, value.run([job])[0].result)
+  code = 'import os; result = [os.getuid(), os.getpid() == 2, os.path.exists("/etc/passwd")]'
+  job = sandbox.Job({'code': code}, '', sandbox.Limits(20, 10))
+  print(value.mechanism, *value.run([job])[0].result, *value.layers, sep='|')
 """
 
 
@@ -758,13 +772,21 @@ def for_all(path: pathlib.Path) -> bool:
   not all(map(for_all, (HARNESS, pathlib.Path(sys.executable)))),
   reason='other users do not reach this checkout or this Python',
 )
-def test_an_ordinary_user_has_a_sandbox_too():
+@pytest.mark.parametrize(
+  'namespaces, own_view, layers',
+  [
+    ('allowed', 'True|False', ['namespaces of mount, user', 'own tmpfs', 'seccomp']),
+    ('forbidden', 'False|True', ['seccomp', 'but a program learns that a file exists']),
+  ],
+)
+def test_an_ordinary_user_has_a_sandbox_too(namespaces, own_view, layers):
   with tempfile.TemporaryDirectory() as directory:
     os.chmod(directory, 0o755)
     harness = shutil.copy(HARNESS, directory)
-    command = [sys.executable, '-c', UNPRIVILEGED, harness]
+    command = [sys.executable, '-c', UNPRIVILEGED, harness, namespaces]
     done = subprocess.run(command, capture_output=True, text=True, cwd=HARNESS.parent.parent)
-  assert done.stdout == 'landlock 65534\n', done.stderr
+  assert done.stdout.startswith(f'landlock|65534|{own_view}|'), done
+  assert all(layer in done.stdout for layer in layers), done
 
 
 @ROOT
