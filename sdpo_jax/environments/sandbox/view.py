@@ -24,6 +24,7 @@ OWN = '/own'  # Where a program's file system lies.
 SCRATCH = f'{OWN}/scratch'
 STDIN = f'{OWN}/stdin'
 INIT = '/init'
+PROGRAM = 2  # Process id of every program, after `INIT`.
 INODES = 3  # Of that file system besides those of the program: its root, the scratch directory, standard input.
 NOBODY = 65534
 

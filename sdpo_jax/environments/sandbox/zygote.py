@@ -165,6 +165,7 @@ class Zygote:
     self.baseline = address_space()
     self.proc = os.open('/proc', os.O_PATH | os.O_DIRECTORY) if os.path.exists('/proc/self') else None
     self.ids: view.ProcessIds | None = None
+    self.filter: bytes | None = None  # Of system calls, where all programs have the same process id.
     self.inits: set[int] = set()
     self.garbage: list[Generator[None, None, bool]] = []  # Removals under way.
     self.most_garbage = 0 if self.mechanism == 'bubblewrap' else MAX_GARBAGE
@@ -175,6 +176,7 @@ class Zygote:
           os.close(self.proc)
         self.proc = view.processes(self.scratch)
       self.ids = view.ProcessIds()
+      self.filter = confinement.filter_program(view.PROGRAM)
       aliases = {path: real for path, real in aliases.items() if below(real, settings['readable'])}
       view.build(settings['readable'], aliases, self.scratch)
       self.layers += [f'namespaces of {", ".join([*namespaces, "pid"])}', 'read-only view', 'own tmpfs']
@@ -368,7 +370,7 @@ class Zygote:
       if self.version:
         confinement.restrict_files(self.version, self.readable, opened, stdin)
       if self.mechanism != 'none':
-        confinement.restrict_calls(confinement.filter_program(os.getpid()))
+        confinement.restrict_calls(self.filter or confinement.filter_program(os.getpid()))
     except (OSError, ValueError) as error:
       reason = getattr(error, 'strerror', None) or error
       os.write(channel, json.dumps({'fault': f'a program cannot be confined: {reason}'}).encode())
