@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import io
+import itertools
 import json
 import logging
 import os
@@ -354,6 +355,19 @@ def test_files_without_a_name_count(tmp_path, code):
     process.kill()
 
 
+def test_work_goes_on_where_it_was_and_never_for_long(monkeypatch):
+  def work():
+    for _ in range(3):
+      yield
+    return True
+
+  under_way = work()
+  monkeypatch.setattr(zygote.time, 'monotonic', iter(range(99)).__next__)
+  monkeypatch.setattr(zygote, 'SLICE_S', 2.5)  # Of seconds that pass between any two looks at the clock.
+  assert [zygote.advance(under_way) for _ in range(2)] == [None, True]
+  assert zygote.advance(itertools.repeat(None)) is None
+
+
 def test_a_tree_is_removed_without_following_links(tmp_path):
   outside = tmp_path / 'outside'
   outside.mkdir()
@@ -591,6 +605,53 @@ def test_a_program_that_could_not_be_run_is_ungraded(monkeypatch, environment):
     assert outcome.score is None and 'there is no memory' in outcome.reason
     (outcome,) = graders.grade([example], [said], truncated=[False])
     assert outcome.score == 1
+
+
+def test_a_helper_that_cannot_be_started_again_fails_programs_until_it_can(monkeypatch):
+  monkeypatch.setattr(implementation, 'PAUSES_S', (0.0,))
+
+  def no_process(*arguments, **options):
+    raise BlockingIOError(errno.EAGAIN, 'Resource temporarily unavailable')
+
+  with Sandbox(SandboxConfig(workers=1), HARNESS) as sandbox:
+    os.kill(sandbox._hosts[0].pid, signal.SIGKILL)
+    with monkeypatch.context() as patch:
+      patch.setattr(implementation.subprocess, 'Popen', no_process)
+      report = run(sandbox, 'result = 1')
+      assert report.status == 'failed' and 'Resource temporarily unavailable' in report.reason
+    assert run(sandbox, 'result = 1').result == 1
+
+
+# ———— What programs see of the machine ————
+
+VIEW = """
+import json, os, sys
+from sdpo_jax.environments.sandbox import zygote
+view, (inside, alias, at) = zygote.view, sys.argv[1:]
+view.separate()
+view.build([inside], {alias: inside}, at)
+found = {'root': sorted(os.listdir('/')), 'file': open(f'{alias}/deep/file').read(), 'there': os.path.exists(at)}
+for name, path in {'root': '/new', 'inside': f'{inside}/new'}.items():
+  try:
+    open(path, 'w')
+  except OSError as error:
+    found[f'write to {name}'] = error.errno
+print(json.dumps(found))
+"""
+
+
+@ROOT
+def test_a_view_holds_what_was_asked_for_under_all_its_names(tmp_path):
+  inside, alias, at = tmp_path / 'inside', tmp_path / 'other' / 'alias', tmp_path / 'at'
+  (inside / 'deep').mkdir(parents=True)
+  (inside / 'deep' / 'file').write_text('text')
+  at.mkdir()
+  command = [sys.executable, '-c', VIEW, str(inside), str(alias), str(at)]
+  done = subprocess.run(command, capture_output=True, text=True, cwd=HARNESS.parent.parent)
+  found = json.loads(done.stdout or done.stderr)
+  assert found.pop('root') == sorted(['dev', 'init', 'own', inside.parts[1]])
+  assert found == {'file': 'text', 'there': False, 'write to root': errno.EROFS, 'write to inside': errno.EROFS}
+  assert not at.exists() and (inside / 'deep' / 'file').read_text() == 'text'
 
 
 # ———— The choice of a mechanism ————

@@ -329,7 +329,7 @@ class _Host:
         dead.control.close()
         try:
           self._zygote = _Zygote(self._command, self._group)
-        except confinement.Unsupported as error:
+        except (confinement.Unsupported, OSError) as error:
           raise _Fault(f"the sandbox's helper process cannot be started again: {error}") from error
       return self._zygote
 
@@ -394,7 +394,7 @@ def _start(settings: SandboxConfig, harness: pathlib.Path, preload: tuple[str, .
           'A stronger sandbox than %s cannot be had here: %s.', ', '.join(hosts[0].layers), '; '.join(reasons)
         )
       return hosts
-    except confinement.Unsupported as error:
+    except (confinement.Unsupported, OSError) as error:
       reasons.append(f'{mechanism}{" with a view of its own for every program" * view}: {error}')
       _close(hosts)
   if not settings.allow_unsandboxed:

@@ -202,7 +202,10 @@ class ProcessIds:
       actions = [(os.POSIX_SPAWN_DUP2, self._lifeline, 0), (os.POSIX_SPAWN_CLOSE, 1), (os.POSIX_SPAWN_CLOSE, 2)]
       yield os.posix_spawn(INIT, ['init'], {}, file_actions=actions)
     finally:
-      confinement.call('setns', self._ours, CLONE_NEWPID)
+      try:
+        confinement.call('setns', self._ours, CLONE_NEWPID)
+      except OSError:  # What is forked next would be in the namespace of another program: better nothing is.
+        os._exit(1)
 
 
 def executable(column: int) -> bytes:

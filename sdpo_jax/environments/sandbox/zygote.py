@@ -363,7 +363,7 @@ class Zygote:
         os.chown(directory, user, user)
       opened = os.open(directory, os.O_PATH | os.O_DIRECTORY)
       os.chdir(directory)
-      set_limits(limits, self.baseline, bool(self.users))
+      set_limits(limits, self.baseline, len(self.users) > 1)
       if self.mechanism != 'none':
         confinement.drop_privileges(user)
       confinement.die_with_parent(self.pid if self.ids is None else 0)
