@@ -1,12 +1,17 @@
 """Processor seconds of short programs in the sandbox, and of a new interpreter for each.
 
     python -m benchmarks.sandbox [--runs=2560] [--baseline_runs=128] [--workers=2]
+    python -m benchmarks.sandbox --soak [--programs=20000] [--seed=0] [--workers=2]
 
 A generation batch of the paper has 32 questions × 8 completions, a question some ten tests: 2 560 programs, most of
 which return at once. Ours run in forks of the zygote, which has numpy loaded. The baselines are `python -I -c` with a time
 limit and without any confinement, as graders commonly do it, plain and with numpy imported: fewer runs, scaled to as
 many. Prints one JSON line; processor seconds are those of this process and of all its children, start and end of the
 sandbox included.
+
+With --soak hostile and honest programs are graded among one another (sandbox_soak.py); prints one JSON line, and exits
+with 1 if a verdict on an honest program is not the one that it gets alone, a hostile one passes, the memory of this
+process differs by more than 64 MiB, or it spends more than 50 ms of a thread's processor time on one program.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ import sys
 import tempfile
 import time
 
+from benchmarks import sandbox_soak
 from sdpo_jax.config import SandboxConfig
 from sdpo_jax.environments.sandbox import Job, Limits, Sandbox
 
@@ -40,7 +46,14 @@ def main() -> None:
   parser.add_argument('--runs', type=int, default=2560)
   parser.add_argument('--baseline_runs', type=int, default=128)
   parser.add_argument('--workers', type=int, default=2)
+  parser.add_argument('--soak', action='store_true')
+  parser.add_argument('--programs', type=int, default=20_000)
+  parser.add_argument('--seed', type=int, default=0)
   args = parser.parse_args()
+  if args.soak:
+    line = sandbox_soak.soak(args.programs, args.seed, args.workers)
+    print(json.dumps(line | {'cores': len(os.sched_getaffinity(0))}))
+    sys.exit(1 if line['missed'] else 0)
   outcome = []
   ours = measure(lambda: outcome.extend(sandboxed(args.runs, args.workers)))
   scale = args.runs / args.baseline_runs

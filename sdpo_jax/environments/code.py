@@ -177,7 +177,7 @@ class CodeGrader:
     """
     self._settings = settings
     self._reference = settings.profile == 'reference'
-    self._sandbox = Sandbox(settings.sandbox, HARNESS, preload=PRELOAD)
+    self.sandbox = Sandbox(settings.sandbox, HARNESS, preload=PRELOAD)
     self._helpers = HelperPool(pathlib.Path(code_verdicts.__file__), HELPERS)
 
   @property
@@ -187,7 +187,7 @@ class CodeGrader:
 
   def close(self) -> None:
     """Ends the sandbox."""
-    self._sandbox.close()
+    self.sandbox.close()
     self._helpers.close()
 
   def __call__(self, examples: list[Example], completions: list[str], *, truncated: list[bool]) -> list[Outcome]:
@@ -243,11 +243,11 @@ class CodeGrader:
     """Runs the tests numbered `part` of all programs and records what came of them."""
     places = [(program, i) for program in programs for i in range(len(program.records))[part]]
     apart = [place for place in places if place[0].tests.testtype == 'code' and not self._reference]
-    found = code_replay.run(self._sandbox, self._helpers, [self._trial(*place) for place in apart])
+    found = code_replay.run(self.sandbox, self._helpers, [self._trial(*place) for place in apart])
     for place, ended in zip(apart, found, strict=True):
       place[0].records[place[1]] = self._record_apart(*place, ended)
     places = [(program, i) for program, i in places if program.records[i] is None]
-    records = self._sandbox.run(
+    records = self.sandbox.run(
       [self._job(program, i) for program, i in places], lambda number, report: self._record(*places[number], report)
     )
     for (program, i), found in zip(places, records, strict=True):
@@ -324,9 +324,7 @@ class CodeGrader:
       # What the check itself says may hold the expected value.
       error = f'AssertionError: a check of the test fails{"; " * bool(called)}{called}'
     passed = not error and ended.result.get('finished') is True and ended.report.status == 'ended'
-    if ended.report.status == 'output':
-      error = 'OutputError: the program printed or returned too much'
-    elif not passed and not error:
+    if ended.report.status == 'output' or not passed and not error:
       error = code_verdicts.ending(dataclasses.asdict(ended.report))
     actual = 'All tests pass' if passed else ERROR + error
     return Record(

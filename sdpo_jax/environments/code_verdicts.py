@@ -142,7 +142,7 @@ def _clean(question: dict, said: dict, stdout: bytes) -> dict:
   kind, expected, tolerance = question['testtype'], question['expected'], question['tolerance']
   shown = None if expected is None else str(expected)
   if question['status'] == 'output' and 'result' not in question['dropped']:
-    return _error('OutputError: the program printed too much', shown)
+    return _error(ending(question), shown)
   if said.get('error'):
     return _error(said['error'], shown)
   if kind == 'stdin':
@@ -226,6 +226,8 @@ def _same_json(text: str, expected: Any, tolerance: float) -> bool:
 
 def ending(question: dict) -> str:
   """How a program ended that did not come to the end of its test."""
+  if question['status'] == 'output':
+    return 'OutputError: the program printed or returned too much'
   if question['status'] == 'killed':
     return f'ProcessError: the program was killed by signal {question["signal"]} (out of memory, or a forbidden call)'
   return f'ProcessError: the program ended with exit code {question["exit_code"]} before its test was done'

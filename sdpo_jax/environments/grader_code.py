@@ -22,7 +22,18 @@ ROOM_FOLDER = pathlib.Path(__file__).resolve().parent  # The built-in graders.
 PACKAGE_FOLDER = ROOM_FOLDER.parent
 PROJECT = ('sdpo_jax', 'models', 'configs', 'launch', 'benchmarks')
 # Around the built-in graders.
-MACHINERY = ('__init__', 'grader_code', 'grading', 'outcomes', 'registry', 'remote', 'reward_functions', 'time_limit')
+MACHINERY = (
+  '__init__',
+  'bounded_http',
+  'grader_code',
+  'grading',
+  'helper_process',
+  'outcomes',
+  'registry',
+  'remote',
+  'reward_functions',
+  'time_limit',
+)
 SETTINGS = 'get_config'  # A config file may define graders; its settings are compared as such.
 UNKNOWN = 'not known'
 _EVERYTHING = '*'  # In the place of a name: the whole file.
