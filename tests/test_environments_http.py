@@ -71,6 +71,7 @@ def test_what_is_sent_and_what_comes_back():
     }
   ]
   assert server.paths == ['/grade'] and 'Authorization' not in server.headers[0]
+  assert server.headers[0]['Accept-Encoding'] == 'identity' and 'Cookie' not in server.headers[0]
   assert outcome.score == 0.25 and outcome.feedback == 'Zähl nach: 2+2=四'
   assert outcome.metrics == {'acc': 0.5, 'pred': '五', 'parsed': 1.0}
 
@@ -210,6 +211,7 @@ def test_a_server_that_hangs_is_left_after_the_timeout(caplog):
   assert [body['completion'] for body in server.bodies].count('slow') == 2
 
 
+HANDSHAKE = b'\x16\x03\x03\x40\x00\x02\x00\x3f\xfc'  # The beginning of a long answer in TLS.
 CHUNKED = b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n'
 
 
@@ -227,6 +229,7 @@ CHUNKED = b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n'
     (CHUNKED + b'1;', b'0'),
     (CHUNKED + b'0\r\n', b'X: y\r\n'),
     (b'HTTP/1.1 500 No\r\nContent-Length: 1000\r\n\r\n', b'0'),
+    (HANDSHAKE, b'0'),
   ],
 )
 def test_a_server_that_sends_byte_after_byte_is_left_after_the_timeout(start, then):
@@ -242,8 +245,9 @@ def test_a_server_that_sends_byte_after_byte_is_left_after_the_timeout(start, th
 
   with socket.create_server(('127.0.0.1', 0)) as listening, concurrent.futures.ThreadPoolExecutor(2) as threads:
     accepting = threads.submit(lambda: drip(listening.accept()[0]))
+    scheme = 'https' if start == HANDSHAKE else 'http'
     settings = EnvironmentsConfig(
-      http=HttpGraderConfig(url=f'http://127.0.0.1:{listening.getsockname()[1]}', timeout_s=0.1, retries=0)
+      http=HttpGraderConfig(url=f'{scheme}://127.0.0.1:{listening.getsockname()[1]}', timeout_s=0.1, retries=0)
     )
     timer = threading.Timer(20.0, end.set)  # Lest a failure takes for ever.
     timer.start()
@@ -298,6 +302,24 @@ def test_a_flood_is_left_before_the_timeout_and_at_little_cost(start, then, reas
     end.set()
     accepting.result()
   assert sum(sent) < 2**24  # With what the system keeps on its way.
+
+
+def test_a_name_server_that_does_not_answer_is_left(monkeypatch):
+  end, resolve = threading.Event(), socket.getaddrinfo
+
+  def hang(host, *rest, **options):
+    if host == 'grader.invalid':
+      end.wait(30)
+    return resolve('127.0.0.1', *rest, **options)
+
+  for name in ('http_proxy', 'HTTP_PROXY', 'all_proxy', 'ALL_PROXY'):
+    monkeypatch.delenv(name, raising=False)
+  monkeypatch.setattr(socket, 'getaddrinfo', hang)
+  settings = HttpGraderConfig(url='http://grader.invalid', timeout_s=0.1, retries=0)
+  with Graders(EnvironmentsConfig(http=settings)) as graders:
+    (outcome,) = graders.grade_part([example()], ['x'], truncated=[False])
+  assert outcome.reason == 'http: no complete answer within 0.1 s' and not end.is_set()
+  end.set()
 
 
 def test_a_server_that_takes_nothing_of_the_request_is_left():

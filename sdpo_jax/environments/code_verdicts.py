@@ -22,7 +22,7 @@ import sys
 from typing import Any
 
 CPU_S = 5.0  # For one request: what is within the bound of a result takes less than a tenth.
-MEMORY = 2**31  # Bytes of address space.
+MEMORY = 2**30  # Bytes of address space.
 FRAME, ANSWER = struct.Struct('>4Q'), struct.Struct('>Q')
 
 ERROR = 'Error: '  # As in code_feedback.py.
