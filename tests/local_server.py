@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import http.server
 import json
+import ssl
 import threading
 from typing import Any
 
@@ -24,9 +25,9 @@ class Answer:
 
 
 class Server:
-  """Asks `respond(body)` for the answer to every POST; the address is `url`."""
+  """Asks `respond(body)` for the answer to every POST, behind `tls` if given; the address is `url`."""
 
-  def __init__(self, respond: Callable[[Any], Answer]):
+  def __init__(self, respond: Callable[[Any], Answer], tls: ssl.SSLContext | None = None):
     self.bodies: list[Any] = []  # As they came in.
     self.headers: list[dict[str, str]] = []
     self.paths: list[str] = []
@@ -36,7 +37,9 @@ class Server:
     self._respond = respond
     self._server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), self._handler())
     self._server.daemon_threads = True
-    self.url = f'http://127.0.0.1:{self._server.server_address[1]}'
+    self.url = f'{"https" if tls else "http"}://127.0.0.1:{self._server.server_address[1]}'
+    if tls:
+      self._server.socket = tls.wrap_socket(self._server.socket, server_side=True, do_handshake_on_connect=False)
 
   def __enter__(self) -> Server:
     threading.Thread(target=self._server.serve_forever, kwargs={'poll_interval': 0.01}, daemon=True).start()

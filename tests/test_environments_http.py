@@ -7,7 +7,10 @@ import gzip
 import json
 import logging
 import re
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 
 import numpy as np
@@ -302,6 +305,25 @@ def test_a_flood_is_left_before_the_timeout_and_at_little_cost(start, then, reas
     end.set()
     accepting.result()
   assert sum(sent) < 2**24  # With what the system keeps on its way.
+
+
+@pytest.mark.skipif(shutil.which('openssl') is None, reason='makes a certificate with openssl')
+def test_a_server_behind_tls(tmp_path, monkeypatch):
+  key, certificate = tmp_path / 'key.pem', tmp_path / 'certificate.pem'
+  subprocess.run(
+    ['openssl', 'req', '-x509', '-newkey', 'ec', '-pkeyopt', 'ec_paramgen_curve:prime256v1', '-nodes', '-days', '2']
+    + ['-subj', '/CN=grader', '-addext', 'subjectAltName=IP:127.0.0.1', '-keyout', key, '-out', certificate],
+    check=True,
+    capture_output=True,
+  )
+  context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+  context.load_cert_chain(certificate, key)
+  with Server(lambda body: Answer(RIGHT), context) as server:
+    with pytest.raises(UserError, match='CERTIFICATE_VERIFY_FAILED'):
+      grade(server.url, ['x'], retries=0)
+    monkeypatch.setenv('SSL_CERT_FILE', str(certificate))
+    outcomes = grade(server.url, ['x' * 100_000] * 4, concurrency=2)
+  assert [outcome.score for outcome in outcomes] == [1.0] * 4 and server.url.startswith('https://')
 
 
 def test_a_name_server_that_does_not_answer_is_left(monkeypatch):

@@ -113,7 +113,8 @@ def verdict(question: dict, result: bytes, stdout: bytes, stderr: bytes) -> dict
   said = parts_of(result, 'result' in question['dropped'])
   if question['profile'] == 'reference':
     found = _reference(question, said)
-    return found | {'debug': said.get('debug', ''), 'debug_lines': said.get('debug_lines', 0)}
+    debug = said.get('debug', '')[: DEBUG_LINES * (DEBUG_CHARACTERS + 1)]
+    return found | {'debug': debug, 'debug_lines': said.get('debug_lines', 0)}
   return _clean(question, said, stdout) | _debug(stderr.decode(errors='replace'))
 
 
