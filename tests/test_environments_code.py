@@ -272,6 +272,7 @@ APART = {
   'no literal': ('assert f(1) == (float("inf"), set(), {1: -2.5})', 'def f(n):\n  return (float("inf"), set(), {n: -2.5})'),
   'not a number': ('x = f()\nassert x != x', 'def f():\n  return float("nan")'),
   'objects': ('s = Stack()\ns.push(1)\ns.push([2])\nassert len(s) == 2 and s.pop() == [2]\nassert s.items == [1]\nt = Stack("ab")\nassert t.pop() == "b" and s.pop() == 1', STACK),
+  'objects with links': ('node, seen = f([1, 2]), []\nwhile node:\n  seen.append(node.value)\n  node = node.next\nassert seen == [1, 2] and not Stack() and Stack([1])', STACK + 'class Node:\n  pass\ndef f(xs):\n  last = None\n  for x in reversed(xs):\n    node = Node()\n    node.value, node.next = x, last\n    last = node\n  return last'),
   'objects that raise': ('s = Stack([1])\ns.pop()\ntry:\n  s.pop()\n  assert False\nexcept IndexError:\n  s.push(7)\nassert s.pop() == 7', STACK),
   'arguments changed by a method': ('def check(g, xs):\n  g(xs)\n  assert xs == [1, 2, 3]\ncheck(Sorter().run, [3, 1, 2])', 'class Sorter:\n  def run(self, xs):\n    xs.sort()'),
   'an exception with a message of its own': ('try:\n  f(1)\n  assert False\nexcept UnicodeDecodeError:\n  assert False\nexcept RuntimeError as e:\n  assert "UnicodeDecodeError" in str(e)', 'def f(n):\n  return bytes([255]).decode()'),

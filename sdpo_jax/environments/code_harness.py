@@ -206,8 +206,11 @@ def _operate(operations: list, namespace: dict) -> dict:
     try:
       holder = results[operation['object']] if 'object' in operation else None
       name = operation['name']
-      found = getattr(holder, name) if 'object' in operation else _find(namespace, name)
-      if operation['do'] == 'attribute':
+      if operation['do'] == 'truth':
+        found = bool(holder)
+      else:
+        found = getattr(holder, name) if 'object' in operation else _find(namespace, name)
+      if operation['do'] in ('attribute', 'truth'):
         value, arguments = found, None
         if callable(found):
           return {'method': True}
@@ -352,6 +355,10 @@ class _Object:
     if 'method' in answer:
       return self._talk.function(target)
     return self._talk.value(operation, answer)
+
+  def __bool__(self) -> bool:  # Or Python asks for a length, which the nodes of a list or a tree do not have.
+    operation = {'object': self._place, 'name': '__bool__', 'do': 'truth'}
+    return bool(self._talk.value(operation, self._talk.ask(operation)))
 
   def __len__(self) -> int:
     return self.__getattr__('__len__')()
