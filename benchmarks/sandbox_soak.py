@@ -149,7 +149,7 @@ class Pass:
   """What came of grading programs."""
 
   outcomes: list[Outcome]
-  mechanism: str
+  layers: list[str]  # That confine the programs.
   callbacks_ms: list[float]
   calls_ms: list[float]  # Of the thread that calls the grader, for `CALL` programs each.
   memory_mib: list[float]  # After each call.
@@ -162,7 +162,7 @@ def graded(programs: Sequence[Entry], workers: int | None) -> Pass:
   calls, memory = [], []
   start, cpu = time.perf_counter(), time.process_time()
   with contextlib.closing(CodeGrader(EnvironmentsConfig(sandbox=SandboxConfig(workers=workers)))) as grader:
-    mechanism = grader.sandbox.mechanism
+    layers = list(grader.layers)
     measured = grader.sandbox = MeasuredSandbox(grader.sandbox)
     outcomes = []
     for first in range(0, len(programs), CALL):
@@ -176,7 +176,7 @@ def graded(programs: Sequence[Entry], workers: int | None) -> Pass:
       calls.append((time.thread_time() - before) * 1000)
       memory.append(resident_mib())
   wall, cpu = time.perf_counter() - start, time.process_time() - cpu
-  return Pass(outcomes, mechanism, measured.callbacks_ms, calls, memory, wall, cpu)
+  return Pass(outcomes, layers, measured.callbacks_ms, calls, memory, wall, cpu)
 
 
 def _example(entry: Entry) -> Example:
@@ -243,7 +243,7 @@ def summary(programs: Sequence[Entry], alone: Pass, mixed: Pass, *, files_left: 
     'programs': len(programs),
     'honest': len(honest),
     'runs': len(mixed.callbacks_ms),
-    'mechanism': mixed.mechanism,
+    'layers': mixed.layers,
     'verdicts_changed': len(changed),
     'hostile_passed': len(passed),
     'kinds': sorted(set(changed + passed)),

@@ -37,7 +37,7 @@ def right(score=1.0, said=''):
 
 
 PROGRAMS = [sandbox_soak.Entry('a', True, {}, ''), sandbox_soak.Entry('b', False, {}, '')] * 2
-ALONE = sandbox_soak.Pass([right(), right(0.0)], 'landlock', [1.0], [1.0], [100.0], 1.0, 1.0)
+ALONE = sandbox_soak.Pass([right(), right(0.0)], ['landlock'], [1.0], [1.0], [100.0], 1.0, 1.0)
 MIXED = dataclasses.replace(
   ALONE,
   outcomes=[right(), right(0.0), right(0.0), right(0.0)],

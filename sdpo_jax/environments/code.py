@@ -183,7 +183,7 @@ class CodeGrader:
   @property
   def layers(self) -> list[str]:
     """What confines the programs."""
-    return self._sandbox.layers
+    return self.sandbox.layers
 
   def close(self) -> None:
     """Ends the sandbox."""
