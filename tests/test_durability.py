@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import contextlib
 import dataclasses
+import errno
 import json
+import os
 import pathlib
 import random
 import re
@@ -23,8 +25,10 @@ import numpy as np
 import pytest
 
 from sdpo_jax.config import Config
+from sdpo_jax.errors import UserError
 from sdpo_jax.inference import runs
 from sdpo_jax.training import epochs
+from sdpo_jax.training.checkpoints import Checkpoints
 from sdpo_jax.training.session import make_session
 from sdpo_jax.training.update import abstract_state
 from sdpo_jax.types import TrainState
@@ -269,6 +273,55 @@ def test_removing_a_checkpoint_before_the_next_one_is_named_may_lose_both(stored
   assert stored[removed + 1].kind == 'fsync'
   early = [*stored[:named], *stored[removed : removed + 2], *stored[named:removed], *stored[removed + 2 :]]
   assert next(violations(early, stores_judge, lambda number: named <= number <= named + 3), None)
+
+
+class Syncs:
+  """In the place of os.fsync: counts, and fails once."""
+
+  def __init__(self, failing: int | None):
+    self.count, self.failing, self.failed = 0, failing, ''
+    self._fsync = os.fsync
+
+  def __call__(self, descriptor: int) -> None:
+    number, self.count = self.count, self.count + 1
+    if number == self.failing:
+      self.failed = os.readlink(f'/proc/self/fd/{descriptor}')
+      raise OSError(errno.EIO, os.strerror(errno.EIO))
+    self._fsync(descriptor)
+
+
+def stores_until_a_sync_fails(folder: pathlib.Path, number: int | None) -> Syncs:
+  """Write the files of a run of two steps; the sync with this number fails, as of a disk with a bad block."""
+  with pytest.MonkeyPatch.context() as patch:
+    syncs = Syncs(number)
+    patch.setattr(os, 'fsync', syncs)
+    try:
+      durable_run.stores(epath.Path(folder), 2)
+    except (OSError, UserError) as error:
+      assert 'Input/output error' in str(error)
+    else:
+      # What nothing depends on: a lock that is given back, the name of what is being removed.
+      assert not syncs.failed or syncs.failed.endswith(('/.lock', '/checkpoints'))
+  return syncs
+
+
+@pytest.mark.parametrize('part', [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 8))])
+def test_a_sync_that_fails_publishes_nothing_and_ends_the_run(tmp_path, part):
+  count = stores_until_a_sync_fails(tmp_path / 'whole', None).count
+  assert count > 40
+  wanted = _timeless((tmp_path / 'whole' / 'metrics.jsonl').read_text())
+  for number in range(part, count, 8):
+    folder = tmp_path / str(number)
+    failed = stores_until_a_sync_fails(folder, number).failed
+    unfinished = re.search(r'/checkpoints/(\d+)\.unfinished', failed)
+    if unfinished:
+      assert not (folder / 'checkpoints' / unfinished.group(1)).exists()
+    assert failed and not list(folder.rglob('*.partial'))
+    durable_run.stores(epath.Path(folder), 2)
+    assert _timeless((folder / 'metrics.jsonl').read_text()) == wanted
+    checkpoints = Checkpoints(folder, read_only=True)
+    step, state, _ = checkpoints.restore(durable_run.state_of(0))
+    assert (step, durable_run.digest(state)) == (2, durable_run.digest(durable_run.state_of(2)))
 
 
 STEPS = 4
