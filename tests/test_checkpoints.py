@@ -629,3 +629,14 @@ def test_setting_aside_finds_a_free_name_and_goes_on_after_an_interruption(tmp_p
   monkeypatch.undo()
   assert Checkpoints(tmp_path).restore(make_state(0))[0] == 1
   assert {path.name for path in (tmp_path / DAMAGED).iterdir()} == {'2', '2.1', '2.2', '3'}
+
+
+def test_checkpoints_that_cannot_be_opened_are_those_from_which_a_run_resumes(tmp_path, monkeypatch):
+  save_steps(tmp_path, {1: {}, 2: {}}).close()
+
+  def fail(path):
+    raise OSError(5, 'Input/output error')
+
+  monkeypatch.setattr(checkpoint_module, 'make_directory', fail)
+  with pytest.raises(UserError, match=r'Input/output error.* resumes from step 2\.'):
+    Checkpoints(tmp_path)

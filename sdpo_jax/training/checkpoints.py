@@ -86,6 +86,7 @@ class Checkpoints:
       try:
         self._clean_up()
       except OSError as error:
+        self._manifests = self._scan()  # To say from where it resumes.
         raise self._write_error(error) from error
       barrier('the opening of the checkpoints')
     found = self._scan()
