@@ -1,7 +1,10 @@
 """A run whose file operations are recorded, with marks that say what it has promised: tests/test_durability.py.
 
-python -m tests.durable_run train FLAGS…         the command launch.train
-python -m tests.durable_run stores WORKDIR LAST  the files of a run without its model, up to step LAST
+python -m tests.durable_run LIVES train FLAGS…         the command launch.train
+python -m tests.durable_run LIVES stores WORKDIR LAST  the files of a run without its model, up to step LAST
+
+LIVES is a list in JSON: for each process that does this, one after another, the operation at which it gets a signal
+(`file_operations.signal_at`), or null. The exit codes are printed as a list.
 """
 
 from __future__ import annotations
@@ -21,9 +24,9 @@ import numpy as np
 
 from sdpo_jax.config import Config
 from sdpo_jax.files import make_directory, write_atomically
-from sdpo_jax.training import loop, remains  # noqa: F401, the loop for launch.train
+from sdpo_jax.training import loop, remains
 from sdpo_jax.training.checkpoints import Checkpoints
-from sdpo_jax.training.metrics import MetricsWriter, check_digest
+from sdpo_jax.training.metrics import MetricsWriter, check_digest, history
 from sdpo_jax.training.ownership import sole_user
 from sdpo_jax.training.workdir import check_workdir, open_workdir
 from sdpo_jax.types import TrainState
@@ -87,8 +90,12 @@ def config() -> Config:
 
 def begin(
   settings: Config, workdir: epath.Path, like: TrainState, stack: contextlib.ExitStack
-) -> tuple[Checkpoints, MetricsWriter, tuple[int, TrainState, dict[str, Any]] | None]:
-  """Start or resume a run as the loop does, in its order, as far as files go; return what was restored, too."""
+) -> tuple[Checkpoints, MetricsWriter, tuple[int, TrainState, dict[str, Any]] | None, int]:
+  """Start or resume a run as the loop does, in its order, as far as files go.
+
+  Returns:
+    Its checkpoints, its writer, what was restored, and the last step that was finished by then, with its line.
+  """
   check_workdir(settings, workdir)
   ownership = stack.enter_context(sole_user(workdir, lambda text: None))
   remains.settle(workdir, ownership, restart=False, say=lambda text: None)
@@ -100,17 +107,21 @@ def begin(
     remains.refuse_loss(workdir, ownership.record())
   first = 0 if restored is None else restored[0]
   ownership.resumed(first)
-  if restored is not None:
+  unfinished = None
+  if restored is not None and loop.is_unfinished(first, restored[2], history(workdir, first)):
+    unfinished = loop.Unfinished.from_json(restored[2][loop.UNFINISHED])
+  elif restored is not None:
     check_digest(workdir, first, checkpoints.state_digest(first))
-  writer = MetricsWriter(workdir, settings, resume_step=first, ownership=ownership)
+  written = loop.written_before(first, unfinished)
+  writer = MetricsWriter(workdir, settings, resume_step=written, ownership=ownership)
   stack.callback(writer.close)
-  return checkpoints, writer, restored
+  return checkpoints, writer, restored, written
 
 
 def stores(workdir: epath.Path, last: int) -> None:
   """Write what the loop writes, in its order: files of the step, its line, the sync of lines, the checkpoint."""
   with contextlib.ExitStack() as stack:
-    checkpoints, writer, restored = begin(config(), workdir, state_of(0), stack)
+    checkpoints, writer, restored, _ = begin(config(), workdir, state_of(0), stack)
     first = 0 if restored is None else restored[0]
     for step in range(first + 1, last + 1):
       make_directory(workdir / 'rollouts')
@@ -124,7 +135,7 @@ def stores(workdir: epath.Path, last: int) -> None:
 def live(fatal: str | None, command: str, *arguments: str) -> None:
   """Be one process of the run."""
   if fatal is not None:
-    file_operations.end_at(fatal)
+    file_operations.signal_at(fatal)
   mark_checkpoints()
   if command == 'train':
     sys.argv[1:] = arguments

@@ -10,6 +10,7 @@
 #include <fcntl.h>
 #include <limits.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -34,7 +35,7 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 static int log_descriptor = -1;
 static char root[PATH_MAX];
 static size_t root_length;
-static int fatal_kind = -1; /* The process ends, as by SIGKILL, after the first call of this kind ... */
+static int fatal_kind = -1, fatal_signal; /* The process gets this signal after the first call of this kind ... */
 static char fatal_text[PATH_MAX]; /* ... of which a path contains this text, or ends with it if that ends with "$". */
 
 static int is_fatal(const char *path) {
@@ -56,7 +57,11 @@ static void record(int kind, uint64_t inode, const char *path, const char *targe
     syscall(SYS_write, 2, complaint, sizeof complaint - 1);
     abort();
   }
-  if (kind == fatal_kind && (is_fatal(path) || is_fatal(target))) syscall(SYS_exit_group, 9);
+  if (kind == fatal_kind && (is_fatal(path) || is_fatal(target))) {
+    fatal_kind = -1;
+    kill(getpid(), fatal_signal);
+    if (fatal_signal == SIGKILL) pause(); /* Nothing more is done. */
+  }
 }
 
 static void hold(void) { pthread_mutex_lock(&mutex); }
@@ -483,9 +488,10 @@ ONE_NAME(symlink, (const char *to, const char *path), AT_FDCWD, (to, path), UNSU
 ONE_NAME(symlinkat, (const char *to, int at, const char *path), at, (to, at, path), UNSUPPORTED)
 
 /* For the program itself: where it is to end, and what it knows at this point. */
-void file_operations_end_at(int kind, const char *text);
-void file_operations_end_at(int kind, const char *text) {
+void file_operations_signal_at(int number, int kind, const char *text);
+void file_operations_signal_at(int number, int kind, const char *text) {
   begin();
+  fatal_signal = number;
   fatal_kind = kind;
   snprintf(fatal_text, sizeof fatal_text, "%s", text);
   end();

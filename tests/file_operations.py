@@ -15,6 +15,7 @@ import os
 import pathlib
 import posixpath
 import shutil
+import signal
 import struct
 import subprocess
 
@@ -52,13 +53,13 @@ class Recorder:
     }
 
 
-def end_at(operation: str) -> None:
-  """Let this process, which is recorded, end as by SIGKILL after the first operation that is like this: 'KIND TEXT'.
+def signal_at(operation: str) -> None:
+  """Let this process, which is recorded, get a signal after the first operation that is like this: 'SIGNAL KIND TEXT'.
 
   One of its paths contains the text, or ends with it if the text ends with a '$'.
   """
-  kind, _, text = operation.partition(' ')
-  ctypes.CDLL(None).file_operations_end_at(KINDS.index(kind), text.encode())
+  number, kind, text = operation.split(' ', 2)
+  ctypes.CDLL(None).file_operations_signal_at(int(signal.Signals[number]), KINDS.index(kind), text.encode())
 
 
 def mark(text: str) -> None:

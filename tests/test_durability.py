@@ -16,6 +16,7 @@ import pathlib
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -27,7 +28,7 @@ import pytest
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import runs
-from sdpo_jax.training import epochs
+from sdpo_jax.training import epochs, preemption
 from sdpo_jax.training.checkpoints import Checkpoints
 from sdpo_jax.training.session import make_session
 from sdpo_jax.training.update import abstract_state
@@ -42,17 +43,26 @@ RUN = 'run'
 def record(
   recorder: file_operations.Recorder, folder: pathlib.Path, arguments: Sequence[str], fatal: Sequence[str]
 ) -> list[Operation]:
-  """Run a command again and again, each time but the last to a fatal operation; return the operations of all of them."""
+  """Run a command again and again, each time but the last to a signal; return the operations of all of them.
+
+  Args:
+    recorder: of the operations.
+    folder: that is made.
+    arguments: of tests/durable_run.py.
+    fatal: where they get a SIGKILL, 'KIND TEXT', or another signal, 'SIGNAL KIND TEXT'.
+  """
+  signals = [end if end.startswith('SIG') else f'SIGKILL {end}' for end in fatal]
+  codes = [preemption.EXIT_PREEMPTED if end.startswith('SIGTERM') else -signal.SIGKILL for end in signals]
   (folder / 'root').mkdir(parents=True)
   done = subprocess.run(
-    [sys.executable, '-m', 'tests.durable_run', json.dumps([*fatal, None]), *arguments],
+    [sys.executable, '-m', 'tests.durable_run', json.dumps([*signals, None]), *arguments],
     env=tiny.environment() | recorder.environment(folder / 'root', folder / 'log'),
     cwd=tiny.REPOSITORY,
     capture_output=True,
     text=True,
     check=True,
   )
-  assert json.loads(done.stdout.splitlines()[-1]) == [9] * len(fatal) + [0], done.stderr
+  assert json.loads(done.stdout.splitlines()[-1]) == [*codes, 0], done.stderr
   operations = file_operations.read_log(folder / 'log')
   assert file_operations.after(operations).now() == file_operations.read_tree(folder / 'root')  # None escaped.
   return operations
@@ -81,6 +91,7 @@ class Opened:
   complaint: str = ''
   step: int = 0  # Of the checkpoint; 0: it begins anew.
   digest: str = ''
+  finished: int = 0  # The last step that was, with its line and files; what is left of the next one, a resume does.
   lines: tuple[str, ...] = ()  # Of metrics.jsonl, as JSON without times.
 
 
@@ -124,12 +135,12 @@ class Judge:
     if found.step and found.digest != digests.get(found.step):
       return f'what is restored at step {found.step} is not what was saved'
     if found.step:
-      wanted = [line for step, line in sorted(self._lines.items()) if step <= found.step]
+      wanted = [line for step, line in sorted(self._lines.items()) if step <= found.finished]
       if list(found.lines) != wanted:
-        return f'metrics.jsonl holds {len(found.lines)} lines up to step {found.step} in place of {len(wanted)}'
+        return f'metrics.jsonl holds {len(found.lines)} lines up to step {found.finished} in place of {len(wanted)}'
       for path, content in self._end.items():
         folder, _, name = path.partition('/')
-        if folder in ('rollouts', 'eval') and name and int(name.split('.')[0]) <= found.step:
+        if folder in ('rollouts', 'eval') and name and int(name.split('.')[0]) <= found.finished:
           if tree.get(path) != content:
             return f'{path} is not whole, though step {found.step} is restored'
     return ''
@@ -153,9 +164,9 @@ class Judge:
     file_operations.write_tree(tree, pathlib.Path(folder))
     with contextlib.ExitStack() as stack:
       try:
-        restored = durable_run.begin(self._config, folder, self._like, stack)[-1]
+        *_, restored, finished = durable_run.begin(self._config, folder, self._like, stack)
         step, digest = (0, '') if restored is None else (restored[0], durable_run.digest(restored[1]))
-        return Opened('', step, digest, tuple(_timeless((folder / 'metrics.jsonl').read_text())))
+        return Opened('', step, digest, finished, tuple(_timeless((folder / 'metrics.jsonl').read_text())))
       except Exception as error:  # None is expected: whatever it is, the run would end.
         return Opened(f'a resume ends with {type(error).__name__}: {error}')
 
@@ -340,9 +351,9 @@ def experiment(tmp_path_factory) -> tuple[pathlib.Path, list[str]]:
 
 @pytest.fixture(scope='module')
 def trained(recorder, experiment) -> list[Operation]:
-  """The operations of a run that trains, and is killed twice: when a checkpoint has its name and as it writes a line."""
+  """The operations of a run that trains, is killed twice, and told to stop when the rest of a step is to be done."""
   folder, flags = experiment
-  fatal = f'rename {RUN}/checkpoints/1$', 'rename rollouts/3.jsonl$', f'rename {RUN}/checkpoints/3$'
+  fatal = f'rename {RUN}/checkpoints/1$', 'SIGTERM rename rollouts/2.jsonl$', f'rename {RUN}/checkpoints/3$'
   return record(recorder, folder / 'recorded', ['train', *flags, f'--workdir={folder}/recorded/root/{RUN}'], fatal)
 
 

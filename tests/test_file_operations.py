@@ -107,11 +107,11 @@ def test_a_process_ends_at_the_operation_that_is_named(recorder, tmp_path, fatal
 import os, sys
 from tests import file_operations
 os.chdir(sys.argv[1])
-file_operations.end_at(sys.argv[2])
+file_operations.signal_at('SIGKILL ' + sys.argv[2])
 for name in ('a', 'b1', 'b', 'c'):
   os.mkdir(name)
 """
-  operations = recorded(recorder, tmp_path, program, fatal, code=9)
+  operations = recorded(recorder, tmp_path, program, fatal, code=-9)
   assert [str(operation) for operation in operations] == ['start ', *(f'mkdir {name}' for name in made.split())]
   assert sorted(os.listdir(tmp_path / 'root')) == sorted(made.split())
 
