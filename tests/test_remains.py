@@ -1,5 +1,6 @@
 """What a run directory has lost is said before the first step; nothing is trained over it unless asked for."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -56,6 +57,7 @@ def content(folder):
 def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_again_by_itself(folder):
   leave(folder)
   before = content(folder)
+  remains.check_remains(folder)
   for _ in range(3):  # As often as it is preempted.
     assert settle(folder)[0] == []
   assert content(folder) == before
@@ -68,6 +70,8 @@ def test_checkpoints_that_are_gone_are_missed(folder):
   sentence = (
     'has no checkpoint to resume from, though that of step 2 .* up to step 4: mount the disk .* or add --restart'
   )
+  with pytest.raises(UserError, match=sentence):
+    remains.check_remains(folder)
   for _ in range(2):  # A refused start forgets nothing.
     with pytest.raises(UserError, match=sentence):
       settle(folder)
@@ -89,6 +93,8 @@ def test_whoever_resumed_has_had_a_checkpoint(folder):
 def test_a_run_of_an_earlier_version_is_judged_by_what_was_due(folder, steps, save_freq, refused):
   """Its second checkpoint was begun when the first was whole, and its line written before that."""
   leave(folder, steps=steps, save_freq=save_freq, recorded=False)
+  with pytest.raises(UserError, match='was published') if refused else contextlib.nullcontext():
+    remains.check_remains(folder)
   for _ in range(2):
     if refused:
       with pytest.raises(UserError, match=f'that of step {save_freq} was published'):

@@ -31,7 +31,7 @@ from sdpo_jax.preflight.settings import odd_settings
 from sdpo_jax.tables import aligned
 from sdpo_jax.teacher.context import build_teacher_context, shorten_middle
 from sdpo_jax.teacher.room import check_room
-from sdpo_jax.training import fingerprint
+from sdpo_jax.training import fingerprint, remains
 from sdpo_jax.training.session import model_mesh
 from sdpo_jax.training.workdir import check_workdir
 from sdpo_jax.types import Example, Outcome
@@ -125,7 +125,9 @@ def _resumed(
   held_out = pipeline.evaluation_examples(config, tokenizer, registry) if config.trainer.test_freq else []
   local = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(root)))
   parts = fingerprint.take(local, tokenizer, iterator, held_out, graders, weights=False)
-  return list(fingerprint.compare(check_workdir(config, workdir), config, parts).lines)
+  workdir = check_workdir(config, workdir)
+  remains.check_remains(workdir)
+  return list(fingerprint.compare(workdir, config, parts).lines)
 
 
 def _one_of_each(chosen: Sequence[Example], *others: Sequence[Example]) -> list[Example]:

@@ -8,6 +8,7 @@ that other files name, for a run that is preempted before its first checkpoint i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import dataclasses
 import os
 from typing import Any
 
@@ -15,7 +16,7 @@ from etils import epath
 
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import is_local, make_directory, sync_directory
-from sdpo_jax.training.epochs import Epochs
+from sdpo_jax.training.epochs import Epochs, read_epochs
 from sdpo_jax.training.manifest import MANIFEST
 from sdpo_jax.training.metrics import METRICS, raw_lines, spans
 from sdpo_jax.training.ownership import Ownership, unwritable
@@ -55,14 +56,21 @@ def settle(workdir: epath.Path, ownership: Ownership, *, restart: bool, say: Cal
       'another --workdir.'
     )
   if not steps:
-    if not record.published and all(epoch.resumed_from is None for epoch in record.epochs):
-      ownership.published(_due(workdir))  # An earlier version, which wrote no epochs, may have trained here.
+    if not record.published:
+      ownership.published(_due_without(record, workdir))
     refuse_loss(workdir, ownership.record())
   elif steps[-1] < record.published:
     say(
       f'{workdir / "checkpoints"}: the checkpoint of step {record.published} was published and is not there any more; '
       f'the newest is that of step {steps[-1]}.'
     )
+
+
+def check_remains(workdir: epath.Path) -> None:
+  """Raise a UserError if a start without --restart would be refused because checkpoints are gone; nothing is written."""
+  if not checkpoint_steps(workdir):
+    record = read_epochs(workdir)
+    refuse_loss(workdir, dataclasses.replace(record, published=record.published or _due_without(record, workdir)))
 
 
 def refuse_loss(workdir: epath.Path, record: Epochs) -> None:
@@ -108,11 +116,14 @@ def reached(workdir: epath.Path) -> int:
   return max([0, *steps, *_numbers(workdir / 'rollouts'), *_numbers(workdir / 'eval')])
 
 
-def _due(workdir: epath.Path) -> int:
-  """Return the last step of which a run has published a checkpoint for certain, by its settings and the step reached.
+def _due_without(record: Epochs, workdir: epath.Path) -> int:
+  """Return the last step of which a run whose starts are not recorded has published a checkpoint for certain; 0: of none.
 
-  Checkpoints are written beside the steps that follow, but each is whole before the next one is begun.
+  An earlier version wrote no record. What was due is known by the settings and the step reached: checkpoints are written
+  beside the steps that follow, but each is whole before the next one is begun.
   """
+  if any(epoch.resumed_from is not None for epoch in record.epochs):
+    return 0
   trainer = saved_settings(workdir).get('trainer') if (workdir / 'config.json').exists() else None
   save_freq = trainer.get('save_freq') if isinstance(trainer, dict) else None
   return max(0, (reached(workdir) - 1) // save_freq - 1) * save_freq if type(save_freq) is int and save_freq > 0 else 0
