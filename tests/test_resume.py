@@ -449,3 +449,23 @@ def test_two_processes_agree_when_to_save_though_only_one_is_told_to_stop(experi
   for left, right in zip(alone, together, strict=True):
     assert left.pop(STATE_DIGEST) and right.pop(STATE_DIGEST)  # Rounding differs, and so does the digest.
     assert left == pytest.approx(right, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_what_one_of_two_processes_fails_at_ends_both_with_a_checkpoint_of_that_step(experiment):
+  """Process 0 cannot write the file of a step that both have trained."""
+  folder, arguments = experiment
+  workdir = folder / 'half'
+  arguments = [*arguments, *SAVED_WHEN_TOLD]
+  processes = start_two(arguments, workdir)
+  assert wait_for(processes[0], lambda: has_step(workdir, 2))
+  (workdir / 'rollouts').rename(folder / 'moved')
+  (workdir / 'rollouts').touch()
+  assert [process.wait(timeout=300) for process in processes] == [cluster.EXIT_ERROR] * 2
+  saved = [int(path.name) for path in (workdir / 'checkpoints').iterdir()]
+  written = [line['step'] for line in lines_without_time(workdir)]
+  assert saved == [written[-1] + 1]  # That line is written when the step is finished.
+  (workdir / 'rollouts').unlink()
+  (folder / 'moved').rename(workdir / 'rollouts')
+  assert [process.wait() for process in start_two(arguments, workdir)] == [0, 0]
+  assert [line['step'] for line in lines_without_time(workdir)] == list(range(STEPS + 1))

@@ -384,7 +384,7 @@ class _Run:
     first = jax.process_index() == 0
     try:
       # The others are where this process is if they met the same; otherwise nothing can be saved together.
-      if cluster.exchange_notes('the end of the run', within_s=RESCUE_S) is None:
+      if cluster.exchange_notes('the end by an error', within_s=RESCUE_S) is None:
         self.announce('The other processes go on without this one: nothing more is saved.')
       else:
         if not self.whole.starting.on_devices:
