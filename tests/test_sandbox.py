@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 
 import pytest
 
@@ -62,14 +63,18 @@ def viewed():
     with only('landlock', view=True):
       value = Sandbox(SandboxConfig(workers=2), HARNESS)
   except UserError as error:
+    if 'not allowed here' not in str(error):
+      raise
     pytest.skip(str(error))
   with value:
     yield value
 
 
 def until(condition):
-  """Waits for what another process does; for ever, if it does not."""
+  """Waits for what another process does."""
+  deadline = time.monotonic() + 60
   while not condition():
+    assert time.monotonic() < deadline, 'it does not'
     os.sched_yield()
 
 
@@ -329,8 +334,10 @@ def test_a_deep_tree_counts_as_too_much_before_it_takes_seconds_to_remove(tmp_pa
 HOLDERS = {
   'open': 'file = open(path, "wb", 0); os.unlink(path); file.write(bytes(1 << 20))',
   'mapped': """
-file = open(path, "w+b", 0); file.write(bytes(1 << 20)); os.unlink(path)
-held = mmap.mmap(file.fileno(), 1); file.close()""",
+libc = ctypes.CDLL(None)  # The module mmap keeps the descriptor.
+for _ in range(2):
+  file = open(path, "w+b", 0); file.write(bytes(1 << 20)); os.unlink(path)
+  libc.mmap(None, ctypes.c_size_t(1), 1, 1, file.fileno(), ctypes.c_long(0)); file.close()""",
   'held by a thread whose parent has ended': """
 file = open(path, "wb", 0); os.unlink(path); file.write(bytes(1 << 20))
 threading.Thread(target=time.sleep, args=(60,)).start()
@@ -340,9 +347,7 @@ print(flush=True); ctypes.CDLL(None).syscall(60 if os.uname().machine == 'x86_64
 
 @pytest.mark.parametrize('code', HOLDERS.values(), ids=HOLDERS)
 def test_files_without_a_name_count(tmp_path, code):
-  program = (
-    f'import ctypes, mmap, os, sys, threading, time\npath = sys.argv[1]\n{code}\nprint(flush=True); sys.stdin.read()'
-  )
+  program = f'import ctypes, os, sys, threading, time\npath = sys.argv[1]\n{code}\nprint(flush=True); sys.stdin.read()'
   command = [sys.executable, '-c', program, str(tmp_path / 'file')]
   with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
     process.stdout.readline()
@@ -350,7 +355,9 @@ def test_files_without_a_name_count(tmp_path, code):
     if 'ended' in code or 'syscall' in code:
       until(lambda: 'State:\tZ' in status.read_text())
     assert os.listdir(tmp_path) == []
-    assert survey(tmp_path, (1 << 20) - 1, pid=process.pid) and not survey(tmp_path, 1 << 21, pid=process.pid)
+    assert survey(tmp_path, (1 << 20) - 1, pid=process.pid)
+    # Nothing tells how large a file is that is only mapped: as large as any may be.
+    assert survey(tmp_path, 1 << 21, pid=process.pid) == ('mmap' in code)
     assert survey(tmp_path, 1 << 30, 0, pid=process.pid), 'it is one file'
     process.kill()
 

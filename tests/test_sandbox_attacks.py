@@ -149,7 +149,7 @@ def made(mechanism, view, version, directory):
     try:
       value = Sandbox(SandboxConfig(workers=2), HARNESS, preload=('json',))
     except UserError as error:
-      if mechanism == 'landlock' and not view:
+      if not any(missing in str(error) for missing in ('not allowed here', 'bwrap is not installed', 'bwrap: ')):
         raise
       pytest.skip(str(error))
   with value:
@@ -206,6 +206,9 @@ def attempt(action):
     return action()
   except Exception as error:
     print(type(error).__name__)
+libc.mmap.restype = ctypes.c_long
+def map_file(file):  # The module mmap would keep the descriptor.
+  if libc.mmap(None, ctypes.c_size_t(1), 1, 1, file.fileno(), ctypes.c_long(0)) == -1: raise OSError("none left")
 def in_child(action):
   pid = os.fork()
   if pid == 0:
@@ -434,29 +437,29 @@ for lock in (lambda: fcntl.flock(file, fcntl.LOCK_SH), lambda: fcntl.lockf(file,
     for index in range(400_000): open(f"{index}", "w").close()
     print("BREACH")""",
   'files that are only mapped': """
-    import mmap
-    held = []
-    for index in range(100):
+    for index in range(24):
       with open("mine", "w+b", 0) as file:
         os.unlink("mine")
-        for _ in range(4): file.write(bytes(1 << 20)); time.sleep(0.005)
-        held.append(mmap.mmap(file.fileno(), 1))
+        file.write(bytes(4 << 20))
+        map_file(file)
+      time.sleep(0.05)
     print("BREACH")""",
   'files of a thread whose parent has ended': """
     def hold():
       held = []
-      for index in range(100):
+      for index in range(24):
         file = open("mine", "wb", 0); os.unlink("mine"); held.append(file)
-        for _ in range(4): file.write(bytes(1 << 20)); time.sleep(0.005)
+        file.write(bytes(4 << 20))
+        time.sleep(0.05)
       os.write(1, b"BREACH")
     threading.Thread(target=hold).start()
     call(60, 93, 0)""",
   'many files without a name': """
-    import mmap
-    held = []
     for index in range(20_000):
-      with open("mine", "w+b", 0) as file:
-        os.unlink("mine"); file.write(b"x"); held.append(mmap.mmap(file.fileno(), 1))
+      file = os.open("mine", os.O_RDWR | os.O_CREAT)
+      os.unlink("mine"); os.write(file, b"x")
+      if libc.mmap(None, ctypes.c_size_t(1), 1, 1, file, ctypes.c_long(0)) == -1: raise OSError("none left")
+      os.close(file)
     print("BREACH")""",
   'descriptors of a single thread': """
     if libc.unshare(0x400) == 0 or call(436, 436, 3, 9, 2) == 0: print("BREACH")""",

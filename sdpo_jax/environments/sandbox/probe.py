@@ -150,10 +150,10 @@ def _make_files() -> None:
 
 
 def _fill(file_mb: int) -> None:
-  """Holds more than it may in files that have no name and are not open, but mapped."""
+  """Holds more than it may in files that have no name."""
   held = []
   for _ in range(file_mb + 1):
     with open('unnamed', 'w+b', 0) as file:
       os.unlink('unnamed')
       file.write(bytes(2**20))
-      held.append(mmap.mmap(file.fileno(), 1))
+      held.append(mmap.mmap(file.fileno(), 1))  # Which keeps it.
