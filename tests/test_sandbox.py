@@ -895,6 +895,8 @@ def test_an_ordinary_user_has_a_sandbox_too(namespaces, own_view, layers):
     harness = shutil.copy(HARNESS, directory)
     command = [sys.executable, '-c', UNPRIVILEGED, harness, namespaces]
     done = subprocess.run(command, capture_output=True, text=True, cwd=HARNESS.parent.parent)
+  if 'other users cannot enter' in done.stderr:
+    pytest.skip('this root cannot open a way to Python for others')
   assert done.stdout.startswith(f'landlock|65534|{own_view}|'), done
   assert all(layer in done.stdout for layer in layers), done
 
