@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -412,6 +413,13 @@ def test_the_manifest_names_everything_that_was_written(tmp_path):
   assert values['leaves']['trainable.layer.w'] == expected
   assert len(values['leaves']) == len(jax.tree.leaves(state))
   assert values['state_digest'] == digests.state_digest(values['leaves'])
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_damage(tmp_path, caplog):
+  save_steps(tmp_path, {1: {}, 2: {}}).close()
+  shutil.copytree(tmp_path / 'checkpoints' / '1', tmp_path / 'checkpoints' / '5')
+  assert Checkpoints(tmp_path).restore(make_state(0))[0] == 2
+  assert 'Checkpoint of step 5 cannot be read (it is that of step 1)' in caplog.text
 
 
 def test_without_a_manifest_nothing_is_resumed_but_a_reader_may_look(tmp_path, caplog):

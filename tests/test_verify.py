@@ -112,6 +112,7 @@ def replace(name, old, new):
       'note     checkpoints/6.unfinished.1: is being written',
     ),
     (lambda run: (run / 'checkpoints_damaged/3').mkdir(parents=True), 0, 'note     checkpoints_damaged: 3: set aside'),
+    (lambda run: (run / '.0123456789abcdef.partial').write_text(''), 0, 'note     .0123456789abcdef.partial: is being'),
     (lambda run: shutil.rmtree(run / 'checkpoints'), 2, 'no whole checkpoint to resume from: steps 1–5 would be lost'),
     (lambda run: (run / '.lock').write_text(owner.this_process(3).to_json()), 0, 'is training here now'),
   ],

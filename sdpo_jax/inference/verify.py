@@ -275,6 +275,9 @@ class _Audit:
       held = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
       if held:
         yield Finding(NOTE, name, f'{", ".join(held)}: {text}; remove them if nobody needs them')
+    for path in sorted(self._workdir.iterdir()):
+      if path.name.endswith('.partial'):
+        yield Finding(NOTE, path.name, 'is being written, or was when the run was killed; the next start removes it')
 
 
 def _line(text: bytes) -> dict[str, Any] | None:
