@@ -292,6 +292,20 @@ def test_a_folder_that_cannot_be_made_ends_with_a_sentence(tmp_path):
     Checkpoints(tmp_path)
 
 
+def test_a_folder_that_cannot_be_listed_ends_with_a_sentence(readable_folder):
+  save_steps(readable_folder, {1: {}}).close()
+  user, folder = os.geteuid(), readable_folder / 'checkpoints'
+  try:
+    folder.chmod(0o311)
+    os.seteuid(user or 65534)
+    for read_only in (False, True):
+      with pytest.raises(UserError, match='(cannot be read|could not be written to) .*Permission denied'):
+        Checkpoints(readable_folder, read_only=read_only)
+  finally:
+    os.seteuid(user)
+    folder.chmod(0o755)
+
+
 def test_only_damaged_checkpoints_end_with_a_sentence(tmp_path):
   save_steps(tmp_path, {1: {}}).close()
   largest_file(tmp_path / 'checkpoints' / '1').write_bytes(b'')

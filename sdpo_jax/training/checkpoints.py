@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -86,7 +87,8 @@ class Checkpoints:
       try:
         self._clean_up()
       except OSError as error:
-        self._manifests = self._scan()  # To say from where it resumes.
+        with contextlib.suppress(UserError):
+          self._manifests = self._scan()  # To say from where it resumes.
         raise self._write_error(error) from error
       barrier('the opening of the checkpoints')
     found = self._scan()
@@ -273,11 +275,19 @@ class Checkpoints:
         path.rmtree()
 
   def _scan(self) -> dict[int, Manifest | None]:
-    """Return the manifests of the checkpoints that are there by step; None: it cannot be read, which is said."""
+    """Return the manifests of the checkpoints that are there by step; None: it cannot be read, which is said.
+
+    Raises:
+      UserError: the folder itself cannot be read.
+    """
     found: dict[int, Manifest | None] = {}
-    if not self.directory.exists():
-      return found
-    for path in self.directory.iterdir():
+    try:
+      paths = list(self.directory.iterdir()) if self.directory.exists() else []
+    except Exception as error:  # Object stores raise many kinds; all mean the same here.
+      raise UserError(
+        f'{self.directory} cannot be read ({first_line(error)}): make it readable, then start the same command again.'
+      ) from error
+    for path in paths:
       if path.name.isdecimal():
         step = int(path.name)
         try:
