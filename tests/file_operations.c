@@ -64,8 +64,22 @@ static void record(int kind, uint64_t inode, const char *path, const char *targe
   }
 }
 
-static void hold(void) { pthread_mutex_lock(&mutex); }
-static void release(void) { pthread_mutex_unlock(&mutex); }
+/* Signals wait meanwhile: their handlers may write, too. */
+static __thread sigset_t unblocked;
+
+static void hold(void) {
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_BLOCK, &all, &before);
+  pthread_mutex_lock(&mutex);
+  unblocked = before;
+}
+
+static void release(void) {
+  sigset_t before = unblocked;
+  pthread_mutex_unlock(&mutex);
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
 
 static void prepare(void) {
   const char *log = getenv("FILE_OPERATIONS_LOG"), *directory = getenv("FILE_OPERATIONS_ROOT");

@@ -228,7 +228,7 @@ def test_a_failure_of_the_machine_at_any_operation_loses_nothing(stored, stores_
   assert kinds == set(file_operations.KINDS) - {'link', 'unsupported'}
   promises = [operation.path.split()[1] for operation in stored if operation.path.startswith('saved')]
   assert promises == ['1', '3', '4']  # It was killed before it could promise the second.
-  assert not list(violations(stored, stores_judge, lambda number: number % 16 == 0))
+  assert not list(violations(stored, stores_judge, lambda number: number % 24 == 0))
   assert stores_judge.opened > 10 and stores_judge.whole > 0
 
 

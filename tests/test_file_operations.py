@@ -116,6 +116,23 @@ for name in ('a', 'b1', 'b', 'c'):
   assert sorted(os.listdir(tmp_path / 'root')) == sorted(made.split())
 
 
+def test_a_signal_whose_handler_writes_is_handled_after_the_operation(recorder, tmp_path):
+  program = """
+import os, signal, sys
+from tests import file_operations
+os.chdir(sys.argv[1])
+reader, writer = os.pipe()
+os.set_blocking(writer, False)
+signal.set_wakeup_fd(writer)
+signal.signal(signal.SIGTERM, lambda number, frame: os.mkdir('handled'))
+file_operations.signal_at('SIGTERM mkdir a$')
+os.mkdir('a')
+os.mkdir('b')
+"""
+  operations = recorded(recorder, tmp_path, program)
+  assert [operation.path for operation in operations[1:]] == ['a', 'handled', 'b']
+
+
 def operation(kind: str, inode: int = 0, path: str = '', target: str = '', offset: int = 0, data: bytes = b''):
   return Operation(kind, 1, inode, path, target, offset, data)
 
