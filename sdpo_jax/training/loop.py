@@ -587,9 +587,11 @@ class _Run:
       metrics = {}  # They were measured with other weights than those that are now saved.
     line[STATE_DIGEST] = state_digest(leaf_digests(state))
     with self.alone():
-      if metrics and step in self.checkpoints.steps():  # Its state was saved before it was evaluated.
+      if (
+        self.failure is None and metrics and step in self.checkpoints.steps()
+      ):  # Its state was saved before it was evaluated.
         self.checkpoints.measured(step, metrics)
-      if self.writer is not None:
+      if self.writer is not None and self.failure is None:
         self.writer.write(step, line)
     self.together(f'writing what step {step} has measured')
     self.hold(state, {}, metrics)
