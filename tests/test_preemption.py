@@ -136,6 +136,17 @@ def listing_hangs():
     time.sleep(60)
 
 
+def listing_fails():
+  def fail():
+    raise RuntimeError('503: no answer from the store')
+
+  with Preemption(0.1, fail) as stop:
+    stop.stage = 'steps'
+    told(signal.SIGTERM)
+    time.sleep(3)
+    return 9
+
+
 def twice_at_once():
   # As `timeout` sends it: to the process, then to its group.
   with Preemption(60.0, lambda: 7) as stop:
@@ -209,8 +220,8 @@ def afterwards():
 
 
 results = {}
-for scenario in (at_the_next_point, stuck, stuck_at_the_start, listing_hangs, twice_at_once, once_more, a_child_is_told,
-                 nobody_reads, nobody_is_there, afterwards, given_up, given_up_and_stuck):
+for scenario in (at_the_next_point, stuck, stuck_at_the_start, listing_hangs, listing_fails, twice_at_once, once_more,
+                 a_child_is_told, nobody_reads, nobody_is_there, afterwards, given_up, given_up_and_stuck):
   with tempfile.TemporaryFile() as said:
     child = os.fork()
     if child == 0:
@@ -244,6 +255,7 @@ def test_a_signal_is_heard_whatever_the_main_thread_does():
       'SIGINT: stopping. SIGINT: not done within 0.2 s, ending now. There is no checkpoint yet; the same command starts',
     ),
     'listing_hangs': (143, f'{told} SIGTERM: not done within 0.1 s (trainer.preemption_grace_s), ending now. The same'),
+    'listing_fails': (143, f'{told} SIGTERM: not done within 0.1 s (trainer.preemption_grace_s), ending now. The same'),
     'twice_at_once': (6, told),
     'once_more': (130, f'{told} SIGINT, again: ending now. {there}'),
     'a_child_is_told': (8, ''),
