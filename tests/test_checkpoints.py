@@ -514,6 +514,20 @@ def test_nothing_is_removed_before_the_new_checkpoint_is_on_the_disk(tmp_path, m
   assert_same(state, make_state(step))
 
 
+def test_what_a_failed_attempt_has_left_makes_room_for_the_next_one(tmp_path, monkeypatch):
+  checkpoints = save_steps(tmp_path, {1: {}})
+  full = OSError(errno.ENOSPC, 'No space left on device')
+  monkeypatch.setattr(checkpoint_module, 'sync_tree', lambda path: (_ for _ in ()).throw(full))
+  checkpoints.save(2, make_state(2), {}, {})
+  with pytest.raises(UserError, match='could not be written .*No space left'):
+    checkpoints.wait()
+  monkeypatch.undo()
+  checkpoints.save(2, make_state(2), {}, {})
+  checkpoints.wait()
+  assert sorted(path.name for path in checkpoints.directory.iterdir()) == ['1', '2']
+  assert not (tmp_path / DAMAGED).exists()
+
+
 def test_what_a_killed_process_leaves_is_no_checkpoint_and_is_removed(tmp_path):
   save_steps(tmp_path, {1: {}, 2: {}, 3: {}}, keep=3).close()
   folder = tmp_path / 'checkpoints'

@@ -145,7 +145,10 @@ class Checkpoints:
     folder = self._unfinished(step)
     try:
       if jax.process_index() == 0 and folder.exists():  # Orbax waits for process 0 before it begins.
-        self._move(folder)  # Of an attempt that failed or, in a store, of a process that has lost the run.
+        if is_local(folder):
+          folder.rmtree()  # What an attempt of this epoch has left; on a full disk it is what room is needed for.
+        else:
+          self._move(folder)  # In a store, it may be that of a process that has lost the run.
       self._writer.save(
         folder, args=ocp.args.Composite(state=ocp.args.PyTreeSave(state), host=ocp.args.JsonSave(dict(host)))
       )
