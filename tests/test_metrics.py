@@ -101,6 +101,15 @@ def test_a_line_that_is_not_json_is_named(tmp_path):
     metrics.read_metrics(tmp_path)
 
 
+def test_a_block_that_did_not_reach_the_disk_does_not_keep_a_run_from_going_on(tmp_path):
+  lines = [json.dumps({'step': step, 'text': 'x' * 2000}).encode() + b'\n' for step in range(1, 7)]
+  content = b''.join(lines)
+  content = content[:4096] + bytes(4096) + content[8192:]  # A file system need not write blocks in their order.
+  (tmp_path / 'metrics.jsonl').write_bytes(content)
+  assert [line['step'] for line in metrics.read_metrics(tmp_path)] == [1, 2, 6]
+  assert [line['step'] for line in metrics.history(tmp_path, 2)] == [1, 2]
+
+
 def test_a_line_that_names_another_state_than_the_checkpoint_stops_the_run(tmp_path):
   records = [{'step': 1, 'state_digest': 'a' * 64}, {'step': 2}, {'step': 3, 'state_digest': 'b' * 64}]
   (tmp_path / 'metrics.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in records))

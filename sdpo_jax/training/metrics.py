@@ -21,6 +21,7 @@ if TYPE_CHECKING:
   from sdpo_jax.training.ownership import Ownership
 
 METRICS = 'metrics.jsonl'
+UNWRITTEN = '\0' * 512  # In the place of a block that had not reached the disk when the machine failed.
 STATE_DIGEST = 'state_digest'  # In a line: of the state at the end of its step, which a checkpoint of the step holds.
 _logger = logging.getLogger('sdpo_jax.metrics')
 
@@ -128,15 +129,20 @@ def _boards(workdir: epath.Path, config: Config, resume_step: int) -> list[Tenso
   return boards
 
 
-def read_metrics(workdir: epath.PathLike) -> list[dict[str, Any]]:
+def read_metrics(workdir: epath.PathLike, last: int | None = None) -> list[dict[str, Any]]:
   """Return the lines of `metrics.jsonl` that are the run's; a last line cut off by a crash is left out.
 
   So are lines that a process wrote when another one had taken the run over; their steps are named in a warning.
 
+  Args:
+    workdir: of the run.
+    last: step up to which lines are wanted; None: all.
+
   Raises:
     UserError: it is no file, cannot be read, or holds a line that is not an object with a step.
   """
-  lines, foreign = of_the_run(raw_lines(workdir), read_epochs(workdir))
+  wanted = [line for line in raw_lines(workdir) if last is None or line['step'] <= last]
+  lines, foreign = of_the_run(wanted, read_epochs(workdir))
   if foreign:
     _logger.warning(
       '%s: %s written by a process that had lost the run to another one, and left out.',
@@ -158,7 +164,10 @@ def spans(steps: Iterable[int]) -> str:
 
 
 def raw_lines(workdir: epath.PathLike) -> list[dict[str, Any]]:
-  """Return all lines of `metrics.jsonl`, whoever wrote them; errors as `read_metrics`."""
+  """Return all lines of `metrics.jsonl`, whoever wrote them; errors as `read_metrics`.
+
+  Lines in a block that a failure of the machine has kept from the disk are left out. No checkpoint follows such a line.
+  """
   path = epath.Path(workdir) / METRICS
   if not path.exists():
     return []
@@ -171,6 +180,8 @@ def raw_lines(workdir: epath.PathLike) -> list[dict[str, Any]]:
     except (ValueError, RecursionError) as error:
       if number == len(lines):
         break
+      if UNWRITTEN in line:
+        continue
       raise UserError(f'{path}, line {number} is not JSON: the file was changed by hand; {way_out}.') from error
     step = value.get('step') if isinstance(value, dict) else None
     if not isinstance(step, int) or isinstance(step, bool):
@@ -184,7 +195,7 @@ def raw_lines(workdir: epath.PathLike) -> list[dict[str, Any]]:
 
 def history(workdir: epath.PathLike, step: int) -> list[dict[str, Any]]:
   """The lines of `metrics.jsonl` up to the checkpoint of `step`; none at step 0, when a run begins anew."""
-  return [line for line in read_metrics(workdir) if line['step'] <= step] if step else []
+  return read_metrics(workdir, last=step) if step else []
 
 
 def check_digest(workdir: epath.PathLike, step: int, digest: str) -> bool:
