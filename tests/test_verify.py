@@ -11,7 +11,7 @@ import pytest
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import verify
-from sdpo_jax.training import checkpoints, digests, owner
+from sdpo_jax.training import checkpoints, digests, epochs, owner
 from sdpo_jax.training.stored_arrays import stored_digest
 from tests import tiny
 from tests.test_checkpoints import files_below, flipped, make_state
@@ -85,6 +85,10 @@ def replace(name, old, new):
   return act
 
 
+def publish(step):
+  return lambda run: (run / 'epochs.json').write_text(epochs.Epochs(published=step).to_json())
+
+
 @pytest.mark.parametrize(
   ('act', 'code', 'text'),
   [
@@ -105,6 +109,10 @@ def replace(name, old, new):
     (lambda run: (run / 'config.json').write_text('{'), 1, 'damaged  config.json: '),
     (lambda run: (run / 'config.json').unlink(), 1, 'damaged  config.json: is missing'),
     (lambda run: (run / 'metrics.jsonl').unlink(), 0, 'note     metrics.jsonl: is missing'),
+    (publish(4), 0, 'ok       checkpoints/4'),
+    (publish(6), 1, 'damaged  checkpoints: that of step 6 was published and is not there'),
+    (lambda run: (publish(4)(run), (run / 'metrics.jsonl').unlink()), 1, 'damaged  metrics.jsonl: is missing'),
+    (lambda run: (run / 'metrics.jsonl').write_text(''), 1, 'damaged  metrics.jsonl: has no line of steps 1–3'),
     (lambda run: (run / 'epochs.json').write_text('{}'), 1, 'damaged  epochs.json: '),
     (
       lambda run: (run / 'checkpoints/6.unfinished.1').mkdir(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator
 import dataclasses
 import json
@@ -96,6 +97,8 @@ class _Audit:
     self._epochs = Epochs()
     self._digests: dict[int, str] = {}  # Step → the state at its end, where metrics.jsonl names it, but for rollbacks.
     self._reached = 0  # The last step of which there is anything.
+    self._lines: set[int] = set()  # Steps of which metrics.jsonl has a line.
+    self._bytes: int | None = None  # Of metrics.jsonl, when it was read; None: it is not there.
     self.whole: list[int] = []  # Steps of checkpoints.
 
   def findings(self) -> Iterator[Finding]:
@@ -106,6 +109,7 @@ class _Audit:
     yield from self._read(FINGERPRINT, lambda: f'{len(fingerprint.read(self._workdir))} starts')
     yield from self._metrics()
     yield from self._checkpoints()
+    yield from self._lost()
     for folder in ('rollouts', 'eval'):
       yield from self._results(folder)
     yield from self._remains()
@@ -162,11 +166,14 @@ class _Audit:
   def _metrics(self) -> Iterator[Finding]:
     path = self._workdir / METRICS
     if not path.exists():
-      yield Finding(NOTE, METRICS, 'is missing: the numbers of all steps are lost, unless no step has ended')
+      state = DAMAGE if self._epochs.published > 1 else NOTE
+      yield Finding(state, METRICS, 'is missing: the numbers of all steps are lost, unless no step has ended')
       return
     steps: list[int] = []
     foreign: list[int] = []
-    texts = path.read_bytes().split(b'\n')
+    content = path.read_bytes()
+    self._bytes = len(content)
+    texts = content.split(b'\n')
     cut = texts.pop()  # What follows the last end of a line.
     for number, text in enumerate(texts, 1):
       line = _line(text)
@@ -187,12 +194,10 @@ class _Audit:
       yield Finding(
         NOTE, METRICS, f'lines of steps {spans(foreign)} are of a process that had lost the run; readers drop them'
       )
-    twice = {step for step in steps if steps.count(step) > 1}
+    twice = {step for step, count in collections.Counter(steps).items() if count > 1}
     if twice:
       yield Finding(DAMAGE, METRICS, f'has several lines of steps {spans(twice)}')
-    missing = set(range(1, self._reached + 1)) - set(steps)
-    if missing:
-      yield Finding(DAMAGE, METRICS, f'has no line of steps {spans(missing)}: their numbers are lost')
+    self._lines = set(steps)
     yield Finding(
       WHOLE, METRICS, f'{len(steps)} lines, {len(self._digests)} with a {STATE_DIGEST}, up to step {self._reached}'
     )
@@ -213,6 +218,19 @@ class _Audit:
       yield found
     for path in sorted(path for path in entries if not path.name.isdecimal()):
       yield Finding(NOTE, f'checkpoints/{path.name}', 'is being written or removed, or was when the run was killed')
+
+  def _lost(self) -> Iterator[Finding]:
+    """Yield what the run has written and is not there any more, as other things that it has left say."""
+    path, newest, last = self._workdir / METRICS, max(self.whole, default=0), max(self._lines, default=0)
+    if self._bytes is not None:
+      going_on = not path.exists() or path.stat().length != self._bytes  # Lines may be there by now.
+      # The line of a checkpoint's own step may be outstanding.
+      missing = set(range(1, (last if going_on else max(last, newest - 1)) + 1)) - self._lines
+      if missing:
+        yield Finding(DAMAGE, METRICS, f'has no line of steps {spans(missing)}: their numbers are lost')
+    published = self._epochs.published
+    if published > newest and read_epochs(self._workdir).published == published:
+      yield Finding(DAMAGE, 'checkpoints', f'that of step {published} was published and is not there, or not whole')
 
   def _checkpoint(self, path: epath.Path) -> Finding:
     what = f'checkpoints/{path.name}'
