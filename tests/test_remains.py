@@ -10,7 +10,7 @@ import pytest
 
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
-from sdpo_jax.training import epochs, ownership, remains, workdir
+from sdpo_jax.training import checkpoints, epochs, ownership, remains, workdir
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def folder(tmp_path):
   return epath.Path(tmp_path / 'run')
 
 
-def leave(folder, *, steps=4, published=0, checkpoints=(), save_freq=10, recorded=True):
+def leave(folder, *, steps=4, published=0, kept=(), save_freq=10, recorded=True):
   """What a run leaves that has gone `steps` steps; of an earlier version if nothing is `recorded`."""
   config = Config()
   config.trainer.save_freq = save_freq
@@ -36,7 +36,7 @@ def leave(folder, *, steps=4, published=0, checkpoints=(), save_freq=10, recorde
     (folder / name).mkdir()
   (folder / 'rollouts' / f'{steps}.jsonl').write_text('rollouts')
   (folder / 'eval' / 'notes.txt').write_text('mine')
-  for step in checkpoints:
+  for step in kept:
     (folder / 'checkpoints' / str(step)).mkdir()
 
 
@@ -80,7 +80,7 @@ def test_checkpoints_that_are_gone_are_missed(folder):
 
 def test_whoever_resumed_has_had_a_checkpoint(folder):
   """The record is written after the checkpoint; a kill between them leaves a checkpoint that the next start knows."""
-  leave(folder, checkpoints=[2])
+  leave(folder, kept=[2])
   with ownership.sole_user(folder) as mine:
     remains.settle(folder, mine, restart=False, say=print)
     mine.resumed(2)
@@ -119,7 +119,7 @@ def test_restart_moves_everything_away_and_loses_nothing(folder):
 
 
 def test_restart_does_not_leave_a_checkpoint_behind(folder):
-  leave(folder, published=2, checkpoints=[2])
+  leave(folder, published=2, kept=[2])
   before = content(folder)
   said, _ = settle(folder, restart=True)
   assert '--restart does nothing here: the checkpoint of step 2 is there' in said[0] and content(folder) == before
@@ -156,10 +156,11 @@ def test_a_restart_that_is_interrupted_anywhere_is_completed(folder, monkeypatch
 
 
 def test_in_a_store_without_folders_each_object_is_moved_for_itself(folder, monkeypatch):
-  leave(folder, published=2, checkpoints=[2])
+  leave(folder, published=2, kept=[2])
   (folder / 'checkpoints' / '2' / 'array').write_text('of a checkpoint without its manifest')
   before = content(folder)
-  monkeypatch.setattr(remains, 'is_local', lambda path: False)
+  for module in (checkpoints, remains):
+    monkeypatch.setattr(module, 'is_local', lambda path: False)
   kind = type(folder)
   copy, unlink, moves = kind.copy, kind.unlink, []
 

@@ -149,7 +149,9 @@ def test_an_evaluation_does_not_replace_another(tmp_path):
     (tmp_path / name).unlink()
 
 
-@pytest.mark.parametrize('name', ['config.json', 'metrics.jsonl', 'rollouts', 'checkpoints'])
+@pytest.mark.parametrize(
+  'name', ['config.json', 'metrics.jsonl', 'rollouts', 'checkpoints', 'checkpoints_damaged', 'before_restart']
+)
 def test_a_run_with_a_link_in_it_is_refused(run, tmp_path, name):
   (tmp_path / 'elsewhere').mkdir()
   (run / name).unlink(missing_ok=True)

@@ -20,10 +20,9 @@ from sdpo_jax.training.checkpoints import DAMAGED, NO_MANIFEST
 from sdpo_jax.training.epochs import EPOCHS, FENCING_EPOCH, Epochs, read_epochs
 from sdpo_jax.training.metrics import METRICS, STATE_DIGEST, spans
 from sdpo_jax.training.ownership import LOCK
-from sdpo_jax.training.remains import BEFORE_RESTART
 from sdpo_jax.training.stored_arrays import stored_digest
 from sdpo_jax.training.unreadable import is_out_of_reach
-from sdpo_jax.training.workdir import FINGERPRINT
+from sdpo_jax.training.workdir import BEFORE_RESTART, FINGERPRINT
 
 WHOLE, NOTE, DAMAGE = 'ok', 'note', 'damaged'
 ALL_WHOLE, SOME_DAMAGED, NOTHING_LEFT = 0, 1, 2  # Exit codes.

@@ -516,14 +516,22 @@ def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
   return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 
 
-def newest(workdir: epath.PathLike) -> int:
-  """Return the newest step whose checkpoint is whole, as the directory says, also while one is being written; 0: none."""
+def published_steps(workdir: epath.PathLike) -> list[int]:
+  """Return the steps whose checkpoints were published, in order, as names say; nothing is read, and one may be damaged."""
   directory = epath.Path(workdir) / 'checkpoints'
   if not directory.exists():
-    return 0
-  return max(
-    (int(path.name) for path in directory.iterdir() if path.name.isdecimal() and (path / MANIFEST).exists()), default=0
+    return []
+  # A disk's folder gets its name when it is whole; in a store its last object says that it is.
+  return sorted(
+    int(path.name)
+    for path in directory.iterdir()
+    if path.name.isdecimal() and (is_local(path) or (path / MANIFEST).exists())
   )
+
+
+def newest(workdir: epath.PathLike) -> int:
+  """Return the last of `published_steps`; 0: there is none."""
+  return max(published_steps(workdir), default=0)
 
 
 def abstract(state: TrainState) -> TrainState:

@@ -34,6 +34,7 @@ from sdpo_jax.environments import grader_code, registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import read_json_object, write_atomically
+from sdpo_jax.training.checkpoints import newest
 from sdpo_jax.training.epochs import FENCING_EPOCH
 from sdpo_jax.training.ownership import Ownership
 from sdpo_jax.training.workdir import FINGERPRINT, saved_settings
@@ -186,7 +187,7 @@ def compare(
   Raises:
     UserError: what changes what is learned is not what it was, and `trainer.accept_changes` does not name it.
   """
-  step = newest_step(workdir) if step is None else step
+  step = newest(workdir) if step is None else step
   if step == 0:
     return Continuation(parts, step, Differences([], [], {}, []))
   settings = differences(saved_settings(workdir), config) if settings is None else settings
@@ -236,13 +237,6 @@ def model_changes(workdir: epath.PathLike, path: str, tokenizer: Any, step: int)
     return []
   now = {'tokenizer': identity.of_tokenizer(path, tokenizer), 'model': identity.of_architecture(path)}
   return _changes([name for name in now if name in before], before, now)
-
-
-def newest_step(workdir: epath.PathLike) -> int:
-  """Return the step of the newest checkpoint of a run, whole or not; 0 if it has none."""
-  folder = epath.Path(workdir) / 'checkpoints'
-  names = [path.name for path in folder.iterdir()] if folder.exists() else []
-  return max((int(name) for name in names if name.isdecimal()), default=0)
 
 
 def start(

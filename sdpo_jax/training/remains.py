@@ -16,13 +16,11 @@ from etils import epath
 
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import is_local, make_directory, sync_directory
+from sdpo_jax.training.checkpoints import published_steps
 from sdpo_jax.training.epochs import Epochs, read_epochs
-from sdpo_jax.training.manifest import MANIFEST
 from sdpo_jax.training.metrics import METRICS, raw_lines, spans
 from sdpo_jax.training.ownership import Ownership, unwritable
-from sdpo_jax.training.workdir import RESULTS, saved_settings
-
-BEFORE_RESTART = 'before_restart'  # The folder of what --restart moved away.
+from sdpo_jax.training.workdir import BEFORE_RESTART, RESULTS, saved_settings
 
 
 def settle(workdir: epath.Path, ownership: Ownership, *, restart: bool, say: Callable[[str], None]) -> None:
@@ -42,7 +40,7 @@ def settle(workdir: epath.Path, ownership: Ownership, *, restart: bool, say: Cal
     say(f'A --restart of {workdir} was interrupted: the rest of the old results is moved away.')
     _move(workdir, record.restarting, ownership)
     record = ownership.record()
-  steps = checkpoint_steps(workdir)
+  steps = published_steps(workdir)
   if restart and not steps:
     if any((workdir / name).exists() for name in RESULTS):
       number = 1 + max(_numbers(workdir / BEFORE_RESTART), default=0)
@@ -68,7 +66,7 @@ def settle(workdir: epath.Path, ownership: Ownership, *, restart: bool, say: Cal
 
 def check_remains(workdir: epath.Path) -> None:
   """Raise a UserError if a start without --restart would be refused because checkpoints are gone; nothing is written."""
-  if not checkpoint_steps(workdir):
+  if not published_steps(workdir):
     record = read_epochs(workdir)
     refuse_loss(workdir, dataclasses.replace(record, published=record.published or _due_without(record, workdir)))
 
@@ -101,13 +99,6 @@ def lost_lines(workdir: epath.Path, step: int, lines: Sequence[dict[str, Any]]) 
     return f'{path} {what}: the numbers of steps 1–{step} are lost, and so is what alarms had seen. The run goes on.'
   number = 'step' if len(missing) == 1 else 'steps'
   return f'{path} has no line of {number} {spans(missing)}: the numbers are lost. The run goes on.'
-
-
-def checkpoint_steps(workdir: epath.Path) -> list[int]:
-  """Return the steps that `checkpoints/` has folders of, in order; in an object store, folders with a manifest."""
-  folder = workdir / 'checkpoints'
-  # A disk's folder gets its name when it is whole; in a store its last object says that it is.
-  return sorted(step for step in _numbers(folder) if is_local(folder) or (folder / str(step) / MANIFEST).exists())
 
 
 def reached(workdir: epath.Path) -> int:

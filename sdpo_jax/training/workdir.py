@@ -27,9 +27,11 @@ from sdpo_jax.training.ownership import unwritable
 
 FINGERPRINT = 'fingerprint.json'  # What the run depends on beside its settings.
 FILES = ('config.json', 'metrics.jsonl', EPOCHS, FINGERPRINT, WANDB_ID)
-FOLDERS = ('checkpoints', 'eval', 'profile', 'rollouts', 'stalls', 'tensorboard')
-# Those of one beginning, which --restart moves away; the settings last, since without them the others are no run.
-RESULTS = (*FOLDERS, DAMAGED, 'metrics.jsonl', WANDB_ID, FINGERPRINT, 'config.json')
+BEFORE_RESTART = 'before_restart'  # The folder of what --restart moved away.
+_OF_A_BEGINNING = ('checkpoints', DAMAGED, 'eval', 'profile', 'rollouts', 'stalls', 'tensorboard')
+FOLDERS = (*_OF_A_BEGINNING, BEFORE_RESTART)
+# What --restart moves away; the settings last, since without them the others are no run.
+RESULTS = (*_OF_A_BEGINNING, 'metrics.jsonl', WANDB_ID, FINGERPRINT, 'config.json')
 ANOTHER = 'restore it or choose another --workdir'
 
 
