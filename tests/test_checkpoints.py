@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 
 import chex
 from etils import epath
@@ -512,6 +513,26 @@ def test_nothing_is_removed_before_the_new_checkpoint_is_on_the_disk(tmp_path, m
   step, state, _ = again.restore(make_state(0))
   assert step == (2 if failing == 'sync_directory' else 1)  # Whole, though nobody could know that it was on the disk.
   assert_same(state, make_state(step))
+
+
+def test_no_thread_goes_on_before_everything_is_written(tmp_path, monkeypatch):
+  checkpoints, go_on, there = Checkpoints(tmp_path), threading.Event(), []
+  sync_tree = checkpoint_module.sync_tree
+  monkeypatch.setattr(checkpoint_module, 'sync_tree', lambda path: go_on.wait(60) and sync_tree(path))
+  checkpoints.save(1, make_state(1), {}, {})
+
+  def wait():
+    checkpoints.wait()
+    there.append((tmp_path / 'checkpoints' / '1').is_dir())
+
+  threads = [threading.Thread(target=wait) for _ in range(2)]
+  for thread in threads:
+    thread.start()
+  threads[1].join(0.2)
+  go_on.set()
+  for thread in threads:
+    thread.join(60)
+  assert there == [True, True]
 
 
 def test_what_a_failed_attempt_has_left_makes_room_for_the_next_one(tmp_path, monkeypatch):

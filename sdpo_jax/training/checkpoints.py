@@ -21,6 +21,7 @@ import itertools
 import logging
 import math
 import re
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,7 @@ class Checkpoints:
     self._manifests: dict[int, Manifest | None] = {}  # Step → its manifest; None: it cannot be read.
     self._unranked: dict[int, _Problem] = {}  # Step → why its manifest cannot be read.
     self._reader = _reader()
+    self._waiting = threading.Lock()  # One thread may save where another one, which hangs, measures: both wait.
     self._publishing: tuple[int, list[int], futures.Future[None]] | None = None  # Step, those it supersedes, the work.
     if not read_only:
       # All processes write one checkpoint in one folder, of which only process 0 knows the epoch.
@@ -185,18 +187,19 @@ class Checkpoints:
     Raises:
       UserError: it could not be written; earlier checkpoints are intact.
     """
-    if self._publishing is None:
-      return
-    (step, superseded, work), self._publishing = self._publishing, None
-    try:
-      work.result()
-    except BaseException as error:
-      del self._manifests[step]
-      if isinstance(error, OSError | ValueError | RuntimeError):
-        raise self._write_error(error) from error
-      raise
-    for older in superseded:
-      del self._manifests[older]
+    with self._waiting:
+      if self._publishing is None:
+        return
+      (step, superseded, work), self._publishing = self._publishing, None
+      try:
+        work.result()
+      except BaseException as error:
+        del self._manifests[step]
+        if isinstance(error, OSError | ValueError | RuntimeError):
+          raise self._write_error(error) from error
+        raise
+      for older in superseded:
+        del self._manifests[older]
 
   def close(self) -> None:
     """Return when everything is written and nothing is open any more.
