@@ -1,5 +1,6 @@
 """metrics.jsonl: one line a step, none twice after a resume, local and on stores that cannot append."""
 
+import errno
 import json
 import os
 import types
@@ -63,6 +64,27 @@ def test_the_lines_are_on_the_disk_after_a_sync_and_a_link_is_not_followed(tmp_p
   with pytest.raises(OSError, match='symbolic link'):
     writer.write(3, {})
   assert steps(tmp_path) == [1, 2]
+
+
+def test_lines_that_could_not_be_synced_are_written_anew(tmp_path, monkeypatch):
+  """The system reports a failure once, and may have dropped the data."""
+  writer = metrics.MetricsWriter(tmp_path, quiet())
+  writer.write(1, {})
+  path = tmp_path / 'metrics.jsonl'
+  lost, fsync = path.stat().st_ino, os.fsync
+
+  def fail(descriptor):
+    raise OSError(errno.EIO, 'Input/output error')
+
+  monkeypatch.setattr(os, 'fsync', fail)
+  with pytest.raises(OSError, match='Input/output'):
+    writer.sync()
+  with pytest.raises(OSError, match='Input/output'):
+    writer.sync()
+  synced = []
+  monkeypatch.setattr(os, 'fsync', lambda descriptor: (synced.append(os.fstat(descriptor).st_ino), fsync(descriptor)))
+  writer.sync()
+  assert path.stat().st_ino in synced and path.stat().st_ino != lost and steps(tmp_path) == [1]
 
 
 def test_a_checkpoint_is_begun_when_its_lines_are_on_the_disk():

@@ -54,6 +54,7 @@ class MetricsWriter:
       if self._rewrite():
         break
       self.check()  # Whoever has written meanwhile is not the owner; those lines are left out.
+    self._doubtful = False  # Whether a sync has failed.
     self._boards = _boards(workdir, config, resume_step)
 
   def check(self) -> None:
@@ -100,7 +101,11 @@ class MetricsWriter:
     Raises:
       OSError: they are not.
     """
+    if self._doubtful:  # What could not be synced may be lost though the next sync succeeds.
+      self._rewrite()
+    self._doubtful = True
     sync_file(self._path)
+    self._doubtful = False
     for board in self._boards:
       board.sync()
 
