@@ -480,6 +480,15 @@ def test_who_has_lost_the_run_publishes_nothing(tmp_path):
   assert_same(again.restore(make_state(0))[1], make_state(2))
 
 
+@pytest.mark.parametrize('name', ['07', '\u0667', '7.copy'])
+def test_a_folder_that_is_not_named_as_a_step_is_none_of_the_runs(tmp_path, name):
+  save_steps(tmp_path, {3: {}}).close()
+  (tmp_path / 'checkpoints' / name).mkdir()
+  assert checkpoint_module.newest(tmp_path) == 3
+  assert Checkpoints(tmp_path).restore(make_state(0))[0] == 3
+  assert (tmp_path / 'checkpoints' / name).is_dir()
+
+
 def test_what_was_published_without_the_run_is_set_aside(tmp_path, caplog):
   """A process is stopped between its last check and the rename, and goes on when another one owns the run."""
   save_steps(tmp_path, {1: {}, 3: {}}, ownership=Owner(1)).close()

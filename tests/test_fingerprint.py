@@ -378,6 +378,9 @@ def test_what_changes_rounding_or_evaluations_alone_is_named(run, rewritten, mon
   assert len(starts(folder)[-1]['changes']) == 4 and starts(folder)[-1]['accepted'] == []
 
 
+OF_NO_PARTS = '{"format": 1, "starts": [{"step": 0, "parts": {"tokenizer": 3}}]}'
+
+
 def test_a_run_without_a_fingerprint_says_so_and_one_with_a_damaged_one_ends(run):
   folder, config = run
   path = folder / 'run' / 'fingerprint.json'
@@ -386,7 +389,13 @@ def test_a_run_without_a_fingerprint_says_so_and_one_with_a_damaged_one_ends(run
     'does not say with which tokenizer, data and graders the steps up to 1 were' in s for s in go_on(folder, config)
   )
   assert [start['step'] for start in starts(folder)] == [1]
-  for damaged in ('', '{"format": 2, "starts": []}', '{"format": 1, "starts": [{}]}', path.read_text()[:-40]):
+  for damaged in (
+    '',
+    '{"format": 2, "starts": []}',
+    '{"format": 1, "starts": [{}]}',
+    OF_NO_PARTS,
+    path.read_text()[:-40],
+  ):
     path.write_text(damaged)
     with pytest.raises(UserError, match='restore it, or remove it and this start is not compared'):
       go_on(folder, config)

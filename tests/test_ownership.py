@@ -314,6 +314,9 @@ def test_damaged_epochs_are_named(folder):
     ('{"format": 1', 'damaged'),
     ('[]', 'damaged'),
     (good.replace('"fencing_epoch": 1', '"fencing_epoch": "1"'), 'damaged'),
+    (good.replace('"resumed_from": null', '"resumed_from": "1"'), 'damaged'),
+    (good.replace('"restarting": null', '"restarting": "../x"'), 'damaged'),
+    (good.replace('"published": 0', '"published": -1'), 'damaged'),
     (good.replace('"format": 1', '"format": 2'), 'a later version wrote'),
   ):
     (folder / epochs.EPOCHS).write_text(content)

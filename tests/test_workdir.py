@@ -41,6 +41,11 @@ def test_a_run_and_a_new_directory_are_taken(run):
     ),
     ('metrics.jsonl', b'{"loss": 1}\n{"step": 3}\n', 'line 1 is not an object with a whole number as its step'),
     ('metrics.jsonl', b'{"step": "1"}\n{"step": 3}\n', 'line 1 is not an object with a whole number as its step'),
+    (
+      'metrics.jsonl',
+      b'{"step": 1, "fencing_epoch": "1"}\n',
+      "line 1 has '1' as its fencing_epoch, .* mend or remove it",
+    ),
     ('metrics.jsonl', b'{"step": 1}\nhello\n{"step": 3}\n', 'line 2 is not JSON'),
     ('metrics.jsonl', b'[' * 100_000 + b'\n{"step": 3}\n', 'line 1 is not JSON'),
     ('metrics.jsonl', None, 'metrics.jsonl is a folder where the run needs a file: move it away'),
@@ -78,6 +83,14 @@ def test_what_may_be_insisted_on_is_offered_beside_what_is_accepted_already(run)
     UserError, match=r'seed was 0 and is now 1\. Use the settings of that run, or another --workdir\.$'
   ):
     workdir.check_workdir(config, run)
+
+
+@pytest.mark.parametrize('name', ['config.json', 'metrics.jsonl', 'fingerprint.json', 'epochs.json'])
+def test_a_pipe_in_the_place_of_a_file_is_not_opened(run, name):
+  (run / name).unlink(missing_ok=True)
+  os.mkfifo(run / name)
+  with pytest.raises(UserError, match=f'{name} is a pipe or a device where the run needs a file: move it away'):
+    workdir.check_workdir(Config(), run)
 
 
 def test_a_file_is_no_workdir(run):

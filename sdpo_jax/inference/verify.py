@@ -16,7 +16,7 @@ from sdpo_jax.errors import UserError, first_line, short_repr
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.inference.runs import run_config
 from sdpo_jax.training import fingerprint, manifest, owner
-from sdpo_jax.training.checkpoints import DAMAGED, NO_MANIFEST
+from sdpo_jax.training.checkpoints import DAMAGED, NO_MANIFEST, is_step
 from sdpo_jax.training.epochs import EPOCHS, FENCING_EPOCH, Epochs, read_epochs
 from sdpo_jax.training.metrics import METRICS, STATE_DIGEST, spans
 from sdpo_jax.training.ownership import LOCK
@@ -207,7 +207,7 @@ class _Audit:
       yield Finding(NOTE, 'checkpoints', 'there is none')
       return
     entries = list(folder.iterdir())
-    for path in sorted((path for path in entries if path.name.isdecimal()), key=lambda path: int(path.name)):
+    for path in sorted((path for path in entries if is_step(path.name)), key=lambda path: int(path.name)):
       found = self._checkpoint(path)
       if found.state == WHOLE:
         self.whole.append(int(path.name))
@@ -215,7 +215,7 @@ class _Audit:
       elif not path.exists():
         found = Finding(NOTE, found.what, 'was removed by the run while it was read')
       yield found
-    for path in sorted(path for path in entries if not path.name.isdecimal()):
+    for path in sorted(path for path in entries if not is_step(path.name)):
       yield Finding(NOTE, f'checkpoints/{path.name}', 'is being written or removed, or was when the run was killed')
 
   def _lost(self) -> Iterator[Finding]:
@@ -302,7 +302,9 @@ def _line(text: bytes) -> dict[str, Any] | None:
     line = json.loads(text)
   except (ValueError, RecursionError):
     return None
-  step = line.get('step') if isinstance(line, dict) else None
+  if not isinstance(line, dict) or not isinstance(line.get(FENCING_EPOCH, 0), int):
+    return None
+  step = line.get('step')
   return line if isinstance(step, int) and not isinstance(step, bool) else None
 
 

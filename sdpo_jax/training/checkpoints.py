@@ -47,6 +47,7 @@ SKIPPED = ocp.PLACEHOLDER  # In the place of a leaf that is not to be read.
 PAUSES = (0.5, 2.0, 5.0)  # Seconds before each further attempt at what cannot be read at the moment.
 NO_MANIFEST = f'it has no {MANIFEST}, so that an earlier version wrote it or that file was lost'
 _LEFT_OVER = re.compile(r'\d+\.(unfinished|deleted|orbax-checkpoint-tmp).*')  # By a process that was killed.
+_STEP = re.compile('[1-9][0-9]*')  # Step 0 has no checkpoint.
 _COMMITTED = 'commit_success.txt'  # Orbax's last object in a store that cannot rename.
 _logger = logging.getLogger('sdpo_jax.checkpoints')
 
@@ -276,7 +277,7 @@ class Checkpoints:
       return
     make_directory(self.directory)
     for path in list(self.directory.iterdir()) if self.directory.exists() else ():  # A store has no empty folders.
-      unfinished = not is_local(path) and path.name.isdecimal() and not (path / _COMMITTED).exists()
+      unfinished = not is_local(path) and is_step(path.name) and not (path / _COMMITTED).exists()
       if _LEFT_OVER.fullmatch(path.name) or unfinished:
         path.rmtree()
 
@@ -294,7 +295,7 @@ class Checkpoints:
         f'{self.directory} cannot be read ({first_line(error)}): make it readable, then start the same command again.'
       ) from error
     for path in paths:
-      if path.name.isdecimal():
+      if is_step(path.name):
         step = int(path.name)
         try:
           found[step] = self._manifest(path)
@@ -519,6 +520,11 @@ def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
   return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
 
 
+def is_step(name: str) -> bool:
+  """Return whether a checkpoint may have this name: a step, and no other way to write one, such as 07."""
+  return _STEP.fullmatch(name) is not None
+
+
 def published_steps(workdir: epath.PathLike) -> list[int]:
   """Return the steps whose checkpoints were published, in order, as names say; nothing is read, and one may be damaged."""
   directory = epath.Path(workdir) / 'checkpoints'
@@ -528,7 +534,7 @@ def published_steps(workdir: epath.PathLike) -> list[int]:
   return sorted(
     int(path.name)
     for path in directory.iterdir()
-    if path.name.isdecimal() and (is_local(path) or (path / MANIFEST).exists())
+    if is_step(path.name) and (is_local(path) or (path / MANIFEST).exists())
   )
 
 

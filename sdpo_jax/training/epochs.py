@@ -99,7 +99,11 @@ def parse(text: str, path: epath.PathLike) -> Epochs:
     epochs = tuple(Epoch(**fields) for fields in content['epochs'])
     result = Epochs(epochs, content['published'], content['restarting'])
     numbers = [epoch.fencing_epoch for epoch in epochs]
-    if not all(type(number) is int for number in [*numbers, result.published]) or numbers != sorted(set(numbers)):
+    optional = [result.restarting, *(epoch.resumed_from for epoch in epochs)]
+    whole = [*numbers, result.published, *(number for number in optional if number is not None)]
+    if not all(type(number) is int and number >= 0 for number in whole):
+      raise ValueError('its numbers are not whole numbers')
+    if numbers != sorted(set(numbers)):
       raise ValueError('its numbers do not grow')
   except (ValueError, TypeError, KeyError, RecursionError) as error:
     raise UserError(f'{path} is damaged ({error!r}): {WAY_OUT}.') from error

@@ -290,11 +290,15 @@ def read(workdir: epath.PathLike) -> Sequence[Mapping[str, Any]]:
     values.get('format') == FORMAT
     and isinstance(starts, list)
     and all(isinstance(start, dict) and isinstance(start.get('step'), int) for start in starts)
-    and all(isinstance(start.get('parts', {}), dict) for start in starts)
+    and all(_are_parts(start.get('parts', {})) for start in starts)
   )
   if not sound:
     raise UserError(f'{path} is not a history of starts in the format {FORMAT}: {way_out}.')
   return starts
+
+
+def _are_parts(value: Any) -> bool:
+  return isinstance(value, dict) and all(isinstance(part, dict) for part in value.values())
 
 
 def trained_by(starts: Sequence[Mapping[str, Any]], step: int) -> Parts | None:

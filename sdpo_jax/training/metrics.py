@@ -194,6 +194,12 @@ def raw_lines(workdir: epath.PathLike) -> list[dict[str, Any]]:
         f'{path}, line {number} is not an object with a whole number as its step, but {short_repr(value)}: the file was '
         f'changed by hand; {way_out}.'
       )
+    epoch = value.get(FENCING_EPOCH, 0)
+    if not isinstance(epoch, int):
+      raise UserError(
+        f'{path}, line {number} has {short_repr(epoch)} as its {FENCING_EPOCH}, which is a whole number: the file was '
+        f'changed by hand; {way_out}.'
+      )
     parsed.append(value)
   return parsed
 
@@ -214,6 +220,6 @@ def check_digest(workdir: epath.PathLike, step: int, digest: str) -> bool:
     raise UserError(
       f'{epath.Path(workdir) / METRICS} and the checkpoint of step {step} are not of the same run: the line of that step '
       f'names the state {short_repr(recorded[-1])}, and the checkpoint holds {digest}. Restore the one that was changed, '
-      'or choose another --workdir.'
+      'choose another --workdir, or take that line out of metrics.jsonl if the checkpoint is the one to go on from.'
     )
   return bool(recorded)

@@ -100,6 +100,10 @@ def _check_layout(workdir: epath.Path) -> set[str]:
       raise UserError(
         f'{workdir / name} is a {found} where the run needs a {wanted}: move it away or choose another --workdir.'
       )
+    if name in FILES and is_local(workdir) and not os.path.isfile(workdir / name):  # Whoever opens a pipe may wait.
+      raise UserError(
+        f'{workdir / name} is a pipe or a device where the run needs a file: move it away or choose another --workdir.'
+      )
   return there
 
 
