@@ -17,6 +17,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 
@@ -269,6 +270,18 @@ def test_less_can_be_kept_than_may_be_printed_and_read_than_is_returned(sandbox)
 def test_what_was_printed_before_a_time_out_is_reported(sandbox):
   report = run(sandbox, 'import time; print("before", flush=True); time.sleep(60)', limits=Limits(0.5, 10))
   assert (report.status, report.stdout) == ('timeout', 'before\n')
+
+
+def test_nobody_else_waits_for_a_disk_that_a_program_would_flush(sandbox):
+  code = """
+    import ctypes, os
+    # Of no open file, so that the kernel would refuse it if it looked.
+    result = [ctypes.CDLL(None, use_errno=True).fsync(63), ctypes.CDLL(None, use_errno=True).fdatasync(63)]
+    with open('file', 'w') as file:
+      os.fsync(file.fileno())
+  """
+  report = run(sandbox, textwrap.dedent(code))
+  assert report.exit_code == 0 and report.result == [0, 0], report.stderr
 
 
 def test_files_are_limited(sandbox):

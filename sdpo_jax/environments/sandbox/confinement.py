@@ -36,8 +36,6 @@ ALLOWED = {
   'dup': (32, 23),
   'dup2': (33, None),
   'dup3': (292, 24),
-  'fsync': (74, 82),
-  'fdatasync': (75, 83),
   'ftruncate': (77, 46),
   'sendfile': (40, 71),
   'copy_file_range': (326, 285),
@@ -132,6 +130,8 @@ ALLOWED = {
 }
 # Calls that are allowed for some arguments only; `_rules` says for which.
 CHECKED = {
+  'fsync': (74, 82),
+  'fdatasync': (75, 83),
   'open': (2, None),
   'openat': (257, 56),
   'fcntl': (72, 25),
@@ -360,6 +360,10 @@ def _rules(pid: int) -> dict[str, list[tuple[int, int, int, int]]]:
   """Instructions for every call of `CHECKED`, each list ending in returns."""
   clock = [_load(0), (AT_LEAST, 0, 1, CLOCKS), _fail(errno.EPERM), (RETURN, 0, 0, ALLOW)]
   return {
+    # Success, and nothing done: what a program writes need not outlive it, and every one of Python's files that it may
+    # read would make the disk flush what it holds of everybody's.
+    'fsync': [_fail(0)],
+    'fdatasync': [_fail(0)],
     'open': _flags(1),
     'openat': _flags(2),
     'fcntl': _one_of(1, FCNTL_COMMANDS),
