@@ -267,6 +267,14 @@ def test_less_can_be_kept_than_may_be_printed_and_read_than_is_returned(sandbox)
   assert (longer.status, longer.result_bytes, longer.dropped['result']) == ('output', b'"fives', 1)
 
 
+def test_output_that_comes_byte_by_byte_costs_its_reader_little(sandbox, monkeypatch):
+  reads, read = [], os.read
+  monkeypatch.setattr(os, 'read', lambda fd, size: reads.append(fd) or read(fd, size))
+  drip = 'import os, time\nfor _ in range(2000):\n  os.write(1, b"x")\n  time.sleep(5e-5)'
+  report = run(sandbox, drip)
+  assert report.stdout == 'x' * 2000 and len(reads) < 200
+
+
 def test_what_was_printed_before_a_time_out_is_reported(sandbox):
   report = run(sandbox, 'import time; print("before", flush=True); time.sleep(60)', limits=Limits(0.5, 10))
   assert (report.status, report.stdout) == ('timeout', 'before\n')

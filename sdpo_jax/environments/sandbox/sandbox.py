@@ -41,6 +41,9 @@ HERE = pathlib.Path(__file__).parent
 MIB = 2**20
 MESSAGE = 2**16  # Bytes of a message at most.
 CHUNK = 2**18
+# A program may print byte by byte. What comes in pieces smaller than half a pipe is read after pauses, each twice as long
+# as the one before, in which more gathers in the pipe; larger pieces, of which there are few, begin anew.
+PIECE, LONGEST_PAUSE_MS = 2**15, 16
 START_S = 120.0  # A zygote that has not loaded its modules by then will not.
 # Seconds between attempts at a program that the machine had no room for: no memory, process or descriptor was left.
 PAUSES_S = (0.05, 0.5, 2.0)
@@ -524,17 +527,18 @@ def _collect(
   left = dict(zip(names, (printed, printed, returned), strict=True))
   dropped = _Dropped(dict.fromkeys(PIPES, 0))
   open_ends = set(names)
-  poll = select.poll()
+  poll, answered = select.poll(), select.poll()
+  answered.register(channel, select.POLLIN)
   for fd in [*names, channel.fileno()]:
     os.set_blocking(fd, False)
     poll.register(fd, select.POLLIN)
 
-  def read(fd: int) -> bool:
-    """Whether there may be more to read."""
+  def read(fd: int) -> int:
+    """The number of bytes that came; 0: there is no more to read now."""
     try:
       data = os.read(fd, CHUNK)
     except BlockingIOError:
-      return False
+      return 0
     index = names[fd]
     room = min(left[fd][0], kept[index] - len(outputs[index]))
     dropped.counts[PIPES[index]] += max(0, len(data) - room)
@@ -546,19 +550,20 @@ def _collect(
     if not data and fd in open_ends:
       open_ends.remove(fd)
       poll.unregister(fd)
-    return bool(data)
+    return len(data)
 
   deadline = time.monotonic() + limits.wall_s + GRACE_S
-  answer = None
+  answer, pause_ms = None, 0
   while answer is None:
-    ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+    ready = answered.poll(pause_ms) or poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
     if not ready:
       raise _Died('It does not answer.')
+    pause_ms = min(2 * pause_ms or 1, LONGEST_PAUSE_MS)
     for fd, _ in ready:
-      if fd in names:
-        read(fd)
-      else:
+      if fd not in names:
         answer = _receive(channel)
+      elif read(fd) >= PIECE:
+        pause_ms = 0
   if not answer:
     raise _Died
   for fd in names:
