@@ -490,6 +490,41 @@ def test_a_key_that_the_server_repeats_is_in_no_outcome(monkeypatch):
   assert outcome.feedback == 'You sent ***.' and outcome.metrics == {'pred': '***', '***': 1}
 
 
+@pytest.mark.parametrize('shown', range(8, 15))
+def test_no_part_of_a_key_is_left_where_an_answer_is_shortened(monkeypatch, shown):
+  """Its first `shown` characters are the last ones that a message has room for."""
+  monkeypatch.setenv('GRADER_KEY', 'Bearer s3cr3t-key/of-mine')
+  text = 'x' * (remote._QUOTED - shown) + 's3cr3t-key/of-mine' + 'x' * 900
+  answers = {
+    'status': Answer(text.encode(), status=400),
+    'as JSON': Answer(text.replace('/', '\\/').encode(), status=400),
+    'body': Answer(text.encode()),
+    'header': Answer(RIGHT, headers={'Content-Encoding': text}),
+    'fine': Answer(RIGHT),
+  }
+  with Server(lambda body: answers[body['completion']]) as server:
+    outcomes = grade(server.url, list(answers), authorization_env='GRADER_KEY')
+  assert [outcome.graded for outcome in outcomes] == [False] * 4 + [True]
+  assert not any('s3cr3t' in outcome.reason for outcome in outcomes[:4])
+
+
+@pytest.mark.parametrize(
+  'authorization, keys',
+  [
+    ('s3cr3t-key', ['s3cr3t-key']),
+    ('Bearer s3cr3t-key', ['s3cr3t-key']),
+    ('Token token="s3cr3t-key", nonce=n0nce-of-mine', ['s3cr3t-key', 'n0nce-of-mine']),
+    ('Basic bWU6cGFzc3cwcmQ=', ['bWU6cGFzc3cwcmQ=', 'passw0rd']),
+    ('Basic no base 64', []),
+  ],
+)
+def test_every_part_of_a_header_that_is_a_key_is_one(monkeypatch, authorization, keys):
+  monkeypatch.setenv('GRADER_KEY', authorization)
+  with Server(lambda body: Answer({'score': 0, 'feedback': ' '.join(['bearer', *keys])})) as server:
+    (outcome,) = grade(server.url, ['x'], authorization_env='GRADER_KEY')
+  assert outcome.feedback == ' '.join(['bearer', *['***'] * len(keys)])
+
+
 @pytest.mark.parametrize('section, name', [('http', 'url'), ('judge', 'base_url')])
 @pytest.mark.parametrize(
   'address, sentence',

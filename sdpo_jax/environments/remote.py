@@ -6,8 +6,10 @@ nothing at all ends the run.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+import contextlib
 import dataclasses
 import datetime
 import email.utils
@@ -15,6 +17,7 @@ import json
 import logging
 import os
 import random
+import re
 import threading
 from typing import Any
 import urllib.parse
@@ -33,6 +36,7 @@ FIRST_PAUSE_S = 1.0  # Before the second attempt; twice as long before each furt
 LONGEST_PAUSE_S = 60.0
 _LARGEST = 1e38  # Scores become float32.
 SECRET_CHARACTERS = 6  # At least: a port is no secret, and may be in any text.
+_PARAMETER = re.compile(r'=\s*"?([^",;\s]+)')  # The values in `Token token="x", …`.
 _QUOTED = 200  # Characters of a server's answer that a message quotes.
 
 Body = Callable[[], Mapping[str, Any]]  # Called anew for every attempt.
@@ -162,7 +166,7 @@ class Remote:
       setting: name of the setting with the address, for messages.
     """
     self._name, self._url, self._setting = name, url, setting
-    self._secrets = _spellings([*secrets, authorization.split(' ')[-1]])
+    self._secrets = _spellings([*secrets, *_keys(authorization)])
     self._timeout_s, self._retries, self._concurrency = timeout_s, retries, concurrency
     headers = {'Content-Type': 'application/json', 'Accept': 'application/json'}
     headers |= {'Authorization': authorization} if authorization else {}
@@ -261,7 +265,14 @@ class Remote:
     except bounded_http.TooLargeError as error:
       raise Fault(f'its answer {error}') from error
     except bounded_http.ConnectionFailedError as error:
-      raise Fault(f'the connection failed ({printable(str(error))})', again=True) from error
+      raise Fault(f'the connection failed ({printable(self._redacted(str(error)))})', again=True) from error
+    # Before anything is shortened, which would leave a part of a key that is not known for one.
+    answer = dataclasses.replace(
+      answer,
+      reason=self._redacted(answer.reason),
+      headers={key: self._redacted(value) for key, value in answer.headers.items()},
+      body=self._redacted(answer.body.decode('latin-1')).encode('latin-1'),
+    )
     if not 200 <= answer.status < 300:
       raise _refusal(answer)
     encoding = answer.headers.get('content-encoding', 'identity')
@@ -293,10 +304,23 @@ class Remote:
     return self._redacted(_public(httpx2.URL(self._url)))
 
 
+def _keys(authorization: str) -> list[str]:
+  """What is secret of an Authorization header: its last word, values of parameters, the password of a user."""
+  scheme, _, rest = authorization.rpartition(' ')
+  found = [rest, *_PARAMETER.findall(authorization)]
+  if scheme.strip().lower() == 'basic':
+    with contextlib.suppress(ValueError):  # It is whatever the user wrote.
+      found += base64.b64decode(rest).decode().split(':', 1)[1:]
+  return found
+
+
 def _spellings(secrets: Sequence[str]) -> list[str]:
-  """Secrets as they may be repeated, as they are and as they stand in an address; the longest first."""
-  secrets = [secret for secret in secrets if len(secret) >= SECRET_CHARACTERS]
-  found = {spelling for secret in secrets for spelling in (secret, urllib.parse.quote(secret, safe=''))}
+  """Secrets as they may be repeated: as they are, in an address, in JSON; the longest first."""
+  found = set()
+  for secret in secrets:
+    if len(secret) >= SECRET_CHARACTERS:
+      quoted_in_json = json.dumps(secret)[1:-1]
+      found |= {secret, urllib.parse.quote(secret, safe=''), quoted_in_json, quoted_in_json.replace('/', '\\/')}
   return sorted(found, key=len, reverse=True)
 
 
