@@ -355,6 +355,18 @@ def test_a_test_may_not_call_for_ever_and_its_calls_share_the_time_limit(graders
   assert run(graders, truth, slow).metrics['timed_out'] == 1
 
 
+def test_long_answers_do_not_make_a_test_start_for_ever(graders, monkeypatch):
+  truth = checking('for n in range(20):\n  assert len(f(n)) > 0')
+  monkeypatch.setattr(code_replay, 'MAX_SENT', 10**6)
+  assert run(graders, truth, 'def f(n):\n  return "x" * 100').score == 1.0
+  assert 'too much' in run(graders, truth, 'def f(n):\n  return "x" * 100_000').feedback
+  monkeypatch.setattr(code_replay, 'MAX_SENT', 2**30)
+  monkeypatch.setattr(code_replay, 'MAX_REPLAY', 0.1)
+  truth = json.dumps(json.loads(truth) | {'time_limit': 1})
+  assert run(graders, truth, 'def f(n):\n  return [n]').score == 1.0
+  assert run(graders, truth, 'def f(n):\n  return [n] * 10_000').metrics['timed_out'] == 1
+
+
 @pytest.mark.parametrize(
   'left, right, tolerance, same',
   [

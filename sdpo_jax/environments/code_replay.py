@@ -18,6 +18,9 @@ from sdpo_jax.environments.helper_process import HelperPool, OverranError
 from sdpo_jax.environments.sandbox import Job, Limits, Report, Sandbox
 
 MAX_CALLS = 1000  # Of a test; each costs two processes.
+# Of a test over all its starts, since what the model's program answers makes each of them longer: times `cpu_s`, not
+# counting what a process takes in any case; and characters of answers, which this process writes anew for each.
+MAX_REPLAY, START_S, MAX_SENT = 10.0, 0.02, 2**26
 CALLED_CHARACTERS = 200  # Of the last call, as shown.
 
 
@@ -29,8 +32,8 @@ class Trial:
   context: str  # Runs before either.
   test: str
   in_place: bool  # What the model's functions do to their arguments counts in every call, not only in statements.
-  # Of every process; `cpu_s` also of all the model's together. `result_bytes` is that of one answer of the model's
-  # program, and of the test `output_mb`, as of all answers together.
+  # Of every process; `cpu_s` also of all the model's together, and `MAX_REPLAY` times as much of all the test's.
+  # `result_bytes` is that of one answer of the model's program, and of the test `output_mb`, as of all answers together.
   limits: Limits
 
 
@@ -46,7 +49,9 @@ class Ended:
 class _State:
   answers: dict[str, Any] = dataclasses.field(default_factory=dict)  # By the JSON of what was asked.
   characters: int = 0  # Of all answers.
-  cpu_s: float = 0.0
+  sent: int = 0  # Characters of answers, in all starts of the test.
+  cpu_s: float = 0.0  # Of the model's program.
+  test_cpu_s: float = 0.0
 
 
 def run(sandbox: Sandbox, helpers: HelperPool, trials: Sequence[Trial]) -> list[Ended]:
@@ -90,8 +95,15 @@ def _asked(
   for number, report in zip(pending, sandbox.run(jobs), strict=True):
     # Written by the harness alone, in a process that never held the model's program: texts in a frame of few objects.
     result = report.result if report.status == 'ended' and isinstance(report.result, dict) else {}
+    state = states[number]
+    state.test_cpu_s += max(0.0, report.cpu_s - START_S)
+    state.sent += state.characters
     if 'need' not in result:
       ended[number] = Ended(report, result)
+    elif state.test_cpu_s > MAX_REPLAY * trials[number].limits.cpu_s:
+      ended[number] = Ended(dataclasses.replace(report, status='timeout'), {})
+    elif state.sent > MAX_SENT:
+      ended[number] = Ended(dataclasses.replace(report, status='output'), {})
     elif len(states[number].answers) >= MAX_CALLS:
       said = f'ProcessError: the test calls the program more than {MAX_CALLS} times'
       ended[number] = Ended(report, {'error': said})
