@@ -28,7 +28,7 @@ from sdpo_jax.training import loop, remains
 from sdpo_jax.training.checkpoints import Checkpoints
 from sdpo_jax.training.metrics import MetricsWriter, check_digest, history
 from sdpo_jax.training.ownership import sole_user
-from sdpo_jax.training.workdir import check_workdir, open_workdir
+from sdpo_jax.training.workdir import check_workdir, open_workdir, write_settings
 from sdpo_jax.types import TrainState
 from tests import file_operations
 
@@ -99,7 +99,7 @@ def begin(
   check_workdir(settings, workdir)
   ownership = stack.enter_context(sole_user(workdir, lambda text: None))
   remains.settle(workdir, ownership, restart=False, say=lambda text: None)
-  open_workdir(settings, workdir)
+  open_workdir(workdir)
   checkpoints = Checkpoints(workdir, keep=KEEP, ownership=ownership)
   stack.callback(checkpoints.close)
   restored = checkpoints.restore(like)
@@ -112,6 +112,7 @@ def begin(
     unfinished = loop.Unfinished.from_json(restored[2][loop.UNFINISHED])
   elif restored is not None:
     check_digest(workdir, first, checkpoints.state_digest(first))
+  write_settings(settings, workdir)
   written = loop.written_before(first, unfinished)
   writer = MetricsWriter(workdir, settings, resume_step=written, ownership=ownership)
   stack.callback(writer.close)

@@ -22,7 +22,7 @@ from sdpo_jax.training import fingerprint, loop, session
 from sdpo_jax.training.checkpoints import Checkpoints
 from sdpo_jax.training.ownership import sole_user
 from sdpo_jax.training.update import place_state
-from sdpo_jax.training.workdir import open_workdir
+from sdpo_jax.training.workdir import write_settings
 from sdpo_jax.types import Example
 from tests import tiny
 
@@ -287,8 +287,8 @@ def begin(config, workdir):
     parts = fingerprint.take(config, tokenizer, iterator, held_out, graders)
   made, parameters = session.make_session(config, workdir, tokenizer)
   with sole_user(workdir, print) as ownership:
-    open_workdir(config, workdir)
     fingerprint.start(workdir, config, fingerprint.compare(workdir, config, parts), 0, ownership)
+    write_settings(config, workdir)
   state = place_state(config, parameters, made.mesh)
   state = state.replace(step=jax.device_put(np.int32(1), state.step.sharding))
   checkpoints = Checkpoints(workdir)
@@ -399,6 +399,18 @@ def test_a_run_without_a_fingerprint_says_so_and_one_with_a_damaged_one_ends(run
     path.write_text(damaged)
     with pytest.raises(UserError, match='restore it, or remove it and this start is not compared'):
       go_on(folder, config)
+
+
+def test_a_start_that_is_refused_leaves_the_settings_of_the_run_as_they_are(run):
+  """An earlier version, which wrote no manifests and knows fewer settings, must be able to go on."""
+  folder, config = run
+  manifest = folder / 'run' / 'checkpoints' / '1' / 'manifest.json'
+  before, text = (folder / 'run' / 'config.json').read_bytes(), manifest.read_text()
+  manifest.unlink()
+  with pytest.raises(UserError, match='Go on with the version that wrote them'):
+    go_on(folder, config, test_freq=2)
+  assert (folder / 'run' / 'config.json').read_bytes() == before
+  manifest.write_text(text)
 
 
 def test_hosts_with_different_files_are_found_out(run, monkeypatch):

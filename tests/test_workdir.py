@@ -131,7 +131,7 @@ def test_a_full_disk_needs_room_and_not_another_directory(tmp_path, monkeypatch,
 
   monkeypatch.setattr(workdir, 'write_atomically', refuse)
   with pytest.raises(UserError, match=f'cannot be written .*{os.strerror(number)}.*: {way_out}'):
-    workdir.open_workdir(Config(), epath.Path(tmp_path / 'run'))
+    workdir.write_settings(Config(), epath.Path(tmp_path))
 
 
 def test_checkpoints_that_cannot_be_written_are_named_when_they_are_closed(tmp_path, monkeypatch):
@@ -184,6 +184,6 @@ def test_what_a_killed_process_has_named_is_synced_before_the_run_goes_on(run, m
   (run / 'eval').mkdir()
   (run / 'eval' / f'.{"0" * 16}.partial').write_text('half')
   (run / 'config.json').write_text(Config().to_json() + '\n')
-  workdir.open_workdir(Config(), epath.Path(run))
+  workdir.open_workdir(epath.Path(run))
   assert {str(run / 'eval'), str(run), str(run.parent), '/'} <= set(synced)
   assert not list((run / 'eval').iterdir())

@@ -335,6 +335,12 @@ class Checkpoints:
         unranked = [other for other, problem in self._unranked.items() if not problem.out_of_reach]
         self._set_aside([*failures, *unranked])
       return step, state, host
+    if failures and set(failures.values()) == {NO_MANIFEST}:
+      raise UserError(
+        f'None of the checkpoints in {self.directory} has a {MANIFEST}: an earlier version of sdpo_jax wrote them, or '
+        'those files were lost. They cannot be verified and are not trained on from, and are left as they are. Go on with '
+        'the version that wrote them, or choose another --workdir; launch.export, evaluate and sample read them.'
+      )
     if failures:
       raise UserError(
         f'None of the checkpoints in {self.directory} can be read '

@@ -57,7 +57,7 @@ from sdpo_jax.training.step import (
 from sdpo_jax.training.unfinished import Unfinished
 from sdpo_jax.training.update import abstract_state, place_state
 from sdpo_jax.training.watchdog import Watchdog
-from sdpo_jax.training.workdir import check_workdir, open_workdir
+from sdpo_jax.training.workdir import check_workdir, open_workdir, write_settings
 from sdpo_jax.types import Example, TrainState
 
 # Metric: programs that were not compiled before the first step, as they should have been.
@@ -139,7 +139,7 @@ def _train(
     stop.check()
     session, parameters = make_session(config, workdir, tokenizer)
     stop.check()
-    open_workdir(config, workdir)
+    open_workdir(workdir)
     barrier('the start of the run')  # Weights are read by now, and the directory is there.
     checkpoints = Checkpoints(
       workdir, keep=config.trainer.max_ckpt_to_keep, best_metric=config.trainer.best_metric, ownership=ownership
@@ -170,6 +170,7 @@ def _train(
         announce(
           f'Resuming {workdir} at step {step} (state {digest[:16]}{", as in metrics.jsonl" if recorded else ""}).'
         )
+      write_settings(config, workdir)
       del parameters, restored
       trained = sum(leaf.size for leaf in jax.tree.leaves(state.trainable))
       for line in startup.describe(session, trained, iterator.rows, len(held_out), int(state.step)):

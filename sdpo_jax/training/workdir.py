@@ -107,15 +107,14 @@ def _check_layout(workdir: epath.Path) -> set[str]:
   return there
 
 
-def open_workdir(config: Config, workdir: epath.Path) -> None:
-  """Make the run's directory, write `config.json` there, and sync what a killed process of the run has named.
+def open_workdir(workdir: epath.Path) -> None:
+  """Make the run's directory, and sync what a killed process of the run has named.
 
   Raises:
     UserError: it cannot be made.
   """
   if jax.process_index() != 0:
     return
-  path, text = workdir / 'config.json', config.to_json() + '\n'
   try:
     make_directory(workdir)
     sync_ancestors(workdir)
@@ -123,6 +122,20 @@ def open_workdir(config: Config, workdir: epath.Path) -> None:
       if is_local(folder) and folder.exists():
         remove_partials(folder)
         sync_directory(folder)
+  except OSError as error:
+    raise unwritable(workdir, error) from error
+
+
+def write_settings(config: Config, workdir: epath.Path) -> None:
+  """Write `config.json`; once the run goes on for certain, for whoever is refused may go on with what wrote the old one.
+
+  Raises:
+    UserError: it cannot be written.
+  """
+  if jax.process_index() != 0:
+    return
+  path, text = workdir / 'config.json', config.to_json() + '\n'
+  try:
     if not path.exists() or path.read_bytes() != text.encode():
       write_atomically(path, text)
   except OSError as error:
