@@ -378,6 +378,19 @@ def test_what_changes_rounding_or_evaluations_alone_is_named(run, rewritten, mon
   assert len(starts(folder)[-1]['changes']) == 4 and starts(folder)[-1]['accepted'] == []
 
 
+def test_a_start_without_evaluations_has_nothing_to_say_of_them(run):
+  folder, config = run
+  config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, test_freq=0, val_before_train=False))
+  assert not any('Evaluations before' in line for line in go_on(folder, config))
+
+
+def test_a_look_at_a_directory_without_a_run_says_that_it_would_begin(run):
+  folder, config = run
+  found = dict(check.check(config, folder / 'nothing').sections)
+  assert found[f'Resuming {folder / "nothing"}'] == 'There is no checkpoint here: the run would begin at step 0.'
+  assert not (folder / 'nothing').exists()
+
+
 OF_NO_PARTS = '{"format": 1, "starts": [{"step": 0, "parts": {"tokenizer": 3}}]}'
 
 

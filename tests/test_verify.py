@@ -99,8 +99,8 @@ def publish(step):
       'damaged  checkpoints/4: its file host/metadata is mis',
     ),
     (lambda run: (run / 'checkpoints/4/manifest.json').unlink(), 1, 'damaged  checkpoints/4: it has no manifest.json'),
-    (replace('metrics.jsonl', '{"step": 3', '{"step": 2'), 1, 'damaged  metrics.jsonl: has several lines of steps 2'),
-    (replace('metrics.jsonl', '{"step": 3', '{"step": 2'), 1, 'damaged  metrics.jsonl: has no line of steps 3'),
+    (replace('metrics.jsonl', '{"step": 3', '{"step": 2'), 1, 'damaged  metrics.jsonl: has several lines of step 2'),
+    (replace('metrics.jsonl', '{"step": 3', '{"step": 2'), 1, 'damaged  metrics.jsonl: has no line of step 3: the n'),
     (replace('metrics.jsonl', '{"step": 3', '{"step"; 3'), 1, 'damaged  metrics.jsonl: line 3 is not an object with a'),
     (append('metrics.jsonl', '{"ste'), 0, 'note     metrics.jsonl: its last line is cut off'),
     (append('rollouts/4.jsonl', '{"ste\n'), 1, 'damaged  rollouts/4.jsonl: line 2 is not JSON'),
@@ -110,6 +110,8 @@ def publish(step):
     (lambda run: (run / 'config.json').unlink(), 1, 'damaged  config.json: is missing'),
     (lambda run: (run / 'metrics.jsonl').unlink(), 0, 'note     metrics.jsonl: is missing'),
     (publish(4), 0, 'ok       checkpoints/4'),
+    (publish(4), 0, 'ok       epochs.json: fencing epoch 0; the checkpoint of step 4 was published last'),
+    (publish(0), 0, 'ok       rollouts: 1 file\n'),
     (publish(6), 1, 'damaged  checkpoints: that of step 6 was published and is not there'),
     (lambda run: (publish(4)(run), (run / 'metrics.jsonl').unlink()), 1, 'damaged  metrics.jsonl: is missing'),
     (lambda run: (run / 'metrics.jsonl').write_text(''), 1, 'damaged  metrics.jsonl: has no line of steps 1–3'),
@@ -129,6 +131,13 @@ def test_what_is_wrong_is_named(run, act, code, text):
   act(run)
   found, said = verified(run)
   assert text in said and found == code, said
+
+
+def test_a_damaged_checkpoint_that_was_published_last_is_one_finding(run):
+  damage_array(run)
+  publish(4)(run)
+  code, said = verified(run)
+  assert code == verify.SOME_DAMAGED and said.count('damaged  ') == 1 and ': 1 damaged; if it stopped' in said, said
 
 
 def test_another_state_than_the_line_of_the_step_is_damage(run):

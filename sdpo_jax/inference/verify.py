@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 import dataclasses
 import json
 import re
@@ -104,8 +104,8 @@ class _Audit:
     """Yield what is found, thing after thing."""
     yield from self._lock()
     yield from self._read('config.json', lambda: f'the settings of {run_config(self._workdir).name}', needed=True)
-    yield from self._read(EPOCHS, self._starts)
-    yield from self._read(FINGERPRINT, lambda: f'{len(fingerprint.read(self._workdir))} starts')
+    yield from self._read(EPOCHS, self._record)
+    yield from self._read(FINGERPRINT, lambda: _count(len(fingerprint.read(self._workdir)), 'start'))
     yield from self._metrics()
     yield from self._checkpoints()
     yield from self._lost()
@@ -117,15 +117,14 @@ class _Audit:
     """Return what would be lost if the run stopped now."""
     found = f'{damaged} damaged' if damaged else 'nothing damaged'
     if not self.whole:
-      lost = f'steps 1–{self._reached} would be lost' if self._reached else 'no step has ended yet'
+      lost = f'{_steps(range(1, self._reached + 1))} would be lost' if self._reached else 'no step has ended yet'
       return f'{self._workdir}: {found}; there is no whole checkpoint to resume from: {lost}.'
     newest = max(self.whole)
     if self._reached <= newest:
       return (
         f'{self._workdir}: {found}; if it stopped now, nothing would be lost: step {newest} has a whole checkpoint.'
       )
-    missing = spans(range(newest + 1, self._reached + 1))
-    steps = f'step {missing}' if self._reached == newest + 1 else f'steps {missing}'
+    steps = _steps(range(newest + 1, self._reached + 1))
     return (
       f'{self._workdir}: {found}; if it stopped now, {steps} since the last whole checkpoint (step {newest}) would be '
       'lost and computed again.'
@@ -158,9 +157,12 @@ class _Audit:
     except UserError as error:
       yield Finding(DAMAGE, name, str(error))
 
-  def _starts(self) -> str:
+  def _record(self) -> str:
     self._epochs = read_epochs(self._workdir)
-    return f'{len(self._epochs.epochs)} starts, checkpoint of step {self._epochs.published} published last'
+    published = self._epochs.published
+    return f'fencing epoch {self._epochs.newest}; ' + (
+      f'the checkpoint of step {published} was published last' if published else 'no checkpoint was published'
+    )
 
   def _metrics(self) -> Iterator[Finding]:
     path = self._workdir / METRICS
@@ -191,14 +193,16 @@ class _Audit:
       yield Finding(NOTE, METRICS, 'its last line is cut off; a resume drops it')
     if foreign:
       yield Finding(
-        NOTE, METRICS, f'lines of steps {spans(foreign)} are of a process that had lost the run; readers drop them'
+        NOTE, METRICS, f'the lines of {_steps(foreign)} are of a process that had lost the run; readers drop them'
       )
     twice = {step for step, count in collections.Counter(steps).items() if count > 1}
     if twice:
-      yield Finding(DAMAGE, METRICS, f'has several lines of steps {spans(twice)}')
+      yield Finding(DAMAGE, METRICS, f'has several lines of {_steps(twice)}')
     self._lines = set(steps)
     yield Finding(
-      WHOLE, METRICS, f'{len(steps)} lines, {len(self._digests)} with a {STATE_DIGEST}, up to step {self._reached}'
+      WHOLE,
+      METRICS,
+      f'{_count(len(steps), "line")}, {len(self._digests)} with a {STATE_DIGEST}, up to step {self._reached}',
     )
 
   def _checkpoints(self) -> Iterator[Finding]:
@@ -226,10 +230,11 @@ class _Audit:
       # The line of a checkpoint's own step may be outstanding.
       missing = set(range(1, (last if going_on else max(last, newest - 1)) + 1)) - self._lines
       if missing:
-        yield Finding(DAMAGE, METRICS, f'has no line of steps {spans(missing)}: their numbers are lost')
+        yield Finding(DAMAGE, METRICS, f'has no line of {_steps(missing)}: the numbers are lost')
     published = self._epochs.published
-    if published > newest and read_epochs(self._workdir).published == published:
-      yield Finding(DAMAGE, 'checkpoints', f'that of step {published} was published and is not there, or not whole')
+    there = (self._workdir / 'checkpoints' / str(published)).exists()  # Then what is wrong with it was said.
+    if published > newest and not there and read_epochs(self._workdir).published == published:
+      yield Finding(DAMAGE, 'checkpoints', f'that of step {published} was published and is not there')
 
   def _checkpoint(self, path: epath.Path) -> Finding:
     what = f'checkpoints/{path.name}'
@@ -257,7 +262,9 @@ class _Audit:
       return Finding(DAMAGE, what, f'it holds the state {digest}, and {METRICS} names {recorded}: they are of two runs')
     agrees = f', as in {METRICS}' if recorded else ''
     return Finding(
-      WHOLE, what, f'{len(expected.leaves)} arrays, {len(expected.files)} other files, state {digest[:16]}{agrees}'
+      WHOLE,
+      what,
+      f'{_count(len(expected.leaves), "array")}, {_count(len(expected.files), "other file")}, state {digest[:16]}{agrees}',
     )
 
   def _leaf(self, path: epath.Path, name: str) -> str:
@@ -284,17 +291,26 @@ class _Audit:
         whole += 1
       else:
         yield Finding(DAMAGE, f'{name}/{path.name}', wrong)
-    yield Finding(WHOLE, name, f'{whole} files')
+    yield Finding(WHOLE, name, _count(whole, 'file'))
 
   def _remains(self) -> Iterator[Finding]:
-    for name, text in ((DAMAGED, 'set aside because they were damaged'), (BEFORE_RESTART, 'moved away by --restart')):
+    for name, text in ((DAMAGED, 'set aside as damaged'), (BEFORE_RESTART, 'moved away by --restart')):
       folder = self._workdir / name
       held = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
       if held:
-        yield Finding(NOTE, name, f'{", ".join(held)}: {text}; remove them if nobody needs them')
+        yield Finding(NOTE, name, f'{", ".join(held)}: {text}; may be removed')
     for path in sorted(self._workdir.iterdir()):
       if path.name.endswith('.partial'):
         yield Finding(NOTE, path.name, 'is being written, or was when the run was killed; the next start removes it')
+
+
+def _count(number: int, thing: str) -> str:
+  return f'{number} {thing}' if number == 1 else f'{number} {thing}s'
+
+
+def _steps(steps: Collection[int]) -> str:
+  """Return numbers of steps as people write them: 'step 3', 'steps 3, 5–8'."""
+  return f'{"step" if len(set(steps)) == 1 else "steps"} {spans(steps)}'
 
 
 def _line(text: bytes) -> dict[str, Any] | None:

@@ -32,6 +32,7 @@ from sdpo_jax.tables import aligned
 from sdpo_jax.teacher.context import build_teacher_context, shorten_middle
 from sdpo_jax.teacher.room import check_room
 from sdpo_jax.training import fingerprint, remains
+from sdpo_jax.training.checkpoints import newest
 from sdpo_jax.training.session import model_mesh
 from sdpo_jax.training.workdir import check_workdir
 from sdpo_jax.types import Example, Outcome
@@ -103,7 +104,12 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> Report:
   odd += found
   positions = json.loads((root / 'config.json').read_text(encoding='utf-8')).get('max_position_embeddings')
   if changed is not None:
-    sections.append((f'Resuming {workdir}', '\n'.join(changed) or 'Nothing has changed that a resume would name.'))
+    nothing = (
+      'Nothing has changed that a resume would name.'
+      if newest(workdir)
+      else 'There is no checkpoint here: the run would begin at step 0.'
+    )
+    sections.append((f'Resuming {workdir}', '\n'.join(changed) or nothing))
     odd += changed
   odd += odd_settings(config, mesh.size, positions if isinstance(positions, int) else None)
   return Report(sections, odd)

@@ -3,10 +3,10 @@
   {"format": 1, "starts": [{"step": 0, "fencing_epoch": 1, "time": "2026-01-31T12:00:00+00:00", "changes": [],
                             "accepted": [], "parts": {"tokenizer": {"vocabulary": "3f…", …}, …}}, …]}
 
-`step` is the checkpoint that a start went on from, `fencing_epoch` its number (`epochs`); `changes` are sentences about what had changed by then, `accepted`
-what `trainer.accept_changes` named. `parts` are left out where they are those of the start before. A checkpoint was
-trained by the last start from an earlier step, so that is the one with which a resume is compared: a start from which
-nothing was kept does not count.
+`step` is the checkpoint that a start went on from, `fencing_epoch` its number (`epochs`); `changes` are sentences about
+what had changed by then, `accepted` what `trainer.accept_changes` named. `parts` are left out where they are those of
+the start before. A checkpoint was trained by the last start from an earlier step, so that is the one with which a resume
+is compared: a start from which nothing was kept does not count.
 """
 
 from __future__ import annotations
@@ -41,12 +41,7 @@ from sdpo_jax.training.workdir import FINGERPRINT, saved_settings
 from sdpo_jax.types import Example
 
 FORMAT = 1
-LEARNED = (
-  'tokenizer',
-  'model',
-  'data',
-  'graders',
-)  # Parts that change what is learned, as trainer.accept_changes says.
+LEARNED = ('tokenizer', 'model', 'data', 'graders')  # Parts that change what is learned; see trainer.accept_changes.
 # Parts of which a change is named, and what it means.
 NAMED = {
   'weights': 'model.path holds other weights than at the start (the run goes on with those of its checkpoint)',
@@ -212,7 +207,8 @@ def compare(
   accepted = [*settings.accepted, *_changes(differing, before, parts)]
   named = {meaning: list(changes) for meaning, changes in settings.named.items()}
   for name, meaning in NAMED.items():
-    if name in before:
+    # A start without evaluations measures nothing that could differ.
+    if before.get(name) and (name != 'evaluation' or parts[name]):
       named.setdefault(meaning, []).extend(_changes([name], before, parts))
   lines = [f'{meaning}: {_listed(changes)}.' for meaning, changes in named.items() if changes]
   said = [f'Accepted, as trainer.accept_changes says: {_listed(accepted)}.'] if accepted else []
