@@ -25,7 +25,7 @@ class Stop(Protocol):
 
 
 class Never:
-  """What is never told to stop."""
+  """A `Stop` for whatever is never told to stop."""
 
   def asked(self) -> bool:
     """See `Stop`."""

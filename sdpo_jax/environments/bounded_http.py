@@ -34,11 +34,11 @@ class LateError(Exception):
 
 
 class TooLargeError(Exception):
-  """The answer is larger than anybody needs; says how."""
+  """The answer is larger than allowed; the message says in what respect."""
 
 
 class ConnectionFailedError(Exception):
-  """The connection could not be made or was lost, or what came is no HTTP; says how."""
+  """The connection could not be made or was lost, or what came is not HTTP; the message says which."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Client:
   def post(
     self, content: bytes, timeout_s: float, *, name: str = 'post', on_answer: Callable[[], None] = lambda: None
   ) -> Answer:
-    """What the server answers, the beginning of its body where the status is not one of success.
+    """Return what the server answers; of its body only the beginning where the status is not one of success.
 
     Args:
       content: the body to send.

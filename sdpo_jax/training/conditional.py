@@ -52,7 +52,7 @@ class Records(Protocol):
 
 
 class Files:
-  """Of any directory that etils opens; on a disk, a file is replaced at once or not at all."""
+  """The records in any directory that etils opens; on a disk, a file is replaced at once or not at all."""
 
   exclusive = False
 

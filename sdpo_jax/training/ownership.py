@@ -174,7 +174,7 @@ class ObjectLock:
 
 
 class Ownership:
-  """That a process may write to a run directory; made by `take`."""
+  """The right of a process to write to a run directory; made by `take`."""
 
   def __init__(
     self, workdir: epath.Path, records: conditional.Records, lock: Lock, mine: Owner, seen: conditional.Seen
@@ -270,7 +270,7 @@ class Ownership:
     Raises:
       Lost: another process has taken the run over.
       OSError: the lock cannot be written.
-      UserError: nor read.
+      UserError: the lock, or `epochs.json`, cannot be read.
     """
     self._write_lock(dataclasses.replace(self._mine, beat=self._mine.beat + 1))
 

@@ -134,7 +134,7 @@ class Preemption:
 
   @property
   def exit_code(self) -> int:
-    """With which the process ends after it has stopped."""
+    """The code with which the process ends after it has stopped."""
     return EXIT_PREEMPTED if self.given_up is None else EXIT_STALLED
 
   def _heard_elsewhere(self) -> None:

@@ -1,4 +1,4 @@
-"""What a program sees of the machine, where namespaces are allowed: Python, read-only, and a scratch file system of its own.
+"""What a program sees of the machine where namespaces are allowed: Python, read-only, and scratch space of its own.
 
 Made once by the zygote: a mount namespace whose root holds the directories of the Python installation and nothing else,
 all of it read-only, so that reading leaves no access time behind. Every program then gets a copy of that namespace with
