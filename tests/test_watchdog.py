@@ -79,7 +79,7 @@ def test_any_progress_puts_the_limit_off_and_silence_ends_the_run_once(tmp_path,
   watched.after(500)
   [reason] = watched.ended
   assert reason.startswith('No progress for 101 s in the phase') and reason.endswith(
-    'longer than trainer.watchdog_limit_s=100'
+    '. That is longer than trainer.watchdog_limit_s=100'
   )
   assert watched.said == []
 

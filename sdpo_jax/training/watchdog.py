@@ -123,7 +123,7 @@ class Watchdog:
       self._announce(f'Where the threads of this process stand: {self._write_stacks(sign, silent)}.')
     if self._limit_s is not None and silent >= self._limit_s and not self._ended:
       self._ended = True
-      self._end(f'{describe(sign, silent)}, longer than trainer.watchdog_limit_s={self._limit_s:g}')
+      self._end(f'{describe(sign, silent)}. That is longer than trainer.watchdog_limit_s={self._limit_s:g}')
 
   def _write_stacks(self, sign: liveness.Sign, silent: float) -> str:
     """Return where the stacks were written."""
