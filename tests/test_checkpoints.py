@@ -252,6 +252,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(tmp
   assert step == 1
   assert_same(state, make_state(1))
   assert 'Checkpoint of step 2 cannot be read' in caplog.text
+  assert f'Checkpoint of step 2 is now in {tmp_path / "checkpoints_damaged" / "2"}.' in caplog.text
   assert (tmp_path / DAMAGED / '2').is_dir()
   reopened.save(2, make_state(2), {}, {})
   reopened.wait()

@@ -205,7 +205,7 @@ def test_who_lost_the_run_overwrites_nothing(store):
     lambda: writer.write(2, {'a': 7.0}),
     lambda: metrics.MetricsWriter(FOLDER, quiet(), ownership=former),
   ):
-    with pytest.raises(ownership.Lost, match='has taken over the run'):
+    with pytest.raises(ownership.RunLostError, match='has taken over the run'):
       attempt()
   former.release()
   assert contents(store) == before
@@ -232,7 +232,7 @@ def test_stopped_between_the_check_and_the_write_it_overwrites_nothing(store):
     return None
 
   store.disturb = stop
-  with pytest.raises(ownership.Lost, match='has taken over the run'):
+  with pytest.raises(ownership.RunLostError, match='has taken over the run'):
     writer.write(2, {'a': 7.0})
   assert [line['a'] for line in lines(conditional.Objects(FOLDER))] == [1.0, 2.0]
 

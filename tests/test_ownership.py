@@ -30,7 +30,7 @@ with ownership.sole_user(epath.Path(sys.argv[1])) as mine:
     try:
       mine.check()
       print('mine', flush=True)
-    except ownership.Lost as error:
+    except ownership.RunLostError as error:
       print(error, flush=True)
 """
 
@@ -249,7 +249,7 @@ def test_whoever_lost_the_run_notices_and_leaves_everything_as_it_is(folder, mon
     lambda: writer.write(2, {'a': 1.0}),
     lambda: metrics.MetricsWriter(folder, config, ownership=former),
   ):
-    with pytest.raises(ownership.Lost, match=sentence):
+    with pytest.raises(ownership.RunLostError, match=sentence):
       attempt()
   former.release()
   assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
@@ -281,7 +281,7 @@ def test_an_older_epoch_does_not_get_the_lock_back(folder, monkeypatch):
   mine.renew()
   assert owner.parse((folder / ownership.LOCK).read_bytes()).fencing_epoch == mine.epoch == 8
   written(folder, fencing_epoch=9)  # A newer start, which has not written its epoch yet.
-  with pytest.raises(ownership.Lost, match='is taking over'):
+  with pytest.raises(ownership.RunLostError, match='is taking over'):
     mine.renew()
   assert owner.parse((folder / ownership.LOCK).read_bytes()).fencing_epoch == 9
 
@@ -302,7 +302,7 @@ def test_epochs_grow_whatever_is_removed(folder):
   mine = take(folder)
   assert mine.epoch == 7
   (folder / epochs.EPOCHS).unlink()
-  with pytest.raises(ownership.Lost, match='epochs.json was removed while the run was going on'):
+  with pytest.raises(ownership.RunLostError, match='epochs.json was removed while the run was going on'):
     mine.check()
   mine.release()
 

@@ -449,9 +449,11 @@ class Checkpoints:
     make_directory(target)
     there = {path.name for path in target.iterdir()} if target.exists() else ()  # A store has no empty folders.
     names = (f'{folder.name}.{serial}' if serial else folder.name for serial in itertools.count())
-    _rename(folder, target / next(name for name in names if name not in there))
+    aside = target / next(name for name in names if name not in there)
+    _rename(folder, aside)
     sync_directory(target)
     sync_directory(folder.parent)
+    _logger.warning('Checkpoint of step %s is now in %s.', folder.name, aside)
 
   def _write_error(self, error: Exception) -> UserError:
     return UserError(

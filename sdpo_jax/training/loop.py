@@ -39,7 +39,7 @@ from sdpo_jax.training.boards import check_wandb
 from sdpo_jax.training.checkpoints import Checkpoints, abstract, newest
 from sdpo_jax.training.digests import leaf_digests, state_digest
 from sdpo_jax.training.metrics import STATE_DIGEST, MetricsWriter, check_digest, history
-from sdpo_jax.training.ownership import Lost, Ownership, sole_user
+from sdpo_jax.training.ownership import Ownership, RunLostError, sole_user
 from sdpo_jax.training.preemption import Preemption
 from sdpo_jax.training.progress import Progress
 from sdpo_jax.training.session import Session, load_tokenizer, make_session
@@ -380,7 +380,7 @@ class _Run:
 
     What goes wrong here is said, and hides nothing: the first error is the one that the run ends by.
     """
-    if isinstance(error, Lost):
+    if isinstance(error, RunLostError):
       return  # What is on disk is another process's, and so is the next start.
     first = jax.process_index() == 0
     try:

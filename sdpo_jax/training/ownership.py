@@ -51,7 +51,7 @@ def _warn(text: str) -> None:
   _logger.warning('%s', text)
 
 
-class Lost(UserError):
+class RunLostError(UserError):
   """Another process has taken the run over; nothing more may be written."""
 
 
@@ -194,20 +194,20 @@ class Ownership:
     """Return all starts of the run, this one the newest.
 
     Raises:
-      Lost: it is not the newest any more.
+      RunLostError: it is not the newest any more.
       UserError: `epochs.json` cannot be read.
     """
     with self._mutex:
       self._seen = self._records.read(epochs.EPOCHS)
       if self._seen.content is None:
-        raise Lost(
+        raise RunLostError(
           f'{self.workdir / epochs.EPOCHS} was removed while the run was going on, so that it cannot be known whether '
           'another process has taken it over: nothing more is written; start the same command again.'
         )
       record = _parsed(self._seen.content, self.workdir)
       newest = record.epochs[-1] if record.epochs else None
       if newest is None or newest.token != self._mine.token:
-        raise Lost(
+        raise RunLostError(
           f'Another process has taken over the run in {self.workdir} ({newest or "unknown"}; fencing epoch '
           f'{record.newest}, this one has {self.epoch}): this one ends and writes nothing more.'
         )
@@ -217,7 +217,7 @@ class Ownership:
     """Return if this process still owns the run; to be called right before whatever publishes.
 
     Raises:
-      Lost: another process has taken it over.
+      RunLostError: another process has taken it over.
       UserError: that cannot be found out.
     """
     self.record()
@@ -226,7 +226,7 @@ class Ownership:
     """Record that this epoch goes on from a step (0: from nothing); before anything is published.
 
     Raises:
-      Lost: as `check`.
+      RunLostError: as `check`.
       UserError: it cannot be written.
     """
     self._update(lambda record: record.resumed(step))
@@ -235,7 +235,7 @@ class Ownership:
     """Record that the checkpoint of a step is published; if it is gone at a later start, that is a loss.
 
     Raises:
-      Lost: as `check`.
+      RunLostError: as `check`.
       UserError: it cannot be written.
     """
     self._update(lambda record: dataclasses.replace(record, published=step))
@@ -259,7 +259,7 @@ class Ownership:
     while not self._ending.wait(LEASE_S / BEATS):
       try:
         self.renew()
-      except Lost:
+      except RunLostError:
         return  # The main thread learns it before it publishes anything.
       except (OSError, UserError) as error:  # Tried again: a file server may come back before the lease is over.
         _logger.warning('%s cannot be renewed: %s', self.workdir / LOCK, first_line(error))
@@ -268,7 +268,7 @@ class Ownership:
     """Show that this process lives, unless it has lost the run: then the lock is another one's.
 
     Raises:
-      Lost: another process has taken the run over.
+      RunLostError: another process has taken the run over.
       OSError: the lock cannot be written.
       UserError: the lock, or `epochs.json`, cannot be read.
     """
@@ -289,7 +289,7 @@ class Ownership:
       found = owner.parse(self._lock.read())
       self.check()  # Nobody has taken over until now; should they after this, an object's generation is another one.
       if found is not None and found.fencing_epoch > mine.fencing_epoch:
-        raise Lost(f'Another process is taking over the run in {self.workdir} ({found}).')
+        raise RunLostError(f'Another process is taking over the run in {self.workdir} ({found}).')
       if self._lock.write(mine.to_json().encode()):
         self._mine = mine
 
