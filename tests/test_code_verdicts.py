@@ -11,7 +11,7 @@ import pytest
 from sdpo_jax.config import EnvironmentsConfig
 from sdpo_jax.environments import code, code_verdicts
 from sdpo_jax.environments.grading import Graders
-from sdpo_jax.environments.helper_process import HelperPool, OverranError
+from sdpo_jax.environments.helper_process import HelperPool, RequestOverranError
 from sdpo_jax.types import Example
 
 # The loop of the real process around other answers.
@@ -58,7 +58,7 @@ def test_a_helper_answers_and_has_nothing_of_its_owner(helpers, monkeypatch):
 )
 def test_a_request_that_takes_too_much_costs_itself_alone(helpers, code):
   before = time.process_time()
-  with pytest.raises(OverranError):
+  with pytest.raises(RequestOverranError):
     ask(helpers, code)
   assert time.process_time() - before < 1
   assert ask(helpers)['sizes'] == [0, 0, 0]

@@ -26,7 +26,7 @@ from sdpo_jax.config import EnvironmentsConfig
 from sdpo_jax.environments import code_replay, code_verdicts
 from sdpo_jax.environments.code_feedback import ERROR, NO_CODE, TIME_OUT, Record, format_test_feedback
 from sdpo_jax.environments.code_verdicts import DIED, PRED_CHARACTERS
-from sdpo_jax.environments.helper_process import HelperPool, OverranError
+from sdpo_jax.environments.helper_process import HelperPool, RequestOverranError
 from sdpo_jax.environments.judging import after_thinking
 from sdpo_jax.environments.registry import register_factory
 from sdpo_jax.environments.sandbox import Job, Limits, Report, Sandbox
@@ -306,7 +306,7 @@ class CodeGrader:
     }
     try:
       said = self._helpers.ask(question, report.result_bytes, report.stdout_bytes, report.stderr_bytes)
-    except OverranError:  # Nobody compares a right answer for so long.
+    except RequestOverranError:  # Nobody compares a right answer for so long.
       text = f'{ERROR}OutputError: what the program made cannot be compared with what is expected'
       return Record(index, value, None, text, False, written=repr(text), mentions_error=True)
     expected = said.pop('expected')

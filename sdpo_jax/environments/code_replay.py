@@ -14,7 +14,7 @@ import dataclasses
 import json
 from typing import Any
 
-from sdpo_jax.environments.helper_process import HelperPool, OverranError
+from sdpo_jax.environments.helper_process import HelperPool, RequestOverranError
 from sdpo_jax.environments.sandbox import Job, Limits, Report, Sandbox
 
 MAX_CALLS = 1000  # Of a test; each costs two processes.
@@ -132,7 +132,7 @@ def _answer(
     else:
       try:
         found = helpers.ask({}, report.result_bytes, b'', b'')
-      except OverranError:
+      except RequestOverranError:
         found = {'raised': 'TypeError', 'message': 'the answer of the program cannot be read'}
       state.characters += sum(len(part) for part in found.values() if isinstance(part, str))
       if state.characters > limits.output_mb * 2**20:

@@ -28,7 +28,7 @@ WALL_S = 60.0  # For an answer; the process keeps a smaller limit of its own on 
 _BY_THE_REQUEST = (signal.SIGPROF, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
 
-class OverranError(Exception):
+class RequestOverranError(Exception):
   """A request took too much time or memory to answer."""
 
 
@@ -53,7 +53,7 @@ class HelperPool:
     """The answer to a question, JSON data, about three `parts`.
 
     Raises:
-      OverranError: the request took too much time or memory.
+      RequestOverranError: the request took too much time or memory.
       RuntimeError: there was no answer, for a reason that is not the request.
     """
     request = [json.dumps(question, default=_plain).encode(), *parts]
@@ -67,7 +67,7 @@ class HelperPool:
           code = self._end(helper)
           helper = self._start()
           if -code in _BY_THE_REQUEST:
-            raise OverranError from error
+            raise RequestOverranError from error
           if attempt or isinstance(error, TimeoutError):
             raise RuntimeError(f'The process that compares results ended ({code}, {first_line(error)}).') from error
     finally:
@@ -75,7 +75,7 @@ class HelperPool:
     if 'fault' in answer:
       raise RuntimeError(f'The process that compares results has a fault: {answer["fault"]}.')
     if 'overran' in answer:
-      raise OverranError
+      raise RequestOverranError
     return answer
 
   def close(self) -> None:

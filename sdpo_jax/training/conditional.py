@@ -29,7 +29,7 @@ class Seen:
 
 
 class Records(Protocol):
-  """Small files of one directory."""
+  """Small files of one directory, each replaced only if it still holds what was seen."""
 
   exclusive: bool  # Whether of two that replace the same content only one can.
 
