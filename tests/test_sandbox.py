@@ -833,6 +833,14 @@ def test_bubblewrap_is_missing_in_one_sentence(monkeypatch):
     bubblewrap.find()
 
 
+def test_why_a_bubblewrap_does_not_start_is_in_the_message(monkeypatch, tmp_path):
+  (tmp_path / 'bwrap').write_text('#!/bin/sh\necho "bwrap: no namespaces for you" >&2\nexit 1\n')
+  (tmp_path / 'bwrap').chmod(0o755)
+  monkeypatch.setenv('PATH', str(tmp_path), prepend=os.pathsep)
+  with pytest.raises(UserError, match='bwrap: no namespaces for you'):
+    Sandbox(SandboxConfig(workers=1, mechanism='bubblewrap'), HARNESS)
+
+
 def test_a_harness_that_does_not_load_is_named(tmp_path):
   (tmp_path / 'wrong.py').write_text('import no_such_thing')
   with pytest.raises(UserError, match="cannot load its harness.*No module named 'no_such_thing'"):

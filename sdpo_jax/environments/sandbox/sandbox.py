@@ -233,8 +233,9 @@ class _Zygote:
         self.control.settimeout(START_S)
         self.control.send(json.dumps(settings).encode())
         answer = json.loads(self.control.recv(MESSAGE) or 'null')
+        silence = 'the helper process ends at once'
       except (OSError, ValueError) as error:
-        answer = {'fault': f'the helper process does not answer ({error})'}
+        answer, silence = None, f'the helper process does not answer ({error})'
       if answer and answer.get('harness'):
         self.close()
         raise UserError(f'The sandbox cannot load its harness: {answer["fault"]}.')
@@ -242,7 +243,7 @@ class _Zygote:
         self.close()
         errors.seek(0)
         last = errors.read().decode(errors='replace').strip().splitlines()[-1:]
-        raise confinement.Unsupported((answer or {}).get('fault') or ''.join(last) or 'the helper process ends at once')
+        raise confinement.Unsupported((answer or {}).get('fault') or ''.join(last) or silence)
     self.layers: list[str] = answer['layers']
     if answer['entered']:
       self.layers.append(f'cgroup v{group.version} ({", ".join(group.controllers)})')
