@@ -275,3 +275,33 @@ def test_a_receiver_would_notice(weak, library, name):
     assert observed(place, channel, library, True) != quiet
   else:
     assert not str(quiet).count('PermissionError') and -1 not in [quiet]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason='only root sees where another process waits')
+def test_programs_of_one_user_do_not_count_one_anothers_signals(library, tmp_path, monkeypatch):
+  """As where a user namespace has no users but nobody, or training runs as an ordinary one."""
+  for path in implementation.HERE.glob('*.py'):
+    (tmp_path / path.name).write_bytes(path.read_bytes())
+  source = (tmp_path / 'zygote.py').read_text()
+  (tmp_path / 'zygote.py').write_text(
+    source.replace('  first = UID_BASE', '  return range(65534, 65535)\n  first = UID_BASE')
+  )
+  monkeypatch.setattr(implementation, 'HERE', tmp_path)
+  channel = Channel(
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32))
+    threads = [threading.Thread(target=time.sleep, args=(60,)) for _ in range(20)]
+    for thread in threads:
+      thread.start()
+      for number in range(20 if message else 0):
+        if number not in (0, signal.SIGKILL, signal.SIGSTOP): signal.pthread_kill(thread.ident, number)
+    time.sleep(60)""",
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+    result = [os.getuid(), signal.sigtimedwait([signal.SIGUSR1], 1).si_pid == os.getpid()]""",
+    together=True,
+  )
+  with started(library, 'landlock', view=False) as sandbox:
+    for message in (False, True):
+      assert observed(sandbox, channel, library, message) == [65534, True]

@@ -440,10 +440,11 @@ def set_limits(limits: dict, baseline: int, own_user: bool) -> None:
     resource.RLIMIT_FSIZE: limits['file_mb'] * MIB,
     resource.RLIMIT_NOFILE: MAX_DESCRIPTORS,
     resource.RLIMIT_CORE: 1,  # 0 would not keep the kernel from feeding a crash to the system's handler; see core(5).
-    resource.RLIMIT_SIGPENDING: MAX_THREADS,
   }
-  if own_user:  # The kernel counts the threads of a user, not of a process.
-    values[resource.RLIMIT_NPROC] = MAX_THREADS
+  # The kernel counts threads and pending signals of a user, not of a process: other programs of the same one would meet
+  # the limit, and signals tell them.
+  if own_user:
+    values |= {resource.RLIMIT_NPROC: MAX_THREADS, resource.RLIMIT_SIGPENDING: MAX_THREADS}
   for limit, value in values.items():
     soft, hard = value if isinstance(value, tuple) else (value, value)
     most = resource.getrlimit(limit)[1]
