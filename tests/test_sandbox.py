@@ -186,6 +186,23 @@ def test_nothing_of_one_program_is_in_the_next(sandbox):
   assert state == [False, False, True] and set(environment) == {'HOME', 'TMPDIR', 'LANG'}
 
 
+def test_no_object_tells_of_other_programs(sandbox):
+  code = """
+    import gc, sys
+    result = [repr(value) for value in gc.get_objects() if type(value).__name__ == 'Process']
+    frame = sys._getframe()
+    while frame:
+      result += [name for name in ('process', 'init') if frame.f_locals.get(name) is not None]
+      keeper = frame.f_locals.get('self')
+      result += [name for name in ('processes', 'inits', 'garbage') if getattr(keeper, name, None)]
+      frame = frame.f_back
+  """
+  busy = job('import time; time.sleep(0.2)')
+  late = Limits(wall_s=0.1, cpu_s=0.1)
+  reports = sandbox.run([job('while True: pass', limits=late), busy, job(textwrap.dedent(code))])
+  assert [report.status for report in reports] == ['timeout', 'ended', 'ended'] and reports[2].result == [], reports[2]
+
+
 def test_programs_draw_different_random_numbers(sandbox):
   jobs = [job('import random, numpy; result = [random.random(), numpy.random.rand()]')] * 2
   (one, two), (three, four) = (report.result for report in sandbox.run(jobs))

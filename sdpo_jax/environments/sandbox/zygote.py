@@ -198,10 +198,7 @@ class Zygote:
     self.selector.register(wake_r, selectors.EVENT_READ, lambda: os.read(wake_r, 4096))
     self.open = True
     while self.open:
-      now = time.monotonic()
-      for process in list(self.processes.values()):
-        if process.next_check <= now:
-          process.check(now, self.proc)
+      self.check()
       if self.garbage and advance(self.garbage[0]) is not None:
         del self.garbage[0]
       # Programs that leave much behind wait for its removal, and nobody else.
@@ -224,6 +221,13 @@ class Zygote:
     if self.ids is None:
       self.open_scratch()
       scratch.remove(self.scratch)
+
+  def check(self) -> None:
+    """Looks after the limits of the programs whose turn it is."""
+    now = time.monotonic()
+    for process in list(self.processes.values()):
+      if process.next_check <= now:
+        process.check(now, self.proc)
 
   def close(self) -> None:
     self.open = False
@@ -260,6 +264,7 @@ class Zygote:
           os.kill(init, signal.SIGKILL)
           raise
         if pid == 0:
+          init = None  # Its process id outside, from which a program would learn how many there were.
           self.child(job, user, view.SCRATCH, given)
     else:
       directory = os.path.join(self.scratch, secrets.token_hex(16))
@@ -338,6 +343,10 @@ class Zygote:
     """The process of one job; does not return."""
     leave = os._exit
     try:
+      # A program can look at all that is left in this process, also in the frames of its callers.
+      self.selector.close()
+      for known in (self.processes, self.inits, self.garbage):
+        known.clear()
       if self.confine(job['limits'], user, directory, fds):
         confinement.close_from(FIRST_FREE)
         run(self.probe.run if job['probe'] else self.harness.run, directory, leave)
