@@ -262,6 +262,7 @@ def test_graders_that_hang_are_reported_and_end_the_run_where_a_limit_is_set(exp
   assert [
     line for line in said if line.startswith("No progress for 7,200 s in the phase 'grade': graders do not answer")
   ]
-  [stacks] = (tmp_path / 'stalls').glob('*.txt')
-  assert 'release.wait(60)' in stacks.read_text()
+  # Sampling may go on beside the grader that hangs, which counts as progress, and is followed by another report.
+  stacks = [path.read_text() for path in (tmp_path / 'stalls').glob('*.txt')]
+  assert any('release.wait(60)' in text for text in stacks)
   assert_becomes(make(accept_changes=('graders',)), tmp_path, whole)

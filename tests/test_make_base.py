@@ -99,7 +99,14 @@ def test_make_base_writes_a_model_directory_and_is_reproducible(tmp_path):
   for name in ('a', 'b'):
     make_base(Config(), tmp_path / name, recipe, said.append)
   assert 'step 2/2' in said[-1]
-  names = ['config.json', 'generation_config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json']
+  names = [
+    'SHA256SUMS',
+    'config.json',
+    'generation_config.json',
+    'model.safetensors',
+    'tokenizer.json',
+    'tokenizer_config.json',
+  ]
   assert sorted(path.name for path in (tmp_path / 'a').iterdir()) == names
   assert all((tmp_path / 'a' / name).read_bytes() == (tmp_path / 'b' / name).read_bytes() for name in names)
   policy, _ = huggingface.load(tmp_path / 'a', ModelConfig(dtype='float32'))

@@ -7,6 +7,7 @@ import types
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -103,7 +104,7 @@ def test_all_rows_are_scored_only_where_the_update_cannot_weigh_them(changes, be
 
   def log_probs(base, trainable, rows, targets):
     calls.append(targets.shape)
-    return np.full(targets.shape, -2.0, np.float32), None
+    return jnp.full(targets.shape, -2.0, jnp.float32), None
 
   session = types.SimpleNamespace(
     config=config,
