@@ -167,6 +167,7 @@ def test_killed_while_sampling_while_saving_and_after_a_line_was_written(experim
   assert_same_run(folder / 'whole', workdir)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_first_and_the_same_command_continues(experiment):
   folder, arguments = experiment
   workdir = folder / 'terminated'
@@ -214,6 +215,7 @@ def test_sigterm_does_not_wait_for_a_grader_that_hangs(experiment, tmp_path, wai
     assert_same_run(folder / 'whole', workdir)
 
 
+@pytest.mark.slow
 def test_a_finished_run_can_be_made_longer_but_not_another_run(experiment):
   folder, arguments = experiment
   done = tiny.launch('train', *arguments, '--config.optimizer.lr=0.5', f'--workdir={folder}/whole')
