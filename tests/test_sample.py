@@ -8,6 +8,7 @@ import subprocess
 import numpy as np
 import pytest
 
+from models import checksums
 from sdpo_jax.config import SamplingConfig
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import answer_files, generate
@@ -36,6 +37,7 @@ def assistant(text):
 def model(tmp_path_factory):
   path = tiny.make_model(tmp_path_factory.mktemp('sample') / 'model')
   tiny.make_tokenizer(path, THINKING)
+  checksums.write(path)
   return path
 
 
