@@ -39,25 +39,39 @@ def is_failing(error: BaseException) -> bool:
   return isinstance(error, OSError) and error.errno in (errno.EIO, errno.EROFS, errno.ESTALE)
 
 
-def read_text(path: epath.PathLike, way_out: str) -> str:
-  """Return the text of a file that a run has written.
+def check_file(path: epath.PathLike, way_out: str) -> None:
+  """Return if a path is a file or nothing; raises a UserError otherwise: whoever opens a pipe may wait for ever."""
+  path = epath.Path(path)
+  if path.is_dir():
+    raise UserError(f'{path} is a folder where a file belongs: {way_out}.')
+  if is_local(path) and os.path.exists(path) and not os.path.isfile(path):
+    raise UserError(f'{path} is a pipe or a device where a file belongs: {way_out}.')
+
+
+def read_bytes(path: epath.PathLike, way_out: str) -> bytes:
+  """Return the content of a file that a run has written.
 
   Args:
     path: of the file.
     way_out: what the user can do about a file that cannot be read, such as 'restore it'.
 
   Raises:
-    UserError: it is not a file, cannot be read, or is not UTF-8.
+    UserError: it is not a file, or cannot be read.
   """
   path = epath.Path(path)
-  if path.is_dir():
-    raise UserError(f'{path} is a directory where a file belongs: {way_out}.')
+  check_file(path, way_out)
   try:
-    return path.read_bytes().decode('utf-8')
-  except UnicodeDecodeError as error:
-    raise UserError(f'{path} is not UTF-8 text (byte {error.start}: {error.reason}): {way_out}.') from error
+    return path.read_bytes()
   except OSError as error:
     raise UserError(f'{path} cannot be read ({first_line(error)}): {way_out}.') from error
+
+
+def read_text(path: epath.PathLike, way_out: str) -> str:
+  """Return the text of a file that a run has written; arguments and errors as `read_bytes`, or it is not UTF-8."""
+  try:
+    return read_bytes(path, way_out).decode('utf-8')
+  except UnicodeDecodeError as error:
+    raise UserError(f'{path} is not UTF-8 text (byte {error.start}: {error.reason}): {way_out}.') from error
 
 
 def read_json_object(path: epath.PathLike, way_out: str) -> dict[str, Any]:

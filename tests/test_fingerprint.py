@@ -19,6 +19,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.inference import runs
 from sdpo_jax.preflight import check
 from sdpo_jax.training import fingerprint, loop, session
+from sdpo_jax.training import starts as history
 from sdpo_jax.training.checkpoints import Checkpoints
 from sdpo_jax.training.ownership import sole_user
 from sdpo_jax.training.update import place_state
@@ -233,13 +234,13 @@ def test_a_checkpoint_was_trained_by_the_last_start_from_before_it():
   ]
 
   def parts(count, step):
-    found = fingerprint.trained_by(starts[:count], step)
+    found = history.trained_by(starts[:count], step)
     return found and found['p']['a']
 
   assert [parts(3, step) for step in (40, 41, 80, 81)] == ['1', '1', '1', '2']
   assert [parts(4, step) for step in (60, 61, 90)] == ['1', '3', '3']
-  assert parts(4, 0) is None and fingerprint.trained_by([], 5) is None
-  assert fingerprint.trained_by([{'step': 7}], 7) is None
+  assert parts(4, 0) is None and history.trained_by([], 5) is None
+  assert history.trained_by([{'step': 7}], 7) is None
 
 
 ROWS = '{"prompt": "a?", "answer": "1"}\n{"prompt": "b?", "answer": "2"}\n'

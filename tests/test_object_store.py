@@ -11,7 +11,7 @@ import pytest
 
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
-from sdpo_jax.training import checkpoints, conditional, epochs, manifest, metrics, owner, ownership
+from sdpo_jax.training import checkpoints, conditional, epochs, locks, manifest, metrics, owner, ownership, recovery
 from tests import object_store, tiny
 from tests.test_checkpoints import assert_same, flipped, make_state
 
@@ -24,9 +24,12 @@ def store(monkeypatch):
   monkeypatch.setattr(conditional, 'RETRIES', {'max_retries': 3, 'initial_delay': '1ms', 'max_delay': '2ms'})
   # TensorStore does it all here; gcsfs need not be installed.
   monkeypatch.setattr(metrics, 'raw_lines', lambda workdir: lines(conditional.Objects(FOLDER)))
-  monkeypatch.setattr(ownership, 'raw_lines', metrics.raw_lines)
-  for module in (metrics, ownership.epochs):
-    monkeypatch.setattr(module, 'read_epochs', lambda workdir: ownership._parsed(read(epochs.EPOCHS), FOLDER))
+  monkeypatch.setattr(recovery, 'raw_lines', metrics.raw_lines)
+  monkeypatch.setattr(recovery, 'published_steps', lambda workdir: [])
+  monkeypatch.setattr(recovery, 'due', lambda workdir: 0)
+  monkeypatch.setattr(recovery, 'folders', lambda workdir: [])
+  monkeypatch.setattr(recovery, 'of_starts', lambda workdir: epochs.Epochs())
+  monkeypatch.setattr(metrics, 'read_epochs', lambda workdir: epochs.parse(read(epochs.EPOCHS), FOLDER))
   with object_store.ObjectStore() as server:
     for name, value in server.environment().items():
       monkeypatch.setenv(name, value)
@@ -134,7 +137,7 @@ def test_of_several_starts_at_once_exactly_one_wins(store):
     assert all('Another process is training in' in text for text in refused)
     assert winner.epoch >= turn
     winner.check()
-    record = epochs.parse(read(epochs.EPOCHS).decode(), '')
+    record = epochs.parse(read(epochs.EPOCHS), '')
     assert record.epochs[-1].fencing_epoch == record.newest == winner.epoch
     winner.release()
 
@@ -153,12 +156,12 @@ def test_a_start_survives_the_loss_of_any_answer(store, done):
       return None
 
     store.disturb = lose
-    before = epochs.parse(read(epochs.EPOCHS).decode(), '')
+    before = epochs.parse(read(epochs.EPOCHS), '')
     mine = take()
     mine.resumed(5)
     mine.published(6)
     mine.release()
-    record = epochs.parse(read(epochs.EPOCHS).decode(), '')
+    record = epochs.parse(read(epochs.EPOCHS), '')
     assert record.newest == mine.epoch == before.newest + 1 and len(record.epochs) == 1
     assert record.epochs[-1].resumed_from == 5 and record.published == 6 and len(posts) > lost
 
@@ -274,12 +277,12 @@ def test_a_start_that_stalls_until_it_is_replaced_does_not_begin(store):
   with pytest.raises(UserError, match='Another process is training in'):
     take()
   newer[0].check()
-  assert len(epochs.parse(read(epochs.EPOCHS).decode(), '').epochs) == 1
+  assert len(epochs.parse(read(epochs.EPOCHS), '').epochs) == 1
 
 
 def test_other_stores_are_not_guarded_and_say_so(tmp_path):
   folder, said = epath.Path(tmp_path), []
-  lock = ownership.ObjectLock(conditional.Files(folder), folder, said.append)
+  lock = locks.ObjectLock(conditional.Files(folder), folder, said.append)
   assert lock.read() is None and lock.write(b'a') and lock.read() == b'a' and not lock.exclusive
   assert 'cannot be locked' in said[0]
 

@@ -17,7 +17,7 @@ import pytest
 
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
-from sdpo_jax.training import epochs, metrics, owner, ownership
+from sdpo_jax.training import epochs, locks, metrics, owner, ownership, sealed, starts
 
 # Owns a directory until it is told to end, or checks whether it still does.
 HOLD = """
@@ -75,7 +75,7 @@ def written(folder, **changes):
   """Leave a lock as another process would have, and return what it says."""
   folder.mkdir(parents=True, exist_ok=True)
   other = dataclasses.replace(owner.this_process(7), token='another', **changes)
-  (folder / ownership.LOCK).write_text(other.to_json())
+  (folder / locks.LOCK).write_text(other.to_json())
   return other
 
 
@@ -88,12 +88,12 @@ def lockless(monkeypatch):
   def none(*_):
     raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-  monkeypatch.setattr(ownership.fcntl, 'lockf', none)
+  monkeypatch.setattr(locks.fcntl, 'lockf', none)
 
 
 def test_a_second_process_does_not_train_in_the_same_directory(folder):
   with holder(folder) as other:
-    lock = json.loads((folder / ownership.LOCK).read_text())
+    lock = json.loads((folder / locks.LOCK).read_text())
     assert lock['pid'] == other.pid and lock['host'] == socket.gethostname() and lock['fencing_epoch'] == 1
     named = rf'Another process is training in .*/run \(host .*, process {other.pid}, since \d.* UTC\): wait .* another --workdir'
     with pytest.raises(UserError, match=named):
@@ -119,7 +119,7 @@ def test_a_process_does_not_train_twice_in_a_directory(folder):
   with ownership.sole_user(folder):
     with pytest.raises(UserError, match='This process is already training in'):
       take(folder)
-    lock = str(folder / ownership.LOCK)
+    lock = str(folder / locks.LOCK)
     assert b'BlockingIOError' in subprocess.run([sys.executable, '-c', ask, lock], capture_output=True).stderr
   take(folder).release()
 
@@ -130,7 +130,7 @@ def test_a_directory_that_cannot_be_written_is_named(folder, monkeypatch, number
     raise OSError(number, os.strerror(number))
 
   folder.mkdir()
-  monkeypatch.setattr(ownership.FileLock, '_open', refuse)
+  monkeypatch.setattr(locks.FileLock, '_open', refuse)
   with pytest.raises(
     UserError, match=f'The run directory .* cannot be written .*{os.strerror(number)}.* choose another'
   ):
@@ -148,21 +148,21 @@ def test_a_lock_that_names_nobody_is_a_lock_all_the_same(folder):
 @pytest.mark.parametrize('content', ['', 'x' * 5000, '[1]', '{"pid": "1"}', '{"a": 1}', '\x00' * 100])
 def test_a_damaged_lock_of_a_dead_process_is_taken(folder, content):
   folder.mkdir()
-  (folder / ownership.LOCK).write_text(content)
+  (folder / locks.LOCK).write_text(content)
   mine = take(folder)
-  assert owner.parse((folder / ownership.LOCK).read_bytes()).token == mine.record().epochs[-1].token
+  assert owner.parse((folder / locks.LOCK).read_bytes()).token == mine.record().epochs[-1].token
   mine.release()
 
 
 def test_a_link_in_the_place_of_a_lock_is_not_followed(folder, tmp_path):
   folder.mkdir()
   (tmp_path / 'else').write_text('kept')
-  os.symlink(tmp_path / 'else', folder / ownership.LOCK)
+  os.symlink(tmp_path / 'else', folder / locks.LOCK)
   with pytest.raises(UserError, match='.lock is a link'):
     take(folder)
   assert (tmp_path / 'else').read_text() == 'kept'
-  (folder / ownership.LOCK).unlink()
-  (folder / ownership.LOCK).mkdir()
+  (folder / locks.LOCK).unlink()
+  (folder / locks.LOCK).mkdir()
   with pytest.raises(UserError, match='.lock is a folder'):
     take(folder)
 
@@ -228,14 +228,14 @@ def test_whoever_lost_the_run_notices_and_leaves_everything_as_it_is(folder, mon
   former = take(folder)
   former.check()
   former.renew()
-  beat = owner.parse((folder / ownership.LOCK).read_bytes())
+  beat = owner.parse((folder / locks.LOCK).read_bytes())
   assert beat.beat == 1
   config = Config()
   config.trainer.tensorboard = False
   writer = metrics.MetricsWriter(folder, config, ownership=former)
   writer.write(1, {'a': 1.0})
-  (folder / ownership.LOCK).write_text(dataclasses.replace(beat, **ELSEWHERE).to_json())  # As seen from another host.
-  ownership.FileLock._held.clear()  # Nor does that host know what this process has locked.
+  (folder / locks.LOCK).write_text(dataclasses.replace(beat, **ELSEWHERE).to_json())  # As seen from another host.
+  locks.FileLock._held.clear()  # Nor does that host know what this process has locked.
   newer = take(folder)
   before = {path.name: path.read_bytes() for path in folder.iterdir()}
   sentence = (
@@ -261,7 +261,7 @@ def test_a_stopped_and_continued_process_writes_nothing_more(folder):
   """The lock file is removed while it is stopped, as on a file server that has forgotten its lock."""
   with holder(folder) as other:
     os.kill(other.pid, signal.SIGSTOP)
-    (folder / ownership.LOCK).unlink()
+    (folder / locks.LOCK).unlink()
     newer = take(folder)
     os.kill(other.pid, signal.SIGCONT)
     print(file=other.stdin, flush=True)
@@ -279,11 +279,11 @@ def test_an_older_epoch_does_not_get_the_lock_back(folder, monkeypatch):
   mine = take(folder)
   written(folder, fencing_epoch=3)
   mine.renew()
-  assert owner.parse((folder / ownership.LOCK).read_bytes()).fencing_epoch == mine.epoch == 8
+  assert owner.parse((folder / locks.LOCK).read_bytes()).fencing_epoch == mine.epoch == 8
   written(folder, fencing_epoch=9)  # A newer start, which has not written its epoch yet.
   with pytest.raises(ownership.RunLostError, match='is taking over'):
     mine.renew()
-  assert owner.parse((folder / ownership.LOCK).read_bytes()).fencing_epoch == 9
+  assert owner.parse((folder / locks.LOCK).read_bytes()).fencing_epoch == 9
 
 
 def test_epochs_grow_whatever_is_removed(folder):
@@ -297,7 +297,7 @@ def test_epochs_grow_whatever_is_removed(folder):
   assert mine.epoch == 4
   mine.release()
   (folder / epochs.EPOCHS).unlink()
-  (folder / ownership.LOCK).unlink()
+  (folder / locks.LOCK).unlink()
   (folder / 'metrics.jsonl').write_text('{"step": 1, "fencing_epoch": 6}\n{"step": 2}\n')
   mine = take(folder)
   assert mine.epoch == 7
@@ -307,33 +307,99 @@ def test_epochs_grow_whatever_is_removed(folder):
   mine.release()
 
 
-def test_damaged_epochs_are_named(folder):
+def with_epochs(folder, *begun, **values):
+  """Write an `epochs.json` with starts (fencing epoch, step from which it went on)."""
+  folder.mkdir(exist_ok=True)
+  record = epochs.Epochs(tuple(epochs.Epoch(number, 'h', 1, 's', str(number), at) for number, at in begun), **values)
+  (folder / epochs.EPOCHS).write_text(record.to_json())
+
+
+def test_any_flipped_bit_in_the_epochs_is_noticed(folder):
+  with_epochs(folder, (1, 0), (5, 3), published=4)
+  good = (folder / epochs.EPOCHS).read_bytes()
+  assert epochs.parse(good, '').newest == 5
+  for bit in random.Random(0).sample(range(8 * len(good)), 200):
+    flipped = bytearray(good)
+    flipped[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(epochs.DamagedEpochsError, match='epochs.json is damaged'):
+      epochs.parse(bytes(flipped), folder / epochs.EPOCHS)
+
+
+@pytest.mark.parametrize('damage', ['emptied', 'cut', 'another', 'no text', 'a number', 'removed'])
+def test_damaged_epochs_are_said_and_written_anew_and_no_number_is_used_again(folder, caplog, damage):
+  """Epoch 6 went on from step 4 while 5 still ran; what each number was is known by what bears it."""
+  with_epochs(folder, (1, 0), (5, 3), published=4)
+  good = (folder / epochs.EPOCHS).read_bytes()
+  history = [{'step': at, 'fencing_epoch': number, 'time': 'then'} for number, at in ((1, 0), (5, 3), (6, 4))]
+  starts.write(folder, history)
+  (folder / 'metrics.jsonl').write_text('{"step": 1, "fencing_epoch": 2}\n')
+  (folder / 'checkpoints' / '4').mkdir(parents=True)
+  (folder / 'checkpoints' / '4' / 'manifest.json').write_text(sealed.seal({'fencing_epoch': 7}))
+  (folder / 'checkpoints' / '5.unfinished.8').mkdir()
+  left = {
+    'emptied': b'',
+    'cut': good[:-20],
+    'another': b'[]',
+    'no text': b'\xff' + good,
+    'a number': good.replace(b'"published": 4', b'"published": 3'),
+  }
+  said = []
+  if damage == 'removed':
+    (folder / epochs.EPOCHS).unlink()
+  else:
+    (folder / epochs.EPOCHS).write_bytes(left[damage])
+    assert epochs.read_epochs(folder).fenced(5, 5).fencing_epoch == 6  # Of commands that only read.
+    assert 'epochs.json is damaged' in caplog.text
+  mine = take(folder, said)
+  record = mine.record()
+  assert mine.epoch == 9 and record.published == 4
+  assert record.fenced(5, 5).fencing_epoch == 6 and record.fenced(6, 5) is None
+  assert [text.startswith(f'{folder}/epochs.json is damaged (') for text in said] == [True] * (damage != 'removed')
+  mine.release()
+  again = take(folder, said)
+  assert again.epoch == 10 and len(said) < 2  # It is whole.
+  again.release()
+
+
+def test_epochs_that_are_damaged_while_the_run_goes_on_end_it(folder):
+  mine = take(folder)
+  content = (folder / epochs.EPOCHS).read_bytes()
+  (folder / epochs.EPOCHS).write_bytes(content[:-1])
+  with pytest.raises(ownership.RunLostError, match='epochs.json is damaged .* nothing more is written'):
+    mine.check()
+  mine.release()
+
+
+def test_epochs_of_other_versions_are_read_or_named(folder):
+  with_epochs(folder, (3, 0), published=4)
+  values = json.loads((folder / epochs.EPOCHS).read_text())
+  (folder / epochs.EPOCHS).write_text(sealed.seal(values | {'format': 3}))
+  with pytest.raises(UserError, match='epochs.json has the format 3, which a later version wrote'):
+    take(folder)
+  del values['sha256']
+  (folder / epochs.EPOCHS).write_text(json.dumps(values | {'format': 1}))  # It had no seal.
+  mine = take(folder)  # A refused start keeps nobody out.
+  assert mine.epoch == 4 and mine.record().published == 4
+  mine.release()
+
+
+@pytest.mark.parametrize('make', [os.mkfifo, os.mkdir])
+@pytest.mark.parametrize('name', [locks.LOCK, epochs.EPOCHS])
+def test_what_is_no_file_is_a_sentence_and_nobody_waits_for_it(folder, make, name):
   folder.mkdir()
-  good = epochs.Epochs((epochs.Epoch(1, 'h', 1, 's', 't'),)).to_json()
-  for content, sentence in (
-    ('{"format": 1', 'damaged'),
-    ('[]', 'damaged'),
-    (good.replace('"fencing_epoch": 1', '"fencing_epoch": "1"'), 'damaged'),
-    (good.replace('"resumed_from": null', '"resumed_from": "1"'), 'damaged'),
-    (good.replace('"restarting": null', '"restarting": "../x"'), 'damaged'),
-    (good.replace('"published": 0', '"published": -1'), 'damaged'),
-    (good.replace('"format": 1', '"format": 2'), 'a later version wrote'),
-  ):
-    (folder / epochs.EPOCHS).write_text(content)
-    with pytest.raises(UserError, match=f'epochs.json .*{sentence}'):
-      take(folder)
-  (folder / epochs.EPOCHS).write_text(good)
-  take(folder).release()  # A refused start keeps nobody out.
+  make(folder / name)
+  with pytest.raises(UserError, match=rf'{name} is a (pipe|folder)'):
+    take(folder)
 
 
-@pytest.mark.parametrize('name', [ownership.LOCK, epochs.EPOCHS])
+@pytest.mark.parametrize('name', [locks.LOCK, epochs.EPOCHS])
 def test_a_full_disk_at_the_start_is_a_sentence_and_keeps_nobody_out(folder, monkeypatch, name):
   def full(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
   with monkeypatch.context() as patch:
-    if name == ownership.LOCK:
-      patch.setattr(ownership.os, 'pwrite', full)
+    if name == locks.LOCK:
+      patch.setattr(locks.os, 'pwrite', full)
     else:
       patch.setattr(ownership.conditional, 'write_atomically', full)
     with pytest.raises(UserError, match='cannot be written .*No space left.*: make room'):
@@ -404,5 +470,5 @@ def test_the_lock_is_renewed_while_the_process_lives(folder, monkeypatch):
   monkeypatch.setattr(ownership.Ownership, 'renew', noted)
   with ownership.sole_user(folder):
     assert beaten.wait(30)
-  end = owner.parse((folder / ownership.LOCK).read_bytes())
+  end = owner.parse((folder / locks.LOCK).read_bytes())
   assert end.released and end.beat >= 1

@@ -10,7 +10,7 @@ import pytest
 
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
-from sdpo_jax.training import checkpoints, epochs, ownership, remains, workdir
+from sdpo_jax.training import checkpoints, epochs, locks, ownership, remains, workdir
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def settle(folder, *, restart=False):
 
 def content(folder):
   """Files below a directory, without those of its owner."""
-  own = (ownership.LOCK, epochs.EPOCHS)
+  own = (locks.LOCK, epochs.EPOCHS)
   files = [path for path in pathlib.Path(folder).rglob('*') if path.is_file() and path.name not in own]
   return {str(path.relative_to(folder)): path.read_text() for path in files}
 

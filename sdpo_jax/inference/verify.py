@@ -14,15 +14,17 @@ from etils import epath
 from models import checksums, huggingface
 from sdpo_jax.errors import UserError, first_line, short_repr
 from sdpo_jax.evaluation import alarms
+from sdpo_jax.files import read_bytes
 from sdpo_jax.inference.runs import run_config
-from sdpo_jax.training import fingerprint, manifest, owner
+from sdpo_jax.training import manifest, owner, starts
 from sdpo_jax.training.checkpoints import DAMAGED, NO_MANIFEST, is_step
-from sdpo_jax.training.epochs import EPOCHS, FENCING_EPOCH, Epochs, read_epochs
+from sdpo_jax.training.epochs import EPOCHS, FENCING_EPOCH, Epochs, of_starts, parse, read_epochs
+from sdpo_jax.training.locks import LOCK
 from sdpo_jax.training.metrics import METRICS, STATE_DIGEST, spans
-from sdpo_jax.training.ownership import LOCK
+from sdpo_jax.training.starts import FINGERPRINT
 from sdpo_jax.training.stored_arrays import stored_digest
 from sdpo_jax.training.unreadable import is_out_of_reach
-from sdpo_jax.training.workdir import BEFORE_RESTART, FINGERPRINT
+from sdpo_jax.training.workdir import BEFORE_RESTART
 
 WHOLE, NOTE, DAMAGE = 'ok', 'note', 'damaged'
 ALL_WHOLE, SOME_DAMAGED, NOTHING_LEFT = 0, 1, 2  # Exit codes.
@@ -105,7 +107,7 @@ class _Audit:
     yield from self._lock()
     yield from self._read('config.json', lambda: f'the settings of {run_config(self._workdir).name}', needed=True)
     yield from self._read(EPOCHS, self._record)
-    yield from self._read(FINGERPRINT, lambda: _count(len(fingerprint.read(self._workdir)), 'start'))
+    yield from self._read(FINGERPRINT, lambda: _count(len(starts.read(self._workdir)), 'start'))
     yield from self._metrics()
     yield from self._checkpoints()
     yield from self._lost()
@@ -134,7 +136,11 @@ class _Audit:
     path = self._workdir / LOCK
     if not path.exists():
       return
-    found = owner.parse(path.read_bytes())
+    try:
+      found = owner.parse(read_bytes(path, 'remove it'))
+    except UserError as error:
+      yield Finding(DAMAGE, LOCK, str(error))
+      return
     if found is None:
       yield Finding(NOTE, LOCK, 'names no process')
     elif not found.released:
@@ -158,7 +164,9 @@ class _Audit:
       yield Finding(DAMAGE, name, str(error))
 
   def _record(self) -> str:
-    self._epochs = read_epochs(self._workdir)
+    path = self._workdir / EPOCHS
+    self._epochs = of_starts(self._workdir)  # Unless it can be read.
+    self._epochs = parse(read_bytes(path, 'make it readable'), path)
     published = self._epochs.published
     return f'fencing epoch {self._epochs.newest}; ' + (
       f'the checkpoint of step {published} was published last' if published else 'no checkpoint was published'

@@ -34,7 +34,7 @@ from sdpo_jax.distributed.collectives import agreed, gathered
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import is_local, make_directory, sync_directory, sync_tree, write_atomically
 from sdpo_jax.training import digests, manifest
-from sdpo_jax.training.epochs import read_epochs
+from sdpo_jax.training.epochs import Epochs, read_epochs
 from sdpo_jax.training.manifest import MANIFEST, DamagedError, Manifest
 from sdpo_jax.training.unreadable import is_out_of_reach
 from sdpo_jax.types import TrainState
@@ -294,11 +294,12 @@ class Checkpoints:
       raise UserError(
         f'{self.directory} cannot be read ({first_line(error)}): make it readable, then start the same command again.'
       ) from error
+    epochs = read_epochs(self._workdir)
     for path in paths:
       if is_step(path.name):
         step = int(path.name)
         try:
-          found[step] = self._manifest(path)
+          found[step] = _manifest(path, epochs)
         except Exception as error:  # Object stores raise many kinds; all mean the same here.
           found[step] = None
           problem = (
@@ -398,19 +399,11 @@ class Checkpoints:
       'same command again.'
     )
 
-  def _manifest(self, folder: epath.Path) -> Manifest:
-    """Return the manifest of a checkpoint of this run; errors as `manifest.read_manifest`."""
-    found = manifest.read_manifest(folder)
-    successor = read_epochs(self._workdir).fenced(found.fencing_epoch, found.step)
-    if successor is not None:
-      raise DamagedError(f'a process that had lost the run to another one ({successor}) wrote it')
-    return found
-
   def _read(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any], Manifest | None]:
     like = abstract(like)
     folder = self.directory / str(step)
     try:
-      expected = self._manifest(folder)
+      expected = _manifest(folder, read_epochs(self._workdir))
       manifest.check_files(folder, expected)
     except FileNotFoundError as error:
       if not self._read_only:
@@ -474,6 +467,15 @@ class _Problem:
     # Orbax wraps what TensorStore says of an array in an Exception with the whole specification of the array.
     told = error.__cause__ if type(error) is Exception and error.__cause__ is not None else error
     return cls(first_line(told), is_out_of_reach(error))
+
+
+def _manifest(folder: epath.Path, epochs: Epochs) -> Manifest:
+  """Return the manifest of a checkpoint of the run with these epochs; errors as `manifest.read_manifest`."""
+  found = manifest.read_manifest(folder)
+  successor = epochs.fenced(found.fencing_epoch, found.step)
+  if successor is not None:
+    raise DamagedError(f'a process that had lost the run to another one ({successor}) wrote it')
+  return found
 
 
 def _rename(source: epath.Path, target: epath.Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from etils import epath
 
 from sdpo_jax.errors import UserError, first_line
-from sdpo_jax.files import write_atomically
+from sdpo_jax.files import check_file, write_atomically
 
 _REFUSED = (ValueError, OSError, RuntimeError)  # TensorStore raises these for what a server or the network says.
 # Of a request that failed or was not answered: after 0.5, 1, 2 … seconds, for some minutes in all.
@@ -61,6 +61,7 @@ class Files:
 
   def read(self, name: str) -> Seen:
     path = self._workdir / name
+    check_file(path, 'move it away')
     try:
       return Seen(path.read_bytes())
     except FileNotFoundError:

@@ -11,16 +11,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 import dataclasses
 import json
+import logging
 from typing import Any
 
 from etils import epath
 
-from sdpo_jax.errors import UserError, short_repr
-from sdpo_jax.files import read_text
+from sdpo_jax.errors import UserError, first_line, short_repr
+from sdpo_jax.files import read_bytes
+from sdpo_jax.training import sealed, starts
 
 EPOCHS = 'epochs.json'
 FENCING_EPOCH = 'fencing_epoch'  # Its name in manifests and in the lines of metrics.jsonl.
-WAY_OUT = 'restore it, or remove it if there is no copy'
+FORMAT = 2
+_UNSEALED = 1  # The format of earlier versions.
+_logger = logging.getLogger('sdpo_jax.epochs')
+
+
+class DamagedEpochsError(UserError):
+  """`epochs.json` is not as it was written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,24 +88,27 @@ class Epochs:
     return None
 
   def to_json(self) -> str:
-    content = {'format': 1, 'published': self.published, 'restarting': self.restarting}
-    return json.dumps(content | {'epochs': [dataclasses.asdict(epoch) for epoch in self.epochs]}, indent=1) + '\n'
+    content = {'format': FORMAT, 'published': self.published, 'restarting': self.restarting}
+    return sealed.seal(content | {'epochs': [dataclasses.asdict(epoch) for epoch in self.epochs]})
 
 
-def parse(text: str, path: epath.PathLike) -> Epochs:
+def parse(content: bytes, path: epath.PathLike) -> Epochs:
   """Return what `epochs.json` holds.
 
   Raises:
-    UserError: it is damaged, or of a later version.
+    DamagedEpochsError: it is not as it was written.
+    UserError: it is of a later version.
   """
   try:
-    content = json.loads(text)
-    if content['format'] != 1:
+    values = json.loads(content)
+    unsealed = values['format'] == _UNSEALED and sealed.SEAL not in values
+    values = values if unsealed else sealed.unseal(content)
+    if values['format'] not in (FORMAT, _UNSEALED):
       raise UserError(
-        f'{path} has the format {short_repr(content["format"])}, which a later version wrote: use that one.'
+        f'{path} has the format {short_repr(values["format"])}, which a later version wrote: use that one.'
       )
-    epochs = tuple(Epoch(**fields) for fields in content['epochs'])
-    result = Epochs(epochs, content['published'], content['restarting'])
+    epochs = tuple(Epoch(**fields) for fields in values['epochs'])
+    result = Epochs(epochs, values['published'], values['restarting'])
     numbers = [epoch.fencing_epoch for epoch in epochs]
     optional = [result.restarting, *(epoch.resumed_from for epoch in epochs)]
     whole = [*numbers, result.published, *(number for number in optional if number is not None)]
@@ -106,18 +117,43 @@ def parse(text: str, path: epath.PathLike) -> Epochs:
     if numbers != sorted(set(numbers)):
       raise ValueError('its numbers do not grow')
   except (ValueError, TypeError, KeyError, RecursionError) as error:
-    raise UserError(f'{path} is damaged ({error!r}): {WAY_OUT}.') from error
+    raise DamagedEpochsError(
+      f'{path} is damaged ({first_line(error)}); the next start of the run writes it anew from what checkpoints, lines '
+      f'and {starts.FINGERPRINT} say.'
+    ) from error
   return result
 
 
+def of_starts(workdir: epath.PathLike) -> Epochs:
+  """Return the epochs that `fingerprint.json` knows; none where it is gone, or damaged, which is for its reader to say."""
+  record = Epochs()
+  try:
+    found = starts.read(workdir)
+  except UserError:
+    found = []
+  for start in found:
+    number, time = start.get(FENCING_EPOCH), start.get('time')
+    if type(number) is int and number > record.newest and isinstance(time, str):
+      record = record.begun(Epoch(number, 'unknown', 0, time, '')).resumed(start['step'])
+  return record
+
+
 def read_epochs(workdir: epath.PathLike) -> Epochs:
-  """Return the epochs of a run; of one that an earlier version wrote, none.
+  """Return the epochs of a run, to tell what is the run's; of one that an earlier version wrote, none.
+
+  Where `epochs.json` is damaged, which is said, those that `fingerprint.json` knows.
 
   Raises:
     UserError: they cannot be read.
   """
   path = epath.Path(workdir) / EPOCHS
-  return parse(read_text(path, WAY_OUT), path) if path.exists() else Epochs()
+  if not path.exists():
+    return Epochs()
+  try:
+    return parse(read_bytes(path, 'make it readable'), path)
+  except DamagedEpochsError as error:
+    _logger.warning('%s', error)
+    return of_starts(workdir)
 
 
 def of_the_run(lines: Iterable[dict[str, Any]], epochs: Epochs) -> tuple[list[dict[str, Any]], list[int]]:

@@ -1,26 +1,20 @@
-"""What a run depends on beside its settings, kept in `fingerprint.json` with every start, and compared by the next one.
+"""What a run depends on beside its settings, compared by every start with what it was: see `starts`.
 
-  {"format": 1, "starts": [{"step": 0, "fencing_epoch": 1, "time": "2026-01-31T12:00:00+00:00", "changes": [],
-                            "accepted": [], "parts": {"tokenizer": {"vocabulary": "3f…", …}, …}}, …]}
-
-`step` is the checkpoint that a start went on from, `fencing_epoch` its number (`epochs`); `changes` are sentences about
-what had changed by then, `accepted` what `trainer.accept_changes` named. `parts` are left out where they are those of
-the start before. A checkpoint was trained by the last start from an earlier step, so that is the one with which a resume
-is compared: a start from which nothing was kept does not count.
+A checkpoint was trained by the last start from an earlier step, so that is the one with which a resume is compared: a
+start from which nothing was kept does not count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 import dataclasses
 import datetime
 import functools
 import importlib.metadata
-import json
 import os
 import pathlib
 import platform
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from etils import epath
 import jax
@@ -33,14 +27,16 @@ from sdpo_jax.distributed.collectives import gathered
 from sdpo_jax.environments import grader_code, registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
-from sdpo_jax.files import read_json_object, write_atomically
+from sdpo_jax.training import starts
 from sdpo_jax.training.checkpoints import newest
 from sdpo_jax.training.epochs import FENCING_EPOCH
-from sdpo_jax.training.ownership import Ownership
-from sdpo_jax.training.workdir import FINGERPRINT, saved_settings
+from sdpo_jax.training.starts import Parts
+from sdpo_jax.training.workdir import saved_settings
 from sdpo_jax.types import Example
 
-FORMAT = 1
+if TYPE_CHECKING:
+  from sdpo_jax.training.ownership import Ownership
+
 LEARNED = ('tokenizer', 'model', 'data', 'graders')  # Parts that change what is learned; see trainer.accept_changes.
 # Parts of which a change is named, and what it means.
 NAMED = {
@@ -69,8 +65,6 @@ PACKAGES = (
 # Environment variables by which a compiler or JAX rounds otherwise.
 VARIABLES = ('XLA_FLAGS', 'LIBTPU_INIT_ARGS', 'JAX_DEFAULT_MATMUL_PRECISION', 'JAX_ENABLE_X64')
 SHOWN = 6  # Changes of a part that a sentence spells out.
-
-Parts = Mapping[str, Mapping[str, str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,12 +180,12 @@ def compare(
   if step == 0:
     return Continuation(parts, step, Differences([], [], {}, []))
   settings = differences(saved_settings(workdir), config) if settings is None else settings
-  before = trained_by(read(workdir), step)
+  before = starts.trained_by(starts.read(workdir), step)
   unknown = (
     []
     if before is not None
     else [
-      f'{epath.Path(workdir) / FINGERPRINT} does not say with which tokenizer, data and graders the steps up to {step} were '
+      f'{epath.Path(workdir) / starts.FINGERPRINT} does not say with which tokenizer, data and graders the steps up to {step} were '
       'made: that they are the same now is not checked. From now on it is.'
     ]
   )
@@ -226,9 +220,9 @@ def model_changes(workdir: epath.PathLike, path: str, tokenizer: Any, step: int)
     step: of the checkpoint.
 
   Raises:
-    UserError: as `read`.
+    UserError: as `starts.read`.
   """
-  before = trained_by(read(workdir), step)
+  before = starts.trained_by(starts.read(workdir), step)
   if before is None:
     return []
   now = {'tokenizer': identity.of_tokenizer(path, tokenizer), 'model': identity.of_architecture(path)}
@@ -255,7 +249,7 @@ def start(
     found = compare(workdir, config, found.parts, step, found.settings)
   if ownership is None:
     return found
-  starts = list(read(workdir)) if step else []
+  before = list(starts.read(workdir)) if step else []
   entry = {
     'step': step,
     FENCING_EPOCH: ownership.epoch,
@@ -263,48 +257,11 @@ def start(
     'changes': list(found.changes),
     'accepted': list(found.accepted),
   }
-  if _parts_of(starts) != found.parts:
+  if starts.parts_of(before) != found.parts:
     entry['parts'] = found.parts
   ownership.check()
-  write_atomically(workdir / FINGERPRINT, json.dumps({'format': FORMAT, 'starts': [*starts, entry]}, indent=1) + '\n')
+  starts.write(workdir, [*before, entry])
   return found
-
-
-def read(workdir: epath.PathLike) -> Sequence[Mapping[str, Any]]:
-  """Return the starts of a run, oldest first; none where there is no `fingerprint.json`.
-
-  Raises:
-    UserError: the file is damaged, or another version's.
-  """
-  path = epath.Path(workdir) / FINGERPRINT
-  if not path.exists():
-    return []
-  way_out = 'restore it, or remove it and this start is not compared with those before'
-  values = read_json_object(path, way_out)
-  starts = values.get('starts')
-  sound = (
-    values.get('format') == FORMAT
-    and isinstance(starts, list)
-    and all(isinstance(start, dict) and isinstance(start.get('step'), int) for start in starts)
-    and all(_are_parts(start.get('parts', {})) for start in starts)
-  )
-  if not sound:
-    raise UserError(f'{path} is not a history of starts in the format {FORMAT}: {way_out}.')
-  return starts
-
-
-def _are_parts(value: Any) -> bool:
-  return isinstance(value, dict) and all(isinstance(part, dict) for part in value.values())
-
-
-def trained_by(starts: Sequence[Mapping[str, Any]], step: int) -> Parts | None:
-  """Return the parts of the start that made the checkpoint of `step`; None if that is not known."""
-  last = max((at for at, start in enumerate(starts) if start['step'] < step), default=None)
-  return None if last is None else _parts_of(starts[: last + 1])
-
-
-def _parts_of(starts: Sequence[Mapping[str, Any]]) -> Parts | None:
-  return next((start['parts'] for start in reversed(starts) if 'parts' in start), None)
 
 
 def _changes(names: Iterable[str], old: Parts, new: Parts, phrase: str = 'was {} and is now {}') -> list[str]:

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: what was written, so that what is read can be compared with it.
 
 `manifest.json` is the last file of a checkpoint. It names the digest of every array (`digests`), which covers the array
-files, and size and SHA-256 of every other file. Its own SHA-256 is in it.
+files, and size and SHA-256 of every other file, and is sealed (`sealed`).
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 import dataclasses
 import hashlib
-import json
 from typing import Any
 
 from etils import epath
 
-from sdpo_jax.training import digests
+from sdpo_jax.training import digests, sealed
 
 MANIFEST = 'manifest.json'
 FORMAT = 1
@@ -43,13 +42,7 @@ class Manifest:
   def to_json(self) -> str:
     """Return the text of `manifest.json`."""
     values = {'format': FORMAT, **dataclasses.asdict(self), 'state_digest': self.state_digest}
-    return _sealed(values)
-
-
-def _sealed(values: Mapping[str, Any]) -> str:
-  values = {name: value for name, value in values.items() if name != 'sha256'}
-  text = json.dumps(values, sort_keys=True)
-  return json.dumps(values | {'sha256': hashlib.sha256(text.encode()).hexdigest()}, sort_keys=True, indent=1) + '\n'
+    return sealed.seal(values)
 
 
 def read_manifest(folder: epath.Path) -> Manifest:
@@ -62,10 +55,8 @@ def read_manifest(folder: epath.Path) -> Manifest:
   """
   content = (folder / MANIFEST).read_bytes()
   try:
-    values = json.loads(content)
-    if _sealed(values).encode() != content:
-      raise ValueError
-  except (ValueError, AttributeError, RecursionError) as error:
+    values = sealed.unseal(content)
+  except ValueError as error:
     raise DamagedError(f'its {MANIFEST} is damaged') from error
   if values.get('format') != FORMAT:
     raise DamagedError(f'its {MANIFEST} has the format {values.get("format")!r}, not {FORMAT}')

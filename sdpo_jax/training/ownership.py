@@ -18,31 +18,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import logging
-import os
 import threading
 import time
-from typing import ClassVar, Protocol
 
 from etils import epath
 import jax
 
 from sdpo_jax.errors import UserError, first_line
-from sdpo_jax.files import is_full, is_local, make_directory
-from sdpo_jax.training import conditional, epochs, owner
-from sdpo_jax.training.metrics import raw_lines
+from sdpo_jax.files import is_local
+from sdpo_jax.training import conditional, epochs, owner, recovery
+from sdpo_jax.training.locks import LOCK, FileLock, Lock, ObjectLock, Say, occupied, unwritable
 from sdpo_jax.training.owner import Owner
 
-LOCK = '.lock'  # It stays when the run ends.
 LEASE_S = 60.0  # A process that cannot be seen and does not renew its lock for so long is gone.
 BEATS = 4  # Renewals within a lease.
-_LOCK_BYTES = 1024
-WAY_OUT = 'wait until it ends, or choose another --workdir'
-
-Say = Callable[[str], None]
-
 
 _logger = logging.getLogger('sdpo_jax.ownership')
 
@@ -62,115 +52,6 @@ class Clock:
   now: Callable[[], float] = time.monotonic
   sleep: Callable[[float], None] = time.sleep
   lease_s: float = LEASE_S
-
-
-class Lock(Protocol):
-  """What names the owner of a run directory."""
-
-  def read(self) -> bytes | None: ...
-
-  def write(self, content: bytes) -> bool:
-    """Replace what was last read or written; False where another process has replaced it."""
-    ...
-
-  def close(self) -> None: ...
-
-
-class FileLock:
-  """A file that is locked as long as this process has it open; its content is written in place, since a lock is a file's.
-
-  While it is open, no other descriptor of the file may be closed in this process: that would end the lock, too.
-  """
-
-  _held: ClassVar[set[str]] = set()  # Directories locked by this process, which no lock keeps out.
-
-  def __init__(self, workdir: epath.Path, say: Say):
-    """Lock the file.
-
-    Raises:
-      UserError: another process has it locked, or it cannot be opened.
-    """
-    self._path = workdir / LOCK
-    self._descriptor = -1
-    self._directory = os.path.realpath(workdir)
-    if self._directory in FileLock._held:
-      raise UserError(f'This process is already training in {workdir}: {WAY_OUT}.')
-    try:
-      make_directory(workdir)
-      self._open()
-      while not self._lock(workdir, say):  # Somebody has put another file in its place between open and lock.
-        self.close()
-        self._open()
-    except OSError as error:
-      self.close()
-      if error.errno == errno.ELOOP:
-        raise UserError(f'{self._path} is a link, and a run follows none where it writes: remove it.') from error
-      if isinstance(error, IsADirectoryError):
-        raise UserError(f'{self._path} is a folder where the run needs a file: remove it.') from error
-      raise unwritable(workdir, error) from error
-    except UserError:
-      self.close()
-      raise
-    FileLock._held.add(self._directory)
-
-  def _open(self) -> None:
-    self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-
-  def _lock(self, workdir: epath.Path, say: Say) -> bool:
-    """Return whether what is locked is still the file of that name."""
-    self.exclusive = True
-    try:
-      # Children do not inherit it and keep it, as they do flock's.
-      fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-      raise occupied(workdir, owner.parse(self.read())) from error
-    except OSError as error:
-      self.exclusive = False
-      say(f'{workdir} cannot be locked ({first_line(error)}): see that no second process trains there.')
-    here = os.fstat(self._descriptor)
-    try:
-      there = os.stat(self._path, follow_symlinks=False)
-    except FileNotFoundError:
-      return False
-    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
-
-  def read(self) -> bytes | None:
-    return os.pread(self._descriptor, 1 << 16, 0)
-
-  def write(self, content: bytes) -> bool:
-    padded = content.ljust(_LOCK_BYTES)  # Of one length and within a page: nobody reads half of one.
-    os.pwrite(self._descriptor, padded, 0)
-    os.ftruncate(self._descriptor, len(padded))
-    os.fsync(self._descriptor)  # On a file server, so that other hosts see it.
-    return True
-
-  def close(self) -> None:
-    if self._descriptor >= 0:
-      os.close(self._descriptor)
-      self._descriptor = -1
-      FileLock._held.discard(self._directory)
-
-
-class ObjectLock:
-  """An object in a store; not `exclusive` where the store cannot replace on condition."""
-
-  def __init__(self, records: conditional.Records, workdir: epath.Path, say: Say):
-    self._records, self._seen = records, conditional.Seen(None)
-    self.exclusive = records.exclusive
-    if not self.exclusive:
-      say(f'{workdir} cannot be locked: see that no second process trains there.')
-
-  def read(self) -> bytes | None:
-    self._seen = self._records.read(LOCK)
-    return self._seen.content
-
-  def write(self, content: bytes) -> bool:
-    seen = self._records.replace(LOCK, content, self._seen)
-    self._seen = seen or self._seen
-    return seen is not None
-
-  def close(self) -> None:
-    pass
 
 
 class Ownership:
@@ -204,7 +85,13 @@ class Ownership:
           f'{self.workdir / epochs.EPOCHS} was removed while the run was going on, so that it cannot be known whether '
           'another process has taken it over: nothing more is written; start the same command again.'
         )
-      record = _parsed(self._seen.content, self.workdir)
+      try:
+        record = epochs.parse(self._seen.content, self.workdir / epochs.EPOCHS)
+      except epochs.DamagedEpochsError as error:
+        raise RunLostError(
+          f'{error} It was damaged while the run was going on, so that it cannot be known whether another process has '
+          'taken it over: nothing more is written; start the same command again.'
+        ) from error
       newest = record.epochs[-1] if record.epochs else None
       if newest is None or newest.token != self._mine.token:
         raise RunLostError(
@@ -331,11 +218,10 @@ def take(workdir: epath.Path, say: Say, clock: Clock = Clock()) -> Ownership:
     former = owner.parse(content)
     if content:
       _await_end(workdir, lock, content, former, say, clock)
-    mine = owner.this_process(max(_last_epoch(workdir), former.fencing_epoch if former else 0) + 1)
+    mine = owner.this_process(max(recovery.largest_epoch(workdir), former.fencing_epoch if former else 0) + 1)
     if not lock.write(mine.to_json().encode()):
       raise occupied(workdir, owner.parse(lock.read()))
-    seen = _begin(workdir, records, lock, mine)
-    mine = dataclasses.replace(mine, fencing_epoch=_parsed(seen.content, workdir).newest)
+    mine, seen = _begin(workdir, records, lock, mine, say)
     return Ownership(workdir, records, lock, mine, seen)
   except OSError as error:
     lock.close()
@@ -375,17 +261,13 @@ def _await_end(workdir: epath.Path, lock: Lock, content: bytes, former: Owner | 
   say(f'The process that last trained in {workdir} is gone without having ended ({what}): this one takes over.')
 
 
-def _last_epoch(workdir: epath.Path) -> int:
-  """Return the largest fencing epoch that the run knows of, also where `epochs.json` was removed."""
-  lines = [line.get(epochs.FENCING_EPOCH, 0) for line in raw_lines(workdir)]
-  return max([epochs.read_epochs(workdir).newest, *(number for number in lines if type(number) is int)])
-
-
-def _begin(workdir: epath.Path, records: conditional.Records, lock: Lock, mine: Owner) -> conditional.Seen:
-  """Write the new epoch; return what `epochs.json` then holds."""
+def _begin(
+  workdir: epath.Path, records: conditional.Records, lock: Lock, mine: Owner, say: Say
+) -> tuple[Owner, conditional.Seen]:
+  """Write the new epoch; return this process with it, and what `epochs.json` then holds."""
   while True:
     seen = records.read(epochs.EPOCHS)
-    record = _parsed(seen.content, workdir)
+    record = _recorded(workdir, seen.content, say)
     found = owner.parse(lock.read())
     if found is None or found.token != mine.token:  # Another start has waited out this one's lease.
       raise occupied(workdir, found)
@@ -393,7 +275,18 @@ def _begin(workdir: epath.Path, records: conditional.Records, lock: Lock, mine: 
     begun = record.begun(epochs.Epoch(number, mine.host, mine.pid, mine.since, mine.token))
     written = _written(records, workdir, begun.to_json().encode(), seen)
     if written is not None:
-      return written
+      return dataclasses.replace(mine, fencing_epoch=number), written
+
+
+def _recorded(workdir: epath.Path, content: bytes | None, say: Say) -> epochs.Epochs:
+  """Return the starts that `epochs.json` holds; those that other files know where it is gone or damaged."""
+  if content is None:
+    return recovery.recovered(workdir)
+  try:
+    return epochs.parse(content, workdir / epochs.EPOCHS)
+  except epochs.DamagedEpochsError as error:
+    say(str(error))
+    return recovery.recovered(workdir)
 
 
 def _written(
@@ -403,27 +296,3 @@ def _written(
     return records.replace(epochs.EPOCHS, content, seen)
   except OSError as error:
     raise unwritable(workdir, error) from error
-
-
-def _parsed(content: bytes | None, workdir: epath.Path) -> epochs.Epochs:
-  if content is None:
-    return epochs.Epochs()
-  return epochs.parse(content.decode(errors='replace'), workdir / epochs.EPOCHS)
-
-
-def occupied(workdir: epath.Path, other: Owner | None) -> UserError:
-  """Return the error that says who trains in a directory."""
-  if other is None or other.released:
-    return UserError(f'Another process is training in {workdir}: {WAY_OUT}.')
-  if owner.state(other) == owner.STOPPED:
-    return UserError(
-      f'Another process is training in {workdir} ({other}), which is stopped: continue it (kill -CONT {other.pid}) or end '
-      f'it (kill -KILL {other.pid}), or choose another --workdir.'
-    )
-  return UserError(f'Another process is training in {workdir} ({other}): {WAY_OUT}.')
-
-
-def unwritable(workdir: epath.Path, error: OSError) -> UserError:
-  """Return the error that says that a run directory cannot be written."""
-  way_out = 'make room, then start the same command again' if is_full(error) else 'choose another --workdir'
-  return UserError(f'The run directory {workdir} cannot be written ({first_line(error)}): {way_out}.')

@@ -8,7 +8,6 @@ that other files name, for a run that is preempted before its first checkpoint i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-import dataclasses
 import os
 from typing import Any
 
@@ -17,10 +16,12 @@ from etils import epath
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import is_local, make_directory, sync_directory
 from sdpo_jax.training.checkpoints import published_steps
-from sdpo_jax.training.epochs import Epochs, read_epochs
-from sdpo_jax.training.metrics import METRICS, raw_lines, spans
-from sdpo_jax.training.ownership import Ownership, unwritable
-from sdpo_jax.training.workdir import BEFORE_RESTART, RESULTS, saved_settings
+from sdpo_jax.training.epochs import EPOCHS, Epochs, read_epochs
+from sdpo_jax.training.locks import unwritable
+from sdpo_jax.training.metrics import METRICS, spans
+from sdpo_jax.training.ownership import Ownership
+from sdpo_jax.training.recovery import numbers, reached, recovered
+from sdpo_jax.training.workdir import BEFORE_RESTART, RESULTS
 
 
 def settle(workdir: epath.Path, ownership: Ownership, *, restart: bool, say: Callable[[str], None]) -> None:
@@ -43,7 +44,7 @@ def settle(workdir: epath.Path, ownership: Ownership, *, restart: bool, say: Cal
   steps = published_steps(workdir)
   if restart and not steps:
     if any((workdir / name).exists() for name in RESULTS):
-      number = 1 + max(_numbers(workdir / BEFORE_RESTART), default=0)
+      number = 1 + max(numbers(workdir / BEFORE_RESTART), default=0)
       ownership.restarting(number, record.published)
       _move(workdir, number, ownership)
       say(f'The run begins again at step 0; what was there is in {workdir / BEFORE_RESTART / str(number)}.')
@@ -54,9 +55,7 @@ def settle(workdir: epath.Path, ownership: Ownership, *, restart: bool, say: Cal
       'another --workdir.'
     )
   if not steps:
-    if not record.published:
-      ownership.published(_due_without(record, workdir))
-    refuse_loss(workdir, ownership.record())
+    refuse_loss(workdir, record)
   elif steps[-1] < record.published:
     say(
       f'{workdir / "checkpoints"}: the checkpoint of step {record.published} was published and is not there any more; '
@@ -67,8 +66,8 @@ def settle(workdir: epath.Path, ownership: Ownership, *, restart: bool, say: Cal
 def check_remains(workdir: epath.Path) -> None:
   """Raise a UserError if a start without --restart would be refused because checkpoints are gone; nothing is written."""
   if not published_steps(workdir):
-    record = read_epochs(workdir)
-    refuse_loss(workdir, dataclasses.replace(record, published=record.published or _due_without(record, workdir)))
+    known = (epath.Path(workdir) / EPOCHS).exists()
+    refuse_loss(workdir, read_epochs(workdir) if known else recovered(workdir))
 
 
 def refuse_loss(workdir: epath.Path, record: Epochs) -> None:
@@ -99,33 +98,6 @@ def lost_lines(workdir: epath.Path, step: int, lines: Sequence[dict[str, Any]]) 
     return f'{path} {what}: the numbers of steps 1–{step} are lost, and so is what alarms had seen. The run goes on.'
   number = 'step' if len(missing) == 1 else 'steps'
   return f'{path} has no line of {number} {spans(missing)}: the numbers are lost. The run goes on.'
-
-
-def reached(workdir: epath.Path) -> int:
-  """Return the largest step that metrics.jsonl, `rollouts/` or `eval/` know of."""
-  steps = [line['step'] for line in raw_lines(workdir)]
-  return max([0, *steps, *_numbers(workdir / 'rollouts'), *_numbers(workdir / 'eval')])
-
-
-def _due_without(record: Epochs, workdir: epath.Path) -> int:
-  """Return the last step of which a run whose starts are not recorded has published a checkpoint for certain; 0: of none.
-
-  An earlier version wrote no record. What was due is known by the settings and the step reached: checkpoints are written
-  beside the steps that follow, but each is whole before the next one is begun.
-  """
-  if any(epoch.resumed_from is not None for epoch in record.epochs):
-    return 0
-  trainer = saved_settings(workdir).get('trainer') if (workdir / 'config.json').exists() else None
-  save_freq = trainer.get('save_freq') if isinstance(trainer, dict) else None
-  return max(0, (reached(workdir) - 1) // save_freq - 1) * save_freq if type(save_freq) is int and save_freq > 0 else 0
-
-
-def _numbers(folder: epath.Path) -> list[int]:
-  """Return the numbers that entries of a folder are named by: 10, 20 for `10` and `20.jsonl`."""
-  if not folder.is_dir():
-    return []
-  stems = [path.name.partition('.')[0] for path in folder.iterdir() if path.name.count('.') <= 1]
-  return [int(stem) for stem in stems if stem.isascii() and stem.isdigit()]
 
 
 def _move(workdir: epath.Path, number: int, ownership: Ownership) -> None:

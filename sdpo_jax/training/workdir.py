@@ -22,10 +22,10 @@ from sdpo_jax.files import (
 from sdpo_jax.training.boards import WANDB_ID
 from sdpo_jax.training.checkpoints import DAMAGED
 from sdpo_jax.training.epochs import EPOCHS
+from sdpo_jax.training.locks import unwritable
 from sdpo_jax.training.metrics import raw_lines
-from sdpo_jax.training.ownership import unwritable
+from sdpo_jax.training.starts import FINGERPRINT
 
-FINGERPRINT = 'fingerprint.json'  # What the run depends on beside its settings.
 FILES = ('config.json', 'metrics.jsonl', EPOCHS, FINGERPRINT, WANDB_ID)
 BEFORE_RESTART = 'before_restart'  # The folder of what --restart moved away.
 _OF_A_BEGINNING = ('checkpoints', DAMAGED, 'eval', 'profile', 'rollouts', 'stalls', 'tensorboard')

@@ -1,0 +1,154 @@
+"""What names the owner of a run directory and keeps others out: a file that is locked, or an object in a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import errno
+import fcntl
+import os
+import stat
+from typing import ClassVar, Protocol
+
+from etils import epath
+
+from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.files import is_full, make_directory
+from sdpo_jax.training import conditional, owner
+from sdpo_jax.training.owner import Owner
+
+LOCK = '.lock'  # It stays when the run ends.
+_LOCK_BYTES = 1024
+WAY_OUT = 'wait until it ends, or choose another --workdir'
+
+Say = Callable[[str], None]
+
+
+class Lock(Protocol):
+  """What names the owner of a run directory."""
+
+  def read(self) -> bytes | None: ...
+
+  def write(self, content: bytes) -> bool:
+    """Replace what was last read or written; False where another process has replaced it."""
+    ...
+
+  def close(self) -> None: ...
+
+
+class FileLock:
+  """A file that is locked as long as this process has it open; its content is written in place, since a lock is a file's.
+
+  While it is open, no other descriptor of the file may be closed in this process: that would end the lock, too.
+  """
+
+  _held: ClassVar[set[str]] = set()  # Directories locked by this process, which no lock keeps out.
+
+  def __init__(self, workdir: epath.Path, say: Say):
+    """Lock the file.
+
+    Raises:
+      UserError: another process has it locked, or it cannot be opened.
+    """
+    self._path = workdir / LOCK
+    self._descriptor = -1
+    self._directory = os.path.realpath(workdir)
+    if self._directory in FileLock._held:
+      raise UserError(f'This process is already training in {workdir}: {WAY_OUT}.')
+    try:
+      make_directory(workdir)
+      self._open()
+      while not self._lock(workdir, say):  # Somebody has put another file in its place between open and lock.
+        self.close()
+        self._open()
+    except OSError as error:
+      self.close()
+      if error.errno == errno.ELOOP:
+        raise UserError(f'{self._path} is a link, and a run follows none where it writes: remove it.') from error
+      if isinstance(error, IsADirectoryError):
+        raise UserError(f'{self._path} is a folder where the run needs a file: remove it.') from error
+      raise unwritable(workdir, error) from error
+    except UserError:
+      self.close()
+      raise
+    FileLock._held.add(self._directory)
+
+  def _open(self) -> None:
+    # Nobody is waited for at the other end of a pipe.
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    self._descriptor = os.open(self._path, flags, 0o666)
+    if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+      raise UserError(f'{self._path} is a pipe or a device where the run needs a file: remove it.')
+
+  def _lock(self, workdir: epath.Path, say: Say) -> bool:
+    """Return whether what is locked is still the file of that name."""
+    self.exclusive = True
+    try:
+      # Children do not inherit it and keep it, as they do flock's.
+      fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+      raise occupied(workdir, owner.parse(self.read())) from error
+    except OSError as error:
+      self.exclusive = False
+      say(f'{workdir} cannot be locked ({first_line(error)}): see that no second process trains there.')
+    here = os.fstat(self._descriptor)
+    try:
+      there = os.stat(self._path, follow_symlinks=False)
+    except FileNotFoundError:
+      return False
+    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+
+  def read(self) -> bytes | None:
+    return os.pread(self._descriptor, 1 << 16, 0)
+
+  def write(self, content: bytes) -> bool:
+    padded = content.ljust(_LOCK_BYTES)  # Of one length and within a page: nobody reads half of one.
+    os.pwrite(self._descriptor, padded, 0)
+    os.ftruncate(self._descriptor, len(padded))
+    os.fsync(self._descriptor)  # On a file server, so that other hosts see it.
+    return True
+
+  def close(self) -> None:
+    if self._descriptor >= 0:
+      os.close(self._descriptor)
+      self._descriptor = -1
+      FileLock._held.discard(self._directory)
+
+
+class ObjectLock:
+  """An object in a store; not `exclusive` where the store cannot replace on condition."""
+
+  def __init__(self, records: conditional.Records, workdir: epath.Path, say: Say):
+    self._records, self._seen = records, conditional.Seen(None)
+    self.exclusive = records.exclusive
+    if not self.exclusive:
+      say(f'{workdir} cannot be locked: see that no second process trains there.')
+
+  def read(self) -> bytes | None:
+    self._seen = self._records.read(LOCK)
+    return self._seen.content
+
+  def write(self, content: bytes) -> bool:
+    seen = self._records.replace(LOCK, content, self._seen)
+    self._seen = seen or self._seen
+    return seen is not None
+
+  def close(self) -> None:
+    pass
+
+
+def occupied(workdir: epath.Path, other: Owner | None) -> UserError:
+  """Return the error that says who trains in a directory."""
+  if other is None or other.released:
+    return UserError(f'Another process is training in {workdir}: {WAY_OUT}.')
+  if owner.state(other) == owner.STOPPED:
+    return UserError(
+      f'Another process is training in {workdir} ({other}), which is stopped: continue it (kill -CONT {other.pid}) or end '
+      f'it (kill -KILL {other.pid}), or choose another --workdir.'
+    )
+  return UserError(f'Another process is training in {workdir} ({other}): {WAY_OUT}.')
+
+
+def unwritable(workdir: epath.Path, error: OSError) -> UserError:
+  """Return the error that says that a run directory cannot be written."""
+  way_out = 'make room, then start the same command again' if is_full(error) else 'choose another --workdir'
+  return UserError(f'The run directory {workdir} cannot be written ({first_line(error)}): {way_out}.')

@@ -1,0 +1,68 @@
+"""The history of the starts of a run, in `fingerprint.json`.
+
+  {"format": 1, "starts": [{"step": 0, "fencing_epoch": 1, "time": "2026-01-31T12:00:00+00:00", "changes": [],
+                            "accepted": [], "parts": {"tokenizer": {"vocabulary": "3f…", …}, …}}, …]}
+
+`step` is the checkpoint that a start went on from, `fencing_epoch` its number (`epochs`); `changes` are sentences about
+what had changed by then, `accepted` what `trainer.accept_changes` named. `parts` (`fingerprint.take`) are left out where
+they are those of the start before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import json
+from typing import Any
+
+from etils import epath
+
+from sdpo_jax.errors import UserError
+from sdpo_jax.files import read_json_object, write_atomically
+
+FINGERPRINT = 'fingerprint.json'
+FORMAT = 1
+
+Parts = Mapping[str, Mapping[str, str]]
+
+
+def read(workdir: epath.PathLike) -> Sequence[Mapping[str, Any]]:
+  """Return the starts of a run, oldest first; none where there is no `fingerprint.json`.
+
+  Raises:
+    UserError: the file is damaged, or another version's.
+  """
+  path = epath.Path(workdir) / FINGERPRINT
+  if not path.exists():
+    return []
+  way_out = 'restore it, or remove it and this start is not compared with those before'
+  values = read_json_object(path, way_out)
+  starts = values.get('starts')
+  sound = (
+    values.get('format') == FORMAT
+    and isinstance(starts, list)
+    and all(isinstance(start, dict) and isinstance(start.get('step'), int) for start in starts)
+    and all(_are_parts(start.get('parts', {})) for start in starts)
+  )
+  if not sound:
+    raise UserError(f'{path} is not a history of starts in the format {FORMAT}: {way_out}.')
+  return starts
+
+
+def _are_parts(value: Any) -> bool:
+  return isinstance(value, dict) and all(isinstance(part, dict) for part in value.values())
+
+
+def trained_by(starts: Sequence[Mapping[str, Any]], step: int) -> Parts | None:
+  """Return the parts of the start that made the checkpoint of `step`; None if that is not known."""
+  last = max((at for at, start in enumerate(starts) if start['step'] < step), default=None)
+  return None if last is None else parts_of(starts[: last + 1])
+
+
+def parts_of(starts: Sequence[Mapping[str, Any]]) -> Parts | None:
+  """Return the parts of the last of some starts; None if it is not known."""
+  return next((start['parts'] for start in reversed(starts) if 'parts' in start), None)
+
+
+def write(workdir: epath.Path, starts: Sequence[Mapping[str, Any]]) -> None:
+  """Write all starts of a run; errors as `write_atomically`."""
+  write_atomically(workdir / FINGERPRINT, json.dumps({'format': FORMAT, 'starts': list(starts)}, indent=1) + '\n')
