@@ -16,8 +16,8 @@ def forward_flops_per_token(table: parameters.Table) -> float:
 def forward_flops(policy: Policy, rows: int, tokens: int, scored: int) -> float:
   """Returns the operations of a forward pass over whole rows of one segment each.
 
-  2 per weight of a layer and token; causal attention at the half that is not masked, as if no layer had a window; the
-  unembedding of the tokens that are scored.
+  2 per weight of a layer and token; attention of every query to the keys that it sees; the unembedding of the tokens
+  that are scored.
 
   Args:
     policy: whose table says the weights, base and trainable, and whose config the heads.
@@ -27,5 +27,8 @@ def forward_flops(policy: Policy, rows: int, tokens: int, scored: int) -> float:
   """
   config = policy.config
   weights = sum(math.prod(p.shape) for p in policy.parameter_table() if p.stacked and p.compute)
-  attention = 2 * tokens**2 * config.layers * config.heads * config.head_dim
+  # Twice the pairs of a query and a key: half of all are not masked, fewer where windows are shorter than the row.
+  windows = [min(window or tokens, tokens) for window in config.windows or (0,) * config.layers]
+  pairs = sum(window * (2 * tokens - window) for window in windows)
+  attention = 2 * pairs * config.heads * config.head_dim
   return float(rows) * (2 * weights * tokens + attention + 2 * config.vocab_size * config.hidden_size * scored)

@@ -186,3 +186,18 @@ def test_operations_are_counted_from_the_table():
   layer = 32 * 16 * (4 + 2 + 2 + 4) + 3 * 32 * 48
   expected = 2 * (10 * 2 * 3 * layer + 2 * 2 * 3 * 4 * 16 * 10 * 10 / 2 + 4 * 2 * 61 * 32)
   assert flops.forward_flops(policy, 2, 10, 4) == expected
+
+
+def test_windows_are_counted_as_pairs_of_positions():
+  policy, *_ = make(3, ())
+
+  def attention(windows, tokens):
+    seen = dataclasses.replace(policy, config=dataclasses.replace(policy.config, windows=windows))
+    return flops.forward_flops(seen, 1, tokens, 0) - tokens * flops.forward_flops(seen, 1, 1, 0)
+
+  slots = np.arange(100)
+  distance = slots[:, None] - slots[None]
+  pairs = sum(np.count_nonzero((distance >= 0) & (distance < window)) for window in (100, 7, 7))
+  # Scores and mixing: a multiplication and an addition for each of 4 heads of 16.
+  assert attention((0, 7, 7), 100) == pytest.approx(2 * 2 * 4 * 16 * pairs, rel=0.1)
+  assert attention((200, 100, 0), 100) == attention(None, 100)
