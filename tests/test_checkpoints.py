@@ -201,6 +201,17 @@ def test_state_may_change_as_soon_as_save_returns(tmp_path):
   chex.assert_trees_all_equal(restored.trainable, make_state(1, size=4096).trainable)
 
 
+def test_digests_that_are_known_are_not_computed_again(tmp_path, monkeypatch):
+  checkpoints, state = Checkpoints(tmp_path), make_state(1)
+  leaves = digests.leaf_digests(state)
+  with monkeypatch.context() as patch:
+    patch.setattr(digests, 'leaf_digests', None)
+    checkpoints.save(1, state, {}, {}, leaves)
+    checkpoints.wait()
+  assert_same(checkpoints.restore(make_state(0))[1], state)
+  assert checkpoints.state_digest(1) == digests.state_digest(leaves)
+
+
 def test_last_n_and_best_are_kept(tmp_path):
   scores = {1: {'eval/a/mean@2': 0.1}, 2: {'eval/a/mean@2': 0.9}, 3: {}, 4: {'eval/a/mean@2': 0.3}, 5: {}, 6: {}}
   assert save_steps(tmp_path / 'best', scores, keep=2, best_metric='eval/a/mean@2').steps() == [2, 5, 6]

@@ -149,6 +149,8 @@ def test_told_to_stop_it_saves_the_last_whole_state(experiment, tmp_path, monkey
     before(patch, owner, name, count, cluster.ask_to_stop)
     result = loop.train(make(**changes), tmp_path)
   assert result.preempted and result.step == saved and steps_on_disk(tmp_path) == ([saved] if saved else [])
+  if saved == 2:  # What may yet be rolled back is no candidate for the best checkpoint.
+    assert read_manifest(epath.Path(tmp_path / 'checkpoints' / '2')).metrics == {}
   assert_becomes(make(), tmp_path, whole)
 
 

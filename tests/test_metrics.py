@@ -88,12 +88,15 @@ def test_lines_that_could_not_be_synced_are_written_anew(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_is_begun_when_its_lines_are_on_the_disk():
+  def whole(step):
+    return loop._Whole(step, None, {}, {}, None)
+
   calls = []
   run = object.__new__(loop._Run)
   run.writer = types.SimpleNamespace(sync=lambda: calls.append('sync'))
   run.checkpoints = types.SimpleNamespace(save=lambda *_: calls.append('save'))
   run.compiled, run.failure = list, None
-  run.save(1, None, {}, {})
+  run.save(whole(1), None)
   assert calls == ['sync', 'save']
 
   def fail():
@@ -101,7 +104,7 @@ def test_a_checkpoint_is_begun_when_its_lines_are_on_the_disk():
 
   run.writer.sync = fail
   with pytest.raises(OSError, match='Input/output'):
-    run.save(2, None, {}, {})
+    run.save(whole(2), None)
   assert calls == ['sync', 'save']
 
 

@@ -126,7 +126,14 @@ class Checkpoints:
     found = self._manifests[step]
     return found and found.state_digest
 
-  def save(self, step: int, state: TrainState, host: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+  def save(
+    self,
+    step: int,
+    state: TrainState,
+    host: Mapping[str, Any],
+    metrics: Mapping[str, float],
+    leaves: Mapping[str, str] | None = None,
+  ) -> None:
     """Starts writing a checkpoint; returns once the device arrays may be changed again.
 
     Args:
@@ -135,6 +142,7 @@ class Checkpoints:
       host: JSON-serialisable host state (data iterator, history).
       metrics: of this step, none where the state is not the one they were measured with; written beside the state, so
         that `best_metric` may be another one after a resume.
+      leaves: the digests of the state's arrays, where they are known (`digests.leaf_digests`).
 
     Raises:
       UserError: it, or the one still being written, could not be written, or another process has taken the run over;
@@ -143,7 +151,8 @@ class Checkpoints:
     self.wait()
     if step in self._manifests:
       return
-    draft = Manifest(step=step, fencing_epoch=self._epoch, leaves=digests.leaf_digests(state), metrics=_finite(metrics))
+    leaves = digests.leaf_digests(state) if leaves is None else leaves
+    draft = Manifest(step=step, fencing_epoch=self._epoch, leaves=leaves, metrics=_finite(metrics))
     self._check_owner()
     folder = self._unfinished(step)
     try:

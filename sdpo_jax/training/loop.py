@@ -89,7 +89,8 @@ class _Whole:
   step: int
   starting: StartingState  # Its arrays.
   host: dict[str, Any]
-  metrics: Mapping[str, float]
+  metrics: Mapping[str, float]  # By which its checkpoint is ranked; none while something of its step is outstanding.
+  leaves: Mapping[str, str] | None  # The digests of its arrays, where they are known.
 
 
 def train(
@@ -254,7 +255,7 @@ class _Run:
 
     Whatever ends the run, the last whole state is saved before.
     """
-    self.hold(state, {} if unfinished is None else {UNFINISHED: unfinished.to_json()}, {})
+    self.hold(int(state.step), state, {} if unfinished is None else {UNFINISHED: unfinished.to_json()}, {})
     self.preemption.stage = 'steps'
     if jax.process_count() == 1:
       self.preemption.save = self.save_meanwhile
@@ -345,16 +346,25 @@ class _Run:
 
   # ———— What is there to be saved ————
 
-  def hold(self, state: TrainState, unfinished: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+  def hold(
+    self,
+    step: int,
+    state: TrainState,
+    unfinished: Mapping[str, Any],
+    metrics: Mapping[str, float],
+    leaves: Mapping[str, str] | None = None,
+  ) -> None:
     """Note that `state` is whole: the run can go on from it.
 
     Args:
+      step: generation batches that it has seen.
       state: on the devices.
       unfinished: what of its step is outstanding, as the host's state holds it; empty: nothing is.
-      metrics: measured with it.
+      metrics: measured with it, when its step is finished: what is undone by a rollback never ranks a checkpoint.
+      leaves: the digests of its arrays; None: they are computed if it is saved.
     """
     starting = StartingState(state, keep=self.session.config.trainer.keep_starting_state)
-    self.whole = _Whole(int(state.step), starting, self.host_state() | dict(unfinished), metrics)
+    self.whole = _Whole(step, starting, self.host_state() | dict(unfinished), metrics, leaves)
 
   def save_whole(self) -> None:
     """Save the last whole state, unless it is on disk, or gone since optimizer steps follow it."""
@@ -364,7 +374,7 @@ class _Run:
         return
       state = whole.starting.take()
       if state is not None:
-        self.save(whole.step, state, whole.host, whole.metrics)
+        self.save(whole, state)
 
   def save_meanwhile(self) -> None:
     """As `save_whole`, for another thread than the one that trains, which waits before it donates what is being saved."""
@@ -372,7 +382,7 @@ class _Run:
       whole = self.whole
       with whole.starting.held() as state:
         if state is not None and whole.step > 0 and whole.step not in self.checkpoints.steps():
-          self.save(whole.step, state, whole.host, whole.metrics)
+          self.save(whole, state)
       self.checkpoints.wait()
 
   def rescue(self, error: BaseException) -> None:
@@ -477,15 +487,15 @@ class _Run:
   def host_state(self) -> dict[str, Any]:
     return {'iterator': self.iterator.get_state()}
 
-  def save(self, step: int, state: TrainState, host: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-    if step > 0:
-      with self.alone():
-        if self.writer is not None:
-          self.writer.sync()  # A checkpoint must not outlive the lines that led to it.
-      self.together(f'syncing the lines up to step {step}')
-      barrier(f'the checkpoint of step {step}')
-      self.checkpoints.save(step, state, host, metrics)
-      self.compiled()  # What Orbax compiles, once, to copy arrays from several devices is no program of the run.
+  def save(self, whole: _Whole, state: TrainState) -> None:
+    """Save a whole state that has a step, and the lines that led to it, which a checkpoint must not outlive."""
+    with self.alone():
+      if self.writer is not None:
+        self.writer.sync()
+    self.together(f'syncing the lines up to step {whole.step}')
+    barrier(f'the checkpoint of step {whole.step}')
+    self.checkpoints.save(whole.step, state, whole.host, whole.metrics, whole.leaves)
+    self.compiled()  # What Orbax compiles, once, to copy arrays from several devices is no program of the run.
 
   def step(self, state: TrainState, step: int) -> TrainState:
     """Run one generation batch, with its evaluation, log line and checkpoint.
@@ -514,7 +524,7 @@ class _Run:
       with timer('train'):
         batch = build_batch(session, state, graded, context, metrics, stop)
         state, report = run_update(session, state, batch, starting, stop)
-    self.hold(state, {UNFINISHED: Unfinished().to_json()}, {})
+    self.hold(step, state, {UNFINISHED: Unfinished().to_json()}, {})
     metrics.update(records.rollout_metrics(graded, config))
     metrics.update(records.update_metrics(report, batch, session))
     metrics.update(records.throughput_metrics(session, graded, report, timer.seconds))
@@ -526,7 +536,7 @@ class _Run:
       'time/graders_busy_s': graded.graders_busy_s,  # Beside the phases, which do not add up with it.
     }
     unfinished = Unfinished(line, records.success_rates(graded, config))
-    self.hold(state, {UNFINISHED: unfinished.to_json()}, metrics)
+    self.hold(step, state, {UNFINISHED: unfinished.to_json()}, {})
     with self.alone():
       if profiled:
         self.announce(f'Profile of step {step}: {folder}')
@@ -586,7 +596,8 @@ class _Run:
       note += f'  rolled back to step {verdict.back_to}'
       state = self.roll_back(state, verdict.back_to)
       metrics = {}  # They were measured with other weights than those that are now saved.
-    line[STATE_DIGEST] = state_digest(leaf_digests(state))
+    leaves = leaf_digests(state)
+    line[STATE_DIGEST] = state_digest(leaves)
     with self.alone():
       if (
         self.failure is None and metrics and step in self.checkpoints.steps()
@@ -595,7 +606,7 @@ class _Run:
       if self.writer is not None and self.failure is None:
         self.writer.write(step, line)
     self.together(f'writing what step {step} has measured')
-    self.hold(state, {}, metrics)
+    self.hold(step, state, {}, metrics, leaves)
     self.progress.step(
       step,
       line.get('rollout/score_mean', math.nan),
