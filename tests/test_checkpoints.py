@@ -258,12 +258,14 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(tmp
   checkpoints.close()
   victim = largest_file(tmp_path / 'checkpoints' / '2')
   victim.write_bytes(victim.read_bytes()[: victim.stat().st_size // 2])
-  reopened = Checkpoints(tmp_path)
+  said = []
+  reopened = Checkpoints(tmp_path, say=said.append)
   step, state, _ = reopened.restore(make_state(0))
   assert step == 1
   assert_same(state, make_state(1))
-  assert 'Checkpoint of step 2 cannot be read' in caplog.text
-  assert f'Checkpoint of step 2 is now in {tmp_path / "checkpoints_damaged" / "2"}.' in caplog.text
+  assert said[0].startswith('The checkpoint of step 2 cannot be read (')
+  assert said[1:] == [f'The checkpoint of step 2 is now in {tmp_path / "checkpoints_damaged" / "2"}.']
+  assert caplog.text == ''  # Sentences for the user are no lines of a log.
   assert (tmp_path / DAMAGED / '2').is_dir()
   reopened.save(2, make_state(2), {}, {})
   reopened.wait()
@@ -278,7 +280,7 @@ def test_what_another_process_cannot_read_nobody_takes(tmp_path, caplog, monkeyp
   step, state, _ = reading.restore(make_state(0))
   assert step == 1
   assert_same(state, make_state(1))
-  assert 'Checkpoint of step 2 cannot be read (the bucket lost a part)' in caplog.text
+  assert 'The checkpoint of step 2 cannot be read (the bucket lost a part)' in caplog.text
 
 
 def test_reading_a_run_that_goes_on_touches_nothing(tmp_path):
@@ -446,7 +448,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_damage(tmp_path, caplog)
   save_steps(tmp_path, {1: {}, 2: {}}).close()
   shutil.copytree(tmp_path / 'checkpoints' / '1', tmp_path / 'checkpoints' / '5')
   assert Checkpoints(tmp_path).restore(make_state(0))[0] == 2
-  assert 'Checkpoint of step 5 cannot be read (it is that of step 1)' in caplog.text
+  assert 'The checkpoint of step 5 cannot be read (it is that of step 1)' in caplog.text
 
 
 def test_without_a_manifest_nothing_is_resumed_but_a_reader_may_look(tmp_path, caplog):
@@ -460,7 +462,7 @@ def test_without_a_manifest_nothing_is_resumed_but_a_reader_may_look(tmp_path, c
   step, state, _ = Checkpoints(tmp_path, read_only=True).restore(make_state(0))
   assert step == 1
   assert_same(state, make_state(1))
-  assert 'Checkpoint of step 1 is not verified' in caplog.text
+  assert 'The checkpoint of step 1 is not verified' in caplog.text
 
 
 class Owner:
@@ -510,7 +512,7 @@ def test_what_was_published_without_the_run_is_set_aside(tmp_path, caplog):
   (tmp_path / epochs.EPOCHS).write_text(epochs.Epochs(tuple(starts), published=1).to_json())
   second = Checkpoints(tmp_path, ownership=Owner(2))
   assert second.restore(make_state(0))[0] == 1
-  assert 'Checkpoint of step 3 cannot be read (a process that had lost the run' in caplog.text
+  assert 'The checkpoint of step 3 cannot be read (a process that had lost the run' in caplog.text
   assert (tmp_path / DAMAGED / '3').is_dir() and second.steps() == [1]
   (tmp_path / DAMAGED / '3').rename(tmp_path / 'checkpoints' / '2')  # One more, just before the other one's.
   second.save(2, make_state(2), {}, {})
@@ -570,6 +572,12 @@ def test_what_a_failed_attempt_has_left_makes_room_for_the_next_one(tmp_path, mo
   checkpoints.wait()
   assert sorted(path.name for path in checkpoints.directory.iterdir()) == ['1', '2']
   assert not (tmp_path / DAMAGED).exists()
+  monkeypatch.setattr(checkpoint_module, 'sync_tree', lambda path: (_ for _ in ()).throw(full))
+  checkpoints.save(3, make_state(3), {}, {})
+  (checkpoints.directory / '3.unfinished.00').mkdir()  # Of another epoch.
+  with pytest.raises(UserError, match='could not be written .*No space left'):
+    checkpoints.close()
+  assert sorted(path.name for path in checkpoints.directory.iterdir()) == ['1', '2', '3.unfinished.00']
 
 
 def test_what_a_killed_process_leaves_is_no_checkpoint_and_is_removed(tmp_path):
@@ -601,7 +609,7 @@ def test_a_damaged_manifest_of_an_older_checkpoint_ends_nothing(tmp_path, caplog
   save_steps(tmp_path, {1: {'eval/a/mean@2': 0.9}, 2: score, 3: {}}, keep=3, best_metric='eval/a/mean@2').close()
   (tmp_path / 'checkpoints' / '1' / 'manifest.json').write_bytes(content)
   checkpoints = Checkpoints(tmp_path, keep=2, best_metric='eval/a/mean@2')
-  assert caplog.text.count('Checkpoint of step 1 is not ranked (its manifest.json is damaged)') == 1
+  assert caplog.text.count('The checkpoint of step 1 is not ranked (its manifest.json is damaged)') == 1
   assert checkpoints.best(before=9) == 2
   assert checkpoints.restore(make_state(0))[0] == 3
   assert (tmp_path / DAMAGED / '1').is_dir()

@@ -1,6 +1,7 @@
 """What a run directory has lost is said before the first step; nothing is trained over it unless asked for."""
 
 import contextlib
+import errno
 import json
 import os
 import pathlib
@@ -153,6 +154,55 @@ def test_a_restart_that_is_interrupted_anywhere_is_completed(folder, monkeypatch
   said, record = settle(folder)
   assert 'was interrupted' in said[0] and record.restarting is None and record.published == 0
   assert content(folder) == {f'before_restart/1/{name}': text for name, text in before.items()}
+
+
+def test_an_interrupted_restart_goes_on_though_the_checkpoints_are_back_and_overwrites_nothing(folder, monkeypatch):
+  """Their disk was mounted again meanwhile, and the user has restored a file that was moved already."""
+  leave(folder, published=4)
+  rename, moves = os.rename, []
+
+  def interrupted(source, target):
+    moves.append(source)
+    if len(moves) == 5:
+      raise KeyboardInterrupt
+    rename(source, target)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(os, 'rename', interrupted)
+    with pytest.raises(KeyboardInterrupt):
+      settle(folder, restart=True)
+  moved = folder / 'before_restart' / '1'
+  assert sorted(path.name for path in moved.iterdir()) == ['checkpoints', 'eval', 'metrics.jsonl', 'rollouts']
+  (folder / 'checkpoints' / '4').mkdir(parents=True)
+  (folder / 'checkpoints' / '4' / 'manifest.json').write_text('whole')
+  (folder / 'metrics.jsonl').write_text('{"step": 1}\n')
+  before = {**content(folder), 'config.json': (folder / 'config.json').read_text()}
+  said, record = settle(folder)
+  assert 'was interrupted: the rest of the old results, the checkpoint of step 4 among them, is moved to' in said[0]
+  assert 'the run begins again at step 0' in said[0] and record.restarting is None and record.published == 0
+  after = content(folder)
+  assert sorted(before.values()) == sorted(after.values()) and all(name.startswith('before_') for name in after)
+  assert after['before_restart/1/checkpoints.1/4/manifest.json'] == 'whole'
+
+
+def test_checkpoints_that_are_a_mount_point_stay_where_they_are_if_nothing_is_in_them(folder, monkeypatch):
+  leave(folder, published=2)
+  (folder / 'checkpoints' / 'lost+found').mkdir()
+  (folder / 'checkpoints' / '3.unfinished.1').mkdir()
+  rename = os.rename
+
+  def busy(source, target):
+    if source == folder / 'checkpoints':
+      raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+    rename(source, target)
+
+  monkeypatch.setattr(os, 'rename', busy)
+  for _ in range(2):  # It is an interrupted restart then.
+    with pytest.raises(UserError, match='checkpoints is a mount point, which --restart cannot move away: unmount it'):
+      settle(folder, restart=True)
+  (folder / 'checkpoints' / '3.unfinished.1').rmdir()
+  _, record = settle(folder)
+  assert record.restarting is None and (folder / 'checkpoints').is_dir() and not (folder / 'config.json').exists()
 
 
 def test_in_a_store_without_folders_each_object_is_moved_for_itself(folder, monkeypatch):

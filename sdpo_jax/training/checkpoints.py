@@ -52,6 +52,10 @@ _COMMITTED = 'commit_success.txt'  # Orbax's last object in a store that cannot 
 _logger = logging.getLogger('sdpo_jax.checkpoints')
 
 
+def _warn(text: str) -> None:
+  _logger.warning('%s', text)
+
+
 class Checkpoints:
   """The checkpoints of one run, written asynchronously; a step is there whole or not at all.
 
@@ -66,8 +70,17 @@ class Checkpoints:
     best_metric: str | None = None,
     read_only: bool = False,
     ownership: Ownership | None = None,
+    say: Callable[[str], None] = _warn,
   ):
-    """Opens the checkpoints of `workdir`; with `read_only` the run may be going on elsewhere and nothing is touched.
+    """Open the checkpoints of `workdir`.
+
+    Args:
+      workdir: of the run.
+      keep: how many of the latest are kept.
+      best_metric: by which one more is kept.
+      read_only: whether the run may be going on elsewhere, and nothing is touched.
+      ownership: of the directory, on process 0.
+      say: receives sentences for the user about what is damaged.
 
     Raises:
       UserError: they cannot be opened.
@@ -75,13 +88,14 @@ class Checkpoints:
     self._workdir = epath.Path(workdir)
     if is_local(self._workdir):
       self._workdir = self._workdir.absolute()  # Orbax takes no relative path.
-    self._keep, self._read_only, self._ownership = keep, read_only, ownership
+    self._keep, self._read_only, self._ownership, self._say = keep, read_only, ownership, say
     self.best_metric = best_metric
     self._manifests: dict[int, Manifest | None] = {}  # Step → its manifest; None: it cannot be read.
     self._unranked: dict[int, _Problem] = {}  # Step → why its manifest cannot be read.
     self._reader = _reader()
     self._waiting = threading.Lock()  # One thread may save where another one, which hangs, measures: both wait.
     self._publishing: tuple[int, list[int], futures.Future[None]] | None = None  # Step, those it supersedes, the work.
+    self._failed: list[int] = []  # Steps of which a part may be written, and is to be removed.
     if not read_only:
       # All processes write one checkpoint in one folder, of which only process 0 knows the epoch.
       self._epoch = agreed(0 if ownership is None else ownership.epoch)
@@ -156,11 +170,10 @@ class Checkpoints:
     self._check_owner()
     folder = self._unfinished(step)
     try:
-      if jax.process_index() == 0 and folder.exists():  # Orbax waits for process 0 before it begins.
-        if is_local(folder):
-          folder.rmtree()  # What an attempt of this epoch has left; on a full disk it is what room is needed for.
-        else:
-          self._move(folder)  # In a store, it may be that of a process that has lost the run.
+      self._remove_failed()  # Orbax waits for process 0 before it begins.
+      if jax.process_index() == 0 and not is_local(folder) and folder.exists():
+        self._move(folder)  # It may be that of a process that has lost the run.
+      self._failed.append(step)
       self._writer.save(
         folder, args=ocp.args.Composite(state=ocp.args.PyTreeSave(state), host=ocp.args.JsonSave(dict(host)))
       )
@@ -208,6 +221,7 @@ class Checkpoints:
         if isinstance(error, OSError | ValueError | RuntimeError):
           raise self._write_error(error) from error
         raise
+      self._failed.remove(step)
       for older in superseded:
         del self._manifests[older]
 
@@ -227,6 +241,25 @@ class Checkpoints:
           self._writer.close()
         except (OSError, ValueError, RuntimeError) as error:
           raise self._write_error(error) from error
+        finally:
+          with contextlib.suppress(OSError, UserError):  # The next start removes it.
+            self._check_owner()
+            self._remove_failed()
+
+  def _remove_failed(self) -> None:
+    """Remove what is there of checkpoints that could not be written; on a full disk room is needed for the next one."""
+    failed, self._failed = self._failed, []
+    if jax.process_index() != 0:
+      return
+    for step in failed:
+      left = self._unfinished(step)
+      if is_local(left):  # Orbax writes beside it, until all is there.
+        names = [path.name for path in self.directory.iterdir()]
+        found = [left.parent / name for name in names if name == left.name or name.startswith(f'{left.name}.')]
+      else:
+        found = [left] if left.exists() and not (left / MANIFEST).exists() else []
+      for path in found:
+        path.rmtree()
 
   def _check_owner(self) -> None:
     if self._ownership is not None:  # On process 0, the one that publishes.
@@ -261,7 +294,7 @@ class Checkpoints:
       try:
         self._remove(step)
       except OSError as error:
-        _logger.warning('The old checkpoint of step %d cannot be removed (%s).', step, first_line(error))
+        self._say(f'The old checkpoint of step {step} cannot be removed ({first_line(error)}).')
 
   def _superseded(self) -> list[int]:
     """Return the steps whose checkpoints are not kept; one that cannot be read is."""
@@ -315,7 +348,7 @@ class Checkpoints:
             _Problem(NO_MANIFEST, out_of_reach=False) if isinstance(error, FileNotFoundError) else _Problem.of(error)
           )
           if self._unranked.get(step) != problem and not self._read_only:
-            _logger.warning('Checkpoint of step %d is not ranked (%s).', step, problem.reason)
+            self._say(f'The checkpoint of step {step} is not ranked ({problem.reason}).')
           self._unranked[step] = problem
     return found
 
@@ -339,7 +372,7 @@ class Checkpoints:
         state, host = self._restored(step, like)
       except DamagedError as error:
         failures[step] = str(error)
-        _logger.error('Checkpoint of step %d cannot be read (%s); trying the one before it.', step, error)
+        self._say(f'The checkpoint of step {step} cannot be read ({error}); trying the one before it.')
         continue
       if not self._read_only:
         unranked = [other for other, problem in self._unranked.items() if not problem.out_of_reach]
@@ -395,12 +428,12 @@ class Checkpoints:
         problem = _shared(problem, f'the end of checking the checkpoint of step {step}')
         if problem is None:
           if expected is None:
-            _logger.warning('Checkpoint of step %d is not verified: %s.', step, NO_MANIFEST)
+            self._say(f'The checkpoint of step {step} is not verified: {NO_MANIFEST}.')
           return state, host
       if not problem.out_of_reach:
         raise DamagedError(problem.reason)
       if pause is not None:
-        _logger.warning('Checkpoint of step %d cannot be read (%s); trying again.', step, problem.reason)
+        self._say(f'The checkpoint of step {step} cannot be read ({problem.reason}); trying again.')
         time.sleep(pause)
     raise UserError(
       f'The checkpoint of step {step} in {self.directory} cannot be read for now, after {len(PAUSES) + 1} attempts '
@@ -455,7 +488,7 @@ class Checkpoints:
     _rename(folder, aside)
     sync_directory(target)
     sync_directory(folder.parent)
-    _logger.warning('Checkpoint of step %s is now in %s.', folder.name, aside)
+    self._say(f'The checkpoint of step {folder.name} is now in {aside}.')
 
   def _write_error(self, error: Exception) -> UserError:
     return UserError(

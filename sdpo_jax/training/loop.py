@@ -143,7 +143,11 @@ def _train(
     open_workdir(workdir)
     barrier('the start of the run')  # Weights are read by now, and the directory is there.
     checkpoints = Checkpoints(
-      workdir, keep=config.trainer.max_ckpt_to_keep, best_metric=config.trainer.best_metric, ownership=ownership
+      workdir,
+      keep=config.trainer.max_ckpt_to_keep,
+      best_metric=config.trainer.best_metric,
+      ownership=ownership,
+      say=say,
     )
     watching = Watchdog(config.trainer, workdir, announce, stop.give_up)
     try:

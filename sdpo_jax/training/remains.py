@@ -8,6 +8,8 @@ that other files name, for a run that is preempted before its first checkpoint i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import errno
+import itertools
 import os
 from typing import Any
 
@@ -38,7 +40,14 @@ def settle(workdir: epath.Path, ownership: Ownership, *, restart: bool, say: Cal
   """
   record = ownership.record()
   if record.restarting is not None:
-    say(f'A --restart of {workdir} was interrupted: the rest of the old results is moved away.')
+    # What the checkpoints' disk holds, if it was mounted meanwhile, is part of the old results.
+    steps = published_steps(workdir)
+    what = 'checkpoint of step' if len(steps) == 1 else 'checkpoints of steps'
+    back = f', the {what} {spans(steps)} among them,' if steps else ''
+    say(
+      f'A --restart of {workdir} was interrupted: the rest of the old results{back} is moved to '
+      f'{workdir / BEFORE_RESTART / str(record.restarting)}, and the run begins again at step 0.'
+    )
     _move(workdir, record.restarting, ownership)
     record = ownership.record()
   steps = published_steps(workdir)
@@ -116,12 +125,28 @@ def _move(workdir: epath.Path, number: int, ownership: Ownership) -> None:
 
 
 def _move_all(source: epath.Path, target: epath.Path) -> None:
+  """Move a file or folder; what was moved there before stays, unless it is a store's, where that may be half of it."""
   if is_local(source):
     if os.path.lexists(source):
-      os.rename(source, target)
+      _rename(source, target)
   elif source.is_dir():  # A store has no folders: each object is moved for itself, the rest the next time.
     for path in source.iterdir():
       _move_all(path, target / path.name)
   elif source.exists():
     source.copy(target, overwrite=True)
     source.unlink()
+
+
+def _rename(source: epath.Path, target: epath.Path) -> None:
+  names = (f'{target.name}.{serial}' if serial else target.name for serial in itertools.count())
+  free = next(path for name in names if not os.path.lexists(path := target.parent / name))
+  try:
+    os.rename(source, free)
+  except OSError as error:
+    if error.errno != errno.EBUSY:
+      raise
+    if set(os.listdir(source)) - {'lost+found'}:
+      raise UserError(
+        f'{source} is a mount point, which --restart cannot move away: unmount it, or move away what is in it, then '
+        'start the same command again.'
+      ) from error
