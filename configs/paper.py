@@ -287,8 +287,6 @@ def markdown() -> str:
     *(f'python -m launch.prepare_data {source} --output=data/{task}' for task, source in PREPARED.items()),
     '```',
     '',
-    '`olmo3_7b` is written down and refused by name (`model_type olmo3 is not supported`) until that family is there.',
-    '',
     '## Science and tool use: Table 3, mean@16 in per cent, before / best within 1 h / 5 h',
     '',
     '| command | paper |',

@@ -2,92 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 import math
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from flax import nnx
 import jax
 from jax import lax
 import jax.numpy as jnp
-import numpy as np
 
 from models import cache as kv_cache
 from models import parameters
+from models.architecture import Activation, Architecture
 from models.attention import dispatch
 from models.attention.backend import AttentionBackend, choose_backend, distinct_windows
-from models.policy import Sizes
+from models.families.table import parameter_table
+from models.rope import rotate, rotation
 from sdpo_jax.distributed.mesh import gathered_by_layer
 from sdpo_jax.types import Tree
 
 TURNED = 'turned_unembedding'  # [D, V], of parameters that are cast for decoding.
+ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
+  'silu': jax.nn.silu,
+  'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True),
+}
 
 
-class DecoderConfig(Sizes, Protocol):
-  """What the decoder reads of the config of a family (`models.families`): frozen, hashable, nothing of config.json."""
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -> jax.Array:
+  """Returns x · rsqrt(mean x² + eps) · (weight + offset) over the axes of the weight, which are the last ones of x.
 
-  rope_theta: float
-  norm_eps: float
-  tied: bool  # The embedding is the unembedding.
-  attention_bias: bool
-  initializer_range: float  # Standard deviation of random parameters.
-
-  def parameter_table(self) -> parameters.Table:
-    """Returns every parameter of the model: those whose paths the modules here name, and no others."""
-    ...
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-  """Returns x · rsqrt(mean x² + eps) · weight over the last axis, computed in float32, in the dtype of x."""
-  y = x.astype(jnp.float32)
-  y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-  return (y * jnp.expand_dims(weight.astype(jnp.float32), tuple(range(x.ndim - 1)))).astype(x.dtype)
-
-
-def rotation(positions: jax.Array, head_dim: int, theta: float) -> jax.Array:
-  """Returns the rotary embedding of positions [B, S] as matrices [B, S, 2, 2, head_dim / 2] float32.
-
-  Pair i of a head's numbers, (x[i], x[i + head_dim / 2]), is turned by the angle position · theta^(−2i / head_dim):
-  number a of the result is the sum over b of [..., a, b, i] times number b.
+  Computed in float32, in the dtype of x.
   """
-  frequencies = np.float32(1) / np.float32(theta) ** (
-    np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-  )
-  angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(frequencies)[None, None]
-  cosine, sine = jnp.cos(angles), jnp.sin(angles)
-  return jnp.stack([cosine, -sine, sine, cosine], axis=2).reshape(*positions.shape, 2, 2, -1)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def rotate(x: jax.Array, matrices: jax.Array, halves: bool = False) -> jax.Array:
-  """Rotates x [B, S, H, head_dim] by (scaled) matrices from `rotation`, in float32, in the dtype of x.
-
-  Constant matrices: no gradient goes to them. `halves` swaps the halves of a head as whole vectors, which suits the
-  lanes of a TPU; sums of broadcast products suit a CPU, which takes several times as long to concatenate.
-  """
-  wide = x.astype(jnp.float32)
-  if halves:
-    first, second = jnp.split(wide, 2, axis=-1)
-    own = jnp.concatenate([matrices[:, :, None, 0, 0], matrices[:, :, None, 1, 1]], axis=-1)
-    other = jnp.concatenate([matrices[:, :, None, 0, 1], matrices[:, :, None, 1, 0]], axis=-1)
-    return (wide * own + jnp.concatenate([second, first], axis=-1) * other).astype(x.dtype)
-  pairs = wide.reshape(*x.shape[:-1], 2, -1)
-  turned = sum(pairs[..., b : b + 1, :] * matrices[:, :, None, :, b] for b in range(2))
-  return turned.reshape(x.shape).astype(x.dtype)
-
-
-def _rotate_forward(x: jax.Array, matrices: jax.Array, halves: bool) -> tuple[jax.Array, jax.Array]:
-  return rotate(x, matrices, halves), matrices
-
-
-def _rotate_backward(halves: bool, matrices: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-  # The transposed map is a rotation too, and as cheap; differentiated step by step it would be sums over pairs.
-  return rotate(gradient, matrices.swapaxes(2, 3), halves), jnp.zeros_like(matrices)
-
-
-rotate.defvjp(_rotate_forward, _rotate_backward)
+  y, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
+  y = y * lax.rsqrt(jnp.mean(y * y, axis=tuple(range(-weight.ndim, 0)), keepdims=True) + eps)
+  weight = weight + offset if offset else weight
+  return (y * jnp.expand_dims(weight, tuple(range(x.ndim - weight.ndim)))).astype(x.dtype)
 
 
 def project(x: jax.Array, weight: jax.Array, inputs: int = 1) -> jax.Array:
@@ -123,75 +74,71 @@ def _product_backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) ->
 _product.defvjp(_product_forward, _product_backward)
 
 
-class Attention(nnx.Module):
-  """Grouped-query attention with normalised queries and keys."""
-
-  def __init__(self, config: DecoderConfig, make: Callable[[str], nnx.Param]):
-    self.config = config
-    self.query, self.key, self.value, self.output = make('query'), make('key'), make('value'), make('output')
-    self.query_norm, self.key_norm = make('query_norm'), make('key_norm')
-    if config.attention_bias:
-      self.query_bias, self.key_bias = make('query_bias'), make('key_bias')
-      self.value_bias, self.output_bias = make('value_bias'), make('output_bias')
-
-  def heads(self, x: jax.Array, matrices: jax.Array, halves: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns queries [B, S, H, head_dim], rotated and scaled, and rotated keys and values [B, S, KV, head_dim]."""
-    query, key, value = project(x, self.query[...]), project(x, self.key[...]), project(x, self.value[...])
-    if self.config.attention_bias:
-      query = query + self.query_bias[...][None, None]
-      key = key + self.key_bias[...][None, None]
-      value = value + self.value_bias[...][None, None]
-    # Attention's 1 / √head_dim goes here, so that it is not rounded to the compute dtype by itself.
-    scaled = matrices * self.config.head_dim**-0.5
-    query = rotate(rms_norm(query, self.query_norm[...], self.config.norm_eps), scaled, halves)
-    key = rotate(rms_norm(key, self.key_norm[...], self.config.norm_eps), matrices, halves)
-    return query, key, value
-
-  def merge(self, mixed: jax.Array) -> jax.Array:
-    """Returns [B, S, D] from the heads' outputs [B, S, H, head_dim]."""
-    y = project(mixed, self.output[...], inputs=2)
-    return y + self.output_bias[...][None, None] if self.config.attention_bias else y
-
-
-class Mlp(nnx.Module):
-  """SwiGLU: down(silu(gate x) · up x)."""
-
-  def __init__(self, make: Callable[[str], nnx.Param]):
-    self.gate, self.up, self.down = make('gate'), make('up'), make('down')
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    return project(jax.nn.silu(project(x, self.gate[...])) * project(x, self.up[...]), self.down[...])
-
-
 class Block(nnx.Module):
-  """One decoder layer; its parameters may carry a leading layers axis, which a scan removes."""
+  """One decoder layer; its parameters may carry a leading layers axis, which a scan removes.
 
-  def __init__(self, config: DecoderConfig, make: Callable[[str], nnx.Param]):
+  Which norms and biases there are is said by the parameter table alone.
+  """
+
+  def __init__(self, config: Architecture, make: Callable[[parameters.Parameter], nnx.Param]):
     self.config = config
-    self.attention_norm, self.mlp_norm = make('attention_norm'), make('mlp_norm')
-    self.attention = Attention(config, lambda name: make(f'attention.{name}'))
-    self.mlp = Mlp(lambda name: make(f'mlp.{name}'))
+    table = [parameter for parameter in parameter_table(config) if parameter.stacked]
+    self.names = frozenset('.'.join(parameter.path[1:]) for parameter in table)
+    for name, held in parameters.nest((parameter.path[1:], make(parameter)) for parameter in table).items():
+      setattr(self, name, nnx.Dict(held) if isinstance(held, dict) else held)
 
   def __call__(self, x: jax.Array, matrices: jax.Array, halves: bool, mix: Callable) -> tuple[jax.Array, Any]:
     """Returns x [B, S, D] after the layer, and `extra` of `mix(query, key, value) -> (mixed, extra)`."""
-    normed = rms_norm(x, self.attention_norm[...], self.config.norm_eps)
-    query, key, value = self.attention.heads(normed, matrices, halves)
+    query, key, value = self.heads(self.norm('attention_norm', x), matrices, halves)
     mixed, extra = mix(query, key, value)
-    x = x + self.attention.merge(mixed)
-    return x + self.mlp(rms_norm(x, self.mlp_norm[...], self.config.norm_eps)), extra
+    x = x + self.norm('attention_post_norm', self.linear('attention.output', mixed, inputs=2))
+    return x + self.norm('mlp_post_norm', self.gated(self.norm('mlp_norm', x))), extra
+
+  def linear(self, name: str, x: jax.Array, inputs: int = 1) -> jax.Array:
+    """Returns x [..., *in] times the matrix [*in, *out] of that name in the layer, plus its bias where it has one.
+
+    The only place where a layer multiplies by a matrix: whatever else is added to a product is added here.
+    """
+    y = project(x, self._parameter(name), inputs)
+    if f'{name}_bias' not in self.names:
+      return y
+    bias = self._parameter(f'{name}_bias')
+    return y + jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim)))
+
+  def norm(self, name: str, x: jax.Array) -> jax.Array:
+    """Returns x normalised by the weight of that name; x where the layer has none."""
+    if name not in self.names:
+      return x
+    return rms_norm(x, self._parameter(name), self.config.norm_eps, self.config.norm_offset)
+
+  def heads(self, x: jax.Array, matrices: jax.Array, halves: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns queries [B, S, H, head_dim], rotated and scaled, and rotated keys and values [B, S, KV, head_dim]."""
+    query, key, value = (self.linear(f'attention.{name}', x) for name in ('query', 'key', 'value'))
+    # The factor of scores goes here, so that it is not rounded to the compute dtype by itself.
+    scaled = matrices * self.config.query_scale
+    query = rotate(self.norm('attention.query_norm', query), scaled, halves)
+    key = rotate(self.norm('attention.key_norm', key), matrices, halves)
+    return query, key, value
+
+  def gated(self, x: jax.Array) -> jax.Array:
+    """Returns the MLP of x: down(activation(gate x) · up x)."""
+    activation = ACTIVATIONS[self.config.activation]
+    return self.linear('mlp.down', activation(self.linear('mlp.gate', x)) * self.linear('mlp.up', x))
+
+  def _parameter(self, name: str) -> jax.Array:
+    return functools.reduce(getattr, name.split('.'), self)[...]
 
 
 class Decoder(nnx.Module):
   """The whole model; its layers are one block with stacked parameters, to be scanned, or (`unrolled`) a list."""
 
-  def __init__(self, config: DecoderConfig, make: Callable[[str], nnx.Param], unrolled: bool):
+  def __init__(self, config: Architecture, make: Callable[[parameters.Parameter], nnx.Param], unrolled: bool):
     self.config = config
-    self.embedding = make('embedding')
-    blocks = [Block(config, lambda name: make(f'layers.{name}')) for _ in range(config.layers if unrolled else 1)]
+    for parameter in parameter_table(config):
+      if not parameter.stacked:
+        setattr(self, parameter.name, make(parameter))
+    blocks = [Block(config, make) for _ in range(config.layers if unrolled else 1)]
     self.layers = nnx.List(blocks) if unrolled else blocks[0]
-    self.final_norm = make('final_norm')
-    if not config.tied:
-      self.unembedding = make('unembedding')
 
   def output_matrix(self) -> jax.Array:
     """Returns the unembedding [V, D], the embedding itself where tied."""
@@ -209,7 +156,7 @@ class Decoder(nnx.Module):
   ) -> tuple[jax.Array, kv_cache.KVCache | None]:
     """Returns final hidden states [B, S, D] and the updated cache; arguments as in `DecoderPolicy.apply`."""
     config = self.config
-    matrices = rotation(positions, config.head_dim, config.rope_theta)
+    matrices_of = self._rotations(positions)
     # A cache without recent tokens is to be filled by these: what they attend to is themselves.
     whole = cache is None or cache.recent is None
     slot, store = None, None
@@ -228,10 +175,13 @@ class Decoder(nnx.Module):
         updated = None if store is None else kv_cache.append_layer(store, key, value, index, slot)
         return mix(query, key, value, updated, index), updated
 
-      x, store = block(backend.constrain(x, row_axes, None, None), matrices, backend.halves, mix_and_store)
+      x = backend.constrain(x, row_axes, None, None)
+      x, store = block(x, matrices_of(index), backend.halves, mix_and_store)
       return backend.constrain(x, row_axes, None, None), store
 
     x = jnp.take(self.embedding[...], tokens, axis=0)
+    if config.embedding_scale is not None:
+      x = x * jnp.asarray(config.embedding_scale, x.dtype)
     if isinstance(self.layers, nnx.List):
       for index, block in enumerate(self.layers):
         x, store = layer(block, x, store, index)
@@ -249,7 +199,18 @@ class Decoder(nnx.Module):
       cache = cache.replace(stores=store, lengths=filled)
     elif cache is not None:
       cache = cache.replace(recent=kv_cache.Recent(store, slot + tokens.shape[1]))
-    return rms_norm(x, self.final_norm[...], config.norm_eps), cache
+    return rms_norm(x, self.final_norm[...], config.norm_eps, config.norm_offset), cache
+
+  def _rotations(self, positions: jax.Array) -> Callable[[jax.Array | int], jax.Array]:
+    """Returns the function of a layer's index that gives the matrices by which it rotates; each is made once."""
+    config = self.config
+    made = [rotation(positions, config.head_dim, rope) for rope in config.ropes]
+    if config.layer_ropes is None:
+      return lambda layer: made[0]
+    if isinstance(self.layers, nnx.List):
+      return lambda layer: made[config.layer_ropes[layer]]
+    stacked, places = jnp.stack(made), jnp.asarray(config.layer_ropes, jnp.int32)
+    return lambda layer: lax.dynamic_index_in_dim(stacked, places[layer], keepdims=False)
 
   # What follows returns mix(query, key, value, stores of this call, layer) -> [B, S, H, head_dim].
 
@@ -344,11 +305,8 @@ def _remat(layer: Callable, remat: str) -> Callable:
 
 
 @functools.cache
-def _graph(config: DecoderConfig, unrolled: bool) -> nnx.GraphDef:
-  by_name = {parameter.name: parameter for parameter in config.parameter_table()}
-
-  def make(name: str) -> nnx.Param:
-    parameter = by_name[name]
+def _graph(config: Architecture, unrolled: bool) -> nnx.GraphDef:
+  def make(parameter: parameters.Parameter) -> nnx.Param:
     return nnx.Param(jax.ShapeDtypeStruct(parameter.shape, jnp.dtype(parameter.dtype)), axes=parameter.axes)
 
   return nnx.graphdef(Decoder(config, make, unrolled))
@@ -362,7 +320,7 @@ class DecoderPolicy:
   the default, leaves the base empty.
   """
 
-  config: DecoderConfig
+  config: Architecture
   dtype: Literal['float32', 'bfloat16'] = 'bfloat16'
   remat: Literal['none', 'full', 'save_attention', 'dots'] = 'full'
   backend: AttentionBackend = AttentionBackend()
@@ -488,8 +446,8 @@ class DecoderPolicy:
 
 
 @functools.cache
-def _table(config: DecoderConfig, frozen: tuple[str, ...]) -> parameters.Table:
-  table = config.parameter_table()
+def _table(config: Architecture, frozen: tuple[str, ...]) -> parameters.Table:
+  table = parameter_table(config)
   names = [parameter.name for parameter in table]
   for prefix in frozen:
     if not any(_begins(name, prefix) for name in names):

@@ -22,8 +22,9 @@ import safetensors
 from safetensors.numpy import save_file
 
 from models import checksums, hub, parameters, remote_files
-from models.decoder import DecoderConfig, DecoderPolicy
-from models.families import qwen3
+from models.architecture import Architecture
+from models.decoder import DecoderPolicy
+from models.families import registry
 from sdpo_jax.config import ModelConfig
 from sdpo_jax.distributed.mesh import parameter_sharding
 from sdpo_jax.errors import UserError, first_line
@@ -31,7 +32,6 @@ from sdpo_jax.files import sync_directory, sync_tree
 from sdpo_jax.types import Tree
 
 _logger = logging.getLogger('sdpo_jax.models')
-FAMILIES = {qwen3.MODEL_TYPE: qwen3.Qwen3Config}  # By model_type.
 WEIGHTS = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
 HUB_FILES = ('*.json', '*.jinja', '*.safetensors', '*.model', '*.txt', checksums.SUMS)
@@ -101,24 +101,15 @@ def read_policy(path: str | os.PathLike, config: ModelConfig) -> DecoderPolicy:
     UserError: missing or malformed config.json, unsupported architecture.
   """
   root = resolve(path)
-  return _policy(_read_config(read_json(root, 'config.json'), str(root / 'config.json')), config)
+  return _policy(registry.read(read_json(root, 'config.json'), str(root / 'config.json')), config)
 
 
 def describe(config_json: dict[str, Any], config: ModelConfig) -> DecoderPolicy:
   """Returns the policy that the contents of a config.json describe."""
-  return _policy(_read_config(config_json), config)
+  return _policy(registry.read(config_json), config)
 
 
-def _read_config(values: dict[str, Any], source: str = 'config.json') -> DecoderConfig:
-  """Reads the contents of a config.json as the family that its model_type names does."""
-  model_type = values.get('model_type')
-  if model_type not in list(FAMILIES):  # Which may be unhashable.
-    supported = ', '.join(map(repr, FAMILIES))
-    raise UserError(f'{source}: model_type {model_type!r} is not supported; supported: {supported} (dense).')
-  return FAMILIES[model_type].from_json(values, source)
-
-
-def _policy(model: DecoderConfig, config: ModelConfig) -> DecoderPolicy:
+def _policy(model: Architecture, config: ModelConfig) -> DecoderPolicy:
   multiple = config.vocab_multiple or (LARGE_MULTIPLE if model.vocab_size >= LARGE else 1)
   return DecoderPolicy(dataclasses.replace(model, vocab_multiple=multiple), config.dtype, config.remat)
 
@@ -165,7 +156,8 @@ def save(
   if root.exists() and (not root.is_dir() or any(root.iterdir())):
     raise UserError(f'{root} already exists and is not empty: remove it or name another directory.')
   origin = None if source is None else resolve(source)
-  values = policy.config.to_json() if origin is None else read_json(origin, 'config.json')
+  family = registry.family_of(policy.config)
+  values = family.write(policy.config) if origin is None else family.exported(read_json(origin, 'config.json'))
   # transformers 4 wrote torch_dtype; whoever reads the source reads the copy.
   values = values | {'torch_dtype' if 'torch_dtype' in values and 'dtype' not in values else 'dtype': dtype}
   partial = root.with_name(root.name + '.partial')
@@ -209,7 +201,7 @@ def resolve(path: str | os.PathLike, weights: bool = True) -> pathlib.Path:
   try:
     # The architecture first: gigabytes of weights that we cannot use are not worth fetching.
     described = pathlib.Path(hf_hub_download(str(path), 'config.json'))
-    _read_config(read_json(described.parent, 'config.json'), f'{path}/config.json')
+    registry.read(read_json(described.parent, 'config.json'), f'{path}/config.json')
     return pathlib.Path(snapshot_download(str(path), allow_patterns=files))
   except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
     where = f'model.path={str(path)!r} is not a directory here'

@@ -7,8 +7,6 @@ import pathlib
 import pytest
 
 from configs import paper
-from models import huggingface
-from sdpo_jax.config import ModelConfig
 from sdpo_jax.errors import UserError
 from sdpo_jax.training import loop
 from tests import tiny
@@ -115,12 +113,6 @@ def test_what_the_paper_does_not_have_is_refused_with_its_name(arguments, named)
 
 def test_the_documented_table_is_the_one_of_the_code():
   assert (tiny.REPOSITORY / 'docs' / 'experiments.md').read_text() == paper.markdown()
-
-
-def test_olmo_is_refused_by_name(tmp_path):
-  (tmp_path / 'config.json').write_text(json.dumps({'model_type': 'olmo3', 'architectures': ['Olmo3ForCausalLM']}))
-  with pytest.raises(UserError, match="model_type 'olmo3' is not supported"):
-    huggingface.read_policy(tmp_path, ModelConfig())
 
 
 SYSTEM = 'Answer with the letter of the right option between <answer> and </answer>.'

@@ -289,7 +289,10 @@ def test_an_export_never_overwrites(original, made):
 
 
 CONFIG_MISTAKES = {
-  'architecture': ({'model_type': 'llama'}, r"config\.json: model_type 'llama' is not supported; supported: 'qwen3'"),
+  'architecture': (
+    {'model_type': 'gpt2'},
+    r"config\.json: model_type 'gpt2' is not supported; supported: 'qwen3', 'qwen2', 'llama'",
+  ),
   'mixture of experts': ({'model_type': 'qwen3_moe'}, "'qwen3_moe' is not supported"),
   'no architecture': ({'model_type': ...}, 'model_type None is not supported'),
   'missing size': ({'hidden_size': ...}, 'hidden_size must be a positive integer, not None'),
@@ -297,15 +300,15 @@ CONFIG_MISTAKES = {
   'heads': ({'num_key_value_heads': 3}, 'num_attention_heads=4 is not a multiple of num_key_value_heads=3'),
   'odd head': ({'head_dim': 7}, 'head_dim=7 is odd'),
   'activation': ({'hidden_act': 'gelu'}, "hidden_act 'gelu' is not supported"),
-  'rope, transformers 4': ({'rope_scaling': {'type': 'yarn', 'factor': 4}}, "rope type 'yarn' is not supported"),
+  'rope, transformers 4': ({'rope_scaling': {'type': 'dynamic', 'factor': 4}}, "rope type 'dynamic' is not supported"),
   'rope, transformers 5': (
-    {'rope_parameters': {'rope_type': 'llama3', 'rope_theta': 1e4}},
-    "rope type 'llama3' is not supported; supported: 'default'",
+    {'rope_parameters': {'rope_type': 'longrope', 'rope_theta': 1e4}},
+    "rope type 'longrope' is not supported; supported: 'default', 'linear', 'llama3', 'yarn'",
   ),
   'rope base': ({'rope_theta': -1}, 'rope_theta must be a positive number, not -1'),
   'layer types': ({'layer_types': ['full_attention', 'linear_attention']}, 'layer_types must name'),
   'window': (
-    {'layer_types': ['full_attention', 'sliding_attention'], 'use_sliding_window': True},
+    {'layer_types': ['full_attention', 'sliding_attention'], 'use_sliding_window': True, 'sliding_window': None},
     'needs use_sliding_window=true and a positive sliding_window',
   ),
 }

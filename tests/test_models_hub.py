@@ -10,6 +10,7 @@ import httpx2
 import pytest
 
 from models import hub, huggingface
+from models.families import registry
 from sdpo_jax.data import hub as rows_of_hub
 from sdpo_jax.errors import UserError
 
@@ -86,7 +87,7 @@ def test_weights_are_fetched_only_where_they_are_wanted(online, monkeypatch, tmp
   asked = []
   (tmp_path / 'config.json').write_text('{"model_type": "qwen3"}')
   monkeypatch.setattr(hub, '_knock', lambda address: None)
-  monkeypatch.setattr(huggingface, '_read_config', lambda values, source: None)
+  monkeypatch.setattr(registry, 'read', lambda values, source: None)
   monkeypatch.setattr('huggingface_hub.hf_hub_download', lambda name, file: str(tmp_path / file))
 
   def download(name, allow_patterns):

@@ -17,7 +17,8 @@ from models import cache as kv_cache
 from models import huggingface, parameters
 from models.cache import SHALLOW
 from models.decoder import DecoderPolicy
-from models.families.qwen3 import Qwen3Config
+from models.families import registry
+from models.rope import Rope
 from sdpo_jax.config import ModelConfig
 from tests.compiling import compile_as_users
 
@@ -131,7 +132,7 @@ def test_a_config_written_by_transformers_4_means_the_same_model(tmp_path):
   values |= {'rope_theta': 1234.0, 'rope_scaling': None, 'torch_dtype': 'float32'}
   (tmp_path / 'config.json').write_text(json.dumps(values))
   assert huggingface.read_policy(tmp_path, ModelConfig()) == newer
-  assert newer.config.rope_theta == 1234.0
+  assert newer.config.ropes == (Rope(1234.0),)
 
 
 def test_gradients_equal_torch(tmp_path):
@@ -262,7 +263,7 @@ def test_the_program_does_not_grow_with_depth():
   sizes = []
   for layers in (2, 24):
     values = {**SIZES, 'model_type': 'qwen3', 'num_hidden_layers': layers}
-    policy = DecoderPolicy(Qwen3Config.from_json(values), 'bfloat16', 'full')
+    policy = DecoderPolicy(registry.read(values), 'bfloat16', 'full')
     shapes = parameters.abstract(policy.parameter_table())
     row = (jax.ShapeDtypeStruct((2, 16), jnp.int32),) * 3
     sizes.append(len(jax.jit(jax.grad(functools.partial(_loss, policy))).lower(shapes, row).as_text()))

@@ -8,6 +8,7 @@ from safetensors.numpy import load_file
 
 from models import huggingface
 from models import tokenizer as tokenizers
+from models.families import qwen3
 from sdpo_jax.config import Config, ModelConfig
 from sdpo_jax.objective.loss import objective
 from sdpo_jax.rollout.engine import Sampler
@@ -36,7 +37,7 @@ def test_pads_are_rows_of_zeros(models):
   np.testing.assert_array_equal(large['embedding'][:264], small['embedding'])
   assert not np.any(large['embedding'][264:])
   fresh = huggingface.init(
-    {**padded.config.to_json(), 'vocab_size': 264},
+    {**qwen3.write(padded.config), 'vocab_size': 264},
     jax.random.key(0),
     ModelConfig(dtype='float32', vocab_multiple=MULTIPLE),
   )[1]
@@ -44,7 +45,7 @@ def test_pads_are_rows_of_zeros(models):
 
 
 def test_large_vocabularies_are_padded_by_themselves(models):
-  values = models[1][0][0].config.to_json()
+  values = qwen3.write(models[1][0][0].config)
 
   def rows(size):
     return huggingface.describe({**values, 'vocab_size': size}, ModelConfig()).config.padded_vocab_size

@@ -34,7 +34,7 @@ class AttentionBackend:
 
   @property
   def halves(self) -> bool:
-    """Whether rotary embeddings swap halves of heads (`models.decoder.rotate`)."""
+    """Whether rotary embeddings swap halves of heads (`models.rope.rotate`)."""
     return self.kind == 'splash'
 
   @property

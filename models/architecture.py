@@ -1,0 +1,51 @@
+"""What a decoder is: everything that its forward pass needs to know, and nothing of config.json."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from models.rope import Rope
+
+Activation = Literal['silu', 'gelu_tanh']
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+  """Sizes and constants of a decoder-only transformer; static under `jit`."""
+
+  family: str  # Of `models.families`: what its config.json and its tensors are called.
+  vocab_size: int  # Tokens; the embedding may have more entries.
+  hidden_size: int  # D.
+  intermediate_size: int  # Of the MLP.
+  layers: int
+  heads: int  # Of queries.
+  kv_heads: int  # Of keys and values.
+  head_dim: int
+  norm_eps: float
+  tied: bool  # The embedding is the unembedding.
+  ropes: tuple[Rope, ...] = (Rope(),)
+  layer_ropes: tuple[int, ...] | None = None  # Per layer, which of `ropes`; None: there is one, for all.
+  windows: tuple[int, ...] | None = None  # Per layer, number of positions seen (0: all); None: all layers see all.
+  # Whether attention and MLP normalise what they get, what they add to the stream, or both.
+  norm_placement: Literal['pre', 'post', 'both'] = 'pre'
+  norm_offset: float = 0.0  # Added to the weights of all norms.
+  query_key_norm: Literal['head', 'projection'] | None = None  # Over each head, or over all heads together.
+  query_pre_attn_scalar: float | None = None  # Queries are divided by its root; None: head_dim.
+  embedding_scale: float | None = None  # Of embedded tokens, rounded to compute dtype; None: 1.
+  activation: Activation = 'silu'  # Of the gate of the MLP.
+  qkv_bias: bool = False
+  output_bias: bool = False
+  mlp_bias: bool = False
+  initializer_range: float = 0.02  # Standard deviation of random parameters.
+  vocab_multiple: int = 1  # The embedding and the unembedding have entries of zeros up to a multiple of this.
+
+  @property
+  def padded_vocab_size(self) -> int:
+    """Entries of the embedding and the unembedding, those that stand for no token included."""
+    return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+  @property
+  def query_scale(self) -> float:
+    """By which scores are multiplied."""
+    return (self.head_dim if self.query_pre_attn_scalar is None else self.query_pre_attn_scalar) ** -0.5

@@ -1,0 +1,336 @@
+"""What the config.json files of all families have in common: how sizes, windows and rotary embeddings are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import math
+from typing import Any
+
+from models.architecture import Activation, Architecture
+from models.families.family import Json
+from models.rope import Rope
+from sdpo_jax.errors import UserError
+
+FULL, SLIDING = 'full_attention', 'sliding_attention'
+ACTIVATIONS: Mapping[str, Activation] = {'silu': 'silu', 'gelu_pytorch_tanh': 'gelu_tanh'}
+ROPE_KINDS = ('default', 'linear', 'llama3', 'yarn')
+# Keys that, unless they are null or false, make a model another one than the decoder computes.
+REFUSED: Mapping[str, str] = {
+  'attn_logit_softcapping': 'soft-capped attention scores',
+  'final_logit_softcapping': 'soft-capped logits',
+  'use_bidirectional_attention': 'attention to later tokens',
+  'quantization_config': 'quantised weights',
+}
+_SIZES = {
+  'vocab_size': 'vocab_size',
+  'hidden_size': 'hidden_size',
+  'intermediate_size': 'intermediate_size',
+  'layers': 'num_hidden_layers',
+  'heads': 'num_attention_heads',
+}
+
+
+def refuse(values: Json, source: str) -> None:
+  """Checks that a config.json asks for nothing that the decoder does not compute.
+
+  Raises:
+    UserError: naming `source` and the key.
+  """
+  for key, what in REFUSED.items():
+    if values.get(key) not in (None, False):
+      shown = '{…}' if isinstance(values[key], dict) else repr(values[key])
+      raise UserError(f'{source}: {key}={shown} ({what}) is not supported; supported: models without it.')
+
+
+def fields(values: Json, source: str, activation_key: str = 'hidden_act') -> dict[str, Any]:
+  """Returns the fields of `Architecture` that all families read alike.
+
+  Args:
+    values: contents of a config.json, over the defaults of the family.
+    source: what to call it.
+    activation_key: that of the MLP's activation.
+
+  Raises:
+    UserError: naming `source` and the key: a missing or impossible size, an activation that is not supported, or
+      what `refuse` refuses.
+  """
+  refuse(values, source)
+  sizes = {field: size(values, key, source) for field, key in _SIZES.items()}
+  heads, width = sizes['heads'], sizes['hidden_size']
+  sizes['kv_heads'] = size(values, 'num_key_value_heads', source) if values.get('num_key_value_heads') else heads
+  if heads % sizes['kv_heads']:
+    raise UserError(
+      f'{source}: num_attention_heads={heads} is not a multiple of num_key_value_heads={sizes["kv_heads"]}.'
+    )
+  if values.get('head_dim') is not None:
+    sizes['head_dim'] = size(values, 'head_dim', source)
+  elif width % heads:
+    raise UserError(
+      f'{source}: hidden_size={width} is not a multiple of num_attention_heads={heads}, so head_dim must be given.'
+    )
+  else:
+    sizes['head_dim'] = width // heads
+  if sizes['head_dim'] % 2:
+    raise UserError(f'{source}: head_dim={sizes["head_dim"]} is odd; rotary embeddings need an even one.')
+  activation = values.get(activation_key)
+  if activation not in list(ACTIVATIONS):  # Which may be unhashable.
+    raise UserError(
+      f'{source}: {activation_key} {activation!r} is not supported; supported: {", ".join(map(repr, ACTIVATIONS))}.'
+    )
+  return {
+    **sizes,
+    'norm_eps': number(values, 'rms_norm_eps', source),
+    'tied': bool(values.get('tie_word_embeddings')),
+    'activation': ACTIVATIONS[activation],
+    'initializer_range': 0.0
+    if values.get('initializer_range') == 0
+    else number(values, 'initializer_range', source, 0.02),
+  }
+
+
+def size(values: Json, key: str, source: str) -> int:
+  """Returns a positive integer.
+
+  Raises:
+    UserError: naming `source` and the key.
+  """
+  value = values.get(key)
+  if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+    raise UserError(f'{source}: {key} must be a positive integer, not {value!r}.')
+  return value
+
+
+def number(values: Json, key: str, source: str, default: float | None = None) -> float:
+  """Returns a positive number, `default` where the key is missing or null.
+
+  Raises:
+    UserError: naming `source` and the key.
+  """
+  value = values.get(key)
+  value = default if value is None else value
+  if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    raise UserError(f'{source}: {key} must be a positive number, not {value!r}.')
+  return float(value)
+
+
+def layer_kinds(values: Json, default: Sequence[str], source: str) -> tuple[str, ...]:
+  """Returns FULL or SLIDING for every layer: layer_types, or else `default`.
+
+  Raises:
+    UserError: naming `source`: layer_types has another length or other names.
+  """
+  kinds = values.get('layer_types')
+  kinds = default if kinds is None else kinds
+  known = isinstance(kinds, Sequence) and all(kind in (FULL, SLIDING) for kind in kinds)
+  if not known or len(kinds) != len(default):
+    raise UserError(
+      f"{source}: layer_types must name 'full_attention' or 'sliding_attention' for each of the {len(default)} layers, "
+      f'not {kinds!r}.'
+    )
+  return tuple(kinds)
+
+
+def windows(values: Json, kinds: Sequence[str], source: str, switch: str | None = None) -> tuple[int, ...] | None:
+  """Returns the number of positions that each layer sees (0: all); None: all layers see all.
+
+  Args:
+    values: contents of a config.json.
+    kinds: FULL or SLIDING of every layer.
+    source: what to call it.
+    switch: a key that must be true for sliding_window to count.
+
+  Raises:
+    UserError: a layer is SLIDING, and there is no window.
+  """
+  if SLIDING not in kinds:
+    return None
+  window = values.get('sliding_window')
+  usable = isinstance(window, int) and not isinstance(window, bool) and window > 0
+  if not usable or (switch is not None and not values.get(switch)):
+    needed = f'{switch}=true and a positive sliding_window' if switch else 'a positive sliding_window'
+    raise UserError(
+      f'{source}: layer_types asks for sliding_attention, which needs {needed} (it is {values.get("sliding_window")!r}).'
+    )
+  return tuple(window if kind == SLIDING else 0 for kind in kinds)
+
+
+def rope(values: Json, source: str, theta: float = 10000.0) -> Rope:
+  """Returns the one rotary embedding of all layers: rope_scaling (transformers 4) or rope_parameters (5).
+
+  Args:
+    values: contents of a config.json.
+    source: what to call it.
+    theta: where none is given.
+
+  Raises:
+    UserError: naming `source` and the key: a type or a number that is not supported.
+  """
+  given = _mapping(values, 'rope_scaling', source) or _mapping(values, 'rope_parameters', source)
+  nested = [key for key in given if key in (FULL, SLIDING)]
+  if nested:
+    raise UserError(
+      f'{source}: rope_parameters of layer types ({", ".join(nested)}) are not supported for model_type '
+      f'{values.get("model_type")!r}; supported: the same for all layers.'
+    )
+  return _rope(values, given, number(values, 'rope_theta', source, theta), source)
+
+
+def ropes_by_kind(
+  values: Json, kinds: Sequence[str], source: str, full_theta: float, sliding_theta: float
+) -> dict[str, Any]:
+  """Returns `ropes` and `layer_ropes` of an architecture whose layers rotate by their kind.
+
+  rope_parameters has an entry for either kind (transformers 5); rope_scaling (transformers 4) is for FULL layers.
+
+  Args:
+    values: contents of a config.json.
+    kinds: FULL or SLIDING of every layer.
+    source: what to call it.
+    full_theta: of FULL layers, where none is given.
+    sliding_theta: of SLIDING layers, where none is given.
+
+  Raises:
+    UserError: naming `source` and the key: a type or a number that is not supported.
+  """
+  nested = _mapping(values, 'rope_parameters', source)
+  if nested and not set(nested) <= {FULL, SLIDING}:
+    raise UserError(
+      f'{source}: rope_parameters of model_type {values.get("model_type")!r} must have the entries {FULL!r} and '
+      f'{SLIDING!r}, not {", ".join(map(repr, nested))}.'
+    )
+  full = _mapping(nested, FULL, source) | _mapping(values, 'rope_scaling', source)
+  by_kind = {
+    FULL: _rope(values, full, full_theta, source),
+    SLIDING: _rope(values, _mapping(nested, SLIDING, source), sliding_theta, source),
+  }
+  ropes = tuple(dict.fromkeys(by_kind[kind] for kind in kinds))
+  places = tuple(ropes.index(by_kind[kind]) for kind in kinds)
+  return {'ropes': ropes, 'layer_ropes': places if len(ropes) > 1 else None}
+
+
+def _mapping(values: Json, key: str, source: str) -> Json:
+  value = values.get(key)
+  if value is not None and not isinstance(value, dict):
+    raise UserError(f'{source}: {key} must be a JSON object, not {value!r}.')
+  return value or {}
+
+
+def _rope(values: Json, given: Json, theta: float, source: str) -> Rope:
+  kind = given.get('rope_type') or given.get('type') or 'default'
+  if kind not in ROPE_KINDS:
+    raise UserError(f'{source}: rope type {kind!r} is not supported; supported: {", ".join(map(repr, ROPE_KINDS))}.')
+  for holder in (given, values):
+    if holder.get('partial_rotary_factor') not in (None, 1):
+      raise UserError(
+        f'{source}: partial_rotary_factor={holder["partial_rotary_factor"]!r} is not supported; supported: 1, heads '
+        'that are rotated whole.'
+      )
+  theta = number(given, 'rope_theta', source, theta)
+  if kind == 'default':
+    return Rope(theta)
+  if kind == 'linear':
+    return Rope(theta, kind, number(given, 'factor', source))
+  longest = values.get('max_position_embeddings')
+  original = values.get('original_max_position_embeddings') or given.get('original_max_position_embeddings') or longest
+  original = number({'original_max_position_embeddings': original}, 'original_max_position_embeddings', source)
+  if kind == 'llama3':
+    low, high = number(given, 'low_freq_factor', source), number(given, 'high_freq_factor', source)
+    if low >= high:
+      raise UserError(f'{source}: low_freq_factor={low} must be smaller than high_freq_factor={high}.')
+    return Rope(theta, kind, number(given, 'factor', source), original, low, high)
+  stretch = None if longest is None else longest / original
+  factor = number(given, 'factor', source, stretch)
+  return Rope(
+    theta,
+    kind,
+    factor,
+    original,
+    beta_fast=number(given, 'beta_fast', source, 32.0),
+    beta_slow=number(given, 'beta_slow', source, 1.0),
+    truncate=bool(given.get('truncate', True)),
+    attention_factor=number(given, 'attention_factor', source, _attention_factor(given, factor)),
+  )
+
+
+def _attention_factor(given: Json, factor: float) -> float:
+  """Returns what yarn multiplies cosines and sines by where it is not said."""
+
+  def grown(scale: float) -> float:
+    return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
+
+  scale, scale_all = given.get('mscale'), given.get('mscale_all_dim')
+  return grown(scale) / grown(scale_all) if scale and scale_all else grown(1.0)
+
+
+def rope_json(rope: Rope) -> Json:
+  """Returns the entry of rope_parameters that means a rotary embedding."""
+  values: Json = {'rope_type': rope.kind, 'rope_theta': rope.theta}
+  if rope.kind != 'default':
+    values['factor'] = rope.factor
+  if rope.kind in ('llama3', 'yarn'):
+    values['original_max_position_embeddings'] = int(rope.original_max_position_embeddings)
+  if rope.kind == 'llama3':
+    values |= {'low_freq_factor': rope.low_freq_factor, 'high_freq_factor': rope.high_freq_factor}
+  if rope.kind == 'yarn':
+    values |= {'beta_fast': rope.beta_fast, 'beta_slow': rope.beta_slow, 'attention_factor': rope.attention_factor}
+    values |= {} if rope.truncate else {'truncate': False}
+  return values
+
+
+def written(architecture: Architecture, model_type: str, writer: str, activation_key: str = 'hidden_act') -> Json:
+  """Returns the part of a config.json that all families write alike.
+
+  Args:
+    architecture: the model.
+    model_type: of its family.
+    writer: the class of transformers that builds the model.
+    activation_key: that of the MLP's activation.
+  """
+  a = architecture
+  return {
+    'architectures': [writer],
+    'model_type': model_type,
+    'vocab_size': a.vocab_size,
+    'hidden_size': a.hidden_size,
+    'intermediate_size': a.intermediate_size,
+    'num_hidden_layers': a.layers,
+    'num_attention_heads': a.heads,
+    'num_key_value_heads': a.kv_heads,
+    'head_dim': a.head_dim,
+    activation_key: next(name for name, activation in ACTIVATIONS.items() if activation == a.activation),
+    'rms_norm_eps': a.norm_eps,
+    'tie_word_embeddings': a.tied,
+    'initializer_range': a.initializer_range,
+  }
+
+
+def rope_of_all_json(architecture: Architecture) -> Json:
+  """Returns the entries of a config.json that say the one rotary embedding of all layers, as transformers 4 has them,
+  which 5 reads too."""
+  (only,) = architecture.ropes
+  scaling = rope_json(only)
+  theta = scaling.pop('rope_theta')
+  return {'rope_theta': theta} | ({} if only.kind == 'default' else {'rope_scaling': scaling})
+
+
+def ropes_by_kind_json(architecture: Architecture) -> Json:
+  """Returns the entries of a config.json that say layer types, their windows and their rotary embeddings, as
+  transformers 5 has them."""
+  a = architecture
+  kinds = kinds_of(a)
+  places = a.layer_ropes or (0,) * a.layers
+  values: Json = {
+    'layer_types': list(kinds),
+    'rope_parameters': {kind: rope_json(a.ropes[place]) for kind, place in zip(kinds, places, strict=True)},
+  }
+  return values | ({} if a.windows is None else {'sliding_window': max(a.windows)})
+
+
+def kinds_of(architecture: Architecture) -> tuple[str, ...]:
+  """Returns FULL or SLIDING for every layer."""
+  return tuple(SLIDING if window else FULL for window in architecture.windows or (0,) * architecture.layers)
+
+
+def every(period: int, layers: int) -> list[str]:
+  """Returns the kinds of layers of which every `period`-th is FULL."""
+  return [SLIDING if (layer + 1) % period else FULL for layer in range(layers)]

@@ -1,0 +1,69 @@
+"""What a family of models declares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+import dataclasses
+from typing import Any
+
+from models.architecture import Architecture
+
+Json = dict[str, Any]
+_LAYER = 'model.layers.{layer}.'
+# Tensors by the names of parameters, as most families call them.
+NAMES: Mapping[str, str] = {
+  'embedding': 'model.embed_tokens.weight',
+  'layers.attention_norm': f'{_LAYER}input_layernorm.weight',
+  'layers.attention.query': f'{_LAYER}self_attn.q_proj.weight',
+  'layers.attention.key': f'{_LAYER}self_attn.k_proj.weight',
+  'layers.attention.value': f'{_LAYER}self_attn.v_proj.weight',
+  'layers.attention.output': f'{_LAYER}self_attn.o_proj.weight',
+  'layers.attention.query_bias': f'{_LAYER}self_attn.q_proj.bias',
+  'layers.attention.key_bias': f'{_LAYER}self_attn.k_proj.bias',
+  'layers.attention.value_bias': f'{_LAYER}self_attn.v_proj.bias',
+  'layers.attention.output_bias': f'{_LAYER}self_attn.o_proj.bias',
+  'layers.attention.query_norm': f'{_LAYER}self_attn.q_norm.weight',
+  'layers.attention.key_norm': f'{_LAYER}self_attn.k_norm.weight',
+  'layers.mlp_norm': f'{_LAYER}post_attention_layernorm.weight',
+  'layers.mlp.gate': f'{_LAYER}mlp.gate_proj.weight',
+  'layers.mlp.up': f'{_LAYER}mlp.up_proj.weight',
+  'layers.mlp.down': f'{_LAYER}mlp.down_proj.weight',
+  'layers.mlp.gate_bias': f'{_LAYER}mlp.gate_proj.bias',
+  'layers.mlp.up_bias': f'{_LAYER}mlp.up_proj.bias',
+  'layers.mlp.down_bias': f'{_LAYER}mlp.down_proj.bias',
+  'final_norm': 'model.norm.weight',
+  'unembedding': 'lm_head.weight',
+}
+# Where attention and MLP normalise their results; the norm of the MLP's input is then called otherwise.
+POST_NORM_NAMES: Mapping[str, str] = {
+  'layers.attention_post_norm': f'{_LAYER}post_attention_layernorm.weight',
+  'layers.mlp_norm': f'{_LAYER}pre_feedforward_layernorm.weight',
+  'layers.mlp_post_norm': f'{_LAYER}post_feedforward_layernorm.weight',
+}
+
+
+def same_name(name: str) -> str:
+  """Returns the name."""
+  return name
+
+
+def same_values(values: Json) -> Json:
+  """Returns the contents of a config.json."""
+  return values
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+  """How models of one kind are written down: config.json and tensors, as transformers has them."""
+
+  name: str  # In `Architecture.family`.
+  model_types: tuple[str, ...]  # In config.json.
+  # Returns the architecture that the contents of a config.json (and the name of its file) describe; raises UserError.
+  read: Callable[[Json, str], Architecture]
+  # Returns the contents of a config.json from which transformers builds the same model.
+  write: Callable[[Architecture], Json]
+  names: Mapping[str, str] = dataclasses.field(default_factory=lambda: NAMES)  # Of tensors, by those of parameters.
+  # Returns the name under which `names` knows a tensor of a file; None: it belongs to a part that is not trained.
+  known_name: Callable[[str], str | None] = same_name
+  # Returns the contents of an export's config.json, given those of the model that it was trained from.
+  exported: Callable[[Json], Json] = same_values

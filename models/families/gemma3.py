@@ -1,0 +1,108 @@
+"""Gemma 3 models, of those that see images the part that reads text: norms before and after, weights of norms about 0,
+embeddings that are scaled, and five of six layers with a window and a rotary embedding of their own."""
+
+from __future__ import annotations
+
+import re
+
+from models.architecture import Architecture
+from models.families import config_json
+from models.families.family import NAMES, POST_NORM_NAMES, Family, Json
+from sdpo_jax.errors import UserError
+
+WHOLE, TEXT = 'gemma3', 'gemma3_text'
+# What transformers takes where a text_config does not say; published ones say next to nothing.
+DEFAULTS: Json = {
+  'vocab_size': 262208,
+  'hidden_size': 2304,
+  'intermediate_size': 9216,
+  'num_hidden_layers': 26,
+  'num_attention_heads': 8,
+  'num_key_value_heads': 4,
+  'head_dim': 256,
+  'hidden_activation': 'gelu_pytorch_tanh',
+  'rms_norm_eps': 1e-6,
+  'tie_word_embeddings': True,
+  'query_pre_attn_scalar': 256,
+  'sliding_window': 4096,
+  'sliding_window_pattern': 6,
+}
+FULL_THETA, SLIDING_THETA = 1e6, 10000.0
+# Of the tensors of models that see images, as transformers 4 and 5 have called them.
+_PARTS_FOR_IMAGES = re.compile(r'(model\.)?(vision_tower|multi_modal_projector)\.')
+_PREFIXES = re.compile(r'(language_model\.(?=lm_head\.)|language_model\.model\.|model\.language_model\.)')
+# Of a model that sees images, what counts of its config.json beside text_config.
+_OF_WHOLE = ('bos_token_id', 'eos_token_id', 'pad_token_id', 'tie_word_embeddings', 'torch_dtype', 'dtype')
+
+
+def read(values: Json, source: str) -> Architecture:
+  """See `Family.read`."""
+  config_json.refuse(values, source)
+  values = DEFAULTS | text_values(values, source)
+  fields = config_json.fields(values, source, 'hidden_activation')
+  period = config_json.size(values, 'sliding_window_pattern', source)
+  kinds = config_json.layer_kinds(values, config_json.every(period, fields['layers']), source)
+  bias = bool(values.get('attention_bias'))
+  return Architecture(
+    'gemma3',
+    **fields,
+    **config_json.ropes_by_kind(
+      values,
+      kinds,
+      source,
+      config_json.number(values, 'rope_theta', source, FULL_THETA),
+      config_json.number(values, 'rope_local_base_freq', source, SLIDING_THETA),
+    ),
+    windows=config_json.windows(values, kinds, source),
+    norm_placement='both',
+    norm_offset=1.0,
+    query_key_norm='head',
+    query_pre_attn_scalar=config_json.number(values, 'query_pre_attn_scalar', source),
+    embedding_scale=fields['hidden_size'] ** 0.5,
+    qkv_bias=bias,
+    output_bias=bias,
+  )
+
+
+def text_values(values: Json, source: str = 'config.json') -> Json:
+  """Returns the contents of a config.json of the part of a model that reads text.
+
+  Raises:
+    UserError: a model that sees images has no text_config.
+  """
+  if values.get('model_type') != WHOLE:
+    return values
+  if not isinstance(values.get('text_config'), dict):
+    raise UserError(f'{source}: text_config must be a JSON object, not {values.get("text_config")!r}.')
+  return values['text_config'] | {key: values[key] for key in _OF_WHOLE if key in values}
+
+
+def write(architecture: Architecture) -> Json:
+  """See `Family.write`."""
+  return {
+    **config_json.written(architecture, TEXT, 'Gemma3ForCausalLM', 'hidden_activation'),
+    **config_json.ropes_by_kind_json(architecture),
+    'attention_bias': architecture.qkv_bias,
+    'query_pre_attn_scalar': architecture.query_pre_attn_scalar,
+  }
+
+
+def exported(values: Json) -> Json:
+  """See `Family.exported`: what is exported reads text."""
+  if values.get('model_type') != WHOLE:
+    return values
+  return text_values(values) | {'architectures': ['Gemma3ForCausalLM'], 'model_type': TEXT}
+
+
+def known_name(name: str) -> str | None:
+  """See `Family.known_name`."""
+  if _PARTS_FOR_IMAGES.match(name):
+    return None
+  prefix = _PREFIXES.match(name)
+  if prefix is None:
+    return name
+  rest = name[prefix.end() :]
+  return rest if rest.startswith('lm_head.') else f'model.{rest}'
+
+
+FAMILY = Family('gemma3', (WHOLE, TEXT), read, write, NAMES | POST_NORM_NAMES, known_name, exported)

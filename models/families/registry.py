@@ -1,0 +1,36 @@
+"""The families, by their names and by the model_type of a config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from models.architecture import Architecture
+from models.families import gemma3, llama, mistral, olmo3, qwen2, qwen3
+from models.families.family import Family, Json
+from sdpo_jax.errors import UserError
+
+FAMILIES: Mapping[str, Family] = {
+  module.FAMILY.name: module.FAMILY for module in (qwen3, qwen2, llama, mistral, olmo3, gemma3)
+}
+BY_MODEL_TYPE: Mapping[str, Family] = {kind: family for family in FAMILIES.values() for kind in family.model_types}
+# Why model types that are near to those here are not supported.
+REASONS: Mapping[str, str] = {'gemma2': 'it soft-caps its logits'}
+
+
+def family_of(architecture: Architecture) -> Family:
+  """Returns the family of a model."""
+  return FAMILIES[architecture.family]
+
+
+def read(values: Json, source: str = 'config.json') -> Architecture:
+  """Returns the architecture that the contents of a config.json describe, as the family of its model_type reads them.
+
+  Raises:
+    UserError: naming `source` and what is not supported.
+  """
+  model_type = values.get('model_type')
+  if model_type not in list(BY_MODEL_TYPE):  # Which may be unhashable.
+    supported = ', '.join(map(repr, BY_MODEL_TYPE))
+    reason = f' ({REASONS[model_type]})' if model_type in list(REASONS) else ''
+    raise UserError(f'{source}: model_type {model_type!r} is not supported{reason}; supported: {supported} (dense).')
+  return BY_MODEL_TYPE[model_type].read(values, source)

@@ -1,0 +1,30 @@
+"""Layers that slide from some layer on, as Qwen's config.json files say it."""
+
+from __future__ import annotations
+
+from models.architecture import Architecture
+from models.families import config_json
+from models.families.family import Json
+
+DEFAULTS: Json = {'use_sliding_window': False, 'sliding_window': 4096, 'max_window_layers': 28}
+SWITCH = 'use_sliding_window'
+
+
+def read(values: Json, layers: int, source: str) -> tuple[int, ...] | None:
+  """Returns `windows` of an architecture: by layer_types, or else from layer max_window_layers on.
+
+  Raises:
+    UserError: naming `source`: layer_types is malformed, or there is no window for those that slide.
+  """
+  slides = bool(values.get(SWITCH)) and values.get('sliding_window') is not None
+  first = values['max_window_layers']
+  default = [config_json.SLIDING if slides and layer >= first else config_json.FULL for layer in range(layers)]
+  return config_json.windows(values, config_json.layer_kinds(values, default, source), source, SWITCH)
+
+
+def write(architecture: Architecture) -> Json:
+  """Returns the entries of a config.json that say the windows."""
+  if architecture.windows is None:
+    return {}
+  kinds = list(config_json.kinds_of(architecture))
+  return {SWITCH: True, 'sliding_window': max(architecture.windows), 'layer_types': kinds}

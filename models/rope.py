@@ -1,0 +1,122 @@
+"""Rotary position embeddings: their frequencies, and heads rotated by them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+RopeKind = Literal['default', 'linear', 'llama3', 'yarn']
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+  """How angles follow from positions; names and meanings are those of `rope_parameters` in a config.json."""
+
+  theta: float = 10000.0
+  kind: RopeKind = 'default'
+  factor: float = 1.0  # By which positions are stretched: all but 'default'.
+  original_max_position_embeddings: float = 0.0  # Positions seen before stretching: 'llama3' and 'yarn'.
+  low_freq_factor: float = 1.0  # 'llama3'.
+  high_freq_factor: float = 4.0  # 'llama3'.
+  beta_fast: float = 32.0  # 'yarn'.
+  beta_slow: float = 1.0  # 'yarn'.
+  truncate: bool = True  # 'yarn': whole numbers bound the ramp.
+  attention_factor: float = 1.0  # Of cosines and sines: 'yarn'.
+
+
+def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
+  """Returns the angles per position [head_dim / 2] float32, in the order of operations of transformers."""
+  exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+  wavelengths = np.float32(rope.theta) ** exponents  # Divided by 2π.
+  plain = np.float32(1) / wavelengths
+  return {'default': _plain, 'linear': _linear, 'llama3': _llama3, 'yarn': _yarn}[rope.kind](rope, plain, wavelengths)
+
+
+def _plain(rope: Rope, plain: np.ndarray, wavelengths: np.ndarray) -> np.ndarray:
+  del rope, wavelengths
+  return plain
+
+
+def _linear(rope: Rope, plain: np.ndarray, wavelengths: np.ndarray) -> np.ndarray:
+  del wavelengths
+  return plain / np.float32(rope.factor)
+
+
+def _llama3(rope: Rope, plain: np.ndarray, wavelengths: np.ndarray) -> np.ndarray:
+  """Slow rotations are slowed down by the factor, fast ones stay, those between are interpolated."""
+  del wavelengths
+  factor, low, high = np.float32(rope.factor), np.float32(rope.low_freq_factor), np.float32(rope.high_freq_factor)
+  original = np.float32(rope.original_max_position_embeddings)
+  lengths = np.float32(2 * math.pi) / plain
+  smooth = (original / lengths - low) / (high - low)
+  between = (1 - smooth) * plain / factor + smooth * plain
+  return np.where(lengths > original / low, plain / factor, np.where(lengths < original / high, plain, between))
+
+
+def _yarn(rope: Rope, plain: np.ndarray, wavelengths: np.ndarray) -> np.ndarray:
+  """A linear ramp over the pairs of a head, from those that rotate fast and stay to those that are slowed down
+  (arXiv 2309.00071, section 3.2)."""
+  pairs = len(plain)
+
+  def pair(rotations: float) -> float:
+    """Returns the pair that turns so many times in the original length."""
+    turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
+    return 2 * pairs * math.log(turns) / (2 * math.log(rope.theta))
+
+  low, high = pair(rope.beta_fast), pair(rope.beta_slow)
+  if rope.truncate:
+    low, high = math.floor(low), math.ceil(high)
+  low, high = max(low, 0), min(high, 2 * pairs - 1)
+  width = high - low if high != low else 0.001
+  slowed = np.clip((np.arange(pairs, dtype=np.float32) - np.float32(low)) / np.float32(width), 0, 1)
+  kept = 1 - slowed
+  return np.float32(1) / (np.float32(rope.factor) * wavelengths) * (1 - kept) + plain * kept
+
+
+def rotation(positions: jax.Array, head_dim: int, rope: Rope) -> jax.Array:
+  """Returns the rotary embedding of positions [B, S] as matrices [B, S, 2, 2, head_dim / 2] float32.
+
+  Pair i of a head's numbers, (x[i], x[i + head_dim / 2]), is turned by the angle position · frequency i (and multiplied
+  by `rope.attention_factor`): number a of the result is the sum over b of [..., a, b, i] times number b.
+  """
+  angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(frequencies(rope, head_dim))[None, None]
+  cosine, sine = jnp.cos(angles), jnp.sin(angles)
+  if rope.attention_factor != 1:
+    cosine, sine = cosine * rope.attention_factor, sine * rope.attention_factor
+  return jnp.stack([cosine, -sine, sine, cosine], axis=2).reshape(*positions.shape, 2, 2, -1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def rotate(x: jax.Array, matrices: jax.Array, halves: bool = False) -> jax.Array:
+  """Rotates x [B, S, H, head_dim] by (scaled) matrices from `rotation`, in float32, in the dtype of x.
+
+  Constant matrices: no gradient goes to them. `halves` swaps the halves of a head as whole vectors, which suits the
+  lanes of a TPU; sums of broadcast products suit a CPU, which takes several times as long to concatenate.
+  """
+  wide = x.astype(jnp.float32)
+  if halves:
+    first, second = jnp.split(wide, 2, axis=-1)
+    own = jnp.concatenate([matrices[:, :, None, 0, 0], matrices[:, :, None, 1, 1]], axis=-1)
+    other = jnp.concatenate([matrices[:, :, None, 0, 1], matrices[:, :, None, 1, 0]], axis=-1)
+    return (wide * own + jnp.concatenate([second, first], axis=-1) * other).astype(x.dtype)
+  pairs = wide.reshape(*x.shape[:-1], 2, -1)
+  turned = sum(pairs[..., b : b + 1, :] * matrices[:, :, None, :, b] for b in range(2))
+  return turned.reshape(x.shape).astype(x.dtype)
+
+
+def _rotate_forward(x: jax.Array, matrices: jax.Array, halves: bool) -> tuple[jax.Array, jax.Array]:
+  return rotate(x, matrices, halves), matrices
+
+
+def _rotate_backward(halves: bool, matrices: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+  # The transposed map is a rotation too, and as cheap; differentiated step by step it would be sums over pairs.
+  return rotate(gradient, matrices.swapaxes(2, 3), halves), jnp.zeros_like(matrices)
+
+
+rotate.defvjp(_rotate_forward, _rotate_backward)
