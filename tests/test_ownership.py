@@ -421,8 +421,14 @@ def test_what_a_fenced_process_wrote_is_left_out_and_named(folder, caplog):
   assert kept == [(6, 1), (7, 2), (8, 2), (9, 4), (10, 4)]
   assert 'lines of steps 5, 7, 9–10 were written by a process that had lost the run' in caplog.text
   caplog.clear()
-  assert [line['step'] for line in metrics.history(folder, 8)] == [6, 7, 8]
-  assert 'lines of steps 5, 7 were' in caplog.text  # Of what comes after, a resume at 8 has no need anyway.
+  assert [line['step'] for line in metrics.history(folder, 8)] == [
+    6,
+    7,
+    8,
+  ] and not caplog.text  # A resume says it once.
+  # Of what comes after, a resume at 8 has no need anyway.
+  assert f'{folder}/metrics.jsonl: lines of steps 5, 7 were' in metrics.dropped_lines(folder, 8)
+  assert metrics.dropped_lines(folder, 4) is None
 
 
 def test_starts_that_are_forgotten_fence_nothing_more(folder):

@@ -38,7 +38,7 @@ from sdpo_jax.training import fingerprint, preemption, records, remains, samples
 from sdpo_jax.training.boards import check_wandb
 from sdpo_jax.training.checkpoints import Checkpoints, abstract, newest
 from sdpo_jax.training.digests import leaf_digests, state_digest
-from sdpo_jax.training.metrics import STATE_DIGEST, MetricsWriter, check_digest, history
+from sdpo_jax.training.metrics import STATE_DIGEST, MetricsWriter, check_digest, dropped_lines, history
 from sdpo_jax.training.ownership import Ownership, RunLostError, sole_user
 from sdpo_jax.training.preemption import Preemption
 from sdpo_jax.training.progress import Progress
@@ -471,8 +471,10 @@ class _Run:
     """
     lines = history(self.session.workdir, written_before(step, unfinished))
     lost = remains.lost_lines(self.session.workdir, step if unfinished is None else step - 1, lines)
-    if lost and self.ownership is not None:
-      self.announce(lost)
+    dropped = dropped_lines(self.session.workdir, step)
+    for sentence in (lost, dropped) if self.ownership is not None else ():
+      if sentence:
+        self.announce(sentence)
     self.skipped = skipped.in_a_row(lines)
     raised = self.watch.replay(lines)
     for line in lines:

@@ -146,15 +146,25 @@ def read_metrics(workdir: epath.PathLike, last: int | None = None) -> list[dict[
   Raises:
     UserError: it is no file, cannot be read, or holds a line that is not an object with a step.
   """
+  dropped = dropped_lines(workdir, last)
+  if dropped is not None:
+    _logger.warning('%s', dropped)
+  return _lines(workdir, last)[0]
+
+
+def dropped_lines(workdir: epath.PathLike, last: int | None = None) -> str | None:
+  """Return a sentence about the lines that are not the run's; None: there are none. Arguments and errors as `read_metrics`."""
+  _, foreign = _lines(workdir, last)
+  if not foreign:
+    return None
+  lines = f'a line of step {foreign[0]} was' if len(foreign) == 1 else f'lines of steps {spans(foreign)} were'
+  path = epath.Path(workdir) / METRICS
+  return f'{path}: {lines} written by a process that had lost the run to another one, and left out.'
+
+
+def _lines(workdir: epath.PathLike, last: int | None) -> tuple[list[dict[str, Any]], list[int]]:
   wanted = [line for line in raw_lines(workdir) if last is None or line['step'] <= last]
-  lines, foreign = of_the_run(wanted, read_epochs(workdir))
-  if foreign:
-    _logger.warning(
-      '%s: %s written by a process that had lost the run to another one, and left out.',
-      epath.Path(workdir) / METRICS,
-      'a line of step ' + str(foreign[0]) + ' was' if len(foreign) == 1 else f'lines of steps {spans(foreign)} were',
-    )
-  return lines
+  return of_the_run(wanted, read_epochs(workdir))
 
 
 def spans(steps: Iterable[int]) -> str:
@@ -206,7 +216,7 @@ def raw_lines(workdir: epath.PathLike) -> list[dict[str, Any]]:
 
 def history(workdir: epath.PathLike, step: int) -> list[dict[str, Any]]:
   """The lines of `metrics.jsonl` up to the checkpoint of `step`; none at step 0, when a run begins anew."""
-  return read_metrics(workdir, last=step) if step else []
+  return _lines(workdir, step)[0] if step else []
 
 
 def check_digest(workdir: epath.PathLike, step: int, digest: str) -> bool:
