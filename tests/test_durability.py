@@ -19,6 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 
 from etils import epath
 import jax
@@ -286,25 +287,40 @@ def test_removing_a_checkpoint_before_the_next_one_is_named_may_lose_both(stored
   assert next(violations(early, stores_judge, lambda number: named <= number <= named + 3), None)
 
 
-class Syncs:
-  """In the place of os.fsync: counts, and fails once."""
+# Of the same kind: files and folders below the directory of a run, without what is drawn anew each time.
+_DRAWN = re.compile(r'\.[0-9a-f]{16}(?=\.partial)|(?<=/d/)[0-9a-f]{32}')
+Sync = tuple[str, int]  # What is synced, and how many times it was before.
 
-  def __init__(self, failing: int | None):
-    self.count, self.failing, self.failed = 0, failing, ''
-    self._fsync = os.fsync
+
+class Syncs:
+  """In the place of os.fsync: notes what is synced, and fails once.
+
+  How many data files TensorStore makes of the arrays of a checkpoint is a matter of timing, so they count as one.
+  """
+
+  def __init__(self, folder: pathlib.Path, failing: Sync | None):
+    self.seen: list[Sync] = []
+    self.failed = ''
+    self._folder, self._failing, self._fsync, self._mutex = folder, failing, os.fsync, threading.Lock()
 
   def __call__(self, descriptor: int) -> None:
-    number, self.count = self.count, self.count + 1
-    if number == self.failing:
-      self.failed = os.readlink(f'/proc/self/fd/{descriptor}')
-      raise OSError(errno.EIO, os.strerror(errno.EIO))
+    path = os.readlink(f'/proc/self/fd/{descriptor}')
+    kind = _DRAWN.sub('*', path.removeprefix(str(self._folder)))
+    with self._mutex:  # Checkpoints are synced by a thread of their own.
+      before = sum(kind == other for other, _ in self.seen)
+      number = 0 if kind.endswith('/d/*') else before
+      if (kind, number) not in self.seen:
+        self.seen.append((kind, number))
+        if (kind, number) == self._failing:
+          self.failed = path
+          raise OSError(errno.EIO, os.strerror(errno.EIO))
     self._fsync(descriptor)
 
 
-def stores_until_a_sync_fails(folder: pathlib.Path, number: int | None) -> Syncs:
-  """Write the files of a run of two steps; the sync with this number fails, as of a disk with a bad block."""
+def stores_until_a_sync_fails(folder: pathlib.Path, failing: Sync | None) -> Syncs:
+  """Write the files of a run of two steps; one sync fails, as of a disk with a bad block."""
   with pytest.MonkeyPatch.context() as patch:
-    syncs = Syncs(number)
+    syncs = Syncs(folder, failing)
     patch.setattr(os, 'fsync', syncs)
     try:
       durable_run.stores(epath.Path(folder), 2)
@@ -318,15 +334,13 @@ def stores_until_a_sync_fails(folder: pathlib.Path, number: int | None) -> Syncs
 
 @pytest.mark.parametrize('part', [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 8))])
 def test_a_sync_that_fails_publishes_nothing_and_ends_the_run(tmp_path, part):
-  count = stores_until_a_sync_fails(tmp_path / 'whole', None).count
-  assert count > 40
+  syncs = stores_until_a_sync_fails(tmp_path / 'whole', None).seen
+  assert len(syncs) > 40
   wanted = _timeless((tmp_path / 'whole' / 'metrics.jsonl').read_text())
-  for number in range(part, count, 8):
+  for number in range(part, len(syncs), 8):
     folder = tmp_path / str(number)
-    failed = stores_until_a_sync_fails(folder, number).failed
-    if not failed:  # How many there are depends by one or two on which thread is first.
-      assert number > count - 3
-      continue
+    failed = stores_until_a_sync_fails(folder, syncs[number]).failed
+    assert failed, syncs[number]
     unfinished = re.search(r'/checkpoints/(\d+)\.unfinished', failed)
     if unfinished:
       assert not (folder / 'checkpoints' / unfinished.group(1)).exists()
