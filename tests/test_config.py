@@ -1,5 +1,6 @@
 """Settings: what is refused, with which sentence; what the command line may say; the paper's presets."""
 
+import dataclasses
 import json
 import re
 
@@ -12,6 +13,7 @@ from sdpo_jax.config import (
   ROUNDING,
   Config,
   Differences,
+  OptimizerConfig,
   describe,
   differences,
   flatten,
@@ -317,9 +319,9 @@ def test_template_variables_that_cannot_be_are_refused(variables, thinking, sent
 @pytest.mark.parametrize(
   'part, names',
   [
-    ('optimizer', ['name', 'lr', 'lr_warmup_steps', 'betas', 'eps', 'weight_decay', 'grad_clip', 'mu_dtype']),
+    ('optimizer', [field.name for field in dataclasses.fields(OptimizerConfig)]),
     ('optimizer.lr', ['lr']),
-    ('optimizer.l', ['lr', 'lr_warmup_steps']),
+    ('optimizer.l', ['lr', 'lr_warmup_steps', 'lr_scheduler_type', 'lr_decay_steps']),
     ('Global gradient NORM', ['grad_clip']),
     ('landlock', ['mechanism']),
   ],

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 import fractions
+import itertools
 import math
+import re
 from typing import TYPE_CHECKING
 
 from sdpo_jax.config.addresses import check_address
 from sdpo_jax.config.divergence import check_divergence
 from sdpo_jax.config.fields import check_types
+from sdpo_jax.config.optimizers import READS
 from sdpo_jax.config.ranges import check_ranges
 from sdpo_jax.errors import UserError
 
@@ -169,6 +172,43 @@ def _check_optimizer(optimizer: schema.OptimizerConfig) -> None:
     len(optimizer.betas) == 2,
     f'optimizer.betas must be two numbers in [0, 1), not {optimizer.betas}.',
   )
+  _check_schedule(optimizer)
+  default = type(optimizer)()
+  for name in dict.fromkeys(itertools.chain(*READS.values())):
+    value = getattr(optimizer, name)
+    _require(
+      name in READS[optimizer.name] or _same(value, getattr(default, name)),
+      f'optimizer.{name}={value} has no effect on optimizer.name={optimizer.name!r}: leave it at '
+      f'{getattr(default, name)}, or choose one of {", ".join(o for o, read in READS.items() if name in read)}.',
+    )
+  for pattern in optimizer.weight_decay_exclude:
+    try:
+      re.compile(pattern)
+    except re.error as error:
+      raise UserError(
+        f'optimizer.weight_decay_exclude: {pattern!r} is not a regular expression ({error}): correct it.'
+      ) from error
+
+
+def _check_schedule(optimizer: schema.OptimizerConfig) -> None:
+  steps, warmup = optimizer.lr_decay_steps, optimizer.lr_warmup_steps
+  for name, unset in (('lr_decay_steps', None), ('min_lr_ratio', 0)):
+    _require(
+      optimizer.lr_scheduler_type != 'constant' or getattr(optimizer, name) == unset,
+      f"optimizer.{name}={getattr(optimizer, name)} has no effect on optimizer.lr_scheduler_type='constant': set that to "
+      f"'cosine' or 'linear', or leave {name} at {unset}.",
+    )
+  _require(
+    steps is None or steps > warmup,
+    f'optimizer.lr_decay_steps={steps} counts the warm-up and must be above optimizer.lr_warmup_steps={warmup}: raise it '
+    'or shorten the warm-up.',
+  )
+
+
+def _same(value: object, other: object) -> bool:
+  """Return whether two values of a setting are the same, lists and tuples alike."""
+  listed = (tuple, list)
+  return value == other or (isinstance(value, listed) and isinstance(other, listed) and list(value) == list(other))
 
 
 def _check_trainer(config: schema.Config) -> None:

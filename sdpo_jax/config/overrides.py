@@ -82,6 +82,11 @@ ACCEPTABLE: dict[str, tuple[str, ...]] = {
   'graders': ('environments',),
 }
 
+# Beside a setting that is refused, where its name alone does not say what to do.
+HINTS = {
+  'optimizer.lr_decay_steps': ' (None: trainer.total_training_steps; set it to what it was, and what is added has the last rate)'
+}
+
 # What runs did before these settings existed, which is not what their defaults do now.
 BEFORE = {
   'actor.self_distillation.thinking_rule': 'closed',
@@ -105,7 +110,8 @@ def differences(saved: dict[str, Any], config: Config) -> Differences:
   A run that was saved before a setting existed had what `BEFORE` says, or else what is now its default. Of addresses
   what may hold a key is left out.
   """
-  old, new = flatten(Config()) | BEFORE | flatten(saved, like=Config()), flatten(config)
+  old = _with_decay_steps(flatten(Config()) | BEFORE | flatten(saved, like=Config()))
+  new = _with_decay_steps(flatten(config))
   accepted = [setting for entry in config.trainer.accept_changes for setting in ACCEPTABLE[entry]]
   found = Differences([], [], {}, [])
   beyond_help = False
@@ -119,12 +125,20 @@ def differences(saved: dict[str, Any], config: Config) -> Differences:
     elif is_listed(key, accepted):
       found.accepted.append(phrase)
     else:
-      found.refused.append(phrase)
+      found.refused.append(phrase + HINTS.get(key, ''))
       entry = next((entry for entry, settings in ACCEPTABLE.items() if is_listed(key, settings)), None)
       beyond_help |= entry is None
       if entry is not None and entry not in found.ways_out:
         found.ways_out.append(entry)
   return dataclasses.replace(found, ways_out=[]) if beyond_help else found
+
+
+def _with_decay_steps(settings: dict[str, Any]) -> dict[str, Any]:
+  """Return settings by name in which a learning rate that decays over the whole run says over how many steps."""
+  decays = settings['optimizer.lr_scheduler_type'] != 'constant'
+  if not decays or settings['optimizer.lr_decay_steps'] is not None:
+    return settings
+  return settings | {'optimizer.lr_decay_steps': settings['trainer.total_training_steps']}
 
 
 def _shown(key: str, settings: dict[str, Any]) -> str:

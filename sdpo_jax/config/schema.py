@@ -243,14 +243,42 @@ class AlgorithmConfig:
 
 @dataclasses.dataclass
 class OptimizerConfig:
-  name: Literal['adamw', 'sgd'] = setting('adamw', "AdamW as torch's, or plain gradient descent.")
+  name: Literal['adamw', 'sgd', 'adafactor', 'lion', 'muon'] = setting(
+    'adamw',
+    "'adamw' as torch's; 'sgd': plain gradient descent, without decay; 'adafactor': second moments as means of rows and "
+    "columns, no momentum; 'lion': signs of momenta; 'muon': orthogonal momenta for the matrices inside of the layers "
+    'and AdamW for the other parameters. See docs/optimization.md.',
+  )
   lr: float = setting(1e-5, 'Learning rate after the warm-up.')
   lr_warmup_steps: int = setting(10, 'Generation batches of linear warm-up from 0 (the first has rate 0); 0: none.')
-  betas: tuple[float, ...] = setting((0.9, 0.999), 'AdamW moment decays.')
+  lr_scheduler_type: Literal['constant', 'cosine', 'linear'] = setting(
+    'constant', 'Learning rate after the warm-up: constant, or falling to lr · min_lr_ratio in this form.'
+  )
+  lr_decay_steps: int | None = setting(
+    None,
+    'Generation batches, those of the warm-up included, after which the rate is lr · min_lr_ratio and stays there; '
+    'None: trainer.total_training_steps, which a resumed run may then not change.',
+  )
+  min_lr_ratio: float = setting(0.0, 'Part of lr that is left after the decay.')
+  betas: tuple[float, ...] = setting(
+    (0.9, 0.999), "AdamW's moment decays; of lion, of the update and of its momentum (its authors have 0.9,0.99)."
+  )
   eps: float = setting(1e-8, 'AdamW epsilon.')
-  weight_decay: float = setting(0.01, 'Decoupled weight decay, on all parameters.')
+  momentum: float = setting(0.95, "Decay of muon's momentum.")
+  weight_decay: float = setting(
+    0.01, 'Decoupled weight decay, on all parameters but those of weight_decay_exclude; sgd has none.'
+  )
+  weight_decay_exclude: tuple[str, ...] = setting(
+    (),
+    'Regular expressions; parameters in whose names one of them is found do not decay, e.g. norm,bias,embedding. Empty: '
+    'all do, as in the reference.',
+  )
   grad_clip: float = setting(1.0, 'Global gradient norm at most.')
-  mu_dtype: Literal['float32', 'bfloat16'] = setting('float32', "Dtype of AdamW's first moment.")
+  mu_dtype: Literal['float32', 'bfloat16'] = setting('float32', 'Dtype of the first moment or momentum.')
+
+  def decay_steps(self, total_training_steps: int) -> int:
+    """Return the generation batch, counted from 0, from which on the rate is the last one, in a run of so many."""
+    return total_training_steps if self.lr_decay_steps is None else self.lr_decay_steps
 
 
 @dataclasses.dataclass
@@ -450,7 +478,7 @@ class Config:
   val_kwargs: ValKwargs = setting(ValKwargs, 'How evaluation completions are sampled.')
   actor: ActorConfig = setting(ActorConfig, 'What is minimised.')
   algorithm: AlgorithmConfig = setting(AlgorithmConfig, 'Corrections around it.')
-  optimizer: OptimizerConfig = setting(OptimizerConfig, 'AdamW.')
+  optimizer: OptimizerConfig = setting(OptimizerConfig, 'How the parameters move.')
   trainer: TrainerConfig = setting(TrainerConfig, 'The loop.')
   environments: EnvironmentsConfig = setting(EnvironmentsConfig, 'The graders.')
   alarms: AlarmsConfig = setting(AlarmsConfig, 'What is watched for a collapse.')

@@ -71,7 +71,7 @@ def open_run(
   checkpoints = epath.Path(workdir) / 'checkpoints'
   if not checkpoints.is_dir() or not any(checkpoints.iterdir()):
     raise UserError(f'{workdir} has no checkpoint yet: let the run save one (trainer.save_freq).')
-  like = abstract_state(trained, parameters, session.mesh)
+  like = abstract_state(trained, parameters, session.mesh, session.policy.parameter_table())
   if weights == 'teacher' and not jax.tree.leaves(like.teacher):
     raise UserError('--weights=teacher: the teacher of this run has no weights of its own; export --weights=student.')
   del parameters  # There may be no room for both these and those of the checkpoint.

@@ -49,7 +49,7 @@ def estimate(config: Config, policy: Policy, mesh: jax.sharding.Mesh) -> Memory:
     mesh: of the run.
   """
   base, trainable = abstract_parameters(policy, mesh)
-  state = abstract_state(config, trainable, mesh)
+  state = abstract_state(config, trainable, mesh, policy.parameter_table())
   item = jax.numpy.dtype(config.model.dtype).itemsize
   held = {
     'parameters': _bytes(base) + _bytes(state.trainable),

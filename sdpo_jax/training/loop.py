@@ -153,7 +153,8 @@ def _train(
     try:
       watching.start()
       liveness.begin('restore')
-      restored = checkpoints.restore(abstract_state(config, parameters, session.mesh))
+      table = session.policy.parameter_table()
+      restored = checkpoints.restore(abstract_state(config, parameters, session.mesh, table))
       unfinished = None
       if ownership is not None:
         if restored is None:
@@ -163,7 +164,7 @@ def _train(
       for line in continuation.lines:
         say(line)
       if restored is None:
-        state = place_state(config, parameters, session.mesh)
+        state = place_state(config, parameters, session.mesh, table)
       else:
         step, state, host = restored
         digest, recorded = checkpoints.state_digest(step), False

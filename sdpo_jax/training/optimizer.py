@@ -1,37 +1,231 @@
-"""Learning rate, gradient clipping and the optimizer, as in the reference (torch AdamW, clip by global norm)."""
+"""Learning rate, gradient clipping and the optimizer: the reference's (torch AdamW, clip by global norm) and others."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+import functools
+import math
+import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from models.parameters import Parameter, Table
 from sdpo_jax.config import OptimizerConfig
+from sdpo_jax.errors import UserError
 from sdpo_jax.types import Tree
 
 # `torch.nn.utils.clip_grad_norm_` divides by norm + 1e-6.
 CLIP_EPS = 1e-6
+# Root mean square of Muon's updates, about that of AdamW's, so that one learning rate and one decay serve both (Liu et
+# al., arXiv 2502.16982, section 2.2).
+MUON_RMS = 0.2
+SHOWN = 6  # Names in a sentence.
 
 
-def learning_rate(config: OptimizerConfig, step: jax.Array) -> jax.Array:
-  """The rate for generation batch `step` (0-based): linear from 0 over the warm-up, then constant.
+def learning_rate(config: OptimizerConfig, step: jax.Array, total_training_steps: int) -> jax.Array:
+  """Return the rate for generation batch `step` (0-based): linear from 0 over the warm-up, then by the schedule.
 
-  lr · min(1, step / lr_warmup_steps); the first batch of a warm-up has rate 0 (reference torch_functional.py:752-774,
-  stepped once per generation batch).
+  During the warm-up it is lr · step / lr_warmup_steps, so that its first batch has rate 0 (reference
+  torch_functional.py:752-774, stepped once per generation batch). With p = (step − lr_warmup_steps) /
+  (decay steps − lr_warmup_steps), at most 1, and m = min_lr_ratio, the rate after it is lr times
+
+  - constant: 1
+  - linear: 1 − (1 − m) · p
+  - cosine: m + (1 − m) · (1 + cos π·p) / 2
+
+  Args:
+    config: settings.
+    step: [] int, generation batches finished.
+    total_training_steps: of the run, which are the decay steps where the settings do not say.
   """
-  factor = jnp.minimum(1.0, step / config.lr_warmup_steps) if config.lr_warmup_steps else 1.0
+  warmup = config.lr_warmup_steps
+  factor = jnp.minimum(1.0, step / warmup) if warmup else 1.0
+  if config.lr_scheduler_type != 'constant':
+    decaying = max(config.decay_steps(total_training_steps) - warmup, 1)
+    progress = jnp.clip((step - warmup) / decaying, 0.0, 1.0)
+    left = 1.0 - progress if config.lr_scheduler_type == 'linear' else 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
+    factor = factor * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left)
   return jnp.asarray(config.lr * factor)
 
 
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-  """Return the optimizer without its learning rate: AdamW with decoupled decay on all parameters, or plain SGD."""
+def make_optimizer(config: OptimizerConfig, table: Table = ()) -> optax.GradientTransformation:
+  """Return the optimizer without its learning rate and its sign: parameters move by −rate · update.
+
+  Decay is decoupled and comes last: rate · weight_decay · parameter. Every layer of a stacked parameter is treated as if
+  it were a parameter of its own.
+
+  - adamw: Adam's update.
+  - sgd: the gradient, without decay.
+  - adafactor: the gradient over the root of its second moment, which is kept as means of rows and columns where both
+    sides of a matrix have 128 entries or more, with a root mean square of at most 1 per matrix; without momentum, and
+    the rate is absolute (Shazeer & Stern, arXiv 1804.04235, without its relative step size).
+  - lion: the sign of a mean of gradients (Chen et al., arXiv 2302.06675).
+  - muon: matrices inside of the layers by their momentum made orthogonal, scaled to a root mean square of `MUON_RMS`;
+    all other parameters, embeddings too, by Adam's update (arXiv 2502.16982).
+
+  Args:
+    config: settings.
+    table: of the model; adafactor and muon read which of the parameters are matrices.
+
+  Raises:
+    UserError: by `init` and `update`, where an entry of weight_decay_exclude matches no parameter.
+    ValueError: likewise, where the table lacks a parameter.
+  """
   if config.name == 'sgd':
     return optax.identity()
+  by_name = {parameter.name: parameter for parameter in table}
+  decayed = functools.partial(_decayed, config.weight_decay_exclude) if config.weight_decay_exclude else None
+  return optax.chain(_UPDATES[config.name](config, by_name), optax.add_decayed_weights(config.weight_decay, decayed))
+
+
+def _adam(config: OptimizerConfig, by_name: Mapping[str, Parameter]) -> optax.GradientTransformation:
   b1, b2 = config.betas
-  return optax.chain(
-    optax.scale_by_adam(b1=b1, b2=b2, eps=config.eps, mu_dtype=jnp.dtype(config.mu_dtype)),
-    optax.add_decayed_weights(config.weight_decay),
+  return optax.scale_by_adam(b1=b1, b2=b2, eps=config.eps, mu_dtype=jnp.dtype(config.mu_dtype))
+
+
+def _lion(config: OptimizerConfig, by_name: Mapping[str, Parameter]) -> optax.GradientTransformation:
+  b1, b2 = config.betas
+  return optax.scale_by_lion(b1=b1, b2=b2, mu_dtype=jnp.dtype(config.mu_dtype))
+
+
+def _adafactor(config: OptimizerConfig, by_name: Mapping[str, Parameter]) -> optax.GradientTransformation:
+  return _by_layer(optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)), by_name)
+
+
+def _muon(config: OptimizerConfig, by_name: Mapping[str, Parameter]) -> optax.GradientTransformation:
+  def axes(tree: Tree) -> Tree:
+    return _map_named(lambda parameter, _: matrix_axes(parameter), tree, by_name)
+
+  def labels(tree: Tree) -> Tree:
+    def label(parameter: Parameter, _: jax.Array) -> str:
+      return 'others' if matrix_axes(parameter) is None or 'vocab' in parameter.axes else 'matrices'
+
+    return _map_named(label, tree, by_name)
+
+  def rescaled(parameter: Parameter, update: jax.Array) -> jax.Array:
+    return update * (MUON_RMS * math.sqrt(max(_matrix_shape(parameter))))
+
+  orthogonal = optax.contrib.scale_by_muon(
+    beta=config.momentum, mu_dtype=jnp.dtype(config.mu_dtype), weight_dimension_numbers=axes
   )
+  scale = optax.stateless(lambda updates, _: _map_named(rescaled, updates, by_name))
+  return optax.partition({'matrices': optax.chain(orthogonal, scale), 'others': _adam(config, by_name)}, labels)
+
+
+_UPDATES: Mapping[str, Callable[[OptimizerConfig, Mapping[str, Parameter]], optax.GradientTransformation]] = {
+  'adamw': _adam,
+  'adafactor': _adafactor,
+  'lion': _lion,
+  'muon': _muon,
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parameters: which are matrices, which decay
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def matrix_axes(parameter: Parameter) -> optax.contrib.MuonDimensionNumbers | None:
+  """Return which axes of a parameter are the two sides of a matrix; None: it is none, but a vector per layer.
+
+  The axis of stacked layers belongs to neither side.
+  """
+  if len(parameter.huggingface_shape) != 2:
+    return None
+  sides = parameter.huggingface_shape[::-1] if parameter.transpose else parameter.huggingface_shape
+  first, second = int(parameter.stacked), len(parameter.shape) - 1
+  while second > first and math.prod(parameter.shape[second:]) < sides[1]:
+    second -= 1
+  if second <= first or math.prod(parameter.shape[second:]) != sides[1]:
+    raise ValueError(f'The axes of {parameter.name}, {parameter.shape}, are not those of a matrix {sides}.')
+  return optax.contrib.MuonDimensionNumbers(tuple(range(first, second)), tuple(range(second, len(parameter.shape))))
+
+
+def _matrix_shape(parameter: Parameter) -> tuple[int, ...]:
+  """Return the shape of one layer of a parameter: of two numbers, or of one where it is no matrix."""
+  axes = matrix_axes(parameter)
+  groups = axes or (range(int(parameter.stacked), len(parameter.shape)),)
+  return tuple(math.prod(parameter.shape[axis] for axis in group) for group in groups)
+
+
+def _map_named(function: Callable[[Parameter, Any], Any], tree: Tree, by_name: Mapping[str, Parameter]) -> Tree:
+  """Return the tree of function(parameter, leaf); what optax has masked stays so.
+
+  Raises:
+    ValueError: a leaf is no parameter of the table.
+  """
+
+  def call(path: Any, leaf: Any) -> Any:
+    name = _name(path)
+    if name not in by_name:
+      raise ValueError(f'This optimizer treats matrices apart, and the parameter table does not have {name}.')
+    return function(by_name[name], leaf)
+
+  return jax.tree_util.tree_map_with_path(call, tree)
+
+
+def _name(path: Any) -> str:
+  return jax.tree_util.keystr(path, simple=True, separator='.')
+
+
+def _by_layer(
+  transform: optax.GradientTransformation, by_name: Mapping[str, Parameter]
+) -> optax.GradientTransformation:
+  """Return a transformation of every layer's matrix, or vector, alone, as if each were a tree of one array.
+
+  A state has the structure of the given transformation's, with a tree like that of the parameters in the place of each
+  array, and an axis of layers (of one, where a parameter is not stacked) before the axes of each.
+  """
+  inner = jax.tree.structure(jax.eval_shape(transform.init, jnp.zeros(1)))
+
+  def of_layers(tree: Tree) -> Tree:
+    def split(parameter: Parameter, leaf: jax.Array) -> jax.Array:
+      return leaf.reshape(parameter.layers, *_matrix_shape(parameter))
+
+    return _map_named(split, tree, by_name)
+
+  def init(params: Tree) -> Tree:
+    states = jax.tree.map(jax.vmap(transform.init), of_layers(params))
+    return jax.tree.transpose(jax.tree.structure(params), inner, states)
+
+  def update(updates: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+    outer = jax.tree.structure(updates)
+    states = outer.flatten_up_to(jax.tree.transpose(inner, outer, state))
+    split = zip(jax.tree.leaves(of_layers(updates)), states, jax.tree.leaves(of_layers(params)), strict=True)
+    moved = [jax.vmap(transform.update)(*arguments) for arguments in split]
+    whole = [each.reshape(leaf.shape) for (each, _), leaf in zip(moved, jax.tree.leaves(updates), strict=True)]
+    after = jax.tree.transpose(outer, inner, outer.unflatten([each for _, each in moved]))
+    return outer.unflatten(whole), after
+
+  return optax.GradientTransformation(init, update)
+
+
+def _decayed(excluded: Iterable[str], tree: Tree) -> Tree:
+  """Return a tree of bool, whether a parameter decays: its name matches none of the excluded patterns."""
+  names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+  check_excluded(excluded, names)
+  return jax.tree_util.tree_map_with_path(
+    lambda path, _: not any(re.search(pattern, _name(path)) for pattern in excluded), tree
+  )
+
+
+def check_excluded(excluded: Iterable[str], names: Iterable[str]) -> None:
+  """Check that every pattern of `optimizer.weight_decay_exclude` is found in the name of a parameter that is trained.
+
+  Raises:
+    UserError: one is in none; names it, and some of the names.
+  """
+  names = list(names)
+  for pattern in excluded:
+    if not any(re.search(pattern, name) for name in names):
+      more = f' and {len(names) - SHOWN} others' if len(names) > SHOWN else ''
+      raise UserError(
+        f'optimizer.weight_decay_exclude: {pattern!r} matches none of the parameters, which are '
+        f'{", ".join(names[:SHOWN])}{more}: correct the pattern or leave it out.'
+      )
 
 
 def clip_by_global_norm(grads: Tree, max_norm: float) -> tuple[Tree, jax.Array]:

@@ -85,7 +85,7 @@ def update_programs(run: Run) -> dict[str, Program]:
   """Return the programs of the update, for every bucket of its micro-batches."""
   config, base, trainable, mesh = run.config, run.base, run.trainable, run.mesh
   spec = ObjectiveSpec.from_config(config)
-  state = abstract_state(config, trainable, mesh)
+  state = abstract_state(config, trainable, mesh, run.policy.parameter_table())
   update = make_update(run.policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), run.teacher.policy)
   rows = batching.micro_batch_rows(config, mesh.size)
   leaves = jax.tree.leaves(state)

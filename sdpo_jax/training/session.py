@@ -19,6 +19,7 @@ from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.teacher.signal import Teacher, check_base
+from sdpo_jax.training.optimizer import check_excluded
 from sdpo_jax.training.update import Update, abstract_state, make_update
 from sdpo_jax.types import Tree
 
@@ -82,10 +83,13 @@ def make_session(
     UserError: a model directory that cannot be read, a mesh that does not fit, or settings that the model rules out.
   """
   tokenizer = tokenizer or load_tokenizer(config)
-  mesh = model_mesh(config, huggingface.read_policy(config.model.path, config.model))
+  described = huggingface.read_policy(config.model.path, config.model)
+  trained = parameter_tables.trainable(described.parameter_table())
+  check_excluded(config.optimizer.weight_decay_exclude, [parameter.name for parameter in trained])
+  mesh = model_mesh(config, described)
   policy, parameters = huggingface.load(config.model.path, config.model, mesh=mesh)
   base, trainable = parameter_tables.split(policy.parameter_table(), parameters)
-  state = abstract_state(config, trainable, mesh)
+  state = abstract_state(config, trainable, mesh, policy.parameter_table())
   spec = ObjectiveSpec.from_config(config)
   if spec.needs_teacher and teacher is None:
     check_base(config.actor.self_distillation, base)

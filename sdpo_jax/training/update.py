@@ -18,7 +18,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from models import parameters as parameter_tables
 from models.forward import forward
+from models.parameters import Table
 from models.policy import Policy
 from sdpo_jax.config import Config
 from sdpo_jax.distributed.mesh import TENSOR, replicated
@@ -59,15 +61,15 @@ def completion_log_probs(
   )
 
 
-def init_state(config: Config, trainable: Tree) -> TrainState:
-  """Return the state before the first generation batch."""
+def init_state(config: Config, trainable: Tree, table: Table = ()) -> TrainState:
+  """Return the state before the first generation batch; see `make_optimizer` for who needs the parameter table."""
   trainable = jax.tree.map(jnp.asarray, trainable)
   teaches = ObjectiveSpec.from_config(config).needs_teacher
   return TrainState(
     step=jnp.zeros([], jnp.int32),
     optimizer_step=jnp.zeros([], jnp.int32),
     trainable=trainable,
-    opt_state=make_optimizer(config.optimizer).init(trainable),
+    opt_state=make_optimizer(config.optimizer, table).init(trainable),
     teacher=averaging.make(config.actor.self_distillation).init(trainable) if teaches else {},
     rng=jax.random.key(config.seed),
   )
@@ -166,16 +168,24 @@ def zero_gradients(trainable: Tree) -> Tree:
   return jax.tree.map(jnp.zeros_like, trainable)
 
 
-def apply_gradients(config: Config, state: TrainState, grads: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
+def apply_gradients(
+  config: Config, state: TrainState, grads: Tree, *, table: Table = ()
+) -> tuple[TrainState, dict[str, jax.Array]]:
   """Take one optimizer step; a gradient that is not finite leaves the state as it is (reference dp_actor.py:577-580).
+
+  Args:
+    config: settings.
+    state: before the step.
+    grads: summed over the micro-batches of the step.
+    table: of the policy; see `make_optimizer` for who needs it.
 
   Returns:
     The state, and grad_norm (before clipping), learning_rate, finite (0 or 1).
   """
-  optimizer = make_optimizer(config.optimizer)
+  optimizer = make_optimizer(config.optimizer, table)
   clipped, norm = clip_by_global_norm(grads, config.optimizer.grad_clip)
   finite = jnp.isfinite(norm)
-  rate = learning_rate(config.optimizer, state.step)
+  rate = learning_rate(config.optimizer, state.step, config.trainer.total_training_steps)
   updates, opt_state = optimizer.update(clipped, state.opt_state, state.trainable)
   trainable = jax.tree.map(lambda p, u: p - (rate * u).astype(p.dtype), state.trainable, updates)
 
@@ -295,7 +305,11 @@ class _Settings:
 
   @classmethod
   def of(cls, config: Config) -> _Settings:
-    sections = config.actor, config.algorithm, config.rollout, config.optimizer, ObjectiveSpec.from_config(config)
+    optimizer = config.optimizer
+    if optimizer.lr_scheduler_type != 'constant':
+      steps = optimizer.decay_steps(config.trainer.total_training_steps)
+      optimizer = dataclasses.replace(optimizer, lr_decay_steps=steps)
+    sections = config.actor, config.algorithm, config.rollout, optimizer, ObjectiveSpec.from_config(config)
     return cls(
       json.dumps([dataclasses.asdict(section) for section in sections], default=_number), copy.deepcopy(config)
     )
@@ -322,20 +336,24 @@ def _make_update(
       donate_argnums=2,
       out_shardings=(trees, whole),
     ),
-    apply=jax.jit(functools.partial(apply_gradients, config), donate_argnums=0, out_shardings=(shardings, whole)),
+    apply=jax.jit(
+      functools.partial(apply_gradients, config, table=parameter_tables.trainable(policy.parameter_table())),
+      donate_argnums=0,
+      out_shardings=(shardings, whole),
+    ),
     advance_teacher=jax.jit(functools.partial(advance_teacher, config), donate_argnums=0, out_shardings=shardings),
   )
 
 
-def place_state(config: Config, trainable: Tree, mesh: jax.sharding.Mesh) -> TrainState:
+def place_state(config: Config, trainable: Tree, mesh: jax.sharding.Mesh, table: Table = ()) -> TrainState:
   """Return `init_state` on a mesh."""
-  shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, trainable, mesh))
-  return jax.jit(functools.partial(init_state, config), out_shardings=shardings)(trainable)
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, trainable, mesh, table))
+  return jax.jit(functools.partial(init_state, config, table=table), out_shardings=shardings)(trainable)
 
 
-def abstract_state(config: Config, trainable: Tree, mesh: jax.sharding.Mesh) -> TrainState:
+def abstract_state(config: Config, trainable: Tree, mesh: jax.sharding.Mesh, table: Table = ()) -> TrainState:
   """Return shapes, dtypes and shardings of `place_state`, without its arrays."""
-  shapes = jax.eval_shape(functools.partial(init_state, config), trainable)
+  shapes = jax.eval_shape(functools.partial(init_state, config, table=table), trainable)
   return jax.tree.map(
     lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
     shapes,
