@@ -6,47 +6,17 @@ import json
 import pathlib
 import re
 
-from models import hub, huggingface
+from models import hub, huggingface, published
 from models.decoder import DecoderPolicy
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
-
-# Dense Qwen3: hidden_size, intermediate_size, layers, heads, tied. All have 8 key-value heads of 128 and 151936 tokens.
-_QWEN3 = {
-  'Qwen/Qwen3-0.6B': (1024, 3072, 28, 16, True),
-  'Qwen/Qwen3-1.7B': (2048, 6144, 28, 16, True),
-  'Qwen/Qwen3-4B': (2560, 9728, 36, 32, True),
-  'Qwen/Qwen3-8B': (4096, 12288, 36, 32, False),
-  'Qwen/Qwen3-14B': (5120, 17408, 40, 40, False),
-  'Qwen/Qwen3-32B': (5120, 25600, 64, 64, False),
-}
-
-
-def known(name: str) -> dict[str, object] | None:
-  """The sizes of a published Qwen3 model as in its config.json; None for other names."""
-  if name not in _QWEN3:
-    return None
-  hidden, intermediate, layers, heads, tied = _QWEN3[name]
-  return {
-    'model_type': 'qwen3',
-    'vocab_size': 151936,
-    'hidden_size': hidden,
-    'intermediate_size': intermediate,
-    'num_hidden_layers': layers,
-    'num_attention_heads': heads,
-    'num_key_value_heads': 8,
-    'head_dim': 128,
-    'rms_norm_eps': 1e-6,
-    'rope_theta': 1e6,
-    'tie_word_embeddings': tied,
-  }
 
 
 def read(config: Config, model_config: str | None = None) -> tuple[DecoderPolicy, str]:
   """The policy that a run would train, and where its sizes come from; no weights are read or downloaded.
 
   Args:
-    config: settings; model.path may be a directory, a published Qwen3 model, or another hub name.
+    config: settings; model.path may be a directory, a model of `models.published`, or another hub name.
     model_config: a config.json to use instead.
 
   Raises:
@@ -61,7 +31,7 @@ def read(config: Config, model_config: str | None = None) -> tuple[DecoderPolicy
   if local.is_file():
     values = huggingface.read_json(local.parent, local.name)
     return huggingface.describe(values, config.model), str(local)
-  values = known(path)
+  values = published.config_json(path)
   if values is not None:
     return huggingface.describe(values, config.model), f'the published sizes of {path}'
   if not re.fullmatch(r'[\w-][\w.-]*/[\w.-]+', path):
