@@ -137,8 +137,7 @@ def get_config(
     ('teacher', teacher, Teacher),
     ('shown', shown, Shown),
   ):
-    if value not in get_args(kind):
-      raise UserError(f'configs/paper.py: {name}={value!r} is none of {", ".join(get_args(kind))}.')
+    check_argument('configs/paper.py', name, value, get_args(kind))
   ablated = (teacher, shown) != ('ema', 'both')
   if ablated and (task, method) != ('livecodebench', 'sdpo'):
     raise UserError(
@@ -147,15 +146,18 @@ def get_config(
     )
   if task == 'livecodebench' and method == 'grpo_on_policy':
     raise UserError('configs/paper.py: the paper has no on-policy GRPO on livecodebench: use method=grpo.')
-  config = _base(f'{model}_{task}', MODELS[model])
-  config.data.train_files, config.data.val_files = (f'{data}/{task}/train.json',), (f'{data}/{task}/test.json',)
-  (_rich_feedback if task == 'livecodebench' else _generalization)(config)
-  if method != 'sdpo':
-    _grpo(config, on_policy=method == 'grpo_on_policy')
+  config = recipe(f'{model}_{task}', MODELS[model], task, data, method)
+  _as_the_reference(config)
   if ablated:
     _ablate(config, teacher, shown)
-  _plan(config, task, PAPER_LENGTHS[model, method == 'sdpo'])
+  plan_lengths(config, task, PAPER_LENGTHS[model, method == 'sdpo'])
   return config
+
+
+def check_argument(file: str, name: str, value: str, allowed: Sequence[str]) -> None:
+  """Raise UserError if an argument of a config is none of its values."""
+  if value not in allowed:
+    raise UserError(f'{file}: {name}={value!r} is none of {", ".join(allowed)}.')
 
 
 def experiments() -> list[dict[str, str]]:
@@ -169,16 +171,24 @@ def experiments() -> list[dict[str, str]]:
   ]
 
 
-def _base(name: str, model: str) -> Config:
-  """What all recipes have in common."""
+def recipe(name: str, model: str, task: str, data: str, method: str = 'sdpo') -> Config:
+  """The paper's settings for a task, with any model; what only the reference's code does is left out.
+
+  Args:
+    name: of the run.
+    model: its path.
+    task: of `Task`.
+    data: folder with <task>/train.json and <task>/test.json.
+    method: of `Method`.
+  """
   config = Config(name=name)
   config.model.path = model
+  config.data.train_files, config.data.val_files = (f'{data}/{task}/train.json',), (f'{data}/{task}/test.json',)
   config.data.train_batch_size = 32
   config.data.max_prompt_length = 2048
   config.data.max_response_length = 8192
   config.data.filter_overlong_prompts = True
   config.data.enable_thinking = False
-  config.data.split_special_tokens = False
   # 2 × 3 × 2 declared lengths: a micro-batch is padded to the smallest that hold it.
   config.data.prompt_buckets = (512, 2048)
   config.data.response_buckets = (1024, 4096, 8192)
@@ -188,7 +198,6 @@ def _base(name: str, model: str) -> Config:
   config.val_kwargs.temperature = 0.6
   config.val_kwargs.top_p = 0.95
   config.actor.loss_agg_mode = 'token-mean'
-  config.actor.loss_group_size = 1
   config.algorithm.rollout_correction.rollout_is = 'token'
   config.algorithm.rollout_correction.rollout_is_threshold = 2.0
   config.optimizer.betas = (0.9, 0.999)
@@ -196,6 +205,20 @@ def _base(name: str, model: str) -> Config:
   config.optimizer.grad_clip = 1.0
   config.trainer.test_freq = 5
   config.trainer.val_before_train = False
+  sd = config.actor.self_distillation
+  sd.max_reprompt_len = 10240
+  sd.is_clip = 2.0
+  sd.success_reward_threshold = 0.5
+  (_rich_feedback if task == 'livecodebench' else _generalization)(config)
+  if method != 'sdpo':
+    _grpo(config, on_policy=method == 'grpo_on_policy')
+  return config
+
+
+def _as_the_reference(config: Config) -> None:
+  """Set what the reference's code does and the paper does not ask for."""
+  config.data.split_special_tokens = False
+  config.actor.loss_group_size = 1
   config.trainer.batch_order = 'balanced'
   config.trainer.balance_partitions = 4
   config.environments.profile = 'reference'
@@ -203,10 +226,6 @@ def _base(name: str, model: str) -> Config:
   sd.demonstration = 'first'
   sd.thinking_rule = 'closed'
   sd.reprompt_truncation = 'right'
-  sd.max_reprompt_len = 10240
-  sd.is_clip = 2.0
-  sd.success_reward_threshold = 0.5
-  return config
 
 
 def _generalization(config: Config) -> None:
@@ -251,7 +270,7 @@ def _grpo(config: Config, *, on_policy: bool) -> None:
   config.trainer.val_before_train = True
 
 
-def _plan(config: Config, task: str, mean_completion: float) -> None:
+def plan_lengths(config: Config, task: str, mean_completion: float) -> None:
   """Set what `launch.plan` assumes: a teacher's prompt holds the question, an answer and the feedback."""
   prompt, feedback, questions = QUESTIONS[task]
   config.plan.mean_completion = mean_completion
@@ -286,6 +305,8 @@ def markdown() -> str:
     '```',
     *(f'python -m launch.prepare_data {source} --output=data/{task}' for task, source in PREPARED.items()),
     '```',
+    '',
+    'Other models with the same recipes: `configs/models.py`.',
     '',
     '## Science and tool use: Table 3, mean@16 in per cent, before / best within 1 h / 5 h',
     '',

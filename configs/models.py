@@ -1,0 +1,61 @@
+"""The paper's recipes (`configs/paper.py`) with other models; the paper has no numbers for these.
+
+  python -m launch.prepare_data --source=sciknoweval --domain=chemistry --output=data/chemistry
+  python -m launch.train --config=configs/models.py:model=llama3_1_8b,task=chemistry
+  python -m launch.plan --config=configs/models.py:model=gemma3_4b,task=chemistry --topology=v5e:4x4
+
+model     qwen3_0_6b, qwen3_1_7b, qwen3_4b, qwen3_8b, qwen3_14b; qwen2_5_0_5b, qwen2_5_1_5b, qwen2_5_3b, qwen2_5_7b, qwen2_5_14b;
+          llama3_2_1b, llama3_2_3b, llama3_1_8b; mistral_7b; olmo3_7b; gemma3_1b, gemma3_4b, gemma3_12b
+task      chemistry, physics, biology, materials, tooluse; livecodebench
+method    sdpo; grpo (mini-batches of 8 questions); grpo_on_policy (one optimizer step per batch)
+data      folder with <task>/train.json and <task>/test.json; `python -m launch.prepare_data` makes them
+
+What the reference's code does beyond the paper is left out: these runs use the defaults of this project (docs/experiments.md).
+Learning rates are those that the paper found for Qwen3-8B and Olmo-3-7B; smaller models may want larger ones. What the
+planner assumes of lengths is what the paper measured with Qwen3-8B.
+"""
+
+from typing import get_args
+
+from configs import paper
+from sdpo_jax.config import Config
+
+MODELS = {
+  'qwen3_0_6b': 'Qwen/Qwen3-0.6B',
+  'qwen3_1_7b': 'Qwen/Qwen3-1.7B',
+  'qwen3_4b': 'Qwen/Qwen3-4B',
+  'qwen3_8b': 'Qwen/Qwen3-8B',
+  'qwen3_14b': 'Qwen/Qwen3-14B',
+  'qwen2_5_0_5b': 'Qwen/Qwen2.5-0.5B-Instruct',
+  'qwen2_5_1_5b': 'Qwen/Qwen2.5-1.5B-Instruct',
+  'qwen2_5_3b': 'Qwen/Qwen2.5-3B-Instruct',
+  'qwen2_5_7b': 'Qwen/Qwen2.5-7B-Instruct',
+  'qwen2_5_14b': 'Qwen/Qwen2.5-14B-Instruct',
+  'llama3_2_1b': 'meta-llama/Llama-3.2-1B-Instruct',
+  'llama3_2_3b': 'meta-llama/Llama-3.2-3B-Instruct',
+  'llama3_1_8b': 'meta-llama/Llama-3.1-8B-Instruct',
+  'mistral_7b': 'mistralai/Mistral-7B-Instruct-v0.3',
+  'olmo3_7b': 'allenai/Olmo-3-7B-Instruct',
+  'gemma3_1b': 'google/gemma-3-1b-it',
+  'gemma3_4b': 'google/gemma-3-4b-it',
+  'gemma3_12b': 'google/gemma-3-12b-it',
+}
+
+
+def get_config(model: str = 'llama3_1_8b', task: str = 'chemistry', method: str = 'sdpo', data: str = 'data') -> Config:
+  """The recipe of a task with a model; the module's docstring says what the arguments may be.
+
+  Raises:
+    UserError: an argument that is none of its values.
+  """
+  for name, value, allowed in (
+    ('model', model, tuple(MODELS)),
+    ('task', task, get_args(paper.Task)),
+    ('method', method, get_args(paper.Method)),
+  ):
+    paper.check_argument('configs/models.py', name, value, allowed)
+  config = paper.recipe(f'{model}_{task}', MODELS[model], task, data, method)
+  if not model.startswith('qwen3_'):
+    config.data.enable_thinking = None  # Their templates have no such switch.
+  paper.plan_lengths(config, task, paper.PAPER_LENGTHS['qwen3_8b', method == 'sdpo'])
+  return config
