@@ -158,6 +158,21 @@ print('main')
   assert run(sandbox, code).stdout == 'main\nthread\nlast'
 
 
+def test_the_c_library_knows_the_first_thread_of_a_program(sandbox):
+  """Which the system call by which programs are made does not tell it."""
+  code = """
+import signal, threading
+main = threading.get_ident()
+signal.signal(signal.SIGUSR1, lambda number, frame: found.append(threading.get_ident() == main))
+found = []
+thread = threading.Thread(target=signal.pthread_kill, args=(main, signal.SIGUSR1))
+thread.start(); thread.join()
+result = found
+"""
+  report = run(sandbox, code)
+  assert report.result == [True] and report.stderr == ''
+
+
 def test_python_and_its_packages_can_be_imported_late(sandbox):
   assert run(sandbox, 'import colorsys, numpy; result = int(numpy.linalg.det(numpy.eye(3)))').result == 1
   assert run(sandbox, 'import sqlite3, ssl, bz2, lzma, decimal, hashlib, ctypes').exit_code == 0
@@ -438,7 +453,7 @@ def test_a_thousand_programs_leave_nothing_behind(sandbox):
   assert sum(report.result for report in reports) == 1000
   assert len(os.listdir('/proc/self/fd')) == open_here and sandbox._hosts[0].pid == zygote
   # The zygote closes its end after the last report, and then ends the namespace.
-  until(lambda: len(os.listdir(f'/proc/{zygote}/fd')) <= open_there and children(zygote) == [])
+  until(lambda: len(os.listdir(f'/proc/{zygote}/fd')) <= open_there and programs(zygote) == [])
 
 
 def test_threads_share_the_workers(sandbox):
@@ -468,6 +483,19 @@ def children(pid):
   return found
 
 
+def programs(zygote):
+  """Children of a zygote beside the seed, which is there before them."""
+  return sorted(children(zygote), key=started_at)[1:]
+
+
+def started_at(pid):
+  """Clock ticks, and the process id for those that start together."""
+  try:
+    return int(pathlib.Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]), pid
+  except OSError:
+    return sys.maxsize, pid
+
+
 # ———— Faults of the helper process ————
 
 
@@ -477,6 +505,17 @@ def test_a_zygote_that_dies_is_started_anew_and_the_program_rerun():
     os.kill(first, signal.SIGKILL)
     assert [report.result for report in sandbox.run([job('result = 5')] * 4)] == [5] * 4
     assert sandbox._hosts[0].pid != first
+
+
+def test_without_its_seed_a_zygote_is_started_anew():
+  with Sandbox(SandboxConfig(workers=2), HARNESS) as sandbox:
+    assert run(sandbox, 'result = 1').result == 1
+    first = sandbox._hosts[0].pid
+    until(lambda: not programs(first))
+    (seed,), zygote = children(first), os.pidfd_open(first)
+    os.kill(seed, signal.SIGKILL)
+    assert gone(zygote)
+    assert run(sandbox, 'result = 5').result == 5 and sandbox._hosts[0].pid != first
 
 
 def test_a_program_under_which_the_zygote_dies_twice_fails_and_the_next_runs(monkeypatch):
@@ -515,7 +554,7 @@ def watched(sandbox):
 
   thread = threading.Thread(target=waiting)
   thread.start()
-  while not (running := children(zygote)):
+  while not (running := programs(zygote)):
     os.sched_yield()
   return os.pidfd_open(running[0]), thread
 
@@ -546,9 +585,9 @@ def test_everything_ends_when_the_owner_is_killed():
   with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root) as owner:
     zygote, directory = owner.stdout.readline().split()
     descriptor = os.pidfd_open(int(zygote))
-    while not (programs := children(int(zygote))):
+    while not (running := programs(int(zygote))):
       os.sched_yield()
-    program = os.pidfd_open(programs[0])
+    program = os.pidfd_open(running[0])
     owner.kill()
     assert gone(descriptor) and gone(program)
   assert not os.path.exists(directory)
@@ -824,7 +863,7 @@ os.wait()
     directory, environment, daemon = report.result
     assert set(environment) == {'HOME', 'TMPDIR', 'LANG'}
     until(lambda: not os.path.exists(directory))
-    assert not os.path.exists(f'/proc/{daemon}') and children(sandbox._hosts[0].pid) == []
+    assert not os.path.exists(f'/proc/{daemon}') and programs(sandbox._hosts[0].pid) == []
     assert 'MemoryError' in run(sandbox, 'x = bytearray(400 << 20)').stderr
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import os
 import pathlib
 import signal
+import struct
 import textwrap
 import threading
 
@@ -23,6 +24,7 @@ from sdpo_jax.errors import UserError
 
 HARNESS = pathlib.Path(__file__).with_name('sandbox_harness.py')
 LIMITS = Limits(wall_s=60, cpu_s=10, memory_mb=256, file_mb=4, output_mb=1)
+LARGE = dataclasses.replace(LIMITS, output_mb=128)
 PRELUDE = """
 import ctypes, fcntl, mmap, os, signal, struct, sys, tempfile, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
@@ -275,6 +277,44 @@ def test_a_receiver_would_notice(weak, library, name):
     assert observed(place, channel, library, True) != quiet
   else:
     assert not str(quiet).count('PermissionError') and -1 not in [quiet]
+
+
+# Returns all memory that lies without a gap around objects, heap, stack and what the C library keeps.
+DUMP = """
+file = os.open('page', os.O_RDWR | os.O_CREAT)
+libc.sbrk.restype = libc.pthread_self.restype = ctypes.c_long
+starts = [id(value) for value in (planted, int, [], {}, 1e9 * len(planted), *(bytes(size) for size in range(0, 512, 16)))]
+starts += [libc.sbrk(0) - 1, libc.pthread_self(), ctypes.c_long.in_dll(libc, 'environ').value]
+seen = set()
+for start in starts:
+  for step in (4096, -4096):
+    at = start & -4096 if step > 0 else (start & -4096) - 4096
+    while at not in seen and os.lseek(file, 0, 0) == 0 and libc.write(file, ctypes.c_void_p(at), 4096) == 4096:
+      seen.add(at)
+      libc.write(4, ctypes.c_void_p(at), 4096)
+      at += step
+os._exit(0)
+"""
+
+
+def remembers_nothing(sandbox):
+  """Whether the memory of a program holds what became of others is known from their times, which only a report tells."""
+  message, planted = 'print("what the others are asked"); os._exit(77)', 'what this program is asked'
+  ended = sandbox.run([job(message)] * 4)
+  assert [report.exit_code for report in ended] == [77] * 4
+  (report,) = sandbox.run([dataclasses.replace(job(DUMP, planted=planted), limits=LARGE)])
+  assert report.exit_code == 0 and planted.encode() in report.result_bytes, report.stderr
+  times = [struct.pack('=d', value) for other in ended for value in (other.cpu_s, other.wall_s)]
+  return not any(value in report.result_bytes for value in (*times, message.encode()))
+
+
+def test_no_program_finds_in_memory_what_became_of_another(sandbox):
+  assert remembers_nothing(sandbox)
+
+
+@pytest.mark.parametrize('place', ['shared', 'none'])
+def test_memory_tells_nothing_with_weaker_mechanisms_either(weak, place):
+  assert remembers_nothing(weak[place])
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason='only root sees where another process waits')

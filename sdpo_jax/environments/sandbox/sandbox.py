@@ -339,7 +339,7 @@ class _Host:
 
   def _command(self, descriptor: int) -> tuple[list[str], dict]:
     readable, packages = installation()
-    files = [HERE / name for name in ('zygote.py', 'confinement.py', 'scratch.py', 'view.py', 'probe.py')]
+    files = [HERE / name for name in ('zygote.py', 'confinement.py', 'scratch.py', 'seed.py', 'view.py', 'probe.py')]
     settings = {
       'mechanism': self.mechanism,
       'view': self.view,

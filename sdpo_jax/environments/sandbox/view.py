@@ -9,11 +9,12 @@ namespace of process ids in which it is always number 2. See `man 7 mount_namesp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import ctypes
 import errno
 import os
+import signal
 import stat
 import struct
 import sys
@@ -191,21 +192,30 @@ class ProcessIds:
     self._lifeline, self._held = os.pipe()
 
   @contextlib.contextmanager
-  def separate(self):
-    """A new namespace for what is forked within the block; the value is the process that keeps it, to be ended after.
+  def separate(self) -> Iterator[tuple[int, int]]:
+    """A new namespace: the process that keeps it, to be ended after, and, within the block, a descriptor of it.
 
     Raises:
-      OSError: there are too many processes or namespaces.
+      OSError: there are too many processes, namespaces or descriptors.
     """
     confinement.call('unshare', CLONE_NEWPID)
     try:
       actions = [(os.POSIX_SPAWN_DUP2, self._lifeline, 0), (os.POSIX_SPAWN_CLOSE, 1), (os.POSIX_SPAWN_CLOSE, 2)]
-      yield os.posix_spawn(INIT, ['init'], {}, file_actions=actions)
+      first = os.posix_spawn(INIT, ['init'], {}, file_actions=actions)
     finally:
       try:
         confinement.call('setns', self._ours, CLONE_NEWPID)
       except OSError:  # What is forked next would be in the namespace of another program: better nothing is.
         os._exit(1)
+    try:
+      namespace = os.pidfd_open(first)
+    except OSError:
+      os.kill(first, signal.SIGKILL)
+      raise
+    try:
+      yield first, namespace
+    finally:
+      os.close(namespace)
 
 
 def executable(column: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Forks a process for every program; runs on its own, beside the training process, with an empty environment.
+"""Runs a process for every program; runs on its own, beside the training process, with an empty environment.
 
     python -I -X utf8 zygote.py DESCRIPTOR
 
@@ -7,8 +7,9 @@ sandbox.py); every further one is a job with six descriptors: standard input, ou
 The answer goes to the job's channel: what became of the process, or why it was not started. The owner ends a job by
 writing to its channel or closing it, and everything by closing the socket.
 
-This process never reads a payload or what a program prints: a fork of it finds nothing of another program in its
-memory. Standard library only.
+This process never reads a payload or what a program prints, and does not fork programs itself: they are copies of the
+seed (seed.py), which it forks before the first job, so that none finds in its memory what became of another. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -50,7 +51,6 @@ MAX_THREADS = 64
 UID_BASE, UIDS, MAX_SLOTS = 2_000_000_000, 2**16, 1024  # User ids of nobody, for programs of a privileged owner.
 NOBODY = 65534
 PR_SET_CHILD_SUBREAPER = 36
-MSG_CMSG_CLOEXEC = 0x40000000
 
 
 def load(path: str) -> types.ModuleType:
@@ -66,6 +66,7 @@ def load(path: str) -> types.ModuleType:
 HERE = os.path.dirname(os.path.abspath(__file__))
 confinement = load(os.path.join(HERE, 'confinement.py'))
 scratch = load(os.path.join(HERE, 'scratch.py'))
+seed = load(os.path.join(HERE, 'seed.py'))
 view = load(os.path.join(HERE, 'view.py'))
 
 
@@ -139,7 +140,6 @@ class Zygote:
     self.scratch: str = settings['scratch']
     self.pid = os.getpid()
     self.processes: dict[int, Process] = {}
-    self.selector = selectors.DefaultSelector()
     own_users = os.geteuid() == 0 and self.mechanism == 'landlock' and 'user' not in namespaces
     self.users = user_ids() if own_users else range(0)
     self.version = landlock_version(self.mechanism)
@@ -185,6 +185,9 @@ class Zygote:
     self.readable = [os.open(path, os.O_PATH | os.O_DIRECTORY) for path in settings['readable']]
     self.layers += [f'Landlock {self.version}'] * bool(self.version)
     self.layers += ['seccomp'] * (self.mechanism != 'none') + ['own user ids'] * bool(self.users)
+    gc.collect()
+    gc.freeze()  # So that a collection in a program does not copy every page.
+    self.seed = seed.Seed(self.child, self.readable)
 
   def serve(self) -> None:
     """Runs jobs until the owner closes the socket or ends."""
@@ -193,6 +196,7 @@ class Zygote:
       os.set_blocking(end, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
+    self.selector = selectors.DefaultSelector()
     if self.owner is not None:
       self.selector.register(self.owner, selectors.EVENT_READ, self.close)
     self.selector.register(wake_r, selectors.EVENT_READ, lambda: os.read(wake_r, 4096))
@@ -234,7 +238,7 @@ class Zygote:
 
   def accept(self) -> None:
     """Starts the job of the next message."""
-    message, fds, _, _ = socket.recv_fds(self.control, MESSAGE, DESCRIPTORS, MSG_CMSG_CLOEXEC)
+    message, fds, _, _ = socket.recv_fds(self.control, MESSAGE, DESCRIPTORS, seed.MSG_CMSG_CLOEXEC)
     if not message:
       return self.close()
     job = json.loads(message)
@@ -253,19 +257,17 @@ class Zygote:
 
   def start(self, job: dict, channel: socket.socket, fds: list[int]) -> Process:
     """Forks the process of a job; raises OSError where the machine has no room for it."""
-    user, init, directory = self.free_user(), None, None
+    user, init = self.free_user(), None
     given = [*fds, channel.fileno()]
     if self.ids is not None:
-      with self.ids.separate() as init:
+      directory = None
+      with self.ids.separate() as (init, namespace):
         self.inits.add(init)
         try:
-          pid = os.fork()
+          pid = self.seed.fork(for_program(job, user, view.SCRATCH), given, namespace)
         except OSError:
           os.kill(init, signal.SIGKILL)
           raise
-        if pid == 0:
-          init = None  # Its process id outside, from which a program would learn how many there were.
-          self.child(job, user, view.SCRATCH, given)
     else:
       directory = os.path.join(self.scratch, secrets.token_hex(16))
       self.open_scratch()
@@ -273,12 +275,10 @@ class Zygote:
       if self.mechanism == 'bubblewrap':  # Programs are of one user there, and run one after the other.
         os.chmod(self.scratch, 0o100)
       try:
-        pid = os.fork()
+        pid = self.seed.fork(for_program(job, user, directory), given)
       except OSError:
         self.discard(directory)
         raise
-      if pid == 0:
-        self.child(job, user, directory, given)
     return Process(pid, user, channel, directory, init, job['limits'])
 
   def free_user(self) -> int | None:
@@ -297,13 +297,12 @@ class Zygote:
 
   def reap(self, options: int = os.WNOHANG) -> None:
     """Reports every process that has ended."""
-    while self.processes or self.inits:
-      try:
-        pid, status, usage = os.wait4(-1, options)
-      except ChildProcessError:
-        return self.inits.clear()
+    while options == os.WNOHANG or self.processes or self.inits:
+      pid, status, usage = os.wait4(-1, options)
       if pid == 0:
         return
+      if pid == self.seed.pid:
+        os._exit(1)  # Programs end with this process, and the owner starts another.
       self.inits.discard(pid)
       process = self.processes.pop(pid, None)
       if process is None:
@@ -311,7 +310,7 @@ class Zygote:
       if process.init in self.inits:
         os.kill(process.init, signal.SIGKILL)
       if self.mechanism == 'none':
-        while left := strays(self.processes):
+        while left := strays({*self.processes, self.seed.pid}):
           for stray in left:
             os.kill(stray, signal.SIGKILL)
             os.waitpid(stray, 0)
@@ -339,17 +338,14 @@ class Zygote:
     self.open_scratch()
     self.garbage.append(scratch.removal(directory))
 
-  def child(self, job: dict, user: int | None, directory: str, fds: list[int]) -> None:
-    """The process of one job; does not return."""
+  def child(self, job: bytes, fds: list[int]) -> None:
+    """The process of one job, a copy of the seed; does not return."""
     leave = os._exit
     try:
-      # A program can look at all that is left in this process, also in the frames of its callers.
-      self.selector.close()
-      for known in (self.processes, self.inits, self.garbage):
-        known.clear()
-      if self.confine(job['limits'], user, directory, fds):
+      told = json.loads(job)
+      if self.confine(told['limits'], told['user'], told['directory'], fds):
         confinement.close_from(FIRST_FREE)
-        run(self.probe.run if job['probe'] else self.harness.run, directory, leave)
+        run(self.probe.run if told['probe'] else self.harness.run, told['directory'], leave)
     except BaseException:
       traceback.print_exc()
     finally:
@@ -357,8 +353,6 @@ class Zygote:
 
   def confine(self, limits: dict, user: int | None, directory: str, fds: list[int]) -> bool:
     """Confines this process for good; False, after a message on the channel, if that fails."""
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE) for fd in fds]
     channel, stdin = high.pop(), None
     try:
@@ -501,8 +495,8 @@ def watch(owner: int | None) -> int | None:
   return fd
 
 
-def strays(known: dict[int, Process]) -> list[int]:
-  """Children of this process that are no program's own process: what an unconfined program left behind."""
+def strays(known: set[int]) -> list[int]:
+  """Children of this process that are not `known`: what an unconfined program left behind."""
   found = []
   for name in filter(str.isdigit, os.listdir('/proc')):
     try:
@@ -575,6 +569,11 @@ def threads(pid: int, proc: int | None) -> int:
     return 0
 
 
+def for_program(job: dict, user: int | None, directory: str) -> bytes:
+  """A job as its process hears of it."""
+  return json.dumps({'limits': job['limits'], 'probe': job['probe'], 'user': user, 'directory': directory}).encode()
+
+
 def send(channel: socket.socket, report: dict) -> None:
   """One message to the owner, who may have gone."""
   try:
@@ -595,8 +594,6 @@ def main() -> None:
   except Exception as error:
     control.send(json.dumps({'fault': str(error), 'harness': isinstance(error, HarnessFault)}).encode())
     return
-  gc.collect()
-  gc.freeze()  # So that a collection in a fork does not copy every page.
   control.send(json.dumps({'layers': zygote.layers, 'entered': zygote.entered}).encode())
   zygote.serve()
 
