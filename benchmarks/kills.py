@@ -29,7 +29,7 @@ import traceback
 # What a run imports, before it is forked.
 from sdpo_jax import command  # noqa: F401
 from sdpo_jax.training import loop, report  # noqa: F401
-from sdpo_jax.training.manifest import MANIFEST
+from sdpo_jax.training.directory.published import MANIFEST
 
 TINY = {
   'data.train_batch_size': 4,

@@ -24,11 +24,13 @@ import numpy as np
 
 from sdpo_jax.config import Config
 from sdpo_jax.files import make_directory, write_atomically
-from sdpo_jax.training import loop, remains
-from sdpo_jax.training.checkpoints import Checkpoints
-from sdpo_jax.training.metrics import MetricsWriter, check_digest, history
-from sdpo_jax.training.ownership import sole_user
-from sdpo_jax.training.workdir import check_workdir, open_workdir, write_settings
+from sdpo_jax.training import loop
+from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
+from sdpo_jax.training.directory import remains
+from sdpo_jax.training.directory.lines import check_digest, history
+from sdpo_jax.training.directory.ownership import sole_user
+from sdpo_jax.training.directory.workdir import check_workdir, open_workdir, write_settings
+from sdpo_jax.training.metrics import MetricsWriter
 from sdpo_jax.types import TrainState
 from tests import file_operations
 

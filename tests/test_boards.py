@@ -13,6 +13,7 @@ from tensorboardX.proto import event_pb2
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.training import boards, metrics, samples
+from sdpo_jax.training.directory.lines import read_metrics
 from sdpo_jax.training.step import GradedRollouts
 from sdpo_jax.types import Example, Outcome, Rollouts
 
@@ -207,7 +208,7 @@ def test_a_page_that_is_lost_costs_no_step(tmp_path, config, wandb, monkeypatch,
   writer.write_samples(2, three_samples())
   writer.write(2, {'a': 2.0})
   writer.close()
-  assert [line['step'] for line in metrics.read_metrics(tmp_path)] == [1, 2]
+  assert [line['step'] for line in read_metrics(tmp_path)] == [1, 2]
   assert caplog.text.count('gets no more of this run') == 1 and 'Broken pipe' in caplog.text
 
 

@@ -26,11 +26,13 @@ from models import huggingface
 from sdpo_jax.config import Config, MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh
 from sdpo_jax.errors import UserError
-from sdpo_jax.training import checkpoints as checkpoint_module
-from sdpo_jax.training import digests, epochs, manifest
-from sdpo_jax.training.checkpoints import DAMAGED, SKIPPED, Checkpoints, only
-from sdpo_jax.training.manifest import DamagedError
-from sdpo_jax.training.unreadable import is_out_of_reach
+from sdpo_jax.training.checkpoint import checkpoints as checkpoint_module
+from sdpo_jax.training.checkpoint import digests, manifest
+from sdpo_jax.training.checkpoint.checkpoints import SKIPPED, Checkpoints, only
+from sdpo_jax.training.checkpoint.manifest import DamagedError
+from sdpo_jax.training.checkpoint.unreadable import is_out_of_reach
+from sdpo_jax.training.directory import epochs
+from sdpo_jax.training.directory.published import DAMAGED, newest
 from sdpo_jax.training.update import abstract_state, place_state
 from sdpo_jax.types import TrainState
 from tests import tiny
@@ -500,7 +502,7 @@ def test_who_has_lost_the_run_publishes_nothing(tmp_path):
 def test_a_folder_that_is_not_named_as_a_step_is_none_of_the_runs(tmp_path, name):
   save_steps(tmp_path, {3: {}}).close()
   (tmp_path / 'checkpoints' / name).mkdir()
-  assert checkpoint_module.newest(tmp_path) == 3
+  assert newest(tmp_path) == 3
   assert Checkpoints(tmp_path).restore(make_state(0))[0] == 3
   assert (tmp_path / 'checkpoints' / name).is_dir()
 

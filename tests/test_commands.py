@@ -18,7 +18,7 @@ from configs import quickstart
 from sdpo_jax import command
 from sdpo_jax.errors import UserError
 from sdpo_jax.training import loop, report
-from sdpo_jax.training import workdir as workdirs
+from sdpo_jax.training.directory import workdir as workdirs
 from tests import tiny
 
 

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from sdpo_jax.training import digests
+from sdpo_jax.training.checkpoint import digests
 from tests import compiling
 
 DTYPES = ('float32', 'bfloat16', 'float16', 'float8_e4m3fn', 'int32', 'uint32', 'int8', 'uint8', 'int16', 'bool')

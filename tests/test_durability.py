@@ -29,8 +29,9 @@ import pytest
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import runs
-from sdpo_jax.training import epochs, preemption
-from sdpo_jax.training.checkpoints import Checkpoints
+from sdpo_jax.training import preemption
+from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
+from sdpo_jax.training.directory import epochs
 from sdpo_jax.training.session import make_session
 from sdpo_jax.training.update import abstract_state
 from sdpo_jax.types import TrainState

@@ -23,9 +23,9 @@ from sdpo_jax.environments import registry
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.slots import Slots
 from sdpo_jax.training import loop, preemption, records, watchdog
-from sdpo_jax.training.manifest import read_manifest
+from sdpo_jax.training.checkpoint.manifest import read_manifest
+from sdpo_jax.training.checkpoint.starting_state import StartingState
 from sdpo_jax.training.metrics import MetricsWriter
-from sdpo_jax.training.starting_state import StartingState
 from sdpo_jax.types import Example, Outcome
 from tests import tiny
 from tests.test_resume import final_state, lines_without_time

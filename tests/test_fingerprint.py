@@ -18,12 +18,13 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import runs
 from sdpo_jax.preflight import check
-from sdpo_jax.training import fingerprint, loop, session
-from sdpo_jax.training import starts as history
-from sdpo_jax.training.checkpoints import Checkpoints
-from sdpo_jax.training.ownership import sole_user
+from sdpo_jax.training import loop, session
+from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
+from sdpo_jax.training.directory import fingerprint
+from sdpo_jax.training.directory import starts as history
+from sdpo_jax.training.directory.ownership import sole_user
+from sdpo_jax.training.directory.workdir import write_settings
 from sdpo_jax.training.update import place_state
-from sdpo_jax.training.workdir import write_settings
 from sdpo_jax.types import Example
 from tests import tiny
 

@@ -9,7 +9,7 @@ from models import huggingface
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import runs
-from sdpo_jax.training.checkpoints import SKIPPED, Checkpoints
+from sdpo_jax.training.checkpoint.checkpoints import SKIPPED, Checkpoints
 from sdpo_jax.training.session import make_session
 from sdpo_jax.training.update import place_state
 from tests import tiny

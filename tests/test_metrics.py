@@ -11,6 +11,7 @@ import pytest
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.training import loop, metrics
+from sdpo_jax.training.directory.lines import check_digest, history, read_metrics
 
 
 def quiet() -> Config:
@@ -36,7 +37,7 @@ def test_resume_drops_the_lines_after_the_checkpoint(tmp_path, monkeypatch, loca
   writer = metrics.MetricsWriter(tmp_path, quiet(), resume_step=3)
   writer.write(4, {'train/loss': 7.0})
   assert steps(tmp_path) == [0, 1, 2, 3, 4]
-  assert metrics.read_metrics(tmp_path)[-1] == {'step': 4, 'train/loss': 7.0}
+  assert read_metrics(tmp_path)[-1] == {'step': 4, 'train/loss': 7.0}
 
 
 def test_the_lines_are_on_the_disk_after_a_sync_and_a_link_is_not_followed(tmp_path, monkeypatch):
@@ -117,13 +118,13 @@ def test_a_start_from_nothing_begins_a_new_file(tmp_path):
 
 def test_numbers_that_are_not_finite_are_null(tmp_path):
   metrics.MetricsWriter(tmp_path, quiet()).write(1, {'a': float('nan'), 'b': float('inf'), 'c': 2})
-  assert metrics.read_metrics(tmp_path) == [{'step': 1, 'a': None, 'b': None, 'c': 2.0}]
+  assert read_metrics(tmp_path) == [{'step': 1, 'a': None, 'b': None, 'c': 2.0}]
 
 
 def test_a_line_that_is_not_json_is_named(tmp_path):
   (tmp_path / 'metrics.jsonl').write_text('{"step": 0}\nhello\n{"step": 1}\n')
   with pytest.raises(UserError, match='line 2 is not JSON'):
-    metrics.read_metrics(tmp_path)
+    read_metrics(tmp_path)
 
 
 def test_a_block_that_did_not_reach_the_disk_does_not_keep_a_run_from_going_on(tmp_path):
@@ -131,17 +132,17 @@ def test_a_block_that_did_not_reach_the_disk_does_not_keep_a_run_from_going_on(t
   content = b''.join(lines)
   content = content[:4096] + bytes(4096) + content[8192:]  # A file system need not write blocks in their order.
   (tmp_path / 'metrics.jsonl').write_bytes(content)
-  assert [line['step'] for line in metrics.read_metrics(tmp_path)] == [1, 2, 6]
-  assert [line['step'] for line in metrics.history(tmp_path, 2)] == [1, 2]
+  assert [line['step'] for line in read_metrics(tmp_path)] == [1, 2, 6]
+  assert [line['step'] for line in history(tmp_path, 2)] == [1, 2]
 
 
 def test_a_line_that_names_another_state_than_the_checkpoint_stops_the_run(tmp_path):
   records = [{'step': 1, 'state_digest': 'a' * 64}, {'step': 2}, {'step': 3, 'state_digest': 'b' * 64}]
   (tmp_path / 'metrics.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in records))
-  assert metrics.check_digest(tmp_path, 1, 'a' * 64)
-  assert not metrics.check_digest(tmp_path, 2, 'a' * 64)
-  assert not metrics.check_digest(tmp_path / 'none', 1, 'a' * 64)
+  assert check_digest(tmp_path, 1, 'a' * 64)
+  assert not check_digest(tmp_path, 2, 'a' * 64)
+  assert not check_digest(tmp_path / 'none', 1, 'a' * 64)
   with pytest.raises(
     UserError, match=r'metrics.jsonl and the checkpoint of step 3 are not of the same run: .*bbb.* aaa'
   ):
-    metrics.check_digest(tmp_path, 3, 'a' * 64)
+    check_digest(tmp_path, 3, 'a' * 64)

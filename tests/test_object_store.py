@@ -11,7 +11,10 @@ import pytest
 
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
-from sdpo_jax.training import checkpoints, conditional, epochs, locks, manifest, metrics, owner, ownership, recovery
+from sdpo_jax.training import metrics
+from sdpo_jax.training.checkpoint import checkpoints, manifest
+from sdpo_jax.training.directory import epochs, guarded_files, lock_owner, locks, ownership, recovery
+from sdpo_jax.training.directory import lines as lines_module
 from tests import object_store, tiny
 from tests.test_checkpoints import assert_same, flipped, make_state
 
@@ -21,15 +24,15 @@ FOLDER = epath.Path(f'gs://{RUN}')
 
 @pytest.fixture
 def store(monkeypatch):
-  monkeypatch.setattr(conditional, 'RETRIES', {'max_retries': 3, 'initial_delay': '1ms', 'max_delay': '2ms'})
+  monkeypatch.setattr(guarded_files, 'RETRIES', {'max_retries': 3, 'initial_delay': '1ms', 'max_delay': '2ms'})
   # TensorStore does it all here; gcsfs need not be installed.
-  monkeypatch.setattr(metrics, 'raw_lines', lambda workdir: lines(conditional.Objects(FOLDER)))
-  monkeypatch.setattr(recovery, 'raw_lines', metrics.raw_lines)
+  monkeypatch.setattr(lines_module, 'raw_lines', lambda workdir: lines(guarded_files.Objects(FOLDER)))
+  monkeypatch.setattr(recovery, 'raw_lines', lines_module.raw_lines)
   monkeypatch.setattr(recovery, 'published_steps', lambda workdir: [])
   monkeypatch.setattr(recovery, 'due', lambda workdir: 0)
   monkeypatch.setattr(recovery, 'folders', lambda workdir: [])
   monkeypatch.setattr(recovery, 'of_starts', lambda workdir: epochs.Epochs())
-  monkeypatch.setattr(metrics, 'read_epochs', lambda workdir: epochs.parse(read(epochs.EPOCHS), FOLDER))
+  monkeypatch.setattr(lines_module, 'read_epochs', lambda workdir: epochs.parse(read(epochs.EPOCHS), FOLDER))
   with object_store.ObjectStore() as server:
     for name, value in server.environment().items():
       monkeypatch.setenv(name, value)
@@ -37,11 +40,11 @@ def store(monkeypatch):
 
 
 def read(name):
-  return conditional.Objects(FOLDER).read(name).content
+  return guarded_files.Objects(FOLDER).read(name).content
 
 
 def lines(objects):
-  content = objects.read(metrics.METRICS).content or b''
+  content = objects.read(lines_module.METRICS).content or b''
   return [json.loads(line) for line in content.decode().splitlines()]
 
 
@@ -53,7 +56,7 @@ def take(said=print, seconds=None):
 
 def elsewhere(server):
   """Make the owner one of another host, which gives no sign of life."""
-  lock = owner.parse(server.objects[f'{RUN}/.lock'].content)
+  lock = lock_owner.parse(server.objects[f'{RUN}/.lock'].content)
   moved = dataclasses.replace(lock, host='elsewhere', boot='another')
   assert server.put(f'{RUN}/.lock', moved.to_json().encode(), None)
 
@@ -68,7 +71,7 @@ def contents(server):
 
 
 def test_only_what_was_seen_is_replaced(store):
-  objects = conditional.Objects(FOLDER)
+  objects = guarded_files.Objects(FOLDER)
   nothing = objects.read('a')
   assert nothing.content is None
   first = objects.replace('a', b'1', nothing)
@@ -82,7 +85,7 @@ def test_only_what_was_seen_is_replaced(store):
 @pytest.mark.parametrize('done', [False, True])
 def test_an_answer_that_is_lost_is_no_other_writer(store, done):
   """The connection breaks before or after the object is written; the second attempt must not take it for another's."""
-  objects = conditional.Objects(FOLDER)
+  objects = guarded_files.Objects(FOLDER)
   seen, lost = objects.read('a'), []
 
   def once(method, name, now):
@@ -98,7 +101,7 @@ def test_an_answer_that_is_lost_is_no_other_writer(store, done):
 
 
 def test_an_answer_is_lost_and_another_one_writes(store):
-  objects = conditional.Objects(FOLDER)
+  objects = guarded_files.Objects(FOLDER)
 
   def once(method, name, done):
     if method == 'POST' and done and store.objects[name].content == b'mine':
@@ -178,7 +181,7 @@ def test_a_silent_owner_of_another_host_is_replaced_after_a_lease(store):
 
   def beat(seconds):
     passed.append(seconds)
-    lock = owner.parse(store.objects[f'{RUN}/.lock'].content)
+    lock = lock_owner.parse(store.objects[f'{RUN}/.lock'].content)
     alive(f'{RUN}/.lock', dataclasses.replace(lock, beat=lock.beat + 1).to_json().encode(), None)
 
   passed = []
@@ -214,7 +217,7 @@ def test_who_lost_the_run_overwrites_nothing(store):
   assert contents(store) == before
   newer.check()
   successor.write(3, {'a': 3.0})
-  assert [(line['step'], line['a'], line['fencing_epoch']) for line in lines(conditional.Objects(FOLDER))] == [
+  assert [(line['step'], line['a'], line['fencing_epoch']) for line in lines(guarded_files.Objects(FOLDER))] == [
     (1, 1.0, 1),
     (2, 2.0, 2),
     (3, 3.0, 2),
@@ -237,7 +240,7 @@ def test_stopped_between_the_check_and_the_write_it_overwrites_nothing(store):
   store.disturb = stop
   with pytest.raises(ownership.RunLostError, match='has taken over the run'):
     writer.write(2, {'a': 7.0})
-  assert [line['a'] for line in lines(conditional.Objects(FOLDER))] == [1.0, 2.0]
+  assert [line['a'] for line in lines(guarded_files.Objects(FOLDER))] == [1.0, 2.0]
 
 
 def test_what_it_writes_while_the_next_one_starts_is_left_out(store):
@@ -258,7 +261,7 @@ def test_what_it_writes_while_the_next_one_starts_is_left_out(store):
   successor = metrics.MetricsWriter(FOLDER, quiet(), resume_step=1, ownership=newer)
   assert written
   successor.write(2, {'a': 2.0})
-  assert [line['a'] for line in lines(conditional.Objects(FOLDER))] == [1.0, 2.0]
+  assert [line['a'] for line in lines(guarded_files.Objects(FOLDER))] == [1.0, 2.0]
   with pytest.raises(UserError, match='was changed while the run was going on, by something that is not the run'):
     writer.write(3, {'a': 7.0})
 
@@ -282,7 +285,7 @@ def test_a_start_that_stalls_until_it_is_replaced_does_not_begin(store):
 
 def test_other_stores_are_not_guarded_and_say_so(tmp_path):
   folder, said = epath.Path(tmp_path), []
-  lock = locks.ObjectLock(conditional.Files(folder), folder, said.append)
+  lock = locks.ObjectLock(guarded_files.Files(folder), folder, said.append)
   assert lock.read() is None and lock.write(b'a') and lock.read() == b'a' and not lock.exclusive
   assert 'cannot be locked' in said[0]
 

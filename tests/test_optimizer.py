@@ -20,7 +20,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.preflight.settings import odd_settings
 from sdpo_jax.training import optimizer as optimizers
 from sdpo_jax.training import update
-from sdpo_jax.training.checkpoints import Checkpoints
+from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from tests.test_config import valid
 from tests.test_step import MODEL
 

@@ -17,13 +17,15 @@ import pytest
 
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
-from sdpo_jax.training import epochs, locks, metrics, owner, ownership, sealed, starts
+from sdpo_jax.training import metrics
+from sdpo_jax.training.directory import epochs, lock_owner, locks, ownership, sealed, starts
+from sdpo_jax.training.directory.lines import dropped_lines, history, read_metrics
 
 # Owns a directory until it is told to end, or checks whether it still does.
 HOLD = """
 import sys
 from etils import epath
-from sdpo_jax.training import ownership
+from sdpo_jax.training.directory import ownership
 with ownership.sole_user(epath.Path(sys.argv[1])) as mine:
   print('held', mine.epoch, flush=True)
   for line in sys.stdin:
@@ -74,7 +76,7 @@ def take(folder, said=None, then=None):
 def written(folder, **changes):
   """Leave a lock as another process would have, and return what it says."""
   folder.mkdir(parents=True, exist_ok=True)
-  other = dataclasses.replace(owner.this_process(7), token='another', **changes)
+  other = dataclasses.replace(lock_owner.this_process(7), token='another', **changes)
   (folder / locks.LOCK).write_text(other.to_json())
   return other
 
@@ -150,7 +152,7 @@ def test_a_damaged_lock_of_a_dead_process_is_taken(folder, content):
   folder.mkdir()
   (folder / locks.LOCK).write_text(content)
   mine = take(folder)
-  assert owner.parse((folder / locks.LOCK).read_bytes()).token == mine.record().epochs[-1].token
+  assert lock_owner.parse((folder / locks.LOCK).read_bytes()).token == mine.record().epochs[-1].token
   mine.release()
 
 
@@ -197,7 +199,7 @@ def test_a_process_of_another_host_is_waited_for(folder):
 
 def test_without_locks_the_process_itself_is_looked_at(folder, monkeypatch):
   lockless(monkeypatch)
-  monkeypatch.setattr(owner, '_machine', lambda: 'this')
+  monkeypatch.setattr(lock_owner, '_machine', lambda: 'this')
   said = []
   written(folder)  # This very process, as it were another run.
   with pytest.raises(UserError, match=f'process {os.getpid()},'):
@@ -228,7 +230,7 @@ def test_whoever_lost_the_run_notices_and_leaves_everything_as_it_is(folder, mon
   former = take(folder)
   former.check()
   former.renew()
-  beat = owner.parse((folder / locks.LOCK).read_bytes())
+  beat = lock_owner.parse((folder / locks.LOCK).read_bytes())
   assert beat.beat == 1
   config = Config()
   config.trainer.tensorboard = False
@@ -279,11 +281,11 @@ def test_an_older_epoch_does_not_get_the_lock_back(folder, monkeypatch):
   mine = take(folder)
   written(folder, fencing_epoch=3)
   mine.renew()
-  assert owner.parse((folder / locks.LOCK).read_bytes()).fencing_epoch == mine.epoch == 8
+  assert lock_owner.parse((folder / locks.LOCK).read_bytes()).fencing_epoch == mine.epoch == 8
   written(folder, fencing_epoch=9)  # A newer start, which has not written its epoch yet.
   with pytest.raises(ownership.RunLostError, match='is taking over'):
     mine.renew()
-  assert owner.parse((folder / locks.LOCK).read_bytes()).fencing_epoch == 9
+  assert lock_owner.parse((folder / locks.LOCK).read_bytes()).fencing_epoch == 9
 
 
 def test_epochs_grow_whatever_is_removed(folder):
@@ -401,7 +403,7 @@ def test_a_full_disk_at_the_start_is_a_sentence_and_keeps_nobody_out(folder, mon
     if name == locks.LOCK:
       patch.setattr(locks.os, 'pwrite', full)
     else:
-      patch.setattr(ownership.conditional, 'write_atomically', full)
+      patch.setattr(ownership.guarded_files, 'write_atomically', full)
     with pytest.raises(UserError, match='cannot be written .*No space left.*: make room'):
       take(folder)
   mine = take(folder)
@@ -416,19 +418,19 @@ def test_what_a_fenced_process_wrote_is_left_out_and_named(folder, caplog):
   lines = [(5, None), (6, 1), (7, 1), (7, 2), (8, 2), (9, 2), (9, 1), (9, 4), (10, 3), (10, 4)]
   text = [{'step': step} | ({} if epoch is None else {'fencing_epoch': epoch}) for step, epoch in lines]
   (folder / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in text))
-  kept = [(line['step'], line.get('fencing_epoch')) for line in metrics.read_metrics(folder)]
+  kept = [(line['step'], line.get('fencing_epoch')) for line in read_metrics(folder)]
   # Step 5 was written by nobody's epoch, but before step 0 of epoch 1: an earlier version's run began anew there.
   assert kept == [(6, 1), (7, 2), (8, 2), (9, 4), (10, 4)]
   assert 'lines of steps 5, 7, 9–10 were written by a process that had lost the run' in caplog.text
   caplog.clear()
-  assert [line['step'] for line in metrics.history(folder, 8)] == [
+  assert [line['step'] for line in history(folder, 8)] == [
     6,
     7,
     8,
   ] and not caplog.text  # A resume says it once.
   # Of what comes after, a resume at 8 has no need anyway.
-  assert f'{folder}/metrics.jsonl: lines of steps 5, 7 were' in metrics.dropped_lines(folder, 8)
-  assert metrics.dropped_lines(folder, 4) is None
+  assert f'{folder}/metrics.jsonl: lines of steps 5, 7 were' in dropped_lines(folder, 8)
+  assert dropped_lines(folder, 4) is None
 
 
 def test_starts_that_are_forgotten_fence_nothing_more(folder):
@@ -451,7 +453,7 @@ def test_starts_that_are_forgotten_fence_nothing_more(folder):
 def test_a_run_of_an_earlier_version_is_read_and_resumed(folder):
   folder.mkdir()
   (folder / 'metrics.jsonl').write_text(''.join(f'{{"step": {step}}}\n' for step in range(4)))
-  assert [line['step'] for line in metrics.read_metrics(folder)] == [0, 1, 2, 3]
+  assert [line['step'] for line in read_metrics(folder)] == [0, 1, 2, 3]
   config = Config()
   config.trainer.tensorboard = False
   with ownership.sole_user(folder) as mine:
@@ -459,7 +461,7 @@ def test_a_run_of_an_earlier_version_is_read_and_resumed(folder):
     writer = metrics.MetricsWriter(folder, config, resume_step=2, ownership=mine)
     writer.write(3, {'a': 1.0, 'state_digest': 'f00'})
     assert mine.record().epochs[-1].resumed_from == 2
-  lines = metrics.read_metrics(folder)
+  lines = read_metrics(folder)
   assert lines[-1] == {'step': 3, 'fencing_epoch': 1, 'a': 1.0, 'state_digest': 'f00'}
   assert [line['step'] for line in lines] == [0, 1, 2, 3]
 
@@ -476,5 +478,5 @@ def test_the_lock_is_renewed_while_the_process_lives(folder, monkeypatch):
   monkeypatch.setattr(ownership.Ownership, 'renew', noted)
   with ownership.sole_user(folder):
     assert beaten.wait(30)
-  end = owner.parse((folder / locks.LOCK).read_bytes())
+  end = lock_owner.parse((folder / locks.LOCK).read_bytes())
   assert end.released and end.beat >= 1

@@ -13,7 +13,7 @@ from sdpo_jax import programs as registry
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.training import batching
-from sdpo_jax.training.checkpoints import abstract
+from sdpo_jax.training.checkpoint.checkpoints import abstract
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs
 from sdpo_jax.training.update import make_update, place_state
 from tests.test_step import make_model, samples_for, settings

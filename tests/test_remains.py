@@ -11,7 +11,7 @@ import pytest
 
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
-from sdpo_jax.training import checkpoints, epochs, locks, ownership, remains, workdir
+from sdpo_jax.training.directory import epochs, locks, ownership, published, remains, workdir
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_in_a_store_without_folders_each_object_is_moved_for_itself(folder, monk
   leave(folder, published=2, kept=[2])
   (folder / 'checkpoints' / '2' / 'array').write_text('of a checkpoint without its manifest')
   before = content(folder)
-  for module in (checkpoints, remains):
+  for module in (published, remains):
     monkeypatch.setattr(module, 'is_local', lambda path: False)
   kind = type(folder)
   copy, unlink, moves = kind.copy, kind.unlink, []

@@ -17,10 +17,10 @@ import pytest
 
 from sdpo_jax.distributed import cluster
 from sdpo_jax.inference import runs
-from sdpo_jax.training import ownership
-from sdpo_jax.training.checkpoints import Checkpoints
-from sdpo_jax.training.manifest import MANIFEST
-from sdpo_jax.training.metrics import STATE_DIGEST
+from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
+from sdpo_jax.training.directory import ownership
+from sdpo_jax.training.directory.lines import STATE_DIGEST
+from sdpo_jax.training.directory.published import MANIFEST
 from sdpo_jax.training.preemption import EXIT_PREEMPTED
 from sdpo_jax.training.session import make_session
 from sdpo_jax.training.update import abstract_state
@@ -330,7 +330,7 @@ import numpy as np
 from sdpo_jax import command
 from sdpo_jax.inference import runs
 from sdpo_jax.training import batching
-from sdpo_jax.training.checkpoints import Checkpoints
+from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.session import make_session
 from sdpo_jax.training.step import run_update
 from sdpo_jax.training.update import abstract_state

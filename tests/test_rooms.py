@@ -15,6 +15,8 @@ ROOMS = """
   sdpo_jax.inference
   sdpo_jax.quickstart
   sdpo_jax.training
+  sdpo_jax.training.checkpoint
+  sdpo_jax.training.directory
   sdpo_jax.programs
   sdpo_jax.evaluation
   sdpo_jax.rollout

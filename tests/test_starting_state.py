@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sdpo_jax.training.starting_state import StartingState
-from sdpo_jax.training.unfinished import Unfinished
+from sdpo_jax.training.checkpoint.starting_state import StartingState
+from sdpo_jax.training.checkpoint.unfinished import Unfinished
 from sdpo_jax.types import TrainState
 
 

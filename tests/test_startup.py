@@ -18,7 +18,7 @@ from sdpo_jax.environments import registry
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout import sizes
 from sdpo_jax.training import loop, run_programs, session, startup
-from sdpo_jax.training.manifest import read_manifest
+from sdpo_jax.training.checkpoint.manifest import read_manifest
 from sdpo_jax.types import Example, Outcome
 from tests import tiny
 from tests.test_step import make_model

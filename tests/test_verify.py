@@ -11,8 +11,9 @@ import pytest
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import verify
-from sdpo_jax.training import checkpoints, digests, epochs, owner
-from sdpo_jax.training.stored_arrays import stored_digest
+from sdpo_jax.training.checkpoint import checkpoints, digests
+from sdpo_jax.training.checkpoint.stored_arrays import stored_digest
+from sdpo_jax.training.directory import epochs, lock_owner
 from tests import tiny
 from tests.test_checkpoints import files_below, flipped, make_state
 
@@ -64,8 +65,8 @@ def test_a_whole_run(run):
 
 
 def damage_array(run):
-  path = max((run / 'checkpoints' / '4' / 'state').glob('**/d/*'), key=lambda path: path.stat().st_size)
-  path.write_bytes(flipped(path.read_bytes(), 4 * path.stat().st_size))
+  for path in (run / 'checkpoints' / '4' / 'state').glob('**/d/*'):  # One of them may hold what was written anew since.
+    path.write_bytes(flipped(path.read_bytes(), 4 * path.stat().st_size))
 
 
 def append(name, text):
@@ -124,7 +125,7 @@ def publish(step):
     (lambda run: (run / 'checkpoints_damaged/3').mkdir(parents=True), 0, 'note     checkpoints_damaged: 3: set aside'),
     (lambda run: (run / '.0123456789abcdef.partial').write_text(''), 0, 'note     .0123456789abcdef.partial: is being'),
     (lambda run: shutil.rmtree(run / 'checkpoints'), 2, 'no whole checkpoint to resume from: steps 1–5 would be lost'),
-    (lambda run: (run / '.lock').write_text(owner.this_process(3).to_json()), 0, 'is training here now'),
+    (lambda run: (run / '.lock').write_text(lock_owner.this_process(3).to_json()), 0, 'is training here now'),
   ],
 )
 def test_what_is_wrong_is_named(run, act, code, text):

@@ -10,7 +10,9 @@ import pytest
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import runs
-from sdpo_jax.training import checkpoints, metrics, workdir
+from sdpo_jax.training.checkpoint import checkpoints
+from sdpo_jax.training.directory import workdir
+from sdpo_jax.training.directory.lines import read_metrics
 
 
 @pytest.fixture
@@ -105,7 +107,7 @@ def test_a_file_without_permission_is_named(run, monkeypatch):
     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
   monkeypatch.setattr(type(epath.Path(run)), 'read_bytes', refuse)
-  for read in (workdir.saved_settings, metrics.read_metrics):
+  for read in (workdir.saved_settings, read_metrics):
     with pytest.raises(UserError, match='cannot be read .*Permission denied'):
       read(run)
   monkeypatch.undo()

@@ -21,11 +21,11 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation.evaluate import Evaluation, evaluate
 from sdpo_jax.files import check_output, jsonable, write_output
-from sdpo_jax.training import fingerprint
-from sdpo_jax.training.checkpoints import Checkpoints, only
+from sdpo_jax.training.checkpoint.checkpoints import Checkpoints, only
+from sdpo_jax.training.directory import fingerprint
+from sdpo_jax.training.directory.workdir import saved_settings
 from sdpo_jax.training.session import Session, make_session
 from sdpo_jax.training.update import abstract_state
-from sdpo_jax.training.workdir import saved_settings
 from sdpo_jax.types import Tree
 
 _logger = logging.getLogger('sdpo_jax.runs')

@@ -16,15 +16,17 @@ from sdpo_jax.errors import UserError, first_line, short_repr
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.files import read_bytes
 from sdpo_jax.inference.runs import run_config
-from sdpo_jax.training import manifest, owner, starts
-from sdpo_jax.training.checkpoints import DAMAGED, NO_MANIFEST, is_step
-from sdpo_jax.training.epochs import EPOCHS, FENCING_EPOCH, Epochs, of_starts, parse, read_epochs
-from sdpo_jax.training.locks import LOCK
-from sdpo_jax.training.metrics import METRICS, STATE_DIGEST, spans
-from sdpo_jax.training.starts import FINGERPRINT
-from sdpo_jax.training.stored_arrays import stored_digest
-from sdpo_jax.training.unreadable import is_out_of_reach
-from sdpo_jax.training.workdir import BEFORE_RESTART
+from sdpo_jax.training.checkpoint import manifest
+from sdpo_jax.training.checkpoint.checkpoints import NO_MANIFEST
+from sdpo_jax.training.checkpoint.stored_arrays import stored_digest
+from sdpo_jax.training.checkpoint.unreadable import is_out_of_reach
+from sdpo_jax.training.directory import lock_owner, starts
+from sdpo_jax.training.directory.epochs import EPOCHS, FENCING_EPOCH, Epochs, of_starts, parse, read_epochs
+from sdpo_jax.training.directory.lines import METRICS, STATE_DIGEST, spans
+from sdpo_jax.training.directory.locks import LOCK
+from sdpo_jax.training.directory.published import DAMAGED, is_step
+from sdpo_jax.training.directory.starts import FINGERPRINT
+from sdpo_jax.training.directory.workdir import BEFORE_RESTART
 
 WHOLE, NOTE, DAMAGE = 'ok', 'note', 'damaged'
 ALL_WHOLE, SOME_DAMAGED, NOTHING_LEFT = 0, 1, 2  # Exit codes.
@@ -137,7 +139,7 @@ class _Audit:
     if not path.exists():
       return
     try:
-      found = owner.parse(read_bytes(path, 'remove it'))
+      found = lock_owner.parse(read_bytes(path, 'remove it'))
     except UserError as error:
       yield Finding(DAMAGE, LOCK, str(error))
       return
@@ -145,12 +147,12 @@ class _Audit:
       yield Finding(NOTE, LOCK, 'names no process')
     elif not found.released:
       says = {
-        owner.RUNNING: 'is training here now, so that what follows may change while it is read',
-        owner.STOPPED: 'trains here and is stopped',
-        owner.GONE: 'trained here last and ended without saying so: it was killed',
-        owner.ELSEWHERE: 'trains here, or trained here last: it cannot be seen from this machine',
+        lock_owner.RUNNING: 'is training here now, so that what follows may change while it is read',
+        lock_owner.STOPPED: 'trains here and is stopped',
+        lock_owner.GONE: 'trained here last and ended without saying so: it was killed',
+        lock_owner.ELSEWHERE: 'trains here, or trained here last: it cannot be seen from this machine',
       }
-      yield Finding(NOTE, LOCK, f'{found} {says[owner.state(found)]}')
+      yield Finding(NOTE, LOCK, f'{found} {says[lock_owner.state(found)]}')
 
   def _read(self, name: str, act: Callable[[], str], *, needed: bool = False) -> Iterator[Finding]:
     """Yield what reading a file of the run says."""

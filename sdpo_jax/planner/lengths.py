@@ -11,7 +11,7 @@ from etils import epath
 import numpy as np
 
 from sdpo_jax.errors import UserError
-from sdpo_jax.training.metrics import read_metrics
+from sdpo_jax.training.directory.lines import read_metrics
 
 COMPLETION_SPREAD = 1.0  # Standard deviation of the logarithm of lengths, where nothing is known of it.
 PROMPT_SPREAD = 0.3  # The same of prompts.

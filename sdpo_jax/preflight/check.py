@@ -31,10 +31,10 @@ from sdpo_jax.preflight.settings import odd_settings
 from sdpo_jax.tables import aligned
 from sdpo_jax.teacher.context import build_teacher_context, shorten_middle
 from sdpo_jax.teacher.room import check_room
-from sdpo_jax.training import fingerprint, remains
-from sdpo_jax.training.checkpoints import newest
+from sdpo_jax.training.directory import fingerprint, remains
+from sdpo_jax.training.directory.published import newest
+from sdpo_jax.training.directory.workdir import check_workdir
 from sdpo_jax.training.session import model_mesh
-from sdpo_jax.training.workdir import check_workdir
 from sdpo_jax.types import Example, Outcome
 
 SHOWN = 3  # Questions whose prompts are shown and whose graders are tried.

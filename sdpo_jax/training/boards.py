@@ -16,9 +16,9 @@ from etils import epath
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import is_local, make_directory, read_text, sync_tree, write_atomically
+from sdpo_jax.training.directory.workdir import WANDB_ID
 from sdpo_jax.training.samples import COLUMNS, UNGRADED, Sample, shorten
 
-WANDB_ID = 'wandb_id'  # The file in the run's directory that holds the id of its page.
 SAMPLES = 'samples'  # Name of the tables.
 LONGEST_CELL = 10_000  # Characters of a text in a table.
 

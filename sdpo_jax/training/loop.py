@@ -34,16 +34,21 @@ from sdpo_jax.evaluation import alarms
 from sdpo_jax.evaluation.evaluate import evaluate
 from sdpo_jax.evaluation.names import nearest
 from sdpo_jax.teacher.context import TeacherContext
-from sdpo_jax.training import fingerprint, preemption, records, remains, samples, skipped, startup
+from sdpo_jax.training import preemption, records, samples, skipped, startup
 from sdpo_jax.training.boards import check_wandb
-from sdpo_jax.training.checkpoints import Checkpoints, abstract, newest
-from sdpo_jax.training.digests import leaf_digests, state_digest
-from sdpo_jax.training.metrics import STATE_DIGEST, MetricsWriter, check_digest, dropped_lines, history
-from sdpo_jax.training.ownership import Ownership, RunLostError, sole_user
+from sdpo_jax.training.checkpoint.checkpoints import Checkpoints, abstract
+from sdpo_jax.training.checkpoint.digests import leaf_digests, state_digest
+from sdpo_jax.training.checkpoint.starting_state import StartingState
+from sdpo_jax.training.checkpoint.unfinished import Unfinished
+from sdpo_jax.training.directory import fingerprint, remains
+from sdpo_jax.training.directory.lines import STATE_DIGEST, check_digest, dropped_lines, history
+from sdpo_jax.training.directory.ownership import Ownership, RunLostError, sole_user
+from sdpo_jax.training.directory.published import newest
+from sdpo_jax.training.directory.workdir import check_workdir, open_workdir, write_settings
+from sdpo_jax.training.metrics import MetricsWriter
 from sdpo_jax.training.preemption import Preemption
 from sdpo_jax.training.progress import Progress
 from sdpo_jax.training.session import Session, load_tokenizer, make_session
-from sdpo_jax.training.starting_state import StartingState
 from sdpo_jax.training.step import (
   GradedRollouts,
   Timer,
@@ -54,10 +59,8 @@ from sdpo_jax.training.step import (
   run_update,
   sampling_seed,
 )
-from sdpo_jax.training.unfinished import Unfinished
 from sdpo_jax.training.update import abstract_state, place_state
 from sdpo_jax.training.watchdog import Watchdog
-from sdpo_jax.training.workdir import check_workdir, open_workdir, write_settings
 from sdpo_jax.types import Example, TrainState
 
 # Metric: programs that were not compiled before the first step, as they should have been.

@@ -30,8 +30,9 @@ from sdpo_jax.rollout import decode, functions, sizes
 from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.rollout.sampling import SamplingParams
 from sdpo_jax.teacher.signal import Teacher, check_base
-from sdpo_jax.training import batching, digests
-from sdpo_jax.training.checkpoints import abstract
+from sdpo_jax.training import batching
+from sdpo_jax.training.checkpoint import digests
+from sdpo_jax.training.checkpoint.checkpoints import abstract
 from sdpo_jax.training.update import abstract_state, make_update
 from sdpo_jax.types import Batch, TokenRows, Tree
 

@@ -27,7 +27,7 @@ from sdpo_jax.teacher.context import TeacherContext, build_teacher_context
 from sdpo_jax.teacher.order import balanced_order
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training import batching
-from sdpo_jax.training.starting_state import StartingState
+from sdpo_jax.training.checkpoint.starting_state import StartingState
 from sdpo_jax.training.update import MicroResult
 from sdpo_jax.types import Example, Outcome, Rollouts, TokenRows, TrainState
 

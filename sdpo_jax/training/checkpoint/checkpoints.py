@@ -33,21 +33,20 @@ from sdpo_jax.distributed.cluster import barrier
 from sdpo_jax.distributed.collectives import agreed, gathered
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import is_local, make_directory, sync_directory, sync_tree, write_atomically
-from sdpo_jax.training import digests, manifest
-from sdpo_jax.training.epochs import Epochs, read_epochs
-from sdpo_jax.training.manifest import MANIFEST, DamagedError, Manifest
-from sdpo_jax.training.unreadable import is_out_of_reach
+from sdpo_jax.training.checkpoint import digests, manifest
+from sdpo_jax.training.checkpoint.manifest import DamagedError, Manifest
+from sdpo_jax.training.checkpoint.unreadable import is_out_of_reach
+from sdpo_jax.training.directory.epochs import Epochs, read_epochs
+from sdpo_jax.training.directory.published import CHECKPOINTS, DAMAGED, MANIFEST, is_step
 from sdpo_jax.types import TrainState
 
 if TYPE_CHECKING:
-  from sdpo_jax.training.ownership import Ownership
+  from sdpo_jax.training.directory.ownership import Ownership
 
-DAMAGED = 'checkpoints_damaged'
 SKIPPED = ocp.PLACEHOLDER  # In the place of a leaf that is not to be read.
 PAUSES = (0.5, 2.0, 5.0)  # Seconds before each further attempt at what cannot be read at the moment.
 NO_MANIFEST = f'it has no {MANIFEST}, so that an earlier version wrote it or that file was lost'
 _LEFT_OVER = re.compile(r'\d+\.(unfinished|deleted|orbax-checkpoint-tmp).*')  # By a process that was killed.
-_STEP = re.compile('[1-9][0-9]*')  # Step 0 has no checkpoint.
 _COMMITTED = 'commit_success.txt'  # Orbax's last object in a store that cannot rename.
 _logger = logging.getLogger('sdpo_jax.checkpoints')
 
@@ -114,7 +113,7 @@ class Checkpoints:
 
   @property
   def directory(self) -> epath.Path:
-    return self._workdir / 'checkpoints'
+    return self._workdir / CHECKPOINTS
 
   def steps(self) -> list[int]:
     """Steps that have a checkpoint, or one that is being written, oldest first."""
@@ -570,29 +569,6 @@ def _shared(own: _Problem | None, what: str) -> _Problem | None:
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
   return {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
-
-
-def is_step(name: str) -> bool:
-  """Return whether a checkpoint may have this name: a step, and no other way to write one, such as 07."""
-  return _STEP.fullmatch(name) is not None
-
-
-def published_steps(workdir: epath.PathLike) -> list[int]:
-  """Return the steps whose checkpoints were published, in order, as names say; nothing is read, and one may be damaged."""
-  directory = epath.Path(workdir) / 'checkpoints'
-  if not directory.exists():
-    return []
-  # A disk's folder gets its name when it is whole; in a store its last object says that it is.
-  return sorted(
-    int(path.name)
-    for path in directory.iterdir()
-    if is_step(path.name) and (is_local(path) or (path / MANIFEST).exists())
-  )
-
-
-def newest(workdir: epath.PathLike) -> int:
-  """Return the last of `published_steps`; 0: there is none."""
-  return max(published_steps(workdir), default=0)
 
 
 def abstract(state: TrainState) -> TrainState:

@@ -19,19 +19,19 @@ from sdpo_jax.files import (
   sync_directory,
   write_atomically,
 )
-from sdpo_jax.training.boards import WANDB_ID
-from sdpo_jax.training.checkpoints import DAMAGED
-from sdpo_jax.training.epochs import EPOCHS
-from sdpo_jax.training.locks import unwritable
-from sdpo_jax.training.metrics import raw_lines
-from sdpo_jax.training.starts import FINGERPRINT
+from sdpo_jax.training.directory.epochs import EPOCHS
+from sdpo_jax.training.directory.lines import METRICS, raw_lines
+from sdpo_jax.training.directory.locks import unwritable
+from sdpo_jax.training.directory.published import CHECKPOINTS, DAMAGED
+from sdpo_jax.training.directory.starts import FINGERPRINT
 
-FILES = ('config.json', 'metrics.jsonl', EPOCHS, FINGERPRINT, WANDB_ID)
+WANDB_ID = 'wandb_id'  # The id of the run's page on Weights & Biases.
+FILES = ('config.json', METRICS, EPOCHS, FINGERPRINT, WANDB_ID)
 BEFORE_RESTART = 'before_restart'  # The folder of what --restart moved away.
-_OF_A_BEGINNING = ('checkpoints', DAMAGED, 'eval', 'profile', 'rollouts', 'stalls', 'tensorboard')
+_OF_A_BEGINNING = (CHECKPOINTS, DAMAGED, 'eval', 'profile', 'rollouts', 'stalls', 'tensorboard')
 FOLDERS = (*_OF_A_BEGINNING, BEFORE_RESTART)
 # What --restart moves away; the settings last, since without them the others are no run.
-RESULTS = (*_OF_A_BEGINNING, 'metrics.jsonl', WANDB_ID, FINGERPRINT, 'config.json')
+RESULTS = (*_OF_A_BEGINNING, METRICS, WANDB_ID, FINGERPRINT, 'config.json')
 ANOTHER = 'restore it or choose another --workdir'
 
 
@@ -56,14 +56,14 @@ def check_workdir(config: Config, workdir: epath.PathLike, *, restart: bool = Fa
   try:
     workdir = epath.Path(workdir)
     there = _check_layout(workdir)
-    trained = 'checkpoints' in there and any((workdir / 'checkpoints').iterdir())
+    trained = CHECKPOINTS in there and any((workdir / CHECKPOINTS).iterdir())
   except ImportError as error:
     raise UserError(f'--workdir={workdir} needs a package that is not installed: {error}.') from error
   except OSError as error:
     raise UserError(
       f'--workdir={workdir} cannot be read ({first_line(error)}): make it readable or choose another.'
     ) from error
-  if not trained and (restart or 'metrics.jsonl' not in there):
+  if not trained and (restart or METRICS not in there):
     return workdir
   if 'config.json' not in there:
     raise UserError(f'{workdir} has a run but no config.json: restore that file or choose another --workdir.')

@@ -13,9 +13,10 @@ from typing import Any
 
 from etils import epath
 
-from sdpo_jax.training import digests, sealed
+from sdpo_jax.training.checkpoint import digests
+from sdpo_jax.training.directory import sealed
+from sdpo_jax.training.directory.published import MANIFEST
 
-MANIFEST = 'manifest.json'
 FORMAT = 1
 _ARRAYS = 'd'  # The folders in which Orbax's storage keeps the data of arrays.
 

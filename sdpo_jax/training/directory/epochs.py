@@ -18,7 +18,7 @@ from etils import epath
 
 from sdpo_jax.errors import UserError, first_line, short_repr
 from sdpo_jax.files import read_bytes
-from sdpo_jax.training import sealed, starts
+from sdpo_jax.training.directory import sealed, starts
 
 EPOCHS = 'epochs.json'
 FENCING_EPOCH = 'fencing_epoch'  # Its name in manifests and in the lines of metrics.jsonl.

@@ -11,7 +11,7 @@ import numpy as np
 import tensorstore
 
 from sdpo_jax.files import is_local
-from sdpo_jax.training import digests
+from sdpo_jax.training.checkpoint import digests
 
 _METADATA = '_METADATA'  # Orbax's description of the tree.
 

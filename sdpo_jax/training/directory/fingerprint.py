@@ -27,15 +27,15 @@ from sdpo_jax.distributed.collectives import gathered
 from sdpo_jax.environments import grader_code, registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
-from sdpo_jax.training import starts
-from sdpo_jax.training.checkpoints import newest
-from sdpo_jax.training.epochs import FENCING_EPOCH
-from sdpo_jax.training.starts import Parts
-from sdpo_jax.training.workdir import saved_settings
+from sdpo_jax.training.directory import starts
+from sdpo_jax.training.directory.epochs import FENCING_EPOCH
+from sdpo_jax.training.directory.published import newest
+from sdpo_jax.training.directory.starts import Parts
+from sdpo_jax.training.directory.workdir import saved_settings
 from sdpo_jax.types import Example
 
 if TYPE_CHECKING:
-  from sdpo_jax.training.ownership import Ownership
+  from sdpo_jax.training.directory.ownership import Ownership
 
 LEARNED = ('tokenizer', 'model', 'data', 'graders')  # Parts that change what is learned; see trainer.accept_changes.
 # Parts of which a change is named, and what it means.

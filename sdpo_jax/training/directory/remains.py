@@ -17,13 +17,13 @@ from etils import epath
 
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import is_local, make_directory, sync_directory
-from sdpo_jax.training.checkpoints import published_steps
-from sdpo_jax.training.epochs import EPOCHS, Epochs, read_epochs
-from sdpo_jax.training.locks import unwritable
-from sdpo_jax.training.metrics import METRICS, spans
-from sdpo_jax.training.ownership import Ownership
-from sdpo_jax.training.recovery import numbers, reached, recovered
-from sdpo_jax.training.workdir import BEFORE_RESTART, RESULTS
+from sdpo_jax.training.directory.epochs import EPOCHS, Epochs, read_epochs
+from sdpo_jax.training.directory.lines import METRICS, spans
+from sdpo_jax.training.directory.locks import unwritable
+from sdpo_jax.training.directory.ownership import Ownership
+from sdpo_jax.training.directory.published import published_steps
+from sdpo_jax.training.directory.recovery import numbers, reached, recovered
+from sdpo_jax.training.directory.workdir import BEFORE_RESTART, RESULTS
 
 
 def settle(workdir: epath.Path, ownership: Ownership, *, restart: bool, say: Callable[[str], None]) -> None:

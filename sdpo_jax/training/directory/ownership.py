@@ -27,9 +27,9 @@ import jax
 
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import is_local
-from sdpo_jax.training import conditional, epochs, owner, recovery
-from sdpo_jax.training.locks import LOCK, FileLock, Lock, ObjectLock, Say, occupied, unwritable
-from sdpo_jax.training.owner import Owner
+from sdpo_jax.training.directory import epochs, guarded_files, lock_owner, recovery
+from sdpo_jax.training.directory.lock_owner import Owner
+from sdpo_jax.training.directory.locks import LOCK, FileLock, Lock, ObjectLock, Say, occupied, unwritable
 
 LEASE_S = 60.0  # A process that cannot be seen and does not renew its lock for so long is gone.
 BEATS = 4  # Renewals within a lease.
@@ -58,7 +58,7 @@ class Ownership:
   """The right of a process to write to a run directory; made by `take`."""
 
   def __init__(
-    self, workdir: epath.Path, records: conditional.Records, lock: Lock, mine: Owner, seen: conditional.Seen
+    self, workdir: epath.Path, records: guarded_files.Records, lock: Lock, mine: Owner, seen: guarded_files.Seen
   ):
     self.workdir = workdir
     self._records, self._lock, self._mine, self._seen = records, lock, mine, seen
@@ -173,7 +173,7 @@ class Ownership:
 
   def _write_lock(self, mine: Owner) -> None:
     with self._mutex:
-      found = owner.parse(self._lock.read())
+      found = lock_owner.parse(self._lock.read())
       self.check()  # Nobody has taken over until now; should they after this, an object's generation is another one.
       if found is not None and found.fencing_epoch > mine.fencing_epoch:
         raise RunLostError(f'Another process is taking over the run in {self.workdir} ({found}).')
@@ -211,16 +211,16 @@ def take(workdir: epath.Path, say: Say, clock: Clock = Clock()) -> Ownership:
   Raises:
     UserError: another process trains there, or it cannot be written.
   """
-  records = conditional.open_records(workdir)
+  records = guarded_files.open_records(workdir)
   lock = FileLock(workdir, say) if is_local(workdir) else ObjectLock(records, workdir, say)
   try:
     content = lock.read()
-    former = owner.parse(content)
+    former = lock_owner.parse(content)
     if content:
       _await_end(workdir, lock, content, former, say, clock)
-    mine = owner.this_process(max(recovery.largest_epoch(workdir), former.fencing_epoch if former else 0) + 1)
+    mine = lock_owner.this_process(max(recovery.largest_epoch(workdir), former.fencing_epoch if former else 0) + 1)
     if not lock.write(mine.to_json().encode()):
-      raise occupied(workdir, owner.parse(lock.read()))
+      raise occupied(workdir, lock_owner.parse(lock.read()))
     mine, seen = _begin(workdir, records, lock, mine, say)
     return Ownership(workdir, records, lock, mine, seen)
   except OSError as error:
@@ -238,23 +238,23 @@ def _await_end(workdir: epath.Path, lock: Lock, content: bytes, former: Owner | 
     UserError: it is not.
   """
   if former is None:
-    what, found = 'somebody whom its lock does not name', owner.ELSEWHERE
+    what, found = 'somebody whom its lock does not name', lock_owner.ELSEWHERE
   else:
-    what, found = str(former), owner.state(former)
-  if isinstance(lock, FileLock) and lock.exclusive and (former is None or owner.same_kernel(former)):
-    found = owner.GONE  # It had the file locked.
+    what, found = str(former), lock_owner.state(former)
+  if isinstance(lock, FileLock) and lock.exclusive and (former is None or lock_owner.same_kernel(former)):
+    found = lock_owner.GONE  # It had the file locked.
   if former is not None and former.released:
     return
-  if found in (owner.RUNNING, owner.STOPPED):
+  if found in (lock_owner.RUNNING, lock_owner.STOPPED):
     raise occupied(workdir, former)
-  if found == owner.ELSEWHERE:
+  if found == lock_owner.ELSEWHERE:
     say(f'{workdir} was last used by {what}: waiting {clock.lease_s:g} seconds for a sign of life …')
     start = clock.now()
     while clock.now() - start < clock.lease_s:
       clock.sleep(min(1.0, clock.lease_s / 20))
       now = lock.read()
       if now != content:
-        former = owner.parse(now)
+        former = lock_owner.parse(now)
         if former is not None and former.released:
           return
         raise occupied(workdir, former)
@@ -262,13 +262,13 @@ def _await_end(workdir: epath.Path, lock: Lock, content: bytes, former: Owner | 
 
 
 def _begin(
-  workdir: epath.Path, records: conditional.Records, lock: Lock, mine: Owner, say: Say
-) -> tuple[Owner, conditional.Seen]:
+  workdir: epath.Path, records: guarded_files.Records, lock: Lock, mine: Owner, say: Say
+) -> tuple[Owner, guarded_files.Seen]:
   """Write the new epoch; return this process with it, and what `epochs.json` then holds."""
   while True:
     seen = records.read(epochs.EPOCHS)
     record = _recorded(workdir, seen.content, say)
-    found = owner.parse(lock.read())
+    found = lock_owner.parse(lock.read())
     if found is None or found.token != mine.token:  # Another start has waited out this one's lease.
       raise occupied(workdir, found)
     number = max(record.newest + 1, mine.fencing_epoch)
@@ -290,8 +290,8 @@ def _recorded(workdir: epath.Path, content: bytes | None, say: Say) -> epochs.Ep
 
 
 def _written(
-  records: conditional.Records, workdir: epath.Path, content: bytes, seen: conditional.Seen
-) -> conditional.Seen | None:
+  records: guarded_files.Records, workdir: epath.Path, content: bytes, seen: guarded_files.Seen
+) -> guarded_files.Seen | None:
   try:
     return records.replace(epochs.EPOCHS, content, seen)
   except OSError as error:

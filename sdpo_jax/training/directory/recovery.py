@@ -12,12 +12,11 @@ from typing import Any
 
 from etils import epath
 
-from sdpo_jax.training import sealed
-from sdpo_jax.training.checkpoints import DAMAGED, is_step, published_steps
-from sdpo_jax.training.epochs import FENCING_EPOCH, Epochs, of_starts
-from sdpo_jax.training.manifest import MANIFEST
-from sdpo_jax.training.metrics import raw_lines
-from sdpo_jax.training.workdir import saved_settings
+from sdpo_jax.training.directory import sealed
+from sdpo_jax.training.directory.epochs import FENCING_EPOCH, Epochs, of_starts
+from sdpo_jax.training.directory.lines import raw_lines
+from sdpo_jax.training.directory.published import CHECKPOINTS, DAMAGED, MANIFEST, is_step, published_steps
+from sdpo_jax.training.directory.workdir import saved_settings
 
 _NAMED = re.compile(r'\d+\.(?:unfinished|deleted)\.(\d+)')  # Folders that are named by the epoch of who made them.
 
@@ -44,7 +43,7 @@ def largest_epoch(workdir: epath.Path) -> int:
 
 def folders(workdir: epath.Path) -> list[epath.Path]:
   """Return what lies beside the checkpoints of a run and those that were damaged, and these."""
-  places = (workdir / 'checkpoints', workdir / DAMAGED)
+  places = (workdir / CHECKPOINTS, workdir / DAMAGED)
   return [path for place in places if place.is_dir() for path in place.iterdir()]
 
 

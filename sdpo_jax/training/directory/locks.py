@@ -13,8 +13,8 @@ from etils import epath
 
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import is_full, make_directory
-from sdpo_jax.training import conditional, owner
-from sdpo_jax.training.owner import Owner
+from sdpo_jax.training.directory import guarded_files, lock_owner
+from sdpo_jax.training.directory.lock_owner import Owner
 
 LOCK = '.lock'  # It stays when the run ends.
 _LOCK_BYTES = 1024
@@ -86,7 +86,7 @@ class FileLock:
       # Children do not inherit it and keep it, as they do flock's.
       fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
-      raise occupied(workdir, owner.parse(self.read())) from error
+      raise occupied(workdir, lock_owner.parse(self.read())) from error
     except OSError as error:
       self.exclusive = False
       say(f'{workdir} cannot be locked ({first_line(error)}): see that no second process trains there.')
@@ -117,8 +117,8 @@ class FileLock:
 class ObjectLock:
   """An object in a store; not `exclusive` where the store cannot replace on condition."""
 
-  def __init__(self, records: conditional.Records, workdir: epath.Path, say: Say):
-    self._records, self._seen = records, conditional.Seen(None)
+  def __init__(self, records: guarded_files.Records, workdir: epath.Path, say: Say):
+    self._records, self._seen = records, guarded_files.Seen(None)
     self.exclusive = records.exclusive
     if not self.exclusive:
       say(f'{workdir} cannot be locked: see that no second process trains there.')
@@ -140,7 +140,7 @@ def occupied(workdir: epath.Path, other: Owner | None) -> UserError:
   """Return the error that says who trains in a directory."""
   if other is None or other.released:
     return UserError(f'Another process is training in {workdir}: {WAY_OUT}.')
-  if owner.state(other) == owner.STOPPED:
+  if lock_owner.state(other) == lock_owner.STOPPED:
     return UserError(
       f'Another process is training in {workdir} ({other}), which is stopped: continue it (kill -CONT {other.pid}) or end '
       f'it (kill -KILL {other.pid}), or choose another --workdir.'
