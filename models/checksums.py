@@ -6,9 +6,11 @@ holds from its layout: a large file there is a link to one that is named by its 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import hashlib
 import pathlib
 import re
+from types import MappingProxyType
 
 from sdpo_jax.errors import UserError, first_line
 
@@ -17,10 +19,10 @@ _SHA256 = re.compile(r'[0-9a-f]{64}')
 _LINE = re.compile(r'([0-9a-f]{64}) [ *](?:\./)?(.+)')
 
 
-def write(root: pathlib.Path) -> None:
-  """Write SHA256SUMS of all files in a directory."""
+def write(root: pathlib.Path, known: Mapping[str, str] = MappingProxyType({})) -> None:
+  """Write SHA256SUMS of all files in a directory; of those in `known` (name → SHA-256) it is taken from there."""
   names = sorted(path.name for path in root.iterdir() if path.is_file() and path.name != SUMS)
-  text = ''.join(f'{sha256(root / name)}  {name}\n' for name in names)
+  text = ''.join(f'{known.get(name) or sha256(root / name)}  {name}\n' for name in names)
   (root / SUMS).write_text(text, encoding='utf-8')
 
 

@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-import contextlib
+from collections.abc import Mapping
 import dataclasses
-import functools
 import json
 import logging
-import math
 import os
 import pathlib
 import re
-import shutil
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
-import ml_dtypes
-import numpy as np
-import safetensors
-from safetensors.numpy import save_file
 
-from models import checksums, hub, parameters, remote_files
+from models import checksums, exporting, hub, parameters, placing, remote_files, stored_tensors
 from models.architecture import Architecture
 from models.decoder import DecoderPolicy
 from models.families import registry
+from models.tensor_files import DTYPES, Tensor
 from sdpo_jax.config import ModelConfig
-from sdpo_jax.distributed.mesh import parameter_sharding
+from sdpo_jax.distributed.cluster import barrier
 from sdpo_jax.errors import UserError, first_line
-from sdpo_jax.files import sync_directory, sync_tree
 from sdpo_jax.types import Tree
 
 _logger = logging.getLogger('sdpo_jax.models')
-WEIGHTS = 'model.safetensors'
-INDEX = 'model.safetensors.index.json'
 HUB_FILES = ('*.json', '*.jinja', '*.safetensors', '*.model', '*.txt', checksums.SUMS)
 # Vocabularies of at least LARGE tokens get rows up to a multiple of 1024: 8 shards of whole 128-lane tiles.
 LARGE, LARGE_MULTIPLE = 32768, 1024
-STORED_DTYPES = ('F32', 'F16', 'BF16')
 # Tensors that some writers store although they follow from config.json.
 IGNORED = ('rotary_emb.inv_freq', 'attn.masked_bias')
 
@@ -47,8 +36,8 @@ def load(
 ) -> tuple[DecoderPolicy, Tree]:
   """Loads the policy and its float32 parameters from a model directory (one or several safetensors files).
 
-  Files are memory-mapped, and a process reads of every tensor the blocks that its devices hold, each once: beside the
-  result it holds its share of one stacked parameter at a time.
+  A process reads of every tensor the rows that its devices need part of, each once. Beside the result it holds its share
+  of one stacked parameter at a time, and a few megabytes.
 
   Args:
     path: directory with config.json and safetensors, or a hub name (organisation/model).
@@ -63,10 +52,9 @@ def load(
   check_files(root, edited=True)
   policy = read_policy(root, config).on(mesh, config.attention)
   table = policy.parameter_table()
-  with contextlib.ExitStack() as stack:
-    tensors = _open(root, stack)
+  with stored_tensors.open_tensors(root) as tensors:
     _check(root, table, tensors, tied=policy.config.tied)
-    params = parameters.map_table(lambda parameter: _read(parameter, tensors, mesh), table)
+    params = parameters.map_table(lambda parameter: placing.place(parameter, tensors, mesh), table)
   return policy, params
 
 
@@ -86,7 +74,7 @@ def check_files(root: pathlib.Path, *, edited: bool = False) -> int:
     try:
       checksums.check(root / name, expected[name])
     except UserError as error:
-      if not edited or name.endswith(('.safetensors', INDEX)):
+      if not edited or name.endswith(('.safetensors', stored_tensors.INDEX)):
         raise
       _logger.warning('%s', error)
   return len(names)
@@ -138,41 +126,39 @@ def save(
 ) -> None:
   """Writes a model directory that transformers loads.
 
-  The directory appears under its name only when it is complete and on the disk, with the SHA-256 of its files.
+  The directory appears under its name only when it is complete and on the disk, with the SHA-256 of its files. In a run
+  of several processes all call this, and process 0 writes.
 
   Args:
     path: directory to make; it must not hold files.
     policy: whose parameter table names the tensors.
-    params: nested dict of arrays, jax (fully addressable) or numpy.
+    params: nested dict of arrays, jax or numpy.
     source: the model directory whose config.json, tokenizer and generation_config.json are copied; None: config.json
       is written from the policy, and nothing else.
     dtype: of the stored tensors.
     max_shard_bytes: a file holds at most so many bytes of tensors (or one tensor); more than one file: with an index.
 
   Raises:
-    UserError: `path` already holds files, or `source` has no config.json.
+    UserError: `path` already holds files or cannot be written, `source` has no config.json, or a parameter holds values
+      that the dtype cannot, or that are not finite.
   """
-  root = pathlib.Path(path)
-  if root.exists() and (not root.is_dir() or any(root.iterdir())):
-    raise UserError(f'{root} already exists and is not empty: remove it or name another directory.')
-  origin = None if source is None else resolve(source)
-  family = registry.family_of(policy.config)
-  values = family.write(policy.config) if origin is None else family.exported(read_json(origin, 'config.json'))
-  # transformers 4 wrote torch_dtype; whoever reads the source reads the copy.
-  values = values | {'torch_dtype' if 'torch_dtype' in values and 'dtype' not in values else 'dtype': dtype}
-  partial = root.with_name(root.name + '.partial')
-  shutil.rmtree(partial, ignore_errors=True)
-  partial.mkdir(parents=True)
-  if origin is not None:
-    _copy_companions(origin, partial)
-  (partial / 'config.json').write_text(json.dumps(values, indent=2) + '\n', encoding='utf-8')
-  _write_weights(partial, policy.parameter_table(), params, np.dtype(getattr(ml_dtypes, dtype, dtype)), max_shard_bytes)
-  checksums.write(partial)
-  sync_tree(partial)
-  if root.exists():
-    root.rmdir()
-  partial.rename(root)
-  sync_directory(root.parent)
+  table = policy.parameter_table()
+  if jax.process_index() != 0:
+    exporting.write_weights(None, table, params, dtype, max_shard_bytes)
+  else:
+    exporting.check_target(path)
+    origin = None if source is None else resolve(source, weights=False)
+    family = registry.family_of(policy.config)
+    values = family.write(policy.config) if origin is None else family.exported(read_json(origin, 'config.json'))
+    # transformers 4 wrote torch_dtype; whoever reads the source reads the copy.
+    values = values | {'torch_dtype' if 'torch_dtype' in values and 'dtype' not in values else 'dtype': dtype}
+    with exporting.new_directory(path, exporting.total_bytes(table, dtype)) as partial:
+      if origin is not None:
+        exporting.copy_companions(origin, partial)
+      (partial / 'config.json').write_text(json.dumps(values, indent=2) + '\n', encoding='utf-8')
+      sums = exporting.write_weights(partial, table, params, dtype, max_shard_bytes)
+      checksums.write(partial, sums)
+  barrier('the end of the export')
 
 
 def resolve(path: str | os.PathLike, weights: bool = True) -> pathlib.Path:
@@ -230,42 +216,7 @@ def read_json(root: pathlib.Path, name: str) -> dict[str, Any]:
   return values
 
 
-def _files(root: pathlib.Path) -> list[pathlib.Path]:
-  if (root / INDEX).is_file():
-    weight_map = read_json(root, INDEX).get('weight_map')
-    if not isinstance(weight_map, dict) or not weight_map:
-      raise UserError(f'{root / INDEX} has no weight_map.')
-    files = [root / name for name in sorted(set(weight_map.values()))]
-  elif (root / WEIGHTS).is_file():
-    files = [root / WEIGHTS]
-  else:
-    raise UserError(f'{root} has neither {WEIGHTS} nor {INDEX}: only safetensors weights are read.')
-  for file in files:
-    if not file.is_file():
-      raise UserError(f'{root / INDEX} names {file.name}, which is missing.')
-  return files
-
-
-class _Stored(NamedTuple):
-  """Where a tensor lies."""
-
-  file: pathlib.Path
-  handle: Any  # The open file, which gives `get_slice(name)`.
-
-
-def _open(root: pathlib.Path, stack: contextlib.ExitStack) -> dict[str, _Stored]:
-  """Returns the open file that holds each tensor, by name."""
-  tensors = {}
-  for file in _files(root):
-    try:
-      handle = stack.enter_context(safetensors.safe_open(file, framework='numpy'))
-    except (safetensors.SafetensorError, OSError) as error:
-      raise UserError(f'{file} is damaged or not a safetensors file: {error}.') from error
-    tensors.update(dict.fromkeys(handle.keys(), _Stored(file, handle)))
-  return tensors
-
-
-def _check(root: pathlib.Path, table: parameters.Table, tensors: dict[str, _Stored], tied: bool) -> None:
+def _check(root: pathlib.Path, table: parameters.Table, tensors: Mapping[str, Tensor], tied: bool) -> None:
   expected = {p.huggingface_name(layer): p for p in table for layer in range(p.layers)}
   missing = [name for name in expected if name not in tensors]
   if missing:
@@ -278,113 +229,13 @@ def _check(root: pathlib.Path, table: parameters.Table, tensors: dict[str, _Stor
       f'{unexpected[0]!r}.'
     )
   for name, parameter in expected.items():
-    view = tensors[name].handle.get_slice(name)
-    if tuple(view.get_shape()) != parameter.huggingface_shape:
+    tensor = tensors[name]
+    if tensor.shape != parameter.huggingface_shape:
       raise UserError(
-        f'{root}: tensor {name!r} has shape {tuple(view.get_shape())}; config.json says {parameter.huggingface_shape}.'
+        f'{root}: tensor {name!r} has shape {tensor.shape}; config.json says {parameter.huggingface_shape}.'
       )
-    if view.get_dtype() not in STORED_DTYPES:
+    if tensor.dtype not in DTYPES:
       raise UserError(
-        f'{root}: tensor {name!r} is stored as {view.get_dtype()}; supported: {", ".join(STORED_DTYPES)}.'
+        f'{tensor.file.path}: tensor {name!r} is stored as {tensor.dtype}; supported: {", ".join(DTYPES)}: get the '
+        'model in one of these.'
       )
-
-
-def _read(parameter: parameters.Parameter, tensors: dict[str, _Stored], mesh: jax.sharding.Mesh | None) -> jax.Array:
-  if mesh is None:
-    return jax.device_put(_gather(parameter, tensors, [tuple((0, size) for size in parameter.shape)])[0])
-  sharding = parameter_sharding(mesh, parameter.axes, parameter.shape)
-  blocks = {
-    device: tuple(part.indices(size)[:2] for part, size in zip(index, parameter.shape, strict=True))
-    for device, index in sharding.addressable_devices_indices_map(parameter.shape).items()
-  }
-  distinct = list(dict.fromkeys(blocks.values()))
-  arrays = dict(zip(distinct, _gather(parameter, tensors, distinct), strict=True))
-  pieces = [jax.device_put(arrays[block], device) for device, block in blocks.items()]
-  return jax.make_array_from_single_device_arrays(parameter.shape, sharding, pieces)
-
-
-def _gather(
-  parameter: parameters.Parameter, tensors: dict[str, _Stored], blocks: list[parameters.Bounds]
-) -> list[np.ndarray]:
-  """Reads blocks of a parameter; only what they hold is read, layer by layer, as it lies in the files.
-
-  Raises:
-    UserError: a tensor holds values there that are not finite.
-  """
-  outputs = [np.empty([stop - start for start, stop in block], parameter.dtype) for block in blocks]
-  for layer in range(parameter.layers):
-    name = parameter.huggingface_name(layer)
-    tensor = tensors[name].handle.get_slice(name)
-    for block, output in zip(blocks, outputs, strict=True):
-      if not parameter.stacked:
-        part = output[...] = parameter.from_huggingface(tensor, block)
-      elif block[0][0] <= layer < block[0][1]:
-        part = output[layer - block[0][0]]
-        part[...] = parameter.from_huggingface(tensor, block[1:])
-      else:
-        continue
-      if not _is_finite(part):
-        raise UserError(_not_finite(tensors[name].file, name, tensor))
-  return outputs
-
-
-def _is_finite(values: np.ndarray) -> bool:
-  """Returns whether all values are finite: for almost all arrays by two reductions, without an array beside it."""
-  # A maximum and a minimum are NaN where any value is.
-  return values.size == 0 or bool(np.isfinite(values.max()) and np.isfinite(values.min()))
-
-
-def _not_finite(file: pathlib.Path, name: str, tensor: Any) -> str:
-  """Returns the sentence about a tensor that cannot be trained; reads it again to count."""
-  values = tensor[:]
-  wrong = values.size - int(np.count_nonzero(np.isfinite(values)))
-  return (
-    f'{file}: tensor {name!r} holds {wrong} values of {values.size} that are not finite (NaN or infinite), with which '
-    'nothing can be trained or sampled: get the file again, or export the model anew from a checkpoint that works.'
-  )
-
-
-def _copy_companions(source: pathlib.Path, target: pathlib.Path) -> None:
-  """Copies everything that is not weights: tokenizer, chat template, generation_config.json, licence."""
-  weights = ('.safetensors', '.safetensors.index.json', '.bin', '.bin.index.json', '.pt', '.pth', '.gguf', '.onnx')
-  for file in source.iterdir():
-    if file.is_file() and not file.name.startswith('.') and not file.name.endswith((*weights, checksums.SUMS)):
-      shutil.copyfile(file, target / file.name)
-
-
-def _tensors(table: parameters.Table, params: Tree, dtype: np.dtype) -> Iterator[tuple[str, int, Callable]]:
-  """Yields (name, bytes, function that makes the tensor) of every tensor of an export."""
-  for parameter in table:
-    leaf = parameters.get(params, parameter.path)
-    if tuple(leaf.shape) != parameter.shape:
-      raise ValueError(f'{parameter.name} has shape {leaf.shape}, not {parameter.shape}.')
-    for layer in range(parameter.layers):
-      make = functools.partial(_tensor, parameter, leaf, layer, dtype)
-      yield parameter.huggingface_name(layer), math.prod(parameter.huggingface_shape) * dtype.itemsize, make
-
-
-def _tensor(parameter: parameters.Parameter, leaf: Any, layer: int, dtype: np.dtype) -> np.ndarray:
-  return parameter.to_huggingface(np.asarray(leaf[layer] if parameter.stacked else leaf).astype(dtype))
-
-
-def _write_weights(
-  root: pathlib.Path, table: parameters.Table, params: Tree, dtype: np.dtype, max_shard_bytes: int
-) -> None:
-  shards: list[list[tuple[str, int, Callable]]] = [[]]
-  for tensor in _tensors(table, params, dtype):
-    if shards[-1] and sum(size for _, size, _ in shards[-1]) + tensor[1] > max_shard_bytes:
-      shards.append([])
-    shards[-1].append(tensor)
-  names = (
-    [WEIGHTS]
-    if len(shards) == 1
-    else [f'model-{i + 1:05d}-of-{len(shards):05d}.safetensors' for i in range(len(shards))]
-  )
-  for file, shard in zip(names, shards, strict=True):
-    save_file({name: make() for name, _, make in shard}, root / file, metadata={'format': 'pt'})
-  if len(shards) > 1:
-    index = {
-      'metadata': {'total_size': sum(size for shard in shards for _, size, _ in shard)},
-      'weight_map': {name: file for file, shard in zip(names, shards, strict=True) for name, _, _ in shard},
-    }
-    (root / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + '\n', encoding='utf-8')

@@ -15,6 +15,9 @@ from sdpo_jax.types import Tree
 
 Path = tuple[str, ...]
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) of every axis of a part of an array.
+# Rows that are transposed at once, and by how many elements they lie further apart than they are long: rows a power of two
+# apart would all fall on the same few places of a processor's cache.
+_STRIP, _APART = 128, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +98,20 @@ class Parameter:
     """Inverts `from_huggingface`; the result is contiguous."""
     array = array[: array.shape[0] - self.padding]
     matrix = array.reshape(self.huggingface_shape[::-1] if self.transpose else self.huggingface_shape)
-    return np.ascontiguousarray(matrix.T if self.transpose else matrix)
+    return _transposed(matrix) if self.transpose else np.ascontiguousarray(matrix)
+
+
+def _transposed(matrix: np.ndarray) -> np.ndarray:
+  """Returns the transpose of a matrix, contiguous; several times as fast as a copy of `matrix.T`, above all of bfloat16."""
+  source = matrix.view(f'u{matrix.itemsize}')
+  rows, columns = source.shape
+  result = np.empty((columns, rows), source.dtype)
+  strip = np.empty((_STRIP, columns + _APART), source.dtype)[:, :columns]
+  for start in range(0, rows, _STRIP):
+    part = strip[: min(_STRIP, rows - start)]
+    part[...] = source[start : start + _STRIP]
+    result[:, start : start + _STRIP] = part.T
+  return result.view(matrix.dtype)
 
 
 Table = tuple[Parameter, ...]

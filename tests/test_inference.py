@@ -5,7 +5,7 @@ import jax
 import pytest
 from safetensors.numpy import load_file
 
-from models import huggingface
+from models.stored_tensors import WEIGHTS
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import runs
@@ -76,7 +76,7 @@ def test_a_run_opens_with_one_copy_of_the_weights(run, weights, field, step, mon
 @pytest.mark.parametrize('weights, factor', [('student', 0.5), ('teacher', 2.0)])
 def test_an_export_holds_the_weights_that_are_asked_for(run, model, weights, factor, tmp_path):
   assert runs.export(run[0], tmp_path / 'out', weights) == 1
-  original, exported = (load_file(folder / huggingface.WEIGHTS) for folder in (model, tmp_path / 'out'))
+  original, exported = (load_file(folder / WEIGHTS) for folder in (model, tmp_path / 'out'))
   chex.assert_trees_all_equal(exported, {name: factor * tensor for name, tensor in original.items()})
 
 

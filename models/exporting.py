@@ -1,0 +1,228 @@
+"""Writing a model directory: tensor by tensor, under a temporary name, which becomes the final one at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+import contextlib
+import errno
+import fcntl
+import functools
+import json
+import math
+import os
+import pathlib
+import shutil
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+import ml_dtypes
+import numpy as np
+
+from models import checksums, parameters, tensor_files
+from models.stored_tensors import INDEX, WEIGHTS
+from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.files import is_full, is_local, make_directory, sync_directory, sync_tree
+from sdpo_jax.types import Tree
+
+_CANNOT_LOCK = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+
+
+@contextlib.contextmanager
+def new_directory(path: str | os.PathLike, size: int) -> Iterator[pathlib.Path]:
+  """Give an empty directory beside `path`, which gets that name when the block ends well, and is on the disk then.
+
+  If the block fails nothing stays. If the process is killed the temporary directory does, and the next one that makes
+  `path` begins by removing it. Of several that make `path` at once, one does and the others are refused.
+
+  Args:
+    path: of a local directory that does not exist, or is empty.
+    size: bytes that will be written, to see that there is room.
+
+  Raises:
+    UserError: `path` holds files, cannot be made, is being made by another process, or there is no room.
+  """
+  target = check_target(path)
+  partial = target.with_name(target.name + '.partial')
+  try:
+    make_directory(target.parent)
+    with _only_one(target.with_name(target.name + '.partial.lock'), target):
+      check_target(path)  # Another process may just have made it.
+      shutil.rmtree(partial, ignore_errors=True)
+      partial.mkdir()
+      try:
+        _check_room(target, size)
+        yield partial
+        sync_tree(partial)
+        partial.rename(target)  # An empty directory there is replaced.
+        sync_directory(target.parent)
+      except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+  except OSError as error:
+    way_out = f'make room for {_gigabytes(size)}' if is_full(error) else 'name another directory'
+    raise UserError(
+      f'{target} could not be written ({first_line(error)}): {way_out}; nothing was left there.'
+    ) from error
+
+
+def check_target(path: str | os.PathLike) -> pathlib.Path:
+  """Return the place of a directory to be made, links followed.
+
+  Raises:
+    UserError: it holds files, is no directory, is in an object store, or is where a disk is mounted.
+  """
+  if not is_local(path):
+    raise UserError(f'{path}: models are written to local directories: name one, and copy it there when it is done.')
+  target = pathlib.Path(os.path.realpath(pathlib.Path(path).expanduser()))
+  if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    raise UserError(f'{path} already exists and is not empty: remove it or name another directory.')
+  if os.path.ismount(target):
+    raise UserError(f'{path} is where a disk is mounted, which cannot be replaced at once: name a directory in it.')
+  return target
+
+
+def total_bytes(table: parameters.Table, dtype: str) -> int:
+  """Return the bytes that the tensors of an export take."""
+  return sum(p.layers * math.prod(p.huggingface_shape) for p in table) * _dtype(dtype).itemsize
+
+
+def write_weights(
+  root: pathlib.Path | None, table: parameters.Table, params: Tree, dtype: str, max_shard_bytes: int
+) -> dict[str, str]:
+  """Write the safetensors files of a model, and their index if there are several; return their SHA-256, by name.
+
+  One tensor is in memory at a time. Parameters that are split over processes are gathered tensor by tensor, for which
+  all processes call this together.
+
+  Args:
+    root: the directory; None: this process writes nothing.
+    table: of all parameters.
+    params: nested dict of arrays, jax or numpy.
+    dtype: of the tensors.
+    max_shard_bytes: a file holds at most so many bytes of tensors, or one tensor.
+
+  Raises:
+    ValueError: a parameter has another shape than the table says.
+    UserError: a parameter holds values that the dtype cannot, or that are not finite.
+    OSError: a file could not be written.
+  """
+  stored = _dtype(dtype)
+  shards: list[list[tensor_files.Part]] = [[]]
+  held = 0  # Bytes in the last one.
+  for part in _parts(table, params, stored):
+    size = math.prod(part.shape) * stored.itemsize
+    if shards[-1] and held + size > max_shard_bytes:
+      shards.append([])
+      held = 0
+    shards[-1].append(part)
+    held += size
+  if root is None:
+    for shard in shards:
+      for part in shard:
+        part.make()
+    return {}
+  count = len(shards)
+  names = [WEIGHTS] if count == 1 else [f'model-{i + 1:05d}-of-{count:05d}.safetensors' for i in range(count)]
+  sums = {name: tensor_files.write(root / name, shard, stored) for name, shard in zip(names, shards, strict=True)}
+  if count > 1:
+    index = {
+      'metadata': {'total_size': total_bytes(table, dtype)},
+      'weight_map': {part.name: name for name, shard in zip(names, shards, strict=True) for part in shard},
+    }
+    (root / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + '\n', encoding='utf-8')
+  return sums
+
+
+def copy_companions(source: pathlib.Path, target: pathlib.Path) -> None:
+  """Copy everything that is not weights: tokenizer, chat template, generation_config.json, licence."""
+  weights = ('.safetensors', '.safetensors.index.json', '.bin', '.bin.index.json', '.pt', '.pth', '.gguf', '.onnx')
+  for file in source.iterdir():
+    if file.is_file() and not file.name.startswith('.') and not file.name.endswith((*weights, checksums.SUMS)):
+      shutil.copyfile(file, target / file.name)
+
+
+def _dtype(name: str) -> np.dtype:
+  return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def _parts(table: parameters.Table, params: Tree, dtype: np.dtype) -> Iterator[tensor_files.Part]:
+  for parameter in table:
+    leaf = parameters.get(params, parameter.path)
+    if tuple(leaf.shape) != parameter.shape:
+      raise ValueError(f'{parameter.name} has shape {leaf.shape}, not {parameter.shape}.')
+    for layer in range(parameter.layers):
+      make: Callable[[], np.ndarray] = functools.partial(_tensor, parameter, leaf, layer, dtype)
+      yield tensor_files.Part(parameter.huggingface_name(layer), parameter.huggingface_shape, make)
+
+
+def _tensor(parameter: parameters.Parameter, leaf: Any, layer: int, dtype: np.dtype) -> np.ndarray:
+  values = _on_host(leaf[layer] if parameter.stacked else leaf)
+  with np.errstate(over='ignore'):  # What becomes infinite is named below.
+    converted = values.astype(dtype, copy=False)
+  if not tensor_files.is_finite(converted):
+    name = parameter.huggingface_name(layer)
+    if np.isfinite(values).all():
+      wider = ' or '.join(f'--dtype={name}' for name in ('bfloat16', 'float32') if name != dtype.name)
+      raise UserError(
+        f'Tensor {name!r} holds values up to {float(np.abs(values).max()):.3g}, and {dtype} ends at '
+        f'{float(ml_dtypes.finfo(dtype).max):.3g}: export the model with {wider}.'
+      )
+    raise UserError(
+      f'Tensor {name!r} holds {int(np.count_nonzero(~np.isfinite(values)))} values of {values.size} that are not finite '
+      '(NaN or infinite), with which nothing can be sampled: export another checkpoint (--step).'
+    )
+  return parameter.to_huggingface(converted)
+
+
+def _on_host(array: Any) -> np.ndarray:
+  """Return an array, which may be split over processes, on the host; then all processes call this together."""
+  if isinstance(array, jax.Array) and not array.is_fully_addressable:
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+  return np.asarray(array)
+
+
+@contextlib.contextmanager
+def _only_one(lock: pathlib.Path, target: pathlib.Path) -> Iterator[None]:
+  """Hold a lock, which goes with this process, however it ends."""
+  while True:
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+      try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      except BlockingIOError as error:
+        raise UserError(
+          f'Another process is writing {target}: wait until it has ended, or name another directory.'
+        ) from error
+      except OSError as error:
+        if error.errno not in _CANNOT_LOCK:  # Where there are no locks, two that write at once are not noticed.
+          raise
+      if not _is_at(descriptor, lock):  # The one before has just removed it.
+        continue
+      try:
+        yield
+      finally:
+        lock.unlink(missing_ok=True)
+      return
+    finally:
+      os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: pathlib.Path) -> bool:
+  try:
+    return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+  except FileNotFoundError:
+    return False
+
+
+def _check_room(target: pathlib.Path, size: int) -> None:
+  free = shutil.disk_usage(target.parent).free
+  if free < size:
+    raise UserError(
+      f'{target} needs {_gigabytes(size)}, and {_gigabytes(free)} are free there: make room, name another directory, or '
+      'store fewer bytes a weight (--dtype=bfloat16).'
+    )
+
+
+def _gigabytes(size: int) -> str:
+  return f'{size / 1e9:.1f} GB'

@@ -1,0 +1,190 @@
+"""Parameters from the files of a model to the devices: each process reads what its devices hold, band by band."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+import dataclasses
+import functools
+import math
+import os
+
+import jax
+import numpy as np
+
+from models import parameters
+from models.tensor_files import Tensor, is_finite
+from sdpo_jax.distributed.mesh import parameter_sharding
+from sdpo_jax.errors import UserError
+
+READERS = 4  # Threads at most.
+BAND_ROWS = 128  # Of a tensor, read and converted at once; a cache line of our layout is then written whole.
+BAND_BYTES = 2**23  # Of float32 at most, if a row is no longer.
+
+
+def place(parameter: parameters.Parameter, tensors: Mapping[str, Tensor], mesh: jax.sharding.Mesh | None) -> jax.Array:
+  """Return a parameter on the devices; when this returns, the host holds nothing of it any more.
+
+  Raises:
+    UserError: a tensor holds values that are not finite, or cannot be read.
+  """
+  if mesh is None:
+    return jax.block_until_ready(jax.device_put(read_blocks(parameter, tensors, [_whole(parameter.shape)])[0]))
+  sharding = parameter_sharding(mesh, parameter.axes, parameter.shape)
+  blocks = {
+    device: tuple(part.indices(size)[:2] for part, size in zip(index, parameter.shape, strict=True))
+    for device, index in sharding.addressable_devices_indices_map(parameter.shape).items()
+  }
+  distinct = list(dict.fromkeys(blocks.values()))
+  arrays = dict(zip(distinct, read_blocks(parameter, tensors, distinct), strict=True))
+  pieces = [jax.device_put(arrays[block], device) for device, block in blocks.items()]
+  # Otherwise arrays of the host would stay until they have been sent, while those of the next parameter are filled.
+  return jax.block_until_ready(jax.make_array_from_single_device_arrays(parameter.shape, sharding, pieces))
+
+
+def read_blocks(
+  parameter: parameters.Parameter, tensors: Mapping[str, Tensor], blocks: Sequence[parameters.Bounds]
+) -> list[np.ndarray]:
+  """Return blocks of a parameter; each row of a tensor that one of them needs is read once for all of them.
+
+  Args:
+    parameter: whose tensors are among `tensors`.
+    tensors: by name.
+    blocks: bounds on every axis.
+
+  Raises:
+    UserError: a tensor holds values there that are not finite, or cannot be read.
+  """
+  outputs = [np.empty([stop - start for start, stop in block], parameter.dtype) for block in blocks]
+  layout = _Layout.of(parameter)
+  within = [block[1:] if parameter.stacked else block for block in blocks]
+  jobs = []
+  for layer in range(parameter.layers):
+    wanted = [
+      (bounds, output[layer - block[0][0]] if parameter.stacked else output)
+      for block, bounds, output in zip(blocks, within, outputs, strict=True)
+      if not parameter.stacked or block[0][0] <= layer < block[0][1]
+    ]
+    if wanted:
+      first, last = _hull([bounds[layout.row_axis] for bounds, _ in wanted])
+      step = layout.band
+      tensor = tensors[parameter.huggingface_name(layer)]
+      jobs += [(tensor, wanted, (at, min(at + step, last))) for at in range(first, last, step)]
+  fill = functools.partial(_fill, parameter, layout)
+  with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1, len(jobs) or 1)) as readers:
+    for _ in readers.map(fill, jobs):  # The first error ends the others.
+      pass
+  return outputs
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+  """How the axes of a parameter, without that of the layers, make the rows and columns of its tensors."""
+
+  row_axis: int  # The axis whose entries are rows, or several rows each.
+  rows: int  # Rows of a tensor that an entry of it stands for.
+  column_axis: int | None  # The same of columns; None: a vector.
+  columns: int
+  band: int  # Entries of the row axis that are read at once.
+
+  @classmethod
+  def of(cls, parameter: parameters.Parameter) -> _Layout:
+    shape = parameter.shape[1:] if parameter.stacked else parameter.shape
+    sizes = parameter.huggingface_shape[::-1] if parameter.transpose else parameter.huggingface_shape
+    groups, axis = (
+      [],
+      0,
+    )  # Of every axis of the tensor in our order: our first axis of it, and what an entry stands for.
+    for size in sizes:
+      end = axis + 1
+      while math.prod(shape[axis:end]) < size:
+        end += 1
+      groups.append((axis, math.prod(shape[axis + 1 : end])))
+      axis = end
+    (row_axis, rows), *rest = groups[::-1] if parameter.transpose else groups
+    column_axis, columns = rest[0] if rest else (None, 1)
+    row_bytes = 4 * math.prod(parameter.huggingface_shape[1:])
+    limit = max(min(BAND_ROWS, BAND_BYTES // row_bytes), 1) if rest else BAND_BYTES // 4
+    return cls(row_axis, rows, column_axis, columns, max(limit // rows, 1))
+
+
+# A tensor, the blocks of which part is in it with the arrays to fill, and bounds on the axis of its rows.
+_Job = tuple[Tensor, list[tuple[parameters.Bounds, np.ndarray]], tuple[int, int]]
+
+
+def _fill(parameter: parameters.Parameter, layout: _Layout, job: _Job) -> None:
+  """Read a band of rows and put it where it belongs."""
+  tensor, blocks, (first, last) = job
+  parts = []
+  for bounds, output in blocks:
+    start, stop = bounds[layout.row_axis]
+    low, high = max(start, first), min(stop, last)
+    if low < high:
+      inner = (*bounds[: layout.row_axis], (low, high), *bounds[layout.row_axis + 1 :])
+      places = [slice(None)] * len(bounds)
+      places[layout.row_axis] = slice(low - start, high - start)
+      parts.append((inner, output[tuple(places)]))
+  if not parts:
+    return
+  window = _Window.read(tensor, layout, [bounds for bounds, _ in parts], parameter.dtype)
+  for bounds, output in parts:
+    output[...] = parameter.from_huggingface(window, bounds)
+
+
+class _Window:
+  """Rows and columns of a tensor in memory, which are indexed as the tensor is."""
+
+  def __init__(self, values: np.ndarray, first: int, left: int | None):
+    self._values, self._origin = values, (first,) if left is None else (first, left)
+
+  @classmethod
+  def read(cls, tensor: Tensor, layout: _Layout, blocks: Sequence[parameters.Bounds], dtype: str) -> _Window:
+    """Return the part of a tensor that some blocks need."""
+
+    def needed(axis: int, each: int, size: int) -> tuple[int, int]:
+      low, high = _hull([bounds[axis] for bounds in blocks])
+      return min(low * each, size), min(high * each, size)  # What lies beyond pads the vocabulary.
+
+    rows = needed(layout.row_axis, layout.rows, tensor.shape[0])
+    if layout.column_axis is None:
+      values = tensor.rows(rows)
+      _check_finite(tensor, values)
+      return cls(values.astype(dtype), rows[0], None)
+    columns = needed(layout.column_axis, layout.columns, tensor.shape[1])
+    values = tensor.rows(rows, columns)
+    _check_finite(tensor, values)
+    # Rows a power of two apart would all fall on the same few places of a processor's cache when they are transposed.
+    apart = np.empty((len(values), values.shape[1] + 16), dtype)[:, : values.shape[1]]
+    apart[...] = values
+    return cls(apart, rows[0], columns[0])
+
+  def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+    return self._values[
+      tuple(
+        slice(part.start - origin, part.stop - origin) if part.start < part.stop else slice(0, 0)
+        for part, origin in zip(index, self._origin, strict=True)
+      )
+    ]
+
+
+def _check_finite(tensor: Tensor, values: np.ndarray) -> None:
+  if not is_finite(values):
+    wrong = sum(
+      len(part) and int(np.count_nonzero(~np.isfinite(part)))
+      for part in (
+        tensor.rows((row, min(row + BAND_ROWS, tensor.shape[0]))) for row in range(0, tensor.shape[0], BAND_ROWS)
+      )
+    )
+    raise UserError(
+      f'{tensor.file.path}: tensor {tensor.name!r} holds {wrong} values of {math.prod(tensor.shape)} that are not '
+      'finite (NaN or infinite), with which nothing can be trained or sampled: get the file again, or export the model '
+      'anew from a checkpoint that works.'
+    )
+
+
+def _whole(shape: Sequence[int]) -> parameters.Bounds:
+  return tuple((0, size) for size in shape)
+
+
+def _hull(bounds: Sequence[tuple[int, int]]) -> tuple[int, int]:
+  return min(start for start, _ in bounds), max(stop for _, stop in bounds)

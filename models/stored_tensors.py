@@ -1,0 +1,91 @@
+"""Which tensors a model directory holds, and in which of its files: one safetensors file, or several and their index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import contextlib
+import pathlib
+
+from models.tensor_files import Tensor, TensorFile
+from sdpo_jax.errors import UserError, short_repr
+from sdpo_jax.files import read_json_object
+
+WEIGHTS = 'model.safetensors'
+INDEX = 'model.safetensors.index.json'
+
+
+@contextlib.contextmanager
+def open_tensors(root: pathlib.Path) -> Iterator[dict[str, Tensor]]:
+  """Give the tensors of a model directory by name, while its files are open.
+
+  Files that an index does not name are left alone: some publishers store the weights a second time beside it.
+
+  Raises:
+    UserError: naming the file that is missing or damaged, or what index and files say differently.
+  """
+  index = read_index(root)
+  names = [WEIGHTS] if index is None else sorted(set(index.values()))
+  with contextlib.ExitStack() as stack:
+    files = [stack.enter_context(TensorFile(_present(root, name, index))) for name in names]
+    yield _collect(root, files, index)
+
+
+def read_index(root: pathlib.Path) -> dict[str, str] | None:
+  """Return the file that holds each tensor, by its name, as the index of a model directory says; None: it has none.
+
+  Raises:
+    UserError: the index cannot be read or names a file outside of the directory, or there are neither index nor weights.
+  """
+  file = root / INDEX
+  if not file.is_file():
+    if file.is_symlink() or not ((root / WEIGHTS).is_file() or (root / WEIGHTS).is_symlink()):
+      raise UserError(f'{root} has neither {WEIGHTS} nor {INDEX}: only safetensors weights are read.')
+    return None
+  weight_map = read_json_object(file, 'get the file again').get('weight_map')
+  if not isinstance(weight_map, dict) or not weight_map:
+    raise UserError(f'{file} has no weight_map: get the file again, or remove it if {WEIGHTS} holds all weights.')
+  for name, shard in weight_map.items():
+    if not isinstance(shard, str) or not shard.endswith('.safetensors') or '/' in shard or '\\' in shard:
+      raise UserError(
+        f'{file} says that {name!r} is in {short_repr(shard)}, which is not the name of a safetensors file in its '
+        'directory: get the file again.'
+      )
+  if (root / WEIGHTS).exists() and WEIGHTS not in weight_map.values():
+    raise UserError(
+      f'{root} holds two models: {WEIGHTS}, and the files that {INDEX} names: remove the one that is not meant.'
+    )
+  return weight_map
+
+
+def _present(root: pathlib.Path, name: str, index: dict[str, str] | None) -> pathlib.Path:
+  file = root / name
+  if file.is_file():
+    return file
+  who = str(root) if index is None else str(root / INDEX)
+  if file.is_symlink():
+    raise UserError(
+      f'{who} names {name}, a link to {short_repr(str(file.readlink()), 200)}, where there is no file: copy what it '
+      'should lead to (cp -L), or get the file again.'
+    )
+  raise UserError(f'{who} names {name}, which is missing: get it again.')
+
+
+def _collect(root: pathlib.Path, files: list[TensorFile], index: dict[str, str] | None) -> dict[str, Tensor]:
+  tensors: dict[str, Tensor] = {}
+  for file in files:
+    for name, tensor in file.tensors.items():
+      if name in tensors:
+        raise UserError(
+          f'{root}: tensor {name!r} is both in {tensors[name].file.path.name} and in {file.path.name}: get the files '
+          'again.'
+        )
+      tensors[name] = tensor
+  for name, shard in (index or {}).items():
+    if name not in tensors:
+      raise UserError(f'{root / INDEX} says that {shard} holds tensor {name!r}, which it does not: get both again.')
+    if tensors[name].file.path.name != shard:
+      raise UserError(
+        f'{root / INDEX} says that {shard} holds tensor {name!r}, which is in {tensors[name].file.path.name}: get the '
+        'files again.'
+      )
+  return tensors

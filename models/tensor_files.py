@@ -1,0 +1,238 @@
+"""The safetensors format: what a file says that it holds, checked against its length; reading rows, writing a stream.
+
+A file is the length of a header (8 bytes), the header (JSON: name → dtype, shape, first and last byte), and the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import pathlib
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from sdpo_jax.errors import UserError, first_line, short_repr
+
+LARGEST_HEADER = 100_000_000  # Bytes, as in the safetensors library.
+# The element types that weights may have, with the integers of their bits.
+DTYPES = {
+  'F32': (np.dtype(np.float32), np.uint32),
+  'F16': (np.dtype(np.float16), np.uint16),
+  'BF16': (np.dtype(ml_dtypes.bfloat16), np.uint16),
+}
+_NAMES = {dtype: name for name, (dtype, _) in DTYPES.items()}
+# Bits of an element of the types that the format has; of a type that is not known the length is not checked.
+_BITS = {
+  **{name: 8 * dtype.itemsize for name, (dtype, _) in DTYPES.items()},
+  **{'BOOL': 8, 'U8': 8, 'I8': 8, 'F8_E4M3': 8, 'F8_E5M2': 8, 'F8_E8M0': 8, 'F8_E4M3FNUZ': 8, 'F8_E5M2FNUZ': 8},
+  **{'F4': 4, 'F6_E2M3': 6, 'F6_E3M2': 6, 'U16': 16, 'I16': 16, 'U32': 32, 'I32': 32, 'U64': 64, 'I64': 64},
+  **{'F64': 64, 'C64': 64},
+}
+# Bytes between what is wanted of a row and of the next one up to which it is cheaper to read on than to seek: a disk and
+# the page cache deliver no less, and a call per row costs about as much as copying so many bytes.
+GAP = 2**16
+
+
+class TensorFile:
+  """An open file; it is read at positions, so that threads may share it, and never mapped into memory."""
+
+  def __init__(self, path: pathlib.Path):
+    """Open a file and check its header.
+
+    Raises:
+      UserError: it cannot be read, is no safetensors file, or is shorter or longer than it says.
+    """
+    self.path = path
+    try:
+      self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+      raise UserError(f'{path} cannot be opened ({first_line(error)}): make it readable, or get it again.') from error
+    try:
+      self.tensors = self._read_header()
+    except BaseException:
+      self.close()
+      raise
+
+  def close(self) -> None:
+    os.close(self._descriptor)
+
+  def __enter__(self) -> TensorFile:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+  def read(self, buffer: np.ndarray, offset: int) -> None:
+    """Fill a contiguous array with the bytes of the file from `offset` on.
+
+    Raises:
+      UserError: they cannot be read, or the file has become shorter.
+    """
+    view, done = memoryview(buffer.reshape(-1).view(np.uint8)), 0
+    while done < len(view):
+      try:
+        count = os.preadv(self._descriptor, [view[done:]], offset + done)
+      except OSError as error:
+        raise UserError(
+          f'{self.path} cannot be read at byte {offset + done} ({first_line(error)}): see that its disk works, and get '
+          'the file again.'
+        ) from error
+      if not count:
+        raise UserError(f'{self.path} has become shorter while it was read: load it again when nobody writes it.')
+      done += count
+
+  def read_ahead(self, offset: int, length: int) -> None:
+    """Have the disk fetch what will be read soon, where the system takes such advice."""
+    if length and hasattr(os, 'posix_fadvise'):
+      os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_WILLNEED)
+
+  def _read_header(self) -> dict[str, Tensor]:
+    size = os.fstat(self._descriptor).st_size
+    if size < 8:
+      raise self._damaged(f'it has {size} bytes')
+    number = np.empty(1, '<u8')
+    self.read(number, 0)
+    length = int(number[0])
+    if length > LARGEST_HEADER or 8 + length > size:
+      raise self._damaged(f'its header should have {length} bytes, and the file has {size}')
+    text = np.empty(length, np.uint8)
+    self.read(text, 8)
+    try:
+      header = json.loads(text.tobytes().decode('utf-8'), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+      raise self._damaged(f'its header is not JSON: {first_line(error)}') from error
+    if not isinstance(header, dict):
+      raise self._damaged('its header is not a JSON object')
+    header.pop('__metadata__', None)
+    start = 8 + length
+    tensors = {name: self._tensor(name, entry, start) for name, entry in header.items()}
+    end = start
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.begin, tensor.end)):
+      if tensor.begin != end:
+        raise self._damaged(f'tensor {tensor.name!r} begins at byte {tensor.begin}, and the one before ends at {end}')
+      end = tensor.end
+    if end > size:
+      raise self._damaged(f'it has {size} bytes and should have {end}: it was cut off')
+    if end < size:
+      raise self._damaged(f'it has {size} bytes, and its tensors end at byte {end}')
+    return tensors
+
+  def _tensor(self, name: str, entry: Any, start: int) -> Tensor:
+    shape, dtype, offsets = (
+      entry.get(key) if isinstance(entry, dict) else None for key in ('shape', 'dtype', 'data_offsets')
+    )
+    if not (_counts(shape) and _counts(offsets) and len(offsets) == 2 and isinstance(dtype, str)):
+      raise self._damaged(f'its header says of tensor {name!r} {short_repr(entry)}')
+    begin, end = offsets
+    bits = _BITS.get(dtype)
+    if begin > end or (bits is not None and 8 * (end - begin) != bits * math.prod(shape)):
+      raise self._damaged(f'tensor {name!r} of {dtype} {tuple(shape)} cannot have {end - begin} bytes')
+    return Tensor(self, name, dtype, tuple(shape), start + begin, start + end)
+
+  def _damaged(self, why: str) -> UserError:
+    return UserError(f'{self.path} is damaged or not a safetensors file ({why}): get the file again.')
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+  """Where a tensor lies."""
+
+  file: TensorFile
+  name: str
+  dtype: str  # As the format names it.
+  shape: tuple[int, ...]
+  begin: int  # Bytes of the file.
+  end: int
+
+  @property
+  def width(self) -> int:
+    """Elements of a row, which is what one entry of the first axis holds."""
+    return math.prod(self.shape[1:])
+
+  def rows(self, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> np.ndarray:
+    """Return part of a tensor of one of `DTYPES`, [rows, columns] or, of a vector, [rows].
+
+    Args:
+      rows: bounds on its first axis.
+      columns: bounds on its second, where it has two; None: all.
+    """
+    dtype, _ = DTYPES[self.dtype]
+    (first, last), width = rows, self.width
+    left, right = columns or (0, width)
+    offset = self.begin + first * width * dtype.itemsize
+    if columns is not None and (width - (right - left)) * dtype.itemsize > GAP:
+      part = np.empty((last - first, right - left), dtype)
+      for row in range(last - first):
+        self.file.read(part[row], offset + (row * width + left) * dtype.itemsize)
+      return part
+    whole = np.empty((last - first, *self.shape[1:]), dtype)
+    self.file.read(whole, offset)
+    return whole if columns is None else whole[:, left:right]
+
+  def read_ahead(self, rows: tuple[int, int]) -> None:
+    """Have the disk fetch these rows."""
+    row = self.width * DTYPES[self.dtype][0].itemsize
+    self.file.read_ahead(self.begin + rows[0] * row, (rows[1] - rows[0]) * row)
+
+
+def is_finite(values: np.ndarray) -> bool:
+  """Return whether all values of an array of one of `DTYPES` are finite, by their exponents' bits."""
+  integers = DTYPES[_NAMES[values.dtype]][1]
+  exponent = np.array(np.inf, values.dtype).view(integers)
+  return not ((values.view(integers) & exponent) == exponent).any()
+
+
+class Part(NamedTuple):
+  """A tensor to be written."""
+
+  name: str
+  shape: tuple[int, ...]
+  make: Callable[[], np.ndarray]  # Returns it, of the dtype of the file.
+
+
+def write(path: pathlib.Path, parts: Sequence[Part], dtype: np.dtype) -> str:
+  """Write a file, tensor after tensor: no more than one is in memory; return its SHA-256, in hex.
+
+  Raises:
+    OSError: it could not be written.
+  """
+  header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}
+  offset = 0
+  for part in parts:
+    size = math.prod(part.shape) * dtype.itemsize
+    header[part.name] = {'dtype': _NAMES[dtype], 'shape': part.shape, 'data_offsets': [offset, offset + size]}
+    offset += size
+  text = json.dumps(header, separators=(',', ':')).encode('utf-8')
+  text += b' ' * (-len(text) % 8)  # The data begin at a multiple of 8 bytes.
+  digest = hashlib.sha256()
+  with path.open('xb') as file:
+    for content in _contents(text, parts, dtype):
+      digest.update(content)
+      file.write(content)
+  return digest.hexdigest()
+
+
+def _contents(header: bytes, parts: Sequence[Part], dtype: np.dtype) -> Iterable[bytes | memoryview]:
+  yield len(header).to_bytes(8, 'little') + header
+  for part in parts:
+    array = part.make()
+    if array.shape != part.shape or array.dtype != dtype:
+      raise ValueError(f'{part.name} is {array.dtype} {array.shape}, not {dtype} {part.shape}.')
+    yield memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def _counts(value: Any) -> bool:
+  return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+  values = dict(pairs)
+  if len(values) != len(pairs):
+    raise ValueError('a name occurs twice')
+  return values
