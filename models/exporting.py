@@ -25,6 +25,7 @@ from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import is_full, is_local, make_directory, sync_directory, sync_tree
 from sdpo_jax.types import Tree
 
+BAND_BYTES = 2**26  # Of float32 that are fetched at once of a parameter that is one tensor.
 _CANNOT_LOCK = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
@@ -157,22 +158,52 @@ def _parts(table: parameters.Table, params: Tree, dtype: np.dtype) -> Iterator[t
 
 
 def _tensor(parameter: parameters.Parameter, leaf: Any, layer: int, dtype: np.dtype) -> np.ndarray:
-  values = _on_host(leaf[layer] if parameter.stacked else leaf)
+  name = parameter.huggingface_name(layer)
+  if parameter.stacked:
+    return parameter.to_huggingface(_converted(name, _on_host(leaf[layer]), dtype))
+  whole = np.empty(parameter.shape, dtype)
+  for place, values in _parts_on_host(leaf):
+    whole[place] = _converted(name, values, dtype)
+  return parameter.to_huggingface(whole)
+
+
+def _parts_on_host(array: Any) -> Iterator[tuple[Any, np.ndarray]]:
+  """Yield parts of an array of some megabytes, and where they belong: JAX keeps what is fetched as a whole."""
+  if not isinstance(array, jax.Array) or not array.is_fully_addressable:
+    yield ..., _on_host(array)
+    return
+  for shard in array.addressable_shards:
+    if shard.replica_id:
+      continue
+    rows, *others = shard.index
+    offset, size = rows.start or 0, len(shard.data)
+    count = min(size, max(1, BAND_BYTES // (4 * math.prod(shard.data.shape[1:]))))
+    for start in range(0, size, count):
+      start = min(start, size - count)  # All of one size, which makes one program.
+      part = jax.lax.dynamic_slice_in_dim(shard.data, start, count)
+      yield (slice(offset + start, offset + start + count), *others), np.asarray(part)
+
+
+def _converted(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+  """Return part of a tensor in another dtype.
+
+  Raises:
+    UserError: it holds values that the dtype cannot, or that are not finite.
+  """
   with np.errstate(over='ignore'):  # What becomes infinite is named below.
     converted = values.astype(dtype, copy=False)
-  if not tensor_files.is_finite(converted):
-    name = parameter.huggingface_name(layer)
-    if np.isfinite(values).all():
-      wider = ' or '.join(f'--dtype={name}' for name in ('bfloat16', 'float32') if name != dtype.name)
-      raise UserError(
-        f'Tensor {name!r} holds values up to {float(np.abs(values).max()):.3g}, and {dtype} ends at '
-        f'{float(ml_dtypes.finfo(dtype).max):.3g}: export the model with {wider}.'
-      )
+  if tensor_files.is_finite(converted):
+    return converted
+  if np.isfinite(values).all():
+    wider = ' or '.join(f'--dtype={wide}' for wide in ('bfloat16', 'float32') if wide != dtype.name)
     raise UserError(
-      f'Tensor {name!r} holds {int(np.count_nonzero(~np.isfinite(values)))} values of {values.size} that are not finite '
-      '(NaN or infinite), with which nothing can be sampled: export another checkpoint (--step).'
+      f'Tensor {name!r} holds values up to {float(np.abs(values).max()):.3g}, and {dtype} ends at '
+      f'{float(ml_dtypes.finfo(dtype).max):.3g}: export the model with {wider}.'
     )
-  return parameter.to_huggingface(converted)
+  raise UserError(
+    f'Tensor {name!r} holds values that are not finite (NaN or infinite), with which nothing can be sampled: export '
+    'another checkpoint (--step).'
+  )
 
 
 def _on_host(array: Any) -> np.ndarray:
