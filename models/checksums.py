@@ -6,15 +6,21 @@ holds from its layout: a large file there is a link to one that is named by its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 import hashlib
+import os
 import pathlib
 import re
 from types import MappingProxyType
 
+import jax
+
+from sdpo_jax.distributed.collectives import gathered
 from sdpo_jax.errors import UserError, first_line
 
 SUMS = 'SHA256SUMS'
+READERS = 4  # Files that are read at once.
 _SHA256 = re.compile(r'[0-9a-f]{64}')
 _LINE = re.compile(r'([0-9a-f]{64}) [ *](?:\./)?(.+)')
 
@@ -35,21 +41,54 @@ def known(root: pathlib.Path) -> dict[str, str]:
   return _cached(root) | _listed(root)
 
 
-def check(file: pathlib.Path, expected: str) -> None:
-  """Compare a file with its SHA-256.
+def differences(root: pathlib.Path, expected: Mapping[str, str]) -> dict[str, UserError]:
+  """Compare files of a model directory with their SHA-256; return what is wrong with those that differ, by name.
 
-  Raises:
-    UserError: it is not as it was written, or cannot be read.
+  Several files are read at once. In a run of several processes all call this together, and each compares its share of
+  the files that it has in common with others; whichever finds one that differs ends the run.
   """
+  names = _share(root, sorted(expected))
+  with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as readers:
+    found = readers.map(lambda name: _difference(root / name, expected[name]), names)
+    return {name: error for name, error in zip(names, found, strict=True) if error is not None}
+
+
+def _share(root: pathlib.Path, names: Sequence[str]) -> Sequence[str]:
+  """Return the files that this process compares.
+
+  Those that have one inode, changed at one time, for several processes are on a disk that these share, and each takes
+  some. What is on a disk of its own is compared by each process as a whole, for nobody else reads it.
+  """
+  if jax.process_count() == 1:
+    return names
+  stats = {name: (root / name).stat() for name in names}
+  identities = {name: (stat.st_ino, stat.st_size, stat.st_ctime_ns) for name, stat in stats.items()}
+  all_identities = gathered(identities, 'the comparison of the model with its SHA-256')
+  return _taken(all_identities, jax.process_index())
+
+
+def _taken(identities: Sequence[Mapping[str, tuple[int, ...]]], process: int) -> list[str]:
+  """Return the files that a process compares, given what each process says of its files."""
+  taken = []
+  for index, name in enumerate(sorted(set().union(*identities))):
+    sharing = [other for other, seen in enumerate(identities) if seen.get(name) == identities[process].get(name)]
+    if name in identities[process] and sharing[index % len(sharing)] == process:
+      taken.append(name)
+  return taken
+
+
+def _difference(file: pathlib.Path, expected: str) -> UserError | None:
+  """Return what to say of a file that is not as it was written, or cannot be read; None: it is."""
   try:
     found = sha256(file)
   except OSError as error:
-    raise UserError(f'{file} cannot be read ({first_line(error)}): make it readable, or get it again.') from error
+    return UserError(f'{file} cannot be read ({first_line(error)}): make it readable, or get it again.')
   if found != expected:
-    raise UserError(
+    return UserError(
       f'{file} is not as it was written: its SHA-256 is {found[:16]}…, not {expected[:16]}…: get the file again, or '
       f'export the model anew; if it was changed on purpose, correct its line in {SUMS}.'
     )
+  return None
 
 
 def sha256(path: pathlib.Path) -> str:
@@ -83,7 +122,7 @@ def _listed(root: pathlib.Path) -> dict[str, str]:
 def _cached(root: pathlib.Path) -> dict[str, str]:
   """Return the SHA-256 of the files that are links to blobs of the hub's cache which are named by theirs."""
   links = (path for path in root.iterdir() if path.is_symlink())
-  blobs = {path.name: path.resolve() for path in links}
+  blobs = {path.name: pathlib.Path(os.path.realpath(path)) for path in links}
   return {
     name: blob.name for name, blob in blobs.items() if blob.parent.name == 'blobs' and _SHA256.fullmatch(blob.name)
   }

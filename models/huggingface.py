@@ -68,16 +68,12 @@ def check_files(root: pathlib.Path, *, edited: bool = False) -> int:
   Raises:
     UserError: naming one that is not as it was written.
   """
-  expected = checksums.known(root)
-  names = [name for name in sorted(expected) if (root / name).exists()]
-  for name in names:
-    try:
-      checksums.check(root / name, expected[name])
-    except UserError as error:
-      if not edited or name.endswith(('.safetensors', stored_tensors.INDEX)):
-        raise
-      _logger.warning('%s', error)
-  return len(names)
+  expected = {name: digest for name, digest in checksums.known(root).items() if (root / name).exists()}
+  for name, error in checksums.differences(root, expected).items():
+    if not edited or name.endswith(('.safetensors', stored_tensors.INDEX)):
+      raise error
+    _logger.warning('%s', error)
+  return len(expected)
 
 
 def read_policy(path: str | os.PathLike, config: ModelConfig) -> DecoderPolicy:

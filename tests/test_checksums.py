@@ -96,3 +96,20 @@ def test_sums_of_files_that_are_not_there_and_of_other_tools(exported, tmp_path)
   digest = hashlib.sha256(b'{}').hexdigest()
   (tmp_path / checksums.SUMS).write_text(f'{digest} *./a.json\n{digest}  model.gguf\n')
   assert checksums.known(tmp_path) == {'a.json': digest, 'model.gguf': digest}
+
+
+def test_files_that_several_processes_see_are_compared_by_one_of_them():
+  """Processes 0 and 1 share a disk, 2 has its own, on which one file happens to look the same."""
+  names = [f'{index}.safetensors' for index in range(5)]
+  shared = {name: (index, 10, 1000) for index, name in enumerate(names)}
+  own = {name: (index, 10, 2000 + index) for index, name in enumerate(names[:4])} | {names[4]: shared[names[4]]}
+  taken = [set(checksums._taken([shared, shared, own], process)) for process in range(3)]
+  assert taken[0] | taken[1] >= set(names[:4]) and not taken[0] & taken[1]
+  assert len(taken[0] & set(names[:4])) == len(taken[1] & set(names[:4])) == 2
+  assert taken[2] >= set(names[:4]) and sum(names[4] in files for files in taken) == 1
+
+
+def test_a_link_that_leads_to_itself_is_no_crash(exported, tmp_path):
+  shutil.copytree(exported, tmp_path / 'model')
+  (tmp_path / 'model' / 'loop.json').symlink_to('loop.json')
+  assert huggingface.check_files(tmp_path / 'model') > 0
