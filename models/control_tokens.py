@@ -24,17 +24,18 @@ Conversation = Sequence[dict[str, str]]
 _PRIVATE_USE = (0xE000, 0xF8FF)  # Characters that no text has unless somebody chose them on purpose.
 _MARK_LENGTH = 4
 _MARKER = re.compile(r'[<\[].+[>\]]', re.DOTALL)  # What delimits turns: <｜User｜>, [INST].
-_TAG = re.compile(r'</?[A-Za-z_]\w*>')  # What models write as text: <think>, </tool_call>.
+_TAG = re.compile(r'<(/?)([A-Za-z_]\w*)>')  # What models write as text: <think>, </tool_call>.
 
 
 def control_strings(tokenizer: Tokenizer) -> tuple[str, ...]:
   """Return the strings that become control tokens, longest first.
 
   These are the special tokens; and of the other added tokens those in `tokenizer.chat_control_tokens` or, where that
-  is None, the delimiters of turns that the chat template holds. Tags such as <think> are text: models write them, and
-  templates look for them.
+  is None, the delimiters of turns that the chat template holds. Tags that come in pairs, such as <think> and </think>,
+  are text: models write them, and templates look for them.
   """
   added = getattr(tokenizer, 'added_tokens_decoder', {}).values()
+  names = {token.content for token in added}
   named = getattr(tokenizer, 'chat_control_tokens', None)
   template = getattr(tokenizer, 'chat_template', None) or ''
   template = template if isinstance(template, str) else '\0'.join(template.values())
@@ -42,11 +43,17 @@ def control_strings(tokenizer: Tokenizer) -> tuple[str, ...]:
   def steers(text: str) -> bool:
     if named is not None:
       return text in named
-    return text in template and _MARKER.fullmatch(text) is not None and _TAG.fullmatch(text) is None
+    return text in template and _MARKER.fullmatch(text) is not None and not _is_paired(text, names)
 
   strings = {token.content for token in added if token.special or steers(token.content)}
   strings.update(getattr(tokenizer, 'all_special_tokens', ()))
   return tuple(sorted(strings - {''}, key=lambda text: (-len(text), text)))
+
+
+def _is_paired(text: str, names: set[str]) -> bool:
+  """Return whether a text is a tag of which the other one, that opens or closes, is among the names, too."""
+  tag = _TAG.fullmatch(text)
+  return tag is not None and f'<{"" if tag[1] else "/"}{tag[2]}>' in names
 
 
 class PlainMessages:

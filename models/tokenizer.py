@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pathlib
-from typing import Any
 
-import jinja2
+import tokenizers
 
-from models.control_tokens import control_strings
+from models import chat_template as templates
+from models import sentencepiece_model
+from models.control_tokens import Tokenizer, control_strings
 from models.huggingface import read_json, resolve
 from sdpo_jax.errors import UserError
 
-Tokenizer = Any  # transformers.PreTrainedTokenizerBase; imported lazily, since that takes seconds.
+_logger = logging.getLogger('sdpo_jax.models')
 
 
-def load(path: str | os.PathLike, vocab_size: int | None = None) -> Tokenizer:
+def load(
+  path: str | os.PathLike, vocab_size: int | None = None, chat_template: str | os.PathLike | None = None
+) -> Tokenizer:
   """Loads the tokenizer of a model directory, with its chat template (tokenizer_config.json or chat_template.jinja).
 
-  The added tokens with which the model ends a turn are among its `control_strings`, marked as special or not.
+  The added tokens with which the model ends a turn are among its `control_strings`, marked as special or not. Special
+  tokens for which the model has no embedding, such as those of images, are text, unless the template writes them.
 
   Args:
     path: model directory or hub name.
     vocab_size: of the model; every token id must lie below it. None: not checked.
+    chat_template: file with another chat template; None: the directory's.
 
   Raises:
     UserError: no tokenizer there or a damaged one, no chat template or one that fails on a user message, or a token
@@ -35,26 +41,62 @@ def load(path: str | os.PathLike, vocab_size: int | None = None) -> Tokenizer:
   from transformers import AutoTokenizer
 
   try:
-    tokenizer = AutoTokenizer.from_pretrained(root)
+    if sentencepiece_model.alone(root):
+      tokenizer = sentencepiece_model.load(root)
+    else:  # The same whether or not mistral-common is installed.
+      tokenizer = AutoTokenizer.from_pretrained(root, mistral_format=False)
+  except UserError:
+    raise
   except Exception as error:  # The tokenizers library raises bare Exceptions for a damaged file.
     raise UserError(f'The tokenizer in {root} cannot be read: {error}') from error
-  template = tokenizer.chat_template
-  if not template or (isinstance(template, dict) and 'default' not in template):
+  source = f'The chat template of {root}'
+  if chat_template is not None:
+    tokenizer.chat_template = templates.read(chat_template)
+    source = f'model.chat_template={chat_template}'
+  if not templates.text_of(tokenizer):
     raise UserError(
-      f'The tokenizer in {root} has no chat template: add chat_template to tokenizer_config.json or write '
-      'chat_template.jinja.'
+      f'The tokenizer in {root} has no chat template: name a file with one in model.chat_template (launch.sample: '
+      '--chat_template), or write chat_template.jinja into the directory.'
     )
   try:
     tokenizer.apply_chat_template([{'role': 'user', 'content': 'x'}], add_generation_prompt=True, tokenize=False)
-  except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-    raise UserError(f'The chat template of {root} fails on a single user message: {error}') from error
-  largest = max(tokenizer.get_vocab().values(), default=-1)
-  if vocab_size is not None and largest >= vocab_size:
-    raise UserError(f'The tokenizer in {root} has token id {largest}; the model knows {vocab_size} tokens only.')
+  except templates.TEMPLATE_ERRORS as error:
+    raise UserError(f'{source} fails on a single user message: {error}') from error
+  if vocab_size is not None:
+    _keep_embedded(tokenizer, root, vocab_size)
   added = tokenizer.added_tokens_decoder
   if stops := [added[token].content for token in _declared_stops(root) if token in added and not added[token].special]:
     tokenizer.chat_control_tokens = [*control_strings(tokenizer), *stops]
   return tokenizer
+
+
+def _keep_embedded(tokenizer: Tokenizer, root: pathlib.Path, vocab_size: int) -> None:
+  """Take special tokens that nothing writes out of the tokenizer if they have no embedding; refuse all others."""
+  names = {number: text for text, number in tokenizer.get_vocab().items()}
+  beyond = {number: text for number, text in sorted(names.items()) if number >= vocab_size}
+  if not beyond:
+    return
+  needed = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, *_declared_stops(root)}
+  template, added = templates.text_of(tokenizer) or '', tokenizer.added_tokens_decoder
+  for number, text in beyond.items():
+    special = number in added and added[number].special and tokenizer.is_fast
+    if not special or number in needed or text in template:
+      raise UserError(
+        f'The tokenizer in {root} has token id {number} ({text!r}); the model knows {vocab_size} tokens only: take the '
+        'tokenizer and the config.json of the same model, or resize its embedding.'
+      )
+  described = json.loads(tokenizer.backend_tokenizer.to_str())
+  described['added_tokens'] = [token for token in described['added_tokens'] if token['id'] not in beyond]
+  for role, text in tokenizer.special_tokens_map.items():
+    if text in beyond.values():
+      setattr(tokenizer, role, None)
+  tokenizer._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(described))
+  _logger.warning(
+    '%s: the model has no embedding for %d special tokens of the tokenizer, such as %r, which are read as text.',
+    root,
+    len(beyond),
+    next(iter(beyond.values())),
+  )
 
 
 def stop_token_ids(path: str | os.PathLike, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -6,9 +6,13 @@ import shutil
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from models import chat_template
 from models import tokenizer as tokenizers_module
+from sdpo_jax.data import prompts
 from sdpo_jax.errors import UserError
+from sdpo_jax.rollout.stops import to_text
 
+MESSAGES = [{'role': 'user', 'content': 'a b'}]
 TEMPLATE = (
   "{% for message in messages %}<|im_start|>{{ message['role'] }} {{ message['content'] }}<|im_end|>{% endfor %}"
   '{% if add_generation_prompt %}<|im_start|>assistant {% endif %}'
@@ -39,9 +43,84 @@ def test_the_template_may_live_in_either_file(directory):
   (directory / 'chat_template.jinja').write_text(TEMPLATE)
   second = tokenizers_module.load(directory)
   for tokenizer in (first, second):
-    messages = [{'role': 'user', 'content': 'a b'}]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    ids = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=True, return_dict=False)
     assert ids == [1, 3, 5, 6, 2, 1, 4]
+
+
+@pytest.mark.parametrize('listed', [True, False])
+def test_of_several_templates_that_for_conversations_without_tools_is_taken(directory, listed):
+  several = {'tool_use': '{{ 1 / 0 }}', 'default': TEMPLATE}
+  listing = [{'name': name, 'template': template} for name, template in several.items()]
+  write(directory, 'tokenizer_config.json', chat_template=listing if listed else several)
+  tokenizer = tokenizers_module.load(directory)
+  assert chat_template.text_of(tokenizer) == TEMPLATE and chat_template.turn_end(tokenizer, {}) == '<|im_end|>'
+  assert tokenizer.apply_chat_template(MESSAGES, return_dict=False) == [1, 3, 5, 6, 2]
+  del several['default']
+  write(directory, 'tokenizer_config.json', chat_template=several)
+  with pytest.raises(UserError, match='has no chat template'):
+    tokenizers_module.load(directory)
+  (directory / 'chat_template.jinja').write_text(TEMPLATE)  # Goes before those.
+  assert chat_template.text_of(tokenizers_module.load(directory)) == TEMPLATE
+
+
+def test_a_template_from_a_file_goes_before_all_others(directory, tmp_path_factory):
+  path = tmp_path_factory.mktemp('templates') / 'bare.jinja'
+  for template in (None, TEMPLATE):
+    write(directory, 'tokenizer_config.json', chat_template=template)
+    path.write_text('{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}')
+    tokenizer = tokenizers_module.load(directory, chat_template=path)
+    assert tokenizer.apply_chat_template(MESSAGES, return_dict=False) == [5, 6, 2]
+  for text, says in (
+    ('{% for', 'fails on a single user message'),
+    ("{{ raise_exception('No.') }}", r'bare\.jinja fails on a single user message: No\.'),
+    ('{{ messages[3].content }}', 'fails on a single user message'),
+    (' \n', 'is empty'),
+    ('\udcff', r'model\.chat_template=.*bare\.jinja cannot be read'),  # Not UTF-8.
+  ):
+    path.write_text(text, errors='surrogateescape')
+    with pytest.raises(UserError, match=says):
+      tokenizers_module.load(directory, chat_template=path)
+  with pytest.raises(UserError, match=r'model\.chat_template=.*missing cannot be read'):
+    tokenizers_module.load(directory, chat_template=path.with_name('missing'))
+
+
+def add_tokens(directory, *tokens):
+  described = json.loads((directory / 'tokenizer.json').read_text())
+  plain = {'single_word': False, 'lstrip': False, 'rstrip': False, 'normalized': False}
+  for number, (text, special) in enumerate(tokens, start=7):
+    described['added_tokens'].append({'id': number, 'content': text, 'special': special, **plain})
+  (directory / 'tokenizer.json').write_text(json.dumps(described))
+
+
+def test_special_tokens_without_an_embedding_are_text_and_others_are_refused(directory, caplog):
+  """As in Gemma 3 1B, whose tokenizer has a token for images, and its model no embedding of that."""
+  add_tokens(directory, ('<image>', True), ('<pad>', True))
+  write(directory, 'tokenizer_config.json', chat_template=TEMPLATE, pad_token='<pad>', image_token='<image>')
+  asked = [{'role': 'user', 'content': 'a <image> b <pad>'}]
+  options = {'add_generation_prompt': True, 'return_dict': False}
+  assert tokenizers_module.load(directory, vocab_size=9).apply_chat_template(asked, **options)[3] == 7
+  loaded = tokenizers_module.load(directory, vocab_size=7)
+  assert max(loaded.get_vocab().values()) == 6 and loaded.pad_token is None
+  for split in (True, False):
+    chat = prompts.ChatFormat(split_special_tokens=split)
+    assert prompts.chat_tokens(loaded, [asked], chat) == [[1, 3, 5, 0, 6, 0, 2, 1, 4]]
+  assert "no embedding for 2 special tokens of the tokenizer, such as '<image>', which are read as text" in caplog.text
+  for special, template in ((False, TEMPLATE), (True, TEMPLATE + '<image>')):
+    described = json.loads((directory / 'tokenizer.json').read_text())
+    described['added_tokens'] = [token for token in described['added_tokens'] if token['id'] < 7]
+    (directory / 'tokenizer.json').write_text(json.dumps(described))
+    add_tokens(directory, ('<image>', special))
+    write(directory, 'tokenizer_config.json', chat_template=template)
+    with pytest.raises(UserError, match=r"has token id 7 \('<image>'\); the model knows 7 tokens only"):
+      tokenizers_module.load(directory, vocab_size=7)
+  write(directory, 'tokenizer_config.json', chat_template=TEMPLATE, eos_token='<image>')
+  with pytest.raises(UserError, match='the model knows 7 tokens only'):
+    tokenizers_module.load(directory, vocab_size=7)
+
+
+def test_ids_beyond_the_tokenizer_decode_to_nothing(directory):
+  tokenizer = tokenizers_module.load(directory, vocab_size=1000)
+  assert to_text(tokenizer, [5, 999, 6]) == tokenizer.decode([5, 6]) == 'a b' and to_text(tokenizer, [700]) == ''
 
 
 def test_mistakes_are_named(directory, tmp_path_factory):
@@ -49,14 +128,19 @@ def test_mistakes_are_named(directory, tmp_path_factory):
     with pytest.raises(UserError, match=pattern):
       tokenizers_module.load(directory, **changes)
 
-  says('has token id 6; the model knows 6 tokens only', vocab_size=6)
+  says(r"has token id 6 \('b'\); the model knows 6 tokens only: take the tokenizer and", vocab_size=6)
   write(directory, 'tokenizer_config.json', chat_template="{{ raise_exception('no users') }}")
   says('chat template of .* fails on a single user message: no users')
   write(directory, 'tokenizer_config.json')
-  says(r'has no chat template: add chat_template to tokenizer_config\.json')
+  says(
+    r'has no chat template: name a file with one in model\.chat_template \(launch\.sample: --chat_template\), or write'
+  )
   (directory / 'tokenizer.json').write_text('{"model": 7}')
   says('tokenizer in .* cannot be read')
   (directory / 'tokenizer.json').unlink()
+  (directory / 'vocab.json').write_text('{"a": 0}')  # And no merges.txt.
+  says('tokenizer in .* cannot be read')
+  (directory / 'vocab.json').unlink()
   says(r'has no tokenizer \(tokenizer\.json')
   shutil.rmtree(directory)
   says('does not exist')

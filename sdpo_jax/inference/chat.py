@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
+import os
 import signal
 from typing import Any, Literal, TextIO
 
@@ -67,8 +68,10 @@ class Chat:
       for look in self._looks(tokens):
         done = isinstance(look, Completion)
         now = look.text if done else self._settled(look.tokens.tolist())
-        write(now[len(said) :])
-        said = now
+        # Where a tokenizer spells characters by bytes, half of one hides those right before it from the decoder.
+        if done or now.startswith(said):
+          write(now[len(os.path.commonprefix([said, now])) :])
+          said = now
         if done:
           ended = 'stop' if look.stopped else 'length'
         elif interrupted():
@@ -86,8 +89,8 @@ class Chat:
     return self._sampler.stream_drafts(session.base, self._generator.parameters, [tokens], **options)
 
   def _settled(self, tokens: list[int]) -> str:
-    """Return the text that no later token changes: a last character that lacks some of its bytes is a replacement."""
-    return to_text(self._generator.session.tokenizer, tokens).removesuffix('\N{REPLACEMENT CHARACTER}')
+    """Return the text that no later token changes: a last character that lacks some of its bytes is replacements."""
+    return to_text(self._generator.session.tokenizer, tokens).rstrip('\N{REPLACEMENT CHARACTER}')
 
 
 @contextlib.contextmanager

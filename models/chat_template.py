@@ -1,0 +1,67 @@
+"""Chat templates: read from files, and asked what they do to a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+import os
+from typing import Any
+
+from etils import epath
+import jinja2
+
+from models.control_tokens import Tokenizer, control_strings
+from sdpo_jax.errors import UserError, first_line
+
+# What a template raises on a conversation that it was not made for: on purpose, or by what it does with the messages.
+TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+_ANSWER = 'qzx'  # A text that no template writes or changes.
+
+
+def read(path: str | os.PathLike) -> str:
+  """Return the chat template in a Jinja file, local or any that `etils.epath` opens.
+
+  Raises:
+    UserError: the file cannot be read, or is empty.
+  """
+  try:
+    text = epath.Path(path).expanduser().read_text(encoding='utf-8')
+  except ImportError as error:
+    raise UserError(f'model.chat_template={path} needs a package that is not installed: {error}.') from error
+  except Exception as error:  # Object stores raise many kinds; all mean the same here.
+    raise UserError(
+      f'model.chat_template={path} cannot be read ({first_line(error)}): name a file that holds a chat template (Jinja).'
+    ) from error
+  if not text.strip():
+    raise UserError(f'model.chat_template={path} is empty: name a file that holds a chat template (Jinja).')
+  return text
+
+
+def text_of(tokenizer: Tokenizer) -> str | None:
+  """Return the template of conversations without tools; None: there is none."""
+  template = tokenizer.chat_template
+  return template.get('default') if isinstance(template, Mapping) else template
+
+
+def unread(tokenizer: Tokenizer, variables: Iterable[str]) -> list[str]:
+  """Return those of the variables whose name does not occur in the template's code, which cannot change anything."""
+  names = {value for _, kind, value in jinja2.Environment().lex(text_of(tokenizer) or '') if kind == 'name'}
+  return [name for name in variables if name not in names]
+
+
+def turn_end(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> str | None:
+  """Return the control token that the template writes behind an answer of the assistant; None: it writes none.
+
+  A model that was trained with the template ends its turns with it.
+
+  Args:
+    tokenizer: with a chat template.
+    variables: of the template.
+  """
+  messages = [{'role': 'user', 'content': 'x'}, {'role': 'assistant', 'content': _ANSWER}]
+  try:
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False, **variables)
+  except TEMPLATE_ERRORS:  # Of a template for single questions, which is fine.
+    return None
+  _, found, behind = text.rpartition(_ANSWER)
+  strings = [string for string in control_strings(tokenizer) if found and string in behind]
+  return min(strings, key=lambda string: (behind.index(string), -len(string)), default=None)

@@ -1,0 +1,111 @@
+"""Directories with a SentencePiece model and nothing made of it: the ids and texts are SentencePiece's."""
+
+import random
+
+import numpy as np
+import pytest
+import sentencepiece
+
+from models import sentencepiece_model
+from models import tokenizer as tokenizers
+from sdpo_jax.errors import UserError
+from sdpo_jax.inference.chat import Chat
+from sdpo_jax.rollout.engine import Completion
+from sdpo_jax.rollout.stops import StopStrings, to_text
+from tests import tokenizer_styles
+
+STYLES = ('mistral', 'gemma')
+TEXT = 'The answer is 4.\n\n  Zwölf 😀😀, é<0x0A>  x'
+
+
+@pytest.fixture(scope='module')
+def folders(tmp_path_factory):
+  root = tmp_path_factory.mktemp('sentencepiece')
+  return {style: tokenizer_styles.make(style, root / style) for style in STYLES}
+
+
+@pytest.fixture(scope='module')
+def loaded(folders):
+  return {style: tokenizers.load(folder) for style, folder in folders.items()}
+
+
+def library(folder):
+  return sentencepiece.SentencePieceProcessor(model_file=str(folder / 'tokenizer.model'))
+
+
+@pytest.mark.parametrize('style', STYLES)
+def test_ids_and_texts_are_those_of_sentencepiece(style, folders, loaded):
+  pieces, tokenizer = library(folders[style]), loaded[style]
+  ids = tokenizer.encode(TEXT, add_special_tokens=False)
+  assert ids == pieces.encode(TEXT) and to_text(tokenizer, ids) == pieces.decode(ids) == TEXT
+  assert len(tokenizer.get_vocab()) == pieces.get_piece_size()  # Nothing was added.
+  for token in range(pieces.get_piece_size()):
+    assert tokenizer.convert_ids_to_tokens(token) == pieces.id_to_piece(token)
+  special = [tokenizer.bos_token_id, tokenizer.eos_token_id]
+  assert special == [pieces.bos_id(), pieces.eos_id()]
+  assert to_text(tokenizer, [*special, *ids, *special]).strip() == TEXT  # Control tokens are no text.
+
+
+def test_the_class_that_a_config_asks_for_is_not_trusted(folders, tmp_path):
+  """For a Mistral, transformers builds a tokenizer that loses the space before a text; it is not the one that is used."""
+  from transformers import AutoTokenizer, LlamaTokenizer
+
+  pieces, folder = library(folders['mistral']), folders['mistral']
+  assert AutoTokenizer.from_pretrained(folder).encode('The', add_special_tokens=False) != pieces.encode('The')
+  assert isinstance(sentencepiece_model.load(folder), LlamaTokenizer)
+  broken = tokenizer_styles.make('mistral', tmp_path / 'unigram')
+  options = tokenizer_styles.STYLES['mistral'].pieces | {'model_type': 'unigram', 'hard_vocab_limit': False}
+  tokenizer_styles.write_pieces(broken, **options)
+  with pytest.raises(
+    UserError, match=r'transformers splits text otherwise than SentencePiece .* put a tokenizer\.json'
+  ):
+    tokenizers.load(broken)
+  (broken / 'tokenizer.model').write_bytes(b'IQ== 0\nIg== 1\n')  # As Llama 3's, in the format of another library.
+  with pytest.raises(UserError, match=r'tokenizer\.model is not a SentencePiece model .* put a tokenizer\.json'):
+    tokenizers.load(broken)
+
+
+@pytest.mark.parametrize('style', STYLES)
+def test_a_stop_string_ends_where_the_decoded_text_first_holds_it(style, loaded):
+  tokenizer, draw = loaded[style], random.Random(0)
+  ordinary = [number for number in range(8, len(tokenizer))]
+  for stop in ('answer is', ' two', '\n', '😀', 'é', '.'):
+    stops = StopStrings(tokenizer, (stop,))
+    middle = tokenizer.encode(f'The{stop} x', add_special_tokens=False)
+    for _ in range(5):
+      ids = [*draw.choices(ordinary, k=draw.randrange(40)), *middle, *draw.choices(ordinary, k=5)]
+      holding = [end for end in range(1, len(ids) + 1) if stop in tokenizer.decode(ids[:end])]
+      found = stops.find(ids)
+      assert found in holding and stops.may_end(np.array(ids), holding[0])
+      assert found == holding[0] or len(stop.encode()) > 1
+
+
+@pytest.mark.parametrize('style', STYLES)
+def test_an_answer_that_is_streamed_is_the_decoded_text(style, loaded):
+  """Byte by byte, where half of a character hides the one before it from the decoder."""
+  tokenizer = loaded[style]
+  ids = tokenizer.encode(TEXT, add_special_tokens=False)
+  drafts = [tokenizer.decode(ids[:end]) for end in range(1, len(ids))]
+  assert any(text.endswith('\N{REPLACEMENT CHARACTER}' * 3) for text in drafts)
+  assert any(not now.startswith(before) for before, now in zip(drafts, drafts[1:], strict=False))
+
+  class Draft:
+    def __init__(self, tokens):
+      self.tokens = np.array(tokens)
+
+  class Generator:
+    class session:
+      pass
+
+    def prompt_tokens(self, *arguments):
+      return [1]
+
+  Generator.session.tokenizer = tokenizer
+  chat = Chat.__new__(Chat)
+  chat.messages, chat._generator, chat._turns, chat._lengths, chat._compiled = [], Generator(), 0, (8,), {8}
+  done = Completion(0, np.array(ids), *[np.zeros(0, np.float32)] * 3, stopped=True, text=tokenizer.decode(ids))
+  chat._looks = lambda tokens: [*(Draft(ids[:end]) for end in range(1, len(ids))), done]
+  written = []
+  assert chat.answer('?', written.append) == 'stop'
+  assert ''.join(written) == TEXT and len(list(filter(None, written))) > 10
+  assert chat.messages[-1] == {'role': 'assistant', 'content': TEXT}
