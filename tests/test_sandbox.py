@@ -25,7 +25,7 @@ import pytest
 
 from sdpo_jax.config import Config, DataConfig, EnvironmentsConfig, ModelConfig, SandboxConfig
 from sdpo_jax.environments.grading import Graders
-from sdpo_jax.environments.sandbox import Job, Limits, Sandbox, bubblewrap, confinement, scratch, zygote
+from sdpo_jax.environments.sandbox import Job, Limits, Sandbox, bubblewrap, confinement, leftovers, scratch, zygote
 from sdpo_jax.environments.sandbox import sandbox as implementation
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Example
@@ -591,6 +591,51 @@ def test_everything_ends_when_the_owner_is_killed():
     owner.kill()
     assert gone(descriptor) and gone(program)
   assert not os.path.exists(directory)
+
+
+LEAVER = """
+import os, sys, tempfile
+from sdpo_jax.environments.sandbox import sandbox
+import pathlib
+tempfile.tempdir = sys.argv[2]
+sandbox.ATTEMPTS = (('landlock', False),)
+value = sandbox.Sandbox(sandbox.SandboxConfig(workers=1), pathlib.Path(sys.argv[1]))
+(host,) = value._hosts
+os.kill(host.pid, 9)
+print(host._scratch, *(host._group.directories if host._group else ()), flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_what_is_left_where_everything_is_killed_is_removed_at_the_next_start(monkeypatch, tmp_path):
+  root = str(HARNESS.parent.parent)
+  tmp_path.chmod(0o755)
+  monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
+  others = tmp_path / 'sandbox-of-somebody'
+  others.mkdir()
+  link = tmp_path / f'{leftovers.PREFIX}link'
+  link.symlink_to(others)
+
+  def killed():
+    command = [sys.executable, '-c', LEAVER, str(HARNESS), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    return done.stdout.split()
+
+  left = killed()
+  os.makedirs(f'{left[0]}/program/inner')
+  with only('landlock', view=False), Sandbox(SandboxConfig(workers=1), HARNESS) as live:
+    assert os.path.exists(left[0]), 'it is younger than its lock may be'
+    assert left[1:] == [path for path in left[1:] if os.path.exists(path)]
+    monkeypatch.setattr(leftovers, 'STALE_S', -1.0)
+    with Sandbox(SandboxConfig(workers=1), HARNESS):
+      until(lambda: not any(map(os.path.exists, left)))
+    assert run(live, 'result = 1').result == 1, 'one that lives is left alone'
+    os.kill(live._hosts[0].pid, signal.SIGKILL)
+    assert run(live, 'result = 2').result == 2
+    with Sandbox(SandboxConfig(workers=1), HARNESS):
+      assert run(live, 'result = 3').result == 3, 'also one that has started another zygote'
+  assert sorted(os.listdir(tmp_path)) == sorted([link.name, others.name])
 
 
 def test_closing_ends_programs_and_removes_directories():

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from sdpo_jax.config import SandboxConfig
-from sdpo_jax.environments.sandbox import Job, Limits, Sandbox, cgroups
+from sdpo_jax.environments.sandbox import Job, Limits, Sandbox, cgroups, leftovers
 from sdpo_jax.environments.sandbox import sandbox as implementation
 
 HARNESS = pathlib.Path(__file__).with_name('sandbox_harness.py')
@@ -158,14 +158,13 @@ def test_no_group_where_none_may_be_made(fake, monkeypatch):
   assert cgroups.create(1 << 30, 100) is None
 
 
-def test_groups_of_processes_that_were_killed_are_removed(tmp_path):
-  def group(maker, age_s):
-    directory = tmp_path / f'{cgroups.PREFIX}{maker}-0'
-    directory.mkdir()
-    os.utime(directory, (time.time() - age_s,) * 2)
-    return directory
-
-  ended = 2**22 + 1  # No process has such a number.
-  old, new, ours = group(ended, 3600), group(ended + 1, 1), group(os.getpid(), 3600)
-  cgroups._remove_stale(tmp_path)
-  assert not old.exists() and new.exists() and ours.exists()
+def test_groups_of_processes_that_were_killed_are_removed(fake, monkeypatch):
+  """The kernel lets go of a lock when its process ends, for which the closing of a descriptor stands here."""
+  live, killed = cgroups.create(1 << 30, 100), cgroups.create(1 << 30, 100)
+  for descriptor in killed.held:
+    os.close(descriptor)
+  cgroups.create(1 << 30, 100)
+  assert killed.directories[0].exists(), 'it is younger than its lock may be'
+  monkeypatch.setattr(leftovers, 'STALE_S', -1.0)
+  cgroups.create(1 << 30, 100)
+  assert live.directories[0].exists() and not killed.directories[0].exists()

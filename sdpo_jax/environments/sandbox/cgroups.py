@@ -15,9 +15,9 @@ import pathlib
 import secrets
 import time
 
-PREFIX = 'sdpo-sandbox-'
+from sdpo_jax.environments.sandbox import leftovers
+
 CONTROLLERS = ('memory', 'pids')
-STALE_S = 60.0  # A group this old whose maker has gone was left by a process that was killed.
 REMOVAL_S = 2.0  # Killed processes may need as long to leave a group.
 MOUNTS, OWN = pathlib.Path('/proc/self/mountinfo'), pathlib.Path('/proc/self/cgroup')
 
@@ -29,6 +29,7 @@ class Group:
   version: int
   controllers: tuple[str, ...]
   directories: tuple[pathlib.Path, ...]
+  held: tuple[int, ...]  # Descriptors by which other starts know that these are not abandoned.
 
   @contextlib.contextmanager
   def doors(self) -> Iterator[list[int]]:
@@ -51,6 +52,8 @@ class Group:
         (directory / 'cgroup.kill').write_text('1')
       while not _removed(directory) and time.monotonic() < deadline:
         time.sleep(0.01)
+    for descriptor in self.held:
+      os.close(descriptor)
 
 
 def create(memory_bytes: int, processes: int) -> Group | None:
@@ -66,7 +69,7 @@ def _create_unified(parents: Sequence[pathlib.Path], limits: dict[str, int]) -> 
   """Return a group of version 2 in the first of `parents` where one can be made that has both controllers."""
   for parent in parents:
     with contextlib.suppress(OSError):
-      _remove_stale(parent)
+      leftovers.remove_abandoned(parent, lambda path: _removed(pathlib.Path(path)))
       directory = _make(parent)
       with contextlib.suppress(OSError):  # Where the parent holds processes it must not have groups with controllers.
         if set(CONTROLLERS) - set((directory / 'cgroup.controllers').read_text().split()):
@@ -80,7 +83,7 @@ def _create_unified(parents: Sequence[pathlib.Path], limits: dict[str, int]) -> 
       for name, value in {'memory.swap.max': '0', 'memory.oom.group': '0', 'io.weight': 'default 10'}.items():
         if (directory / name).exists():
           (directory / name).write_text(value)
-      return Group(2, CONTROLLERS, (directory,))
+      return _group(2, {name: directory for name in CONTROLLERS})
   return None
 
 
@@ -90,7 +93,7 @@ def _create_split(parents: dict[str, pathlib.Path], limits: dict[str, int]) -> G
   made: dict[str, pathlib.Path] = {}
   for name, parent in parents.items():
     with contextlib.suppress(OSError):
-      _remove_stale(parent)
+      leftovers.remove_abandoned(parent, lambda path: _removed(pathlib.Path(path)))
       directory = _make(parent)
       try:
         for file in files[name]:
@@ -99,7 +102,7 @@ def _create_split(parents: dict[str, pathlib.Path], limits: dict[str, int]) -> G
         made[name] = directory
       except OSError:
         _removed(directory)
-  return Group(1, tuple(made), tuple(made.values())) if made else None
+  return _group(1, made) if made else None
 
 
 def _unified() -> list[pathlib.Path]:
@@ -148,18 +151,15 @@ def _below(point: pathlib.Path, root: str, path: str) -> pathlib.Path:
 
 
 def _make(parent: pathlib.Path) -> pathlib.Path:
-  directory = parent / f'{PREFIX}{os.getpid()}-{secrets.token_hex(4)}'
+  directory = parent / f'{leftovers.PREFIX}{os.getpid()}-{secrets.token_hex(4)}'
   directory.mkdir()
   return directory
 
 
-def _remove_stale(parent: pathlib.Path) -> None:
-  """Removes the empty groups in `parent` of processes that were killed before they could."""
-  for directory in parent.glob(f'{PREFIX}*'):
-    maker = directory.name.removeprefix(PREFIX).partition('-')[0]
-    with contextlib.suppress(FileNotFoundError):
-      if not os.path.exists(f'/proc/{maker}') and time.time() - directory.stat().st_mtime > STALE_S:
-        _removed(directory)
+def _group(version: int, directories: dict[str, pathlib.Path]) -> Group:
+  """Return the group that lies in these directories, by controller."""
+  different = tuple(dict.fromkeys(directories.values()))
+  return Group(version, tuple(directories), different, tuple(map(leftovers.hold, different)))
 
 
 def _removed(directory: pathlib.Path) -> bool:

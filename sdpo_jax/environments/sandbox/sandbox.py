@@ -34,7 +34,7 @@ import weakref
 
 from sdpo_jax import liveness
 from sdpo_jax.config import SandboxConfig
-from sdpo_jax.environments.sandbox import bubblewrap, cgroups, confinement, scratch
+from sdpo_jax.environments.sandbox import bubblewrap, cgroups, confinement, leftovers, scratch
 from sdpo_jax.errors import UserError
 
 HERE = pathlib.Path(__file__).parent
@@ -284,6 +284,7 @@ class _Host:
     self._closed = False
     self._owner = os.getpid()
     self._scratch: str | None = None
+    self._held: int | None = None  # Descriptor by which other starts know that it is not abandoned.
     # A page table or inode more or less must not count: where programs keep to their limits, this one is never met.
     memory_mb = GROUP_MB + programs * (max(settings.memory_mb, GROUP_PROGRAM_MB) + settings.file_mb + GROUP_EXTRA_MB)
     self._group = cgroups.create(memory_mb * MIB, GROUP_PROCESSES + programs * PROGRAM_PROCESSES)
@@ -323,6 +324,9 @@ class _Host:
       self._group.remove()
     if self._scratch is not None:  # The zygote has removed it unless it was killed.
       scratch.remove(self._scratch)
+    if self._held is not None:
+      os.close(self._held)
+      self._held = None
 
   def _restart(self, dead: _Zygote) -> _Zygote:
     with self._lock:
@@ -355,8 +359,11 @@ class _Host:
       arguments = bubblewrap.arguments(found, readable, files, ENVIRONMENT, size, descriptor, proc=self.view)
       return arguments, {**settings, 'owner': None, 'scratch': bubblewrap.SCRATCH}
     if self._scratch is None:
-      self._scratch = os.path.realpath(tempfile.mkdtemp(prefix='sandbox-'))
+      self._scratch = os.path.realpath(tempfile.mkdtemp(prefix=leftovers.PREFIX))
     os.makedirs(self._scratch, exist_ok=True)
+    if self._held is not None:
+      os.close(self._held)
+    self._held = leftovers.hold(self._scratch)
     os.chmod(self._scratch, 0o711)  # Programs may have another user id, and must not list it.
     arguments = [sys.executable, '-I', '-X', 'utf8', str(files[0]), str(descriptor)]
     return arguments, {**settings, 'scratch': self._scratch}
@@ -381,6 +388,7 @@ def _directories(paths: Sequence[str]) -> list[str]:
 
 def _start(settings: SandboxConfig, harness: pathlib.Path, preload: tuple[str, ...], workers: int) -> list[_Host]:
   """Hosts of the first mechanism that withstands the probe; raises UserError if none does and none is forbidden."""
+  leftovers.remove_abandoned(tempfile.gettempdir(), scratch.remove)
   reasons = []
   for mechanism, view in ATTEMPTS:
     if settings.mechanism not in ('auto', mechanism):
@@ -426,7 +434,10 @@ def _probe(host: _Host) -> list[str]:
   Raises:
     confinement.Unsupported: a program could do what it must not, or not what it must.
   """
-  with tempfile.TemporaryDirectory() as directory, socket.create_server(('127.0.0.1', 0)) as server:
+  with contextlib.ExitStack() as stack:
+    directory = stack.enter_context(tempfile.TemporaryDirectory(prefix=leftovers.PREFIX))
+    stack.callback(os.close, leftovers.hold(directory))
+    server = stack.enter_context(socket.create_server(('127.0.0.1', 0)))
     canary = os.path.join(directory, 'canary')
     with open(canary, 'w') as file:
       file.write('canary')
