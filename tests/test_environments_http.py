@@ -145,7 +145,9 @@ def test_pauses_grow_are_spread_and_follow_the_server(monkeypatch):
   [
     (Answer(b'no'), 'is not JSON'),
     (Answer(b'\xff\xfe'), 'is not JSON'),
-    (Answer(b'[' * 100_000), 'is not JSON'),
+    (Answer(b'[' * 9_000), 'is not JSON'),
+    (Answer(b'[' * 100_000), 'its answer cannot be read: it has more than 10000 values'),
+    (Answer(json.dumps({'score': 1}).encode('utf-16')), 'is not JSON'),
     (Answer(b'[1]'), "must be an object with a 'score', not [1]"),
     (Answer({'points': 1}), "'score' is missing"),
     (Answer({'score': '1'}), "'score' of its answer must be a number"),
@@ -190,6 +192,25 @@ def test_many_failures_are_one_warning(caplog):
   assert sum(not outcome.graded for outcome in outcomes) == 19
   assert [record.levelno for record in caplog.records] == [logging.WARNING]
   assert 'could not grade 19 of 20 completions' in caplog.records[0].getMessage()
+
+
+def test_a_server_that_invents_names_does_not_fill_a_run(caplog):
+  def respond(body):
+    own = {f'{body["completion"]} {index}': 1.0 for index in range(40)}
+    return Answer({'score': 1, 'metrics': {'acc': 1.0, **own}})
+
+  settings = EnvironmentsConfig(http=HttpGraderConfig(url='', concurrency=1))
+  with Server(respond) as server:
+    settings.http.url = server.url
+    with Graders(settings) as graders:
+      for batch in range(4):
+        outcomes = grade(server.url, [f'{batch} {i}' for i in range(3)], graders=graders)
+        assert all(outcome.score == 1.0 and outcome.metrics['acc'] == 1.0 for outcome in outcomes)
+        kept = {name for outcome in outcomes for name in outcome.metrics}
+        assert len(kept) == {0: 121, 1: 80}.get(batch, 1)
+  first, last = (record.getMessage() for record in caplog.records)
+  assert 'of more than 200 names' in first and "such as '1 " in first
+  assert f'gave {4 * 3 * 40 - 199} metrics under more names than the 200 that a run keeps' in last
 
 
 def test_half_a_surrogate_pair_can_be_written():

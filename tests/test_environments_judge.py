@@ -139,7 +139,15 @@ def test_a_critique_without_words_is_no_feedback():
 
 
 @pytest.mark.parametrize(
-  'nonsense', [says('Nice.'), says(None), Answer({'choices': []}), Answer([]), Answer(status=502)]
+  'nonsense',
+  [
+    says('Nice.'),
+    says('\n' * 20_000 + 'Score: 1'),
+    says(None),
+    Answer({'choices': []}),
+    Answer([]),
+    Answer(status=502),
+  ],
 )
 def test_nonsense_is_asked_for_again_then_counted(nonsense, caplog):
   answers = [nonsense, says('Better.\nScore: 0.5')]

@@ -12,6 +12,7 @@ from typing import Any
 
 from sdpo_jax.config import EnvironmentsConfig
 from sdpo_jax.environments import registry
+from sdpo_jax.environments.metric_names import MetricNames
 from sdpo_jax.environments.outcomes import checked, ungraded
 from sdpo_jax.environments.reward_functions import is_reward_function
 from sdpo_jax.environments.time_limit import EndedError, OverranError, call_within
@@ -36,6 +37,7 @@ class Graders:
     """
     self._settings = settings
     self._made: dict[str, registry.Grader] = {}
+    self._metric_names: dict[str, MetricNames] = {}
     self._closed = False
     load_modules(settings.modules)
 
@@ -131,6 +133,8 @@ class Graders:
       except Exception as error:  # The others are to be closed as well, and what ended the run is to be said.
         logging.warning('The close() of the grader %r failed: %r', name, error)
     self._made.clear()
+    for names in self._metric_names.values():
+      names.end()
 
   def __enter__(self) -> Graders:
     return self
@@ -145,6 +149,7 @@ class Graders:
     if name not in self._made:
       try:
         self._made[name] = registry.get(name, self._settings)
+        self._metric_names[name] = MetricNames(name)
       except UserError:
         raise
       except (Exception, SystemExit) as error:  # Of anybody's factory.
@@ -210,7 +215,7 @@ class Graders:
         len(outcomes),
         wrong[0].reason,
       )
-    return sound
+    return [self._metric_names[name].kept(outcome) for outcome in sound]
 
   def _call(self, name: str, grader: registry.Grader, function: Callable[[], Any]) -> Any:
     seconds = None if getattr(grader, 'limits_itself', False) else self._settings.grader_timeout_s

@@ -22,6 +22,7 @@ from sdpo_jax.files import jsonable
 from sdpo_jax.types import Example, Messages, Outcome
 
 NAME = 'judge'
+MAX_LINES = 10_000  # Of an answer: the score is searched for in each.
 _DECORATION = r'[\s*_`#>-]*'  # Markdown around the line.
 _SCORE_LINE = re.compile(
   rf'{_DECORATION}(?:(?:final|overall|total)\s+)?score{_DECORATION}:(?P<value>.*)', re.IGNORECASE
@@ -114,6 +115,8 @@ def outcome(answer: Any) -> Outcome:
   content = message.get('content') if isinstance(message, Mapping) else None
   if not isinstance(content, str):
     raise remote.Fault(f"its answer has no text in 'choices[0].message.content': {remote.quoted(answer)}", again=True)
+  if len(content.splitlines()) > MAX_LINES:
+    raise remote.Fault(f"the judge's answer has more than {MAX_LINES} lines: {_end(content)}", again=True)
   score, critique = read_critique(content)
   if score is None:
     cut = choice.get('finish_reason') == 'length'

@@ -26,7 +26,7 @@ import httpx2
 
 from sdpo_jax import liveness
 from sdpo_jax.config.addresses import VARIABLE
-from sdpo_jax.environments import bounded_http
+from sdpo_jax.environments import bounded_http, bounded_json
 from sdpo_jax.environments.outcomes import ungraded
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.files import jsonable
@@ -279,8 +279,10 @@ class Remote:
     if encoding.strip().lower() != 'identity':
       raise Fault(f'its answer is encoded ({quoted(encoding)}), which was not asked for')
     try:
-      return json.loads(answer.body)
-    except (ValueError, RecursionError) as error:
+      return bounded_json.loads(answer.body)
+    except bounded_json.TooManyValuesError as error:
+      raise Fault(f'its answer cannot be read: {error}') from error
+    except ValueError as error:
       start = quoted(answer.body[: 4 * _QUOTED].decode('utf-8', 'replace'))
       raise Fault(f'its answer is not JSON ({printable(str(error))}): {start}') from error
 

@@ -1,0 +1,67 @@
+"""JSON of a stranger: what Python reads, and nothing that takes long to read."""
+
+import json
+
+import hypothesis
+from hypothesis import strategies as st
+import pytest
+
+from sdpo_jax.environments import bounded_json
+
+SIZE = 2**20  # Bytes, as the largest answer of a server.
+VALUES = st.recursive(
+  st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text('[],{}:"\\\\ a\x00é四'),
+  lambda inner: st.lists(inner) | st.dictionaries(st.text('[],{}"\\\\a'), inner),
+)
+
+
+def count(value):
+  inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+  return 1 + sum(map(count, inner))
+
+
+@hypothesis.settings(max_examples=50)
+@hypothesis.given(VALUES, st.booleans())
+def test_values_are_read_as_by_python_and_their_number_is_never_too_small(value, ascii_only):
+  text = json.dumps(value, ensure_ascii=ascii_only)
+  assert bounded_json.loads(text.encode()) == value
+  outside = bounded_json._STRING.sub('', text)
+  assert count(value) <= bounded_json._most_values(outside) <= 2 * count(value)
+
+
+def test_values_are_bounded_and_text_is_not():
+  most = bounded_json.MAX_VALUES - 1  # Beside the list.
+  assert bounded_json.loads(json.dumps([0] * most).encode()) == [0] * most
+  with pytest.raises(bounded_json.TooManyValuesError, match='more than 10000 values'):
+    bounded_json.loads(json.dumps([0] * (most + 1)).encode())
+  text = ',[{"\\' * (SIZE // 8)
+  assert bounded_json.loads(json.dumps([text]).encode()) == [text]
+
+
+def test_a_byte_order_mark_is_none_of_it():
+  assert bounded_json.loads(b'\xef\xbb\xbf[1]') == [1]
+
+
+HOSTILE = {
+  'lists': b'[' + b'[],' * (SIZE // 3),
+  'lists in an object': b'{"score": 1, "x": [' + b'[],' * (SIZE // 3) + b'1]}',
+  'strings': b'[' + b'"",' * (SIZE // 3),
+  'keys': b'{' + b','.join(b'"%x":1' % index for index in range(SIZE // 9)) + b'}',
+  'brackets': b'[' * SIZE,
+}
+
+
+@pytest.mark.parametrize('data', HOSTILE.values(), ids=HOSTILE)
+def test_what_would_take_long_is_not_parsed(monkeypatch, data):
+  monkeypatch.setattr(bounded_json.json, 'loads', lambda text: pytest.fail('it is parsed'))
+  with pytest.raises(bounded_json.TooManyValuesError):
+    bounded_json.loads(data)
+
+
+@pytest.mark.parametrize(
+  'data', [b'"' * SIZE, b'"' + b'\\"' * SIZE, b'"' + b'\\' * (2 * SIZE + 1), b',' + b'\\"' * SIZE]
+)
+def test_strings_are_found_in_time_that_is_linear(data):
+  """Hours, if what follows each of a million quotes was looked at again."""
+  with pytest.raises(ValueError):
+    bounded_json.loads(b',' * bounded_json.MAX_VALUES + data)
