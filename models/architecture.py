@@ -31,7 +31,7 @@ class Architecture:
   norm_placement: Literal['pre', 'post', 'both'] = 'pre'
   norm_offset: float = 0.0  # Added to the weights of all norms.
   query_key_norm: Literal['head', 'projection'] | None = None  # Over each head, or over all heads together.
-  query_pre_attn_scalar: float | None = None  # Queries are divided by its root; None: head_dim.
+  query_pre_attn_scalar: int | None = None  # Queries are divided by its root; None: head_dim.
   embedding_scale: float | None = None  # Of embedded tokens, rounded to compute dtype; None: 1.
   activation: Activation = 'silu'  # Of the gate of the MLP.
   qkv_bias: bool = False

@@ -20,9 +20,9 @@ jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 # Whole files go to a worker, in this order and then by name: with the longest first the workers end together.
 LONGEST = """
-  resume attention_tpu objective_golden commands alarms rollout_engine rollout_independence step
+  resume attention_tpu families objective_golden commands alarms rollout_engine rollout_independence step
   attention objective_sharded sample plan cluster experiments rollout_decode sandbox_attacks
-  models_qwen3 objective_loss make_base step_meshes environments_code rollout_sampling
+  decoder objective_loss make_base step_meshes environments_code rollout_sampling
   vocabulary_padding objective user_environment data_pipeline plan_hlo plan_traffic
 """.split()
 

@@ -238,6 +238,8 @@ def _rope(values: Json, given: Json, theta: float, source: str) -> Rope:
     if low >= high:
       raise UserError(f'{source}: low_freq_factor={low} must be smaller than high_freq_factor={high}.')
     return Rope(theta, kind, number(given, 'factor', source), original, low, high)
+  if theta <= 1:
+    raise UserError(f"{source}: rope_theta={theta} must be greater than 1 for rope type 'yarn'.")
   stretch = None if longest is None else longest / original
   factor = number(given, 'factor', source, stretch)
   return Rope(

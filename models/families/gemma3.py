@@ -57,7 +57,7 @@ def read(values: Json, source: str) -> Architecture:
     norm_placement='both',
     norm_offset=1.0,
     query_key_norm='head',
-    query_pre_attn_scalar=config_json.number(values, 'query_pre_attn_scalar', source),
+    query_pre_attn_scalar=config_json.size(values, 'query_pre_attn_scalar', source),
     embedding_scale=fields['hidden_size'] ** 0.5,
     qkv_bias=bias,
     output_bias=bias,

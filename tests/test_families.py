@@ -1,0 +1,299 @@
+"""Every family against transformers: random tiny checkpoints, beyond windows and original lengths, there and back."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from models import huggingface, parameters
+from sdpo_jax.config import MeshConfig, ModelConfig
+from sdpo_jax.distributed import mesh as meshes
+from sdpo_jax.rollout.engine import Sampler
+from sdpo_jax.training import batching
+from sdpo_jax.training.update import make_update, place_state
+from tests import test_step
+
+torch.set_num_threads(1)
+
+VOCABULARY, WINDOW = 64, 6
+SIZES = dict(
+  vocab_size=VOCABULARY,
+  hidden_size=32,
+  intermediate_size=48,
+  num_hidden_layers=2,
+  num_attention_heads=4,
+  num_key_value_heads=2,
+  max_position_embeddings=128,
+  initializer_range=0.25,
+  eos_token_id=None,
+  bos_token_id=None,
+  pad_token_id=0,
+)
+# Positions go on to 56, well beyond the 16 that were seen before stretching.
+DEFAULT = dict(rope_type='default', rope_theta=300.0)
+LINEAR = dict(rope_type='linear', rope_theta=1000.0, factor=8.0)
+YARN = dict(rope_type='yarn', rope_theta=1000.0, factor=8.0, original_max_position_embeddings=16, beta_fast=4.0)
+LLAMA3 = dict(
+  rope_type='llama3',
+  rope_theta=100.0,
+  factor=8.0,
+  low_freq_factor=1.0,
+  high_freq_factor=4.0,
+  original_max_position_embeddings=16,
+)
+DEEP = 9  # More layers than are decoded one by one, so that their loop is compiled (`models.cache.SHALLOW`).
+MODELS = {
+  'qwen3': ('Qwen3', dict(head_dim=16, tie_word_embeddings=True, rope_parameters=DEFAULT)),
+  'qwen2': (
+    'Qwen2',
+    dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1, rope_parameters=YARN),
+  ),
+  'llama': ('Llama', dict(attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3)),
+  'mistral': ('Mistral', dict(head_dim=12, sliding_window=WINDOW, tie_word_embeddings=True, rope_parameters=LINEAR)),
+  'olmo3': (
+    'Olmo3',
+    dict(
+      num_hidden_layers=DEEP,
+      sliding_window=WINDOW,
+      attention_bias=True,
+      rope_parameters=dict(full_attention=YARN, sliding_attention=DEFAULT),
+    ),
+  ),
+  'gemma3': (
+    'Gemma3Text',
+    dict(
+      num_key_value_heads=1,
+      head_dim=16,
+      sliding_window=WINDOW,
+      sliding_window_pattern=2,
+      query_pre_attn_scalar=24,
+      rope_parameters=dict(full_attention=LINEAR, sliding_attention=DEFAULT),
+    ),
+  ),
+}
+# What families also know; run with the slow tests.
+MORE = {
+  'qwen3, windows and biases': (
+    'Qwen3',
+    dict(
+      num_hidden_layers=DEEP,
+      num_key_value_heads=4,
+      head_dim=8,
+      attention_bias=True,
+      use_sliding_window=True,
+      sliding_window=WINDOW,
+      max_window_layers=3,
+      rms_norm_eps=1e-3,
+      rope_parameters=LLAMA3,
+    ),
+  ),
+  'qwen2, no windows': ('Qwen2', dict(num_hidden_layers=DEEP, tie_word_embeddings=True, rope_parameters=LINEAR)),
+  'llama, no biases': ('Llama', dict(num_key_value_heads=1, tie_word_embeddings=True, rope_parameters=DEFAULT)),
+  'mistral, no windows': ('Mistral', dict(num_hidden_layers=DEEP, sliding_window=None, rope_parameters=YARN)),
+  'mistral, tanh': ('Mistral', dict(hidden_act='gelu_pytorch_tanh', sliding_window=3, rope_parameters=DEFAULT)),
+  'olmo3, shallow': (
+    'Olmo3',
+    dict(
+      layer_types=['full_attention', 'sliding_attention'],
+      sliding_window=WINDOW,
+      tie_word_embeddings=True,
+      rope_parameters=dict(full_attention=LLAMA3, sliding_attention=LINEAR),
+    ),
+  ),
+  'gemma3, deep': (
+    'Gemma3Text',
+    dict(
+      num_hidden_layers=DEEP,
+      attention_bias=True,
+      tie_word_embeddings=False,
+      head_dim=8,
+      sliding_window=WINDOW,
+      hidden_activation='silu',
+      rope_parameters=dict(full_attention=DEFAULT, sliding_attention=DEFAULT),
+    ),
+  ),
+}
+FLOAT32 = ModelConfig(dtype='float32', remat='none')
+PROMPTS = [np.random.default_rng(n).integers(1, VOCABULARY, n).tolist() for n in (11, 12, 13, 24)]  # Buckets: 12, 24.
+STEPS = 32
+TOKENIZER = types.SimpleNamespace(decode=lambda tokens, **options: ' '.join(map(str, tokens)))
+
+
+@dataclasses.dataclass
+class Made:
+  """One model, in transformers and here."""
+
+  reference: transformers.PreTrainedModel
+  folder: str
+  policy: huggingface.DecoderPolicy
+  params: dict
+
+
+def reference(name):
+  """A random model of transformers; norms and biases, which would be 1 and 0, prove something."""
+  torch.manual_seed(0)
+  family, settings = (MODELS | MORE)[name]
+  model_class = transformers.AutoModelForCausalLM
+  model = model_class.from_config(getattr(transformers, f'{family}Config')(**{**SIZES, **settings})).eval()
+  with torch.no_grad():
+    for parameter, weight in model.named_parameters():
+      if 'norm' in parameter or 'bias' in parameter:
+        weight.add_(0.3 * torch.randn_like(weight))
+  return model
+
+
+@pytest.fixture(scope='module')
+def made(request, tmp_path_factory):
+  model = reference(request.param)
+  folder = str(tmp_path_factory.mktemp('model'))
+  model.save_pretrained(folder)
+  return Made(model, folder, *huggingface.load(folder, FLOAT32))
+
+
+def families(*default, more=False):
+  """Tests of all families, of which those named run by default; with `more`, of the other models too."""
+  names = [*MODELS, *MORE] if more else list(MODELS)
+  models = [pytest.param(name, marks=() if name in default else pytest.mark.slow) for name in names]
+  return pytest.mark.parametrize('made', models, indirect=True, ids=names)
+
+
+def logits_of(model, tokens):
+  """[S, V] float32, of transformers."""
+  with torch.no_grad():
+    return model(torch.tensor([tokens])).logits[0].float().numpy()
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def our_logits(policy, params, tokens, segment_ids):
+  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+  hidden, unembedding, _ = policy.apply({}, params, tokens, positions, segment_ids)
+  return (hidden @ unembedding.T).astype(jnp.float32)
+
+
+def padded(sequences):
+  width = max(map(len, sequences))
+  tokens = np.array([sequence + [0] * (width - len(sequence)) for sequence in sequences], np.int32)
+  return tokens, (np.arange(width) < np.array([[len(s)] for s in sequences])).astype(np.int32)
+
+
+@families(*MODELS, more=True)
+def test_samples_and_logits_are_those_of_transformers(made):
+  """Greedy tokens, log-probs from the cache, on both sides of a bucket's edge, and logits of whole sequences."""
+  sampler = Sampler(
+    made.policy, TOKENIZER, prompt_buckets=(12, 24), response_buckets=(STEPS,), decode_chunk=16, resized=False
+  )
+  ours = sampler.sample({}, made.params, PROMPTS, n=1, seed=0, step=0, max_tokens=STEPS, temperature=0.0)
+  whole = []
+  for row, prompt in enumerate(PROMPTS):
+    with torch.no_grad():
+      generated = made.reference.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=STEPS,
+        do_sample=False,
+      )[0].tolist()
+    assert ours.completion_tokens[row].tolist() == generated[len(prompt) :]
+    whole.append(generated)
+  logits = np.asarray(our_logits(made.policy, made.params, *padded(whole)))
+  for row, (prompt, sequence) in enumerate(zip(PROMPTS, whole, strict=True)):
+    expected = logits_of(made.reference, sequence)
+    assert np.abs(expected).max() > 1
+    np.testing.assert_allclose(logits[row, : len(sequence)], expected, atol=1e-4)
+    predicting = torch.log_softmax(torch.tensor(expected[len(prompt) - 1 : -1]), dim=-1)
+    drawn = predicting[range(STEPS), sequence[len(prompt) :]]
+    np.testing.assert_allclose(ours.model_log_probs[row], drawn, atol=1e-4)
+
+
+@families(*MODELS, more=True)
+def test_what_is_exported_is_the_same_model_in_transformers(made, tmp_path):
+  """Weights and config.json, both written from what was read, and config.json copied."""
+  tokens = np.random.default_rng(5).integers(1, VOCABULARY, 40).tolist()
+  expected = logits_of(made.reference, tokens)
+  for name, source in (('written', None), ('copied', made.folder)):
+    huggingface.save(tmp_path / name, made.policy, made.params, source=source, dtype='float32')
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
+    assert not any(report.values()), report
+    assert type(model) is type(made.reference)
+    np.testing.assert_allclose(logits_of(model, tokens), expected, atol=1e-5)
+    policy, params = huggingface.load(tmp_path / name, FLOAT32)
+    assert policy == made.policy
+    jax.tree.map(np.testing.assert_array_equal, params, made.params)
+
+
+def step(made, mesh):
+  """(loss, parameters after one step of SDPO by plain gradient descent, on the host)"""
+  config = test_step.settings(actor__ppo_micro_batch_size=8)
+  samples = test_step.samples_for(config)
+  _, params = huggingface.load(made.folder, FLOAT32, mesh)
+  state = place_state(config, params, mesh)
+  update = make_update(made.policy.on(mesh), config, jax.tree.map(lambda leaf: leaf.sharding, state))
+  (micro,) = batching.micro_batches(samples, np.arange(len(samples)), config, mesh.size)
+  grads, result = update.accumulate({}, state, update.zero(state.trainable), meshes.put_rows(mesh, micro.batch))
+  state, report = update.apply(state, grads)
+  assert report['finite'] == 1
+  return float(result.loss), jax.device_get(state.trainable)
+
+
+def one_device():
+  return meshes.make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
+
+
+@families('llama', 'olmo3', 'gemma3')
+def test_a_step_of_sdpo_moves_every_parameter(made):
+  loss, moved = step(made, one_device())
+  assert 0 < loss < np.inf
+  for parameter in made.policy.parameter_table():
+    before, after = (np.asarray(parameters.get(tree, parameter.path)) for tree in (made.params, moved))
+    assert np.isfinite(after).all()
+    changed = (before != after).reshape(parameter.layers, -1).any(axis=1)
+    assert changed.all(), (parameter.name, changed)
+
+
+@families()
+def test_a_step_on_eight_devices_is_that_of_one(made):
+  loss, moved = step(made, one_device())
+  spread_loss, spread = step(made, meshes.make_mesh(MeshConfig(fsdp=4, tensor=2)))
+  assert spread_loss == pytest.approx(loss, rel=1e-5)
+  jax.tree.map(lambda one, eight: np.testing.assert_allclose(eight, one, atol=3e-6), moved, spread)
+
+
+@families('gemma3')
+def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(made):
+  tokens = np.random.default_rng(6).integers(1, VOCABULARY, 40).tolist()
+  exact = logits_of(made.reference, tokens)
+  theirs = logits_of(copy.deepcopy(made.reference).to(torch.bfloat16), tokens)
+  half = dataclasses.replace(made.policy, dtype='bfloat16')
+  ours = np.asarray(our_logits(half, made.params, *padded([tokens])))[0]
+  errors = [np.sqrt(np.mean((logits - exact) ** 2)) for logits in (ours, theirs)]
+  assert 0 < errors[0] < 1.5 * errors[1] < 0.3 * exact.std()
+
+
+@families('olmo3', 'gemma3')
+def test_eight_devices_compute_and_sample_what_one_does(made):
+  """Heads that do not divide the devices stay whole: Gemma has one head of keys here."""
+  mesh = meshes.make_mesh(MeshConfig(fsdp=4, tensor=2))
+  _, sharded = huggingface.load(made.folder, FLOAT32, mesh)
+  gate = sharded['layers']['mlp']['gate']
+  assert len(gate.sharding.device_set) == 8 and gate.addressable_shards[0].data.shape[1:] == (8, 24)
+  jax.tree.map(np.testing.assert_array_equal, made.params, sharded)
+  policy = made.policy.on(mesh)
+  rows = padded([PROMPTS[3][:length] for length in range(17, 25)])
+  expected = our_logits(made.policy, made.params, *rows)
+  spread = our_logits(policy, sharded, *meshes.put_rows(mesh, rows))
+  for row, length in enumerate(range(17, 25)):
+    np.testing.assert_allclose(spread[row, :length], expected[row, :length], atol=1e-4)
+  drawn = []
+  for sampling, params, where in ((made.policy, made.params, None), (policy, sharded, mesh)):
+    sampler = Sampler(sampling, TOKENIZER, prompt_buckets=(24,), response_buckets=(16,), mesh=where, resized=False)
+    drawn.append(sampler.sample({}, params, PROMPTS, n=2, seed=0, step=0, max_tokens=16, temperature=1.0))
+  np.testing.assert_array_equal(drawn[1].completion_tokens, drawn[0].completion_tokens)
+  np.testing.assert_allclose(drawn[1].model_log_probs, drawn[0].model_log_probs, atol=1e-4)
