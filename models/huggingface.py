@@ -52,8 +52,8 @@ def load(
   check_files(root, edited=True)
   policy = read_policy(root, config).on(mesh, config.attention)
   table = policy.parameter_table()
-  with stored_tensors.open_tensors(root) as tensors:
-    _check(root, table, tensors, tied=policy.config.tied)
+  with stored_tensors.open_tensors(root) as stored:
+    tensors = _of_model(root, policy.config, table, stored)
     params = parameters.map_table(lambda parameter: placing.place(parameter, tensors, mesh), table)
   return policy, params
 
@@ -212,26 +212,45 @@ def read_json(root: pathlib.Path, name: str) -> dict[str, Any]:
   return values
 
 
-def _check(root: pathlib.Path, table: parameters.Table, tensors: Mapping[str, Tensor], tied: bool) -> None:
+def _of_model(
+  root: pathlib.Path, config: Architecture, table: parameters.Table, stored: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+  """Returns the tensors of a model, by the names in its table.
+
+  Raises:
+    UserError: naming one that is missing, does not belong to the model, is there twice, or has another shape or dtype.
+  """
+  known_name = registry.family_of(config).known_name
+  ignored = (*IGNORED, 'lm_head.weight') if config.tied else IGNORED
   expected = {p.huggingface_name(layer): p for p in table for layer in range(p.layers)}
-  missing = [name for name in expected if name not in tensors]
-  if missing:
-    raise UserError(f'{root}: {len(missing)} tensors are missing, first {missing[0]!r}.')
-  ignored = (*IGNORED, 'lm_head.weight') if tied else IGNORED
-  unexpected = [name for name in sorted(tensors) if name not in expected and not name.endswith(ignored)]
-  if unexpected:
-    raise UserError(
-      f'{root}: {len(unexpected)} tensors do not belong to the model that config.json describes, first '
-      f'{unexpected[0]!r}.'
-    )
-  for name, parameter in expected.items():
-    tensor = tensors[name]
-    if tensor.shape != parameter.huggingface_shape:
+  tensors: dict[str, Tensor] = {}
+  unexpected = []
+  for tensor in stored.values():
+    name = known_name(tensor.name)
+    if name in tensors:
       raise UserError(
-        f'{root}: tensor {name!r} has shape {tensor.shape}; config.json says {parameter.huggingface_shape}.'
+        f'{root}: {tensors[name].name!r} and {tensor.name!r} are the same tensor of the model: remove one of them.'
+      )
+    if name in expected:
+      tensors[name] = tensor
+    elif name is not None and not name.endswith(ignored):
+      unexpected.append(tensor.name)
+  missing = [name for name in expected if name not in tensors]
+  wrong = [f'{len(missing)} tensors are missing, first {missing[0]!r}'] if missing else []
+  if unexpected:
+    wrong.append(
+      f'{len(unexpected)} tensors do not belong to the model that config.json describes, first {min(unexpected)!r}'
+    )
+  if wrong:
+    raise UserError(f'{root}: {", and ".join(wrong)}.')
+  for name, tensor in tensors.items():
+    if tensor.shape != expected[name].huggingface_shape:
+      raise UserError(
+        f'{root}: tensor {tensor.name!r} has shape {tensor.shape}; config.json says {expected[name].huggingface_shape}.'
       )
     if tensor.dtype not in DTYPES:
       raise UserError(
-        f'{tensor.file.path}: tensor {name!r} is stored as {tensor.dtype}; supported: {", ".join(DTYPES)}: get the '
-        'model in one of these.'
+        f'{tensor.file.path}: tensor {tensor.name!r} is stored as {tensor.dtype}; supported: {", ".join(DTYPES)}: get '
+        'the model in one of these.'
       )
+  return tensors

@@ -5,18 +5,22 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import re
+import shutil
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 import torch
 import transformers
 
 from models import huggingface, parameters
 from sdpo_jax.config import MeshConfig, ModelConfig
 from sdpo_jax.distributed import mesh as meshes
+from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.training import batching
 from sdpo_jax.training.update import make_update, place_state
@@ -297,3 +301,72 @@ def test_eight_devices_compute_and_sample_what_one_does(made):
     drawn.append(sampler.sample({}, params, PROMPTS, n=2, seed=0, step=0, max_tokens=16, temperature=1.0))
   np.testing.assert_array_equal(drawn[1].completion_tokens, drawn[0].completion_tokens)
   np.testing.assert_allclose(drawn[1].model_log_probs, drawn[0].model_log_probs, atol=1e-4)
+
+
+@pytest.fixture(scope='module')
+def sees_images(tmp_path_factory):
+  """A Gemma 3 that sees images, of random weights, and its folder."""
+  text = SIZES | MODELS['gemma3'][1]
+  vision = dict(
+    hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+  )
+  config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, eos_token_id=[5, 6])
+  torch.manual_seed(1)
+  model = transformers.Gemma3ForConditionalGeneration(config).eval()
+  folder = tmp_path_factory.mktemp('sees_images')
+  model.save_pretrained(folder)
+  return model, folder
+
+
+SPELLINGS = {
+  'transformers 4.50': (
+    ('language_model.model.', 'language_model.lm_head.', 'vision_tower.', 'multi_modal_projector.')
+  ),
+  'transformers 5': ('model.language_model.', 'lm_head.', 'model.vision_tower.', 'model.multi_modal_projector.'),
+}
+
+
+def respelled(folder, target, spelling, **more):
+  """A copy of a model that sees images whose tensors have other names, and `more` tensors."""
+  shutil.copytree(folder, target)
+  file = target / 'model.safetensors'
+  parts = re.compile(r'(?:model\.)?(language_model\.(?:model\.)?|lm_head\.|vision_tower\.|multi_modal_projector\.)(.*)')
+  places = ('language_model.', 'lm_head.', 'vision_tower.', 'multi_modal_projector.')
+  tensors = {}
+  for name, tensor in safetensors.numpy.load_file(file).items():
+    part, rest = parts.fullmatch(name).groups()
+    place = next(index for index, start in enumerate(places) if part.startswith(start))
+    tensors[SPELLINGS[spelling][place] + rest] = tensor
+  safetensors.numpy.save_file(tensors | more, file)
+  return target
+
+
+@pytest.mark.parametrize('spelling', SPELLINGS)
+def test_of_a_model_that_sees_images_the_part_that_reads_is_trained_and_exported(sees_images, spelling, tmp_path):
+  model, folder = sees_images
+  policy, params = huggingface.load(respelled(folder, tmp_path / 'model', spelling), FLOAT32)
+  tokens = PROMPTS[3]
+  with torch.no_grad():
+    expected = model(torch.tensor([tokens])).logits[0].numpy()
+  np.testing.assert_allclose(our_logits(policy, params, *padded([tokens]))[0], expected, atol=1e-4)
+  huggingface.save(tmp_path / 'export', policy, params, source=folder, dtype='float32')
+  exported, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'export', output_loading_info=True)
+  assert not any(report.values()) and type(exported) is transformers.Gemma3ForCausalLM
+  assert exported.config.eos_token_id == [5, 6]
+  np.testing.assert_allclose(logits_of(exported, tokens), expected, atol=1e-5)
+  again, _ = huggingface.load(tmp_path / 'export', FLOAT32)
+  assert again == policy
+
+
+def test_a_tensor_that_is_not_about_images_is_not_skipped(sees_images, tmp_path):
+  _, folder = sees_images
+  extra = {'audio_tower.weight': np.zeros(2, np.float32), 'vision_tower_too.weight': np.zeros(2, np.float32)}
+  respelled(folder, tmp_path / 'more', 'transformers 5', **extra)
+  with pytest.raises(UserError, match=r"2 tensors do not belong to the model .*, first 'audio_tower.weight'"):
+    huggingface.load(tmp_path / 'more', FLOAT32)
+  twice = {'language_model.model.norm.weight': np.zeros(32, np.float32)}
+  respelled(folder, tmp_path / 'twice', 'transformers 5', **twice)
+  with pytest.raises(
+    UserError, match=r"'language_model.model.norm.weight' and 'model.language_model.norm.weight' are the same"
+  ):
+    huggingface.load(tmp_path / 'twice', FLOAT32)
