@@ -14,7 +14,14 @@ FAMILIES: Mapping[str, Family] = {
 }
 BY_MODEL_TYPE: Mapping[str, Family] = {kind: family for family in FAMILIES.values() for kind in family.model_types}
 # Why model types that are near to those here are not supported.
-REASONS: Mapping[str, str] = {'gemma2': 'it soft-caps its logits'}
+REASONS: Mapping[str, str] = {
+  'gemma2': 'its logits are soft-capped',
+  'mixtral': 'a mixture of experts',
+  'qwen2_moe': 'a mixture of experts',
+  'qwen3_moe': 'a mixture of experts',
+  'qwen2_5_vl': 'it sees images',
+  'qwen3_vl': 'it sees images',
+}
 
 
 def family_of(architecture: Architecture) -> Family:
