@@ -5,7 +5,7 @@ A file is the length of a header (8 bytes), the header (JSON: name → dtype, sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import hashlib
 import json
@@ -212,19 +212,22 @@ def write(path: pathlib.Path, parts: Sequence[Part], dtype: np.dtype) -> str:
   text += b' ' * (-len(text) % 8)  # The data begin at a multiple of 8 bytes.
   digest = hashlib.sha256()
   with path.open('xb') as file:
-    for content in _contents(text, parts, dtype):
+
+    def put(content: bytes | memoryview) -> None:
       digest.update(content)
       file.write(content)
+
+    put(len(text).to_bytes(8, 'little') + text)
+    for part in parts:
+      put(_content(part, dtype))  # Kept by no name, so that it is gone when the next one is made.
   return digest.hexdigest()
 
 
-def _contents(header: bytes, parts: Sequence[Part], dtype: np.dtype) -> Iterable[bytes | memoryview]:
-  yield len(header).to_bytes(8, 'little') + header
-  for part in parts:
-    array = part.make()
-    if array.shape != part.shape or array.dtype != dtype:
-      raise ValueError(f'{part.name} is {array.dtype} {array.shape}, not {dtype} {part.shape}.')
-    yield memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+def _content(part: Part, dtype: np.dtype) -> memoryview:
+  array = part.make()
+  if array.shape != part.shape or array.dtype != dtype:
+    raise ValueError(f'{part.name} is {array.dtype} {array.shape}, not {dtype} {part.shape}.')
+  return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
 def _counts(value: Any) -> bool:
