@@ -76,8 +76,10 @@ def check_target(path: str | os.PathLike) -> pathlib.Path:
   if not is_local(path):
     raise UserError(f'{path}: models are written to local directories: name one, and copy it there when it is done.')
   target = pathlib.Path(os.path.realpath(pathlib.Path(path).expanduser()))
-  if target.exists() and (not target.is_dir() or any(target.iterdir())):
-    raise UserError(f'{path} already exists and is not empty: remove it or name another directory.')
+  if target.exists() and not target.is_dir():
+    raise UserError(f'{path} is a file: name a new directory, nothing is overwritten.')
+  if target.exists() and any(target.iterdir()):
+    raise UserError(f'{path} already exists and is not empty: name a new directory, nothing is overwritten.')
   if os.path.ismount(target):
     raise UserError(f'{path} is where a disk is mounted, which cannot be replaced at once: name a directory in it.')
   return target

@@ -6,13 +6,12 @@ from collections.abc import Callable
 import dataclasses
 import json
 import logging
-import pathlib
 from typing import Literal
 
 from etils import epath
 import jax
 
-from models import huggingface
+from models import exporting, huggingface
 from models.parameters import merge
 from sdpo_jax.config import Config, flatten, from_dict, is_listed
 from sdpo_jax.data import pipeline
@@ -220,19 +219,19 @@ def export(
   workdir: str,
   output: str,
   weights: Literal['student', 'teacher'],
-  dtype: str = 'float32',
+  dtype: Literal['float32', 'bfloat16', 'float16'] = 'float32',
   step: int | None = None,
 ) -> int:
   """Writes a run's checkpoint (of `step`, or the newest) as a Hugging Face model directory; returns its step.
 
+  In a run of several processes all call this, and process 0 writes.
+
   Raises:
-    UserError: no run or checkpoint, or `output` holds something already.
+    UserError: no run or checkpoint, `output` holds something already or cannot be written, or the weights hold values
+      that the dtype cannot.
   """
-  target = pathlib.Path(output)
-  if target.exists() and not target.is_dir():
-    raise UserError(f'--output={output} is a file: name a new directory, nothing is overwritten.')
-  if target.exists() and any(target.iterdir()):
-    raise UserError(f'--output={output} is not empty: name a new directory, nothing is overwritten.')
+  if jax.process_index() == 0:
+    exporting.check_target(output)  # Before gigabytes are read.
   session, parameters, step = open_run(workdir, weights, step=step)
   huggingface.save(
     output, session.policy, merge(session.base, parameters), source=session.config.model.path, dtype=dtype
