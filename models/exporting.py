@@ -4,29 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 import contextlib
-import errno
-import fcntl
 import functools
 import json
 import math
 import os
 import pathlib
 import shutil
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax.experimental import multihost_utils
 import ml_dtypes
 import numpy as np
 
-from models import checksums, parameters, tensor_files
+from models import checksums, file_lock, parameters, tensor_files
 from models.stored_tensors import INDEX, WEIGHTS
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import is_full, is_local, make_directory, sync_directory, sync_tree
 from sdpo_jax.types import Tree
 
 BAND_BYTES = 2**26  # Of float32 that are fetched at once of a parameter that is one tensor.
-_CANNOT_LOCK = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
 @contextlib.contextmanager
@@ -47,7 +44,7 @@ def new_directory(path: str | os.PathLike, size: int) -> Iterator[pathlib.Path]:
   partial = target.with_name(target.name + '.partial')
   try:
     make_directory(target.parent)
-    with _only_one(target.with_name(target.name + '.partial.lock'), target):
+    with file_lock.held(target.with_name(target.name + '.partial.lock'), functools.partial(_refuse, target)):
       check_target(path)  # Another process may just have made it.
       shutil.rmtree(partial, ignore_errors=True)
       partial.mkdir()
@@ -215,37 +212,8 @@ def _on_host(array: Any) -> np.ndarray:
   return np.asarray(array)
 
 
-@contextlib.contextmanager
-def _only_one(lock: pathlib.Path, target: pathlib.Path) -> Iterator[None]:
-  """Hold a lock, which goes with this process, however it ends."""
-  while True:
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    try:
-      try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      except BlockingIOError as error:
-        raise UserError(
-          f'Another process is writing {target}: wait until it has ended, or name another directory.'
-        ) from error
-      except OSError as error:
-        if error.errno not in _CANNOT_LOCK:  # Where there are no locks, two that write at once are not noticed.
-          raise
-      if not _is_at(descriptor, lock):  # The one before has just removed it.
-        continue
-      try:
-        yield
-      finally:
-        lock.unlink(missing_ok=True)
-      return
-    finally:
-      os.close(descriptor)
-
-
-def _is_at(descriptor: int, path: pathlib.Path) -> bool:
-  try:
-    return os.path.samestat(os.fstat(descriptor), os.lstat(path))
-  except FileNotFoundError:
-    return False
+def _refuse(target: pathlib.Path) -> NoReturn:
+  raise UserError(f'Another process is writing {target}: wait until it has ended, or name another directory.')
 
 
 def _check_room(target: pathlib.Path, size: int) -> None:

@@ -1,16 +1,42 @@
-"""Whether the Hugging Face hub can be reached, asked once: its libraries try for half a minute, line by line."""
+"""Models of the Hugging Face hub. Whether it can be reached is asked once: its libraries try for half a minute."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import functools
+import pathlib
 import sys
 import time
 
-from sdpo_jax.errors import first_line
+from sdpo_jax.errors import UserError, first_line
 
 ATTEMPTS = 2
 TIMEOUT_S = 10.0  # Of an attempt.
 PAUSE_S = 1.0  # Between two.
+
+
+def fetch(name: str, patterns: Sequence[str]) -> pathlib.Path:
+  """Return the directory of the hub's cache that holds a model's files, downloaded where they are not there.
+
+  Args:
+    name: organisation/model.
+    patterns: of the names of files to have.
+
+  Raises:
+    UserError: the hub cannot be reached, or has no such model.
+  """
+  from huggingface_hub import errors, snapshot_download
+
+  reason = unreachable()
+  try:
+    return pathlib.Path(snapshot_download(name, allow_patterns=list(patterns)))
+  except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
+    where = f'model.path={name!r} is not a directory here'
+    if reason:
+      raise UserError(
+        f'{where}, and {reason}: connect this machine, or set model.path to a Hugging Face model directory.'
+      ) from error
+    raise UserError(f'{where}, and it cannot be loaded from the Hugging Face hub: {first_line(error)}') from error
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -20,11 +21,11 @@ from models.families import registry
 from models.tensor_files import DTYPES, Tensor
 from sdpo_jax.config import ModelConfig
 from sdpo_jax.distributed.cluster import barrier
-from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.errors import UserError
 from sdpo_jax.types import Tree
 
 _logger = logging.getLogger('sdpo_jax.models')
-HUB_FILES = ('*.json', '*.jinja', '*.safetensors', '*.model', '*.txt', checksums.SUMS)
+COMPANIONS = ('*.json', '*.jinja', '*.model', '*.txt', checksums.SUMS)  # Of weights, where these are fetched.
 # Vocabularies of at least LARGE tokens get rows up to a multiple of 1024: 8 shards of whole 128-lane tiles.
 LARGE, LARGE_MULTIPLE = 32768, 1024
 # Tensors that some writers store although they follow from config.json.
@@ -84,7 +85,7 @@ def read_policy(path: str | os.PathLike, config: ModelConfig) -> DecoderPolicy:
   Raises:
     UserError: missing or malformed config.json, unsupported architecture.
   """
-  root = resolve(path)
+  root = resolve(path, weights=False)
   return _policy(registry.read(read_json(root, 'config.json'), str(root / 'config.json')), config)
 
 
@@ -169,29 +170,22 @@ def resolve(path: str | os.PathLike, weights: bool = True) -> pathlib.Path:
   Raises:
     UserError: it names neither.
   """
-  files = HUB_FILES if weights else tuple(name for name in HUB_FILES if 'safetensors' not in name)
-  if remote_files.is_remote(path):
-    return remote_files.fetch(str(path), files)
   local = pathlib.Path(path).expanduser()
-  if local.is_dir():
+  if remote_files.is_remote(path):
+    fetch = functools.partial(remote_files.fetch, str(path))
+  elif local.is_dir():
     return local
-  if not re.fullmatch(r'[\w.-]+/[\w.-]+', str(path)) or str(path).startswith('.') or local.parent.is_dir():
+  elif not re.fullmatch(r'[\w.-]+/[\w.-]+', str(path)) or str(path).startswith('.') or local.parent.is_dir():
     raise UserError(f'The model directory {local} does not exist: set model.path to a Hugging Face model directory.')
-  from huggingface_hub import errors, hf_hub_download, snapshot_download
-
-  unreachable = hub.unreachable()
-  try:
-    # The architecture first: gigabytes of weights that we cannot use are not worth fetching.
-    described = pathlib.Path(hf_hub_download(str(path), 'config.json'))
-    registry.read(read_json(described.parent, 'config.json'), f'{path}/config.json')
-    return pathlib.Path(snapshot_download(str(path), allow_patterns=files))
-  except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
-    where = f'model.path={str(path)!r} is not a directory here'
-    if unreachable:
-      raise UserError(
-        f'{where}, and {unreachable}: connect this machine, or set model.path to a Hugging Face model directory.'
-      ) from error
-    raise UserError(f'{where}, and it cannot be loaded from the Hugging Face hub: {first_line(error)}') from error
+  else:
+    fetch = functools.partial(hub.fetch, str(path))
+  root = fetch(COMPANIONS)
+  if weights:
+    # The architecture first: gigabytes of weights that we cannot use are not worth fetching. Nor are those that the
+    # index does not name: some publishers store them a second time.
+    registry.read(read_json(root, 'config.json'), f'{path}/config.json')
+    root = fetch((*COMPANIONS, *stored_tensors.weight_files(stored_tensors.read_index(root))))
+  return root
 
 
 def read_json(root: pathlib.Path, name: str) -> dict[str, Any]:

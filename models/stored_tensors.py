@@ -24,9 +24,12 @@ def open_tensors(root: pathlib.Path) -> Iterator[dict[str, Tensor]]:
     UserError: naming the file that is missing or damaged, or what index and files say differently.
   """
   index = read_index(root)
-  names = [WEIGHTS] if index is None else sorted(set(index.values()))
+  if index is not None and (root / WEIGHTS).exists() and WEIGHTS not in index.values():
+    raise UserError(
+      f'{root} holds two models: {WEIGHTS}, and the files that {INDEX} names: remove the one that is not meant.'
+    )
   with contextlib.ExitStack() as stack:
-    files = [stack.enter_context(TensorFile(_present(root, name, index))) for name in names]
+    files = [stack.enter_context(TensorFile(_present(root, name, index))) for name in weight_files(index)]
     yield _collect(root, files, index)
 
 
@@ -34,12 +37,10 @@ def read_index(root: pathlib.Path) -> dict[str, str] | None:
   """Return the file that holds each tensor, by its name, as the index of a model directory says; None: it has none.
 
   Raises:
-    UserError: the index cannot be read or names a file outside of the directory, or there are neither index nor weights.
+    UserError: the index cannot be read, or names a file outside of the directory.
   """
   file = root / INDEX
-  if not file.is_file():
-    if file.is_symlink() or not ((root / WEIGHTS).is_file() or (root / WEIGHTS).is_symlink()):
-      raise UserError(f'{root} has neither {WEIGHTS} nor {INDEX}: only safetensors weights are read.')
+  if not file.exists():
     return None
   weight_map = read_json_object(file, 'get the file again').get('weight_map')
   if not isinstance(weight_map, dict) or not weight_map:
@@ -50,24 +51,27 @@ def read_index(root: pathlib.Path) -> dict[str, str] | None:
         f'{file} says that {name!r} is in {short_repr(shard)}, which is not the name of a safetensors file in its '
         'directory: get the file again.'
       )
-  if (root / WEIGHTS).exists() and WEIGHTS not in weight_map.values():
-    raise UserError(
-      f'{root} holds two models: {WEIGHTS}, and the files that {INDEX} names: remove the one that is not meant.'
-    )
   return weight_map
+
+
+def weight_files(index: dict[str, str] | None) -> list[str]:
+  """Return the names of the files that hold the tensors, given the index, if there is one."""
+  return [WEIGHTS] if index is None else sorted(set(index.values()))
 
 
 def _present(root: pathlib.Path, name: str, index: dict[str, str] | None) -> pathlib.Path:
   file = root / name
   if file.is_file():
     return file
-  who = str(root) if index is None else str(root / INDEX)
+  if index is None and not file.is_symlink():
+    raise UserError(f'{root} has neither {WEIGHTS} nor {INDEX}: only safetensors weights are read.')
+  who = f'{root} has' if index is None else f'{root / INDEX} names'
   if file.is_symlink():
     raise UserError(
-      f'{who} names {name}, a link to {short_repr(str(file.readlink()), 200)}, where there is no file: copy what it '
+      f'{who} {name}, a link to {short_repr(str(file.readlink()), 200)}, where there is no file: copy what it '
       'should lead to (cp -L), or get the file again.'
     )
-  raise UserError(f'{who} names {name}, which is missing: get it again.')
+  raise UserError(f'{who} {name}, which is missing: get it again.')
 
 
 def _collect(root: pathlib.Path, files: list[TensorFile], index: dict[str, str] | None) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from models import exporting, huggingface, parameters, tensor_files
+from models import exporting, file_lock, huggingface, parameters, tensor_files
 from sdpo_jax.config import MeshConfig, ModelConfig
 from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding
 from sdpo_jax.errors import UserError
@@ -117,7 +117,7 @@ def test_a_lock_that_was_removed_meanwhile_is_taken_anew(tmp_path, monkeypatch):
     flock(descriptor, how)
 
   monkeypatch.setattr(fcntl, 'flock', removed_once)
-  with exporting._only_one(lock, tmp_path / 'out'):
+  with file_lock.held(lock, lambda: pytest.fail('nobody holds it')):
     assert len(taken) == 2 and taken[-1] == lock.stat().st_ino
   assert not lock.exists()
 

@@ -10,7 +10,6 @@ import httpx2
 import pytest
 
 from models import hub, huggingface
-from models.families import registry
 from sdpo_jax.data import hub as rows_of_hub
 from sdpo_jax.errors import UserError
 
@@ -76,24 +75,34 @@ def test_an_imported_datasets_library_is_told(online, monkeypatch):
 
 
 def test_weights_are_fetched_only_where_they_are_wanted(online, monkeypatch, tmp_path):
-  """Of a directory of the hub, by the patterns that its library is handed."""
-  names = [
-    'config.json',
-    'tokenizer.json',
-    'chat_template.jinja',
-    'model-1.safetensors',
-    'model.safetensors.index.json',
-  ]
+  """Of a directory of the hub, by the patterns that its library is handed; those that the index names, and no others."""
+  companions = {'config.json', 'tokenizer.json', 'chat_template.jinja', 'model.safetensors.index.json'}
+  names = {*companions, 'model-1.safetensors', 'consolidated.safetensors'}
   asked = []
   (tmp_path / 'config.json').write_text('{"model_type": "qwen3"}')
+  (tmp_path / 'model.safetensors.index.json').write_text('{"weight_map": {"a": "model-1.safetensors"}}')
   monkeypatch.setattr(hub, '_knock', lambda address: None)
-  monkeypatch.setattr(registry, 'read', lambda values, source: None)
-  monkeypatch.setattr('huggingface_hub.hf_hub_download', lambda name, file: str(tmp_path / file))
+  monkeypatch.setattr(huggingface.registry, 'read', lambda values, source: None)
 
   def download(name, allow_patterns):
     asked.append({file for file in names if any(fnmatch.fnmatch(file, pattern) for pattern in allow_patterns)})
     return str(tmp_path)
 
   monkeypatch.setattr('huggingface_hub.snapshot_download', download)
-  assert huggingface.resolve('some/model') == huggingface.resolve('some/model', weights=False) == tmp_path
-  assert asked == [set(names), {'config.json', 'tokenizer.json', 'chat_template.jinja', 'model.safetensors.index.json'}]
+  assert huggingface.resolve('some/model', weights=False) == tmp_path and asked == [companions]
+  assert huggingface.resolve('some/model') == tmp_path and asked[1:] == [
+    companions,
+    companions | {'model-1.safetensors'},
+  ]
+
+
+def test_weights_of_the_hub_that_cannot_be_used_are_not_fetched(online, monkeypatch, tmp_path):
+  asked = []
+  (tmp_path / 'config.json').write_text('{"model_type": "unheard_of"}')
+  monkeypatch.setattr(hub, '_knock', lambda address: None)
+  monkeypatch.setattr(
+    'huggingface_hub.snapshot_download', lambda name, allow_patterns: asked.append(allow_patterns) or str(tmp_path)
+  )
+  with pytest.raises(UserError, match="some/model/config.json: model_type 'unheard_of' is not supported"):
+    huggingface.resolve('some/model')
+  assert len(asked) == 1

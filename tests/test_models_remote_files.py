@@ -1,7 +1,10 @@
 """A model in a bucket is copied once, whole or not at all. The bucket is a folder that epath takes for gs://."""
 
+import concurrent.futures
 import os
 import pathlib
+import shutil
+import types
 
 import chex
 from etils.epath import backend
@@ -43,46 +46,117 @@ def test_a_model_in_a_bucket_is_read_from_a_copy(store, tmp_path):
   chex.assert_trees_all_equal(found, expected)
   assert tokenizers.load(ADDRESS).encode('a') == tokenizers.load(folder).encode('a')
   [copy] = (tmp_path / 'copies').iterdir()
-  assert {path.name for path in copy.iterdir()} == {path.name for path in folder.iterdir()} - {'training_args.bin'}
+  copied = {path.name for path in folder.iterdir()} - {'training_args.bin'}
+  assert {path.name for path in copy.iterdir()} == copied | {remote_files.RECORD}
 
 
-def test_it_is_copied_again_only_when_it_has_changed(store):
+def resolved(**settings):
+  """As another process would."""
+  remote_files.fetch.cache_clear()
+  return huggingface.resolve(ADDRESS, **settings)
+
+
+@pytest.fixture
+def copied(monkeypatch):
+  """Names of the files that were copied."""
+  names, copy = [], backend.fsspec_backend.copy
+
+  def note(path, target, overwrite):
+    names.append(pathlib.PurePosixPath(path).name)
+    copy(path, target, overwrite)
+
+  monkeypatch.setattr(backend.fsspec_backend, 'copy', note)
+  return names
+
+
+def test_only_what_has_changed_is_copied_again(store, copied):
+  """Also where the size is the same, as it is of all weights of an architecture."""
   folder = tiny.make_model(store / 'models' / 'tiny')
-  copy = huggingface.resolve(ADDRESS)
-  (copy / 'model.safetensors').touch()
-  before = (copy / 'model.safetensors').stat().st_mtime_ns
-  remote_files.fetch.cache_clear()
-  assert huggingface.resolve(ADDRESS) == copy
-  assert (copy / 'model.safetensors').stat().st_mtime_ns == before
+  copy = resolved()
+  assert sorted(copied) == sorted(path.name for path in folder.iterdir())
+  copied.clear()
+  assert resolved(weights=False) == resolved() == copy and copied == []
+  weights = folder / 'model.safetensors'
+  content = bytes(reversed(weights.read_bytes()))
+  weights.write_bytes(content)
+  os.utime(weights, (0, 2e9))
   (folder / 'README.txt').write_text('new')
-  remote_files.fetch.cache_clear()
-  assert (huggingface.resolve(ADDRESS) / 'README.txt').read_text() == 'new'
+  (folder / 'SHA256SUMS').unlink()
+  assert resolved(weights=False) == copy
+  assert copied == ['README.txt'] and not (copy / 'SHA256SUMS').exists()
+  assert resolved() == copy
+  assert copied == ['README.txt', 'model.safetensors'] and (copy / 'model.safetensors').read_bytes() == content
+
+
+def test_weights_that_the_index_does_not_name_are_not_copied(store, copied):
+  folder = tiny.make_model(store / 'models' / 'tiny')
+  (folder / 'model.safetensors').rename(folder / 'model-1.safetensors')
+  (folder / 'consolidated.safetensors').write_bytes(b'the same weights a second time')
+  (folder / 'model.safetensors.index.json').write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+  resolved()
+  assert 'model-1.safetensors' in copied and 'consolidated.safetensors' not in copied
+
+
+def test_a_model_that_cannot_be_used_is_not_copied(store, copied):
+  folder = tiny.make_model(store / 'models' / 'tiny')
+  (folder / 'config.json').write_text('{"model_type": "unheard_of"}')
+  with pytest.raises(UserError, match=rf"{ADDRESS}/config\.json: model_type 'unheard_of' is not supported"):
+    resolved()
+  assert 'config.json' in copied and 'model.safetensors' not in copied
 
 
 def test_a_copy_is_on_the_disk_before_it_has_its_name(store, tmp_path, monkeypatch):
   tiny.make_model(store / 'models' / 'tiny')
-  synced, named = [], tmp_path / 'copies' / 'gs_here_models_tiny'
+  synced, copy = [], tmp_path / 'copies' / 'gs_here_models_tiny'
 
   def note(descriptor):
-    synced.append((named.exists(), pathlib.Path(os.readlink(f'/proc/self/fd/{descriptor}')).name))
+    path = pathlib.Path(os.readlink(f'/proc/self/fd/{descriptor}'))
+    synced.append((path.name, path.with_name(path.name.removesuffix(remote_files.PARTIAL)).exists()))
 
   monkeypatch.setattr(os, 'fsync', note)
-  copy = huggingface.resolve(ADDRESS)
-  assert copy == named
-  assert {name for exists, name in synced if not exists} >= {path.name for path in copy.iterdir()}
-  assert synced[-1] == (True, 'copies')
+  assert resolved() == copy
+  files = {path.name for path in copy.iterdir()} - {remote_files.RECORD}
+  assert {(name + remote_files.PARTIAL, False) for name in files} <= set(synced)
+  assert synced[-1] == (copy.name, True)
 
 
-def test_a_copy_that_fails_leaves_nothing_behind(store, tmp_path, monkeypatch):
+def test_a_copy_that_was_interrupted_goes_on(store, tmp_path, monkeypatch, copied):
+  """What was whole is kept, and what was not is copied anew: also if the process was killed, and left half a file."""
+  folder = tiny.make_model(store / 'models' / 'tiny')
+  copy = backend.fsspec_backend.copy
+
+  def fail(path, target, overwrite):
+    if pathlib.PurePosixPath(path).name == 'model.safetensors':
+      pathlib.Path(target).write_text('half')
+      raise OSError('No space left on device')
+    copy(path, target, overwrite)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(backend.fsspec_backend, 'copy', fail)
+    with pytest.raises(UserError, match=r'could not be copied .* \(No space left on device\): make room .* is kept'):
+      resolved()
+  target = tmp_path / 'copies' / 'gs_here_models_tiny'
+  assert not (target / 'model.safetensors').exists() and (target / 'config.json').exists()
+  copied.clear()
+  assert resolved() == target and copied == ['model.safetensors']
+  assert {path.name for path in target.iterdir()} == {path.name for path in folder.iterdir()} | {remote_files.RECORD}
+  assert (target / 'model.safetensors').read_bytes() == (folder / 'model.safetensors').read_bytes()
+
+
+def test_a_copy_for_which_there_is_no_room_is_not_begun(store, monkeypatch, copied):
   tiny.make_model(store / 'models' / 'tiny')
+  monkeypatch.setattr(shutil, 'disk_usage', lambda path: types.SimpleNamespace(free=5000))
+  with pytest.raises(UserError, match=r'needs 0\.0 GB more in .*copies, where 0\.0 GB are free: make room'):
+    resolved()
+  assert copied == []
 
-  def fail(*_, **__):
-    raise OSError('No space left on device')
 
-  monkeypatch.setattr(backend.fsspec_backend, 'copy', fail)
-  with pytest.raises(UserError, match=r'could not be copied .* \(No space left on device\): make room'):
-    huggingface.resolve(ADDRESS)
-  assert list((tmp_path / 'copies').iterdir()) == []
+def test_processes_that_want_it_at_once_make_one_copy(store, copied, caplog):
+  folder = tiny.make_model(store / 'models' / 'tiny')
+  with concurrent.futures.ThreadPoolExecutor(4) as processes:  # A lock is of an open file, so that threads will do.
+    [copy] = set(processes.map(lambda _: remote_files.fetch.__wrapped__(ADDRESS, ('*',)), range(4)))
+  assert sorted(copied) == sorted(path.name for path in folder.iterdir())
+  assert (copy / 'model.safetensors').read_bytes() == (folder / 'model.safetensors').read_bytes()
 
 
 @pytest.mark.parametrize('address', ['gs://here/models/none', 'gs://here/models'])
