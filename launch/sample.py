@@ -43,6 +43,9 @@ CHAT = flags.DEFINE_bool('chat', False, 'A conversation, instead: every line of 
 OUTPUT = flags.DEFINE_string('output', None, 'With --prompts: JSON lines file to write; stdout without it.')
 OVERWRITE = flags.DEFINE_bool('overwrite', False, 'Replace an --output that already exists.')
 N = flags.DEFINE_integer('n', 1, 'Completions per prompt.', lower_bound=1)
+CHAT_TEMPLATE = flags.DEFINE_string(
+  'chat_template', None, "Jinja file with a chat template; that of the run, or of the model's tokenizer, if unset."
+)
 SYSTEM = flags.DEFINE_string('system', None, 'System message of conversations that have none.')
 MAX_TOKENS = flags.DEFINE_integer('max_tokens', 256, 'Tokens of the answer at most.', lower_bound=1)
 MAX_PROMPT_LENGTH = flags.DEFINE_integer(
@@ -121,6 +124,7 @@ def main() -> int | None:
     max_prompt_length=MAX_PROMPT_LENGTH.value,
     max_batch_rows=MAX_BATCH_ROWS.value,
     dtype=DTYPE.value,
+    chat_template=CHAT_TEMPLATE.value,
   )
   try:
     generator = generate.open_generator(WORKDIR.value, MODEL.value, STEP.value, options)

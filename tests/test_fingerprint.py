@@ -194,6 +194,16 @@ def test_a_tokenizer_is_told_by_what_it_makes_of_texts(model, rewritten, name, o
   assert {key for key in before if before[key] != after[key]} == set(changed)
 
 
+def test_a_template_of_ones_own_is_part_of_the_tokenizer(model, tmp_path):
+  path = tmp_path / 'template.jinja'
+  path.write_text(tiny.CHAT_TEMPLATE)
+  before = identity.of_tokenizer(model, tokenizers.load(model))
+  assert identity.of_tokenizer(model, tokenizers.load(model, chat_template=path)) == before
+  path.write_text(tiny.CHAT_TEMPLATE + ' ')
+  after = identity.of_tokenizer(model, tokenizers.load(model, chat_template=path))
+  assert {key for key in before if before[key] != after[key]} == {'chat_template'}
+
+
 def test_a_model_is_told_by_its_config_and_its_weights_at_some_places(model, rewritten, tmp_path):
   before, weights = identity.of_architecture(model), identity.of_weights(model)
   assert before['rope_theta'] == '10000.0' and 'architectures' not in before

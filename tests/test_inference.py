@@ -4,11 +4,13 @@ import chex
 import jax
 import pytest
 from safetensors.numpy import load_file
+import transformers
 
+from models import checksums, huggingface
 from models.stored_tensors import WEIGHTS
-from sdpo_jax.config import Config
+from sdpo_jax.config import Config, SamplingConfig
 from sdpo_jax.errors import UserError
-from sdpo_jax.inference import runs
+from sdpo_jax.inference import generate, runs
 from sdpo_jax.training.checkpoint.checkpoints import SKIPPED, Checkpoints
 from sdpo_jax.training.session import make_session
 from sdpo_jax.training.update import place_state
@@ -20,10 +22,10 @@ def model(tmp_path_factory):
   return tiny.make_model(tmp_path_factory.mktemp('inference') / 'model')
 
 
-def make_run(workdir, model, teacher: str):
+def make_run(workdir, model, teacher: str, chat_template=None):
   """A run of one checkpoint, whose student and teacher are the model's weights halved and doubled; its state."""
   config = Config()
-  config.model.path = str(model)
+  config.model.path, config.model.chat_template = str(model), chat_template
   config.actor.self_distillation.teacher_regularization = teacher
   workdir.mkdir()
   (workdir / 'config.json').write_text(config.to_json())
@@ -78,6 +80,46 @@ def test_an_export_holds_the_weights_that_are_asked_for(run, model, weights, fac
   assert runs.export(run[0], tmp_path / 'out', weights) == 1
   original, exported = (load_file(folder / WEIGHTS) for folder in (model, tmp_path / 'out'))
   chex.assert_trees_all_equal(exported, {name: factor * tensor for name, tensor in original.items()})
+
+
+def test_a_template_of_ones_own_is_that_of_the_run_and_of_its_exports(tmp_path, caplog):
+  """Of a base model, whose tokenizer has none."""
+  model, path = tiny.make_model(tmp_path / 'model'), tmp_path / 'bare.jinja'
+  tiny.make_tokenizer(model, chat_template=None)
+  checksums.write(model)
+  with pytest.raises(UserError, match=r'has no chat template: name a file with one in model\.chat_template'):
+    make_run(tmp_path / 'without', model, 'live')
+  path.write_text('{% for m in messages %}Q{{ m.content }}{% endfor %}')
+  make_run(tmp_path / 'run', model, 'live', str(path))
+  runs.export(tmp_path / 'run', tmp_path / 'out', 'student')
+  exported = transformers.AutoTokenizer.from_pretrained(tmp_path / 'out')
+  assert exported.apply_chat_template([{'role': 'user', 'content': '1'}], tokenize=False) == 'Q1'
+  assert huggingface.check_files(tmp_path / 'out') >= 5
+
+  def prompt(chat_template=None):
+    options = generate.GenerationOptions(SamplingConfig(n=1), 4, max_prompt_length=32, chat_template=chat_template)
+    generator = generate.open_generator(str(tmp_path / 'run'), None, None, options)
+    tokens = generator.prompt_tokens([{'role': 'user', 'content': '1'}], '--prompt')
+    return generator.session.tokenizer.decode(tokens)
+
+  path.rename(tmp_path / 'moved.jinja')
+  with pytest.raises(UserError, match=r'model\.chat_template=.*bare\.jinja cannot be read'):
+    prompt()
+  assert prompt(str(tmp_path / 'moved.jinja')) == 'Q1' and 'completions' not in caplog.text
+  path.write_text('{% for m in messages %}{{ m.content }}<|im_start|>{% endfor %}')
+  assert prompt() == '1<|im_start|>'
+  assert "The chat template ends an answer with '<|im_start|>'" in caplog.text  # Said, as no run would go on.
+
+
+def test_an_evaluation_of_answers_that_never_end_is_refused(tmp_path):
+  model, config = tiny.make_model(tmp_path / 'model'), Config()
+  tiny.make_tokenizer(model, '{% for m in messages %}{{ m.content }}<|im_start|>{% endfor %}')
+  checksums.write(model)
+  config.data.val_files = ('generator:digits',)
+  with pytest.raises(
+    UserError, match=r'add 257 to rollout\.stop_token_ids, or to eos_token_id in generation_config\.json'
+  ):
+    runs.evaluate_to_file(config, workdir=None, model=str(model), output=str(tmp_path / 'out.json'))
 
 
 def test_an_export_does_not_replace_a_file(run, tmp_path):

@@ -267,6 +267,21 @@ def test_what_would_end_a_run_ends_the_look(config):
     check.check(dataclasses.replace(config, data=dataclasses.replace(config.data, train_files=('none.json',))))
 
 
+def test_a_template_that_does_not_suit_ends_the_look_or_looks_odd(config, tmp_path):
+  path = tmp_path / 'template.jinja'
+  path.write_text(tiny.CHAT_TEMPLATE.replace('<|im_end|>', '<|endoftext|>'))
+  model = dataclasses.replace(config.model, chat_template=str(path))
+  with pytest.raises(UserError, match=r"ends an answer with '<\|endoftext\|>' \(token id 256\).* add 256 to rollout"):
+    check.check(dataclasses.replace(config, model=model))
+  rollout = dataclasses.replace(config.rollout, stop_token_ids=(256,))
+  data = dataclasses.replace(config.data, enable_thinking=False)
+  report = check.check(dataclasses.replace(config, model=model, rollout=rollout, data=data))
+  assert report.odd == [
+    'data.apply_chat_template_kwargs.enable_thinking: the chat template does not read this variable.'
+  ]
+  assert '⟦<|endoftext|>⟧' in dict(report.sections)['Prompts']
+
+
 def test_memory_that_does_not_suffice_looks_odd(config, monkeypatch):
   monkeypatch.setattr(memory, 'of_device', lambda device: 2.0**20)
   [found] = check.check(config).odd

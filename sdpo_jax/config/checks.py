@@ -71,6 +71,10 @@ def check(config: schema.Config) -> None:
 
 def _check_model(model: schema.ModelConfig) -> None:
   _require(bool(model.path), 'model.path is empty: set it to a Hugging Face model directory.')
+  _require(
+    model.chat_template != '',
+    "model.chat_template is empty: name a file with a chat template, or leave it at None for the tokenizer's own.",
+  )
 
 
 def _check_data(config: schema.Config) -> None:

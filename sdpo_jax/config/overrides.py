@@ -76,7 +76,7 @@ NAMED: dict[str, tuple[str, ...]] = {
 # What trainer.accept_changes may name (checks.CHANGES): the settings that may then differ, beside what lies in the files
 # that they name.
 ACCEPTABLE: dict[str, tuple[str, ...]] = {
-  'tokenizer': (),
+  'tokenizer': ('model.chat_template',),
   'model': ('model.path',),
   'data': ('data.train_files', 'data.environment'),
   'graders': ('environments',),

@@ -18,6 +18,10 @@ class ModelConfig:
   path: str = setting(
     '', 'Hugging Face model directory (config.json, safetensors, tokenizer with a chat template), or hub name.'
   )
+  chat_template: str | None = setting(
+    None,
+    "Jinja file with a chat template, local or gs://…, in place of the tokenizer's own. Exports have a copy of it.",
+  )
   dtype: Literal['float32', 'bfloat16'] = setting('bfloat16', 'Compute dtype; parameters are kept in float32.')
   vocab_multiple: int | None = setting(
     None,

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+import contextlib
 import dataclasses
 import logging
 from typing import Any
 
-import jinja2
-
+from models.chat_template import TEMPLATE_ERRORS
 from models.control_tokens import plain_messages
 from sdpo_jax.config import Config, DataConfig
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.types import Example, Messages
 
 Tokenizer = Any  # A transformers tokenizer with a chat template.
@@ -50,7 +50,7 @@ def chat_tokens(tokenizer: Tokenizer, conversations: Sequence[Messages], chat: C
     chat: how they become tokens.
 
   Raises:
-    jinja2.TemplateError: the chat template refuses one.
+    TEMPLATE_ERRORS: the chat template refuses one.
   """
   spelled: dict[int, list[int]] = {}
   if chat.split_special_tokens:
@@ -137,14 +137,29 @@ def named_chat_tokens(
   """
   try:
     return bounded_chat_tokens(tokenizer, conversations, limit, chat)
-  except jinja2.TemplateError as error:
+  except TEMPLATE_ERRORS as error:
     if len(conversations) == 1:
-      raise UserError(f"{names[0]}: the model's chat template refuses these messages: {error}.") from error
+      raise _refused(tokenizer, conversations[0], names[0], chat, error) from error
   # Again one by one, to name it.
   return [
     named_chat_tokens(tokenizer, [messages], [name], limit, chat)[0]
     for messages, name in zip(conversations, names, strict=True)
   ]
+
+
+def _refused(tokenizer: Tokenizer, messages: Messages, name: str, chat: ChatFormat, error: Exception) -> UserError:
+  """The error about messages that the chat template refuses, with what helps."""
+  roles = ', '.join(message['role'] for message in messages)
+  others = [message for message in messages if message['role'] != 'system']
+  way_out = 'give them the roles that it takes'
+  if 0 < len(others) < len(messages):
+    with contextlib.suppress(*TEMPLATE_ERRORS):
+      chat_tokens(tokenizer, [others], chat)
+      way_out = "it takes them without the system message, whose text the user's message may hold"
+  return UserError(
+    f"{name}: the model's chat template refuses these messages ({roles}): {first_line(error).rstrip('.!')}; {way_out}, or "
+    'name another template in model.chat_template.'
+  )
 
 
 def prompt_tokens(tokenizer: Tokenizer, example: Example, config: Config) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import dataclasses
+import logging
 import time
 from typing import Any, Literal
 
@@ -15,9 +16,10 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.files import jsonable
 from sdpo_jax.inference.runs import open_source, run_config
 from sdpo_jax.rollout.engine import Completion, SamplingOptions
-from sdpo_jax.training.session import Session, make_sampler
+from sdpo_jax.training.session import Session, check_turn_end, make_sampler
 from sdpo_jax.types import Messages, Tree
 
+_logger = logging.getLogger('sdpo_jax.sample')
 PROGRESS_SECONDS = 5.0
 PROMPT_BUCKETS = tuple(2**i for i in range(4, 24))  # Lengths to which prompts are padded.
 
@@ -32,6 +34,7 @@ class GenerationOptions:
   max_prompt_length: int | None = None
   max_batch_rows: int | None = None
   dtype: Literal['float32', 'bfloat16'] | None = None  # Of the computation; None for a model: float32.
+  chat_template: str | None = None  # A file; None for a model: that of its tokenizer.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +103,11 @@ def open_generator(
   )
   rollout = dataclasses.replace(config.rollout, max_batch_rows=options.max_batch_rows or config.rollout.max_batch_rows)
   config = dataclasses.replace(config, data=data, rollout=rollout)
-  session, parameters = open_source(workdir, model, config, step, options.dtype)
+  session, parameters = open_source(workdir, model, config, step, options.dtype, options.chat_template)
+  try:
+    check_turn_end(session.config, session.tokenizer)
+  except UserError as error:  # What is said before that can be read all the same.
+    _logger.warning('%s', error)
   # As large as what is asked, not as what might be.
   sampler = make_sampler(session.config, session.policy, session.tokenizer, session.mesh)
   return TextGenerator(dataclasses.replace(session, sampler=sampler), parameters, options)

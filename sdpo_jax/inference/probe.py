@@ -29,7 +29,7 @@ from sdpo_jax.inference.probe_report import recommend
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.rollout.grading_thread import GradingThread
 from sdpo_jax.teacher.context import TeacherContext, build_teacher_context
-from sdpo_jax.training.session import load_tokenizer, make_sampler, make_session
+from sdpo_jax.training.session import check_turn_end, load_tokenizer, make_sampler, make_session
 from sdpo_jax.types import Example, Outcome, Rollouts, Tree
 
 QUESTIONS = 128  # Probed by default: enough to tell gaps of ten points, and cheap beside a run.
@@ -78,6 +78,7 @@ def probe_model(
   if not config.data.val_files:
     raise UserError('data.val_files of the config is empty: the probe asks held-out questions, so name some.')
   tokenizer = load_tokenizer(config)
+  check_turn_end(config, tokenizer)
   with Graders(config.environments) as graders:
     # Every row, long ones too: how many there are is one of the findings.
     unlimited = dataclasses.replace(config, data=dataclasses.replace(config.data, max_prompt_length=sys.maxsize))

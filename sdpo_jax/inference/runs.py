@@ -13,7 +13,7 @@ import jax
 
 from models import exporting, huggingface
 from models.parameters import merge
-from sdpo_jax.config import Config, flatten, from_dict, is_listed
+from sdpo_jax.config import Config, ModelConfig, flatten, from_dict, is_listed
 from sdpo_jax.data import pipeline
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
@@ -23,7 +23,7 @@ from sdpo_jax.files import check_output, jsonable, write_output
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints, only
 from sdpo_jax.training.directory import fingerprint
 from sdpo_jax.training.directory.workdir import saved_settings
-from sdpo_jax.training.session import Session, make_session
+from sdpo_jax.training.session import Session, check_turn_end, make_session
 from sdpo_jax.training.update import abstract_state
 from sdpo_jax.types import Tree
 
@@ -48,6 +48,7 @@ def open_run(
   config: Config | None = None,
   step: int | None = None,
   dtype: Literal['float32', 'bfloat16'] | None = None,
+  chat_template: str | None = None,
 ) -> tuple[Session, Tree, int]:
   """Return a run's session, the parameters of one of its checkpoints, and its step; the run may be going on.
 
@@ -59,12 +60,13 @@ def open_run(
     config: settings of the session, but for the model, which is the run's; None: the run's.
     step: of the checkpoint; None: the newest readable one.
     dtype: in which the session computes; None: the run's.
+    chat_template: file with that of the session; None: the run's.
 
   Raises:
     UserError: no run or checkpoint there, or a teacher without weights of its own is asked for.
   """
   trained = run_config(workdir)
-  model = dataclasses.replace(trained.model, dtype=dtype or trained.model.dtype)
+  model = _changed(trained.model, dtype, chat_template)
   config = dataclasses.replace(config or trained, model=model)
   session, parameters = make_session(config, workdir)
   checkpoints = epath.Path(workdir) / 'checkpoints'
@@ -93,6 +95,13 @@ def open_run(
   return session, getattr(state, field), step
 
 
+def _changed(model: ModelConfig, dtype: str | None, chat_template: str | None) -> ModelConfig:
+  """The settings of a model with what is not None in place of theirs."""
+  return dataclasses.replace(
+    model, dtype=dtype or model.dtype, chat_template=model.chat_template if chat_template is None else chat_template
+  )
+
+
 def _name_changes(workdir: epath.PathLike, session: Session, step: int) -> None:
   """Say that tokenizer or config.json are not those with which a checkpoint was trained."""
   try:
@@ -114,10 +123,12 @@ def open_source(
   config: Config | None,
   step: int | None = None,
   dtype: Literal['float32', 'bfloat16'] | None = None,
+  chat_template: str | None = None,
 ) -> tuple[Session, Tree]:
   """A session and parameters of either a run (its newest checkpoint, or that of `step`) or a Hugging Face directory.
 
-  With `dtype` the session computes in that, and otherwise as the run, or for a directory as `config`.
+  With `dtype` the session computes in that, and with `chat_template` it has the template in this file; otherwise all is as
+  in the run, or for a directory as in `config`.
 
   Raises:
     UserError: neither or both are named, or a step of a model directory.
@@ -125,12 +136,12 @@ def open_source(
   if (workdir is None) == (model is None):
     raise UserError('Name one of --workdir=DIR (a run) and --model=HF_DIR (a model directory).')
   if workdir is not None:
-    session, parameters, _ = open_run(workdir, config=config, step=step, dtype=dtype)
+    session, parameters, _ = open_run(workdir, config=config, step=step, dtype=dtype, chat_template=chat_template)
     return session, parameters
   if step is not None:
     raise UserError('--step is about the checkpoints of a run: name it with --workdir, or leave --step out.')
   config = config or Config()
-  settings = dataclasses.replace(config.model, path=model, dtype=dtype or config.model.dtype)
+  settings = _changed(dataclasses.replace(config.model, path=model), dtype, chat_template)
   return make_session(dataclasses.replace(config, model=settings), workdir='.')
 
 
@@ -200,6 +211,7 @@ def evaluate_to_file(
     check_output(path, overwrite=overwrite)
   with Graders(config.environments) as graders:
     session, parameters = open_source(workdir, model, config, step)
+    check_turn_end(session.config, session.tokenizer)
     different = measured_otherwise(run_config(workdir), config) if workdir is not None else []
     if different:
       announce(f'Not measured as the run evaluates itself in {workdir}/eval: {"; ".join(different)}.')
@@ -233,7 +245,13 @@ def export(
   if jax.process_index() == 0:
     exporting.check_target(output)  # Before gigabytes are read.
   session, parameters, step = open_run(workdir, weights, step=step)
+  model = session.config.model
   huggingface.save(
-    output, session.policy, merge(session.base, parameters), source=session.config.model.path, dtype=dtype
+    output,
+    session.policy,
+    merge(session.base, parameters),
+    source=model.path,
+    dtype=dtype,
+    chat_template=None if model.chat_template is None else session.tokenizer.chat_template,
   )
   return step

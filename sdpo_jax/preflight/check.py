@@ -30,11 +30,11 @@ from sdpo_jax.preflight import grading, memory, prompts
 from sdpo_jax.preflight.settings import odd_settings
 from sdpo_jax.tables import aligned
 from sdpo_jax.teacher.context import build_teacher_context, shorten_middle
-from sdpo_jax.teacher.room import check_room
+from sdpo_jax.teacher.room import check_reprompts, check_room
 from sdpo_jax.training.directory import fingerprint, remains
 from sdpo_jax.training.directory.published import newest
 from sdpo_jax.training.directory.workdir import check_workdir
-from sdpo_jax.training.session import model_mesh
+from sdpo_jax.training.session import check_turn_end, model_mesh, unread_variables
 from sdpo_jax.types import Example, Outcome
 
 SHOWN = 3  # Questions whose prompts are shown and whose graders are tried.
@@ -73,7 +73,8 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> Report:
   root = huggingface.resolve(config.model.path, weights=False)
   local = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(root)))
   policy = huggingface.read_policy(root, local.model)
-  tokenizer = tokenizers.load(root, vocab_size=policy.vocab_size)
+  tokenizer = tokenizers.load(root, policy.vocab_size, config.model.chat_template)
+  check_turn_end(local, tokenizer)
   mesh = model_mesh(local, policy)
   policy = policy.on(mesh, config.model.attention)
   sections, odd = [], []
@@ -93,6 +94,7 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> Report:
     graders.prepare({example.environment for example in (*training, *held_out)})
     tasks = {example.data_source for example in held_out}
     check_best_metric(config.trainer.best_metric, tasks, config.val_kwargs.n, config.alarms.epistemic_words)
+    check_reprompts(tokenizer, training, config)
     check_room(tokenizer, _short(tokenizer, training, config), config)
     graders.check_questions([*training, *held_out])
     trials = grading.attempt(graders, _one_of_each(examples, training, held_out))
@@ -111,6 +113,8 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> Report:
     )
     sections.append((f'Resuming {workdir}', '\n'.join(changed) or nothing))
     odd += changed
+  if unread := unread_variables(config, tokenizer):
+    odd.append(unread)
   odd += odd_settings(config, mesh.size, positions if isinstance(positions, int) else None)
   return Report(sections, odd)
 

@@ -17,14 +17,14 @@ from sdpo_jax.data.prompts import (
   DEFAULT_FORMAT,
   ChatFormat,
   Tokenizer,
-  bounded_chat_tokens,
   chat_tokens,
   chat_tokens_of_cut,
   count_tokens,
+  named_chat_tokens,
 )
 from sdpo_jax.environments.outcomes import graded_of, scores_of
 from sdpo_jax.environments.thinking import without_closed_thinking, without_thinking
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.types import Messages, Outcome
 
 _CUT_MIDDLE = '\n...\n'  # Stands for what was taken out of a demonstration.
@@ -159,7 +159,8 @@ def build_teacher_context(
       where it is not set; here student and teacher have the same variables.)
 
   Raises:
-    UserError: a prompt does not fit `max_reprompt_len` and cannot or must not be shortened.
+    UserError: a prompt does not fit `max_reprompt_len` and cannot or must not be shortened, or the chat template
+      refuses one.
   """
   count = len(texts)
   sample_ids = np.arange(count) if sample_ids is None else sample_ids
@@ -192,7 +193,9 @@ def build_teacher_context(
   keys = [tuple((message['role'], message['content']) for message in prompt) for prompt in prompts]
   distinct = {key: row for row, key in reversed(list(enumerate(keys)))}
   asked = [prompts[row] for row in distinct.values()]
-  tokens = dict(zip(distinct, bounded_chat_tokens(tokenizer, asked, config.max_reprompt_len, chat), strict=True))
+  names = [f'The prompt of the teacher for {short_repr(messages[row][-1]["content"])}' for row in distinct.values()]
+  found = named_chat_tokens(tokenizer, asked, names, config.max_reprompt_len, chat)
+  tokens = dict(zip(distinct, found, strict=True))
   fitted = {
     key: _fit(
       messages[row],

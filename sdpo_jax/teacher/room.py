@@ -1,4 +1,4 @@
-"""Whether the limit of the teacher's prompts leaves room for what the teacher is to be shown, question by question."""
+"""Whether the teacher can be asked, question by question: by the chat template, and by the limit of its prompts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import functools
 
 from sdpo_jax.config import Config, SelfDistillationConfig
-from sdpo_jax.data.prompts import ChatFormat, Tokenizer, chat_tokens, name
+from sdpo_jax.data.prompts import ChatFormat, Tokenizer, chat_tokens, name, named_chat_tokens
 from sdpo_jax.errors import UserError
 from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.teacher.context import reprompt, shorten_end, shorten_middle
@@ -17,6 +17,26 @@ _BATCH = 256  # Conversations tokenised in one call.
 _SEAMS = 16
 _TEXT = 'xx'  # Of it one character is shown, and that something is missing.
 _EMPTY = [{'role': 'user', 'content': ''}]
+
+
+def check_reprompts(tokenizer: Tokenizer, examples: Sequence[Example], config: Config) -> None:
+  """Raise UserError for the first question that the chat template refuses as the teacher is asked it.
+
+  The teacher's last message is the user's. Where the student's is another's, such as a tool's, the template may refuse
+  the one and not the other.
+
+  Args:
+    tokenizer: of the model.
+    examples: questions that the template takes from the student.
+    config: settings.
+  """
+  if not ObjectiveSpec.from_config(config).needs_teacher:
+    return
+  sd = config.actor.self_distillation
+  for example in examples:
+    if example.messages[-1]['role'] != 'user':
+      asked, title = reprompt(example.messages, None, None, sd), f'{name(example)}, as the teacher is asked it'
+      named_chat_tokens(tokenizer, [asked], [title], sd.max_reprompt_len, ChatFormat.of(config.data))
 
 
 def check_room(tokenizer: Tokenizer, examples: Sequence[Example], config: Config) -> None:

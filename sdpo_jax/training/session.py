@@ -9,12 +9,14 @@ from typing import Any
 from etils import epath
 import jax
 
-from models import flops, huggingface
+from models import chat_template, flops, huggingface
 from models import parameters as parameter_tables
 from models import tokenizer as tokenizers
 from models.policy import Policy
 from sdpo_jax.config import Config
+from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.distributed.mesh import check_divides, make_mesh
+from sdpo_jax.errors import UserError
 from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.rollout.engine import Sampler
@@ -50,7 +52,38 @@ def load_tokenizer(config: Config) -> Any:
       has no embedding for.
   """
   policy = huggingface.read_policy(config.model.path, config.model)
-  return tokenizers.load(config.model.path, vocab_size=policy.vocab_size)
+  return tokenizers.load(config.model.path, policy.vocab_size, config.model.chat_template)
+
+
+def stop_token_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
+  """Return the token ids that end a completion: the model's own and those of the settings, in order."""
+  return tuple(sorted({*config.rollout.stop_token_ids, *tokenizers.stop_token_ids(config.model.path, tokenizer)}))
+
+
+def check_turn_end(config: Config, tokenizer: Any) -> None:
+  """Raise UserError if the token with which the chat template ends an answer does not end a completion.
+
+  A model that writes it would go on after its answer, and every completion would end at its limit.
+  """
+  end = chat_template.turn_end(tokenizer, ChatFormat.of(config.data).variables)
+  if end is None or any(stop in end for stop in config.rollout.stop):
+    return
+  token, stops = tokenizer.convert_tokens_to_ids(end), stop_token_ids(config, tokenizer)
+  if token not in stops:
+    raise UserError(
+      f'The chat template ends an answer with {end!r} (token id {token}), and completions of {config.model.path} end with '
+      f'{", ".join(map(str, stops))} only, so that they would go on after it: add {token} to rollout.stop_token_ids, or '
+      'to eos_token_id in generation_config.json.'
+    )
+
+
+def unread_variables(config: Config, tokenizer: Any) -> str | None:
+  """Return a sentence about variables that are set and that the chat template does not read; None: there are none."""
+  unread = chat_template.unread(tokenizer, ChatFormat.of(config.data).variables)
+  if not unread:
+    return None
+  names = ', '.join(f'data.apply_chat_template_kwargs.{name}' for name in unread)
+  return f'{names}: the chat template does not read {"this variable" if len(unread) == 1 else "these variables"}.'
 
 
 def model_mesh(config: Config, policy: Policy, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
@@ -132,9 +165,7 @@ def make_sampler(
     decode_chunk=config.rollout.decode_chunk,
     quantized=config.rollout.cache_dtype == 'int8',
     stop=config.rollout.stop,
-    stop_token_ids=tuple(
-      sorted({*config.rollout.stop_token_ids, *tokenizers.stop_token_ids(config.model.path, tokenizer)})
-    ),
+    stop_token_ids=stop_token_ids(config, tokenizer),
     mesh=mesh,
     resized=resized,
     least=least,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+import logging
 import time
 from typing import Any
 
@@ -15,9 +16,9 @@ from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.evaluation.names import check_best_metric
-from sdpo_jax.teacher.room import check_room
+from sdpo_jax.teacher.room import check_reprompts, check_room
 from sdpo_jax.training.run_programs import run_programs
-from sdpo_jax.training.session import Session
+from sdpo_jax.training.session import Session, check_turn_end, unread_variables
 from sdpo_jax.types import Example, TrainState
 
 
@@ -35,6 +36,10 @@ def check_questions(
   """
   tasks = {example.data_source for example in held_out}
   check_best_metric(config.trainer.best_metric, tasks, config.val_kwargs.n, config.alarms.epistemic_words)
+  check_turn_end(config, tokenizer)
+  if unread := unread_variables(config, tokenizer):
+    logging.warning('%s', unread)
+  check_reprompts(tokenizer, training, config)
   check_room(tokenizer, training, config)
   graders.check_questions([*training, *held_out])
 
