@@ -48,6 +48,25 @@ def unread(tokenizer: Tokenizer, variables: Iterable[str]) -> list[str]:
   return [name for name in variables if name not in names]
 
 
+def is_dated(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> bool:
+  """Return whether prompts depend on the day on which they are made.
+
+  Args:
+    tokenizer: with a chat template that takes a user's message.
+    variables: of the template; some templates write a date of these instead.
+  """
+  # With a function in place of that for the date that refuses to be called.
+  refusing = (text_of(tokenizer) or '').replace('strftime_now', 'raise_exception')
+  messages = [{'role': 'user', 'content': 'x'}]
+  try:
+    tokenizer.apply_chat_template(
+      messages, tokenize=False, add_generation_prompt=True, chat_template=refusing, **variables
+    )
+  except jinja2.TemplateError:
+    return True
+  return False
+
+
 def turn_end(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> str | None:
   """Return the control token that the template writes behind an answer of the assistant; None: it writes none.
 

@@ -15,7 +15,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.teacher.context import build_teacher_context
 from sdpo_jax.teacher.room import check_reprompts
 from sdpo_jax.training import startup
-from sdpo_jax.training.session import check_turn_end, stop_token_ids, unread_variables
+from sdpo_jax.training.session import check_turn_end, stop_token_ids, template_remarks
 from sdpo_jax.types import Example, Outcome
 from tests import tokenizer_styles
 from tests.tokenizer_styles import STYLES
@@ -132,13 +132,22 @@ def test_a_turn_that_would_never_end_is_refused(style, tmp_path):
 
 def test_variables_that_a_template_does_not_read_are_named(loaded):
   config = Config()
-  assert unread_variables(config, loaded['llama']) is None
+  assert [template_remarks(config, tokenizer) for tokenizer in loaded.values()] == [[]] * len(loaded)
   config.data.enable_thinking, config.data.apply_chat_template_kwargs = False, {'think': 1}
-  assert unread_variables(config, loaded['llama']) == (
-    'data.apply_chat_template_kwargs.think, data.apply_chat_template_kwargs.enable_thinking: the chat template does not '
-    'read these variables.'
-  )
-  assert 'kwargs.think: the chat template does not read this variable' in unread_variables(config, loaded['qwen'])
+  names = [f'data.apply_chat_template_kwargs.{name}' for name in ('think', 'enable_thinking')]
+  for style, unread in (('llama', names), ('qwen', names[:1])):
+    expected = f'The chat template does not read {" and ".join(unread)}, which changes nothing.'
+    assert template_remarks(config, loaded[style]) == [expected]
+
+
+def test_a_template_that_writes_the_date_is_named_unless_it_is_told_another(folders):
+  tokenizer, config = tokenizers.load(folders['llama']), Config()
+  date = "{% if not day is defined %}{% set day = strftime_now('%d %b %Y') %}{% endif %}{{ day }}"
+  tokenizer.chat_template = date + tokenizer.chat_template
+  [remark] = template_remarks(config, tokenizer)
+  assert remark.startswith('The chat template writes the current date') and 'data.apply_chat_template_kwargs' in remark
+  config.data.apply_chat_template_kwargs = {'day': '26 Jul 2024'}
+  assert template_remarks(config, tokenizer) == []
 
 
 @pytest.mark.parametrize(
@@ -193,7 +202,7 @@ def test_a_template_that_does_not_suit_ends_a_start_before_anything_is_compiled(
   refused = Example('1', [{'role': 'user', 'content': 'x'}, {'role': 'tool', 'content': 'y'}], 'math', '1', 'rows')
   with Graders(config.environments) as graders:
     startup.check_questions(config, tokenizer, graders, [], [])
-    assert 'enable_thinking: the chat template does not read this variable' in caplog.text
+    assert 'does not read data.apply_chat_template_kwargs.enable_thinking, which changes' in caplog.text
     (folder / 'generation_config.json').unlink()
     with pytest.raises(UserError, match="The chat template ends an answer with '<end_of_turn>'"):
       startup.check_questions(config, tokenizer, graders, [], [])

@@ -34,7 +34,7 @@ from sdpo_jax.teacher.room import check_reprompts, check_room
 from sdpo_jax.training.directory import fingerprint, remains
 from sdpo_jax.training.directory.published import newest
 from sdpo_jax.training.directory.workdir import check_workdir
-from sdpo_jax.training.session import check_turn_end, model_mesh, unread_variables
+from sdpo_jax.training.session import check_turn_end, model_mesh, template_remarks
 from sdpo_jax.types import Example, Outcome
 
 SHOWN = 3  # Questions whose prompts are shown and whose graders are tried.
@@ -113,8 +113,7 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> Report:
     )
     sections.append((f'Resuming {workdir}', '\n'.join(changed) or nothing))
     odd += changed
-  if unread := unread_variables(config, tokenizer):
-    odd.append(unread)
+  odd += template_remarks(config, tokenizer)
   odd += odd_settings(config, mesh.size, positions if isinstance(positions, int) else None)
   return Report(sections, odd)
 

@@ -77,13 +77,18 @@ def check_turn_end(config: Config, tokenizer: Any) -> None:
     )
 
 
-def unread_variables(config: Config, tokenizer: Any) -> str | None:
-  """Return a sentence about variables that are set and that the chat template does not read; None: there are none."""
-  unread = chat_template.unread(tokenizer, ChatFormat.of(config.data).variables)
-  if not unread:
-    return None
-  names = ', '.join(f'data.apply_chat_template_kwargs.{name}' for name in unread)
-  return f'{names}: the chat template does not read {"this variable" if len(unread) == 1 else "these variables"}.'
+def template_remarks(config: Config, tokenizer: Any) -> list[str]:
+  """Return a sentence about everything in which chat template and settings do not go together, but may be meant to."""
+  variables, remarks = ChatFormat.of(config.data).variables, []
+  if unread := [f'data.apply_chat_template_kwargs.{name}' for name in chat_template.unread(tokenizer, variables)]:
+    remarks.append(f'The chat template does not read {" and ".join(unread)}, which changes nothing.')
+  if chat_template.is_dated(tokenizer, variables):
+    remarks.append(
+      'The chat template writes the current date, so that prompts differ from day to day, also those of a run that is '
+      'resumed: fix it by a variable of the template in data.apply_chat_template_kwargs (date_string for Llama), or name '
+      'a template without it in model.chat_template.'
+    )
+  return remarks
 
 
 def model_mesh(config: Config, policy: Policy, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:

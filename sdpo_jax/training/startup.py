@@ -18,7 +18,7 @@ from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.evaluation.names import check_best_metric
 from sdpo_jax.teacher.room import check_reprompts, check_room
 from sdpo_jax.training.run_programs import run_programs
-from sdpo_jax.training.session import Session, check_turn_end, unread_variables
+from sdpo_jax.training.session import Session, check_turn_end, template_remarks
 from sdpo_jax.types import Example, TrainState
 
 
@@ -37,8 +37,8 @@ def check_questions(
   tasks = {example.data_source for example in held_out}
   check_best_metric(config.trainer.best_metric, tasks, config.val_kwargs.n, config.alarms.epistemic_words)
   check_turn_end(config, tokenizer)
-  if unread := unread_variables(config, tokenizer):
-    logging.warning('%s', unread)
+  for remark in template_remarks(config, tokenizer):
+    logging.warning('%s', remark)
   check_reprompts(tokenizer, training, config)
   check_room(tokenizer, training, config)
   graders.check_questions([*training, *held_out])
