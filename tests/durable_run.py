@@ -15,7 +15,6 @@ import json
 import os
 import runpy
 import sys
-from typing import Any
 
 from etils import epath
 import jax
@@ -24,12 +23,11 @@ import numpy as np
 
 from sdpo_jax.config import Config
 from sdpo_jax.files import make_directory, write_atomically
-from sdpo_jax.training import loop
+from sdpo_jax.training import resuming
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.directory import remains
-from sdpo_jax.training.directory.lines import check_digest, history
 from sdpo_jax.training.directory.ownership import sole_user
-from sdpo_jax.training.directory.workdir import check_workdir, open_workdir, write_settings
+from sdpo_jax.training.directory.workdir import check_workdir, write_settings
 from sdpo_jax.training.metrics import MetricsWriter
 from sdpo_jax.types import TrainState
 from tests import file_operations
@@ -87,45 +85,35 @@ def config() -> Config:
   """The settings of a run of `stores`."""
   settings = Config(name='stores')
   settings.trainer.tensorboard = False
+  settings.trainer.max_ckpt_to_keep = KEEP
   return settings
 
 
 def begin(
   settings: Config, workdir: epath.Path, like: TrainState, stack: contextlib.ExitStack
-) -> tuple[Checkpoints, MetricsWriter, tuple[int, TrainState, dict[str, Any]] | None, int]:
-  """Start or resume a run as the loop does, in its order, as far as files go.
+) -> tuple[Checkpoints, MetricsWriter, resuming.Resumed | None, int]:
+  """Start or resume a run as the loop does, as far as files go.
 
   Returns:
-    Its checkpoints, its writer, what was restored, and the last step that was finished by then, with its line.
+    Its checkpoints, its writer, what it goes on from, and the last step that was finished by then, with its line.
   """
   check_workdir(settings, workdir)
   ownership = stack.enter_context(sole_user(workdir, lambda text: None))
   remains.settle(workdir, ownership, restart=False, say=lambda text: None)
-  open_workdir(workdir)
-  checkpoints = Checkpoints(workdir, keep=KEEP, ownership=ownership)
-  stack.callback(checkpoints.close)
-  restored = checkpoints.restore(like)
-  if restored is None:
-    remains.refuse_loss(workdir, ownership.record())
-  first = 0 if restored is None else restored[0]
-  ownership.resumed(first)
-  unfinished = None
-  if restored is not None and loop.is_unfinished(first, restored[2], history(workdir, first)):
-    unfinished = loop.Unfinished.from_json(restored[2][loop.UNFINISHED])
-  elif restored is not None:
-    check_digest(workdir, first, checkpoints.state_digest(first))
+  opened = resuming.opened(settings, workdir, ownership, like, lambda text: None)
+  checkpoints, resumed = stack.enter_context(opened)
   write_settings(settings, workdir)
-  written = loop.written_before(first, unfinished)
+  written = 0 if resumed is None else resuming.written_before(resumed.step, resumed.unfinished)
   writer = MetricsWriter(workdir, settings, resume_step=written, ownership=ownership)
   stack.callback(writer.close)
-  return checkpoints, writer, restored, written
+  return checkpoints, writer, resumed, written
 
 
 def stores(workdir: epath.Path, last: int) -> None:
   """Write what the loop writes, in its order: files of the step, its line, the sync of lines, the checkpoint."""
   with contextlib.ExitStack() as stack:
-    checkpoints, writer, restored, _ = begin(config(), workdir, state_of(0), stack)
-    first = 0 if restored is None else restored[0]
+    checkpoints, writer, resumed, _ = begin(config(), workdir, state_of(0), stack)
+    first = 0 if resumed is None else resumed.step
     for step in range(first + 1, last + 1):
       make_directory(workdir / 'rollouts')
       write_atomically(workdir / 'rollouts' / f'{step}.jsonl', f'{{"step": {step}}}\n')

@@ -166,8 +166,8 @@ class Judge:
     file_operations.write_tree(tree, pathlib.Path(folder))
     with contextlib.ExitStack() as stack:
       try:
-        *_, restored, finished = durable_run.begin(self._config, folder, self._like, stack)
-        step, digest = (0, '') if restored is None else (restored[0], durable_run.digest(restored[1]))
+        *_, resumed, finished = durable_run.begin(self._config, folder, self._like, stack)
+        step, digest = (0, '') if resumed is None else (resumed.step, durable_run.digest(resumed.state))
         return Opened('', step, digest, finished, tuple(_timeless((folder / 'metrics.jsonl').read_text())))
       except Exception as error:  # None is expected: whatever it is, the run would end.
         return Opened(f'a resume ends with {type(error).__name__}: {error}')

@@ -23,6 +23,7 @@ from sdpo_jax.environments import registry
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.slots import Slots
 from sdpo_jax.training import loop, preemption, records, watchdog
+from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.checkpoint.manifest import read_manifest
 from sdpo_jax.training.checkpoint.starting_state import StartingState
 from sdpo_jax.training.metrics import MetricsWriter
@@ -231,7 +232,7 @@ def test_a_failure_of_the_last_save_does_not_hide_what_ended_the_run(experiment,
   said = []
   with monkeypatch.context() as patch:
     before(patch, loop, 'build_batch', 2, fail(Broken('first')))
-    before(patch, loop.Checkpoints, 'save', 1, fail(UserError('The disk is full.')))
+    before(patch, Checkpoints, 'save', 1, fail(UserError('The disk is full.')))
     with pytest.raises(Broken, match='first'):
       loop.train(make(), tmp_path, announce=said.append)
   assert said[-2:] == [

@@ -1,5 +1,6 @@
 """metrics.jsonl: one line a step, none twice after a resume, local and on stores that cannot append."""
 
+import contextlib
 import errno
 import json
 import os
@@ -10,8 +11,9 @@ import pytest
 
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
-from sdpo_jax.training import loop, metrics
+from sdpo_jax.training import metrics, saving
 from sdpo_jax.training.directory.lines import check_digest, history, read_metrics
+from sdpo_jax.training.together import Together
 
 
 def quiet() -> Config:
@@ -89,24 +91,23 @@ def test_lines_that_could_not_be_synced_are_written_anew(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_is_begun_when_its_lines_are_on_the_disk():
-  def whole(step):
-    return loop._Whole(step, None, {}, {}, None)
-
   calls = []
-  run = object.__new__(loop._Run)
-  run.writer = types.SimpleNamespace(sync=lambda: calls.append('sync'))
-  run.checkpoints = types.SimpleNamespace(save=lambda *_: calls.append('save'))
-  run.compiled, run.failure = list, None
-  run.save(whole(1), None)
-  assert calls == ['sync', 'save']
+  checkpoints = types.SimpleNamespace(steps=list, save=lambda *_: calls.append('save'))
+  failing = []
 
-  def fail():
-    raise OSError('Input/output error')
+  def sync():
+    calls.append('sync')
+    if failing:
+      raise OSError('Input/output error')
 
-  run.writer.sync = fail
-  with pytest.raises(OSError, match='Input/output'):
-    run.save(whole(2), None)
-  assert calls == ['sync', 'save']
+  saver = saving.Saving(None, checkpoints, None, Together(), sync, print)
+  for step in (1, 2):
+    state = types.SimpleNamespace(take=lambda: 'state')
+    saver.whole = saving.Whole(step, state, {}, {}, None)
+    with pytest.raises(OSError, match='Input/output') if failing else contextlib.nullcontext():
+      saver.save()
+    failing.append(True)
+  assert calls == ['sync', 'save', 'sync']
 
 
 def test_a_start_from_nothing_begins_a_new_file(tmp_path):

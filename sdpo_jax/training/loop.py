@@ -7,47 +7,46 @@ stay, and the loop goes on as if it had never stopped. Nothing random depends on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
 import logging
 import math
-import threading
-import traceback
 from typing import Any
 
 from etils import epath
 import jax
 
-from sdpo_jax import liveness, programs
+from sdpo_jax import programs
 from sdpo_jax.config import Config
 from sdpo_jax.data import pipeline
-from sdpo_jax.distributed import cluster
 from sdpo_jax.distributed.cluster import barrier
-from sdpo_jax.distributed.collectives import agreed, gathered, noted
+from sdpo_jax.distributed.collectives import agreed, gathered
 from sdpo_jax.distributed.stopping import StoppedError
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
-from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.evaluation.evaluate import evaluate
 from sdpo_jax.evaluation.names import nearest
 from sdpo_jax.teacher.context import TeacherContext
-from sdpo_jax.training import preemption, records, samples, skipped, startup
+from sdpo_jax.training import records, resuming, samples, skipped, startup
 from sdpo_jax.training.boards import check_wandb
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints, abstract
 from sdpo_jax.training.checkpoint.digests import leaf_digests, state_digest
 from sdpo_jax.training.checkpoint.starting_state import StartingState
 from sdpo_jax.training.checkpoint.unfinished import Unfinished
 from sdpo_jax.training.directory import fingerprint, remains
-from sdpo_jax.training.directory.lines import STATE_DIGEST, check_digest, dropped_lines, history
-from sdpo_jax.training.directory.ownership import Ownership, RunLostError, sole_user
+from sdpo_jax.training.directory.lines import STATE_DIGEST, dropped_lines, history
+from sdpo_jax.training.directory.ownership import Ownership, sole_user
 from sdpo_jax.training.directory.published import newest
-from sdpo_jax.training.directory.workdir import check_workdir, open_workdir, write_settings
+from sdpo_jax.training.directory.workdir import check_workdir, write_settings
 from sdpo_jax.training.metrics import MetricsWriter
 from sdpo_jax.training.preemption import Preemption
 from sdpo_jax.training.progress import Progress
+from sdpo_jax.training.resuming import UNFINISHED, written_before
+from sdpo_jax.training.saving import Saving, Whole
 from sdpo_jax.training.session import Session, load_tokenizer, make_session
 from sdpo_jax.training.step import (
   GradedRollouts,
@@ -59,6 +58,7 @@ from sdpo_jax.training.step import (
   run_update,
   sampling_seed,
 )
+from sdpo_jax.training.together import Together
 from sdpo_jax.training.update import abstract_state, place_state
 from sdpo_jax.training.watchdog import Watchdog
 from sdpo_jax.types import Example, TrainState
@@ -66,8 +66,6 @@ from sdpo_jax.types import Example, TrainState
 # Metric: programs that were not compiled before the first step, as they should have been.
 COMPILED_LATE = 'programs/compiled'
 EXIT_ALARM = 3  # Stopped by an alarm: saved, to be looked at.
-UNFINISHED = 'unfinished'  # In the host's state: what is outstanding of the step.
-RESCUE_S = 30.0  # For which a process that meets an error waits for the others to meet it too.
 
 
 @dataclasses.dataclass
@@ -83,17 +81,6 @@ class Result:
   skipped: int = 0  # Steps at the end that taught nothing: their gradients were not finite.
   deadline: float | None = None  # When a process that was told to stop is to have ended, on the monotonic clock.
   exit_code: int = 0  # Of a process that was told to stop or given up.
-
-
-@dataclasses.dataclass
-class _Whole:
-  """The last state from which the run can go on, with all that a checkpoint of it holds."""
-
-  step: int
-  starting: StartingState  # Its arrays.
-  host: dict[str, Any]
-  metrics: Mapping[str, float]  # By which its checkpoint is ranked; none while something of its step is outstanding.
-  leaves: Mapping[str, str] | None  # The digests of its arrays, where they are known.
 
 
 def train(
@@ -143,81 +130,35 @@ def _train(
     stop.check()
     session, parameters = make_session(config, workdir, tokenizer)
     stop.check()
-    open_workdir(workdir)
-    barrier('the start of the run')  # Weights are read by now, and the directory is there.
-    checkpoints = Checkpoints(
-      workdir,
-      keep=config.trainer.max_ckpt_to_keep,
-      best_metric=config.trainer.best_metric,
-      ownership=ownership,
-      say=say,
-    )
-    watching = Watchdog(config.trainer, workdir, announce, stop.give_up)
-    try:
-      watching.start()
-      liveness.begin('restore')
-      table = session.policy.parameter_table()
-      restored = checkpoints.restore(abstract_state(config, parameters, session.mesh, table))
-      unfinished = None
-      if ownership is not None:
-        if restored is None:
-          remains.refuse_loss(workdir, ownership.record())
-        ownership.resumed(restored[0] if restored else 0)
-      continuation = fingerprint.start(workdir, config, continuation, restored[0] if restored else 0, ownership)
+    table = session.policy.parameter_table()
+    like = abstract_state(config, parameters, session.mesh, table)
+    with (
+      Watchdog(config.trainer, workdir, announce, stop.give_up),
+      resuming.opened(config, workdir, ownership, like, say) as (checkpoints, resumed),
+    ):
+      step = 0 if resumed is None else resumed.step
+      continuation = fingerprint.start(workdir, config, continuation, step, ownership)
       for line in continuation.lines:
         say(line)
-      if restored is None:
-        state = place_state(config, parameters, session.mesh, table)
+      if resumed is None:
+        state, unfinished = place_state(config, parameters, session.mesh, table), None
       else:
-        step, state, host = restored
-        digest, recorded = checkpoints.state_digest(step), False
-        if is_unfinished(step, host, history(workdir, step)):
-          unfinished = Unfinished.from_json(host[UNFINISHED])  # Its line, if it has one, is of the state after it.
-        else:
-          recorded = check_digest(workdir, step, digest)
-        iterator.set_state(host['iterator'], other_rows='data' in config.trainer.accept_changes)
-        announce(
-          f'Resuming {workdir} at step {step} (state {digest[:16]}{", as in metrics.jsonl" if recorded else ""}).'
-        )
+        state, unfinished = resumed.state, resumed.unfinished
+        iterator.set_state(resumed.host['iterator'], other_rows='data' in config.trainer.accept_changes)
+        announce(f'Resuming {workdir} at {resumed}.')
       write_settings(config, workdir)
-      del parameters, restored
+      del parameters, resumed
       trained = sum(leaf.size for leaf in jax.tree.leaves(state.trainable))
-      for line in startup.describe(session, trained, iterator.rows, len(held_out), int(state.step)):
+      for line in startup.describe(session, trained, iterator.rows, len(held_out), step):
         say(line)
       for line in graders.describe():
         say(line)
       stop.check()
       run = _Run(session, graders, iterator, held_out, checkpoints, ownership, stop, announce)
-      run.recall(int(state.step), unfinished)
-      if unfinished is not None or (int(state.step) < config.trainer.total_training_steps and not run.over):
+      run.recall(step, unfinished)
+      if unfinished is not None or (step < config.trainer.total_training_steps and not run.over):
         startup.compile_programs(session, state, len(held_out), say, stop)
-      result = run(state, unfinished)
-    except BaseException:
-      with contextlib.suppress(Exception):  # What of it matters was said before; the first error is the one to hear.
-        checkpoints.close()
-      raise
-    finally:
-      watching.stop()
-    checkpoints.close()
-    return result
-
-
-def is_unfinished(step: int, host: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> bool:
-  """Return whether something is outstanding of the step from which a run resumes.
-
-  Args:
-    step: of the checkpoint.
-    host: the host's state in it.
-    lines: of metrics.jsonl, up to that step. If the step has one, it was finished after the checkpoint; but the state
-      of the checkpoint is that of before a rollback, which is to be made anew.
-  """
-  return UNFINISHED in host and all(line['step'] != step or line.get(alarms.ROLLBACK) is not None for line in lines)
-
-
-def written_before(step: int, unfinished: Unfinished | None) -> int:
-  """Return the last step whose line of metrics.jsonl stays when a run resumes at `step`."""
-  # Nothing is rolled back at step 1, and the line of step 0 is not to be dropped with it.
-  return step if unfinished is None or step == 1 else step - 1
+      return run(state, unfinished)
 
 
 @dataclasses.dataclass
@@ -252,10 +193,9 @@ class _Run:
     self.checked_best = False  # Whether a best metric that nobody measures was named.
     self.skipped = 0  # Steps in a row, up to now, that taught nothing.
     self.compiled: Callable[[], list[str]] = list  # What was compiled since it was last called.
-    self.failure: Exception | None = None  # What this process failed at alone.
-    self.saving = threading.Lock()
-    self.whole: _Whole
-    self.writer: MetricsWriter | None
+    self.together = Together()
+    self.saving = Saving(session.workdir, checkpoints, ownership, self.together, self.sync_lines, announce)
+    self.writer: MetricsWriter | None = None
     self.progress: Progress
 
   def __call__(self, state: TrainState, unfinished: Unfinished | None = None) -> Result:
@@ -263,21 +203,47 @@ class _Run:
 
     Whatever ends the run, the last whole state is saved before.
     """
-    self.hold(int(state.step), state, {} if unfinished is None else {UNFINISHED: unfinished.to_json()}, {})
+    self.hold(int(state.step), state, unfinished)
     self.preemption.stage = 'steps'
     if jax.process_count() == 1:
-      self.preemption.save = self.save_meanwhile
+      self.preemption.save = self.saving.save_meanwhile
     try:
       return self.run(state, unfinished)
     except BaseException as error:
-      self.rescue(error)
+      self.saving.rescue(error)
       raise
+
+  def hold(
+    self,
+    step: int,
+    state: TrainState,
+    unfinished: Unfinished | None = None,
+    metrics: Mapping[str, float] | None = None,
+    leaves: Mapping[str, str] | None = None,
+  ) -> None:
+    """Note that `state` is whole: the run can go on from it.
+
+    Args:
+      step: generation batches that it has seen.
+      state: on the devices.
+      unfinished: what of its step is outstanding; None: nothing is.
+      metrics: measured with it, when its step is finished: what is undone by a rollback never ranks a checkpoint.
+      leaves: the digests of its arrays; None: they are computed if it is saved.
+    """
+    starting = StartingState(state, keep=self.session.config.trainer.keep_starting_state)
+    outstanding = {} if unfinished is None else {UNFINISHED: unfinished.to_json()}
+    host = {'iterator': self.iterator.get_state(), **outstanding}
+    self.saving.whole = Whole(step, starting, host, metrics or {}, leaves)
+
+  def sync_lines(self) -> None:
+    """Return once the lines so far are on the disk."""
+    if self.writer is not None:
+      self.writer.sync()
 
   def run(self, state: TrainState, unfinished: Unfinished | None) -> Result:
     """Make all steps, save, and wait until everything is written."""
     config = self.session.config
     first, total = int(state.step), config.trainer.total_training_steps
-    self.writer = None
     if self.ownership is not None:
       written = written_before(first, unfinished)
       self.writer = MetricsWriter(self.session.workdir, config, resume_step=written, ownership=self.ownership)
@@ -292,11 +258,10 @@ class _Run:
     finally:
       self.progress.close()
     if preempted:
-      self.save_whole()
+      self.saving.save()
     else:
       self.preemption.stage = 'end'
-    with self.saving:
-      self.checkpoints.wait()
+    self.saving.wait()
     evaluations = {}
     if self.writer is not None:
       for line in self.writer.lines:
@@ -304,7 +269,7 @@ class _Run:
         if found:
           evaluations[line['step']] = found
       self.writer.close()
-    step = self.whole.step
+    step = self.saving.whole.step
     if skipped.too_many(self.skipped, config.trainer) and not self.stopped and not preempted:
       raise UserError(skipped.complaint(self.skipped, step, config.trainer))
     prompt = _short_prompt(self.held_out)
@@ -352,96 +317,6 @@ class _Run:
     gathered(None, 'the first step')
     self.preemption.check_over_devices()
 
-  # ———— What is there to be saved ————
-
-  def hold(
-    self,
-    step: int,
-    state: TrainState,
-    unfinished: Mapping[str, Any],
-    metrics: Mapping[str, float],
-    leaves: Mapping[str, str] | None = None,
-  ) -> None:
-    """Note that `state` is whole: the run can go on from it.
-
-    Args:
-      step: generation batches that it has seen.
-      state: on the devices.
-      unfinished: what of its step is outstanding, as the host's state holds it; empty: nothing is.
-      metrics: measured with it, when its step is finished: what is undone by a rollback never ranks a checkpoint.
-      leaves: the digests of its arrays; None: they are computed if it is saved.
-    """
-    starting = StartingState(state, keep=self.session.config.trainer.keep_starting_state)
-    self.whole = _Whole(step, starting, self.host_state() | dict(unfinished), metrics, leaves)
-
-  def save_whole(self) -> None:
-    """Save the last whole state, unless it is on disk, or gone since optimizer steps follow it."""
-    with self.saving:
-      whole = self.whole
-      if whole.step == 0 or whole.step in self.checkpoints.steps():
-        return
-      state = whole.starting.take()
-      if state is not None:
-        self.save(whole, state)
-
-  def save_meanwhile(self) -> None:
-    """As `save_whole`, for another thread than the one that trains, which waits before it donates what is being saved."""
-    with self.saving:
-      whole = self.whole
-      with whole.starting.held() as state:
-        if state is not None and whole.step > 0 and whole.step not in self.checkpoints.steps():
-          self.save(whole, state)
-      self.checkpoints.wait()
-
-  def rescue(self, error: BaseException) -> None:
-    """Save the last whole state before the run ends by `error`, and say which step is on disk.
-
-    What goes wrong here is said, and hides nothing: the first error is the one that the run ends by.
-    """
-    if isinstance(error, RunLostError):
-      return  # What is on disk is another process's, and so is the next start.
-    first = jax.process_index() == 0
-    try:
-      # The others are where this process is if they met the same; otherwise nothing can be saved together.
-      if cluster.exchange_notes('the end by an error', within_s=RESCUE_S) is None:
-        self.announce('The other processes go on without this one: nothing more is saved.')
-      else:
-        if not self.whole.starting.on_devices:
-          traceback.clear_frames(error.__traceback__)  # They hold arrays for which there is no room any more.
-        if self.ownership is not None:
-          self.ownership.check()
-        self.save_whole()
-        with self.saving:
-          self.checkpoints.wait()
-    except Exception as second:
-      self.announce(f'The state of step {self.whole.step} could not be saved: {first_line(second)}')
-    if first:
-      self.announce(preemption.what_is_there(functools.partial(newest, self.session.workdir)))
-
-  @contextlib.contextmanager
-  def alone(self) -> Iterator[None]:
-    """Note what goes wrong in what not all processes do: who leaves alone lets the others wait. See `together`."""
-    try:
-      yield
-    except Exception as error:
-      if jax.process_count() == 1:
-        raise
-      self.failure = self.failure or error
-
-  def together(self, what: str) -> None:
-    """Leave together if one process failed at `what` it did alone.
-
-    Raises:
-      Exception: this process did.
-      cluster.FailedElsewhere: another one did, and is to say at what.
-    """
-    failure, self.failure = self.failure, None
-    failed = noted('' if failure is None else type(failure).__name__, what)
-    if failure is not None:
-      raise failure
-    if failed:
-      raise cluster.FailedElsewhere(f'process {min(failed)} failed at {what}')
-
   # ———— The parts of a step ————
 
   def evaluate_first(self, state: TrainState) -> None:
@@ -456,10 +331,10 @@ class _Run:
     self.watch.observe(0, values)
     self.name_missing_best(values)
     compiled = len(self.name_compiled(0))
-    with self.alone():
+    with self.together.alone():
       if self.writer is not None:
         self.writer.write(0, values | {COMPILED_LATE: compiled})
-    self.together('writing the line of step 0')
+    self.together.meet('writing the line of step 0')
 
   def name_compiled(self, step: int) -> list[str]:
     """Return what was compiled since this was last asked; announce it, for all programs were compiled before."""
@@ -494,19 +369,6 @@ class _Run:
   def forget(self, after: int) -> None:
     self.evaluations = {step: found for step, found in self.evaluations.items() if step <= after}
 
-  def host_state(self) -> dict[str, Any]:
-    return {'iterator': self.iterator.get_state()}
-
-  def save(self, whole: _Whole, state: TrainState) -> None:
-    """Save a whole state that has a step, and the lines that led to it, which a checkpoint must not outlive."""
-    with self.alone():
-      if self.writer is not None:
-        self.writer.sync()
-    self.together(f'syncing the lines up to step {whole.step}')
-    barrier(f'the checkpoint of step {whole.step}')
-    self.checkpoints.save(whole.step, state, whole.host, whole.metrics, whole.leaves)
-    self.compiled()  # What Orbax compiles, once, to copy arrays from several devices is no program of the run.
-
   def step(self, state: TrainState, step: int) -> TrainState:
     """Run one generation batch, with its evaluation, log line and checkpoint.
 
@@ -521,11 +383,11 @@ class _Run:
     timer = Timer(self.progress.phase)
     folder = session.workdir / 'profile' / str(step)
     profiled = step in trainer.profile_steps
-    stop, starting = self.preemption, self.whole.starting
+    stop, starting = self.preemption, self.saving.whole.starting
     metrics: dict[str, float] = {}
-    with self.alone():
+    with self.together.alone():
       examples = next(self.iterator)
-    self.together(f'the questions of step {step}')
+    self.together.meet(f'the questions of step {step}')
     with jax.profiler.trace(str(folder)) if profiled else contextlib.nullcontext():
       graded = rollout_and_grade(session, self.graders, state, examples, step, timer, stop)
       stop.check()
@@ -534,7 +396,7 @@ class _Run:
       with timer('train'):
         batch = build_batch(session, state, graded, context, metrics, stop)
         state, report = run_update(session, state, batch, starting, stop)
-    self.hold(step, state, {UNFINISHED: Unfinished().to_json()}, {})
+    self.hold(step, state, Unfinished())
     metrics.update(records.rollout_metrics(graded, config))
     metrics.update(records.update_metrics(report, batch, session))
     metrics.update(records.throughput_metrics(session, graded, report, timer.seconds))
@@ -546,8 +408,8 @@ class _Run:
       'time/graders_busy_s': graded.graders_busy_s,  # Beside the phases, which do not add up with it.
     }
     unfinished = Unfinished(line, records.success_rates(graded, config))
-    self.hold(step, state, {UNFINISHED: unfinished.to_json()}, {})
-    with self.alone():
+    self.hold(step, state, unfinished)
+    with self.together.alone():
       if profiled:
         self.announce(f'Profile of step {step}: {folder}')
       if self.writer is not None:
@@ -608,15 +470,15 @@ class _Run:
       metrics = {}  # They were measured with other weights than those that are now saved.
     leaves = leaf_digests(state)
     line[STATE_DIGEST] = state_digest(leaves)
-    with self.alone():
+    with self.together.alone():
       if (
-        self.failure is None and metrics and step in self.checkpoints.steps()
+        self.together.failure is None and metrics and step in self.checkpoints.steps()
       ):  # Its state was saved before it was evaluated.
         self.checkpoints.measured(step, metrics)
-      if self.writer is not None and self.failure is None:
+      if self.writer is not None and self.together.failure is None:
         self.writer.write(step, line)
-    self.together(f'writing what step {step} has measured')
-    self.hold(step, state, {}, metrics, leaves)
+    self.together.meet(f'writing what step {step} has measured')
+    self.hold(step, state, metrics=metrics, leaves=leaves)
     self.progress.step(
       step,
       line.get('rollout/score_mean', math.nan),
@@ -627,7 +489,8 @@ class _Run:
     )
     due = step == trainer.total_training_steps or (trainer.save_freq and step % trainer.save_freq == 0)
     if due or verdict != Verdict() or skipped.too_many(self.skipped, config.trainer):
-      self.save_whole()
+      self.saving.save()
+      self.compiled()  # What Orbax compiles, once, to copy arrays from several devices is no program of the run.
     return state
 
   def is_evaluated(self, step: int) -> bool:
@@ -689,7 +552,7 @@ class _Run:
     """Restore student, teacher and optimizer state from a step's checkpoint; counters and randomness go on as they are."""
     barrier(f'the way back to step {step}')
     like = abstract(state)
-    self.whole.starting.donate(others_follow=False)  # Until the weights are there, the last checkpoint counts.
+    self.saving.whole.starting.donate(others_follow=False)  # Until the weights are there, the last checkpoint counts.
     for leaf in jax.tree.leaves((state.trainable, state.opt_state, state.teacher)):
       leaf.delete()  # There may be no room for both.
     saved = self.checkpoints.restore_step(step, like)
@@ -711,7 +574,7 @@ class _Run:
       seed=session.config.seed,
       stop=self.preemption,
     )
-    with self.alone():
+    with self.together.alone():
       if self.ownership is not None:
         self.ownership.check()
         records.write_evaluation(session.workdir, step, evaluation)
