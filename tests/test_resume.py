@@ -31,13 +31,72 @@ STEPS = 5
 SAVED_WHEN_TOLD = ['--config.trainer.save_freq=0', '--config.trainer.preemption_grace_s=300']
 
 
+# Put behind a config: the process kills itself, as if from outside, at some moment.
+KILLED = """
+import os, signal
+from sdpo_jax.training.checkpoint import checkpoints
+from sdpo_jax.training.metrics import MetricsWriter
+
+def die_after(owner, name, now):
+  function = getattr(owner, name)
+  def act(*arguments, **options):
+    result = function(*arguments, **options)
+    if now(*arguments):
+      os.kill(os.getpid(), signal.SIGKILL)
+    return result
+  setattr(owner, name, act)
+
+die_after({where})
+"""
+MOMENTS = {
+  'before any checkpoint': "MetricsWriter, 'write', lambda writer, step, values: step == 0",
+  'while a checkpoint is half written': "checkpoints, 'sync_tree', lambda folder: folder.name.startswith('2.unfinished')",
+  'between a line and its checkpoint': "MetricsWriter, 'write', lambda writer, step, values: step == 4",
+}
+# A grader that is told to stop in the midst of its work, and never answers.
+HANGING = """
+import threading
+
+def hang_at(ids, grade=grade):
+  def hanging(examples, completions, *, truncated):
+    if any(example.id in ids for example in examples):
+      os.kill(os.getpid(), signal.SIGTERM)
+      threading.Event().wait()
+    return grade(examples, completions, truncated=truncated)
+  return hanging
+
+registry._FACTORIES['parity'] = lambda settings: hang_at(['train-4'])
+"""
+
+
 @pytest.fixture(scope='module')
-def experiment(tmp_path_factory):
+def ends(tmp_path_factory):
+  """Runs of one experiment: left in peace; killed at moments and started again; told to stop while a grader hangs."""
   folder = tmp_path_factory.mktemp('resume')
   config = tiny.make_experiment(folder)
-  arguments = [f'--config={config}', f'--config.trainer.total_training_steps={STEPS}', '--config.trainer.test_freq=2']
-  done = tiny.launch('train', *arguments, f'--workdir={folder}/whole')
-  assert done.returncode == 0, done.stderr
+  flags = [f'--config.trainer.total_training_steps={STEPS}', '--config.trainer.test_freq=2']
+  for number, where in enumerate(MOMENTS.values()):
+    (folder / f'killed_{number}.py').write_text(config.read_text() + KILLED.format(where=where))
+  (folder / 'hanging.py').write_text('import os, signal\n' + config.read_text() + HANGING)
+
+  def train(workdir: str, name: str = config.stem, *more: str) -> tuple[str, list[str]]:
+    return 'train', [f'--config={folder}/{name}.py', *flags, *more, f'--workdir={folder}/{workdir}']
+
+  commands = {
+    'whole': train('whole'),
+    **{moment: train('killed', f'killed_{number}') for number, moment in enumerate(MOMENTS)},
+    'killed': train('killed'),
+    'hanging': train('hanging', 'hanging', *SAVED_WHEN_TOLD),
+  }
+  done = tiny.launch_many(list(commands.values()), folder / 'output')
+  return folder, [f'--config={config}', *flags], dict(zip(commands, done, strict=True))
+
+
+@pytest.fixture(scope='module')
+def experiment(ends):
+  """The folder of the runs, and the flags that make them."""
+  folder, arguments, done = ends
+  assert done['whole'].returncode == 0, done['whole'].stderr
   return folder, arguments
 
 
@@ -88,13 +147,16 @@ def wait_for(process: subprocess.Popen, condition) -> bool:
   return condition()
 
 
+def told_to_stop(process: subprocess.Popen, moment) -> int:
+  """Return how a process ends that gets a SIGTERM at some moment."""
+  assert wait_for(process, moment)
+  process.send_signal(signal.SIGTERM)
+  return process.wait(timeout=300)
+
+
 def has_step(workdir: pathlib.Path, step: int) -> bool:
   path = workdir / 'metrics.jsonl'
   return path.exists() and f'"step": {step},' in path.read_text()
-
-
-def being_saved(workdir: pathlib.Path, step: int) -> bool:
-  return any((workdir / 'checkpoints').glob(f'{step}*'))
 
 
 def test_the_run_learns_something_and_writes_what_the_contract_names(experiment):
@@ -149,22 +211,11 @@ def test_the_run_learns_something_and_writes_what_the_contract_names(experiment)
   assert moved > 1e-4
 
 
-def test_killed_while_sampling_while_saving_and_after_a_line_was_written(experiment):
-  folder, arguments = experiment
-  workdir = folder / 'killed'
-  moments = [
-    lambda: has_step(workdir, 0),  # Before any checkpoint.
-    lambda: being_saved(workdir, 2),  # While a checkpoint may be half written.
-    lambda: has_step(workdir, 4),  # Between a line and its checkpoint.
-  ]
-  for moment in moments:
-    process = start(arguments, workdir)
-    assert wait_for(process, moment)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-  process = start(arguments, workdir)
-  assert process.wait() == 0
-  assert_same_run(folder / 'whole', workdir)
+def test_killed_at_any_moment_it_ends_as_the_run_that_is_left_in_peace(ends):
+  folder, _, done = ends
+  assert [done[moment].returncode for moment in MOMENTS] == [-signal.SIGKILL] * len(MOMENTS)
+  assert done['killed'].returncode == 0, done['killed'].stderr
+  assert_same_run(folder / 'whole', folder / 'killed')
 
 
 @pytest.mark.slow
@@ -172,10 +223,7 @@ def test_sigterm_saves_first_and_the_same_command_continues(experiment):
   folder, arguments = experiment
   workdir = folder / 'terminated'
   arguments = [*arguments, *SAVED_WHEN_TOLD]
-  process = start(arguments, workdir)
-  assert wait_for(process, lambda: has_step(workdir, 2))
-  process.send_signal(signal.SIGTERM)
-  assert process.wait() == EXIT_PREEMPTED
+  assert told_to_stop(start(arguments, workdir), lambda: has_step(workdir, 2)) == EXIT_PREEMPTED
   checkpoints = Checkpoints(workdir)
   assert checkpoints.steps() and 2 <= checkpoints.steps()[-1] < STEPS
   checkpoints.close()
@@ -183,36 +231,35 @@ def test_sigterm_saves_first_and_the_same_command_continues(experiment):
   assert_same_run(folder / 'whole', workdir)
 
 
-@pytest.mark.parametrize(
-  'wait',
-  ['threading.Event().wait()', pytest.param('POOL.submit(threading.Event().wait).result()', marks=pytest.mark.slow)],
-)
-def test_sigterm_does_not_wait_for_a_grader_that_hangs(experiment, tmp_path, wait):
-  """Nor does the end of the process wait for a thread that Python would join."""
+def test_sigterm_does_not_wait_for_a_grader_that_hangs(ends):
+  folder, _, done = ends
+  assert done['hanging'].returncode == EXIT_PREEMPTED, done['hanging'].stderr
+  assert 'ending now' not in done['hanging'].stderr  # Which the deadline says.
+  assert settled(folder / 'hanging', 2)
+
+
+@pytest.mark.slow
+def test_sigterm_does_not_wait_for_a_thread_that_python_would_join(experiment, tmp_path):
+  """It is cut off by the deadline."""
   folder, arguments = experiment
   workdir, reached, hangs = tmp_path / 'run', tmp_path / 'reached', tmp_path / 'hangs'
   text, place = pathlib.Path(arguments[0].removeprefix('--config=')).read_text(), '  scores = ['
   asked = f"""  if any(example.id == 'train-4' for example in examples) and pathlib.Path({str(hangs)!r}).exists():
     pathlib.Path({str(reached)!r}).touch()
-    {wait}
+    POOL.submit(threading.Event().wait).result()
 """
   header = 'import concurrent.futures, pathlib, threading\nPOOL = concurrent.futures.ThreadPoolExecutor()\n'
   assert text.count(place) == 1
   config = tmp_path / 'hanging_config.py'
   config.write_text(header + text.replace(place, asked + place))
   hangs.touch()
-  # The pool's thread, which never ends, is cut off by the deadline.
-  settings = ['--config.trainer.save_freq=0', f'--config.trainer.preemption_grace_s={40 if "POOL" in wait else 300}']
   arguments = [f'--config={config}', *arguments[1:]]
-  process = start([*arguments, *settings], workdir)
-  assert wait_for(process, reached.exists)
-  process.send_signal(signal.SIGTERM)
-  assert process.wait(timeout=100) == EXIT_PREEMPTED
+  settings = ['--config.trainer.save_freq=0', '--config.trainer.preemption_grace_s=40']
+  assert told_to_stop(start([*arguments, *settings], workdir), reached.exists) == EXIT_PREEMPTED
   assert settled(workdir, 2)
-  if 'POOL' in wait:
-    hangs.unlink()
-    assert start(arguments, workdir).wait() == 0
-    assert_same_run(folder / 'whole', workdir)
+  hangs.unlink()
+  assert start(arguments, workdir).wait() == 0
+  assert_same_run(folder / 'whole', workdir)
 
 
 @pytest.mark.slow
