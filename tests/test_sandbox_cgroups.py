@@ -145,6 +145,17 @@ def test_version_2_within_ones_own_group(fake, monkeypatch):
   assert (directory / 'cgroup.procs').read_text() == '0'
 
 
+def test_a_group_may_have_more_where_python_is_in_memory(real, fake):
+  group = cgroups.create(1 << 30, 100)
+  for more in (1 << 20, 1 << 22):  # A zygote that is started anew has another copy, and the first is gone.
+    group.allow(more)
+    assert (group.directories[0] / 'memory.max').read_text() == str((1 << 30) + more)
+  if real.version == 1 and 'memory' in real.controllers:
+    directory = real.directories[real.controllers.index('memory')]
+    real.allow(1 << 20)
+    assert (directory / 'memory.limit_in_bytes').read_text().strip() == str((1 << 30) + (1 << 20))
+
+
 def test_version_2_beside_ones_own_group_where_that_may_have_none(fake, monkeypatch):
   refuse(monkeypatch, 'write_text', 'cgroup.subtree_control', fake / 'user' / 'session')
   (directory,) = cgroups.create(1 << 30, 100).directories

@@ -376,6 +376,12 @@ class SandboxConfig:
   output_mb: int = setting(
     8, 'What a program prints, and its result, at most, MiB; the rest is dropped and the program ended.'
   )
+  packages: tuple[str, ...] | None = setting(
+    None,
+    'What programs can import beside the standard library, with what it requires, e.g. numpy,sympy. It is copied into '
+    'memory at the start, so that programs cannot tell what others have looked up on the disk. None: all that is '
+    'installed, from the disk.',
+  )
 
 
 @dataclasses.dataclass

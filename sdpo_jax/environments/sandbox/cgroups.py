@@ -27,6 +27,7 @@ class Group:
   """A control group: one directory under version 2, one for each controller under version 1."""
 
   version: int
+  memory_bytes: int  # That it was made with.
   controllers: tuple[str, ...]
   directories: tuple[pathlib.Path, ...]
   held: tuple[int, ...]  # Descriptors by which other starts know that these are not abandoned.
@@ -43,6 +44,14 @@ class Group:
     finally:
       for descriptor in opened:
         os.close(descriptor)
+
+  def allow(self, memory_bytes: int) -> None:
+    """Sets how much memory the group may have beyond what it was made with."""
+    for directory in self.directories:
+      # Version 1 refuses a limit of memory that is beyond the one of memory and swap.
+      for name in ('memory.max', 'memory.memsw.limit_in_bytes', 'memory.limit_in_bytes'):
+        if (directory / name).exists():
+          (directory / name).write_text(str(self.memory_bytes + memory_bytes))
 
   def remove(self) -> None:
     """Removes the group; what still runs in it under version 2 is ended, under version 1 the group then stays."""
@@ -83,7 +92,7 @@ def _create_unified(parents: Sequence[pathlib.Path], limits: dict[str, int]) -> 
       for name, value in {'memory.swap.max': '0', 'memory.oom.group': '0', 'io.weight': 'default 10'}.items():
         if (directory / name).exists():
           (directory / name).write_text(value)
-      return _group(2, {name: directory for name in CONTROLLERS})
+      return _group(2, limits, {name: directory for name in CONTROLLERS})
   return None
 
 
@@ -102,7 +111,7 @@ def _create_split(parents: dict[str, pathlib.Path], limits: dict[str, int]) -> G
         made[name] = directory
       except OSError:
         _removed(directory)
-  return _group(1, made) if made else None
+  return _group(1, limits, made) if made else None
 
 
 def _unified() -> list[pathlib.Path]:
@@ -156,10 +165,10 @@ def _make(parent: pathlib.Path) -> pathlib.Path:
   return directory
 
 
-def _group(version: int, directories: dict[str, pathlib.Path]) -> Group:
+def _group(version: int, limits: dict[str, int], directories: dict[str, pathlib.Path]) -> Group:
   """Return the group that lies in these directories, by controller."""
   different = tuple(dict.fromkeys(directories.values()))
-  return Group(version, tuple(directories), different, tuple(map(leftovers.hold, different)))
+  return Group(version, limits['memory'], tuple(directories), different, tuple(map(leftovers.hold, different)))
 
 
 def _removed(directory: pathlib.Path) -> bool:

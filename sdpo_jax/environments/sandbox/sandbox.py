@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import dataclasses
 import fcntl
+import importlib.util
 import io
 import json
 import logging
@@ -35,7 +36,7 @@ import weakref
 from sdpo_jax import liveness
 from sdpo_jax.config import SandboxConfig
 from sdpo_jax.environments.sandbox import bubblewrap, cgroups, confinement, leftovers, scratch
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, short_repr
 
 HERE = pathlib.Path(__file__).parent
 MIB = 2**20
@@ -247,6 +248,11 @@ class _Zygote:
     self.layers: list[str] = answer['layers']
     if answer['entered']:
       self.layers.append(f'cgroup v{group.version} ({", ".join(group.controllers)})')
+      try:
+        group.allow(answer['copied'])
+      except OSError:
+        self.close()
+        raise
     self.control.settimeout(None)
 
   def close(self) -> None:
@@ -343,13 +349,17 @@ class _Host:
 
   def _command(self, descriptor: int) -> tuple[list[str], dict]:
     readable, packages = installation()
-    files = [HERE / name for name in ('zygote.py', 'confinement.py', 'scratch.py', 'seed.py', 'view.py', 'probe.py')]
+    files = [
+      HERE / name
+      for name in ('zygote.py', 'confinement.py', 'library.py', 'scratch.py', 'seed.py', 'view.py', 'probe.py')
+    ]
     settings = {
       'mechanism': self.mechanism,
       'view': self.view,
       'owner': os.getpid(),
       'readable': readable,
       'packages': packages,
+      'modules': self._settings.packages,
       'preload': self._preload,
       'harness': str(self._harness),
     }
@@ -388,10 +398,14 @@ def _directories(paths: Sequence[str]) -> list[str]:
 
 def _start(settings: SandboxConfig, harness: pathlib.Path, preload: tuple[str, ...], workers: int) -> list[_Host]:
   """Hosts of the first mechanism that withstands the probe; raises UserError if none does and none is forbidden."""
+  _check_packages(settings.packages or ())
   leftovers.remove_abandoned(tempfile.gettempdir(), scratch.remove)
   reasons = []
   for mechanism, view in ATTEMPTS:
     if settings.mechanism not in ('auto', mechanism):
+      continue
+    if settings.packages is not None and not view:
+      reasons.append(f'{mechanism}: environments.sandbox.packages needs a view of its own for every program')
       continue
     hosts: list[_Host] = []
     try:
@@ -421,6 +435,16 @@ def _start(settings: SandboxConfig, harness: pathlib.Path, preload: tuple[str, .
     '; '.join(reasons),
   )
   return [_Host('none', False, workers, settings, harness, preload)]
+
+
+def _check_packages(names: Sequence[str]) -> None:
+  """Raises UserError if one of `environments.sandbox.packages` is not installed."""
+  for name in names:
+    if not name.isidentifier() or importlib.util.find_spec(name) is None:
+      raise UserError(
+        f'environments.sandbox.packages names {short_repr(name)}, which cannot be imported here: name packages as '
+        '`import` does, without what follows a dot, and install them.'
+      )
 
 
 def _close(hosts: Sequence[_Host]) -> None:

@@ -19,7 +19,7 @@ import stat
 import struct
 import sys
 
-confinement = sys.modules['confinement']  # The zygote loads it first.
+confinement, library = sys.modules['confinement'], sys.modules['library']  # The zygote loads them first.
 
 OWN = '/own'  # Where a program's file system lies.
 SCRATCH = f'{OWN}/scratch'
@@ -107,26 +107,32 @@ def processes(at: str) -> int | None:
   return opened
 
 
-def build(readable: Sequence[str], aliases: Mapping[str, str], at: str) -> None:
+def build(
+  readable: Sequence[str], aliases: Mapping[str, str], at: str, copies: Sequence[library.File] | None = None
+) -> None:
   """Makes the calling process's root a file system of nothing but the directories `readable`, read-only.
 
   Args:
     readable: real paths of directories; they keep their names.
     aliases: other names of some of them, or of what lies in them, by which modules were loaded.
     at: an existing directory, which the new root covers while it is made, and which is removed then.
+    copies: what there is to be of them, as copies in memory; None: all of it, where it lies.
 
   Raises:
-    confinement.Unsupported: the machine forbids it, or the kernel is older than Linux 5.12.
+    confinement.Unsupported: the machine forbids it or lacks memory, or the kernel is older than Linux 5.12.
   """
   try:
     mount('none', '/', '', MS_REC | MS_PRIVATE)
     parent = os.open(os.path.dirname(at), os.O_PATH | os.O_DIRECTORY)
-    mount('tmpfs', at, 'tmpfs', MS_NOSUID | MS_NODEV, 'mode=0755,size=1m')
+    size = 2**20 + library.size(copies or ())
+    mount('tmpfs', at, 'tmpfs', MS_NOSUID | MS_NODEV, f'mode=0755,size={size},nr_inodes={1024 + len(copies or ())}')
     for path in sorted(readable):  # One within another comes after it, and is there already.
       if not os.path.isdir(at + path):
         os.makedirs(at + path)
-        mount(path, at + path, '', MS_BIND | MS_REC)
-        make_read_only(at + path)
+        if copies is None:
+          mount(path, at + path, '', MS_BIND | MS_REC)
+          make_read_only(at + path)
+    library.copy(copies or (), at)
     for alias, path in aliases.items():
       if not os.path.lexists(at + alias):
         os.makedirs(os.path.dirname(at + alias), exist_ok=True)

@@ -65,6 +65,7 @@ def load(path: str) -> types.ModuleType:
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 confinement = load(os.path.join(HERE, 'confinement.py'))
+library = load(os.path.join(HERE, 'library.py'))
 scratch = load(os.path.join(HERE, 'scratch.py'))
 seed = load(os.path.join(HERE, 'seed.py'))
 view = load(os.path.join(HERE, 'view.py'))
@@ -170,6 +171,7 @@ class Zygote:
     self.garbage: list[Generator[None, None, bool]] = []  # Removals under way.
     self.most_garbage = 0 if self.mechanism == 'bubblewrap' else MAX_GARBAGE
     self.layers = []
+    self.copied = 0  # Bytes of Python in memory.
     if settings['view']:
       if 'user' in namespaces:  # Process ids are others than outside.
         if self.proc is not None:
@@ -178,8 +180,15 @@ class Zygote:
       self.ids = view.ProcessIds()
       self.filter = confinement.filter_program(view.PROGRAM)
       aliases = {path: real for path, real in aliases.items() if below(real, settings['readable'])}
-      view.build(settings['readable'], aliases, self.scratch)
-      self.layers += [f'namespaces of {", ".join([*namespaces, "pid"])}', 'read-only view', 'own tmpfs']
+      copies = None
+      if settings['modules'] is not None:
+        standard = [path for path in settings['readable'] if path not in settings['packages']]
+        names = {*settings['modules'], *loaded(settings['packages'])}
+        copies = library.files(standard, settings['packages'], names)
+        self.copied = library.size(copies)
+      view.build(settings['readable'], aliases, self.scratch, copies)
+      memory = f' in memory ({self.copied // MIB} MiB)' * (copies is not None)
+      self.layers += [f'namespaces of {", ".join([*namespaces, "pid"])}', f'read-only view{memory}', 'own tmpfs']
     elif self.users:
       view.reach([*settings['readable'], self.scratch])
     self.readable = [os.open(path, os.O_PATH | os.O_DIRECTORY) for path in settings['readable']]
@@ -530,6 +539,12 @@ def address_space() -> int:
   return enough
 
 
+def loaded(directories: list[str]) -> set[str]:
+  """Names of the modules of this process that come from these directories, those of packages alone."""
+  found = {name.partition('.')[0] for name, module in sys.modules.items() if getattr(module, '__file__', None)}
+  return {name for name in found if below(os.path.realpath(sys.modules[name].__file__ or ''), directories)}
+
+
 def below(path: str, directories: list[str]) -> bool:
   """Whether a path is one of the directories or lies in one."""
   return any(path == directory or path.startswith(directory + '/') for directory in directories)
@@ -594,7 +609,7 @@ def main() -> None:
   except Exception as error:
     control.send(json.dumps({'fault': str(error), 'harness': isinstance(error, HarnessFault)}).encode())
     return
-  control.send(json.dumps({'layers': zygote.layers, 'entered': zygote.entered}).encode())
+  control.send(json.dumps({'layers': zygote.layers, 'entered': zygote.entered, 'copied': zygote.copied}).encode())
   zygote.serve()
 
 
