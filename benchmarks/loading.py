@@ -8,7 +8,8 @@ which therefore has the whole of each parameter to place.
 
 - `beyond_placed_mb`: the most that the process held at any time beyond the arrays that are placed, by the kernel's peak
   of its resident memory (VmHWM, which nothing that is mapped could hide from), reset before each parameter; `allowed_mb`
-  is its share of the largest stacked parameter + 200.
+  is its share of the largest stacked parameter + 200; `beyond_own_share_mb` is what it held beyond the parameter that
+  it was reading, too.
 - `load`: GB of the files per second, with a page cache that knows nothing of them (`cold`) and one that holds them
   (`warm`); `read` is the baseline, one process that reads the same files from end to end and does nothing else.
 - `sha256`: the same of comparing the files with their SHA-256.
@@ -126,15 +127,21 @@ def measure(folder: pathlib.Path, devices: int) -> dict[str, Any]:
 
   mesh = make_mesh(MeshConfig(), jax.devices()) if devices > 1 else None
   config = ModelConfig(path=str(folder))
-  beyond, shares = [], []
+  beyond, shares, stacked = [], [], []
   place = placing.place
 
+  base, placed = 0, 0
+
   def watched(parameter: Any, *rest: Any) -> jax.Array:
-    before = restart_peak()
+    nonlocal base, placed
+    base = base or restart_peak()
+    restart_peak()
     array = place(parameter, *rest)
     held = sum(shard.data.nbytes for shard in array.addressable_shards)
-    beyond.append(memory('VmHWM') - before - held)
-    shares.append(held if parameter.stacked else 0)
+    placed += held
+    beyond.append(memory('VmHWM') - base - placed)
+    shares.append(held)
+    stacked.append(held if parameter.stacked else 0)
     return array
 
   check_files, huggingface.check_files = huggingface.check_files, lambda root, edited: 0
@@ -160,8 +167,8 @@ def measure(folder: pathlib.Path, devices: int) -> dict[str, Any]:
     'file_gb': round(size / 1e9, 2),
     'placed_gb': round(sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 1e9, 2),
     'beyond_placed_mb': round(max(beyond) / 1e6),
-    'allowed_mb': round(max(shares) / 1e6) + 200,
-    'beyond_own_share_mb': round(max(b - s for b, s in zip(beyond, shares, strict=True) if s) / 1e6),
+    'allowed_mb': round(max(stacked) / 1e6) + 200,
+    'beyond_own_share_mb': round(max(b - s for b, s in zip(beyond, shares, strict=True)) / 1e6),
     'export_beyond_mb': round(exported / 1e6),
     'gb_per_s': speed,
   }

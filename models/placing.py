@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 import dataclasses
 import functools
+import gc
 import math
 import os
 
@@ -28,8 +29,16 @@ def place(parameter: parameters.Parameter, tensors: Mapping[str, Tensor], mesh: 
   Raises:
     UserError: a tensor holds values that are not finite, or cannot be read.
   """
+  array = jax.block_until_ready(_send(parameter, tensors, mesh))
+  # JAX lets go of what it has sent when it is next called, or has garbage collected: not before the arrays of the next
+  # parameter would be there, too.
+  gc.collect(0)
+  return array
+
+
+def _send(parameter: parameters.Parameter, tensors: Mapping[str, Tensor], mesh: jax.sharding.Mesh | None) -> jax.Array:
   if mesh is None:
-    return jax.block_until_ready(jax.device_put(read_blocks(parameter, tensors, [_whole(parameter.shape)])[0]))
+    return jax.device_put(read_blocks(parameter, tensors, [_whole(parameter.shape)])[0])
   sharding = parameter_sharding(mesh, parameter.axes, parameter.shape)
   blocks = {
     device: tuple(part.indices(size)[:2] for part, size in zip(index, parameter.shape, strict=True))
@@ -38,8 +47,7 @@ def place(parameter: parameters.Parameter, tensors: Mapping[str, Tensor], mesh: 
   distinct = list(dict.fromkeys(blocks.values()))
   arrays = dict(zip(distinct, read_blocks(parameter, tensors, distinct), strict=True))
   pieces = [jax.device_put(arrays[block], device) for device, block in blocks.items()]
-  # Otherwise arrays of the host would stay until they have been sent, while those of the next parameter are filled.
-  return jax.block_until_ready(jax.make_array_from_single_device_arrays(parameter.shape, sharding, pieces))
+  return jax.make_array_from_single_device_arrays(parameter.shape, sharding, pieces)
 
 
 def read_blocks(

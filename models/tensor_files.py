@@ -87,11 +87,6 @@ class TensorFile:
         raise UserError(f'{self.path} has become shorter while it was read: load it again when nobody writes it.')
       done += count
 
-  def read_ahead(self, offset: int, length: int) -> None:
-    """Have the disk fetch what will be read soon, where the system takes such advice."""
-    if length and hasattr(os, 'posix_fadvise'):
-      os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_WILLNEED)
-
   def _read_header(self) -> dict[str, Tensor]:
     size = os.fstat(self._descriptor).st_size
     if size < 8:
@@ -174,11 +169,6 @@ class Tensor:
     whole = np.empty((last - first, *self.shape[1:]), dtype)
     self.file.read(whole, offset)
     return whole if columns is None else whole[:, left:right]
-
-  def read_ahead(self, rows: tuple[int, int]) -> None:
-    """Have the disk fetch these rows."""
-    row = self.width * DTYPES[self.dtype][0].itemsize
-    self.file.read_ahead(self.begin + rows[0] * row, (rows[1] - rows[0]) * row)
 
 
 def is_finite(values: np.ndarray) -> bool:

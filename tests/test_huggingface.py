@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 import threading
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -245,6 +246,33 @@ def test_a_block_of_layers_reads_no_other(original, read):
     [part] = placing.read_blocks(parameter, tensors, [((1, 2), (0, 16), (6, 12))])
   np.testing.assert_array_equal(part, params['layers']['mlp']['up'][1:2, :, 6:12])
   assert read == {'model.layers.1.mlp.up_proj.weight': 16 * 6}
+
+
+@pytest.mark.parametrize('mesh', [None, (2, 4)], ids=str)
+def test_loading_and_exporting_hold_little_of_a_model(mesh, tmp_path):
+  """What numpy allocates on the way: a parameter and some bands, and a tensor; not the model, nor two parameters."""
+  sizes = {'hidden_size': 256, 'intermediate_size': 2048, 'num_hidden_layers': 8, 'vocab_size': 512}
+  policy, params = huggingface.init(CONFIG | sizes, jax.random.key(0))
+  huggingface.save(tmp_path / 'model', policy, params, dtype='bfloat16')
+  largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
+  mesh = mesh and mesh_of(mesh)
+  peaks = []
+  tracemalloc.start()
+  try:
+    for act in (
+      lambda: huggingface.load(tmp_path / 'model', FLOAT32, mesh=mesh),
+      lambda: huggingface.save(tmp_path / 'again', policy, params, dtype='bfloat16'),
+    ):
+      before, _ = tracemalloc.get_traced_memory()
+      tracemalloc.reset_peak()
+      result = act()
+      peaks.append(tracemalloc.get_traced_memory()[1] - before)
+      del result
+  finally:
+    tracemalloc.stop()
+  assert largest == 8 * 256 * 2048 * 4
+  assert largest < peaks[0] < largest + placing.READERS * 3 * 2**20
+  assert peaks[1] < largest / 2
 
 
 def test_a_tied_model_may_store_its_head_too(tmp_path):
