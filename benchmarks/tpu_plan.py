@@ -1,4 +1,4 @@
-"""The shipped Qwen3-8B configs on v5e slices, asked of the TPU compiler: memory, time and communication by size.
+"""The shipped configs on v5e slices, asked of the TPU compiler: memory, time and communication by size and by model.
 
   python -m benchmarks.tpu_plan --keep=answers                  # every point: more than an hour on two cores
   python -m benchmarks.tpu_plan --keep=answers --only=v5e:8x8   # one point again
@@ -46,6 +46,7 @@ class Point:
   slice_: str
   config: str = 'qwen3_8b_chemistry'
   settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  arguments: Mapping[str, str] = dataclasses.field(default_factory=dict)  # Of its get_config.
 
 
 POINTS = (
@@ -56,11 +57,24 @@ POINTS = (
   Point('v5e:8x8 (packed rows)', MAIN, settings={'actor.pack_sequences': True}),
   Point('v5e:8x8 (LiveCodeBench)', MAIN, config='qwen3_8b_livecodebench'),
 )
+# The same recipe with a model of every other family.
+MODEL_POINTS = (
+  Point('Olmo-3-7B', MAIN, config='paper', arguments={'model': 'olmo3_7b'}),
+  *(
+    Point(name, slice_, config='models', arguments={'model': model})
+    for name, slice_, model in (
+      ('Llama-3.1-8B', MAIN, 'llama3_1_8b'),
+      ('Qwen2.5-7B', MAIN, 'qwen2_5_7b'),
+      ('Mistral-7B', MAIN, 'mistral_7b'),
+      ('Gemma-3-4B', 'v5e:4x8', 'gemma3_4b'),
+    )
+  ),
+)
 
 
 def configuration(point: Point) -> Config:
   """Return the point's settings."""
-  config = importlib.import_module(f'configs.{point.config}').get_config()
+  config = importlib.import_module(f'configs.{point.config}').get_config(**point.arguments)
   return search.changed(config, dict(point.settings))
 
 
@@ -124,43 +138,55 @@ def _refused(program: dict[str, Any]) -> bool:
 
 
 def tables(results: dict[str, dict[str, Any]]) -> str:
-  """Markdown: the settings, how everything grows with chips and tokens, and the whole report of the main point."""
-  head = ['slice', 'chips', 'tokens per completion']
-  head += [
-    'update GiB',
-    'largest update s',
-    'TFLOP per chip',
-    'sent GB',
-    'rows live %',
-    'tokens live %',
-    'update MFU %',
-  ]
-  head += ['decode GiB', 'ms per token', 'evaluation s', 'step s', 'tokens/s', '$ / 100 steps']
-  rows = []
-  for name, plan in results.items():
-    update, decode = plan['programs'].get('update', {}), plan['programs'].get('decode', {})
-    sent = None if _refused(update) else sum(update.get('collective_gb', {}).values())
-    step = decode.get('busy_step_seconds')
-    values = [None if _refused(update) else update.get(key) for key in ('seconds', 'matmul_tflop')] + [sent]
-    shares = [plan['fill']['rows'], plan['fill']['tokens'], plan['update_mfu']]
-    rows.append(
-      [name, str(plan['chips']), _cell(plan['assumptions']['mean_completion']), _cell(update.get('hbm_gib'))]
-      + [_cell(value) for value in values]
-      + [_cell(None if share is None else 100 * share) for share in shares]
-      + [_cell(decode.get('hbm_gib')), _cell(None if step is None else 1e3 * step)]
-      + [_cell(plan['phases'].get('evaluation')), _cell(plan['step_seconds'])]
-      + [_cell(plan['tokens_per_second']), _cell(plan['cost_per_100_steps'], 4)]
-    )
+  """Markdown: the settings, how everything grows with chips and tokens, other models, and the main point's report."""
+  sizes = {name: plan for name, plan in results.items() if name in {point.name for point in POINTS}}
+  models = {name: plan for name, plan in results.items() if name not in sizes}
   parts = []
-  if MAIN in results:
-    quoted = ', '.join(f'`{name}={_value(value)}`' for name, value in results[MAIN]['settings'].items())
+  if MAIN in sizes:
+    quoted = ', '.join(f'`{name}={_value(value)}`' for name, value in sizes[MAIN]['settings'].items())
     parts.append(f'`configs/{POINTS[0].config}.py` has {quoted}.')
-  parts += ['### Growth with chips and tokens', markdown(head, rows), '![Growth](performance/scaling.png)']
+  if sizes:
+    table = markdown(['slice', *HEAD], [[name, *_row(plan)] for name, plan in sizes.items()])
+    parts += ['### Growth with chips and tokens', table, '![Growth](performance/scaling.png)']
+  if models:
+    rows = [
+      [name, f'{plan["parameters"] / 1e9:.2f}', plan['topology'], _mesh(plan), *_row(plan)]
+      for name, plan in models.items()
+    ]
+    told = 'The same recipe (chemistry) with a model of every other family, as `configs/paper.py` and `configs/models.py` have it.'
+    told += ' Layers with a window are counted as if they saw all positions: for Olmo 3 and Gemma 3 these times are upper bounds.'
+    parts += ['### Other models', told, markdown(['model', 'billion parameters', 'slice', 'mesh', *HEAD], rows)]
   warnings = {warning: name for name, plan in results.items() for warning in plan['warnings']}
   parts += [f'{name}: {warning}' for warning, name in warnings.items()]
-  if MAIN in results:
-    parts += [f'### Qwen3-8B on {MAIN}, program by program', results[MAIN]['report']]
+  if MAIN in sizes:
+    parts += [f'### Qwen3-8B on {MAIN}, program by program', sizes[MAIN]['report']]
   return '\n\n'.join(parts)
+
+
+HEAD = ('chips', 'tokens per completion', 'update GiB', 'largest update s', 'TFLOP per chip', 'sent GB', 'rows live %')
+HEAD += ('tokens live %', 'update MFU %', 'decode GiB', 'ms per token', 'evaluation s', 'step s', 'tokens/s')
+HEAD += ('$ / 100 steps',)
+
+
+def _row(plan: dict[str, Any]) -> list[str]:
+  """Return the cells of a plan under `HEAD`."""
+  update, decode = plan['programs'].get('update', {}), plan['programs'].get('decode', {})
+  sent = None if _refused(update) else sum(update.get('collective_gb', {}).values())
+  step = decode.get('busy_step_seconds')
+  values = [None if _refused(update) else update.get(key) for key in ('seconds', 'matmul_tflop')] + [sent]
+  shares = [plan['fill']['rows'], plan['fill']['tokens'], plan['update_mfu']]
+  return (
+    [str(plan['chips']), _cell(plan['assumptions']['mean_completion']), _cell(update.get('hbm_gib'))]
+    + [_cell(value) for value in values]
+    + [_cell(None if share is None else 100 * share) for share in shares]
+    + [_cell(decode.get('hbm_gib')), _cell(None if step is None else 1e3 * step)]
+    + [_cell(plan['phases'].get('evaluation')), _cell(plan['step_seconds'])]
+    + [_cell(plan['tokens_per_second']), _cell(plan['cost_per_100_steps'], 4)]
+  )
+
+
+def _mesh(plan: dict[str, Any]) -> str:
+  return ' × '.join(f'{axis}={size}' for axis, size in plan['mesh'].items())
 
 
 def _value(value: Any) -> str:
@@ -179,7 +205,7 @@ def cost(plan: dict[str, Any]) -> str:
 
 def pages(results: dict[str, dict[str, Any]]) -> dict[str, str]:
   """Return what stands between the markers of each page beside the results."""
-  missing = [point.name for point in POINTS if point.name not in results]
+  missing = [point.name for point in (*POINTS, *MODEL_POINTS) if point.name not in results]
   # Nobody should take a page with gaps for a whole one.
   gaps = (
     f'Not planned yet: {", ".join(missing)}; `python -m benchmarks.tpu_plan --keep=DIR` does it.' if missing else ''
@@ -242,14 +268,15 @@ def main(arguments: Sequence[str]) -> None:
   folder.mkdir(parents=True, exist_ok=True)
   file = folder / 'results.json'
   results = json.loads(file.read_text()) if file.is_file() else {}
-  wanted = ONLY.value or [point.name for point in POINTS]
-  for point in POINTS:
+  points = (*POINTS, *MODEL_POINTS)
+  wanted = ONLY.value or [point.name for point in points]
+  for point in points:
     if point.name in wanted and not ONLY_WRITE.value:
       results[point.name] = compute(point, KEEP.value)
-      results = {each.name: results[each.name] for each in POINTS if each.name in results}
+      results = {each.name: results[each.name] for each in points if each.name in results}
       file.write_text(json.dumps(results, indent=1) + '\n')
-  if results:
-    draw(results, folder / 'scaling.png')
+  if sizes := {point.name: results[point.name] for point in POINTS if point.name in results}:
+    draw(sizes, folder / 'scaling.png')
   for name, text in pages(results).items():
     page = folder.parent / name
     if page.is_file():
