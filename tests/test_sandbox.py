@@ -445,12 +445,12 @@ def test_a_tree_is_removed_without_following_links(tmp_path):
 # ———— Many programs ————
 
 
-def test_a_thousand_programs_leave_nothing_behind(sandbox):
+def test_many_programs_leave_nothing_behind(sandbox):
   run(sandbox, '')
   zygote = sandbox._hosts[0].pid
   open_here, open_there = (len(os.listdir(f'/proc/{pid}/fd')) for pid in ('self', zygote))
-  reports = sandbox.run([job('result = 1')] * 1000)
-  assert sum(report.result for report in reports) == 1000
+  reports = sandbox.run([job('result = 1')] * 300)
+  assert sum(report.result for report in reports) == 300
   assert len(os.listdir('/proc/self/fd')) == open_here and sandbox._hosts[0].pid == zygote
   # The zygote closes its end after the last report, and then ends the namespace.
   until(lambda: len(os.listdir(f'/proc/{zygote}/fd')) <= open_there and programs(zygote) == [])

@@ -104,6 +104,20 @@ def test_programs_find_what_is_named_and_nothing_else(sandbox):
   assert 'Read-only file system' in run(sandbox, f'open({str(source)!r} + "x", "w")').stderr
 
 
+@pytest.mark.parametrize('mechanism', ['landlock', 'bubblewrap'])
+def test_packages_are_those_of_this_interpreter_alone(monkeypatch, mechanism):
+  monkeypatch.setattr(implementation, 'ATTEMPTS', ((mechanism, True), (mechanism, False)))
+  try:
+    value = Sandbox(SandboxConfig(workers=1), HARNESS)
+  except UserError as error:
+    pytest.skip(str(error))
+  with value:
+    path = run(value, 'import sys; result = sys.path').result
+  readable, packages = implementation.installation()
+  assert {each for each in path if os.path.basename(each) in library.PACKAGES} == set(packages)
+  assert all(any(each.startswith(directory) for directory in readable) for each in path)
+
+
 @pytest.mark.parametrize('name', ['no_such_package', 'numpy.linalg', ''])
 def test_a_package_that_is_not_there_is_named(name):
   with pytest.raises(UserError, match='environments.sandbox.packages names'):

@@ -145,7 +145,13 @@ class Zygote:
     self.users = user_ids() if own_users else range(0)
     self.version = landlock_version(self.mechanism)
     aliases = {path: os.path.realpath(path) for path in sys.path if os.path.realpath(path) != path}
-    sys.path[:] = [path for path in map(os.path.realpath, sys.path) if below(path, settings['readable'])]
+    # Not the packages of the interpreter of which a virtual environment is one, as a bubblewrap's is.
+    sys.path[:] = [
+      path
+      for path in map(os.path.realpath, sys.path)
+      if below(path, settings['readable'])
+      and (path in settings['packages'] or os.path.basename(path) not in library.PACKAGES)
+    ]
     sys.path += [path for path in settings['packages'] if path not in sys.path]
     for name in [*LINKED, *settings['preload']]:
       try:
