@@ -10,6 +10,8 @@ docs/sandbox.md names those that stay open everywhere.
 import dataclasses
 import os
 import pathlib
+import random
+import secrets
 import signal
 import struct
 import textwrap
@@ -315,6 +317,39 @@ def test_no_program_finds_in_memory_what_became_of_another(sandbox):
 @pytest.mark.parametrize('place', ['shared', 'none'])
 def test_memory_tells_nothing_with_weaker_mechanisms_either(weak, place):
   assert remembers_nothing(weak[place])
+
+
+LOOK_UP = """
+for index, bit in enumerate(bits):
+  if bit: attempt(lambda: os.stat(f'{os.path.dirname(os.__file__)}/{tag}{index}'))
+"""
+TIME_OF_LOOK_UPS = """
+names = [f'{os.path.dirname(os.__file__)}/{tag}{index}'.encode() for index in range(-50, count)]
+status, clock, result = ctypes.create_string_buffer(256), time.perf_counter_ns, []
+for name in names:
+  before = clock(); libc.stat(name, status); result.append(clock() - before)
+del result[:50]  # Until the processor knows what is to come.
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('packages', [None, ()], ids=['disk', 'memory'])
+def test_a_name_that_another_has_looked_up_is_found_as_fast_as_any_in_memory(packages):
+  """Bits that arrive, of 512; by chance alone more than 332 of them do so once in ten billion times."""
+  draw = random.Random(3)
+  right, count = 0, 64
+  with Sandbox(SandboxConfig(workers=1, packages=packages), HARNESS) as sandbox:
+    if not any('own tmpfs' in layer for layer in sandbox.layers):
+      pytest.skip('there are no views here')
+    for tag in range(8):
+      bits = [draw.randrange(2) for _ in range(count)]
+      tag = f'{secrets.token_hex(8)} {tag} '  # The kernel remembers names from run to run.
+      reports = sandbox.run([job(LOOK_UP, bits=bits, tag=tag), job(TIME_OF_LOOK_UPS, tag=tag, count=count)])
+      assert [report.exit_code for report in reports] == [0, 0], reports
+      times = reports[1].result
+      middle = sorted(times)[sum(bits)]  # As many are called fast as there are.
+      right += sum((time < middle) == bool(bit) for time, bit in zip(times, bits, strict=True))
+  assert right <= 332 if packages is not None else right > 332
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason='only root sees where another process waits')
