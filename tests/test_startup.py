@@ -10,6 +10,7 @@ from etils import epath
 import jax
 import pytest
 
+from models import huggingface
 from models.attention.backend import AttentionBackend
 from sdpo_jax import programs as registered
 from sdpo_jax.config import Config, MeshConfig
@@ -21,7 +22,7 @@ from sdpo_jax.training import loop, run_programs, session, startup
 from sdpo_jax.training.checkpoint.manifest import read_manifest
 from sdpo_jax.types import Example, Outcome
 from tests import tiny
-from tests.test_step import make_model
+from tests.test_step import MODEL, make_model
 
 
 @registry.register('startup')
@@ -186,3 +187,19 @@ def test_the_banner_names_the_steps_to_come(tmp_path, first, steps):
     '  training   generated, 1 question × 8 completions per step',
     '  evaluation 11 questions × 2 completions',
   ]
+
+
+@pytest.mark.parametrize('packed', [True, False])
+@pytest.mark.parametrize('window', [None, 16])
+def test_the_banner_says_that_layers_with_windows_share_no_prompt(tmp_path, packed, window):
+  config = experiment(tmp_path)
+  config.actor.pack_sequences = packed
+  values = MODEL | dict(use_sliding_window=window is not None, sliding_window=window, max_window_layers=1)
+  described = types.SimpleNamespace(
+    config=config,
+    mesh=meshes.make_mesh(MeshConfig(), jax.devices()[:1], []),
+    policy=huggingface.describe(values, config.model),
+    workdir='here',
+  )
+  said = '\n'.join(startup.describe(described, 0, None, 11, 0))
+  assert ('own copy of the teacher prompt: layers of the model have windows' in said) == (packed and window is not None)

@@ -225,7 +225,7 @@ class ActorConfig:
     False,
     'Pack short samples into rows, as segments that do not see each other, which leaves little padding. Each '
     'micro-batch has the smallest lengths of data.*_buckets that hold it. Samples in a row that have the same teacher '
-    'prompt share one copy of it.',
+    'prompt share one copy of it, unless layers of the model have windows.',
   )
   ppo_epochs: int = setting(1, 'Passes over a generation batch.')
   logits_chunk_size: int = setting(512, 'Tokens whose logits exist at one time in the objective.')

@@ -104,7 +104,8 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> Report:
   text, found = _prompts(tokenizer, trials[: len(examples)], config)
   sections.append(('Prompts', text))
   odd += found
-  positions = json.loads((root / 'config.json').read_text(encoding='utf-8')).get('max_position_embeddings')
+  described = json.loads((root / 'config.json').read_text(encoding='utf-8'))
+  positions = described.get('text_config', described).get('max_position_embeddings')
   if changed is not None:
     nothing = (
       'Nothing has changed that a resume would name.'

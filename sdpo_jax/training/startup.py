@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from models import parameters as parameter_tables
+from models.policy import Policy
 from sdpo_jax import liveness, programs
 from sdpo_jax.config import Config
 from sdpo_jax.distributed.stopping import NEVER, Stop
@@ -75,8 +76,17 @@ def describe(session: Session, trained: int, train_rows: int | None, held_out: i
     f'  devices    {len(devices)} × {platform}{processes}, mesh {axes}, jax {jax.__version__}',
     f'  model      {config.model.path}: {total:,} parameters{trains}, computed in {config.model.dtype}',
     f'  training   {rows}, {batch}',
+    *_unshared(config, session.policy),
     f'  evaluation {held}',
   ]
+
+
+def _unshared(config: Config, policy: Policy) -> list[str]:
+  """Return the line that says why samples of a packed row do not share a teacher prompt, if they do not."""
+  if not config.actor.pack_sequences or policy.shares_prefixes:
+    return []
+  reason = 'windows' if policy.config.windows else 'attention that knows no shared prompts'
+  return [f'  packing    each sample has its own copy of the teacher prompt: layers of the model have {reason}']
 
 
 def _counted(count: int, noun: str) -> str:
