@@ -195,7 +195,8 @@ def test_samples_and_logits_are_those_of_transformers(made):
   sampler = Sampler(
     made.policy, TOKENIZER, prompt_buckets=(12, 24), response_buckets=(STEPS,), decode_chunk=16, resized=False
   )
-  ours = sampler.sample({}, made.params, PROMPTS, n=1, seed=0, step=0, max_tokens=STEPS, temperature=0.0)
+  ours = sampler.sample({}, made.params, PROMPTS, n=2, seed=0, step=0, max_tokens=STEPS, temperature=0.0)
+  assert sampler.stats.prompts == len(PROMPTS)  # Each is prefilled once for both of its samples.
   whole = []
   for row, prompt in enumerate(PROMPTS):
     with torch.no_grad():
@@ -205,7 +206,8 @@ def test_samples_and_logits_are_those_of_transformers(made):
         max_new_tokens=STEPS,
         do_sample=False,
       )[0].tolist()
-    assert ours.completion_tokens[row].tolist() == generated[len(prompt) :]
+    for sample in (2 * row, 2 * row + 1):
+      assert ours.completion_tokens[sample].tolist() == generated[len(prompt) :]
     whole.append(generated)
   logits = np.asarray(our_logits(made.policy, made.params, *padded(whole)))
   for row, (prompt, sequence) in enumerate(zip(PROMPTS, whole, strict=True)):
@@ -214,7 +216,7 @@ def test_samples_and_logits_are_those_of_transformers(made):
     np.testing.assert_allclose(logits[row, : len(sequence)], expected, atol=1e-4)
     predicting = torch.log_softmax(torch.tensor(expected[len(prompt) - 1 : -1]), dim=-1)
     drawn = predicting[range(STEPS), sequence[len(prompt) :]]
-    np.testing.assert_allclose(ours.model_log_probs[row], drawn, atol=1e-4)
+    np.testing.assert_allclose(ours.model_log_probs[2 * row], drawn, atol=1e-4)
 
 
 @families(*MODELS, more=True)
