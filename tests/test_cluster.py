@@ -112,7 +112,7 @@ def test_processes_that_did_their_work_end_well():
     assert run.end(0, 1, 2) == [(0, '')] * 3
 
 
-@pytest.mark.parametrize('victim', [0, 2])
+@pytest.mark.parametrize('victim', [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_killed_process_ends_the_others_with_a_sentence_that_names_it(victim):
   with Run([''] * 3) as run:
     run.joined()
@@ -125,7 +125,7 @@ def test_a_killed_process_ends_the_others_with_a_sentence_that_names_it(victim):
   assert survivors == [(cluster.EXIT_LOST, sentence)] * 2
 
 
-@pytest.mark.parametrize('victim', [0, 1])
+@pytest.mark.parametrize('victim', [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_process_that_hangs_ends_the_other_which_waits_for_it_in_a_collective(victim):
   with Run([''] * 2, '--heartbeat_timeout_s=1.5') as run:
     run.joined()

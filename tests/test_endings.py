@@ -21,6 +21,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.distributed import cluster
 from sdpo_jax.environments import registry
 from sdpo_jax.errors import UserError
+from sdpo_jax.evaluation import alarms
 from sdpo_jax.rollout.slots import Slots
 from sdpo_jax.training import loop, preemption, records, watchdog
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
@@ -269,3 +270,51 @@ def test_graders_that_hang_are_reported_and_end_the_run_where_a_limit_is_set(exp
   stacks = [path.read_text() for path in (tmp_path / 'stalls').glob('*.txt')]
   assert any('release.wait(60)' in text for text in stacks)
   assert_becomes(make(accept_changes=('graders',)), tmp_path, whole)
+
+
+# Holds at every step.
+ALWAYS = 'rollout/completion_length_max > 0'
+
+
+def test_a_run_that_an_alarm_stops_is_saved_and_goes_on_only_with_other_rules(experiment, tmp_path):
+  make, _ = experiment
+
+  def train(action: str):
+    config, said = make(), []
+    config.alarms.rules, config.alarms.action = (ALWAYS,), action
+    return loop.train(config, tmp_path, announce=said.append), said
+
+  stopped, said = train('stop')
+  assert stopped.step == 1 and ALWAYS in stopped.stopped and steps_on_disk(tmp_path) == [1]
+  assert [line for line in said if line.startswith('Alarm at step 1: ') and ALWAYS in line]
+  again, said = train('stop')
+  assert (again.step, again.stopped) == (1, stopped.stopped)
+  assert [line['step'] for line in lines_without_time(tmp_path)] == [0, 1]
+  on, _ = train('warn')
+  assert (on.step, on.stopped) == (2, None)
+  lines = lines_without_time(tmp_path)
+  assert [line['step'] for line in lines] == [0, 1, 2]
+  assert [line.get(alarms.STOP) for line in lines] == [None, 1, None]
+  assert [line.get('alarm/1') for line in lines] == [None, 1, 1]
+
+
+def test_an_alarm_before_there_is_a_checkpoint_stops_the_run(experiment, tmp_path):
+  make, _ = experiment
+  config = make(save_freq=1, test_freq=1)
+  config.alarms.rules, config.alarms.action = (ALWAYS,), 'rollback'
+  result = loop.train(config, tmp_path)
+  assert result.step == 1 and 'no checkpoint with eval/odd/mean@2 to go back to' in result.stopped
+
+
+def test_a_run_without_a_finite_gradient_stops_with_a_sentence_and_a_checkpoint(experiment, tmp_path):
+  """The weights do not survive the first update; `trainer.max_skipped_steps` is three."""
+  make, _ = experiment
+  config = make(total_training_steps=8, test_freq=0, best_metric=None)
+  config.optimizer.lr, config.optimizer.lr_warmup_steps = 3e38, 0
+  with pytest.raises(
+    UserError, match='Nothing was learned in 3 steps in a row, 2 to 4, because no gradient was finite'
+  ):
+    loop.train(config, tmp_path)
+  lines = lines_without_time(tmp_path)
+  assert [line.get('train/skipped_steps') for line in lines if line['step']] == [1, 2, 2, 2]
+  assert steps_on_disk(tmp_path) == [4]

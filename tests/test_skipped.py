@@ -62,7 +62,7 @@ def runs(tmp_path_factory):
   return folder / 'run', tiny.launch_many([train(4), train(8), train(8)], folder / 'output')
 
 
-@pytest.mark.slow  # tests/test_alarms.py has such a run without the resumes.
+@pytest.mark.slow  # tests/test_endings.py has such a run without the resumes.
 def test_a_run_that_learns_nothing_stops_with_a_checkpoint_also_after_a_resume(runs):
   workdir, (short, long, again) = runs
   assert short.returncode == 0, short.stderr

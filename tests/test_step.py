@@ -149,7 +149,13 @@ def samples_for(config: Config) -> batching.GenerationBatch:
   return samples
 
 
-@pytest.mark.parametrize('name', sorted(VARIANTS.keys() - {'frozen', 'live'}))  # Those share the EMA's program.
+def some_slow(*quick: str) -> list:
+  """The variants that have programs of their own, all but some of them slow; frozen and live share the EMA's."""
+  names = sorted(VARIANTS.keys() - {'frozen', 'live'})
+  return [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize('name', some_slow('ema', 'full vocabulary', 'grpo', 'trust-region'))
 def test_the_micro_batch_size_changes_nothing(name):
   config = settings(**VARIANTS[name])
   samples = samples_for(config)
@@ -163,7 +169,7 @@ def test_the_micro_batch_size_changes_nothing(name):
   assert any(abs(loss) > 1e-6 for loss in whole.losses)
 
 
-@pytest.mark.parametrize('name', ['ema', 'grpo'])
+@pytest.mark.parametrize('name', ['ema', pytest.param('grpo', marks=pytest.mark.slow)])
 def test_eight_devices_agree_with_one(name):
   config = settings(**VARIANTS[name], actor__ppo_micro_batch_size=8)
   alone = run(config, samples_for(config))
