@@ -181,8 +181,6 @@ def objective(
   Raises:
     ValueError: a missing or contradictory argument.
   """
-  numbers = [distill_coef, policy_coef, entropy_coef, old_log_probs, advantages, sampling_log_probs]
-  _assert_tokens(targets, mask, numbers, [support])
   _assert_states(targets, student_hidden, student_unembedding)
   if teacher is not None:
     _assert_tokens(targets, mask, [], [teacher.token_ids])
@@ -191,15 +189,17 @@ def objective(
     _check_signal(teacher, support)
   tokens = _token_inputs(
     teacher,
-    targets,
-    mask,
-    distill_coef,
-    policy_coef,
-    entropy_coef,
-    old_log_probs,
-    advantages,
-    support,
-    sampling_log_probs,
+    TokenInputs(
+      targets=targets,
+      mask=mask,
+      distill_coef=distill_coef,
+      policy_coef=policy_coef,
+      entropy_coef=entropy_coef,
+      old_log_probs=old_log_probs,
+      advantages=advantages,
+      support=support,
+      sampling_log_probs=sampling_log_probs,
+    ),
   )
   entries = student_unembedding.shape[0]
   if vocab_size is not None and not 0 < vocab_size <= entries:
@@ -251,23 +251,23 @@ def objective_from_logits(
 
   `mix_logits` [B, T, V] and `mix_rate` make the trust region's teacher: (1 − rate)·teacher + rate·mix.
   """
-  numbers = [distill_coef, policy_coef, entropy_coef, old_log_probs, advantages, sampling_log_probs]
-  _assert_tokens(targets, mask, numbers, [support])
   all_logits = [logits for logits in (student_logits, teacher_logits, mix_logits) if logits is not None]
   chex.assert_shape(all_logits, (*targets.shape, student_logits.shape[-1]))
   chex.assert_type(all_logits, float)
   signal = None if teacher_logits is None else TeacherSignal()
   tokens = _token_inputs(
     signal,
-    targets,
-    mask,
-    distill_coef,
-    policy_coef,
-    entropy_coef,
-    old_log_probs,
-    advantages,
-    support,
-    sampling_log_probs,
+    TokenInputs(
+      targets=targets,
+      mask=mask,
+      distill_coef=distill_coef,
+      policy_coef=policy_coef,
+      entropy_coef=entropy_coef,
+      old_log_probs=old_log_probs,
+      advantages=advantages,
+      support=support,
+      sampling_log_probs=sampling_log_probs,
+    ),
   )
   active = tokens.mask != 0
 
@@ -373,39 +373,23 @@ def _detached(arrays):
   return jax.tree.map(lambda value: lax.stop_gradient(jnp.asarray(value)), arrays)
 
 
-def _token_inputs(
-  teacher: TeacherSignal | None,
-  targets: jax.Array,
-  mask: jax.Array,
-  distill_coef: jax.Array | None,
-  policy_coef: jax.Array | None,
-  entropy_coef: jax.Array | None,
-  old_log_probs: jax.Array | None,
-  advantages: jax.Array | None,
-  support: jax.Array | None,
-  sampling_log_probs: jax.Array | None,
-) -> TokenInputs:
+def _token_inputs(teacher: TeacherSignal | None, given: TokenInputs) -> TokenInputs:
   """Return the per-token arguments [B, T, …] as [B·T, …], without gradient and without those that no term reads.
 
   Raises:
     ValueError: an argument that a term needs is missing, or one that no term reads is there.
   """
-  if teacher is not None and distill_coef is None:
+  numbers = given.distill_coef, given.policy_coef, given.entropy_coef, given.old_log_probs, given.advantages
+  _assert_tokens(given.targets, given.mask, [*numbers, given.sampling_log_probs], [given.support])
+  if teacher is not None and given.distill_coef is None:
     raise ValueError('distill_coef is required with a teacher.')
-  if teacher is None and distill_coef is not None and support is not None:
+  if teacher is None and given.distill_coef is not None and given.support is not None:
     raise ValueError('support is of no use without a teacher.')
-  if policy_coef is not None and advantages is None:
+  if given.policy_coef is not None and given.advantages is None:
     raise ValueError('advantages are required with policy_coef.')
-  tokens = TokenInputs(
-    targets=targets,
-    mask=mask,
-    distill_coef=distill_coef if teacher is not None else None,
-    policy_coef=policy_coef,
-    entropy_coef=entropy_coef,
-    old_log_probs=old_log_probs,
-    advantages=advantages if policy_coef is not None else None,
-    support=support,
-    sampling_log_probs=sampling_log_probs,
+  tokens = given.replace(
+    distill_coef=given.distill_coef if teacher is not None else None,
+    advantages=given.advantages if given.policy_coef is not None else None,
   )
   if teacher is not None:
     tokens = tokens.replace(
