@@ -180,6 +180,15 @@ def test_which_strings_are_control_tokens():
   assert control_strings(object()) == ()
 
 
+def test_tags_are_text_only_in_pairs():
+  """Delimiters of turns, as of Gemma, look like tags and need not be marked as special."""
+  tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level())
+  names = ['<start_of_turn>', '<end_of_turn>', '<think>', '</think>', '</turn>', '<other>']
+  tokenizer.add_tokens([AddedToken(name, special=False) for name in names])
+  tokenizer.chat_template = ''.join(names[:-1])
+  assert set(control_strings(tokenizer)) == {'<start_of_turn>', '<end_of_turn>', '</turn>'}
+
+
 def test_what_only_normalisation_turns_into_a_control_token_is_text_too():
   tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level())
   tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()

@@ -90,13 +90,6 @@ def test_control_tokens_that_a_message_spells_stay_text(style, loaded):
     assert tokenizer.decode(ids) == written
 
 
-def test_delimiters_without_a_counterpart_are_control_tokens_and_paired_tags_are_text(loaded):
-  assert {'<start_of_turn>', '<end_of_turn>'} <= set(control_tokens.control_strings(loaded['gemma']))
-  template = '<think></think><tool_call></tool_call>'
-  assert all(text in STYLES['qwen'].added for text in ('<think>', '</think>')) and '<think>' in STYLES['qwen'].template
-  assert not any(text in template for text in control_tokens.control_strings(loaded['qwen']))
-
-
 @pytest.mark.parametrize('style', EVERY)
 def test_every_declared_stop_ends_a_completion_and_so_does_the_end_of_a_turn(style, folders, loaded):
   tokenizer, made = loaded[style], STYLES[style]
