@@ -165,6 +165,15 @@ def test_a_run_saved_before_a_setting_existed_had_its_default():
   ]
 
 
+def test_the_file_of_a_chat_template_may_be_another_one():
+  """What it says is part of the tokenizer, which is compared."""
+  saved, config = json.loads(Config().to_json()), Config()
+  config.model.chat_template = 'moved.jinja'
+  assert differences(saved, config) == Differences([], [], {}, [])
+  with pytest.raises(UserError, match=r'model\.chat_template is empty: name a file'):
+    dataclasses.replace(valid(), model=dataclasses.replace(valid().model, chat_template='')).validate()
+
+
 def test_a_run_saved_before_messages_were_text_goes_on_as_it_began():
   saved = json.loads(Config().to_json())
   del saved['data']['split_special_tokens'], saved['actor']['self_distillation']['thinking_rule']

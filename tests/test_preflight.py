@@ -273,6 +273,11 @@ def test_a_template_that_does_not_suit_ends_the_look_or_looks_odd(config, tmp_pa
   model = dataclasses.replace(config.model, chat_template=str(path))
   with pytest.raises(UserError, match=r"ends an answer with '<\|endoftext\|>' \(token id 256\).* add 256 to rollout"):
     check.check(dataclasses.replace(config, model=model))
+  for token in (-1, 264):
+    with pytest.raises(
+      UserError, match=rf'rollout\.stop_token_ids holds \[{token}\]: the token ids of .* go from 0 to 263'
+    ):
+      check.check(dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, stop_token_ids=(256, token))))
   rollout = dataclasses.replace(config.rollout, stop_token_ids=(256,))
   data = dataclasses.replace(config.data, enable_thinking=False)
   report = check.check(dataclasses.replace(config, model=model, rollout=rollout, data=data))

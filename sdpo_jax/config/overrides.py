@@ -15,6 +15,7 @@ from sdpo_jax.errors import UserError
 # Settings that may differ when a run is resumed: they do not change what is learned, to the last bit.
 RESUMABLE = (
   'name',
+  'model.chat_template',  # Where the template lies; what it says is compared with the tokenizer.
   'val_kwargs',
   'data.val_files',
   'data.val_max_samples',
@@ -76,7 +77,7 @@ NAMED: dict[str, tuple[str, ...]] = {
 # What trainer.accept_changes may name (checks.CHANGES): the settings that may then differ, beside what lies in the files
 # that they name.
 ACCEPTABLE: dict[str, tuple[str, ...]] = {
-  'tokenizer': ('model.chat_template',),
+  'tokenizer': (),
   'model': ('model.path',),
   'data': ('data.train_files', 'data.environment'),
   'graders': ('environments',),

@@ -15,7 +15,6 @@ import numpy as np
 
 from models import huggingface
 from models import parameters as parameter_tables
-from models import tokenizer as tokenizers
 from models.policy import Policy
 from sdpo_jax.config import Config
 from sdpo_jax.data import pipeline, sources
@@ -34,7 +33,7 @@ from sdpo_jax.teacher.room import check_reprompts, check_room
 from sdpo_jax.training.directory import fingerprint, remains
 from sdpo_jax.training.directory.published import newest
 from sdpo_jax.training.directory.workdir import check_workdir
-from sdpo_jax.training.session import check_turn_end, model_mesh, template_remarks
+from sdpo_jax.training.session import check_turn_end, load_tokenizer, model_mesh, template_remarks
 from sdpo_jax.types import Example, Outcome
 
 SHOWN = 3  # Questions whose prompts are shown and whose graders are tried.
@@ -73,7 +72,7 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> Report:
   root = huggingface.resolve(config.model.path, weights=False)
   local = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(root)))
   policy = huggingface.read_policy(root, local.model)
-  tokenizer = tokenizers.load(root, policy.vocab_size, config.model.chat_template)
+  tokenizer = load_tokenizer(local)
   check_turn_end(local, tokenizer)
   mesh = model_mesh(local, policy)
   policy = policy.on(mesh, config.model.attention)

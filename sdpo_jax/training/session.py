@@ -49,9 +49,14 @@ def load_tokenizer(config: Config) -> Any:
 
   Raises:
     UserError: no such directory, an architecture that is not supported, no chat template, or token ids that the model
-      has no embedding for.
+      has no embedding for, of the tokenizer or among `rollout.stop_token_ids`.
   """
   policy = huggingface.read_policy(config.model.path, config.model)
+  if unknown := [token for token in config.rollout.stop_token_ids if not 0 <= token < policy.vocab_size]:
+    raise UserError(
+      f'rollout.stop_token_ids holds {unknown}: the token ids of {config.model.path} go from 0 to '
+      f'{policy.vocab_size - 1}.'
+    )
   return tokenizers.load(config.model.path, policy.vocab_size, config.model.chat_template)
 
 
