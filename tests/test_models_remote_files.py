@@ -45,6 +45,10 @@ def test_a_model_in_a_bucket_is_read_from_a_copy(store, tmp_path):
   _, found = huggingface.load(ADDRESS, ModelConfig())
   chex.assert_trees_all_equal(found, expected)
   assert tokenizers.load(ADDRESS).encode('a') == tokenizers.load(folder).encode('a')
+  (store / 'bare.jinja').write_text('{{ messages[0].content }}')
+  assert tokenizers.load(ADDRESS, chat_template='gs://here/bare.jinja').chat_template == '{{ messages[0].content }}'
+  with pytest.raises(UserError, match=r'model\.chat_template=gs://here/none\.jinja cannot be read'):
+    tokenizers.load(ADDRESS, chat_template='gs://here/none.jinja')
   [copy] = (tmp_path / 'copies').iterdir()
   copied = {path.name for path in folder.iterdir()} - {'training_args.bin'}
   assert {path.name for path in copy.iterdir()} == copied | {remote_files.RECORD}

@@ -318,6 +318,20 @@ def test_seed_step_and_sample_number_choose_the_sample(model, reference):
     assert sample(sampler, model, **change).text[4:8] != reference.text[4:8]
 
 
+def test_each_of_several_stop_ids_ends_a_completion_and_is_its_last_token(model):
+  free = sample(make_sampler(model, stop_token_ids=()), model)
+  drawn = [free.completion_tokens[row][free.completion_mask[row]].tolist() for row in range(16)]
+  stops = {tokens[4] for tokens in drawn[::3]} | {30}
+  stopped = sample(make_sampler(model, stop_token_ids=tuple(stops)), model)
+  ended_by = set()
+  for row, tokens in enumerate(drawn):
+    end = next((at + 1 for at, token in enumerate(tokens) if token in stops), None)
+    assert stopped.completion_tokens[row][stopped.completion_mask[row]].tolist() == tokens[:end]
+    assert stopped.finish_reason[row] == ('length' if end is None else 'stop')
+    ended_by |= set() if end is None else {tokens[end - 1]}
+  assert len(ended_by) >= 3
+
+
 @pytest.mark.parametrize('chunk', [1, 5, 24])
 def test_stop_strings_end_with_the_token_that_completes_them(model, reference, chunk):
   """The samples are those without stop strings, cut after the first token whose text completes one."""
