@@ -12,6 +12,7 @@ from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
+from sdpo_jax.preflight.prompts import visible
 from sdpo_jax.teacher.context import build_teacher_context
 from sdpo_jax.teacher.room import check_reprompts
 from sdpo_jax.training import startup
@@ -72,6 +73,14 @@ def test_prompts_have_the_ids_of_transformers_and_one_bos(style, loaded):
       # What would double it: the tokenizer adds one of its own to the text of a template.
       written = tokenizer.apply_chat_template(asked[0], tokenize=False, add_generation_prompt=True)
       assert tokenizer.encode(written).count(tokenizer.bos_token_id) == 2
+
+
+@pytest.mark.parametrize('style', EVERY)
+def test_prompts_are_shown_as_the_template_writes_them(style, loaded):
+  messages = [user('The answer'), assistant(' is\n4'), user(' x ')]
+  shown = visible(loaded[style], library(loaded[style], messages))
+  written = loaded[style].apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+  assert '⟦' in shown and shown.replace('⟦', '').replace('⟧', '') == written
 
 
 @pytest.mark.parametrize('style', EVERY)

@@ -101,13 +101,18 @@ def visible(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
   special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
   parts: list[str] = []
   text: list[int] = []
+  before: list[int] = []  # The special token before the text; some tokenizers drop the space with which a text begins.
+
+  def decoded() -> str:
+    return tokenizer.decode([*before, *text]).removeprefix(tokenizer.decode(before))
+
   for token in tokens:
     if token not in special:
       text.append(token)
       continue
-    parts += [tokenizer.decode(text), f'{OPEN}{tokenizer.convert_ids_to_tokens(token)}{CLOSE}']
-    text = []
-  return ''.join([*parts, tokenizer.decode(text)])
+    parts += [decoded(), f'{OPEN}{tokenizer.convert_ids_to_tokens(token)}{CLOSE}']
+    before, text = [token], []
+  return ''.join([*parts, decoded()])
 
 
 def title(example: Example) -> str:
