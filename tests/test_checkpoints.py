@@ -532,7 +532,10 @@ def test_nothing_is_removed_before_the_new_checkpoint_is_on_the_disk(tmp_path, m
 
   monkeypatch.setattr(checkpoint_module, failing, fail)
   checkpoints.save(2, make_state(2), {}, {})
-  with pytest.raises(UserError, match='could not be written .*Input/output error.* resumes from step 1'):
+  with pytest.raises(
+    UserError,
+    match='could not be written .*Input/output error.*: see that its file system works, .* resumes from step 1',
+  ):
     checkpoints.wait()
   monkeypatch.undo()
   assert (tmp_path / 'checkpoints' / '1').is_dir() and checkpoints.steps() == [1]
@@ -611,9 +614,9 @@ def test_a_damaged_manifest_of_an_older_checkpoint_ends_nothing(tmp_path, caplog
   save_steps(tmp_path, {1: {'eval/a/mean@2': 0.9}, 2: score, 3: {}}, keep=3, best_metric='eval/a/mean@2').close()
   (tmp_path / 'checkpoints' / '1' / 'manifest.json').write_bytes(content)
   checkpoints = Checkpoints(tmp_path, keep=2, best_metric='eval/a/mean@2')
-  assert caplog.text.count('The checkpoint of step 1 is not ranked (its manifest.json is damaged)') == 1
   assert checkpoints.best(before=9) == 2
   assert checkpoints.restore(make_state(0))[0] == 3
+  assert caplog.text.count('The checkpoint of step 1 is not ranked (its manifest.json is damaged)') == 1
   assert (tmp_path / DAMAGED / '1').is_dir()
   checkpoints.save(4, make_state(4), {}, {})
   checkpoints.wait()

@@ -107,6 +107,8 @@ def publish(step):
     (append('rollouts/4.jsonl', '{"ste\n'), 1, 'damaged  rollouts/4.jsonl: line 2 is not JSON'),
     (append('rollouts/4.jsonl', '7'), 1, 'damaged  rollouts/4.jsonl: its end is missing'),
     (append('eval/4.json', '}'), 1, 'damaged  eval/4.json: is not JSON'),
+    (lambda run: ((run / 'metrics.jsonl').unlink(), (run / 'metrics.jsonl').mkdir()), 1, 'damaged  metrics.jsonl: '),
+    (lambda run: (run / '.lock').mkdir(), 1, 'damaged  .lock: '),
     (lambda run: (run / 'config.json').write_text('{'), 1, 'damaged  config.json: '),
     (lambda run: (run / 'config.json').unlink(), 1, 'damaged  config.json: is missing'),
     (lambda run: (run / 'metrics.jsonl').unlink(), 0, 'note     metrics.jsonl: is missing'),

@@ -139,7 +139,7 @@ class _Audit:
     if not path.exists():
       return
     try:
-      found = lock_owner.parse(read_bytes(path, 'remove it'))
+      found = lock_owner.parse(read_bytes(path, 'make it readable, or remove it'))
     except UserError as error:
       yield Finding(DAMAGE, LOCK, str(error))
       return
@@ -182,7 +182,11 @@ class _Audit:
       return
     steps: list[int] = []
     foreign: list[int] = []
-    content = path.read_bytes()
+    try:
+      content = read_bytes(path, 'make it readable')
+    except UserError as error:
+      yield Finding(DAMAGE, METRICS, str(error))
+      return
     self._bytes = len(content)
     texts = content.split(b'\n')
     cut = texts.pop()  # What follows the last end of a line.

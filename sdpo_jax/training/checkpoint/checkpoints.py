@@ -32,7 +32,7 @@ import orbax.checkpoint as ocp
 from sdpo_jax.distributed.cluster import barrier
 from sdpo_jax.distributed.collectives import agreed, gathered
 from sdpo_jax.errors import UserError, first_line
-from sdpo_jax.files import is_local, make_directory, sync_directory, sync_tree, write_atomically
+from sdpo_jax.files import is_failing, is_local, make_directory, sync_directory, sync_tree, write_atomically
 from sdpo_jax.training.checkpoint import digests, manifest
 from sdpo_jax.training.checkpoint.manifest import DamagedError, Manifest
 from sdpo_jax.training.checkpoint.unreadable import is_out_of_reach
@@ -323,7 +323,7 @@ class Checkpoints:
         path.rmtree()
 
   def _scan(self) -> dict[int, Manifest | None]:
-    """Return the manifests of the checkpoints that are there by step; None: it cannot be read, which is said.
+    """Return the manifests of the checkpoints that are there by step; None: it cannot be read, which `restore` says.
 
     Raises:
       UserError: the folder itself cannot be read.
@@ -343,12 +343,8 @@ class Checkpoints:
           found[step] = _manifest(path, epochs)
         except Exception as error:  # Object stores raise many kinds; all mean the same here.
           found[step] = None
-          problem = (
-            _Problem(NO_MANIFEST, out_of_reach=False) if isinstance(error, FileNotFoundError) else _Problem.of(error)
-          )
-          if self._unranked.get(step) != problem and not self._read_only:
-            self._say(f'The checkpoint of step {step} is not ranked ({problem.reason}).')
-          self._unranked[step] = problem
+          lost = isinstance(error, FileNotFoundError)
+          self._unranked[step] = _Problem(NO_MANIFEST, out_of_reach=False) if lost else _Problem.of(error)
     return found
 
   def restore(self, like: TrainState) -> tuple[int, TrainState, dict[str, Any]] | None:
@@ -374,6 +370,9 @@ class Checkpoints:
         self._say(f'The checkpoint of step {step} cannot be read ({error}); trying the one before it.')
         continue
       if not self._read_only:
+        for other, problem in self._unranked.items():
+          if other not in failures:
+            self._say(f'The checkpoint of step {other} is not ranked ({problem.reason}).')
         unranked = [other for other, problem in self._unranked.items() if not problem.out_of_reach]
         self._set_aside([*failures, *unranked])
       return step, state, host
@@ -490,9 +489,11 @@ class Checkpoints:
     self._say(f'The checkpoint of step {folder.name} is now in {aside}.')
 
   def _write_error(self, error: Exception) -> UserError:
+    # TensorStore has no number for a disk that is full.
+    way_out = 'see that its file system works' if is_failing(error) else 'if the disk is full, make room'
     return UserError(
-      f'A checkpoint could not be written to {self.directory} ({first_line(error)}): if the disk is full, make room, '
-      f'then start the same command again; it resumes from step {max(self._manifests, default=0)}.'
+      f'A checkpoint could not be written to {self.directory} ({first_line(error)}): {way_out}, then start the same '
+      f'command again; it resumes from step {max(self._manifests, default=0)}.'
     )
 
 
