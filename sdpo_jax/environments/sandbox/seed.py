@@ -104,8 +104,9 @@ class Seed:
     return pid
 
   def close(self) -> None:
-    """Lets the seed end; its process is to be waited for."""
+    """Ends the seed."""
     self._control.close()
+    os.waitpid(self.pid, 0)
 
 
 def _serve(control: socket.socket, program: Program, addresses: Sequence[int]) -> None:

@@ -237,6 +237,7 @@ class Zygote:
       process.kill('closed')
     while self.processes or self.inits:
       self.reap(0)
+    self.seed.close()
     if self.ids is None:
       self.open_scratch()
       scratch.remove(self.scratch)
@@ -546,9 +547,9 @@ def address_space() -> int:
 
 
 def loaded(directories: list[str]) -> set[str]:
-  """Names of the modules of this process that come from these directories, those of packages alone."""
-  found = {name.partition('.')[0] for name, module in sys.modules.items() if getattr(module, '__file__', None)}
-  return {name for name in found if below(os.path.realpath(sys.modules[name].__file__ or ''), directories)}
+  """Names of the modules and packages of this process that come from these directories."""
+  files = {name: getattr(module, '__file__', None) or '' for name, module in sys.modules.items()}
+  return {name.partition('.')[0] for name, file in files.items() if below(os.path.realpath(file), directories)}
 
 
 def below(path: str, directories: list[str]) -> bool:
