@@ -627,9 +627,10 @@ def test_what_is_left_where_everything_is_killed_is_removed_at_the_next_start(mo
   with only('landlock', view=False), Sandbox(SandboxConfig(workers=1), HARNESS) as live:
     assert os.path.exists(left[0]), 'it is younger than its lock may be'
     assert left[1:] == [path for path in left[1:] if os.path.exists(path)]
+    until(lambda: not any(pathlib.Path(path, 'cgroup.procs').read_text() for path in left[1:]))
     monkeypatch.setattr(leftovers, 'STALE_S', -1.0)
     with Sandbox(SandboxConfig(workers=1), HARNESS):
-      until(lambda: not any(map(os.path.exists, left)))
+      assert not any(map(os.path.exists, left))
     assert run(live, 'result = 1').result == 1, 'one that lives is left alone'
     os.kill(live._hosts[0].pid, signal.SIGKILL)
     assert run(live, 'result = 2').result == 2
