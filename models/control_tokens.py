@@ -43,17 +43,23 @@ def control_strings(tokenizer: Tokenizer) -> tuple[str, ...]:
   def steers(text: str) -> bool:
     if named is not None:
       return text in named
-    return text in template and _MARKER.fullmatch(text) is not None and not _is_paired(text, names)
+    return text in template and is_delimiter(text, names)
 
   strings = {token.content for token in added if token.special or steers(token.content)}
   strings.update(getattr(tokenizer, 'all_special_tokens', ()))
   return tuple(sorted(strings - {''}, key=lambda text: (-len(text), text)))
 
 
-def _is_paired(text: str, names: set[str]) -> bool:
-  """Return whether a text is a tag of which the other one, that opens or closes, is among the names, too."""
+def is_delimiter(text: str, names: set[str]) -> bool:
+  """Return whether a token looks like what delimits turns: <｜User｜>, [INST], and no tag that comes in a pair.
+
+  Args:
+    text: of the token.
+    names: of all tokens among which the other tag of a pair may be.
+  """
   tag = _TAG.fullmatch(text)
-  return tag is not None and f'<{"" if tag[1] else "/"}{tag[2]}>' in names
+  paired = tag is not None and f'<{"" if tag[1] else "/"}{tag[2]}>' in names
+  return _MARKER.fullmatch(text) is not None and not paired
 
 
 class PlainMessages:

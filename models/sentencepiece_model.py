@@ -7,10 +7,14 @@ with SentencePiece itself.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 import json
 import pathlib
+from typing import Any
 
-from models.control_tokens import Tokenizer
+import tokenizers
+
+from models.control_tokens import Tokenizer, is_delimiter
 from sdpo_jax.errors import UserError, first_line
 
 FILE = 'tokenizer.model'
@@ -54,6 +58,34 @@ def load(root: pathlib.Path) -> Tokenizer:
   roles = {role: pieces.id_to_piece(number) for role, number in roles.items() if number >= 0}
   for make in (lambda: AutoTokenizer.from_pretrained(root), lambda: LlamaTokenizer.from_pretrained(root, **roles)):
     tokenizer = make()
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    if described['model']['type'] == 'BPE':
+      described['model']['merges'] = merges(pieces, described['model']['vocab'])
+    names = {token['content'] for token in described['added_tokens']}
+    for token in described['added_tokens']:  # Symbols that a user has defined may be any, runs of spaces too.
+      token['special'] |= is_delimiter(token['content'], names)
+    tokenizer._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(described))
+    tokenizer.extra_special_tokens = [token['content'] for token in described['added_tokens'] if token['special']]
     if all(tokenizer.encode(text, add_special_tokens=False) == pieces.encode(text) for text in _TEXTS):
       return tokenizer
   raise UserError(f'{root / FILE}: transformers splits text otherwise than SentencePiece does with it: {way_out}.')
+
+
+def merges(pieces: Any, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+  """Return the merges of a BPE model, best first: SentencePiece joins the two neighbours whose piece scores highest.
+
+  Scores need not follow the numbers of pieces, as in Llama's runs of spaces, which score lowest.
+
+  Args:
+    pieces: a `SentencePieceProcessor`.
+    vocabulary: piece → id.
+  """
+  ranked = []
+  for piece, number in vocabulary.items():
+    if number >= pieces.get_piece_size() or pieces.is_control(number) or pieces.is_byte(number):
+      continue
+    splits = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
+    known = [pair for pair in splits if pair[0] in vocabulary and pair[1] in vocabulary]
+    ranked += [(-pieces.get_score(number), number, vocabulary[left], vocabulary[right]) for left, right in known]
+  names = {number: piece for piece, number in vocabulary.items()}
+  return [(names[left], names[right]) for *_, left, right in sorted(ranked)]

@@ -5,9 +5,11 @@ import random
 import numpy as np
 import pytest
 import sentencepiece
+from sentencepiece import sentencepiece_model_pb2
 
 from models import sentencepiece_model
 from models import tokenizer as tokenizers
+from models.control_tokens import control_strings
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference.chat import Chat
 from sdpo_jax.rollout.engine import Completion
@@ -44,6 +46,33 @@ def test_ids_and_texts_are_those_of_sentencepiece(style, folders, loaded):
   special = [tokenizer.bos_token_id, tokenizer.eos_token_id]
   assert special == [pieces.bos_id(), pieces.eos_id()]
   assert to_text(tokenizer, [*special, *ids, *special]).strip() == TEXT  # Control tokens are no text.
+
+
+def test_of_symbols_that_a_user_has_defined_delimiters_are_control_tokens(folders, loaded):
+  tokenizer = loaded['gemma']
+  ends = tokenizer.convert_tokens_to_ids(['<start_of_turn>', '<end_of_turn>'])
+  text = 'a  b     c <table>d</table>'
+  ids = tokenizer.encode(text, add_special_tokens=False)
+  assert ids == library(folders['gemma']).encode(text)
+  assert {'▁▁', '▁▁▁▁', '<table>', '</table>'} <= set(tokenizer.convert_ids_to_tokens(ids))
+  assert to_text(tokenizer, [*ids, *ends]) == text
+  strings = set(control_strings(tokenizer))
+  assert {'<start_of_turn>', '<end_of_turn>'} <= strings and not {'▁▁', '<table>', '</table>'} & strings
+
+
+@pytest.mark.parametrize('style', STYLES)
+def test_merges_follow_the_scores_of_pieces_not_their_numbers(style, tmp_path):
+  """Llama's runs of spaces are its first pieces, and score lowest."""
+  folder = tokenizer_styles.make(style, tmp_path / 'model')
+  model = sentencepiece_model_pb2.ModelProto()
+  model.ParseFromString((folder / 'tokenizer.model').read_bytes())
+  normal = [piece for piece in model.pieces if piece.type == piece.NORMAL and len(piece.piece) > 1]
+  for rank, piece in enumerate(random.Random(0).sample(normal, len(normal))):
+    piece.score = -float(rank)
+  (folder / 'tokenizer.model').write_bytes(model.SerializeToString())
+  pieces, tokenizer = library(folder), tokenizers.load(folder)
+  for sentence in tokenizer_styles.SENTENCES[:4]:
+    assert tokenizer.encode(sentence, add_special_tokens=False) == pieces.encode(sentence)
 
 
 def test_the_class_that_a_config_asks_for_is_not_trusted(folders, tmp_path):

@@ -134,11 +134,14 @@ STYLES = {
     '<end_of_turn>',
     ('<eos>', '<end_of_turn>'),
     ('<pad>', '<eos>', '<bos>', '<unk>', '<mask>'),
-    ('<start_of_turn>', '<end_of_turn>'),
+    ('<start_of_turn>', '<end_of_turn>', '▁▁', '▁▁▁▁', '<table>', '</table>'),
     settings={'tokenizer_class': 'GemmaTokenizer', 'add_bos_token': True},
     pieces=_PIECES
     | _GEMMA
-    | {'add_dummy_prefix': False, 'user_defined_symbols': ['<mask>', '<start_of_turn>', '<end_of_turn>']},
+    | {
+      'add_dummy_prefix': False,
+      'user_defined_symbols': ['<mask>', '<start_of_turn>', '<end_of_turn>', '▁▁', '▁▁▁▁', '<table>', '</table>'],
+    },
     takes_system=False,
   ),
 }
