@@ -24,6 +24,7 @@ Store = jax.Array | tuple[jax.Array, ...]
 class Stores:
   """Keys (rotated) and values of L layers, in compute dtype or as integers that scales turn into numbers."""
 
+  # A head may have room for more numbers than it has (`AttentionBackend.cached_dim`); these are zeros.
   keys: Store  # [L, B, KV, C, head_dim]; unstacked: L of [B, KV, head_dim, C], as a CPU's products read them best.
   values: Store  # [L, B, KV, C, head_dim]; unstacked: L of [B, KV, C, head_dim].
   # Of int8 keys and values, one per token and head: [L, B, KV, 1, C] float32; unstacked: L of [B, KV, 1, C].
@@ -195,7 +196,7 @@ def append_layer(stores: Stores, key: jax.Array, value: jax.Array, layer: jax.Ar
     layer: index of the layer; a Python integer where stores are not stacked.
     slot: [] int32, where the first token goes.
   """
-  key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
+  key, value = _widened(key.swapaxes(1, 2), stores), _widened(value.swapaxes(1, 2), stores)
   new = Stores(key, value)
   if stores.key_scales is not None:
     (key, key_scale), (value, value_scale) = quantize(key), quantize(value)
@@ -217,6 +218,12 @@ def append_layer(stores: Stores, key: jax.Array, value: jax.Array, layer: jax.Ar
   return jax.tree.map(
     lambda store, part: (*store[:layer], part, *store[layer + 1 :]), stores, written, is_leaf=_is_unstacked
   )
+
+
+def _widened(numbers: jax.Array, stores: Stores) -> jax.Array:
+  """Returns [..., head_dim] with zeros behind the numbers of a head, as many as the stores have room for."""
+  room = jax.tree.leaves(stores.values)[0].shape[-1] - numbers.shape[-1]
+  return jnp.pad(numbers, ((0, 0),) * (numbers.ndim - 1) + ((0, room),)) if room else numbers
 
 
 def quantize(numbers: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -415,7 +415,8 @@ class DecoderPolicy:
   def _empty(self, rows: int, length: int, dtype: jnp.dtype, stacked: bool) -> kv_cache.KVCache:
     """Returns an empty cache; if stacked, rows and heads lie where the decoding kernel looks for them."""
     config = self.config
-    empty = kv_cache.init(config.layers, rows, config.kv_heads, length, config.head_dim, dtype, stacked=stacked)
+    width = self.backend.cached_dim(config.head_dim)
+    empty = kv_cache.init(config.layers, rows, config.kv_heads, length, width, dtype, stacked=stacked)
     if not stacked:
       return empty
     row_axes, head_axis = self.backend.axes(rows, config.kv_heads, sampling=True)

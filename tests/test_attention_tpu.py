@@ -5,6 +5,7 @@ import math
 import re
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 import numpy as np
@@ -226,6 +227,43 @@ def test_rows_that_run_out_are_left_behind_in_the_cache_where_it_lies(name, shap
   weights = sum(math.prod(p.shape) for p in policy.parameter_table() if p.compute and p.name != 'embedding')
   flops = hlo.matmul_flops(hlo.trace(hlo.parse(compiled.as_text()), unknown_trips=1))
   assert flops == 2 * 64 * weights / mesh.size
+
+
+YARN = dict(rope_type='yarn', factor=8.0, original_max_position_embeddings=64)
+FAMILIES = {  # Changes of SMALL. Heads narrower than the 128 lanes of a TPU, and twice as wide, of which one has keys.
+  'olmo3': dict(head_dim=64, sliding_window=64, rope_scaling=YARN),
+  'gemma3_text': dict(
+    head_dim=256, num_attention_heads=4, num_key_value_heads=1, sliding_window=64, sliding_window_pattern=3
+  ),
+  'llama': dict(head_dim=64, attention_bias=True, mlp_bias=True),
+  'mistral': dict(sliding_window=64),
+  'qwen2': dict(rope_scaling=YARN),
+}
+
+
+@pytest.mark.parametrize(
+  'family', [pytest.param(f, marks=() if f in ('olmo3', 'gemma3_text') else pytest.mark.slow) for f in FAMILIES]
+)
+def test_every_family_runs_the_kernels_and_leaves_the_cache_where_it_lies(family):
+  mesh = slice_mesh('v5e:2x2', 2, 2)
+  policy = huggingface.describe(SMALL | FAMILIES[family] | {'model_type': family}, ModelConfig()).on(mesh)
+  params = abstract_parameters(policy, mesh)
+  sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+  row = (jax.ShapeDtypeStruct((4, 128), jnp.int32, sharding=sharding),) * 3
+  whole = jax.jit(lambda params, *row: policy.apply({}, params, *row)[0]).lower(params, *row).compile()
+  assert kernels(whole.as_text()) == len(set(policy.config.windows or [0])) * FORWARD
+
+  def steps(params, cache, *row):
+    return lax.fori_loop(0, 4, lambda _, cache: policy.apply({}, params, *row, cache)[2], policy.with_recent(cache, 32))
+
+  cache = abstract_cache(sampler_functions(policy, mesh, False), mesh, 128, 512)
+  token = (over_rows(mesh, (128, 1), jnp.int32),) * 3
+  half = parameters.map_tree(
+    lambda p, leaf: leaf.update(dtype=jnp.bfloat16) if p.compute else leaf, policy.parameter_table(), params
+  )
+  compiled = jax.jit(steps, donate_argnums=1).lower(half, cache, *token).compile()
+  assert kernels(compiled.as_text()) == 2 * ['cache_attention']
+  assert_cache_stays(cache, compiled)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ import torch
 import transformers
 
 from models import huggingface, parameters
+from models.attention.backend import AttentionBackend
 from sdpo_jax.config import MeshConfig, ModelConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
@@ -262,6 +263,18 @@ def test_a_step_of_sdpo_moves_every_parameter(made):
     assert np.isfinite(after).all()
     changed = (before != after).reshape(parameter.layers, -1).any(axis=1)
     assert changed.all(), (parameter.name, changed)
+
+
+@families()
+def test_the_kernels_of_a_tpu_sample_what_the_plain_path_does(made):
+  plain = made.policy
+  kernels = dataclasses.replace(plain, backend=AttentionBackend('splash', interpret=True))
+  drawn = []
+  for policy in (plain, kernels):
+    sampler = Sampler(policy, TOKENIZER, prompt_buckets=(24,), response_buckets=(16,), decode_chunk=8, resized=False)
+    drawn.append(sampler.sample({}, made.params, PROMPTS, n=2, seed=0, step=0, max_tokens=16, temperature=0.0))
+  np.testing.assert_array_equal(drawn[1].completion_tokens, drawn[0].completion_tokens)
+  np.testing.assert_allclose(drawn[1].model_log_probs, drawn[0].model_log_probs, atol=1e-4)
 
 
 @families()

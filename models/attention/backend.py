@@ -11,6 +11,7 @@ import jax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from models.attention.splash import LANES
 from sdpo_jax.distributed.mesh import FSDP, TENSOR
 from sdpo_jax.errors import UserError
 
@@ -31,6 +32,13 @@ class AttentionBackend:
   def stacked_cache(self) -> bool:
     """Whether the cache of every model is one array for all layers, as the TPU's decoding kernel reads it."""
     return self.kind == 'splash'
+
+  def cached_dim(self, head_dim: int) -> int:
+    """Returns the numbers of a head that the cache holds: whole lanes where a kernel reads it in place.
+
+    Of fewer numbers the TPU's compiler would lay the slots along the lanes, and copy the cache for the kernel.
+    """
+    return -(-head_dim // LANES) * LANES if self.stacked_cache else head_dim
 
   @property
   def halves(self) -> bool:

@@ -166,6 +166,8 @@ def attend_stacks(
 ) -> jax.Array:
   """Attention to stacked caches by `models.attention.decode_kernel`, each device with its own rows and heads."""
   rows, heads = backend.axes(query.shape[0], parts[0][0].keys.shape[2], sampling=True)
+  head_dim, width = query.shape[-1], parts[0][0].keys.shape[-1]
+  query = jnp.pad(query, ((0, 0), (0, 0), (0, 0), (0, width - head_dim)))  # With as many zeros as the cache has.
   by_head, stack = (rows, None, heads, None), (None, rows, heads, None, None)
   leaves, tree = jax.tree.flatten(parts)
 
@@ -175,7 +177,8 @@ def attend_stacks(
 
   specs = [(rows,) if leaf.ndim == 1 else stack for leaf in leaves]
   placed = backend.shard(run, (by_head, (rows, None), (), (), *specs), by_head)
-  return placed(query, positions, jnp.asarray(layer, jnp.int32), jnp.asarray(window, jnp.int32), *leaves)
+  mixed = placed(query, positions, jnp.asarray(layer, jnp.int32), jnp.asarray(window, jnp.int32), *leaves)
+  return mixed[..., :head_dim]
 
 
 def attend(query: jax.Array, *parts: tuple[Stores, jax.Array]) -> jax.Array:
