@@ -12,6 +12,7 @@ which therefore has the whole of each parameter to place.
   it was reading, too.
 - `load`: GB of the files per second, with a page cache that knows nothing of them (`cold`) and one that holds them
   (`warm`); `read` is the baseline, one process that reads the same files from end to end and does nothing else.
+  `cpu_s_per_gb` is the processor time of the same, which other programs of the machine hardly change.
 - `sha256`: the same of comparing the files with their SHA-256.
 - `export`: the same of writing the model again in bfloat16, synced; `export_beyond_mb` is its peak.
 """
@@ -117,11 +118,12 @@ def measure(folder: pathlib.Path, devices: int) -> dict[str, Any]:
   from sdpo_jax.distributed.mesh import make_mesh
 
   size = sum(file.stat().st_size for file in folder.glob('*.safetensors'))
-  speed = {}
+  speed, work = {}, {}
 
   def timed(name: str, function: Callable[[], Any]) -> Any:
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     result = function()
+    work[name] = round((time.process_time() - cpu) / size * 1e9, 2)
     speed[name] = round(size / (time.perf_counter() - start) / 1e9, 2)
     return result
 
@@ -171,6 +173,7 @@ def measure(folder: pathlib.Path, devices: int) -> dict[str, Any]:
     'beyond_own_share_mb': round(max(b - s for b, s in zip(beyond, shares, strict=True)) / 1e6),
     'export_beyond_mb': round(exported / 1e6),
     'gb_per_s': speed,
+    'cpu_s_per_gb': work,
   }
 
 

@@ -23,7 +23,7 @@ from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import is_full, is_local, make_directory, sync_directory, sync_tree
 from sdpo_jax.types import Tree
 
-BAND_BYTES = 2**26  # Of float32 that are fetched at once of a parameter that is one tensor.
+BAND_BYTES = 2**24  # Of float32 that are fetched at once of a parameter that is one tensor.
 
 
 @contextlib.contextmanager
