@@ -10,6 +10,7 @@ import logging
 import os
 import pathlib
 import re
+from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
@@ -120,7 +121,7 @@ def save(
   source: str | os.PathLike | None = None,
   dtype: Literal['float32', 'bfloat16', 'float16'] = 'bfloat16',
   max_shard_bytes: int = 5 * 10**9,
-  chat_template: str | None = None,
+  texts: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
   """Writes a model directory that transformers loads.
 
@@ -135,7 +136,7 @@ def save(
       is written from the policy, and nothing else.
     dtype: of the stored tensors.
     max_shard_bytes: a file holds at most so many bytes of tensors (or one tensor); more than one file: with an index.
-    chat_template: written as chat_template.jinja, which goes before the template of the source; None: the source's.
+    texts: files to write, name → content, in place of those of the source.
 
   Raises:
     UserError: `path` already holds files or cannot be written, `source` has no config.json, or a parameter holds values
@@ -154,8 +155,8 @@ def save(
     with exporting.new_directory(path, exporting.total_bytes(table, dtype)) as partial:
       if origin is not None:
         exporting.copy_companions(origin, partial)
-      if chat_template is not None:
-        (partial / 'chat_template.jinja').write_text(chat_template, encoding='utf-8')
+      for name, text in texts.items():
+        (partial / name).write_text(text, encoding='utf-8')
       (partial / 'config.json').write_text(json.dumps(values, indent=2) + '\n', encoding='utf-8')
       sums = exporting.write_weights(partial, table, params, dtype, max_shard_bytes)
       checksums.write(partial, sums)

@@ -99,6 +99,28 @@ def _keep_embedded(tokenizer: Tokenizer, root: pathlib.Path, vocab_size: int) ->
   )
 
 
+def exported(path: str | os.PathLike, tokenizer: Tokenizer, chat_template: str | os.PathLike | None) -> dict[str, str]:
+  """Returns files (name → text) with which others read prompts from an export as this tokenizer does.
+
+  That is a chat_template.jinja where the template is not the directory's, and a tokenizer.json with its settings where
+  `transformers` would make another tokenizer of a SentencePiece model.
+
+  Args:
+    path: model directory or hub name.
+    tokenizer: of `load`.
+    chat_template: as there.
+  """
+  texts = {} if chat_template is None else {'chat_template.jinja': tokenizer.chat_template}
+  root = resolve(path, weights=False)
+  if sentencepiece_model.alone(root):
+    texts['tokenizer.json'] = tokenizer.backend_tokenizer.to_str(pretty=True) + '\n'
+    settings = read_json(root, 'tokenizer_config.json') if (root / 'tokenizer_config.json').is_file() else {}
+    # A tokenizer.json does not say which tokens begin and end a sequence; the SentencePiece model does.
+    settings = tokenizer.special_tokens_map | settings
+    texts['tokenizer_config.json'] = json.dumps(settings, indent=2, ensure_ascii=False) + '\n'
+  return texts
+
+
 def stop_token_ids(path: str | os.PathLike, tokenizer: Tokenizer) -> tuple[int, ...]:
   """Returns the token ids that end a completion.
 

@@ -1,11 +1,13 @@
 """Directories with a SentencePiece model and nothing made of it: the ids and texts are SentencePiece's."""
 
 import random
+import shutil
 
 import numpy as np
 import pytest
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
+from transformers import AutoTokenizer, LlamaTokenizer
 
 from models import sentencepiece_model
 from models import tokenizer as tokenizers
@@ -48,6 +50,22 @@ def test_ids_and_texts_are_those_of_sentencepiece(style, folders, loaded):
   assert to_text(tokenizer, [*special, *ids, *special]).strip() == TEXT  # Control tokens are no text.
 
 
+@pytest.mark.parametrize('style', STYLES)
+def test_what_an_export_says_gives_others_the_same_tokens(style, folders, loaded, tmp_path):
+  """Of a Mistral, transformers would make another tokenizer."""
+  shutil.copytree(folders[style], tmp_path, dirs_exist_ok=True)
+  texts = tokenizers.exported(folders[style], loaded[style], None)
+  assert set(texts) == {'tokenizer.json', 'tokenizer_config.json'}
+  for name, text in texts.items():
+    (tmp_path / name).write_text(text)
+  assert tokenizers.exported(tmp_path, loaded[style], None) == {}
+  others, messages = AutoTokenizer.from_pretrained(tmp_path), [{'role': 'user', 'content': TEXT}]
+  options = {'add_generation_prompt': True, 'return_dict': False}
+  expected = loaded[style].apply_chat_template(messages, **options)
+  assert others.apply_chat_template(messages, **options) == expected
+  assert others.decode(expected) == loaded[style].decode(expected)
+
+
 def test_of_symbols_that_a_user_has_defined_delimiters_are_control_tokens(folders, loaded):
   tokenizer = loaded['gemma']
   ends = tokenizer.convert_tokens_to_ids(['<start_of_turn>', '<end_of_turn>'])
@@ -77,8 +95,6 @@ def test_merges_follow_the_scores_of_pieces_not_their_numbers(style, tmp_path):
 
 def test_the_class_that_a_config_asks_for_is_not_trusted(folders, tmp_path):
   """For a Mistral, transformers builds a tokenizer that loses the space before a text; it is not the one that is used."""
-  from transformers import AutoTokenizer, LlamaTokenizer
-
   pieces, folder = library(folders['mistral']), folders['mistral']
   assert AutoTokenizer.from_pretrained(folder).encode('The', add_special_tokens=False) != pieces.encode('The')
   assert isinstance(sentencepiece_model.load(folder), LlamaTokenizer)

@@ -12,6 +12,7 @@ from etils import epath
 import jax
 
 from models import exporting, huggingface
+from models import tokenizer as tokenizers
 from models.parameters import merge
 from sdpo_jax.config import Config, ModelConfig, flatten, from_dict, is_listed
 from sdpo_jax.data import pipeline
@@ -252,6 +253,6 @@ def export(
     merge(session.base, parameters),
     source=model.path,
     dtype=dtype,
-    chat_template=None if model.chat_template is None else session.tokenizer.chat_template,
+    texts=tokenizers.exported(model.path, session.tokenizer, model.chat_template),
   )
   return step
