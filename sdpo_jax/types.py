@@ -150,6 +150,10 @@ class Batch:
   advantages: jax.Array | None  # [B, T] float32; None: no term reads them.
   # [B, T] under the distribution that the targets were drawn from, to weigh tokens by; None: they are not weighed here.
   sampling_log_probs: jax.Array | None = None
+  kl_coef: jax.Array | None = (
+    None  # [B, T] float32, weight of the KL divergence from the initial policy, as those above.
+  )
+  initial_log_probs: jax.Array | None = None  # [B, T] of the initial policy; None: no term reads them.
   signal: TeacherSignal | None = None  # Of an external teacher: `token_ids` and `log_probs` [B, T, K].
 
 

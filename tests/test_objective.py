@@ -349,6 +349,27 @@ def test_kl_estimates():
     kl_penalty(x, y, 'k9')
 
 
+@pytest.mark.parametrize('kind, meaning', [('k1', None), ('k2', 'reverse'), ('k3', 'forward')])
+def test_the_gradient_of_a_kl_estimate_is_not_always_that_of_what_it_estimates(kind, meaning):
+  """Its mean over tokens drawn from π, by hand in float64: none, of KL(π‖initial), of KL(initial‖π)."""
+  rng = np.random.default_rng(0)
+  logits, others = rng.standard_normal((2, 9)) * 0.5
+  policy, initial = (np.exp(z) / np.exp(z).sum() for z in (logits, others))
+  gap = np.log(policy) - np.log(initial)
+  with jax.enable_x64(True):
+    slopes = jax.vmap(jax.grad(lambda a, b: kl_penalty(a, b, kind)))(jnp.log(policy), jnp.log(initial))
+  slopes = np.asarray(slopes)
+  np.testing.assert_allclose(slopes, {'k1': 1 + 0 * gap, 'k2': gap, 'k3': 1 - np.exp(-gap)}[kind], rtol=1e-12)
+  # By the logits: log π_v has the slopes 1[v = u] − π_u.
+  mean = policy * slopes - policy * (policy * slopes).sum()
+  expected = {
+    None: 0 * policy,
+    'reverse': policy * (gap - (policy * gap).sum()),
+    'forward': policy - initial,
+  }[meaning]
+  np.testing.assert_allclose(mean, expected, atol=1e-15)
+
+
 def test_importance_ratio_has_an_upper_clip_only_and_no_gradient():
   new, old = jnp.array([-1.0, -1.0, -1.0, -50.0, -1.0]), jnp.array([-1.0, -3.0, -1.5, -1.0, -90.0])
   scalars = ObjectiveConfig(is_clip=2.0).term_scalars.of_type(jnp.float32)

@@ -20,7 +20,7 @@ B, T, V, D = 3, 5, 40, 8
 
 
 def problem(seed=0, vocab=V):
-  """Float64 arrays of a small problem: masks with holes, a fully masked row, coefficients of all three terms."""
+  """Float64 arrays of a small problem: masks with holes, a fully masked row, coefficients of all four terms."""
   rng = np.random.default_rng(seed)
 
   def normal(*shape):
@@ -42,6 +42,8 @@ def problem(seed=0, vocab=V):
     'entropy_coef': rng.random((B, T)) * mask * 0.1,
     'old_log_probs': -3 + normal(B, T),
     'advantages': normal(B, T),
+    'kl_coef': rng.random((B, T)) * mask * 0.3,
+    'initial_log_probs': -3 + normal(B, T),
   }
 
 
@@ -91,6 +93,9 @@ def numpy_loss(x, config, mix_rate=None, vocab=V):
     ppo = max(-advantage * ratio, -advantage * np.clip(ratio, 0.8, 1.28))
     total += x['policy_coef'][i, t] * (min(ppo, -3 * advantage) if advantage < 0 else ppo)
     total += x['entropy_coef'][i, t] * (np.exp(s) * s).sum()
+    gap = s[y] - x['initial_log_probs'][i, t]
+    estimates = {'k1': gap, 'k2': gap**2 / 2, 'k3': min(np.exp(-gap) + gap - 1, 10)}
+    total += x['kl_coef'][i, t] * estimates[config.kl_kind]
   return total, per_token
 
 
@@ -102,6 +107,7 @@ def signal(x, mix_rate=None):
 
 
 TERMS = ('targets', 'mask', 'distill_coef', 'policy_coef', 'entropy_coef', 'old_log_probs', 'advantages')
+TERMS += ('kl_coef', 'initial_log_probs')
 
 
 @functools.partial(jax.jit, static_argnames=('config', 'gradients', 'mix_rate'), compiler_options=quick())
@@ -144,9 +150,15 @@ def arrays(x, dtype):
 CONFIGS = {
   'topk': ObjectiveConfig(distillation_topk=6, alpha=0.3, temperature=0.7, chunk_size=4, vocab_block=17),
   'renormalised': ObjectiveConfig(
-    distillation_topk=6, distillation_add_tail=False, alpha=0.0, is_clip=None, chunk_size=7, vocab_block=40
+    distillation_topk=6,
+    distillation_add_tail=False,
+    alpha=0.0,
+    is_clip=None,
+    chunk_size=7,
+    vocab_block=40,
+    kl_kind='k2',
   ),
-  'full': ObjectiveConfig(distillation_topk=None, alpha=0.5, is_clip=0.8, chunk_size=100, vocab_block=9),
+  'full': ObjectiveConfig(distillation_topk=None, alpha=0.5, is_clip=0.8, chunk_size=100, vocab_block=9, kl_kind='k1'),
   'reverse': ObjectiveConfig(distillation_topk=None, alpha=1.0, temperature=1.6, chunk_size=1, vocab_block=13),
   'sampled': ObjectiveConfig(full_logit_distillation=False, alpha=1.0, chunk_size=4, vocab_block=11),
 }
@@ -236,7 +248,8 @@ DATA = {
 @pytest.mark.parametrize('name', DATA)
 def test_an_alpha_that_is_data_gives_the_loss_and_gradient_of_that_number(name):
   """As a service asks: one program, vmapped over an alpha for each request, the ends among them."""
-  x = {key: value for key, value in problem(4).items() if key not in ('policy_coef', 'entropy_coef', 'advantages')}
+  left_out = ('policy_coef', 'entropy_coef', 'advantages', 'kl_coef', 'initial_log_probs')
+  x = {key: value for key, value in problem(4).items() if key not in left_out}
   alphas = np.array([0.0, 0.3, 1.0])
   settings = DATA[name] | dict(is_clip=None)
   rng = np.random.default_rng(2)
@@ -256,7 +269,7 @@ def test_an_alpha_that_is_data_gives_the_loss_and_gradient_of_that_number(name):
   with jax.enable_x64(True):
     program = jax.jit(jax.vmap(of, (0, None)), compiler_options=quick())
     losses, gradients = jax.device_get(program(jnp.asarray(alphas), arrays(x, jnp.float64)))
-  no_more = {'policy_coef': np.zeros((B, T)), 'entropy_coef': np.zeros((B, T)), 'advantages': np.zeros((B, T))}
+  no_more = dict.fromkeys(left_out, np.zeros((B, T)))
 
   def by_hand(alpha, step=0.0):
     moved = {key: x[key] + step * direction[key] for key in trained}
@@ -354,6 +367,8 @@ def test_masked_tokens_have_no_effect_whatever_they_hold(seed):
     'distill_coef',
     'policy_coef',
     'entropy_coef',
+    'kl_coef',
+    'initial_log_probs',
   ):
     x[name][dead] = np.nan
   x['targets'][dead] = 0
@@ -409,7 +424,7 @@ def test_micro_batches_add_up_exactly(seed, mode, group_size):
 def test_student_at_teacher_has_no_divergence_and_no_gradient(seed):
   x = problem(seed)
   x['teacher_hidden'], x['teacher_unembedding'] = x['hidden'], x['unembedding']
-  x['policy_coef'] = x['entropy_coef'] = np.zeros((B, T))
+  x['policy_coef'] = x['entropy_coef'] = x['kl_coef'] = np.zeros((B, T))
   with jax.enable_x64(True):
     (loss, _), gradient = chunked(arrays(x, jnp.float64), small)
   assert abs(float(loss)) < 1e-14
@@ -547,7 +562,7 @@ def test_policy_gradient_alone_needs_no_teacher():
   y = arrays(x, jnp.float32)
   loss, aux = objective(y['hidden'], y['unembedding'], None, **{n: y[n] for n in TERMS}, config=small)
   np.testing.assert_allclose(loss, numpy_loss(x, small)[0], rtol=1e-4)
-  np.testing.assert_allclose(loss, aux['policy_loss'] - aux['entropy_bonus'], rtol=1e-5)
+  np.testing.assert_allclose(loss, aux['policy_loss'] - aux['entropy_bonus'] + aux['kl_loss'], rtol=1e-5)
   assert 'divergence' not in aux
 
 

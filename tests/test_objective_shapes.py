@@ -91,6 +91,8 @@ TOKENS = dict(
   entropy_coef=floats(B, T),
   old_log_probs=floats(B, T),
   advantages=floats(B, T),
+  kl_coef=floats(B, T),
+  initial_log_probs=floats(B, T),
 )
 STATES = dict(student_hidden=floats(B, T, D), student_unembedding=MATRIX)
 TOPK = terms.TermSettings('topk', None, True, True)

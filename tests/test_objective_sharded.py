@@ -28,6 +28,7 @@ def name_of(shape):
 
 
 TERMS = ('targets', 'mask', 'distill_coef', 'policy_coef', 'entropy_coef', 'old_log_probs', 'advantages')
+TERMS += ('kl_coef', 'initial_log_probs')
 
 # (settings of the objective, terms left out, what else is given)
 CASES = {
@@ -70,6 +71,8 @@ def problem() -> dict[str, np.ndarray]:
     'entropy_coef': rng.random((B, T)) * 0.1,
     'old_log_probs': -3 + normal(B, T),
     'advantages': normal(B, T),
+    'kl_coef': rng.random((B, T)) * 0.3,
+    'initial_log_probs': -3 + normal(B, T),
     'support': ids,
     'token_ids': external,
     'log_probs': np.log(rng.dirichlet(np.ones(K + 1), (B, T))[..., :K]),

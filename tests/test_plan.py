@@ -269,6 +269,7 @@ def test_the_update_of_livecodebench_on_64_chips_is_mostly_padding():
 def test_every_micro_batch_has_a_registered_program(name):
   config = importlib.import_module(f'configs.{"qwen3_8b_chemistry" if name == "packed" else name}').get_config()
   config.actor.pack_sequences = name == 'packed'
+  config.actor.kl_loss_coef = 0.1 if name in ('packed', 'qwen3_8b_livecodebench') else 0.0
   policy, _ = model.read(config)
   mesh = meshes.make_mesh(MeshConfig(fsdp=4, tensor=2), jax.devices())
   found = run_programs(config, policy, *abstract_parameters(policy, mesh), mesh)
@@ -276,6 +277,8 @@ def test_every_micro_batch_has_a_registered_program(name):
   used = workload.used(found, work)
   assert len(used['update']) == len(work.updates) > 0
   assert {found[name].kind for name in used['update']} == {'update'}
+  assert len(used['initial']) == len(work.initials) and bool(work.initials) == bool(config.actor.kl_loss_coef)
+  assert {found[name].kind for name in used['initial']} == ({'initial'} if work.initials else set())
   with pytest.raises(ValueError, match='No program of kind'):
     workload.used({}, work)
 

@@ -5,6 +5,7 @@ import functools
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,6 +13,7 @@ from models.attention.backend import AttentionBackend
 from sdpo_jax import programs as registry
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed import mesh as meshes
+from sdpo_jax.planner.plan import resident_bytes
 from sdpo_jax.training import batching
 from sdpo_jax.training.checkpoint.checkpoints import abstract
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs
@@ -35,6 +37,13 @@ def test_names_follow_the_settings():
   assert 'score/8×6' in scored
   *_, grpo = registered(actor__policy_loss__loss_mode='vanilla')
   assert 'update/8×6' in grpo
+  *_, held = registered(actor__kl_loss_coef=0.1, model__dtype='bfloat16')
+  assert set(held) - set(scored) == {'initial/8×6'}
+  _, initial, *_ = held['initial/8×6'].arguments
+  assert (initial['embedding'].dtype, initial['final_norm'].dtype) == (jnp.bfloat16, jnp.float32)
+  resident = resident_bytes(held)
+  assert resident['initial policy'] == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(initial))
+  assert resident['parameters'] > 1.9 * resident['initial policy'] and 'initial policy' not in resident_bytes(scored)
 
 
 def test_held_out_questions_fill_the_slots_where_their_number_is_not_known():
@@ -77,10 +86,11 @@ def test_the_update_is_called_with_the_registered_shapes():
     'finish',
     'digest',
     'score/8×6',
+    'initial/8×6',
   ],
 )
 def test_every_kind_of_program_lowers(name):
-  *_, found = registered()
+  *_, found = registered(actor__kl_loss_coef=0.1)
   assert 'func.func public @main' in found[name].lower().as_text()
 
 

@@ -59,7 +59,7 @@ def test_weights_from_inside_are_those_of_a_scoring_pass(loss_mode):
   silent = [1, 4, 6, 7] if loss_mode == 'sdpo' else [3, 4, 5]
   np.testing.assert_array_equal(batching.left_out(batch, config), silent)
   mask = batch.rollouts.completion_mask
-  scored = step.PolicyLogProbs(session, state, batch).fetch()
+  scored = step.PolicyLogProbs(session, state.trainable, batch).fetch()
   sampler = (scored + np.random.default_rng(0).normal(size=mask.shape)).astype(np.float32)
   batch.rollouts.sampling_log_probs = sampler
   weights = np.minimum(np.exp(np.clip(scored.astype(np.float64) - sampler, -20, 20)), THRESHOLD).astype(np.float32)

@@ -135,7 +135,7 @@ VARIANTS = {
   },
   'off-policy': {'actor__ppo_mini_batch_size': 2, 'actor__ppo_epochs': 1},
   'grpo': {'actor__policy_loss__loss_mode': 'vanilla'},
-  'entropy': {'actor__entropy_coeff': 0.01},
+  'entropy and KL': {'actor__entropy_coeff': 0.01, 'actor__kl_loss_coef': 0.1},
 }
 
 
@@ -146,6 +146,8 @@ def samples_for(config: Config) -> batching.GenerationBatch:
     samples = dataclasses.replace(samples, teacher_prompts=None, advantages=advantages)
   if ObjectiveSpec.from_config(config).needs_old_log_probs:
     samples = dataclasses.replace(samples, old_log_probs=samples.rollouts.model_log_probs - 4)
+  if ObjectiveSpec.from_config(config).needs_initial_policy:
+    samples = dataclasses.replace(samples, initial_log_probs=samples.rollouts.model_log_probs - 3)
   return samples
 
 

@@ -81,20 +81,22 @@ def samples() -> batching.GenerationBatch:
     advantages=zeros,
     distill_weights=weights,
     policy_weights=weights,
+    initial_log_probs=(-5 + rng.normal(size=(count, T))).astype(np.float32),
   )
 
 
 @functools.cache
 def step(shape: tuple[int, int], pack: bool):
-  """(loss, gradients, parameters after one step of plain gradient descent, per-token divergences)"""
+  """(loss, gradients, parameters after one step of plain gradient descent, per-token divergences and KL estimates)"""
   config, data = settings(pack), samples()
+  config.actor.kl_loss_coef, config.actor.kl_loss_type = 0.1, 'k2'
   mesh = meshes.make_mesh(MeshConfig(*shape), jax.devices()[: shape[0] * shape[1]])
   config.model.vocab_multiple = 1 if mesh.size == 1 else 16  # No mesh divides the 471 tokens.
   policy, parameters = huggingface.load(config.model.path, config.model, mesh=mesh)
   state = place_state(config, parameters, mesh)
   update = make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state))
   grads, loss = update.zero(state.trainable), 0.0
-  divergence = np.full((len(data), T), np.nan, np.float32)
+  divergence, estimates = np.full((2, len(data), T), np.nan, np.float32)
   share = batching.shares_prompts(config, policy)
   micros = list(batching.micro_batches(data, np.arange(len(data)), config, mesh.size, share))
   assert share == pack and any(pack and micro.batch.teacher.parents.any() for micro in micros) == pack
@@ -102,9 +104,10 @@ def step(shape: tuple[int, int], pack: bool):
     grads, result = update.accumulate({}, state, grads, meshes.put_rows(mesh, micro.batch))
     loss += float(result.loss)
     micro.scatter(np.asarray(result.aux['divergence']), divergence)
+    micro.scatter(np.asarray(result.aux['initial_kl']), estimates)
   gradients = of_tokens(policy, grads)
   state, _ = update.apply(state, grads)
-  return loss, gradients, of_tokens(policy, state.trainable), divergence
+  return loss, gradients, of_tokens(policy, state.trainable), divergence, estimates
 
 
 def of_tokens(policy, tree):
@@ -136,15 +139,19 @@ USUAL = [((8, 1), False), ((4, 2), True), ((2, 4), False)]
   ],
 )
 def test_a_mesh_gives_what_one_device_gives(shape, pack):
-  loss, gradients, parameters, divergence = step((1, 1), False)
-  mesh_loss, mesh_gradients, mesh_parameters, mesh_divergence = step(shape, pack)
+  loss, gradients, parameters, divergence, estimates = step((1, 1), False)
+  mesh_loss, mesh_gradients, mesh_parameters, mesh_divergence, mesh_estimates = step(shape, pack)
   assert abs(loss) > 1e-3 and mesh_loss == pytest.approx(loss, rel=1e-5)
   assert optax.global_norm(jax.tree.map(np.subtract, mesh_gradients, gradients)) <= 1e-5 * optax.global_norm(gradients)
   for ours, theirs in zip(jax.tree.leaves(mesh_gradients), jax.tree.leaves(gradients), strict=True):
     # The gradients of key norms are sums of terms a hundred times as large: their own rounding is up to 1.1e-5.
     assert np.linalg.norm(ours - theirs) <= 2e-5 * np.linalg.norm(theirs)
   chex.assert_trees_all_close(mesh_parameters, parameters, rtol=1e-5, atol=1e-7)
-  np.testing.assert_allclose(mesh_divergence, divergence, rtol=1e-4, atol=1e-6)
+  taught = samples().taught  # Packed, the teacher reads no others.
+  np.testing.assert_allclose(mesh_divergence[taught], divergence[taught], rtol=1e-4, atol=1e-6)
+  np.testing.assert_allclose(mesh_estimates, estimates, rtol=1e-4, atol=1e-6)
+  # The penalty is on every token, of samples too of which the teacher knows nothing.
+  np.testing.assert_array_equal(np.isfinite(estimates), samples().rollouts.completion_mask)
 
 
 def test_packing_takes_less_room_and_sharing_prompts_fewer_tokens():

@@ -102,6 +102,7 @@ RANGES: Mapping[str, Range] = {
   'actor.policy_loss.clip_ratio_low': NOT_NEGATIVE,
   'actor.policy_loss.clip_ratio_high': NOT_NEGATIVE,
   'actor.policy_loss.clip_ratio_c': Range(above=1),
+  'actor.kl_loss_coef': NOT_NEGATIVE,
   'actor.loss_group_size': Range(above=0, unit='sequences'),
   'actor.loss_scale_factor': POSITIVE,
   'actor.ppo_mini_batch_size': Range(above=0, unit='questions'),

@@ -219,6 +219,16 @@ class ActorConfig:
     None, 'Divisor of seq-mean-token-sum-norm; None: max_response_length, as the reference.'
   )
   entropy_coeff: float = setting(0.0, 'Weight of an entropy bonus.')
+  kl_loss_coef: float = setting(
+    0.0,
+    'Weight of the KL divergence from the initial policy, a copy of which is then kept in model.dtype; 0: neither. See '
+    'docs/optimization.md.',
+  )
+  kl_loss_type: Literal['k1', 'k2', 'k3'] = setting(
+    'k3',
+    "Its estimate from a sampled token, with x = log π − log of the initial policy: 'k1' (kl): x, which holds nothing back "
+    "as a loss; 'k2' (mse): x²/2; 'k3' (low_var_kl): exp(−x) + x − 1.",
+  )
   ppo_mini_batch_size: int = setting(32, 'Questions per optimizer step.')
   ppo_micro_batch_size: int = setting(8, 'Sequences per forward and backward pass; changes memory, never a gradient.')
   pack_sequences: bool = setting(

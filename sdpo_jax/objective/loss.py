@@ -1,4 +1,4 @@
-"""The one loss: distillation, policy gradient and entropy bonus, as a sum over tokens with coefficients as data."""
+"""The one loss: distillation, policy gradient, entropy bonus and KL penalty, summed over tokens, coefficients as data."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ class ObjectiveConfig:
   clip_ratio_low: float = 0.2
   clip_ratio_high: float = 0.28
   clip_ratio_c: float = 3.0
+  kl_kind: str = 'k3'  # Of `policy_gradient.kl_penalty`.
   topk_method: str = 'exact'  # Or 'approx': `top_k.top_k`.
   chunk_size: int = 1024  # Tokens of a device whose logits exist at one time.
   vocab_block: int | None = None  # Vocabulary entries handled at one time within a chunk; None: by the platform.
@@ -80,6 +81,7 @@ class ObjectiveConfig:
       clip_ratio_low=loss.clip_ratio_low,
       clip_ratio_high=loss.clip_ratio_high,
       clip_ratio_c=loss.clip_ratio_c,
+      kl_kind=config.actor.kl_loss_type,
       topk_method=distillation.topk_method,
       chunk_size=config.actor.logits_chunk_size,
     )
@@ -93,6 +95,7 @@ class ObjectiveConfig:
       known_alpha=known_number(self.alpha),
       add_tail=self.distillation_add_tail,
       use_ratio=self.is_clip is not None,
+      kl_kind=self.kl_kind,
     )
 
   @property
@@ -124,16 +127,19 @@ def objective(
   support: jax.Array | None = None,
   *,
   sampling_log_probs: jax.Array | None = None,
+  kl_coef: jax.Array | None = None,
+  initial_log_probs: jax.Array | None = None,
   vocab_size: int | None = None,
   layout: Layout | None = None,
 ) -> tuple[jax.Array, Aux]:
-  """Return Σ distill_coef·w·ratio·D + Σ policy_coef·w·ℓ_ppo − Σ entropy_coef·H over the tokens whose mask is not 0.
+  """Return Σ distill_coef·w·ratio·D + Σ policy_coef·w·ℓ_ppo − Σ entropy_coef·H + Σ kl_coef·k, over unmasked tokens.
 
   D is the divergence of teacher and student: over the student's top K with a bucket for the rest or renormalised,
   over the whole vocabulary (distillation_topk None), over an external teacher's tokens, or the sampled token's
   stopgrad(s − t)·s. ratio = min(exp(log π − log π_old), is_clip), without gradient, where π_old is π without old
   log-probs; 1 with is_clip None. w = min(exp(log π − log π_sampler), rollout_is_threshold), without gradient; 1 without
-  the sampler's log-probs. All distributions are of the logits divided by the temperature; the trust region's
+  the sampler's log-probs. k estimates the KL divergence from the initial policy (`policy_gradient.kl_penalty`), and its
+  gradient is that of the estimate. All distributions are of the logits divided by the temperature; the trust region's
   logits are mixed before that, in at least float32. Source: core_algos.py:1085-1188, dp_actor.py:51-64, 341-386,
   523-560; paper §2-3.
 
@@ -165,18 +171,21 @@ def objective(
     config: the fixed part.
     support: [B, T, K] int32, token ids to use in place of the student's top K.
     sampling_log_probs: [B, T] under the distribution that the targets were drawn from; None: no token is weighed by it.
+    kl_coef: [B, T] weight of the KL divergence from the initial policy; None: none.
+    initial_log_probs: [B, T] of the targets under the initial policy, at the temperature; required with kl_coef.
     vocab_size: V, entries of all unembeddings that are tokens, the first ones; the others count for nothing and
       receive no gradient. None: all.
     layout: where the arguments lie on a mesh, then global arrays; None: one device.
 
   Returns:
     the loss (scalar, at least float32) and a dict without gradient: scalars `distillation_loss`, `policy_loss`,
-    `entropy_bonus` (their sum over the tokens, with coefficients) and per token [B, T], 0 where masked:
+    `entropy_bonus`, `kl_loss` (their sum over the tokens, with coefficients) and per token [B, T], 0 where masked:
     `log_prob` and `entropy` of the student (nats, at the temperature); with a teacher `divergence` (before the
     ratio), `ratio`, `ratio_clipped`, `student_tail` and `teacher_tail` (probability outside the support),
     `teacher_coverage` (inside it), `teacher_top1_in_support`, `teacher_entropy`, `teacher_log_prob` of the target
     (in-mesh teachers, and external ones with the sampled token, then also `teacher_known`: whether the target is among
-    the token_ids); with policy_coef `ppo_ratio`, `ppo_clipped`, `ppo_clipped_lower`, `ppo_kl`.
+    the token_ids); with policy_coef `ppo_ratio`, `ppo_clipped`, `ppo_clipped_lower`, `ppo_kl`; with
+    kl_coef `initial_kl`.
 
   Raises:
     ValueError: a missing or contradictory argument.
@@ -199,6 +208,8 @@ def objective(
       advantages=advantages,
       support=support,
       sampling_log_probs=sampling_log_probs,
+      kl_coef=kl_coef,
+      initial_log_probs=initial_log_probs,
     ),
   )
   entries = student_unembedding.shape[0]
@@ -246,6 +257,8 @@ def objective_from_logits(
   mix_logits: jax.Array | None = None,
   mix_rate: float | jax.Array | None = None,
   sampling_log_probs: jax.Array | None = None,
+  kl_coef: jax.Array | None = None,
+  initial_log_probs: jax.Array | None = None,
 ) -> tuple[jax.Array, Aux]:
   """Return `objective` from logits [B, T, V] at once, differentiated by JAX: for small vocabularies and as its check.
 
@@ -267,6 +280,8 @@ def objective_from_logits(
       advantages=advantages,
       support=support,
       sampling_log_probs=sampling_log_probs,
+      kl_coef=kl_coef,
+      initial_log_probs=initial_log_probs,
     ),
   )
   active = tokens.mask != 0
@@ -380,16 +395,20 @@ def _token_inputs(teacher: TeacherSignal | None, given: TokenInputs) -> TokenInp
     ValueError: an argument that a term needs is missing, or one that no term reads is there.
   """
   numbers = given.distill_coef, given.policy_coef, given.entropy_coef, given.old_log_probs, given.advantages
-  _assert_tokens(given.targets, given.mask, [*numbers, given.sampling_log_probs], [given.support])
+  numbers += given.sampling_log_probs, given.kl_coef, given.initial_log_probs
+  _assert_tokens(given.targets, given.mask, list(numbers), [given.support])
   if teacher is not None and given.distill_coef is None:
     raise ValueError('distill_coef is required with a teacher.')
   if teacher is None and given.distill_coef is not None and given.support is not None:
     raise ValueError('support is of no use without a teacher.')
   if given.policy_coef is not None and given.advantages is None:
     raise ValueError('advantages are required with policy_coef.')
+  if given.kl_coef is not None and given.initial_log_probs is None:
+    raise ValueError('initial_log_probs are required with kl_coef.')
   tokens = given.replace(
     distill_coef=given.distill_coef if teacher is not None else None,
     advantages=given.advantages if given.policy_coef is not None else None,
+    initial_log_probs=given.initial_log_probs if given.kl_coef is not None else None,
   )
   if teacher is not None:
     tokens = tokens.replace(

@@ -1,4 +1,4 @@
-"""The policy-gradient baseline: GRPO's dual-clip PPO loss."""
+"""What is made of log-probabilities of sampled tokens: GRPO's dual-clip PPO loss, estimates of a KL divergence."""
 
 from __future__ import annotations
 
@@ -47,8 +47,13 @@ def dual_clip_ppo(
 def kl_penalty(log_probs: jax.Array, reference_log_probs: jax.Array, kind: str) -> jax.Array:
   """Return a per-token estimate of KL(π‖reference) from log-probabilities of the sampled token: [...] -> [...].
 
-  'k1' ('kl'): log-ratio; 'abs': its magnitude; 'k2' ('mse'): half its square; 'k3' ('low_var_kl'): exp(−x) + x − 1,
-  non-negative, clipped to ±10.
+  'k1' ('kl'): log-ratio x = log π − log reference; 'abs': its magnitude; 'k2' ('mse'): half its square; 'k3'
+  ('low_var_kl'): exp(−x) + x − 1, non-negative, clipped to ±10.
+
+  Of tokens drawn from π, k1 and k3 have the mean KL(π‖reference), k2 nearly that where the two are close. As a loss,
+  what counts is the gradient of the estimate by log π: 1 for k1, the mean of which is no gradient at all; x for k2,
+  that of KL(π‖reference) without its effect on later tokens; 1 − exp(−x) for k3, that of KL(reference‖π), which agrees
+  with k2's to first order in x (Tang & Munos, arXiv 2506.09477).
 
   Raises:
     ValueError: another kind.

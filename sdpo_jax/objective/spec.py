@@ -7,7 +7,7 @@ import dataclasses
 from sdpo_jax.config import Config
 
 # The weights of the terms in a `Batch`, by the name of their field.
-COEFFICIENTS = ('distill_coef', 'policy_coef', 'entropy_coef')
+COEFFICIENTS = ('distill_coef', 'policy_coef', 'entropy_coef', 'kl_coef')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +20,7 @@ class ObjectiveSpec:
   distillation: bool  # Σ distill_coef · ratio · divergence: needs a teacher.
   policy_gradient: bool  # Σ policy_coef · PPO loss: needs advantages.
   entropy_bonus: bool = False  # − Σ entropy_coef · entropy.
+  kl_penalty: bool = False  # Σ kl_coef · estimate of the KL divergence from the initial policy.
   on_policy: bool = True  # One optimizer step per generation batch: the ratio to the old policy is 1 by construction.
   rollout_weights: bool = False  # Tokens are weighted by the trainer's probability over the sampler's.
   normalised_weights: bool = False  # These weights are divided by their mean over the generation batch.
@@ -34,6 +35,7 @@ class ObjectiveSpec:
       distillation=distillation,
       policy_gradient=not distillation,
       entropy_bonus=bool(actor.entropy_coeff),
+      kl_penalty=bool(actor.kl_loss_coef),
       on_policy=actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1,
       rollout_weights=correction.rollout_is is not None,
       normalised_weights=correction.rollout_is_batch_normalize,
@@ -48,6 +50,11 @@ class ObjectiveSpec:
   def needs_advantages(self) -> bool:
     """Whether the update reads advantages."""
     return self.policy_gradient
+
+  @property
+  def needs_initial_policy(self) -> bool:
+    """Whether the trainer computes log-probs of the completions under the policy as it was at the start."""
+    return self.kl_penalty
 
   @property
   def needs_old_log_probs(self) -> bool:
@@ -67,5 +74,5 @@ class ObjectiveSpec:
   @property
   def coefficients(self) -> tuple[str, ...]:
     """Names of the `COEFFICIENTS` that a batch has."""
-    present = (self.distillation, self.policy_gradient, self.entropy_bonus)
+    present = (self.distillation, self.policy_gradient, self.entropy_bonus, self.kl_penalty)
     return tuple(name for name, there in zip(COEFFICIENTS, present, strict=True) if there)

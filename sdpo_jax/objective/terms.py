@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from sdpo_jax.objective import divergences
 from sdpo_jax.objective.importance import importance_ratio
-from sdpo_jax.objective.policy_gradient import dual_clip_ppo
+from sdpo_jax.objective.policy_gradient import dual_clip_ppo, kl_penalty
 
 Metrics = dict[str, jax.Array]
 
@@ -29,6 +29,7 @@ class TermSettings:
   known_alpha: float | None  # Alpha where it is known when they are compiled; None: it is `TermScalars.alpha`.
   add_tail: bool  # Whether a bucket holds what the support leaves; else the support is renormalised.
   use_ratio: bool  # Whether the divergence is weighted by the importance ratio.
+  kl_kind: str = 'k3'  # The estimate of the KL divergence from the initial policy, of `kl_penalty`.
 
 
 @flax.struct.dataclass
@@ -62,9 +63,11 @@ class TokenInputs:
   distill_coef: jax.Array | None = None  # [N] weight of the divergence.
   policy_coef: jax.Array | None = None  # [N] weight of the policy-gradient loss.
   entropy_coef: jax.Array | None = None  # [N] weight of the entropy bonus.
+  kl_coef: jax.Array | None = None  # [N] weight of the KL divergence from the initial policy.
   old_log_probs: jax.Array | None = None  # [N] of the policy before the update; None: the current ones.
   sampling_log_probs: jax.Array | None = None  # [N] of the sampler, to weigh tokens by; None: they are not weighed.
   advantages: jax.Array | None = None  # [N], with `policy_coef`.
+  initial_log_probs: jax.Array | None = None  # [N] of the initial policy, with `kl_coef`.
   support: jax.Array | None = None  # [N, K] int32, in place of the student's top K.
   teacher_hidden: jax.Array | None = None  # [N, D] of an in-mesh teacher.
   mix_hidden: jax.Array | None = None  # [N, D] of the student in the teacher's context, for the trust region.
@@ -251,4 +254,9 @@ def loss_terms(
   if tokens.entropy_coef is not None:
     sums['entropy_bonus'] = (of_active(tokens.entropy_coef) * student.entropy).sum()
     loss -= sums['entropy_bonus']
+  if tokens.kl_coef is not None:
+    per_token['initial_kl'] = kl_penalty(log_prob, of_active(tokens.initial_log_probs), settings.kl_kind)
+    # Inactive tokens may be far from the 0 that stands for the initial policy there.
+    sums['kl_loss'] = (of_active(tokens.kl_coef) * jnp.where(active, per_token['initial_kl'], 0)).sum()
+    loss += sums['kl_loss']
   return loss, Auxiliary(sums, {name: jnp.where(active, value, 0) for name, value in per_token.items()})

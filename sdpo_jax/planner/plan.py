@@ -42,7 +42,7 @@ HOP = 0.7e-6
 # which rows are done, refills them, and starts the next chunk.
 HOST_CHUNK, HOST_ROW = 2e-3, 15e-6
 # What lies in memory all the time, whichever program runs.
-RESIDENT = ('base', 'parameters', 'optimizer', 'teacher', 'teacher base')
+RESIDENT = ('base', 'parameters', 'optimizer', 'teacher', 'teacher base', 'initial policy')
 # Programs that read the sampler's copy of the weights.
 SAMPLING = ('prefill', 'empty', 'decode', 'admit', 'resize', 'compact')
 
@@ -211,7 +211,7 @@ def make(
   if only is not None:
     labels = {label: name for label, name in labels.items() if label in set(only)}
   names = {name: label for label, name in labels.items()}
-  resident = _held(found['prepare'], None) | _held(found['apply'], None)
+  resident = resident_bytes(found)
   estimates: dict[str, Estimate] = {}
   began = time.monotonic()
   announce(f'Compiling {len(names)} programs for {topology.name}, one after the other …')
@@ -283,6 +283,12 @@ def select(found: Mapping[str, registry.Program], everything: bool, used: Iterab
 
 
 # --- memory --------------------------------------------------------------------------------------------------------
+
+
+def resident_bytes(found: Mapping[str, registry.Program]) -> dict[str, float]:
+  """Return the bytes on one device by what programs are given, of which `RESIDENT` is there whichever of them runs."""
+  scoring = next((_held(program, None) for program in found.values() if program.kind == 'initial'), {})
+  return scoring | _held(found['prepare'], None) | _held(found['apply'], None)
 
 
 def _held(program: registry.Program, argument_bytes: Sequence[Sequence[int | None]] | None) -> dict[str, float]:
@@ -562,6 +568,7 @@ def _summary(
   useful = {
     'update': work.useful_flops,
     'score': work.scored_flops,
+    'initial': work.initial_flops,
     'decode': sum(
       decode_flops(policy, prompt, completion)
       for prompt, completion in zip(samples.prompt.tolist(), samples.completion.tolist(), strict=True)
@@ -665,7 +672,7 @@ def phase_seconds(
     copy = seconds(estimates['prepare']) if have('prepare') else 0.0
     prefill, phases['decode'] = sampling('prefill', 'decode', config.data.train_batch_size, config.rollout.n)
     phases = {'prefill': copy + prefill} | phases
-  for phase in ('score', 'update'):
+  for phase in ('initial', 'score', 'update'):
     if have(phase):
       phases[phase] = micro_batches(phase)
   if have('zero', 'apply', 'finish'):

@@ -13,6 +13,7 @@ _MEMORY = (
   'parameters',
   'optimizer',
   'teacher',
+  'initial policy',
   'gradients',
   'sampling weights',
   'cache',

@@ -18,7 +18,7 @@ SEARCHED = ('mesh', 'micro_batch', 'remat', 'rows')
 _MICRO = (1, 2, 4)  # Rows a chip.
 _ROWS = (64, 128, 256, 384, 512, 1024)
 REMATS = ('full', 'save_attention', 'dots', 'none')  # From the least memory to the most.
-_TRAINING = ('score', 'update')
+_TRAINING = ('initial', 'score', 'update')
 _SAMPLING = ('prepare', 'prefill', 'decode')
 
 

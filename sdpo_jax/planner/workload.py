@@ -35,16 +35,18 @@ class Samples:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-  """What the update and the scoring pass of a generation batch run."""
+  """What the update and the scoring passes of a generation batch run."""
 
   updates: tuple[Shape, ...]  # Of every micro-batch.
   scores: tuple[Shape, ...]
+  initials: tuple[Shape, ...]  # Of the scoring by the initial policy.
   live_rows: int  # Of the updates: rows that hold a sample.
   rows: int
   live_tokens: int  # Of the updates, student's and teacher's sides: tokens that are no padding.
   tokens: int
   useful_flops: float  # Operations of the updates that live tokens cannot do without.
   scored_flops: float  # The same of scoring.
+  initial_flops: float  # The same of scoring by the initial policy.
 
 
 def draw(
@@ -96,23 +98,30 @@ def of_batch(config: Config, policy: Policy, samples: Samples, devices: int, sha
     scored[:] = True
   elif spec.weighs_in_update:
     scored[batching.left_out(batch, config)] = True
-  scores = batching.student_micro_batches(batch, config, devices, np.flatnonzero(scored))
+  whole = np.full(len(samples), spec.needs_initial_policy)
+
+  def scores(chosen: np.ndarray) -> tuple[Shape, ...]:
+    micros = batching.student_micro_batches(batch, config, devices, np.flatnonzero(chosen))
+    return tuple(shape(micro.batch) for micro in micros)
 
   def forward(prompts: np.ndarray, chosen: np.ndarray) -> float:
     pairs = zip((prompts + samples.completion)[chosen].tolist(), samples.completion[chosen].tolist(), strict=True)
     return sum(forward_flops(policy, 1, whole, completion) for whole, completion in pairs)
 
-  student = 3 * forward(samples.prompt, samples.trained)
+  moved = samples.trained | (spec.entropy_bonus or spec.kl_penalty)  # These terms are of all samples.
+  student = 3 * forward(samples.prompt, moved)
   teacher = forward(samples.reprompt, samples.trained) if spec.needs_teacher else 0.0
   return Workload(
     updates=tuple(updates) * epochs,
-    scores=tuple(shape(micro.batch) for micro in scores),
+    scores=scores(scored),
+    initials=scores(whole),
     live_rows=epochs * live_rows,
     rows=epochs * rows,
     live_tokens=epochs * live_tokens,
     tokens=epochs * tokens,
     useful_flops=epochs * (student + teacher),
     scored_flops=forward(samples.prompt, scored),
+    initial_flops=forward(samples.prompt, whole),
   )
 
 
@@ -124,7 +133,7 @@ def shape(batch: Batch) -> Shape:
 
 
 def program_shape(program: Program) -> Shape:
-  """Return the `shape` of the micro-batches that a program of kind 'update' or 'score' takes.
+  """Return the `shape` of the micro-batches that a program of kind 'update', 'score' or 'initial' takes.
 
   Raises:
     ValueError: it takes none.
@@ -145,7 +154,7 @@ def used(found: dict[str, Program], work: Workload) -> dict[str, tuple[str, ...]
   """
   return {
     kind: _names(kind, {program_shape(p): name for name, p in found.items() if p.kind == kind}, shapes)
-    for kind, shapes in (('update', work.updates), ('score', work.scores))
+    for kind, shapes in (('update', work.updates), ('score', work.scores), ('initial', work.initials))
   }
 
 
@@ -178,4 +187,5 @@ def _batch(config: Config, samples: Samples) -> batching.GenerationBatch:
     advantages=signal if spec.needs_advantages else None,
     old_log_probs=zeros if spec.needs_old_log_probs else None,
     sampling_log_probs=zeros if spec.weighs_in_update else None,
+    initial_log_probs=zeros if spec.needs_initial_policy else None,
   )

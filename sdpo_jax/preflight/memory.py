@@ -18,7 +18,7 @@ from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.rollout.functions import cache_shardings
 from sdpo_jax.rollout.sizes import shard_rows
-from sdpo_jax.training import batching
+from sdpo_jax.training import batching, initial_policy
 from sdpo_jax.training.run_programs import abstract_parameters
 from sdpo_jax.training.update import abstract_state
 
@@ -56,6 +56,8 @@ def estimate(config: Config, policy: Policy, mesh: jax.sharding.Mesh) -> Memory:
     'optimizer': _bytes(state.opt_state),
     'teacher': _bytes(state.teacher),
   }
+  if ObjectiveSpec.from_config(config).needs_initial_policy:
+    held['initial policy'] = _bytes(initial_policy.abstract(policy.parameter_table(), trainable, config.model.dtype))
   sampling = {'weights to sample with': _sampling_weights(policy, mesh, item), 'KV cache': _cache(config, policy, mesh)}
   update = {
     'gradients': _bytes(state.trainable),

@@ -38,6 +38,11 @@ def _learning(config: Config) -> Iterator[str]:
 def _signal(config: Config) -> Iterator[str]:
   """What the student learns from."""
   sd, n = config.actor.self_distillation, config.rollout.n
+  if config.actor.kl_loss_coef and config.actor.kl_loss_type == 'k1':
+    yield (
+      "actor.kl_loss_type='k1': on average this estimate has no gradient, so that it adds noise and holds nothing back; "
+      "set 'k2' or 'k3'."
+    )
   if not ObjectiveSpec.from_config(config).needs_teacher:
     if n == 1 and not config.data.group_duplicates:
       yield (

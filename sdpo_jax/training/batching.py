@@ -95,6 +95,7 @@ class GenerationBatch:
   policy_weights: np.ndarray | None = None
   # [N, T] float32 of the sampler, where the update takes such a factor from it itself; None: it does not.
   sampling_log_probs: np.ndarray | None = None
+  initial_log_probs: np.ndarray | None = None  # [N, T] of the initial policy; None: no term reads them.
   signal: TeacherSignal | None = None  # Of an external teacher: token_ids and log_probs [N, T, K].
 
   def __post_init__(self):
@@ -106,6 +107,7 @@ class GenerationBatch:
       'distill_weights',
       'policy_weights',
       'sampling_log_probs',
+      'initial_log_probs',
     )
     for name in names:
       value = getattr(self, name)
@@ -164,6 +166,8 @@ def coefficients(batch: GenerationBatch, samples: np.ndarray, config: Config) ->
     terms['policy_coef'] = aggregated(mask, batch.policy_weights)
   if spec.entropy_bonus:
     terms['entropy_coef'] = aggregated(mask) * np.float32(actor.entropy_coeff)
+  if spec.kl_penalty:
+    terms['kl_coef'] = aggregated(mask) * np.float32(actor.kl_loss_coef)
   return terms
 
 
@@ -479,6 +483,7 @@ def _micro_batch(
     old_log_probs=fit_float(batch.old_log_probs),
     advantages=fit_float(batch.advantages) if 'policy_coef' in coef else None,
     sampling_log_probs=fit_float(batch.sampling_log_probs) if coef else None,
+    initial_log_probs=fit_float(batch.initial_log_probs) if 'kl_coef' in coef else None,
     signal=jax.tree.map(fit, batch.signal),
     **{name: None for name in COEFFICIENTS} | {name: fit(values, held) for name, values in coef.items()},
   )

@@ -31,7 +31,7 @@ from sdpo_jax.evaluation import alarms
 from sdpo_jax.evaluation.evaluate import evaluate
 from sdpo_jax.evaluation.names import nearest
 from sdpo_jax.teacher.context import TeacherContext
-from sdpo_jax.training import records, resuming, samples, skipped, startup
+from sdpo_jax.training import initial_policy, records, resuming, samples, skipped, startup
 from sdpo_jax.training.boards import check_wandb
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints, abstract
 from sdpo_jax.training.checkpoint.digests import leaf_digests, state_digest
@@ -131,6 +131,8 @@ def _train(
     session, parameters = make_session(config, workdir, tokenizer)
     stop.check()
     table = session.policy.parameter_table()
+    if session.spec.needs_initial_policy:
+      session.initial = initial_policy.of_parameters(table, parameters, config.model.dtype)
     like = abstract_state(config, parameters, session.mesh, table)
     with (
       Watchdog(config.trainer, workdir, announce, stop.give_up),

@@ -98,12 +98,13 @@ TEACHER_METRICS = {
   'train/ratio': 'ratio',
   'train/ratio_clipped_fraction': 'ratio_clipped',
 }
-# The same for the policy gradient, over all completion tokens with an advantage.
+# The same for the policy gradient, over all completion tokens with an advantage, and for the KL penalty, over all.
 POLICY_METRICS = {
   'train/ppo_ratio': 'ppo_ratio',
   'train/ppo_clipped_fraction': 'ppo_clipped',
   'train/ppo_clipped_lower_fraction': 'ppo_clipped_lower',
   'train/ppo_kl': 'ppo_kl',
+  'train/kl_loss': 'initial_kl',  # Without its coefficient.
 }
 
 

@@ -1,7 +1,7 @@
 """The programs of a training run, registered: those of the update, and those of the sampler in training and evaluation.
 
 Names of the update's: `score/P×T` (log-probs before the update, of all completions or of those that it leaves out),
-`update/P×R×T` (prompt, teacher prompt and completion buckets), `zero`, `apply`, `finish`, `digest` (of the state, for
+`initial/P×T` (the same of all under the initial policy), `update/P×R×T` (prompt, teacher prompt and completion buckets), `zero`, `apply`, `finish`, `digest` (of the state, for
 metrics.jsonl and checkpoints). Names of the sampler's: `prepare` (its copy of the parameters), `prefill/P×T` for every
 bucket of prompts and, for the largest and the sizes of `sdpo_jax.rollout.sizes`: `empty/P×T` (the cache at first),
 `admit/P×T` (a prompt's cache into the rows of its samples) and `decode/P×T`; of a cache that is small at first, with C
@@ -30,7 +30,7 @@ from sdpo_jax.rollout import decode, functions, sizes
 from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.rollout.sampling import SamplingParams
 from sdpo_jax.teacher.signal import Teacher, check_base
-from sdpo_jax.training import batching
+from sdpo_jax.training import batching, initial_policy
 from sdpo_jax.training.checkpoint import digests
 from sdpo_jax.training.checkpoint.checkpoints import abstract
 from sdpo_jax.training.update import abstract_state, make_update
@@ -90,6 +90,7 @@ def update_programs(run: Run) -> dict[str, Program]:
   update = make_update(run.policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), run.teacher.policy)
   rows = batching.micro_batch_rows(config, mesh.size)
   leaves = jax.tree.leaves(state)
+  initial = initial_policy.abstract(run.policy.parameter_table(), trainable, config.model.dtype)
   found = {
     'zero': Program('zero', update.zero, (trainable,), holds=('parameters',)),
     'apply': Program('apply', update.apply, (state, trainable), holds=('state', 'gradients')),
@@ -109,6 +110,16 @@ def update_programs(run: Run) -> dict[str, Program]:
         update.log_probs,
         (base, trainable, batch.student, batch.targets),
         holds=('base', 'parameters', 'batch', 'batch'),
+        buckets=(prompt, response),
+        rows=rows,
+      )
+    for prompt in trained.prompt if spec.needs_initial_policy else ():
+      batch = batch_of(prompt, None, response)
+      found[f'initial/{prompt}×{response}'] = Program(
+        'initial',
+        update.log_probs,
+        (base, initial, batch.student, batch.targets),
+        holds=('base', 'initial policy', 'batch', 'batch'),
         buckets=(prompt, response),
         rows=rows,
       )
@@ -166,6 +177,7 @@ def abstract_batch(
     old_log_probs=per_token if spec.needs_old_log_probs else None,
     advantages=per_token if spec.needs_advantages else None,
     sampling_log_probs=per_token if spec.weighs_in_update else None,
+    initial_log_probs=per_token if spec.needs_initial_policy else None,
   )
 
 

@@ -42,6 +42,9 @@ class Session:
   update: Update
   flops_per_token: float  # of one forward pass.
   teacher_flops_per_token: float  # the same of the policy that reads the teacher's prompts.
+  initial: Tree | None = (
+    None  # Trainable parameters as the run began, `initial_policy`; None: the objective needs none.
+  )
 
 
 def load_tokenizer(config: Config) -> Any:

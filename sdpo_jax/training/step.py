@@ -29,7 +29,7 @@ from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training import batching
 from sdpo_jax.training.checkpoint.starting_state import StartingState
 from sdpo_jax.training.update import MicroResult
-from sdpo_jax.types import Example, Outcome, Rollouts, TokenRows, TrainState
+from sdpo_jax.types import Example, Outcome, Rollouts, TokenRows, TrainState, Tree
 
 if TYPE_CHECKING:  # A session knows how to load models; a step need not.
   from sdpo_jax.training.session import Session
@@ -138,7 +138,7 @@ def build_batch(
   metrics: dict[str, float],
   stop: Stop = NEVER,
 ) -> batching.GenerationBatch:
-  """Return all that the update needs of a generation batch, with the trainer's log-probs where the objective asks.
+  """Return all that the update needs of a generation batch, with the log-probs for which the objective asks.
 
   Args:
     session: of the run.
@@ -171,9 +171,12 @@ def build_batch(
     batch.advantages = per_token(advantages)
   if spec.weighs_in_update:
     batch.sampling_log_probs = rollouts.sampling_log_probs
+  if spec.needs_initial_policy:
+    initial = PolicyLogProbs(session, session.initial, batch, np.flatnonzero(graded_rows))
+    batch.initial_log_probs = initial.fetch(stop=stop)
   if not spec.computes_log_probs:
     return batch
-  log_probs = PolicyLogProbs(session, state, batch).fetch(stop=stop)
+  log_probs = PolicyLogProbs(session, state.trainable, batch).fetch(stop=stop)
   weights, measured = rollout_correction(session, log_probs, batch)
   metrics.update(measured)
   if spec.rollout_weights:
@@ -211,17 +214,17 @@ def rollout_correction(
 
 
 class PolicyLogProbs:
-  """Log-probs of completions under the current policy, at the rollout temperature; computed while others go on."""
+  """Log-probs of completions under a policy, at the rollout temperature; computed while others go on."""
 
   def __init__(
-    self, session: Session, state: TrainState, batch: batching.GenerationBatch, samples: np.ndarray | None = None
+    self, session: Session, trainable: Tree, batch: batching.GenerationBatch, samples: np.ndarray | None = None
   ):
-    """Start to compute those of `samples` [M] int, None: of all."""
+    """Start to compute those of `samples` [M] int, None: of all, with these parameters."""
     self._rollouts = batch.rollouts
     self._pending = []
     for micro in batching.student_micro_batches(batch, session.config, session.mesh.size, samples):
       student, targets = put_rows(session.mesh, (micro.batch.student, micro.batch.targets))
-      log_probs, _ = session.update.log_probs(session.base, state.trainable, student, targets)
+      log_probs, _ = session.update.log_probs(session.base, trainable, student, targets)
       self._pending.append((micro.samples, micro.lengths, log_probs))
 
   def fetch(self, result: np.ndarray | None = None, stop: Stop = NEVER) -> np.ndarray:
@@ -368,7 +371,7 @@ def run_update(
   scored = None
   if batch.sampling_log_probs is not None:
     # The update computes these log-probs of the samples that it trains; metrics want those of the others too.
-    scored = PolicyLogProbs(session, state, batch, batching.left_out(batch, config))
+    scored = PolicyLogProbs(session, state.trainable, batch, batching.left_out(batch, config))
   starting = starting or StartingState(state)
   results = _Results(batch.rollouts.completion_tokens.shape)
   of_student, of_teacher = Filled(), Filled()

@@ -91,6 +91,7 @@ PER_TOKEN = (
   'ppo_clipped',
   'ppo_clipped_lower',
   'ppo_kl',
+  'initial_kl',
 )
 
 
@@ -150,9 +151,11 @@ def accumulate(
       distill_coef=batch.distill_coef,
       policy_coef=batch.policy_coef,
       entropy_coef=batch.entropy_coef,
+      kl_coef=batch.kl_coef,
       old_log_probs=batch.old_log_probs,
       advantages=batch.advantages,
       sampling_log_probs=batch.sampling_log_probs,
+      initial_log_probs=batch.initial_log_probs,
       config=ObjectiveConfig.from_config(config),
       vocab_size=policy.vocab_size,
       layout=layout(mesh),

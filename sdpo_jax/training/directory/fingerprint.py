@@ -27,6 +27,7 @@ from sdpo_jax.distributed.collectives import gathered
 from sdpo_jax.environments import grader_code, registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
+from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.training.directory import starts
 from sdpo_jax.training.directory.epochs import FENCING_EPOCH
 from sdpo_jax.training.directory.published import newest
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
   from sdpo_jax.training.directory.ownership import Ownership
 
 LEARNED = ('tokenizer', 'model', 'data', 'graders')  # Parts that change what is learned; see trainer.accept_changes.
+ENTRIES = {'weights': 'model'}  # Part → the entry of trainer.accept_changes that accepts it, where it is not its name.
 # Parts of which a change is named, and what it means.
 NAMED = {
   'weights': 'model.path holds other weights than at the start (the run goes on with those of its checkpoint)',
@@ -190,17 +192,21 @@ def compare(
     ]
   )
   before = {name: part for name, part in (before or {}).items() if name in parts}
-  differing = [name for name in LEARNED if name in before and before[name] != parts[name]]
-  refused = [name for name in differing if name not in config.trainer.accept_changes]
+  learned = _learned(config)
+  differing = [name for name in learned if name in before and before[name] != parts[name]]
+  refused = [name for name in differing if ENTRIES.get(name, name) not in config.trainer.accept_changes]
   if refused:
+    missing = dict.fromkeys(ENTRIES.get(name, name) for name in refused)
     raise UserError(
       f'{workdir} was trained with something else than what is there now: {_listed(_changes(refused, before, parts))}. '
       'Restore it, choose another --workdir, or insist with --config.trainer.accept_changes='
-      f'{",".join([*config.trainer.accept_changes, *refused])}.'
+      f'{",".join([*config.trainer.accept_changes, *missing])}.'
     )
   accepted = [*settings.accepted, *_changes(differing, before, parts)]
   named = {meaning: list(changes) for meaning, changes in settings.named.items()}
   for name, meaning in NAMED.items():
+    if name in learned:
+      continue
     # A start without evaluations measures nothing that could differ.
     if before.get(name) and (name != 'evaluation' or parts[name]):
       named.setdefault(meaning, []).extend(_changes([name], before, parts))
@@ -208,6 +214,11 @@ def compare(
   said = [f'Accepted, as trainer.accept_changes says: {_listed(accepted)}.'] if accepted else []
   changes = [*accepted, *(change for changes in named.values() for change in changes)]
   return Continuation(parts, step, settings, [*unknown, *said, *lines], changes, differing)
+
+
+def _learned(config: Config) -> tuple[str, ...]:
+  """Return the parts that change what a run learns: the weights too, if it is held near the initial policy."""
+  return (*LEARNED, 'weights') if ObjectiveSpec.from_config(config).needs_initial_policy else LEARNED
 
 
 def model_changes(workdir: epath.PathLike, path: str, tokenizer: Any, step: int) -> list[str]:
