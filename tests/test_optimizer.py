@@ -12,7 +12,9 @@ import numpy as np
 import optax
 import pytest
 
-from models.families.qwen3 import Qwen3Config
+from models import published
+from models.families import registry
+from models.families.table import parameter_table
 from models.parameters import get, map_table, map_tree
 from sdpo_jax.config import Config, MeshConfig, OptimizerConfig, differences
 from sdpo_jax.distributed import mesh as meshes
@@ -41,7 +43,7 @@ OTHERS = ('adafactor', 'lion', 'muon')
 @functools.cache
 def table():
   """Some of the parameters of a model, of every kind that it has."""
-  whole = Qwen3Config.from_json(WIDE).parameter_table()
+  whole = parameter_table(registry.read(WIDE))
   return tuple(parameter for parameter in whole if any(parameter.name.endswith(name) for name in KEPT))
 
 
@@ -234,13 +236,15 @@ def test_a_gradient_that_is_not_finite_leaves_the_state_alone_and_a_checkpoint_h
   assert all(jax.tree.leaves(jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), found, state)))
 
 
-def test_every_shape_that_a_family_has_is_read_as_the_matrix_or_vector_that_it_is():
-  shapes = {parameter.name: optimizers._matrix_shape(parameter) for parameter in table()}
-  assert shapes['layers.attention.query'] == (128, 128) and shapes['layers.attention.key'] == (128, 64)
-  assert shapes['layers.attention.output'] == (128, 128) and shapes['layers.mlp.down'] == (160, 128)
-  assert shapes['embedding'] == (130, 128)
-  assert shapes['layers.attention.key_bias'] == (64,) and shapes['layers.mlp_norm'] == (128,)
-  assert shapes['final_norm'] == (128,)
+def test_every_parameter_of_every_published_model_is_the_matrix_or_vector_that_its_tensors_are():
+  for name in published.names():
+    for parameter in parameter_table(registry.read(published.config_json(name))):
+      sides = parameter.huggingface_shape[::-1] if parameter.transpose else parameter.huggingface_shape
+      padding = (parameter.padding, 0)[: len(sides)]
+      assert optimizers._matrix_shape(parameter) == tuple(map(sum, zip(sides, padding, strict=True))), (name, parameter)
+  known = {parameter.name: optimizers.matrix_axes(parameter) for parameter in table()}
+  assert known['layers.attention.query'] == ((1,), (2, 3)) and known['layers.attention.output'] == ((1, 2), (3,))
+  assert known['embedding'] == ((0,), (1,)) and known['layers.attention.key_bias'] is known['final_norm'] is None
 
 
 def test_matrices_cannot_be_told_without_a_table():
