@@ -319,8 +319,8 @@ class TrainerConfig:
   accept_changes: tuple[str, ...] = setting(
     (),
     'Resume although some of this is not what it was when the run was saved. Any of: tokenizer, model (its config.json, '
-    'model.path and, with actor.kl_loss_coef, weights), data (rows, data.train_files and data.environment), graders (their code and all of '
-    'environments.*). What is accepted is said and kept in fingerprint.json.',
+    'model.path and, with actor.kl_loss_coef, weights), data (rows, data.train_files and data.environment), graders '
+    '(their code and all of environments.*). What is accepted is said and kept in fingerprint.json.',
   )
   max_ckpt_to_keep: int = setting(2, 'Latest checkpoints kept.')
   best_metric: str | None = setting(None, 'Also keep the checkpoint with the largest value of this metric.')

@@ -221,7 +221,7 @@ def check_excluded(excluded: Iterable[str], names: Iterable[str]) -> None:
   names = list(names)
   for pattern in excluded:
     if not any(re.search(pattern, name) for name in names):
-      more = f' and {len(names) - SHOWN} others' if len(names) > SHOWN else ''
+      more = f' and {len(names) - SHOWN} more' if len(names) > SHOWN else ''
       raise UserError(
         f'optimizer.weight_decay_exclude: {pattern!r} matches none of the parameters, which are '
         f'{", ".join(names[:SHOWN])}{more}: correct the pattern or leave it out.'
