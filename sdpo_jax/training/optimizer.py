@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import dataclasses
 import functools
 import math
 import re
@@ -92,27 +93,28 @@ def _lion(config: OptimizerConfig, by_name: Mapping[str, Parameter]) -> optax.Gr
 
 
 def _adafactor(config: OptimizerConfig, by_name: Mapping[str, Parameter]) -> optax.GradientTransformation:
-  return _by_layer(optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)), by_name)
+  transform = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
+  return _by_layer(lambda _: transform, by_name, _matrix_shape, jax.vmap)
 
 
 def _muon(config: OptimizerConfig, by_name: Mapping[str, Parameter]) -> optax.GradientTransformation:
-  def axes(tree: Tree) -> Tree:
-    return _map_named(lambda parameter, _: matrix_axes(parameter), tree, by_name)
-
   def labels(tree: Tree) -> Tree:
     def label(parameter: Parameter, _: jax.Array) -> str:
       return 'others' if matrix_axes(parameter) is None or 'vocab' in parameter.axes else 'matrices'
 
     return _map_named(label, tree, by_name)
 
-  def rescaled(parameter: Parameter, update: jax.Array) -> jax.Array:
-    return update * (MUON_RMS * math.sqrt(max(_matrix_shape(parameter))))
+  def of_layer(parameter: Parameter) -> optax.GradientTransformation:
+    rms = MUON_RMS * math.sqrt(max(_matrix_shape(parameter)))
+    axes = optax.contrib.MuonDimensionNumbers(*matrix_axes(parameter))
+    orthogonal = optax.contrib.scale_by_muon(
+      beta=config.momentum, mu_dtype=jnp.dtype(config.mu_dtype), weight_dimension_numbers=axes
+    )
+    return optax.chain(orthogonal, optax.scale(rms))
 
-  orthogonal = optax.contrib.scale_by_muon(
-    beta=config.momentum, mu_dtype=jnp.dtype(config.mu_dtype), weight_dimension_numbers=axes
-  )
-  scale = optax.stateless(lambda updates, _: _map_named(rescaled, updates, by_name))
-  return optax.partition({'matrices': optax.chain(orthogonal, scale), 'others': _adam(config, by_name)}, labels)
+  # One after the other: the products of all layers' matrices with themselves would take gigabytes.
+  matrices = _by_layer(of_layer, by_name, _layer_shape, _one_by_one)
+  return optax.partition({'matrices': matrices, 'others': _adam(config, by_name)}, labels)
 
 
 _UPDATES: Mapping[str, Callable[[OptimizerConfig, Mapping[str, Parameter]], optax.GradientTransformation]] = {
@@ -128,27 +130,29 @@ _UPDATES: Mapping[str, Callable[[OptimizerConfig, Mapping[str, Parameter]], opta
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def matrix_axes(parameter: Parameter) -> optax.contrib.MuonDimensionNumbers | None:
-  """Return which axes of a parameter are the two sides of a matrix; None: it is none, but a vector per layer.
-
-  The axis of stacked layers belongs to neither side.
-  """
+def matrix_axes(parameter: Parameter) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+  """Return which axes of a layer of a parameter are the two sides of a matrix; None: it is none, but a vector."""
   if len(parameter.huggingface_shape) != 2:
     return None
-  sides = parameter.huggingface_shape[::-1] if parameter.transpose else parameter.huggingface_shape
-  first, second = int(parameter.stacked), len(parameter.shape) - 1
-  while second > first and math.prod(parameter.shape[second:]) < sides[1]:
-    second -= 1
-  if second <= first or math.prod(parameter.shape[second:]) != sides[1]:
-    raise ValueError(f'The axes of {parameter.name}, {parameter.shape}, are not those of a matrix {sides}.')
-  return optax.contrib.MuonDimensionNumbers(tuple(range(first, second)), tuple(range(second, len(parameter.shape))))
+  shape = _layer_shape(parameter)
+  _, size = parameter.huggingface_shape[::-1] if parameter.transpose else parameter.huggingface_shape
+  split = len(shape) - 1
+  while split > 1 and math.prod(shape[split:]) < size:
+    split -= 1
+  if split < 1 or math.prod(shape[split:]) != size:
+    raise ValueError(f'The axes of {parameter.name}, {shape}, are not those of a matrix {parameter.huggingface_shape}.')
+  return tuple(range(split)), tuple(range(split, len(shape)))
+
+
+def _layer_shape(parameter: Parameter) -> tuple[int, ...]:
+  return parameter.shape[int(parameter.stacked) :]
 
 
 def _matrix_shape(parameter: Parameter) -> tuple[int, ...]:
-  """Return the shape of one layer of a parameter: of two numbers, or of one where it is no matrix."""
-  axes = matrix_axes(parameter)
-  groups = axes or (range(int(parameter.stacked), len(parameter.shape)),)
-  return tuple(math.prod(parameter.shape[axis] for axis in group) for group in groups)
+  """Return the shape of one layer of a parameter as a matrix, of two numbers, or as a vector, of one."""
+  shape = _layer_shape(parameter)
+  groups = matrix_axes(parameter) or (range(len(shape)),)
+  return tuple(math.prod(shape[axis] for axis in group) for group in groups)
 
 
 def _map_named(function: Callable[[Parameter, Any], Any], tree: Tree, by_name: Mapping[str, Parameter]) -> Tree:
@@ -172,35 +176,67 @@ def _name(path: Any) -> str:
 
 
 def _by_layer(
-  transform: optax.GradientTransformation, by_name: Mapping[str, Parameter]
+  transform_of: Callable[[Parameter], optax.GradientTransformation],
+  by_name: Mapping[str, Parameter],
+  shape_of: Callable[[Parameter], tuple[int, ...]],
+  over_layers: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> optax.GradientTransformation:
-  """Return a transformation of every layer's matrix, or vector, alone, as if each were a tree of one array.
+  """Return a transformation of every layer's part of a parameter alone, as if each were a tree of one array.
 
-  A state has the structure of the given transformation's, with a tree like that of the parameters in the place of each
-  array, and an axis of layers (of one, where a parameter is not stacked) before the axes of each.
+  A state has the structure of the transformations', with a tree like that of the parameters in the place of each array,
+  and an axis of layers (of one, where a parameter is not stacked) before the axes of each.
+
+  Args:
+    transform_of: the transformation of a layer of a parameter; their states have the same structure for all.
+    by_name: the parameter table.
+    shape_of: the shape in which the transformation sees a layer of a parameter.
+    over_layers: makes a function of arrays of one that maps over their first axes, such as `jax.vmap`.
   """
-  inner = jax.tree.structure(jax.eval_shape(transform.init, jnp.zeros(1)))
 
-  def of_layers(tree: Tree) -> Tree:
-    def split(parameter: Parameter, leaf: jax.Array) -> jax.Array:
-      return leaf.reshape(parameter.layers, *_matrix_shape(parameter))
+  def of_layers(tree: Tree) -> list[_Layers]:
+    def split(parameter: Parameter, leaf: jax.Array) -> _Layers:
+      return _Layers(transform_of(parameter), leaf.reshape(parameter.layers, *shape_of(parameter)))
 
-    return _map_named(split, tree, by_name)
+    return jax.tree.leaves(_map_named(split, tree, by_name))
+
+  def structure_of_state(layers: Sequence[_Layers]) -> Any:
+    return jax.tree.structure(jax.eval_shape(layers[0].transform.init, layers[0].values[0]))
 
   def init(params: Tree) -> Tree:
-    states = jax.tree.map(jax.vmap(transform.init), of_layers(params))
-    return jax.tree.transpose(jax.tree.structure(params), inner, states)
+    layers, outer = of_layers(params), jax.tree.structure(params)
+    if not layers:
+      return ()
+    states = [jax.vmap(each.transform.init)(each.values) for each in layers]
+    return jax.tree.transpose(outer, structure_of_state(layers), outer.unflatten(states))
 
   def update(updates: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-    outer = jax.tree.structure(updates)
+    layers, outer = of_layers(updates), jax.tree.structure(updates)
+    if not layers:
+      return updates, state
+    inner = structure_of_state(layers)
     states = outer.flatten_up_to(jax.tree.transpose(inner, outer, state))
-    split = zip(jax.tree.leaves(of_layers(updates)), states, jax.tree.leaves(of_layers(params)), strict=True)
-    moved = [jax.vmap(transform.update)(*arguments) for arguments in split]
-    whole = [each.reshape(leaf.shape) for (each, _), leaf in zip(moved, jax.tree.leaves(updates), strict=True)]
-    after = jax.tree.transpose(outer, inner, outer.unflatten([each for _, each in moved]))
-    return outer.unflatten(whole), after
+    moved, after = [], []
+    for each, own, parameter in zip(layers, states, of_layers(params), strict=True):
+      step, left = over_layers(each.transform.update)(each.values, own, parameter.values)
+      moved.append(step)
+      after.append(left)
+    whole = [step.reshape(leaf.shape) for step, leaf in zip(moved, jax.tree.leaves(updates), strict=True)]
+    return outer.unflatten(whole), jax.tree.transpose(outer, inner, outer.unflatten(after))
 
   return optax.GradientTransformation(init, update)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layers:
+  """The layers of a parameter, or of its gradient, and the transformation of each; a leaf to functions of trees."""
+
+  transform: optax.GradientTransformation
+  values: jax.Array  # [layers, …].
+
+
+def _one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
+  """Return a function that maps over the first axes of its arguments, in a loop."""
+  return lambda *arguments: jax.lax.map(lambda each: function(*each), arguments)
 
 
 def _decayed(excluded: Iterable[str], tree: Tree) -> Tree:
