@@ -55,8 +55,6 @@ def get_config(model: str = 'llama3_1_8b', task: str = 'chemistry', method: str 
   ):
     paper.check_argument('configs/models.py', name, value, allowed)
   config = paper.recipe(f'{model}_{task}', MODELS[model], task, data, method)
-  if not model.startswith('qwen3_'):
-    config.data.enable_thinking = None  # Their templates have no such switch.
   if model.startswith('llama3_'):
     config.data.apply_chat_template_kwargs = {'date_string': '26 Jul 2024'}  # Or templates write the current date.
   paper.plan_lengths(config, task, paper.PAPER_LENGTHS['qwen3_8b', method == 'sdpo'])

@@ -191,7 +191,8 @@ def recipe(name: str, model: str, task: str, data: str, method: str = 'sdpo') ->
   config.data.max_prompt_length = 2048
   config.data.max_response_length = 8192
   config.data.filter_overlong_prompts = True
-  config.data.enable_thinking = False
+  if 'Qwen3' in model:
+    config.data.enable_thinking = False  # Other templates have no such switch.
   # 2 × 3 × 2 declared lengths: a micro-batch is padded to the smallest that hold it.
   config.data.prompt_buckets = (512, 2048)
   config.data.response_buckets = (1024, 4096, 8192)

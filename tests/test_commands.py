@@ -51,9 +51,9 @@ def wrong_inputs(folder, config) -> dict[str, tuple[list[str], str]]:
   """name → (command, what its sentence must hold)."""
   tiny.make_model(folder / 'no_template')
   tiny.make_tokenizer(folder / 'no_template', chat_template=None)
-  model = tiny.make_model(folder / 'llama')
+  model = tiny.make_model(folder / 'phi3')
   saved = json.loads((model / 'config.json').read_text())
-  (model / 'config.json').write_text(json.dumps(saved | {'model_type': 'llama', 'architectures': ['LlamaForCausalLM']}))
+  (model / 'config.json').write_text(json.dumps(saved | {'model_type': 'phi3', 'architectures': ['Phi3ForCausalLM']}))
   row = {
     'prompt': 'What?',
     'dataset': 'parity',
@@ -83,7 +83,7 @@ def wrong_inputs(folder, config) -> dict[str, tuple[list[str], str]]:
     'wrong type': (train('--config.optimizer.lr=fast'), "optimizer.lr='fast' is not float"),
     'out of range': (train('--config.actor.self_distillation.alpha=1.5'), 'alpha must lie in [0, 1], not 1.5'),
     'missing model': (train(f'--config.model.path={folder}/nothing'), f'{folder}/nothing'),
-    'unknown architecture': (train(f'--config.model.path={folder}/llama'), 'llama'),
+    'unknown architecture': (train(f'--config.model.path={folder}/phi3'), "model_type 'phi3' is not supported"),
     'no chat template': (train(f'--config.model.path={folder}/no_template'), 'chat template'),
     'missing rows': (train(f'--config.data.train_files={folder}/none.json'), 'none.json'),
     'malformed row': (train(f'--config.data.train_files={folder}/bad.jsonl'), 'bad.jsonl, line 2'),
