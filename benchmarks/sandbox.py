@@ -11,7 +11,8 @@ sandbox included.
 
 With --soak hostile and honest programs are graded among one another (sandbox_soak.py); prints one JSON line, and exits
 with 1 if a verdict on an honest program is not the one that it gets alone, a hostile one passes, the memory of this
-process differs by more than 64 MiB, or it spends more than 50 ms of a thread's processor time on one program.
+process differs by more than 64 MiB, or it spends more than 50 ms of a thread's processor time on one program,
+collections of garbage aside.
 """
 
 from __future__ import annotations

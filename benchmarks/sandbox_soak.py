@@ -6,9 +6,10 @@ decides. Both passes go through the code environment, as in a run, and this proc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import random
@@ -120,12 +121,18 @@ def entries(count: int, seed: int) -> list[Entry]:
 
 
 class MeasuredSandbox:
-  """A sandbox that says how much processor time its threads take of this process for a program."""
+  """A sandbox that says how much processor time its threads take of this process for a program.
+
+  Collections of garbage are counted apart: they go through all that this process holds, and happen to be made by
+  whatever thread is running.
+  """
 
   def __init__(self, inner: Sandbox):
     self._inner = inner
     self._before = threading.local()
     self.callbacks_ms: list[float] = []  # One for each program that has run.
+    self.collections_ms: list[float] = [0.0]
+    gc.callbacks.append(self._collection)
 
   def run(self, jobs: Sequence[Job], then: Callable[[int, Report], Any] | None = None) -> list[Any]:
     """See `Sandbox.run`."""
@@ -133,7 +140,7 @@ class MeasuredSandbox:
     def measured(number: int, report: Report) -> Any:
       found = report if then is None else then(number, report)
       # All that the thread has done since it was through with its last program: start this one, read, compare.
-      now = time.thread_time()
+      now = time.thread_time() - getattr(self._before, 'collecting', 0.0)
       self.callbacks_ms.append((now - getattr(self._before, 'time', 0.0)) * 1000)
       self._before.time = now
       return found
@@ -141,7 +148,16 @@ class MeasuredSandbox:
     return self._inner.run(jobs, measured)
 
   def close(self) -> None:
+    gc.callbacks.remove(self._collection)
     self._inner.close()
+
+  def _collection(self, phase: str, info: Mapping[str, int]) -> None:
+    now = time.thread_time()
+    if phase == 'start':
+      self._before.collection = now
+    elif (start := getattr(self._before, 'collection', None)) is not None:
+      self._before.collecting = getattr(self._before, 'collecting', 0.0) + now - start
+      self.collections_ms.append((now - start) * 1000)
 
 
 @dataclasses.dataclass
@@ -151,6 +167,7 @@ class Pass:
   outcomes: list[Outcome]
   layers: list[str]  # That confine the programs.
   callbacks_ms: list[float]
+  collections_ms: list[float]  # Of garbage, by any thread.
   calls_ms: list[float]  # Of the thread that calls the grader, for `CALL` programs each.
   memory_mib: list[float]  # After each call.
   wall_s: float
@@ -176,7 +193,7 @@ def graded(programs: Sequence[Entry], workers: int | None) -> Pass:
       calls.append((time.thread_time() - before) * 1000)
       memory.append(resident_mib())
   wall, cpu = time.perf_counter() - start, time.process_time() - cpu
-  return Pass(outcomes, layers, measured.callbacks_ms, calls, memory, wall, cpu)
+  return Pass(outcomes, layers, measured.callbacks_ms, measured.collections_ms, calls, memory, wall, cpu)
 
 
 def _example(entry: Entry) -> Example:
@@ -251,6 +268,7 @@ def summary(programs: Sequence[Entry], alone: Pass, mixed: Pass, *, files_left: 
     'memory_growth_mib': round(growth, 1),
     'longest_callback_ms': round(longest, 1),
     'callback_p99_ms': round(ordered[int(0.99 * len(ordered))], 1),
+    'longest_collection_ms': round(max(mixed.collections_ms), 1),
     'longest_call_ms': round(max(mixed.calls_ms), 1),
     'files_left': files_left,
     'cpu_s': round(mixed.cpu_s, 1),

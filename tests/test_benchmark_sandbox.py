@@ -1,6 +1,7 @@
 """The soak of the sandbox: few programs through the real one, and every bar with numbers that miss it."""
 
 import dataclasses
+import gc
 
 import pytest
 
@@ -37,7 +38,7 @@ def right(score=1.0, said=''):
 
 
 PROGRAMS = [sandbox_soak.Entry('a', True, {}, ''), sandbox_soak.Entry('b', False, {}, '')] * 2
-ALONE = sandbox_soak.Pass([right(), right(0.0)], ['landlock'], [1.0], [1.0], [100.0], 1.0, 1.0)
+ALONE = sandbox_soak.Pass([right(), right(0.0)], ['landlock'], [1.0], [0.0], [1.0], [100.0], 1.0, 1.0)
 MIXED = dataclasses.replace(
   ALONE,
   outcomes=[right(), right(0.0), right(0.0), right(0.0)],
@@ -64,3 +65,35 @@ MIXED = dataclasses.replace(
 def test_every_bar_can_be_missed(changes, files, missed):
   line = sandbox_soak.summary(PROGRAMS, ALONE, dataclasses.replace(MIXED, **changes), files_left=files)
   assert line['missed'] == missed
+
+
+def test_collections_of_garbage_are_counted_apart(monkeypatch):
+  now = [10.0]
+
+  def collecting(phase, info):
+    now[0] += 0.5 * (phase == 'start')
+
+  class Inner:
+    def run(self, jobs, then):
+      found = []
+      for number, job in enumerate(jobs):
+        now[0] += job
+        gc.collect()
+        found.append(then(number, job))
+      return found
+
+    def close(self):
+      pass
+
+  monkeypatch.setattr(sandbox_soak.time, 'thread_time', lambda: now[0])
+  gc.disable()
+  try:
+    measured = sandbox_soak.MeasuredSandbox(Inner())
+    gc.callbacks.append(collecting)
+    assert measured.run([1.0, 0.25], None) == [1.0, 0.25]
+    gc.callbacks.remove(collecting)
+    measured.close()
+  finally:
+    gc.enable()
+  assert measured.callbacks_ms == [11_000.0, 250.0] and measured.collections_ms == [0.0, 500.0, 500.0]
+  assert not [each for each in gc.callbacks if getattr(each, '__self__', None) is measured]
