@@ -1,6 +1,7 @@
 """Import and export of Hugging Face model directories: nothing is lost, and every mistake has a name."""
 
 import collections
+import gc
 import json
 import math
 import shutil
@@ -263,15 +264,18 @@ def test_loading_and_exporting_hold_little_of_a_model(mesh, tmp_path):
       lambda: huggingface.load(tmp_path / 'model', FLOAT32, mesh=mesh),
       lambda: huggingface.save(tmp_path / 'again', policy, params, dtype='bfloat16'),
     ):
-      before, _ = tracemalloc.get_traced_memory()
+      gc.collect()
       tracemalloc.reset_peak()
       result = act()
-      peaks.append(tracemalloc.get_traced_memory()[1] - before)
+      peak = tracemalloc.get_traced_memory()[1]
+      gc.collect()
+      # On a CPU, an array that happens to be aligned becomes the device's: it has been placed, and does not count.
+      peaks.append(peak - tracemalloc.get_traced_memory()[0])
       del result
   finally:
     tracemalloc.stop()
   assert largest == 8 * 256 * 2048 * 4
-  assert largest < peaks[0] < largest + placing.READERS * 3 * 2**20
+  assert peaks[0] < largest + placing.READERS * 2 * 2**20
   assert peaks[1] < largest / 2
 
 
