@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pathlib
 import re
 
 from etils import epath
@@ -340,6 +341,15 @@ def test_a_run_that_goes_on_unchanged_says_nothing_and_is_noted(run):
   assert [(start['step'], start['fencing_epoch']) for start in (first, second)] == [(0, 1), (1, 2)]
   assert second['changes'] == [] and 'parts' not in second
   assert first['parts']['software']['jax'] == jax.__version__
+
+
+def test_every_file_of_the_program_is_part_of_the_software():
+  files = fingerprint.own_files()
+  for package in ('models', 'sdpo_jax'):
+    there = {path.relative_to(tiny.REPOSITORY).as_posix() for path in (tiny.REPOSITORY / package).rglob('*.py')}
+    assert there and {name for name in files if name.startswith(f'{package}/')} == there
+  assert files['sdpo_jax/training/loop.py'] == identity.digest(pathlib.Path(loop.__file__).read_bytes())
+  assert identity.digest(files) in fingerprint.software()['sdpo_jax']
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 from etils import epath
 import jax
 
+import models
 from models import identity
-from sdpo_jax import __version__
+import sdpo_jax
 from sdpo_jax.config import ROUNDING, Config, Differences, differences
 from sdpo_jax.data import pipeline, sources
 from sdpo_jax.distributed.collectives import gathered
@@ -148,7 +149,10 @@ def _check_alike(everybody: Sequence[Parts]) -> None:
 @functools.cache
 def software() -> dict[str, str]:
   """Return versions of packages, of Python and of this project with a digest of its files, and compilers' flags."""
-  versions = {'python': platform.python_version(), 'sdpo_jax': f'{__version__} ({_own_files()})'}
+  versions = {
+    'python': platform.python_version(),
+    'sdpo_jax': f'{sdpo_jax.__version__} ({identity.digest(own_files())})',
+  }
   for package in PACKAGES:
     try:
       versions[package] = importlib.metadata.version(package)
@@ -157,10 +161,12 @@ def software() -> dict[str, str]:
   return versions | {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
 
 
-def _own_files() -> str:
-  root = pathlib.Path(__file__).resolve().parents[2]
-  files = sorted(path for package in ('sdpo_jax', 'models') for path in (root / package).rglob('*.py'))
-  return identity.digest([[path.relative_to(root).as_posix(), identity.digest(path.read_bytes())] for path in files])
+def own_files() -> dict[str, str]:
+  """Return the digest of every file of this project that a run imports, by its path from the project's root."""
+  # The packages say where they are; a path from this file would be another one if it were moved.
+  folders = [pathlib.Path(package.__file__).resolve().parent for package in (models, sdpo_jax)]
+  files = [(path.relative_to(folder.parent), path) for folder in folders for path in folder.rglob('*.py')]
+  return {name.as_posix(): identity.digest(path.read_bytes()) for name, path in sorted(files)}
 
 
 def compare(
