@@ -1,7 +1,8 @@
 """A run whose file operations are recorded, with marks that say what it has promised: tests/test_durability.py.
 
 python -m tests.durable_run LIVES train FLAGS…         the command launch.train
-python -m tests.durable_run LIVES stores WORKDIR LAST  the files of a run without its model, up to step LAST
+python -m tests.durable_run LIVES stores WORKDIR LAST  the files of a run without its model, up to step LAST; beside it,
+                                                       a run whose checkpoints are gone begins again
 
 LIVES is a list in JSON: for each process that does this, one after another, the operation at which it gets a signal
 (`file_operations.signal_at`), or null. The exit codes are printed as a list.
@@ -33,6 +34,15 @@ from sdpo_jax.types import TrainState
 from tests import file_operations
 
 KEEP = 1
+RESTARTED = 'restarted'  # The directory, beside the other one, of the run that begins again.
+# What is left of it.
+LEFT = {
+  'rollouts/4.jsonl': 'rollouts',
+  'eval/4.json': 'evaluation',
+  'metrics.jsonl': '{"step": 4}\n',
+  'fingerprint.json': '{"format": 1, "starts": []}\n',
+  'config.json': '{}\n',
+}
 
 
 def digest(state: TrainState) -> str:
@@ -123,6 +133,20 @@ def stores(workdir: epath.Path, last: int) -> None:
     checkpoints.wait()
 
 
+def restarts(workdir: epath.Path) -> None:
+  """Leave a run without its checkpoints, then begin it again."""
+  with sole_user(workdir) as ownership:
+    ownership.resumed(0)
+    ownership.published(4)
+  for name, text in LEFT.items():
+    make_directory((workdir / name).parent)
+    write_atomically(workdir / name, text)
+  file_operations.mark(f'{RESTARTED} left')
+  with sole_user(workdir) as ownership:
+    remains.settle(workdir, ownership, restart=True, say=lambda text: None)
+  file_operations.mark(f'{RESTARTED} again')
+
+
 def live(fatal: str | None, command: str, *arguments: str) -> None:
   """Be one process of the run."""
   if fatal is not None:
@@ -134,6 +158,8 @@ def live(fatal: str | None, command: str, *arguments: str) -> None:
   else:
     workdir, last = arguments
     stores(epath.Path(workdir), int(last))
+    if fatal is None:
+      restarts(epath.Path(workdir).parent / RESTARTED)
 
 
 if __name__ == '__main__':

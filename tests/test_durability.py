@@ -31,7 +31,9 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.inference import runs
 from sdpo_jax.training import preemption
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
-from sdpo_jax.training.directory import epochs
+from sdpo_jax.training.directory import epochs, remains
+from sdpo_jax.training.directory.ownership import sole_user
+from sdpo_jax.training.directory.workdir import BEFORE_RESTART
 from sdpo_jax.training.session import make_session
 from sdpo_jax.training.update import abstract_state
 from sdpo_jax.types import TrainState
@@ -74,10 +76,27 @@ def record_stores(recorder: file_operations.Recorder, folder: pathlib.Path, *fat
   return record(recorder, folder, ['stores', f'{folder}/disk/{RUN}', '4'], fatal)
 
 
+def only(run: str, operations: Sequence[Operation]) -> list[Operation]:
+  """Return the operations of one of the two runs of `durable_run.stores`, and those of what holds them."""
+  other = ({RUN, durable_run.RESTARTED} - {run}).pop()
+  return [one for one in operations if not re.match(rf'{other}([/ ]|$)', one.path)]
+
+
 @pytest.fixture(scope='module')
-def stored(recorder, tmp_path_factory) -> list[Operation]:
-  """The operations of a run without a model, which is killed when its second checkpoint has its name, unsynced."""
+def both(recorder, tmp_path_factory) -> list[Operation]:
   return record_stores(recorder, tmp_path_factory.mktemp('stores'), f'rename {RUN}/checkpoints/2$')
+
+
+@pytest.fixture(scope='module')
+def stored(both) -> list[Operation]:
+  """The operations of a run without a model, which is killed when its second checkpoint has its name, unsynced."""
+  return only(RUN, both)
+
+
+@pytest.fixture(scope='module')
+def restarted(both) -> list[Operation]:
+  """The operations of a run that begins again, its checkpoints being gone."""
+  return only(durable_run.RESTARTED, both)
 
 
 @pytest.fixture(scope='module')
@@ -247,7 +266,7 @@ def test_a_failure_of_the_machine_at_any_operation_loses_nothing(stored, stores_
   ids=' then '.join,
 )
 def test_a_failure_after_a_kill_at_any_operation_loses_nothing(recorder, tmp_path, fatal):
-  operations = record_stores(recorder, tmp_path, *fatal)
+  operations = only(RUN, record_stores(recorder, tmp_path, *fatal))
   judge = Judge(operations, durable_run.config(), durable_run.state_of(0), tmp_path, sample=100)
   assert not list(violations(operations, judge, lambda number: number % 3 == 0))
   assert judge.opened > 50 and judge.whole > 10
@@ -286,6 +305,40 @@ def test_removing_a_checkpoint_before_the_next_one_is_named_may_lose_both(stored
   assert stored[removed + 1].kind == 'fsync'
   early = [*stored[:named], *stored[removed : removed + 2], *stored[named:removed], *stored[removed + 2 :]]
   assert next(violations(early, stores_judge, lambda number: named <= number <= named + 3), None)
+
+
+def losses(operations: Sequence[Operation], scratch: pathlib.Path) -> Iterator[str]:
+  """Replay a disk to every operation of a restart, complete on what may be there, and yield what is not moved away."""
+  disk, begun, judged = Disk(), False, set()
+  whole = {name: text.encode() for name, text in durable_run.LEFT.items()}
+  for number, operation in enumerate(operations):
+    disk.apply(operation)
+    begun = begun or operation.path == f'{durable_run.RESTARTED} left'
+    for name, tree in disk.survivors() if begun and operation.kind != 'fsync' else ():
+      case = file_operations.key(tree)
+      if case in judged:
+        continue
+      judged.add(case)
+      shutil.rmtree(scratch, ignore_errors=True)
+      file_operations.write_tree(file_operations.below(tree, durable_run.RESTARTED), scratch)
+      with sole_user(epath.Path(scratch), lambda text: None) as ownership:
+        try:
+          remains.settle(epath.Path(scratch), ownership, restart=False, say=lambda text: None)
+        except UserError as error:
+          assert 'was published' in str(error)  # It had not begun.
+          remains.settle(epath.Path(scratch), ownership, restart=True, say=lambda text: None)
+      left = {path: content for path, content in file_operations.read_tree(scratch).items() if content is not None}
+      if file_operations.below(left, f'{BEFORE_RESTART}/1') != whole:
+        yield f'after operation {number} ({operation}), {name}: there is {sorted(left)}'
+
+
+def test_a_failure_of_the_machine_during_a_restart_loses_nothing(restarted, tmp_path, monkeypatch):
+  monkeypatch.setattr(os, 'fsync', lambda descriptor: None)  # The machine of the test does not fail.
+  assert not list(losses(restarted, tmp_path / 'run'))
+  for folder in (durable_run.RESTARTED, f'{durable_run.RESTARTED}/{BEFORE_RESTART}/1'):
+    unsynced = [one for one in restarted if (one.kind, one.path) != ('fsync', folder)]
+    assert len(unsynced) < len(restarted)
+    assert next(losses(unsynced, tmp_path / 'run'), None)
 
 
 # Of the same kind: files and folders below the directory of a run, without what is drawn anew each time.
