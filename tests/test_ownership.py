@@ -363,6 +363,18 @@ def test_damaged_epochs_are_said_and_written_anew_and_no_number_is_used_again(fo
   again.release()
 
 
+@pytest.mark.parametrize('step', [-1, True, '1'])
+def test_what_is_no_history_of_starts_is_not_written_into_the_epochs(folder, step):
+  folder.mkdir()
+  (folder / epochs.EPOCHS).write_text('damaged')
+  starts.write(folder, [{'step': step, 'fencing_epoch': 3, 'time': 'then'}])
+  with pytest.raises(UserError, match='fingerprint.json is not a history of starts'):
+    starts.read(folder)
+  mine = take(folder)
+  mine.check()
+  mine.release()
+
+
 def test_epochs_that_are_damaged_while_the_run_goes_on_end_it(folder):
   mine = take(folder)
   content = (folder / epochs.EPOCHS).read_bytes()

@@ -40,7 +40,7 @@ def read(workdir: epath.PathLike) -> Sequence[Mapping[str, Any]]:
   sound = (
     values.get('format') == FORMAT
     and isinstance(starts, list)
-    and all(isinstance(start, dict) and isinstance(start.get('step'), int) for start in starts)
+    and all(isinstance(start, dict) and type(start.get('step')) is int and start['step'] >= 0 for start in starts)
     and all(_are_parts(start.get('parts', {})) for start in starts)
   )
   if not sound:
