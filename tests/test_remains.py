@@ -104,6 +104,26 @@ def test_a_run_of_an_earlier_version_is_judged_by_what_was_due(folder, steps, sa
       settle(folder)
 
 
+@pytest.mark.parametrize('damage', ['', None])
+def test_a_check_refuses_what_a_start_refuses_though_the_epochs_are_lost(folder, damage):
+  leave(folder, steps=21, published=20)
+  if damage is None:
+    (folder / epochs.EPOCHS).unlink()
+  else:
+    (folder / epochs.EPOCHS).write_text(damage)
+  for act in (remains.check_remains, settle):
+    with pytest.raises(UserError, match='that of step 10 was published'):
+      act(folder)
+
+
+def test_a_check_lets_a_restart_be_completed(folder):
+  leave(folder, published=2)
+  with ownership.sole_user(folder) as mine:
+    mine.restarting(1, 2)
+  remains.check_remains(folder)
+  assert 'was interrupted' in settle(folder)[0][0]
+
+
 def test_restart_moves_everything_away_and_loses_nothing(folder):
   leave(folder, published=2)
   before = content(folder)

@@ -267,7 +267,7 @@ def _begin(
   """Write the new epoch; return this process with it, and what `epochs.json` then holds."""
   while True:
     seen = records.read(epochs.EPOCHS)
-    record = _recorded(workdir, seen.content, say)
+    record = recovery.recorded(workdir, seen.content, say)
     found = lock_owner.parse(lock.read())
     if found is None or found.token != mine.token:  # Another start has waited out this one's lease.
       raise occupied(workdir, found)
@@ -276,17 +276,6 @@ def _begin(
     written = _written(records, workdir, begun.to_json().encode(), seen)
     if written is not None:
       return dataclasses.replace(mine, fencing_epoch=number), written
-
-
-def _recorded(workdir: epath.Path, content: bytes | None, say: Say) -> epochs.Epochs:
-  """Return the starts that `epochs.json` holds; those that other files know where it is gone or damaged."""
-  if content is None:
-    return recovery.recovered(workdir)
-  try:
-    return epochs.parse(content, workdir / epochs.EPOCHS)
-  except epochs.DamagedEpochsError as error:
-    say(str(error))
-    return recovery.recovered(workdir)
 
 
 def _written(

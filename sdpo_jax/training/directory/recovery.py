@@ -6,13 +6,14 @@ the process that wrote them, and checkpoints show what was published.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import dataclasses
 import re
 from typing import Any
 
 from etils import epath
 
-from sdpo_jax.training.directory import sealed
+from sdpo_jax.training.directory import epochs, sealed
 from sdpo_jax.training.directory.epochs import FENCING_EPOCH, Epochs, of_starts
 from sdpo_jax.training.directory.lines import raw_lines
 from sdpo_jax.training.directory.published import CHECKPOINTS, DAMAGED, MANIFEST, is_step, published_steps
@@ -21,7 +22,23 @@ from sdpo_jax.training.directory.workdir import saved_settings
 _NAMED = re.compile(r'\d+\.(?:unfinished|deleted)\.(\d+)')  # Folders that are named by the epoch of who made them.
 
 
-def recovered(workdir: epath.Path) -> Epochs:
+def recorded(workdir: epath.Path, content: bytes | None, say: Callable[[str], None]) -> Epochs:
+  """Return the starts of a run that a start goes by: those in `epochs.json` or, where it is damaged or gone, in other files.
+
+  Args:
+    workdir: of the run.
+    content: of `epochs.json`; None: it is not there.
+    say: receives a sentence about what is damaged.
+  """
+  if content is not None:
+    try:
+      return epochs.parse(content, workdir / epochs.EPOCHS)
+    except epochs.DamagedEpochsError as error:
+      say(str(error))
+  return _recovered(workdir)
+
+
+def _recovered(workdir: epath.Path) -> Epochs:
   """Return the epochs of a run without `epochs.json`: those of `fingerprint.json`, and what was published for certain."""
   record = of_starts(workdir)
   published = max([record.published, *published_steps(workdir)]) or due(workdir)

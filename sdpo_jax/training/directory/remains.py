@@ -10,20 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 import errno
 import itertools
+import logging
 import os
 from typing import Any
 
 from etils import epath
 
 from sdpo_jax.errors import UserError
-from sdpo_jax.files import is_local, make_directory, sync_directory
-from sdpo_jax.training.directory.epochs import EPOCHS, Epochs, read_epochs
+from sdpo_jax.files import is_local, make_directory, read_bytes, sync_directory
+from sdpo_jax.training.directory.epochs import EPOCHS, Epochs
 from sdpo_jax.training.directory.lines import METRICS, spans
 from sdpo_jax.training.directory.locks import unwritable
 from sdpo_jax.training.directory.ownership import Ownership
 from sdpo_jax.training.directory.published import published_steps
-from sdpo_jax.training.directory.recovery import numbers, reached, recovered
+from sdpo_jax.training.directory.recovery import numbers, reached, recorded
 from sdpo_jax.training.directory.workdir import BEFORE_RESTART, RESULTS
+
+_logger = logging.getLogger('sdpo_jax.remains')
 
 
 def settle(workdir: epath.Path, ownership: Ownership, *, restart: bool, say: Callable[[str], None]) -> None:
@@ -74,9 +77,12 @@ def settle(workdir: epath.Path, ownership: Ownership, *, restart: bool, say: Cal
 
 def check_remains(workdir: epath.Path) -> None:
   """Raise a UserError if a start without --restart would be refused because checkpoints are gone; nothing is written."""
+  path = epath.Path(workdir) / EPOCHS
   if not published_steps(workdir):
-    known = (epath.Path(workdir) / EPOCHS).exists()
-    refuse_loss(workdir, read_epochs(workdir) if known else recovered(workdir))
+    content = read_bytes(path, 'make it readable') if path.exists() else None
+    record = recorded(path.parent, content, _logger.warning)
+    if record.restarting is None:  # Otherwise the start completes the restart.
+      refuse_loss(path.parent, record)
 
 
 def refuse_loss(workdir: epath.Path, record: Epochs) -> None:
