@@ -117,6 +117,7 @@ def test_missing_keys_mean_what_they_mean_to_transformers(model_type):
   assert registry.read(json.loads(json.dumps(in_transformers(values).to_dict()))) == read
 
 
+YARN = dict(rope_type='yarn', factor=4.0, original_max_position_embeddings=64)
 REFUSED = {
   'Gemma 2': (
     dict(model_type='gemma2'),
@@ -172,6 +173,24 @@ REFUSED = {
     "rope_parameters of model_type 'gemma3_text' must have the entries 'full_attention' and 'sliding_attention'",
   ),
   'heads': (dict(model_type='llama', hidden_size=62), 'hidden_size=62 is not a multiple of num_attention_heads=4, so'),
+  'false as a string': (
+    dict(model_type='llama', tie_word_embeddings='false'),
+    "tie_word_embeddings must be true or false, not 'false'",
+  ),
+  'a bias of 1': (dict(model_type='olmo3', attention_bias=1), 'attention_bias must be true or false, not 1'),
+  'first window': (
+    dict(model_type='qwen2', num_key_value_heads=4, use_sliding_window=True, max_window_layers=None),
+    'max_window_layers must be an integer, not None',
+  ),
+  'longest': (
+    dict(model_type='llama', max_position_embeddings='x', rope_scaling=YARN),
+    "max_position_embeddings must be a positive number, not 'x'",
+  ),
+  'mscale': (
+    dict(model_type='llama', rope_scaling=YARN | dict(mscale='x', mscale_all_dim=1.0)),
+    "mscale must be a positive number, not 'x'",
+  ),
+  'no float': (dict(model_type='llama', rope_theta=10**400), 'rope_theta must be a positive number, not 1000000'),
   'infinite': (dict(model_type='llama', rms_norm_eps=float('nan')), 'rms_norm_eps must be a positive number, not nan'),
 }
 

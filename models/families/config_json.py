@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 import math
+import sys
 from typing import Any
 
 from models.architecture import Activation, Architecture
 from models.families.family import Json
 from models.rope import Rope
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, short_repr
 
 FULL, SLIDING = 'full_attention', 'sliding_attention'
 ACTIVATIONS: Mapping[str, Activation] = {'silu': 'silu', 'gelu_pytorch_tanh': 'gelu_tanh'}
@@ -80,7 +81,7 @@ def fields(values: Json, source: str, activation_key: str = 'hidden_act') -> dic
   return {
     **sizes,
     'norm_eps': number(values, 'rms_norm_eps', source),
-    'tied': bool(values.get('tie_word_embeddings')),
+    'tied': flag(values, 'tie_word_embeddings', source),
     'activation': ACTIVATIONS[activation],
     'initializer_range': 0.0
     if values.get('initializer_range') == 0
@@ -96,7 +97,20 @@ def size(values: Json, key: str, source: str) -> int:
   """
   value = values.get(key)
   if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-    raise UserError(f'{source}: {key} must be a positive integer, not {value!r}.')
+    raise UserError(f'{source}: {key} must be a positive integer, not {short_repr(value)}.')
+  return value
+
+
+def flag(values: Json, key: str, source: str, default: bool = False) -> bool:
+  """Returns a boolean, `default` where the key is missing or null.
+
+  Raises:
+    UserError: naming `source` and the key; a string such as 'false' would count as true.
+  """
+  value = values.get(key)
+  value = default if value is None else value
+  if not isinstance(value, bool):
+    raise UserError(f'{source}: {key} must be true or false, not {short_repr(value)}.')
   return value
 
 
@@ -108,8 +122,8 @@ def number(values: Json, key: str, source: str, default: float | None = None) ->
   """
   value = values.get(key)
   value = default if value is None else value
-  if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-    raise UserError(f'{source}: {key} must be a positive number, not {value!r}.')
+  if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+    raise UserError(f'{source}: {key} must be a positive number, not {short_repr(value)}.')
   return float(value)
 
 
@@ -146,7 +160,7 @@ def windows(values: Json, kinds: Sequence[str], source: str, switch: str | None 
     return None
   window = values.get('sliding_window')
   usable = isinstance(window, int) and not isinstance(window, bool) and window > 0
-  if not usable or (switch is not None and not values.get(switch)):
+  if not usable or (switch is not None and not flag(values, switch, source)):
     needed = f'{switch}=true and a positive sliding_window' if switch else 'a positive sliding_window'
     raise UserError(
       f'{source}: layer_types asks for sliding_attention, which needs {needed} (it is {values.get("sliding_window")!r}).'
@@ -240,7 +254,7 @@ def _rope(values: Json, given: Json, theta: float, source: str) -> Rope:
     return Rope(theta, kind, number(given, 'factor', source), original, low, high)
   if theta <= 1:
     raise UserError(f"{source}: rope_theta={theta} must be greater than 1 for rope type 'yarn'.")
-  stretch = None if longest is None else longest / original
+  stretch = None if longest is None else number(values, 'max_position_embeddings', source) / original
   factor = number(given, 'factor', source, stretch)
   return Rope(
     theta,
@@ -249,19 +263,20 @@ def _rope(values: Json, given: Json, theta: float, source: str) -> Rope:
     original,
     beta_fast=number(given, 'beta_fast', source, 32.0),
     beta_slow=number(given, 'beta_slow', source, 1.0),
-    truncate=bool(given.get('truncate', True)),
-    attention_factor=number(given, 'attention_factor', source, _attention_factor(given, factor)),
+    truncate=flag(given, 'truncate', source, True),
+    attention_factor=number(given, 'attention_factor', source, _attention_factor(given, factor, source)),
   )
 
 
-def _attention_factor(given: Json, factor: float) -> float:
+def _attention_factor(given: Json, factor: float, source: str) -> float:
   """Returns what yarn multiplies cosines and sines by where it is not said."""
 
   def grown(scale: float) -> float:
     return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
 
-  scale, scale_all = given.get('mscale'), given.get('mscale_all_dim')
-  return grown(scale) / grown(scale_all) if scale and scale_all else grown(1.0)
+  if not given.get('mscale') or not given.get('mscale_all_dim'):
+    return grown(1.0)
+  return grown(number(given, 'mscale', source)) / grown(number(given, 'mscale_all_dim', source))
 
 
 def rope_json(rope: Rope) -> Json:

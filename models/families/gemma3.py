@@ -42,7 +42,7 @@ def read(values: Json, source: str) -> Architecture:
   fields = config_json.fields(values, source, 'hidden_activation')
   period = config_json.size(values, 'sliding_window_pattern', source)
   kinds = config_json.layer_kinds(values, config_json.every(period, fields['layers']), source)
-  bias = bool(values.get('attention_bias'))
+  bias = config_json.flag(values, 'attention_bias', source)
   return Architecture(
     'gemma3',
     **fields,

@@ -12,14 +12,14 @@ DEFAULTS: Json = {'hidden_act': 'silu', 'rms_norm_eps': 1e-6}
 def read(values: Json, source: str) -> Architecture:
   """See `Family.read`."""
   values = DEFAULTS | values
-  bias = bool(values.get('attention_bias'))
+  bias = config_json.flag(values, 'attention_bias', source)
   return Architecture(
     'llama',
     **config_json.fields(values, source),
     ropes=(config_json.rope(values, source),),
     qkv_bias=bias,
     output_bias=bias,
-    mlp_bias=bool(values.get('mlp_bias')),
+    mlp_bias=config_json.flag(values, 'mlp_bias', source),
   )
 
 

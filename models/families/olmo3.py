@@ -17,7 +17,7 @@ def read(values: Json, source: str) -> Architecture:
   fields = config_json.fields(values, source)
   kinds = config_json.layer_kinds(values, config_json.every(PERIOD, fields['layers']), source)
   theta = config_json.number(values, 'rope_theta', source, THETA)
-  bias = bool(values.get('attention_bias'))
+  bias = config_json.flag(values, 'attention_bias', source)
   return Architecture(
     'olmo3',
     **fields,

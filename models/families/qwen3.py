@@ -18,7 +18,7 @@ def read(values: Json, source: str) -> Architecture:
   """See `Family.read`."""
   values = DEFAULTS | values
   fields = config_json.fields(values, source)
-  bias = bool(values.get('attention_bias'))
+  bias = config_json.flag(values, 'attention_bias', source)
   return Architecture(
     'qwen3',
     **fields,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from models.architecture import Architecture
 from models.families import config_json
 from models.families.family import Json
+from sdpo_jax.errors import UserError, short_repr
 
 DEFAULTS: Json = {'use_sliding_window': False, 'sliding_window': 4096, 'max_window_layers': 28}
 SWITCH = 'use_sliding_window'
@@ -16,8 +17,10 @@ def read(values: Json, layers: int, source: str) -> tuple[int, ...] | None:
   Raises:
     UserError: naming `source`: layer_types is malformed, or there is no window for those that slide.
   """
-  slides = bool(values.get(SWITCH)) and values.get('sliding_window') is not None
+  slides = config_json.flag(values, SWITCH, source) and values.get('sliding_window') is not None
   first = values['max_window_layers']
+  if slides and (isinstance(first, bool) or not isinstance(first, int)):
+    raise UserError(f'{source}: max_window_layers must be an integer, not {short_repr(first)}.')
   default = [config_json.SLIDING if slides and layer >= first else config_json.FULL for layer in range(layers)]
   return config_json.windows(values, config_json.layer_kinds(values, default, source), source, SWITCH)
 
