@@ -15,10 +15,11 @@ from typing import Any, Literal
 
 import jax
 
-from models import checksums, exporting, hub, parameters, placing, remote_files, stored_tensors
+from models import checksums, exporting, hub, parameters, placing, remote_files, stored_tensors, tensor_files
 from models.architecture import Architecture
 from models.decoder import DecoderPolicy
 from models.families import registry
+from models.families.family import NAMES
 from models.tensor_files import DTYPES, Tensor
 from sdpo_jax.config import ModelConfig
 from sdpo_jax.distributed.cluster import barrier
@@ -204,7 +205,7 @@ def read_json(root: pathlib.Path, name: str) -> dict[str, Any]:
     raise UserError(f'{root} has no {name}: model.path must be a Hugging Face model directory.')
   try:
     values = json.loads(file.read_text(encoding='utf-8'))
-  except (json.JSONDecodeError, UnicodeDecodeError) as error:
+  except (ValueError, RecursionError) as error:  # Numbers of thousands of digits and deep nesting, too.
     raise UserError(f'{file} is not JSON: {error}.') from error
   if not isinstance(values, dict):
     raise UserError(f'{file} must hold a JSON object, not {type(values).__name__}.')
@@ -220,10 +221,9 @@ def _of_model(
     UserError: naming one that is missing, does not belong to the model, is there twice, or has another shape or dtype.
   """
   known_name = registry.family_of(config).known_name
-  ignored = (*IGNORED, 'lm_head.weight') if config.tied else IGNORED
   expected = {p.huggingface_name(layer): p for p in table for layer in range(p.layers)}
   tensors: dict[str, Tensor] = {}
-  unexpected = []
+  unexpected, head = [], None
   for tensor in stored.values():
     name = known_name(tensor.name)
     if name in tensors:
@@ -232,7 +232,9 @@ def _of_model(
       )
     if name in expected:
       tensors[name] = tensor
-    elif name is not None and not name.endswith(ignored):
+    elif name == NAMES['unembedding']:
+      head = tensor  # Of a tied model.
+    elif name is not None and not name.endswith(IGNORED):
       unexpected.append(tensor.name)
   missing = [name for name in expected if name not in tensors]
   wrong = [f'{len(missing)} tensors are missing, first {missing[0]!r}'] if missing else []
@@ -252,4 +254,9 @@ def _of_model(
         f'{tensor.file.path}: tensor {tensor.name!r} is stored as {tensor.dtype}; supported: {", ".join(DTYPES)}: get '
         'the model in one of these.'
       )
+  if head is not None and not tensor_files.are_equal(head, tensors[NAMES['embedding']]):
+    raise UserError(
+      f'{root}: {head.name!r} is another matrix than {tensors[NAMES["embedding"]].name!r}, and the two are tied by '
+      'config.json: set tie_word_embeddings to false there, or remove the tensor if the embedding is meant.'
+    )
   return tensors

@@ -37,6 +37,7 @@ _BITS = {
 # Bytes between what is wanted of a row and of the next one up to which it is cheaper to read on than to seek: a disk and
 # the page cache deliver no less, and a call per row costs about as much as copying so many bytes.
 GAP = 2**16
+COMPARED_BYTES = 2**23  # Of each of two matrices that are compared, at once.
 
 
 class TensorFile:
@@ -169,6 +170,19 @@ class Tensor:
     whole = np.empty((last - first, *self.shape[1:]), dtype)
     self.file.read(whole, offset)
     return whole if columns is None else whole[:, left:right]
+
+
+def are_equal(left: Tensor, right: Tensor) -> bool:
+  """Return whether two matrices hold the same values in the same dtype; a few megabytes of each are in memory at once."""
+  if (left.dtype, left.shape) != (right.dtype, right.shape):
+    return False
+  bits = DTYPES[left.dtype][1]
+  band = max(COMPARED_BYTES // (4 * left.width), 1)
+  for first in range(0, left.shape[0], band):
+    rows = first, min(first + band, left.shape[0])
+    if not np.array_equal(left.rows(rows).view(bits), right.rows(rows).view(bits)):
+      return False
+  return True
 
 
 def is_finite(values: np.ndarray) -> bool:

@@ -279,6 +279,13 @@ def test_loading_and_exporting_hold_little_of_a_model(mesh, tmp_path):
   assert peaks[1] < largest / 2
 
 
+def test_a_config_that_python_cannot_parse_is_named(broken):
+  for text in ('[' * 100_000, '{"vocab_size": ' + '1' * 5000 + '}'):
+    (broken / 'config.json').write_text(text)
+    with pytest.raises(UserError, match='config.json is not JSON'):
+      huggingface.load(broken, FLOAT32)
+
+
 def test_a_tied_model_may_store_its_head_too(tmp_path):
   policy, params = huggingface.init(CONFIG | {'tie_word_embeddings': True}, jax.random.key(2))
   huggingface.save(tmp_path / 'model', policy, params, dtype='float32')
@@ -286,6 +293,14 @@ def test_a_tied_model_may_store_its_head_too(tmp_path):
     tmp_path / 'model', lambda tensors: tensors.update({'lm_head.weight': tensors['model.embed_tokens.weight'].copy()})
   )
   equal(huggingface.load(tmp_path / 'model', FLOAT32)[1], params)
+
+
+def test_a_head_that_is_not_the_embedding_contradicts_a_tied_model(made, tmp_path):
+  """transformers 5 computes with such a head, whatever config.json says; nobody is to train another model unawares."""
+  huggingface.save(tmp_path / 'model', *made, dtype='bfloat16')
+  edit_config(tmp_path / 'model', tie_word_embeddings=True)
+  with pytest.raises(UserError, match=r"'lm_head.weight' is another matrix than 'model.embed_tokens.weight'.*to false"):
+    huggingface.load(tmp_path / 'model', FLOAT32)
 
 
 def test_random_parameters_repeat_and_differ(made):
