@@ -13,8 +13,16 @@ from models.control_tokens import Tokenizer, control_strings
 from sdpo_jax.errors import UserError, first_line
 
 # What a template raises on a conversation that it was not made for: on purpose, or by what it does with the messages.
-TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-_ANSWER = 'qzx'  # A text that no template writes or changes.
+TEMPLATE_ERRORS = (
+  jinja2.TemplateError,
+  ArithmeticError,
+  AttributeError,
+  LookupError,
+  RecursionError,
+  TypeError,
+  ValueError,
+)
+PROBE = 'qzx'  # A text that no template writes or changes.
 
 
 def read(path: str | os.PathLike) -> str:
@@ -76,11 +84,11 @@ def turn_end(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> str | None:
     tokenizer: with a chat template.
     variables: of the template.
   """
-  messages = [{'role': 'user', 'content': 'x'}, {'role': 'assistant', 'content': _ANSWER}]
+  messages = [{'role': 'user', 'content': 'x'}, {'role': 'assistant', 'content': PROBE}]
   try:
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False, **variables)
   except TEMPLATE_ERRORS:  # Of a template for single questions, which is fine.
     return None
-  _, found, behind = text.rpartition(_ANSWER)
+  _, found, behind = text.rpartition(PROBE)
   strings = [string for string in control_strings(tokenizer) if found and string in behind]
   return min(strings, key=lambda string: (behind.index(string), -len(string)), default=None)

@@ -32,8 +32,8 @@ def load(
     chat_template: file with another chat template; None: the directory's.
 
   Raises:
-    UserError: no tokenizer there or a damaged one, no chat template or one that fails on a user message, or a token
-      id that the model does not have.
+    UserError: no tokenizer there or a damaged one, no chat template or one that fails on a user message or does not
+      write it, or a token id that the model does not have.
   """
   root = resolve(path)
   if not any((root / name).is_file() for name in ('tokenizer.json', 'tokenizer.model', 'vocab.json')):
@@ -44,7 +44,7 @@ def load(
     if sentencepiece_model.alone(root):
       tokenizer = sentencepiece_model.load(root)
     else:  # The same whether or not mistral-common is installed.
-      tokenizer = AutoTokenizer.from_pretrained(root, mistral_format=False)
+      tokenizer = AutoTokenizer.from_pretrained(root, mistral_format=False, trust_remote_code=False)
   except UserError:
     raise
   except Exception as error:  # The tokenizers library raises bare Exceptions for a damaged file.
@@ -58,10 +58,16 @@ def load(
       f'The tokenizer in {root} has no chat template: name a file with one in model.chat_template (launch.sample: '
       '--chat_template), or write chat_template.jinja into the directory.'
     )
+  message = {'role': 'user', 'content': templates.PROBE}
   try:
-    tokenizer.apply_chat_template([{'role': 'user', 'content': 'x'}], add_generation_prompt=True, tokenize=False)
+    text = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
   except templates.TEMPLATE_ERRORS as error:
     raise UserError(f'{source} fails on a single user message: {error}') from error
+  if templates.PROBE not in text:  # Those of models that see images may look for lists of parts, and find none.
+    raise UserError(
+      f"{source} does not write the user's message: name a file with one that writes message['content'], a text, in "
+      'model.chat_template (launch.sample: --chat_template).'
+    )
   if vocab_size is not None:
     _keep_embedded(tokenizer, root, vocab_size)
   added = tokenizer.added_tokens_decoder

@@ -18,6 +18,9 @@ TEMPLATE = (
   '{% if add_generation_prompt %}<|im_start|>assistant {% endif %}'
 )
 
+# As models that see images have it, which looks for lists of parts.
+PARTS = '{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}'
+
 
 @pytest.fixture
 def directory(tmp_path):
@@ -74,6 +77,9 @@ def test_a_template_from_a_file_goes_before_all_others(directory, tmp_path_facto
     ('{% for', 'fails on a single user message'),
     ("{{ raise_exception('No.') }}", r'bare\.jinja fails on a single user message: No\.'),
     ('{{ messages[3].content }}', 'fails on a single user message'),
+    ('{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}', 'fails on a single user message'),
+    ('{{ prompt }}<|im_end|>', r"bare\.jinja does not write the user's message: name a file"),
+    (PARTS, r"bare\.jinja does not write the user's message"),
     (' \n', 'is empty'),
     ('\udcff', r'model\.chat_template=.*bare\.jinja cannot be read'),  # Not UTF-8.
   ):
@@ -82,6 +88,14 @@ def test_a_template_from_a_file_goes_before_all_others(directory, tmp_path_facto
       tokenizers_module.load(directory, chat_template=path)
   with pytest.raises(UserError, match=r'model\.chat_template=.*missing cannot be read'):
     tokenizers_module.load(directory, chat_template=path.with_name('missing'))
+
+
+def test_code_of_a_model_directory_is_never_run_nor_asked_about(directory, monkeypatch):
+  monkeypatch.setattr('builtins.input', lambda *_: pytest.fail('asked'))
+  write(directory, 'tokenizer_config.json', tokenizer_class='Own', auto_map={'AutoTokenizer': ['own.Own', None]})
+  (directory / 'own.py').write_text('raise SystemExit')
+  with pytest.raises(UserError, match='cannot be read: .*custom code'):
+    tokenizers_module.load(directory)
 
 
 def add_tokens(directory, *tokens):
