@@ -138,6 +138,15 @@ class Overrides(parameterized.TestCase):
       override(valid(), name, text)
 
 
+def test_none_is_none_for_every_setting_that_may_be_none():
+  takes_none = re.findall(r'--config\.(\S+)=.*\n *\[.*or None\]', settings_help(Config(), ''))
+  assert {'model.chat_template', 'data.environment', 'environments.sandbox.packages'} <= {*takes_none}
+  for name in takes_none:
+    config = valid()
+    override(config, name, 'None')
+    assert flatten(config)[name] is None, name
+
+
 def test_every_setting_is_documented():
   for name, _, doc in describe(Config()):
     assert re.search(r'[.:;]', doc) and len(doc) > 10, name

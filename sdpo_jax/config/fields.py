@@ -135,9 +135,10 @@ def parse_entry(text: str) -> Any:
 
 def parse(name: str, text: str, hint: Any) -> Any:
   """Return the value that `text` means for the setting `name` of type `hint`; raises UserError if it means none."""
-  for kind in _alternatives(hint):
-    if kind is type(None) and text.lower() in ('none', 'null'):
-      return None
+  alternatives = _alternatives(hint)
+  if type(None) in alternatives and text.lower() in ('none', 'null'):  # Before str, which takes any text.
+    return None
+  for kind in alternatives:
     if kind is bool and text.lower() in ('true', 'false', '1', '0'):
       return text.lower() in ('true', '1')
     if typing.get_origin(kind) is Literal:
