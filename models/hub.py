@@ -23,7 +23,7 @@ def fetch(name: str, patterns: Sequence[str]) -> pathlib.Path:
     patterns: of the names of files to have.
 
   Raises:
-    UserError: the hub cannot be reached, or has no such model.
+    UserError: the hub cannot be reached, or has no such model, or not for this user.
   """
   from huggingface_hub import errors, snapshot_download
 
@@ -36,7 +36,18 @@ def fetch(name: str, patterns: Sequence[str]) -> pathlib.Path:
       raise UserError(
         f'{where}, and {reason}: connect this machine, or set model.path to a Hugging Face model directory.'
       ) from error
-    raise UserError(f'{where}, and it cannot be loaded from the Hugging Face hub: {first_line(error)}') from error
+    raise UserError(f'{where}, and it cannot be loaded from the Hugging Face hub: {_why(error, name)}') from error
+
+
+def _why(error: Exception, name: str) -> str:
+  """Return why a model cannot be loaded; the first line of what the hub's library says is often the status alone."""
+  from huggingface_hub import constants, errors
+
+  if isinstance(error, errors.GatedRepoError):
+    return f'its publisher grants access on request: ask for it at {constants.ENDPOINT}/{name}, then run `hf auth login` here.'
+  if isinstance(error, errors.RepositoryNotFoundError):
+    return 'there is no such model, or a private one: correct the name, or run `hf auth login`.'
+  return first_line(error)
 
 
 @functools.cache

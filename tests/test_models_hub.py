@@ -7,6 +7,7 @@ import threading
 import types
 
 import httpx2
+from huggingface_hub import errors
 import pytest
 
 from models import hub, huggingface
@@ -37,6 +38,31 @@ def test_a_hub_that_answers_is_reachable_whatever_it_says(online, monkeypatch):
     monkeypatch.setattr('huggingface_hub.constants.ENDPOINT', f'http://127.0.0.1:{server.server_address[1]}')
     assert hub.unreachable() is None
     server.shutdown()
+
+
+@pytest.mark.parametrize(
+  'kind, sentence',
+  [
+    (
+      errors.GatedRepoError,
+      r'grants access on request: ask for it at https://\S+/meta-llama/X, then run `hf auth login`',
+    ),
+    (errors.RepositoryNotFoundError, 'no such model, or a private one: correct the name, or run `hf auth login`'),
+  ],
+)
+def test_a_model_that_is_not_for_everybody_is_said_with_the_way_to_it(kind, sentence, monkeypatch):
+  """The library's message begins with nothing but the status."""
+  refused = kind(
+    '401 Client Error.\n\nCannot access …', response=httpx2.Response(401, request=httpx2.Request('GET', 'x'))
+  )
+
+  def refuse(*_, **__):
+    raise refused
+
+  monkeypatch.setattr(hub, 'unreachable', lambda: None)
+  monkeypatch.setattr('huggingface_hub.snapshot_download', refuse)
+  with pytest.raises(UserError, match=sentence):
+    hub.fetch('meta-llama/X', ['config.json'])
 
 
 def test_a_hub_that_cannot_be_reached_is_said_at_once(online, monkeypatch):
