@@ -20,7 +20,9 @@ from sdpo_jax.training import report
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a run; its newest checkpoint is evaluated.')
 STEP = flags.DEFINE_integer('step', None, 'Evaluate the checkpoint of this step of the run instead.', lower_bound=1)
-MODEL = flags.DEFINE_string('model', None, 'Hugging Face model directory, instead of a run.')
+MODEL = flags.DEFINE_string(
+  'model', None, 'Hugging Face model instead of a run: a directory, local or gs://…, or a name on the hub.'
+)
 OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write.', required=True)
 OVERWRITE = flags.DEFINE_bool('overwrite', False, 'Replace an --output that already exists.')
 command.define_config()

@@ -34,7 +34,9 @@ from sdpo_jax.inference import answer_files, chat, generate
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a run; its newest checkpoint answers.')
 STEP = flags.DEFINE_integer('step', None, 'The checkpoint of this step of the run answers instead.', lower_bound=1)
-MODEL = flags.DEFINE_string('model', None, 'Hugging Face model directory, instead of a run.')
+MODEL = flags.DEFINE_string(
+  'model', None, 'Hugging Face model instead of a run: a directory, local or gs://…, or a name on the hub.'
+)
 PROMPT = flags.DEFINE_string('prompt', None, 'What the user says.')
 PROMPTS = flags.DEFINE_string(
   'prompts', None, 'File of prompts, instead: .txt, or rows as .jsonl, .json, .csv or .parquet.'

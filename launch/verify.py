@@ -16,7 +16,7 @@ from sdpo_jax import command
 from sdpo_jax.inference import verify
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a run, local or gs://.')
-MODEL = flags.DEFINE_string('model', None, 'A Hugging Face model directory, instead.')
+MODEL = flags.DEFINE_string('model', None, 'Hugging Face model directory to check, instead of a run.')
 
 
 def main() -> int:

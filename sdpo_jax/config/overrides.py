@@ -85,7 +85,7 @@ ACCEPTABLE: dict[str, tuple[str, ...]] = {
 
 # Beside a setting that is refused, where its name alone does not say what to do.
 HINTS = {
-  'optimizer.lr_decay_steps': ' (None: trainer.total_training_steps; set it to what it was, and what is added has the last rate)'
+  'optimizer.lr_decay_steps': ' (None means trainer.total_training_steps; set it to what it was, and steps that are added have the last rate)'
 }
 
 # What runs did before these settings existed, which is not what their defaults do now.

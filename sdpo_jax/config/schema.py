@@ -16,7 +16,9 @@ TOPK_METHODS = ('exact', 'approx')
 @dataclasses.dataclass
 class ModelConfig:
   path: str = setting(
-    '', 'Hugging Face model directory (config.json, safetensors, tokenizer with a chat template), or hub name.'
+    '',
+    'Hugging Face model: a directory (config.json, safetensors, tokenizer with a chat template), local or gs://…, or a '
+    'name on the hub. See docs/models.md and docs/loading.md.',
   )
   chat_template: str | None = setting(
     None,
@@ -221,13 +223,13 @@ class ActorConfig:
   entropy_coeff: float = setting(0.0, 'Weight of an entropy bonus.')
   kl_loss_coef: float = setting(
     0.0,
-    'Weight of the KL divergence from the initial policy, a copy of which is then kept in model.dtype; 0: neither. See '
-    'docs/optimization.md.',
+    'Weight of a penalty on the KL divergence from the initial policy, of which a copy in model.dtype is then kept on the '
+    'devices; 0: no penalty and no copy. See docs/optimization.md.',
   )
   kl_loss_type: Literal['k1', 'k2', 'k3'] = setting(
     'k3',
-    "Its estimate from a sampled token, with x = log π − log of the initial policy: 'k1' (kl): x, which holds nothing back "
-    "as a loss; 'k2' (mse): x²/2; 'k3' (low_var_kl): exp(−x) + x − 1.",
+    "How the divergence is estimated from a sampled token, with x = log π − log π₀ and π₀ the initial policy; 'k1' (verl: "
+    "kl): x, whose gradient is zero on average; 'k2' (mse): x²/2; 'k3' (low_var_kl): exp(−x) + x − 1.",
   )
   ppo_mini_batch_size: int = setting(32, 'Questions per optimizer step.')
   ppo_micro_batch_size: int = setting(8, 'Sequences per forward and backward pass; changes memory, never a gradient.')
@@ -259,23 +261,25 @@ class AlgorithmConfig:
 class OptimizerConfig:
   name: Literal['adamw', 'sgd', 'adafactor', 'lion', 'muon'] = setting(
     'adamw',
-    "'adamw' as torch's; 'sgd': plain gradient descent, without decay; 'adafactor': second moments as means of rows and "
-    "columns, no momentum; 'lion': signs of momenta; 'muon': orthogonal momenta for the matrices inside of the layers "
-    'and AdamW for the other parameters. See docs/optimization.md.',
+    "'adamw': as in torch; 'sgd': plain gradient descent, without decay; 'adafactor': second moments as means of rows and "
+    "columns, no momentum; 'lion': signs of momenta; 'muon': orthogonal momenta for the matrices inside the layers and "
+    'AdamW for the other parameters. See docs/optimization.md.',
   )
   lr: float = setting(1e-5, 'Learning rate after the warm-up.')
   lr_warmup_steps: int = setting(10, 'Generation batches of linear warm-up from 0 (the first has rate 0); 0: none.')
   lr_scheduler_type: Literal['constant', 'cosine', 'linear'] = setting(
-    'constant', 'Learning rate after the warm-up: constant, or falling to lr · min_lr_ratio in this form.'
+    'constant',
+    'Learning rate after the warm-up: constant, or falling to lr · min_lr_ratio along a cosine or a straight line.',
   )
   lr_decay_steps: int | None = setting(
     None,
     'Generation batches, those of the warm-up included, after which the rate is lr · min_lr_ratio and stays there; '
     'None: trainer.total_training_steps, which a resumed run may then not change.',
   )
-  min_lr_ratio: float = setting(0.0, 'Part of lr that is left after the decay.')
+  min_lr_ratio: float = setting(0.0, 'Fraction of lr that is left after the decay.')
   betas: tuple[float, ...] = setting(
-    (0.9, 0.999), "AdamW's moment decays; of lion, of the update and of its momentum (its authors have 0.9,0.99)."
+    (0.9, 0.999),
+    "Decay rates of AdamW's moments; for lion, those of the update and of the momentum (its authors use 0.9,0.99).",
   )
   eps: float = setting(1e-8, 'AdamW epsilon.')
   momentum: float = setting(0.95, "Decay of muon's momentum.")
