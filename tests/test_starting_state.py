@@ -1,7 +1,9 @@
 """The copy of a batch's starting state is that state: values, layouts, keys; and it does not change with the original."""
 
 import json
+import threading
 
+from etils import epath
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,8 @@ import pytest
 
 from sdpo_jax.training.checkpoint.starting_state import StartingState
 from sdpo_jax.training.checkpoint.unfinished import Unfinished
+from sdpo_jax.training.saving import Saving
+from sdpo_jax.training.together import Together
 from sdpo_jax.types import TrainState
 
 
@@ -58,6 +62,36 @@ def test_it_is_not_that_of_a_program_that_writes_in_the_same_place():
   starting.donate(others_follow=True)
   jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)(state.trainable)
   np.testing.assert_array_equal(starting.take().trainable['both'], np.arange(64).reshape(8, 8))
+
+
+def test_a_state_that_is_being_saved_is_not_donated_whatever_is_noted_of_it_meanwhile(mesh):
+  state, donated = make_state(mesh), threading.Event()
+
+  class Slow:
+    """Checkpoints, one of which takes its time."""
+
+    def steps(self):
+      return []
+
+    def wait(self):
+      pass
+
+    def save(self, step, saved, host, metrics, leaves):
+      assert saved is state and metrics == {}
+      saving.hold(1, state, {}, {'loss': 1.0}, None, keep=False)  # As the thread that trains does.
+      threading.Thread(target=donate).start()
+      assert not donated.wait(0.05)
+
+  def donate():
+    saving.whole.starting.donate(others_follow=False)
+    donated.set()
+
+  saving = Saving(epath.Path('run'), Slow(), None, Together(), lambda: None, print)
+  saving.hold(1, state, {}, {}, None, keep=False)
+  saving.save_meanwhile()
+  assert donated.wait(10) and not saving.whole.starting.there
+  saving.hold(2, make_state(mesh), {}, {}, None, keep=False)
+  assert saving.whole.starting.there
 
 
 @pytest.mark.parametrize('keep, others_follow', [(False, True), (True, False)])

@@ -35,7 +35,6 @@ from sdpo_jax.training import initial_policy, records, resuming, samples, skippe
 from sdpo_jax.training.boards import check_wandb
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints, abstract
 from sdpo_jax.training.checkpoint.digests import leaf_digests, state_digest
-from sdpo_jax.training.checkpoint.starting_state import StartingState
 from sdpo_jax.training.checkpoint.unfinished import Unfinished
 from sdpo_jax.training.directory import fingerprint, remains
 from sdpo_jax.training.directory.lines import STATE_DIGEST, dropped_lines, history
@@ -46,7 +45,7 @@ from sdpo_jax.training.metrics import MetricsWriter
 from sdpo_jax.training.preemption import Preemption
 from sdpo_jax.training.progress import Progress
 from sdpo_jax.training.resuming import UNFINISHED, written_before
-from sdpo_jax.training.saving import Saving, Whole
+from sdpo_jax.training.saving import Saving
 from sdpo_jax.training.session import Session, load_tokenizer, make_session
 from sdpo_jax.training.step import (
   GradedRollouts,
@@ -232,10 +231,10 @@ class _Run:
       metrics: measured with it, when its step is finished: what is undone by a rollback never ranks a checkpoint.
       leaves: the digests of its arrays; None: they are computed if it is saved.
     """
-    starting = StartingState(state, keep=self.session.config.trainer.keep_starting_state)
     outstanding = {} if unfinished is None else {UNFINISHED: unfinished.to_json()}
     host = {'iterator': self.iterator.get_state(), **outstanding}
-    self.saving.whole = Whole(step, starting, host, metrics or {}, leaves)
+    keep = self.session.config.trainer.keep_starting_state
+    self.saving.hold(step, state, host, metrics or {}, leaves, keep=keep)
 
   def sync_lines(self) -> None:
     """Return once the lines so far are on the disk."""

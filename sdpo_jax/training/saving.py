@@ -62,7 +62,28 @@ class Saving:
     self._workdir, self._checkpoints, self._ownership = workdir, checkpoints, ownership
     self._together, self._sync_lines, self._announce = together, sync_lines, announce
     self._busy = threading.Lock()  # One thread may save where another one, which hangs, trains.
+    self._starting: StartingState | None = None
     self.whole: Whole
+
+  def hold(
+    self,
+    step: int,
+    state: TrainState,
+    host: Mapping[str, Any],
+    metrics: Mapping[str, float],
+    leaves: Mapping[str, str] | None,
+    *,
+    keep: bool,
+  ) -> None:
+    """Note that the run can go on from `state`, of which more may be known than before; arguments as of `Whole`.
+
+    Args:
+      keep: as of `StartingState`.
+    """
+    # Another thread may be saving it by what was noted before, and whoever donates it waits for that one.
+    if self._starting is None or not self._starting.holds(state):
+      self._starting = StartingState(state, keep=keep)
+    self.whole = Whole(step, self._starting, host, metrics, leaves)
 
   def save(self) -> None:
     """Save the last whole state, unless it is on disk, or gone since optimizer steps follow it."""

@@ -190,9 +190,9 @@ class Checkpoints:
     """
     self.wait()
     self._check_owner()
-    known = self._manifests[step]
+    known = self._manifests.get(step)
     if known is None:
-      return  # It cannot be read, and is not ranked.
+      return  # It cannot be read, and is not ranked; or another thread has heard that it could not be written.
     self._manifests[step] = dataclasses.replace(known, metrics=_finite(metrics))
     if jax.process_index() != 0:
       return

@@ -30,6 +30,10 @@ class StartingState:
     """Whether the state is still where it was."""
     return self._state is not None
 
+  def holds(self, state: TrainState) -> bool:
+    """Return whether this is the state, still on the devices."""
+    return self._state is state
+
   @property
   def there(self) -> bool:
     """Whether `take` has a state to return."""
