@@ -48,7 +48,7 @@ def fetch(address: str, patterns: Sequence[str]) -> pathlib.Path:
     patterns: of the names of files to copy.
 
   Raises:
-    UserError: it cannot be read, has none of these files, or there is no room for the copy.
+    UserError: it cannot be read or changes meanwhile, has none of these files, or there is no room for the copy.
   """
   try:
     sources = {path.name: path for path in epath.Path(address).iterdir()}
@@ -105,17 +105,21 @@ def _renew(
     )
   write_atomically(target / RECORD, json.dumps(kept | identities, indent=2) + '\n')
   with ThreadPoolExecutor(STREAMS) as streams:
-    for _ in streams.map(lambda name: _copy(sources[name], target / name, identities[name][0]), missing):
+    for _ in streams.map(lambda name: _copy(sources[name], target / name, identities[name]), missing):
       pass
   sync_directory(target)
 
 
-def _copy(source: epath.Path, target: pathlib.Path, size: int) -> None:
+def _copy(source: epath.Path, target: pathlib.Path, identity: _Identity) -> None:
+  """Copy a file.
+
+  Raises:
+    UserError: it is not what it was when its identity was taken, so that the copy may be of two versions.
+  """
   partial = target.with_name(target.name + PARTIAL)
   source.copy(partial, overwrite=True)
-  found = partial.stat().st_size
-  if found != size:
-    raise OSError(f'{target.name} had {size} bytes when its copy began, and {found} now')
+  if [partial.stat().st_size, _identity(source)] != [identity[0], identity]:
+    raise UserError(f'{source} was changed while it was copied: start again when nobody writes it any more.')
   sync_file(partial)  # What has its name is trusted, also after the machine failed.
   partial.rename(target)
 

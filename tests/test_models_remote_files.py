@@ -147,6 +147,23 @@ def test_a_copy_that_was_interrupted_goes_on(store, tmp_path, monkeypatch, copie
   assert (target / 'model.safetensors').read_bytes() == (folder / 'model.safetensors').read_bytes()
 
 
+def test_a_file_that_changes_while_it_is_copied_is_not_taken_for_either_version(store, tmp_path, monkeypatch):
+  folder = tiny.make_model(store / 'models' / 'tiny')
+  weights, copy = folder / 'model.safetensors', backend.fsspec_backend.copy
+
+  def change(path, target, overwrite):
+    copy(path, target, overwrite)
+    if pathlib.PurePosixPath(path).name == weights.name:
+      os.utime(weights, (0, 2e9))  # Of the same size, as all weights of an architecture are.
+
+  with monkeypatch.context() as patch:
+    patch.setattr(backend.fsspec_backend, 'copy', change)
+    with pytest.raises(UserError, match=r'model\.safetensors was changed while it was copied: start again'):
+      resolved()
+  assert not (tmp_path / 'copies' / 'gs_here_models_tiny' / weights.name).exists()
+  assert (resolved() / weights.name).read_bytes() == weights.read_bytes()
+
+
 def test_a_copy_for_which_there_is_no_room_is_not_begun(store, monkeypatch, copied):
   tiny.make_model(store / 'models' / 'tiny')
   monkeypatch.setattr(shutil, 'disk_usage', lambda path: types.SimpleNamespace(free=5000))
