@@ -22,7 +22,6 @@ and, for --n=1, the first answer of --chat.
 
 import contextlib
 import functools
-import os
 import sys
 
 from absl import flags
@@ -67,8 +66,7 @@ SEED = flags.DEFINE_integer('seed', 0, 'Seed of the sampling noise.', lower_boun
 DTYPE = flags.DEFINE_enum(
   'dtype', None, ['float32', 'bfloat16'], "Compute dtype; the run's own, or float32 for a model."
 )
-# Exit codes, as of a shell's commands that Ctrl-C has ended, or that wrote to one that had read enough (`| head`).
-INTERRUPTED, NOT_READ = 130, 141
+INTERRUPTED = 130  # As of a shell's commands that Ctrl-C has ended.
 
 
 def announce(text: str) -> None:
@@ -138,8 +136,7 @@ def main() -> int | None:
       write_answer(generator)
     sys.stdout.flush()
   except BrokenPipeError:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Or Python would complain at its end.
-    return NOT_READ
+    return command.not_read()
   except KeyboardInterrupt:
     kept = f' What was finished is in {OUTPUT.value}.' if OUTPUT.value is not None else ''
     announce(f'Interrupted.{kept}')

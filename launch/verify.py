@@ -20,7 +20,10 @@ MODEL = flags.DEFINE_string('model', None, 'Hugging Face model directory to chec
 
 
 def main() -> int:
-  return verify.verify(WORKDIR.value, MODEL.value, lambda text: print(text, flush=True))
+  try:
+    return verify.verify(WORKDIR.value, MODEL.value, lambda text: print(text, flush=True))
+  except BrokenPipeError:
+    return command.not_read()
 
 
 if __name__ == '__main__':

@@ -29,6 +29,7 @@ from sdpo_jax.files import is_failing, is_full
 
 EXIT_BAD_INPUT = cluster.EXIT_BAD_INPUT
 EXIT_INTERRUPTED = 130  # 128 + SIGINT.
+EXIT_NOT_READ = 141  # 128 + SIGPIPE, as of a shell's commands in front of `| head`.
 _OVERRIDE = re.compile(r'--?config\.([A-Za-z0-9_.]+)(?:=(.*))?', re.DOTALL)
 _HELP_SETTINGS = re.compile(r'--?help_?settings(?:=(.*))?', re.DOTALL)
 _overrides: list[tuple[str, str]] = []
@@ -161,14 +162,18 @@ def _parse(arguments: Sequence[str]) -> list[str]:
   for argument in rest:
     if match := _HELP_SETTINGS.fullmatch(argument):
       try:
-        print(settings_help(Config(), match.group(1) or ''))
+        print(settings_help(Config(), match.group(1) or ''), flush=True)
       except UserError as error:
         raise SystemExit(_complain(str(error))) from error
+      except BrokenPipeError as error:
+        raise SystemExit(not_read()) from error
       raise SystemExit(0)
   try:
     left = flags.FLAGS(['--help' if argument == '-h' else argument for argument in rest])
   except SystemExit as error:  # After --help and its like, for which absl has the code 1.
     raise SystemExit(0) from error
+  except BrokenPipeError as error:
+    raise SystemExit(not_read()) from error
   except flags.Error as error:
     sentence = ' '.join(str(error).split())
     missing = re.search(r'Flag --(\w+) must have a value', sentence)
@@ -190,6 +195,14 @@ def overrides() -> list[tuple[str, str]]:
 def _complain(sentence: str) -> int:
   print(sentence, file=sys.stderr)
   return EXIT_BAD_INPUT
+
+
+def not_read() -> int:
+  """Returns the exit code of a command whose output nobody reads any more, such as `head`, and writes the rest nowhere."""
+  nowhere = os.open(os.devnull, os.O_WRONLY)
+  os.dup2(nowhere, sys.stdout.fileno())  # Or Python would complain at its end.
+  os.close(nowhere)
+  return EXIT_NOT_READ
 
 
 def run(main: Callable[[], int | None]) -> None:

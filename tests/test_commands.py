@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shlex
 import sys
@@ -268,6 +269,16 @@ def test_next_commands_are_quoted_and_repeat_the_settings():
   assert sample[3:] == ['--workdir=a b', "--prompt=it's", '--temperature=0']
   stopped = loop.Result(epath.Path('x'), 0, True, {}, '')
   assert 'starts again' in report.summary(stopped, 'c.py')
+
+
+def test_settings_of_which_only_the_beginning_is_read_end_quietly(monkeypatch):
+  reading, writing = os.pipe()
+  os.close(reading)
+  with os.fdopen(writing, 'w') as unread:
+    monkeypatch.setattr('sys.stdout', unread)
+    with pytest.raises(SystemExit) as ended:
+      command._parse(['launch.train', '--help_settings'])
+  assert ended.value.code == 141
 
 
 def test_help_is_for_newcomers(folder):
