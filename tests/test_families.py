@@ -297,6 +297,28 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(made):
   assert 0 < errors[0] < 1.5 * errors[1] < 0.3 * exact.std()
 
 
+def test_the_scale_of_an_embedding_is_rounded_to_compute_dtype_first():
+  """The root of 40 is 6.3246, in bfloat16 6.3125; layers whose results are multiplied by 0 leave the rest to see."""
+  sizes = SIZES | dict(model_type='gemma3_text', hidden_size=40, num_hidden_layers=1, head_dim=16)
+  policy = huggingface.describe(sizes, ModelConfig(dtype='bfloat16', remat='none'))
+  weights = {'attention_post_norm': -1.0, 'mlp_post_norm': -1.0, 'final_norm': 0.0}
+
+  def make(parameter):
+    drawn = np.random.default_rng(2).normal(size=parameter.shape)
+    return np.full(parameter.shape, weights.get(parameter.path[-1], drawn), np.float32)
+
+  params = parameters.map_table(make, policy.parameter_table())
+  row = np.arange(VOCABULARY, dtype=np.int32)[None]
+  ours = jax.jit(policy.apply)({}, params, row, row, np.ones_like(row))[0][0]
+  gemma3 = transformers.models.gemma3.modeling_gemma3
+  embedding = gemma3.Gemma3TextScaledWordEmbedding(VOCABULARY, 40, 0, embed_scale=40**0.5)
+  embedding.weight.data = torch.tensor(params['embedding'])
+  with torch.no_grad():
+    theirs = gemma3.Gemma3RMSNorm(40)(embedding.to(torch.bfloat16)(torch.tensor(row[0], dtype=torch.long)))
+  # But for sums in another order.
+  assert np.mean(np.asarray(ours, np.float32) == theirs.float().numpy()) > 0.99
+
+
 @families('olmo3', 'gemma3')
 def test_eight_devices_compute_and_sample_what_one_does(made):
   """Heads that do not divide the devices stay whole: Gemma has one head of keys here."""
