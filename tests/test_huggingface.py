@@ -390,6 +390,12 @@ WEIGHT_MISTAKES = {
     put('model.layers.0.self_attn.q_proj.bias', np.zeros(32, np.float32)),
     r"1 tensors do not belong .* 'model\.layers\.0\.self_attn\.q_proj\.bias'",
   ),
+  'both': (
+    lambda directory: edit_weights(
+      directory, lambda tensors: tensors.update({'model.normal.weight': tensors.pop('model.norm.weight')})
+    ),
+    r"1 tensors are missing, first 'model\.norm\.weight', and 1 tensors do not .* first 'model\.normal\.weight'\.$",
+  ),
   'shape': (
     put('model.norm.weight', np.zeros(17, np.float32)),
     r"'model\.norm\.weight' has shape \(17,\); config\.json says \(16,\)",
