@@ -270,6 +270,30 @@ def test_a_step_of_sdpo_moves_every_parameter(made):
     assert changed.all(), (parameter.name, changed)
 
 
+@families('llama', 'gemma3')
+def test_gradients_are_those_of_torch(made):
+  tokens = np.random.default_rng(7).integers(1, VOCABULARY, 24).tolist()
+  row = padded([tokens])
+
+  @jax.jit
+  @jax.grad
+  def gradient(params):
+    log_probs = jax.nn.log_softmax(our_logits(made.policy, params, *row)[0, :-1])
+    return -jnp.take_along_axis(log_probs, row[0][0, 1:, None], axis=-1).mean()
+
+  made.reference.zero_grad()
+  made.reference(torch.tensor([tokens]), labels=torch.tensor([tokens])).loss.backward()
+  expected = dict(made.reference.named_parameters())
+  ours = gradient(made.params)
+  for parameter in made.policy.parameter_table():
+    leaf = np.asarray(parameters.get(ours, parameter.path))
+    for layer in range(parameter.layers):
+      name = parameter.huggingface_name(layer)
+      found, exact = (leaf[layer] if parameter.stacked else leaf), expected[name].grad.numpy()
+      atol = 1e-4 * np.abs(exact).max() + 1e-6
+      np.testing.assert_allclose(parameter.to_huggingface(found), exact, atol=atol, err_msg=name)
+
+
 @families()
 def test_the_kernels_of_a_tpu_sample_what_the_plain_path_does(made):
   kernels = dataclasses.replace(made.policy, backend=AttentionBackend('splash', interpret=True))
