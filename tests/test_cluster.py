@@ -2,6 +2,10 @@
 
 import concurrent.futures
 import contextlib
+import itertools
+import json
+import os
+import pathlib
 import random
 import signal
 import socket
@@ -17,9 +21,10 @@ from sdpo_jax.distributed import cluster
 from sdpo_jax.errors import UserError
 from tests import tiny
 
-# One process of a run: joins, then does as told, with a collective after another where it is told nothing.
-PROGRAM = """
-import sys, threading
+# One process of a run: joins, then does as told, with a collective after another where it is told nothing. Each is a fork
+# of one that has the imports done, and is waited for by another fork, which writes down its number and how it ended.
+PROGRAMS = """
+import json, os, sys, threading
 from absl import flags
 import jax.numpy as jnp
 import numpy as np
@@ -52,7 +57,25 @@ def main():
     multihost_utils.process_allgather(np.array(1))
 
 
-command.run(main)
+def note(name, number):
+  with open(f'{name}.partial', 'w') as file:
+    file.write(str(number))
+  os.rename(f'{name}.partial', name)
+
+
+for line in sys.stdin:
+  folder, arguments = json.loads(line)
+  if os.fork() == 0:
+    process = os.fork()
+    if process == 0:
+      for descriptor, name in ((1, 'out'), (2, 'err')):
+        os.dup2(os.open(f'{folder}/{name}', os.O_CREAT | os.O_WRONLY), descriptor)
+      os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+      sys.argv[1:] = arguments
+      command.run(main)
+    note(f'{folder}/pid', process)
+    note(f'{folder}/code', os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+    os._exit(0)
 """
 
 
@@ -61,41 +84,72 @@ def free_port() -> int:
     return server.getsockname()[1]
 
 
+class Process:
+  """A process of a run, which writes to files in a folder of its own."""
+
+  def __init__(self, programs: subprocess.Popen, folder: pathlib.Path, arguments: list[str]):
+    self._folder = folder
+    print(json.dumps([str(folder), arguments]), file=programs.stdin, flush=True)
+
+  def read(self, name: str) -> str | None:
+    path = self._folder / name
+    return path.read_text() if path.exists() else None
+
+  def wait(self, condition) -> None:
+    """Returns once a condition is true. A run that hangs fails here, far beyond any limit that it has."""
+    deadline = time.monotonic() + 120
+    while not condition():
+      assert time.monotonic() < deadline
+      time.sleep(0.005)
+
+  def poll(self) -> int | None:
+    """How it ended; None: it has not."""
+    code = self.read('code')
+    return None if code is None else int(code)
+
+  def send_signal(self, number: int) -> None:
+    self.wait(lambda: self.read('pid'))
+    if self.poll() is None:
+      os.kill(int(self.read('pid')), number)
+
+  def kill(self) -> None:
+    self.send_signal(signal.SIGKILL)
+
+
 class Run:
   """Several processes of one run on this machine, the n-th told `acts[n]`; None is not started."""
 
+  programs: subprocess.Popen  # As long as the tests of this file run.
+  folder: pathlib.Path
+  started = itertools.count()
+
   def __init__(self, acts, *flags):
     self.port, self.count, self.flags = free_port(), len(acts), flags
-    self.processes: dict[int, subprocess.Popen] = {}
+    self.processes: dict[int, Process] = {}
     for index, act in enumerate(acts):
       if act is not None:
         self.start(index, act)
 
   def start(self, index: int, act: str, process_id: int | None = None) -> None:
     """Starts one more; `index` is what the test calls it."""
-    self.processes[index] = subprocess.Popen(
-      [
-        *(sys.executable, '-c', PROGRAM, f'--act={act}', f'--coordinator_address=localhost:{self.port}'),
-        *(f'--num_processes={self.count}', f'--process_id={index if process_id is None else process_id}', *self.flags),
-      ],
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-      cwd=tiny.REPOSITORY,
-      env=tiny.environment(quick=True),
-    )
+    folder = self.folder / str(next(self.started))
+    folder.mkdir()
+    place = [f'--coordinator_address=localhost:{self.port}', f'--num_processes={self.count}']
+    place.append(f'--process_id={index if process_id is None else process_id}')
+    self.processes[index] = Process(self.programs, folder, [f'--act={act}', *place, *self.flags])
 
   def joined(self) -> None:
     for process in self.processes.values():
-      assert process.stdout.readline() == 'joined\n', process.stderr.read()
+      process.wait(lambda process=process: 'joined\n' in (process.read('out') or '') or process.poll() is not None)
+      assert process.poll() is None, process.read('err')
 
   def end(self, *indices: int) -> list[tuple[int, str]]:
-    """(exit code, sentences) of these processes. A run that hangs fails here, far beyond any limit that it has."""
+    """(exit code, sentences) of these processes."""
     ends = []
-    for index in indices:
-      _, err = self.processes[index].communicate(timeout=120)
-      lines = [line for line in err.splitlines() if line and not line.startswith('[Gloo]')]
-      ends.append((self.processes[index].returncode, '\n'.join(lines)))
+    for process in (self.processes[index] for index in indices):
+      process.wait(lambda process=process: process.poll() is not None)
+      lines = [line for line in process.read('err').splitlines() if line and not line.startswith('[Gloo]')]
+      ends.append((process.poll(), '\n'.join(lines)))
     return ends
 
   def __enter__(self):
@@ -104,7 +158,15 @@ class Run:
   def __exit__(self, *_):
     for process in self.processes.values():
       process.kill()
-      process.communicate()
+
+
+@pytest.fixture(scope='module', autouse=True)
+def programs(tmp_path_factory):
+  Run.folder = tmp_path_factory.mktemp('cluster')
+  line = [sys.executable, '-c', PROGRAMS]
+  environment = tiny.environment(quick=True)
+  with subprocess.Popen(line, stdin=subprocess.PIPE, text=True, cwd=tiny.REPOSITORY, env=environment) as Run.programs:
+    yield
 
 
 def test_processes_that_did_their_work_end_well():
@@ -147,11 +209,11 @@ def test_a_process_that_lives_and_does_not_come_to_a_barrier_is_named():
 
 
 def test_processes_that_never_come_are_named_to_those_that_wait():
-  with Run(['', None, '', None], '--join_timeout_s=10') as run:
+  with Run(['', None, '', None], '--join_timeout_s=4') as run:
     ends = run.end(0, 2)
   assert [code for code, _ in ends] == [cluster.EXIT_LOST] * 2
   for _, sentence in ends:
-    assert sentence.startswith('Processes 1, 3 of 4 did not start within 10 seconds (here: 0 (')
+    assert sentence.startswith('Processes 1, 3 of 4 did not start within 4 seconds (here: 0 (')
 
 
 def test_without_process_0_the_others_say_that_they_cannot_reach_it():
