@@ -131,8 +131,7 @@ def assert_same_run(left: pathlib.Path, right: pathlib.Path, steps: int = STEPS)
 def start(arguments, workdir, *, quick=False) -> subprocess.Popen:
   return subprocess.Popen(
     tiny.command('train', *arguments, f'--workdir={workdir}'),
-    stdout=subprocess.DEVNULL,
-    stderr=subprocess.DEVNULL,
+    stdout=subprocess.DEVNULL,  # What it says of errors, pytest shows where a test fails.
     cwd=tiny.REPOSITORY,
     env=tiny.environment(quick=quick),
   )
