@@ -68,17 +68,20 @@ def check_target(path: str | os.PathLike) -> pathlib.Path:
   """Return the place of a directory to be made, links followed.
 
   Raises:
-    UserError: it holds files, is no directory, is in an object store, or is where a disk is mounted.
+    UserError: it holds files, is no directory, is in an object store, is where a disk is mounted, or cannot be looked at.
   """
   if not is_local(path):
     raise UserError(f'{path}: models are written to local directories: name one, and copy it there when it is done.')
   target = pathlib.Path(os.path.realpath(pathlib.Path(path).expanduser()))
-  if target.exists() and not target.is_dir():
-    raise UserError(f'{path} is a file: name a new directory, nothing is overwritten.')
-  if target.exists() and any(target.iterdir()):
-    raise UserError(f'{path} already exists and is not empty: name a new directory, nothing is overwritten.')
-  if os.path.ismount(target):
-    raise UserError(f'{path} is where a disk is mounted, which cannot be replaced at once: name a directory in it.')
+  try:
+    if target.exists() and not target.is_dir():
+      raise UserError(f'{path} is a file: name a new directory, nothing is overwritten.')
+    if target.exists() and any(target.iterdir()):
+      raise UserError(f'{path} already exists and is not empty: name a new directory, nothing is overwritten.')
+    if os.path.ismount(target):
+      raise UserError(f'{path} is where a disk is mounted, which cannot be replaced at once: name a directory in it.')
+  except OSError as error:
+    raise UserError(f'{path} cannot be looked at ({first_line(error)}): name another directory.') from error
   return target
 
 

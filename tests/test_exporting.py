@@ -140,6 +140,8 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(made, tmp_path, monkeypa
 def test_places_where_no_export_can_be_are_named(made, tmp_path, monkeypatch):
   with pytest.raises(UserError, match='gs://bucket/out: models are written to local directories'):
     huggingface.save('gs://bucket/out', *made)
+  with pytest.raises(UserError, match='cannot be looked at .*File name too long.*: name another directory'):
+    huggingface.save(tmp_path / ('x' * 300), *made)
   (tmp_path / 'file').write_text('kept')
   with pytest.raises(UserError, match='file is a file: name a new directory'):
     huggingface.save(tmp_path / 'file', *made)
