@@ -282,6 +282,7 @@ def test_a_pattern_that_excludes_nothing_is_named_with_some_names():
     ({'min_lr_ratio': 0.1}, "min_lr_ratio=0.1 has no effect on optimizer.lr_scheduler_type='constant'"),
     ({'lr_decay_steps': 10}, "lr_decay_steps=10 has no effect .* leave lr_decay_steps at None"),
     ({'lr_scheduler_type': 'linear', 'lr_decay_steps': 10}, 'lr_decay_steps=10 counts the warm-up .*lr_warmup_steps=10'),
+    ({'weight_decay_exclude': ('norm', '')}, 'holds an empty pattern, which is found in every name'),
     ({'weight_decay_exclude': ('norm', '(')}, r"'\(' is not a regular expression"),
     ({'lr_scheduler_type': 'cosine', 'min_lr_ratio': 1.5}, r'min_lr_ratio must lie in \[0, 1\]'),
   ],

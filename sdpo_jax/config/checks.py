@@ -186,6 +186,11 @@ def _check_optimizer(optimizer: schema.OptimizerConfig) -> None:
       f'{getattr(default, name)}, or choose one of {", ".join(o for o, read in READS.items() if name in read)}.',
     )
   for pattern in optimizer.weight_decay_exclude:
+    _require(
+      bool(pattern),
+      'optimizer.weight_decay_exclude holds an empty pattern, which is found in every name: remove it, or set '
+      'optimizer.weight_decay=0 if nothing is to decay.',
+    )
     try:
       re.compile(pattern)
     except re.error as error:
