@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import math
+import re
 
 import chex
 import jax
@@ -17,6 +18,7 @@ from models.families import registry
 from models.families.table import parameter_table
 from models.parameters import get, map_table, map_tree
 from sdpo_jax.config import Config, MeshConfig, OptimizerConfig, differences
+from sdpo_jax.config.help import settings_help
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
 from sdpo_jax.preflight.settings import odd_settings
@@ -270,6 +272,13 @@ def test_a_pattern_that_excludes_nothing_is_named_with_some_names():
     UserError, match=r"exclude: 'lm_head' matches none of the parameters, which are embedding, .* and 1 more: corr"
   ):
     jax.eval_shape(functools.partial(update.init_state, config), numbers(START))
+
+
+def test_the_patterns_that_the_help_suggests_are_those_of_every_published_model():
+  (suggested,) = re.findall(r'e\.g\.\s+([\w,]+)\.', settings_help(Config(), 'optimizer.weight_decay_exclude'))
+  for name in published.names():
+    parameters = parameter_table(registry.read(published.config_json(name)))
+    optimizers.check_excluded(suggested.split(','), [parameter.name for parameter in parameters])
 
 
 @pytest.mark.parametrize(

@@ -288,8 +288,8 @@ class OptimizerConfig:
   )
   weight_decay_exclude: tuple[str, ...] = setting(
     (),
-    'Regular expressions; parameters in whose names one of them is found do not decay, e.g. norm,bias,embedding. Empty: '
-    'all do, as in the reference.',
+    'Regular expressions; parameters in whose names one of them is found do not decay, e.g. norm,embedding. Each must be '
+    'found in some name. Empty: all decay, as in the reference.',
   )
   grad_clip: float = setting(1.0, 'Global gradient norm at most.')
   mu_dtype: Literal['float32', 'bfloat16'] = setting('float32', 'Dtype of the first moment or momentum.')
