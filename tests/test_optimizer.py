@@ -117,7 +117,7 @@ def test_more_steps_change_a_rate_that_decays_over_the_whole_run_and_no_other():
   saved, longer = change(lr_scheduler_type='cosine')
   (refused,) = differences(saved, longer).refused
   assert refused.startswith(
-    'optimizer.lr_decay_steps was 100 and is now 200 (None: trainer.total_training_steps; set it'
+    'optimizer.lr_decay_steps was 100 and is now 200 (None means trainer.total_training_steps; set it'
   )
   longer.optimizer.lr_decay_steps = 100  # The way out.
   assert differences(saved, longer).refused == []
