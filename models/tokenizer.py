@@ -69,6 +69,11 @@ def load(
       'model.chat_template (launch.sample: --chat_template).'
     )
   if vocab_size is not None:
+    if unknown := [token for token in _declared_stops(root) if token >= vocab_size]:
+      raise UserError(
+        f'{root}: eos_token_id (of generation_config.json, or else of config.json) holds {unknown}, and the token ids of '
+        f'the model go from 0 to {vocab_size - 1}: take both files of the same model, or correct it.'
+      )
     _keep_embedded(tokenizer, root, vocab_size)
   added = tokenizer.added_tokens_decoder
   if stops := [added[token].content for token in _declared_stops(root) if token in added and not added[token].special]:

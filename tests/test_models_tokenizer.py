@@ -98,6 +98,13 @@ def test_code_of_a_model_directory_is_never_run_nor_asked_about(directory, monke
     tokenizers_module.load(directory)
 
 
+def test_an_end_that_the_model_cannot_write_is_refused(directory):
+  write(directory, 'generation_config.json', eos_token_id=[2, 10**12])
+  assert tokenizers_module.stop_token_ids(directory, tokenizers_module.load(directory)) == (2, 10**12)
+  with pytest.raises(UserError, match=r'eos_token_id .* holds \[1000000000000\], and the token ids .* from 0 to 6'):
+    tokenizers_module.load(directory, vocab_size=7)
+
+
 def add_tokens(directory, *tokens):
   described = json.loads((directory / 'tokenizer.json').read_text())
   plain = {'single_word': False, 'lstrip': False, 'rstrip': False, 'normalized': False}
