@@ -2,6 +2,7 @@
 
 import collections
 import gc
+import inspect
 import json
 import math
 import shutil
@@ -120,6 +121,8 @@ def test_shards_keep_their_size_and_the_index_is_complete(made, tmp_path):
       sizes = [shard.get_tensor(name).nbytes for name in shard.keys()]
       assert sum(sizes) <= 2000 or len(sizes) == 1
   assert held == index['weight_map']
+  # Without being asked, as large as transformers 4 made them, which others can take.
+  assert inspect.signature(huggingface.save).parameters['max_shard_bytes'].default == 5 * 10**9
 
 
 def test_an_export_keeps_what_belongs_to_the_original(original, tmp_path):
