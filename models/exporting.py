@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import functools
 import json
@@ -137,11 +137,19 @@ def write_weights(
   return sums
 
 
-def copy_companions(source: pathlib.Path, target: pathlib.Path) -> None:
-  """Copy everything that is not weights: tokenizer, chat template, generation_config.json, licence."""
+def copy_companions(source: pathlib.Path, target: pathlib.Path, left_out: Sequence[str] = ()) -> None:
+  """Copy everything that is not weights: tokenizer, chat template, generation_config.json, licence.
+
+  Args:
+    source: the model directory.
+    target: the directory of the export.
+    left_out: names of files that are not copied.
+  """
   weights = ('.safetensors', '.safetensors.index.json', '.bin', '.bin.index.json', '.pt', '.pth', '.gguf', '.onnx')
   for file in source.iterdir():
-    if file.is_file() and not file.name.startswith('.') and not file.name.endswith((*weights, checksums.SUMS)):
+    if not file.is_file() or file.name.startswith('.') or file.name in left_out:
+      continue
+    if not file.name.endswith((*weights, checksums.SUMS)):
       shutil.copyfile(file, target / file.name)
 
 

@@ -155,7 +155,7 @@ def save(
     values = values | {'torch_dtype' if 'torch_dtype' in values and 'dtype' not in values else 'dtype': dtype}
     with exporting.new_directory(path, exporting.total_bytes(table, dtype)) as partial:
       if origin is not None:
-        exporting.copy_companions(origin, partial)
+        exporting.copy_companions(origin, partial, family.left_out)
       for name, text in texts.items():
         (partial / name).write_text(text, encoding='utf-8')
       (partial / 'config.json').write_text(json.dumps(values, indent=2) + '\n', encoding='utf-8')

@@ -407,12 +407,17 @@ def respelled(folder, target, spelling, **more):
 @pytest.mark.parametrize('spelling', SPELLINGS)
 def test_of_a_model_that_sees_images_the_part_that_reads_is_trained_and_exported(sees_images, spelling, tmp_path):
   model, folder = sees_images
-  policy, params = huggingface.load(respelled(folder, tmp_path / 'model', spelling), FLOAT32)
+  source = respelled(folder, tmp_path / 'model', spelling)
+  for name in ('preprocessor_config.json', 'processor_config.json', 'LICENSE'):
+    (source / name).write_text('{}')
+  policy, params = huggingface.load(source, FLOAT32)
   tokens = PROMPTS[3]
   with torch.no_grad():
     expected = model(torch.tensor([tokens])).logits[0].numpy()
   np.testing.assert_allclose(our_logits(policy, params, *padded([tokens]))[0], expected, atol=1e-4)
-  huggingface.save(tmp_path / 'export', policy, params, source=folder, dtype='float32')
+  huggingface.save(tmp_path / 'export', policy, params, source=source, dtype='float32')
+  written = {file.name for file in (tmp_path / 'export').iterdir()}
+  assert written == {'config.json', 'generation_config.json', 'LICENSE', 'model.safetensors', 'SHA256SUMS'}
   exported, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'export', output_loading_info=True)
   assert not any(report.values()) and type(exported) is transformers.Gemma3ForCausalLM
   assert exported.config.eos_token_id == [5, 6]

@@ -67,3 +67,4 @@ class Family:
   known_name: Callable[[str], str | None] = same_name
   # Returns the contents of an export's config.json, given those of the model that it was trained from.
   exported: Callable[[Json], Json] = same_values
+  left_out: tuple[str, ...] = ()  # Files of a model directory that are about parts that are not trained.

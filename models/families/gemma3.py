@@ -105,4 +105,6 @@ def known_name(name: str) -> str | None:
   return rest if rest.startswith('lm_head.') else f'model.{rest}'
 
 
-FAMILY = Family('gemma3', (WHOLE, TEXT), read, write, NAMES | POST_NORM_NAMES, known_name, exported)
+# With which transformers makes a processor of images, for which an export has no tower.
+_FILES_FOR_IMAGES = ('preprocessor_config.json', 'processor_config.json')
+FAMILY = Family('gemma3', (WHOLE, TEXT), read, write, NAMES | POST_NORM_NAMES, known_name, exported, _FILES_FOR_IMAGES)
