@@ -158,6 +158,14 @@ def tables(results: dict[str, dict[str, Any]]) -> str:
     parts += ['### Other models', told, markdown(['model', 'billion parameters', 'slice', 'mesh', *HEAD], rows)]
   warnings = {warning: name for name, plan in results.items() for warning in plan['warnings']}
   parts += [f'{name}: {warning}' for warning, name in warnings.items()]
+  refused = {
+    name: [label for label, each in plan['programs'].items() if _refused(each)] for name, plan in results.items()
+  }
+  parts += [
+    f'{name}: does not fit; the compiler refuses {", ".join(f"`{label}`" for label in labels)} for want of memory.'
+    for name, labels in refused.items()
+    if labels
+  ]
   if MAIN in sizes:
     parts += [f'### Qwen3-8B on {MAIN}, program by program', sizes[MAIN]['report']]
   return '\n\n'.join(parts)

@@ -716,6 +716,7 @@ def test_the_page_of_estimates_is_made_from_results(tmp_path):
   olmo = next(line for line in text.splitlines() if line.startswith('| Olmo-3-7B'))
   assert [cell.strip() for cell in olmo.split('|')[2:7]] == ['7.30', 'v5e:8x8', 'fsdp=8 × tensor=8', '64', '256']
   assert 'ANOTHER REPORT' not in text
+  assert 'v5e:4x4: does not fit; the compiler refuses `update` for want of memory.' in text
   assert cells == ['256', '9.5', '7.5', '715', '71', '50', '25', '48', '9.5', '11', '21.5', '100', '12,346', '213.3']
   assert next(line for line in text.splitlines() if line.startswith('| v5e:4x4')).count('?') == 5
   assert tpu_plan.cost(plan).startswith('64 chips for 100 steps of 100 s') and '178 chip-hours' in tpu_plan.cost(plan)
