@@ -160,7 +160,7 @@ def assert_cache_stays(cache, compiled):
 
 # Scales of an int8 cache lie as the cache does, and a shard knows nothing of how many there are.
 SLICES = [
-  pytest.param('v5e:2x2', (2, 2), True, id='v5e:2x2-int8'),
+  pytest.param('v5e:2x2', (2, 2), True, id='v5e:2x2-int8', marks=pytest.mark.slow),
   pytest.param('v5e:8x8', (32, 2), False, id='v5e:8x8-bfloat16'),
   pytest.param('v5e:2x2', (2, 2), False, id='v5e:2x2-bfloat16', marks=pytest.mark.slow),
   pytest.param('v5e:8x8', (32, 2), True, id='v5e:8x8-int8', marks=pytest.mark.slow),

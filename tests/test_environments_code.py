@@ -207,7 +207,7 @@ FORGED = [
 FORGED.append('{"error": ' + '[' * 960 + ']' * 960 + '}')
 
 
-@pytest.mark.parametrize('profile', ['clean', 'reference'])
+@pytest.mark.parametrize('profile', ['clean', pytest.param('reference', marks=pytest.mark.slow)])
 def test_a_forged_report_of_any_shape_costs_its_own_program_alone(profile):
   """Nothing raises: the grader would then be asked again for the whole batch, one by one."""
   write = 'import json\nos = json.codecs.sys.modules["os"]\n'

@@ -166,14 +166,14 @@ def shrink(config, folder: pathlib.Path, model: pathlib.Path):
   return config.validate()
 
 
-# Every task, method and kind of teacher; what is left combines them otherwise.
+# Every task and method; what is left combines them otherwise.
 KINDS = [
   {'task': 'chemistry'},
   {'task': 'tooluse', 'method': 'grpo_on_policy'},
   {'task': 'livecodebench', 'method': 'grpo'},
-  {'task': 'livecodebench', 'teacher': 'trust_region'},
 ]
 OTHERS = [
+  {'task': 'livecodebench', 'teacher': 'trust_region'},
   {'task': 'chemistry', 'method': 'grpo'},
   {'task': 'tooluse'},
   {'task': 'livecodebench'},

@@ -260,6 +260,7 @@ def test_the_compilers_collectives_and_their_axes(mesh):
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_the_compilers_sorts_and_top_k(mesh):
   single = Mesh(mesh.devices.reshape(-1)[:1].reshape(1, 1), mesh.axis_names)
 

@@ -177,7 +177,11 @@ def test_a_cache_that_is_not_resized_has_one_program_and_changes_no_sample(model
 
 
 @pytest.mark.parametrize(
-  ('layers', 'mesh'), [(1, None), (kv_cache.SHALLOW + 1, MeshConfig(4, 2))], ids=['one device', 'deep, eight devices']
+  ('layers', 'mesh'),
+  [
+    pytest.param(1, None, id='one device'),
+    pytest.param(kv_cache.SHALLOW + 1, MeshConfig(4, 2), id='deep, eight devices', marks=pytest.mark.slow),
+  ],
 )
 def test_rows_that_run_out_are_left_behind_where_the_cache_keeps_its_size(layers, mesh):
   """Live rows move to the front of the same arrays, each within its shard, and no others are stepped: same samples."""

@@ -139,7 +139,13 @@ def test_the_order_of_arrival_changes_no_sample(model, request_, monkeypatch, or
   assert check(model, request_, draw(model, request_, max_batch_rows=7, decode_chunk=5)) <= 2
 
 
-@pytest.mark.parametrize('config', [MeshConfig(), MeshConfig(fsdp=4, tensor=2)], ids=['fsdp', 'fsdp and tensor'])
+@pytest.mark.parametrize(
+  'config',
+  [
+    pytest.param(MeshConfig(), id='fsdp', marks=pytest.mark.slow),
+    pytest.param(MeshConfig(fsdp=4, tensor=2), id='fsdp and tensor'),
+  ],
+)
 def test_a_mesh_changes_no_sample(model, request_, config):
   """Shards with queues of their own, which take over what others have left."""
   policy, params = model
@@ -153,7 +159,7 @@ def test_a_mesh_changes_no_sample(model, request_, config):
   assert check(model, request_, rollouts) <= 2
 
 
-@pytest.mark.parametrize('layers', [2, 9], ids=['shallow', 'deep'])
+@pytest.mark.parametrize('layers', [pytest.param(2, id='shallow', marks=pytest.mark.slow), pytest.param(9, id='deep')])
 def test_an_int8_cache_is_near_and_changes_no_sample_by_where_it_lies(layers, request_):
   """Half a per cent of a nat or so in the log-probs of the same tokens; the same samples for any slots and chunks."""
   policy, params = huggingface.init(CONFIG | {'num_hidden_layers': layers}, jax.random.key(2))
