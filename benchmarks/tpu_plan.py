@@ -229,12 +229,15 @@ def draw(results: dict[str, dict[str, Any]], file: pathlib.Path) -> None:
   matplotlib.use('Agg')
   from matplotlib import pyplot
 
-  names = [name.replace(' (', '\n(') for name in results]
+  names = [
+    name.replace(' (', '\n(').replace(' ', '\n') + ('' if plan['fits'] else '\n(does not fit)')
+    for name, plan in results.items()
+  ]
   figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout='constrained')
   bottom = [0.0] * len(names)
   for phase in dict.fromkeys(phase for plan in results.values() for phase in plan['phases']):
-    # A phase without an estimate, because a program does not fit, is left out.
-    heights = [plan['phases'].get(phase) or 0.0 for plan in results.values()]
+    # Of a plan that does not fit only some phases have an estimate: their sum would look like a step.
+    heights = [plan['phases'].get(phase) or 0.0 if plan['fits'] else 0.0 for plan in results.values()]
     left.bar(names, heights, bottom=bottom, label=phase)
     bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
   left.set_ylabel('s per step (estimate)')

@@ -705,8 +705,9 @@ def test_the_page_of_estimates_is_made_from_results(tmp_path):
   plan |= {'fill': {'rows': 0.5, 'tokens': 0.25}, 'phases': {'evaluation': 21.5}, 'device_hours_per_100_steps': 177.8}
   plan |= {'assumptions': {'mean_completion': 256.0, 'price': 1.2}, 'settings': {'rollout.n': 8}}
   plan |= {'cost_per_100_steps': 213.3, 'report': 'THE REPORT', 'programs': {'update': program, 'decode': program}}
+  plan |= {'fits': True}
   refused = plan | {'programs': {'update': program | {'error': 'too large', 'hbm_gib': None}, 'decode': program}}
-  results = {'v5e:8x8': plan, 'v5e:4x4': refused | {'update_mfu': None, 'warnings': ['IDLE']}}
+  results = {'v5e:8x8': plan, 'v5e:4x4': refused | {'fits': False, 'update_mfu': None, 'warnings': ['IDLE']}}
   other = {'topology': 'v5e:8x8', 'parameters': 7298011136, 'mesh': {'fsdp': 8, 'tensor': 8}}
   results |= {'Olmo-3-7B': plan | other | {'report': 'ANOTHER REPORT'}}
   text = tpu_plan.tables(results)
