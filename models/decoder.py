@@ -440,10 +440,7 @@ class DecoderPolicy:
     return parameters.map_tree(place, self.parameter_table(), params)
 
   def _in_compute_dtype(self, params: Tree) -> Tree:
-    def cast(parameter: parameters.Parameter, leaf: jax.Array) -> jax.Array:
-      return leaf.astype(self.dtype if parameter.compute else jnp.float32)
-
-    return parameters.map_tree(cast, parameters.held(self.parameter_table(), params), params)
+    return parameters.in_compute_dtype(parameters.held(self.parameter_table(), params), params, self.dtype)
 
 
 @functools.cache

@@ -199,6 +199,11 @@ def map_tree(function: Callable[[Parameter, Any], Any], table: Table, tree: Tree
   return nest((parameter.path, function(parameter, get(tree, parameter.path))) for parameter in table)
 
 
+def in_compute_dtype(table: Table, tree: Tree, dtype: str) -> Tree:
+  """Returns the tree of parameters in `dtype`, but for those that compute in float32 (norm weights)."""
+  return map_tree(lambda p, leaf: leaf.astype(dtype if p.compute else jnp.float32), table, tree)
+
+
 def abstract(table: Table) -> Tree:
   """Returns the tree of jax.ShapeDtypeStruct that the table describes."""
   return map_table(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.dtype(p.dtype)), table)

@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 
 import jax
-import jax.numpy as jnp
 
-from models.parameters import Parameter, Table, map_tree, trainable
+from models.parameters import Table, in_compute_dtype, trainable
 from sdpo_jax.types import Tree
 
 
@@ -37,7 +36,4 @@ def abstract(table: Table, parameters: Tree, dtype: str) -> Tree:
 
 
 def _cast(table: Table, dtype: str, parameters: Tree) -> Tree:
-  def cast(parameter: Parameter, leaf: jax.Array) -> jax.Array:
-    return leaf.astype(jnp.dtype(dtype)) if parameter.compute else leaf
-
-  return map_tree(cast, trainable(table), parameters)
+  return in_compute_dtype(trainable(table), parameters, dtype)
