@@ -90,7 +90,12 @@ def update_programs(run: Run) -> dict[str, Program]:
   update = make_update(run.policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), run.teacher.policy)
   rows = batching.micro_batch_rows(config, mesh.size)
   leaves = jax.tree.leaves(state)
-  initial = initial_policy.abstract(run.policy.parameter_table(), trainable, config.model.dtype)
+  scored = {}  # Kind → parameters under which completions are scored, and what a device holds with them.
+  if spec.computes_log_probs or spec.weighs_in_update:
+    scored['score'] = trainable, 'parameters'
+  if spec.needs_initial_policy:
+    initial = initial_policy.abstract(run.policy.parameter_table(), trainable, config.model.dtype)
+    scored['initial'] = initial, 'initial policy'
   found = {
     'zero': Program('zero', update.zero, (trainable,), holds=('parameters',)),
     'apply': Program('apply', update.apply, (state, trainable), holds=('state', 'gradients')),
@@ -103,26 +108,17 @@ def update_programs(run: Run) -> dict[str, Program]:
   trained = Buckets.of(config)
   share = batching.shares_prompts(config, *run.teacher.readers(run.policy, config.actor.self_distillation))
   for response in trained.response:
-    for prompt in trained.prompt if spec.computes_log_probs or spec.weighs_in_update else ():
-      batch = batch_of(prompt, None, response)
-      found[f'score/{prompt}×{response}'] = Program(
-        'score',
-        update.log_probs,
-        (base, trainable, batch.student, batch.targets),
-        holds=('base', 'parameters', 'batch', 'batch'),
-        buckets=(prompt, response),
-        rows=rows,
-      )
-    for prompt in trained.prompt if spec.needs_initial_policy else ():
-      batch = batch_of(prompt, None, response)
-      found[f'initial/{prompt}×{response}'] = Program(
-        'initial',
-        update.log_probs,
-        (base, initial, batch.student, batch.targets),
-        holds=('base', 'initial policy', 'batch', 'batch'),
-        buckets=(prompt, response),
-        rows=rows,
-      )
+    for kind, (parameters, held) in scored.items():
+      for prompt in trained.prompt:
+        batch = batch_of(prompt, None, response)
+        found[f'{kind}/{prompt}×{response}'] = Program(
+          kind,
+          update.log_probs,
+          (base, parameters, batch.student, batch.targets),
+          holds=('base', held, 'batch', 'batch'),
+          buckets=(prompt, response),
+          rows=rows,
+        )
     prompts = trained.prompts if spec.needs_teacher else tuple((prompt, None) for prompt in trained.prompt)
     for prompt, reprompt in prompts:
       lengths = (prompt, response) if reprompt is None else (prompt, reprompt, response)
