@@ -1,6 +1,7 @@
 """The pieces of the objective against direct NumPy formulas, and their properties."""
 
 import functools
+import re
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -173,17 +174,18 @@ def test_tail_holds_the_rest_and_at_least_1e_7():
     )
 
 
-@pytest.mark.parametrize('vocab,k', [(7, 7), (1000, 20), (5003, 40), (4096, 32), (9000, 1)])
+@pytest.mark.parametrize('vocab,k', [(7, 7), (1000, 20), (5003, 40), (5003, 30), (4096, 32), (9000, 1)])
 @pytest.mark.parametrize('levels', [None, 5])
 def test_top_k_is_exact_and_ranks_equal_entries_by_their_index(vocab, k, levels):
   """At once, in two stages, and gathered block by block without the logits; rows of −inf and of few values too."""
   rng = np.random.default_rng(0)
-  logits = rng.standard_normal((4, vocab)).astype(np.float32)
+  logits = rng.standard_normal((5, vocab)).astype(np.float32)
   if levels:
     logits = np.round(logits * levels)
   logits[1, : vocab // 2] = -np.inf
   logits[2, k // 2 :] = -np.inf
   logits[3] = 1.0
+  logits[4] = np.sort(logits[4])
   expected = np.argsort(-logits, axis=1, kind='stable')[:, :k]
   logits = jnp.asarray(logits)
   found = [top_k(logits, k)]
@@ -195,10 +197,29 @@ def test_top_k_is_exact_and_ranks_equal_entries_by_their_index(vocab, k, levels)
     return jax.lax.dynamic_slice_in_dim(logits, start, size, axis=1)
 
   for block in (vocab, 64, 7):
-    found.append(vocabulary.scan_vocabulary(shard, block_of, 4, vocab, block, jnp.float32, topk=k).largest)
+    found.append(vocabulary.scan_vocabulary(shard, block_of, len(logits), vocab, block, jnp.float32, topk=k).largest)
   for values, ids in found:
     np.testing.assert_array_equal(ids, expected)
     np.testing.assert_array_equal(values, np.take_along_axis(np.asarray(logits), expected, axis=1))
+
+
+@pytest.mark.parametrize('kept', [True, False])
+def test_top_k_orders_a_small_part_of_a_large_vocabulary(kept):
+  """The work of `lax.top_k` on a CPU depends on the order of what it is given."""
+  tokens, vocab, k = 4, 150_016, 100
+
+  def largest(logits):
+    if kept:
+      return top_k(logits, k)
+
+    def block_of(start, size):
+      return jax.lax.dynamic_slice_in_dim(logits, start, size, axis=1)
+
+    return vocabulary.scan_vocabulary(VocabShard(vocab), block_of, tokens, vocab, 2048, jnp.float32, topk=k).largest
+
+  lowered = jax.jit(largest).lower(jax.ShapeDtypeStruct((tokens, vocab), jnp.float32)).as_text()
+  widths = [int(width) for width in re.findall(rf'top_k.*: tensor<{tokens}x(\d+)xf32> ->', lowered)]
+  assert widths and max(widths) <= vocab // GROUP
 
 
 def test_statistics_of_parts_merge_to_those_of_the_whole():

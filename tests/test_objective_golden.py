@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.golden import e2e, extras, loss, teacher
+from tests.golden import e2e, extras, jsd_pg, loss, teacher
 from tests.golden.__main__ import main
 
 DATA = Path(__file__).parent / 'golden' / 'data'
@@ -33,6 +33,13 @@ def test_exceptions_of_the_loss(tmp_path):
   shutil.copy(DATA / 'loss' / 'errors.json', tmp_path)
   report = loss.check(tmp_path)
   assert not report.failed, report.messages
+
+
+@pytest.mark.parametrize('dtype', ['float64', pytest.param('float32', marks=pytest.mark.slow)])
+def test_losses_of_the_service(dtype):
+  report = jsd_pg.check(DATA / 'jsd_pg', (dtype,))
+  passed(report)
+  assert report.cases == 15 and (report.worst > 0) == (dtype == 'float64')
 
 
 def test_extras():

@@ -90,8 +90,9 @@ def numpy_loss(x, config, mix_rate=None, vocab=V):
     per_token[i, t] = divergence
     total += x['distill_coef'][i, t] * weight * divergence
     advantage, ratio = x['advantages'][i, t], np.exp(log_ratio)
-    ppo = max(-advantage * ratio, -advantage * np.clip(ratio, 0.8, 1.28))
-    total += x['policy_coef'][i, t] * (min(ppo, -3 * advantage) if advantage < 0 else ppo)
+    inside = np.clip(ratio, 1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
+    ppo = max(-advantage * ratio, -advantage * inside)
+    total += x['policy_coef'][i, t] * (min(ppo, -config.clip_ratio_c * advantage) if advantage < 0 else ppo)
     total += x['entropy_coef'][i, t] * (np.exp(s) * s).sum()
     gap = s[y] - x['initial_log_probs'][i, t]
     estimates = {'k1': gap, 'k2': gap**2 / 2, 'k3': min(np.exp(-gap) + gap - 1, 10)}

@@ -39,7 +39,7 @@ def compiled(tokens, unembedding_gradient, full=False, entropy=True):
   return compile_as_users(jax.jit(jax.value_and_grad(value, has_aux=True)).lower(trained, fixed))
 
 
-@pytest.mark.parametrize('full', [False, True])
+@pytest.mark.parametrize('full', [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_memory_is_a_chunk_and_does_not_grow_with_the_tokens(full):
   tokens = 1024
   program, longer = compiled(tokens, True, full), compiled(2 * tokens, True, full)
@@ -56,6 +56,7 @@ def test_memory_is_a_chunk_and_does_not_grow_with_the_tokens(full):
   assert rows == max(CHUNK, WIDTH)
 
 
+@pytest.mark.slow
 def test_an_unembedding_that_is_not_trained_costs_nothing():
   """Neither its gradient's memory nor its matrix product."""
   with_it, without = compiled(1024, True), compiled(1024, False)

@@ -12,7 +12,7 @@ from sdpo_jax.objective.advantages import grpo_advantages
 from sdpo_jax.objective.aggregation import loss_coefficients
 from sdpo_jax.objective.chunks import over_active_tokens
 from sdpo_jax.objective.fused import FusedSettings, SharedInputs, fused_loss
-from sdpo_jax.objective.log_probs import token_log_probs
+from sdpo_jax.objective.log_probs import log_probs_of_ids, scores, token_log_probs
 from sdpo_jax.objective.loss import ObjectiveConfig, objective, objective_from_logits
 from sdpo_jax.objective.sharded import Layout, VocabShard, over_devices
 from sdpo_jax.objective.top_k import BlockwiseTopK, top_k, two_stage_top_k
@@ -136,7 +136,7 @@ CASES = {
     [
       dict(student_log_probs=floats(N, 1)),
       dict(teacher_log_probs=ints(N, K)),
-      dict(alpha=floats(N)),
+      dict(alpha=floats(1)),
       dict(student_log_probs=floats(), teacher_log_probs=floats()),
     ],
   ),
@@ -153,7 +153,7 @@ CASES = {
       dict(advantages=ints(N)),
       dict(log_probs=floats(N, 1)),
       dict(old_log_probs=ints(N)),
-      dict(clip_ratio_c=floats(N)),
+      dict(clip_ratio_c=floats(1)),
     ],
   ),
   'kl_penalty': (
@@ -302,9 +302,20 @@ CASES = {
       dict(unembedding=floats(V, 1)),
       dict(targets=floats(B, T)),
       dict(targets=ints(1, T)),
-      dict(temperature=floats(B)),
+      dict(temperature=floats(B + 1)),
+      dict(temperature=floats(B, 1)),
       dict(mask=floats(N)),
     ],
+  ),
+  'scores': (
+    functools.partial(scores, k=K),
+    OWN | dict(targets=ints(B, T), temperature=floats(B), mask=floats(B, T)),
+    [dict(hidden=floats(N, D)), dict(unembedding=floats(V, 1)), dict(targets=ints(B, T, 1)), dict(mask=floats(N))],
+  ),
+  'log_probs_of_ids': (
+    log_probs_of_ids,
+    OWN | dict(ids=ints(B, T, K), temperature=floats(B), mask=floats(B, T)),
+    [dict(hidden=floats(B, 1, D)), dict(ids=ints(B, T)), dict(ids=floats(B, T, K)), dict(temperature=floats(T))],
   ),
   'objective, own teacher': (
     functools.partial(loss_of, tuple(MIXED)),

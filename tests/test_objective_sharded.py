@@ -12,7 +12,7 @@ import pytest
 from sdpo_jax.objective.log_probs import token_log_probs
 from sdpo_jax.objective.loss import ObjectiveConfig, objective, objective_from_logits
 from sdpo_jax.objective.sharded import Layout
-from sdpo_jax.types import TeacherSignal
+from sdpo_jax.types import RowNumbers, TeacherSignal
 from tests.compiling import compile_as_users
 from tests.golden.compiling import quick
 
@@ -42,6 +42,8 @@ CASES = {
   'grpo': (dict(), ('distill_coef',), ()),
   'external': (dict(distillation_topk=K, alpha=0.3), (), ('external',)),
   'support': (dict(distillation_topk=K, alpha=0.3), (), ('support',)),
+  'rows': (dict(distillation_topk=K), (), ('numbers',)),
+  'rows_full': (dict(distillation_topk=None), (), ('numbers',)),
   'more_than_a_part': (dict(distillation_topk=20, alpha=0.5), (), ()),
   'approx': (dict(distillation_topk=K, alpha=0.5, topk_method='approx'), (), ()),
 }
@@ -74,6 +76,11 @@ def problem() -> dict[str, np.ndarray]:
     'kl_coef': rng.random((B, T)) * 0.3,
     'initial_log_probs': -3 + normal(B, T),
     'support': ids,
+    'alpha_of_rows': np.array([0.0, 1.0, 0.5, 0.3, 1.0, 0.9, 0.0, 0.7]),
+    'is_clip_of_rows': np.array([0.0, 0.7, 2.0, 1.0, 0.0, 0.5, 3.0, 0.9]),
+    'temperature_of_rows': np.linspace(0.6, 1.4, B),
+    'topk_of_rows': np.array([K, 1, 2, 3, K, 4, 5, 2], np.int32),
+    'tail_of_rows': np.array([1.0, 0.0] * 4),
     'token_ids': external,
     'log_probs': np.log(rng.dirichlet(np.ones(K + 1), (B, T))[..., :K]),
   }
@@ -89,6 +96,16 @@ def teacher(x, case):
   if 'mix' in given:
     mix = dict(mix_hidden=x['mix_hidden'], mix_unembedding=x['mix_unembedding'], mix_rate=0.3)
   return TeacherSignal(hidden=x['teacher_hidden'], unembedding=x['teacher_unembedding'], **mix)
+
+
+def numbers(x, case):
+  """Of rows, where the case has them."""
+  settings, _, given = CASES[case]
+  if 'numbers' not in given:
+    return None
+  names = ('alpha', 'is_clip', 'temperature')
+  names += () if settings['distillation_topk'] is None else ('topk', 'tail')
+  return RowNumbers(**{name: x[f'{name}_of_rows'] for name in names})
 
 
 def evaluate(case, x, layout, chunk, block, names=('hidden', 'unembedding')):
@@ -108,6 +125,7 @@ def evaluate(case, x, layout, chunk, block, names=('hidden', 'unembedding')):
       config=config,
       vocab_size=V,
       layout=layout,
+      numbers=numbers(x, case),
     )
 
   program = jax.jit(jax.value_and_grad(value, has_aux=True), compiler_options=quick())
@@ -145,7 +163,7 @@ def alone(case):
 
 
 def grid():
-  """Every case on a mesh that divides rows and vocabulary, two on every mesh; all others are slow.
+  """Almost every case on a mesh that divides rows and vocabulary, two on every mesh; all others are slow.
 
   How many parts there are matters to how parts are merged, of the top K and of the whole vocabulary, and this is the
   same code in all cases of either kind. Meshes alternate, and with them the sizes of blocks. Only where K is larger than
@@ -154,7 +172,7 @@ def grid():
   for index, case in enumerate(CASES):
     usual = (1, 8) if case == 'more_than_a_part' else (4, 2) if index % 2 else (2, 4)
     for shape in SHAPES:
-      few = shape == usual or case in ('topk', 'full')
+      few = (shape == usual and case != 'rows_full') or case in ('topk', 'full')
       yield pytest.param(case, shape, id=f'{case}-{name_of(shape)}', marks=() if few else pytest.mark.slow)
 
 

@@ -26,10 +26,11 @@ def _assert_log_probs(log_probs: jax.Array) -> None:
 
 
 def _assert_pair(student: jax.Array, teacher: jax.Array, alpha: float | jax.Array) -> None:
-  """Check that two arrays of log-probabilities stand for the same entries, and that alpha is a number."""
+  """Check that two arrays [..., K] of log-probabilities stand for the same entries, and that alpha is [] or [..., 1]."""
   chex.assert_equal_shape([student, teacher])
   chex.assert_type([student, teacher], float)
-  chex.assert_rank(alpha, 0)
+  if jnp.ndim(alpha):
+    chex.assert_shape(alpha, (*student.shape[:-1], 1))
 
 
 def log_floor(dtype: jnp.dtype) -> float:
@@ -61,10 +62,19 @@ def renormalised(log_probs: jax.Array) -> jax.Array:
 
 
 def log_mixture(student_log_probs: jax.Array, teacher_log_probs: jax.Array, alpha: float | jax.Array) -> jax.Array:
-  """Return log((1 − α)·exp(s) + α·exp(t)) elementwise, for 0 < α < 1."""
+  """Return log((1 − α)·exp(s) + α·exp(t)) elementwise, for 0 < α < 1: [..., K] and an alpha [] or [..., 1].
+
+  Where s and t are equal it is exactly that, so that the divergence of equal distributions is exactly 0.
+  """
   _assert_pair(student_log_probs, teacher_log_probs, alpha)
   alpha = jnp.asarray(alpha, student_log_probs.dtype)
-  return jnp.logaddexp(student_log_probs + jnp.log1p(-alpha), teacher_log_probs + jnp.log(alpha))
+  mixture = jnp.logaddexp(student_log_probs + jnp.log1p(-alpha), teacher_log_probs + jnp.log(alpha))
+  return jnp.where(student_log_probs == teacher_log_probs, student_log_probs, mixture)
+
+
+def _known(alpha: float | jax.Array) -> float | None:
+  """Return alpha where it is one number that is known when tracing; those of an array are data."""
+  return None if jnp.ndim(alpha) else known_number(alpha)
 
 
 def exact_endpoint(alpha: float | jax.Array, dtype: jnp.dtype) -> float | None:
@@ -72,7 +82,7 @@ def exact_endpoint(alpha: float | jax.Array, dtype: jnp.dtype) -> float | None:
 
   Numbers too small to be normal count as 0: devices round them to that, or not.
   """
-  known = known_number(alpha)
+  known = _known(alpha)
   if known is None:
     return None
   if abs(known) < jnp.finfo(dtype).tiny:
@@ -90,16 +100,16 @@ def _by_alpha(
   """Return the value [...] that holds for `alpha`, chosen when tracing where it is known then, else when it runs.
 
   Args:
-    alpha: a number, rounded to `dtype` before it is compared with the ends.
+    alpha: [] or [..., 1], rounded to `dtype` before it is compared with the ends.
     at_zero: gives the value where alpha is 0.
     at_one: gives the value where alpha is 1.
-    between: gives the value for an alpha [] that is neither.
+    between: gives the value for an alpha that is neither.
     dtype: of the values.
   """
   end = exact_endpoint(alpha, dtype)
   if end is not None:
     return at_one() if end else at_zero()
-  known, alpha = known_number(alpha), jnp.asarray(alpha, dtype)
+  known, alpha = _known(alpha), jnp.asarray(alpha, dtype)
   if known is not None:
     return between(alpha)
   is_zero, is_one = jnp.abs(alpha) < jnp.finfo(dtype).tiny, alpha == 1.0
@@ -109,7 +119,7 @@ def _by_alpha(
 
 
 def divergence_terms(student: jax.Array, teacher: jax.Array, alpha: float | jax.Array) -> jax.Array:
-  """Return the summands of `divergence`: [...] -> [...]."""
+  """Return the summands of `divergence`: [..., K] and an alpha [] or [..., 1] -> [..., K]."""
   _assert_pair(student, teacher, alpha)
   student, teacher = floored(student), floored(teacher)
 
@@ -127,7 +137,7 @@ def divergence_terms(student: jax.Array, teacher: jax.Array, alpha: float | jax.
 
 
 def divergence_slopes(student: jax.Array, teacher: jax.Array, alpha: float | jax.Array) -> jax.Array:
-  """Return the derivative of each summand by its student log-probability, in closed form: [...] -> [...].
+  """Return the derivative of each summand by its student log-probability, in closed form: [..., K] -> [..., K].
 
   For 0 < α < 1 it is (1 − α)·exp(s)·(s − m): what comes through the mixture m cancels. Zero where the student's
   log-probability is −inf.
@@ -161,16 +171,19 @@ _divergence_at.defvjp(_divergence_at_fwd, lambda known, slopes, cotangent: (cota
 def divergence(student_log_probs: jax.Array, teacher_log_probs: jax.Array, alpha: float | jax.Array) -> jax.Array:
   """Return the divergence of two distributions over the last axis: two arrays [..., K] -> [...], in nats.
 
-  α exactly 0: KL(teacher‖student). α exactly 1: KL(student‖teacher) (paper Eq. 1). Between:
+  α is one number, or [...] one for each pair of distributions. α exactly 0: KL(teacher‖student). α exactly 1: KL(student‖teacher) (paper Eq. 1). Between:
   (1 − α)·KL(student‖m) + α·KL(teacher‖m) with m = (1 − α)·student + α·teacher, which tends to 0, not to the KLs, at
   both ends. An α that is data, such as a traced one, is at an end where its value is; all are rounded to the type of
   the log-probabilities first. The teacher and α receive no gradient. An exact −inf counts as the logarithm of the smallest normal number
   (the reference gives NaN), so the result is finite. Source: core_algos.py:1133-1152.
   """
-  _assert_pair(student_log_probs, teacher_log_probs, alpha)
   _assert_log_probs(student_log_probs)
+  if jnp.ndim(alpha):
+    chex.assert_shape(alpha, student_log_probs.shape[:-1])
+    alpha = alpha[..., None]
+  _assert_pair(student_log_probs, teacher_log_probs, alpha)
   teacher_log_probs = jax.lax.stop_gradient(teacher_log_probs)
   dtype = student_log_probs.dtype
   if exact_endpoint(alpha, dtype) is not None:
     return divergence_terms(student_log_probs, teacher_log_probs, alpha).sum(-1)
-  return _divergence_at(known_number(alpha), student_log_probs, teacher_log_probs, jnp.asarray(alpha, dtype))
+  return _divergence_at(_known(alpha), student_log_probs, teacher_log_probs, jnp.asarray(alpha, dtype))

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from sdpo_jax.objective import divergences, vocabulary
 from sdpo_jax.objective.chunks import over_active_tokens
+from sdpo_jax.objective.row_numbers import first_entries
 from sdpo_jax.objective.sharded import DeviceResult, Layout, VocabShard, over_devices
 from sdpo_jax.objective.terms import (
   Auxiliary,
@@ -32,7 +33,6 @@ from sdpo_jax.objective.terms import (
   alpha_of,
   loss_terms,
 )
-from sdpo_jax.objective.top_k import Largest, top_k
 from sdpo_jax.objective.vocabulary import OfBlock, VocabScan
 
 
@@ -53,7 +53,7 @@ class FusedSettings:
 class SharedInputs:
   """What all tokens share: numbers [] and the teacher's matrices."""
 
-  scalars: TermScalars
+  scalars: TermScalars  # Of tokens that have none of their own.
   teacher_unembedding: jax.Array | None = None  # [R, D] of an in-mesh teacher.
   mix_unembedding: jax.Array | None = None  # [R, D] of the trust region's student.
   mix_rate: jax.Array | None = None  # [] the trust region's weight of the student.
@@ -188,8 +188,28 @@ class _Chunk:
     return self.settings.terms.kind
 
   @property
+  def scalars(self) -> TermScalars:
+    """Numbers [], or [c] of own tokens."""
+    return self.shared.scalars.with_own(self.tokens.numbers)
+
+  def _of_group(self, number: jax.Array | float) -> jax.Array | float:
+    """Return a number as it is, or numbers [c] of own tokens as [C, 1] of the group's."""
+    return self.shard.gather(number)[:, None] if jnp.ndim(number) else number
+
+  @property
   def alpha(self) -> jax.Array | float:
-    return alpha_of(self.settings.terms, self.shared.scalars)
+    """A number, or [C, 1] of the group's tokens."""
+    return self._of_group(alpha_of(self.settings.terms, self.scalars))
+
+  @property
+  def temperature(self) -> jax.Array:
+    """[], or [C, 1] of the group's tokens."""
+    return self._of_group(self.scalars.temperature)
+
+  @property
+  def own_topk(self) -> jax.Array | None:
+    """[c] how many of the student's top K count for own tokens; None: all."""
+    return None if self.tokens.numbers is None else self.tokens.numbers.topk
 
   @property
   def has_teacher(self) -> bool:
@@ -269,6 +289,8 @@ def _evaluate_chunk(
     valid: [c] bool.
   """
   hidden = _states_of_group(settings.shard, hidden, valid)
+  # 1 is among the values of every number, whatever stands at tokens that do not count.
+  tokens = tokens.replace(numbers=jax.tree.map(lambda own: jnp.where(valid, own, 1), tokens.numbers))
   chunk = _Chunk(settings, wanted, unembedding, shared, hidden, tokens, valid)
   student = _scan_student(chunk)
   view, teacher, log_probs_of, slope_sum = student.view, None, None, None
@@ -311,7 +333,7 @@ def _scan_student(chunk: _Chunk) -> _Student:
     ids = jnp.concatenate([support, ids], axis=1)
   scan = vocabulary.scan_vocabulary(
     shard,
-    vocabulary.logits_of_blocks(chunk.hidden, chunk.unembedding, chunk.shared.scalars.temperature),
+    vocabulary.logits_of_blocks(chunk.hidden, chunk.unembedding, chunk.temperature),
     len(chunk.hidden),
     chunk.entries,
     settings.vocab_block,
@@ -328,8 +350,11 @@ def _scan_student(chunk: _Chunk) -> _Student:
   target_log_prob = logits[:, -1] - own_normaliser[:, 0]
   support_log_probs = None
   if chunk.over_own_top_k:
-    largest, support = _largest_of_all(chunk, scan.largest)
+    largest, support = vocabulary.largest_of_all(shard, scan.largest, min(settings.topk, shard.vocab_size))
     support_log_probs = largest - own_normaliser
+    if chunk.own_topk is not None:
+      support = first_entries(support, chunk.own_topk)
+      support_log_probs = jnp.where(support < 0, -jnp.inf, support_log_probs)
     ids = jnp.concatenate([support, ids], axis=1)
   elif support is not None:
     support_log_probs = jnp.where(support < 0, -jnp.inf, logits[:, :-1] - own_normaliser)
@@ -341,15 +366,6 @@ def _scan_student(chunk: _Chunk) -> _Student:
     support=support_log_probs,
   )
   return _Student(scan, log_normaliser, entropy, shard.gather(ids), target_log_prob, view)
-
-
-def _largest_of_all(chunk: _Chunk, largest: Largest) -> Largest:
-  """Return the top K [c, K] of own tokens from those [C, K] of each part of the vocabulary."""
-  values, ids = (chunk.shard.candidates(part) for part in largest)
-  if chunk.shard.axis is None:
-    return values, ids
-  values, order = top_k(values, min(chunk.settings.topk, chunk.shard.vocab_size))
-  return values, jnp.take_along_axis(ids, order, axis=1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -366,7 +382,7 @@ def lerp(a: jax.Array, b: jax.Array, rate: jax.Array) -> jax.Array:
 
 def _teacher_logits_of_blocks(chunk: _Chunk) -> OfBlock:
   """Return the function from a block of entries to the teacher's logits [C, W] at the temperature."""
-  shared, dtype = chunk.shared, chunk.dtype
+  shared, dtype, temperature = chunk.shared, chunk.dtype, chunk.temperature
   hidden, mix_hidden = _states_of_group(chunk.shard, chunk.tokens.teacher_hidden, chunk.valid), None
   if chunk.tokens.mix_hidden is not None:
     mix_hidden = _states_of_group(chunk.shard, chunk.tokens.mix_hidden, chunk.valid)
@@ -377,7 +393,7 @@ def _teacher_logits_of_blocks(chunk: _Chunk) -> OfBlock:
     if mix_hidden is not None:
       mix = vocabulary.project(mix_hidden, vocabulary.take_entries(shared.mix_unembedding, start, size))
       logits = lerp(logits, mix.astype(dtype), shared.mix_rate.astype(dtype))
-    return logits / shared.scalars.temperature
+    return logits / temperature
 
   return logits_of
 
@@ -412,9 +428,12 @@ def _scan_teacher(chunk: _Chunk, ids: jax.Array) -> tuple[TeacherView, jax.Array
   if ids.shape[1] > 1:
     # Up to rounding: compilers may compute the two in different ways.
     threshold = maximum - 1e-5 * (1.0 + jnp.abs(maximum))
+    on_support = logits[:, :-1]
+    if chunk.own_topk is not None or chunk.given_support is not None:
+      on_support = jnp.where(shard.own(ids)[:, :-1] < 0, -jnp.inf, on_support)
     view = view.replace(
-      support=logits[:, :-1] - own_normaliser[:, None],
-      top1_in_support=(logits[:, :-1].max(-1) >= threshold).astype(chunk.dtype),
+      support=on_support - own_normaliser[:, None],
+      top1_in_support=(on_support.max(-1) >= threshold).astype(chunk.dtype),
     )
   log_probs = scan.logits - log_normaliser[:, None] if chunk.over_vocabulary else None
   return view, log_probs
@@ -505,7 +524,7 @@ def _gradients(
     accumulator: [R, D]; None if the gradient by the unembedding is not wanted.
   """
   shard, scan = chunk.shard, student.scan
-  temperature = chunk.shared.scalars.temperature
+  temperature = chunk.temperature
   id_slopes = jnp.where(jnp.isneginf(student.target_log_prob), 0.0, slopes.log_prob)[:, None]
   if slopes.support is not None:
     id_slopes = jnp.concatenate([slopes.support, id_slopes], axis=1)

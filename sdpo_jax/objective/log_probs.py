@@ -1,10 +1,18 @@
-"""Log-probabilities of given tokens, forward only."""
+"""Scores: log-probabilities of given tokens, of any ids and of the most likely ones, in chunks of tokens.
+
+The gradient flows through those of ids only. Ids that are none of the vocabulary (negative, or V and more) are left out:
+they have `divergences.log_floor`, so that nothing is infinite, and no gradient. B rows, T tokens, M ids of a token, K most
+likely ones, V entries that are tokens among R of an unembedding, D model width; N tokens of a device, of which a chunk
+has C of a group of devices that share a vocabulary and c of each.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import chex
+import flax.struct
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -12,6 +20,9 @@ import jax.numpy as jnp
 from sdpo_jax.objective import divergences, vocabulary
 from sdpo_jax.objective.chunks import over_active_tokens
 from sdpo_jax.objective.sharded import DeviceResult, Layout, VocabShard, over_devices
+
+# Tokens handled at a time where logits of all their K candidates, or their gradient, are held beside them.
+CHUNK = 256
 
 
 @functools.partial(jax.jit, static_argnames=('chunk_size', 'vocab_block', 'vocab_size', 'layout'))
@@ -33,7 +44,7 @@ def token_log_probs(
     hidden: [B, T, D] final hidden states.
     unembedding: [R, D].
     targets: [B, T] int32.
-    temperature: divides the logits; positive.
+    temperature: divides the logits; positive, [] or [B].
     chunk_size: tokens handled at a time; any size works.
     mask: [B, T], 0 where nothing is wanted (these cost nothing and give 0); None: everywhere.
     vocab_block: vocabulary entries whose logits exist at a time; None: `vocabulary.default_block`.
@@ -44,54 +55,359 @@ def token_log_probs(
     log-probabilities and entropies [B, T] in nats, at least float32. A target of −inf logit has
     `divergences.log_floor`.
   """
-  chex.assert_rank([hidden, unembedding, targets, temperature], [3, 2, 2, 0])
-  chex.assert_equal_shape_prefix([hidden, targets], 2)
-  chex.assert_equal_shape_suffix([hidden, unembedding], 1)
-  chex.assert_type([hidden, unembedding, targets], [float, float, int])
-  if mask is not None:
-    chex.assert_equal_shape([targets, mask])
-  dtype = vocabulary.logits_dtype(hidden)
-  if layout is None:
-    shard = VocabShard(vocab_size or unembedding.shape[0])
-  else:
-    shard = layout.shard(vocab_size or unembedding.shape[0])
-    unembedding = layout.padded(unembedding)
-  evaluate = functools.partial(
-    _evaluate_here,
-    shard,
-    chunk_size,
-    vocab_block or vocabulary.default_block(None if layout is None else layout.platform),
-    () if layout is None else layout.batch_axes,
-  )
-  hidden = lax.stop_gradient(hidden).reshape(-1, hidden.shape[-1])
-  tokens = targets.reshape(-1), jnp.ones(targets.size, bool) if mask is None else mask.reshape(-1)
-  arguments = hidden, lax.stop_gradient(unembedding), tokens, jnp.asarray(temperature, dtype)
-  result = evaluate(*arguments) if layout is None else over_devices(layout, shard, evaluate, *arguments)
-  log_probs, entropy = result.per_token
+  _check(hidden, unembedding, targets, temperature, mask)
+  settings = _Settings.of(unembedding, chunk_size, vocab_block, vocab_size, layout, topk=None)
+  log_probs, entropy = _scores(settings, hidden, unembedding, targets, temperature, mask)
   return log_probs.reshape(targets.shape), entropy.reshape(targets.shape)
 
 
-def _evaluate_here(shard, chunk_size, block, lockstep_axes, hidden, unembedding, tokens, temperature) -> DeviceResult:
-  """Return log-probs and entropies of a device's own tokens: hidden [n, D], tokens (targets [n], mask [n])."""
-  targets, mask = tokens
+@flax.struct.dataclass
+class Scores:
+  """What a policy says of tokens, in nats, at least float32; 0 where the mask is."""
+
+  log_prob: jax.Array  # [B, T] of the targets.
+  entropy: jax.Array  # [B, T].
+  top_ids: jax.Array  # [B, T, K] int32, the most likely ones first, equal ones in their order; −1: there are no more.
+  top_log_probs: jax.Array  # [B, T, K] of these.
+
+
+@functools.partial(jax.jit, static_argnames=('k', 'chunk_size', 'vocab_block', 'topk_method', 'vocab_size', 'layout'))
+def scores(
+  hidden: jax.Array,
+  unembedding: jax.Array,
+  targets: jax.Array,
+  k: int,
+  temperature: float | jax.Array = 1.0,
+  chunk_size: int = CHUNK,
+  mask: jax.Array | None = None,
+  vocab_block: int | None = None,
+  topk_method: str = 'exact',
+  *,
+  vocab_size: int | None = None,
+  layout: Layout | None = None,
+) -> Scores:
+  """Return what `token_log_probs` does and the K most likely tokens at every position; no gradient flows.
+
+  A token whose logit is −inf is not among them. Its log-prob, as a target, is `divergences.log_floor`.
+
+  Args:
+    hidden: [B, T, D] final hidden states.
+    unembedding: [R, D].
+    targets: [B, T] int32.
+    k: K, which may exceed the vocabulary.
+    temperature: divides the logits; positive, [] or [B].
+    chunk_size: tokens handled at a time; any size works.
+    mask: [B, T], 0 where nothing is wanted (these cost nothing); None: everywhere.
+    vocab_block: vocabulary entries handled at a time; None: `vocabulary.default_block`.
+    topk_method: 'exact' or 'approx': `top_k.top_k`.
+    vocab_size: V, entries of the unembedding that are tokens, the first ones; None: all.
+    layout: where the arguments lie on a mesh; None: one device.
+
+  Raises:
+    ValueError: k is not positive.
+  """
+  _check(hidden, unembedding, targets, temperature, mask)
+  if k <= 0:
+    raise ValueError(f'k must be positive, not {k}.')
+  settings = _Settings.of(unembedding, chunk_size, vocab_block, vocab_size, layout, topk=k, topk_method=topk_method)
+  found = _scores(settings, hidden, unembedding, targets, temperature, mask)
+  return Scores(*(value.reshape(*targets.shape, *value.shape[1:]) for value in found))
+
+
+@functools.partial(jax.jit, static_argnames=('chunk_size', 'vocab_block', 'vocab_size', 'layout'))
+def log_probs_of_ids(
+  hidden: jax.Array,
+  unembedding: jax.Array,
+  ids: jax.Array,
+  temperature: float | jax.Array = 1.0,
+  chunk_size: int = CHUNK,
+  mask: jax.Array | None = None,
+  vocab_block: int | None = None,
+  *,
+  vocab_size: int | None = None,
+  layout: Layout | None = None,
+) -> jax.Array:
+  """Return the log-probs [B, T, M] of ids, differentiable by hidden states and unembedding, in reverse mode.
+
+  The backward pass computes the logits of a chunk again. An unembedding that is not differentiated costs neither its
+  gradient's product nor its memory.
+
+  Args:
+    hidden: [B, T, D] final hidden states.
+    unembedding: [R, D].
+    ids: [B, T, M] int32; an id may occur more than once. Those that are none of the vocabulary are left out.
+    temperature: divides the logits; positive, [] or [B]. It gets no gradient.
+    chunk_size: tokens handled at a time; any size works.
+    mask: [B, T], 0 where nothing is wanted (these cost nothing and give 0); None: everywhere.
+    vocab_block: vocabulary entries handled at a time; None: `vocabulary.default_block`.
+    vocab_size: V, entries of the unembedding that are tokens, the first ones; None: all.
+    layout: where the arguments lie on a mesh; None: one device.
+
+  Returns:
+    nats, at least float32. An id of −inf logit has `divergences.log_floor`, and no gradient.
+  """
+  chex.assert_rank(ids, 3)
+  _check(hidden, unembedding, ids[..., 0], temperature, mask)
+  settings = _Settings.of(unembedding, chunk_size, vocab_block, vocab_size, layout, topk=None)
+  tokens = _tokens(ids, temperature, mask)
+  unembedding = unembedding if layout is None else layout.padded(unembedding)
+  found = _of_ids(settings, hidden.reshape(-1, hidden.shape[-1]), unembedding, tokens)
+  return found.reshape(ids.shape)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _check(hidden, unembedding, targets, temperature, mask) -> None:
+  """Check the shapes and types of hidden [B, T, D], unembedding [R, D], targets [B, T], temperature [] or [B]."""
+  chex.assert_rank([hidden, unembedding, targets], [3, 2, 2])
+  chex.assert_equal_shape_prefix([hidden, targets], 2)
+  chex.assert_equal_shape_suffix([hidden, unembedding], 1)
+  chex.assert_type([hidden, unembedding, targets], [float, float, int])
+  chex.assert_shape(temperature, targets.shape[:1] if jnp.ndim(temperature) else ())
+  if mask is not None:
+    chex.assert_equal_shape([targets, mask])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+  """What of a pass over the vocabulary is fixed when it is compiled."""
+
+  chunk_size: int
+  vocab_block: int
+  shard: VocabShard
+  layout: Layout | None
+  topk: int | None  # K; None: no most likely tokens are wanted.
+  topk_method: str
+
+  @classmethod
+  def of(cls, unembedding, chunk_size, vocab_block, vocab_size, layout, topk, topk_method='exact') -> _Settings:
+    vocab_size = vocab_size or unembedding.shape[0]
+    shard = VocabShard(vocab_size) if layout is None else layout.shard(vocab_size)
+    block = vocab_block or vocabulary.default_block(None if layout is None else layout.platform)
+    return cls(chunk_size, block, shard, layout, topk, topk_method)
+
+  @property
+  def lockstep_axes(self) -> tuple[str, ...]:
+    """The axes over which devices exchange data within a chunk."""
+    return () if self.layout is None else self.layout.batch_axes
+
+  def over_devices(self, evaluate, hidden, unembedding, tokens, shared=()) -> DeviceResult:
+    """Return `evaluate` of the arguments, on every device with its own part of them."""
+    if self.layout is None:
+      return evaluate(hidden, unembedding, tokens, shared)
+    return over_devices(self.layout, self.shard, evaluate, hidden, unembedding, tokens, shared)
+
+
+@flax.struct.dataclass
+class _Tokens:
+  """What the caller gives for each token."""
+
+  ids: jax.Array  # [N, M] int32.
+  mask: jax.Array  # [N].
+  temperature: jax.Array  # [N].
+
+
+def _tokens(ids: jax.Array, temperature: float | jax.Array, mask: jax.Array | None) -> _Tokens:
+  """Return the arguments [B, T, …] of tokens as [B·T, …]."""
+  rows, length = ids.shape[:2]
+  temperature = jnp.asarray(temperature, jnp.result_type(float))
+  each = jnp.broadcast_to(temperature[:, None] if temperature.ndim else temperature, (rows, length))
+  mask = jnp.ones(rows * length, bool) if mask is None else mask.reshape(-1)
+  return _Tokens(ids.reshape(rows * length, -1), mask, each.reshape(-1))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokens and the most likely ones
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _scores(settings: _Settings, hidden, unembedding, targets, temperature, mask) -> tuple[jax.Array, ...]:
+  """Return log-probs and entropies [N] of targets, and with `topk` the most likely ids and their log-probs [N, K]."""
   dtype = vocabulary.logits_dtype(hidden)
+  unembedding = unembedding if settings.layout is None else settings.layout.padded(unembedding)
+  hidden = lax.stop_gradient(hidden).reshape(-1, hidden.shape[-1])
+  tokens, shared = (targets.reshape(-1), jnp.ones(targets.size, bool) if mask is None else mask.reshape(-1)), ()
+  if jnp.ndim(temperature):
+    own = jnp.broadcast_to(jnp.asarray(temperature, dtype)[:, None], targets.shape)
+    tokens = *tokens, own.reshape(-1)
+  else:
+    shared = jnp.asarray(temperature, dtype)
+  return settings.over_devices(
+    functools.partial(_scores_here, settings),
+    hidden,
+    lax.stop_gradient(unembedding),
+    tokens,
+    shared,
+  ).per_token
+
+
+def _scores_here(settings: _Settings, hidden, unembedding, tokens, temperature) -> DeviceResult:
+  """Return `_scores` of a device's own tokens: hidden [n, D], tokens (targets [n], mask [n], their temperature [n])."""
+  targets, mask, *own_temperature = tokens
+  dtype, shard = vocabulary.logits_dtype(hidden), settings.shard
 
   def of_chunk(carry, operands, valid):
-    hidden, targets = operands
+    hidden, targets, *own_temperature = operands
     hidden, targets = shard.gather(jnp.where(valid[:, None], hidden, 0)), shard.gather(targets)
+    divisor = temperature
+    if own_temperature:
+      divisor = shard.gather(jnp.where(valid, own_temperature[0], 1))[:, None]
     scan = vocabulary.scan_vocabulary(
       shard,
-      vocabulary.logits_of_blocks(hidden, unembedding, temperature),
+      vocabulary.logits_of_blocks(hidden, unembedding, divisor),
       len(targets),
       unembedding.shape[0],
-      block,
+      settings.vocab_block,
       dtype,
       ids=targets[:, None],
+      topk=None if settings.topk is None else min(settings.topk, shard.vocab_size),
+      topk_method=settings.topk_method,
     )
     logits = shard.own_total(scan.gathered)[:, 0]
-    log_probs = divergences.floored(logits - shard.own(scan.statistics.log_normaliser))
-    return carry, (log_probs, shard.own(scan.statistics.entropy))
+    own_normaliser = shard.own(scan.statistics.log_normaliser)
+    found = divergences.floored(logits - own_normaliser), shard.own(scan.statistics.entropy)
+    if settings.topk is not None:
+      found += _most_likely(settings, scan.largest, own_normaliser)
+    return carry, found
 
   zeros = jnp.zeros(targets.shape, dtype)
-  _, outputs = over_active_tokens(mask, chunk_size, (hidden, targets), (zeros, zeros), (), of_chunk, lockstep_axes)
+  outputs = zeros, zeros
+  if settings.topk is not None:
+    wide = jnp.zeros((len(targets), settings.topk), dtype)
+    outputs += wide.astype(jnp.int32), wide
+  operands = hidden, targets, *own_temperature
+  _, outputs = over_active_tokens(mask, settings.chunk_size, operands, outputs, (), of_chunk, settings.lockstep_axes)
   return DeviceResult(sums=(), per_token=outputs)
+
+
+def _most_likely(settings: _Settings, largest, own_normaliser) -> tuple[jax.Array, jax.Array]:
+  """Return ids and log-probs [c, K] of own tokens' most likely ones, from the largest logits of each part."""
+  values, ids = vocabulary.largest_of_all(settings.shard, largest, min(settings.topk, settings.shard.vocab_size))
+  log_probs = values - own_normaliser[:, None]
+  ids = jnp.where(jnp.isneginf(values), -1, ids)
+  missing = ((0, 0), (0, settings.topk - ids.shape[1]))
+  ids, log_probs = jnp.pad(ids, missing, constant_values=-1), jnp.pad(log_probs, missing, constant_values=-jnp.inf)
+  return ids, divergences.floored(log_probs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ids, and their gradient
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _of_ids(settings: _Settings, hidden, unembedding, tokens):
+  return _of_ids_and_normaliser(settings, hidden, unembedding, tokens)[0]
+
+
+def _of_ids_fwd(settings: _Settings, hidden, unembedding, tokens):
+  wanted = hidden.perturbed, unembedding.perturbed
+  hidden, unembedding, tokens = jax.tree.map(lambda x: x.value, (hidden, unembedding, tokens))
+  log_probs, live, normaliser = _of_ids_and_normaliser(settings, hidden, unembedding, tokens)
+  # As residuals have to be arrays, empty ones say which gradients are wanted.
+  flags = tuple(jnp.zeros(0) if each else None for each in wanted)
+  return log_probs, (flags, hidden, unembedding, tokens, live, normaliser)
+
+
+def _of_ids_bwd(settings: _Settings, residuals, cotangent):
+  if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+    return None, None, None
+  flags, hidden, unembedding, tokens, live, normaliser = residuals
+  evaluate = functools.partial(_gradient_here, settings, tuple(flag is not None for flag in flags))
+  slopes = jnp.where(live, cotangent, 0)
+  result = settings.over_devices(evaluate, hidden, unembedding, (tokens, slopes, normaliser))
+  by_unembedding = result.by_unembedding
+  return result.per_token, None if by_unembedding is None else by_unembedding.astype(unembedding.dtype), None
+
+
+_of_ids.defvjp(_of_ids_fwd, _of_ids_bwd, symbolic_zeros=True)
+
+
+def _of_ids_and_normaliser(settings: _Settings, hidden, unembedding, tokens) -> tuple[jax.Array, ...]:
+  """Return log-probs [N, M], where they are those of an id that has a probability [N, M] bool, and normalisers [N]."""
+  evaluate = functools.partial(_of_ids_here, settings)
+  return settings.over_devices(evaluate, hidden, unembedding, tokens).per_token
+
+
+def _logits_of_group(settings: _Settings, hidden, unembedding, temperature, valid):
+  """Return the group's states [C, D] and temperatures [C, 1], and their logits by blocks."""
+  dtype, shard = vocabulary.logits_dtype(hidden), settings.shard
+  hidden = shard.gather(jnp.where(valid[:, None], hidden, 0))
+  divisor = shard.gather(jnp.where(valid, temperature, 1).astype(dtype))[:, None]
+  return hidden, divisor, vocabulary.logits_of_blocks(hidden, unembedding, divisor)
+
+
+def _of_ids_here(settings: _Settings, hidden, unembedding, tokens, shared) -> DeviceResult:
+  del shared
+  dtype, shard = vocabulary.logits_dtype(hidden), settings.shard
+
+  def of_chunk(carry, operands, valid):
+    hidden, ids, temperature = operands
+    hidden, _, logits_of = _logits_of_group(settings, hidden, unembedding, temperature, valid)
+    inside = (ids >= 0) & (ids < shard.vocab_size)
+    scan = vocabulary.scan_vocabulary(
+      shard,
+      logits_of,
+      len(hidden),
+      unembedding.shape[0],
+      settings.vocab_block,
+      dtype,
+      ids=shard.gather(jnp.where(inside, ids, 0)),
+    )
+    normaliser = shard.own(scan.statistics.log_normaliser)
+    log_probs = jnp.where(inside, shard.own_total(scan.gathered) - normaliser[:, None], -jnp.inf)
+    return carry, (divergences.floored(log_probs), ~jnp.isneginf(log_probs), normaliser)
+
+  wide = jnp.zeros(tokens.ids.shape, dtype)
+  operands, outputs = (hidden, tokens.ids, tokens.temperature), (wide, wide > 0, jnp.zeros(len(hidden), dtype))
+  _, outputs = over_active_tokens(
+    tokens.mask, settings.chunk_size, operands, outputs, (), of_chunk, settings.lockstep_axes
+  )
+  return DeviceResult(sums=(), per_token=outputs)
+
+
+def _gradient_here(settings: _Settings, wanted: tuple[bool, bool], hidden, unembedding, tokens, shared) -> DeviceResult:
+  """Return the gradients by a device's own hidden states [n, D] and by its part of the unembedding, where wanted.
+
+  By the logit of v it is Σ_m slope_m·(1[v = id_m] − p_v).
+  """
+  del shared
+  dtype, shard = vocabulary.logits_dtype(hidden), settings.shard
+  tokens, slopes, normaliser = tokens
+
+  def of_chunk(accumulator, operands, valid):
+    hidden, ids, temperature, slopes, normaliser = operands
+    hidden, divisor, logits_of = _logits_of_group(settings, hidden, unembedding, temperature, valid)
+    slopes = shard.gather(jnp.where(valid[:, None], slopes, 0))
+    normaliser = shard.gather(jnp.where(valid, normaliser, 0))[:, None]
+    places = shard.gather(ids) - shard.offset(unembedding.shape[0])
+    total = slopes.sum(-1, keepdims=True)
+
+    def gradients_of(start, size):
+      gradients = -jnp.exp(logits_of(start, size) - normaliser) * total
+      return vocabulary.scatter_add(gradients, places - start, slopes) / divisor
+
+    by_hidden, accumulator = vocabulary.pull_back(
+      gradients_of,
+      hidden,
+      unembedding,
+      settings.vocab_block,
+      shard.limit(unembedding.shape[0]),
+      wanted[0],
+      accumulator,
+    )
+    return accumulator, None if by_hidden is None else shard.own_total(by_hidden)
+
+  accumulator, by_hidden = over_active_tokens(
+    tokens.mask,
+    settings.chunk_size,
+    (hidden, tokens.ids, tokens.temperature, slopes, normaliser),
+    jnp.zeros(hidden.shape, hidden.dtype) if wanted[0] else None,
+    jnp.zeros(unembedding.shape, dtype) if wanted[1] else None,
+    of_chunk,
+    settings.lockstep_axes,
+  )
+  return DeviceResult(sums=(), per_token=by_hidden, by_unembedding=accumulator)

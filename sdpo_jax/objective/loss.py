@@ -15,6 +15,7 @@ from sdpo_jax.config import TOPK_METHODS, Config
 from sdpo_jax.config.divergence import check_divergence, known_number
 from sdpo_jax.objective import divergences, vocabulary
 from sdpo_jax.objective.fused import FusedSettings, SharedInputs, fused_loss, lerp
+from sdpo_jax.objective.row_numbers import first_entries, of_tokens
 from sdpo_jax.objective.sharded import Layout, VocabShard
 from sdpo_jax.objective.terms import (
   Auxiliary,
@@ -26,7 +27,7 @@ from sdpo_jax.objective.terms import (
   alpha_of,
   loss_terms,
 )
-from sdpo_jax.types import TeacherSignal
+from sdpo_jax.types import RowNumbers, TeacherSignal
 
 Aux = dict[str, jax.Array]
 
@@ -57,7 +58,7 @@ class ObjectiveConfig:
   vocab_block: int | None = None  # Vocabulary entries handled at one time within a chunk; None: by the platform.
 
   def __post_init__(self):
-    chex.assert_rank(jax.tree.leaves(self.term_scalars), 0)
+    chex.assert_rank(jax.tree.leaves(self.term_scalars), 0)  # Numbers of rows are `RowNumbers`.
     check_divergence(self.alpha, self.distillation_topk, self.full_logit_distillation)
     if self.topk_method not in TOPK_METHODS:
       raise ValueError(f'topk_method must be one of {", ".join(TOPK_METHODS)}, not {self.topk_method!r}.')
@@ -131,6 +132,7 @@ def objective(
   initial_log_probs: jax.Array | None = None,
   vocab_size: int | None = None,
   layout: Layout | None = None,
+  numbers: RowNumbers | None = None,
 ) -> tuple[jax.Array, Aux]:
   """Return Σ distill_coef·w·ratio·D + Σ policy_coef·w·ℓ_ppo − Σ entropy_coef·H + Σ kl_coef·k, over unmasked tokens.
 
@@ -169,13 +171,15 @@ def objective(
     old_log_probs: [B, T] of the policy before the update; None: the current ones, without gradient.
     advantages: [B, T]; required with policy_coef.
     config: the fixed part.
-    support: [B, T, K] int32, token ids to use in place of the student's top K.
+    support: [B, T, K] int32, token ids to use in place of the student's top K; negative = none.
     sampling_log_probs: [B, T] under the distribution that the targets were drawn from; None: no token is weighed by it.
     kl_coef: [B, T] weight of the KL divergence from the initial policy; None: none.
     initial_log_probs: [B, T] of the targets under the initial policy, at the temperature; required with kl_coef.
     vocab_size: V, entries of all unembeddings that are tokens, the first ones; the others count for nothing and
       receive no gradient. None: all.
     layout: where the arguments lie on a mesh, then global arrays; None: one device.
+    numbers: [B] each, in place of those of `config`; None: all rows have those. `topk` is the number of entries of the
+      support that count, of any support, at most its K.
 
   Returns:
     the loss (scalar, at least float32) and a dict without gradient: scalars `distillation_loss`, `policy_loss`,
@@ -210,6 +214,7 @@ def objective(
       sampling_log_probs=sampling_log_probs,
       kl_coef=kl_coef,
       initial_log_probs=initial_log_probs,
+      numbers=_token_numbers(numbers, config, targets.shape),
     ),
   )
   entries = student_unembedding.shape[0]
@@ -229,7 +234,7 @@ def objective(
   if layout is not None:
     shard, student_unembedding = layout.shard(vocab_size or entries), layout.padded(student_unembedding)
   settings = FusedSettings(
-    terms=config.term_settings,
+    terms=_term_settings(config, numbers),
     topk=config.distillation_topk,
     topk_method=config.topk_method,
     chunk_size=config.chunk_size,
@@ -259,6 +264,7 @@ def objective_from_logits(
   sampling_log_probs: jax.Array | None = None,
   kl_coef: jax.Array | None = None,
   initial_log_probs: jax.Array | None = None,
+  numbers: RowNumbers | None = None,
 ) -> tuple[jax.Array, Aux]:
   """Return `objective` from logits [B, T, V] at once, differentiated by JAX: for small vocabularies and as its check.
 
@@ -282,6 +288,7 @@ def objective_from_logits(
       sampling_log_probs=sampling_log_probs,
       kl_coef=kl_coef,
       initial_log_probs=initial_log_probs,
+      numbers=_token_numbers(numbers, config, targets.shape),
     ),
   )
   active = tokens.mask != 0
@@ -296,9 +303,15 @@ def objective_from_logits(
   def entropy(log_probs: jax.Array) -> jax.Array:
     return -(jnp.exp(log_probs) * divergences.floored(log_probs)).sum(-1)
 
+  def each(number: jax.Array | float) -> jax.Array | float:
+    return number[:, None] if jnp.ndim(number) else number
+
   logits = flattened(student_logits)
-  settings, scalars = config.term_settings, config.term_scalars.of_type(logits.dtype)
-  logits = logits / scalars.temperature
+  # 1 is among the values of every number, whatever stands at tokens that do not count.
+  tokens = tokens.replace(numbers=jax.tree.map(lambda own: jnp.where(active, own, 1), tokens.numbers))
+  settings, scalars = _term_settings(config, numbers), config.term_scalars.of_type(logits.dtype)
+  own_scalars = scalars.with_own(tokens.numbers)
+  logits = logits / each(own_scalars.temperature)
   log_probs = jax.nn.log_softmax(logits)
   student = StudentView(log_prob=of_targets(log_probs), entropy=entropy(log_probs))
   teacher = None
@@ -306,17 +319,22 @@ def objective_from_logits(
     theirs = lax.stop_gradient(flattened(teacher_logits))
     if mix_logits is not None:
       theirs = lerp(theirs, lax.stop_gradient(flattened(mix_logits)), jnp.asarray(mix_rate, theirs.dtype))
-    theirs = jax.nn.log_softmax(theirs / scalars.temperature)
+    theirs = jax.nn.log_softmax(theirs / each(own_scalars.temperature))
     teacher = TeacherView(entropy=entropy(theirs), log_prob=of_targets(theirs))
     if settings.kind == 'full':
-      divergence = divergences.divergence(log_probs, theirs, alpha_of(settings, scalars))
+      divergence = divergences.divergence(log_probs, theirs, alpha_of(settings, own_scalars))
       student = student.replace(divergence=divergence)
     elif settings.kind == 'topk':
       ids = tokens.support
       if ids is None:
         ids = lax.top_k(lax.stop_gradient(logits), min(config.distillation_topk, logits.shape[-1]))[1]
-      student = student.replace(support=jnp.take_along_axis(log_probs, ids, axis=1))
-      on_support = jnp.take_along_axis(theirs, ids, axis=1)
+        if tokens.numbers is not None and tokens.numbers.topk is not None:
+          ids = first_entries(ids, tokens.numbers.topk)
+
+      def at_ids(log_probs: jax.Array) -> jax.Array:
+        return jnp.where(ids < 0, -jnp.inf, jnp.take_along_axis(log_probs, jnp.maximum(ids, 0), axis=1))
+
+      student, on_support = student.replace(support=at_ids(log_probs)), at_ids(theirs)
       top1_in_support = (on_support.max(-1) >= theirs.max(-1)).astype(logits.dtype)
       teacher = teacher.replace(support=on_support, top1_in_support=top1_in_support)
   loss, aux = loss_terms(settings, scalars, student, teacher, tokens, active)
@@ -405,6 +423,13 @@ def _token_inputs(teacher: TeacherSignal | None, given: TokenInputs) -> TokenInp
     raise ValueError('advantages are required with policy_coef.')
   if given.kl_coef is not None and given.initial_log_probs is None:
     raise ValueError('initial_log_probs are required with kl_coef.')
+  if given.numbers is not None and given.numbers.topk is not None:
+    support, token_ids = (
+      None if ids is None else first_entries(ids, given.numbers.topk)
+      for ids in (given.support, None if teacher is None else teacher.token_ids)
+    )
+    given = given.replace(support=support)
+    teacher = None if teacher is None else teacher.replace(token_ids=token_ids)
   tokens = given.replace(
     distill_coef=given.distill_coef if teacher is not None else None,
     advantages=given.advantages if given.policy_coef is not None else None,
@@ -418,6 +443,34 @@ def _token_inputs(teacher: TeacherSignal | None, given: TokenInputs) -> TokenInp
       teacher_log_probs=teacher.log_probs,
     )
   return jax.tree.map(lambda value: value.reshape(-1, *value.shape[2:]), _detached(tokens))
+
+
+def _token_numbers(numbers: RowNumbers | None, config: ObjectiveConfig, shape: tuple[int, int]) -> RowNumbers | None:
+  """Return the numbers of rows as those [B, T] of their tokens.
+
+  Raises:
+    ValueError: one that the divergence of `config` does not read.
+  """
+  if numbers is None:
+    return None
+  kind = config.term_settings.kind
+  if kind == 'sampled' and numbers.alpha is not None:
+    raise ValueError('alpha of rows is of no use with full_logit_distillation=False, which is reverse KL only.')
+  if kind != 'topk' and (numbers.topk is not None or numbers.tail is not None):
+    raise ValueError('topk and tail of rows are of a divergence over a support: set distillation_topk.')
+  if numbers.tail is not None and not config.distillation_add_tail:
+    raise ValueError('tail of rows needs distillation_add_tail=True.')
+  return of_tokens(numbers, shape)
+
+
+def _term_settings(config: ObjectiveConfig, numbers: RowNumbers | None) -> TermSettings:
+  """Return the fixed part of the terms; what rows have for themselves is not fixed."""
+  settings = config.term_settings
+  if numbers is not None and numbers.alpha is not None:
+    settings = dataclasses.replace(settings, known_alpha=None)
+  if numbers is not None and numbers.is_clip is not None:
+    settings = dataclasses.replace(settings, use_ratio=True)
+  return settings
 
 
 def _unflattened(aux: Auxiliary, shape: tuple[int, int]) -> Aux:

@@ -13,13 +13,14 @@ def dual_clip_ppo(
   log_probs: jax.Array,
   old_log_probs: jax.Array,
   advantages: jax.Array,
-  clip_ratio_low: float = 0.2,
-  clip_ratio_high: float = 0.28,
-  clip_ratio_c: float = 3.0,
+  clip_ratio_low: float | jax.Array = 0.2,
+  clip_ratio_high: float | jax.Array = 0.28,
+  clip_ratio_c: float | jax.Array = 3.0,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Return the per-token loss of dual-clip PPO, differentiable by `log_probs`: arrays [...] -> [...].
 
-  ℓ = max(−A·r, −A·clip(r, 1 − low, 1 + high)), and for A < 0 at most −A·c, with r = exp(log π − log π_old).
+  ℓ = max(−A·r, −A·clip(r, 1 − low, 1 + high)), and for A < 0 at most −A·c, with r = exp(log π − log π_old). The clips
+  are numbers, or arrays [...] of each token's own, where an infinite c leaves the single clip.
 
   Returns:
     the loss and, per token: `ratio`, `clipped` and `clipped_lower` (1 where the clip, or the dual clip, is active)
@@ -27,13 +28,16 @@ def dual_clip_ppo(
   """
   chex.assert_equal_shape([log_probs, old_log_probs, advantages])
   chex.assert_type([log_probs, old_log_probs, advantages], float)
-  chex.assert_rank([clip_ratio_low, clip_ratio_high, clip_ratio_c], 0)
+  for clip in (clip_ratio_low, clip_ratio_high, clip_ratio_c):
+    chex.assert_shape(clip, log_probs.shape if jnp.ndim(clip) else ())
   log_ratio = jnp.clip(log_probs - old_log_probs, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
   ratio = jnp.exp(log_ratio)
   plain = -advantages * ratio
   clipped = -advantages * jnp.clip(ratio, 1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
   upper = jnp.maximum(plain, clipped)
-  bound = -advantages * clip_ratio_c
+  # No product of 0 and an infinite c, where tokens have their own.
+  lowered = jnp.where(advantages < 0, advantages, -1.0) if jnp.ndim(clip_ratio_c) else advantages
+  bound = -lowered * clip_ratio_c
   loss = jnp.where(advantages < 0, jnp.minimum(bound, upper), upper)
   metrics = {
     'ratio': ratio,

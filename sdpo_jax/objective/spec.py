@@ -23,6 +23,9 @@ class ObjectiveSpec:
   kl_penalty: bool = False  # Σ kl_coef · estimate of the KL divergence from the initial policy.
   on_policy: bool = True  # One optimizer step per generation batch: the ratio to the old policy is 1 by construction.
   rollout_weights: bool = False  # Tokens are weighted by the trainer's probability over the sampler's.
+  reprompts: bool = False  # The teacher reads what the graders said, and teaches where they said something.
+  external_support: int | None = None  # K, tokens that a teacher outside names at a position; None: it is in the mesh.
+  samples_divergence: bool = False  # The divergence is that of the sampled token alone.
   normalised_weights: bool = False  # These weights are divided by their mean over the generation batch.
 
   @classmethod
@@ -31,6 +34,8 @@ class ObjectiveSpec:
     actor = config.actor
     distillation = actor.policy_loss.loss_mode == 'sdpo'
     correction = config.algorithm.rollout_correction
+    sampled, endpoint = not actor.self_distillation.full_logit_distillation, actor.self_distillation.teacher_endpoint
+    external = distillation and endpoint.used
     return cls(
       distillation=distillation,
       policy_gradient=not distillation,
@@ -38,6 +43,9 @@ class ObjectiveSpec:
       kl_penalty=bool(actor.kl_loss_coef),
       on_policy=actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1,
       rollout_weights=correction.rollout_is is not None,
+      reprompts=distillation and actor.self_distillation.teacher_context == 'reprompt',
+      external_support=(1 if sampled else endpoint.top_k) if external else None,
+      samples_divergence=sampled,
       normalised_weights=correction.rollout_is_batch_normalize,
     )
 
@@ -45,6 +53,11 @@ class ObjectiveSpec:
   def needs_teacher(self) -> bool:
     """Whether the update reads a teacher's signal."""
     return self.distillation
+
+  @property
+  def reads_teacher(self) -> bool:
+    """Whether the update runs a teacher in the mesh, which reads prompts of its own."""
+    return self.needs_teacher and self.external_support is None
 
   @property
   def needs_advantages(self) -> bool:

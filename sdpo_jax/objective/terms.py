@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from sdpo_jax.objective import divergences
 from sdpo_jax.objective.importance import importance_ratio
 from sdpo_jax.objective.policy_gradient import dual_clip_ppo, kl_penalty
+from sdpo_jax.types import RowNumbers
 
 Metrics = dict[str, jax.Array]
 
@@ -34,7 +35,7 @@ class TermSettings:
 
 @flax.struct.dataclass
 class TermScalars:
-  """Numbers of the terms, which may be traced: arrays [] or Python's."""
+  """Numbers of the terms, which may be traced: arrays [] or Python's, or [C] where tokens have their own."""
 
   alpha: jax.Array | float
   is_clip: jax.Array | float
@@ -45,12 +46,21 @@ class TermScalars:
   clip_ratio_c: jax.Array | float
 
   def of_type(self, dtype: jnp.dtype) -> TermScalars:
-    """Return the same numbers as arrays [] of a type."""
+    """Return the same numbers as arrays of a type."""
     return jax.tree.map(lambda value: jnp.asarray(value, dtype), self)
+
+  def with_own(self, numbers: RowNumbers | None) -> TermScalars:
+    """Return them with those [C] that tokens have for themselves, in the type of the shared ones, in their place."""
+    if numbers is None:
+      return self
+    own = {field.name: getattr(numbers, field.name) for field in dataclasses.fields(self)}
+    return self.replace(
+      **{name: value.astype(getattr(self, name).dtype) for name, value in own.items() if value is not None}
+    )
 
 
 def alpha_of(settings: TermSettings, scalars: TermScalars) -> jax.Array | float:
-  """Return alpha: a Python number where it is known when compiled, else an array []."""
+  """Return alpha: a Python number where it is known when compiled, else an array [] or [C]."""
   return scalars.alpha if settings.known_alpha is None else settings.known_alpha
 
 
@@ -73,6 +83,7 @@ class TokenInputs:
   mix_hidden: jax.Array | None = None  # [N, D] of the student in the teacher's context, for the trust region.
   token_ids: jax.Array | None = None  # [N, K] int32 of an external teacher, negative = none.
   teacher_log_probs: jax.Array | None = None  # [N, K] of an external teacher.
+  numbers: RowNumbers | None = None  # [N] each, those of a token's row.
 
 
 @flax.struct.dataclass
@@ -104,11 +115,23 @@ class Auxiliary:
   per_token: Metrics  # [C], 0 where a token is not active.
 
 
-def support_divergence(student: jax.Array, teacher: jax.Array, alpha: jax.Array | float, add_tail: bool) -> jax.Array:
-  """Return the divergence [C] over a support of which both log-probs are given [C, K]: with a tail or renormalised."""
+def support_divergence(
+  student: jax.Array, teacher: jax.Array, alpha: jax.Array | float, add_tail: bool, tail: jax.Array | None = None
+) -> jax.Array:
+  """Return the divergence [C] over a support of which both log-probs are given [C, K]: with a tail or renormalised.
+
+  With `add_tail`, `tail` [C] is 0 for tokens whose tail is left out all the same; None: for none of them.
+  """
   chex.assert_rank([student, teacher], 2)
-  complete = divergences.with_tail if add_tail else divergences.renormalised
-  return divergences.divergence(complete(student), complete(teacher), alpha)
+  if not add_tail:
+    return divergences.divergence(divergences.renormalised(student), divergences.renormalised(teacher), alpha)
+  student, teacher = divergences.with_tail(student), divergences.with_tail(teacher)
+  if tail is not None:
+    chex.assert_shape(tail, student.shape[:1])
+    # A probability of none in both is a summand of none, without gradient.
+    left_out = (tail == 0)[:, None] & (jnp.arange(student.shape[1]) == student.shape[1] - 1)[None, :]
+    student, teacher = (jnp.where(left_out, -jnp.inf, log_probs) for log_probs in (student, teacher))
+  return divergences.divergence(student, teacher, alpha)
 
 
 def sampled_token_divergence(
@@ -127,15 +150,19 @@ def sampled_token_divergence(
 
 
 def distillation_term(
-  settings: TermSettings, scalars: TermScalars, student: StudentView, teacher: TeacherView
+  settings: TermSettings,
+  scalars: TermScalars,
+  student: StudentView,
+  teacher: TeacherView,
+  tail: jax.Array | None = None,
 ) -> tuple[jax.Array, Metrics]:
-  """Return the divergence [C] of the settings' kind, and what its support leaves out."""
+  """Return the divergence [C] of the settings' kind, and what its support leaves out; `tail` as `support_divergence`."""
   chex.assert_equal_shape([student.log_prob, teacher.entropy])
   if settings.kind == 'sampled':
     divergence = sampled_token_divergence(student.log_prob, teacher.log_prob, teacher.knows_target)
   elif student.support is not None:
     alpha = alpha_of(settings, scalars)
-    divergence = support_divergence(student.support, teacher.support, alpha, settings.add_tail)
+    divergence = support_divergence(student.support, teacher.support, alpha, settings.add_tail, tail)
   else:
     divergence = student.divergence
   metrics = {'divergence': divergence, 'teacher_entropy': teacher.entropy}
@@ -162,7 +189,10 @@ def distillation_term(
 def clipped_ratio(
   settings: TermSettings, scalars: TermScalars, log_prob: jax.Array, old_log_prob: jax.Array
 ) -> tuple[jax.Array, Metrics]:
-  """Return the weight [C] of the divergence, min(exp(log π − log π_old), is_clip) or 1, and where it is clipped."""
+  """Return the weight [C] of the divergence, min(exp(log π − log π_old), is_clip) or 1, and where it is clipped.
+
+  It is 1 where tokens have their own `is_clip` and that is 0.
+  """
   chex.assert_rank([log_prob, old_log_prob], 1)
   chex.assert_equal_shape([log_prob, old_log_prob])
   ratio, clipped = jnp.ones_like(log_prob), jnp.zeros_like(log_prob)
@@ -170,6 +200,9 @@ def clipped_ratio(
     unclipped = importance_ratio(log_prob, old_log_prob)
     ratio = jnp.minimum(unclipped, scalars.is_clip)
     clipped = (unclipped > scalars.is_clip).astype(log_prob.dtype)
+    if jnp.ndim(scalars.is_clip):
+      weighted = scalars.is_clip > 0
+      ratio, clipped = jnp.where(weighted, ratio, 1.0), jnp.where(weighted, clipped, 0.0)
   return ratio, {'ratio': ratio, 'ratio_clipped': clipped}
 
 
@@ -222,6 +255,7 @@ def loss_terms(
   chex.assert_tree_shape_prefix((teacher, tokens), active.shape)
   log_prob = student.log_prob
   dtype = log_prob.dtype
+  scalars = scalars.with_own(tokens.numbers)
 
   def of_active(values: jax.Array) -> jax.Array:
     return jnp.where(active, values, 0).astype(dtype)
@@ -241,7 +275,8 @@ def loss_terms(
   sums = {}
   loss = jnp.zeros((), dtype)
   if tokens.distill_coef is not None:
-    divergence, distillation_metrics = distillation_term(settings, scalars, student, teacher)
+    tail = None if tokens.numbers is None else tokens.numbers.tail
+    divergence, distillation_metrics = distillation_term(settings, scalars, student, teacher, tail)
     ratio, ratio_metrics = clipped_ratio(settings, scalars, log_prob, old_log_prob)
     per_token |= distillation_metrics | ratio_metrics
     sums['distillation_loss'] = (weighted(tokens.distill_coef) * ratio * jnp.where(active, divergence, 0)).sum()

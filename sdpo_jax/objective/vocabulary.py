@@ -134,8 +134,9 @@ def project(hidden: jax.Array, unembedding: jax.Array) -> jax.Array:
 
 
 def logits_of_blocks(hidden: jax.Array, unembedding: jax.Array, temperature: jax.Array) -> OfBlock:
-  """Return the function from a block of entries to its logits [C, W] at the temperature []."""
-  chex.assert_rank([hidden, unembedding, temperature], [2, 2, 0])
+  """Return the function from a block of entries to its logits [C, W] at the temperature [] or [C, 1]."""
+  chex.assert_rank([hidden, unembedding], 2)
+  chex.assert_shape(temperature, (len(hidden), 1) if jnp.ndim(temperature) else ())
   chex.assert_type([hidden, unembedding], float)
 
   def logits_of(start: jax.Array | int, size: int) -> jax.Array:
@@ -327,6 +328,15 @@ def scan_vocabulary(
   if mean_entry is not None:
     mean_entry = mean_entry * jnp.exp(scanned.statistics.maximum - statistics.log_normaliser)[:, None]
   return VocabScan(statistics, scanned.gathered, largest, scanned.logits, mean_entry)
+
+
+def largest_of_all(shard: VocabShard, largest: Largest, k: int) -> Largest:
+  """Return the top K [c, K] of own tokens from those [C, ≤ K] of each part of the vocabulary; K is at most V."""
+  values, ids = (shard.candidates(part) for part in largest)
+  if shard.axis is None:
+    return values, ids
+  values, order = top_k(values, k)
+  return values, jnp.take_along_axis(ids, order, axis=1)
 
 
 def _store(kept: jax.Array, logits: jax.Array, start: jax.Array, fresh: jax.Array | None) -> jax.Array:

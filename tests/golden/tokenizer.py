@@ -28,7 +28,7 @@ class CharacterTokenizer:
     turns = ''.join(f'<|{m["role"]}|>\n{m["content"]}<|end|>\n' for m in messages)
     return turns + '<|assistant|>\n' + ('' if enable_thinking else '<think>\n\n</think>\n\n')
 
-  def encode(self, text: str) -> list[int]:
+  def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
     return [ord(character) + 10 for character in text]
 
   def decode(self, tokens: list[int]) -> str:

@@ -1,0 +1,194 @@
+"""`jsd_pg`, a policy gradient towards a teacher's mixture with the student, as arrays for the one loss.
+
+With the student π, a teacher q and the student π_old that sampled the text, per completion token t:
+
+- the advantage A = −(log π − log M) of the sampled token, M = α·π + (1 − α)·q, 0 < α < 1, computed once, before the first
+  step, and without gradient;
+- −min(r·A, clip(r, 1 − ε, 1 + ε)·A) with r = exp(log π − log π_old): the policy term with one ε on both sides and without
+  a dual clip;
+- jsd_weight times Σ_{v∈S} α·π·(log π − log M) + (1 − α)·q·(log q − log M) over the teacher's top K, neither with a tail
+  nor renormalised: the divergence with the mirrored alpha 1 − α.
+
+Both are means over the tokens. B rows, T completion tokens, K tokens of which a teacher gives log-probs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from sdpo_jax.errors import UserError
+from sdpo_jax.types import Batch, RowNumbers, TeacherSignal
+
+FORMS = ('mixture', 'design')
+LITE = 5  # Tokens that a teacher names, up to which the regulariser is left out.
+SUPPORTS = ('teacher', 'union')
+
+
+@dataclasses.dataclass(frozen=True)
+class JsdPg:
+  """The numbers of one request.
+
+  Raises:
+    UserError: one that is not allowed.
+  """
+
+  alpha: float = 0.5  # The student's share of the mixture: 1 − α of `ObjectiveConfig.alpha`, never the same field.
+  clip_eps: float = 0.2  # ε of the ratio's clip.
+  jsd_weight: float = 0.5  # Of the regulariser; 0 leaves it out, as for teachers that name a handful of tokens.
+  floor: float = -20.0  # log q of a sampled token that the teacher does not name.
+  # 'design': A = (1 − 2α)·(log π − log q), the published form for α other than ½; at ½ it is 0 everywhere.
+  form: Literal['mixture', 'design'] = 'mixture'
+  # 'union': the regulariser is over the student's top K too, and what is left of both is spread over the other tokens.
+  support: Literal['teacher', 'union'] = 'teacher'
+
+  def __post_init__(self):
+    if self.form not in FORMS:
+      raise UserError(f'form must be one of {", ".join(FORMS)}, not {self.form!r}.')
+    if self.support not in SUPPORTS:
+      raise UserError(f'support must be one of {", ".join(SUPPORTS)}, not {self.support!r}.')
+    if not 0 < self.alpha < 1:
+      raise UserError(f'alpha of jsd_pg must lie between 0 and 1, without the ends, not {self.alpha}.')
+    if self.form == 'design' and self.alpha < 0.5:
+      raise UserError(
+        f"alpha={self.alpha} with form='design' would reinforce what the teacher dislikes: set alpha to ½ or more, or "
+        "form='mixture'."
+      )
+    if not 0 < self.clip_eps <= 1:
+      raise UserError(f'clip_eps must be greater than 0 and at most 1, not {self.clip_eps}.')
+    if not 0 <= self.jsd_weight < math.inf:
+      raise UserError(f'jsd_weight must be 0 or a positive number, not {self.jsd_weight}.')
+    if not -math.inf < self.floor < 0:
+      raise UserError(f'floor is a log-probability and must be negative, not {self.floor}.')
+
+  def numbers(self, rows: int) -> RowNumbers:
+    """Return what the loss needs to know of so many rows of this request: [B] float32 each."""
+
+    def each(value: float) -> jax.Array:
+      return jnp.full((rows,), value, jnp.promote_types(jnp.result_type(float), jnp.float32))
+
+    return RowNumbers(
+      alpha=each(1.0 - self.alpha),
+      is_clip=each(0.0),
+      clip_ratio_low=each(self.clip_eps),
+      clip_ratio_high=each(self.clip_eps),
+      clip_ratio_c=each(math.inf),
+      tail=each(float(self.support == 'union')),
+    )
+
+
+def for_teacher(settings: JsdPg, named: int) -> JsdPg:
+  """Return the settings for a teacher who names so many tokens: without the regulariser for one who names a handful."""
+  return dataclasses.replace(settings, jsd_weight=0.0) if named <= LITE else settings
+
+
+def advantages(
+  log_probs: jax.Array, teacher_log_probs: jax.Array, alpha: float | jax.Array, form: str = 'mixture'
+) -> jax.Array:
+  """Return the advantages of sampled tokens, without gradient: [B, T] twice -> [B, T].
+
+  Exactly 0 where student and teacher agree; at least log α ('mixture'), and unbounded above.
+
+  Args:
+    log_probs: of the student before the first step.
+    teacher_log_probs: of the teacher.
+    alpha: the student's share of the mixture, [] or [B].
+    form: one of `FORMS`.
+  """
+  chex.assert_rank([log_probs, teacher_log_probs], 2)
+  chex.assert_equal_shape([log_probs, teacher_log_probs])
+  chex.assert_type([log_probs, teacher_log_probs], float)
+  difference = jax.lax.stop_gradient(teacher_log_probs - log_probs)
+  alpha = jnp.asarray(alpha, difference.dtype)
+  if alpha.ndim:
+    chex.assert_shape(alpha, log_probs.shape[:1])
+    alpha = alpha[:, None]
+  if form == 'design':
+    return (2.0 * alpha - 1.0) * difference
+  # log(α + (1 − α)·exp(d)) with the larger of the two summands taken out, so that no exponential overflows.
+  smaller = jnp.expm1(-jnp.abs(difference))
+  return jnp.where(difference > 0, difference + jnp.log1p(alpha * smaller), jnp.log1p((1.0 - alpha) * smaller))
+
+
+def known_log_probs(signal: TeacherSignal, targets: jax.Array, floor: float) -> tuple[jax.Array, jax.Array]:
+  """Return a teacher's log-probs of the sampled tokens [B, T], and where it does not name them [B, T] bool.
+
+  Args:
+    signal: an external teacher's token_ids and log_probs [B, T, K]; it names each token at most once.
+    targets: [B, T] int32.
+    floor: what the others have.
+  """
+  chex.assert_shape([signal.token_ids, signal.log_probs], (*targets.shape, None))
+  named = signal.token_ids == targets[..., None]
+  known = named.any(-1)
+  return jnp.where(known, jnp.where(named, signal.log_probs, 0).sum(-1), floor), ~known
+
+
+def union(
+  signal: TeacherSignal, student_ids: jax.Array, vocab_size: int, teacher_at_student: jax.Array | None = None
+) -> TeacherSignal:
+  """Return a teacher's signal on its tokens and the student's [B, T, K + K'], those of both once.
+
+  Args:
+    signal: token_ids and log_probs [B, T, K] of the teacher's top K.
+    student_ids: [B, T, K'] int32, the student's top K', negative = none.
+    vocab_size: V.
+    teacher_at_student: [B, T, K'] the teacher's log-probs of these; None: an external teacher's, who spreads what his
+      own tokens leave evenly over the others.
+  """
+  chex.assert_rank([signal.token_ids, student_ids], 3)
+  chex.assert_equal_shape_prefix([signal.token_ids, student_ids], 2)
+  chex.assert_type([signal.token_ids, student_ids], int)
+  named = signal.token_ids >= 0
+  # One at a time: [B, T, K', K] at once is a hundred times as much.
+  of_both = jax.lax.map(lambda ids: (ids[..., None] == signal.token_ids).any(-1), jnp.moveaxis(student_ids, -1, 0))
+  new_ids = jnp.where(jnp.moveaxis(of_both, 0, -1), -1, student_ids)
+  if teacher_at_student is None:
+    left = 1.0 - jnp.where(named, jnp.exp(signal.log_probs), 0).sum(-1)
+    others = jnp.maximum(vocab_size - named.sum(-1), 1)
+    share = jnp.log(jnp.maximum(left, jnp.finfo(left.dtype).tiny) / others)
+    teacher_at_student = jnp.broadcast_to(share[..., None], student_ids.shape)
+  chex.assert_equal_shape([student_ids, teacher_at_student])
+  return signal.replace(
+    token_ids=jnp.concatenate([signal.token_ids, new_ids], axis=-1),
+    log_probs=jnp.concatenate([signal.log_probs, teacher_at_student.astype(signal.log_probs.dtype)], axis=-1),
+  )
+
+
+def prepare(
+  batch: Batch,
+  settings: JsdPg,
+  log_probs: jax.Array,
+  teacher_log_probs: jax.Array,
+  tokens: float | jax.Array | None = None,
+) -> Batch:
+  """Return the rows of one request as the loss wants them: coefficients, advantages and numbers.
+
+  Rows of several requests, of this loss or of others, may then be put together in one batch. The settings that their
+  program is compiled for have `distillation_topk` and `distillation_add_tail`.
+
+  Args:
+    batch: with targets, mask, `old_log_probs` under the policy that sampled the text (None: the student is that one) and
+      the signal of a teacher's top K, or with `support='union'` that of `union`.
+    settings: of the request.
+    log_probs: [B, T] of the targets under the student before the first step.
+    teacher_log_probs: [B, T] of the targets under the teacher; of an external one, by `known_log_probs`.
+    tokens: what the sums over tokens are divided by; None: the tokens of this batch.
+  """
+  chex.assert_equal_shape([batch.targets, batch.mask, log_probs, teacher_log_probs])
+  if tokens is None:
+    tokens = jnp.maximum(batch.mask.sum(), 1)
+  coefficients = batch.mask / tokens
+  found = advantages(log_probs, teacher_log_probs.astype(log_probs.dtype), settings.alpha, settings.form)
+  return batch.replace(
+    teacher=None,
+    policy_coef=coefficients,
+    distill_coef=settings.jsd_weight * coefficients,
+    advantages=jnp.where(batch.mask > 0, found, 0),
+    numbers=settings.numbers(len(batch.targets)),
+  )
