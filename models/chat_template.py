@@ -75,6 +75,25 @@ def is_dated(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> bool:
   return False
 
 
+def has_system_turn(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> bool:
+  """Return whether the template writes a system message by itself, before what follows, which does not change it.
+
+  Args:
+    tokenizer: with a chat template.
+    variables: of the template.
+  """
+  first, then = {'role': 'system', 'content': PROBE}, {'role': 'user', 'content': PROBE[::-1]}
+  try:
+    alone, both = (
+      tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False, **variables)
+      for messages in ([first], [first, then])
+    )
+  except TEMPLATE_ERRORS:
+    return False
+  rest = both.removeprefix(alone)
+  return alone.count(PROBE) == 1 and rest != both and PROBE not in rest and PROBE[::-1] in rest
+
+
 def turn_end(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> str | None:
   """Return the control token that the template writes behind an answer of the assistant; None: it writes none.
 

@@ -73,8 +73,7 @@ class PlainMessages:
     self._ends = {text[-length:] for text in self._strings for length in range(1, len(text))}
     self._longest = max(map(len, self._strings), default=1)
     self._normalize = _normalizer(tokenizer, self._strings)
-    self._mark = ''
-    self._marked: _Backend | None = None
+    self._marked: tuple[str, _Backend] | None = None  # Replaced as a whole: several threads may encode.
 
   def spelled(self, messages: Conversation) -> bool:
     """Return whether a message spells a control token or a half of one at its beginning or end.
@@ -86,28 +85,33 @@ class PlainMessages:
       return True
     return self._normalize is not None and any(self._pattern.search(self._normalize(text)) for text in texts)
 
-  def encode(self, messages: Conversation, **template_options: Any) -> list[int]:
-    """Return the token ids up to and including the header of the assistant's turn.
+  def encode(self, messages: Conversation, add_generation_prompt: bool = True, **template_options: Any) -> list[int]:
+    """Return the token ids up to and, unless told otherwise, including the header of the assistant's turn.
 
     Raises:
       jinja2.TemplateError: the chat template refuses the messages.
     """
-    backend = self._backend(messages)
+    sign, backend = self._backend(messages)
 
     def mark(text: str) -> str:
-      first, last = (self._mark if half else '' for half in self._halves(text))
+      first, last = (sign if half else '' for half in self._halves(text))
       inner = text.strip()
       before, after = text.split(inner, 1) if inner else (text, '')
-      inner = self._pattern.sub(lambda match: _marked(match[0], self._mark), inner)
+      inner = self._pattern.sub(lambda match: _marked(match[0], sign), inner)
       return before + first + inner + last + after
 
     chat = self._tokenizer.apply_chat_template(
       [{key: mark(text) for key, text in message.items()} for message in messages],
       tokenize=False,
-      add_generation_prompt=True,
+      add_generation_prompt=add_generation_prompt,
       **template_options,
     )
     return backend.encode(chat)
+
+  def encode_text(self, text: str) -> list[int]:
+    """Return the token ids of a text that stands by itself, in which nothing is a control token."""
+    sign, backend = self._backend([{'content': text}])
+    return backend.encode(self._pattern.sub(lambda match: _marked(match[0], sign), text))
 
   def _halves(self, text: str) -> tuple[bool, bool]:
     """Return whether a text begins with the end of a control token, and whether it ends with the beginning of one.
@@ -122,14 +126,15 @@ class PlainMessages:
       any(tail[-length:] in self._beginnings for length in range(1, len(tail) + 1)),
     )
 
-  def _backend(self, messages: Conversation) -> _Backend:
-    """Return what encodes texts with a mark that no message holds."""
-    while self._marked is None or any(self._mark in text for message in messages for text in message.values()):
+  def _backend(self, messages: Conversation) -> tuple[str, _Backend]:
+    """Return a mark that no message holds, and what encodes texts with it."""
+    marked = self._marked
+    while marked is None or any(marked[0] in text for message in messages for text in message.values()):
       first, last = _PRIVATE_USE
-      self._mark = ''.join(chr(first + secrets.randbelow(last - first + 1)) for _ in range(_MARK_LENGTH))
+      mark = ''.join(chr(first + secrets.randbelow(last - first + 1)) for _ in range(_MARK_LENGTH))
       kind = _Renamed if getattr(self._tokenizer, 'is_fast', False) else _Split
-      self._marked = kind(self._tokenizer, self._strings, self._mark)
-    return self._marked
+      self._marked = marked = mark, kind(self._tokenizer, self._strings, mark)
+    return marked
 
 
 @functools.lru_cache(maxsize=4)

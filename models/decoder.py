@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from flax import nnx
 import jax
@@ -15,14 +15,17 @@ import jax.numpy as jnp
 
 from models import cache as kv_cache
 from models import parameters
+from models.adapters import kv_prefix, lora, lora_pool
 from models.architecture import Activation, Architecture
 from models.attention import dispatch
 from models.attention.backend import AttentionBackend, choose_backend, distinct_windows
+from models.attention.prefix import Prefix
 from models.families.table import parameter_table
 from models.rope import rotate, rotation
 from sdpo_jax.distributed.mesh import gathered_by_layer
 from sdpo_jax.types import Tree
 
+AnyAdapter = lora.Adapter | lora_pool.LoraPool | kv_prefix.KVPrefix
 TURNED = 'turned_unembedding'  # [D, V], of parameters that are cast for decoding.
 ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
   'silu': jax.nn.silu,
@@ -74,36 +77,71 @@ def _product_backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) ->
 _product.defvjp(_product_forward, _product_backward)
 
 
+class Layer(NamedTuple):
+  """What a block does not know of the layer that it is, and of the batch."""
+
+  index: jax.Array | int
+  members: jax.Array | None  # [B] int32, see `Policy.apply`.
+
+
 class Block(nnx.Module):
   """One decoder layer; its parameters may carry a leading layers axis, which a scan removes.
 
-  Which norms and biases there are is said by the parameter table alone.
+  Which norms, biases and factors there are is said by the parameter table alone.
   """
 
-  def __init__(self, config: Architecture, make: Callable[[parameters.Parameter], nnx.Param]):
-    self.config = config
-    table = [parameter for parameter in parameter_table(config) if parameter.stacked]
+  def __init__(
+    self, config: Architecture, adapter: AnyAdapter | None, make: Callable[[parameters.Parameter], nnx.Param]
+  ):
+    self.config, self.adapter = config, adapter
+    table = [parameter for parameter in _whole_table(config, adapter) if parameter.stacked]
     self.names = frozenset('.'.join(parameter.path[1:]) for parameter in table)
     for name, held in parameters.nest((parameter.path[1:], make(parameter)) for parameter in table).items():
       setattr(self, name, nnx.Dict(held) if isinstance(held, dict) else held)
 
-  def __call__(self, x: jax.Array, matrices: jax.Array, halves: bool, mix: Callable) -> tuple[jax.Array, Any]:
+  def __call__(
+    self, x: jax.Array, layer: Layer, matrices: jax.Array, halves: bool, mix: Callable
+  ) -> tuple[jax.Array, Any]:
     """Returns x [B, S, D] after the layer, and `extra` of `mix(query, key, value) -> (mixed, extra)`."""
-    query, key, value = self.heads(self.norm('attention_norm', x), matrices, halves)
+    query, key, value = self.heads(self.norm('attention_norm', x), layer, matrices, halves)
     mixed, extra = mix(query, key, value)
-    x = x + self.norm('attention_post_norm', self.linear('attention.output', mixed, inputs=2))
-    return x + self.norm('mlp_post_norm', self.gated(self.norm('mlp_norm', x))), extra
+    x = x + self.norm('attention_post_norm', self.linear('attention.output', mixed, layer, inputs=2))
+    return x + self.norm('mlp_post_norm', self.gated(self.norm('mlp_norm', x), layer)), extra
 
-  def linear(self, name: str, x: jax.Array, inputs: int = 1) -> jax.Array:
-    """Returns x [..., *in] times the matrix [*in, *out] of that name in the layer, plus its bias where it has one.
+  def linear(self, name: str, x: jax.Array, layer: Layer, inputs: int = 1) -> jax.Array:
+    """Returns x [..., *in] times the matrix [*in, *out] of that name in the layer, plus its factors' part and its bias.
 
     The only place where a layer multiplies by a matrix: whatever else is added to a product is added here.
     """
     y = project(x, self._parameter(name), inputs)
+    if f'{name}_{lora.A}' in self.names:
+      y = y + self._factors_part(name, x, layer, inputs)
     if f'{name}_bias' not in self.names:
       return y
     bias = self._parameter(f'{name}_bias')
     return y + jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim)))
+
+  def _factors_part(self, name: str, x: jax.Array, layer: Layer, inputs: int) -> jax.Array:
+    """Returns what the factors of a matrix add to the product; arguments as those of `linear`."""
+    a, b = (self._parameter(f'{name}_{suffix}') for suffix in (lora.A, lora.B))
+    scale = self.adapter.by_name[f'layers.{name}'].scale(layer.index)
+    if isinstance(self.adapter, lora_pool.LoraPool):
+      return lora_pool.part(self.adapter, x, a, b, layer.members, scale, inputs)
+    # The factors' product is never added to the matrix: in bfloat16, what is small beside it would be lost.
+    inner = project(x, a, inputs)
+    return project((inner.astype(jnp.float32) * scale).astype(x.dtype), b)
+
+  def slots(self) -> Prefix | None:
+    """Returns keys and values [KV, P, head_dim] of the layer's slots, [L, …] of all layers'; None: there are none."""
+    if not isinstance(self.adapter, kv_prefix.KVPrefix):
+      return None
+    parts = [(kv_prefix.FROZEN_KEY, kv_prefix.FROZEN_VALUE), (kv_prefix.KEY, kv_prefix.VALUE)]
+    held = [[self._parameter(name) for name in names] for names in parts if names[0] in self.names]
+    return Prefix(
+      *(jnp.concatenate(arrays, axis=-2) for arrays in zip(*held, strict=True)),
+      divided=self.adapter.parts is not None,
+      trained=self.adapter.trained,
+    )
 
   def norm(self, name: str, x: jax.Array) -> jax.Array:
     """Returns x normalised by the weight of that name; x where the layer has none."""
@@ -111,19 +149,22 @@ class Block(nnx.Module):
       return x
     return rms_norm(x, self._parameter(name), self.config.norm_eps, self.config.norm_offset)
 
-  def heads(self, x: jax.Array, matrices: jax.Array, halves: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+  def heads(
+    self, x: jax.Array, layer: Layer, matrices: jax.Array, halves: bool
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns queries [B, S, H, head_dim], rotated and scaled, and rotated keys and values [B, S, KV, head_dim]."""
-    query, key, value = (self.linear(f'attention.{name}', x) for name in ('query', 'key', 'value'))
+    query, key, value = (self.linear(f'attention.{name}', x, layer) for name in ('query', 'key', 'value'))
     # The factor of scores goes here, so that it is not rounded to the compute dtype by itself.
     scaled = matrices * self.config.query_scale
     query = rotate(self.norm('attention.query_norm', query), scaled, halves)
     key = rotate(self.norm('attention.key_norm', key), matrices, halves)
     return query, key, value
 
-  def gated(self, x: jax.Array) -> jax.Array:
+  def gated(self, x: jax.Array, layer: Layer) -> jax.Array:
     """Returns the MLP of x: down(activation(gate x) · up x)."""
     activation = ACTIVATIONS[self.config.activation]
-    return self.linear('mlp.down', activation(self.linear('mlp.gate', x)) * self.linear('mlp.up', x))
+    gate, up = (self.linear(f'mlp.{name}', x, layer) for name in ('gate', 'up'))
+    return self.linear('mlp.down', activation(gate) * up, layer)
 
   def _parameter(self, name: str) -> jax.Array:
     return functools.reduce(getattr, name.split('.'), self)[...]
@@ -132,12 +173,18 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
   """The whole model; its layers are one block with stacked parameters, to be scanned, or (`unrolled`) a list."""
 
-  def __init__(self, config: Architecture, make: Callable[[parameters.Parameter], nnx.Param], unrolled: bool):
-    self.config = config
+  def __init__(
+    self,
+    config: Architecture,
+    adapter: AnyAdapter | None,
+    make: Callable[[parameters.Parameter], nnx.Param],
+    unrolled: bool,
+  ):
+    self.config, self.adapter = config, adapter
     for parameter in parameter_table(config):
       if not parameter.stacked:
         setattr(self, parameter.name, make(parameter))
-    blocks = [Block(config, make) for _ in range(config.layers if unrolled else 1)]
+    blocks = [Block(config, adapter, make) for _ in range(config.layers if unrolled else 1)]
     self.layers = nnx.List(blocks) if unrolled else blocks[0]
 
   def output_matrix(self) -> jax.Array:
@@ -151,12 +198,13 @@ class Decoder(nnx.Module):
     segment_ids: jax.Array,
     cache: kv_cache.KVCache | None,
     parents: jax.Array | None,
+    members: jax.Array | None,
     remat: str,
     backend: AttentionBackend,
   ) -> tuple[jax.Array, kv_cache.KVCache | None]:
     """Returns final hidden states [B, S, D] and the updated cache; arguments as in `DecoderPolicy.apply`."""
     config = self.config
-    matrices_of = self._rotations(positions)
+    matrices_of = self._rotations(positions + self._slots)
     # A cache without recent tokens is to be filled by these: what they attend to is themselves.
     whole = cache is None or cache.recent is None
     slot, store = None, None
@@ -170,13 +218,15 @@ class Decoder(nnx.Module):
       mix = mix_as(backend, positions, segment_ids, cache)
     row_axes, _ = backend.axes(tokens.shape[0], config.kv_heads, sampling=cache is not None)
 
-    def layer(block, x, store, index):
+    def layer(block, prefix, x, store, index):
+      prefix = self._seen(prefix, positions, index)
+
       def mix_and_store(query, key, value):
         updated = None if store is None else kv_cache.append_layer(store, key, value, index, slot)
-        return mix(query, key, value, updated, index), updated
+        return mix(query, key, value, prefix, updated, index), updated
 
       x = backend.constrain(x, row_axes, None, None)
-      x, store = block(x, matrices_of(index), backend.halves, mix_and_store)
+      x, store = block(x, Layer(index, members), matrices_of(index), backend.halves, mix_and_store)
       return backend.constrain(x, row_axes, None, None), store
 
     x = jnp.take(self.embedding[...], tokens, axis=0)
@@ -184,15 +234,16 @@ class Decoder(nnx.Module):
       x = x * jnp.asarray(config.embedding_scale, x.dtype)
     if isinstance(self.layers, nnx.List):
       for index, block in enumerate(self.layers):
-        x, store = layer(block, x, store, index)
+        x, store = layer(block, block.slots(), x, store, index)
     else:
       graph, stacked = nnx.split(self.layers)
 
       def scanned(carry, inputs):
-        state, index = inputs
-        return layer(nnx.merge(graph, state), *carry, index), None
+        state, prefix, index = inputs
+        return layer(nnx.merge(graph, state), prefix, *carry, index), None
 
-      inputs = stacked, jnp.arange(config.layers, dtype=jnp.int32)
+      # The slots of all layers at once, which a decode loop then does only once, not in every layer of every step.
+      inputs = stacked, self.layers.slots(), jnp.arange(config.layers, dtype=jnp.int32)
       (x, store), _ = lax.scan(_remat(scanned, remat if cache is None else 'none'), (x, store), inputs)
     if cache is not None and whole:
       filled = jnp.sum((segment_ids > 0).astype(jnp.int32), axis=1)
@@ -212,7 +263,26 @@ class Decoder(nnx.Module):
     stacked, places = jnp.stack(made), jnp.asarray(config.layer_ropes, jnp.int32)
     return lambda layer: lax.dynamic_index_in_dim(stacked, places[layer], keepdims=False)
 
-  # What follows returns mix(query, key, value, stores of this call, layer) -> [B, S, H, head_dim].
+  @property
+  def _slots(self) -> int:
+    return self.adapter.slots if isinstance(self.adapter, kv_prefix.KVPrefix) else 0
+
+  def _seen(self, prefix: Prefix | None, positions: jax.Array, layer: jax.Array | int) -> Prefix | None:
+    """Returns the prefix of a layer with what of it is filled, and the first slot [B, S] that each token sees where
+    windows reach that far."""
+    if prefix is None:
+      return prefix
+    if self.adapter.filling:
+      prefix = prefix.replace(filled=positions[0, 0] + self._slots)
+    elif self.adapter.room > self._slots:
+      prefix = prefix.replace(filled=jnp.int32(self._slots))
+    if self.config.windows is None or not self.adapter.within_windows:
+      return prefix
+    window = jnp.asarray(self.config.windows, jnp.int32)[layer]
+    first = jnp.maximum(positions + self._slots - window + 1, 0)
+    return prefix.replace(first=jnp.where(window > 0, first, 0))
+
+  # What follows returns mix(query, key, value, prefix, stores of this call, layer) -> [B, S, H, head_dim].
 
   def _whole(self, backend, segment_ids, parents, sampling):
     """Attention of whole sequences to themselves."""
@@ -220,7 +290,7 @@ class Decoder(nnx.Module):
     windows = distinct_windows(self.config.windows)
     indices = jnp.asarray([windows.index(window) for window in self.config.windows or (0,) * self.config.layers])
 
-    def mix(query, key, value, store, layer):
+    def mix(query, key, value, prefix, store, layer):
       del store
       return dispatch.attend_whole(
         backend,
@@ -233,6 +303,7 @@ class Decoder(nnx.Module):
         window_index=indices.astype(jnp.int32)[layer],
         sampling=sampling,
         parents=parents,
+        prefix=prefix,
       )
 
     return mix
@@ -251,7 +322,7 @@ class Decoder(nnx.Module):
 
     everything = visible(None)
 
-    def mix(query, key, value, store, layer):
+    def mix(query, key, value, prefix, store, layer):
       del key, value
       masks = everything
       if self.config.windows is not None:
@@ -260,7 +331,7 @@ class Decoder(nnx.Module):
       parts = [
         (kv_cache.layer_of(stores, layer), mask) for stores, mask in zip((cache.stores, store), masks, strict=True)
       ]
-      return dispatch.attend(query, *parts)
+      return dispatch.attend(query, *parts, prefix=prefix)
 
     return mix
 
@@ -269,10 +340,10 @@ class Decoder(nnx.Module):
     windows = jnp.asarray(self.config.windows or (0,) * self.config.layers, jnp.int32)
     held, behind = self._held(segment_ids, cache)
 
-    def mix(query, key, value, store, layer):
+    def mix(query, key, value, prefix, store, layer):
       del key, value
       parts = [(cache.stores, *held), (store, *behind)]
-      return dispatch.attend_stacks(backend, query, positions, parts, layer, windows[layer])
+      return dispatch.attend_stacks(backend, query, positions, parts, layer, windows[layer], prefix)
 
     return mix
 
@@ -305,19 +376,19 @@ def _remat(layer: Callable, remat: str) -> Callable:
 
 
 @functools.cache
-def _graph(config: Architecture, unrolled: bool) -> nnx.GraphDef:
+def _graph(config: Architecture, adapter: AnyAdapter | None, unrolled: bool) -> nnx.GraphDef:
   def make(parameter: parameters.Parameter) -> nnx.Param:
     return nnx.Param(jax.ShapeDtypeStruct(parameter.shape, jnp.dtype(parameter.dtype)), axes=parameter.axes)
 
-  return nnx.graphdef(Decoder(config, make, unrolled))
+  return nnx.graphdef(Decoder(config, adapter, make, unrolled))
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderPolicy:
   """A decoder as a pure function of its parameters (`models.policy.Policy`); static under `jit`.
 
-  Parameters whose names begin with one of `frozen` are in the base, the others in the trainable tree; full fine-tuning,
-  the default, leaves the base empty.
+  Full fine-tuning, the default, leaves the base empty. With an adapter all parameters are in the base, and its factors
+  or slots are the trainable tree. Without one, parameters whose names begin with one of `frozen` are in the base.
   """
 
   config: Architecture
@@ -325,6 +396,7 @@ class DecoderPolicy:
   remat: Literal['none', 'full', 'save_attention', 'dots'] = 'full'
   backend: AttentionBackend = AttentionBackend()
   frozen: tuple[str, ...] = ()  # Names of parameters or of what holds some: 'embedding', 'layers.mlp'.
+  adapter: AnyAdapter | None = None
 
   @property
   def vocab_size(self) -> int:
@@ -336,7 +408,11 @@ class DecoderPolicy:
 
   @property
   def shares_prefixes(self) -> bool:
-    return self.config.windows is None
+    return self.config.windows is None and not isinstance(self.adapter, kv_prefix.KVPrefix)
+
+  @property
+  def pooled(self) -> bool:
+    return isinstance(self.adapter, lora_pool.LoraPool)
 
   def on(self, mesh: jax.sharding.Mesh | None, attention_setting: str = 'auto') -> DecoderPolicy:
     """See `models.policy.Policy.on`."""
@@ -353,7 +429,13 @@ class DecoderPolicy:
     Raises:
       ValueError: no parameter has a name that begins with an entry of `frozen`.
     """
+    if self.adapter is not None:
+      return self.adapter.extended(parameter_table(self.config), self.dtype)
     return _table(self.config, self.frozen)
+
+  def base_policy(self) -> DecoderPolicy:
+    """Returns the model without its adapter; its parameters are the base, and the trainable tree is to be empty."""
+    return dataclasses.replace(self, adapter=None)
 
   def cast(self, base: Tree, trainable: Tree) -> tuple[Tree, Tree]:
     """See `models.policy.Policy.cast`.
@@ -386,6 +468,7 @@ class DecoderPolicy:
     segment_ids: jax.Array,
     cache: kv_cache.KVCache | None = None,
     parents: jax.Array | None = None,
+    members: jax.Array | None = None,
   ) -> tuple[jax.Array, jax.Array, kv_cache.KVCache | None]:
     """See `models.policy.Policy.apply`.
 
@@ -397,8 +480,10 @@ class DecoderPolicy:
       params = self._in_compute_dtype(parameters.merge(base, trainable))
       params = self._ready_to_gather(params, tokens.shape[0])
     turned = params.pop(TURNED, None)
-    decoder = nnx.merge(_graph(self.config, _is_unrolled(params)), params)
-    hidden, cache = decoder(tokens, positions, segment_ids, cache, parents, self.remat, self.backend)
+    if self.pooled:
+      params = params | {'layers': self.adapter.arranged(params['layers'])}
+    decoder = nnx.merge(_graph(self.config, self.adapter, _is_unrolled(params)), params)
+    hidden, cache = decoder(tokens, positions, segment_ids, cache, parents, members, self.remat, self.backend)
     return hidden, decoder.output_matrix() if turned is None else turned.T, cache
 
   def init_cache(self, batch_size: int, length: int, quantized: bool = False) -> kv_cache.KVCache:
@@ -433,14 +518,20 @@ class DecoderPolicy:
       return params
 
     def place(parameter: parameters.Parameter, leaf: jax.Array) -> jax.Array:
-      if not (parameter.stacked and parameter.compute):
-        return leaf
+      if not (parameter.stacked and parameter.compute) or 'slots' in parameter.axes:
+        return leaf  # Slots that are divided are never gathered.
       return lax.with_sharding_constraint(leaf, gathered_by_layer(mesh, parameter.axes, parameter.shape))
 
     return parameters.map_tree(place, self.parameter_table(), params)
 
   def _in_compute_dtype(self, params: Tree) -> Tree:
     return parameters.in_compute_dtype(parameters.held(self.parameter_table(), params), params, self.dtype)
+
+
+@functools.cache
+def _whole_table(config: Architecture, adapter: AnyAdapter | None) -> parameters.Table:
+  table = parameter_table(config)
+  return table if adapter is None else adapter.extended(table, 'float32')
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import contextlib
 import functools
 import json
@@ -85,13 +85,13 @@ def check_target(path: str | os.PathLike) -> pathlib.Path:
   return target
 
 
-def total_bytes(table: parameters.Table, dtype: str) -> int:
-  """Return the bytes that the tensors of an export take."""
-  return sum(p.layers * math.prod(p.huggingface_shape) for p in table) * _dtype(dtype).itemsize
+def bytes_of(parts: Iterable[tensor_files.Part], dtype: str) -> int:
+  """Return the bytes that tensors take in a dtype."""
+  return sum(math.prod(part.shape) for part in parts) * stored_dtype(dtype).itemsize
 
 
 def write_weights(
-  root: pathlib.Path | None, table: parameters.Table, params: Tree, dtype: str, max_shard_bytes: int
+  root: pathlib.Path | None, parts: Sequence[tensor_files.Part], dtype: str, max_shard_bytes: int
 ) -> dict[str, str]:
   """Write the safetensors files of a model, and their index if there are several; return their SHA-256, by name.
 
@@ -100,41 +100,49 @@ def write_weights(
 
   Args:
     root: the directory; None: this process writes nothing.
-    table: of all parameters.
-    params: nested dict of arrays, jax or numpy.
+    parts: the tensors.
     dtype: of the tensors.
     max_shard_bytes: a file holds at most so many bytes of tensors, or one tensor.
 
   Raises:
-    ValueError: a parameter has another shape than the table says.
     UserError: a parameter holds values that the dtype cannot, or that are not finite.
     OSError: a file could not be written.
   """
-  stored = _dtype(dtype)
   shards: list[list[tensor_files.Part]] = [[]]
   held = 0  # Bytes in the last one.
-  for part in _parts(table, params, stored):
-    size = math.prod(part.shape) * stored.itemsize
+  for part in parts:
+    size = bytes_of([part], dtype)
     if shards[-1] and held + size > max_shard_bytes:
       shards.append([])
       held = 0
     shards[-1].append(part)
     held += size
-  if root is None:
-    for shard in shards:
-      for part in shard:
-        part.make()
-    return {}
   count = len(shards)
   names = [WEIGHTS] if count == 1 else [f'model-{i + 1:05d}-of-{count:05d}.safetensors' for i in range(count)]
-  sums = {name: tensor_files.write(root / name, shard, stored) for name, shard in zip(names, shards, strict=True)}
-  if count > 1:
+  files = zip(names, shards, strict=True)
+  sums = {name: write_file(None if root is None else root / name, shard, dtype) for name, shard in files}
+  if count > 1 and root is not None:
     index = {
-      'metadata': {'total_size': total_bytes(table, dtype)},
+      'metadata': {'total_size': bytes_of(parts, dtype)},
       'weight_map': {part.name: name for name, shard in zip(names, shards, strict=True) for part in shard},
     }
     (root / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + '\n', encoding='utf-8')
   return sums
+
+
+def write_file(path: pathlib.Path | None, parts: Sequence[tensor_files.Part], dtype: str) -> str:
+  """Write one safetensors file; return its SHA-256, in hex; as `write_weights`.
+
+  Args:
+    path: of the file; None: this process writes nothing.
+    parts: the tensors.
+    dtype: of the tensors.
+  """
+  if path is not None:
+    return tensor_files.write(path, parts, stored_dtype(dtype))
+  for part in parts:
+    part.make()
+  return ''
 
 
 def copy_companions(source: pathlib.Path, target: pathlib.Path, left_out: Sequence[str] = ()) -> None:
@@ -153,27 +161,41 @@ def copy_companions(source: pathlib.Path, target: pathlib.Path, left_out: Sequen
       shutil.copyfile(file, target / file.name)
 
 
-def _dtype(name: str) -> np.dtype:
+def stored_dtype(name: str) -> np.dtype:
+  """Return the dtype of that name, bfloat16 included."""
   return np.dtype(getattr(ml_dtypes, name, name))
 
 
-def _parts(table: parameters.Table, params: Tree, dtype: np.dtype) -> Iterator[tensor_files.Part]:
-  for parameter in table:
-    leaf = parameters.get(params, parameter.path)
-    if tuple(leaf.shape) != parameter.shape:
-      raise ValueError(f'{parameter.name} has shape {leaf.shape}, not {parameter.shape}.')
-    for layer in range(parameter.layers):
-      make: Callable[[], np.ndarray] = functools.partial(_tensor, parameter, leaf, layer, dtype)
-      yield tensor_files.Part(parameter.huggingface_name(layer), parameter.huggingface_shape, make)
+def parts(table: parameters.Table, params: Tree, dtype: str) -> list[tensor_files.Part]:
+  """Return the Hugging Face tensors of parameters, to be written.
+
+  Args:
+    table: of all parameters.
+    params: nested dict of arrays, jax or numpy.
+    dtype: in which they are stored.
+
+  Raises:
+    ValueError: a parameter has another shape than the table says.
+  """
+  leaves = [(parameter, parameters.get(params, parameter.path)) for parameter in table]
+  return [part(parameter, leaf, layer, dtype) for parameter, leaf in leaves for layer in range(parameter.layers)]
+
+
+def part(parameter: parameters.Parameter, leaf: Any, layer: int, dtype: str) -> tensor_files.Part:
+  """Return one Hugging Face tensor of a parameter, whose array is `leaf`; arguments and errors as `parts`."""
+  if tuple(leaf.shape) != parameter.shape:
+    raise ValueError(f'{parameter.name} has shape {leaf.shape}, not {parameter.shape}.')
+  make: Callable[[], np.ndarray] = functools.partial(_tensor, parameter, leaf, layer, stored_dtype(dtype))
+  return tensor_files.Part(parameter.huggingface_name(layer), parameter.huggingface_shape, make)
 
 
 def _tensor(parameter: parameters.Parameter, leaf: Any, layer: int, dtype: np.dtype) -> np.ndarray:
   name = parameter.huggingface_name(layer)
   if parameter.stacked:
-    return parameter.to_huggingface(_converted(name, _on_host(leaf[layer]), dtype))
+    return parameter.to_huggingface(converted(name, _on_host(leaf[layer]), dtype))
   whole = np.empty(parameter.shape, dtype)
   for place, values in _parts_on_host(leaf):
-    whole[place] = _converted(name, values, dtype)
+    whole[place] = converted(name, values, dtype)
   return parameter.to_huggingface(whole)
 
 
@@ -194,7 +216,7 @@ def _parts_on_host(array: Any) -> Iterator[tuple[Any, np.ndarray]]:
       yield (slice(offset + start, offset + start + count), *others), np.asarray(part)
 
 
-def _converted(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def converted(name: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
   """Return part of a tensor in another dtype.
 
   Raises:

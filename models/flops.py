@@ -5,12 +5,21 @@ from __future__ import annotations
 import math
 
 from models import parameters
+from models.adapters import kv_prefix
 from models.policy import Policy
 
 
 def forward_flops_per_token(table: parameters.Table) -> float:
   """Returns the operations of a forward pass per token by the rule of thumb: 2 per parameter, no attention scores."""
   return 2.0 * parameters.count(table)
+
+
+def update_flops_per_token(table: parameters.Table) -> float:
+  """Returns the operations of a forward and a backward pass per token by the same rule.
+
+  A backward pass multiplies by every matrix once for the gradient of its input, and once for that of a trained matrix.
+  """
+  return 2 * forward_flops_per_token(table) + forward_flops_per_token(parameters.trainable(table))
 
 
 def forward_flops(policy: Policy, rows: int, tokens: int, scored: int) -> float:
@@ -25,10 +34,39 @@ def forward_flops(policy: Policy, rows: int, tokens: int, scored: int) -> float:
     tokens: of each row.
     scored: tokens of each row whose logits are computed.
   """
+  table = policy.parameter_table()
+  return float(rows) * (_products(table, tokens) + _attention(policy, tokens) + _logits(policy, scored))
+
+
+def update_flops(policy: Policy, rows: int, tokens: int, scored: int) -> float:
+  """Returns the operations of a forward and a backward pass over such rows.
+
+  The backward pass computes the gradient of what a product reads, and of the matrix where that is trained; both factors of
+  a product of attention have gradients.
+  """
+  table = policy.parameter_table()
+  trained = parameters.trainable(table)
+  unembedding = 'embedding' if all(p.name != 'unembedding' for p in table) else 'unembedding'
+  passes = 3 if any(p.name == unembedding for p in trained) else 2
+  products = 2 * _products(table, tokens) + _products(trained, tokens)
+  return float(rows) * (products + 3 * _attention(policy, tokens) + passes * _logits(policy, scored))
+
+
+def _products(table: parameters.Table, tokens: int) -> float:
+  return 2.0 * tokens * sum(math.prod(p.shape) for p in table if p.stacked and p.compute and not kv_prefix.is_slots(p))
+
+
+_SLOTS = tuple(f'layers.{name}' for name in (kv_prefix.KEY, kv_prefix.FROZEN_KEY))
+
+
+def _attention(policy: Policy, tokens: int) -> float:
   config = policy.config
-  weights = sum(math.prod(p.shape) for p in policy.parameter_table() if p.stacked and p.compute)
   # Twice the pairs of a query and a key: half of all are not masked, fewer where windows are shorter than the row.
   windows = [min(window or tokens, tokens) for window in config.windows or (0,) * config.layers]
   pairs = sum(window * (2 * tokens - window) for window in windows)
-  attention = 2 * pairs * config.heads * config.head_dim
-  return float(rows) * (2 * weights * tokens + attention + 2 * config.vocab_size * config.hidden_size * scored)
+  pairs += 2 * tokens * sum(p.shape[0] * p.shape[2] for p in policy.parameter_table() if p.name in _SLOTS)
+  return 2.0 * pairs * config.heads * config.head_dim
+
+
+def _logits(policy: Policy, scored: int) -> float:
+  return 2.0 * policy.config.vocab_size * policy.config.hidden_size * scored

@@ -28,7 +28,7 @@ def forward(policy: Policy, base: Tree, trainable: Tree, rows: TokenRows) -> tup
     `policy.vocab_size` on are no tokens.
   """
   arguments = rows.tokens, rows.positions, rows.segment_ids
-  # A policy that shares no prefixes need not know of parents.
-  parents = {} if rows.parents is None else {'parents': rows.parents}
-  hidden, unembedding, _ = policy.apply(base, trainable, *arguments, **parents)
+  # A policy that shares no prefixes need not know of parents, and one without a pool of adapters not of members.
+  known = {name: value for name in ('parents', 'members') if (value := getattr(rows, name)) is not None}
+  hidden, unembedding, _ = policy.apply(base, trainable, *arguments, **known)
   return target_states(hidden, rows), unembedding

@@ -15,12 +15,14 @@ TIMEOUT_S = 10.0  # Of an attempt.
 PAUSE_S = 1.0  # Between two.
 
 
-def fetch(name: str, patterns: Sequence[str]) -> pathlib.Path:
+def fetch(name: str, patterns: Sequence[str], setting: str = 'model.path', what: str = 'model') -> pathlib.Path:
   """Return the directory of the hub's cache that holds a model's files, downloaded where they are not there.
 
   Args:
     name: organisation/model.
     patterns: of the names of files to have.
+    setting: that names it, for errors.
+    what: it is, for errors.
 
   Raises:
     UserError: the hub cannot be reached, or has no such model, or not for this user.
@@ -31,10 +33,10 @@ def fetch(name: str, patterns: Sequence[str]) -> pathlib.Path:
   try:
     return pathlib.Path(snapshot_download(name, allow_patterns=list(patterns)))
   except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError) as error:
-    where = f'model.path={name!r} is not a directory here'
+    where = f'{setting}={name!r} is not a directory here'
     if reason:
       raise UserError(
-        f'{where}, and {reason}: connect this machine, or set model.path to a Hugging Face model directory.'
+        f'{where}, and {reason}: connect this machine, or set {setting} to a Hugging Face {what} directory.'
       ) from error
     raise UserError(f'{where}, and it cannot be loaded from the Hugging Face hub: {_why(error, name)}') from error
 

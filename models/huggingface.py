@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
 import functools
 import json
 import logging
 import os
 import pathlib
-import re
 from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
 
-from models import checksums, exporting, hub, parameters, placing, remote_files, stored_tensors, tensor_files
+from models import checksums, directories, exporting, parameters, placing, stored_tensors, tensor_files
+from models.adapters import kv_prefix, lora, merging, peft_config, peft_files
+from models.adapters.cartridge import check_fits
+from models.adapters.kv_prefix import KVPrefix
 from models.architecture import Architecture
 from models.decoder import DecoderPolicy
 from models.families import registry
 from models.families.family import NAMES
+from models.families.table import parameter_table
 from models.tensor_files import DTYPES, Tensor
-from sdpo_jax.config import ModelConfig
+from sdpo_jax.config import CartridgeConfig, ModelConfig
 from sdpo_jax.distributed.cluster import barrier
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Tree
@@ -35,17 +39,21 @@ IGNORED = ('rotary_emb.inv_freq', 'attn.masked_bias')
 
 
 def load(
-  path: str | os.PathLike, config: ModelConfig, mesh: jax.sharding.Mesh | None = None
+  path: str | os.PathLike, config: ModelConfig, mesh: jax.sharding.Mesh | None = None, seed: int = 0
 ) -> tuple[DecoderPolicy, Tree]:
-  """Loads the policy and its float32 parameters from a model directory (one or several safetensors files).
+  """Loads the policy and its parameters from a model directory (one or several safetensors files).
+
+  Parameters are float32, but for those that an adapter leaves frozen. The factors of an adapter are drawn. The slots of a
+  cartridge are not there: what they begin with may take the model to compute.
 
   A process reads of every tensor the rows that its devices need part of, each once. Beside the result it holds its share
   of one stacked parameter at a time, and a few megabytes.
 
   Args:
     path: directory with config.json and safetensors, or a hub name (organisation/model).
-    config: compute dtype and rematerialisation.
+    config: compute dtype, rematerialisation and adapter.
     mesh: devices over which `sdpo_jax.distributed.mesh` shards the parameters. None: the default device, which holds all.
+    seed: of the factors of an adapter.
 
   Raises:
     UserError: naming the missing or damaged file, the unsupported architecture, the missing, unexpected or misshapen
@@ -55,10 +63,61 @@ def load(
   check_files(root, edited=True)
   policy = read_policy(root, config).on(mesh, config.attention)
   table = policy.parameter_table()
+  own = tuple(parameter for parameter in lora.without_factors(table) if not kv_prefix.is_slots(parameter))
+  with open_model(root) as tensors:
+    params = parameters.map_table(lambda parameter: placing.place(parameter, tensors, mesh), own)
+  if config.lora.path:
+    adapter_root = peft_files.resolve(config.lora.path)
+    check_files(adapter_root, edited=True)
+    known_name = registry.family_of(policy.config).known_name
+    factors = peft_files.load_factors(adapter_root, lora.without_factors(table), known_name, mesh)
+  else:
+    place = functools.partial(placing.put, mesh)
+    factors = parameters.initialise(lora.factors(table), jax.random.key(seed), policy.config.initializer_range, place)
+  return policy, parameters.merge(params, factors)
+
+
+def load_frozen(
+  path: str | os.PathLike, config: ModelConfig, mesh: jax.sharding.Mesh | None = None
+) -> tuple[DecoderPolicy, Tree]:
+  """Loads a model of which nothing is trained: the policy, and all its parameters in compute dtype, as a base.
+
+  Args:
+    path: directory with config.json and safetensors, or a hub name (organisation/model).
+    config: compute dtype and rematerialisation; without an adapter.
+    mesh: as in `load`.
+
+  Raises:
+    UserError: as `load`.
+  """
+  root = resolve(path)
+  check_files(root, edited=True)
+  policy = read_policy(root, config).on(mesh, config.attention)
+  table = parameters.frozen_in(policy.parameter_table(), policy.dtype)
+  with open_model(root) as tensors:
+    return policy, parameters.map_table(lambda parameter: placing.place(parameter, tensors, mesh), table)
+
+
+@contextlib.contextmanager
+def open_model(root: pathlib.Path, *, compare_heads: bool = True) -> Iterator[dict[str, Tensor]]:
+  """Give the tensors of the model of a directory while its files are open, by the names of its family.
+
+  Args:
+    root: the directory.
+    compare_heads: whether to read the unembedding that a file has of a tied model, to see that it is the embedding.
+
+  Raises:
+    UserError: as `load`, but whether values are finite is not looked at.
+  """
+  architecture = registry.read(read_json(root, 'config.json'), str(root / 'config.json'))
   with stored_tensors.open_tensors(root) as stored:
-    tensors = _of_model(root, policy.config, table, stored)
-    params = parameters.map_table(lambda parameter: placing.place(parameter, tensors, mesh), table)
-  return policy, params
+    tensors, head = _of_model(root, architecture, parameter_table(architecture), stored)
+    if compare_heads and head is not None and not tensor_files.are_equal(head, tensors[NAMES['embedding']]):
+      raise UserError(
+        f'{root}: {head.name!r} is another matrix than {tensors[NAMES["embedding"]].name!r}, and the two are tied by '
+        'config.json: set tie_word_embeddings to false there, or remove the tensor if the embedding is meant.'
+      )
+    yield tensors
 
 
 def check_files(root: pathlib.Path, *, edited: bool = False) -> int:
@@ -96,9 +155,37 @@ def describe(config_json: dict[str, Any], config: ModelConfig) -> DecoderPolicy:
   return _policy(registry.read(config_json), config)
 
 
+def positions(config_json: dict[str, Any]) -> int | None:
+  """Returns how many positions the contents of a config.json say that a model was made for; None: they do not say."""
+  found = config_json.get('text_config', config_json).get('max_position_embeddings')
+  return found if isinstance(found, int) else None
+
+
 def _policy(model: Architecture, config: ModelConfig) -> DecoderPolicy:
   multiple = config.vocab_multiple or (LARGE_MULTIPLE if model.vocab_size >= LARGE else 1)
-  return DecoderPolicy(dataclasses.replace(model, vocab_multiple=multiple), config.dtype, config.remat)
+  architecture = dataclasses.replace(model, vocab_multiple=multiple)
+  table = parameter_table(architecture)
+  if config.lora.path:
+    adapter = peft_files.read_adapter(config.lora.path, table, registry.family_of(architecture).known_name)
+  else:
+    adapter = _prefix(config.cartridge, architecture) or lora.from_config(config.lora, table)
+  return DecoderPolicy(architecture, config.dtype, config.remat, adapter=adapter)
+
+
+def _prefix(config: CartridgeConfig, architecture: Architecture) -> KVPrefix | None:
+  """Returns the slots that the settings describe; None: there are none.
+
+  Raises:
+    UserError: the cartridge to start from cannot be read, or is one of a model of other sizes.
+  """
+  slots, frozen, within_windows = config.tokens, config.num_frozen_tokens, config.sliding_window == 'windowed'
+  if config.path:
+    from models.adapters import named_cartridges  # Imports this module, to know what model a cartridge belongs to.
+
+    described = named_cartridges.describe(config.path)
+    check_fits(described, architecture, config.path)
+    return described.prefix
+  return None if slots is None else KVPrefix(slots, frozen, within_windows)
 
 
 def init(config_json: dict[str, Any], rng: jax.Array, config: ModelConfig | None = None) -> tuple[DecoderPolicy, Tree]:
@@ -140,57 +227,139 @@ def save(
     texts: files to write, name → content, in place of those of the source.
 
   Raises:
+    ValueError: the policy has an adapter.
     UserError: `path` already holds files or cannot be written, `source` has no config.json, or a parameter holds values
       that the dtype cannot, or that are not finite.
   """
-  table = policy.parameter_table()
+  if policy.adapter is not None:
+    raise ValueError('The policy has an adapter: write that by save_adapter, or the model with it by save_merged.')
+  parts = exporting.parts(policy.parameter_table(), params, dtype)
+  _save(path, policy.config, parts, source, dtype, max_shard_bytes, texts)
+
+
+def save_merged(
+  path: str | os.PathLike,
+  policy: DecoderPolicy,
+  factors: Tree,
+  source: str | os.PathLike,
+  *,
+  dtype: Literal['float32', 'bfloat16', 'float16'] = 'float32',
+  max_shard_bytes: int = 5 * 10**9,
+  texts: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+  """Writes a model directory in which the matrices of a model have the product of their factors added to them.
+
+  The model is read from its files and added to in float32, tensor by tensor.
+
+  Args:
+    path: as in `save`.
+    policy: of the model with its adapter.
+    factors: nested dict of arrays.
+    source: the model directory.
+    dtype: as in `save`.
+    max_shard_bytes: as in `save`.
+    texts: as in `save`.
+
+  Raises:
+    UserError: as `save`, or the model cannot be read.
+  """
+  table = policy.base_policy().parameter_table()
+  with open_model(resolve(source)) as tensors:
+    parts = merging.merged(table, policy.adapter, factors, tensors, dtype)
+    _save(path, policy.config, parts, source, dtype, max_shard_bytes, texts)
+
+
+def save_adapter(
+  path: str | os.PathLike,
+  policy: DecoderPolicy,
+  factors: Tree,
+  source: str | os.PathLike,
+  *,
+  name: str,
+  fingerprint: Mapping[str, Any],
+  use_rslora: bool = False,
+  dtype: Literal['float32', 'bfloat16', 'float16'] = 'float32',
+  texts: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+  """Writes the adapter of a model, see `models.adapters.peft_files.save`.
+
+  Args:
+    path: directory to make; it must not hold files.
+    policy: of the model with its adapter.
+    factors: nested dict of arrays.
+    source: the model directory, whose tokenizer files are copied.
+    name: path or name of the model.
+    fingerprint: of the model, `models.identity.of_base`.
+    use_rslora: whether alphas are those of rank-stabilised LoRA.
+    dtype: of the stored tensors.
+    texts: files to write, name → content, in place of the model's.
+
+  Raises:
+    UserError: as `save`.
+  """
+  root = resolve(source, weights=False)
+  peft_files.save(
+    path,
+    policy.adapter,
+    policy.base_policy().parameter_table(),
+    factors,
+    prefix=registry.family_of(policy.config).module_prefix(read_json(root, 'config.json')),
+    base=name,
+    fingerprint=fingerprint,
+    use_rslora=use_rslora,
+    companions=root,
+    texts=texts,
+    dtype=dtype,
+  )
+
+
+def _save(
+  path: str | os.PathLike,
+  architecture: Architecture,
+  parts: Sequence[tensor_files.Part],
+  source: str | os.PathLike | None,
+  dtype: str,
+  max_shard_bytes: int,
+  texts: Mapping[str, str],
+) -> None:
   if jax.process_index() != 0:
-    exporting.write_weights(None, table, params, dtype, max_shard_bytes)
+    exporting.write_weights(None, parts, dtype, max_shard_bytes)
   else:
     exporting.check_target(path)
     origin = None if source is None else resolve(source, weights=False)
-    family = registry.family_of(policy.config)
-    values = family.write(policy.config) if origin is None else family.exported(read_json(origin, 'config.json'))
+    family = registry.family_of(architecture)
+    values = family.write(architecture) if origin is None else family.exported(read_json(origin, 'config.json'))
     # transformers 4 wrote torch_dtype; whoever reads the source reads the copy.
     values = values | {'torch_dtype' if 'torch_dtype' in values and 'dtype' not in values else 'dtype': dtype}
-    with exporting.new_directory(path, exporting.total_bytes(table, dtype)) as partial:
+    with exporting.new_directory(path, exporting.bytes_of(parts, dtype)) as partial:
       if origin is not None:
         exporting.copy_companions(origin, partial, family.left_out)
       for name, text in texts.items():
         (partial / name).write_text(text, encoding='utf-8')
       (partial / 'config.json').write_text(json.dumps(values, indent=2) + '\n', encoding='utf-8')
-      sums = exporting.write_weights(partial, table, params, dtype, max_shard_bytes)
+      sums = exporting.write_weights(partial, parts, dtype, max_shard_bytes)
       checksums.write(partial, sums)
   barrier('the end of the export')
 
 
-def resolve(path: str | os.PathLike, weights: bool = True) -> pathlib.Path:
-  """Returns the local directory that `path` names: itself, a copy of gs://…, or the hub's snapshot of a name.
-
-  A path whose parent directory exists, or that is written as one (/…, ./…, ~/…), never reaches for the network.
+def resolve(path: str | os.PathLike, weights: bool = True, setting: str = 'model.path') -> pathlib.Path:
+  """Returns the local directory of a model, as `directories.fetch`.
 
   Args:
     path: of the model.
     weights: false: the weights, which are gigabytes, are not fetched.
+    setting: that names it, for messages.
 
   Raises:
-    UserError: it names neither.
+    UserError: there is none, or it is of an architecture that is not supported.
   """
-  local = pathlib.Path(path).expanduser()
-  if remote_files.is_remote(path):
-    fetch = functools.partial(remote_files.fetch, str(path))
-  elif local.is_dir():
-    return local
-  elif not re.fullmatch(r'[\w.-]+/[\w.-]+', str(path)) or str(path).startswith('.') or local.parent.is_dir():
-    raise UserError(f'The model directory {local} does not exist: set model.path to a Hugging Face model directory.')
-  else:
-    fetch = functools.partial(hub.fetch, str(path))
-  root = fetch(COMPANIONS)
-  if weights:
+  root = directories.fetch(path, COMPANIONS, setting, 'model')
+  if weights and not directories.is_local(path):
     # The architecture first: gigabytes of weights that we cannot use are not worth fetching. Nor are those that the
     # index does not name: some publishers store them a second time.
     registry.read(read_json(root, 'config.json'), f'{path}/config.json')
-    root = fetch((*COMPANIONS, *stored_tensors.weight_files(stored_tensors.read_index(root))))
+    files = stored_tensors.weight_files(stored_tensors.read_index(root))
+    root = directories.fetch(path, (*COMPANIONS, *files), setting, 'model')
   return root
 
 
@@ -202,6 +371,11 @@ def read_json(root: pathlib.Path, name: str) -> dict[str, Any]:
   """
   file = root / name
   if not file.is_file():
+    if (root / peft_config.FILE).is_file():
+      raise UserError(
+        f'{root} has no {name}, because it holds an adapter: set model.path to the model that it was trained on, and name '
+        'this directory as --adapter or in model.lora.path.'
+      )
     raise UserError(f'{root} has no {name}: model.path must be a Hugging Face model directory.')
   try:
     values = json.loads(file.read_text(encoding='utf-8'))
@@ -214,8 +388,8 @@ def read_json(root: pathlib.Path, name: str) -> dict[str, Any]:
 
 def _of_model(
   root: pathlib.Path, config: Architecture, table: parameters.Table, stored: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-  """Returns the tensors of a model, by the names in its table.
+) -> tuple[dict[str, Tensor], Tensor | None]:
+  """Returns the tensors of a model, by the names in its table, and the unembedding that is stored of a tied one.
 
   Raises:
     UserError: naming one that is missing, does not belong to the model, is there twice, or has another shape or dtype.
@@ -254,9 +428,4 @@ def _of_model(
         f'{tensor.file.path}: tensor {tensor.name!r} is stored as {tensor.dtype}; supported: {", ".join(DTYPES)}: get '
         'the model in one of these.'
       )
-  if head is not None and not tensor_files.are_equal(head, tensors[NAMES['embedding']]):
-    raise UserError(
-      f'{root}: {head.name!r} is another matrix than {tensors[NAMES["embedding"]].name!r}, and the two are tied by '
-      'config.json: set tie_word_embeddings to false there, or remove the tensor if the embedding is meant.'
-    )
-  return tensors
+  return tensors, head

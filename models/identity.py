@@ -8,9 +8,13 @@ import os
 import pathlib
 from typing import Any
 
+from models import tensor_digest
+from models.adapters import peft_files
 from models.control_tokens import control_strings
-from models.huggingface import read_json, resolve
+from models.huggingface import open_model, read_json, resolve
+from models.tensor_files import TensorFile
 from models.tokenizer import Tokenizer, stop_token_ids
+from sdpo_jax.errors import UserError, short_repr
 
 # Of config.json: what writers note about themselves, how tensors were stored, and what generation alone reads.
 INFORMATIVE = ('_name_or_path', 'architectures', 'dtype', 'torch_dtype', 'transformers_version', 'use_cache')
@@ -29,7 +33,6 @@ TEXTS = (
   'Ünïcödé 中文字符 кириллица العربية 😀',
   '\\frac{1}{2} + \\sqrt{8} = \\boxed{3.14}',
 )
-SPOTS, SPOT_BYTES = 16, 65536  # Places of a weights file that are read, and bytes at each.
 
 
 def digest(value: Any) -> str:
@@ -76,23 +79,60 @@ def of_architecture(path: str | os.PathLike) -> dict[str, str]:
 
 
 def of_weights(path: str | os.PathLike) -> dict[str, str]:
-  """Return how many bytes the safetensors of a model directory have, and a digest of `SPOTS` places in each file.
+  """Return how many tensors the model of a directory has, and `models.tensor_digest.of_tensors` of them.
 
-  It costs a millisecond a file. Training moves nearly all weights, so that other weights differ there; a single
-  flipped bit need not.
+  Raises:
+    UserError: the files do not hold the model that config.json describes.
   """
-  files = sorted(resolve(path).glob('*.safetensors'))
-  return {
-    'bytes': str(sum(file.stat().st_size for file in files)),
-    'spots': digest([[file.name, digest(b''.join(_spots(file)))] for file in files]),
-  }
+  root = resolve(path)
+  with open_model(root, compare_heads=False) as tensors:
+    return {'tensors': str(len(tensors)), 'values': tensor_digest.of_tensors(tensors)}
 
 
-def _spots(file: pathlib.Path) -> list[bytes]:
-  size = file.stat().st_size
-  with open(file, 'rb') as content:
-    found = []
-    for spot in range(SPOTS):
-      content.seek(max(size - SPOT_BYTES, 0) * spot // (SPOTS - 1))
-      found.append(content.read(SPOT_BYTES))
-    return found
+def of_adapter(path: str | os.PathLike) -> dict[str, str]:
+  """Return a digest of the factors of an adapter's directory."""
+  with TensorFile(peft_files.resolve(path) / peft_files.WEIGHTS) as file:
+    return {'values': tensor_digest.of_tensors(file.tensors)}
+
+
+def compare_base(adapter: str | os.PathLike, model: str | os.PathLike) -> list[str]:
+  """Compare a model with the one that an adapter belongs to; return a sentence about everything that may be meant.
+
+  The weights must be the same: tensors of the same names, shapes and values, as far as `of_weights` looks at them, so in
+  any files, float32 or bfloat16. Of config.json it is said which entries have another value. Of an adapter that does not
+  know its base's weights, which is any that PEFT wrote, only the base's name is said where that is another.
+
+  Args:
+    adapter: its directory.
+    model: the model's directory.
+
+  Raises:
+    UserError: the weights are others, or a file is damaged.
+  """
+  name = peft_files.read_config(adapter).base
+  known = peft_files.base_of(adapter)
+  if known is None:
+    if name is None or name == str(model):
+      return []
+    return [
+      f'{adapter} was trained on {short_repr(name, 200)}; whether {model} is the same model cannot be known but by its shapes.'
+    ]
+  if known['weights'] != of_weights(model):
+    raise UserError(
+      f'{adapter} belongs to another model than {model}: its {peft_files.BASE} says that it was trained on {short_repr(name, 200)}, and the '
+      f'weights here are others; name that model, or remove {peft_files.BASE} if you insist.'
+    )
+  before, now = known.get('architecture', {}), of_architecture(model)
+  changed = [
+    f'{key} was {before[key]} and is now {now[key]}'
+    for key in sorted(before.keys() & now.keys())
+    if before[key] != now[key]
+  ]
+  return (
+    [f'config.json of {model} is not that with which {adapter} was trained: {"; ".join(changed)}.'] if changed else []
+  )
+
+
+def of_base(path: str | os.PathLike) -> dict[str, dict[str, str]]:
+  """Return what tells the model that an adapter belongs to from others: `of_weights` and `of_architecture`."""
+  return {'weights': of_weights(path), 'architecture': of_architecture(path)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 import dataclasses
 import math
 from typing import Any, Literal
@@ -35,7 +35,7 @@ class Parameter:
   axes: tuple[
     str | None, ...
   ]  # Logical axis of every dimension (None: never sharded); mesh rules make shardings of them.
-  init: Literal['normal', 'ones', 'zeros']
+  init: Literal['normal', 'ones', 'zeros', 'kaiming_uniform']
   huggingface: str  # Tensor name, with {layer} where layers are stacked.
   huggingface_shape: tuple[int, ...]  # Of one Hugging Face tensor.
   transpose: bool = False
@@ -127,13 +127,19 @@ def trainable(table: Table) -> Table:
   return tuple(parameter for parameter in table if not parameter.frozen)
 
 
+def frozen_in(table: Table, dtype: str) -> Table:
+  """Returns the parameters of a table, all of them frozen and kept in `dtype`, in which the model computes."""
+  return tuple(dataclasses.replace(p, frozen=True, dtype=dtype if p.compute else 'float32') for p in table)
+
+
 def split(table: Table, tree: Tree) -> tuple[Tree, Tree]:
   """Returns (base, trainable) of the nested dict of all parameters; the inverse of `merge`."""
+  return select(frozen(table), tree), select(trainable(table), tree)
 
-  def part(parameters: Table) -> Tree:
-    return nest((parameter.path, get(tree, parameter.path)) for parameter in parameters)
 
-  return part(frozen(table)), part(trainable(table))
+def select(table: Table, tree: Tree) -> Tree:
+  """Returns the nested dict of those parameters of a tree that the table has."""
+  return nest((parameter.path, get(tree, parameter.path)) for parameter in table)
 
 
 def held(table: Table, tree: Tree) -> Table:
@@ -219,22 +225,43 @@ def count(table: Table) -> int:
   return sum(math.prod(p.shape) for p in table)
 
 
-def initialise(table: Table, rng: jax.Array, scale: float) -> Tree:
+def initialise(
+  table: Table, rng: jax.Array, scale: float, place: Callable[[Parameter, np.ndarray], jax.Array] | None = None
+) -> Tree:
+  """Draws random parameters from the stream of a key; see `draw` for all else."""
+  return draw(table, np.asarray(jax.random.key_data(rng)).tolist(), scale, place)
+
+
+def draw(
+  table: Table,
+  key: Sequence[int],
+  scale: float,
+  place: Callable[[Parameter, np.ndarray], jax.Array] | None = None,
+) -> Tree:
   """Draws random parameters: normal with standard deviation `scale` for matrices, ones for norms, zeros for biases.
 
-  Drawn on the host (a compiled generator per shape would take longer than it saves), each array from its own stream
-  of the key `rng`.
-  """
-  key = np.asarray(jax.random.key_data(rng)).tolist()
+  `kaiming_uniform` is uniform within ±1/√(inputs), as torch.nn.Linear and PEFT have it. Drawn on the host (a compiled
+  generator per shape would take longer than it saves), each array from its own stream.
 
-  def make(place: int, parameter: Parameter) -> jax.Array:
+  Args:
+    table: of the parameters to draw.
+    key: words of the stream, those of a PRNG key's data for instance.
+    scale: of normal ones.
+    place: gives the array that lies where a parameter does, of its values; None: on the default device.
+  """
+
+  def make(number: int, parameter: Parameter) -> jax.Array:
+    generator = np.random.default_rng([*key, number])
     if parameter.init == 'normal':
-      generator = np.random.default_rng([*key, place])
       values = np.float32(scale) * generator.standard_normal(parameter.shape, np.float32)
       if parameter.padding:
         values[-parameter.padding :] = 0
+    elif parameter.init == 'kaiming_uniform':
+      bound = np.float32(1 / math.sqrt(parameter.huggingface_shape[-1]))
+      values = bound * (2 * generator.random(parameter.shape, np.float32) - 1)
     else:
       values = np.full(parameter.shape, float(parameter.init == 'ones'))
-    return jax.device_put(values.astype(parameter.dtype))
+    values = values.astype(parameter.dtype)
+    return jax.device_put(values) if place is None else place(parameter, values)
 
-  return nest((parameter.path, make(place, parameter)) for place, parameter in enumerate(table))
+  return nest((parameter.path, make(number, parameter)) for number, parameter in enumerate(table))

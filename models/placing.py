@@ -50,6 +50,14 @@ def _send(parameter: parameters.Parameter, tensors: Mapping[str, Tensor], mesh: 
   return jax.make_array_from_single_device_arrays(parameter.shape, sharding, pieces)
 
 
+def put(mesh: jax.sharding.Mesh | None, parameter: parameters.Parameter, values: np.ndarray) -> jax.Array:
+  """Return a parameter on the devices, of values that the host holds whole."""
+  if mesh is None:
+    return jax.device_put(values)
+  sharding = parameter_sharding(mesh, parameter.axes, parameter.shape)
+  return jax.make_array_from_callback(parameter.shape, sharding, lambda index: values[index])
+
+
 def read_blocks(
   parameter: parameters.Parameter, tensors: Mapping[str, Tensor], blocks: Sequence[parameters.Bounds]
 ) -> list[np.ndarray]:

@@ -10,6 +10,8 @@ from models.cache import KVCache
 from models.parameters import Table
 from sdpo_jax.types import Tree
 
+NO_MEMBER = -1  # Of a row: it has none of the adapters of a pool.
+
 
 class Sizes(Protocol):
   """The sizes of a model that the arithmetic of a run reads: operations, memory, meshes that divide it."""
@@ -39,6 +41,8 @@ class Policy(Protocol):
   reads_filled: bool
   # Whether segments may have parents; if not, `apply` is never handed any.
   shares_prefixes: bool
+  # Whether the trainable tree is a pool of adapters, and `apply` is told which of them each row has.
+  pooled: bool
 
   def parameter_table(self) -> Table:
     """Returns shape, dtype, logical axes, initialiser and Hugging Face layout of every parameter.
@@ -80,6 +84,7 @@ class Policy(Protocol):
     segment_ids: jax.Array,
     cache: KVCache | None = None,
     parents: jax.Array | None = None,
+    members: jax.Array | None = None,
   ) -> tuple[jax.Array, jax.Array, KVCache | None]:
     """Computes final hidden states and the matrix that turns them into logits.
 
@@ -96,6 +101,8 @@ class Policy(Protocol):
       parents: [B, S] int32, the segment whose tokens, which stand before it, a token attends to beside its own; 0:
         none. So several completions share a prompt. None: there are none. Without a cache; the kernels of a TPU have no
         gradient then.
+      members: [B] int32, which adapter of a pool each row has; `NO_MEMBER`: none, the row is the base's. None: the
+        policy has no pool.
 
     Returns:
       hidden [B, S, D] (after the final norm), unembedding [V, D] such that logits = hidden @ unembedding.T,
@@ -123,6 +130,7 @@ class PolicyBase:
 
   reads_filled = False
   shares_prefixes = False
+  pooled = False
 
   def on(self, mesh: jax.sharding.Mesh | None, attention_setting: str = 'auto') -> Policy:
     """Returns itself."""

@@ -38,7 +38,7 @@ def is_remote(path: str | os.PathLike) -> bool:
 
 
 @functools.cache
-def fetch(address: str, patterns: Sequence[str]) -> pathlib.Path:
+def fetch(address: str, patterns: Sequence[str], setting: str = 'model.path', what: str = 'model') -> pathlib.Path:
   """Returns the local copy of a remote model directory, made or renewed where it lacks a file or holds another one.
 
   It is in $SDPO_MODELS, or ~/.cache/sdpo_jax/models. Of several processes of a machine one copies, and the others wait.
@@ -46,6 +46,8 @@ def fetch(address: str, patterns: Sequence[str]) -> pathlib.Path:
   Args:
     address: of the directory.
     patterns: of the names of files to copy.
+    setting: that names it, for errors.
+    what: the directory holds, for errors.
 
   Raises:
     UserError: it cannot be read or changes meanwhile, has none of these files, or there is no room for the copy.
@@ -55,13 +57,13 @@ def fetch(address: str, patterns: Sequence[str]) -> pathlib.Path:
     wanted = [name for name in sources if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
     identities = {name: _identity(sources[name]) for name in wanted}
   except ImportError as error:
-    raise UserError(f'model.path={address} needs a package that is not installed: {error}.') from error
+    raise UserError(f'{setting}={address} needs a package that is not installed: {error}.') from error
   except Exception as error:  # Object stores raise many kinds; all mean the same here.
     raise UserError(
-      f'model.path={address} cannot be read ({first_line(error)}): check the address, and that this machine may read it.'
+      f'{setting}={address} cannot be read ({first_line(error)}): check the address, and that this machine may read it.'
     ) from error
   if not wanted:
-    raise UserError(f'model.path={address} holds no model: put a Hugging Face model directory there.')
+    raise UserError(f'{setting}={address} holds no {what}: put a Hugging Face {what} directory there.')
   folder = pathlib.Path(os.environ.get(FOLDER) or pathlib.Path.home() / '.cache' / 'sdpo_jax' / 'models')
   target = folder / re.sub(r'\W+', '_', address)
   try:
@@ -70,12 +72,12 @@ def fetch(address: str, patterns: Sequence[str]) -> pathlib.Path:
       folder / f'{target.name}.lock',
       lambda: _logger.warning('Another process copies %s to %s: waiting for it.', address, target),
     ):
-      _renew(target, {name: sources[name] for name in wanted}, identities, address, set(sources))
+      _renew(target, {name: sources[name] for name in wanted}, identities, f'{setting}={address}', set(sources))
   except UserError:
     raise
   except Exception as error:  # As above, and of the disk.
     raise UserError(
-      f'model.path={address} could not be copied to {folder} ({first_line(error)}): make room there for '
+      f'{setting}={address} could not be copied to {folder} ({first_line(error)}): make room there for '
       f'{sum(size for size, _ in identities.values()) / 1e9:.1f} GB, or name another folder in {FOLDER}; what was copied '
       'is kept.'
     ) from error
@@ -83,7 +85,7 @@ def fetch(address: str, patterns: Sequence[str]) -> pathlib.Path:
 
 
 def _renew(
-  target: pathlib.Path, sources: dict[str, epath.Path], identities: dict[str, _Identity], address: str, there: set[str]
+  target: pathlib.Path, sources: dict[str, epath.Path], identities: dict[str, _Identity], named: str, there: set[str]
 ) -> None:
   """Make a copy hold `sources`, and nothing that the store does not have (whose names are `there`) or has otherwise."""
   record = _recorded(target)
@@ -100,7 +102,7 @@ def _renew(
   needed, free = sum(identities[name][0] for name in missing), shutil.disk_usage(target).free
   if needed > free:
     raise UserError(
-      f'model.path={address} needs {needed / 1e9:.1f} GB more in {target.parent}, where {free / 1e9:.1f} GB are free: make '
+      f'{named} needs {needed / 1e9:.1f} GB more in {target.parent}, where {free / 1e9:.1f} GB are free: make '
       f'room there, or name another folder in {FOLDER}.'
     )
   write_atomically(target / RECORD, json.dumps(kept | identities, indent=2) + '\n')

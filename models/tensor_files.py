@@ -151,6 +151,18 @@ class Tensor:
     """Elements of a row, which is what one entry of the first axis holds."""
     return math.prod(self.shape[1:])
 
+  @property
+  def size(self) -> int:
+    """Elements of the tensor."""
+    return math.prod(self.shape)
+
+  def values(self, bounds: tuple[int, int]) -> np.ndarray:
+    """Return the elements of a tensor of one of `DTYPES` from the first to before the second of `bounds`, row by row."""
+    dtype, _ = DTYPES[self.dtype]
+    found = np.empty(bounds[1] - bounds[0], dtype)
+    self.file.read(found, self.begin + bounds[0] * dtype.itemsize)
+    return found
+
   def rows(self, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> np.ndarray:
     """Return part of a tensor of one of `DTYPES`, [rows, columns] or, of a vector, [rows].
 

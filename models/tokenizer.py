@@ -36,19 +36,7 @@ def load(
       write it, or a token id that the model does not have.
   """
   root = resolve(path)
-  if not any((root / name).is_file() for name in ('tokenizer.json', 'tokenizer.model', 'vocab.json')):
-    raise UserError(f'{root} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json).')
-  from transformers import AutoTokenizer
-
-  try:
-    if sentencepiece_model.alone(root):
-      tokenizer = sentencepiece_model.load(root)
-    else:  # The same whether or not mistral-common is installed.
-      tokenizer = AutoTokenizer.from_pretrained(root, mistral_format=False, trust_remote_code=False)
-  except UserError:
-    raise
-  except Exception as error:  # The tokenizers library raises bare Exceptions for a damaged file.
-    raise UserError(f'The tokenizer in {root} cannot be read: {error}') from error
+  tokenizer = read(root)
   source = f'The chat template of {root}'
   if chat_template is not None:
     tokenizer.chat_template = templates.read(chat_template)
@@ -78,6 +66,32 @@ def load(
   added = tokenizer.added_tokens_decoder
   if stops := [added[token].content for token in _declared_stops(root) if token in added and not added[token].special]:
     tokenizer.chat_control_tokens = [*control_strings(tokenizer), *stops]
+  return tokenizer
+
+
+def read(path: str | os.PathLike) -> Tokenizer:
+  """Return the tokenizer of a model directory as it is, whether or not it can write a chat.
+
+  Args:
+    path: model directory or hub name.
+
+  Raises:
+    UserError: no tokenizer there, or a damaged one.
+  """
+  root = resolve(path, weights=False)
+  if not any((root / name).is_file() for name in ('tokenizer.json', 'tokenizer.model', 'vocab.json')):
+    raise UserError(f'{root} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json).')
+  from transformers import AutoTokenizer
+
+  try:
+    if sentencepiece_model.alone(root):
+      tokenizer = sentencepiece_model.load(root)
+    else:  # The same whether or not mistral-common is installed.
+      tokenizer = AutoTokenizer.from_pretrained(root, mistral_format=False, trust_remote_code=False)
+  except UserError:
+    raise
+  except Exception as error:  # The tokenizers library raises bare Exceptions for a damaged file.
+    raise UserError(f'The tokenizer in {root} cannot be read: {error}') from error
   return tokenizer
 
 

@@ -292,7 +292,9 @@ def test_the_decoding_kernel_is_the_plain_formula(quantized, window, block, monk
   np.testing.assert_allclose(ours, np.where(blind[:, :, None, None], 0, expected), atol=2e-6)
 
 
-@pytest.mark.parametrize('layers', [2, SHALLOW + 1], ids=['shallow', 'deep'])
+@pytest.mark.parametrize(
+  'layers', [pytest.param(2, id='shallow', marks=pytest.mark.slow), pytest.param(SHALLOW + 1, id='deep')]
+)
 @pytest.mark.parametrize('mesh', [None, (4, 2)], ids=['one device', 'eight devices'])
 def test_the_kernels_of_a_tpu_sample_the_tokens_of_the_plain_path(layers, mesh):
   """Prefill, rows of different lengths, a commit midway: greedy tokens are equal, log-probs within 1e-5."""
@@ -333,6 +335,7 @@ def test_the_kernels_of_a_tpu_sample_the_tokens_of_the_plain_path(layers, mesh):
     np.testing.assert_allclose(log_probs, expected_log_probs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_saved_attention_is_not_computed_again():
   """With remat='save_attention' the gradient is that of 'none', and attention runs forward once instead of twice.
 

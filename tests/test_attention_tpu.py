@@ -1,5 +1,6 @@
 """The TPU compiler, which needs no TPU, on the decoder: which kernels it is given, what it copies, what fits a chip."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -12,7 +13,11 @@ import numpy as np
 import pytest
 
 from models import huggingface, parameters
-from sdpo_jax.config import MeshConfig, ModelConfig
+from models.adapters.kv_prefix import KVPrefix
+from models.attention import dispatch
+from models.attention.backend import AttentionBackend
+from models.attention.prefix import Prefix
+from sdpo_jax.config import LoraConfig, MeshConfig, ModelConfig
 from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding
 from sdpo_jax.planner import hlo
 from sdpo_jax.rollout import decode
@@ -58,19 +63,19 @@ def abstract_parameters(policy, mesh):
   )
 
 
-def compile_update(values, mesh, rows, length, remat='full'):
+def compile_update(values, mesh, rows, length, remat='full', **settings):
   """Forward and backward pass of the decoder, rows over the whole mesh."""
-  policy = huggingface.describe(values, ModelConfig(remat=remat)).on(mesh)
-  params = abstract_parameters(policy, mesh)
+  policy = huggingface.describe(values, ModelConfig(remat=remat, **settings)).on(mesh)
+  base, trainable = parameters.split(policy.parameter_table(), abstract_parameters(policy, mesh))
   sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
   row = (jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=sharding),) * 3
   weights = jax.ShapeDtypeStruct((rows, length, policy.config.hidden_size), jnp.bfloat16, sharding=sharding)
 
-  def loss(params, weights, *row):
-    return jnp.sum(policy.apply({}, params, *row)[0].astype(jnp.float32) * weights.astype(jnp.float32))
+  def loss(trainable, base, weights, *row):
+    return jnp.sum(policy.apply(base, trainable, *row)[0].astype(jnp.float32) * weights.astype(jnp.float32))
 
-  shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
-  return jax.jit(jax.grad(loss), out_shardings=shardings).lower(params, weights, *row).compile()
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, trainable)
+  return jax.jit(jax.grad(loss), out_shardings=shardings).lower(trainable, base, weights, *row).compile()
 
 
 def over_rows(mesh, shape, dtype):
@@ -87,20 +92,20 @@ def abstract_cache(functions, mesh, rows, slots):
   return jax.tree.map(place, cache, cache_shardings(mesh, cache))
 
 
-def compile_decode(values, mesh, rows, slots, quantized=False, left=None):
+def compile_decode(values, mesh, rows, slots, quantized=False, left=None, **settings):
   """The sampler's loop of 32 steps: rows over fsdp, heads and vocabulary over tensor, the cache donated.
 
   `left` of the rows are still in use.
   """
-  policy = huggingface.describe(values, ModelConfig()).on(mesh)
-  params = abstract_parameters(policy, mesh)
+  policy = huggingface.describe(values, ModelConfig(**settings)).on(mesh)
+  trees = parameters.split(policy.parameter_table(), abstract_parameters(policy, mesh))
   functions = sampler_functions(policy, mesh, quantized)
 
   def without_fsdp(given, leaf):
     spec = PartitionSpec(*(None if axis == 'fsdp' else axis for axis in given.sharding.spec))
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
-  cast = jax.tree.map(without_fsdp, params, jax.eval_shape(policy.cast, {}, params)[1])
+  cast = jax.tree.map(without_fsdp, trees, jax.eval_shape(policy.cast, *trees))
   array = functools.partial(over_rows, mesh)
   cache = abstract_cache(functions, mesh, rows, slots)
   rows = left or rows
@@ -109,11 +114,11 @@ def compile_decode(values, mesh, rows, slots, quantized=False, left=None):
     **{name: array((rows,), jnp.float32) for name in ('temperature', 'top_p', 'min_p')},
     **{name: array((rows,), jnp.int32) for name in ('top_k', 'sample_id', 'max_tokens')},
     seed=array((rows,), jnp.uint32),
-    step=array((), jnp.int32),
+    step=array((rows,), jnp.int32),
     stop_ids=array((rows, 1), jnp.int32),
   )
   state = decode.DecodeState(sampling, array((rows,), jnp.int32), array((rows,), jnp.int32), array((rows,), jnp.bool_))
-  return cache, functions.advance.lower({}, cast, cache, state, array((), jnp.int32), steps=32).compile()
+  return cache, functions.advance.lower(*cast, cache, state, array((), jnp.int32), steps=32).compile()
 
 
 def compile_admission(values, mesh, rows, slots, prompts, width, quantized=False):
@@ -172,7 +177,7 @@ WINDOWS = dict(use_sliding_window=True, sliding_window=256, max_window_layers=4)
 @pytest.mark.parametrize(
   ('sizes', 'remat', 'expected'),
   [
-    (SMALL, 'save_attention', FORWARD + BACKWARD),
+    pytest.param(SMALL, 'save_attention', FORWARD + BACKWARD, marks=pytest.mark.slow),
     pytest.param(SMALL, 'full', 2 * FORWARD + BACKWARD, marks=pytest.mark.slow),
     # Layers with a window and layers without one: a kernel for either.
     pytest.param(SMALL | WINDOWS, 'save_attention', 2 * (FORWARD + BACKWARD), marks=pytest.mark.slow),
@@ -264,6 +269,98 @@ def test_every_family_runs_the_kernels_and_leaves_the_cache_where_it_lies(family
   compiled = jax.jit(steps, donate_argnums=1).lower(half, cache, *token).compile()
   assert kernels(compiled.as_text()) == 2 * ['cache_attention']
   assert_cache_stays(cache, compiled)
+
+
+def matrix_sizes(values, **settings):
+  """Numbers in the layers' matrices, and in the factors beside them."""
+  table = huggingface.describe(values, ModelConfig(**settings)).parameter_table()
+  matrices, factors = ([p for p in table if p.frozen == frozen and p.stacked and p.compute] for frozen in (True, False))
+  return parameters.count(matrices), parameters.count(factors)
+
+
+@pytest.mark.slow
+def test_an_update_of_factors_multiplies_by_no_frozen_matrix_for_its_gradient():
+  lora = LoraConfig(rank=16)
+  compiled = compile_update(SMALL, slice_mesh('v5e:2x2', 2, 2), 4, 512, 'none', lora=lora)
+  assert sorted(kernels(compiled.as_text())) == sorted(FORWARD + BACKWARD)
+  matrices, factors = matrix_sizes(SMALL, lora=lora)
+  flops = hlo.matmul_flops(hlo.trace(hlo.parse(compiled.as_text()), unknown_trips=1))
+  assert flops == 2 * 512 * (2 * matrices + 3 * factors)  # A row per chip: forward, the states' gradient, the factors'.
+
+
+@pytest.mark.slow
+def test_decoding_with_factors_leaves_the_cache_where_it_lies():
+  mesh, lora = slice_mesh('v5e:2x2', 2, 2), LoraConfig(rank=16)
+  cache, compiled = compile_decode(SMALL, mesh, 128, 1312, lora=lora)
+  assert kernels(compiled.as_text()) == 2 * ['cache_attention']
+  assert_cache_stays(cache, compiled)
+  matrices, factors = matrix_sizes(SMALL, lora=lora)
+  head = SMALL['vocab_size'] * SMALL['hidden_size']
+  flops = hlo.matmul_flops(hlo.trace(hlo.parse(compiled.as_text()), unknown_trips=1))
+  # What is narrow is not divided over `tensor`, so that both chips of a row compute it.
+  assert 0 < flops - 2 * 64 * (matrices + factors + head) / 2 < 2 * 64 * factors / 2
+
+
+PREFIXED = SMALL | dict(num_attention_heads=24, num_key_value_heads=8)
+SLOTS = 2048
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('sampling', [False, True], ids=['update', 'prefill'])
+def test_a_shared_prefix_takes_the_kernels(sampling):
+  """2 048 queries per row, 24 heads of which 3 share keys; in the update they meet 4 096 keys, with gradients."""
+  mesh, heads, head_dim = slice_mesh('v5e:2x2', 2, 2), (24, 8), 128
+  backend = AttentionBackend('splash', mesh)
+  by_row, shared = (('fsdp', None, 'tensor'), ('tensor',)) if sampling else ((mesh.axis_names,), ())
+
+  def array(shape, spec, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+  query, key = (array((4, 2048, count, head_dim), by_row) for count in heads)
+  slots, segments = array((heads[1], SLOTS, head_dim), shared), array((4, 2048), by_row[:1], jnp.int32)
+
+  def attend(query, key, value, slots_key, slots_value, segments):
+    prefix, starts = Prefix(slots_key, slots_value, trained=True), dispatch.segment_starts(segments)
+    return dispatch.attend_whole(backend, query, key, value, segments, starts, prefix=prefix, sampling=sampling)
+
+  def loss(*arrays):
+    return jnp.sum(attend(*arrays).astype(jnp.float32))
+
+  arrays = query, key, key, slots, slots, segments
+  compiled = jax.jit(attend if sampling else jax.grad(loss, range(5))).lower(*arrays).compile()
+  # Of the prefix and of what is a row's own, to be merged; or of both, one behind the other.
+  assert sorted(kernels(compiled.as_text())) == sorted(2 * FORWARD if sampling else FORWARD + BACKWARD)
+  if sampling:  # A chip has two rows and half of the heads; no row has a copy of the prefix.
+    assert largest_copy(compiled.as_text()) < 2 * heads[1] / 2 * SLOTS * head_dim * 2
+
+
+@pytest.mark.slow
+def test_decoding_with_a_shared_prefix_multiplies_it_once_for_all_rows():
+  mesh = slice_mesh('v5e:2x2', 2, 2)
+  policy = dataclasses.replace(huggingface.describe(PREFIXED, ModelConfig()), adapter=KVPrefix(SLOTS, 1)).on(mesh)
+  table = policy.parameter_table()
+
+  def cast(parameter, leaf):
+    spec = PartitionSpec(*(None if axis == 'fsdp' else axis for axis in leaf.sharding.spec))
+    dtype = jnp.bfloat16 if parameter.compute else leaf.dtype
+    return leaf.update(dtype=dtype, sharding=NamedSharding(mesh, spec))
+
+  trees = parameters.split(table, parameters.map_tree(cast, table, abstract_parameters(policy, mesh)))
+  cache = abstract_cache(sampler_functions(policy, mesh, False), mesh, 128, 512)
+  token = (over_rows(mesh, (128, 1), jnp.int32),) * 3
+
+  def steps(base, trainable, cache, *row):
+    with_room = policy.with_recent(cache, 32)
+    return lax.fori_loop(0, 4, lambda _, cache: policy.apply(base, trainable, *row, cache)[2], with_room)
+
+  compiled = jax.jit(steps, donate_argnums=2).lower(*trees, cache, *token).compile()
+  assert kernels(compiled.as_text()) == 2 * ['cache_attention']
+  assert_cache_stays(cache, compiled)
+  assert compiled.memory_analysis().temp_size_in_bytes < 2**23
+  flops = hlo.matmul_flops(hlo.trace(hlo.parse(compiled.as_text()), unknown_trips=1))
+  matrices, _ = matrix_sizes(PREFIXED, lora=LoraConfig(rank=1))
+  to_prefix = 9 * 24 * SLOTS * 128 * 2
+  assert flops == 4 * 2 * 64 * (matrices + to_prefix) / 2  # Four steps of 64 rows per chip, heads over two.
 
 
 @pytest.mark.slow

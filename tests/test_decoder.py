@@ -174,6 +174,7 @@ def _loss(policy, params, row):
   return jnp.mean(jax.nn.logsumexp((hidden @ unembedding.T).astype(jnp.float32), axis=-1))
 
 
+@pytest.mark.slow
 def test_rematerialisation_changes_memory_and_no_gradient(small):
   policy, params = small
   row = rows(np.arange(24, dtype=np.int32).reshape(1, 24))

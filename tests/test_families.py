@@ -366,16 +366,21 @@ def test_eight_devices_compute_and_sample_what_one_does(made):
     np.testing.assert_allclose(spread[row, : len(sample)], logits[row, : len(sample)], atol=1e-4)
 
 
-@pytest.fixture(scope='module')
-def sees_images(tmp_path_factory):
-  """A Gemma 3 that sees images, of random weights, and its folder."""
+def reference_that_sees_images():
+  """A Gemma 3 that sees images, of random weights."""
   text = SIZES | MODELS['gemma3'][1]
   vision = dict(
     hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
   )
   config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, eos_token_id=[5, 6])
   torch.manual_seed(1)
-  model = transformers.Gemma3ForConditionalGeneration(config).eval()
+  return transformers.Gemma3ForConditionalGeneration(config).eval()
+
+
+@pytest.fixture(scope='module')
+def sees_images(tmp_path_factory):
+  """Such a model, and its folder."""
+  model = reference_that_sees_images()
   folder = tmp_path_factory.mktemp('sees_images')
   model.save_pretrained(folder)
   return model, folder

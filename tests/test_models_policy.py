@@ -108,7 +108,7 @@ def sampled(layers, frozen, mesh):
 @pytest.mark.parametrize(
   ('layers', 'mesh'),
   [
-    (DEPTHS['shallow'], None),
+    pytest.param(DEPTHS['shallow'], None, marks=pytest.mark.slow),
     pytest.param(DEPTHS['shallow'], MeshConfig(4, 2), marks=pytest.mark.slow),
     (DEPTHS['deep'], MeshConfig(4, 2)),
   ],

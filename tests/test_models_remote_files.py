@@ -13,9 +13,11 @@ import pytest
 
 from models import huggingface, remote_files
 from models import tokenizer as tokenizers
-from sdpo_jax.config import ModelConfig
+from models.adapters import peft_files
+from sdpo_jax.config import LoraConfig, ModelConfig
 from sdpo_jax.errors import UserError
 from tests import tiny
+from tests.test_exporting import export_adapter
 
 ADDRESS = 'gs://here/models/tiny'
 
@@ -52,6 +54,21 @@ def test_a_model_in_a_bucket_is_read_from_a_copy(store, tmp_path):
   [copy] = (tmp_path / 'copies').iterdir()
   copied = {path.name for path in folder.iterdir()} - {'training_args.bin'}
   assert {path.name for path in copy.iterdir()} == copied | {remote_files.RECORD}
+
+
+def test_an_adapter_in_a_bucket_is_read_from_a_copy(store, tmp_path):
+  model = tiny.make_model(tmp_path / 'model')
+  export_adapter(store / 'models' / 'tiny', model)
+
+  def load(path):
+    return huggingface.load(model, ModelConfig(lora=LoraConfig(path=str(path))))
+
+  (expected_policy, expected), (policy, found) = load(store / 'models' / 'tiny_adapter'), load(f'{ADDRESS}_adapter')
+  assert policy == expected_policy
+  chex.assert_trees_all_equal(found, expected)
+  assert (tmp_path / 'copies' / 'gs_here_models_tiny_adapter' / peft_files.WEIGHTS).exists()
+  with pytest.raises(UserError, match=r'model\.lora\.path=gs://here/models/none (cannot be read|holds no adapter)'):
+    load('gs://here/models/none')
 
 
 def resolved(**settings):

@@ -29,6 +29,19 @@ def attention(
   residuals: str,
   parents: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
+  """Returns the output of `with_normaliser`, whose arguments it has."""
+  return _whole(_attention, query, key, value, first, tile_bytes, residuals, parents)[0]
+
+
+def with_normaliser(
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  first: jax.Array,
+  tile_bytes: int,
+  residuals: str,
+  parents: tuple[jax.Array, jax.Array] | None = None,
+) -> tuple[jax.Array, jax.Array]:
   """Grouped-query softmax attention in which query i sees the slots first[i] … i; scores and softmax in float32.
 
   Args:
@@ -42,8 +55,12 @@ def attention(
       which stand before it. A parent that is no segment is none.
 
   Returns:
-    [B, S, H, head_dim] in the dtype of `query`.
+    Output [B, S, H, head_dim] in the dtype of `query`, and the log-normalisers [B, S, H] float32 of the scores.
   """
+  return _whole(_attention_and_normaliser, query, key, value, first, tile_bytes, residuals, parents)
+
+
+def _whole(function, query, key, value, first, tile_bytes, residuals, parents):
   batch, length, heads, head_dim = query.shape
   kv_heads = key.shape[2]
   rows, chunk = _tile(batch, length, heads, tile_bytes)
@@ -53,8 +70,12 @@ def attention(
     first, parents = jax.tree.map(lambda array: jnp.pad(array, ((0, 0), (0, padding))), (first, parents))
   by_key = query.reshape(batch, length + padding, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
   parent, segment = parents or (None, None)
-  mixed = _attention(rows, chunk, residuals, by_key, key.swapaxes(1, 2), value.swapaxes(1, 2), segment, (first, parent))
-  return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length + padding, heads, head_dim)[:, :length]
+  arrays = by_key, key.swapaxes(1, 2), value.swapaxes(1, 2), segment, (first, parent)
+
+  def by_row(array: jax.Array) -> jax.Array:
+    return jnp.moveaxis(array, 3, 1).reshape(batch, length + padding, heads, *array.shape[4:])[:, :length]
+
+  return jax.tree.map(by_row, function(rows, chunk, residuals, *arrays))
 
 
 def _tile(batch: int, length: int, heads: int, tile_bytes: int) -> tuple[int, int]:
@@ -69,7 +90,7 @@ def _tile(batch: int, length: int, heads: int, tile_bytes: int) -> tuple[int, in
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _attention(rows, chunk, residuals, query, key, value, segment, sight):
-  """Returns [B, KV, G, S, head_dim] from query [B, KV, G, S, head_dim], key and value [B, KV, S, head_dim].
+  """Returns ([B, KV, G, S, head_dim],) from query [B, KV, G, S, head_dim], key and value [B, KV, S, head_dim].
 
   What is seen: `segment` [B, S] of the keys, and of the queries `sight`, (first slot, parent), each [B, S]; segments
   and parents are None where there are none.
@@ -77,7 +98,18 @@ def _attention(rows, chunk, residuals, query, key, value, segment, sight):
   return _forward(rows, chunk, residuals, query, key, value, segment, sight)[0]
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attention_and_normaliser(rows, chunk, residuals, query, key, value, segment, sight):
+  """Returns what `_attention` does, and the log-normalisers [B, KV, G, S]."""
+  return _forward_of_both(rows, chunk, residuals, query, key, value, segment, sight)[0]
+
+
 def _forward(rows, chunk, residuals, query, key, value, segment, sight):
+  (mixed, _), kept = _forward_of_both(rows, chunk, residuals, query, key, value, segment, sight)
+  return (mixed,), kept
+
+
+def _forward_of_both(rows, chunk, residuals, query, key, value, segment, sight):
   def tile(key, value, segment, query, sight, slot):
     scores = jnp.where(_seen(sight, segment, slot, query, key), _product('bkqd,bkcd->bkqc', query, key), MASKED)
     top = jnp.max(scores, axis=-1, keepdims=True)
@@ -99,19 +131,21 @@ def _forward(rows, chunk, residuals, query, key, value, segment, sight):
 
   done = _by_rows(some_rows, rows, query, key, value, segment, sight)
   mixed, normaliser = (checkpoint_name(array, residuals) for array in done)
-  return mixed, (query, key, value, segment, sight, mixed, normaliser)
+  return (mixed, normaliser), (query, key, value, segment, sight, mixed, normaliser)
 
 
-def _backward(rows, chunk, residuals, kept, gradient):
+def _backward(rows, chunk, residuals, kept, gradients):
   del residuals
   query, key, value, segment, sight, mixed, normaliser = kept
 
-  def tile(key, value, segment, query, sight, slot, mixed, normaliser, gradient):
+  def tile(key, value, segment, query, sight, slot, mixed, normaliser, gradient, to_normaliser=None):
     scores = _product('bkqd,bkcd->bkqc', query, key)
     weights = jnp.exp(scores - _flatten(normaliser[..., None]))
     weights = jnp.where(_seen(sight, segment, slot, query, key), weights, 0.0)
     towards = _product('bkqd,bkcd->bkqc', gradient, value)
     mean = jnp.sum(_flatten(mixed).astype(jnp.float32) * _flatten(gradient).astype(jnp.float32), axis=-1, keepdims=True)
+    if to_normaliser is not None:
+      mean = mean - _flatten(to_normaliser[..., None])
     to_scores = (weights * (towards - mean)).astype(query.dtype)
     to_query = _product('bkqc,bkcd->bkqd', to_scores, key).astype(query.dtype).reshape(query.shape)
     to_key = _product('bkqc,bkqd->bkcd', to_scores, query)
@@ -136,10 +170,11 @@ def _backward(rows, chunk, residuals, kept, gradient):
       ]
     return jnp.concatenate(to_query, axis=3), sums[0].astype(key.dtype), sums[1].astype(value.dtype)
 
-  return *_by_rows(some_rows, rows, query, key, value, segment, sight, mixed, normaliser, gradient), None, None
+  return *_by_rows(some_rows, rows, query, key, value, segment, sight, mixed, normaliser, *gradients), None, None
 
 
 _attention.defvjp(_forward, _backward)
+_attention_and_normaliser.defvjp(_forward_of_both, _backward)
 
 
 def _up_to(end: int, key: jax.Array, value: jax.Array, segment: jax.Array | None) -> list[jax.Array | None]:

@@ -20,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from models.attention.blockwise import MASKED
+from models.attention.prefix import Prefix, SoftmaxPart
 from models.cache import Stores
 
 BLOCK = 1024  # Slots; keys and values of two blocks are in flight, 1 MiB in bfloat16.
@@ -34,7 +35,9 @@ def attention(
   parts: Sequence[Part],
   layer: jax.Array,
   window: jax.Array,
+  prefix: Prefix | None = None,
   *,
+  beside: SoftmaxPart | None = None,
   interpret: bool = False,
 ) -> jax.Array:
   """Grouped-query softmax attention to the keys and values of one layer in caches; scores and softmax in float32.
@@ -47,6 +50,8 @@ def attention(
     parts: caches of the same rows; the softmax runs over all of them.
     layer: [] int32.
     window: [] int32, number of positions that are seen; 0: all.
+    prefix: keys and values that all rows share, over which the softmax runs too; read once, for all rows.
+    beside: what was computed already over other keys, over which the softmax runs too.
     interpret: run without a TPU.
 
   Returns:
@@ -56,12 +61,22 @@ def attention(
   kv_heads = parts[0][0].keys.shape[2]
   count = length * heads // kv_heads
   room = -count % (16 if query.dtype == jnp.bfloat16 else 8)
-  # All queries that meet the same keys make up one matrix: [B, KV, M, head_dim].
-  matrix = query.reshape(batch, length, kv_heads, -1, head_dim).swapaxes(1, 2).reshape(batch, kv_heads, count, head_dim)
-  matrix = jnp.pad(matrix, ((0, 0), (0, 0), (0, room), (0, 0)))
+
+  def by_head(array: jax.Array) -> jax.Array:
+    """Returns [B, S, H, width] as [B, KV, M, width]: all queries that meet the same keys make up one matrix."""
+    by_head = array.reshape(batch, length, kv_heads, -1, array.shape[-1]).swapaxes(1, 2)
+    return jnp.pad(by_head.reshape(batch, kv_heads, count, -1), ((0, 0), (0, 0), (0, room), (0, 0)))
+
+  matrix = by_head(query)
   places = jnp.pad(jnp.repeat(positions, count // length, axis=1), ((0, 0), (0, room)), constant_values=-1)[:, :, None]
   scalars = jnp.stack([jnp.asarray(layer, jnp.int32), jnp.asarray(window, jnp.int32)])
   results = [_part(matrix, places, part, scalars, interpret) for part in parts]
+  if prefix is not None:
+    first = None if prefix.first is None else jnp.repeat(prefix.first.reshape(-1), heads // kv_heads)[None, :, None]
+    results.append(_shared(matrix, count, prefix, first))
+  if beside is not None:
+    mixed, total = by_head(beside[0]), by_head(beside[1][..., None])
+    results.append((mixed.astype(jnp.float32), total, jnp.ones_like(total)))
   top = functools.reduce(jnp.maximum, [top for _, top, _ in results])
   scales = [jnp.exp(part - top) for _, part, _ in results]
   total = sum(scale * part for scale, (_, _, part) in zip(scales, results, strict=True))
@@ -117,6 +132,29 @@ def _part(matrix, places, part, scalars, interpret):
     interpret=interpret,
     name='cache_attention',
   )(scalars, start, filled, matrix, places, *held)
+
+
+def _shared(matrix, count, prefix, first):
+  """Returns what `_part` does, over a prefix of which queries see the slots from `first` [1, B · count, 1] on.
+
+  The first `count` queries of a row are real. All rows meet the same slots, so that these are one matrix of queries per
+  head without what fills up a row's: of groups of few heads, most would be that.
+  """
+  batch, kv_heads, queries, head_dim = matrix.shape
+  real = matrix[:, :, :count].swapaxes(0, 1).reshape(kv_heads, batch * count, head_dim)
+  precision = lax.Precision.HIGHEST if matrix.dtype == jnp.float32 else None
+  product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+  scores = product('kqd,kpd->kqp', real, prefix.key.astype(matrix.dtype))
+  seen = True if first is None else lax.broadcasted_iota(jnp.int32, scores.shape, 2) >= first
+  top = jnp.max(jnp.where(seen, scores, MASKED), axis=-1, keepdims=True)
+  weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
+  mixed = product('kqp,kpd->kqd', weights.astype(matrix.dtype), prefix.value.astype(matrix.dtype))
+
+  def by_row(array: jax.Array) -> jax.Array:
+    array = array.reshape(kv_heads, batch, count, -1).swapaxes(0, 1)
+    return jnp.pad(array, ((0, 0), (0, 0), (0, queries - count), (0, 0)))
+
+  return by_row(mixed), by_row(top), by_row(jnp.sum(weights, axis=-1, keepdims=True))
 
 
 def _kernel(scalars, start, filled, query, places, keys, values, *others, slots):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import functools
 
 import jax
@@ -11,9 +11,12 @@ from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import numpy as np
 
-from models.attention import blockwise, decode_kernel, splash
+from models.attention import blockwise, decode_kernel, divided, splash
+from models.attention import prefix as shared_prefix
 from models.attention.backend import AttentionBackend
+from models.attention.prefix import Prefix, SoftmaxPart
 from models.cache import Stores
+from sdpo_jax.distributed.mesh import FSDP, TENSOR
 
 # Finite, so that a row of padding (which attends to nothing) has finite outputs and gradients.
 MASKED = blockwise.MASKED
@@ -61,6 +64,7 @@ def attend_whole(
   window_index: jax.Array | int = 0,
   sampling: bool = False,
   parents: jax.Array | None = None,
+  prefix: Prefix | None = None,
 ) -> jax.Array:
   """Grouped-query softmax attention of whole sequences, their keys included; scores and softmax in float32.
 
@@ -78,41 +82,112 @@ def attend_whole(
     sampling: rows and heads lie as the sampler has them.
     parents: [B, S] int32, the segment that a token sees beside its own, all of which stands before it; 0: none. None:
       there are none. With parents, there are no windows, and kernels have no gradient.
+    prefix: keys and values that all tokens attend to beside those; None: there are none.
 
   Returns:
     [B, S, H, head_dim] in the dtype of `query`.
 
   Raises:
-    ValueError: parents with windows, which are distances in slots here.
+    ValueError: parents with windows, which are distances in slots here, or with a prefix.
   """
+  if parents is not None and prefix is not None:
+    raise ValueError('Segments with parents are for models without a prefix, which no parent is part of.')
   if parents is not None and tuple(windows) != (0,):
     raise ValueError(f'Segments with parents are for layers that see all positions, not windows of {tuple(windows)}.')
   rows, heads = backend.axes(query.shape[0], key.shape[2], sampling)
   by_head, by_row = (rows, None, heads, None), (rows, None)
   function = {'xla': _xla, 'splash': _splash, 'cudnn': _cudnn}[backend.kind]
-  run = functools.partial(function, backend, tuple(windows))
-  more = () if parents is None else (parents,)
-  placed = backend.shard(run, (by_head, by_head, by_head, by_row, by_row, (), *(by_row for _ in more)), by_head)
+  more, tree = jax.tree.flatten((parents, prefix))
+  placing = [{0: (), 2: by_row, 3: _slots_axes(backend, prefix, heads)}[leaf.ndim] for leaf in more]
+  travel = _travel(backend, prefix, rows, heads)
+
+  def run(query, key, value, segment_ids, starts, window_index, *more):
+    arrays = query, key, value, segment_ids, starts, window_index
+    return function(backend, tuple(windows), *arrays, *tree.unflatten(more), sampling, travel)
+
+  placed = backend.shard(run, (by_head, by_head, by_head, by_row, by_row, (), *placing), by_head)
   return placed(query, key, value, segment_ids, starts, jnp.asarray(window_index, jnp.int32), *more)
 
 
-def _xla(backend, windows, query, key, value, segment_ids, starts, window_index, parents=None):
+def _slots_axes(backend: AttentionBackend, prefix: Prefix | None, heads: str | None) -> tuple[str | None, ...]:
+  """Returns the mesh axes of a prefix as this device's queries, of heads divided over that axis, are given it."""
+  if _travel(backend, prefix, None, heads) is None:
+    return heads, None, None
+  return TENSOR if prefix.key.shape[0] % backend.mesh.shape[TENSOR] == 0 else None, FSDP, None
+
+
+def _travel(
+  backend: AttentionBackend, prefix: Prefix | None, rows: tuple[str, ...] | str | None, heads: str | None
+) -> divided.Travel | None:
+  """Returns how queries travel to a prefix; None: it comes to them."""
+  if prefix is None or not prefix.divided or not backend.divided:
+    return None
+  axes = (rows,) if isinstance(rows, str) else rows or ()
+  return divided.Travel(axes, TENSOR in axes and prefix.key.shape[0] % backend.mesh.shape[TENSOR] == 0)
+
+
+def _to_prefix(
+  attend: Callable[[jax.Array, Prefix], SoftmaxPart], query: jax.Array, prefix: Prefix, travel: divided.Travel | None
+) -> SoftmaxPart:
+  return attend(query, prefix) if travel is None else divided.attention(query, prefix, attend, travel)
+
+
+def _xla(backend, windows, query, key, value, segment_ids, starts, window_index, parents, prefix, sampling, travel):
+  del sampling
   if windows != (0,):
     slots = jnp.arange(starts.shape[1], dtype=jnp.int32)[None]
     window = jnp.asarray(windows, jnp.int32)[window_index]
     starts = jnp.where(window > 0, jnp.maximum(starts, slots - window + 1), starts)
   above = None if parents is None else (jnp.where(parents > 0, parents, -1), segment_ids)
-  return blockwise.attention(query, key, value, starts, backend.tile_bytes, RESIDUALS, above)
+  arguments = query, key, value, starts, backend.tile_bytes, RESIDUALS, above
+  if prefix is None:
+    return blockwise.attention(*arguments)
+  to_prefix = _to_prefix(_plainly(backend), query, prefix, travel)
+  return shared_prefix.merged(blockwise.with_normaliser(*arguments), to_prefix)
 
 
-def _splash(backend, windows, query, key, value, segment_ids, starts, window_index, parents=None):
+def _plainly(backend: AttentionBackend) -> Callable[[jax.Array, Prefix], SoftmaxPart]:
+  return functools.partial(shared_prefix.attention, tile_bytes=backend.tile_bytes, residuals=RESIDUALS)
+
+
+def _splash(backend, windows, query, key, value, segment_ids, starts, window_index, parents, prefix, sampling, travel):
   del starts
-  attention = functools.partial(splash.attention, residuals=RESIDUALS, interpret=backend.interpret, parents=parents)
-  branches = [functools.partial(attention, window=window) for window in windows]
-  return _choose(branches, window_index, query, key, value, segment_ids)
+  options = dict(residuals=RESIDUALS, interpret=backend.interpret)
+  if prefix is None:
+    branches = [functools.partial(splash.attention, window=window, parents=parents, **options) for window in windows]
+    return _choose(branches, window_index, query, key, value, segment_ids)
+  if prefix.trained and not sampling:
+    branches = [functools.partial(splash.attention_after, window=window, **options) for window in windows]
+    return _choose(branches, window_index, query, key, value, segment_ids, prefix)
+
+  def beside(window, query, key, value, segment_ids, prefix):
+    own = splash.with_normaliser(query, key, value, segment_ids, window, **options)
+    if window and prefix.first is not None:
+      to_prefix = _plainly(backend)(query, _tail(prefix, window, travel))
+    else:
+      to_prefix = _to_prefix(functools.partial(splash.to_prefix, **options), query, prefix, travel)
+    return shared_prefix.merged(own, to_prefix)
+
+  branches = [functools.partial(beside, window) for window in windows]
+  return _choose(branches, window_index, query, key, value, segment_ids, prefix)
 
 
-def _cudnn(backend, windows, query, key, value, segment_ids, starts, window_index, parents=None):
+def _tail(prefix: Prefix, window: int, travel: divided.Travel | None) -> Prefix:
+  """Returns the slots of a prefix that tokens behind it see who see `window` positions."""
+  slots = prefix.key.shape[1] * (1 if travel is None else lax.axis_size(FSDP))
+  count = min(max(window - 1, 1), slots)
+  begin = (slots if prefix.filled is None else prefix.filled) - count
+  first = jnp.maximum(prefix.first - begin, 0)
+  if travel is not None:
+    return Prefix(*divided.gathered(prefix, begin, count, travel), first)
+  if prefix.filled is None:
+    return Prefix(prefix.key[:, begin:], prefix.value[:, begin:], first)
+  # Where fewer than `count` are filled, `first` leaves out what stands before them.
+  places = jnp.maximum(begin + jnp.arange(count, dtype=jnp.int32), 0)
+  return Prefix(*(jnp.take(array, places, axis=1) for array in (prefix.key, prefix.value)), first)
+
+
+def _cudnn(backend, windows, query, key, value, segment_ids, starts, window_index, parents, prefix, sampling, travel):
   """cuDNN's flash attention knows one length per row and no segments: packed rows go through the XLA path."""
   slots = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
   lengths = jnp.sum((segment_ids > 0).astype(jnp.int32), axis=1)
@@ -138,8 +213,10 @@ def _cudnn(backend, windows, query, key, value, segment_ids, starts, window_inde
     return _choose([functools.partial(fused, window) for window in windows], window_index, *arrays)
 
   def packed(*arrays):
-    return _xla(backend, windows, *arrays, segment_ids, starts, window_index, parents)
+    return _xla(backend, windows, *arrays, segment_ids, starts, window_index, parents, prefix, sampling, travel)
 
+  if prefix is not None:  # cuDNN's normalisers are not to be had with a gradient.
+    return packed(query, key, value)
   return lax.cond(single, rows_of_one, packed, query, key, value)
 
 
@@ -163,31 +240,45 @@ def attend_stacks(
   parts: Sequence[decode_kernel.Part],
   layer: jax.Array | int,
   window: jax.Array | int,
+  prefix: Prefix | None = None,
 ) -> jax.Array:
   """Attention to stacked caches by `models.attention.decode_kernel`, each device with its own rows and heads."""
   rows, heads = backend.axes(query.shape[0], parts[0][0].keys.shape[2], sampling=True)
   head_dim, width = query.shape[-1], parts[0][0].keys.shape[-1]
+  travel = _travel(backend, prefix, rows, heads)
   query = jnp.pad(query, ((0, 0), (0, 0), (0, 0), (0, width - head_dim)))  # With as many zeros as the cache has.
+  if prefix is not None:
+    wider = ((0, 0), (0, 0), (0, width - head_dim))
+    prefix = prefix.replace(key=jnp.pad(prefix.key, wider), value=jnp.pad(prefix.value, wider))
   by_head, stack = (rows, None, heads, None), (None, rows, heads, None, None)
-  leaves, tree = jax.tree.flatten(parts)
+  leaves, tree = jax.tree.flatten((parts, prefix))
 
   def run(query, positions, layer, window, *leaves):
-    parts = tree.unflatten(leaves)
-    return decode_kernel.attention(query, positions, parts, layer, window, interpret=backend.interpret)
+    parts, prefix = tree.unflatten(leaves)
+    if travel is None:
+      return decode_kernel.attention(query, positions, parts, layer, window, prefix, interpret=backend.interpret)
+    if prefix.first is None:
+      attend = functools.partial(splash.to_prefix, residuals=RESIDUALS, interpret=backend.interpret)
+    else:
+      attend = _plainly(backend)
+    beside = divided.attention(query, prefix, attend, travel)
+    return decode_kernel.attention(query, positions, parts, layer, window, beside=beside, interpret=backend.interpret)
 
-  specs = [(rows,) if leaf.ndim == 1 else stack for leaf in leaves]
+  by_rank = {0: (), 1: (rows,), 2: (rows, None), 3: _slots_axes(backend, prefix, heads), 5: stack}
+  specs = [by_rank[leaf.ndim] for leaf in leaves]
   placed = backend.shard(run, (by_head, (rows, None), (), (), *specs), by_head)
   mixed = placed(query, positions, jnp.asarray(layer, jnp.int32), jnp.asarray(window, jnp.int32), *leaves)
   return mixed[..., :head_dim]
 
 
-def attend(query: jax.Array, *parts: tuple[Stores, jax.Array]) -> jax.Array:
+def attend(query: jax.Array, *parts: tuple[Stores, jax.Array], prefix: Prefix | None = None) -> jax.Array:
   """Grouped-query softmax attention by the plain formula; scores and softmax in float32.
 
   Args:
     query: [B, S, H, head_dim], rotated and scaled. H is a multiple of KV; consecutive heads share keys.
     *parts: (a layer's stores from `models.cache.layer_of`, mask [B, S, C] bool from `visible`); the softmax runs over
       the keys of all parts.
+    prefix: keys and values that all rows share, over which it runs too; None: there are none.
 
   Returns:
     [B, S, H, head_dim] in the dtype of `query`.
@@ -199,8 +290,9 @@ def attend(query: jax.Array, *parts: tuple[Stores, jax.Array]) -> jax.Array:
 
   # All queries that meet the same keys make up one matrix, so that these are plain batched matrix products.
   def product(left: jax.Array, right: jax.Array) -> jax.Array:
+    formula = 'bkmi,bkin->bkmn' if right.ndim == 4 else 'bkmi,kin->bkmn'
     right = right.astype(left.dtype)
-    return jnp.einsum('bkmi,bkin->bkmn', left, right, precision=precision, preferred_element_type=jnp.float32)
+    return jnp.einsum(formula, left, right, precision=precision, preferred_element_type=jnp.float32)
 
   # The scale of a key is a factor of its score, that of a value of its weight.
   def scaled(numbers: jax.Array, scales: jax.Array | None) -> jax.Array:
@@ -214,11 +306,21 @@ def attend(query: jax.Array, *parts: tuple[Stores, jax.Array]) -> jax.Array:
     )
     for held, mask in parts
   ]
+  values = [(held.values, held.value_scales) for held, _ in parts]
+  if prefix is not None:
+    to_prefix = product(by_key, prefix.key.swapaxes(1, 2))
+    slot = lax.broadcasted_iota(jnp.int32, to_prefix.shape, 3)
+    if prefix.first is not None:
+      to_prefix = jnp.where(slot >= jnp.tile(prefix.first, (1, group))[:, None, :, None], to_prefix, MASKED)
+    if prefix.filled is not None:
+      to_prefix = jnp.where(slot < prefix.filled, to_prefix, MASKED)
+    scores.append(to_prefix)
+    values.append((prefix.value, None))
   weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
-  ends = np.cumsum([mask.shape[2] for _, mask in parts])[:-1]
+  ends = np.cumsum([part.shape[-1] for part in scores])[:-1]
   mixed = sum(
-    product(scaled(part, held.value_scales).astype(query.dtype), held.values)
-    for part, (held, _) in zip(jnp.split(weights, ends, axis=-1), parts, strict=True)
+    product(scaled(part, scales).astype(query.dtype), value)
+    for part, (value, scales) in zip(jnp.split(weights, ends, axis=-1), values, strict=True)
   )
   mixed = mixed.astype(query.dtype).reshape(batch, kv_heads, group, length, head_dim)
   return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, head_dim)

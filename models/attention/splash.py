@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import functools
+from typing import Any
 
 import jax
 from jax import lax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 import jax.numpy as jnp
+import numpy as np
+
+from models.attention.prefix import Prefix, SoftmaxPart, merged
 
 LANES = 128
 # The largest is the fastest (6.2 ms forward and 18.6 backward at S = 10 240 and 32 heads, by the compiled schedules).
 BLOCKS = (1024, 512, 256, 128)
 COMPUTE_BLOCK = 512
+TO_PREFIX = 'to_prefix'  # Marks in a compiled program the kernels whose queries see all keys.
 
 
 def attention(
@@ -43,56 +49,195 @@ def attention(
   Returns:
     [B, S, H, head_dim] in the dtype of `query`.
   """
-  length, heads, head_dim = query.shape[1:]
-  block = block_size(length)
-  room = -length % block
-  wider = -head_dim % LANES
-
-  # Added slots are padding at the end, added numbers of a head are zeros: neither changes what the others get.
-  def widen(array: jax.Array) -> jax.Array:
-    return jnp.pad(array, ((0, 0), (0, room), (0, 0), (0, wider))).swapaxes(1, 2)
-
-  segment_ids, parents = jax.tree.map(lambda ids: jnp.pad(ids, ((0, 0), (0, room))), (segment_ids, parents))
-  size = (length + room, length + room)
-  mask = masks.LocalMask(size, (window - 1, 0), 0) if window else masks.CausalMask(size)
-  compute = min(block, COMPUTE_BLOCK)
-  splash = functools.partial(
-    kernel.make_splash_mha_single_device,
-    masks.MultiHeadMask([mask] * heads),
-    block_sizes=kernel.BlockSizes(
-      block_q=block,
-      block_kv=block,
-      block_kv_compute=compute,
-      block_q_dkv=block,
-      block_kv_dkv=block,
-      block_kv_dkv_compute=compute,
-      block_q_dq=block,
-      block_kv_dq=block,
-    ),
-    residual_checkpoint_name=residuals,
-    interpret=interpret,
-  )
-  arrays = widen(query), widen(key), widen(value)
-
-  def to_segments(query_segments, **options):
-    run = splash(**options)
-
-    def of_row(query, key, value, *segments):
-      return run(query, key, value, kernel.SegmentIds(*segments))
-
-    return jax.vmap(of_row)(*arrays, query_segments, segment_ids)
+  to_segments, segment_ids, parents = _to_own_row(query, key, value, segment_ids, parents, window, residuals, interpret)
 
   def to_parents_too():
     own, (total,) = to_segments(segment_ids, save_residuals=True)
     # Where there is no parent, no key has this segment: the total of nothing is next to nothing.
     above, (total_above,) = to_segments(jnp.where(parents > 0, parents, -1), save_residuals=True)
-    share = jax.nn.sigmoid(total - total_above)[..., None]
-    return (share * own + (1 - share) * above).astype(own.dtype)
+    return merged((own, total), (above, total_above))
 
   to_own = functools.partial(to_segments, segment_ids)
   # Rows without parents, which are most, are not looked at twice.
   mixed = to_own() if parents is None else lax.cond(jnp.any(parents > 0), to_parents_too, to_own)
-  return mixed.swapaxes(1, 2)[:, :length, :, :head_dim].astype(query.dtype)
+  return _narrowed(mixed, query)
+
+
+def with_normaliser(
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  segment_ids: jax.Array,
+  window: int,
+  *,
+  residuals: str,
+  interpret: bool = False,
+) -> SoftmaxPart:
+  """Does what `attention` does; returns the log-normalisers [B, S, H] too, and has no gradient."""
+  to_segments, segment_ids, _ = _to_own_row(query, key, value, segment_ids, None, window, residuals, interpret)
+  mixed, (total,) = to_segments(segment_ids, save_residuals=True)
+  return _narrowed(mixed, query), total.swapaxes(1, 2)[:, : query.shape[1]]
+
+
+def _to_own_row(query, key, value, segment_ids, parents, window, residuals, interpret):
+  """Returns the kernel, given the segment that every query of a row sees, and segments and parents with its padding."""
+  length, heads = query.shape[1:3]
+  block = block_size(length)
+  room = -length % block
+  arrays = [_widened(array, room) for array in (query, key, value)]
+  segment_ids, parents = jax.tree.map(lambda ids: jnp.pad(ids, ((0, 0), (0, room))), (segment_ids, parents))
+  mask = masks.LocalMask((length + room,) * 2, (window - 1, 0), 0) if window else masks.CausalMask((length + room,) * 2)
+  splash = _splash(mask, heads, (block, block), residuals, interpret)
+
+  def to_segments(query_segments, **options):
+    return _by_row(splash(**options), *arrays, query_segments, segment_ids)
+
+  return to_segments, segment_ids, parents
+
+
+def attention_after(
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  segment_ids: jax.Array,
+  prefix: Prefix,
+  *,
+  window: int,
+  residuals: str,
+  interpret: bool = False,
+) -> jax.Array:
+  """Causal attention of rows to themselves and to a prefix that stands before each, with gradients to both.
+
+  The kernel reads one array of keys per row: the prefix is laid before each row's own. A row is one segment.
+
+  Args:
+    query: as in `attention`, like those that are not named here.
+    key: [B, S, KV, head_dim].
+    value: [B, S, KV, head_dim].
+    segment_ids: [B, S] int32, 1, or 0 for padding.
+    prefix: seen whole, or within the window where it says from which slot on.
+    window: number of slots that are seen; 0: all.
+    residuals: as in `attention`.
+    interpret: run without a TPU.
+  """
+  rows, length, heads = query.shape[:3]
+  slots = prefix.key.shape[1]
+  block, key_block = block_size(length), block_size(slots + length)
+  room, key_room = -length % block, -(slots + length) % key_block
+
+  def behind(shared: jax.Array, own: jax.Array) -> jax.Array:
+    laid = jnp.broadcast_to(shared.swapaxes(0, 1)[None].astype(own.dtype), (rows, slots, *own.shape[2:]))
+    return _widened(jnp.concatenate([laid, own], axis=1), key_room)
+
+  query_segments = jnp.pad(segment_ids, ((0, 0), (0, room)))
+  key_segments = jnp.pad(segment_ids, ((0, 0), (slots, 0)), constant_values=1)
+  key_segments = jnp.pad(key_segments, ((0, 0), (0, key_room)))
+  size = (length + room, slots + length + key_room)
+  mask = _After(size, slots, window, prefix.first is not None) if window else masks.CausalMask(size, offset=slots)
+  splash = _splash(mask, heads, (block, key_block), residuals, interpret)
+  arrays = _widened(query, room), behind(prefix.key, key), behind(prefix.value, value)
+  return _narrowed(_by_row(splash(), *arrays, query_segments, key_segments), query)
+
+
+class _After(masks.Mask):
+  """What queries behind a prefix see who see a window of positions: of the prefix all, or what lies in the window."""
+
+  def __init__(self, size: tuple[int, int], slots: int, window: int, within: bool):
+    self.size, self.slots, self.window, self.within = size, slots, window, within
+
+  @property
+  def shape(self) -> tuple[int, int]:
+    return self.size
+
+  def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
+    rows, columns = (np.arange(size)[part] for size, part in zip(self.size, index, strict=True))
+    distance = rows[:, None] + self.slots - columns[None]
+    seen = (distance >= 0) & (distance < self.window)
+    return seen if self.within else seen | (columns < self.slots)[None]
+
+  def _identity(self) -> tuple[object, ...]:
+    return self.size, self.slots, self.window, self.within
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, _After) and self._identity() == other._identity()
+
+  def __hash__(self) -> int:
+    return hash(self._identity())
+
+
+def to_prefix(query: jax.Array, prefix: Prefix, *, residuals: str, interpret: bool = False) -> SoftmaxPart:
+  """Attention of all tokens of all rows to the whole of a prefix; it has no gradient.
+
+  Args:
+    query: [B, S, H, head_dim], scaled.
+    prefix: all of which is seen that is filled.
+    residuals: as in `attention`.
+    interpret: run without a TPU.
+  """
+  rows, length, heads, head_dim = query.shape
+  slots = prefix.key.shape[1]
+  block, key_block = block_size(rows * length), block_size(slots)
+  room, key_room = -(rows * length) % block, -slots % key_block
+  one_row = query.reshape(1, rows * length, heads, head_dim)
+  arrays = (
+    _widened(one_row, room),
+    *(_widened(array.swapaxes(0, 1)[None].astype(query.dtype), key_room) for array in (prefix.key, prefix.value)),
+  )
+  mask = masks.FullMask((rows * length + room, slots + key_room))
+  splash = _splash(mask, heads, (block, key_block), residuals, interpret)
+  filled = slots if prefix.filled is None else jnp.minimum(prefix.filled, slots)
+  key_segments = (jnp.arange(slots + key_room, dtype=jnp.int32) < filled).astype(jnp.int32)[None]
+  query_segments = jnp.ones((1, rows * length + room), jnp.int32)
+  with jax.named_scope(TO_PREFIX):
+    mixed, (total,) = _by_row(splash(save_residuals=True), *arrays, query_segments, key_segments)
+  total = total.swapaxes(1, 2)[:, : rows * length].reshape(rows, length, heads)
+  return _narrowed(mixed, one_row).reshape(query.shape), total
+
+
+def _splash(
+  mask: masks.Mask, heads: int, blocks: tuple[int, int], residuals: str, interpret: bool
+) -> Callable[..., Callable[..., Any]]:
+  """Returns what makes the kernel, given `save_residuals`; blocks are of queries and of keys."""
+  block, key_block = blocks
+  compute = min(key_block, COMPUTE_BLOCK)
+  return functools.partial(
+    kernel.make_splash_mha_single_device,
+    masks.MultiHeadMask([mask] * heads),
+    block_sizes=kernel.BlockSizes(
+      block_q=block,
+      block_kv=key_block,
+      block_kv_compute=compute,
+      block_q_dkv=block,
+      block_kv_dkv=key_block,
+      block_kv_dkv_compute=compute,
+      block_q_dq=block,
+      block_kv_dq=key_block,
+    ),
+    residual_checkpoint_name=residuals,
+    interpret=interpret,
+  )
+
+
+def _by_row(run: Callable[..., Any], query, key, value, query_segments, key_segments):
+  """Returns what a kernel gives for every row."""
+
+  def of_row(query, key, value, *segments):
+    return run(query, key, value, kernel.SegmentIds(*segments))
+
+  return jax.vmap(of_row)(query, key, value, query_segments, key_segments)
+
+
+def _widened(array: jax.Array, room: int) -> jax.Array:
+  """Returns [B, S, heads, head_dim] as [B, heads, S + room, whole lanes].
+
+  Added slots are padding at the end, added numbers of a head are zeros: neither changes what the others get.
+  """
+  return jnp.pad(array, ((0, 0), (0, room), (0, 0), (0, -array.shape[-1] % LANES))).swapaxes(1, 2)
+
+
+def _narrowed(mixed: jax.Array, query: jax.Array) -> jax.Array:
+  """Returns [B, heads, S + room, whole lanes] in the shape and dtype of the query."""
+  return mixed.swapaxes(1, 2)[:, : query.shape[1], :, : query.shape[3]].astype(query.dtype)
 
 
 def block_size(length: int) -> int:

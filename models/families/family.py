@@ -47,6 +47,12 @@ def same_name(name: str) -> str:
   return name
 
 
+def whole_model(values: Json) -> str:
+  """Returns the beginning of the modules' names in a model that is nothing else."""
+  del values
+  return 'model.'
+
+
 def same_values(values: Json) -> Json:
   """Returns the contents of a config.json."""
   return values
@@ -67,4 +73,6 @@ class Family:
   known_name: Callable[[str], str | None] = same_name
   # Returns the contents of an export's config.json, given those of the model that it was trained from.
   exported: Callable[[Json], Json] = same_values
+  # Returns with what the names of the text model's modules begin in what transformers makes of a config.json.
+  module_prefix: Callable[[Json], str] = whole_model
   left_out: tuple[str, ...] = ()  # Files of a model directory that are about parts that are not trained.

@@ -105,6 +105,21 @@ def known_name(name: str) -> str | None:
   return rest if rest.startswith('lm_head.') else f'model.{rest}'
 
 
+def module_prefix(values: Json) -> str:
+  """See `Family.module_prefix`."""
+  return 'model.language_model.' if values.get('model_type') == WHOLE else 'model.'
+
+
 # With which transformers makes a processor of images, for which an export has no tower.
 _FILES_FOR_IMAGES = ('preprocessor_config.json', 'processor_config.json')
-FAMILY = Family('gemma3', (WHOLE, TEXT), read, write, NAMES | POST_NORM_NAMES, known_name, exported, _FILES_FOR_IMAGES)
+FAMILY = Family(
+  'gemma3',
+  (WHOLE, TEXT),
+  read,
+  write,
+  NAMES | POST_NORM_NAMES,
+  known_name,
+  exported,
+  module_prefix,
+  _FILES_FOR_IMAGES,
+)

@@ -1,0 +1,281 @@
+"""Cartridges in directories of this project: the slots as safetensors, and a manifest that says what they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import tempfile
+from types import MappingProxyType
+from typing import Any, Literal
+
+from etils import epath
+import jax
+import ml_dtypes
+import numpy as np
+
+from models import checksums, exporting, identity, tensor_files
+from models.adapters.cartridge import Cartridge, check, check_fits, narrowed
+from models.architecture import Architecture
+from sdpo_jax.distributed.cluster import barrier
+from sdpo_jax.errors import UserError, first_line, printable, short_repr
+from sdpo_jax.files import check_file, is_local, jsonable, read_json_object
+
+TENSORS = 'cartridge.safetensors'  # `layers.{i}.key` and `layers.{i}.value`, each [KV, P, head_dim].
+MANIFEST = 'cartridge.json'
+FORMAT, VERSION = 'sdpo_jax.cartridge', 1
+_WAY_OUT = 'get the directory again, or export the cartridge anew'
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+  """The model that a cartridge belongs to: in another one its slots mean nothing."""
+
+  name: str  # Where it was loaded from; it may lie elsewhere by now.
+  # What config.json says of positions and windows, as JSON: rotations are part of the keys.
+  attention: Mapping[str, Any]
+  weights: Mapping[str, str]  # Of `identity.of_weights`.
+
+  @classmethod
+  def of(cls, path: str | os.PathLike, config: Architecture) -> Origin:
+    """Return the origin that a model directory or hub name is."""
+    attention = {
+      'ropes': [dataclasses.asdict(rope) for rope in config.ropes],
+      'layer_ropes': config.layer_ropes,
+      'windows': config.windows,
+      'query_scale': config.query_scale,
+    }
+    return cls(str(path), jsonable(attention), identity.of_weights(path))
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+  """What the manifest of a cartridge says."""
+
+  layers: int
+  kv_heads: int
+  head_dim: int
+  slots: int  # P; slot i is at position i, and the text continues at position P.
+  frozen: int  # F.
+  within_windows: bool
+  origin: Origin
+  sha256: str  # Of the tensors.
+  about: Mapping[str, str]  # Notes of whoever made it: the document, the step.
+
+
+def write(
+  path: str | os.PathLike,
+  cartridge: Cartridge,
+  origin: Origin,
+  dtype: Literal['float32', 'bfloat16'] = 'float32',
+  about: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+  """Write the directory of a cartridge.
+
+  It appears under its name only when it is complete and on the disk. In a run of several processes all call this, and
+  process 0 writes.
+
+  Args:
+    path: directory to make; it must not hold files.
+    cartridge: the same in all processes.
+    origin: the model that it was made for.
+    dtype: of the stored tensors.
+    about: notes to keep with it.
+
+  Raises:
+    UserError: `path` holds files or cannot be written, or the cartridge holds what the dtype cannot.
+  """
+  if jax.process_index() == 0:
+    check(cartridge, str(path))
+    stored = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    size = (cartridge.keys.size + cartridge.values.size) * stored.itemsize
+    with exporting.new_directory(path, size) as partial:
+      sha256 = tensor_files.write(partial / TENSORS, _parts(cartridge, stored), stored)
+      values = {
+        'format': FORMAT,
+        'version': VERSION,
+        'layers': cartridge.layers,
+        'kv_heads': cartridge.kv_heads,
+        'head_dim': cartridge.head_dim,
+        'slots': cartridge.slots,
+        'frozen': cartridge.frozen,
+        'first_position': 0,
+        'text_position': cartridge.slots,
+        'within_windows': cartridge.within_windows,
+        'model': dataclasses.asdict(origin),
+        'sha256': sha256,
+        'about': dict(about),
+      }
+      text = json.dumps(values | {'digest': identity.digest(values)}, indent=2, ensure_ascii=False)
+      (partial / MANIFEST).write_text(text + '\n', encoding='utf-8')
+  barrier('the end of the export of the cartridge')
+
+
+def _parts(cartridge: Cartridge, dtype: np.dtype) -> list[tensor_files.Part]:
+  shape = cartridge.keys.shape[1:]
+  return [
+    tensor_files.Part(name, shape, functools.partial(narrowed, array[layer], dtype, name))
+    for layer in range(cartridge.layers)
+    for name, array in ((f'layers.{layer}.key', cartridge.keys), (f'layers.{layer}.value', cartridge.values))
+  ]
+
+
+def read(path: str | os.PathLike, origin: Origin, config: Architecture) -> Cartridge:
+  """Return the cartridge in a directory.
+
+  Args:
+    path: of the directory, local or in an object store.
+    origin: the model that it is for, `Origin.of`.
+    config: of that model.
+
+  Raises:
+    UserError: the directory is missing, damaged or of a later version, or its cartridge belongs to another model.
+  """
+  manifest = read_manifest(path)
+  _check_origin(path, manifest, origin)
+  check_file(_place(path, TENSORS), _WAY_OUT)
+  with _local(path) as file:
+    try:
+      found = checksums.sha256(file)
+    except OSError as error:
+      raise UserError(f'{_place(path, TENSORS)} cannot be read ({first_line(error)}): {_WAY_OUT}.') from error
+    if found != manifest.sha256:
+      raise UserError(
+        f'{_place(path, TENSORS)} is not as it was written: its SHA-256 is {found[:16]}…, and {MANIFEST} says '
+        f'{manifest.sha256[:16]}…: {_WAY_OUT}.'
+      )
+    with tensor_files.TensorFile(file) as opened:
+      keys, values = (_stacked(opened, manifest, name, _place(path, TENSORS)) for name in ('key', 'value'))
+  cartridge = Cartridge(keys, values, manifest.frozen, manifest.within_windows)
+  check(cartridge, str(path))
+  check_fits(cartridge, config, str(path))
+  return cartridge
+
+
+def read_manifest(path: str | os.PathLike) -> Manifest:
+  """Return what the manifest of a cartridge says, without its slots.
+
+  Args:
+    path: of the directory, local or in an object store.
+
+  Raises:
+    UserError: there is none, or it is damaged or of a later version.
+  """
+  file = _place(path, MANIFEST)
+  if not file.exists():
+    if is_local(path) and any(file.parent.glob('*.pt')):
+      raise UserError(
+        f'{path} holds a cartridge as PyTorch writes it (.pt), and no {MANIFEST}: read it with published_cartridges.'
+      )
+    raise UserError(f'{path} holds no cartridge, for it has no {MANIFEST}: name the directory of one.')
+  values = read_json_object(file, _WAY_OUT)
+  if values.get('format') != FORMAT:
+    raise UserError(f'{file} is not the manifest of a cartridge: its format is {short_repr(values.get("format"))}.')
+  if values.get('version') != VERSION:
+    raise UserError(
+      f'{file} is of version {short_repr(values.get("version"))}, and this program reads version {VERSION}: use the '
+      'program that wrote it.'
+    )
+  digest = values.pop('digest', None)
+  if digest != identity.digest(values):
+    raise UserError(f'{file} is not as it was written, for its digest is another: {_WAY_OUT}.')
+  return _parsed(values, file)
+
+
+def _parsed(values: dict[str, Any], file: epath.Path) -> Manifest:
+  model = values.get('model')
+  model = model if isinstance(model, dict) else {}
+  checks = {
+    **{name: _is_count(values.get(name)) for name in ('layers', 'kv_heads', 'head_dim', 'slots')},
+    'frozen': type(values.get('frozen')) is int and values['frozen'] >= 0,
+    'first_position': values.get('first_position') == 0,
+    'text_position': values.get('text_position') == values.get('slots'),
+    'within_windows': isinstance(values.get('within_windows'), bool),
+    'model.name': isinstance(model.get('name'), str),
+    'model.attention': isinstance(model.get('attention'), dict),
+    'model.weights': _are_texts(model.get('weights')),
+    'sha256': isinstance(values.get('sha256'), str),
+    'about': _are_texts(values.get('about')),
+  }
+  for name, right in checks.items():
+    if not right:
+      raise UserError(f'{file}: {name} is missing, or not what this program knows to read: {_WAY_OUT}.')
+  if values['frozen'] >= values['slots']:
+    raise UserError(
+      f'{file}: {values["frozen"]} of its {values["slots"]} slots are frozen, and at least one must be trainable: {_WAY_OUT}.'
+    )
+  origin = Origin(model['name'], model['attention'], model['weights'])
+  names = [field.name for field in dataclasses.fields(Manifest) if field.name != 'origin']
+  return Manifest(origin=origin, **{name: values[name] for name in names})
+
+
+def _is_count(value: Any) -> bool:
+  return type(value) is int and value > 0
+
+
+def _are_texts(value: Any) -> bool:
+  return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
+
+
+def _check_origin(path: str | os.PathLike, manifest: Manifest, origin: Origin) -> None:
+  """Return if a cartridge was made for a model; raises a UserError that says what differs."""
+  made_for = manifest.origin
+  differing = [
+    what
+    for what, left, right in (
+      ('rotary embeddings or windows of attention', made_for.attention, origin.attention),
+      ('weights', made_for.weights, origin.weights),
+    )
+    if left != right
+  ]
+  if differing:
+    raise UserError(
+      f'{path} is a cartridge of {printable(made_for.name)}, and {origin.name} has other {" and other ".join(differing)}: give it '
+      'the model that it was made for, or make a cartridge for this one.'
+    )
+
+
+def _place(path: str | os.PathLike, name: str) -> epath.Path:
+  return (epath.Path(path).expanduser() if is_local(path) else epath.Path(path)) / name
+
+
+@contextlib.contextmanager
+def _local(path: str | os.PathLike) -> Iterator[pathlib.Path]:
+  """Give the file of a cartridge's tensors; a copy if it is in an object store, which is removed at the end."""
+  file = _place(path, TENSORS)
+  if is_local(path):
+    yield pathlib.Path(file)
+    return
+  with tempfile.TemporaryDirectory(prefix='cartridge-') as folder:
+    copy = pathlib.Path(folder) / TENSORS
+    try:
+      file.copy(copy)
+    except Exception as error:  # Object stores raise many kinds; all mean the same here.
+      raise UserError(f'{file} could not be copied to {folder} ({first_line(error)}): {_WAY_OUT}.') from error
+    yield copy
+
+
+def _stacked(opened: tensor_files.TensorFile, manifest: Manifest, what: str, file: epath.Path) -> np.ndarray:
+  """Return keys or values [L, KV, P, head_dim] float32.
+
+  Raises:
+    UserError: a layer is missing, or has another shape or dtype than the manifest says.
+  """
+  shape = (manifest.kv_heads, manifest.slots, manifest.head_dim)
+  if len(opened.tensors) != 2 * manifest.layers:  # Before a list is made that is as long as a manifest may say.
+    raise UserError(
+      f'{file} holds {len(opened.tensors)} tensors, and a cartridge of {manifest.layers} layers two each: {_WAY_OUT}.'
+    )
+  names = [f'layers.{layer}.{what}' for layer in range(manifest.layers)]
+  for name in names:
+    tensor = opened.tensors.get(name)
+    if tensor is None or tensor.shape != shape or tensor.dtype not in tensor_files.DTYPES:
+      found = 'missing' if tensor is None else f'{tensor.dtype} {tensor.shape}'
+      if tensor is not None and tensor.dtype not in tensor_files.DTYPES:
+        found += f', which must be one of {", ".join(tensor_files.DTYPES)}'
+      raise UserError(f'{file}: tensor {name!r} is {found}, and {MANIFEST} says {shape}: {_WAY_OUT}.')
+  return np.stack([opened.tensors[name].rows((0, manifest.kv_heads)).astype(np.float32) for name in names])

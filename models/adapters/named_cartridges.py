@@ -1,0 +1,134 @@
+"""Cartridges as users name them: in this project's format or the published one, on a disk, in an object store, on the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import dataclasses
+import functools
+import logging
+import os
+import pathlib
+
+from etils import epath
+
+from models import checksums, directories, remote_files
+from models.adapters import cartridge_files, published_cartridges
+from models.adapters.cartridge import Cartridge, check_fits
+from models.adapters.kv_prefix import KVPrefix
+from models.architecture import Architecture
+from sdpo_jax.errors import UserError, first_line, printable
+from sdpo_jax.files import check_file
+
+SETTING = 'model.cartridge.path'
+_FILES = (cartridge_files.MANIFEST, cartridge_files.TENSORS, published_cartridges.CONFIG, '*.pt')
+_logger = logging.getLogger('sdpo_jax.models')
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+  """What is to be known of a cartridge without its model."""
+
+  layers: int
+  kv_heads: int
+  head_dim: int
+  prefix: KVPrefix
+  sha256: str  # Of the file that holds its slots.
+
+
+def describe(path: str | os.PathLike) -> Description:
+  """Return what a cartridge is, of either format.
+
+  Args:
+    path: a directory of either format, local, in an object store, or by its name on the hub; or a published .pt file.
+
+  Raises:
+    UserError: there is none, or it is damaged.
+  """
+  place = _resolve(path)
+  if _is_ours(place):
+    manifest = cartridge_files.read_manifest(place)
+    prefix = KVPrefix(manifest.slots, manifest.frozen, manifest.within_windows)
+    return Description(manifest.layers, manifest.kv_heads, manifest.head_dim, prefix, manifest.sha256)
+  stats = [part.stat() for part in (place, _tensors(place), place / published_cartridges.CONFIG) if part.exists()]
+  return _describe_published(place, tuple((stat.st_mtime_ns, stat.st_size) for stat in stats))
+
+
+def about(path: str | os.PathLike) -> Mapping[str, str]:
+  """Return the notes of whoever made a cartridge, of which published ones have none; arguments and errors as `describe`."""
+  place = _resolve(path)
+  return cartridge_files.read_manifest(place).about if _is_ours(place) else {}
+
+
+def read(path: str | os.PathLike, model: str | os.PathLike, config: Architecture) -> Cartridge:
+  """Return a cartridge for a model; of a published one, which does not say what weights it belongs to, that is said.
+
+  Args:
+    path: as in `describe`.
+    model: path of the model.
+    config: of that model.
+
+  Raises:
+    UserError: as `describe`, or it belongs to another model.
+  """
+  place = _resolve(path)
+  if _is_ours(place):
+    return cartridge_files.read(place, cartridge_files.Origin.of(model, config), config)
+  _tensors(place)  # Or it is refused as what has neither format.
+  published = published_cartridges.read(place)
+  check_fits(published.cartridge, config, str(path))
+  named = '' if published.model is None else f' (its {published_cartridges.CONFIG} names {printable(published.model)})'
+  _logger.warning(
+    '%s does not say which weights it belongs to%s: its sizes are those of %s, and nothing more can be checked.',
+    path,
+    named,
+    model,
+  )
+  return published.cartridge
+
+
+@functools.lru_cache(maxsize=8)
+def _describe_published(place: pathlib.Path, identity: tuple[tuple[int, int], ...]) -> Description:
+  """Return the description of a published cartridge, which takes all of it to be read; `identity` tells its versions."""
+  del identity
+  found, file = published_cartridges.read(place).cartridge, _tensors(place)
+  try:
+    return Description(found.layers, found.kv_heads, found.head_dim, found.prefix, checksums.sha256(file))
+  except OSError as error:
+    raise UserError(f'{file} cannot be read ({first_line(error)}): make it readable, or get it again.') from error
+
+
+def _resolve(path: str | os.PathLike) -> epath.Path | pathlib.Path:
+  """Return the directory of a cartridge or a .pt file, local, or in an object store what is of this project's format."""
+  if remote_files.is_remote(path):
+    try:
+      if _is_ours(epath.Path(path)):
+        return epath.Path(path)
+    except ImportError as error:
+      raise UserError(f'{path} needs a package that is not installed ({first_line(error)}): install it.') from error
+    except Exception as error:  # Object stores raise many kinds; all mean the same here.
+      raise UserError(
+        f'{path} cannot be read ({first_line(error)}): check the address, and that this machine may read it.'
+      ) from error
+  local = pathlib.Path(path).expanduser()
+  if local.exists() and not local.is_dir():
+    check_file(local, f'name a .pt file or a directory in {SETTING}')
+    return local
+  return directories.fetch(path, _FILES, SETTING, 'cartridge')
+
+
+def _is_ours(place: epath.Path | pathlib.Path) -> bool:
+  return (place / cartridge_files.MANIFEST).exists()
+
+
+def _tensors(place: pathlib.Path) -> pathlib.Path:
+  """Return the file with the slots of a published cartridge.
+
+  Raises:
+    UserError: there is none, or more than one.
+  """
+  if place.is_dir() and not any(place.glob('*.pt')):
+    raise UserError(
+      f'{place} holds no cartridge: it has neither {cartridge_files.MANIFEST} nor a .pt file beside a '
+      f'{published_cartridges.CONFIG}; name the directory of one.'
+    )
+  return published_cartridges.tensors_file(place)

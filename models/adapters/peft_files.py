@@ -1,0 +1,329 @@
+"""Directories of adapters, as PEFT writes and reads them: adapter_config.json and adapter_model.safetensors.
+
+Beside these, those written here have a base_fingerprint.json, which says which model the adapter belongs to, and
+SHA256SUMS. Factors are read onto the devices as parameters of a model are (`models.placing`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import pathlib
+import re
+from types import MappingProxyType
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from models import checksums, directories, exporting, parameters, placing, tensor_files
+from models.adapters import lora, peft_config
+from models.tensor_files import DTYPES, Tensor, TensorFile
+from sdpo_jax.distributed.cluster import barrier
+from sdpo_jax.errors import UserError, short_repr
+from sdpo_jax.files import read_json_object
+from sdpo_jax.types import Tree
+
+_logger = logging.getLogger('sdpo_jax.models')
+WEIGHTS, PICKLED = 'adapter_model.safetensors', 'adapter_model.bin'
+BASE = 'base_fingerprint.json'
+BASE_FORMAT = 1
+SETTING = 'model.lora.path'
+ROOT = 'base_model.model.'  # Before the names that transformers has.
+_FILES = (peft_config.FILE, WEIGHTS, PICKLED, BASE, checksums.SUMS)
+_FACTOR = re.compile(re.escape(ROOT) + r'(.+)\.lora_([AB])\.weight')
+_AGAIN = 'get the adapter again, or export it anew'
+# Of a base model's files, those of its tokenizer, with which the adapter is to be used.
+_TOKENIZER = re.compile(
+  r'tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt|chat_template.*|.*\.model'
+)
+
+# Returns the name by which the table knows a tensor of a base model's file; None: it is of a part that is not trained.
+KnownName = Callable[[str], str | None]
+
+
+def resolve(path: str | os.PathLike) -> pathlib.Path:
+  """Return the local directory of an adapter: itself, a copy of gs://…, or the hub's snapshot of a name.
+
+  Raises:
+    UserError: there is none, or it has no configuration or no weights.
+  """
+  root = directories.fetch(path, _FILES, SETTING, 'adapter')
+  for name in (peft_config.FILE, WEIGHTS):
+    if not (root / name).is_file():
+      pickled = name == WEIGHTS and (root / PICKLED).is_file()
+      way_out = (
+        f'{PICKLED} is not read, because a pickle can hold programs: save the adapter again with safe_serialization=True'
+        if pickled
+        else f'set {SETTING} to a directory that PEFT or launch.export has written'
+      )
+      raise UserError(f'{root} has no {name}: {way_out}.')
+  return root
+
+
+def read_config(path: str | os.PathLike) -> peft_config.AdapterConfig:
+  """Return what the adapter_config.json of a directory says.
+
+  Raises:
+    UserError: it is missing or damaged, or means something that is not supported.
+  """
+  file = resolve(path) / peft_config.FILE
+  return peft_config.read(read_json_object(file, _AGAIN), str(file))
+
+
+def read_adapter(path: str | os.PathLike, table: parameters.Table, known_name: KnownName) -> lora.Adapter:
+  """Return which matrices of a model an adapter has factors of; the factors themselves are not read.
+
+  Args:
+    path: of the adapter's directory.
+    table: of the model without factors.
+    known_name: of the model's family.
+
+  Raises:
+    UserError: the directory cannot be read, or holds what is not supported, or is an adapter of another model.
+  """
+  with _opened(path, table, known_name) as (adapter, _):
+    return adapter
+
+
+def load_factors(
+  path: str | os.PathLike, table: parameters.Table, known_name: KnownName, mesh: jax.sharding.Mesh | None
+) -> Tree:
+  """Return the factors of an adapter on the devices; those of layers without any are 0.
+
+  Args:
+    path: of the adapter's directory.
+    table: of the model without factors.
+    known_name: of the model's family.
+    mesh: over which they are sharded as parameters are; None: the default device holds them.
+
+  Raises:
+    UserError: as `read_adapter`, or the file cannot be read, or holds values that are not finite.
+  """
+  with _opened_whole(path, table, known_name) as (rows, tensors):
+    return parameters.map_table(lambda row: placing.place(row, tensors, mesh), rows)
+
+
+def host_factors(path: str | os.PathLike, table: parameters.Table, known_name: KnownName) -> dict[str, np.ndarray]:
+  """Return the factors of an adapter on the host, by their names in the table; for all else, see `load_factors`."""
+  with _opened_whole(path, table, known_name) as (rows, tensors):
+    whole = {row.name: tuple((0, size) for size in row.shape) for row in rows}
+    return {row.name: placing.read_blocks(row, tensors, [whole[row.name]])[0] for row in rows}
+
+
+@contextlib.contextmanager
+def _opened_whole(
+  path: str | os.PathLike, table: parameters.Table, known_name: KnownName
+) -> Iterator[tuple[parameters.Table, dict[str, Tensor | _Nothing]]]:
+  """Give the table of an adapter's factors and the tensors of all layers while the file is open."""
+  with _opened(path, table, known_name) as (adapter, tensors):
+    rows = lora.factors(adapter.extended(table, 'float32'))
+    none = {row.huggingface_name(i): _Nothing(row.huggingface_shape) for row in rows for i in range(row.layers)}
+    yield rows, none | tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class _Nothing:
+  """The tensor of a layer without factors."""
+
+  shape: tuple[int, ...]
+
+  def rows(self, rows: tuple[int, int], columns: tuple[int, int] | None = None) -> np.ndarray:
+    """Return zeros, as `Tensor.rows`."""
+    left, right = columns or (0, self.shape[1])
+    return np.zeros((rows[1] - rows[0], right - left), np.float32)
+
+
+@contextlib.contextmanager
+def _opened(
+  path: str | os.PathLike, table: parameters.Table, known_name: KnownName
+) -> Iterator[tuple[lora.Adapter, dict[str, Tensor]]]:
+  """Give an adapter and its tensors, by the names in the table of its factors, while the file is open."""
+  root = resolve(path)
+  config = read_config(root)
+  with TensorFile(root / WEIGHTS) as file:
+    names = {name: _known(name, known_name) for name in file.tensors}
+    modules = peft_config.respelled(peft_config.same_names(table), _prefix(names))
+    adapter = peft_config.adapter_of(config, table, modules)
+    rows = lora.factors(adapter.extended(table, 'float32'))
+    expected = {row.huggingface_name(layer): row for row, layer in held(adapter, rows)}
+    yield adapter, _tensors(file, names, expected, config)
+
+
+def held(adapter: lora.Adapter, rows: parameters.Table) -> Iterator[tuple[parameters.Parameter, int]]:
+  """Yield the rows of factors (`lora.factors`) with the layers that have them, in order."""
+  for row in rows:
+    target = adapter.by_name[row.name.removesuffix(f'_{lora.A}').removesuffix(f'_{lora.B}')]
+    for layer, scale in enumerate(target.scales):
+      if scale:
+        yield row, layer
+
+
+def _known(name: str, known_name: KnownName) -> str | None:
+  """Return the name that the table of factors has for a tensor of a file; None: of a part that is not trained."""
+  factor = _FACTOR.fullmatch(name)
+  if factor is None:
+    return name
+  matrix = known_name(f'{factor[1]}.weight')
+  return None if matrix is None else f'{ROOT}{matrix.removesuffix(".weight")}.lora_{factor[2]}.weight'
+
+
+def _prefix(names: Mapping[str, str | None]) -> str:
+  """Return with what the modules of the text model begin in a file, 'model.' as a rule."""
+  for name, known in names.items():
+    rest = None if known is None else known.removeprefix(f'{ROOT}model.')
+    if rest is not None and rest != known and name.endswith(rest):
+      return name.removeprefix(ROOT).removesuffix(rest)
+  return 'model.'
+
+
+def _tensors(
+  file: TensorFile,
+  names: Mapping[str, str | None],
+  expected: Mapping[str, parameters.Parameter],
+  config: peft_config.AdapterConfig,
+) -> dict[str, Tensor]:
+  """Return the tensors of a file by their names in the table.
+
+  Raises:
+    UserError: naming one that is missing, there twice, unexpected, or of another shape or dtype.
+  """
+  trained_on = (
+    '' if config.base is None else f'; {peft_config.FILE} says that it was trained on {short_repr(config.base, 200)}'
+  )
+  found: dict[str, Tensor] = {}
+  unexpected, left_out = [], 0
+  for name, known in names.items():
+    if known is None:
+      left_out += 1
+    elif known in found:
+      raise UserError(f'{file.path}: {found[known].name!r} and {name!r} are the same tensor: {_AGAIN}.')
+    elif known in expected:
+      found[known] = file.tensors[name]
+    else:
+      unexpected.append(name)
+  missing = [name for name in expected if name not in found]
+  wrong = [f'{len(missing)} tensors are missing, first {missing[0]!r}'] if missing else []
+  if unexpected:
+    wrong.append(
+      f'{len(unexpected)} tensors are of no module that this model has and {peft_config.FILE} targets, first '
+      f'{min(unexpected)!r}'
+    )
+  if wrong:
+    raise UserError(
+      f'{file.path}: {", and ".join(wrong)}{trained_on}: load the adapter onto its own base model, or get it again.'
+    )
+  for name, tensor in found.items():
+    row = expected[name]
+    if tensor.shape != row.huggingface_shape:
+      raise UserError(
+        f'{file.path}: tensor {tensor.name!r} has shape {tensor.shape}; {_misfit(row, tensor, trained_on)}.'
+      )
+    if tensor.dtype not in DTYPES:
+      raise UserError(
+        f'{file.path}: tensor {tensor.name!r} is stored as {tensor.dtype}; supported: {", ".join(DTYPES)}: save the '
+        'adapter in one of these.'
+      )
+  if left_out:
+    _logger.warning(
+      '%s: %d tensors adapt the part of the model that sees images, and are left out.', file.path, left_out
+    )
+  return found
+
+
+def _misfit(row: parameters.Parameter, tensor: Tensor, trained_on: str) -> str:
+  """Return what is said of a tensor of another shape."""
+  rank = 0 if row.path[-1].endswith(lora.A) else 1
+  expected, other = row.huggingface_shape, 1 - rank
+  if len(tensor.shape) == 2 and tensor.shape[other] == expected[other]:
+    return f'{peft_config.FILE} says that the rank is {expected[rank]}: {_AGAIN}'
+  return f'the model needs {expected}{trained_on}: load the adapter onto its own base model'
+
+
+def base_of(path: str | os.PathLike) -> dict[str, Any] | None:
+  """Return what base_fingerprint.json says of the base model of an adapter; None: there is no such file.
+
+  Raises:
+    UserError: the file is damaged, or another version's.
+  """
+  file = resolve(path) / BASE
+  if not file.is_file():
+    return None
+  way_out = f'{_AGAIN}, or remove the file and the base model is not compared'
+  values = read_json_object(file, way_out)
+  weights, architecture = values.get('weights'), values.get('architecture', {})
+  if values.get('format') != BASE_FORMAT or not (
+    isinstance(weights, dict) and weights and isinstance(architecture, dict)
+  ):
+    raise UserError(f'{file} is not a fingerprint in the format {BASE_FORMAT}: {way_out}.')
+  return values
+
+
+def save(
+  path: str | os.PathLike,
+  adapter: lora.Adapter,
+  table: parameters.Table,
+  factors: Tree,
+  *,
+  prefix: str,
+  base: str,
+  fingerprint: Mapping[str, Any],
+  use_rslora: bool = False,
+  companions: pathlib.Path | None = None,
+  texts: Mapping[str, str] = MappingProxyType({}),
+  dtype: Literal['float32', 'bfloat16', 'float16'] = 'float32',
+) -> None:
+  """Write a directory that `peft.PeftModel.from_pretrained` loads onto the base model.
+
+  It appears under its name only when it is complete and on the disk. In a run of several processes all call this, and
+  process 0 writes.
+
+  Args:
+    path: directory to make; it must not hold files.
+    adapter: which matrices have factors.
+    table: of the model without factors.
+    factors: nested dict of arrays.
+    prefix: with what the base model's names of modules begin: 'model.', but where the text model is part of a larger one.
+    base: path or name of the base model.
+    fingerprint: what tells the base model from others (`models.identity.of_base`).
+    use_rslora: whether alphas are those of rank-stabilised LoRA.
+    companions: the base model's directory, whose tokenizer files are copied.
+    texts: files to write, name → content, in place of those.
+    dtype: of the stored tensors.
+
+  Raises:
+    UserError: `path` already holds files or cannot be written, or a factor holds values that the dtype cannot, or that
+      are not finite.
+  """
+  rows = lora.factors(adapter.extended(table, 'float32'))
+  parts = [_part(row, factors, layer, dtype, prefix) for row, layer in held(adapter, rows)]
+  if jax.process_index() != 0:
+    exporting.write_file(None, parts, dtype)
+  else:
+    exporting.check_target(path)
+    modules = peft_config.respelled(peft_config.same_names(table), prefix)
+    values = peft_config.contents(adapter, modules, whole=prefix == 'model.', use_rslora=use_rslora, base=base)
+    with exporting.new_directory(path, exporting.bytes_of(parts, dtype)) as partial:
+      if companions is not None:
+        others = [file.name for file in companions.iterdir() if not _TOKENIZER.fullmatch(file.name)]
+        exporting.copy_companions(companions, partial, others)
+      for name, text in texts.items():
+        (partial / name).write_text(text, encoding='utf-8')
+      for name, content in ((peft_config.FILE, values), (BASE, {'format': BASE_FORMAT, **fingerprint})):
+        (partial / name).write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
+      checksums.write(partial, {WEIGHTS: exporting.write_file(partial / WEIGHTS, parts, dtype)})
+  barrier('the end of the export')
+
+
+def _part(row: parameters.Parameter, factors: Tree, layer: int, dtype: str, prefix: str) -> tensor_files.Part:
+  part = exporting.part(row, parameters.get(factors, row.path), layer, dtype)
+  return part._replace(name=stored_name(row, layer, prefix))
+
+
+def stored_name(row: parameters.Parameter, layer: int, prefix: str) -> str:
+  """Return the name in a file of the tensor of a row of factors; `prefix` as in `save`."""
+  return ROOT + prefix + row.huggingface_name(layer).removeprefix(f'{ROOT}model.')

@@ -1,0 +1,202 @@
+"""Directories in which cartridges are published and served: a .pt file, and a config.yaml with slots and model.
+
+Servers read `kv_cache_initializer.max_tokens` and `model.pretrained_model_name_or_path` of the config.yaml, which may lie
+one level deeper, under `value`, where Weights & Biases has written it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import pathlib
+from typing import Any, Literal
+
+import jax
+import yaml
+
+from models import exporting
+from models.adapters import cartridge_pt
+from models.adapters.cartridge import Cartridge, check
+from models.adapters.kv_prefix import KVPrefix
+from sdpo_jax.distributed.cluster import barrier
+from sdpo_jax.errors import UserError, first_line, short_repr
+from sdpo_jax.files import is_local, read_text
+
+TENSORS, CONFIG = 'cartridge.pt', 'config.yaml'
+PAGE = 16  # Slots of a server's page: it cuts off what does not fill one.
+LARGEST_CONFIG = 2**20  # Bytes.
+MOST_SLOTS = 2**31  # Of a config.yaml that is taken for one.
+_WAY_OUT = 'get the directory again'
+_logger = logging.getLogger('sdpo_jax.models')
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+  """A cartridge as it was published, which does not say what weights it belongs to."""
+
+  cartridge: Cartridge
+  model: str | None  # The name of its model, where config.yaml has one.
+
+
+def read(path: str | os.PathLike) -> Published:
+  """Return the cartridge in a directory with config.yaml and one .pt file, or in such a file alone.
+
+  Args:
+    path: of the directory or the file, local.
+
+  Raises:
+    UserError: naming what is missing or damaged, or what file and config.yaml say differently.
+  """
+  if not is_local(path):
+    raise UserError(f'{path}: published cartridges are read from local disks: copy it there, and name the copy.')
+  place = pathlib.Path(path).expanduser()
+  if place.is_file():
+    return Published(cartridge_pt.read(place), None)
+  tensors = tensors_file(place)
+  slots, model = _read_config(place / CONFIG)
+  cartridge = cartridge_pt.read(tensors)
+  if slots is not None and slots < cartridge.slots:
+    raise UserError(
+      f'{tensors} holds {cartridge.slots} slots, and {place / CONFIG} says at most {slots}: they belong to different '
+      f'cartridges; {_WAY_OUT}.'
+    )
+  if slots is not None and slots > cartridge.slots:  # The text that it began with was shorter.
+    _logger.warning('%s holds %d slots; %s allows %d.', tensors, cartridge.slots, CONFIG, slots)
+  return Published(cartridge, model)
+
+
+def write(
+  path: str | os.PathLike,
+  cartridge: Cartridge,
+  model: str,
+  spelling: cartridge_pt.Spelling = 'frozen',
+  dtype: Literal['float32', 'bfloat16', 'float16'] = 'bfloat16',
+) -> None:
+  """Write a directory that the server for cartridges and both `TrainableCache` classes load.
+
+  No frozen slots are written as tensors of no width, since none of them loads empty lists. The class of the second
+  version takes the number of key-value heads for that of frozen slots when it loads a file: what it computes is the
+  same, but it would train the other slots only. In a run of several processes all call this, and process 0 writes.
+
+  Args:
+    path: directory to make; it must not hold files.
+    cartridge: the same in all processes.
+    model: name of its model on the Hugging Face hub.
+    spelling: of the keys of frozen slots: 'frozen' for the second version of the class, 'fixed' for the first; the server
+      takes both.
+    dtype: of the tensors.
+
+  Raises:
+    UserError: the format cannot hold the cartridge, or it cannot be written.
+  """
+  if jax.process_index() == 0:
+    check(cartridge, str(path))
+    check_servable(path, cartridge.prefix, cartridge.kv_heads)
+    size = (cartridge.keys.size + cartridge.values.size) * (4 if dtype == 'float32' else 2)
+    config = {
+      'kv_cache_initializer': {'max_tokens': cartridge.slots, 'num_frozen_tokens': cartridge.frozen},
+      'model': {'pretrained_model_name_or_path': model},
+    }
+    with exporting.new_directory(path, size) as partial:
+      cartridge_pt.write(partial / TENSORS, cartridge, spelling, dtype, zero_width=True)
+      (partial / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), encoding='utf-8')
+  barrier('the end of the export of the cartridge')
+
+
+def check_servable(path: str | os.PathLike, prefix: KVPrefix, kv_heads: int) -> None:
+  """Return if the format can hold slots.
+
+  Args:
+    path: where they are to be written, for errors.
+    prefix: the slots.
+    kv_heads: of their model.
+
+  Raises:
+    UserError: those who read it would make something else of them.
+  """
+  if prefix.slots % PAGE:
+    raise UserError(
+      f'{path}: a server cuts {prefix.slots} slots off to a multiple of {PAGE}: make a cartridge of '
+      f'{-(-prefix.slots // PAGE) * PAGE} slots to export it in this format.'
+    )
+  if prefix.slots <= kv_heads:
+    raise UserError(
+      f'{path}: the format loads {kv_heads} slots as frozen, one a key-value head, and the cartridge has '
+      f'{prefix.slots}: make one of more slots to export it in this format.'
+    )
+  if prefix.within_windows:
+    raise UserError(
+      f'{path}: those who load this format show all slots to layers with a sliding window, and this cartridge was '
+      'trained with slots that windows hide: make one without that to export it in this format.'
+    )
+
+
+def tensors_file(place: pathlib.Path) -> pathlib.Path:
+  """Return the file with the slots: the place itself, or in a directory cartridge.pt or the only .pt file there is.
+
+  Raises:
+    UserError: there is none, or more than one.
+  """
+  if place.is_file():
+    return place
+  if (place / TENSORS).is_file():
+    return place / TENSORS
+  found = sorted(place.glob('*.pt')) if place.is_dir() else []
+  if len(found) != 1:
+    names = ', '.join(file.name for file in found[:8]) or 'none'
+    raise UserError(f'{place} must hold {TENSORS}, or a single .pt file, and holds {names}: name another directory.')
+  return found[0]
+
+
+class _Loader(yaml.SafeLoader):
+  """Takes tags of Python, which publishers' tools write, for the plain text, list or mapping they stand at."""
+
+  def plain(self, suffix: str, node: yaml.Node) -> Any:
+    del suffix
+    if isinstance(node, yaml.MappingNode):
+      return self.construct_mapping(node, deep=True)
+    if isinstance(node, yaml.SequenceNode):
+      return self.construct_sequence(node, deep=True)
+    return self.construct_scalar(node)
+
+  def flatten_mapping(self, node: yaml.MappingNode) -> None:
+    """Leave merged mappings (<<) alone, which are then refused: a short text could ask for endless ones."""
+
+
+_Loader.add_multi_constructor('tag:yaml.org,2002:python/', _Loader.plain)
+_Loader.add_multi_constructor('!', _Loader.plain)
+
+
+def _read_config(file: pathlib.Path) -> tuple[int | None, str | None]:
+  """Return the slots and the name of the model that a config.yaml says, None where it does not."""
+  if not file.is_file():
+    raise UserError(f'{file} is missing: get it too, or name the .pt file itself.')
+  if file.stat().st_size > LARGEST_CONFIG:
+    raise UserError(f'{file} is larger than {LARGEST_CONFIG // 2**20} MB: {_WAY_OUT}, or name the .pt file itself.')
+  try:
+    values = yaml.load(read_text(file, _WAY_OUT), _Loader)
+  except UserError:
+    raise
+  except Exception as error:  # Dates that there are not, keys that are lists, …: what it leads to depends on the value.
+    raise UserError(f'{file} is not YAML ({first_line(error)}): {_WAY_OUT}.') from error
+  slots = _entry(values, 'kv_cache_initializer', 'max_tokens')
+  model = _entry(values, 'model', 'pretrained_model_name_or_path')
+  if slots is not None and (type(slots) is not int or not 0 < slots <= MOST_SLOTS):
+    raise UserError(
+      f'{file}: kv_cache_initializer.max_tokens is {short_repr(slots)}, and must be the number of slots: correct it.'
+    )
+  if model is not None and not isinstance(model, str):
+    raise UserError(
+      f'{file}: model.pretrained_model_name_or_path is {short_repr(model)}, and must be a name: correct it.'
+    )
+  return slots, model
+
+
+def _entry(values: Any, section: str, name: str) -> Any:
+  """Return an entry of a section, which may lie under `value` there; None if there is none."""
+  part = values.get(section) if isinstance(values, dict) else None
+  for place in (part, part.get('value') if isinstance(part, dict) else None):
+    if isinstance(place, dict) and place.get(name) is not None:
+      return place[name]
+  return None

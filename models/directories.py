@@ -1,0 +1,42 @@
+"""Where the files of a model or an adapter are: in a local directory, in an object store, or on the Hugging Face hub."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import os
+import pathlib
+import re
+
+from models import hub, remote_files
+from sdpo_jax.errors import UserError
+
+
+def is_local(path: str | os.PathLike) -> bool:
+  """Whether `path` is a directory of this machine."""
+  return not remote_files.is_remote(path) and pathlib.Path(path).expanduser().is_dir()
+
+
+def fetch(path: str | os.PathLike, patterns: Sequence[str], setting: str, what: str) -> pathlib.Path:
+  """Returns the local directory that `path` names: itself, a copy of gs://…, or the hub's snapshot of a name.
+
+  A path whose parent directory exists, or that is written as one (/…, ./…, ~/…), never reaches for the network.
+
+  Args:
+    path: of the directory.
+    patterns: of the names of files to have, where they are fetched.
+    setting: that names it, for errors.
+    what: it is, for errors: 'model'.
+
+  Raises:
+    UserError: there is no such directory.
+  """
+  local = pathlib.Path(path).expanduser()
+  if remote_files.is_remote(path):
+    return remote_files.fetch(str(path), tuple(patterns), setting, what)
+  if local.is_dir():
+    return local
+  if not re.fullmatch(r'[\w.-]+/[\w.-]+', str(path)) or str(path).startswith('.') or local.parent.is_dir():
+    raise UserError(
+      f'The {what} directory {local} does not exist: set {setting} to one that does, or to a name on the hub.'
+    )
+  return hub.fetch(str(path), patterns, setting, what)

@@ -1,0 +1,68 @@
+"""Whether two tokenizers mean the same by their token ids, so that one model can read what another has written."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from models import identity, tokenizer
+from models.control_tokens import Tokenizer
+
+
+def digests(path: str | os.PathLike) -> dict[str, str]:
+  """Return digests of what a tokenizer's ids stand for; others than `identity.of_tokenizer`, without chat and stops.
+
+  They do not depend on how the files are written: a tokenizer that another version of the library has saved has the same.
+
+  Args:
+    path: model directory or hub name.
+
+  Returns:
+    vocabulary (every id with its text), merges (or whatever else joins characters to tokens), special_tokens (the added
+    ones).
+
+  Raises:
+    UserError: no tokenizer there, or a damaged one.
+  """
+  return _digests(tokenizer.read(path))
+
+
+def difference(path: str | os.PathLike, other: str | os.PathLike) -> str | None:
+  """Return in what the tokenizer of a model differs from that of another, as a phrase; None: they mean the same.
+
+  Args:
+    path: model directory or hub name of one.
+    other: the same of the other.
+
+  Raises:
+    UserError: a tokenizer is missing or damaged.
+  """
+  one, two = tokenizer.read(path), tokenizer.read(other)
+  here, there = _digests(one), _digests(two)
+  differing = [part for part in here if here[part] != there[part]]
+  if not differing:
+    return None
+  texts, others = ({number: text for text, number in each.get_vocab().items()} for each in (one, two))
+  for number in sorted(texts.keys() | others.keys()):
+    if texts.get(number) != others.get(number):
+      said = [repr(each[number]) if number in each else 'nothing' for each in (texts, others)]
+      return f'token id {number} is {said[0]} in {path} and {said[1]} in {other}'
+  return f'{" and ".join(differing).replace("_", " ")} of {path} and {other} differ'
+
+
+def _digests(read: Tokenizer) -> dict[str, str]:
+  added = sorted((number, token.content) for number, token in read.added_tokens_decoder.items())
+  return {
+    'vocabulary': identity.digest(sorted(read.get_vocab().items())),
+    'merges': identity.digest(_joining(read)),
+    'special_tokens': identity.digest(added),
+  }
+
+
+def _joining(read: Tokenizer) -> Any:
+  """Return how a tokenizer joins characters: merges in their order, or the scores of its tokens."""
+  if not read.is_fast:
+    return [read.encode(text, add_special_tokens=False) for text in identity.TEXTS]
+  model = json.loads(read.backend_tokenizer.to_str())['model']
+  return model.get('merges', model['vocab'])
