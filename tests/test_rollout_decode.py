@@ -60,7 +60,7 @@ def make_params(rows, *, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, seed=0
     min_p=fill(min_p, np.float32),
     seed=fill(seed, np.uint32),
     sample_id=np.arange(rows, dtype=np.int32),
-    step=np.int32(3),
+    step=fill(3, np.int32),
     max_tokens=fill(max_tokens, np.int32),
     stop_ids=np.array(np.broadcast_to(stop_ids, (rows, stop_ids.shape[1]))),
   )
@@ -240,7 +240,9 @@ def test_interrupted_is_uninterrupted(models):
     np.testing.assert_allclose(getattr(pieces, name), values, atol=1e-5)
 
 
-@pytest.mark.parametrize('layers', [2, kv_cache.SHALLOW + 1], ids=['shallow', 'deep'])
+@pytest.mark.parametrize(
+  'layers', [pytest.param(2, id='shallow', marks=pytest.mark.slow), pytest.param(kv_cache.SHALLOW + 1, id='deep')]
+)
 def test_the_cache_is_updated_in_place(layers):
   """The whole donated cache is aliased, no program copies it, and temporary memory is far below a second one."""
   config = dict(

@@ -145,8 +145,8 @@ def test_a_growing_and_shrinking_cache_changes_no_sample(model, reference, monke
   # 8 + 24 + 4 slots, half of them at first; a third of the rows, and a twelfth.
   assert taken == [(8, 18, 8, 36), (8, 36, 3, 36), (3, 36, 1, 36)]
 
-  def backwards(prompts, n, shards):
-    return queue.Queue(prompts[::-1], n, shards)
+  def backwards(shards, waiting):
+    return queue.Queue(shards, waiting[::-1])
 
   monkeypatch.setattr(slots, 'Queue', backwards)
   assert_same_samples(sample(sampler, model, prompts, n=12, max_tokens=lengths), expected)
@@ -157,6 +157,7 @@ def test_a_growing_and_shrinking_cache_changes_no_sample(model, reference, monke
   assert taken == [(48, 18, 48, 36), (48, 36, 16, 36), (16, 36, 4, 36)]
 
 
+@pytest.mark.slow
 def test_the_kernels_of_a_tpu_sample_the_same_from_a_cache_that_keeps_its_size(model, reference):
   policy, params = model
   kernels = dataclasses.replace(policy, backend=AttentionBackend('splash', interpret=True))
@@ -248,7 +249,7 @@ def test_texts_are_made_while_the_device_is_at_work(model, monkeypatch):
   sampler._functions = dataclasses.replace(
     functions, advance=noted('advance', functions.advance), fetch=noted('fetch', functions.fetch)
   )
-  monkeypatch.setattr(sampler, '_tokenizer', types.SimpleNamespace(decode=noted('text', decode_text)))
+  monkeypatch.setattr(sampler, 'tokenizer', types.SimpleNamespace(decode=noted('text', decode_text)))
   sample(sampler, model)
   assert events.count('text') == 16
   looks = [after for before, after in itertools.pairwise(events) if before == 'fetch']
@@ -375,7 +376,13 @@ def test_training_and_evaluation_share_compiled_functions(compiled):
   assert count(compiled) == {'prefill': 1, 'advance': 1}
 
 
-@pytest.mark.parametrize('config', [MeshConfig(), MeshConfig(fsdp=2, tensor=4)], ids=['fsdp', 'fsdp and tensor'])
+@pytest.mark.parametrize(
+  'config',
+  [
+    pytest.param(MeshConfig(), id='fsdp', marks=pytest.mark.slow),
+    pytest.param(MeshConfig(fsdp=2, tensor=4), id='fsdp and tensor'),
+  ],
+)
 def test_rows_spread_over_a_mesh_sample_the_same(model, reference, config, compiled):
   """Also with stop strings, and each shape compiles two programs only."""
   policy, params = model
@@ -399,7 +406,7 @@ def test_rows_are_divided_over_the_mesh(model):
   index, count = np.arange(16, dtype=np.int32) % 2, np.full(8, 2, np.int32)
   cache = functions.empty(rows=16, slots=64)
   prompts = functions.prefill(
-    *functions.prepare({}, params), *functions.put((np.ones((8, 32), np.int32), np.full(8, 3, np.int32)))
+    {}, functions.prepare(params), *functions.put((np.ones((8, 32), np.int32), np.full(8, 3, np.int32)))
   )
   places = functions.put((index, index, count))
   assert 'all-' not in compile_as_users(functions.copy.lower(cache, prompts, *places)).as_text()
@@ -495,11 +502,32 @@ def test_slots_close_up():
   assert close_up([0, 2], 4) == close_up([], 4) == [0, 1, 2, 3]
 
 
+@dataclasses.dataclass(frozen=True)
+class OfPrompt:
+  """n samples of a prompt, in a queue."""
+
+  prefix: int
+  n: int
+
+  def __len__(self):
+    return self.n
+
+
+def of_prompts(prompts, n):
+  return [OfPrompt(prompt, n) for prompt in prompts]
+
+
+def take(waiting, shard):
+  """(Prompt, which of its samples) that a shard gets."""
+  got = waiting.take(shard)
+  return got and (got[0].prefix, got[1])
+
+
 def drain(waiting, shards, order):
   """What each of the shards gets if they take in this order, over and over."""
   taken = [[] for _ in range(shards)]
   for shard in itertools.cycle(order):
-    got = waiting.take(shard)
+    got = take(waiting, shard)
     if got is None:
       return taken
     taken[shard].append(got)
@@ -508,18 +536,30 @@ def drain(waiting, shards, order):
 @pytest.mark.parametrize('order', [(0, 1, 2), (2, 0), (1,), (0, 0, 0, 1, 2)])
 @pytest.mark.parametrize('prompts', [[2, 0, 1], [5], list(range(20))])
 def test_the_queue_hands_out_every_sample_once(order, prompts):
-  taken = drain(queue.Queue(prompts, 7, 3), 3, order)
+  taken = drain(queue.Queue(3, of_prompts(prompts, 7)), 3, order)
   everything = sorted(got for shard in taken for got in shard)
-  assert everything == sorted((prompt, prompt * 7 + i) for prompt in prompts for i in range(7))
+  assert everything == sorted((prompt, i) for prompt in prompts for i in range(7))
 
 
 def test_shards_keep_to_their_prompts_while_there_are_enough():
-  taken = drain(queue.Queue(range(6), 4, 3), 3, (0, 1, 2))
+  taken = drain(queue.Queue(3, of_prompts(range(6), 4)), 3, (0, 1, 2))
   assert [sorted({prompt for prompt, _ in shard}) for shard in taken] == [[0, 3], [1, 4], [2, 5]]
-  waiting = queue.Queue([4, 7], 8, 2)
-  assert waiting.take(0) == (4, 32) and waiting.take(1) == (7, 56) and waiting.left == 14
+  waiting = queue.Queue(2, of_prompts([4, 7], 8))
+  assert take(waiting, 0) == (4, 0) and take(waiting, 1) == (7, 0) and waiting.left == 14
   assert waiting.holds(0, 4) and waiting.holds(1, 7) and not waiting.holds(0, 7)
   for _ in range(7):
     waiting.take(0)
   assert not waiting.holds(0, 4)
-  assert waiting.take(0) == (7, 60) and waiting.holds(0, 7)  # Half of what the other has left.
+  assert take(waiting, 0) == (7, 4) and waiting.holds(0, 7)  # Half of what the other has left.
+
+
+def test_what_is_removed_from_the_queue_is_handed_to_nobody():
+  waiting = queue.Queue(2, of_prompts([4, 7, 4], 3))
+  waiting.add(OfPrompt(9, 2))
+  assert take(waiting, 0) == (4, 0) and waiting.left == 10
+  assert waiting.holds(0, 4) and waiting.holds(1, 9)  # It waits for any shard.
+  waiting.remove(lambda samples: samples.prefix == 4)
+  assert waiting.left == 5 and not waiting.holds(0, 4)
+  taken = [take(waiting, shard) for shard in (1, 0, 0, 1, 1)]
+  assert sorted(taken) == [(7, 0), (7, 1), (7, 2), (9, 0), (9, 1)]
+  assert waiting.take(0) is None and not waiting.left

@@ -60,7 +60,7 @@ def knobs_of(settings, samples):
     **{name: rows(name, jnp.int32) for name in ('top_k', 'max_tokens')},
     seed=jnp.full(len(samples), SEED, jnp.uint32),
     sample_id=jnp.asarray(samples, jnp.int32),
-    step=jnp.int32(STEP),
+    step=jnp.full(len(samples), STEP, jnp.int32),
     stop_ids=jnp.full((len(samples), 1), EOS, jnp.int32),
   )
 
@@ -132,10 +132,11 @@ def test_the_order_of_arrival_changes_no_sample(model, request_, monkeypatch, or
   monkeypatch.setattr(sizes, 'SMALLEST_CACHE', 16)
   monkeypatch.setattr(slots, 'REFILLS', 2)
 
-  def permuted(prompts):
-    return prompts[::-1] if order == 'backwards' else np.random.default_rng(1).permutation(prompts)
+  def permuted(shards, waiting):
+    order_ = range(len(waiting))[::-1] if order == 'backwards' else np.random.default_rng(1).permutation(len(waiting))
+    return queue.Queue(shards, [waiting[at] for at in order_])
 
-  monkeypatch.setattr(slots, 'Queue', lambda prompts, n, shards: queue.Queue(list(permuted(prompts)), n, shards))
+  monkeypatch.setattr(slots, 'Queue', permuted)
   assert check(model, request_, draw(model, request_, max_batch_rows=7, decode_chunk=5)) <= 2
 
 
@@ -159,6 +160,7 @@ def test_a_mesh_changes_no_sample(model, request_, config):
   assert check(model, request_, rollouts) <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('layers', [pytest.param(2, id='shallow', marks=pytest.mark.slow), pytest.param(9, id='deep')])
 def test_an_int8_cache_is_near_and_changes_no_sample_by_where_it_lies(layers, request_):
   """Half a per cent of a nat or so in the log-probs of the same tokens; the same samples for any slots and chunks."""

@@ -40,7 +40,7 @@ def make_params(rows, *, temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, seed=0
     min_p=fill(min_p, jnp.float32),
     seed=fill(seed, jnp.uint32),
     sample_id=jnp.arange(rows, dtype=jnp.int32) if sample_id is None else fill(sample_id, jnp.int32),
-    step=jnp.int32(step),
+    step=fill(step, jnp.int32),
     max_tokens=fill(1, jnp.int32),
     stop_ids=jnp.full((rows, 1), -1, jnp.int32),
   )

@@ -61,18 +61,21 @@ class Buckets:
   prompt: tuple[int, ...]
   response: tuple[int, ...]
   reprompt: tuple[int, ...]
-  # Short prompts go with short teacher prompts and long with long, since neither are declared; else any with any.
+  # Short prompts go with short teacher prompts and long with long, since neither are declared or the teacher reads the
+  # same; else any with any.
   paired: bool = False
 
   @classmethod
   def of(cls, config: Config) -> Buckets:
     """Return those declared in the settings, or a few parts of the limits."""
-    data = config.data
+    data, sd = config.data, config.actor.self_distillation
+    prompt = bucket_lengths(data.prompt_buckets, data.max_prompt_length)
+    own = sd.teacher_context == 'prompt'
     return cls(
-      prompt=bucket_lengths(data.prompt_buckets, data.max_prompt_length),
+      prompt=prompt,
       response=bucket_lengths(data.response_buckets, data.max_response_length, RESPONSES),
-      reprompt=bucket_lengths(data.reprompt_buckets, config.actor.self_distillation.max_reprompt_len),
-      paired=not data.prompt_buckets and not data.reprompt_buckets,
+      reprompt=prompt if own else bucket_lengths(data.reprompt_buckets, sd.max_reprompt_len),
+      paired=own or (not data.prompt_buckets and not data.reprompt_buckets),
     )
 
   @property

@@ -29,6 +29,7 @@ class DecodeState:
   token: jax.Array  # [B] int32, the newest token of prompt and completion: not yet in the cache.
   drawn: jax.Array  # [B] int32, tokens of the completion so far.
   active: jax.Array  # [B] bool; other rows hold no sample.
+  members: jax.Array | None = None  # [B] int32, see `Policy.apply`.
 
 
 @flax.struct.dataclass
@@ -59,6 +60,7 @@ def prefill(
   trainable: Tree,
   tokens: jax.Array,
   lengths: jax.Array,
+  members: jax.Array | None = None,
   *,
   slots: int | None = None,
   quantized: bool = False,
@@ -74,6 +76,7 @@ def prefill(
     trainable: trainable parameters.
     tokens: [G, P] int32, right-padded.
     lengths: [G] int32, at least 1.
+    members: [G] int32, see `Policy.apply`.
     slots: static, of a row of the result, at least P; None: P.
     quantized: static, the cache holds int8.
 
@@ -85,7 +88,8 @@ def prefill(
   index = jnp.arange(width, dtype=jnp.int32)[None]
   valid = index < lengths[:, None] - 1
   positions, segments = jnp.where(valid, index, 0), valid.astype(jnp.int32)
-  cache = policy.apply(base, trainable, tokens, positions, segments, policy.init_cache(prompts, width, quantized))[2]
+  empty = policy.init_cache(prompts, width, quantized)
+  cache = policy.apply(base, trainable, tokens, positions, segments, empty, **_pooled(members))[2]
   return cache if slots is None else kv_cache.lengthened(cache, slots)
 
 
@@ -143,6 +147,7 @@ def advance(
       (loop.cache.lengths + at)[:, None],
       (~loop.done).astype(jnp.int32)[:, None],
       loop.cache,
+      **_pooled(state.members),
     )
     new = sampling.sample(
       logits(hidden[:, 0], unembedding, policy.vocab_size), state.params, keys, state.drawn + loop.drawn.count
@@ -152,6 +157,11 @@ def advance(
   start = _Loop(cache=policy.with_recent(cache, steps), drawn=nothing, token=state.token, done=~state.active)
   loop = lax.while_loop(unfinished, step, start)
   return commit(loop.cache, ~loop.done), loop.drawn
+
+
+def _pooled(members: jax.Array | None) -> dict[str, jax.Array]:
+  """Returns the argument of `Policy.apply` that only a policy with a pool of adapters knows."""
+  return {} if members is None else {'members': members}
 
 
 def logits(hidden: jax.Array, unembedding: jax.Array, vocab_size: int) -> jax.Array:

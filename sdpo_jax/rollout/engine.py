@@ -13,10 +13,11 @@ from models.policy import Policy
 from sdpo_jax import liveness
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.buckets import bucket_lengths, smallest_bucket
-from sdpo_jax.rollout.functions import SamplerFunctions, sampler_functions
+from sdpo_jax.rollout.functions import Keep, SamplerFunctions, sampler_functions
 from sdpo_jax.rollout.sizes import Sizes, shard_rows, sizes
-from sdpo_jax.rollout.slots import RECORDS, Request, SamplingStats, Slots
+from sdpo_jax.rollout.slots import KNOBS, RECORDS, Finished, Samples, SamplingStats, Slots
 from sdpo_jax.rollout.stops import StopStrings, Tokenizer, to_text
+from sdpo_jax.rollout.weights import PreparedBase
 from sdpo_jax.types import Rollouts, Tree
 
 PerSample = float | Sequence[float] | np.ndarray  # One value for all, or [N].
@@ -56,11 +57,21 @@ class Completion:
   text: str  # Without special tokens.
 
 
+@dataclasses.dataclass(frozen=True)
+class Request:
+  """N = G · n samples of G prompts, in order."""
+
+  samples: list[Samples]  # G.
+  n: int
+  room: int  # Tokens of a completion at most.
+
+
 class Sampler:
   """Samples completions of prompts in a bounded number of slots.
 
   What is sampled depends on the prompt, the settings, the seed, the step and the number of the sample, not on slots,
   buckets, the order in which samples are drawn or other rows (up to the rounding of the model's own matrix products).
+  The frozen parameters that it is handed are prepared once; what it holds of them goes with the sampler.
   """
 
   def __init__(
@@ -80,6 +91,7 @@ class Sampler:
     quantized: bool = False,
     resized: bool = True,
     least: int | None = None,
+    keep: Keep | None = None,
   ):
     """Makes a sampler of `policy`.
 
@@ -100,6 +112,7 @@ class Sampler:
         may come to, and all of its rows, so that a bucket of prompts compiles once.
       least: arrays are as large as a request for so many samples from the largest bucket of prompts asks, or larger, so
         that what is compiled depends on nothing else; None: as large as each request asks.
+      keep: see `SamplerFunctions.kept`; None: JAX's own cache decides.
 
     Raises:
       UserError: an empty stop string.
@@ -107,13 +120,15 @@ class Sampler:
     """
     if any(not text for text in stop):
       raise UserError('rollout.stop holds an empty string, which would end every completion at once: remove it.')
-    self._tokenizer = tokenizer
+    self.tokenizer = tokenizer
     self._prompt_buckets = bucket_lengths(prompt_buckets, max_prompt_length)
     self._response_buckets = bucket_lengths(response_buckets, max_response_length)
     self._max_batch_rows = max_batch_rows
     self._stops = StopStrings(tokenizer, stop)
     self._stop_ids = np.asarray(sorted(set(stop_token_ids)) or [-1], np.int32)
-    self._functions: SamplerFunctions = sampler_functions(policy, mesh, quantized)
+    functions = sampler_functions(policy, mesh, quantized)
+    self._functions: SamplerFunctions = functions if keep is None else functions.kept(keep)
+    self._base = PreparedBase(self._functions.prepare_base)
     if least is not None and not self._prompt_buckets:
       raise ValueError('A sampler for at least so many samples needs prompt_buckets or max_prompt_length.')
     self._chunk, self._resized, self._least = decode_chunk, resized, least
@@ -150,9 +165,9 @@ class Sampler:
     Raises:
       UserError: as `stream`.
     """
-    request = self._request(prompt_token_ids, **options)
-    n = request.n
-    total = len(request.lengths) * n
+    request = self.request(prompt_token_ids, **options)
+    n, lengths = request.n, np.asarray([len(samples.prompt) for samples in request.samples])
+    total = len(lengths) * n
     shape = total, request.room
     tokens, mask = np.zeros(shape, np.int32), np.zeros(shape, bool)
     numbers = {name: np.zeros(shape, np.float32) for name in RECORDS}
@@ -165,11 +180,14 @@ class Sampler:
       reasons[done.sample], texts[done.sample] = 'stop' if done.stopped else 'length', done.text
       if on_finished is not None:
         on_finished(done)
-    group = np.repeat(np.arange(len(request.lengths), dtype=np.int32), n)
+    group = np.repeat(np.arange(len(lengths), dtype=np.int32), n)
+    prompts = np.zeros((len(lengths), max(samples.width for samples in request.samples)), np.int32)
+    for padded, samples in zip(prompts, request.samples, strict=True):
+      padded[: len(samples.prompt)] = samples.prompt
     return Rollouts(
       group=group,
-      prompt_tokens=request.prompts[group],
-      prompt_mask=(np.arange(request.prompts.shape[1])[None] < request.lengths[:, None])[group],
+      prompt_tokens=prompts[group],
+      prompt_mask=(np.arange(prompts.shape[1])[None] < lengths[:, None])[group],
       completion_tokens=tokens,
       completion_mask=mask,
       **numbers,
@@ -198,7 +216,7 @@ class Sampler:
     Raises:
       UserError: a prompt that is empty or over its limit, or max_tokens over its limit or below 1.
     """
-    return self._stream(base, trainable, self._request(prompt_token_ids, **options))
+    return self._stream(base, trainable, self.request(prompt_token_ids, **options))
 
   def stream_drafts(
     self,
@@ -208,9 +226,9 @@ class Sampler:
     **options: Unpack[SamplingOptions],
   ) -> Iterator[Draft | Completion]:
     """Yields what `stream` does and, after every `decode_chunk` tokens, a draft of each unfinished sample."""
-    return self._stream(base, trainable, self._request(prompt_token_ids, **options), drafts=True)
+    return self._stream(base, trainable, self.request(prompt_token_ids, **options), drafts=True)
 
-  def _request(
+  def request(
     self,
     prompt_token_ids: Sequence[Sequence[int]],
     *,
@@ -223,26 +241,37 @@ class Sampler:
     top_k: PerSample = -1,
     min_p: PerSample = 0.0,
   ) -> Request:
-    knobs = dict(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
-    lengths = np.asarray([len(tokens) for tokens in prompt_token_ids], np.int32)
-    widths = self._check_prompts(lengths)
-    whole = ('max_tokens', 'top_k')
-    of_samples = {
-      name: np.broadcast_to(np.asarray(value, np.int32 if name in whole else np.float32), (len(lengths) * n,))
-      for name, value in knobs.items()
-    }
-    room = self._check_max_tokens(of_samples['max_tokens'])
-    prompts = np.zeros((len(lengths), max(widths)), np.int32)
-    for padded, tokens in zip(prompts, prompt_token_ids, strict=True):
-      padded[: len(tokens)] = tokens
-    return Request(prompts, lengths, np.asarray(widths), n, of_samples, self._stop_ids, room, seed, step)
+    """Returns what is to be drawn of some prompts; arguments as those of `sample`.
 
-  def _check_prompts(self, lengths: np.ndarray) -> list[int]:
+    Raises:
+      UserError: as `stream`.
+    """
+    knobs = dict(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    widths = self._check_prompts([len(tokens) for tokens in prompt_token_ids])
+    shape = (len(widths) * n,)
+    of_samples = {name: np.broadcast_to(np.asarray(value, KNOBS[name]), shape) for name, value in knobs.items()}
+    room = self._check_max_tokens(of_samples['max_tokens'])
+    samples = [
+      Samples(
+        prompt=np.asarray(tokens, np.int32),
+        width=width,
+        first=index * n,
+        knobs={name: values[index * n : index * n + n] for name, values in of_samples.items()},
+        stop_ids=self._stop_ids,
+        seed=seed,
+        step=step,
+        prefix=index,
+      )
+      for index, (tokens, width) in enumerate(zip(prompt_token_ids, widths, strict=True))
+    ]
+    return Request(samples, n, room)
+
+  def _check_prompts(self, lengths: Sequence[int]) -> list[int]:
     """Returns the bucket of each prompt."""
-    if not len(lengths):
+    if not lengths:
       raise UserError('There is no prompt to sample from: check that data.train_files / data.val_files hold rows.')
     widths = []
-    for index, length in enumerate(lengths.tolist()):
+    for index, length in enumerate(lengths):
       if not length:
         raise UserError(f'Prompt {index} of the batch is empty: every prompt needs at least one token.')
       width = smallest_bucket(self._prompt_buckets, length)
@@ -277,8 +306,16 @@ class Sampler:
     between: Callable[[], None] = lambda: None,
   ) -> Iterator[Any]:
     """Yields completions and, with `drafts`, what is drawn of the others."""
-    parameters = self._functions.prepare(base, trainable)
-    slots = Slots(self._functions, parameters, request, self._sizes(request), self._chunk)
+    slots = Slots(
+      self._functions,
+      self.prepare(base, trainable),
+      self._sizes(request),
+      room=request.room,
+      chunk=self._chunk,
+      stop_ids=len(self._stop_ids),
+      # Prompts of the same bucket next to each other, so that they are prefilled together.
+      waiting=sorted(request.samples, key=lambda samples: samples.width),
+    )
     self.stats = slots.stats
     ended, running = [], []
     while slots.admit():
@@ -286,37 +323,55 @@ class Sampler:
       drawn = slots.advance()
       # While these get their texts and are handled, the device is at work.
       yield from self._seen(ended, running)
-      ended = slots.collect(drawn, self._end)
+      ended = slots.collect(drawn, lambda _, *sample: self._stops.end(*sample))
       liveness.progress()
       running = slots.running() if drafts else []
     yield from self._seen(ended, running)
 
+  def prepare(self, base: Tree, trainable: Tree) -> tuple[Tree, Tree]:
+    """Returns both trees as slots read them; the base is prepared once."""
+    return self._base(base), self._functions.prepare(trainable)
+
+  def open_slots(self, parameters: tuple[Tree, Tree], stop_ids: int) -> Slots:
+    """Returns slots that stay, for requests of any of the sampler's buckets; there is nothing in them.
+
+    Args:
+      parameters: base and trainable tree, from `prepare`.
+      stop_ids: how many tokens may end a sample.
+    """
+    room = self._response_buckets[-1]
+    kept = sizes(
+      rows=shard_rows(self._max_batch_rows, self._max_batch_rows, self._functions.shards),
+      refilled=True,
+      widths=self._prompt_buckets,
+      room=room,
+      chunk=self._chunk,
+      keeps_size=self._functions.keeps_size,
+      resized=False,
+    )
+    return Slots(self._functions, parameters, kept, room=room, chunk=self._chunk, stop_ids=stop_ids, closed=False)
+
   def _sizes(self, request: Request) -> Sizes:
     """Returns the sizes of the arrays of a request."""
-    samples, shards = len(request.lengths) * request.n, self._functions.shards
+    samples, shards = len(request.samples) * request.n, self._functions.shards
     rows = shard_rows(max(samples, self._least or 0), self._max_batch_rows, shards)
     return sizes(
       rows=rows,
       refilled=samples > rows * shards,
-      widths=self._prompt_buckets if self._least is not None else sorted(set(request.widths.tolist())),
+      widths=self._prompt_buckets
+      if self._least is not None
+      else sorted({samples.width for samples in request.samples}),
       room=request.room,
       chunk=self._chunk,
       keeps_size=self._functions.keeps_size,
       resized=self._resized,
     )
 
-  def _seen(self, ended: Sequence[tuple[Any, ...]], running: Sequence[tuple[Any, ...]]) -> Iterator[Draft | Completion]:
-    for sample, tokens, records, stopped in ended:
-      yield Completion(sample, tokens, **records, stopped=stopped, text=to_text(self._tokenizer, tokens.tolist()))
-    for sample, tokens in running:
-      yield Draft(sample, tokens)
-
-  def _end(self, tokens: np.ndarray, checked: int, done: bool) -> int | None:
-    """Returns how many leading tokens of a sample a stop string leaves, None if none has appeared.
-
-    Of a sample that runs on, only the tail beyond `checked` tokens is looked at. Once it is done its whole text is,
-    which alone decides where it ends, so that the number of tokens between looks changes nothing.
-    """
-    if not self._stops:
-      return None
-    return self._stops.find(tokens.tolist()) if done or self._stops.may_end(tokens, checked) else None
+  def _seen(
+    self, ended: Sequence[Finished], running: Sequence[tuple[Samples, int, np.ndarray]]
+  ) -> Iterator[Draft | Completion]:
+    for done in ended:
+      text = to_text(self.tokenizer, done.tokens.tolist())
+      yield Completion(done.number, done.tokens, **done.records, stopped=done.stopped, text=text)
+    for _, number, tokens in running:
+      yield Draft(number, tokens)

@@ -8,7 +8,6 @@ import functools
 from typing import Any
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
@@ -18,7 +17,10 @@ from models.cache import KVCache
 from models.policy import Policy
 from sdpo_jax.distributed.mesh import FSDP, RULES
 from sdpo_jax.rollout import decode
+from sdpo_jax.rollout.weights import BasePreparation, base_preparation, preparing_trainable
 from sdpo_jax.types import Tree
+
+Keep = Callable[[str, Any], Callable[..., Any]]  # (name, jitted function) → what is called in its place.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +31,8 @@ class SamplerFunctions:
   that no row ever moves to another.
   """
 
-  prepare: Callable[[Tree, Tree], tuple[Tree, Tree]]  # (base, trainable), once per batch of rollouts.
+  prepare: Callable[[Tree], Tree]  # The trainable tree, once per batch of rollouts.
+  prepare_base: Callable[[Tree], BasePreparation]  # How a base is prepared, once per run.
   prefill: Callable[..., KVCache]  # `decode.prefill` without the policy: (…, *, slots).
   empty: Callable[..., KVCache]  # (*, rows, slots), rows of all shards.
   # `models.cache.copy_rows` in each shard: source and target [rows], count [S]; takes over the buffers of the first.
@@ -46,27 +49,27 @@ class SamplerFunctions:
   # The cache is made as large as it may have to be, and keeps its size: what is not filled is not read, and moving it
   # would take the memory of a second one. Rows that run out are left behind the others, by `compact`.
   keeps_size: bool
+  pooled: bool  # The trainable tree is a pool of adapters, of which every row has one or none.
 
+  def kept(self, keep: Keep) -> SamplerFunctions:
+    """Return the same functions, in which `keep` decides what a call of a jitted one compiles, or finds."""
 
-@dataclasses.dataclass(frozen=True)
-class Placed:
-  """A jitted function that is made for the shardings of its arguments; it is called and lowered as any other."""
+    def prepare_base(base: Tree) -> BasePreparation:
+      made = self.prepare_base(base)
+      return dataclasses.replace(made, program=made.program and keep('prepare_base', made.program))
 
-  make: Callable[..., Any]
-
-  def __call__(self, *arguments: Any) -> Any:
-    return self.make(*arguments)(*arguments)
-
-  def lower(self, *arguments: Any) -> jax.stages.Lowered:
-    return self.make(*arguments).lower(*arguments)
+    names = 'prepare', 'prefill', 'empty', 'copy', 'resize', 'compact', 'advance'
+    jitted = {name: keep(name, getattr(self, name)) for name in names}
+    return dataclasses.replace(self, **jitted, prepare_base=prepare_base)
 
 
 @functools.cache
 def sampler_functions(policy: Policy, mesh: Mesh | None, quantized: bool = False) -> SamplerFunctions:
   """Returns the functions that sample from a policy with a cache in compute dtype or int8; samplers alike share them.
 
-  On a mesh, rows are divided over its `fsdp` axis, and parameters are gathered over that axis once per batch
-  (they stay divided over `tensor`): a loop that gathered them at every step would do little else.
+  On a mesh, rows are divided over its `fsdp` axis, and parameters are gathered over that axis ahead of the loop, the
+  base once per run and the trainable tree once per batch (they stay divided over `tensor`): a loop that gathered them at
+  every step would do little else.
   """
   divided = mesh is not None and mesh.size > 1
   local = functools.partial(_in_each_shard, mesh) if divided else lambda function: function
@@ -90,7 +93,7 @@ def sampler_functions(policy: Policy, mesh: Mesh | None, quantized: bool = False
   def empty(rows: int, slots: int) -> KVCache:
     return policy.init_cache(rows, slots, quantized)
 
-  placed, result, put, prepare = None, None, lambda tree: tree, jax.jit(policy.cast)
+  placed, result, put = None, None, lambda tree: tree
   if mesh is not None:
     # Also on one device: what is compiled for a mesh takes what lies on it.
     whole, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(FSDP))
@@ -98,9 +101,9 @@ def sampler_functions(policy: Policy, mesh: Mesh | None, quantized: bool = False
     result = placed, whole
   if divided:
     put = functools.partial(jax.tree.map, lambda leaf: _put(np.asarray(leaf), rows, whole))
-    prepare = _prepare(policy, mesh)
   return SamplerFunctions(
-    prepare=prepare,
+    prepare=preparing_trainable(policy, mesh),
+    prepare_base=functools.partial(base_preparation, policy, mesh),
     prefill=jax.jit(
       functools.partial(decode.prefill, policy, quantized=quantized), static_argnames='slots', out_shardings=placed
     ),
@@ -118,6 +121,7 @@ def sampler_functions(policy: Policy, mesh: Mesh | None, quantized: bool = False
     fetch=jax.device_get,
     shards=shards,
     keeps_size=policy.reads_filled,
+    pooled=policy.pooled,
   )
 
 
@@ -167,32 +171,3 @@ def _in_each_shard(mesh: Mesh, function: Callable[..., KVCache]) -> Callable[...
 
 def _put(leaf: np.ndarray, rows: NamedSharding, whole: NamedSharding) -> jax.Array:
   return jax.make_array_from_callback(leaf.shape, rows if leaf.ndim else whole, lambda index: leaf[index])
-
-
-def _prepare(policy: Policy, mesh: Mesh) -> Placed:
-  def gather(base: Tree, trainable: Tree, specs: tuple[PartitionSpec, ...]) -> tuple[Tree, Tree]:
-    leaves, tree = jax.tree.flatten((base, trainable))
-    placed = [
-      lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec)) for leaf, spec in zip(leaves, specs, strict=True)
-    ]
-    return policy.cast(*tree.unflatten(placed))
-
-  @functools.cache
-  def gather_as(specs: tuple[PartitionSpec, ...]) -> Callable[..., tuple[Tree, Tree]]:
-    return jax.jit(functools.partial(gather, specs=specs))
-
-  return Placed(lambda base, trainable: gather_as(_without_fsdp((base, trainable))))
-
-
-def _without_fsdp(parameters: Tree) -> tuple[PartitionSpec, ...]:
-  """Returns how each parameter is divided over the other axes."""
-
-  def drop(entry: Any) -> Any:
-    names = tuple(name for name in (entry if isinstance(entry, tuple) else (entry,)) if name not in (FSDP, None))
-    return names or None
-
-  def spec(leaf: Any) -> PartitionSpec:
-    sharding = getattr(leaf, 'sharding', None)
-    return PartitionSpec(*map(drop, sharding.spec)) if isinstance(sharding, NamedSharding) else PartitionSpec()
-
-  return tuple(spec(leaf) for leaf in jax.tree.leaves(parameters))

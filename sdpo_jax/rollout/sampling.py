@@ -31,7 +31,7 @@ class SamplingParams:
   min_p: jax.Array  # [B] float32; 0 keeps all.
   seed: jax.Array  # [B] uint32.
   sample_id: jax.Array  # [B] int32, number of the sample in the generation batch, wherever its row is computed.
-  step: jax.Array  # [] int32, number of the generation batch.
+  step: jax.Array  # [B] int32, number of the generation batch.
   max_tokens: jax.Array  # [B] int32; 0: the row is padding.
   stop_ids: jax.Array  # [B, M] int32, tokens that end the row, padded with -1.
 
@@ -49,10 +49,10 @@ class Draw:
 def row_keys(params: SamplingParams) -> jax.Array:
   """Returns [B] keys, one per sample: the seed with the step and the sample number folded in."""
 
-  def key(seed: jax.Array, sample_id: jax.Array) -> jax.Array:
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl='threefry2x32'), params.step), sample_id)
+  def key(seed: jax.Array, step: jax.Array, sample_id: jax.Array) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl='threefry2x32'), step), sample_id)
 
-  return jax.vmap(key)(params.seed, params.sample_id)
+  return jax.vmap(key)(params.seed, params.step, params.sample_id)
 
 
 def noise(keys: jax.Array, position: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ has as many slots as every other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 import dataclasses
 import math
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from models import cache as kv_cache
 from models.cache import KVCache
+from models.policy import NO_MEMBER
 from sdpo_jax.rollout import decode
 from sdpo_jax.rollout.functions import SamplerFunctions
 from sdpo_jax.rollout.queue import Queue
@@ -22,8 +23,16 @@ from sdpo_jax.rollout.sampling import SamplingParams
 from sdpo_jax.rollout.sizes import Size, Sizes
 from sdpo_jax.types import Tree
 
+NO_TOKEN = -1  # Of ids that end a sample: none.
 REFILLS = 16  # The decode loop is interrupted for a refill when one slot in so many is free.
 RECORDS = ('sampling_log_probs', 'model_log_probs', 'entropy')
+KNOBS = {  # Those of `SamplingParams` that may differ from sample to sample, with their dtypes.
+  'max_tokens': np.int32,
+  'temperature': np.float32,
+  'top_p': np.float32,
+  'top_k': np.int32,
+  'min_p': np.float32,
+}
 
 
 def closed_up(held: np.ndarray, rows: int) -> np.ndarray:
@@ -34,19 +43,33 @@ def closed_up(held: np.ndarray, rows: int) -> np.ndarray:
   return source
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-  """G prompts and N = G · n samples of them."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Samples:
+  """n samples of one prompt: what each of them is drawn with, wherever and beside whatever others its row is."""
 
-  prompts: np.ndarray  # [G, P] int32, right-padded.
-  lengths: np.ndarray  # [G] int32.
-  widths: np.ndarray  # [G] the bucket of each prompt.
-  n: int
-  knobs: dict[str, np.ndarray]  # [N] each: those of `SamplingParams` that differ from sample to sample.
+  prompt: np.ndarray  # [length] int32, of at least one token.
+  width: int  # The bucket of the prompt.
+  first: int  # The number of the first sample; the others have the next ones.
+  knobs: Mapping[str, np.ndarray]  # [n] each: those of `KNOBS`.
   stop_ids: np.ndarray  # [M] int32.
-  room: int  # Tokens of a completion at most.
   seed: int
   step: int  # Number of the generation batch.
+  prefix: Hashable  # Equal of samples whose prompts have the same tokens and are read by the same weights.
+  member: int = NO_MEMBER  # Of a pool of adapters, which of them their rows have.
+
+  def __len__(self) -> int:
+    return len(self.knobs['max_tokens'])
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+  """A sample that is done."""
+
+  samples: Samples
+  number: int  # Of the sample, in its generation batch.
+  tokens: np.ndarray  # [length] int32.
+  records: dict[str, np.ndarray]  # [length] float32 each: those of `RECORDS`.
+  stopped: bool  # By a stop id or string.
 
 
 @dataclasses.dataclass
@@ -63,96 +86,124 @@ class SamplingStats:
 
 
 class Slots:
-  """A request under way: `admit`, `advance` and `collect` in turns until nothing is admitted any more.
+  """Samples under way: `admit`, `advance` and `collect` in turns until nothing is admitted any more.
 
-  Every process of a run decides the same, from the same values.
+  Samples may be added and removed between two turns. Every process of a run decides the same, from the same values.
   """
 
   def __init__(
     self,
     functions: SamplerFunctions,
     parameters: tuple[Tree, Tree],
-    request: Request,
     sizes: Sizes,
+    *,
+    room: int,
     chunk: int,
+    stop_ids: int,
+    waiting: Iterable[Samples] = (),
+    closed: bool = True,
   ):
-    """Makes slots for samples, which draw at most `chunk` tokens between two looks."""
-    self.stats = SamplingStats()
-    self._functions, self._parameters, self._request, self._chunk = functions, parameters, request, chunk
-    shards = functions.shards
-    # Prompts of the same bucket next to each other, so that they are prefilled together.
-    self._queue = Queue(np.argsort(request.widths, kind='stable').tolist(), request.n, shards)
-    self._sizes = sizes
+    """Makes slots.
+
+    Args:
+      functions: of the sampler.
+      parameters: base and trainable tree, prepared. They may be changed between two turns, by assignment, to trees that
+        are the same to all samples under way.
+      sizes: of the arrays.
+      room: tokens of a completion at most.
+      chunk: tokens that are drawn between two looks at most.
+      stop_ids: M, how many tokens may end a sample.
+      waiting: samples, in the order in which they get slots.
+      closed: no others will come; False: a free slot is worth an interruption at any time.
+    """
+    self.stats, self.parameters = SamplingStats(), parameters
+    self._functions, self._sizes, self._chunk, self._closed = functions, sizes, chunk, closed
+    self._queue = Queue(functions.shards, waiting)
     self._size: Size | None = None  # Of the cache.
-    rows = shards * sizes.rows
+    rows = functions.shards * sizes.rows
     self._cache: KVCache | None = None
-    self._prefixes: dict[tuple[int, int], tuple[KVCache, int]] = {}  # (shard, prompt) → a cache, its row in the shard.
-    self._sample = np.full(rows, -1, np.int32)  # -1: free.
+    self._prefixes: dict[tuple[int, Hashable], tuple[KVCache, int]] = {}  # (shard, prefix) → a cache, its row there.
+    self._of: list[Samples | None] = [None] * rows  # None: free.
+    self._live = np.zeros(rows, bool)
+    self._number = np.full(rows, -1, np.int32)
+    self._seed, self._step = np.zeros(rows, np.uint32), np.zeros(rows, np.int32)
+    self._member = np.full(rows, NO_MEMBER, np.int32)
+    self._knobs = {name: np.zeros(rows, kind) for name, kind in KNOBS.items()}
+    self._stop_ids = np.full((rows, stop_ids), NO_TOKEN, np.int32)
     self._held = np.zeros(rows, np.int32)  # Tokens in the cache.
     self._token = np.zeros(rows, np.int32)
     self._drawn = np.zeros(rows, np.int32)
-    self._tokens = np.zeros((rows, request.room), np.int32)
-    self._records = {name: np.zeros((rows, request.room), np.float32) for name in RECORDS}
+    self._tokens = np.zeros((rows, room), np.int32)
+    self._records = {name: np.zeros((rows, room), np.float32) for name in RECORDS}
+
+  def add(self, samples: Samples) -> None:
+    """Lets samples wait behind all others."""
+    self._queue.add(samples)
+
+  def remove(self, gone: Callable[[Samples], bool]) -> None:
+    """Takes out samples that are `gone`, those that have a slot included; between `collect` and `admit`."""
+    self._queue.remove(gone)
+    for slot in np.flatnonzero(self._live).tolist():
+      if gone(self._of[slot]):
+        self._free(slot)
 
   def admit(self) -> bool:
     """Gives free slots to samples that wait, and the cache the size that the live ones need; False if there is none."""
-    per_shard, request = self._per_shard, self._request
-    admitted = []
-    for slot in np.flatnonzero(self._sample < 0).tolist():
+    per_shard, admitted = self._per_shard, []
+    for slot in np.flatnonzero(~self._live).tolist():
       taken = self._queue.take(slot // per_shard)
       if taken is None:
         break
-      prompt, self._sample[slot] = taken
-      admitted.append((slot, prompt))
-      self._held[slot], self._drawn[slot] = request.lengths[prompt] - 1, 0
-      self._token[slot] = request.prompts[prompt, request.lengths[prompt] - 1]
-    if not (self._sample >= 0).any():
+      self._take(slot, *taken)
+      admitted.append((slot, taken[0]))
+    if not self._live.any():
       return False
-    self._prefill(dict.fromkeys((slot // per_shard, prompt) for slot, prompt in admitted))
-    self._fit(ending=not admitted and not self._queue.left)
-    self._copy([(slot // per_shard, slot % per_shard, prompt) for slot, prompt in admitted])
+    self._prefill({(slot // per_shard, samples.prefix): samples for slot, samples in admitted})
+    self._fit(ending=self._closed and not admitted and not self._queue.left)
+    self._copy([(slot // per_shard, slot % per_shard, samples.prefix) for slot, samples in admitted])
     self._count_bytes()
     self._prefixes = {key: prefix for key, prefix in self._prefixes.items() if self._queue.holds(*key)}
     return True
 
   def advance(self) -> decode.Drawn:
     """Starts some decode steps of all rows; returns what they draw, still on the devices."""
-    request, at = self._request, np.maximum(self._sample, 0)
-    rows = len(at)
+    live = np.flatnonzero(self._live)
+    # A free row is drawn from like one that is not, so that it asks for nothing that no other does.
+    like = np.where(self._live, np.arange(len(self._live)), live[0])
     params = SamplingParams(
-      **{name: values[at] for name, values in request.knobs.items()},
-      seed=np.full(rows, request.seed % 2**32, np.uint32),
-      sample_id=self._sample,
-      step=np.int32(request.step),
-      stop_ids=np.broadcast_to(request.stop_ids, (rows, len(request.stop_ids))),
+      **{name: values[like] for name, values in self._knobs.items()},
+      seed=self._seed[like],
+      sample_id=self._number,
+      step=self._step[like],
+      stop_ids=self._stop_ids[like],
     )
-    state = decode.DecodeState(params=params, token=self._token, drawn=self._drawn, active=self._sample >= 0)
-    if self._queue.left:
-      enough = math.ceil(rows / REFILLS)
+    state = decode.DecodeState(params=params, token=self._token, drawn=self._drawn, active=self._live)
+    if self._functions.pooled:
+      state = state.replace(members=self._member[like])
+    if self._queue.left or not self._closed:
+      enough = math.ceil(len(like) / REFILLS)
     else:
-      enough = self._sizes.enough(int((self._sample >= 0).sum()), self._functions.shards)
+      enough = self._sizes.enough(len(live), self._functions.shards)
     # The host goes on with its own arrays while these are under way.
     state = self._functions.put(jax.tree.map(np.copy, state))
     self._cache, drawn = self._functions.advance(
-      *self._parameters, self._cache, state, np.int32(enough), steps=self._chunk
+      *self.parameters, self._cache, state, np.int32(enough), steps=self._chunk
     )
     return drawn
 
-  def collect(
-    self, drawn: decode.Drawn, end: Callable[[np.ndarray, int, bool], int | None]
-  ) -> list[tuple[int, np.ndarray, dict[str, np.ndarray], bool]]:
+  def collect(self, drawn: decode.Drawn, end: Callable[[Samples, np.ndarray, int, bool], int | None]) -> list[Finished]:
     """Waits for the steps and frees the slots of the samples that they have finished.
 
     Args:
       drawn: from `advance`.
-      end: maps (tokens of a sample, number of them that are not new, whether the sample is done) to the number of
+      end: maps (samples, tokens of one of them, number of those that are not new, whether it is done) to the number of
         tokens that a stop string leaves, None if there is none.
 
     Returns:
-      (sample, tokens, records, whether a stop id or string ended it) of each finished sample.
+      The samples that are done.
     """
     drawn = self._functions.fetch(drawn)
-    active = self._sample >= 0
+    active = self._live.copy()
     self._held += np.where(active, drawn.steps, 0)
     self._count_steps(drawn, active)
     finished = []
@@ -163,55 +214,72 @@ class Slots:
       for name, records in self._records.items():
         records[slot, new] = getattr(drawn, name)[:count, slot]
       self._drawn[slot], self._token[slot] = length, self._tokens[slot, length - 1]
-      sample, stopped = int(self._sample[slot]), bool(drawn.stopped[slot])
-      done = stopped or length >= self._request.knobs['max_tokens'][sample]
-      cut = end(self._tokens[slot, :length], before, done)
+      stopped = bool(drawn.stopped[slot])
+      done = stopped or length >= self._knobs['max_tokens'][slot]
+      cut = end(self._of[slot], self._tokens[slot, :length], before, done)
       if cut is not None:
         length, stopped, done = cut, True, True
       if done:
         records = {name: records[slot, :length].copy() for name, records in self._records.items()}
-        finished.append((sample, self._tokens[slot, :length].copy(), records, stopped))
-        self._sample[slot] = -1
+        tokens = self._tokens[slot, :length].copy()
+        finished.append(Finished(self._of[slot], int(self._number[slot]), tokens, records, stopped))
+        self._free(slot)
         self.stats.tokens += length
     return finished
 
-  def running(self) -> list[tuple[int, np.ndarray]]:
-    """Returns (sample, tokens so far) of each sample that has a slot."""
-    live = np.flatnonzero(self._sample >= 0).tolist()
-    return [(int(self._sample[slot]), self._tokens[slot, : self._drawn[slot]].copy()) for slot in live]
+  def running(self) -> list[tuple[Samples, int, np.ndarray]]:
+    """Returns (samples, number of the sample, tokens so far) of each sample that has a slot."""
+    live = np.flatnonzero(self._live).tolist()
+    return [(self._of[slot], int(self._number[slot]), self._tokens[slot, : self._drawn[slot]].copy()) for slot in live]
+
+  def _take(self, slot: int, samples: Samples, index: int) -> None:
+    """Gives a slot to one of the samples."""
+    self._of[slot], self._live[slot], self._number[slot] = samples, True, samples.first + index
+    self._seed[slot], self._step[slot], self._member[slot] = samples.seed % 2**32, samples.step, samples.member
+    for name, values in self._knobs.items():
+      values[slot] = samples.knobs[name][index]
+    self._stop_ids[slot], self._stop_ids[slot, : len(samples.stop_ids)] = NO_TOKEN, samples.stop_ids
+    self._held[slot], self._drawn[slot], self._token[slot] = len(samples.prompt) - 1, 0, samples.prompt[-1]
+
+  def _free(self, slot: int) -> None:
+    self._of[slot], self._live[slot], self._number[slot] = None, False, -1
 
   @property
   def _per_shard(self) -> int:
-    return len(self._sample) // self._functions.shards
+    return len(self._of) // self._functions.shards
 
-  def _prefill(self, wanted: dict[tuple[int, int], None]) -> None:
-    """Makes the prefixes of (shard, prompt) pairs that are not there yet."""
-    shards, request = self._functions.shards, self._request
-    missing = [pair for pair in wanted if pair not in self._prefixes]
-    for width in sorted({int(request.widths[prompt]) for _, prompt in missing}):
+  def _prefill(self, wanted: dict[tuple[int, Hashable], Samples]) -> None:
+    """Makes the prefixes of (shard, prefix) pairs that are not there yet."""
+    shards = self._functions.shards
+    missing = {key: samples for key, samples in wanted.items() if key not in self._prefixes}
+    for width in sorted({samples.width for samples in missing.values()}):
       of_shard = [
-        [prompt for at, prompt in missing if at == shard and request.widths[prompt] == width] for shard in range(shards)
+        [samples for (at, _), samples in missing.items() if at == shard and samples.width == width]
+        for shard in range(shards)
       ]
       size = self._sizes.prompts(width)
       for first in range(0, max(map(len, of_shard)), size):
-        tokens, lengths = np.zeros((shards * size, width), np.int32), np.ones(shards * size, np.int32)
-        chosen = [prompts[first : first + size] for prompts in of_shard]
-        for shard, prompts in enumerate(chosen):
-          rows = slice(shard * size, shard * size + len(prompts))
-          tokens[rows], lengths[rows] = request.prompts[prompts, :width], request.lengths[prompts]
-        placed = self._functions.put((tokens, lengths))
-        cache = self._functions.prefill(*self._parameters, *placed, slots=self._sizes.prefix)
-        for shard, prompts in enumerate(chosen):
-          self._prefixes |= {(shard, prompt): (cache, row) for row, prompt in enumerate(prompts)}
+        rows = shards * size
+        tokens, lengths = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
+        members = np.full(rows, NO_MEMBER, np.int32)
+        chosen = [samples[first : first + size] for samples in of_shard]
+        for shard, of_rows in enumerate(chosen):
+          for row, samples in enumerate(of_rows, shard * size):
+            tokens[row, : len(samples.prompt)], lengths[row] = samples.prompt, len(samples.prompt)
+            members[row] = samples.member
+        placed = self._functions.put((tokens, lengths, *([members] if self._functions.pooled else [])))
+        cache = self._functions.prefill(*self.parameters, *placed, slots=self._sizes.prefix)
+        for shard, of_rows in enumerate(chosen):
+          self._prefixes |= {(shard, samples.prefix): (cache, row) for row, samples in enumerate(of_rows)}
     self.stats.prompts += len(missing)
 
   def _fit(self, ending: bool) -> None:
     """Gives the cache the slots that live samples need until the next look and, where it is `ending`, fewer rows."""
-    live = self._sample >= 0
+    live = self._live
     needed = int(self._held[live].max()) + self._chunk
     rows = self._per_shard
     if ending:
-      left = int((self._request.knobs['max_tokens'][self._sample[live]] - self._drawn[live]).max())
+      left = int((self._knobs['max_tokens'] - self._drawn)[live].max())
       # What is over at the next look anyhow is not worth a move, unless there must be one.
       if left > self._chunk or needed > self._size.slots:
         rows = int(live.reshape(self._functions.shards, -1).sum(1).max())
@@ -225,7 +293,7 @@ class Slots:
   def _move(self, size: Size) -> None:
     """Gives the cache another size; live samples move to the front of their shard where rows go."""
     functions, shards, before = self._functions, self._functions.shards, self._per_shard
-    held = [np.flatnonzero(slots) for slots in (self._sample >= 0).reshape(shards, before)]
+    held = [np.flatnonzero(slots) for slots in self._live.reshape(shards, before)]
     order = np.concatenate([shard * before + closed_up(held[shard], size.rows) for shard in range(shards)])
     source = functions.put((order % before).astype(np.int32))
     if functions.keeps_size:
@@ -233,15 +301,17 @@ class Slots:
     else:
       self._cache = functions.resize(self._cache, source, slots=size.slots)
     self._size = size
-    for name in ('_sample', '_held', '_token', '_drawn', '_tokens'):
+    self._of = [self._of[slot] for slot in order.tolist()]
+    for name in ('_live', '_number', '_seed', '_step', '_member', '_stop_ids', '_held', '_token', '_drawn', '_tokens'):
       setattr(self, name, getattr(self, name)[order])
-    self._records = {name: records[order] for name, records in self._records.items()}
+    for kept in (self._knobs, self._records):
+      kept |= {name: values[order] for name, values in kept.items()}
 
-  def _copy(self, admitted: list[tuple[int, int, int]]) -> None:
-    """Puts the prefixes of samples (shard, slot in the shard, prompt) where they belong."""
+  def _copy(self, admitted: list[tuple[int, int, Hashable]]) -> None:
+    """Puts the prefixes of samples (shard, slot in the shard, prefix) where they belong."""
     of_cache: dict[int, list[tuple[int, int, int]]] = {}
-    for shard, slot, prompt in admitted:
-      cache, row = self._prefixes[shard, prompt]
+    for shard, slot, prefix in admitted:
+      cache, row = self._prefixes[shard, prefix]
       of_cache.setdefault(id(cache), [cache]).append((shard, slot, row))
     for cache, *places in of_cache.values():
       source, target = (np.zeros((self._functions.shards, self._per_shard), np.int32) for _ in range(2))
@@ -256,7 +326,7 @@ class Slots:
     caches = {id(cache): cache for cache, _ in self._prefixes.values()}.values()
     held = sum(leaf.nbytes for cache in (self._cache, *caches) for leaf in jax.tree.leaves(cache))
     # Beside the cache there are the recent tokens of every row.
-    held += self._chunk * len(self._sample) * self._slot_bytes()
+    held += self._chunk * len(self._of) * self._slot_bytes()
     self.stats.cache_bytes = max(self.stats.cache_bytes, held)
 
   def _slot_bytes(self) -> int:

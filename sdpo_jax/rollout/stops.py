@@ -39,6 +39,16 @@ class StopStrings:
     text = to_text(self._tokenizer, tokens, special=True)
     return any(stop in text for stop in self._stop)
 
+  def end(self, tokens: np.ndarray, checked: int, done: bool) -> int | None:
+    """Returns how many leading tokens of a sample a stop string leaves, None if none has appeared.
+
+    Of a sample that runs on, only the tail beyond `checked` tokens is looked at. Once it is done its whole text is,
+    which alone decides where it ends, so that the number of tokens between looks changes nothing.
+    """
+    if not self:
+      return None
+    return self.find(tokens.tolist()) if done or self.may_end(tokens, checked) else None
+
   def may_end(self, tokens: np.ndarray, checked: int) -> bool:
     """Says whether a stop string may end after the first `checked` tokens, by the tail alone."""
     return self._within(tokens[max(0, checked - self._reach) :].tolist())

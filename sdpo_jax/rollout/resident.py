@@ -1,0 +1,274 @@
+"""A sampler that stays: requests are admitted into free slots while those of others are decoded.
+
+One thread, the one that owns the devices, calls `turn`; any thread may submit, cancel and read.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Hashable, Iterator, Sequence
+import dataclasses
+import queue
+import threading
+from typing import Unpack
+
+import numpy as np
+
+from models.policy import NO_MEMBER
+from sdpo_jax.errors import UserError
+from sdpo_jax.rollout.engine import Completion, Draft, Sampler, SamplingOptions
+from sdpo_jax.rollout.slots import Finished, Samples, SamplingStats
+from sdpo_jax.rollout.stops import StopStrings, to_text
+from sdpo_jax.types import Tree
+
+# What an option of a request must be, and whether it is.
+_WHOLE, _NUMBER = np.integer, (np.integer, np.floating)
+_ALLOWED = {
+  'n': (_WHOLE, 'a whole number of 1 or more', lambda value: value >= 1),
+  'seed': (_WHOLE, 'a whole number of 64 bits', lambda value: (value >= -(2**63)) & (value < 2**63)),
+  'step': (_WHOLE, 'a whole number from 0 to 2³¹ − 1', lambda value: (value >= 0) & (value < 2**31)),
+  'max_tokens': (_WHOLE, 'a whole number of 1 or more', lambda value: value >= 1),
+  'temperature': (_NUMBER, '0 or a positive number', lambda value: (value >= 0) & np.isfinite(value)),
+  'top_p': (_NUMBER, 'more than 0 and at most 1', lambda value: (value > 0) & (value <= 1)),
+  'top_k': (_WHOLE, '−1 for all, or 1 or more', lambda value: (value == -1) | (value >= 1)),
+  'min_p': (_NUMBER, 'between 0 and 1', lambda value: (value >= 0) & (value <= 1)),
+}
+
+
+class CancelledError(Exception):
+  """A request was cancelled before all of its samples were done."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+  """Which parameters the rows of a request are computed with."""
+
+  member: int = NO_MEMBER  # Of the pool of adapters, whose factors stay as they are while the request is under way.
+  version: Hashable = None  # Equal where the member's factors are: prompts with equal tokens are then read once.
+
+
+class Handle:
+  """A request under way: an iterator of what comes of it, which waits for more.
+
+  Every sample is yielded once, as a `Completion`, when it is done and, where drafts were asked for, as a `Draft` after
+  every look before.
+  """
+
+  def __init__(self, samples: Samples, weights: Weights, stops: StopStrings, drafts: bool):
+    self.weights = weights
+    self._samples, self._stops, self._drafts = samples, stops, drafts
+    self._left, self._ended = len(samples), False
+    self._events: queue.SimpleQueue[Draft | Completion | BaseException | None] = queue.SimpleQueue()
+
+  def __iter__(self) -> Iterator[Draft | Completion]:
+    """Yields what comes of the request until all of its samples are done.
+
+    Raises:
+      CancelledError: it was cancelled.
+      BaseException: what ended the sampler.
+    """
+    while True:
+      event = self._events.get()
+      if isinstance(event, (Draft, Completion)):
+        yield event
+        continue
+      self._events.put(event)  # For whoever asks again.
+      if event is None:
+        return
+      raise event
+
+  @property
+  def done(self) -> bool:
+    """Whether all samples are done, the request was cancelled, or the sampler has ended."""
+    return self._ended
+
+  def _tell(self, event: Draft | Completion | BaseException | None) -> None:
+    self._ended = self._ended or not isinstance(event, (Draft, Completion))
+    self._events.put(event)
+
+  def result(self) -> list[Completion]:
+    """Waits for all samples and returns them in order; raises what iterating raises."""
+    return sorted((event for event in self if isinstance(event, Completion)), key=lambda done: done.sample)
+
+
+def check_options(options: SamplingOptions) -> None:
+  """Raises UserError for an option with which nothing can be drawn: it would end the sampler for all requests."""
+  for name, value in options.items():
+    types, allowed, is_allowed = _ALLOWED[name]
+    values = np.asarray(value)
+    if not (issubclass(values.dtype.type, types) and values.size and np.all(is_allowed(values))):
+      raise UserError(f'{name} must be {allowed}, not {value}.')
+
+
+class Resident:
+  """Slots that any number of requests share, each with its own options, ends and weights.
+
+  What is drawn for a request is what a `Sampler` draws for it alone from the same seed, step and weights.
+  """
+
+  def __init__(self, sampler: Sampler, base: Tree, trainable: Tree, *, stop_ids: int = 8):
+    """Makes a resident sampler.
+
+    Args:
+      sampler: its buckets, rows, chunk and functions are used; it may sample by itself between two turns.
+      base: frozen parameters.
+      trainable: trainable parameters, those of a pool of adapters for instance.
+      stop_ids: tokens that may end a sample at most, those of the sampler included.
+
+    Raises:
+      ValueError: the sampler has more of them, or no buckets.
+    """
+    self._sampler, self._stop_ids = sampler, stop_ids
+    if stop_ids < sampler.stop_ids:
+      raise ValueError(f'{sampler.stop_ids} tokens end every sample, more than stop_ids={stop_ids}.')
+    self._base = base
+    self._slots = sampler.open_slots(sampler.prepare(base, trainable), stop_ids)
+    self._lock = threading.Lock()
+    self._work = threading.Event()  # Something was submitted or cancelled since the last turn.
+    self._new: collections.deque[Handle] = collections.deque()
+    self._cancelled: list[Handle] = []
+    self._handles: dict[Samples, Handle] = {}  # Under way, those that are new included.
+    self._ended: list[Finished] = []
+    self._drafts: list[tuple[Handle, Draft]] = []
+    self._failure: BaseException | None = None
+
+  @property
+  def stats(self) -> SamplingStats:
+    """Counts of all that was done."""
+    return self._slots.stats
+
+  @property
+  def in_use(self) -> collections.Counter[int]:
+    """How many requests under way have which member of the pool."""
+    with self._lock:
+      return collections.Counter(handle.weights.member for handle in self._handles.values())
+
+  def submit(
+    self,
+    prompt: Sequence[int],
+    *,
+    weights: Weights = Weights(),
+    stop: Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
+    drafts: bool = False,
+    **options: Unpack[SamplingOptions],
+  ) -> Handle:
+    """Lets samples of a prompt wait for free slots; from any thread.
+
+    Args:
+      prompt: token ids, at least one.
+      weights: with which they are drawn.
+      stop: strings that end a sample. The token that completes one is the last.
+      stop_token_ids: tokens that end a sample, beside those of the sampler.
+      drafts: the handle yields drafts, too.
+      **options: `SamplingOptions`.
+
+    Raises:
+      UserError: the prompt is empty or too long, an option is none that is allowed, a stop string is empty, or there are
+        too many stop tokens.
+      BaseException: what ended the sampler.
+    """
+    check_options(options)
+    [samples] = self._sampler.request([prompt], **options).samples
+    ends = np.unique(np.concatenate([samples.stop_ids, np.asarray(stop_token_ids, np.int32)]))
+    if len(ends) > self._stop_ids:
+      raise UserError(f'{len(ends)} tokens are to end a completion, and {self._stop_ids} can at most: name fewer.')
+    if not all(isinstance(text, str) for text in stop):
+      raise UserError('Something that is to end a completion is no string.')
+    if any(not text for text in stop):
+      raise UserError('A stop string is empty, which would end every completion at once: remove it.')
+    prefix = weights.member, weights.version, samples.prompt.tobytes()
+    samples = dataclasses.replace(samples, stop_ids=ends, prefix=prefix, member=weights.member)
+    handle = Handle(samples, weights, StopStrings(self._sampler.tokenizer, stop), drafts)
+    with self._lock:
+      if self._failure is not None:
+        raise self._failure
+      self._new.append(handle)
+      self._handles[samples] = handle
+    self._work.set()
+    return handle
+
+  def cancel(self, handle: Handle) -> None:
+    """Ends a request, whose handle then raises CancelledError; nothing happens if it is done. From any thread."""
+    with self._lock:
+      self._cancelled.append(handle)
+    self._work.set()
+
+  def use(self, trainable: Tree) -> None:
+    """Samples with another trainable tree from the next turn on, in which what is under way reads the same weights."""
+    self._slots.parameters = self._sampler.prepare(self._base, trainable)
+
+  def wait(self, timeout: float | None = None) -> bool:
+    """Waits until there is something to do, at most `timeout` seconds; returns whether there is."""
+    return self._work.wait(timeout)
+
+  def turn(self) -> bool:
+    """Admits what waits, draws some tokens in every slot, and tells the handles; returns whether anything is under way.
+
+    Raises:
+      BaseException: what went wrong; every handle raises it, and so does `submit` from then on.
+    """
+    try:
+      return self._turn()
+    except BaseException as error:
+      self.end(error)
+      raise
+
+  def end(self, error: BaseException) -> None:
+    """Ends the sampler: every handle raises this error, and so does `submit` from now on."""
+    with self._lock:
+      self._failure, handles = error, list(self._handles.values())
+      self._handles.clear()
+    for handle in handles:
+      handle._tell(error)
+
+  def _turn(self) -> bool:
+    self._work.clear()
+    self._hear()
+    if not self._slots.admit():
+      self._tell()
+      return False
+    drawn = self._slots.advance()
+    # While these get their texts and are handled, the device is at work.
+    self._tell()
+    self._ended = self._slots.collect(drawn, self._end)
+    self._drafts = [
+      (self._handles[samples], Draft(number, tokens))
+      for samples, number, tokens in self._slots.running()
+      if self._handles[samples]._drafts
+    ]
+    return True
+
+  def _hear(self) -> None:
+    """Does what was asked for since the last turn."""
+    with self._lock:
+      while self._new:
+        self._slots.add(self._new.popleft()._samples)
+      gone = {handle._samples: handle for handle in self._cancelled if handle._samples in self._handles}
+      self._cancelled.clear()
+      for samples in gone:
+        del self._handles[samples]
+    if gone:
+      self._slots.remove(lambda samples: samples in gone)
+      self._ended = [done for done in self._ended if done.samples not in gone]
+      self._drafts = [(handle, draft) for handle, draft in self._drafts if handle._samples not in gone]
+    for handle in gone.values():
+      handle._tell(CancelledError('The request was cancelled.'))
+
+  def _tell(self) -> None:
+    """Hands to the handles what the last turn brought."""
+    for done in self._ended:
+      handle = self._handles[done.samples]
+      text = to_text(self._sampler.tokenizer, done.tokens.tolist())
+      handle._tell(Completion(done.number, done.tokens, **done.records, stopped=done.stopped, text=text))
+      handle._left -= 1
+      if not handle._left:
+        with self._lock:
+          del self._handles[done.samples]
+        handle._tell(None)
+    for handle, draft in self._drafts:
+      handle._tell(draft)
+    self._ended, self._drafts = [], []
+
+  def _end(self, samples: Samples, tokens: np.ndarray, checked: int, done: bool) -> int | None:
+    return self._handles[samples]._stops.end(tokens, checked, done)
