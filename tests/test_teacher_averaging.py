@@ -1,5 +1,6 @@
 """Teacher weights: reference EMA values and guards, exact ends, precision, adapters, restarts."""
 
+import decimal
 import json
 import pathlib
 
@@ -62,6 +63,33 @@ def test_ema_is_the_weighted_mean(rate, seed):
   moved = transform.update(teacher, student, 0)
   expected = jax.tree.map(lambda t, s: np.float64(t) * (1 - rate) + np.float64(s) * rate, teacher, student)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), moved, expected)
+
+
+@pytest.mark.parametrize('rate', [0.0, 1e-300, 1e-18, 1e-9, 0.05, 0.5, 1 - 1e-12, 1.0])
+@pytest.mark.parametrize('ratio', [0.125, 0.37, 1.0, 2.0, 7, 1e4])
+def test_a_scaled_ema_rate_keeps_of_the_teacher_what_the_rule_says(rate, ratio):
+  with decimal.localcontext(prec=400):
+    expected = 1 - (1 - decimal.Decimal(rate)) ** decimal.Decimal(ratio)
+  assert averaging.scaled_ema_rate(rate, ratio) == pytest.approx(float(expected), rel=1e-14, abs=0)
+
+
+@pytest.mark.parametrize('steps', [1, 2, 5])
+def test_one_update_at_the_scaled_rate_is_as_many_towards_a_student_that_stands_still(steps):
+  student, teacher = tree(1), averaging.ema(0.1).init(tree())
+  moved = averaging.ema(averaging.scaled_ema_rate(0.1, steps)).update(teacher, student, 0)
+  for step in range(steps):
+    teacher = averaging.ema(0.1).update(teacher, student, step)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), moved, teacher)
+  back = averaging.scaled_ema_rate(averaging.scaled_ema_rate(0.1, steps), 1 / steps)
+  assert back == pytest.approx(0.1, rel=1e-14)
+
+
+@pytest.mark.parametrize(
+  'rate, ratio', [(-0.1, 2), (1.1, 2), (float('nan'), 2), (0.1, 0), (0.1, -1), (0.1, float('inf'))]
+)
+def test_a_rate_or_ratio_that_is_none_is_refused(rate, ratio):
+  with pytest.raises(ValueError, match=r'lies in \[0, 1\]|positive and finite'):
+    averaging.scaled_ema_rate(rate, ratio)
 
 
 def test_a_teacher_of_bfloat16_weights_is_kept_in_float32_and_moves_at_small_rates():

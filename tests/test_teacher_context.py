@@ -355,3 +355,46 @@ def test_the_reference_truncation_reads_no_more_than_it_needs(side, per_token):
 def test_a_long_text_of_few_tokens_is_shown_whole():
   built = build(['bad'], [0], ['x' * 9000], tokenizer=Reader(100), max_reprompt_len=100)
   assert not built.truncated[0] and built.messages[0][-1]['content'].count('x') == 9000
+
+
+def test_one_question_is_asked_as_those_of_a_run_are():
+  config = SelfDistillationConfig(environment_feedback_only_without_solution=False)
+  for feedback, limit in (('no', 10_000), ('Runtime Error\n' + 'y' * 500, 250)):
+    built = build(
+      ['bad', 'good'],
+      [0, 1],
+      [feedback, None],
+      environment_feedback_only_without_solution=False,
+      max_reprompt_len=limit,
+    )
+    config.max_reprompt_len = limit
+    tokens, truncated = context.reprompted(QUESTION, 'good', feedback, config, CharacterTokenizer())
+    assert (tokens, truncated) == (built.prompt_tokens[0], built.truncated[0]) and truncated == (limit == 250)
+  with pytest.raises(UserError, match=r'serve\.teacher_buckets=80 leaves no room'):
+    config.max_reprompt_len = 80
+    context.reprompted(QUESTION, None, 'no', config, CharacterTokenizer(), setting='serve.teacher_buckets')
+
+
+def test_a_question_that_ends_with_a_tool_gets_a_turn_of_the_user():
+  question = [{'role': 'user', 'content': 'Q'}, {'role': 'tool', 'content': 'T'}]
+  tokens, _ = context.reprompted(question, None, 'no', SelfDistillationConfig(), CharacterTokenizer())
+  text = CharacterTokenizer().decode(tokens)
+  assert '<|tool|>\nT' in text and text.index('T') < text.index('The following is feedback') and text.endswith(CLOSING)
+
+
+@settings(deadline=None, max_examples=25)
+@given(feedback=st.text('ab <|end|>', min_size=1, max_size=600), limit=st.integers(130, 400))
+def test_behind_a_prompt_that_is_no_conversation_the_question_stays_as_it_was(feedback, limit):
+  config = SelfDistillationConfig(max_reprompt_len=limit)
+  prompt = CharacterTokenizer().encode('2+2=')
+  tokens, truncated = context.reprompted_behind(prompt, None, feedback, config, CharacterTokenizer())
+  assert tokens[: len(prompt)] == prompt and len(tokens) <= limit
+  said = CharacterTokenizer().decode(tokens[len(prompt) :])
+  assert said.startswith('\nThe following is feedback') and said.endswith(
+    '\n\nCorrectly solve the original question.\n\n'
+  )
+  assert truncated == (feedback not in said)
+  with pytest.raises(UserError, match=r'max_reprompt_len=100 leaves no room'):
+    context.reprompted_behind(
+      prompt, None, feedback, SelfDistillationConfig(max_reprompt_len=100), CharacterTokenizer()
+    )

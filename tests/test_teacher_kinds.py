@@ -105,7 +105,7 @@ def update(config, policy, base, trainable, teacher, batch: GenerationBatch, *, 
     base=base,
     mesh=mesh,
     teacher=teacher,
-    update=make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), teacher and teacher.policy),
+    update=make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), teacher),
   )
   states, reports = [], []
   for _ in range(batches):
@@ -153,11 +153,12 @@ def test_the_model_itself_teaches_unless_another_is_named(devices):
 
 @pytest.mark.parametrize(
   ('regularization', 'devices'),
-  [('ema', 4), ('restart', 1), ('base', 1)]
+  [('restart', 1), ('base', 1)]
   + [
     pytest.param(*case, marks=pytest.mark.slow)
     for case in (
       ('ema', 1),
+      ('ema', 4),  # As with LoRA, in test_lora_teachers.py.
       ('restart', 4),
       ('base', 4),
       *itertools.product(('live', 'frozen', 'trust-region'), (1, 4)),
@@ -240,13 +241,14 @@ def test_a_larger_model_in_the_same_mesh_teaches(devices):
   assert states[0].teacher == {}
 
 
-def test_a_teacher_with_another_vocabulary_is_refused():
+def test_a_teacher_that_knows_fewer_tokens_is_refused():
   policy, _ = make_model()
-  other, _ = huggingface.init(MODEL | {'vocab_size': 65}, jax.random.key(0))
-  with pytest.raises(ValueError, match='A teacher with 65 tokens cannot teach a student with 64'):
-    make_update(policy, settings(), teacher=other)
+  other, _ = huggingface.init(MODEL | {'vocab_size': 63}, jax.random.key(0))
+  with pytest.raises(ValueError, match='A teacher with 63 tokens cannot teach a student with 64'):
+    make_update(policy, settings(), teacher=Teacher(other))
 
 
+@pytest.mark.slow
 @both
 def test_a_teacher_with_a_fixed_context_reads_it_before_its_prompt(devices):
   config = settings(**BASE)
@@ -296,6 +298,38 @@ def test_an_external_signal_in_the_batch_teaches_as_the_model_that_made_it(packe
   )
 
 
+@both
+@pytest.mark.parametrize('tail', [pytest.param(False, marks=pytest.mark.slow), True], ids=['renormalised', 'tail'])
+def test_the_teachers_own_top_k_is_what_it_would_name_from_elsewhere(tail, devices):
+  """Its most likely tokens by NumPy, handed over as an external signal."""
+  k = 5
+  changes = {'actor__self_distillation__distillation_topk': k, 'actor__self_distillation__distillation_add_tail': tail}
+  more = {'actor__ppo_micro_batch_size': 4, 'actor__self_distillation__teacher_regularization': 'frozen'}
+  of_teacher = settings(**changes, **more, actor__self_distillation__distillation_topk_of='teacher')
+  policy, parameters = make_model()
+  batch = make_samples(of_teacher)
+  everything = everything_that_a_teacher_says(policy, parameters, batch, of_teacher.rollout.temperature)
+  order = np.argsort(-everything.log_probs, axis=-1, kind='stable')[..., :k]
+  signal = TeacherSignal(
+    *([None] * 5), *(np.take_along_axis(x, order, -1) for x in (everything.token_ids, everything.log_probs))
+  )
+  states, reports = update(of_teacher, policy, {}, parameters, None, batch, devices=devices)
+  named = update(
+    settings(**changes, **more),
+    policy,
+    {},
+    parameters,
+    None,
+    dataclasses.replace(batch, teacher_prompts=None, signal=signal),
+  )
+  same((states, reports), named, rtol=2e-5, atol=2e-6)
+  students, _ = update(settings(**changes, **more), policy, {}, parameters, None, batch)
+  assert any(
+    np.abs(np.asarray(one) - np.asarray(other)).max() > 1e-5
+    for one, other in zip(jax.tree.leaves(states[0].trainable), jax.tree.leaves(students[0].trainable), strict=True)
+  )
+
+
 def test_arrays_of_another_shape_are_refused_by_name():
   batch = make_samples(settings())
   for name in ('distill_mask', 'advantages', 'distill_weights', 'policy_weights', 'old_log_probs'):
@@ -309,6 +343,7 @@ def test_arrays_of_another_shape_are_refused_by_name():
     dataclasses.replace(batch, signal=TeacherSignal(token_ids=ids, log_probs=ids[:, :5].astype(np.float32)))
 
 
+@pytest.mark.slow
 def test_a_packed_teacher_that_knows_no_parents_is_handed_none():
   config = settings(**BASE, actor__pack_sequences=True)
   policy, parameters = make_model()

@@ -9,6 +9,7 @@ factors and costs an adapter. Teacher trees hold at least float32; averaging in 
 from __future__ import annotations
 
 from collections.abc import Callable
+import math
 from typing import NamedTuple
 
 import jax
@@ -54,6 +55,27 @@ def ema(rate: float) -> TeacherTransform:
   return TeacherTransform(init=_copy, update=update)
 
 
+def scaled_ema_rate(rate: float, batch_ratio: float) -> float:
+  """Return the EMA rate of a batch that is `batch_ratio` times as large: 1 − (1 − rate)^batch_ratio.
+
+  One update with a batch that is κ times as large takes the place of κ updates, in which the teacher would have kept
+  ρ^κ of itself, ρ = 1 − rate (Busbridge et al. 2023, "How to Scale Your EMA", arXiv 2307.13813). To the last bit but one
+  also for rates far below the rounding of 1. The learning rate has a scaling rule of its own.
+
+  Args:
+    rate: of the batch for which it was chosen, in [0, 1].
+    batch_ratio: κ, new size ÷ old size; positive, below 1 for a smaller batch.
+
+  Raises:
+    ValueError: an argument is out of range.
+  """
+  if not 0 <= rate <= 1:
+    raise ValueError(f'An EMA rate lies in [0, 1]; {rate} does not.')
+  if not 0 < batch_ratio < math.inf:
+    raise ValueError(f'A batch cannot be {batch_ratio} times as large as another: the ratio is positive and finite.')
+  return 1.0 if rate == 1 else -math.expm1(batch_ratio * math.log1p(-rate))
+
+
 def base_alone() -> TeacherTransform:
   """The frozen base alone teaches, without the trainable part; the teacher is an empty dict."""
   return live()
@@ -87,6 +109,7 @@ def make(config: SelfDistillationConfig) -> TeacherTransform:
     'base': base_alone,
     'frozen': frozen,
     'ema': lambda: ema(config.teacher_update_rate),
+    'lora_ema': lambda: ema(config.teacher_update_rate),
     'restart': lambda: restart(config.teacher_restart_interval),
     'trust-region': trust_region,
   }[config.teacher_regularization]()

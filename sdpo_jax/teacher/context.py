@@ -1,17 +1,19 @@
-"""The teacher's context: the question asked again with what the student could not know.
+"""The teacher's context: the question asked again with what the student could not know, or as it was.
 
-That is a successful attempt of the same group (the demonstration) and the grader's feedback, in the paper's templates
+The former is a successful attempt of the same group (the demonstration) and the grader's feedback, in the paper's templates
 (arXiv 2601.20802, Table 2; reference ray_trainer.py:610-796).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 import dataclasses
 import math
+from typing import TypeVar
 
 import numpy as np
 
+from models.control_tokens import plain_messages
 from sdpo_jax.config import SelfDistillationConfig
 from sdpo_jax.data.prompts import (
   DEFAULT_FORMAT,
@@ -27,10 +29,13 @@ from sdpo_jax.environments.thinking import without_closed_thinking, without_thin
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.types import Messages, Outcome
 
+_Asked = TypeVar('_Asked')
 _CUT_MIDDLE = '\n...\n'  # Stands for what was taken out of a demonstration.
 _CUT_END = '...'  # Ends a shortened feedback.
 _SLACK = 4  # Tokens of max_reprompt_len that shortening may leave unused, to search less.
+_LONG = 16  # Characters for each token of a limit, from which on a text is not tokenised whole.
 _GUESS = 4  # Characters of a token, about, in what graders and models write.
+_LIMIT = 'actor.self_distillation.max_reprompt_len'
 
 
 @dataclasses.dataclass
@@ -123,6 +128,25 @@ def shorten_middle(text: str | None, length: int, cut: str = _CUT_MIDDLE) -> str
 def shorten_end(text: str | None, length: int) -> str | None:
   """Feedback cut to `length` characters and dots: graders put the kind of error and the first failure first."""
   return text if text is None or len(text) <= length else text[:length] + _CUT_END
+
+
+def same_context(messages: Sequence[Messages], prompts: Sequence[list[int]]) -> TeacherContext:
+  """Return the context of a teacher that reads the student's own prompts, and teaches every completion.
+
+  Args:
+    messages: [N] the question of each completion.
+    prompts: [N] their tokens, as the student has read them.
+  """
+  count = len(prompts)
+  return TeacherContext(
+    messages=list(messages),
+    prompt_tokens=list(prompts),
+    mask=np.ones(count, np.float32),
+    solutions=[None] * count,
+    feedback=[None] * count,
+    truncated=np.zeros(count, bool),
+    metrics={'teacher/prompt_length_mean': float(np.mean([len(prompt) for prompt in prompts]))},
+  )
 
 
 def build_teacher_context(
@@ -237,6 +261,100 @@ def build_teacher_context(
   )
 
 
+def reprompted(
+  messages: Messages,
+  solution: str | None,
+  feedback: str | None,
+  config: SelfDistillationConfig,
+  tokenizer: Tokenizer,
+  chat: ChatFormat = DEFAULT_FORMAT,
+  attempt: str | None = None,
+  *,
+  setting: str = _LIMIT,
+) -> tuple[list[int], bool]:
+  """Return what the teacher reads of one question, and whether texts were shortened, as in `build_teacher_context`.
+
+  A conversation whose last message is not the user's, such as one that ends with what a tool said, gets a turn of the
+  user's behind it.
+
+  Args:
+    messages: the question.
+    solution: shown as the demonstration.
+    feedback: shown as the grader's.
+    config: templates and limit.
+    tokenizer: a transformers tokenizer with a chat template.
+    chat: how messages become tokens.
+    attempt: the student's own, shown before the feedback.
+    setting: what sets the limit, for messages.
+
+  Raises:
+    UserError: as `build_teacher_context`.
+  """
+  if messages[-1]['role'] != 'user':
+    messages = [*messages, {'role': 'user', 'content': ''}]
+  asked = reprompt(messages, solution, feedback, config, attempt)
+  [tokens] = named_chat_tokens(tokenizer, [asked], ["The teacher's prompt"], config.max_reprompt_len, chat)
+  _, tokens, truncated = _fit(messages, asked, solution, feedback, attempt, tokens, config, tokenizer, chat, setting)
+  return tokens, truncated
+
+
+def reprompted_behind(
+  prompt: Sequence[int],
+  solution: str | None,
+  feedback: str | None,
+  config: SelfDistillationConfig,
+  tokenizer: Tokenizer,
+  chat: ChatFormat = DEFAULT_FORMAT,
+  attempt: str | None = None,
+  *,
+  setting: str = _LIMIT,
+) -> tuple[list[int], bool]:
+  """Return what the teacher reads of a prompt that is no conversation, and whether texts were shortened to fit.
+
+  That is the prompt, token by token, and behind it what the re-prompted turn of a conversation says after the question,
+  and an empty line.
+
+  Args:
+    prompt: token ids.
+    solution: shown as the demonstration.
+    feedback: shown as the grader's.
+    config: templates and limit.
+    tokenizer: a transformers tokenizer; no chat template is used.
+    chat: says whether texts can spell control tokens.
+    attempt: the student's own, shown before the feedback.
+    setting: what sets the limit, for messages.
+
+  Raises:
+    UserError: the prompt and the templates alone do not fit.
+  """
+
+  def shortened(length: int) -> tuple[None, list[int]]:
+    [said] = reprompt(
+      [{'role': 'user', 'content': ''}],
+      shorten_middle(solution, length),
+      shorten_end(feedback, length),
+      config,
+      shorten_middle(attempt, length),
+    )
+    text = said['content'] + '\n\n'
+    if chat.split_special_tokens:
+      return None, [*prompt, *plain_messages(tokenizer).encode_text(text)]
+    return None, [*prompt, *tokenizer.encode(text, add_special_tokens=False)]
+
+  limit = config.max_reprompt_len
+  longest = max(len(text or '') for text in (solution, feedback, attempt))
+  whole = shortened(longest)[1] if longest <= _LONG * limit else None
+  if whole is not None and len(whole) <= limit:
+    return whole, False
+  best = shortened(1)
+  if len(best[1]) > limit:
+    raise UserError(
+      f'{setting}={limit} leaves no room for a demonstration or feedback: the prompt and the instruction alone take '
+      f'{len(best[1])} tokens; raise it above data.max_prompt_length plus the templates.'
+    )
+  return _longest(shortened, best, longest, limit, None if whole is None else len(whole))[1], True
+
+
 def _feedback(outcome: Outcome, config: SelfDistillationConfig) -> str | None:
   text = outcome.feedback if outcome.graded else None
   return text if config.include_environment_feedback and isinstance(text, str) and text.strip() else None
@@ -252,6 +370,7 @@ def _fit(
   config: SelfDistillationConfig,
   tokenizer: Tokenizer,
   chat: ChatFormat,
+  name: str = _LIMIT,
 ) -> tuple[Messages, list[int], bool]:
   """The conversation, its tokens and whether they had to be shortened; `tokens` are None if they are far too many."""
   limit = config.max_reprompt_len
@@ -263,7 +382,6 @@ def _fit(
     return prompt, (tokens or chat_tokens_of_cut(tokenizer, prompt, limit, chat, _end)[0])[-limit:], True
   if solution is None and feedback is None:  # The teacher has nothing to say of this row: its prompt is never read.
     return prompt, tokens or chat_tokens(tokenizer, [prompt], chat)[0], False
-  name = 'actor.self_distillation.max_reprompt_len'
   if config.reprompt_truncation == 'error':
     raise UserError(
       f"A teacher's prompt has {count_tokens(tokens, limit)}, more than {name}={limit}: raise it, or set "
@@ -286,9 +404,29 @@ def _fit(
       f'{name}={limit} leaves no room for a demonstration or feedback: the question and the instruction alone take '
       f'{len(best[1])} tokens with the chat template; raise it above data.max_prompt_length plus the templates.'
     )
-  low, high = 1, max(len(text or '') for text in (solution, feedback, tried))
-  if tokens is not None:
-    above = len(tokens)
+  longest = max(len(text or '') for text in (solution, feedback, tried))
+  return *_longest(attempt, best, longest, limit, None if tokens is None else len(tokens)), True
+
+
+def _longest(
+  attempt: Callable[[int], tuple[_Asked, list[int]]],
+  best: tuple[_Asked, list[int]],
+  longest: int,
+  limit: int,
+  whole: int | None,
+) -> tuple[_Asked, list[int]]:
+  """About the longest of the shortened prompts that fit.
+
+  Args:
+    attempt: maps the characters that each text may have to what is asked then and its tokens.
+    best: that of one character, which fits.
+    longest: characters of the longest text.
+    limit: tokens that fit.
+    whole: tokens of the prompt with whole texts; None: far too many.
+  """
+  low, high = 1, longest
+  if whole is not None:
+    above = whole
   else:  # From below, so that the time depends on what fits and not on what there is.
     length = _GUESS * limit
     while length < high and len((candidate := attempt(length))[1]) <= limit:
@@ -305,7 +443,7 @@ def _fit(
     else:
       high, above = middle, len(candidate[1])
     halve = not halve
-  return *best, True
+  return best
 
 
 def _beginning(messages: Messages, length: int) -> Messages:

@@ -30,13 +30,13 @@ def check_reprompts(tokenizer: Tokenizer, examples: Sequence[Example], config: C
     examples: questions that the template takes from the student.
     config: settings.
   """
-  if not ObjectiveSpec.from_config(config).needs_teacher:
+  if not ObjectiveSpec.from_config(config).reprompts:
     return
   sd = config.actor.self_distillation
   for example in examples:
     if example.messages[-1]['role'] != 'user':
       asked, title = reprompt(example.messages, None, None, sd), f'{name(example)}, as the teacher is asked it'
-      named_chat_tokens(tokenizer, [asked], [title], sd.max_reprompt_len, ChatFormat.of(config.data))
+      named_chat_tokens(tokenizer, [asked], [title], sd.max_reprompt_len, ChatFormat.of(config))
 
 
 def check_room(tokenizer: Tokenizer, examples: Sequence[Example], config: Config) -> None:
@@ -50,8 +50,8 @@ def check_room(tokenizer: Tokenizer, examples: Sequence[Example], config: Config
     examples: questions of `data.max_prompt_length` tokens at most.
     config: settings.
   """
-  sd, chat = config.actor.self_distillation, ChatFormat.of(config.data)
-  if not ObjectiveSpec.from_config(config).needs_teacher or sd.reprompt_truncation in ('left', 'right'):
+  sd, chat = config.actor.self_distillation, ChatFormat.of(config)
+  if not ObjectiveSpec.from_config(config).reprompts or sd.reprompt_truncation in ('left', 'right'):
     return
   for solution, feedback, attempt in _least_shown(sd):
     asked = functools.partial(reprompt, solution=solution, feedback=feedback, config=sd, attempt=attempt)

@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 
+from models import parameters
 from models.forward import forward
 from models.policy import Policy
 from sdpo_jax.config import SelfDistillationConfig
@@ -25,7 +26,7 @@ class Teacher:
   - that model without its trainable part, such as a LoRA adapter: `Teacher(policy_of_the_base)` with `'base'`;
   - another, larger model with the same vocabulary: `Teacher(its_policy, its_parameters)` with `'base'`;
   - the same model with a fixed context of its own, such as a document: a policy that puts it before the tokens, with
-    the document's tokens or keys and values in its base.
+    the document's keys and values in its base: `Teacher(policy_with_slots, slots, beside_student=True)`.
 
   `make_session` builds the first, or takes any of them. An external teacher is none of these: its signal comes in the
   `Batch`.
@@ -33,10 +34,37 @@ class Teacher:
 
   policy: Policy
   base: Tree | None = None  # None: the student's own base, so that one copy of it serves both.
+  # Whether `base` holds only what the policy reads beside the student's model without its adapter, which is the policy's
+  # own model too: its arrays are taken from the student's base.
+  beside_student: bool = False
+
+  def whole_base(self, student: Tree) -> Tree:
+    """Return all frozen parameters that the policy reads; no array is copied.
+
+    Args:
+      student: frozen parameters of the student.
+    """
+    if self.base is None:
+      return student
+    if not self.beside_student:
+      return self.base
+    # The student's base may hold slots of its own, under the names of the teacher's.
+    model = parameters.select(self.policy.base_policy().parameter_table(), student)
+    return parameters.merge(model, self.base)
 
   def readers(self, student: Policy, config: SelfDistillationConfig) -> tuple[Policy, ...]:
     """Return the policies that read the teacher's prompts: the trust region asks the student too."""
     return (self.policy, student) if config.teacher_regularization == 'trust-region' else (self.policy,)
+
+
+def self_teacher(policy: Policy, config: SelfDistillationConfig) -> Teacher:
+  """Return the teacher that a model is to itself; where its base teaches, the model without its adapter.
+
+  Args:
+    policy: the student's.
+    config: which parameters teach.
+  """
+  return Teacher(policy.base_policy() if config.teacher_regularization == 'base' else policy)
 
 
 def check_base(config: SelfDistillationConfig, base: Tree) -> None:
@@ -48,7 +76,8 @@ def check_base(config: SelfDistillationConfig, base: Tree) -> None:
   if config.teacher_regularization == 'base' and not jax.tree.leaves(base):
     raise UserError(
       "actor.self_distillation.teacher_regularization='base' asks the model without its trainable part, and here all "
-      "of its parameters are trained: set it to 'frozen' for the model as it was at the start."
+      "of its parameters are trained: set it to 'frozen' for the model as it was at the start, or train an adapter with "
+      'model.lora.rank.'
     )
 
 
@@ -63,7 +92,7 @@ def teacher_signal(
   """Return the teacher's view of completion tokens from its own context; no gradient flows through it.
 
   Args:
-    teacher: who reads, with a base.
+    teacher: who reads.
     student: the student's policy, which the trust region asks too.
     student_base: its frozen parameters.
     state: its teacher's and trainable trees are read.
@@ -71,7 +100,7 @@ def teacher_signal(
     config: which parameters teach.
   """
   own, mixed = averaging.signal_parameters(state.teacher, state.trainable, config)
-  hidden, unembedding = forward(teacher.policy, teacher.base, own, rows)
+  hidden, unembedding = forward(teacher.policy, teacher.whole_base(student_base), own, rows)
   signal = TeacherSignal(hidden=hidden, unembedding=unembedding)
   if mixed is not None:
     mix_hidden, mix_unembedding = forward(student, student_base, mixed, rows)

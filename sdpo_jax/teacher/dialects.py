@@ -1,0 +1,235 @@
+"""How servers are asked for the log-probs of a given text, token by token, and how their answers are read.
+
+P prompt tokens, T completion tokens, K log-probs at every position. Both dialects are OpenAI's completions with additions:
+vLLM's `prompt_logprobs`, a map of token id → log-prob for every position of the prompt, of which the first is null; and
+Fireworks' `echo_last`, a list of log-probs for the last tokens of the prompt, at most five of each. Either adds the token
+that does stand there if it is not among the K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from sdpo_jax.environments.json_server import Fault, quoted
+
+MINUS_INFINITY = -9999.0  # What servers send in its place, JSON having none.
+LARGEST = 1e30  # From which on it is no log-prob.
+ROUNDING = 1e-3  # By which a log-prob may exceed 0.
+MOST_MASS = 1.01  # To which probabilities may add up.
+# Of an answer, at most: an entry has a token's text, which may be long, and three more values.
+ENTRY_BYTES, ENTRY_VALUES = 256, 8
+SLACK_BYTES, SLACK_VALUES = 2**16, 10_000  # For what stands around the entries.
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+  """What a teacher says of a completion."""
+
+  token_ids: np.ndarray  # [T, K] int32, the most likely tokens, the likeliest first.
+  log_probs: np.ndarray  # [T, K] float32 of these; nats, at temperature 1.
+  target_log_probs: np.ndarray  # [T] float32 of the completion's own tokens.
+  texts: tuple[str | None, ...] = dataclasses.field(
+    default=(), repr=False
+  )  # [T] of these tokens, as the server has them.
+
+  @property
+  def tail_mass(self) -> np.ndarray:
+    """The probability of all other tokens at each position, [T]."""
+    return np.maximum(1.0 - np.exp(self.log_probs.astype(np.float64)).sum(1), 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dialect:
+  """A way of asking."""
+
+  request: Callable[[str, Sequence[int], Sequence[int], int], dict[str, Any]]  # (model, prompt, completion, K) → body.
+  rows: Callable[[Any, Sequence[int], Sequence[int]], list[Row]]  # (answer, prompt, completion) → [T]; raises Fault.
+
+  def read(self, answer: Any, prompt: Sequence[int], completion: Sequence[int], k: int, vocab_size: int) -> Scored:
+    """Return what an answer says.
+
+    Args:
+      answer: JSON.
+      prompt: [P], as sent; at least one.
+      completion: [T], likewise.
+      k: K, as asked.
+      vocab_size: token ids lie below it, or are left out: models of a family are padded differently.
+
+    Raises:
+      Fault: it does not say it, or says something else.
+    """
+    rows = self.rows(answer, prompt, completion)
+    ids, log_probs = np.empty((len(rows), k), np.int32), np.empty((len(rows), k), np.float32)
+    targets = np.empty(len(rows), np.float32)
+    for place, (row, target) in enumerate(zip(rows, completion, strict=True)):
+      entries = dict(row.entries)
+      targets[place] = entries[target]
+      if len(entries) == k + 1:  # The token itself is not one of the K.
+        own = entries.pop(target)
+        if own > min(entries.values()) + ROUNDING:
+          raise Fault(f'its answer has {k + 1} log-probs at a position, and not for the most likely tokens')
+      if len(entries) != k:
+        raise Fault(
+          f'its answer has {len(entries)} log-probs at a position where {k} were asked for, as of a server that limits them'
+        )
+      best = sorted(entries.items(), key=lambda entry: (-entry[1], entry[0]))
+      ids[place], log_probs[place] = [token for token, _ in best], [value for _, value in best]
+    mass = np.exp(log_probs.astype(np.float64)).sum(1)
+    if len(rows) and mass.max() > MOST_MASS:
+      raise Fault(f'its answer has probabilities at a position that add up to {mass.max():.3g}')
+    beyond = ids >= vocab_size
+    ids[beyond], log_probs[beyond] = -1, -np.inf
+    return Scored(ids, log_probs, targets, tuple(row.text for row in rows))
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+  """What an answer says of a position."""
+
+  entries: Mapping[int, float]  # Token id → log-prob; that of the token which stands there is among them.
+  text: str | None  # Of that token.
+
+
+def most_bytes(positions: int, k: int) -> int:
+  """Return how large an answer may be."""
+  return SLACK_BYTES + positions * (k + 1) * ENTRY_BYTES
+
+
+def most_values(positions: int, k: int) -> int:
+  """Return how many values an answer may have."""
+  return SLACK_VALUES + positions * (k + 1) * ENTRY_VALUES
+
+
+def _choice(answer: Any) -> Mapping[str, Any]:
+  choices = answer.get('choices') if isinstance(answer, Mapping) else None
+  if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], Mapping):
+    raise Fault(f"its answer has not one completion in 'choices': {quoted(answer)}")
+  return choices[0]
+
+
+def _log_prob(value: Any) -> float:
+  """Return a log-prob of an answer; what stands for no probability at all is −inf."""
+  # Comparing takes whole numbers that no float can hold; NaN is never within bounds.
+  if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST < value < LARGEST:
+    raise Fault(f'a log-prob of its answer is no finite number: {quoted(value)}')
+  if value > ROUNDING:
+    raise Fault(f'a log-prob of its answer is above 0: {quoted(value)}')
+  return -math.inf if value <= MINUS_INFINITY else min(float(value), 0.0)
+
+
+def _text(value: Any) -> str | None:
+  return value if isinstance(value, str) else None
+
+
+def _check_echo(sent: Sequence[int], echoed: Any) -> None:
+  """Raise Fault if a server says that it has read other tokens."""
+  if echoed is not None and echoed != list(sent):
+    raise Fault('it has read other tokens than it was sent')
+
+
+# --- vLLM ----------------------------------------------------------------------------------------------------------------
+
+
+def _vllm_request(model: str, prompt: Sequence[int], completion: Sequence[int], k: int) -> dict[str, Any]:
+  return {
+    'model': model,
+    'prompt': [*prompt, *completion],
+    'max_tokens': 1,  # None is not possible everywhere; what is drawn is not looked at.
+    'temperature': 0,
+    'prompt_logprobs': k,
+    'return_token_ids': True,
+    'add_special_tokens': False,
+  }
+
+
+def _vllm_rows(answer: Any, prompt: Sequence[int], completion: Sequence[int]) -> list[Row]:
+  choice = _choice(answer)
+  found = choice.get('prompt_logprobs')
+  if not isinstance(found, list):
+    raise Fault("its answer has no 'prompt_logprobs', so it does not know them, or does not give them")
+  whole = [*prompt, *completion]
+  _check_echo(whole, choice.get('prompt_token_ids'))
+  if len(found) != len(whole):
+    raise Fault(f'its answer has log-probs at {len(found)} positions, and {len(whole)} tokens were sent')
+  return [
+    _vllm_row(row, token) for row, token in zip(found[len(prompt) :], completion, strict=True)
+  ]  # The first, which nothing stands before, is null.
+
+
+def _vllm_row(row: Any, token: int) -> Row:
+  if not isinstance(row, Mapping):
+    raise Fault(f'its answer has no log-probs at a position: {quoted(row)}')
+  entries = {}
+  for key, entry in row.items():
+    if not (key.isascii() and key.isdecimal()) or (len(key) > 1 and key[0] == '0') or len(key) > 9:
+      raise Fault(f'its answer has a log-prob of something that is no token id: {quoted(key)}')
+    if not isinstance(entry, Mapping):
+      raise Fault(f'its answer has an entry without a log-prob: {quoted(entry)}')
+    entries[int(key)] = _log_prob(entry.get('logprob'))
+  if token not in entries:
+    raise Fault('its answer has no log-prob of the token that stands at a position, as if positions were shifted')
+  return Row(entries, _text(row[str(token)].get('decoded_token')))
+
+
+# --- Fireworks -----------------------------------------------------------------------------------------------------------
+
+
+def _fireworks_request(model: str, prompt: Sequence[int], completion: Sequence[int], k: int) -> dict[str, Any]:
+  return {
+    'model': model,
+    'prompt': [*prompt, *completion],
+    'max_tokens': 1,
+    'temperature': 0,
+    'logprobs': True,
+    'top_logprobs': k,
+    'echo_last': len(completion),
+    'return_token_ids': True,
+    'context_length_exceeded_behavior': 'error',
+  }
+
+
+def _fireworks_rows(answer: Any, prompt: Sequence[int], completion: Sequence[int]) -> list[Row]:
+  choice = _choice(answer)
+  found = choice.get('logprobs')
+  content = found.get('content') if isinstance(found, Mapping) else None
+  if not isinstance(content, list):
+    raise Fault("its answer has no 'logprobs.content', so it does not know them, or does not give them")
+  _check_echo([*prompt, *completion], choice.get('prompt_token_ids'))
+  # One more has been drawn, unless it ends the text.
+  if len(content) not in (len(completion), len(completion) + 1):
+    raise Fault(f'its answer has log-probs at {len(content)} positions, and {len(completion)} were asked for')
+  return [_fireworks_row(entry, token) for entry, token in zip(content, completion, strict=False)]
+
+
+def _fireworks_row(found: Any, token: int) -> Row:
+  if not isinstance(found, Mapping) or not isinstance(found.get('top_logprobs'), list):
+    raise Fault(f"its answer has no 'top_logprobs' at a position: {quoted(found)}")
+  if _token_id(found) != token:
+    raise Fault('it has read other tokens than it was sent, or its positions are shifted')
+  entries = {}
+  for entry in found['top_logprobs']:
+    if not isinstance(entry, Mapping):
+      raise Fault(f'its answer has an entry without a log-prob: {quoted(entry)}')
+    number = _token_id(entry)
+    if number in entries:
+      raise Fault(f'its answer has two log-probs of token id {number} at a position')
+    entries[number] = _log_prob(entry.get('logprob'))
+  return Row({token: _log_prob(found.get('logprob'))} | entries, _text(found.get('token')))
+
+
+def _token_id(entry: Mapping[str, Any]) -> int:
+  value = entry.get('token_id')
+  if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+    raise Fault(f"its answer has no token id in 'token_id': {quoted(value)}")
+  return value
+
+
+DIALECTS: Mapping[str, Dialect] = {
+  'vllm': Dialect(_vllm_request, _vllm_rows),
+  'fireworks': Dialect(_fireworks_request, _fireworks_rows),
+}

@@ -1,0 +1,188 @@
+"""The texts of a cartridge: the document that its teacher reads, and the tokens whose slots it begins with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+import math
+
+import jax.numpy as jnp
+
+from models import huggingface
+from models.adapters.kv_prefix import KVPrefix
+from models.chat_template import PROBE, TEMPLATE_ERRORS, has_system_turn
+from models.decoder import DecoderPolicy
+from sdpo_jax.config import Config
+from sdpo_jax.data.prompts import ChatFormat, Tokenizer, chat_tokens, document_tokens
+from sdpo_jax.distributed import accelerators
+from sdpo_jax.distributed.mesh import FSDP
+from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.files import file_size, read_text
+from sdpo_jax.objective.spec import ObjectiveSpec
+
+SECTION = 'model.cartridge'
+WHOLE_SHARE = 1 / 8  # Of a chip's memory, that a document may take which no device has a part of only.
+USUAL = 16  # Bytes of a token at most, but for rare ones.
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+  """The texts that the settings of a cartridge name, as tokens."""
+
+  document: Sequence[int] | None  # N, that the teacher reads; None: there is no such teacher.
+  initial: Sequence[int] | None  # P, whose keys and values the slots begin with; None: they begin with something else.
+
+
+def read_texts(config: Config, tokenizer: Tokenizer, *, teaches: bool) -> Texts:
+  """Return the texts of a cartridge.
+
+  Args:
+    config: settings with a cartridge.
+    tokenizer: of the model.
+    teaches: whether the teacher's is wanted, to train with.
+
+  Raises:
+    UserError: a file cannot be read or is empty, has fewer tokens than there are slots, or more than the model reads;
+      there are more slots than it has positions for; or the settings ask for a teacher that has nothing to read.
+  """
+  cartridge = config.model.cartridge
+  document = initial = None
+  if teaches and ObjectiveSpec.from_config(config).needs_teacher:
+    if not cartridge.document:
+      raise UserError(
+        f'{SECTION}.document is empty, and the teacher of a cartridge is the model that reads a document: name a text file.'
+      )
+    _check_size(config, tokenizer)
+    document = read_document(config, tokenizer)
+    check_length(config, len(document), context_length(config.model.path))
+  setting = {'document': 'document', 'text': 'init_text', 'random': None}[cartridge.initializer]
+  if setting is not None and not cartridge.path:
+    known = document if setting == 'document' else None
+    initial = _tokens(config, tokenizer, setting) if known is None else known
+    if len(initial) < cartridge.tokens:
+      raise UserError(
+        f'{SECTION}.tokens={cartridge.tokens}: {getattr(cartridge, setting)}, whose first tokens the slots begin with, has '
+        f'{len(initial)} only: lower {SECTION}.tokens, or name a longer text.'
+      )
+    initial = initial[: cartridge.tokens]
+  if cartridge.tokens is not None:
+    check_slots(config, context_length(config.model.path))
+  return Texts(document, initial)
+
+
+def read_document(config: Config, tokenizer: Tokenizer) -> list[int]:
+  """Return the tokens of `model.cartridge.document` as they stand before a conversation; errors as `read_texts`."""
+  return _tokens(config, tokenizer, 'document')
+
+
+def prefix_of(config: Config, policy: DecoderPolicy, length: int) -> KVPrefix:
+  """Return the prefix that stands for the document of a teacher.
+
+  Args:
+    config: settings with a cartridge.
+    policy: of the student or the model alone, on its mesh.
+    length: tokens of the document.
+  """
+  prefix, mesh = KVPrefix(length, length, within_windows=True), policy.backend.mesh
+  if mesh is None or mesh.size == 1 or config.model.cartridge.divide_document is False:
+    return prefix
+  if config.model.cartridge.divide_document is None:
+    table = prefix.rows(policy.base_policy().parameter_table(), policy.dtype)
+    whole = sum(math.prod(row.shape) * jnp.dtype(row.dtype).itemsize for row in table)
+    chip = accelerators.find(mesh.devices.flat[0].device_kind)
+    if chip is None or chip.memory_gib is None or whole <= chip.memory_gib * 2**30 * WHOLE_SHARE:
+      return prefix
+  return dataclasses.replace(prefix, parts=mesh.shape[FSDP])
+
+
+def _tokens(config: Config, tokenizer: Tokenizer, setting: str) -> list[int]:
+  """Return the tokens of the file that a setting names, as they stand before a conversation."""
+  file, chat = getattr(config.model.cartridge, setting), ChatFormat.of(config)
+  text = read_text(file, f'name a text file in {SECTION}.{setting}')
+  if not text.strip():
+    raise UserError(f'{file} is empty: name a file with text in {SECTION}.{setting}.')
+  try:
+    tokens = document_tokens(tokenizer, text, chat)
+    split = _is_split(tokenizer, text, tokens, chat)
+  except TEMPLATE_ERRORS as error:
+    raise UserError(
+      f"{file}: the model's chat template refuses it as a system message ({first_line(error)}): name another template in "
+      'model.chat_template.'
+    ) from error
+  if split:
+    raise UserError(
+      f"{file}: the model's chat template and tokenizer write a question behind this text otherwise than behind another, so "
+      'that no slots can take its place: end the text with a line of its own, or name another template in '
+      'model.chat_template.'
+    )
+  return tokens
+
+
+def _is_split(tokenizer: Tokenizer, text: str, tokens: list[int], chat: ChatFormat) -> bool:
+  """Return whether the tokens of a question behind a document are others than those behind any other text."""
+  if not has_system_turn(tokenizer, chat.variables):
+    return False  # They are put together from tokens.
+  question = {'role': 'user', 'content': PROBE}
+  [behind] = chat_tokens(tokenizer, [[question]], chat)
+  usual = dataclasses.replace(chat, behind_document=False)
+  [whole] = chat_tokens(tokenizer, [[{'role': 'system', 'content': text}, question]], usual)
+  return whole != [*tokens, *behind]
+
+
+def context_length(model: str) -> int | None:
+  """Return how many positions a model directory, or a model on the hub, says that it has; None: it does not say."""
+  return huggingface.positions(huggingface.read_json(huggingface.resolve(model, weights=False), 'config.json'))
+
+
+def _check_size(config: Config, tokenizer: Tokenizer) -> None:
+  """Raise UserError if a document is so large a file that no tokens spell it for which the model has positions.
+
+  It is not read then, which may take longer than anybody waits.
+  """
+  positions, file = context_length(config.model.path), config.model.cartridge.document
+  if positions is None:
+    return
+  size = file_size(file, f'name a text file in {SECTION}.document')
+  if size <= USUAL * positions:
+    return
+  longest = max(len(token.encode('utf-8', 'surrogatepass')) for token in tokenizer.get_vocab())
+  if size > longest * positions:
+    raise UserError(
+      f'{SECTION}.document={file} has {size:,} bytes, more than the {positions} positions (max_position_embeddings) of the '
+      'model can hold: shorten it, or choose a model with a longer context.'
+    )
+
+
+def check_slots(config: Config, positions: int | None) -> None:
+  """Raise UserError if the slots that are set and the longest row behind them are more than the model has positions for.
+
+  Args:
+    config: settings.
+    positions: that the model has; None: it does not say.
+  """
+  slots, data = config.model.cartridge.tokens, config.data
+  if positions is not None and slots + data.max_prompt_length + data.max_response_length > positions:
+    raise UserError(
+      f'{SECTION}.tokens={slots}: with a prompt of {data.max_prompt_length} and a completion of {data.max_response_length} that '
+      f'is more than the {positions} positions (max_position_embeddings) of the model: lower one of them.'
+    )
+
+
+def check_length(config: Config, document: int, positions: int | None) -> None:
+  """Raise UserError if a document and the longest row behind it are more than the model has positions for.
+
+  Args:
+    config: settings.
+    document: its tokens.
+    positions: that the model has; None: it does not say.
+  """
+  if positions is None:
+    return
+  sd, data = config.actor.self_distillation, config.data
+  asked = sd.max_reprompt_len if sd.teacher_context == 'reprompt' else data.max_prompt_length
+  if document + asked + data.max_response_length > positions:
+    raise UserError(
+      f'{SECTION}.document={config.model.cartridge.document} has {document} tokens, and with a prompt of {asked} and a completion of '
+      f'{data.max_response_length} that is more than the {positions} positions (max_position_embeddings) of the model: '
+      'shorten it, lower the limits, or choose a model with a longer context.'
+    )

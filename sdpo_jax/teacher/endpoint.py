@@ -1,0 +1,261 @@
+"""A teacher at an endpoint: a server that says how likely the tokens of a completion are, and the most likely others.
+
+All of a batch is scored, or none: what a server does wrong ends the call with one sentence, and no step is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+import logging
+import random
+import threading
+import time
+
+import numpy as np
+
+from models import huggingface, identity, same_tokenizer
+from models.control_tokens import Tokenizer
+from sdpo_jax import liveness
+from sdpo_jax.config import TeacherEndpointConfig
+from sdpo_jax.distributed.stopping import NEVER, Stop, StoppedError
+from sdpo_jax.environments import json_server
+from sdpo_jax.environments.json_server import Fault
+from sdpo_jax.errors import UserError
+from sdpo_jax.teacher import dialects
+from sdpo_jax.teacher.dialects import Scored
+
+SECTION = 'actor.self_distillation.teacher_endpoint'
+PATH = '/completions'
+STOP_S = 0.5  # Between two questions whether the run is to stop, while answers are waited for.
+SAME_TEXTS = 0.9  # Share of a few tokens that must have the same text there.
+MUCH_TAIL = 0.01  # Probability that the K tokens leave on average, from which on it is said.
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+  """A completion to score."""
+
+  prompt: Sequence[int]  # [P] tokens before it; at least one.
+  completion: Sequence[int]  # [T].
+
+
+class Endpoint:
+  """The teacher that the settings name; holds connections and threads until `close()`."""
+
+  def __init__(self, settings: TeacherEndpointConfig, vocab_size: int):
+    """Connects to nothing yet.
+
+    Args:
+      settings: of the endpoint.
+      vocab_size: of the student.
+
+    Raises:
+      UserError: no address, or an environment variable that is not there.
+    """
+    url, secrets = json_server.read_address(settings.url, f'{SECTION}.url', 'http://localhost:8000/v1')
+    url = url.rstrip('/')
+    if url.endswith(PATH):
+      raise UserError(f'{SECTION}.url must end before {PATH}, which is added to it, as in http://localhost:8000/v1.')
+    key = json_server.read_secret(settings.api_key_env, f'{SECTION}.api_key_env', required=True)
+    self._settings, self._vocab_size = settings, vocab_size
+    self._dialect = dialects.DIALECTS[settings.dialect]
+    self._server = json_server.JsonServer(
+      url + PATH,
+      authorization=f'Bearer {key}' if key else '',
+      secrets=secrets,
+      connections=settings.concurrency,
+      setting=f'{SECTION}.url',
+    )
+    self._closing = threading.Event()
+    self._told_tail = False
+
+  def __enter__(self) -> Endpoint:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+  def close(self) -> None:
+    """Lets go of connections; what is under way is not tried again."""
+    self._closing.set()
+    self._server.close()
+
+  def check(self, model: str, tokenizer: Tokenizer, longest: int) -> None:
+    """Ask a few tokens, and as many as there may be, whether the server is the teacher that the settings describe.
+
+    Args:
+      model: the student's directory or hub name.
+      tokenizer: of the student.
+      longest: tokens of a prompt with its completion.
+
+    Raises:
+      UserError: it has another tokenizer, does not answer, gives no log-probs or fewer than `top_k`, or takes no text of
+        that length.
+    """
+    settings = self._settings
+    huggingface.resolve(settings.tokenizer, weights=False, setting=f'{SECTION}.tokenizer')
+    found = same_tokenizer.difference(model, settings.tokenizer)
+    if found is not None:
+      raise UserError(
+        f'{SECTION}.tokenizer={settings.tokenizer} cannot teach {model}, whose tokens it reads as others: {found}; ask a '
+        'model with the same tokenizer, such as another size of the same family.'
+      )
+    first, *rest = [token for text in identity.TEXTS for token in tokenizer.encode(text, add_special_tokens=False)]
+    [scored] = self._score([Asked([first], rest)], NEVER, 'the first, short text')
+    self._check_texts(tokenizer, rest, scored)
+    filler = ([first, *rest] * (-(-longest // (1 + len(rest)))))[:longest]
+    try:
+      self._ask(Asked(filler[:-1], filler[-1:]), time.monotonic() + settings.batch_timeout_s, 1, threading.Event())
+    except Fault as fault:
+      raise self._error(
+        f'a text of {longest} tokens, which is the longest prompt with the longest completion', fault
+      ) from fault
+
+  def score(self, asked: Sequence[Asked], stop: Stop = NEVER) -> list[Scored]:
+    """Return what the teacher says of completions, in order: of all of them.
+
+    Args:
+      asked: [N]; those without tokens are not asked about.
+      stop: whether the run is to stop, which does not wait for answers.
+
+    Raises:
+      UserError: there is one of which it says nothing that can be used.
+      StoppedError: as `stop` said.
+    """
+    scored = self._score(asked, stop)
+    self._tell_tail(scored)
+    return scored
+
+  def _score(self, asked: Sequence[Asked], stop: Stop, what: str | None = None) -> list[Scored]:
+    """Return what `score` returns; `what` is asked about, for messages, None: completions by their numbers."""
+    batch = _Batch(len(asked))
+    deadline = time.monotonic() + self._settings.batch_timeout_s
+
+    def work() -> None:
+      while (place := batch.next()) is not None:
+        try:
+          batch.add(place, self._ask(asked[place], deadline, self._settings.top_k, batch.given_up))
+        except Exception as error:  # It belongs to the thread that waits.
+          batch.fail(place, error)
+
+    # Threads of this batch alone, so that those of an earlier one which still wait take no place of it; and such that do
+    # not keep the process from ending.
+    for _ in range(min(self._settings.concurrency, len(asked))):
+      threading.Thread(target=work, name='teacher-endpoint', daemon=True).start()
+    try:
+      while not batch.wait(STOP_S):
+        if stop.asked():
+          raise StoppedError
+    finally:
+      batch.given_up.set()
+    if batch.failure is not None:
+      place, error = batch.failure
+      if isinstance(error, Fault):
+        raise self._error(what or f'completion {place + 1} of {len(asked)}', error) from error
+      raise error
+    return [batch.scored[place] for place in range(len(asked))]
+
+  def _ask(self, asked: Asked, deadline: float, k: int, given_up: threading.Event) -> Scored:
+    """Return what one answer says; raises Fault once no further attempt helps, or there is no time for it."""
+    settings, prompt, completion = self._settings, list(map(int, asked.prompt)), list(map(int, asked.completion))
+    if not completion:
+      return Scored(np.zeros((0, k), np.int32), np.zeros((0, k), np.float32), np.zeros(0, np.float32))
+    if not prompt:
+      raise ValueError('A completion to score stands behind at least one token.')
+    positions = len(prompt) + len(completion) + 1
+    body = self._dialect.request(settings.model, prompt, completion, k)
+    before = ''
+    for attempt in range(settings.retries + 1):
+      left = deadline - time.monotonic()
+      if left <= 0 or given_up.is_set() or self._closing.is_set():
+        raise Fault(f'not all was answered within {settings.batch_timeout_s:g} s ({SECTION}.batch_timeout_s){before}')
+      try:
+        answer = self._server.ask(
+          body,
+          min(settings.timeout_s, left),
+          name='teacher-endpoint-post',
+          most_bytes=dialects.most_bytes(positions, k),
+          most_values=dialects.most_values(positions, k),
+        )
+        scored = self._dialect.read(answer, prompt, completion, k, self._vocab_size)
+        liveness.progress()
+        return scored
+      except Fault as fault:
+        if not fault.again or attempt == settings.retries:
+          raise
+        before = f'; when it was asked before, {fault}'
+        pause = json_server.pause_s(attempt, fault.after_s, random.random())
+        given_up.wait(min(pause, max(deadline - time.monotonic(), 0.0)))
+    raise AssertionError('The last attempt returns or raises.')
+
+  def _error(self, what: str, fault: Fault) -> UserError:
+    hint = ''
+    if 'max allowed' in str(fault) or 'limits them' in str(fault):
+      hint = f', lower {SECTION}.top_k={self._settings.top_k} or raise the limit of the server (vLLM: --max-logprobs)'
+    return UserError(
+      f'The teacher at {self._server.public_url} ({SECTION}.url) has not scored {what}: '
+      f'{self._server.redacted(str(fault))}. See that it serves {self._settings.model!r} to dialect='
+      f'{self._settings.dialect!r}{hint}, then start the same command again.'
+    )
+
+  def _check_texts(self, tokenizer: Tokenizer, tokens: Sequence[int], scored: Scored) -> None:
+    """Raise UserError if the server has other texts for token ids, whatever tokenizer the settings name."""
+    pairs = [(tokenizer.decode([token]).strip(), text) for token, text in zip(tokens, scored.texts, strict=True)]
+    # Not all servers make whole characters of a token's bytes, or keep its spaces.
+    known = [(own, text.strip()) for own, text in pairs if text is not None and own and own.isascii()]
+    same = sum(own == text for own, text in known)
+    if known and same < SAME_TEXTS * len(known):
+      own, text = next(pair for pair in known if pair[0] != pair[1])
+      raise UserError(
+        f'The teacher at {self._server.public_url} ({SECTION}.url) has another tokenizer than the student: a token that is '
+        f'{own!r} here is {json_server.quoted(text)} there; ask a model with the same tokenizer.'
+      )
+
+  def _tell_tail(self, scored: Sequence[Scored]) -> None:
+    """Say once how much of the teacher's distribution its K tokens leave out."""
+    tails = np.concatenate([each.tail_mass for each in scored]) if scored else np.zeros(0)
+    if self._told_tail or not len(tails) or tails.mean() <= MUCH_TAIL:
+      return
+    self._told_tail = True
+    logging.warning(
+      "The teacher's %d most likely tokens leave out %.1f %% of its probability on average, of which the student learns how "
+      'much it is, and not which tokens it belongs to: raise %s.top_k%s.',
+      self._settings.top_k,
+      100 * tails.mean(),
+      SECTION,
+      ' at a server that gives more' if self._settings.dialect == 'fireworks' else '',
+    )
+
+
+class _Batch:
+  """What has become of the completions of a batch."""
+
+  def __init__(self, count: int):
+    self.scored: dict[int, Scored] = {}
+    self.failure: tuple[int, Exception] | None = None  # The first, and of which completion.
+    self.given_up = threading.Event()  # What is not scored yet is wanted no more.
+    self._waiting = iter(range(count))
+    self._count = count
+    self._changed = threading.Condition()
+
+  def next(self) -> int | None:
+    """Return a completion to ask about; None if there is none."""
+    with self._changed:
+      return None if self.given_up.is_set() else next(self._waiting, None)
+
+  def add(self, place: int, scored: Scored) -> None:
+    with self._changed:
+      self.scored[place] = scored
+      self._changed.notify()
+
+  def fail(self, place: int, error: Exception) -> None:
+    with self._changed:
+      self.failure = self.failure or (place, error)
+      self.given_up.set()
+      self._changed.notify()
+
+  def wait(self, seconds: float) -> bool:
+    """Return whether all is scored, or one has failed; after so many seconds at most."""
+    with self._changed:
+      return self._changed.wait_for(lambda: self.failure is not None or len(self.scored) == self._count, seconds)
