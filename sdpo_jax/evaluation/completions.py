@@ -9,7 +9,7 @@ import re
 
 import numpy as np
 
-from sdpo_jax.environments.outcomes import as_float, graded_of
+from sdpo_jax.environments.outcomes import as_float, graded_of, missing_of
 from sdpo_jax.types import Example, Outcome, Rollouts
 
 WORDS = 'epistemic_words_mean'
@@ -69,7 +69,7 @@ def describe(
     'completion_length_p95': float(np.percentile(lengths, 95)),
     'completion_length_max': float(lengths.max()),
     'truncated_fraction': float(np.mean([rollouts.finish_reason[sample] == 'length' for sample in samples])),
-    'ungraded_fraction': float(np.mean(~graded_of(chosen))),
+    'ungraded_fraction': float(np.mean(missing_of(chosen))),
   }
   if mask.any():
     metrics['entropy'] = float(rollouts.entropy[samples][mask].mean())
@@ -94,6 +94,16 @@ def metric_names(outcomes: Sequence[Outcome]) -> list[str]:
   """Return the names of numeric metrics, sorted; without the one that is reported as a fraction."""
   names = {name for outcome in outcomes for name in outcome.metrics} - {FORMAT_VALID, 'score'}
   return sorted(name for name in names if metric_values(outcomes, name) is not None)
+
+
+def reward_names(outcomes: Sequence[Outcome]) -> list[str]:
+  """Return the graders of which `Outcome.rewards` hold something, sorted."""
+  return sorted({name for outcome in outcomes for name in outcome.rewards})
+
+
+def reward_values(outcomes: Sequence[Outcome], grader: str) -> np.ndarray:
+  """Return what a grader gave each completion, [M] float64 before its weight, NaN where it does not apply."""
+  return np.asarray([outcome.rewards.get(grader, np.nan) for outcome in outcomes], np.float64)
 
 
 def count_words(text: str, words: tuple[str, ...]) -> int:

@@ -21,7 +21,14 @@ from sdpo_jax.data.prompts import prompt_tokens
 from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.environments.outcomes import check_graded, graded_of, scores_of
-from sdpo_jax.evaluation.completions import describe, metric_names, metric_values, samples_by_source
+from sdpo_jax.evaluation.completions import (
+  describe,
+  metric_names,
+  metric_values,
+  reward_names,
+  reward_values,
+  samples_by_source,
+)
 from sdpo_jax.evaluation.excerpts import excerpt, excerpt_messages
 from sdpo_jax.files import jsonable
 from sdpo_jax.rollout.engine import Sampler
@@ -40,6 +47,11 @@ class Evaluation:
 
   metrics: dict[str, dict[str, float]]
   samples: list[dict[str, Any]]
+
+  def with_metrics(self, more: Mapping[str, Mapping[str, float]]) -> Evaluation:
+    """Return this evaluation with more metrics, by data source."""
+    metrics = {task: {**values, **more.get(task, {})} for task, values in self.metrics.items()}
+    return dataclasses.replace(self, metrics=metrics)
 
   def flat(self) -> dict[str, float]:
     """Return the metrics by name, `eval/<task>/<metric>`."""
@@ -72,7 +84,7 @@ def best_at_k(values: Samples, k: int) -> float:
 
 def worst_at_k(values: Samples, k: int) -> float:
   """Return the expected minimum of k of the samples of a question, averaged over questions."""
-  return -best_at_k([-of_question for of_question in values], k)
+  return float(np.mean([of_question[bootstrap_draws(len(of_question), k)].min(1).mean() for of_question in values]))
 
 
 def majority_sample(predictions: Sequence[str], k: int) -> np.ndarray:
@@ -184,7 +196,8 @@ def metrics_by_source(
 ) -> dict[str, dict[str, float]]:
   """Return the metrics of each data source: `summarize` of the score and, under `<metric>/`, of every other number.
 
-  A source without a graded sample has mean@n NaN, and nothing else of what graders say.
+  Where several graders judge a question, also under `reward/<grader>/` of what each gave before its weight, over the
+  samples to which it applies. A source without a graded sample has mean@n NaN, and nothing else of what graders say.
 
   Args:
     examples: G questions.
@@ -220,6 +233,13 @@ def _summaries(outcomes: Sequence[Outcome], n: int) -> dict[str, float]:
   for name in metric_names(outcomes):
     summary = summarize(of_questions(metric_values(outcomes, name)), n, winners)
     found.update({f'{name}/{key}': value for key, value in summary.items()})
+  for grader in reward_names(outcomes):
+    values = reward_values(outcomes, grader)
+    given = [values[rows] for rows in graded]
+    summary = summarize(
+      [of_question[~np.isnan(of_question)] for of_question in given if not np.isnan(of_question).all()], n
+    )
+    found.update({f'reward/{grader}/{key}': value for key, value in summary.items()})
   return found
 
 
@@ -244,6 +264,8 @@ def _samples(examples: Sequence[Example], rollouts: Rollouts, outcomes: Sequence
       'ungraded': outcome.reason,
       'feedback': None if outcome.feedback is None else excerpt(outcome.feedback),
     }
+    if outcome.rewards:
+      sample['rewards'] = jsonable(outcome.rewards)
     # A metric of the same name as a field above gives way to it.
     metrics = {
       key: excerpt(value) if isinstance(value, str) else jsonable(value)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from sdpo_jax.config import Config, SamplingConfig
 from sdpo_jax.data.prompts import ChatFormat, count_tokens, named_chat_tokens
 from sdpo_jax.data.rows import Row, conversation
-from sdpo_jax.data.sources import read_prompts
+from sdpo_jax.data.sources import read_rows
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import jsonable
 from sdpo_jax.inference.runs import open_source, run_config
@@ -56,9 +56,9 @@ class TextGenerator:
     Raises:
       UserError: they are too long, or the chat template refuses them.
     """
-    data = self.session.config.data
-    limit = data.max_prompt_length
-    [tokens] = named_chat_tokens(self.session.tokenizer, [messages], [name], limit, ChatFormat.of(data))
+    config = self.session.config
+    limit = config.data.max_prompt_length
+    [tokens] = named_chat_tokens(self.session.tokenizer, [messages], [name], limit, ChatFormat.of(config))
     if tokens is None or len(tokens) > limit:
       raise UserError(
         f'{name} has {count_tokens(tokens, limit)} with the chat template, the limit is {limit}: {way_out}, or start '
@@ -84,9 +84,16 @@ class TextGenerator:
 
 
 def open_generator(
-  workdir: str | None, model: str | None, step: int | None, options: GenerationOptions
+  workdir: str | None,
+  model: str | None,
+  step: int | None,
+  options: GenerationOptions,
+  adapter: str | None = None,
+  cartridge: str | None = None,
 ) -> TextGenerator:
   """Open a run (its newest checkpoint, or that of `step`) or a Hugging Face directory to generate text.
+
+  With `adapter` or `cartridge`, the latter has that adapter or cartridge.
 
   Raises:
     UserError: as `open_source`.
@@ -103,7 +110,9 @@ def open_generator(
   )
   rollout = dataclasses.replace(config.rollout, max_batch_rows=options.max_batch_rows or config.rollout.max_batch_rows)
   config = dataclasses.replace(config, data=data, rollout=rollout)
-  session, parameters = open_source(workdir, model, config, step, options.dtype, options.chat_template)
+  session, parameters = open_source(
+    workdir, model, config, step, options.dtype, options.chat_template, adapter, cartridge
+  )
   try:
     check_turn_end(session.config, session.tokenizer)
   except UserError as error:  # What is said before that can be read all the same.
@@ -134,7 +143,7 @@ def read_questions(source: str, system: str | None) -> list[Question]:
   Raises:
     UserError: no such file, or a row that asks nothing: file and line are named.
   """
-  return [Question(row, with_system(conversation(row), system)) for row in read_prompts(source, '--prompts')]
+  return [Question(row, with_system(conversation(row), system)) for row in read_rows(source, '--prompts')]
 
 
 def generate_all(

@@ -29,7 +29,7 @@ from sdpo_jax.inference.probe_report import recommend
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.rollout.grading_thread import GradingThread
 from sdpo_jax.teacher.context import TeacherContext, build_teacher_context
-from sdpo_jax.training.session import check_turn_end, load_tokenizer, make_sampler, make_session
+from sdpo_jax.training.session import check_adapter, check_turn_end, load_tokenizer, make_sampler, make_session
 from sdpo_jax.types import Example, Outcome, Rollouts, Tree
 
 QUESTIONS = 128  # Probed by default: enough to tell gaps of ten points, and cheap beside a run.
@@ -77,6 +77,11 @@ def probe_model(
   """
   if not config.data.val_files:
     raise UserError('data.val_files of the config is empty: the probe asks held-out questions, so name some.')
+  if config.model.cartridge.used:
+    raise UserError(
+      'launch.probe compares what a model answers with what it answers to the prompts of its teacher, and that of a cartridge '
+      'reads a document instead: leave model.cartridge out.'
+    )
   tokenizer = load_tokenizer(config)
   check_turn_end(config, tokenizer)
   with Graders(config.environments) as graders:
@@ -84,7 +89,7 @@ def probe_model(
     unlimited = dataclasses.replace(config, data=dataclasses.replace(config.data, max_prompt_length=sys.maxsize))
     rows = pipeline.evaluation_examples(unlimited, tokenizer, registry)
     lengths = np.array(
-      [len(tokens) for tokens in chat_tokens(tokenizer, [row.messages for row in rows], ChatFormat.of(config.data))]
+      [len(tokens) for tokens in chat_tokens(tokenizer, [row.messages for row in rows], ChatFormat.of(config))]
     )
     fitting = np.flatnonzero(lengths <= config.data.max_prompt_length)
     if not len(fitting):
@@ -101,6 +106,7 @@ def probe_model(
       **_lengths('prompt', lengths),
       'prompt/over_limit': float(np.mean(lengths > config.data.max_prompt_length)),
     }
+    check_adapter(config)
     session, trainable = make_session(config, '.', tokenizer)
     sampler = make_sampler(config, session.policy, tokenizer, session.mesh, reprompts=True)
     return numbers | probe(config, sampler, session.base, trainable, tokenizer, graders, examples, announce)
@@ -196,7 +202,7 @@ def probe(
       tokenizer,
       seed=config.seed,
       step=0,
-      chat=ChatFormat.of(config.data),
+      chat=ChatFormat.of(config),
     )
 
   context = build(sd)

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import dataclasses
 import json
 import logging
-from typing import Literal
+from typing import Any, Literal
 
 from etils import epath
 import jax
 
-from models import exporting, huggingface
+from models import directories, exporting, huggingface, identity
 from models import tokenizer as tokenizers
-from models.parameters import merge
-from sdpo_jax.config import Config, ModelConfig, flatten, from_dict, is_listed
+from models.adapters import cartridge_files, named_cartridges, peft_files, published_cartridges
+from models.parameters import map_table, merge, trainable
+from sdpo_jax.config import CartridgeConfig, Config, LoraConfig, ModelConfig, flatten, from_dict, is_listed
 from sdpo_jax.data import pipeline
+from sdpo_jax.distributed.mesh import parameter_sharding
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation.evaluate import Evaluation, evaluate
 from sdpo_jax.files import check_output, jsonable, write_output
+from sdpo_jax.teacher.documents import read_document
+from sdpo_jax.training import cartridges, divergence
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints, only
 from sdpo_jax.training.directory import fingerprint
+from sdpo_jax.training.directory.published import newest
 from sdpo_jax.training.directory.workdir import saved_settings
-from sdpo_jax.training.session import Session, check_turn_end, make_session
+from sdpo_jax.training.session import Session, check_adapter, check_turn_end, load_tokenizer, make_session, model_mesh
 from sdpo_jax.training.update import abstract_state
-from sdpo_jax.types import Tree
+from sdpo_jax.types import TrainState, Tree
 
 _logger = logging.getLogger('sdpo_jax.runs')
+DIGEST = 'document_digest'  # Among the notes of an exported cartridge: `fingerprint.trained_document`.
 
 
 def run_config(workdir: epath.PathLike) -> Config:
@@ -50,6 +56,7 @@ def open_run(
   step: int | None = None,
   dtype: Literal['float32', 'bfloat16'] | None = None,
   chat_template: str | None = None,
+  teaches: bool = False,
 ) -> tuple[Session, Tree, int]:
   """Return a run's session, the parameters of one of its checkpoints, and its step; the run may be going on.
 
@@ -62,23 +69,49 @@ def open_run(
     step: of the checkpoint; None: the newest readable one.
     dtype: in which the session computes; None: the run's.
     chat_template: file with that of the session; None: the run's.
+    teaches: whether the session has the teacher of a cartridge, which reads the document of `config`, if that names one.
 
   Raises:
     UserError: no run or checkpoint there, or a teacher without weights of its own is asked for.
   """
   trained = run_config(workdir)
   model = _changed(trained.model, dtype, chat_template)
+  if teaches and config is not None and config.model.cartridge.document and model.cartridge.used:
+    slots = dataclasses.replace(model.cartridge, document=config.model.cartridge.document)
+    model = dataclasses.replace(model, cartridge=slots)
   config = dataclasses.replace(config or trained, model=model)
-  session, parameters = make_session(config, workdir)
+  session, parameters = make_session(config, workdir, teaches=teaches)
+  like = abstract_state(trained, parameters, session.mesh, session.policy.parameter_table())
+  del parameters  # There may be no room for both these and those of the checkpoint.
+  parameters, step = _restored(workdir, weights, like, step, session.config)
+  _check_model(workdir, session.config, session.tokenizer, step)
+  return session, parameters, step
+
+
+def _restored(
+  workdir: epath.PathLike, weights: Literal['student', 'teacher'], like: TrainState, step: int | None, config: Config
+) -> tuple[Tree, int]:
+  """Return the trainable parameters of a checkpoint, and its step; arguments and errors as `open_run`.
+
+  Args:
+    workdir: of the run.
+    weights: whose.
+    like: description of the state.
+    step: of the checkpoint; None: the newest readable one.
+    config: with the run's model.
+
+  Raises:
+    UserError: also where the adapter is described otherwise than it was for the checkpoint.
+  """
   checkpoints = epath.Path(workdir) / 'checkpoints'
   if not checkpoints.is_dir() or not any(checkpoints.iterdir()):
     raise UserError(f'{workdir} has no checkpoint yet: let the run save one (trainer.save_freq).')
-  like = abstract_state(trained, parameters, session.mesh, session.policy.parameter_table())
   if weights == 'teacher' and not jax.tree.leaves(like.teacher):
     raise UserError('--weights=teacher: the teacher of this run has no weights of its own; export --weights=student.')
-  del parameters  # There may be no room for both these and those of the checkpoint.
   field = 'teacher' if weights == 'teacher' else 'trainable'
   like = only(field, like)
+  expected = newest(workdir) if step is None else step
+  _check_adapter(workdir, config, expected)  # Before checkpoints that hold other factors are called unreadable.
   reader = Checkpoints(workdir, read_only=True)
   try:
     if step is not None:
@@ -92,8 +125,21 @@ def open_run(
       step, state, _ = restored
   finally:
     reader.close()
-  _name_changes(workdir, session, step)
-  return session, getattr(state, field), step
+  if step != expected:
+    _check_adapter(workdir, config, step)
+  return getattr(state, field), step
+
+
+def _check_adapter(workdir: epath.PathLike, config: Config, step: int) -> None:
+  """Raise UserError if matrices, ranks or scales of an adapter are not those of a checkpoint."""
+  model = config.model
+  changes = fingerprint.adapter_changes(workdir, config, step) if model.frozen else []
+  if changes:
+    source = model.cartridge.path or model.lora.path or epath.Path(workdir) / 'config.json'
+    raise UserError(
+      f'{source} describes another {"cartridge" if model.cartridge.used else "adapter"} than that of step {step} of '
+      f'{workdir} ({"; ".join(changes)}), and with this the checkpoint is or means something else: restore it.'
+    )
 
 
 def _changed(model: ModelConfig, dtype: str | None, chat_template: str | None) -> ModelConfig:
@@ -103,18 +149,25 @@ def _changed(model: ModelConfig, dtype: str | None, chat_template: str | None) -
   )
 
 
-def _name_changes(workdir: epath.PathLike, session: Session, step: int) -> None:
-  """Say that tokenizer or config.json are not those with which a checkpoint was trained."""
+def _check_model(workdir: epath.PathLike, config: Config, tokenizer: Any, step: int) -> None:
+  """Say that tokenizer or config.json are not those with which a checkpoint was trained.
+
+  Raises:
+    UserError: the checkpoint is of an adapter, and the base's weights are others.
+  """
+  path, base = config.model.path, []
   try:
-    changes = fingerprint.model_changes(workdir, session.config.model.path, session.tokenizer, step)
+    changes = fingerprint.model_changes(workdir, path, tokenizer, step)
+    base = fingerprint.base_changes(workdir, path, step) if config.model.frozen else []
   except UserError as error:
     changes = [str(error)]
   if changes:
-    _logger.warning(
-      '%s is not what the checkpoint of step %d was trained with: %s.',
-      session.config.model.path,
-      step,
-      '; '.join(changes),
+    _logger.warning('%s is not what the checkpoint of step %d was trained with: %s.', path, step, '; '.join(changes))
+  if base:
+    kind = 'cartridge' if config.model.cartridge.used else 'adapter'
+    raise UserError(
+      f'{path} holds other weights than those beside which the {kind} of step {step} of {workdir} was trained '
+      f'({"; ".join(base)}), and with these it computes something else: restore them.'
     )
 
 
@@ -125,25 +178,55 @@ def open_source(
   step: int | None = None,
   dtype: Literal['float32', 'bfloat16'] | None = None,
   chat_template: str | None = None,
+  adapter: str | None = None,
+  cartridge: str | None = None,
+  teaches: bool = False,
 ) -> tuple[Session, Tree]:
   """A session and parameters of either a run (its newest checkpoint, or that of `step`) or a Hugging Face directory.
 
-  With `dtype` the session computes in that, and with `chat_template` it has the template in this file; otherwise all is as
-  in the run, or for a directory as in `config`.
+  The latter with the adapter or the cartridge of another directory, if one is named. With `dtype` the session computes in
+  that, and with `chat_template` it has the template in this file; otherwise all is as in the run, or for a directory as in
+  `config`. A session that `teaches` has the teacher of a cartridge, which reads the document that `config` names.
 
   Raises:
-    UserError: neither or both are named, or a step of a model directory.
+    UserError: neither or both are named, a step of a model directory, or an adapter or cartridge for a run.
   """
   if (workdir is None) == (model is None):
     raise UserError('Name one of --workdir=DIR (a run) and --model=HF_DIR (a model directory).')
+  if adapter == '':
+    raise UserError('--adapter is empty: name a directory or an adapter on the hub, or leave it out.')
+  if cartridge == '':
+    raise UserError('--cartridge is empty: name a directory, a .pt file or a name on the hub, or leave it out.')
+  if adapter is not None and cartridge is not None:
+    raise UserError(f'--adapter={adapter} and --cartridge={cartridge}: a model has one of them; leave the other out.')
+  for flag, given in (('adapter', adapter), ('cartridge', cartridge)):
+    if workdir is not None and given is not None:
+      raise UserError(
+        f'--{flag}={given} goes with --model=HF_DIR: a run has its own, which --workdir takes; leave one of them out.'
+      )
   if workdir is not None:
-    session, parameters, _ = open_run(workdir, config=config, step=step, dtype=dtype, chat_template=chat_template)
+    session, parameters, _ = open_run(
+      workdir, config=config, step=step, dtype=dtype, chat_template=chat_template, teaches=teaches
+    )
     return session, parameters
   if step is not None:
     raise UserError('--step is about the checkpoints of a run: name it with --workdir, or leave --step out.')
   config = config or Config()
-  settings = _changed(dataclasses.replace(config.model, path=model), dtype, chat_template)
-  return make_session(dataclasses.replace(config, model=settings), workdir='.')
+  lora, slots = config.model.lora, config.model.cartridge
+  for flag, section, path in (('adapter', 'lora', lora.path), ('cartridge', 'cartridge', slots.path)):
+    if path and adapter is None and cartridge is None:
+      raise UserError(
+        f'--model={model} and model.{section}.path={path} of the config: name that as --{flag}, or leave it out '
+        f'with --config.model.{section}.path= for the model as it is.'
+      )
+  if adapter is not None or cartridge is not None:
+    lora = LoraConfig(path=adapter or '')
+    slots = CartridgeConfig(path=cartridge or '', document=slots.document if teaches else '')
+  settings = dataclasses.replace(config.model, path=model, lora=lora, cartridge=slots)
+  settings = _changed(settings, dtype, chat_template)
+  config = dataclasses.replace(config, model=settings)
+  check_adapter(config)
+  return make_session(config, workdir='.', teaches=teaches)
 
 
 # Settings that change what an evaluation measures.
@@ -162,6 +245,7 @@ MEASURING = (
   'rollout.stop_token_ids',
   'environments.profile',
   'environments.modules',
+  'environments.reward_weights',
   'environments.judge.model',
   'environments.judge.template',
   'alarms.epistemic_words',
@@ -186,6 +270,8 @@ def evaluate_to_file(
   output: str,
   step: int | None = None,
   overwrite: bool = False,
+  adapter: str | None = None,
+  cartridge: str | None = None,
   announce: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
   """Evaluates a run or a model on `config.data.val_files`; writes the metrics to `output`, the samples beside it.
@@ -199,6 +285,8 @@ def evaluate_to_file(
     output: JSON file.
     step: of the run's checkpoint; None: the newest.
     overwrite: whether files that are there already may be replaced.
+    adapter: directory of an adapter of the Hugging Face model.
+    cartridge: directory of a cartridge of it.
     announce: receives a sentence where the numbers cannot be compared with the run's own evaluations.
 
   Raises:
@@ -211,21 +299,67 @@ def evaluate_to_file(
   for path in (target, samples):
     check_output(path, overwrite=overwrite)
   with Graders(config.environments) as graders:
-    session, parameters = open_source(workdir, model, config, step)
+    session, parameters = open_source(
+      workdir, model, config, step, adapter=adapter, cartridge=cartridge, teaches=config.trainer.test_divergence
+    )
     check_turn_end(session.config, session.tokenizer)
     different = measured_otherwise(run_config(workdir), config) if workdir is not None else []
     if different:
       announce(f'Not measured as the run evaluates itself in {workdir}/eval: {"; ".join(different)}.')
+    if other := _other_document(config, session, workdir, step):
+      announce(other)
     examples = pipeline.evaluation_examples(session.config, session.tokenizer, registry)
     graders.prepare({example.environment for example in examples})
+    graders.check_questions(examples)
     evaluation = evaluate(
       session.sampler, session.base, parameters, examples, session.config, session.tokenizer, graders, seed=config.seed
     )
+    if session.config.trainer.test_divergence:
+      evaluation = evaluation.with_metrics(divergence.measure(session, parameters, examples, seed=config.seed))
   if jax.process_index() != 0:
     return evaluation
   write_output(target, json.dumps(jsonable(evaluation.metrics), indent=2, allow_nan=False) + '\n')
   write_output(samples, ''.join(json.dumps(sample, allow_nan=False) + '\n' for sample in evaluation.samples))
   return evaluation
+
+
+def _other_document(config: Config, session: Session, workdir: str | None, step: int | None) -> str | None:
+  """Return a sentence if a cartridge was made from another document than the settings name; None also if it is not known.
+
+  Args:
+    config: settings of the evaluation.
+    session: with the cartridge, if there is one.
+    workdir: of its run; None: it is that of a directory.
+    step: of the run's checkpoint; None: the newest.
+  """
+  document, slots = config.model.cartridge.document, session.config.model.cartridge
+  if not document or not slots.used:
+    return None
+  if workdir is not None:
+    taught = fingerprint.trained_document(workdir, newest(workdir) if step is None else step)
+  else:
+    taught = named_cartridges.about(slots.path).get(DIGEST)
+  if taught is None:
+    return None
+  model = dataclasses.replace(session.config.model, cartridge=CartridgeConfig(path=slots.path, document=document))
+  try:
+    tokens = read_document(dataclasses.replace(session.config, model=model), session.tokenizer)
+  except UserError as error:
+    return f'That {workdir or slots.path} was made from model.cartridge.document={document} is not checked: {error}'
+  if identity.digest(tokens) == taught:
+    return None
+  return (
+    f'{workdir or slots.path} was made from another text than {document}, which model.cartridge.document of the config names: '
+    'it cannot know the answers to questions about the latter.'
+  )
+
+
+Format = Literal['model', 'peft', 'merged', 'cartridge', 'cartridge_pt', 'cartridge_pt_fixed']
+FORMATS: Mapping[str, tuple[Format, ...]] = {  # Of what is trained: the default first.
+  'all parameters': ('model',),
+  'an adapter': ('peft', 'merged'),
+  'a cartridge': ('cartridge', 'cartridge_pt', 'cartridge_pt_fixed'),
+}
 
 
 def export(
@@ -234,19 +368,58 @@ def export(
   weights: Literal['student', 'teacher'],
   dtype: Literal['float32', 'bfloat16', 'float16'] = 'float32',
   step: int | None = None,
+  form: Format | None = None,
 ) -> int:
-  """Writes a run's checkpoint (of `step`, or the newest) as a Hugging Face model directory; returns its step.
+  """Writes a run's checkpoint (of `step`, or the newest) for other programs; returns its step.
 
   In a run of several processes all call this, and process 0 writes.
 
+  Args:
+    workdir: of the run.
+    output: directory to make.
+    weights: whose.
+    dtype: of the stored tensors.
+    step: of the checkpoint; None: the newest.
+    form: 'model', a Hugging Face model directory of a run that trained all parameters; 'peft', the adapter of a run that
+      trained one; 'merged', a model directory with the adapter in it; 'cartridge', the slots of a run that trained some,
+      in this project's format; 'cartridge_pt', in the published one; 'cartridge_pt_fixed', in that with the spelling of its
+      first version. None: the first of these that the run has.
+
   Raises:
-    UserError: no run or checkpoint, `output` holds something already or cannot be written, or the weights hold values
-      that the dtype cannot.
+    UserError: no run or checkpoint, a form that it does not have, `output` holds something already or cannot be written,
+      or the weights hold values that the dtype cannot.
   """
+  trained = run_config(workdir)
+  kind = (
+    'an adapter' if trained.model.lora.used else 'a cartridge' if trained.model.cartridge.used else 'all parameters'
+  )
+  form = form or FORMATS[kind][0]
+  if form not in FORMATS[kind]:
+    raise UserError(
+      f'--format={form}: {workdir} trained {kind}; export it with --format={" or --format=".join(FORMATS[kind])}.'
+    )
   if jax.process_index() == 0:
     exporting.check_target(output)  # Before gigabytes are read.
+  if trained.model.lora.used:
+    return _export_adapter(trained, workdir, output, weights, dtype, step, merged=form == 'merged')
+  if form == 'cartridge' and dtype == 'float16':
+    raise UserError('--dtype=float16: the format of cartridges has float32 and bfloat16; name one of them.')
+  spelling = {'cartridge_pt': 'frozen', 'cartridge_pt_fixed': 'fixed'}.get(form)
+  if spelling is not None:
+    policy = huggingface.read_policy(trained.model.path, trained.model)
+    published_cartridges.check_servable(output, policy.adapter, policy.config.kv_heads)
   session, parameters, step = open_run(workdir, weights, step=step)
   model = session.config.model
+  if trained.model.cartridge.used:
+    made = cartridges.of_session(session, parameters)
+    if spelling is not None:
+      published_cartridges.write(output, made, model.path, spelling, dtype)
+    else:
+      about = {'run': trained.name, 'step': str(step), 'document': model.cartridge.document}
+      taught = fingerprint.trained_document(workdir, step)
+      about |= {} if taught is None else {DIGEST: taught}
+      cartridge_files.write(output, made, cartridge_files.Origin.of(model.path, session.policy.config), dtype, about)
+    return step
   huggingface.save(
     output,
     session.policy,
@@ -254,5 +427,49 @@ def export(
     source=model.path,
     dtype=dtype,
     texts=tokenizers.exported(model.path, session.tokenizer, model.chat_template),
+  )
+  return step
+
+
+def _export_adapter(
+  config: Config,
+  workdir: str,
+  output: str,
+  weights: Literal['student', 'teacher'],
+  dtype: Literal['float32', 'bfloat16', 'float16'],
+  step: int | None,
+  *,
+  merged: bool,
+) -> int:
+  """Write the adapter of a run, by itself or in its base, which is not read onto the devices; return its step."""
+  model = config.model
+  tokenizer = load_tokenizer(config)
+  policy = huggingface.read_policy(model.path, model)
+  mesh, table = model_mesh(config, policy), policy.parameter_table()
+  rows = trainable(table)
+  described = map_table(
+    lambda row: jax.ShapeDtypeStruct(
+      row.shape, jax.numpy.dtype(row.dtype), sharding=parameter_sharding(mesh, row.axes, row.shape)
+    ),
+    rows,
+  )
+  factors, step = _restored(workdir, weights, abstract_state(config, described, mesh, table), step, config)
+  _check_model(workdir, config, tokenizer, step)
+  texts = tokenizers.exported(model.path, tokenizer, model.chat_template)
+  if merged:
+    huggingface.save_merged(output, policy, factors, model.path, dtype=dtype, texts=texts)
+    return step
+  root = huggingface.resolve(model.path)
+  given = peft_files.read_config(model.lora.path) if model.lora.path else model.lora
+  huggingface.save_adapter(
+    output,
+    policy,
+    factors,
+    root,
+    name=str(root.resolve()) if directories.is_local(model.path) else model.path,
+    fingerprint=identity.of_base(model.path),
+    use_rslora=given.use_rslora,
+    dtype=dtype,
+    texts=texts,
   )
   return step

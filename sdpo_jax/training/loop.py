@@ -31,7 +31,20 @@ from sdpo_jax.evaluation import alarms
 from sdpo_jax.evaluation.evaluate import evaluate
 from sdpo_jax.evaluation.names import nearest
 from sdpo_jax.teacher.context import TeacherContext
-from sdpo_jax.training import initial_policy, records, resuming, samples, skipped, startup
+from sdpo_jax.teacher.documents import read_texts
+from sdpo_jax.teacher.endpoint import Endpoint
+from sdpo_jax.training import (
+  divergence,
+  endpoint_teacher,
+  initial_policy,
+  records,
+  resuming,
+  samples,
+  skipped,
+  startup,
+  teacher_model,
+)
+from sdpo_jax.training.ahead import WAITING, Ahead, Drawn
 from sdpo_jax.training.boards import check_wandb
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints, abstract
 from sdpo_jax.training.checkpoint.digests import leaf_digests, state_digest
@@ -46,11 +59,12 @@ from sdpo_jax.training.preemption import Preemption
 from sdpo_jax.training.progress import Progress
 from sdpo_jax.training.resuming import UNFINISHED, written_before
 from sdpo_jax.training.saving import Saving
-from sdpo_jax.training.session import Session, load_tokenizer, make_session
+from sdpo_jax.training.session import Session, check_adapter, load_tokenizer, make_session
 from sdpo_jax.training.step import (
   GradedRollouts,
   Timer,
   UpdateReport,
+  ask_endpoint,
   build_batch,
   build_teacher_prompts,
   rollout_and_grade,
@@ -102,21 +116,32 @@ def train(
   alarms.rules(config)
   with Preemption(config.trainer.preemption_grace_s, functools.partial(newest, workdir)) as stop:
     try:
-      with Graders(config.environments) as graders:
-        return _train(config, workdir, graders, stop, restart, announce)
+      with Graders(config.environments) as graders, endpoint_teacher.opened(config) as endpoint:
+        return _train(config, workdir, graders, endpoint, stop, restart, announce)
     except StoppedError:  # Before its first step, when there was nothing to save.
       step = newest(workdir)
       return Result(epath.Path(workdir), step, True, {}, '…', deadline=stop.deadline, exit_code=stop.exit_code)
 
 
 def _train(
-  config: Config, workdir: epath.PathLike, graders: Graders, stop: Preemption, restart: bool, announce: Any
+  config: Config,
+  workdir: epath.PathLike,
+  graders: Graders,
+  endpoint: Endpoint | None,
+  stop: Preemption,
+  restart: bool,
+  announce: Any,
 ) -> Result:
   tokenizer = load_tokenizer(config)
   iterator = pipeline.TrainIterator(config, tokenizer, registry)
   held_out = pipeline.evaluation_examples(config, tokenizer, registry) if config.trainer.test_freq else []
   graders.prepare(iterator.environments | {example.environment for example in held_out})
   startup.check_questions(config, tokenizer, graders, iterator.questions, held_out)
+  texts = read_texts(config, tokenizer, teaches=True) if config.model.cartridge.used else None
+  if teacher_model.is_used(config):
+    teacher_model.check(config)
+  if endpoint is not None:
+    endpoint_teacher.check(endpoint, config, tokenizer)
   workdir = check_workdir(config, workdir, restart=restart)
   parts = fingerprint.take(config, tokenizer, iterator, held_out, graders)
   continuation = fingerprint.compare(workdir, config, parts)
@@ -127,7 +152,10 @@ def _train(
       remains.settle(workdir, ownership, restart=restart, say=say)
     say(f'Loading {config.model.path} …')
     stop.check()
-    session, parameters = make_session(config, workdir, tokenizer)
+    if continuation.step == 0:
+      check_adapter(config)
+    session, parameters = make_session(config, workdir, tokenizer, texts=texts, teaches=True)
+    session.endpoint = endpoint
     stop.check()
     table = session.policy.parameter_table()
     if session.spec.needs_initial_policy:
@@ -141,12 +169,15 @@ def _train(
       continuation = fingerprint.start(workdir, config, continuation, step, ownership)
       for line in continuation.lines:
         say(line)
+      ahead = Ahead(config, iterator, tokenizer)
       if resumed is None:
         state, unfinished = place_state(config, parameters, session.mesh, table), None
       else:
         state, unfinished = resumed.state, resumed.unfinished
-        iterator.set_state(resumed.host['iterator'], other_rows='data' in config.trainer.accept_changes)
+        lost = ahead.restore(resumed.host, other_rows='data' in config.trainer.accept_changes)
         announce(f'Resuming {workdir} at {resumed}.')
+        if lost is not None:
+          say(lost)
       write_settings(config, workdir)
       del parameters, resumed
       trained = sum(leaf.size for leaf in jax.tree.leaves(state.trainable))
@@ -155,7 +186,7 @@ def _train(
       for line in graders.describe():
         say(line)
       stop.check()
-      run = _Run(session, graders, iterator, held_out, checkpoints, ownership, stop, announce)
+      run = _Run(session, graders, ahead, held_out, checkpoints, ownership, stop, announce)
       run.recall(step, unfinished)
       if unfinished is not None or (step < config.trainer.total_training_steps and not run.over):
         startup.compile_programs(session, state, len(held_out), say, stop)
@@ -177,14 +208,14 @@ class _Run:
     self,
     session: Session,
     graders: Graders,
-    iterator: pipeline.TrainIterator,
+    ahead: Ahead,
     held_out: Sequence[Example],
     checkpoints: Checkpoints,
     ownership: Ownership | None,
     preemption: Preemption,
     announce: Any,
   ):
-    self.session, self.graders, self.iterator, self.held_out = session, graders, iterator, held_out
+    self.session, self.graders, self.ahead, self.held_out = session, graders, ahead, held_out
     self.checkpoints, self.ownership = checkpoints, ownership
     self.preemption, self.announce = preemption, announce
     self.watch = alarms.AlarmMonitor(alarms.rules(session.config))
@@ -211,6 +242,10 @@ class _Run:
     try:
       return self.run(state, unfinished)
     except BaseException as error:
+      if isinstance(error, FileNotFoundError) and self.ownership is not None:
+        # A process that has taken over removes the file that this one was writing.
+        with contextlib.suppress(OSError):
+          self.ownership.check()
       self.saving.rescue(error)
       raise
 
@@ -232,7 +267,12 @@ class _Run:
       leaves: the digests of its arrays; None: they are computed if it is saved.
     """
     outstanding = {} if unfinished is None else {UNFINISHED: unfinished.to_json()}
-    host = {'iterator': self.iterator.get_state(), **outstanding}
+    position, waiting = self.ahead.saved()
+
+    def host() -> dict[str, Any]:
+      drawn = {WAITING: [batch.to_json() for batch in waiting]} if waiting else {}
+      return {'iterator': position, **drawn, **outstanding}
+
     keep = self.session.config.trainer.keep_starting_state
     self.saving.hold(step, state, host, metrics or {}, leaves, keep=keep)
 
@@ -386,27 +426,31 @@ class _Run:
     profiled = step in trainer.profile_steps
     stop, starting = self.preemption, self.saving.whole.starting
     metrics: dict[str, float] = {}
-    with self.together.alone():
-      examples = next(self.iterator)
-    self.together.meet(f'the questions of step {step}')
     with jax.profiler.trace(str(folder)) if profiled else contextlib.nullcontext():
-      graded = rollout_and_grade(session, self.graders, state, examples, step, timer, stop)
-      stop.check()
+      drawn = [self.draw(state, step, later, timer) for later in self.ahead.missing(step)]
+      own = self.ahead.take(step)
+      graded = own.graded
       with timer('teach'):
         context = build_teacher_prompts(session, graded, sampling_seed(state), step)
+        signal = ask_endpoint(session, graded, context, stop)
       with timer('train'):
-        batch = build_batch(session, state, graded, context, metrics, stop)
+        batch = build_batch(session, state, graded, context, metrics, stop, signal)
         state, report = run_update(session, state, batch, starting, stop)
     self.hold(step, state, Unfinished())
     metrics.update(records.rollout_metrics(graded, config))
     metrics.update(records.update_metrics(report, batch, session))
-    metrics.update(records.throughput_metrics(session, graded, report, timer.seconds))
+    metrics.update(records.divergence_metrics(report, batch, graded))
+    if config.rollout.steps_off:
+      metrics['rollout/steps_off'] = step - own.at
+    metrics.update(records.throughput_metrics(session, drawn, report, timer.seconds))
     if context is not None:
       metrics.update(context.metrics)
     line = {
       **metrics,
       **{f'time/{name}_s': value for name, value in timer.seconds.items()},
-      'time/graders_busy_s': graded.graders_busy_s,  # Beside the phases, which do not add up with it.
+      'time/graders_busy_s': sum(
+        batch.graders_busy_s for batch in drawn
+      ),  # Beside the phases, which do not add up with it.
     }
     unfinished = Unfinished(line, records.success_rates(graded, config))
     self.hold(step, state, unfinished)
@@ -417,6 +461,16 @@ class _Run:
         self.writer.check()
         self.write_samples(step, graded, context, report)
     return self.finish(state, step, unfinished)
+
+  def draw(self, state: TrainState, step: int, later: int, timer: Timer) -> GradedRollouts:
+    """Draw and grade the generation batch of the step `later`, before the update of `step`; errors as `step`."""
+    with self.together.alone():
+      position, examples = self.ahead.ask()
+    self.together.meet(f'the questions of step {later}')
+    graded = rollout_and_grade(self.session, self.graders, state, examples, later, timer, self.preemption)
+    self.preemption.check()
+    self.ahead.add(Drawn(later, step, position, graded))
+    return graded
 
   def write_samples(
     self, step: int, graded: GradedRollouts, context: TeacherContext | None, report: UpdateReport
@@ -559,6 +613,7 @@ class _Run:
     saved = self.checkpoints.restore_step(step, like)
     self.watch.roll_back(step)
     self.forget(step)
+    self.ahead.ask_again()  # What the other weights have drawn is not learned from.
     self.skipped = 0
     return saved.replace(step=state.step, optimizer_step=state.optimizer_step, rng=state.rng)
 
@@ -575,6 +630,11 @@ class _Run:
       seed=session.config.seed,
       stop=self.preemption,
     )
+    if session.config.trainer.test_divergence:
+      measured = divergence.measure(
+        session, state.trainable, self.held_out, seed=session.config.seed, stop=self.preemption
+      )
+      evaluation = evaluation.with_metrics(measured)
     with self.together.alone():
       if self.ownership is not None:
         self.ownership.check()

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from models.adapters.kv_prefix import is_slots
 from models.parameters import Parameter, Table
 from sdpo_jax.config import OptimizerConfig
 from sdpo_jax.errors import UserError
@@ -55,7 +56,7 @@ def learning_rate(config: OptimizerConfig, step: jax.Array, total_training_steps
 def make_optimizer(config: OptimizerConfig, table: Table = ()) -> optax.GradientTransformation:
   """Return the optimizer without its learning rate and its sign: parameters move by −rate · update.
 
-  Decay is decoupled and comes last: rate · weight_decay · parameter. Every layer of a stacked parameter is treated as if
+  Decay is decoupled and comes last: rate · weight_decay · parameter. The slots of a cartridge do not decay. Every layer of a stacked parameter is treated as if
   it were a parameter of its own.
 
   - adamw: Adam's update.
@@ -78,6 +79,10 @@ def make_optimizer(config: OptimizerConfig, table: Table = ()) -> optax.Gradient
   if config.name == 'sgd':
     return optax.identity()
   by_name = {parameter.name: parameter for parameter in table}
+  if any(
+    is_slots(parameter) for parameter in table
+  ):  # Keys and values are no weights: zero is nothing they should tend to.
+    return _UPDATES[config.name](config, by_name)
   decayed = functools.partial(_decayed, config.weight_decay_exclude) if config.weight_decay_exclude else None
   return optax.chain(_UPDATES[config.name](config, by_name), optax.add_decayed_weights(config.weight_decay, decayed))
 

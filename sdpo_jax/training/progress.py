@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
+import math
 import statistics
 import sys
 import time
@@ -97,13 +98,14 @@ class Progress:
   def step(
     self, step: int, score: float, loss: float, tokens_per_second: float, note: str = '', *, compiled: int = 0
   ) -> None:
-    """Show a finished step, in which so many programs were compiled."""
+    """Show a finished step, in which so many programs were compiled; a score that is not a number is not shown."""
     now = self._clock()
     self._left.step(now - self._began, compiled)
     self._began = now
     left = self._left.after(step)
     ends = '' if left is None or step >= self._total else f'{clock_time(left)} left'
-    numbers = f'score {score:.3f}  loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s{note}'
+    scored = '' if math.isnan(score) else f'score {score:.3f}  '
+    numbers = f'{scored}loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s{note}'
     if self._bar is not None:
       self._bar.update(self._task, completed=step, numbers=numbers, left=ends)
     elif self._shown:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import json
 import math
 
@@ -13,7 +13,7 @@ import numpy as np
 from sdpo_jax.config import Config
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.environments.outcomes import graded_of, scores_of
-from sdpo_jax.evaluation.completions import describe, metric_values, samples_by_source
+from sdpo_jax.evaluation.completions import describe, metric_values, reward_names, reward_values, samples_by_source
 from sdpo_jax.evaluation.evaluate import Evaluation
 from sdpo_jax.evaluation.excerpts import excerpt, excerpt_messages
 from sdpo_jax.files import jsonable, make_directory, write_atomically
@@ -53,6 +53,10 @@ def _rollout_metrics(graded: GradedRollouts, rows: np.ndarray, config: Config) -
     'prompt_length_mean': float(np.mean([len(graded.prompts[group]) for group in rollouts.group[rows]])),
     **describe(rollouts, graded.outcomes, rows, config.alarms.epistemic_words),
   }
+  for grader in reward_names(outcomes):
+    given = reward_values(outcomes, grader)
+    metrics[f'reward/{grader}'] = float(np.nanmean(given))
+    metrics[f'reward_std/{grader}'] = float(np.nanstd(given))
   acc = metric_values(outcomes, 'acc')
   return metrics if acc is None else {**metrics, 'acc_mean': acc[known].mean()}
 
@@ -128,8 +132,20 @@ def update_metrics(report: UpdateReport, batch: GenerationBatch, session: Sessio
   }
 
 
+def divergence_metrics(report: UpdateReport, batch: GenerationBatch, graded: GradedRollouts) -> dict[str, float]:
+  """`teacher/<source>/divergence`: `teacher/divergence` of the samples of each data source, where a batch mixes some."""
+  sources = samples_by_source(graded.examples, graded.rollouts.group)
+  if len(sources) < 2 or 'divergence' not in report.token_values:
+    return {}
+  values, distilled = report.token_values['divergence'], batch.rollouts.completion_mask & (batch.distill_mask > 0)
+  return {
+    f'teacher/{source}/divergence': token_mean({'divergence': values[rows]}, 'divergence', distilled[rows])
+    for source, rows in sources.items()
+  }
+
+
 def throughput_metrics(
-  session: Session, graded: GradedRollouts, report: UpdateReport, seconds: Mapping[str, float]
+  session: Session, drawn: Sequence[GradedRollouts], report: UpdateReport, seconds: Mapping[str, float]
 ) -> dict[str, float]:
   """Tokens per second, where the peak of the device is known model FLOPs utilisation, and what padding leaves of shapes.
 
@@ -138,9 +154,15 @@ def throughput_metrics(
   scoring outside of the update, or the second forward pass of a trust region. `throughput/fill_*` are shares of what
   the compiled programs computed: of the slots × decode steps of the sampler, of the tokens of the student's and the
   teacher's rows, and of the student's rows.
+
+  Args:
+    session: of the run.
+    drawn: the generation batches that the step has drawn: its own, or those whose turn comes later.
+    report: of its update.
+    seconds: that its phases took.
   """
-  sampled = int(graded.rollouts.completion_mask.sum())
-  prefilled = sum(map(len, graded.prompts))
+  sampled = sum(int(graded.rollouts.completion_mask.sum()) for graded in drawn)
+  prefilled = sum(sum(map(len, graded.prompts)) for graded in drawn)
   whole = sum(seconds.values())
   devices = jax.device_count()
   metrics = {
@@ -148,8 +170,10 @@ def throughput_metrics(
     'throughput/tokens_per_s_per_device': sampled / whole / devices,
     'throughput/sampled_tokens_per_s': sampled / max(seconds.get('sample', 0.0), 1e-9),
     'throughput/trained_tokens_per_s': report.student.tokens / max(seconds.get('train', 0.0), 1e-9),
-    'throughput/fill_sample': graded.sampling.tokens / max(graded.sampling.row_steps, 1),
   }
+  if drawn:
+    row_steps = sum(graded.sampling.row_steps for graded in drawn)
+    metrics['throughput/fill_sample'] = sum(graded.sampling.tokens for graded in drawn) / max(row_steps, 1)
   if report.student.rows:
     metrics['throughput/fill_train'] = report.student.tokens / report.student.token_room
     metrics['throughput/fill_train_rows'] = report.student.rows / report.student.row_room
@@ -157,7 +181,7 @@ def throughput_metrics(
     metrics['throughput/fill_teacher'] = report.teacher.tokens / report.teacher.token_room
   peak = accelerators.peak_flops(jax.devices()[0])
   if peak:
-    done = session.flops_per_token * (sampled + prefilled + 3 * report.student.tokens)
+    done = session.flops_per_token * (sampled + prefilled) + session.update_flops_per_token * report.student.tokens
     done += session.teacher_flops_per_token * report.teacher.tokens
     metrics['throughput/mfu'] = done / (whole * devices * peak)
   return metrics
@@ -168,7 +192,7 @@ def write_rollouts(
 ) -> None:
   """Write `rollouts/<step>.jsonl`: per sample a line with prompt, completion, score, feedback, teacher prompt, divergence.
 
-  Of a text it holds the `excerpt`.
+  Of a text it holds the `excerpt`. Where several graders judge a question, `rewards` is what each gave before its weight.
   """
   folder = session.workdir / 'rollouts'
   make_directory(folder)
@@ -188,6 +212,7 @@ def write_rollouts(
         'finish_reason': graded.rollouts.finish_reason[row],
         'score': jsonable(graded.outcomes[row].score),
         'ungraded': graded.outcomes[row].reason,
+        **({'rewards': jsonable(graded.outcomes[row].rewards)} if graded.outcomes[row].rewards else {}),
         'feedback': None if feedback is None else excerpt(feedback),
         'teacher_prompt': excerpt_messages(context.messages[row]) if taught else None,
         'divergence': [jsonable(round(float(value), 6)) for value in divergence[row, :length]]

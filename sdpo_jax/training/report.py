@@ -8,16 +8,20 @@ import shlex
 
 from sdpo_jax.evaluation.evaluate import Evaluation
 from sdpo_jax.tables import aligned
+from sdpo_jax.training.divergence import ON_STUDENT, ON_TEACHER
 from sdpo_jax.training.loop import Result
 
 
-def summary(result: Result, config_path: str, overrides: Sequence[tuple[str, str]] = ()) -> str:
+def summary(
+  result: Result, config_path: str, overrides: Sequence[tuple[str, str]] = (), *, trained: str = 'model'
+) -> str:
   """Held-out accuracy before and after, where the run is, and what to type next.
 
   Args:
     result: of the run.
     config_path: as typed.
     overrides: (setting, text) as typed, repeated where a command reads the config.
+    trained: what an export of it writes: a model, an adapter or a cartridge.
   """
   workdir = result.workdir
   if result.preempted:
@@ -43,13 +47,14 @@ def summary(result: Result, config_path: str, overrides: Sequence[tuple[str, str
     before, after = result.evaluations[first], result.evaluations[last]
     names = headlines(after)
     names += [name for name in after if name.endswith(f'/{UNGRADED}') and (after[name] or before.get(name))]
+    divergences = [name for name in after if name.rpartition('/')[2] in (ON_STUDENT, ON_TEACHER)]
     rows = [
       [
         name.removeprefix('eval/'),
-        '–' if before.get(name) is None else f'{before[name]:.1%}',
-        '–' if after[name] is None else f'{after[name]:.1%}',
+        *('–' if at.get(name) is None else format(at[name], style) for at in (before, after)),
       ]
-      for name in names
+      for shown, style in ((names, '.1%'), (divergences, '.4f'))
+      for name in shown
     ]
     lines += ['', aligned(['held-out accuracy', f'step {first}', f'step {last}'], rows)]
   settings = [f'--config.{name}={text}' for name, text in overrides]
@@ -58,7 +63,7 @@ def summary(result: Result, config_path: str, overrides: Sequence[tuple[str, str
     output = f'--output={workdir}/evaluation.json'
     lines.append(_command('evaluate', f'--config={config_path}', *settings, f'--workdir={workdir}', output))
   lines.append(_command('sample', f'--workdir={workdir}', f'--prompt={result.example_prompt}', '--temperature=0'))
-  lines.append(_command('export', f'--workdir={workdir}', '--output=my_model'))
+  lines.append(_command('export', f'--workdir={workdir}', f'--output=my_{trained}'))
   return '\n'.join(lines)
 
 
@@ -86,6 +91,8 @@ COLUMNS = {
   'truncated': ('truncated_fraction', '.1%'),
   'tokens p50': ('completion_length_p50', ',.0f'),
   'p95': ('completion_length_p95', ',.0f'),
+  "KL on student's": (ON_STUDENT, '.4f'),
+  "on teacher's": (ON_TEACHER, '.4f'),
   'questions': ('questions', ',.0f'),
 }
 

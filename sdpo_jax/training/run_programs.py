@@ -2,11 +2,12 @@
 
 Names of the update's: `score/P×T` (log-probs before the update, of all completions or of those that it leaves out),
 `initial/P×T` (the same of all under the initial policy), `update/P×R×T` (prompt, teacher prompt and completion buckets), `zero`, `apply`, `finish`, `digest` (of the state, for
-metrics.jsonl and checkpoints). Names of the sampler's: `prepare` (its copy of the parameters), `prefill/P×T` for every
-bucket of prompts and, for the largest and the sizes of `sdpo_jax.rollout.sizes`: `empty/P×T` (the cache at first),
+metrics.jsonl and checkpoints). Names of the sampler's: `prepare` (its copy of the trainable parameters), `prepare_base`
+(its copy of what it does not read of the base itself, if there is any), `prefill/P×T` for every bucket of prompts and, for the largest and the sizes of `sdpo_jax.rollout.sizes`: `empty/P×T` (the cache at first),
 `admit/P×T` (a prompt's cache into the rows of its samples) and `decode/P×T`; of a cache that is small at first, with C
 slots, `admit/P×T@C`, `decode/P×T@C` and `resize/P×T@C`; of fewer rows R, `decode/P×T#R` and what leads there,
-`resize/P×T#R`, or `compact/P×T#R` where the cache keeps its size. What evaluation alone uses is `evaluation/…`.
+`resize/P×T#R`, or `compact/P×T#R` where the cache keeps its size. What evaluation alone uses is `evaluation/…`: beside
+the sampler's, `divergence/P×T` and the programs of the teacher's sampler, `teacher/…`, where the divergence is measured.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from sdpo_jax.programs import EVALUATION, Program, Run
 from sdpo_jax.rollout import decode, functions, sizes
 from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.rollout.sampling import SamplingParams
-from sdpo_jax.teacher.signal import Teacher, check_base
-from sdpo_jax.training import batching, initial_policy
+from sdpo_jax.teacher.signal import Teacher, check_base, self_teacher
+from sdpo_jax.training import batching, divergence, initial_policy, teacher_model
 from sdpo_jax.training.checkpoint import digests
 from sdpo_jax.training.checkpoint.checkpoints import abstract
 from sdpo_jax.training.update import abstract_state, make_update
-from sdpo_jax.types import Batch, TokenRows, Tree
+from sdpo_jax.types import Batch, TeacherSignal, TokenRows, Tree
 
 
 def run_programs(
@@ -56,15 +57,17 @@ def run_programs(
     trainable: trainable parameters; abstract arrays will do.
     mesh: where it runs.
     stop_ids: how many token ids end a completion.
-    teacher: who reads the teacher's prompts; None: the policy itself.
+    teacher: who reads the teacher's prompts; None: the model itself, or the one that the settings name.
     held_out: questions of an evaluation; None: they are not known.
 
   Raises:
-    UserError: the settings ask the base to teach, and there is none.
+    UserError: the settings ask the base to teach, and there is none, or another model, which cannot.
   """
-  if teacher is None and ObjectiveSpec.from_config(config).needs_teacher:
+  if teacher is None and teacher_model.is_used(config):
+    teacher = abstract_teacher(config, mesh)
+  if teacher is None and ObjectiveSpec.from_config(config).reads_teacher:
     check_base(config.actor.self_distillation, base)
-  teacher = teacher or Teacher(policy)
+  teacher = teacher or self_teacher(policy, config.actor.self_distillation)
   teacher = dataclasses.replace(teacher, base=abstract(teacher.base))
   run = Run(config, policy, abstract(base), abstract(trainable), mesh, stop_ids, teacher, held_out)
   return programs.registered_programs(run)
@@ -72,13 +75,34 @@ def run_programs(
 
 def abstract_parameters(policy: Policy, mesh: jax.sharding.Mesh) -> tuple[Tree, Tree]:
   """Return shapes, dtypes and shardings of a model's base and trainable parameters, from its table."""
+  table = policy.parameter_table()
+  return parameter_tables.split(table, abstract_table(table, mesh))
+
+
+def abstract_teacher(config: Config, mesh: jax.sharding.Mesh) -> Teacher:
+  """Return the other model that the settings name as the teacher, with abstract arrays.
+
+  Args:
+    config: settings with such a teacher.
+    mesh: where it runs.
+
+  Raises:
+    UserError: it cannot teach, or the mesh does not divide it.
+  """
+  policy = teacher_model.read_policy(config).on(mesh, config.model.attention)
+  table = parameter_tables.frozen_in(policy.parameter_table(), policy.dtype)
+  meshes.check_divides(mesh, [(each.name, each.axes, each.shape) for each in table])
+  return Teacher(policy, abstract_table(table, mesh))
+
+
+def abstract_table(table: parameter_tables.Table, mesh: jax.sharding.Mesh) -> Tree:
+  """Return shapes, dtypes and shardings of the parameters of a table."""
 
   def describe(parameter: parameter_tables.Parameter) -> jax.ShapeDtypeStruct:
     sharding = meshes.parameter_sharding(mesh, parameter.axes, parameter.shape)
     return jax.ShapeDtypeStruct(parameter.shape, jnp.dtype(parameter.dtype), sharding=sharding)
 
-  table = policy.parameter_table()
-  return parameter_tables.split(table, parameter_tables.map_table(describe, table))
+  return parameter_tables.map_table(describe, table)
 
 
 @programs.register
@@ -87,7 +111,7 @@ def update_programs(run: Run) -> dict[str, Program]:
   config, base, trainable, mesh = run.config, run.base, run.trainable, run.mesh
   spec = ObjectiveSpec.from_config(config)
   state = abstract_state(config, trainable, mesh, run.policy.parameter_table())
-  update = make_update(run.policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), run.teacher.policy)
+  update = make_update(run.policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), run.teacher)
   rows = batching.micro_batch_rows(config, mesh.size)
   leaves = jax.tree.leaves(state)
   scored = {}  # Kind → parameters under which completions are scored, and what a device holds with them.
@@ -118,8 +142,9 @@ def update_programs(run: Run) -> dict[str, Program]:
           holds=('base', held, 'batch', 'batch'),
           buckets=(prompt, response),
           rows=rows,
+          options=meshes.compiler_options(mesh),
         )
-    prompts = trained.prompts if spec.needs_teacher else tuple((prompt, None) for prompt in trained.prompt)
+    prompts = trained.prompts if spec.reads_teacher else tuple((prompt, None) for prompt in trained.prompt)
     for prompt, reprompt in prompts:
       lengths = (prompt, response) if reprompt is None else (prompt, reprompt, response)
       found[_named('update', lengths)] = Program(
@@ -129,6 +154,7 @@ def update_programs(run: Run) -> dict[str, Program]:
         holds=('base', 'state', 'gradients', 'batch', 'teacher base'),
         buckets=lengths,
         rows=rows,
+        options=meshes.compiler_options(mesh),
       )
   return found
 
@@ -163,6 +189,12 @@ def abstract_batch(
     tokens = array(room + response, jnp.int32)
     return TokenRows(tokens, tokens, tokens, array(response, jnp.int32), tokens if share else None)
 
+  def external_signal(support: int) -> TeacherSignal:
+    ids, log_probs = (
+      jax.ShapeDtypeStruct((rows, response, support), dtype, sharding=sharding) for dtype in (jnp.int32, jnp.float32)
+    )
+    return TeacherSignal(token_ids=ids, log_probs=log_probs)
+
   per_token = array(response, jnp.float32)
   return Batch(
     student=side(prompt),
@@ -174,40 +206,138 @@ def abstract_batch(
     advantages=per_token if spec.needs_advantages else None,
     sampling_log_probs=per_token if spec.weighs_in_update else None,
     initial_log_probs=per_token if spec.needs_initial_policy else None,
+    signal=None if spec.external_support is None else external_signal(spec.external_support),
   )
 
 
 @programs.register
 def sampling_programs(run: Run) -> dict[str, Program]:
-  """Return the sampler's programs in training, and those that evaluation needs beside them."""
-  config = run.config
-  engine = functions.sampler_functions(run.policy, run.mesh, config.rollout.cache_dtype == 'int8')
-  limit = config.rollout.max_batch_rows
-  parameters = jax.eval_shape(engine.prepare, run.base, run.trainable)
-  found = {'prepare': Program('prepare', engine.prepare, (run.base, run.trainable), holds=('base', 'parameters'))}
-  called: set[tuple[Any, ...]] = set()
+  """Return the sampler's programs in training, and those that evaluation needs beside them.
 
-  def add(samples: int, evaluation: bool) -> None:
-    for name, program in _sampling(run, engine, parameters, samples, evaluation).items():
+  Where the teacher writes what is learned from, they are two samplers', which share no program.
+  """
+  config, evaluated = run.config, _evaluated(run)
+  student = run.policy, run.base, run.trainable
+  training = [(config.data.train_batch_size * config.rollout.n, False)]
+  evaluation = [(evaluated, True)] if evaluated else []
+  if config.rollout.sampled_by == 'student':
+    return _of_sampler(run, *student, training + evaluation)
+  found = _of_sampler(run, *_teacher(run), training)
+  return found | _of_sampler(run, *student, evaluation) if evaluation else found
+
+
+def resident_programs(run: Run) -> dict[str, Program]:
+  """Return the programs of a sampler that stays, for requests of any kind (`rollout.resident`)."""
+  samples = run.config.data.train_batch_size * run.config.rollout.n
+  return _of_sampler(run, run.policy, run.base, run.trainable, [(samples, False)], resized=False)
+
+
+@programs.register
+def divergence_programs(run: Run) -> dict[str, Program]:
+  """Return what evaluations that measure the divergence call beside the sampler: the teacher's, and that which scores."""
+  config, mesh, evaluated = run.config, run.mesh, _evaluated(run)
+  if not config.trainer.test_divergence or not evaluated:
+    return {}
+  found = _of_sampler(run, *_teacher(run), [(evaluated, True)], 'teacher/')
+  declared, rows = Buckets.of(config), batching.micro_batch_rows(config, mesh.size)
+  score = divergence.divergence_program(run.policy, run.teacher, config.actor.logits_chunk_size, mesh)
+  for response in declared.response:
+    for prompt in declared.prompt:
+      batch = abstract_batch(rows, prompt, None, response, spec=ObjectiveSpec.from_config(config), mesh=mesh)
+      found[_named('divergence', (prompt, response), evaluation=True)] = Program(
+        'divergence',
+        score,
+        (run.base, run.trainable, run.teacher.base, batch.student, batch.targets, batch.mask),
+        holds=('base', 'parameters', 'teacher base', 'batch', 'batch', 'batch'),
+        buckets=(prompt, response),
+        rows=rows,
+        evaluation=True,
+        options=meshes.compiler_options(mesh),
+      )
+  return found
+
+
+def _teacher(run: Run) -> tuple[Policy, Tree, Tree]:
+  """Return policy, frozen and other parameters of a teacher that writes completions; it has none that move."""
+  return run.teacher.policy, run.teacher.whole_base(run.base), {}
+
+
+def _evaluated(run: Run) -> int:
+  """Return how many completions an evaluation draws; 0: there is none."""
+  config = run.config
+  if not config.trainer.test_freq:
+    return 0
+  # How many held-out questions there are is known from their files only: without them, enough to fill all slots.
+  unknown = config.data.val_max_samples or config.rollout.max_batch_rows
+  return (unknown if run.held_out is None else run.held_out) * config.val_kwargs.n
+
+
+def _of_sampler(
+  run: Run,
+  policy: Policy,
+  base: Tree,
+  trainable: Tree,
+  requests: Sequence[tuple[int, bool]],
+  whose: str = '',
+  resized: bool = True,
+) -> dict[str, Program]:
+  """Return the programs of one sampler.
+
+  Args:
+    run: that it is a part of.
+    policy: from which it samples.
+    base: its frozen parameters.
+    trainable: its other parameters.
+    requests: of how many samples, and whether only evaluation makes them; what an earlier one has called is there.
+    whose: begins the kinds, where they are not the run's own sampler's.
+    resized: from `rollout.sizes.sizes`.
+  """
+  engine = functions.sampler_functions(policy, run.mesh, run.config.rollout.cache_dtype == 'int8')
+  prepared, evaluation = engine.prepare_base(base), requests[0][1]
+  students = {id(leaf) for leaf in jax.tree.leaves(run.base)}
+  whose_base = ['base' if id(leaf) in students else 'teacher base' for leaf in jax.tree.leaves(base)]
+  made = Program(f'{whose}prepare', engine.prepare, (trainable,), holds=('parameters',), evaluation=evaluation)
+  found, inherits = {made.label: made}, {1: (made.label, None)}
+  if prepared.program is not None:
+    whole = Program(
+      f'{whose}prepare_base', prepared.program, (base,), holds=(tuple(whose_base),), evaluation=evaluation
+    )
+    found, inherits = {whole.label: whole} | found, {0: (whole.label, None)} | inherits
+  weights = Weights(
+    arguments=(prepared.describe(base), jax.eval_shape(engine.prepare, trainable)),
+    holds=(tuple('sampling base' if stay is None else whose_base[stay] for stay in prepared.stays), 'parameters'),
+    inherits=inherits,
+  )
+  called: set[tuple[Any, ...]] = set()
+  for samples, evaluation in requests:
+    for name, program in _sampling(run, engine, weights, samples, evaluation, whose, resized).items():
       shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(program.arguments))
       key = program.kind, shapes, *program.static.items()
       if key not in called:
         called.add(key)
         found[name] = program
-
-  add(config.data.train_batch_size * config.rollout.n, evaluation=False)
-  if config.trainer.test_freq:
-    # How many held-out questions there are is known from their files only: without them, enough to fill all slots.
-    questions = run.held_out if run.held_out is not None else config.data.val_max_samples or limit
-    if questions:
-      add(questions * config.val_kwargs.n, evaluation=True)
   return found
 
 
+@dataclasses.dataclass(frozen=True)
+class Weights:
+  """The prepared parameters as the first two arguments of the sampler's programs."""
+
+  arguments: tuple[Tree, Tree]  # Base and trainable tree, abstract.
+  holds: tuple[tuple[str, ...], str]  # As in `Program`, as is the next.
+  inherits: dict[int, tuple[str, int | None]]
+
+
 def _sampling(
-  run: Run, engine: functions.SamplerFunctions, parameters: tuple[Tree, Tree], samples: int, evaluation: bool
+  run: Run,
+  engine: functions.SamplerFunctions,
+  weights: Weights,
+  samples: int,
+  evaluation: bool,
+  whose: str,
+  resized: bool,
 ) -> dict[str, Program]:
-  """Return the sampler's programs for a request of `samples`, all but `prepare`."""
+  """Return the sampler's programs for a request of `samples`, all but those that prepare the parameters."""
   config, mesh, shards = run.config, run.mesh, engine.shards
   declared = Buckets.of(config)
   response, chunk = declared.response[-1], config.rollout.decode_chunk
@@ -221,13 +351,16 @@ def _sampling(
     room=response,
     chunk=chunk,
     keeps_size=engine.keeps_size,
+    resized=resized,
   )
   whole, most = taken.stages[-1].slots, taken.rows * shards
-  prepared = {0: ('prepare', 0), 1: ('prepare', 1)}
   found: dict[str, Program] = {}
 
   def of_rows(rows: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
     return _of_rows(mesh, (rows,), dtype)
+
+  def members(rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return (of_rows(rows),) if engine.pooled else ()
 
   def cache(rows: int, length: int) -> Any:
     shape = jax.eval_shape(functools.partial(engine.empty, rows=rows, slots=length))
@@ -251,15 +384,15 @@ def _sampling(
     name: str,
     function: Callable[..., Any],
     arguments: Sequence[Any],
-    holds: Sequence[str],
+    holds: Sequence[str | tuple[str, ...]],
     *,
     prompt: int = declared.prompt[-1],
     suffix: str = '',
     **more: Any,
   ) -> None:
     lengths = prompt, response
-    found[_named(name, lengths, evaluation) + suffix] = Program(
-      name, function, tuple(arguments), holds=tuple(holds), buckets=lengths, evaluation=evaluation, **more
+    found[_named(whose + name, lengths, evaluation) + suffix] = Program(
+      whose + name, function, tuple(arguments), holds=tuple(holds), buckets=lengths, evaluation=evaluation, **more
     )
 
   together: dict[int, int] = {}  # Prompts prefilled together → the largest bucket of which there are so many.
@@ -269,12 +402,12 @@ def _sampling(
     add(
       'prefill',
       engine.prefill,
-      (*parameters, _of_rows(mesh, (prompts, prompt), jnp.int32), of_rows(prompts)),
-      ('parameters', 'parameters', 'batch', 'batch'),
+      (*weights.arguments, _of_rows(mesh, (prompts, prompt), jnp.int32), of_rows(prompts), *members(prompts)),
+      (*weights.holds, 'batch', 'batch', *['batch'] * len(members(prompts))),
       prompt=prompt,
       capacity=taken.prefix,
       rows=prompts,
-      inherits=prepared,
+      inherits=weights.inherits,
       static=dict(slots=taken.prefix),
     )
   first = taken.stages[0]
@@ -294,16 +427,18 @@ def _sampling(
       )
   for size in taken.stages:
     rows = shards * size.rows
-    state = decode.DecodeState(_sampling_params(mesh, rows, run.stop_ids), *[of_rows(rows)] * 2, of_rows(rows, bool))
+    state = decode.DecodeState(
+      _sampling_params(mesh, rows, run.stop_ids), *[of_rows(rows)] * 2, of_rows(rows, bool), *members(rows)
+    )
     add(
       'decode',
       engine.advance,
-      (*parameters, held(size), state, jax.ShapeDtypeStruct((), jnp.int32)),
-      ('parameters', 'parameters', 'cache', 'batch', 'batch'),
+      (*weights.arguments, held(size), state, jax.ShapeDtypeStruct((), jnp.int32)),
+      (*weights.holds, 'cache', 'batch', 'batch'),
       suffix=suffix(size),
       capacity=size.slots,
       rows=rows,
-      inherits=prepared,
+      inherits=weights.inherits,
       static=dict(steps=chunk),
     )
   for before, after in taken.moves:
@@ -339,7 +474,7 @@ def _sampling_params(mesh: jax.sharding.Mesh, rows: int, stop_ids: int) -> Sampl
     min_p=array((rows,), jnp.float32),
     seed=array((rows,), jnp.uint32),
     sample_id=array((rows,), jnp.int32),
-    step=array((), jnp.int32),
+    step=array((rows,), jnp.int32),
     max_tokens=array((rows,), jnp.int32),
     stop_ids=array((rows, stop_ids), jnp.int32),
   )

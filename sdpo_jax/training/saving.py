@@ -32,7 +32,7 @@ class Whole:
 
   step: int  # Generation batches that it has seen.
   starting: StartingState  # Its arrays.
-  host: Mapping[str, Any]
+  host: Callable[[], Mapping[str, Any]]  # What the host holds, as values for JSON; made when it is saved.
   metrics: Mapping[str, float]  # By which its checkpoint is ranked; none while something of its step is outstanding.
   leaves: Mapping[str, str] | None  # The digests of its arrays, where they are known.
 
@@ -69,7 +69,7 @@ class Saving:
     self,
     step: int,
     state: TrainState,
-    host: Mapping[str, Any],
+    host: Callable[[], Mapping[str, Any]],
     metrics: Mapping[str, float],
     leaves: Mapping[str, str] | None,
     *,
@@ -116,7 +116,7 @@ class Saving:
       self._sync_lines()
     self._together.meet(f'syncing the lines up to step {whole.step}')
     barrier(f'the checkpoint of step {whole.step}')
-    self._checkpoints.save(whole.step, state, whole.host, whole.metrics, whole.leaves)
+    self._checkpoints.save(whole.step, state, whole.host(), whole.metrics, whole.leaves)
 
   def rescue(self, error: BaseException) -> None:
     """Save the last whole state before the run ends by `error`, and say which step is on disk.

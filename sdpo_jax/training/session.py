@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 import dataclasses
+import functools
+import logging
 from typing import Any
 
 from etils import epath
 import jax
 
-from models import chat_template, flops, huggingface
+from models import chat_template, flops, huggingface, identity
 from models import parameters as parameter_tables
 from models import tokenizer as tokenizers
 from models.policy import Policy
@@ -20,10 +22,15 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.rollout.engine import Sampler
-from sdpo_jax.teacher.signal import Teacher, check_base
+from sdpo_jax.teacher.documents import Texts, read_texts
+from sdpo_jax.teacher.endpoint import Endpoint
+from sdpo_jax.teacher.signal import Teacher, check_base, self_teacher
+from sdpo_jax.training import cartridges, teacher_model
 from sdpo_jax.training.optimizer import check_excluded
 from sdpo_jax.training.update import Update, abstract_state, make_update
 from sdpo_jax.types import Tree
+
+_logger = logging.getLogger('sdpo_jax.session')
 
 
 @dataclasses.dataclass
@@ -38,13 +45,31 @@ class Session:
   mesh: jax.sharding.Mesh
   sampler: Sampler
   spec: ObjectiveSpec
-  teacher: Teacher | None  # None: the objective needs none.
+  teacher: Teacher | None  # None: the objective needs none on the devices.
   update: Update
   flops_per_token: float  # of one forward pass.
+  update_flops_per_token: float  # of a forward and a backward pass.
   teacher_flops_per_token: float  # the same of the policy that reads the teacher's prompts.
+  endpoint: Endpoint | None = None  # A teacher that a server answers for.
   initial: Tree | None = (
     None  # Trainable parameters as the run began, `initial_policy`; None: the objective needs none.
   )
+  teachers_sampler: Sampler | None = None  # None: the teacher writes nothing.
+
+  def writer(self, trainable: Tree) -> tuple[Sampler, Tree, Tree]:
+    """Return who writes the completions that are learned from: a sampler, and the base and trainable tree that it reads.
+
+    Args:
+      trainable: of the student.
+    """
+    if self.config.rollout.sampled_by == 'student':
+      return self.sampler, self.base, trainable
+    return self.teacher_writer
+
+  @property
+  def teacher_writer(self) -> tuple[Sampler, Tree, Tree]:
+    """The teacher as one who writes, as in `writer`."""
+    return self.teachers_sampler, self.teacher.whole_base(self.base), {}
 
 
 def load_tokenizer(config: Config) -> Any:
@@ -73,7 +98,7 @@ def check_turn_end(config: Config, tokenizer: Any) -> None:
 
   A model that writes it would go on after its answer, and every completion would end at its limit.
   """
-  end = chat_template.turn_end(tokenizer, ChatFormat.of(config.data).variables)
+  end = chat_template.turn_end(tokenizer, ChatFormat.of(config).variables)
   if end is None or any(stop in end for stop in config.rollout.stop):
     return
   token, stops = tokenizer.convert_tokens_to_ids(end), stop_token_ids(config, tokenizer)
@@ -87,7 +112,7 @@ def check_turn_end(config: Config, tokenizer: Any) -> None:
 
 def template_remarks(config: Config, tokenizer: Any) -> list[str]:
   """Return a sentence about everything in which chat template and settings do not go together, but may be meant to."""
-  variables, remarks = ChatFormat.of(config.data).variables, []
+  variables, remarks = ChatFormat.of(config).variables, []
   if unread := [f'data.apply_chat_template_kwargs.{name}' for name in chat_template.unread(tokenizer, variables)]:
     remarks.append(f'The chat template does not read {" and ".join(unread)}, which changes nothing.')
   if chat_template.is_dated(tokenizer, variables):
@@ -111,8 +136,26 @@ def model_mesh(config: Config, policy: Policy, devices: Sequence[jax.Device] | N
   return mesh
 
 
+def check_adapter(config: Config) -> None:
+  """Compare the model with the one to which the adapter to start from belongs, if there is one; log what may be meant.
+
+  A run that has begun is not compared with that adapter but with what it was trained beside: see `fingerprint`.
+
+  Raises:
+    UserError: the adapter belongs to another model, and `trainer.accept_changes` does not have `model`.
+  """
+  if config.model.lora.path and 'model' not in config.trainer.accept_changes:
+    for remark in identity.compare_base(config.model.lora.path, config.model.path):
+      _logger.warning('%s', remark)
+
+
 def make_session(
-  config: Config, workdir: epath.PathLike, tokenizer: Any = None, teacher: Teacher | None = None
+  config: Config,
+  workdir: epath.PathLike,
+  tokenizer: Any = None,
+  teacher: Teacher | None = None,
+  texts: Texts | None = None,
+  teaches: bool = False,
 ) -> tuple[Session, Tree]:
   """Load the model, and the tokenizer unless given.
 
@@ -120,7 +163,11 @@ def make_session(
     config: settings.
     workdir: of the run.
     tokenizer: with a chat template; None: the model directory's.
-    teacher: who reads the teacher's prompts, with its base on the run's mesh; None: the model itself.
+    teacher: who reads the teacher's prompts, with its base on the run's mesh; None: the model itself, with the document of
+      `texts` before them where there is one.
+    texts: of a cartridge, if there is one; None: those that it needs are read.
+    teaches: whether they include the document, for a teacher, and whether another model is loaded that the settings name as
+      the teacher.
 
   Returns:
     The session, and the trainable parameters as the model directory has them.
@@ -133,13 +180,25 @@ def make_session(
   trained = parameter_tables.trainable(described.parameter_table())
   check_excluded(config.optimizer.weight_decay_exclude, [parameter.name for parameter in trained])
   mesh = model_mesh(config, described)
-  policy, parameters = huggingface.load(config.model.path, config.model, mesh=mesh)
+  policy, parameters = huggingface.load(config.model.path, config.model, mesh=mesh, seed=config.seed)
+  if config.model.cartridge.used:
+    texts = texts or read_texts(config, tokenizer, teaches=teaches)
+    if texts.document is not None and teacher is None:
+      teacher = cartridges.document_teacher(config, policy, parameters, texts.document)
+    parameters = cartridges.with_slots(config, policy, parameters, texts)
   base, trainable = parameter_tables.split(policy.parameter_table(), parameters)
   state = abstract_state(config, trainable, mesh, policy.parameter_table())
   spec = ObjectiveSpec.from_config(config)
-  if spec.needs_teacher and teacher is None:
+  if teacher is None and teaches and teacher_model.is_used(config):
+    teacher = teacher_model.load(config, mesh)
+  if spec.reads_teacher and teacher is None and not teacher_model.is_used(config):
     check_base(config.actor.self_distillation, base)
-  reader = teacher or Teacher(policy)
+  reader = teacher or self_teacher(policy, config.actor.self_distillation)
+  sampler = functools.partial(
+    make_sampler, config, tokenizer=tokenizer, mesh=mesh, least=config.data.train_batch_size * config.rollout.n
+  )
+  # Where nothing is trained, as for an export, nobody reads the document.
+  writes = config.rollout.sampled_by == 'teacher' or config.trainer.test_divergence
   session = Session(
     config=config,
     workdir=epath.Path(workdir),
@@ -147,12 +206,14 @@ def make_session(
     policy=policy,
     base=base,
     mesh=mesh,
-    sampler=make_sampler(config, policy, tokenizer, mesh, least=config.data.train_batch_size * config.rollout.n),
+    sampler=sampler(policy=policy),
     spec=spec,
-    teacher=reader if spec.needs_teacher else None,
-    update=make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), reader.policy),
+    teacher=reader if spec.reads_teacher else None,
+    update=make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), reader),
     flops_per_token=flops.forward_flops_per_token(policy.parameter_table()),
+    update_flops_per_token=flops.update_flops_per_token(policy.parameter_table()),
     teacher_flops_per_token=flops.forward_flops_per_token(reader.policy.parameter_table()),
+    teachers_sampler=sampler(policy=reader.policy) if teacher is not None and writes else None,
   )
   return session, trainable
 

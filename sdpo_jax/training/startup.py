@@ -18,6 +18,7 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.evaluation.names import check_best_metric
 from sdpo_jax.teacher.room import check_reprompts, check_room
+from sdpo_jax.training import teacher_model
 from sdpo_jax.training.run_programs import run_programs
 from sdpo_jax.training.session import Session, check_turn_end, template_remarks
 from sdpo_jax.types import Example, TrainState
@@ -75,10 +76,35 @@ def describe(session: Session, trained: int, train_rows: int | None, held_out: i
     f'{config.name}: {steps} in {session.workdir}',
     f'  devices    {len(devices)} × {platform}{processes}, mesh {axes}, jax {jax.__version__}',
     f'  model      {config.model.path}: {total:,} parameters{trains}, computed in {config.model.dtype}',
+    *_other_teacher(session),
+    *_cartridge(session),
     f'  training   {rows}, {batch}',
     *_unshared(config, session.policy),
     f'  evaluation {held}',
   ]
+
+
+def _other_teacher(session: Session) -> list[str]:
+  """Return the line that says which other model teaches, if one does."""
+  sd = session.config.actor.self_distillation
+  if sd.teacher_endpoint.used:
+    said = f'{_counted(sd.teacher_endpoint.top_k, "token")} per position'
+    return [f'  teacher    {sd.teacher_endpoint.model} at an endpoint ({sd.teacher_endpoint.dialect}), {said}']
+  if not teacher_model.is_used(session.config):
+    return []
+  count = parameter_tables.count(session.teacher.policy.parameter_table())
+  return [f'  teacher    {sd.teacher_model}: {count:,} parameters, all of them frozen']
+
+
+def _cartridge(session: Session) -> list[str]:
+  """Return the line that says what stands before the prompts of student and teacher, if anything does."""
+  prefix = session.policy.adapter if session.config.model.cartridge.used else None
+  if prefix is None:
+    return []
+  read = (
+    '' if session.teacher is None else f'; the teacher reads {_counted(session.teacher.policy.adapter.slots, "token")}'
+  )
+  return [f'  cartridge  {_counted(prefix.slots, "slot")}, {prefix.frozen:,} of them frozen{read}']
 
 
 def _unshared(config: Config, policy: Policy) -> list[str]:

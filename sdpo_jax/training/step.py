@@ -23,13 +23,13 @@ from sdpo_jax.objective.advantages import grpo_advantages
 from sdpo_jax.objective.importance import mismatch, rollout_is_weights
 from sdpo_jax.rollout.grading_thread import GradingThread
 from sdpo_jax.rollout.slots import SamplingStats
-from sdpo_jax.teacher.context import TeacherContext, build_teacher_context
+from sdpo_jax.teacher.context import TeacherContext, build_teacher_context, same_context
 from sdpo_jax.teacher.order import balanced_order
 from sdpo_jax.teacher.signal import Teacher
-from sdpo_jax.training import batching
+from sdpo_jax.training import batching, endpoint_teacher
 from sdpo_jax.training.checkpoint.starting_state import StartingState
 from sdpo_jax.training.update import MicroResult
-from sdpo_jax.types import Example, Outcome, Rollouts, TokenRows, TrainState, Tree
+from sdpo_jax.types import Example, Outcome, Rollouts, TeacherSignal, TokenRows, TrainState, Tree
 
 if TYPE_CHECKING:  # A session knows how to load models; a step need not.
   from sdpo_jax.training.session import Session
@@ -71,11 +71,12 @@ def rollout_and_grade(
   """
   config = session.config
   prompts = [prompt_tokens(session.tokenizer, example, config) for example in examples]
+  sampler, base, trainable = session.writer(state.trainable)
   with GradingThread(graders, examples, config.rollout.n, stop) as grading:
     with timer('sample'):
-      rollouts = session.sampler.sample(
-        session.base,
-        state.trainable,
+      rollouts = sampler.sample(
+        base,
+        trainable,
         prompts,
         n=config.rollout.n,
         **config.rollout.method(),
@@ -102,7 +103,7 @@ def rollout_and_grade(
     outcomes,
     sample_ids=order,
     graders_busy_s=grading.busy_s,
-    sampling=session.sampler.stats,
+    sampling=sampler.stats,
   )
 
 
@@ -113,11 +114,14 @@ def sampling_seed(state: TrainState) -> int:
 
 def build_teacher_prompts(session: Session, graded: GradedRollouts, seed: int, step: int) -> TeacherContext | None:
   """Return the teacher's prompts for a graded batch; None where the objective needs no teacher."""
-  config = session.config
+  config, rollouts = session.config, graded.rollouts
   if not session.spec.needs_teacher:
     return None
+  messages = [graded.examples[group].messages for group in rollouts.group]
+  if not session.spec.reprompts:
+    return same_context(messages, [graded.prompts[group] for group in rollouts.group])
   return build_teacher_context(
-    [graded.examples[group].messages for group in graded.rollouts.group],
+    messages,
     graded.rollouts.group,
     graded.rollouts.text,
     graded.outcomes,
@@ -126,8 +130,38 @@ def build_teacher_prompts(session: Session, graded: GradedRollouts, seed: int, s
     seed=seed,
     step=step,
     sample_ids=graded.sample_ids,
-    chat=ChatFormat.of(config.data),
+    chat=ChatFormat.of(config),
   )
+
+
+def ask_endpoint(
+  session: Session, graded: GradedRollouts, context: TeacherContext | None, stop: Stop = NEVER
+) -> TeacherSignal | None:
+  """Return what a teacher at an endpoint says of a graded batch; None where there is no such teacher.
+
+  Args:
+    session: of the run.
+    graded: completions with their outcomes.
+    context: the teacher's prompts.
+    stop: whether the run is to stop, which does not wait for answers.
+
+  Raises:
+    UserError: there is a completion that the teacher could not score; the state is whole.
+    StoppedError: as `stop` said; likewise.
+  """
+  if session.endpoint is None:
+    return None
+  wanted = (context.mask > 0) & _learned_from(session, graded)
+  return endpoint_teacher.signal(session.endpoint, context.prompt_tokens, graded.rollouts, wanted, session.spec, stop)
+
+
+def _learned_from(session: Session, graded: GradedRollouts) -> np.ndarray:
+  """Return of which completions anything is learned, [N] bool.
+
+  A teacher that does not read what the graders said teaches what they could not grade, too.
+  """
+  every = session.spec.needs_teacher and not session.spec.reprompts
+  return np.ones(len(graded.rollouts), bool) if every else graded_of(graded.outcomes)
 
 
 def build_batch(
@@ -137,6 +171,7 @@ def build_batch(
   context: TeacherContext | None,
   metrics: dict[str, float],
   stop: Stop = NEVER,
+  signal: TeacherSignal | None = None,
 ) -> batching.GenerationBatch:
   """Return all that the update needs of a generation batch, with the log-probs for which the objective asks.
 
@@ -147,20 +182,22 @@ def build_batch(
     context: the teacher's prompts; None: there is no teacher.
     metrics: gets `rollout_corr/*` where log-probs are computed.
     stop: whether the run is to stop; asked before every micro-batch whose log-probs are computed.
+    signal: of `ask_endpoint`; None: the teacher, if there is one, is on the devices.
 
   Raises:
     StoppedError: as `stop` said; the state is whole.
   """
   config, rollouts, spec = session.config, graded.rollouts, session.spec
   shape = rollouts.completion_mask.shape
-  graded_rows = graded_of(graded.outcomes)
+  graded_rows = _learned_from(session, graded)
 
   def per_token(values: np.ndarray) -> np.ndarray:
     return np.broadcast_to(np.asarray(values, np.float32)[:, None], shape)
 
   batch = batching.GenerationBatch(
     prompts=[graded.prompts[group] for group in rollouts.group],
-    teacher_prompts=None if context is None else context.prompt_tokens,
+    teacher_prompts=None if context is None or signal is not None else context.prompt_tokens,
+    signal=signal,
     rollouts=rollouts,
     graded=graded_rows,
     distill_mask=per_token(np.zeros(len(rollouts)) if context is None else context.mask),
@@ -197,6 +234,8 @@ def rollout_correction(
     batch: with these completions; ungraded ones have no weights.
   """
   rollouts, mask = batch.rollouts, batch.rollouts.completion_mask
+  if session.config.rollout.sampled_by == 'teacher':
+    return None, {}  # Two models differ, not two programs.
   metrics = mismatch(log_probs, rollouts.sampling_log_probs, mask)
   if not session.spec.rollout_weights:
     return None, metrics

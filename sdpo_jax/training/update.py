@@ -19,11 +19,12 @@ import jax.numpy as jnp
 import optax
 
 from models import parameters as parameter_tables
+from models.adapters.kv_prefix import KVPrefix
 from models.forward import forward
 from models.parameters import Table
 from models.policy import Policy
 from sdpo_jax.config import Config
-from sdpo_jax.distributed.mesh import TENSOR, replicated
+from sdpo_jax.distributed.mesh import TENSOR, compiler_options, replicated
 from sdpo_jax.objective import log_probs
 from sdpo_jax.objective.loss import ObjectiveConfig, objective
 from sdpo_jax.objective.sharded import Layout
@@ -31,7 +32,7 @@ from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.teacher import averaging
 from sdpo_jax.teacher.signal import Teacher, teacher_signal
 from sdpo_jax.training.optimizer import clip_by_global_norm, learning_rate, make_optimizer
-from sdpo_jax.types import Batch, TokenRows, TrainState, Tree
+from sdpo_jax.types import Batch, TeacherSignal, TokenRows, TrainState, Tree
 
 
 def layout(mesh: jax.sharding.Mesh | None) -> Layout | None:
@@ -116,7 +117,7 @@ def accumulate(
   batch: Batch,
   teacher_base: Tree | None = None,
   *,
-  teacher: Policy | None = None,
+  teacher: Teacher | None = None,
 ) -> tuple[Tree, MicroResult]:
   """Add the gradients of one micro-batch to `grads`.
 
@@ -129,16 +130,18 @@ def accumulate(
     grads: float32 accumulator in the layout of `state.trainable`; donated by the jitted program.
     batch: rows whose coefficients already hold masks, weights and denominators, with what the teacher reads or with the
       signal of an external teacher.
-    teacher_base: frozen parameters of the teacher; None: `base`.
-    teacher: the policy that reads the teacher's prompts; None: `policy`.
+    teacher_base: frozen parameters of the teacher, `Teacher.base`; None: `base`.
+    teacher: who reads the teacher's prompts, whose base is not looked at; None: the model itself.
 
   Returns:
     The accumulator, and the micro-batch's loss and per-token quantities.
   """
   signal = batch.signal
   if batch.teacher is not None:
-    asked = Teacher(teacher or policy, base if teacher_base is None else teacher_base)
+    asked = dataclasses.replace(teacher or Teacher(policy), base=teacher_base)
     signal = teacher_signal(asked, policy, base, state, batch.teacher, config.actor.self_distillation)
+    if config.actor.self_distillation.distillation_topk_of == 'teacher':
+      signal = _named(signal, policy, config, mesh, batch)
 
   def loss_fn(trainable: Tree) -> tuple[jax.Array, dict[str, jax.Array]]:
     hidden, unembedding = forward(policy, base, trainable, batch.student)
@@ -159,11 +162,32 @@ def accumulate(
       config=ObjectiveConfig.from_config(config),
       vocab_size=policy.vocab_size,
       layout=layout(mesh),
+      numbers=batch.numbers,
     )
 
   (loss, aux), micro = jax.value_and_grad(loss_fn, has_aux=True)(state.trainable)
   per_token = {name: aux[name] for name in PER_TOKEN if name in aux}
   return jax.tree.map(jnp.add, grads, micro), MicroResult(loss=loss, aux=per_token)
+
+
+def _named(
+  signal: TeacherSignal, policy: Policy, config: Config, mesh: jax.sharding.Mesh | None, batch: Batch
+) -> TeacherSignal:
+  """Return a teacher's signal on its own top K [B, T, K], as one elsewhere would give it."""
+  sd = config.actor.self_distillation
+  said = log_probs.scores(
+    signal.hidden,
+    signal.unembedding,
+    batch.targets,
+    sd.distillation_topk,
+    temperature=config.rollout.temperature,
+    chunk_size=min(config.actor.logits_chunk_size, log_probs.CHUNK),
+    mask=batch.mask,
+    topk_method=sd.topk_method,
+    vocab_size=policy.vocab_size,
+    layout=layout(mesh),
+  )
+  return TeacherSignal(token_ids=said.top_ids, log_probs=said.top_log_probs)
 
 
 def zero_gradients(trainable: Tree) -> Tree:
@@ -271,7 +295,7 @@ def _is_like(node: Any, parameters: Any) -> bool:
 
 
 def make_update(
-  policy: Policy, config: Config, shardings: TrainState | None = None, teacher: Policy | None = None
+  policy: Policy, config: Config, shardings: TrainState | None = None, teacher: Teacher | None = None
 ) -> Update:
   """Make the functions of the update; accumulators and states are donated where they are replaced.
 
@@ -283,18 +307,24 @@ def make_update(
     config: settings.
     shardings: of the state (`state_shardings`), so that what a function returns lies as what it takes and nothing
       compiles twice; None leaves placement to the compiler.
-    teacher: the policy that reads the teacher's prompts; None: the policy itself. Its base, if it has one of its own, is
-      an argument of `Update.accumulate`.
+    teacher: who reads the teacher's prompts; None: the model itself. Its base is not looked at: if it has one of its own,
+      that is an argument of `Update.accumulate`.
 
   Raises:
-    ValueError: student and teacher have other vocabularies.
+    ValueError: the teacher knows fewer tokens than the student, or rows are to be packed and stand behind trained slots.
+      Where the teacher knows more tokens, as models of a family whose vocabularies are padded differently do, the others
+      are left out of its distribution.
   """
-  teacher = policy if teacher is None else teacher
-  if teacher.vocab_size != policy.vocab_size:
+  teacher = Teacher(policy) if teacher is None else dataclasses.replace(teacher, base=None)
+  if teacher.policy.vocab_size < policy.vocab_size:
     raise ValueError(
-      f'A teacher with {teacher.vocab_size} tokens cannot teach a student with {policy.vocab_size}: their next-token '
-      'distributions must be over the same vocabulary.'
+      f'A teacher with {teacher.policy.vocab_size} tokens cannot teach a student with {policy.vocab_size}: it must have a '
+      'probability for each of them.'
     )
+  adapter = getattr(policy, 'adapter', None)
+  if config.actor.pack_sequences and isinstance(adapter, KVPrefix) and adapter.trained:
+    # Its kernels show the slots to the first segment of a row only.
+    raise ValueError('Packed rows have several segments, and trained slots stand before rows of one.')
   leaves, structure = jax.tree.flatten(shardings)
   return _make_update(policy, teacher, _Settings.of(config), tuple(leaves), structure)
 
@@ -325,19 +355,23 @@ def _number(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=16)
 def _make_update(
-  policy: Policy, teacher: Policy, settings: _Settings, leaves: tuple[Any, ...], structure: Any
+  policy: Policy, teacher: Teacher, settings: _Settings, leaves: tuple[Any, ...], structure: Any
 ) -> Update:
   config, shardings = settings.config, jax.tree.unflatten(structure, leaves)
   trees = None if shardings is None else shardings.trainable
   whole = None if shardings is None else jax.tree.leaves(shardings.step)[0]
   mesh = None if shardings is None else whole.mesh
+  options = compiler_options(mesh)
   return Update(
-    log_probs=jax.jit(functools.partial(completion_log_probs, policy, config, mesh), out_shardings=whole),
+    log_probs=jax.jit(
+      functools.partial(completion_log_probs, policy, config, mesh), out_shardings=whole, compiler_options=options
+    ),
     zero=jax.jit(zero_gradients, out_shardings=trees),
     accumulate=jax.jit(
       functools.partial(accumulate, policy, config, mesh, teacher=teacher),
       donate_argnums=2,
       out_shardings=(trees, whole),
+      compiler_options=options,
     ),
     apply=jax.jit(
       functools.partial(apply_gradients, config, table=parameter_tables.trainable(policy.parameter_table())),

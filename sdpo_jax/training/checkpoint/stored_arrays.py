@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 import itertools
 import json
+import pathlib
 
 from etils import epath
 import numpy as np
@@ -36,7 +37,8 @@ def stored_digest(folder: epath.Path, name: str) -> str:
 
 def _specification(state: epath.Path, name: str) -> dict:
   described = json.loads((state / _METADATA).read_text())
-  base = {'driver': 'file', 'path': f'{state}/'} if is_local(state) else f'{state}/'
+  # TensorStore refuses local paths with '..' in them.
+  base = {'driver': 'file', 'path': f'{pathlib.Path(state).resolve()}/'} if is_local(state) else f'{state}/'
   return {
     'driver': 'zarr3' if described.get('use_zarr3') else 'zarr',
     'kvstore': {'driver': 'ocdbt', 'base': base, 'path': f'{name}/'},

@@ -20,15 +20,18 @@ from etils import epath
 import jax
 
 import models
-from models import identity
+from models import huggingface, identity
+from models.adapters import named_cartridges
+from models.adapters.kv_prefix import KVPrefix
 import sdpo_jax
-from sdpo_jax.config import ROUNDING, Config, Differences, differences
+from sdpo_jax.config import ROUNDING, Config, Differences, ModelConfig, differences, rewards
 from sdpo_jax.data import pipeline, sources
 from sdpo_jax.distributed.collectives import gathered
 from sdpo_jax.environments import grader_code, registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.objective.spec import ObjectiveSpec
+from sdpo_jax.teacher.documents import Texts, read_texts
 from sdpo_jax.training.directory import starts
 from sdpo_jax.training.directory.epochs import FENCING_EPOCH
 from sdpo_jax.training.directory.published import newest
@@ -39,11 +42,29 @@ from sdpo_jax.types import Example
 if TYPE_CHECKING:
   from sdpo_jax.training.directory.ownership import Ownership
 
-LEARNED = ('tokenizer', 'model', 'data', 'graders')  # Parts that change what is learned; see trainer.accept_changes.
-ENTRIES = {'weights': 'model'}  # Part → the entry of trainer.accept_changes that accepts it, where it is not its name.
+LEARNED = (
+  'tokenizer',
+  'model',
+  'adapter',
+  'document',
+  'teacher',
+  'data',
+  'graders',
+)  # Parts that change what is learned; see trainer.accept_changes.
+TOKENS = 'tokens'  # Entry of the document's part.
+MATRICES, SLOTS = ARRAYS = 'matrices', 'slots'  # Entries of the adapter's part: what arrays a checkpoint holds.
+LOADED = ('weights', 'factors')  # Parts from which a run begins; what it has learned is in its checkpoints.
+ENTRIES = {
+  'weights': 'model',
+  'adapter': 'model',
+  'factors': 'model',
+  'document': 'data',
+  'teacher': 'model',
+}  # Part → the entry of trainer.accept_changes that accepts it, where it is not its name.
 # Parts of which a change is named, and what it means.
 NAMED = {
   'weights': 'model.path holds other weights than at the start (the run goes on with those of its checkpoint)',
+  'factors': 'model.lora.path holds other factors than at the start (the run goes on with those of its checkpoint)',
   'evaluation': 'Evaluations before and after this start measure other things',
   'software': ROUNDING,
   'devices': ROUNDING,
@@ -104,8 +125,10 @@ def take(
   Raises:
     UserError: the processes of the run do not have the same tokenizer, model, data or graders.
   """
+  texts = read_texts(config, tokenizer, teaches=True) if config.model.cartridge.used else Texts(None, None)
   devices = jax.devices()
-  asked = {example.environment for example in held_out} - iterator.environments
+  training = rewards.names(iterator.environments)
+  asked = rewards.names({example.environment for example in held_out}) - training
   by_source: dict[str, list[Example]] = {}
   for example in held_out:
     by_source.setdefault(example.data_source, []).append(example)
@@ -113,8 +136,11 @@ def take(
   parts = {
     'tokenizer': identity.of_tokenizer(config.model.path, tokenizer),
     'model': identity.of_architecture(config.model.path),
+    'adapter': _adapter(config) | _digest_of(texts.initial, 'text of the slots'),
+    'document': _digest_of(texts.document, TOKENS),
+    'teacher': _teacher(config, weights=weights),
     'data': iterator.digests | {f'code of {source}': _generator_code(source) for source in generators},
-    'graders': {name: grader_code.digest(graders.get(name)) for name in iterator.environments},
+    'graders': {name: grader_code.digest(graders.get(name)) for name in training},
     'evaluation': {f'questions of {source}': pipeline.digest(found) for source, found in by_source.items()}
     | {f'grader {name}': grader_code.digest(graders.get(name)) for name in asked},
     'software': software(),
@@ -127,8 +153,44 @@ def take(
   }
   if weights:
     parts['weights'] = identity.of_weights(config.model.path)
+    parts['factors'] = _started_from(config.model)
   _check_alike(gathered(parts, 'the comparison of tokenizers, data and graders'))
   return parts
+
+
+def _digest_of(tokens: Sequence[int] | None, name: str) -> dict[str, str]:
+  return {} if tokens is None else {name: identity.digest(list(tokens))}
+
+
+def _teacher(config: Config, *, weights: bool) -> dict[str, str]:
+  """Return what tells another model that teaches from others: its config.json, and its weights; nothing if there is none."""
+  path = config.actor.self_distillation.teacher_model
+  if not path:
+    return {}
+  return identity.of_architecture(path) | (identity.of_weights(path) if weights else {})
+
+
+def _adapter(config: Config) -> dict[str, str]:
+  """Return digests of what is beside a frozen model, but for what is trained; nothing if all parameters are trained.
+
+  That is, of an adapter, which matrices have factors of which rank, and what these count; of a cartridge, its slots.
+  """
+  adapter = huggingface.read_policy(config.model.path, config.model).adapter
+  if adapter is None:
+    return {}
+  if isinstance(adapter, KVPrefix):
+    return {SLOTS: identity.digest(dataclasses.asdict(adapter))}
+  return {
+    MATRICES: identity.digest([[target.name, target.rank] for target in adapter.targets]),
+    'scales': identity.digest([target.scales for target in adapter.targets]),
+  }
+
+
+def _started_from(model: ModelConfig) -> dict[str, str]:
+  """Return digests of the adapter or cartridge that a run starts from."""
+  if model.lora.path:
+    return identity.of_adapter(model.lora.path)
+  return {'values': named_cartridges.describe(model.cartridge.path).sha256} if model.cartridge.path else {}
 
 
 def _generator_code(source: str) -> str:
@@ -139,7 +201,12 @@ def _check_alike(everybody: Sequence[Parts]) -> None:
   """Raise UserError if two processes would learn from different things."""
   first = everybody[0]
   for number, other in enumerate(everybody[1:], 1):
-    found = _changes(LEARNED, first, other, f'is {{}} on process 0 and {{}} on process {number}')
+    found = _changes(
+      [*LEARNED, *(name for name in LOADED if name in first)],
+      first,
+      other,
+      f'is {{}} on process 0 and {{}} on process {number}',
+    )
     if found:
       raise UserError(
         f'The processes of this run do not have the same files: {_listed(found)}. Copy those of one host to all.'
@@ -198,6 +265,11 @@ def compare(
     ]
   )
   before = {name: part for name, part in (before or {}).items() if name in parts}
+  if 'adapter' in before and any(before['adapter'].get(name) != parts['adapter'].get(name) for name in ARRAYS):
+    raise UserError(
+      f'{workdir} was trained with another adapter ({_listed(_changes(["adapter"], before, parts))}), so that its '
+      'checkpoints hold factors of other matrices or ranks, or other slots: start with what it had, or choose another --workdir.'
+    )
   learned = _learned(config)
   differing = [name for name in learned if name in before and before[name] != parts[name]]
   refused = [name for name in differing if ENTRIES.get(name, name) not in config.trainer.accept_changes]
@@ -223,8 +295,15 @@ def compare(
 
 
 def _learned(config: Config) -> tuple[str, ...]:
-  """Return the parts that change what a run learns: the weights too, if it is held near the initial policy."""
-  return (*LEARNED, 'weights') if ObjectiveSpec.from_config(config).needs_initial_policy else LEARNED
+  """Return the parts that change what a run learns.
+
+  The weights too, if the run is held near the initial policy; with an adapter they are the base, which no checkpoint has.
+  """
+  if ObjectiveSpec.from_config(config).needs_initial_policy:
+    return (*LEARNED, *LOADED)
+  if config.model.cartridge.path:  # Of which slots may be frozen.
+    return (*LEARNED, *LOADED)
+  return (*LEARNED, 'weights') if config.model.frozen else LEARNED
 
 
 def model_changes(workdir: epath.PathLike, path: str, tokenizer: Any, step: int) -> list[str]:
@@ -244,6 +323,52 @@ def model_changes(workdir: epath.PathLike, path: str, tokenizer: Any, step: int)
     return []
   now = {'tokenizer': identity.of_tokenizer(path, tokenizer), 'model': identity.of_architecture(path)}
   return _changes([name for name in now if name in before], before, now)
+
+
+def base_changes(workdir: epath.PathLike, path: str, step: int) -> list[str]:
+  """Return a phrase for everything in which weights are not those beside which the adapter of a checkpoint was trained.
+
+  Args:
+    workdir: of the run; without a `fingerprint.json` nothing is known.
+    path: of the model directory.
+    step: of the checkpoint.
+
+  Raises:
+    UserError: as `starts.read`, or the model cannot be read.
+  """
+  before = starts.trained_by(starts.read(workdir), step) or {}
+  return _changes(['weights'], before, {'weights': identity.of_weights(path)}) if 'weights' in before else []
+
+
+def trained_document(workdir: epath.PathLike, step: int) -> str | None:
+  """Return `identity.digest` of the tokens of the document that taught a checkpoint; None: it is not known, or there was none.
+
+  Args:
+    workdir: of the run.
+    step: of the checkpoint.
+
+  Raises:
+    UserError: as `starts.read`.
+  """
+  return (starts.trained_by(starts.read(workdir), step) or {}).get('document', {}).get(TOKENS)
+
+
+def adapter_changes(workdir: epath.PathLike, config: Config, step: int) -> list[str]:
+  """Return a phrase for everything in which an adapter is not that of a checkpoint, but for what is trained.
+
+  Of a run that started from an adapter, matrices and scales are read from there again.
+
+  Args:
+    workdir: of the run; without a `fingerprint.json` nothing is known.
+    config: with the run's model.
+    step: of the checkpoint.
+
+  Raises:
+    UserError: as `starts.read`, or model or adapter cannot be read.
+  """
+  before, now = starts.trained_by(starts.read(workdir), step) or {}, _adapter(config)
+  known = {name: digest for name, digest in before.get('adapter', now).items() if name in now}
+  return _changes(['adapter'], {'adapter': known}, {'adapter': now})
 
 
 def start(

@@ -55,6 +55,11 @@ def check_workdir(config: Config, workdir: epath.PathLike, *, restart: bool = Fa
   """
   try:
     workdir = epath.Path(workdir)
+  except KeyError as error:  # Of a scheme that etils does not know.
+    raise UserError(
+      f'--workdir={workdir} is in no kind of store that is known: name a local directory, or gs://….'
+    ) from error
+  try:
     there = _check_layout(workdir)
     trained = CHECKPOINTS in there and any((workdir / CHECKPOINTS).iterdir())
   except ImportError as error:

@@ -1,0 +1,460 @@
+"""Prompts about a document, written by the model itself, for a run that trains a cartridge.
+
+Each is drawn behind a random window of the document and a random request (`sdpo_jax.data.self_study`). Which windows and
+requests there are depends on the seed alone, so that a pool can be continued and repeated.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Sequence
+import dataclasses
+import hashlib
+import math
+import re
+from typing import Any
+
+import jax
+import numpy as np
+
+from models import chat_template, huggingface, identity
+from sdpo_jax.config import CartridgeConfig, Config, LoraConfig, flatten
+from sdpo_jax.data import self_study
+from sdpo_jax.data.prompts import ChatFormat, Tokenizer, bounded_chat_tokens, chat_tokens
+from sdpo_jax.data.self_study import Document
+from sdpo_jax.distributed.collectives import gathered
+from sdpo_jax.environments.thinking import without_thinking
+from sdpo_jax.errors import UserError
+from sdpo_jax.files import jsonable, read_text
+from sdpo_jax.inference.prompt_pools import PoolFile, Round, Row
+from sdpo_jax.rollout.engine import Sampler
+from sdpo_jax.teacher.documents import context_length
+from sdpo_jax.training.session import check_turn_end, load_tokenizer, make_sampler, model_mesh, template_remarks
+from sdpo_jax.types import Tree
+
+ROUND = 512  # Messages that are drawn before what was kept is written.
+GIVE_UP = 4  # A pool ends incomplete when so many times as many messages were drawn as were asked for.
+SPARE = 64  # Tokens by which a passage may be longer in its prompt than in the document, where words begin otherwise.
+BUCKETS = (64, 128, 256, 512)  # Tokens to which prompts are padded; then every multiple of the last.
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """What is drawn."""
+
+  count: int  # Messages that the pool is to have.
+  seed: int = 0
+  types: tuple[str, ...] = self_study.DEFAULT_TYPES  # Keys of `self_study.REQUESTS`.
+  weights: tuple[float, ...] = ()  # How often each is drawn, relative to the others; empty: equally often.
+  least_window: int = 512  # Tokens of the document.
+  most_window: int = 4096
+  per_window: int = 4  # Messages per window and request, which share the prefill of the prompt.
+  temperature: float = 0.6
+  max_tokens: int = 512  # Of a message.
+
+  @property
+  def round_size(self) -> int:
+    """Windows of a round at most."""
+    return math.ceil(min(ROUND, self.count) / self.per_window)
+
+  def check(self) -> None:
+    """Raise UserError if options contradict each other."""
+    if unknown := [kind for kind in self.types if kind not in self_study.REQUESTS]:
+      raise UserError(f'--seed_types: {unknown[0]!r} must be one of {", ".join(self_study.REQUESTS)}.')
+    if not self.types or len(set(self.types)) < len(self.types):
+      raise UserError(f'--seed_types={",".join(self.types)} must name at least one type, and each once.')
+    if self.weights and len(self.weights) != len(self.types):
+      raise UserError(
+        f'--seed_weights has {len(self.weights)} numbers for {len(self.types)} seed types ({", ".join(self.types)}): give one '
+        'for each, or leave it out.'
+      )
+    if not all(math.isfinite(weight) and weight > 0 for weight in self.weights):
+      raise UserError(
+        '--seed_weights must be positive numbers: leave a type out of --seed_types if it is not to be drawn.'
+      )
+    if self.weights and not math.isfinite(sum(self.weights)):
+      raise UserError(
+        f'--seed_weights={",".join(f"{weight:g}" for weight in self.weights)} have no finite sum: lower them.'
+      )
+    if not math.isfinite(self.temperature):
+      raise UserError(f'--temperature={self.temperature:g} must be a finite number.')
+    if self.per_window > ROUND:
+      raise UserError(
+        f'--per_window={self.per_window} is more than the {ROUND} messages that are drawn at once: lower it.'
+      )
+    if self.least_window > self.most_window:
+      raise UserError(f'--min_window={self.least_window} is more than --max_window={self.most_window}: lower it.')
+
+
+@dataclasses.dataclass(frozen=True)
+class Ask:
+  """A window and a request about it."""
+
+  seed_type: str
+  window: tuple[int, int]  # First token and end in the document.
+  tokens: list[int]  # Of the prompt.
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+  """What the model has written."""
+
+  text: str
+  stopped: bool  # By the end of its turn, not by its length.
+
+
+class Asker:
+  """Makes the prompts with which messages are asked for."""
+
+  def __init__(
+    self, document: Document, tokenizer: Tokenizer, chat: ChatFormat, options: Options, positions: int | None
+  ):
+    """Sets the limits.
+
+    Args:
+      document: to be asked about.
+      tokenizer: of the model, with a chat template.
+      chat: how messages become tokens.
+      options: what to draw.
+      positions: that the model has; None: no limit is known.
+
+    Raises:
+      UserError: a window, a request and a message are more than the model has positions for.
+    """
+    self._document, self._tokenizer, self._chat, self._options = document, tokenizer, chat, options
+    self._system = self_study.writes_system(tokenizer, chat)
+    requests = self_study.longest_requests(options.types)
+    frames = chat_tokens(tokenizer, [self._conversation('', request) for request in requests], chat)
+    frame, window = max(map(len, frames)), min(options.most_window, len(document))
+    self.limit = frame + window + SPARE  # Tokens of a prompt.
+    if positions is not None and self.limit + options.max_tokens > positions:
+      raise UserError(
+        f'--max_window={options.most_window} and --max_tokens={options.max_tokens}: a passage of {window} tokens, a request about '
+        f'it ({frame + SPARE}) and the message are more than the {positions} positions (max_position_embeddings) of the model: '
+        'lower one of them.'
+      )
+
+  def _conversation(self, passage: str, request: str) -> list[dict[str, str]]:
+    return self_study.conversation(passage, request, system=self._system)
+
+  def ask(self, round_number: int, number: int) -> Ask:
+    """Return what is asked at a place in a round; the same at every time, and the same for any other settings of sampling."""
+    options, document = self._options, self._document
+    draw = np.random.default_rng([options.seed, round_number, number])
+    kind, request = self_study.draw_request(draw, options.types, options.weights or (1.0,) * len(options.types))
+    start, end = document.draw_window(draw, options.least_window, options.most_window)
+    while True:
+      [tokens] = chat_tokens(self._tokenizer, [self._conversation(document.passage((start, end)), request)], self._chat)
+      excess = len(tokens) - self.limit
+      if excess <= 0 or end - start == 1:
+        return Ask(kind, (start, end), tokens)
+      end = max(end - excess, start + 1)
+
+
+class Pool:
+  """Messages that were kept, and how many were not, and why."""
+
+  def __init__(self, is_short: Callable[[str], bool]):
+    """Makes an empty pool of messages that are short enough for a prompt."""
+    self._is_short = is_short
+    self._seen: set[str] = set()
+    self.rows: list[Row] = []
+    self.drawn = 0
+    self.dropped: collections.Counter[str] = collections.Counter()
+
+  def extend(self, result: Round) -> None:
+    """Add a round that was kept."""
+    self._seen.update(_plain(row['prompt'][0]['content']) for row in result.rows)
+    self.rows += result.rows
+    self.drawn += result.drawn
+    self.dropped.update(result.dropped)
+
+  def kept(self, round_number: int, asks: Sequence[Ask], messages: Sequence[Message]) -> Round:
+    """Return what a round adds to the pool, without adding it.
+
+    Args:
+      round_number: from 0.
+      asks: of the round.
+      messages: equally many for each, one after the other.
+    """
+    each = len(messages) // len(asks)
+    rows, dropped, seen = [], collections.Counter(), set(self._seen)
+    for number, message in enumerate(messages):
+      text = without_thinking(message.text).strip()
+      reason = self._reason(text, message.stopped, seen)
+      if reason is not None:
+        dropped[reason] += 1
+        continue
+      seen.add(_plain(text))
+      ask = asks[number // each]
+      rows.append(
+        {
+          'prompt': [{'role': 'user', 'content': text}],
+          'environment': 'none',
+          'dataset': ask.seed_type,
+          'id': f'{round_number}-{number}',
+          'window_start': ask.window[0],
+          'window_end': ask.window[1],
+        }
+      )
+    return Round(rows, len(messages), dict(dropped))
+
+  def _reason(self, text: str, stopped: bool, seen: set[str]) -> str | None:
+    if not stopped:
+      return 'cut off by --max_tokens'
+    if not text:
+      return 'empty'
+    if _plain(text) in seen:
+      return 'the same as another'
+    return None if self._is_short(text) else 'longer than data.max_prompt_length'
+
+
+def _plain(text: str) -> str:
+  """The text without what does not tell a message from another."""
+  return re.sub(r'\s+', ' ', text).strip().casefold()
+
+
+Draw = Callable[
+  [list[list[int]], int], list[Message]
+]  # (prompts, number of the round) → messages, some for each prompt.
+
+
+def fill(
+  pool: Pool,
+  first_round: int,
+  options: Options,
+  ask: Callable[[int, int], Ask],
+  draw: Draw,
+  keep: Callable[[int, Round], None],
+  announce: Callable[[str], None],
+) -> list[Row]:
+  """Draw messages until a pool has enough of them, or too few are of use; return at most `options.count` rows.
+
+  Args:
+    pool: may hold the rounds before the first.
+    first_round: number of the next round.
+    options: what to draw.
+    ask: as `Asker.ask`.
+    draw: writes `options.per_window` messages for each prompt.
+    keep: is handed each round.
+    announce: hears how far it is.
+  """
+  number = first_round
+  while len(pool.rows) < options.count and pool.drawn < GIVE_UP * options.count:
+    of_use = max(len(pool.rows) / pool.drawn, 1 / GIVE_UP) if pool.drawn else 1.0
+    missing = math.ceil((options.count - len(pool.rows)) / of_use)
+    asks = [ask(number, at) for at in range(min(options.round_size, math.ceil(missing / options.per_window)))]
+    messages = draw([one.tokens for one in asks], number)
+    result = pool.kept(number, asks, messages)
+    keep(number, result)
+    pool.extend(result)
+    number += 1
+    announce(f'Round {number}: {min(len(pool.rows), options.count)} of {options.count} messages.')
+  return pool.rows[: options.count]
+
+
+def outcome(pool: Pool, rows: Sequence[Row], options: Options, output: str) -> str:
+  """Return what is said at the end."""
+  beyond = len(pool.rows) - len(rows)
+  dropped = pool.dropped | ({'beyond --count': beyond} if beyond else {})
+  reasons = ', '.join(f'{count} {reason}' for reason, count in sorted(dropped.items()))
+  left_out = f', of which {sum(dropped.values())} were left out ({reasons})' if dropped else ''
+  kinds = collections.Counter(row['dataset'] for row in rows)
+  told = ', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))
+  said = f'{output}: {len(rows)} {"prompt" if len(rows) == 1 else "prompts"} ({told}); {pool.drawn} messages were drawn{left_out}.'
+  if len(rows) == options.count:
+    return said
+  return (
+    f'{said} The pool is smaller than --count={options.count}, because {GIVE_UP} times as many messages as that were drawn and '
+    'too few are of use: raise --temperature for more different ones, raise --max_tokens if many are cut off, or ask for '
+    'fewer.'
+  )
+
+
+def synthesize(
+  config: Config,
+  options: Options,
+  *,
+  document: str,
+  output: str,
+  max_batch_rows: int | None = None,
+  overwrite: bool = False,
+  announce: Callable[[str], None] = lambda text: None,
+) -> None:
+  """Write a pool of prompts about a document; a command that was interrupted goes on where it stopped.
+
+  In a run of several processes all call this, and process 0 writes.
+
+  Args:
+    config: the model, its mesh and chat template, and how long a prompt may be. An adapter or a cartridge is left out.
+    options: what to draw.
+    document: text file, local or gs://….
+    output: file to write, JSON lines or parquet, local or gs://….
+    max_batch_rows: messages that are drawn at once; None: as many as take the room of the run's own completions and
+      document.
+    overwrite: whether an output, or what an interrupted command with other settings has left, may be replaced.
+    announce: receives sentences about the progress and the result.
+
+  Raises:
+    UserError: contradicting options, a document or model that cannot be read or do not fit together, an output that is
+      there or cannot be written, or no message of use.
+  """
+  options.check()
+  as_asked, slots = ChatFormat.of(config), config.model.cartridge.used  # Of the run.
+  config = _plain_model(config)
+  main = jax.process_index() == 0
+  text = read_text(document, 'name a text file in --document')
+  tokenizer = load_tokenizer(config)
+  check_turn_end(config, tokenizer)
+  passages = Document(text, tokenizer)
+  if not text.strip() or not len(passages):
+    raise UserError(f'{document} is empty: name a file with text in --document.')
+  asker = Asker(passages, tokenizer, _silent(tokenizer, as_asked), options, context_length(config.model.path))
+  file = PoolFile(output, _settings(config, options, text, asker.limit, tokenizer))
+  left: list[Round] = []
+  if main:
+    file.check(overwrite)
+    left = file.rounds(overwrite)
+  left = gathered(left, 'what is left of an interrupted command')[0]
+  pool = Pool(lambda message: _fits(tokenizer, message, config.data.max_prompt_length, as_asked))
+  for result in left:
+    pool.extend(result)
+  if left:
+    announce(f'Continuing with the {len(pool.rows)} messages in {file.folder}.')
+
+  def keep(number: int, result: Round) -> None:
+    if main:
+      file.add(number, result)
+
+  for remark in template_remarks(config, tokenizer):
+    announce(remark)
+  announce(f'{document} has {len(passages)} tokens, and a prompt about it at most {asker.limit}.')
+  # Of the memory that the run takes for its cache and, beside a cartridge, for the document.
+  most = _rows(config, asker.limit + options.max_tokens, len(passages) if slots else 0)
+  writer = _Writer(config, tokenizer, options, asker.limit, max_batch_rows or most)
+  rows = fill(pool, len(left), options, asker.ask, writer.draw, keep, announce)
+  if not rows:
+    if main:
+      file.discard()
+    raise UserError(
+      f'No message of {pool.drawn} is of use ({", ".join(f"{n} {reason}" for reason, n in sorted(pool.dropped.items()))}): '
+      'raise --max_tokens or data.max_prompt_length, or name a model that follows instructions.'
+    )
+  if main:
+    file.finish(rows)
+  announce(outcome(pool, rows, options, output))
+
+
+def _plain_model(config: Config) -> Config:
+  """Return the settings with the model as it is, kept in compute dtype.
+
+  A slot, which is not made, leaves the model frozen: float32 parameters, twice as large, are for training.
+  """
+  slot = CartridgeConfig(tokens=1, num_frozen_tokens=0)
+  return dataclasses.replace(config, model=dataclasses.replace(config.model, lora=LoraConfig(), cartridge=slot))
+
+
+def _silent(tokenizer: Tokenizer, chat: ChatFormat) -> ChatFormat:
+  """Return the format in which a model that thinks when asked to does not."""
+  switch = 'enable_thinking'
+  off = {} if chat_template.unread(tokenizer, [switch]) else {switch: False}
+  return dataclasses.replace(chat, variables={**chat.variables, **off}, behind_document=False)
+
+
+def _fits(tokenizer: Tokenizer, text: str, limit: int, chat: ChatFormat) -> bool:
+  """Return whether a message is a prompt of at most `limit` tokens."""
+  [tokens] = bounded_chat_tokens(tokenizer, [[{'role': 'user', 'content': text}]], limit, chat)
+  return tokens is not None and len(tokens) <= limit
+
+
+# Settings of the config that decide what is drawn.
+_DECIDING = (
+  'data.apply_chat_template_kwargs',
+  'data.enable_thinking',
+  'data.max_prompt_length',
+  'data.split_special_tokens',
+  'rollout.cache_dtype',
+  'rollout.stop',
+  'rollout.stop_token_ids',
+)
+
+
+def _settings(config: Config, options: Options, text: str, limit: int, tokenizer: Tokenizer) -> dict[str, Any]:
+  """Return all that decides what is drawn, as JSON holds it."""
+  named = {
+    'count': 'count',
+    'seed': 'seed',
+    'types': 'seed_types',
+    'weights': 'seed_weights',
+    'least_window': 'min_window',
+    'most_window': 'max_window',
+    'per_window': 'per_window',
+    'temperature': 'temperature',
+    'max_tokens': 'max_tokens',
+  }
+  given = {f'--{flag}': getattr(options, field) for field, flag in named.items()}
+  return {
+    **{name: list(value) if isinstance(value, tuple) else value for name, value in given.items()},
+    'the document': hashlib.sha256(text.encode()).hexdigest()[:16],
+    'the model': identity.of_weights(config.model.path)['values'],
+    'model.dtype': config.model.dtype,
+    **{f'{name} of the tokenizer': said for name, said in identity.of_tokenizer(config.model.path, tokenizer).items()},
+    **{name: jsonable(value) for name, value in flatten(config).items() if name in _DECIDING},
+    'tokens of a prompt': limit,
+  }
+
+
+def _rows(config: Config, length: int, document: int) -> int:
+  """Return how many messages are drawn at once: so many that their cache is no larger than what a run holds in its place.
+
+  Args:
+    config: of the run.
+    length: of a prompt and its message, tokens.
+    document: tokens whose keys and values the run holds beside its cache.
+  """
+  own = config.data.max_prompt_length + config.data.max_response_length
+  rows = config.rollout.max_batch_rows
+  return max(min((rows * own + document) // length, rows), 1)
+
+
+class _Writer:
+  """The model, which is loaded when the first message is to be drawn."""
+
+  def __init__(self, config: Config, tokenizer: Tokenizer, options: Options, limit: int, rows: int):
+    self._config, self._tokenizer, self._options, self._limit = config, tokenizer, options, limit
+    self._rows = rows
+    self._loaded: tuple[Sampler, Tree] | None = None
+
+  def draw(self, prompts: list[list[int]], round_number: int) -> list[Message]:
+    """Return what the model writes in reply to each prompt."""
+    options = self._options
+    sampler, parameters = self._load()
+    drawn = sampler.sample(
+      parameters,
+      {},
+      prompts,
+      n=options.per_window,
+      seed=options.seed,
+      step=round_number,
+      max_tokens=options.max_tokens,
+      temperature=options.temperature,
+    )
+    return [Message(text, reason == 'stop') for text, reason in zip(drawn.text, drawn.finish_reason, strict=True)]
+
+  def _load(self) -> tuple[Sampler, Tree]:
+    if self._loaded is None:
+      config, options = self._config, self._options
+      mesh = model_mesh(config, huggingface.read_policy(config.model.path, config.model))
+      policy, parameters = huggingface.load(config.model.path, config.model, mesh=mesh)
+      data = dataclasses.replace(
+        config.data,
+        max_prompt_length=self._limit,
+        prompt_buckets=(*BUCKETS, *range(2 * BUCKETS[-1], self._limit, BUCKETS[-1])),
+        max_response_length=options.max_tokens,
+        response_buckets=(options.max_tokens,),
+      )
+      rollout = dataclasses.replace(config.rollout, max_batch_rows=self._rows)
+      config = dataclasses.replace(config, data=data, rollout=rollout)
+      least = options.round_size * options.per_window
+      self._loaded = make_sampler(config, policy.base_policy(), self._tokenizer, mesh, least=least), parameters
+    return self._loaded

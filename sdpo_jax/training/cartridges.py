@@ -1,0 +1,143 @@
+"""A cartridge in a run: what its slots begin with, and the teacher that reads the document in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from models import parameters
+from models.adapters import kv_prefix, named_cartridges
+from models.adapters.cartridge import Cartridge
+from models.decoder import DecoderPolicy
+from sdpo_jax.config import Config
+from sdpo_jax.distributed.mesh import replicated
+from sdpo_jax.programs import Program
+from sdpo_jax.rollout.weights import base_preparation
+from sdpo_jax.teacher.documents import Texts, prefix_of
+from sdpo_jax.teacher.signal import Teacher
+from sdpo_jax.training.run_programs import abstract_table
+from sdpo_jax.types import Tree
+
+if TYPE_CHECKING:  # A session is made with this module.
+  from sdpo_jax.training.session import Session
+
+
+def with_slots(config: Config, policy: DecoderPolicy, model: Tree, texts: Texts) -> Tree:
+  """Return the parameters of a policy with a cartridge: those of the model, and the slots as a run begins with them.
+
+  The same settings give the same slots at every start, also those that are frozen and in no checkpoint.
+
+  Args:
+    config: settings with a cartridge.
+    policy: with the cartridge, on its mesh.
+    model: parameters of the model alone.
+    texts: that the settings name.
+
+  Raises:
+    UserError: the cartridge to start from is damaged, or belongs to another model.
+  """
+  settings, sizes = config.model.cartridge, policy.config
+  if settings.path:
+    found = named_cartridges.read(settings.path, config.model.path, sizes)
+    keys, values = found.keys, found.values
+  elif texts.initial is not None:
+    keys, values = kv_prefix.read_text(policy.base_policy(), _prepared(policy, model), texts.initial)
+  else:
+    shape = sizes.layers, sizes.kv_heads, policy.adapter.slots, sizes.head_dim
+    draw = np.random.default_rng(config.seed)
+    keys, values = (draw.standard_normal(shape, np.float32) for _ in range(2))
+  return parameters.merge(model, parameters.merge(*kv_prefix.place(policy, policy.adapter, keys, values)))
+
+
+def of_session(session: Session, slots: Tree) -> Cartridge:
+  """Return the cartridge of a session on the host, the same in every process of a run; all of them call this.
+
+  Args:
+    session: with a cartridge.
+    slots: the trained ones.
+  """
+  prefix = session.policy.adapter
+  join = jax.jit(functools.partial(kv_prefix.joined, prefix), out_shardings=replicated(session.mesh))
+  keys, values = (np.asarray(array.addressable_data(0)) for array in join(session.base, slots))
+  return Cartridge(keys, values, prefix.frozen, prefix.within_windows)
+
+
+def _prepared(policy: DecoderPolicy, model: Tree) -> Tree:
+  """Return the parameters of a model as a sampler reads them, so that they are gathered once for all parts of a text."""
+  return base_preparation(policy.base_policy(), policy.backend.mesh, model).run(model)
+
+
+def document_teacher(config: Config, policy: DecoderPolicy, model: Tree, document: Sequence[int]) -> Teacher:
+  """Return the teacher of a cartridge: the frozen model, every prompt of which stands behind the document.
+
+  The document is read once, here. Its keys and values, in compute dtype, are the base of the teacher, who reads the
+  student's arrays of the model. Layers with windows see as much of the document as they would of its tokens.
+
+  Args:
+    config: settings with a cartridge.
+    policy: of the student, on its mesh.
+    model: parameters of the model alone.
+    document: tokens.
+  """
+  reader = _reader(config, policy, len(document))
+  read = kv_prefix.read_slots(policy.base_policy(), _prepared(policy, model), document, reader.adapter.parts)
+  return Teacher(reader, read, beside_student=True)
+
+
+def abstract_document_teacher(config: Config, policy: DecoderPolicy, mesh: jax.sharding.Mesh, tokens: int) -> Teacher:
+  """Return `document_teacher` of a document of so many tokens, its base as abstract arrays with shardings."""
+  reader = _reader(config, policy, tokens)
+  rows = reader.adapter.rows(policy.base_policy().parameter_table(), policy.dtype)
+  return Teacher(reader, abstract_table(rows, mesh), beside_student=True)
+
+
+def reading_programs(
+  config: Config, policy: DecoderPolicy, base: Tree, mesh: jax.sharding.Mesh, tokens: int
+) -> tuple[dict[str, Program], int]:
+  """Return the programs by which `document_teacher` reads a document of so many tokens, which no step calls, by name.
+
+  Args:
+    config: settings with a cartridge.
+    policy: of the student, on its mesh.
+    base: its frozen parameters, abstract.
+    mesh: where it runs.
+    tokens: of the document.
+
+  Returns:
+    `document/gather`, where the model is gathered first, and `document/read`; and how often the latter runs.
+  """
+  alone = policy.base_policy()
+  model = parameters.select(alone.parameter_table(), base)
+  prefix = kv_prefix.filling(tokens, _reader(config, policy, tokens).adapter.parts)
+  part, starts = kv_prefix.schedule(prefix)
+  held = abstract_table(prefix.rows(alone.parameter_table(), policy.dtype), mesh)
+  prepared = base_preparation(alone, mesh, model)
+  found, inherits = {}, {}
+  if prepared.program is not None:
+    found['document/gather'] = Program('gather document', prepared.program, (model,), holds=('base',))
+    inherits[0] = 'document/gather', None
+  found['document/read'] = Program(
+    'read document',
+    kv_prefix.reader(dataclasses.replace(alone, adapter=prefix)),
+    (
+      prepared.describe(model),
+      held,
+      jax.ShapeDtypeStruct((1, part), np.int32),
+      jax.ShapeDtypeStruct((), np.int32),
+    ),
+    holds=(prepared.kinds('base', 'gathered base'), 'teacher base', 'batch', 'batch'),
+    inherits=inherits,
+    capacity=prefix.room,
+    rows=1,
+  )
+  return found, len(starts)
+
+
+def _reader(config: Config, policy: DecoderPolicy, tokens: int) -> DecoderPolicy:
+  """Return the policy of a model behind a document."""
+  return dataclasses.replace(policy, adapter=prefix_of(config, policy, tokens))

@@ -1,0 +1,164 @@
+"""How far a student is from its teacher, measured on held-out questions: KL(teacher‖student) of every next token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from models.forward import forward
+from models.policy import Policy
+from sdpo_jax.data.prompts import prompt_tokens
+from sdpo_jax.distributed.mesh import compiler_options, put_rows, replicated
+from sdpo_jax.distributed.stopping import NEVER, Stop
+from sdpo_jax.errors import UserError
+from sdpo_jax.evaluation.completions import samples_by_source
+from sdpo_jax.objective.loss import ObjectiveConfig, objective
+from sdpo_jax.teacher.signal import Teacher
+from sdpo_jax.training import batching
+from sdpo_jax.training.update import layout
+from sdpo_jax.types import Example, Rollouts, TeacherSignal, TokenRows, Tree
+
+if TYPE_CHECKING:  # A session is made with what this module needs.
+  from sdpo_jax.training.session import Session
+
+# Metrics of an evaluation: the divergence on what the student draws, and on what the teacher draws.
+ON_STUDENT, ON_TEACHER = 'kl_on_student', 'kl_on_teacher'
+
+
+def completion_divergences(
+  student: Policy,
+  teacher: Teacher,
+  chunk_size: int,
+  mesh: jax.sharding.Mesh,
+  base: Tree,
+  trainable: Tree,
+  teacher_base: Tree | None,
+  rows: TokenRows,
+  targets: jax.Array,
+  mask: jax.Array,
+) -> jax.Array:
+  """Return KL(teacher‖student) of completion tokens over the whole vocabulary, at temperature 1: nats, [B, T].
+
+  Args:
+    student: the student's policy.
+    teacher: who reads the same rows behind a context of its own; its base is not looked at.
+    chunk_size: tokens whose logits exist at one time.
+    mesh: devices that share the rows.
+    base: the student's frozen parameters.
+    trainable: the student's other parameters.
+    teacher_base: of the teacher, `Teacher.base`.
+    rows: prompts with completions.
+    targets: [B, T] int32, the completions.
+    mask: [B, T] float32, 1 on their tokens; elsewhere the result is 0.
+  """
+  hidden, unembedding = forward(student, base, trainable, rows)
+  own = dataclasses.replace(teacher, base=teacher_base).whole_base(base)
+  taught, of_teacher = forward(teacher.policy, own, {}, rows)
+  _, aux = objective(
+    hidden,
+    unembedding,
+    TeacherSignal(hidden=taught, unembedding=of_teacher),
+    targets=targets,
+    mask=mask,
+    distill_coef=mask,
+    config=ObjectiveConfig(alpha=0.0, distillation_topk=None, is_clip=None, chunk_size=chunk_size),
+    vocab_size=student.vocab_size,
+    layout=layout(mesh),
+  )
+  return aux['divergence']
+
+
+def divergence_program(
+  student: Policy, teacher: Teacher, chunk_size: int, mesh: jax.sharding.Mesh
+) -> Callable[..., jax.Array]:
+  """Return the jitted `completion_divergences` from `base` on; calls with the same arguments share it."""
+  return _divergence_program(student, dataclasses.replace(teacher, base=None), chunk_size, mesh)
+
+
+@functools.lru_cache(maxsize=16)
+def _divergence_program(
+  student: Policy, teacher: Teacher, chunk_size: int, mesh: jax.sharding.Mesh
+) -> Callable[..., jax.Array]:
+  return jax.jit(
+    functools.partial(completion_divergences, student, teacher, chunk_size, mesh),
+    out_shardings=replicated(mesh),
+    compiler_options=compiler_options(mesh),
+  )
+
+
+def measure(
+  session: Session, trainable: Tree, examples: Sequence[Example], *, seed: int, stop: Stop = NEVER
+) -> dict[str, dict[str, float]]:
+  """Return the mean divergence, nats per token, on completions of either one, by data source.
+
+  Student and teacher draw `val_kwargs.n` completions of each question from their plain distributions (temperature 1,
+  nothing left out), and the mean is over all of their tokens, the one that ends a completion included.
+
+  Args:
+    session: with a teacher that reads a document.
+    trainable: parameters of the student.
+    examples: held-out questions.
+    seed: of the sampling noise.
+    stop: whether the run is to stop; asked while completions are drawn and before each micro-batch.
+
+  Returns:
+    `ON_STUDENT` and `ON_TEACHER` of each data source.
+
+  Raises:
+    UserError: there is no such teacher.
+    StoppedError: as `stop` said.
+  """
+  config = session.config
+  if session.teachers_sampler is None:
+    raise UserError(
+      'trainer.test_divergence=true compares a cartridge with the model that reads its document, and what is evaluated has '
+      'no cartridge: leave trainer.test_divergence at false.'
+    )
+  prompts = [prompt_tokens(session.tokenizer, example, config) for example in examples]
+  writers = {
+    ON_STUDENT: (session.sampler, session.base, trainable),
+    ON_TEACHER: session.teacher_writer,
+  }
+  metrics: dict[str, dict[str, float]] = {}
+  for name, (sampler, base, tree) in writers.items():
+    rollouts = sampler.sample(
+      base,
+      tree,
+      prompts,
+      n=config.val_kwargs.n,
+      max_tokens=config.data.max_response_length,
+      seed=seed,
+      step=0,
+      between=stop.check,
+    )
+    values = _divergences(session, trainable, prompts, rollouts, stop)
+    for source, samples in samples_by_source(examples, rollouts.group).items():
+      mean = float(values[samples][rollouts.completion_mask[samples]].astype(np.float64).mean())
+      metrics.setdefault(source, {})[name] = mean
+  return metrics
+
+
+def _divergences(
+  session: Session, trainable: Tree, prompts: Sequence[list[int]], rollouts: Rollouts, stop: Stop
+) -> np.ndarray:
+  """Return the divergences of completions, [N, T] float32, 0 behind their ends."""
+  config, mesh = session.config, session.mesh
+  batch = batching.GenerationBatch(
+    prompts=[prompts[group] for group in rollouts.group],
+    teacher_prompts=None,
+    rollouts=rollouts,
+    distill_mask=np.zeros(rollouts.completion_mask.shape, np.float32),
+  )
+  score = divergence_program(session.policy, session.teacher, config.actor.logits_chunk_size, mesh)
+  found = np.zeros(rollouts.completion_mask.shape, np.float32)
+  for micro in batching.student_micro_batches(batch, config, mesh.size):
+    stop.check()
+    arrays = put_rows(mesh, (micro.batch.student, micro.batch.targets, micro.batch.mask))
+    values = score(session.base, trainable, session.teacher.base, *arrays)
+    micro.scatter(jax.device_get(values), found)
+  return found

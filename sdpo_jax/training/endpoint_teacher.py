@@ -1,0 +1,95 @@
+"""A teacher at an endpoint in a run: asked about the completions of a batch, of which every process asks about its share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+import contextlib
+import dataclasses
+
+import jax
+import numpy as np
+
+from models import huggingface
+from models.control_tokens import Tokenizer
+from sdpo_jax.config import Config
+from sdpo_jax.distributed.collectives import gathered
+from sdpo_jax.distributed.stopping import NEVER, Stop, StoppedError
+from sdpo_jax.errors import UserError
+from sdpo_jax.objective.spec import ObjectiveSpec
+from sdpo_jax.rollout.buckets import Buckets
+from sdpo_jax.teacher.endpoint import Asked, Endpoint
+from sdpo_jax.types import Rollouts, TeacherSignal
+
+NO_TOKEN = -1
+
+
+@contextlib.contextmanager
+def opened(config: Config) -> Iterator[Endpoint | None]:
+  """Yield the teacher at the endpoint that the settings name, to which nothing has been sent yet; None: there is none.
+
+  Raises:
+    UserError: no address, or an environment variable that is not there.
+  """
+  support = ObjectiveSpec.from_config(config).external_support
+  if support is None:
+    yield None
+    return
+  vocab_size = huggingface.read_policy(config.model.path, config.model).vocab_size
+  settings = dataclasses.replace(config.actor.self_distillation.teacher_endpoint, top_k=support)
+  with Endpoint(settings, vocab_size) as endpoint:
+    yield endpoint
+
+
+def check(endpoint: Endpoint, config: Config, tokenizer: Tokenizer) -> None:
+  """Ask the server whether it is the teacher that the settings describe.
+
+  Raises:
+    UserError: it is not, or takes no text as long as the longest row.
+  """
+  declared = Buckets.of(config)
+  prompt = declared.reprompt[-1] if ObjectiveSpec.from_config(config).reprompts else declared.prompt[-1]
+  endpoint.check(config.model.path, tokenizer, prompt + config.data.max_response_length)
+
+
+def signal(
+  endpoint: Endpoint,
+  prompts: Sequence[Sequence[int]],
+  rollouts: Rollouts,
+  wanted: np.ndarray,
+  spec: ObjectiveSpec,
+  stop: Stop = NEVER,
+) -> TeacherSignal:
+  """Return what the teacher says of completions; all processes of a run call this and have the same.
+
+  Args:
+    endpoint: the teacher.
+    prompts: [N] what it reads before each.
+    rollouts: N.
+    wanted: [N] bool, whose completions are asked about; of the others nothing is known.
+    spec: terms of the loss.
+    stop: whether the run is to stop, which does not wait for answers.
+
+  Raises:
+    UserError: on every process, there is a completion that one could not have scored.
+    StoppedError: on every process, one was told to stop before its answers were there.
+  """
+  tokens, lengths = rollouts.completion_tokens, rollouts.completion_mask.sum(1)
+  samples = np.flatnonzero(wanted & (lengths > 0))
+  shares = [samples[first :: jax.process_count()] for first in range(jax.process_count())]
+  asked = [Asked(prompts[row], tokens[row, : lengths[row]].tolist()) for row in shares[jax.process_index()]]
+  try:
+    found = [(each.token_ids, each.log_probs, each.target_log_probs) for each in endpoint.score(asked, stop)]
+  except (UserError, StoppedError) as error:
+    if jax.process_count() == 1:
+      raise
+    found = error  # The others wait for this share: they must hear of it.
+  shape = (*tokens.shape, spec.external_support)
+  ids, log_probs = np.full(shape, NO_TOKEN, np.int32), np.zeros(shape, np.float32)
+  for rows, share in zip(shares, gathered(found, 'the end of scoring by the teacher'), strict=True):
+    if isinstance(share, UserError | StoppedError):
+      raise share
+    for row, (likeliest, values, of_targets) in zip(rows, share, strict=True):
+      if spec.samples_divergence:
+        likeliest, values = tokens[row, : lengths[row], None], of_targets[:, None]
+      ids[row, : lengths[row]], log_probs[row, : lengths[row]] = likeliest, values
+  return TeacherSignal(token_ids=ids, log_probs=log_probs)

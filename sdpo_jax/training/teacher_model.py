@@ -1,0 +1,94 @@
+"""Another model as the teacher: it lies on the mesh of the run beside the student, and nothing of it is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+from models import huggingface, same_tokenizer
+from models.decoder import DecoderPolicy
+from sdpo_jax.config import CartridgeConfig, Config, LoraConfig, ModelConfig
+from sdpo_jax.distributed.mesh import check_divides
+from sdpo_jax.errors import UserError
+from sdpo_jax.objective.spec import ObjectiveSpec
+from sdpo_jax.rollout.buckets import Buckets
+from sdpo_jax.teacher.signal import Teacher
+
+SETTING = 'actor.self_distillation.teacher_model'
+
+
+def is_used(config: Config) -> bool:
+  """Return whether the settings name another model as the teacher of a loss that has one."""
+  return bool(config.actor.self_distillation.teacher_model) and ObjectiveSpec.from_config(config).needs_teacher
+
+
+def model_config(config: Config) -> ModelConfig:
+  """Return the settings with which the teacher's directory is read: the student's, without what is trained."""
+  path = config.actor.self_distillation.teacher_model
+  return dataclasses.replace(
+    config.model, path=path, chat_template=None, lora=LoraConfig(), cartridge=CartridgeConfig()
+  )
+
+
+def check(config: Config) -> None:
+  """Look at a teacher's directory, but for its weights.
+
+  Raises:
+    UserError: it cannot be read, its token ids mean something else than the student's, it knows fewer of them, or it
+      has fewer positions than the longest row.
+  """
+  teacher = config.actor.self_distillation.teacher_model
+  huggingface.resolve(teacher, weights=False, setting=SETTING)
+  read_policy(config)
+  found = same_tokenizer.difference(config.model.path, teacher)
+  if found is not None:
+    raise UserError(
+      f'{SETTING}={teacher} cannot teach {config.model.path}, whose tokens it reads as others: {found}; name a model '
+      'with the same tokenizer, such as another size of the same family.'
+    )
+
+
+def read_policy(config: Config) -> DecoderPolicy:
+  """Return the policy of the teacher, as its config.json describes it.
+
+  Raises:
+    UserError: as `check`, but for the tokenizer.
+  """
+  settings = model_config(config)
+  policy, student = (
+    huggingface.read_policy(settings.path, settings),
+    huggingface.read_policy(config.model.path, config.model),
+  )
+  if policy.vocab_size < student.vocab_size:
+    raise UserError(
+      f'{SETTING}={settings.path} knows {policy.vocab_size} tokens and the student {student.vocab_size}, so that there is '
+      'nothing to learn about the others: name a teacher whose vocab_size (config.json) is at least as large.'
+    )
+  values = huggingface.read_json(huggingface.resolve(settings.path, weights=False), 'config.json')
+  positions = values.get('text_config', values).get('max_position_embeddings')
+  declared = Buckets.of(config)
+  prompt = declared.reprompt[-1] if ObjectiveSpec.from_config(config).reprompts else declared.prompt[-1]
+  longest = prompt + config.data.max_response_length
+  if isinstance(positions, int) and longest > positions:
+    raise UserError(
+      f'{SETTING}={settings.path} has {positions} positions (max_position_embeddings), and a prompt of {prompt} tokens '
+      f'with a completion of {config.data.max_response_length} needs {longest}: lower the limits, or choose a teacher '
+      'with a longer context.'
+    )
+  return policy
+
+
+def load(config: Config, mesh: jax.sharding.Mesh) -> Teacher:
+  """Return the teacher with its parameters, in `model.dtype`, on the mesh of the run.
+
+  Args:
+    config: settings with such a teacher.
+    mesh: of the run.
+
+  Raises:
+    UserError: the directory cannot be read, or the mesh does not divide the model.
+  """
+  policy = read_policy(config)
+  check_divides(mesh, [(each.name, each.axes, each.shape) for each in policy.parameter_table()])
+  return Teacher(*huggingface.load_frozen(config.actor.self_distillation.teacher_model, model_config(config), mesh))
