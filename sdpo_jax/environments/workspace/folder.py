@@ -1,0 +1,210 @@
+"""Files of one folder, of which no name leads out: not `..`, a link, another file system or a further name of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import contextlib
+import ctypes
+import errno
+import os
+import pathlib
+import secrets
+import stat
+import struct
+
+OPENAT2 = 437  # On all machines.
+# RESOLVE_NO_XDEV, RESOLVE_NO_MAGICLINKS and RESOLVE_BENEATH of openat2(2).
+_RESOLVE = 0x01 | 0x02 | 0x08
+_SKIPPED = ('.git', '.hg', '.svn', '__pycache__', 'node_modules', '.venv')  # By searches.
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+
+class PathError(Exception):
+  """A path that cannot be read or written, in one sentence for the agent."""
+
+
+class Folder:
+  """A workspace; any thread may call."""
+
+  def __init__(self, path: pathlib.Path):
+    """Opens a folder; raises OSError if there is none."""
+    self.path = pathlib.Path(os.path.realpath(path))
+    self._root = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    self._device = os.fstat(self._root).st_dev
+
+  def close(self) -> None:
+    os.close(self._root)
+
+  def read(self, path: str, limit: int) -> bytes:
+    """Returns the content of a file.
+
+    Raises:
+      PathError: there is none, it is larger than `limit` bytes, or the path leads out of the folder.
+    """
+    name = self.relative(path)
+    with self._told(name), self._opened(name, os.O_RDONLY | os.O_NONBLOCK) as descriptor:
+      status = os.fstat(descriptor)
+      if not stat.S_ISREG(status.st_mode):
+        kind = 'a folder' if stat.S_ISDIR(status.st_mode) else 'no regular file'
+        raise PathError(f'{name} is {kind}.')
+      if status.st_size > limit:
+        raise PathError(f'{name} has {status.st_size} bytes, more than the {limit} that are read.')
+      with open(descriptor, 'rb', closefd=False) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+      raise PathError(f'{name} has more than the {limit} bytes that are read.')
+    return content
+
+  def write(self, path: str, content: bytes) -> bool:
+    """Puts a file with that content in the place of whatever file is there; returns whether there was one.
+
+    The file is another one then: what else is called by a further name of the old one stays as it is.
+
+    Raises:
+      PathError: the path leads out of the folder or over a link, or names a folder.
+    """
+    name = self.relative(path)
+    if name == '.':
+      raise PathError('The workspace itself is a folder: name a file in it.')
+    folder, last = os.path.split(name)
+    with self._told(name):
+      self._make(folder)
+      with self._opened(folder or '.', os.O_RDONLY | os.O_DIRECTORY) as parent:
+        mode = None
+        with contextlib.suppress(FileNotFoundError):
+          mode = os.stat(last, dir_fd=parent, follow_symlinks=False).st_mode
+        if mode is not None and not stat.S_ISREG(mode):
+          kind = 'a folder' if stat.S_ISDIR(mode) else 'a link' if stat.S_ISLNK(mode) else 'no regular file'
+          raise PathError(f'{name} is {kind}, and is not written to: name a file.')
+        partial = f'.{secrets.token_hex(8)}.partial'
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(partial, flags, 0o666, dir_fd=parent)
+        try:
+          with open(descriptor, 'wb') as file:
+            file.write(content)
+            if mode is not None:
+              os.fchmod(file.fileno(), stat.S_IMODE(mode))
+          os.replace(partial, last, src_dir_fd=parent, dst_dir_fd=parent)
+        except BaseException:
+          with contextlib.suppress(FileNotFoundError):
+            os.unlink(partial, dir_fd=parent)
+          raise
+    return mode is not None
+
+  def files(self, path: str = '.') -> Iterator[str]:
+    """Yields the names of the regular files below a folder, sorted, relative to the workspace; not through links.
+
+    Raises:
+      PathError: there is no such folder.
+    """
+    name = self.relative(path)
+    with self._told(name):
+      with self._opened(name, os.O_RDONLY | os.O_DIRECTORY) as top:
+        top_name = '' if name == '.' else f'{name}/'
+        for folder, folders, names, descriptor in os.fwalk('.', dir_fd=top, follow_symlinks=False):
+          folders[:] = sorted(each for each in folders if each not in _SKIPPED and self._is_ours(each, descriptor))
+          within = '' if folder == '.' else f'{folder.removeprefix("./")}/'
+          for each in sorted(names):
+            with contextlib.suppress(FileNotFoundError):
+              if stat.S_ISREG(os.stat(each, dir_fd=descriptor, follow_symlinks=False).st_mode):
+                yield f'{top_name}{within}{each}'
+
+  def readable(self, path: str) -> str:
+    """Returns what `relative` does of a file or folder that is there; raises PathError if none is."""
+    name = self.relative(path)
+    with self._told(name), self._opened(name, os.O_RDONLY | os.O_NONBLOCK):
+      return name
+
+  def relative(self, path: str) -> str:
+    """Returns a path, absolute or not, as it is called within the folder.
+
+    Raises:
+      PathError: it leads out of the folder, or is no path.
+    """
+    if not path or '\0' in path:
+      raise PathError('The path is empty.' if not path else 'The path holds a null byte.')
+    if len(os.fsencode(path)) > 4096:
+      raise PathError('The path is longer than 4096 bytes.')
+    # By its text alone: what lies behind `link/..` depends on the link, and is refused where the link leads out.
+    name = os.path.relpath(os.path.join(self.path, path), self.path)
+    if name == '..' or name.startswith('../'):
+      raise PathError(f'{path} is outside of the workspace {self.path}, which is all that can be read and written.')
+    return name
+
+  def _is_ours(self, name: str, parent: int) -> bool:
+    try:
+      return os.stat(name, dir_fd=parent, follow_symlinks=False).st_dev == self._device
+    except FileNotFoundError:
+      return False
+
+  def _make(self, folder: str) -> None:
+    """Makes a folder, and those above it."""
+    done = ''
+    for part in folder.split('/') if folder else ():
+      with self._opened(done or '.', os.O_RDONLY | os.O_DIRECTORY) as parent, contextlib.suppress(FileExistsError):
+        os.mkdir(part, dir_fd=parent)
+      done = os.path.join(done, part)
+
+  @contextlib.contextmanager
+  def _opened(self, name: str, flags: int) -> Iterator[int]:
+    descriptor = self._open(name, flags | os.O_CLOEXEC)
+    try:
+      yield descriptor
+    finally:
+      os.close(descriptor)
+
+  def _open(self, name: str, flags: int) -> int:
+    how = ctypes.create_string_buffer(struct.pack('=3Q', flags, 0, _RESOLVE), 24)
+    text = ctypes.create_string_buffer(os.fsencode(name))
+    for _ in range(8):  # EAGAIN: something was renamed meanwhile.
+      numbers = (OPENAT2, self._root, ctypes.addressof(text), ctypes.addressof(how), 24)
+      found = _libc.syscall(*(ctypes.c_long(number) for number in numbers))
+      if found >= 0:
+        return found
+      code = ctypes.get_errno()
+      if code == errno.ENOSYS:
+        return self._open_by_parts(name, flags)
+      if code != errno.EAGAIN:
+        break
+    raise OSError(code, os.strerror(code), name)
+
+  def _open_by_parts(self, name: str, flags: int) -> int:
+    """As `_open` before Linux 5.6: over no links at all, also those that stay in the folder."""
+    folders, last = os.path.split(name)
+    descriptor = os.dup(self._root)
+    try:
+      for part in folders.split('/') if folders else ():
+        below = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=descriptor)
+        os.close(descriptor)
+        descriptor = below
+      found = os.open(last, flags | os.O_NOFOLLOW, dir_fd=descriptor)
+    finally:
+      os.close(descriptor)
+    if os.fstat(found).st_dev != self._device:
+      os.close(found)
+      raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), name)
+    return found
+
+  @contextlib.contextmanager
+  def _told(self, name: str) -> Iterator[None]:
+    """Says in a sentence what is wrong with a path."""
+    try:
+      yield
+    except OSError as error:
+      reasons = {
+        errno.ENOENT: 'does not exist',
+        errno.EXDEV: 'leads out of the workspace, or to another file system',
+        errno.ELOOP: 'leads over a link that is not followed',
+        errno.ENOTDIR: 'leads over something that is not a folder',
+        errno.EISDIR: 'is a folder',
+        errno.EACCES: 'is not yours to read or write',
+        errno.EPERM: 'is not yours to read or write',
+        errno.ENAMETOOLONG: 'has a name that is too long',
+        errno.ENOSPC: 'cannot be written, for the disk is full',
+        errno.EROFS: 'cannot be written, for the disk is read-only',
+        errno.ENXIO: 'is no regular file',
+      }
+      reason = reasons.get(error.errno or 0, f'cannot be opened ({error.strerror})')
+      raise PathError(f'{name} {reason}.') from error

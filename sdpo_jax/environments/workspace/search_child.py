@@ -1,0 +1,63 @@
+"""Searches the files of a folder for a regular expression, in a process that can be ended: some expressions never are.
+
+Reads a request as JSON from its standard input, and writes an answer to its standard output. Loaded by path; standard
+library and folder.py only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pathlib
+import re
+import sys
+import types
+
+
+def main() -> None:
+  folders = load(pathlib.Path(__file__).with_name('folder.py'))
+  request = json.load(sys.stdin)
+  try:
+    expression = re.compile(request['pattern'])
+    matches = re.compile(request['names']).fullmatch
+  except (re.error, RecursionError, OverflowError) as error:
+    json.dump({'wrong': str(error)}, sys.stdout)
+    return
+  folder = folders.Folder(pathlib.Path(request['folder']))
+  found: list[str] = []
+  for name in names_below(folders, folder, request['path']):
+    if not matches(name):
+      continue
+    try:
+      content = folder.read(name, request['max_file_bytes'])
+    except folders.PathError:
+      continue  # Too large, or gone meanwhile.
+    if b'\0' in content[:8192]:
+      continue
+    for number, line in enumerate(content.decode(errors='replace').splitlines(), start=1):
+      if expression.search(line):
+        found.append(f'{name}:{number}:{line[: request["max_line"]]}')
+        if len(found) > request['max_matches']:
+          json.dump({'found': found[:-1], 'more': True}, sys.stdout)
+          return
+  json.dump({'found': found, 'more': False}, sys.stdout)
+
+
+def names_below(folders: types.ModuleType, folder, path: str) -> list[str]:
+  """The names of the files below a folder, or that of a file itself."""
+  try:
+    return list(folder.files(path))
+  except folders.PathError:
+    return [folder.relative(path)]
+
+
+def load(path: pathlib.Path) -> types.ModuleType:
+  spec = importlib.util.spec_from_file_location(path.stem, path)
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[path.stem] = module
+  spec.loader.exec_module(module)
+  return module
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,289 @@
+"""Commands of an agent in its workspace: bash, with a read-only system, no network and no other processes.
+
+The namespaces of the kernel keep a command from whatever is outside; where they are not allowed there are no commands,
+and `Shell` says so. What shell_child.py makes of them is in that file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import selectors
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Literal
+
+from sdpo_jax.environments.sandbox import cgroups
+from sdpo_jax.errors import UserError
+
+CHILD = pathlib.Path(__file__).with_name('shell_child.py')
+SANDBOX = pathlib.Path(cgroups.__file__).parent  # Where the layers of the confinement lie.
+# What of the machine a command may read, where it is there. Of /etc only what programs need to start.
+SYSTEM = ('/usr', '/bin', '/sbin', '/lib', '/lib32', '/lib64', '/libx32', '/opt')
+ETC = (
+  *('passwd', 'group', 'hosts', 'nsswitch.conf', 'localtime', 'ld.so.cache', 'ld.so.conf', 'ld.so.conf.d'),
+  *('alternatives', 'ssl/certs', 'ca-certificates', 'mime.types', 'bash.bashrc', 'gitconfig', 'magic'),
+)
+_CLOSED = ('/', '/proc', '/sys', '/dev', '/run', '/etc', '/usr', '/bin', '/sbin', '/lib', '/lib64', '/opt')
+_CHUNK = 2**16
+
+
+@dataclasses.dataclass(frozen=True)
+class ShellLimits:
+  """What one command may use."""
+
+  wall_s: float = 120.0
+  cpu_s: int = 300  # Of each of its processes.
+  memory_mb: int = 4096  # Of each of its processes, and of all together where control groups can be made.
+  file_mb: int = 1024  # Largest file.
+  tmp_mb: int = 512  # Of its temporary directory, which ends with it.
+  processes: int = 512
+  descriptors: int = 1024
+  kept_bytes: int = 2**20  # Of what it prints; the middle of more is dropped.
+
+
+@dataclasses.dataclass(frozen=True)
+class ShellReport:
+  """What became of a command."""
+
+  status: Literal['ended', 'timeout', 'cancelled', 'failed']
+  exit_code: int | None  # Negative: the number of the signal that ended it.
+  output: bytes  # Standard output and error together, as they came; the middle may be missing.
+  dropped: int  # Bytes that are missing in `output`, after its first half.
+  wall_s: float
+  reason: str = ''  # Why it failed.
+
+
+class Shell:
+  """Runs commands in a workspace. Calls of several threads run beside each other."""
+
+  def __init__(
+    self,
+    workspace: pathlib.Path,
+    limits: ShellLimits = ShellLimits(),
+    readable: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+  ):
+    """Makes a shell, which runs a command that does nothing.
+
+    Args:
+      workspace: a folder, the only one that commands can change.
+      limits: of each command.
+      readable: further folders that commands may read, such as that of a compiler.
+      environment: variables of commands, beside PATH, HOME and LANG; nothing of this process's own is handed on.
+
+    Raises:
+      UserError: the workspace is no folder, or one of the system, or the machine does not allow what keeps commands in
+        it.
+    """
+    self._workspace = pathlib.Path(os.path.realpath(workspace))
+    if not self._workspace.is_dir():
+      raise UserError(f'The workspace {workspace} is not a folder.')
+    if str(self._workspace) in _CLOSED or any(
+      self._workspace.is_relative_to(closed) for closed in ('/proc', '/sys', '/dev', '/run', '/etc')
+    ):
+      raise UserError(f'The workspace {workspace} is a folder of the system: name one of your own.')
+    if str(self._workspace) in ('/tmp', '/var/tmp'):
+      raise UserError(f'The workspace {workspace} is shared by everybody: name a folder within it.')
+    self._limits = limits
+    bash = shutil.which('bash', path='/usr/bin:/bin:/usr/local/bin')
+    if bash is None:
+      raise UserError('There is no bash on this machine, so that an agent cannot run commands: allow it none.')
+    own = {os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, *readable)}
+    found = [*SYSTEM, *(f'/etc/{name}' for name in ETC), *sorted(own)]
+    self._readable = [path for path in found if os.path.lexists(path)]
+    self._bash = bash
+    self._environment = {
+      'PATH': f'{os.path.dirname(sys.executable)}:/usr/local/bin:/usr/bin:/bin',
+      'HOME': '/tmp',
+      'LANG': 'C.UTF-8',
+      'TERM': 'dumb',
+      **(environment or {}),
+    }
+    tried = self.run(':')
+    if tried.status != 'ended' or tried.exit_code != 0:
+      why = tried.reason or tried.output.decode(errors='replace').strip() or f'exit code {tried.exit_code}'
+      raise UserError(
+        f'Commands of an agent cannot be kept in its workspace on this machine: {why}. Allow it no commands, or let the '
+        'machine make user namespaces (sysctl kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns).'
+      )
+
+  def run(self, command: str, *, wall_s: float | None = None, cancelled: Cancelled | None = None) -> ShellReport:
+    """Runs `bash -c command` in the workspace and waits for its end, and that of all that it started.
+
+    Args:
+      command: of the agent.
+      wall_s: time that it may take; None, or more than the limit: the limit.
+      cancelled: ends the command from another thread.
+
+    Raises:
+      UserError: the workspace cannot be read.
+    """
+    wall_s = min(wall_s or self._limits.wall_s, self._limits.wall_s)
+    began = time.monotonic()
+    try:
+      shared = shared_files(self._workspace)
+    except OSError as error:
+      raise UserError(f'The workspace {self._workspace} cannot be read ({error}).') from error
+    group = cgroups.create(self._limits.memory_mb * 2**20, self._limits.processes)
+    with contextlib.ExitStack() as stack:
+      if group is not None:
+        stack.callback(group.remove)
+      at = stack.enter_context(tempfile.TemporaryDirectory(prefix='sdpo_shell_', ignore_cleanup_errors=True))
+      doors = [] if group is None else stack.enter_context(group.doors())
+      job = {
+        'at': os.path.realpath(at),
+        'workspace': str(self._workspace),
+        'readable': self._readable,
+        'shared': [str(path) for path in shared],
+        'doors': doors,
+        'tmp_mb': self._limits.tmp_mb,
+        'limits': dataclasses.asdict(self._limits),
+        'shell': [self._bash, '--noprofile', '--norc', '-c', command],
+        'environment': self._environment,
+      }
+      request = stack.enter_context(tempfile.TemporaryFile())
+      request.write(json.dumps(job).encode())
+      request.seek(0)
+      answer, told = os.pipe()
+      stack.callback(os.close, answer)
+      try:
+        child = subprocess.Popen(
+          [sys.executable, '-I', str(CHILD), str(SANDBOX), str(os.getpid()), str(request.fileno()), str(told)],
+          stdin=subprocess.DEVNULL,
+          stdout=subprocess.PIPE,
+          stderr=subprocess.STDOUT,
+          env={'LANG': 'C.UTF-8'},
+          cwd='/',
+          pass_fds=[request.fileno(), told, *doors],
+          start_new_session=True,
+        )
+      finally:
+        os.close(told)
+      kept = _Kept(self._limits.kept_bytes)
+      status = _watch(child, kept, began + wall_s, cancelled)
+      os.set_blocking(answer, False)
+      said = b''
+      with contextlib.suppress(BlockingIOError):  # What is being ended has said nothing.
+        said = os.read(answer, _CHUNK)
+    wall = time.monotonic() - began
+    answers = [json.loads(line) for line in said.splitlines()]
+    failed = next((found['failed'] for found in answers if 'failed' in found), None)
+    if status != 'ended':
+      return ShellReport(status, None, kept.value(), kept.dropped, wall)
+    if failed is not None or not answers:
+      return ShellReport(
+        'failed', None, kept.value(), kept.dropped, wall, failed or 'it ended before its command began'
+      )
+    return ShellReport('ended', answers[0]['exit_code'], kept.value(), kept.dropped, wall)
+
+
+class Cancelled:
+  """Ends a command from another thread."""
+
+  def __init__(self):
+    self._read, self._write = os.pipe()
+
+  def __enter__(self) -> Cancelled:
+    return self
+
+  def __exit__(self, *error: object) -> None:
+    os.close(self._read)
+    os.close(self._write)
+
+  def set(self) -> None:
+    """Ends the command; any number of calls, from any thread."""
+    os.write(self._write, b'x')
+
+  def fileno(self) -> int:
+    return self._read
+
+
+def _watch(
+  child: subprocess.Popen, kept: _Kept, deadline: float, cancelled: Cancelled | None
+) -> Literal['ended', 'timeout', 'cancelled']:
+  """Reads what a command prints until it ends or is ended."""
+  status: Literal['ended', 'timeout', 'cancelled'] = 'ended'
+  assert child.stdout is not None
+  with selectors.DefaultSelector() as selector, child:
+    selector.register(child.stdout, selectors.EVENT_READ)
+    if cancelled is not None:
+      selector.register(cancelled, selectors.EVENT_READ)
+    try:
+      while True:
+        ready = selector.select(max(0.0, deadline - time.monotonic()))
+        if not ready:
+          status = 'timeout'
+        elif cancelled is not None and any(key.fileobj is cancelled for key, _ in ready):
+          status = 'cancelled'
+        else:
+          chunk = os.read(child.stdout.fileno(), _CHUNK)
+          kept.add(chunk)
+          if chunk:
+            if time.monotonic() < deadline:
+              continue
+            status = 'timeout'  # It prints without end.
+        break
+    finally:
+      if status != 'ended' or sys.exc_info()[0] is not None:
+        child.send_signal(signal.SIGKILL)  # The namespace ends with it, and all that is in it.
+        if status != 'ended':
+          os.set_blocking(child.stdout.fileno(), False)
+          with contextlib.suppress(BlockingIOError):
+            kept.add(os.read(child.stdout.fileno(), _CHUNK))
+    child.wait()
+  return status
+
+
+class _Kept:
+  """The beginning and the end of what is printed."""
+
+  def __init__(self, limit: int):
+    self._half, self._head, self._tail, self.dropped = limit // 2, bytearray(), bytearray(), 0
+
+  def add(self, chunk: bytes) -> None:
+    room = self._half - len(self._head)
+    self._head += chunk[:room]
+    self._tail += chunk[room:]
+    over = len(self._tail) - self._half
+    if over > 0:
+      del self._tail[:over]
+      self.dropped += over
+
+  def value(self) -> bytes:
+    return bytes(self._head + self._tail)
+
+
+def shared_files(workspace: pathlib.Path) -> list[pathlib.Path]:
+  """Returns the files below a folder that have further names outside of it, which a write would change there, too.
+
+  Raises:
+    OSError: the folder cannot be read.
+  """
+  found: dict[tuple[int, int], list[pathlib.Path]] = {}
+  links: dict[tuple[int, int], int] = {}
+
+  def fail(error: OSError) -> None:
+    raise error
+
+  for folder, _, names in os.walk(workspace, onerror=fail):
+    for name in names:
+      path = pathlib.Path(folder, name)
+      try:
+        status = os.lstat(path)
+      except FileNotFoundError:  # Somebody has removed it meanwhile.
+        continue
+      if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
+        inode = status.st_dev, status.st_ino
+        found.setdefault(inode, []).append(path)
+        links[inode] = status.st_nlink
+  return [path for inode, paths in found.items() if len(paths) < links[inode] for path in paths]

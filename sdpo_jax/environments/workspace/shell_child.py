@@ -1,0 +1,298 @@
+"""Runs one command for shell.py: with a folder to work in, a read-only system, and neither network nor other processes.
+
+Three processes: this one, outside, which waits; the first process of a new namespace of process ids, which makes the
+file system that the command sees and reaps what it leaves; and the command. Whatever was started ends with the command.
+See `man 7 mount_namespaces`, `user_namespaces` and `pid_namespaces`. Loaded by path; standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import importlib.util
+import json
+import os
+import resource
+import signal
+import stat
+import struct
+import sys
+import types
+from typing import Any
+
+MIB = 2**20
+DEVICES = ('null', 'zero', 'full', 'random', 'urandom')
+LINKS = {'fd': '/proc/self/fd', 'stdin': '/proc/self/fd/0', 'stdout': '/proc/self/fd/1', 'stderr': '/proc/self/fd/2'}
+# Calls that a command has no use for and a kernel has had faults in, or that reach beyond the namespaces; x86_64, aarch64.
+REFUSED = {
+  'mount': (165, 40),
+  'umount2': (166, 39),
+  'pivot_root': (155, 41),
+  'mount_setattr': (442, 442),
+  'open_tree': (428, 428),
+  'move_mount': (429, 429),
+  'fsopen': (430, 430),
+  'fsconfig': (431, 431),
+  'fsmount': (432, 432),
+  'fspick': (433, 433),
+  'chroot': (161, 51),
+  'unshare': (272, 97),
+  'setns': (308, 268),
+  'ptrace': (101, 117),
+  'process_vm_readv': (310, 270),
+  'process_vm_writev': (311, 271),
+  'pidfd_getfd': (438, 438),
+  'kcmp': (312, 272),
+  'bpf': (321, 280),
+  'perf_event_open': (298, 241),
+  'userfaultfd': (323, 282),
+  'io_uring_setup': (425, 425),
+  'io_uring_enter': (426, 426),
+  'io_uring_register': (427, 427),
+  'keyctl': (250, 219),
+  'add_key': (248, 217),
+  'request_key': (249, 218),
+  'open_by_handle_at': (304, 265),
+  'name_to_handle_at': (303, 264),
+  'mknod': (133, None),
+  'mknodat': (259, 33),
+  'init_module': (175, 105),
+  'finit_module': (313, 273),
+  'delete_module': (176, 106),
+  'kexec_load': (246, 104),
+  'kexec_file_load': (320, 294),
+  'reboot': (169, 142),
+  'swapon': (167, 224),
+  'swapoff': (168, 225),
+  'syslog': (103, 116),
+  'quotactl': (179, 60),
+  'acct': (163, 89),
+  'settimeofday': (164, 170),
+  'clock_settime': (227, 112),
+  'clock_adjtime': (305, 266),
+  'adjtimex': (159, 171),
+  'sethostname': (170, 161),
+  'setdomainname': (171, 162),
+}
+CLONE, CLONE3 = (56, 220), 435
+IOCTL = (16, 29)
+TIOCSTI, TIOCLINUX = 0x5412, 0x541C  # Typing into the terminal of whoever started this.
+NAMESPACES = 0x20000 | 0x2000000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000
+X32 = 0x40000000
+FAILED = 'failed'
+TEMPORARY = ('/tmp', '/var/tmp')
+NOSUID_NODEV = 0x2 | 0x4  # MOUNT_ATTR_…
+
+
+def load(folder: str, name: str) -> types.ModuleType:
+  """The module in a file, under the file's name."""
+  spec = importlib.util.spec_from_file_location(name, os.path.join(folder, f'{name}.py'))
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[name] = module
+  spec.loader.exec_module(module)
+  return module
+
+
+def main() -> None:
+  parent, request, answer = (int(argument) for argument in sys.argv[2:5])
+  confinement = load(sys.argv[1], 'confinement')
+  load(sys.argv[1], 'library')
+  view = load(sys.argv[1], 'view')
+  with open(request, 'rb') as file:
+    job = json.load(file)
+  for door in job['doors']:  # Of a control group.
+    os.write(door, b'0')
+    os.close(door)
+  confinement.die_with_parent(parent)
+  try:
+    separate(confinement, view)
+    first = os.fork()
+  except OSError as error:
+    tell(answer, {FAILED: f'namespaces are not allowed here ({error})'})
+    return
+  if first:
+    os.waitpid(first, 0)
+    return
+  confinement.die_with_parent(0)
+  try:
+    build(confinement, view, job)
+  except OSError as error:
+    tell(answer, {FAILED: f'the file system of the command cannot be made ({error})'})
+    os._exit(1)
+  program = refusing(confinement.machine())
+  command = os.fork()
+  if not command:
+    run(confinement, program, job, answer)
+  os.set_inheritable(answer, False)
+  for descriptor in (0, 1, 2):  # Whoever reads what the command prints is to see its end.
+    os.close(descriptor)
+  status = reap(command)
+  tell(answer, {'exit_code': os.waitstatus_to_exitcode(status)})
+  os._exit(0)  # And with it ends whatever the command has left running.
+
+
+def tell(answer: int, what: dict[str, Any]) -> None:
+  os.write(answer, json.dumps(what).encode() + b'\n')
+
+
+def reap(command: int) -> int:
+  """Waits for the command; returns its status."""
+  while True:
+    process, status = os.wait()
+    if process == command:
+      return status
+
+
+def separate(confinement: types.ModuleType, view: types.ModuleType) -> None:
+  """Gives this process, which has one thread, and those that it forks namespaces of their own."""
+  user, group = os.geteuid(), os.getegid()
+  confinement.call(
+    'unshare',
+    view.CLONE_NEWUSER
+    | view.CLONE_NEWNS
+    | view.CLONE_NEWPID
+    | view.CLONE_NEWNET
+    | view.CLONE_NEWIPC
+    | view.CLONE_NEWUTS,
+  )
+  for name, text in (('setgroups', 'deny'), ('gid_map', f'{group} {group} 1'), ('uid_map', f'{user} {user} 1')):
+    with open(f'/proc/self/{name}', 'w') as file:
+      file.write(text)
+
+
+def build(confinement: types.ModuleType, view: types.ModuleType, job: dict[str, Any]) -> None:
+  """Makes the root of this process a file system of the system's directories, read-only, and the workspace."""
+  at, workspace = job['at'], job['workspace']
+  view.mount('none', '/', '', view.MS_REC | view.MS_PRIVATE)
+  view.mount('tmpfs', at, 'tmpfs', view.MS_NOSUID | view.MS_NODEV, 'mode=0755,size=16m')
+  within = [path for path in job['readable'] if is_temporary(path)]
+  for path in job['readable']:
+    if path not in within:
+      place(view, path, at + path)
+  for name in ('/dev', '/proc', '/run', *TEMPORARY):
+    os.makedirs(at + name, exist_ok=True)
+  for name in DEVICES:
+    os.close(os.open(f'{at}/dev/{name}', os.O_CREAT | os.O_WRONLY, 0o444))
+  for name, path in LINKS.items():
+    os.symlink(path, f'{at}/dev/{name}')
+  with contextlib.suppress(OSError):  # A container that hides parts of its own forbids it.
+    view.mount('proc', f'{at}/proc', 'proc', view.MS_NOSUID | view.MS_NODEV)
+  if not is_temporary(workspace):
+    os.makedirs(at + workspace, exist_ok=True)
+  view.make_read_only(at)
+  for name in DEVICES:
+    view.mount(f'/dev/{name}', f'{at}/dev/{name}', '', view.MS_BIND)
+  for name in TEMPORARY:
+    view.mount('tmpfs', at + name, 'tmpfs', view.MS_NOSUID | view.MS_NODEV, f'mode=1777,size={job["tmp_mb"]}m')
+  for path in within:
+    place(view, path, at + path)
+    view.make_read_only(at + path)
+  if is_temporary(workspace):
+    os.makedirs(at + workspace, exist_ok=True)
+  try:
+    view.mount(
+      workspace, at + workspace, '', view.MS_BIND
+    )  # Without what is mounted within: that is not the workspace.
+  except OSError as error:
+    if error.errno == errno.EINVAL:
+      raise OSError(errno.EINVAL, 'something is mounted within the workspace: take it away', workspace) from error
+    raise
+  name, attributes = (
+    ctypes.create_string_buffer(os.fsencode(at + workspace)),
+    ctypes.create_string_buffer(struct.pack('=4Q', NOSUID_NODEV, 0, 0, 0), 32),
+  )
+  confinement.call('mount_setattr', view.AT_FDCWD, ctypes.addressof(name), 0, ctypes.addressof(attributes), 32)
+  for path in job['shared']:  # Files that have another name outside of the workspace.
+    view.mount(path, at + path, '', view.MS_BIND)
+    view.make_read_only(at + path)
+  os.chdir(at)
+  here = ctypes.create_string_buffer(b'.')
+  confinement.call('pivot_root', ctypes.addressof(here), ctypes.addressof(here))
+  confinement.call('umount2', ctypes.addressof(here), view.MNT_DETACH)
+  os.chdir(workspace)
+  for path in ('/', *(path for path in job['readable'] if not os.path.islink(path))):
+    if not os.statvfs(path).f_flag & os.ST_RDONLY:
+      raise OSError(errno.EROFS, 'it can be written to', path)
+
+
+def is_temporary(path: str) -> bool:
+  return any(path.startswith(f'{name}/') for name in TEMPORARY)
+
+
+def place(view: types.ModuleType, path: str, to: str) -> None:
+  """Puts a directory or a file of the machine, or a link to one, where there is nothing yet."""
+  if os.path.lexists(to):
+    return
+  if os.path.islink(path):
+    os.makedirs(os.path.dirname(to), exist_ok=True)
+    os.symlink(os.readlink(path), to)
+    return
+  if stat.S_ISDIR(os.stat(path).st_mode):
+    os.makedirs(to)
+  else:
+    os.makedirs(os.path.dirname(to), exist_ok=True)
+    os.close(os.open(to, os.O_CREAT | os.O_WRONLY, 0o444))
+  view.mount(path, to, '', view.MS_BIND | view.MS_REC)
+
+
+def run(confinement: types.ModuleType, program: bytes, job: dict[str, Any], answer: int) -> None:
+  """Becomes the command."""
+  try:
+    os.setsid()
+    limits = job['limits']
+    for name, value in (
+      ('RLIMIT_CORE', 0),
+      ('RLIMIT_CPU', limits['cpu_s']),
+      ('RLIMIT_FSIZE', limits['file_mb'] * MIB),
+      ('RLIMIT_AS', limits['memory_mb'] * MIB),
+      ('RLIMIT_NOFILE', limits['descriptors']),
+      ('RLIMIT_NPROC', limits['processes']),
+    ):
+      resource.setrlimit(getattr(resource, name), (value, value))
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    confinement.drop_privileges(None)
+    confinement.restrict_calls(program)
+    os.set_inheritable(answer, False)
+    os.execve(job['shell'][0], job['shell'], job['environment'])
+  except OSError as error:
+    tell(answer, {FAILED: f'the command cannot be started ({error})'})
+  os._exit(127)
+
+
+def refusing(column: int) -> bytes:
+  """The seccomp filter of commands: all calls but those of `REFUSED`, new namespaces, and typing into a terminal."""
+  confinement = sys.modules['confinement']
+  load_, equal, at_least, any_bit, leave = 0x20, 0x15, 0x35, 0x45, 0x06
+  allow, fail, kill = 0x7FFF0000, 0x00050000, 0x80000000
+  code = [
+    (load_, 0, 0, confinement.ARCHITECTURE),
+    (equal, 1, 0, confinement.AUDIT_ARCH[column]),
+    (leave, 0, 0, kill),  # 32-bit calls would go by other numbers.
+    (load_, 0, 0, confinement.NUMBER),
+  ]
+  if not column:
+    code += [(at_least, 0, 1, X32), (leave, 0, 0, fail | errno.ENOSYS)]
+  for numbers in REFUSED.values():
+    if numbers[column] is not None:
+      code += [(equal, 0, 1, numbers[column]), (leave, 0, 0, fail | errno.EPERM)]
+  code += [(equal, 0, 1, CLONE3), (leave, 0, 0, fail | errno.ENOSYS)]  # Its flags lie in memory; libraries take clone.
+  code += [
+    (equal, 0, 4, CLONE[column]),
+    (load_, 0, 0, confinement.ARGUMENTS),
+    (any_bit, 0, 1, NAMESPACES),
+    (leave, 0, 0, fail | errno.EPERM),
+    (leave, 0, 0, allow),
+    (equal, 0, 5, IOCTL[column]),
+    (load_, 0, 0, confinement.ARGUMENTS + 8),
+    (equal, 1, 0, TIOCSTI),
+    (equal, 0, 1, TIOCLINUX),
+    (leave, 0, 0, fail | errno.EPERM),
+    (leave, 0, 0, allow),
+    (leave, 0, 0, allow),
+  ]
+  return b''.join(struct.pack('=HBBI', *instruction) for instruction in code)
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,396 @@
+"""The tools of a coding agent: what they are called, what they take, and what they answer.
+
+A call is data until `Toolbox.call` runs it, and calls it with arguments that were checked. What goes wrong is an answer
+too, with what a feedback can be made of: which argument, which line, which exit code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import fnmatch
+import json
+import math
+import pathlib
+import re
+import subprocess
+import sys
+from typing import Any, Literal
+
+from sdpo_jax.environments.workspace.folder import Folder, PathError
+from sdpo_jax.environments.workspace.shell import Cancelled, Shell
+from sdpo_jax.errors import short_repr
+
+SEARCH, SEARCH_S = pathlib.Path(__file__).with_name('search_child.py'), 10.0
+MAX_FILE_BYTES = 4 * 2**20
+MAX_ANSWER = 20_000  # Characters of an answer; the middle of a longer one is left out.
+MAX_MATCHES = 200
+MAX_LINE = 500  # Characters of a line of a search's answer.
+MAX_PATTERN = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+  """One argument of a tool."""
+
+  kind: Literal['string', 'integer', 'number', 'boolean']
+  meaning: str
+  required: bool = True
+  least: float = -math.inf
+
+
+@dataclasses.dataclass(frozen=True)
+class Tool:
+  """One tool, as a model is told of it."""
+
+  name: str
+  meaning: str
+  parameters: Mapping[str, Parameter]
+  changes: bool  # Whether it can change the workspace.
+
+  def schema(self) -> dict[str, Any]:
+    """Returns the tool in the form that chat templates take, with the parameters as JSON schema."""
+    properties = {
+      name: {'type': parameter.kind, 'description': parameter.meaning} for name, parameter in self.parameters.items()
+    }
+    required = [name for name, parameter in self.parameters.items() if parameter.required]
+    parameters = {'type': 'object', 'properties': properties, 'required': required}
+    return {
+      'type': 'function',
+      'function': {'name': self.name, 'description': self.meaning, 'parameters': parameters},
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+  """What a tool answered."""
+
+  ok: bool
+  text: str  # For the model; of what failed, one sentence first.
+  exit_code: int | None = None  # Of a command.
+  field: str | None = None  # The argument that is to blame.
+  line: int | None = None  # Of the file, from 1, where an edit failed.
+  dropped: int = 0  # Characters that were left out of the text.
+
+
+class BadCall(Exception):
+  """A call that no tool takes, in one sentence for the agent."""
+
+  def __init__(self, message: str, field: str | None = None, line: int | None = None):
+    super().__init__(message)
+    self.field, self.line = field, line
+
+
+_PATH = Parameter('string', 'Path of a file, relative to the workspace.')
+TOOLS = {
+  tool.name: tool
+  for tool in (
+    Tool(
+      'read',
+      'Show the lines of a file with their numbers.',
+      {
+        'path': _PATH,
+        'offset': Parameter('integer', 'First line to show, from 1.', False, 1),
+        'limit': Parameter('integer', 'Number of lines to show.', False, 1),
+      },
+      False,
+    ),
+    Tool(
+      'write',
+      'Write a whole file.',
+      {'path': _PATH, 'content': Parameter('string', 'All that the file is to hold.')},
+      True,
+    ),
+    Tool(
+      'edit',
+      'Replace a piece of text in a file, which must occur once.',
+      {
+        'path': _PATH,
+        'old': Parameter('string', 'Text that is in the file.'),
+        'new': Parameter('string', 'Text to put in its place.'),
+        'all': Parameter('boolean', 'Replace every occurrence.', False),
+      },
+      True,
+    ),
+    Tool(
+      'edit_lines',
+      'Replace lines of a file.',
+      {
+        'path': _PATH,
+        'start': Parameter('integer', 'First line to replace, from 1.', True, 1),
+        'end': Parameter('integer', 'Last line to replace; start - 1 inserts before start.', True, 0),
+        'content': Parameter('string', 'Lines to put in their place.'),
+      },
+      True,
+    ),
+    Tool(
+      'glob',
+      'List the files whose path matches a pattern such as **/*.py.',
+      {'pattern': Parameter('string', 'Pattern of paths; ** stands for any number of folders.')},
+      False,
+    ),
+    Tool(
+      'grep',
+      'List the lines that match a regular expression.',
+      {
+        'pattern': Parameter('string', 'Regular expression.'),
+        'path': Parameter('string', 'Folder or file to search.', False),
+        'glob': Parameter('string', 'Pattern of the paths to search.', False),
+      },
+      False,
+    ),
+    Tool(
+      'bash',
+      'Run a command in the workspace, without network.',
+      {
+        'command': Parameter('string', 'The command.'),
+        'timeout': Parameter('number', 'Seconds that it may take.', False, 0.1),
+      },
+      True,
+    ),
+  )
+}
+
+
+def check(name: str, arguments: Any) -> dict[str, Any]:
+  """Returns the arguments of a call; raises BadCall for a tool or arguments that there are not."""
+  if name not in TOOLS:
+    raise BadCall(f'There is no tool {short_repr(name)}; there are {", ".join(TOOLS)}.')
+  parameters = TOOLS[name].parameters
+  if not isinstance(arguments, Mapping):
+    raise BadCall(f'The arguments of {name} must be an object, not {short_repr(arguments)}.')
+  for given in arguments:
+    if given not in parameters:
+      raise BadCall(f'{name} takes no {short_repr(given)}; it takes {", ".join(parameters)}.', str(given))
+  for field, parameter in parameters.items():
+    if field not in arguments:
+      if parameter.required:
+        raise BadCall(f'{name} needs {field!r}: {parameter.meaning}', field)
+      continue
+    value = arguments[field]
+    types = {'string': str, 'integer': int, 'number': (int, float), 'boolean': bool}
+    fits = isinstance(value, types[parameter.kind]) and isinstance(value, bool) == (parameter.kind == 'boolean')
+    if not fits:
+      raise BadCall(f'{field!r} of {name} must be of type {parameter.kind}, not {short_repr(value)}.', field)
+    if parameter.kind in ('integer', 'number') and not parameter.least <= value < math.inf:
+      raise BadCall(f'{field!r} of {name} must be at least {parameter.least:g}, not {short_repr(value)}.', field)
+  return dict(arguments)
+
+
+class Toolbox:
+  """The tools of one workspace."""
+
+  def __init__(self, workspace: pathlib.Path, shell: Shell | None):
+    """Opens a workspace.
+
+    Args:
+      workspace: a folder, the only one that the tools read and write.
+      shell: runs commands in it; None: there are no commands.
+    """
+    self._folder, self._shell = Folder(workspace), shell
+
+  @property
+  def tools(self) -> dict[str, Tool]:
+    """The tools that there are, by name."""
+    return {name: tool for name, tool in TOOLS.items() if name != 'bash' or self._shell is not None}
+
+  def call(self, name: str, arguments: Any, *, cancelled: Cancelled | None = None) -> Answer:
+    """Runs a tool; whatever goes wrong in it is an answer.
+
+    Args:
+      name: of the tool.
+      arguments: an object, as the model wrote it.
+      cancelled: ends a command from another thread.
+    """
+    try:
+      checked = check(name, arguments)
+      if name not in self.tools:
+        raise BadCall('Commands are not allowed here: use the other tools.')
+      if name == 'bash':
+        return self._bash(**checked, cancelled=cancelled)
+      run: Callable[..., str] = getattr(self, f'_{name}')
+      text, dropped = shortened(run(**checked))
+      return Answer(True, text, dropped=dropped)
+    except PathError as error:
+      return Answer(False, str(error), field='path')
+    except BadCall as error:
+      return Answer(False, str(error), field=error.field, line=error.line)
+
+  def preview(self, name: str, arguments: Any) -> tuple[str, str, str] | None:
+    """Returns the path, and the text of that file before and after a call that writes it; None for other calls.
+
+    Raises:
+      BadCall: the call would fail.
+    """
+    checked = check(name, arguments)
+    try:
+      if name == 'write':
+        return checked['path'], self._text_or_empty(checked['path']), checked['content']
+      if name == 'edit':
+        return checked['path'], *self._edited(**checked)
+      if name == 'edit_lines':
+        return checked['path'], *self._with_lines(**checked)
+    except PathError as error:
+      raise BadCall(str(error), 'path') from error
+    return None
+
+  def _read(self, path: str, offset: int = 1, limit: int = 2000) -> str:
+    lines = self._text(path).splitlines()
+    if offset > max(1, len(lines)):
+      raise BadCall(f'{path} has {len(lines)} lines, and offset is {offset}.', 'offset')
+    shown = lines[offset - 1 : offset - 1 + limit]
+    text = '\n'.join(f'{number}\t{line}' for number, line in enumerate(shown, start=offset))
+    left = len(lines) - (offset - 1 + len(shown))
+    return text + (f'\n({left} more lines)' if left else '') if lines else '(The file is empty.)'
+
+  def _write(self, path: str, content: str) -> str:
+    there = self._folder.write(path, encoded(content))
+    return f'{"Replaced" if there else "Wrote"} {path}: {len(content.splitlines())} lines.'
+
+  def _edit(self, path: str, old: str, new: str, all: bool = False) -> str:
+    before, after = self._edited(path, old, new, all)
+    self._folder.write(path, encoded(after))
+    count = before.count(old) if all else 1
+    return f'Replaced {count} {"piece" if count == 1 else "pieces"} of text in {path}.'
+
+  def _edited(self, path: str, old: str, new: str, all: bool = False) -> tuple[str, str]:
+    text = self._text(path)
+    if not old:
+      raise BadCall("'old' of edit is empty: give the text to replace, or use write or edit_lines.", 'old')
+    if old == new:
+      raise BadCall("'old' and 'new' of edit are the same.", 'new')
+    count = text.count(old)
+    if not count:
+      raise BadCall(f"'old' does not occur in {path}.", 'old', _nearest(text, old))
+    if count > 1 and not all:
+      second = text.index(old, text.index(old) + 1)
+      line = text.count('\n', 0, second) + 1
+      raise BadCall(f"'old' occurs {count} times in {path}, next in line {line}: give more of it, or all.", 'old', line)
+    return text, text.replace(old, new)
+
+  def _edit_lines(self, path: str, start: int, end: int, content: str) -> str:
+    before, after = self._with_lines(path, start, end, content)
+    self._folder.write(path, encoded(after))
+    change = len(after.splitlines()) - len(before.splitlines())
+    return f'Replaced lines {start} to {end} of {path} ({change:+d} lines).'
+
+  def _with_lines(self, path: str, start: int, end: int, content: str) -> tuple[str, str]:
+    text = self._text(path)
+    lines = text.splitlines(keepends=True)
+    if start > len(lines) + 1:
+      raise BadCall(f'{path} has {len(lines)} lines, and start is {start}.', 'start', len(lines))
+    if not start - 1 <= end <= len(lines):
+      raise BadCall(f'{path} has {len(lines)} lines: end must lie between {start - 1} and that, not {end}.', 'end')
+    if lines and not lines[-1].endswith('\n') and start > len(lines):
+      lines[-1] += '\n'
+    if content and not content.endswith('\n') and end < len(lines):
+      content += '\n'
+    return text, ''.join([*lines[: start - 1], content, *lines[end:]])
+
+  def _glob(self, pattern: str) -> str:
+    matches = _matcher(pattern).fullmatch
+    found = [name for name in self._folder.files() if matches(name)]
+    shown = '\n'.join(found[:MAX_MATCHES])
+    more = len(found) - MAX_MATCHES
+    return (shown + (f'\n({more} more files)' if more > 0 else '')) or '(No file matches.)'
+
+  def _grep(self, pattern: str, path: str = '.', glob: str = '**') -> str:
+    if len(pattern) > MAX_PATTERN:
+      raise BadCall(f"'pattern' of grep has more than {MAX_PATTERN} characters.", 'pattern')
+    request = {
+      'folder': str(self._folder.path),
+      'path': self._folder.readable(path),
+      'pattern': pattern,
+      'names': _matcher(glob).pattern,
+      'max_file_bytes': MAX_FILE_BYTES,
+      'max_line': MAX_LINE,
+      'max_matches': MAX_MATCHES,
+    }
+    try:
+      done = subprocess.run(
+        [sys.executable, '-I', '-X', 'utf8', str(SEARCH)],
+        input=json.dumps(request).encode(),
+        capture_output=True,
+        timeout=SEARCH_S,
+        check=True,
+        env={},
+      )
+    except subprocess.TimeoutExpired as error:
+      raise BadCall(f'The search took more than {SEARCH_S:g} seconds: use a simpler pattern.', 'pattern') from error
+    found = json.loads(done.stdout)
+    if 'wrong' in found:
+      raise BadCall(f"'pattern' of grep is no regular expression ({found['wrong']}).", 'pattern')
+    more = ['(There are more: narrow the pattern.)'] * found['more']
+    return '\n'.join([*found['found'], *more]) or '(No line matches.)'
+
+  def _bash(self, command: str, timeout: float | None = None, cancelled: Cancelled | None = None) -> Answer:
+    assert self._shell is not None
+    if '\0' in command:
+      raise BadCall("'command' of bash holds a null byte.", 'command')
+    report = self._shell.run(command, wall_s=timeout, cancelled=cancelled)
+    output = report.output.decode(errors='replace')
+    text, dropped = shortened(output)
+    dropped += report.dropped
+    if report.status == 'failed':
+      return Answer(False, f'The command could not be run: {report.reason}.', dropped=dropped)
+    if report.status != 'ended':
+      why = f'took more than {report.wall_s:.1f} seconds and' if report.status == 'timeout' else ''
+      return Answer(False, f'The command {why} was ended.\n{text}'.replace('  ', ' '), dropped=dropped)
+    ended = f'Exit code {report.exit_code}.' if report.exit_code else ''
+    return Answer(
+      not report.exit_code, '\n'.join(filter(None, (ended, text))) or '(No output.)', report.exit_code, dropped=dropped
+    )
+
+  def _text(self, path: str) -> str:
+    try:
+      return self._folder.read(path, MAX_FILE_BYTES).decode()
+    except UnicodeDecodeError as error:
+      raise PathError(f'{path} is not text in UTF-8.') from error
+
+  def _text_or_empty(self, path: str) -> str:
+    try:
+      return self._text(path)
+    except PathError:
+      return ''
+
+
+def encoded(text: str) -> bytes:
+  """Returns a text as a file holds it; raises BadCall for halves of characters."""
+  try:
+    content = text.encode()
+  except UnicodeEncodeError as error:
+    raise BadCall(f'The text holds half of a character at position {error.start}.', 'content') from error
+  if len(content) > MAX_FILE_BYTES:
+    raise BadCall(f'The text has {len(content)} bytes, more than the {MAX_FILE_BYTES} that are written.', 'content')
+  return content
+
+
+def shortened(text: str, limit: int = MAX_ANSWER) -> tuple[str, int]:
+  """Returns a text without its middle where it is longer than `limit` characters, and how many are left out."""
+  dropped = len(text) - limit
+  if dropped <= 0:
+    return text, 0
+  half = limit // 2
+  return f'{text[:half]}\n… {dropped} characters are left out …\n{text[-half:]}', dropped
+
+
+def _nearest(text: str, old: str) -> int | None:
+  """Returns the line of a text that begins as the piece does that is not in it; None: no line does."""
+  first = next((line.strip() for line in old.splitlines() if line.strip()), None)
+  return next((number for number, line in enumerate(text.splitlines(), 1) if first and line.strip() == first), None)
+
+
+def _matcher(pattern: str) -> re.Pattern[str]:
+  """Returns the expression of whole paths that match a pattern in which ** stands for any number of folders."""
+  if not pattern or len(pattern) > MAX_PATTERN:
+    raise BadCall(f"'pattern' must have between 1 and {MAX_PATTERN} characters.", 'pattern')
+  pieces = []
+  for part in pattern.removeprefix('./').split('/'):
+    if part == '**':
+      pieces.append('(?:[^/]+/)*')
+    else:
+      # fnmatch has * match the slash, too.
+      pieces.append(fnmatch.translate(part).removeprefix('(?s:').removesuffix(')\\Z').replace('.*', '[^/]*') + '/')
+  joined = ''.join(pieces)
+  joined = joined.removesuffix('/') if not pattern.endswith('**') else joined + '[^/]+'
+  return re.compile(joined)

@@ -1,0 +1,174 @@
+"""The tool calls in what a model writes: found, checked for their form, and written again when a person has edited one.
+
+Two forms are known. `hermes`, of Qwen2.5, Qwen3 and Hermes, puts each call between tags:
+
+    <tool_call>
+    {"name": "read", "arguments": {"path": "a.py"}}
+    </tool_call>
+
+`llama3`, of Llama 3.1 and later, makes the whole answer a call, behind <|python_tag|> where the template asks for it:
+
+    {"name": "read", "parameters": {"path": "a.py"}}
+
+Which one a model has been trained with, its chat template says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+import re
+from typing import Any, Literal
+
+from sdpo_jax.environments.thinking import without_thinking
+from sdpo_jax.errors import UserError, short_repr
+
+Form = Literal['hermes', 'llama3']
+MAX_CALLS = 32  # Of one answer.
+# What a template of another form has in it, and whose form that is.
+_OTHERS = {
+  '<function=': "Qwen3-Coder's",
+  '[TOOL_CALLS]': "Mistral's",
+  '<｜tool▁calls▁begin｜>': "DeepSeek's",
+  '<|tool_calls_section_begin|>': "Kimi's",
+  '<start_function_call>': "FunctionGemma's",
+  '<function_calls>': "Olmo's",
+  '<|channel|>': "gpt-oss's",
+}
+_OPEN, _CLOSE = '<tool_call>', '</tool_call>'
+_PYTHON_TAG = '<|python_tag|>'
+_ARGUMENTS = {'hermes': 'arguments', 'llama3': 'parameters'}
+_DECODER = json.JSONDecoder()
+_SEPARATOR = re.compile(r'[\s;]*')
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolCall:
+  """A call that a model proposes."""
+
+  name: str
+  arguments: Mapping[str, Any]
+
+  def message(self) -> dict[str, Any]:
+    """Returns the call as messages hold it, for chat templates."""
+    return {'type': 'function', 'function': {'name': self.name, 'arguments': dict(self.arguments)}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+  """What an answer says and calls."""
+
+  text: str  # Beside the calls.
+  calls: Sequence[ToolCall]
+  fault: str | None  # Why something that looks like a call is none, in a sentence for the model; None: all are.
+
+
+def form_of(template: str | None) -> Form:
+  """Returns the form of the calls that a chat template teaches.
+
+  Raises:
+    UserError: there is no template, it knows no tools, or its form is another one, which is named.
+  """
+  if not template or 'tools' not in template:
+    raise UserError(
+      'The chat template of the model knows no tools: name one that does (model.chat_template), of Qwen3, Hermes or '
+      'Llama 3.1 and later.'
+    )
+  for mark, whose in _OTHERS.items():
+    if mark in template:
+      raise UserError(
+        f'The chat template of the model writes tool calls in {whose} form ({mark}), which is not read here: those of '
+        'Qwen3, Hermes and Llama 3.1 are.'
+      )
+  if _OPEN in template and 'arguments' in template:
+    return 'hermes'
+  if 'parameters' in template and ('ipython' in template or 'python_tag' in template):
+    return 'llama3'
+  raise UserError(
+    'The chat template of the model writes tool calls in a form that is not known here: those of Qwen3, Hermes and '
+    'Llama 3.1 are.'
+  )
+
+
+def read_calls(text: str, form: Form) -> Proposal:
+  """Returns what an answer says and calls; thinking is neither.
+
+  A call of which anything is wrong is not returned, and none after it: a person is not to approve half of a plan.
+  """
+  shown = without_thinking(text)
+  return _read_tagged(shown) if form == 'hermes' else _read_whole(shown)
+
+
+def write_call(call: ToolCall, form: Form) -> str:
+  """Returns a call as a model of that form writes it."""
+  content = json.dumps({'name': call.name, _ARGUMENTS[form]: dict(call.arguments)}, ensure_ascii=False)
+  return f'{_OPEN}\n{content}\n{_CLOSE}' if form == 'hermes' else content
+
+
+def _read_tagged(text: str) -> Proposal:
+  said, calls, rest = [], [], text
+  while True:
+    before, opened, after = rest.partition(_OPEN)
+    said.append(before.strip())
+    if not opened:
+      return _proposal(said, calls, None)
+    content, closed, rest = after.partition(_CLOSE)
+    if not closed:
+      return _proposal(said, calls, f'A tool call is not closed: {_CLOSE} is missing.')
+    if len(calls) == MAX_CALLS:
+      return _proposal(said, calls, f'There are more than {MAX_CALLS} tool calls in one answer.')
+    try:
+      call = _call(json.loads(content), 'arguments')
+    except (json.JSONDecodeError, RecursionError) as error:
+      return _proposal(said, calls, f'A tool call is not valid JSON: {_reason(error)}.')
+    if isinstance(call, str):
+      return _proposal(said, calls, call)
+    calls.append(call)
+
+
+def _read_whole(text: str) -> Proposal:
+  tagged = _PYTHON_TAG in text
+  said, _, content = text.rpartition(_PYTHON_TAG) if tagged else ('', '', text)
+  position = _SEPARATOR.match(content).end()
+  if not content[position:].startswith('{'):
+    fault = 'The answer calls a tool in a form other than {"name": …, "parameters": {…}}.' if tagged else None
+    return Proposal(text.replace(_PYTHON_TAG, '').strip(), (), fault)
+  calls: list[ToolCall] = []
+  while position < len(content):
+    if len(calls) == MAX_CALLS:
+      return _proposal([said.strip()], calls, f'There are more than {MAX_CALLS} tool calls in one answer.')
+    try:
+      found, position = _DECODER.raw_decode(content, position)
+    except (json.JSONDecodeError, RecursionError) as error:
+      return _proposal([said.strip()], calls, f'A tool call is not valid JSON: {_reason(error)}.')
+    if not calls and not (isinstance(found, dict) and 'name' in found):
+      return Proposal(text.strip(), (), None)  # An answer in JSON that calls nothing.
+    call = _call(found, 'parameters')
+    if isinstance(call, str):
+      return _proposal([said.strip()], calls, call)
+    calls.append(call)
+    position = _SEPARATOR.match(content, position).end()
+  return _proposal([said.strip()], calls, None)
+
+
+def _call(found: Any, key: str) -> ToolCall | str:
+  """Returns a call, or what is wrong with it."""
+  if not isinstance(found, dict) or not isinstance(found.get('name'), str) or not found['name']:
+    return f'A tool call must be an object with "name" and "{key}", not {short_repr(found)}.'
+  if further := found.keys() - {'name', key, 'id', 'type'}:
+    return f'A tool call has "name" and "{key}", and not {short_repr(sorted(further)[0])}.'
+  arguments = found.get(key, {})
+  if not isinstance(arguments, dict):
+    return f'The {key} of the tool call {short_repr(found["name"])} must be an object, not {short_repr(arguments)}.'
+  return ToolCall(found['name'], arguments)
+
+
+def _proposal(said: Sequence[str], calls: Sequence[ToolCall], fault: str | None) -> Proposal:
+  return Proposal('\n'.join(filter(None, said)), tuple(calls), fault)
+
+
+def _reason(error: Exception) -> str:
+  if isinstance(error, json.JSONDecodeError):
+    return f'{error.msg} at character {error.pos + 1}'
+  return 'it is nested too deeply'

@@ -1,0 +1,94 @@
+"""Tool calls in what models write, and written again."""
+
+import json
+
+from hypothesis import given, strategies
+import pytest
+
+from sdpo_jax.errors import UserError
+from sdpo_jax.serving.tool_calls import ToolCall, form_of, read_calls, write_call
+
+HERMES = "{% if tools %}<tool_call>{'name': …, 'arguments': …}</tool_call>{% endif %}"
+LLAMA = '{% if tools %}{"name": …, "parameters": …}{% endif %}{% if role == "ipython" %}{% endif %}'
+
+
+def tagged(content: str) -> str:
+  return f'<tool_call>\n{content}\n</tool_call>'
+
+
+def test_the_template_says_the_form():
+  assert form_of(HERMES) == 'hermes' and form_of(LLAMA) == 'llama3'
+
+
+@pytest.mark.parametrize(
+  'template, sentence',
+  [
+    (None, 'knows no tools'),
+    ('{{ messages }}', 'knows no tools'),
+    ('{% if tools %}[TOOL_CALLS]{% endif %}', "Mistral's form"),
+    (HERMES + '<function=', "Qwen3-Coder's form"),
+    ('{% if tools %}call them{% endif %}', 'a form that is not known here'),
+  ],
+)
+def test_other_forms_are_refused_by_name(template, sentence):
+  with pytest.raises(UserError, match=sentence):
+    form_of(template)
+
+
+def test_calls_are_found_beside_text_and_not_in_thinking():
+  text = f'<think>{tagged("{}")}</think>I look.\n{tagged(json.dumps({"name": "read", "arguments": {"path": "a"}}))}\n'
+  text += tagged('{"name": "glob", "arguments": {"pattern": "*"}}') + ' Done.'
+  found = read_calls(text, 'hermes')
+  assert found.calls == (ToolCall('read', {'path': 'a'}), ToolCall('glob', {'pattern': '*'}))
+  assert found.text == 'I look.\nDone.' and found.fault is None
+  assert read_calls('No call.', 'hermes') == read_calls('No call.', 'llama3')
+
+
+@pytest.mark.parametrize('tag', ['', '<|python_tag|>'])
+def test_whole_answers_are_calls(tag):
+  text = f'{tag}{{"name": "read", "parameters": {{"path": "a"}}}}; {{"name": "glob", "parameters": {{}}}}'
+  assert read_calls(text, 'llama3').calls == (ToolCall('read', {'path': 'a'}), ToolCall('glob', {}))
+  assert read_calls('{"result": 3}', 'llama3').calls == () and read_calls('{"result": 3}', 'llama3').fault is None
+  assert 'in a form other than' in read_calls('<|python_tag|>read("a")', 'llama3').fault
+
+
+@pytest.mark.parametrize(
+  'text, fault',
+  [
+    ('<tool_call>{"name": "read"', '</tool_call> is missing'),
+    (tagged('{"name": "read",}'), 'not valid JSON: '),
+    (tagged('["read"]'), 'must be an object with "name" and "arguments"'),
+    (tagged('{"arguments": {}}'), 'must be an object with "name"'),
+    (tagged('{"name": "read", "arguments": "a"}'), "of the tool call 'read' must be an object, not 'a'"),
+    (tagged('{"name": "read", "parameters": {}}'), "and not 'parameters'"),
+    (tagged('[' * 100_000), 'JSON'),
+    (tagged('{"name": "a"}') * 40, 'more than 32 tool calls'),
+  ],
+)
+def test_what_is_no_call_is_said(text, fault):
+  assert fault in read_calls(text, 'hermes').fault
+
+
+def test_nothing_after_a_fault_is_a_call():
+  first, last = tagged('{"name": "read", "arguments": {}}'), tagged('{"name": "bash", "arguments": {}}')
+  found = read_calls(first + tagged('{') + last, 'hermes')
+  assert [call.name for call in found.calls] == ['read'] and found.fault
+
+
+VALUES = strategies.recursive(
+  strategies.none() | strategies.booleans() | strategies.integers() | strategies.text(),
+  lambda values: strategies.lists(values, max_size=3) | strategies.dictionaries(strategies.text(), values, max_size=3),
+  max_leaves=5,
+)
+SAFE = strategies.text().filter(lambda text: 'tool_call>' not in text and 'think>' not in text)
+
+
+@given(
+  strategies.sampled_from(['hermes', 'llama3']), SAFE.filter(bool), strategies.dictionaries(SAFE, VALUES, max_size=4)
+)
+def test_a_call_that_is_written_is_read_again(form, name, arguments):
+  call = ToolCall(name, arguments)
+  text = write_call(call, form)
+  if 'tool_call>' in str(arguments) or 'think>' in str(arguments) or '<|python_tag|>' in text:
+    return
+  assert read_calls(text, form).calls == (call,)
