@@ -65,3 +65,10 @@ def test_strings_are_found_in_time_that_is_linear(data):
   """Hours, if what follows each of a million quotes was looked at again."""
   with pytest.raises(ValueError):
     bounded_json.loads(b',' * bounded_json.MAX_VALUES + data)
+
+
+def test_a_caller_may_expect_more_values():
+  values = [0] * bounded_json.MAX_VALUES
+  assert bounded_json.loads(json.dumps(values).encode(), len(values) + 1) == values
+  with pytest.raises(bounded_json.TooManyValuesError, match='more than 10000 values'):
+    bounded_json.loads(json.dumps(values).encode(), len(values))

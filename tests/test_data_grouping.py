@@ -81,7 +81,7 @@ def test_a_success_teaches_the_failures_of_a_repeated_row_only_where_duplicates_
     config=config,
     spec=ObjectiveSpec.from_config(config),
     tokenizer=CharacterTokenizer(),
-    sampler=Sampler(),
+    writer=lambda trainable: (Sampler(), None, trainable),
     base=None,
   )
   other = dataclasses.replace(ASKED, ground_truth='43')

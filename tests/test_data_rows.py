@@ -141,7 +141,7 @@ def test_the_environment_follows_the_data_source_or_the_row(source, environment)
     ({**RAW, 'answer': 4}, "'answer' must be a non-empty string, not 4"),
     ({**RAW, 'system': ['x']}, "'system' must be a string or null"),
     ({**RAW, 'dataset': 'mine'}, "no environment grades the data source 'mine'.*field 'environment'"),
-    ({**RAW, 'environment': 3}, 'no environment grades'),
+    ({**RAW, 'environment': 3}, "field 'environment' must be the name of a grader, a list .* not 3"),
     ([1], r'a row must be an object with named fields, not \[1\]'),
     ({**READY, 'prompt': '1 + 1?'}, "'prompt' must be a non-empty list of messages"),
     ({**READY, 'prompt': []}, "'prompt' must be a non-empty list of messages"),
@@ -249,6 +249,7 @@ def test_sound_ground_truths_pass():
     ({'time_limit': 0}, "positive number of seconds as 'time_limit', not 0"),
     ({'time_limit': True}, "positive number of seconds as 'time_limit', not True"),
     ({'time_limit': float('inf')}, "positive number of seconds as 'time_limit', not inf"),
+    ({'time_limit': 10**400}, "positive number of seconds as 'time_limit', not 1000"),
     ({'time_limit': '6'}, "positive number of seconds as 'time_limit', not '6'"),
   ],
 )
@@ -333,6 +334,19 @@ def test_json_lines_keep_their_line_numbers(tmp_path):
   found = read(tmp_path, '{"a": 1}\n\n  \n{"a": "x\u2028y"}\r\n')
   assert [(r.value['a'], r.number) for r in found] == [(1, 1), ('x\u2028y', 4)]
   assert found[1].origin.endswith('rows.json, line 4')
+
+
+def test_lines_of_a_text_file_are_prompts(tmp_path):
+  found = read(tmp_path, '\ufeffWhat?\n\n  {"a": 1}\u2028and so on \r\n', 'rows.txt')
+  assert [(r.value, r.number) for r in found] == [({'prompt': 'What?'}, 1), ({'prompt': '{"a": 1}\u2028and so on'}, 3)]
+  asked = [rows.example(r, 'train', default_source='rows', default_environment='none') for r in found]
+  assert [(e.messages, e.environment, e.id) for e in asked[:1]] == [
+    ([{'role': 'user', 'content': 'What?'}], 'none', 'rows/1')
+  ]
+  with pytest.raises(UserError, match="rows.txt, line 1: field 'answer' is missing"):
+    rows.example(found[0], 'train', default_environment='math')
+  with pytest.raises(UserError, match='data.train_files: .*rows.txt.* holds no rows'):
+    read(tmp_path, '\n \n', 'rows.txt')
 
 
 def test_rows_of_a_json_array_keep_the_line_where_they_begin(tmp_path):

@@ -12,12 +12,14 @@ import socket
 import ssl
 import subprocess
 import threading
+import time
 
+import httpcore2
 import numpy as np
 import pytest
 
 from sdpo_jax.config import Config, EnvironmentsConfig, HttpGraderConfig
-from sdpo_jax.environments import registry, remote
+from sdpo_jax.environments import bounded_http, json_server, registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import jsonable
@@ -29,7 +31,7 @@ RIGHT = {'score': 1.0}
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-  monkeypatch.setattr(remote, 'FIRST_PAUSE_S', 0.0)
+  monkeypatch.setattr(json_server, 'FIRST_PAUSE_S', 0.0)
 
 
 def example(i=0, **changes):
@@ -129,15 +131,17 @@ def test_a_lost_connection_is_tried_again():
 
 
 def test_pauses_grow_are_spread_and_follow_the_server(monkeypatch):
-  monkeypatch.setattr(remote, 'FIRST_PAUSE_S', 1.0)
-  assert [remote.pause_s(attempt, None, 0.5) for attempt in range(4)] == [1.0, 2.0, 4.0, 8.0]
-  assert remote.pause_s(1, None, 0.0) == 1.0 and remote.pause_s(1, None, 0.999) == pytest.approx(3.0, rel=0.01)
-  assert remote.pause_s(0, 7.0, 0.9) == 7.0 and remote.pause_s(3, 0.0, 0.9) == 0.0
-  assert remote.pause_s(0, 1e9, 0.0) == remote.pause_s(30, None, 0.0) == remote.LONGEST_PAUSE_S
+  monkeypatch.setattr(json_server, 'FIRST_PAUSE_S', 1.0)
+  assert [json_server.pause_s(attempt, None, 0.5) for attempt in range(4)] == [1.0, 2.0, 4.0, 8.0]
+  assert json_server.pause_s(1, None, 0.0) == 1.0 and json_server.pause_s(1, None, 0.999) == pytest.approx(
+    3.0, rel=0.01
+  )
+  assert json_server.pause_s(0, 7.0, 0.9) == 7.0 and json_server.pause_s(3, 0.0, 0.9) == 0.0
+  assert json_server.pause_s(0, 1e9, 0.0) == json_server.pause_s(30, None, 0.0) == json_server.LONGEST_PAUSE_S
   now = datetime.datetime(2026, 1, 1, 12, 0, 0, tzinfo=datetime.UTC)
-  assert remote.retry_after_s('3', now) == 3.0
-  assert remote.retry_after_s('Thu, 01 Jan 2026 12:00:30 GMT', now) == 30.0
-  assert remote.retry_after_s('soon', now) is None and remote.retry_after_s(None, now) is None
+  assert json_server.retry_after_s('3', now) == 3.0
+  assert json_server.retry_after_s('Thu, 01 Jan 2026 12:00:30 GMT', now) == 30.0
+  assert json_server.retry_after_s('soon', now) is None and json_server.retry_after_s(None, now) is None
 
 
 @pytest.mark.parametrize(
@@ -328,6 +332,21 @@ def test_a_flood_is_left_before_the_timeout_and_at_little_cost(start, then, reas
   assert sum(sent) < 2**24  # With what the system keeps on its way.
 
 
+def test_headers_are_read_up_to_their_limit_however_they_arrive():
+  """A part just below the limit and a whole one after it would together be beyond what the parser takes."""
+
+  class Endless(httpcore2.NetworkStream):
+    def read(self, max_bytes, timeout=None):
+      return b'y' * min(max_bytes, 60_000)
+
+  backend, exchange = bounded_http._Backend(), bounded_http._Exchange(time.monotonic() + 60)
+  stream, handed = bounded_http._Stream(backend, Endless()), 0
+  with backend.during(exchange), pytest.raises(bounded_http.TooLargeError, match='more than 65536 bytes of headers'):
+    while handed < 2**20:
+      handed += len(stream.read(2**16))
+  assert handed == 2**16 + 1
+
+
 @pytest.mark.skipif(shutil.which('openssl') is None, reason='makes a certificate with openssl')
 def test_a_server_behind_tls(tmp_path, monkeypatch):
   key, certificate = tmp_path / 'key.pem', tmp_path / 'certificate.pem'
@@ -402,8 +421,8 @@ def test_the_environment_names_a_proxy(monkeypatch):
   ['9' * 5000, '٣', 'Thu, 01 Jan 99999999999 12:00:30 GMT', 'Thu, 01 Jan 2026 12:00:30 +99999999999999', 'Mon', ''],
 )
 def test_no_header_about_a_pause_raises(header):
-  wait = remote.retry_after_s(header, datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC))
-  assert 0 <= remote.pause_s(0, wait, 0.5) <= remote.LONGEST_PAUSE_S
+  wait = json_server.retry_after_s(header, datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC))
+  assert 0 <= json_server.pause_s(0, wait, 0.5) <= json_server.LONGEST_PAUSE_S
 
 
 def test_a_server_that_is_down_ends_the_run():
@@ -515,7 +534,7 @@ def test_a_key_that_the_server_repeats_is_in_no_outcome(monkeypatch):
 def test_no_part_of_a_key_is_left_where_an_answer_is_shortened(monkeypatch, shown):
   """Its first `shown` characters are the last ones that a message has room for."""
   monkeypatch.setenv('GRADER_KEY', 'Bearer s3cr3t-key/of-mine')
-  text = 'x' * (remote._QUOTED - shown) + 's3cr3t-key/of-mine' + 'x' * 900
+  text = 'x' * (json_server._QUOTED - shown) + 's3cr3t-key/of-mine' + 'x' * 900
   answers = {
     'status': Answer(text.encode(), status=400),
     'as JSON': Answer(text.replace('/', '\\/').encode(), status=400),

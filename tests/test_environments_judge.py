@@ -5,7 +5,7 @@ import re
 import pytest
 
 from sdpo_jax.config import Config, EnvironmentsConfig, JudgeConfig
-from sdpo_jax.environments import remote
+from sdpo_jax.environments import json_server
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.environments.judge import question, read_critique
 from sdpo_jax.errors import UserError
@@ -17,7 +17,7 @@ QUESTION = Example('q', [{'role': 'user', 'content': 'What is 2+2?'}], 'judge', 
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-  monkeypatch.setattr(remote, 'FIRST_PAUSE_S', 0.0)
+  monkeypatch.setattr(json_server, 'FIRST_PAUSE_S', 0.0)
   monkeypatch.delenv('OPENAI_API_KEY', raising=False)
 
 

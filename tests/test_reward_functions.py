@@ -205,6 +205,15 @@ def test_the_documented_reward_functions_grade_the_documented_rows(tmp_path):
     wrong = graders.grade(asked, ['5', '7!'], truncated=[False] * 2)
   assert [outcome.score for outcome in (*right, *wrong)] == [1.0, 1.0, 0.0, 0.0]
   assert [outcome.feedback for outcome in (*right, *wrong)] == [None, None, 'State the number.', None]
+  both = rows.example(rows.Row('weighted.jsonl:1', 1, json.loads(block('weighted.jsonl', 'json'))), 'train')
+  settings = EnvironmentsConfig(modules=(str(tmp_path / 'my_rewards.py'),), reward_weights={'explained_reward': 0.5})
+  with Graders(settings) as graders:
+    found = graders.grade([both] * 3, ['4', 'It is 4.', '5'], truncated=[False] * 3)
+  assert [(outcome.score, outcome.feedback) for outcome in found] == [
+    (1.5, None),
+    (0.5, None),
+    (0.0, 'State the number.'),
+  ]
 
 
 class Late:

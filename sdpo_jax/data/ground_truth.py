@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 import json
-import math
 import re
 from typing import Any
 
 from sdpo_jax.errors import short_repr
 
 TEST_TYPES = ('functional', 'stdin', 'code')
+_LONGEST = 1e9  # Seconds; 30 years.
 
 
 class InvalidJson(ValueError):
@@ -77,7 +77,7 @@ def _tests(truth: Any) -> str | None:
   if tests['testtype'] == 'functional' and not (isinstance(name, str) and name.strip()):
     return f"must name the function to call in 'fn_name' for functional tests, not {short_repr(name)}"
   number = isinstance(limit, int | float) and not isinstance(limit, bool)
-  if limit is not None and (not number or not math.isfinite(limit) or limit <= 0):
+  if limit is not None and not (number and 0 < limit <= _LONGEST):
     return f"must have null or a positive number of seconds as 'time_limit', not {short_repr(limit)}"
   return None
 
@@ -118,4 +118,5 @@ _CHECKS: dict[str, Callable[[Any], str | None]] = {
   'gpqa': _letter,
   'mmlu_pro': _letter,
   'math': _text,
+  'longhealth': _text,
 }

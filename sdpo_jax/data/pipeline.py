@@ -13,10 +13,10 @@ from typing import Any
 import grain
 import numpy as np
 
-from sdpo_jax.config import Config, round_shares
+from sdpo_jax.config import Config, rewards, round_shares
 from sdpo_jax.data import rows, sources
 from sdpo_jax.data.prompts import Tokenizer, fits, fitting, name
-from sdpo_jax.errors import UserError
+from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.types import Example
 
 # Rows are in memory already: reading ahead in threads would gain nothing.
@@ -68,7 +68,7 @@ class TrainIterator:
       )
     share = data.train_batch_size // process_count
     self._mine = slice(process_index * share, (process_index + 1) * share)
-    self.environments: set[str] = set()  # Names of the graders that it needs.
+    self.environments: set[str] = set()  # What its questions have as `Example.environment`.
     read = functools.partial(
       read_examples, split='train', config=config, tokenizer=tokenizer, registry=registry, setting='data.train_files'
     )
@@ -186,7 +186,7 @@ def evaluation_examples(config: Config, tokenizer: Tokenizer, registry: sources.
       raise UserError(f'{setting}: {source!r} is endless: set data.val_max_samples to the number of questions wanted.')
     generate = sources.make_generator(source, 'test', 0, registry)
     drawn = [generate(index) for index in range(limit)]
-    _check_environments(drawn, registry)
+    check_environments(drawn, registry)
     examples += fitting(tokenizer, drawn, config, source)
   return examples
 
@@ -209,7 +209,7 @@ def read_examples(
   examples: list[Example] = []
   for source in files:
     found = examples_of_file(source, split, config, setting, limit)
-    _check_environments(found, registry)
+    check_environments(found, registry)
     examples += fitting(tokenizer, found, config, source)
   return examples
 
@@ -224,10 +224,18 @@ def examples_of_file(source: str, split: str, config: Config, setting: str, limi
   return [rows.example(row, split, **defaults) for row in sources.read_rows(source, setting)[:limit]]
 
 
-def _check_environments(examples: Sequence[Example], registry: sources.Registry) -> None:
+def check_environments(examples: Sequence[Example], registry: sources.Registry) -> None:
+  """Check that there are the graders that examples name.
+
+  Raises:
+    UserError: naming the first example of one that there is not.
+  """
   for example in {example.environment: example for example in reversed(examples)}.values():
     try:
-      registry.require(example.environment)
+      for grader in sorted(rewards.names([example.environment])):
+        registry.require(grader)
+    except rewards.UnreadableRewards as error:
+      raise UserError(f'{name(example)}: its environment {short_repr(example.environment)} {error}.') from error
     except UserError as error:
       raise UserError(f'{name(example)}: {error}') from error
 
@@ -239,7 +247,7 @@ def _checked_generator(
   generate = sources.make_generator(source, split, config.seed, registry)
   # A limit that is too low, or an unknown environment, ends the run before anything is compiled.
   first = [generate(index) for index in range(_PROBED)]
-  _check_environments(first, registry)
+  check_environments(first, registry)
   fitting(tokenizer, first, config, source)
 
   def checked(index: int) -> Example | None:

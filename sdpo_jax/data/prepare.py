@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import json
 import urllib.parse
@@ -10,7 +10,7 @@ import urllib.parse
 from etils import epath
 
 from sdpo_jax.data import hub, rows, sources
-from sdpo_jax.data.converters import gpqa, livecodebench, mathematics, sciknoweval, tooluse
+from sdpo_jax.data.converters import gpqa, livecodebench, longhealth, mathematics, sciknoweval, tooluse
 from sdpo_jax.data.converters.raw import Options, Parts, Splits
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import make_directory, write_output
@@ -28,6 +28,8 @@ class Source:
   licence: str
   sizes: Callable[[Options], Mapping[str, int]] = lambda options: {}  # Rows of each split in the paper's files.
   where: str = ''  # Where to get parts that have no address.
+  read: Callable[[str, str], Sequence[rows.Row]] = sources.read_rows  # Rows of a part, by its address and its setting.
+  texts: Callable[[Parts, Options], Mapping[str, str]] = lambda parts, options: {}  # More files: texts by their names.
 
 
 _SCIKNOWEVAL_SIZES = {'biology': (450, 50), 'chemistry': (1890, 210), 'material': (841, 94), 'physics': (720, 80)}
@@ -87,13 +89,22 @@ SOURCES: dict[str, Source] = {
     licence='CC BY 4.0, as its data set card says; its authors restrict access and ask not to publish examples',
     sizes=lambda options: {'test': 198},
   ),
+  'longhealth': Source(
+    parts={longhealth.PART: None},
+    convert=longhealth.convert,
+    licence='not verified: see https://github.com/kbressem/LongHealth before you redistribute it',
+    sizes=lambda options: {'test': 20 * len(options.patients)},
+    where='it is in the folder data of https://github.com/kbressem/LongHealth',
+    read=longhealth.read,
+    texts=longhealth.texts,
+  ),
 }
 
 
 def prepare(
   name: str, options: Options, output: epath.PathLike, given: str | None, announce: Callable[[str], None]
 ) -> None:
-  """Writes `output`/train.json and test.json, those of the two that the source has, as JSON lines of raw rows.
+  """Writes `output`/train.json and test.json, those of the two that the source has, as JSON lines of raw rows, and its texts.
 
   Each file is written whole or not at all, and only once every row is known to load.
 
@@ -111,9 +122,10 @@ def prepare(
   if name not in SOURCES:
     raise UserError(f'--source={name} must be one of {", ".join(SOURCES)}.')
   source = SOURCES[name]
-  parts = {part: sources.read_rows(address(source, part, given), '--input') for part in source.parts}
+  parts = {part: source.read(address(source, part, given), '--input') for part in source.parts}
   splits = source.convert(parts, options)
   files = {split: _lines(made, split) for split, made in splits.items()}
+  texts = source.texts(parts, options)
   folder = epath.Path(output)
   try:
     make_directory(folder)
@@ -125,6 +137,9 @@ def prepare(
     count, wanted = len(splits[split]), sizes.get(split)
     differs = f'; the file of the paper has {wanted}: the source is not whole, or has changed'
     announce(f'{folder / split}.json: {count:,} rows{differs if wanted not in (None, count) else ""}.')
+  for name, text in texts.items():
+    write_output(folder / name, text)
+    announce(f'{folder / name}: {len(text.split()):,} words.')
   announce(f'Licence of the data: {source.licence}.')
 
 

@@ -8,9 +8,9 @@ import dataclasses
 import logging
 from typing import Any
 
-from models.chat_template import TEMPLATE_ERRORS
+from models.chat_template import PROBE, TEMPLATE_ERRORS, has_system_turn
 from models.control_tokens import plain_messages
-from sdpo_jax.config import Config, DataConfig
+from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.types import Example, Messages
 
@@ -30,12 +30,16 @@ class ChatFormat:
 
   variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Of the chat template, e.g. enable_thinking.
   split_special_tokens: bool = True  # Messages cannot spell control tokens.
+  # A document, or slots for one, stands before every conversation (`document_tokens`): its own tokens are those behind it.
+  behind_document: bool = False
 
   @classmethod
-  def of(cls, data: DataConfig) -> ChatFormat:
+  def of(cls, config: Config) -> ChatFormat:
     """Return the format that the settings describe."""
+    data = config.data
     thinking = {} if data.enable_thinking is None else {'enable_thinking': data.enable_thinking}
-    return cls({**data.apply_chat_template_kwargs, **thinking}, data.split_special_tokens)
+    variables = {**data.apply_chat_template_kwargs, **thinking}
+    return cls(variables, data.split_special_tokens, config.model.cartridge.used)
 
 
 DEFAULT_FORMAT = ChatFormat()
@@ -51,12 +55,66 @@ def chat_tokens(tokenizer: Tokenizer, conversations: Sequence[Messages], chat: C
 
   Raises:
     TEMPLATE_ERRORS: the chat template refuses one.
+    UserError: what it writes behind a document depends on the document.
   """
+  if not chat.behind_document:
+    return _encoded(tokenizer, conversations, chat)
+  if not has_system_turn(tokenizer, chat.variables):
+    begin = _begin(tokenizer, chat)
+    return [tokens[len(begin) :] for tokens in _encoded(tokenizer, conversations, chat)]
+  # Any text stands for the document, which may be long.
+  before = document_tokens(tokenizer, PROBE, chat)
+  whole = _encoded(tokenizer, [[_system(PROBE), *messages] for messages in conversations], chat)
+  if any(tokens[: len(before)] != before for tokens in whole):
+    raise UserError(
+      'The chat template of the model writes a system message in another way when other messages follow it, so that no '
+      'document or cartridge can take its place: name another template in model.chat_template.'
+    )
+  return [tokens[len(before) :] for tokens in whole]
+
+
+def document_tokens(tokenizer: Tokenizer, text: str, chat: ChatFormat) -> list[int]:
+  """Return the token ids of a document as it stands before a conversation.
+
+  It is the system message of a template that writes one by itself; with others it is the text, behind the token with
+  which their conversations begin, if there is one.
+
+  Args:
+    tokenizer: a transformers tokenizer with a chat template.
+    text: of the document.
+    chat: how messages become tokens.
+
+  Raises:
+    TEMPLATE_ERRORS: the chat template refuses it.
+  """
+  if has_system_turn(tokenizer, chat.variables):
+    [tokens] = _encoded(tokenizer, [[_system(text)]], chat, add_generation_prompt=False)
+    return tokens
+  plain = plain_messages(tokenizer)
+  tokens = plain.encode_text(text) if chat.split_special_tokens else tokenizer.encode(text, add_special_tokens=False)
+  return [*_begin(tokenizer, chat), *tokens]
+
+
+def _system(text: str) -> dict[str, str]:
+  return {'role': 'system', 'content': text}
+
+
+def _begin(tokenizer: Tokenizer, chat: ChatFormat) -> list[int]:
+  """Return the token with which conversations begin, if the template writes one."""
+  [tokens] = _encoded(tokenizer, [[{'role': 'user', 'content': PROBE}]], chat)
+  begin = tokens[:1]
+  return begin if begin == [tokenizer.bos_token_id] else []
+
+
+def _encoded(
+  tokenizer: Tokenizer, conversations: Sequence[Messages], chat: ChatFormat, add_generation_prompt: bool = True
+) -> list[list[int]]:
+  """Return the token ids of whole conversations, with the header of the assistant's turn unless told otherwise."""
   spelled: dict[int, list[int]] = {}
   if chat.split_special_tokens:
     plain = plain_messages(tokenizer)
     spelled = {
-      at: plain.encode(messages, **chat.variables)
+      at: plain.encode(messages, add_generation_prompt, **chat.variables)
       for at, messages in enumerate(conversations)
       if plain.spelled(messages)
     }
@@ -65,7 +123,7 @@ def chat_tokens(tokenizer: Tokenizer, conversations: Sequence[Messages], chat: C
     return [spelled[at] for at in range(len(conversations))]
   tokens = iter(
     tokenizer.apply_chat_template(
-      others, tokenize=True, return_dict=False, add_generation_prompt=True, **chat.variables
+      others, tokenize=True, return_dict=False, add_generation_prompt=add_generation_prompt, **chat.variables
     )
   )
   return [spelled[at] if at in spelled else next(tokens) for at in range(len(conversations))]
@@ -232,7 +290,7 @@ def _overlong(example: Example, tokens: Sequence[int] | None, config: Config) ->
 
 def _tokens(tokenizer: Tokenizer, examples: Sequence[Example], config: Config) -> list[list[int] | None]:
   conversations, limit = [example.messages for example in examples], config.data.max_prompt_length
-  return named_chat_tokens(tokenizer, conversations, list(map(name, examples)), limit, ChatFormat.of(config.data))
+  return named_chat_tokens(tokenizer, conversations, list(map(name, examples)), limit, ChatFormat.of(config))
 
 
 def name(example: Example) -> str:

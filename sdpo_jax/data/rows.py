@@ -3,7 +3,7 @@
 The reference has two forms: raw rows (idx, kind, dataset, answer, elo, prompt, description, tests, system, …) and what
 its data/preprocess.py:46-100 makes of them (data_source, prompt, ability, reward_model, extra_info). Of a raw row only
 `prompt` and what the grader reads need be there, under names that other trainers use too: `messages`, `ground_truth`,
-`solution`. Rows may name their grader in `environment`; without it the data source decides, as in the reference
+`solution`. Rows may name their graders in `environment`; without it the data source decides, as in the reference
 (verl/utils/reward_score/feedback/__init__.py:8-26), or else the setting data.environment.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
+from sdpo_jax.config import rewards
 from sdpo_jax.data import ground_truth
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.types import Example
@@ -50,7 +51,7 @@ def example(row: Row, split: str, *, default_source: str = 'data', default_envir
     row: as the file has it.
     split: 'train' or 'test'.
     default_source: the data source of a row that names none.
-    default_environment: the grader of a row that names none and whose data source has none.
+    default_environment: the graders of a row that names none and whose data source has none.
 
   Returns:
     the example; its `columns` hold the row's fields under their names.
@@ -71,16 +72,17 @@ def example(row: Row, split: str, *, default_source: str = 'data', default_envir
   extra = ready.get('extra_info') or {}
   if not isinstance(extra, Mapping):
     raise UserError(f"{row.origin}: field 'extra_info' must be an object, not {short_repr(extra)}.")
-  environment = extra.get('environment') if preprocessed and not value.get('environment') else None
-  environment = environment or _environment(value, default_environment)
-  if not isinstance(environment, str):
+  elsewhere = extra.get('environment') if preprocessed else None
+  environment = _environment(value, default_environment, row, elsewhere)
+  if environment is None:
     raise UserError(
       f"{row.origin}: no environment grades the data source {source!r}: name the grader in a field 'environment' or, for "
       f"all rows that name none, in data.environment; or say in a field 'dataset' that it is {', '.join(ENVIRONMENTS)}."
     )
-  if wrong := ground_truth.check(environment, reward['ground_truth']):
-    field = 'reward_model.ground_truth' if preprocessed else _truth_field(value, environment)
-    raise UserError(f'{row.origin}: field {field!r}, which {environment!r} grades by, {wrong}.')
+  for grader in rewards.names([environment]):
+    if wrong := ground_truth.check(grader, reward['ground_truth']):
+      field = 'reward_model.ground_truth' if preprocessed else _truth_field(value, environment)
+      raise UserError(f'{row.origin}: field {field!r}, which {grader!r} grades by, {wrong}.')
   example_id = f'{source}/{extra.get("index", row.number)}'
   for text in (example_id, reward['ground_truth'], *(part for message in messages for part in message.values())):
     _check_unicode(text, row)
@@ -123,7 +125,7 @@ def preprocess(
   kind = None if value.get('kind') is None else _text(value, 'kind', row)
   source = default_source if value.get('dataset') is None else _text(value, 'dataset', row)
   messages = _asked(value, row)
-  environment = _environment(value, default_environment)
+  environment = _environment(value, default_environment, row)
   truth = _truth(value, environment, row)
   description = _text_or_null(value, 'description', row)
   if source == 'livecodebench':
@@ -145,10 +147,14 @@ def preprocess(
   }
 
 
-def _environment(value: Mapping[str, Any], default: str | None) -> Any:
-  """The grader that a row names, or its data source, or the default; of whatever type the row has it."""
+def _environment(value: Mapping[str, Any], default: str | None, row: Row, elsewhere: Any = None) -> str | None:
+  """The graders that a row names, in its field or `elsewhere` in it, or those of its data source, or the default."""
+  try:
+    chosen = rewards.written(value.get('environment')) or rewards.written(elsewhere)
+  except rewards.UnreadableRewards as error:
+    raise UserError(f"{row.origin}: field 'environment' {error}.") from error
   named = value.get('dataset' if 'data_source' not in value else 'data_source')
-  return value.get('environment') or (ENVIRONMENTS.get(named) if isinstance(named, str) else None) or default
+  return chosen or (ENVIRONMENTS.get(named) if isinstance(named, str) else None) or rewards.written(default)
 
 
 def _asked(value: Mapping[str, Any], row: Row) -> list[dict[str, str]]:
@@ -168,10 +174,10 @@ def _asked(value: Mapping[str, Any], row: Row) -> list[dict[str, str]]:
   return [{'role': 'system', 'content': system}, *messages]
 
 
-def _truth(value: Mapping[str, Any], environment: Any, row: Row) -> Any:
+def _truth(value: Mapping[str, Any], environment: str | None, row: Row) -> Any:
   """What a raw row is graded by: a text for the graders of this project, anything for others, None if there is none."""
   name = _truth_field(value, environment)
-  if not isinstance(environment, str) or not ground_truth.is_checked(environment):
+  if not any(map(ground_truth.is_checked, _graders(environment))):
     return value.get(name)
   if name not in value:
     others = '' if name == 'tests' else f'; {" and ".join(map(repr, TRUTHS[1:]))} are other names for it'
@@ -179,9 +185,13 @@ def _truth(value: Mapping[str, Any], environment: Any, row: Row) -> Any:
   return _text(value, name, row)
 
 
-def _truth_field(value: Mapping[str, Any], environment: Any) -> str:
+def _graders(environment: str | None) -> set[str]:
+  return set() if environment is None else rewards.names([environment])
+
+
+def _truth_field(value: Mapping[str, Any], environment: str | None) -> str:
   kind = value.get('kind')
-  if kind == 'code' or (kind is None and environment == 'code'):
+  if kind == 'code' or (kind is None and 'code' in _graders(environment)):
     return 'tests'
   return next((name for name in TRUTHS if value.get(name) is not None), TRUTHS[0])
 

@@ -1,4 +1,4 @@
-"""Where rows come from: JSON arrays, JSON lines, CSV and parquet files, hub data sets, and generators of endless questions."""
+"""Where rows come from: JSON, CSV, parquet and text files, hub data sets, and generators of endless questions."""
 
 from __future__ import annotations
 
@@ -72,8 +72,9 @@ def make_generator(source: str, split: str, seed: int, registry: Registry) -> Ca
 def read_rows(source: str, setting: str) -> Sequence[Row]:
   """All rows of a file or a hub data set, unchecked but for the file's own syntax.
 
-  A name ending in .parquet is parquet, one in .csv is CSV with a header; anything else is a JSON array if it starts with
-  '[', JSON lines otherwise. Values of CSV are texts; an empty cell is a field that is not there.
+  A name ending in .parquet is parquet, one in .csv is CSV with a header, and in one in .txt every line that is not blank
+  is the `prompt` of a row; anything else is a JSON array if it starts with '[', JSON lines otherwise. Values of CSV are
+  texts; an empty cell is a field that is not there.
 
   Args:
     source: path, local or any that etils.epath opens (gs://…), or hf:OWNER/NAME?split=… (see `hub.read_rows`).
@@ -89,26 +90,13 @@ def read_rows(source: str, setting: str) -> Sequence[Row]:
     rows = _parquet(source, content)
   elif source.endswith('.csv'):
     rows = _csv(source, _decode(source, content))
+  elif source.endswith('.txt'):
+    rows = _prompts(source, _decode(source, content))
   else:
     text = _decode(source, content)
     rows = _array(source, text) if text.lstrip().startswith('[') else _lines(source, text)
   if not rows:
     raise UserError(f'{setting}: {source!r} holds no rows.')
-  return rows
-
-
-def read_prompts(source: str, setting: str) -> Sequence[Row]:
-  """The rows of `read_rows`; those of a name ending in .txt are its lines that are not blank, as `prompt`.
-
-  Raises:
-    UserError: as `read_rows`.
-  """
-  if not source.endswith('.txt'):
-    return read_rows(source, setting)
-  lines = enumerate(_decode(source, _read(source, setting)).split('\n'), start=1)
-  rows = [Row(f'{source}, line {number}', number, {'prompt': line.strip()}) for number, line in lines if line.strip()]
-  if not rows:
-    raise UserError(f'{setting}: {source!r} holds no prompt.')
   return rows
 
 
@@ -128,6 +116,11 @@ def _decode(source: str, content: bytes) -> str:
   except UnicodeDecodeError as error:
     line = content.count(b'\n', 0, error.start) + 1
     raise UserError(f'{source}, line {line}: the file is not UTF-8 text: {error.reason}.') from error
+
+
+def _prompts(source: str, text: str) -> list[Row]:
+  lines = enumerate(text.split('\n'), start=1)
+  return [Row(f'{source}, line {number}', number, {'prompt': line.strip()}) for number, line in lines if line.strip()]
 
 
 def _lines(source: str, text: str) -> list[Row]:

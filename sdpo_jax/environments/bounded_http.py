@@ -22,9 +22,10 @@ import httpx2
 from sdpo_jax.environments.time_limit import OverranError, call_within
 from sdpo_jax.errors import UserError
 
-MAX_BODY_BYTES = 2**20
+MAX_BODY_BYTES = 2**20  # Unless the caller expects more.
 MAX_HEAD_BYTES = 2**16  # Of status lines and headers, those of provisional answers (RFC 9110, 15.2) included.
 MAX_PIECES = 10_000  # Of a body: each costs as much to read as some hundred bytes.
+PIECE_BYTES = 512  # The larger bodies that callers expect may come in pieces of this size.
 CONNECT_TIMEOUT_S = 10.0  # At most: a server that is there takes a connection quickly, however long it thinks.
 WRITE_BYTES = 2**14  # At once, so that the time that is left is looked at in between.
 
@@ -75,7 +76,13 @@ class Client:
     self._pool = _pool(parsed, self._backend, connections, setting)
 
   def post(
-    self, content: bytes, timeout_s: float, *, name: str = 'post', on_answer: Callable[[], None] = lambda: None
+    self,
+    content: bytes,
+    timeout_s: float,
+    *,
+    name: str = 'post',
+    on_answer: Callable[[], None] = lambda: None,
+    most_bytes: int = MAX_BODY_BYTES,
   ) -> Answer:
     """Return what the server answers; of its body only the beginning where the status is not one of success.
 
@@ -84,6 +91,7 @@ class Client:
       timeout_s: seconds from now until the whole answer is there.
       name: of the thread in which this happens.
       on_answer: called when there is an answer of any kind.
+      most_bytes: of its body.
 
     Raises:
       LateError, TooLargeError, ConnectionFailedError: see there.
@@ -91,7 +99,7 @@ class Client:
     # A name server cannot be hurried; the thread that waits for it ends later.
     exchange = _Exchange(time.monotonic() + timeout_s)
     try:
-      return call_within(lambda: self._post(content, exchange, on_answer), timeout_s, name)
+      return call_within(lambda: self._post(content, exchange, on_answer, most_bytes), timeout_s, name)
     except OverranError as error:
       raise LateError from error
 
@@ -99,26 +107,27 @@ class Client:
     """Lets go of all connections."""
     self._pool.close()
 
-  def _post(self, content: bytes, exchange: _Exchange, on_answer: Callable[[], None]) -> Answer:
+  def _post(self, content: bytes, exchange: _Exchange, on_answer: Callable[[], None], most_bytes: int) -> Answer:
     body, pieces = bytearray(), 0
+    most_pieces = max(MAX_PIECES, most_bytes // PIECE_BYTES)
     try:
       with (
         self._backend.during(exchange),
         self._pool.stream('POST', self._url, headers=self._headers, content=content, extensions=TIMEOUTS) as response,
       ):
         on_answer()
-        exchange.most = exchange.received + MAX_BODY_BYTES + MAX_HEAD_BYTES
-        exchange.too_much = f'is larger than {MAX_BODY_BYTES} bytes'
+        exchange.most = exchange.received + most_bytes + MAX_HEAD_BYTES
+        exchange.too_much = f'is larger than {most_bytes} bytes'
         success = 200 <= response.status < 300
         for piece in response.stream:
           body += piece
           pieces += 1
           if not success and len(body) >= WRITE_BYTES:
             break
-          if len(body) > MAX_BODY_BYTES:
-            raise TooLargeError(f'is larger than {MAX_BODY_BYTES} bytes')
-          if pieces > MAX_PIECES:
-            raise TooLargeError(f'comes in more than {MAX_PIECES} pieces')
+          if len(body) > most_bytes:
+            raise TooLargeError(f'is larger than {most_bytes} bytes')
+          if pieces > most_pieces:
+            raise TooLargeError(f'comes in more than {most_pieces} pieces')
         return Answer(
           response.status,
           response.extensions.get('reason_phrase', b'').decode('latin-1'),
@@ -192,7 +201,8 @@ class _Stream(httpcore2.NetworkStream):
     exchange = self._backend.exchange
     if exchange.received > exchange.most:
       raise TooLargeError(exchange.too_much)
-    data = self._inner.read(max_bytes, exchange.left_s())
+    # No more than shows that it is too much: the parser has a limit of its own, and other words for it.
+    data = self._inner.read(min(max_bytes, exchange.most + 1 - exchange.received), exchange.left_s())
     exchange.received += len(data)
     return data
 

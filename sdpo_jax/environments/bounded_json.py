@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any
 
-MAX_VALUES = 10_000
+MAX_VALUES = 10_000  # Unless the caller expects more.
 # A string, also one that does not end, so that no part of a text is looked at twice.
 _STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
@@ -19,16 +19,16 @@ class TooManyValuesError(ValueError):
   """There are more values than anybody has to send."""
 
 
-def loads(data: bytes) -> Any:
+def loads(data: bytes, most_values: int = MAX_VALUES) -> Any:
   """Return the value of JSON in UTF-8.
 
   Raises:
-    TooManyValuesError: there are more than `MAX_VALUES` values, those within others included.
+    TooManyValuesError: there are more than `most_values` values, those within others included.
     ValueError: it is not JSON, or is nested too deeply.
   """
   text = data.decode('utf-8-sig')
-  if _most_values(text) > MAX_VALUES and _most_values(_STRING.sub('', text)) > MAX_VALUES:
-    raise TooManyValuesError(f'it has more than {MAX_VALUES} values')
+  if _most_values(text) > most_values and _most_values(_STRING.sub('', text)) > most_values:
+    raise TooManyValuesError(f'it has more than {most_values} values')
   try:
     return json.loads(text)
   except RecursionError as error:

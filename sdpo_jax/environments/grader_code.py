@@ -28,11 +28,13 @@ MACHINERY = (
   'grader_code',
   'grading',
   'helper_process',
+  'json_server',
   'outcomes',
   'registry',
   'remote',
   'reward_functions',
   'time_limit',
+  'weighted_sum',
 )
 SETTINGS = 'get_config'  # A config file may define graders; its settings are compared as such.
 UNKNOWN = 'not known'

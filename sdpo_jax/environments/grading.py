@@ -1,4 +1,4 @@
-"""Grading a batch: every completion by the environment that its question names, whatever a grader does."""
+"""Grading a batch: every completion by the graders that its question names, whatever a grader does."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import pathlib
 import sys
 from typing import Any
 
-from sdpo_jax.config import EnvironmentsConfig
+from sdpo_jax.config import EnvironmentsConfig, rewards
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.metric_names import MetricNames
 from sdpo_jax.environments.outcomes import checked, ungraded
 from sdpo_jax.environments.reward_functions import is_reward_function
 from sdpo_jax.environments.time_limit import EndedError, OverranError, call_within
+from sdpo_jax.environments.weighted_sum import weighted_sum
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.types import Example, Outcome
 
@@ -33,22 +34,46 @@ class Graders:
     """Loads the user's modules.
 
     Raises:
-      UserError: a module of `environments.modules` is missing or cannot be imported.
+      UserError: a module of `environments.modules` is missing or cannot be imported, or a name in
+        `environments.reward_weights` is no grader's.
     """
     self._settings = settings
     self._made: dict[str, registry.Grader] = {}
+    self._weights: dict[str, dict[str, float]] = {}  # By name of the grader, of every `Example.environment` so far.
     self._metric_names: dict[str, MetricNames] = {}
     self._closed = False
     load_modules(settings.modules)
+    for name in settings.reward_weights:
+      try:
+        registry.require(name)
+      except UserError as error:
+        raise UserError(f'environments.reward_weights: {error}') from error
 
-  def prepare(self, names: Iterable[str]) -> None:
-    """Makes the graders of these names now, so that what is wrong with their settings is said before a run begins.
+  def prepare(self, environments: Iterable[str]) -> None:
+    """Makes the graders of these environments, so that what is wrong with their settings is said before a run begins.
 
     Raises:
-      UserError: there is no such grader, or it cannot work with the settings.
+      UserError: there is no such grader, it cannot work with the settings, or all graders of a question weigh nothing.
     """
-    for name in sorted(set(names)):
+    for name in sorted({name for environment in set(environments) for name in self._weights_of(environment)}):
       self.get(name)
+
+  def _weights_of(self, environment: str) -> dict[str, float]:
+    """Return the weights of the graders of an `Example.environment` by name; raises UserError as `prepare`."""
+    if environment not in self._weights:
+      try:
+        named = rewards.parse(environment)
+      except rewards.UnreadableRewards as error:
+        raise UserError(f'The environment {short_repr(environment)} of a question {error}.') from error
+      given = self._settings.reward_weights
+      found = {part.name: float(given.get(part.name, 1.0)) if part.weight is None else part.weight for part in named}
+      if not any(found.values()):
+        raise UserError(
+          f'All graders of {environment!r} have the weight 0, so that every completion would score 0: give one of them '
+          'another weight, in the row or in environments.reward_weights.'
+        )
+      self._weights[environment] = found
+    return self._weights[environment]
 
   def check_questions(self, examples: Sequence[Example]) -> None:
     """Hands every grader that wants to see them the questions that it will be asked about, before a run begins.
@@ -56,10 +81,11 @@ class Graders:
     Raises:
       UserError: a grader cannot grade such questions.
     """
-    by_environment: dict[str, list[Example]] = defaultdict(list)
+    by_grader: dict[str, list[Example]] = defaultdict(list)
     for example in examples:
-      by_environment[example.environment].append(example)
-    for name, asked in by_environment.items():
+      for name in self._weights_of(example.environment):
+        by_grader[name].append(example)
+    for name, asked in by_grader.items():
       grader = self.get(name)
       if hasattr(grader, 'check_questions'):
         grader.check_questions(asked)
@@ -93,15 +119,18 @@ class Graders:
       UserError: a question names a grader that there is not, or a grader returns the wrong number of outcomes, or
         finds that it cannot grade at all.
     """
-    outcomes: list[Outcome | None] = [None] * len(completions)
-    by_environment: dict[str, list[int]] = defaultdict(list)
-    for row, example in enumerate(examples):
-      by_environment[example.environment].append(row)
-    for name, rows in by_environment.items():
+    weights = [self._weights_of(example.environment) for example in examples]
+    by_grader: dict[str, list[int]] = defaultdict(list)
+    for row, names in enumerate(weights):
+      for name in names:
+        by_grader[name].append(row)
+    found: list[dict[str, Outcome]] = [{} for _ in examples]  # Of each completion by grader.
+    for name, rows in by_grader.items():
       parts = [(examples[row], completions[row], truncated[row]) for row in rows]
       for row, outcome in zip(rows, self._grade(name, parts), strict=True):
-        outcomes[row] = outcome
-    return outcomes
+        found[row][name] = outcome
+    scores = self._settings.score_range
+    return [weighted_sum(parts, outcomes, scores) for parts, outcomes in zip(weights, found, strict=True)]
 
   def end_batch(self) -> None:
     """Tells graders that want to know that a batch is over.

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sdpo_jax.config import EnvironmentsConfig, HttpGraderConfig
-from sdpo_jax.environments import remote
+from sdpo_jax.environments import json_server, remote
 from sdpo_jax.environments.outcomes import encodable
 from sdpo_jax.environments.registry import register_factory
 from sdpo_jax.types import Example, Outcome
@@ -33,12 +33,12 @@ class HttpGrader:
 
   def __init__(self, settings: HttpGraderConfig):
     prefix = 'environments.http'
-    url, secrets = remote.read_address(settings.url, f'{prefix}.url', 'http://localhost:8000/grade')
+    url, secrets = json_server.read_address(settings.url, f'{prefix}.url', 'http://localhost:8000/grade')
     self._remote = remote.Remote(
       NAME,
       url,
       secrets=secrets,
-      authorization=remote.read_secret(settings.authorization_env, f'{prefix}.authorization_env', required=True),
+      authorization=json_server.read_secret(settings.authorization_env, f'{prefix}.authorization_env', required=True),
       timeout_s=settings.timeout_s,
       retries=settings.retries,
       concurrency=settings.concurrency,
@@ -72,21 +72,23 @@ def request(example: Example, completion: str, truncated: bool) -> dict[str, Any
 
 
 def outcome(answer: Any) -> Outcome:
-  """The outcome that an answer describes; raises remote.Fault naming what is wrong with it."""
+  """The outcome that an answer describes; raises json_server.Fault naming what is wrong with it."""
   if not isinstance(answer, Mapping):
-    raise remote.Fault(f"its answer must be an object with a 'score', not {remote.quoted(answer)}")
+    raise json_server.Fault(f"its answer must be an object with a 'score', not {json_server.quoted(answer)}")
   if 'score' not in answer:
-    raise remote.Fault(f"'score' is missing in its answer {remote.quoted(answer)}")
+    raise json_server.Fault(f"'score' is missing in its answer {json_server.quoted(answer)}")
   feedback, metrics = answer.get('feedback'), answer.get('metrics')
   if not isinstance(feedback, str | None):
-    raise remote.Fault(f"'feedback' of its answer must be a string or null, not {remote.quoted(feedback)}")
+    raise json_server.Fault(f"'feedback' of its answer must be a string or null, not {json_server.quoted(feedback)}")
   if not isinstance(metrics, Mapping | None):
-    raise remote.Fault(f"'metrics' of its answer must be an object, not {remote.quoted(metrics)}")
+    raise json_server.Fault(f"'metrics' of its answer must be an object, not {json_server.quoted(metrics)}")
   if len(metrics or {}) > MAX_METRICS:
-    raise remote.Fault(f"'metrics' of its answer has more than {MAX_METRICS} entries")
+    raise json_server.Fault(f"'metrics' of its answer has more than {MAX_METRICS} entries")
   for name in metrics or {}:
     if len(name) > MAX_NAME or not name.isprintable():
-      raise remote.Fault(f"a name in 'metrics' of its answer is long or cannot be printed: {remote.quoted(name)}")
+      raise json_server.Fault(
+        f"a name in 'metrics' of its answer is long or cannot be printed: {json_server.quoted(name)}"
+      )
   return Outcome(
     score=remote.number(answer['score'], 'score'),
     feedback=None if feedback is None else encodable(feedback),

@@ -13,7 +13,7 @@ import secrets
 from typing import Any
 
 from sdpo_jax.config import EnvironmentsConfig, JudgeConfig
-from sdpo_jax.environments import remote
+from sdpo_jax.environments import json_server, remote
 from sdpo_jax.environments.outcomes import encodable
 from sdpo_jax.environments.registry import register_factory
 from sdpo_jax.environments.thinking import without_thinking
@@ -44,13 +44,13 @@ class Judge:
 
   def __init__(self, settings: JudgeConfig):
     prefix, example = 'environments.judge', 'http://localhost:8000/v1'
-    url, secret = remote.read_address(settings.base_url, f'{prefix}.base_url', example)
+    url, secret = json_server.read_address(settings.base_url, f'{prefix}.base_url', example)
     url = url.rstrip('/')
     if url.endswith('/chat/completions'):
       raise UserError(f'{prefix}.base_url must end before /chat/completions, which is added to it, as in {example}.')
     if not settings.model.strip():
       raise UserError(f'{prefix}.model is empty: set it to the name of the judging model at the endpoint.')
-    key = remote.read_secret(settings.api_key_env, f'{prefix}.api_key_env', required=False)
+    key = json_server.read_secret(settings.api_key_env, f'{prefix}.api_key_env', required=False)
     self._settings = settings
     self._remote = remote.Remote(
       NAME,
@@ -108,20 +108,22 @@ def conversation(messages: Messages) -> str:
 
 
 def outcome(answer: Any) -> Outcome:
-  """The outcome of a chat completion; raises remote.Fault, worth another attempt, if there is no score in it."""
+  """The outcome of a chat completion; raises json_server.Fault, worth another attempt, if there is no score in it."""
   choices = answer.get('choices') if isinstance(answer, Mapping) else None
   choice = choices[0] if isinstance(choices, list) and choices else None
   message = choice.get('message') if isinstance(choice, Mapping) else None
   content = message.get('content') if isinstance(message, Mapping) else None
   if not isinstance(content, str):
-    raise remote.Fault(f"its answer has no text in 'choices[0].message.content': {remote.quoted(answer)}", again=True)
+    raise json_server.Fault(
+      f"its answer has no text in 'choices[0].message.content': {json_server.quoted(answer)}", again=True
+    )
   if len(content.splitlines()) > MAX_LINES:
-    raise remote.Fault(f"the judge's answer has more than {MAX_LINES} lines: {_end(content)}", again=True)
+    raise json_server.Fault(f"the judge's answer has more than {MAX_LINES} lines: {_end(content)}", again=True)
   score, critique = read_critique(content)
   if score is None:
     cut = choice.get('finish_reason') == 'length'
     hint = '; it was cut off, so raise environments.judge.max_tokens' if cut else ''
-    raise remote.Fault(
+    raise json_server.Fault(
       f"the judge's answer has no line 'Score: x' with x from 0 to 1{hint}: {_end(content)}", again=True
     )
   return Outcome(score, encodable(critique) or None, {'acc': score})
@@ -152,4 +154,4 @@ def _value(text: str) -> float | None:
 
 def _end(text: str) -> str:
   """The end of a text as messages quote it: that is where the score was expected."""
-  return remote.quoted('…' + text[-150:] if len(text) > 150 else text)
+  return json_server.quoted('…' + text[-150:] if len(text) > 150 else text)

@@ -19,7 +19,7 @@ OPEN, CLOSE = '<answer>', '</answer>'
 _ANSWER_IS = re.compile(r'answer is \(?([A-J])', re.IGNORECASE)
 _ANSWER = re.compile(r'answer:\s*([A-J])', re.IGNORECASE)
 _REFERENCE_FORMAT = re.compile(r'<answer>\s*(A|B|C|D)\s*</answer>$')
-_TAGGED = re.compile(r'<answer>((?:(?!<answer>).)*?)</answer>', re.DOTALL | re.IGNORECASE)
+TAGGED = re.compile(r'<answer>((?:(?!<answer>).)*?)</answer>', re.DOTALL | re.IGNORECASE)
 _LETTER = re.compile(r'[\s*_(\[]*([A-Za-z])[\s*_)\]]*(?:[:.,)-]|$)')  # Not the article of "A protein".
 # Ways to state a choice outside of tags, the surest first; of each the last one counts.
 _STATED = (
@@ -86,7 +86,7 @@ def clean_stated(letters: str) -> Callable[[bool], Rule]:
 
 
 def _tagged_letter(text: str) -> str:
-  tagged = _TAGGED.findall(text)
+  tagged = TAGGED.findall(text)
   letter = _LETTER.match(tagged[-1]) if tagged else None
   return letter.group(1).upper() if letter else ''
 

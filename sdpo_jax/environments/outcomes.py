@@ -28,6 +28,11 @@ def graded_of(outcomes: Sequence[Outcome]) -> np.ndarray:
   return np.array([outcome.graded for outcome in outcomes], bool)
 
 
+def missing_of(outcomes: Sequence[Outcome]) -> np.ndarray:
+  """Return which completions should have a score and have none, [N] bool."""
+  return np.array([outcome.wanted and not outcome.graded for outcome in outcomes], bool)
+
+
 def encodable(text: str) -> str:
   """Return text that can be encoded: escapes can spell half a surrogate pair, which no file or tokenizer takes."""
   return text.encode('utf-8', 'replace').decode()
@@ -44,7 +49,10 @@ def checked(outcome: Outcome, score_range: Sequence[float]) -> Outcome:
     score_range: the smallest and the largest score that is believed.
   """
   if outcome.score is None:
-    return ungraded(outcome.reason if isinstance(outcome.reason, str) else NO_REASON)
+    reason = ungraded(outcome.reason if isinstance(outcome.reason, str) else NO_REASON)
+    if not outcome.wanted:
+      return Outcome.unwanted(reason.reason)
+    return reason if outcome.applicable else Outcome.not_applicable(reason.reason)
   score = as_float(outcome.score)
   if score is None or not math.isfinite(score):
     return ungraded(f'the score is no finite number: {short_repr(outcome.score if score is None else score)}')
@@ -94,7 +102,8 @@ def _metric(value: Any) -> Any:
 
 def check_graded(outcomes: Sequence[Outcome], limit: float) -> None:
   """Raise UserError if more than the fraction `limit` of the outcomes is ungraded, with the most frequent reason."""
-  reasons = Counter(outcome.reason or NO_REASON for outcome in outcomes if not outcome.graded)
+  missing = missing_of(outcomes)
+  reasons = Counter(outcomes[row].reason or NO_REASON for row in np.flatnonzero(missing))
   if not outcomes or reasons.total() <= limit * len(outcomes):
     return
   reason, times = reasons.most_common(1)[0]

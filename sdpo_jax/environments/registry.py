@@ -13,7 +13,7 @@ import importlib
 import sys
 from typing import Any, Protocol, TypeVar
 
-from sdpo_jax.config import EnvironmentsConfig
+from sdpo_jax.config import EnvironmentsConfig, rewards
 from sdpo_jax.environments.reward_functions import RewardGrader
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Example, Outcome
@@ -27,7 +27,8 @@ class Grader(Protocol):
   likes, also during the next call, and what it returns is dropped. A grader with an attribute `limits_itself` that is
   true has time limits of its own and is waited for.
 
-  What cannot be graded is `Outcome.ungraded(why)`; raising for it does the same.
+  What cannot be graded is `Outcome.ungraded(why)`; raising for it does the same. A question for which the grader is not
+  meant is `Outcome.not_applicable(why)`: the other graders of its row count without it.
   """
 
   def __call__(
@@ -69,15 +70,18 @@ _BUILT_IN = {
   'environment': {
     'code': 'code',
     'digits': 'digits',
+    'facts': 'facts',
     'gpqa': 'multiple_choice',
     'http': 'http_grader',
     'judge': 'judge',
+    'longhealth': 'longhealth',
     'math': 'mathematics',
     'mcq': 'multiple_choice',
     'mmlu_pro': 'multiple_choice',
+    'none': 'no_grader',
     'tooluse': 'tool_use',
   },
-  'generator': {'digits': 'digits'},
+  'generator': {'digits': 'digits', 'facts': 'facts'},
 }
 _FACTORIES: dict[str, GraderFactory] = {}
 _GENERATORS: dict[str, QuestionGenerator] = {}
@@ -157,6 +161,10 @@ def _module(kind: str, name: str) -> str:
 
 
 def _adder(table: dict[str, Any], kind: str, name: str) -> Callable[[Registered], Registered]:
+  if kind == 'environment' and not rewards.is_name(name):
+    marks = ' and '.join(map(repr, rewards.RESERVED))
+    raise ValueError(f'A grader cannot be called {name!r}: {marks} separate graders and weights in rows.')
+
   def add(function: Registered) -> Registered:
     # A built-in name is taken before its module is imported, but not for that module.
     reserved = name in _BUILT_IN[kind] and _module(kind, name) not in sys.modules

@@ -143,8 +143,8 @@ class RewardGrader:
       if 'score' not in rest:
         raise UserError(f"The reward function {self._name!r} must give its dicts a 'score', not {short_repr(reward)}.")
       reward, feedback = rest.pop('score'), rest.pop('feedback', feedback)
-      return Outcome(reward, feedback, rest) if reward is not None else Outcome.ungraded(NOT_APPLICABLE)
-    return Outcome(reward, feedback) if reward is not None else Outcome.ungraded(NOT_APPLICABLE)
+      return Outcome(reward, feedback, rest) if reward is not None else Outcome.not_applicable(NOT_APPLICABLE)
+    return Outcome(reward, feedback) if reward is not None else Outcome.not_applicable(NOT_APPLICABLE)
 
 
 @dataclasses.dataclass

@@ -21,6 +21,7 @@ class Options:
   seed: int = 0  # GPQA: of the order of choices.
   since: datetime.date = datetime.date(2025, 2, 1)  # LiveCodeBench: contests from this day on …
   until: datetime.date = datetime.date(2025, 5, 1)  # … and before this one.
+  patients: tuple[str, ...] = tuple(f'patient_{number:02d}' for number in range(1, 11))  # LongHealth.
 
 
 Parts = Mapping[str, Sequence[Row]]  # Rows of each part that a source consists of.
@@ -29,7 +30,7 @@ Splits = dict[str, list[Row]]  # Raw rows of 'train' and 'test', or of one of th
 
 def make_row(
   origin: Row,
-  idx: int,
+  idx: int | str,
   *,
   kind: str,
   dataset: str,
@@ -40,10 +41,11 @@ def make_row(
   elo: int | str = NONE,
   system: str | None = None,
   environment: str | None = None,
+  choices: list[str] | None = None,
 ) -> Row:
   """A row in the schema of the reference's data/load_dataset.py, made from the source's row `origin`.
 
-  `environment` names the grader where the reference has none for the data set.
+  `environment` names the grader where the reference has none for the data set; `choices` are what it chooses from.
   """
   value = {
     'idx': idx,
@@ -59,6 +61,8 @@ def make_row(
   }
   if environment is not None:
     value['environment'] = environment
+  if choices is not None:
+    value['choices'] = choices
   return Row(origin.origin, origin.number, value)
 
 

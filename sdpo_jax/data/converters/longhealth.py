@@ -1,0 +1,128 @@
+"""LongHealth (Adams et al. 2024): questions about long records of made-up patients, and these records as one document."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import difflib
+
+from sdpo_jax.data.converters.raw import Options, Parts, Splits, described, field, make_row
+from sdpo_jax.data.rows import Row
+from sdpo_jax.errors import UserError, short_repr
+from sdpo_jax.files import read_json_object
+
+NAME, PART = 'longhealth', 'benchmark_v5'
+DOCUMENT = 'document.txt'
+CHOICES = tuple(f'answer_{letter}' for letter in 'abcde')
+ALIKE = 0.9  # How alike, from 0 to 1, the right answer and one of the choices must be.
+PROMPT = """\
+This is a question about the patient with the ID {patient} (name: {name}, birthday: {birthday}, diagnosis: {diagnosis}).
+
+<question>
+{question}
+</question>
+
+<options>
+{choices}
+</options>
+
+Think step by step first, then answer with one of the options, exactly as it is written above. Keep to this format:
+
+<thinking>
+Your thoughts.
+</thinking>
+
+<answer>
+The option that is right.
+</answer>"""
+
+
+def read(source: str, setting: str) -> Sequence[Row]:
+  """Return a row for each patient of the published file, a JSON object of patients by their ids.
+
+  Raises:
+    UserError: the file cannot be read, or is no such object.
+  """
+  patients = read_json_object(source, f'name the published {PART}.json in {setting}')
+  return [
+    Row(f'{source}, {patient}', number, {**value, 'id': patient})
+    for number, (patient, value) in enumerate(patients.items(), start=1)
+    if isinstance(value, Mapping)
+  ]
+
+
+def convert(parts: Parts, options: Options) -> Splits:
+  """Return the questions about the chosen patients, all held out: the document is what there is to train on.
+
+  Raises:
+    UserError: a patient that is not there, or one that is not in the source's schema.
+  """
+  return {'test': [_row(patient, question) for patient in _chosen(parts, options) for question in _questions(patient)]}
+
+
+def texts(parts: Parts, options: Options) -> Mapping[str, str]:
+  """Return the records of the chosen patients as the text of one file; errors as `convert`."""
+  return {DOCUMENT: ''.join(_records(patient) for patient in _chosen(parts, options))}
+
+
+def _chosen(parts: Parts, options: Options) -> list[Row]:
+  [rows] = parts.values()
+  patients = {row.value['id']: row for row in rows}
+  if missing := [name for name in options.patients if name not in patients]:
+    raise UserError(
+      f'--patients: {", ".join(missing)} are not in this source; there are {", ".join(patients) or "none"}.'
+    )
+  if not options.patients or len(set(options.patients)) < len(options.patients):
+    raise UserError(f'--patients={",".join(options.patients)} must name at least one patient, each once.')
+  return [patients[name] for name in options.patients]
+
+
+def _questions(patient: Row) -> list[Row]:
+  asked = field(patient, 'questions', kind=list)
+  return [
+    Row(f'{patient.origin}, question {number}', number, question) for number, question in enumerate(asked, start=1)
+  ]
+
+
+def _row(patient: Row, question: Row) -> Row:
+  choices = [field(question, name).strip() for name in CHOICES]
+  right = field(question, 'correct').strip()
+  if '' in choices or not any(_alike(right, choice) for choice in choices):
+    raise UserError(
+      f"{question.origin}: 'correct' is {short_repr(right)}, and must be one of the five choices, which are "
+      f'{short_repr(choices, 200)}.'
+    )
+  asked = field(question, 'question').strip()
+  prompt = PROMPT.format(
+    patient=field(patient, 'id'),
+    name=field(patient, 'name'),
+    birthday=field(patient, 'birthday'),
+    diagnosis=field(patient, 'diagnosis'),
+    question=asked,
+    choices='\n'.join(choices),
+  )
+  return make_row(
+    question,
+    f'{field(patient, "id")}_{question.number}',
+    kind='mcq',
+    dataset=NAME,
+    prompt=prompt,
+    description=described(asked, 'mcq'),
+    answer=right,
+    environment=NAME,
+    choices=choices,
+  )
+
+
+def _alike(one: str, other: str) -> bool:
+  return difflib.SequenceMatcher(None, one.lower(), other.lower()).ratio() >= ALIKE
+
+
+def _records(patient: Row) -> str:
+  """Return all notes about a patient, with their names, behind who it is."""
+  notes = field(patient, 'texts', kind=Mapping)
+  if not notes:
+    raise UserError(f"{patient.origin}: 'texts' is empty: is this the right source?")
+  name = field(patient, 'id')
+  lines = [f'{title}: {field(patient, title.lower())}\n' for title in ('ID', 'Name', 'Birthday', 'Diagnosis')]
+  held = (f'\n<{note}>\n{field(patient, "texts", note).strip()}\n</{note}>\n' for note in notes)
+  return f'<{name}>\n{"".join(lines)}{"".join(held)}</{name}>\n\n'

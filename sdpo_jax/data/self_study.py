@@ -1,0 +1,143 @@
+"""Self-study: what a model is asked so that it writes the prompts of a cartridge's training itself (arXiv 2506.06266).
+
+The model reads a passage of the document, and a request to write what a user might say who has it. A request is of one of a
+few seed types, so that the prompts ask about the passage in different ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from models.chat_template import PROBE, TEMPLATE_ERRORS
+from sdpo_jax.data.prompts import ChatFormat, Tokenizer
+from sdpo_jax.errors import UserError
+from sdpo_jax.types import Messages
+
+FORMATS = ('JSON', 'YAML', 'TOML', 'INI', 'XML', 'plain text')
+_FORMAT = '{format}'
+# Of every request: the reader of the message has no passage before them, and what is written is asked as it stands.
+_ALONE = (
+  'Whoever answers knows the whole document but does not see this passage, so name the people, things, dates or sections '
+  'that you mean. Reply with the message alone.'
+)
+# Seed type → its requests, one of which is drawn.
+REQUESTS: dict[str, tuple[str, ...]] = {
+  'structuring': (
+    f'Write a message that asks an assistant to set out one part of this passage as {_FORMAT}. Say which part, and that '
+    'names, dates and numbers must be exact.',
+    f'Write a message that asks for the facts of one section of this passage in {_FORMAT}. Name the section, list the '
+    'fields that you want, and ask for the exact values.',
+  ),
+  'summarization': (
+    'Write a message that asks an assistant to summarize one part of this passage. Make clear which part, and how long the '
+    'summary should be.',
+    'Write a message that asks what matters most in one section of this passage. Name the section and what the summary is '
+    'for.',
+  ),
+  'question': (
+    'Write a question for a quiz on the details of this passage. It must have one right answer, which stands in the passage.',
+    'Write a question about a fact in this passage that a careful reader would remember and a hasty one would not.',
+    'Write a question that can be answered only by putting together two statements of this passage.',
+  ),
+  'use_case': (
+    'Think of somebody who works with this passage, and of a task of theirs. Write the message in which they ask an '
+    'assistant for help with that task.',
+    'Write a message of somebody who has to decide something on the basis of this passage, and asks an assistant what it '
+    'says about that.',
+  ),
+  'creative': (
+    'Write a message that asks an assistant for something imaginative about the content of this passage, such as a letter, '
+    'a dialogue or a comparison.',
+    'Write an unusual request that only somebody who knows this passage well could fulfil.',
+  ),
+  'generic': ('Write a message that begins a conversation about this passage.',),
+}
+DEFAULT_TYPES = ('structuring', 'summarization', 'question', 'use_case', 'creative')
+_INFORMATION = 'This conversation is about the following passage of a document.\n\n<info>\n{passage}\n</info>'
+
+
+def draw_request(draw: np.random.Generator, types: Sequence[str], weights: Sequence[float]) -> tuple[str, str]:
+  """Return a seed type and a request of it.
+
+  Args:
+    draw: source of randomness.
+    types: keys of REQUESTS.
+    weights: how often each type is drawn, relative to the others.
+  """
+  shares = np.asarray(weights, np.float64)
+  kind = types[int(draw.choice(len(types), p=shares / shares.sum()))]
+  requests = REQUESTS[kind]
+  request = requests[int(draw.integers(len(requests)))]
+  return kind, _spelled(request, FORMATS[int(draw.integers(len(FORMATS)))])
+
+
+def longest_requests(types: Sequence[str]) -> list[str]:
+  """Return all requests of some seed types, where there is a choice of format in the one with the longest name."""
+  return [_spelled(request, max(FORMATS, key=len)) for kind in types for request in REQUESTS[kind]]
+
+
+def _spelled(request: str, form: str) -> str:
+  return f'{request.replace(_FORMAT, form)} {_ALONE}'
+
+
+def conversation(passage: str, request: str, *, system: bool) -> Messages:
+  """Return the messages that ask for a prompt about a passage.
+
+  Args:
+    passage: of the document.
+    request: of `draw_request`.
+    system: whether the passage is a system message; else it begins the user's.
+  """
+  information = _INFORMATION.format(passage=passage)
+  if system:
+    return [{'role': 'system', 'content': information}, {'role': 'user', 'content': request}]
+  return [{'role': 'user', 'content': f'{information}\n\n{request}'}]
+
+
+def writes_system(tokenizer: Tokenizer, chat: ChatFormat) -> bool:
+  """Return whether the chat template writes a system message, and the user's message after it."""
+  texts = PROBE, PROBE[::-1]
+  messages = [{'role': role, 'content': text} for role, text in zip(('system', 'user'), texts, strict=True)]
+  try:
+    written = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **chat.variables)
+  except TEMPLATE_ERRORS:
+    return False
+  return all(text in written for text in texts)
+
+
+class Document:
+  """A text, and where its tokens lie in it."""
+
+  def __init__(self, text: str, tokenizer: Tokenizer):
+    """Tokenises a text, in which nothing is a control token.
+
+    Raises:
+      UserError: the tokenizer does not say where its tokens lie.
+    """
+    if not tokenizer.is_fast:
+      raise UserError(
+        f'The tokenizer {type(tokenizer).__name__} does not say where its tokens lie in a text, so that no passages of a number '
+        'of tokens can be cut out: save it as tokenizer.json.'
+      )
+    encoded = tokenizer(text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True)
+    self._text, self._places = text, np.asarray(encoded['offset_mapping'], np.int64).reshape(-1, 2)  # [N, 2].
+
+  def __len__(self) -> int:
+    """The number of its tokens."""
+    return len(self._places)
+
+  def draw_window(self, draw: np.random.Generator, least: int, most: int) -> tuple[int, int]:
+    """Return first token and end of a window, of any length from `least` to `most` and any place with the same probability.
+
+    Of a shorter document they are those of all of it.
+    """
+    length = min(int(draw.integers(min(least, len(self)), min(most, len(self)), endpoint=True)), len(self))
+    start = int(draw.integers(0, len(self) - length, endpoint=True))
+    return start, start + length
+
+  def passage(self, window: tuple[int, int]) -> str:
+    """Return the text of a window; a character that several tokens make up is whole there."""
+    first, end = window
+    return self._text[self._places[first, 0] : self._places[end - 1, 1]]

@@ -1,0 +1,108 @@
+"""LongHealth: multiple choice whose answer is the text of one of the options, between `<answer>` and `</answer>`.
+
+The reference profile gives the scores of HazyResearch/cartridges cartridges/data/longhealth/evals.py, quirks included: the
+first answer counts, also one in the thoughts; it stands for the option most like it, however little that is; and whoever
+gives none has chosen the first option.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+import difflib
+
+from sdpo_jax.config import EnvironmentsConfig
+from sdpo_jax.environments.judging import TRUNCATED, Rule, after_thinking, grader, outcome
+from sdpo_jax.environments.multiple_choice import CLOSE, OPEN, TAGGED
+from sdpo_jax.environments.registry import Grader, register_factory
+from sdpo_jax.errors import UserError, short_repr
+from sdpo_jax.types import Example, Outcome
+
+NAME = 'longhealth'
+CHOICES = 'choices'  # The field of a row that has its options, in the order in which they are shown.
+ALIKE = 0.8  # How alike, from 0 to 1, an answer must be to an option that it means, in the clean profile.
+
+
+def reference(example: Example, completion: str, truncated: bool) -> Outcome:
+  """1 iff the option most like what follows the first <answer>, up to the next </answer>, is the right one."""
+  options = [option.strip().lower() for option in example.columns[CHOICES]]
+  _, opened, rest = completion.partition(OPEN)
+  answer, closed, _ = rest.partition(CLOSE)
+  found = bool(opened and closed)
+  answer = answer.strip().lower()
+  pred = max(options, key=lambda option: _likeness(answer, option)) if found else options[0]
+  return outcome(pred == str(example.ground_truth).strip().lower(), pred, found)
+
+
+def clean(reveal_answer: bool) -> Rule:
+  """1 iff the last <answer>…</answer> behind the thoughts is the right option, up to a few letters."""
+
+  def rule(example: Example, completion: str, truncated: bool) -> Outcome:
+    options = example.columns[CHOICES]
+    wanted = f'put one of the options, exactly as it is written, between {OPEN} and {CLOSE}.'
+    tagged = TAGGED.findall(after_thinking(completion))
+    if not tagged:
+      cut = f'{TRUNCATED} before it answered: be shorter, and {wanted}'
+      return outcome(False, '', False, cut if truncated else f'Your answer had the wrong format: {wanted}')
+    pred = meant(tagged[-1], options)
+    if pred is None:
+      return outcome(False, '', False, f'Your answer is none of the options: {wanted}')
+    right = meant(str(example.ground_truth), options)
+    revealed = f' The right answer is {short_repr(right, 200)}.' if reveal_answer else ''
+    return outcome(
+      pred == right, pred, True, '' if pred == right else f'Your answer, {short_repr(pred, 200)}, is wrong.{revealed}'
+    )
+
+  return rule
+
+
+def meant(answer: str, options: Sequence[str]) -> str | None:
+  """Return the option that an answer is, but for white space, case and a few letters; None if it is none or two."""
+  distinct = {_plain(option): option for option in reversed(options)}  # Of those that are the same the first.
+  ranked = sorted(((_at_least(_plain(answer), plain), option) for plain, option in distinct.items()), reverse=True)
+  (best, option), *others = ranked
+  return option if best >= ALIKE and all(other < best for other, _ in others) else None
+
+
+def _plain(text: str) -> str:
+  return ' '.join(text.lower().split())
+
+
+def _at_least(answer: str, option: str) -> float:
+  """Return how alike two texts are; 0 where their lengths alone say that it is less than `ALIKE`."""
+  most = 2 * min(len(answer), len(option)) / max(len(answer) + len(option), 1)
+  return _likeness(answer, option) if most >= ALIKE else 0.0
+
+
+def _likeness(answer: str, option: str) -> float:
+  return difflib.SequenceMatcher(None, answer, option).ratio()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Longhealth:
+  """The grader of a profile."""
+
+  judge: Grader
+
+  def __call__(self, examples: list[Example], completions: list[str], *, truncated: list[bool]) -> list[Outcome]:
+    return self.judge(examples, completions, truncated=truncated)
+
+  def check_questions(self, examples: Sequence[Example]) -> None:
+    """Return if all questions have their options; raises a UserError that names the row of one that has not."""
+    for example in examples:
+      options = example.columns.get(CHOICES)
+      listed = isinstance(options, list) and all(isinstance(option, str) and option.strip() for option in options)
+      if not listed or len(options) < 2:
+        where = example.extra.get('origin', example.id)
+        raise UserError(
+          f'{where}: field {CHOICES!r}, from which {NAME!r} takes the options, must be a list of at least two texts, not '
+          f'{short_repr(options)}.'
+        )
+      if meant(str(example.ground_truth), options) is None:
+        where = example.extra.get('origin', example.id)
+        raise UserError(f'{where}: the answer {short_repr(example.ground_truth)} is none of the {CHOICES!r}, or two.')
+
+
+@register_factory(NAME)
+def _make(settings: EnvironmentsConfig) -> Grader:
+  return _Longhealth(grader(reference if settings.profile == 'reference' else clean(settings.reveal_answer)))
