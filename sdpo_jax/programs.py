@@ -32,15 +32,18 @@ class Program:
   function: Callable[..., Any]
   arguments: tuple[Any, ...]
   static: dict[str, Any] = dataclasses.field(default_factory=dict)
-  # What each argument is: 'parameters', 'state', 'gradients', 'cache' (of a decode loop), 'batch'.
-  holds: tuple[str, ...] = ()
+  # What each argument is, or each of its leaves: 'base', 'parameters', 'state', 'gradients', 'cache' (of a decode loop),
+  # 'batch' …
+  holds: tuple[str | tuple[str, ...], ...] = ()
   # Argument → the program whose result it is, and which element of that (None: all): the shardings are those that the
-  # compiler chose there.
+  # compiler chose there. Where that has None in the place of a leaf, the program did not make the leaf.
   inherits: Mapping[int, tuple[str, int | None]] = dataclasses.field(default_factory=dict)
   buckets: tuple[int, ...] = ()  # Declared lengths: prompt, teacher prompt where there is one, completion.
   capacity: int | None = None  # Slots of the cache.
   rows: int | None = None  # Rows of the batch.
   evaluation: bool = False  # Only evaluation uses it.
+  # Of the compiler, with which `function` is jitted: a lowered program does not show them.
+  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   @property
   def label(self) -> str:
@@ -62,10 +65,12 @@ class Program:
     arguments = list(self.arguments)
     for index, (name, element) in self.inherits.items() if shardings is not None else ():
       chosen = shardings[name] if element is None else shardings[name][element]
-      arguments[index] = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), arguments[index], chosen
-      )
+      arguments[index] = jax.tree.map(_placed, arguments[index], chosen)
     return self.function.lower(*arguments, **self.static)
+
+
+def _placed(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding | None) -> jax.ShapeDtypeStruct:
+  return leaf if sharding is None else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 import math
+import types
 from typing import get_args, get_type_hints
 
 import jax
@@ -16,6 +17,7 @@ import pytest
 from benchmarks import tpu_plan
 from configs import quickstart, qwen3_8b_chemistry, qwen3_8b_livecodebench
 from models import huggingface
+from models.attention import splash
 from sdpo_jax import programs
 from sdpo_jax.config import Config, MeshConfig, ModelConfig
 from sdpo_jax.distributed import mesh as meshes
@@ -165,9 +167,97 @@ def test_a_slice_of_one_chip_is_planned(slice_):
 
 
 @needs_compiler
+def test_of_an_adapter_the_report_says_what_is_trained_and_what_is_frozen():
+  config = settings()
+  config.model.lora.rank = 8
+  slice_ = topology.describe('v5e:2x2')
+  policy = huggingface.describe(SIZES, config.model)
+  assumptions = planning.Assumptions.of(config, slice_.chip)
+  plan = planning.make(config, policy, slice_, assumptions, source='small', only=['zero'])
+  # In and out of the matrices: 256 → 512, 256 → 256 twice, 512 → 256, 256 → 512 twice and 512 → 256, in two layers.
+  assert plan.trained == 2 * 8 * (768 + 512 + 512 + 768 + 3 * 768)
+  layer = 2 * 256 + 2 * 128 + 2 * 256 * 512 + 2 * 256 * 256 + 3 * 256 * 512
+  assert plan.parameters - plan.trained == 2 * 1024 * 256 + 256 + 2 * layer
+  held = plan.programs['zero'].hbm
+  # Of the factors an axis as long as the rank is never divided: at worst every chip has half of each.
+  assert plan.trained * 4 / 4 <= held['parameters'] * planning.GIB <= plan.trained * 4 / 2 + 64
+  assert held['optimizer'] == pytest.approx(2 * held['parameters'], rel=0.01)
+  first, *_ = report.text(plan).split('\n\n')
+  assert first.startswith(
+    '2.18 million parameters (small), of which 77,824 are trained and the others frozen, on v5e:2x2:'
+  )
+
+
+@needs_compiler
+@pytest.mark.parametrize(('slice_', 'layers'), [('v5e:1x1', 9), ('v5e:2x2', 9)], ids=['read as it is', 'gathered'])
+def test_a_plan_counts_a_frozen_base_as_often_as_it_is_there(slice_, layers):
+  config, described = settings(), topology.describe(slice_)
+  config.model.lora.rank = 8
+  config.mesh.tensor = divided = 1 if slice_ == 'v5e:1x1' else 2
+  policy = huggingface.describe(SIZES | {'num_hidden_layers': layers}, config.model)
+  assumptions = planning.Assumptions.of(config, described.chip)
+  labels = ['prepare_base', 'prepare', 'prefill', 'zero']
+  plan = planning.make(config, policy, described, assumptions, only=labels)
+  # In bfloat16, but for the norms, which every chip has whole.
+  norms = 4 * (256 + layers * (2 * 256 + 2 * 128))
+  matrices = 2 * (2 * 1024 * 256 + layers * (2 * 256 * 512 + 2 * 256 * 256 + 3 * 256 * 512))
+  found, own = plan.base_gib * planning.GIB, plan.sampling_base_gib * planning.GIB
+  assert matrices / plan.chips <= found <= matrices / plan.chips + norms
+  sentence = report.base(plan)
+  assert sentence in report.text(plan)
+  if divided == 1:
+    assert own == 0 and 'prepare_base' not in plan.programs
+    assert sentence.endswith('is there once: student, teacher and sampler read the same arrays.')
+  else:
+    # Gathered over one axis and still in halves over the other.
+    assert own == pytest.approx(matrices / 2, rel=0.01)
+    assert 'the sampler has arrays of its own (mesh.fsdp=2 divides it and the sampler gathers it), ' in sentence
+    assert sentence.endswith(f'another {plan.sampling_base_gib:.3g} GiB, made once per run.')
+    assert plan.programs['prepare_base'].hbm['sampling base'] == pytest.approx(plan.sampling_base_gib)
+  # They are there whichever program runs, and only the factors are a copy of every batch.
+  for name, estimate in plan.programs.items():
+    assert estimate.hbm['base'] == pytest.approx(plan.base_gib), name
+    assert estimate.hbm.get('sampling base', 0) == pytest.approx(plan.sampling_base_gib), name
+    assert estimate.hbm_gib == pytest.approx(sum(estimate.hbm.values()))
+    assert estimate.hbm.get('sampling weights', 0) * planning.GIB < matrices / 4
+  alone = planning.make(config, policy, described, assumptions, only=['zero'])
+  assert alone.programs['zero'].hbm == plan.programs['zero'].hbm and set(alone.programs) == {'zero'}
+
+
+def test_a_base_that_the_sampler_cannot_hold_is_not_said_to_be_there_once():
+  refused = planning.Estimate('prepare_base', {}, math.nan, fits=False, error='RESOURCE_EXHAUSTED')
+  mesh = {'fsdp': 8, 'tensor': 1}
+  plan = types.SimpleNamespace(base_gib=1.9, sampling_base_gib=0.0, mesh=mesh, programs={'prepare_base': refused})
+  assert report.base(plan).endswith('(mesh.fsdp=8 divides it and the sampler gathers it), which do not fit.')
+
+
+@pytest.mark.parametrize(
+  ('trained', 'names'),
+  [
+    ('', ['base', 'parameters', 'optimizer', 'teacher', 'teacher base', 'sampling weights']),
+    ('adapter', ['base', 'adapter', 'optimizer', "teacher's adapter", 'teacher base', "sampler's adapter"]),
+    ('slots', ['base', 'slots', 'optimizer', "teacher's slots", 'document', "sampler's slots"]),
+  ],
+)
+def test_the_memory_of_what_is_trained_beside_a_model_is_called_that(trained, names):
+  held = {
+    'base': 2.0,
+    'parameters': 0.5,
+    'optimizer': 1.0,
+    'teacher': 0.5,
+    'teacher base': 1.0,
+    'sampling weights': 0.25,
+  }
+  table = report.memory({'decode': planning.Estimate('decode', held, 5.25, True)}, 15.75, trained)
+  assert [name.strip() for name in table.splitlines()[0].split('|')][2:-3] == names
+
+
+@needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize('slice_', ['v5e:1x1', 'v5e:2x2', 'v5e:8x8'])
-def test_the_whole_command_on_a_small_model(tmp_path, slice_):
+@pytest.mark.parametrize(
+  ('slice_', 'rank'), [('v5e:1x1', None), ('v5e:1x1', 4), ('v5e:2x2', None), ('v5e:2x2', 4), ('v5e:8x8', None)]
+)
+def test_the_whole_command_on_a_small_model(tmp_path, slice_, rank):
   config, output, sizes = tiny.make_experiment(tmp_path), tmp_path / 'plan.json', tmp_path / 'sizes.json'
   sizes.write_text(json.dumps(SIZES))
   done = tiny.launch(
@@ -178,6 +268,7 @@ def test_the_whole_command_on_a_small_model(tmp_path, slice_):
     f'--output={output}',
     '--config.model.dtype=bfloat16',
     f'--config.mesh.tensor={1 if slice_ == "v5e:1x1" else 2}',
+    f'--config.model.lora.rank={rank}',
     '--price=2',
     cache=tmp_path / 'cache',
   )
@@ -187,7 +278,18 @@ def test_the_whole_command_on_a_small_model(tmp_path, slice_):
   assert values['fits'] and values['programs']['update']['matmul_tflop'] > 0
   assert not values['programs']['update']['unbounded']
   assert values['cost_per_100_steps'] == pytest.approx(2 * values['device_hours_per_100_steps'])
+  assert (values['base_gib'] > 0) == (values['trained'] < values['parameters']) == (rank is not None)
+  # Of a model of so few layers the sampler has a copy, layer by layer.
+  assert (values['sampling_base_gib'] > 0) == (rank is not None)
+  assert ('the sampler has arrays of its own' in done.stdout) == (rank is not None)
   assert not any((tmp_path / 'cache').rglob('*')), 'A program that cannot be read back was kept.'
+
+
+@needs_compiler
+def test_a_slice_has_as_many_axes_as_those_of_its_generation():
+  for name, axes in (('v5e:2x4x2', 2), ('v5p:4x4', 3)):
+    with pytest.raises(UserError, match=f'--topology={name}: slices of {name[:3]} have {axes} axes'):
+      topology.describe(name)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +323,7 @@ def test_useful_operations_of_the_papers_update():
 
 
 def lengths_of(config):
-  return planning._samples(config, planning.Assumptions.of(config, topology.CHIPS['v5e']))
+  return planning.drawn_samples(config, planning.Assumptions.of(config, topology.CHIPS['v5e']))
 
 
 @pytest.mark.parametrize(('mean', 'micro'), [(8192.0, 4), (4096.0, 2), (2048.0, 1)])
@@ -464,6 +566,15 @@ def test_kernels_come_from_the_table_at_its_own_shapes():
   short = array(32, 1536, 128, dtype='bf16')
   kernel = hlo.Kernel('pallas', 'splash_mha_dkv.1', '', (grid, short, short, short), (short,), 0, 1)
   assert kernels.seconds(kernel, chip)[0] == pytest.approx(32 * (6 * 8376 / 4 + 9 * 311 + 3 * 654 / 2) / 1.5e9)
+  # Behind 2048 slots, two rows of blocks see three and four of four blocks; where all is seen, eight.
+  query, keys = array(24, 2048, 128, dtype='bf16'), array(8, 4096, 128, dtype='bf16')
+  for part, scope, cycles in (
+    ('fwd', 'attention_after', 7 * 4681 + 8 * 190 + 2 * 1379),
+    ('dkv', 'attention_after', 7 * 8376 + 8 * 311 + 4 * 654),
+    ('fwd', f'{splash.TO_PREFIX}/vmap', 8 * 4681 + 8 * 190 + 2 * 1379),
+  ):
+    kernel = hlo.Kernel('pallas', f'splash_mha_{part}.1', scope, (grid, query, keys, keys), (query,), 0, 1)
+    assert kernels.seconds(kernel, chip)[0] == pytest.approx(24 * cycles / 1.5e9), (part, scope)
   other = hlo.Kernel('other', 'gather', '', (heads,), (heads,), 819_000_000, 3)
   assert kernels.seconds(other, chip) == (pytest.approx(3e-3), kernels.ROOFLINE)
 
@@ -546,10 +657,15 @@ def test_what_the_compiler_answered_is_kept(tmp_path, monkeypatch):
   found['first'] = Program('one', scoped('another'), (array,), holds=('batch',))
   ask()
   assert len(compiled) == 6
+  # So do the compiler's options, which a lowered program does not show.
+  found['first'] = dataclasses.replace(found['first'], options={'xla_backend_optimization_level': 0})
+  ask()
+  assert len(compiled) == 8
+  found['first'] = dataclasses.replace(found['first'], options={})
   ask(slice_='elsewhere')
-  assert len(compiled) == 9
+  assert len(compiled) == 11
   ask(folder=None)
-  assert len(compiled) == 12
+  assert len(compiled) == 14
 
 
 def test_a_refused_program_is_refused_again_without_asking(tmp_path, monkeypatch):
@@ -710,7 +826,28 @@ def test_the_page_of_estimates_is_made_from_results(tmp_path):
   results = {'v5e:8x8': plan, 'v5e:4x4': refused | {'fits': False, 'update_mfu': None, 'warnings': ['IDLE']}}
   other = {'topology': 'v5e:8x8', 'parameters': 7298011136, 'mesh': {'fsdp': 8, 'tensor': 8}}
   results |= {'Olmo-3-7B': plan | other | {'report': 'ANOTHER REPORT'}}
+  adapter = {
+    'trained': 43646976,
+    'base_gib': 1.91,
+    'sampling_base_gib': 0.0,
+    'least_gib': {'update': 5.2, 'decode': 7.87},
+  }
+  adapter |= {'topology': 'v5e:2x4', 'mesh': {'fsdp': 1, 'tensor': 8}}
+  lengths = {'data.max_prompt_length': 2048, 'data.max_response_length': 8192}
+  adapter['settings'] = lengths | {'actor.self_distillation.max_reprompt_len': 10240, 'rollout.max_batch_rows': 32}
+  program |= {'fits': True, 'hbm': {'cache': 5.6}}
+  results |= {'Qwen3-8B with LoRA': plan | adapter, 'Qwen3-4B with LoRA': adapter}
+  results |= {'Qwen3-8B with LoRA, 64 slots': plan | adapter | {'programs': {'decode': program | {'fits': False}}}}
+  results |= {'Qwen3-8B with LoRA on v5e:8x8': plan | adapter}
+  results['v5e:8x8'] = plan | {'settings': plan['settings'] | adapter['settings']}
   text = tpu_plan.tables(results)
+  rows = [[cell.strip() for cell in line.split('|')[1:-1]] for line in text.splitlines() if line.startswith('|')]
+  known = ['43.6', 'v5e:2x4', 'fsdp=1 × tensor=8', '32', '5.2', '7.87']
+  assert ['Qwen3-8B', *known, '1.91', '0', '9.5', '7.5', '9.5', '11'] in rows
+  assert ['Qwen3-4B', *known, 'not compiled', *[''] * 5] in rows  # What was not compiled has no number of a compiler.
+  assert ['32', '9.5 (does not fit)', '5.6', '0', '11', '2,909'] in rows  # 32 tokens in 11 ms.
+  # 7.5 s for 2 · 8192 + 2048 + 10240 tokens.
+  assert [['9.5', '7.5', '262', '715', '71']] * 2 == [row[1:] for row in rows if row[0] in ('all parameters', 'LoRA')]
   assert 'THE REPORT' in text and '`rollout.n=8`' in text and 'v5e:4x4: IDLE' in text
   line = next(line for line in text.splitlines() if line.startswith('| v5e:8x8'))
   cells = [cell.strip() for cell in line.split('|')[3:-1]]
@@ -721,7 +858,7 @@ def test_the_page_of_estimates_is_made_from_results(tmp_path):
   assert cells == ['256', '9.5', '7.5', '715', '71', '50', '25', '48', '9.5', '11', '21.5', '100', '12,346', '213.3']
   assert next(line for line in text.splitlines() if line.startswith('| v5e:4x4')).count('?') == 5
   assert tpu_plan.cost(plan).startswith('64 chips for 100 steps of 100 s') and '178 chip-hours' in tpu_plan.cost(plan)
-  tpu_plan.draw(results, tmp_path / 'scaling.png')
+  tpu_plan.draw({name: results[name] for name in ('v5e:8x8', 'v5e:4x4')}, tmp_path / 'scaling.png')
   assert (tmp_path / 'scaling.png').stat().st_size > 1000
   page = (tiny.REPOSITORY / 'docs' / 'performance.md').read_text(encoding='utf-8')
   assert tpu_plan.insert(tpu_plan.insert(page, 'one'), 'two') == tpu_plan.insert(page, 'two')
@@ -733,12 +870,12 @@ def test_the_pages_quote_the_shipped_configs():
   """Who changes what decides them makes the pages anew: `python -m benchmarks.tpu_plan --keep=DIR`."""
   docs = tiny.REPOSITORY / 'docs'
   results = json.loads((docs / 'performance' / 'results.json').read_text(encoding='utf-8'))
-  points = {point.name: point for point in (*tpu_plan.POINTS, *tpu_plan.MODEL_POINTS)}
+  points = {point.name: point for point in tpu_plan.EVERY}
   assert set(results) <= set(points)
   for name, plan in results.items():
     assert plan['settings'] == json.loads(json.dumps(tpu_plan.stated(points[name]))), name
     assert plan['topology'] == points[name].slice_
-    if plan['fits']:
+    if plan.get('fits'):
       assert plan['step_seconds'] == pytest.approx(sum(plan['phases'].values()))
   # The main point is a shipped config as it is.
   assert not points[tpu_plan.MAIN].settings

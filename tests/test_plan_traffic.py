@@ -164,6 +164,7 @@ def test_activations_in_vmem_are_not_read_from_hbm(step):
   assert 0 <= scalars < 1024 and step.chunk < 64
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize('cache', ['auto', pytest.param('int8', marks=pytest.mark.slow)])
 def test_a_compiled_step_reads_its_weights_and_its_cache_and_little_else(cache):

@@ -81,6 +81,24 @@ def test_memory_is_divided_over_the_devices(config):
   assert found.sampling['KV cache'] == pytest.approx(2 * 2 * 16 * 104 * 2 * 8 * 4 / 8, rel=0.01)
 
 
+def test_memory_of_a_frozen_base_is_counted_once_where_the_sampler_reads_it_as_it_is(config):
+  config.rollout.max_batch_rows = 16
+  policy = huggingface.read_policy(config.model.path, config.model)
+  deep = dataclasses.replace(policy, config=dataclasses.replace(policy.config, layers=9), frozen=('layers',))
+  frozen = 9 * (PARAMETERS - 264 * 32 - 32) / 2
+  mesh = model_mesh(config, deep, jax.devices()[:1])
+  found = memory.estimate(config, deep.on(mesh), mesh)
+  assert found.held['parameters'] == 4 * (frozen + 264 * 32 + 32) and 'base to sample with' not in found.held
+  # Of a shallow model, layers are apart; on a mesh, matrices are gathered over `fsdp` and lie in halves.
+  shallow = dataclasses.replace(policy, frozen=('layers',))
+  assert memory.estimate(config, shallow.on(mesh), mesh).held['base to sample with'] == 4 * frozen / 9 * 2
+  config.mesh.tensor = 2
+  mesh = model_mesh(config, deep)
+  found = memory.estimate(config, deep.on(mesh), mesh)
+  assert found.held['base to sample with'] == pytest.approx(4 * frozen / 2, rel=0.05)
+  assert found.sampling['weights to sample with'] == pytest.approx(4 * 264 * 32 / 2, rel=0.05)
+
+
 @pytest.mark.tpu_compiler
 def test_memory_is_about_what_the_compiler_says():
   """Of the paper's run on 64 chips: the table of docs/performance.md, whose numbers are the TPU compiler's."""
@@ -199,6 +217,7 @@ def test_a_grader_that_errs_is_named(erring, name, truth, sentences):
       'the run ends at the first',
     ),
     ({'data.max_response_length': 4096}, 'made for max_position_embeddings=512'),
+    ({'model.cartridge.tokens': 100}, 'tokens=100 is no multiple of 16: the published format'),
   ],
 )
 def test_a_setting_that_looks_odd_is_named(changes, sentence):
@@ -213,6 +232,21 @@ def test_a_setting_that_looks_odd_is_named(changes, sentence):
   [found] = odd_settings(config, devices=8, positions=512)
   with pytest.raises(UserError, match=sentence):
     raise UserError(found)
+
+
+@pytest.mark.parametrize(
+  'changes', [{'environment': 'mcq,0.5*math'}, {'environment': '2*mcq'}, {'reward_weights': {'f': 3}}]
+)
+def test_a_weighted_sum_may_reach_another_threshold(changes):
+  config = quickstart.get_config()
+  config.actor.self_distillation.success_reward_threshold = 1.5
+  for section in (config.data, config.environments):
+    for name, value in changes.items():
+      if hasattr(section, name):
+        setattr(section, name, value)
+  assert odd_settings(config.validate(), devices=8, positions=512) == []
+  config.data.environment, config.environments.reward_weights = 'mcq', {'f': 1}
+  assert len(odd_settings(config, devices=8, positions=512)) == 1
 
 
 def test_the_papers_runs_do_not_look_odd():
@@ -267,6 +301,20 @@ def test_what_would_end_a_run_ends_the_look(config):
     check.check(dataclasses.replace(config, trainer=misspelt))
   with pytest.raises(UserError, match='none.json'):
     check.check(dataclasses.replace(config, data=dataclasses.replace(config.data, train_files=('none.json',))))
+
+
+def test_a_base_that_teaches_needs_a_model_that_is_not_trained_whole(config):
+  config.actor.self_distillation.teacher_regularization = 'base'
+  with pytest.raises(UserError, match="teacher_regularization='base' asks the model without its trainable part"):
+    check.check(config)
+
+
+def test_the_row_that_names_an_unknown_grader_is_named(config, tmp_path):
+  rows = [{'prompt': 'What?', 'answer': '12345', 'environment': name} for name in ('digits', 'digit')]
+  (tmp_path / 'rows.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+  config.data.train_files = (str(tmp_path / 'rows.jsonl'),)
+  with pytest.raises(UserError, match="rows.jsonl, line 2: There is no environment 'digit': choose"):
+    check.check(config)
 
 
 def test_a_template_that_does_not_suit_ends_the_look_or_looks_odd(config, tmp_path):

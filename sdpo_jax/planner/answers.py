@@ -117,6 +117,7 @@ class _Question:
     parts = [
       self.asked.compiler.slice_,
       *options,
+      *(f'{name}={value}' for name, value in sorted(self.asked.program.options.items())),
       self.lowered.as_text(),
       *sorted({operation or argument for operation, argument in names}),
     ]

@@ -81,20 +81,32 @@ def seconds(kernel: hlo.Kernel, chip: Chip) -> tuple[float, str]:
     return kernel.count * first.size * levels * (levels + 1) / 2 * _SORT_SECONDS * slower, TABLE
   part = splash_part(kernel)
   if part is not None:
-    query = next(array for array in kernel.operands if len(array.shape) >= 3 and array.dtype in ('bf16', 'f32'))
-    return kernel.count * _splash_cycles(part, query) / CHIPS['v5e'].clock * slower, TABLE
+    query, key = [array for array in kernel.operands if len(array.shape) >= 3 and array.dtype in ('bf16', 'f32')][:2]
+    whole = splash.TO_PREFIX in kernel.op_name
+    return kernel.count * _splash_cycles(part, query, key, whole) / CHIPS['v5e'].clock * slower, TABLE
   return kernel.count * kernel.bytes / chip.hbm_bandwidth, ROOFLINE
 
 
-def _splash_cycles(part: str, query: hlo.Array) -> float:
-  """Cycles of causal attention of queries [..., S, head_dim] to as many keys: blocks on the diagonal are computed whole."""
-  length, head_dim = query.shape[-2:]
-  size = splash.block_size(length)
-  count = math.ceil(length / size)
-  computed, step, row = _SPLASH[part]
-  block = computed * size**2 * head_dim / _SPLASH_BLOCK
+def _splash_cycles(part: str, query: hlo.Array, key: hlo.Array, whole: bool) -> float:
+  """Cycles of attention of queries [..., S, head_dim] to keys [..., C, head_dim].
+
+  Args:
+    part: of splash attention.
+    query: each of them is a head of the kernel's grid.
+    key: more than there are queries stand before those.
+    whole: all keys are seen; else a query sees those before it, and blocks on the diagonal are computed whole.
+  """
+  (length, head_dim), slots = query.shape[-2:], key.shape[-2]
+  size, key_size = splash.block_size(length), splash.block_size(slots)
+  rows, columns = math.ceil(length / size), math.ceil(slots / key_size)
+  last = [slots if whole else slots - length + (row + 1) * size for row in range(rows)]
+  blocks = sum(min(math.ceil(seen / key_size), columns) for seen in last)
+  computed, step, outer = _SPLASH[part]
+  block = computed * size * key_size * head_dim / _SPLASH_BLOCK
+  # The gradient of the keys is summed up over the queries, everything else over the keys.
+  begun = columns * key_size if part == 'dkv' else rows * size
   heads = query.size // (length * head_dim)
-  return heads * (count * (count + 1) / 2 * block + count**2 * step + count * row * size / 1024)
+  return heads * (blocks * block + rows * columns * step + begun * outer / 1024)
 
 
 def splash_part(kernel: hlo.Kernel) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import re
+from typing import Any
 
 from models import hub, huggingface, published
 from models.decoder import DecoderPolicy
@@ -13,7 +14,13 @@ from sdpo_jax.errors import UserError
 
 
 def read(config: Config, model_config: str | None = None) -> tuple[DecoderPolicy, str]:
-  """The policy that a run would train, and where its sizes come from; no weights are read or downloaded.
+  """The policy that a run would train, and where its sizes come from; arguments and errors as those of `sizes`."""
+  values, source = sizes(config, model_config)
+  return huggingface.describe(values, config.model), source
+
+
+def sizes(config: Config, model_config: str | None = None) -> tuple[dict[str, Any], str]:
+  """The config.json of a run's model, and where it comes from; no weights are read or downloaded.
 
   Args:
     config: settings; model.path may be a directory, a model of `models.published`, or another hub name.
@@ -29,17 +36,16 @@ def read(config: Config, model_config: str | None = None) -> tuple[DecoderPolicy
   if local.is_dir():
     local /= 'config.json'
   if local.is_file():
-    values = huggingface.read_json(local.parent, local.name)
-    return huggingface.describe(values, config.model), str(local)
+    return huggingface.read_json(local.parent, local.name), str(local)
   values = published.config_json(path)
   if values is not None:
-    return huggingface.describe(values, config.model), f'the published sizes of {path}'
+    return values, f'the published sizes of {path}'
   if not re.fullmatch(r'[\w-][\w.-]*/[\w.-]+', path):
     raise UserError(
       f'model.path={path!r} has no config.json: name a model directory or a hub model, or pass a config.json with '
       '--model_config=FILE.json.'
     )
-  return huggingface.describe(_download(path), config.model), f'config.json of {path} on the hub'
+  return _download(path), f'config.json of {path} on the hub'
 
 
 def _download(name: str) -> dict[str, object]:

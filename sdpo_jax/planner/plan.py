@@ -19,6 +19,8 @@ from typing import Any
 
 import jax
 
+from models import parameters as parameter_tables
+from models.adapters.kv_prefix import KVPrefix
 from models.flops import forward_flops
 from models.policy import Policy
 from sdpo_jax import programs as registry
@@ -30,8 +32,9 @@ from sdpo_jax.planner import answers, hlo, kernels, lengths, traffic, workload
 from sdpo_jax.planner.topology import Chip, Topology
 from sdpo_jax.rollout import sizes
 from sdpo_jax.rollout.buckets import Buckets
-from sdpo_jax.training import batching
-from sdpo_jax.training.run_programs import abstract_parameters, run_programs
+from sdpo_jax.teacher.signal import self_teacher
+from sdpo_jax.training import batching, cartridges, teacher_model
+from sdpo_jax.training.run_programs import abstract_parameters, abstract_teacher, run_programs
 from sdpo_jax.training.session import model_mesh
 from sdpo_jax.types import TrainState
 
@@ -42,8 +45,11 @@ HOP = 0.7e-6
 # which rows are done, refills them, and starts the next chunk.
 HOST_CHUNK, HOST_ROW = 2e-3, 15e-6
 # What lies in memory all the time, whichever program runs.
-RESIDENT = ('base', 'parameters', 'optimizer', 'teacher', 'teacher base', 'initial policy')
-# Programs that read the sampler's copy of the weights.
+RESIDENT = ('base', 'sampling base', 'parameters', 'optimizer', 'teacher', 'teacher base', 'initial policy')
+# Label of the program that reads a part of a document, while nothing but the model and the document is in memory.
+READING = 'read document'
+BEFORE_THE_RUN = {'gather document': ('base',), READING: ('base', 'teacher base')}
+# Programs that read the sampler's copy of the trainable parameters.
 SAMPLING = ('prefill', 'empty', 'decode', 'admit', 'resize', 'compact')
 
 
@@ -57,12 +63,15 @@ class Assumptions:
   mean_reprompt: float  # Tokens of a teacher's prompt on average.
   trained_fraction: float  # Of the samples, those with a signal.
   evaluation_questions: int  # Of one evaluation; 0: there is none.
+  document: int  # Tokens of what the teacher of a cartridge reads; 0: it reads none.
   price: float  # US dollars per chip-hour.
   completion_spread: float = lengths.COMPLETION_SPREAD  # Standard deviation of the logarithm of a completion's length.
   measured: str = ''  # Where lengths were measured; empty: nowhere.
 
   @classmethod
-  def of(cls, config: Config, chip: Chip, *, price: float | None = None, run: str | None = None) -> Assumptions:
+  def of(
+    cls, config: Config, chip: Chip, *, price: float | None = None, run: str | None = None, document: int = 0
+  ) -> Assumptions:
     """Return those of the settings `plan` and, where they are None, of the limits.
 
     Args:
@@ -70,11 +79,12 @@ class Assumptions:
       chip: whose list price counts where there is no other.
       price: US dollars per chip-hour.
       run: directory or metrics.jsonl of a run whose lengths count instead.
+      document: tokens of what the teacher of a cartridge reads; 0: it reads none.
 
     Raises:
       UserError: a length that the settings, or another one, rule out, or metrics that say nothing.
     """
-    data, given, reprompt = config.data, config.plan, config.actor.self_distillation.max_reprompt_len
+    data, given, reprompt = config.data, config.plan, Buckets.of(config).reprompt[-1]
     measured = {} if run is None else lengths.of_run(run)
 
     def known(name: str, otherwise: float) -> float:
@@ -82,17 +92,21 @@ class Assumptions:
       return float(otherwise if value is None else value)
 
     longest = known('longest_completion', data.max_response_length)
+    mean_prompt = known('mean_prompt', data.max_prompt_length)
+    # A teacher who reads the student's own prompts reads as many tokens.
+    reads_prompts = config.actor.self_distillation.teacher_context == 'prompt'
     questions = data.val_max_samples or given.evaluation_questions
     if questions is None:
       questions = math.ceil(config.rollout.max_batch_rows / config.val_kwargs.n)
     assumed = cls(
       mean_completion=known('mean_completion', longest / 2),
       longest_completion=longest,
-      mean_prompt=known('mean_prompt', data.max_prompt_length),
-      mean_reprompt=known('mean_reprompt', reprompt),
+      mean_prompt=mean_prompt,
+      mean_reprompt=mean_prompt if reads_prompts else known('mean_reprompt', reprompt),
       trained_fraction=known('trained_fraction', 1.0),
       evaluation_questions=questions if config.trainer.test_freq else 0,
-      price=chip.price if price is None else price,
+      document=document,
+      price=next(each for each in (price, given.price_per_chip_hour, chip.price) if each is not None),
       completion_spread=known('completion_spread', lengths.COMPLETION_SPREAD),
       measured='' if run is None else str(run),
     )
@@ -162,6 +176,18 @@ class Plan:
   cost_per_100_steps: float
   bottleneck: str
   warnings: list[str] = dataclasses.field(default_factory=list)
+  trained: int = 0  # Of the parameters; the others are frozen.
+  base_gib: float = 0.0  # GiB per chip of the frozen parameters; the update reads them, for student and teacher.
+  sampling_base_gib: float = (
+    0.0  # GiB per chip of the arrays that the sampler has of its own in the place of some of them.
+  )
+  slots: int = 0  # Of a cartridge; 0: there is none.
+  frozen_slots: int = 0
+  slots_gib: float = 0.0  # GiB per chip of the trained ones.
+  moments_gib: float = 0.0  # GiB per chip of the optimizer's state for them.
+  document_gib: float = 0.0  # GiB per chip of what the teacher reads.
+  reading_parts: int = 0  # In which it is read, one after the other, once per run.
+  reading_seconds: float = 0.0  # That it takes.
 
   def to_json(self) -> dict[str, Any]:
     """Plain values; absent numbers are None."""
@@ -202,10 +228,19 @@ def make(
   mesh = model_mesh(config, policy, topology.devices)
   policy = policy.on(mesh, config.model.attention)
   base, trainable = abstract_parameters(policy, mesh)
-  found = run_programs(config, policy, base, trainable, mesh, stop_ids=2)
-  samples = _samples(config, assumptions)
-  share = batching.shares_prompts(config, policy)
-  work = workload.of_batch(config, policy, samples, mesh.size, share)
+  teacher = None
+  if assumptions.document:
+    teacher = cartridges.abstract_document_teacher(config, policy, mesh, assumptions.document)
+  elif teacher_model.is_used(config):
+    teacher = abstract_teacher(config, mesh)
+  found, parts = run_programs(config, policy, base, trainable, mesh, stop_ids=2, teacher=teacher), 0
+  if assumptions.document:
+    reading, parts = cartridges.reading_programs(config, policy, base, mesh, assumptions.document)
+    found = reading | found
+  samples = drawn_samples(config, assumptions)
+  reader = teacher or self_teacher(policy, config.actor.self_distillation)
+  share = batching.shares_prompts(config, *reader.readers(policy, config.actor.self_distillation))
+  work = workload.of_batch(config, policy, samples, mesh.size, share, reader.policy)
   used = workload.used(found, work)
   labels = select(found, everything, [name for names in used.values() for name in names])
   if only is not None:
@@ -217,13 +252,17 @@ def make(
   announce(f'Compiling {len(names)} programs for {topology.name}, one after the other …')
   sampling_weights, refused = None, []
   compiler = answers.Compiler(f'{topology.name}, {topology.compiler}', keep)
-  for name, answer in _answers(mesh, compiler.asked_of(found), names):
+  # What the sampler holds of the base is there whichever program runs.
+  first = [name for name, program in found.items() if program.kind == 'prepare_base']
+  for name, answer in compiled_for(mesh, compiler.asked_of(found), [*first, *names]):
     took = time.monotonic() - began
+    # A copy may live on two layouts' worth of memory while it is made; afterwards only the result is left.
     if found[name].kind == 'prepare' and isinstance(answer, answers.Answer):
-      # A copy may live on two layouts' worth of memory while it is made; afterwards only the result is left.
       sampling_weights = answer.results
+    elif found[name].kind == 'prepare_base' and isinstance(answer, answers.Answer):
+      resident['sampling base'] = answer.results
     cost = functools.partial(
-      _estimate,
+      estimated,
       answer=answer,
       config=config,
       chip=topology.chip,
@@ -235,8 +274,8 @@ def make(
     )
     estimate = cost(name, found[name])
     estimate.compile_seconds = took
-    if name in names:
-      estimates[names[name]] = estimate
+    if name in names or (name in first and estimate.error is not None):
+      estimates[names.get(name, name)] = estimate
     if names.get(name) == 'decode' and config.trainer.test_freq and registry.EVALUATION + name not in found:
       # The same program; what it spends on leaving out unlikely tokens is decided while it runs.
       same = dataclasses.replace(found[name], evaluation=True)
@@ -250,16 +289,21 @@ def make(
     if label not in estimates:
       error = f'could not be compiled: it continues {", ".join(refused)}, refused for want of memory or worse'
       estimates[label] = Estimate(name, {}, math.nan, fits=False, error=error)
-  return _summary(config, policy, topology, mesh, assumptions, source, estimates, samples, work, used)
+  made = _summary(config, policy, topology, mesh, assumptions, source, estimates, samples, work, used, resident)
+  read = estimates.get(READING)
+  if read is not None:
+    made.reading_parts, made.reading_seconds = parts, math.nan if read.error else parts * read.seconds
+  return made
 
 
-def _samples(config: Config, assumptions: Assumptions) -> workload.Samples:
+def drawn_samples(config: Config, assumptions: Assumptions) -> workload.Samples:
+  """Return samples of a generation batch with the lengths that are assumed."""
   names = ('mean_prompt', 'mean_completion', 'longest_completion', 'mean_reprompt')
   names += ('trained_fraction', 'completion_spread')
   return workload.draw(config, **{name: getattr(assumptions, name) for name in names})
 
 
-def _answers(
+def compiled_for(
   mesh: jax.sharding.Mesh, found: Mapping[str, registry.Program], names: Iterable[str]
 ) -> Iterator[tuple[str, answers.Answer | jax.errors.JaxRuntimeError]]:
   """Compile programs as `programs.compile_programs` does, and tell kernels which chip they are for.
@@ -287,16 +331,20 @@ def select(found: Mapping[str, registry.Program], everything: bool, used: Iterab
 
 def resident_bytes(found: Mapping[str, registry.Program]) -> dict[str, float]:
   """Return the bytes on one device by what programs are given, of which `RESIDENT` is there whichever of them runs."""
-  scoring = next((_held(program, None) for program in found.values() if program.kind == 'initial'), {})
-  return scoring | _held(found['prepare'], None) | _held(found['apply'], None)
+  held: dict[str, float] = {}
+  for kind in ('initial', 'update', 'apply'):
+    held |= next((held_bytes(program) for program in found.values() if program.kind == kind), {})
+  return {part: size for part, size in held.items() if part in RESIDENT}
 
 
-def _held(program: registry.Program, argument_bytes: Sequence[Sequence[int | None]] | None) -> dict[str, float]:
-  """Bytes on one device of a program's arguments by what they are; `argument_bytes` None: as the abstract arrays lie."""
+def held_bytes(
+  program: registry.Program, argument_bytes: Sequence[Sequence[int | None]] | None = None
+) -> dict[str, float]:
+  """Return the bytes on one device of a program's arguments by what they are; `argument_bytes` None: as the abstract arrays lie."""
   held: dict[str, float] = {}
   parts = {'trainable': 'parameters', 'opt_state': 'optimizer', 'teacher': 'teacher'}
   for index, (argument, kind) in enumerate(zip(program.arguments, program.holds, strict=True)):
-    kinds = [kind] * len(jax.tree.leaves(argument))
+    kinds = kind if isinstance(kind, tuple) else [kind] * len(jax.tree.leaves(argument))
     if isinstance(argument, TrainState):
       kinds = [parts.get(path[0].name) for path, _ in jax.tree_util.tree_leaves_with_path(argument)]
     of_leaves = answers.leaf_bytes(argument) if argument_bytes is None else argument_bytes[index]
@@ -313,7 +361,7 @@ def _memory(
   sampling_weights: float | None,
 ) -> dict[str, float]:
   """GiB on one device by what is held while a program runs."""
-  held = _held(program, answer.argument_bytes)
+  held = held_bytes(program, answer.argument_bytes)
   padding = answer.arguments_in_all - sum(held.values())
   if program.kind in SAMPLING:
     # All of the copy is there, also what this program does not read.
@@ -324,13 +372,15 @@ def _memory(
     'empty': 'cache',
     'resize': 'cache',
     'prepare': 'sampling weights',
+    'prepare_base': 'sampling base',
+    'gather document': 'gathered base',
     'zero': 'gradients',
   }
   results = made_of.get(program.kind, 'results')
   held[results] = held.get(results, 0.0) + made
   held['temporaries'] = answer.temporaries
   held['padding'] = padding
-  held |= {part: resident.get(part, 0.0) for part in RESIDENT}
+  held |= {part: resident.get(part, 0.0) for part in BEFORE_THE_RUN.get(program.kind, RESIDENT)}
   return {part: size / GIB for part, size in held.items() if abs(size) >= 2**10}
 
 
@@ -369,7 +419,7 @@ def parse_out_of_memory(text: str) -> tuple[float | None, list[dict[str, Any]]]:
 # --- time ----------------------------------------------------------------------------------------------------------
 
 
-def _estimate(
+def estimated(
   name: str,
   program: registry.Program,
   answer: answers.Answer | jax.errors.JaxRuntimeError,
@@ -381,6 +431,20 @@ def _estimate(
   assumptions: Assumptions,
   samples: workload.Samples,
 ) -> Estimate:
+  """Return what a program takes on one chip.
+
+  Args:
+    name: of the program.
+    program: what was compiled.
+    answer: of the compiler.
+    config: settings; how completions are sampled.
+    chip: on which it runs.
+    axes: of the mesh.
+    resident: bytes of what is there whichever program runs.
+    sampling_weights: bytes of the sampler's copy of the trainable parameters; None: they are not known.
+    assumptions: about the run.
+    samples: lengths.
+  """
   if not isinstance(answer, answers.Answer):
     return _refused(name, answer, resident)
   memory = _memory(program, answer, resident, sampling_weights)
@@ -560,11 +624,13 @@ def _summary(
   samples: workload.Samples,
   work: workload.Workload,
   used: Mapping[str, Sequence[str]],
+  resident: Mapping[str, float],
 ) -> Plan:
   chips = mesh.size
   phases = phase_seconds(config, mesh, assumptions, samples, estimates, used)
   total = sum(phases.values())
   hours = 100 * total * chips / 3600
+  table = policy.parameter_table()
   useful = {
     'update': work.useful_flops,
     'score': work.scored_flops,
@@ -587,7 +653,8 @@ def _summary(
     chips=chips,
     mesh=dict(mesh.shape),
     model=source,
-    parameters=sum(math.prod(parameter.shape) for parameter in policy.parameter_table()),
+    parameters=parameter_tables.count(table),
+    trained=parameter_tables.count(parameter_tables.trainable(table)),
     hbm_limit_gib=topology.chip.hbm_gib,
     fits=all(estimate.fits for estimate in estimates.values()),
     assumptions=assumptions,
@@ -609,7 +676,20 @@ def _summary(
     cost_per_100_steps=hours * assumptions.price,
     bottleneck=_bottleneck(phases),
     warnings=_warnings(config, mesh),
+    base_gib=resident.get('base', 0.0) / GIB,
+    sampling_base_gib=resident.get('sampling base', 0.0) / GIB,
+    **_cartridge(policy, resident),
   )
+
+
+def _cartridge(policy: Policy, resident: Mapping[str, float]) -> dict[str, float]:
+  """Return the fields of a plan that are about a cartridge, if there is one."""
+  prefix = policy.adapter
+  if not isinstance(prefix, KVPrefix):
+    return {}
+  held = {'slots_gib': 'parameters', 'moments_gib': 'optimizer', 'document_gib': 'teacher base'}
+  sizes = {field: resident.get(part, 0.0) / GIB for field, part in held.items()}
+  return {'slots': prefix.slots, 'frozen_slots': prefix.frozen, **sizes}
 
 
 def _warnings(config: Config, mesh: jax.sharding.Mesh) -> list[str]:

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 import math
+from typing import Literal
 
+from sdpo_jax.distributed.mesh import FSDP
 from sdpo_jax.planner.plan import Estimate, Plan
 from sdpo_jax.planner.search import Candidate
 from sdpo_jax.tables import markdown
 
 _MEMORY = (
+  'base',
+  'sampling base',
+  'gathered base',
   'parameters',
   'optimizer',
   'teacher',
+  'teacher base',
   'initial policy',
+  'snapshots',
+  'teachers',
+  'slots',
+  'moments',
   'gradients',
   'sampling weights',
   'cache',
+  'states',
   'batch',
   'results',
   'temporaries',
@@ -50,15 +61,75 @@ def _count(number: int) -> str:
   return f'{number / scale:.3g}{word}' if word else f'{number:,}'
 
 
-def memory(programs: dict[str, Estimate], limit: float) -> str:
-  """GiB on a chip by what is held; what no program has is left out."""
+def _beside_base(trained: str) -> dict[str, str]:
+  """What parts are called where the model is frozen, and something else is trained."""
+  return {
+    'parameters': trained,
+    'teacher': f"teacher's {trained}",
+    'teacher base': 'document' if trained == 'slots' else 'teacher base',
+    'initial policy': f'initial {trained}',
+    'sampling weights': f"sampler's {trained}",
+  }
+
+
+def memory(programs: dict[str, Estimate], limit: float, trained: Literal['', 'adapter', 'slots'] = '') -> str:
+  """GiB on a chip by what is held; what no program has is left out.
+
+  Args:
+    programs: by label.
+    limit: GiB that a program may use.
+    trained: what is trained beside a frozen model; empty: the model is trained.
+  """
   parts = [part for part in _MEMORY if any(abs(e.hbm.get(part, 0)) >= 0.005 for e in programs.values())]
   rows = []
   for label, estimate in programs.items():
     cells = [f'{estimate.hbm[part]:.2f}' if part in estimate.hbm else '' for part in parts]
     total = f'{estimate.hbm_gib:.2f}' if math.isfinite(estimate.hbm_gib) else '?'
     rows.append([label, *cells, total, 'yes' if estimate.fits else 'NO'])
-  return markdown([f'GiB of {limit} [compiler]', *parts, 'total', 'fits'], rows)
+  called = _beside_base(trained) if trained else {}
+  names = [called.get(part, part) for part in parts]
+  return markdown([f'GiB of {limit} [compiler]', *names, 'total', 'fits'], rows)
+
+
+def base(plan: Plan) -> str:
+  """How often the frozen parameters are there, in a sentence; empty where all are trained."""
+  if not plan.base_gib:
+    return ''
+  size = f'The frozen base takes {plan.base_gib:.3g} GiB per chip'
+  copying = plan.programs.get('prepare_base')
+  refused = copying is not None and copying.error is not None
+  if not plan.sampling_base_gib and not refused:
+    return f'{size} and is there once: student, teacher and sampler read the same arrays.'
+  fsdp = plan.mesh[FSDP]
+  reason = f'mesh.{FSDP}={fsdp} divides it and the sampler gathers it' if fsdp > 1 else 'in another layout or dtype'
+  more = 'which do not fit' if refused else f'another {plan.sampling_base_gib:.3g} GiB, made once per run'
+  return f'{size}, once for student and teacher; the sampler has arrays of its own ({reason}), {more}.'
+
+
+def cartridge(plan: Plan) -> str:
+  """What slots and document take, in sentences; empty without a cartridge."""
+  if not plan.slots:
+    return ''
+  trained = plan.slots - plan.frozen_slots
+  sentences = [
+    f'The cartridge has {_numbered(plan.slots, "slot")}: {trained:,} trained, which take {_number(plan.slots_gib)} GiB per chip '
+    f'in float32 and {_number(plan.moments_gib)} GiB for the state of the optimizer, and {plan.frozen_slots:,} frozen, '
+    'counted with the base.'
+  ]
+  if plan.assumptions.document:
+    sentences.append(
+      f"Keys and values of the document's {_numbered(plan.assumptions.document, 'token')} take {_number(plan.document_gib)} "
+      'GiB per chip, once, beside the base.'
+    )
+  if plan.reading_parts:
+    sentences.append(
+      f'It is read once per run, in {_numbered(plan.reading_parts, "part")}, which takes {_number(plan.reading_seconds)} s.'
+    )
+  return ' '.join(sentences)
+
+
+def _numbered(count: int, noun: str) -> str:
+  return f'{count:,} {noun}' if count == 1 else f'{count:,} {noun}s'
 
 
 def times(programs: dict[str, Estimate]) -> str:
@@ -92,10 +163,15 @@ def text(plan: Plan) -> str:
   """The whole plan."""
   a = plan.assumptions
   mesh = ' × '.join(f'{name}={size}' for name, size in plan.mesh.items())
+  frozen = plan.trained < plan.parameters
+  beside = ('slots' if plan.slots else 'adapter') if frozen else ''
+  trained = f', of which {_count(plan.trained)} are trained and the others frozen,' if frozen else ''
   parts = [
-    f'{_count(plan.parameters)} parameters ({plan.model}) on {plan.topology}: {plan.chips} chips, mesh {mesh}; '
+    f'{_count(plan.parameters)} parameters ({plan.model}){trained} on {plan.topology}: {plan.chips} chips, mesh {mesh}; '
     f'{plan.compiler}.',
-    memory(plan.programs, plan.hbm_limit_gib),
+    memory(plan.programs, plan.hbm_limit_gib, beside),
+    base(plan),
+    cartridge(plan),
   ]
   for label, estimate in plan.programs.items():
     if estimate.error is not None:

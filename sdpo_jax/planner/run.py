@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 import dataclasses
 import json
 
+from models import huggingface
 from sdpo_jax.config import Config
 from sdpo_jax.files import check_output, jsonable, write_output
-from sdpo_jax.planner import model, report
+from sdpo_jax.planner import document, model, report
 from sdpo_jax.planner import plan as planning
 from sdpo_jax.planner.search import SEARCHED, check, search
 from sdpo_jax.planner.topology import compile_only, describe
@@ -53,9 +54,11 @@ def plan(
     check_output(output)
   check(search_over)
   slice_ = describe(topology)
-  policy, source = model.read(config, model_config)
+  sizes, source = model.sizes(config, model_config)
+  policy = huggingface.describe(sizes, config.model)
   announce(f'The model: {source}.')
-  assumptions = planning.Assumptions.of(config, slice_.chip, price=price, run=lengths_of)
+  read = document.tokens(config, huggingface.positions(sizes))
+  assumptions = planning.Assumptions.of(config, slice_.chip, price=price, run=lengths_of, document=read)
   made = planning.make(
     config, policy, slice_, assumptions, source=source, everything=everything, keep=keep, announce=announce
   )

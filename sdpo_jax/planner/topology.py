@@ -117,6 +117,10 @@ def describe(name: str) -> Topology:
     )
   chip, shape = CHIPS[match.group(1)], match.group(2)
   sizes = [int(size) for size in shape.split('x')]
+  if len(sizes) != chip.smallest.count('x') + 1:
+    raise UserError(
+      f'--topology={name}: slices of {chip.name} have {chip.smallest.count("x") + 1} axes; there are {", ".join(chip.slices)}.'
+    )
   chips = math.prod(sizes)
   if max(sizes) > chip.longest:
     raise UserError(

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import dataclasses
 
 import jax
 import numpy as np
 
-from models.flops import forward_flops
+from models.flops import forward_flops, update_flops
 from models.policy import Policy
 from sdpo_jax.config import Config
 from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.planner.lengths import PROMPT_SPREAD, quantiles
 from sdpo_jax.programs import Program
+from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.training import batching
 from sdpo_jax.types import Batch, Rollouts, TokenRows
 
@@ -63,16 +64,20 @@ def draw(
   count, n = config.data.train_batch_size * config.rollout.n, config.rollout.n
   data, shuffle = config.data, np.random.default_rng(0).permutation
   prompt = quantiles(mean_prompt, data.max_prompt_length, count // n, PROMPT_SPREAD)
-  reprompt = quantiles(mean_reprompt, config.actor.self_distillation.max_reprompt_len, count, PROMPT_SPREAD)
+  prompt = np.repeat(shuffle(prompt), n)
+  completion = shuffle(quantiles(mean_completion, longest_completion, count, completion_spread))
+  reprompt = shuffle(quantiles(mean_reprompt, Buckets.of(config).reprompt[-1], count, PROMPT_SPREAD))
   return Samples(
-    prompt=np.repeat(shuffle(prompt), n),
-    completion=shuffle(quantiles(mean_completion, longest_completion, count, completion_spread)),
-    reprompt=shuffle(reprompt),
+    prompt=prompt,
+    completion=completion,
+    reprompt=prompt if config.actor.self_distillation.teacher_context == 'prompt' else reprompt,
     trained=shuffle(np.arange(count) < max(round(trained_fraction * count), 1)),
   )
 
 
-def of_batch(config: Config, policy: Policy, samples: Samples, devices: int, share: bool) -> Workload:
+def of_batch(
+  config: Config, policy: Policy, samples: Samples, devices: int, share: bool, teacher: Policy | None = None
+) -> Workload:
   """Return what a run does with a generation batch of these lengths.
 
   Args:
@@ -81,6 +86,7 @@ def of_batch(config: Config, policy: Policy, samples: Samples, devices: int, sha
     samples: lengths.
     devices: that share the rows of a micro-batch.
     share: from `batching.shares_prompts`.
+    teacher: who reads the teacher's prompts, likewise; None: the model.
   """
   spec, batch = ObjectiveSpec.from_config(config), _batch(config, samples)
   updates, live_rows, rows, live_tokens, tokens = [], 0, 0, 0, 0
@@ -104,13 +110,15 @@ def of_batch(config: Config, policy: Policy, samples: Samples, devices: int, sha
     micros = batching.student_micro_batches(batch, config, devices, np.flatnonzero(chosen))
     return tuple(shape(micro.batch) for micro in micros)
 
-  def forward(prompts: np.ndarray, chosen: np.ndarray) -> float:
+  def forward(
+    prompts: np.ndarray, chosen: np.ndarray, flops: Callable[..., float] = forward_flops, reader: Policy = policy
+  ) -> float:
     pairs = zip((prompts + samples.completion)[chosen].tolist(), samples.completion[chosen].tolist(), strict=True)
-    return sum(forward_flops(policy, 1, whole, completion) for whole, completion in pairs)
+    return sum(flops(reader, 1, whole, completion) for whole, completion in pairs)
 
   moved = samples.trained | (spec.entropy_bonus or spec.kl_penalty)  # These terms are of all samples.
-  student = 3 * forward(samples.prompt, moved)
-  teacher = forward(samples.reprompt, samples.trained) if spec.needs_teacher else 0.0
+  student = forward(samples.prompt, moved, update_flops)
+  taught = forward(samples.reprompt, samples.trained, reader=teacher or policy) if spec.reads_teacher else 0.0
   return Workload(
     updates=tuple(updates) * epochs,
     scores=scores(scored),
@@ -119,7 +127,7 @@ def of_batch(config: Config, policy: Policy, samples: Samples, devices: int, sha
     rows=epochs * rows,
     live_tokens=epochs * live_tokens,
     tokens=epochs * tokens,
-    useful_flops=epochs * (student + teacher),
+    useful_flops=epochs * (student + taught),
     scored_flops=forward(samples.prompt, scored),
     initial_flops=forward(samples.prompt, whole),
   )
@@ -181,7 +189,7 @@ def _batch(config: Config, samples: Samples) -> batching.GenerationBatch:
   )
   return batching.GenerationBatch(
     prompts=prompts(samples.prompt),
-    teacher_prompts=prompts(samples.reprompt) if spec.needs_teacher else None,
+    teacher_prompts=prompts(samples.reprompt) if spec.reads_teacher else None,
     rollouts=rollouts,
     distill_mask=signal,
     advantages=signal if spec.needs_advantages else None,

@@ -16,7 +16,7 @@ import numpy as np
 from models import huggingface
 from models import parameters as parameter_tables
 from models.policy import Policy
-from sdpo_jax.config import Config
+from sdpo_jax.config import Config, rewards
 from sdpo_jax.data import pipeline, sources
 from sdpo_jax.data.prompts import ChatFormat, Tokenizer
 from sdpo_jax.environments import registry
@@ -29,10 +29,14 @@ from sdpo_jax.preflight import grading, memory, prompts
 from sdpo_jax.preflight.settings import odd_settings
 from sdpo_jax.tables import aligned
 from sdpo_jax.teacher.context import build_teacher_context, shorten_middle
+from sdpo_jax.teacher.documents import read_texts
 from sdpo_jax.teacher.room import check_reprompts, check_room
+from sdpo_jax.teacher.signal import check_base
+from sdpo_jax.training import endpoint_teacher, teacher_model
 from sdpo_jax.training.directory import fingerprint, remains
 from sdpo_jax.training.directory.published import newest
 from sdpo_jax.training.directory.workdir import check_workdir
+from sdpo_jax.training.run_programs import abstract_parameters
 from sdpo_jax.training.session import check_turn_end, load_tokenizer, model_mesh, template_remarks
 from sdpo_jax.types import Example, Outcome
 
@@ -66,7 +70,8 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> Report:
     workdir: of a run that is to be resumed with them; None: none is.
 
   Raises:
-    UserError: what would end the run at its start, but for weights that are missing or damaged.
+    UserError: what would end the run at its start, but for weights that are missing, damaged, or others than those that
+      an adapter or a run belongs to.
   """
   alarms.rules(config)
   root = huggingface.resolve(config.model.path, weights=False)
@@ -75,10 +80,20 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> Report:
   tokenizer = load_tokenizer(local)
   check_turn_end(local, tokenizer)
   mesh = model_mesh(local, policy)
+  if teacher_model.is_used(config):
+    teacher_model.check(local)
+  elif ObjectiveSpec.from_config(config).reads_teacher:
+    check_base(config.actor.self_distillation, abstract_parameters(policy, mesh)[0])
   policy = policy.on(mesh, config.model.attention)
+  with endpoint_teacher.opened(local) as endpoint:
+    if endpoint is not None:
+      endpoint_teacher.check(endpoint, local, tokenizer)
   sections, odd = [], []
 
-  text, found = _machine(local, policy, mesh)
+  document = 0
+  if config.model.cartridge.used:
+    document = len(read_texts(local, tokenizer, teaches=True).document or ())
+  text, found = _machine(local, policy, mesh, document)
   sections.append(('Model and devices', text))
   odd += found
   # Files of environments.modules register the graders and generators that rows and sources name.
@@ -104,7 +119,6 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> Report:
   sections.append(('Prompts', text))
   odd += found
   described = json.loads((root / 'config.json').read_text(encoding='utf-8'))
-  positions = described.get('text_config', described).get('max_position_embeddings')
   if changed is not None:
     nothing = (
       'Nothing has changed that a resume would name.'
@@ -114,7 +128,7 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> Report:
     sections.append((f'Resuming {workdir}', '\n'.join(changed) or nothing))
     odd += changed
   odd += template_remarks(config, tokenizer)
-  odd += odd_settings(config, mesh.size, positions if isinstance(positions, int) else None)
+  odd += odd_settings(config, mesh.size, huggingface.positions(described))
   return Report(sections, odd)
 
 
@@ -140,19 +154,23 @@ def _resumed(
 
 
 def _one_of_each(chosen: Sequence[Example], *others: Sequence[Example]) -> list[Example]:
-  """The chosen questions, and one of every environment that is not among them."""
-  known = {example.environment for example in chosen}
-  added = {example.environment: example for examples in others for example in reversed(examples)}
-  return [*chosen, *(example for environment, example in added.items() if environment not in known)]
+  """The chosen questions, and one for every set of graders that none of them has, whatever its weights."""
+  known = {_graders(example) for example in chosen}
+  added = {_graders(example): example for examples in others for example in reversed(examples)}
+  return [*chosen, *(example for graders, example in added.items() if graders not in known)]
 
 
-def _machine(config: Config, policy: Policy, mesh: jax.sharding.Mesh) -> tuple[str, list[str]]:
+def _graders(example: Example) -> frozenset[str]:
+  return frozenset(rewards.names([example.environment]))
+
+
+def _machine(config: Config, policy: Policy, mesh: jax.sharding.Mesh, document: int) -> tuple[str, list[str]]:
   table = policy.parameter_table()
   device = mesh.devices.flat[0]
   count = sum(math.prod(parameter.shape) for parameter in table)
   learned = sum(math.prod(parameter.shape) for parameter in parameter_tables.trainable(table))
   axes = ' × '.join(f'{name} {size}' for name, size in mesh.shape.items())
-  found = memory.estimate(config, policy, mesh)
+  found = memory.estimate(config, policy, mesh, document)
   room = memory.of_device(device)
   rows = [
     [name, when, memory.readable(size)]
@@ -210,7 +228,7 @@ def _lengths(
     )
   asked = {_question(example) for example in training}
   shared = sum(_question(example) in asked for example in held_out)
-  if shared:
+  if shared and not config.model.cartridge.used:  # Of which no answer is trained on.
     odd.append(f'{shared} of {len(held_out)} held-out questions are also asked in training: their scores say little.')
   return '\n\n'.join(texts), odd
 
@@ -237,7 +255,7 @@ def _trials(trials: Sequence[grading.Trial]) -> str:
 
 def _prompts(tokenizer: Tokenizer, trials: Sequence[grading.Trial], config: Config) -> tuple[str, list[str]]:
   """The student's and the teacher's prompts of a few questions."""
-  taught = ObjectiveSpec.from_config(config).needs_teacher
+  taught = ObjectiveSpec.from_config(config).reprompts
   texts, odd = [], []
   for trial in trials:
     example = trial.example
@@ -271,7 +289,7 @@ def _teacher(tokenizer: Tokenizer, trial: grading.Trial, config: Config) -> list
       tokenizer,
       seed=config.seed,
       step=0,
-      chat=ChatFormat.of(config.data),
+      chat=ChatFormat.of(config),
     )
     if context.mask[-1]:
       what = 'a demonstration' if context.solutions[-1] is not None else 'the feedback on an empty answer'

@@ -7,6 +7,7 @@ import dataclasses
 import json
 from typing import Any
 
+from sdpo_jax.config import rewards
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import short_repr
 from sdpo_jax.types import Example, Outcome
@@ -48,11 +49,11 @@ class Trial:
 
 
 def answers(example: Example) -> list[str]:
-  """Return completions that state the ground truth of a question; none where it is no text or number."""
+  """Return completions that state the ground truth of a question, for each of its graders; none where none can be made."""
   truth = example.ground_truth
-  forms = WRITTEN.get(example.environment, PLAIN)
-  if example.environment not in WRITTEN and (isinstance(truth, bool) or not isinstance(truth, str | int | float)):
-    return []
+  plain = isinstance(truth, str | int | float) and not isinstance(truth, bool)
+  graders = [reward.name for reward in rewards.parse(example.environment)]
+  forms = [form for name in graders for form in WRITTEN.get(name, PLAIN if plain else ())]
   return list(dict.fromkeys(form(truth) for form in forms))
 
 
@@ -82,7 +83,9 @@ def _rank(outcome: Outcome) -> float:
 
 def score(outcome: Outcome) -> str:
   """Return the score of an outcome for a report."""
-  return 'ungraded' if outcome.score is None else f'{outcome.score:g}'
+  if outcome.score is None:
+    return 'ungraded' if outcome.wanted else 'none'
+  return f'{outcome.score:g}'
 
 
 def odd_trials(trials: Sequence[Trial], threshold: float) -> list[str]:
@@ -96,7 +99,7 @@ def odd_trials(trials: Sequence[Trial], threshold: float) -> list[str]:
   for trial in trials:
     environment = trial.example.environment
     for kind, outcome in (('truth', trial.right), ('empty', trial.empty)):
-      if outcome is None:
+      if outcome is None or not outcome.wanted:
         continue
       if outcome.score is None:
         sentences.setdefault(

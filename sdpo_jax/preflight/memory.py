@@ -10,17 +10,19 @@ from typing import Any
 
 import jax
 
+from models import parameters as parameter_tables
 from models.policy import Policy
 from sdpo_jax.config import Config
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.distributed.mesh import FSDP, RULES, TENSOR, parameter_sharding
 from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.rollout.buckets import Buckets
-from sdpo_jax.rollout.functions import cache_shardings
+from sdpo_jax.rollout.functions import cache_shardings, sampler_functions
 from sdpo_jax.rollout.sizes import shard_rows
-from sdpo_jax.training import batching, initial_policy
-from sdpo_jax.training.run_programs import abstract_parameters
+from sdpo_jax.training import batching, cartridges, initial_policy, teacher_model
+from sdpo_jax.training.run_programs import abstract_parameters, abstract_teacher
 from sdpo_jax.training.update import abstract_state
+from sdpo_jax.types import Tree
 
 GIB = 2**30
 LOGITS = 3  # Arrays of a chunk that live at one time: student, teacher, gradient.
@@ -40,13 +42,14 @@ class Memory:
     return sum(self.held.values()) + max(sum(self.sampling.values()), sum(self.update.values()))
 
 
-def estimate(config: Config, policy: Policy, mesh: jax.sharding.Mesh) -> Memory:
+def estimate(config: Config, policy: Policy, mesh: jax.sharding.Mesh, document: int = 0) -> Memory:
   """Return what a run holds on each device of a mesh.
 
   Args:
     config: settings.
     policy: the model, on the mesh.
     mesh: of the run.
+    document: tokens of what the teacher of a cartridge reads.
   """
   base, trainable = abstract_parameters(policy, mesh)
   state = abstract_state(config, trainable, mesh, policy.parameter_table())
@@ -58,7 +61,15 @@ def estimate(config: Config, policy: Policy, mesh: jax.sharding.Mesh) -> Memory:
   }
   if ObjectiveSpec.from_config(config).needs_initial_policy:
     held['initial policy'] = _bytes(initial_policy.abstract(policy.parameter_table(), trainable, config.model.dtype))
-  sampling = {'weights to sample with': _sampling_weights(policy, mesh, item), 'KV cache': _cache(config, policy, mesh)}
+  if document:
+    held['document'] = _bytes(cartridges.abstract_document_teacher(config, policy, mesh, document).base)
+  if teacher_model.is_used(config):
+    held['teacher model'] = _bytes(abstract_teacher(config, mesh).base)
+  if own := _copied(mesh, item, _prepared(policy, mesh, base)):
+    held['base to sample with'] = own
+  trained = parameter_tables.trainable(policy.parameter_table())
+  weights = 0.0 if item == 4 and mesh.shape[FSDP] == 1 else _copied(mesh, item, trained)
+  sampling = {'weights to sample with': weights, 'KV cache': _cache(config, policy, mesh)}
   update = {
     'gradients': _bytes(state.trainable),
     'activations': _activations(config, policy, mesh, item),
@@ -100,12 +111,19 @@ def _is_key(leaf: jax.ShapeDtypeStruct) -> bool:
   return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
 
 
-def _sampling_weights(policy: Policy, mesh: jax.sharding.Mesh, item: int) -> float:
-  """Return the bytes of the copy in compute dtype that every group of devices samples with; 0 if there need be none."""
-  if item == 4 and mesh.shape[FSDP] == 1:
-    return 0.0
+def _prepared(policy: Policy, mesh: jax.sharding.Mesh, base: Tree) -> parameter_tables.Table:
+  """Return the frozen parameters of which the sampler has arrays of its own: it does not read them as they are."""
+  stays = {place for place in sampler_functions(policy, mesh).prepare_base(base).stays if place is not None}
+  leaves, form = jax.tree.flatten(base)
+  places = form.unflatten(range(len(leaves)))
+  table = parameter_tables.frozen(policy.parameter_table())
+  return tuple(parameter for parameter in table if parameter_tables.get(places, parameter.path) not in stays)
+
+
+def _copied(mesh: jax.sharding.Mesh, item: int, table: parameter_tables.Table) -> float:
+  """Return the bytes of a copy in compute dtype that every group of devices samples with."""
   total = 0.0
-  for parameter in policy.parameter_table():
+  for parameter in table:
     split = parameter_sharding(mesh, parameter.axes, parameter.shape).spec
     shards = mesh.shape[TENSOR] if TENSOR in jax.tree.leaves(tuple(split)) else 1
     total += math.prod(parameter.shape) / shards * (item if parameter.compute else 4)

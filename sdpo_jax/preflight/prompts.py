@@ -40,7 +40,7 @@ def training_questions(config: Config) -> list[Example]:
   """Return the questions of `data.train_files`, long ones too: all rows of files, the first `DRAWN` of generators.
 
   Raises:
-    UserError: a source that cannot be read, or a malformed row.
+    UserError: a source that cannot be read, a malformed row, or one that names a grader that there is not.
   """
   found: list[Example] = []
   for source in config.data.train_files:
@@ -49,13 +49,14 @@ def training_questions(config: Config) -> list[Example]:
       found += [generate(index) for index in range(DRAWN)]
     else:
       found += pipeline.examples_of_file(source, 'train', config, 'data.train_files')
+  pipeline.check_environments(found, registry)
   return found
 
 
 def student_tokens(tokenizer: Tokenizer, examples: Sequence[Example], config: Config) -> list[list[int]]:
   """Return the token ids of the student's prompts, of any length; UserError if the chat template refuses one."""
   conversations, names = [example.messages for example in examples], list(map(name, examples))
-  return named_chat_tokens(tokenizer, conversations, names, sys.maxsize, ChatFormat.of(config.data))
+  return named_chat_tokens(tokenizer, conversations, names, sys.maxsize, ChatFormat.of(config))
 
 
 def measure(tokenizer: Tokenizer, examples: Sequence[Example], config: Config, setting: str) -> Lengths:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sdpo_jax.config import Config
+from models.adapters.published_cartridges import PAGE
+from sdpo_jax.config import Config, rewards
 from sdpo_jax.data import sources
 from sdpo_jax.objective.spec import ObjectiveSpec
 
@@ -18,7 +19,11 @@ def odd_settings(config: Config, devices: int, positions: int | None) -> list[st
     positions: tokens of a row at most for which the model was made (max_position_embeddings); None: not known.
   """
   return [
-    *(sentence for check in (_learning, _signal, _sampling, _evaluation, _safety) for sentence in check(config)),
+    *(
+      sentence
+      for check in (_learning, _signal, _sampling, _evaluation, _cartridge, _safety)
+      for sentence in check(config)
+    ),
     *_batches(config, devices),
     *_lengths(config, positions),
   ]
@@ -50,6 +55,14 @@ def _signal(config: Config) -> Iterator[str]:
         'without a baseline; raise rollout.n.'
       )
     return
+  if sd.teacher_regularization in ('ema', 'lora_ema') and sd.teacher_update_rate in (0, 1):
+    same = {0: 'frozen', 1: 'live'}[int(sd.teacher_update_rate)]
+    yield (
+      f'actor.self_distillation.teacher_update_rate={sd.teacher_update_rate:g}: this is the '
+      f"same as teacher_regularization='{same}', which needs no memory of its own; set that, or a rate between 0 and 1."
+    )
+  if not ObjectiveSpec.from_config(config).reprompts:
+    return
   if not sd.include_demonstration and not sd.include_environment_feedback:
     yield (
       'actor.self_distillation.include_demonstration and include_environment_feedback are both off: the teacher knows no '
@@ -61,17 +74,18 @@ def _signal(config: Config) -> Iterator[str]:
       'rollout.n=1 with actor.self_distillation.dont_reprompt_on_self_success: a completion is never its own '
       'demonstration and there is no other, so that feedback alone teaches; raise rollout.n.'
     )
-  if not 0 < sd.success_reward_threshold <= 1:
+  if not 0 < sd.success_reward_threshold <= 1 and not _weighs(config):
     yield (
       f'actor.self_distillation.success_reward_threshold={sd.success_reward_threshold} is outside (0, 1], in which '
       'the built-in graders score: everything or nothing is a success.'
     )
-  if sd.teacher_regularization == 'ema' and sd.teacher_update_rate in (0, 1):
-    same = {0: 'frozen', 1: 'live'}[int(sd.teacher_update_rate)]
-    yield (
-      f'actor.self_distillation.teacher_update_rate={sd.teacher_update_rate:g}: this is the '
-      f"same as teacher_regularization='{same}', which needs no memory of its own; set that, or a rate between 0 and 1."
-    )
+
+
+def _weighs(config: Config) -> bool:
+  """Return whether scores are weighted sums, which have another range than the scores of which they are made."""
+  given = config.data.environment
+  several = given is not None and rewards.written(given) not in rewards.names([given])
+  return several or any(weight != 1 for weight in config.environments.reward_weights.values())
 
 
 def _sampling(config: Config) -> Iterator[str]:
@@ -96,8 +110,18 @@ def _evaluation(config: Config) -> Iterator[str]:
   if kwargs.n > 1 and kwargs.temperature == 0:
     yield f'val_kwargs.n={kwargs.n} with val_kwargs.temperature=0: greedy completions of a question are all the same.'
   shared = [source for source in data.train_files if source in data.val_files and not sources.is_generator(source)]
-  if shared:
+  # A cartridge is to know its document: questions about it may be asked again, since no answer was trained on.
+  if shared and not config.model.cartridge.used:
     yield f'{shared[0]!r} is in data.train_files and in data.val_files: held-out numbers will be those of training.'
+
+
+def _cartridge(config: Config) -> Iterator[str]:
+  slots = config.model.cartridge.tokens
+  if slots is not None and slots % PAGE:
+    yield (
+      f'model.cartridge.tokens={slots} is no multiple of {PAGE}: the published format (--format=cartridge_pt) cannot hold '
+      'such a cartridge, this project can.'
+    )
 
 
 def _safety(config: Config) -> Iterator[str]:
@@ -123,7 +147,7 @@ def _batches(config: Config, devices: int) -> Iterator[str]:
 
 def _lengths(config: Config, positions: int | None) -> Iterator[str]:
   data, sd = config.data, config.actor.self_distillation
-  taught = ObjectiveSpec.from_config(config).needs_teacher
+  taught = ObjectiveSpec.from_config(config).reprompts
   if taught and sd.max_reprompt_len <= data.max_prompt_length:
     yield (
       f'actor.self_distillation.max_reprompt_len={sd.max_reprompt_len} is not above data.max_prompt_length='

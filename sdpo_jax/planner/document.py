@@ -1,0 +1,48 @@
+"""How many tokens the teacher of a cartridge reads, which decides what a run with one takes."""
+
+from __future__ import annotations
+
+from sdpo_jax.config import Config
+from sdpo_jax.errors import UserError
+from sdpo_jax.objective.spec import ObjectiveSpec
+from sdpo_jax.teacher.documents import check_length, check_slots, read_texts
+from sdpo_jax.training.session import load_tokenizer
+
+
+def tokens(config: Config, positions: int | None) -> int:
+  """Return the tokens of the document that a run would read, as `plan.document_tokens` says or its tokenizer counts.
+
+  Args:
+    config: settings.
+    positions: that the model has; None: it is not known.
+
+  Returns:
+    Their number; 0 where there is no cartridge, or no teacher to read a document.
+
+  Raises:
+    UserError: neither says it, or a run would refuse a document of that length.
+  """
+  cartridge, given = config.model.cartridge, config.plan.document_tokens
+  if not cartridge.used or not ObjectiveSpec.from_config(config).needs_teacher:
+    return 0
+  if given is None:
+    return len(_read(config))
+  if cartridge.initializer == 'document' and not cartridge.path and given < cartridge.tokens:
+    raise UserError(
+      f'plan.document_tokens={given} is fewer than model.cartridge.tokens={cartridge.tokens}, which begin with the '
+      'first tokens of the document: lower model.cartridge.tokens, or plan for a longer document.'
+    )
+  check_length(config, given, positions)
+  if cartridge.tokens is not None:
+    check_slots(config, positions)
+  return given
+
+
+def _read(config: Config) -> list[int]:
+  try:
+    return list(read_texts(config, load_tokenizer(config), teaches=True).document)
+  except UserError as error:
+    raise UserError(
+      f'The tokens of model.cartridge.document cannot be counted: {error} Or set plan.document_tokens to their number, '
+      'with which neither the document nor the tokenizer is needed.'
+    ) from error
