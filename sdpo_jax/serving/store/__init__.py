@@ -1,0 +1,1 @@
+"""Where the service keeps adapters, their versions, samples and requests."""

@@ -1,0 +1,386 @@
+"""Blobs by key: in a local folder, every one of them synced to the disk, or in an object store (s3://, gs://).
+
+Keys are paths with slashes, which the store makes up; what others have put beside them is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import hashlib
+import os
+import pathlib
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.files import (
+  is_local,
+  make_directory,
+  remove_partials,
+  sync_ancestors,
+  sync_directory,
+  sync_file,
+  write_atomically,
+)
+from sdpo_jax.serving.errors import StorageFailed
+
+REQUESTS = 16  # To an object store, at once.
+SYNCS = 8  # Of files, at once.
+_NONE: Mapping[str, bytes] = MappingProxyType({})
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+  """A blob as a listing has it."""
+
+  key: str
+  size: int  # Bytes.
+  modified: float  # Seconds since the epoch.
+
+
+@dataclasses.dataclass(frozen=True)
+class Tagged:
+  """The content of a blob that changes, and what tells it from every other that it has had."""
+
+  content: bytes
+  tag: Mapping[str, str]
+
+
+class LostSwapError(Exception):
+  """The blob is another one than was expected."""
+
+
+class Blobs(Protocol):
+  """Blobs of one root; any thread may call. What cannot be read or written raises StorageFailed, naming it."""
+
+  name: str  # Of the root, for sentences.
+
+  def put_new(self, folder: str, contents: Mapping[str, bytes], last: Mapping[str, bytes] = _NONE) -> None:
+    """Keeps blobs under new keys, name by name below `folder`; where it matters, `last` after the others.
+
+    Raises:
+      FileExistsError: there is a blob under one of the keys; it has not changed.
+    """
+
+  def get(self, key: str) -> bytes:
+    """Returns a blob; raises FileNotFoundError if there is none."""
+
+  def tagged(self, key: str) -> Tagged | None:
+    """Returns a blob and its tag; None: there is none."""
+
+  def swap(self, key: str, content: bytes, expected: Tagged | None) -> None:
+    """Puts a blob in the place of one with an expected tag; None: of none.
+
+    Raises:
+      LostSwapError: there is another one, or none, or one where none was expected; nothing has changed.
+    """
+
+  def renew(self, key: str, content: bytes) -> None:
+    """Makes sure that a blob lasts that is there already, with this content, and of which it is not known."""
+
+  def list(self, prefix: str = '') -> Iterator[Entry]:
+    """Yields the blobs whose keys begin with a folder and a slash; '': all."""
+
+  def delete(self, keys: Iterable[str], below: str) -> None:
+    """Erases blobs below a folder, and folders in it that are empty then; what is not there is no error."""
+
+  def close(self) -> None:
+    """Lets go of the threads."""
+
+
+def open_blobs(root: str, **options: Any) -> Blobs:
+  """Returns the blobs of a root: a local folder, which is made, or the URL of an object store.
+
+  Args:
+    root: a path, s3://bucket/prefix, gs://bucket/prefix, or memory://name, which lives as long as the process.
+    options: of obstore's stores, such as a client's.
+
+  Raises:
+    UserError: it cannot be opened.
+  """
+  if is_local(root):
+    return LocalBlobs(pathlib.Path(root))
+  return RemoteBlobs(root, **options)
+
+
+class LocalBlobs:
+  """Blobs as files below a folder that belongs to the user alone (mode 0700, as it is made)."""
+
+  def __init__(self, root: pathlib.Path):
+    """Opens a folder.
+
+    Raises:
+      UserError: it cannot be made.
+    """
+    try:
+      make_private(root)
+      remove_partials(root)
+    except OSError as error:
+      raise UserError(
+        f'serve.store.root={root} cannot be made ({first_line(error)}): name a folder that can be written to.'
+      ) from error
+    self.name, self._root = str(root), root
+    self._pool = ThreadPoolExecutor(SYNCS, thread_name_prefix='blobs')
+
+  def put_new(self, folder: str, contents: Mapping[str, bytes], last: Mapping[str, bytes] = _NONE) -> None:
+    # Nobody looks into the folder before its name is in a HEAD: one order of the blobs is as good as another.
+    where = self._path(folder)
+    with self._failures(where):
+      make_directory(where.parent)
+      where.mkdir(exist_ok=True)
+      paths = [where / name for name in (*contents, *last)]
+      for path, content in zip(paths, (*contents.values(), *last.values()), strict=True):
+        _create(path, content)
+      # At once, because a file system then does for all of them what it would do for each.
+      done = [self._pool.submit(sync_file, path) for path in paths]
+      done += [self._pool.submit(sync_directory, path) for path in (where, where.parent)]
+      for each in done:
+        each.result()
+
+  def get(self, key: str) -> bytes:
+    path = self._path(key)
+    with self._failures(path):
+      return _read(path)
+
+  def tagged(self, key: str) -> Tagged | None:
+    try:
+      content = self.get(key)
+    except FileNotFoundError:
+      return None
+    return Tagged(content, _tag(content))
+
+  def swap(self, key: str, content: bytes, expected: Tagged | None) -> None:
+    path = self._path(key)
+    with self._failures(path):
+      make_directory(path.parent)
+      with _locked(path.parent):  # Of what no other process has to keep away from, such as a tool's.
+        try:
+          found = _tag(_read(path))
+        except FileNotFoundError:
+          found = None
+        if found != (None if expected is None else expected.tag):
+          raise LostSwapError(f'{path} has changed.')
+        write_atomically(path, content, 0o600)
+
+  def renew(self, key: str, content: bytes) -> None:
+    # Its directory may not have been synced. After an fsync that failed, another one proves nothing: it is written anew.
+    path = self._path(key)
+    with self._failures(path):
+      write_atomically(path, content, 0o600)
+      sync_ancestors(path)
+
+  def list(self, prefix: str = '') -> Iterator[Entry]:
+    start = self._path(prefix)
+    with self._failures(start):
+      yield from self._below(str(start), prefix)
+
+  def _below(self, folder: str, prefix: str) -> Iterator[Entry]:
+    try:
+      scan = os.scandir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+      return
+    with scan:
+      found = sorted(scan, key=lambda entry: entry.name)
+    for entry in found:
+      key = f'{prefix}/{entry.name}' if prefix else entry.name
+      if entry.is_dir(follow_symlinks=False):
+        yield from self._below(entry.path, key)
+      else:
+        status = entry.stat(follow_symlinks=False)
+        yield Entry(key, status.st_size, status.st_mtime)
+
+  def delete(self, keys: Iterable[str], below: str) -> None:
+    folders, stays = set(), self._path(below)
+    for key in keys:
+      path = self._path(key)
+      with self._failures(path):
+        path.unlink(missing_ok=True)
+        folders.add(path.parent)
+    for folder in sorted(folders, key=lambda path: -len(path.parts)):
+      with self._failures(folder):
+        _prune(folder, stays)
+
+  def close(self) -> None:
+    self._pool.shutdown()
+
+  def _path(self, key: str) -> pathlib.Path:
+    return self._root / key
+
+  @contextlib.contextmanager
+  def _failures(self, path: pathlib.Path) -> Iterator[None]:
+    try:
+      yield
+    except (FileNotFoundError, FileExistsError):
+      raise
+    except OSError as error:
+      raise StorageFailed(
+        f'{path} cannot be read or written ({first_line(error)}): nothing that was acknowledged is lost; make room on '
+        'its disk, or see that it works, and ask again.'
+      ) from error
+
+
+def _create(path: pathlib.Path, content: bytes) -> None:
+  try:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+  except FileExistsError:
+    raise FileExistsError(f'{path} is there already.') from None
+  with open(descriptor, 'wb') as file:
+    file.write(content)
+
+
+def make_private(folder: pathlib.Path) -> None:
+  """Makes a folder that nobody else may look into, if it is not there; raises OSError if it cannot be made."""
+  if not folder.is_dir():
+    make_directory(folder.parent)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    sync_directory(folder.parent)
+
+
+def _prune(folder: pathlib.Path, stays: pathlib.Path) -> None:
+  """Removes a folder and those above it as far as they are empty, but for one; the disk has no names of them then."""
+  while folder != stays:
+    try:
+      remove_partials(folder)
+      folder.rmdir()
+    except FileNotFoundError:
+      pass
+    except OSError as error:
+      if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+        raise
+      break
+    folder = folder.parent
+  if folder.is_dir():
+    sync_directory(folder)
+
+
+def _read(path: pathlib.Path) -> bytes:
+  with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), 'rb') as file:
+    return file.read()
+
+
+def _tag(content: bytes) -> Mapping[str, str]:
+  return {'sha256': hashlib.sha256(content).hexdigest()}
+
+
+@contextlib.contextmanager
+def _locked(folder: pathlib.Path) -> Iterator[None]:
+  """Holds the lock of a folder, which goes with the descriptor."""
+  descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+  try:
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    yield
+  finally:
+    os.close(descriptor)
+
+
+_memory: dict[str, Any] = {}  # Stores of memory://name by name.
+
+
+class RemoteBlobs:
+  """Blobs of an object store, which promises itself that they last and that a put is whole or not at all."""
+
+  def __init__(self, url: str, **options: Any):
+    """Opens a store.
+
+    Args:
+      url: as `open_blobs`.
+      options: of obstore's store.
+
+    Raises:
+      UserError: it cannot be opened, or obstore is not installed.
+    """
+    try:
+      import obstore
+      from obstore import exceptions
+      import obstore.store
+    except ImportError as error:
+      raise UserError(
+        f'serve.store.root={url} needs the package obstore: install sdpo_jax[serve], or name a local folder.'
+      ) from error
+    self.name, self._obstore, self._errors = url.rstrip('/'), obstore, exceptions
+    try:
+      if url.startswith('memory://'):
+        self._store = _memory.setdefault(url, obstore.store.MemoryStore())
+      else:
+        self._store = obstore.store.from_url(url, **options)
+    except (exceptions.BaseError, ValueError) as error:
+      raise UserError(
+        f'serve.store.root={url} cannot be opened ({first_line(error)}): name a local folder, s3://… or gs://….'
+      ) from error
+    self._pool = ThreadPoolExecutor(REQUESTS, thread_name_prefix='blobs')
+
+  def put_new(self, folder: str, contents: Mapping[str, bytes], last: Mapping[str, bytes] = _NONE) -> None:
+    for part in (contents, last):
+      self._create_all(folder, part)
+
+  def _create_all(self, folder: str, contents: Mapping[str, bytes]) -> None:
+    list(self._pool.map(lambda item: self._create(f'{folder}/{item[0]}', item[1]), contents.items()))
+
+  def _create(self, key: str, content: bytes) -> None:
+    with self._failures(key):
+      try:
+        self._obstore.put(self._store, key, content, mode='create')
+      except self._errors.AlreadyExistsError:
+        # The client repeats a put whose answer was lost.
+        if bytes(self._obstore.get(self._store, key).bytes()) != content:
+          raise FileExistsError(f'{self.name}/{key} is there already.') from None
+
+  def get(self, key: str) -> bytes:
+    with self._failures(key):
+      return bytes(self._obstore.get(self._store, key).bytes())
+
+  def tagged(self, key: str) -> Tagged | None:
+    with self._failures(key):
+      try:
+        found = self._obstore.get(self._store, key)
+        content = bytes(found.bytes())
+      except FileNotFoundError:
+        return None
+      tag = {name: found.meta[name] for name in ('e_tag', 'version') if found.meta.get(name) is not None}
+      return Tagged(content, tag)
+
+  def swap(self, key: str, content: bytes, expected: Tagged | None) -> None:
+    with self._failures(key):
+      try:
+        mode = 'create' if expected is None else dict(expected.tag)
+        self._obstore.put(self._store, key, content, mode=mode)
+      except (self._errors.AlreadyExistsError, self._errors.PreconditionError, FileNotFoundError):
+        found = self.tagged(key)  # As in `_create`.
+        if found is None or found.content != content:
+          raise LostSwapError(f'{self.name}/{key} has changed.') from None
+
+  def renew(self, key: str, content: bytes) -> None:
+    """Does nothing: what can be read is stored."""
+
+  def list(self, prefix: str = '') -> Iterator[Entry]:
+    with self._failures(prefix):
+      for page in self._obstore.list(self._store, prefix=prefix or None):
+        for entry in page:
+          yield Entry(entry['path'], entry['size'], entry['last_modified'].timestamp())
+
+  def delete(self, keys: Iterable[str], below: str) -> None:
+    list(self._pool.map(self._erase, keys))
+
+  def close(self) -> None:
+    self._pool.shutdown()
+
+  def _erase(self, key: str) -> None:
+    with self._failures(key), contextlib.suppress(FileNotFoundError):
+      self._obstore.delete(self._store, key)
+
+  @contextlib.contextmanager
+  def _failures(self, key: str) -> Iterator[None]:
+    try:
+      yield
+    except (FileNotFoundError, FileExistsError, StorageFailed):
+      raise
+    except (self._errors.BaseError, OSError) as error:
+      raise StorageFailed(
+        f'{self.name}/{key} cannot be read or written ({first_line(error)}): nothing that was acknowledged is lost; see '
+        'that the store can be reached and that the account may write to it, and ask again.'
+      ) from error

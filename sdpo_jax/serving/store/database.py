@@ -1,0 +1,481 @@
+"""The SQLite file beside the root: adapters and versions for quick answers, samples, requests, feedback, intents.
+
+What it says of adapters and versions it has from the root, and can have again from there. What is written with
+`full=True` is on the disk when the transaction ends; the rest survives the process, but perhaps not the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import pathlib
+import secrets
+import sqlite3
+import threading
+from typing import Any
+
+import numpy as np
+
+from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.serving.errors import StorageFailed
+from sdpo_jax.serving.records import Adapter, Sample, Version
+from sdpo_jax.serving.store.blobs import make_private
+from sdpo_jax.serving.store.versions import Head, Manifest, RequestId
+
+_logger = logging.getLogger('sdpo_jax.serving')
+SCHEMA = 1  # `user_version` of the file.
+# Texts are JSON in ASCII: those that others have sent may hold what is no UTF-8.
+_TABLES = """
+CREATE TABLE meta (root TEXT NOT NULL);
+CREATE TABLE adapters (
+  id TEXT PRIMARY KEY, owner TEXT NOT NULL, name TEXT NOT NULL, head INTEGER NOT NULL, created REAL NOT NULL,
+  settings TEXT NOT NULL, digest TEXT NOT NULL, origin TEXT NOT NULL, kept_from INTEGER NOT NULL,
+  tag TEXT NOT NULL, deleted INTEGER NOT NULL DEFAULT 0);
+CREATE INDEX adapters_of_owner ON adapters (owner, name);
+CREATE TABLE versions (
+  adapter TEXT NOT NULL, number INTEGER NOT NULL, parent INTEGER, reason TEXT, created REAL, digest TEXT, previous TEXT,
+  details TEXT, request_key TEXT, request_body TEXT, damaged TEXT, PRIMARY KEY (adapter, number)) WITHOUT ROWID;
+CREATE INDEX versions_by_request ON versions (request_key);
+CREATE TABLE intents (adapter TEXT PRIMARY KEY, folder TEXT NOT NULL, version TEXT NOT NULL);
+CREATE TABLE samples (
+  id TEXT PRIMARY KEY, owner TEXT NOT NULL, adapter TEXT, version INTEGER, prompt_tokens BLOB, tokens BLOB,
+  log_probs BLOB, temperature REAL, messages TEXT, text TEXT, finish_reason TEXT, created REAL, expires REAL);
+CREATE INDEX samples_by_end ON samples (expires);
+CREATE INDEX samples_of_adapter ON samples (adapter);
+CREATE TABLE requests (
+  owner TEXT NOT NULL, key TEXT NOT NULL, body TEXT NOT NULL, state TEXT NOT NULL, status INTEGER, response BLOB,
+  adapter TEXT, version INTEGER, created REAL NOT NULL, PRIMARY KEY (owner, key)) WITHOUT ROWID;
+CREATE INDEX requests_of_adapter ON requests (adapter);
+CREATE TABLE feedback (id INTEGER PRIMARY KEY, adapter TEXT NOT NULL, record TEXT NOT NULL);
+CREATE INDEX feedback_of_adapter ON feedback (adapter);
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+  """What the database says of an adapter."""
+
+  head: Head
+  tag: str  # The digest of the HEAD that it has this from.
+  deleted: bool  # Its data are being erased.
+
+
+@dataclasses.dataclass(frozen=True)
+class KnownVersion:
+  """What the database says of a version."""
+
+  number: int
+  manifest: Manifest | None  # Without the digests of its files; None: it is damaged.
+  damaged: str | None  # What is wrong with it.
+
+
+@dataclasses.dataclass(frozen=True)
+class Intent:
+  """A version that was about to become its adapter's newest."""
+
+  adapter: str
+  folder: str  # Of the adapter.
+  version: str  # The name of its folder.
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestRow:
+  """What is known of a request with an idempotency key."""
+
+  body: str
+  state: str  # 'open': it has made nothing yet; 'made': it has, and there is no answer yet; 'done'.
+  status: int | None
+  response: bytes | None
+  adapter: str | None  # That it is about.
+  version: int | None  # That it made.
+  created: float
+
+
+class Database:
+  """One connection; any thread may call."""
+
+  def __init__(self, path: pathlib.Path, root: str):
+    """Opens the file, or makes one.
+
+    A file of another root, and one that cannot be read, is moved aside: a new one takes its place.
+
+    Args:
+      path: of the file; no other process uses it.
+      root: the identity of the root that it belongs to.
+
+    Raises:
+      UserError: a later version of this program has written it, or it can be neither opened nor made.
+    """
+    self._path, self._lock = path, threading.RLock()
+    try:
+      make_private(path.parent)
+      self.is_new = not path.exists()
+      why = None if self.is_new else self._open(root)
+      if why is not None:
+        self._move_aside(why)
+      if why is not None or self.is_new:
+        self._make(root)
+    except (sqlite3.Error, OSError) as error:
+      raise UserError(
+        f'serve.store.database={path} cannot be opened ({first_line(error)}): name a local file that can be written to.'
+      ) from error
+
+  def _open(self, root: str) -> str | None:
+    """Opens the file that is there; returns why it is of no use, if so."""
+    try:
+      self._connect()
+      [(schema,)] = self._connection.execute('PRAGMA user_version')
+      if schema > SCHEMA:
+        raise UserError(
+          f'serve.store.database={self._path} was written by a later version of sdpo_jax: install that, or name another '
+          'file, which is then filled from the root.'
+        )
+      if schema < SCHEMA:
+        if self._connection.execute('SELECT count(*) FROM sqlite_master').fetchall() != [(0,)]:
+          raise UserError(f'serve.store.database={self._path} belongs to another program: name another file.')
+        self._connection.close()
+        self.is_new = True  # It was never finished.
+        return None
+      if self._connection.execute('PRAGMA quick_check(1)').fetchall() != [('ok',)]:
+        return 'it is damaged'
+      [(known,)] = self._connection.execute('SELECT root FROM meta')
+      return None if known == root else 'it belongs to another root'
+    except (sqlite3.DatabaseError, ValueError) as error:
+      if isinstance(error, sqlite3.OperationalError):
+        raise
+      return f'it is damaged ({first_line(error)})'
+
+  def _connect(self) -> None:
+    # Made before SQLite does, which gives the files beside it the same permissions.
+    os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    self._connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
+    # The only connection: the index of the log need not be in a file that others could map.
+    for pragma in ('locking_mode=EXCLUSIVE', 'journal_mode=WAL', 'synchronous=FULL', 'secure_delete=ON'):
+      self._connection.execute(f'PRAGMA {pragma}').fetchall()
+    self._full = True
+
+  def _make(self, root: str) -> None:
+    self.is_new = True
+    self._connect()
+    with self.writing(full=True) as rows:
+      for statement in _TABLES.split(';'):
+        rows.execute(statement)
+      rows.execute('INSERT INTO meta VALUES (?)', (root,))
+      rows.execute(f'PRAGMA user_version={SCHEMA}')
+
+  def _move_aside(self, why: str) -> None:
+    self._connection.close()
+    aside = self._path.with_name(f'{self._path.name}.{secrets.token_hex(4)}.aside')
+    for suffix in ('-wal', '-shm', ''):
+      with contextlib.suppress(FileNotFoundError):
+        os.replace(f'{self._path}{suffix}', f'{aside}{suffix}')
+    _logger.warning(
+      '%s is of no use, for %s: it is now %s, and a new one is filled from the root.', self._path, why, aside
+    )
+
+  def close(self) -> None:
+    with self._lock:
+      self._connection.close()
+
+  @contextlib.contextmanager
+  def writing(self, *, full: bool = False) -> Iterator[sqlite3.Connection]:
+    """Gives the connection within a transaction, which ends as a whole or, if something is raised, not at all.
+
+    Args:
+      full: whether it is on the disk when this ends.
+
+    Raises:
+      StorageFailed: it cannot be written.
+    """
+    with self._lock, self._failures():
+      if full != self._full:
+        self._connection.execute(f'PRAGMA synchronous={"FULL" if full else "NORMAL"}')
+        self._full = full
+      self._connection.execute('BEGIN IMMEDIATE')
+      try:
+        yield self._connection
+        self._connection.execute('COMMIT')
+      except BaseException:
+        if self._connection.in_transaction:
+          self._connection.execute('ROLLBACK')
+        raise
+
+  def truncate_log(self) -> None:
+    """Moves what is in the log to the file, so that what was erased is nowhere."""
+    with self._lock, self._failures():
+      self._connection.execute('PRAGMA wal_checkpoint(TRUNCATE)').fetchall()
+
+  def _rows(self, query: str, values: Sequence[Any] = ()) -> list[tuple]:
+    with self._lock, self._failures():
+      return self._connection.execute(query, values).fetchall()
+
+  @contextlib.contextmanager
+  def _failures(self) -> Iterator[None]:
+    try:
+      yield
+    except sqlite3.Error as error:
+      raise StorageFailed(
+        f'{self._path} cannot be read or written ({first_line(error)}): make room on its disk, or see that it works, and '
+        'ask again; if it is damaged, start the service anew: it is filled from the root.'
+      ) from error
+
+  # Adapters.
+
+  def known(self, adapter: str) -> Known | None:
+    """Returns what is known of an adapter; None: there is no such."""
+    rows = self._rows(f'SELECT {_ADAPTER} FROM adapters WHERE id = ?', (adapter,))
+    return _known(rows[0]) if rows else None
+
+  def all_known(self) -> list[Known]:
+    """Returns what is known of all adapters."""
+    return [_known(row) for row in self._rows(f'SELECT {_ADAPTER} FROM adapters')]
+
+  def of_owner(self, owner: str) -> list[Adapter]:
+    """Returns the adapters of an owner, the oldest first."""
+    query = f'SELECT {_ADAPTER} FROM adapters WHERE owner = ? AND NOT deleted ORDER BY created, id'
+    return [_known(row).head.adapter for row in self._rows(query, (owner,))]
+
+  def by_name(self, owner: str, name: str) -> Adapter | None:
+    """Returns the adapter of an owner that has a name, the oldest if there are several."""
+    query = f'SELECT {_ADAPTER} FROM adapters WHERE owner = ? AND name = ? AND NOT deleted ORDER BY created, id LIMIT 1'
+    rows = self._rows(query, (owner, name))
+    return _known(rows[0]).head.adapter if rows else None
+
+  def put_head(self, rows: sqlite3.Connection, head: Head, tag: str) -> None:
+    """Notes what the HEAD of an adapter says, and forgets the versions that it says were removed."""
+    adapter = head.adapter
+    self.drop_versions(rows, adapter.id, 1, head.kept_from)
+    rows.execute(
+      f'INSERT OR REPLACE INTO adapters ({_ADAPTER}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0)',
+      (
+        adapter.id,
+        adapter.owner,
+        adapter.name,
+        adapter.head,
+        adapter.created,
+        json.dumps(adapter.settings),
+        head.digest,
+        head.origin,
+        head.kept_from,
+        tag,
+      ),
+    )
+
+  def mark_deleted(self, rows: sqlite3.Connection, adapter: str) -> None:
+    """Hides an adapter whose data are to be erased."""
+    rows.execute('UPDATE adapters SET deleted = 1 WHERE id = ?', (adapter,))
+
+  def erase(self, rows: sqlite3.Connection, adapter: str) -> None:
+    """Erases everything that is about an adapter."""
+    rows.execute('DELETE FROM adapters WHERE id = ?', (adapter,))
+    wholes = "SELECT owner, substr(key, 1, instr(key, '/') - 1) FROM requests WHERE adapter = ? AND key LIKE '%/%'"
+    rows.execute(f'DELETE FROM requests WHERE (owner, key) IN ({wholes})', (adapter,))
+    for table in ('versions', 'intents', 'samples', 'requests', 'feedback'):
+      rows.execute(f'DELETE FROM {table} WHERE adapter = ?', (adapter,))
+
+  # Versions.
+
+  def versions(self, adapter: str) -> list[KnownVersion]:
+    """Returns the versions of an adapter in order."""
+    query = f'SELECT {_VERSION} FROM versions WHERE adapter = ? ORDER BY number'
+    return [_known_version(row) for row in self._rows(query, (adapter,))]
+
+  def version(self, adapter: str, number: int) -> KnownVersion | None:
+    """Returns a version of an adapter; None: there is none."""
+    rows = self._rows(f'SELECT {_VERSION} FROM versions WHERE adapter = ? AND number = ?', (adapter, number))
+    return _known_version(rows[0]) if rows else None
+
+  def version_names(self) -> list[tuple[str, int, str | None, str | None]]:
+    """Returns adapter, number, digest and what is wrong of all versions."""
+    return self._rows('SELECT adapter, number, digest, damaged FROM versions')
+
+  def put_version(self, rows: sqlite3.Connection, manifest: Manifest) -> None:
+    """Notes a version."""
+    version, request = manifest.version, manifest.request or RequestId(None, None)
+    rows.execute(
+      f'INSERT OR REPLACE INTO versions ({_VERSION}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL)',
+      (
+        version.adapter,
+        version.number,
+        version.parent,
+        version.reason,
+        version.created,
+        version.digest,
+        manifest.previous,
+        json.dumps(version.details),
+        request.key,
+        request.body,
+      ),
+    )
+
+  def put_damaged(self, rows: sqlite3.Connection, adapter: str, number: int, damaged: str) -> None:
+    """Notes that a version is damaged."""
+    rows.execute(
+      'INSERT OR REPLACE INTO versions (adapter, number, damaged) VALUES (?, ?, ?)', (adapter, number, damaged)
+    )
+
+  def drop_versions(self, rows: sqlite3.Connection, adapter: str, first: int, end: int) -> None:
+    """Forgets the versions of an adapter from a number on and before another."""
+    rows.execute('DELETE FROM versions WHERE adapter = ? AND number >= ? AND number < ?', (adapter, first, end))
+
+  # Intents.
+
+  def intend(self, rows: sqlite3.Connection, intent: Intent) -> None:
+    """Notes that a version is about to become the newest."""
+    rows.execute('INSERT OR REPLACE INTO intents VALUES (?, ?, ?)', dataclasses.astuple(intent))
+
+  def intents(self) -> list[Intent]:
+    """Returns the versions of which it is not known whether they have become the newest."""
+    return [Intent(*row) for row in self._rows('SELECT adapter, folder, version FROM intents')]
+
+  def drop_intent(self, rows: sqlite3.Connection, adapter: str) -> None:
+    """Notes that this is known."""
+    rows.execute('DELETE FROM intents WHERE adapter = ?', (adapter,))
+
+  # Samples.
+
+  def put_sample(self, rows: sqlite3.Connection, sample: Sample) -> None:
+    """Keeps a sample."""
+    rows.execute(
+      f'INSERT INTO samples ({_SAMPLE}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)',
+      (
+        sample.id,
+        sample.owner,
+        sample.adapter,
+        sample.version,
+        np.asarray(sample.prompt_tokens, '<i4').tobytes(),
+        np.asarray(sample.tokens, '<i4').tobytes(),
+        np.asarray(sample.log_probs, '<f4').tobytes(),
+        sample.temperature,
+        None if sample.messages is None else json.dumps(list(sample.messages)),
+        json.dumps(sample.text),
+        sample.finish_reason,
+        sample.created,
+        sample.expires,
+      ),
+    )
+
+  def sample(self, owner: str, sample: str) -> tuple[float, Sample | None] | None:
+    """Returns when a sample expires, and the sample, if it is not erased; None: the owner has no such."""
+    rows = self._rows(f'SELECT {_SAMPLE} FROM samples WHERE id = ? AND owner = ?', (sample, owner))
+    if not rows:
+      return None
+    id, owner, adapter, version, prompt, tokens, said, temperature, messages, text, finish, created, expires = rows[0]
+    if tokens is None:
+      return expires, None
+    return expires, Sample(
+      id,
+      owner,
+      adapter,
+      version,
+      np.frombuffer(prompt, '<i4').tolist(),
+      np.frombuffer(tokens, '<i4').tolist(),
+      np.frombuffer(said, '<f4'),
+      temperature,
+      None if messages is None else json.loads(messages),
+      json.loads(text),
+      finish,
+      created,
+      expires,
+    )
+
+  def expire_samples(self, rows: sqlite3.Connection, now: float, forgotten: float) -> int:
+    """Erases what expired samples hold, and forgets those that expired before `forgotten`; returns how many were erased."""
+    erased = rows.execute(
+      'UPDATE samples SET prompt_tokens = NULL, tokens = NULL, log_probs = NULL, messages = NULL, text = NULL '
+      'WHERE expires <= ? AND tokens IS NOT NULL',
+      (now,),
+    )
+    rows.execute('DELETE FROM samples WHERE expires <= ?', (forgotten,))
+    return erased.rowcount
+
+  # Requests with an idempotency key.
+
+  def request(self, owner: str, key: str) -> RequestRow | None:
+    """Returns what is known of a request; None: nothing."""
+    query = 'SELECT body, state, status, response, adapter, version, created FROM requests WHERE owner = ? AND key = ?'
+    rows = self._rows(query, (owner, key))
+    return RequestRow(*rows[0]) if rows else None
+
+  def made_by(self, owner: str, key: str) -> RequestRow | None:
+    """Returns what versions say of the request that made them; None: it has made none."""
+    rows = self._rows(
+      'SELECT v.request_body, v.adapter, v.number, v.created FROM versions v JOIN adapters a ON a.id = v.adapter '
+      'WHERE v.request_key = ? AND a.owner = ? ORDER BY v.created DESC LIMIT 1',
+      (key, owner),
+    )
+    return RequestRow(rows[0][0], 'made', None, None, *rows[0][1:]) if rows else None
+
+  def put_request(self, rows: sqlite3.Connection, owner: str, key: str, row: RequestRow) -> None:
+    """Notes a request."""
+    rows.execute(
+      'INSERT OR REPLACE INTO requests (body, state, status, response, adapter, version, created, owner, key) '
+      'VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)',
+      (*dataclasses.astuple(row), owner, key),
+    )
+
+  def drop_request(self, rows: sqlite3.Connection, owner: str, key: str) -> None:
+    """Forgets a request."""
+    rows.execute('DELETE FROM requests WHERE owner = ? AND key = ?', (owner, key))
+
+  def note_made(
+    self, rows: sqlite3.Connection, owner: str, request: RequestId, adapter: str, version: int | None
+  ) -> None:
+    """Notes what a request has made, so that it is not made again."""
+    rows.execute(
+      "UPDATE requests SET state = 'made', adapter = ?, version = ? WHERE owner = ? AND key = ?",
+      (adapter, version, owner, request.key),
+    )
+
+  def note_about(self, rows: sqlite3.Connection, owner: str, key: str, adapter: str) -> None:
+    """Notes which adapter a request is about."""
+    rows.execute('UPDATE requests SET adapter = ? WHERE owner = ? AND key = ?', (adapter, owner, key))
+
+  def drop_open_requests(self, rows: sqlite3.Connection) -> None:
+    """Forgets the requests of a process that is no more which have made nothing: they may come again."""
+    rows.execute("DELETE FROM requests WHERE state = 'open'")
+
+  def expire_requests(self, rows: sqlite3.Connection, before: float) -> int:
+    """Forgets requests that began before a time and are not under way; returns how many."""
+    return rows.execute("DELETE FROM requests WHERE created <= ? AND state != 'open'", (before,)).rowcount
+
+  # Feedback.
+
+  def put_feedback(self, rows: sqlite3.Connection, adapter: str, record: dict[str, Any]) -> None:
+    """Adds a record to the log of an adapter."""
+    rows.execute('INSERT INTO feedback (adapter, record) VALUES (?, ?)', (adapter, json.dumps(record)))
+
+  def feedback(self, adapter: str) -> list[dict[str, Any]]:
+    """Returns the log of an adapter, the oldest first."""
+    rows = self._rows('SELECT record FROM feedback WHERE adapter = ? ORDER BY id', (adapter,))
+    return [json.loads(record) for (record,) in rows]
+
+
+_ADAPTER = 'id, owner, name, head, created, settings, digest, origin, kept_from, tag, deleted'
+_VERSION = 'adapter, number, parent, reason, created, digest, previous, details, request_key, request_body, damaged'
+_SAMPLE = (
+  'id, owner, adapter, version, prompt_tokens, tokens, log_probs, temperature, messages, text, finish_reason, created, '
+  'expires'
+)
+
+
+def _known(row: tuple) -> Known:
+  id, owner, name, number, created, settings, digest, origin, kept_from, tag, deleted = row
+  adapter = Adapter(id, owner, name, number, created, json.loads(settings))
+  return Known(Head(adapter, digest, origin, kept_from), tag, bool(deleted))
+
+
+def _known_version(row: tuple) -> KnownVersion:
+  adapter, number, parent, reason, created, digest, previous, details, key, body, damaged = row
+  if damaged is not None:
+    return KnownVersion(number, None, damaged)
+  version = Version(adapter, number, parent, reason, created, digest, json.loads(details))
+  return KnownVersion(number, Manifest(version, previous, _request(key, body), {}), None)
+
+
+def _request(key: str | None, body: str | None) -> RequestId | None:
+  return None if key is None else RequestId(key, body)

@@ -1,0 +1,267 @@
+"""What the root says put into the database, and what was left of commits and deletions that did not end put right.
+
+HEAD is the truth. A version whose adapter's HEAD leads to it is one, whatever the database says; all others are garbage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+import contextlib
+import dataclasses
+import logging
+
+from sdpo_jax.files import is_local
+from sdpo_jax.serving.errors import Damaged
+from sdpo_jax.serving.store import versions
+from sdpo_jax.serving.store.blobs import REQUESTS, Blobs
+from sdpo_jax.serving.store.database import Database, Known
+from sdpo_jax.serving.store.versions import Head, Key, Manifest
+
+_logger = logging.getLogger('sdpo_jax.serving')
+ABANDONED = 3600.0  # Seconds after which a commit to an object store, perhaps another process's, has surely ended.
+SHOWN = 3  # Names in a warning.
+
+
+@dataclasses.dataclass
+class _Place:
+  """What lies in the folder of an adapter."""
+
+  folder: str
+  id: str
+  keys: dict[str, tuple[Key, float]] = dataclasses.field(default_factory=dict)  # With the time of the last change.
+
+  def has(self, name: str) -> bool:
+    return f'{self.folder}/{name}' in self.keys
+
+  def named(self, number: int) -> list[str]:
+    """Returns the names of the folders of versions with a number."""
+    return sorted({key.version for key, _ in self.keys.values() if key.version and key.number == number})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+  """What the root says of an adapter."""
+
+  head: Head
+  tag: str
+  manifests: Mapping[int, Manifest]
+  damaged: Mapping[int, str]
+
+
+def recover(blobs: Blobs, database: Database, now: float) -> dict[str, tuple[str, str]]:
+  """Brings a database in line with the root, and goes on with what was interrupted.
+
+  Args:
+    blobs: of the root; in a local one nobody else writes.
+    database: of that root.
+    now: seconds since the epoch.
+
+  Returns:
+    id → (folder, what is wrong) of adapters that the database does not know and whose HEAD cannot be read.
+
+  Raises:
+    StorageFailed: the root or the database cannot be read or written.
+  """
+  places = _places(blobs, 'users')
+  for known in database.all_known():
+    adapter = known.head.adapter
+    places.setdefault(adapter.id, _Place(versions.adapter_folder(adapter.owner, adapter.id), adapter.id))
+  lost = _put_right(blobs, database, places.values(), now)
+  with database.writing(full=True) as rows:
+    database.drop_open_requests(rows)
+  return lost
+
+
+def settle(blobs: Blobs, database: Database, folder: str, id: str, now: float) -> None:
+  """Does what `recover` does for one adapter, which nobody else in this process touches."""
+  place = _places(blobs, folder).get(id, _Place(folder, id))
+  for _, why in _put_right(blobs, database, [place], now).values():
+    raise Damaged(why)
+
+
+def erase(blobs: Blobs, database: Database, folder: str, id: str) -> None:
+  """Erases everything about an adapter that has a tombstone, which stays."""
+  with database.writing() as rows:
+    database.mark_deleted(rows, id)
+  head = f'{folder}/{versions.HEAD}'
+  keys = _places(blobs, folder).get(id, _Place(folder, id)).keys
+  blobs.delete([head], folder)  # First: without it nothing else is a version.
+  blobs.delete([key for key, (what, _) in keys.items() if what.rest not in (versions.HEAD, versions.TOMBSTONE)], folder)
+  with database.writing(full=True) as rows:
+    database.erase(rows, id)
+  database.truncate_log()
+
+
+def no_head(blobs: Blobs, folder: str) -> Damaged:
+  """Returns the error that an adapter has no HEAD."""
+  return Damaged(
+    f'{blobs.name}/{folder}/{versions.HEAD} is missing: restore it from a copy, or delete the adapter; its versions are '
+    'untouched.'
+  )
+
+
+def _places(blobs: Blobs, prefix: str) -> dict[str, _Place]:
+  """Returns what lies below a folder, by the id of the adapter."""
+  places: dict[str, _Place] = {}
+  foreign = []
+  for entry in blobs.list(prefix):
+    key = versions.parse_key(entry.key)
+    if key is None:
+      foreign.append(entry.key)
+    else:
+      place = places.setdefault(key.adapter, _Place(key.folder, key.adapter))
+      place.keys[entry.key] = (key, entry.modified)
+  if foreign:
+    _logger.warning(
+      '%s holds %d files that this store has not written, and leaves alone: %s',
+      blobs.name,
+      len(foreign),
+      ', '.join(foreign[:SHOWN]),
+    )
+  return places
+
+
+def _put_right(blobs: Blobs, database: Database, places: Iterable[_Place], now: float) -> dict[str, tuple[str, str]]:
+  """Does what `recover` does for some adapters."""
+  intents = {intent.adapter: intent for intent in database.intents()}
+  damaged = {adapter for adapter, _, _, why in database.version_names() if why is not None}
+  lost: dict[str, tuple[str, str]] = {}
+  kept, wanted = [], []
+  for place in places:
+    known = database.known(place.id)
+    if place.has(versions.TOMBSTONE):
+      if len(place.keys) > 1 or known is not None:
+        erase(blobs, database, place.folder, place.id)
+    elif place.has(versions.HEAD):
+      wanted.append((place, known))
+    elif known is not None:
+      _logger.warning('%s', no_head(blobs, place.folder))
+    elif not any(key.number for key, _ in place.keys.values()):
+      kept.append(place)  # An adapter that was not made.
+    else:
+      lost[place.id] = (place.folder, str(no_head(blobs, place.folder)))
+
+  def read(item: tuple[_Place, Known | None]) -> _Found | Damaged | None:
+    place, known = item
+    again = known is None or place.id in intents or place.id in damaged
+    try:
+      return _read(blobs, database, place, None if again else known)
+    except Damaged as error:
+      return error
+
+  if len(wanted) < REQUESTS:
+    found = [read(item) for item in wanted]
+  else:
+    with ThreadPoolExecutor(REQUESTS) as pool:
+      found = list(pool.map(read, wanted))
+  news = []
+  for (place, known), what in zip(wanted, found, strict=True):
+    if isinstance(what, Damaged):
+      _logger.warning('%s', what)
+      if known is None:
+        lost[place.id] = (place.folder, str(what))
+      continue
+    kept.append(place)
+    if what is not None:
+      news.append(what)
+  if news:
+    _note(database, news)
+  for place in kept:
+    _remove_garbage(blobs, database, place, {intents[place.id].version} if place.id in intents else set(), now)
+  stale = intents.keys() & {place.id for place in kept}
+  if stale:
+    with database.writing(full=True) as rows:
+      for id in stale:
+        database.drop_intent(rows, id)
+  return lost
+
+
+def _read(blobs: Blobs, database: Database, place: _Place, known: Known | None) -> _Found | None:
+  """Returns what the root says of an adapter; None: what is known already.
+
+  Raises:
+    Damaged: its HEAD is.
+  """
+  key = f'{place.folder}/{versions.HEAD}'
+  content = blobs.get(key)
+  tag = versions.tag_of(content)
+  if known is not None and known.tag == tag:
+    return None
+  head = versions.read_head(content, f'{blobs.name}/{key}', place.folder)
+  if not database.is_new:
+    blobs.renew(key, content)  # It may have moved shortly before its process died.
+  before = {
+    one.manifest.version.digest: one.manifest for one in database.versions(place.id) if one.manifest is not None
+  }
+  manifests: dict[int, Manifest] = {}
+  damaged: dict[int, str] = {}
+  numbers = [*range(head.adapter.head, max(head.kept_from, 1) - 1, -1), 0]
+  digest: str | None = head.digest
+  for number in numbers:
+    if number == 0:
+      digest = head.origin
+    try:
+      manifest = before.get(digest) or _manifest(blobs, place, number, digest)
+      manifests[number], digest = manifest, manifest.previous
+    except Damaged as error:
+      _logger.warning('%s', error)
+      damaged[number], digest = str(error), None
+  return _Found(head, tag, manifests, damaged)
+
+
+def _manifest(blobs: Blobs, place: _Place, number: int, digest: str | None) -> Manifest:
+  """Returns the manifest of a version; `digest` None: the one after it is damaged, and does not say which it is.
+
+  Raises:
+    Damaged: it is, or there are several, none or another one.
+  """
+  if digest is not None:
+    return versions.read_manifest(blobs, place.folder, number, digest)
+  found = []
+  for name in place.named(number):
+    with contextlib.suppress(Damaged):
+      found.append(versions.read_manifest(blobs, place.folder, number, name.partition('-')[2]))
+  if len(found) != 1:
+    raise Damaged(
+      f'The version {number} in {blobs.name}/{place.folder}/versions cannot be told from what was never committed, because '
+      'the manifest of the version after it is damaged: restore that from a copy.'
+    )
+  return found[0]
+
+
+def _note(database: Database, found: Iterable[_Found]) -> None:
+  with database.writing(full=True) as rows:
+    for one in found:
+      adapter = one.head.adapter
+      database.drop_versions(rows, adapter.id, 0, adapter.head + 1)
+      for manifest in one.manifests.values():
+        database.put_version(rows, manifest)
+        if manifest.request is not None:
+          database.note_made(rows, adapter.owner, manifest.request, adapter.id, manifest.version.number)
+      for number, why in one.damaged.items():
+        database.put_damaged(rows, adapter.id, number, why)
+      database.put_head(rows, one.head, one.tag)
+      database.drop_intent(rows, adapter.id)
+
+
+def _remove_garbage(blobs: Blobs, database: Database, place: _Place, ours: set[str], now: float) -> None:
+  """Removes what is left of commits that did not end; `ours` are those that surely were of this process or one before."""
+  known = database.known(place.id)
+  rows = [] if known is None else database.versions(place.id)
+  names = {one.manifest.folder for one in rows if one.manifest is not None}
+  unclear = {one.number for one in rows if one.manifest is None}
+  alone = is_local(blobs.name)
+  garbage = [
+    path
+    for path, (key, modified) in place.keys.items()
+    if key.version is None
+    and key.rest != versions.HEAD  # What was being written in place of HEAD.
+    or key.version is not None
+    and key.version not in names
+    and key.number not in unclear
+    and (alone or key.version in ours or modified < now - ABANDONED)
+  ]
+  if garbage:
+    _logger.info('%s/%s: %d files of commits that did not end are removed.', blobs.name, place.folder, len(garbage))
+    blobs.delete(garbage, place.folder if known is not None else place.folder.rpartition('/')[0])

@@ -1,0 +1,763 @@
+"""The store of the service: adapters, their versions, and what was sampled, asked and answered.
+
+A version is committed in this order: its files, its manifest, an intent in the database, HEAD by compare-and-swap, the
+rows of the database. It is acknowledged when HEAD has moved; what a process leaves behind that dies before, nobody sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import pathlib
+import secrets
+import threading
+import time
+from typing import Any
+
+from models import file_lock
+from sdpo_jax.errors import UserError, first_line, short_repr
+from sdpo_jax.files import is_local, jsonable
+from sdpo_jax.serving.errors import (
+  Damaged,
+  Gone,
+  InFlight,
+  InvalidRequest,
+  NotFound,
+  ServiceError,
+  StorageFailed,
+  Unprocessable,
+  VersionConflict,
+)
+from sdpo_jax.serving.records import Adapter, Reason, Sample, Version
+from sdpo_jax.serving.store import recovery, versions
+from sdpo_jax.serving.store.blobs import Blobs, LostSwapError, Tagged, make_private, open_blobs
+from sdpo_jax.serving.store.database import Database, Intent, Known, KnownVersion, RequestRow
+from sdpo_jax.serving.store.versions import Arrays, Base, Head, Manifest, RequestId
+
+_logger = logging.getLogger('sdpo_jax.serving')
+LONGEST_NAME = 200  # Characters.
+FORGOTTEN = 7 * 86400.0  # Seconds after its end in which a sample is known to be gone.
+# Of a record of feedback: what people have written, and what was made of it.
+TEXTS = frozenset('feedback correction demonstration environment text texts messages prompt completion content'.split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Retention:
+  """What is kept, and for how long."""
+
+  keep_versions: int = 0  # Newest versions of an adapter, beside the one that it is at and version 0; 0: all.
+  request_ttl_s: float = 86400.0  # Of answers to requests with an idempotency key.
+  keep_feedback_texts: bool = False  # Whether the log of feedback holds what people have written.
+
+
+@dataclasses.dataclass(frozen=True)
+class Retained:
+  """What `Store.retain` has removed."""
+
+  versions: int
+  samples: int
+  requests: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+  """A request with an idempotency key that is under way."""
+
+  owner: str
+  id: RequestId
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredResponse:
+  """What is known of a request that was here before."""
+
+  status: int | None  # Of its answer; None: the answer was lost with its process, but not what it made.
+  response: bytes | None  # The answer's body; None: likewise.
+  adapter: str | None  # The id of the adapter that it was about.
+  version: int | None  # That it made; None: none.
+
+
+class Store:
+  """Adapters by owner; any thread may call. Use `Store.open`, and `close` at the end.
+
+  Whatever is written may raise StorageFailed; nothing has changed then, unless the sentence says otherwise.
+  """
+
+  def __init__(
+    self,
+    blobs: Blobs,
+    database: Database,
+    base: Base,
+    retention: Retention,
+    clock: Callable[[], float],
+    held: contextlib.ExitStack,
+  ):
+    """Makes a store of what is open already; see `open`."""
+    self.blobs, self.database, self.base, self.retention, self.clock = blobs, database, base, retention, clock
+    self._held = held
+    self._locks: dict[str, threading.RLock] = {}  # By adapter.
+    self._lock = threading.Lock()  # Of what follows.
+    self._names: set[tuple[str, str]] = set()  # Owner and name of adapters that are being made.
+    self._under_way: set[tuple[str, str]] = set()  # Owner and key of requests.
+    self._doubtful: dict[str, str] = {}  # Adapters of which the database may not say what the root says: their folders.
+    self._lost: dict[str, tuple[str, str]] = {}  # Adapters that only the root knows: folder, and what is wrong.
+
+  @classmethod
+  def open(
+    cls,
+    root: str,
+    database: pathlib.Path,
+    *,
+    base: Base,
+    retention: Retention = Retention(),
+    clock: Callable[[], float] = time.time,
+    **options: Any,
+  ) -> Store:
+    """Opens a store, or makes one, and puts right what processes have left that died.
+
+    Args:
+      root: where versions are: a local folder, s3://bucket/prefix, gs://bucket/prefix or memory://name.
+      database: a local file; it is filled from the root if it is missing, damaged or of another root.
+      base: the model and the shape of its adapters.
+      retention: what is kept.
+      clock: returns seconds since the epoch.
+      options: of obstore's store, where the root is no local folder.
+
+    Raises:
+      UserError: another process has it open, the root holds adapters of another base, or it cannot be opened.
+    """
+    with contextlib.ExitStack() as held:
+      blobs = open_blobs(str(root), **options)
+      held.callback(blobs.close)
+      if is_local(blobs.name):
+        _lock(held, pathlib.Path(blobs.name) / 'LOCK', f'serve.store.root={root}')
+      try:
+        make_private(database.parent)
+      except OSError as error:
+        raise UserError(
+          f'serve.store.database={database} cannot be made ({first_line(error)}): name a local file that can be written.'
+        ) from error
+      _lock(held, database.with_name(f'{database.name}.lock'), f'serve.store.database={database}')
+      try:
+        rows = Database(database, _identify(blobs, base))
+        held.callback(rows.close)
+        store = cls(blobs, rows, base, retention, clock, held)
+        store._lost.update(recovery.recover(blobs, rows, clock()))
+      except StorageFailed as error:
+        raise UserError(f'The store cannot be opened: {error}') from error
+      store._held = held.pop_all()
+      return store
+
+  def close(self) -> None:
+    """Lets go of the files and the locks."""
+    self._held.close()
+
+  def __enter__(self) -> Store:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+  @property
+  def problems(self) -> list[str]:
+    """What is damaged in the root and has no adapter that could say so."""
+    with self._lock:
+      return [why for _, why in self._lost.values()]
+
+  # Adapters.
+
+  def create(
+    self,
+    owner: str,
+    name: str,
+    settings: Mapping[str, Any],
+    arrays: Arrays,
+    *,
+    reason: Reason = 'create',
+    details: Mapping[str, Any] | None = None,
+    request: Request | None = None,
+  ) -> tuple[Adapter, Version]:
+    """Makes an adapter and its version 0.
+
+    Raises:
+      InvalidRequest: the owner has an adapter of that name, or the name is empty, too long, or no UTF-8.
+    """
+    _check_name(owner, name)
+    self._settle_all(owner)
+    with self._lock:
+      taken = (owner, name) in self._names or self.database.by_name(owner, name) is not None
+      if taken:
+        raise InvalidRequest(f'There is an adapter {short_repr(name)} already: choose another name.', field='name')
+      self._names.add((owner, name))
+    try:
+      now = self.clock()
+      adapter = Adapter(f'ad-{secrets.token_hex(8)}', owner, name, 0, now, jsonable(settings))
+      with self._alone(adapter.id):
+        return adapter, self._make_version(adapter, None, None, arrays, None, reason, details or {}, request)
+    finally:
+      with self._lock:
+        self._names.discard((owner, name))
+
+  def adapter(self, owner: str, id: str) -> Adapter:
+    """Returns an adapter; raises NotFound for one that is another's, unknown or deleted."""
+    return self._known(owner, id).head.adapter
+
+  def by_name(self, owner: str, name: str) -> Adapter:
+    """Returns the adapter of an owner that has a name; raises NotFound."""
+    self._settle_all(owner)
+    found = self.database.by_name(owner, name) if _is_text(owner) and _is_text(name) else None
+    if found is None:
+      raise NotFound(f'There is no adapter {short_repr(name)}.')
+    return self.adapter(owner, found.id)
+
+  def adapters(self, owner: str) -> list[Adapter]:
+    """Returns the adapters of an owner, the oldest first."""
+    self._settle_all(owner)
+    return self.database.of_owner(owner) if _is_text(owner) else []
+
+  def change_settings(
+    self, owner: str, id: str, expected: int, settings: Mapping[str, Any], *, request: Request | None = None
+  ) -> Adapter:
+    """Gives an adapter other settings.
+
+    Raises:
+      NotFound: as `adapter`.
+      VersionConflict: it is at another version than `expected`.
+      Damaged: its HEAD is damaged.
+    """
+    self._known(owner, id)
+    with self._alone(id):
+      head, tagged = self._head(owner, id, expected)
+      head = dataclasses.replace(head, adapter=dataclasses.replace(head.adapter, settings=jsonable(settings)))
+      self._swap_head(head, tagged, request)
+      return head.adapter
+
+  def delete(self, owner: str, id: str, expected: int | None = None) -> None:
+    """Erases an adapter: its versions, samples, feedback, and the answers to requests about it.
+
+    It is gone for good once this has begun: where it is interrupted, the next `retain` or the next start goes on.
+
+    Raises:
+      NotFound: as `adapter`.
+      VersionConflict: it is at another version than `expected`.
+    """
+    if self._lost_of(owner, id) is None:
+      self._known(owner, id)
+    with self._alone(id):
+      if self._lost_of(owner, id) is None:
+        adapter = self._known(owner, id).head.adapter
+        if expected is not None and adapter.head != expected:
+          raise _conflict(adapter)
+      folder = versions.adapter_folder(owner, id)
+      tombstone = json.dumps({'format': versions.FORMAT, 'adapter': id, 'deleted': self.clock()}) + '\n'
+      self._doubt(owner, id)  # Until all is erased.
+      with contextlib.suppress(FileExistsError):
+        self.blobs.put_new(folder, {versions.TOMBSTONE: tombstone.encode()})
+      recovery.erase(self.blobs, self.database, folder, id)
+      with self._lock:
+        self._doubtful.pop(id, None)
+        self._lost.pop(id, None)
+        self._locks.pop(id, None)
+
+  # Versions.
+
+  def commit(
+    self,
+    owner: str,
+    id: str,
+    expected: int,
+    arrays: Arrays,
+    *,
+    reason: Reason,
+    details: Mapping[str, Any],
+    parent: int | None = None,
+    request: Request | None = None,
+  ) -> Version:
+    """Makes the next version of an adapter.
+
+    Args:
+      owner: of the adapter.
+      id: of the adapter.
+      expected: the version that it is at.
+      arrays: of the new version.
+      reason: why it is made.
+      details: as JSON: what made it; numbers that are not finite become null.
+      parent: the version that it was made from; None: `expected`.
+      request: that made it: its answer is not made a second time, whatever happens.
+
+    Raises:
+      NotFound: as `adapter`.
+      VersionConflict: it is at another version; nothing has changed.
+      Damaged: its HEAD is damaged.
+      ValueError: the arrays are not those of an adapter of this base.
+    """
+    self._known(owner, id)
+    with self._alone(id):
+      head, tagged = self._head(owner, id, expected)
+      adapter = dataclasses.replace(head.adapter, head=expected + 1)
+      parent = expected if parent is None else parent
+      return self._make_version(adapter, head, tagged, arrays, parent, reason, details, request)
+
+  def versions(self, owner: str, id: str) -> list[Version]:
+    """Returns the versions of an adapter that can be read, in order; raises NotFound as `adapter`."""
+    self._known(owner, id)
+    return [known.manifest.version for known in self.database.versions(id) if known.manifest is not None]
+
+  def version(self, owner: str, id: str, number: int) -> Version:
+    """Returns a version of an adapter.
+
+    Raises:
+      NotFound: as `adapter`, or there is no such version.
+      Gone: it was removed, as the settings of retention say.
+      Damaged: it is damaged.
+    """
+    head = self._known(owner, id).head
+    if 0 < number < head.kept_from:
+      raise Gone(
+        f'Version {number} of {id} was removed: the versions from {head.kept_from} on are kept, and version 0.'
+      )
+    if not 0 <= number <= head.adapter.head:
+      raise NotFound(f'There is no version {short_repr(number)} of {id}, which is at {head.adapter.head}.')
+    return _readable(self.database.version(id, number), id, number).manifest.version
+
+  def arrays(self, version: Version) -> Arrays:
+    """Returns the arrays of a version, bit for bit as they were committed.
+
+    Raises:
+      Damaged: a file of it is missing or not as it was written.
+      NotFound: its adapter was deleted.
+      Gone: it was removed.
+    """
+    files = self._files(version, (versions.peft_files.WEIGHTS, versions.STATE))
+    try:
+      return versions.arrays_of(self.base, files)
+    except ValueError as error:
+      raise Damaged(f'The version {version.number} of {version.adapter} cannot be read: {error}') from error
+
+  def peft_files(self, version: Version) -> dict[str, bytes]:
+    """Returns the files of a version that PEFT reads, name → content; errors as `arrays`."""
+    return self._files(version, versions.PEFT_FILES)
+
+  def retain(self, now: float | None = None) -> Retained:
+    """Removes what the settings of retention do not keep, and goes on with deletions that were interrupted.
+
+    Args:
+      now: seconds since the epoch; None: as the clock says.
+    """
+    now = self.clock() if now is None else now
+    removed = 0
+    for id in list(self._doubtful):
+      with self._alone(id), contextlib.suppress(Damaged):
+        self._settle(id)
+    for known in self.database.all_known() if self.retention.keep_versions else ():
+      adapter = known.head.adapter
+      with self._alone(adapter.id), contextlib.suppress(NotFound, VersionConflict, Damaged):  # Those are as they are.
+        removed += self._keep_newest(adapter)
+    with self.database.writing() as rows:
+      samples = self.database.expire_samples(rows, now, now - FORGOTTEN)
+      requests = self.database.expire_requests(rows, now - self.retention.request_ttl_s)
+    if samples or requests:
+      self.database.truncate_log()
+    return Retained(removed, samples, requests)
+
+  def _keep_newest(self, adapter: Adapter) -> int:
+    """Removes the oldest versions of an adapter but version 0; returns how many."""
+    known = self._known(adapter.owner, adapter.id).head
+    adapter, first = known.adapter, known.adapter.head - self.retention.keep_versions
+    if first <= known.kept_from:
+      return 0
+    head, tagged = self._head(adapter.owner, adapter.id, adapter.head)
+    self._swap_head(dataclasses.replace(head, kept_from=first), tagged, None)
+    folder = versions.adapter_folder(adapter.owner, adapter.id)
+    keys = [(entry.key, versions.parse_key(entry.key)) for entry in self.blobs.list(f'{folder}/versions')]
+    old = [(key, found) for key, found in keys if found is not None and found.number and found.number < first]
+    try:
+      self.blobs.delete([key for key, _ in old], folder)
+    except StorageFailed:
+      self._doubt(adapter.owner, adapter.id)  # They are garbage now.
+      raise
+    return len({found.version for _, found in old})
+
+  # How versions are made and HEAD is moved.
+
+  def _make_version(
+    self,
+    adapter: Adapter,
+    before: Head | None,
+    tagged: Tagged | None,
+    arrays: Arrays,
+    parent: int | None,
+    reason: Reason,
+    details: Mapping[str, Any],
+    request: Request | None,
+  ) -> Version:
+    """Makes the version that the adapter is to be at; before it, HEAD said `before`."""
+    folder = versions.adapter_folder(adapter.owner, adapter.id)
+    files = versions.files_of(self.base, arrays)
+    manifest, content = versions.make_manifest(
+      adapter.id,
+      adapter.head,
+      parent=parent,
+      previous=None if before is None else before.digest,
+      reason=reason,
+      created=self.clock(),
+      details=details,
+      request=None if request is None else request.id,
+      files=files,
+    )
+    place = f'{folder}/versions/{manifest.folder}'
+    try:
+      self.blobs.put_new(place, files, last={versions.MANIFEST: content})
+      with self.database.writing(full=True) as rows:
+        self.database.intend(rows, Intent(adapter.id, folder, manifest.folder))
+    except BaseException:
+      self._discard(adapter.id, folder, manifest)
+      raise
+    digest = manifest.version.digest
+    head = Head(adapter, digest, *((digest,) if before is None else (before.origin, before.kept_from)))
+    self._swap_head(head, tagged, request, manifest)
+    return manifest.version
+
+  def _swap_head(
+    self, head: Head, tagged: Tagged | None, request: Request | None, manifest: Manifest | None = None
+  ) -> None:
+    """Moves HEAD and notes it in the database.
+
+    Raises:
+      VersionConflict: another process has moved it; what was written for this is removed.
+      StorageFailed: it has not moved, or it is not known whether it has: then the next look at the adapter finds out.
+    """
+    adapter, content = head.adapter, versions.write_head(head)
+    folder = versions.adapter_folder(adapter.owner, adapter.id)
+    number = None if manifest is None else manifest.version.number
+    try:
+      self.blobs.swap(f'{folder}/{versions.HEAD}', content, tagged)
+    except LostSwapError:
+      if manifest is not None:
+        self._discard(adapter.id, folder, manifest)
+      self._doubt(adapter.owner, adapter.id)
+      raise _conflict(self._known(adapter.owner, adapter.id).head.adapter) from None
+    except StorageFailed:
+      self._doubt(adapter.owner, adapter.id)
+      if not self._has_moved(adapter, content):
+        raise
+    except BaseException:
+      self._doubt(adapter.owner, adapter.id)
+      raise
+    try:
+      with self.database.writing(full=True) as rows:
+        if manifest is not None:
+          self.database.put_version(rows, manifest)
+          self.database.drop_intent(rows, adapter.id)
+        self.database.put_head(rows, head, versions.tag_of(content))
+        if request is not None:
+          self.database.note_made(rows, adapter.owner, request.id, adapter.id, number)
+    except StorageFailed as error:
+      # HEAD has moved: this is acknowledged. The database hears of it when it can be written again.
+      _logger.warning('%s is at version %d, which is not in the database yet: %s', adapter.id, adapter.head, error)
+      self._doubt(adapter.owner, adapter.id)
+
+  def _has_moved(self, adapter: Adapter, content: bytes) -> bool:
+    """Returns whether HEAD of an adapter is known to have this content after it could not be written."""
+    try:
+      return self._known(adapter.owner, adapter.id).tag == versions.tag_of(content)
+    except ServiceError:
+      return False
+
+  def _discard(self, id: str, folder: str, manifest: Manifest) -> None:
+    """Removes what was written of a version that is not to be; what cannot be removed, the next start removes."""
+    names = (*versions.PEFT_FILES, versions.STATE, versions.MANIFEST)
+    stays = folder if manifest.version.number else folder.rpartition('/')[0]
+    with contextlib.suppress(StorageFailed):
+      self.blobs.delete([f'{folder}/versions/{manifest.folder}/{name}' for name in names], stays)
+      with self.database.writing() as rows:
+        self.database.drop_intent(rows, id)
+
+  def _head(self, owner: str, id: str, expected: int) -> tuple[Head, Tagged]:
+    """Returns what HEAD of an adapter says now, and its tag."""
+    known = self._known(owner, id)
+    folder = versions.adapter_folder(owner, id)
+    key = f'{folder}/{versions.HEAD}'
+    tagged = self.blobs.tagged(key)
+    if tagged is None or versions.tag_of(tagged.content) != known.tag:
+      self._doubt(owner, id)
+      self._known(owner, id)
+      tagged = self.blobs.tagged(key)
+      if tagged is None:
+        raise recovery.no_head(self.blobs, folder)
+    head = versions.read_head(tagged.content, f'{self.blobs.name}/{key}', folder)
+    if head.adapter.head != expected:
+      raise _conflict(head.adapter)
+    return head, tagged
+
+  def _files(self, version: Version, names: tuple[str, ...]) -> dict[str, bytes]:
+    known = self.database.known(version.adapter)
+    if known is None or known.deleted:
+      raise NotFound(f'There is no adapter {version.adapter}.')
+    owner = known.head.adapter.owner
+    folder = versions.adapter_folder(owner, version.adapter)
+    try:
+      manifest = versions.read_manifest(self.blobs, folder, version.number, version.digest)
+      return versions.read_files(self.blobs, folder, manifest, names)
+    except Damaged:
+      self.version(owner, version.adapter, version.number)  # It may be gone.
+      raise
+
+  # What the database says, and whether it is to be believed.
+
+  def _known(self, owner: str, id: str) -> Known:
+    """Returns what is known of an adapter of an owner; raises NotFound."""
+    if self._doubtful.get(id) == versions.adapter_folder(owner, id):
+      with self._alone(id):
+        self._settle(id)
+    known = self.database.known(id) if _is_text(id) else None
+    if known is None or known.deleted or known.head.adapter.owner != owner:
+      lost = self._lost_of(owner, id)
+      raise NotFound(f'There is no adapter {short_repr(id)}.') if lost is None else Damaged(lost)
+    return known
+
+  def _settle_all(self, owner: str) -> None:
+    """Ends the doubts about the adapters of an owner, as far as what is damaged can be read."""
+    for id in list(self._doubtful):
+      with contextlib.suppress(NotFound, Damaged):
+        self._known(owner, id)
+
+  def _settle(self, id: str) -> None:
+    """Ends the doubt about an adapter with a look at the root; the caller holds its lock."""
+    folder = self._doubtful.get(id)
+    if folder is not None:
+      recovery.settle(self.blobs, self.database, folder, id, self.clock())
+      with self._lock:
+        self._doubtful.pop(id, None)
+
+  def _doubt(self, owner: str, id: str) -> None:
+    with self._lock:
+      self._doubtful[id] = versions.adapter_folder(owner, id)
+
+  def _lost_of(self, owner: str, id: str) -> str | None:
+    with self._lock:
+      folder, why = self._lost.get(id, (None, None))
+    return why if folder is not None and folder == versions.adapter_folder(owner, id) else None
+
+  @contextlib.contextmanager
+  def _alone(self, id: str) -> Iterator[None]:
+    """Holds the lock of an adapter; its holder may take it again."""
+    with self._lock:
+      lock = self._locks.setdefault(id, threading.RLock())
+    with lock:
+      yield
+
+  # Samples.
+
+  def keep_sample(self, sample: Sample) -> None:
+    """Keeps a sample until it expires; raises NotFound if its adapter was deleted while it was drawn."""
+    with self.database.writing() as rows:
+      if sample.adapter is not None:
+        known = self.database.known(sample.adapter)
+        if known is None or known.deleted or known.head.adapter.owner != sample.owner:
+          raise NotFound(f'There is no adapter {short_repr(sample.adapter)}.')
+      self.database.put_sample(rows, sample)
+
+  def sample(self, owner: str, id: str) -> Sample:
+    """Returns a sample.
+
+    Raises:
+      NotFound: it is another's, or unknown.
+      Gone: it has expired.
+    """
+    found = self.database.sample(owner, id) if _is_text(owner) and _is_text(id) else None
+    if found is None:
+      raise NotFound(f'There is no sample {short_repr(id)}.')
+    expires, sample = found
+    if sample is None or expires <= self.clock():
+      raise Gone(f'The sample {id} has expired: sample again, or send the tokens themselves.')
+    return sample
+
+  # Requests with an idempotency key.
+
+  def begin(self, owner: str, key: str, body_digest: str, *, adapter: str | None = None) -> Request | StoredResponse:
+    """Notes that a request is under way, or returns what is known of it.
+
+    Args:
+      owner: who sent it.
+      key: its idempotency key.
+      body_digest: of what it asks, also its path.
+      adapter: the id of the adapter that it is about, with which its answer is erased.
+
+    Raises:
+      InFlight: it is under way.
+      Unprocessable: a request with this key asked something else.
+    """
+    key = hashlib.sha256(key.encode('utf-8', 'surrogatepass')).hexdigest()
+    return self._begin(owner, RequestId(key, body_digest), adapter)
+
+  def part(self, request: Request, index: int) -> Request | StoredResponse:
+    """Begins a part of a request that is under way, or returns what is known of it from before.
+
+    A part ends by itself. Where the whole was lost with its process, a repeat of it finds what its parts have made; and
+    the answer of the whole is erased with that of any part.
+
+    Raises:
+      InFlight: as `begin`.
+      Unprocessable: as `begin`.
+    """
+    return self._begin(request.owner, RequestId(f'{request.id.key}/{index}', request.id.body), None)
+
+  def _begin(self, owner: str, id: RequestId, adapter: str | None) -> Request | StoredResponse:
+    since = self.clock() - self.retention.request_ttl_s
+    self._settle_all(owner)  # It may have made something before it failed.
+    with self._lock:
+      row = self.database.request(owner, id.key) or self.database.made_by(owner, id.key)
+      under_way = (owner, id.key) in self._under_way
+      if row is not None and (under_way or row.created > since):
+        if row.body != id.body:
+          raise Unprocessable(
+            'A request with this Idempotency-Key asked something else: take a new key.', field='Idempotency-Key'
+          )
+        if row.state != 'open' and not under_way:
+          return StoredResponse(row.status, row.response, row.adapter, row.version)
+      if under_way:
+        raise InFlight('A request with this Idempotency-Key is under way: wait for its answer.')
+      with self.database.writing() as rows:
+        row = RequestRow(id.body, 'open', None, None, adapter, None, self.clock())
+        self.database.put_request(rows, owner, id.key, row)
+      self._under_way.add((owner, id.key))
+    return Request(owner, id)
+
+  def about(self, request: Request, adapter: str) -> None:
+    """Notes which adapter a request is about that `begin` did not know of: its answer is erased with it."""
+    with self.database.writing() as rows:
+      self.database.note_about(rows, request.owner, request.id.key, adapter)
+
+  def finish(self, request: Request, status: int, response: bytes) -> None:
+    """Keeps the answer to a request; a repeat gets the same."""
+    try:
+      row = self.database.request(request.owner, request.id.key)
+      if row is not None:  # Else its adapter was deleted, and the answer with it.
+        with self.database.writing() as rows:
+          row = dataclasses.replace(row, state='done', status=status, response=response)
+          self.database.put_request(rows, request.owner, request.id.key, row)
+    finally:
+      self._end(request)
+
+  def abandon(self, request: Request) -> None:
+    """Notes that a request has no answer: if it made nothing, it may come again."""
+    try:
+      row = self.database.request(request.owner, request.id.key)
+      if row is not None and row.state == 'open':
+        with self.database.writing() as rows:
+          self.database.drop_request(rows, request.owner, request.id.key)
+    finally:
+      self._end(request)
+
+  def _end(self, request: Request) -> None:
+    with self._lock:
+      self._under_way.discard((request.owner, request.id.key))
+
+  # Feedback.
+
+  def note_feedback(self, owner: str, adapter: str, record: Mapping[str, Any]) -> None:
+    """Adds a record to the log of an adapter, without what people have written, if the settings do not keep that.
+
+    Raises:
+      NotFound: as `adapter`.
+    """
+    self._known(owner, adapter)
+    record = jsonable(record)
+    if not self.retention.keep_feedback_texts:
+      record = without_texts(record)
+    with self.database.writing() as rows:
+      self.database.put_feedback(rows, adapter, record)
+
+  def feedback(self, owner: str, adapter: str) -> list[dict[str, Any]]:
+    """Returns the log of an adapter, the oldest first; raises NotFound as `adapter`."""
+    self._known(owner, adapter)
+    return self.database.feedback(adapter)
+
+
+def without_texts(record: Any) -> Any:
+  """Returns JSON without the values of `TEXTS`, which become null."""
+  if isinstance(record, dict):
+    return {key: None if key in TEXTS else without_texts(value) for key, value in record.items()}
+  return [without_texts(value) for value in record] if isinstance(record, list) else record
+
+
+def _identify(blobs: Blobs, base: Base) -> str:
+  """Returns the identity of a root, which is given one if it is new; raises UserError if it is of another base."""
+  content = blobs.tagged(versions.BASE)
+  if content is None:
+    values = {'format': versions.FORMAT, 'root': secrets.token_hex(16), 'base': base.described}
+    with contextlib.suppress(LostSwapError):  # Another process was quicker.
+      blobs.swap(versions.BASE, (json.dumps(values, indent=1) + '\n').encode(), None)
+    content = blobs.tagged(versions.BASE)
+  where = f'{blobs.name}/{versions.BASE}'
+  try:
+    values = json.loads(content.content)
+    root, found = values['root'], values['base']
+    if values['format'] != versions.FORMAT or not isinstance(root, str):
+      raise ValueError('its format is another one')
+  except (ValueError, KeyError, TypeError) as error:
+    raise UserError(
+      f'{where} is not as it was written ({first_line(error)}): restore it from a copy, or name another serve.store.root.'
+    ) from error
+  differing = [
+    name for name in base.described['adapter'] if found['adapter'].get(name) != base.described['adapter'][name]
+  ]
+  if found['fingerprint'] != base.described['fingerprint']:
+    differing.append('the model')
+  if differing:
+    raise UserError(
+      f'serve.store.root={blobs.name} holds adapters of another base ({", ".join(sorted(differing))} differ; {where} says '
+      'which): serve that model with that adapter, or name another root.'
+    )
+  return root
+
+
+def _lock(held: contextlib.ExitStack, path: pathlib.Path, setting: str) -> None:
+  """Holds a lock for a process until the stack ends; raises UserError if another one holds it."""
+
+  def busy() -> None:
+    try:
+      who = f'the process {int(path.read_text())}'
+    except (OSError, ValueError):  # It has just begun, or ended.
+      who = 'another process'
+    raise UserError(f'{setting} is in use by {who}: stop that one, or name another.')
+
+  try:
+    held.enter_context(file_lock.held(path, busy))
+    path.write_text(str(os.getpid()))
+  except OSError as error:
+    raise UserError(f'{setting} cannot be locked ({first_line(error)}): name one that can be written to.') from error
+
+
+def _readable(known: KnownVersion | None, id: str, number: int) -> KnownVersion:
+  if known is None:
+    raise Damaged(f'The version {number} of {id} is missing: restore it from a copy, or undo to another version.')
+  if known.manifest is None:
+    raise Damaged(known.damaged)
+  return known
+
+
+def _conflict(adapter: Adapter) -> VersionConflict:
+  return VersionConflict(f'{adapter.id} is at version {adapter.head}: look at that one first.', current=adapter.head)
+
+
+def _check_name(owner: str, name: str) -> None:
+  if not 0 < len(name) <= LONGEST_NAME or not _is_text(name):
+    raise InvalidRequest(f'The name of an adapter has 1 to {LONGEST_NAME} characters of UTF-8.', field='name')
+  if not _is_text(owner):
+    raise InvalidRequest('The name of an owner has to be UTF-8.')
+
+
+def _is_text(value: str) -> bool:
+  """Returns whether a text can be written as UTF-8: half a surrogate pair, which JSON can hold, cannot."""
+  try:
+    value.encode('utf-8')
+  except UnicodeEncodeError:
+    return False
+  return True

@@ -1,0 +1,351 @@
+"""What a version is in the root: its key, its files, the manifest that names these, and the HEAD that names the manifest.
+
+  users/OWNER/adapters/ID/HEAD                                    the adapter, and which version it is at
+  users/OWNER/adapters/ID/TOMBSTONE                               it was deleted
+  users/OWNER/adapters/ID/versions/NUMBER-DIGEST/manifest.json    the version, and the digests of its files
+                                                /adapter_config.json, adapter_model.safetensors    as PEFT reads them
+                                                /train_state.safetensors    moments, count, average
+
+OWNER is a digest, for owners are arbitrary strings. A version belongs to an adapter if HEAD names the digest of its
+manifest, or if the manifest of the one after it does. All else is what was left of commits that did not end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import dataclasses
+import functools
+import hashlib
+import json
+import re
+import secrets
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from models import parameters
+from models.adapters import lora, peft_config, peft_files
+from sdpo_jax.errors import first_line
+from sdpo_jax.files import jsonable
+from sdpo_jax.serving.errors import Damaged
+from sdpo_jax.serving.records import Adapter, Reason, Version
+from sdpo_jax.serving.store.blobs import Blobs
+
+Arrays = Mapping[str, np.ndarray]  # Of a version, as the engine has them: factors/…, mu/…, nu/…, average/…, count.
+
+FORMAT = 1
+BASE, HEAD, TOMBSTONE, MANIFEST, STATE = 'BASE', 'HEAD', 'TOMBSTONE', 'manifest.json', 'train_state.safetensors'
+PEFT_FILES = (peft_config.FILE, peft_files.WEIGHTS)
+_FACTORS, _KINDS, _COUNT = 'factors', ('mu', 'nu', 'average'), 'count'
+_ADAPTER_KEY = re.compile(r'users/([0-9a-f]{32})/adapters/([0-9a-z-]+)/(.+)')
+_PARTIAL = re.compile(r'\.[0-9a-f]{16}\.partial')  # What `files.write_atomically` was writing.
+_VERSION_KEY = re.compile(r'versions/(([0-9]{8,})-([0-9a-f]{12}))/([a-z_]+\.(?:json|safetensors))')
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+  """The model that all adapters of a root belong to, and the shape that they all have."""
+
+  name: str  # Path or hub name, for adapter_config.json.
+  fingerprint: Mapping[str, Any]  # What tells the model from others (`models.identity.of_base`).
+  adapter: lora.Adapter
+  table: parameters.Table  # Of the model without factors.
+  prefix: str = 'model.'  # With what transformers' names of modules begin.
+  use_rslora: bool = False
+
+  @functools.cached_property
+  def rows(self) -> parameters.Table:
+    """The factors of an adapter."""
+    return lora.factors(self.adapter.extended(self.table, 'float32'))
+
+  @functools.cached_property
+  def config(self) -> Mapping[str, Any]:
+    """The contents of adapter_config.json."""
+    modules = peft_config.respelled(peft_config.same_names(self.table), self.prefix)
+    whole = self.prefix == 'model.'
+    return peft_config.contents(self.adapter, modules, whole=whole, use_rslora=self.use_rslora, base=self.name)
+
+  @functools.cached_property
+  def described(self) -> Mapping[str, Any]:
+    """What has to be the same for adapters to fit, as JSON; the name is not: a model may lie elsewhere."""
+    config = {key: value for key, value in self.config.items() if key != 'base_model_name_or_path'}
+    return json.loads(json.dumps({'fingerprint': jsonable(self.fingerprint), 'adapter': config}))
+
+  @functools.cached_property
+  def shapes(self) -> Mapping[str, tuple[int, ...]]:
+    """The shapes of the arrays of a version, which are float32, but for the count, int32."""
+    kinds = (_FACTORS, *_KINDS)
+    return {f'{kind}/{row.name}': row.shape for kind in kinds for row in self.rows} | {_COUNT: ()}
+
+
+def owner_digest(owner: str) -> str:
+  """Returns how an owner is called in keys."""
+  return hashlib.sha256(owner.encode('utf-8', 'surrogatepass')).hexdigest()[:32]
+
+
+def adapter_folder(owner: str, adapter: str) -> str:
+  """Returns the folder of an adapter of an owner."""
+  return f'users/{owner_digest(owner)}/adapters/{adapter}'
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+  """What a key in the root stands for."""
+
+  folder: str  # Of the adapter.
+  adapter: str  # Its id.
+  rest: str  # HEAD, TOMBSTONE, what was being written in place of HEAD, or below versions/.
+  version: str | None = None  # The name of the version's folder.
+  number: int | None = None
+
+
+def parse_key(key: str) -> Key | None:
+  """Returns what a key of this layout stands for; None: somebody else has put it there."""
+  found = _ADAPTER_KEY.fullmatch(key)
+  if found is None:
+    return None
+  folder, rest = key.removesuffix(f'/{found[3]}'), found[3]
+  if rest in (HEAD, TOMBSTONE) or _PARTIAL.fullmatch(rest):
+    return Key(folder, found[2], rest)
+  version = _VERSION_KEY.fullmatch(rest)
+  if version is None or version[4] not in (MANIFEST, STATE, *PEFT_FILES):
+    return None
+  return Key(folder, found[2], rest, version[1], int(version[2]))
+
+
+def version_folder(number: int, digest: str) -> str:
+  """Returns the name of the folder of a version, by the digest of its manifest."""
+  return f'{number:08d}-{digest[:12]}'
+
+
+# Arrays and files.
+
+
+def files_of(base: Base, arrays: Arrays) -> dict[str, bytes]:
+  """Returns the files of a version, name → content, without its manifest.
+
+  Raises:
+    ValueError: the arrays are not those of an adapter of this base.
+  """
+  wrong = {name for name in base.shapes.keys() | arrays.keys() if not _fits(base, name, arrays.get(name))}
+  if wrong:
+    raise ValueError(f'The arrays {sorted(wrong)[:3]} are not those of an adapter with the shape of this base.')
+  tensors = {
+    peft_files.stored_name(row, layer, base.prefix): row.to_huggingface(arrays[f'{_FACTORS}/{row.name}'][layer])
+    for row, layer in peft_files.held(base.adapter, base.rows)
+  }
+  state = {name: np.asarray(arrays[name], order='C') for name in base.shapes if not name.startswith(f'{_FACTORS}/')}
+  # Of a matrix that some layers have no factors of, the files of PEFT do not hold all.
+  state |= {name: np.asarray(arrays[name], order='C') for name in _partly_held(base)}
+  return {
+    peft_config.FILE: (json.dumps(base.config, indent=2) + '\n').encode(),
+    peft_files.WEIGHTS: safetensors.numpy.save(tensors, {'format': 'pt'}),
+    STATE: safetensors.numpy.save(state),
+  }
+
+
+def arrays_of(base: Base, files: Mapping[str, bytes]) -> dict[str, np.ndarray]:
+  """Returns the arrays of a version, bit for bit as `files_of` got them.
+
+  Raises:
+    ValueError: the files hold others, or are none that safetensors reads.
+  """
+  try:
+    tensors, found = (safetensors.numpy.load(files[name]) for name in (peft_files.WEIGHTS, STATE))
+  except safetensors.SafetensorError as error:
+    raise ValueError(first_line(error)) from error
+  partly = _partly_held(base)
+  layers: dict[str, list[np.ndarray]] = {}
+  for row, layer in peft_files.held(base.adapter, base.rows):
+    if f'{_FACTORS}/{row.name}' not in partly:
+      tensor = tensors[peft_files.stored_name(row, layer, base.prefix)]
+      whole = tuple((0, size) for size in row.shape[1:])
+      layers.setdefault(f'{_FACTORS}/{row.name}', []).append(row.from_huggingface(tensor, whole))
+  found = {name: found.get(name) if name not in layers else np.stack(layers[name]) for name in base.shapes}
+  wrong = [name for name, array in found.items() if not _fits(base, name, array)]
+  if wrong:
+    raise ValueError(f'The arrays {wrong[:3]} are missing, or those of another base.')
+  return found
+
+
+def _fits(base: Base, name: str, array: np.ndarray | None) -> bool:
+  dtype = np.int32 if name == _COUNT else np.float32
+  return array is not None and array.shape == base.shapes.get(name) and array.dtype == dtype
+
+
+def _partly_held(base: Base) -> set[str]:
+  """Returns the names of arrays of factors that some layers do not have."""
+  held = [row.name for row, _ in peft_files.held(base.adapter, base.rows)]
+  return {f'{_FACTORS}/{row.name}' for row in base.rows if held.count(row.name) < row.layers}
+
+
+# The manifest of a version.
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestId:
+  """What a request is known by after its process has died."""
+
+  key: str  # Digest of its idempotency key.
+  body: str  # Digest of its body.
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+  """What a version's manifest.json says."""
+
+  version: Version
+  previous: str | None  # The digest of the manifest of the version before it; None: it is the first.
+  request: RequestId | None  # That made it.
+  files: Mapping[str, str]  # Their SHA-256, by name.
+
+  @property
+  def folder(self) -> str:
+    return version_folder(self.version.number, self.version.digest)
+
+
+def make_manifest(
+  adapter: str,
+  number: int,
+  *,
+  parent: int | None,
+  previous: str | None,
+  reason: Reason,
+  created: float,
+  details: Mapping[str, Any],
+  request: RequestId | None,
+  files: Mapping[str, bytes],
+) -> tuple[Manifest, bytes]:
+  """Returns the manifest of a version that is to be, and its content; no two have the same."""
+  values = {
+    'format': FORMAT,
+    'adapter': adapter,
+    'number': number,
+    'parent': parent,
+    'previous': previous,
+    'reason': reason,
+    'created': created,
+    'details': jsonable(details),
+    'request': None if request is None else dataclasses.asdict(request),
+    'files': {name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
+    'nonce': secrets.token_hex(8),
+  }
+  content = _json(values)
+  return _manifest(values, hashlib.sha256(content).hexdigest()), content
+
+
+def read_manifest(blobs: Blobs, folder: str, number: int, digest: str) -> Manifest:
+  """Returns the manifest with this digest of a version of the adapter in this folder.
+
+  Raises:
+    Damaged: it is missing or another one.
+  """
+  key = f'{folder}/versions/{version_folder(number, digest)}/{MANIFEST}'
+  content = _get(blobs, key)
+  found = hashlib.sha256(content).hexdigest()
+  values = _parsed(content)
+  if not (found == digest if len(digest) == 64 else found.startswith(digest)) or values is None:
+    raise Damaged(f'{blobs.name}/{key} is not as it was written: {_WAY_OUT}.')
+  return _manifest(values, found)
+
+
+def read_files(blobs: Blobs, folder: str, manifest: Manifest, names: tuple[str, ...]) -> dict[str, bytes]:
+  """Returns files of a version of the adapter in this folder.
+
+  Raises:
+    Damaged: one is missing or another one.
+  """
+  found = {}
+  for name in names:
+    key = f'{folder}/versions/{manifest.folder}/{name}'
+    found[name] = _get(blobs, key)
+    if hashlib.sha256(found[name]).hexdigest() != manifest.files.get(name):
+      raise Damaged(f'{blobs.name}/{key} is not as it was written: {_WAY_OUT}.')
+  return found
+
+
+_WAY_OUT = 'restore it from a copy, or undo to another version of the adapter'
+
+
+def _get(blobs: Blobs, key: str) -> bytes:
+  try:
+    return blobs.get(key)
+  except FileNotFoundError:
+    raise Damaged(f'{blobs.name}/{key} is missing: {_WAY_OUT}.') from None
+
+
+def _manifest(values: Mapping[str, Any], digest: str) -> Manifest:
+  version = Version(
+    values['adapter'],
+    values['number'],
+    values['parent'],
+    values['reason'],
+    values['created'],
+    digest,
+    values['details'],
+  )
+  request = None if values['request'] is None else RequestId(**values['request'])
+  return Manifest(version, values['previous'], request, values['files'])
+
+
+# The HEAD of an adapter.
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+  """What an adapter's HEAD says."""
+
+  adapter: Adapter
+  digest: str  # Of the manifest of its newest version.
+  origin: str  # The same of version 0, which always stays.
+  kept_from: int = 1  # Versions between 0 and this one were removed.
+
+
+def tag_of(content: bytes) -> str:
+  """Returns what tells a HEAD from every other."""
+  return hashlib.sha256(content).hexdigest()
+
+
+def write_head(head: Head) -> bytes:
+  """Returns the content of a HEAD; no two have the same."""
+  values = {'format': FORMAT, **dataclasses.asdict(head), 'nonce': secrets.token_hex(8)}
+  return _json({**values, 'sha256': hashlib.sha256(_json(values)).hexdigest()})
+
+
+def read_head(content: bytes, name: str, folder: str) -> Head:
+  """Returns what a HEAD says.
+
+  Args:
+    content: of the blob.
+    name: of the blob, for sentences.
+    folder: of the adapter.
+
+  Raises:
+    Damaged: it is not one that was written for this adapter.
+  """
+  values = _parsed(content) or {}
+  digest = values.pop('sha256', None)
+  try:
+    adapter = Adapter(**values['adapter'])
+    head = Head(adapter, values['digest'], values['origin'], values['kept_from'])
+    known = values['format'] == FORMAT and digest == hashlib.sha256(_json(values)).hexdigest()
+    known = known and adapter_folder(adapter.owner, adapter.id) == folder
+  except (TypeError, KeyError):
+    known = False
+  if not known:
+    raise Damaged(f'{name} is not as it was written: restore it from a copy; the versions beside it are untouched.')
+  return head
+
+
+def _json(values: Mapping[str, Any]) -> bytes:
+  return (json.dumps(values, indent=1, allow_nan=False) + '\n').encode('ascii')
+
+
+def _parsed(content: bytes) -> dict[str, Any] | None:
+  try:
+    values = json.loads(content)
+  except (ValueError, RecursionError):
+    return None
+  return values if isinstance(values, dict) else None
