@@ -1,0 +1,69 @@
+"""The log of the service: one JSON object per line, without prompts, headers or keys unless they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import json
+import logging
+import sys
+import threading
+import time
+import traceback
+from typing import Any, TextIO
+
+_LONGEST_BODY = 20_000  # Characters of a body that are logged, where bodies are.
+
+
+class Log:
+  """Writes lines; from any thread."""
+
+  def __init__(self, stream: TextIO | None = None, *, bodies: bool = False, clock: Callable[[], float] = time.time):
+    """Makes a log.
+
+    Args:
+      stream: where it goes; None: stderr.
+      bodies: whether what is asked and answered is written, too (serve.http.log_bodies).
+      clock: seconds since the epoch.
+    """
+    self._stream, self._clock, self.bodies = stream, clock, bodies
+    self._lock = threading.Lock()
+
+  def write(self, event: str, **values: Any) -> None:
+    """Writes a line; a log that cannot be written to stops nothing."""
+    line = json.dumps({'time': round(self._clock(), 3), 'event': event, **values}, default=str)
+    with self._lock:
+      try:
+        print(line, file=self._stream or sys.stderr, flush=True)
+      except (OSError, ValueError):  # Its reader is gone, or the stream is closed.
+        return
+
+  def request(self, *, asked: bytes, answered: bytes, **values: Any) -> None:
+    """Writes the line of a request; its bodies only if they are to be."""
+    if self.bodies:
+      values |= {'asked': _shown(asked), 'answered': _shown(answered)}
+    self.write('request', **values)
+
+  def error(self, error: BaseException, request_id: str) -> None:
+    """Writes where something unexpected happened. What it says may quote a prompt, so only its kind is written."""
+    frames = traceback.extract_tb(error.__traceback__)
+    at = [f'{frame.filename.rsplit("/site-packages/")[-1]}:{frame.lineno} {frame.name}' for frame in frames[-12:]]
+    message = {'message': str(error)} if self.bodies else {}
+    self.write('error', request=request_id, error=type(error).__name__, at=at, **message)
+
+
+def _shown(body: bytes) -> str:
+  return body[: 4 * _LONGEST_BODY].decode('utf-8', 'replace')[:_LONGEST_BODY]
+
+
+class Forward(logging.Handler):
+  """Writes what libraries and this package log into the same log, as lines of their own."""
+
+  def __init__(self, log: Log):
+    super().__init__(logging.WARNING)
+    self._log = log
+
+  def emit(self, record: logging.LogRecord) -> None:
+    # The message as it was written in the source: its arguments may quote a request.
+    known = record.name.startswith('sdpo_jax') or self._log.bodies
+    message = record.getMessage() if known else str(record.msg)
+    self._log.write('log', level=record.levelname.lower(), logger=record.name, message=message[:1000])

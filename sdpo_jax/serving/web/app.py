@@ -1,0 +1,103 @@
+"""The service as one ASGI application: all routes behind one gate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from sdpo_jax.config import ServeConfig
+from sdpo_jax.serving.web import distill, native, openai, openapi
+from sdpo_jax.serving.web import metrics as metric
+from sdpo_jax.serving.web.access_log import Log
+from sdpo_jax.serving.web.gate import behind_gate
+from sdpo_jax.serving.web.keys import KeyFile
+from sdpo_jax.serving.web.lifetime import Lifetime
+from sdpo_jax.serving.web.metrics import Metrics
+from sdpo_jax.serving.web.openapi import operation
+
+if TYPE_CHECKING:
+  from sdpo_jax.serving.service import Service
+
+TITLE, VERSION = 'sdpo_jax: continual distillation', '1'
+
+
+def make_app(
+  service: Service | None,
+  settings: ServeConfig,
+  keys: KeyFile | None = None,
+  *,
+  lifetime: Lifetime | None = None,
+  log: Log | None = None,
+) -> Starlette:
+  """Returns the application.
+
+  Args:
+    service: what it serves; None: it comes later, through `lifetime`.
+    settings: of the service.
+    keys: who may ask; None: whoever reaches the port of this machine, as one owner.
+    lifetime: from which requests learn whether the service is there; None: it is.
+    log: of requests and errors; None: stderr.
+  """
+  lifetime = lifetime or Lifetime(service)
+  log = log or Log(bodies=settings.http.log_bodies)
+  metrics = Metrics(lambda: _stats(lifetime), lambda: lifetime.ready)
+  routes = [*_own_routes(lifetime, metrics, keys is not None), *native.ROUTES]
+  routes += [*openai.ROUTES, *distill.routes(lifetime)]
+  return behind_gate(routes, lifetime, settings, keys, log, metrics)
+
+
+def _stats(lifetime: Lifetime) -> Mapping[str, Any]:
+  return {} if lifetime.present is None else lifetime.present.worker.stats
+
+
+def _own_routes(lifetime: Lifetime, metrics: Metrics, needs_key: bool) -> list[Route]:
+  """Return the routes that say how the service is, and what it offers."""
+  cached: dict[str, Any] = {}
+
+  def document(request: Request) -> dict[str, Any]:
+    if not cached:
+      cached.update(openapi.document(request.app.routes, title=TITLE, version=VERSION, needs_key=needs_key))
+    return cached
+
+  @operation(summary='The process is there.', open=True, probe=True)
+  async def healthz(request: Request) -> Response:
+    return JSONResponse({'status': 'alive'})
+
+  @operation(
+    summary='All programs are compiled, and requests are welcome; 503 before and after.', open=True, probe=True
+  )
+  async def readyz(request: Request) -> Response:
+    if lifetime.ready:
+      return JSONResponse({'status': 'ready'})
+    if lifetime.why_not():
+      return JSONResponse({'status': 'failed', 'reason': lifetime.why_not()}, 503)
+    status = 'draining' if lifetime.draining else 'starting'
+    return JSONResponse({'status': status, 'stage': lifetime.stage}, 503, {'Retry-After': '1'})
+
+  @operation(summary='Counters for Prometheus.', answers=metric.CONTENT_TYPE, observes=True, probe=True)
+  async def scrape(request: Request) -> Response:
+    return PlainTextResponse(metrics.text(), media_type=metric.CONTENT_TYPE)
+
+  @operation(summary='All routes and fields, as an OpenAPI document for programs.', open=True)
+  async def described(request: Request) -> Response:
+    return JSONResponse(document(request))
+
+  @operation(summary='All routes and fields, as a page for people.', answers='text/html', open=True)
+  async def docs(request: Request) -> Response:
+    policy = (
+      "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return HTMLResponse(openapi.page(document(request)), headers={'Content-Security-Policy': policy})
+
+  return [
+    Route('/healthz', healthz, methods=['GET']),
+    Route('/readyz', readyz, methods=['GET']),
+    Route('/metrics', scrape, methods=['GET']),
+    Route('/openapi.json', described, methods=['GET']),
+    Route('/docs', docs, methods=['GET']),
+  ]

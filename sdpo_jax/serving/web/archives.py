@@ -1,0 +1,62 @@
+"""PEFT files in one body: a zip whose names are looked at, and never used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import io
+import zipfile
+import zlib
+
+from sdpo_jax.errors import printable
+from sdpo_jax.serving.errors import InvalidRequest, TooLarge
+
+KNOWN = ('adapter_config.json', 'adapter_model.safetensors', 'base_fingerprint.json')
+_RATIO = 20  # Bytes that one byte of a zip may become; factors are hardly compressible.
+_SLACK = 2**20  # Bytes beside, of small files.
+_MOST = 16  # Entries.
+
+
+def zipped(files: Mapping[str, bytes]) -> bytes:
+  """Returns files as a zip, the same for the same files."""
+  content = io.BytesIO()
+  with zipfile.ZipFile(content, 'w', zipfile.ZIP_STORED) as archive:
+    for name, body in sorted(files.items()):
+      archive.writestr(zipfile.ZipInfo(name), body)
+  return content.getvalue()
+
+
+def unzipped(content: bytes) -> dict[str, bytes]:
+  """Returns the files of an adapter in a zip, which may lie in one folder.
+
+  Raises:
+    InvalidRequest: it is no zip, or holds other files or one twice.
+    TooLarge: a file grows far more than factors do.
+  """
+  try:
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+      return _read(archive, _RATIO * len(content) + _SLACK)
+  except (zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+    raise InvalidRequest(
+      'The body is no zip that can be read: send one with adapter_config.json and adapter_model.safetensors.'
+    ) from error
+
+
+def _read(archive: zipfile.ZipFile, limit: int) -> dict[str, bytes]:
+  entries = [entry for entry in archive.infolist() if not entry.is_dir()]
+  if len(entries) > _MOST:
+    raise InvalidRequest(f'The zip has {len(entries)} files: send the {len(KNOWN)} of an adapter.')
+  files: dict[str, bytes] = {}
+  for entry in entries:
+    *folder, name = entry.filename.replace('\\', '/').split('/')
+    if name not in KNOWN or len(folder) > 1:
+      raise InvalidRequest(
+        f'The zip holds {printable(entry.filename)!r}: send {", ".join(KNOWN[:2])} and nothing else.'
+      )
+    if name in files:
+      raise InvalidRequest(f'The zip holds {name} twice: send it once.')
+    with archive.open(entry) as file:
+      files[name] = file.read(limit + 1)
+    limit -= len(files[name])
+    if limit < 0:
+      raise TooLarge('The files in the zip are far larger than the zip: send it without compression.')
+  return files

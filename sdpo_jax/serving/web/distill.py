@@ -1,0 +1,391 @@
+"""The routes that other services of this kind have: /v1/distill, /v1/feedback, /v1/score, /v1/lora and /v1/health.
+
+They are other words for what the native routes do, for clients that speak them already. A `lora_id` is the name or the id
+of an adapter; a `lora_uri` also says which version the adapter must be at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import time
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from sdpo_jax.serving import names
+from sdpo_jax.serving.account import Account
+from sdpo_jax.serving.errors import InvalidRequest
+from sdpo_jax.serving.feedback_request import Item, make_request
+from sdpo_jax.serving.records import Adapter
+from sdpo_jax.serving.web.archives import zipped
+from sdpo_jax.serving.web.endpoints import Incoming, Reply, route
+from sdpo_jax.serving.web.lifetime import Lifetime
+from sdpo_jax.serving.web.native import feedback_again
+from sdpo_jax.serving.web.openapi import operation
+from sdpo_jax.serving.web.schemas import Asked, Message, Number, Said, Text, Tokens
+
+# --- /v1/distill ---------------------------------------------------------------------------------------------------------
+
+
+class DistillTraining(Asked):
+  """How `jsd_pg` learns; what is left out is as its definition has it."""
+
+  learning_rate: Number | None = Field(None, ge=0)
+  alpha: Number = Field(0.5, gt=0, lt=1, description="The student's share of the mixture.")
+  clip_eps: Number = Field(0.2, gt=0, description='Clip of the ratio to the policy that wrote the response.')
+  max_grad_norm: Number = Field(1.0, gt=0)
+  num_steps: int = Field(1, ge=1)
+  jsd_reg_weight: Number = Field(0.5, ge=0, description='Weight of the regulariser.')
+  teacher_top_k: int | None = Field(None, ge=1, description='K of the teacher; null: that of the service.')
+
+
+class DistillBody(Asked):
+  """A completion of an adapter, and what is said of it."""
+
+  prompt: Text | Tokens = Field(description="The user's message, or the tokens of a whole prompt.")
+  response: Text | Tokens
+  feedback: Text | None = None
+  lora_uri: str | None = Field(None, description='Of the version that is to learn: it must be the newest.')
+  lora_id: str | None = Field(None, description='Or the name or id of the adapter.')
+  id: str | None = Field(None, description='The same.')
+  training: DistillTraining = Field(default_factory=DistillTraining)
+
+  @model_validator(mode='after')
+  def _one_adapter(self):
+    if sum(each is not None for each in (self.lora_uri, self.lora_id, self.id)) != 1:
+      raise ValueError('name the adapter in one of lora_uri, lora_id and id')
+    return self
+
+  @property
+  def adapter(self) -> str:
+    """What names the adapter."""
+    return self.lora_uri or self.lora_id or self.id
+
+
+class DistillSaid(Said):
+  lora_uri: str = Field(description='Of the newest version, which is the one before if the guards rejected this one.')
+  metadata: dict[str, Any] = Field(description='The metrics of jsd_pg, accepted, and reason where it was not.')
+
+
+def distill(asked: Incoming) -> Reply:
+  """Learn from one completion by the jsd_pg loss."""
+  body: DistillBody = asked.body
+  adapter, expected = _learner(asked, body.adapter)
+  item = _item(asked.account, body.prompt, body.response, body.feedback)
+  training = body.training
+  update = {
+    'loss': 'jsd_pg',
+    'learning_rate': training.learning_rate,
+    'alpha': training.alpha,
+    'clip_eps': training.clip_eps,
+    'max_grad_norm': training.max_grad_norm,
+    'steps': training.num_steps,
+    'jsd_weight': training.jsd_reg_weight,
+  }
+  most = asked.account.service.sizes.topk
+  if training.jsd_reg_weight and training.teacher_top_k not in (None, most):
+    raise InvalidRequest(
+      f'The regulariser reads the {most} most likely tokens (serve.topk), not {training.teacher_top_k}: leave '
+      'teacher_top_k out, or set jsd_reg_weight to 0 to do without it.',
+      field='training.teacher_top_k',
+    )
+  answer = _learn(asked, adapter, expected, [item], update)
+  return Reply(_learned(adapter, answer))
+
+
+def _distilled_again(account: Account, adapter: str, version: int | None) -> dict[str, Any]:
+  return _learned(account.adapter(adapter), feedback_again(account, adapter, version))
+
+
+# --- /v1/feedback --------------------------------------------------------------------------------------------------------
+
+
+class FeedbackTraining(Asked):
+  """How the divergence from the teacher is learned."""
+
+  learning_rate: Number | None = Field(None, ge=0)
+  alpha: Number = Field(0.5, ge=0, le=1, description='0: KL(teacher‖student), 1: KL(student‖teacher).')
+  is_clip: Number = Field(5.0, ge=1)
+  max_grad_norm: Number = Field(1.0, gt=0)
+  kl_reg_weight: Literal[0] | Literal[0.0] = Field(
+    0, description='Nothing but 0 is served: guards hold an adapter near the model, see max_kl_to_base.'
+  )
+  teacher_top_k: int | None = Field(None, ge=1, description='K of the teacher; null: that of the service.')
+
+
+class LoraFeedbackItem(Asked):
+  lora_id: str
+  prompt: Text = Field(min_length=1)
+  response: Text = Field(min_length=1)
+  feedback: Text = Field(min_length=1)
+  training: FeedbackTraining = Field(default_factory=FeedbackTraining)
+
+
+class Orchestration(Asked):
+  """What other services do with their sampler meanwhile. This one samples on, so nothing of it has an effect."""
+
+  sleep_before: bool = True
+  wake_after: bool = True
+  wake_on_failure: bool = True
+  sleep_level: int = 1
+
+
+class LoraFeedbackBody(Asked):
+  """Completions of one adapter, which learns from all of them at once."""
+
+  requests: Annotated[list[LoraFeedbackItem], Field(min_length=1)]
+  orchestration: Orchestration = Field(default_factory=Orchestration)
+
+  @model_validator(mode='after')
+  def _alike(self):
+    for each in self.requests[1:]:
+      if (each.lora_id, each.training) != (self.requests[0].lora_id, self.requests[0].training):
+        raise ValueError('all requests must have the same lora_id and training; send others by themselves')
+    return self
+
+
+class LoraFeedbackSaid(Said):
+  status: str = Field(description='ok, or rejected by a guard.')
+  lora_id: str
+  distill_result: dict[str, Any] = Field(description='lora_id, lora_uri, metadata.')
+  batch_size: int
+
+
+def feedback(asked: Incoming) -> Reply:
+  """Learn from completions by the divergence from the teacher."""
+  began = time.monotonic()
+  body: LoraFeedbackBody = asked.body
+  first, account = body.requests[0], asked.account
+  adapter, expected = _learner(asked, first.lora_id)
+  items = [_item(account, each.prompt, each.response, each.feedback) for each in body.requests]
+  training = first.training
+  update = {
+    'loss': 'sdpo',
+    'learning_rate': training.learning_rate,
+    'alpha': training.alpha,
+    'is_clip': training.is_clip,
+    'max_grad_norm': training.max_grad_norm,
+    'topk': training.teacher_top_k,
+  }
+  answer = _learn(asked, adapter, expected, items, update)
+  return Reply(_fed(adapter, answer, len(items), time.monotonic() - began))
+
+
+def _fed(adapter: Adapter, answer: dict[str, Any], count: int, seconds: float) -> dict[str, Any]:
+  took = round(1000 * seconds)
+  return {
+    'status': 'ok' if answer['accepted'] else 'rejected',
+    'lora_id': adapter.name,
+    'distill_result': _learned(adapter, answer),
+    'vllm': {'slept': False, 'woke': False},
+    'timing_ms': {'sleep': 0, 'distill': took, 'save': 0, 'wake': 0, 'logprobs': 0, 'total': took},
+    'batch_size': count,
+  }
+
+
+def _fed_again(account: Account, adapter: str, version: int | None) -> dict[str, Any]:
+  answer = feedback_again(account, adapter, version)
+  return _fed(account.adapter(adapter), answer, len(answer.get('samples', ())), 0.0)
+
+
+# --- What learns, and from what ------------------------------------------------------------------------------------------
+
+
+def _named(account: Account, text: str) -> tuple[Adapter, int | None]:
+  """Returns the adapter that a request names, and the version if it names one.
+
+  Raises:
+    NotFound: there is none.
+    InvalidRequest: it is the model without an adapter.
+  """
+  target = account.resolve(text)
+  if target.adapter is None:
+    raise InvalidRequest(f'{text} is the model without an adapter: name one of your adapters.', field='lora_id')
+  return target.adapter, names.parse(text).number
+
+
+def _learner(asked: Incoming, text: str) -> tuple[Adapter, int | None]:
+  """Returns the adapter that is to learn, and the version that it must be at; None: any."""
+  adapter, number = _named(asked.account, text)
+  return adapter, asked.expected if number is None else number
+
+
+def _item(account: Account, prompt: str | Sequence[int], response: str | Sequence[int], said: str | None) -> Item:
+  """Returns a completion with what is said of it; a prompt that is a text is the message of a user."""
+  messages = [{'role': 'user', 'content': prompt}] if isinstance(prompt, str) else None
+  prompt_tokens = account.prompt_of(messages=messages) if messages else account.prompt_of(tokens=prompt)
+  tokens = _completion(account, response)
+  return Item(prompt_tokens=prompt_tokens, tokens=tokens, messages=messages, feedback=said)
+
+
+def _completion(account: Account, given: str | Sequence[int]) -> list[int]:
+  """Returns the tokens of a completion, of a text those of itself: nothing says where it ends."""
+  if not isinstance(given, str):
+    return list(given)
+  return account.prompt_of(text=given, limit=account.service.max_completion, add_special_tokens=False)
+
+
+def _learn(
+  asked: Incoming, adapter: Adapter, expected: int | None, items: Sequence[Item], update: dict[str, Any]
+) -> dict[str, Any]:
+  account = asked.account
+  known = {name: value for name, value in update.items() if value is not None}
+  request = make_request(items, known, account.service.settings, detail=(), top=0)
+  return account.feedback(adapter.id, expected, request, idempotency=asked.idempotency)
+
+
+def _learned(adapter: Adapter, answer: dict[str, Any]) -> dict[str, Any]:
+  """Returns what is said of an adapter that has learned, or rejected what it has."""
+  told = ('accepted', 'reason', 'version_before', 'version_after')
+  return {
+    'lora_id': adapter.name,
+    'lora_uri': names.lora_uri(adapter.id, answer['version_after']),
+    'metadata': {**answer['metrics'], **{name: answer[name] for name in told}},
+  }
+
+
+# --- /v1/score -----------------------------------------------------------------------------------------------------------
+
+
+class CompletionScoreBody(Asked):
+  """A completion whose log-prob is wanted."""
+
+  model: str = Field(names.BASE_NAME, description='base, or an adapter: id, name, either with @VERSION, or a lora_uri.')
+  messages: list[Message] | None = Field(None, description='The conversation before it.')
+  prompt: Text | Tokens | None = Field(None, description='Or a text or tokens.')
+  completion: Text | Tokens
+
+  @model_validator(mode='after')
+  def _one_prompt(self):
+    if (self.messages is None) == (self.prompt is None):
+      raise ValueError('send one of messages and prompt')
+    return self
+
+
+class CompletionScoreSaid(Said):
+  logprob_sum: float = Field(description='Of the completion, in nats.')
+  logprobs: list[float] = Field(description='Of its tokens.')
+  tokens: list[int]
+
+
+def score(asked: Incoming) -> Reply:
+  """Say how likely a completion is."""
+  body, account = asked.body, asked.account
+  target = account.resolve(body.model)
+  if body.messages is not None:
+    prompt = account.prompt_of(messages=[message.model_dump() for message in body.messages])
+  elif isinstance(body.prompt, str):
+    prompt = account.prompt_of(text=body.prompt)
+  else:
+    prompt = account.prompt_of(tokens=body.prompt)
+  tokens = _completion(account, body.completion)
+  [scored] = account.score(target, [(prompt, tokens)], topk=0)
+  log_probs = scored.log_probs.tolist()
+  return Reply({'logprob_sum': sum(log_probs), 'logprobs': log_probs, 'tokens': list(tokens)})
+
+
+# --- /v1/lora ------------------------------------------------------------------------------------------------------------
+
+
+class LoraInitBody(Asked):
+  """A new adapter, of the shape that is served."""
+
+  lora_id: str = Field(description='Its name.')
+  base_model: str | None = Field(None, description='What is served, or an error says so.')
+  lora_r: int | None = Field(None, description='The same.')
+  lora_alpha: Number | None = Field(None, description='The same.')
+  target_modules: list[str] | None = Field(None, description='The same.')
+
+
+class LoraSaid(Said):
+  lora_id: str
+  lora_uri: str
+
+
+def lora_init(asked: Incoming) -> Reply:
+  """Make an adapter that changes nothing yet."""
+  body, account = asked.body, asked.account
+  served = account.service.served.targets
+  if body.target_modules is not None and set(body.target_modules) != set(served):
+    raise InvalidRequest(
+      f'Adapters of {", ".join(served)} are served: leave target_modules out.', field='target_modules'
+    )
+  adapter, version = account.create(
+    body.lora_id, base_model=body.base_model, rank=body.lora_r, alpha=body.lora_alpha, request=asked.idempotency
+  )
+  return Reply(_begun(adapter, version.number))
+
+
+def _begun(adapter: Adapter, number: int) -> dict[str, Any]:
+  return {'lora_id': adapter.name, 'id': adapter.id, 'lora_uri': names.lora_uri(adapter.id, number)}
+
+
+def _begun_again(account: Account, adapter: str, version: int | None) -> dict[str, Any]:
+  return _begun(account.adapter(adapter), version or 0)
+
+
+class LorasSaid(Said):
+  loras: list[str] = Field(description='Names.')
+
+
+def lora_list(asked: Incoming) -> Reply:
+  """List the names of your adapters."""
+  prefix = asked.query.get('prefix', '')
+  return Reply({'loras': [each.name for each in asked.account.adapters() if each.name.startswith(prefix)]})
+
+
+def _queried(asked: Incoming) -> tuple[Adapter, int | None]:
+  text = asked.query.get('lora_id')
+  if text is None:
+    raise InvalidRequest('The address must name the adapter: ?lora_id=NAME.', field='lora_id')
+  return _named(asked.account, text)
+
+
+def lora_export(asked: Incoming) -> Reply:
+  """Return the files of an adapter, which PEFT loads, as a zip."""
+  adapter, number = _queried(asked)
+  files = asked.account.export_peft(adapter.id, number)
+  headers = {'Content-Disposition': f'attachment; filename="{adapter.name}.zip"'}
+  return Reply(zipped(files), content_type='application/zip', headers=headers)
+
+
+class LoraDeletedSaid(Said):
+  deleted: bool
+
+
+def lora_delete(asked: Incoming) -> Reply:
+  """Delete an adapter with all that is kept of it."""
+  adapter, number = _queried(asked)
+  asked.account.delete(adapter.id, asked.expected if number is None else number)
+  return Reply({'deleted': True})
+
+
+class HealthSaid(Said):
+  status: str = Field(description='healthy, starting or unhealthy.')
+
+
+_LORA = {'lora_id': 'Name, id or address of the adapter.'}
+
+
+def routes(lifetime: Lifetime) -> list[Route]:
+  """Returns the routes of a service."""
+
+  @operation(response=HealthSaid, open=True)
+  async def health(request: Request) -> Response:
+    """Say whether requests are taken."""
+    status = 'healthy' if lifetime.ready else 'unhealthy' if lifetime.why_not() else 'starting'
+    return JSONResponse({'status': status, 'worker': {'status': status, 'error': lifetime.why_not() or None}})
+
+  return [
+    route('POST', '/v1/distill', distill, body=DistillBody, response=DistillSaid, again=_distilled_again),
+    route('POST', '/v1/feedback', feedback, body=LoraFeedbackBody, response=LoraFeedbackSaid, again=_fed_again),
+    route('POST', '/v1/score', score, body=CompletionScoreBody, response=CompletionScoreSaid),
+    route('POST', '/v1/lora/init', lora_init, body=LoraInitBody, response=LoraSaid, again=_begun_again),
+    route('GET', '/v1/lora', lora_list, response=LorasSaid, query={'prefix': 'Of the names.'}),
+    route('GET', '/v1/lora/export', lora_export, query=_LORA, answers='application/zip'),
+    route('DELETE', '/v1/lora', lora_delete, response=LoraDeletedSaid, query=_LORA),
+    Route('/v1/health', health, methods=['GET']),
+  ]

@@ -1,0 +1,161 @@
+"""Handlers as plain functions: what they read is checked before, they run in the thread pool, and what they return is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+import pydantic
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from sdpo_jax.serving.call import Call
+from sdpo_jax.serving.errors import InvalidRequest
+from sdpo_jax.serving.web.errors import as_json
+from sdpo_jax.serving.web.openapi import JSON, Operation
+
+if TYPE_CHECKING:
+  from sdpo_jax.serving.account import Account
+  from sdpo_jax.serving.web.metrics import Metrics
+
+_ETAG = re.compile(r'"(\d{1,9})"')
+
+
+@dataclasses.dataclass(frozen=True)
+class Incoming:
+  """A request, read."""
+
+  account: Account  # Of its sender.
+  call: Call
+  body: Any  # Of the schema of its route; bytes where it has none.
+  path: Mapping[str, str]
+  query: Mapping[str, str]
+  expected: int | None  # The version that If-Match names; None: any.
+  idempotency: Any  # Of the store; None: there is no Idempotency-Key.
+  last_event: int | None  # Last-Event-ID.
+  metrics: Metrics
+
+  @property
+  def adapter(self) -> str:
+    """The id of the adapter that the address names."""
+    return self.path['adapter']
+
+  def number(self, name: str) -> int | None:
+    """Returns a whole number of the query; None: it is not there.
+
+    Raises:
+      InvalidRequest: it is none.
+    """
+    value = self.query.get(name)
+    return None if value is None else whole(value, name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+  """What a handler answers."""
+
+  body: Any  # As JSON, or bytes.
+  status: int | None = None  # None: that of the route.
+  content_type: str = JSON
+  headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def whole(text: str, name: str) -> int:
+  """Returns the whole number that a text of an address is.
+
+  Raises:
+    InvalidRequest: it is none.
+  """
+  if not (text.isascii() and text.isdecimal() and len(text) <= 9):
+    raise InvalidRequest(f'{name} must be a whole number.', field=name)
+  return int(text)
+
+
+def etag(body: bytes) -> dict[str, str]:
+  """Returns the header with the version that an answer is about, {} where it is about none."""
+  try:
+    value = json.loads(body)
+  except ValueError:
+    return {}
+  found = value.get('version_after', value.get('version')) if isinstance(value, dict) else None
+  return {'ETag': f'"{found}"'} if isinstance(found, int) else {}
+
+
+def route(
+  method: str,
+  path: str,
+  function: Callable[[Incoming], Reply],
+  *,
+  tagged: bool = False,
+  **values: Any,
+) -> Route:
+  """Returns the route of a function.
+
+  Args:
+    method: that it answers.
+    path: pattern of its address.
+    function: called in the thread pool. The first line of its docstring is its summary.
+    tagged: whether the answer has an ETag, of the version that it is about.
+    **values: further ones of `Operation`.
+  """
+  summary = (function.__doc__ or '').strip().split('\n')[0]
+  known = Operation(summary=summary, headers_of=etag if tagged else lambda body: {}, **values)
+  allowed = frozenset(known.query)
+
+  async def endpoint(request: Request) -> Response:
+    content = await request.body()
+    unknown = sorted(set(request.query_params) - allowed)
+    if unknown:
+      raise InvalidRequest(f'There is no parameter {unknown[0][:60]!r} of this address.', field=unknown[0][:60])
+    return await run_in_threadpool(_answer, function, known, request, content)
+
+  endpoint.operation = known  # type: ignore[attr-defined]
+  endpoint.__doc__ = function.__doc__
+  endpoint.__name__ = getattr(function, '__name__', 'endpoint')
+  return Route(path, endpoint, methods=[method])
+
+
+def _answer(function: Callable[[Incoming], Reply], known: Operation, request: Request, content: bytes) -> Response:
+  reply = function(incoming(request, read(known.body, content)))
+  body = reply.body if isinstance(reply.body, bytes) else as_json(reply.body)
+  headers = {**known.headers_of(body), **reply.headers}
+  return Response(body, reply.status or known.status, headers, reply.content_type)
+
+
+def read(schema: type[pydantic.BaseModel] | None, content: bytes) -> Any:
+  """Returns a body as its schema has it; as it is where there is none.
+
+  Raises:
+    pydantic.ValidationError: it is not what the schema says.
+  """
+  return content if schema is None else schema.model_validate_json(content or b'{}')
+
+
+def incoming(request: Request, body: Any) -> Incoming:
+  """Returns what a handler is given of a request."""
+  state, last = request.state, request.headers.get('last-event-id')
+  return Incoming(
+    account=state.account,
+    call=state.call,
+    body=body,
+    path=request.path_params,
+    query=request.query_params,
+    expected=_if_match(request.headers.getlist('if-match')),
+    idempotency=state.idempotency,
+    metrics=state.metrics,
+    last_event=int(last) if last is not None and last.isascii() and last.isdecimal() and len(last) < 19 else None,
+  )
+
+
+def _if_match(values: list[str]) -> int | None:
+  if not values or values == ['*']:
+    return None
+  found = _ETAG.fullmatch(values[0].strip()) if len(values) == 1 else None
+  if found is None:
+    raise InvalidRequest('If-Match must be one version in quotes, as the header ETag has it: "3".', field='If-Match')
+  return int(found[1])

@@ -1,0 +1,140 @@
+"""What went wrong as an HTTP answer: the one place that knows which error is which status."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import dataclasses
+import functools
+import json
+import math
+from typing import Any
+
+import pydantic
+from starlette.exceptions import HTTPException
+
+from sdpo_jax.errors import UserError, printable
+from sdpo_jax.files import jsonable
+from sdpo_jax.serving.errors import (
+  Busy,
+  InvalidRequest,
+  NotFound,
+  ServiceError,
+  TooLarge,
+  Unauthorized,
+  VersionConflict,
+)
+
+# Routes whose errors have the native shape; all others beneath /v1 have OpenAI's.
+NATIVE = (
+  '/v1/continual',
+  '/v1/capabilities',
+  '/v1/distill',
+  '/v1/feedback',
+  '/v1/score',
+  '/v1/lora',
+  '/v1/health',
+)
+_OPENAI_TYPES = {
+  401: 'authentication_error',
+  403: 'permission_error',
+  404: 'not_found_error',
+  409: 'conflict_error',
+  429: 'rate_limit_error',
+}
+
+
+def as_json(value: Any) -> bytes:
+  """Returns a value as compact JSON; numbers that are not finite are null."""
+  write = functools.partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(',', ':'))
+  try:
+    return write(value).encode()
+  except (TypeError, ValueError):  # Arrays, or such numbers: looking at each value takes far longer than writing it.
+    return write(jsonable(value)).encode()
+
+
+class MethodNotAllowed(ServiceError):
+  status, code = 405, 'method_not_allowed'
+
+
+class NotJson(ServiceError):
+  """The body has a type that the route does not read."""
+
+  status, code = 415, 'unsupported_media_type'
+
+
+class TooSlow(ServiceError):
+  """The body did not come in time."""
+
+  status, code = 408, 'request_timeout'
+
+
+class Internal(ServiceError):
+  """Something that no sender can mend."""
+
+  status, code = 500, 'internal'
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+  """An error as it is answered."""
+
+  status: int
+  body: Mapping[str, Any]
+  headers: Mapping[str, str]
+
+
+def known(error: BaseException) -> ServiceError | None:
+  """Returns what an error is to a client; None: nothing that a client could have caused."""
+  if isinstance(error, ServiceError):
+    return error
+  if isinstance(error, UserError):
+    return InvalidRequest(str(error))
+  if isinstance(error, pydantic.ValidationError):
+    return invalid(error)
+  if isinstance(error, HTTPException):
+    if error.status_code == 404:
+      return NotFound('There is no such address: /openapi.json lists those that there are.')
+    if error.status_code == 405:
+      allowed = (error.headers or {}).get('Allow', 'other methods')
+      return MethodNotAllowed(f'This address does not take the method: it takes {allowed}.')
+  return None
+
+
+def invalid(error: pydantic.ValidationError) -> InvalidRequest:
+  """Returns the first complaint about a body, with the path of the field and nothing of its value."""
+  first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+  path = '.'.join(printable(str(part), 60) for part in first['loc'])
+  if first['type'] == 'json_invalid':
+    return InvalidRequest('The body is not JSON: send one JSON object.')
+  if first['type'] == 'extra_forbidden':
+    return InvalidRequest(f'There is no field {path}: /openapi.json lists those that there are.', field=path)
+  complaint = first['msg'].removeprefix('Value error, ')
+  more = len(error.errors(include_url=False, include_context=False, include_input=False)) - 1
+  others = f' ({more} more fields are wrong)' if more > 1 else ' (one more field is wrong)' if more else ''
+  return InvalidRequest(f'{path or "The body"}: {complaint}{others}.', field=path or None)
+
+
+def failure(error: ServiceError, path: str, request_id: str) -> Failure:
+  """Returns how an error is answered at a path: its status, body and headers."""
+  headers = {}
+  if isinstance(error, Busy):
+    wait = max(0.0, error.retry_after)
+    headers = {'Retry-After': str(max(1, math.ceil(wait))), 'retry-after-ms': str(math.ceil(1000 * wait))}
+  elif isinstance(error, VersionConflict):
+    headers = {'ETag': f'"{error.current}"'}
+  elif isinstance(error, Unauthorized):
+    headers = {'WWW-Authenticate': 'Bearer'}
+  elif isinstance(error, (TooLarge, TooSlow)):
+    headers = {'Connection': 'close'}
+  if path.startswith('/v1/') and not path.startswith(NATIVE):
+    kind = _OPENAI_TYPES.get(error.status, 'invalid_request_error' if error.status < 500 else 'server_error')
+    said: dict[str, Any] = {'message': str(error), 'type': kind, 'param': error.field, 'code': error.code}
+  else:
+    said = {'code': error.code, 'message': str(error)}
+    if error.field is not None:
+      said['field'] = error.field
+  if isinstance(error, VersionConflict):
+    said['current_version'] = error.current
+  if isinstance(error, Internal):
+    said['request_id'] = request_id
+  return Failure(error.status, {'error': said}, headers)

@@ -1,0 +1,65 @@
+"""Server-sent events: what a synchronous iterator yields, as it comes, to whoever listens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Iterator
+import dataclasses
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+
+from sdpo_jax.serving.web import errors
+
+_END = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+  """One event; a comment, which clients skip, where it holds nothing."""
+
+  data: Any = None  # As JSON; text is sent as it is.
+  event: str | None = None  # Its kind; None: 'message'.
+  id: int | str | None = None  # With which a client may ask for what came after it.
+
+  def encode(self) -> bytes:
+    """Returns the lines of the event."""
+    if self.data is None:
+      return b': still here\n\n'
+    text = self.data if isinstance(self.data, str) else errors.as_json(self.data).decode()
+    lines = [f'id: {self.id}'] if self.id is not None else []
+    lines += [f'event: {self.event}'] if self.event is not None else []
+    lines += [f'data: {line}' for line in text.split('\n')]
+    return ('\n'.join(lines) + '\n\n').encode()
+
+
+async def stream(request: Request, events: Iterable[Event]) -> StreamingResponse:
+  """Returns the answer to a request whose events are made in the thread pool, one after the other.
+
+  The first one is waited for, so that what is refused before it has a status of its own. What goes wrong later becomes an
+  event 'error', with which the stream ends.
+  """
+  iterator = iter(events)
+  first = await run_in_threadpool(next, iterator, _END)
+  return StreamingResponse(
+    _body(request, iterator, first), media_type='text/event-stream', headers={'X-Accel-Buffering': 'no'}
+  )
+
+
+async def _body(request: Request, iterator: Iterator[Event], event: Any) -> AsyncIterator[bytes]:
+  try:
+    while event is not _END:
+      yield event.encode()
+      event = await run_in_threadpool(next, iterator, _END)
+  except Exception as error:
+    found = errors.known(error)
+    if found is None:
+      request.state.log.error(error, request.state.request_id)
+      found = errors.Internal('Something unexpected went wrong; the log of the service has it under this request_id.')
+    failed = errors.failure(found, request.url.path, request.state.request_id)
+    yield Event(failed.body, 'error').encode()
+  finally:
+    close = getattr(iterator, 'close', None)
+    if close is not None:
+      await run_in_threadpool(close)

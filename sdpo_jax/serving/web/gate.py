@@ -1,0 +1,527 @@
+"""What every request passes before its handler and after: no route can leave it out.
+
+Who asks, from which page, how much at once, how large, how long; one answer per Idempotency-Key; errors as answers; a line
+in the log. A handler finds `request.state.account`, which reaches what its owner has and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from collections.abc import Mapping, MutableMapping, Sequence
+import contextlib
+import dataclasses
+import hashlib
+import secrets
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+import urllib.parse
+
+import anyio.to_thread
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Match, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sdpo_jax.config import ServeConfig
+from sdpo_jax.serving.call import Call
+from sdpo_jax.serving.errors import (
+  Deadline,
+  Forbidden,
+  InvalidRequest,
+  NotFound,
+  NotReady,
+  ServiceError,
+  Unauthorized,
+)
+from sdpo_jax.serving.store.store import StoredResponse
+from sdpo_jax.serving.web import errors
+from sdpo_jax.serving.web.access_log import Log
+from sdpo_jax.serving.web.keys import KeyFile, presented
+from sdpo_jax.serving.web.lifetime import Lifetime
+from sdpo_jax.serving.web.limits import Allowances, Places, read_body, time_limit
+from sdpo_jax.serving.web.metrics import Metrics
+from sdpo_jax.serving.web.openapi import Operation, operation_of
+
+if TYPE_CHECKING:
+  from sdpo_jax.serving.account import Account
+
+LOCAL_OWNER = 'local'  # Whose the adapters are where there are no keys.
+LOCAL_HOSTS = ('localhost', '127.0.0.1', '::1')
+GRACE = 5.0  # Seconds after its time limit in which a handler gets to say what came of it.
+_LONGEST_KEY = 255  # Characters of an Idempotency-Key.
+_WITH_BODY = ('POST', 'PUT', 'PATCH')
+_LOGGED_BODY = 100_000  # Bytes of an answer that are kept for the log, where bodies are logged.
+_CORS_HEADERS = 'Authorization, Content-Type, Idempotency-Key, If-Match, Last-Event-ID, X-API-Key, X-Deadline-Ms'
+_CORS_EXPOSED = 'ETag, Retry-After, retry-after-ms, X-Request-Id, Idempotency-Replayed'
+_SAFE_HEADERS = ((b'x-content-type-options', b'nosniff'), (b'cache-control', b'no-store'))
+
+
+@dataclasses.dataclass
+class Passing:
+  """A request on its way, for the log."""
+
+  id: str
+  method: str
+  path: str
+  headers: Mapping[str, Sequence[str]]
+  route: str = '(none)'  # The pattern of its address.
+  adapter: str | None = None  # Named in its address.
+  key: str | None = None  # The id of the key, never the key.
+  body: bytes = b''
+  quiet: bool = False  # Whether only an unexpected answer is logged: somebody asks every second how the service is.
+  tokens: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+  def header(self, name: str) -> str | None:
+    """The value of a header that may be sent once; None: it was not sent.
+
+    Raises:
+      InvalidRequest: it was sent several times.
+    """
+    values = self.headers.get(name, ())
+    if len(values) > 1:
+      raise InvalidRequest(f'The header {name} was sent {len(values)} times: send it once.')
+    return values[0] if values else None
+
+
+class Answer:
+  """What is sent back: counted, with headers that all answers have, and held back where it is to be kept first."""
+
+  def __init__(self, send: Send, headers: Sequence[tuple[bytes, bytes]], *, patience: float, keep: int = 0):
+    """Makes an answer.
+
+    Args:
+      send: to the sender of the request.
+      headers: that it has unless the handler sends them.
+      patience: seconds in which its receiver must take each part.
+      keep: bytes of its body that are kept.
+    """
+    self._to_socket, self._headers, self._patience, self._keep = send, headers, patience, keep
+    self.status, self.size = 0, 0
+    self.kept = bytearray()  # What was sent, of `keep` bytes at most.
+    self.held: list[Message] | None = None  # Not None: messages wait here until `release`.
+    self._replaced = False  # Something else was sent in the place of what waits, which is kept and never sent.
+    self.closed = False  # Nothing more is sent, whoever tries.
+    self.complete = False
+
+  async def __call__(self, message: Message) -> None:
+    if self.closed:
+      return
+    if message['type'] == 'http.response.start':
+      self.status = message['status']
+      own = {name.lower() for name, _ in message['headers']}
+      added = [(name, value) for name, value in self._headers if name not in own]
+      message = message | {'headers': [*message['headers'], *added]}
+    else:
+      body = message.get('body', b'')
+      self.size += len(body)
+      self.kept += body[: max(0, self._keep - len(self.kept))]
+      self.complete = not message.get('more_body', False)
+    if self.held is not None:
+      self.held.append(message)
+    else:
+      await self._send(message)
+
+  async def _send(self, message: Message) -> None:
+    try:
+      await asyncio.wait_for(self._to_socket(message), self._patience)
+    except TimeoutError:
+      self.closed = True
+      raise OSError(f'The answer was not taken within {self._patience:g} seconds.') from None
+
+  @property
+  def held_body(self) -> bytes:
+    """The body that waits."""
+    return b''.join(message.get('body', b'') for message in self.held or ())
+
+  async def release(self) -> None:
+    """Sends what has waited."""
+    waiting, self.held = self.held or [], None
+    for message in waiting if not self._replaced else ():
+      await self._send(message)
+
+  async def json(self, status: int, body: Any, headers: Mapping[str, str]) -> None:
+    """Answers with JSON, unless an answer is under way; in the place of one that waits to be kept."""
+    if self.closed or self._replaced or (self.status and self.held is None):
+      return
+    content = errors.as_json(body)
+    if self.held is None:
+      await send_body(self, status, content, headers)
+      return
+    # A handler that is late goes on, and what it says is kept for whoever asks again: it still waits, beside this.
+    self._replaced = True
+    instead = Answer(self._to_socket, self._headers, patience=self._patience, keep=self._keep)
+    await send_body(instead, status, content, headers)
+    self.status, self.size, self.kept = instead.status, instead.size, instead.kept
+
+
+async def send_body(send: Send, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+  """Sends an answer whose body is known, JSON unless the headers say otherwise."""
+  named = {'Content-Type': 'application/json', 'Content-Length': str(len(body)), **headers}
+  raw = [(name.lower().encode(), value.encode('latin-1', 'replace')) for name, value in named.items()]
+  await send({'type': 'http.response.start', 'status': status, 'headers': raw})
+  await send({'type': 'http.response.body', 'body': body})
+
+
+class Gate:
+  """Middleware around all routes."""
+
+  def __init__(
+    self,
+    app: ASGIApp,
+    *,
+    routes: Sequence[BaseRoute],
+    lifetime: Lifetime,
+    settings: ServeConfig,
+    keys: KeyFile | None,
+    log: Log,
+    metrics: Metrics,
+  ):
+    self._app, self._routes, self._lifetime, self._settings = app, routes, lifetime, settings
+    self._keys, self._log, self._metrics = keys, log, metrics
+    http = settings.http
+    self._allowances = Allowances(settings.limits)
+    self._places, self._endless_places = Places(http.max_requests), Places(max(1, http.max_requests // 4))
+    self._endless: set[Call] = set()
+    self._hosts = {name.lower() for name in (*LOCAL_HOSTS, http.host, *http.allowed_hosts)}
+    self._threads = False  # Whether the thread pool has its size.
+    lifetime.on_drain(self._end_endless)
+
+  async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    if scope['type'] != 'http':
+      await self._app(scope, receive, send)
+      return
+    if not self._threads:
+      self._threads = True
+      threads = self._settings.http.max_requests + self._settings.http.max_requests // 4 + 16
+      anyio.to_thread.current_default_thread_limiter().total_tokens = threads
+    headers: dict[str, list[str]] = {}
+    for name, value in scope['headers']:
+      headers.setdefault(name.decode('latin-1').lower(), []).append(value.decode('latin-1'))
+    passing = Passing(secrets.token_hex(8), scope['method'], scope['path'], headers)
+    common = [*_SAFE_HEADERS, (b'x-request-id', passing.id.encode()), *self._cors(passing)]
+    answer = Answer(
+      send,
+      common,
+      patience=self._settings.http.read_timeout_s,
+      keep=_LOGGED_BODY if self._log.bodies else 0,
+    )
+    began = time.monotonic()
+    self._metrics.begin()
+    self._lifetime.under_way += 1
+    try:
+      await self._pass(scope, receive, answer, passing)
+    except BaseException as error:
+      if not isinstance(error, Exception):  # The server is ending, or the connection is gone.
+        raise
+      found = errors.known(error)
+      if found is None:
+        self._log.error(error, passing.id)
+        found = errors.Internal('Something unexpected went wrong; the log of the service has it under this request_id.')
+      failed = errors.failure(found, passing.path, passing.id)
+      with contextlib.suppress(OSError):
+        await answer.json(failed.status, failed.body, failed.headers)
+    finally:
+      seconds = time.monotonic() - began
+      self._lifetime.under_way -= 1
+      self._metrics.end(passing.route, passing.method, answer.status, seconds)
+      for kind, count in passing.tokens.items():
+        self._metrics.tokens(kind, count)
+      if not passing.quiet or answer.status not in (200, 503):
+        self._log_request(passing, answer, seconds)
+
+  def _log_request(self, passing: Passing, answer: Answer, seconds: float) -> None:
+    self._log.request(
+      asked=passing.body,
+      answered=bytes(answer.kept),
+      request=passing.id,
+      method=passing.method,
+      route=passing.route,
+      adapter=passing.adapter,
+      status=answer.status,
+      ms=round(1000 * seconds, 1),
+      bytes_in=len(passing.body),
+      bytes_out=answer.size,
+      key=passing.key,
+      tokens={kind: count for kind, count in passing.tokens.items() if count},
+    )
+
+  async def _pass(self, scope: Scope, receive: Receive, answer: Answer, passing: Passing) -> None:
+    """Lets a request through to its handler."""
+    self._check_host(passing)
+    if self._is_preflight(passing):
+      await send_body(answer, 204, b'', {'Access-Control-Max-Age': '600'})
+      return
+    route, params = self._route(scope)
+    operation = operation_of(route) if route is not None else Operation()
+    if route is not None:
+      passing.route, passing.quiet = route.path, operation.probe
+    if operation.open:
+      await self._app(scope, receive, answer)
+      return
+    owner, passing.key = self._sender(passing)
+    if route is None:
+      raise self._no_route(scope)
+    if operation.observes:
+      await self._app(scope, receive, answer)
+      return
+    self._lifetime.touch()
+    passing.adapter = params.get('adapter')
+    self._check_content_type(passing, operation)
+    service = self._lifetime.service()
+    http = self._settings.http
+    seconds = None if operation.endless else time_limit(passing.header('x-deadline-ms'), http.deadline_s)
+    places = self._endless_places if operation.endless else self._places
+    places.take()
+    task: asyncio.Task[None] | None = None
+    try:
+      body = await read_body(
+        receive,
+        passing.header('content-length'),
+        int(http.max_body_mb * 2**20),
+        http.read_timeout_s,
+        http.deadline_s,
+      )
+      if body is None:
+        return
+      passing.body = body
+      call = Call(None if seconds is None else time.monotonic() + seconds, self._spender(owner, passing))
+      account = service.account(owner, call)
+      state: MutableMapping[str, Any] = scope.setdefault('state', {})
+      state |= {
+        'account': account,
+        'call': call,
+        'log': self._log,
+        'metrics': self._metrics,
+        'request_id': passing.id,
+        'idempotency': None,
+      }
+      request = None
+      if operation.again is not None and (key := self._idempotency_key(passing)) is not None:
+        begun = await run_in_threadpool(account.begin, key, _digest(passing, scope))
+        if isinstance(begun, StoredResponse):
+          status, content = await run_in_threadpool(_again, operation, account, begun)
+          await send_body(answer, status, content, operation.headers_of(content) | {'Idempotency-Replayed': 'true'})
+          return
+        request, answer.held = begun, []
+        state['idempotency'] = request
+      task = asyncio.create_task(self._handle(account, request, scope, body, receive, answer, call, operation.endless))
+      task.add_done_callback(lambda _: places.let_go())
+      await self._wait(task, call, seconds)
+    finally:
+      if task is None:
+        places.let_go()
+
+  async def _wait(self, task: asyncio.Task[None], call: Call, seconds: float | None) -> None:
+    """Waits for a handler; one that does not end in time is told, and then left alone."""
+    try:
+      await asyncio.wait({task}, timeout=seconds)
+      if not task.done():
+        late = Deadline(f'The request took longer than the {seconds:g} seconds that it had.')
+        call.end(late)
+        await asyncio.wait({task}, timeout=GRACE)
+        if not task.done():
+          task.add_done_callback(lambda done: done.cancelled() or done.exception())  # Somebody has to look at it.
+          raise late
+      await task
+    except asyncio.CancelledError:
+      call.end()
+      raise
+
+  async def _handle(
+    self,
+    account: Account,
+    request: Any,
+    scope: Scope,
+    body: bytes,
+    receive: Receive,
+    answer: Answer,
+    call: Call,
+    endless: bool,
+  ) -> None:
+    """Runs the handler, and ends the request when its sender leaves."""
+    gone, given = asyncio.Event(), False
+
+    async def replay() -> Message:
+      nonlocal given
+      if not given:
+        given = True
+        return {'type': 'http.request', 'body': body, 'more_body': False}
+      await gone.wait()
+      return {'type': 'http.disconnect'}
+
+    async def watch() -> None:
+      while (await receive())['type'] != 'http.disconnect':
+        pass
+      if not answer.complete:
+        call.end()
+      gone.set()
+
+    watcher = asyncio.create_task(watch())
+    if endless:
+      self._endless.add(call)
+    try:
+      await self._app(scope, replay, answer)
+      if request is not None:
+        if answer.status < 400 and answer.complete:
+          kept, request_kept = answer.held_body, request
+          request = None
+          try:
+            await run_in_threadpool(account.finish, request_kept, answer.status, kept)
+          except ServiceError as error:  # It is done all the same; a repeat is answered by what it made.
+            self._log.error(error, scope['state']['request_id'])
+        await answer.release()
+    finally:
+      self._endless.discard(call)
+      watcher.cancel()
+      if request is not None:
+        await run_in_threadpool(account.abandon, request)
+
+  def _end_endless(self) -> None:
+    for call in list(self._endless):
+      call.end(NotReady('The service is shutting down.'))
+
+  # Who asks, and from where.
+
+  def _check_host(self, passing: Passing) -> None:
+    """Raise Forbidden for a name of this machine that somebody else has given it, or a page that may not ask.
+
+    Without keys, whoever reaches the port is the owner: a page in a browser of this machine must not be.
+    """
+    host = passing.header('host') or ''
+    name = urllib.parse.urlsplit(f'//{host}').hostname if _is_host(host) else None
+    if (self._keys is None or self._settings.http.allowed_hosts) and name not in self._hosts:
+      raise Forbidden(
+        'The header Host names another machine: ask for localhost, or add it to serve.http.allowed_hosts.'
+      )
+    origin = passing.header('origin')
+    if origin is None or origin in self._settings.http.allowed_origins:
+      return
+    if origin not in (f'http://{host}', f'https://{host}'):
+      raise Forbidden('A page of this origin may not ask: add it to serve.http.allowed_origins if it may.')
+
+  def _cors(self, passing: Passing) -> list[tuple[bytes, bytes]]:
+    origins = passing.headers.get('origin', ())
+    if len(origins) != 1 or origins[0] not in self._settings.http.allowed_origins:
+      return []
+    return [
+      (b'access-control-allow-origin', origins[0].encode('latin-1')),
+      (b'access-control-allow-methods', b'GET, POST, PATCH, DELETE'),
+      (b'access-control-allow-headers', _CORS_HEADERS.encode()),
+      (b'access-control-expose-headers', _CORS_EXPOSED.encode()),
+      (b'vary', b'Origin'),
+    ]
+
+  def _is_preflight(self, passing: Passing) -> bool:
+    asked = 'access-control-request-method' in passing.headers
+    return passing.method == 'OPTIONS' and asked and bool(self._cors(passing))
+
+  def _sender(self, passing: Passing) -> tuple[str, str]:
+    """Returns the owner that a request acts for, and the id of its key.
+
+    Raises:
+      Unauthorized: it has no key that is known.
+    """
+    if self._keys is None:
+      return LOCAL_OWNER, LOCAL_OWNER
+    key = presented(passing.headers)
+    found = self._keys.find(key) if key is not None else None
+    if found is None:
+      raise Unauthorized('A key is needed, and this is none: send Authorization: Bearer sdpo_… or X-API-Key: sdpo_….')
+    return found.owner, found.id
+
+  # What is asked.
+
+  def _route(self, scope: Scope) -> tuple[Route | None, Mapping[str, Any]]:
+    for route in self._routes:
+      match, child = route.matches(scope)
+      if match == Match.FULL and isinstance(route, Route):
+        return route, child.get('path_params', {})
+    return None, {}
+
+  def _no_route(self, scope: Scope) -> ServiceError:
+    allowed = {
+      method
+      for route in self._routes
+      if isinstance(route, Route) and route.matches(scope)[0] == Match.PARTIAL
+      for method in route.methods or ()
+    }
+    if allowed:
+      return errors.MethodNotAllowed(f'This address takes {", ".join(sorted(allowed))}, not {scope["method"][:20]}.')
+    return NotFound('There is no such address: /openapi.json lists those that there are.')
+
+  def _check_content_type(self, passing: Passing, operation: Operation) -> None:
+    """Raise NotJson for a body of a type that forms of web pages can send without asking."""
+    if passing.method not in _WITH_BODY:
+      return
+    kind = (passing.header('content-type') or '').partition(';')[0].strip().lower()
+    if kind != operation.content_type:
+      raise errors.NotJson(f'Content-Type must be {operation.content_type}, also for an empty body.')
+
+  def _idempotency_key(self, passing: Passing) -> str | None:
+    key = passing.header('idempotency-key')
+    if key is not None and not (0 < len(key) <= _LONGEST_KEY and key.isascii() and key.isprintable()):
+      raise InvalidRequest(f'Idempotency-Key must have 1 to {_LONGEST_KEY} printable ASCII characters.')
+    return key
+
+  def _spender(self, owner: str, passing: Passing):
+    """Returns what takes tokens out of the allowance of a key, and counts them."""
+    key, lock = passing.key or owner, threading.Lock()
+
+    def spend(kind: str, tokens: int) -> None:
+      self._allowances.spend(key, tokens)
+      with lock:
+        passing.tokens[kind] += tokens
+
+    return spend
+
+
+def _again(operation: Operation, account: Account, stored: StoredResponse) -> tuple[int, bytes]:
+  """Return the status and the body that a request had before, or would have had."""
+  if stored.response is not None and stored.status is not None:
+    return stored.status, stored.response
+  return operation.status, errors.as_json(operation.again(account, stored.adapter, stored.version))
+
+
+def _is_host(text: str) -> bool:
+  """Return whether a text may be a Host header: no spaces, slashes, user or characters beyond ASCII."""
+  if not text or not text.isascii() or any(letter in text for letter in ' /\\@?#,\t'):
+    return False
+  try:
+    return urllib.parse.urlsplit(f'//{text}').hostname is not None and urllib.parse.urlsplit(f'//{text}').port != 0
+  except ValueError:
+    return False
+
+
+def _digest(passing: Passing, scope: Scope) -> str:
+  """Return what two requests with the same Idempotency-Key must have in common."""
+  parts = [
+    passing.method,
+    passing.path,
+    scope.get('query_string', b'').decode('latin-1'),
+    passing.header('if-match') or '',
+  ]
+  return hashlib.sha256('\0'.join(parts).encode() + b'\0' + passing.body).hexdigest()
+
+
+def behind_gate(
+  routes: Sequence[BaseRoute],
+  lifetime: Lifetime,
+  settings: ServeConfig,
+  keys: KeyFile | None,
+  log: Log,
+  metrics: Metrics,
+) -> Starlette:
+  """Returns routes as an application, every request of which passes the gate."""
+  gate = Middleware(Gate, routes=routes, lifetime=lifetime, settings=settings, keys=keys, log=log, metrics=metrics)
+  return Starlette(routes=routes, middleware=[gate], exception_handlers={HTTPException: _raise})
+
+
+async def _raise(request: Request, error: Exception) -> Response:
+  """Leave to the gate what Starlette would answer in its own words."""
+  raise error

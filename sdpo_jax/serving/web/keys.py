@@ -1,0 +1,189 @@
+"""API keys: who sends a request. A key is shown once, when it is made; the file has its SHA-256."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import hmac
+import json
+import logging
+import os
+import pathlib
+import secrets
+import stat
+import threading
+import time
+from typing import Any
+
+from sdpo_jax.errors import UserError, first_line, printable
+from sdpo_jax.files import make_directory, write_atomically
+
+PREFIX = 'sdpo_'
+_LONGEST = 200  # Characters of an owner or a name.
+_FIELDS = {'id': str, 'digest': str, 'owner': str, 'name': str, 'created': (int, float)}
+_logger = logging.getLogger('sdpo_jax.serving')
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+  """What is known of a key."""
+
+  id: str  # By which it is named in logs and revoked.
+  digest: str  # SHA-256, hexadecimal.
+  owner: str  # Whose adapters it reaches.
+  name: str  # A label.
+  created: float  # Seconds since the epoch.
+
+
+def digest_of(key: str) -> str:
+  """Returns the SHA-256 of a key, hexadecimal."""
+  return hashlib.sha256(key.encode()).hexdigest()
+
+
+def read(path: pathlib.Path) -> list[Key]:
+  """Returns the keys in a file.
+
+  Raises:
+    UserError: it cannot be read, others can read or change it, or a line is not one of a key.
+  """
+  try:
+    with open(path, encoding='utf-8') as file:
+      mode = os.fstat(file.fileno()).st_mode
+      text = file.read()
+  except (OSError, UnicodeDecodeError) as error:
+    raise UserError(
+      f'The file of keys {path} cannot be read ({first_line(error)}): python -m launch.serve_key --keys={path} --owner=NAME '
+      'makes it.'
+    ) from error
+  if not stat.S_ISREG(mode) or mode & 0o077:
+    raise UserError(f'Others can read or change the file of keys {path}: chmod 600 {path}.')
+  return [_parsed(line, f'{path}, line {number}') for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+
+
+def _parsed(line: str, where: str) -> Key:
+  try:
+    value = json.loads(line)
+  except (ValueError, RecursionError):
+    value = None
+  right = isinstance(value, dict) and value.keys() == _FIELDS.keys()
+  if not right or not all(isinstance(value[name], kind) for name, kind in _FIELDS.items()):
+    raise UserError(
+      f'{where}: this is no line of a key, which has {", ".join(_FIELDS)}: remove it or restore the file.'
+    )
+  if len(value['digest']) != 64 or not value['owner']:
+    raise UserError(f'{where}: the digest or the owner is not one: remove the line or restore the file.')
+  return Key(**value)
+
+
+def _written(keys: Sequence[Key]) -> str:
+  return ''.join(json.dumps(dataclasses.asdict(key)) + '\n' for key in keys)
+
+
+@contextlib.contextmanager
+def _alone(path: pathlib.Path):
+  """Let one process at a time change the file."""
+  make_directory(path.parent)
+  lock = os.open(f'{path}.lock', os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+  try:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    yield
+  finally:
+    os.close(lock)
+
+
+def add(path: pathlib.Path, owner: str, name: str) -> tuple[str, Key]:
+  """Makes a key and returns it, the only time that it is seen, with what is known of it.
+
+  Raises:
+    UserError: the owner or the name is empty or too long, or the file cannot be read or written.
+  """
+  for what, text in (('owner', owner), ('name', name)):
+    if not text or len(text) > _LONGEST or not text.isprintable():
+      raise UserError(f'--{what}={printable(text)!r} must have 1 to {_LONGEST} printable characters.')
+  secret = PREFIX + secrets.token_urlsafe(32)
+  key = Key(secrets.token_hex(4), digest_of(secret), owner, name, time.time())
+  try:
+    with _alone(path):
+      known = read(path) if path.exists() else []
+      write_atomically(path, _written([*known, key]), mode=0o600)
+  except OSError as error:
+    raise UserError(f'The file of keys {path} cannot be written ({first_line(error)}): name another one.') from error
+  return secret, key
+
+
+def revoke(path: pathlib.Path, key_id: str) -> Key:
+  """Removes a key from a file and returns what was known of it; a service that uses the file refuses it from then on.
+
+  Raises:
+    UserError: there is no such key, or the file cannot be read or written.
+  """
+  try:
+    with _alone(path):
+      known = read(path)
+      gone = [key for key in known if key.id == key_id]
+      if not gone:
+        raise UserError(
+          f'{path} has no key with the id {printable(key_id)}; it has: {", ".join(key.id for key in known)}.'
+        )
+      write_atomically(path, _written([key for key in known if key.id != key_id]), mode=0o600)
+  except OSError as error:
+    raise UserError(f'The file of keys {path} cannot be written ({first_line(error)}): mend that.') from error
+  return gone[0]
+
+
+class KeyFile:
+  """The keys of a file as it is now; from any thread."""
+
+  def __init__(self, path: pathlib.Path):
+    """Reads the file.
+
+    Raises:
+      UserError: as `read`, or it has no key.
+    """
+    self._path, self._lock = path, threading.Lock()
+    self._seen: Any = self._state()
+    self._keys = read(path)
+    if not self._keys:
+      raise UserError(f'{path} has no key: python -m launch.serve_key --keys={path} --owner=NAME makes one.')
+
+  def _state(self) -> Any:
+    try:
+      found = os.stat(self._path)
+    except OSError:
+      return None
+    return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode
+
+  def find(self, presented: str) -> Key | None:
+    """Returns the key that was presented; None: there is no such key. Takes as long for any key that is not there."""
+    with self._lock:
+      state = self._state()
+      if state != self._seen:
+        self._seen = state
+        try:
+          self._keys = read(self._path)
+        except UserError as error:  # A key that was taken out must not come back with an older file.
+          self._keys = []
+          _logger.error('No key is accepted any more: %s', error)
+      keys = self._keys
+    digest, found = digest_of(presented), None
+    for key in keys:
+      if hmac.compare_digest(key.digest, digest):
+        found = key
+    return found
+
+
+def presented(headers: Mapping[str, Sequence[str]]) -> str | None:
+  """Returns the key that the headers of a request present, as Authorization: Bearer or X-API-Key; None: not one.
+
+  Args:
+    headers: the values of each, by name in lower case.
+  """
+  found = list(headers.get('x-api-key', ()))
+  for value in headers.get('authorization', ()):
+    scheme, _, credential = value.partition(' ')
+    found.append(credential.strip() if scheme.lower() == 'bearer' else '')
+  # Several that agree are one; whoever presents two has no right to choose.
+  return found[0] if found and found[0] and len(set(found)) == 1 else None

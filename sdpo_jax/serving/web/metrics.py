@@ -1,0 +1,78 @@
+"""What /metrics tells Prometheus: requests, latencies, tokens, versions, and the counters of the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+import re
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, exposition
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+CONTENT_TYPE = exposition.CONTENT_TYPE_LATEST
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+
+class Metrics:
+  """The counters of one service."""
+
+  def __init__(self, stats: Callable[[], Mapping[str, float]], ready: Callable[[], bool]):
+    """Makes counters.
+
+    Args:
+      stats: numbers of the worker, by name.
+      ready: whether all programs are compiled.
+    """
+    self._registry = CollectorRegistry()
+    self._registry.register(_Stats(stats))
+    self._requests = Counter(
+      'sdpo_requests', 'Requests answered.', ['route', 'method', 'status'], registry=self._registry
+    )
+    self._seconds = Histogram(
+      'sdpo_request_seconds',
+      'Seconds from a request to the end of its answer.',
+      ['route'],
+      buckets=_SECONDS,
+      registry=self._registry,
+    )
+    self._tokens = Counter('sdpo_tokens', 'Tokens sampled, scored and learned.', ['kind'], registry=self._registry)
+    self._feedback = Counter('sdpo_feedback', 'Feedback by what came of it.', ['outcome'], registry=self._registry)
+    self._under_way = Gauge('sdpo_requests_under_way', 'Requests that are worked on.', registry=self._registry)
+    Gauge('sdpo_ready', 'Whether all programs are compiled.', registry=self._registry).set_function(
+      lambda: float(ready())
+    )
+
+  def begin(self) -> None:
+    """Counts a request that is worked on."""
+    self._under_way.inc()
+
+  def end(self, route: str, method: str, status: int, seconds: float) -> None:
+    """Counts a request that was answered; `route` is the pattern of its address, never the address."""
+    self._under_way.dec()
+    self._requests.labels(route, method, str(status)).inc()
+    self._seconds.labels(route).observe(seconds)
+
+  def tokens(self, kind: str, count: int) -> None:
+    """Counts tokens; those that are given back are not subtracted, for counters never fall."""
+    if count > 0:
+      self._tokens.labels(kind).inc(count)
+
+  def feedback(self, outcome: str) -> None:
+    """Counts a feedback: committed, rejected or dry_run."""
+    self._feedback.labels(outcome).inc()
+
+  def text(self) -> bytes:
+    """All counters in Prometheus' text format."""
+    return exposition.generate_latest(self._registry)
+
+
+class _Stats:
+  """The worker's numbers, asked when they are scraped."""
+
+  def __init__(self, stats: Callable[[], Mapping[str, float]]):
+    self._stats = stats
+
+  def collect(self) -> Iterable[Metric]:
+    for name, value in sorted(self._stats().items()):
+      if isinstance(value, (int, float)):
+        metric = 'sdpo_engine_' + re.sub(r'\W', '_', name)
+        yield GaugeMetricFamily(metric, f'Of the engine: {name.replace("_", " ")}.', value=float(value))

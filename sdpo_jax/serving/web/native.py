@@ -1,0 +1,521 @@
+"""The native routes: adapters and their versions, completions, feedback, scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from sdpo_jax.errors import UserError
+from sdpo_jax.serving import feedback as feedbacks
+from sdpo_jax.serving import names
+from sdpo_jax.serving.errors import InvalidRequest, NotFound, ServiceError
+from sdpo_jax.serving.feedback_request import FeedbackRequest, Item, make_request
+from sdpo_jax.serving.records import Adapter, Sample, Version
+from sdpo_jax.serving.sampling import SampleDone, SampleOptions
+from sdpo_jax.serving.store import store
+from sdpo_jax.serving.web import errors, packed, schemas, score_formats
+from sdpo_jax.serving.web.archives import unzipped, zipped
+from sdpo_jax.serving.web.endpoints import Incoming, Reply, incoming, read, route, whole
+from sdpo_jax.serving.web.events import Event, stream
+from sdpo_jax.serving.web.openapi import SSE, Operation
+
+if TYPE_CHECKING:
+  from sdpo_jax.serving.account import Account
+
+_ROOT = '/v1/continual'
+_ADAPTER = _ROOT + '/adapters/{adapter}'
+# Seconds between two signs of life where nothing happens, and between two looks whether somebody still listens.
+_HEARTBEAT, _LOOK = 15.0, 1.0
+
+
+# Adapters.
+
+
+def list_adapters(asked: Incoming) -> Reply:
+  """Your adapters."""
+  return Reply({'adapters': [adapter_said(adapter) for adapter in asked.account.adapters()]})
+
+
+def create_adapter(asked: Incoming) -> Reply:
+  """A new adapter at version 0, which computes what the model without one does."""
+  body: schemas.CreateAdapter = asked.body
+  adapter, _ = asked.account.create(
+    body.name,
+    body.settings,
+    base_model=body.base_model,
+    rank=body.rank,
+    alpha=body.alpha,
+    request=asked.idempotency,
+  )
+  return Reply(adapter_said(adapter), headers={'Location': f'{_ROOT}/adapters/{adapter.id}'})
+
+
+def get_adapter(asked: Incoming) -> Reply:
+  """One adapter."""
+  return Reply(adapter_said(asked.account.adapter(asked.adapter)))
+
+
+def change_adapter(asked: Incoming) -> Reply:
+  """Other settings of an adapter."""
+  changed = asked.account.change(asked.adapter, asked.expected, asked.body.settings, request=asked.idempotency)
+  return Reply(adapter_said(changed))
+
+
+def delete_adapter(asked: Incoming) -> Reply:
+  """The adapter is gone, and with it its versions, samples and feedback."""
+  asked.account.delete(asked.adapter, asked.expected)
+  return Reply({'id': asked.adapter, 'deleted': True})
+
+
+def fork_adapter(asked: Incoming) -> Reply:
+  """A new adapter that begins with a version of this one."""
+  forked, _ = asked.account.fork(asked.adapter, asked.body.version, asked.body.name, request=asked.idempotency)
+  return Reply(adapter_said(forked), headers={'Location': f'{_ROOT}/adapters/{forked.id}'})
+
+
+def undo(asked: Incoming) -> Reply:
+  """A new version with the content of an older one."""
+  made = asked.account.undo(asked.adapter, asked.expected, asked.body.to, request=asked.idempotency)
+  return Reply(version_said(made))
+
+
+def list_versions(asked: Incoming) -> Reply:
+  """All versions of an adapter that are kept, the oldest first."""
+  return Reply({'versions': [version_said(version) for version in asked.account.versions(asked.adapter)]})
+
+
+def get_version(asked: Incoming) -> Reply:
+  """One version, and what made it."""
+  return Reply(version_said(asked.account.version(asked.adapter, whole(asked.path['number'], 'version'))))
+
+
+def diff(asked: Incoming) -> Reply:
+  """How far the matrices of a version are from those of another one, its parent if none is named."""
+  number = whole(asked.path['number'], 'version')
+  against = asked.number('against')
+  if against is None:
+    against = asked.account.version(asked.adapter, number).parent
+    if against is None:
+      raise InvalidRequest(f'Version {number} has no parent: name a version with ?against=NUMBER.', field='against')
+  return Reply(asked.account.diff(asked.adapter, against, number))
+
+
+def export(asked: Incoming) -> Reply:
+  """A version as PEFT reads it: a zip with adapter_config.json and adapter_model.safetensors."""
+  files = asked.account.export_peft(asked.adapter, asked.number('version'))
+  headers = {'Content-Disposition': 'attachment; filename="adapter.zip"'}
+  return Reply(zipped(files), content_type='application/zip', headers=headers)
+
+
+def export_file(asked: Incoming) -> Reply:
+  """One of the files of a version as PEFT reads it."""
+  files, name = asked.account.export_peft(asked.adapter, asked.number('version')), asked.path['file']
+  if name not in files:
+    raise NotFound(f'A version has the files {", ".join(sorted(files))}.')
+  kind = 'application/json' if name.endswith('.json') else 'application/octet-stream'
+  return Reply(bytes(files[name]), content_type=kind)
+
+
+def import_adapter(asked: Incoming) -> Reply:
+  """A new adapter from a zip with adapter_config.json and adapter_model.safetensors, as PEFT writes them."""
+  name = asked.query.get('name')
+  if not name:
+    raise InvalidRequest('Say what the adapter is to be called: ?name=NAME.', field='name')
+  adapter, _ = asked.account.import_peft(name, unzipped(asked.body), request=asked.idempotency)
+  return Reply(adapter_said(adapter), headers={'Location': f'{_ROOT}/adapters/{adapter.id}'})
+
+
+def capabilities(asked: Incoming) -> Reply:
+  """What is served, with its limits and defaults."""
+  return Reply(asked.account.capabilities())
+
+
+# Completions.
+
+
+async def completions(request: Request) -> Response:
+  """Completions, each kept under a sample_id for feedback."""
+  body = read(schemas.CompletionRequest, await request.body())
+  if not body.stream:
+    return await _completions(request)
+  return await stream(request, _streamed(incoming(request, body)))
+
+
+completions.operation = Operation(body=schemas.CompletionRequest, response=schemas.CompletionsSaid)  # type: ignore[attr-defined]
+
+
+def _begun(asked: Incoming, drafts: bool) -> tuple[Any, list[int], Any]:
+  body: schemas.CompletionRequest = asked.body
+  target = asked.account.resolve(body.model)
+  prompt = asked.account.prompt_of(messages=body.conversation(), text=body.prompt, tokens=body.prompt_tokens)
+  options = SampleOptions(
+    max_tokens=body.max_tokens,
+    temperature=body.temperature,
+    top_p=body.top_p,
+    top_k=body.top_k,
+    min_p=body.min_p,
+    seed=body.seed,
+    stop=body.stop,
+    stop_token_ids=body.stop_token_ids,
+  )
+  sampling = asked.account.sample(
+    target, prompt, n=body.n, options=options, drafts=drafts, messages=body.conversation()
+  )
+  return target, prompt, sampling
+
+
+def _completed(asked: Incoming) -> Reply:
+  target, prompt, sampling = _begun(asked, drafts=False)
+  return Reply(completions_said(asked.body.model, target, prompt, sampling.result()))
+
+
+def _streamed(asked: Incoming) -> Iterator[Event]:
+  target, prompt, sampling = _begun(asked, drafts=True)
+  done: dict[int, Sample] = {}
+  for event in sampling:
+    if event.delta:
+      yield Event({'index': event.index, 'delta': event.delta}, 'draft')
+    if isinstance(event, SampleDone):
+      done[event.index] = event.sample
+      yield Event(completion_said(event.index, event.sample), 'completion')
+  samples = [done[index] for index in sorted(done)]
+  said = completions_said(asked.body.model, target, prompt, samples)
+  yield Event({name: said[name] for name in ('model', 'adapter', 'version', 'usage')}, 'done')
+
+
+# Scores.
+
+
+def score(asked: Incoming) -> Reply:
+  """What a version, or the model without an adapter, says of given tokens."""
+  body: schemas.ScoreRequest = asked.body
+  account, target = asked.account, asked.account.resolve(asked.body.model)
+  rows, ids = [], []
+  for number, row in enumerate(body.rows):
+    most = account.most_scored
+    prompt = account.prompt_of(messages=row.conversation(), text=row.prompt, tokens=row.prompt_tokens, limit=most)
+    tokens = account.prompt_of(text=row.completion, tokens=row.tokens, limit=most, add_special_tokens=False)
+    rows.append((prompt, tokens))
+    if row.ids is not None:
+      ids.append(_ids(row.ids, len(tokens), f'rows.{number}.ids'))
+  if ids and (len(ids) != len(rows) or len({one.shape[1] for one in ids}) != 1):
+    raise InvalidRequest('Send ids with every row or with none, as many for each token of all of them.', field='rows')
+  scored = account.score(target, rows, topk=body.topk, ids=ids or None)
+  if body.format == 'packed':
+    return Reply(packed.pack(scored, account.service.vocab_size), content_type=packed.CONTENT_TYPE)
+  said: dict[str, Any] = {'model': body.model, 'version': target.number, 'format': body.format}
+  if body.format == 'columns':
+    return Reply(said | {'scale': score_formats.SCALE, 'rows': score_formats.as_columns(scored)})
+  return Reply(said | {'rows': score_formats.as_rows(scored, [tokens for _, tokens in rows], ids or None)})
+
+
+def _ids(ids: list[list[int]], count: int, field: str) -> np.ndarray:
+  """Returns ids [T, M] int32.
+
+  Raises:
+    InvalidRequest: they are not as many for each of the T tokens.
+  """
+  if len(ids) != count or len({len(one) for one in ids}) > 1:
+    raise InvalidRequest(f'{field} must be a list for each of the {count} tokens, all as long.', field=field)
+  return np.asarray(ids, np.int32).reshape(count, -1)
+
+
+# Feedback.
+
+
+def feedback(asked: Incoming) -> Reply:
+  """A transaction: the adapter learns what is said of completions, and is at its next version, or rejected it."""
+  request = feedback_request(asked.body, asked.account.service.settings)
+  answer = asked.account.feedback(asked.adapter, asked.expected, request, idempotency=asked.idempotency)
+  asked.metrics.feedback(outcome(answer))
+  return Reply(answer)
+
+
+def outcome(answer: Mapping[str, Any]) -> str:
+  """Returns what came of a feedback, for the metrics."""
+  if not answer['accepted']:
+    return 'rejected'
+  return 'dry_run' if answer['version_after'] == answer['version_before'] else 'committed'
+
+
+def feedback_batch(asked: Incoming) -> Reply:
+  """Several feedbacks, each a transaction of its own; those on different adapters are learned together."""
+  service = asked.account.service
+  entries = []
+  for number, entry in enumerate(asked.body.entries):
+    try:
+      adapter = asked.account.resolve(entry.adapter).adapter
+      if adapter is None:
+        raise InvalidRequest('The model without an adapter does not learn: name an adapter.', field='adapter')
+      found = feedbacks.Entry(adapter.id, feedback_request(entry, service.settings), entry.if_match)
+    except (ServiceError, UserError) as error:
+      raise _of_entry(error, number) from error
+    entries.append(found)
+  if asked.idempotency is None:
+    results = asked.account.feedback_batch(entries)
+  else:
+    results = _batch_once(asked.account, asked.idempotency, entries)
+  for done in results:
+    if not isinstance(done, Exception):
+      asked.metrics.feedback(outcome(done))
+  return Reply({'results': [_result(done) for done in results]})
+
+
+def _batch_once(account: Account, request: store.Request, entries: Sequence[feedbacks.Entry]) -> list[Any]:
+  """Returns what came of feedbacks under one Idempotency-Key: each is learned once, whatever became of the others."""
+  begun: dict[int, store.Request] = {}
+  results: list[Any] = [None] * len(entries)
+  try:
+    for index in range(len(entries)):
+      part = account.part(request, index)
+      if isinstance(part, store.StoredResponse):
+        results[index] = (
+          feedback_again(account, part.adapter, part.version) if part.response is None else json.loads(part.response)
+        )
+      else:
+        begun[index] = part
+    todo = [dataclasses.replace(entries[index], idempotency=part) for index, part in begun.items()]
+    for (index, part), done in zip(list(begun.items()), account.feedback_batch(todo), strict=True):
+      results[index] = done
+      if not isinstance(done, Exception):
+        del begun[index]
+        account.finish(part, 200, errors.as_json(done))
+  finally:
+    for part in begun.values():
+      account.abandon(part)
+  return results
+
+
+def _batch_again(account: Account, adapter: str, version: int | None) -> dict[str, Any]:
+  raise AssertionError('A batch makes nothing but by its parts.')
+
+
+def _of_entry(error: ServiceError | UserError, number: int) -> Exception:
+  """Returns an error about one entry of several; none of them has begun."""
+  known = errors.known(error)
+  if isinstance(known, (InvalidRequest, NotFound)):
+    field = f'entries.{number}' + (f'.{known.field}' if known.field else '')
+    return type(known)(f'entries[{number}]: {known}', field=field)
+  return error
+
+
+def _result(done: Any) -> Any:
+  if not isinstance(done, Exception):
+    return done
+  known = errors.known(done)
+  failed = errors.failure(known, _ROOT, '')
+  return {'status': failed.status, **failed.body}
+
+
+def feedback_request(body: schemas.FeedbackBody, settings: Any) -> FeedbackRequest:
+  """Returns what a body asks for.
+
+  Raises:
+    InvalidRequest: what cannot be learned.
+  """
+  items = []
+  for given in body.all_items():
+    values = {name: getattr(given, name) for name in schemas.FeedbackItem.model_fields}
+    values['messages'] = None if given.messages is None else [message.model_dump() for message in given.messages]
+    values['log_probs'] = None if given.log_probs is None else np.asarray(given.log_probs, np.float32)
+    items.append(Item(**values))
+  more = {name: getattr(body, name) for name in ('teacher', 'mode', 'guards')}
+  more |= {name: getattr(body, name) for name in ('detail', 'top') if getattr(body, name) is not None}
+  return make_request(items, body.update.model_dump(exclude_unset=True), settings, **more)
+
+
+# Events.
+
+
+async def events(request: Request) -> Response:
+  """What happens to an adapter: queued, scored, stepped, guarded, committed or rejected; Last-Event-ID reads on."""
+  return await stream(request, _events(incoming(request, b'')))
+
+
+events.operation = Operation(answers=SSE, endless=True)  # type: ignore[attr-defined]
+
+
+def _events(asked: Incoming) -> Iterator[Event]:
+  happening = asked.account.events(asked.adapter, asked.last_event, timeout=_LOOK)
+  yield Event()
+  silent = 0.0
+  for event in happening:
+    asked.call.check()
+    if event is not None:
+      silent = 0.0
+      yield Event({'adapter': event.adapter, 'time': event.time, **event.details}, event.kind, event.id)
+    elif (silent := silent + _LOOK) >= _HEARTBEAT:
+      silent = 0.0
+      yield Event()
+
+
+# What is said of the values that travel.
+
+
+def adapter_said(adapter: Adapter) -> dict[str, Any]:
+  """Returns an adapter as `AdapterSaid`."""
+  return {
+    'id': adapter.id,
+    'name': adapter.name,
+    'version': adapter.head,
+    'lora_uri': names.lora_uri(adapter.id, adapter.head),
+    'created': adapter.created,
+    'settings': dict(adapter.settings),
+  }
+
+
+def version_said(version: Version) -> dict[str, Any]:
+  """Returns a version as `VersionSaid`."""
+  return {
+    'adapter': version.adapter,
+    'version': version.number,
+    'parent': version.parent,
+    'reason': version.reason,
+    'created': version.created,
+    'digest': version.digest,
+    'lora_uri': names.lora_uri(version.adapter, version.number),
+    'details': dict(version.details),
+  }
+
+
+def completion_said(index: int, sample: Sample) -> dict[str, Any]:
+  """Returns a completion as `CompletionSaid`."""
+  return {
+    'sample_id': sample.id,
+    'index': index,
+    'text': sample.text,
+    'finish_reason': sample.finish_reason,
+    'tokens': [int(token) for token in sample.tokens],
+    'log_probs': np.asarray(sample.log_probs, np.float64),
+    'expires': sample.expires,
+  }
+
+
+def completions_said(model: str, target: Any, prompt: list[int], samples: list[Sample]) -> dict[str, Any]:
+  """Returns completions as `CompletionsSaid`."""
+  drawn = sum(len(sample.tokens) for sample in samples)
+  return {
+    'model': model,
+    'adapter': None if target.adapter is None else target.adapter.id,
+    'version': target.number,
+    'prompt_tokens': list(prompt),
+    'completions': [completion_said(index, sample) for index, sample in enumerate(samples)],
+    'usage': {'prompt_tokens': len(prompt), 'completion_tokens': drawn, 'total_tokens': len(prompt) + drawn},
+  }
+
+
+# What is answered to a request that was sent again after the answer to the first one was lost with its process.
+
+
+def _adapter_again(account: Any, adapter: str, version: int | None) -> dict[str, Any]:
+  return adapter_said(account.adapter(adapter))
+
+
+def _version_again(account: Any, adapter: str, version: int | None) -> dict[str, Any]:
+  return version_said(account.version(adapter, version))
+
+
+def feedback_again(account: Any, adapter: str, version: int | None) -> dict[str, Any]:
+  """Returns the answer to a feedback, by what its version keeps of it."""
+  made = account.version(adapter, version)
+  known = {'accepted': True, 'reason': None, 'metrics': {}, **made.details}
+  return known | {
+    'adapter': adapter,
+    'version_before': made.parent,
+    'version_after': made.number,
+    'recovered': True,
+    'timings': {},
+  }
+
+
+_VERSION = {'version': 'Number of a version; the newest if it is left out.'}
+_completions = route(
+  'POST', f'{_ROOT}/completions', _completed, body=schemas.CompletionRequest, response=schemas.CompletionsSaid
+).endpoint
+ROUTES: list[Route] = [
+  route('GET', '/v1/capabilities', capabilities, response=schemas.CapabilitiesSaid),
+  route('GET', f'{_ROOT}/adapters', list_adapters, response=schemas.AdaptersSaid),
+  route(
+    'POST',
+    f'{_ROOT}/adapters',
+    create_adapter,
+    body=schemas.CreateAdapter,
+    response=schemas.AdapterSaid,
+    status=201,
+    again=_adapter_again,
+    tagged=True,
+  ),
+  route(
+    'POST',
+    f'{_ROOT}/adapters/import',
+    import_adapter,
+    response=schemas.AdapterSaid,
+    status=201,
+    content_type='application/zip',
+    query={'name': 'Of the new adapter.'},
+    again=_adapter_again,
+    tagged=True,
+  ),
+  route('GET', _ADAPTER, get_adapter, response=schemas.AdapterSaid, tagged=True),
+  route(
+    'PATCH',
+    _ADAPTER,
+    change_adapter,
+    body=schemas.ChangeAdapter,
+    response=schemas.AdapterSaid,
+    again=_adapter_again,
+    tagged=True,
+  ),
+  route('DELETE', _ADAPTER, delete_adapter, response=schemas.DeletedSaid),
+  route(
+    'POST',
+    f'{_ADAPTER}/fork',
+    fork_adapter,
+    body=schemas.ForkAdapter,
+    response=schemas.AdapterSaid,
+    status=201,
+    again=_adapter_again,
+    tagged=True,
+  ),
+  route(
+    'POST', f'{_ADAPTER}/undo', undo, body=schemas.Undo, response=schemas.VersionSaid, again=_version_again, tagged=True
+  ),
+  route('GET', f'{_ADAPTER}/versions', list_versions, response=schemas.VersionsSaid),
+  route('GET', f'{_ADAPTER}/versions/{{number}}', get_version, response=schemas.VersionSaid, tagged=True),
+  route(
+    'GET',
+    f'{_ADAPTER}/versions/{{number}}/diff',
+    diff,
+    response=schemas.DiffSaid,
+    query={'against': 'The other version; the parent if it is left out.'},
+  ),
+  route('GET', f'{_ADAPTER}/export', export, query=_VERSION, answers='application/zip'),
+  route('GET', f'{_ADAPTER}/export/{{file}}', export_file, query=_VERSION, answers='application/octet-stream'),
+  Route(f'{_ADAPTER}/events', events, methods=['GET']),
+  route(
+    'POST',
+    f'{_ADAPTER}/feedback',
+    feedback,
+    body=schemas.FeedbackBody,
+    response=schemas.FeedbackSaid,
+    again=feedback_again,
+    tagged=True,
+  ),
+  route(
+    'POST',
+    f'{_ROOT}/feedback/batch',
+    feedback_batch,
+    body=schemas.BatchBody,
+    response=schemas.BatchSaid,
+    again=_batch_again,
+  ),
+  Route(f'{_ROOT}/completions', completions, methods=['POST']),
+  route('POST', f'{_ROOT}/score', score, body=schemas.ScoreRequest, response=schemas.ScoreSaid),
+]

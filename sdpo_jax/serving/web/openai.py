@@ -1,0 +1,286 @@
+"""OpenAI-compatible routes: completions, chat completions and models, with vLLM's and Fireworks' additions about log-probs.
+
+Every choice has a `sample_id`, by which feedback can be given on it. An adapter is called by its name or id, with `@` and
+the number of a version if another than its newest is meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+import contextlib
+import itertools
+from typing import Any
+
+import pydantic_core
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from sdpo_jax.serving import names
+from sdpo_jax.serving.account import Account
+from sdpo_jax.serving.errors import InvalidRequest
+from sdpo_jax.serving.records import Adapter
+from sdpo_jax.serving.sampling import SampleDone
+from sdpo_jax.serving.token_texts import TokenTexts
+from sdpo_jax.serving.web import events, openai_jobs, openai_logprobs
+from sdpo_jax.serving.web.errors import as_json
+from sdpo_jax.serving.web.events import Event
+from sdpo_jax.serving.web.openai_jobs import Drawn, Job, job_of_chat, job_of_completion
+from sdpo_jax.serving.web.openai_logprobs import Position
+from sdpo_jax.serving.web.openai_schemas import ChatCompletionRequest, TextCompletionRequest, parse
+from sdpo_jax.serving.web.openapi import JSON, operation
+
+# The index of a choice, what its text has more, itself when it is done, and what is said of its prompt.
+Part = tuple[int, str, Drawn | None, Sequence[Position]]
+
+# --- Answers -------------------------------------------------------------------------------------------------------------
+
+
+def answer(account: Account, job: Job) -> dict[str, Any]:
+  """Returns the answer to a request, when all of it is done."""
+  said, drawn = _done(account, job)
+  texts = account.service.texts
+  choices = [_choice(texts, job, index, each, said[index // job.asked.n]) for index, each in enumerate(drawn)]
+  body = _head(job, 'chat.completion' if job.chat else 'text_completion')
+  body |= {'choices': choices, 'usage': _usage(job, drawn)}
+  if job.chat and job.asked.prompt_logprobs is not None:
+    body['prompt_logprobs'] = openai_logprobs.prompt_shape(texts, said[0], job.asked.prompt_logprobs)
+  if job.chat and job.asked.return_token_ids:
+    body['prompt_token_ids'] = list(job.prompts[0].tokens)
+  return body
+
+
+def _done(account: Account, job: Job) -> tuple[list[list[Position]], list[Drawn]]:
+  """Returns what is said of every prompt, and all completions in the order of the choices."""
+  if job.reads:
+    said, drawn = openai_jobs.read(account, job)
+    return said, [each for each in drawn for _ in range(job.asked.n)]
+  begun = openai_jobs.start(account, job, drafts=False)
+  try:
+    said = openai_jobs.said_of_prompts(account, job)
+    drawn = []
+    for prompt, sampling in zip(job.prompts, begun, strict=True):
+      drawn += openai_jobs.drawn_of(account, job, prompt, sampling.result())
+  finally:
+    openai_jobs.cancel(begun)
+  return said, drawn
+
+
+def _head(job: Job, kind: str) -> dict[str, Any]:
+  return {
+    'id': job.id,
+    'object': kind,
+    'created': job.created,
+    'model': job.asked.model,
+    'system_fingerprint': job.target.lora_uri or names.BASE_NAME,  # Whose tokens these are, to the version.
+  }
+
+
+def _usage(job: Job, drawn: Sequence[Drawn]) -> dict[str, int]:
+  prompt, completion = sum(len(each.tokens) for each in job.prompts), sum(len(each.tokens) for each in drawn)
+  return {'prompt_tokens': prompt, 'completion_tokens': completion, 'total_tokens': prompt + completion}
+
+
+def _choice(texts: TokenTexts, job: Job, index: int, drawn: Drawn, said: Sequence[Position]) -> dict[str, Any]:
+  """Returns a finished choice, of whose prompt something is said if that is asked for."""
+  choice: dict[str, Any] = {'index': index}
+  prompt = job.prompts[index // job.asked.n]
+  if job.chat:
+    choice['message'] = {'role': 'assistant', 'content': drawn.text, 'refusal': None}
+  else:
+    choice['text'] = prompt.text + drawn.text if job.echo else drawn.text
+  choice['logprobs'] = _logprobs(texts, job, index, drawn, said)
+  choice |= _ending(job, index, drawn)
+  if not job.chat and job.asked.prompt_logprobs is not None:
+    choice['prompt_logprobs'] = openai_logprobs.prompt_shape(texts, said, job.asked.prompt_logprobs)
+  return choice
+
+
+def _ending(job: Job, index: int, drawn: Drawn) -> dict[str, Any]:
+  """Returns what is known of a choice when it is done."""
+  found: dict[str, Any] = {'finish_reason': drawn.finish_reason, 'sample_id': drawn.sample_id}
+  if job.asked.return_token_ids:
+    found['token_ids'] = list(map(int, drawn.tokens))
+    if not job.chat:
+      found['prompt_token_ids'] = list(job.prompts[index // job.asked.n].tokens)
+  return found
+
+
+def _logprobs(texts: TokenTexts, job: Job, index: int, drawn: Drawn, said: Sequence[Position]) -> dict[str, Any] | None:
+  """Returns the log-probs of a choice in the shape that is asked for; None if none are."""
+  if job.asked.topk is None:
+    return None
+  prompt, echoed = job.prompts[index // job.asked.n], job.echoed[index // job.asked.n]
+  whole = [*said[len(prompt.tokens) - echoed :], *drawn.said] if echoed else drawn.said
+  if job.chat or job.asked.content_logprobs:
+    return openai_logprobs.content_shape(texts, whole, job.asked.topk)
+  offsets = texts.offsets(prompt.tokens, special=prompt.special) if echoed else []
+  start = len(prompt.text) if job.echo else 0
+  # What a tokenizer puts before a text is none of it.
+  offsets = [min(each, start) for each in offsets] + texts.offsets(drawn.tokens, start, special=False)
+  return openai_logprobs.completion_shape(texts, whole, job.asked.topk, offsets)
+
+
+# --- Streams -------------------------------------------------------------------------------------------------------------
+
+
+def chunks(account: Account, job: Job) -> Iterator[dict[str, Any]]:
+  """Yields the chunks of an answer while it is drawn; where log-probs are asked for, a choice comes when it is done."""
+  with contextlib.closing(_parts(account, job)) as parts:
+    first = next(parts)  # Before anything is sent: what is refused has a status of its own.
+    yield from _chunks_of(account, job, itertools.chain([first], parts))
+
+
+def _chunks_of(account: Account, job: Job, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
+  drawn: list[Drawn] = []
+  for index in range(len(job.prompts) * job.asked.n):
+    if job.chat:
+      yield _chunk(job, index, '', first=True)
+    elif job.echo and job.asked.topk is None:
+      yield _chunk(job, index, job.prompts[index // job.asked.n].text)
+  for index, text, done, said in parts:
+    if done is not None and job.asked.topk is not None:
+      before = job.prompts[index // job.asked.n].text if job.echo else ''
+      yield _chunk(job, index, before + done.text, _logprobs(account.service.texts, job, index, done, said))
+    elif text and job.asked.topk is None:
+      yield _chunk(job, index, text)
+    if done is not None:
+      drawn.append(done)
+      choice = {'index': index, **({'delta': {}} if job.chat else {'text': ''}), 'logprobs': None}
+      yield _chunk_head(job) | {'choices': [choice | _ending(job, index, done)]}
+  if job.asked.include_usage:
+    yield _chunk_head(job) | {'choices': [], 'usage': _usage(job, drawn)}
+
+
+def _parts(account: Account, job: Job) -> Generator[Part, None, None]:
+  """Yields what comes of a request, as it comes."""
+  if job.reads:
+    said, drawn = openai_jobs.read(account, job)
+    for index in range(len(job.prompts) * job.asked.n):
+      place = index // job.asked.n
+      yield index, drawn[place].text, drawn[place], said[place]
+    return
+  begun = openai_jobs.start(account, job, drafts=job.asked.topk is None)
+  try:
+    said = openai_jobs.said_of_prompts(account, job)
+    for place, (prompt, sampling) in enumerate(zip(job.prompts, begun, strict=True)):
+      for event in sampling:
+        done = None
+        if isinstance(event, SampleDone):
+          [done] = openai_jobs.drawn_of(account, job, prompt, [event.sample])
+        yield place * job.asked.n + event.index, event.delta, done, said[place]
+  finally:
+    openai_jobs.cancel(begun)
+
+
+def _chunk_head(job: Job) -> dict[str, Any]:
+  head = _head(job, 'chat.completion.chunk' if job.chat else 'text_completion')
+  return head | {'usage': None} if job.asked.include_usage else head
+
+
+def _chunk(
+  job: Job, index: int, text: str, logprobs: Mapping[str, Any] | None = None, *, first: bool = False
+) -> dict[str, Any]:
+  delta = {'role': 'assistant', 'content': text} if first else {'content': text}
+  choice = {'index': index, **({'delta': delta} if job.chat else {'text': text})}
+  return _chunk_head(job) | {'choices': [choice | {'logprobs': logprobs, 'finish_reason': None}]}
+
+
+def _events(account: Account, job: Job) -> Iterator[Event]:
+  for chunk in chunks(account, job):
+    yield Event(chunk)
+  yield Event('[DONE]')
+
+
+# --- Models --------------------------------------------------------------------------------------------------------------
+
+
+def _model(name: str, created: float, **more: Any) -> dict[str, Any]:
+  return {'id': name, 'object': 'model', 'created': int(created), 'owned_by': 'sdpo_jax', **more}
+
+
+def models(account: Account) -> list[dict[str, Any]]:
+  """Returns the model and the owner's adapters, each by its name and by that of its newest version."""
+  base = account.service.model_name
+  found = [_model(base, 0)]
+  for adapter in account.adapters():
+    found += [_adapter_model(adapter, base), _adapter_model(adapter, base, adapter.head)]
+  return found
+
+
+def _adapter_model(adapter: Adapter, base: str, number: int | None = None) -> dict[str, Any]:
+  name = adapter.name if number is None else f'{adapter.name}@{number}'
+  version = adapter.head if number is None else number
+  return _model(name, adapter.created, parent=base, adapter=adapter.id, version=version)
+
+
+# --- Routes --------------------------------------------------------------------------------------------------------------
+
+
+async def _answer(request: Request, kind: type, job_of: Callable[[Account, Any], Job]) -> Response:
+  account: Account = request.state.account
+  content = await request.body()
+
+  def prepare() -> Job:
+    return job_of(account, parse(kind, _json(content)))
+
+  job = await run_in_threadpool(prepare)
+  if job.asked.stream:
+    return await events.stream(request, _events(account, job))
+  # Large answers are also written there: here they would keep everybody waiting.
+  return await run_in_threadpool(lambda: Response(as_json(answer(account, job)), media_type=JSON))
+
+
+def _json(content: bytes) -> Any:
+  """Returns a body.
+
+  Raises:
+    InvalidRequest: it is not JSON, or holds what is no Unicode.
+  """
+  try:
+    return pydantic_core.from_json(content, allow_inf_nan=False)
+  except ValueError:
+    raise InvalidRequest('The body is not JSON: send one JSON object.') from None
+
+
+@operation(body=TextCompletionRequest)
+async def completions(request: Request) -> Response:
+  """Go on with prompts, as OpenAI's completions; chunks as server-sent events with stream=true."""
+  return await _answer(request, TextCompletionRequest, job_of_completion)
+
+
+@operation(body=ChatCompletionRequest)
+async def chat_completions(request: Request) -> Response:
+  """Answer a conversation, as OpenAI's chat completions; chunks as server-sent events with stream=true."""
+  return await _answer(request, ChatCompletionRequest, job_of_chat)
+
+
+@operation()
+async def list_models(request: Request) -> Response:
+  """List the model and your adapters, by name and by name@version."""
+  found = await run_in_threadpool(models, request.state.account)
+  return JSONResponse({'object': 'list', 'data': found})
+
+
+@operation()
+async def get_model(request: Request) -> Response:
+  """Describe a model: the one without an adapter, an adapter, or a version of one."""
+  account, name = request.state.account, request.path_params['model']
+
+  def describe() -> dict[str, Any]:
+    target, base = account.resolve(name), account.service.model_name
+    if target.adapter is None:
+      return _model(name, 0)
+    adapter, created = target.adapter, target.adapter.created
+    return _model(name, created, parent=base, adapter=adapter.id, version=target.number)
+
+  return JSONResponse(await run_in_threadpool(describe))
+
+
+ROUTES = [
+  Route('/v1/completions', completions, methods=['POST']),
+  Route('/v1/chat/completions', chat_completions, methods=['POST']),
+  Route('/v1/models', list_models, methods=['GET']),
+  Route('/v1/models/{model}', get_model, methods=['GET']),
+]

@@ -1,0 +1,221 @@
+"""What an OpenAI-compatible request asks for, and how it is drawn and scored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import secrets
+import time
+from typing import Literal
+
+from sdpo_jax.errors import short_repr
+from sdpo_jax.serving.account import Account, Target
+from sdpo_jax.serving.errors import InvalidRequest
+from sdpo_jax.serving.records import Sample
+from sdpo_jax.serving.sampling import SampleOptions, Sampling
+from sdpo_jax.serving.scoring import Scored
+from sdpo_jax.serving.web.openai_logprobs import Position, positions, prompt_positions
+from sdpo_jax.serving.web.openai_schemas import DEFAULT_COMPLETION_TOKENS, ChatCompletionRequest, TextCompletionRequest
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+  """What a completion goes on with."""
+
+  tokens: Sequence[int]
+  text: str = ''  # As `echo` repeats it.
+  special: bool = False  # Whether special tokens have a text there.
+  messages: Sequence[Mapping[str, str]] | None = None  # Of a chat.
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+  """A request that can be worked on: everything is known, nothing has begun."""
+
+  asked: TextCompletionRequest | ChatCompletionRequest
+  target: Target
+  prompts: Sequence[Prompt]
+  max_tokens: int | None  # None: as many as there is room for.
+  echoed: Sequence[int]  # Of every prompt, how many of its last tokens log-probs are given of.
+  id: str
+  created: int  # Seconds since the epoch.
+
+  @property
+  def chat(self) -> bool:
+    return isinstance(self.asked, ChatCompletionRequest)
+
+  @property
+  def echo(self) -> bool:
+    """Whether prompts are part of the texts."""
+    return not self.chat and self.asked.echo
+
+  @property
+  def reads(self) -> bool:
+    """Whether all that is asked for is told by the scores of the prompts; see `_reads`."""
+    return _reads(self.asked, self.max_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+  """A completion."""
+
+  tokens: Sequence[int]
+  text: str
+  finish_reason: Literal['stop', 'length']
+  sample_id: str | None  # None: it was not sampled, so that no feedback can be given on it.
+  said: Sequence[Position] | None = None  # Of its tokens; None: not asked for.
+
+
+# --- What is asked for ---------------------------------------------------------------------------------------------------
+
+
+def job_of_completion(account: Account, asked: TextCompletionRequest) -> Job:
+  """Returns what a request to /v1/completions asks for.
+
+  Raises:
+    ServiceError: what cannot be done.
+  """
+  service, target = account.service, account.resolve(asked.model)
+  limit = min(DEFAULT_COMPLETION_TOKENS, service.max_completion) if asked.max_tokens is None else asked.max_tokens
+  longest = _longest(account, asked, limit)
+  prompts = []
+  for prompt in asked.prompts:
+    if isinstance(prompt, str):
+      tokens = account.prompt_of(text=prompt, limit=longest, add_special_tokens=asked.add_special_tokens)
+      prompts.append(Prompt(tokens, prompt))
+    else:
+      prompts.append(Prompt(account.prompt_of(tokens=prompt, limit=longest), service.texts.text(prompt), special=True))
+  echoed = [0] * len(prompts)
+  if asked.topk is not None and (asked.echo or asked.echo_last):
+    echoed = [min(len(each.tokens), asked.echo_last or len(each.tokens)) for each in prompts]
+  return _job(account, asked, target, prompts, limit, echoed, 'cmpl')
+
+
+def job_of_chat(account: Account, asked: ChatCompletionRequest) -> Job:
+  """Returns what a request to /v1/chat/completions asks for; raises as `job_of_completion`."""
+  messages = [message.plain() for message in asked.messages]
+  tokens = account.prompt_of(messages=messages, limit=_longest(account, asked, asked.limit))
+  prompt = Prompt(tokens, messages=messages)
+  return _job(account, asked, account.resolve(asked.model), [prompt], asked.limit, [0], 'chatcmpl')
+
+
+def _reads(asked: TextCompletionRequest | ChatCompletionRequest, max_tokens: int | None) -> bool:
+  """Returns whether prompts are only read: nothing is to be drawn but, at most, the one most likely token.
+
+  This is how clients ask who want to know what a model says of a given text. It takes one forward pass, and texts may be
+  as long as those that are scored.
+  """
+  scored = asked.prompt_logprobs is not None or (
+    isinstance(asked, TextCompletionRequest) and asked.topk is not None and bool(asked.echo or asked.echo_last)
+  )
+  greedy = max_tokens == 1 and asked.temperature == 0 and asked.n == 1 and not asked.stops and not asked.stop_token_ids
+  return max_tokens == 0 or (scored and greedy)
+
+
+def _longest(account: Account, asked: TextCompletionRequest | ChatCompletionRequest, max_tokens: int | None) -> int:
+  """Returns how many tokens a prompt has at most."""
+  service = account.service
+  return max(service.max_prompt, service.max_text - 1) if _reads(asked, max_tokens) else service.max_prompt
+
+
+def most_logprobs(account: Account) -> int:
+  """Returns how many log-probs there are at a position at most."""
+  service = account.service
+  return min(service.settings.limits.max_logprobs, service.sizes.topk)
+
+
+def _job(account: Account, asked, target, prompts, max_tokens, echoed, prefix) -> Job:
+  most = most_logprobs(account)
+  for field, kind, count in (('prompt_logprobs', 'prompt', asked.prompt_logprobs), ('logprobs', 'sample', asked.topk)):
+    if count is not None and not 0 <= count <= most:
+      raise InvalidRequest(
+        f'Requested {kind} logprobs of {"all tokens" if count < 0 else short_repr(count)}, which is greater than max allowed: '
+        f'{most} (serve.limits.max_logprobs, and serve.topk).',
+        field=field,
+      )
+  return Job(asked, target, prompts, max_tokens, echoed, f'{prefix}-{secrets.token_hex(12)}', int(time.time()))
+
+
+# --- Drawing -------------------------------------------------------------------------------------------------------------
+
+
+def start(account: Account, job: Job, *, drafts: bool) -> list[Sampling]:
+  """Begins to draw, for every prompt at once.
+
+  Raises:
+    ServiceError: what cannot be drawn; nothing is.
+  """
+  asked, begun = job.asked, []
+  options = SampleOptions(
+    max_tokens=job.max_tokens,
+    temperature=asked.temperature,
+    top_p=asked.top_p,
+    top_k=asked.top_k,
+    min_p=asked.min_p,
+    seed=asked.seed,
+    stop=asked.stops,
+    stop_token_ids=asked.stop_token_ids,
+  )
+  try:
+    for prompt in job.prompts:
+      sampling = account.sample(
+        job.target, prompt.tokens, n=asked.n, options=options, drafts=drafts, messages=prompt.messages
+      )
+      begun.append(sampling)
+  except BaseException:
+    cancel(begun)
+    raise
+  return begun
+
+
+def cancel(begun: Sequence[Sampling]) -> None:
+  """Ends what is left of what `start` has begun."""
+  for sampling in begun:
+    sampling.cancel()
+
+
+def drawn_of(account: Account, job: Job, prompt: Prompt, samples: Sequence[Sample]) -> list[Drawn]:
+  """Returns samples of a prompt, with what is said of their tokens if it is asked for."""
+  topk, said = job.asked.topk, [None] * len(samples)
+  if topk is not None:
+    found: Sequence[Scored | None] = [None] * len(samples)
+    if topk:
+      found = account.score(job.target, [(prompt.tokens, sample.tokens) for sample in samples], topk=topk)
+    said = [
+      positions(sample.tokens, sample.log_probs.tolist(), scored) for sample, scored in zip(samples, found, strict=True)
+    ]
+  return [
+    Drawn(sample.tokens, sample.text, sample.finish_reason, sample.id, each)
+    for sample, each in zip(samples, said, strict=True)
+  ]
+
+
+# --- Reading -------------------------------------------------------------------------------------------------------------
+
+
+def said_of_prompts(account: Account, job: Job) -> list[list[Position]]:
+  """Returns what is said of the tokens of every prompt; nothing of any if it is not asked for."""
+  if job.asked.prompt_logprobs is None and not any(job.echoed):
+    return [[] for _ in job.prompts]
+  # Of a single token, nothing can be said.
+  rows = [(prompt.tokens[:1], prompt.tokens[1:]) for prompt in job.prompts if len(prompt.tokens) > 1]
+  # With as many others as there can be, for the ranks of tokens that are not among the first K.
+  found = iter(account.score(job.target, rows, topk=most_logprobs(account)))
+  return [prompt_positions(each.tokens, next(found) if len(each.tokens) > 1 else None) for each in job.prompts]
+
+
+def read(account: Account, job: Job) -> tuple[list[list[Position]], list[Drawn]]:
+  """Returns what is said of the tokens of every prompt, and what comes next, where only this is asked for."""
+  if job.max_tokens == 0:
+    return said_of_prompts(account, job), [Drawn((), '', 'length', None, ())] * len(job.prompts)
+  service = account.service
+  # Any token behind a prompt brings what is said of its place.
+  rows = [(prompt.tokens[:1], [*prompt.tokens[1:], 0]) for prompt in job.prompts]
+  said, drawn = [], []
+  for prompt, scored in zip(job.prompts, account.score(job.target, rows, topk=most_logprobs(account)), strict=True):
+    token = int(scored.top_ids[-1, 0])
+    found = prompt_positions([*prompt.tokens, token], scored, last=float(scored.top_log_probs[-1, 0]))
+    said.append(found[:-1])
+    end = 'stop' if token in service.stop_token_ids else 'length'
+    drawn.append(Drawn([token], service.texts.text([token], special=False), end, None, found[-1:]))
+  return said, drawn

@@ -1,0 +1,266 @@
+"""What the OpenAI-compatible routes take: OpenAI's parameters, and those that vLLM and Fireworks add about log-probs.
+
+A parameter that is not served is refused by its name, unless its value asks for nothing; none is ignored in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic
+
+from sdpo_jax.serving.errors import InvalidRequest
+
+MOST_CHOICES = 128  # n at most, as at OpenAI.
+DEFAULT_COMPLETION_TOKENS = 16  # Of /v1/completions, as at OpenAI.
+
+# Who asks, or how a provider stores, routes and charges: nothing of it changes an answer.
+_HARMLESS = frozenset({'user', 'metadata', 'safety_identifier', 'prompt_cache_key', 'prompt_cache_retention'})
+# Parameters that are not served, and the values with which they ask for nothing.
+_UNSERVED: Mapping[str, tuple[Any, ...]] = {
+  'audio': (),
+  'best_of': (1,),
+  'frequency_penalty': (0,),
+  'function_call': ('none', 'auto'),
+  'functions': ([],),
+  'ignore_eos': (False,),
+  'include_stop_str_in_output': (False,),
+  'length_penalty': (1,),
+  'logit_bias': ({},),
+  'min_tokens': (0,),
+  'modalities': (['text'],),
+  'moderation': (),
+  'parallel_tool_calls': (True, False),  # Without tools, neither is anything.
+  'prediction': (),
+  'presence_penalty': (0,),
+  'priority': (0,),
+  'reasoning_effort': ('none',),
+  'repetition_penalty': (1,),
+  'response_format': ({'type': 'text'},),
+  'service_tier': ('auto', 'default'),
+  'skip_special_tokens': (True,),
+  'spaces_between_special_tokens': (True,),
+  'store': (False,),
+  'suffix': ('',),
+  'tool_choice': ('none', 'auto'),
+  'tools': ([],),
+  'truncate_prompt_tokens': (),
+  'use_beam_search': (False,),
+  'verbosity': ('medium',),
+  'web_search_options': (),
+}
+
+_SHAPES = {  # Of what can have several.
+  'prompt': 'a text, a list of texts, a list of token ids, or a list of lists of token ids',
+  'stop': 'a text or a list of texts',
+  'content': 'a text, or a list of parts such as {"type": "text", "text": "…"}',
+  'logprobs': 'a whole number, true or false',
+}
+
+_STRICT = pydantic.ConfigDict(strict=True, extra='forbid', allow_inf_nan=False)
+TokenId = Annotated[int, pydantic.Field(ge=0, lt=2**31)]
+
+
+class StreamOptions(pydantic.BaseModel):
+  """How an answer is streamed."""
+
+  model_config = _STRICT
+
+  include_usage: bool = False  # A last chunk without choices says how many tokens there were.
+  include_obfuscation: bool = False  # Asked for or not, chunks are not padded: their lengths hide nothing.
+  continuous_usage_stats: Literal[False] = False
+
+
+class _Request(pydantic.BaseModel):
+  """What both routes take."""
+
+  model_config = _STRICT
+
+  model: str
+  n: int = pydantic.Field(1, ge=1, le=MOST_CHOICES)
+  max_tokens: int | None = pydantic.Field(None, ge=0)
+  temperature: float = pydantic.Field(1.0, ge=0, le=2)
+  top_p: float = pydantic.Field(1.0, gt=0, le=1)
+  top_k: int = pydantic.Field(-1, ge=-1)  # 0 and -1: all.
+  min_p: float = pydantic.Field(0.0, ge=0, le=1)
+  seed: int | None = pydantic.Field(None, ge=-(2**63), lt=2**63)
+  stop: str | list[str] = []
+  stop_token_ids: list[TokenId] = []
+  stream: bool = False
+  stream_options: StreamOptions | None = None
+  prompt_logprobs: int | None = pydantic.Field(None, ge=-1)  # vLLM's.
+  return_token_ids: bool = False  # vLLM's.
+
+  @property
+  def stops(self) -> tuple[str, ...]:
+    """The strings that end a completion."""
+    return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+  @property
+  def include_usage(self) -> bool:
+    """Whether a stream ends with how many tokens there were."""
+    return self.stream_options is not None and self.stream_options.include_usage
+
+  @pydantic.model_validator(mode='after')
+  def _stream_has_its_options(self):
+    if self.stream_options is not None and not self.stream:
+      raise ValueError('stream_options go with stream=true.')
+    if self.prompt_logprobs is not None and self.stream:
+      raise ValueError('prompt_logprobs are not streamed: ask for them without stream.')
+    return self
+
+
+class TextCompletionRequest(_Request):
+  """The body of POST /v1/completions."""
+
+  prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+  logprobs: bool | int | None = None  # A number: OpenAI's; true: Fireworks', with `top_logprobs`.
+  top_logprobs: int | None = pydantic.Field(None, ge=0)
+  echo: bool = False
+  echo_last: int | None = pydantic.Field(None, ge=0)  # Fireworks': tokens of the prompt that log-probs go with.
+  add_special_tokens: bool = True  # vLLM's: whether a text begins as the tokenizer begins one.
+  context_length_exceeded_behavior: Literal['error'] = 'error'  # Fireworks'.
+
+  @property
+  def prompts(self) -> list[str] | list[list[int]]:
+    """The prompts, one by one."""
+    if isinstance(self.prompt, str):
+      return [self.prompt]
+    return [self.prompt] if self.prompt and isinstance(self.prompt[0], int) else self.prompt
+
+  @property
+  def content_logprobs(self) -> bool:
+    """Whether log-probs have the shape of a chat's, as Fireworks asks for them."""
+    return self.logprobs is True
+
+  @property
+  def topk(self) -> int | None:
+    """How many of the most likely tokens are wanted at every position; None: no log-probs are."""
+    if isinstance(self.logprobs, bool) or self.logprobs is None:
+      return (self.top_logprobs or 0) if self.logprobs else None
+    return self.logprobs
+
+  @pydantic.model_validator(mode='after')
+  def _goes_together(self):
+    if not self.prompt or [] in self.prompts or '' in self.prompts:
+      raise ValueError('prompt is empty: it needs at least one token.')
+    if self.topk is not None and self.topk < 0:
+      raise ValueError('logprobs must be 0 or more.')
+    if self.top_logprobs is not None and not self.content_logprobs:
+      raise ValueError('top_logprobs goes with logprobs=true; with a number, logprobs says how many.')
+    if self.echo_last and not self.content_logprobs:
+      raise ValueError('echo_last goes with logprobs=true.')
+    if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None and not self.echo_last:
+      raise ValueError('max_tokens=0 draws nothing: it goes with echo or prompt_logprobs.')
+    return self
+
+
+class TextPart(pydantic.BaseModel):
+  """A part of a message."""
+
+  model_config = _STRICT
+
+  type: Literal['text']
+  text: str
+
+
+class ChatMessage(pydantic.BaseModel):
+  """A message of a conversation."""
+
+  model_config = _STRICT
+
+  role: Literal['system', 'developer', 'user', 'assistant']
+  content: str | list[TextPart]
+  name: str | None = None
+
+  def plain(self) -> dict[str, str]:
+    """Returns the message as a chat template reads it."""
+    content = self.content if isinstance(self.content, str) else ''.join(part.text for part in self.content)
+    return {'role': 'system' if self.role == 'developer' else self.role, 'content': content}
+
+
+class ChatCompletionRequest(_Request):
+  """The body of POST /v1/chat/completions."""
+
+  messages: list[ChatMessage] = pydantic.Field(min_length=1)
+  max_completion_tokens: int | None = pydantic.Field(None, ge=0)
+  logprobs: bool = False
+  top_logprobs: int | None = pydantic.Field(None, ge=0)
+
+  @property
+  def topk(self) -> int | None:
+    """How many of the most likely tokens are wanted at every position; None: no log-probs are."""
+    return (self.top_logprobs or 0) if self.logprobs else None
+
+  @property
+  def limit(self) -> int | None:
+    """Tokens of a completion at most; None: as many as there is room for."""
+    return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+  @pydantic.model_validator(mode='after')
+  def _goes_together(self):
+    if self.top_logprobs is not None and not self.logprobs:
+      raise ValueError('top_logprobs goes with logprobs=true.')
+    if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+      raise ValueError('max_tokens and max_completion_tokens differ: give one of them.')
+    if self.limit == 0 and self.prompt_logprobs is None:
+      raise ValueError('max_tokens=0 draws nothing: it goes with prompt_logprobs.')
+    if any(message.name is not None for message in self.messages):
+      raise ValueError('messages cannot have a name: chat templates do not write it.')
+    return self
+
+
+Body = TypeVar('Body', TextCompletionRequest, ChatCompletionRequest)
+
+
+def parse(kind: type[Body], body: Any) -> Body:
+  """Returns a request.
+
+  Args:
+    kind: of request.
+    body: JSON.
+
+  Raises:
+    InvalidRequest: it is no such request, or asks for what is not served.
+  """
+  if not isinstance(body, dict):
+    raise InvalidRequest('The body must be a JSON object.')
+  given = {}
+  for name, value in body.items():
+    if name in kind.model_fields:
+      if value is not None:  # null: as if it were not there.
+        given[name] = value
+    elif name in _UNSERVED:
+      if value is not None and not any(_same(value, neutral) for neutral in _UNSERVED[name]):
+        raise InvalidRequest(f'{name} is not supported here: leave it out.', field=name)
+    elif name not in _HARMLESS:
+      raise InvalidRequest(
+        f'There is no parameter {name[:100]!r}: leave it out, or correct its name.', field=name[:100]
+      )
+  try:
+    return kind.model_validate(given)
+  except pydantic.ValidationError as error:
+    raise _invalid(error) from error
+
+
+def _same(value: Any, neutral: Any) -> bool:
+  return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _invalid(error: pydantic.ValidationError) -> InvalidRequest:
+  """Returns the first thing that is wrong with a request, in a sentence."""
+  first = error.errors(include_url=False, include_input=False)[0]
+  if first['type'] == 'value_error':
+    return InvalidRequest(str(first['ctx']['error']))
+  path = []
+  for part in first['loc']:
+    path.append(str(part))
+    if (
+      part in _SHAPES and first['type'] != 'missing'
+    ):  # Behind it stand the members of a union, which nobody has written.
+      return InvalidRequest(f'{".".join(path)} must be {_SHAPES[part]}.', field=path[0])
+  name = '.'.join(path)
+  if first['type'] == 'missing':
+    return InvalidRequest(f'{name} is missing: it is required.', field=path[0])
+  return InvalidRequest(f'{name}: {first["msg"]}.', field=path[0])

@@ -1,0 +1,240 @@
+"""What every route takes and answers, said once beside its handler: for the gate, /openapi.json and /docs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import dataclasses
+import html
+import json
+import re
+from typing import Any, TypeVar
+
+import pydantic
+from pydantic.json_schema import models_json_schema
+from starlette.routing import BaseRoute, Route
+
+JSON, SSE = 'application/json', 'text/event-stream'
+_Handler = TypeVar('_Handler', bound=Callable[..., Any])
+_PARAMETER = re.compile(r'{(\w+)(?::\w+)?}')
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+  """What is known of a route beside its path, its methods and its handler."""
+
+  summary: str = ''
+  body: type[pydantic.BaseModel] | None = None  # What it reads; None: nothing, or no JSON.
+  response: type[pydantic.BaseModel] | None = None  # What it answers; None: not described.
+  status: int = 200
+  content_type: str = JSON  # Of the body.
+  answers: str = JSON  # The type of the answer.
+  query: Mapping[str, str] = dataclasses.field(default_factory=dict)  # Name → meaning.
+  # Whether repeats with one Idempotency-Key are answered once: what maps (account, id of the adapter, version that the
+  # request made) to the body of an answer that was lost with its process. None: every request counts.
+  again: Callable[[Any, str, int | None], Any] | None = None
+  open: bool = False  # Whether it needs no key, and is answered before the service is ready.
+  probe: bool = False  # Whether it is asked so often that the log leaves it out.
+  observes: bool = False  # Whether it needs a key and nothing else, and is answered before the service is ready.
+  endless: bool = False  # Whether it goes on until its sender leaves.
+  # Headers of an answer, made of its body, so that one that was kept has them again.
+  headers_of: Callable[[bytes], dict[str, str]] = lambda body: {}
+
+
+def operation(**values: Any) -> Callable[[_Handler], _Handler]:
+  """Returns a decorator that says of a handler what `Operation` holds."""
+
+  def say(handler: _Handler) -> _Handler:
+    handler.operation = Operation(**values)  # type: ignore[attr-defined]
+    return handler
+
+  return say
+
+
+def operation_of(route: BaseRoute) -> Operation:
+  """Returns what is known of a route; its summary is the first line of the handler's docstring where none is given."""
+  endpoint = getattr(route, 'endpoint', None)
+  known = getattr(endpoint, 'operation', None) or Operation()
+  if not known.summary and endpoint is not None:
+    first = (getattr(endpoint, '__doc__', None) or '').strip().split('\n')[0]
+    known = dataclasses.replace(known, summary=first)
+  return known
+
+
+class ErrorBody(pydantic.BaseModel):
+  """What went wrong."""
+
+  code: str = pydantic.Field(description='A word for programs.')
+  message: str = pydantic.Field(description='One sentence for people.')
+  field: str | None = pydantic.Field(None, description='The field of the request that is to blame.')
+
+
+class ErrorAnswer(pydantic.BaseModel):
+  """The answer to every request that is refused; the OpenAI-compatible routes have type and param in the place of field."""
+
+  error: ErrorBody
+
+
+def document(routes: Iterable[BaseRoute], *, title: str, version: str, needs_key: bool) -> dict[str, Any]:
+  """Returns the OpenAPI document of routes, made of the schemas that read their bodies."""
+  described = [(route, operation_of(route)) for route in routes if isinstance(route, Route)]
+  bodies = {known.body for _, known in described if known.body is not None}
+  answers = {known.response for _, known in described if known.response is not None} | {ErrorAnswer}
+  wanted: list[tuple[type[pydantic.BaseModel], Any]] = [(model, 'validation') for model in _sorted(bodies)]
+  wanted += [(model, 'serialization') for model in _sorted(answers)]
+  references, schemas = models_json_schema(wanted, ref_template='#/components/schemas/{model}')
+  error = {
+    'description': 'Refused, with one sentence that says why.',
+    'content': {JSON: {'schema': references[ErrorAnswer, 'serialization']}},
+  }
+  paths: dict[str, dict[str, Any]] = {}
+  for route, known in described:
+    entry: dict[str, Any] = {'summary': known.summary, 'parameters': _parameters(route, known)}
+    if known.body is not None or known.content_type != JSON:
+      schema = (
+        references[known.body, 'validation'] if known.body is not None else {'type': 'string', 'format': 'binary'}
+      )
+      entry['requestBody'] = {'required': True, 'content': {known.content_type: {'schema': schema}}}
+    answer: dict[str, Any] = {'description': 'Done.'}
+    if known.response is not None:
+      answer['content'] = {known.answers: {'schema': references[known.response, 'serialization']}}
+    elif known.status != 204:
+      answer['content'] = {known.answers: {}}
+    entry['responses'] = {str(known.status): answer, 'default': error}
+    if known.open:
+      entry['security'] = []
+    for method in sorted((route.methods or set()) - {'HEAD'}):
+      name = f'{method.lower()}{re.sub(r"[^a-z0-9]+", "_", route.path.lower()).rstrip("_")}'
+      paths.setdefault(_PARAMETER.sub(r'{\1}', route.path), {})[method.lower()] = {'operationId': name, **entry}
+  found: dict[str, Any] = {
+    'openapi': '3.1.0',
+    'info': {'title': title, 'version': version},
+    'paths': dict(sorted(paths.items())),
+    'components': {'schemas': schemas.get('$defs', {})},
+  }
+  if needs_key:
+    found['components']['securitySchemes'] = {
+      'bearer': {'type': 'http', 'scheme': 'bearer'},
+      'header': {'type': 'apiKey', 'in': 'header', 'name': 'X-API-Key'},
+    }
+    found['security'] = [{'bearer': []}, {'header': []}]
+  return found
+
+
+def _sorted(models: Iterable[type[pydantic.BaseModel]]) -> Sequence[type[pydantic.BaseModel]]:
+  return sorted(models, key=lambda model: (model.__module__, model.__qualname__))
+
+
+def _parameters(route: Route, known: Operation) -> list[dict[str, Any]]:
+  found = [
+    {'name': name, 'in': 'path', 'required': True, 'schema': {'type': 'string'}}
+    for name in _PARAMETER.findall(route.path)
+  ]
+  found += [
+    {'name': name, 'in': 'query', 'description': meaning, 'schema': {'type': 'string'}}
+    for name, meaning in known.query.items()
+  ]
+  if known.again is not None:
+    found.append(_header('Idempotency-Key', 'Repeats with the same key and body are answered as the first one was.'))
+  if '{adapter}' in route.path and (known.again is not None or 'DELETE' in (route.methods or ())):
+    found.append(_header('If-Match', 'The version, in quotes, that the adapter must be at.'))
+  if not known.open and not known.endless:
+    found.append(_header('X-Deadline-Ms', 'Milliseconds within which an answer is of use.'))
+  return found
+
+
+def _header(name: str, meaning: str) -> dict[str, Any]:
+  return {'name': name, 'in': 'header', 'description': meaning, 'schema': {'type': 'string'}}
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>{title}</title>
+<style>
+body{{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222;background:#fff}}
+h2{{font-size:1em;margin:1.6em 0 .2em}} code{{font:13px/1.45 ui-monospace,monospace}}
+b{{display:inline-block;min-width:4.5em;color:#06c}} p{{margin:.2em 0}}
+table{{border-collapse:collapse;margin:.3em 0}} td{{padding:.15em 1em .15em 0;vertical-align:top;border-top:1px solid #8884}}
+@media (prefers-color-scheme:dark){{body{{color:#ddd;background:#181818}}b,a{{color:#6cf}}}}
+</style>
+<h1>{title}</h1>
+<p>The same as a document for programs: <a href="/openapi.json">/openapi.json</a>.</p>
+{operations}
+<h1>Bodies and answers</h1>
+{schemas}
+</html>
+"""
+
+
+def page(found: Mapping[str, Any]) -> str:
+  """Returns an OpenAPI document as a page that asks nobody for anything."""
+  operations = [
+    _operation_html(method, path, entry)
+    for path, methods in found['paths'].items()
+    for method, entry in methods.items()
+  ]
+  schemas = [_schema_html(name, schema) for name, schema in sorted(found['components']['schemas'].items())]
+  return _PAGE.format(
+    title=html.escape(found['info']['title']), operations='\n'.join(operations), schemas='\n'.join(schemas)
+  )
+
+
+def _operation_html(method: str, path: str, entry: Mapping[str, Any]) -> str:
+  asked, answered = _named(entry.get('requestBody', {})), _named({**entry['responses'], 'default': None})
+  lines = [
+    f'<h2><b>{method.upper()}</b><code>{html.escape(path)}</code></h2>',
+    f'<p>{html.escape(entry["summary"])}</p>',
+  ]
+  lines += [
+    f'<p>{said}: {" ".join(map(_anchor, names))}</p>'
+    for said, names in (('Body', asked), ('Answer', answered))
+    if names
+  ]
+  rows = [(each['name'], each['in'], each['description']) for each in entry['parameters'] if each['in'] != 'path']
+  return '\n'.join([*lines, _table(tuple(map(html.escape, row)) for row in rows)])
+
+
+def _schema_html(name: str, schema: Mapping[str, Any]) -> str:
+  required = schema.get('required', ())
+  rows = []
+  for field, known in schema.get('properties', {}).items():
+    kind = _kind(known)
+    if field not in required and known.get('default') is not None:
+      kind += f', default {html.escape(json.dumps(known["default"], ensure_ascii=False))}'
+    needed = ', required' if field in required and not schema.get('additionalProperties') else ''
+    rows.append((html.escape(field), kind + needed, html.escape(known.get('description', ''))))
+  meaning = html.escape(schema.get('description', ''))
+  return f'<h2 id="{html.escape(name)}"><code>{html.escape(name)}</code></h2><p>{meaning}</p>\n{_table(rows)}'
+
+
+def _kind(schema: Mapping[str, Any]) -> str:
+  """Returns what a field may hold, in words, as HTML."""
+  if '$ref' in schema:
+    return _anchor(schema['$ref'].rsplit('/', 1)[-1])
+  if 'anyOf' in schema:
+    return ' or '.join(map(_kind, schema['anyOf']))
+  if 'enum' in schema:
+    return ' or '.join(html.escape(json.dumps(value)) for value in schema['enum'])
+  if schema.get('type') == 'array' and 'items' in schema:
+    return f'list of ({_kind(schema["items"])})' if 'anyOf' in schema['items'] else f'list of {_kind(schema["items"])}'
+  bounds = [
+    f'{sign} {schema[word]}'
+    for word, sign in (('minimum', '≥'), ('exclusiveMinimum', '>'), ('maximum', '≤'), ('exclusiveMaximum', '<'))
+    if word in schema
+  ]
+  return html.escape(' '.join([schema.get('type', 'any'), ', '.join(bounds)]).strip())
+
+
+def _table(rows: Iterable[Sequence[str]]) -> str:
+  """Returns a table of rows of a name and what is said of it, all as HTML; nothing of no rows."""
+  lines = [
+    f'<tr><td><code>{name}</code></td>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>' for name, *cells in rows
+  ]
+  return '\n'.join(['<table>', *lines, '</table>']) if lines else ''
+
+
+def _named(part: Any) -> list[str]:
+  """Returns the schemas that a part of an operation names."""
+  return re.findall(r'#/components/schemas/([^"]+)"', json.dumps(part))
+
+
+def _anchor(name: str) -> str:
+  return f'<a href="#{html.escape(name)}"><code>{html.escape(name)}</code></a>'

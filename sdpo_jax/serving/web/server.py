@@ -1,0 +1,284 @@
+"""The process of the service: a port that is open from the start, the service behind it, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+import contextlib
+import ipaddress
+import logging
+import os
+import pathlib
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from sdpo_jax.config import Config, HttpConfig
+from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.serving.service import Service
+from sdpo_jax.serving.web.access_log import Forward, Log
+from sdpo_jax.serving.web.app import make_app
+from sdpo_jax.serving.web.keys import KeyFile
+from sdpo_jax.serving.web.lifetime import Lifetime
+
+_LOOK = 0.1  # Seconds between two looks at what the process waits for.
+_KEEP_ALIVE = 30  # Seconds that a connection may stay open without a request.
+_LAST_ANSWERS = 5  # Seconds in which connections get the last of what they are sent.
+
+
+def is_local(host: str) -> bool:
+  """Returns whether an address reaches this machine alone."""
+  if host == 'localhost':
+    return True
+  try:
+    return ipaddress.ip_address(host).is_loopback
+  except ValueError:
+    return False
+
+
+def open_keys(http: HttpConfig) -> KeyFile | None:
+  """Returns the keys of a service; None: it is for this machine alone, without any.
+
+  Raises:
+    UserError: others can reach it, and it has no keys; or as `KeyFile`.
+  """
+  if http.keys is not None:
+    return KeyFile(pathlib.Path(http.keys).expanduser())
+  if not is_local(http.host):
+    raise UserError(
+      f'serve.http.host={http.host} can be reached from other machines, and serve.http.keys is None: make a key with python '
+      '-m launch.serve_key --keys=FILE --owner=NAME and name that file, or listen on 127.0.0.1.'
+    )
+  return None
+
+
+def listen(http: HttpConfig) -> socket.socket:
+  """Returns a socket that listens.
+
+  Raises:
+    UserError: the address is none, or in use.
+  """
+  try:
+    family, kind, protocol, _, address = socket.getaddrinfo(http.host, http.port, type=socket.SOCK_STREAM)[0]
+    found = socket.socket(family, kind, protocol)
+    try:
+      found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+      found.bind(address)
+      found.listen(2048)
+    except BaseException:
+      found.close()
+      raise
+  except OSError as error:
+    raise UserError(
+      f'serve.http.host={http.host}, serve.http.port={http.port} cannot be listened on ({first_line(error)}): choose another '
+      'port, 0 for a free one, or end what has it.'
+    ) from error
+  found.setblocking(False)
+  return found
+
+
+def url_of(listening: socket.socket) -> str:
+  """Returns the address of a socket that listens."""
+  host, port = listening.getsockname()[:2]
+  return f'http://[{host}]:{port}' if ':' in host else f'http://{host}:{port}'
+
+
+class PatientProtocol(H11Protocol):
+  """HTTP/1.1 that closes connections whose headers do not come; uvicorn itself would wait for ever.
+
+  Every server makes a class of its own of it, which has what they share.
+  """
+
+  patience: float = 30.0  # Seconds.
+  most: int = 320  # Connections that may be open: of more, the one that has waited longest for headers is closed.
+  waiting: dict[PatientProtocol, None]  # Connections without a request under way, the oldest first.
+  _timer: asyncio.TimerHandle | None = None
+
+  def connection_made(self, transport: Any) -> None:
+    super().connection_made(transport)
+    self._look()
+    # Whoever opens connections and says nothing would take those of everybody else, and all files of the process.
+    if len(self.connections) > self.most and self.waiting:
+      next(iter(self.waiting))._give_up()
+
+  def data_received(self, data: bytes) -> None:
+    super().data_received(data)
+    self._look()
+
+  def on_response_complete(self) -> None:
+    super().on_response_complete()
+    if not self.transport.is_closing():
+      self._look()
+
+  def connection_lost(self, exc: Exception | None) -> None:
+    super().connection_lost(exc)
+    self._stop()
+
+  def _look(self) -> None:
+    """Waits for headers if no request is under way."""
+    if self.cycle is not None and not self.cycle.response_complete:
+      self._stop()
+    elif self._timer is None:
+      self._timer = self.loop.call_later(self.patience, self._give_up)
+      self.waiting[self] = None
+
+  def _stop(self) -> None:
+    self.waiting.pop(self, None)
+    if self._timer is not None:
+      self._timer.cancel()
+      self._timer = None
+
+  def _give_up(self) -> None:
+    self._stop()
+    if not self.transport.is_closing():
+      self.transport.close()
+
+
+class Server(uvicorn.Server):
+  """uvicorn whose end is `stop`: its own would cut off requests under way, and give the signal to the process again."""
+
+  def __init__(self, config: uvicorn.Config, on_signal: Callable[[], None]):
+    super().__init__(config)
+    self._on_signal = on_signal
+
+  @contextlib.contextmanager
+  def capture_signals(self):
+    """Calls `on_signal` in the event loop at the first signal, and ends the process at the second."""
+    if threading.current_thread() is not threading.main_thread():
+      yield
+      return
+    loop, seen = asyncio.get_running_loop(), False
+
+    def handle(number: int, frame: Any) -> None:
+      nonlocal seen
+      if seen:
+        os._exit(128 + number)
+      seen = True
+      loop.call_soon_threadsafe(self._on_signal)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+      yield
+    finally:
+      for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+class Process:
+  """A service from its start to its end."""
+
+  def __init__(self, config: Config, announce: Callable[[str], None], make: Callable[..., Service] = Service.make):
+    """Opens the keys and the port.
+
+    Args:
+      config: settings, checked.
+      announce: receives lines for whoever started it.
+      make: makes the service, in a thread.
+
+    Raises:
+      UserError: there are no keys where they are needed, or the port cannot be listened on.
+    """
+    self._config, self._announce, self._make = config, announce, make
+    http = config.serve.http
+    keys = open_keys(http)
+    self._socket = listen(http)
+    self.url = url_of(self._socket)
+    self.lifetime = Lifetime()
+    log = Log(bodies=http.log_bodies)
+    for name in ('uvicorn', 'sdpo_jax'):
+      logger = logging.getLogger(name)
+      logger.handlers, logger.propagate = [Forward(log)], False
+    app = make_app(None, config.serve, keys, lifetime=self.lifetime, log=log)
+    most = 4 * http.max_requests + 64
+    protocol = type('Protocol', (PatientProtocol,), {'patience': http.read_timeout_s, 'most': most, 'waiting': {}})
+    self._server = Server(
+      uvicorn.Config(
+        app,
+        http=protocol,
+        ws='none',
+        loop='asyncio',
+        lifespan='off',
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        limit_concurrency=2 * most,  # Of what is under way; what waits is closed before.
+        timeout_keep_alive=_KEEP_ALIVE,
+        timeout_graceful_shutdown=_LAST_ANSWERS,
+        h11_max_incomplete_event_size=2**16,
+      ),
+      self.lifetime.drain,
+    )
+    self._stopped = False
+
+  def run(self) -> None:
+    """Serves until it is told to stop, or nobody has asked for long enough.
+
+    Raises:
+      UserError: the service cannot be made.
+    """
+    self._announce(f'Listening on {self.url}; /readyz says when it is ready, and /docs what can be asked.')
+    threading.Thread(target=self._start, name='start', daemon=True).start()
+    try:
+      asyncio.run(self._serve())
+    finally:
+      self._socket.close()
+    if self.lifetime.failure is not None:
+      raise self.lifetime.failure
+    if not self._stopped:  # It was told to stop while it compiled, which nothing can interrupt.
+      sys.stderr.flush()
+      os._exit(0)
+
+  def _start(self) -> None:
+    def note(line: str) -> None:
+      self.lifetime.stage = line
+      self._announce(line)
+
+    try:
+      service = self._make(self._config, announce=note)
+      self.lifetime.started(service)
+      service.start()
+    except BaseException as error:
+      self.lifetime.failure = error
+
+  async def _serve(self) -> None:
+    ending = asyncio.create_task(self._watch())
+    await self._server.serve([self._socket])
+    ending.cancel()
+
+  async def _watch(self) -> None:
+    """Looks after the service until it is to end, and ends it."""
+    began, lifetime, idle = time.monotonic(), self.lifetime, self._config.serve.http.idle_shutdown_s
+    told = False
+    while not lifetime.draining and lifetime.failure is None:
+      await asyncio.sleep(_LOOK)
+      worker = lifetime.present.worker if lifetime.present is not None else None
+      if worker is not None and worker.failure is not None and not told:
+        lifetime.failure = worker.failure  # Of the start; a later one is for /readyz to say.
+      elif lifetime.ready and not told:
+        told = True
+        lifetime.touch()
+        self._announce(f'Ready after {time.monotonic() - began:.1f} s.')
+      if told and idle is not None and lifetime.idle_for() > idle:
+        self._announce(f'Nobody has asked for {idle:g} seconds: the service ends (serve.http.idle_shutdown_s).')
+        lifetime.drain()
+    lifetime.drain()
+    await self._end()
+    self._server.should_exit = True
+
+  async def _end(self) -> None:
+    """Lets requests finish, within serve.http.drain_s, and then closes the service."""
+    self._announce('Stopping: requests under way finish, new ones are refused.')
+    until = time.monotonic() + self._config.serve.http.drain_s
+    while self.lifetime.under_way and time.monotonic() < until:
+      await asyncio.sleep(_LOOK)
+    service = self.lifetime.present
+    if service is not None and (service.worker.ready.is_set() or service.worker.failure is not None):
+      await asyncio.to_thread(service.stop, max(0.0, until - time.monotonic()))
+      self._stopped = True

@@ -1,0 +1,124 @@
+"""Keys: shown once, stored hashed, refused as soon as they are taken out, and never read from a file that others can read."""
+
+import hashlib
+import hmac
+import json
+import os
+import stat
+
+import pytest
+
+from sdpo_jax.errors import UserError
+from sdpo_jax.serving.web import keys
+
+
+@pytest.fixture
+def path(tmp_path):
+  return tmp_path / 'deep' / 'keys.jsonl'
+
+
+def test_a_key_is_found_by_itself_and_stored_as_its_digest_in_a_private_file(path):
+  secret, made = keys.add(path, 'ada', 'laptop')
+  assert secret.startswith('sdpo_') and len(secret) > 40
+  text = path.read_text()
+  assert secret not in text and secret.removeprefix('sdpo_') not in text
+  assert json.loads(text)['digest'] == hashlib.sha256(secret.encode()).hexdigest()
+  assert stat.S_IMODE(path.stat().st_mode) == 0o600
+  file = keys.KeyFile(path)
+  assert file.find(secret) == made and made.owner == 'ada'
+  assert all(file.find(wrong) is None for wrong in ('', 'sdpo_', secret[:-1], secret + 'x', made.digest))
+
+
+def test_every_digest_is_compared_in_constant_time(path, monkeypatch):
+  secrets = [keys.add(path, 'ada', str(number))[0] for number in range(3)]
+  compared, compare = [], hmac.compare_digest
+
+  def watched(a, b):
+    compared.append((len(a), len(b)))
+    return compare(a, b)
+
+  monkeypatch.setattr(keys.hmac, 'compare_digest', watched)
+  file = keys.KeyFile(path)
+  for presented in (secrets[0], secrets[2], 'sdpo_none'):
+    compared.clear()
+    file.find(presented)
+    assert compared == [(64, 64)] * 3
+
+
+def test_the_file_is_read_again_when_it_changes(path):
+  first, made = keys.add(path, 'ada', 'one')
+  file = keys.KeyFile(path)
+  second, _ = keys.add(path, 'bob', 'two')
+  assert file.find(second).owner == 'bob' and file.find(first).owner == 'ada'
+  assert keys.revoke(path, made.id) == made
+  assert file.find(first) is None and file.find(second).owner == 'bob'
+  with pytest.raises(UserError, match='no key with the id'):
+    keys.revoke(path, made.id)
+
+
+def test_no_key_is_accepted_while_the_file_is_damaged_gone_or_open_to_others(path):
+  secret, _ = keys.add(path, 'ada', 'one')
+  file, content = keys.KeyFile(path), path.read_bytes()
+  path.write_bytes(content + b'{"id": 1}\n')
+  assert file.find(secret) is None
+  path.write_bytes(content)
+  os.utime(path, ns=(1, 1))
+  assert file.find(secret) is not None
+  path.chmod(0o640)
+  assert file.find(secret) is None
+  path.chmod(0o600)
+  assert file.find(secret) is not None
+  path.unlink()
+  assert file.find(secret) is None
+
+
+@pytest.mark.parametrize(
+  'content, sentence',
+  [
+    (b'', 'has no key'),
+    (b'not json\n', 'line 1: this is no line of a key'),
+    (b'[]\n', 'line 1'),
+    (b'\xff\xfe', 'cannot be read'),
+    (b'{"id": "a", "digest": "b", "owner": "c", "name": "d", "created": 1}\n', 'the digest or the owner is not one'),
+  ],
+)
+def test_a_file_that_is_none_of_keys_is_refused_with_its_line(path, content, sentence):
+  path.parent.mkdir()
+  path.touch(0o600)
+  path.write_bytes(content)
+  with pytest.raises(UserError, match=sentence):
+    keys.KeyFile(path)
+
+
+def test_a_file_that_others_can_read_is_refused(path):
+  keys.add(path, 'ada', 'one')
+  path.chmod(0o644)
+  with pytest.raises(UserError, match='chmod 600'):
+    keys.KeyFile(path)
+  with pytest.raises(UserError, match='launch.serve_key'):
+    keys.KeyFile(path.with_name('other'))
+
+
+@pytest.mark.parametrize('owner, name', [('', 'x'), ('ada', ''), ('a' * 201, 'x'), ('a\nb', 'x')])
+def test_owners_and_names_are_printable(path, owner, name):
+  with pytest.raises(UserError, match='printable characters'):
+    keys.add(path, owner, name)
+
+
+@pytest.mark.parametrize(
+  'headers, found',
+  [
+    ({'authorization': ['Bearer sdpo_a']}, 'sdpo_a'),
+    ({'authorization': ['bearer  sdpo_a ']}, 'sdpo_a'),
+    ({'x-api-key': ['sdpo_a']}, 'sdpo_a'),
+    ({'x-api-key': ['sdpo_a'], 'authorization': ['Bearer sdpo_a']}, 'sdpo_a'),
+    ({'x-api-key': ['sdpo_a'], 'authorization': ['Bearer sdpo_b']}, None),
+    ({'x-api-key': ['sdpo_a', 'sdpo_b']}, None),
+    ({'authorization': ['Basic c2Rwbzo=']}, None),
+    ({'authorization': ['Basic c2Rwbzo='], 'x-api-key': ['sdpo_a']}, None),
+    ({'authorization': ['Bearer ']}, None),
+    ({}, None),
+  ],
+)
+def test_bearer_and_header_are_the_same_and_two_different_keys_are_none(headers, found):
+  assert keys.presented(headers) == found
