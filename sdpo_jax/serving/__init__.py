@@ -1,0 +1,1 @@
+"""The continual-distillation service: many users' adapters, sampled, scored and trained in one process."""

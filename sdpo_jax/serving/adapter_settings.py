@@ -1,0 +1,73 @@
+"""What an owner sets of an adapter: who teaches it, what it must not become, and on which prompts that is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sdpo_jax.config import ServeConfig
+from sdpo_jax.errors import short_repr
+from sdpo_jax.serving import prompts, teachers
+from sdpo_jax.serving.errors import InvalidRequest
+from sdpo_jax.serving.guards import Guards
+from sdpo_jax.types import Messages
+
+FIELDS = ('teacher', 'guards', 'canary_prompts')
+MOST_CANARIES = 16
+
+
+def checked(settings: Mapping[str, Any], serve: ServeConfig, prompt_of: Callable[..., list[int]]) -> dict[str, Any]:
+  """Returns settings as they are kept, as JSON; what is None or left out is as the service says.
+
+  Args:
+    settings: `teacher`, a kind or a mapping (`teachers.check`); `guards`, limits by name (`guards.Guards.of`);
+      `canary_prompts`, texts or conversations.
+    serve: settings of the service.
+    prompt_of: `Account.prompt_of`, which makes tokens of prompts.
+
+  Raises:
+    InvalidRequest: naming the field.
+  """
+  for field in settings:
+    if field not in FIELDS:
+      raise InvalidRequest(
+        f'{short_repr(field)} is no setting of an adapter; there are {", ".join(FIELDS)}.', field=f'settings.{field}'
+      )
+  found: dict[str, Any] = {}
+  teacher, guards, canaries = (settings.get(field) for field in FIELDS)
+  if teacher is not None:
+    teacher = teachers.settings_of(teacher)
+    if not isinstance(teacher, Mapping):
+      raise InvalidRequest(f'teacher must be a kind or an object, not {short_repr(teacher)}.', field='teacher')
+    teachers.check(teacher)
+    found['teacher'] = dict(teacher)
+  if guards is not None:
+    if not isinstance(guards, Mapping):
+      raise InvalidRequest(f'guards must be limits by name, not {short_repr(guards)}.', field='guards')
+    Guards.of(serve.guards, guards)
+    found['guards'] = dict(guards)
+  if canaries is not None:
+    found['canary_prompts'] = _canaries(canaries, prompt_of)
+  return found
+
+
+def _canaries(canaries: Any, prompt_of: Callable[..., list[int]]) -> list[Any]:
+  if not isinstance(canaries, list | tuple) or len(canaries) > MOST_CANARIES:
+    raise InvalidRequest(
+      f'canary_prompts must be a list of up to {MOST_CANARIES} texts or conversations.', field='canary_prompts'
+    )
+  for number, canary in enumerate(canaries):
+    try:
+      prompt_of(messages=_messages_of(canary))
+    except InvalidRequest as error:
+      raise InvalidRequest(f'canary_prompts[{number}]: {error}', field=f'canary_prompts[{number}]') from error
+  return [canary if isinstance(canary, str) else _messages_of(canary) for canary in canaries]
+
+
+def _messages_of(canary: Any) -> Messages:
+  """Returns a canary prompt, a question or a conversation, as a conversation.
+
+  Raises:
+    InvalidRequest: it is neither.
+  """
+  return prompts.conversation([{'role': 'user', 'content': canary}] if isinstance(canary, str) else canary)

@@ -1,0 +1,71 @@
+"""One request as everything below HTTP sees it: until when it may take, whether somebody still waits, what it may spend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+import contextlib
+import threading
+import time
+
+from sdpo_jax.serving.errors import Cancelled, Deadline, ServiceError
+
+
+class Call:
+  """A request under way, which another thread can end."""
+
+  def __init__(
+    self,
+    deadline: float | None = None,
+    spend: Callable[[str, int], None] = lambda kind, tokens: None,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    """Makes a request.
+
+    Args:
+      deadline: on the monotonic clock; None: it may take any time.
+      spend: called with 'sampled', 'scored' or 'learned' and a number of tokens before they are computed; it raises Busy
+        where they are too many. A negative number gives back what was not needed.
+      clock: the time.
+    """
+    self.deadline, self.spend, self._clock = deadline, spend, clock
+    self._lock = threading.Lock()
+    self._ended: ServiceError | None = None
+    self._listeners: list[Callable[[], None]] = []
+
+  def end(self, error: ServiceError | None = None) -> None:
+    """Ends the request, from any thread; the first error counts, Cancelled if none is given."""
+    with self._lock:
+      if self._ended is not None:
+        return
+      self._ended = error or Cancelled('The request was cancelled, for its sender does not wait any more.')
+      listeners = list(self._listeners)
+    for listener in listeners:
+      listener()
+
+  def check(self) -> None:
+    """Returns if the request goes on.
+
+    Raises:
+      Cancelled: nobody waits for it any more.
+      Deadline: its time is over.
+    """
+    if self._ended is not None:
+      raise self._ended
+    if self.deadline is not None and self._clock() >= self.deadline:
+      raise Deadline('The time of the request was over before it was done: nothing was changed.')
+
+  @contextlib.contextmanager
+  def on_end(self, listener: Callable[[], None]) -> Iterator[None]:
+    """Calls `listener` once, from another thread, if the request is ended within the block, or was before."""
+    with self._lock:
+      ended = self._ended is not None
+      if not ended:
+        self._listeners.append(listener)
+    if ended:
+      listener()
+    try:
+      yield
+    finally:
+      with self._lock:
+        if listener in self._listeners:
+          self._listeners.remove(listener)

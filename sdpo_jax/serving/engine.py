@@ -1,0 +1,768 @@
+"""The engine of the service: many adapters of one model, sampled, scored and trained in one process.
+
+A version of an adapter is immutable: its factors, the moments of its optimizer and its own teacher, the average of its
+factors over the versions before it. What is used of it is copied into one of three pools on the devices: snapshots to
+sample from, in compute dtype; teachers, to score with; and slots to train in, in float32. One thread calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+import functools
+import math
+import os
+import pathlib
+import time
+from types import MappingProxyType
+from typing import Literal, Unpack
+
+import jax
+import numpy as np
+import optax
+
+from models import parameters
+from models.adapters import lora, lora_pool
+from models.adapters.lora_pool import LoraPool
+from models.decoder import DecoderPolicy
+from models.policy import NO_MEMBER, Policy
+from sdpo_jax.distributed.mesh import FSDP
+from sdpo_jax.distributed.stopping import NEVER, Stop
+from sdpo_jax.errors import UserError, first_line, printable, short_repr
+from sdpo_jax.rollout.engine import Sampler, SamplingOptions
+from sdpo_jax.rollout.resident import Handle, Resident, Weights
+from sdpo_jax.rollout.stops import Tokenizer
+from sdpo_jax.serving import elsewhere, training_pool
+from sdpo_jax.serving.kept_programs import KeptPrograms
+from sdpo_jax.serving.learning import AdamW, Learned, Learner, Lesson, Task, Taught
+from sdpo_jax.serving.losses import Loss, Sdpo
+from sdpo_jax.serving.places import NoPlaceError, Places
+from sdpo_jax.serving.program_folder import ProgramFolder, surroundings
+from sdpo_jax.serving.scoring import Scored, Scorer, check_ids, mesh_of
+from sdpo_jax.serving.shelf import Arrays, Shelf
+from sdpo_jax.serving.training_pool import SlotState
+from sdpo_jax.teacher.endpoint import Endpoint
+from sdpo_jax.types import Tree
+
+BASE = ''  # In the place of a version: the model without an adapter.
+_SCORED = dataclasses.fields(Scored)
+_FACTORS, _MU, _NU, _COUNT, _AVERAGE = 'factors', 'mu', 'nu', 'count', 'average'  # Arrays of a version.
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineSettings:
+  """Sizes of an engine, for which its programs are compiled."""
+
+  prompt_buckets: tuple[int, ...]  # Lengths to which prompts are padded.
+  teacher_buckets: tuple[int, ...]  # The same of teachers' prompts.
+  response_buckets: tuple[int, ...]  # The same of completions.
+  # Lengths to which whole texts are padded whose tokens are scored; none: nothing beyond the other buckets is.
+  score_buckets: tuple[int, ...] = ()
+  rows: int = 16  # Completions that are decoded at once.
+  training_rows: int = 4  # Completions of a micro-batch of learning or scoring.
+  snapshots: int = 8  # Versions to sample from at once.
+  teachers: int = 8  # Versions to score with at once.
+  slots: int = 8  # Versions in training at once.
+  topk: int = 100  # K, tokens of a support or of an answer about scores at most.
+  decode_chunk: int = 8  # Tokens between two looks at the slots.
+  stop_ids: int = 8  # Tokens that may end a completion.
+  logits_chunk_size: int = 256  # Tokens whose logits exist at one time.
+  memory_bytes: int | None = None  # Of versions in host memory; None: `memory_for`.
+  product: Literal['auto', 'gather', 'masked'] = 'auto'  # How rows find their adapters: `lora_pool.choose_product`.
+
+
+@dataclasses.dataclass(frozen=True)
+class Feedback:
+  """What is to be learned in one step from a version to the next.
+
+  Raises:
+    UserError: a number that is not allowed, or no name.
+  """
+
+  version: str  # That learns.
+  new: str  # The name of what it becomes.
+  lessons: Sequence[Lesson]
+  loss: Loss = Sdpo()
+  optimizer: AdamW = AdamW()
+  steps: int = 1
+  # 'live': the version itself; 'average': its own average; 'base': the model without an adapter; 'version:NAME': another
+  # version, such as an older one; 'model:NAME': one of the engine's other models; 'given': the lessons say what it said;
+  # 'endpoint': likewise, by `Engine.ask_endpoint`.
+  teacher: str = 'live'
+  average_rate: float = 0.05  # How far the average moves towards the new factors, from 0 to 1.
+
+  def __post_init__(self):
+    if self.new == BASE:
+      raise UserError('What comes of a feedback needs a name; the empty one is that of the model without an adapter.')
+    if not 0 <= self.average_rate <= 1:
+      raise UserError(f'average_rate must be between 0 and 1, not {self.average_rate}.')
+
+
+class Engine:
+  """Versions by name, and all that can be done with them."""
+
+  def __init__(
+    self,
+    policy: DecoderPolicy,
+    base: Tree,
+    tokenizer: Tokenizer,
+    settings: EngineSettings,
+    folder: pathlib.Path,
+    stop_token_ids: Sequence[int] = (),
+    models: Mapping[str, tuple[Policy, Tree]] = MappingProxyType({}),
+    programs: pathlib.Path | None = None,
+    endpoint: Endpoint | None = None,
+  ):
+    """Makes an engine without versions.
+
+    Args:
+      policy: the model with the adapter that all versions have the shape of, where it computes.
+      base: its frozen parameters.
+      tokenizer: of the model, for texts and stop strings.
+      settings: sizes.
+      folder: for versions that memory does not hold, of this engine alone.
+      stop_token_ids: tokens that end every completion.
+      models: other models that teach, by name: policy and parameters, on the same devices. Their tokens are those of the
+        model, or more of them.
+      programs: folder of compiled programs, which `compile` fills; other engines may use it, too. None: none.
+      endpoint: a teacher of which `ask_endpoint` asks; None: there is none.
+
+    Raises:
+      ValueError: the policy has no LoRA adapter, or another model knows fewer tokens.
+      UserError: others can write to the folder of programs, or the mesh does not divide the rows.
+    """
+    if not isinstance(policy.adapter, lora.Adapter):
+      raise ValueError('An engine serves LoRA adapters: the policy must have one.')
+    check_divides(settings, policy)
+    self._policy, self._base, self._endpoint = policy, base, endpoint
+    self._table = parameters.trainable(policy.parameter_table())
+    memory_bytes = settings.memory_bytes
+    if memory_bytes is None:
+      host = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+      memory_bytes = min(memory_for(settings, self.version_bytes), host // 4)
+    self.settings = dataclasses.replace(settings, memory_bytes=memory_bytes)
+    self._shelf = Shelf(folder, memory_bytes)
+    kept_in = None
+    if programs is not None:
+      mesh = policy.backend.mesh
+      devices = jax.devices()[:1] if mesh is None else list(mesh.devices.flat)
+      key = surroundings(devices) | {
+        'settings': dataclasses.asdict(settings),
+        'policy': repr(policy),
+        'models': {name: repr(other) for name, (other, _) in models.items()},
+      }
+      kept_in = ProgramFolder(programs, key, devices)
+    self._programs = KeptPrograms(kept_in)
+    keep = self._programs.keep
+
+    sampled, taught, trained = pooled_policies(policy, settings)
+    mesh, table = mesh_of(policy), trained.parameter_table()
+    pool_lies = mesh and lora_pool.shardings(table, mesh)
+    with_member = keep('with_member', jax.jit(lora_pool.with_member, out_shardings=pool_lies))
+    self._snapshots, self._snapshot_places = _Pool(sampled, policy.dtype, with_member), Places(settings.snapshots)
+    self._teachers, self._teacher_places = _Pool(taught, 'float32', with_member), Places(settings.teachers)
+    self._slots: SlotState | None = None  # None: to be made anew.
+    self._slot_places, self._trained = Places(settings.slots), trained
+    sampler = Sampler(
+      sampled,
+      tokenizer,
+      prompt_buckets=settings.prompt_buckets,
+      response_buckets=settings.response_buckets,
+      max_batch_rows=settings.rows,
+      stop_token_ids=stop_token_ids,
+      mesh=policy.backend.mesh,
+      decode_chunk=settings.decode_chunk,
+      keep=keep,
+    )
+    self._resident = Resident(sampler, base, self._snapshots.factors, stop_ids=settings.stop_ids)
+    self._sampling: list[tuple[Handle, str]] = []
+    self._learner = Learner(
+      trained,
+      taught,
+      base,
+      topk=settings.topk,
+      rows=settings.training_rows,
+      prompt_buckets=settings.prompt_buckets,
+      teacher_buckets=settings.teacher_buckets,
+      response_buckets=settings.response_buckets,
+      chunk_size=settings.logits_chunk_size,
+      keep=keep,
+    )
+    self._texts: Scorer | None = None
+    if settings.score_buckets:
+      self._texts = Scorer(
+        taught,
+        base,
+        topk=settings.topk,
+        rows=settings.training_rows,
+        prompt_buckets=(1,),
+        response_buckets=settings.score_buckets,
+        chunk_size=settings.logits_chunk_size,
+        name='text',
+        keep=keep,
+      )
+    self._models: dict[str, Scorer] = {}
+    for name, (other, its_parameters) in models.items():
+      if other.vocab_size < policy.vocab_size:
+        raise ValueError(f'{name} knows {other.vocab_size} tokens, and the model that learns {policy.vocab_size}.')
+      self._models[name] = Scorer(
+        other,
+        its_parameters,
+        topk=settings.topk,
+        rows=settings.training_rows,
+        prompt_buckets=settings.teacher_buckets,
+        response_buckets=settings.response_buckets,
+        chunk_size=settings.logits_chunk_size,
+        vocab_size=policy.vocab_size,
+        name=f'model:{name}',
+        keep=keep,
+      )
+    slots_lie = mesh and training_pool.shardings(table, mesh)
+    put_slot = jax.jit(training_pool.with_slot, donate_argnums=0, out_shardings=slots_lie)
+    self._put_slot = keep('put_slot', put_slot)
+    self._get_slot = keep('get_slot', jax.jit(training_pool.slot_of))
+
+  # The start.
+
+  def compile(self, announce: Callable[[str], None]) -> None:
+    """Compiles all programs, or reads them from their folder, before the first request; none is compiled later.
+
+    Each is called once, with zeros, for all of the declared buckets.
+
+    Args:
+      announce: receives a line for every program.
+
+    Raises:
+      UserError: a program does not fit into the memory of the devices.
+    """
+    began = time.monotonic()
+    announce('  programs   compiled, or read where they are kept, before the first request')
+    try:
+      with self._programs.announced(announce):
+        self._rehearse()
+    except jax.errors.JaxRuntimeError as error:
+      if 'RESOURCE_EXHAUSTED' not in str(error):
+        raise
+      raise UserError(
+        f'The programs of the engine do not fit into the memory of the devices ({first_line(error)}): lower rows, '
+        'training_rows, the places (snapshots, teachers, slots) or the largest buckets, or use more devices.'
+      ) from error
+    made, read = self._programs.compiled, self._programs.read
+    announce(f'  {made} compiled and {read} read in {time.monotonic() - began:.1f} s')
+
+  def _rehearse(self) -> None:
+    """Calls every program as requests do; no version changes."""
+    settings = self.settings
+    zeros = parameters.map_table(lambda row: np.zeros(row.shape, np.float32), self._table)
+    for pool in (self._snapshots, self._teachers):
+      pool.with_member(0, zeros)
+    self._resident.use(self._snapshots.factors)
+    for width in settings.prompt_buckets:
+      handle = self._resident.submit([0] * width, n=1, seed=0, step=0, max_tokens=1)
+      while self._resident.turn():
+        pass
+      handle.result()
+    state = self._put_slot(self._fresh_slots(), np.int32(0), _own_state(zeros, zeros, zeros, np.zeros((), np.int32)))
+    self._get_slot(state, np.int32(0))
+    for length in settings.score_buckets:
+      self._texts.score(
+        self._teachers.factors, [([0], [0] * length)], member=NO_MEMBER, ids=[np.zeros((length, 1), np.int32)]
+      )
+    prompts, teachers = settings.prompt_buckets, settings.teacher_buckets
+    for response in settings.response_buckets:
+      completion, ids = [0] * response, [np.zeros((response, 1), np.int32)]
+      self._learner.score(self._teachers.factors, NO_MEMBER, [([0] * teachers[-1], completion)], ids)
+      for scorer in self._models.values():
+        for length in teachers:
+          scorer.score({}, [([0] * length, completion)])
+      # Programs read prompt and completion, or a teacher's prompt and completion, never all three.
+      for index in range(max(len(prompts), len(teachers))):
+        prompt, teacher = (lengths[min(index, len(lengths) - 1)] for lengths in (prompts, teachers))
+        lesson = Lesson([0] * prompt, completion, [0] * teacher)
+        task = Task(0, [lesson], loss=Sdpo(topk=settings.topk), steps=2)
+        state, _ = self._learner.learn(state, self._teachers.factors, [task])
+
+  # What there is.
+
+  def __contains__(self, version: str) -> bool:
+    return version == BASE or version in self._shelf
+
+  def create(self, version: str, seed: int) -> None:
+    """Makes a version that changes nothing yet: PEFT's initialisation."""
+    self.put(version, self._initial(seed))
+
+  def _initial(self, seed: int) -> Tree:
+    # The words of a key from that seed, as JAX makes it; making it would compile something.
+    return parameters.draw(self._table, [0, seed % 2**32], 0.0, lambda _, values: values)
+
+  def put(self, version: str, factors: Tree) -> None:
+    """Makes a version of given factors, such as an import's, whose moments are 0 and whose average are the factors.
+
+    Raises:
+      UserError: factors of another shape, or values that are not finite, which would reach the rows of others.
+      ValueError: there is a version of that name.
+    """
+    _check_name(version)
+    self._shelf.put(version, self._first_of(factors))
+
+  def _first_of(self, factors: Tree) -> dict[str, np.ndarray]:
+    """Returns the arrays of a first version."""
+    factors = self._checked(factors)
+    mu, nu = ({name: np.zeros_like(value) for name, value in factors.items()} for _ in range(2))
+    average = {name: value.copy() for name, value in factors.items()}
+    return _arrays_of(factors, mu, nu, average, np.zeros((), np.int32))
+
+  def fresh(self, seed: int) -> Arrays:
+    """Returns the arrays of a version that changes nothing yet, as `create` makes it; the engine keeps nothing."""
+    arrays = self._first_of(self._initial(seed))
+    for array in arrays.values():
+      array.setflags(write=False)
+    return MappingProxyType(arrays)
+
+  def state(self, version: str) -> Arrays:
+    """Returns all that a version is, by name: factors, moments, count and average; none can be written to. Any thread.
+
+    Raises:
+      UserError: there is no such version.
+    """
+    return MappingProxyType(self._arrays(version))
+
+  def restore(self, version: str, arrays: Arrays) -> None:
+    """Makes a version of what `state` has returned of it, here or in another engine for adapters of this shape.
+
+    Raises:
+      UserError: arrays of other names, shapes or types, or values that cannot be; the engine has not changed.
+      ValueError: there is a version of that name.
+    """
+    _check_name(version)
+    names = {f'{kind}/{row.name}': row.shape for kind in (_FACTORS, _MU, _NU, _AVERAGE) for row in self._table}
+    expected = {name: (shape, np.dtype(np.float32)) for name, shape in names.items()}
+    expected[_COUNT] = ((), np.dtype(np.int32))
+    for wrong, said in ((expected.keys() - arrays.keys(), 'lacks'), (arrays.keys() - expected.keys(), 'also holds')):
+      if wrong:
+        raise UserError(f'The version {version} {said} {printable(min(wrong))}, unlike those that the engine serves.')
+    found: dict[str, np.ndarray] = {}
+    for name, (shape, dtype) in expected.items():
+      array = np.asarray(arrays[name])
+      if (array.shape, array.dtype) != (shape, dtype):
+        raise UserError(
+          f'{name} of the version {version} is {array.dtype.name} of the shape {array.shape}, and the engine serves '
+          f'{dtype.name} of {shape}.'
+        )
+      if not training_pool.fits(array):
+        raise UserError(f'{name} of the version {version} holds a value that is not finite, or too large: not served.')
+      if (name == _COUNT or name.startswith(f'{_NU}/')) and np.min(array, initial=0) < 0:
+        raise UserError(f'{name} of the version {version} holds a negative value, which no optimizer leaves there.')
+      found[name] = array.copy() if array.flags.writeable else array
+    self._shelf.put(version, found)
+
+  @property
+  def version_bytes(self) -> int:
+    """Bytes of the arrays of a version."""
+    return 4 * (4 * sum(math.prod(row.shape) for row in self._table) + 1)
+
+  def drop(self, version: str) -> None:
+    """Forgets the arrays of a version that `restore` may bring back; what uses it on the devices goes on."""
+    self._shelf.drop(version)
+
+  def factors(self, version: str, kind: Literal['factors', 'average'] = 'factors') -> Tree:
+    """Returns the factors of a version, or their average, as the parameter table nests them; on the host."""
+    return self._tree(self._arrays(version), kind)
+
+  def forget(self, version: str) -> None:
+    """Erases a version that nothing under way uses; none is no error.
+
+    Raises:
+      ValueError: something does.
+    """
+    for places, names in (
+      (self._snapshot_places, [version]),
+      (self._slot_places, [version]),
+      (self._teacher_places, [(kind, version) for kind in (_FACTORS, _AVERAGE)]),
+    ):
+      for name in names:
+        places.forget(name)
+    self._shelf.drop(version)
+
+  # Sampling.
+
+  def submit(self, version: str, prompt: Sequence[int], **options: Unpack[SamplingOptions]) -> Handle:
+    """Lets samples of a prompt by a version wait for slots; see `Resident.submit`, also for further options.
+
+    Raises:
+      NoPlaceError: all snapshots are in use.
+      UserError: as `Resident.submit`, or there is no such version.
+    """
+    check_ids('The prompt', prompt, self._policy.vocab_size)
+    if version == BASE:
+      return self._resident.submit(prompt, **options)
+    arrays = self._arrays(version)
+    place = self._snapshot_places.take(version)
+    try:
+      if not place.filled:
+        self._snapshots.put(place.index, self._tree(arrays, _FACTORS))
+        self._resident.use(self._snapshots.factors)
+      handle = self._resident.submit(prompt, weights=Weights(place.index, version), **options)
+    except BaseException:
+      self._snapshot_places.let_go(version)
+      if not place.filled:
+        self._snapshot_places.forget(version)
+      raise
+    self._sampling.append((handle, version))
+    return handle
+
+  def cancel(self, handle: Handle) -> None:
+    """Ends a request at the next turn."""
+    self._resident.cancel(handle)
+
+  def turn(self) -> bool:
+    """Draws some tokens in every slot; returns whether anything is under way."""
+    busy = self._resident.turn()
+    for handle, version in self._sampling:
+      if handle.done:
+        self._snapshot_places.let_go(version)
+    self._sampling = [(handle, version) for handle, version in self._sampling if not handle.done]
+    return busy
+
+  def end(self, error: BaseException) -> None:
+    """Ends sampling for good: all that is under way raises this error."""
+    self._resident.end(error)
+
+  @property
+  def tokens(self) -> int:
+    """Tokens that were sampled so far."""
+    return self._resident.stats.tokens
+
+  # Scoring.
+
+  def score(
+    self,
+    version: str,
+    rows: Sequence[tuple[Sequence[int], Sequence[int]]],
+    *,
+    topk: int = 1,
+    ids: Sequence[np.ndarray] | None = None,
+  ) -> list[Scored]:
+    """Returns what a version says of tokens.
+
+    Args:
+      version: whose; `BASE`: the model without an adapter.
+      rows: prompt and tokens after it, of each row. Together they may be as long as the largest of the score buckets, and
+        one longer than that within the buckets of teachers' prompts and completions.
+      topk: how many of the most likely tokens are wanted at every position, at most the engine's; 0: none.
+      ids: [T, M] int32 of each row, whose log-probs are wanted, too.
+
+    Raises:
+      NoPlaceError: all places for teachers are in use.
+      UserError: there is no such version, a row is too long or holds no tokens, ids are of other tokens, or topk is too
+        large.
+    """
+    if not 0 <= topk <= self.settings.topk:
+      raise UserError(f'topk must be between 0 and {self.settings.topk}, not {short_repr(topk)}.')
+    for prompt, tokens in rows:
+      check_ids('A row to be scored', [*prompt, *tokens], self._policy.vocab_size)
+    if ids is not None and [np.ndim(own) == 2 and len(own) for own in ids] != [len(tokens) for _, tokens in rows]:
+      raise UserError('The ids whose log-probs are wanted must have as many rows as there are tokens, for every text.')
+    texts = [index for index, (prompt, tokens) in enumerate(rows) if self._is_text(prompt, tokens)]
+    others = [index for index in range(len(rows)) if index not in set(texts)]
+    if others:
+      lessons = [Lesson([1], tokens, prompt) for prompt, tokens in (rows[index] for index in others)]
+      self._learner.check([Task(0, lessons, loss=Sdpo(topk=1))])
+    member, release = self._teacher(version, _FACTORS)
+    pool = self._teachers.factors
+    found: dict[int, Scored] = {}
+    try:
+      if others:
+        asked = None if ids is None else [ids[index] for index in others]
+        scored = self._learner.score(pool, member, [rows[index] for index in others], asked)
+        found |= zip(others, scored, strict=True)
+      if texts:
+        whole = [[*prompt, *tokens] for prompt, tokens in (rows[index] for index in texts)]
+        asked = None if ids is None else [_behind(ids[index], len(rows[index][0]) - 1) for index in texts]
+        said = self._texts.score(pool, [(row[:1], row[1:]) for row in whole], member=member, ids=asked)
+        for index, scored in zip(texts, said, strict=True):
+          found[index] = _last(scored, len(rows[index][1]))
+    finally:
+      release()
+    return [
+      dataclasses.replace(one, top_ids=one.top_ids[:, :topk], top_log_probs=one.top_log_probs[:, :topk])
+      for _, one in sorted(found.items())
+    ]
+
+  def _is_text(self, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
+    """Returns whether a row to be scored is read as one text, for the buckets of prompts and completions are too small.
+
+    Raises:
+      UserError: it is too long for that, too.
+    """
+    settings = self.settings
+    if not settings.score_buckets or not len(prompt) or not len(tokens):
+      return False
+    if len(prompt) <= settings.teacher_buckets[-1] and len(tokens) <= settings.response_buckets[-1]:
+      return False
+    length, most = len(prompt) + len(tokens), settings.score_buckets[-1] + 1
+    if length > most:
+      raise UserError(f'A text has {length} tokens, and the engine scores {most} at most.')
+    return True
+
+  # Learning.
+
+  def ask_endpoint(self, lessons: Sequence[Lesson], stop: Stop = NEVER) -> list[Lesson]:
+    """Returns lessons with what the teacher behind the endpoint says of them, for `learn` with `teacher='endpoint'`.
+
+    From any thread, and best not from the one that owns the engine: it waits for the network, and for nothing else.
+
+    Args:
+      lessons: with what the teacher reads.
+      stop: whether to wait no longer.
+
+    Raises:
+      UserError: there is no endpoint, a lesson cannot be learned, or the teacher says nothing of one that can be used.
+      StoppedError: as `stop` said.
+    """
+    if self._endpoint is None:
+      raise UserError("The engine has no endpoint to ask: set the teacher_endpoint's url, or choose another teacher.")
+    self._learner.check([Task(0, lessons, loss=Sdpo(topk=1))])
+    return elsewhere.taught(self._endpoint, lessons, self.settings.topk, stop)
+
+  def learn(
+    self, feedback: Sequence[Feedback], keep: Callable[[int, Learned], bool] = lambda *_: True
+  ) -> list[Learned]:
+    """Learns from the feedback of different versions at once.
+
+    Args:
+      feedback: at most as many as there are slots.
+      keep: maps (which of them, what came of it) to whether the new version is to be; of those that are not, and of
+        those with a gradient that is not finite, nothing remains.
+
+    Raises:
+      UserError: what cannot be learned; nothing has changed.
+      NoPlaceError: likewise, for all places are in use.
+    """
+    for each in feedback:
+      if each.new in self:
+        raise UserError(f'There is a version {each.new} already: versions never change.')
+    if len({each.new for each in feedback}) < len(feedback):
+      raise UserError('Two feedbacks name what comes of them alike: each is a version of its own.')
+    if not feedback:
+      return []
+    taken: list[str] = []
+    stored: list[str] = []
+    releases: list[Callable[[], None]] = []
+    try:
+      tasks = []
+      for each in feedback:
+        slot = self._slot(each.version, taken)
+        teacher, release = self._teacher_of(each)
+        releases.append(release)
+        itself = each.teacher in ('live', f'version:{each.version}')
+        tasks.append(Task(slot, each.lessons, teacher, each.loss, each.optimizer, each.steps, itself))
+      self._learner.check(tasks)
+      tasks = [self._taught(each, task) for each, task in zip(feedback, tasks, strict=True)]
+      state, self._slots = self._slots, None  # Its buffers are taken over: should this fail, they are gone.
+      state, learned = self._learner.learn(state, self._teachers.factors, tasks)
+      self._slots = state
+      for index, (each, task, came) in enumerate(zip(feedback, tasks, learned, strict=True)):
+        if came.stepped and keep(index, came):
+          self._store(each, task.slot)
+          stored.append(each.new)
+          taken.remove(each.version)
+          self._slot_places.rename(each.version, each.new)
+          self._slot_places.let_go(each.new)
+    except BaseException as error:
+      for new in stored:  # All or none.
+        self._slot_places.forget(new)
+        self._shelf.drop(new)
+      if not isinstance(error, (UserError, NoPlaceError)):
+        self._slots = None  # Whatever happened, buffers may be gone. All that was in them is on the shelf.
+      raise
+    finally:
+      for release in releases:
+        release()
+      for version in taken:  # What is in these places is no version.
+        self._slot_places.let_go(version)
+        self._slot_places.forget(version)
+      if self._slots is None:
+        self._slot_places = Places(self.settings.slots)
+    return learned
+
+  def _slot(self, version: str, taken: list[str]) -> int:
+    """Returns the slot of a version, filled; it is noted in `taken`."""
+    if version == BASE:
+      raise UserError('The model without an adapter does not learn: name a version.')
+    if version in taken:
+      raise UserError(f'{version} is to learn twice at once: let it learn one after the other.')
+    arrays = self._arrays(version)
+    place = self._slot_places.take(version)
+    taken.append(version)
+    if self._slots is None:
+      self._slots = self._fresh_slots()
+    if not place.filled:
+      factors, mu, nu = (self._tree(arrays, kind) for kind in (_FACTORS, _MU, _NU))
+      own = _own_state(factors, mu, nu, arrays[_COUNT])
+      self._slots = self._put_slot(self._slots, np.int32(place.index), own)
+    return place.index
+
+  def _fresh_slots(self) -> SlotState:
+    return training_pool.fresh(lora_pool.empty(self._trained.parameter_table(), self._trained.backend.mesh))
+
+  def _store(self, feedback: Feedback, slot: int) -> None:
+    """Keeps what is in a slot as the version that the feedback names."""
+    own = jax.device_get(self._get_slot(self._slots, np.int32(slot)))
+    rate = np.float32(feedback.average_rate)
+    before = self._arrays(feedback.version)
+    factors, mu, nu = (self._flat(tree) for tree in (own.trainable, own.moments.mu, own.moments.nu))
+    average = {
+      name: (np.float32(1) - rate) * before[f'{_AVERAGE}/{name}'] + rate * value for name, value in factors.items()
+    }
+    self._shelf.put(feedback.new, _arrays_of(factors, mu, nu, average, np.asarray(own.moments.count)))
+
+  def _taught(self, feedback: Feedback, task: Task) -> Task:
+    """Returns the task with what another model says, if that teaches."""
+    if not feedback.teacher.startswith('model:'):
+      return task
+    scorer = self._models[feedback.teacher.removeprefix('model:')]
+    said = scorer.score({}, [(lesson.teacher_prompt, lesson.completion) for lesson in task.lessons])
+    lessons = [
+      dataclasses.replace(
+        lesson, teacher_prompt=None, taught=Taught(scored.top_ids, scored.top_log_probs, scored.log_probs)
+      )
+      for lesson, scored in zip(task.lessons, said, strict=True)
+    ]
+    return dataclasses.replace(task, lessons=lessons)
+
+  def _teacher_of(self, feedback: Feedback) -> tuple[int, Callable[[], None]]:
+    is_elsewhere = feedback.teacher in ('given', 'endpoint')
+    if any((lesson.taught is None) == is_elsewhere for lesson in feedback.lessons):
+      raise UserError(
+        f'teacher={feedback.teacher!r} goes with lessons that {"" if is_elsewhere else "do not "}say what the teacher said: '
+        "teacher='given' is for those that do, and an endpoint is asked by `Engine.ask_endpoint` before."
+      )
+    if feedback.teacher.startswith('model:') and feedback.teacher.removeprefix('model:') not in self._models:
+      raise UserError(
+        f'There is no model {short_repr(feedback.teacher.removeprefix("model:"))} to teach; there are: {", ".join(self._models) or "none"}.'
+      )
+    if is_elsewhere or feedback.teacher.startswith('model:'):
+      return NO_MEMBER, lambda: None
+    kinds = {'live': (feedback.version, _FACTORS), 'average': (feedback.version, _AVERAGE), 'base': (BASE, _FACTORS)}
+    if feedback.teacher.startswith('version:'):
+      return self._teacher(feedback.teacher.removeprefix('version:'), _FACTORS)
+    if feedback.teacher not in kinds:
+      raise UserError(
+        "teacher must be 'live', 'average', 'base', 'given', 'endpoint', or 'version:' or 'model:' with a name, not "
+        f'{feedback.teacher!r}.'
+      )
+    return self._teacher(*kinds[feedback.teacher])
+
+  def _teacher(self, version: str, kind: str) -> tuple[int, Callable[[], None]]:
+    """Returns the place of a teacher, filled, and what lets it go."""
+    if version == BASE:
+      return NO_MEMBER, lambda: None
+    arrays, key = self._arrays(version), (kind, version)
+    place = self._teacher_places.take(key)
+    if not place.filled:
+      try:
+        self._teachers.put(place.index, self._tree(arrays, kind))
+      except BaseException:
+        self._teacher_places.let_go(key)
+        self._teacher_places.forget(key)
+        raise
+    return place.index, functools.partial(self._teacher_places.let_go, key)
+
+  # Arrays of versions.
+
+  def _arrays(self, version: str) -> Arrays:
+    try:
+      return self._shelf.get(version)
+    except KeyError:
+      raise UserError(f'There is no version {version} of an adapter.') from None
+
+  def _tree(self, arrays: Arrays, kind: str) -> Tree:
+    return parameters.map_table(lambda row: arrays[f'{kind}/{row.name}'], self._table)
+
+  def _flat(self, tree: Tree) -> dict[str, np.ndarray]:
+    return {row.name: np.array(parameters.get(tree, row.path), np.float32) for row in self._table}
+
+  def _checked(self, factors: Tree) -> dict[str, np.ndarray]:
+    flat = self._flat(factors)
+    for row in self._table:
+      if flat[row.name].shape != row.shape:
+        raise UserError(f'{row.name} has the shape {flat[row.name].shape}, and the engine serves {row.shape}.')
+      if not training_pool.fits(flat[row.name]):
+        raise UserError(f'{row.name} holds a value that is not finite, or too large: such an adapter is not served.')
+    return flat
+
+
+def _check_name(version: str) -> None:
+  """Raises UserError for a name that no version of an adapter can have."""
+  if version == BASE:
+    raise UserError('A version needs a name; the empty one is that of the model without an adapter.')
+
+
+def memory_for(settings: EngineSettings, version_bytes: int) -> int:
+  """Returns bytes of host memory for versions: twice as many as have places on the devices, whose next are made of them."""
+  places = settings.snapshots + settings.teachers + settings.slots
+  return max(2**30, 2 * places * version_bytes)
+
+
+def check_divides(settings: EngineSettings, policy: DecoderPolicy) -> None:
+  """Raises UserError if the mesh of a policy does not divide the rows of an engine."""
+  mesh = policy.backend.mesh
+  if mesh is None:
+    return
+  for name, shards in (('rows', mesh.shape[FSDP]), ('training_rows', mesh.size)):
+    if getattr(settings, name) % shards:
+      raise UserError(
+        f'serve.{name}={getattr(settings, name)} cannot be divided over {shards} parts of the mesh: choose a multiple.'
+      )
+
+
+def pooled_policies(
+  policy: DecoderPolicy, settings: EngineSettings
+) -> tuple[DecoderPolicy, DecoderPolicy, DecoderPolicy]:
+  """Returns the policies of an engine that sample, score and learn: the one that is given, with pools of its adapter."""
+
+  def pooled(members: int, decoding: bool) -> DecoderPolicy:
+    product = lora_pool.choose_product(settings.product, policy.backend.mesh, decoding=decoding)
+    return dataclasses.replace(policy, adapter=LoraPool(policy.adapter, members, product))
+
+  return pooled(settings.snapshots, True), pooled(settings.teachers, False), pooled(settings.slots, False)
+
+
+class _Pool:
+  """Factors of several versions on the devices, which change one version at a time."""
+
+  def __init__(self, policy: DecoderPolicy, dtype: str, with_member: Callable[..., Tree]):
+    self.factors: Tree = lora_pool.empty(policy.parameter_table(), policy.backend.mesh, dtype)
+    self._with_member = with_member
+
+  def with_member(self, index: int, factors: Tree) -> Tree:
+    """Returns the factors of all places with others in one of them."""
+    return self._with_member(self.factors, np.int32(index), factors)
+
+  def put(self, index: int, factors: Tree) -> None:
+    """Puts factors into a place that nothing uses."""
+    self.factors = self.with_member(index, factors)
+
+
+def _behind(ids: np.ndarray, more: int) -> np.ndarray:
+  """Returns ids [T, M] behind as many rows without any."""
+  return np.concatenate([np.full((more, ids.shape[1]), -1, np.int32), ids])
+
+
+def _last(scored: Scored, count: int) -> Scored:
+  """Returns what is said of the last tokens of a row."""
+  return Scored(
+    *(None if array is None else array[-count:] for array in (getattr(scored, each.name) for each in _SCORED))
+  )
+
+
+def _own_state(factors: Tree, mu: Tree, nu: Tree, count: np.ndarray) -> SlotState:
+  return SlotState(factors, optax.ScaleByAdamState(count, mu, nu))
+
+
+def _arrays_of(factors: Arrays, mu: Arrays, nu: Arrays, average: Arrays, count: np.ndarray) -> Arrays:
+  """Returns the arrays of a version, by the names under which the shelf has them."""
+  kinds = {_FACTORS: factors, _MU: mu, _NU: nu, _AVERAGE: average}
+  named = {f'{kind}/{name}': value for kind, arrays in kinds.items() for name, value in arrays.items()}
+  return named | {_COUNT: count}

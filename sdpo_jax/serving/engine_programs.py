@@ -1,0 +1,256 @@
+"""The programs of an engine, with the shapes that it calls each with, for whoever costs them without running them.
+
+Of P, Q and T, the buckets of prompts, teachers' prompts and completions: the sampler's (`training.run_programs`), which
+stays; `student/P×T` and `teacher/Q×T` (states that predict the completion), `first/T` and `support/T` (what the losses need
+of them), `accumulate/P×T` (gradients of a micro-batch), `report/T` (sums of what it said), `log probs/T` (after the last
+step), `scores/T` and `ids/T` (of requests for scores); of S, the score buckets, `text/1×S`, `text scores/S` and
+`text ids/S` (the same of whole texts); and `zero`, `step`, `put slot`, `get slot`, `put snapshot`, `put teacher`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from models import parameters
+from models.adapters import lora_pool
+from models.decoder import DecoderPolicy
+from sdpo_jax.config import Config
+from sdpo_jax.distributed import mesh as meshes
+from sdpo_jax.objective import reported
+from sdpo_jax.programs import Program, Run
+from sdpo_jax.serving import training_pool
+from sdpo_jax.serving.engine import EngineSettings, pooled_policies
+from sdpo_jax.serving.learning import Asked, as_train_state, learning_functions
+from sdpo_jax.serving.losses import Sdpo, of_rows
+from sdpo_jax.serving.scoring import mesh_of, scoring_functions
+from sdpo_jax.serving.settings import as_run, engine_settings
+from sdpo_jax.serving.training_pool import SlotState, StepSettings
+from sdpo_jax.teacher.signal import Teacher
+from sdpo_jax.training.run_programs import abstract_parameters, resident_programs
+from sdpo_jax.types import Batch, TokenRows, Tree
+
+
+def engine_programs(config: Config, policy: DecoderPolicy, mesh: jax.sharding.Mesh) -> dict[str, Program]:
+  """Return every program of an engine by name, for all its declared buckets.
+
+  Args:
+    config: settings; `serve` says the sizes.
+    policy: the model with a LoRA adapter, on the mesh.
+    mesh: where it runs.
+  """
+  settings = engine_settings(config)
+  base, _ = abstract_parameters(policy, mesh)
+  sampled, taught, trained = pooled_policies(policy, settings)
+  snapshots, teachers, slots = (
+    _abstract_pool(pooled, dtype)
+    for pooled, dtype in ((sampled, policy.dtype), (taught, 'float32'), (trained, 'float32'))
+  )
+  run = Run(as_run(config), sampled, base, snapshots, mesh, settings.stop_ids, Teacher(sampled, {}))
+  found = resident_programs(run)
+  return (
+    found
+    | _of_learning(settings, (taught, teachers), (trained, slots), base, mesh)
+    | _of_pools(policy, trained, snapshots, teachers, slots, mesh)
+  )
+
+
+def _abstract_pool(policy: DecoderPolicy, dtype: str) -> Tree:
+  table = policy.parameter_table()
+  return jax.tree.map(
+    lambda place, row: jax.ShapeDtypeStruct(row.shape, jnp.dtype(dtype), sharding=place),
+    lora_pool.shardings(table, policy.backend.mesh),
+    parameters.map_table(lambda row: row, parameters.trainable(table)),
+  )
+
+
+def _of_learning(
+  settings: EngineSettings,
+  teacher: tuple[DecoderPolicy, Tree],
+  student: tuple[DecoderPolicy, Tree],
+  base: Tree,
+  mesh: jax.sharding.Mesh,
+) -> dict[str, Program]:
+  """Return the programs of scoring and learning.
+
+  Args:
+    settings: sizes.
+    teacher: policy and pool.
+    student: likewise.
+    base: frozen parameters.
+    mesh: where it runs.
+  """
+  policy, slots = student
+  learning = learning_functions(policy, settings.topk, settings.logits_chunk_size)
+  scoring = scoring_functions(teacher[0], settings.topk, settings.logits_chunk_size, policy.vocab_size)
+  rows, options = settings.training_rows, meshes.compiler_options(mesh)
+  found: dict[str, Program] = {}
+  array = functools.partial(_of_rows, mesh)
+  state = _abstract_slots(slots, mesh)
+
+  def add(kind: str, function: Callable[..., Any], arguments: Any, holds: Any, buckets: Any = (), **more: Any) -> None:
+    name = f'{kind}/{"×".join(map(str, buckets))}' if buckets else kind
+    found[name] = Program(
+      kind, function, tuple(arguments), holds=tuple(holds), buckets=tuple(buckets), rows=rows, **more
+    )
+
+  def token_rows(prompt: int, response: int) -> TokenRows:
+    tokens = array((rows, prompt + response), jnp.int32)
+    return TokenRows(tokens, tokens, tokens, array((rows, response), jnp.int32), members=array((rows,), jnp.int32))
+
+  for response in settings.response_buckets:
+    for prompt in settings.prompt_buckets:
+      add(
+        'student',
+        learning.states,
+        (base, slots, token_rows(prompt, response)),
+        ('base', 'slots', 'batch'),
+        (prompt, response),
+        options=options,
+      )
+    for prompt in settings.teacher_buckets:
+      add(
+        'teacher',
+        scoring.states,
+        (base, teacher[1], token_rows(prompt, response)),
+        ('base', 'teachers', 'batch'),
+        (prompt, response),
+        options=options,
+      )
+    reads = f'student/{settings.prompt_buckets[-1]}×{response}'
+    heard = f'teacher/{settings.teacher_buckets[-1]}×{response}'
+    hidden, unembedding = jax.eval_shape(found[reads].function, *found[reads].arguments)
+    per_token = array((rows, response), jnp.float32)
+    targets, shown = array((rows, response), jnp.int32), array((rows, response), bool)
+    many = (rows, response, settings.topk)
+    asked = Asked(
+      **{name: array((rows,), bool) for name in ('mixes', 'design', 'same', 'has_old', 'given')},
+      **{name: array((rows,), jnp.float32) for name in ('mixture', 'advantage')},
+      given_ids=array(many, jnp.int32),
+      given_log_probs=array(many, jnp.float32),
+      given_own=per_token,
+    )
+    first = hidden, hidden, unembedding, targets, shown, per_token, asked
+    states = {0: (reads, 0), 1: (heard, 0), 2: (reads, 1)}
+    add('first', learning.first, first, ('states', 'states', 'base', *['batch'] * 4), (response,), inherits=states)
+    _, theirs, _, signal, advantages, old = jax.tree.map(
+      lambda leaf: array(leaf.shape, leaf.dtype), jax.eval_shape(learning.first, *first)
+    )
+    add(
+      'support',
+      learning.support,
+      (hidden, hidden, unembedding, targets, shown, theirs, asked.mixes, asked.given),
+      ('states', 'states', 'base', *['batch'] * 5),
+      (response,),
+      inherits=states | {1: (f'first/{response}', 2)},
+    )
+    of_student, of_teacher = {0: (reads, 0), 1: (reads, 1)}, {0: (heard, 0), 1: (heard, 1)}
+    scored = hidden, unembedding, targets, shown
+    holds = 'states', 'base', 'batch', 'batch'
+    add('log probs', learning.log_probs, scored, holds, (response,), inherits=of_student)
+    add('scores', scoring.scores, scored, holds, (response,), inherits=of_teacher)
+    ids = array(many, jnp.int32)
+    add('ids', scoring.of_ids, (hidden, unembedding, ids, shown), holds, (response,), inherits=of_teacher)
+    numbers = jax.tree.map(lambda leaf: array(leaf.shape, leaf.dtype), of_rows([Sdpo(topk=settings.topk)] * rows))
+    batch = Batch(
+      student=None,
+      teacher=None,
+      targets=targets,
+      mask=per_token,
+      distill_coef=per_token,
+      policy_coef=per_token,
+      entropy_coef=None,
+      old_log_probs=old,
+      advantages=advantages,
+      numbers=numbers,
+    )
+    read = dict.fromkeys(reported.READ, per_token)
+    add('report', learning.report, (batch, read, shown), ['batch'] * 3, (response,))
+    for prompt in settings.prompt_buckets:
+      batch = batch.replace(student=token_rows(prompt, response), signal=signal)
+      arguments = base, jax.eval_shape(as_train_state, slots).replace(trainable=slots), slots, batch
+      add(
+        'accumulate',
+        learning.accumulate,
+        arguments,
+        ('base', 'slots', 'gradients', 'batch'),
+        (prompt, response),
+        options=options,
+      )
+  for length in settings.score_buckets:
+    add(
+      'text',
+      scoring.states,
+      (base, teacher[1], token_rows(1, length)),
+      ('base', 'teachers', 'batch'),
+      (1, length),
+      options=options,
+    )
+    reads = f'text/1×{length}'
+    hidden, unembedding = jax.eval_shape(found[reads].function, *found[reads].arguments)
+    of_text, holds = {0: (reads, 0), 1: (reads, 1)}, ('states', 'base', 'batch', 'batch')
+    targets, shown = array((rows, length), jnp.int32), array((rows, length), bool)
+    add('text scores', scoring.scores, (hidden, unembedding, targets, shown), holds, (length,), inherits=of_text)
+    ids = array((rows, length, settings.topk), jnp.int32)
+    add('text ids', scoring.of_ids, (hidden, unembedding, ids, shown), holds, (length,), inherits=of_text)
+  add('zero', learning.zero, (slots,), ('slots',))
+  step_settings = StepSettings(*[np.zeros(settings.slots, np.float32)] * 6)
+  stepped = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), step_settings)
+  active = jax.ShapeDtypeStruct((settings.slots,), bool)
+  add('step', learning.step, (state, slots, stepped, active), (_slot_parts(state), 'gradients', 'batch', 'batch'))
+  return found
+
+
+def _of_pools(
+  policy: DecoderPolicy,
+  trained: DecoderPolicy,
+  snapshots: Tree,
+  teachers: Tree,
+  slots: Tree,
+  mesh: jax.sharding.Mesh,
+) -> dict[str, Program]:
+  """Return the programs that put versions into pools, and take them out; a version comes from the host."""
+  own = parameters.map_table(
+    lambda row: jax.ShapeDtypeStruct(row.shape, jnp.float32), parameters.trainable(policy.parameter_table())
+  )
+  count, index = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+  version, state = SlotState(own, optax.ScaleByAdamState(count, own, own)), _abstract_slots(slots, mesh)
+  own_mesh, table = mesh_of(trained), trained.parameter_table()
+  parts = _slot_parts(state)
+  put = jax.jit(lora_pool.with_member, out_shardings=own_mesh and lora_pool.shardings(table, own_mesh))
+  slots_lie = own_mesh and training_pool.shardings(table, own_mesh)
+  return {
+    'put snapshot': Program('put snapshot', put, (snapshots, index, own), holds=('snapshots', 'batch', 'batch')),
+    'put teacher': Program('put teacher', put, (teachers, index, own), holds=('teachers', 'batch', 'batch')),
+    'put slot': Program(
+      'put slot',
+      jax.jit(training_pool.with_slot, donate_argnums=0, out_shardings=slots_lie),
+      (state, index, version),
+      holds=(parts, 'batch', 'batch'),
+    ),
+    'get slot': Program('get slot', jax.jit(training_pool.slot_of), (state, index), holds=(parts, 'batch')),
+  }
+
+
+def _abstract_slots(slots: Tree, mesh: jax.sharding.Mesh) -> SlotState:
+  members = jax.tree.leaves(slots)[0].shape[lora_pool.AXIS]
+  count = jax.ShapeDtypeStruct((members,), jnp.int32, sharding=meshes.replicated(mesh))
+  return SlotState(slots, optax.ScaleByAdamState(count, slots, slots))
+
+
+def _slot_parts(state: SlotState) -> tuple[str, ...]:
+  """Return what each leaf of the slots is."""
+  marked = SlotState(jax.tree.map(lambda _: 'slots', state.trainable), jax.tree.map(lambda _: 'moments', state.moments))
+  return tuple(jax.tree.leaves(marked))
+
+
+def _of_rows(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+  if mesh.size == 1:  # They come from the host as they are.
+    return jax.ShapeDtypeStruct(shape, dtype)
+  return jax.ShapeDtypeStruct(shape, dtype, sharding=meshes.batch_sharding(mesh))

@@ -1,0 +1,85 @@
+"""What happened to adapters lately: a bounded list for each, which can be read on from any of its events."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Mapping
+import dataclasses
+import threading
+import time
+from typing import Any
+
+KEPT = 256  # Events of an adapter.
+ADAPTERS = 4096  # Of which events are kept; those in which nothing happened for the longest time go first.
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+  """Something that happened to an adapter."""
+
+  id: int  # Later events have larger ones, also after a restart.
+  adapter: str
+  kind: str  # queued, scored, stepped, guarded, committed, rejected …
+  time: float  # Seconds since the epoch.
+  details: Mapping[str, Any]  # As JSON.
+
+
+class EventLog:
+  """The recent events of many adapters, and who wants to know of them. Any thread may call."""
+
+  def __init__(self, clock: Callable[[], float] = time.time):
+    """Makes a log without events."""
+    self._clock, self._changed = clock, threading.Condition()
+    self._next = int(1e6 * clock())
+    self._events: collections.OrderedDict[str, collections.deque[Event]] = collections.OrderedDict()
+    self._listeners: dict[str, list[Callable[[Event], None]]] = {}
+
+  def add(self, adapter: str, kind: str, details: Mapping[str, Any]) -> Event:
+    """Notes an event, and tells those who listen."""
+    with self._changed:
+      event = Event(self._next, adapter, kind, self._clock(), details)
+      self._next += 1
+      self._events.setdefault(adapter, collections.deque(maxlen=KEPT)).append(event)
+      self._events.move_to_end(adapter)
+      if len(self._events) > ADAPTERS:
+        self._events.popitem(last=False)
+      listeners = tuple(self._listeners.get(adapter, ()))
+      self._changed.notify_all()
+    for listener in listeners:
+      listener(event)
+    return event
+
+  def after(self, adapter: str, last: int | None) -> list[Event]:
+    """Returns the events that are kept of an adapter, after the one with the id `last` if that is not None."""
+    with self._changed:
+      return [event for event in self._events.get(adapter, ()) if last is None or event.id > last]
+
+  def wait(self, adapter: str, last: int | None, timeout: float) -> list[Event]:
+    """Returns as `after`; if there are none, those that come within so many seconds."""
+    with self._changed:
+      self._changed.wait_for(lambda: self._newest(adapter) > (-1 if last is None else last), timeout)
+    return self.after(adapter, last)
+
+  def _newest(self, adapter: str) -> int:
+    events = self._events.get(adapter)
+    return events[-1].id if events else -1
+
+  def listen(self, adapter: str, listener: Callable[[Event], None]) -> Callable[[], None]:
+    """Tells somebody of every event of an adapter from now on, in the thread in which it happens; returns what ends it."""
+    with self._changed:
+      self._listeners.setdefault(adapter, []).append(listener)
+
+    def stop() -> None:
+      with self._changed:
+        listeners = self._listeners.get(adapter, [])
+        if listener in listeners:
+          listeners.remove(listener)
+        if not listeners:
+          self._listeners.pop(adapter, None)
+
+    return stop
+
+  def forget(self, adapter: str) -> None:
+    """Drops all events of an adapter."""
+    with self._changed:
+      self._events.pop(adapter, None)

@@ -1,0 +1,310 @@
+"""The feedback transaction: lessons are learned, guards look at the new version, and it is committed whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import concurrent.futures
+import contextlib
+import dataclasses
+import logging
+import secrets
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sdpo_jax.errors import UserError
+from sdpo_jax.serving import answers, guards, lessons, teachers
+from sdpo_jax.serving.call import Call
+from sdpo_jax.serving.engine import Feedback
+from sdpo_jax.serving.errors import Gone, InvalidRequest, NotFound, NotReady, ServiceError, VersionConflict
+from sdpo_jax.serving.feedback_request import FeedbackRequest
+from sdpo_jax.serving.guards import Canaries, Guards, Measured
+from sdpo_jax.serving.learning import Learned, Lesson
+from sdpo_jax.serving.records import Adapter, Version, engine_name
+from sdpo_jax.serving.teachers import Teacher
+
+if TYPE_CHECKING:
+  from sdpo_jax.serving.account import Account
+  from sdpo_jax.serving.store.store import Request
+
+Progress = Callable[..., None]  # (stage, **details): queued, scored, stepped, guarded, committed or rejected.
+_TOGETHER = 32  # Feedbacks of a batch that are under way at once.
+_logger = logging.getLogger('sdpo_jax.serving')
+
+
+def run(
+  account: Account,
+  adapter: Adapter,
+  request: FeedbackRequest,
+  *,
+  expected: int | None = None,
+  idempotency: Request | None = None,
+  progress: Progress = lambda stage, **details: None,
+) -> dict[str, Any]:
+  """Returns the answer to a feedback, after which an adapter is one version further, or is as it was.
+
+  Whatever is raised, by `progress` before 'committed' too, leaves the adapter, the store and the engine as they were.
+  The caller sees to it that nobody else changes the adapter meanwhile; if somebody does in the store, it is refused.
+
+  Args:
+    account: of the owner.
+    adapter: that learns, as it is now.
+    request: what to learn.
+    expected: version at which the adapter must be; None: any.
+    idempotency: what the commit is noted with, so that a repeat of the request does not learn twice.
+    progress: told of every stage; it may raise to end the transaction.
+
+  Raises:
+    VersionConflict: the adapter is at another version.
+    NotFound: a sample, or the version that teaches, is not there.
+    Gone: a sample has expired.
+    InvalidRequest: what cannot be learned.
+    UserError: the same, from the engine.
+    Busy: too many wait.
+    Deadline: the time was over before the commit.
+    Cancelled: the sender left before it.
+  """
+  if expected is not None and expected != adapter.head:
+    raise VersionConflict(
+      f'The adapter is at version {adapter.head}, and the request expects {expected}: look at what changed, and send it '
+      f'again with {adapter.head}.',
+      current=adapter.head,
+    )
+  service, call, clock = account.service, account.call, _Clock()
+  store, worker = service.store, service.worker
+  commits = request.mode == 'commit'
+  limits = Guards.of(service.settings.guards, adapter.settings.get('guards'), request.guards)
+  teacher = teachers.choose(adapter, request.teacher, service.settings.learning)
+  _check_teacher(account, adapter, teacher)
+  canary_prompts = _canary_prompts(account, adapter, request, limits)
+  prepared = lessons.prepare(request.items, adapter, store, service.reprompting, service.vocab_size)
+  tokens = sum(_tokens(each.lesson, request.steps) for each in prepared)
+  call.spend('learned', tokens)
+  progress('queued', version=adapter.head, items=len(prepared))
+  clock.through('queued')
+
+  before = engine_name(adapter.id, adapter.head)
+  new = engine_name(adapter.id, adapter.head + 1)
+  if not commits:  # Nothing that a later commit could meet.
+    new = f'{before}-trial-{secrets.token_hex(8)}'
+  wanted = Feedback(
+    version=before,
+    new=new,
+    lessons=[each.lesson for each in prepared],
+    loss=request.loss,
+    optimizer=request.optimizer,
+    steps=request.steps,
+    teacher=teacher.name,
+    average_rate=teacher.average_rate,
+  )
+  try:
+    call.check()
+    if teacher.name == 'endpoint':
+      wanted = dataclasses.replace(wanted, lessons=service.ask_endpoint(wanted.lessons, call))
+    learned = _wait(worker.learn(wanted, deadline=call.deadline), call)
+  except BaseException:
+    call.spend('learned', -tokens)
+    raise
+  committed: Version | None = None
+  try:
+    for stage in ('scored', 'stepped'):  # One call of the engine.
+      progress(stage, steps=len(learned.steps))
+      clock.through(stage)
+    call.check()
+    arrays = worker.arrays(new) if learned.stepped else None
+    finite = arrays is not None and _all_finite([*arrays.values(), *(each.log_probs_after for each in learned.said)])
+    canaries = None
+    if finite and canary_prompts:
+      similarity = limits.max_self_similarity is not None
+      canaries = service.canaries.measure(new, canary_prompts, similarity=similarity, deadline=call.deadline)
+    recent = answers.recent_losses(_recent(account, adapter), request.loss)
+    checks = guards.check(limits, _measured(learned, finite, canaries, recent))
+    details = answers.details(request, teacher.said, prepared, learned, checks, canaries)
+    accepted, reason = details['accepted'], details['reason']
+    progress('guarded', accepted=accepted, reason=reason)
+    clock.through('guarded')
+    # What the answer says is made before the commit: afterwards nothing may fail.
+    items = [
+      answers.of_item(each, said, service.texts, detail=request.detail, top=request.top)
+      for each, said in zip(prepared, learned.said, strict=True)
+    ]
+    call.check()
+    if accepted and commits:
+      committed = store.commit(
+        adapter.owner,
+        adapter.id,
+        adapter.head,
+        arrays,
+        reason='feedback',
+        details=details,
+        request=idempotency,
+      )
+  finally:
+    if committed is None:
+      with contextlib.suppress(NotReady):  # Then there is no engine that could have it.
+        worker.forget(new)
+  clock.through('committed' if committed is not None else 'rejected' if not accepted else 'dry_run')
+  after = adapter.head if committed is None else committed.number
+  answer = answers.make(adapter.id, adapter.head, after, details, items, clock.times)
+  _note(account, adapter, request, answer, progress)
+  return answer
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+  """One of several feedbacks that are sent together."""
+
+  adapter: str  # Its id.
+  request: FeedbackRequest
+  expected: int | None = None
+  idempotency: Request | None = None
+
+
+def run_batch(account: Account, entries: Sequence[Entry]) -> list[dict[str, Any] | ServiceError | UserError]:
+  """Returns what came of several feedbacks, in order: an answer, or why there is none.
+
+  Each is a transaction of its own. Those of one adapter come one after the other; those of different adapters are under
+  way together, so that the engine learns them in the same programs.
+  """
+  by_adapter: dict[str, list[int]] = {}
+  for index, entry in enumerate(entries):
+    by_adapter.setdefault(entry.adapter, []).append(index)
+
+  def one_after_the_other(indices: list[int]) -> list[tuple[int, dict[str, Any] | ServiceError | UserError]]:
+    found = []
+    for index in indices:
+      entry = entries[index]
+      try:
+        found.append(
+          (index, account.feedback(entry.adapter, entry.expected, entry.request, idempotency=entry.idempotency))
+        )
+      except (ServiceError, UserError) as error:
+        found.append((index, error))
+    return found
+
+  if not by_adapter:
+    return []
+  with concurrent.futures.ThreadPoolExecutor(min(len(by_adapter), _TOGETHER), 'batch') as pool:
+    done = dict(each for part in pool.map(one_after_the_other, by_adapter.values()) for each in part)
+  return [done[index] for index in range(len(entries))]
+
+
+def _tokens(lesson: Lesson, steps: int) -> int:
+  """Returns how many tokens are computed for a lesson: the teacher reads it once, and the student at every step."""
+  length = len(lesson.completion)
+  return len(lesson.teacher_prompt or ()) + length + steps * (len(lesson.prompt) + length)
+
+
+def _wait(learning: concurrent.futures.Future[Learned], call: Call) -> Learned:
+  """Returns what was learned; a request that ends before that has begun is not learned.
+
+  What has begun is waited for, whatever happens: only then is it known what there is to forget.
+  """
+  with call.on_end(learning.cancel):
+    try:
+      return learning.result()
+    except concurrent.futures.CancelledError:
+      call.check()
+      raise
+
+
+class _Clock:
+  """Seconds from its making until each stage was through."""
+
+  def __init__(self):
+    self._began, self.times = time.monotonic(), {}
+
+  def through(self, stage: str) -> None:
+    self.times[stage] = time.monotonic() - self._began
+
+
+def _check_teacher(account: Account, adapter: Adapter, teacher: Teacher) -> None:
+  """Raises InvalidRequest if the version that is to teach is there no more."""
+  if teacher.version is None:
+    return
+  try:
+    account.service.store.version(adapter.owner, adapter.id, teacher.version)
+  except (NotFound, Gone) as error:
+    raise InvalidRequest(
+      f'Version {teacher.version} of the adapter, which is to teach, is not kept any more: choose another teacher, or let the '
+      'service keep more versions (serve.store.keep_versions).',
+      field='teacher',
+    ) from error
+
+
+def _canary_prompts(
+  account: Account, adapter: Adapter, request: FeedbackRequest, limits: Guards
+) -> list[Sequence[int]]:
+  """Returns the prompts on which the new version is to be measured; none if nothing asks for it.
+
+  Raises:
+    InvalidRequest: the user has set a limit on canary prompts, and there are none.
+  """
+  prompts = adapter.settings.get('canary_prompts') or ()
+  if not prompts:
+    for said in (adapter.settings.get('guards'), request.guards):
+      asked = [name for name in guards.ON_CANARIES if (said or {}).get(name) is not None]
+      if asked and getattr(limits, asked[0]) is not None:
+        raise InvalidRequest(
+          f'The guard {asked[0]} is measured on canary prompts, and the adapter has none: set canary_prompts in its settings, '
+          f'or {asked[0]} to null.',
+          field=f'guards.{asked[0]}',
+        )
+    return []
+  if not limits.on_canaries:
+    return []
+  asked = [[{'role': 'user', 'content': each}] if isinstance(each, str) else each for each in prompts]
+  return [account.prompt_of(messages=messages) for messages in asked]
+
+
+def _recent(account: Account, adapter: Adapter) -> list[Version]:
+  """Returns the newest versions of an adapter that are kept."""
+  found = []
+  for number in range(max(0, adapter.head - guards.RECENT + 1), adapter.head + 1):
+    try:
+      found.append(account.service.store.version(adapter.owner, adapter.id, number))
+    except ServiceError:  # It is not kept any more, or damaged: then it is compared with nothing.
+      continue
+  return found
+
+
+def _all_finite(arrays: Iterable[np.ndarray]) -> bool:
+  return all(bool(np.isfinite(array).all()) for array in arrays)
+
+
+def _measured(learned: Learned, finite: bool, canaries: Canaries | None, recent: Sequence[float]) -> Measured:
+  loss = answers.first_loss(learned)
+  ratio = None if loss is None else guards.loss_ratio(loss, recent)
+  if canaries is None:
+    return Measured(finite, ratio)
+  return Measured(finite, ratio, canaries.kl_to_base, canaries.entropy, canaries.self_similarity)
+
+
+def _note(
+  account: Account, adapter: Adapter, request: FeedbackRequest, answer: Mapping[str, Any], progress: Progress
+) -> None:
+  """Notes what was said, as far as the store keeps it, and tells of the end. What goes wrong is logged: the answer stands."""
+  store, worker, after = account.service.store, account.service.worker, answer['version_after']
+  committed = after != answer['version_before']
+  stage = 'committed' if committed else 'dry_run' if answer['accepted'] else 'rejected'
+  texts = ('feedback', 'environment', 'correction', 'demonstration')
+  record = {
+    **{name: answer[name] for name in ('version_before', 'version_after', 'accepted', 'reason', 'metrics')},
+    'items': [
+      {'sample_id': item.sample_id, 'reward': item.reward, 'num_tokens': said['num_tokens'], 'context': said['context']}
+      | {name: getattr(item, name) for name in texts if getattr(item, name) is not None}
+      for item, said in zip(request.items, answer['items'], strict=True)
+    ],
+  }
+  actions: list[Callable[[], None]] = []
+  if committed:
+    actions.append(lambda: worker.stored(engine_name(adapter.id, after)))
+  if request.mode == 'commit':
+    actions.append(lambda: store.note_feedback(adapter.owner, adapter.id, record))
+  actions.append(lambda: progress(stage, version=after, accepted=answer['accepted'], reason=answer['reason']))
+  for action in actions:
+    try:
+      action()
+    except Exception:
+      _logger.exception('A feedback on %s was through, and not all was noted of it.', adapter.id)

@@ -1,0 +1,219 @@
+"""What a feedback asks for: completions with what is said of them, and how to learn from that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import math
+from typing import Any, Literal
+
+import numpy as np
+
+from sdpo_jax.config import LearningConfig, ServeConfig
+from sdpo_jax.errors import UserError, short_repr
+from sdpo_jax.objective.jsd_pg import JsdPg
+from sdpo_jax.serving.errors import InvalidRequest
+from sdpo_jax.serving.learning import AdamW
+from sdpo_jax.serving.losses import Loss, Sdpo
+from sdpo_jax.types import Messages
+
+# Lists that an answer may hold for every token of a completion.
+DETAILS = (
+  'token_ids',
+  'tokens',
+  'log_probs_before',
+  'log_probs_after',
+  'teacher_log_probs',
+  'advantages',
+  'divergence',
+  'entropy',
+  'top',
+)
+MOST_TOP = 20  # Tokens of the teacher at a position that an answer names at most.
+_DIVERGENCES = {'forward_kl': 0.0, 'reverse_kl': 1.0, 'jsd': 0.5}
+_SDPO = tuple(field.name for field in dataclasses.fields(Sdpo))
+_JSD_PG = tuple(field.name for field in dataclasses.fields(JsdPg))
+_OPTIMIZER = tuple(field.name for field in dataclasses.fields(AdamW))
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+  """A completion, and what is said of it.
+
+  It is either one that the service drew, by its `sample_id`, or tokens with the prompt that they were drawn for.
+  """
+
+  sample_id: str | None = None
+  prompt_tokens: Sequence[int] | None = None
+  tokens: Sequence[int] | None = None
+  log_probs: np.ndarray | None = (
+    None  # [T] of the tokens when they were drawn; None: the version that learns drew them.
+  )
+  messages: Messages | None = None  # The conversation that the prompt was made of; None: text or tokens.
+  feedback: str | None = None  # What is wrong with it, in words.
+  environment: str | None = None  # What came of it: the output of a tool, a test, a grader.
+  correction: str | None = None  # What it should have been.
+  demonstration: str | None = None  # Another right answer.
+  reward: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class FeedbackRequest:
+  """What is to be learned in one transaction."""
+
+  items: Sequence[Item]
+  loss: Loss = Sdpo()
+  optimizer: AdamW = AdamW()
+  steps: int = 1
+  teacher: Mapping[str, Any] | None = None  # Of this request, as `teachers.choose` reads it; None: the adapter's.
+  mode: Literal['commit', 'dry_run'] = 'commit'
+  guards: Mapping[str, Any] | None = None  # Limits of this request, as `guards.Guards.of` reads them.
+  detail: Sequence[str] = DETAILS  # Which of the lists per token are in the answer.
+  top: int = 5  # Tokens of the teacher at every position that are named in it.
+
+
+def make_request(items: Sequence[Item], update: Mapping[str, Any], serve: ServeConfig, **more: Any) -> FeedbackRequest:
+  """Returns a request with what the service says of all that the client left out.
+
+  Args:
+    items: completions; they are looked at.
+    update: how to learn, as JSON: see `learning_of`.
+    serve: settings of the service.
+    **more: further fields of `FeedbackRequest`.
+
+  Raises:
+    InvalidRequest: what cannot be learned.
+  """
+  limits = serve.limits
+  if not 1 <= len(items) <= limits.max_items:
+    raise InvalidRequest(
+      f'A feedback is about 1 to {limits.max_items} completions, not {len(items)}: send several.', field='items'
+    )
+  for number, item in enumerate(items):
+    check_item(item, number)
+  rewarded = any(item.reward is not None for item in items)
+  loss, optimizer, steps = learning_of(update, serve.learning, serve.topk, rewarded=rewarded)
+  if not 1 <= steps <= limits.max_steps:
+    raise InvalidRequest(f'steps must be between 1 and {limits.max_steps}, not {short_repr(steps)}.', field='steps')
+  if rewarded and not (isinstance(loss, Sdpo) and loss.policy_weight > 0):
+    raise InvalidRequest(
+      "A reward is learned by the policy gradient of loss='sdpo': leave policy_weight out, or set it above 0.",
+      field='reward',
+    )
+  request = FeedbackRequest(items, loss, optimizer, steps, **more)
+  if request.mode not in ('commit', 'dry_run'):
+    raise InvalidRequest(f"mode must be 'commit' or 'dry_run', not {short_repr(request.mode)}.", field='mode')
+  unknown = [name for name in request.detail if name not in DETAILS]
+  if unknown:
+    raise InvalidRequest(
+      f'detail names {short_repr(unknown[0])}, which is none of {", ".join(DETAILS)}.', field='detail'
+    )
+  if not 0 <= request.top <= MOST_TOP:
+    raise InvalidRequest(f'top must be between 0 and {MOST_TOP}, not {request.top}.', field='top')
+  return request
+
+
+def check_item(item: Item, number: int) -> None:
+  """Raises InvalidRequest for an item that is none, naming its number."""
+  where = f'items[{number}]'
+  given = item.prompt_tokens is not None, item.tokens is not None
+  if any(given) == (item.sample_id is not None) or any(given) != all(given):
+    raise InvalidRequest(f'{where} must have either a sample_id, or prompt_tokens and tokens.', field=where)
+  if item.sample_id is not None and (item.log_probs is not None or item.messages is not None):
+    raise InvalidRequest(
+      f'{where} has a sample_id, whose log_probs and messages the service has: leave them out.', field=where
+    )
+  if item.log_probs is not None:
+    values = np.asarray(item.log_probs)
+    if values.shape != (len(item.tokens),) or not np.isfinite(values).all() or (values > 0).any():
+      raise InvalidRequest(
+        f'{where}: log_probs must be one number for each of the {len(item.tokens)} tokens, none above 0.', field=where
+      )
+  if item.reward is not None and not math.isfinite(item.reward):
+    raise InvalidRequest(f'{where}: reward must be a number, not {item.reward}.', field=where)
+
+
+def learning_of(
+  update: Mapping[str, Any], defaults: LearningConfig, topk: int, *, rewarded: bool = False
+) -> tuple[Loss, AdamW, int]:
+  """Returns loss, optimizer and number of steps that a client asks for.
+
+  Args:
+    update: as JSON. `loss` ('sdpo' or 'jsd_pg'), the fields of `Sdpo` or of `JsdPg`, those of `AdamW`, and `steps`. For
+      SDPO `divergence` is another word for the ends and the middle of `alpha`: 'forward_kl' is KL(teacher‖student).
+      None stands for the default, but of `is_clip` for no ratio, and of `max_grad_norm` for no limit.
+    defaults: what holds otherwise.
+    topk: K that the engine is compiled for.
+    rewarded: something has a reward, so that the policy gradient is on unless the client says otherwise.
+
+  Raises:
+    InvalidRequest: a field that there is not, or a value that is not allowed.
+  """
+  name = update.get('loss') or defaults.loss
+  if name not in ('sdpo', 'jsd_pg'):
+    raise InvalidRequest(f"loss must be 'sdpo' or 'jsd_pg', not {short_repr(name)}.", field='loss')
+  known = {'loss', 'steps', *_OPTIMIZER, *(('divergence', *_SDPO) if name == 'sdpo' else _JSD_PG)}
+  for field in update:
+    if field not in known:
+      raise InvalidRequest(
+        f'{short_repr(field)} is nothing that can be set with loss={name!r}; there are {", ".join(sorted(known))}.',
+        field=str(field),
+      )
+  absent = {'is_clip': None, 'max_grad_norm': math.inf}
+  said = {
+    field: absent[field] if value is None else value
+    for field, value in update.items()
+    if value is not None or field in absent
+  }
+  optimizer = {
+    'learning_rate': defaults.learning_rate,
+    'beta1': defaults.betas[0],
+    'beta2': defaults.betas[1],
+    'weight_decay': defaults.weight_decay,
+    'max_grad_norm': defaults.max_grad_norm,
+  } | {field: said[field] for field in _OPTIMIZER if field in said}
+  if name == 'sdpo':
+    loss = {'alpha': defaults.alpha, 'topk': defaults.topk or topk, 'is_clip': defaults.is_clip}
+    loss |= {'policy_weight': 1.0} if rewarded else {}
+    loss |= {field: said[field] for field in _SDPO if field in said} | _divergence(said)
+    if _number('topk', loss['topk']) > topk:
+      raise InvalidRequest(
+        f'topk={short_repr(loss["topk"])} is more than the {topk} that the engine is compiled for.', field='topk'
+      )
+  else:
+    loss = {'alpha': defaults.jsd_alpha, 'clip_eps': defaults.clip_eps, 'jsd_weight': defaults.jsd_weight}
+    loss |= {field: said[field] for field in _JSD_PG if field in said}
+  for field, value in {**optimizer, **loss}.items():
+    if field not in ('form', 'support') and value is not None:
+      _number(field, value)
+  steps = said.get('steps', defaults.steps)
+  if isinstance(steps, bool) or not isinstance(steps, int):
+    raise InvalidRequest(f'steps must be a whole number, not {short_repr(steps)}.', field='steps')
+  try:
+    return (Sdpo if name == 'sdpo' else JsdPg)(**loss), AdamW(**optimizer), steps
+  except UserError as error:
+    raise InvalidRequest(str(error)) from error
+
+
+def _divergence(said: Mapping[str, Any]) -> dict[str, float]:
+  """Returns the alpha that a divergence by name means."""
+  name = said.get('divergence')
+  if name is None:
+    return {}
+  if name not in _DIVERGENCES:
+    raise InvalidRequest(
+      f'divergence must be one of {", ".join(_DIVERGENCES)}, not {short_repr(name)}.', field='divergence'
+    )
+  alpha = said.get('alpha', _DIVERGENCES[name])
+  fits = 0 < _number('alpha', alpha) < 1 if name == 'jsd' else alpha == _DIVERGENCES[name]
+  if not fits:
+    raise InvalidRequest(
+      f'divergence={name!r} and alpha={alpha} are different losses: send one of them.', field='alpha'
+    )
+  return {'alpha': alpha}
+
+
+def _number(field: str, value: Any) -> float:
+  if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:  # NaN.
+    raise InvalidRequest(f'{field} must be a number, not {short_repr(value)}.', field=field)
+  return value

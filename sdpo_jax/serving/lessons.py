@@ -1,0 +1,135 @@
+"""Lessons from what users say of completions: what the student read, what the teacher reads instead, and advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+import statistics
+import threading
+from typing import TYPE_CHECKING, Any
+
+from sdpo_jax.config import SelfDistillationConfig
+from sdpo_jax.data.prompts import ChatFormat
+from sdpo_jax.rollout.stops import to_text
+from sdpo_jax.serving.errors import InvalidRequest
+from sdpo_jax.serving.feedback_request import Item
+from sdpo_jax.serving.learning import Lesson
+from sdpo_jax.serving.prompts import check_tokens
+from sdpo_jax.serving.records import Adapter, Sample
+from sdpo_jax.teacher import context
+
+if TYPE_CHECKING:
+  from sdpo_jax.serving.store.store import Store
+
+_SETTING = 'serve.teacher_buckets'  # What limits the length of the teacher's prompt.
+
+
+@dataclasses.dataclass(frozen=True)
+class Reprompting:
+  """How texts become the teacher's prompt."""
+
+  config: SelfDistillationConfig  # Templates; `max_reprompt_len` is the largest bucket of teachers' prompts.
+  tokenizer: Any  # A transformers tokenizer.
+  chat: ChatFormat
+  lock: Any = dataclasses.field(default_factory=threading.Lock)  # A context manager, held while texts become tokens.
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+  """A lesson, and where it comes from."""
+
+  lesson: Lesson
+  sample: Sample | None  # None: the tokens were given.
+  context: tuple[str, ...]  # What the teacher knows beyond the prompt, by the names of the fields of `Item`.
+  truncated: bool  # Texts had to be shortened for the teacher's prompt to fit.
+
+
+def prepare(
+  items: Sequence[Item], adapter: Adapter, store: Store, reprompting: Reprompting, vocab_size: int
+) -> list[Prepared]:
+  """Returns the lessons of a feedback, in order.
+
+  `feedback` and `environment` are shown to the teacher as feedback, `correction` and `demonstration` as a correct
+  solution, in the templates of runs; both may stand beside each other. An item without any of them is read by the
+  teacher as the student read it. The advantage of an item is its reward, less the mean where several items have one, and
+  0 where it has none.
+
+  Args:
+    items: of the feedback.
+    adapter: that learns.
+    store: where its owner's samples are.
+    reprompting: templates and tokenizer.
+    vocab_size: tokens that the model knows.
+
+  Raises:
+    NotFound: a sample that is not there, or somebody else's.
+    Gone: a sample that has expired.
+    InvalidRequest: a sample of another adapter, tokens that are none of the model's, or a text in which there is nothing to show.
+    UserError: a prompt that leaves no room for what is said.
+  """
+  rewards = [item.reward for item in items if item.reward is not None]
+  mean = statistics.fmean(rewards) if len(rewards) > 1 else 0.0
+  prepared = []
+  for number, item in enumerate(items):
+    sample = None if item.sample_id is None else store.sample(adapter.owner, item.sample_id)
+    if sample is not None and sample.adapter not in (None, adapter.id):
+      raise InvalidRequest(
+        f'items[{number}]: the sample {sample.id} is of another adapter; to learn from it, give its prompt_tokens and '
+        'tokens instead.',
+        field=f'items[{number}].sample_id',
+      )
+    if sample is None:
+      for name in ('prompt_tokens', 'tokens'):
+        check_tokens(getattr(item, name), vocab_size, f'items[{number}].{name}')
+    source = item if sample is None else sample
+    solution, feedback, named = _texts(item, number, reprompting.config)
+    teacher_prompt, truncated = source.prompt_tokens, False
+    if named:
+      with reprompting.lock:
+        teacher_prompt, truncated = _reprompted(source, solution, feedback, reprompting)
+    lesson = Lesson(
+      prompt=source.prompt_tokens,
+      completion=source.tokens,
+      teacher_prompt=teacher_prompt,
+      sampling_log_probs=source.log_probs,
+      advantage=0.0 if item.reward is None else item.reward - mean,
+    )
+    prepared.append(Prepared(lesson, sample, named, truncated))
+  return prepared
+
+
+def _texts(item: Item, number: int, config: SelfDistillationConfig) -> tuple[str | None, str | None, tuple[str, ...]]:
+  """Returns what is shown as the solution and as feedback, and which fields that comes from."""
+  shown: dict[str, str] = {}
+  for name in ('correction', 'demonstration', 'feedback', 'environment'):
+    text = getattr(item, name)
+    if text is None or not text.strip():
+      continue
+    if name in ('correction', 'demonstration'):
+      text = context.shown_text(text, config)
+      if not text:
+        raise InvalidRequest(
+          f'items[{number}]: {name} is nothing but thinking, of which the teacher is shown nothing: add the answer.',
+          field=f'items[{number}].{name}',
+        )
+    shown[name] = text
+
+  def joined(*names: str) -> str | None:
+    return '\n\n'.join(shown[name] for name in names if name in shown) or None
+
+  return joined('correction', 'demonstration'), joined('feedback', 'environment'), tuple(shown)
+
+
+def _reprompted(
+  source: Item | Sample, solution: str | None, feedback: str | None, reprompting: Reprompting
+) -> tuple[list[int], bool]:
+  config, tokenizer, chat = reprompting.config, reprompting.tokenizer, reprompting.chat
+  attempt = None
+  if config.include_failed_attempt:
+    text = source.text if isinstance(source, Sample) else to_text(tokenizer, source.tokens)
+    attempt = context.shown_text(text, config)
+  if source.messages:
+    messages = [dict(message) for message in source.messages]
+    return context.reprompted(messages, solution, feedback, config, tokenizer, chat, attempt, setting=_SETTING)
+  prompt = source.prompt_tokens
+  return context.reprompted_behind(prompt, solution, feedback, config, tokenizer, chat, attempt, setting=_SETTING)

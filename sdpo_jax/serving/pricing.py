@@ -1,0 +1,334 @@
+"""What an engine of many adapters would need and take on a TPU slice, from compiling its programs for it.
+
+Its numbers are of the planner's kinds (`planner.plan`); none is a measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+import dataclasses
+import json
+import math
+import time
+from typing import Any
+
+from models import huggingface
+from models import parameters as parameter_tables
+from models.adapters import lora
+from models.decoder import DecoderPolicy
+from sdpo_jax.config import Config
+from sdpo_jax.distributed import mesh as meshes
+from sdpo_jax.errors import UserError
+from sdpo_jax.files import check_output, jsonable, write_output
+from sdpo_jax.planner import answers, model, report, topology
+from sdpo_jax.planner import plan as planning
+from sdpo_jax.planner.plan import GIB, Estimate
+from sdpo_jax.programs import Program
+from sdpo_jax.rollout import sizes
+from sdpo_jax.rollout.buckets import smallest_bucket
+from sdpo_jax.serving.engine import EngineSettings, check_divides, memory_for
+from sdpo_jax.serving.engine_programs import engine_programs
+from sdpo_jax.serving.settings import as_run, engine_settings
+from sdpo_jax.tables import markdown
+from sdpo_jax.training.session import model_mesh
+
+# Bytes per second between host and devices; an assumption, of no compiler and no data sheet.
+HOST_LINK = 8e9
+# What lies in memory whichever program runs, beside the base.
+POOLS = ('snapshots', 'teachers', 'slots', 'moments', 'cache')
+_ARRAYS = 4  # Of a version for each factor: itself, two moments and its average.
+
+
+@dataclasses.dataclass
+class EnginePlan:
+  """What an engine would need and take."""
+
+  topology: str
+  compiler: str
+  chips: int
+  mesh: dict[str, int]
+  model: str
+  parameters: int  # Of the model.
+  adapter: int  # Parameters of one adapter.
+  hbm_limit_gib: float
+  fits: bool
+  settings: EngineSettings
+  programs: dict[str, Estimate]  # Per label those with the largest buckets, and others by name.
+  base_gib: float  # Per chip, as the next two.
+  pools_gib: dict[str, float]
+  version_gib: float  # On the host.
+  versions_in_memory: int  # Of the host.
+  lengths: dict[str, float]  # Mean tokens of a feedback: 'prompt', 'completion', 'teacher'.
+  feedback_s: dict[str, float]  # Seconds of one feedback by what is done.
+  sampling_s: float  # Seconds of the slice for its completion, while all rows have one.
+  feedbacks_per_hour: float  # Where micro-batches are full and completions are sampled elsewhere.
+  sampled_feedbacks_per_hour: float  # The same where the slice samples them.
+  price_per_chip_hour: float | None
+  cost_per_1000_feedbacks: float | None  # US dollars, completions included; None: there is no price.
+
+  @property
+  def latency_s(self) -> float:
+    """Seconds from a feedback to its version, while nothing else is under way."""
+    return sum(self.feedback_s.values())
+
+  def to_json(self) -> dict[str, Any]:
+    """Plain values; absent numbers are None."""
+    return jsonable(dataclasses.asdict(self) | {'latency_s': self.latency_s})
+
+
+def make(
+  config: Config,
+  policy: DecoderPolicy,
+  slice_: topology.Topology,
+  *,
+  source: str = '',
+  price: float | None = None,
+  only: Iterable[str] | None = None,
+  keep: str | None = None,
+  announce: Callable[[str], None] = lambda _: None,
+) -> EnginePlan:
+  """Compiles the programs of an engine for a slice, one after the other, and adds up what they take.
+
+  Args:
+    config: settings; `serve` says the sizes, `plan` the mean lengths.
+    policy: the model with its adapter.
+    slice_: the devices.
+    source: where the sizes of the model come from.
+    price: US dollars per chip-hour; None: `plan.price_per_chip_hour`, or none.
+    only: kinds of programs to keep to, at the largest buckets of each; None: all.
+    keep: a folder for what the compiler answers; None: nothing is kept.
+    announce: gets a line after each compilation.
+
+  Raises:
+    UserError: the policy has no LoRA adapter, or the mesh does not fit the slice, the model or the sizes.
+  """
+  if not isinstance(policy.adapter, lora.Adapter):
+    raise UserError('An engine serves LoRA adapters: set model.lora.rank.')
+  settings, run = engine_settings(config), as_run(config)
+  mesh = model_mesh(config, policy, slice_.devices)
+  policy = policy.on(mesh, config.model.attention)
+  check_divides(settings, policy)
+  found = engine_programs(config, policy, mesh)
+  assumed = planning.Assumptions.of(run, slice_.chip, price=price)
+  samples = planning.drawn_samples(run, assumed)
+  lengths = {
+    'prompt': assumed.mean_prompt,
+    'completion': assumed.mean_completion,
+    'teacher': assumed.mean_reprompt,
+  }
+  labels = planning.select(found, False, _of_feedback(settings, lengths).values())
+  if only is not None:
+    labels = {label: name for label, name in labels.items() if found[name].kind in set(only)}
+  names = {name: label for label, name in labels.items()}
+  pools, estimates, sampling_weights = pool_bytes(found), {}, None
+  resident = {'base': pools.pop('base')}
+  compiler = answers.Compiler(f'{slice_.name}, {slice_.compiler}', keep)
+  first = [name for name, program in found.items() if program.kind in ('prepare_base', 'prepare')]
+  began = time.monotonic()
+  for name, answer in planning.compiled_for(mesh, compiler.asked_of(found), [*first, *names]):
+    program = found[name]
+    if isinstance(answer, answers.Answer) and program.kind == 'prepare':
+      sampling_weights = answer.results
+      if not sampling_weights:  # The sampler reads the snapshots themselves.
+        pools.pop('snapshots')
+    elif isinstance(answer, answers.Answer) and program.kind == 'prepare_base':
+      resident['sampling base'] = answer.results
+    one = planning.estimated(
+      name, program, answer, run, slice_.chip, dict(mesh.shape), resident, sampling_weights, assumed, samples
+    )
+    one.compile_seconds = time.monotonic() - began
+    _add_pools(one, program, pools, sampling_weights or 0.0, slice_.chip.hbm_gib)
+    if name in names or one.error is not None:
+      estimates[names.get(name, name)] = one
+    said = f'{one.hbm_gib:.2f} GiB, {one.seconds:.3g} s' if one.error is None else one.error
+    announce(f'  {name}: {said} (compiled in {one.compile_seconds:.0f} s)')
+    began = time.monotonic()
+  return _summary(config, policy, slice_, mesh, settings, source, estimates, resident, pools, lengths, price)
+
+
+def _of_feedback(settings: EngineSettings, lengths: dict[str, float]) -> dict[str, str]:
+  """Return what a feedback of these lengths does → the program that does it."""
+
+  def bucket(declared: tuple[int, ...], length: float) -> int:
+    return smallest_bucket(declared, math.ceil(length))
+
+  prompt = bucket(settings.prompt_buckets, lengths['prompt'])
+  teacher = bucket(settings.teacher_buckets, lengths['teacher'])
+  completion = bucket(settings.response_buckets, lengths['completion'])
+  return {
+    'what the student says': f'student/{prompt}×{completion}',
+    'what the teacher says': f'teacher/{teacher}×{completion}',
+    'scores and support': f'first/{completion}',
+    'gradients': f'accumulate/{prompt}×{completion}',
+    'what is reported of them': f'report/{completion}',
+    'zeros': 'zero',
+    'the step': 'step',
+    'the student afterwards': f'student/{prompt}×{completion}',
+    'its log-probs': f'log probs/{completion}',
+  }
+
+
+def pool_bytes(found: dict[str, Program]) -> dict[str, float]:
+  """Return bytes on one device of the base and of `POOLS`."""
+  found_bytes: dict[str, float] = {}
+  for program, kinds in (
+    (found['put snapshot'], ('snapshots',)),
+    (next(program for program in found.values() if program.kind == 'teacher'), ('base', 'teachers')),
+    (found['step'], ('slots', 'moments')),
+    (next(program for program in found.values() if program.kind == 'decode'), ('cache',)),
+  ):
+    own = planning.held_bytes(program)
+    found_bytes |= {kind: own[kind] for kind in kinds}
+  return found_bytes
+
+
+def _add_pools(estimate: Estimate, program: Program, pools: dict[str, float], weights: float, limit: float) -> None:
+  """Add what lies in memory while a program runs that does not read it, or not all of it."""
+  if estimate.error is not None:
+    return
+  own_cache = program.kind in ('decode', 'admit', 'empty')
+  kept = {part: size / GIB for part, size in pools.items() if not (part == 'cache' and own_cache)}
+  more = {part: max(size, estimate.hbm.get(part, 0.0)) for part, size in kept.items() if part != 'cache'}
+  if 'cache' in kept:  # A prompt's is beside that of the rows.
+    more['cache'] = kept['cache'] + estimate.hbm.get('cache', 0.0)
+  if weights:
+    more['sampling weights'] = max(weights / GIB, estimate.hbm.get('sampling weights', 0.0))
+  estimate.hbm |= more
+  estimate.hbm_gib = sum(estimate.hbm.values())
+  estimate.fits = estimate.hbm_gib <= limit
+
+
+def _summary(
+  config: Config,
+  policy: DecoderPolicy,
+  slice_: topology.Topology,
+  mesh: Any,
+  settings: EngineSettings,
+  source: str,
+  estimates: dict[str, Estimate],
+  resident: dict[str, float],
+  pools: dict[str, float],
+  lengths: dict[str, float],
+  price: float | None,
+) -> EnginePlan:
+  by_name = {estimate.name: estimate for estimate in estimates.values()}
+
+  def seconds(name: str, of: str = 'seconds') -> float:
+    estimate = by_name.get(name)
+    return math.nan if estimate is None or estimate.error is not None else getattr(estimate, of)
+
+  table = policy.parameter_table()
+  adapter = parameter_tables.count(parameter_tables.trainable(table))
+  version = 4 * _ARRAYS * adapter
+  if settings.memory_bytes is None:  # On a host with as much as that takes.
+    settings = dataclasses.replace(settings, memory_bytes=memory_for(settings, version))
+  # A version has its slot from the step that made it; as a teacher it is sent once more. Factors and both moments come
+  # back after every step.
+  sent, fetched = 4 * adapter / HOST_LINK, 4 * (_ARRAYS - 1) * adapter / HOST_LINK
+  alone = {'the teacher to its place': sent + seconds('put teacher'), 'to the host': fetched + seconds('get slot')}
+  feedback = {what: seconds(name) for what, name in _of_feedback(settings, lengths).items()} | alone
+  together = min(settings.training_rows, settings.slots)  # Each from another version.
+  shards = mesh.shape[meshes.FSDP]
+  prompts = shards * sizes.prompts_together(settings.prompt_buckets[-1], settings.rows // shards)
+  prefill, decode = (estimates[kind].name if kind in estimates else '' for kind in ('prefill', 'decode'))
+  a_token = seconds(decode, 'busy_step_seconds') / settings.rows
+  # A completion for each version, which has to be among the snapshots first.
+  placed = sent + seconds('put snapshot') + seconds('prepare')
+  sampling = placed + seconds(prefill) / prompts + lengths['completion'] * a_token
+  learning = (sum(feedback.values()) - sum(alone.values())) / together + sum(alone.values())
+  price = config.plan.price_per_chip_hour if price is None else price
+  chips = mesh.size
+  return EnginePlan(
+    topology=slice_.name,
+    compiler=slice_.compiler,
+    chips=chips,
+    mesh=dict(mesh.shape),
+    model=source,
+    parameters=parameter_tables.count(table) - adapter,
+    adapter=adapter,
+    hbm_limit_gib=slice_.chip.hbm_gib,
+    fits=all(estimate.fits for estimate in estimates.values()),
+    settings=settings,
+    programs=estimates,
+    base_gib=resident['base'] / GIB,
+    pools_gib={part: size / GIB for part, size in pools.items()},
+    version_gib=version / GIB,
+    versions_in_memory=int(settings.memory_bytes // version),
+    lengths=lengths,
+    feedback_s=feedback,
+    sampling_s=sampling,
+    feedbacks_per_hour=3600 / learning,
+    sampled_feedbacks_per_hour=3600 / (learning + sampling),
+    price_per_chip_hour=price,
+    cost_per_1000_feedbacks=None if price is None else 1000 * (learning + sampling) / 3600 * chips * price,
+  )
+
+
+def text(plan: EnginePlan) -> str:
+  """The whole plan."""
+  settings, mesh = plan.settings, ' × '.join(f'{name}={size}' for name, size in plan.mesh.items())
+  parts = [
+    f'An engine for adapters of {plan.adapter:,} parameters beside {plan.parameters:,} ({plan.model}) on {plan.topology}: '
+    f'{plan.chips} chips, mesh {mesh}; {plan.compiler}.',
+    report.memory(plan.programs, plan.hbm_limit_gib),
+    f'On the devices at once: {settings.snapshots} versions to sample from, {settings.teachers} to score with and '
+    f'{settings.slots} in training. A version takes {1024 * plan.version_gib:,.0f} MiB on the host, whose memory of '
+    f'{settings.memory_bytes / GIB:g} GiB holds {plan.versions_in_memory}; others are in files.',
+  ]
+  for label, estimate in plan.programs.items():
+    if estimate.error is not None:
+      parts.append(f'{label}: {estimate.error}')
+  parts.append(report.times(plan.programs))
+  rows = [[what, f'{1e3 * seconds:.3g}'] for what, seconds in plan.feedback_s.items()]
+  parts.append(markdown(['a feedback', 'ms'], [*rows, ['together', f'{1e3 * plan.latency_s:.3g}']]))
+  lengths = plan.lengths
+  parts.append(
+    f'Assumed (from the settings plan.…, where None the limits): prompts of {lengths["prompt"]:g} tokens, completions of '
+    f'{lengths["completion"]:g}, teacher prompts of {lengths["teacher"]:g}, each padded to its bucket; one step per feedback; '
+    f'{HOST_LINK / 1e9:g} GB/s between devices and host [assumption].'
+  )
+  parts.append(
+    f'{plan.feedbacks_per_hour:,.0f} feedbacks an hour, {min(settings.training_rows, settings.slots)} at once; '
+    f'{plan.sampled_feedbacks_per_hour:,.0f} where the slice samples their completions, too, {settings.rows} at once '
+    '[arithmetic].'
+  )
+  if plan.cost_per_1000_feedbacks is not None:
+    parts.append(
+      f'1,000 feedbacks and their completions: ${plan.cost_per_1000_feedbacks:.3g} at ${plan.price_per_chip_hour:g} per '
+      'chip-hour [arithmetic].'
+    )
+  if not plan.fits:
+    names = ', '.join(label for label, estimate in plan.programs.items() if not estimate.fits)
+    parts.append(
+      f'DOES NOT FIT: {names}. Lower serve.rows, serve.training_rows, the places for versions or the buckets.'
+    )
+  return '\n\n'.join(part for part in parts if part)
+
+
+def plan(
+  config: Config,
+  slice_name: str,
+  *,
+  output: str | None = None,
+  model_config: str | None = None,
+  price: float | None = None,
+  keep: str | None = None,
+  announce: Callable[[str], None],
+  show: Callable[[str], None],
+) -> EnginePlan:
+  """Plans an engine for a slice, shows the report and writes the numbers; arguments as those of `planner.run.plan`.
+
+  Raises:
+    UserError: as `make`, or as `planner.run.plan`.
+  """
+  if output is not None:
+    check_output(output)
+  slice_ = topology.describe(slice_name)
+  values, source = model.sizes(config, model_config)
+  announce(f'The model: {source}.')
+  policy = huggingface.describe(values, config.model)
+  made = make(config, policy, slice_, source=source, price=price, keep=keep, announce=announce)
+  show(text(made))
+  if output is not None:
+    write_output(output, json.dumps(made.to_json(), indent=2) + '\n')
+  return made

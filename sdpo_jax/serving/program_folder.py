@@ -1,0 +1,240 @@
+"""Compiled programs in a folder, so that the next start of the same engine compiles nothing.
+
+A compiled program is read with pickle, and then runs: whoever can write to the folder can run code here. So the folder
+belongs to the user of the process and is writable to nobody else, and a file is read only if the index, which lies beside
+it, has its digest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import pathlib
+import pickle
+import platform
+import stat
+import sys
+import time
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.files import is_local, make_directory, remove_partials, sync_directory, write_atomically
+
+PACKAGES = 'jax', 'jaxlib', 'libtpu', 'flax', 'optax', 'numpy'
+VARIABLES = 'XLA_FLAGS', 'LIBTPU_INIT_ARGS'
+INDEX, PROGRAM = '.index.json', '.program'  # How names of files end.
+HOUR = 3600.0  # After which what a process has written and not entered is of one that was killed.
+KEPT = 4  # Indices; of further engines, flags or versions, the one that was used longest ago goes.
+_ROOT = pathlib.Path(__file__).parents[2]
+_SOURCES = 'sdpo_jax', 'models'  # Folders whose code the programs are made from.
+
+_logger = logging.getLogger('sdpo_jax.serving')
+
+
+def surroundings(devices: Sequence[jax.Device]) -> dict[str, Any]:
+  """Return what a compiled program depends on beside its own function and arguments, as JSON can hold it."""
+  versions = {}
+  for package in PACKAGES:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+      versions[package] = importlib.metadata.version(package)
+  return {
+    'versions': {'python': sys.version, 'pickle': pickle.HIGHEST_PROTOCOL} | versions,
+    'sources': _digest_of_sources(),
+    'variables': {name: os.environ.get(name) for name in VARIABLES},
+    # Of JAX. Where programs are cached makes none of them another.
+    'settings': {name: repr(value) for name, value in sorted(jax.config.values.items()) if 'cache' not in name},
+    'devices': [[device.id, device.platform, device.device_kind] for device in devices],
+    'platform': devices[0].client.platform_version,
+    'processor': _processor() if devices[0].platform == 'cpu' else platform.machine(),
+    'process': [jax.process_index(), jax.process_count()],
+  }
+
+
+def _digest_of_sources() -> str:
+  digest = hashlib.sha256()
+  for folder in _SOURCES:
+    for path in sorted((_ROOT / folder).rglob('*.py')):
+      content = path.read_bytes()
+      digest.update(f'{path.relative_to(_ROOT)} {len(content)}\n'.encode())
+      digest.update(content)
+  return digest.hexdigest()
+
+
+def _processor() -> str:
+  """Return what the machine code of a CPU's program may use: another machine may lack it."""
+  with contextlib.suppress(OSError):
+    lines = pathlib.Path('/proc/cpuinfo').read_text().splitlines()
+    said = sorted({line for line in lines if line.startswith(('flags', 'Features', 'model name'))})
+    return hashlib.sha256('\n'.join(said).encode()).hexdigest()
+  return f'{platform.machine()} {platform.processor()}'
+
+
+class ProgramFolder:
+  """The programs of one engine in a folder that other engines may use, too.
+
+  Files are named by the digest of what they hold, so that several processes can write at once. One that is damaged, or
+  that nobody has entered, is not read: what it should hold is compiled anew.
+  """
+
+  def __init__(self, folder: pathlib.Path, key: Mapping[str, Any], devices: Sequence[jax.Device]):
+    """Opens a folder; it is made if it is not there.
+
+    Args:
+      folder: on a file system.
+      key: what all programs depend on: `surroundings`, and whatever else makes a function another one.
+      devices: that run them.
+
+    Raises:
+      UserError: it is not a folder that only this user can write to.
+    """
+    if not is_local(str(folder)):
+      raise UserError(f'{folder} cannot hold compiled programs, for anyone may write there: name a local folder.')
+    self._folder, self._devices = folder, list(devices)
+    try:
+      if not os.path.lexists(folder):
+        make_directory(folder.parent)
+        with contextlib.suppress(FileExistsError):  # Another process makes it now.
+          os.mkdir(folder, 0o700)
+        sync_directory(folder.parent)
+      self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+      raise UserError(
+        f'{folder} cannot hold compiled programs ({first_line(error)}): name a folder of your own, not a link to one.'
+      ) from error
+    fault = _fault(os.fstat(self._descriptor))
+    if fault:
+      os.close(self._descriptor)
+      raise UserError(
+        f'{folder} {fault}, so that others could have code run here by a compiled program that they put there: name a '
+        'folder of your own with mode 0700.'
+      )
+    self._name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32] + INDEX
+    self._digests = self._read_index()
+    self._new = False
+
+  def close(self) -> None:
+    """Closes the folder."""
+    os.close(self._descriptor)
+
+  def get(self, name: str, in_tree: Any) -> jax.stages.Compiled | None:
+    """Returns a program, ready to run; None: it is not there, or not as it was written.
+
+    Args:
+      name: of the program with its arguments.
+      in_tree: structure of its arguments.
+    """
+    digest = self._digests.get(name)
+    if digest is None:
+      return None
+    content = self._read(digest + PROGRAM)
+    if content is None or hashlib.sha256(content).hexdigest() != digest:
+      _logger.warning('%s is not as it was written, and is compiled anew.', self._folder / (digest + PROGRAM))
+      return None
+    try:
+      executable, out_tree = pickle.loads(content)
+      return serialize_executable.deserialize_and_load(
+        executable,
+        in_tree,
+        jax.tree.structure(out_tree),
+        backend=self._devices[0].client,
+        execution_devices=self._devices,
+      )
+    # Of whatever JAX or its runtime say of a program that they do not take.
+    except Exception as error:
+      _logger.warning('%s cannot be loaded (%s), and is compiled anew.', name, first_line(error))
+      return None
+
+  def put(self, name: str, compiled: jax.stages.Compiled) -> None:
+    """Keeps a program; what cannot be kept is said, and compiled again at the next start."""
+    try:
+      executable, _, out_tree = serialize_executable.serialize(compiled)
+      # A structure is kept as a tree of numbers, of which JAX makes it again.
+      content = pickle.dumps((executable, jax.tree.unflatten(out_tree, list(range(out_tree.num_leaves)))))
+      digest = hashlib.sha256(content).hexdigest()
+      write_atomically(self._folder / (digest + PROGRAM), content, mode=0o600)
+    except (OSError, ValueError, NotImplementedError, pickle.PicklingError, jax.errors.JaxRuntimeError) as error:
+      _logger.warning('%s cannot be kept in %s (%s).', name, self._folder, first_line(error))
+      return
+    self._digests[name] = digest
+    self._new = True
+
+  def save(self) -> None:
+    """Enters what was put into the index, and removes what no index has any more."""
+    try:
+      if self._new:
+        write_atomically(self._folder / self._name, json.dumps(self._digests, indent=1), mode=0o600)
+        self._new = False
+      elif self._digests:
+        os.utime(self._name, dir_fd=self._descriptor)
+      self._prune()
+    except OSError as error:
+      _logger.warning('Compiled programs cannot be kept in %s (%s).', self._folder, first_line(error))
+
+  def _prune(self) -> None:
+    remove_partials(self._folder, HOUR)
+    names = os.listdir(self._descriptor)
+    indices = sorted((name for name in names if name.endswith(INDEX)), key=self._written)
+    if len(indices) <= KEPT:
+      return
+    for name in indices[:-KEPT]:
+      os.unlink(name, dir_fd=self._descriptor)
+    held = {digest for name in indices[-KEPT:] for digest in self._parsed(name).values()}
+    for name in names:
+      if name.endswith(PROGRAM) and name.removesuffix(PROGRAM) not in held:
+        with contextlib.suppress(FileNotFoundError):
+          if self._written(name) < time.time() - HOUR:  # Another process may be about to enter a younger one.
+            os.unlink(name, dir_fd=self._descriptor)
+
+  def _written(self, name: str) -> float:
+    return os.stat(name, dir_fd=self._descriptor).st_mtime
+
+  def _read_index(self) -> dict[str, str]:
+    return self._parsed(self._name)
+
+  def _parsed(self, name: str) -> dict[str, str]:
+    """Returns name → digest of an index; empty: there is none, or it cannot be read."""
+    content = self._read(name)
+    if content is None:
+      return {}
+    try:
+      found = json.loads(content)
+    except (ValueError, RecursionError):
+      found = None
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+      _logger.warning('%s is not as it was written: its programs are compiled anew.', self._folder / name)
+      return {}
+    return found
+
+  def _read(self, name: str) -> bytes | None:
+    """Returns the content of a file of this user; None: there is none."""
+    try:
+      descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._descriptor)
+    except FileNotFoundError:
+      return None
+    except OSError as error:
+      _logger.warning('%s cannot be read (%s).', self._folder / name, first_line(error))
+      return None
+    with open(descriptor, 'rb') as file:
+      status = os.fstat(descriptor)
+      fault = 'is no file' if not stat.S_ISREG(status.st_mode) else _fault(status)
+      if fault:
+        _logger.warning('%s %s, and is not read.', self._folder / name, fault)
+        return None
+      return file.read()
+
+
+def _fault(status: os.stat_result) -> str | None:
+  """Return why a file or folder cannot be trusted; None: it can."""
+  if status.st_uid != os.geteuid():
+    return f'belongs to user {status.st_uid}, not to the one of this process ({os.geteuid()})'
+  if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    return f'can be written to by others (mode {stat.S_IMODE(status.st_mode):04o})'
+  return None

@@ -1,0 +1,65 @@
+"""The values that travel through the service: adapters, their versions, and what was sampled from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+from typing import Any, Literal
+
+import numpy as np
+
+Reason = Literal['create', 'feedback', 'import', 'fork', 'undo']
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+  """An adapter of one owner: a name, settings, and the version that it is at."""
+
+  id: str  # Minted by the service; never a name that a user chose.
+  owner: str
+  name: str  # A label, unique among the owner's adapters.
+  head: int  # Number of its newest version.
+  created: float  # Seconds since the epoch.
+  settings: Mapping[str, Any]  # As JSON: teacher, average_rate, guards, canary prompts.
+
+
+@dataclasses.dataclass(frozen=True)
+class Version:
+  """One immutable version of an adapter."""
+
+  adapter: str  # Its id.
+  number: int  # 0, 1, …: numbers never go back.
+  parent: int | None  # The version that it was made from.
+  reason: Reason
+  created: float  # Seconds since the epoch.
+  digest: str  # SHA-256 of its manifest, in hex.
+  details: Mapping[str, Any]  # As JSON: what made it, such as the loss, the metrics and the ids of samples.
+
+  @property
+  def engine_name(self) -> str:
+    """The name of this version in the engine."""
+    return engine_name(self.adapter, self.number)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+  """A completion as it was drawn, so that feedback on it never depends on tokenising its text again."""
+
+  id: str
+  owner: str
+  adapter: str | None  # The id of the adapter that drew it; None: the model without an adapter.
+  version: int | None  # Of the adapter.
+  prompt_tokens: Sequence[int]
+  tokens: Sequence[int]
+  log_probs: np.ndarray  # [T] float32 of the tokens, at temperature 1, when they were drawn.
+  temperature: float
+  messages: Sequence[Mapping[str, Any]] | None  # The conversation that the prompt was made of; None: text or tokens.
+  text: str
+  finish_reason: Literal['stop', 'length']
+  created: float  # Seconds since the epoch.
+  expires: float  # The same; after it, the sample is gone.
+
+
+def engine_name(adapter: str, number: int) -> str:
+  """Returns the name that a version of an adapter has in the engine."""
+  return f'{adapter}@{number}'

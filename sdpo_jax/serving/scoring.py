@@ -1,0 +1,188 @@
+"""What a policy says of given tokens, row by row: of any model, with or without a pool of adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from models.forward import forward
+from models.policy import Policy
+from sdpo_jax.distributed import mesh as meshes
+from sdpo_jax.errors import UserError
+from sdpo_jax.objective.log_probs import Scores, log_probs_of_ids, scores
+from sdpo_jax.rollout.buckets import smallest_bucket
+from sdpo_jax.rollout.functions import Keep
+from sdpo_jax.training import batching
+from sdpo_jax.training.update import layout
+from sdpo_jax.types import TokenRows, Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+  """What a policy says of the T tokens of a row, in nats."""
+
+  log_probs: np.ndarray  # [T] of the tokens.
+  entropy: np.ndarray  # [T].
+  top_ids: np.ndarray  # [T, K] int32, the most likely first; −1: there are no more.
+  top_log_probs: np.ndarray  # [T, K].
+  of_ids: np.ndarray | None = None  # [T, M] of the ids that were asked for.
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoringFunctions:
+  """The jitted functions of scoring with one policy."""
+
+  states: Callable[..., Any]  # `models.forward.forward` without the policy.
+  scores: Callable[..., Any]  # (hidden, unembedding, targets, mask): `objective.log_probs.scores`.
+  of_ids: Callable[..., Any]  # (hidden, unembedding, ids, mask): `objective.log_probs.log_probs_of_ids`.
+
+
+@functools.lru_cache(maxsize=16)
+def scoring_functions(policy: Policy, topk: int, chunk_size: int, vocab_size: int) -> ScoringFunctions:
+  """Returns the functions, which scorers of equal policies and sizes share, and with them what is compiled.
+
+  On a mesh, rows are divided over all devices.
+  """
+  mesh = mesh_of(policy)
+  settings = dict(chunk_size=chunk_size, vocab_size=vocab_size, layout=layout(mesh))
+
+  def of_tokens(hidden: jax.Array, unembedding: jax.Array, targets: jax.Array, mask: jax.Array) -> Scores:
+    return scores(hidden, unembedding, targets, topk, mask=mask, **settings)
+
+  def of_ids(hidden: jax.Array, unembedding: jax.Array, ids: jax.Array, mask: jax.Array) -> jax.Array:
+    return log_probs_of_ids(hidden, unembedding, ids, mask=mask, **settings)
+
+  rows = None if mesh is None else meshes.batch_sharding(mesh)
+  return ScoringFunctions(
+    states=jax.jit(functools.partial(forward, policy), compiler_options=meshes.compiler_options(mesh)),
+    scores=jax.jit(of_tokens, out_shardings=rows),
+    of_ids=jax.jit(of_ids, out_shardings=rows),
+  )
+
+
+def mesh_of(policy: Policy) -> jax.sharding.Mesh | None:
+  """Returns the mesh that divides what a policy computes; None: there is one device."""
+  return policy.backend.mesh if policy.backend.divided else None
+
+
+def on_devices(policy: Policy, rows: Tree) -> Tree:
+  """Returns host arrays of rows where a policy reads them."""
+  mesh = mesh_of(policy)
+  return rows if mesh is None else meshes.put_rows(mesh, rows)
+
+
+class Scorer:
+  """A policy with lengths for which it is compiled."""
+
+  def __init__(
+    self,
+    policy: Policy,
+    base: Tree,
+    *,
+    topk: int,
+    rows: int,
+    prompt_buckets: Sequence[int],
+    response_buckets: Sequence[int],
+    chunk_size: int = 256,
+    vocab_size: int | None = None,
+    name: str = 'teacher',
+    keep: Keep = lambda _, function: function,
+  ):
+    """Makes a scorer.
+
+    Args:
+      policy: the model.
+      base: its frozen parameters.
+      topk: K.
+      rows: of a forward pass.
+      prompt_buckets: lengths to which prompts are padded.
+      response_buckets: lengths to which the tokens after them are padded.
+      chunk_size: tokens whose logits exist at one time.
+      vocab_size: V, tokens that count; None: those of the policy, which may know more.
+      name: of the policy, no other scorer's of the same `keep`.
+      keep: maps (name, jitted function) to what is called in its place.
+    """
+    self._policy, self._base, self._topk, self._rows = policy, base, topk, rows
+    self._prompt_buckets, self._response_buckets = prompt_buckets, response_buckets
+    functions = scoring_functions(policy, topk, chunk_size, vocab_size or policy.vocab_size)
+    self._states, self._scores, self._of_ids = (
+      keep(f'{name}_{part.name}', getattr(functions, part.name)) for part in dataclasses.fields(functions)
+    )
+
+  def states(self, trainable: Tree, rows: TokenRows) -> tuple[jax.Array, jax.Array]:
+    """Returns the states that predict the tokens of rows, and the unembedding; see `models.forward.forward`."""
+    return self._states(self._base, trainable, rows)
+
+  def score(
+    self,
+    trainable: Tree,
+    rows: Sequence[tuple[Sequence[int], Sequence[int]]],
+    *,
+    member: int | None = None,
+    ids: Sequence[np.ndarray] | None = None,
+  ) -> list[Scored]:
+    """Returns what the policy says of tokens, on the host and without padding.
+
+    Args:
+      trainable: trainable parameters, such as a pool of adapters.
+      rows: prompt and tokens after it, of each row; none longer than the largest buckets.
+      member: which adapter of the pool all rows have; None: there is no pool.
+      ids: [T, M] int32 of each row, the same M for all, whose log-probs are wanted, too.
+    """
+    found: list[Scored] = []
+    for start in range(0, len(rows), self._rows):
+      picked = list(rows[start : start + self._rows])
+      count = len(picked)
+      picked += [picked[0]] * (self._rows - count)
+      room = smallest_bucket(self._response_buckets, max(len(tokens) for _, tokens in picked))
+      tokens, mask = padded([tokens for _, tokens in picked], room)
+      mask[count:] = False
+      width = smallest_bucket(self._prompt_buckets, max(len(prompt) for prompt, _ in picked))
+      token_rows = batching.token_rows([prompt for prompt, _ in picked], tokens, mask, width)
+      if member is not None:
+        token_rows = token_rows.replace(members=np.full(self._rows, member, np.int32))
+      token_rows, placed, shown = on_devices(self._policy, (token_rows, tokens, mask))
+      hidden, unembedding = self.states(trainable, token_rows)
+      said = jax.device_get(self._scores(hidden, unembedding, placed, shown))
+      of_ids = None
+      if ids is not None:
+        # As many at a time as one program takes, whatever their number.
+        count_of_ids = ids[0].shape[1]
+        parts = max(1, math.ceil(count_of_ids / self._topk))
+        wanted = np.full((*tokens.shape, parts * self._topk), -1, np.int32)
+        for row, own in enumerate(ids[start : start + self._rows]):
+          wanted[row, : len(own), :count_of_ids] = own
+        asked = on_devices(self._policy, np.split(wanted, parts, axis=2))
+        answers = jax.device_get([self._of_ids(hidden, unembedding, part, shown) for part in asked])
+        of_ids = np.concatenate(answers, axis=2)[:, :, :count_of_ids]
+      for row, (_, own_tokens) in enumerate(picked[:count]):
+        at = row, slice(len(own_tokens))
+        arrays = (said.log_prob, said.entropy, said.top_ids, said.top_log_probs)
+        found.append(Scored(*(array[at] for array in arrays), None if of_ids is None else of_ids[at]))
+    return found
+
+
+def check_ids(what: str, tokens: Sequence[int] | np.ndarray, vocab_size: int) -> None:
+  """Raises UserError for a row with something that is no token of a vocabulary; `what` begins the sentence."""
+  try:
+    ids = np.asarray(tokens)
+  except ValueError:  # Rows of different lengths.
+    ids = np.empty((0, 0))
+  if (
+    ids.ndim != 1 or ids.size and (not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0 or ids.max() >= vocab_size)
+  ):
+    raise UserError(f'{what} holds something that is no token id from 0 to {vocab_size - 1}.')
+
+
+def padded(rows: Sequence[Sequence[int]], room: int) -> tuple[np.ndarray, np.ndarray]:
+  """Returns tokens [B, T] int32 with T = room, and which of them are no padding, [B, T] bool."""
+  tokens, mask = np.zeros((len(rows), room), np.int32), np.zeros((len(rows), room), bool)
+  for row, own in enumerate(rows):
+    tokens[row, : len(own)], mask[row, : len(own)] = own, True
+  return tokens, mask

@@ -1,0 +1,418 @@
+"""A running service without its network: the store, the thread that owns the engine, and what all owners share."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import dataclasses
+import functools
+import logging
+import math
+import pathlib
+import threading
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from models import directories, huggingface, identity, parameters
+from models.adapters import peft_files
+from models.decoder import DecoderPolicy
+from models.families import registry
+from sdpo_jax.config import Config
+from sdpo_jax.data.prompts import ChatFormat
+from sdpo_jax.distributed.stopping import StoppedError
+from sdpo_jax.errors import UserError
+from sdpo_jax.serving import elsewhere, names, teachers
+from sdpo_jax.serving.account import Account
+from sdpo_jax.serving.call import Call
+from sdpo_jax.serving.engine import Engine, EngineSettings, check_divides
+from sdpo_jax.serving.errors import InvalidRequest, NotFound, ServiceError
+from sdpo_jax.serving.event_log import EventLog
+from sdpo_jax.serving.guards import CanaryMeter
+from sdpo_jax.serving.learning import Lesson
+from sdpo_jax.serving.lessons import Reprompting
+from sdpo_jax.serving.peft_transfer import Served
+from sdpo_jax.serving.settings import engine_settings
+from sdpo_jax.serving.store.store import Retention, Store
+from sdpo_jax.serving.store.versions import Base
+from sdpo_jax.serving.token_texts import TokenTexts
+from sdpo_jax.serving.turns import Turns
+from sdpo_jax.serving.worker import Worker
+from sdpo_jax.teacher.endpoint import Endpoint
+from sdpo_jax.training import teacher_model
+from sdpo_jax.training.session import check_turn_end, load_tokenizer, model_mesh, stop_token_ids
+
+_logger = logging.getLogger('sdpo_jax.serving')
+TEND_SECONDS = 600.0  # Between two looks for what the retention settings let go.
+_OWNERS = 100_000  # Adapters of which the owner is remembered.
+_DATABASE = 'service.sqlite'  # In a local root.
+_PROGRAMS = '~/.cache/sdpo_jax/engine'
+
+
+class Service:
+  """What the accounts of all owners share. Any thread may call."""
+
+  def __init__(
+    self,
+    store: Store,
+    worker: Worker,
+    tokenizer: Any,
+    config: Config,
+    served: Served,
+    *,
+    positions: int | None = None,
+    endpoint: Endpoint | None = None,
+    clock: Callable[[], float] = time.time,
+  ):
+    """Makes a service of its parts; `make` makes these of the settings.
+
+    Args:
+      store: of adapters, versions and samples.
+      worker: the thread that owns the engine; its versions are loaded by `load`.
+      tokenizer: of the model, with a chat template.
+      config: settings.
+      served: the shape of the adapters.
+      positions: that the model was made for; None: it does not say.
+      endpoint: a teacher elsewhere, of which `ask_endpoint` asks; None: there is none.
+      clock: seconds since the epoch.
+    """
+    self.store, self.worker, self.tokenizer, self.config, self.served = store, worker, tokenizer, config, served
+    self.settings = config.serve
+    self.sizes: EngineSettings = engine_settings(config)
+    self.chat = ChatFormat.of(config)
+    self.positions, self.endpoint, self.clock = positions, endpoint, clock
+    self.turns, self.events = Turns(), EventLog(clock)
+    topk = min(self.sizes.topk, served.policy.vocab_size)
+    self.texts = TokenTexts(tokenizer)
+    self.tokenizing = threading.Lock()  # Held by who encodes: tokenizers keep settings of a call while it lasts.
+    longest = dataclasses.replace(config.actor.self_distillation, max_reprompt_len=self.sizes.teacher_buckets[-1])
+    self.reprompting = Reprompting(longest, tokenizer, self.chat, self.tokenizing)
+    self.canaries = CanaryMeter(
+      worker, tokens=min(config.serve.guards.canary_tokens, self.sizes.response_buckets[-1]), topk=topk
+    )
+    self._owners: collections.OrderedDict[str, str] = collections.OrderedDict()
+    self._lock, self._stopped = threading.Lock(), threading.Event()
+    self._tending: threading.Thread | None = None
+
+  @classmethod
+  def make(
+    cls,
+    config: Config,
+    *,
+    announce: Callable[[str], None] = print,
+    devices: Sequence[jax.Device] | None = None,
+  ) -> Service:
+    """Makes the service that the settings describe; its model is read when it starts.
+
+    Args:
+      config: settings, checked. The model must have an adapter.
+      announce: receives lines about the programs of the engine.
+      devices: of the engine; None: all that there are.
+
+    Raises:
+      UserError: the model, its adapter or its tokenizer cannot be read or do not fit the devices, or the store holds
+        adapters of another model, is damaged, or in use.
+    """
+    model = config.model
+    if not model.lora.used:
+      raise UserError('A service serves LoRA adapters: set model.lora.rank, the rank of all of them.')
+    tokenizer, described = load_tokenizer(config), huggingface.read_policy(model.path, model)
+    mesh, sizes = model_mesh(config, described, devices), engine_settings(config)
+    check_divides(sizes, described.on(mesh, model.attention))
+    values = huggingface.read_json(huggingface.resolve(model.path), 'config.json')
+    positions = huggingface.positions(values)
+    check_positions(sizes, positions)
+    if config.actor.self_distillation.teacher_model:
+      teacher_model.check(config)
+    try:
+      check_turn_end(config, tokenizer)
+    except UserError as error:  # Completions are longer than they need be, and that is all.
+      _logger.warning('%s', error)
+    base = _base_of(config, described, values)
+    database = _database_of(config)
+    with contextlib.ExitStack() as opened:
+      endpoint = _endpoint_of(config, tokenizer, sizes, described.vocab_size)
+      if endpoint is not None:
+        opened.callback(endpoint.close)
+      store = opened.enter_context(_open_store(config, database, base))
+      made: list[Service] = []
+      worker = Worker(
+        _engine_maker(config, tokenizer, mesh, sizes, database.with_name(f'{database.name}.versions')),
+        lambda name: made[0].load(name),
+        max_waiting=config.serve.limits.max_waiting,
+        announce=announce,
+      )
+      served = Served(described, base.fingerprint['weights'])
+      made.append(cls(store, worker, tokenizer, config, served, positions=positions, endpoint=endpoint))
+      opened.pop_all()  # From now on `stop` closes them.
+    return made[0]
+
+  # The whole.
+
+  def start(self) -> None:
+    """Starts the engine's thread, which reads the model and compiles, and looks after what is stored from time to time."""
+    self.worker.start()
+    self._tending = threading.Thread(target=self._tend, name='retention', daemon=True)
+    self._tending.start()
+
+  def stop(self, drain: float = 0.0) -> None:
+    """Refuses new work, gives what is under way so many seconds to finish, and closes the store."""
+    self._stopped.set()
+    try:
+      self.worker.stop(drain)
+    finally:
+      if self._tending is not None:
+        self._tending.join()
+      if self.endpoint is not None:
+        self.endpoint.close()
+      self.store.close()
+
+  def _tend(self) -> None:
+    while True:
+      try:
+        self.store.retain(self.clock())
+      except Exception:  # What could not be let go now is let go later; nobody waits for it.
+        _logger.exception('What the retention settings let go could not be removed; it is tried again.')
+      if self._stopped.wait(TEND_SECONDS):
+        return
+
+  def account(self, owner: str, call: Call | None = None) -> Account:
+    """Returns what an owner can do.
+
+    Args:
+      owner: whose adapters there are.
+      call: the request that does it; None: one that may take any time.
+    """
+    return Account(self, owner, call or Call())
+
+  # Versions of the engine.
+
+  def remember(self, adapter: str, owner: str) -> None:
+    """Notes whose an adapter is, which has been looked up with this owner."""
+    with self._lock:
+      self._owners[adapter] = owner
+      self._owners.move_to_end(adapter)
+      if len(self._owners) > _OWNERS:
+        self._owners.popitem(last=False)
+
+  def load(self, engine_name: str) -> Mapping[str, np.ndarray]:
+    """Returns the arrays of a version that the engine does not have.
+
+    Raises:
+      NotFound: there is none any more.
+    """
+    adapter, _, number = engine_name.rpartition('@')
+    with self._lock:
+      owner = self._owners.get(adapter)
+    if owner is None or not number.isdecimal():
+      raise NotFound(f'There is no version {engine_name} of an adapter.')
+    return self.store.arrays(self.store.version(owner, adapter, int(number)))
+
+  # The teacher elsewhere.
+
+  def ask_endpoint(self, lessons: Sequence[Lesson], call: Call) -> list[Lesson]:
+    """Returns lessons with what the teacher behind the endpoint says of them; the engine goes on meanwhile.
+
+    Args:
+      lessons: with what the teacher reads.
+      call: the request, with which the waiting ends.
+
+    Raises:
+      InvalidRequest: there is no endpoint.
+      UserError: it says nothing of one that can be used.
+      Cancelled: nobody waits any more.
+      Deadline: the time of the request is over.
+    """
+    if self.endpoint is None:
+      raise InvalidRequest(
+        'No teacher is behind an endpoint here: choose another kind of teacher.', field='teacher.kind'
+      )
+    try:
+      return elsewhere.taught(self.endpoint, lessons, self.sizes.topk, _StopOf(call))
+    except StoppedError:
+      call.check()
+      raise
+
+  # What there is.
+
+  @property
+  def model_name(self) -> str:
+    """What requests call the model without an adapter, beside 'base'."""
+    return self.settings.model_name or _last(self.config.model.path)
+
+  @property
+  def vocab_size(self) -> int:
+    """Tokens that the model knows."""
+    return self.served.policy.vocab_size
+
+  @functools.cached_property
+  def stop_token_ids(self) -> tuple[int, ...]:
+    """Tokens that end every completion."""
+    return tuple(stop_token_ids(self.config, self.tokenizer))
+
+  @functools.cached_property
+  def max_prompt(self) -> int:
+    """Tokens of a prompt at most."""
+    return self.sizes.prompt_buckets[-1]
+
+  @functools.cached_property
+  def max_completion(self) -> int:
+    """Tokens of a completion at most."""
+    return self.sizes.response_buckets[-1]
+
+  @functools.cached_property
+  def max_text(self) -> int:
+    """Tokens of a text that is scored at most, prompt and completion together."""
+    sizes = self.sizes
+    return max(sizes.score_buckets[-1] + 1 if sizes.score_buckets else 0, self.max_prompt + self.max_completion)
+
+  def capabilities(self) -> dict[str, Any]:
+    """Returns what the service serves, as JSON."""
+    serve, served = self.settings, self.served
+    return {
+      'model': {
+        'name': self.model_name,
+        'vocab_size': self.vocab_size,
+        'positions': self.positions,
+      },
+      'adapter': {
+        'rank': served.rank,
+        'alpha': None if served.rank is None or served.scale is None else served.scale * served.rank,
+        'target_modules': list(served.targets),
+        'parameters': sum(math.prod(row.shape) for row in parameters.trainable(served.policy.parameter_table())),
+      },
+      'tokens': {
+        'prompt': self.max_prompt,
+        'completion': self.max_completion,
+        'text': self.max_text,
+        'teacher_prompt': self.sizes.teacher_buckets[-1],
+        'topk': self.sizes.topk,
+        'logprobs': min(serve.limits.max_logprobs, self.sizes.topk),
+      },
+      'limits': dataclasses.asdict(serve.limits),
+      'learning': dataclasses.asdict(serve.learning),
+      'guards': dataclasses.asdict(serve.guards),
+      'teachers': sorted(
+        set(teachers.KINDS)
+        - ({'endpoint'} if self.endpoint is None else set())
+        - (set() if self.config.actor.self_distillation.teacher_model else {'model'})
+      ),
+      'teacher_models': [_last(name) for name in [self.config.actor.self_distillation.teacher_model] if name],
+      'losses': ['jsd_pg', 'sdpo'],
+      'samples_kept_s': serve.store.sample_ttl_s,
+      'versions_kept': serve.store.keep_versions or None,
+      'feedback_texts_kept': serve.store.keep_feedback_texts,
+      'lora_uri': names.lora_uri('ID', 0).replace('0', 'NUMBER'),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _StopOf:
+  """A `Stop` for whatever works for a request, and ends with it."""
+
+  call: Call
+
+  def asked(self) -> bool:
+    """See `Stop`."""
+    try:
+      self.call.check()
+    except ServiceError:
+      return True
+    return False
+
+  def check(self) -> None:
+    """See `Stop`; raises why the request has ended."""
+    self.call.check()
+
+
+def _endpoint_of(config: Config, tokenizer: Any, sizes: EngineSettings, vocab_size: int) -> Endpoint | None:
+  """Returns the teacher at the endpoint that the settings name, which has shown that it is the one; None: there is none."""
+  settings = config.actor.self_distillation.teacher_endpoint
+  if not settings.used:
+    return None
+  endpoint = Endpoint(dataclasses.replace(settings, top_k=min(settings.top_k, sizes.topk)), vocab_size)
+  try:
+    endpoint.check(config.model.path, tokenizer, sizes.teacher_buckets[-1] + sizes.response_buckets[-1])
+  except BaseException:
+    endpoint.close()
+    raise
+  return endpoint
+
+
+def _base_of(config: Config, described: DecoderPolicy, values: Mapping[str, Any]) -> Base:
+  """Returns what all adapters of the store have in common.
+
+  Args:
+    config: settings.
+    described: the model with its adapter.
+    values: contents of the model's config.json.
+  """
+  model = config.model
+  given = peft_files.read_config(model.lora.path) if model.lora.path else model.lora
+  return Base(
+    name=str(huggingface.resolve(model.path).resolve()) if directories.is_local(model.path) else model.path,
+    fingerprint=identity.of_base(model.path),
+    adapter=described.adapter,
+    table=described.base_policy().parameter_table(),
+    prefix=registry.family_of(described.config).module_prefix(values),
+    use_rslora=given.use_rslora,
+  )
+
+
+def _database_of(config: Config) -> pathlib.Path:
+  store = config.serve.store
+  return pathlib.Path(store.database or pathlib.Path(store.root) / _DATABASE).expanduser().absolute()
+
+
+def _open_store(config: Config, database: pathlib.Path, base: Base) -> Store:
+  store = config.serve.store
+  root = store.root if '://' in store.root else str(pathlib.Path(store.root).expanduser().absolute())
+  retention = Retention(store.keep_versions, store.request_ttl_s, store.keep_feedback_texts)
+  return Store.open(root, database, base=base, retention=retention)
+
+
+def _engine_maker(
+  config: Config, tokenizer: Any, mesh: jax.sharding.Mesh, sizes: EngineSettings, folder: pathlib.Path
+) -> Callable[[], Engine]:
+  """Returns what reads the model and makes its engine.
+
+  Args:
+    config: settings.
+    tokenizer: of the model.
+    mesh: where it computes.
+    sizes: of the engine.
+    folder: for versions that memory does not hold, of this engine alone.
+  """
+  programs = pathlib.Path(config.serve.programs or _PROGRAMS).expanduser()
+  other = config.actor.self_distillation.teacher_model
+
+  def make_engine() -> Engine:
+    policy, values = huggingface.load(config.model.path, config.model, mesh=mesh, seed=config.seed)
+    frozen, _ = parameters.split(policy.parameter_table(), values)
+    models = {}
+    if other:
+      teacher = teacher_model.load(config, mesh)
+      models[_last(other)] = teacher.policy, teacher.base
+    stops = stop_token_ids(config, tokenizer)
+    return Engine(policy, frozen, tokenizer, sizes, folder, stops, models=models, programs=programs)
+
+  return make_engine
+
+
+def _last(path: str) -> str:
+  """Returns what requests call a model: the last part of its path or name."""
+  return pathlib.PurePath(path.rstrip('/')).name
+
+
+def check_positions(sizes: EngineSettings, positions: int | None) -> None:
+  """Raises UserError if the buckets of an engine hold longer texts than a model was made for."""
+  longest = max(sizes.prompt_buckets[-1], sizes.teacher_buckets[-1]) + sizes.response_buckets[-1]
+  if positions is not None and longest > positions:
+    raise UserError(
+      f'serve: a prompt of {longest - sizes.response_buckets[-1]} tokens with a completion of {sizes.response_buckets[-1]} '
+      f'needs {longest} positions, and the model has {positions} (max_position_embeddings): lower serve.prompt_buckets, '
+      'serve.teacher_buckets or serve.response_buckets.'
+    )

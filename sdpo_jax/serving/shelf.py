@@ -1,0 +1,135 @@
+"""What is known of versions that need no place on the devices now: in host memory and, beyond a limit, in files."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping
+import hashlib
+import pathlib
+import threading
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.files import make_directory, remove_partials, write_atomically
+
+Arrays = Mapping[str, np.ndarray]
+SUFFIX = '.safetensors'
+
+
+class Shelf:
+  """Arrays by version; those that were asked for longest ago go to files first. Any thread may call.
+
+  The files are of this process alone, and gone when another shelf is made in their folder: what is to outlive it is kept
+  elsewhere.
+  """
+
+  def __init__(self, folder: pathlib.Path, memory_bytes: int):
+    """Makes an empty shelf.
+
+    Args:
+      folder: for files, of nobody else; what a shelf has left there is removed.
+      memory_bytes: of arrays that are kept in memory.
+    """
+    make_directory(folder)
+    remove_partials(folder)
+    for left in folder.glob(f'*{SUFFIX}'):
+      left.unlink()
+    self._folder, self._limit = folder, memory_bytes
+    self._memory: collections.OrderedDict[str, Arrays] = collections.OrderedDict()  # The longest ago first.
+    self._digests: dict[str, str] = {}  # Of those in files.
+    self._bytes = 0
+    self._lock = threading.Lock()
+
+  def __contains__(self, version: str) -> bool:
+    with self._lock:
+      return version in self._memory or version in self._digests
+
+  @property
+  def memory_bytes(self) -> int:
+    """Bytes of the arrays in memory."""
+    with self._lock:
+      return self._bytes
+
+  def put(self, version: str, arrays: Arrays) -> None:
+    """Keeps the arrays of a version, which are not to be changed any more.
+
+    Raises:
+      ValueError: the shelf has that version, which never changes.
+      UserError: others have to go to a file, which cannot be written; nothing has changed.
+    """
+    with self._lock:
+      if version in self._memory or version in self._digests:
+        raise ValueError(f'The version {version} is there already.')
+      for array in arrays.values():
+        array.setflags(write=False)
+      self._spill(_size(arrays))
+      self._remember(version, arrays)
+
+  def get(self, version: str) -> Arrays:
+    """Returns the arrays of a version; they cannot be changed.
+
+    Raises:
+      KeyError: the shelf has no such version.
+      UserError: its file is damaged, or cannot be read; or as `put`, of those that have to go for it.
+    """
+    with self._lock:
+      if version in self._memory:
+        self._memory.move_to_end(version)
+        return self._memory[version]
+      arrays = self._read(version)
+      self._spill(_size(arrays))
+      self._remember(version, arrays)
+      return arrays
+
+  def drop(self, version: str) -> None:
+    """Forgets a version and erases its file; none is no error."""
+    with self._lock:
+      if version in self._memory:
+        self._bytes -= _size(self._memory.pop(version))
+      if self._digests.pop(version, None) is not None:
+        self._file(version).unlink(missing_ok=True)
+
+  def _remember(self, version: str, arrays: Arrays) -> None:
+    self._memory[version] = arrays
+    self._bytes += _size(arrays)
+
+  def _spill(self, more: int) -> None:
+    """Makes room for so many bytes, or for as many as there can be; what has a file already needs no other."""
+    while self._memory and self._bytes + more > self._limit:
+      version, arrays = next(iter(self._memory.items()))
+      if version not in self._digests:
+        content = safetensors.numpy.save({name: np.asarray(array, order='C') for name, array in arrays.items()})
+        try:
+          write_atomically(self._file(version), content)
+        except OSError as error:
+          raise UserError(
+            f'{self._folder} cannot be written ({first_line(error)}), so that there is no place for more adapters: make '
+            'room there, or name another folder.'
+          ) from error
+        self._digests[version] = hashlib.sha256(content).hexdigest()
+      del self._memory[version]
+      self._bytes -= _size(arrays)
+
+  def _read(self, version: str) -> Arrays:
+    digest, file = self._digests[version], self._file(version)
+    way_out = 'take the adapter from its last saved version'
+    try:
+      content = file.read_bytes()
+    except OSError as error:
+      raise UserError(f'{file} cannot be read ({first_line(error)}): {way_out}.') from error
+    if hashlib.sha256(content).hexdigest() != digest:
+      raise UserError(f'{file} is not as it was written: {way_out}.')
+    arrays = safetensors.numpy.load(content)
+    for array in arrays.values():
+      array.setflags(write=False)
+    return arrays
+
+  def _file(self, version: str) -> pathlib.Path:
+    return self._folder / f'{hashlib.sha256(version.encode()).hexdigest()[:32]}{SUFFIX}'
+
+
+def _size(arrays: Arrays) -> int:
+  return sum(array.nbytes for array in arrays.values())

@@ -1,0 +1,106 @@
+"""Who teaches an adapter: what its settings, or a request, say of it, as the engine names it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+
+from sdpo_jax.config import LearningConfig
+from sdpo_jax.errors import short_repr
+from sdpo_jax.serving.errors import InvalidRequest
+from sdpo_jax.serving.records import Adapter, engine_name
+
+# What each kind may say beside its name.
+KINDS = {
+  'live': (),
+  'ema': ('rate',),
+  'lagged': ('every', 'version'),
+  'frozen': (),
+  'base': (),
+  'model': ('name',),
+  'endpoint': (),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+  """Whoever reads the feedback."""
+
+  name: str  # As `serving.engine.Feedback.teacher` has it; 'endpoint': asked before.
+  version: int | None  # Of the adapter, which must be there; None: none.
+  average_rate: float  # How far the average moves, whoever teaches.
+
+  @property
+  def said(self) -> str:
+    """What answers call it: as requests do, and a version by its name."""
+    return 'ema' if self.name == 'average' else self.name
+
+
+def settings_of(said: Any) -> Any:
+  """Returns settings of a teacher, of which the kind alone may be said; what is neither is returned as it is."""
+  return {'kind': said} if isinstance(said, str) else said
+
+
+def check(settings: Mapping[str, Any]) -> None:
+  """Raises InvalidRequest for settings of a teacher that are none."""
+  kind = settings.get('kind')
+  if not isinstance(kind, str) or kind not in KINDS:
+    raise InvalidRequest(
+      f"The teacher's kind must be one of {', '.join(KINDS)}, not {short_repr(kind)}.", field='teacher.kind'
+    )
+  for field in settings:
+    if field != 'kind' and field not in KINDS[kind]:
+      raise InvalidRequest(
+        f'A teacher of the kind {kind!r} has no {short_repr(field)}; it takes: {", ".join(KINDS[kind]) or "nothing else"}.',
+        field='teacher',
+      )
+  rate = settings.get('rate')
+  if rate is not None and not (_is_number(rate) and 0 <= rate <= 1):
+    raise InvalidRequest(f"The teacher's rate must be between 0 and 1, not {short_repr(rate)}.", field='teacher.rate')
+  for field, least in (('every', 1), ('version', 0)):
+    value = settings.get(field)
+    if value is not None and not (_is_number(value) and isinstance(value, int) and value >= least):
+      raise InvalidRequest(
+        f"The teacher's {field} must be a whole number of {least} or more, not {short_repr(value)}.",
+        field=f'teacher.{field}',
+      )
+  if settings.get('every') is not None and settings.get('version') is not None:
+    raise InvalidRequest("A lagged teacher has either 'every' or 'version', not both.", field='teacher')
+  if kind == 'model' and not isinstance(settings.get('name'), str):
+    raise InvalidRequest("A teacher of the kind 'model' needs its name.", field='teacher.name')
+
+
+def choose(adapter: Adapter, asked: Mapping[str, Any] | None, defaults: LearningConfig) -> Teacher:
+  """Returns who teaches an adapter at its newest version.
+
+  Args:
+    adapter: its settings say `teacher`.
+    asked: what a request says instead; None: nothing.
+    defaults: what holds of an adapter that says nothing.
+
+  Raises:
+    InvalidRequest: there is no such teacher.
+  """
+  own = adapter.settings.get('teacher') or {'kind': defaults.teacher}
+  settings = own if asked is None else asked
+  check(settings)
+  rate = own.get('rate', settings.get('rate'))
+  rate = defaults.average_rate if rate is None else float(rate)
+  kind = settings['kind']
+  if kind == 'model':
+    return Teacher(f'model:{settings["name"]}', None, rate)
+  if kind in ('lagged', 'frozen'):
+    number = 0 if kind == 'frozen' else settings.get('version')
+    if number is None:
+      number = max(0, adapter.head - (settings.get('every') or defaults.lag))
+    if number > adapter.head:
+      raise InvalidRequest(
+        f'Version {short_repr(number)} cannot teach: the adapter is at version {adapter.head}.', field='teacher.version'
+      )
+    return Teacher(f'version:{engine_name(adapter.id, number)}', number, rate)
+  return Teacher('average' if kind == 'ema' else kind, None, rate)
+
+
+def _is_number(value: Any) -> bool:
+  return isinstance(value, (int, float)) and not isinstance(value, bool)

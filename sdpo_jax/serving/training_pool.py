@@ -1,0 +1,137 @@
+"""Training slots: adapters of one shape that are trained side by side, each as if it were alone.
+
+Gradients of a micro-batch whose rows belong to different slots are one tree (`training.update.accumulate` with a policy
+of a `LoraPool`, in which a row contributes to its own adapter alone); what follows is done slot by slot, under a mask.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, Sharding
+import numpy as np
+import optax
+
+from models.adapters import lora_pool
+from models.parameters import Table
+from sdpo_jax.distributed.mesh import replicated
+from sdpo_jax.training.optimizer import clip_by_global_norm
+from sdpo_jax.types import Tree
+
+
+@flax.struct.dataclass
+class SlotState:
+  """What training changes in N slots."""
+
+  trainable: Tree  # [L, N, …] float32, factors.
+  moments: optax.ScaleByAdamState  # Of AdamW: count [N] int32, mu and nu [L, N, …] float32.
+
+
+@flax.struct.dataclass
+class StepSettings:
+  """How AdamW steps in N slots; all of it is data, so that one program serves all requests."""
+
+  learning_rate: jax.Array  # [N] float32.
+  beta1: jax.Array  # [N] float32.
+  beta2: jax.Array  # [N] float32.
+  eps: jax.Array  # [N] float32.
+  weight_decay: jax.Array  # [N] float32, decoupled: times the learning rate.
+  max_grad_norm: jax.Array  # [N] float32, of all factors of a slot; infinity: gradients are not clipped.
+
+
+LARGEST = 1e30  # A number of an adapter is smaller: there is room for it in bfloat16, too.
+# The axes of the slots.
+_MOMENTS = optax.ScaleByAdamState(count=0, mu=lora_pool.AXIS, nu=lora_pool.AXIS)
+_STATE = SlotState(trainable=lora_pool.AXIS, moments=_MOMENTS)
+
+
+def fits(values: np.ndarray | jax.Array) -> jax.Array:
+  """Returns whether all numbers of an array are finite, and small enough for every compute dtype, [] bool."""
+  return (abs(values) < LARGEST).all()  # No comparison with NaN holds.
+
+
+def fresh(trainable: Tree) -> SlotState:
+  """Returns slots that have not been trained, beside the factors on their devices; nothing is compiled for them.
+
+  Args:
+    trainable: [L, N, …] float32, factors.
+  """
+
+  def zeros() -> Tree:
+    return jax.tree.map(lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), _place(leaf)), trainable)
+
+  leaf = jax.tree.leaves(trainable)[0]
+  place = _place(leaf)
+  whole = replicated(place.mesh) if isinstance(place, NamedSharding) else place
+  count = jax.device_put(np.zeros(leaf.shape[lora_pool.AXIS], np.int32), whole)
+  return SlotState(trainable, optax.ScaleByAdamState(count, zeros(), zeros()))
+
+
+def shardings(table: Table, mesh: Mesh) -> SlotState:
+  """Returns where the arrays of slots lie on a mesh: moments as the factors, counts on every device.
+
+  Args:
+    table: of a policy with a pool.
+    mesh: whose.
+  """
+  factors = lora_pool.shardings(table, mesh)
+  return SlotState(factors, optax.ScaleByAdamState(count=replicated(mesh), mu=factors, nu=factors))
+
+
+def _place(leaf: jax.Array) -> Sharding | None:
+  """Returns where an array must stay; None: it may go wherever it is needed."""
+  return leaf.sharding if leaf.committed else None
+
+
+def slot_of(state: SlotState, slot: jax.Array | int) -> SlotState:
+  """Returns one slot of a state, without the axis of slots."""
+  count, mu, nu = state.moments
+  mu, nu, trainable = (lora_pool.member(tree, slot) for tree in (mu, nu, state.trainable))
+  return SlotState(trainable, optax.ScaleByAdamState(count[slot], mu, nu))
+
+
+def with_slot(state: SlotState, slot: jax.Array | int, own: SlotState) -> SlotState:
+  """Returns the state in which one slot holds something else; `own` has no axis of slots."""
+  count, mu, nu = state.moments
+  mu, nu, trainable = (
+    lora_pool.with_member(tree, slot, new)
+    for tree, new in ((mu, own.moments.mu), (nu, own.moments.nu), (state.trainable, own.trainable))
+  )
+  return SlotState(trainable, optax.ScaleByAdamState(count.at[slot].set(own.moments.count), mu, nu))
+
+
+def step(
+  state: SlotState, grads: Tree, settings: StepSettings, active: jax.Array
+) -> tuple[SlotState, dict[str, jax.Array]]:
+  """Take one AdamW step in the slots that are active; no bit of the others changes.
+
+  A slot whose gradient is not finite stays as it is, as a run's state does (`training.update.apply_gradients`), and so does
+  one that the step would give a value that is not, or is too large for a compute dtype: it may not reach the rows of others.
+
+  Args:
+    state: before the step.
+    grads: [L, N, …] of the trainable tree.
+    settings: of every slot.
+    active: [N] bool.
+
+  Returns:
+    The state, and [N] each grad_norm (before clipping) and stepped (bool).
+  """
+
+  def one(
+    state: SlotState, grads: Tree, settings: StepSettings, active: jax.Array
+  ) -> tuple[SlotState, dict[str, jax.Array]]:
+    clipped, norm = clip_by_global_norm(grads, settings.max_grad_norm)
+    adam = optax.scale_by_adam(b1=settings.beta1, b2=settings.beta2, eps=settings.eps)
+    updates, moments = adam.update(clipped, state.moments)
+
+    def move(parameter: jax.Array, update: jax.Array) -> jax.Array:
+      return parameter - settings.learning_rate * (update + settings.weight_decay * parameter)
+
+    moved = SlotState(jax.tree.map(move, state.trainable, updates), moments)
+    stepped = active & jnp.isfinite(norm) & jnp.stack([fits(leaf) for leaf in jax.tree.leaves(moved)]).all()
+    state = jax.tree.map(lambda new, old: jnp.where(stepped, new, old), moved, state)
+    return state, {'grad_norm': norm, 'stepped': stepped}
+
+  return jax.vmap(one, in_axes=(_STATE, lora_pool.AXIS, 0, 0), out_axes=(_STATE, 0))(state, grads, settings, active)

@@ -1,0 +1,190 @@
+"""The small parts of the service: names, turns, events, the text of drafts, and how far apart two versions are."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+
+from models import huggingface, parameters
+from models.adapters import lora
+from sdpo_jax.config import LoraConfig, ModelConfig
+from sdpo_jax.serving import differences, event_log, names
+from sdpo_jax.serving.draft_texts import DraftText, finished_text
+from sdpo_jax.serving.errors import Deadline, InvalidRequest, NotFound
+from sdpo_jax.serving.turns import Turns
+from tests.test_rollout_engine import CONFIG
+
+
+def test_an_address_means_a_version_and_a_name_its_newest():
+  uri = names.lora_uri('adp1', 7)
+  assert names.parse(uri) == names.Reference('adp1', 7, is_id=True)
+  assert names.parse('greeter') == names.Reference('greeter', None, is_id=False)
+  assert names.parse('greeter@12') == names.Reference('greeter', 12, is_id=False)
+
+
+@given(st.text(max_size=40))
+def test_anything_else_is_unknown(text):
+  try:
+    found = names.parse(text)
+  except NotFound as error:
+    assert len(str(error)) < 400
+  else:
+    assert '/' not in found.adapter and ':' not in found.adapter and '@' not in found.adapter
+
+
+@pytest.mark.parametrize(
+  'uri',
+  ['http://host/a', 'file:///etc/passwd', 'sdpo://../x', 'sdpo://a/b@1', 'a@-1', 'a@1@2', '', '..', 'sdpo://', None],
+)
+def test_no_path_and_no_other_address_is_taken(uri):
+  with pytest.raises(NotFound):
+    names.parse(uri)
+
+
+@pytest.mark.parametrize('name', ['', 'a b', 'a/b', 'a@1', '-a', 'a' * 65, 'base', 'tiny', 7, 'ä'])
+def test_a_name_is_short_and_plain_and_not_the_models(name):
+  with pytest.raises(InvalidRequest) as raised:
+    names.check_name(name, 'tiny')
+  assert raised.value.field == 'name'
+  assert names.check_name('my-adapter_2.0', 'tiny') == 'my-adapter_2.0'
+
+
+def test_turns_come_in_the_order_of_asking_and_nothing_is_kept():
+  turns, order, threads, waiting = Turns(), [], [], [threading.Event() for _ in range(8)]
+
+  def change(number):
+    waiting[number].set()
+    with turns.of('a'):
+      order.append(number)
+
+  with turns.of('a'):
+    with turns.of('b'):
+      assert len(turns) == 2
+    for number in range(8):
+      threads.append(threading.Thread(target=change, args=(number,)))
+      threads[-1].start()
+      waiting[number].wait()
+      while len(turns._queues['a']) < number + 2:
+        pass
+    with pytest.raises(Deadline), turns.of('a', deadline=time.monotonic()):
+      pass
+  for thread in threads:
+    thread.join()
+  assert order == list(range(8)) and len(turns) == 0
+
+
+def test_a_turn_ends_also_where_a_change_fails():
+  turns = Turns()
+  with pytest.raises(ValueError), turns.of('a'):
+    raise ValueError
+  with turns.of('a', deadline=time.monotonic()):
+    assert len(turns) == 1
+  assert len(turns) == 0
+
+
+def test_events_can_be_read_on_from_any_of_them():
+  log, heard = event_log.EventLog(clock=lambda: 100.0), []
+  stop = log.listen('a', heard.append)
+  made = [log.add('a', 'queued', {'n': n}) for n in range(3)]
+  log.add('b', 'queued', {})
+  assert [event.details['n'] for event in log.after('a', None)] == [0, 1, 2]
+  assert log.after('a', made[1].id) == made[2:] == log.wait('a', made[1].id, 0.0)
+  assert log.wait('a', made[2].id, 0.0) == [] and heard == made
+  stop()
+  log.add('a', 'scored', {})
+  assert heard == made and not log._listeners
+  waiter = threading.Thread(target=lambda: heard.extend(log.wait('c', None, 60.0)))
+  waiter.start()
+  late = log.add('c', 'queued', {})
+  waiter.join()
+  assert heard[-1] == late
+  later = event_log.EventLog(clock=lambda: 101.0)
+  assert later.add('a', 'queued', {}).id > late.id
+  log.forget('a')
+  assert log.after('a', None) == []
+
+
+def test_events_are_bounded(monkeypatch):
+  monkeypatch.setattr(event_log, 'ADAPTERS', 3)
+  log = event_log.EventLog()
+  for number in range(2 * event_log.KEPT):
+    log.add('a', 'queued', {'n': number})
+  assert len(log.after('a', None)) == event_log.KEPT
+  for name in 'bcd':
+    log.add(name, 'queued', {})
+  assert log.after('a', None) == [] and len(log._events) == 3
+
+
+class Bytes:
+  """A tokenizer of bytes; 256 is a special token."""
+
+  def decode(self, tokens, skip_special_tokens=False, **_):
+    parts = [bytes([t]) if t < 256 else b'' if skip_special_tokens else b'<|end|>' for t in tokens]
+    return b''.join(parts).decode('utf-8', errors='replace')
+
+
+@settings(max_examples=200)
+@given(
+  st.text(alphabet='ab€😀 né', max_size=12),
+  st.lists(st.sampled_from(['ab', 'b€', '😀 ', 'n', 'aab']), max_size=2),
+  st.lists(st.integers(0, 40), max_size=6),
+)
+def test_what_was_shown_of_a_draft_is_a_beginning_of_the_text(text, stop, looks):
+  tokens = list(text.encode())
+  cut = [at for at in (text.find(each) for each in stop) if at >= 0]
+  if cut:  # The engine ends it with the token that completes a stop string.
+    ends = [len(text[: text.find(each)].encode()) + len(each.encode()) for each in stop if each in text]
+    tokens = tokens[: min(ends)]
+  final = finished_text(Bytes(), tokens, stop)
+  assert not any(each in final for each in stop)
+  shown, whole = DraftText(Bytes(), stop), ''
+  for look in sorted(looks):
+    whole += shown.draft(tokens[: min(look, max(0, len(tokens) - 1))])
+    assert final.startswith(whole) and whole == shown.shown
+  assert whole + shown.finish(final) == final
+
+
+def test_a_stop_string_may_hold_a_special_token():
+  tokens = [*b'good', 256]
+  assert finished_text(Bytes(), tokens, ['d<|end|>']) == 'goo'
+  assert finished_text(Bytes(), tokens, ['<|end|>']) == 'good'
+  assert finished_text(Bytes(), tokens, []) == 'good'
+
+
+def test_the_change_of_a_matrix_is_that_of_the_product_of_its_factors():
+  policy = huggingface.describe(CONFIG, ModelConfig(dtype='float32', lora=LoraConfig(rank=2, alpha=4.0)))
+  table, draw = parameters.trainable(policy.parameter_table()), np.random.default_rng(0)
+  before = {row.name: np.float32(draw.standard_normal(row.shape)) for row in table}
+  after = {
+    name: value + np.float32(1e-3) * np.float32(draw.standard_normal(value.shape)) for name, value in before.items()
+  }
+  base = policy.base_policy().parameter_table()
+  found = {each.matrix: each for each in differences.changes(policy.adapter, base, before, after)}
+  for row in lora.linear(base):
+    outputs, inputs = row.huggingface_shape
+    for layer in range(row.layers):
+      old, new = (
+        2.0
+        * arrays[f'{row.name}_lora_a'][layer].reshape(inputs, 2).astype(np.float64)
+        @ arrays[f'{row.name}_lora_b'][layer].reshape(2, outputs)
+        for arrays in (before, after)
+      )
+      one = found.pop(lora.module_name(row, layer))
+      np.testing.assert_allclose(
+        [one.before, one.after, one.change], list(map(np.linalg.norm, (old, new, new - old))), rtol=1e-6
+      )
+      assert one.relative == one.change / one.before
+  assert not found
+  same = differences.changes(policy.adapter, base, before, before)
+  assert {each.change for each in same} == {0.0} == {differences.total(same).change}
+  zero = {name: 0 * value for name, value in before.items()}
+  assert differences.changes(policy.adapter, base, zero, before)[0].relative is None
+
+
+def test_the_total_is_as_of_one_matrix():
+  parts = [SimpleNamespace(before=3.0, after=1.0, change=0.0), SimpleNamespace(before=4.0, after=0.0, change=2.0)]
+  assert differences.total(parts) == differences.MatrixChange('all', 5.0, 1.0, 2.0)
