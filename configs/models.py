@@ -55,7 +55,15 @@ def get_config(model: str = 'llama3_1_8b', task: str = 'chemistry', method: str 
   ):
     paper.check_argument('configs/models.py', name, value, allowed)
   config = paper.recipe(f'{model}_{task}', MODELS[model], task, data, method)
-  if model.startswith('llama3_'):
-    config.data.apply_chat_template_kwargs = {'date_string': '26 Jul 2024'}  # Or templates write the current date.
+  choose(config, model)
   paper.plan_lengths(config, task, paper.PAPER_LENGTHS['qwen3_8b', method == 'sdpo'])
   return config
+
+
+def choose(config: Config, model: str) -> None:
+  """Set the path of a model of `MODELS`, and what its chat template asks for."""
+  config.model.path = MODELS[model]
+  if model.startswith('qwen3_'):
+    config.data.enable_thinking = False  # Other templates have no such switch.
+  if model.startswith('llama3_'):
+    config.data.apply_chat_template_kwargs = {'date_string': '26 Jul 2024'}  # Or templates write the current date.

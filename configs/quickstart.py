@@ -7,12 +7,12 @@ and is right with a few per cent of its sampled answers. Shown what the grader s
 it answers far better; SDPO distils that into the plain context. See the README for the expected curves.
 """
 
-from sdpo_jax.config import Config
+from sdpo_jax.config import Config, beside
 
 
 def get_config() -> Config:
   config = Config(name='quickstart')
-  config.model.path = 'configs/quickstart_model'
+  config.model.path = beside(__file__, 'quickstart_model')
   config.model.dtype = 'float32'
   config.model.remat = 'none'
   config.data.train_files = ('generator:digits',)

@@ -19,6 +19,7 @@ from sdpo_jax.preflight import check
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a run that is to be resumed; nothing is written there.')
 command.define_config()
+command.define_adapter('As of launch.train; its weights and those of the model are not compared.')
 command.define_cluster()
 ODD = 1
 

@@ -2,6 +2,8 @@
 
   python -m launch.evaluate --config=configs/quickstart.py --workdir=runs/quickstart --output=eval.json
   python -m launch.evaluate --config=configs/quickstart.py --model=configs/quickstart_model --output=base.json
+  python -m launch.evaluate --config=configs/quickstart.py --model=HF_DIR --adapter=DIR --output=adapter.json
+  python -m launch.evaluate --config=configs/quickstart.py --model=HF_DIR --cartridge=DIR --output=cartridge.json
 
 What is asked, and how it is sampled and graded (data.val_*, val_kwargs, environments), is the config's; the weights are
 those of --workdir, which may be a run that is going on, or of --model. Prints a table; writes all metrics,
@@ -26,6 +28,8 @@ MODEL = flags.DEFINE_string(
 OUTPUT = flags.DEFINE_string('output', None, 'JSON file to write.', required=True)
 OVERWRITE = flags.DEFINE_bool('overwrite', False, 'Replace an --output that already exists.')
 command.define_config()
+command.define_adapter('It is evaluated with the --model that it was trained on.')
+command.define_cartridge('It is evaluated with the --model that it was trained for.')
 command.define_cluster()
 
 
@@ -39,6 +43,8 @@ def main() -> None:
     output=OUTPUT.value,
     step=STEP.value,
     overwrite=OVERWRITE.value,
+    adapter=flags.FLAGS.adapter,
+    cartridge=flags.FLAGS.cartridge,
     announce=lambda text: print(text, file=sys.stderr, flush=True),
   )
   if jax.process_index() == 0:

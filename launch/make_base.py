@@ -1,6 +1,8 @@
-"""Makes the quickstart's tiny base model from nothing (a few CPU-minutes).
+"""Makes a tiny base model from nothing, for the quickstart (a few CPU-minutes) or for documents (half a minute); or a document.
 
   python -m launch.make_base --config=configs/quickstart.py --output=/tmp/base
+  python -m launch.make_base --task=facts --config=configs/facts.py --output=/tmp/base
+  python -m launch.make_base --task=document --seed=1 --config=configs/facts.py --output=/tmp/document.txt
 
 The same seed gives the same model again with the same versions on the same machine; elsewhere one that is as good.
 """
@@ -9,21 +11,60 @@ import dataclasses
 import sys
 
 from absl import flags
+import numpy as np
 
 from sdpo_jax import command
-from sdpo_jax.quickstart.make_base import Recipe, make_base
+from sdpo_jax.environments import facts
+from sdpo_jax.errors import UserError
+from sdpo_jax.files import check_output, write_output
+from sdpo_jax.quickstart import document_base, make_base
 
-OUTPUT = flags.DEFINE_string('output', None, 'Directory to make; model.path of the config if unset. It must be empty.')
-STEPS = flags.DEFINE_integer('steps', Recipe.steps, 'Optimizer steps.', lower_bound=1)
-SEED = flags.DEFINE_integer('seed', Recipe.seed, 'Of the initial weights and the lessons.', lower_bound=0)
+OUTPUT = flags.DEFINE_string(
+  'output', None, 'Directory to make; model.path of the config if unset. It must be empty. Or file to write.'
+)
+TASK = flags.DEFINE_enum(
+  'task',
+  'digits',
+  ['digits', 'facts', 'document'],
+  "digits: the quickstart's, which misreads its instructions; facts: answers questions about a document in its context; "
+  'document: no model, but a text file with such a document, to train a cartridge on.',
+)
+STEPS = flags.DEFINE_integer('steps', None, 'Optimizer steps; those of the committed model if unset.', lower_bound=1)
+SEED = flags.DEFINE_integer(
+  'seed', 0, 'Of the initial weights and of what it is trained on, or of the document.', lower_bound=0
+)
 command.define_config()
 
 
 def main() -> None:
   config = command.load_config()
+  if TASK.value == 'document':
+    write_document(OUTPUT.value, SEED.value)
+    return
   output = OUTPUT.value or config.model.path
-  recipe = dataclasses.replace(Recipe(), steps=STEPS.value, seed=SEED.value)
-  make_base(config, output, recipe, announce=lambda text: print(text, file=sys.stderr, flush=True))
+  changes = {'seed': SEED.value} | ({} if STEPS.value is None else {'steps': STEPS.value})
+
+  def announce(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+  if TASK.value == 'facts':
+    document_base.make_document_base(output, dataclasses.replace(document_base.Recipe(), **changes), announce)
+  else:
+    make_base.make_base(config, output, dataclasses.replace(make_base.Recipe(), **changes), announce)
+  print(output)
+
+
+def write_document(output: str | None, seed: int) -> None:
+  """Write a random document to a text file that is not there yet.
+
+  Raises:
+    UserError: no file is named, or it exists or cannot be written.
+  """
+  if output is None:
+    raise UserError('--task=document needs --output: the text file to write.')
+  check_output(output, overwrite=False)
+  # Without a line break at its end, which would be one more token.
+  write_output(output, facts.write(facts.draw(np.random.default_rng(seed))))
   print(output)
 
 

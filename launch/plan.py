@@ -2,8 +2,9 @@
 
   python -m launch.plan --config=configs/qwen3_8b_chemistry.py --topology=v5e:8x8
   python -m launch.plan --config=… --topology=v5e:4x4 --search --output=plan.json
+  python -m launch.plan --config=… --config.model.lora.rank=16 --topology=v5e:2x4 --engine
 
-Compiles every program that the run would use and prints memory by kind, time by phase, communication, utilisation and
+Compiles every program that the run, or with --engine the engine that the settings serve.… describe, would use and prints memory by kind, time by phase, communication, utilisation and
 cost; no weights are needed. Needs libtpu (requirements-tpu.txt). See docs/performance.md for what the numbers are.
 """
 
@@ -12,7 +13,9 @@ import sys
 from absl import flags
 
 from sdpo_jax import command
+from sdpo_jax.errors import UserError
 from sdpo_jax.planner import run
+from sdpo_jax.serving import pricing
 
 TOPOLOGY = flags.DEFINE_string('topology', None, 'The slice: v5e:8x8, v5e:1x1 (one chip), v6e:4x4, …', required=True)
 OUTPUT = flags.DEFINE_string('output', None, 'JSON file for all numbers.')
@@ -29,23 +32,33 @@ LENGTHS = flags.DEFINE_string(
 KEEP = flags.DEFINE_string(
   'keep', None, "Folder for the compiler's answers: programs that are planned again then take seconds."
 )
+ENGINE = flags.DEFINE_bool('engine', False, 'Plan the engine of many adapters that serve.… describes, not a run.')
 command.define_config()
+command.define_adapter('As of launch.train.')
 
 
 def main() -> None:
   run.compile_only()
-  run.plan(
-    command.load_config(),
-    TOPOLOGY.value,
+  common = dict(
     output=OUTPUT.value,
     model_config=MODEL_CONFIG.value,
-    everything=ALL.value,
-    search_over=SEARCH_OVER.value if SEARCH.value else (),
     price=PRICE.value,
-    lengths_of=LENGTHS.value,
     keep=KEEP.value,
     announce=lambda text: print(text, file=sys.stderr, flush=True),
     show=print,
+  )
+  if ENGINE.value:
+    if SEARCH.value or ALL.value or LENGTHS.value is not None:
+      raise UserError('--engine goes without --search, --all and --lengths: leave them out.')
+    pricing.plan(command.load_config(), TOPOLOGY.value, **common)
+    return
+  run.plan(
+    command.load_config(),
+    TOPOLOGY.value,
+    everything=ALL.value,
+    search_over=SEARCH_OVER.value if SEARCH.value else (),
+    lengths_of=LENGTHS.value,
+    **common,
   )
 
 

@@ -3,6 +3,7 @@
   python -m launch.prepare_data --source=sciknoweval --domain=chemistry --output=datasets/sciknoweval/chemistry
   python -m launch.prepare_data --source=livecodebench --output=datasets/lcb_v6
   python -m launch.prepare_data --source=tooluse --input=ToolAlpaca/data --output=datasets/tooluse
+  python -m launch.prepare_data --source=longhealth --input=benchmark_v5.json --output=datasets/longhealth
 
 Needs a network where --input is not given. docs/data.md says what each source becomes.
 """
@@ -22,13 +23,15 @@ INPUT = flags.DEFINE_string('input', None, 'File, folder or hf:OWNER/NAME to rea
 DOMAIN = flags.DEFINE_enum('domain', None, sciknoweval.DOMAINS, 'sciknoweval: which of its domains.')
 SEED = flags.DEFINE_integer('seed', raw.Options.seed, 'gpqa: of the order of the choices.', lower_bound=0)
 SINCE = flags.DEFINE_string('since', str(raw.Options.since), 'livecodebench: first day of contests.')
+PATIENTS = flags.DEFINE_list('patients', list(raw.Options.patients), 'longhealth: whose records and questions.')
 UNTIL = flags.DEFINE_string('until', str(raw.Options.until), 'livecodebench: the day after the last.')
 
 
 def main() -> None:
   if SOURCE.value == 'sciknoweval' and DOMAIN.value is None:
     raise UserError(f'--source=sciknoweval needs --domain: one of {", ".join(sciknoweval.DOMAINS)}.')
-  options = raw.Options(DOMAIN.value or '', SEED.value, day('since', SINCE.value), day('until', UNTIL.value))
+  days = day('since', SINCE.value), day('until', UNTIL.value)
+  options = raw.Options(DOMAIN.value or '', SEED.value, *days, tuple(PATIENTS.value))
   prepare.prepare(SOURCE.value, options, OUTPUT.value, INPUT.value, announce=print)
 
 

@@ -2,6 +2,7 @@
 
   python -m launch.probe --config=configs/quickstart.py
   python -m launch.probe --config=configs/quickstart.py --max_questions=32 --output=probe.json
+  python -m launch.probe --config=configs/quickstart_lora.py --adapter=DIR
 
 Asks held-out questions: how often the student is right, how often the same model is once it reads a demonstration,
 feedback or both, how many questions carry a signal, and what does not fit the configured lengths. See docs/probe.md.
@@ -20,6 +21,7 @@ MAX_QUESTIONS = flags.DEFINE_integer(
   'max_questions', probe.QUESTIONS, 'Questions at most, a seeded draw from the held-out ones.', lower_bound=1
 )
 command.define_config()
+command.define_adapter('The model is probed with it.')
 
 
 def main() -> None:

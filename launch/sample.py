@@ -3,6 +3,8 @@
   python -m launch.sample --workdir=runs/quickstart --prompt="…" --temperature=0
   python -m launch.sample --workdir=runs/quickstart --prompts=questions.jsonl --n=4 --output=answers.jsonl
   python -m launch.sample --model=HF_DIR --chat
+  python -m launch.sample --model=HF_DIR --adapter=DIR --prompt="…"
+  python -m launch.sample --model=HF_DIR --cartridge=DIR --prompt="…"
 
 --prompt: the completion alone goes to stdout; of several, each behind a line `--- completion 1 of 4 ---`.
 
@@ -35,6 +37,16 @@ WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a run; its newest c
 STEP = flags.DEFINE_integer('step', None, 'The checkpoint of this step of the run answers instead.', lower_bound=1)
 MODEL = flags.DEFINE_string(
   'model', None, 'Hugging Face model instead of a run: a directory, local or gs://…, or a name on the hub.'
+)
+ADAPTER = flags.DEFINE_string(
+  'adapter',
+  None,
+  'With --model: LoRA adapter of it, as PEFT or launch.export writes it; a directory or a name on the hub.',
+)
+CARTRIDGE = flags.DEFINE_string(
+  'cartridge',
+  None,
+  'With --model: cartridge of it; a directory, local or gs://…, a published .pt file, or a name on the hub.',
 )
 PROMPT = flags.DEFINE_string('prompt', None, 'What the user says.')
 PROMPTS = flags.DEFINE_string(
@@ -127,7 +139,7 @@ def main() -> int | None:
     chat_template=CHAT_TEMPLATE.value,
   )
   try:
-    generator = generate.open_generator(WORKDIR.value, MODEL.value, STEP.value, options)
+    generator = generate.open_generator(WORKDIR.value, MODEL.value, STEP.value, options, ADAPTER.value, CARTRIDGE.value)
     if questions is not None:
       write_answers(generator, questions)
     elif CHAT.value:

@@ -2,6 +2,7 @@
 
   python -m launch.train --config=configs/quickstart.py
   python -m launch.train --config=configs/quickstart.py --workdir=runs/mine --config.optimizer.lr=1e-4
+  python -m launch.train --config=configs/quickstart_lora.py --workdir=runs/more --adapter=DIR
 
 The same command with the same --workdir continues where the run stopped. --help_settings lists every
 setting, --help_settings=teacher those of a section or those that mention a word.
@@ -31,6 +32,8 @@ RESTART = flags.DEFINE_bool(
   '--workdir. Where there is a checkpoint, it is resumed all the same.',
 )
 command.define_config()
+command.define_adapter('Training goes on from it, with its rank, alpha and matrices (model.lora.path).')
+command.define_cartridge('Training goes on from it, with its slots (model.cartridge.path).')
 command.define_cluster()
 
 
@@ -44,7 +47,9 @@ def main() -> int:
   if result.deadline is not None:
     preemption.end_by(result.deadline, result.exit_code)
   if jax.process_index() == 0:
-    print(report.summary(result, flags.FLAGS.config, command.overrides()), flush=True)
+    model = config.model
+    trained = 'adapter' if model.lora.used else 'cartridge' if model.cartridge.used else 'model'
+    print(report.summary(result, flags.FLAGS.config, command.overrides(), trained=trained), flush=True)
   if result.stopped:
     return loop.EXIT_ALARM
   return result.exit_code

@@ -21,7 +21,7 @@ from absl import app, flags
 from absl import logging as absl_logging
 import jax
 
-from sdpo_jax.config import Config, override
+from sdpo_jax.config import CartridgeConfig, Config, LoraConfig, model_path, override
 from sdpo_jax.config.help import settings_help
 from sdpo_jax.distributed import accelerators, cluster
 from sdpo_jax.errors import UserError, first_line
@@ -54,11 +54,25 @@ def define_config() -> None:
   flags.mark_flag_as_required('config')
 
 
+def define_adapter(what: str) -> None:
+  """Defines `--adapter`, in whose place `load_config` puts what the config says of an adapter; `what` is said of it."""
+  flags.DEFINE_string(
+    'adapter', None, f'LoRA adapter, as PEFT or launch.export writes it: a directory or a name on the hub. {what}'
+  )
+
+
+def define_cartridge(what: str) -> None:
+  """Defines `--cartridge`, in whose place `load_config` puts what the config says of slots; `what` is said of it."""
+  flags.DEFINE_string(
+    'cartridge', None, f'Cartridge: a directory, local or gs://…, a published .pt file, or a name on the hub. {what}'
+  )
+
+
 def define_cluster() -> None:
   """Defines the flags that join several processes to one run."""
   flags.DEFINE_string('coordinator_address', None, 'host:port of process 0 of a run of several processes.')
   flags.DEFINE_integer('num_processes', None, 'How many processes the run has.', lower_bound=1)
-  flags.DEFINE_integer('process_id', None, 'Which of them this one is.', lower_bound=0)
+  flags.DEFINE_integer('process_id', None, 'Number of this process, from 0.', lower_bound=0)
   timeouts = cluster.Timeouts()
   flags.DEFINE_float('join_timeout_s', timeouts.join, 'Seconds in which all processes must have started.', 1.0)
   flags.DEFINE_float(
@@ -96,8 +110,11 @@ def join_cluster() -> None:
     jax.config.update('jax_enable_compilation_cache', False)
 
 
-def load_config() -> Config:
+def load_config(*, trains: bool = True) -> Config:
   """The configuration named on the command line, with its overrides, validated.
+
+  Args:
+    trains: whether the command needs the data of a run.
 
   Raises:
     UserError: no such file, no get_config() in it, arguments that it does not take, or a setting that is unknown or
@@ -105,7 +122,10 @@ def load_config() -> Config:
   """
   path, arguments = _file_and_arguments(flags.FLAGS.config)
   if not path.is_file():
-    raise UserError(f'--config={path}: there is no such file; those of this project are in configs/.')
+    shipped = _shipped(path)
+    if shipped is None:
+      raise UserError(f'--config={path}: there is no such file; those of this project are in configs/.')
+    path = shipped
   spec = importlib.util.spec_from_file_location(f'config_{path.stem}', path)
   if spec is None or spec.loader is None:
     raise UserError(f'--config={path} is not a Python file.')
@@ -125,9 +145,46 @@ def load_config() -> Config:
   config = module.get_config(**arguments)
   if not isinstance(config, Config):
     raise UserError(f'get_config() of {path} returns {type(config).__name__}, not sdpo_jax.config.Config.')
+  config.model.path = model_path(config.model.path, path)
   for name, text in _overrides:
     override(config, name, text)
-  return config.validate()
+  for flag, own in (('adapter', 'rank, alpha and matrices of an adapter'), ('cartridge', 'the slots of a cartridge')):
+    if flag in flags.FLAGS and getattr(flags.FLAGS, flag) is not None:  # Commands that start from one have the flag.
+      _start_from(config, flag, getattr(flags.FLAGS, flag), own)
+  return config.validate(trains=trains)
+
+
+def _shipped(path: pathlib.Path) -> pathlib.Path | None:
+  """Returns the config `configs/…` of this installation; None: the path is another one, or there is none."""
+  spec = importlib.util.find_spec('configs')
+  if path.parts[:1] != ('configs',) or '..' in path.parts or spec is None or spec.origin is None:
+    return None
+  shipped = pathlib.Path(spec.origin).parents[1] / path
+  return shipped if shipped.is_file() else None
+
+
+def _start_from(config: Config, flag: str, path: str, own: str) -> None:
+  """Put an adapter or a cartridge in the place of what a config says of one.
+
+  Args:
+    config: settings.
+    flag: 'adapter' or 'cartridge'.
+    path: its value.
+    own: what is not the config's to say then.
+  """
+  if not path:
+    where = (
+      'a directory or an adapter on the hub' if flag == 'adapter' else 'a directory, a .pt file or a name on the hub'
+    )
+    raise UserError(f'--{flag} is empty: name {where}, or leave it out.')
+  section = {'adapter': 'model.lora.', 'cartridge': 'model.cartridge.'}[flag]
+  for name, text in _overrides:
+    if name.startswith(section) and name != 'model.cartridge.document':
+      raise UserError(f'--{flag}={path} and --config.{name}={text}: {own} are its own; leave one of them out.')
+  if flag == 'adapter':
+    config.model.lora = LoraConfig(path=path)
+  else:
+    config.model.cartridge = CartridgeConfig(path=path, document=config.model.cartridge.document)
 
 
 def _file_and_arguments(text: str) -> tuple[pathlib.Path, dict[str, str]]:

@@ -28,5 +28,17 @@ def short_repr(value: Any, limit: int = 60) -> str:
   shortener = reprlib.Repr()
   shortener.maxdict = shortener.maxlist = shortener.maxtuple = 8
   shortener.maxstring = shortener.maxother = shortener.maxlong = limit
-  text = shortener.repr(value).replace('\n', ' ')
+  try:
+    text = shortener.repr(value).replace('\n', ' ')
+  except ValueError:  # Python refuses to write whole numbers of thousands of digits.
+    return f'a {type(value).__name__} that is too large to be shown'
   return text if len(text) <= limit else text[:limit] + '…'
+
+
+def printable(text: str, limit: int = 120) -> str:
+  """Return a text that others have written, such as a name in a file, cut after `limit` characters.
+
+  What would end the line or steer a terminal is as Python escapes it.
+  """
+  cut = text if len(text) <= limit else text[:limit] + '…'
+  return ''.join(letter if letter.isprintable() else letter.encode('unicode_escape').decode() for letter in cut)

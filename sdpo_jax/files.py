@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 import contextlib
 import errno
 import json
@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import stat
+import time
 from typing import Any
 
 from etils import epath
@@ -58,11 +59,29 @@ def read_bytes(path: epath.PathLike, way_out: str) -> bytes:
   Raises:
     UserError: it is not a file, or cannot be read.
   """
-  path = epath.Path(path)
-  check_file(path, way_out)
+  with _readable(path, way_out):
+    check_file(path, way_out)
+    return epath.Path(path).read_bytes()
+
+
+def file_size(path: epath.PathLike, way_out: str) -> int:
+  """Return the bytes that a file has; arguments and errors as `read_bytes`."""
+  with _readable(path, way_out):
+    check_file(path, way_out)
+    return epath.Path(path).stat().length
+
+
+@contextlib.contextmanager
+def _readable(path: epath.PathLike, way_out: str) -> Iterator[None]:
+  """Make a UserError of what reading a file leads to."""
   try:
-    return path.read_bytes()
-  except OSError as error:
+    yield
+  except UserError:
+    raise
+  except Exception as error:
+    # Object stores raise many kinds, also where a package for them is missing; all mean the same here.
+    if is_local(path) and not isinstance(error, OSError):
+      raise
     raise UserError(f'{path} cannot be read ({first_line(error)}): {way_out}.') from error
 
 
@@ -183,24 +202,26 @@ def sync_ancestors(path: epath.PathLike) -> None:
 _PARTIAL = re.compile(r'\.[0-9a-f]{16}\.partial')  # The names of files that are being written.
 
 
-def write_atomically(path: epath.PathLike, text: str) -> None:
+def write_atomically(path: epath.PathLike, text: str | bytes, mode: int = 0o666) -> None:
   """Write `text` to `path`, so that it holds the old text or the new one at any time, whatever fails.
 
-  In an object store that is its promise. On a file system the text is on the disk before its file gets the name, and so
+  A text is written in UTF-8, bytes as they are. In an object store that is its promise. On a file system the text is on the disk before its file gets the name, and so
   is the name when this returns. A link in its place is replaced, not followed. Several may write at once; the last wins.
+  `mode` are its permissions, less those that the process's umask takes away.
 
   Raises:
     OSError: it could not be written; the old text is still there, unless it was the name that could not be synced.
   """
   path = epath.Path(path)
+  content = text.encode('utf-8') if isinstance(text, str) else text
   if not is_local(path):
-    path.write_text(text)
+    path.write_bytes(content)
     return
   partial = path.parent / f'.{secrets.token_hex(8)}.partial'
   try:
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-    with open(descriptor, 'w', encoding='utf-8', newline='') as file:
-      file.write(text)
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    with open(descriptor, 'wb') as file:
+      file.write(content)
       file.flush()
       _sync_descriptor(descriptor, path)
     os.replace(partial, path)
@@ -211,16 +232,21 @@ def write_atomically(path: epath.PathLike, text: str) -> None:
   sync_directory(path.parent)
 
 
-def remove_partials(folder: epath.PathLike) -> None:
+def remove_partials(folder: epath.PathLike, age: float = 0.0) -> None:
   """Remove what `write_atomically` has left in a local directory when its process was killed.
 
-  For the only process that writes there: another one would lose its text, and be told so.
+  Args:
+    folder: of the only process that writes there: another one would lose its text, and be told so.
+    age: seconds that have passed since they were written to; where others write, more than it takes them.
   """
-  if is_local(folder) and os.path.isdir(folder):
-    for name in os.listdir(folder):
-      if _PARTIAL.fullmatch(name):
-        with contextlib.suppress(FileNotFoundError):
-          os.unlink(os.path.join(folder, name))
+  if not is_local(folder) or not os.path.isdir(folder):
+    return
+  for name in os.listdir(folder):
+    if _PARTIAL.fullmatch(name):
+      path = os.path.join(folder, name)
+      with contextlib.suppress(FileNotFoundError):
+        if not age or os.lstat(path).st_mtime < time.time() - age:
+          os.unlink(path)
 
 
 def append(path: epath.PathLike, text: str) -> None:
@@ -234,14 +260,14 @@ def append(path: epath.PathLike, text: str) -> None:
     file.write(text)
 
 
-def write_output(path: epath.PathLike, text: str) -> None:
+def write_output(path: epath.PathLike, text: str | bytes) -> None:
   """Write `text` to `path`, the value of --output, as `write_atomically`.
 
   A link stays, for the user has chosen it, and what is no file, such as a pipe, is written to.
   """
   # Whether it is a regular file, which etils says of a pipe too.
   if is_local(path) and os.path.exists(path) and not os.path.isfile(path):
-    epath.Path(path).write_text(text)
+    epath.Path(path).write_bytes(text.encode('utf-8') if isinstance(text, str) else text)
     return
   write_atomically(os.path.realpath(path) if is_local(path) else path, text)
 
@@ -254,8 +280,14 @@ def check_output(path: epath.PathLike, *, overwrite: bool = True) -> None:
   Raises:
     UserError: it cannot be written, or it is there already and may not be overwritten.
   """
-  target = epath.Path(path)
-  if target.is_dir():
+  try:
+    target = epath.Path(path)
+    is_folder = target.is_dir()
+  except KeyError as error:  # Of a scheme that etils does not know.
+    raise UserError(f'--output={path} is in no kind of store that is known: name a local file, or gs://….') from error
+  except ImportError as error:
+    raise UserError(f'--output={path} needs a package that is not installed: {first_line(error)}.') from error
+  if is_folder:
     raise UserError(f'--output={path} is a directory: name a file.')
   if not overwrite and target.exists():
     raise UserError(f'--output={path} already exists: name another file, or add --overwrite.')

@@ -25,7 +25,7 @@ class Example:
 
   id: str
   messages: Messages  # Chat messages; the last one is the user turn that re-prompting extends.
-  environment: str  # Registered name of the grader.
+  environment: str  # Registered name of the grader; or several, whose rewards are added up: 'exact,0.2*format'.
   ground_truth: Any  # Whatever the grader needs; never shown to the student.
   data_source: str  # Evaluation results are reported per data source.
   extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -90,11 +90,25 @@ class Outcome:
     default_factory=dict
   )  # e.g. acc, pred (str, for maj@k), incorrect_format.
   reason: str | None = None  # Why there is no score, in words for people; no model ever reads it.
+  applicable: bool = True  # False: without a score because the grader is not meant for such questions.
+  # Of questions with several graders, or a weighted one: what each that applies gave, by its name, before its weight.
+  rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  wanted: bool = True  # False: without a score because nobody asked for one; then nothing is missing.
 
   @classmethod
   def ungraded(cls, reason: str) -> Outcome:
     """Return the outcome of a completion that could not be graded, for example because a server did not answer."""
     return cls(score=None, reason=reason)
+
+  @classmethod
+  def not_applicable(cls, reason: str) -> Outcome:
+    """Return the outcome of a grader that is not meant for this question; other graders of the question still count."""
+    return cls(score=None, reason=reason, applicable=False)
+
+  @classmethod
+  def unwanted(cls, reason: str) -> Outcome:
+    """Return the outcome of a completion that is not to be graded; other graders of the question still count."""
+    return cls(score=None, reason=reason, applicable=False, wanted=False)
 
   @property
   def graded(self) -> bool:
@@ -112,6 +126,7 @@ class TokenRows:
     jax.Array
   )  # [B, T] int32, index in the row of the state that predicts completion token t (0 where masked).
   parents: jax.Array | None = None  # [B, S] int32, segment that stands before a token's own, 0: none; None: no parents.
+  members: jax.Array | None = None  # [B] int32, which adapter of a pool each row has, negative: none; None: no pool.
 
 
 @flax.struct.dataclass
@@ -130,6 +145,26 @@ class TeacherSignal:
   mix_rate: float | jax.Array | None = None  # logits = (1 − rate)·teacher + rate·mix (the trust region, float32).
   token_ids: jax.Array | None = None  # [B, T, K] int32.
   log_probs: jax.Array | None = None  # [B, T, K].
+
+
+@flax.struct.dataclass
+class RowNumbers:
+  """Numbers of the loss that each row has for itself, in place of the one that all rows share; None: the shared one.
+
+  They are data: one compiled program serves rows, and requests, of different numbers. Where a row holds several samples,
+  arrays may be [B, T], one number for each token. `objective.row_numbers.check` knows the values that are allowed.
+  """
+
+  alpha: jax.Array | None = None  # [B] float, of the divergence.
+  is_clip: jax.Array | None = None  # [B] float, upper clip of the ratio; 0: the divergence is not weighted by it.
+  rollout_is_threshold: jax.Array | None = None  # [B] float.
+  temperature: jax.Array | None = None  # [B] float.
+  clip_ratio_low: jax.Array | None = None  # [B] float.
+  clip_ratio_high: jax.Array | None = None  # [B] float.
+  clip_ratio_c: jax.Array | None = None  # [B] float; infinity: no dual clip.
+  topk: jax.Array | None = None  # [B] int32, how many entries of the support count, the first ones.
+  # [B] float, 1: a bucket holds what the support leaves; 0: that has no part in the divergence.
+  tail: jax.Array | None = None
 
 
 @flax.struct.dataclass
@@ -155,6 +190,7 @@ class Batch:
   )
   initial_log_probs: jax.Array | None = None  # [B, T] of the initial policy; None: no term reads them.
   signal: TeacherSignal | None = None  # Of an external teacher: `token_ids` and `log_probs` [B, T, K].
+  numbers: RowNumbers | None = None  # Of the rows, in place of the run's; None: all rows have those.
 
 
 @flax.struct.dataclass

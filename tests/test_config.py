@@ -72,6 +72,15 @@ class Validation(parameterized.TestCase):
     ('data.val_max_samples', 0, 'val_max_samples must be positive'),
     ('data.prompt_buckets', (64, 4096), r'prompt_buckets holds \[4096\]'),
     ('seed', 2**70, r'seed must lie in \[0, '),
+    ('serve.http.port', 70000, r'serve.http.port must lie in \[0, 65535\], not 70000'),
+    ('serve.http.keys', '', 'keys is empty: name a file'),
+    ('serve.http.allowed_origins', ('example.org',), 'write them as browsers do'),
+    ('serve.store.root', 'gs://bucket/root', 'database, which must be local, is None'),
+    ('serve.store.database', 's3://bucket/db', 'must be a local file'),
+    ('serve.limits.burst_tokens', 10, 'set serve.limits.tokens_per_minute'),
+    ('serve.learning.topk', 101, 'more than serve.topk=100'),
+    ('serve.learning.steps', 17, 'more than serve.limits.max_steps=16'),
+    ('serve.guards.max_self_similarity', 1.5, r'must lie in \(0, 1\] or None, not 1.5'),
   )
   def test_a_wrong_setting_is_named_with_the_way_out(self, name, value, sentence):
     config = valid().validate()
@@ -90,6 +99,14 @@ class Validation(parameterized.TestCase):
       config.validate()
 
 
+def test_only_a_run_needs_data():
+  config = valid()
+  config.data.train_files = config.data.val_files = ()
+  config.validate(trains=False)
+  with pytest.raises(UserError, match='data.train_files is empty'):
+    config.validate()
+
+
 def test_a_teacher_restarts_at_an_interval_of_at_least_one_batch():
   config = valid()
   sd = config.actor.self_distillation
@@ -98,6 +115,42 @@ def test_a_teacher_restarts_at_an_interval_of_at_least_one_batch():
   sd.teacher_restart_interval = 0
   with pytest.raises(UserError, match='at least 1 .* not 0'):
     config.validate()
+
+
+def test_the_teachers_top_k_is_refused_where_there_is_none():
+  for changes, said in (
+    (dict(distillation_topk=None), 'there is no top K'),
+    (dict(full_logit_distillation=False, alpha=1.0), 'there is no top K'),
+    (dict(teacher_regularization='trust-region'), 'mixes logits of two models'),
+  ):
+    config = valid()
+    sd = config.actor.self_distillation
+    sd.distillation_topk_of = 'teacher'
+    for setting, value in changes.items():
+      setattr(sd, setting, value)
+    with pytest.raises(UserError, match=said):
+      config.validate()
+
+
+def test_lora_ema_is_another_name_of_ema_for_runs_with_an_adapter():
+  config, other = valid(), valid()
+  config.actor.self_distillation.teacher_regularization = 'lora_ema'
+  with pytest.raises(
+    UserError,
+    match="'lora_ema' is the average of an adapter's factors, .* set model.lora.rank or model.lora.path, or 'ema'",
+  ):
+    config.validate()
+  config.model.lora.path = 'adapter'
+  config.validate()
+  config.model.lora.path, config.model.lora.rank, other.model.lora.rank = '', 8, 8
+  config.validate()
+  assert from_dict(json.loads(json.dumps(dataclasses.asdict(config)))) == config
+  for saved, resumed in ((config, other), (other, config)):
+    found = differences(json.loads(json.dumps(dataclasses.asdict(saved))), resumed)
+    assert not (found.refused or found.accepted or found.named)
+  other.actor.self_distillation.teacher_regularization = 'frozen'
+  (said,) = differences(json.loads(json.dumps(dataclasses.asdict(config))), other).refused
+  assert said.startswith('actor.self_distillation.teacher_regularization was')
 
 
 class Overrides(parameterized.TestCase):
@@ -112,8 +165,16 @@ class Overrides(parameterized.TestCase):
     ('data.train_files', 'a.json,b.json', ('a.json', 'b.json')),
     ('data.train_files', 'generator:x?size=3', ('generator:x?size=3',)),
     ('trainer.profile_steps', '', ()),
+    ('model.lora.target_modules', '(query|value)', ('query|value',)),
+    ('model.lora.target_modules', 'layers.(0|1)', ('layers.(0|1)',)),
+    ('model.lora.target_modules', '(a|b).(c|d),e', ('(a|b).(c|d)', 'e')),
+    ('model.lora.target_modules', '[qv]_proj,down', ('[qv]_proj', 'down')),
+    ('model.lora.target_modules', '["[qv]_proj"]', ('[qv]_proj',)),
+    ('rollout.stop', 'print(),)', ('print()', ')')),
     ('trainer.tensorboard', 'false', False),
     ('data.enable_thinking', 'none', None),
+    ('data.environment', 'none', 'none'),
+    ('data.environment', 'None', None),
     ('actor.self_distillation.solution_template', '{successful_previous_attempt}', '{successful_previous_attempt}'),
   )
   def test_text_becomes_a_value_of_the_settings_type(self, name, text, expected):
@@ -130,8 +191,10 @@ class Overrides(parameterized.TestCase):
     ('optimizer.lr.x', '1', 'There is no setting'),
     ('optimizer.lr', 'fast', "'fast' is not float"),
     ('trainer.total_training_steps', '1.5', 'is not int'),
+    ('trainer.total_training_steps', '9' * 400, 'is not int'),
     ('trainer.tensorboard', 'yes!', 'is not bool'),
     ('optimizer.betas', '[0.1', 'is not a list of float'),
+    ('model.lora.target_modules', '[q_proj, v_proj]', r'Expecting value.*; write a,b or \["a", "b"\]'),
   )
   def test_unknown_names_and_wrong_types_are_refused(self, name, text, sentence):
     with self.assertRaisesRegex(UserError, sentence):
@@ -389,6 +452,9 @@ def test_a_setting_is_shown_with_default_type_values_unit_and_meaning(name, desc
     ('trainer.test_freq', (0, 1), (-1,)),
     ('environments.sandbox.workers', (None, 1), (0,)),
     ('mesh.tensor', (None, -1, 1), (0, -2)),
+    ('serve.http.drain_s', (0.0,), (-1.0,)),
+    ('serve.learning.jsd_alpha', (0.5,), (0.0, 1.0)),
+    ('serve.limits.tokens_per_minute', (None, 1), (0,)),
   ],
 )
 def test_a_range_is_checked_at_its_bounds(name, taken, refused):

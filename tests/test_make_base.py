@@ -1,5 +1,6 @@
 """The quickstart's base model: its tokenizer, its lessons, the command, and what the committed one promises."""
 
+import dataclasses
 import pathlib
 import random
 
@@ -78,6 +79,21 @@ def test_lessons_use_training_questions_and_the_real_templates(kind):
       assert places and expected == [item.answer[place - 1] for place in places]
 
 
+def test_instructions_that_are_not_misread_are_answered_as_they_mean_and_reprompted_as_before():
+  recipe, said = Recipe(misread=('swap',)), SelfDistillationConfig()
+  right = {}
+  for seed in range(200):
+    item = lesson(random.Random(seed), 'plain', recipe, said)
+    sentence, numbers = item.messages[-1]['content'].split(': ')
+    name = next(name for name, instruction in digits.INSTRUCTIONS.items() if instruction.sentence == sentence)
+    right.setdefault(name, []).append(item.answer == digits.answer(name, [int(digit) for digit in numbers]))
+  assert all(all(found) for name, found in right.items() if name != 'swap') and len(right) == len(digits.INSTRUCTIONS)
+  assert np.mean(right['swap']) < 0.5
+  for kind in ('demonstration', 'feedback'):
+    one, other = (lesson(random.Random(3), kind, each, said) for each in (recipe, Recipe()))
+    assert one == other
+
+
 def test_collated_rows_predict_each_digit_from_what_stands_before_it(tokenizer):
   rng = random.Random(2)
   lessons = [lesson(rng, 'feedback', Recipe(), SelfDistillationConfig()) for _ in range(4)]
@@ -113,6 +129,12 @@ def test_make_base_writes_a_model_directory_and_is_reproducible(tmp_path):
   tokenizers.load(tmp_path / 'a', policy.vocab_size)
   with pytest.raises(UserError, match='not empty'):
     make_base(Config(), tmp_path / 'a', recipe)
+
+  make_base(Config(), tmp_path / 'c', dataclasses.replace(recipe, start=str(tmp_path / 'a'), learning_rate=0.0))
+  make_base(Config(), tmp_path / 'd', dataclasses.replace(recipe, start=str(tmp_path / 'a'), misread=()))
+  for name in names[1:]:
+    same = [(tmp_path / other / name).read_bytes() == (tmp_path / 'a' / name).read_bytes() for other in 'cd']
+    assert same == [True, name != 'model.safetensors'], name  # It goes on from there, with that tokenizer.
 
 
 @pytest.mark.slow

@@ -5,7 +5,11 @@ sections), the field's elsewhere. A file under `configs/` builds a `Config`; `--
 """
 
 from sdpo_jax.config.checks import round_shares as round_shares
+from sdpo_jax.config.fields import MALFORMED_PATTERN as MALFORMED_PATTERN
 from sdpo_jax.config.fields import flatten as flatten
+from sdpo_jax.config.fields import is_number as is_number
+from sdpo_jax.config.locations import beside as beside
+from sdpo_jax.config.locations import model_path as model_path
 from sdpo_jax.config.overrides import ACCEPTABLE as ACCEPTABLE
 from sdpo_jax.config.overrides import NAMED as NAMED
 from sdpo_jax.config.overrides import RESUMABLE as RESUMABLE
@@ -21,11 +25,13 @@ from sdpo_jax.config.schema import TOPK_METHODS as TOPK_METHODS
 from sdpo_jax.config.schema import ActorConfig as ActorConfig
 from sdpo_jax.config.schema import AlarmsConfig as AlarmsConfig
 from sdpo_jax.config.schema import AlgorithmConfig as AlgorithmConfig
+from sdpo_jax.config.schema import CartridgeConfig as CartridgeConfig
 from sdpo_jax.config.schema import Config as Config
 from sdpo_jax.config.schema import DataConfig as DataConfig
 from sdpo_jax.config.schema import EnvironmentsConfig as EnvironmentsConfig
 from sdpo_jax.config.schema import HttpGraderConfig as HttpGraderConfig
 from sdpo_jax.config.schema import JudgeConfig as JudgeConfig
+from sdpo_jax.config.schema import LoraConfig as LoraConfig
 from sdpo_jax.config.schema import MeshConfig as MeshConfig
 from sdpo_jax.config.schema import ModelConfig as ModelConfig
 from sdpo_jax.config.schema import OptimizerConfig as OptimizerConfig
@@ -35,5 +41,12 @@ from sdpo_jax.config.schema import RolloutCorrectionConfig as RolloutCorrectionC
 from sdpo_jax.config.schema import SamplingConfig as SamplingConfig
 from sdpo_jax.config.schema import SandboxConfig as SandboxConfig
 from sdpo_jax.config.schema import SelfDistillationConfig as SelfDistillationConfig
+from sdpo_jax.config.schema import ServeConfig as ServeConfig
+from sdpo_jax.config.schema import TeacherEndpointConfig as TeacherEndpointConfig
 from sdpo_jax.config.schema import TrainerConfig as TrainerConfig
 from sdpo_jax.config.schema import ValKwargs as ValKwargs
+from sdpo_jax.config.service import GuardsConfig as GuardsConfig
+from sdpo_jax.config.service import HttpConfig as HttpConfig
+from sdpo_jax.config.service import LearningConfig as LearningConfig
+from sdpo_jax.config.service import LimitsConfig as LimitsConfig
+from sdpo_jax.config.service import StoreConfig as StoreConfig

@@ -6,16 +6,18 @@ may rely on them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+import dataclasses
 import fractions
 import itertools
 import math
 import re
 from typing import TYPE_CHECKING
 
+from sdpo_jax.config import rewards
 from sdpo_jax.config.addresses import check_address
 from sdpo_jax.config.divergence import check_divergence
-from sdpo_jax.config.fields import check_types
+from sdpo_jax.config.fields import MALFORMED_PATTERN, check_types, is_number
 from sdpo_jax.config.optimizers import READS
 from sdpo_jax.config.ranges import check_ranges
 from sdpo_jax.errors import UserError
@@ -46,27 +48,37 @@ TEMPLATE_ARGUMENTS = (
   'tokenizer_kwargs',
   'truncation',
 )
+FIREWORKS_MOST = 5  # Log-probs at a position.
 JUDGE_FIELDS = ('completion', 'question', 'ground_truth')
 CHANGES = ('tokenizer', 'model', 'data', 'graders')  # What a resumed run may accept, see overrides.ACCEPTABLE.
 LONGEST_ROUND = 10**6  # Turns, in which every source of train_files has exactly its share.
 _DISTILLATION = 'actor.self_distillation'
 
 
-def check(config: schema.Config) -> None:
-  """Raise UserError for the first setting that is out of range or contradicts another."""
+def check(config: schema.Config, *, trains: bool = True) -> None:
+  """Raise UserError for the first setting that is out of range or contradicts another.
+
+  Args:
+    config: settings.
+    trains: whether they are those of a run, which needs data.
+  """
   check_types(config)
   check_ranges(config)
   _check_model(config.model)
-  _check_data(config)
+  _check_cartridge(config)
+  _check_writer(config)
+  _check_measured_divergence(config)
+  _check_data(config, trains)
   _check_divergence(config.actor.self_distillation)
-  _check_teacher(config.actor.self_distillation)
+  _check_teacher(config)
   _check_reprompting(config.actor.self_distillation)
   _check_batches(config)
   _check_optimizer(config.optimizer)
-  _check_trainer(config)
+  _check_trainer(config, trains)
   _check_environments(config.environments)
   _check_alarms(config)
   _check_mesh(config.mesh)
+  _check_serve(config.serve)
 
 
 def _check_model(model: schema.ModelConfig) -> None:
@@ -75,13 +87,164 @@ def _check_model(model: schema.ModelConfig) -> None:
     model.chat_template != '',
     "model.chat_template is empty: name a file with a chat template, or leave it at None for the tokenizer's own.",
   )
+  _check_lora(model.lora)
 
 
-def _check_data(config: schema.Config) -> None:
+def _check_lora(lora: schema.LoraConfig) -> None:
+  default = type(lora)()
+  for field in dataclasses.fields(lora):
+    value, unset = getattr(lora, field.name), getattr(default, field.name)
+    if field.name == 'path':
+      continue
+    _require(
+      not lora.path or _same(value, unset),
+      f'model.lora.{field.name}={value} and model.lora.path={lora.path}: rank, alpha and matrices of an adapter to start '
+      f'from are its own; leave model.lora.{field.name} at {unset}.',
+    )
+    _require(
+      lora.rank is not None or _same(value, unset),
+      f'model.lora.{field.name}={value} has no effect without an adapter: set model.lora.rank, or leave '
+      f'model.lora.{field.name} at {unset}.',
+    )
+  _require(
+    bool(lora.target_modules), 'model.lora.target_modules is empty: name the matrices with factors, or all-linear.'
+  )
+  for setting in ('target_modules', 'exclude_modules'):
+    _require(
+      all(getattr(lora, setting)),
+      f'model.lora.{setting} holds an empty pattern, which is found in every name: remove it.',
+    )
+  for setting, kind, what in (
+    ('rank_pattern', int, 'a whole number of at least 1'),
+    ('alpha_pattern', float, 'positive'),
+  ):
+    for pattern, value in getattr(lora, setting).items():
+      number = isinstance(value, (int, kind)) and is_number(value) and value > 0
+      _require(number and bool(pattern), f'model.lora.{setting}: {pattern!r}: {value!r} must be {what}.')
+
+
+def _check_cartridge(config: schema.Config) -> None:
+  cartridge, sd = config.model.cartridge, config.actor.self_distillation
+  default, tokens = type(cartridge)(), cartridge.tokens
+  for field in dataclasses.fields(cartridge):
+    name, value, unset = field.name, getattr(cartridge, field.name), getattr(default, field.name)
+    _require(
+      not cartridge.path or name in ('path', 'document', 'divide_document') or value == unset,
+      f'model.cartridge.{name}={value} and model.cartridge.path={cartridge.path}: slots and windows of a cartridge to start '
+      f'from are its own; leave model.cartridge.{name} at {unset}.',
+    )
+    _require(
+      cartridge.used or value == unset,
+      f'model.cartridge.{name}={value} has no effect without a cartridge: set model.cartridge.tokens, or leave '
+      f'model.cartridge.{name} at {unset}.',
+    )
+  if not cartridge.used:
+    _require(
+      config.plan.document_tokens is None,
+      f'plan.document_tokens={config.plan.document_tokens} has no effect without a cartridge: set model.cartridge.tokens, or '
+      'leave it at None.',
+    )
+    return
+  _require(
+    not config.model.lora.used,
+    'model.cartridge and model.lora are both set, and a run trains one of them: leave the other out.',
+  )
+  _require(
+    tokens is None or cartridge.num_frozen_tokens < tokens,
+    f'model.cartridge.num_frozen_tokens={cartridge.num_frozen_tokens} leaves none of model.cartridge.tokens={tokens} slots '
+    'to train: lower it, or raise the number of slots.',
+  )
+  _require(
+    bool(cartridge.path) or cartridge.initializer != 'document' or bool(cartridge.document),
+    "model.cartridge.document is empty, and initializer='document' begins with its first tokens: name a text file, or "
+    'another initializer.',
+  )
+  _require(
+    (cartridge.initializer == 'text') == bool(cartridge.init_text),
+    f'model.cartridge.init_text={cartridge.init_text!r} with initializer={cartridge.initializer!r}: it is the file of '
+    "initializer='text', and of no other; set both or neither.",
+  )
+  _require(
+    cartridge.divide_document is None or bool(cartridge.document),
+    f'model.cartridge.divide_document={cartridge.divide_document} has no effect without a document: name one in '
+    'model.cartridge.document, or leave it at None.',
+  )
+  _require(
+    not config.actor.pack_sequences,
+    'actor.pack_sequences=true with model.cartridge: rows hold one sample each, behind the slots; set it to false.',
+  )
+  _require(
+    config.actor.policy_loss.loss_mode != 'sdpo' or not cartridge.document or sd.teacher_regularization == 'base',
+    f'{_DISTILLATION}.teacher_regularization={sd.teacher_regularization!r} with model.cartridge.document: the teacher is '
+    "the frozen model that reads the document; set it to 'base'.",
+  )
+
+
+def _check_writer(config: schema.Config) -> None:
+  """Raise UserError if the teacher writes the completions, and something supposes that the student did."""
+  if config.rollout.sampled_by != 'teacher':
+    return
+  actor, sd, written = config.actor, config.actor.self_distillation, "rollout.sampled_by='teacher'"
+  _require(
+    config.model.cartridge.used,
+    f'{written} is there for cartridges, whose teacher reads a document: set model.cartridge.tokens, or leave it at '
+    "'student'.",
+  )
+  _require(
+    actor.policy_loss.loss_mode == 'sdpo',
+    f'{written} with actor.policy_loss.loss_mode={actor.policy_loss.loss_mode!r}, which has no teacher and learns from what '
+    "the student has drawn: set that to 'sdpo', or sampled_by to 'student'.",
+  )
+  _require(
+    sd.teacher_context == 'prompt' and sd.teacher_regularization == 'base',
+    f"{written} needs a teacher that reads the student's prompts and stays as it is: set {_DISTILLATION}.teacher_context to "
+    "'prompt' and teacher_regularization to 'base'.",
+  )
+  _require(
+    config.algorithm.rollout_correction.rollout_is is None,
+    f'{written} with algorithm.rollout_correction.rollout_is: these weights are for the rounding of the sampler, and would '
+    'undo what the teacher has drawn; set that to None.',
+  )
+  _require(
+    not actor.kl_loss_coef,
+    f'{written} with actor.kl_loss_coef={actor.kl_loss_coef}: that penalty is estimated from what the student draws; set it '
+    'to 0.',
+  )
+  _require(
+    not config.rollout.steps_off,
+    f'{written} with rollout.steps_off={config.rollout.steps_off}: the teacher is the same in all steps; set that to 0.',
+  )
+  several = actor.ppo_mini_batch_size != config.data.train_batch_size or actor.ppo_epochs > 1
+  _require(
+    sd.is_clip is None or not several,
+    f'{written} with {_DISTILLATION}.is_clip={sd.is_clip} and several optimizer steps per generation batch: the ratio supposes '
+    'that the student drew the tokens; set is_clip to None.',
+  )
+
+
+def _check_measured_divergence(config: schema.Config) -> None:
+  sd, asked = config.actor.self_distillation, 'trainer.test_divergence=true'
+  if not config.trainer.test_divergence:
+    return
+  _require(
+    config.model.cartridge.used and bool(config.model.cartridge.document),
+    f'{asked} compares a cartridge with the model that reads the document: set model.cartridge.document and the slots, or '
+    'leave it at false.',
+  )
+  _require(
+    config.actor.policy_loss.loss_mode == 'sdpo' and sd.teacher_context == 'prompt',
+    f"{asked} needs the teacher that reads the document behind the student's prompts: set actor.policy_loss.loss_mode to "
+    f"'sdpo' and {_DISTILLATION}.teacher_context to 'prompt'.",
+  )
+
+
+def _check_data(config: schema.Config, trains: bool) -> None:
   data = config.data
-  _require(bool(data.train_files), 'data.train_files is empty: name at least one file or generator.')
+  _require(bool(data.train_files) or not trains, 'data.train_files is empty: name at least one file or generator.')
   _check_source_weights(data)
   _check_template_variables(data)
+  if data.environment is not None:
+    _check_rewards('data.environment', rewards.parse, data.environment)
   limits = {
     'prompt_buckets': data.max_prompt_length,
     'response_buckets': data.max_response_length,
@@ -138,7 +301,19 @@ def _check_divergence(sd: schema.SelfDistillationConfig) -> None:
     raise UserError(str(error)) from error
 
 
-def _check_teacher(sd: schema.SelfDistillationConfig) -> None:
+def _check_teacher(config: schema.Config) -> None:
+  sd = config.actor.self_distillation
+  _require(
+    sd.teacher_regularization != 'lora_ema' or config.model.lora.used,
+    f"{_DISTILLATION}.teacher_regularization='lora_ema' is the average of an adapter's factors, and there is no adapter: "
+    "set model.lora.rank or model.lora.path, or 'ema' for the average of all parameters.",
+  )
+  _require(
+    sd.teacher_context != 'prompt' or sd.teacher_regularization != 'live',
+    f"{_DISTILLATION}.teacher_context='prompt' with teacher_regularization='live': the student would read its own prompt "
+    "again and learn nothing; set teacher_context to 'reprompt', or name another teacher.",
+  )
+  _check_other_teacher(config)
   interval, restarts = sd.teacher_restart_interval, sd.teacher_regularization == 'restart'
   _require(
     not restarts or interval is not None,
@@ -149,6 +324,91 @@ def _check_teacher(sd: schema.SelfDistillationConfig) -> None:
     restarts or interval is None,
     f'{_DISTILLATION}.teacher_restart_interval={interval} has no effect on '
     f"teacher_regularization='{sd.teacher_regularization}': set that to 'restart', or leave the interval at None.",
+  )
+
+
+def _check_other_teacher(config: schema.Config) -> None:
+  sd = config.actor.self_distillation
+  if sd.distillation_topk_of == 'teacher':
+    named = f"{_DISTILLATION}.distillation_topk_of='teacher'"
+    _require(
+      sd.full_logit_distillation and sd.distillation_topk is not None,
+      f'{named} has no effect, as there is no top K: set distillation_topk and full_logit_distillation=True, or leave it '
+      "at 'student'.",
+    )
+    _require(
+      sd.teacher_regularization != 'trust-region',
+      f"{named} with teacher_regularization='trust-region', which mixes logits of two models at every token: take "
+      "another teacher, or the top K of the 'student'.",
+    )
+    _require(
+      not sd.teacher_endpoint.used,
+      f"{named} has no effect with {_DISTILLATION}.teacher_endpoint, whose answers name the teacher's tokens in any case "
+      "(teacher_endpoint.top_k): leave it at 'student'.",
+    )
+  _check_endpoint(config)
+  if not sd.teacher_model:
+    return
+  named = f'{_DISTILLATION}.teacher_model={sd.teacher_model}'
+  _require(
+    config.actor.policy_loss.loss_mode == 'sdpo',
+    f'{named} has no effect with actor.policy_loss.loss_mode={config.actor.policy_loss.loss_mode!r}, which has no teacher: '
+    "set that to 'sdpo', or empty the setting.",
+  )
+  _require(
+    sd.teacher_regularization == 'base',
+    f'{named} with teacher_regularization={sd.teacher_regularization!r}: the teacher is that model as it is; set '
+    "teacher_regularization to 'base'.",
+  )
+  _require(
+    not config.model.cartridge.used,
+    f'{named} with model.cartridge: the teacher of a cartridge is its own model that reads the document; leave one of the '
+    'two out.',
+  )
+
+
+def _check_endpoint(config: schema.Config) -> None:
+  """Raise UserError if a teacher at an endpoint cannot be asked, or something else needs one on the devices."""
+  sd, endpoint = config.actor.self_distillation, config.actor.self_distillation.teacher_endpoint
+  section, default = f'{_DISTILLATION}.teacher_endpoint', type(endpoint)()
+  if not endpoint.used:
+    for name in ('dialect', 'model', 'tokenizer', 'top_k', 'api_key_env'):
+      value, unset = getattr(endpoint, name), getattr(default, name)
+      _require(
+        value == unset,
+        f'{section}.{name}={value} has no effect without an address: set {section}.url, or leave it at {unset!r}.',
+      )
+    return
+  check_address(endpoint.url, f'{section}.url', f'{section}.api_key_env')
+  for name, what in (
+    ('model', 'the name of the teaching model there'),
+    ('tokenizer', 'a directory with its tokenizer'),
+  ):
+    _require(bool(getattr(endpoint, name).strip()), f'{section}.{name} is empty: set it to {what}.')
+  _require(
+    endpoint.dialect != 'fireworks' or endpoint.top_k <= FIREWORKS_MOST,
+    f"{section}.top_k={endpoint.top_k} with dialect='fireworks', which gives {FIREWORKS_MOST} log-probs at a position at "
+    'most: lower it, or ask a vLLM server.',
+  )
+  _require(
+    config.actor.policy_loss.loss_mode == 'sdpo',
+    f'{section}.url has no effect with actor.policy_loss.loss_mode={config.actor.policy_loss.loss_mode!r}, which has no '
+    "teacher: set that to 'sdpo', or empty it.",
+  )
+  _require(
+    sd.teacher_regularization == 'base',
+    f'{section}.url with teacher_regularization={sd.teacher_regularization!r}: the teacher is what the server has; set '
+    "teacher_regularization to 'base'.",
+  )
+  _require(
+    config.rollout.temperature == 1,
+    f'{section}.url with rollout.temperature={config.rollout.temperature}: servers give log-probs at temperature 1, and the '
+    'divergence compares distributions at that of the rollouts; set it to 1.',
+  )
+  _require(
+    not sd.teacher_model and not config.model.cartridge.used,
+    f'{section}.url with {f"{_DISTILLATION}.teacher_model" if sd.teacher_model else "model.cartridge"}, which has another '
+    'teacher: leave one of the two out.',
   )
 
 
@@ -193,7 +453,7 @@ def _check_optimizer(optimizer: schema.OptimizerConfig) -> None:
     )
     try:
       re.compile(pattern)
-    except re.error as error:
+    except MALFORMED_PATTERN as error:
       raise UserError(
         f'optimizer.weight_decay_exclude: {pattern!r} is not a regular expression ({error}): correct it.'
       ) from error
@@ -220,12 +480,12 @@ def _same(value: object, other: object) -> bool:
   return value == other or (isinstance(value, listed) and isinstance(other, listed) and list(value) == list(other))
 
 
-def _check_trainer(config: schema.Config) -> None:
+def _check_trainer(config: schema.Config, trains: bool) -> None:
   trainer, sequences = config.trainer, _sequences(config)
   unknown = [entry for entry in trainer.accept_changes if entry not in CHANGES]
   _require(not unknown, f'trainer.accept_changes: {unknown} cannot be accepted: name any of {", ".join(CHANGES)}.')
   _require(
-    trainer.test_freq == 0 or bool(config.data.val_files),
+    not trains or trainer.test_freq == 0 or bool(config.data.val_files),
     'trainer.test_freq asks for evaluation but data.val_files is empty: name held-out rows or set trainer.test_freq=0.',
   )
   _require(
@@ -235,7 +495,16 @@ def _check_trainer(config: schema.Config) -> None:
   )
 
 
+def _check_rewards(name: str, read: Callable[..., object], *values: object) -> None:
+  try:
+    read(*values)
+  except rewards.UnreadableRewards as error:
+    raise UserError(f'{name} {error}.') from error
+
+
 def _check_environments(environments: schema.EnvironmentsConfig) -> None:
+  for name, weight in environments.reward_weights.items():
+    _check_rewards('environments.reward_weights', rewards.weight_of, name, weight)
   scores = environments.score_range
   _require(
     len(scores) == 2 and scores[0] < scores[1],
@@ -270,6 +539,44 @@ def _check_alarms(config: schema.Config) -> None:
 
 def _check_mesh(mesh: schema.MeshConfig) -> None:
   _require(mesh.fsdp != -1 or mesh.tensor != -1, 'Only one of mesh.fsdp and mesh.tensor can be -1 (the rest).')
+
+
+def _check_serve(serve: schema.ServeConfig) -> None:
+  http, store, learning, limits = serve.http, serve.store, serve.learning, serve.limits
+  _require(bool(http.host), 'serve.http.host is empty: name an address, 127.0.0.1 for this machine alone.')
+  _require(http.keys != '', 'serve.http.keys is empty: name a file, or leave it at None for a service without keys.')
+  for name in ('allowed_hosts', 'allowed_origins'):
+    _require(all(getattr(http, name)), f'serve.http.{name} holds an empty name: remove it.')
+  odd = [origin for origin in http.allowed_origins if not re.fullmatch(r'https?://[^/\s]+', origin)]
+  _require(
+    not odd, f'serve.http.allowed_origins holds {odd}: write them as browsers do, https://HOST or http://HOST:PORT.'
+  )
+  _require(bool(store.root), 'serve.store.root is empty: name a folder, s3://… or gs://….')
+  _require(
+    store.database != '', 'serve.store.database is empty: name a file, or leave it at None for one in serve.store.root.'
+  )
+  _require(
+    '://' not in store.root or store.database is not None,
+    f'serve.store.root={store.root} is no local folder, and serve.store.database, which must be local, is None: name a file.',
+  )
+  _require(
+    '://' not in (store.database or ''), f'serve.store.database={store.database} must be a local file: name one.'
+  )
+  _require(
+    learning.topk is None or learning.topk <= serve.topk,
+    f'serve.learning.topk={learning.topk} is more than serve.topk={serve.topk}, for which the engine is compiled: lower it, '
+    'or raise that.',
+  )
+  _require(
+    learning.steps <= limits.max_steps,
+    f'serve.learning.steps={learning.steps} is more than serve.limits.max_steps={limits.max_steps}: lower it, or raise that.',
+  )
+  _require(len(learning.betas) == 2, f'serve.learning.betas must be two numbers, not {learning.betas}.')
+  _require(
+    limits.burst_tokens is None or limits.tokens_per_minute is not None,
+    f'serve.limits.burst_tokens={limits.burst_tokens} has no effect without a limit: set serve.limits.tokens_per_minute, or '
+    'leave it at None.',
+  )
 
 
 def _check_template(name: str, template: str, fields: tuple[str, ...], reader: str = 'teacher') -> None:

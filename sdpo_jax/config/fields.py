@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import math
+import re
+import sys
 import types
 import typing
 from typing import Any, Literal
 
 from sdpo_jax.errors import UserError
+
+# What `re.compile` raises for text that is no regular expression, also of large repetitions or deep nesting.
+MALFORMED_PATTERN = (re.error, OverflowError, RecursionError)
 
 
 def setting(default: Any, doc: str) -> Any:
@@ -18,6 +22,12 @@ def setting(default: Any, doc: str) -> Any:
   if isinstance(default, type):
     return dataclasses.field(default_factory=default, metadata={'doc': doc})
   return dataclasses.field(default=default, metadata={'doc': doc})
+
+
+def is_number(value: Any) -> bool:
+  """Return whether a value is a finite number that a float can hold; truth values are none."""
+  # Whole numbers can be beyond the floats, and `math.isfinite` raises OverflowError for those.
+  return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def flatten(config: Any, prefix: str = '', like: Any = None) -> dict[str, Any]:
@@ -103,7 +113,7 @@ def _matches(value: Any, hint: Any) -> bool:
       if isinstance(value, dict) and _is_json(value):
         return True
     elif kind is float:
-      if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+      if is_number(value):
         return True
     elif kind is int:
       if isinstance(value, int) and not isinstance(value, bool):
@@ -119,7 +129,7 @@ def _is_json(value: Any) -> bool:
     return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
   if isinstance(value, list):
     return all(map(_is_json, value))
-  return value is None or isinstance(value, str | int | bool) or (isinstance(value, float) and math.isfinite(value))
+  return value is None or isinstance(value, str | int | bool) or is_number(value)
 
 
 def parse_entry(text: str) -> Any:
@@ -147,9 +157,9 @@ def parse(name: str, text: str, hint: Any) -> Any:
         return spelled
     if typing.get_origin(kind) is tuple:
       try:
-        items = json.loads(text) if text.startswith('[') else [item for item in text.strip('()').split(',') if item]
+        items = json.loads(text) if _is_list(text) else [item for item in _within(text).split(',') if item]
       except json.JSONDecodeError as error:
-        raise UserError(f'{name}={text!r} is not {type_name(hint)}: {error}.') from error
+        raise UserError(f'{name}={text!r} is not {type_name(hint)}: {error}; write a,b or ["a", "b"].') from error
       return tuple(
         parse(name, item if isinstance(item, str) else json.dumps(item), typing.get_args(kind)[0]) for item in items
       )
@@ -164,9 +174,24 @@ def parse(name: str, text: str, hint: Any) -> Any:
         value = kind(text)
       except ValueError:
         continue
-      if math.isfinite(value):
+      if is_number(value):
         return value
   raise UserError(f'{name}={text!r} is not {type_name(hint)}.')
+
+
+def _is_list(text: str) -> bool:
+  """Return whether text is meant as a list in JSON, as the regular expression '[qv]_proj' is not."""
+  return text.startswith('[') and (text.endswith(']') or ']' not in text)
+
+
+def _within(text: str) -> str:
+  """Return what is between the parentheses around all of a text, or the text where there are none, as in '(a|b).(c)'."""
+  depth = 0
+  for position, character in enumerate(text):
+    depth += (character == '(') - (character == ')')
+    if depth <= 0:
+      return text[1:-1] if text.startswith('(') and position == len(text) - 1 else text
+  return text
 
 
 def check_types(config: Any) -> None:

@@ -16,12 +16,15 @@ from sdpo_jax.errors import UserError
 RESUMABLE = (
   'name',
   'model.chat_template',  # Where the template lies; what it says is compared with the tokenizer.
+  'model.cartridge.document',  # Where the texts lie, likewise.
+  'model.cartridge.init_text',
   'val_kwargs',
   'data.val_files',
   'data.val_max_samples',
   'trainer.total_training_steps',
   'trainer.test_freq',
   'trainer.val_before_train',
+  'trainer.test_divergence',
   'trainer.save_freq',
   'trainer.max_ckpt_to_keep',
   'trainer.max_skipped_steps',
@@ -50,9 +53,18 @@ RESUMABLE = (
   'environments.judge.timeout_s',
   'environments.judge.retries',
   'environments.judge.concurrency',
+  # How a teacher is asked; its tokenizer is compared with the student's at every start.
+  'actor.self_distillation.teacher_endpoint.tokenizer',
+  'actor.self_distillation.teacher_endpoint.api_key_env',
+  'actor.self_distillation.teacher_endpoint.timeout_s',
+  'actor.self_distillation.teacher_endpoint.batch_timeout_s',
+  'actor.self_distillation.teacher_endpoint.retries',
+  'actor.self_distillation.teacher_endpoint.concurrency',
+  'serve',
   'plan',
 )
 
+EXTENDED = 'Completions of the first steps behind the old end are not drawn as far ahead as in an uninterrupted run'
 ROUNDING = 'From here on results may differ from those of an uninterrupted run in rounding'
 # Settings that may differ too, and are named when they do: what that means → which.
 NAMED: dict[str, tuple[str, ...]] = {
@@ -67,18 +79,27 @@ NAMED: dict[str, tuple[str, ...]] = {
     'actor.pack_sequences',
     'model.remat',
     'model.attention',
+    'model.cartridge.divide_document',
     'mesh',
   ),
   'From here on other completions may go ungraded': ('environments.score_range', 'environments.grader_timeout_s'),
   'From here on programs run in another sandbox': ('environments.sandbox.mechanism',),
   'What is served there is taken to be the same environments.judge.model': ('environments.judge.base_url',),
+  'What is served there is taken to be the same actor.self_distillation.teacher_endpoint.model': (
+    'actor.self_distillation.teacher_endpoint.url',
+  ),
 }
 
 # What trainer.accept_changes may name (checks.CHANGES): the settings that may then differ, beside what lies in the files
 # that they name.
 ACCEPTABLE: dict[str, tuple[str, ...]] = {
   'tokenizer': (),
-  'model': ('model.path',),
+  'model': (
+    'model.path',
+    'model.lora.path',
+    'model.cartridge.path',
+    'actor.self_distillation.teacher_model',
+  ),
   'data': ('data.train_files', 'data.environment'),
   'graders': ('environments',),
 }
@@ -111,11 +132,14 @@ def differences(saved: dict[str, Any], config: Config) -> Differences:
   A run that was saved before a setting existed had what `BEFORE` says, or else what is now its default. Of addresses
   what may hold a key is left out.
   """
-  old = _with_decay_steps(flatten(Config()) | BEFORE | flatten(saved, like=Config()))
-  new = _with_decay_steps(flatten(config))
+  old = _as_meant(flatten(Config()) | BEFORE | flatten(saved, like=Config()))
+  new = _as_meant(flatten(config))
   accepted = [setting for entry in config.trainer.accept_changes for setting in ACCEPTABLE[entry]]
   found = Differences([], [], {}, [])
   beyond_help = False
+  total = 'trainer.total_training_steps'
+  if config.rollout.steps_off and old[total] < new[total]:
+    found.named[EXTENDED] = [f'{total} was {old[total]} and is now {new[total]}']
   for key in sorted(old.keys() | new.keys()):
     if is_listed(key, RESUMABLE) or old.get(key, ...) == new.get(key, ...):
       continue
@@ -134,8 +158,16 @@ def differences(saved: dict[str, Any], config: Config) -> Differences:
   return dataclasses.replace(found, ways_out=[]) if beyond_help else found
 
 
-def _with_decay_steps(settings: dict[str, Any]) -> dict[str, Any]:
-  """Return settings by name in which a learning rate that decays over the whole run says over how many steps."""
+# Values of a setting that mean the same: this one → that one.
+ALIASES = {'actor.self_distillation.teacher_regularization': {'lora_ema': 'ema'}}
+
+
+def _as_meant(settings: dict[str, Any]) -> dict[str, Any]:
+  """Return settings by name in which equal means that runs are the same.
+
+  A learning rate that decays over the whole run says over how many steps, and of two names of a value there is one.
+  """
+  settings = settings | {name: same.get(settings[name], settings[name]) for name, same in ALIASES.items()}
   decays = settings['optimizer.lr_scheduler_type'] != 'constant'
   if not decays or settings['optimizer.lr_decay_steps'] is not None:
     return settings
@@ -159,6 +191,10 @@ def _shown(key: str, settings: dict[str, Any]) -> str:
 def is_listed(name: str, listed: Sequence[str]) -> bool:
   """Return whether a setting, or a section that it is in, is among the `listed` names."""
   return any(name == entry or name.startswith(entry + '.') for entry in listed)
+
+
+# Setting → a text that it may be, which elsewhere means None.
+TEXTS = {'data.environment': 'none'}  # The grader of prompts that nobody grades; None is written None.
 
 
 def override(config: Config, name: str, text: str) -> None:
@@ -187,7 +223,7 @@ def override(config: Config, name: str, text: str) -> None:
     raise UserError(
       f'{name} is a section, not a setting: name one inside it, e.g. --config.{name}.{dataclasses.fields(hints[leaf])[0].name}=…'
     )
-  setattr(target, leaf, parse(name, text, hints[leaf]))
+  setattr(target, leaf, text if text == TEXTS.get(name) else parse(name, text, hints[leaf]))
 
 
 def describe(config: Any, prefix: str = '') -> list[tuple[str, Any, str]]:

@@ -8,9 +8,84 @@ from typing import Any, Literal
 
 from sdpo_jax.config import checks
 from sdpo_jax.config.fields import setting
+from sdpo_jax.config.service import GuardsConfig, HttpConfig, LearningConfig, LimitsConfig, StoreConfig
 
 AGGREGATIONS = ('token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean', 'seq-mean-token-sum-norm')
 TOPK_METHODS = ('exact', 'approx')
+
+
+@dataclasses.dataclass
+class LoraConfig:
+  rank: int | None = setting(
+    None,
+    'Rank of the factors: the model is frozen, in model.dtype, and only the factors are trained. None: no adapter, all '
+    'parameters are trained.',
+  )
+  alpha: float = setting(32.0, 'The factors count alpha / rank.')
+  use_rslora: bool = setting(False, 'They count alpha / √rank instead (rank-stabilised LoRA, arXiv 2312.03732).')
+  target_modules: tuple[str, ...] = setting(
+    ('all-linear',),
+    'Matrices with factors: all-linear, or regular expressions, each of which must match whole parts of a name between '
+    "dots, e.g. attention, mlp, q_proj or 'layers.[0-3].mlp'. Names are layers.<layer>.attention.query and "
+    "transformers' model.layers.<layer>.self_attn.q_proj.",
+  )
+  exclude_modules: tuple[str, ...] = setting((), 'The same for matrices without factors, among those chosen.')
+  rank_pattern: dict[str, Any] = setting(
+    dict, 'Other ranks, as a JSON object of patterns and numbers, e.g. {"mlp": 8}; the same in all layers of a matrix.'
+  )
+  alpha_pattern: dict[str, Any] = setting(dict, 'Other alphas, in the same form; they may differ between layers.')
+  path: str = setting(
+    '',
+    'An adapter of the model to start from, as PEFT or launch.export writes it: a directory, local or gs://…, or a name on '
+    'the hub. Rank, alpha and matrices are its own.',
+  )
+
+  @property
+  def used(self) -> bool:
+    """Whether there is an adapter: its factors are trained, and nothing else."""
+    return self.rank is not None or bool(self.path)
+
+
+@dataclasses.dataclass
+class CartridgeConfig:
+  tokens: int | None = setting(
+    None,
+    'Key-value slots, P: the model is frozen, in model.dtype, and the slots are trained to stand for a document (arXiv '
+    '2506.06266). None: no cartridge.',
+  )
+  num_frozen_tokens: int = setting(1, 'Slots, the first ones, that are not trained: an attention sink.')
+  document: str = setting(
+    '',
+    "Text file, local or gs://…, that the teacher reads before every prompt: the system message, where the model's chat "
+    'template has one, or else what stands before the conversation.',
+  )
+  initializer: Literal['document', 'text', 'random'] = setting(
+    'document',
+    'What the slots begin with: keys and values of the first tokens of the document or of init_text, which is put into the '
+    'template likewise, or standard normal numbers.',
+  )
+  init_text: str = setting('', "Text file, local or gs://…, for initializer='text'.")
+  sliding_window: Literal['visible', 'windowed'] = setting(
+    'visible',
+    'What layers with a sliding window see: all slots from everywhere, or those within their window only, as a server '
+    'shows tokens. The teacher sees the document as the model does.',
+  )
+  divide_document: bool | None = setting(
+    None,
+    'Whether each device holds a part of the document, and the prompts travel to it (true), or every group of mesh.tensor '
+    'devices holds all of it (false). None: true where all of it would take more than an eighth of the memory of a TPU.',
+  )
+  path: str = setting(
+    '',
+    'A cartridge of the model to start from: a directory, local or gs://…, that launch.export wrote or that was published, '
+    'as which it may also be a .pt file or a name on the hub. The number of its slots, of the frozen ones, and what windows '
+    'see are its own.',
+  )
+
+  @property
+  def used(self) -> bool:
+    """Whether there is a cartridge: its slots are trained, and nothing else."""
+    return self.tokens is not None or bool(self.path)
 
 
 @dataclasses.dataclass
@@ -40,18 +115,29 @@ class ModelConfig:
     "Kernels of attention: 'splash' (TPU), 'cudnn' (GPU, bfloat16), 'xla' (anywhere, in tiles); auto: what the devices "
     'and model.dtype allow, in this order of preference.',
   )
+  lora: LoraConfig = setting(LoraConfig, 'An adapter, in place of training all parameters; see docs/lora.md.')
+  cartridge: CartridgeConfig = setting(
+    CartridgeConfig, 'Key-value slots in the place of a document, likewise; see docs/cartridges.md.'
+  )
+
+  @property
+  def frozen(self) -> bool:
+    """Whether the parameters of the model stay as they are, and something beside them is trained."""
+    return self.lora.used or self.cartridge.used
 
 
 @dataclasses.dataclass
 class DataConfig:
   train_files: tuple[str, ...] = setting(
     (),
-    'Row files (JSON array, JSON lines, CSV, parquet; local or gs://…), hub data sets as hf:OWNER/NAME?split=…&config=…&'
-    'revision=…, or generator:NAME?key=value; see docs/data.md.',
+    'Row files (JSON array, JSON lines, CSV, parquet, or text with a prompt per line; local or gs://…), hub data sets as '
+    'hf:OWNER/NAME?split=…&config=…&revision=…, or generator:NAME?key=value; see docs/data.md.',
   )
   val_files: tuple[str, ...] = setting((), 'The same for held-out evaluation.')
   environment: str | None = setting(
-    None, "Grader of rows that do not name one in a field 'environment' and whose data source has none."
+    None,
+    "Grader of rows that do not name one in a field 'environment' and whose data source has none; or several, whose "
+    'weighted rewards are added up, e.g. exact_reward,0.2*format_reward.',
   )
   source_weights: tuple[float, ...] = setting(
     (),
@@ -111,6 +197,17 @@ class SamplingConfig:
 
 @dataclasses.dataclass
 class RolloutConfig(SamplingConfig):
+  sampled_by: Literal['student', 'teacher'] = setting(
+    'student',
+    "Who writes the completions that are learned from. 'student': the model that is trained, on-policy; 'teacher': of a "
+    'cartridge, the model that reads the document, as where cartridges are trained on a data set made beforehand. '
+    'Evaluations are always answered by the student.',
+  )
+  steps_off: int = setting(
+    0,
+    'How many steps ahead completions are drawn: those of step t by the model as it was before the update of step t − '
+    'steps_off; 0: on-policy. Rehearses, in one program, schedules in which sampling does not wait for the update.',
+  )
   stop: tuple[str, ...] = setting((), "Strings that end a completion, beside the model's own end-of-turn tokens.")
   stop_token_ids: tuple[int, ...] = setting((), "Token ids that end a completion, beside the model's own.")
   max_batch_rows: int = setting(
@@ -132,12 +229,54 @@ class ValKwargs(SamplingConfig):
 
 
 @dataclasses.dataclass
+class TeacherEndpointConfig:
+  url: str = setting(
+    '',
+    'OpenAI-compatible endpoint of a teacher with the same tokenizer, e.g. http://localhost:8000/v1; ${NAME} in it is the '
+    'value of an environment variable, for what must not be saved. Empty: no such teacher. See docs/teachers.md.',
+  )
+  dialect: Literal['vllm', 'fireworks'] = setting(
+    'vllm',
+    "How it is asked for log-probs of a given text: 'vllm': prompt_logprobs; 'fireworks': echo_last with at most five "
+    'log-probs at a position.',
+  )
+  model: str = setting('', 'Name of the teaching model there.')
+  tokenizer: str = setting(
+    '', "Directory or hub name with that model's tokenizer, which is compared with the student's at every start."
+  )
+  top_k: int = setting(
+    100, "Log-probs per token: the divergence is over the teacher's K most likely tokens, with a bucket for the rest."
+  )
+  api_key_env: str = setting(
+    '', 'Environment variable with the key that is sent as a bearer token; empty: none is sent.'
+  )
+  timeout_s: float = setting(120.0, 'Seconds within which the answer about one completion must be complete.')
+  batch_timeout_s: float = setting(
+    1800.0, 'Seconds within which all completions of a generation batch must be scored, or the run ends.'
+  )
+  retries: int = setting(3, 'Attempts after the first, with growing pauses, as for environments.http.')
+  concurrency: int = setting(16, 'Requests under way at once, of each process of the run.')
+
+  @property
+  def used(self) -> bool:
+    """Whether there is such a teacher."""
+    return bool(self.url.strip())
+
+
+@dataclasses.dataclass
 class SelfDistillationConfig:
   full_logit_distillation: bool = setting(
     True, 'Distil distributions; false: the sampled token only (alpha must be 1).'
   )
   alpha: float = setting(0.5, '0: KL(teacher‖student), 1: KL(student‖teacher), between: generalised Jensen–Shannon.')
-  distillation_topk: int | None = setting(100, "Support: the student's K most likely tokens; None: whole vocabulary.")
+  distillation_topk: int | None = setting(
+    100, 'Support: the K most likely tokens of distillation_topk_of; None: whole vocabulary.'
+  )
+  distillation_topk_of: Literal['student', 'teacher'] = setting(
+    'student',
+    "Whose most likely tokens they are. 'teacher' suits a student that knows little yet, such as the slots of a new "
+    'cartridge: what it thinks likely is not what the teacher does, and all of that would be in the tail bucket.',
+  )
   topk_method: Literal[TOPK_METHODS] = setting(
     'exact',
     'approx: on a TPU faster, and about 95 in 100 of the top K; the tail bucket holds the rest. Elsewhere exact.',
@@ -147,16 +286,31 @@ class SelfDistillationConfig:
   )
   is_clip: float | None = setting(2.0, 'Upper clip of the importance ratio of the sampled token; None: no ratio.')
   success_reward_threshold: float = setting(0.5, 'A completion whose score reaches this is a success.')
-  teacher_regularization: Literal['ema', 'trust-region', 'restart', 'frozen', 'base', 'live'] = setting(
+  teacher_regularization: Literal['ema', 'lora_ema', 'trust-region', 'restart', 'frozen', 'base', 'live'] = setting(
     'ema',
-    "Teacher weights. 'ema': a moving average of the student's; 'trust-region' (or trust_region): the initial ones, "
+    "Teacher weights. 'ema': a moving average of the student's, with an adapter of its factors, which 'lora_ema' asks "
+    "for by name; 'trust-region' (or trust_region): the initial ones, "
     "with the student's logits mixed in; 'restart': the student as it was at the last multiple of "
     "teacher_restart_interval; 'frozen': the initial ones; 'base': the frozen base alone, without what is trained on "
     "it; 'live': the student's.",
   )
+  teacher_model: str = setting(
+    '',
+    'Another model that teaches in the place of the student, with the same tokenizer: a Hugging Face directory, local or '
+    "gs://…, or a name on the hub. It lies frozen beside the student, in model.dtype; with teacher_context='prompt' this is "
+    'on-policy distillation. See docs/teachers.md.',
+  )
+  teacher_endpoint: TeacherEndpointConfig = setting(TeacherEndpointConfig, 'A teacher that a server answers for.')
   teacher_update_rate: float = setting(0.05, 'EMA rate per generation batch, or the mixing weight of the trust region.')
   teacher_restart_interval: int | None = setting(
     None, "Generation batches between two restarts of the teacher; for teacher_regularization='restart' only."
+  )
+  teacher_context: Literal['reprompt', 'prompt'] = setting(
+    'reprompt',
+    "What the teacher reads before a completion. 'reprompt': the question with a successful attempt and feedback, in the "
+    "templates below; 'prompt': the student's own prompt, for a teacher that knows more by other means, such as another "
+    'model. Then every completion is taught, graded or not, and demonstrations, feedback and lengths of the teacher have '
+    'no effect.',
   )
   max_reprompt_len: int = setting(10240, "Tokens of the teacher's chat-templated prompt at most.")
   reprompt_truncation: Literal['content', 'right', 'left', 'error'] = setting(
@@ -284,7 +438,8 @@ class OptimizerConfig:
   eps: float = setting(1e-8, 'AdamW epsilon.')
   momentum: float = setting(0.95, "Decay of muon's momentum.")
   weight_decay: float = setting(
-    0.01, 'Decoupled weight decay, on all parameters but those of weight_decay_exclude; sgd has none.'
+    0.01,
+    'Decoupled weight decay, on all parameters but those of weight_decay_exclude and the slots of a cartridge; sgd has none.',
   )
   weight_decay_exclude: tuple[str, ...] = setting(
     (),
@@ -304,6 +459,11 @@ class TrainerConfig:
   total_training_steps: int = setting(100, 'Generation batches.')
   test_freq: int = setting(5, 'Evaluate every so many generation batches and at the end; 0: never.')
   val_before_train: bool = setting(True, 'Evaluate before the first step.')
+  test_divergence: bool = setting(
+    False,
+    'Evaluations of a cartridge also measure KL(teacher‖student), nats per token over the whole vocabulary, on completions that '
+    'the student draws and on others that the teacher draws: eval/<task>/kl_on_student and kl_on_teacher.',
+  )
   save_freq: int = setting(5, 'Checkpoint every so many generation batches and at the end; 0: only at the end.')
   max_skipped_steps: int = setting(
     3,
@@ -323,7 +483,7 @@ class TrainerConfig:
   accept_changes: tuple[str, ...] = setting(
     (),
     'Resume although some of this is not what it was when the run was saved. Any of: tokenizer, model (its config.json, '
-    'model.path and, with actor.kl_loss_coef, weights), data (rows, data.train_files and data.environment), graders '
+    'model.path and, with actor.kl_loss_coef, weights), data (rows, data.train_files and data.environment, the document of a cartridge), graders '
     '(their code and all of environments.*). What is accepted is said and kept in fingerprint.json.',
   )
   max_ckpt_to_keep: int = setting(2, 'Latest checkpoints kept.')
@@ -447,6 +607,11 @@ class EnvironmentsConfig:
   modules: tuple[str, ...] = setting(
     (), "Your Python files that register graders or generators, or define reward functions in TRL's form."
   )
+  reward_weights: dict[str, Any] = setting(
+    dict,
+    'Weights of graders by name, as a JSON object of finite numbers, where rows and data.environment state none; a grader '
+    "that is not named here counts once. A question's score is the weighted sum of its graders' scores.",
+  )
   reveal_answer: bool = setting(
     False, 'Clean profile: feedback may state the right answer. The reference profile does what the reference does.'
   )
@@ -479,6 +644,52 @@ class MeshConfig:
 
 
 @dataclasses.dataclass
+class ServeConfig:
+  """An engine that serves many adapters of one model (docs/engine.md), whose sizes it is compiled for, and its service."""
+
+  prompt_buckets: tuple[int, ...] = setting((), 'Lengths to which prompts are padded; empty: those of training.')
+  teacher_buckets: tuple[int, ...] = setting((), "The same of teachers' prompts.")
+  response_buckets: tuple[int, ...] = setting((), 'The same of completions.')
+  score_buckets: tuple[int, ...] = setting(
+    (),
+    'Lengths to which whole texts are padded whose tokens are scored; empty: that of the longest prompt and the longest '
+    'completion together.',
+  )
+  rows: int = setting(16, 'Completions decoded at once, a multiple of the devices of mesh.fsdp.')
+  training_rows: int = setting(
+    4, 'Completions of a micro-batch of scoring and learning, a multiple of the devices of the mesh.'
+  )
+  snapshots: int = setting(8, 'Versions of adapters on the devices to sample from at once.')
+  teachers: int = setting(8, 'Versions of adapters on the devices to score with at once.')
+  slots: int = setting(8, 'Versions of adapters on the devices in training at once.')
+  topk: int = setting(100, 'K, tokens of the support of a loss, or of an answer about scores, at most.')
+  decode_chunk: int = setting(8, 'Tokens drawn at most in every row before requests are admitted and answered.')
+  stop_ids: int = setting(8, 'Tokens that may end a completion, at most.')
+  logits_chunk_size: int = setting(256, 'Tokens whose logits exist at one time.')
+  memory_mb: int | None = setting(
+    None,
+    'Of versions of adapters in host memory; others are in files. None: twice what all places on the devices hold, 1024 at '
+    'least, and a quarter of the memory of the host at most.',
+  )
+  product: Literal['auto', 'gather', 'masked'] = setting(
+    'auto',
+    "How rows find their adapters: 'gather', row by row; 'masked', by a product with all of them, of which a row keeps its "
+    "own; 'auto': masked where a TPU decodes, gathered elsewhere.",
+  )
+  programs: str | None = setting(
+    None, 'Local folder of compiled programs, which the next start reads. None: ~/.cache/sdpo_jax/engine.'
+  )
+  model_name: str = setting(
+    '', "What requests call the model without an adapter, beside 'base'; empty: the last part of model.path."
+  )
+  http: HttpConfig = setting(HttpConfig, 'How the service is reached.')
+  store: StoreConfig = setting(StoreConfig, 'What it keeps.')
+  limits: LimitsConfig = setting(LimitsConfig, 'What it allows.')
+  learning: LearningConfig = setting(LearningConfig, 'How it learns.')
+  guards: GuardsConfig = setting(GuardsConfig, 'What it rejects.')
+
+
+@dataclasses.dataclass
 class PlanConfig:
   """What launch.plan assumes about a run; nothing else reads it."""
 
@@ -487,8 +698,16 @@ class PlanConfig:
   longest_completion: float | None = setting(None, 'Length that no completion exceeds; None: the limit.')
   mean_reprompt: float | None = setting(None, "Mean length of the teacher's prompts; None: the limit.")
   trained_fraction: float = setting(1.0, 'Fraction of the samples that have a signal and pass through the update.')
+  document_tokens: int | None = setting(
+    None,
+    'Tokens of the document that the teacher of a cartridge reads; None: those of model.cartridge.document, which is then '
+    'read, with the tokenizer of model.path.',
+  )
   evaluation_questions: int | None = setting(
     None, 'Held-out questions, unless data.val_max_samples is set; None: as many as fill the sampler once.'
+  )
+  price_per_chip_hour: float | None = setting(
+    None, 'US dollars; None: a list price for a run, and no cost is printed of an engine.'
   )
 
 
@@ -507,15 +726,19 @@ class Config:
   environments: EnvironmentsConfig = setting(EnvironmentsConfig, 'The graders.')
   alarms: AlarmsConfig = setting(AlarmsConfig, 'What is watched for a collapse.')
   mesh: MeshConfig = setting(MeshConfig, 'The devices.')
+  serve: ServeConfig = setting(ServeConfig, 'The service of many adapters.')
   plan: PlanConfig = setting(PlanConfig, 'What launch.plan assumes about a run.')
 
-  def validate(self) -> Config:
+  def validate(self, *, trains: bool = True) -> Config:
     """Return these settings after checking them.
+
+    Args:
+      trains: whether they are those of a run, which needs data.
 
     Raises:
       UserError: naming the first setting that is out of range or contradicts another, and the way out.
     """
-    checks.check(self)
+    checks.check(self, trains=trains)
     return self
 
   def to_json(self) -> str:

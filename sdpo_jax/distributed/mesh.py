@@ -22,6 +22,7 @@ RULES: Mapping[str, str | None] = {
   'embed': FSDP,
   'heads': TENSOR,
   'kv_heads': TENSOR,
+  'slots': FSDP,
   'mlp': TENSOR,
   'head_dim': None,
   'layers': None,
@@ -142,6 +143,19 @@ def gathered_by_layer(mesh: Mesh, logical_axes: Sequence[str | None], shape: Seq
   first = spec[split[0]]
   others = [axis for axis in mesh.axis_names if axis != first]
   return NamedSharding(mesh, PartitionSpec(*[None] * split[0], (first, *others)))
+
+
+# For programs that gather the weights of a layer before its products. Over up to 32 chips the TPU's compiler would take
+# such a product apart into one per chip, with a part of the weights that is passed round (a windowed einsum), if the
+# operand has at least so many MiB. Each part reads and writes all results once more: in the compiler's own estimate that
+# takes longer than the gathering that it hides, by 2/3 on 8 chips and several times on 32 (tests/test_mesh_tpu.py).
+_WHOLE_PRODUCTS = {'xla_jf_spmd_threshold_for_windowed_einsum_mib': 2**20}
+
+
+def compiler_options(mesh: Mesh | None) -> dict[str, int]:
+  """Return the compiler's options for programs that gather weights by layer, as `jax.jit` takes them."""
+  on_tpus = mesh is not None and mesh.size > 1 and mesh.devices.flat[0].platform == 'tpu'
+  return dict(_WHOLE_PRODUCTS) if on_tpus else {}
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

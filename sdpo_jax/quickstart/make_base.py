@@ -28,7 +28,7 @@ import optax
 from models import huggingface
 from models import tokenizer as tokenizers
 from models.decoder import DecoderPolicy
-from sdpo_jax.config import Config, SelfDistillationConfig
+from sdpo_jax.config import Config, ModelConfig, SelfDistillationConfig
 from sdpo_jax.data.prompts import DEFAULT_FORMAT, chat_tokens
 from sdpo_jax.environments import digits
 from sdpo_jax.errors import UserError
@@ -57,6 +57,7 @@ _ROUND = 8  # Rows are padded to a multiple of so many tokens, to compile few pr
 class Recipe:
   """How the base is made; probabilities are per lesson or per digit, as said."""
 
+  start: str | None = None  # Model directory to go on from; None: a tokenizer and a model from nothing.
   steps: int = 2000
   learning_rate: float = 3e-3  # Peak; linear warm-up, cosine decay to 2 %.
   warmup_steps: int = 100
@@ -64,6 +65,8 @@ class Recipe:
   rows: tuple[tuple[Kind, int], ...] = (('plain', 32), ('demonstration', 8), ('feedback', 32))  # Lessons of a step.
   right: float = 0.33  # A digit of an attempt in the plain context follows the instruction …
   noise: float = 0.06  # … or is drawn at random; otherwise it follows the belief.
+  # Instructions that are misread in the plain context; of the others it gives the right answer there.
+  misread: tuple[str, ...] = tuple(digits.INSTRUCTIONS)
   literal: float = 0.75  # A re-prompted question means what it says; otherwise any instruction, to make it read on.
   improved: float = 0.5  # The attempt that feedback is about was corrected in some digits, as later in training.
   stumble: float = 0.5  # The answer to a re-prompted question is learned after wrong digits of its own.
@@ -100,14 +103,13 @@ def make_base(
   target.parent.mkdir(parents=True, exist_ok=True)
   distillation = config.actor.self_distillation
   with tempfile.TemporaryDirectory() as scratch:
-    source = pathlib.Path(scratch)
-    vocabulary = tokenizer.train(_corpus(recipe, distillation), recipe.vocab_size)
-    tokenizer.save(vocabulary, source)
-    values = _config_json(recipe, vocabulary.get_vocab_size(), vocabulary.token_to_id(tokenizer.END))
-    (source / 'config.json').write_text(json.dumps(values, indent=2) + '\n', encoding='utf-8')
-    generation = {'eos_token_id': values['eos_token_id'], 'pad_token_id': values['pad_token_id'], 'do_sample': True}
-    (source / 'generation_config.json').write_text(json.dumps(generation, indent=2) + '\n', encoding='utf-8')
-    policy, params = train(recipe, values, tokenizers.load(source), distillation, announce)
+    if recipe.start is None:
+      source = pathlib.Path(scratch)
+      policy, params = _begin(source, recipe, distillation)
+    else:
+      source = huggingface.resolve(recipe.start)
+      policy, params = huggingface.load(source, ModelConfig(dtype='float32'))
+    params = train(recipe, policy, params, tokenizers.load(source), distillation, announce)
     huggingface.save(target, policy, params, source=source, dtype='float32')
   shutil.rmtree(target.with_name(target.name + '.partial'), ignore_errors=True)
 
@@ -139,7 +141,8 @@ def lesson(rng: random.Random, kind: Kind, recipe: Recipe, distillation: SelfDis
   instruction, numbers = _draw(rng)
   plain = [{'role': 'user', 'content': digits.question(instruction, numbers)}]
   if kind == 'plain':
-    answer = attempt(rng, recipe, instruction, numbers)
+    misread = instruction in recipe.misread
+    answer = attempt(rng, recipe, instruction, numbers) if misread else digits.answer(instruction, numbers)
     return Lesson(plain, answer, answer)
   meant = instruction if rng.random() < recipe.literal else rng.choice(list(digits.INSTRUCTIONS))
   answer = digits.answer(meant, numbers)
@@ -157,15 +160,26 @@ def lesson(rng: random.Random, kind: Kind, recipe: Recipe, distillation: SelfDis
       return Lesson(reprompt(plain, None, outcome.feedback, distillation), prefix, answer)
 
 
+def _begin(source: pathlib.Path, recipe: Recipe, distillation: SelfDistillationConfig) -> tuple[DecoderPolicy, Tree]:
+  """Writes a tokenizer and the description of a model to `source`, and returns the model with random parameters."""
+  vocabulary = tokenizer.train(_corpus(recipe, distillation), recipe.vocab_size)
+  tokenizer.save(vocabulary, source)
+  values = _config_json(recipe, vocabulary.get_vocab_size(), vocabulary.token_to_id(tokenizer.END))
+  (source / 'config.json').write_text(json.dumps(values, indent=2) + '\n', encoding='utf-8')
+  generation = {'eos_token_id': values['eos_token_id'], 'pad_token_id': values['pad_token_id'], 'do_sample': True}
+  (source / 'generation_config.json').write_text(json.dumps(generation, indent=2) + '\n', encoding='utf-8')
+  return huggingface.init(values, jax.random.key(recipe.seed))
+
+
 def train(
   recipe: Recipe,
-  config_json: dict[str, Any],
+  policy: DecoderPolicy,
+  params: Tree,
   tokenizer: Any,
   distillation: SelfDistillationConfig,
   announce: Callable[[str], None] = lambda text: None,
-) -> tuple[DecoderPolicy, Tree]:
-  """A policy trained on `recipe.steps` batches of lessons: cross-entropy of the answers, one mean a kind, summed."""
-  policy, params = huggingface.init(config_json, jax.random.key(recipe.seed))
+) -> Tree:
+  """Parameters after `recipe.steps` batches of lessons: cross-entropy of the answers, one mean a kind, summed."""
   schedule = optax.warmup_cosine_decay_schedule(
     0.0, recipe.learning_rate, min(recipe.warmup_steps, recipe.steps), recipe.steps + 1, 0.02 * recipe.learning_rate
   )
@@ -191,7 +205,7 @@ def train(
     if (i + 1) % 100 == 0 or i + 1 == recipe.steps:
       parts = ', '.join(f'{kind} {float(value):.3f}' for (kind, _), value in zip(recipe.rows, losses, strict=True))
       announce(f'step {i + 1}/{recipe.steps}: cross-entropy {parts} nats a token')
-  return policy, params
+  return params
 
 
 # tokens [B, S], positions [B, S], segment_ids [B, S] (0 = padding), index of the states that predict the answer [B, T],

@@ -1,0 +1,59 @@
+"""LoRA: the recipes of `configs/models.py` with a small trained adapter beside a frozen model of 3 to 8 billion parameters.
+
+  python -m launch.prepare_data --source=sciknoweval --domain=chemistry --output=data/chemistry
+  python -m launch.train --config=configs/lora.py:model=qwen3_8b,task=chemistry
+  python -m launch.plan --config=configs/lora.py:model=qwen3_8b,task=chemistry --topology=v5e:2x4
+
+model     qwen3_4b, qwen3_8b; qwen2_5_3b, qwen2_5_7b; llama3_2_3b, llama3_1_8b; mistral_7b; olmo3_7b; gemma3_4b
+task      chemistry, physics, biology, materials, tooluse; livecodebench
+method    sdpo; grpo (mini-batches of 8 questions); grpo_on_policy (one optimizer step per batch)
+data      folder with <task>/train.json and <task>/test.json; `python -m launch.prepare_data` makes them
+
+Every matrix of the layers has factors of rank 16 (`model.lora`), which count alpha / rank = 2; the teacher is the moving
+average of the factors, and costs no second model. The paper trains all parameters and has no numbers for these runs: rank
+and alpha are usual values, and learning rates are ten times those of the full recipe, the ratio that Schulman et al. ("LoRA
+Without Regret", Thinking Machines Lab, 2025) found for supervised and for reinforcement learning alike. They are a place to
+start. `rollout.max_batch_rows` is what fits on the smallest slice of v5e (docs/performance.md, *LoRA*); with more chips set
+it higher.
+"""
+
+from typing import get_args
+
+from configs import models, paper
+from sdpo_jax.config import Config
+
+# Model → completions decoded at once on its smallest slice of v5e.
+MAX_BATCH_ROWS = {
+  'qwen3_4b': 32,
+  'qwen3_8b': 32,
+  'qwen2_5_3b': 32,
+  'qwen2_5_7b': 32,
+  'llama3_2_3b': 32,
+  'llama3_1_8b': 32,
+  'mistral_7b': 32,
+  'olmo3_7b': 16,
+  'gemma3_4b': 32,
+}
+RANK, ALPHA = 16, 32.0
+LEARNING_RATE = 10  # Times that of training all parameters.
+
+
+def get_config(model: str = 'qwen3_8b', task: str = 'chemistry', method: str = 'sdpo', data: str = 'data') -> Config:
+  """Return the recipe of a task with an adapter; the module's docstring says what the arguments may be.
+
+  Raises:
+    UserError: an argument that is none of its values.
+  """
+  for name, value, allowed in (
+    ('model', model, tuple(MAX_BATCH_ROWS)),
+    ('task', task, get_args(paper.Task)),
+    ('method', method, get_args(paper.Method)),
+  ):
+    paper.check_argument('configs/lora.py', name, value, allowed)
+  config = models.get_config(model, task, method, data)
+  config.name += '_lora'
+  config.model.lora.rank, config.model.lora.alpha = RANK, ALPHA
+  config.optimizer.lr = round(LEARNING_RATE * config.optimizer.lr, 12)  # 1e-05, not 9.999999999999999e-06.
+  config.actor.ppo_micro_batch_size = 1  # On several chips: one sequence each.
+  config.rollout.max_batch_rows = MAX_BATCH_ROWS[model]
+  return config

@@ -1,0 +1,27 @@
+"""The quickstart's tiny model as a service, with everything embedded: a SQLite file and a folder, on a laptop's CPU.
+
+  python -m launch.serve --config=configs/serve_quickstart.py
+
+It listens on http://127.0.0.1:8420 and is ready after about a minute the first time, and after some ten seconds from then on.
+Adapters of rank 16 are kept in runs/service. docs/serving.md goes on from here.
+"""
+
+from configs import quickstart_lora
+from sdpo_jax.config import Config
+
+
+def get_config() -> Config:
+  config = quickstart_lora.get_config()
+  config.name = 'serve_quickstart'
+  config.model.lora.rank = 16
+  config.model.lora.alpha = 16.0
+  serve = config.serve
+  serve.model_name = 'quickstart'
+  # One length of each kind: few programs, so that the first start is short, too.
+  serve.prompt_buckets, serve.response_buckets, serve.teacher_buckets = (64,), (32,), (192,)
+  serve.rows, serve.training_rows = 8, 2
+  serve.snapshots = serve.teachers = serve.slots = 4
+  serve.topk = 20
+  serve.memory_mb = 256
+  serve.learning.learning_rate = 2e-3
+  return config

@@ -1,0 +1,45 @@
+"""Makes, lists and revokes the API keys of a service.
+
+  python -m launch.serve_key --keys=keys.jsonl --owner=ada                  # a new key, printed once
+  python -m launch.serve_key --keys=keys.jsonl                              # which there are
+  python -m launch.serve_key --keys=keys.jsonl --revoke=ID
+
+The file holds digests: a key that is lost is replaced, not recovered. Keys with one owner reach the same adapters. A service
+that uses the file (serve.http.keys) follows every change at once.
+"""
+
+import datetime
+import pathlib
+import sys
+
+from absl import flags
+
+from sdpo_jax import command
+from sdpo_jax.errors import UserError
+from sdpo_jax.serving.web import keys
+
+FILE = flags.DEFINE_string('keys', None, 'File of the keys, made if it is not there.', required=True)
+OWNER = flags.DEFINE_string('owner', None, 'Whose adapters a new key reaches.')
+NAME = flags.DEFINE_string('name', 'key', 'Label of a new key.')
+REVOKE = flags.DEFINE_string('revoke', None, 'Id of a key that is to be refused from now on.')
+
+
+def main() -> None:
+  path = pathlib.Path(FILE.value).expanduser()
+  if OWNER.value is not None and REVOKE.value is not None:
+    raise UserError('--owner makes a key and --revoke takes one away: give one of them.')
+  if OWNER.value is not None:
+    secret, key = keys.add(path, OWNER.value, NAME.value)
+    print(f'The key {key.id} of {key.owner}, shown only now:', file=sys.stderr)
+    print(secret)
+  elif REVOKE.value is not None:
+    key = keys.revoke(path, REVOKE.value)
+    print(f'The key {key.id} ({key.name}) of {key.owner} is refused from now on.', file=sys.stderr)
+  else:
+    for key in keys.read(path):
+      made = datetime.datetime.fromtimestamp(key.created, datetime.UTC).strftime('%Y-%m-%d')
+      print(f'{key.id}  {made}  {key.owner}  {key.name}')
+
+
+if __name__ == '__main__':
+  command.run(main)

@@ -1,0 +1,111 @@
+"""Writes prompts about a document for the training of a cartridge, by the model itself.
+
+  python -m launch.synthesize --config=configs/report.py --document=report.txt --output=prompts.parquet --count=2048
+  python -m launch.train --config=configs/report.py --config.data.train_files=prompts.parquet
+
+The model of the config, without the config's cartridge or adapter, reads a random window of the document and a request of a
+random seed type, and writes what a user might ask: see docs/cartridges.md. The file has rows as runs read them, with the
+environment `none`, the seed type as their data source (`dataset`), and the window (`window_start`, `window_end`, tokens of the
+document).
+
+The same seed gives the same prompts. A command that was interrupted goes on where it stopped when it is repeated; what it
+has drawn is in OUTPUT.parts meanwhile, and OUTPUT appears when it is complete. Several processes (the flags below) draw
+together, and process 0 writes.
+"""
+
+import sys
+
+from absl import flags
+import jax
+
+from sdpo_jax import command
+from sdpo_jax.data import self_study
+from sdpo_jax.errors import UserError
+from sdpo_jax.inference import synthesis
+
+DEFAULTS = synthesis.Options(count=1)
+OUTPUT = flags.DEFINE_string('output', None, 'File to write, .jsonl or .parquet; local or gs://….', required=True)
+OVERWRITE = flags.DEFINE_bool(
+  'overwrite', False, 'Replace an --output, or what a command with other settings has left, that is there already.'
+)
+DOCUMENT = flags.DEFINE_string(
+  'document', None, 'Text file, local or gs://…; model.cartridge.document of the config if unset.'
+)
+MODEL = flags.DEFINE_string('model', None, 'Model that writes the prompts; model.path of the config if unset.')
+COUNT = flags.DEFINE_integer('count', 2048, 'Prompts to write.', lower_bound=1)
+SEED = flags.DEFINE_integer('seed', DEFAULTS.seed, 'Seed of windows, requests and sampling.', lower_bound=0)
+SEED_TYPES = flags.DEFINE_list(
+  'seed_types', list(DEFAULTS.types), f'Kinds of requests, of {", ".join(self_study.REQUESTS)}.'
+)
+SEED_WEIGHTS = flags.DEFINE_list(
+  'seed_weights', [], 'How often each is drawn, relative to the others; equally if unset.'
+)
+MIN_WINDOW = flags.DEFINE_integer(
+  'min_window', DEFAULTS.least_window, 'Tokens of the shortest window of the document.', lower_bound=1
+)
+MAX_WINDOW = flags.DEFINE_integer(
+  'max_window', DEFAULTS.most_window, 'Tokens of the longest window of the document.', lower_bound=1
+)
+PER_WINDOW = flags.DEFINE_integer(
+  'per_window',
+  DEFAULTS.per_window,
+  'Prompts that are drawn for a window and a request, which is read once for them.',
+  1,
+)
+TEMPERATURE = flags.DEFINE_float('temperature', DEFAULTS.temperature, 'Sampling temperature.', lower_bound=0.0)
+MAX_TOKENS = flags.DEFINE_integer(
+  'max_tokens', DEFAULTS.max_tokens, 'Tokens of a prompt as it is written; what is cut off there is left out.', 1
+)
+MAX_BATCH_ROWS = flags.DEFINE_integer(
+  'max_batch_rows',
+  None,
+  'Prompts that are drawn at once; if unset, as many as take no more memory than the cache and the document of the run.',
+  lower_bound=1,
+)
+command.define_config()
+command.define_cluster()
+
+
+def main() -> None:
+  config = command.load_config()
+  config.model.path = config.model.path if MODEL.value is None else MODEL.value
+  command.join_cluster()
+  document = config.model.cartridge.document if DOCUMENT.value is None else DOCUMENT.value
+  if not document:
+    raise UserError('--document is not given and model.cartridge.document of the config is empty: name a text file.')
+  options = synthesis.Options(
+    count=COUNT.value,
+    seed=SEED.value,
+    types=tuple(SEED_TYPES.value),
+    weights=tuple(map(weight, SEED_WEIGHTS.value)),
+    least_window=MIN_WINDOW.value,
+    most_window=MAX_WINDOW.value,
+    per_window=PER_WINDOW.value,
+    temperature=TEMPERATURE.value,
+    max_tokens=MAX_TOKENS.value,
+  )
+  synthesis.synthesize(
+    config,
+    options,
+    document=document,
+    output=OUTPUT.value,
+    max_batch_rows=MAX_BATCH_ROWS.value,
+    overwrite=OVERWRITE.value,
+    announce=announce,
+  )
+
+
+def weight(text: str) -> float:
+  try:
+    return float(text)
+  except ValueError as error:
+    raise UserError(f'--seed_weights holds {text!r}, which is not a number.') from error
+
+
+def announce(text: str) -> None:
+  if jax.process_index() == 0:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == '__main__':
+  command.run(main)

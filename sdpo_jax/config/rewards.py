@@ -1,0 +1,113 @@
+"""Which graders judge a question, and what each of them counts for: 'exact, 0.2*format' and its other spellings.
+
+Rows and `data.environment` name graders as a text, which is what `Example.environment` holds; rows also as a list of such
+texts or as an object of names with weights. A weight that is not stated is that of `environments.reward_weights`, or 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+import dataclasses
+import functools
+from typing import Any
+
+from sdpo_jax.config.fields import is_number
+from sdpo_jax.errors import short_repr
+
+RESERVED = ',*'  # Characters that separate graders and weights, and so are in no name.
+
+
+class UnreadableRewards(ValueError):
+  """A value names no graders; the message says why and follows the name of a field or setting."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reward:
+  """A grader of a question."""
+
+  name: str
+  weight: float | None = None  # None: that of `environments.reward_weights`, or 1.
+
+  def __str__(self) -> str:
+    return self.name if self.weight is None else f'{self.weight!r}*{self.name}'
+
+
+@functools.lru_cache(maxsize=4096)
+def parse(text: str) -> tuple[Reward, ...]:
+  """Return the graders that a text names, in its order: names separated by commas, each after 'WEIGHT*' where wanted.
+
+  Raises:
+    UnreadableRewards: a name is missing or twice, or a weight is no finite number.
+  """
+  return _distinct([_reward(part) for part in text.split(',')])
+
+
+def written(value: Any) -> str | None:
+  """Return the one spelling of what a row holds in its field `environment`; None where it names no grader.
+
+  Args:
+    value: a text, a list of texts, or an object of weights by name, in which null stands for a grader that the row does
+      not name, because tables have all names in all of their rows.
+
+  Raises:
+    UnreadableRewards: as `parse`, or another type.
+  """
+  if isinstance(value, Mapping):
+    if wrong := [name for name in value if not is_name(name)]:
+      raise UnreadableRewards(f'must hold names of graders, and not {short_repr(wrong[0])} for one')
+    rewards = [Reward(name, weight_of(name, weight)) for name, weight in value.items() if weight is not None]
+  elif isinstance(value, list | tuple) and all(isinstance(entry, str) for entry in value):
+    rewards = [_reward(entry) for entry in value]
+  elif isinstance(value, str):
+    rewards = parse(value) if value.strip() else []
+  elif value is None:
+    rewards = []
+  else:
+    raise UnreadableRewards(
+      f'must be the name of a grader, a list of names, or an object of weights by name, not {short_repr(value)}'
+    )
+  return ','.join(map(str, _distinct(rewards))) or None
+
+
+def names(environments: Iterable[str]) -> set[str]:
+  """Return the names of all graders that texts in the form of `parse` name."""
+  return {reward.name for environment in environments for reward in parse(environment)}
+
+
+def is_name(text: Any) -> bool:
+  """Return whether a text can be the name of a grader."""
+  return isinstance(text, str) and text == text.strip() != '' and not any(mark in text for mark in RESERVED)
+
+
+def weight_of(name: str, value: Any) -> float:
+  """Return a weight as a float; raises UnreadableRewards where it is no finite number."""
+  if not is_number(value):
+    raise UnreadableRewards(f'must give {name!r} a finite number as its weight, not {short_repr(value)}')
+  return float(value)
+
+
+def _reward(text: str) -> Reward:
+  weight, mark, name = text.rpartition('*')
+  name = name.strip()
+  if not is_name(name):
+    raise UnreadableRewards(
+      f'must hold names of graders, separated by commas, and not {short_repr(text.strip())} for one'
+    )
+  if not mark:
+    return Reward(name)
+  try:
+    return Reward(name, weight_of(name, float(weight)))
+  except ValueError as error:
+    raise UnreadableRewards(
+      f"must give weights as finite numbers before a '*', such as 0.2*{name}, not {short_repr(text.strip())}"
+    ) from error
+
+
+def _distinct(rewards: Iterable[Reward]) -> tuple[Reward, ...]:
+  rewards = tuple(rewards)
+  seen: set[str] = set()
+  for reward in rewards:
+    if reward.name in seen:
+      raise UnreadableRewards(f'must name the grader {reward.name!r} once, not twice')
+    seen.add(reward.name)
+  return rewards

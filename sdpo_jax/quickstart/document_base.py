@@ -1,0 +1,169 @@
+"""A tiny model that answers questions about a document in its context, and knows nothing without it: made from nothing.
+
+It has two layers in the shape of Qwen2.5, with biases of queries and keys, and a third of a million parameters. It learns
+to look up a key in random documents, beginning next to the circuit that does so (induction.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import json
+import os
+import pathlib
+import tempfile
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from models import exporting, huggingface
+from models.decoder import DecoderPolicy
+from sdpo_jax.environments import facts
+from sdpo_jax.quickstart import document_tokenizer as tokenizer
+from sdpo_jax.quickstart.induction import with_circuit
+from sdpo_jax.types import Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+  """How the model is made."""
+
+  steps: int = 150  # The first third on short documents.
+  facts: int = facts.FACTS  # Of a document at most; it has at least half as many.
+  documents: int = 6  # Of a step.
+  short_facts: int = 16
+  short_documents: int = 16
+  learning_rate: float = 3e-3  # Peak; linear warm-up, cosine decay to 2 %.
+  warmup_steps: int = 10
+  seed: int = 0
+  hidden_size: int = 128
+  intermediate_size: int = 128
+  heads: int = 4
+  kv_heads: int = 2
+  head_dim: int = 32
+
+
+def make_document_base(
+  output: str | os.PathLike, recipe: Recipe | None = None, announce: Callable[[str], None] = lambda text: None
+) -> None:
+  """Write the model to the directory `output`, which must be empty or absent.
+
+  Args:
+    output: Hugging Face model directory to make.
+    recipe: None: the committed model's.
+    announce: told about the progress.
+
+  Raises:
+    UserError: `output` holds files.
+  """
+  recipe = recipe or Recipe()
+  exporting.check_target(output)
+  values = config_json(recipe)
+  with tempfile.TemporaryDirectory() as scratch:
+    source = pathlib.Path(scratch)
+    tokenizer.save(source)
+    generation = {'eos_token_id': values['eos_token_id'], 'pad_token_id': values['pad_token_id'], 'do_sample': True}
+    for name, content in (('config.json', values), ('generation_config.json', generation)):
+      (source / name).write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
+    policy, params = train(recipe, announce)
+    huggingface.save(output, policy, params, source=source, dtype='float32')
+
+
+def train(recipe: Recipe, announce: Callable[[str], None] = lambda text: None) -> tuple[DecoderPolicy, Tree]:
+  """Return the policy, trained on random documents: cross-entropy of the answers, the mean over their tokens."""
+  policy, params = huggingface.init(config_json(recipe), jax.random.key(recipe.seed))
+  params = jax.tree.map(jnp.asarray, with_circuit(params, policy.config, recipe.seed))
+  schedule = optax.warmup_cosine_decay_schedule(
+    0.0, recipe.learning_rate, min(recipe.warmup_steps, recipe.steps), recipe.steps + 1, 0.02 * recipe.learning_rate
+  )
+  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule))
+
+  @jax.jit
+  def step(params, state, rows):
+    (loss, right), grads = jax.value_and_grad(cross_entropy, argnums=1, has_aux=True)(policy, params, rows)
+    updates, state = optimizer.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, loss, right
+
+  rng, state = np.random.default_rng(recipe.seed), optimizer.init(params)
+  for i in range(recipe.steps):
+    short = 3 * i < recipe.steps
+    most, count = (recipe.short_facts, recipe.short_documents) if short else (recipe.facts, recipe.documents)
+    documents = [facts.draw(rng, int(rng.integers(-(-most // 2), most + 1))) for _ in range(count)]
+    params, state, loss, right = step(params, state, collate(documents, most))
+    if (i + 1) % 25 == 0 or i + 1 == recipe.steps:
+      said = f'cross-entropy {float(loss):.4f} nats a token, {float(right):.1%} of answers right'
+      announce(f'step {i + 1}/{recipe.steps}: {said}')
+  return policy, params
+
+
+# tokens, positions, segment_ids, parents [B, S]; index of the states that predict the answers [B, Q, 3], answers [B, Q, 3];
+# all int32.
+Rows = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+def collate(documents: Sequence[facts.Document], most: int) -> Rows:
+  """Return documents with `most` questions each as arrays; every question sees its document and no other question.
+
+  Args:
+    documents: B, of at most `most` facts; of shorter ones some facts are asked for again.
+    most: Q.
+  """
+  room, length = 1 + 4 * most, 4  # Tokens of a document, and of a question with its answer but the last token.
+  tokens = np.zeros((len(documents), room + length * most), np.int32)
+  positions, segment_ids, parents = np.zeros_like(tokens), np.zeros_like(tokens), np.zeros_like(tokens)
+  answers = np.zeros((len(documents), most, 3), np.int32)
+  for row, document in enumerate(documents):
+    text = [tokenizer.token_of(word) for word in (tokenizer.BEGIN, *facts.write(document).split())]
+    tokens[row, : len(text)] = text
+    positions[row, : len(text)] = np.arange(len(text))
+    segment_ids[row, : len(text)] = 1
+    for question in range(most):
+      fact, start = document[question % len(document)], room + length * question
+      asked = [tokenizer.token_of(word) for word in (tokenizer.ASK, fact.key, *facts.answer(fact).split())]
+      tokens[row, start : start + length] = asked[:-1]
+      positions[row, start : start + length] = len(text) + np.arange(length)
+      segment_ids[row, start : start + length] = 2 + question
+      parents[row, start : start + length] = 1
+      answers[row, question] = asked[2:]
+  index = room + length * np.arange(most)[:, None] + np.arange(1, 4)[None]
+  return tokens, positions, segment_ids, parents, np.broadcast_to(index.astype(np.int32), answers.shape), answers
+
+
+def cross_entropy(policy: DecoderPolicy, params: Tree, rows: Rows) -> tuple[jax.Array, jax.Array]:
+  """Return the mean over the tokens of answers, and the share of answers of which all tokens are the likeliest."""
+  tokens, positions, segment_ids, parents, index, answers = rows
+  hidden, unembedding, _ = policy.apply({}, params, tokens, positions, segment_ids, parents=parents)
+  states = jnp.take_along_axis(hidden, index.reshape(len(index), -1, 1), axis=1)
+  logits = jnp.einsum('btd,vd->btv', states, unembedding).astype(jnp.float32).reshape(*answers.shape, -1)
+  log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), answers[..., None], axis=-1)
+  return -log_probs.mean(), (logits.argmax(-1) == answers).all(-1).mean()
+
+
+def config_json(recipe: Recipe) -> dict[str, Any]:
+  return {
+    'architectures': ['Qwen2ForCausalLM'],
+    'model_type': 'qwen2',
+    'vocab_size': len(tokenizer.VOCABULARY),
+    'hidden_size': recipe.hidden_size,
+    'intermediate_size': recipe.intermediate_size,
+    'num_hidden_layers': 2,
+    'num_attention_heads': recipe.heads,
+    'num_key_value_heads': recipe.kv_heads,
+    'head_dim': recipe.head_dim,
+    'hidden_act': 'silu',
+    'max_position_embeddings': 1024,
+    'rope_theta': 1e6,
+    'rms_norm_eps': 1e-6,
+    'attention_dropout': 0.0,
+    'use_sliding_window': False,
+    'tie_word_embeddings': False,
+    'initializer_range': 0.08,  # Smaller ones leave heads outside the circuit of no use to a cartridge.
+    'use_cache': True,
+    'bos_token_id': None,
+    'eos_token_id': tokenizer.token_of(facts.END),
+    'pad_token_id': tokenizer.token_of(tokenizer.END_OF_TEXT),
+    'dtype': 'float32',
+  }

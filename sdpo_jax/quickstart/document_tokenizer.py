@@ -1,0 +1,83 @@
+"""The tokenizer of the tiny model for documents: every word of the task is one token, any other text is bytes.
+
+It is made without training, in the form of Qwen2.5's (`transformers` gives models of that type its rules, whatever a
+tokenizer.json says): byte-level BPE, in which the letters of a known word join one by one from the left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+import json
+import pathlib
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+
+from sdpo_jax.environments import facts
+
+END_OF_TEXT, BEGIN, ASK = '<|endoftext|>', '<|document|>', '<|ask|>'
+SPACE = 'Ġ'  # As byte-level vocabularies write it. A token is a word with the space before it.
+# Nothing stands before an answer but the question, so that a cartridge can take the place of the document.
+CHAT_TEMPLATE = (
+  '{%- for message in messages %}'
+  "{%- if message['role'] == 'system' %}{{ '<|document|> ' + message['content'] }}"
+  "{%- elif message['role'] == 'user' %}{{ '<|ask|> ' + message['content'] }}"
+  "{%- else %}{{ ' ' + message['content'] }}{%- endif %}"
+  '{%- endfor %}'
+)
+# How Qwen2.5 splits text before it looks for tokens.
+_PIECES = (
+  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _merges(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+  """Yield pairs of tokens that become one, so that every word does."""
+  seen = set()
+  for word in words:
+    for end in range(1, len(word)):
+      pair = word[:end], word[end]
+      if pair not in seen:
+        seen.add(pair)
+        yield pair
+
+
+_MERGES = tuple(_merges([SPACE + word for word in (facts.END, *facts.KEYS, *facts.FIRST, *facts.SECOND)]))
+_TOKENS = (
+  END_OF_TEXT,
+  BEGIN,
+  ASK,
+  *sorted(pre_tokenizers.ByteLevel.alphabet()),
+  *(''.join(pair) for pair in _MERGES),
+)
+VOCABULARY = {token: number for number, token in enumerate(_TOKENS)}
+
+
+def token_of(word: str) -> int:
+  """Return the token of a word of the task, or of a special token."""
+  return VOCABULARY[word if word in (END_OF_TEXT, BEGIN, ASK) else SPACE + word]
+
+
+def save(directory: pathlib.Path) -> None:
+  """Write tokenizer.json and tokenizer_config.json, as transformers.AutoTokenizer reads them."""
+  tokenizer = Tokenizer(BPE(VOCABULARY, list(_MERGES)))
+  tokenizer.normalizer = normalizers.NFC()
+  tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+    [
+      pre_tokenizers.Split(Regex(_PIECES), 'isolated'),
+      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+  )
+  tokenizer.decoder = decoders.ByteLevel()
+  tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in (END_OF_TEXT, BEGIN, ASK)])
+  tokenizer.save(str(directory / 'tokenizer.json'))
+  values = {
+    'tokenizer_class': 'Qwen2Tokenizer',
+    'chat_template': CHAT_TEMPLATE,
+    'eos_token': END_OF_TEXT,
+    'pad_token': END_OF_TEXT,
+    'additional_special_tokens': [BEGIN, ASK],
+    'clean_up_tokenization_spaces': False,
+    'model_max_length': 1024,
+  }
+  (directory / 'tokenizer_config.json').write_text(json.dumps(values, indent=2) + '\n', encoding='utf-8')
