@@ -1,6 +1,6 @@
 """Tokens per CPU-second of the sampler beside transformers' `generate`, Tunix's sampler and an older checkout of ours.
 
-    python -m benchmarks.rollout [--settings=greedy,plain,top_p,top_p_top_k,long_tail] [--model=small|tiny|mid]
+    python -m benchmarks.rollout [--settings=greedy,plain,top_p,top_p_top_k,long_tail] [--model=small|tiny|mid|vocabulary]
       [--tunix_python=PATH] [--spine=DIR]
 
 Every side has the same random Qwen3 weights in float32, the same prompts and the same lengths, which are forced: no
@@ -55,6 +55,16 @@ MODELS = {
   ),
   'small': dict(
     vocab_size=32000,
+    hidden_size=256,
+    intermediate_size=768,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=32,
+  ),
+  # Most of what it is made of is the vocabulary: that of Qwen3.
+  'vocabulary': dict(
+    vocab_size=151936,
     hidden_size=256,
     intermediate_size=768,
     num_hidden_layers=4,
@@ -139,13 +149,12 @@ def write_checkpoint(model: str, path: str) -> None:
 
 
 class Worker:
-  """The process of one side."""
+  """The process of one side, which `script` runs."""
 
-  def __init__(self, side: str, checkpoint: str, python: str, root: str):
-    script = str(ROOT / 'benchmarks' / 'rollout_sides.py')
+  def __init__(self, side: str, checkpoint: str, python: str, root: str, script: str = 'rollout_sides.py'):
     self.side = side
     self._process = subprocess.Popen(
-      [python, '-P', script, side, checkpoint],
+      [python, '-P', str(ROOT / 'benchmarks' / script), side, checkpoint],
       env=os.environ | {'PYTHONPATH': root},
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,

@@ -1,7 +1,9 @@
-"""The quickstart's study: SDPO beside GRPO, four teachers, feedback on and off, learning rates, over seeds.
+"""Studies with the quickstarts: SDPO beside GRPO, LoRA beside full fine-tuning, cartridges, learning rates, over seeds.
 
   python -m benchmarks.study --output=docs/quickstart            # everything, under an hour on two cores
   python -m benchmarks.study --output=docs/quickstart --only_plot=true
+  python -m benchmarks.study --study=lora                       # LoRA and what it is compared with
+  python -m benchmarks.study --study=cartridge                  # objectives, sizes and beginnings of slots
 
 Every cell is a run of `python -m launch.train` through the same code as any other; two run at a time, one core each.
 Writes results.json (every evaluation of every run), table.md and curves.png to --output; finished runs are not repeated.
@@ -9,12 +11,13 @@ Writes results.json (every evaluation of every run), table.md and curves.png to 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import concurrent.futures
 import dataclasses
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import threading
@@ -24,16 +27,45 @@ from typing import Any
 from absl import app, flags
 import numpy as np
 
-OUTPUT = flags.DEFINE_string('output', 'docs/quickstart', 'Folder of the results.')
+from sdpo_jax.environments import facts
+from sdpo_jax.files import write_output
+
+STUDY = flags.DEFINE_enum(
+  'study',
+  'quickstart',
+  ['quickstart', 'lora', 'cartridge'],
+  'What is compared: methods and teachers, LoRA, or cartridges.',
+)
+# Another study may be loaded beside this one, by a test.
+OUTPUT = flags.DEFINE_string('output', None, 'Folder of the results; unset: docs/<study>.', allow_override=True)
 RUNS = flags.DEFINE_string('runs', 'runs/study', 'Folder of the runs.')
 SEEDS = flags.DEFINE_integer('seeds', 3, 'Seeds of every arm.')
 STEPS = flags.DEFINE_integer('steps', 0, "Generation batches of every run; 0: the config's.")
-ONLY = flags.DEFINE_multi_string('only', [], 'Name of an arm to run; may be repeated; unset: all.')
+ONLY = flags.DEFINE_multi_string('only', [], 'Name of an arm to run; may be repeated; unset: all.', allow_override=True)
 ONLY_PLOT = flags.DEFINE_bool('only_plot', False, 'Do not run anything; draw what is there.')
 WORKERS = flags.DEFINE_integer('workers', 2, 'Runs at a time, one core each.')
 
 SD = 'actor.self_distillation.'
-SDPO, GRPO = 'configs/quickstart.py', 'configs/quickstart_grpo.py'
+SDPO, GRPO, LORA = 'configs/quickstart.py', 'configs/quickstart_grpo.py', 'configs/quickstart_lora.py'
+# In the config or a setting of an arm: a document of the task for every seed, and one about other things.
+DOCUMENT, OTHER_DOCUMENT = '{document}', '{other_document}'
+CARTRIDGE = f'configs/cartridge_quickstart.py:document={DOCUMENT}'
+
+Curve = Mapping[int, float]  # Step → value.
+Results = Mapping[str, Mapping[str, Mapping[int, Curve]]]  # Name of a measure → name of an arm → seed.
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+  """A number of every evaluation."""
+
+  name: str
+  metric: str  # Pattern of its name in metrics.jsonl.
+  label: str  # Of an axis of the figure.
+  share: bool = True  # It lies between 0 and 1, and is shown in per cent.
+
+  def written(self, value: float) -> str:
+    return f'{value:.0%}' if self.share else f'{value:.3f}'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,52 +75,191 @@ class Arm:
   name: str
   config: str
   settings: Mapping[str, Any]
-  tuning: bool = False  # One seed only: a point of a learning-rate grid.
+  tuning: bool = False  # One seed only.
 
 
-def arms(learning_rates: Mapping[str, Sequence[float]]) -> list[Arm]:
-  """The study's arms; `learning_rates` holds the grid of each method."""
+@dataclasses.dataclass(frozen=True)
+class Column:
+  """One of the table."""
 
-  def teacher(kind, rate):
-    return {SD + 'teacher_regularization': kind, SD + 'teacher_update_rate': rate}
-
-  compared = [
-    Arm('SDPO, frozen teacher', SDPO, teacher('frozen', 0.0)),  # The quickstart.
-    Arm('GRPO', GRPO, {}),
-    Arm('SDPO, EMA 0.05', SDPO, teacher('ema', 0.05)),
-    Arm('SDPO, EMA 0.01', SDPO, teacher('ema', 0.01)),
-    Arm('SDPO, live teacher', SDPO, teacher('live', 0.0)),
-    Arm('SDPO, frozen, no feedback', SDPO, teacher('frozen', 0.0) | {SD + 'include_environment_feedback': False}),
-  ]
-  grid = [
-    Arm(f'{method}, lr {rate:g}', config, {'optimizer.lr': rate}, tuning=True)
-    for method, config in (('SDPO', SDPO), ('GRPO', GRPO))
-    for rate in learning_rates[method]
-  ]
-  return compared + grid
+  title: str
+  measure: Measure
+  of: Callable[[Curve], float | None]  # The number of a run; None: it has none.
+  spread: bool = True  # The lowest and the highest of the seeds stand beside their mean.
 
 
-LEARNING_RATES = {'SDPO': (3e-4, 3e-3), 'GRPO': (3e-4, 3e-3)}  # Around the configs' own 1e-3.
+@dataclasses.dataclass(frozen=True)
+class Panel:
+  """One of the figure: learning curves of a few arms."""
+
+  title: str
+  arms: Sequence[str]
+  measure: Measure
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+  """A table and a figure."""
+
+  arms: Sequence[Arm]
+  panels: Sequence[Panel]  # Left to right.
+  measures: Sequence[Measure]
+  columns: Sequence[Column] = ()  # Empty: the first measure at fifths of the run and at its best.
+
+
+def _teacher(kind: str, rate: float = 0.0) -> dict[str, Any]:
+  return {SD + 'teacher_regularization': kind, SD + 'teacher_update_rate': rate}
+
+
+def _grid(method: str, config: str, rates: Sequence[float]) -> list[Arm]:
+  return [Arm(f'{method}, lr {rate:g}', config, {'optimizer.lr': rate}, tuning=True) for rate in rates]
+
+
+AROUND = (3e-4, 3e-3)  # The learning rate of `SDPO` and `GRPO`, 1e-3.
+ACCURACY = Measure('accuracy', r'eval/[^/]+/mean@\d+', 'held-out accuracy, sampled')
+GREEDY = dataclasses.replace(ACCURACY, label='questions answered, greedily')
+ON_STUDENT = Measure('kl_on_student', r'eval/[^/]+/kl_on_student', 'KL on student text, nats per token', share=False)
+ON_TEACHER = Measure('kl_on_teacher', r'eval/[^/]+/kl_on_teacher', 'KL on teacher text, nats per token', share=False)
+
+
+def _end(curve: Curve) -> float:
+  return curve[max(curve)]
+
+
+def _slots(name: str, settings: Mapping[str, Any], lr: float = 0.08, beta: float = 0.999, tuning: bool = False) -> Arm:
+  """An arm of the study of cartridges: the shipped config with 300 steps, these settings, and more of each evaluation."""
+  brief = {
+    'optimizer.lr': lr,
+    'optimizer.betas': f'0.9,{beta}',
+    'trainer.total_training_steps': 300,
+    'val_kwargs.n': 4,  # Answers that the divergence is measured on; these are drawn at temperature 1.
+    'val_kwargs.temperature': 0.0,
+    'trainer.test_freq': 50,
+    'trainer.test_divergence': True,
+  }
+  return Arm(name, CARTRIDGE, brief | dict(settings), tuning)
+
+
+def _top(model: str, tail: bool) -> dict[str, Any]:
+  return {SD + 'distillation_topk': 20, SD + 'distillation_topk_of': model, SD + 'distillation_add_tail': tail}
+
+
+SLOTS = 'forward KL, on-policy, 16 slots'  # What the other arms differ from.
+
+STUDIES = {
+  'quickstart': Study(
+    arms=(
+      Arm('SDPO, frozen teacher', SDPO, _teacher('frozen')),  # The quickstart.
+      Arm('GRPO', GRPO, {}),
+      Arm('SDPO, EMA 0.05', SDPO, _teacher('ema', 0.05)),
+      Arm('SDPO, EMA 0.01', SDPO, _teacher('ema', 0.01)),
+      Arm('SDPO, live teacher', SDPO, _teacher('live')),
+      Arm('SDPO, frozen, no feedback', SDPO, _teacher('frozen') | {SD + 'include_environment_feedback': False}),
+      *_grid('SDPO', SDPO, AROUND),
+      *_grid('GRPO', GRPO, AROUND),
+    ),
+    panels=(
+      Panel('SDPO and GRPO', ('SDPO, frozen teacher', 'SDPO, frozen, no feedback', 'GRPO'), ACCURACY),
+      Panel('Teachers', ('SDPO, frozen teacher', 'SDPO, EMA 0.01', 'SDPO, EMA 0.05', 'SDPO, live teacher'), ACCURACY),
+    ),
+    measures=(ACCURACY,),
+  ),
+  'lora': Study(
+    arms=(
+      Arm('full fine-tuning', SDPO, {}),
+      Arm('LoRA', LORA, {}),
+      Arm('LoRA, EMA 0.01', LORA, _teacher('lora_ema', 0.01), tuning=True),
+      Arm('LoRA, EMA 0.05', LORA, _teacher('lora_ema', 0.05), tuning=True),
+      Arm('LoRA, rank 16', LORA, {'model.lora.rank': 16}, tuning=True),
+      Arm('LoRA, rank 16, lr 0.003', LORA, {'model.lora.rank': 16, 'optimizer.lr': 3e-3}, tuning=True),
+      Arm('LoRA, GRPO', LORA, {'actor.policy_loss.loss_mode': 'vanilla'}, tuning=True),
+    ),
+    panels=(
+      Panel('LoRA and full fine-tuning', ('full fine-tuning', 'LoRA'), ACCURACY),
+      Panel('Teachers, GRPO', ('LoRA', 'LoRA, EMA 0.01', 'LoRA, EMA 0.05', 'LoRA, GRPO'), ACCURACY),
+    ),
+    measures=(ACCURACY,),
+  ),
+  'cartridge': Study(
+    arms=(
+      _slots(SLOTS, {}),
+      _slots('off-policy', {'rollout.sampled_by': 'teacher'}),
+      _slots('reverse KL', {SD + 'alpha': 1.0}),
+      _slots('JSD(½)', {SD + 'alpha': 0.5}),
+      _slots("teacher's top 20", _top('teacher', tail=False)),
+      _slots("teacher's top 20 and tail", _top('teacher', tail=True)),
+      _slots("student's top 20", _top('student', tail=False)),
+      _slots("student's top 20 and tail", _top('student', tail=True)),
+      _slots('8 slots', {'model.cartridge.tokens': 8}),
+      _slots('8 slots, off-policy', {'model.cartridge.tokens': 8, 'rollout.sampled_by': 'teacher'}),
+      _slots('32 slots', {'model.cartridge.tokens': 32}),
+      _slots('random slots', {'model.cartridge.initializer': 'random'}),
+      _slots(
+        'slots of another document',
+        {'model.cartridge.initializer': 'text', 'model.cartridge.init_text': OTHER_DOCUMENT},
+      ),
+      _slots('no frozen slot', {'model.cartridge.num_frozen_tokens': 0}),
+      _slots('lr 0.02', {}, lr=0.02),
+      _slots('reverse KL, lr 0.2, β₂ 0.99', {SD + 'alpha': 1.0}, lr=0.2, beta=0.99, tuning=True),
+      _slots('JSD(½), lr 0.2, β₂ 0.99', {SD + 'alpha': 0.5}, lr=0.2, beta=0.99, tuning=True),
+      *(_slots(f'lr {lr}', {}, lr, tuning=True) for lr in (0.05, 0.1, 0.2)),
+    ),
+    panels=(
+      Panel(
+        'Objectives', (SLOTS, "teacher's top 20 and tail", "student's top 20 and tail", 'reverse KL', 'JSD(½)'), GREEDY
+      ),
+      Panel(
+        'Slots',
+        (
+          SLOTS,
+          '8 slots',
+          '32 slots',
+          'slots of another document',
+          'random slots',
+          'no frozen slot',
+        ),
+        GREEDY,
+      ),
+      Panel('Whose answers', (SLOTS, 'off-policy', '8 slots', '8 slots, off-policy'), ON_STUDENT),
+    ),
+    measures=(GREEDY, ON_STUDENT, ON_TEACHER),
+    columns=(
+      Column('right, step 100', GREEDY, lambda curve: curve.get(100)),
+      Column('right, end', GREEDY, _end),
+      Column('KL on student text, end', ON_STUDENT, _end),
+      Column('KL on teacher text, end', ON_TEACHER, _end, spread=False),
+    ),
+  ),
+}
 
 
 def workdir(root: pathlib.Path, arm: Arm, seed: int) -> pathlib.Path:
   return root / ''.join(c if c.isalnum() or c in '.-' else '_' for c in arm.name) / str(seed)
 
 
-def command(arm: Arm, seed: int, folder: pathlib.Path, steps: int) -> list[str]:
+def document_files(root: pathlib.Path, seed: int) -> dict[str, pathlib.Path]:
+  """Text files of a seed, by what stands for them in an arm; the first of them is the shipped document."""
+  folder = root / 'documents'
+  return {DOCUMENT: folder / f'{seed}.txt', OTHER_DOCUMENT: folder / f'other_{seed}.txt'}
+
+
+def make_documents(root: pathlib.Path, seed: int) -> None:
+  """Writes the documents of a seed, each as `launch.make_base --task=document` does; they are the same at every start."""
+  (root / 'documents').mkdir(parents=True, exist_ok=True)
+  for file, numbers in zip(document_files(root, seed).values(), (seed, 1000 + seed), strict=True):
+    write_output(file, facts.write(facts.draw(np.random.default_rng(numbers))))
+
+
+def command(arm: Arm, seed: int, root: pathlib.Path, steps: int) -> list[str]:
   """The command line of a run."""
   settings = {'seed': seed, 'trainer.rollout_save_freq': 0, 'trainer.save_freq': 0, 'trainer.tensorboard': False}
   settings |= dict(arm.settings)
   if steps:
     settings['trainer.total_training_steps'] = steps
-  return [
-    sys.executable,
-    '-m',
-    'launch.train',
-    f'--config={arm.config}',
-    f'--workdir={folder}',
-    *(f'--config.{name}={value}' for name, value in settings.items()),
-  ]
+  line = [f'--config={arm.config}', *(f'--config.{name}={value}' for name, value in settings.items())]
+  for mark, file in document_files(root, seed).items():
+    line = [part.replace(mark, str(file)) for part in line]
+  return [sys.executable, '-m', 'launch.train', f'--workdir={workdir(root, arm, seed)}', *line]
 
 
 def execute(arm: Arm, seed: int, root: pathlib.Path, steps: int, core: int) -> str:
@@ -96,10 +267,12 @@ def execute(arm: Arm, seed: int, root: pathlib.Path, steps: int, core: int) -> s
   folder = workdir(root, arm, seed)
   if (folder / 'done').exists():
     return f'{arm.name}, seed {seed}: there already'
+  if DOCUMENT in arm.config:
+    make_documents(root, seed)
   start = time.monotonic()
   available = sorted(os.sched_getaffinity(0))
   done = subprocess.run(
-    command(arm, seed, folder, steps),
+    command(arm, seed, root, steps),
     capture_output=True,
     text=True,
     check=False,
@@ -131,94 +304,108 @@ def run_all(cells: Sequence[tuple[Arm, int]], root: pathlib.Path, steps: int, wo
       future.result()
 
 
-def read(cells: Sequence[tuple[Arm, int]], root: pathlib.Path) -> dict[str, dict[int, dict[int, float]]]:
-  """arm → seed → step → held-out accuracy (mean@k), for the runs that are finished."""
-  results: dict[str, dict[int, dict[int, float]]] = {}
+def read(cells: Sequence[tuple[Arm, int]], root: pathlib.Path, measures: Sequence[Measure]) -> Results:
+  """What was measured in the runs that are finished."""
+  results: dict[str, dict[str, dict[int, Curve]]] = {measure.name: {} for measure in measures}
   for arm, seed in cells:
     folder = workdir(root, arm, seed)
     if not (folder / 'done').exists():
       continue
-    curve = {}
-    for line in (folder / 'metrics.jsonl').read_text().splitlines():
-      values = json.loads(line)
-      for key, value in values.items():
-        if key.startswith('eval/') and '/mean@' in key and key.count('/') == 2:
-          curve[values['step']] = value
-    results.setdefault(arm.name, {})[seed] = curve
+    lines = [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
+    for measure in measures:
+      curve = {
+        values['step']: value for values in lines for key, value in values.items() if re.fullmatch(measure.metric, key)
+      }
+      results[measure.name].setdefault(arm.name, {})[seed] = curve
   return results
 
 
-def table(results: Mapping[str, Mapping[int, Mapping[int, float]]]) -> str:
-  """Markdown: held-out sampled accuracy, mean over seeds (lowest–highest), at fifths of the run and at its best."""
-  steps = sorted({step for seeds in results.values() for curve in seeds.values() for step in curve})
-  picked = [steps[round(i * (len(steps) - 1) / 5)] for i in range(6)]
-  picked = sorted(set(picked))
+def fifths(results: Results, measure: Measure) -> list[Column]:
+  """Columns of a measure at fifths of the longest run and at its best."""
+  steps = sorted({step for seeds in results[measure.name].values() for curve in seeds.values() for step in curve})
+  picked = sorted({steps[round(i * (len(steps) - 1) / 5)] for i in range(6)})
+  columns = [Column(f'step {step}', measure, lambda curve, step=step: curve.get(step)) for step in picked]
+  return [*columns, Column('best', measure, lambda curve: max(curve.values()), spread=False)]
+
+
+def table(results: Results, columns: Sequence[Column]) -> str:
+  """Markdown: a line for each arm, with means over the seeds (lowest–highest)."""
   lines = [
-    '| | ' + ' | '.join(f'step {step}' for step in picked) + ' | best | seeds |',
-    '|---|' + '---|' * (len(picked) + 2),
+    '| | ' + ' | '.join(column.title for column in columns) + ' | seeds |',
+    '|---|' + '---|' * (len(columns) + 1),
   ]
-  for name, seeds in results.items():
+  arms = results[columns[0].measure.name]
+  for name, seeds in arms.items():
     cells = []
-    for step in picked:
-      values = [curve[step] for curve in seeds.values() if step in curve]
-      spread = f' ({min(values):.0%}–{max(values):.0%})' if len(values) > 1 else ''
-      cells.append(f'{np.mean(values):.0%}{spread}' if values else '–')
-    best = np.mean([max(curve.values()) for curve in seeds.values()])
-    lines.append(f'| {name} | ' + ' | '.join(cells) + f' | {best:.0%} | {len(seeds)} |')
+    for column in columns:
+      curves = results[column.measure.name][name].values()
+      values = [value for curve in curves if curve and (value := column.of(curve)) is not None]
+      written = column.measure.written
+      spread = f' ({written(min(values))}–{written(max(values))})' if column.spread and len(values) > 1 else ''
+      cells.append(f'{written(float(np.mean(values)))}{spread}' if values else '–')
+    lines.append(f'| {name} | ' + ' | '.join(cells) + f' | {len(seeds)} |')
   return '\n'.join(lines) + '\n'
 
 
-def plot(results: Mapping[str, Mapping[int, Mapping[int, float]]], target: pathlib.Path) -> None:
+def plot(results: Results, panels: Sequence[Panel], target: pathlib.Path) -> None:
   """Learning curves: mean over seeds, and the range between the lowest and the highest."""
   import matplotlib
 
   matplotlib.use('Agg')
   import matplotlib.pyplot as plt
 
-  groups = [
-    ('SDPO and GRPO', ['SDPO, frozen teacher', 'SDPO, frozen, no feedback', 'GRPO']),
-    ('Teachers', ['SDPO, frozen teacher', 'SDPO, EMA 0.01', 'SDPO, EMA 0.05', 'SDPO, live teacher']),
-  ]
-  figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), sharey=True, constrained_layout=True)
-  for axis, (title, names) in zip(axes, groups, strict=True):
-    for name in names:
-      seeds = results.get(name, {})
+  figure, axes = plt.subplots(1, len(panels), figsize=(5 * len(panels), 3.8), constrained_layout=True)
+  before = None  # The panel to the left.
+  for axis, panel in zip(axes, panels, strict=True):
+    measure = panel.measure
+    for name in panel.arms:
+      seeds = results[measure.name].get(name, {})
       if not seeds:
         continue
       steps = sorted(set.intersection(*(set(curve) for curve in seeds.values())))
       values = np.array([[curve[step] for step in steps] for curve in seeds.values()])
       [line] = axis.plot(steps, values.mean(0), label=name, linewidth=2)
       axis.fill_between(steps, values.min(0), values.max(0), color=line.get_color(), alpha=0.18, linewidth=0)
-    axis.set_title(title)
+    axis.set_title(panel.title)
     axis.set_xlabel('generation batches')
-    axis.set_ylim(0, 1)
-    axis.yaxis.set_major_formatter(lambda value, _: f'{value:.0%}')
+    if measure.share:
+      axis.set_ylim(0, 1)
+      axis.yaxis.set_major_formatter(lambda value, _: f'{value:.0%}')
+    else:
+      axis.set_yscale('log')
     axis.grid(alpha=0.25)
     axis.legend(frameon=False, fontsize=9, loc='best')
-  axes[0].set_ylabel('held-out accuracy, sampled')
+    if before is None or before.measure != measure:
+      axis.set_ylabel(measure.label)
+    else:
+      axis.tick_params(labelleft=False)
+    before = panel
   figure.savefig(target, dpi=140)
 
 
 def main(_: Sequence[str]) -> None:
-  output, root = pathlib.Path(OUTPUT.value), pathlib.Path(RUNS.value)
-  known = [arm.name for arm in arms(LEARNING_RATES)]
+  output, root = pathlib.Path(OUTPUT.value or f'docs/{STUDY.value}'), pathlib.Path(RUNS.value)
+  study = STUDIES[STUDY.value]
+  known = [arm.name for arm in study.arms]
   if set(ONLY.value) - set(known):
     raise SystemExit(
       f'--only={min(set(ONLY.value) - set(known))}: there is no such arm; there are: {"; ".join(known)}.'
     )
-  chosen = [arm for arm in arms(LEARNING_RATES) if not ONLY.value or arm.name in ONLY.value]
-  cells = [(arm, seed) for arm in chosen for seed in range(1 if arm.tuning else SEEDS.value)]
+  chosen = [arm for arm in study.arms if not ONLY.value or arm.name in ONLY.value]
+  # Seed by seed: what is there halfway is a table of fewer seeds.
+  cells = [(arm, seed) for seed in range(SEEDS.value) for arm in chosen if not (arm.tuning and seed)]
   start = time.monotonic()
   if not ONLY_PLOT.value:
     run_all(cells, root, STEPS.value, WORKERS.value)
-  results = read(cells, root)
-  if not results:
+  results = read(cells, root, study.measures)
+  if not any(results.values()):
     raise SystemExit(f'There are no finished runs in {root}: run the study without --only_plot.')
   output.mkdir(parents=True, exist_ok=True)
   (output / 'results.json').write_text(json.dumps(results, indent=1) + '\n')
-  (output / 'table.md').write_text(table(results))
-  plot(results, output / 'curves.png')
-  print(table(results))
+  shown = table(results, study.columns or fifths(results, study.measures[0]))
+  (output / 'table.md').write_text(shown)
+  plot(results, study.panels, output / 'curves.png')
+  print(shown)
   print(f'{output}/results.json, table.md, curves.png; {(time.monotonic() - start) / 60:.1f} minutes')
 
 

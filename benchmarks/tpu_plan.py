@@ -23,14 +23,18 @@ from typing import Any
 
 from absl import app, flags
 
+from models import parameters
 from sdpo_jax.config import Config
 from sdpo_jax.config.fields import flatten
 from sdpo_jax.planner import model, report, search, topology
 from sdpo_jax.planner import plan as planning
+from sdpo_jax.preflight import memory
 from sdpo_jax.tables import markdown
+from sdpo_jax.training import session
 
-OUTPUT = flags.DEFINE_string('output', 'docs/performance', 'Folder of the results.')
-ONLY = flags.DEFINE_multi_string('only', [], 'Name of a point; may be repeated; unset: all.')
+# Another study may be loaded beside this one, by a test.
+OUTPUT = flags.DEFINE_string('output', 'docs/performance', 'Folder of the results.', allow_override=True)
+ONLY = flags.DEFINE_multi_string('only', [], 'Name of a point; may be repeated; unset: all.', allow_override=True)
 ONLY_WRITE = flags.DEFINE_bool('only_write', False, 'Compile nothing; draw and write what is there.')
 KEEP = flags.DEFINE_string('keep', None, 'Folder that keeps what the compiler answers.')
 
@@ -47,6 +51,7 @@ class Point:
   config: str = 'qwen3_8b_chemistry'
   settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   arguments: Mapping[str, str] = dataclasses.field(default_factory=dict)  # Of its get_config.
+  only: Sequence[str] = ()  # Labels of the programs to plan, at their largest bucket; empty: all that a run would use.
 
 
 POINTS = (
@@ -70,6 +75,45 @@ MODEL_POINTS = (
     )
   ),
 )
+# An adapter beside a frozen model: each model on its smallest slice, then by the completions decoded at once, then on the
+# slice on which all parameters are trained.
+_UPDATE, _SAMPLER = ('update',), ('prepare', 'prefill', 'decode')
+_SMALL = ('zero', 'apply', 'finish', 'digest', 'empty', 'admit', 'compact')
+LORA = 'v5e:2x4'
+LORA_MODELS = tuple(
+  Point(
+    f'{name} with LoRA',
+    slice_,
+    config='lora',
+    arguments={'model': model},
+    only=_UPDATE + _SAMPLER + (_SMALL if model == 'qwen3_8b' else ()),
+  )
+  for name, slice_, model in (
+    ('Qwen3-8B', LORA, 'qwen3_8b'),
+    ('Qwen3-4B', 'v5e:2x2', 'qwen3_4b'),
+    ('Qwen2.5-7B', 'v5e:2x2', 'qwen2_5_7b'),
+    ('Qwen2.5-3B', 'v5e:2x2', 'qwen2_5_3b'),
+    ('Llama-3.1-8B', 'v5e:2x2', 'llama3_1_8b'),
+    ('Llama-3.2-3B', 'v5e:2x2', 'llama3_2_3b'),
+    ('Mistral-7B', 'v5e:2x2', 'mistral_7b'),
+    ('Olmo-3-7B', LORA, 'olmo3_7b'),
+    ('Gemma-3-4B', 'v5e:2x2', 'gemma3_4b'),
+  )
+)
+LORA_SLOTS = tuple(
+  Point(
+    f'Qwen3-8B with LoRA, {slots} slots',
+    LORA,
+    config='lora',
+    settings={'rollout.max_batch_rows': slots},
+    arguments={'model': 'qwen3_8b'},
+    only=_SAMPLER,
+  )
+  for slots in (8, 16, 32, 64)
+)
+LORA_MAIN = Point(f'Qwen3-8B with LoRA on {MAIN}', MAIN, config='lora', arguments={'model': 'qwen3_8b'}, only=_UPDATE)
+LORA_POINTS = (*LORA_MODELS, *LORA_SLOTS, LORA_MAIN)
+EVERY = (*POINTS, *MODEL_POINTS, *LORA_POINTS)
 
 
 def configuration(point: Point) -> Config:
@@ -80,8 +124,10 @@ def configuration(point: Point) -> Config:
 
 def stated(point: Point) -> dict[str, Any]:
   """Return the settings that the pages quote, by dotted name; results hold them, so that a change of them shows."""
-  flat = flatten(configuration(point))
-  return {name: flat[name] for name in QUOTED}
+  config = configuration(point)
+  flat = flatten(config)
+  names = QUOTED if config.model.lora.rank is None else (*QUOTED, *QUOTED_OF_ADAPTERS)
+  return {name: flat[name] for name in names}
 
 
 # Of the settings those that decide what is compiled and how often it runs.
@@ -107,6 +153,7 @@ QUOTED = (
   'plan.mean_reprompt',
   'plan.evaluation_questions',
 )
+QUOTED_OF_ADAPTERS = ('model.lora.rank', 'model.lora.alpha', 'model.lora.target_modules', 'optimizer.lr')
 
 
 def compute(point: Point, keep: str | None = None) -> dict[str, Any]:
@@ -119,12 +166,35 @@ def compute(point: Point, keep: str | None = None) -> dict[str, Any]:
     print(text, file=sys.stderr, flush=True)
 
   announce(f'{point.name}:')
-  plan = planning.make(config, policy, slice_, assumptions, source=source, keep=keep, announce=announce)
+  plan = planning.make(
+    config, policy, slice_, assumptions, source=source, only=point.only or None, keep=keep, announce=announce
+  )
   numbers = plan.to_json()
   for program in numbers['programs'].values():
     # What took the compiler this long says nothing of the programs.
     del program['compile_seconds']
   return numbers | {'settings': stated(point), 'report': report.text(plan)}
+
+
+def arithmetic(point: Point) -> dict[str, Any]:
+  """Return what the shapes alone say of a point, as plain values: nothing is compiled."""
+  config, slice_ = configuration(point), topology.describe(point.slice_)
+  policy, _ = model.read(config)
+  mesh = session.model_mesh(config, policy, slice_.devices)
+  held = memory.estimate(config, policy.on(mesh, config.model.attention), mesh)
+  table = policy.parameter_table()
+  always = sum(held.held.values())
+  return {
+    'topology': slice_.name,
+    'mesh': dict(mesh.shape),
+    'parameters': parameters.count(table),
+    'trained': parameters.count(parameters.trainable(table)),
+    'settings': stated(point),
+    'least_gib': {
+      'update': (always + sum(held.update.values())) / memory.GIB,
+      'decode': (always + sum(held.sampling.values())) / memory.GIB,
+    },
+  }
 
 
 def _cell(value: float | None, digits: int = 3) -> str:
@@ -140,7 +210,7 @@ def _refused(program: dict[str, Any]) -> bool:
 def tables(results: dict[str, dict[str, Any]]) -> str:
   """Markdown: the settings, how everything grows with chips and tokens, other models, and the main point's report."""
   sizes = {name: plan for name, plan in results.items() if name in {point.name for point in POINTS}}
-  models = {name: plan for name, plan in results.items() if name not in sizes}
+  models = {name: plan for name, plan in results.items() if name in {point.name for point in MODEL_POINTS}}
   parts = []
   if MAIN in sizes:
     quoted = ', '.join(f'`{name}={_value(value)}`' for name, value in sizes[MAIN]['settings'].items())
@@ -156,10 +226,12 @@ def tables(results: dict[str, dict[str, Any]]) -> str:
     told = 'The same recipe (chemistry) with a model of every other family, as `configs/paper.py` and `configs/models.py` have it.'
     told += ' Layers with a window are counted as if they saw all positions: for Olmo 3 and Gemma 3 these times are upper bounds.'
     parts += ['### Other models', told, markdown(['model', 'billion parameters', 'slice', 'mesh', *HEAD], rows)]
-  warnings = {warning: name for name, plan in results.items() for warning in plan['warnings']}
+  parts += adapters(results)
+  warnings = {warning: name for name, plan in results.items() for warning in plan.get('warnings', ())}
   parts += [f'{name}: {warning}' for warning, name in warnings.items()]
   refused = {
-    name: [label for label, each in plan['programs'].items() if _refused(each)] for name, plan in results.items()
+    name: [label for label, each in plan.get('programs', {}).items() if _refused(each)]
+    for name, plan in results.items()
   }
   parts += [
     f'{name}: does not fit; the compiler refuses {", ".join(f"`{label}`" for label in labels)} for want of memory.'
@@ -174,6 +246,92 @@ def tables(results: dict[str, dict[str, Any]]) -> str:
 HEAD = ('chips', 'tokens per completion', 'update GiB', 'largest update s', 'TFLOP per chip', 'sent GB', 'rows live %')
 HEAD += ('tokens live %', 'update MFU %', 'decode GiB', 'ms per token', 'evaluation s', 'step s', 'tokens/s')
 HEAD += ('$ / 100 steps',)
+
+
+def adapters(results: dict[str, dict[str, Any]]) -> list[str]:
+  """Return what the page says of adapters: models on their smallest slices, slots, and the update against the full one."""
+  models = {point.name: results[point.name] for point in LORA_MODELS if point.name in results}
+  slots = {point.name: results[point.name] for point in LORA_SLOTS if point.name in results}
+  parts = []
+  if models:
+    parts += ['### LoRA', LORA_TOLD, markdown(LORA_HEAD, [_adapter_row(name, plan) for name, plan in models.items()])]
+  if 'report' in models.get(LORA_MODELS[0].name, {}):
+    # What is trained, memory by program, how often the base is there.
+    parts += models[LORA_MODELS[0].name]['report'].split('\n\n')[:3]
+  if slots:
+    rows = [
+      [str(plan['settings']['rollout.max_batch_rows']), *_gib(plan, 'decode', 'cache', 'temporaries'), *_token(plan)]
+      for plan in slots.values()
+    ]
+    head = ['completions at once', 'decode GiB', 'of it cache', 'temporaries', 'ms per token', 'tokens/s']
+    parts += [f'Qwen3-8B with LoRA on {LORA}, by `rollout.max_batch_rows`:', markdown(head, rows)]
+  if MAIN in results and LORA_MAIN.name in results:
+    rows = [
+      [what, *_gib(results[name], 'update'), *_update(results[name])]
+      for what, name in (('all parameters', MAIN), ('LoRA', LORA_MAIN.name))
+    ]
+    head = ['trained', 'update GiB', 's', 'µs per token', 'TFLOP per chip', 'sent GB']
+    told = f'The largest update of Qwen3-8B on {MAIN}, one sequence per chip, student and teacher tokens together:'
+    then = (
+      f'With LoRA the sampler keeps its copy of the base between batches, {results[LORA_MAIN.name]["sampling_base_gib"]:.2f} GiB '
+      'here. The products with factors are few operations, but each reads or writes the activations of a layer once more, '
+      'so that less time is saved than operations.'
+    )
+    parts += [told, markdown(head, rows), then]
+  return parts
+
+
+LORA_TOLD = (
+  '`configs/lora.py` with the task chemistry: factors of rank 16 beside all matrices of the layers, the base in bfloat16. Each '
+  'model is on the smallest slice of v5e that holds its largest update, and so many completions at once, with half a GiB to '
+  'spare; both at their longest: 2,048 tokens of prompt, 8,192 of completion, 10,240 of teacher prompt. *By hand* is what '
+  'the shapes alone say (`launch.check`): a lower bound, without what the compiler needs in addition, for which see the rows '
+  'where it was asked. Rows that are *not compiled* are on the smallest slice on which that bound leaves room: ask `launch.plan` '
+  'before you rely on them. *Again* is what the sampler holds of the base for itself because its layout is another: nothing '
+  'where `mesh.fsdp` is 1. A run chooses `mesh.tensor` so that a copy of the weights is small enough; on these slices '
+  'that is as many chips as the key-value heads allow.'
+)
+LORA_HEAD = ('model', 'trained, million', 'slice', 'mesh', 'completions at once', 'by hand: update GiB', 'decode GiB')
+LORA_HEAD += ('compiled: base GiB', 'again', 'update GiB', 'update s', 'decode GiB', 'ms per token')
+
+
+def _adapter_row(name: str, plan: dict[str, Any]) -> list[str]:
+  known = [name.removesuffix(' with LoRA'), f'{plan["trained"] / 1e6:.1f}', plan['topology'], _mesh(plan)]
+  known += [str(plan['settings']['rollout.max_batch_rows'])]
+  known += [_cell(plan['least_gib'][label]) for label in ('update', 'decode')]
+  if 'programs' not in plan:
+    return known + ['not compiled', *[''] * 5]
+  return (
+    known
+    + [_cell(plan['base_gib']), _cell(plan['sampling_base_gib'])]
+    + [*_gib(plan, 'update'), *_update(plan)[:1], *_gib(plan, 'decode'), *_token(plan)[:1]]
+  )
+
+
+def _gib(plan: dict[str, Any], label: str, *parts: str) -> list[str]:
+  """Return the memory of a program, and of it some parts."""
+  program = plan['programs'][label]
+  whole = _cell(program['hbm_gib'])
+  held = [None if _refused(program) else program['hbm'].get(part, 0.0) for part in parts]
+  return [whole if program['fits'] else f'{whole} (does not fit)', *map(_cell, held)]
+
+
+def _update(plan: dict[str, Any]) -> list[str]:
+  """Return seconds, µs per token of a chip, TFLOP and GB sent of the largest update."""
+  program, settings = plan['programs']['update'], plan['settings']
+  if _refused(program):
+    return [_cell(None)] * 4
+  tokens = settings['data.max_prompt_length'] + settings['actor.self_distillation.max_reprompt_len']
+  tokens += 2 * settings['data.max_response_length']
+  values = program['seconds'], 1e6 * program['seconds'] / tokens, program['matmul_tflop']
+  return [_cell(value) for value in (*values, sum(program['collective_gb'].values()))]
+
+
+def _token(plan: dict[str, Any]) -> list[str]:
+  """Return ms per token of every row while all have a sample, and tokens per second of all rows."""
+  step = plan['programs']['decode'].get('busy_step_seconds')
+  rows = plan['settings']['rollout.max_batch_rows']
+  return [_cell(None if step is None else 1e3 * step), _cell(None if step is None else rows / step)]
 
 
 def _row(plan: dict[str, Any]) -> list[str]:
@@ -213,7 +371,7 @@ def cost(plan: dict[str, Any]) -> str:
 
 def pages(results: dict[str, dict[str, Any]]) -> dict[str, str]:
   """Return what stands between the markers of each page beside the results."""
-  missing = [point.name for point in (*POINTS, *MODEL_POINTS) if point.name not in results]
+  missing = [point.name for point in EVERY if 'programs' not in results.get(point.name, ())]
   # Nobody should take a page with gaps for a whole one.
   gaps = (
     f'Not planned yet: {", ".join(missing)}; `python -m benchmarks.tpu_plan --keep=DIR` does it.' if missing else ''
@@ -279,12 +437,16 @@ def main(arguments: Sequence[str]) -> None:
   folder.mkdir(parents=True, exist_ok=True)
   file = folder / 'results.json'
   results = json.loads(file.read_text()) if file.is_file() else {}
-  points = (*POINTS, *MODEL_POINTS)
-  wanted = ONLY.value or [point.name for point in points]
-  for point in points:
-    if point.name in wanted and not ONLY_WRITE.value:
-      results[point.name] = compute(point, KEEP.value)
-      results = {each.name: results[each.name] for each in points if each.name in results}
+  wanted = ONLY.value or [point.name for point in EVERY]
+  for point in EVERY:
+    if ONLY_WRITE.value:
+      continue
+    found = {} if point.name not in wanted else compute(point, KEEP.value)
+    if point in LORA_MODELS:
+      found = arithmetic(point) | found
+    if found:
+      results[point.name] = (results.get(point.name, {}) if point.name not in wanted else {}) | found
+      results = {each.name: results[each.name] for each in EVERY if each.name in results}
       file.write_text(json.dumps(results, indent=1) + '\n')
   if sizes := {point.name: results[point.name] for point in POINTS if point.name in results}:
     draw(sizes, folder / 'scaling.png')
