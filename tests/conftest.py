@@ -9,14 +9,22 @@ import subprocess
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
 
+import hypothesis
 import jax
 import pytest
 
+from sdpo_jax.environments import registry
 from tests import compiling, file_operations
 
 made = compiling.prepare()
 jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+# The same examples in every run, on machines of any speed; `--hypothesis-profile=default` looks for new ones.
+hypothesis.settings.register_profile(
+  'repeatable', derandomize=True, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile('repeatable')
 
 # Whole files go to a worker, in this order and then by name: with the longest first the workers end together.
 LONGEST = """
@@ -63,6 +71,17 @@ def free_memory():
   yield
   jax.clear_caches()
   gc.collect()
+
+
+@pytest.fixture(scope='module', autouse=True)
+def forget_names():
+  """What a file's tests register goes when they are done: experiments of two files register the same names."""
+  tables = (registry._FACTORIES, registry._GENERATORS)
+  known = [set(table) for table in tables]
+  yield
+  for kind, table, names in zip(('environment', 'generator'), tables, known, strict=True):
+    for name in table.keys() - names - registry._BUILT_IN[kind].keys():
+      del table[name]
 
 
 @pytest.fixture(scope='session')
