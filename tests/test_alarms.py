@@ -239,6 +239,7 @@ def checkpoint(workdir, step: int):
   return state, host, steps
 
 
+@pytest.mark.slow
 def test_a_rollback_restores_the_best_weights_and_goes_on_with_other_questions(experiment):
   folder, done, _ = experiment
   assert done['whole'].returncode == loop.EXIT_ALARM, done['whole'].stderr
@@ -271,6 +272,7 @@ def test_a_rollback_restores_the_best_weights_and_goes_on_with_other_questions(e
   assert 'alarms.max_rollbacks=1 rollbacks were made. The best checkpoint is that of step' in done['whole'].stdout
 
 
+@pytest.mark.slow
 def test_a_rolled_back_run_that_is_killed_ends_as_the_one_that_is_not(experiment):
   folder, done, killed = experiment
   assert [done[name].returncode for name in killed] == [-9] * len(killed), [done[name].stderr for name in killed]
@@ -330,6 +332,7 @@ def test_two_processes_share_the_grading_and_roll_back_together(experiment):
   assert by_process == [False, True] * 8  # Row by row in turns, and what one process said counts for both.
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_can_be_asked_for_by_its_step(experiment):
   folder, _, _ = experiment
   _, parameters, step = runs.open_run(folder / 'whole', step=2)

@@ -150,6 +150,7 @@ def layouts(tmp_path_factory):
   return config, {shape: make(shape) for shape in ((8, 1), (2, 4), (1, 1))}
 
 
+@pytest.mark.slow
 def test_a_state_of_one_mesh_is_the_same_on_another(layouts, tmp_path):
   config, places = layouts
   mesh, parameters = places[8, 1]

@@ -208,6 +208,7 @@ def test_a_process_that_lives_and_does_not_come_to_a_barrier_is_named():
   assert ends == [(cluster.EXIT_LOST, sentence)] * 3
 
 
+@pytest.mark.slow
 def test_processes_that_never_come_are_named_to_those_that_wait():
   with Run(['', None, '', None], '--join_timeout_s=4') as run:
     ends = run.end(0, 2)

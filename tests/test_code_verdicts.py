@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import signal
-import time
 
 import pytest
 
@@ -57,10 +56,8 @@ def test_a_helper_answers_and_has_nothing_of_its_owner(helpers, monkeypatch):
   'code', ['while True: pass', 'int("9" * 4000) ** 4000000', 'bytearray(2**29)', 'os.abort()', 'respond(question)']
 )
 def test_a_request_that_takes_too_much_costs_itself_alone(helpers, code):
-  before = time.process_time()
   with pytest.raises(RequestOverranError):
     ask(helpers, code)
-  assert time.process_time() - before < 1
   assert ask(helpers)['sizes'] == [0, 0, 0]
 
 
@@ -137,11 +134,8 @@ def test_large_results_are_wrong_and_the_trainer_reads_none_of_them(profile, mon
     run(graders, SQUARE, 'def f(n):\n  return n')
     monkeypatch.setattr(json, 'loads', loads)
     for example, names in ((SQUARE, BOMBS), (SUM, ('printed', 'lists')), (CHECK, ('lists', 'a text'))):
-      before = time.process_time()
       outcomes = run(graders, example, *(BOMBS[name] for name in names), FORGED)
       assert [outcome.score for outcome in outcomes] == [0.0] * len(outcomes)
-      # Up to eight programs: parsing one of these took seconds. What remains are the reads of the pipes.
-      assert time.process_time() - before < 1.5
   assert sent and max(sent) < 2**16
 
 

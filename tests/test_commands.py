@@ -110,6 +110,14 @@ def wrong_inputs(folder, config) -> dict[str, tuple[list[str], str]]:
     'sample of nothing': (['sample', '--prompt=x', f'--workdir={folder}/nothing'], 'is not a run'),
     'export of nothing': (['export', f'--workdir={folder}/nothing', f'--output={folder}/out'], 'is not a run'),
     'check a missing model': (['check', f'--config={config}', f'--config.model.path={folder}/nothing'], 'nothing'),
+    'synthesize about nothing': (
+      ['synthesize', f'--config={config}', f'--output={folder}/x.jsonl'],
+      '--document is not given and model.cartridge.document of the config is empty',
+    ),
+    'synthesize by words': (
+      ['synthesize', f'--config={config}', f'--output={folder}/x.jsonl', '--document=x.txt', '--seed_weights=1,two'],
+      "--seed_weights holds 'two', which is not a number",
+    ),
     'evaluate both': (
       ['evaluate', f'--config={config}', '--workdir=a', '--model=b', f'--output={folder}/x.json'],
       'Name one of --workdir',
@@ -253,6 +261,23 @@ def test_ungraded_samples_are_named_beside_the_numbers_of_the_others():
   assert ['x/mean@2', '100.0%', '100.0%'] in lines(0.0, 0.375)
   assert ['x/ungraded_fraction', '0.0%', '37.5%'] in lines(0.0, 0.375)
   assert not [line for line in lines(0.0, 0.0) if line[:1] == ['x/ungraded_fraction']]
+
+
+def test_the_divergences_that_evaluations_measured_are_shown_at_the_end():
+  found = {
+    0: {'eval/x/mean@2': 0.0, 'eval/x/kl_on_student': 3.5},
+    4: {'eval/x/mean@2': 1.0, 'eval/x/kl_on_student': 0.01234, 'eval/x/kl_on_teacher': 0.5},
+  }
+  text = report.summary(loop.Result(epath.Path('a'), 4, False, found, 'q'), 'c.py')
+  assert ['x/kl_on_student', '3.5000', '0.0123'] in [line.split() for line in text.splitlines()]
+  assert ['x/kl_on_teacher', '–', '0.5000'] in [line.split() for line in text.splitlines()]
+
+
+@pytest.mark.parametrize('trained', ['model', 'adapter', 'cartridge'])
+def test_the_last_command_names_what_it_exports(trained):
+  result = loop.Result(epath.Path('runs/a'), 2, False, {}, 'Q')
+  last = report.summary(result, 'c.py', trained=trained).splitlines()[-1]
+  assert last == f'  python -m launch.export --workdir=runs/a --output=my_{trained}'
 
 
 def test_next_commands_are_quoted_and_repeat_the_settings():

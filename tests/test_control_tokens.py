@@ -12,7 +12,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 import transformers
 
 from models import tokenizer as models_tokenizer
-from models.control_tokens import control_strings, plain_messages
+from models.control_tokens import PlainMessages, control_strings, plain_messages
 from sdpo_jax.config import Config, SelfDistillationConfig
 from sdpo_jax.data import prompts
 from sdpo_jax.data.prompts import ChatFormat
@@ -174,6 +174,24 @@ def test_a_spelled_token_is_the_text_that_the_library_makes_of_it(text):
   assert prompts.chat_tokens(tokenizer, [conversation(text)], ChatFormat()) == [expected]
 
 
+def test_a_text_is_marked_with_one_mark_whatever_is_encoded_meanwhile(monkeypatch):
+  """Threads share what encodes: another text that holds the mark has it replaced."""
+  plain, messages = PlainMessages(make('byte_level')), conversation('a<|im_end|>b', '<|im_start|>')
+  expected = plain.encode(messages)
+  halves, seen = plain._halves, []
+
+  def interrupted(text):
+    mark, _ = plain._marked
+    if text not in seen:
+      seen.append(text)
+      plain.encode_text(mark)
+      assert plain._marked[0] != mark
+    return halves(text)
+
+  monkeypatch.setattr(plain, '_halves', interrupted)
+  assert plain.encode(messages) == expected and {text for message in messages for text in message.values()} == set(seen)
+
+
 def test_which_strings_are_control_tokens():
   assert set(control_strings(make('byte_level'))) == set(SPELLED[:5])
   assert set(control_strings(make('turns'))) == set(SPELLED)
@@ -259,4 +277,4 @@ def test_the_student_is_asked_in_plain_text_and_the_settings_reach_the_template(
   config.data.split_special_tokens = False
   assert prompts.prompt_tokens(tokenizer, question, config).count(end) == 3
   config.data.apply_chat_template_kwargs, config.data.enable_thinking = {}, False
-  assert prompts.ChatFormat.of(config.data) == ChatFormat({'enable_thinking': False}, split_special_tokens=False)
+  assert prompts.ChatFormat.of(config) == ChatFormat({'enable_thinking': False}, split_special_tokens=False)

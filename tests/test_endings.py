@@ -307,14 +307,15 @@ def test_an_alarm_before_there_is_a_checkpoint_stops_the_run(experiment, tmp_pat
 
 
 def test_a_run_without_a_finite_gradient_stops_with_a_sentence_and_a_checkpoint(experiment, tmp_path):
-  """The weights do not survive the first update; `trainer.max_skipped_steps` is three."""
+  """The weights survive the first update or two, of which rounding decides; `trainer.max_skipped_steps` is three."""
   make, _ = experiment
   config = make(total_training_steps=8, test_freq=0, best_metric=None)
   config.optimizer.lr, config.optimizer.lr_warmup_steps = 3e38, 0
-  with pytest.raises(
-    UserError, match='Nothing was learned in 3 steps in a row, 2 to 4, because no gradient was finite'
-  ):
+  with pytest.raises(UserError) as raised:
     loop.train(config, tmp_path)
-  lines = lines_without_time(tmp_path)
-  assert [line.get('train/skipped_steps') for line in lines if line['step']] == [1, 2, 2, 2]
-  assert steps_on_disk(tmp_path) == [4]
+  skipped = [line.get('train/skipped_steps') for line in lines_without_time(tmp_path) if line['step']]
+  last = len(skipped)
+  assert skipped[-3:] == [2, 2, 2] and 2 not in skipped[:-3] and last in (4, 5)
+  said = f'Nothing was learned in 3 steps in a row, {last - 2} to {last}, because no gradient was finite'
+  assert said in str(raised.value)
+  assert steps_on_disk(tmp_path) == [last]

@@ -64,6 +64,7 @@ def test_best_and_worst_at_k_are_the_chance_that_one_or_all_of_k_draws_succeed()
   for k in (1, 2, 4):
     assert evaluate.best_at_k(scores, k) == pytest.approx(1 - 0.75**k, abs=0.05)
     assert evaluate.worst_at_k(scores, k) == pytest.approx(0.25**k, abs=0.05)
+    assert not np.signbit(evaluate.worst_at_k(np.zeros((1, 4)), k))  # Not -0.0, which a file would show.
 
 
 def test_maj_at_k_scores_the_most_frequent_answer():
@@ -226,6 +227,23 @@ def test_a_batch_of_several_sources_is_described_as_a_whole_and_by_source():
   assert {name.removeprefix('rollout/source_x/') for name in found if 'source_x' in name} == {
     name.removeprefix('rollout/') for name in one
   }
+
+
+def test_the_divergence_of_a_batch_of_several_sources_is_logged_by_source():
+  mask = np.array([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 1]], bool)
+  batch = rollouts(['t'] * 4, [0, 1, 1, 0])
+  batch.completion_mask = mask
+  taught = np.broadcast_to(np.array([[1], [1], [1], [0]], np.float32), mask.shape)  # The last sample has no teacher.
+  generation = types.SimpleNamespace(rollouts=batch, distill_mask=taught)
+  divergence = np.array([[1, 2, 90], [4, 90, 90], [5, 6, np.nan], [90, 90, 90]], np.float32)
+  measured = types.SimpleNamespace(token_values={'divergence': divergence})
+  drawn = graded([example('a', 'x'), example('b', 'y')], batch, code_outcomes())
+  found = records.divergence_metrics(measured, generation, drawn)
+  assert found == {'teacher/source_x/divergence': 1.5, 'teacher/source_y/divergence': 5.0}
+  one = graded([example('a', 'x')] * 2, batch, code_outcomes())
+  assert records.divergence_metrics(measured, generation, one) == {}
+  without = types.SimpleNamespace(token_values={})  # A policy gradient has none.
+  assert records.divergence_metrics(without, generation, drawn) == {}
 
 
 def test_the_gap_is_success_in_training_minus_held_out_mean():

@@ -169,10 +169,10 @@ def shrink(config, folder: pathlib.Path, model: pathlib.Path):
 # Every task and method; what is left combines them otherwise.
 KINDS = [
   {'task': 'chemistry'},
-  {'task': 'tooluse', 'method': 'grpo_on_policy'},
   {'task': 'livecodebench', 'method': 'grpo'},
 ]
 OTHERS = [
+  {'task': 'tooluse', 'method': 'grpo_on_policy'},
   {'task': 'livecodebench', 'teacher': 'trust_region'},
   {'task': 'chemistry', 'method': 'grpo'},
   {'task': 'tooluse'},

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from models import exporting, file_lock, huggingface, parameters, tensor_files
-from sdpo_jax.config import MeshConfig, ModelConfig
+from sdpo_jax.config import LoraConfig, MeshConfig, ModelConfig
 from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding
 from sdpo_jax.errors import UserError
 from tests import tiny
@@ -160,6 +160,17 @@ def test_an_empty_directory_and_a_link_to_one_are_filled(made, tmp_path):
   assert {path.name for path in tmp_path.iterdir()} == {'disk', 'link'}
 
 
+def export_adapter(output, model, mesh=None):
+  """Writes an adapter whose factors are not 0, and the model with it, beside `output`."""
+  config = ModelConfig(dtype='float32', lora=LoraConfig(rank=4, alpha=4.0))
+  policy, params = huggingface.load(model, config, mesh)
+  _, factors = parameters.split(policy.parameter_table(), params)
+  factors = jax.tree.map(lambda leaf: leaf + 0.05, factors)
+  about = dict(name='model', fingerprint={'weights': {'values': '0'}})
+  huggingface.save_adapter(f'{output}_adapter', policy, factors, model, **about)
+  huggingface.save_merged(f'{output}_merged', policy, factors, model)
+
+
 TOGETHER = """
 import sys
 import jax
@@ -168,6 +179,7 @@ from models import huggingface, parameters
 from sdpo_jax import command
 from sdpo_jax.config import MeshConfig, ModelConfig
 from sdpo_jax.distributed.mesh import make_mesh
+from tests.test_exporting import export_adapter
 
 flags.DEFINE_string('model', '', '')
 flags.DEFINE_string('output', '', '')
@@ -182,6 +194,7 @@ def main():
   # Where there is nothing to be read or written by any other than process 0.
   output = flags.FLAGS.output if jax.process_index() == 0 else '/nowhere'
   huggingface.save(output, policy, params, dtype='float32', source=flags.FLAGS.model)
+  export_adapter(output, flags.FLAGS.model, mesh)
 
 
 command.run(main)
@@ -218,3 +231,9 @@ def test_processes_load_and_export_a_model_together(tmp_path):
   assert huggingface.check_files(tmp_path / 'out') == len(list((tmp_path / 'out').iterdir())) - 1
   assert json.loads((tmp_path / 'out' / 'config.json').read_text())['dtype'] == 'float32'
   huggingface.load(tmp_path / 'out', ModelConfig(dtype='float32'))
+  export_adapter(tmp_path / 'alone', model)
+  for name in ('adapter/adapter_model.safetensors', 'merged/model.safetensors'):
+    expected, found = (load_file(tmp_path / f'{start}_{name}') for start in ('alone', 'out'))
+    assert expected.keys() == found.keys()
+    for key, tensor in expected.items():
+      np.testing.assert_array_equal(found[key], tensor)

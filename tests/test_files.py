@@ -71,6 +71,19 @@ def test_the_first_line_of_an_error():
   assert len(first_line(ValueError('x' * 1000))) == 300
 
 
+def test_an_output_in_a_store_without_its_package_is_refused(monkeypatch):
+  monkeypatch.setitem(sys.modules, 's3fs', None)
+  with pytest.raises(UserError, match='--output=s3://bucket/x.json needs a package that is not installed: .*s3fs'):
+    files.check_output('s3://bucket/x.json')
+
+
+def test_bytes_are_written_as_they_are(tmp_path):
+  files.write_output(tmp_path / 'x', b'\xff\r\n\x00')
+  assert (tmp_path / 'x').read_bytes() == b'\xff\r\n\x00'
+  files.write_output(tmp_path / 'x', 'ö\r\n')
+  assert (tmp_path / 'x').read_bytes() == 'ö\r\n'.encode()
+
+
 def test_the_link_and_the_pipe_that_a_user_names_are_written_to(tmp_path):
   target, link, pipe = tmp_path / 'target', tmp_path / 'link', tmp_path / 'pipe'
   target.write_text('old')

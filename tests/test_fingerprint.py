@@ -4,11 +4,14 @@ import dataclasses
 import json
 import pathlib
 import re
+import shutil
 
 from etils import epath
 import jax
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
+import torch
 
 from models import identity
 from models import tokenizer as tokenizers
@@ -212,7 +215,30 @@ def test_a_model_is_told_by_its_config_and_its_weights_at_some_places(model, rew
   assert identity.of_architecture(model) == before | {'rope_theta': '5000.0'}
   assert identity.of_weights(model) == weights
   other = identity.of_weights(tiny.make_model(tmp_path, seed=1))
-  assert other['bytes'] == weights['bytes'] and other['spots'] != weights['spots']
+  assert other['tensors'] == weights['tensors'] and other['values'] != weights['values']
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('parts', [1, 3])
+def test_weights_are_told_by_their_values_and_not_by_how_they_are_stored(model, dtype, parts, tmp_path):
+  """The oracle is PyTorch, which rounds, divides into files and stores the tied head a second time."""
+  tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(model / 'model.safetensors').items()}
+  tensors['lm_head.weight'] = tensors['model.embed_tokens.weight'].clone()
+  other = tmp_path / 'other'
+  shutil.copytree(model, other)
+  (other / 'model.safetensors').unlink()
+  names = sorted(tensors, reverse=True)
+  files = {f'part{i}.safetensors': names[i::parts] for i in range(parts)}
+  for file, held in files.items():
+    save_file({name: tensors[name] for name in held}, other / file)
+  weight_map = {name: file for file, held in files.items() for name in held}
+  (other / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': weight_map}))
+  assert identity.of_weights(other) == identity.of_weights(model)
+  changed = tensors['model.layers.1.mlp.up_proj.weight']
+  changed += 0.01 * changed.abs().max()
+  for file, held in files.items():
+    save_file({name: tensors[name] for name in held}, other / file)
+  assert identity.of_weights(other) != identity.of_weights(model)
 
 
 def example(**changes):

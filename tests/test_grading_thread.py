@@ -156,9 +156,8 @@ def test_a_batch_is_graded_while_it_is_sampled(tmp_path, monkeypatch, recorder):
 
   config = Config()
   config.rollout.n, config.data.max_response_length = N, 8
-  session = types.SimpleNamespace(
-    config=config, tokenizer=tokenizer, base={}, sampler=types.SimpleNamespace(sample=sample, stats=SamplingStats())
-  )
+  asked = types.SimpleNamespace(sample=sample, stats=SamplingStats())
+  session = types.SimpleNamespace(config=config, tokenizer=tokenizer, writer=lambda trainable: (asked, {}, trainable))
   monkeypatch.setattr(step, 'sampling_seed', lambda state: 0)
   state = types.SimpleNamespace(trainable=parameters)
   with Graders(config.environments) as graders:

@@ -133,4 +133,4 @@ def test_a_run_with_a_penalty_a_decay_and_another_optimizer_resumes_bit_for_bit_
   shutil.rmtree(tmp_path / 'model')
   tiny.make_model(tmp_path / 'model', seed=1)
   changed = train('parts', steps, '--config.trainer.total_training_steps=4')
-  assert changed.returncode == 2 and 'accept_changes=model' in changed.stderr and 'weights/spots was' in changed.stderr
+  assert changed.returncode == 2 and 'accept_changes=model' in changed.stderr and 'weights/values was' in changed.stderr

@@ -103,7 +103,7 @@ def test_a_checkpoint_is_begun_when_its_lines_are_on_the_disk():
   saver = saving.Saving(None, checkpoints, None, Together(), sync, print)
   for step in (1, 2):
     state = types.SimpleNamespace(take=lambda: 'state')
-    saver.whole = saving.Whole(step, state, {}, {}, None)
+    saver.whole = saving.Whole(step, state, dict, {}, None)
     with pytest.raises(OSError, match='Input/output') if failing else contextlib.nullcontext():
       saver.save()
     failing.append(True)

@@ -234,6 +234,7 @@ print(json.dumps(results))
 """
 
 
+@pytest.mark.slow
 def test_a_signal_is_heard_whatever_the_main_thread_does():
   done = subprocess.run(
     [sys.executable, '-c', PROGRAM],

@@ -499,6 +499,7 @@ def test_the_command(tmp_path):
       ('prepare_data', ['--source=livecodebench', '--since=soon', *made]),
       ('prepare_data', ['--source=gpqa', *made]),
       ('prepare_data', ['--source=gpqa', f'--output={tmp_path}/out']),
+      ('prepare_data', ['--source=longhealth', f'--output={tmp_path}/out']),
     ],
     tmp_path / 'logs',
     tmp_path / 'cache',
@@ -511,6 +512,7 @@ def test_the_command(tmp_path):
     '--since=soon is not a day',
     'must hold one file train',
     "'hf:Idavidrein/gpqa?config=gpqa_diamond&split=train' cannot be loaded",
+    '--input must name the folder that holds benchmark_v5.json: it is in the folder data of https://github.com/kbressem',
   ]
   for process, sentence in zip(failed, sentences, strict=True):
     assert process.returncode == 2 and sentence in process.stderr

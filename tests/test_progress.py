@@ -1,12 +1,14 @@
 """What a run says while it goes on: a line per step, and the time that is left by the steps that were."""
 
+import math
+
 import pytest
 
 from sdpo_jax.training.progress import Progress, TimeLeft, clock_time
 
 
 def test_a_line_per_step_without_a_terminal(capsys):
-  times = iter([0.0, 90.0, 92.0, 94.0, 96.0])
+  times = iter([0.0, 90.0, 92.0, 94.0, 96.0, 98.0])
   progress = Progress(total=5, test_freq=4, clock=lambda: next(times))
   progress.phase('sample')
   progress.step(1, score=0.5, loss=0.25, tokens_per_second=1234.0, compiled=3)
@@ -14,12 +16,14 @@ def test_a_line_per_step_without_a_terminal(capsys):
   progress.evaluated(1.5)
   progress.step(3, 0.5, 0.25, 1234.0, note='  rolled back')
   progress.step(5, 0.5, 0.25, 1234.0)
+  progress.step(5, math.nan, 0.25, 1234.0)  # Nobody gives scores.
   progress.close()
   assert capsys.readouterr().err.splitlines() == [
     'step 1/5  score 0.500  loss 0.2500  1,234 tokens/s  6:00 left',
     'step 2/5  score 0.500  loss 0.2500  1,234 tokens/s  0:06 left',  # No longer by the step that compiled.
     'step 3/5  score 0.500  loss 0.2500  1,234 tokens/s  rolled back  0:05 left',  # Steps of 2 and 0.5 s, 2 × 1.5 s.
     'step 5/5  score 0.500  loss 0.2500  1,234 tokens/s',
+    'step 5/5  loss 0.2500  1,234 tokens/s',
   ]
 
 

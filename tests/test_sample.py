@@ -159,7 +159,7 @@ def test_prompts_of_a_text_file(tmp_path):
   ]
   assert [question.row.number for question in questions] == [1, 3]
   path.write_text('\n \n')
-  with pytest.raises(UserError, match='holds no prompt'):
+  with pytest.raises(UserError, match='--prompts: .*holds no rows'):
     generate.read_questions(str(path), None)
 
 

@@ -78,7 +78,7 @@ def test_a_state_that_is_being_saved_is_not_donated_whatever_is_noted_of_it_mean
 
     def save(self, step, saved, host, metrics, leaves):
       assert saved is state and metrics == {}
-      saving.hold(1, state, {}, {'loss': 1.0}, None, keep=False)  # As the thread that trains does.
+      saving.hold(1, state, dict, {'loss': 1.0}, None, keep=False)  # As the thread that trains does.
       threading.Thread(target=donate).start()
       assert not donated.wait(0.05)
 
@@ -87,10 +87,10 @@ def test_a_state_that_is_being_saved_is_not_donated_whatever_is_noted_of_it_mean
     donated.set()
 
   saving = Saving(epath.Path('run'), Slow(), None, Together(), lambda: None, print)
-  saving.hold(1, state, {}, {}, None, keep=False)
+  saving.hold(1, state, dict, {}, None, keep=False)
   saving.save_meanwhile()
   assert donated.wait(10) and not saving.whole.starting.there
-  saving.hold(2, make_state(mesh), {}, {}, None, keep=False)
+  saving.hold(2, make_state(mesh), dict, {}, None, keep=False)
   assert saving.whole.starting.there
 
 

@@ -23,7 +23,7 @@ def test_throughput_counts_live_tokens_and_fill_the_rest(monkeypatch):
   trained = sum(len(samples.prompts[i]) + lengths[i] for i in live)
   taught = sum(len(samples.teacher_prompts[i]) + lengths[i] for i in live)
   monkeypatch.setattr(accelerators, 'peak_flops', lambda device: 1e6)
-  session = types.SimpleNamespace(flops_per_token=10.0, teacher_flops_per_token=7.0)
+  session = types.SimpleNamespace(flops_per_token=10.0, update_flops_per_token=25.0, teacher_flops_per_token=7.0)
   prompts = samples.prompts[:4]
   seconds = {'sample': 2.0, 'grade': 0.5, 'train': 1.5}
   graded = types.SimpleNamespace(
@@ -36,9 +36,9 @@ def test_throughput_counts_live_tokens_and_fill_the_rest(monkeypatch):
       student.add(micro, micro.batch.student)
       teacher.add(micro, micro.batch.teacher)
     report = types.SimpleNamespace(student=student, teacher=teacher)
-    found[padding] = records.throughput_metrics(session, graded, report, seconds)
+    found[padding] = records.throughput_metrics(session, [graded], report, seconds)
   sampled, devices = lengths.sum(), jax.device_count()
-  flops = 10 * (sampled + sum(map(len, prompts)) + 3 * trained) + 7 * taught
+  flops = 10 * (sampled + sum(map(len, prompts))) + 25 * trained + 7 * taught
   expected = {
     'throughput/tokens_per_s': sampled / 4,
     'throughput/tokens_per_s_per_device': sampled / 4 / devices,
@@ -59,6 +59,6 @@ def test_throughput_counts_live_tokens_and_fill_the_rest(monkeypatch):
 def test_a_step_without_a_signal_has_no_fill():
   graded = types.SimpleNamespace(rollouts=make_samples(make_config()).rollouts, prompts=[], sampling=SamplingStats())
   report = types.SimpleNamespace(student=step.Filled(), teacher=step.Filled())
-  session = types.SimpleNamespace(flops_per_token=1.0, teacher_flops_per_token=1.0)
-  found = records.throughput_metrics(session, graded, report, {'sample': 1.0})
+  session = types.SimpleNamespace(flops_per_token=1.0, update_flops_per_token=3.0, teacher_flops_per_token=1.0)
+  found = records.throughput_metrics(session, [graded], report, {'sample': 1.0})
   assert not any('fill_t' in name for name in found) and found['throughput/fill_sample'] == 0

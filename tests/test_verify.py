@@ -151,6 +151,13 @@ def test_another_state_than_the_line_of_the_step_is_damage(run):
   assert code == verify.SOME_DAMAGED and 'damaged  checkpoints/4: it holds the state' in said
 
 
+def test_a_run_beside_the_working_directory_is_whole(run, tmp_path, monkeypatch):
+  (tmp_path / 'beside').mkdir()
+  monkeypatch.chdir(tmp_path / 'beside')
+  code, said = verified(pathlib.Path('..') / run.name)
+  assert code == verify.ALL_WHOLE and 'ok       checkpoints/4: 12 arrays' in said
+
+
 def test_arrays_are_read_chunk_by_chunk_as_they_are_stored(tmp_path):
   """Of several devices, in dtypes that NumPy does not know."""
   import jax
