@@ -12,7 +12,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from sdpo_jax.config import ServeConfig
-from sdpo_jax.serving.errors import InFlight, InvalidRequest, StorageFailed, Unprocessable
+from sdpo_jax.serving.errors import Forbidden, InFlight, InvalidRequest, StorageFailed, Unprocessable
 from sdpo_jax.serving.store.store import StoredResponse
 from sdpo_jax.serving.web import gate
 from sdpo_jax.serving.web.access_log import Log
@@ -32,6 +32,11 @@ class Account:
 
   def __init__(self, service, owner, call):
     self.service, self.owner, self.call = service, owner, call
+    self.sessions = self
+
+  def check_token(self, adapter, session, token):
+    if token != f'token of {owner_of(adapter)} for {session}':
+      raise Forbidden('This is not the token of the session.')
 
   def begin(self, key, digest):
     known = self.service.requests.get((self.owner, key))
@@ -49,6 +54,10 @@ class Account:
 
   def abandon(self, request):
     self.service.requests.pop((request.owner, request.key))
+
+
+def owner_of(adapter):
+  return adapter.partition('-')[0]
 
 
 class Service:
@@ -109,6 +118,13 @@ async def endless(request):
 endless.operation = Operation(endless=True)
 
 
+def open_session(asked):
+  """Tells a secret."""
+  return Reply({'token': 'never to be logged'})
+
+
+SESSIONS = '/v1/continual/adapters/{adapter}/sessions'
+
 ROUTES = [
   route('GET', '/v1/continual/whoami', whoami),
   route('POST', '/v1/continual/change/{adapter}', change, again=lambda *known: {'again': known[1:]}, tagged=True),
@@ -116,6 +132,9 @@ ROUTES = [
   route('POST', '/v1/broken', broken),
   route('POST', '/v1/continual/wait', wait),
   Route('/v1/continual/endless', endless, methods=['GET']),
+  route('GET', SESSIONS, whoami, guarded=True),
+  route('POST', SESSIONS, open_session, guarded=True, secret=True),
+  route('POST', f'{SESSIONS}/{{session}}', change, again=lambda *known: None, guarded=True, token=True),
 ]
 
 
@@ -225,6 +244,102 @@ def test_pages_that_are_listed_may_ask():
 def test_forms_of_pages_are_not_read(world, kind):
   response = world.client(**{'Content-Type': kind}).post('/v1/continual/change/a', content=b'{}')
   assert code(response) == (415, 'unsupported_media_type') and not world.service.calls
+
+
+# Sessions: no page may see or say anything, with keys or without.
+
+AT = '/v1/continual/adapters/ada-1/sessions'
+TOKEN = {'X-Session-Token': 'token of ada for ses-1'}
+# What a browser sends for a page that is not the service's own.
+FOREIGN = {
+  'a script of another site': {'Origin': 'https://evil.example', 'Sec-Fetch-Site': 'cross-site'},
+  'one that says only who it is': {'Origin': 'https://evil.example'},
+  'a sandboxed frame': {'Origin': 'null', 'Sec-Fetch-Site': 'cross-site'},
+  'a link, an image, a form': {'Sec-Fetch-Site': 'cross-site'},
+  'another port of this machine': {'Sec-Fetch-Site': 'same-site'},
+  'a script of another port': {'Origin': 'http://localhost:3000', 'Sec-Fetch-Site': 'same-site'},
+  'a name that leads here': {'Host': 'evil.example', 'Origin': 'http://evil.example', 'Sec-Fetch-Site': 'same-origin'},
+  'the same without a word of its origin': {'Host': 'evil.example'},
+  'a name that begins like one of ours': {'Host': 'localhost.evil.example:80'},
+}
+
+
+@pytest.fixture(params=['without keys', 'with keys'])
+def guarded(request, tmp_path):
+  """A service, and the headers of its user."""
+  if request.param == 'without keys':
+    return World(), {}
+  key, _ = add(tmp_path / 'keys.jsonl', 'ada', 'key')
+  return World(KeyFile(tmp_path / 'keys.jsonl')), {'X-API-Key': key}
+
+
+def asked_of_a_session(world, headers):
+  """What comes of reading, opening and changing; nothing of the kind is asked anywhere else."""
+  client = world.client(**headers)
+  return [client.get(AT), client.post(AT, json={}), client.post(f'{AT}/ses-1', json={})]
+
+
+@pytest.mark.parametrize('headers', FOREIGN.values(), ids=FOREIGN)
+def test_no_page_of_others_reaches_a_session_even_with_key_and_token(guarded, headers):
+  world, own = guarded
+  answers = asked_of_a_session(world, {**own, **TOKEN, **headers})
+  assert [code(answer) for answer in answers] == [(403, 'forbidden')] * 3
+  assert all('serve.http.allowed_' in answer.json()['error']['message'] for answer in answers)
+  assert not world.service.calls and 'never' not in ''.join(answer.text for answer in answers)
+
+
+@pytest.mark.parametrize('headers', [{}, {'Origin': LOCAL}, {'Sec-Fetch-Site': 'none'}, {'Host': '127.0.0.1:8420'}])
+def test_programs_and_the_services_own_page_reach_sessions(guarded, headers):
+  world, own = guarded
+  assert [answer.status_code for answer in asked_of_a_session(world, {**own, **TOKEN, **headers})] == [200] * 3
+
+
+def test_pages_and_hosts_that_are_listed_reach_sessions():
+  page = {'Origin': 'https://app.example', 'Sec-Fetch-Site': 'cross-site', 'Host': 'api.example'}
+  world = World(allowed_origins=('https://app.example',), allowed_hosts=('api.example',))
+  assert [answer.status_code for answer in asked_of_a_session(world, {**TOKEN, **page})] == [200] * 3
+  before = world.client(**page).options(AT, headers={'Access-Control-Request-Method': 'POST'})
+  assert 'X-Session-Token' in before.headers['access-control-allow-headers']
+  other = world.client(Origin='https://evil.example').options(AT, headers={'Access-Control-Request-Method': 'POST'})
+  assert other.status_code == 403 and not [name for name in other.headers if name.startswith('access-control')]
+
+
+@pytest.mark.parametrize(
+  'kind', ['text/plain', 'application/x-www-form-urlencoded', 'multipart/form-data; boundary=x', '']
+)
+def test_forms_of_pages_change_no_session(guarded, kind):
+  world, own = guarded
+  client = world.client(**own, **TOKEN, **{'Content-Type': kind})
+  for path in (AT, f'{AT}/ses-1'):
+    assert code(client.post(path, content=b'{}')) == (415, 'unsupported_media_type')
+  assert not world.service.calls
+
+
+@pytest.mark.parametrize('token', [None, '', 'token of ada for ses-2', 'token of bob for ses-1'])
+def test_a_session_is_changed_with_its_own_token_only(guarded, token):
+  world, own = guarded
+  client = world.client(**own, **({} if token is None else {'X-Session-Token': token}))
+  first = client.post(f'{AT}/ses-1', json={}, headers={'Idempotency-Key': 'k'})
+  assert code(first) == (403, 'forbidden') and not world.service.calls and not world.service.requests
+  # An answer that is kept is given to nobody else either.
+  done = world.client(**own, **TOKEN).post(f'{AT}/ses-1', json={}, headers={'Idempotency-Key': 'k'})
+  again = client.post(f'{AT}/ses-1', json={}, headers={'Idempotency-Key': 'k'})
+  assert done.status_code == 200 and code(again) == (403, 'forbidden')
+
+
+def test_a_token_that_is_sent_twice_is_none():
+  headers = [('X-Session-Token', 'token of ada for ses-1'), ('X-Session-Token', 'another')]
+  sent = asgi(World(), 'POST', f'{AT}/ses-1', headers=headers)
+  assert sent[0]['status'] == 400 and b'another' not in sent[1]['body']
+
+
+def test_a_token_is_in_no_log_and_no_error_even_where_bodies_are_logged():
+  world = World(bodies=True)
+  asked_of_a_session(world, TOKEN)
+  asked_of_a_session(world, {'X-Session-Token': 'token of ada for ses-9'})
+  text = world.logged.getvalue()
+  assert 'never to' not in text and 'token of ada' not in text and len(world.lines()) == 6
+  assert 'local' in world.lines()[0]['answered'] and world.lines()[1]['answered'] == ''
 
 
 # What is answered.

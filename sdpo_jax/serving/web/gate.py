@@ -57,8 +57,12 @@ GRACE = 5.0  # Seconds after its time limit in which a handler gets to say what 
 _LONGEST_KEY = 255  # Characters of an Idempotency-Key.
 _WITH_BODY = ('POST', 'PUT', 'PATCH')
 _LOGGED_BODY = 100_000  # Bytes of an answer that are kept for the log, where bodies are logged.
-_CORS_HEADERS = 'Authorization, Content-Type, Idempotency-Key, If-Match, Last-Event-ID, X-API-Key, X-Deadline-Ms'
+_CORS_HEADERS = (
+  'Authorization, Content-Type, Idempotency-Key, If-Match, Last-Event-ID, X-API-Key, X-Deadline-Ms, X-Session-Token'
+)
 _CORS_EXPOSED = 'ETag, Retry-After, retry-after-ms, X-Request-Id, Idempotency-Replayed'
+# What browsers say of a request of the service's own page, and of one that a person has typed.
+_OWN_SITES = ('same-origin', 'none')
 _SAFE_HEADERS = ((b'x-content-type-options', b'nosniff'), (b'cache-control', b'no-store'))
 
 
@@ -75,6 +79,7 @@ class Passing:
   key: str | None = None  # The id of the key, never the key.
   body: bytes = b''
   quiet: bool = False  # Whether only an unexpected answer is logged: somebody asks every second how the service is.
+  secret: bool = False  # Whether its answer is not logged even where bodies are.
   tokens: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
   def header(self, name: str) -> str | None:
@@ -238,7 +243,7 @@ class Gate:
   def _log_request(self, passing: Passing, answer: Answer, seconds: float) -> None:
     self._log.request(
       asked=passing.body,
-      answered=bytes(answer.kept),
+      answered=b'' if passing.secret else bytes(answer.kept),
       request=passing.id,
       method=passing.method,
       route=passing.route,
@@ -260,13 +265,15 @@ class Gate:
     route, params = self._route(scope)
     operation = operation_of(route) if route is not None else Operation()
     if route is not None:
-      passing.route, passing.quiet = route.path, operation.probe
+      passing.route, passing.quiet, passing.secret = route.path, operation.probe, operation.secret
     if operation.open:
       await self._app(scope, receive, answer)
       return
     owner, passing.key = self._sender(passing)
     if route is None:
       raise self._no_route(scope)
+    if operation.guarded:
+      self._check_page(passing)
     if operation.observes:
       await self._app(scope, receive, answer)
       return
@@ -301,6 +308,9 @@ class Gate:
         'request_id': passing.id,
         'idempotency': None,
       }
+      if operation.token:  # Before an answer that was kept is given to anybody.
+        token = passing.header('x-session-token')
+        await run_in_threadpool(account.sessions.check_token, params['adapter'], params['session'], token)
       request = None
       if operation.again is not None and (key := self._idempotency_key(passing)) is not None:
         begun = await run_in_threadpool(account.begin, key, _digest(passing, scope))
@@ -404,6 +414,22 @@ class Gate:
       return
     if origin not in (f'http://{host}', f'https://{host}'):
       raise Forbidden('A page of this origin may not ask: add it to serve.http.allowed_origins if it may.')
+
+  def _check_page(self, passing: Passing) -> None:
+    """Raise Forbidden where a web page could have had a browser send a request, whatever keys and settings say.
+
+    A page whose name leads to this machine has its own name as Host. A request without Origin, as a link, an image or a form
+    sends it, still says from where it comes (Sec-Fetch-Site), and no script can make it say otherwise.
+    """
+    host = passing.header('host') or ''
+    if not _is_host(host) or urllib.parse.urlsplit(f'//{host}').hostname not in self._hosts:
+      raise Forbidden(
+        'Sessions are answered only under names of the service, and the header Host has another one: add it to '
+        'serve.http.allowed_hosts.'
+      )
+    site, origin = passing.header('sec-fetch-site'), passing.header('origin')
+    if site is not None and site not in _OWN_SITES and origin not in self._settings.http.allowed_origins:
+      raise Forbidden('A page of another site may not ask: add its origin to serve.http.allowed_origins if it may.')
 
   def _cors(self, passing: Passing) -> list[tuple[bytes, bytes]]:
     origins = passing.headers.get('origin', ())

@@ -36,6 +36,10 @@ class Operation:
   probe: bool = False  # Whether it is asked so often that the log leaves it out.
   observes: bool = False  # Whether it needs a key and nothing else, and is answered before the service is ready.
   endless: bool = False  # Whether it goes on until its sender leaves.
+  # Whether Host must be a name of the service, and no page ask but one of serve.http.allowed_origins, also where keys are.
+  guarded: bool = False
+  token: bool = False  # Whether it needs the token of the session that its address names.
+  secret: bool = False  # Whether its answer holds what no log may have, even where bodies are logged.
   # Headers of an answer, made of its body, so that one that was kept has them again.
   headers_of: Callable[[bytes], dict[str, str]] = lambda body: {}
 
@@ -135,7 +139,10 @@ def _parameters(route: Route, known: Operation) -> list[dict[str, Any]]:
   ]
   if known.again is not None:
     found.append(_header('Idempotency-Key', 'Repeats with the same key and body are answered as the first one was.'))
-  if '{adapter}' in route.path and (known.again is not None or 'DELETE' in (route.methods or ())):
+  if known.token:
+    found.append({**_header('X-Session-Token', 'Of the session; the answer that opened it has it.'), 'required': True})
+  changes = known.again is not None or 'DELETE' in (route.methods or ())
+  if '{adapter}' in route.path and changes and not known.guarded:
     found.append(_header('If-Match', 'The version, in quotes, that the adapter must be at.'))
   if not known.open and not known.endless:
     found.append(_header('X-Deadline-Ms', 'Milliseconds within which an answer is of use.'))
