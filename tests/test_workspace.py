@@ -94,6 +94,9 @@ def test_files_are_found(toolbox):
     ('read', {'path': 'a\0b'}, 'path', 'null byte'),
     ('write', {'path': 'src', 'content': ''}, 'path', 'src is a folder'),
     ('write', {'path': 'a', 'content': '\ud800'}, 'content', 'half of a character'),
+    ('write', {'path': 'a\ud800', 'content': ''}, 'path', 'half of a character at position 1'),
+    ('read', {'path': '\ud800'}, 'path', 'half of a character'),
+    ('grep', {'pattern': 'a', 'path': '\ud800'}, 'path', 'half of a character'),
     ('edit', {'path': 'src/area.py', 'old': 'def area(w):\n  x', 'new': ''}, 'old', 'does not occur'),
     (
       'edit',

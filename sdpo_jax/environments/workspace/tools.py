@@ -172,6 +172,8 @@ def check(name: str, arguments: Any) -> dict[str, Any]:
     fits = isinstance(value, types[parameter.kind]) and isinstance(value, bool) == (parameter.kind == 'boolean')
     if not fits:
       raise BadCall(f'{field!r} of {name} must be of type {parameter.kind}, not {short_repr(value)}.', field)
+    if isinstance(value, str):
+      _check_whole(value, f'{field!r} of {name}', field)
     if parameter.kind in ('integer', 'number') and not parameter.least <= value < math.inf:
       raise BadCall(f'{field!r} of {name} must be at least {parameter.least:g}, not {short_repr(value)}.', field)
   return dict(arguments)
@@ -356,13 +358,19 @@ class Toolbox:
 
 def encoded(text: str) -> bytes:
   """Returns a text as a file holds it; raises BadCall for halves of characters."""
-  try:
-    content = text.encode()
-  except UnicodeEncodeError as error:
-    raise BadCall(f'The text holds half of a character at position {error.start}.', 'content') from error
+  _check_whole(text, 'The text', 'content')
+  content = text.encode()
   if len(content) > MAX_FILE_BYTES:
     raise BadCall(f'The text has {len(content)} bytes, more than the {MAX_FILE_BYTES} that are written.', 'content')
   return content
+
+
+def _check_whole(text: str, what: str, field: str) -> None:
+  """Raises BadCall for halves of characters, which JSON can write and neither a file nor a path can hold."""
+  try:
+    text.encode()
+  except UnicodeEncodeError as error:
+    raise BadCall(f'{what} holds half of a character at position {error.start}.', field) from error
 
 
 def shortened(text: str, limit: int = MAX_ANSWER) -> tuple[str, int]:
