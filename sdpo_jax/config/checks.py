@@ -72,6 +72,7 @@ def check(config: schema.Config, *, trains: bool = True) -> None:
   _check_divergence(config.actor.self_distillation)
   _check_teacher(config)
   _check_reprompting(config.actor.self_distillation)
+  _check_algorithm(config)
   _check_batches(config)
   _check_optimizer(config.optimizer)
   _check_trainer(config, trains)
@@ -410,6 +411,47 @@ def _check_endpoint(config: schema.Config) -> None:
     f'{section}.url with {f"{_DISTILLATION}.teacher_model" if sd.teacher_model else "model.cartridge"}, which has another '
     'teacher: leave one of the two out.',
   )
+
+
+def _check_algorithm(config: schema.Config) -> None:
+  algorithm, loss, sd = config.algorithm, config.actor.policy_loss, config.actor.self_distillation
+  if algorithm.mode != 'hybrid':
+    for name in ('sdpo_coef', 'policy_gradient_coef'):
+      value, unset = getattr(algorithm, name), getattr(type(algorithm)(), name)
+      _require(
+        value == unset,
+        f"algorithm.{name}={value} has no effect on algorithm.mode={algorithm.mode!r}: set that to 'hybrid', or leave it "
+        f'at {unset}.',
+      )
+    return
+  _require(
+    loss.loss_mode == 'sdpo',
+    f"algorithm.mode='hybrid' has no effect with actor.policy_loss.loss_mode={loss.loss_mode!r}, which is the policy "
+    "gradient alone: set that to 'sdpo', or algorithm.mode to 'pure_sdpo'.",
+  )
+  _require(
+    algorithm.sdpo_coef > 0 or algorithm.policy_gradient_coef > 0,
+    'algorithm.sdpo_coef and algorithm.policy_gradient_coef are both 0, so that nothing is minimised: raise one of them.',
+  )
+  _require(
+    config.rollout.sampled_by == 'student' or algorithm.policy_gradient_coef == 0,
+    f"algorithm.mode='hybrid' with rollout.sampled_by={config.rollout.sampled_by!r}: a policy gradient learns from what the "
+    "student has drawn; set that to 'student', or algorithm.mode to 'pure_sdpo'.",
+  )
+  if algorithm.sdpo_coef > 0:
+    return
+  asked = {
+    f'{_DISTILLATION}.teacher_model': bool(sd.teacher_model),
+    f'{_DISTILLATION}.teacher_endpoint.url': sd.teacher_endpoint.used,
+    'trainer.test_divergence': config.trainer.test_divergence,
+    'rollout.sampled_by': config.rollout.sampled_by == 'teacher',
+  }
+  for name, is_set in asked.items():
+    _require(
+      not is_set,
+      f'{name} has no effect with algorithm.sdpo_coef=0, which leaves no teacher: raise that, or leave {name} at its '
+      'default.',
+    )
 
 
 def _check_reprompting(sd: schema.SelfDistillationConfig) -> None:

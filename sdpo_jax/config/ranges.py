@@ -117,6 +117,8 @@ RANGES: Mapping[str, Range] = {
   'actor.ppo_micro_batch_size': Range(above=0, unit='sequences'),
   'actor.ppo_epochs': POSITIVE,
   'actor.logits_chunk_size': TOKENS,
+  'algorithm.sdpo_coef': NOT_NEGATIVE,
+  'algorithm.policy_gradient_coef': NOT_NEGATIVE,
   'algorithm.rollout_correction.rollout_is_threshold': POSITIVE,
   'optimizer.lr': NOT_NEGATIVE,
   'optimizer.lr_warmup_steps': EVERY,

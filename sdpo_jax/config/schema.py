@@ -406,6 +406,14 @@ class RolloutCorrectionConfig:
 
 @dataclasses.dataclass
 class AlgorithmConfig:
+  mode: Literal['pure_sdpo', 'hybrid'] = setting(
+    'pure_sdpo',
+    "What loss_mode='sdpo' minimises. 'pure_sdpo': the divergence from the teacher; 'hybrid': sdpo_coef times that, plus "
+    'policy_gradient_coef times the loss of GRPO, with the advantages of all graded completions and the clips of '
+    'actor.policy_loss.',
+  )
+  sdpo_coef: float = setting(1.0, "Weight of the divergence in mode='hybrid'; 0: none, and no teacher: GRPO.")
+  policy_gradient_coef: float = setting(1.0, "Weight of the policy gradient in mode='hybrid'; 0: none.")
   rollout_correction: RolloutCorrectionConfig = setting(
     RolloutCorrectionConfig, 'Weights for the difference of sampler and trainer.'
   )

@@ -32,13 +32,15 @@ class ObjectiveSpec:
   def from_config(cls, config: Config) -> ObjectiveSpec:
     """Return the terms that a run's settings ask for."""
     actor = config.actor
-    distillation = actor.policy_loss.loss_mode == 'sdpo'
-    correction = config.algorithm.rollout_correction
+    algorithm = config.algorithm
+    sdpo, hybrid = actor.policy_loss.loss_mode == 'sdpo', algorithm.mode == 'hybrid'
+    distillation = sdpo and not (hybrid and algorithm.sdpo_coef == 0)
+    correction = algorithm.rollout_correction
     sampled, endpoint = not actor.self_distillation.full_logit_distillation, actor.self_distillation.teacher_endpoint
     external = distillation and endpoint.used
     return cls(
       distillation=distillation,
-      policy_gradient=not distillation,
+      policy_gradient=algorithm.policy_gradient_coef > 0 if sdpo and hybrid else not sdpo,
       entropy_bonus=bool(actor.entropy_coeff),
       kl_penalty=bool(actor.kl_loss_coef),
       on_policy=actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1,

@@ -48,12 +48,12 @@ def _signal(config: Config) -> Iterator[str]:
       "actor.kl_loss_type='k1': on average this estimate has no gradient, so that it adds noise and holds nothing back; "
       "set 'k2' or 'k3'."
     )
+  if ObjectiveSpec.from_config(config).needs_advantages and n == 1 and not config.data.group_duplicates:
+    yield (
+      'rollout.n=1: an advantage compares completions of a question, and that of a single one is its score as it is, '
+      'without a baseline; raise rollout.n.'
+    )
   if not ObjectiveSpec.from_config(config).needs_teacher:
-    if n == 1 and not config.data.group_duplicates:
-      yield (
-        'rollout.n=1: an advantage compares completions of a question, and that of a single one is its score as it is, '
-        'without a baseline; raise rollout.n.'
-      )
     return
   if sd.teacher_regularization in ('ema', 'lora_ema') and sd.teacher_update_rate in (0, 1):
     same = {0: 'frozen', 1: 'live'}[int(sd.teacher_update_rate)]

@@ -87,7 +87,11 @@ class GenerationBatch:
   teacher_prompts: list[list[int]] | None  # N prompts of an in-mesh teacher; None: there is none.
   rollouts: Rollouts
   distill_mask: np.ndarray  # [N, T] float32, 1 where the teacher knows something; the others count in no denominator.
-  graded: np.ndarray | None = None  # [N] bool, samples that have a score; None: all. The others are in no term at all.
+  graded: np.ndarray | None = (
+    None  # [N] bool, samples that are learned from; None: all. The others are in no term at all.
+  )
+  # [N] bool, those of `graded` that have a score: the policy gradient is of these. None: all of them.
+  scored: np.ndarray | None = None
   advantages: np.ndarray | None = None  # [N, T] float32; None: no term reads them.
   old_log_probs: np.ndarray | None = None  # [N, T]; None: on-policy.
   # [N, T] float32, factors of a token's terms that denominators do not see; None: 1.
@@ -114,9 +118,10 @@ class GenerationBatch:
       if value is not None:
         chex.assert_shape(value, shape, custom_message=name)
         chex.assert_type(value, float)
-    if self.graded is not None:
-      chex.assert_shape(self.graded, shape[:1])
-      chex.assert_type(self.graded, bool)
+    for flags in (self.graded, self.scored):
+      if flags is not None:
+        chex.assert_shape(flags, shape[:1])
+        chex.assert_type(flags, bool)
     if self.signal is not None:
       if self.teacher_prompts is not None:
         raise ValueError('A generation batch has teacher prompts or an external signal, not both.')
@@ -150,20 +155,25 @@ def coefficients(batch: GenerationBatch, samples: np.ndarray, config: Config) ->
   """
   chex.assert_rank(samples, 1)
   chex.assert_type(samples, int)
-  actor, spec = config.actor, ObjectiveSpec.from_config(config)
+  actor, algorithm, spec = config.actor, config.algorithm, ObjectiveSpec.from_config(config)
   graded = np.ones(len(samples), bool) if batch.graded is None else batch.graded[samples]
   mask = (batch.rollouts.completion_mask[samples] & graded[:, None]).astype(np.float32)
   scale = actor.loss_scale_factor or config.data.max_response_length
 
-  def aggregated(mask: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-    values = loss_coefficients(mask, actor.loss_agg_mode, group_size=actor.loss_group_size, scale=scale, counted=graded)
+  def aggregated(mask: np.ndarray, weights: np.ndarray | None = None, counted: np.ndarray = graded) -> np.ndarray:
+    values = loss_coefficients(
+      mask, actor.loss_agg_mode, group_size=actor.loss_group_size, scale=scale, counted=counted
+    )
     return values.astype(np.float32) * (np.float32(1) if weights is None else weights[samples])
 
   terms = {}
   if spec.distillation:
-    terms['distill_coef'] = aggregated(mask * batch.distill_mask[samples], batch.distill_weights)
+    values = aggregated(mask * batch.distill_mask[samples], batch.distill_weights)
+    terms['distill_coef'] = values * np.float32(algorithm.sdpo_coef)
   if spec.policy_gradient:
-    terms['policy_coef'] = aggregated(mask, batch.policy_weights)
+    scored = graded if batch.scored is None else graded & batch.scored[samples]
+    values = aggregated(mask * scored[:, None].astype(np.float32), batch.policy_weights, scored)
+    terms['policy_coef'] = values * np.float32(algorithm.policy_gradient_coef)
   if spec.entropy_bonus:
     terms['entropy_coef'] = aggregated(mask) * np.float32(actor.entropy_coeff)
   if spec.kl_penalty:

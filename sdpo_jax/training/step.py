@@ -204,7 +204,8 @@ def build_batch(
   )
   if spec.needs_advantages:
     norm_by_std = config.actor.policy_loss.norm_adv_by_std_in_grpo
-    advantages = grpo_advantages(scores_of(graded.outcomes), rollouts.group, norm_by_std, graded=graded_rows)
+    batch.scored = graded_of(graded.outcomes)
+    advantages = grpo_advantages(scores_of(graded.outcomes), rollouts.group, norm_by_std, graded=batch.scored)
     batch.advantages = per_token(advantages)
   if spec.weighs_in_update:
     batch.sampling_log_probs = rollouts.sampling_log_probs
