@@ -7,16 +7,13 @@ in the log. A handler finds `request.state.account`, which reaches what its owne
 from __future__ import annotations
 
 import asyncio
-import collections
 from collections.abc import Mapping, MutableMapping, Sequence
 import contextlib
-import dataclasses
 import hashlib
 import secrets
 import threading
 import time
 from typing import TYPE_CHECKING, Any
-import urllib.parse
 
 import anyio.to_thread
 from starlette.applications import Starlette
@@ -32,7 +29,6 @@ from sdpo_jax.config import ServeConfig
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.errors import (
   Deadline,
-  Forbidden,
   InvalidRequest,
   NotFound,
   NotReady,
@@ -47,51 +43,18 @@ from sdpo_jax.serving.web.lifetime import Lifetime
 from sdpo_jax.serving.web.limits import Allowances, Places, read_body, time_limit
 from sdpo_jax.serving.web.metrics import Metrics
 from sdpo_jax.serving.web.openapi import Operation, operation_of
+from sdpo_jax.serving.web.origins import Origins
+from sdpo_jax.serving.web.passing import Passing
 
 if TYPE_CHECKING:
   from sdpo_jax.serving.account import Account
 
 LOCAL_OWNER = 'local'  # Whose the adapters are where there are no keys.
-LOCAL_HOSTS = ('localhost', '127.0.0.1', '::1')
 GRACE = 5.0  # Seconds after its time limit in which a handler gets to say what came of it.
 _LONGEST_KEY = 255  # Characters of an Idempotency-Key.
 _WITH_BODY = ('POST', 'PUT', 'PATCH')
 _LOGGED_BODY = 100_000  # Bytes of an answer that are kept for the log, where bodies are logged.
-_CORS_HEADERS = (
-  'Authorization, Content-Type, Idempotency-Key, If-Match, Last-Event-ID, X-API-Key, X-Deadline-Ms, X-Session-Token'
-)
-_CORS_EXPOSED = 'ETag, Retry-After, retry-after-ms, X-Request-Id, Idempotency-Replayed'
-# What browsers say of a request of the service's own page, and of one that a person has typed.
-_OWN_SITES = ('same-origin', 'none')
 _SAFE_HEADERS = ((b'x-content-type-options', b'nosniff'), (b'cache-control', b'no-store'))
-
-
-@dataclasses.dataclass
-class Passing:
-  """A request on its way, for the log."""
-
-  id: str
-  method: str
-  path: str
-  headers: Mapping[str, Sequence[str]]
-  route: str = '(none)'  # The pattern of its address.
-  adapter: str | None = None  # Named in its address.
-  key: str | None = None  # The id of the key, never the key.
-  body: bytes = b''
-  quiet: bool = False  # Whether only an unexpected answer is logged: somebody asks every second how the service is.
-  secret: bool = False  # Whether its answer is not logged even where bodies are.
-  tokens: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-
-  def header(self, name: str) -> str | None:
-    """The value of a header that may be sent once; None: it was not sent.
-
-    Raises:
-      InvalidRequest: it was sent several times.
-    """
-    values = self.headers.get(name, ())
-    if len(values) > 1:
-      raise InvalidRequest(f'The header {name} was sent {len(values)} times: send it once.')
-    return values[0] if values else None
 
 
 class Answer:
@@ -193,7 +156,7 @@ class Gate:
     self._allowances = Allowances(settings.limits)
     self._places, self._endless_places = Places(http.max_requests), Places(max(1, http.max_requests // 4))
     self._endless: set[Call] = set()
-    self._hosts = {name.lower() for name in (*LOCAL_HOSTS, http.host, *http.allowed_hosts)}
+    self._origins = Origins(http, keyed=keys is not None)
     self._threads = False  # Whether the thread pool has its size.
     lifetime.on_drain(self._end_endless)
 
@@ -209,7 +172,7 @@ class Gate:
     for name, value in scope['headers']:
       headers.setdefault(name.decode('latin-1').lower(), []).append(value.decode('latin-1'))
     passing = Passing(secrets.token_hex(8), scope['method'], scope['path'], headers)
-    common = [*_SAFE_HEADERS, (b'x-request-id', passing.id.encode()), *self._cors(passing)]
+    common = [*_SAFE_HEADERS, (b'x-request-id', passing.id.encode()), *self._origins.headers(passing)]
     answer = Answer(
       send,
       common,
@@ -258,8 +221,8 @@ class Gate:
 
   async def _pass(self, scope: Scope, receive: Receive, answer: Answer, passing: Passing) -> None:
     """Lets a request through to its handler."""
-    self._check_host(passing)
-    if self._is_preflight(passing):
+    self._origins.check(passing)
+    if self._origins.is_preflight(passing):
       await send_body(answer, 204, b'', {'Access-Control-Max-Age': '600'})
       return
     route, params = self._route(scope)
@@ -273,7 +236,7 @@ class Gate:
     if route is None:
       raise self._no_route(scope)
     if operation.guarded:
-      self._check_page(passing)
+      self._origins.check_page(passing)
     if operation.observes:
       await self._app(scope, receive, answer)
       return
@@ -396,56 +359,7 @@ class Gate:
     for call in list(self._endless):
       call.end(NotReady('The service is shutting down.'))
 
-  # Who asks, and from where.
-
-  def _check_host(self, passing: Passing) -> None:
-    """Raise Forbidden for a name of this machine that somebody else has given it, or a page that may not ask.
-
-    Without keys, whoever reaches the port is the owner: a page in a browser of this machine must not be.
-    """
-    host = passing.header('host') or ''
-    name = urllib.parse.urlsplit(f'//{host}').hostname if _is_host(host) else None
-    if (self._keys is None or self._settings.http.allowed_hosts) and name not in self._hosts:
-      raise Forbidden(
-        'The header Host names another machine: ask for localhost, or add it to serve.http.allowed_hosts.'
-      )
-    origin = passing.header('origin')
-    if origin is None or origin in self._settings.http.allowed_origins:
-      return
-    if origin not in (f'http://{host}', f'https://{host}'):
-      raise Forbidden('A page of this origin may not ask: add it to serve.http.allowed_origins if it may.')
-
-  def _check_page(self, passing: Passing) -> None:
-    """Raise Forbidden where a web page could have had a browser send a request, whatever keys and settings say.
-
-    A page whose name leads to this machine has its own name as Host. A request without Origin, as a link, an image or a form
-    sends it, still says from where it comes (Sec-Fetch-Site), and no script can make it say otherwise.
-    """
-    host = passing.header('host') or ''
-    if not _is_host(host) or urllib.parse.urlsplit(f'//{host}').hostname not in self._hosts:
-      raise Forbidden(
-        'Sessions are answered only under names of the service, and the header Host has another one: add it to '
-        'serve.http.allowed_hosts.'
-      )
-    site, origin = passing.header('sec-fetch-site'), passing.header('origin')
-    if site is not None and site not in _OWN_SITES and origin not in self._settings.http.allowed_origins:
-      raise Forbidden('A page of another site may not ask: add its origin to serve.http.allowed_origins if it may.')
-
-  def _cors(self, passing: Passing) -> list[tuple[bytes, bytes]]:
-    origins = passing.headers.get('origin', ())
-    if len(origins) != 1 or origins[0] not in self._settings.http.allowed_origins:
-      return []
-    return [
-      (b'access-control-allow-origin', origins[0].encode('latin-1')),
-      (b'access-control-allow-methods', b'GET, POST, PATCH, DELETE'),
-      (b'access-control-allow-headers', _CORS_HEADERS.encode()),
-      (b'access-control-expose-headers', _CORS_EXPOSED.encode()),
-      (b'vary', b'Origin'),
-    ]
-
-  def _is_preflight(self, passing: Passing) -> bool:
-    asked = 'access-control-request-method' in passing.headers
-    return passing.method == 'OPTIONS' and asked and bool(self._cors(passing))
+  # Who asks.
 
   def _sender(self, passing: Passing) -> tuple[str, str]:
     """Returns the owner that a request acts for, and the id of its key.
@@ -512,16 +426,6 @@ def _again(operation: Operation, account: Account, stored: StoredResponse) -> tu
   if stored.response is not None and stored.status is not None:
     return stored.status, stored.response
   return operation.status, errors.as_json(operation.again(account, stored.adapter, stored.version))
-
-
-def _is_host(text: str) -> bool:
-  """Return whether a text may be a Host header: no spaces, slashes, user or characters beyond ASCII."""
-  if not text or not text.isascii() or any(letter in text for letter in ' /\\@?#,\t'):
-    return False
-  try:
-    return urllib.parse.urlsplit(f'//{text}').hostname is not None and urllib.parse.urlsplit(f'//{text}').port != 0
-  except ValueError:
-    return False
 
 
 def _digest(passing: Passing, scope: Scope) -> str:
