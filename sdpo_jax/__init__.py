@@ -1,3 +1,36 @@
-"""SDPO (Self-Distilled Policy Optimization, arXiv 2601.20802) in JAX."""
+"""SDPO (Self-Distilled Policy Optimization, arXiv 2601.20802) in JAX.
+
+`sdpo_jax.train` and its like (docs/python.md) are those of `sdpo_jax.interface`, which is imported when one of them is
+first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+  from sdpo_jax.errors import UserError as UserError
+  from sdpo_jax.interface import Step as Step
+  from sdpo_jax.interface import evaluate as evaluate
+  from sdpo_jax.interface import export as export
+  from sdpo_jax.interface import generator as generator
+  from sdpo_jax.interface import load_config as load_config
+  from sdpo_jax.interface import read_metrics as read_metrics
+  from sdpo_jax.interface import steps as steps
+  from sdpo_jax.interface import train as train
 
 __version__ = '0.1.0'
+_INTERFACE = ('Step', 'evaluate', 'export', 'generator', 'load_config', 'read_metrics', 'steps', 'train')
+
+
+def __getattr__(name: str) -> Any:
+  if name == 'UserError':
+    return importlib.import_module('sdpo_jax.errors').UserError
+  if name in _INTERFACE:
+    return getattr(importlib.import_module('sdpo_jax.interface'), name)
+  raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+
+
+def __dir__() -> list[str]:
+  return sorted([*globals(), 'UserError', *_INTERFACE])

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import importlib.util
-import inspect
 import logging
 import os
-import pathlib
 import re
 import signal
 import sys
@@ -21,7 +19,8 @@ from absl import app, flags
 from absl import logging as absl_logging
 import jax
 
-from sdpo_jax.config import CartridgeConfig, Config, LoraConfig, model_path, override
+from sdpo_jax.config import CartridgeConfig, Config, LoraConfig
+from sdpo_jax.config import files as config_files
 from sdpo_jax.config.help import settings_help
 from sdpo_jax.distributed import accelerators, cluster
 from sdpo_jax.errors import UserError, first_line
@@ -120,47 +119,11 @@ def load_config(*, trains: bool = True) -> Config:
     UserError: no such file, no get_config() in it, arguments that it does not take, or a setting that is unknown or
       wrong.
   """
-  path, arguments = _file_and_arguments(flags.FLAGS.config)
-  if not path.is_file():
-    shipped = _shipped(path)
-    if shipped is None:
-      raise UserError(f'--config={path}: there is no such file; those of this project are in configs/.')
-    path = shipped
-  spec = importlib.util.spec_from_file_location(f'config_{path.stem}', path)
-  if spec is None or spec.loader is None:
-    raise UserError(f'--config={path} is not a Python file.')
-  module = importlib.util.module_from_spec(spec)
-  try:
-    spec.loader.exec_module(module)
-  except SyntaxError as error:
-    raise UserError(f'--config={path} is not valid Python: {error}.') from error
-  if not hasattr(module, 'get_config'):
-    raise UserError(f'--config={path} has no function get_config(); see configs/quickstart.py for an example.')
-  try:
-    inspect.signature(module.get_config).bind(**arguments)
-  except TypeError as error:
-    raise UserError(
-      f'--config={flags.FLAGS.config}: {error}; it takes {", ".join(inspect.signature(module.get_config).parameters) or "no arguments"}.'
-    ) from error
-  config = module.get_config(**arguments)
-  if not isinstance(config, Config):
-    raise UserError(f'get_config() of {path} returns {type(config).__name__}, not sdpo_jax.config.Config.')
-  config.model.path = model_path(config.model.path, path)
-  for name, text in _overrides:
-    override(config, name, text)
+  config = config_files.read(flags.FLAGS.config, _overrides)
   for flag, own in (('adapter', 'rank, alpha and matrices of an adapter'), ('cartridge', 'the slots of a cartridge')):
     if flag in flags.FLAGS and getattr(flags.FLAGS, flag) is not None:  # Commands that start from one have the flag.
       _start_from(config, flag, getattr(flags.FLAGS, flag), own)
   return config.validate(trains=trains)
-
-
-def _shipped(path: pathlib.Path) -> pathlib.Path | None:
-  """Returns the config `configs/…` of this installation; None: the path is another one, or there is none."""
-  spec = importlib.util.find_spec('configs')
-  if path.parts[:1] != ('configs',) or '..' in path.parts or spec is None or spec.origin is None:
-    return None
-  shipped = pathlib.Path(spec.origin).parents[1] / path
-  return shipped if shipped.is_file() else None
 
 
 def _start_from(config: Config, flag: str, path: str, own: str) -> None:
@@ -185,18 +148,6 @@ def _start_from(config: Config, flag: str, path: str, own: str) -> None:
     config.model.lora = LoraConfig(path=path)
   else:
     config.model.cartridge = CartridgeConfig(path=path, document=config.model.cartridge.document)
-
-
-def _file_and_arguments(text: str) -> tuple[pathlib.Path, dict[str, str]]:
-  """'FILE.py:name=value,…' as the file and the arguments of its get_config()."""
-  path, marked, rest = text.partition('.py:')
-  if not marked:
-    return pathlib.Path(text), {}
-  pairs = [part.partition('=') for part in rest.split(',') if part]
-  wrong = [name for name, equals, _ in pairs if not equals]
-  if wrong:
-    raise UserError(f'--config={text}: {wrong[0]!r} is not name=value.')
-  return pathlib.Path(f'{path}.py'), {name: value for name, _, value in pairs}
 
 
 def _parse(arguments: Sequence[str]) -> list[str]:
@@ -270,8 +221,7 @@ def run(main: Callable[[], int | None]) -> None:
 
   def wrapped(_: Any) -> int:
     _quiet()
-    _compilation_cache()
-    accelerators.skip_absent_tpu()
+    accelerators.prepare()
     try:
       code = main() or 0
       cluster.finish()
@@ -348,11 +298,3 @@ def without_late_writers(hook: Callable[[Any], None]) -> Callable[[Any], None]:
       hook(unraisable)
 
   return filtered
-
-
-def _compilation_cache() -> None:
-  """A second start compiles nothing: programs are kept in JAX_COMPILATION_CACHE_DIR or ~/.cache/sdpo_jax."""
-  if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
-    jax.config.update('jax_compilation_cache_dir', str(pathlib.Path.home() / '.cache' / 'sdpo_jax' / 'programs'))
-  if 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS' not in os.environ:
-    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.3)

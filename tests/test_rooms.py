@@ -9,7 +9,7 @@ ROOMS = """
   benchmarks tests
   launch
   configs
-  sdpo_jax.command
+  sdpo_jax.command sdpo_jax.interface
   sdpo_jax.serving
   sdpo_jax.planner
   sdpo_jax.preflight

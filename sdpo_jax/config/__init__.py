@@ -15,6 +15,7 @@ from sdpo_jax.config.overrides import NAMED as NAMED
 from sdpo_jax.config.overrides import RESUMABLE as RESUMABLE
 from sdpo_jax.config.overrides import ROUNDING as ROUNDING
 from sdpo_jax.config.overrides import Differences as Differences
+from sdpo_jax.config.overrides import assign as assign
 from sdpo_jax.config.overrides import describe as describe
 from sdpo_jax.config.overrides import differences as differences
 from sdpo_jax.config.overrides import from_dict as from_dict

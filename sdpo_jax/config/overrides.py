@@ -226,6 +226,26 @@ def override(config: Config, name: str, text: str) -> None:
   setattr(target, leaf, text if text == TEXTS.get(name) else parse(name, text, hints[leaf]))
 
 
+def assign(config: Config, name: str, value: Any) -> None:
+  """Gives a setting, by its dotted name, a value; a text is read as `override` reads it.
+
+  Raises:
+    UserError: there is no such setting, or the text is not of its type.
+  """
+  if isinstance(value, str):
+    override(config, name, value)
+    return
+  target: Any = config
+  *sections, leaf = name.split('.')
+  for section in sections:
+    target = getattr(target, section, None)
+    if not dataclasses.is_dataclass(target):
+      raise unknown_setting(config, name)
+  if leaf not in typing.get_type_hints(type(target)):
+    raise unknown_setting(config, name)
+  setattr(target, leaf, tuple(value) if isinstance(value, list) else value)
+
+
 def describe(config: Any, prefix: str = '') -> list[tuple[str, Any, str]]:
   """Return (dotted name, value, documentation) of every setting."""
   rows = []

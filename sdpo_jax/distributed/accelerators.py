@@ -100,3 +100,17 @@ def _has_plugins() -> bool:
   return importlib.util.find_spec('jax_plugins') is not None or bool(
     importlib.metadata.entry_points(group='jax_plugins')
   )
+
+
+def prepare() -> None:
+  """Does for a script what commands do before they use JAX: no absent TPU is looked for, and programs are kept."""
+  skip_absent_tpu()
+  keep_programs()
+
+
+def keep_programs() -> None:
+  """Has JAX keep what it compiles, in JAX_COMPILATION_CACHE_DIR or ~/.cache/sdpo_jax, so that a second start reads it."""
+  if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
+    jax.config.update('jax_compilation_cache_dir', str(pathlib.Path.home() / '.cache' / 'sdpo_jax' / 'programs'))
+  if 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS' not in os.environ:
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.3)

@@ -8,13 +8,14 @@ Reward functions in TRL's form (reward_functions.py) are graders as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import contextlib
 import importlib
 import sys
 from typing import Any, Protocol, TypeVar
 
 from sdpo_jax.config import EnvironmentsConfig, rewards
-from sdpo_jax.environments.reward_functions import RewardGrader
+from sdpo_jax.environments.reward_functions import RewardGrader, is_reward_function
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Example, Outcome
 
@@ -110,6 +111,16 @@ def register_reward_function(name: str) -> Callable[[Registered], Registered]:
     return function
 
   return add
+
+
+@contextlib.contextmanager
+def registered(name: str, function: Any) -> Iterator[None]:
+  """Registers a grader, or a reward function in TRL's form, for as long as the block lasts; errors as `register`."""
+  register(name)(RewardGrader(function, name) if is_reward_function(function) else function)
+  try:
+    yield
+  finally:
+    del _FACTORIES[name]
 
 
 def is_registered_reward_function(function: Any) -> bool:

@@ -73,12 +73,13 @@ class TextGenerator:
       n=options.sampling.n, seed=options.seed, step=step, max_tokens=options.max_tokens, **options.sampling.method()
     )
 
-  def generate(self, messages: Messages) -> list[str]:
-    """Return the n completions of the conversation of --prompt.
+  def generate(self, prompt: str | Messages) -> list[str]:
+    """Return the n completions of a prompt, which is what the user says, or a conversation.
 
     Raises:
       UserError: it is too long.
     """
+    messages = [{'role': 'user', 'content': prompt}] if isinstance(prompt, str) else prompt
     tokens = self.prompt_tokens(messages, '--prompt')
     return self.session.sampler.sample(self.session.base, self.parameters, [tokens], **self.sampling_options()).text
 

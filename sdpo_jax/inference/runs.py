@@ -274,7 +274,46 @@ def evaluate_to_file(
   cartridge: str | None = None,
   announce: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
-  """Evaluates a run or a model on `config.data.val_files`; writes the metrics to `output`, the samples beside it.
+  """Evaluates as `evaluate_source`; writes the metrics to `output`, the samples beside it.
+
+  Args:
+    config: as there.
+    workdir: as there.
+    model: as there.
+    output: JSON file.
+    step: as there.
+    overwrite: whether files that are there already may be replaced.
+    adapter: as there.
+    cartridge: as there.
+    announce: as there.
+
+  Raises:
+    UserError: as `evaluate_source`, or the output cannot be written.
+  """
+  target = epath.Path(output)
+  samples = target.with_suffix('.samples.jsonl')
+  for path in (target, samples):
+    check_output(path, overwrite=overwrite)
+  evaluation = evaluate_source(
+    config, workdir=workdir, model=model, step=step, adapter=adapter, cartridge=cartridge, announce=announce
+  )
+  if jax.process_index() == 0:
+    write_output(target, json.dumps(jsonable(evaluation.metrics), indent=2, allow_nan=False) + '\n')
+    write_output(samples, ''.join(json.dumps(sample, allow_nan=False) + '\n' for sample in evaluation.samples))
+  return evaluation
+
+
+def evaluate_source(
+  config: Config,
+  *,
+  workdir: str | None,
+  model: str | None,
+  step: int | None = None,
+  adapter: str | None = None,
+  cartridge: str | None = None,
+  announce: Callable[[str], None] = lambda text: None,
+) -> Evaluation:
+  """Evaluates a run or a model on `config.data.val_files`.
 
   What is asked and how it is sampled and graded is the config's; weights and model settings are the run's.
 
@@ -282,22 +321,16 @@ def evaluate_to_file(
     config: settings.
     workdir: of a run.
     model: Hugging Face directory, instead.
-    output: JSON file.
     step: of the run's checkpoint; None: the newest.
-    overwrite: whether files that are there already may be replaced.
     adapter: directory of an adapter of the Hugging Face model.
     cartridge: directory of a cartridge of it.
     announce: receives a sentence where the numbers cannot be compared with the run's own evaluations.
 
   Raises:
-    UserError: neither or both of workdir and model, no held-out rows, or an output that cannot be written.
+    UserError: neither or both of workdir and model, or no held-out rows.
   """
   if not config.data.val_files:
     raise UserError('data.val_files of the config is empty: there is nothing to evaluate on.')
-  target = epath.Path(output)
-  samples = target.with_suffix('.samples.jsonl')
-  for path in (target, samples):
-    check_output(path, overwrite=overwrite)
   with Graders(config.environments) as graders:
     session, parameters = open_source(
       workdir, model, config, step, adapter=adapter, cartridge=cartridge, teaches=config.trainer.test_divergence
@@ -316,10 +349,6 @@ def evaluate_to_file(
     )
     if session.config.trainer.test_divergence:
       evaluation = evaluation.with_metrics(divergence.measure(session, parameters, examples, seed=config.seed))
-  if jax.process_index() != 0:
-    return evaluation
-  write_output(target, json.dumps(jsonable(evaluation.metrics), indent=2, allow_nan=False) + '\n')
-  write_output(samples, ''.join(json.dumps(sample, allow_nan=False) + '\n' for sample in evaluation.samples))
   return evaluation
 
 

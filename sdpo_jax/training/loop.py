@@ -7,7 +7,7 @@ stay, and the loop goes on as if it had never stopped. Nothing random depends on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from typing import Any
 from etils import epath
 import jax
 
-from sdpo_jax import programs
+from sdpo_jax import liveness, programs
 from sdpo_jax.config import Config
 from sdpo_jax.data import pipeline
 from sdpo_jax.distributed.cluster import barrier
@@ -78,6 +78,7 @@ from sdpo_jax.types import Example, TrainState
 
 # Metric: programs that were not compiled before the first step, as they should have been.
 COMPILED_LATE = 'programs/compiled'
+LOOKED_AT = 'on_step'  # Phase in which a step is somebody else's.
 EXIT_ALARM = 3  # Stopped by an alarm: saved, to be looked at.
 
 
@@ -96,10 +97,49 @@ class Result:
   exit_code: int = 0  # Of a process that was told to stop or given up.
 
 
+@dataclasses.dataclass(frozen=True)
+class Stepped:
+  """A step that is done."""
+
+  step: int  # Its number, from 1.
+  metrics: Mapping[str, float]  # Its line of metrics.jsonl, whether this process writes it or not.
+  session: Session
+  state: TrainState  # After it, on the devices; the next step takes its buffers over.
+
+
 def train(
-  config: Config, workdir: epath.PathLike, *, restart: bool = False, announce: Any = lambda text: None
+  config: Config,
+  workdir: epath.PathLike,
+  *,
+  restart: bool = False,
+  announce: Callable[[str], None] = lambda text: None,
+  on_step: Callable[[Stepped], None] | None = None,
 ) -> Result:
-  """Runs, or resumes, the training that `config` describes.
+  """Runs, or resumes, the training that `config` describes; arguments and errors as `steps_of`.
+
+  `on_step` is called after every step. What it raises ends the run, whose last whole state is saved.
+  """
+  with contextlib.closing(steps_of(config, workdir, restart=restart, announce=announce)) as steps:
+    while True:
+      try:
+        stepped = next(steps)
+      except StopIteration as end:
+        return end.value
+      if on_step is not None:
+        on_step(stepped)
+      del stepped  # There may be no room for its state beside the next one.
+
+
+def steps_of(
+  config: Config,
+  workdir: epath.PathLike,
+  *,
+  restart: bool = False,
+  announce: Callable[[str], None] = lambda text: None,
+) -> Generator[Stepped, None, Result]:
+  """Runs, or resumes, the training that `config` describes, and yields after every step; its end has the result.
+
+  Whoever closes it before the end leaves a run that can be resumed: the last whole state is saved.
 
   Args:
     config: settings.
@@ -117,21 +157,21 @@ def train(
   with Preemption(config.trainer.preemption_grace_s, functools.partial(newest, workdir)) as stop:
     try:
       with Graders(config.environments) as graders, endpoint_teacher.opened(config) as endpoint:
-        return _train(config, workdir, graders, endpoint, stop, restart, announce)
+        return (yield from _steps_of(config, workdir, graders, endpoint, stop, restart, announce))
     except StoppedError:  # Before its first step, when there was nothing to save.
       step = newest(workdir)
       return Result(epath.Path(workdir), step, True, {}, '…', deadline=stop.deadline, exit_code=stop.exit_code)
 
 
-def _train(
+def _steps_of(
   config: Config,
   workdir: epath.PathLike,
   graders: Graders,
   endpoint: Endpoint | None,
   stop: Preemption,
   restart: bool,
-  announce: Any,
-) -> Result:
+  announce: Callable[[str], None],
+) -> Generator[Stepped, None, Result]:
   tokenizer = load_tokenizer(config)
   iterator = pipeline.TrainIterator(config, tokenizer, registry)
   held_out = pipeline.evaluation_examples(config, tokenizer, registry) if config.trainer.test_freq else []
@@ -190,7 +230,7 @@ def _train(
       run.recall(step, unfinished)
       if unfinished is not None or (step < config.trainer.total_training_steps and not run.over):
         startup.compile_programs(session, state, len(held_out), say, stop)
-      return run(state, unfinished)
+      return (yield from run(state, unfinished))
 
 
 @dataclasses.dataclass
@@ -228,10 +268,11 @@ class _Run:
     self.together = Together()
     self.saving = Saving(session.workdir, checkpoints, ownership, self.together, self.sync_lines, announce)
     self.writer: MetricsWriter | None = None
+    self.line: Mapping[str, float] = {}  # Of the last step.
     self.progress: Progress
 
-  def __call__(self, state: TrainState, unfinished: Unfinished | None = None) -> Result:
-    """Go on from `state`, first with the rest of its step where that is `unfinished`.
+  def __call__(self, state: TrainState, unfinished: Unfinished | None = None) -> Generator[Stepped, None, Result]:
+    """Go on from `state`, first with the rest of its step where that is `unfinished`; yield after every step.
 
     Whatever ends the run, the last whole state is saved before.
     """
@@ -240,7 +281,7 @@ class _Run:
     if jax.process_count() == 1:
       self.preemption.save = self.saving.save_meanwhile
     try:
-      return self.run(state, unfinished)
+      return (yield from self.run(state, unfinished))
     except BaseException as error:
       if isinstance(error, FileNotFoundError) and self.ownership is not None:
         # A process that has taken over removes the file that this one was writing.
@@ -281,8 +322,8 @@ class _Run:
     if self.writer is not None:
       self.writer.sync()
 
-  def run(self, state: TrainState, unfinished: Unfinished | None) -> Result:
-    """Make all steps, save, and wait until everything is written."""
+  def run(self, state: TrainState, unfinished: Unfinished | None) -> Generator[Stepped, None, Result]:
+    """Make all steps, save, and wait until everything is written; yield after every step."""
     config = self.session.config
     first, total = int(state.step), config.trainer.total_training_steps
     if self.ownership is not None:
@@ -293,7 +334,7 @@ class _Run:
     try:
       self.warm_up(state)
       with programs.noted_compilations() as self.compiled:
-        self.steps(state, unfinished)
+        yield from self.steps(state, unfinished)
     except StoppedError:
       preempted = True
     finally:
@@ -326,8 +367,8 @@ class _Run:
       exit_code=self.preemption.exit_code if preempted else 0,
     )
 
-  def steps(self, state: TrainState, unfinished: Unfinished | None) -> None:
-    """Make the steps that are left.
+  def steps(self, state: TrainState, unfinished: Unfinished | None) -> Iterator[Stepped]:
+    """Make the steps that are left; yield after each.
 
     Raises:
       StoppedError: the run was told to stop.
@@ -335,6 +376,7 @@ class _Run:
     first, trainer = int(state.step), self.session.config.trainer
     if unfinished is not None:
       state = self.finish(state, first, unfinished)
+      yield from self.show(first, state)
     if first == 0 and trainer.val_before_train and self.held_out:
       self.evaluate_first(state)
     for step in range(first + 1, trainer.total_training_steps + 1):
@@ -343,6 +385,15 @@ class _Run:
       self.preemption.check_over_devices()
       self.preemption.check()
       state = self.step(state, step)
+      yield from self.show(step, state)
+
+  def show(self, step: int, state: TrainState) -> Iterator[Stepped]:
+    """Yield a step that is done to whoever looks on; what they do takes its own time and compiles its own programs."""
+    self.progress.phase(LOOKED_AT)
+    liveness.begin(LOOKED_AT)
+    yield Stepped(step, self.line, self.session, state)
+    liveness.progress()
+    self.compiled()
 
   @property
   def over(self) -> bool:
@@ -534,6 +585,7 @@ class _Run:
         self.writer.write(step, line)
     self.together.meet(f'writing what step {step} has measured')
     self.hold(step, state, metrics=metrics, leaves=leaves)
+    self.line = line
     self.progress.step(
       step,
       line.get('rollout/score_mean', math.nan),

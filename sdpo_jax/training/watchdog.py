@@ -39,6 +39,7 @@ HINTS = {
   'grade': 'graders do not answer (their time limits are settings of environments)',
   'train': 'a program on the devices, or another process of the run, does not end',
   'compile': 'a program takes long to compile',
+  'on_step': 'what is done between two steps does not end',
   'save': 'the file system of the run does not answer',
   'restore': 'the file system of the run does not answer',
 }

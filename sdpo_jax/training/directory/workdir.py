@@ -28,8 +28,9 @@ from sdpo_jax.training.directory.starts import FINGERPRINT
 WANDB_ID = 'wandb_id'  # The id of the run's page on Weights & Biases.
 FILES = ('config.json', METRICS, EPOCHS, FINGERPRINT, WANDB_ID)
 BEFORE_RESTART = 'before_restart'  # The folder of what --restart moved away.
+ROWS = 'rows'  # The folder of questions that were handed over in memory.
 _OF_A_BEGINNING = (CHECKPOINTS, DAMAGED, 'eval', 'profile', 'rollouts', 'stalls', 'tensorboard')
-FOLDERS = (*_OF_A_BEGINNING, BEFORE_RESTART)
+FOLDERS = (*_OF_A_BEGINNING, BEFORE_RESTART, ROWS)
 # What --restart moves away; the settings last, since without them the others are no run.
 RESULTS = (*_OF_A_BEGINNING, METRICS, WANDB_ID, FINGERPRINT, 'config.json')
 ANOTHER = 'restore it or choose another --workdir'

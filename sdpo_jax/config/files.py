@@ -1,0 +1,78 @@
+"""Configs: Python files with `get_config()`, read with arguments and overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+import importlib.util
+import inspect
+import pathlib
+
+from sdpo_jax.config.locations import model_path
+from sdpo_jax.config.overrides import override
+from sdpo_jax.config.schema import Config
+from sdpo_jax.errors import UserError
+
+
+def read(text: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
+  """Returns the settings of a config file, which are not checked yet.
+
+  Args:
+    text: FILE.py, or FILE.py:name=value,… with arguments of its `get_config()`. A file `configs/…` that is not there is
+      that of this installation. A `model.path` that is not there is looked for beside the file.
+    overrides: (setting, text) pairs, in order: see `override`.
+
+  Raises:
+    UserError: no such file, no get_config() in it, arguments that it does not take, or a setting that is unknown or is
+      not of its type.
+  """
+  path, arguments = _file_and_arguments(text)
+  if not path.is_file():
+    shipped = _shipped(path)
+    if shipped is None:
+      raise UserError(f'--config={path}: there is no such file; those of this project are in configs/.')
+    path = shipped
+  spec = importlib.util.spec_from_file_location(f'config_{path.stem}', path)
+  if spec is None or spec.loader is None:
+    raise UserError(f'--config={path} is not a Python file.')
+  module = importlib.util.module_from_spec(spec)
+  try:
+    spec.loader.exec_module(module)
+  except SyntaxError as error:
+    raise UserError(f'--config={path} is not valid Python: {error}.') from error
+  if not hasattr(module, 'get_config'):
+    raise UserError(f'--config={path} has no function get_config(); see configs/quickstart.py for an example.')
+  signature = inspect.signature(module.get_config)
+  try:
+    signature.bind(**arguments)
+  except TypeError as error:
+    raise UserError(
+      f'--config={text}: {error}; it takes {", ".join(signature.parameters) or "no arguments"}.'
+    ) from error
+  config = module.get_config(**arguments)
+  if not isinstance(config, Config):
+    raise UserError(f'get_config() of {path} returns {type(config).__name__}, not sdpo_jax.config.Config.')
+  config.model.path = model_path(config.model.path, path)
+  for name, value in overrides:
+    override(config, name, value)
+  return config
+
+
+def _shipped(path: pathlib.Path) -> pathlib.Path | None:
+  """Returns the config `configs/…` of this installation; None: the path is another one, or there is none."""
+  spec = importlib.util.find_spec('configs')
+  if path.parts[:1] != ('configs',) or '..' in path.parts or spec is None or spec.origin is None:
+    return None
+  shipped = pathlib.Path(spec.origin).parents[1] / path
+  return shipped if shipped.is_file() else None
+
+
+def _file_and_arguments(text: str) -> tuple[pathlib.Path, dict[str, str]]:
+  """Returns 'FILE.py:name=value,…' as the file and the arguments of its get_config()."""
+  path, marked, rest = text.partition('.py:')
+  if not marked:
+    return pathlib.Path(text), {}
+  pairs = [part.partition('=') for part in rest.split(',') if part]
+  wrong = [name for name, equals, _ in pairs if not equals]
+  if wrong:
+    raise UserError(f'--config={text}: {wrong[0]!r} is not name=value.')
+  return pathlib.Path(f'{path}.py'), {name: value for name, _, value in pairs}

@@ -1,0 +1,323 @@
+"""The public Python interface: what the commands do, for scripts and notebooks.
+
+Everything here can be had from the package itself, `sdpo_jax.train` for instance. See docs/python.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping
+import contextlib
+import copy
+import dataclasses
+import hashlib
+import json
+import os
+from typing import Any, Literal
+
+from etils import epath
+
+from sdpo_jax.config import Config, SamplingConfig, assign
+from sdpo_jax.config import files as config_files
+from sdpo_jax.data.prompts import ChatFormat, named_chat_tokens
+from sdpo_jax.distributed import accelerators
+from sdpo_jax.environments import registry
+from sdpo_jax.errors import UserError, short_repr
+from sdpo_jax.evaluation.evaluate import Evaluation
+from sdpo_jax.files import jsonable, make_directory, write_atomically
+from sdpo_jax.inference import runs
+from sdpo_jax.inference.generate import GenerationOptions, TextGenerator, open_generator
+from sdpo_jax.rollout.stops import to_text
+from sdpo_jax.training import loop
+from sdpo_jax.training.directory.lines import read_metrics as read_metrics
+from sdpo_jax.training.directory.workdir import ROWS
+from sdpo_jax.training.loop import Result
+from sdpo_jax.types import Messages
+
+Row = Mapping[str, Any]  # As docs/data.md describes them: 'prompt', and what the grader reads.
+
+
+def load_config(file: str, changes: Mapping[str, Any] | None = None) -> Config:
+  """Returns the settings of a config file, which are yours to change; they are checked where they are used.
+
+  Args:
+    file: 'configs/quickstart.py', of the working directory or else of this installation; or FILE.py:name=value,…
+    changes: setting → value, {'optimizer.lr': 1e-4}. A text is read as on the command line.
+
+  Raises:
+    UserError: there is no such file, or no such setting.
+  """
+  config = config_files.read(file)
+  for name, value in (changes or {}).items():
+    assign(config, name, value)
+  return config
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+  """A step that is done: its metrics, and the model as it is after it, until the next step begins."""
+
+  number: int  # From 1.
+  metrics: Mapping[str, float]  # Its line of metrics.jsonl.
+  _stepped: loop.Stepped
+
+  def sample(
+    self, prompt: str | Messages, *, n: int = 1, max_tokens: int | None = None, temperature: float = 1.0, seed: int = 0
+  ) -> list[str]:
+    """Returns n completions of the model as it is now, by the sampler of the run.
+
+    Args:
+      prompt: what the user says, or a conversation.
+      n: completions.
+      max_tokens: of each at most; None: data.max_response_length, which it must not exceed.
+      temperature: 0 is greedy.
+      seed: of the sampling noise.
+
+    Raises:
+      UserError: the prompt is too long.
+    """
+    session, state = self._stepped.session, self._stepped.state
+    data = session.config.data
+    chat = ChatFormat.of(session.config)
+    [tokens] = named_chat_tokens(session.tokenizer, [_messages(prompt)], ['The prompt'], data.max_prompt_length, chat)
+    if tokens is None or len(tokens) > data.max_prompt_length:
+      raise UserError(f'The prompt is longer than data.max_prompt_length={data.max_prompt_length} tokens: shorten it.')
+    limit = data.max_response_length if max_tokens is None else max_tokens
+    if not 1 <= limit <= data.max_response_length:
+      raise UserError(f'max_tokens must be between 1 and data.max_response_length={data.max_response_length}.')
+    drawn = session.sampler.stream(
+      session.base, state.trainable, [tokens], n=n, max_tokens=limit, temperature=temperature, seed=seed, step=0
+    )
+    completions = sorted(drawn, key=lambda done: done.sample)
+    return [to_text(session.tokenizer, done.tokens.tolist()) for done in completions]
+
+
+def train(
+  config: Config,
+  workdir: epath.PathLike,
+  *,
+  rows: Iterable[Row] | None = None,
+  held_out: Iterable[Row] | None = None,
+  grader: Callable[..., Any] | None = None,
+  on_step: Callable[[Step], None] | None = None,
+  restart: bool = False,
+  announce: Callable[[str], None] = lambda text: None,
+) -> Result:
+  """Trains, or resumes, as `python -m launch.train` does; arguments and errors as `steps`.
+
+  `on_step` is called after every step. What it raises ends the run, whose last whole state is saved.
+  """
+  with contextlib.closing(
+    steps(config, workdir, rows=rows, held_out=held_out, grader=grader, restart=restart, announce=announce)
+  ) as made:
+    while True:
+      try:
+        step = next(made)
+      except StopIteration as end:
+        return end.value
+      if on_step is not None:
+        on_step(step)
+      del step  # There may be no room for its state beside the next one.
+
+
+def steps(
+  config: Config,
+  workdir: epath.PathLike,
+  *,
+  rows: Iterable[Row] | None = None,
+  held_out: Iterable[Row] | None = None,
+  grader: Callable[..., Any] | None = None,
+  restart: bool = False,
+  announce: Callable[[str], None] = lambda text: None,
+) -> Generator[Step, None, Result]:
+  """Yields after every step of a run that is trained or resumed; whoever stops early can resume it later.
+
+  The same run can be resumed, evaluated and exported by the commands, whose caches and checks these are. Rows are
+  written into the run's directory, where its settings name them.
+
+  Args:
+    config: settings; they are copied.
+    workdir: local or gs:// directory of the run.
+    rows: questions to train on, instead of data.train_files.
+    held_out: questions of evaluations, instead of data.val_files; None, where there are `rows`: there are none.
+    grader: grades the rows that name no grader: a grader (`registry.Grader`) or a reward function in TRL's form. To
+      resume the run, hand it over again.
+    restart: begin at step 0 where the checkpoints of the run are gone.
+    announce: receives sentences for the user, `print` for instance.
+
+  Raises:
+    UserError: anything that the caller can mend, in one sentence.
+  """
+  accelerators.prepare()
+  config = copy.deepcopy(config)
+  if rows is not None:
+    config.data.train_files = (_written(rows, workdir, 'train'),)
+    config.data.val_files, config.data.val_max_samples = (), None
+    if held_out is None:
+      config.trainer.test_freq = 0
+  if held_out is not None:
+    config.data.val_files = (_written(held_out, workdir, 'held_out'),)
+  with _graded_by(config, grader):
+    made = loop.steps_of(config, workdir, restart=restart, announce=announce)
+    with contextlib.closing(made):
+      while True:
+        try:
+          stepped = next(made)
+        except StopIteration as end:
+          return end.value
+        yield Step(stepped.step, stepped.metrics, stepped)
+        del stepped
+
+
+def evaluate(
+  config: Config,
+  *,
+  workdir: str | None = None,
+  model: str | None = None,
+  step: int | None = None,
+  adapter: str | None = None,
+  cartridge: str | None = None,
+  grader: Callable[..., Any] | None = None,
+  announce: Callable[[str], None] = lambda text: None,
+) -> Evaluation:
+  """Returns the metrics of a run or a model on data.val_files, and every sample, as `python -m launch.evaluate` does.
+
+  Args:
+    config: settings; they are copied.
+    workdir: of a run.
+    model: a Hugging Face directory or a name on the hub, instead.
+    step: of the run's checkpoint; None: the newest.
+    adapter: of the model.
+    cartridge: likewise.
+    grader: as in `steps`.
+    announce: receives a sentence where the numbers cannot be compared with the run's own evaluations.
+
+  Raises:
+    UserError: as `steps`.
+  """
+  accelerators.prepare()
+  config = copy.deepcopy(config)
+  with _graded_by(config, grader):
+    config.validate()
+    return runs.evaluate_source(
+      config, workdir=workdir, model=model, step=step, adapter=adapter, cartridge=cartridge, announce=announce
+    )
+
+
+def generator(
+  workdir: str | None = None,
+  *,
+  model: str | None = None,
+  step: int | None = None,
+  adapter: str | None = None,
+  cartridge: str | None = None,
+  n: int = 1,
+  max_tokens: int = 256,
+  temperature: float = 0.6,
+  top_p: float = 0.95,
+  top_k: int = -1,
+  min_p: float = 0.0,
+  seed: int = 0,
+  dtype: Literal['float32', 'bfloat16'] | None = None,
+) -> TextGenerator:
+  """Returns what answers prompts with a run or a model, as `python -m launch.sample` does: `.generate('…')`.
+
+  Args:
+    workdir: of a run.
+    model: a Hugging Face directory or a name on the hub, instead.
+    step: of the run's checkpoint; None: the newest.
+    adapter: of the model.
+    cartridge: likewise.
+    n: completions of a prompt.
+    max_tokens: of a completion at most.
+    temperature: 0 is greedy.
+    top_p: keep the smallest set of tokens with this probability.
+    top_k: keep the k most likely tokens; −1 keeps all.
+    min_p: drop tokens less likely than this part of the most likely one.
+    seed: of the sampling noise.
+    dtype: of the computation; None: the run's own, or float32 for a model.
+
+  Raises:
+    UserError: there is no such run or model.
+  """
+  accelerators.prepare()
+  sampling = SamplingConfig(n=n, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+  options = GenerationOptions(sampling=sampling, max_tokens=max_tokens, seed=seed, dtype=dtype)
+  return open_generator(workdir, model, step, options, adapter, cartridge)
+
+
+def export(
+  workdir: str,
+  output: str,
+  *,
+  weights: Literal['student', 'teacher'] = 'student',
+  format: runs.Format | None = None,
+  dtype: Literal['float32', 'bfloat16', 'float16'] = 'float32',
+  step: int | None = None,
+) -> int:
+  """Writes what a run has trained for other programs, as `python -m launch.export` does; returns its step.
+
+  Args:
+    workdir: of the run.
+    output: directory to make.
+    weights: whose.
+    format: see `runs.export`; None: the first that the run has.
+    dtype: of the stored tensors.
+    step: of the checkpoint; None: the newest.
+
+  Raises:
+    UserError: as `runs.export`.
+  """
+  accelerators.prepare()
+  return runs.export(workdir, output, weights, dtype, step, format)
+
+
+def _messages(prompt: str | Messages) -> Messages:
+  return [{'role': 'user', 'content': prompt}] if isinstance(prompt, str) else prompt
+
+
+def _written(rows: Iterable[Row], workdir: epath.PathLike, name: str) -> str:
+  """Writes rows into the directory of a run, and returns where; the same rows have the same place."""
+  lines = []
+  for number, row in enumerate(rows):
+    if not isinstance(row, Mapping):
+      raise UserError(f'Row {number} is {short_repr(row)}: rows are mappings with a prompt, see docs/data.md.')
+    lines.append(json.dumps(jsonable(row), allow_nan=False) + '\n')  # In ASCII: texts may hold what is no UTF-8.
+  if not lines:
+    raise UserError('There are no rows: hand over at least one.')
+  text = ''.join(lines)
+  folder = epath.Path(workdir) / ROWS / hashlib.sha256(text.encode()).hexdigest()[:16]
+  path = folder / f'{name}.jsonl'  # By its name evaluations call the questions.
+  if not path.exists():
+    make_directory(folder)
+    write_atomically(path, text)
+  return os.fspath(path)
+
+
+@contextlib.contextmanager
+def _graded_by(config: Config, grader: Callable[..., Any] | None) -> Generator[None]:
+  """Registers a grader while the block lasts, for the rows that name none."""
+  if grader is None:
+    yield
+    return
+  name = getattr(grader, '__name__', type(grader).__name__).strip('<>')
+  with contextlib.ExitStack() as registering:
+    try:
+      registering.enter_context(registry.registered(name, grader))
+    except ValueError as error:
+      raise UserError(
+        f'The grader cannot be called {name!r} ({str(error).rstrip(".")}): rename the function.'
+      ) from error
+    config.data.environment = name
+    yield
+
+
+__all__ = (
+  'Step',
+  'evaluate',
+  'export',
+  'generator',
+  'load_config',
+  'read_metrics',
+  'steps',
+  'train',
+)
