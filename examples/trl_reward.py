@@ -1,0 +1,37 @@
+"""A reward function written for TRL's GRPOTrainer trains here as it is; steps are taken by hand.
+
+  python examples/trl_reward.py --workdir=runs/trl_reward
+
+The reward prefers answers that end in a 7. Nobody says so in words: what teaches are the successes of the same question.
+The run stops by itself as soon as nine answers in ten do.
+"""
+
+import argparse
+
+import sdpo_jax
+
+
+def ends_in_seven(completions, **kwargs):
+  """Returns 1 for completions that end in a 7, as TRL calls it: with lists by keyword."""
+  return [float(text.strip().endswith('7')) for text in completions]
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser()
+  parser.add_argument('--workdir', default='runs/trl_reward')
+  parser.add_argument('--steps', type=int, default=60)
+  arguments = parser.parse_args()
+
+  config = sdpo_jax.load_config('configs/quickstart.py', {'trainer.total_training_steps': arguments.steps})
+  rows = [{'prompt': f'Rotate the digits left: {number}'} for number in range(20000, 30000, 17)]
+
+  for step in sdpo_jax.steps(config, arguments.workdir, rows=rows, grader=ends_in_seven):
+    score = step.metrics['rollout/score_mean']
+    print(f'step {step.number}: {score:.0%} end in a 7')
+    if score >= 0.9:
+      break
+  print(f'It is in {arguments.workdir}, and goes on there when it is started again.')
+
+
+if __name__ == '__main__':
+  main()

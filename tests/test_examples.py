@@ -1,0 +1,64 @@
+"""Every script of examples/ runs as its docstring says, with fewer steps."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests import tiny
+
+EXAMPLES = tiny.REPOSITORY / 'examples'
+RUNS = {  # Arguments, and what is printed.
+  'own_grader.py': (
+    ['--workdir={folder}/run', '--steps=2'],
+    r'step 2: score .*\n(.*\n)*eval/held_out/mean@4: .* after 2 steps',
+  ),
+  'trl_reward.py': (['--workdir={folder}/run', '--steps=2'], r'step 1: \d+% end in a 7'),
+  'lora_run.py': (
+    ['--workdir={folder}/run', '--output={folder}/adapter', '--steps=2'],
+    r'(?s)step 2: .* are right.*adapter_model\.safetensors',
+  ),
+  'cartridge.py': (['--workdir={folder}/run', '--steps=2'], r'step 2: .* answered with 16 slots'),
+  'sweep.py': (
+    ['--output={folder}', '--steps=2', '--rates', '1e-3', '--seeds', '0', '1'],
+    r'(?s)score \d\.\d\d at step 2.*curves\.png',
+  ),
+}
+ELSEWHERE = {'serve_client.py', 'session_client.py'}  # Run against a server by their own tests.
+
+
+def run(name: str, *arguments: str) -> str:
+  done = subprocess.run(
+    [sys.executable, str(EXAMPLES / name), *arguments],
+    capture_output=True,
+    text=True,
+    check=False,
+    cwd=tiny.REPOSITORY,
+    env={**tiny.environment(), 'PYTHONPATH': str(tiny.REPOSITORY)},
+  )
+  assert done.returncode == 0, done.stderr
+  return done.stdout
+
+
+def test_no_example_is_left_out():
+  assert {path.name for path in EXAMPLES.glob('*.py')} - ELSEWHERE == {*RUNS, 'objective_on_arrays.py'}
+
+
+def test_the_objective_on_arrays_prints_a_loss_that_a_step_lowers():
+  before, after = (
+    float(re.search(pattern, found).group(1))
+    for found in [run('objective_on_arrays.py')]
+    for pattern in (r'over 8 tokens: ([\d.]+)', r'against the gradient: ([\d.]+)')
+  )
+  assert 0 < after < before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', RUNS)
+def test_an_example_runs(name, tmp_path):
+  arguments, printed = RUNS[name]
+  found = run(name, *(argument.format(folder=tmp_path) for argument in arguments))
+  assert re.search(printed, found), found
+  if name == 'sweep.py':
+    assert (tmp_path / 'curves.png').read_bytes().startswith(b'\x89PNG')

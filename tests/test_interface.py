@@ -1,0 +1,170 @@
+"""The Python interface: rows and graders from memory, steps by hand, the same runs as those of the commands."""
+
+import copy
+import json
+
+import jax
+import pytest
+
+from configs import quickstart
+import sdpo_jax
+from sdpo_jax import interface
+from sdpo_jax.config import Config
+from sdpo_jax.environments import registry
+from tests import tiny
+
+ROWS = [{'prompt': f'Q{number}', 'answer': number % 2} for number in range(6)]
+
+
+def odd(completions, answer, **_):
+  """A reward function in TRL's form."""
+  return [
+    {'score': float(sum(text.encode()) % 2 == right), 'feedback': 'The sum of the bytes must be odd.'}
+    for text, right in zip(completions, answer, strict=True)
+  ]
+
+
+@pytest.fixture(scope='module')
+def config(tmp_path_factory) -> Config:
+  text = tiny.CONFIG[tiny.CONFIG.index('def get_config') :]
+  namespace = {'Config': Config}
+  exec(text.replace('{model!r}', repr(str(tiny.make_model(tmp_path_factory.mktemp('model'))))), namespace)
+  made = namespace['get_config']()
+  made.trainer.save_freq = 0
+  return made
+
+
+@pytest.fixture(scope='module')
+def whole(config, tmp_path_factory):
+  """A run of three steps that nobody stops, what it ended with, and what was seen of it."""
+  workdir, seen = tmp_path_factory.mktemp('whole'), []
+
+  def look(step):
+    seen.append((step.number, dict(step.metrics), step.sample('Q1', n=2, max_tokens=3, seed=step.number)))
+
+  result = sdpo_jax.train(config, workdir, rows=ROWS, held_out=ROWS[:2], grader=odd, on_step=look)
+  return workdir, result, seen
+
+
+def learned(workdir):
+  """The metrics of a run that do not depend on when and by which process they were measured."""
+  elsewhere = ('time/', 'throughput/', 'programs/', 'fencing_epoch')
+  return [
+    {name: value for name, value in line.items() if not name.startswith(elsewhere)}
+    for line in sdpo_jax.read_metrics(workdir)
+  ]
+
+
+def test_rows_and_a_grader_from_memory_are_learned_and_evaluated(whole):
+  workdir, result, seen = whole
+  assert result.step == 3 and not result.preempted
+  assert {name.split('/')[1] for name in result.evaluations[3]} == {'held_out'}
+  lines = sdpo_jax.read_metrics(workdir)
+  assert [(line['step'], line.get('train/loss')) for line in lines[1:]] == [
+    (number, metrics['train/loss']) for number, metrics, _ in seen
+  ]
+  assert all(len(texts) == 2 for _, _, texts in seen)
+
+
+def test_what_was_handed_over_is_left_as_it_was(config, whole):
+  assert config.data.train_files == ('generator:parity',) and config.data.environment is None
+  assert 'odd' not in registry.names()
+
+
+def test_steps_taken_by_hand_and_stopped_go_on_to_the_same_end(config, whole, tmp_path):
+  taken = []
+  for step in sdpo_jax.steps(config, tmp_path / 'run', rows=ROWS, held_out=ROWS[:2], grader=odd):
+    taken.append(step.number)
+    if step.number == 2:
+      break
+  del step
+  result = sdpo_jax.train(
+    config, tmp_path / 'run', rows=ROWS, held_out=ROWS[:2], grader=odd, on_step=lambda step: taken.append(step.number)
+  )
+  assert taken == [1, 2, 3] and result.step == 3
+  assert learned(tmp_path / 'run') == learned(whole[0])
+
+
+def test_what_on_step_raises_ends_the_run_and_loses_no_step(config, tmp_path):
+  def refuse(step):
+    raise RuntimeError(f'enough at {step.number}')
+
+  with pytest.raises(RuntimeError, match='enough at 1'):
+    sdpo_jax.train(config, tmp_path, rows=ROWS, grader=odd, on_step=refuse)
+  seen = []
+  sdpo_jax.train(config, tmp_path, rows=ROWS, grader=odd, on_step=lambda step: seen.append(step.number))
+  assert seen == [2, 3]
+
+
+def test_a_run_is_evaluated_and_asked(config, whole):
+  workdir, result, _ = whole
+  asked = copy.deepcopy(config)
+  asked.data.val_files = tuple(json.loads((workdir / 'config.json').read_text())['data']['val_files'])
+  evaluation = sdpo_jax.evaluate(asked, workdir=str(workdir), grader=odd)
+  assert evaluation.flat()['eval/held_out/mean@2'] == result.evaluations[3]['eval/held_out/mean@2']
+  generator = sdpo_jax.generator(str(workdir), temperature=0, max_tokens=4, n=2)
+  first, second = generator.generate('Q1')
+  assert first == second == generator.generate([{'role': 'user', 'content': 'Q1'}])[0]
+
+
+def test_a_run_is_exported(whole, tmp_path):
+  assert sdpo_jax.export(str(whole[0]), str(tmp_path / 'model')) == 3
+  assert (tmp_path / 'model' / 'model.safetensors').exists()
+
+
+def test_a_config_is_loaded_and_changed():
+  config = sdpo_jax.load_config('configs/quickstart.py', {'optimizer.lr': '2e-4', 'trainer.test_freq': 7})
+  assert (config.optimizer.lr, config.trainer.test_freq) == (2e-4, 7)
+  config.optimizer.lr, config.trainer.test_freq = (lambda plain: (plain.optimizer.lr, plain.trainer.test_freq))(
+    quickstart.get_config()
+  )
+  assert config == quickstart.get_config()
+
+
+@pytest.mark.parametrize(
+  ('changes', 'said'), [({'optimizer.rate': 1}, r'optimizer\.rate'), ({'optimiser.lr': 1e-3}, r'optimiser\.lr')]
+)
+def test_settings_that_are_none_are_refused(changes, said):
+  with pytest.raises(sdpo_jax.UserError, match=said):
+    sdpo_jax.load_config('configs/quickstart.py', changes)
+
+
+def test_a_misspelt_attribute_is_refused_before_anything_is_compiled(config, tmp_path):
+  wrong = copy.deepcopy(config)
+  wrong.optimizer.learning_rate = 1.0
+  with pytest.raises(sdpo_jax.UserError, match=r'optimizer\.learning_rate'):
+    sdpo_jax.train(wrong, tmp_path, rows=ROWS, grader=odd)
+
+
+@pytest.mark.parametrize(
+  ('rows', 'said'),
+  [([], 'at least one'), (['Q'], "Row 0 is 'Q'"), ([{'answer': '1'}] * 2, 'prompt')],
+)
+def test_rows_that_are_none_are_refused(config, tmp_path, rows, said):
+  with pytest.raises(sdpo_jax.UserError, match=said):
+    sdpo_jax.train(config, tmp_path, rows=rows, grader=odd)
+
+
+def test_a_grader_with_the_name_of_another_is_refused(config, tmp_path):
+  def math(completions, **_):
+    return [1.0] * len(completions)
+
+  with pytest.raises(sdpo_jax.UserError, match="cannot be called 'math'"):
+    sdpo_jax.train(config, tmp_path, rows=ROWS, grader=math)
+
+
+def test_the_package_shows_what_it_offers():
+  assert {*interface.__all__, 'UserError'} <= set(dir(sdpo_jax))
+  assert all(getattr(sdpo_jax, name) is getattr(interface, name) for name in interface.__all__)
+  with pytest.raises(AttributeError, match='no attribute'):
+    sdpo_jax.fit  # noqa: B018
+
+
+def test_the_state_that_a_step_shows_is_on_the_devices(config, tmp_path):
+  for step in sdpo_jax.steps(config, tmp_path, rows=ROWS, grader=odd):
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(step._stepped.state.trainable))
+    with pytest.raises(sdpo_jax.UserError, match='max_prompt_length'):
+      step.sample('long ' * 100)
+    with pytest.raises(sdpo_jax.UserError, match='max_tokens'):
+      step.sample('Q', max_tokens=100)
+    break
