@@ -9,7 +9,7 @@ of such a string gets a mark there, since templates may put messages side by sid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 import functools
 import json
 import re
@@ -85,13 +85,28 @@ class PlainMessages:
       return True
     return self._normalize is not None and any(self._pattern.search(self._normalize(text)) for text in texts)
 
-  def encode(self, messages: Conversation, add_generation_prompt: bool = True, **template_options: Any) -> list[int]:
+  def encode(
+    self,
+    messages: Conversation,
+    add_generation_prompt: bool = True,
+    *,
+    tools: Sequence[Any] = (),
+    part: Callable[[str], str] = lambda chat: chat,
+    **template_options: Any,
+  ) -> list[int]:
     """Return the token ids up to and, unless told otherwise, including the header of the assistant's turn.
+
+    Args:
+      messages: the conversation.
+      add_generation_prompt: whether the header of the assistant's turn is written.
+      tools: JSON schemas, which cannot spell control tokens either.
+      part: maps what the template writes to what of it becomes tokens.
+      template_options: variables of the template.
 
     Raises:
       jinja2.TemplateError: the chat template refuses the messages.
     """
-    sign, backend = self._backend(messages)
+    sign, backend = self._backend([*_texts_of(messages), *_texts_of(tools)])
 
     def mark(text: str) -> str:
       first, last = (sign if half else '' for half in self._halves(text))
@@ -100,17 +115,19 @@ class PlainMessages:
       inner = self._pattern.sub(lambda match: _marked(match[0], sign), inner)
       return before + first + inner + last + after
 
+    if tools:
+      template_options['tools'] = [_mapped(tool, mark) for tool in tools]
     chat = self._tokenizer.apply_chat_template(
       [{key: mark(text) for key, text in message.items()} for message in messages],
       tokenize=False,
       add_generation_prompt=add_generation_prompt,
       **template_options,
     )
-    return backend.encode(chat)
+    return backend.encode(part(chat))
 
   def encode_text(self, text: str) -> list[int]:
     """Return the token ids of a text that stands by itself, in which nothing is a control token."""
-    sign, backend = self._backend([{'content': text}])
+    sign, backend = self._backend([text])
     return backend.encode(self._pattern.sub(lambda match: _marked(match[0], sign), text))
 
   def _halves(self, text: str) -> tuple[bool, bool]:
@@ -126,10 +143,10 @@ class PlainMessages:
       any(tail[-length:] in self._beginnings for length in range(1, len(tail) + 1)),
     )
 
-  def _backend(self, messages: Conversation) -> tuple[str, _Backend]:
-    """Return a mark that no message holds, and what encodes texts with it."""
+  def _backend(self, texts: Sequence[str]) -> tuple[str, _Backend]:
+    """Return a mark that no text holds, and what encodes texts with it."""
     marked = self._marked
-    while marked is None or any(marked[0] in text for message in messages for text in message.values()):
+    while marked is None or any(marked[0] in text for text in texts):
       first, last = _PRIVATE_USE
       mark = ''.join(chr(first + secrets.randbelow(last - first + 1)) for _ in range(_MARK_LENGTH))
       kind = _Renamed if getattr(self._tokenizer, 'is_fast', False) else _Split
@@ -141,6 +158,28 @@ class PlainMessages:
 def plain_messages(tokenizer: Tokenizer) -> PlainMessages:
   """Return the `PlainMessages` of a tokenizer, made once."""
   return PlainMessages(tokenizer)
+
+
+def _texts_of(value: Any) -> Iterator[str]:
+  """Yield the texts in what JSON can hold, names of fields included."""
+  if isinstance(value, str):
+    yield value
+  elif isinstance(value, dict):
+    for name, each in value.items():
+      yield name
+      yield from _texts_of(each)
+  elif isinstance(value, (list, tuple)):
+    for each in value:
+      yield from _texts_of(each)
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+  """Return what JSON can hold with every text changed."""
+  if isinstance(value, str):
+    return change(value)
+  if isinstance(value, dict):
+    return {change(name): _mapped(each, change) for name, each in value.items()}
+  return [_mapped(each, change) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _marked(text: str, mark: str) -> str:

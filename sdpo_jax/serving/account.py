@@ -20,14 +20,15 @@ from sdpo_jax.rollout.engine import Completion
 from sdpo_jax.serving import adapter_settings, differences, feedback, names, prompts
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.draft_texts import DraftText, finished_text
-from sdpo_jax.serving.engine import BASE
 from sdpo_jax.serving.errors import Deadline, Forbidden, InvalidRequest, ServiceError, VersionConflict
 from sdpo_jax.serving.event_log import Event
 from sdpo_jax.serving.feedback_request import FeedbackRequest
-from sdpo_jax.serving.records import Adapter, Sample, Version, engine_name
+from sdpo_jax.serving.records import Adapter, Sample, Version
 from sdpo_jax.serving.sampling import SampleOptions, Sampling
 from sdpo_jax.serving.scoring import Scored
+from sdpo_jax.serving.sessions.sessions import Sessions
 from sdpo_jax.serving.store.store import Request, StoredResponse
+from sdpo_jax.serving.targets import Target
 from sdpo_jax.serving.token_texts import TokenTexts
 
 if TYPE_CHECKING:
@@ -35,24 +36,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[..., None]  # (stage, **details).
 _LARGEST = 10  # Matrices that a diff names as those that changed most.
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-  """What is sampled from or scored with: a version of an adapter, or the model without one."""
-
-  adapter: Adapter | None  # None: the model without an adapter.
-  number: int | None  # Of the version.
-
-  @property
-  def engine_name(self) -> str:
-    """Its name in the engine."""
-    return BASE if self.adapter is None else engine_name(self.adapter.id, self.number)
-
-  @property
-  def lora_uri(self) -> str | None:
-    """Its address; None: it is the model without an adapter."""
-    return None if self.adapter is None else names.lora_uri(self.adapter.id, self.number)
 
 
 class Account:
@@ -502,6 +485,13 @@ class Account:
   def feedback_batch(self, entries: Sequence[feedback.Entry]) -> list[dict[str, Any] | ServiceError | UserError]:
     """Learns from feedback on several adapters at once, each by itself; see `feedback.run_batch`."""
     return feedback.run_batch(self, entries)
+
+  # Sessions.
+
+  @property
+  def sessions(self) -> Sessions:
+    """The interactive sessions of the owner's adapters."""
+    return Sessions(self)
 
   # Events.
 

@@ -130,6 +130,7 @@ def details(
       'steps': learned.steps,
       'guards': [dataclasses.asdict(each) for each in checks],
       'canary': None if canaries is None else canary(canaries),
+      **(request.source or {}),
     }
   )
 

@@ -46,6 +46,16 @@ class InFlight(ServiceError):
   status, code = 409, 'in_flight'
 
 
+class TurnConflict(ServiceError):
+  """A session is not where the request takes it to be; `current` is the number of its newest turn, −1: there is none."""
+
+  status, code = 409, 'turn_conflict'
+
+  def __init__(self, message: str, *, current: int, field: str | None = None):
+    super().__init__(message, field=field)
+    self.current = current
+
+
 class Gone(ServiceError):
   status, code = 410, 'gone'
 

@@ -55,6 +55,8 @@ class Item:
   correction: str | None = None  # What it should have been.
   demonstration: str | None = None  # Another right answer.
   reward: float | None = None
+  # What the teacher reads, where somebody has made it already of what is said; None: it is made of that.
+  teacher_prompt: Sequence[int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +72,8 @@ class FeedbackRequest:
   guards: Mapping[str, Any] | None = None  # Limits of this request, as `guards.Guards.of` reads them.
   detail: Sequence[str] = DETAILS  # Which of the lists per token are in the answer.
   top: int = 5  # Tokens of the teacher at every position that are named in it.
+  # Where the completions come from, as JSON: further details of the version that is made. None: nothing is to be said.
+  source: Mapping[str, Any] | None = None
 
 
 def make_request(items: Sequence[Item], update: Mapping[str, Any], serve: ServeConfig, **more: Any) -> FeedbackRequest:

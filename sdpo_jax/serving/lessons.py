@@ -84,7 +84,9 @@ def prepare(
     source = item if sample is None else sample
     solution, feedback, named = _texts(item, number, reprompting.config)
     teacher_prompt, truncated = source.prompt_tokens, False
-    if named:
+    if item.teacher_prompt is not None:
+      teacher_prompt = item.teacher_prompt
+    elif named:
       with reprompting.lock:
         teacher_prompt, truncated = _reprompted(source, solution, feedback, reprompting)
     lesson = Lesson(

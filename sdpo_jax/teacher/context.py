@@ -328,20 +328,50 @@ def reprompted_behind(
     UserError: the prompt and the templates alone do not fit.
   """
 
-  def shortened(length: int) -> tuple[None, list[int]]:
-    [said] = reprompt(
-      [{'role': 'user', 'content': ''}],
-      shorten_middle(solution, length),
-      shorten_end(feedback, length),
-      config,
-      shorten_middle(attempt, length),
-    )
-    text = said['content'] + '\n\n'
+  def written(solution: str | None, feedback: str | None, attempt: str | None) -> list[int]:
+    text = instruction(solution, feedback, config, attempt) + '\n\n'
     if chat.split_special_tokens:
-      return None, [*prompt, *plain_messages(tokenizer).encode_text(text)]
-    return None, [*prompt, *tokenizer.encode(text, add_special_tokens=False)]
+      return [*prompt, *plain_messages(tokenizer).encode_text(text)]
+    return [*prompt, *tokenizer.encode(text, add_special_tokens=False)]
 
-  limit = config.max_reprompt_len
+  return fitted(written, solution, feedback, attempt, config.max_reprompt_len, setting=setting)
+
+
+def instruction(
+  solution: str | None, feedback: str | None, config: SelfDistillationConfig, attempt: str | None = None
+) -> str:
+  """Return what the re-prompted turn of a conversation says after the question."""
+  [said] = reprompt([{'role': 'user', 'content': ''}], solution, feedback, config, attempt)
+  return said['content']
+
+
+def fitted(
+  written: Callable[[str | None, str | None, str | None], list[int]],
+  solution: str | None,
+  feedback: str | None,
+  attempt: str | None,
+  limit: int,
+  *,
+  setting: str = _LIMIT,
+) -> tuple[list[int], bool]:
+  """Return the tokens of a teacher's prompt whose texts are as long as fits, and whether they were shortened.
+
+  Args:
+    written: maps a solution, feedback and an attempt to the tokens of the prompt with them.
+    solution: shown as the demonstration.
+    feedback: shown as the grader's.
+    attempt: the student's own.
+    limit: tokens at most.
+    setting: what sets the limit, for messages.
+
+  Raises:
+    UserError: the prompt does not fit with texts of one character.
+  """
+
+  def shortened(length: int) -> tuple[None, list[int]]:
+    texts = shorten_middle(solution, length), shorten_end(feedback, length), shorten_middle(attempt, length)
+    return None, written(*texts)
+
   longest = max(len(text or '') for text in (solution, feedback, attempt))
   whole = shortened(longest)[1] if longest <= _LONG * limit else None
   if whole is not None and len(whole) <= limit:

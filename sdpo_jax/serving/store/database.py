@@ -23,6 +23,7 @@ import numpy as np
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.serving.errors import StorageFailed
 from sdpo_jax.serving.records import Adapter, Sample, Version
+from sdpo_jax.serving.store import session_tables
 from sdpo_jax.serving.store.blobs import make_private
 from sdpo_jax.serving.store.versions import Head, Manifest, RequestId
 
@@ -143,7 +144,10 @@ class Database:
       if self._connection.execute('PRAGMA quick_check(1)').fetchall() != [('ok',)]:
         return 'it is damaged'
       [(known,)] = self._connection.execute('SELECT root FROM meta')
-      return None if known == root else 'it belongs to another root'
+      if known != root:
+        return 'it belongs to another root'
+      self._add_tables()
+      return None
     except (sqlite3.DatabaseError, ValueError) as error:
       if isinstance(error, sqlite3.OperationalError):
         raise
@@ -166,6 +170,16 @@ class Database:
         rows.execute(statement)
       rows.execute('INSERT INTO meta VALUES (?)', (root,))
       rows.execute(f'PRAGMA user_version={SCHEMA}')
+    self._add_tables()
+
+  def _add_tables(self) -> None:
+    """Makes the tables of sessions, which files of earlier versions of this program do not have."""
+    names = {name for (name,) in self.read("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if session_tables.NAMES <= names:
+      return
+    with self.writing(full=True) as rows:
+      for statement in session_tables.TABLES.split(';'):
+        rows.execute(statement)
 
   def _move_aside(self, why: str) -> None:
     self._connection.close()
@@ -209,7 +223,8 @@ class Database:
     with self._lock, self._failures():
       self._connection.execute('PRAGMA wal_checkpoint(TRUNCATE)').fetchall()
 
-  def _rows(self, query: str, values: Sequence[Any] = ()) -> list[tuple]:
+  def read(self, query: str, values: Sequence[Any] = ()) -> list[tuple]:
+    """Returns the rows of a query."""
     with self._lock, self._failures():
       return self._connection.execute(query, values).fetchall()
 
@@ -227,22 +242,22 @@ class Database:
 
   def known(self, adapter: str) -> Known | None:
     """Returns what is known of an adapter; None: there is no such."""
-    rows = self._rows(f'SELECT {_ADAPTER} FROM adapters WHERE id = ?', (adapter,))
+    rows = self.read(f'SELECT {_ADAPTER} FROM adapters WHERE id = ?', (adapter,))
     return _known(rows[0]) if rows else None
 
   def all_known(self) -> list[Known]:
     """Returns what is known of all adapters."""
-    return [_known(row) for row in self._rows(f'SELECT {_ADAPTER} FROM adapters')]
+    return [_known(row) for row in self.read(f'SELECT {_ADAPTER} FROM adapters')]
 
   def of_owner(self, owner: str) -> list[Adapter]:
     """Returns the adapters of an owner, the oldest first."""
     query = f'SELECT {_ADAPTER} FROM adapters WHERE owner = ? AND NOT deleted ORDER BY created, id'
-    return [_known(row).head.adapter for row in self._rows(query, (owner,))]
+    return [_known(row).head.adapter for row in self.read(query, (owner,))]
 
   def by_name(self, owner: str, name: str) -> Adapter | None:
     """Returns the adapter of an owner that has a name, the oldest if there are several."""
     query = f'SELECT {_ADAPTER} FROM adapters WHERE owner = ? AND name = ? AND NOT deleted ORDER BY created, id LIMIT 1'
-    rows = self._rows(query, (owner, name))
+    rows = self.read(query, (owner, name))
     return _known(rows[0]).head.adapter if rows else None
 
   def put_head(self, rows: sqlite3.Connection, head: Head, tag: str) -> None:
@@ -274,7 +289,7 @@ class Database:
     rows.execute('DELETE FROM adapters WHERE id = ?', (adapter,))
     wholes = "SELECT owner, substr(key, 1, instr(key, '/') - 1) FROM requests WHERE adapter = ? AND key LIKE '%/%'"
     rows.execute(f'DELETE FROM requests WHERE (owner, key) IN ({wholes})', (adapter,))
-    for table in ('versions', 'intents', 'samples', 'requests', 'feedback'):
+    for table in ('versions', 'intents', 'samples', 'requests', 'feedback', *session_tables.NAMES):
       rows.execute(f'DELETE FROM {table} WHERE adapter = ?', (adapter,))
 
   # Versions.
@@ -282,16 +297,16 @@ class Database:
   def versions(self, adapter: str) -> list[KnownVersion]:
     """Returns the versions of an adapter in order."""
     query = f'SELECT {_VERSION} FROM versions WHERE adapter = ? ORDER BY number'
-    return [_known_version(row) for row in self._rows(query, (adapter,))]
+    return [_known_version(row) for row in self.read(query, (adapter,))]
 
   def version(self, adapter: str, number: int) -> KnownVersion | None:
     """Returns a version of an adapter; None: there is none."""
-    rows = self._rows(f'SELECT {_VERSION} FROM versions WHERE adapter = ? AND number = ?', (adapter, number))
+    rows = self.read(f'SELECT {_VERSION} FROM versions WHERE adapter = ? AND number = ?', (adapter, number))
     return _known_version(rows[0]) if rows else None
 
   def version_names(self) -> list[tuple[str, int, str | None, str | None]]:
     """Returns adapter, number, digest and what is wrong of all versions."""
-    return self._rows('SELECT adapter, number, digest, damaged FROM versions')
+    return self.read('SELECT adapter, number, digest, damaged FROM versions')
 
   def put_version(self, rows: sqlite3.Connection, manifest: Manifest) -> None:
     """Notes a version."""
@@ -330,7 +345,7 @@ class Database:
 
   def intents(self) -> list[Intent]:
     """Returns the versions of which it is not known whether they have become the newest."""
-    return [Intent(*row) for row in self._rows('SELECT adapter, folder, version FROM intents')]
+    return [Intent(*row) for row in self.read('SELECT adapter, folder, version FROM intents')]
 
   def drop_intent(self, rows: sqlite3.Connection, adapter: str) -> None:
     """Notes that this is known."""
@@ -361,7 +376,7 @@ class Database:
 
   def sample(self, owner: str, sample: str) -> tuple[float, Sample | None] | None:
     """Returns when a sample expires, and the sample, if it is not erased; None: the owner has no such."""
-    rows = self._rows(f'SELECT {_SAMPLE} FROM samples WHERE id = ? AND owner = ?', (sample, owner))
+    rows = self.read(f'SELECT {_SAMPLE} FROM samples WHERE id = ? AND owner = ?', (sample, owner))
     if not rows:
       return None
     id, owner, adapter, version, prompt, tokens, said, temperature, messages, text, finish, created, expires = rows[0]
@@ -398,12 +413,12 @@ class Database:
   def request(self, owner: str, key: str) -> RequestRow | None:
     """Returns what is known of a request; None: nothing."""
     query = 'SELECT body, state, status, response, adapter, version, created FROM requests WHERE owner = ? AND key = ?'
-    rows = self._rows(query, (owner, key))
+    rows = self.read(query, (owner, key))
     return RequestRow(*rows[0]) if rows else None
 
   def made_by(self, owner: str, key: str) -> RequestRow | None:
     """Returns what versions say of the request that made them; None: it has made none."""
-    rows = self._rows(
+    rows = self.read(
       'SELECT v.request_body, v.adapter, v.number, v.created FROM versions v JOIN adapters a ON a.id = v.adapter '
       'WHERE v.request_key = ? AND a.owner = ? ORDER BY v.created DESC LIMIT 1',
       (key, owner),
@@ -451,7 +466,7 @@ class Database:
 
   def feedback(self, adapter: str) -> list[dict[str, Any]]:
     """Returns the log of an adapter, the oldest first."""
-    rows = self._rows('SELECT record FROM feedback WHERE adapter = ? ORDER BY id', (adapter,))
+    rows = self.read('SELECT record FROM feedback WHERE adapter = ? ORDER BY id', (adapter,))
     return [json.loads(record) for (record,) in rows]
 
 

@@ -1,0 +1,164 @@
+"""Learning from what waits in a session: the examples become a feedback, and what came of it is noted with their turns.
+
+A decision is on the disk before any of this begins. The details of the version that is made name session and turns, so
+that a process that dies before the note is made leaves what it takes to make it (`session_tables.reconcile`): nothing
+is learned twice, and nothing that was decided is forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+import dataclasses
+import time
+from typing import TYPE_CHECKING
+
+from sdpo_jax.serving.errors import InvalidRequest
+from sdpo_jax.serving.feedback_request import MOST_TOP, Item, make_request
+from sdpo_jax.serving.sessions import archive, measuring, teaching
+from sdpo_jax.serving.sessions.conversation import Dialogue
+from sdpo_jax.serving.sessions.records import AgentSession, LearnedTurns, SessionTurn
+from sdpo_jax.serving.store import session_tables
+from sdpo_jax.serving.store.session_tables import REHEARSAL, SOURCE, ExampleRow
+from sdpo_jax.serving.targets import Target
+from sdpo_jax.teacher import context
+
+if TYPE_CHECKING:
+  from sdpo_jax.serving.account import Account
+
+_PAGE = 16  # Turns that are read at once in the search for approved ones.
+
+
+def item_of(row: ExampleRow, turn: SessionTurn) -> Item:
+  """Returns what is learned of an example."""
+  return Item(
+    prompt_tokens=turn.prompt_tokens,
+    tokens=turn.tokens,
+    log_probs=turn.log_probs,
+    feedback=row.record['feedback'],
+    environment=row.record['environment'],
+    demonstration=row.record['demonstration'],
+    teacher_prompt=row.teacher_prompt,
+  )
+
+
+def example_row(
+  session: AgentSession, turn: SessionTurn, kind: str, said: teaching.Said, teacher_prompt: Sequence[int], head: int
+) -> ExampleRow:
+  """Returns an example that waits, or, of a rehearsal, one that is learned beside others."""
+  state = 'learned' if kind == REHEARSAL else 'waiting'
+  return ExampleRow(session.id, turn.n, kind, state, head, (), teacher_prompt, dataclasses.asdict(said))
+
+
+def learn(account: Account, session: AgentSession, dialogue: Dialogue, *, few: bool = False) -> LearnedTurns | None:
+  """Learns what waits in a session; returns what came of it, and None if nothing waits.
+
+  The caller sees to it that nobody else changes the session meanwhile.
+
+  Args:
+    account: of the owner.
+    session: whose examples they are.
+    dialogue: its conversation.
+    few: learn also where fewer wait than `min_sdpo_examples`.
+
+  Raises:
+    ServiceError, UserError: as `feedback.run`; they wait as before.
+  """
+  settings, store = session.settings, account.service.store
+  rows = session_tables.examples(store.database, session.adapter, session=session.id, state='waiting')
+  adapter = account.adapter(session.adapter)
+  if not rows:
+    return None
+  if len(rows) < settings.min_sdpo_examples and not few:
+    return LearnedTurns(adapter.head, adapter.head, False, None, (), len(rows))
+  began = time.monotonic()
+  most = account.service.settings.limits.max_items
+  rows = rows[: max(1, most - settings.rehearse)]
+  beside = list(_rehearsed(account, session, dialogue, rows, adapter.head))[: most - len(rows)]
+  turns = {n: _turn(account, session, n) for n in {row.n for row in (*rows, *beside)}}
+  everything = [*beside, *rows]
+  numbers = sorted({row.n for row in rows})
+  request = make_request(
+    [item_of(row, turns[row.n]) for row in everything],
+    settings.update,
+    account.service.settings,
+    teacher=settings.teacher,
+    guards=settings.guards,
+    detail=measuring.DETAIL,
+    top=MOST_TOP,
+    source={SOURCE: {'id': session.id, 'turns': numbers, 'examples': [[row.n, row.kind] for row in everything]}},
+  )
+  if beside:
+    with store.database.writing() as writing:
+      for row in beside:
+        session_tables.put_example(writing, session.adapter, row)
+  answer = account.feedback(session.adapter, None, request)
+  learned = said_of(account, answer, turns[rows[-1].n], numbers, began)
+  references = [(row.session, row.n, row.kind) for row in (everything if learned.accepted else rows)]
+  with store.database.writing(full=True) as writing:
+    version = learned.version_after if learned.accepted else None
+    session_tables.note_learned(writing, references, version, learned.to_json())
+  return learned
+
+
+def said_of(account: Account, answer, turn: SessionTurn | Item, numbers: Sequence[int], began: float) -> LearnedTurns:
+  """Returns what is said of a feedback whose last completion is that in question.
+
+  Args:
+    account: of the owner.
+    answer: of `feedback.run`, with `measuring.DETAIL`.
+    turn: prompt and tokens of that completion.
+    numbers: turns that were learned from.
+    began: on the monotonic clock, when the learning began.
+  """
+  per_token = answer['items'][-1]['per_token']
+  before, after = answer['version_before'], answer['version_after']
+  adapter = account.adapter(answer['adapter'])
+  targets = [Target(adapter, number) for number in dict.fromkeys((before, after))]
+  teacher = measuring.named_by_teacher(per_token)
+  divergences = measuring.measure(account, targets, turn.prompt_tokens, turn.tokens, teacher)
+  return LearnedTurns(
+    before,
+    after,
+    answer['accepted'],
+    answer['reason'],
+    tuple(numbers),
+    0,
+    divergences[0],
+    divergences[-1],
+    measuring.moved(per_token) if answer['accepted'] else (),
+    round(time.monotonic() - began, 6),
+  )
+
+
+def _turn(account: Account, session: AgentSession, n: int) -> SessionTurn:
+  return archive.turn_of(session_tables.turn(account.service.store.database, session.id, n))
+
+
+def _rehearsed(
+  account: Account, session: AgentSession, dialogue: Dialogue, rows: Sequence[ExampleRow], head: int
+) -> Iterator[ExampleRow]:
+  """Yields the newest approved proposals, the newest first, each with itself as the demonstration.
+
+  Those of which the teacher may read nothing, and those that leave it no room, are passed over: they are learned beside
+  others so that these unlearn nothing, and nobody has asked for one of them.
+  """
+  service, left = account.service, session.settings.rehearse
+  before = max(row.n for row in rows) + 1
+  while left > 0:
+    page = session_tables.turns_back(service.store.database, session.id, before, _PAGE)
+    if not page:
+      return
+    for turn in map(archive.turn_of, page):
+      before = turn.n
+      shown = context.shown_text(turn.text, service.reprompting.config) if turn.status == 'approved' else None
+      if left == 0 or not shown:
+        continue
+      said = teaching.Said(demonstration=shown)
+      try:
+        with service.tokenizing:
+          asked = dialogue.split(turn.prompt_tokens)
+          prompt = teaching.teacher_prompt(dialogue, asked, said, service.reprompting.config)
+      except InvalidRequest:
+        continue
+      left -= 1
+      yield example_row(session, turn, REHEARSAL, said, prompt, head)

@@ -1,0 +1,300 @@
+"""A conversation as token ids: what the model drew stays as it was drawn, and the chat template writes all else.
+
+The tokens behind an answer are found by rendering a short conversation in which a mark stands for the answer, and taking
+what the template writes behind the mark. So neither what was drawn nor what came before it is ever tokenised again, and
+a template that writes earlier turns in another way once others follow, as those do that drop thinking, changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import functools
+from typing import Any
+
+from models import chat_template as templates
+from models.chat_template import PROBE, TEMPLATE_ERRORS
+from models.control_tokens import plain_messages
+from sdpo_jax.data.prompts import ChatFormat, Tokenizer
+from sdpo_jax.errors import first_line
+from sdpo_jax.serving.errors import InvalidRequest
+from sdpo_jax.serving.tool_calls import Form, ToolCall, write_call
+from sdpo_jax.types import Messages
+
+_ASKED = {'role': 'user', 'content': PROBE}
+_MARKS = ('<tool_call>', '</tool_call>', '<|python_tag|>', '<think>', '</think>')  # What answers hold beside text.
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+  """A prompt of the student."""
+
+  body: list[int]  # All but the header of the assistant's turn.
+  header: list[int]
+
+  @property
+  def tokens(self) -> list[int]:
+    """The whole prompt."""
+    return [*self.body, *self.header]
+
+
+class Dialogue:
+  """How the messages of one session become tokens. The caller holds the lock of the tokenizer.
+
+  Methods raise InvalidRequest where the template refuses messages, or writes them in a way that cannot be spliced.
+  """
+
+  def __init__(
+    self,
+    tokenizer: Tokenizer,
+    chat: ChatFormat,
+    *,
+    system: str | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
+    stop_token_ids: Sequence[int] = (),
+  ):
+    """Makes the conversation of a session.
+
+    Args:
+      tokenizer: of the model, with a chat template.
+      chat: how messages become tokens.
+      system: the system message; None: none.
+      tools: JSON schemas, which the template is given.
+      stop_token_ids: with which the model ends completions; those that the template writes, too, end a turn.
+    """
+    template = template_of(tokenizer, tools) or ''
+    self._ends = {token for token in stop_token_ids if _name(tokenizer, token) in template}
+    self._tokenizer, self._chat, self._tools = tokenizer, chat, list(tools)
+    self._first = [] if system is None else [{'role': 'system', 'content': system}]
+
+  # Prompts.
+
+  def begin(self, messages: Messages) -> Asked:
+    """Returns the first prompt."""
+    return self._asked(lambda chat: chat, [*self._first, *messages])
+
+  def after(self, prompt: Sequence[int], answer: Sequence[int], messages: Messages) -> Asked:
+    """Returns the prompt that follows an answer.
+
+    Args:
+      prompt: that was answered.
+      answer: tokens as they were drawn, with a token that ends the turn or without.
+      messages: those that follow, one at least.
+    """
+    behind = self._behind(messages)
+    return Asked([*prompt, *answer, *behind.body[1 if self.is_ended(answer) else 0 :]], behind.header)
+
+  def is_ended(self, answer: Sequence[int]) -> bool:
+    """Returns whether an answer ends with a token that ends a turn: the limit of its length has none."""
+    return bool(answer) and (answer[-1] == self.turn_end or answer[-1] in self._ends)
+
+  def said_behind(self, text: str) -> list[int]:
+    """Returns a turn of the user's that follows another message, and the header of the assistant's turn behind it."""
+    before = self._rendered([_ASKED], False, ())
+    said = {'role': 'user', 'content': text}
+    return self._tokens([_ASKED, said], lambda chat: _without_beginning(chat, before), True, ())
+
+  def split(self, prompt: Sequence[int]) -> Asked:
+    """Returns a prompt of this conversation with its header by itself."""
+    header = self.header
+    body = list(prompt[: len(prompt) - len(header)])
+    if list(prompt[len(body) :]) != header:
+      raise _cannot('does not write the same header before every turn of the assistant')
+    return Asked(body, header)
+
+  @functools.cached_property
+  def header(self) -> list[int]:
+    """The header of the assistant's turn."""
+    return self._encode(self._header_text)
+
+  @functools.cached_property
+  def turn_end(self) -> int:
+    """The token with which the template ends a turn of the assistant."""
+    text = templates.turn_end(self._tokenizer, self._chat.variables)
+    if text is None:
+      raise _cannot('ends turns of the assistant with no control token')
+    return self._tokenizer.convert_tokens_to_ids(text)
+
+  def check(self, form: Form | None) -> None:
+    """Raises InvalidRequest if the template cannot be continued behind what was drawn.
+
+    Args:
+      form: of calls; None: there are no tools, and no messages of them.
+    """
+    asked, tool = {'role': 'user', 'content': f'{PROBE}u'}, {'role': 'tool', 'content': f'{PROBE}t'}
+    earlier = [{'role': 'user', 'content': f'{PROBE}e'}, {'role': 'assistant', 'content': f'{PROBE}f'}]
+    shapes = [[asked], [tool], [tool, tool], [tool, asked]] if form else [[asked]]
+    for shape in shapes:
+      found = self._behind(shape)
+      if found != self._behind(shape, earlier):
+        raise _cannot('writes a message in another way when other messages are before it')
+      if not found.body or found.body[0] != self.turn_end:
+        raise _cannot('writes something between an answer and the token that ends it')
+      text = self._rendered_behind(shape)
+      if any(text.count(message['content']) != shape.count(message) for message in shape):
+        raise _cannot('does not write every message once, as it is')
+    whole = self.begin([asked])
+    if whole.tokens != self._tokens([*self._first, asked], lambda chat: chat, True, self._tools):
+      raise _cannot("writes a header of the assistant's turn that is not a token by itself")
+    self.said_behind(PROBE)
+
+  # Answers.
+
+  def text_of(self, answer: Sequence[int], stop: Sequence[str], plain: str) -> str:
+    """Returns the text of an answer with the tags of calls and thinking, also where these are special tokens.
+
+    Args:
+      answer: tokens.
+      stop: strings that have ended it.
+      plain: its text without special tokens.
+    """
+    if not any(token in self._special_marks for token in answer):
+      return plain
+    text, piece = '', []
+    for token in [*answer, None]:
+      if token is not None and token not in self._special_marks:
+        piece.append(token)
+        continue
+      text += self._tokenizer.decode(piece, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+      text, piece = text + self._special_marks.get(token, ''), []
+    return text[: min((at for at in map(text.find, stop) if at >= 0), default=len(text))]
+
+  def edited(self, text: str, calls: Sequence[ToolCall], form: Form) -> list[int]:
+    """Returns an answer with other calls in the place of its own, ended.
+
+    Args:
+      text: of the answer, with its calls.
+      calls: all that it is to have.
+      form: how they are written.
+    """
+    tag = '<tool_call>' if form == 'hermes' else '<|python_tag|>'
+    closed = text.rfind('</think>') + len('</think>') if '</think>' in text else 0
+    at = text.find(tag, closed)
+    before = text[:at] if at >= 0 else text[:closed] if form == 'llama3' else text
+    written = '\n'.join(write_call(call, form) for call in calls)
+    if form == 'llama3' and at >= 0:
+      written = tag + written
+    return [*self._answer(before + written), self.turn_end]
+
+  def answer(self, text: str, ended: bool) -> list[int]:
+    """Returns the tokens of an answer that was drawn by a model with another tokenizer."""
+    return [*self._answer(text), *([self.turn_end] if ended else [])]
+
+  def _answer(self, text: str) -> list[int]:
+    """Returns the tokens of an answer, in which nothing but tags of calls and thinking can be a control token."""
+    found: list[int] = []
+    marks = {text: token for token, text in self._special_marks.items()}
+    while text:
+      at, mark = min(((text.find(mark), mark) for mark in marks if mark in text), default=(len(text), ''))
+      found += self._encode_plain(text[:at]) if at else []
+      found += [marks[mark]] if mark else []
+      text = text[at + len(mark) :]
+    return found
+
+  # Inside.
+
+  @functools.cached_property
+  def _special_marks(self) -> dict[int, str]:
+    """Those of `_MARKS` that are special tokens, which decoding leaves out."""
+    added = getattr(self._tokenizer, 'added_tokens_decoder', {})
+    return {number: token.content for number, token in added.items() if token.special and token.content in _MARKS}
+
+  @functools.cached_property
+  def _header_text(self) -> str:
+    messages = [*self._first, _ASKED]
+    with_header = self._rendered(messages, True, self._tools)
+    return _without_beginning(with_header, self._rendered(messages, False, self._tools))
+
+  def _asked(self, part: Any, messages: Messages) -> Asked:
+    """Returns what a part of what the template writes of messages is, as tokens."""
+    header = self._header_text
+
+    def body(chat: str) -> str:
+      if not chat.endswith(header):
+        raise _cannot('does not write the same header before every turn of the assistant')
+      return part(chat[: len(chat) - len(header)])
+
+    return Asked(self._tokens(messages, body, True, self._tools), list(self.header))
+
+  def _behind(self, messages: Messages, earlier: Messages = ()) -> Asked:
+    """Returns what the template writes behind an answer that messages follow."""
+    mark, conversation = self._marked(messages, earlier)
+    return self._asked(lambda chat: _behind(chat, mark), conversation)
+
+  def _rendered_behind(self, messages: Messages) -> str:
+    mark, conversation = self._marked(messages)
+    return _behind(self._rendered(conversation, True, self._tools), mark)
+
+  def _marked(self, messages: Messages, earlier: Messages = ()) -> tuple[str, Messages]:
+    mark = f'{PROBE}a'
+    while any(mark in text for message in [*self._first, *messages] for text in message.values()):
+      mark += 'z'
+    return mark, [*self._first, *earlier, _ASKED, {'role': 'assistant', 'content': mark}, *messages]
+
+  def _rendered(self, messages: Messages, header: bool, tools: Sequence[Any]) -> str:
+    variables = {**self._chat.variables, **({'tools': list(tools)} if tools else {})}
+    try:
+      return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=header, **variables)
+    except TEMPLATE_ERRORS as error:
+      raise _refused(messages, error) from error
+
+  def _tokens(self, messages: Messages, part: Any, header: bool, tools: Sequence[Any]) -> list[int]:
+    if not self._chat.split_special_tokens:
+      return self._encode(part(self._rendered(messages, header, tools)))
+    try:
+      plain = plain_messages(self._tokenizer)
+      return plain.encode(messages, header, tools=tools, part=part, **self._chat.variables)
+    except TEMPLATE_ERRORS as error:
+      raise _refused(messages, error) from error
+
+  def _encode(self, text: str) -> list[int]:
+    """Returns the tokens of a text of the template."""
+    return self._tokenizer.encode(text, add_special_tokens=False)
+
+  def _encode_plain(self, text: str) -> list[int]:
+    """Returns the tokens of a text in which nothing is a control token, unless the settings let it."""
+    if not self._chat.split_special_tokens:
+      return self._encode(text)
+    return plain_messages(self._tokenizer).encode_text(text)
+
+
+def template_of(tokenizer: Tokenizer, tools: Sequence[Any]) -> str | None:
+  """Returns the chat template of conversations with these tools; None: there is none."""
+  template = tokenizer.chat_template
+  if isinstance(template, Mapping) and tools:
+    return template.get('tool_use', template.get('default'))
+  return templates.text_of(tokenizer)
+
+
+def _name(tokenizer: Tokenizer, token: int) -> str:
+  """Returns what the template writes for a token."""
+  return tokenizer.decode([token], skip_special_tokens=False)
+
+
+def _behind(chat: str, mark: str) -> str:
+  before, found, behind = chat.rpartition(mark)
+  if not found or mark in before:
+    raise _cannot('does not write the answers of the assistant once, as they are')
+  return behind
+
+
+def _without_beginning(chat: str, beginning: str) -> str:
+  if not chat.startswith(beginning):
+    raise _cannot('writes a message in another way when something follows it')
+  return chat[len(beginning) :]
+
+
+def _cannot(why: str) -> InvalidRequest:
+  return InvalidRequest(
+    f'The chat template of the model {why}, so that a session cannot go on behind what was drawn, token by token: name '
+    'another template in model.chat_template, such as those of Qwen3, Hermes or Llama 3.1.'
+  )
+
+
+def _refused(messages: Messages, error: Exception) -> InvalidRequest:
+  roles = ', '.join(str(message['role']) for message in messages)
+  return InvalidRequest(
+    f"The model's chat template refuses these messages ({roles}): {first_line(error).rstrip('.!')}; give them the roles "
+    'that it takes, or name another template in model.chat_template.',
+    field='messages',
+  )

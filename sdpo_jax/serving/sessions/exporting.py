@@ -1,0 +1,120 @@
+"""The examples of sessions with the conversations that they belong to, so that they can be learned elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+import functools
+from typing import TYPE_CHECKING, Any
+
+from models import identity
+from sdpo_jax.data.prompts import Tokenizer
+from sdpo_jax.serving.sessions import archive, teaching
+from sdpo_jax.serving.sessions.conversation import Dialogue
+from sdpo_jax.serving.sessions.examples import TrainingExample
+from sdpo_jax.serving.sessions.records import AgentSession, SessionTurn
+from sdpo_jax.serving.store import session_tables
+from sdpo_jax.serving.store.session_tables import REHEARSAL, ExampleRow
+from sdpo_jax.serving.tool_calls import ToolCall
+
+if TYPE_CHECKING:
+  from sdpo_jax.serving.account import Account
+
+
+@functools.lru_cache(maxsize=4)
+def fingerprint(tokenizer: Tokenizer) -> str:
+  """Returns what tells a tokenizer and its chat template from others: with the same one, tokens mean the same."""
+  ids = [tokenizer.encode(text, add_special_tokens=False) for text in identity.TEXTS]
+  return identity.digest([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template, ids])
+
+
+def examples(account: Account, adapter: str, session: str | None) -> list[TrainingExample]:
+  """Returns every example that was or will be learned in sessions of an adapter, in the order of being written.
+
+  Args:
+    account: of the owner.
+    adapter: its id.
+    session: the id of one of its sessions; None: all.
+  """
+  service = account.service
+  rows = session_tables.examples(service.store.database, adapter, session=session)
+  rows = [row for row in rows if row.kind != REHEARSAL or row.versions]
+  with service.tokenizing:
+    mark = fingerprint(service.tokenizer)
+  contexts: dict[tuple[str, int], tuple[AgentSession, SessionTurn, list[dict[str, Any]], bool]] = {}
+  for id in dict.fromkeys(row.session for row in rows):
+    found = session_tables.session(service.store.database, adapter, id)
+    if found is not None:
+      numbers = {row.n for row in rows if row.session == id}
+      for turn, messages, ended in _histories(account, archive.session_of(found, account.owner), numbers):
+        contexts[id, turn.n] = archive.session_of(found, account.owner), turn, messages, ended
+  return [_example(row, *contexts[row.session, row.n], mark) for row in rows if (row.session, row.n) in contexts]
+
+
+def _histories(
+  account: Account, session: AgentSession, numbers: set[int]
+) -> Iterator[tuple[SessionTurn, list[dict[str, Any]], bool]]:
+  """Yields turns of a session, each with the messages of the conversation before it, and whether it ended."""
+  service, settings = account.service, session.settings
+  dialogue = Dialogue(
+    service.tokenizer,
+    service.chat,
+    system=settings.system,
+    tools=settings.tools,
+    stop_token_ids=service.stop_token_ids,
+  )
+  said: list[dict[str, Any]] = [] if settings.system is None else [{'role': 'system', 'content': settings.system}]
+  pending: list[dict[str, Any]] = []
+  for row in session_tables.turns(service.store.database, session.id):
+    turn = archive.turn_of(row)
+    pending += [dict(message) for message in turn.messages]
+    if turn.n in numbers:
+      yield turn, [*said, *pending], dialogue.is_ended(turn.tokens)
+    if turn.joins:
+      text = turn.text
+      if turn.kept_tokens is not None:
+        with service.tokenizing:
+          plain = service.tokenizer.decode(
+            turn.kept_tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+          )
+          text = dialogue.text_of(turn.kept_tokens, (), plain)
+      said += [*pending, {'role': 'assistant', 'content': text, 'calls': _calls(turn.called), 'said': turn.said}]
+      pending = [teaching.result_message(result) for result in turn.results]
+
+
+def _example(
+  row: ExampleRow, session: AgentSession, turn: SessionTurn, messages: list[dict[str, Any]], ended: bool, mark: str
+) -> TrainingExample:
+  settings = session.settings
+  edits = turn.called if row.kind == 'edit' else turn.calls if row.kind == REHEARSAL and not turn.said else ()
+  return TrainingExample(
+    session=session.id,
+    turn=turn.n,
+    kind=row.kind,
+    state=row.state,
+    versions=tuple(row.versions),
+    drawn_by=turn.version,
+    messages=tuple(messages),
+    tools=tuple(settings.tools),
+    tool_form=session.tool_form,
+    text=turn.text,
+    said=turn.said,
+    ended=ended,
+    calls=tuple(_calls(turn.calls)),
+    demonstration=row.record['demonstration'],
+    demonstrated=tuple(_calls(edits)),
+    feedback=row.record['feedback'],
+    environment=row.record['environment'],
+    prompt_tokens=tuple(turn.prompt_tokens),
+    tokens=tuple(turn.tokens),
+    log_probs=turn.log_probs,
+    teacher_prompt=tuple(row.teacher_prompt),
+    tokenizer=mark,
+    teacher=settings.teacher,
+    update=settings.update,
+    guards=settings.guards,
+    show_attempt=settings.show_attempt,
+  )
+
+
+def _calls(calls: tuple[ToolCall, ...]) -> list[dict[str, Any]]:
+  return [{'name': call.name, 'arguments': dict(call.arguments)} for call in calls]

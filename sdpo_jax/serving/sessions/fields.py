@@ -1,0 +1,85 @@
+"""Fields of JSON objects, read with a sentence for each one that is not what it has to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+import json
+import math
+from typing import Any
+
+from sdpo_jax.errors import short_repr
+from sdpo_jax.serving.errors import InvalidRequest
+
+LONGEST_TEXT = 1_000_000  # Characters of a text of a request.
+
+
+def known(values: Any, fields: Sequence[str], what: str) -> Mapping[str, Any]:
+  """Returns an object; raises InvalidRequest unless it is one with no other than these fields."""
+  if not isinstance(values, Mapping):
+    raise InvalidRequest(f'{what} must be an object, not {short_repr(values)}.')
+  for name in values:
+    if name not in fields:
+      raise InvalidRequest(f'{what} has no {short_repr(name)}; there are {", ".join(fields)}.', field=str(name))
+  return values
+
+
+def text(value: Any, field: str, *, longest: int = LONGEST_TEXT) -> str:
+  """Returns a text; raises InvalidRequest."""
+  if not isinstance(value, str) or len(value) > longest:
+    raise InvalidRequest(f'{field} must be a text of up to {longest} characters, not {short_repr(value)}.', field=field)
+  return value
+
+
+def optional_text(value: Any, field: str) -> str | None:
+  """Returns a text or None; raises InvalidRequest."""
+  return None if value is None else text(value, field)
+
+
+def whole(value: Any, field: str, least: int, most: int) -> int:
+  """Returns a whole number within bounds; raises InvalidRequest."""
+  if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+    raise InvalidRequest(
+      f'{field} must be a whole number between {least} and {most}, not {short_repr(value)}.', field=field
+    )
+  return value
+
+
+def optional_whole(value: Any, field: str, least: int, most: int) -> int | None:
+  """Returns a whole number within bounds, or None; raises InvalidRequest."""
+  return None if value is None else whole(value, field, least, most)
+
+
+def flag(value: Any, field: str) -> bool:
+  """Returns true or false; raises InvalidRequest."""
+  if not isinstance(value, bool):
+    raise InvalidRequest(f'{field} must be true or false, not {short_repr(value)}.', field=field)
+  return value
+
+
+def mapping(value: Any, field: str) -> dict[str, Any]:
+  """Returns an object; raises InvalidRequest unless it is one that JSON can hold."""
+  if not isinstance(value, Mapping):
+    raise InvalidRequest(f'{field} must be an object, not {short_repr(value)}.', field=field)
+  return jsonable(dict(value), field)
+
+
+def listed(value: Any, field: str, most: int, each: Callable[[Any, str], Any]) -> list[Any]:
+  """Returns a list of what `each` makes of its elements; raises InvalidRequest."""
+  if isinstance(value, str) or not isinstance(value, Sequence) or len(value) > most:
+    raise InvalidRequest(f'{field} must be a list of up to {most}, not {short_repr(value)}.', field=field)
+  return [each(element, f'{field}[{number}]') for number, element in enumerate(value)]
+
+
+def finite(value: Any, field: str) -> float:
+  """Returns a number that is neither infinite nor NaN; raises InvalidRequest."""
+  if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    raise InvalidRequest(f'{field} must be a number, not {short_repr(value)}.', field=field)
+  return float(value)
+
+
+def jsonable(value: Any, field: str) -> Any:
+  """Returns a value as JSON has it; raises InvalidRequest for what JSON cannot hold."""
+  try:
+    return json.loads(json.dumps(value, allow_nan=False))
+  except (TypeError, ValueError, RecursionError) as error:
+    raise InvalidRequest(f'{field} holds what JSON cannot: {error}.', field=field) from error

@@ -1,0 +1,94 @@
+"""How far an answer is from what the teacher says of it, before a step and after it, and which tokens have moved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sdpo_jax.errors import UserError
+from sdpo_jax.serving.errors import ServiceError
+from sdpo_jax.serving.sessions.records import MovedToken
+
+if TYPE_CHECKING:
+  from sdpo_jax.serving.account import Account
+  from sdpo_jax.serving.targets import Target
+
+_logger = logging.getLogger('sdpo_jax.serving')
+DETAIL = ('token_ids', 'tokens', 'log_probs_before', 'log_probs_after', 'top')  # Of the answer to the feedback.
+MOST_MOVED = 8
+_LEAST = 1e-8  # Probability of all other tokens at least.
+
+
+def divergence(teacher: Sequence[Sequence[Mapping[str, Any]]], student: np.ndarray) -> float:
+  """Returns KL(teacher‖student), the mean over T positions, in nats.
+
+  It is that over the tokens that the teacher names and all others as one, which is at most the true one.
+
+  Args:
+    teacher: [T] of the tokens named at each position, as `answers.of_item` has them in `top`.
+    student: [T, M] log-probs of the same tokens; of those beyond the named ones anything.
+  """
+  per_token = []
+  for named, own in zip(teacher, student, strict=True):
+    theirs = np.asarray([each['log_prob'] for each in named], np.float64)
+    ours = np.asarray(own[: len(named)], np.float64)
+    rest = [np.log(max(1 - np.exp(each).sum(), _LEAST)) for each in (theirs, ours)]
+    theirs, ours = np.append(theirs, rest[0]), np.append(ours, rest[1])
+    per_token.append(float(np.sum(np.exp(theirs) * (theirs - ours))))
+  return float(np.mean(per_token))
+
+
+def measure(
+  account: Account,
+  targets: Sequence[Target],
+  prompt: Sequence[int],
+  tokens: Sequence[int],
+  teacher: Sequence[Sequence[Mapping[str, Any]]],
+) -> list[float | None]:
+  """Returns `divergence` of versions; None where it could not be measured, which is logged: what was learned stands.
+
+  Args:
+    account: of the owner.
+    targets: the versions.
+    prompt: of the student.
+    tokens: [T] of the answer.
+    teacher: see `divergence`.
+  """
+  named = max(map(len, teacher), default=0)
+  if not named:
+    return [None] * len(targets)
+  ids = np.zeros((len(tokens), named), np.int32)
+  for row, each in zip(ids, teacher, strict=True):
+    row[: len(each)] = [one['token_id'] for one in each]
+  found: list[float | None] = []
+  for target in targets:
+    try:
+      [scored] = account.score(target, [(list(prompt), list(tokens))], topk=0, ids=[ids])
+      found.append(divergence(teacher, scored.of_ids))
+    except (ServiceError, UserError) as error:
+      _logger.warning('The divergence of %s from its teacher is not known: %s', target.engine_name, error)
+      found.append(None)
+  return found
+
+
+def named_by_teacher(per_token: Mapping[str, Sequence[Any]]) -> list[list[Mapping[str, Any]]]:
+  """Returns the tokens that the teacher names at each position of an answer and finds possible."""
+  return [[each for each in row if each['log_prob'] is not None] for row in per_token['top']]
+
+
+def moved(per_token: Mapping[str, Sequence[Any]]) -> tuple[MovedToken, ...]:
+  """Returns the tokens of an answer whose log-prob has changed most, the most first.
+
+  Args:
+    per_token: as `answers.of_item` has it.
+  """
+  rows = zip(*(per_token[name] for name in DETAIL[:4]), strict=True)
+  found = [
+    MovedToken(position, token, text, before, after)
+    for position, (token, text, before, after) in enumerate(rows)
+    if before is not None and after is not None and before != after
+  ]
+  return tuple(sorted(found, key=lambda each: -abs(each.after - each.before))[:MOST_MOVED])

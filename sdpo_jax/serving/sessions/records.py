@@ -1,0 +1,215 @@
+"""The values of sessions: the session, its turns, what was decided of them, what tools answered, and what was learned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+from typing import Any, Literal
+
+import numpy as np
+
+from sdpo_jax.errors import short_repr
+from sdpo_jax.serving.errors import InvalidRequest
+from sdpo_jax.serving.sessions import fields
+from sdpo_jax.serving.sessions.settings import SessionSettings
+from sdpo_jax.serving.tool_calls import MAX_CALLS, Form, ToolCall
+
+Status = Literal['open', 'approved', 'edited', 'denied', 'answered']
+KINDS = ('approve', 'deny', 'edit')
+DECIDED = {'approve': 'approved', 'deny': 'denied', 'edit': 'edited'}  # The status after each decision.
+
+
+@dataclasses.dataclass(frozen=True)
+class AgentSession:
+  """A conversation between a person and an adapter that learns from what is decided in it."""
+
+  id: str  # 'ses-…'.
+  adapter: str  # Its id.
+  owner: str
+  created: float  # Seconds since the epoch.
+  settings: SessionSettings
+  tool_form: Form | None  # How the model writes calls; None: the session has no tools.
+
+  def to_json(self) -> dict[str, Any]:
+    """Returns the session as clients see it."""
+    return {**_shallow(self), 'settings': self.settings.to_json()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+  """What a person says of a proposal."""
+
+  kind: Literal['approve', 'deny', 'edit']
+  correction: str | None = None  # What is wrong with it, in words.
+  arguments: Mapping[str, Any] | None = None  # Of an edit: in the place of those of the call.
+  call: int = 0  # Of an edit: which of the calls.
+
+  @classmethod
+  def from_json(cls, values: Any) -> Decision:
+    """Returns a decision of {"decision" or "kind", "correction"?, "arguments"?, "call"?}; raises InvalidRequest."""
+    said = dict(fields.known(values, ('decision', 'kind', 'correction', 'arguments', 'call'), 'A decision'))
+    kind = said.get('decision', said.get('kind'))
+    if kind not in KINDS:
+      raise InvalidRequest(f'decision must be one of {", ".join(KINDS)}, not {short_repr(kind)}.', field='decision')
+    correction = fields.optional_text(said.get('correction'), 'correction')
+    arguments, call = said.get('arguments'), said.get('call')
+    if (arguments is None) == (kind == 'edit'):
+      raise InvalidRequest(
+        "An edit needs the call's new arguments."
+        if kind == 'edit'
+        else f'arguments belong to an edit, and this is to {kind}: leave them out.',
+        field='arguments',
+      )
+    if kind == 'approve' and correction is not None:
+      raise InvalidRequest(
+        'An approval has no correction: deny the proposal to correct it, or leave it out.', field='correction'
+      )
+    return cls(
+      kind,
+      correction if correction is not None and correction.strip() else None,
+      None if arguments is None else fields.mapping(arguments, 'arguments'),
+      0 if call is None else fields.whole(call, 'call', 0, MAX_CALLS - 1),
+    )
+
+  def to_json(self) -> dict[str, Any]:
+    """Returns what `from_json` reads."""
+    found = {'kind': self.kind, 'correction': self.correction}
+    return {**found, 'arguments': dict(self.arguments), 'call': self.call} if self.kind == 'edit' else found
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolResult:
+  """What a tool has answered a call, where it has run."""
+
+  call: int  # Which of the calls of the turn.
+  ok: bool
+  text: str  # For the model; of what failed, one sentence first.
+  exit_code: int | None = None  # Of a command.
+  stderr: str | None = None  # Its end, where the text does not hold it.
+  field: str | None = None  # The argument that is to blame.
+  line: int | None = None  # Of the file, from 1, where it failed.
+
+  @classmethod
+  def from_json(cls, values: Any) -> ToolResult:
+    """Returns a result; raises InvalidRequest."""
+    said = fields.known(values, [field.name for field in dataclasses.fields(cls)], 'A result')
+    for name in ('call', 'ok', 'text'):
+      if name not in said:
+        raise InvalidRequest(f'A result needs {name}.', field=name)
+    return cls(
+      fields.whole(said['call'], 'call', 0, MAX_CALLS - 1),
+      fields.flag(said['ok'], 'ok'),
+      fields.text(said['text'], 'text'),
+      fields.optional_whole(said.get('exit_code'), 'exit_code', -(2**31), 2**31 - 1),
+      fields.optional_text(said.get('stderr'), 'stderr'),
+      fields.optional_text(said.get('field'), 'field'),
+      fields.optional_whole(said.get('line'), 'line', 0, 2**53),
+    )
+
+  def to_json(self) -> dict[str, Any]:
+    """Returns what `from_json` reads."""
+    return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class MovedToken:
+  """A token of an answer that the new version finds more or less likely."""
+
+  position: int
+  token: int
+  text: str
+  before: float  # Its log-prob.
+  after: float
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnedTurns:
+  """What an adapter has learned from turns of a session, or what waits to be learned."""
+
+  version_before: int
+  version_after: int  # The same, if nothing was committed.
+  accepted: bool  # Whether it was committed.
+  reason: str | None  # Why a guard has not let it.
+  turns: Sequence[int] = ()  # Numbers of those that it was learned from.
+  waiting: int = 0  # Examples that wait for others (`min_sdpo_examples`).
+  # KL(teacher‖student), mean over the tokens of the answer, in nats: over the teacher's most likely tokens, and the rest
+  # as one. None: it was not measured.
+  divergence_before: float | None = None
+  divergence_after: float | None = None  # Of the new version, from what the teacher has said.
+  moved: Sequence[MovedToken] = ()  # Those whose log-prob has changed most, the most first.
+  seconds: float | None = None  # None: it was learned, and its process died before it could say more.
+
+  @classmethod
+  def from_json(cls, values: Mapping[str, Any]) -> LearnedTurns:
+    """Returns what `to_json` has written."""
+    moved = tuple(MovedToken(**each) for each in values['moved'])
+    return cls(**{**values, 'moved': moved, 'turns': tuple(values['turns'])})
+
+  def to_json(self) -> dict[str, Any]:
+    """Returns all of it."""
+    found = dataclasses.asdict(self)
+    return {**found, 'turns': list(found['turns']), 'moved': list(found['moved'])}
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionTurn:
+  """A proposal, what came before it, and what came of it."""
+
+  n: int  # 0, 1, …
+  messages: Sequence[Mapping[str, str]]  # Those that came before it, after the turn before.
+  version: int  # Of the adapter, that drew it.
+  sample_id: str
+  prompt_tokens: Sequence[int]
+  tokens: Sequence[int]  # As they were drawn.
+  log_probs: np.ndarray  # [T] float32 of the tokens, at temperature 1, when they were drawn.
+  text: str
+  said: str  # Of the text: neither thinking nor calls.
+  calls: Sequence[ToolCall]
+  fault: str | None  # Why something that looks like a call is none.
+  status: Status
+  created: float  # Seconds since the epoch.
+  decision: Decision | None = None
+  results: Sequence[ToolResult] = ()  # One of each call, once the tools have run.
+  learned: LearnedTurns | None = None
+  reused_tokens: int = 0  # Of the prompt, whose keys and values were there already.
+  kept_tokens: Sequence[int] | None = None  # What stands in the conversation in the place of the tokens; None: these.
+
+  @property
+  def answer_tokens(self) -> Sequence[int]:
+    """What stands in the conversation, where the turn is part of it."""
+    return self.tokens if self.kept_tokens is None else self.kept_tokens
+
+  @property
+  def joins(self) -> bool:
+    """Whether it is part of the conversation."""
+    return self.status in ('approved', 'edited', 'answered')
+
+  @property
+  def called(self) -> Sequence[ToolCall]:
+    """The calls that are to be run: as they were edited."""
+    return edited(self.calls, self.decision) if self.status == 'edited' else self.calls
+
+  def to_json(self) -> dict[str, Any]:
+    """Returns the turn as clients see it: all but the log-probs."""
+    found = {name: value for name, value in _shallow(self).items() if name != 'log_probs'}
+    return {
+      **found,
+      'messages': [dict(message) for message in self.messages],
+      'prompt_tokens': list(self.prompt_tokens),
+      'tokens': list(self.tokens),
+      'kept_tokens': None if self.kept_tokens is None else list(self.kept_tokens),
+      'calls': [{'name': call.name, 'arguments': dict(call.arguments)} for call in self.calls],
+      'decision': None if self.decision is None else self.decision.to_json(),
+      'results': [result.to_json() for result in self.results],
+      'learned': None if self.learned is None else self.learned.to_json(),
+    }
+
+
+def edited(calls: Sequence[ToolCall], decision: Decision) -> tuple[ToolCall, ...]:
+  """Returns calls of which one has the arguments of an edit."""
+  changed = ToolCall(calls[decision.call].name, decision.arguments)
+  return (*calls[: decision.call], changed, *calls[decision.call + 1 :])
+
+
+def _shallow(record: Any) -> dict[str, Any]:
+  return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}

@@ -1,0 +1,153 @@
+"""Examples of one adapter learned by another one, also of another base model.
+
+Where the tokenizer and its template are the same, the tokens are learned as they were drawn. Elsewhere the conversation
+is written anew by the template there, and calls in the form that it teaches: texts travel, and so do calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import time
+from typing import TYPE_CHECKING, Any
+
+from sdpo_jax.errors import UserError
+from sdpo_jax.serving.errors import InvalidRequest
+from sdpo_jax.serving.feedback_request import MOST_TOP, Item, make_request
+from sdpo_jax.serving.sessions import classroom, measuring, teaching
+from sdpo_jax.serving.sessions.conversation import Asked, Dialogue, template_of
+from sdpo_jax.serving.sessions.examples import TrainingExample
+from sdpo_jax.serving.sessions.exporting import fingerprint
+from sdpo_jax.serving.sessions.records import LearnedTurns
+from sdpo_jax.serving.tool_calls import Form, ToolCall, form_of, write_call
+from sdpo_jax.types import Messages
+
+if TYPE_CHECKING:
+  from sdpo_jax.serving.account import Account
+
+
+def replay(account: Account, adapter: str, examples: Sequence[TrainingExample]) -> list[LearnedTurns]:
+  """Learns examples; returns what came of every step.
+
+  Those that were learned in one version are learned together, in the order of the versions, and those that were not
+  learned at last. All of them are looked at before the first one is learned.
+
+  Args:
+    account: of the owner.
+    adapter: the id of the one that learns.
+    examples: of any adapter.
+
+  Raises:
+    InvalidRequest: an example that cannot be written for this model, named by its number.
+    ServiceError, UserError: as `feedback.run`; what was learned before stays.
+  """
+  service, most = account.service, account.service.settings.limits.max_items
+  items = [_item(account, example, number) for number, example in enumerate(examples)]
+  requests = []
+  for group in _groups(examples):
+    for start in range(0, len(group), most):
+      part = group[start : start + most]
+      last = examples[part[-1]]
+      numbers = sorted({examples[number].turn for number in part})
+      request = make_request(
+        [items[number] for number in part],
+        last.update,
+        service.settings,
+        teacher=last.teacher,
+        guards=last.guards,
+        detail=measuring.DETAIL,
+        top=MOST_TOP,
+        source={'replayed': {'session': last.session, 'turns': numbers}},
+      )
+      requests.append((request, items[part[-1]], numbers))
+  learned = []
+  for request, item, numbers in requests:
+    began = time.monotonic()
+    answer = account.feedback(adapter, None, request)
+    learned.append(classroom.said_of(account, answer, item, numbers, began))
+  return learned
+
+
+def _groups(examples: Sequence[TrainingExample]) -> list[list[int]]:
+  """Returns the numbers of examples that were learned together, rehearsals first, in the order of learning."""
+  groups: dict[tuple[str, int], list[int]] = {}
+  never = 2**62
+  first = {session: number for number, session in reversed(list(enumerate(each.session for each in examples)))}
+  for number, example in enumerate(examples):
+    for version in example.versions or [never]:
+      groups.setdefault((example.session, version), []).append(number)
+  order = sorted(groups, key=lambda key: (key[1], first[key[0]]))
+  return [sorted(groups[key], key=lambda number: examples[number].kind != 'rehearsal') for key in order]
+
+
+def _item(account: Account, example: TrainingExample, number: int) -> Item:
+  """Returns what is learned of an example by the model that is served here."""
+  service = account.service
+  shown = {name: getattr(example, name) for name in ('feedback', 'environment', 'demonstration')}
+  with service.tokenizing:
+    if example.tokenizer == fingerprint(service.tokenizer):
+      tokens = {name: list(getattr(example, name)) for name in ('prompt_tokens', 'tokens', 'teacher_prompt')}
+      return Item(**tokens, log_probs=example.log_probs, **shown)
+    try:
+      return _rewritten(account, example, shown)
+    except (InvalidRequest, UserError) as error:
+      raise InvalidRequest(f'examples[{number}]: {error}', field=f'examples[{number}]') from error
+
+
+def _rewritten(account: Account, example: TrainingExample, shown: Mapping[str, str | None]) -> Item:
+  """Returns an example as the template and the tokenizer here write it; nobody has drawn these tokens."""
+  service = account.service
+  form = form_of(template_of(service.tokenizer, example.tools)) if example.tools else None
+  dialogue = Dialogue(service.tokenizer, service.chat, tools=example.tools, stop_token_ids=service.stop_token_ids)
+  dialogue.check(form)
+  asked = _asked(dialogue, example, form)
+  if len(asked.tokens) > service.max_prompt:
+    raise InvalidRequest(
+      f'its conversation has {len(asked.tokens)} tokens here, and {service.max_prompt} are read at most '
+      '(serve.prompt_buckets).'
+    )
+  text = _written(example.text, example.said, example.calls, example.tool_form, form)
+  tokens = dialogue.answer(text, example.ended)
+  if not 0 < len(tokens) <= service.max_completion:
+    raise InvalidRequest(
+      f'its proposal has {len(tokens)} tokens here, and 1 to {service.max_completion} are learned '
+      '(serve.response_buckets).'
+    )
+  demonstration = example.demonstration
+  if example.demonstrated and form is not None:
+    demonstration = '\n'.join(write_call(_call(call), form) for call in example.demonstrated)
+  said = teaching.Said(demonstration, example.feedback, example.environment)
+  attempt = tokens if example.show_attempt else None
+  prompt = teaching.teacher_prompt(dialogue, asked, said, service.reprompting.config, attempt)
+  return Item(
+    prompt_tokens=asked.tokens, tokens=tokens, teacher_prompt=prompt, **{**shown, 'demonstration': demonstration}
+  )
+
+
+def _asked(dialogue: Dialogue, example: TrainingExample, form: Form | None) -> Asked:
+  """Returns the prompt of an example: answers are spliced in as they are written here."""
+  asked: Asked | None = None
+  pending: Messages = []
+  answer: list[int] | None = None
+  for message in [*example.messages, None]:
+    if message is not None and 'calls' not in message:
+      pending.append({'role': message['role'], 'content': message['content']})
+      continue
+    if asked is None:
+      asked = dialogue.begin(pending)
+    else:
+      asked = dialogue.after(asked.tokens, answer, pending)
+    if message is not None:
+      text = _written(message['content'], message['said'], message['calls'], example.tool_form, form)
+      pending, answer = [], dialogue.answer(text, True)
+  return asked
+
+
+def _written(text: str, said: str, calls: Sequence[Mapping[str, Any]], before: str | None, form: Form | None) -> str:
+  """Returns an answer of a model that wrote calls in the form `before`, in the form of this one."""
+  if before == form or form is None or not calls:
+    return text
+  return '\n'.join(filter(None, (said, *(write_call(_call(call), form) for call in calls))))
+
+
+def _call(call: Mapping[str, Any]) -> ToolCall:
+  return ToolCall(call['name'], call['arguments'])

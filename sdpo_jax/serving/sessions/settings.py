@@ -1,0 +1,127 @@
+"""What a session is opened with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+from typing import Any
+
+from sdpo_jax.config import ServeConfig
+from sdpo_jax.errors import short_repr
+from sdpo_jax.serving import teachers
+from sdpo_jax.serving.errors import InvalidRequest
+from sdpo_jax.serving.feedback_request import learning_of
+from sdpo_jax.serving.guards import Guards
+from sdpo_jax.serving.sampling import SampleOptions
+from sdpo_jax.serving.sessions import fields
+
+MOST_TOOLS = 128
+LONGEST_TITLE = 200  # Characters.
+_SAMPLING = ('max_tokens', 'temperature', 'top_p', 'top_k', 'min_p', 'stop')
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionSettings:
+  """How proposals are drawn, and how what is said of them is learned."""
+
+  system: str | None = None  # The system message; None: none, or what the chat template writes by itself.
+  tools: Sequence[Mapping[str, Any]] = ()  # JSON schemas, as chat templates take them.
+  title: str = ''
+  min_sdpo_examples: int = 1  # Examples that are learned together; fewer wait.
+  teacher: Mapping[str, Any] | None = None  # As `teachers.choose` reads it; None: the adapter's.
+  update: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # As `feedback_request.learning_of` reads it.
+  guards: Mapping[str, Any] | None = None  # Limits of the session, as `guards.Guards.of` reads them.
+  sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Of `_SAMPLING`.
+  learn_from_results: bool = False  # A tool that has failed is a lesson, too.
+  rehearse: int = 0  # Newest approved proposals that are learned beside a correction, as their own demonstrations.
+  # The teacher also reads the denied proposal. The paper measures that it teaches worse then (Table 6).
+  show_attempt: bool = False
+
+  @classmethod
+  def from_json(cls, values: Any) -> SessionSettings:
+    """Returns settings of a request, of which each may be left out; numbers of the service are checked by `check`.
+
+    Raises:
+      InvalidRequest: naming the field.
+    """
+    names = [field.name for field in dataclasses.fields(cls)]
+    said = {name: value for name, value in fields.known(values, names, 'A session').items() if value is not None}
+    read = {
+      'system': fields.text,
+      'tools': lambda value, field: tuple(fields.listed(value, field, MOST_TOOLS, _tool)),
+      'title': lambda value, field: fields.text(value, field, longest=LONGEST_TITLE),
+      'min_sdpo_examples': lambda value, field: fields.whole(value, field, 1, 2**31 - 1),
+      'teacher': lambda value, field: fields.mapping(teachers.settings_of(value), field),
+      'update': fields.mapping,
+      'guards': fields.mapping,
+      'sampling': _sampling,
+      'learn_from_results': fields.flag,
+      'rehearse': lambda value, field: fields.whole(value, field, 0, 2**31 - 1),
+      'show_attempt': fields.flag,
+    }
+    return cls(**{name: read[name](value, name) for name, value in said.items()})
+
+  def to_json(self) -> dict[str, Any]:
+    """Returns what `from_json` reads."""
+    return fields.jsonable(dataclasses.asdict(self), 'settings')
+
+  def check(self, serve: ServeConfig, *, max_completion: int, vocab_size: int) -> None:
+    """Raises InvalidRequest for settings that the service cannot do.
+
+    Args:
+      serve: settings of the service.
+      max_completion: tokens of a completion at most.
+      vocab_size: tokens that the model knows.
+    """
+    if self.teacher is not None:
+      teachers.check(self.teacher)
+    Guards.of(serve.guards, self.guards)
+    _, _, steps = learning_of(self.update, serve.learning, serve.topk)
+    if not 1 <= steps <= serve.limits.max_steps:
+      raise InvalidRequest(
+        f'steps must be between 1 and {serve.limits.max_steps}, not {short_repr(steps)}.', field='update.steps'
+      )
+    together = self.min_sdpo_examples + self.rehearse
+    if together > serve.limits.max_items:
+      raise InvalidRequest(
+        f'min_sdpo_examples={self.min_sdpo_examples} and rehearse={self.rehearse} are {together} completions to be '
+        f'learned together, and {serve.limits.max_items} are at most (serve.limits.max_items): lower one of them.',
+        field='min_sdpo_examples',
+      )
+    self.options(None).checked(max_completion=max_completion, vocab_size=vocab_size)
+
+  def options(self, seed: int | None, stop_token_ids: Sequence[int] = ()) -> SampleOptions:
+    """Returns how proposals are drawn.
+
+    Args:
+      seed: of one proposal; None: another one every time.
+      stop_token_ids: tokens that end one, beside the model's own.
+    """
+    return SampleOptions(**self.sampling, seed=seed, stop_token_ids=tuple(stop_token_ids))
+
+
+def _tool(value: Any, field: str) -> dict[str, Any]:
+  """Returns the JSON schema of a tool: {"type": "function", "function": {"name": …, "parameters": …}}."""
+  tool = fields.mapping(value, field)
+  function = tool.get('function', tool)
+  if not isinstance(function, Mapping) or not isinstance(function.get('name'), str) or not function['name']:
+    raise InvalidRequest(
+      f'{field} must be {{"type": "function", "function": {{"name": …, "description": …, "parameters": …}}}}.',
+      field=field,
+    )
+  return tool
+
+
+def _sampling(value: Any, field: str) -> dict[str, Any]:
+  said = fields.mapping(value, field)
+  for name in said:
+    if name not in _SAMPLING:
+      raise InvalidRequest(
+        f'sampling has no {short_repr(name)}; there are {", ".join(_SAMPLING)}.', field=f'sampling.{name}'
+      )
+  stop = said.get('stop')
+  if isinstance(stop, str):
+    said['stop'] = [stop]
+  elif stop is not None and not isinstance(stop, list):
+    raise InvalidRequest(f'sampling.stop must be a list of texts, not {short_repr(stop)}.', field='sampling.stop')
+  return {name: each for name, each in said.items() if each is not None}

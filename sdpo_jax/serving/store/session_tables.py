@@ -1,0 +1,288 @@
+"""The tables of sessions in the database: a session, its turns, and the examples that were or will be learned from them.
+
+What is written here is acknowledged, and is on the disk when a transaction ends. All rows name their adapter, with which
+they are erased. What an example waits for is a version whose details name it: where a process died between the commit
+of the version and the note of it here, `reconcile` makes the note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+import json
+import sqlite3
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+if TYPE_CHECKING:
+  from sdpo_jax.serving.store.database import Database
+
+NAMES = frozenset({'sessions', 'session_turns', 'session_examples'})
+TABLES = """
+CREATE TABLE IF NOT EXISTS sessions (
+  id TEXT PRIMARY KEY, adapter TEXT NOT NULL, created REAL NOT NULL, token TEXT NOT NULL, revision INTEGER NOT NULL,
+  record TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS sessions_of_adapter ON sessions (adapter);
+CREATE TABLE IF NOT EXISTS session_turns (
+  session TEXT NOT NULL, n INTEGER NOT NULL, adapter TEXT NOT NULL, prompt_tokens BLOB NOT NULL, tokens BLOB NOT NULL,
+  log_probs BLOB NOT NULL, kept_tokens BLOB, record TEXT NOT NULL, PRIMARY KEY (session, n));
+CREATE INDEX IF NOT EXISTS session_turns_of_adapter ON session_turns (adapter);
+CREATE TABLE IF NOT EXISTS session_examples (
+  id INTEGER PRIMARY KEY, session TEXT NOT NULL, n INTEGER NOT NULL, kind TEXT NOT NULL, adapter TEXT NOT NULL,
+  state TEXT NOT NULL, head INTEGER NOT NULL, versions TEXT NOT NULL, teacher_prompt BLOB NOT NULL,
+  record TEXT NOT NULL, UNIQUE (session, n, kind));
+CREATE INDEX IF NOT EXISTS session_examples_of_adapter ON session_examples (adapter, state)
+"""
+State = Literal['waiting', 'learned', 'rejected']
+
+
+@dataclasses.dataclass(frozen=True)
+class SessionRow:
+  """A session as it is kept."""
+
+  id: str
+  adapter: str
+  created: float
+  token: str  # The SHA-256 of its token, in hex.
+  revision: int  # How often it has changed.
+  record: Mapping[str, Any]  # As JSON: all else.
+
+
+@dataclasses.dataclass(frozen=True)
+class TurnRow:
+  """A turn as it is kept."""
+
+  n: int
+  prompt_tokens: Sequence[int]
+  tokens: Sequence[int]
+  log_probs: np.ndarray  # [T] float32.
+  kept_tokens: Sequence[int] | None
+  record: Mapping[str, Any]  # As JSON: all else.
+
+
+@dataclasses.dataclass(frozen=True)
+class ExampleRow:
+  """An example as it is kept."""
+
+  session: str
+  n: int  # Of the turn.
+  kind: str  # There is one of each kind of a turn at most.
+  state: State
+  head: int  # The version that the adapter was at when this was written: it was learned in a later one, if it was.
+  versions: Sequence[int]  # In which it was learned.
+  teacher_prompt: Sequence[int]
+  record: Mapping[str, Any]  # As JSON: all else.
+
+
+# What is read.
+
+
+def session(database: Database, adapter: str, id: str) -> SessionRow | None:
+  """Returns a session of an adapter; None: it has no such."""
+  rows = database.read(f'SELECT {_SESSION} FROM sessions WHERE id = ? AND adapter = ?', (id, adapter))
+  return _session(rows[0]) if rows else None
+
+
+def sessions(database: Database, adapter: str) -> list[SessionRow]:
+  """Returns the sessions of an adapter, the oldest first."""
+  query = f'SELECT {_SESSION} FROM sessions WHERE adapter = ? ORDER BY created, id'
+  return [_session(row) for row in database.read(query, (adapter,))]
+
+
+def turns(database: Database, session: str, first: int = 0) -> list[TurnRow]:
+  """Returns the turns of a session from a number on, in order."""
+  query = f'SELECT {_TURN} FROM session_turns WHERE session = ? AND n >= ? ORDER BY n'
+  return [_turn(row) for row in database.read(query, (session, first))]
+
+
+def turn(database: Database, session: str, n: int) -> TurnRow | None:
+  """Returns a turn of a session; None: there is none of this number."""
+  rows = database.read(f'SELECT {_TURN} FROM session_turns WHERE session = ? AND n = ?', (session, n))
+  return _turn(rows[0]) if rows else None
+
+
+def turns_back(database: Database, session: str, before: int, count: int) -> list[TurnRow]:
+  """Returns so many turns of a session before a number, the newest first."""
+  query = f'SELECT {_TURN} FROM session_turns WHERE session = ? AND n < ? ORDER BY n DESC LIMIT ?'
+  return [_turn(row) for row in database.read(query, (session, before, count))]
+
+
+def examples(
+  database: Database, adapter: str, *, session: str | None = None, state: State | None = None
+) -> list[ExampleRow]:
+  """Returns the examples of an adapter, or of one of its sessions, or those in one state, in the order of being written."""
+  query, values = f'SELECT {_EXAMPLE} FROM session_examples WHERE adapter = ?', [adapter]
+  for column, value in (('session', session), ('state', state)):
+    if value is not None:
+      query, values = f'{query} AND {column} = ?', [*values, value]
+  return [_example(row) for row in database.read(f'{query} ORDER BY id', values)]
+
+
+# What is written, within a transaction.
+
+
+def put_session(rows: sqlite3.Connection, row: SessionRow) -> None:
+  """Adds a session."""
+  values = (row.id, row.adapter, row.created, row.token, row.revision, json.dumps(row.record))
+  rows.execute(f'INSERT INTO sessions ({_SESSION}) VALUES (?, ?, ?, ?, ?, ?)', values)
+
+
+def advance(rows: sqlite3.Connection, session: str, revision: int) -> bool:
+  """Notes that a session changes; returns whether it is there, and has not changed since it had this revision."""
+  query = 'UPDATE sessions SET revision = revision + 1 WHERE id = ? AND revision = ?'
+  return rows.execute(query, (session, revision)).rowcount == 1
+
+
+def put_turn(rows: sqlite3.Connection, session: str, adapter: str, row: TurnRow) -> None:
+  """Adds a turn."""
+  rows.execute(
+    f'INSERT INTO session_turns (session, adapter, {_TURN}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)',
+    (
+      session,
+      adapter,
+      row.n,
+      _ids(row.prompt_tokens),
+      _ids(row.tokens),
+      np.asarray(row.log_probs, '<f4').tobytes(),
+      None if row.kept_tokens is None else _ids(row.kept_tokens),
+      json.dumps(row.record),
+    ),
+  )
+
+
+def change_turn(
+  rows: sqlite3.Connection, session: str, n: int, record: Mapping[str, Any], kept: Sequence[int] | None
+) -> None:
+  """Gives a turn another record, and other tokens that stand for it."""
+  query = 'UPDATE session_turns SET record = ?, kept_tokens = ? WHERE session = ? AND n = ?'
+  rows.execute(query, (json.dumps(record), None if kept is None else _ids(kept), session, n))
+
+
+def put_example(rows: sqlite3.Connection, adapter: str, row: ExampleRow) -> None:
+  """Adds an example; one of the same kind and turn stays as it is."""
+  rows.execute(
+    f'INSERT OR IGNORE INTO session_examples (adapter, {_EXAMPLE}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)',
+    (
+      adapter,
+      row.session,
+      row.n,
+      row.kind,
+      row.state,
+      row.head,
+      json.dumps(list(row.versions)),
+      _ids(row.teacher_prompt),
+      json.dumps(row.record),
+    ),
+  )
+
+
+def note_learned(
+  rows: sqlite3.Connection, references: Iterable[tuple[str, int, str]], version: int | None, said: Mapping[str, Any]
+) -> None:
+  """Notes that examples were learned in a version, and what is said of it with their turns.
+
+  Args:
+    rows: of the transaction.
+    references: session, turn and kind of each; those that are there no more are left out.
+    version: None: a guard has rejected it.
+    said: as JSON, `learned` of the turns from now on.
+  """
+  for session, n, kind in references:
+    found = rows.execute(
+      'SELECT id, versions FROM session_examples WHERE session = ? AND n = ? AND kind = ?', (session, n, kind)
+    ).fetchall()
+    for id, versions in found:
+      learned = json.loads(versions) + ([] if version is None else [version])
+      state = 'rejected' if not learned else 'learned'
+      values = (state, json.dumps(sorted(set(learned))), id)
+      rows.execute('UPDATE session_examples SET state = ?, versions = ? WHERE id = ?', values)
+    if kind != REHEARSAL:
+      query = 'SELECT record FROM session_turns WHERE session = ? AND n = ?'
+      for (record,) in rows.execute(query, (session, n)).fetchall():
+        values = (json.dumps({**json.loads(record), 'learned': said}), session, n)
+        rows.execute('UPDATE session_turns SET record = ? WHERE session = ? AND n = ?', values)
+
+
+def erase_session(rows: sqlite3.Connection, session: str) -> None:
+  """Erases a session, its turns and its examples."""
+  rows.execute('DELETE FROM sessions WHERE id = ?', (session,))
+  for table in ('session_turns', 'session_examples'):
+    rows.execute(f'DELETE FROM {table} WHERE session = ?', (session,))
+
+
+# What was learned and not noted.
+
+REHEARSAL = 'rehearsal'  # Of examples that are learned beside others, any number of times.
+SOURCE = 'session'  # In the details of a version: {'id': …, 'turns': […], 'examples': [[n, kind], …]}.
+
+
+def reconcile(database: Database, adapter: str | None = None) -> int:
+  """Notes which of the examples that wait were learned already, as versions say; returns how many versions say so.
+
+  Args:
+    database: that knows the versions.
+    adapter: whose examples they are; None: of all.
+  """
+  query = "SELECT adapter, min(head) FROM session_examples WHERE state = 'waiting'"
+  if adapter is None:
+    waiting = database.read(f'{query} GROUP BY adapter')
+  else:
+    waiting = database.read(f'{query} AND adapter = ? GROUP BY adapter', (adapter,))
+  noted = 0
+  for id, head in waiting:
+    open_ones = {(row.session, row.n, row.kind) for row in examples(database, id, state='waiting')}
+    for known in database.versions(id):
+      if known.number <= head or known.manifest is None:
+        continue
+      version = known.manifest.version
+      source = version.details.get(SOURCE)
+      if not isinstance(source, Mapping) or version.reason != 'feedback':
+        continue
+      named = [(source['id'], n, kind) for n, kind in source['examples']]
+      if open_ones.isdisjoint(named):
+        continue
+      said = {
+        'version_before': version.number - 1,
+        'version_after': version.number,
+        'accepted': True,
+        'reason': None,
+        'turns': list(source['turns']),
+        'waiting': 0,
+        'divergence_before': None,
+        'divergence_after': None,
+        'moved': [],
+        'seconds': None,
+      }
+      with database.writing(full=True) as rows:
+        note_learned(rows, named, version.number, said)
+      noted += 1
+  return noted
+
+
+_SESSION = 'id, adapter, created, token, revision, record'
+_TURN = 'n, prompt_tokens, tokens, log_probs, kept_tokens, record'
+_EXAMPLE = 'session, n, kind, state, head, versions, teacher_prompt, record'
+
+
+def _session(row: tuple) -> SessionRow:
+  return SessionRow(*row[:-1], json.loads(row[-1]))
+
+
+def _turn(row: tuple) -> TurnRow:
+  n, prompt, tokens, log_probs, kept, record = row
+  kept = None if kept is None else _list(kept)
+  return TurnRow(n, _list(prompt), _list(tokens), np.frombuffer(log_probs, '<f4'), kept, json.loads(record))
+
+
+def _example(row: tuple) -> ExampleRow:
+  *first, versions, teacher_prompt, record = row
+  return ExampleRow(*first, json.loads(versions), _list(teacher_prompt), json.loads(record))
+
+
+def _ids(tokens: Sequence[int]) -> bytes:
+  return np.asarray(tokens, '<i4').tobytes()
+
+
+def _list(content: bytes) -> list[int]:
+  return np.frombuffer(content, '<i4').tolist()

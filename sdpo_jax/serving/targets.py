@@ -1,0 +1,27 @@
+"""What is sampled from or scored with."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from sdpo_jax.serving import names
+from sdpo_jax.serving.engine import BASE
+from sdpo_jax.serving.records import Adapter, engine_name
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+  """A version of an adapter, or the model without one."""
+
+  adapter: Adapter | None  # None: the model without an adapter.
+  number: int | None  # Of the version.
+
+  @property
+  def engine_name(self) -> str:
+    """Its name in the engine."""
+    return BASE if self.adapter is None else engine_name(self.adapter.id, self.number)
+
+  @property
+  def lora_uri(self) -> str | None:
+    """Its address; None: it is the model without an adapter."""
+    return None if self.adapter is None else names.lora_uri(self.adapter.id, self.number)
