@@ -21,6 +21,7 @@ from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.types import Tree
 
 COMPILED = '/jax/core/compile/backend_compile_duration'  # What JAX reports when it compiles, or reads from its cache.
+FEEDBACK = 'feedback/'  # Begins the kinds of the sampler with which the student writes feedback.
 EVALUATION = 'evaluation/'  # Begins the labels and names of programs that only evaluation uses.
 
 

@@ -94,6 +94,9 @@ class Outcome:
   # Of questions with several graders, or a weighted one: what each that applies gave, by its name, before its weight.
   rewards: Mapping[str, float] = dataclasses.field(default_factory=dict)
   wanted: bool = True  # False: without a score because nobody asked for one; then nothing is missing.
+  # What a model that was asked for feedback wrote (`actor.self_distillation.feedback_model`), or why it wrote nothing.
+  written: str | None = None
+  unwritten: str | None = None
 
   @classmethod
   def ungraded(cls, reason: str) -> Outcome:

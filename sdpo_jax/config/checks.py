@@ -48,6 +48,7 @@ TEMPLATE_ARGUMENTS = (
   'tokenizer_kwargs',
   'truncation',
 )
+FEEDBACK_FIELDS = ('attempt', 'prompt', 'output')
 FIREWORKS_MOST = 5  # Log-probs at a position.
 JUDGE_FIELDS = ('completion', 'question', 'ground_truth')
 CHANGES = ('tokenizer', 'model', 'data', 'graders')  # What a resumed run may accept, see overrides.ACCEPTABLE.
@@ -73,6 +74,7 @@ def check(config: schema.Config, *, trains: bool = True) -> None:
   _check_teacher(config)
   _check_reprompting(config.actor.self_distillation)
   _check_algorithm(config)
+  _check_written_feedback(config)
   _check_batches(config)
   _check_optimizer(config.optimizer)
   _check_trainer(config, trains)
@@ -445,6 +447,7 @@ def _check_algorithm(config: schema.Config) -> None:
     f'{_DISTILLATION}.teacher_endpoint.url': sd.teacher_endpoint.used,
     'trainer.test_divergence': config.trainer.test_divergence,
     'rollout.sampled_by': config.rollout.sampled_by == 'teacher',
+    f'{_DISTILLATION}.feedback_model': bool(sd.feedback_model),
   }
   for name, is_set in asked.items():
     _require(
@@ -452,6 +455,38 @@ def _check_algorithm(config: schema.Config) -> None:
       f'{name} has no effect with algorithm.sdpo_coef=0, which leaves no teacher: raise that, or leave {name} at its '
       'default.',
     )
+
+
+def _check_written_feedback(config: schema.Config) -> None:
+  sd = config.actor.self_distillation
+  endpoint, section, default = sd.feedback_endpoint, f'{_DISTILLATION}.feedback_endpoint', type(sd)()
+  asked = f'{_DISTILLATION}.feedback_model={sd.feedback_model!r}'
+  if sd.feedback_model != 'endpoint':
+    for name in ('url', 'model', 'api_key_env'):
+      # Addresses are not quoted, which can hold a key.
+      _require(
+        not getattr(endpoint, name),
+        f"{section}.{name} has no effect with {asked}: set that to 'endpoint', or leave {name} empty.",
+      )
+  if not sd.feedback_model:
+    for name in ('feedback_max_prompt_len', 'feedback_max_tokens', 'feedback_temperature', 'feedback_keeps_output'):
+      value, unset = getattr(sd, name), getattr(default, name)
+      _require(
+        value == unset,
+        f'{_DISTILLATION}.{name}={value} has no effect, as nobody writes feedback: set {_DISTILLATION}.feedback_model, or '
+        f'leave it at {unset}.',
+      )
+    return
+  _check_template(f'{_DISTILLATION}.feedback_prompt_template', sd.feedback_prompt_template, FEEDBACK_FIELDS, 'writer')
+  _require(
+    config.actor.policy_loss.loss_mode == 'sdpo' and sd.teacher_context == 'reprompt',
+    f"{asked} has no effect without a teacher that reads it: set actor.policy_loss.loss_mode to 'sdpo' and "
+    f"{_DISTILLATION}.teacher_context to 'reprompt', or empty it.",
+  )
+  if sd.feedback_model == 'endpoint':
+    _require(bool(endpoint.url.strip()), f"{section}.url is empty: name an endpoint, or set feedback_model to 'self'.")
+    check_address(endpoint.url, f'{section}.url', f'{section}.api_key_env')
+    _require(bool(endpoint.model.strip()), f'{section}.model is empty: set it to the name of the writing model there.')
 
 
 def _check_reprompting(sd: schema.SelfDistillationConfig) -> None:

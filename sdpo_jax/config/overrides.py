@@ -60,6 +60,11 @@ RESUMABLE = (
   'actor.self_distillation.teacher_endpoint.batch_timeout_s',
   'actor.self_distillation.teacher_endpoint.retries',
   'actor.self_distillation.teacher_endpoint.concurrency',
+  # How a writer of feedback is asked.
+  'actor.self_distillation.feedback_endpoint.api_key_env',
+  'actor.self_distillation.feedback_endpoint.timeout_s',
+  'actor.self_distillation.feedback_endpoint.retries',
+  'actor.self_distillation.feedback_endpoint.concurrency',
   'serve',
   'plan',
 )
@@ -87,6 +92,9 @@ NAMED: dict[str, tuple[str, ...]] = {
   'What is served there is taken to be the same environments.judge.model': ('environments.judge.base_url',),
   'What is served there is taken to be the same actor.self_distillation.teacher_endpoint.model': (
     'actor.self_distillation.teacher_endpoint.url',
+  ),
+  'What is served there is taken to be the same actor.self_distillation.feedback_endpoint.model': (
+    'actor.self_distillation.feedback_endpoint.url',
   ),
 }
 

@@ -264,6 +264,20 @@ class TeacherEndpointConfig:
 
 
 @dataclasses.dataclass
+class FeedbackEndpointConfig:
+  url: str = setting(
+    '',
+    "OpenAI-compatible endpoint that writes feedback for feedback_model='endpoint', e.g. http://localhost:8000/v1; ${NAME} "
+    'as in environments.http.url.',
+  )
+  model: str = setting('', 'Name of the writing model there.')
+  api_key_env: str = setting('', 'Environment variable with the key that is sent as a bearer token; empty: none is.')
+  timeout_s: float = setting(120.0, 'Seconds within which an answer must be complete.')
+  retries: int = setting(3, 'Attempts after the first, with growing pauses, as for environments.http.')
+  concurrency: int = setting(16, 'Requests under way at once, of each process of the run.')
+
+
+@dataclasses.dataclass
 class SelfDistillationConfig:
   full_logit_distillation: bool = setting(
     True, 'Distil distributions; false: the sampled token only (alpha must be 1).'
@@ -318,6 +332,11 @@ class SelfDistillationConfig:
     'Over-long teacher prompts: shorten the demonstration and feedback; or, as the reference, cut tokens from the '
     'right (loses the instruction and the assistant header) or left; or end with an error.',
   )
+  teach_successes: bool = setting(
+    True,
+    'Completions that are successes are taught, too, with another success of their group as the demonstration, as in the '
+    "reference. False: they are demonstrations only, and count for the policy gradient of algorithm.mode='hybrid'.",
+  )
   dont_reprompt_on_self_success: bool = setting(True, 'A completion is never its own demonstration.')
   remove_thinking_from_demonstration: bool = setting(
     True, 'Strip thinking from demonstrations and failed attempts, as thinking_rule recognises it.'
@@ -349,6 +368,27 @@ class SelfDistillationConfig:
   )
   attempt_template: str = setting(
     '\nYour unsuccessful earlier attempt:\n\n{attempt}', 'How the failed attempt is shown, before the feedback.'
+  )
+
+  feedback_model: Literal['', 'self', 'endpoint'] = setting(
+    '',
+    "Who writes feedback on failures, which the teacher reads behind the grader's. Empty: nobody; 'self': the model that is "
+    "trained, as it is when it draws the completions; 'endpoint': feedback_endpoint. See docs/sessions.md.",
+  )
+  feedback_endpoint: FeedbackEndpointConfig = setting(FeedbackEndpointConfig, 'A server that writes feedback.')
+  feedback_prompt_template: str = setting(
+    'An attempt to answer a question has failed. Say what is wrong with it and how to do better, in a few sentences; do '
+    'not write the whole answer.\n\nQuestion:\n{prompt}\n\nAttempt:\n{attempt}\n\nWhat the grader said:\n{output}',
+    'What the writer of feedback reads; may use {prompt}, {attempt} and {output}, what the grader said.',
+  )
+  feedback_max_prompt_len: int | None = setting(
+    None,
+    'Tokens of that at most, the chat template included; attempt and output are shortened. None: max_reprompt_len.',
+  )
+  feedback_max_tokens: int = setting(512, 'Tokens of written feedback at most.')
+  feedback_temperature: float = setting(0.0, 'Sampling temperature of the writer; 0 is greedy.')
+  feedback_keeps_output: bool = setting(
+    True, "Where include_environment_feedback shows the grader's own feedback, it stays in front of what is written."
   )
 
 

@@ -6,20 +6,19 @@ tags with a number drawn for that request alone, so that a completion cannot pre
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 import json
 import re
 import secrets
 from typing import Any
 
 from sdpo_jax.config import EnvironmentsConfig, JudgeConfig
-from sdpo_jax.environments import json_server, remote
+from sdpo_jax.environments import chat_endpoint, json_server, remote
 from sdpo_jax.environments.outcomes import encodable
 from sdpo_jax.environments.registry import register_factory
 from sdpo_jax.environments.thinking import without_thinking
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import jsonable
-from sdpo_jax.types import Example, Messages, Outcome
+from sdpo_jax.types import Example, Outcome
 
 NAME = 'judge'
 MAX_LINES = 10_000  # Of an answer: the score is searched for in each.
@@ -43,18 +42,15 @@ class Judge:
   limits_itself = True
 
   def __init__(self, settings: JudgeConfig):
-    prefix, example = 'environments.judge', 'http://localhost:8000/v1'
-    url, secret = json_server.read_address(settings.base_url, f'{prefix}.base_url', example)
-    url = url.rstrip('/')
-    if url.endswith('/chat/completions'):
-      raise UserError(f'{prefix}.base_url must end before /chat/completions, which is added to it, as in {example}.')
+    prefix = 'environments.judge'
+    url, secret = chat_endpoint.read_address(settings.base_url, f'{prefix}.base_url')
     if not settings.model.strip():
       raise UserError(f'{prefix}.model is empty: set it to the name of the judging model at the endpoint.')
     key = json_server.read_secret(settings.api_key_env, f'{prefix}.api_key_env', required=False)
     self._settings = settings
     self._remote = remote.Remote(
       NAME,
-      f'{url}/chat/completions',
+      url,
       secrets=secret,
       authorization=f'Bearer {key}' if key else '',
       timeout_s=settings.timeout_s,
@@ -94,34 +90,19 @@ def question(example: Example, completion: str, truncated: bool, template: str, 
     answer += '\n(The answer was cut off here, at the limit of its length.)'
   truth = example.ground_truth
   return template.format(
-    question=conversation(example.messages),
+    question=chat_endpoint.conversation(example.messages),
     completion=answer,
     ground_truth=truth if isinstance(truth, str) else json.dumps(jsonable(truth), ensure_ascii=False),
   )
 
 
-def conversation(messages: Messages) -> str:
-  """The text of a single message; of several, each under the name of its role."""
-  if len(messages) == 1:
-    return messages[0]['content']
-  return '\n\n'.join(f'{message["role"]}:\n{message["content"]}' for message in messages)
-
-
 def outcome(answer: Any) -> Outcome:
   """The outcome of a chat completion; raises json_server.Fault, worth another attempt, if there is no score in it."""
-  choices = answer.get('choices') if isinstance(answer, Mapping) else None
-  choice = choices[0] if isinstance(choices, list) and choices else None
-  message = choice.get('message') if isinstance(choice, Mapping) else None
-  content = message.get('content') if isinstance(message, Mapping) else None
-  if not isinstance(content, str):
-    raise json_server.Fault(
-      f"its answer has no text in 'choices[0].message.content': {json_server.quoted(answer)}", again=True
-    )
+  content, cut = chat_endpoint.answered(answer)
   if len(content.splitlines()) > MAX_LINES:
     raise json_server.Fault(f"the judge's answer has more than {MAX_LINES} lines: {_end(content)}", again=True)
   score, critique = read_critique(content)
   if score is None:
-    cut = choice.get('finish_reason') == 'length'
     hint = '; it was cut off, so raise environments.judge.max_tokens' if cut else ''
     raise json_server.Fault(
       f"the judge's answer has no line 'Score: x' with x from 0 to 1{hint}: {_end(content)}", again=True

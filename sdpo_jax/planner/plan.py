@@ -363,7 +363,8 @@ def _memory(
   """GiB on one device by what is held while a program runs."""
   held = held_bytes(program, answer.argument_bytes)
   padding = answer.arguments_in_all - sum(held.values())
-  if program.kind in SAMPLING:
+  kind = program.kind.removeprefix(registry.FEEDBACK)  # A sampler like that of the completions.
+  if kind in SAMPLING:
     # All of the copy is there, also what this program does not read.
     held['sampling weights'] = max(held.pop('parameters', 0.0), sampling_weights or 0.0)
   made = max(0, answer.results - answer.aliased)
@@ -376,7 +377,7 @@ def _memory(
     'gather document': 'gathered base',
     'zero': 'gradients',
   }
-  results = made_of.get(program.kind, 'results')
+  results = made_of.get(kind, 'results')
   held[results] = held.get(results, 0.0) + made
   held['temporaries'] = answer.temporaries
   held['padding'] = padding

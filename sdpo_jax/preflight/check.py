@@ -32,7 +32,7 @@ from sdpo_jax.teacher.context import build_teacher_context, shorten_middle
 from sdpo_jax.teacher.documents import read_texts
 from sdpo_jax.teacher.room import check_reprompts, check_room
 from sdpo_jax.teacher.signal import check_base
-from sdpo_jax.training import endpoint_teacher, teacher_model
+from sdpo_jax.training import endpoint_teacher, feedback_writing, teacher_model
 from sdpo_jax.training.directory import fingerprint, remains
 from sdpo_jax.training.directory.published import newest
 from sdpo_jax.training.directory.workdir import check_workdir
@@ -85,7 +85,7 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> Report:
   elif ObjectiveSpec.from_config(config).reads_teacher:
     check_base(config.actor.self_distillation, abstract_parameters(policy, mesh)[0])
   policy = policy.on(mesh, config.model.attention)
-  with endpoint_teacher.opened(local) as endpoint:
+  with endpoint_teacher.opened(local) as endpoint, feedback_writing.opened(local):
     if endpoint is not None:
       endpoint_teacher.check(endpoint, local, tokenizer)
   sections, odd = [], []

@@ -200,6 +200,9 @@ class Sampler:
     base: Tree,
     trainable: Tree,
     prompt_token_ids: Sequence[Sequence[int]],
+    *,
+    numbers: Sequence[int] | None = None,
+    between: Callable[[], None] = lambda: None,
     **options: Unpack[SamplingOptions],
   ) -> Iterator[Completion]:
     """Yields completions as they finish; the next steps are under way while the caller looks at one.
@@ -208,6 +211,8 @@ class Sampler:
       base: frozen parameters.
       trainable: trainable parameters.
       prompt_token_ids: token ids of each prompt, at least one.
+      numbers: of the first sample of each prompt, the others having the next ones; None: 0, n, 2·n and so on.
+      between: called before every `decode_chunk` tokens; what it raises ends the request.
       **options: `SamplingOptions`.
 
     Returns:
@@ -216,7 +221,11 @@ class Sampler:
     Raises:
       UserError: a prompt that is empty or over its limit, or max_tokens over its limit or below 1.
     """
-    return self._stream(base, trainable, self.request(prompt_token_ids, **options))
+    request = self.request(prompt_token_ids, **options)
+    if numbers is not None:
+      pairs = zip(request.samples, numbers, strict=True)
+      request = dataclasses.replace(request, samples=[dataclasses.replace(each, first=first) for each, first in pairs])
+    return self._stream(base, trainable, request, between=between)
 
   def stream_drafts(
     self,
@@ -331,6 +340,10 @@ class Sampler:
   def prepare(self, base: Tree, trainable: Tree) -> tuple[Tree, Tree]:
     """Returns both trees as slots read them; the base is prepared once."""
     return self._base(base), self._functions.prepare(trainable)
+
+  def share_base(self, other: Sampler) -> None:
+    """Reads what another sampler of the same policy has prepared of the frozen parameters, of which there is one copy."""
+    self._base = other._base
 
   def open_slots(self, parameters: tuple[Tree, Tree], stop_ids: int) -> Slots:
     """Returns slots that stay, for requests of any of the sampler's buckets; there is nothing in them.

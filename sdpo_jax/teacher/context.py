@@ -198,15 +198,17 @@ def build_teacher_context(
   shown = [shown_text(text, config) for text in texts]
   for row in range(count):
     right = successes.get(group[row], ())
+    taught = config.teach_successes or row not in right
     # Of an ungraded completion nobody knows whether it needs teaching.
-    teachable = config.include_demonstration and graded[row]
+    teachable = config.include_demonstration and graded[row] and taught
     candidates = [success for success in right if shown[success] is not None] if teachable else ()
     chosen = choose_demonstration(row, candidates, config, sample_ids=sample_ids, seed=seed, step=step)
     solution = None if chosen is None else shown[chosen]
     solutions.append(solution)
     failed = graded[row] and row not in right
     attempts.append(shown[row] if config.include_failed_attempt and failed else None)
-    used.append(None if config.environment_feedback_only_without_solution and solution is not None else feedback[row])
+    shown_instead = config.environment_feedback_only_without_solution and solution is not None
+    used.append(None if shown_instead or not taught else feedback[row])
   mask = np.array([s is not None or f is not None for s, f in zip(solutions, used, strict=True)], np.float32)
 
   prompts = [
@@ -382,12 +384,18 @@ def fitted(
       f'{setting}={limit} leaves no room for a demonstration or feedback: the prompt and the instruction alone take '
       f'{len(best[1])} tokens; raise it above data.max_prompt_length plus the templates.'
     )
-  return _longest(shortened, best, longest, limit, None if whole is None else len(whole))[1], True
+  return longest_that_fits(shortened, best, longest, limit, None if whole is None else len(whole))[1], True
 
 
 def _feedback(outcome: Outcome, config: SelfDistillationConfig) -> str | None:
-  text = outcome.feedback if outcome.graded else None
-  return text if config.include_environment_feedback and isinstance(text, str) and text.strip() else None
+  """Return what the teacher may read about a completion: what its grader said, and what a model wrote about it."""
+  if not outcome.graded:
+    return None
+  said = outcome.feedback if config.include_environment_feedback and isinstance(outcome.feedback, str) else None
+  said = said if said and said.strip() else None
+  if not config.feedback_model or outcome.written is None:
+    return said
+  return outcome.written if said is None or not config.feedback_keeps_output else f'{said}\n\n{outcome.written}'
 
 
 def _fit(
@@ -435,17 +443,17 @@ def _fit(
       f'{len(best[1])} tokens with the chat template; raise it above data.max_prompt_length plus the templates.'
     )
   longest = max(len(text or '') for text in (solution, feedback, tried))
-  return *_longest(attempt, best, longest, limit, None if tokens is None else len(tokens)), True
+  return *longest_that_fits(attempt, best, longest, limit, None if tokens is None else len(tokens)), True
 
 
-def _longest(
+def longest_that_fits(
   attempt: Callable[[int], tuple[_Asked, list[int]]],
   best: tuple[_Asked, list[int]],
   longest: int,
   limit: int,
   whole: int | None,
 ) -> tuple[_Asked, list[int]]:
-  """About the longest of the shortened prompts that fit.
+  """Return about the longest of the shortened prompts that fit.
 
   Args:
     attempt: maps the characters that each text may have to what is asked then and its tokens.

@@ -33,9 +33,11 @@ from sdpo_jax.evaluation.names import nearest
 from sdpo_jax.teacher.context import TeacherContext
 from sdpo_jax.teacher.documents import read_texts
 from sdpo_jax.teacher.endpoint import Endpoint
+from sdpo_jax.teacher.feedback_endpoint import FeedbackEndpoint
 from sdpo_jax.training import (
   divergence,
   endpoint_teacher,
+  feedback_writing,
   initial_policy,
   records,
   resuming,
@@ -156,8 +158,12 @@ def steps_of(
   alarms.rules(config)
   with Preemption(config.trainer.preemption_grace_s, functools.partial(newest, workdir)) as stop:
     try:
-      with Graders(config.environments) as graders, endpoint_teacher.opened(config) as endpoint:
-        return (yield from _steps_of(config, workdir, graders, endpoint, stop, restart, announce))
+      with (
+        Graders(config.environments) as graders,
+        endpoint_teacher.opened(config) as endpoint,
+        feedback_writing.opened(config) as writer,
+      ):
+        return (yield from _steps_of(config, workdir, graders, endpoint, writer, stop, restart, announce))
     except StoppedError:  # Before its first step, when there was nothing to save.
       step = newest(workdir)
       return Result(epath.Path(workdir), step, True, {}, '…', deadline=stop.deadline, exit_code=stop.exit_code)
@@ -168,6 +174,7 @@ def _steps_of(
   workdir: epath.PathLike,
   graders: Graders,
   endpoint: Endpoint | None,
+  writer: FeedbackEndpoint | None,
   stop: Preemption,
   restart: bool,
   announce: Callable[[str], None],
@@ -195,7 +202,7 @@ def _steps_of(
     if continuation.step == 0:
       check_adapter(config)
     session, parameters = make_session(config, workdir, tokenizer, texts=texts, teaches=True)
-    session.endpoint = endpoint
+    session.endpoint, session.feedback_endpoint = endpoint, writer
     stop.check()
     table = session.policy.parameter_table()
     if session.spec.needs_initial_policy:
@@ -489,6 +496,8 @@ class _Run:
         state, report = run_update(session, state, batch, starting, stop)
     self.hold(step, state, Unfinished())
     metrics.update(records.rollout_metrics(graded, config))
+    if feedback_writing.is_used(config):
+      metrics.update(records.feedback_metrics(graded))
     metrics.update(records.update_metrics(report, batch, session))
     metrics.update(records.divergence_metrics(report, batch, graded))
     if config.rollout.steps_off:
@@ -519,6 +528,9 @@ class _Run:
       position, examples = self.ahead.ask()
     self.together.meet(f'the questions of step {later}')
     graded = rollout_and_grade(self.session, self.graders, state, examples, later, timer, self.preemption)
+    if feedback_writing.is_used(self.session.config):
+      with timer('feedback'):
+        feedback_writing.write(self.session, graded, state, sampling_seed(state), later, self.preemption)
     self.preemption.check()
     self.ahead.add(Drawn(later, step, position, graded))
     return graded

@@ -21,6 +21,7 @@ from sdpo_jax.teacher.context import TeacherContext
 from sdpo_jax.training.batching import GenerationBatch
 from sdpo_jax.training.session import Session
 from sdpo_jax.training.step import GradedRollouts, UpdateReport, rollout_correction
+from sdpo_jax.types import Outcome
 
 
 def token_mean(values: Mapping[str, np.ndarray], name: str, mask: np.ndarray) -> float:
@@ -64,6 +65,17 @@ def _rollout_metrics(graded: GradedRollouts, rows: np.ndarray, config: Config) -
 def _mean(values: np.ndarray) -> float:
   """Return the mean, NaN for no values."""
   return values.mean() if len(values) else math.nan
+
+
+def feedback_metrics(graded: GradedRollouts) -> dict[str, float]:
+  """`feedback/*`: on how many failures of a batch a model was asked for feedback and wrote none, and how much it wrote."""
+  written = [len(outcome.written) for outcome in graded.outcomes if outcome.written is not None]
+  failed = sum(outcome.unwritten is not None for outcome in graded.outcomes)
+  return {
+    'feedback/asked': len(written) + failed,
+    'feedback/failed': failed,
+    'feedback/characters_mean': _mean(np.array(written)),
+  }
 
 
 def success_rates(graded: GradedRollouts, config: Config) -> dict[str, float]:
@@ -214,6 +226,7 @@ def write_rollouts(
         'ungraded': graded.outcomes[row].reason,
         **({'rewards': jsonable(graded.outcomes[row].rewards)} if graded.outcomes[row].rewards else {}),
         'feedback': None if feedback is None else excerpt(feedback),
+        **_written(graded.outcomes[row]),
         'teacher_prompt': excerpt_messages(context.messages[row]) if taught else None,
         'divergence': [jsonable(round(float(value), 6)) for value in divergence[row, :length]]
         if taught and divergence is not None
@@ -221,6 +234,12 @@ def write_rollouts(
       }
     )
   write_atomically(folder / f'{step}.jsonl', ''.join(json.dumps(line, allow_nan=False) + '\n' for line in lines))
+
+
+def _written(outcome: Outcome) -> dict[str, str]:
+  """Return the entries of a line of `rollouts/<step>.jsonl` about feedback that a model was asked to write."""
+  entries = {'written_feedback': outcome.written, 'unwritten': outcome.unwritten}
+  return {name: excerpt(text) for name, text in entries.items() if text is not None}
 
 
 def write_evaluation(workdir: epath.Path, step: int, evaluation: Evaluation) -> None:

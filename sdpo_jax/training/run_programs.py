@@ -7,7 +7,8 @@ metrics.jsonl and checkpoints). Names of the sampler's: `prepare` (its copy of t
 `admit/P×T` (a prompt's cache into the rows of its samples) and `decode/P×T`; of a cache that is small at first, with C
 slots, `admit/P×T@C`, `decode/P×T@C` and `resize/P×T@C`; of fewer rows R, `decode/P×T#R` and what leads there,
 `resize/P×T#R`, or `compact/P×T#R` where the cache keeps its size. What evaluation alone uses is `evaluation/…`: beside
-the sampler's, `divergence/P×T` and the programs of the teacher's sampler, `teacher/…`, where the divergence is measured.
+the sampler's, `divergence/P×T` and the programs of the teacher's sampler, `teacher/…`, where the divergence is measured. `feedback/…` are those of the sampler
+with which the student writes feedback.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from sdpo_jax import programs
 from sdpo_jax.config import Config
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.objective.spec import COEFFICIENTS, ObjectiveSpec
-from sdpo_jax.programs import EVALUATION, Program, Run
+from sdpo_jax.programs import EVALUATION, FEEDBACK, Program, Run
 from sdpo_jax.rollout import decode, functions, sizes
 from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.rollout.sampling import SamplingParams
 from sdpo_jax.teacher.signal import Teacher, check_base, self_teacher
-from sdpo_jax.training import batching, divergence, initial_policy, teacher_model
+from sdpo_jax.training import batching, divergence, feedback_writing, initial_policy, teacher_model
 from sdpo_jax.training.checkpoint import digests
 from sdpo_jax.training.checkpoint.checkpoints import abstract
 from sdpo_jax.training.update import abstract_state, make_update
@@ -224,6 +225,17 @@ def sampling_programs(run: Run) -> dict[str, Program]:
     return _of_sampler(run, *student, training + evaluation)
   found = _of_sampler(run, *_teacher(run), training)
   return found | _of_sampler(run, *student, evaluation) if evaluation else found
+
+
+@programs.register
+def feedback_programs(run: Run) -> dict[str, Program]:
+  """Return what the student calls when it writes feedback on failures: those of a sampler of other lengths."""
+  config = run.config
+  if not feedback_writing.writes_itself(config):
+    return {}
+  run = dataclasses.replace(run, config=feedback_writing.sampler_settings(config))
+  samples = config.data.train_batch_size * config.rollout.n  # There are as many failures at most.
+  return _of_sampler(run, run.policy, run.base, run.trainable, [(samples, False)], FEEDBACK)
 
 
 def resident_programs(run: Run) -> dict[str, Program]:

@@ -24,8 +24,9 @@ from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.teacher.documents import Texts, read_texts
 from sdpo_jax.teacher.endpoint import Endpoint
+from sdpo_jax.teacher.feedback_endpoint import FeedbackEndpoint
 from sdpo_jax.teacher.signal import Teacher, check_base, self_teacher
-from sdpo_jax.training import cartridges, teacher_model
+from sdpo_jax.training import cartridges, feedback_writing, teacher_model
 from sdpo_jax.training.optimizer import check_excluded
 from sdpo_jax.training.update import Update, abstract_state, make_update
 from sdpo_jax.types import Tree
@@ -55,6 +56,8 @@ class Session:
     None  # Trainable parameters as the run began, `initial_policy`; None: the objective needs none.
   )
   teachers_sampler: Sampler | None = None  # None: the teacher writes nothing.
+  feedback_sampler: Sampler | None = None  # With which the student writes feedback; None: it writes none.
+  feedback_endpoint: FeedbackEndpoint | None = None  # A server that writes feedback.
 
   def writer(self, trainable: Tree) -> tuple[Sampler, Tree, Tree]:
     """Return who writes the completions that are learned from: a sampler, and the base and trainable tree that it reads.
@@ -195,7 +198,7 @@ def make_session(
     check_base(config.actor.self_distillation, base)
   reader = teacher or self_teacher(policy, config.actor.self_distillation)
   sampler = functools.partial(
-    make_sampler, config, tokenizer=tokenizer, mesh=mesh, least=config.data.train_batch_size * config.rollout.n
+    make_sampler, tokenizer=tokenizer, mesh=mesh, least=config.data.train_batch_size * config.rollout.n
   )
   # Where nothing is trained, as for an export, nobody reads the document.
   writes = config.rollout.sampled_by == 'teacher' or config.trainer.test_divergence
@@ -206,15 +209,18 @@ def make_session(
     policy=policy,
     base=base,
     mesh=mesh,
-    sampler=sampler(policy=policy),
+    sampler=sampler(config, policy=policy),
     spec=spec,
     teacher=reader if spec.reads_teacher else None,
     update=make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), reader),
     flops_per_token=flops.forward_flops_per_token(policy.parameter_table()),
     update_flops_per_token=flops.update_flops_per_token(policy.parameter_table()),
     teacher_flops_per_token=flops.forward_flops_per_token(reader.policy.parameter_table()),
-    teachers_sampler=sampler(policy=reader.policy) if teacher is not None and writes else None,
+    teachers_sampler=sampler(config, policy=reader.policy) if teacher is not None and writes else None,
   )
+  if feedback_writing.writes_itself(config):
+    session.feedback_sampler = sampler(feedback_writing.sampler_settings(config), policy=policy)
+    session.feedback_sampler.share_base(session.sampler)
   return session, trainable
 
 

@@ -1,0 +1,144 @@
+"""Feedback on failures that a model writes: of which completions, what the writer reads, what counts as written."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+import dataclasses
+
+import numpy as np
+
+from models.chat_template import TEMPLATE_ERRORS
+from sdpo_jax.config import SelfDistillationConfig
+from sdpo_jax.data.prompts import ChatFormat, Tokenizer, bounded_chat_tokens, chat_tokens
+from sdpo_jax.environments.chat_endpoint import conversation
+from sdpo_jax.environments.outcomes import encodable, graded_of, scores_of
+from sdpo_jax.environments.thinking import without_thinking
+from sdpo_jax.errors import first_line
+from sdpo_jax.teacher.context import (
+  longest_that_fits,
+  shorten_end,
+  shorten_middle,
+  shown_text,
+  successes_by_group,
+)
+from sdpo_jax.types import Messages, Outcome
+
+NO_OUTPUT = '(nothing)'  # In the place of what a grader had to say.
+
+
+class UnwrittenError(Exception):
+  """Why there is no feedback on a completion, in words."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+  """What a writer of feedback is asked about one completion."""
+
+  row: int  # In the generation batch.
+  messages: Messages
+  tokens: list[int]  # The same as the model that is trained reads it.
+
+
+def rows_to_write(
+  group: Sequence[Hashable] | np.ndarray,
+  texts: Sequence[str],
+  outcomes: Sequence[Outcome],
+  config: SelfDistillationConfig,
+) -> list[int]:
+  """Return the completions that get feedback: graded failures whose teacher will read it.
+
+  Where `environment_feedback_only_without_solution` is set, the teacher of a group with a success that can be shown
+  reads that, and nothing is written.
+
+  Args:
+    group: [N] completions of one question share a value.
+    texts: [N] completions without special tokens.
+    outcomes: [N] their grades.
+    config: settings.
+  """
+  graded, group = graded_of(outcomes), list(group)
+  successes = successes_by_group(scores_of(outcomes), group, config.success_reward_threshold)
+  shown = {
+    of
+    for of, rows in successes.items()
+    if config.include_demonstration and any(shown_text(texts[row], config) is not None for row in rows)
+  }
+  alone = config.environment_feedback_only_without_solution
+  return [
+    row
+    for row, of in enumerate(group)
+    if graded[row] and row not in successes.get(of, ()) and not (alone and of in shown)
+  ]
+
+
+def ask(
+  row: int,
+  question: Messages,
+  attempt: str,
+  output: str | None,
+  config: SelfDistillationConfig,
+  tokenizer: Tokenizer,
+  chat: ChatFormat,
+) -> Asked:
+  """Return what the writer is asked about a completion, shortened to `feedback_prompt_len` tokens.
+
+  The attempt loses its middle and what the grader said its end; the question and the template stay whole.
+
+  Args:
+    row: of the completion.
+    question: that it answers.
+    attempt: its text.
+    output: what the grader said of it.
+    config: template and limit.
+    tokenizer: of the model that is trained, by which lengths count for other writers, too.
+    chat: how messages become its tokens.
+
+  Raises:
+    UnwrittenError: question and template alone are too long, or the chat template refuses them.
+  """
+  attempt = shown_text(attempt, config) or ''
+  output = output if isinstance(output, str) and output.strip() else NO_OUTPUT
+  limit, prompt = feedback_prompt_len(config), conversation(question)
+
+  def shortened(length: int) -> Messages:
+    said = config.feedback_prompt_template.format(
+      prompt=prompt, attempt=shorten_middle(attempt, length), output=shorten_end(output, length)
+    )
+    return [{'role': 'user', 'content': said}]
+
+  def measured(length: int) -> tuple[Messages, list[int]]:
+    messages = shortened(length)
+    return messages, chat_tokens(tokenizer, [messages], chat)[0]
+
+  longest = max(len(attempt), len(output))
+  whole = shortened(longest)
+  try:
+    [tokens] = bounded_chat_tokens(tokenizer, [whole], limit, chat)
+    if tokens is not None and len(tokens) <= limit:
+      return Asked(row, whole, tokens)
+    best = measured(1)
+    if len(best[1]) > limit:
+      raise UnwrittenError(
+        f'the question and the template alone take {len(best[1])} tokens, more than '
+        f'actor.self_distillation.feedback_max_prompt_len={limit}'
+      )
+    return Asked(row, *longest_that_fits(measured, best, longest, limit, None if tokens is None else len(tokens)))
+  except TEMPLATE_ERRORS as error:
+    raise UnwrittenError(f'the chat template refuses the prompt of the writer: {first_line(error)}') from error
+
+
+def feedback_prompt_len(config: SelfDistillationConfig) -> int:
+  """Return the tokens that a writer's prompt may have: `feedback_max_prompt_len`, or those of the teacher's."""
+  return config.max_reprompt_len if config.feedback_max_prompt_len is None else config.feedback_max_prompt_len
+
+
+def read(text: str) -> str:
+  """Return the feedback in what a writer said, without what it thought to itself.
+
+  Raises:
+    UnwrittenError: there is nothing in it.
+  """
+  said = encodable(without_thinking(text).strip())
+  if not said:
+    raise UnwrittenError('the writer said nothing' + (', or thought until its limit' if text.strip() else ''))
+  return said

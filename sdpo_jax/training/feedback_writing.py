@@ -1,0 +1,185 @@
+"""Feedback on the failures of a generation batch, written by the model that is trained or by a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+import contextlib
+import dataclasses
+import logging
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from sdpo_jax.config import Config
+from sdpo_jax.data.prompts import ChatFormat
+from sdpo_jax.distributed.collectives import gathered
+from sdpo_jax.distributed.stopping import Stop, StoppedError
+from sdpo_jax.errors import UserError
+from sdpo_jax.objective.spec import ObjectiveSpec
+from sdpo_jax.rollout.buckets import Buckets
+from sdpo_jax.teacher.feedback import Asked, UnwrittenError, ask, feedback_prompt_len, read, rows_to_write
+from sdpo_jax.teacher.feedback_endpoint import SECTION, FeedbackEndpoint
+from sdpo_jax.types import Outcome, TrainState
+
+if TYPE_CHECKING:
+  from sdpo_jax.training.session import Session
+  from sdpo_jax.training.step import GradedRollouts
+
+NOISE = 0x5EEDBAC  # Parts the writer's noise from that of the completions, which have the same numbers.
+
+
+def is_used(config: Config) -> bool:
+  """Return whether a model writes feedback."""
+  return bool(config.actor.self_distillation.feedback_model) and ObjectiveSpec.from_config(config).reprompts
+
+
+def writes_itself(config: Config) -> bool:
+  """Return whether the model that is trained does."""
+  return is_used(config) and config.actor.self_distillation.feedback_model == 'self'
+
+
+def sampler_settings(config: Config) -> Config:
+  """Return settings whose prompts and completions are the writer's prompts and its feedback, for its sampler.
+
+  Prompts have the lengths of the teacher's where they have their limit. Strings that end a completion do not end feedback.
+  """
+  sd, data = config.actor.self_distillation, config.data
+  most, limit = sd.feedback_max_tokens, feedback_prompt_len(sd)
+  buckets = Buckets.of(config).reprompt if sd.feedback_max_prompt_len is None else ()
+  return dataclasses.replace(
+    config,
+    data=dataclasses.replace(
+      data, max_prompt_length=limit, prompt_buckets=buckets, max_response_length=most, response_buckets=(most,)
+    ),
+    rollout=dataclasses.replace(config.rollout, stop=()),
+  )
+
+
+@contextlib.contextmanager
+def opened(config: Config) -> Iterator[FeedbackEndpoint | None]:
+  """Yield the writer at the endpoint that the settings name, to which nothing has been sent yet; None: there is none.
+
+  Raises:
+    UserError: no address, or an environment variable that is not there.
+  """
+  if not is_used(config) or writes_itself(config):
+    yield None
+    return
+  with FeedbackEndpoint(config.actor.self_distillation) as endpoint:
+    yield endpoint
+
+
+def write(session: Session, graded: GradedRollouts, state: TrainState, seed: int, step: int, stop: Stop) -> None:
+  """Add what a model writes about the failures of a graded batch to their outcomes; all processes have the same.
+
+  A completion about which nothing is written keeps what its grader said.
+
+  Args:
+    session: of the run.
+    graded: completions with their outcomes, which get `written` or `unwritten`.
+    state: of which the model writes that is trained.
+    seed: of the run's noise.
+    step: of the batch.
+    stop: whether the run is to stop, which does not wait for feedback.
+
+  Raises:
+    UserError: nothing could be written at all; the state is whole.
+    StoppedError: as `stop` said; likewise.
+  """
+  config, rollouts = session.config, graded.rollouts
+  sd = config.actor.self_distillation
+  found: dict[int, str | UnwrittenError] = {}
+  asked: list[Asked] = []
+  chat = ChatFormat.of(config)
+  for row in rows_to_write(rollouts.group, rollouts.text, graded.outcomes, sd):
+    question = graded.examples[rollouts.group[row]].messages
+    try:
+      asked.append(ask(row, question, rollouts.text[row], graded.outcomes[row].feedback, sd, session.tokenizer, chat))
+    except UnwrittenError as error:
+      found[row] = error
+  if asked and writes_itself(config):
+    found |= _by_model(session, graded, state, asked, seed, step, stop)
+  elif asked:
+    found |= _by_endpoint(session.feedback_endpoint, asked, stop)
+  for row, said in found.items():
+    graded.outcomes[row] = _with(graded.outcomes[row], said)
+  _check(session, found, step)
+
+
+def _with(outcome: Outcome, said: str | UnwrittenError) -> Outcome:
+  if isinstance(said, UnwrittenError):
+    return dataclasses.replace(outcome, unwritten=str(said))
+  return dataclasses.replace(outcome, written=said)
+
+
+def _by_model(
+  session: Session,
+  graded: GradedRollouts,
+  state: TrainState,
+  asked: Sequence[Asked],
+  seed: int,
+  step: int,
+  stop: Stop,
+) -> dict[int, str | UnwrittenError]:
+  """Return what the model that is trained writes, by row; the noise is that of the step and the number of the sample."""
+  sd = session.config.actor.self_distillation
+  rows = {int(graded.sample_ids[each.row]): each.row for each in asked}
+  written = session.feedback_sampler.stream(
+    session.base,
+    state.trainable,
+    [each.tokens for each in asked],
+    numbers=list(rows),
+    between=stop.check,
+    n=1,
+    seed=int(np.random.SeedSequence([seed, NOISE]).generate_state(1)[0]),
+    step=step,
+    max_tokens=sd.feedback_max_tokens,
+    temperature=sd.feedback_temperature,
+  )
+  found: dict[int, str | UnwrittenError] = {}
+  for done in written:
+    try:
+      found[rows[done.sample]] = read(done.text)
+    except UnwrittenError as error:
+      found[rows[done.sample]] = error
+  return {each.row: found[each.row] for each in asked}
+
+
+def _by_endpoint(endpoint: FeedbackEndpoint, asked: Sequence[Asked], stop: Stop) -> dict[int, str | UnwrittenError]:
+  """Return what a server writes, by row; every process asks about its share."""
+  shares = [asked[first :: jax.process_count()] for first in range(jax.process_count())]
+  try:
+    said: list[str | UnwrittenError] | StoppedError = endpoint.write(shares[jax.process_index()], stop)
+  except StoppedError as error:
+    if jax.process_count() == 1:
+      raise
+    said = error  # The others wait for this share: they must hear of it.
+  found = {}
+  for share, written in zip(shares, gathered(said, 'the end of writing feedback'), strict=True):
+    if isinstance(written, StoppedError):
+      raise written
+    found |= {each.row: text for each, text in zip(share, written, strict=True)}
+  return found
+
+
+def _check(session: Session, found: dict[int, str | UnwrittenError], step: int) -> None:
+  """Say how much could not be written.
+
+  Raises:
+    UserError: nothing of it. (Not of a single completion, nor of the model's own feedback after the first step: it would
+      write the same again after every resume.)
+  """
+  reasons = [str(said) for said in found.values() if isinstance(said, UnwrittenError)]
+  if not reasons:
+    return
+  own = writes_itself(session.config)
+  if len(reasons) == len(found) and (step == 1 if own else len(found) > 1):
+    section = 'actor.self_distillation'
+    way_out = (
+      f'change {section}.feedback_prompt_template or raise {section}.feedback_max_tokens, and start in another --workdir'
+      if own
+      else f'see that {session.feedback_endpoint.public_url} ({SECTION}.url) answers, then start the same command again'
+    )
+    raise UserError(f'Nobody wrote feedback on any of {len(found)} failures: {reasons[0]}; {way_out}.')
+  logging.warning('No feedback was written on %d of %d failures; the first: %s.', len(reasons), len(found), reasons[0])
