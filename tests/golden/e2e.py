@@ -20,13 +20,13 @@ from tests.golden.toy_policy import ToyPolicy
 TOLERANCES = {'float64': 1e-9, 'float32': 1e-5}
 
 
-def check(directory: Path) -> Report:
-  """Trains every case in `directory`/*.npz in float64 and float32; compares weights and metrics after each call."""
+def check(directory: Path, dtypes: tuple[str, ...] = tuple(TOLERANCES)) -> Report:
+  """Trains every case in `directory`/*.npz in each of `dtypes`; compares weights and metrics after each call."""
   report = Report('e2e')
   for path in sorted(directory.glob('*.npz')):
     report.cases += 1
     case = load(path)
-    for dtype in TOLERANCES:
+    for dtype in dtypes:
       with jax.enable_x64(dtype == 'float64'):
         _check_case(report, path.stem, case, dtype)
   return report

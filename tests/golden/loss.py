@@ -24,16 +24,16 @@ TOLERANCES = {
 }
 
 
-def check(directory: Path, only: slice = slice(None)) -> Report:
+def check(directory: Path, only: slice = slice(None), dtypes: tuple[str, ...] = tuple(TOLERANCES)) -> Report:
   """Checks `directory`/*.npz (or the part `only` of them), which are counted, and errors.json, which is not.
 
-  Every case runs in float64 and float32, from logits and, where the logits are finite, through hidden states with an
+  Every case runs in each of `dtypes`, from logits and, where the logits are finite, through hidden states with an
   identity unembedding and chunks that divide neither tokens nor vocabulary.
   """
   report = Report('loss')
   for path in sorted(directory.glob('*.npz'))[only]:
     report.cases += 1
-    _check_case(report, path.stem, load(path))
+    _check_case(report, path.stem, load(path), dtypes)
   errors = directory / 'errors.json'
   if errors.exists() and only == slice(None):
     for case in json.loads(errors.read_text()):
@@ -96,7 +96,7 @@ def _value_and_gradient(static, path, traced, student, teacher, targets, mask, c
   return loss, aux['divergence'] * aux['ratio'], gradient
 
 
-def _check_case(report: Report, name: str, case: dict) -> None:
+def _check_case(report: Report, name: str, case: dict, dtypes: tuple[str, ...]) -> None:
   config, info = case['config_json'], case['info_json']
   student, teacher = case['student_logits'], case['teacher_logits']
   loss_mask = case['response_mask'] * case.get('self_distillation_mask', np.ones(len(student)))[:, None]
@@ -109,7 +109,7 @@ def _check_case(report: Report, name: str, case: dict) -> None:
   finite = finite and np.isfinite(np.where((usable | (loss_mask > 0))[..., None], teacher, 0)).all()
   static, traced = _settings(config, loss_mask.size, student.shape[-1])
   support = case['topk_indices'] if info['topk_boundary_tie'] else None
-  for dtype in ('float64', 'float32'):
+  for dtype in dtypes:
 
     def cast(x, dtype=dtype):
       return None if x is None else jnp.asarray(x, dtype)
