@@ -3,7 +3,7 @@
 import pytest
 
 from models import tokenizer as tokenizers
-from sdpo_jax.serving.token_texts import TokenTexts
+from models.token_texts import TokenTexts
 from tests import tiny, tokenizer_styles
 from tests.tokenizer_styles import STYLES
 

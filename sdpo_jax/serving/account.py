@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from models.adapters import peft_files
+from models.token_texts import TokenTexts
 from sdpo_jax.errors import UserError, short_repr
 from sdpo_jax.rollout.engine import Completion
 from sdpo_jax.serving import adapter_settings, differences, feedback, names, prompts
@@ -29,7 +30,6 @@ from sdpo_jax.serving.scoring import Scored
 from sdpo_jax.serving.sessions.sessions import Sessions
 from sdpo_jax.serving.store.store import Request, StoredResponse
 from sdpo_jax.serving.targets import Target
-from sdpo_jax.serving.token_texts import TokenTexts
 
 if TYPE_CHECKING:
   from sdpo_jax.serving.service import Service

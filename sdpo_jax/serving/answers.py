@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from models.token_texts import TokenTexts
 from sdpo_jax.serving.feedback_request import FeedbackRequest
 from sdpo_jax.serving.guards import Canaries, Check
 from sdpo_jax.serving.learning import Learned, Said
 from sdpo_jax.serving.lessons import Prepared
 from sdpo_jax.serving.losses import Loss, Sdpo
 from sdpo_jax.serving.records import Version
-from sdpo_jax.serving.token_texts import TokenTexts
 
 _DIGITS = 7  # Behind the point, of numbers that were float32.
 _LISTS = ('log_probs_before', 'log_probs_after', 'teacher_log_probs', 'advantages', 'divergence', 'entropy')

@@ -21,6 +21,7 @@ from models import directories, huggingface, identity, parameters
 from models.adapters import peft_files
 from models.decoder import DecoderPolicy
 from models.families import registry
+from models.token_texts import TokenTexts
 from sdpo_jax.config import Config
 from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.distributed.stopping import StoppedError
@@ -38,7 +39,6 @@ from sdpo_jax.serving.peft_transfer import Served
 from sdpo_jax.serving.settings import engine_settings
 from sdpo_jax.serving.store.store import Retention, Store
 from sdpo_jax.serving.store.versions import Base
-from sdpo_jax.serving.token_texts import TokenTexts
 from sdpo_jax.serving.turns import Turns
 from sdpo_jax.serving.worker import Worker
 from sdpo_jax.teacher.endpoint import Endpoint

@@ -17,12 +17,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from models.token_texts import TokenTexts
 from sdpo_jax.serving import names
 from sdpo_jax.serving.account import Account
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.records import Adapter
 from sdpo_jax.serving.sampling import SampleDone
-from sdpo_jax.serving.token_texts import TokenTexts
 from sdpo_jax.serving.web import events, openai_jobs, openai_logprobs
 from sdpo_jax.serving.web.errors import as_json
 from sdpo_jax.serving.web.events import Event

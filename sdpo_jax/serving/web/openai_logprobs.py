@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from models.token_texts import TokenTexts
 from sdpo_jax.serving.scoring import Scored
-from sdpo_jax.serving.token_texts import TokenTexts
 
 MINUS_INFINITY = -9999.0  # What stands for no probability at all, JSON having nothing for it.
 
