@@ -170,7 +170,9 @@ class Dialogue:
     tag = '<tool_call>' if form == 'hermes' else '<|python_tag|>'
     closed = text.rfind('</think>') + len('</think>') if '</think>' in text else 0
     at = text.find(tag, closed)
-    before = text[:at] if at >= 0 else text[:closed] if form == 'llama3' else text
+    said = text[closed:]
+    thinking = text[: closed + len(said) - len(said.lstrip())] if closed else ''
+    before = text[:at] if at >= 0 else thinking  # Without a tag the whole answer is the call.
     written = '\n'.join(write_call(call, form) for call in calls)
     if form == 'llama3' and at >= 0:
       written = tag + written
