@@ -38,17 +38,21 @@ def world(tmp_path_factory):
       owner: stack.enter_context(TestClient(app, base_url='http://localhost', headers={'X-API-Key': secret}))
       for owner, secret in secrets.items()
     }
-    own, samples = {}, {}
+    own, samples, sessions = {}, {}, {}
     for owner, client in clients.items():
       made = client.post(f'{ROOT}/adapters', json={'name': f'first-of-{owner}'})
       assert made.status_code == 201, made.text
       own[owner] = made.json()['id']
       samples[owner] = draw(client, own[owner])['completions'][0]['sample_id']
+      opened = client.post(f'{ROOT}/adapters/{own[owner]}/sessions', json={})
+      assert opened.status_code == 201, opened.text
+      sessions[owner] = opened.json()
     yield types.SimpleNamespace(
       app=app,
       service=service,
       own=own,
       samples=samples,
+      sessions=sessions,
       logged=logged,
       secrets=secrets,
       ada=clients['ada'],
@@ -293,6 +297,7 @@ def test_events_tell_what_happened_and_read_on(world):
 # Nobody reaches what another one has.
 
 FEEDBACK = {'feedback': 'Be brief.', 'prompt_tokens': [1], 'tokens': [2]}
+SESSION = f'{ROOT}/adapters/{{adapter}}/sessions/{{session}}'
 # (method, path) → what a request to it holds that would do something on an adapter of one's own.
 REQUESTS = {
   ('GET', f'{ROOT}/adapters/{{adapter}}'): {},
@@ -307,6 +312,20 @@ REQUESTS = {
   ('GET', f'{ROOT}/adapters/{{adapter}}/export/{{file}}'): {},
   ('GET', f'{ROOT}/adapters/{{adapter}}/events'): {},
   ('POST', f'{ROOT}/adapters/{{adapter}}/feedback'): {'json': FEEDBACK},
+  ('GET', f'{ROOT}/adapters/{{adapter}}/sessions'): {},
+  ('POST', f'{ROOT}/adapters/{{adapter}}/sessions'): {'json': {}},
+  ('GET', SESSION): {},
+  ('DELETE', SESSION): {},
+  ('POST', f'{SESSION}/turns'): {'json': {'messages': MESSAGES}},
+  ('POST', f'{SESSION}/turns/{{n}}/decision'): {'json': {'decision': 'deny', 'correction': 'Be brief.'}},
+  ('POST', f'{SESSION}/turns/{{n}}/results'): {'json': {'results': [{'call': 0, 'ok': True, 'text': ''}]}},
+  ('POST', f'{SESSION}/turns/{{n}}/retry'): {'json': {}},
+  ('POST', f'{SESSION}/flush'): {'json': {}},
+  ('GET', f'{ROOT}/adapters/{{adapter}}/examples'): {},
+  ('POST', f'{ROOT}/adapters/{{adapter}}/replay'): {
+    'content': b'{}',
+    'headers': {'Content-Type': 'application/x-ndjson'},
+  },
 }
 # (method, path) of routes that name an adapter elsewhere → a request with that name.
 LORA = {'prompt': 'Hi', 'response': 'Ho', 'feedback': 'Be brief.'}
@@ -361,9 +380,13 @@ IDS = st.text(
 ).filter(lambda text: text not in ('.', '..', 'import'))
 
 
-def refused(client, method, pattern, name, more):
-  path = pattern.replace('{adapter}', name).replace('{number}', '0').replace('{file}', 'adapter_config.json')
-  return client.request(method, path, **more)
+def refused(client, method, pattern, name, more, opened):
+  values = {'number': '0', 'file': 'adapter_config.json', 'session': opened['session']['id'], 'n': '0'}
+  path = pattern.replace('{adapter}', name)
+  for field, value in values.items():
+    path = path.replace(f'{{{field}}}', value)
+  headers = {'X-Session-Token': opened['token'], **more.get('headers', {})}
+  return client.request(method, path, **{**more, 'headers': headers})
 
 
 def without(response, name):
@@ -390,8 +413,9 @@ def test_the_tables_have_every_route(world):
 def test_what_another_owner_has_is_not_there(world, method, pattern):
   more = REQUESTS[method, pattern]
   before = world.bob.get(f'{ROOT}/adapters/{world.own["bob"]}').content, world.bob.get(f'{ROOT}/adapters').content
-  foreign = refused(world.ada, method, pattern, world.own['bob'], more)
-  unknown = refused(world.ada, method, pattern, 'ad-0000000000000000', more)
+  opened = world.sessions['bob']  # Even with the token of the session, which is another one's.
+  foreign = refused(world.ada, method, pattern, world.own['bob'], more, opened)
+  unknown = refused(world.ada, method, pattern, 'ad-0000000000000000', more, opened)
   assert foreign.status_code == 404
   assert without(foreign, world.own['bob']) == without(unknown, 'ad-0000000000000000')
   assert foreign.headers.keys() == unknown.headers.keys()
@@ -399,11 +423,23 @@ def test_what_another_owner_has_is_not_there(world, method, pattern):
   assert before == after
 
 
+@pytest.mark.parametrize('method, pattern', sorted(entry for entry in REQUESTS if '{session}' in entry[1]))
+def test_a_session_of_another_owner_is_not_there_below_ones_own_adapter(world, method, pattern):
+  bobs = f'{ROOT}/adapters/{world.own["bob"]}/sessions/{world.sessions["bob"]["session"]["id"]}'
+  before = world.bob.get(bobs).content
+  answers = []
+  for opened in (world.sessions['bob'], {'session': {'id': 'ses-0000000000000000'}, 'token': 'sst-none'}):
+    more = REQUESTS[method, pattern]
+    answer = refused(world.ada, method, pattern, world.own['ada'], more, opened)
+    answers.append(without(answer, opened['session']['id']))
+  assert answers[0] == answers[1] and answers[0][0] == 404 and world.bob.get(bobs).content == before
+
+
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=IDS)
 def test_odd_ids_are_not_there_either(world, name):
   for (method, pattern), more in REQUESTS.items():
-    response = refused(world.ada, method, pattern, name, more)
+    response = refused(world.ada, method, pattern, name, more, world.sessions['ada'])
     assert code(response) == (404, 'not_found'), (method, pattern, name, response.text)
 
 

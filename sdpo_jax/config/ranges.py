@@ -53,8 +53,9 @@ def _one(pair: tuple[float | None, float | None]) -> float:
 
 
 POSITIVE, NOT_NEGATIVE = Range(above=0), Range(at_least=0)
-TOKENS, BATCHES, SECONDS, MIB, VERSIONS, REQUESTS = (
-  Range(above=0, unit=unit) for unit in ('tokens', 'generation batches', 'seconds', 'MiB', 'versions', 'requests')
+TOKENS, BATCHES, SECONDS, MIB, BYTES, VERSIONS, REQUESTS = (
+  Range(above=0, unit=unit)
+  for unit in ('tokens', 'generation batches', 'seconds', 'MiB', 'bytes', 'versions', 'requests')
 )
 EVERY = Range(at_least=0, unit='generation batches')  # 0 stands for never or none.
 
@@ -188,6 +189,10 @@ RANGES: Mapping[str, Range] = {
   'serve.limits.max_steps': Range(above=0, unit='steps'),
   'serve.limits.max_samples': Range(above=0, unit='completions'),
   'serve.limits.max_logprobs': Range(at_least=0, unit='tokens'),
+  'serve.limits.max_sessions_per_adapter': Range(above=0, unit='sessions'),
+  'serve.limits.max_turns_per_session': Range(above=0, unit='turns'),
+  'serve.limits.max_message_bytes': BYTES,
+  'serve.limits.max_tools_bytes': BYTES,
   'serve.learning.learning_rate': POSITIVE,
   'serve.learning.steps': Range(above=0, unit='steps'),
   'serve.learning.alpha': Range(at_least=ALPHA[0], at_most=ALPHA[1]),

@@ -75,6 +75,12 @@ class LimitsConfig:
   max_logprobs: int = setting(
     20, 'Log-probs at a position that the OpenAI-compatible routes give at most; never more than serve.topk.'
   )
+  max_sessions_per_adapter: int = setting(1000, 'Sessions of one adapter that are kept.')
+  max_turns_per_session: int = setting(1000, 'Proposals of one session, denied ones included.')
+  max_message_bytes: int = setting(
+    1_000_000, 'Bytes of the messages, results, correction or arguments that one request adds to a session, at most.'
+  )
+  max_tools_bytes: int = setting(200_000, 'Bytes of the tools that a session declares, written as JSON.')
 
 
 @dataclasses.dataclass

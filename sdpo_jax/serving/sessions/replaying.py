@@ -7,17 +7,19 @@ is written anew by the template there, and calls in the form that it teaches: te
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+import json
 import time
 from typing import TYPE_CHECKING, Any
 
 from sdpo_jax.errors import UserError
 from sdpo_jax.serving.errors import InvalidRequest
-from sdpo_jax.serving.feedback_request import MOST_TOP, Item, make_request
+from sdpo_jax.serving.feedback_request import MOST_TOP, FeedbackRequest, Item, make_request
 from sdpo_jax.serving.sessions import classroom, measuring, teaching
 from sdpo_jax.serving.sessions.conversation import Asked, Dialogue, template_of
 from sdpo_jax.serving.sessions.examples import TrainingExample
 from sdpo_jax.serving.sessions.exporting import fingerprint
 from sdpo_jax.serving.sessions.records import LearnedTurns
+from sdpo_jax.serving.store.store import Request, StoredResponse
 from sdpo_jax.serving.tool_calls import Form, ToolCall, form_of, write_call
 from sdpo_jax.types import Messages
 
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
   from sdpo_jax.serving.account import Account
 
 
-def replay(account: Account, adapter: str, examples: Sequence[TrainingExample]) -> list[LearnedTurns]:
+def replay(
+  account: Account, adapter: str, examples: Sequence[TrainingExample], request: Request | None = None
+) -> list[LearnedTurns]:
   """Learns examples; returns what came of every step.
 
   Those that were learned in one version are learned together, in the order of the versions, and those that were not
@@ -35,6 +39,7 @@ def replay(account: Account, adapter: str, examples: Sequence[TrainingExample]) 
     account: of the owner.
     adapter: the id of the one that learns.
     examples: of any adapter.
+    request: of an idempotency key: a repeat of it goes on behind what it has learned before.
 
   Raises:
     InvalidRequest: an example that cannot be written for this model, named by its number.
@@ -42,13 +47,13 @@ def replay(account: Account, adapter: str, examples: Sequence[TrainingExample]) 
   """
   service, most = account.service, account.service.settings.limits.max_items
   items = [_item(account, example, number) for number, example in enumerate(examples)]
-  requests = []
+  steps = []
   for group in _groups(examples):
     for start in range(0, len(group), most):
       part = group[start : start + most]
       last = examples[part[-1]]
       numbers = sorted({examples[number].turn for number in part})
-      request = make_request(
+      asked = make_request(
         [items[number] for number in part],
         last.update,
         service.settings,
@@ -58,13 +63,43 @@ def replay(account: Account, adapter: str, examples: Sequence[TrainingExample]) 
         top=MOST_TOP,
         source={'replayed': {'session': last.session, 'turns': numbers}},
       )
-      requests.append((request, items[part[-1]], numbers))
-  learned = []
-  for request, item, numbers in requests:
-    began = time.monotonic()
-    answer = account.feedback(adapter, None, request)
-    learned.append(classroom.said_of(account, answer, item, numbers, began))
+      steps.append((asked, items[part[-1]], numbers))
+  return [_step(account, adapter, *step, request, index) for index, step in enumerate(steps)]
+
+
+def _step(
+  account: Account,
+  adapter: str,
+  asked: FeedbackRequest,
+  item: Item,
+  numbers: Sequence[int],
+  request: Request | None,
+  index: int,
+) -> LearnedTurns:
+  """Learns one step of a replay, or returns what came of it before."""
+  if request is None:
+    return _learned(account, adapter, asked, item, numbers, None)
+  part = account.part(request, index)
+  if isinstance(part, StoredResponse):
+    if part.response is not None:
+      return LearnedTurns.from_json(json.loads(part.response))
+    made = account.version(adapter, part.version)
+    return LearnedTurns(made.parent, made.number, True, None, tuple(numbers))
+  try:
+    learned = _learned(account, adapter, asked, item, numbers, part)
+  except BaseException:
+    account.abandon(part)
+    raise
+  account.finish(part, 200, json.dumps(learned.to_json()).encode())
   return learned
+
+
+def _learned(
+  account: Account, adapter: str, asked: FeedbackRequest, item: Item, numbers: Sequence[int], part: Request | None
+) -> LearnedTurns:
+  began = time.monotonic()
+  answer = account.feedback(adapter, None, asked, idempotency=part)
+  return classroom.said_of(account, answer, item, numbers, began)
 
 
 def _groups(examples: Sequence[TrainingExample]) -> list[list[int]]:

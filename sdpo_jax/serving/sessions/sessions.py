@@ -35,6 +35,7 @@ from sdpo_jax.serving.sessions.records import (
 from sdpo_jax.serving.sessions.settings import SessionSettings
 from sdpo_jax.serving.store import session_tables
 from sdpo_jax.serving.store.session_tables import ExampleRow, SessionRow
+from sdpo_jax.serving.store.store import Request
 from sdpo_jax.serving.targets import Target
 from sdpo_jax.serving.tool_calls import form_of, read_calls
 from sdpo_jax.types import Messages
@@ -42,7 +43,6 @@ from sdpo_jax.types import Messages
 if TYPE_CHECKING:
   from sdpo_jax.serving.account import Account
 
-MOST_SESSIONS = 10_000  # Of an adapter.
 _ROLES = ('user', 'assistant', 'tool')
 
 
@@ -116,8 +116,11 @@ class Sessions:
       head = self._database.known(known.id)
       if head is None or head.deleted:
         raise NotFound(f'There is no adapter {short_repr(adapter)}.')
-      if len(session_tables.sessions(self._database, known.id)) >= MOST_SESSIONS:
-        raise Forbidden(f'The adapter has {MOST_SESSIONS} sessions, as many as one may have: delete one.')
+      most = service.settings.limits.max_sessions_per_adapter
+      if len(session_tables.sessions(self._database, known.id)) >= most:
+        raise Forbidden(
+          f'The adapter has {most} sessions, as many as one may have (serve.limits.max_sessions_per_adapter): delete one.'
+        )
       session_tables.put_session(rows, archive.session_row(session, _digest(token)))
     return session, token
 
@@ -172,6 +175,7 @@ class Sessions:
 
     Raises:
       TurnConflict: the newest proposal is not decided yet.
+      Forbidden: the session has as many turns as one may have.
       InvalidRequest: there is nothing to answer, messages that are none, or a prompt that is too long.
       ServiceError, UserError: as `Account.sample`.
     """
@@ -180,6 +184,11 @@ class Sessions:
     if newest is not None and newest.status == 'open':
       raise TurnConflict(
         f'Turn {newest.n} is not decided yet: approve, edit or deny it before the next one.', current=newest.n
+      )
+    most = self._service.settings.limits.max_turns_per_session
+    if held.number + 1 >= most:
+      raise Forbidden(
+        f'The session has {most} turns, as many as one may have (serve.limits.max_turns_per_session): open a new one.'
       )
     dialogue = self._dialogue(held.session)
     if not new and newest is not None and newest.status == 'denied':
@@ -300,10 +309,12 @@ class Sessions:
       self._row(adapter, session)
     return exporting.examples(self._account, adapter, session)
 
-  def replay(self, adapter: str, examples: Sequence[TrainingExample]) -> Sequence[LearnedTurns]:
+  def replay(
+    self, adapter: str, examples: Sequence[TrainingExample], *, request: Request | None = None
+  ) -> Sequence[LearnedTurns]:
     """Learns examples of another adapter, those together that were learned together; see `replaying.replay`."""
     self._account.adapter(adapter)
-    return replaying.replay(self._account, adapter, examples)
+    return replaying.replay(self._account, adapter, examples, request)
 
   # Inside: what is there.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 import dataclasses
 import json
 import re
@@ -105,19 +105,24 @@ def route(
   """
   summary = (function.__doc__ or '').strip().split('\n')[0]
   known = Operation(summary=summary, headers_of=etag if tagged else lambda body: {}, **values)
-  allowed = frozenset(known.query)
+  allowed = tuple(known.query)
 
   async def endpoint(request: Request) -> Response:
     content = await request.body()
-    unknown = sorted(set(request.query_params) - allowed)
-    if unknown:
-      raise InvalidRequest(f'There is no parameter {unknown[0][:60]!r} of this address.', field=unknown[0][:60])
+    check_query(request, allowed)
     return await run_in_threadpool(_answer, function, known, request, content)
 
   endpoint.operation = known  # type: ignore[attr-defined]
   endpoint.__doc__ = function.__doc__
   endpoint.__name__ = getattr(function, '__name__', 'endpoint')
   return Route(path, endpoint, methods=[method])
+
+
+def check_query(request: Request, allowed: Collection[str]) -> None:
+  """Raises InvalidRequest for a parameter of an address that means nothing there."""
+  unknown = sorted(set(request.query_params) - set(allowed))
+  if unknown:
+    raise InvalidRequest(f'There is no parameter {unknown[0][:60]!r} of this address.', field=unknown[0][:60])
 
 
 def _answer(function: Callable[[Incoming], Reply], known: Operation, request: Request, content: bytes) -> Response:

@@ -20,6 +20,7 @@ from sdpo_jax.serving.errors import (
   NotFound,
   ServiceError,
   TooLarge,
+  TurnConflict,
   Unauthorized,
   VersionConflict,
 )
@@ -135,6 +136,8 @@ def failure(error: ServiceError, path: str, request_id: str) -> Failure:
       said['field'] = error.field
   if isinstance(error, VersionConflict):
     said['current_version'] = error.current
+  elif isinstance(error, TurnConflict):
+    said['current_turn'] = error.current
   if isinstance(error, Internal):
     said['request_id'] = request_id
   return Failure(error.status, {'error': said}, headers)

@@ -36,6 +36,18 @@ class Metrics:
     )
     self._tokens = Counter('sdpo_tokens', 'Tokens sampled, scored and learned.', ['kind'], registry=self._registry)
     self._feedback = Counter('sdpo_feedback', 'Feedback by what came of it.', ['outcome'], registry=self._registry)
+    self._decisions = Counter(
+      'sdpo_session_decisions', 'Decisions on proposals.', ['decision'], registry=self._registry
+    )
+    self._denial_seconds = Histogram(
+      'sdpo_session_denial_seconds',
+      'Seconds from a denial to its answer, learning included.',
+      buckets=_SECONDS,
+      registry=self._registry,
+    )
+    self._learned = Counter(
+      'sdpo_session_learned', 'What sessions have learned, by what came of it.', ['outcome'], registry=self._registry
+    )
     self._under_way = Gauge('sdpo_requests_under_way', 'Requests that are worked on.', registry=self._registry)
     Gauge('sdpo_ready', 'Whether all programs are compiled.', registry=self._registry).set_function(
       lambda: float(ready())
@@ -59,6 +71,16 @@ class Metrics:
   def feedback(self, outcome: str) -> None:
     """Counts a feedback: committed, rejected or dry_run."""
     self._feedback.labels(outcome).inc()
+
+  def decision(self, kind: str, seconds: float) -> None:
+    """Counts a decision on a proposal: approve, deny or edit, and the seconds that it took."""
+    self._decisions.labels(kind).inc()
+    if kind == 'deny':
+      self._denial_seconds.observe(seconds)
+
+  def session_learned(self, outcome: str) -> None:
+    """Counts what a session has learned: committed or rejected, or waiting for more examples."""
+    self._learned.labels(outcome).inc()
 
   def text(self) -> bytes:
     """All counters in Prometheus' text format."""

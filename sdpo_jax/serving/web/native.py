@@ -29,8 +29,8 @@ from sdpo_jax.serving.web.openapi import SSE, Operation
 if TYPE_CHECKING:
   from sdpo_jax.serving.account import Account
 
-_ROOT = '/v1/continual'
-_ADAPTER = _ROOT + '/adapters/{adapter}'
+ROOT = '/v1/continual'
+ADAPTER = ROOT + '/adapters/{adapter}'
 # Seconds between two signs of life where nothing happens, and between two looks whether somebody still listens.
 _HEARTBEAT, _LOOK = 15.0, 1.0
 
@@ -54,7 +54,7 @@ def create_adapter(asked: Incoming) -> Reply:
     alpha=body.alpha,
     request=asked.idempotency,
   )
-  return Reply(adapter_said(adapter), headers={'Location': f'{_ROOT}/adapters/{adapter.id}'})
+  return Reply(adapter_said(adapter), headers={'Location': f'{ROOT}/adapters/{adapter.id}'})
 
 
 def get_adapter(asked: Incoming) -> Reply:
@@ -77,7 +77,7 @@ def delete_adapter(asked: Incoming) -> Reply:
 def fork_adapter(asked: Incoming) -> Reply:
   """A new adapter that begins with a version of this one."""
   forked, _ = asked.account.fork(asked.adapter, asked.body.version, asked.body.name, request=asked.idempotency)
-  return Reply(adapter_said(forked), headers={'Location': f'{_ROOT}/adapters/{forked.id}'})
+  return Reply(adapter_said(forked), headers={'Location': f'{ROOT}/adapters/{forked.id}'})
 
 
 def undo(asked: Incoming) -> Reply:
@@ -129,7 +129,7 @@ def import_adapter(asked: Incoming) -> Reply:
   if not name:
     raise InvalidRequest('Say what the adapter is to be called: ?name=NAME.', field='name')
   adapter, _ = asked.account.import_peft(name, unzipped(asked.body), request=asked.idempotency)
-  return Reply(adapter_said(adapter), headers={'Location': f'{_ROOT}/adapters/{adapter.id}'})
+  return Reply(adapter_said(adapter), headers={'Location': f'{ROOT}/adapters/{adapter.id}'})
 
 
 def capabilities(asked: Incoming) -> Reply:
@@ -310,7 +310,7 @@ def _result(done: Any) -> Any:
   if not isinstance(done, Exception):
     return done
   known = errors.known(done)
-  failed = errors.failure(known, _ROOT, '')
+  failed = errors.failure(known, ROOT, '')
   return {'status': failed.status, **failed.body}
 
 
@@ -437,14 +437,14 @@ def feedback_again(account: Any, adapter: str, version: int | None) -> dict[str,
 
 _VERSION = {'version': 'Number of a version; the newest if it is left out.'}
 _completions = route(
-  'POST', f'{_ROOT}/completions', _completed, body=schemas.CompletionRequest, response=schemas.CompletionsSaid
+  'POST', f'{ROOT}/completions', _completed, body=schemas.CompletionRequest, response=schemas.CompletionsSaid
 ).endpoint
 ROUTES: list[Route] = [
   route('GET', '/v1/capabilities', capabilities, response=schemas.CapabilitiesSaid),
-  route('GET', f'{_ROOT}/adapters', list_adapters, response=schemas.AdaptersSaid),
+  route('GET', f'{ROOT}/adapters', list_adapters, response=schemas.AdaptersSaid),
   route(
     'POST',
-    f'{_ROOT}/adapters',
+    f'{ROOT}/adapters',
     create_adapter,
     body=schemas.CreateAdapter,
     response=schemas.AdapterSaid,
@@ -454,7 +454,7 @@ ROUTES: list[Route] = [
   ),
   route(
     'POST',
-    f'{_ROOT}/adapters/import',
+    f'{ROOT}/adapters/import',
     import_adapter,
     response=schemas.AdapterSaid,
     status=201,
@@ -463,20 +463,20 @@ ROUTES: list[Route] = [
     again=_adapter_again,
     tagged=True,
   ),
-  route('GET', _ADAPTER, get_adapter, response=schemas.AdapterSaid, tagged=True),
+  route('GET', ADAPTER, get_adapter, response=schemas.AdapterSaid, tagged=True),
   route(
     'PATCH',
-    _ADAPTER,
+    ADAPTER,
     change_adapter,
     body=schemas.ChangeAdapter,
     response=schemas.AdapterSaid,
     again=_adapter_again,
     tagged=True,
   ),
-  route('DELETE', _ADAPTER, delete_adapter, response=schemas.DeletedSaid),
+  route('DELETE', ADAPTER, delete_adapter, response=schemas.DeletedSaid),
   route(
     'POST',
-    f'{_ADAPTER}/fork',
+    f'{ADAPTER}/fork',
     fork_adapter,
     body=schemas.ForkAdapter,
     response=schemas.AdapterSaid,
@@ -485,23 +485,23 @@ ROUTES: list[Route] = [
     tagged=True,
   ),
   route(
-    'POST', f'{_ADAPTER}/undo', undo, body=schemas.Undo, response=schemas.VersionSaid, again=_version_again, tagged=True
+    'POST', f'{ADAPTER}/undo', undo, body=schemas.Undo, response=schemas.VersionSaid, again=_version_again, tagged=True
   ),
-  route('GET', f'{_ADAPTER}/versions', list_versions, response=schemas.VersionsSaid),
-  route('GET', f'{_ADAPTER}/versions/{{number}}', get_version, response=schemas.VersionSaid, tagged=True),
+  route('GET', f'{ADAPTER}/versions', list_versions, response=schemas.VersionsSaid),
+  route('GET', f'{ADAPTER}/versions/{{number}}', get_version, response=schemas.VersionSaid, tagged=True),
   route(
     'GET',
-    f'{_ADAPTER}/versions/{{number}}/diff',
+    f'{ADAPTER}/versions/{{number}}/diff',
     diff,
     response=schemas.DiffSaid,
     query={'against': 'The other version; the parent if it is left out.'},
   ),
-  route('GET', f'{_ADAPTER}/export', export, query=_VERSION, answers='application/zip'),
-  route('GET', f'{_ADAPTER}/export/{{file}}', export_file, query=_VERSION, answers='application/octet-stream'),
-  Route(f'{_ADAPTER}/events', events, methods=['GET']),
+  route('GET', f'{ADAPTER}/export', export, query=_VERSION, answers='application/zip'),
+  route('GET', f'{ADAPTER}/export/{{file}}', export_file, query=_VERSION, answers='application/octet-stream'),
+  Route(f'{ADAPTER}/events', events, methods=['GET']),
   route(
     'POST',
-    f'{_ADAPTER}/feedback',
+    f'{ADAPTER}/feedback',
     feedback,
     body=schemas.FeedbackBody,
     response=schemas.FeedbackSaid,
@@ -510,12 +510,12 @@ ROUTES: list[Route] = [
   ),
   route(
     'POST',
-    f'{_ROOT}/feedback/batch',
+    f'{ROOT}/feedback/batch',
     feedback_batch,
     body=schemas.BatchBody,
     response=schemas.BatchSaid,
     again=_batch_again,
   ),
-  Route(f'{_ROOT}/completions', completions, methods=['POST']),
-  route('POST', f'{_ROOT}/score', score, body=schemas.ScoreRequest, response=schemas.ScoreSaid),
+  Route(f'{ROOT}/completions', completions, methods=['POST']),
+  route('POST', f'{ROOT}/score', score, body=schemas.ScoreRequest, response=schemas.ScoreSaid),
 ]

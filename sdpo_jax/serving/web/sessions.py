@@ -1,0 +1,282 @@
+"""The routes of sessions: a conversation in which proposals are approved, edited or denied, and learned from.
+
+No page of a browser but those in serve.http.allowed_origins reaches any of them (`Operation.guarded`), and what changes a
+session needs its token (`Operation.token`): whoever approves a call has it run on somebody's machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+import json
+import time
+from typing import Any
+
+import pydantic
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from sdpo_jax.serving.errors import InvalidRequest
+from sdpo_jax.serving.sampling import SampleDraft
+from sdpo_jax.serving.sessions.examples import TrainingExample
+from sdpo_jax.serving.sessions.proposing import Proposing
+from sdpo_jax.serving.sessions.records import AgentSession, Decision, LearnedTurns, SessionTurn, ToolResult
+from sdpo_jax.serving.sessions.settings import SessionSettings
+from sdpo_jax.serving.web import native
+from sdpo_jax.serving.web import session_schemas as schemas
+from sdpo_jax.serving.web.endpoints import Incoming, Reply, check_query, incoming, read, route, whole
+from sdpo_jax.serving.web.errors import as_json
+from sdpo_jax.serving.web.events import Event, stream
+from sdpo_jax.serving.web.openapi import Operation
+from sdpo_jax.serving.web.schemas import DeletedSaid
+
+_SESSIONS = f'{native.ADAPTER}/sessions'
+_SESSION = _SESSIONS + '/{session}'
+_TURN = _SESSION + '/turns/{n}'
+NDJSON = 'application/x-ndjson'
+
+
+def list_sessions(asked: Incoming) -> Reply:
+  """The sessions of an adapter, the oldest first."""
+  return Reply({'sessions': [session_said(each) for each in asked.account.sessions.list(asked.adapter)]})
+
+
+def open_session(asked: Incoming) -> Reply:
+  """A new session, and its token, which is told this one time."""
+  body: schemas.OpenSession = asked.body
+  limits = asked.account.service.settings.limits
+  _check_size('system', [body.system or ''], limits.max_message_bytes, 'serve.limits.max_message_bytes')
+  _check_size('tools', [json.dumps(body.tools)], limits.max_tools_bytes, 'serve.limits.max_tools_bytes')
+  opened, token = asked.account.sessions.open(
+    asked.adapter, SessionSettings.from_json(body.model_dump(exclude_unset=True))
+  )
+  said = {'session': session_said(opened), 'token': token}
+  return Reply(said, headers={'Location': f'{_SESSIONS.format(adapter=opened.adapter)}/{opened.id}'})
+
+
+def get_session(asked: Incoming) -> Reply:
+  """One session with all its turns."""
+  sessions = asked.account.sessions
+  found = sessions.get(asked.adapter, asked.path['session'])
+  turns = sessions.turns(asked.adapter, asked.path['session'])
+  return Reply({'session': session_said(found), 'turns': [turn.to_json() for turn in turns]})
+
+
+def delete_session(asked: Incoming) -> Reply:
+  """The session is gone, and with it its turns; what the adapter has learned from it stays."""
+  asked.account.sessions.delete(asked.adapter, asked.path['session'])
+  return Reply({'id': asked.path['session'], 'deleted': True})
+
+
+# Proposals.
+
+
+def propose(asked: Incoming, drafts: bool) -> Proposing:
+  """The next proposal, which joins the conversation."""
+  body: schemas.ProposeRequest = asked.body
+  _check_text(asked, 'messages', [message.content for message in body.messages])
+  messages = [message.model_dump() for message in body.messages]
+  return asked.account.sessions.propose(asked.adapter, asked.path['session'], messages, seed=body.seed, drafts=drafts)
+
+
+def retry(asked: Incoming, drafts: bool) -> Proposing:
+  """The newest version's proposal in the place of one, to be compared with it."""
+  where = asked.adapter, asked.path['session'], _turn(asked)
+  return asked.account.sessions.retry(*where, seed=asked.body.seed, drafts=drafts)
+
+
+def _drawn(path: str, begin: Callable[[Incoming, bool], Proposing], body: type[pydantic.BaseModel]) -> Route:
+  """Returns the route of what draws a turn, at once or as a stream."""
+
+  def at_once(asked: Incoming) -> Reply:
+    return Reply({'turn': begin(asked, False).result().to_json()})
+
+  said: dict[str, Any] = {'body': body, 'response': schemas.ProposedSaid, 'guarded': True, 'token': True}
+  answered = route('POST', path, at_once, **said).endpoint
+
+  async def endpoint(request: Request) -> Response:
+    known = read(body, await request.body())
+    if not known.stream:
+      return await answered(request)
+    check_query(request, ())
+    return await stream(request, streamed(begin, incoming(request, known)))
+
+  endpoint.__doc__ = begin.__doc__
+  endpoint.operation = Operation(**said)  # type: ignore[attr-defined]
+  return Route(path, endpoint, methods=['POST'])
+
+
+def streamed(begin: Callable[[Incoming, bool], Proposing], asked: Incoming) -> Iterator[Event]:
+  """Yields the drafts of a turn and the turn; whoever closes this ends it, and then there is no such turn."""
+  for event in begin(asked, True):
+    if isinstance(event, SampleDraft):
+      yield Event({'delta': event.delta}, 'draft')
+    else:
+      yield Event({'turn': event.to_json()}, 'turn')
+
+
+# Decisions.
+
+
+def decide(asked: Incoming) -> Reply:
+  """A proposal is approved, denied or edited; what is denied or edited is learned."""
+  body: schemas.DecisionRequest = asked.body
+  _check_text(asked, 'correction', [body.correction or ''])
+  _check_text(asked, 'arguments', [json.dumps(body.arguments)])
+  decision = Decision.from_json(body.model_dump(exclude_unset=True))
+  began = time.monotonic()
+  turn, learned = _once(asked).decide(asked.adapter, asked.path['session'], _turn(asked), decision)
+  asked.metrics.decision(body.decision, time.monotonic() - began)
+  return _decided(asked, turn, learned)
+
+
+def results(asked: Incoming) -> Reply:
+  """What came of the calls of a proposal; a failure is learned where the session says so."""
+  given = [ToolResult.from_json(each.model_dump()) for each in asked.body.results]
+  _check_text(asked, 'results', [text for each in given for text in (each.text, each.stderr or '')])
+  turn, learned = _once(asked).results(asked.adapter, asked.path['session'], _turn(asked), given)
+  return _decided(asked, turn, learned)
+
+
+def flush(asked: Incoming) -> Reply:
+  """What waits below min_sdpo_examples is learned now."""
+  learned = _once(asked).flush(asked.adapter, asked.path['session'])
+  return Reply({'learned': _counted(asked, learned)})
+
+
+def _decided(asked: Incoming, turn: SessionTurn, learned: LearnedTurns | None) -> Reply:
+  return Reply({'turn': turn.to_json(), 'learned': _counted(asked, learned)})
+
+
+def _counted(asked: Incoming, learned: LearnedTurns | None) -> dict[str, Any] | None:
+  """Returns what was learned as `LearnedSaid`, and counts it."""
+  if learned is None:
+    return None
+  asked.metrics.session_learned(outcome(learned))
+  return learned.to_json()
+
+
+# Examples.
+
+
+def examples(asked: Incoming) -> Reply:
+  """Every example that was or will be learned, one in a line."""
+  found = asked.account.sessions.examples(asked.adapter, asked.query.get('session'))
+  return Reply(b''.join(as_json(example.to_json()) + b'\n' for example in found), content_type=NDJSON)
+
+
+def replay(asked: Incoming) -> Reply:
+  """Examples of another adapter are learned by this one, in their order."""
+  asked.account.adapter(asked.adapter)  # Before anything is said of the lines.
+  learned = _once(asked).replay(asked.adapter, examples_of(asked.body), request=asked.idempotency)
+  return Reply({'learned': [_counted(asked, each) for each in learned]})
+
+
+def examples_of(lines: bytes) -> list[TrainingExample]:
+  """Returns the examples of a body, one in a line.
+
+  Raises:
+    InvalidRequest: naming the line that is none.
+  """
+  found = []
+  for number, line in enumerate(lines.splitlines(), 1):
+    if not line.strip():
+      continue
+    try:
+      found.append(TrainingExample.from_json(json.loads(line)))
+    except (InvalidRequest, ValueError, RecursionError) as error:
+      said = str(error) if isinstance(error, InvalidRequest) else 'it is not JSON.'
+      raise InvalidRequest(f'Line {number} is no example as GET …/examples writes it: {said}') from error
+  if not found:
+    raise InvalidRequest('There is no example to replay: send the lines of GET …/examples.')
+  return found
+
+
+# What is asked.
+
+
+def _once(asked: Incoming) -> Any:
+  """Returns the sessions for a change that a repeat of the request must not do again, erased with its adapter."""
+  if asked.expected is not None:
+    raise InvalidRequest('A session takes no If-Match: a turn is named by its number.', field='If-Match')
+  if asked.idempotency is not None:
+    adapter = asked.account.adapter(asked.adapter)
+    asked.account.service.store.about(asked.idempotency, adapter.id)
+  return asked.account.sessions
+
+
+def _turn(asked: Incoming) -> int:
+  return whole(asked.path['n'], 'The number of a turn')
+
+
+def _check_text(asked: Incoming, field: str, texts: Iterable[str]) -> None:
+  most = asked.account.service.settings.limits.max_message_bytes
+  _check_size(field, texts, most, 'serve.limits.max_message_bytes')
+
+
+def _check_size(field: str, texts: Iterable[str], most: int, setting: str) -> None:
+  """Raises InvalidRequest if texts are longer together than a setting allows."""
+  size = sum(len(text.encode('utf-8', 'surrogatepass')) for text in texts)
+  if size > most:
+    raise InvalidRequest(
+      f'{field} has {size} bytes, and {most} are taken at most ({setting}): shorten it.', field=field
+    )
+
+
+# What is said of the values that travel.
+
+
+def session_said(session: AgentSession) -> dict[str, Any]:
+  """Returns a session as `SessionSaid`."""
+  return {name: value for name, value in session.to_json().items() if name != 'owner'}
+
+
+def outcome(learned: LearnedTurns) -> str:
+  """Returns what came of learning, for the metrics."""
+  if learned.version_after != learned.version_before:
+    return 'committed'
+  return 'waiting' if learned.reason is None else 'rejected'
+
+
+def _decided_again(account: Any, adapter: str, version: int | None) -> dict[str, Any]:
+  raise AssertionError('A session keeps what it has decided by itself: the same decision is answered again.')
+
+
+_KEPT: dict[str, Any] = {'again': _decided_again, 'guarded': True, 'token': True}
+ROUTES: list[Route] = [
+  route('GET', _SESSIONS, list_sessions, response=schemas.SessionsSaid, guarded=True),
+  route(
+    'POST',
+    _SESSIONS,
+    open_session,
+    body=schemas.OpenSession,
+    response=schemas.OpenedSaid,
+    status=201,
+    guarded=True,
+    secret=True,
+  ),
+  route('GET', _SESSION, get_session, response=schemas.SessionTurnsSaid, guarded=True),
+  route('DELETE', _SESSION, delete_session, response=DeletedSaid, guarded=True, token=True),
+  _drawn(f'{_SESSION}/turns', propose, schemas.ProposeRequest),
+  _drawn(f'{_TURN}/retry', retry, schemas.RetryRequest),
+  route('POST', f'{_TURN}/decision', decide, body=schemas.DecisionRequest, response=schemas.DecidedSaid, **_KEPT),
+  route('POST', f'{_TURN}/results', results, body=schemas.ResultsRequest, response=schemas.DecidedSaid, **_KEPT),
+  route('POST', f'{_SESSION}/flush', flush, body=schemas.Nothing, response=schemas.FlushedSaid, **_KEPT),
+  route(
+    'GET',
+    f'{native.ADAPTER}/examples',
+    examples,
+    query={'session': 'Only of this session.'},
+    answers=NDJSON,
+    guarded=True,
+  ),
+  route(
+    'POST',
+    f'{native.ADAPTER}/replay',
+    replay,
+    response=schemas.ReplayedSaid,
+    content_type=NDJSON,
+    again=_decided_again,
+    guarded=True,
+  ),
+]
