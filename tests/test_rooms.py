@@ -10,6 +10,7 @@ ROOMS = """
   launch
   configs
   sdpo_jax.command sdpo_jax.interface
+  sdpo_jax.terminal
   sdpo_jax.serving
   sdpo_jax.planner
   sdpo_jax.preflight

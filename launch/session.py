@@ -1,0 +1,85 @@
+"""Works with a model that learns when it is told no: shows its tool calls, asks, runs them here, and says what it learned.
+
+  python -m launch.session --config=configs/session_quickstart.py --workspace=DIR
+  python -m launch.session --url=http://127.0.0.1:8420 --adapter=NAME --workspace=DIR
+  python -m launch.session --resume
+  python -m launch.session --workspace=DIR --script=FILE
+
+Without --url it starts a service of its own (python -m launch.serve) and stops it at its end; the model is served there,
+and its tools run here, in the workspace and nowhere else. docs/sessions.md has a whole conversation. /help lists what can
+be typed. A service that needs a key takes it from the variable SDPO_API_KEY.
+
+--script: one input a line, from a file or, with -, from a pipe: a text, y, n REASON, e JSON, a /command. The transcript goes
+to stdout, all else to stderr.
+
+Everything shown and decided is in ~/.local/state/sdpo_jax/sessions/ID.jsonl (--state, or XDG_STATE_HOME), and --resume goes
+on with it, also after a crash.
+
+Exit codes: 0 left, or a script was done to its end; 1 a script was not: a request was refused, the service was lost, or a
+call is still undecided; 2 bad input, named in a sentence; 130 ended by Ctrl-C.
+"""
+
+from typing import Any
+
+from absl import flags
+
+from sdpo_jax import command
+from sdpo_jax.terminal.extra import check_extra
+
+
+class Optional(flags.Flag):
+  """A flag that may be given without a value."""
+
+  def __init__(self, **values: Any):
+    super().__init__(flags.ArgumentParser(), flags.ArgumentSerializer(), **values)
+    self.boolean = True  # To the parser: no value need follow.
+
+
+URL = flags.DEFINE_string('url', None, 'Address of a service that runs, such as http://127.0.0.1:8420.')
+CONFIG = flags.DEFINE_string(
+  'config', None, 'Config of a service to start instead; change one setting of it with --config.section.name=value.'
+)
+ADAPTER = flags.DEFINE_string(
+  'adapter', None, "Adapter that learns, by name or id; made if there is none. 'session' if unset."
+)
+WORKSPACE = flags.DEFINE_string('workspace', None, 'Folder that the tools read and write; the current one if unset.')
+SCRIPT = flags.DEFINE_string('script', None, 'File with one input a line; - for the standard input.')
+POLICY = flags.DEFINE_string('policy', None, 'ask, or a file of rules: which calls run unasked, and which never do.')
+STATE = flags.DEFINE_string('state', None, 'Folder of the histories of sessions.')
+SYSTEM = flags.DEFINE_string('system', None, 'System message of a new session.')
+SETTINGS = flags.DEFINE_string('settings', None, 'JSON file with further settings of a new session.')
+SEED = flags.DEFINE_integer('seed', None, 'Makes proposals repeatable; turn n is drawn with seed + n.', lower_bound=0)
+RESUME = flags.DEFINE_flag(
+  Optional(
+    name='resume',
+    default=None,
+    help_string='Goes on with a session: --resume=ID, or --resume alone for the newest.',
+  )
+)
+
+
+def main() -> int:
+  check_extra()
+  from sdpo_jax.terminal import program
+
+  return program.run(
+    program.Options(
+      url=URL.value,
+      config=CONFIG.value,
+      overrides=command.overrides(),
+      adapter=ADAPTER.value,
+      workspace=WORKSPACE.value,
+      script=SCRIPT.value,
+      policy=POLICY.value,
+      state=STATE.value,
+      resume=RESUME.value not in (None, 'false'),
+      session=None if RESUME.value in (None, 'true', 'false') else RESUME.value,
+      system=SYSTEM.value,
+      settings=SETTINGS.value,
+      seed=SEED.value,
+    )
+  )
+
+
+if __name__ == '__main__':
+  command.run(main)

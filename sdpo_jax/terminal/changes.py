@@ -1,0 +1,83 @@
+"""What a call would change in a file, as lines of a unified diff in which every character can be seen."""
+
+from __future__ import annotations
+
+import difflib
+import os
+
+from sdpo_jax.terminal.escaping import visible, visible_line
+from sdpo_jax.terminal.screen import Line
+
+_CONTEXT = 3
+_MOST = 4_000_000  # Pairs of lines that are compared; of larger changes all lines are shown as removed and added.
+_NO_NEWLINE = '\\ No newline at end of file'
+
+
+def diff(path: str, before: str, after: str) -> list[Line]:
+  """Returns the lines of a diff, each with its style; nothing is left out but what stays as it is."""
+  if before == after:
+    return [Line(f'{visible(path, keep="")}: nothing changes.', 'note')]
+  old, new = _lines(before), _lines(after)
+  found = [Line(f'--- {visible(path, keep="")}', 'head'), Line(f'+++ {visible(path, keep="")}', 'head')]
+  for group in _groups(old, new):
+    first, last = group[0], group[-1]
+    found.append(Line(f'@@ -{_range(first[1], last[2])} +{_range(first[3], last[4])} @@', 'place'))
+    for tag, old_from, old_to, new_from, new_to in group:
+      if tag == 'equal':
+        found += _marked(' ', old[old_from:old_to], '')
+      else:
+        found += _marked('-', old[old_from:old_to], 'removed')
+        found += _marked('+', new[new_from:new_to], 'added')
+  return found
+
+
+def _lines(text: str) -> list[str]:
+  """Returns lines with their ends; only newlines end one, as in files."""
+  lines = text.split('\n')
+  last = lines.pop()
+  return [line + '\n' for line in lines] + ([last] if last else [])
+
+
+def _marked(mark: str, lines: list[str], style: str) -> list[Line]:
+  found = []
+  for line in lines:
+    found.append(Line(mark + visible_line(line.removesuffix('\n')), style))
+    if not line.endswith('\n'):
+      found.append(Line(_NO_NEWLINE, style))
+  return found
+
+
+def _groups(old: list[str], new: list[str]) -> list[list[tuple[str, int, int, int, int]]]:
+  """Returns what differs in the form of `difflib.SequenceMatcher.get_grouped_opcodes`, also of large files."""
+  same = len(os.path.commonprefix([old, new]))
+  left_old, left_new = old[same:], new[same:]
+  tail = len(os.path.commonprefix([left_old[::-1], left_new[::-1]]))
+  middle_old, middle_new = left_old[: len(left_old) - tail], left_new[: len(left_new) - tail]
+  if len(middle_old) * len(middle_new) <= _MOST:
+    inner = difflib.SequenceMatcher(None, middle_old, middle_new, autojunk=False).get_opcodes()
+  else:
+    inner = [('replace', 0, len(middle_old), 0, len(middle_new))]
+  before, after = min(same, _CONTEXT), min(tail, _CONTEXT)
+  codes = [('equal', same - before, same, same - before, same)]
+  codes += [(tag, *(place + same for place in places)) for tag, *places in inner]
+  old_end, new_end = same + len(middle_old), same + len(middle_new)
+  codes.append(('equal', old_end, old_end + after, new_end, new_end + after))
+  return _split([code for code in codes if code[1] < code[2] or code[3] < code[4]])
+
+
+def _split(codes: list[tuple[str, int, int, int, int]]) -> list[list[tuple[str, int, int, int, int]]]:
+  """Returns groups between which more lines stay as they are than are shown."""
+  groups: list[list[tuple[str, int, int, int, int]]] = [[]]
+  for tag, old_from, old_to, new_from, new_to in codes:
+    if tag == 'equal' and old_to - old_from > 2 * _CONTEXT:
+      groups[-1].append((tag, old_from, old_from + _CONTEXT, new_from, new_from + _CONTEXT))
+      groups.append([])
+      old_from, new_from = old_to - _CONTEXT, new_to - _CONTEXT
+    groups[-1].append((tag, old_from, old_to, new_from, new_to))
+  return groups
+
+
+def _range(start: int, end: int) -> str:
+  """Returns a range of lines as diffs write it: from 1, and with the line before it where it is empty."""
+  count = end - start
+  return f'{start + 1}' if count == 1 else f'{start + 1 if count else start},{count}'

@@ -1,0 +1,253 @@
+"""The service as the terminal program asks it, over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+import json
+import time
+from typing import Any
+
+import httpx
+
+from sdpo_jax.errors import UserError, first_line, printable
+
+_ROOT = '/v1/continual/adapters'
+_CONNECT_S, _ANSWER_S = 10.0, 600.0  # A lesson may wait for those of others.
+_LOOK_S = 0.2  # Between two looks whether the service is ready.
+
+
+class Refused(Exception):
+  """The service has answered, and does not do what it was asked; its sentence says why."""
+
+  def __init__(self, status: int, code: str, message: str):
+    super().__init__(message)
+    self.status, self.code = status, code
+
+
+class Lost(Exception):
+  """No answer came: whether the service has done what it was asked is not known."""
+
+
+class Client:
+  """A service, and the owner that a key stands for."""
+
+  def __init__(self, url: str, key: str | None = None, *, local: bool = False):
+    """Opens nothing yet.
+
+    Args:
+      url: of the service, such as http://127.0.0.1:8420.
+      key: that it asks for; None: it asks for none.
+      local: whether to go there directly, whatever proxy the environment names.
+
+    Raises:
+      UserError: the address is none.
+    """
+    try:
+      address = httpx.URL(url)
+    except (httpx.InvalidURL, TypeError) as error:
+      raise UserError(
+        f'--url={printable(url)} is no address ({first_line(error)}): http://127.0.0.1:8420 is one.'
+      ) from error
+    if address.scheme not in ('http', 'https') or not address.host:
+      raise UserError(f'--url={printable(url)} is no address of a service: http://127.0.0.1:8420 is one.')
+    self.url = url.rstrip('/')
+    headers = {} if key is None else {'Authorization': f'Bearer {key}'}
+    timeout = httpx.Timeout(_ANSWER_S, connect=_CONNECT_S)
+    # Without TLS no certificates need be read, which takes longer than all else here.
+    verify = address.scheme == 'https'
+    self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, trust_env=not local, verify=verify)
+
+  def close(self) -> None:
+    self._http.close()
+
+  def wait(self, stage: Callable[[str], None], alive: Callable[[], None] = lambda: None) -> None:
+    """Returns when the service is ready.
+
+    Args:
+      stage: told what it is doing until then, whenever that changes.
+      alive: raises an error if the service has ended.
+
+    Raises:
+      Lost: there is none.
+      UserError: it has failed, or is about to end.
+    """
+    said = None
+    while True:
+      alive()
+      with self._answers():
+        answer = self._http.get('/readyz')
+      try:
+        state = answer.json()
+      except ValueError:
+        state = None
+      if not isinstance(state, dict) or answer.status_code not in (200, 503):
+        raise UserError(f'{self.url} is no service of launch.serve: name another one with --url.')
+      if answer.status_code == 200:
+        return
+      if state.get('status') not in ('starting', None):
+        raise UserError(f'The service at {self.url} does not take requests: {printable(json.dumps(state), 300)}.')
+      if state.get('stage') != said:
+        said = state.get('stage')
+        stage(str(said))
+      time.sleep(_LOOK_S)
+
+  def adapter(self, name: str) -> dict[str, Any]:
+    """Returns the adapter of a name or id; a new one if there is none of that name."""
+    found = self._get(_ROOT)['adapters']
+    for adapter in found:
+      if name in (adapter['name'], adapter['id']):
+        return adapter
+    return self._post(_ROOT, {'name': name})
+
+  def adapter_now(self, adapter: str) -> dict[str, Any]:
+    """Returns an adapter as it is now."""
+    return self._get(f'{_ROOT}/{adapter}')
+
+  def versions(self, adapter: str) -> list[dict[str, Any]]:
+    """Returns the versions that are kept, the oldest first."""
+    return self._get(f'{_ROOT}/{adapter}/versions')['versions']
+
+  def difference(self, adapter: str, before: int, after: int) -> dict[str, Any]:
+    """Returns how far two versions are apart."""
+    return self._get(f'{_ROOT}/{adapter}/versions/{after}/diff', against=before)
+
+  def undo(self, adapter: str, to: int) -> dict[str, Any]:
+    """Returns the new version that is what an older one was."""
+    return self._post(f'{_ROOT}/{adapter}/undo', {'to': to})
+
+  def export(self, adapter: str) -> bytes:
+    """Returns the newest version as PEFT reads it, as a zip."""
+    with self._answers():
+      answer = self._http.get(f'{_ROOT}/{adapter}/export')
+    return _checked(answer).content
+
+  def open_session(self, adapter: str, settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Returns a new session and its token."""
+    answer = self._post(f'{_ROOT}/{adapter}/sessions', settings)
+    return answer['session'], answer['token']
+
+  def _get(self, path: str, **query: Any) -> Any:
+    with self._answers():
+      answer = self._http.get(path, params=query)
+    return _json(answer)
+
+  def _post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Any:
+    with self._answers():
+      answer = self._http.post(path, json=body, headers=headers)
+    return _json(answer)
+
+  @contextlib.contextmanager
+  def _answers(self) -> Iterator[None]:
+    """Says of the network's errors what they mean here."""
+    try:
+      yield
+    except httpx.HTTPError as error:
+      raise Lost(f'The service at {self.url} does not answer ({type(error).__name__}: {first_line(error)}).') from error
+
+
+class SessionClient:
+  """One session, whose token lets it be changed."""
+
+  def __init__(self, client: Client, adapter: str, session: str, token: str):
+    self.client, self.adapter, self.id = client, adapter, session
+    self._path = f'{_ROOT}/{adapter}/sessions/{session}'
+    self._headers = {'X-Session-Token': token}
+
+  def state(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Returns the session and its turns."""
+    answer = self.client._get(self._path)
+    return answer['session'], answer['turns']
+
+  def propose(
+    self, messages: Sequence[Mapping[str, str]], seed: int | None, write: Callable[[str], None]
+  ) -> dict[str, Any]:
+    """Returns the turn with which the model answers, and gives what it writes to `write` as it comes."""
+    return self._streamed(f'{self._path}/turns', {'messages': list(messages), **_seeded(seed)}, write)
+
+  def retry(self, number: int, seed: int | None, write: Callable[[str], None]) -> dict[str, Any]:
+    """Returns what the newest version answers to what a turn has answered."""
+    return self._streamed(f'{self._path}/turns/{number}/retry', _seeded(seed), write)
+
+  def decide(self, number: int, decision: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the turn and what was learned, under 'turn' and 'learned'; the same decision again is the same lesson."""
+    return self._post(f'turns/{number}/decision', decision)
+
+  def results(self, number: int, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns as `decide` what came of the results of a turn's calls."""
+    return self._post(f'turns/{number}/results', {'results': list(results)})
+
+  def flush(self) -> dict[str, Any] | None:
+    """Returns what was learned of all that waited; None: nothing did."""
+    return self._post('flush', {})['learned']
+
+  def _post(self, path: str, body: Mapping[str, Any]) -> Any:
+    return self.client._post(f'{self._path}/{path}', body, self._headers)
+
+  def _streamed(self, path: str, body: Mapping[str, Any], write: Callable[[str], None]) -> dict[str, Any]:
+    asked = {**body, 'stream': True}
+    turn = None
+    with self.client._answers(), self.client._http.stream('POST', path, json=asked, headers=self._headers) as answer:
+      if answer.status_code != 200:
+        answer.read()
+        _checked(answer)
+      for kind, data in events(answer.iter_lines()):
+        if kind == 'draft':
+          write(data['delta'])
+        elif kind == 'turn':
+          turn = data['turn'] if 'turn' in data else data
+        elif kind == 'error':
+          raise _refusal(500, data)
+    if turn is None:
+      raise Lost(f'The answer of the service at {self.client.url} ended before it was whole.')
+    return turn
+
+
+def events(lines: Iterator[str]) -> Iterator[tuple[str, Any]]:
+  """Yields the kind and the data of server-sent events; comments are left out.
+
+  Raises:
+    Lost: the data are not JSON.
+  """
+  kind, data = 'message', []
+  for line in lines:
+    if not line:
+      if data:
+        try:
+          yield kind, json.loads('\n'.join(data))
+        except ValueError as error:
+          raise Lost('The service has sent an event that is not JSON.') from error
+      kind, data = 'message', []
+    elif line.startswith('event:'):
+      kind = line.removeprefix('event:').strip()
+    elif line.startswith('data:'):
+      data.append(line.removeprefix('data:').removeprefix(' '))
+
+
+def _seeded(seed: int | None) -> dict[str, int]:
+  return {} if seed is None else {'seed': seed}
+
+
+def _json(answer: httpx.Response) -> Any:
+  try:
+    return _checked(answer).json()
+  except ValueError as error:
+    raise Lost(f'{answer.url} has answered with something else than JSON.') from error
+
+
+def _checked(answer: httpx.Response) -> httpx.Response:
+  """Returns an answer; raises Refused if it is an error."""
+  if answer.is_success:
+    return answer
+  try:
+    body = answer.json()
+  except ValueError:
+    body = None
+  raise _refusal(answer.status_code, body)
+
+
+def _refusal(status: int, body: Any) -> Refused:
+  said = body.get('error') if isinstance(body, dict) else None
+  if not isinstance(said, dict):
+    return Refused(status, 'unknown', f'The service answers with status {status}.')
+  return Refused(status, str(said.get('code')), str(said.get('message')))

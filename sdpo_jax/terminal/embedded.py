@@ -1,0 +1,118 @@
+"""A service of the terminal program's own: a child process on a free port, with a key that nobody else knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+from sdpo_jax.errors import UserError, printable
+from sdpo_jax.serving.web import keys
+from sdpo_jax.terminal.client import Client, Lost
+
+CHILD = pathlib.Path(__file__).with_name('embedded_child.py')
+OWNER = 'local'  # As of a service without keys, so that `launch.serve` shows the same adapters.
+_LISTENING = re.compile(r'^Listening on (http://\S+);', re.MULTILINE)
+_LOOK_S = 0.1  # Between two looks into its log.
+_END_S = 30.0  # That it may take to end once its port is closed.
+_SHOWN = 30  # Lines of its log that are shown when it fails.
+
+
+class Embedded:
+  """A service as a child; it ends with this process, also when that is killed. Of the main thread only."""
+
+  def __init__(self, arguments: Sequence[str], folder: pathlib.Path):
+    """Starts a service, which is ready later.
+
+    Args:
+      arguments: of launch.serve: the configuration and its overrides.
+      folder: in which relative paths of the configuration begin.
+
+    Raises:
+      UserError: it has ended before it listened.
+    """
+    self._folder = tempfile.TemporaryDirectory(prefix='sdpo_session_')
+    inside = pathlib.Path(self._folder.name)
+    # A file, and no pipe: if this process is killed, the service must still be able to say that it stops.
+    self._log = inside / 'service.log'
+    self._key, _ = keys.add(inside / 'keys.jsonl', OWNER, 'session')
+    own = {'host': '127.0.0.1', 'port': '0', 'keys': str(inside / 'keys.jsonl'), 'idle_shutdown_s': 'None'}
+    command = [sys.executable, '-m', 'launch.serve', *arguments]
+    command += [f'--config.serve.http.{name}={value}' for name, value in own.items()]
+    root = str(pathlib.Path(__file__).parents[2])  # Of the packages that this process has.
+    path = os.pathsep.join(filter(None, (root, os.environ.get('PYTHONPATH'))))
+    try:
+      with open(self._log, 'wb') as log:
+        self._process = subprocess.Popen(
+          [sys.executable, '-I', str(CHILD), str(os.getpid()), *command],
+          stdin=subprocess.DEVNULL,
+          stdout=subprocess.DEVNULL,
+          stderr=log,
+          cwd=folder,
+          env={**os.environ, 'PYTHONPATH': path},
+          start_new_session=True,  # Ctrl-C is for the terminal program, which ends the service in its own time.
+        )
+    except BaseException:
+      self._folder.cleanup()
+      raise
+    try:
+      self.url = self._address()
+    except BaseException:
+      self.stop()
+      raise
+
+  def client(self) -> Client:
+    """Returns the service as it is asked."""
+    return Client(self.url, self._key, local=True)
+
+  def wait(self, client: Client, stage: Callable[[str], None]) -> None:
+    """Returns when the service is ready; `stage` is told what it does until then.
+
+    Raises:
+      UserError: it has ended; its last lines say why.
+    """
+    try:
+      client.wait(stage, self.check)
+    except Lost:
+      self._process.wait(_END_S)  # It has closed its port, and is about to end.
+      self.check()
+      raise
+
+  def check(self) -> None:
+    """Returns if the service is running; raises a UserError with its last lines if it has ended."""
+    code = self._process.poll()
+    if code is None:
+      return
+    lines = [printable(line, 1000) for line in self._read().splitlines() if line and not line.startswith('{')]
+    why = lines[-1] if code == 2 and lines else '\n'.join(['', *lines[-_SHOWN:]])
+    raise UserError(f'The service of this program has ended with exit code {code}: {why}')
+
+  def stop(self) -> None:
+    """Ends the service once what it has is stored; an interruption meanwhile ends it at once."""
+    try:
+      if self._process.poll() is None:
+        self._process.send_signal(signal.SIGTERM)
+      self._process.wait()
+    except BaseException:
+      self._process.kill()
+      self._process.wait()
+      raise
+    finally:
+      self._folder.cleanup()
+
+  def _address(self) -> str:
+    while True:
+      self.check()
+      found = _LISTENING.search(self._read())
+      if found is not None:
+        return found[1]
+      time.sleep(_LOOK_S)
+
+  def _read(self) -> str:
+    return self._log.read_text(encoding='utf-8', errors='replace')

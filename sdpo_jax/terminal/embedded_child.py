@@ -1,0 +1,26 @@
+"""Becomes another program that is told to end (SIGTERM) when the process that started it ends, however that ends.
+
+python embedded_child.py PARENT PROGRAM [ARGUMENT …]
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+  parent, *command = sys.argv[1:]
+  libc = ctypes.CDLL(None, use_errno=True)
+  if libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0):
+    code = ctypes.get_errno()
+    raise OSError(code, os.strerror(code), 'prctl')
+  if os.getppid() != int(parent):  # It has ended before it could be asked for.
+    raise SystemExit(0)
+  os.execv(command[0], command)
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,140 @@
+"""What the person types: one key for a choice, lines that can be edited, and an editor for longer texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import os
+import pathlib
+import shlex
+import subprocess
+import tempfile
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.history import InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.output import ColorDepth
+
+from sdpo_jax.errors import first_line
+from sdpo_jax.terminal.inputs import COMMAND, Choice, EditorFailed
+
+
+class Keyboard:
+  """A terminal on which the cursor can be moved."""
+
+  def __init__(self, *, colours: bool):
+    self._depth = None if colours else ColorDepth.DEPTH_1_BIT
+    self._history = InMemoryHistory()
+    self._messages: PromptSession[str] = PromptSession(
+      history=self._history, color_depth=self._depth, key_bindings=_newlines(), multiline=True
+    )
+
+  def message(self) -> str | None:
+    try:
+      return self._messages.prompt('> ', prompt_continuation='  ').strip()
+    except EOFError:
+      return None
+
+  def choice(self, keys: Mapping[str, str]) -> Choice:
+    """Returns at the first key that is one of them."""
+    bindings = KeyBindings()
+    for key in keys:
+      bindings.add(key)(lambda event, key=key: event.app.exit(result=key))
+    bindings.add(COMMAND)(lambda event: event.app.exit(result=COMMAND))
+    bindings.add('<any>')(lambda event: None)
+    question = f'{question_of(keys)} '
+    asking: PromptSession[str] = PromptSession(key_bindings=bindings, color_depth=self._depth)
+    try:
+      key = asking.prompt(question)
+    except EOFError:
+      return Choice('q')
+    return Choice(COMMAND, self.line('> ', COMMAND)) if key == COMMAND else Choice(key)
+
+  def line(self, question: str, default: str = '') -> str:
+    asking: PromptSession[str] = PromptSession(color_depth=self._depth)
+    try:
+      return asking.prompt(question, default=default).strip()
+    except EOFError:
+      return ''
+
+  def edited(self, text: str) -> str:
+    """Returns the text from $VISUAL or $EDITOR, or from a prompt where neither is set."""
+    editor = os.environ.get('VISUAL') or os.environ.get('EDITOR')
+    if editor:
+      return in_editor(editor, text)
+    asking: PromptSession[str] = PromptSession(color_depth=self._depth, key_bindings=_newlines(), multiline=True)
+    try:
+      return asking.prompt('', default=text)
+    except EOFError:
+      return text
+
+
+class Lines:
+  """A terminal, or what there is of one, that takes whole lines only."""
+
+  def message(self) -> str | None:
+    try:
+      return input('> ').strip()
+    except EOFError:
+      return None
+
+  def choice(self, keys: Mapping[str, str]) -> Choice:
+    while True:
+      try:
+        line = input(f'{question_of(keys)} ').strip()
+      except EOFError:
+        return Choice('q')
+      if line.startswith(COMMAND):
+        return Choice(COMMAND, line)
+      key, _, rest = line.partition(' ')
+      if key in keys:
+        return Choice(key, rest.strip() or None)
+
+  def line(self, question: str, default: str = '') -> str:
+    try:
+      return input(f'{question}[{default}] ' if default else question).strip() or default
+    except EOFError:
+      return default
+
+  def edited(self, text: str) -> str:
+    editor = os.environ.get('VISUAL') or os.environ.get('EDITOR')
+    return in_editor(editor, text) if editor else self.line('Arguments as JSON, in one line: ')
+
+
+def question_of(keys: Mapping[str, str]) -> str:
+  """Returns the line that names the keys."""
+  return '  '.join(f'[{key}] {meaning}' for key, meaning in keys.items())
+
+
+def in_editor(editor: str, text: str) -> str:
+  """Returns a text as it was changed in an editor.
+
+  Raises:
+    EditorFailed: the editor cannot be started, or has failed; nothing is changed then.
+  """
+  with tempfile.TemporaryDirectory(prefix='sdpo_session_') as folder:
+    path = pathlib.Path(folder) / 'arguments.json'
+    path.write_text(text, encoding='utf-8')
+    try:
+      done = subprocess.run([*shlex.split(editor), str(path)], check=False)
+      if done.returncode:
+        raise EditorFailed(f'The editor {editor} has ended with exit code {done.returncode}: nothing is changed.')
+      return path.read_text(encoding='utf-8')
+    except (OSError, ValueError) as error:
+      raise EditorFailed(
+        f'The editor {editor} cannot be used ({first_line(error)}): set EDITOR to another one.'
+      ) from error
+
+
+def _newlines() -> KeyBindings:
+  """Returns keys with which Enter ends a text, and Alt-Enter a line of it."""
+  bindings = KeyBindings()
+
+  def end(event: KeyPressEvent) -> None:
+    event.current_buffer.validate_and_handle()
+
+  def newline(event: KeyPressEvent) -> None:
+    event.current_buffer.insert_text('\n')
+
+  bindings.add('enter')(end)
+  bindings.add('escape', 'enter')(newline)
+  return bindings

@@ -1,0 +1,66 @@
+"""What a denial, an edit or a failure has taught, in a few lines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sdpo_jax.tables import aligned
+from sdpo_jax.terminal.escaping import visible
+from sdpo_jax.terminal.screen import Line
+
+_LONGEST = 24  # Characters of a token.
+
+
+def lines_of(learned: Mapping[str, Any] | None, least: int) -> list[Line]:
+  """Returns what was learned, or why nothing was.
+
+  Args:
+    learned: as the service says it; None: there was nothing to learn.
+    least: examples that are learned together (`min_sdpo_examples`).
+  """
+  if learned is None:
+    return []
+  before, after, waiting = learned['version_before'], learned['version_after'], learned['waiting']
+  if not learned['accepted']:
+    if waiting and learned['reason'] is None:
+      return [Line(f'Nothing learned yet: {waiting} of {least} examples wait (/flush learns them now).', 'note')]
+    why = visible(str(learned['reason'] or 'the service does not say why'), keep='')
+    return [Line(f'Not learned: a guard has refused it, and version {before} stays ({why}).', 'wrong')]
+  seconds = '' if learned['seconds'] is None else f' in {learned["seconds"]:.2f} s'
+  turns = ', '.join(map(str, learned['turns']))
+  lines = [Line(f'Learned: version {before} → {after}{seconds}, from {_counted(learned["turns"])} {turns}.', 'good')]
+  if learned['divergence_before'] is not None:
+    later = learned['divergence_after']
+    change = '' if later is None else f' → {later:.4f}'
+    lines.append(
+      Line(f'Divergence from the teacher on that answer: {learned["divergence_before"]:.4f}{change} nats per token.')
+    )
+  lines += [Line(line) for line in _moved(learned['moved'])]
+  if waiting:
+    lines.append(Line(f'{waiting} of {least} examples wait.', 'note'))
+  return lines
+
+
+def _moved(moved: list[Mapping[str, Any]]) -> list[str]:
+  if not moved:
+    return []
+  rows = [
+    (_token(one['text']), str(one['position']), f'{one["before"]:.3f}', f'{one["after"]:.3f}', _signed(one))
+    for one in moved
+  ]
+  table = aligned(('token', 'position', 'log-prob before', 'after', 'change'), rows)
+  return ['Tokens that moved most:', *('  ' + line for line in table.split('\n'))]
+
+
+def _token(text: str) -> str:
+  shown = f'‘{visible(text, keep=" ")}’'
+  return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 1] + '…'
+
+
+def _signed(one: Mapping[str, Any]) -> str:
+  return f'{one["after"] - one["before"]:+.3f}'
+
+
+def _counted(turns: list[int]) -> str:
+  return 'turn' if len(turns) == 1 else 'turns'

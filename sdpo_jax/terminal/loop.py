@@ -1,0 +1,252 @@
+"""A session from its first message to its last: proposals are shown, judged, run and learned from.
+
+What comes next follows from the newest turn as the service has it and from the history on this machine, and from nothing
+else. Hence going on after a lost connection is the same as going on after a crash: look at both, and do what comes next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sdpo_jax.errors import UserError
+from sdpo_jax.terminal.client import Lost, Refused, SessionClient
+from sdpo_jax.terminal.commands import Commands
+from sdpo_jax.terminal.history import History
+from sdpo_jax.terminal.inputs import COMMAND, Inputs, Leave
+from sdpo_jax.terminal.learned import lines_of
+from sdpo_jax.terminal.policies import Policy
+from sdpo_jax.terminal.review import Reviewed, Reviewer
+from sdpo_jax.terminal.screen import Screen
+from sdpo_jax.terminal.script import Script
+from sdpo_jax.terminal.work import Workbench
+
+INTERRUPTED, UNDONE = 130, 1  # Exit codes: by Ctrl-C; a script has not done all that it says.
+_LATER = (408, 429)  # Refusals, beside those of 500 and more, after which the same may be asked again.
+
+
+class Conversation:
+  """One session, and the person at it."""
+
+  def __init__(
+    self,
+    session: SessionClient,
+    settings: Mapping[str, Any],
+    history: History,
+    screen: Screen,
+    inputs: Inputs,
+    workbench: Workbench,
+    policy: Policy,
+    seed: int | None = None,
+  ):
+    """Takes up a session, new or not.
+
+    Args:
+      session: at the service.
+      settings: with which it was opened, as the service has them.
+      history: of it.
+      screen: where everything is shown.
+      inputs: where decisions come from.
+      workbench: runs the tools.
+      policy: which calls are asked for.
+      seed: of the proposals, which makes them repeatable; None: each has another one.
+    """
+    self.session, self.history, self.screen, self.policy = session, history, screen, policy
+    self._inputs, self._workbench, self._seed = inputs, workbench, seed
+    self._least = settings.get('min_sdpo_examples', 1)
+    self._reviewer = Reviewer(workbench, policy, screen, inputs, history, self._command)
+    self._commands = Commands(self)
+    self.turns: list[dict[str, Any]] = []
+    self._waiting = undelivered(history)  # Texts that the model has not been told yet.
+    self._reviewed: Reviewed | None = None  # What was approved in this program, of the newest turn.
+    self._hold = False  # Whether to wait for the person before anything else.
+    self._stale = True  # Whether the service may know more than this program.
+
+  @property
+  def turn(self) -> dict[str, Any] | None:
+    """The newest turn; None: there is none yet."""
+    return self.turns[-1] if self.turns else None
+
+  @property
+  def workbench(self) -> Workbench:
+    return self._workbench
+
+  def run(self) -> int:
+    """Goes on until the person leaves; returns the exit code."""
+    presses = 0
+    while True:
+      try:
+        self._step()
+        presses = 0
+      except KeyboardInterrupt:
+        self.screen.end_draft()
+        presses += 1
+        if presses == 2 or isinstance(self._inputs, Script):
+          return INTERRUPTED
+        self._hold = self._stale = True
+        self.screen.say('Ended. Enter goes on; Ctrl-C again leaves.')
+      except (Lost, Refused) as error:
+        self.screen.end_draft()
+        self._hold = self._stale = True
+        self.screen.say(str(error), 'wrong')
+        if isinstance(self._inputs, Script):
+          return UNDONE
+        if isinstance(error, Lost):
+          self.screen.say('Nothing is lost: the next input tries again.')
+      except Leave as leaving:
+        undone = isinstance(self._inputs, Script) and self._inputs.unanswered
+        return UNDONE if undone else leaving.code
+
+  def _step(self) -> None:
+    if self._hold:
+      said = self._listened()
+      self._hold = False
+      if said:
+        self._take(said)
+        return
+    if self._stale:
+      self._catch_up()
+      return
+    turn = self.turn
+    if (turn is None or turn['status'] == 'answered') and not self._waiting:
+      self._take(self._listened())
+    elif turn is None or turn['status'] == 'answered':
+      self._propose()
+    elif turn['status'] == 'open':
+      self._judge(turn)
+    elif turn['status'] in ('approved', 'edited') and not self._reported(turn):
+      self._work(turn)
+    else:
+      self._propose()
+
+  # What the person says.
+
+  def _listened(self) -> str:
+    self.history.sync()
+    said = self._inputs.message()
+    if said is None:
+      raise Leave
+    return said
+
+  def _take(self, said: str) -> None:
+    if said.startswith(COMMAND):
+      self._command(said)
+    elif said:
+      self.history.add('said', text=said)
+      self._waiting.append(said)
+
+  def _command(self, line: str) -> None:
+    try:
+      self._commands.run(line)
+    except UserError as error:
+      self.screen.say(str(error), 'wrong')
+
+  # What the service and the model do.
+
+  def _catch_up(self) -> None:
+    """Takes what the service has, and sends again what it may not have got."""
+    known = self.turn
+    _, self.turns = self.session.state()
+    self._stale = False
+    turn = self.turn
+    if turn is None:
+      return
+    if known is None or turn['n'] != known['n'] or turn['status'] == 'open':
+      self._reviewed = None
+    if self.history.last('turn', n=turn['n']) is None:  # Its answer was lost on the way.
+      self._arrived(turn)
+      self._show_answer(turn)
+    sent = self.history.last('decision', 'decided', 'withdrawn', n=turn['n'])
+    if sent is not None and sent['kind'] == 'decision':
+      self._decide(turn['n'], sent['decision'], sent['told'])
+
+  def _propose(self) -> None:
+    messages = [{'role': 'user', 'content': text} for text in self._waiting]
+    after = self.turn['n'] if self.turn is not None else -1
+    self.history.add('asking', after=after, messages=len(messages))
+    seed = None if self._seed is None else self._seed + after + 1
+    turn = self.session.propose(messages, seed, self.screen.draft)
+    self.screen.end_draft()
+    self.turns.append(turn)
+    self._arrived(turn)
+
+  def _arrived(self, turn: Mapping[str, Any]) -> None:
+    self.history.add('turn', n=turn['n'], turn={name: turn[name] for name in turn if not name.endswith('tokens')})
+    self._waiting = undelivered(self.history)
+    self._reviewed = None
+
+  def _show_answer(self, turn: Mapping[str, Any]) -> None:
+    self.screen.draft(turn['text'])
+    self.screen.end_draft()
+
+  def _judge(self, turn: Mapping[str, Any]) -> None:
+    reviewed = self._reviewer.review(turn)
+    self._reviewed = reviewed
+    self.history.add('decision', n=turn['n'], decision=reviewed.decision, told=reviewed.told)
+    if reviewed.says is not None:
+      self._take(reviewed.says)
+    self._decide(turn['n'], reviewed.decision, reviewed.told)
+
+  def _decide(self, number: int, decision: Mapping[str, Any], told: Any) -> None:
+    """Sends a decision that is in the history; the service learns it once however often it is sent."""
+    try:
+      answer = self.session.decide(number, decision)
+    except Refused as error:
+      if error.status < 500 and error.status not in _LATER:
+        self.history.add('withdrawn', n=number, why=str(error))
+      raise
+    self.turns[-1] = answer['turn']
+    self.history.add('decided', n=number, status=answer['turn']['status'], learned=answer['learned'])
+    self.screen.show(lines_of(answer['learned'], self._least))
+
+  # What the tools do.
+
+  def _reported(self, turn: Mapping[str, Any]) -> bool:
+    return bool(turn['results']) or not calls_of(turn)
+
+  def _work(self, turn: Mapping[str, Any]) -> None:
+    decided = self.history.last('decision', n=turn['n'])
+    told = decided['told'] if decided is not None else {}
+    results = []
+    for index, call in enumerate(calls_of(turn)):
+      ran = self.history.last('ran', n=turn['n'], call=index)
+      if ran is None:
+        begun = self.history.last('running', n=turn['n'], call=index) is not None
+        result = self._reviewer.result_of(turn['n'], index, call, told.get(str(index)), self._reviewed, begun)
+        self.history.add('ran', n=turn['n'], call=index, result=result)
+      else:
+        result = ran['result']
+      results.append(result)
+    answer = self.session.results(turn['n'], results)
+    self.turns[-1] = answer['turn']
+    self.history.add('reported', n=turn['n'], learned=answer['learned'])
+    self.screen.show(lines_of(answer['learned'], self._least))
+    self._hold = self._workbench.interrupted()
+
+  def learned(self, learned: Mapping[str, Any] | None) -> None:
+    """Shows what was learned otherwise."""
+    self.history.add('learned', learned=learned)
+    self.screen.show(lines_of(learned, self._least))
+
+
+def calls_of(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
+  """Returns the calls of a decided turn that are to be run: as they were edited."""
+  calls = [dict(call) for call in turn['calls']]
+  decision = turn['decision']
+  if turn['status'] == 'edited':
+    calls[decision.get('call') or 0]['arguments'] = decision['arguments']
+  return calls
+
+
+def undelivered(history: History) -> list[str]:
+  """Returns the texts of the person that no turn has answered."""
+  waiting: list[str] = []
+  sent = 0
+  for record in history.records:
+    if record['kind'] == 'said':
+      waiting.append(record['text'])
+    elif record['kind'] == 'asking':
+      sent = record['messages']
+    elif record['kind'] == 'turn':
+      waiting, sent = waiting[sent:], 0
+  return waiting

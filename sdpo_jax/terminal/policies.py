@@ -1,0 +1,198 @@
+"""Which calls run without being asked for, and which never do.
+
+A policy is a list of rules, of which the first that matches decides; a call that none matches is asked for. As text, one
+rule a line; `#` begins a comment:
+
+    never write secrets/**
+    allow read **
+    allow bash pytest -q *
+    never bash
+    ask
+
+As JSON: `[{"rule": "allow", "tool": "read", "pattern": "**"}, {"rule": "never", "tool": "bash"}]`.
+
+A pattern is about the path of a call; of `glob` about its pattern, of `bash` about the whole command. In a path `*` and `?`
+do not match a slash, `**` does. In a command `*` stands for anything but what joins, redirects or nests commands, so that
+`allow bash rg *` does not allow `rg x; rm -r .`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+import json
+import os
+import pathlib
+import re
+from typing import Any, Literal
+
+from sdpo_jax.environments.workspace.tools import TOOLS
+from sdpo_jax.errors import UserError, first_line, short_repr
+
+Verb = Literal['allow', 'ask', 'never']
+ANY = '*'  # The name that stands for all tools.
+_VERBS = ('allow', 'ask', 'never')
+# With these a command runs, reads or writes something else than what its first word says.
+_JOINS = '&;|<>()`\n\r\0'
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+  """One rule."""
+
+  verb: Verb
+  tool: str = ANY
+  pattern: str | None = None  # None: all calls of the tool.
+
+  def __str__(self) -> str:
+    words = [self.verb] if self == Rule(self.verb) else [self.verb, self.tool]
+    return ' '.join(words if self.pattern is None else [*words, self.pattern])
+
+  def matches(self, tool: str, subjects: Sequence[str]) -> bool:
+    """Returns whether the rule is about a call.
+
+    Args:
+      tool: that is called.
+      subjects: all that the call's path is called, or its command.
+    """
+    if self.tool not in (ANY, tool):
+      return False
+    if self.pattern is None:
+      return True
+    if tool == 'bash':
+      whole = _command_pattern(self.pattern, narrow=self.verb == 'allow')
+    else:
+      whole = _path_pattern(self.pattern)
+    # What is allowed must be so by each of its names; one is enough for what is not.
+    return (all if self.verb == 'allow' else any)(whole.fullmatch(subject) for subject in subjects)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+  """What a policy says of a call."""
+
+  verb: Verb
+  rule: Rule | None  # None: no rule is about it.
+
+
+class Policy:
+  """The rules of a session; those that a person adds meanwhile allow what would be asked, never what is refused."""
+
+  def __init__(self, rules: Iterable[Rule] = ()):
+    self.rules = tuple(rules)
+    self.added: list[Rule] = []
+
+  def verdict(self, tool: str, arguments: Mapping[str, Any], workspace: pathlib.Path) -> Verdict:
+    """Returns what becomes of a call whose arguments were checked."""
+    subjects = subjects_of(tool, arguments, workspace)
+    found = next((rule for rule in self.rules if rule.matches(tool, subjects)), None)
+    if found is not None and found.verb == 'never':
+      return Verdict('never', found)
+    if found is None or found.verb == 'ask':
+      found = next((rule for rule in self.added if rule.matches(tool, subjects)), found)
+    if found is not None and found.verb == 'allow' and tool == 'grep' and self._hides_files():
+      return Verdict('ask', None)  # It looks into all files below a folder, also those that are not to be read.
+    return Verdict('ask' if found is None else found.verb, found)
+
+  def never(self, tool: str) -> bool:
+    """Returns whether no call of a tool can be run, so that the model need not be told of it."""
+    about = next((rule for rule in self.rules if rule.tool in (ANY, tool)), None)
+    return about is not None and about.verb == 'never' and about.pattern is None
+
+  def _hides_files(self) -> bool:
+    return any(rule.verb == 'never' and rule.pattern and rule.tool in (ANY, 'read', 'grep') for rule in self.rules)
+
+
+def subjects_of(tool: str, arguments: Mapping[str, Any], workspace: pathlib.Path) -> list[str]:
+  """Returns what patterns are held against: the path as it is called, and as links lead to it; or the command."""
+  if tool == 'bash':
+    return [arguments['command'].strip(' ')]
+  if tool == 'glob':
+    return [arguments['pattern']]
+  root = os.path.realpath(workspace)
+  path = os.path.join(root, arguments.get('path', '.'))
+  if '\0' in path:  # No tool takes it.
+    return [path]
+  return sorted({os.path.relpath(path, root), os.path.relpath(os.path.realpath(path), root)})
+
+
+def suggestion(tool: str, arguments: Mapping[str, Any], workspace: pathlib.Path) -> str:
+  """Returns the pattern of a rule that allows a call and nothing else: its path, or its command."""
+  return subjects_of(tool, arguments, workspace)[0]
+
+
+def load(value: str) -> Policy:
+  """Returns the policy that --policy names: `ask`, or a file.
+
+  Raises:
+    UserError: there is no such file, or a rule in it is none.
+  """
+  if value == 'ask':
+    return Policy()
+  try:
+    text = pathlib.Path(value).expanduser().read_text(encoding='utf-8')
+  except (OSError, UnicodeDecodeError) as error:
+    raise UserError(f'--policy={value} cannot be read ({first_line(error)}): name a file of rules, or ask.') from error
+  return Policy(parse(text, value))
+
+
+def parse(text: str, where: str) -> list[Rule]:
+  """Returns the rules of a text, or of JSON.
+
+  Args:
+    text: of a file.
+    where: its name, for errors.
+
+  Raises:
+    UserError: what is no rule, with its line.
+  """
+  if text.lstrip().startswith('['):
+    return _parse_json(text, where)
+  rules = []
+  for number, line in enumerate(text.split('\n'), start=1):
+    stripped = line.strip()
+    if stripped and not stripped.startswith('#'):
+      verb, *rest = stripped.split(maxsplit=2)
+      tool, pattern = (rest + [None, None])[:2]
+      rules.append(make_rule(verb, ANY if tool is None else tool, pattern, f'{where}, line {number}'))
+  return rules
+
+
+def make_rule(verb: Any, tool: Any, pattern: Any, where: str) -> Rule:
+  """Returns a rule; raises UserError if it is none."""
+  if verb not in _VERBS:
+    raise UserError(f'{where}: a rule begins with allow, ask or never, not {short_repr(verb)}.')
+  if tool != ANY and tool not in TOOLS:
+    raise UserError(f'{where}: there is no tool {short_repr(tool)}; there are {", ".join(TOOLS)}, and * for all.')
+  if pattern is not None and not (isinstance(pattern, str) and pattern):
+    raise UserError(f'{where}: the pattern must be a text, not {short_repr(pattern)}.')
+  if verb == 'allow' and pattern is None:
+    raise UserError(f'{where}: say what of {tool} is allowed, such as allow {tool} {"*" if tool == "bash" else "**"}.')
+  if verb == 'allow' and tool == ANY:
+    raise UserError(f'{where}: a rule that allows names its tool; write one for each of {", ".join(TOOLS)}.')
+  return Rule(verb, tool, pattern)
+
+
+def _parse_json(text: str, where: str) -> list[Rule]:
+  try:
+    values = json.loads(text)
+  except (ValueError, RecursionError) as error:
+    raise UserError(f'{where} is not JSON ({first_line(error)}): mend it, or write one rule a line.') from error
+  rules = []
+  for number, value in enumerate(values, start=1):
+    at = f'{where}, rule {number}'
+    if not isinstance(value, dict) or value.keys() - {'rule', 'tool', 'pattern'}:
+      raise UserError(f'{at}: a rule has rule, tool and pattern, unlike {short_repr(value)}.')
+    rules.append(make_rule(value.get('rule'), value.get('tool', ANY), value.get('pattern'), at))
+  return rules
+
+
+def _command_pattern(pattern: str, *, narrow: bool) -> re.Pattern[str]:
+  star = f'[^{re.escape(_JOINS)}]*' if narrow else '.*'
+  return re.compile(star.join(map(re.escape, pattern.split('*'))), re.DOTALL)
+
+
+def _path_pattern(pattern: str) -> re.Pattern[str]:
+  pieces = {'**/': '(?:.*/)?', '**': '.*', '*': '[^/]*', '?': '[^/]'}
+  parts = re.split(r'(\*\*/|\*\*|\*|\?)', pattern.removeprefix('./'))
+  return re.compile(''.join(pieces.get(part) or re.escape(part) for part in parts), re.DOTALL)

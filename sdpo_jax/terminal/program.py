@@ -1,0 +1,177 @@
+"""The terminal program from its start to its end: a service, a session, a workspace, and somebody who decides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+import contextlib
+import dataclasses
+import os
+import pathlib
+import sys
+from typing import Any
+
+from sdpo_jax.environments.workspace.shell import Shell
+from sdpo_jax.environments.workspace.tools import Toolbox
+from sdpo_jax.errors import UserError
+from sdpo_jax.files import read_json_object
+from sdpo_jax.terminal import history as histories
+from sdpo_jax.terminal import policies, script
+from sdpo_jax.terminal.client import Client, Lost, Refused, SessionClient
+from sdpo_jax.terminal.embedded import Embedded
+from sdpo_jax.terminal.history import History
+from sdpo_jax.terminal.inputs import Inputs
+from sdpo_jax.terminal.keyboard import Keyboard, Lines
+from sdpo_jax.terminal.loop import Conversation
+from sdpo_jax.terminal.policies import Policy
+from sdpo_jax.terminal.screen import Screen, has_colours, is_plain
+from sdpo_jax.terminal.work import Workbench
+
+DEFAULT_CONFIG = 'configs/session_quickstart.py'
+KEY = 'SDPO_API_KEY'  # The variable with the key that a service asks for.
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """What the command line says; None where it says nothing."""
+
+  url: str | None = None  # Of a service; None: one is started.
+  config: str | None = None  # Of the service that is started.
+  overrides: Sequence[tuple[str, str]] = ()  # Settings of that config, as texts.
+  adapter: str | None = None  # Its name, or its id.
+  workspace: str | None = None
+  script: str | None = None
+  policy: str | None = None
+  state: str | None = None  # Folder of histories.
+  resume: bool = False
+  session: str | None = None  # That is resumed; None: the newest.
+  system: str | None = None  # The system message of a new session.
+  settings: str | None = None  # JSON file with what else it is opened with.
+  seed: int | None = None
+
+
+def run(options: Options) -> int:
+  """Holds a session; returns the exit code.
+
+  Raises:
+    UserError: something that the command line names is not there, or cannot be used.
+  """
+  if options.url is not None and (options.config is not None or options.overrides):
+    raise UserError('--url names a service that runs, --config one to be started: leave one of them out.')
+  with contextlib.ExitStack() as stack:
+    return _held(options, stack)
+
+
+def _held(options: Options, stack: contextlib.ExitStack) -> int:
+  """Holds a session; what is to be ended afterwards is on the stack."""
+  folder = histories.state_folder(options.state)
+  history = None
+  known: Mapping[str, Any] = {}
+  if options.resume:
+    history = History(histories.find(folder, options.session))
+    stack.callback(history.close)
+    known = history.opened
+    for flag in ('adapter', 'system', 'settings'):
+      if getattr(options, flag) is not None:
+        raise UserError(f'--{flag} is for a new session: leave it out with --resume.')
+  workspace = _workspace(options.workspace or known.get('workspace') or '.', folder)
+  policy_name = options.policy or known.get('policy') or 'ask'
+  policy = policies.load(policy_name)
+  screen = Screen(
+    sys.stdout, colours=options.script is None and has_colours(sys.stdout, os.environ), paged=options.script is None
+  )
+  inputs = _inputs(options, screen)
+  toolbox = _toolbox(workspace, policy)
+  client, where = _service(options, known, stack)
+  try:
+    if history is None:
+      adapter = client.adapter(options.adapter or 'session')
+      opened, token = client.open_session(adapter['id'], _settings(options, toolbox, policy))
+      about = {'workspace': str(workspace), 'policy': policy_name, 'adapter': adapter['id'], 'token': token, **where}
+      history = History.begin(folder, opened['id'], about)
+      stack.callback(history.close)
+    session = SessionClient(client, history.opened['adapter'], history.opened['session'], history.opened['token'])
+    state, turns = session.state()
+  except (Lost, Refused) as error:
+    raise UserError(str(error)) from error
+  written = history
+  screen.record = lambda text: written.note('shown', text=text)
+  screen.say(f'Session {session.id} in {workspace}; /help says what can be typed.')
+  if turns:
+    screen.say(f'{len(turns)} turns so far, the newest by version {turns[-1]["version"]}; /history shows them.')
+  workbench = Workbench(toolbox, workspace)
+  code = Conversation(session, state['settings'], history, screen, inputs, workbench, policy, options.seed).run()
+  _announce(f'The session is kept: python -m launch.session --resume={session.id}')
+  return code
+
+
+def _announce(text: str) -> None:
+  print(text, file=sys.stderr, flush=True)
+
+
+def _workspace(named: str, states: pathlib.Path) -> pathlib.Path:
+  path = pathlib.Path(named).expanduser().resolve()
+  if not path.is_dir():
+    raise UserError(f'--workspace={named} is not a folder: name the one that the model is to work in.')
+  if states.expanduser().resolve().is_relative_to(path):
+    raise UserError(
+      f'The workspace {path} holds the histories of sessions ({states}), which the model is not to read: name a folder '
+      'within it, or another place for them with --state.'
+    )
+  return path
+
+
+def _toolbox(workspace: pathlib.Path, policy: Policy) -> Toolbox:
+  """Returns the tools; without commands where the machine cannot keep them in the workspace, which is said."""
+  shell = None
+  if not policy.never('bash'):
+    try:
+      shell = Shell(workspace)
+    except UserError as error:
+      _announce(f'The model cannot run commands here. {error}')
+  return Toolbox(workspace, shell)
+
+
+def _settings(options: Options, toolbox: Toolbox, policy: Policy) -> dict[str, Any]:
+  """Returns what a new session is opened with."""
+  given = {} if options.settings is None else read_json_object(options.settings, 'name another file with --settings')
+  if 'tools' in given:
+    raise UserError(f'{options.settings}: the tools are those of this program: leave them out.')
+  if options.system is not None:
+    given['system'] = options.system
+  given['tools'] = [tool.schema() for name, tool in toolbox.tools.items() if not policy.never(name)]
+  return given
+
+
+def _service(options: Options, known: Mapping[str, Any], stack: contextlib.ExitStack) -> tuple[Client, dict[str, Any]]:
+  """Returns a service that is ready, and what a history needs to find it again."""
+  url = options.url or (None if options.config is not None else known.get('url'))
+  try:
+    if url is not None:
+      client = Client(url, os.environ.get(KEY))
+      stack.callback(client.close)
+      client.wait(lambda stage: _announce(f'The service is starting: {stage}'))
+      return client, {'url': url}
+    arguments = known.get('arguments') if options.config is None and not options.overrides else None
+    if arguments is None:
+      arguments = [f'--config={options.config or DEFAULT_CONFIG}']
+      arguments += [f'--config.{name}={text}' for name, text in options.overrides]
+    folder = known.get('folder') or os.getcwd()
+    _announce('Starting a service of its own; the first start compiles its programs.')
+    service = Embedded(arguments, pathlib.Path(folder))
+    stack.callback(service.stop)
+    client = service.client()
+    stack.callback(client.close)
+    service.wait(client, _announce)
+    return client, {'arguments': list(arguments), 'folder': folder}
+  except (Lost, Refused) as error:
+    raise UserError(f'{error} Start one with python -m launch.serve, or leave --url out.') from error
+
+
+def _inputs(options: Options, screen: Screen) -> Inputs:
+  if options.script is not None:
+    return script.Script(script.lines_of(options.script), options.script, lambda line: screen.say(line, 'head'))
+  if not sys.stdin.isatty():
+    raise UserError('The standard input is no terminal: --script=- takes one input a line from it.')
+  if is_plain() or not sys.stdout.isatty():
+    return Lines()
+  return Keyboard(colours=has_colours(sys.stdout, os.environ))

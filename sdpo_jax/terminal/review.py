@@ -1,0 +1,281 @@
+"""The person's judgement of calls: shown as they are, approved, edited or denied, and looked at again before they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import json
+from typing import Any
+
+from sdpo_jax.environments.workspace.tools import TOOLS, Answer
+from sdpo_jax.errors import UserError, first_line, short_repr
+from sdpo_jax.terminal.calls import Proposed, Wrong, described, look
+from sdpo_jax.terminal.escaping import visible
+from sdpo_jax.terminal.history import History
+from sdpo_jax.terminal.inputs import COMMAND, Choice, EditorFailed, Inputs, Leave
+from sdpo_jax.terminal.policies import Policy, make_rule, suggestion
+from sdpo_jax.terminal.screen import Line, Screen
+from sdpo_jax.terminal.work import Workbench
+
+_SHOWN = 40  # Lines of a tool's answer; the model reads all that it is given.
+_APPROVE = {'y': 'approve', 'a': 'always allow', 'n': 'deny', 'e': 'edit'}
+_REFUSED = {'n': 'deny', 'e': 'edit', 't': 'tell the model'}
+_AGAIN = {'y': 'run it', 's': 'leave it out'}
+_LAST = {'q': 'quit'}
+_PAGE = {'v': 'view the rest'}
+_NEVER = 'The person never lets this be run.'
+
+
+@dataclasses.dataclass(frozen=True)
+class Reviewed:
+  """What became of a proposal."""
+
+  decision: Mapping[str, Any]  # As the service takes it.
+  told: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)  # Calls not to be run, and why.
+  approved: Mapping[int, Proposed] = dataclasses.field(default_factory=dict)  # As they were seen.
+  says: str | None = None  # What the model is told beside.
+
+
+class Reviewer:
+  """Asks the person about calls."""
+
+  def __init__(
+    self,
+    workbench: Workbench,
+    policy: Policy,
+    screen: Screen,
+    inputs: Inputs,
+    history: History,
+    command: Callable[[str], None],
+  ):
+    self._workbench, self._policy, self._screen, self._inputs = workbench, policy, screen, inputs
+    self._history, self._command = history, command
+
+  def review(self, turn: Mapping[str, Any]) -> Reviewed:
+    """Returns what the person, or the policy, decides about a proposal. All of its calls are judged before one runs.
+
+    Raises:
+      Leave: the person leaves, and the proposal stays open.
+    """
+    if turn['fault'] is not None:
+      return self._review_fault(turn)
+    approved: dict[int, Proposed] = {}
+    told: dict[str, Mapping[str, Any]] = {}
+    edited: tuple[int, Mapping[str, Any]] | None = None
+    count, changes = len(turn['calls']), False
+    for index, call in enumerate(turn['calls']):
+      head = f'Call {index + 1} of {count}:' if count > 1 else 'Proposed:'
+      proposed = self._look(call['name'], call['arguments'])
+      while True:
+        choice = self._judged(head, proposed, edited is None or edited[0] == index, edited is not None, changes)
+        if choice is None or choice.key == 'y':
+          approved[index] = proposed
+        elif choice.key == 'a':
+          if not self._allowed(proposed, choice.rest):
+            continue
+          approved[index] = proposed
+        elif choice.key == 'n':
+          reason = choice.rest or self._inputs.line('Why? ')
+          if not reason:
+            self._screen.say('A denial needs a reason: the model learns from it.')
+            continue
+          return Reviewed({'decision': 'deny', 'correction': reason})
+        elif choice.key == 'e':
+          arguments = self._edited(proposed, choice.rest)
+          if arguments is None:
+            continue
+          edited = index, arguments
+          proposed = self._look(call['name'], arguments)
+          if choice.rest is None or not proposed.can_run:
+            continue
+          self._screen.show(described(proposed))
+          approved[index] = proposed
+        else:
+          why = proposed.wrong or Wrong(_NEVER)
+          told[str(index)] = {'text': why.text, 'field': why.field, 'line': why.line}
+        break
+      changes = changes or (str(index) not in told and call['name'] in TOOLS and TOOLS[call['name']].changes)
+    if edited is not None:
+      return Reviewed({'decision': 'edit', 'call': edited[0], 'arguments': edited[1]}, told, approved)
+    return Reviewed({'decision': 'approve'}, told, approved)
+
+  def result_of(
+    self,
+    number: int,
+    index: int,
+    call: Mapping[str, Any],
+    told: Mapping[str, Any] | None,
+    reviewed: Reviewed | None,
+    begun: bool,
+  ) -> dict[str, Any]:
+    """Returns the result of a call that was approved: runs it if it would do now what was approved, or else asks.
+
+    Args:
+      number: of the turn.
+      index: of the call.
+      call: its name and arguments.
+      told: why it is not to be run; None: it is.
+      reviewed: what was approved in this program; None: it was approved in an earlier one.
+      begun: whether an earlier program has begun to run it.
+    """
+    if told is not None:
+      return _result(index, Answer(False, told['text'], field=told['field'], line=told['line']))
+    approved = None if reviewed is None or begun else reviewed.approved.get(index)
+    while True:
+      now = self._look(call['name'], call['arguments'])
+      if now.wrong is not None or now.verdict.verb == 'never':
+        wrong = now.wrong or Wrong(_NEVER)
+        self._screen.say(f'Not run: {wrong.text}', 'wrong')
+        return _result(index, Answer(False, wrong.text, field=wrong.field, line=wrong.line))
+      if approved is not None and (now.same(approved) or now.verdict.verb == 'allow'):
+        break
+      if begun:
+        why, left = (
+          'The program ended while this was running: it may have done its work, or a part of it.',
+          'The program that ran this ended meanwhile; whether it has done its work is not known.',
+        )
+      elif approved is None:
+        why, left = 'This was approved, and the program ended before it ran.', 'The person has left this out.'
+      else:
+        why, left = (
+          'The files have changed since this was approved; this is what it would do now.',
+          'The files had changed, and the person has left this out.',
+        )
+      choice = self._ask([Line(why, 'wrong')], described(now), _AGAIN)
+      if choice.key == 's':
+        return _result(index, Answer(False, left))
+      approved, begun = now, False
+    self._history.add('running', n=number, call=index)
+    answer = self._workbench.run(now.name, now.arguments)
+    self._screen.show(_shown(answer))
+    return _result(index, answer)
+
+  def _review_fault(self, turn: Mapping[str, Any]) -> Reviewed:
+    """Judges a proposal that holds a call that is none: nothing of it is run, for it would be half of a plan."""
+    fault = turn['fault']
+    lines = [line for call in turn['calls'] for line in described(self._look(call['name'], call['arguments']))]
+    head = Line(f'The answer holds a call that cannot be read: {visible(fault, keep="")}', 'wrong')
+    # A call before it that stayed in the conversation would need a result.
+    keys = {'n': 'deny'} if turn['calls'] else {'n': 'deny', 't': 'tell the model'}
+    while True:
+      choice = self._ask([head], lines, keys)
+      if choice.key == 't':
+        return Reviewed({'decision': 'approve'}, says=fault)
+      reason = choice.rest or self._inputs.line('Why? ', fault)
+      if reason:
+        return Reviewed({'decision': 'deny', 'correction': reason})
+      self._screen.say('A denial needs a reason: the model learns from it.')
+
+  def _judged(self, head: str, proposed: Proposed, may_edit: bool, edited: bool, changes: bool) -> Choice | None:
+    """Returns what the person says of a call; None: a rule allows it.
+
+    Args:
+      head: which call it is.
+      proposed: the call.
+      may_edit: whether its arguments may be changed.
+      edited: whether those of a call of this proposal were.
+      changes: whether a call before it changes the files.
+    """
+    notes: list[Line] = []
+    if proposed.wrong is not None:
+      notes = [Line(visible(proposed.wrong.text, keep=''), 'wrong')]
+    rule = visible(str(proposed.verdict.rule), keep='')
+    if proposed.verdict.verb == 'never':
+      notes.append(Line(f'Refused by the rule: {rule}', 'wrong'))
+      keys = _REFUSED
+    elif proposed.wrong is None and proposed.verdict.verb == 'allow':
+      self._screen.show([Line(head, 'note'), *described(proposed), Line(f'Allowed by the rule: {rule}', 'note')])
+      return None
+    elif proposed.wrong is None:
+      keys = _APPROVE
+    elif proposed.wrong.for_now and changes:
+      notes.append(Line('A call before it may change that: it is shown again before it runs.', 'note'))
+      keys = {name: meaning for name, meaning in _APPROVE.items() if name != 'a'}
+    else:
+      keys = _REFUSED
+    without = (() if may_edit else ('e',)) + (('t',) if edited else ())
+    return self._ask(
+      [Line(head, 'note')], [*described(proposed), *notes], {key: keys[key] for key in keys if key not in without}
+    )
+
+  def _ask(self, head: list[Line], lines: list[Line], keys: Mapping[str, str]) -> Choice:
+    """Shows a call and returns what is said of it, once all of it was shown.
+
+    Raises:
+      Leave: the person leaves.
+    """
+    self._screen.show(head)
+    left = self._page(lines)
+    while True:
+      if left:
+        self._screen.say(f'… {len(left)} more lines')
+      self._history.sync()
+      choice = self._inputs.choice({**keys, **(_PAGE if left else {}), **_LAST})
+      if choice.key == 'q':
+        raise Leave
+      if choice.key == COMMAND:
+        self._command(choice.rest or '')
+      elif choice.key == 'v' or (left and choice.key in 'ya'):
+        left = self._page(left)  # Nobody approves what was not shown.
+      else:
+        return choice
+
+  def _page(self, lines: list[Line]) -> list[Line]:
+    """Shows a page, and returns what is left."""
+    page = self._screen.page or len(lines)
+    self._screen.show(lines[:page])
+    return lines[page:]
+
+  def _allowed(self, proposed: Proposed, pattern: str | None) -> bool:
+    """Adds a rule that allows a call; returns whether it does."""
+    default = suggestion(proposed.name, proposed.arguments, self._workbench.workspace)
+    pattern = pattern or self._inputs.line(f'Always allow {proposed.name} with this pattern: ', default)
+    try:
+      rule = make_rule('allow', proposed.name, pattern, 'This rule')
+    except UserError as error:
+      self._screen.say(str(error), 'wrong')
+      return False
+    self._policy.added.append(rule)
+    if self._look(proposed.name, proposed.arguments).verdict.verb != 'allow':
+      self._policy.added.remove(rule)
+      self._screen.say(f'{rule} does not match this call, or another rule comes before it: approve it with y.', 'wrong')
+      return False
+    self._screen.say(f'From now on: {rule}')
+    return True
+
+  def _edited(self, proposed: Proposed, text: str | None) -> Mapping[str, Any] | None:
+    """Returns other arguments of a call; None: there are none."""
+    before = json.dumps(proposed.arguments, ensure_ascii=False, indent=2)
+    try:
+      given = json.loads(text if text is not None else self._inputs.edited(before))
+    except EditorFailed as error:
+      self._screen.say(str(error), 'wrong')
+      return None
+    except (ValueError, RecursionError) as error:
+      self._screen.say(f'The arguments are not JSON ({first_line(error)}): nothing is changed.', 'wrong')
+      return None
+    if not isinstance(given, dict):
+      self._screen.say(f'The arguments must be an object, not {short_repr(given)}: nothing is changed.', 'wrong')
+      return None
+    if given == proposed.arguments:
+      self._screen.say('The arguments are as they were.')
+      return None
+    return given
+
+  def _look(self, name: str, arguments: Any) -> Proposed:
+    return look(name, arguments, self._workbench.toolbox, self._policy, self._workbench.workspace)
+
+
+def _shown(answer: Answer) -> list[Line]:
+  """Returns what the person sees of a tool's answer."""
+  lines = visible(answer.text.rstrip('\n')).split('\n')
+  style = 'note' if answer.ok else 'wrong'
+  found = [Line(f'  {line}', style) for line in lines[:_SHOWN]]
+  more = len(lines) - _SHOWN
+  return found + ([Line(f'  … {more} more lines, which the model reads', 'note')] if more > 0 else [])
+
+
+def _result(index: int, answer: Answer) -> dict[str, Any]:
+  """Returns an answer as the service takes it."""
+  values = {name: getattr(answer, name) for name in ('ok', 'text', 'exit_code', 'field', 'line')}
+  return {'call': index, 'stderr': None, **values}

@@ -1,0 +1,130 @@
+"""What the person sees: lines with a style, in colours on a terminal that has them and as plain text everywhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+import os
+import shutil
+from typing import NamedTuple, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from sdpo_jax.terminal.escaping import visible
+
+_STYLES = {
+  '': '',
+  'note': 'dim',
+  'model': '',
+  'head': 'bold',
+  'place': 'cyan',
+  'removed': 'red',
+  'added': 'green',
+  'good': 'green',
+  'wrong': 'bold red',
+  'command': 'bold yellow',
+}
+_AROUND = 6  # Lines of a page that are left for the question.
+
+
+class Line(NamedTuple):
+  """A line that is ready to be shown: nothing in it steers a terminal."""
+
+  text: str
+  style: str = ''
+
+
+def has_colours(out: TextIO, environment: Mapping[str, str]) -> bool:
+  """Returns whether colours are wanted and shown: not by NO_COLOR, TERM=dumb, or what is no terminal."""
+  return out.isatty() and not environment.get('NO_COLOR') and environment.get('TERM', 'dumb') != 'dumb'
+
+
+class Screen:
+  """Shows lines, and tells a history of them."""
+
+  def __init__(self, out: TextIO, *, colours: bool, paged: bool, record: Callable[[str], None] = lambda text: None):
+    """Makes a screen.
+
+    Args:
+      out: where it writes.
+      colours: whether styles are shown; nothing but text and newlines is written if not.
+      paged: whether somebody sits before it, who can be shown the next page.
+      record: receives what was shown.
+    """
+    self._out, self._paged, self.record = out, paged, record
+    self._console = (
+      Console(file=out, highlight=False, markup=False, emoji=False, force_terminal=True) if colours else None
+    )
+    self._draft = ''
+
+  @property
+  def page(self) -> int | None:
+    """Lines that are shown at once; None: all."""
+    if not self._paged:
+      return None
+    return max(5, shutil.get_terminal_size().lines - _AROUND)
+
+  @property
+  def width(self) -> int | None:
+    """Columns, where two texts may stand side by side; None: they may not."""
+    return shutil.get_terminal_size().columns if self._console is not None else None
+
+  def show(self, lines: Iterable[Line]) -> None:
+    """Shows lines, and records them."""
+    shown = list(lines)
+    for line in shown:
+      if self._console is None:
+        self._out.write(line.text + '\n')
+      else:
+        self._console.print(Text(line.text, _STYLES[line.style]), soft_wrap=True)
+    self._out.flush()
+    if shown:
+      self.record('\n'.join(line.text for line in shown))
+
+  def say(self, text: str, style: str = 'note') -> None:
+    """Shows a text of anybody's, made visible."""
+    self.show(Line(line, style) for line in visible(text).split('\n'))
+
+  def draft(self, text: str) -> None:
+    """Shows a piece of an answer as it is drawn."""
+    shown = visible(text, keep='\n\t')
+    self._draft += shown
+    if self._console is None:
+      self._out.write(shown)
+    else:
+      self._console.print(Text(shown, _STYLES['model']), soft_wrap=True, end='')
+    self._out.flush()
+
+  def end_draft(self) -> None:
+    """Ends an answer, of which nothing may have come."""
+    if self._draft:
+      if not self._draft.endswith('\n'):
+        self._out.write('\n')
+        self._out.flush()
+      self.record(self._draft)
+    self._draft = ''
+
+  def beside(self, left: tuple[str, str], right: tuple[str, str]) -> None:
+    """Shows two texts with their titles, side by side where there is room."""
+    width = self.width
+    column = 0 if width is None else (width - 3) // 2
+    if column < 40:
+      for title, text in (left, right):
+        self.say(title, 'head')
+        self.say(text, 'model')
+      return
+    parts = [[title, *_folded(visible(text), column)] for title, text in (left, right)]
+    height = max(map(len, parts))
+    parts = [[*part, *[''] * (height - len(part))] for part in parts]
+    rows = [f'{one:<{column}} │ {two}' for one, two in zip(*parts, strict=True)]
+    self.show(Line(row, '' if number else 'head') for number, row in enumerate(rows))
+
+
+def _folded(text: str, column: int) -> list[str]:
+  """Returns lines of a text of at most so many characters; none is lost."""
+  return [line[start : start + column] for line in text.split('\n') for start in range(0, max(1, len(line)), column)]
+
+
+def is_plain(environment: Mapping[str, str] = os.environ) -> bool:
+  """Returns whether the terminal shows lines only, so that nothing on it can be moved or edited."""
+  return environment.get('TERM', 'dumb') == 'dumb'

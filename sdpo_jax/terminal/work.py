@@ -1,0 +1,56 @@
+"""Runs calls in the workspace, so that Ctrl-C ends a command and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+import pathlib
+import queue
+import threading
+from typing import Any
+
+from sdpo_jax.environments.workspace.shell import Cancelled
+from sdpo_jax.environments.workspace.tools import Answer, Toolbox
+
+
+class Workbench:
+  """The tools of one workspace; of the main thread only."""
+
+  def __init__(self, toolbox: Toolbox, workspace: pathlib.Path):
+    self.toolbox, self.workspace = toolbox, workspace
+    self._interrupted = False
+
+  def run(self, name: str, arguments: Mapping[str, Any]) -> Answer:
+    """Returns what a tool answers; Ctrl-C ends a command, whose answer says so.
+
+    The tool runs in another thread: an exception in the midst of it could leave half of its work.
+    """
+    done: queue.SimpleQueue[Answer | BaseException] = queue.SimpleQueue()
+    with Cancelled() as cancelled:
+
+      def work() -> None:
+        try:
+          done.put(self.toolbox.call(name, arguments, cancelled=cancelled))
+        except BaseException as error:
+          done.put(error)
+
+      thread = threading.Thread(target=work, name='tool')
+      thread.start()
+      try:
+        while True:
+          try:
+            thread.join()
+            break
+          except KeyboardInterrupt:
+            self._interrupted = True
+            cancelled.set()
+      finally:
+        thread.join()
+    found = done.get()
+    if isinstance(found, BaseException):
+      raise found
+    return found
+
+  def interrupted(self) -> bool:
+    """Returns whether Ctrl-C has ended a command since this was asked last."""
+    before, self._interrupted = self._interrupted, False
+    return before
