@@ -18,7 +18,7 @@ from sdpo_jax.serving.web.access_log import Log
 from sdpo_jax.serving.web.app import make_app
 from sdpo_jax.serving.web.gate import LOCAL_OWNER
 from sdpo_jax.serving.web.keys import KeyFile, add
-from tests import service_world
+from tests import service_world, session_world
 from tests.test_web_gate import FOREIGN
 
 ROOT = '/v1/continual/adapters'
@@ -36,7 +36,8 @@ LIMITS = {
 def world(tmp_path_factory):
   """One service behind two doors: without keys, and with the key of one owner; bodies are logged."""
   folder = tmp_path_factory.mktemp('sessions')
-  config = service_world.make_config(service_world.model_folder(folder / 'model'), folder / 'root')
+  config = service_world.make_config(session_world.tool_model(folder / 'model'), folder / 'root')
+  config.serve.guards.min_entropy = None
   for name, value in LIMITS.items():
     setattr(config.serve.limits, name, value)
   key, _ = add(folder / 'keys.jsonl', 'ada', 'test')
@@ -150,6 +151,49 @@ def test_what_waits_is_learned_when_it_is_told_to(world):
   learned = opened.post('flush', {}).json()['learned']
   assert learned['version_after'] == 1 == opened.version and opened.post('flush', {}).json() == {'learned': None}
   assert code(opened.post('flush', {'all': True})) == (400, 'invalid_request')
+
+
+@pytest.fixture
+def script(world, monkeypatch):
+  """What the model is going to say, which by itself calls no tool."""
+  script = session_world.Script(world.service)
+  monkeypatch.setattr(world.service.worker, 'sample', script.sample)
+  return script
+
+
+def test_a_call_is_edited_run_and_what_came_of_it_answered(world, script):
+  opened = Opened(world, tools=session_world.TOOLS, learn_from_results=True)
+  assert opened.session['tool_form'] == 'hermes'
+  script.say(session_world.called(session_world.GREP))
+  turn = opened.propose(HELLO)
+  assert turn['status'] == 'open' and turn['calls'] == [{'name': 'g', 'arguments': {'p': 'x'}}]
+  assert code(opened.post('turns', {'messages': HELLO})) == (409, 'turn_conflict')
+  early = opened.post('turns/0/results', {'results': [{'call': 0, 'ok': True, 'text': 'a:1'}]})
+  assert code(early) == (409, 'turn_conflict') and early.json()['error']['current_turn'] == 0
+  missing = opened.post('turns/0/decision', {'decision': 'edit', 'arguments': {'p': 'y'}, 'call': 3})
+  assert code(missing) == (400, 'invalid_request') and missing.json()['error']['field'] == 'call'
+  edit = opened.decide(0, {'decision': 'edit', 'arguments': {'p': 'y'}})
+  assert edit['turn']['status'] == 'edited' and edit['turn']['decision']['arguments'] == {'p': 'y'}
+  assert edit['learned']['version_after'] == 1 and edit['learned']['turns'] == [0]
+  failed = {'call': 0, 'ok': False, 'text': 'no such file', 'exit_code': 2, 'stderr': 'y?', 'field': 'p', 'line': 3}
+  results = opened.post('turns/0/results', {'results': [failed]}, **{'Idempotency-Key': 'ran'})
+  assert results.json()['turn']['results'] == [failed] and results.json()['learned']['version_after'] == 2
+  again = opened.post('turns/0/results', {'results': [failed]}, **{'Idempotency-Key': 'ran'})
+  assert again.content == results.content and opened.version == 2
+  lines = world.open.get(f'{opened.adapter}/examples').content.splitlines()
+  assert [json.loads(line)['kind'] for line in lines] == ['edit', 'result']
+
+
+def test_the_conversation_goes_on_behind_what_tools_have_answered(world, script):
+  opened = Opened(world, tools=session_world.TOOLS)
+  script.say(session_world.called(session_world.GREP), session_world.called(session_world.READ))
+  first = opened.propose(HELLO)
+  assert opened.decide(0, {'decision': 'approve'})['learned'] is None
+  assert opened.post('turns/0/results', {'results': [{'call': 0, 'ok': True, 'text': 'a'}]}).json()['learned'] is None
+  second = opened.propose()
+  before = first['prompt_tokens'] + first['tokens']
+  assert second['n'] == 1 and second['calls'][0]['name'] == 'r' and second['prompt_tokens'][: len(before)] == before
+  assert opened.version == 0
 
 
 # Streams.
