@@ -10,8 +10,10 @@ import subprocess
 import tempfile
 
 from prompt_toolkit import PromptSession
+from prompt_toolkit.application import Application
 from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.layout import FormattedTextControl, Layout, Window
 from prompt_toolkit.output import ColorDepth
 
 from sdpo_jax.errors import first_line
@@ -37,16 +39,14 @@ class Keyboard:
   def choice(self, keys: Mapping[str, str]) -> Choice:
     """Returns at the first key that is one of them."""
     bindings = KeyBindings()
-    for key in keys:
+    for key in (*keys, COMMAND):
       bindings.add(key)(lambda event, key=key: event.app.exit(result=key))
-    bindings.add(COMMAND)(lambda event: event.app.exit(result=COMMAND))
-    bindings.add('<any>')(lambda event: None)
-    question = f'{question_of(keys)} '
-    asking: PromptSession[str] = PromptSession(key_bindings=bindings, color_depth=self._depth)
-    try:
-      key = asking.prompt(question)
-    except EOFError:
-      return Choice('q')
+    bindings.add('c-c')(lambda event: event.app.exit(exception=KeyboardInterrupt))
+    bindings.add('c-d')(lambda event: event.app.exit(result='q'))
+    # Not a line to be edited, so that no other key does anything, and none is seen.
+    asked = Window(FormattedTextControl(question_of(keys)), dont_extend_height=True, wrap_lines=True)
+    asking: Application[str] = Application(Layout(asked), key_bindings=bindings, color_depth=self._depth)
+    key = asking.run()
     return Choice(COMMAND, self.line('> ', COMMAND)) if key == COMMAND else Choice(key)
 
   def line(self, question: str, default: str = '') -> str:

@@ -1,0 +1,124 @@
+"""What is typed at a terminal, key by key; and the service that the program starts."""
+
+import os
+import signal
+import subprocess
+import sys
+
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
+import pytest
+
+from sdpo_jax.terminal import embedded, keyboard
+from sdpo_jax.terminal.inputs import Choice, EditorFailed
+from sdpo_jax.terminal.keyboard import Keyboard, Lines, in_editor
+
+KEYS = {'y': 'approve', 'n': 'deny'}
+CTRL_C, CTRL_D, ALT_ENTER = '\x03', '\x04', '\x1b\r'
+
+
+@pytest.fixture
+def typed():
+  """A keyboard, and what is typed on it."""
+  with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
+    yield Keyboard(colours=False), pipe.send_text
+
+
+def test_one_key_is_a_choice_and_others_do_nothing(typed):
+  board, send = typed
+  send('xY\r\x1b[Ayn')
+  assert board.choice(KEYS) == Choice('y')
+  assert board.choice(KEYS) == Choice('n')
+  send(CTRL_D)
+  assert board.choice(KEYS) == Choice('q')
+  send(CTRL_C)
+  with pytest.raises(KeyboardInterrupt):
+    board.choice(KEYS)
+
+
+def test_a_slash_begins_a_command(typed):
+  board, send = typed
+  send('/undo 3\r')
+  assert board.choice(KEYS) == Choice('/', '/undo 3')
+
+
+def test_texts_have_lines_and_end_with_enter(typed):
+  board, send = typed
+  send(f'one{ALT_ENTER}two\r')
+  assert board.message() == 'one\ntwo'
+  send('\r')
+  assert board.message() == ''
+  send(CTRL_D)
+  assert board.message() is None
+  send('because\r')
+  assert board.line('Why? ') == 'because'
+  send('.bak\r')
+  assert board.line('Pattern: ', 'a.py') == 'a.py.bak'
+
+
+def test_without_an_editor_the_arguments_are_edited_in_the_prompt(typed, monkeypatch):
+  board, send = typed
+  monkeypatch.delenv('VISUAL', raising=False)
+  monkeypatch.delenv('EDITOR', raising=False)
+  send('\x7f}\r')
+  assert board.edited('{"a": 1]') == '{"a": 1}'
+
+
+def test_an_editor_opens_the_arguments(tmp_path):
+  program = tmp_path / 'editor.py'
+  program.write_text('import sys\npath = sys.argv[-1]\ntext = open(path).read()\nopen(path, "w").write(text.upper())')
+  assert in_editor(f'{sys.executable} {program}', '{"ü": 1}') == '{"Ü": 1}'
+  with pytest.raises(EditorFailed, match='exit code 3: nothing is changed'):
+    in_editor(f'{sys.executable} -c "raise SystemExit(3)"', '')
+  with pytest.raises(EditorFailed, match='set EDITOR to another one'):
+    in_editor('/none/of/these', '')
+
+
+def test_a_terminal_that_takes_lines_only_does(monkeypatch):
+  given = iter(['what', 'n No, use rg', '/help', 'y', ' Hello '])
+  monkeypatch.setattr('builtins.input', lambda question: next(given))
+  lines = Lines()
+  assert lines.choice(KEYS) == Choice('n', 'No, use rg')
+  assert lines.choice(KEYS) == Choice('/', '/help')
+  assert lines.choice(KEYS) == Choice('y')
+  assert lines.message() == 'Hello'
+
+  def ended(question):
+    raise EOFError
+
+  monkeypatch.setattr('builtins.input', ended)
+  assert lines.choice(KEYS) == Choice('q') and lines.message() is None and lines.line('Why? ', 'x') == 'x'
+  assert keyboard.question_of(KEYS) == '[y] approve  [n] deny'
+
+
+# The service as a child.
+
+PARENT = """
+import os, signal, subprocess, sys
+child = {child!r}
+code = 'import signal, os; os.write(1, b"here"); signal.pause()'
+subprocess.Popen([sys.executable, '-I', child, str(os.getpid()), sys.executable, '-c', code])
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGTERM])
+def test_a_child_ends_with_its_parent_however_that_ends(number):
+  """The pipe is closed when all who can write into it have ended, and the child is one of them."""
+  code = PARENT.format(child=str(embedded.CHILD))
+  parent = subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE)
+  assert os.read(parent.stdout.fileno(), 4) == b'here'
+  parent.send_signal(number)
+  assert parent.wait() == -number
+  assert parent.stdout.read() == b''
+  parent.stdout.close()
+
+
+def test_a_child_whose_parent_has_ended_already_does_not_begin():
+  done = subprocess.run(
+    [sys.executable, '-I', str(embedded.CHILD), '1', sys.executable, '-c', 'print("begun")'],
+    capture_output=True,
+    check=False,
+  )
+  assert done.returncode == 0 and done.stdout == b''
