@@ -5,27 +5,33 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 import json
+from typing import get_args
 
 import chex
 import jax
 import numpy as np
 import pytest
 
+from configs import livecodebench_schedule, paper
 from models.forward import forward
 from sdpo_jax.config import Config, MeshConfig
 from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.distributed import accelerators
+from sdpo_jax.environments.outcomes import graded_of
 from sdpo_jax.errors import UserError
 from sdpo_jax.objective.spec import ObjectiveSpec
+from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.teacher import feedback
-from sdpo_jax.teacher.context import build_teacher_context
-from sdpo_jax.training import batching, loop
+from sdpo_jax.teacher.context import build_teacher_context, same_context
+from sdpo_jax.training import ahead, batching, feedback_writing, gathering, loop, saving, skipped
 from sdpo_jax.training.session import load_tokenizer, make_session
-from sdpo_jax.types import Outcome
+from sdpo_jax.training.step import GradedRollouts
+from sdpo_jax.types import Example, Outcome
 from tests import tiny
 from tests.local_server import Answer, Server, dead_address
-from tests.test_batching import make_samples, per_token
+from tests.test_batching import make_config, make_samples, per_token
 from tests.test_step import make_model, run, settings
 
 HYBRID = {
@@ -129,6 +135,9 @@ def test_the_sum_of_both_terms_is_that_of_numpy():
     ({'actor__self_distillation__feedback_model': 'endpoint'}, 'feedback_endpoint.url is empty'),
     ({'actor__self_distillation__feedback_endpoint__model': 'm'}, "model has no effect with .*feedback_model=''"),
     ({'actor__self_distillation__feedback_model': 'self', 'actor__policy_loss__loss_mode': 'vanilla'}, 'reads it'),
+    ({'algorithm__min_sdpo_examples': 9}, 'is more than the 8 completions that an update holds'),
+    ({'algorithm__min_sdpo_examples': 1, 'actor__policy_loss__loss_mode': 'vanilla'}, 'there is no such teacher'),
+    ({'algorithm__min_sdpo_examples': 1, 'trainer__batch_order': 'balanced'}, 'the order of one generation batch'),
   ],
 )
 def test_settings_that_contradict_each_other_are_refused(changes, sentence):
@@ -325,3 +334,254 @@ def test_successes_that_are_not_taught_are_demonstrations_only(tiny_settings):
   assert context(sd).mask.tolist() == [1, 1, 1, 1]
   alone = context(dataclasses.replace(sd, teach_successes=False))
   assert alone.mask.tolist() == [0, 0, 1, 1] and set(alone.solutions[2:]) <= {'a', 'b'}
+
+
+# ———— Examples that gather ————
+
+
+def gathers(config: Config, least: int = 7, **changes) -> Config:
+  """Updates of up to 8 completions, for which two or three generation batches of 8 with their failures are needed."""
+  names = {
+    'algorithm__min_sdpo_examples': least,
+    SD + 'teach_successes': False,
+    SD + 'teacher_update_rate': 0.5,
+    'trainer__total_training_steps': 6,
+  }
+  return changed(config, **names, **changes)
+
+
+@dataclasses.dataclass
+class Whole:
+  """An uninterrupted run."""
+
+  lines: list[dict]
+  samples: list[list[dict]]  # Of every step's rollouts.
+  lessons: list[tuple]  # (step, graded, context) of every update.
+  trees: dict[int, tuple]  # Step → (trainable, teacher) after it.
+
+
+def run_whole(config: Config, folder) -> Whole:
+  lessons, trees, build = [], {}, loop.build_batch
+
+  def noted(session, state, graded, context, *rest):
+    lessons.append((int(state.step) + 1, graded, context))
+    return build(session, state, graded, context, *rest)
+
+  def after(stepped):
+    trees[stepped.step] = jax.device_get((stepped.state.trainable, stepped.state.teacher))
+
+  with pytest.MonkeyPatch.context() as patched:
+    patched.setattr(loop, 'build_batch', noted)
+    loop.train(config, folder, on_step=after)
+  steps = range(1, config.trainer.total_training_steps + 1)
+  return Whole(lines(folder), [rollouts(folder, step) for step in steps], lessons, trees)
+
+
+@pytest.fixture(scope='module')
+def whole(tiny_settings, tmp_path_factory) -> Whole:
+  with pytest.MonkeyPatch.context() as patched:
+    patched.setattr(accelerators, 'devices', lambda: jax.devices()[:1])
+    return run_whole(gathers(tiny_settings), tmp_path_factory.mktemp('gathering') / 'run')
+
+
+def test_examples_gather_until_there_are_enough_and_each_is_learned_from_once(whole):
+  """By a queue of what the files say the teacher read, in the order in which it was drawn."""
+  queue, updates = [], 0
+  learned = {step: (graded, context) for step, graded, context in whole.lessons}
+  for step, (line, samples) in enumerate(zip(whole.lines, whole.samples, strict=True), 1):
+    taught = [row for row, sample in enumerate(samples) if sample['teacher_prompt'] is not None]
+    assert all(samples[row]['score'] == 0 for row in taught)
+    queue += [(step, row) for row in taught]
+    due, now = len(queue) >= 7, []
+    if due:
+      now, queue = queue[:8], queue[8:]
+      graded, context = learned.pop(step)
+      there = np.flatnonzero(graded.present)
+      assert there.tolist() == list(range(len(now))) and context.mask.tolist() == [1] * len(now) + [0] * (8 - len(now))
+      texts = [whole.samples[of - 1][row]['completion'] for of, row in now]
+      assert [graded.rollouts.text[place] for place in there] == texts
+      updates += 1
+    assert line['train/optimizer_steps'] == due and ('train/loss' in line) == due
+    assert (line['gathering/trained'], line['gathering/rows']) == (len(now), len(queue))
+    assert line['gathering/examples'] == len(queue)
+    if now:
+      assert line['gathering/waited_mean'] == pytest.approx(np.mean([step - of for of, _ in now]))
+    waiting = [row for row, sample in enumerate(samples) if sample.get('waiting')]
+    assert waiting == [row for of, row in queue if of == step]
+    measured = [row for row, sample in enumerate(samples) if sample['divergence'] is not None]
+    assert measured == [row for of, row in now if of == step]
+  assert learned == {} and 1 < updates < 6
+
+
+def test_a_batch_without_an_update_moves_neither_student_nor_teacher(whole):
+  for step, line in enumerate(whole.lines[1:], 2):
+    (student, teacher), (before, teacher_before) = whole.trees[step], whole.trees[step - 1]
+    if line['train/optimizer_steps'] == 0:
+      chex.assert_trees_all_equal((student, teacher), (before, teacher_before))
+    else:
+      expected = jax.tree.map(lambda t, p: 0.5 * t + 0.5 * p, teacher_before, student)
+      chex.assert_trees_all_close(teacher, expected, atol=1e-7)
+      assert max(jax.tree.leaves(jax.tree.map(lambda a, b: np.abs(a - b).max(), student, before))) > 1e-3
+
+
+class Killed(BaseException):
+  """Ends a run as if from outside."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('where', ['rollout_and_grade', 'build_teacher_prompts', 'run_update', 'pass_over'])
+@pytest.mark.parametrize('number', [1, 2, 3])
+@pytest.mark.parametrize('save_freq', [1, 2])
+def test_a_run_that_was_killed_goes_on_as_if_it_were_not(
+  tiny_settings, whole, tmp_path, monkeypatch, where, number, save_freq
+):
+  config = gathers(tiny_settings, trainer__save_freq=save_freq)
+  calls, function = [], getattr(loop, where)
+
+  def dying(*arguments):
+    calls.append(1)
+    if len(calls) < number:
+      return function(*arguments)
+    if where in ('run_update', 'pass_over'):
+      function(*arguments)
+    raise Killed
+
+  with monkeypatch.context() as patched:
+    patched.setattr(loop, where, dying)
+    patched.setattr(saving.Saving, 'rescue', lambda self, error: None)
+    with pytest.raises(Killed):
+      loop.train(config, tmp_path / 'run')
+  loop.train(config, tmp_path / 'run')
+  assert lines(tmp_path / 'run') == whole.lines
+
+
+@pytest.mark.slow
+def test_a_killed_run_with_everything_at_once_goes_on(tiny_settings, tmp_path, monkeypatch):
+  """Hybrid, own feedback, several optimizer steps, weights for stale tokens, batches that are drawn ahead."""
+  config = gathers(
+    tiny_settings,
+    12,
+    algorithm__mode='hybrid',
+    algorithm__rollout_correction__rollout_is='token',
+    rollout__steps_off=1,
+    data__train_batch_size=4,
+    actor__ppo_mini_batch_size=2,
+    trainer__save_freq=2,
+    **{SD + 'feedback_model': 'self', SD + 'feedback_max_tokens': 4, SD + 'feedback_temperature': 1.0},
+  )
+  loop.train(config, tmp_path / 'whole')
+  calls, update = [], loop.run_update
+
+  def dying(*arguments):
+    calls.append(1)
+    if len(calls) == 3:
+      raise Killed
+    return update(*arguments)
+
+  with monkeypatch.context() as patched:
+    patched.setattr(loop, 'run_update', dying)
+    patched.setattr(saving.Saving, 'rescue', lambda self, error: None)
+    with pytest.raises(Killed):
+      loop.train(config, tmp_path / 'run')
+  loop.train(config, tmp_path / 'run')
+  assert lines(tmp_path / 'run') == lines(tmp_path / 'whole')
+  assert {line['train/optimizer_steps'] for line in lines(tmp_path / 'run')} > {2}
+
+
+def batch_of(config: Config, step: int, seed: int, advantages) -> gathering.Waiting:
+  """A generation batch of eight, of which nothing waits yet."""
+  samples = make_samples(config, seed)
+  count, mask = len(samples), samples.rollouts.completion_mask
+  rollouts = dataclasses.replace(
+    samples.rollouts,
+    group=samples.rollouts.group.astype(np.int32),
+    prompt_tokens=np.full((count, 3 + seed), seed, np.int32),
+    prompt_mask=np.ones((count, 3 + seed), bool),
+    completion_tokens=np.where(mask, samples.rollouts.completion_tokens, 0).astype(np.int32),
+    text=[f'{step}/{row}' for row in range(count)],
+  )
+  examples = [Example(f'{step}-{g}', [{'role': 'user', 'content': str(g)}], 'e', None, 's') for g in range(4)]
+  graded = GradedRollouts(examples, samples.prompts[::2], rollouts, [Outcome(0.0)] * count, np.arange(count), 0.0)
+  context = same_context([example.messages for example in examples for _ in range(2)], samples.teacher_prompts)
+  context.mask = samples.distill_mask[:, 0]
+  return gathering.Waiting(ahead.Drawn(step, step, {'at': step}, graded), context, advantages, ())
+
+
+def test_gathered_rows_keep_what_belongs_to_them_and_are_dealt_out_evenly():
+  """Eleven rows of two batches, of which eight fit, over two steps of four: advantages stay those of whole groups."""
+  config = make_config(ppo_mini_batch_size=2)
+  config.algorithm.mode, config.algorithm.min_sdpo_examples = 'hybrid', 8
+  advantages = [np.array([0, 0.5, 0, 0, 0, 0, 0, 0]), np.array([0, 0, 0, 0, 0, 0, -2.0, 2.0])]
+  both = [batch_of(config, step, step, of) for step, of in zip((3, 5), advantages, strict=True)]
+  waits = gathering.Gathering(config)
+  waits.add(both[0].drawn, both[0].context, both[0].advantages)
+  assert (waits.rows, waits.examples, waits.take()) == (5, 4, None)
+  waits.add(both[1].drawn, both[1].context, both[1].advantages)
+  order = [(3, 0), (3, 1), (3, 2), (3, 3), (3, 5), (5, 0), (5, 2), (5, 3), (5, 5), (5, 6), (5, 7)]
+  assert waits.examples == 8 and waits.rows == len(order)
+  lesson = waits.take()
+  assert waits.rows_of(5) == (5, 6, 7) and waits.rows_of(3) == () and (waits.rows, waits.examples) == (3, 1)
+  places = [0, 4, 1, 5, 2, 6, 3, 7]  # One after the other to the two steps.
+  graded = lesson.graded
+  assert [graded.rollouts.text[place] for place in places] == [f'{step}/{row}' for step, row in order[:8]]
+  for place, (step, row) in zip(places, order, strict=False):
+    source = both[step == 5]
+    rollouts, width = source.drawn.graded.rollouts, 3 + step
+    np.testing.assert_array_equal(graded.rollouts.completion_tokens[place], rollouts.completion_tokens[row])
+    np.testing.assert_array_equal(graded.rollouts.sampling_log_probs[place], rollouts.sampling_log_probs[row])
+    assert graded.rollouts.prompt_mask[place].tolist() == [True] * width + [False] * (8 - width)
+    assert graded.examples[graded.rollouts.group[place]].id == f'{step}-{row // 2}'
+    assert graded.prompts[graded.rollouts.group[place]] == source.drawn.graded.prompts[row // 2]
+    assert lesson.context.prompt_tokens[place] == source.context.prompt_tokens[row]
+    assert lesson.context.mask[place] == source.context.mask[row]
+    assert graded.advantages[place] == source.advantages[row]
+    assert (lesson.steps[place], lesson.rows[place], graded.sample_ids[place]) == (step, row, row)
+  values = lesson.of_batch(5, {'x': np.arange(16.0).reshape(8, 2)}, 8)['x']
+  assert values[[0, 2, 3], 0].tolist() == [12, 6, 14] and np.isnan(values).all(1).sum() == 5
+  # Steps for which nothing is left are not taken.
+  few = gathering.lesson_of([dataclasses.replace(both[0], rows=(0, 2, 5))], 8, 4)
+  assert few.graded.present.tolist() == [True] * 3 + [False] * 5
+  assert [rows.tolist() for rows in batching.mini_batches(config, few.graded.present)] == [[0, 1, 2, 3]]
+  assert graded_of(few.graded.outcomes).tolist() == [True] * 3 + [False] * 5
+
+
+def test_a_full_update_waits_for_no_further_examples():
+  """In hybrid runs rows with an advantage alone may fill it before enough of them have a signal."""
+  config = make_config()
+  config.algorithm.mode, config.algorithm.min_sdpo_examples = 'hybrid', 8
+  waits = gathering.Gathering(config)
+  for step in (1, 2):
+    batch = batch_of(config, step, 0, np.array([0, 1.0, 0, 0, -1.0, 0, 0, 0]))
+    batch.context.mask[2:] = 0
+    waits.add(batch.drawn, batch.context, batch.advantages)
+    assert waits.take() is None
+  batch = batch_of(config, 3, 0, np.ones(8))
+  batch.context.mask[:] = 0
+  waits.add(batch.drawn, batch.context, batch.advantages)
+  assert waits.examples == 2 and waits.take().graded.present.all() and waits.rows == 6
+
+
+def test_batches_without_an_update_say_nothing_of_gradients_that_are_not_finite():
+  bad, good, none = ({'train/optimizer_steps': s, 'train/skipped_steps': k} for s, k in ((2, 2), (2, 1), (0, 0)))
+  assert skipped.in_a_row([good, bad, none, none, bad, none]) == 2
+  assert skipped.in_a_row([bad, none, good, none]) == 0
+
+
+@pytest.mark.parametrize('weights', ['full', 'adapter'])
+def test_the_schedule_of_a_benchmark(weights):
+  names = set()
+  for task, mode in itertools.product(get_args(paper.Task), ('pure_sdpo', 'hybrid')):
+    config = livecodebench_schedule.get_config(mode=mode, task=task, weights=weights).validate()
+    names.add(config.name)
+    assert (config.model.lora.rank is None) == (weights == 'full')
+    assert ObjectiveSpec.from_config(config).needs_advantages == (mode == 'hybrid')
+    assert len(batching.mini_batches(config)) == 1 and len(batching.mini_batches(config)[0]) == 64
+    written = feedback_writing.sampler_settings(config)
+    assert Buckets.of(written).prompt == (1024, 4096) and Buckets.of(written).response == (512,)
+  assert len(names) == 12
+  endpoint = livecodebench_schedule.get_config(feedback='endpoint', weights=weights)
+  endpoint.actor.self_distillation.feedback_endpoint.url = 'http://localhost:8000/v1'
+  with pytest.raises(UserError, match='feedback_endpoint.model is empty'):
+    endpoint.validate()
+  with pytest.raises(UserError, match="mode='both' is none of"):
+    livecodebench_schedule.get_config(mode='both')

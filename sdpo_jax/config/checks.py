@@ -75,6 +75,7 @@ def check(config: schema.Config, *, trains: bool = True) -> None:
   _check_reprompting(config.actor.self_distillation)
   _check_algorithm(config)
   _check_written_feedback(config)
+  _check_gathering(config)
   _check_batches(config)
   _check_optimizer(config.optimizer)
   _check_trainer(config, trains)
@@ -487,6 +488,29 @@ def _check_written_feedback(config: schema.Config) -> None:
     _require(bool(endpoint.url.strip()), f"{section}.url is empty: name an endpoint, or set feedback_model to 'self'.")
     check_address(endpoint.url, f'{section}.url', f'{section}.api_key_env')
     _require(bool(endpoint.model.strip()), f'{section}.model is empty: set it to the name of the writing model there.')
+
+
+def _check_gathering(config: schema.Config) -> None:
+  algorithm, least = config.algorithm, config.algorithm.min_sdpo_examples
+  if not least:
+    return
+  asked, rows = f'algorithm.min_sdpo_examples={least}', config.data.train_batch_size * config.rollout.n
+  teaches = config.actor.policy_loss.loss_mode == 'sdpo' and (algorithm.mode != 'hybrid' or algorithm.sdpo_coef > 0)
+  _require(
+    teaches and config.actor.self_distillation.teacher_context == 'reprompt',
+    f'{asked} counts completions of which the teacher knows more, and there is no such teacher: set '
+    f"actor.policy_loss.loss_mode to 'sdpo' and {_DISTILLATION}.teacher_context to 'reprompt', or leave it at 0.",
+  )
+  _require(
+    least <= rows,
+    f'{asked} is more than the {rows} completions that an update holds (data.train_batch_size × rollout.n): lower it, or '
+    'raise these.',
+  )
+  _require(
+    config.trainer.batch_order == 'sampled',
+    f'{asked} with trainer.batch_order={config.trainer.batch_order!r}, which is the order of one generation batch: set that '
+    "to 'sampled'.",
+  )
 
 
 def _check_reprompting(sd: schema.SelfDistillationConfig) -> None:

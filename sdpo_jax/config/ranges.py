@@ -122,6 +122,7 @@ RANGES: Mapping[str, Range] = {
   'actor.ppo_micro_batch_size': Range(above=0, unit='sequences'),
   'actor.ppo_epochs': POSITIVE,
   'actor.logits_chunk_size': TOKENS,
+  'algorithm.min_sdpo_examples': Range(at_least=0, unit='completions'),
   'algorithm.sdpo_coef': NOT_NEGATIVE,
   'algorithm.policy_gradient_coef': NOT_NEGATIVE,
   'algorithm.rollout_correction.rollout_is_threshold': POSITIVE,

@@ -454,6 +454,12 @@ class AlgorithmConfig:
   )
   sdpo_coef: float = setting(1.0, "Weight of the divergence in mode='hybrid'; 0: none, and no teacher: GRPO.")
   policy_gradient_coef: float = setting(1.0, "Weight of the policy gradient in mode='hybrid'; 0: none.")
+  min_sdpo_examples: int = setting(
+    0,
+    'Completions of which the teacher knows more that must have gathered, over several generation batches if need be, for an '
+    'update; what exceeds data.train_batch_size × rollout.n waits for the next one. 0: every batch has an update. See '
+    'docs/sessions.md.',
+  )
   rollout_correction: RolloutCorrectionConfig = setting(
     RolloutCorrectionConfig, 'Weights for the difference of sampler and trainer.'
   )

@@ -30,22 +30,19 @@ def shares_prompts(config: Config, *readers: Policy) -> bool:
   return config.actor.pack_sequences and all(policy.shares_prefixes for policy in readers)
 
 
-def mini_batches(config: Config) -> list[np.ndarray]:
+def mini_batches(config: Config, present: np.ndarray | None = None) -> list[np.ndarray]:
   """Return the samples [M] of each optimizer step of a generation batch, in order.
 
-  They are consecutive; with the balanced order, consecutive ones of every partition together, as the reference's ranks
+  Where not all are there (`present` [N] bool; None: they are), steps without any are left out. Samples of a step are
+  consecutive; with the balanced order, consecutive ones of every partition together, as the reference's ranks
   contribute to each of its steps (fsdp_workers.py:242-243).
   """
   total = config.data.train_batch_size * config.rollout.n
   size = config.actor.ppo_mini_batch_size * config.rollout.n
   partitions = config.trainer.balance_partitions if config.trainer.batch_order == 'balanced' else 1
   by_partition = np.arange(total).reshape(partitions, total // size, size // partitions)
-  return [by_partition[:, step].reshape(-1) for step in range(total // size)]
-
-
-def optimizer_steps(config: Config) -> int:
-  """Return how many optimizer steps a generation batch has."""
-  return config.actor.ppo_epochs * len(mini_batches(config))
+  steps = [by_partition[:, step].reshape(-1) for step in range(total // size)]
+  return steps if present is None else [samples for samples in steps if present[samples].any()]
 
 
 def micro_batch_rows(config: Config, devices: int) -> int:
@@ -101,6 +98,7 @@ class GenerationBatch:
   sampling_log_probs: np.ndarray | None = None
   initial_log_probs: np.ndarray | None = None  # [N, T] of the initial policy; None: no term reads them.
   signal: TeacherSignal | None = None  # Of an external teacher: token_ids and log_probs [N, T, K].
+  present: np.ndarray | None = None  # [N] bool, samples that are there; None: all. The others have no tokens.
 
   def __post_init__(self):
     shape = self.rollouts.completion_mask.shape
@@ -118,7 +116,7 @@ class GenerationBatch:
       if value is not None:
         chex.assert_shape(value, shape, custom_message=name)
         chex.assert_type(value, float)
-    for flags in (self.graded, self.scored):
+    for flags in (self.graded, self.scored, self.present):
       if flags is not None:
         chex.assert_shape(flags, shape[:1])
         chex.assert_type(flags, bool)

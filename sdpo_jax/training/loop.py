@@ -17,6 +17,7 @@ from typing import Any
 
 from etils import epath
 import jax
+import numpy as np
 
 from sdpo_jax import liveness, programs
 from sdpo_jax.config import Config
@@ -38,6 +39,7 @@ from sdpo_jax.training import (
   divergence,
   endpoint_teacher,
   feedback_writing,
+  gathering,
   initial_policy,
   records,
   resuming,
@@ -56,6 +58,7 @@ from sdpo_jax.training.directory.lines import STATE_DIGEST, dropped_lines, histo
 from sdpo_jax.training.directory.ownership import Ownership, sole_user
 from sdpo_jax.training.directory.published import newest
 from sdpo_jax.training.directory.workdir import check_workdir, write_settings
+from sdpo_jax.training.gathering import GATHERED, Gathering, Lesson
 from sdpo_jax.training.metrics import MetricsWriter
 from sdpo_jax.training.preemption import Preemption
 from sdpo_jax.training.progress import Progress
@@ -66,9 +69,11 @@ from sdpo_jax.training.step import (
   GradedRollouts,
   Timer,
   UpdateReport,
+  advantages_of,
   ask_endpoint,
   build_batch,
   build_teacher_prompts,
+  pass_over,
   rollout_and_grade,
   run_update,
   sampling_seed,
@@ -217,14 +222,19 @@ def _steps_of(
       for line in continuation.lines:
         say(line)
       ahead = Ahead(config, iterator, tokenizer)
+      waiting = Gathering(config) if config.algorithm.min_sdpo_examples else None
       if resumed is None:
         state, unfinished = place_state(config, parameters, session.mesh, table), None
       else:
         state, unfinished = resumed.state, resumed.unfinished
-        lost = ahead.restore(resumed.host, other_rows='data' in config.trainer.accept_changes)
+        other_rows, lost = 'data' in config.trainer.accept_changes, []
+        if waiting is not None:
+          again = functools.partial(prepared_again, session, sampling_seed(state))
+          lost.append(waiting.restore(resumed.host, config, iterator, tokenizer, again, other_rows=other_rows))
+        lost.append(ahead.restore(resumed.host, other_rows=other_rows))
         announce(f'Resuming {workdir} at {resumed}.')
-        if lost is not None:
-          say(lost)
+        for sentence in filter(None, lost):
+          say(sentence)
       write_settings(config, workdir)
       del parameters, resumed
       trained = sum(leaf.size for leaf in jax.tree.leaves(state.trainable))
@@ -233,11 +243,22 @@ def _steps_of(
       for line in graders.describe():
         say(line)
       stop.check()
-      run = _Run(session, graders, ahead, held_out, checkpoints, ownership, stop, announce)
+      run = _Run(session, graders, ahead, held_out, checkpoints, ownership, stop, announce, waiting)
       run.recall(step, unfinished)
       if unfinished is not None or (step < config.trainer.total_training_steps and not run.over):
         startup.compile_programs(session, state, len(held_out), say, stop)
       return (yield from run(state, unfinished))
+
+
+def advantages_for(session: Session, graded: GradedRollouts) -> np.ndarray | None:
+  """Return the advantages of a generation batch, [N]; None where no term reads them."""
+  return advantages_of(session.config, graded) if session.spec.needs_advantages else None
+
+
+def prepared_again(session: Session, seed: int, drawn: Drawn) -> tuple[TeacherContext, np.ndarray | None]:
+  """Return the teacher's prompts and the advantages of a generation batch, as they were when it was drawn."""
+  context = build_teacher_prompts(session, drawn.graded, seed, drawn.step)
+  return context, advantages_for(session, drawn.graded)
 
 
 @dataclasses.dataclass
@@ -261,7 +282,9 @@ class _Run:
     ownership: Ownership | None,
     preemption: Preemption,
     announce: Any,
+    gathering: Gathering | None = None,
   ):
+    self.gathering = gathering  # None: every generation batch has an update of its own.
     self.session, self.graders, self.ahead, self.held_out = session, graders, ahead, held_out
     self.checkpoints, self.ownership = checkpoints, ownership
     self.preemption, self.announce = preemption, announce
@@ -316,10 +339,12 @@ class _Run:
     """
     outstanding = {} if unfinished is None else {UNFINISHED: unfinished.to_json()}
     position, waiting = self.ahead.saved()
+    gathered = () if self.gathering is None else self.gathering.saved()
 
     def host() -> dict[str, Any]:
       drawn = {WAITING: [batch.to_json() for batch in waiting]} if waiting else {}
-      return {'iterator': position, **drawn, **outstanding}
+      learned = {GATHERED: gathering.to_json(gathered)} if gathered else {}
+      return {'iterator': position, **drawn, **learned, **outstanding}
 
     keep = self.session.config.trainer.keep_starting_state
     self.saving.hold(step, state, host, metrics or {}, leaves, keep=keep)
@@ -490,16 +515,27 @@ class _Run:
       graded = own.graded
       with timer('teach'):
         context = build_teacher_prompts(session, graded, sampling_seed(state), step)
-        signal = ask_endpoint(session, graded, context, stop)
+        lesson = self.gather(own, context)
+        signal = None if lesson is None else ask_endpoint(session, lesson.graded, lesson.context, stop)
       with timer('train'):
-        batch = build_batch(session, state, graded, context, metrics, stop, signal)
-        state, report = run_update(session, state, batch, starting, stop)
+        if lesson is None:
+          state, report = pass_over(session, state, starting)
+        else:
+          batch = build_batch(session, state, lesson.graded, lesson.context, metrics, stop, signal)
+          state, report = run_update(session, state, batch, starting, stop)
     self.hold(step, state, Unfinished())
     metrics.update(records.rollout_metrics(graded, config))
     if feedback_writing.is_used(config):
       metrics.update(records.feedback_metrics(graded))
-    metrics.update(records.update_metrics(report, batch, session))
-    metrics.update(records.divergence_metrics(report, batch, graded))
+    if lesson is None:
+      metrics.update(records.NO_UPDATE)
+    else:
+      metrics.update(records.update_metrics(report, batch, session))
+      metrics.update(records.divergence_metrics(report, batch, lesson.graded))
+    if self.gathering is not None:
+      metrics.update(records.gathering_metrics(step, self.gathering, lesson))
+      values = {} if lesson is None else lesson.of_batch(step, report.token_values, len(graded.rollouts))
+      report = dataclasses.replace(report, token_values=values)
     if config.rollout.steps_off:
       metrics['rollout/steps_off'] = step - own.at
     metrics.update(records.throughput_metrics(session, drawn, report, timer.seconds))
@@ -522,6 +558,14 @@ class _Run:
         self.write_samples(step, graded, context, report)
     return self.finish(state, step, unfinished)
 
+  def gather(self, own: Drawn, context: TeacherContext | None) -> Lesson | None:
+    """Return what the update of a step learns from: its own batch, or what has gathered; None: too little has."""
+    if self.gathering is None:
+      count = len(own.graded.rollouts)
+      return Lesson(own.graded, context, np.full(count, own.step), np.arange(count))
+    self.gathering.add(own, context, advantages_for(self.session, own.graded))
+    return self.gathering.take()
+
   def draw(self, state: TrainState, step: int, later: int, timer: Timer) -> GradedRollouts:
     """Draw and grade the generation batch of the step `later`, before the update of `step`; errors as `step`."""
     with self.together.alone():
@@ -541,7 +585,8 @@ class _Run:
     """Write rollouts/<step>.jsonl, and show samples, where they are due."""
     trainer = self.session.config.trainer
     if trainer.rollout_save_freq and step % trainer.rollout_save_freq == 0:
-      records.write_rollouts(self.session, step, graded, context, report)
+      waiting = () if self.gathering is None else self.gathering.rows_of(step)
+      records.write_rollouts(self.session, step, graded, context, report, waiting)
     if trainer.sample_table_freq and step % trainer.sample_table_freq == 0:
       picked = samples.pick(graded, trainer.sample_table_rows)
       self.announce(samples.as_text(step, picked))
@@ -569,7 +614,7 @@ class _Run:
     metrics = {name: value for name, value in line.items() if not name.startswith('time/')}
     line.update({f'time/{name}_s': value for name, value in timer.seconds.items()})
     line[COMPILED_LATE] = len(self.name_compiled(step))
-    self.skipped = self.skipped + 1 if skipped.taught_nothing(line) else 0
+    self.skipped = skipped.after(self.skipped, line)
     raised, fired = self.watch.observe(step, line)
     line.update(fired)
     if evaluated or not self.held_out:
@@ -678,6 +723,8 @@ class _Run:
     self.watch.roll_back(step)
     self.forget(step)
     self.ahead.ask_again()  # What the other weights have drawn is not learned from.
+    if self.gathering is not None:
+      self.gathering.clear()
     self.skipped = 0
     return saved.replace(step=state.step, optimizer_step=state.optimizer_step, rng=state.rng)
 

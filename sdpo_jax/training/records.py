@@ -19,6 +19,7 @@ from sdpo_jax.evaluation.excerpts import excerpt, excerpt_messages
 from sdpo_jax.files import jsonable, make_directory, write_atomically
 from sdpo_jax.teacher.context import TeacherContext
 from sdpo_jax.training.batching import GenerationBatch
+from sdpo_jax.training.gathering import Gathering, Lesson
 from sdpo_jax.training.session import Session
 from sdpo_jax.training.step import GradedRollouts, UpdateReport, rollout_correction
 from sdpo_jax.types import Outcome
@@ -144,6 +145,21 @@ def update_metrics(report: UpdateReport, batch: GenerationBatch, session: Sessio
   }
 
 
+# Of a generation batch that has no update.
+NO_UPDATE = {'train/optimizer_steps': 0, 'train/skipped_steps': 0}
+
+
+def gathering_metrics(step: int, gathering: Gathering, lesson: Lesson | None) -> dict[str, float]:
+  """`gathering/*`: completions that an update learned from, how many steps they had waited, and those that still wait."""
+  steps = np.zeros(0) if lesson is None else lesson.steps[lesson.steps > 0]
+  return {
+    'gathering/trained': len(steps),
+    'gathering/waited_mean': _mean(step - steps),
+    'gathering/rows': gathering.rows,
+    'gathering/examples': gathering.examples,
+  }
+
+
 def divergence_metrics(report: UpdateReport, batch: GenerationBatch, graded: GradedRollouts) -> dict[str, float]:
   """`teacher/<source>/divergence`: `teacher/divergence` of the samples of each data source, where a batch mixes some."""
   sources = samples_by_source(graded.examples, graded.rollouts.group)
@@ -200,11 +216,17 @@ def throughput_metrics(
 
 
 def write_rollouts(
-  session: Session, step: int, graded: GradedRollouts, context: TeacherContext | None, report: UpdateReport
+  session: Session,
+  step: int,
+  graded: GradedRollouts,
+  context: TeacherContext | None,
+  report: UpdateReport,
+  waiting: Sequence[int] = (),
 ) -> None:
   """Write `rollouts/<step>.jsonl`: per sample a line with prompt, completion, score, feedback, teacher prompt, divergence.
 
   Of a text it holds the `excerpt`. Where several graders judge a question, `rewards` is what each gave before its weight.
+  Samples that are `waiting` for a later update say so, and have no divergence yet.
   """
   folder = session.workdir / 'rollouts'
   make_directory(folder)
@@ -227,9 +249,10 @@ def write_rollouts(
         **({'rewards': jsonable(graded.outcomes[row].rewards)} if graded.outcomes[row].rewards else {}),
         'feedback': None if feedback is None else excerpt(feedback),
         **_written(graded.outcomes[row]),
+        **({'waiting': True} if row in waiting else {}),
         'teacher_prompt': excerpt_messages(context.messages[row]) if taught else None,
         'divergence': [jsonable(round(float(value), 6)) for value in divergence[row, :length]]
-        if taught and divergence is not None
+        if taught and divergence is not None and row not in waiting
         else None,
       }
     )

@@ -15,6 +15,16 @@ def taught_nothing(line: Mapping[str, Any]) -> bool:
   return bool(steps) and line['train/skipped_steps'] == steps
 
 
+def after(count: int, line: Mapping[str, Any]) -> int:
+  """Return how many generation batches in a row taught nothing, after `count` and one with these metrics.
+
+  One that had no optimizer step, as its completions wait for others, says nothing of it.
+  """
+  if line.get('train/optimizer_steps') == 0:
+    return count
+  return count + 1 if taught_nothing(line) else 0
+
+
 def in_a_row(lines: Iterable[Mapping[str, Any]]) -> int:
   """Return how many generation batches at the end of a run's metrics, oldest first, taught nothing.
 
@@ -22,7 +32,7 @@ def in_a_row(lines: Iterable[Mapping[str, Any]]) -> int:
   """
   count = 0
   for line in lines:
-    count = count + 1 if taught_nothing(line) else 0
+    count = after(count, line)
     if line.get(ROLLBACK) is not None:
       count = 0
   return count

@@ -6,6 +6,7 @@ import collections
 from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import jax
 import numpy as np
 
 from sdpo_jax import liveness
+from sdpo_jax.config import Config
 from sdpo_jax.data.grouping import first_of_same
 from sdpo_jax.data.prompts import ChatFormat, prompt_tokens
 from sdpo_jax.distributed.mesh import put_rows
@@ -51,6 +53,8 @@ class GradedRollouts:
   sample_ids: np.ndarray  # [N] number of each sample as drawn, before any reordering.
   graders_busy_s: float  # Seconds in which this process's graders were at work, while it sampled or afterwards.
   sampling: SamplingStats = dataclasses.field(default_factory=SamplingStats)  # What sampling took.
+  advantages: np.ndarray | None = None  # [N] where groups are not whole; None: they are those of the outcomes.
+  present: np.ndarray | None = None  # [N] bool, completions that are there; None: all. The others have no tokens.
 
 
 def rollout_and_grade(
@@ -201,12 +205,11 @@ def build_batch(
     rollouts=rollouts,
     graded=graded_rows,
     distill_mask=per_token(np.zeros(len(rollouts)) if context is None else context.mask),
+    present=graded.present,
   )
   if spec.needs_advantages:
-    norm_by_std = config.actor.policy_loss.norm_adv_by_std_in_grpo
     batch.scored = graded_of(graded.outcomes)
-    advantages = grpo_advantages(scores_of(graded.outcomes), rollouts.group, norm_by_std, graded=batch.scored)
-    batch.advantages = per_token(advantages)
+    batch.advantages = per_token(advantages_of(config, graded))
   if spec.weighs_in_update:
     batch.sampling_log_probs = rollouts.sampling_log_probs
   if spec.needs_initial_policy:
@@ -222,6 +225,14 @@ def build_batch(
   if spec.needs_old_log_probs:
     batch.old_log_probs = log_probs
   return batch
+
+
+def advantages_of(config: Config, graded: GradedRollouts) -> np.ndarray:
+  """Return the advantage of each completion over the mean of its group, [N] float64; 0 where it is ungraded."""
+  if graded.advantages is not None:
+    return graded.advantages
+  scores, norm_by_std = scores_of(graded.outcomes), config.actor.policy_loss.norm_adv_by_std_in_grpo
+  return grpo_advantages(scores, graded.rollouts.group, norm_by_std, graded=graded_of(graded.outcomes))
 
 
 def rollout_correction(
@@ -416,8 +427,9 @@ def run_update(
   results = _Results(batch.rollouts.completion_tokens.shape)
   of_student, of_teacher = Filled(), Filled()
   ahead, taken = _Ahead(), 0
+  steps = batching.mini_batches(config, batch.present)
   for _ in range(config.actor.ppo_epochs):
-    for samples in batching.mini_batches(config):
+    for samples in steps:
       grads = update.zero(state.trainable)
       micros = []
       for micro in batching.micro_batches(batch, samples, config, session.mesh.size, share):
@@ -436,7 +448,7 @@ def run_update(
         ahead.wait()
         stop.check()
       taken += 1
-      starting.donate(others_follow=taken < batching.optimizer_steps(config))
+      starting.donate(others_follow=taken < config.actor.ppo_epochs * len(steps))
       state, report = update.apply(state, grads)
       results.add(micros, report)
   finite = results.finite()
@@ -458,6 +470,22 @@ def run_update(
     teacher=of_teacher,
     log_probs=log_probs,
   )
+
+
+def pass_over(session: Session, state: TrainState, starting: StartingState) -> tuple[TrainState, UpdateReport]:
+  """End a generation batch without an update: it counts, and no weight moves.
+
+  A teacher that restarts every so many generation batches does so after this one, too.
+
+  Args:
+    session: of the run.
+    state: before the batch; donated.
+    starting: told before the state is donated.
+  """
+  starting.donate(others_follow=False)
+  restarts = session.config.actor.self_distillation.teacher_regularization == 'restart'
+  state = session.update.advance_teacher(state, np.int32(restarts))
+  return state, UpdateReport(math.nan, math.nan, math.nan, 0, 0, {}, Filled(), Filled())
 
 
 class Timer:

@@ -1,0 +1,70 @@
+"""A coding benchmark as a schedule: feedback written on failures, passes as demonstrations, an update when enough gathered.
+
+  python -m launch.prepare_data --source=livecodebench --output=data/livecodebench
+  python -m launch.train --config=configs/livecodebench_schedule.py
+  python -m launch.train --config=configs/livecodebench_schedule.py:model=qwen3_4b,mode=hybrid,weights=adapter
+  python -m launch.plan --config=configs/livecodebench_schedule.py:weights=adapter --topology=v5e:4x4
+
+model     of configs/models.py; with weights=adapter of configs/lora.py
+mode      pure_sdpo; hybrid (the divergence on failures, and GRPO's policy gradient on all graded completions)
+feedback  self (the model that is trained criticises its failures); endpoint (a server does, see below); none
+weights   full; adapter (rank 16)
+task      livecodebench; chemistry, physics, biology, materials, tooluse
+data      folder with <task>/train.json and <task>/test.json; `python -m launch.prepare_data` makes them
+
+Four completions of each of 16 questions are graded in the sandbox. Failures are criticised in words; the teacher of a
+failure reads a solution of its group where there is one, and otherwise what grader and writer said. Successes are shown to
+others and are not taught themselves. An update is made as soon as 8 failures with a signal have gathered, one optimizer
+step over at most 64 completions; batches before that only sample. Sizes are those of published runs of continual learning
+on code; nobody has repeated them with this implementation, so there is no number to expect.
+
+With feedback=endpoint, any OpenAI-compatible server writes:
+
+  --config.actor.self_distillation.feedback_endpoint.url=https://api.example.com/v1
+  --config.actor.self_distillation.feedback_endpoint.model=NAME
+  --config.actor.self_distillation.feedback_endpoint.api_key_env=VARIABLE
+"""
+
+from typing import get_args
+
+from configs import lora, models, paper
+from sdpo_jax.config import Config
+
+QUESTIONS, COMPLETIONS, EXAMPLES = 16, 4, 8
+STEPS = 160  # Generation batches.
+
+
+def get_config(
+  model: str = 'qwen3_8b',
+  mode: str = 'pure_sdpo',
+  feedback: str = 'self',
+  weights: str = 'full',
+  task: str = 'livecodebench',
+  data: str = 'data',
+) -> Config:
+  """Return the schedule of a task; the module's docstring says what the arguments may be.
+
+  Raises:
+    UserError: an argument that is none of its values.
+  """
+  for name, value, allowed in (
+    ('model', model, tuple(models.MODELS if weights == 'full' else lora.MAX_BATCH_ROWS)),
+    ('mode', mode, ('pure_sdpo', 'hybrid')),
+    ('feedback', feedback, ('self', 'endpoint', 'none')),
+    ('weights', weights, ('full', 'adapter')),
+    ('task', task, get_args(paper.Task)),
+  ):
+    paper.check_argument('configs/livecodebench_schedule.py', name, value, allowed)
+  config = (models if weights == 'full' else lora).get_config(model, task, 'sdpo', data)
+  config.name += f'_schedule_{mode}'
+  config.data.train_batch_size = config.actor.ppo_mini_batch_size = QUESTIONS
+  config.rollout.n = COMPLETIONS
+  config.trainer.total_training_steps = STEPS
+  config.algorithm.mode = mode
+  config.algorithm.min_sdpo_examples = EXAMPLES
+  sd = config.actor.self_distillation
+  sd.teach_successes = False
+  if feedback != 'none':
+    sd.feedback_model = feedback
+    sd.feedback_max_prompt_len = 4096
+  return config
