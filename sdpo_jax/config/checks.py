@@ -511,6 +511,11 @@ def _check_gathering(config: schema.Config) -> None:
     f'{asked} with trainer.batch_order={config.trainer.batch_order!r}, which is the order of one generation batch: set that '
     "to 'sampled'.",
   )
+  _require(
+    not config.trainer.record_top_tokens,
+    f'{asked} with trainer.record_top_tokens={config.trainer.record_top_tokens}, which records the tokens of one '
+    'generation batch when it is learned from: set that to 0.',
+  )
 
 
 def _check_reprompting(sd: schema.SelfDistillationConfig) -> None:

@@ -32,6 +32,7 @@ RESUMABLE = (
   'trainer.keep_starting_state',
   'trainer.best_metric',
   'trainer.rollout_save_freq',
+  'trainer.record_top_tokens',
   'trainer.sample_table_freq',
   'trainer.sample_table_rows',
   'trainer.tensorboard',

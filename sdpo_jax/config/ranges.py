@@ -140,6 +140,7 @@ RANGES: Mapping[str, Range] = {
   'trainer.save_freq': EVERY,
   'trainer.preemption_grace_s': SECONDS,
   'trainer.rollout_save_freq': EVERY,
+  'trainer.record_top_tokens': Range(at_least=0, unit='tokens'),
   'trainer.sample_table_freq': EVERY,
   'trainer.sample_table_rows': Range(above=0, unit='samples'),
   'trainer.max_skipped_steps': EVERY,

@@ -559,6 +559,12 @@ class TrainerConfig:
     'Without it such a batch is ended first when the run is told to stop, and after an error the last checkpoint counts.',
   )
   rollout_save_freq: int = setting(1, 'Write rollouts/<step>.jsonl every so many steps; 0: never.')
+  record_top_tokens: int = setting(
+    0,
+    'Put so many of the most likely tokens of student and teacher at every position into rollouts/<step>.jsonl, with '
+    'their log-probs, for launch.report: a forward pass of both more in these steps, and about 50 bytes for each of '
+    'them. 0: none.',
+  )
   sample_table_freq: int = setting(
     0,
     'Show samples (prompt, completion, score, feedback) every so many generation batches, on the terminal, in '
@@ -568,6 +574,15 @@ class TrainerConfig:
   tensorboard: bool = setting(True, 'Write tensorboard/.')
   wandb_project: str | None = setting(None, 'Also log to this Weights & Biases project; needs wandb installed.')
   profile_steps: tuple[int, ...] = setting((), 'Steps of which a profiler trace is written to profile/.')
+
+  def writes_rollouts(self, step: int) -> bool:
+    """Whether a step writes rollouts/<step>.jsonl."""
+    return bool(self.rollout_save_freq) and step % self.rollout_save_freq == 0
+
+  @property
+  def records_top_tokens(self) -> bool:
+    """Whether such files hold the most likely tokens."""
+    return bool(self.rollout_save_freq and self.record_top_tokens)
 
 
 @dataclasses.dataclass

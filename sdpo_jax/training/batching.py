@@ -201,8 +201,8 @@ class MicroBatch:
   lengths: np.ndarray  # [N] completion tokens of every sample of the generation batch.
 
   def scatter(self, values: np.ndarray, target: np.ndarray) -> None:
-    """Write per-token values [rows, W] of the rows to the samples' places in `target` [N, T]."""
-    chex.assert_rank([values, target], 2)
+    """Write per-token values [rows, W, …] of the rows to the samples' places in `target` [N, T, …]."""
+    chex.assert_equal_rank([values, target])
     chex.assert_axis_dimension(values, 0, len(self.samples))
     chex.assert_axis_dimension(target, 0, len(self.lengths))
     scatter(self.samples, self.lengths, values, target)
@@ -214,7 +214,7 @@ class MicroBatch:
 
 
 def scatter(samples: Sequence[Sequence[int]], lengths: np.ndarray, values: np.ndarray, target: np.ndarray) -> None:
-  """Write per-token values [rows, W] of rows to their samples' places in `target` [N, T].
+  """Write per-token values [rows, W, …] of rows to their samples' places in `target` [N, T, …].
 
   Args:
     samples: of each row, in order.
@@ -270,6 +270,18 @@ def student_micro_batches(
   student = dataclasses.replace(batch, teacher_prompts=None, signal=None)
   written = np.flatnonzero(batch.rollouts.completion_mask[samples].any(1))
   return _split(student, samples, {}, written, config, multiple, share=False)
+
+
+def reading_micro_batches(
+  batch: GenerationBatch, config: Config, multiple: int = 1, share: bool = False
+) -> Iterator[MicroBatch]:
+  """Yield micro-batches of all completions as student and teacher read them, without coefficients.
+
+  Their lengths are among those of `micro_batches`. Arguments as there; the signal of an external teacher is left out.
+  """
+  written = np.flatnonzero(batch.rollouts.completion_mask.any(1))
+  read = dataclasses.replace(batch, signal=None, old_log_probs=None)
+  return _split(read, np.arange(len(batch)), {}, written, config, multiple, share)
 
 
 def left_out(batch: GenerationBatch, config: Config) -> np.ndarray:

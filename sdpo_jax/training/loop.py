@@ -19,6 +19,7 @@ from etils import epath
 import jax
 import numpy as np
 
+from models.token_texts import TokenTexts
 from sdpo_jax import liveness, programs
 from sdpo_jax.config import Config
 from sdpo_jax.data import pipeline
@@ -47,6 +48,7 @@ from sdpo_jax.training import (
   skipped,
   startup,
   teacher_model,
+  top_tokens,
 )
 from sdpo_jax.training.ahead import WAITING, Ahead, Drawn
 from sdpo_jax.training.boards import check_wandb
@@ -79,6 +81,7 @@ from sdpo_jax.training.step import (
   sampling_seed,
 )
 from sdpo_jax.training.together import Together
+from sdpo_jax.training.token_records import TokenRecords
 from sdpo_jax.training.update import abstract_state, place_state
 from sdpo_jax.training.watchdog import Watchdog
 from sdpo_jax.types import Example, TrainState
@@ -518,10 +521,17 @@ class _Run:
         lesson = self.gather(own, context)
         signal = None if lesson is None else ask_endpoint(session, lesson.graded, lesson.context, stop)
       with timer('train'):
-        if lesson is None:
+        batch = None
+        if lesson is not None:
+          batch = build_batch(session, state, lesson.graded, lesson.context, metrics, stop, signal)
+      top = None
+      if batch is not None and trainer.records_top_tokens and trainer.writes_rollouts(step):
+        with timer('record'):
+          top = top_tokens.measure(session, state, batch, trainer.record_top_tokens, stop)
+      with timer('train'):
+        if batch is None:
           state, report = pass_over(session, state, starting)
         else:
-          batch = build_batch(session, state, lesson.graded, lesson.context, metrics, stop, signal)
           state, report = run_update(session, state, batch, starting, stop)
     self.hold(step, state, Unfinished())
     metrics.update(records.rollout_metrics(graded, config))
@@ -555,7 +565,11 @@ class _Run:
         self.announce(f'Profile of step {step}: {folder}')
       if self.writer is not None:
         self.writer.check()
-        self.write_samples(step, graded, context, report)
+        advantages = None if batch is None else batch.advantages
+        if advantages is not None and self.gathering is not None:
+          advantages = lesson.of_batch(step, {'advantages': advantages}, len(graded.rollouts))['advantages']
+        tokens = TokenRecords(TokenTexts(session.tokenizer), graded.rollouts, advantages, top)
+        self.write_samples(step, graded, context, report, tokens)
     return self.finish(state, step, unfinished)
 
   def gather(self, own: Drawn, context: TeacherContext | None) -> Lesson | None:
@@ -580,13 +594,18 @@ class _Run:
     return graded
 
   def write_samples(
-    self, step: int, graded: GradedRollouts, context: TeacherContext | None, report: UpdateReport
+    self,
+    step: int,
+    graded: GradedRollouts,
+    context: TeacherContext | None,
+    report: UpdateReport,
+    tokens: TokenRecords,
   ) -> None:
     """Write rollouts/<step>.jsonl, and show samples, where they are due."""
     trainer = self.session.config.trainer
-    if trainer.rollout_save_freq and step % trainer.rollout_save_freq == 0:
+    if trainer.writes_rollouts(step):
       waiting = () if self.gathering is None else self.gathering.rows_of(step)
-      records.write_rollouts(self.session, step, graded, context, report, waiting)
+      records.write_rollouts(self.session, step, graded, context, report, waiting, tokens)
     if trainer.sample_table_freq and step % trainer.sample_table_freq == 0:
       picked = samples.pick(graded, trainer.sample_table_rows)
       self.announce(samples.as_text(step, picked))

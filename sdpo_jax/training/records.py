@@ -22,6 +22,7 @@ from sdpo_jax.training.batching import GenerationBatch
 from sdpo_jax.training.gathering import Gathering, Lesson
 from sdpo_jax.training.session import Session
 from sdpo_jax.training.step import GradedRollouts, UpdateReport, rollout_correction
+from sdpo_jax.training.token_records import TokenRecords
 from sdpo_jax.types import Outcome
 
 
@@ -222,11 +223,20 @@ def write_rollouts(
   context: TeacherContext | None,
   report: UpdateReport,
   waiting: Sequence[int] = (),
+  tokens: TokenRecords | None = None,
 ) -> None:
   """Write `rollouts/<step>.jsonl`: per sample a line with prompt, completion, score, feedback, teacher prompt, divergence.
 
   Of a text it holds the `excerpt`. Where several graders judge a question, `rewards` is what each gave before its weight.
-  Samples that are `waiting` for a later update say so, and have no divergence yet.
+
+  Args:
+    session: of the run.
+    step: of the run.
+    graded: completions with their outcomes.
+    context: the teacher's prompts; None: there is no teacher.
+    report: of the update.
+    waiting: samples that wait for a later update; their lines say so, and have no divergence yet.
+    tokens: whose fields (`TokenRecords.of`) each line gets, too; None: no such fields.
   """
   folder = session.workdir / 'rollouts'
   make_directory(folder)
@@ -254,6 +264,7 @@ def write_rollouts(
         'divergence': [jsonable(round(float(value), 6)) for value in divergence[row, :length]]
         if taught and divergence is not None and row not in waiting
         else None,
+        **({} if tokens is None else tokens.of(row)),
       }
     )
   write_atomically(folder / f'{step}.jsonl', ''.join(json.dumps(line, allow_nan=False) + '\n' for line in lines))

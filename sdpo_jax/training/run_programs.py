@@ -1,7 +1,7 @@
 """The programs of a training run, registered: those of the update, and those of the sampler in training and evaluation.
 
 Names of the update's: `score/P×T` (log-probs before the update, of all completions or of those that it leaves out),
-`initial/P×T` (the same of all under the initial policy), `update/P×R×T` (prompt, teacher prompt and completion buckets), `zero`, `apply`, `finish`, `digest` (of the state, for
+`initial/P×T` (the same of all under the initial policy), `top/P×R×T` (the most likely tokens, where `rollouts/` has them), `update/P×R×T` (prompt, teacher prompt and completion buckets), `zero`, `apply`, `finish`, `digest` (of the state, for
 metrics.jsonl and checkpoints). Names of the sampler's: `prepare` (its copy of the trainable parameters), `prepare_base`
 (its copy of what it does not read of the base itself, if there is any), `prefill/P×T` for every bucket of prompts and, for the largest and the sizes of `sdpo_jax.rollout.sizes`: `empty/P×T` (the cache at first),
 `admit/P×T` (a prompt's cache into the rows of its samples) and `decode/P×T`; of a cache that is small at first, with C
@@ -157,7 +157,24 @@ def update_programs(run: Run) -> dict[str, Program]:
         rows=rows,
         options=meshes.compiler_options(mesh),
       )
+      if config.trainer.records_top_tokens:
+        found[_named('top', lengths)] = Program(
+          'top',
+          update.top_tokens,
+          (base, state, _without_coefficients(batch_of(prompt, reprompt, response, share=share)), run.teacher.base),
+          static={'k': config.trainer.record_top_tokens},
+          holds=('base', 'state', 'batch', 'teacher base'),
+          buckets=lengths,
+          rows=rows,
+          options=meshes.compiler_options(mesh),
+        )
   return found
+
+
+def _without_coefficients(batch: Batch) -> Batch:
+  """Return a micro-batch as `batching.reading_micro_batches` makes it."""
+  weighs = ('old_log_probs', 'advantages', 'sampling_log_probs', 'initial_log_probs', 'signal', *COEFFICIENTS)
+  return batch.replace(**dict.fromkeys(weighs))
 
 
 def abstract_batch(

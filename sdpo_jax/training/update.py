@@ -32,6 +32,7 @@ from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.teacher import averaging
 from sdpo_jax.teacher.signal import Teacher, teacher_signal
 from sdpo_jax.training.optimizer import clip_by_global_norm, learning_rate, make_optimizer
+from sdpo_jax.training.top_tokens import most_likely
 from sdpo_jax.types import Batch, TeacherSignal, TokenRows, TrainState, Tree
 
 
@@ -251,6 +252,7 @@ class Update:
   accumulate: Callable[..., Any]  # `accumulate` from `base` on.
   apply: Callable[..., Any]  # `apply_gradients` from `state` on.
   advance_teacher: Callable[..., Any]  # `advance_teacher` from `state` on.
+  top_tokens: Callable[..., Any]  # `top_tokens.most_likely` from `base` on; k is static.
 
 
 def state_shardings(state: TrainState, trainable: Tree, mesh: jax.sharding.Mesh) -> TrainState:
@@ -379,6 +381,12 @@ def _make_update(
       out_shardings=(shardings, whole),
     ),
     advance_teacher=jax.jit(functools.partial(advance_teacher, config), donate_argnums=0, out_shardings=shardings),
+    top_tokens=jax.jit(
+      functools.partial(most_likely, policy, config, layout(mesh), teacher=teacher),
+      static_argnames='k',
+      out_shardings=whole,
+      compiler_options=options,
+    ),
   )
 
 

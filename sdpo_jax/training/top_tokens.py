@@ -1,0 +1,166 @@
+"""What student and teacher would have written in the place of every token of a completion, for the files of a run.
+
+N completions of T tokens; K most likely tokens of a position; B rows of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from models.forward import forward
+from models.policy import Policy
+from sdpo_jax.config import Config
+from sdpo_jax.distributed.mesh import put_rows
+from sdpo_jax.distributed.stopping import NEVER, Stop
+from sdpo_jax.objective import log_probs
+from sdpo_jax.objective.sharded import Layout
+from sdpo_jax.teacher.signal import Teacher, teacher_signal
+from sdpo_jax.training import batching
+from sdpo_jax.types import Batch, TeacherSignal, TrainState, Tree
+
+if TYPE_CHECKING:  # A session is made with what this module needs.
+  from sdpo_jax.training.session import Session
+
+
+@flax.struct.dataclass
+class Said:
+  """What one policy says at every position, in nats at the rollout temperature; arrays of rows, or of samples."""
+
+  ids: jax.Array | np.ndarray  # [B, T, K] int32, the most likely tokens first; −1: there are no more.
+  log_probs: jax.Array | np.ndarray  # [B, T, K] of these.
+  own: jax.Array | np.ndarray  # [B, T] of the completion's token; NaN: the policy did not say.
+
+
+@flax.struct.dataclass
+class TopTokens:
+  """What student and teacher say of completions."""
+
+  student: Said
+  teacher: Said | None  # None: there is no teacher.
+
+
+def most_likely(
+  policy: Policy,
+  config: Config,
+  layout: Layout | None,
+  base: Tree,
+  state: TrainState,
+  batch: Batch,
+  teacher_base: Tree | None = None,
+  *,
+  teacher: Teacher,
+  k: int,
+) -> TopTokens:
+  """Return what student and teacher say of a micro-batch's completions; no gradient flows.
+
+  Args:
+    policy: the model.
+    config: settings.
+    layout: where the arguments lie on a mesh; None: one device.
+    base: frozen parameters.
+    state: before the update; its trainable and teacher trees are read.
+    batch: rows without coefficients.
+    teacher_base: frozen parameters of the teacher, `Teacher.base`; None: `base`.
+    teacher: who reads the teacher's rows, if the batch has any; its base is not looked at.
+    k: K.
+  """
+
+  def said(hidden: jax.Array, unembedding: jax.Array) -> Said:
+    found = log_probs.scores(
+      hidden,
+      unembedding,
+      batch.targets,
+      k,
+      temperature=config.rollout.temperature,
+      chunk_size=min(config.actor.logits_chunk_size, log_probs.CHUNK),
+      mask=batch.mask,
+      vocab_size=policy.vocab_size,
+      layout=layout,
+    )
+    return Said(found.top_ids, found.top_log_probs, found.log_prob)
+
+  student = said(*forward(policy, base, state.trainable, batch.student))
+  if batch.teacher is None:
+    return TopTokens(student, None)
+  asked = dataclasses.replace(teacher, base=teacher_base)
+  signal = teacher_signal(asked, policy, base, state, batch.teacher, config.actor.self_distillation)
+  return TopTokens(student, said(*_states_and_unembedding(signal)))
+
+
+def _states_and_unembedding(signal: TeacherSignal) -> tuple[jax.Array, jax.Array]:
+  """Return hidden states [B, T, D] and an unembedding [V, D] whose products are the teacher's logits.
+
+  Those of the trust region are (1 − rate)·teacher + rate·student, one product over both models' states side by side.
+  """
+  if signal.mix_hidden is None:
+    return signal.hidden, signal.unembedding
+  rate = jnp.asarray(signal.mix_rate, jnp.float32)
+  states = ((1 - rate) * signal.hidden.astype(jnp.float32), rate * signal.mix_hidden.astype(jnp.float32))
+  matrices = (signal.unembedding.astype(jnp.float32), signal.mix_unembedding.astype(jnp.float32))
+  return jnp.concatenate(states, -1), jnp.concatenate(matrices, -1)
+
+
+def measure(
+  session: Session, state: TrainState, batch: batching.GenerationBatch, k: int, stop: Stop = NEVER
+) -> TopTokens:
+  """Return what student and teacher say of all completions of a generation batch: arrays of samples on the host.
+
+  Of samples that teach nothing, the teacher says nothing: ids −1, and NaN.
+
+  Args:
+    session: of the run.
+    state: before the update; read only.
+    batch: the generation batch, with the signal of an external teacher if there is one.
+    k: K; of an external teacher at most as many as its signal has.
+    stop: whether the run is to stop; asked before every micro-batch.
+
+  Raises:
+    StoppedError: as `stop` said; the state is whole.
+  """
+  config = session.config
+  teacher = session.teacher or Teacher(session.policy)
+  share = batching.shares_prompts(config, *teacher.readers(session.policy, config.actor.self_distillation))
+  shape = batch.rollouts.completion_mask.shape
+  found = TopTokens(_nothing(shape, k), None if batch.teacher_prompts is None else _nothing(shape, k))
+  for micro in batching.reading_micro_batches(batch, config, session.mesh.size, share):
+    stop.check()
+    arrays = put_rows(session.mesh, micro.batch)
+    said = jax.device_get(session.update.top_tokens(session.base, state, arrays, teacher.base, k=k))
+    jax.tree.map(lambda values, target, micro=micro: micro.scatter(values, target), said, found)
+  if batch.signal is not None:
+    return found.replace(teacher=_of_signal(batch, k))
+  if found.teacher is None:
+    return found
+  return found.replace(teacher=_only(found.teacher, batch.taught))
+
+
+def _nothing(shape: tuple[int, int], k: int) -> Said:
+  """Return arrays [N, T, …] in which nothing is said."""
+  return Said(
+    np.full((*shape, k), -1, np.int32), np.full((*shape, k), np.nan, np.float32), np.full(shape, np.nan, np.float32)
+  )
+
+
+def _only(said: Said, samples: np.ndarray) -> Said:
+  """Return what is said of `samples` [N] bool; nothing of the others."""
+  nothing = _nothing(said.own.shape, said.ids.shape[-1])
+  return jax.tree.map(
+    lambda here, none: np.where(samples.reshape(-1, *[1] * (here.ndim - 1)), here, none), said, nothing
+  )
+
+
+def _of_signal(batch: batching.GenerationBatch, k: int) -> Said:
+  """Return what an external teacher says: the most likely ones of the tokens that it named."""
+  ids, given = batch.signal.token_ids, batch.signal.log_probs.astype(np.float32)
+  given = np.where(ids < 0, -np.inf, given)
+  order = np.argsort(-given, axis=-1, kind='stable')[..., :k]
+  ids, given = np.take_along_axis(ids, order, -1), np.take_along_axis(given, order, -1)
+  at_token = (batch.signal.token_ids == batch.rollouts.completion_tokens[..., None]) & (batch.signal.token_ids >= 0)
+  own = np.where(at_token, batch.signal.log_probs, -np.inf).max(-1)
+  return Said(ids, np.where(ids < 0, np.nan, given), np.where(at_token.any(-1), own, np.nan).astype(np.float32))
