@@ -28,6 +28,7 @@ TEMPLATE = (
   '{% if add_generation_prompt %}<|im_start|>a\n{% endif %}'
 )
 GREP, READ = '{"name": "g", "arguments": {"p": "x"}}', '{"name": "r", "arguments": {"p": "a"}}'
+GREP_A = '{"name": "g", "arguments": {"p": "a"}}'
 TOOLS = [{'type': 'function', 'function': {'name': name, 'parameters': {'type': 'object'}}} for name in 'gr']
 
 
@@ -37,13 +38,13 @@ def called(*calls: str) -> str:
 
 
 def tool_model(folder: pathlib.Path) -> pathlib.Path:
-  """Makes the tiny model with that template in a folder; tags and two calls are one token each."""
+  """Makes the tiny model with that template in a folder; tags and three calls are one token each."""
   model = model_folder(folder)
   tiny.make_tokenizer(model, TEMPLATE)
   path = model / 'tokenizer.json'
   described = json.loads(path.read_text())
   first = 1 + max(token['id'] for token in described['added_tokens'])
-  for number, text in enumerate(('<tool_call>', '</tool_call>', GREP, READ)):
+  for number, text in enumerate(('<tool_call>', '</tool_call>', GREP, READ, GREP_A)):
     described['added_tokens'].append({**described['added_tokens'][0], 'id': first + number, 'content': text} | _TEXT)
   path.write_text(json.dumps(described))
   checksums.write(model)
@@ -59,6 +60,11 @@ class Script:
   def __init__(self, service: Service):
     self._service, self._texts = service, []
     self.asked: list[tuple[str, list[int]]] = []  # Version and prompt of every proposal.
+
+  @property
+  def left(self) -> int:
+    """How many texts have not been asked for."""
+    return len(self._texts)
 
   def say(self, *texts: str, ended: bool = True) -> None:
     """Lets the model say these texts, each with the end of its turn or cut by its length."""

@@ -42,7 +42,7 @@ class TrainingExample:
   environment: str | None
   prompt_tokens: Sequence[int]
   tokens: Sequence[int]
-  log_probs: np.ndarray  # [T] float32 of the tokens when they were drawn.
+  log_probs: np.ndarray = dataclasses.field(compare=False)  # [T] float32 of the tokens when they were drawn.
   teacher_prompt: Sequence[int]
   tokenizer: str  # Its fingerprint: where it is another one, the texts count and not the tokens.
   teacher: Mapping[str, Any] | None  # Of the session, as are the next.

@@ -161,7 +161,7 @@ class SessionTurn:
   sample_id: str
   prompt_tokens: Sequence[int]
   tokens: Sequence[int]  # As they were drawn.
-  log_probs: np.ndarray  # [T] float32 of the tokens, at temperature 1, when they were drawn.
+  log_probs: np.ndarray = dataclasses.field(compare=False)  # [T] float32 of the tokens, at temperature 1, when drawn.
   text: str
   said: str  # Of the text: neither thinking nor calls.
   calls: Sequence[ToolCall]
