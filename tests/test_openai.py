@@ -617,3 +617,28 @@ def test_the_example_shows_what_it_says(world, capsys):
     assert any(line.startswith('streamed: ') for line in lines)
     first, last = (float(line.rsplit(maxsplit=1)[1]) for line in (lines[13], lines[-1]))
     assert lines[-1].startswith('version 13 is version 0 again') and first == last
+
+
+def test_the_example_of_a_session_shows_what_it_says(world, capsys):
+  """The random model calls no tool, so that its scripted person is never content."""
+  example = runpy.run_path('examples/session_client.py')
+  example['main'](world.url, tools=[], tasks=['Hi'])
+  lines = capsys.readouterr().out.splitlines()
+  assert lines[0] == '> Hi' and len(lines) == 2 + 3 * example['DENIALS']
+  proposals, denials, learned = lines[1::3], lines[2::3], lines[3::3]
+  assert [line.split(':')[0] for line in proposals] == [f'version {number}' for number in range(example['DENIALS'] + 1)]
+  assert set(denials) == {'  no: call bash, which runs a command'}
+  assert all(line.startswith('  learned: divergence 0.') and line.endswith(' s') for line in learned)
+
+
+def test_the_scripted_person_of_the_example_knows_what_to_say():
+  objection = runpy.run_path('examples/session_client.py')['objection']
+
+  def call(command):
+    return {'fault': None, 'calls': [{'name': 'bash', 'arguments': {'command': command}}]}
+
+  assert (
+    objection(call('rg total src')) is None and objection(call('grep -r total src')) == 'use rg rather than grep -r'
+  )
+  assert objection({'fault': None, 'calls': []}) == 'call bash, which runs a command'
+  assert objection({'fault': 'A call is not closed.', 'calls': []}) == 'A call is not closed.'
