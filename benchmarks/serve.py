@@ -56,7 +56,7 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def server(url: str | None, *settings: str):
+def server(url: str | None, *settings: str, config: str = 'configs/serve_quickstart.py'):
   """Yields the address of a service and its process id; None: it is not ours."""
   if url is not None:
     yield url, None
@@ -66,7 +66,7 @@ def server(url: str | None, *settings: str):
       sys.executable,
       '-m',
       'launch.serve',
-      '--config=configs/serve_quickstart.py',
+      f'--config={config}',
       '--config.serve.http.port=0',
     ]
     command += [f'--config.serve.store.root={folder}/root', *settings]

@@ -14,6 +14,7 @@ import numpy as np
 import openai
 import pytest
 
+from benchmarks import sessions as sessions_benchmark
 from models import huggingface
 from models import tokenizer as tokenizers
 from sdpo_jax.config import ModelConfig, TeacherEndpointConfig
@@ -642,3 +643,11 @@ def test_the_scripted_person_of_the_example_knows_what_to_say():
   )
   assert objection({'fault': None, 'calls': []}) == 'call bash, which runs a command'
   assert objection({'fault': 'A call is not closed.', 'calls': []}) == 'A call is not closed.'
+
+
+def test_the_benchmark_of_sessions_measures_every_denial(world):
+  found = sessions_benchmark.measure(world.http, 2, [])
+  assert found['denials'] == 2 and found['learned'] == 1.0 and 0 <= found['reused_tokens'] <= 1
+  whole, parts = found['denial_to_first_token_ms'], (found['decision_ms'], found['first_token_ms'])
+  # Of two, the median is the mean, and so the parts add up, but for rounding.
+  assert abs(whole['p50'] - sum(part['p50'] for part in parts)) <= 0.2 and found['feedback_ms']['p50'] > 0
