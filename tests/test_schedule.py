@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import types
 from typing import get_args
 
 import chex
@@ -19,16 +20,17 @@ from models.forward import forward
 from sdpo_jax.config import Config, MeshConfig
 from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.distributed import accelerators
+from sdpo_jax.distributed.stopping import NEVER
 from sdpo_jax.environments.outcomes import graded_of
 from sdpo_jax.errors import UserError
 from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.teacher import feedback
 from sdpo_jax.teacher.context import build_teacher_context, same_context
-from sdpo_jax.training import ahead, batching, feedback_writing, gathering, loop, saving, skipped
-from sdpo_jax.training.session import load_tokenizer, make_session
-from sdpo_jax.training.step import GradedRollouts
-from sdpo_jax.types import Example, Outcome
+from sdpo_jax.training import ahead, batching, feedback_writing, gathering, loop, records, saving, skipped
+from sdpo_jax.training.session import Session, load_tokenizer
+from sdpo_jax.training.step import GradedRollouts, build_teacher_prompts
+from sdpo_jax.types import Example, Outcome, Rollouts
 from tests import tiny
 from tests.local_server import Answer, Server, dead_address
 from tests.test_batching import make_config, make_samples, per_token
@@ -55,13 +57,23 @@ def samples_of(config: Config) -> batching.GenerationBatch:
   )
 
 
-def test_without_a_policy_gradient_hybrid_is_sdpo_bit_for_bit():
-  pure, hybrid = (
-    settings(**{**HYBRID, 'algorithm__mode': 'pure_sdpo'}),
-    settings(**HYBRID, algorithm__policy_gradient_coef=0.0),
-  )
+def without_policy_gradient() -> list[Config]:
+  """Settings of SDPO, and of a hybrid run that is the same."""
+  pure = settings(**{**HYBRID, 'algorithm__mode': 'pure_sdpo'})
+  return [pure, settings(**HYBRID, algorithm__policy_gradient_coef=0.0)]
+
+
+def test_without_a_policy_gradient_hybrid_has_the_terms_and_weights_of_sdpo():
+  pure, hybrid = without_policy_gradient()
   assert ObjectiveSpec.from_config(pure) == ObjectiveSpec.from_config(hybrid)
-  one, other = (run(config, samples_of(config)) for config in (pure, hybrid))
+  one, other = (batching.coefficients(samples_of(config), np.arange(4), config) for config in (pure, hybrid))
+  chex.assert_trees_all_equal(one, other)
+  assert one.keys() == {'distill_coef'} and one['distill_coef'].any()
+
+
+@pytest.mark.slow
+def test_without_a_policy_gradient_hybrid_is_sdpo_bit_for_bit():
+  one, other = (run(config, samples_of(config)) for config in without_policy_gradient())
   chex.assert_trees_all_equal(one.state, other.state)
   assert one.losses == other.losses and one.losses[0] > 0
 
@@ -189,54 +201,6 @@ def rollouts(workdir, step: int) -> list[dict]:
 SD = 'actor__self_distillation__'
 
 
-def test_the_model_writes_feedback_on_failures_that_its_teacher_reads(tiny_settings, tmp_path):
-  config = changed(
-    tiny_settings,
-    **{
-      SD + 'feedback_model': 'self',
-      SD + 'feedback_max_tokens': 8,
-      SD + 'feedback_temperature': 1.0,
-      SD + 'feedback_prompt_template': 'Q:{prompt} A:{attempt} E:{output}',
-      SD + 'environment_feedback_only_without_solution': False,
-      'trainer__total_training_steps': 2,
-    },
-  )
-  loop.train(config, tmp_path / 'run')
-  measured = [json.loads(line) for line in (tmp_path / 'run' / 'metrics.jsonl').read_text().splitlines()]
-  assert [line['programs/compiled'] for line in measured] == [0, 0]
-  for step, line in enumerate(measured, 1):
-    samples = rollouts(tmp_path / 'run', step)
-    failures = [sample for sample in samples if sample['score'] == 0]
-    assert line['feedback/asked'] == len(failures) > 0
-    for sample in samples:
-      asked = {'written_feedback', 'unwritten'} & sample.keys()
-      assert len(asked) == (sample['score'] == 0)
-      if 'written_feedback' in asked:
-        said = sample['teacher_prompt'][-1]['content']
-        assert f'{sample["feedback"]}\n\n{sample["written_feedback"]}' in said
-    assert line['feedback/failed'] == sum('unwritten' in sample for sample in samples) < len(failures)
-
-
-def test_what_a_model_writes_depends_on_the_sample_alone(tiny_settings, tmp_path):
-  """Not on which others have failed, nor on the noise with which completions are drawn."""
-  config = changed(
-    tiny_settings,
-    **{SD + 'feedback_model': 'self', SD + 'feedback_max_tokens': 8, SD + 'feedback_temperature': 1.0},
-  )
-  session, trainable = make_session(config, tmp_path)
-  prompts = [session.tokenizer.encode(text) for text in ('abc', 'de', 'fgh')]
-
-  def written(numbers):
-    found = session.feedback_sampler.stream(
-      session.base, trainable, [prompts[n % 3] for n in numbers], numbers=numbers, n=1, seed=5, step=2, max_tokens=8
-    )
-    return {each.sample: each.tokens.tolist() for each in found}
-
-  whole = written([3, 4, 5, 6])
-  assert whole.keys() == {3, 4, 5, 6} and whole[3] != whole[6]
-  assert written([6, 4]) == {6: whole[6], 4: whole[4]}
-
-
 def answer(text: str) -> Answer:
   return Answer({'choices': [{'message': {'role': 'assistant', 'content': text}, 'finish_reason': 'stop'}]})
 
@@ -256,7 +220,8 @@ def endpoint(config: Config, url: str, **changes) -> Config:
   )
 
 
-def test_a_server_writes_feedback_and_what_it_fails_at_keeps_the_graders(tiny_settings, tmp_path):
+@pytest.mark.slow
+def test_a_server_writes_feedback_in_a_run_and_what_it_fails_at_keeps_the_graders(tiny_settings, tmp_path):
   asked = []
 
   def respond(body):
@@ -284,15 +249,66 @@ def test_a_server_writes_feedback_and_what_it_fails_at_keeps_the_graders(tiny_se
   assert 'status 500' in next(sample['unwritten'] for sample in failures if 'unwritten' in sample)
 
 
-def test_a_server_that_writes_nothing_ends_the_run_with_a_sentence(tiny_settings, tmp_path):
-  with pytest.raises(
-    UserError, match=r'Nobody wrote feedback on any of \d+ failures: the connection failed.*feedback_endpoint.url'
-  ):
-    loop.train(endpoint(tiny_settings, dead_address()), tmp_path / 'run')
-
-
 def outcomes_of(*scores) -> list[Outcome]:
   return [Outcome.ungraded('x') if score is None else Outcome(score, 'no' if score < 0.5 else '') for score in scores]
+
+
+def graded_by_hand(config: Config, *scores) -> tuple[types.SimpleNamespace, GradedRollouts]:
+  """A run's session without a model, and completions with these scores, of one question."""
+  count = len(scores)
+  found = Rollouts.of_completions(np.zeros(count, np.int32), np.ones((count, 1), np.int32), np.ones((count, 1), bool))
+  found.text = [f'try {row}' for row in range(count)]
+  example = Example('q', [{'role': 'user', 'content': 'Q'}], 'e', None, 's')
+  graded = GradedRollouts([example], [[1]], found, outcomes_of(*scores), np.arange(count), 0.0)
+  spec = ObjectiveSpec.from_config(config)
+  return types.SimpleNamespace(config=config, tokenizer=load_tokenizer(config), spec=spec), graded
+
+
+def write(config: Config, *scores) -> tuple[GradedRollouts, list[str]]:
+  """What a server has written about completions, and what their teachers read."""
+  session, graded = graded_by_hand(config, *scores)
+  with feedback_writing.opened(config) as session.feedback_endpoint:
+    feedback_writing.write(session, graded, None, 0, 2, NEVER)
+  context = build_teacher_prompts(session, graded, 0, 2)
+  return graded, [messages[-1]['content'] for messages in context.messages]
+
+
+def test_what_a_server_writes_stands_behind_the_graders_and_its_faults_cost_single_rows(tiny_settings):
+  faults = iter([Answer(status=500)])
+
+  def respond(body):
+    return next(faults, answer('<think>hm</think> Add one.'))
+
+  with Server(respond) as server:
+    config = endpoint(tiny_settings, server.url, **{SD + 'feedback_endpoint__concurrency': 1})
+    graded, read = write(config, 0.0, 0.0, None, 1.0, 0.0)
+  assert [outcome.written for outcome in graded.outcomes] == [None, 'Add one.', None, None, 'Add one.']
+  assert [outcome.unwritten is not None for outcome in graded.outcomes] == [True, False, False, False, False]
+  assert 'status 500' in graded.outcomes[0].unwritten
+  assert [('no' in said, 'no\n\nAdd one.' in said) for said in read] == [
+    (True, False),
+    (True, True),
+    (False, False),
+    (False, False),
+    (True, True),
+  ]
+  assert [outcome.feedback for outcome in graded.outcomes] == ['no', 'no', None, '', 'no']
+  assert server.paths == ['/v1/chat/completions'] * 3 and server.most_at_once == 1
+  body = server.bodies[1]
+  assert (body['model'], body['temperature'], body['max_tokens']) == ('critic', 0.0, 512)
+  assert all(part in body['messages'][0]['content'] for part in ('Question:\nQ', 'Attempt:\ntry 1', 'said:\nno'))
+  metrics = records.feedback_metrics(graded)
+  assert (metrics['feedback/asked'], metrics['feedback/failed'], metrics['feedback/characters_mean']) == (3, 1, 8)
+
+
+def test_a_server_that_writes_nothing_ends_the_run_with_a_sentence(tiny_settings):
+  config = endpoint(tiny_settings, dead_address())
+  with pytest.raises(
+    UserError, match='Nobody wrote feedback on any of 2 failures: the connection failed.*endpoint.url'
+  ):
+    write(config, 0.0, 0.0, 1.0)
+  graded, _ = write(config, 0.0, 1.0)  # Of a single one the question may be at fault.
+  assert 'the connection failed' in graded.outcomes[0].unwritten
 
 
 def test_only_graded_failures_whose_teacher_reads_it_get_feedback(tiny_settings):
@@ -340,14 +356,19 @@ def test_successes_that_are_not_taught_are_demonstrations_only(tiny_settings):
 
 
 def gathers(config: Config, least: int = 7, **changes) -> Config:
-  """Updates of up to 8 completions, for which two or three generation batches of 8 with their failures are needed."""
+  """Updates of up to 8 failures, for which two or three generation batches are needed; the model criticises them."""
   names = {
     'algorithm__min_sdpo_examples': least,
     SD + 'teach_successes': False,
     SD + 'teacher_update_rate': 0.5,
+    SD + 'feedback_model': 'self',
+    SD + 'feedback_max_tokens': 8,
+    SD + 'feedback_temperature': 1.0,
+    SD + 'feedback_prompt_template': 'Q:{prompt} A:{attempt} E:{output}',
+    SD + 'environment_feedback_only_without_solution': False,
     'trainer__total_training_steps': 6,
   }
-  return changed(config, **names, **changes)
+  return changed(config, **{**names, **changes})
 
 
 @dataclasses.dataclass
@@ -358,23 +379,27 @@ class Whole:
   samples: list[list[dict]]  # Of every step's rollouts.
   lessons: list[tuple]  # (step, graded, context) of every update.
   trees: dict[int, tuple]  # Step → (trainable, teacher) after it.
+  session: Session
 
 
 def run_whole(config: Config, folder) -> Whole:
-  lessons, trees, build = [], {}, loop.build_batch
+  lessons, trees, sessions, build = [], {}, [], loop.build_batch
 
   def noted(session, state, graded, context, *rest):
     lessons.append((int(state.step) + 1, graded, context))
     return build(session, state, graded, context, *rest)
 
   def after(stepped):
+    sessions.append(stepped.session)
     trees[stepped.step] = jax.device_get((stepped.state.trainable, stepped.state.teacher))
 
   with pytest.MonkeyPatch.context() as patched:
     patched.setattr(loop, 'build_batch', noted)
     loop.train(config, folder, on_step=after)
   steps = range(1, config.trainer.total_training_steps + 1)
-  return Whole(lines(folder), [rollouts(folder, step) for step in steps], lessons, trees)
+  measured = [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
+  assert [line['programs/compiled'] for line in measured] == [0] * len(steps)
+  return Whole(lines(folder), [rollouts(folder, step) for step in steps], lessons, trees, sessions[0])
 
 
 @pytest.fixture(scope='module')
@@ -411,6 +436,36 @@ def test_examples_gather_until_there_are_enough_and_each_is_learned_from_once(wh
     measured = [row for row, sample in enumerate(samples) if sample['divergence'] is not None]
     assert measured == [row for of, row in now if of == step]
   assert learned == {} and 1 < updates < 6
+
+
+def test_the_model_writes_feedback_on_failures_that_its_teacher_reads(whole):
+  for line, samples in zip(whole.lines, whole.samples, strict=True):
+    failures = [sample for sample in samples if sample['score'] == 0]
+    assert line['feedback/asked'] == len(failures)
+    assert line['feedback/failed'] == sum('unwritten' in sample for sample in samples) <= len(failures)
+    for sample in samples:
+      asked = {'written_feedback', 'unwritten'} & sample.keys()
+      assert len(asked) == (sample['score'] == 0)
+      if 'written_feedback' in asked:
+        said = sample['teacher_prompt'][-1]['content']
+        assert f'{sample["feedback"]}\n\n{sample["written_feedback"]}' in said
+  assert sum('written_feedback' in sample for samples in whole.samples for sample in samples) > 10
+
+
+def test_what_a_model_writes_depends_on_the_sample_alone(whole):
+  """Not on which others have failed."""
+  session, trainable = whole.session, whole.trees[1][0]
+  prompts = [session.tokenizer.encode(text) for text in ('abc', 'de', 'fgh')]
+
+  def written(numbers):
+    found = session.feedback_sampler.stream(
+      session.base, trainable, [prompts[n % 3] for n in numbers], numbers=numbers, n=1, seed=5, step=2, max_tokens=8
+    )
+    return {each.sample: each.tokens.tolist() for each in found}
+
+  together = written([3, 4, 5, 6])
+  assert together.keys() == {3, 4, 5, 6} and together[3] != together[6]
+  assert written([6, 4]) == {6: together[6], 4: together[4]}
 
 
 def test_a_batch_without_an_update_moves_neither_student_nor_teacher(whole):
@@ -467,7 +522,6 @@ def test_a_killed_run_with_everything_at_once_goes_on(tiny_settings, tmp_path, m
     data__train_batch_size=4,
     actor__ppo_mini_batch_size=2,
     trainer__save_freq=2,
-    **{SD + 'feedback_model': 'self', SD + 'feedback_max_tokens': 4, SD + 'feedback_temperature': 1.0},
   )
   loop.train(config, tmp_path / 'whole')
   calls, update = [], loop.run_update
