@@ -25,6 +25,7 @@ OPTIONS = {  # name: (in tests, XLA's default)
   'xla_backend_optimization_level': (0, 3),
   'xla_llvm_disable_expensive_passes': (True, False),
   'xla_cpu_use_fusion_emitters': (False, True),
+  'xla_cpu_parallel_codegen_split_count': (1, 32),  # Several workers share the processors; parts cost a quarter more.
 }
 FLAGS = ' '.join(f'--{name}={str(value).lower()}' for name, (value, _) in OPTIONS.items())
 _SAVED = 'SDPO_TESTS_ENVIRONMENT'  # The variables that `prepare` changes as they were, in JSON.
