@@ -53,8 +53,9 @@ def gold(example):
 @pytest.mark.parametrize(
   'task, sizes',
   [
-    ('sciknoweval/chemistry', {'train': 1890, 'test': 210}),
-    pytest.param('tooluse', {'test': 68}, marks=pytest.mark.slow),
+    ('tooluse', {'test': 68}),
+    ('sciknoweval/chemistry', {'test': 210}),
+    pytest.param('sciknoweval/chemistry', {'train': 1890}, marks=pytest.mark.slow),
   ],
 )
 def test_the_whole_way_from_file_to_teacher_prompt(real, model, task, sizes):
