@@ -84,8 +84,9 @@ def expected(model):
 
   def draw(prompt, member, options, stops):
     its, own = (policy, members[member]) if member >= 0 else (policy.base_policy(), {})
-    ends = sorted({30, *stops['stop_token_ids']})
-    alone = Sampler(its, TOKENIZER, **SETTINGS | dict(stop_token_ids=ends, stop=stops['stop']))
+    ends = {30, *stops['stop_token_ids']}
+    ends |= set(range(-4, -len(ends)))  # Always four, for one program; no token is negative.
+    alone = Sampler(its, TOKENIZER, **SETTINGS | dict(stop_token_ids=sorted(ends), stop=stops['stop']))
     return sorted(alone.stream(base, own, [prompt], **options), key=lambda done: done.sample)
 
   return draw
