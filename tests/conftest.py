@@ -2,7 +2,9 @@
 
 import gc
 import importlib.util
+import math
 import os
+import pathlib
 import shutil
 import subprocess
 
@@ -35,6 +37,7 @@ LONGEST = """
   rollout_sampling vocabulary_padding objective data_pipeline environments_code user_environment plan_hlo plan_traffic
 """.split()
 PROGRAMS = 500  # Compiled, with the traces that led to them: about 1.6 GB.
+MEMORY = 3 * 2**30  # Bytes that a process may have; traces of programs for TPUs take them too.
 
 
 def pytest_addoption(parser):
@@ -73,12 +76,20 @@ def pytest_collection_finish():
   gc.freeze()
 
 
+def resident_bytes() -> float:
+  """The memory of this process; endless where the system does not say."""
+  try:
+    return int(pathlib.Path('/proc/self/statm').read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE')
+  except OSError:
+    return math.inf
+
+
 @pytest.fixture(scope='module', autouse=True)
 def free_memory():
   """What was compiled goes at the end of a file once it is much: a process with all programs grows to 7 GB."""
   yield
   gc.collect()
-  if len(backend.get_backend().live_executables()) > PROGRAMS:
+  if len(backend.get_backend().live_executables()) > PROGRAMS or resident_bytes() > MEMORY:
     jax.clear_caches()
     gc.collect()
 
