@@ -152,8 +152,8 @@ def command(name: str, *arguments: str) -> list[str]:
 def environment(cache: pathlib.Path | None = None, *, quick: bool = False) -> dict[str, str]:
   """Environment variables of a command: CPU, one device, programs kept in `cache`, which all share by default.
 
-  `quick`: compiled as the tests do, not as users do. For runs of several processes, which have no cache, and where no
-  other test compiles these programs and none compares their bits.
+  `quick`: compiled as the tests do, not as users do. For what runs by default, for runs of several processes, which have
+  no cache, and where no other test compiles these programs and none compares their bits.
   """
   return {
     **(os.environ if quick else compiling.users_environment()),
@@ -181,9 +181,10 @@ def launch(
 
 
 # Imports what the commands import once, then runs each in a fork of its own; JAX has started no thread by then. What the
-# garbage collector leaves alone is neither copied for a fork nor taken apart at its end.
+# garbage collector leaves alone is not copied for a fork. A fork that ends by itself waits for its threads and runs what
+# is registered for the exit, but does not take the imported modules apart, which takes longer than many a command.
 _MANY = """
-import gc, json, os, runpy, sys
+import atexit, gc, json, os, runpy, sys, threading
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from sdpo_jax import command
 from sdpo_jax.inference import runs
@@ -197,8 +198,18 @@ for name, arguments, out, err in json.load(sys.stdin):
     for path, descriptor in ((out, 1), (err, 2)):
       os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), descriptor)
     sys.argv = [f'launch/{name}.py', *arguments]
-    runpy.run_module(f'launch.{name}', run_name='__main__', alter_sys=True)
-    os._exit(0)
+    code = 0
+    try:
+      runpy.run_module(f'launch.{name}', run_name='__main__', alter_sys=True)
+    except SystemExit as ended:
+      if not isinstance(ended.code, int | None):
+        raise
+      code = ended.code or 0
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
   results.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 print(json.dumps(results))
 """
