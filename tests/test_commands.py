@@ -43,6 +43,7 @@ def run(folder, config):
     '--config.trainer.sample_table_freq=2',
     '--config.trainer.sample_table_rows=3',
     f'--workdir={folder}/run',
+    quick=True,
   )
   assert done.returncode == 0, done.stderr
   return done
@@ -195,6 +196,7 @@ def test_the_printed_commands_work(folder, config, run):
       ('check', [f'--config={config}', '--config.optimizer.lr=0']),
     ],
     folder / 'printed',
+    quick=True,
   )
   looked, *done = done
   assert [command.returncode for command in done] == [0] * 5, [command.stderr for command in done]
@@ -213,7 +215,7 @@ def test_the_printed_commands_work(folder, config, run):
 
 def test_a_run_on_a_full_disk_says_so_in_a_sentence(folder, config):
   arguments = [f'--config={config}', f'--workdir={folder}/full']
-  done = tiny.launch('train', *arguments, file_limit_kib=100)
+  done = tiny.launch('train', *arguments, file_limit_kib=100, quick=True)
   assert done.returncode == 2, done.stderr
   assert 'Traceback' not in done.stderr and 'never awaited' not in done.stderr
   start, end = 'A checkpoint could not be written to ', ' start the same command again; it resumes from step '

@@ -71,8 +71,11 @@ registry._FACTORIES['parity'] = lambda settings: hang_at(['train-4'])
 
 
 @pytest.fixture(scope='module')
-def ends(tmp_path_factory):
-  """Runs of one experiment: left in peace; killed at moments and started again; told to stop while a grader hangs."""
+def ends(request, tmp_path_factory):
+  """Runs of one experiment: left in peace; killed at moments and started again; told to stop while a grader hangs.
+
+  With the slow tests, which start more runs and compare them with these, they compile as users do.
+  """
   folder = tmp_path_factory.mktemp('resume')
   config = tiny.make_experiment(folder)
   flags = [f'--config.trainer.total_training_steps={STEPS}', '--config.trainer.test_freq=2']
@@ -89,7 +92,8 @@ def ends(tmp_path_factory):
     'killed': train('killed'),
     'hanging': train('hanging', 'hanging', *SAVED_WHEN_TOLD),
   }
-  done = tiny.launch_many(list(commands.values()), folder / 'output')
+  quick = not request.config.getoption('slow')
+  done = tiny.launch_many(list(commands.values()), folder / 'output', quick=quick)
   return folder, [f'--config={config}', *flags], dict(zip(commands, done, strict=True))
 
 
