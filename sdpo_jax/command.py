@@ -32,6 +32,7 @@ EXIT_NOT_READ = 141  # 128 + SIGPIPE, as of a shell's commands in front of `| he
 _OVERRIDE = re.compile(r'--?config\.([A-Za-z0-9_.]+)(?:=(.*))?', re.DOTALL)
 _HELP_SETTINGS = re.compile(r'--?help_?settings(?:=(.*))?', re.DOTALL)
 _overrides: list[tuple[str, str]] = []
+_lists: set[str] = set()  # Flags of `define_list`.
 
 
 flags.DEFINE_string(
@@ -65,6 +66,12 @@ def define_cartridge(what: str) -> None:
   flags.DEFINE_string(
     'cartridge', None, f'Cartridge: a directory, local or gs://…, a published .pt file, or a name on the hub. {what}'
   )
+
+
+def define_list(name: str, meaning: str) -> flags.FlagHolder[list[str]]:
+  """Defines a flag with several values, `--name=A --name=B` or `--name A B`, such as what a shell makes of `runs/*`."""
+  _lists.add(name)
+  return flags.DEFINE_multi_string(name, [], meaning)
 
 
 def define_cluster() -> None:
@@ -157,7 +164,7 @@ def _parse(arguments: Sequence[str]) -> list[str]:
     argument = waiting.pop(0)
     match = _OVERRIDE.fullmatch(argument)
     if match is None:
-      rest.append(argument)
+      rest += _each_named(argument, waiting)
       continue
     value = match.group(2)
     if value is None:
@@ -193,6 +200,17 @@ def _parse(arguments: Sequence[str]) -> list[str]:
       _complain(f'{" ".join(left[1:])!r} is not a flag; flags are written --name=value (--help lists them).')
     )
   return left
+
+
+def _each_named(argument: str, waiting: list[str]) -> list[str]:
+  """Returns an argument; of a `define_list` flag every value that follows it, taken from `waiting`, with its name."""
+  name = argument.lstrip('-')
+  if not argument.startswith('-') or name not in _lists:
+    return [argument]
+  values = []
+  while waiting and not waiting[0].startswith('-'):
+    values.append(f'--{name}={waiting.pop(0)}')
+  return values or [argument]
 
 
 def overrides() -> list[tuple[str, str]]:

@@ -42,6 +42,7 @@ def run(folder, config):
     '--config.trainer.total_training_steps=2',
     '--config.trainer.sample_table_freq=2',
     '--config.trainer.sample_table_rows=3',
+    '--config.trainer.record_top_tokens=3',
     f'--workdir={folder}/run',
     quick=True,
   )
@@ -109,6 +110,8 @@ def wrong_inputs(folder, config) -> dict[str, tuple[list[str], str]]:
       'bad.jsonl already exists: name another file, or add --overwrite',
     ),
     'sample of nothing': (['sample', '--prompt=x', f'--workdir={folder}/nothing'], 'is not a run'),
+    'report of nothing': (['report', f'--workdir={folder}/nothing'], 'is not a directory'),
+    'report of a run twice': (['report', '--workdir=a', '--compare', 'b', 'a'], 'a is named twice'),
     'export of nothing': (['export', f'--workdir={folder}/nothing', f'--output={folder}/out'], 'is not a run'),
     'check a missing model': (['check', f'--config={config}', f'--config.model.path={folder}/nothing'], 'nothing'),
     'synthesize about nothing': (
@@ -184,8 +187,9 @@ def test_the_printed_commands_work(folder, config, run):
   def evaluate(source, name):
     return 'evaluate', [f'--config={config}', source, f'--output={folder}/{name}.json']
 
-  *done, again, odd = tiny.launch_many(
+  reported, *done, again, odd = tiny.launch_many(
     [
+      ('report', [from_run]),
       ('check', [f'--config={config}']),
       export,
       sample(from_run),
@@ -211,6 +215,25 @@ def test_the_printed_commands_work(folder, config, run):
   samples = [json.loads(line) for line in (folder / 'run.samples.jsonl').read_text().splitlines()]
   assert len(samples) == 4 and {'prompt', 'completion', 'score', 'feedback'} <= set(samples[0])
   assert again.returncode == 2 and 'is not empty' in again.stderr
+  page = (folder / 'run' / 'report.html').read_text()
+  assert reported.returncode == 0 and 'step 2; 16 rollouts.' in reported.stderr and page.startswith('<!doctype html>')
+
+
+def test_rollouts_have_their_tokens_and_what_else_was_likely(folder, run):
+  lines = [json.loads(line) for line in (folder / 'run' / 'rollouts' / '2.jsonl').read_text().splitlines()]
+  for line in lines:
+    taught, top = line['teacher_prompt'] is not None, line['top_tokens']
+    assert len(line['tokens']) == len(top['student']['own']) > 0
+    assert (top['teacher'] is not None) == taught
+    for side in (top['student'], top['teacher']) if taught else (top['student'],):
+      assert {len(ids) for ids in side['ids']} == {3} and {str(id) for ids in side['ids'] for id in ids} <= top[
+        'texts'
+      ].keys()
+    if taught:
+      assert len(line['divergence']) == len(line['tokens'])
+  assert any(line['teacher_prompt'] for line in lines)
+  metrics = [json.loads(line) for line in (folder / 'run' / 'metrics.jsonl').read_text().splitlines()]
+  assert [line.get('programs/compiled') for line in metrics] == [0] * len(metrics)
 
 
 def test_a_run_on_a_full_disk_says_so_in_a_sentence(folder, config):

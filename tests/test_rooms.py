@@ -18,6 +18,7 @@ ROOMS = """
   sdpo_jax.quickstart
   sdpo_jax.training
   sdpo_jax.training.checkpoint
+  sdpo_jax.reporting
   sdpo_jax.training.directory
   sdpo_jax.programs
   sdpo_jax.evaluation

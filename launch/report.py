@@ -1,0 +1,38 @@
+"""Writes one HTML page about a run: curves, evaluations, speed, alarms, and every rollout with its tokens.
+
+  python -m launch.report --workdir=runs/mine
+  python -m launch.report --workdir=runs/sdpo_0 --compare runs/sdpo_1 runs/grpo_0 runs/grpo_1 --output=report.html
+  python -m launch.report --workdir=runs/mine --follow
+
+The page needs no server and asks none. Runs that differ in their seed only are one curve with a band. With --follow it
+is written anew while the run goes on, and reloads itself. See docs/report.md.
+"""
+
+import sys
+
+from absl import flags
+
+from sdpo_jax import command
+from sdpo_jax.reporting import report
+
+WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a run, local or gs://.', required=True)
+COMPARE = command.define_list('compare', 'Directories of other runs, to be shown beside it: --compare DIR DIR ….')
+OUTPUT = flags.DEFINE_string('output', None, f'File for the page; by default {report.REPORT} in --workdir.')
+MAX_ROLLOUTS = flags.DEFINE_integer('max_rollouts', 10_000, 'Rollouts that the page holds at most.', lower_bound=0)
+FOLLOW = flags.DEFINE_bool('follow', False, 'Write the page anew while the run goes on, until it ends or Ctrl-C.')
+INTERVAL_S = flags.DEFINE_float('interval_s', 10.0, 'Seconds between two looks at the run, with --follow.', 1.0)
+
+
+def main() -> None:
+  report.write_report(
+    WORKDIR.value,
+    COMPARE.value,
+    OUTPUT.value,
+    max_rollouts=MAX_ROLLOUTS.value,
+    follow_s=INTERVAL_S.value if FOLLOW.value else None,
+    say=lambda text: print(text, file=sys.stderr, flush=True),
+  )
+
+
+if __name__ == '__main__':
+  command.run(main)

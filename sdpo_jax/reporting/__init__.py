@@ -1,0 +1,1 @@
+"""Pages from the files of a run, and from nothing else."""

@@ -1,0 +1,68 @@
+"""Runs that differ in their seed only, which a report shows as one curve with a band; and in what the others differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import json
+from typing import Any
+
+from sdpo_jax.config.overrides import RESUMABLE
+from sdpo_jax.reporting.run_files import RunFiles
+
+SEED = 'seed'
+SHOWN = 3  # Differing settings in the label of a group.
+
+
+def group_runs(runs: Sequence[RunFiles]) -> list[list[int]]:
+  """Return the numbers of the runs that belong together, in the order of the first of each.
+
+  Runs belong together if only their seeds differ, and settings that do not change what is learned. A run without
+  settings is alone.
+  """
+  found: dict[str, list[int]] = {}
+  for number, run in enumerate(runs):
+    key = json.dumps(_learned(run), sort_keys=True, default=str) if run.settings else f'run {number}'
+    found.setdefault(key, []).append(number)
+  return list(found.values())
+
+
+def differences(runs: Sequence[RunFiles], groups: Sequence[Sequence[int]]) -> dict[str, list[Any]]:
+  """Return the settings in which groups differ: by name, the value of each; None where it has no such setting."""
+  settings = [_learned(runs[group[0]]) for group in groups]
+  names = sorted({name for each in settings for name in each})
+  values = {name: [each.get(name) for each in settings] for name in names}
+  return {name: each for name, each in values.items() if any(value != each[0] for value in each)}
+
+
+def labels(runs: Sequence[RunFiles], groups: Sequence[Sequence[int]]) -> list[str]:
+  """Return what the curves of groups are called, each differently.
+
+  A group of one is called like its directory, another one by the settings in which it differs.
+  """
+  differing = differences(runs, groups)
+  found = []
+  for place, group in enumerate(groups):
+    if len(group) == 1:
+      found.append(runs[group[0]].name)
+      continue
+    told = [f'{name.rpartition(".")[2]}={_written(values[place])}' for name, values in differing.items()]
+    more = [f'{len(told) - SHOWN} more'] if len(told) > SHOWN else []
+    found.append(', '.join([str(runs[group[0]].settings.get('name', runs[group[0]].name)), *told[:SHOWN], *more]))
+  twice = {label for label in found if found.count(label) > 1}
+  return [
+    f'{label} ({runs[group[0]].workdir})' if label in twice else label
+    for label, group in zip(found, groups, strict=True)
+  ]
+
+
+def _learned(run: RunFiles) -> dict[str, Any]:
+  """Return the settings of a run that change what is learned, but for its seed."""
+  return {
+    name: value
+    for name, value in run.settings.items()
+    if name != SEED and not any(name == each or name.startswith(f'{each}.') for each in RESUMABLE)
+  }
+
+
+def _written(value: Any) -> str:
+  return value if isinstance(value, str) else json.dumps(value)

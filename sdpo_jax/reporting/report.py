@@ -1,0 +1,124 @@
+"""A report of runs: written once, or anew whenever the files of a run have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import datetime
+import time
+
+from etils import epath
+
+from sdpo_jax.errors import UserError
+from sdpo_jax.files import check_output, read_bytes, write_output
+from sdpo_jax.reporting import page
+from sdpo_jax.reporting.rollouts import RolloutFiles, collect
+from sdpo_jax.reporting.run_files import RunFiles, read_run
+
+REPORT = 'report.html'  # In the directory of the run, unless another file is named.
+RELOAD_S = 10.0  # Seconds after which a page that is written anew looks for a newer one, at least.
+
+
+class Reporter:
+  """Reads runs again and again, and what has not changed only once."""
+
+  def __init__(self, workdirs: Sequence[epath.PathLike], max_rollouts: int):
+    self._workdirs = [epath.Path(workdir) for workdir in workdirs]
+    self._files = [RolloutFiles(workdir) for workdir in self._workdirs]
+    self._max_rollouts = max_rollouts
+
+  def page(self, reload_s: float | None = None) -> tuple[str, list[RunFiles], int]:
+    """Return the page, what it is about, and how many rollouts it has.
+
+    Args:
+      reload_s: seconds after which the page reloads itself unless all runs are over; None: it never does.
+
+    Raises:
+      UserError: a directory holds no run, or a file of it cannot be read.
+    """
+    runs = [read_run(workdir) for workdir in self._workdirs]
+    sources = [(files, run.last) for files, run in zip(self._files, runs, strict=True)]
+    rollouts = collect(sources, self._max_rollouts)
+    over = all(run.over for run in runs)
+    written = datetime.datetime.now(datetime.UTC).strftime('%Y-%m-%d %H:%M:%S UTC')
+    known = page.summary(runs, rollouts, written=written, reload_s=None if over else reload_s)
+    title = ' · '.join(run.name for run in runs[:3]) + (' …' if len(runs) > 3 else '')
+    return page.render(title, known, rollouts.pieces), runs, len(rollouts.index)
+
+
+def write_report(
+  workdir: str,
+  compare: Sequence[str],
+  output: str | None,
+  *,
+  max_rollouts: int,
+  say: Callable[[str], None],
+  follow_s: float | None = None,
+  wait: Callable[[float], None] = time.sleep,
+) -> None:
+  """Write the report of a run, beside others.
+
+  Args:
+    workdir: of the run.
+    compare: directories of other runs.
+    output: file for the page; None: `REPORT` in `workdir`.
+    max_rollouts: rollouts that the page holds at most.
+    say: receives a line for every page that is written.
+    follow_s: seconds between two looks at the runs, until all of them are over; None: only one.
+    wait: lets so many seconds pass.
+
+  Raises:
+    UserError: a directory holds no run, a file of it cannot be read, or the page cannot be written.
+  """
+  workdirs = [workdir, *compare]
+  for place, each in enumerate(workdirs):
+    if not each:
+      raise UserError('--workdir and --compare take directories of runs, and one of them is empty.')
+    if each in workdirs[:place]:
+      raise UserError(f'{each} is named twice: name each run once.')
+  target = str(epath.Path(workdir) / REPORT) if output is None else output
+  reporter = Reporter(workdirs, max_rollouts)
+  text, runs, count = reporter.page(_reload_s(follow_s))  # Nothing is made where there is no run.
+  _check_target(target)
+  write_output(target, text)
+  say(_sentence(target, runs, count))
+  if follow_s is None:
+    return
+  seen = [_state(run) for run in runs]
+  try:
+    while not all(run.over for run in runs):
+      wait(follow_s)
+      text, runs, count = reporter.page(_reload_s(follow_s))
+      if (now := [_state(run) for run in runs]) != seen:
+        write_output(target, text)
+        say(_sentence(target, runs, count))
+        seen = now
+  except KeyboardInterrupt:
+    # The last page is one that does not wait for another.
+    write_output(target, reporter.page()[0])
+    say(f'{target}: not followed any longer.')
+
+
+def _reload_s(follow_s: float | None) -> float | None:
+  return None if follow_s is None else max(follow_s, RELOAD_S)
+
+
+def _state(run: RunFiles) -> tuple[object, ...]:
+  """Return what changes with every finished step."""
+  return run.last, run.over, len(run.remarks), len(run.resumed)
+
+
+def _check_target(target: str) -> None:
+  """Check that the page may be written; raises UserError if it cannot, or if another kind of file would be lost."""
+  check_output(target)
+  path = epath.Path(target)
+  if path.is_file() and (content := read_bytes(path, 'name another --output')):
+    if not content.startswith(page.MARK.encode()):
+      raise UserError(f'--output={target} is there and no report: name another file, or remove it.')
+
+
+def _sentence(target: str, runs: Sequence[RunFiles], count: int) -> str:
+  steps = ', '.join(
+    f'{run.name} {"no step" if run.last is None else f"step {run.last}"}{"" if run.over else ", going on"}'
+    for run in runs
+  )
+  return f'{target}: {steps}; {count:,} rollouts.'

@@ -1,0 +1,330 @@
+"""Rollouts as a page holds them: an index of all, and their texts in compressed pieces that it unpacks when asked.
+
+Nothing in `rollouts/` is trusted: it holds what models and users wrote, and may come from another tool or be cut off.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import json
+import math
+import re
+from typing import Any
+import zlib
+
+from etils import epath
+
+from sdpo_jax.errors import UserError
+from sdpo_jax.files import jsonable, read_bytes
+
+FOLDER = 'rollouts'
+PIECE = 1 << 20  # Bytes of JSON in a piece, about.
+PAGE = 160 << 20  # Compressed bytes of a page's pieces at most.
+EXCERPT, SAID = 300, 80  # Characters of a question and of a completion in the index.
+CREDIT = 10.0  # Nats between student and teacher at most.
+_FILE = re.compile(r'(\d{1,12})\.jsonl')
+
+
+@dataclasses.dataclass
+class Index:
+  """Columns of what a list of rollouts shows and filters by, one entry for each."""
+
+  run: list[int] = dataclasses.field(default_factory=list)
+  step: list[int] = dataclasses.field(default_factory=list)
+  question: list[int] = dataclasses.field(default_factory=list)  # Place in `questions`.
+  score: list[float | None] = dataclasses.field(default_factory=list)
+  length: list[int | None] = dataclasses.field(default_factory=list)  # Tokens.
+  divergence: list[float | None] = dataclasses.field(default_factory=list)  # Mean over its tokens.
+  taught: list[int] = dataclasses.field(default_factory=list)  # 1: a teacher read a prompt of its own.
+  said: list[str] = dataclasses.field(default_factory=list)  # The beginning of the completion.
+  cut: list[int] = dataclasses.field(default_factory=list)  # 1: the limit ended it.
+  piece: list[int] = dataclasses.field(default_factory=list)  # Which one holds it, and at which place.
+  place: list[int] = dataclasses.field(default_factory=list)
+  questions: list[dict[str, str]] = dataclasses.field(default_factory=list)  # `id` and the beginning of its `text`.
+
+  def __len__(self) -> int:
+    return len(self.step)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepFile:
+  """The rollouts of one file, checked and packed."""
+
+  step: int
+  entries: tuple[Mapping[str, Any], ...]  # What the index needs of each.
+  pieces: tuple[str, ...]  # Compressed JSON arrays in base 64.
+  places: tuple[tuple[int, int], ...]  # (piece, place) of each entry.
+  unreadable: int  # Lines that are no rollouts, but for a last one that is cut off.
+
+
+@dataclasses.dataclass
+class Rollouts:
+  """What a page holds of the rollouts of its runs."""
+
+  index: Index
+  pieces: list[str]
+  remarks: list[str]  # Sentences about what is left out.
+  full: dict[str, float]  # By the name of a colouring, the value at which a colour is full.
+
+
+class RolloutFiles:
+  """Reads the rollouts of a run; what has not changed since it was last asked is not read again."""
+
+  def __init__(self, workdir: epath.PathLike):
+    self.workdir = epath.Path(workdir)
+    self._known: dict[int, tuple[Any, StepFile]] = {}
+
+  def steps(self, last: int | None) -> list[int]:
+    """Return the steps of which there are rollouts, up to the last finished one; None: there is none, so all of them."""
+    folder = self.workdir / FOLDER
+    if not folder.is_dir():
+      return []
+    found = [int(match[1]) for path in folder.iterdir() if (match := _FILE.fullmatch(path.name))]
+    return sorted(step for step in set(found) if last is None or step <= last)
+
+  def read(self, step: int) -> StepFile:
+    """Return the rollouts of a step.
+
+    Raises:
+      UserError: the file cannot be read.
+    """
+    path = self.workdir / FOLDER / f'{step}.jsonl'
+    stat = path.stat()
+    version = (stat.length, stat.mtime)
+    known = self._known.get(step)
+    if known is None or known[0] != version:
+      known = self._known[step] = version, pack(step, read_bytes(path, 'make it readable, or remove it'))
+    return known[1]
+
+
+def pack(step: int, content: bytes) -> StepFile:
+  """Return the rollouts in the content of a file."""
+  lines = content.split(b'\n')
+  whole, entries, rows, unreadable = content.endswith(b'\n'), [], [], 0
+  for number, line in enumerate(lines, 1):
+    if not line.strip():
+      continue
+    rollout = _parsed(line)
+    if rollout is None:
+      unreadable += whole or number < len(lines)
+      continue
+    entries.append(_entry(rollout))
+    rows.append(json.dumps(rollout, allow_nan=False, separators=(',', ':')))
+  pieces, places = [], []
+  for piece in _pieces(rows):
+    places += [(len(pieces), place) for place in range(len(piece))]
+    pieces.append(packed('[' + ','.join(piece) + ']'))
+  return StepFile(step, tuple(entries), tuple(pieces), tuple(places), unreadable)
+
+
+def packed(text: str) -> str:
+  """Return ASCII text compressed (zlib) and in base 64."""
+  return base64.b64encode(zlib.compress(text.encode('ascii'), 6)).decode('ascii')
+
+
+def collect(sources: Sequence[tuple[RolloutFiles, int | None]], most: int) -> Rollouts:
+  """Return the rollouts of runs for a page.
+
+  Args:
+    sources: of each run its files and its last finished step.
+    most: rollouts at most. Where there are more, each run has an equal share of them, from steps that are spread over
+      the run.
+  """
+  found, sizes = Rollouts(Index(), [], [], {}), 0
+  questions: dict[tuple[int, str, str], int] = {}
+  largest: dict[str, list[float]] = {}
+  for run, (files, last) in enumerate(sources):
+    steps, read, left_out, unreadable = files.steps(last), [], [], 0
+    for step in _spread(steps):  # The first and the last step, then those that halve what lies between.
+      if sum(len(each.entries) for each in read) >= most // len(sources):
+        left_out.append(step)
+        continue
+      try:
+        file = files.read(step)
+      except (UserError, OSError) as error:
+        found.remarks.append(f'{files.workdir.name}: {error}')
+        continue
+      size = sum(map(len, file.pieces))
+      if sizes + size > PAGE:
+        left_out.append(step)
+        continue
+      sizes += size
+      unreadable += file.unreadable
+      read.append(file)
+    for file in sorted(read, key=lambda each: each.step):
+      _add(found, questions, run, file)
+      for entry in file.entries:
+        for name, value in entry['largest'].items():
+          largest.setdefault(name, []).append(value)
+    if left_out:
+      found.remarks.append(
+        f'{files.workdir.name}: rollouts of {len(read)} of {len(steps)} steps are in this page (--max_rollouts).'
+      )
+    if unreadable:
+      found.remarks.append(f'{files.workdir.name}: {unreadable} lines of {FOLDER}/ are no rollouts and left out.')
+  # Outliers count as much as what one rollout in five has.
+  found.full = {name: sorted(values)[int(0.8 * (len(values) - 1))] or 1.0 for name, values in largest.items()}
+  return found
+
+
+def _add(found: Rollouts, questions: dict[tuple[int, str, str], int], run: int, file: StepFile) -> None:
+  index, first = found.index, len(found.pieces)
+  found.pieces += file.pieces
+  for entry, (piece, place) in zip(file.entries, file.places, strict=True):
+    key = run, entry['id'], entry['question']
+    if key not in questions:
+      questions[key] = len(index.questions)
+      index.questions.append({'id': entry['id'], 'text': entry['question']})
+    index.run.append(run)
+    index.step.append(file.step)
+    index.question.append(questions[key])
+    for name in ('score', 'length', 'divergence', 'taught', 'said', 'cut'):
+      getattr(index, name).append(entry[name])
+    index.piece.append(first + piece)
+    index.place.append(place)
+
+
+def _spread(steps: Sequence[int]) -> Iterator[int]:
+  """Yield steps so that any number of the first ones is spread over all of them."""
+  if not steps:
+    return
+  ends = [0, len(steps) - 1] if len(steps) > 1 else [0]
+  yield from (steps[place] for place in reversed(ends))
+  spans = [(0, len(steps) - 1)]
+  while spans:
+    halves = []
+    for low, high in spans:
+      if high - low < 2:
+        continue
+      middle = (low + high) // 2
+      yield steps[middle]
+      halves += [(low, middle), (middle, high)]
+    spans = halves
+
+
+def _pieces(rows: Sequence[str]) -> Iterator[list[str]]:
+  piece, size = [], 0
+  for row in rows:
+    if piece and size + len(row) > PIECE:
+      yield piece
+      piece, size = [], 0
+    piece.append(row)
+    size += len(row)
+  if piece:
+    yield piece
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One rollout
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+  """Return the fields of a rollout that a page shows, each of its type or None; None if the line is no rollout."""
+  try:
+    value = json.loads(line)
+  except (ValueError, RecursionError):
+    return None
+  if not isinstance(value, dict) or not isinstance(value.get('completion'), str):
+    return None
+  tokens = _list(value.get('tokens'), str)
+  found = {
+    'id': _text(value.get('id')),
+    'group': value['group'] if type(value.get('group')) is int else None,
+    'prompt': _messages(value.get('prompt')),
+    'completion': value['completion'],
+    'finish_reason': _text(value.get('finish_reason')),
+    'score': _finite(value.get('score')),
+    'ungraded': _text(value.get('ungraded')),
+    'rewards': jsonable(value['rewards']) if isinstance(value.get('rewards'), dict) else None,
+    'feedback': _text(value.get('feedback')),
+    'teacher_prompt': _messages(value.get('teacher_prompt')),
+    'divergence': _numbers(value.get('divergence')),
+    'tokens': tokens,
+    'advantages': _numbers(value.get('advantages')),
+    'top_tokens': _top_tokens(value.get('top_tokens'), tokens),
+  }
+  return {name: each for name, each in found.items() if each is not None}
+
+
+def _entry(rollout: Mapping[str, Any]) -> dict[str, Any]:
+  """Return what the index has of a rollout."""
+  prompt, divergence = rollout.get('prompt') or [], rollout.get('divergence')
+  known = [value for value in divergence or [] if value is not None]
+  lengths = [len(rollout[name]) for name in ('tokens', 'divergence') if name in rollout]
+  return {
+    'id': rollout.get('id', ''),
+    'question': prompt[-1]['content'][:EXCERPT] if prompt else '',
+    'score': rollout.get('score'),
+    'length': lengths[0] if lengths else None,
+    'divergence': round(sum(known) / len(known), 5) if known else None,
+    'taught': int('teacher_prompt' in rollout),
+    'said': ' '.join(rollout['completion'][: 2 * SAID].split())[:SAID],
+    'cut': int(rollout.get('finish_reason') == 'length'),
+    'largest': _largest(rollout),
+  }
+
+
+def _largest(rollout: Mapping[str, Any]) -> dict[str, float]:
+  """Return by the name of a colouring the largest size of what it shows."""
+  top = rollout.get('top_tokens', {})
+  said = [top[side]['own'] if top.get(side) else [] for side in ('student', 'teacher')]
+  credit = [right - left for left, right in zip(*said, strict=False) if left is not None and right is not None]
+  shown = {'divergence': rollout.get('divergence'), 'advantage': rollout.get('advantages'), 'credit': credit}
+  sizes = {name: [abs(value) for value in values or () if value is not None] for name, values in shown.items()}
+  return {name: min(max(each), CREDIT if name == 'credit' else max(each)) for name, each in sizes.items() if each}
+
+
+def _text(value: Any) -> str | None:
+  return value if isinstance(value, str) else None
+
+
+def _finite(value: Any) -> float | None:
+  if isinstance(value, bool) or not isinstance(value, int | float):
+    return None
+  try:
+    return float(value) if math.isfinite(value) else None
+  except OverflowError:
+    return None
+
+
+def _list(value: Any, kind: type) -> list[Any] | None:
+  return value if isinstance(value, list) and all(isinstance(item, kind) for item in value) else None
+
+
+def _numbers(value: Any) -> list[float | None] | None:
+  return [_finite(item) for item in value] if isinstance(value, list) else None
+
+
+def _messages(value: Any) -> list[dict[str, str]] | None:
+  if isinstance(value, str):
+    return [{'role': '', 'content': value}]
+  if not isinstance(value, list) or not value:
+    return None
+  fields = ('role', 'content')
+  if not all(isinstance(each, dict) and all(isinstance(each.get(name), str) for name in fields) for each in value):
+    return None
+  return [{name: each[name] for name in fields} for each in value]
+
+
+def _top_tokens(value: Any, tokens: list[str] | None) -> dict[str, Any] | None:
+  """Return the top tokens if they are there for every token; texts by id, and what each side says."""
+  if not isinstance(value, dict) or tokens is None or not isinstance(value.get('texts'), dict):
+    return None
+  texts = {str(token): text for token, text in value['texts'].items() if isinstance(text, str)}
+  found = {name: _side(value.get(name), len(tokens)) for name in ('student', 'teacher')}
+  return None if found == {'student': None, 'teacher': None} else found | {'texts': texts}
+
+
+def _side(value: Any, length: int) -> dict[str, Any] | None:
+  if not isinstance(value, dict) or not all(
+    isinstance(value.get(name), list) and len(value[name]) == length for name in ('ids', 'log_probs', 'own')
+  ):
+    return None
+  ids = [_list(position, int) or [] for position in value['ids']]
+  log_probs = [_numbers(position) or [] for position in value['log_probs']]
+  if any(len(left) != len(right) for left, right in zip(ids, log_probs, strict=True)):
+    return None
+  return {'ids': ids, 'log_probs': log_probs, 'own': _numbers(value['own'])}

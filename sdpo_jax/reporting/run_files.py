@@ -1,0 +1,168 @@
+"""What a report reads of a run: its settings, the numbers of its steps, where it was resumed, what its alarms said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+import json
+import math
+from typing import Any
+
+from etils import epath
+
+from sdpo_jax.errors import UserError, first_line
+from sdpo_jax.evaluation import alarms
+from sdpo_jax.files import read_text
+from sdpo_jax.training.directory import starts
+from sdpo_jax.training.directory.lines import METRICS, dropped_lines, read_metrics
+
+CONFIG = 'config.json'
+# A step's metric → (steps, values) of the lines that have it.
+Series = dict[str, tuple[list[int], list[float]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFiles:
+  """What the files of a run say, rollouts left out."""
+
+  workdir: epath.Path
+  settings: Mapping[str, Any]  # By dotted name; empty where config.json is gone or cannot be read.
+  series: Series
+  resumed: tuple[int, ...]  # Steps from which later starts went on.
+  alarms: tuple[Mapping[str, Any], ...]  # Rules with the steps at which they held: `alarms_of`.
+  rollbacks: tuple[tuple[int, int], ...]  # (step, step gone back to).
+  stopped: int | None  # The step at which the alarms ended the run.
+  last: int | None  # The last finished step.
+  remarks: tuple[str, ...]  # Sentences about what is missing.
+
+  @property
+  def name(self) -> str:
+    """What people call it: the name of its directory."""
+    return self.workdir.name or str(self.workdir)
+
+  @property
+  def total(self) -> int | None:
+    """Steps that the run is to have, if that is known."""
+    total = self.settings.get('trainer.total_training_steps')
+    return total if type(total) is int else None
+
+  @property
+  def over(self) -> bool:
+    """Whether no step is to come."""
+    done = self.last is not None and self.total is not None and self.last >= self.total
+    return done or self.stopped is not None
+
+
+def read_run(workdir: epath.PathLike) -> RunFiles:
+  """Return what the files of a run say; it may be going on.
+
+  Raises:
+    UserError: there is no run, or metrics.jsonl cannot be read.
+  """
+  workdir = epath.Path(workdir)
+  try:
+    there = workdir.is_dir()
+  except Exception as error:  # Object stores raise many kinds, also where a package for them is missing.
+    raise UserError(
+      f'{workdir} cannot be read ({first_line(error)}): see that the name is right and that you may read there.'
+    ) from error
+  if not there:
+    raise UserError(f'{workdir} is not a directory: name the --workdir of a run.')
+  has_metrics, has_settings = ((workdir / name).exists() for name in (METRICS, CONFIG))
+  settings, remarks = _settings(workdir) if has_settings else ({}, [f'{CONFIG} is not there.'])
+  if not has_metrics and 'trainer.total_training_steps' not in settings:
+    raise UserError(
+      f'{workdir} holds no run: there is neither a {METRICS} nor the {CONFIG} of one; name the --workdir of launch.train.'
+    )
+  lines = read_metrics(workdir)
+  if dropped := dropped_lines(workdir):
+    remarks.append(dropped)
+  if not lines:
+    remarks.append('No step is finished yet.')
+  elif has_metrics and not any(isinstance(line.get('train/loss'), float | int) for line in lines if line['step'] > 0):
+    remarks.append('No finished step has a train/loss.')
+  try:
+    resumed = tuple(sorted({start['step'] for start in starts.read(workdir)} - {0}))
+  except UserError as error:
+    resumed = ()
+    remarks.append(str(error))
+  stops = [line['step'] for line in lines if line.get(alarms.STOP)]
+  return RunFiles(
+    workdir,
+    settings,
+    series_of(lines),
+    resumed,
+    alarms_of(lines, settings.get('alarms.rules')),
+    tuple((line['step'], int(to)) for line in lines if (to := _number(line.get(alarms.ROLLBACK))) is not None),
+    stops[-1] if stops and stops[-1] == lines[-1]['step'] else None,
+    lines[-1]['step'] if lines else None,
+    tuple(remarks),
+  )
+
+
+def series_of(lines: Iterable[Mapping[str, Any]]) -> Series:
+  """Return the finite numbers of the lines of metrics.jsonl, by metric."""
+  found: Series = {}
+  for line in lines:
+    for name, value in line.items():
+      number = None if name in alarms.NO_METRICS or name.startswith(alarms.PREFIX) else _number(value)
+      if number is not None:
+        steps, values = found.setdefault(name, ([], []))
+        steps.append(line['step'])
+        values.append(number)
+  return found
+
+
+def alarms_of(lines: Sequence[Mapping[str, Any]], rules: Any) -> tuple[Mapping[str, Any], ...]:
+  """Return every rule with the steps at which it held.
+
+  Args:
+    lines: of metrics.jsonl.
+    rules: `alarms.rules` of the settings, if they are known.
+
+  Returns:
+    `rule`, its text, and `steps`; one after the other in the order of the settings.
+  """
+  texts = [rule for rule in rules if isinstance(rule, str)] if isinstance(rules, list | tuple) else []
+  held: dict[int, list[int]] = {number: [] for number in range(1, len(texts) + 1)}
+  for line in lines:
+    for name, value in line.items():
+      number = name.removeprefix(alarms.PREFIX)
+      if name.startswith(alarms.PREFIX) and number.isascii() and number.isdecimal() and _number(value):
+        held.setdefault(int(number), []).append(line['step'])
+  return tuple(
+    {'rule': texts[number - 1] if number <= len(texts) else f'rule {number}', 'steps': steps}
+    for number, steps in sorted(held.items())
+  )
+
+
+def _settings(workdir: epath.Path) -> tuple[dict[str, Any], list[str]]:
+  """Return the settings in config.json by dotted name, and sentences about what is wrong with it."""
+  try:
+    values = json.loads(read_text(workdir / CONFIG, 'restore it'))
+  except UserError as error:
+    return {}, [str(error)]
+  except (ValueError, RecursionError) as error:
+    return {}, [f'{CONFIG} is not JSON ({first_line(error)}).']
+  if not isinstance(values, dict):
+    return {}, [f'{CONFIG} holds no settings.']
+  found: dict[str, Any] = {}
+  waiting: list[tuple[str, Any]] = list(values.items())
+  while waiting:
+    name, value = waiting.pop(0)
+    if isinstance(value, dict) and value:
+      waiting = [(f'{name}.{key}', item) for key, item in value.items()] + waiting
+    else:
+      found[name] = value
+  return found, []
+
+
+def _number(value: Any) -> float | None:
+  """Return a value if it is a finite number."""
+  if isinstance(value, bool) or not isinstance(value, int | float):
+    return None
+  try:
+    number = float(value)
+  except OverflowError:
+    return None
+  return number if math.isfinite(number) else None
