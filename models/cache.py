@@ -186,6 +186,15 @@ def lengthened(cache: KVCache, length: int) -> KVCache:
   return cache.replace(stores=_by_slots(pad, cache.stores, cache.stores)) if more else cache
 
 
+def shortened(cache: KVCache, length: int) -> KVCache:
+  """Returns the first `length` slots of every row; no row holds more."""
+
+  def cut(axis: int, store: jax.Array, _: jax.Array) -> jax.Array:
+    return lax.slice_in_dim(store, 0, length, axis=axis)
+
+  return cache.replace(stores=_by_slots(cut, cache.stores, cache.stores)) if length < slots(cache) else cache
+
+
 def append_layer(stores: Stores, key: jax.Array, value: jax.Array, layer: jax.Array | int, slot: jax.Array) -> Stores:
   """Returns the stores with one layer's new keys and values written, in place where the buffers may be reused.
 

@@ -35,11 +35,13 @@ CALLED = {
   'put_slot': 'put slot',
   'get_slot': 'get slot',
 }
-PUT = {'put snapshot': 'with_member', 'put teacher': 'with_member'}  # Kinds → the name of their function.
+# Kinds → those of the functions that they share with others.
+PUT = {'put snapshot': 'with_member', 'put teacher': 'with_member', 'empty kept': 'empty', 'keep': 'admit'}
 SAMPLING = (
   'prepare',
   'prepare_base',
   'prefill',
+  'extend',
   'empty',
   'copy',
   'advance',
@@ -98,7 +100,7 @@ def on_one_device(config):
 
 
 def test_pools_and_cache_take_what_they_hold():
-  held = pricing.pool_bytes(on_one_device(settings()))
+  held = pricing.pool_bytes(on_one_device(settings(kept_prefixes=5)))
   count = 2 * 4  # Steps of two slots.
   rows, slots = 8, 16 + 16 + 4
   assert {part: held[part] for part in pricing.POOLS} == {
@@ -107,7 +109,9 @@ def test_pools_and_cache_take_what_they_hold():
     'slots': 2 * ADAPTER * 4,
     'moments': 2 * 2 * ADAPTER * 4 + count,
     'cache': rows * slots * SLOT * 2 + 4 * rows,
+    'kept prefixes': 5 * (16 * SLOT * 2 + 4),
   }
+  assert pricing.pool_bytes(on_one_device(settings(kept_prefixes=0)))['kept prefixes'] == 0
 
 
 def planned(monkeypatch, config, **more):

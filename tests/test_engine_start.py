@@ -46,8 +46,9 @@ def every_request(engine, policy):
   engine.create('new@0', seed=1)
   engine.put('put@0', random_factors(policy, 0))
   for width in settings.prompt_buckets:
-    for version, n in (('put@0', 3), ('new@0', 1), (BASE, 5)):
-      handle = engine.submit(version, [3] * width, n=n, seed=2, step=0, max_tokens=settings.response_buckets[-1])
+    for version, n in (('put@0', 3), ('new@0', 1), (BASE, 5), ('put@0', 1)):
+      options = dict(n=n, seed=2, step=0, max_tokens=settings.response_buckets[-1])
+      handle = engine.submit(version, [3] * width, owner='ada', **options)
       while engine.turn():
         pass
       found += [done.tokens for done in handle.result()]
@@ -73,11 +74,16 @@ def every_request(engine, policy):
         found += jax.tree.leaves(engine.factors(new))
         number += 1
   engine.forget('new@0')
+  assert bool(engine.reused) == bool(settings.kept_prefixes)
   return found
 
 
 @pytest.mark.parametrize(
-  'settings', [dataclasses.replace(SETTINGS, score_buckets=(16,)), pytest.param(LENGTHS, marks=pytest.mark.slow)]
+  'settings',
+  [
+    dataclasses.replace(SETTINGS, score_buckets=(16,), kept_prefixes=3),
+    pytest.param(LENGTHS, marks=pytest.mark.slow),
+  ],
 )
 def test_no_request_compiles_anything_and_neither_does_a_second_start(model, tmp_path, settings):
   jax.clear_caches()  # A program of this process that was kept once, for other lengths, cannot be kept again.
@@ -87,10 +93,14 @@ def test_no_request_compiles_anything_and_neither_does_a_second_start(model, tmp
   with noted_compilations() as noted:
     engine = make_engine(model, tmp_path / 'a', settings, **more)
     engine.compile(lines.append)
-    made = len(lines) - 2  # Beside the first and the last line.
+    assert (engine.prefilled, engine.reused) == (0, 0)
+    more_lines = [line for line in lines if 'stay on the devices' in line]
+    made = len(lines) - 2 - len(more_lines)  # Beside the first and the last line.
     assert len(noted()) == made
     found = every_request(engine, model[0])
     assert noted() == []
+  held = settings.kept_prefixes * (8 * 2 * 2 * 16 * 4 + 4)  # Tokens, keys and values, heads, numbers of a head, bytes.
+  assert engine._resident.kept_bytes == held and len(more_lines) == bool(held)
   assert lines[-1].startswith(f'  {made} compiled and 0 read in ') and len(set(lines)) == len(lines)
   assert (tmp_path / 'programs').stat().st_mode & 0o777 == 0o700
   assert len(list((tmp_path / 'programs').glob(f'*{PROGRAM}'))) == made

@@ -171,6 +171,7 @@ RANGES: Mapping[str, Range] = {
   'serve.topk': Range(above=0, at_most=256, unit='tokens'),
   'serve.decode_chunk': TOKENS,
   'serve.stop_ids': TOKENS,
+  'serve.kept_prefixes': Range(at_least=0, unit='prompts'),
   'serve.logits_chunk_size': TOKENS,
   'serve.memory_mb': MIB,
   'serve.http.port': Range(at_least=0, at_most=65535),

@@ -734,6 +734,12 @@ class ServeConfig:
   topk: int = setting(100, 'K, tokens of the support of a loss, or of an answer about scores, at most.')
   decode_chunk: int = setting(8, 'Tokens drawn at most in every row before requests are admitted and answered.')
   stop_ids: int = setting(8, 'Tokens that may end a completion, at most.')
+  kept_prefixes: int = setting(
+    8,
+    'Prompts with their completions whose keys and values stay, so that the next turn of a conversation prefills its new '
+    'tokens only; each part of mesh.fsdp has as many as any other. 0: none, and what is drawn never depends, by rounding, on '
+    'what was asked before.',
+  )
   logits_chunk_size: int = setting(256, 'Tokens whose logits exist at one time.')
   memory_mb: int | None = setting(
     None,

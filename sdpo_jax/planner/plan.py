@@ -50,7 +50,7 @@ RESIDENT = ('base', 'sampling base', 'parameters', 'optimizer', 'teacher', 'teac
 READING = 'read document'
 BEFORE_THE_RUN = {'gather document': ('base',), READING: ('base', 'teacher base')}
 # Programs that read the sampler's copy of the trainable parameters.
-SAMPLING = ('prefill', 'empty', 'decode', 'admit', 'resize', 'compact')
+SAMPLING = ('prefill', 'extend', 'empty', 'empty kept', 'decode', 'admit', 'keep', 'resize', 'compact')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -370,7 +370,9 @@ def _memory(
   made = max(0, answer.results - answer.aliased)
   made_of = {
     'prefill': 'cache',
+    'extend': 'cache',
     'empty': 'cache',
+    'empty kept': 'kept prefixes',
     'resize': 'cache',
     'prepare': 'sampling weights',
     'prepare_base': 'sampling base',

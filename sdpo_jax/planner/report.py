@@ -27,6 +27,7 @@ _MEMORY = (
   'gradients',
   'sampling weights',
   'cache',
+  'kept prefixes',
   'states',
   'batch',
   'results',

@@ -1,7 +1,7 @@
 """Prefill and the decode loop as pure functions of a batch of rows, each of its own length.
 
-`prefill` makes the caches of prompts, of which `models.cache.copy_rows` puts one into the row of each sample;
-`advance` takes a few steps, each of which draws one token in every row, and returns what was drawn. The host decides
+`prefill` makes the caches of prompts, of which `models.cache.copy_rows` puts one into the row of each sample; `extend`
+makes them of what is there of a prompt already; `advance` takes a few steps, each of which draws one token in every row, and returns what was drawn. The host decides
 which sample a row holds, and when the next sample gets it (`sdpo_jax.rollout.engine`).
 """
 
@@ -91,6 +91,56 @@ def prefill(
   empty = policy.init_cache(prompts, width, quantized)
   cache = policy.apply(base, trainable, tokens, positions, segments, empty, **_pooled(members))[2]
   return cache if slots is None else kv_cache.lengthened(cache, slots)
+
+
+def extend(
+  policy: Policy,
+  base: Tree,
+  trainable: Tree,
+  cache: KVCache,
+  tokens: jax.Array,
+  new: jax.Array,
+  members: jax.Array | None = None,
+  *,
+  piece: int,
+  commit: Callable[[KVCache, jax.Array], KVCache] = kv_cache.commit,
+) -> KVCache:
+  """Puts more tokens behind those that rows of a cache hold, some at a time: as many pieces as the longest row needs.
+
+  Args:
+    policy: the language model.
+    base: frozen parameters.
+    trainable: trainable parameters.
+    cache: of G rows, with at least `piece` slots left in every row behind its new tokens.
+    tokens: [G, P] int32, right-padded.
+    new: [G] int32, how many of these each row gets.
+    members: [G] int32, see `Policy.apply`.
+    piece: static, tokens of a row that go through the model at once.
+    commit: `models.cache.commit`, or what does its work in each shard of a mesh.
+
+  Returns:
+    The cache; what stands behind the tokens of a row means nothing.
+  """
+  base, trainable = policy.cast(base, trainable)
+  tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % piece)))
+  index = jnp.arange(piece, dtype=jnp.int32)[None]
+
+  def step(at: jax.Array, cache: KVCache) -> KVCache:
+    count = jnp.clip(new - at * piece, 0, piece)
+    valid = index < count[:, None]
+    grown = policy.apply(
+      base,
+      trainable,
+      lax.dynamic_slice_in_dim(tokens, at * piece, piece, axis=1),
+      jnp.where(valid, cache.lengths[:, None] + index, 0),
+      valid.astype(jnp.int32),
+      policy.with_recent(cache, piece),
+      **_pooled(members),
+    )[2]
+    # A row that gets fewer tokens, or none, has room for what it is given, and does not count it.
+    return commit(grown, jnp.ones_like(valid[:, 0])).replace(lengths=cache.lengths + count)
+
+  return lax.fori_loop(0, (jnp.max(new) + piece - 1) // piece, step, cache)
 
 
 def advance(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 import dataclasses
+import math
 from typing import Any, Required, TypedDict, Unpack
 
 import jax
@@ -55,6 +56,7 @@ class Completion:
   entropy: np.ndarray  # [length] float32, nats, of the plain model distribution.
   stopped: bool  # By a stop id or stop string, not by its length.
   text: str  # Without special tokens.
+  reused: int = 0  # Tokens of the prompt whose keys and values were kept of an earlier one.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,16 +347,17 @@ class Sampler:
     """Reads what another sampler of the same policy has prepared of the frozen parameters, of which there is one copy."""
     self._base = other._base
 
-  def open_slots(self, parameters: tuple[Tree, Tree], stop_ids: int) -> Slots:
+  def open_slots(self, parameters: tuple[Tree, Tree], stop_ids: int, kept_prefixes: int = 0) -> Slots:
     """Returns slots that stay, for requests of any of the sampler's buckets; there is nothing in them.
 
     Args:
       parameters: base and trainable tree, from `prepare`.
       stop_ids: how many tokens may end a sample.
+      kept_prefixes: rows that keep what samples had in their slots, at least; each shard has as many of them.
     """
-    room = self._response_buckets[-1]
+    room, shards = self._response_buckets[-1], self._functions.shards
     kept = sizes(
-      rows=shard_rows(self._max_batch_rows, self._max_batch_rows, self._functions.shards),
+      rows=shard_rows(self._max_batch_rows, self._max_batch_rows, shards),
       refilled=True,
       widths=self._prompt_buckets,
       room=room,
@@ -362,7 +365,16 @@ class Sampler:
       keeps_size=self._functions.keeps_size,
       resized=False,
     )
-    return Slots(self._functions, parameters, kept, room=room, chunk=self._chunk, stop_ids=stop_ids, closed=False)
+    return Slots(
+      self._functions,
+      parameters,
+      kept,
+      room=room,
+      chunk=self._chunk,
+      stop_ids=stop_ids,
+      closed=False,
+      kept=math.ceil(kept_prefixes / shards),
+    )
 
   def _sizes(self, request: Request) -> Sizes:
     """Returns the sizes of the arrays of a request."""

@@ -34,6 +34,9 @@ class SamplerFunctions:
   prepare: Callable[[Tree], Tree]  # The trainable tree, once per batch of rollouts.
   prepare_base: Callable[[Tree], BasePreparation]  # How a base is prepared, once per run.
   prefill: Callable[..., KVCache]  # `decode.prefill` without the policy: (…, *, slots).
+  # `decode.extend` without the policy, of rows of a cache, which stays: (base, trainable, cache, source [rows], tokens
+  # [rows, P], held [rows], new [rows], members, *, piece); a row begins with the first `held` tokens of its source.
+  extend: Callable[..., KVCache]
   empty: Callable[..., KVCache]  # (*, rows, slots), rows of all shards.
   # `models.cache.copy_rows` in each shard: source and target [rows], count [S]; takes over the buffers of the first.
   copy: Callable[..., KVCache]
@@ -58,7 +61,7 @@ class SamplerFunctions:
       made = self.prepare_base(base)
       return dataclasses.replace(made, program=made.program and keep('prepare_base', made.program))
 
-    names = 'prepare', 'prefill', 'empty', 'copy', 'resize', 'compact', 'advance'
+    names = 'prepare', 'prefill', 'extend', 'empty', 'copy', 'resize', 'compact', 'advance'
     jitted = {name: keep(name, getattr(self, name)) for name in names}
     return dataclasses.replace(self, **jitted, prepare_base=prepare_base)
 
@@ -86,6 +89,26 @@ def sampler_functions(policy: Policy, mesh: Mesh | None, quantized: bool = False
     count = jnp.full((shards,), rows // shards, jnp.int32)
     return copy(policy.init_cache(rows, slots, quantized), cache, source, target, count)
 
+  def extend(
+    base: Tree,
+    trainable: Tree,
+    cache: KVCache,
+    source: jax.Array,
+    tokens: jax.Array,
+    held: jax.Array,
+    new: jax.Array,
+    members: jax.Array | None = None,
+    *,
+    piece: int,
+  ) -> KVCache:
+    slots = kv_cache.slots(cache)
+    # The last piece of a row may reach beyond its last token.
+    rows = resize(cache, source, slots + piece).replace(lengths=held)
+    grown = decode.extend(
+      policy, base, trainable, rows, tokens, new, members, piece=piece, commit=local(kv_cache.commit)
+    )
+    return kv_cache.shortened(grown, slots)
+
   # Lengths by themselves: fewer of them need another buffer.
   def compact(stores: kv_cache.Stores, lengths: jax.Array, source: jax.Array) -> KVCache:
     return local(kv_cache.compact)(KVCache(stores, lengths), source)
@@ -107,6 +130,7 @@ def sampler_functions(policy: Policy, mesh: Mesh | None, quantized: bool = False
     prefill=jax.jit(
       functools.partial(decode.prefill, policy, quantized=quantized), static_argnames='slots', out_shardings=placed
     ),
+    extend=jax.jit(extend, static_argnames='piece', out_shardings=placed),
     empty=jax.jit(empty, static_argnames=('rows', 'slots'), out_shardings=placed),
     copy=jax.jit(copy, donate_argnums=0, out_shardings=placed),
     resize=jax.jit(resize, static_argnames='slots', out_shardings=placed),

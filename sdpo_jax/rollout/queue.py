@@ -73,6 +73,15 @@ class Queue(Generic[S]):
     self._units = [other if other is not None and other.first < other.end else None for other in self._units]
     return taken
 
+  @property
+  def head(self) -> S | None:
+    """The samples that wait longest of those that are no shard's yet; None: there are none."""
+    return self._waiting[0].samples if self._waiting else None
+
+  def begun(self, shard: int) -> bool:
+    """Says whether samples wait in the shard."""
+    return self._units[shard] is not None
+
   def holds(self, shard: int, prefix: Hashable) -> bool:
     """Says whether samples with that prefix wait in the shard, or for any shard."""
     unit = self._units[shard]

@@ -6,7 +6,7 @@ One thread, the one that owns the devices, calls `turn`; any thread may submit, 
 from __future__ import annotations
 
 import collections
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 import dataclasses
 import queue
 import threading
@@ -58,6 +58,8 @@ class Handle:
     self.weights = weights
     self._samples, self._stops, self._drafts = samples, stops, drafts
     self._left, self._ended = len(samples), False
+    # Tokens of the prompt whose keys and values were kept of an earlier one, as the samples that are done found them.
+    self.reused = 0
     self._events: queue.SimpleQueue[Draft | Completion | BaseException | None] = queue.SimpleQueue()
 
   def __iter__(self) -> Iterator[Draft | Completion]:
@@ -106,7 +108,7 @@ class Resident:
   What is drawn for a request is what a `Sampler` draws for it alone from the same seed, step and weights.
   """
 
-  def __init__(self, sampler: Sampler, base: Tree, trainable: Tree, *, stop_ids: int = 8):
+  def __init__(self, sampler: Sampler, base: Tree, trainable: Tree, *, stop_ids: int = 8, kept_prefixes: int = 0):
     """Makes a resident sampler.
 
     Args:
@@ -114,6 +116,8 @@ class Resident:
       base: frozen parameters.
       trainable: trainable parameters, those of a pool of adapters for instance.
       stop_ids: tokens that may end a sample at most, those of the sampler included.
+      kept_prefixes: see `Sampler.open_slots`. What is drawn is the same but for rounding, also of a prompt that is read
+        once more.
 
     Raises:
       ValueError: the sampler has more of them, or no buckets.
@@ -122,7 +126,7 @@ class Resident:
     if stop_ids < sampler.stop_ids:
       raise ValueError(f'{sampler.stop_ids} tokens end every sample, more than stop_ids={stop_ids}.')
     self._base = base
-    self._slots = sampler.open_slots(sampler.prepare(base, trainable), stop_ids)
+    self._slots = sampler.open_slots(sampler.prepare(base, trainable), stop_ids, kept_prefixes)
     self._lock = threading.Lock()
     self._work = threading.Event()  # Something was submitted or cancelled since the last turn.
     self._new: collections.deque[Handle] = collections.deque()
@@ -148,6 +152,7 @@ class Resident:
     prompt: Sequence[int],
     *,
     weights: Weights = Weights(),
+    owner: Hashable = None,
     stop: Sequence[str] = (),
     stop_token_ids: Sequence[int] = (),
     drafts: bool = False,
@@ -158,6 +163,8 @@ class Resident:
     Args:
       prompt: token ids, at least one.
       weights: with which they are drawn.
+      owner: whose the prompt is: what was kept of another owner's is not read for it. None: nothing that was kept is, and
+        nothing of it is kept.
       stop: strings that end a sample. The token that completes one is the last.
       stop_token_ids: tokens that end a sample, beside those of the sampler.
       drafts: the handle yields drafts, too.
@@ -177,8 +184,14 @@ class Resident:
       raise UserError('Something that is to end a completion is no string.')
     if any(not text for text in stop):
       raise UserError('A stop string is empty, which would end every completion at once: remove it.')
-    prefix = weights.member, weights.version, samples.prompt.tobytes()
-    samples = dataclasses.replace(samples, stop_ids=ends, prefix=prefix, member=weights.member)
+    whose = weights, owner
+    samples = dataclasses.replace(
+      samples,
+      stop_ids=ends,
+      prefix=(whose, samples.prompt.tobytes()),
+      member=weights.member,
+      weights=None if owner is None else whose,
+    )
     handle = Handle(samples, weights, StopStrings(self._sampler.tokenizer, stop), drafts)
     with self._lock:
       if self._failure is not None:
@@ -193,6 +206,18 @@ class Resident:
     with self._lock:
       self._cancelled.append(handle)
     self._work.set()
+
+  def release(self, gone: Callable[[Weights], bool]) -> None:
+    """Keeps nothing any more of prompts that were read with weights that are `gone`; between two turns.
+
+    Before a member of the pool gets other factors, what was read with it must go.
+    """
+    self._slots.release(lambda whose: gone(whose[0]))
+
+  @property
+  def kept_bytes(self) -> int:
+    """Bytes of the keys and values that stay."""
+    return self._slots.kept_bytes
 
   def use(self, trainable: Tree) -> None:
     """Samples with another trainable tree from the next turn on, in which what is under way reads the same weights."""
@@ -260,7 +285,10 @@ class Resident:
     for done in self._ended:
       handle = self._handles[done.samples]
       text = to_text(self._sampler.tokenizer, done.tokens.tolist())
-      handle._tell(Completion(done.number, done.tokens, **done.records, stopped=done.stopped, text=text))
+      handle.reused = max(handle.reused, done.reused)
+      handle._tell(
+        Completion(done.number, done.tokens, **done.records, stopped=done.stopped, text=text, reused=done.reused)
+      )
       handle._left -= 1
       if not handle._left:
         with self._lock:

@@ -21,6 +21,9 @@ PREFILL_TOKENS = 256  # Tokens of a shard that are prefilled at once, where a pr
 # buckets of prompts spends on these.
 FEWER = (1 / 3, 1 / 12)
 FEWER_OF_SEVERAL = (1 / 4,)
+# Tokens of a row that go through the model at once where a prompt is continued, at most, and of the longest prompt: more
+# would pad short turns, fewer would read the weights for less.
+PIECE, PIECES = 64, 8
 HALVINGS = (1 / 2, 1 / 4, 1 / 8)  # Of a cache that keeps its size.
 
 
@@ -44,6 +47,11 @@ class Sizes:
   def rows(self) -> int:
     """Rows of a shard at first."""
     return self.stages[0].rows
+
+  @property
+  def piece(self) -> int:
+    """Tokens of a row that go through the model at once where a prompt is continued."""
+    return max(1, min(PIECE, self.prefix // PIECES))
 
   @property
   def moves(self) -> tuple[tuple[Size, Size], ...]:

@@ -18,6 +18,7 @@ from models.cache import KVCache
 from models.policy import NO_MEMBER
 from sdpo_jax.rollout import decode
 from sdpo_jax.rollout.functions import SamplerFunctions
+from sdpo_jax.rollout.kept_prefixes import KeptPrefixes, Prefix
 from sdpo_jax.rollout.queue import Queue
 from sdpo_jax.rollout.sampling import SamplingParams
 from sdpo_jax.rollout.sizes import Size, Sizes
@@ -56,6 +57,8 @@ class Samples:
   step: int  # Number of the generation batch.
   prefix: Hashable  # Equal of samples whose prompts have the same tokens and are read by the same weights.
   member: int = NO_MEMBER  # Of a pool of adapters, which of them their rows have.
+  # Equal of prompts of which one may read the keys and values of another, however long ago that was; None: it reads none.
+  weights: Hashable = None
 
   def __len__(self) -> int:
     return len(self.knobs['max_tokens'])
@@ -70,6 +73,7 @@ class Finished:
   tokens: np.ndarray  # [length] int32.
   records: dict[str, np.ndarray]  # [length] float32 each: those of `RECORDS`.
   stopped: bool  # By a stop id or string.
+  reused: int = 0  # Tokens of the prompt whose keys and values were there when it was begun.
 
 
 @dataclasses.dataclass
@@ -78,6 +82,8 @@ class SamplingStats:
 
   tokens: int = 0  # Drawn and kept.
   prompts: int = 0  # Prefilled; one that several shards need counts once for each.
+  prefilled: int = 0  # Tokens of these that went through the model.
+  reused: int = 0  # Tokens of these whose keys and values were kept of earlier prompts.
   dispatches: int = 0  # Calls of the decode loop.
   decode_steps: int = 0  # Of the decode loop; one draws a token in every slot.
   row_steps: int = 0  # Decode steps × slots, slots without a sample included.
@@ -102,6 +108,7 @@ class Slots:
     stop_ids: int,
     waiting: Iterable[Samples] = (),
     closed: bool = True,
+    kept: int = 0,
   ):
     """Makes slots.
 
@@ -115,6 +122,7 @@ class Slots:
       stop_ids: M, how many tokens may end a sample.
       waiting: samples, in the order in which they get slots.
       closed: no others will come; False: a free slot is worth an interruption at any time.
+      kept: rows of each shard that keep what samples had in their slots when they left, for prompts that begin with it.
     """
     self.stats, self.parameters = SamplingStats(), parameters
     self._functions, self._sizes, self._chunk, self._closed = functions, sizes, chunk, closed
@@ -122,7 +130,8 @@ class Slots:
     self._size: Size | None = None  # Of the cache.
     rows = functions.shards * sizes.rows
     self._cache: KVCache | None = None
-    self._prefixes: dict[tuple[int, Hashable], tuple[KVCache, int]] = {}  # (shard, prefix) → a cache, its row there.
+    self._prefixes: dict[tuple[int, Hashable], Prefix] = {}  # By (shard, prefix).
+    self._kept = KeptPrefixes(functions, sizes, kept) if kept else None
     self._of: list[Samples | None] = [None] * rows  # None: free.
     self._live = np.zeros(rows, bool)
     self._number = np.full(rows, -1, np.int32)
@@ -131,6 +140,7 @@ class Slots:
     self._knobs = {name: np.zeros(rows, kind) for name, kind in KNOBS.items()}
     self._stop_ids = np.full((rows, stop_ids), NO_TOKEN, np.int32)
     self._held = np.zeros(rows, np.int32)  # Tokens in the cache.
+    self._reused = np.zeros(rows, np.int32)  # Tokens of the prompt that were kept of an earlier one.
     self._token = np.zeros(rows, np.int32)
     self._drawn = np.zeros(rows, np.int32)
     self._tokens = np.zeros((rows, room), np.int32)
@@ -143,14 +153,25 @@ class Slots:
   def remove(self, gone: Callable[[Samples], bool]) -> None:
     """Takes out samples that are `gone`, those that have a slot included; between `collect` and `admit`."""
     self._queue.remove(gone)
-    for slot in np.flatnonzero(self._live).tolist():
-      if gone(self._of[slot]):
-        self._free(slot)
+    leaving = [slot for slot in np.flatnonzero(self._live).tolist() if gone(self._of[slot])]
+    self._leave(leaving)
+
+  def release(self, gone: Callable[[Hashable], bool]) -> None:
+    """Keeps nothing any more of samples with weights that are `gone`."""
+    if self._kept is not None:
+      self._kept.release(gone)
+
+  @property
+  def kept_bytes(self) -> int:
+    """Bytes of the keys and values that stay when samples leave."""
+    return 0 if self._kept is None else self._kept.bytes
 
   def admit(self) -> bool:
     """Gives free slots to samples that wait, and the cache the size that the live ones need; False if there is none."""
     per_shard, admitted = self._per_shard, []
-    for slot in np.flatnonzero(~self._live).tolist():
+    free = np.flatnonzero(~self._live).tolist()
+    while free:
+      slot = free.pop(self._next_slot(free))
       taken = self._queue.take(slot // per_shard)
       if taken is None:
         break
@@ -161,6 +182,8 @@ class Slots:
     self._prefill({(slot // per_shard, samples.prefix): samples for slot, samples in admitted})
     self._fit(ending=self._closed and not admitted and not self._queue.left)
     self._copy([(slot // per_shard, slot % per_shard, samples.prefix) for slot, samples in admitted])
+    for slot, samples in admitted:
+      self._reused[slot] = self._prefixes[slot // per_shard, samples.prefix].reused
     self._count_bytes()
     self._prefixes = {key: prefix for key, prefix in self._prefixes.items() if self._queue.holds(*key)}
     return True
@@ -206,7 +229,7 @@ class Slots:
     active = self._live.copy()
     self._held += np.where(active, drawn.steps, 0)
     self._count_steps(drawn, active)
-    finished = []
+    finished, leaving = [], []
     for slot in np.flatnonzero(active).tolist():
       before, count = int(self._drawn[slot]), int(drawn.count[slot])
       length, new = before + count, slice(before, before + count)
@@ -222,9 +245,11 @@ class Slots:
       if done:
         records = {name: records[slot, :length].copy() for name, records in self._records.items()}
         tokens = self._tokens[slot, :length].copy()
-        finished.append(Finished(self._of[slot], int(self._number[slot]), tokens, records, stopped))
-        self._free(slot)
+        numbers = int(self._number[slot]), int(self._reused[slot])
+        finished.append(Finished(self._of[slot], numbers[0], tokens, records, stopped, numbers[1]))
+        leaving.append(slot)
         self.stats.tokens += length
+    self._leave(leaving)
     return finished
 
   def running(self) -> list[tuple[Samples, int, np.ndarray]]:
@@ -244,6 +269,28 @@ class Slots:
   def _free(self, slot: int) -> None:
     self._of[slot], self._live[slot], self._number[slot] = None, False, -1
 
+  def _next_slot(self, free: list[int]) -> int:
+    """Returns which of the free slots is given away next: the first, unless another's shard has more of the prompt."""
+    if self._kept is None or self._functions.shards == 1:
+      return 0
+    shards = [slot // self._per_shard for slot in free]
+    begun = [at for at, shard in enumerate(shards) if self._queue.begun(shard)]
+    samples = self._queue.head
+    if begun or samples is None:  # What waits in a shard has come before.
+      return begun[0] if begun else 0
+    return shards.index(self._kept.shard_of(samples, shards))
+
+  def _leave(self, leaving: list[int]) -> None:
+    """Frees slots, after what they hold is kept."""
+    if self._kept is not None and leaving:
+      per_shard = self._per_shard
+      # The newest token is not in the slot yet.
+      tokens = [np.append(self._of[slot].prompt, self._tokens[slot, : self._drawn[slot] - 1]) for slot in leaving]
+      left = [(*divmod(slot, per_shard), self._of[slot], own) for slot, own in zip(leaving, tokens, strict=True)]
+      self._kept.keep(self._cache, left, per_shard)
+    for slot in leaving:
+      self._free(slot)
+
   @property
   def _per_shard(self) -> int:
     return len(self._of) // self._functions.shards
@@ -251,7 +298,11 @@ class Slots:
   def _prefill(self, wanted: dict[tuple[int, Hashable], Samples]) -> None:
     """Makes the prefixes of (shard, prefix) pairs that are not there yet."""
     shards = self._functions.shards
-    missing = {key: samples for key, samples in wanted.items() if key not in self._prefixes}
+    new = missing = {key: samples for key, samples in wanted.items() if key not in self._prefixes}
+    if self._kept is not None:
+      extended = self._kept.extended(self.parameters, missing)
+      self._prefixes |= extended
+      missing = {key: samples for key, samples in missing.items() if key not in extended}
     for width in sorted({samples.width for samples in missing.values()}):
       of_shard = [
         [samples for (at, _), samples in missing.items() if at == shard and samples.width == width]
@@ -270,8 +321,11 @@ class Slots:
         placed = self._functions.put((tokens, lengths, *([members] if self._functions.pooled else [])))
         cache = self._functions.prefill(*self.parameters, *placed, slots=self._sizes.prefix)
         for shard, of_rows in enumerate(chosen):
-          self._prefixes |= {(shard, samples.prefix): (cache, row) for row, samples in enumerate(of_rows)}
-    self.stats.prompts += len(missing)
+          self._prefixes |= {(shard, samples.prefix): Prefix(cache, row) for row, samples in enumerate(of_rows)}
+    reused = sum(self._prefixes[key].reused for key in new)
+    self.stats.prompts += len(new)
+    self.stats.prefilled += sum(len(samples.prompt) - 1 for samples in new.values()) - reused
+    self.stats.reused += reused
 
   def _fit(self, ending: bool) -> None:
     """Gives the cache the slots that live samples need until the next look and, where it is `ending`, fewer rows."""
@@ -302,7 +356,19 @@ class Slots:
       self._cache = functions.resize(self._cache, source, slots=size.slots)
     self._size = size
     self._of = [self._of[slot] for slot in order.tolist()]
-    for name in ('_live', '_number', '_seed', '_step', '_member', '_stop_ids', '_held', '_token', '_drawn', '_tokens'):
+    for name in (
+      '_live',
+      '_number',
+      '_seed',
+      '_step',
+      '_member',
+      '_stop_ids',
+      '_held',
+      '_reused',
+      '_token',
+      '_drawn',
+      '_tokens',
+    ):
       setattr(self, name, getattr(self, name)[order])
     for kept in (self._knobs, self._records):
       kept |= {name: values[order] for name, values in kept.items()}
@@ -311,7 +377,7 @@ class Slots:
     """Puts the prefixes of samples (shard, slot in the shard, prefix) where they belong."""
     of_cache: dict[int, list[tuple[int, int, int]]] = {}
     for shard, slot, prefix in admitted:
-      cache, row = self._prefixes[shard, prefix]
+      cache, row, _ = self._prefixes[shard, prefix]
       of_cache.setdefault(id(cache), [cache]).append((shard, slot, row))
     for cache, *places in of_cache.values():
       source, target = (np.zeros((self._functions.shards, self._per_shard), np.int32) for _ in range(2))
@@ -323,8 +389,9 @@ class Slots:
       self._cache = self._functions.copy(self._cache, cache, *indices)
 
   def _count_bytes(self) -> None:
-    caches = {id(cache): cache for cache, _ in self._prefixes.values()}.values()
+    caches = {id(prefix.cache): prefix.cache for prefix in self._prefixes.values()}.values()
     held = sum(leaf.nbytes for cache in (self._cache, *caches) for leaf in jax.tree.leaves(cache))
+    held += self.kept_bytes
     # Beside the cache there are the recent tokens of every row.
     held += self._chunk * len(self._of) * self._slot_bytes()
     self.stats.cache_bytes = max(self.stats.cache_bytes, held)

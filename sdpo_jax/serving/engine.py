@@ -31,6 +31,7 @@ from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.errors import UserError, first_line, printable, short_repr
 from sdpo_jax.rollout.engine import Sampler, SamplingOptions
 from sdpo_jax.rollout.resident import Handle, Resident, Weights
+from sdpo_jax.rollout.slots import SamplingStats
 from sdpo_jax.rollout.stops import Tokenizer
 from sdpo_jax.serving import elsewhere, training_pool
 from sdpo_jax.serving.kept_programs import KeptPrograms
@@ -66,6 +67,9 @@ class EngineSettings:
   topk: int = 100  # K, tokens of a support or of an answer about scores at most.
   decode_chunk: int = 8  # Tokens between two looks at the slots.
   stop_ids: int = 8  # Tokens that may end a completion.
+  # Rows of keys and values of prompts and completions that stay for prompts that begin with them; each part of a mesh has as
+  # many, at least one, unless there are none.
+  kept_prefixes: int = 0
   logits_chunk_size: int = 256  # Tokens whose logits exist at one time.
   memory_bytes: int | None = None  # Of versions in host memory; None: `memory_for`.
   product: Literal['auto', 'gather', 'masked'] = 'auto'  # How rows find their adapters: `lora_pool.choose_product`.
@@ -174,7 +178,10 @@ class Engine:
       decode_chunk=settings.decode_chunk,
       keep=keep,
     )
-    self._resident = Resident(sampler, base, self._snapshots.factors, stop_ids=settings.stop_ids)
+    self._resident = Resident(
+      sampler, base, self._snapshots.factors, stop_ids=settings.stop_ids, kept_prefixes=settings.kept_prefixes
+    )
+    self._rehearsed = SamplingStats()  # What the start took.
     self._sampling: list[tuple[Handle, str]] = []
     self._learner = Learner(
       trained,
@@ -245,8 +252,13 @@ class Engine:
         raise
       raise UserError(
         f'The programs of the engine do not fit into the memory of the devices ({first_line(error)}): lower rows, '
-        'training_rows, the places (snapshots, teachers, slots) or the largest buckets, or use more devices.'
+        'training_rows, kept_prefixes, the places (snapshots, teachers, slots) or the largest buckets, or use more devices.'
       ) from error
+    if self.settings.kept_prefixes:
+      taken = self._resident.kept_bytes / 2**20
+      announce(
+        f'  {self.settings.kept_prefixes} prompts with their completions stay on the devices, in {taken:,.0f} MiB'
+      )
     made, read = self._programs.compiled, self._programs.read
     announce(f'  {made} compiled and {read} read in {time.monotonic() - began:.1f} s')
 
@@ -257,11 +269,14 @@ class Engine:
     for pool in (self._snapshots, self._teachers):
       pool.with_member(0, zeros)
     self._resident.use(self._snapshots.factors)
-    for width in settings.prompt_buckets:
-      handle = self._resident.submit([0] * width, n=1, seed=0, step=0, max_tokens=1)
+    # The last one goes on from what is kept of the one before.
+    for width in (*settings.prompt_buckets, *settings.prompt_buckets[-1:] * bool(settings.kept_prefixes)):
+      handle = self._resident.submit([0] * width, owner=str(width), n=1, seed=0, step=0, max_tokens=1)
       while self._resident.turn():
         pass
       handle.result()
+    self._resident.release(lambda _: True)
+    self._rehearsed = dataclasses.replace(self._resident.stats)
     state = self._put_slot(self._fresh_slots(), np.int32(0), _own_state(zeros, zeros, zeros, np.zeros((), np.int32)))
     self._get_slot(state, np.int32(0))
     for length in settings.score_buckets:
@@ -375,6 +390,7 @@ class Engine:
     Raises:
       ValueError: something does.
     """
+    self._resident.release(lambda weights: weights.version == version)
     for places, names in (
       (self._snapshot_places, [version]),
       (self._slot_places, [version]),
@@ -386,8 +402,16 @@ class Engine:
 
   # Sampling.
 
-  def submit(self, version: str, prompt: Sequence[int], **options: Unpack[SamplingOptions]) -> Handle:
+  def submit(
+    self, version: str, prompt: Sequence[int], *, owner: str | None = None, **options: Unpack[SamplingOptions]
+  ) -> Handle:
     """Lets samples of a prompt by a version wait for slots; see `Resident.submit`, also for further options.
+
+    Args:
+      version: its name; `BASE`: the model without an adapter.
+      prompt: token ids.
+      owner: whose the prompt is; what is kept of another owner's is not read for it. None: nothing is, and nothing is kept.
+      **options: `SamplingOptions`, and those of `Resident.submit`.
 
     Raises:
       NoPlaceError: all snapshots are in use.
@@ -395,14 +419,15 @@ class Engine:
     """
     check_ids('The prompt', prompt, self._policy.vocab_size)
     if version == BASE:
-      return self._resident.submit(prompt, **options)
+      return self._resident.submit(prompt, owner=owner, **options)
     arrays = self._arrays(version)
     place = self._snapshot_places.take(version)
     try:
       if not place.filled:
+        self._resident.release(lambda weights: weights.member == place.index)
         self._snapshots.put(place.index, self._tree(arrays, _FACTORS))
         self._resident.use(self._snapshots.factors)
-      handle = self._resident.submit(prompt, weights=Weights(place.index, version), **options)
+      handle = self._resident.submit(prompt, weights=Weights(place.index, version), owner=owner, **options)
     except BaseException:
       self._snapshot_places.let_go(version)
       if not place.filled:
@@ -432,6 +457,16 @@ class Engine:
   def tokens(self) -> int:
     """Tokens that were sampled so far."""
     return self._resident.stats.tokens
+
+  @property
+  def prefilled(self) -> int:
+    """Tokens of prompts that went through the model since the start."""
+    return self._resident.stats.prefilled - self._rehearsed.prefilled
+
+  @property
+  def reused(self) -> int:
+    """Tokens of prompts whose keys and values were kept of earlier ones, since the start."""
+    return self._resident.stats.reused - self._rehearsed.reused
 
   # Scoring.
 

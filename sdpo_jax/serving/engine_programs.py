@@ -53,7 +53,7 @@ def engine_programs(config: Config, policy: DecoderPolicy, mesh: jax.sharding.Me
     for pooled, dtype in ((sampled, policy.dtype), (taught, 'float32'), (trained, 'float32'))
   )
   run = Run(as_run(config), sampled, base, snapshots, mesh, settings.stop_ids, Teacher(sampled, {}))
-  found = resident_programs(run)
+  found = resident_programs(run, settings.kept_prefixes)
   return (
     found
     | _of_learning(settings, (taught, teachers), (trained, slots), base, mesh)

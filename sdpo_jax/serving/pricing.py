@@ -35,7 +35,7 @@ from sdpo_jax.training.session import model_mesh
 # Bytes per second between host and devices; an assumption, of no compiler and no data sheet.
 HOST_LINK = 8e9
 # What lies in memory whichever program runs, beside the base.
-POOLS = ('snapshots', 'teachers', 'slots', 'moments', 'cache')
+POOLS = ('snapshots', 'teachers', 'slots', 'moments', 'cache', 'kept prefixes')
 _ARRAYS = 4  # Of a version for each factor: itself, two moments and its average.
 
 
@@ -179,6 +179,8 @@ def pool_bytes(found: dict[str, Program]) -> dict[str, float]:
   ):
     own = planning.held_bytes(program)
     found_bytes |= {kind: own[kind] for kind in kinds}
+  keep = next((program for program in found.values() if program.kind == 'keep'), None)
+  found_bytes['kept prefixes'] = 0.0 if keep is None else planning.held_bytes(keep)['kept prefixes']
   return found_bytes
 
 
@@ -186,7 +188,7 @@ def _add_pools(estimate: Estimate, program: Program, pools: dict[str, float], we
   """Add what lies in memory while a program runs that does not read it, or not all of it."""
   if estimate.error is not None:
     return
-  own_cache = program.kind in ('decode', 'admit', 'empty')
+  own_cache = program.kind in ('decode', 'admit', 'empty', 'keep')
   kept = {part: size / GIB for part, size in pools.items() if not (part == 'cache' and own_cache)}
   more = {part: max(size, estimate.hbm.get(part, 0.0)) for part, size in kept.items() if part != 'cache'}
   if 'cache' in kept:  # A prompt's is beside that of the rows.
@@ -300,7 +302,8 @@ def text(plan: EnginePlan) -> str:
   if not plan.fits:
     names = ', '.join(label for label, estimate in plan.programs.items() if not estimate.fits)
     parts.append(
-      f'DOES NOT FIT: {names}. Lower serve.rows, serve.training_rows, the places for versions or the buckets.'
+      f'DOES NOT FIT: {names}. Lower serve.rows, serve.training_rows, serve.kept_prefixes, the places for versions or the '
+      'buckets.'
     )
   return '\n\n'.join(part for part in parts if part)
 

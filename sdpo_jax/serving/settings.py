@@ -30,6 +30,7 @@ def engine_settings(config: Config) -> EngineSettings:
     topk=serve.topk,
     decode_chunk=serve.decode_chunk,
     stop_ids=serve.stop_ids,
+    kept_prefixes=serve.kept_prefixes,
     logits_chunk_size=serve.logits_chunk_size,
     memory_bytes=None if serve.memory_mb is None else serve.memory_mb * 2**20,
     product=serve.product,

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -255,10 +256,17 @@ def feedback_programs(run: Run) -> dict[str, Program]:
   return _of_sampler(run, run.policy, run.base, run.trainable, [(samples, False)], FEEDBACK)
 
 
-def resident_programs(run: Run) -> dict[str, Program]:
-  """Return the programs of a sampler that stays, for requests of any kind (`rollout.resident`)."""
+def resident_programs(run: Run, kept_prefixes: int = 0) -> dict[str, Program]:
+  """Return the programs of a sampler that stays, for requests of any kind (`rollout.resident`).
+
+  Args:
+    run: settings of what it samples.
+    kept_prefixes: rows that keep keys and values (`rollout.kept_prefixes`); with some, there are also `empty kept`, `keep`
+      (from a slot to a row) and `extend` (a prompt that begins as a row does).
+  """
   samples = run.config.data.train_batch_size * run.config.rollout.n
-  return _of_sampler(run, run.policy, run.base, run.trainable, [(samples, False)], resized=False)
+  requests = [(samples, False)]
+  return _of_sampler(run, run.policy, run.base, run.trainable, requests, resized=False, kept_prefixes=kept_prefixes)
 
 
 @programs.register
@@ -309,6 +317,7 @@ def _of_sampler(
   requests: Sequence[tuple[int, bool]],
   whose: str = '',
   resized: bool = True,
+  kept_prefixes: int = 0,
 ) -> dict[str, Program]:
   """Return the programs of one sampler.
 
@@ -320,6 +329,7 @@ def _of_sampler(
     requests: of how many samples, and whether only evaluation makes them; what an earlier one has called is there.
     whose: begins the kinds, where they are not the run's own sampler's.
     resized: from `rollout.sizes.sizes`.
+    kept_prefixes: see `resident_programs`.
   """
   engine = functions.sampler_functions(policy, run.mesh, run.config.rollout.cache_dtype == 'int8')
   prepared, evaluation = engine.prepare_base(base), requests[0][1]
@@ -339,7 +349,7 @@ def _of_sampler(
   )
   called: set[tuple[Any, ...]] = set()
   for samples, evaluation in requests:
-    for name, program in _sampling(run, engine, weights, samples, evaluation, whose, resized).items():
+    for name, program in _sampling(run, engine, weights, samples, evaluation, whose, resized, kept_prefixes).items():
       shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(program.arguments))
       key = program.kind, shapes, *program.static.items()
       if key not in called:
@@ -365,6 +375,7 @@ def _sampling(
   evaluation: bool,
   whose: str,
   resized: bool,
+  kept_prefixes: int,
 ) -> dict[str, Program]:
   """Return the sampler's programs for a request of `samples`, all but those that prepare the parameters."""
   config, mesh, shards = run.config, run.mesh, engine.shards
@@ -454,6 +465,25 @@ def _sampling(
         capacity=size.slots,
         rows=most,
       )
+  if kept_prefixes:
+    kept = shards * math.ceil(kept_prefixes / shards)
+    more = dict(capacity=taken.prefix, rows=kept)
+    add('empty kept', engine.empty, (), (), static=dict(rows=kept, slots=taken.prefix), **more)
+    rows = cache(kept, taken.prefix)
+    indices = of_rows(most), of_rows(most), of_rows(shards)
+    add('keep', engine.copy, (rows, held(first), *indices), ('kept prefixes', 'cache', *['batch'] * 3), **more)
+    prompts = shards * taken.prompts(taken.prefix)
+    tokens, numbers = _of_rows(mesh, (prompts, taken.prefix), jnp.int32), of_rows(prompts)
+    add(
+      'extend',
+      engine.extend,
+      (*weights.arguments, rows, numbers, tokens, numbers, numbers, *members(prompts)),
+      (*weights.holds, 'kept prefixes', *['batch'] * (4 + len(members(prompts)))),
+      capacity=taken.prefix,
+      rows=prompts,
+      inherits=weights.inherits,
+      static=dict(piece=taken.piece),
+    )
   for size in taken.stages:
     rows = shards * size.rows
     state = decode.DecodeState(
