@@ -60,6 +60,7 @@ class Script:
   def __init__(self, service: Service):
     self._service, self._texts = service, []
     self.asked: list[tuple[str, list[int]]] = []  # Version and prompt of every proposal.
+    self.reused = 0  # Tokens of a prompt whose keys and values are said to have been there.
 
   @property
   def left(self) -> int:
@@ -77,15 +78,15 @@ class Script:
     tokens = self._texts.pop(0)
     self.asked.append((version, list(prompt)))
     [said] = self._service.worker.score(version, [(list(prompt), tokens)], topk=0).result()
-    return _Drawn(np.asarray(tokens, np.int32), said.log_probs, said.entropy, drafts)
+    return _Drawn(np.asarray(tokens, np.int32), said.log_probs, said.entropy, drafts, self.reused)
 
 
 class _Drawn:
   """A handle of a completion that was drawn at once."""
 
-  def __init__(self, tokens, log_probs, entropy, drafts):
+  def __init__(self, tokens, log_probs, entropy, drafts, reused):
     self.cancelled, self._drafts = False, drafts
-    self._done = Completion(0, tokens, log_probs, log_probs, entropy, stopped=True, text='')
+    self._done = Completion(0, tokens, log_probs, log_probs, entropy, stopped=True, text='', reused=reused)
 
   def __iter__(self) -> Iterator[Draft | Completion]:
     if self._drafts:

@@ -92,7 +92,11 @@ def test_a_denied_proposal_is_learned_and_the_next_one_is_the_new_versions(ada, 
   assert turn.status == 'denied' and learned.accepted and learned.turns == (0,) and turn.learned == learned
   assert (learned.version_before, learned.version_after) == (0, 1) and head(ada, where) == 1
   assert learned.moved and all(each.before != each.after for each in learned.moved)
+  script.reused = 7
   second = proposed(ada, script, where, called(READ), ())
+  script.reused = 0
+  assert (first.reused_tokens, second.reused_tokens) == (0, 7)
+  assert [each.reused_tokens for each in ada.sessions.turns(*where)] == [0, 7]
   assert second.version == 1 and second.prompt_tokens == first.prompt_tokens and second.n == 1
   assert [version for version, _ in script.asked[-2:]] == [f'{adapter}@0', f'{adapter}@1']
   assert ada.version(adapter).details['session'] == {'id': session, 'turns': [0], 'examples': [[0, 'denial']]}

@@ -29,7 +29,7 @@ LONG = 10.0  # Seconds that no test takes.
 class Stand:
   """What stands for an engine: it keeps names, notes what it is asked for, and fails when it is told to."""
 
-  settings, version_bytes, tokens = SETTINGS, 100, 0
+  settings, version_bytes, tokens, prefilled, reused = SETTINGS, 100, 0, 0, 0
 
   def __init__(self, log):
     self.log, self.versions, self.drawings, self.places = log, {}, [], collections.Counter()

@@ -343,6 +343,7 @@ class Account:
         target.engine_name,
         prompt_tokens,
         deadline=self.call.deadline,
+        owner=self.owner,
         drafts=drafts,
         stop=tuple(options.stop),
         stop_token_ids=tuple(options.stop_token_ids),

@@ -49,6 +49,11 @@ class Handle:
     """Whether all samples are done, or there will be no more."""
     return self._begun.done() and (self._begun.exception() is not None or self._begun.result().done)
 
+  @property
+  def reused(self) -> int:
+    """Tokens of the prompt whose keys and values were kept of an earlier one, as the samples that are done found them."""
+    return self._begun.result().reused if self._begun.done() and self._begun.exception() is None else 0
+
   def result(self) -> list[Completion]:
     """Waits for all samples and returns them in order; raises what iterating raises."""
     return sorted((event for event in self if isinstance(event, Completion)), key=lambda done: done.sample)

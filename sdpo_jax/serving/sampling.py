@@ -117,6 +117,7 @@ class Sampling:
     """
     self._handle, self.cancel, self._keep, self._make_text, self._call = handle, cancel, keep, make_text, call
     self._texts: dict[int, DraftText] = {}
+    self._reused: dict[int, int] = {}
 
   def __iter__(self) -> Iterator[SampleDraft | SampleDone]:
     """Yields drafts, where they were asked for, and every completion once. Whoever stops reading ends what is left.
@@ -141,10 +142,19 @@ class Sampling:
   def _seen(self, event: Draft | Completion) -> SampleDraft | SampleDone | None:
     text = self._texts.setdefault(event.sample, self._make_text())
     if isinstance(event, Completion):
+      self._reused[event.sample] = event.reused
       sample = self._keep(event)
       return SampleDone(event.sample, text.finish(sample.text), sample)
     delta = text.draft(event.tokens.tolist())
     return SampleDraft(event.sample, delta, event.tokens.tolist()) if delta else None
+
+  def reused(self, index: int | None = None) -> int:
+    """Returns how many tokens of the prompt were not read for a completion that is done, for their keys and values were kept.
+
+    Args:
+      index: which completion; None: that of which most were.
+    """
+    return max(self._reused.values(), default=0) if index is None else self._reused.get(index, 0)
 
   def result(self) -> list[Sample]:
     """Waits for all completions and returns them in order; raises what iterating raises."""

@@ -153,6 +153,7 @@ class Worker:
     drafts: bool = False,
     stop: Sequence[str] = (),
     stop_token_ids: Sequence[int] = (),
+    owner: str | None = None,
     **options: Any,
   ) -> Handle:
     """Lets samples of a prompt by a version wait for their turn.
@@ -164,6 +165,7 @@ class Worker:
       drafts: whether the handle yields drafts, too.
       stop: strings that end a sample.
       stop_token_ids: tokens that do.
+      owner: see `Engine.submit`.
       **options: `SamplingOptions`; the step is 0 unless given.
 
     Raises:
@@ -172,6 +174,7 @@ class Worker:
     """
     handle = Handle()
     given = {'step': 0, **options, 'drafts': drafts, 'stop': tuple(stop), 'stop_token_ids': tuple(stop_token_ids)}
+    given['owner'] = owner
     needs = frozenset({version} - {BASE})
     self._ask(
       lambda began: SampleJob(
@@ -327,7 +330,8 @@ class Worker:
     found['sampling'] = len(self._drawing)
     found['loading'] = len(self._loading)
     found['versions'] = len(self._kept) + len(self._own)
-    found['tokens'] = engine.tokens if engine is not None else 0
+    for name in ('tokens', 'prefilled', 'reused'):
+      found[name] = getattr(engine, name) if engine is not None else 0
     return found
 
   # What other threads leave.

@@ -452,6 +452,7 @@ class Sessions:
         calls=calls,
         fault=fault,
         status='open' if calls or fault or not joins else 'answered',
+        reused_tokens=sampling.reused(done.index),
         created=service.clock(),
       )
       if joins:

@@ -173,7 +173,8 @@ def _begun(asked: Incoming, drafts: bool) -> tuple[Any, list[int], Any]:
 
 def _completed(asked: Incoming) -> Reply:
   target, prompt, sampling = _begun(asked, drafts=False)
-  return Reply(completions_said(asked.body.model, target, prompt, sampling.result()))
+  samples = sampling.result()
+  return Reply(completions_said(asked.body.model, target, prompt, samples, sampling.reused()))
 
 
 def _streamed(asked: Incoming) -> Iterator[Event]:
@@ -186,7 +187,7 @@ def _streamed(asked: Incoming) -> Iterator[Event]:
       done[event.index] = event.sample
       yield Event(completion_said(event.index, event.sample), 'completion')
   samples = [done[index] for index in sorted(done)]
-  said = completions_said(asked.body.model, target, prompt, samples)
+  said = completions_said(asked.body.model, target, prompt, samples, sampling.reused())
   yield Event({name: said[name] for name in ('model', 'adapter', 'version', 'usage')}, 'done')
 
 
@@ -398,16 +399,19 @@ def completion_said(index: int, sample: Sample) -> dict[str, Any]:
   }
 
 
-def completions_said(model: str, target: Any, prompt: list[int], samples: list[Sample]) -> dict[str, Any]:
-  """Returns completions as `CompletionsSaid`."""
+def completions_said(
+  model: str, target: Any, prompt: list[int], samples: list[Sample], reused: int = 0
+) -> dict[str, Any]:
+  """Returns completions as `CompletionsSaid`; `reused`: tokens of the prompt whose keys and values were there."""
   drawn = sum(len(sample.tokens) for sample in samples)
+  usage = {'prompt_tokens': len(prompt), 'completion_tokens': drawn, 'total_tokens': len(prompt) + drawn}
   return {
     'model': model,
     'adapter': None if target.adapter is None else target.adapter.id,
     'version': target.number,
     'prompt_tokens': list(prompt),
     'completions': [completion_said(index, sample) for index, sample in enumerate(samples)],
-    'usage': {'prompt_tokens': len(prompt), 'completion_tokens': drawn, 'total_tokens': len(prompt) + drawn},
+    'usage': usage | {'reused_tokens': reused},
   }
 
 

@@ -148,13 +148,22 @@ class CompletionSaid(Said):
   expires: float = Field(description='When the sample_id is gone, in seconds since the epoch.')
 
 
+class Usage(Said):
+  prompt_tokens: int
+  completion_tokens: int
+  total_tokens: int
+  reused_tokens: int = Field(
+    description='Of the prompt, those that were not read again: keys and values of an earlier prompt were kept.'
+  )
+
+
 class CompletionsSaid(Said):
   model: str
   adapter: str | None
   version: int | None
   prompt_tokens: list[int]
   completions: list[CompletionSaid]
-  usage: dict[str, int]
+  usage: Usage
 
 
 # Scores.
