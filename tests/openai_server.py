@@ -36,16 +36,22 @@ class Running:
 @contextlib.contextmanager
 def running(config: Config) -> Iterator[Running]:
   """Gives a service that takes requests, and stops it."""
-  with service_world.running(config) as service:
-    server = uvicorn.Server(uvicorn.Config(make_app(service, config.serve), log_config=None))
-    # Bound here, so that the port is known and takes connections at once.
-    with socket.create_server(('127.0.0.1', 0)) as bound:
-      thread = threading.Thread(target=server.run, kwargs={'sockets': [bound]}, daemon=True)
-      thread.start()
-      try:
-        url = f'http://127.0.0.1:{bound.getsockname()[1]}'
-        with httpx.Client(base_url=url, timeout=300) as http:
-          yield Running(url, service, http)
-      finally:
-        server.should_exit = True
-        thread.join()
+  with service_world.running(config) as service, behind_port(service, config) as found:
+    yield found
+
+
+@contextlib.contextmanager
+def behind_port(service: Service, config: Config) -> Iterator[Running]:
+  """Gives a service a port of this machine while the block lasts."""
+  server = uvicorn.Server(uvicorn.Config(make_app(service, config.serve), log_config=None))
+  # Bound here, so that the port is known and takes connections at once.
+  with socket.create_server(('127.0.0.1', 0)) as bound:
+    thread = threading.Thread(target=server.run, kwargs={'sockets': [bound]}, daemon=True)
+    thread.start()
+    try:
+      url = f'http://127.0.0.1:{bound.getsockname()[1]}'
+      with httpx.Client(base_url=url, timeout=300) as http:
+        yield Running(url, service, http)
+    finally:
+      server.should_exit = True
+      thread.join()

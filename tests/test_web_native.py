@@ -358,6 +358,10 @@ NAMELESS = {
   '/metrics',
   '/openapi.json',
   '/docs',
+  '/',
+  '/console',
+  '/console.css',
+  '/console.js',
 }
 LEARNED = {'prompt': 'Hi', 'response': 'Ho', 'feedback': 'No.'}
 # Routes in the words of other services: (method, path) → a request that names an adapter.
@@ -375,6 +379,7 @@ ELSEWHERE = {
 OTHERS = {
   *(('GET', path) for path in ('/docs', '/openapi.json', '/healthz', '/readyz', '/metrics', '/v1/capabilities')),
   *(('GET', path) for path in ('/v1/health', '/v1/models', '/v1/lora')),
+  *(('GET', path) for path in ('/', '/console', '/console.css', '/console.js')),
   ('POST', '/v1/lora/init'),
 }
 IDS = st.text(

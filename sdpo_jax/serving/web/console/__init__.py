@@ -1,0 +1,39 @@
+"""The page of the service: adapters, what each feedback changed, sessions, versions. It asks what every client asks."""
+
+from __future__ import annotations
+
+import importlib.resources
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+
+from sdpo_jax.serving.web.openapi import operation
+
+_FILES = {'console': 'text/html', 'console.css': 'text/css', 'console.js': 'text/javascript'}  # Path → its type.
+# Nothing but its own files and routes, and no page around it: what somebody approves is what they see.
+POLICY = (
+  "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; "
+  "form-action 'none'; frame-ancestors 'none'"
+)
+
+
+def routes() -> list[Route]:
+  """Returns the routes of the page; it needs no key, and whoever uses it hands over theirs there."""
+  return [Route('/', _beginning, methods=['GET']), *(_file(path, kind) for path, kind in _FILES.items())]
+
+
+@operation(summary='The way to the page.', answers='text/html', open=True)
+async def _beginning(request: Request) -> Response:
+  return RedirectResponse('console')
+
+
+def _file(path: str, kind: str) -> Route:
+  name = path if '.' in path else f'{path}.html'
+  content = importlib.resources.files(__package__).joinpath(name).read_bytes()
+
+  @operation(summary=f'A page for people: {name}.', answers=kind, open=True)
+  async def file(request: Request) -> Response:
+    return Response(content, media_type=kind, headers={'Content-Security-Policy': POLICY, 'X-Frame-Options': 'DENY'})
+
+  return Route(f'/{path}', file, methods=['GET'])
