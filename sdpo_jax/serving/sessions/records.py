@@ -170,7 +170,7 @@ class SessionTurn:
   created: float  # Seconds since the epoch.
   decision: Decision | None = None
   results: Sequence[ToolResult] = ()  # One of each call, once the tools have run.
-  learned: LearnedTurns | None = None
+  learned: LearnedTurns | None = None  # From the decision; once the results were learned, too, from these.
   reused_tokens: int = 0  # Of the prompt, whose keys and values were there already.
   kept_tokens: Sequence[int] | None = None  # What stands in the conversation in the place of the tokens; None: these.
 
