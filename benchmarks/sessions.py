@@ -4,10 +4,11 @@
 
 A server is started as users start it, with a root of its own, unless `--url` names one that runs. One client opens a
 session for every fourth denial, lets the adapter propose, denies the proposal with a correction, and asks for the next
-one as a stream. One JSON line, milliseconds in the median and the 95th percentile: `denial_to_first_token_ms`, and of that
-`decision_ms`, from the denial to the answer that says what was learned, and `first_token_ms`, from the next request to its
-first draft; `learned`, the share of denials that made a version; `reused_tokens`, that of the prompts' tokens that were
-not computed again; and beside them `feedback_ms`, a bare feedback with the same words on a completion of the same request.
+one as a stream. One JSON line, milliseconds in the median and the 95th percentile: `denial_to_first_token_ms`, and of
+that `decision_ms`, from the denial to the answer that says what was learned, and `first_token_ms`, from the next
+request to its first draft; `server_cpu_ms`, what the server computed until the next proposal was whole, in the mean;
+`learned`, the share of denials that made a version; `reused_tokens`, that of the prompts' tokens that were not computed
+again; and beside them `feedback_ms`, a bare feedback with the same words on a completion of the same request.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import httpx2
 
-from benchmarks.serve import percentiles, server
+from benchmarks.serve import cpu_seconds, percentiles, server
 
 CORRECTION = 'use rg rather than grep -r'
 NAMES = 'total price retry cursor weight counter encode merge'.split()
@@ -44,24 +45,25 @@ def main() -> None:
   parser.add_argument('--tools', type=int, choices=(0, 1), default=1, help='0: the model knows no tools')
   parser.add_argument('--url', help='of a service that runs')
   args = parser.parse_args()
-  with server(args.url, config=args.config) as (url, _), httpx2.Client(base_url=url, timeout=120.0) as client:
-    print(json.dumps({'sessions': measure(client, args.denials, [BASH] if args.tools else [])}), flush=True)
+  with server(args.url, config=args.config) as (url, process), httpx2.Client(base_url=url, timeout=120.0) as client:
+    print(json.dumps({'sessions': measure(client, args.denials, [BASH] if args.tools else [], process)}), flush=True)
 
 
-def measure(client: httpx2.Client, denials: int, tools: list[Any]) -> dict[str, Any]:
-  """Returns what the command prints."""
+def measure(client: httpx2.Client, denials: int, tools: list[Any], process: int | None = None) -> dict[str, Any]:
+  """Returns what the command prints; without the processor time of the server where its process is not ours."""
   adapter = '/v1/continual/adapters/' + post(client, '/v1/continual/adapters', {'name': f'denied-{os.getpid()}'})['id']
-  decided, first, reused, bare, learned = [], [], [], [], 0
+  decided, first, reused, bare, spent, learned = [], [], [], [], [], 0
   session: Session | None = None
   for number in range(denials + WARM_UP):
     if number % PER_SESSION == 0:
       session = Session(client, adapter, tools)
       ask = f'find where {NAMES[number % len(NAMES)]} is used in {FOLDERS[number % len(FOLDERS)]}'
       turn, _ = session.propose(ask)
-    began = time.perf_counter()
+    used, began = cpu_seconds(process), time.perf_counter()
     learned += session.deny(turn)
     answered = time.perf_counter()
     turn, drafted = session.propose()
+    spent.append(0.0 if used is None else cpu_seconds(process) - used)
     decided.append(answered - began)
     first.append(drafted - answered)
     reused.append(turn['reused_tokens'] / len(turn['prompt_tokens']))
@@ -73,6 +75,7 @@ def measure(client: httpx2.Client, denials: int, tools: list[Any]) -> dict[str, 
     'denial_to_first_token_ms': percentiles(whole[WARM_UP:]),
     'decision_ms': percentiles(decided[WARM_UP:]),
     'first_token_ms': percentiles(first[WARM_UP:]),
+    'server_cpu_ms': None if process is None else round(1000 * sum(spent[WARM_UP:]) / denials, 1),
     'reused_tokens': round(sum(reused[WARM_UP:]) / denials, 3),
     'feedback_ms': percentiles(bare[WARM_UP:]),
   }
