@@ -383,6 +383,7 @@ class Whole:
 
 
 def run_whole(config: Config, folder) -> Whole:
+  said: list[str] = []
   lessons, trees, sessions, build = [], {}, [], loop.build_batch
 
   def noted(session, state, graded, context, *rest):
@@ -395,7 +396,9 @@ def run_whole(config: Config, folder) -> Whole:
 
   with pytest.MonkeyPatch.context() as patched:
     patched.setattr(loop, 'build_batch', noted)
-    loop.train(config, folder, on_step=after)
+    loop.train(config, folder, announce=said.append, on_step=after)
+  assert '  updates    when 7 examples have gathered' in said
+  assert '  feedback   on failures, written by the model itself' in said
   steps = range(1, config.trainer.total_training_steps + 1)
   measured = [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
   assert [line['programs/compiled'] for line in measured] == [0] * len(steps)

@@ -19,7 +19,7 @@ from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.rollout.functions import cache_shardings, sampler_functions
 from sdpo_jax.rollout.sizes import shard_rows
-from sdpo_jax.training import batching, cartridges, initial_policy, teacher_model
+from sdpo_jax.training import batching, cartridges, feedback_writing, initial_policy, teacher_model
 from sdpo_jax.training.run_programs import abstract_parameters, abstract_teacher
 from sdpo_jax.training.update import abstract_state
 from sdpo_jax.types import Tree
@@ -69,7 +69,10 @@ def estimate(config: Config, policy: Policy, mesh: jax.sharding.Mesh, document: 
     held['base to sample with'] = own
   trained = parameter_tables.trainable(policy.parameter_table())
   weights = 0.0 if item == 4 and mesh.shape[FSDP] == 1 else _copied(mesh, item, trained)
-  sampling = {'weights to sample with': weights, 'KV cache': _cache(config, policy, mesh)}
+  cache = _cache(config, policy, mesh)
+  if feedback_writing.writes_itself(config):  # After the completions, with a cache of its own.
+    cache = max(cache, _cache(feedback_writing.sampler_settings(config), policy, mesh))
+  sampling = {'weights to sample with': weights, 'KV cache': cache}
   update = {
     'gradients': _bytes(state.trainable),
     'activations': _activations(config, policy, mesh, item),

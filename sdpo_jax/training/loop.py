@@ -665,7 +665,7 @@ class _Run:
     self.progress.step(
       step,
       line.get('rollout/score_mean', math.nan),
-      line.get('train/loss', math.nan),
+      line.get('train/loss'),
       line.get('throughput/tokens_per_s', math.nan),
       note,
       compiled=int(line[COMPILED_LATE]),
@@ -684,6 +684,8 @@ class _Run:
 
   def note(self, line: Mapping[str, float]) -> str:
     """Return what the line on the terminal says of a step beside its numbers."""
+    if line.get('train/optimizer_steps') == 0:
+      return f'  no update: {int(line["gathering/examples"])} examples wait'
     left_out = int(line.get('train/skipped_steps', 0))
     return f'  {left_out} step(s) skipped: gradient not finite' if left_out else ''
 

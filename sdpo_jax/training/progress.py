@@ -96,16 +96,20 @@ class Progress:
     self._began += seconds
 
   def step(
-    self, step: int, score: float, loss: float, tokens_per_second: float, note: str = '', *, compiled: int = 0
+    self, step: int, score: float, loss: float | None, tokens_per_second: float, note: str = '', *, compiled: int = 0
   ) -> None:
-    """Show a finished step, in which so many programs were compiled; a score that is not a number is not shown."""
+    """Show a finished step, in which so many programs were compiled.
+
+    A score that is not a number is not shown, and no loss where there was no update.
+    """
     now = self._clock()
     self._left.step(now - self._began, compiled)
     self._began = now
     left = self._left.after(step)
     ends = '' if left is None or step >= self._total else f'{clock_time(left)} left'
     scored = '' if math.isnan(score) else f'score {score:.3f}  '
-    numbers = f'{scored}loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s{note}'
+    lost = '' if loss is None else f'loss {loss:.4f}  '
+    numbers = f'{scored}{lost}{tokens_per_second:,.0f} tokens/s{note}'
     if self._bar is not None:
       self._bar.update(self._task, completed=step, numbers=numbers, left=ends)
     elif self._shown:

@@ -18,7 +18,7 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.evaluation.names import check_best_metric
 from sdpo_jax.teacher.room import check_reprompts, check_room
-from sdpo_jax.training import teacher_model
+from sdpo_jax.training import feedback_writing, teacher_model
 from sdpo_jax.training.run_programs import run_programs
 from sdpo_jax.training.session import Session, check_turn_end, template_remarks
 from sdpo_jax.types import Example, TrainState
@@ -78,6 +78,7 @@ def describe(session: Session, trained: int, train_rows: int | None, held_out: i
     f'  model      {config.model.path}: {total:,} parameters{trains}, computed in {config.model.dtype}',
     *_other_teacher(session),
     *_cartridge(session),
+    *_schedule(config),
     f'  training   {rows}, {batch}',
     *_unshared(config, session.policy),
     f'  evaluation {held}',
@@ -105,6 +106,22 @@ def _cartridge(session: Session) -> list[str]:
     '' if session.teacher is None else f'; the teacher reads {_counted(session.teacher.policy.adapter.slots, "token")}'
   )
   return [f'  cartridge  {_counted(prefix.slots, "slot")}, {prefix.frozen:,} of them frozen{read}']
+
+
+def _schedule(config: Config) -> list[str]:
+  """Return the lines that say what is minimised beside the divergence, when, and who criticises failures."""
+  algorithm, sd, lines = config.algorithm, config.actor.self_distillation, []
+  if algorithm.mode == 'hybrid':
+    terms = f'{algorithm.sdpo_coef:g} × divergence + {algorithm.policy_gradient_coef:g} × policy gradient'
+    lines.append(f'  objective  {terms}')
+  if algorithm.min_sdpo_examples:
+    lines.append(f'  updates    when {_counted(algorithm.min_sdpo_examples, "example")} have gathered')
+  if feedback_writing.is_used(config):
+    by = (
+      'the model itself' if feedback_writing.writes_itself(config) else f'{sd.feedback_endpoint.model} at an endpoint'
+    )
+    lines.append(f'  feedback   on failures, written by {by}')
+  return lines
 
 
 def _unshared(config: Config, policy: Policy) -> list[str]:
