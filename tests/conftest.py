@@ -31,10 +31,11 @@ hypothesis.settings.load_profile('repeatable')
 
 # Whole files go to a worker, in this order and then by name: with the longest first the workers end together.
 LONGEST = """
-  resume attention_tpu families objective_golden rollout_engine commands alarms rollout_independence step startup
-  engine attention learning objective_sharded sample plan cluster account experiments rollout_decode sandbox_attacks
-  resident web_native lora_pool decoder objective_loss make_base step_meshes training_pool engine_start real_data
-  rollout_sampling vocabulary_padding objective data_pipeline environments_code user_environment plan_hlo plan_traffic
+  resume attention_tpu families objective_golden rollout_engine commands alarms rollout_independence step teacher_kinds
+  startup engine attention learning objective_sharded sample plan cluster cartridge_runs account experiments
+  rollout_decode sandbox_attacks resident web_native lora_pool decoder objective_loss make_base step_meshes
+  training_pool engine_start real_data rollout_sampling vocabulary_padding objective data_pipeline environments_code
+  user_environment plan_hlo plan_traffic
 """.split()
 PROGRAMS = 500  # Compiled, with the traces that led to them: about 1.6 GB.
 MEMORY = 3 * 2**30  # Bytes that a process may have; traces of programs for TPUs take them too.
