@@ -154,7 +154,7 @@ class SessionServer:
     before = self.version
     waits = self.settings['min_sdpo_examples'] > self.lessons
     if not waits and self.guard is None:
-      self._commit('feedback', before, {'session': 'ses-1', 'turns': [number]})
+      self._commit('feedback', before, {'session': {'id': 'ses-1', 'turns': [number]}})
     return {
       'version_before': before,
       'version_after': self.version,

@@ -119,11 +119,23 @@ def test_without_colours_only_text_is_written_and_all_of_it_is_recorded():
   screen = Screen(out, colours=False, paged=False, record=recorded.append)
   screen.say('[bold]x[/bold] \x1b[31m', 'wrong')
   screen.draft('a\x07')
-  screen.draft('b')
-  screen.end_draft()
+  screen.end_draft('a\x07b')
   screen.beside(('old', 'x' * 200), ('new', 'y'))
   assert out.getvalue() == f'[bold]x[/bold] ⟨escape⟩[31m\na⟨U+0007⟩b\nold\n{"x" * 200}\nnew\ny\n'
   assert recorded == ['[bold]x[/bold] ⟨escape⟩[31m', 'a⟨U+0007⟩b', 'old', 'x' * 200, 'new', 'y']
+
+
+def test_an_answer_is_shown_to_its_end_whatever_was_drafted():
+  out = io.StringIO()
+  screen = Screen(out, colours=False, paged=False)
+  screen.end_draft('all of it\n')
+  screen.draft('a dr')
+  screen.end_draft('a draft')
+  screen.draft('broken')
+  screen.end_draft()
+  screen.draft('one')
+  screen.end_draft('two')
+  assert out.getvalue() == 'all of it\na draft\nbroken\none\nThe answer in the end is another one:\ntwo\n'
 
 
 def test_in_colours_no_character_is_lost(monkeypatch):
@@ -343,6 +355,7 @@ def test_lines_of_a_script_are_answers():
   assert inputs.message() == 'yes, do' and inputs.message() == 'years ago'
   assert inputs.message() is None and not inputs.unanswered
   assert inputs.choice(keys) == Choice('q') and inputs.unanswered
+  assert script.Script(['q', 'Hello'], 'file', shown.append).message() is None
   assert shown == ['> Fix it.', '? y', '> /undo 3', '? n Use rg. ', '? e {"path": "a"}', '>  yes, do', '> years ago']
 
 

@@ -203,8 +203,8 @@ def _said_of(details: Mapping[str, Any]) -> str:
   if 'to' in details:
     return f'as version {details["to"]}'
   if 'session' in details:
-    turns = ', '.join(map(str, details.get('turns', ())))
-    return f'{details["session"]}, turns {turns}'
+    turns = ', '.join(map(str, details['session']['turns']))
+    return f'{details["session"]["id"]}, turns {turns}'
   return ''
 
 

@@ -155,7 +155,7 @@ class Conversation:
       self._reviewed = None
     if self.history.last('turn', n=turn['n']) is None:  # Its answer was lost on the way.
       self._arrived(turn)
-      self._show_answer(turn)
+      self.screen.end_draft(turn['text'])
     sent = self.history.last('decision', 'decided', 'withdrawn', n=turn['n'])
     if sent is not None and sent['kind'] == 'decision':
       self._decide(turn['n'], sent['decision'], sent['told'])
@@ -166,7 +166,7 @@ class Conversation:
     self.history.add('asking', after=after, messages=len(messages))
     seed = None if self._seed is None else self._seed + after + 1
     turn = self.session.propose(messages, seed, self.screen.draft)
-    self.screen.end_draft()
+    self.screen.end_draft(turn['text'])
     self.turns.append(turn)
     self._arrived(turn)
 
@@ -174,10 +174,6 @@ class Conversation:
     self.history.add('turn', n=turn['n'], turn={name: turn[name] for name in turn if not name.endswith('tokens')})
     self._waiting = undelivered(self.history)
     self._reviewed = None
-
-  def _show_answer(self, turn: Mapping[str, Any]) -> None:
-    self.screen.draft(turn['text'])
-    self.screen.end_draft()
 
   def _judge(self, turn: Mapping[str, Any]) -> None:
     reviewed = self._reviewer.review(turn)

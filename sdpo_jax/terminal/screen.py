@@ -87,22 +87,31 @@ class Screen:
 
   def draft(self, text: str) -> None:
     """Shows a piece of an answer as it is drawn."""
+    self._draft += text
     shown = visible(text, keep='\n\t')
-    self._draft += shown
     if self._console is None:
       self._out.write(shown)
     else:
       self._console.print(Text(shown, _STYLES['model']), soft_wrap=True, end='')
     self._out.flush()
 
-  def end_draft(self) -> None:
-    """Ends an answer, of which nothing may have come."""
-    if self._draft:
-      if not self._draft.endswith('\n'):
+  def end_draft(self, whole: str | None = None) -> None:
+    """Ends an answer.
+
+    Args:
+      whole: all of it, of which what has not been drafted is shown; None: it was broken off.
+    """
+    if whole is not None and not whole.startswith(self._draft):
+      self.end_draft()
+      self.say('The answer in the end is another one:')
+    if whole is not None:
+      self.draft(whole[len(self._draft) :])
+    shown, self._draft = self._draft, ''
+    if shown:
+      if not shown.endswith('\n'):
         self._out.write('\n')
         self._out.flush()
-      self.record(self._draft)
-    self._draft = ''
+      self.record(visible(shown, keep='\n\t'))
 
   def beside(self, left: tuple[str, str], right: tuple[str, str]) -> None:
     """Shows two texts with their titles, side by side where there is room."""

@@ -45,6 +45,8 @@ class Script:
 
   def message(self) -> str | None:
     while (line := self._next()) is not None:
+      if line.strip() == 'q':
+        break
       if _is_decision(line):
         raise OutOfStep(f'{self._where}: {short_repr(line)} decides about a call, and none is proposed here.')
       self._show(f'> {line}')
