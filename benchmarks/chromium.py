@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from typing import Any
 
+PATIENCE_MS = 120_000  # What has not come by then never comes.
 NAMES = ('chromium', 'chromium-browser', 'google-chrome')
 
 
@@ -72,13 +73,14 @@ class Page:
   def until(self, condition: str) -> None:
     """Returns once a condition holds; it is looked at whenever the page has drawn itself."""
     held = f"""new Promise((resolve) => {{
+      const end = performance.now() + {PATIENCE_MS};
       const look = () => {{ let held = false; try {{ held = {condition}; }} catch (error) {{}}
-        held ? resolve(true) : setTimeout(look, 20); }};
+        held || performance.now() > end ? resolve(!!held) : setTimeout(look, 20); }};
       look();
     }})"""
     while True:
       try:
-        assert self.evaluate(held)
+        assert self.evaluate(held), f'never so: {condition}'
         return
       except AssertionError as error:
         # The context of a page that is left goes with it.

@@ -58,6 +58,12 @@ class StepFile:
   places: tuple[tuple[int, int], ...]  # (piece, place) of each entry.
   unreadable: int  # Lines that are no rollouts, but for a last one that is cut off.
 
+  def first(self, count: int) -> StepFile:
+    """Return the file with so many of its rollouts at most."""
+    places = self.places[:count]
+    pieces = self.pieces[: places[-1][0] + 1] if places else ()
+    return dataclasses.replace(self, entries=self.entries[:count], places=places, pieces=pieces)
+
 
 @dataclasses.dataclass
 class Rollouts:
@@ -136,21 +142,19 @@ def collect(sources: Sequence[tuple[RolloutFiles, int | None]], most: int) -> Ro
   questions: dict[tuple[int, str, str], int] = {}
   largest: dict[str, list[float]] = {}
   for run, (files, last) in enumerate(sources):
-    steps, read, left_out, unreadable = files.steps(last), [], [], 0
+    steps, read, room, unreadable = files.steps(last), [], most // len(sources), 0
     for step in _spread(steps):  # The first and the last step, then those that halve what lies between.
-      if sum(len(each.entries) for each in read) >= most // len(sources):
-        left_out.append(step)
-        continue
+      if room <= 0:
+        break
       try:
-        file = files.read(step)
+        file = files.read(step) if read else files.read(step).first(room)
       except (UserError, OSError) as error:
         found.remarks.append(f'{files.workdir.name}: {error}')
         continue
       size = sum(map(len, file.pieces))
-      if sizes + size > PAGE:
-        left_out.append(step)
-        continue
-      sizes += size
+      if len(file.entries) > room or sizes + size > PAGE:
+        break
+      room, sizes = room - len(file.entries), sizes + size
       unreadable += file.unreadable
       read.append(file)
     for file in sorted(read, key=lambda each: each.step):
@@ -158,7 +162,7 @@ def collect(sources: Sequence[tuple[RolloutFiles, int | None]], most: int) -> Ro
       for entry in file.entries:
         for name, value in entry['largest'].items():
           largest.setdefault(name, []).append(value)
-    if left_out:
+    if len(read) < len(steps):
       found.remarks.append(
         f'{files.workdir.name}: rollouts of {len(read)} of {len(steps)} steps are in this page (--max_rollouts).'
       )

@@ -267,7 +267,7 @@ function linesOf(page, metric) {
     for (const points of runs) for (const [step, value] of points) known.set(step, [...(known.get(step) || []), value]);
     const whole = [...known].filter(([, values]) => values.length === runs.length).sort((a, b) => a[0] - b[0]);
     return {
-      label: `${group.label} (${runs.length} seeds)`,
+      label: `${group.label} (${runs.length} runs)`,
       colour,
       points: whole.map(([step, values]) => [step, values.reduce((a, b) => a + b) / values.length]),
       band: whole.map(([step, values]) => [step, Math.min(...values), Math.max(...values)]),

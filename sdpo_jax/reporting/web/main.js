@@ -71,8 +71,8 @@ function onKey(event) {
   if (typing || event.ctrlKey || event.metaKey || event.altKey || document.getElementById('help').open) return;
   const inBrowser = browser && browser.list.length > 0;
   const actions = {
-    j: () => inBrowser && browser.step(1),
-    k: () => inBrowser && browser.step(-1),
+    j: () => inBrowser && (toRollouts(), browser.step(1)),
+    k: () => inBrowser && (toRollouts(), browser.step(-1)),
     s: () => inBrowser && browser.change({ question: browser.state.question === null ? String(browser.index.question[browser.chosen]) : null }),
     c: () => inBrowser && nextColoring(),
     '/': () => browser && browser.find && (document.getElementById('rollouts').scrollIntoView(), browser.find.focus()),
@@ -93,6 +93,10 @@ function onKey(event) {
 // Whether the rollouts are what one looks at.
 function nearRollouts() {
   return document.getElementById('rollouts').getBoundingClientRect().top < innerHeight / 2;
+}
+
+function toRollouts() {
+  if (!nearRollouts()) document.getElementById('rollouts').scrollIntoView();
 }
 
 async function nextColoring() {
@@ -139,7 +143,7 @@ async function start() {
   addEventListener('keydown', onKey);
   matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => setTheme(null));
   const page = await unpacked('summary');
-  const state = addressed();
+  const state = addressed(), linked = state.at !== null;
   drawOverview(page);
   drawCharts(page);
   browser = new Browser(page, state);
@@ -153,7 +157,7 @@ async function start() {
     console.info('The place in the page is not known:', error.message);
   }
   if (scroll !== null) scrollTo(0, Number(scroll));
-  else if (state.at !== null) document.getElementById('rollouts').scrollIntoView();
+  else if (linked) document.getElementById('rollouts').scrollIntoView();
   document.documentElement.dataset.ready = String(Math.round(performance.now()));
 }
 

@@ -134,7 +134,7 @@ function comparison(page, main) {
     make('table', {},
       make('thead', {}, make('tr', {}, make('th', {}, 'runs'), make('th', {}, 'steps'), columns.map((metric) => [make('th', {}, short(metric, 40) + ', first'), make('th', {}, 'last'), make('th', {}, 'highest')]))),
       make('tbody', {}, page.groups.map((group, colour) => make('tr', {},
-        make('td', { title: group.runs.map((run) => page.runs[run].workdir).join('\n') }, make('span', { class: 'key colour' + (colour % COLOURS) }), seen(group.label), group.runs.length > 1 ? make('span', { class: 'muted' }, ` ${group.runs.length} seeds`) : null),
+        make('td', { title: group.runs.map((run) => page.runs[run].workdir).join('\n') }, make('span', { class: 'key colour' + (colour % COLOURS) }), seen(group.label), group.runs.length > 1 ? make('span', { class: 'muted' }, ` ${group.runs.length} runs`) : null),
         make('td', {}, [...new Set(group.runs.map((run) => page.runs[run].last))].map((step) => step === null ? '–' : step.toLocaleString('en-US')).join(', ')),
         columns.map((metric) => {
           const values = valuesOf(page, group, metric);
@@ -156,7 +156,7 @@ function evaluations(page, metrics) {
       : [make('td', {}, values ? told(values.first, share) : '–'), make('td', { class: 'strong' }, values ? told(values.last, share) : '–'), make('td', {}, values ? told(values.best, share) : '–', values && values.bestStep !== null ? make('span', { class: 'muted' }, ` at ${values.bestStep}`) : null)]));
   });
   const [first] = page.groups.map((group) => valuesOf(page, group, names[0])).filter(Boolean);
-  const heads = () => page.groups.length > 1 ? page.groups.map((group, colour) => make('th', {}, make('span', { class: 'key colour' + (colour % COLOURS) }), seen(short(group.label, 40)))) : ['step ' + first.steps[0], 'step ' + first.steps[1], 'highest'].map((text) => make('th', {}, text));
+  const heads = () => page.groups.length > 1 ? page.groups.map((group, colour) => make('th', {}, make('span', { class: 'key colour' + (colour % COLOURS) }), seen(short(group.label, 40)))) : [...(first.count > 1 ? ['first', 'last'] : first.steps.map((step) => 'step ' + step)), 'highest'].map((text) => make('th', {}, text));
   const table = (chosen) => make('table', {}, make('thead', {}, make('tr', {}, make('th', {}, 'metric'), heads())), make('tbody', {}, rows(chosen)));
   const important = names.filter((name) => rank(name) < 9), others = names.filter((name) => rank(name) === 9);
   return make('div', { class: 'card' }, make('h3', {}, 'Evaluations, before and after'), table(important.length ? important : others),
@@ -215,7 +215,7 @@ function drawCharts(page) {
   const section = document.getElementById('charts');
   const left = new Set(metricsOf(page).filter((name) => !name.startsWith('time/') && name !== 'run/compiled_late'));
   const content = [];
-  const used = page.groups.length > 1 ? make('div', { class: 'legend' }, page.groups.map((group, colour) => make('span', {}, make('span', { class: 'key colour' + (colour % COLOURS) }), seen(group.label), group.runs.length > 1 ? make('span', { class: 'muted' }, ` ${group.runs.length} seeds`) : null))) : null;
+  const used = page.groups.length > 1 ? make('div', { class: 'legend' }, page.groups.map((group, colour) => make('span', {}, make('span', { class: 'key colour' + (colour % COLOURS) }), seen(group.label), group.runs.length > 1 ? make('span', { class: 'muted' }, ` ${group.runs.length} runs`) : null))) : null;
   const slider = make('input', { type: 'range', min: 0, max: 0.98, step: 0.02, value: 0, id: 'smoothing', oninput: (event) => { smoothing = Number(event.target.value); redraw(); } });
   const find = make('input', { type: 'search', placeholder: 'Find a metric', 'aria-label': 'Find a metric', oninput: (event) => {
     const text = event.target.value.trim().toLowerCase();
