@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -629,7 +630,7 @@ def test_the_example_of_a_session_shows_what_it_says(world, capsys):
   proposals, denials, learned = lines[1::3], lines[2::3], lines[3::3]
   assert [line.split(':')[0] for line in proposals] == [f'version {number}' for number in range(example['DENIALS'] + 1)]
   assert set(denials) == {'  no: call bash, which runs a command'}
-  assert all(line.startswith('  learned: divergence 0.') and line.endswith(' s') for line in learned)
+  assert all(re.fullmatch(r'  learned: divergence \d+\.\d+ -> \d+\.\d+ in \d+\.\d+ s', line) for line in learned)
 
 
 def test_the_scripted_person_of_the_example_knows_what_to_say():
