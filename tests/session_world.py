@@ -6,7 +6,7 @@ proposes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import contextlib
 import json
 import pathlib
@@ -37,14 +37,14 @@ def called(*calls: str) -> str:
   return ''.join(f'<tool_call>\n{call}\n</tool_call>' for call in calls)
 
 
-def tool_model(folder: pathlib.Path) -> pathlib.Path:
-  """Makes the tiny model with that template in a folder; tags and three calls are one token each."""
+def tool_model(folder: pathlib.Path, calls: Sequence[str] = (GREP, READ, GREP_A)) -> pathlib.Path:
+  """Makes the tiny model with that template in a folder; tags and these calls are one token each."""
   model = model_folder(folder)
   tiny.make_tokenizer(model, TEMPLATE)
   path = model / 'tokenizer.json'
   described = json.loads(path.read_text())
   first = 1 + max(token['id'] for token in described['added_tokens'])
-  for number, text in enumerate(('<tool_call>', '</tool_call>', GREP, READ, GREP_A)):
+  for number, text in enumerate(('<tool_call>', '</tool_call>', *calls)):
     described['added_tokens'].append({**described['added_tokens'][0], 'id': first + number, 'content': text} | _TEXT)
   path.write_text(json.dumps(described))
   checksums.write(model)
@@ -95,9 +95,11 @@ class _Drawn:
 
 
 @contextlib.contextmanager
-def world(folder: pathlib.Path, **changes) -> Iterator[tuple[Service, Script]]:
+def world(
+  folder: pathlib.Path, *, calls: Sequence[str] = (GREP, READ, GREP_A), **changes
+) -> Iterator[tuple[Service, Script]]:
   """Gives a service that is ready, and what its model says."""
-  config = make_config(tool_model(folder / 'model'), folder / 'root')
+  config = make_config(tool_model(folder / 'model', calls), folder / 'root')
   config.serve.guards.min_entropy = None
   for name, value in changes.items():
     setattr(config.serve, name, value)
