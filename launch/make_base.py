@@ -1,6 +1,7 @@
-"""Makes a tiny base model from nothing, for the quickstart (a few CPU-minutes) or for documents (half a minute); or a document.
+"""Makes a tiny base model from nothing, for the quickstart (a few CPU-minutes), documents or sessions; or a document.
 
   python -m launch.make_base --config=configs/quickstart.py --output=/tmp/base
+  python -m launch.make_base --config=configs/session_quickstart.py --output=/tmp/base
   python -m launch.make_base --task=facts --config=configs/facts.py --output=/tmp/base
   python -m launch.make_base --task=document --seed=1 --config=configs/facts.py --output=/tmp/document.txt
 
@@ -8,6 +9,7 @@ The same seed gives the same model again with the same versions on the same mach
 """
 
 import dataclasses
+import pathlib
 import sys
 
 from absl import flags
@@ -17,17 +19,18 @@ from sdpo_jax import command
 from sdpo_jax.environments import facts
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import check_output, write_output
-from sdpo_jax.quickstart import document_base, make_base
+from sdpo_jax.quickstart import document_base, make_base, session_base
 
 OUTPUT = flags.DEFINE_string(
   'output', None, 'Directory to make; model.path of the config if unset. It must be empty. Or file to write.'
 )
 TASK = flags.DEFINE_enum(
   'task',
-  'digits',
-  ['digits', 'facts', 'document'],
+  None,
+  ['digits', 'facts', 'session', 'document'],
   "digits: the quickstart's, which misreads its instructions; facts: answers questions about a document in its context; "
-  'document: no model, but a text file with such a document, to train a cartridge on.',
+  'session: proposes calls of tools and reads corrections; document: no model, but a text file with such a document, to '
+  'train a cartridge on. Unset: the model that model.path of the config is named after, or else digits.',
 )
 STEPS = flags.DEFINE_integer('steps', None, 'Optimizer steps; those of the committed model if unset.', lower_bound=1)
 SEED = flags.DEFINE_integer(
@@ -35,10 +38,13 @@ SEED = flags.DEFINE_integer(
 )
 command.define_config()
 
+_TASK_OF = {'facts_model': 'facts', 'session_model': 'session'}  # By the folder of the committed model.
+
 
 def main() -> None:
   config = command.load_config()
-  if TASK.value == 'document':
+  task = TASK.value or _TASK_OF.get(pathlib.PurePath(config.model.path).name, 'digits')
+  if task == 'document':
     write_document(OUTPUT.value, SEED.value)
     return
   output = OUTPUT.value or config.model.path
@@ -47,8 +53,10 @@ def main() -> None:
   def announce(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
-  if TASK.value == 'facts':
+  if task == 'facts':
     document_base.make_document_base(output, dataclasses.replace(document_base.Recipe(), **changes), announce)
+  elif task == 'session':
+    session_base.make_session_base(config, output, dataclasses.replace(session_base.Recipe(), **changes), announce)
   else:
     make_base.make_base(config, output, dataclasses.replace(make_base.Recipe(), **changes), announce)
   print(output)

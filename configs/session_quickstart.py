@@ -1,0 +1,33 @@
+"""A tiny agent as a service: it proposes calls of tools, a person says yes or why not, and it learns from that at once.
+
+  python -m launch.session --config=configs/session_quickstart.py
+
+`launch.serve` with this configuration is the service alone, on http://127.0.0.1:8420; adapters of rank 16 are kept in
+runs/sessions. The model, `configs/session_model`, is made by `python -m launch.make_base` with this configuration in
+some CPU-minutes. It knows some forty kinds of tasks, such as 'find where parse is used in src' or 'run the tests in
+app.py', and a few dozen names: sdpo_jax/quickstart/tool_tasks.py lists them. It has a favourite way of doing each, and
+understands what is said of it: 'use rg rather than grep -r'. docs/sessions.md goes on from there.
+"""
+
+from sdpo_jax.config import Config, beside
+
+
+def get_config() -> Config:
+  config = Config(name='session_quickstart')
+  config.model.path = beside(__file__, 'session_model')
+  config.model.dtype = 'float32'
+  config.model.remat = 'none'
+  config.model.lora.rank = 16
+  config.model.lora.alpha = 16.0
+  serve = config.serve
+  serve.model_name = 'agent'
+  # A session of ten tasks is about 450 tokens; the rest is for what tools answer.
+  serve.prompt_buckets, serve.response_buckets, serve.teacher_buckets = (256, 768), (48,), (320, 896)
+  serve.score_buckets = (320, 832)
+  serve.rows, serve.training_rows = 8, 4
+  serve.snapshots = serve.teachers = serve.slots = 4
+  serve.topk = 20
+  serve.memory_mb = 256
+  serve.store.root = 'runs/sessions'
+  serve.learning.learning_rate = 1e-3
+  return config

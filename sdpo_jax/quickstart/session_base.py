@@ -1,0 +1,267 @@
+"""A tiny agent that proposes calls of tools, has favourites among them, and can read corrections: made from nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import re
+import tempfile
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from models import exporting, huggingface
+from models import tokenizer as tokenizers
+from models.decoder import DecoderPolicy
+from sdpo_jax.config import Config, SelfDistillationConfig
+from sdpo_jax.quickstart import session_lessons as lessons
+from sdpo_jax.quickstart import session_tokenizer, tool_tasks
+from sdpo_jax.quickstart import tokenizer as chatml
+from sdpo_jax.quickstart.copying import with_copying
+from sdpo_jax.quickstart.session_lessons import Lesson
+from sdpo_jax.types import Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+  """How the model is made."""
+
+  steps: int = 1300
+  rows: int = 4  # Of a step; conversations stand beside each other in a row.
+  length: int = 384  # Tokens of a row.
+  tasks: int = 7  # Of a conversation at most.
+  short: float = 0.5  # Share of the steps in which all have one task and no system turn; then half of them.
+  reprompted: float = 0.6  # Share of the conversations that end with a re-prompt.
+  learning_rate: float = 3e-3  # Peak; linear warm-up, cosine decay to 2 %.
+  warmup_steps: int = 30
+  seed: int = 0
+  hidden_size: int = 128
+  intermediate_size: int = 256
+  layers: int = 3
+  heads: int = 4
+  kv_heads: int = 2
+  head_dim: int = 32
+
+
+def make_session_base(
+  config: Config,
+  output: str | os.PathLike,
+  recipe: Recipe | None = None,
+  announce: Callable[[str], None] = lambda text: None,
+) -> None:
+  """Writes the model to the directory `output`, which must be empty or absent.
+
+  Args:
+    config: whose re-prompting templates it learns to read.
+    output: Hugging Face model directory to make.
+    recipe: None: the committed model's.
+    announce: told about the progress.
+
+  Raises:
+    UserError: `output` holds files.
+  """
+  recipe = recipe or Recipe()
+  exporting.check_target(output)
+  distillation = config.actor.self_distillation
+  with tempfile.TemporaryDirectory() as scratch:
+    source = pathlib.Path(scratch)
+    vocabulary = session_tokenizer.make(_corpus(distillation), sentences(distillation))
+    session_tokenizer.save(vocabulary, source)
+    values = config_json(recipe, vocabulary.get_vocab_size(), vocabulary.token_to_id(chatml.END))
+    generation = {'eos_token_id': values['eos_token_id'], 'pad_token_id': values['pad_token_id'], 'do_sample': True}
+    for name, content in (('config.json', values), ('generation_config.json', generation)):
+      (source / name).write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
+    policy, params = train(recipe, values, tokenizers.load(source), distillation, announce)
+    huggingface.save(output, policy, params, source=source, dtype='float32')
+
+
+def train(
+  recipe: Recipe,
+  values: dict[str, Any],
+  tokenizer: Any,
+  distillation: SelfDistillationConfig,
+  announce: Callable[[str], None] = lambda text: None,
+) -> tuple[DecoderPolicy, Tree]:
+  """Returns the policy, trained on random conversations: cross-entropy of the assistant's turns, the mean over their tokens."""
+  policy, params = huggingface.init(values, jax.random.key(recipe.seed))
+  params = jax.tree.map(jnp.asarray, with_copying(params, policy.config, _alike(tokenizer), recipe.seed))
+  schedule = optax.warmup_cosine_decay_schedule(
+    0.0, recipe.learning_rate, min(recipe.warmup_steps, recipe.steps), recipe.steps + 1, 0.02 * recipe.learning_rate
+  )
+  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
+
+  @jax.jit
+  def step(params, state, rows):
+    loss, grads = jax.value_and_grad(cross_entropy, argnums=1)(policy, params, rows)
+    updates, state = optimizer.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, loss
+
+  rng, state = random.Random(recipe.seed), optimizer.init(params)
+  short, mixed = (_written(rng, recipe, share, tokenizer, distillation) for share in (1.0, 0.5))
+  for i in range(recipe.steps):
+    rows = pack(short if i < recipe.short * recipe.steps else mixed, recipe.rows, recipe.length)
+    params, state, loss = step(params, state, rows)
+    if (i + 1) % 100 == 0 or i + 1 == recipe.steps:
+      announce(f'step {i + 1}/{recipe.steps}: cross-entropy {float(loss):.3f} nats a token')
+  return policy, params
+
+
+# Token ids of a conversation, and how much the prediction of each weighs.
+Written = tuple[list[int], list[float]]
+# tokens, positions, segment_ids (0 = padding) [B, S] int32; weights [B, S] float32 of the predictions of the next token.
+Rows = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+def write(items: Sequence[Lesson], tokenizer: Any) -> list[Written]:
+  """Returns conversations as tokens, as the chat template writes them."""
+  texts, spans = [], []
+  for item in items:
+    pieces = segments(item)
+    spans.append(len(pieces))
+    texts += [text for text, _ in pieces]
+  ids = iter(tokenizer(texts, add_special_tokens=False)['input_ids'])
+  rather = iter(
+    tokenizer([item.rather for item in items if item.rather] or [''], add_special_tokens=False)['input_ids']
+  )
+  written = []
+  for item in items:
+    tokens: list[int] = []
+    weights: list[float] = []
+    for _, learned in segments(item):
+      own = next(ids)
+      tokens += own
+      weights += [float(learned)] * len(own)
+    if item.rather is not None:  # From here on it is another call than the one that is wanted.
+      wanted, start = next(rather), len(tokens) - len(own)
+      parts = next(at for at, (a, b) in enumerate(zip(wanted, own, strict=False)) if a != b)
+      weights[start + parts] = 0.0
+    written.append((tokens, weights))
+  return written
+
+
+def segments(item: Lesson) -> list[tuple[str, bool]]:
+  """Returns a conversation in pieces that are tokenised by themselves, and whether each is learned.
+
+  The last piece is the last answer and the end of its turn; the line break behind it is left out.
+  """
+  messages, pieces = list(item.messages), []
+  told = messages[0]['content'] if messages[0]['role'] == 'system' else ''
+  names = ' '.join(schema['function']['name'] for schema in lessons.SCHEMAS) if item.tools else ''
+  if told or names:
+    listed = f'{"" if not told else chr(10)}Tools: {names}' if names else ''
+    pieces.append((f'{chatml.START}system\n{told}{listed}{chatml.END}\n', False))
+  for number, message in enumerate(messages):
+    if message['role'] == 'system':
+      continue
+    header, content = f'{chatml.START}{message["role"]}\n', f'{message["content"]}{chatml.END}'
+    if message['role'] == 'assistant':  # Its header is a prompt's end.
+      pieces += [(header, False), (content, number in item.learned)]
+    else:
+      pieces.append((header + content, False))
+    if number < len(messages) - 1:
+      pieces.append(('\n', False))
+  return pieces
+
+
+def pack(conversations: Iterator[Written], rows: int, length: int) -> Rows:
+  """Returns the next conversations side by side in rows; longer ones than a row are left out."""
+  tokens = np.zeros((rows, length), np.int32)
+  positions, segment_ids, weights = np.zeros_like(tokens), np.zeros_like(tokens), np.zeros(tokens.shape, np.float32)
+  row, start, segment = 0, 0, 1
+  while row < rows:
+    ids, learned = next(conversations)
+    if len(ids) > length:
+      continue
+    if start + len(ids) > length:
+      row, start, segment = row + 1, 0, 1
+      if row == rows:
+        break
+    span = slice(start, start + len(ids))
+    tokens[row, span], positions[row, span], segment_ids[row, span] = ids, np.arange(len(ids)), segment
+    weights[row, start : start + len(ids) - 1] = learned[1:]
+    start, segment = start + len(ids), segment + 1
+  return tokens, positions, segment_ids, weights
+
+
+def cross_entropy(policy: DecoderPolicy, params: Tree, rows: Rows) -> jax.Array:
+  """Returns the mean over the tokens that are learned."""
+  tokens, positions, segment_ids, weights = rows
+  hidden, unembedding, _ = policy.apply({}, params, tokens, positions, segment_ids)
+  logits = jnp.einsum('bsd,vd->bsv', hidden[:, :-1], unembedding).astype(jnp.float32)
+  log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)[..., 0]
+  return -(log_probs * weights[:, :-1]).sum() / weights.sum()
+
+
+def _written(
+  rng: random.Random, recipe: Recipe, short: float, tokenizer: Any, distillation: SelfDistillationConfig
+) -> Iterator[Written]:
+  """Yields conversations, of which a share has one task and no system turn."""
+  while True:
+    items = []
+    for _ in range(64):
+      most = 0 if rng.random() < short else recipe.tasks
+      again = rng.random() < recipe.reprompted
+      items.append(lessons.reprompted(rng, distillation, most) if again else lessons.proposals(rng, most))
+    yield from write(items, tokenizer)
+
+
+def _alike(tokenizer: Any) -> list[list[int]]:
+  """Returns the tokens of names of each kind, of programs and tools, and of digits."""
+  ways = [way for kind in tool_tasks.KINDS.values() for way in kind.ways]
+  used = sorted({way.program or way.tool for way in ways})
+  names = (tool_tasks.SYMBOLS, tool_tasks.FILES, tool_tasks.FOLDERS, tool_tasks.PACKAGES, tool_tasks.BRANCHES, used)
+  encoded = [[tokenizer.encode(name, add_special_tokens=False) for name in group] for group in (*names, '0123456789')]
+  return [[ids[0] for ids in group if len(ids) == 1] for group in encoded]
+
+
+def sentences(config: SelfDistillationConfig) -> list[str]:
+  """Returns what the re-prompting templates say around their texts."""
+  templates = (config.reprompt_template, config.solution_template, config.feedback_template, config.attempt_template)
+  parts = [part.strip() for template in templates for part in re.split(r'\{\w*\}', template)]
+  return [part for part in parts if part]
+
+
+def _corpus(distillation: SelfDistillationConfig) -> Iterator[str]:
+  """Yields text with all pieces of which lessons consist."""
+  rng = random.Random(0)
+  for number in range(6000):
+    item = lessons.reprompted(rng, distillation, 4) if number % 2 else lessons.proposals(rng, 4)
+    for text, _ in segments(item):
+      # Without the tokens that are no text, and so as they divide it.
+      for tag in (chatml.START, chatml.END, session_tokenizer.OPEN, session_tokenizer.CLOSE):
+        text = text.replace(tag, '\0')
+      yield from text.split('\0')
+
+
+def config_json(recipe: Recipe, vocab_size: int, eos_token_id: int) -> dict[str, Any]:
+  return {
+    'architectures': ['Qwen3ForCausalLM'],
+    'model_type': 'qwen3',
+    'vocab_size': vocab_size,
+    'hidden_size': recipe.hidden_size,
+    'intermediate_size': recipe.intermediate_size,
+    'num_hidden_layers': recipe.layers,
+    'num_attention_heads': recipe.heads,
+    'num_key_value_heads': recipe.kv_heads,
+    'head_dim': recipe.head_dim,
+    'hidden_act': 'silu',
+    'max_position_embeddings': 1024,
+    'rope_theta': 10000.0,
+    'rms_norm_eps': 1e-6,
+    'attention_bias': False,
+    'attention_dropout': 0.0,
+    'tie_word_embeddings': True,
+    'initializer_range': 0.05,
+    'use_cache': True,
+    'bos_token_id': None,
+    'eos_token_id': eos_token_id,
+    'pad_token_id': 0,
+    'dtype': 'float32',
+  }

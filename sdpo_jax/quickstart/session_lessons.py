@@ -1,0 +1,170 @@
+"""What the tiny agent learns: to propose calls as it likes, and to read what people say of a call.
+
+A lesson is a conversation, of which the assistant's turns are learned. In most it proposes calls, its favourites first. In
+the others the last turn of the user is a re-prompt as teachers read it, in the configured templates: behind a correction
+in words, a call that is right, or what a program said, comes the call that follows it. What `HELD_OUT` names is in no
+such lesson: those ways are seen as the base's own proposals only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import dataclasses
+import random
+
+from sdpo_jax.config import SelfDistillationConfig
+from sdpo_jax.environments.workspace.tools import TOOLS
+from sdpo_jax.quickstart import tool_tasks as tasks
+from sdpo_jax.quickstart.tool_tasks import KINDS, PREFERENCES, Task
+from sdpo_jax.teacher.context import reprompt
+from sdpo_jax.types import Messages
+
+HELD_OUT = PREFERENCES  # Ways of kinds of tasks that no re-prompt asks for.
+SYSTEMS = (
+  'You are a coding agent.',
+  'You are a coding agent. Propose one tool call.',
+  'You help with code. Use the tools.',
+  'You work in a folder of files. Propose one tool call at a time.',
+  'Be brief.',
+)
+SCHEMAS = [tool.schema() for tool in TOOLS.values()]
+DONE, FAILED = 'Done.', 'That failed.'
+_OUTPUTS = (
+  '(No output.)',
+  '{symbol} = {number}',
+  '{file}: {symbol}',
+  '{number} lines',
+  '{folder}/{file}',
+  '{file}\n{symbol}',
+)
+_FAILURES = ('Exit code {number}.', 'Exit code {number}.\n{file}: {symbol}', 'The command could not be run: {symbol}.')
+_MISSING = (
+  'Exit code 127.\n/bin/sh: {program}: not found',
+  'Exit code 127.\nbash: line 1: {program}: command not found',
+  '{program}: command not found',
+  'There is no {program} here.',
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lesson:
+  """A conversation that ends with the assistant's turn."""
+
+  messages: Messages
+  tools: bool  # Whether the template is given the tools.
+  learned: Sequence[int]  # Numbers of the messages that are.
+  rather: str | None = None  # What the last message should have been; where the two part, nothing is learned.
+
+
+def proposals(rng: random.Random, most: int) -> Lesson:
+  """Returns a conversation of up to so many tasks, each with a call as the base proposes it; 0: one task and nothing else."""
+  messages, tools = _begin(rng) if most else ([], False)
+  learned: list[int] = []
+
+  def say(text: str) -> None:
+    learned.append(len(messages))
+    messages.append({'role': 'assistant', 'content': text})
+
+  for number in range(rng.randint(1, most) if most else 1):
+    task = _task(rng)
+    if number and rng.random() < 0.1:  # A call that was denied is no more there.
+      messages.append({'role': 'user', 'content': _task(rng).ask})
+    messages.append({'role': 'user', 'content': task.ask})
+    say(task.text(tasks.propose(rng, task.kind)))
+    if most and rng.random() < 0.7:
+      ok = rng.random() < 0.8
+      text = rng.choice(_OUTPUTS if ok else _FAILURES).format(**_task(rng).slots)
+      messages.append({'role': 'tool', 'content': text})
+      if rng.random() < 0.5:
+        say(DONE if ok else FAILED)
+  return Lesson(messages, tools, learned)
+
+
+def reprompted(rng: random.Random, config: SelfDistillationConfig, most: int) -> Lesson:
+  """Returns a conversation with a re-prompt at its end, and what follows it.
+
+  Args:
+    rng: of the draw.
+    config: templates.
+    most: tasks before the one that is asked again, at most; 0: none, nor a system turn.
+  """
+  while True:
+    task = _task(rng)
+    told = _told(rng, task)
+    if told is not None:
+      break
+  wanted, tried, solution, feedback = told
+  before = proposals(rng, most) if most and rng.random() < 0.35 else None
+  messages, tools = (list(before.messages), before.tools) if before else _begin(rng) if most else ([], False)
+  messages.append({'role': 'user', 'content': task.ask})
+  form = rng.random()
+  if form < 0.2:  # In the same turn, as feedback outside of sessions.
+    attempt = tried if rng.random() < 0.3 else None
+    messages = reprompt(messages, solution, feedback, config, attempt)
+  else:
+    if form < 0.6:
+      messages.append({'role': 'assistant', 'content': tried})
+    messages = reprompt([*messages, {'role': 'user', 'content': ''}], solution, feedback, config)
+    if rng.random() < 0.5:
+      messages[-1]['content'] = messages[-1]['content'].strip()
+  stumbles = tried != wanted and rng.random() < 0.35
+  messages.append({'role': 'assistant', 'content': tried if stumbles else wanted})
+  return Lesson(messages, tools, [len(messages) - 1], wanted if stumbles else None)
+
+
+def _told(rng: random.Random, task: Task) -> tuple[str, str, str | None, str | None] | None:
+  """Returns the call that follows, the one that was tried, and what is said: a call that is right, or words.
+
+  None: it would be about what is held out.
+  """
+  labels = [way.label for way in KINDS[task.kind].ways]
+  held_out = HELD_OUT.get(task.kind)
+  tried = tasks.propose(rng, task.kind)
+  kind = rng.choices(('wanted', 'demonstration', 'avoid', 'missing', 'slot', 'other'), (45, 17, 6, 6, 8, 18))[0]
+  if kind in ('wanted', 'demonstration'):
+    allowed = [label for label in labels if label != held_out]
+    wanted = rng.choice([label for label in allowed if label != tried] or allowed)
+    if kind == 'demonstration':
+      return task.text(wanted), task.text(tried), task.text(wanted), None
+    return task.text(wanted), task.text(tried), None, tasks.correction(rng, wanted, tried)
+  if kind == 'other':  # About something else: it changes nothing.
+    elsewhere = rng.choice([name for name in KINDS if not {w.label for w in KINDS[name].ways} & set(labels)])
+    theirs = [way.label for way in KINDS[elsewhere].ways]
+    said = tasks.correction(rng, rng.choice(theirs), rng.choice(theirs))
+    wanted = tasks.propose(rng, task.kind)
+    return task.text(wanted), task.text(tried), None, said
+  if kind == 'slot':
+    slots = [name for name in ('file', 'folder', 'symbol') if f'{{{name}}}' in str(KINDS[task.kind].ways[0].arguments)]
+    if not slots:
+      return None
+    slot = rng.choice(slots)
+    meant = dataclasses.replace(task, slots={**task.slots, slot: tasks.draw(rng, task.kind).slots[slot]})
+    said = rng.choice(('I meant {}', 'with {} please', 'it is {}')).format(meant.slots[slot])
+    return meant.text(tried), task.text(tried), None, said
+  if len(labels) < 2:
+    return None
+  program = KINDS[task.kind].way(tried).program
+  if kind == 'missing' and (program is None or sum(way.program == program for way in KINDS[task.kind].ways) > 1):
+    return None
+  wanted = tasks.propose(rng, task.kind, avoid=tried)
+  if wanted == held_out and [label for label in labels if label not in (tried, held_out)] == []:
+    return None
+  said = (
+    rng.choice(_MISSING).format(program=program) if kind == 'missing' else rng.choice(tasks.AVOID).format(tried=tried)
+  )
+  return task.text(wanted), task.text(tried), None, said
+
+
+def _task(rng: random.Random) -> Task:
+  return tasks.draw(rng, rng.choice(list(KINDS)))
+
+
+def _begin(rng: random.Random) -> tuple[Messages, bool]:
+  """Returns what a conversation begins with, and whether there are tools: mostly a system turn, of known or other words."""
+  draw = rng.random()
+  if draw < 0.55:
+    return [{'role': 'system', 'content': rng.choice(SYSTEMS)}], True
+  if draw < 0.65:
+    words = ' '.join(rng.choice(_task(rng).ask.split()) for _ in range(rng.randint(1, 12)))
+    return [{'role': 'system', 'content': words}], True
+  return [], draw < 0.85

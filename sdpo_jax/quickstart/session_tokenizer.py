@@ -1,0 +1,78 @@
+"""The tokenizer of the tiny agent: every word and every run of punctuation of its lessons is one token, other text is bytes.
+
+It is made without training: byte-level, with a vocabulary that holds whole pieces. A word is the same token wherever it
+stands, in a question, a correction and a call, so that the model can copy it; white space goes with punctuation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+import json
+import pathlib
+import re
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+from sdpo_jax.quickstart.tokenizer import END, END_OF_TEXT, START
+
+OPEN, CLOSE = '<tool_call>', '</tool_call>'  # Text that models write, as in Qwen3: no special tokens.
+# Of the tools the prompt has the names alone. Turns of tools are like those of users.
+CHAT_TEMPLATE = (
+  "{%- set told = messages[0]['content'] if messages and messages[0]['role'] == 'system' else '' %}"
+  "{%- if told or tools %}{{ '<|im_start|>system\\n' + told }}"
+  "{%- if tools %}{{ ('\\n' if told else '') + 'Tools:' }}"
+  "{%- for tool in tools %}{{ ' ' + (tool['function'] or tool)['name'] }}{%- endfor %}{%- endif %}"
+  "{{ '<|im_end|>\\n' }}{%- endif %}"
+  '{%- for message in messages %}'
+  "{%- if message['role'] != 'system' or not loop.first %}"
+  "{{ '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}"
+  "{%- for call in message['tool_calls'] or [] %}{%- set call = call['function'] or call %}"
+  "{{ ('\\n' if message['content'] or not loop.first else '') + '<tool_call>\\n{\"name\": \"' + call['name'] }}"
+  "{{ '\", \"arguments\": ' + (call['arguments'] if call['arguments'] is string else call['arguments'] | tojson) }}"
+  "{{ '}\\n</tool_call>' }}{%- endfor %}"
+  "{{ '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
+  "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+# A digit; a word, with the ending of a file's name; a run of all else.
+_PIECES = r'\p{N}|[\p{L}_]+(?:\.py\b)?|[^\p{L}\p{N}_]+'
+
+
+def _splitter(sentences: Sequence[str]) -> pre_tokenizers.PreTokenizer:
+  pieces = '|'.join([*map(re.escape, sentences), _PIECES])
+  return pre_tokenizers.Sequence(
+    [
+      pre_tokenizers.Split(Regex(pieces), 'isolated'),
+      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+  )
+
+
+def make(texts: Iterable[str], sentences: Sequence[str]) -> Tokenizer:
+  """Returns a tokenizer in which every piece of the texts is one token, and so is each of some sentences."""
+  splitter, pieces = _splitter(sentences), set()
+  for text in texts:
+    pieces.update(piece for piece, _ in splitter.pre_tokenize_str(text))
+  specials, letters = [END_OF_TEXT, START, END, OPEN, CLOSE], sorted(pre_tokenizers.ByteLevel.alphabet())
+  names = [*specials, *letters, *sorted(pieces - set(letters))]
+  tokenizer = Tokenizer(BPE({name: number for number, name in enumerate(names)}, [], ignore_merges=True))
+  tokenizer.pre_tokenizer = splitter
+  tokenizer.decoder = decoders.ByteLevel()
+  tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in specials[:3]])
+  tokenizer.add_tokens([AddedToken(name, normalized=False) for name in specials[3:]])
+  return tokenizer
+
+
+def save(tokenizer: Tokenizer, directory: pathlib.Path) -> None:
+  """Writes tokenizer.json and tokenizer_config.json, as transformers.AutoTokenizer reads them."""
+  tokenizer.save(str(directory / 'tokenizer.json'))
+  values = {
+    'tokenizer_class': 'PreTrainedTokenizerFast',
+    'chat_template': CHAT_TEMPLATE,
+    'eos_token': END,
+    'pad_token': END_OF_TEXT,
+    'additional_special_tokens': [START],
+    'clean_up_tokenization_spaces': False,
+    'model_max_length': 1024,
+  }
+  (directory / 'tokenizer_config.json').write_text(json.dumps(values, indent=2) + '\n', encoding='utf-8')
