@@ -667,7 +667,7 @@ def test_examples_are_written_anew_for_another_tokenizer(ada, script, service, m
   assert [message['role'] for message in example.messages] == ['system', 'user', 'assistant', 'tool']
   moved = dataclasses.replace(example, tokenizer='another', prompt_tokens=(1,), tokens=(1,), teacher_prompt=(1,))
   asked = []
-  monkeypatch.setattr(ada, 'feedback', lambda adapter, expected, request: asked.append(request) or stop())
+  monkeypatch.setattr(ada, 'feedback', lambda adapter, expected, request, **_: asked.append(request) or stop())
 
   def stop():
     raise Cancelled('Enough is known.')
