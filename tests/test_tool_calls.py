@@ -63,10 +63,23 @@ def test_whole_answers_are_calls(tag):
     (tagged('{"name": "read", "parameters": {}}'), "and not 'parameters'"),
     (tagged('[' * 100_000), 'JSON'),
     (tagged('{"name": "a"}') * 40, 'more than 32 tool calls'),
+    (tagged('{"name": "a", "arguments": {"n": ' + '1' * 5000 + '}}'), 'not valid JSON: it holds a number of too many'),
+    (tagged('{"name": "a", "arguments": {"n": ' + '[' * 200 + ']' * 200 + '}}'), "'a' holds objects and lists in more"),
+    (tagged('{"name": "a", "arguments": {"n": [1e999]}}'), "'a' holds a number that is not finite"),
+    (tagged('{"name": "a", "arguments": {"n": {"m": NaN}}}'), "'a' holds a number that is not finite"),
+    (tagged('{"name": "a", "arguments": {"n": ["\\ud800"]}}'), "'a' holds half of a character"),
+    (tagged('{"name": "a", "arguments": {"\\udfff": 1}}'), "'a' holds half of a character"),
+    (tagged('{"name": "\\ud800", "arguments": {}}'), 'holds half of a character'),
   ],
 )
 def test_what_is_no_call_is_said(text, fault):
   assert fault in read_calls(text, 'hermes').fault
+
+
+def test_a_whole_answer_may_be_no_call_for_the_same_reasons():
+  text = '{"name": "a", "parameters": {"n": ' + '1' * 5000 + '}}'
+  assert 'a number of too many digits' in read_calls(text, 'llama3').fault
+  assert 'half of a character' in read_calls('{"name": "a", "parameters": {"n": "\\ud83d"}}', 'llama3').fault
 
 
 def test_nothing_after_a_fault_is_a_call():

@@ -43,6 +43,12 @@ def test_scores_of_1024_tokens_with_k_100_are_as_small_as_they_are_to_be():
   assert len(small) <= 0.5e6
 
 
+def test_whatever_was_kept_can_be_answered():
+  said = errors.as_json({'text': 'é\ud800', 'number': np.inf, 'whole': 'é'})
+  assert json.loads(said) == {'text': 'é\ud800', 'number': None, 'whole': 'é'}
+  assert errors.as_json('é') == '"é"'.encode()
+
+
 def test_columns_give_log_probs_to_half_a_unit():
   [row] = rows = [scored(7, 5, 264, ids=3)]
   [said] = json.loads(json.dumps(score_formats.as_columns(rows)))

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import dataclasses
 import json
+import math
 import re
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from sdpo_jax.errors import UserError, short_repr
 
 Form = Literal['hermes', 'llama3']
 MAX_CALLS = 32  # Of one answer.
+MAX_DEPTH = 64  # Of objects and lists in each other in the arguments of a call.
 # What a template of another form has in it, and whose form that is.
 _OTHERS = {
   '<function=': "Qwen3-Coder's",
@@ -120,7 +122,7 @@ def _read_tagged(text: str) -> Proposal:
       return _proposal(said, calls, f'There are more than {MAX_CALLS} tool calls in one answer.')
     try:
       call = _call(json.loads(content), 'arguments')
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
       return _proposal(said, calls, f'A tool call is not valid JSON: {_reason(error)}.')
     if isinstance(call, str):
       return _proposal(said, calls, call)
@@ -140,7 +142,7 @@ def _read_whole(text: str) -> Proposal:
       return _proposal([said.strip()], calls, f'There are more than {MAX_CALLS} tool calls in one answer.')
     try:
       found, position = _DECODER.raw_decode(content, position)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
       return _proposal([said.strip()], calls, f'A tool call is not valid JSON: {_reason(error)}.')
     if not calls and not (isinstance(found, dict) and 'name' in found):
       return Proposal(text.strip(), (), None)  # An answer in JSON that calls nothing.
@@ -161,7 +163,35 @@ def _call(found: Any, key: str) -> ToolCall | str:
   arguments = found.get(key, {})
   if not isinstance(arguments, dict):
     return f'The {key} of the tool call {short_repr(found["name"])} must be an object, not {short_repr(arguments)}.'
+  if flaw := flaw_of(found['name']) or flaw_of(arguments):
+    return f'The tool call {short_repr(found["name"])} holds {flaw}.'
   return ToolCall(found['name'], arguments)
+
+
+def flaw_of(value: Any) -> str | None:
+  """Returns what in a value that was read as JSON could not be kept, sent or shown; None: nothing."""
+  left = [(value, 0)]
+  while left:
+    found, depth = left.pop()
+    if depth > MAX_DEPTH:
+      return f'objects and lists in more than {MAX_DEPTH} others'
+    if isinstance(found, float) and not math.isfinite(found):
+      return 'a number that is not finite'
+    if isinstance(found, str) and not _is_whole(found):
+      return 'half of a character'
+    if isinstance(found, Mapping):
+      left += [(each, depth + 1) for each in (*found, *found.values())]
+    elif isinstance(found, list):
+      left += [(each, depth + 1) for each in found]
+  return None
+
+
+def _is_whole(text: str) -> bool:
+  try:
+    text.encode()
+  except UnicodeEncodeError:
+    return False
+  return True
 
 
 def _proposal(said: Sequence[str], calls: Sequence[ToolCall], fault: str | None) -> Proposal:
@@ -171,4 +201,4 @@ def _proposal(said: Sequence[str], calls: Sequence[ToolCall], fault: str | None)
 def _reason(error: Exception) -> str:
   if isinstance(error, json.JSONDecodeError):
     return f'{error.msg} at character {error.pos + 1}'
-  return 'it is nested too deeply'
+  return 'it is nested too deeply' if isinstance(error, RecursionError) else 'it holds a number of too many digits'

@@ -9,6 +9,7 @@ from typing import Any
 
 from sdpo_jax.errors import short_repr
 from sdpo_jax.serving.errors import InvalidRequest
+from sdpo_jax.serving.tool_calls import flaw_of
 
 LONGEST_TEXT = 1_000_000  # Characters of a text of a request.
 
@@ -27,7 +28,7 @@ def text(value: Any, field: str, *, longest: int = LONGEST_TEXT) -> str:
   """Returns a text; raises InvalidRequest."""
   if not isinstance(value, str) or len(value) > longest:
     raise InvalidRequest(f'{field} must be a text of up to {longest} characters, not {short_repr(value)}.', field=field)
-  return value
+  return _sound(value, field)
 
 
 def optional_text(value: Any, field: str) -> str | None:
@@ -80,6 +81,14 @@ def finite(value: Any, field: str) -> float:
 def jsonable(value: Any, field: str) -> Any:
   """Returns a value as JSON has it; raises InvalidRequest for what JSON cannot hold."""
   try:
-    return json.loads(json.dumps(value, allow_nan=False))
+    found = json.loads(json.dumps(value, allow_nan=False))
   except (TypeError, ValueError, RecursionError) as error:
     raise InvalidRequest(f'{field} holds what JSON cannot: {error}.', field=field) from error
+  return _sound(found, field)
+
+
+def _sound(value: Any, field: str) -> Any:
+  """Returns a value; raises InvalidRequest for what could not be tokenised, kept or answered."""
+  if flaw := flaw_of(value):
+    raise InvalidRequest(f'{field} holds {flaw}.', field=field)
+  return value

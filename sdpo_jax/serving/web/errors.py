@@ -45,12 +45,16 @@ _OPENAI_TYPES = {
 
 
 def as_json(value: Any) -> bytes:
-  """Returns a value as compact JSON; numbers that are not finite are null."""
+  """Returns a value as compact JSON; numbers that are not finite are null, and halves of characters escaped."""
   write = functools.partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(',', ':'))
   try:
     return write(value).encode()
   except (TypeError, ValueError):  # Arrays, or such numbers: looking at each value takes far longer than writing it.
-    return write(jsonable(value)).encode()
+    text = write(jsonable(value))
+  try:
+    return text.encode()
+  except UnicodeEncodeError:
+    return json.dumps(json.loads(text), separators=(',', ':')).encode()
 
 
 class MethodNotAllowed(ServiceError):
