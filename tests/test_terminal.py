@@ -197,6 +197,8 @@ never bash rm *
     ('read', {'path': 'secrets/key'}, 'never'),
     ('read', {'path': './secrets/../secrets/key'}, 'never'),
     ('read', {'path': 'link/key'}, 'never'),
+    ('read', {'path': 'far/../alias'}, 'never'),  # The tools read `alias`, and not what is beside that folder.
+    ('read', {'path': 'far/../a.py'}, 'allow'),
     ('read', {'path': 'a\0b'}, 'allow'),
     ('write', {'path': 'docs/a.md', 'content': ''}, 'allow'),
     ('write', {'path': 'docs/deep/a.md', 'content': ''}, 'ask'),
@@ -212,6 +214,10 @@ never bash rm *
     ('bash', {'command': 'rg `reboot`'}, 'ask'),
     ('bash', {'command': 'rg x > a'}, 'ask'),
     ('bash', {'command': 'rg x\nreboot'}, 'ask'),
+    ('bash', {'command': "rg ${x:=$'\\x24\\x28reboot\\x29'} ${x@P}"}, 'ask'),
+    ('bash', {'command': "rg ${x:=a[$'\\x24\\x28reboot\\x29']} $[x]"}, 'ask'),
+    ('bash', {'command': 'X=y rg x'}, 'ask'),
+    ('bash', {'command': 'git -c core.pager=reboot status $PWD'}, 'ask'),
     ('bash', {'command': 'make test && make lint'}, 'allow'),
     ('bash', {'command': 'make test && make lint && reboot'}, 'ask'),
     ('bash', {'command': 'git status'}, 'allow'),
@@ -225,6 +231,9 @@ def test_the_first_rule_that_matches_decides(tmp_path, tool, arguments, verb):
   (tmp_path / 'secrets').mkdir()
   (tmp_path / 'link').symlink_to('secrets')
   (tmp_path / 'docs' / 'link.md').symlink_to('../a.py')
+  (tmp_path / 'alias').symlink_to('secrets/key')
+  (tmp_path / 'docs' / 'deep').mkdir()
+  (tmp_path / 'far').symlink_to('docs/deep')
   policy = policies.Policy(policies.parse(RULES, 'rules'))
   assert policy.verdict(tool, arguments, tmp_path).verb == verb
 
@@ -258,6 +267,7 @@ def test_rules_are_the_same_as_text_and_as_json(tmp_path):
     ('allow * **', 'line 1: a rule that allows names its tool'),
     ('[{"rule": "allow", "tol": "x"}]', 'rule 1: a rule has rule, tool and pattern'),
     ('[{"rule": "never", "tool": "read", "pattern": 1}]', 'rule 1: the pattern must be a text, not 1'),
+    ('[{"rule": "never", "tool": ["read"]}]', r"rule 1: there is no tool \['read'\]"),
     ('[', 'rules is not JSON'),
   ],
 )

@@ -218,6 +218,15 @@ def test_always_is_for_this_session(world):
   assert (world.files / 'a.py').read_text() == 'x = 2\n'
 
 
+def test_always_takes_a_star_in_a_call_as_it_stands(world):
+  star, other = (call('grep', pattern='x', path=name) for name in ('*', 'a'))
+  (world.files / '*').write_text('x')
+  with SessionServer(star, star, other, 'Done.') as server:
+    done = world.hold(server, 'Search', 'a', '*', 'y', '/policy')
+    assert len(server.decisions()) == 3
+  assert done.inputs.asked.count('yaneq') == 2 and 'allow grep * (as it stands)   (added' in done.out()
+
+
 def test_what_a_model_writes_steers_no_terminal(world):
   evil = '\x1b]0;title\x07\x1b[2K\rls\u202e'
   answer = evil + call('write', path=f'a{evil}', content=evil) + call(evil) + call('read', path='a', x=evil)

@@ -12,7 +12,7 @@ rule a line; `#` begins a comment:
 As JSON: `[{"rule": "allow", "tool": "read", "pattern": "**"}, {"rule": "never", "tool": "bash"}]`.
 
 A pattern is about the path of a call; of `glob` about its pattern, of `bash` about the whole command. In a path `*` and `?`
-do not match a slash, `**` does. In a command `*` stands for anything but what joins, redirects or nests commands, so that
+do not match a slash, `**` does. In a command `*` stands for anything but what joins, redirects, nests or expands, so that
 `allow bash rg *` does not allow `rg x; rm -r .`.
 """
 
@@ -32,8 +32,9 @@ from sdpo_jax.errors import UserError, first_line, short_repr
 Verb = Literal['allow', 'ask', 'never']
 ANY = '*'  # The name that stands for all tools.
 _VERBS = ('allow', 'ask', 'never')
-# With these a command runs, reads or writes something else than what its first word says.
-_JOINS = '&;|<>()`\n\r\0'
+# With these a command runs, reads or writes something else than what its first word says. A dollar is enough by itself:
+# `${x:=$'\\x24\\x28ls\\x29'} ${x@P}` and `$[x]` run what the value of a variable says.
+_JOINS = '&;|<>()`$\n\r\0'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +44,12 @@ class Rule:
   verb: Verb
   tool: str = ANY
   pattern: str | None = None  # None: all calls of the tool.
+  exact: bool = False  # Whether the pattern stands for itself, also where it has a * in it.
 
   def __str__(self) -> str:
     words = [self.verb] if self == Rule(self.verb) else [self.verb, self.tool]
-    return ' '.join(words if self.pattern is None else [*words, self.pattern])
+    said = ' '.join(words if self.pattern is None else [*words, self.pattern])
+    return f'{said} (as it stands)' if self.exact and {*'*?'} & {*(self.pattern or '')} else said
 
   def matches(self, tool: str, subjects: Sequence[str]) -> bool:
     """Returns whether the rule is about a call.
@@ -59,7 +62,9 @@ class Rule:
       return False
     if self.pattern is None:
       return True
-    if tool == 'bash':
+    if self.exact:
+      whole = re.compile(re.escape(self.pattern))
+    elif tool == 'bash':
       whole = _command_pattern(self.pattern, narrow=self.verb == 'allow')
     else:
       whole = _path_pattern(self.pattern)
@@ -113,11 +118,13 @@ def subjects_of(tool: str, arguments: Mapping[str, Any], workspace: pathlib.Path
   path = os.path.join(root, arguments.get('path', '.'))
   if '\0' in path:  # No tool takes it.
     return [path]
-  return sorted({os.path.relpath(path, root), os.path.relpath(os.path.realpath(path), root)})
+  # `link/..` is taken away by its text first, as the tools do.
+  name = os.path.relpath(path, root)
+  return list(dict.fromkeys((name, os.path.relpath(os.path.realpath(os.path.join(root, name)), root))))
 
 
 def suggestion(tool: str, arguments: Mapping[str, Any], workspace: pathlib.Path) -> str:
-  """Returns the pattern of a rule that allows a call and nothing else: its path, or its command."""
+  """Returns the pattern of a rule that allows a call and, if `exact`, nothing else: its path, or its command."""
   return subjects_of(tool, arguments, workspace)[0]
 
 
@@ -162,7 +169,7 @@ def make_rule(verb: Any, tool: Any, pattern: Any, where: str) -> Rule:
   """Returns a rule; raises UserError if it is none."""
   if verb not in _VERBS:
     raise UserError(f'{where}: a rule begins with allow, ask or never, not {short_repr(verb)}.')
-  if tool != ANY and tool not in TOOLS:
+  if not isinstance(tool, str) or (tool != ANY and tool not in TOOLS):
     raise UserError(f'{where}: there is no tool {short_repr(tool)}; there are {", ".join(TOOLS)}, and * for all.')
   if pattern is not None and not (isinstance(pattern, str) and pattern):
     raise UserError(f'{where}: the pattern must be a text, not {short_repr(pattern)}.')

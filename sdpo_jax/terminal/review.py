@@ -232,6 +232,8 @@ class Reviewer:
     pattern = pattern or self._inputs.line(f'Always allow {proposed.name} with this pattern: ', default)
     try:
       rule = make_rule('allow', proposed.name, pattern, 'This rule')
+      # What stands in the call is no wildcard: `rm *.pyc` must not allow `rm -r src a.pyc`.
+      rule = dataclasses.replace(rule, exact=pattern == default)
     except UserError as error:
       self._screen.say(str(error), 'wrong')
       return False
