@@ -1,11 +1,28 @@
-"""A proposal while it is drawn: drafts, where they were asked for, and at the end the turn."""
+"""Proposals: what they answer, and what comes of them while they are drawn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from sdpo_jax.environments.thinking import without_thinking
+from sdpo_jax.errors import short_repr
+from sdpo_jax.serving import prompts
+from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.sampling import SampleDone, SampleDraft, Sampling
+from sdpo_jax.serving.sessions import archive, teaching
+from sdpo_jax.serving.sessions.conversation import Asked, Dialogue
+from sdpo_jax.serving.sessions.ledger import Held, Ledger
 from sdpo_jax.serving.sessions.records import SessionTurn
+from sdpo_jax.serving.store import session_tables
+from sdpo_jax.serving.targets import Target
+from sdpo_jax.serving.tool_calls import read_calls
+from sdpo_jax.types import Messages
+
+if TYPE_CHECKING:
+  from sdpo_jax.serving.account import Account
+
+_ROLES = ('user', 'assistant', 'tool')
 
 
 class Proposing:
@@ -38,3 +55,116 @@ class Proposing:
   def cancel(self) -> None:
     """Ends it."""
     self._sampling.cancel()
+
+
+def new_messages(held: Held, messages: Sequence[Mapping[str, Any]]) -> Messages:
+  """Returns the messages that a proposal is asked for with."""
+  if not messages:
+    return []
+  new = prompts.conversation(messages)
+  begins = not held.turns and held.session.settings.system is None
+  for number, message in enumerate(new):
+    if message['role'] not in _ROLES and not (begins and number == 0 and message['role'] == 'system'):
+      raise InvalidRequest(
+        f'messages[{number}] has the role {short_repr(message["role"])}: messages of a session are of the user or a tool; '
+        'its system message is a setting.',
+        field=f'messages[{number}].role',
+      )
+  if new[-1]['role'] not in ('user', 'tool'):
+    raise InvalidRequest('The last message must be of the user or a tool: it is to be answered.', field='messages')
+  answered = held.answered
+  if answered is not None and answered.results and any(message['role'] == 'tool' for message in new):
+    raise InvalidRequest(
+      f'The results of turn {answered.n} are in the conversation already: leave the messages of tools out.',
+      field='messages',
+    )
+  return new
+
+
+def next_prompt(held: Held, dialogue: Dialogue, new: Messages) -> Asked:
+  """Returns the prompt of the next proposal."""
+  answered = held.answered
+  pending: Messages = [] if answered is None else [teaching.result_message(each) for each in answered.results]
+  for turn in held.turns[0 if answered is None else 1 :]:
+    pending += [dict(message) for message in turn.messages]
+  pending += new
+  if not pending:
+    raise InvalidRequest(
+      'There is nothing to answer: send a message of the user, or the results of the tools.', field='messages'
+    )
+  if answered is None:
+    return dialogue.begin(pending)
+  return dialogue.after(answered.prompt_tokens, answered.answer_tokens, pending)
+
+
+def draw(
+  account: Account,
+  ledger: Ledger,
+  held: Held,
+  dialogue: Dialogue,
+  prompt: Sequence[int],
+  seed: int | None,
+  drafts: bool,
+  *,
+  number: int,
+  messages: Messages,
+  joins: bool = True,
+) -> Proposing:
+  """Draws the answer to a prompt.
+
+  Args:
+    account: of the owner.
+    ledger: where the turn is kept.
+    held: the session.
+    dialogue: its conversation.
+    prompt: token ids.
+    seed: of the proposal; None: another one every time.
+    drafts: yield drafts, too.
+    number: of the turn.
+    messages: that came before it.
+    joins: keep it, as the session's newest turn.
+
+  Raises:
+    InvalidRequest: the prompt is too long.
+    ServiceError, UserError: as `Account.sample`.
+  """
+  session, service = held.session, account.service
+  if len(prompt) > service.max_prompt:
+    named = f' {session.settings.title!r}' if session.settings.title else ''
+    raise InvalidRequest(
+      f'The conversation{named} has {len(prompt)} tokens, and {service.max_prompt} are read at most '
+      '(serve.prompt_buckets): open a new session, and begin it with what matters of this one.',
+      field='messages',
+    )
+  target = Target(adapter := account.adapter(session.adapter), adapter.head)
+  options = session.settings.options(seed, [dialogue.turn_end])
+  sampling = account.sample(target, prompt, options=options, drafts=drafts)
+
+  def finish(done: SampleDone) -> SessionTurn:
+    sample = done.sample
+    text = dialogue.text_of(sample.tokens, options.stop, sample.text)
+    proposal = read_calls(text, session.tool_form) if session.tool_form else None
+    calls, fault = ((), None) if proposal is None else (tuple(proposal.calls), proposal.fault)
+    turn = SessionTurn(
+      n=number,
+      messages=tuple(dict(message) for message in messages),
+      version=adapter.head,
+      sample_id=sample.id,
+      prompt_tokens=list(prompt),
+      tokens=list(sample.tokens),
+      log_probs=sample.log_probs,
+      text=text,
+      said=without_thinking(text).strip() if proposal is None else proposal.text,
+      calls=calls,
+      fault=fault,
+      status='open' if calls or fault or not joins else 'answered',
+      reused_tokens=sampling.reused(done.index),
+      created=service.clock(),
+    )
+    if joins:
+      with ledger.writing() as rows:
+        ledger.advance(rows, held)
+        session_tables.put_turn(rows, session.id, session.adapter, archive.turn_row(turn))
+    return turn
+
+  return Proposing(sampling, finish)

@@ -232,19 +232,19 @@ def reconcile(database: Database, adapter: str | None = None) -> int:
   noted = 0
   for id, head in waiting:
     open_ones = {(row.session, row.n, row.kind) for row in examples(database, id, state='waiting')}
-    for known in database.versions(id):
-      if known.number <= head or known.manifest is None:
-        continue
-      version = known.manifest.version
-      source = version.details.get(SOURCE)
-      if not isinstance(source, Mapping) or version.reason != 'feedback':
+    query = (
+      "SELECT number, details FROM versions WHERE adapter = ? AND number > ? AND reason = 'feedback' ORDER BY number"
+    )
+    for number, details in database.read(query, (id, head)):
+      source = json.loads(details).get(SOURCE)
+      if not isinstance(source, Mapping):
         continue
       named = [(source['id'], n, kind) for n, kind in source['examples']]
       if open_ones.isdisjoint(named):
         continue
       said = {
-        'version_before': version.number - 1,
-        'version_after': version.number,
+        'version_before': number - 1,
+        'version_after': number,
         'accepted': True,
         'reason': None,
         'turns': list(source['turns']),
@@ -255,7 +255,7 @@ def reconcile(database: Database, adapter: str | None = None) -> int:
         'seconds': None,
       }
       with database.writing(full=True) as rows:
-        note_learned(rows, named, version.number, said)
+        note_learned(rows, named, number, said)
       noted += 1
   return noted
 

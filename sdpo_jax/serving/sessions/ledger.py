@@ -1,0 +1,129 @@
+"""What is kept of the sessions of an owner: looked up with the owner, and changed by one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+import contextlib
+import dataclasses
+import sqlite3
+from typing import TYPE_CHECKING
+
+from sdpo_jax.errors import short_repr
+from sdpo_jax.serving.errors import NotFound, TurnConflict
+from sdpo_jax.serving.sessions import archive
+from sdpo_jax.serving.sessions.conversation import Dialogue
+from sdpo_jax.serving.sessions.records import AgentSession, SessionTurn
+from sdpo_jax.serving.store import session_tables
+from sdpo_jax.serving.store.session_tables import ExampleRow, SessionRow
+
+if TYPE_CHECKING:
+  from sdpo_jax.serving.account import Account
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+  """A session as it is now."""
+
+  session: AgentSession
+  row: SessionRow
+  turns: Sequence[
+    SessionTurn
+  ]  # From the newest one that is part of the conversation on; from the first one if none is.
+
+  @property
+  def newest(self) -> SessionTurn | None:
+    return self.turns[-1] if self.turns else None
+
+  @property
+  def number(self) -> int:
+    """Of the newest turn."""
+    return self.turns[-1].n if self.turns else -1
+
+  @property
+  def answered(self) -> SessionTurn | None:
+    """The newest turn that is part of the conversation."""
+    return self.turns[0] if self.turns and self.turns[0].joins else None
+
+
+class Ledger:
+  """The sessions of an owner's adapters as the store has them."""
+
+  def __init__(self, account: Account):
+    """Makes it for one request of an owner."""
+    self._account, self._service = account, account.service
+    self._database = account.service.store.database
+
+  def row(self, adapter: str, session: str) -> SessionRow:
+    """Returns a session as it is kept; raises NotFound for what is another owner's."""
+    known = self._account.adapter(adapter)
+    row = session_tables.session(self._database, known.id, session)
+    if row is None:
+      raise NotFound(f'There is no session {short_repr(session)} of {adapter}.')
+    return row
+
+  def held(self, adapter: str, session: str) -> Held:
+    """Returns a session as it is now; raises NotFound."""
+    row = self.row(adapter, session)
+    turns: list[SessionTurn] = []
+    while not turns or not turns[-1].joins:
+      before = turns[-1].n if turns else 2**62
+      found = session_tables.turns_back(self._database, session, before, 1)
+      if not found:
+        break
+      turns.append(archive.turn_of(found[0]))
+    return Held(archive.session_of(row, self._account.owner), row, turns[::-1])
+
+  def settled(self, adapter: str, session: str) -> Held:
+    """Returns a session as it is, once it is noted what was learned of it already."""
+    self.row(adapter, session)  # Also ends doubts of the store about the adapter's versions.
+    session_tables.reconcile(self._database, adapter)
+    return self.held(adapter, session)
+
+  def turn(self, held: Held, n: int) -> SessionTurn:
+    """Returns a turn; raises NotFound."""
+    row = session_tables.turn(self._database, held.session.id, n) if 0 <= n <= held.number else None
+    if row is None:
+      raise NotFound(f'There is no turn {short_repr(n)} of {held.session.id}, whose newest is {held.number}.')
+    return archive.turn_of(row)
+
+  def dialogue(self, session: AgentSession) -> Dialogue:
+    """Returns how the messages of a session become tokens."""
+    service, settings = self._service, session.settings
+    return Dialogue(
+      service.tokenizer,
+      service.chat,
+      system=settings.system,
+      tools=settings.tools,
+      stop_token_ids=service.stop_token_ids,
+    )
+
+  @contextlib.contextmanager
+  def alone(self, session: str) -> Iterator[None]:
+    """Waits until nobody else changes a session."""
+    with self._service.turns.of(('session', session), self._account.call.deadline):
+      self._account.call.check()
+      yield
+
+  @contextlib.contextmanager
+  def writing(self) -> Iterator[sqlite3.Connection]:
+    """Gives a transaction that is on the disk when it ends."""
+    with self._database.writing(full=True) as rows:
+      yield rows
+
+  def change(self, held: Held, turn: SessionTurn, example: ExampleRow | None) -> None:
+    """Keeps what has become of a turn, and what is to be learned of it."""
+    with self.writing() as rows:
+      self.advance(rows, held)
+      session_tables.change_turn(rows, held.session.id, turn.n, archive.record_of(turn), turn.kept_tokens)
+      if example is not None:
+        session_tables.put_example(rows, held.session.adapter, example)
+
+  def advance(self, rows: sqlite3.Connection, held: Held) -> None:
+    """Raises TurnConflict if a session has changed since it was looked at, and NotFound if it is there no more."""
+    if session_tables.advance(rows, held.session.id, held.row.revision):
+      return
+    if session_tables.session(self._database, held.session.adapter, held.session.id) is None:
+      raise NotFound(f'There is no session {held.session.id} any more.')
+    raise TurnConflict(
+      'Something else has changed the session meanwhile: look at its turns, and ask again.', current=held.number
+    )
