@@ -39,7 +39,7 @@ _OTHERS = {
   '<|channel|>': "gpt-oss's",
 }
 _OPEN, _CLOSE = '<tool_call>', '</tool_call>'
-_PYTHON_TAG = '<|python_tag|>'
+PYTHON_TAG = '<|python_tag|>'  # Of Llama 3: before a call that is not the whole answer.
 _ARGUMENTS = {'hermes': 'arguments', 'llama3': 'parameters'}
 _DECODER = json.JSONDecoder()
 _SEPARATOR = re.compile(r'[\s;]*')
@@ -130,12 +130,12 @@ def _read_tagged(text: str) -> Proposal:
 
 
 def _read_whole(text: str) -> Proposal:
-  tagged = _PYTHON_TAG in text
-  said, _, content = text.rpartition(_PYTHON_TAG) if tagged else ('', '', text)
+  tagged = PYTHON_TAG in text
+  said, _, content = text.rpartition(PYTHON_TAG) if tagged else ('', '', text)
   position = _SEPARATOR.match(content).end()
   if not content[position:].startswith('{'):
     fault = 'The answer calls a tool in a form other than {"name": …, "parameters": {…}}.' if tagged else None
-    return Proposal(text.replace(_PYTHON_TAG, '').strip(), (), fault)
+    return Proposal(text.replace(PYTHON_TAG, '').strip(), (), fault)
   calls: list[ToolCall] = []
   while position < len(content):
     if len(calls) == MAX_CALLS:

@@ -20,7 +20,7 @@ from sdpo_jax.serving.sessions.examples import TrainingExample
 from sdpo_jax.serving.sessions.exporting import fingerprint
 from sdpo_jax.serving.sessions.records import LearnedTurns
 from sdpo_jax.serving.store.store import Request, StoredResponse
-from sdpo_jax.serving.tool_calls import Form, ToolCall, form_of, write_call
+from sdpo_jax.serving.tool_calls import PYTHON_TAG, Form, ToolCall, form_of, write_call
 from sdpo_jax.types import Messages
 
 if TYPE_CHECKING:
@@ -181,7 +181,12 @@ def _written(text: str, said: str, calls: Sequence[Mapping[str, Any]], before: s
   """Returns an answer of a model that wrote calls in the form `before`, in the form of this one."""
   if before == form or form is None or not calls:
     return text
-  return '\n'.join(filter(None, (said, *(write_call(_call(call), form) for call in calls))))
+  written = '\n'.join(write_call(_call(call), form) for call in calls)
+  if not said:
+    return written
+  return (
+    f'{said}{PYTHON_TAG}{written}' if form == 'llama3' else f'{said}\n{written}'
+  )  # Or else it would be no call there.
 
 
 def _call(call: Mapping[str, Any]) -> ToolCall:
