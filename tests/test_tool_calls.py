@@ -27,6 +27,7 @@ def test_the_template_says_the_form():
     ('{{ messages }}', 'knows no tools'),
     ('{% if tools %}[TOOL_CALLS]{% endif %}', "Mistral's form"),
     (HERMES + '<function=', "Qwen3-Coder's form"),
+    (HERMES + '<arg_key>', "GLM's form"),
     ('{% if tools %}call them{% endif %}', 'a form that is not known here'),
   ],
 )

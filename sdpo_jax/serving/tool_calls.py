@@ -37,6 +37,9 @@ _OTHERS = {
   '<start_function_call>': "FunctionGemma's",
   '<function_calls>': "Olmo's",
   '<|channel|>': "gpt-oss's",
+  '<arg_key>': "GLM's",
+  '<|tool_call_start|>': "LFM2's",
+  '<|tool_list_start|>': "LFM2's",
 }
 _OPEN, _CLOSE = '<tool_call>', '</tool_call>'
 PYTHON_TAG = '<|python_tag|>'  # Of Llama 3: before a call that is not the whole answer.
