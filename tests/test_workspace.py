@@ -93,6 +93,8 @@ def test_files_are_found(toolbox):
     ('read', {'path': ''}, 'path', 'empty'),
     ('read', {'path': 'a\0b'}, 'path', 'null byte'),
     ('write', {'path': 'src', 'content': ''}, 'path', 'src is a folder'),
+    ('write', {'path': 'src/area.bin', 'content': ''}, 'path', 'src/area.bin is not text in UTF-8'),
+    ('write', {'path': '../outside/a', 'content': ''}, 'path', 'outside of the workspace'),
     ('write', {'path': 'a', 'content': '\ud800'}, 'content', 'half of a character'),
     ('write', {'path': 'a\ud800', 'content': ''}, 'path', 'half of a character at position 1'),
     ('read', {'path': '\ud800'}, 'path', 'half of a character'),
@@ -113,9 +115,35 @@ def test_files_are_found(toolbox):
     ('bash', {'command': 'ls', 'timeout': float('nan')}, 'timeout', 'at least 0.1'),
   ],
 )
-def test_what_cannot_be_done_is_said(toolbox, name, arguments, field, sentence):
+def test_what_cannot_be_done_is_said(toolbox, workspace, name, arguments, field, sentence):
+  (workspace / 'src' / 'area.bin').write_bytes(b'\xff\xfe')
   answer = toolbox.call(name, arguments)
   assert not answer.ok and sentence in answer.text and answer.field == field
+
+
+@pytest.mark.parametrize('content', [b'\xff', b'x' * (tools.MAX_FILE_BYTES + 1)])
+def test_what_cannot_be_shown_is_not_replaced(toolbox, workspace, content):
+  (workspace / 'a').write_bytes(content)
+  with pytest.raises(BadCall, match='not text|more than the'):
+    toolbox.preview('write', {'path': 'a', 'content': 'x'})
+  assert not toolbox.call('write', {'path': 'a', 'content': 'x'}).ok and (workspace / 'a').read_bytes() == content
+
+
+def test_names_of_files_that_are_no_text_are_answers_that_can_be_sent(toolbox, workspace):
+  with open(os.fsencode(workspace) + b'/caf\xe9.md', 'w') as file:
+    file.write('here')
+  answers = [toolbox.call('glob', {'pattern': '*.md'}), toolbox.call('grep', {'pattern': 'here'})]
+  assert [answer.text for answer in answers] == ['caf\\udce9.md', 'caf\\udce9.md:1:here']
+
+
+def test_a_workspace_that_commands_cannot_have_is_an_answer(workspace, shell, monkeypatch):
+  def fail(path):
+    raise PermissionError(13, 'Permission denied', 'closed')
+
+  _, made = shell
+  monkeypatch.setattr('sdpo_jax.environments.workspace.shell.shared_files', fail)
+  answer = Toolbox(workspace, made).call('bash', {'command': 'ls'})
+  assert not answer.ok and 'could not be run: The workspace' in answer.text and 'closed' in answer.text
 
 
 def test_a_line_that_looks_like_the_missing_text_is_named(toolbox):

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from sdpo_jax.environments.workspace.folder import Folder, PathError
 from sdpo_jax.environments.workspace.shell import Cancelled, Shell
-from sdpo_jax.errors import short_repr
+from sdpo_jax.errors import UserError, short_repr
 
 SEARCH, SEARCH_S = pathlib.Path(__file__).with_name('search_child.py'), 10.0
 MAX_FILE_BYTES = 4 * 2**20
@@ -211,7 +211,8 @@ class Toolbox:
       if name == 'bash':
         return self._bash(**checked, cancelled=cancelled)
       run: Callable[..., str] = getattr(self, f'_{name}')
-      text, dropped = shortened(run(**checked))
+      # Names of files may be bytes that are no text.
+      text, dropped = shortened(run(**checked).encode(errors='backslashreplace').decode())
       return Answer(True, text, dropped=dropped)
     except PathError as error:
       return Answer(False, str(error), field='path')
@@ -246,6 +247,7 @@ class Toolbox:
     return text + (f'\n({left} more lines)' if left else '') if lines else '(The file is empty.)'
 
   def _write(self, path: str, content: str) -> str:
+    self._text_or_empty(path)
     there = self._folder.write(path, encoded(content))
     return f'{"Replaced" if there else "Wrote"} {path}: {len(content.splitlines())} lines.'
 
@@ -329,7 +331,10 @@ class Toolbox:
     assert self._shell is not None
     if '\0' in command:
       raise BadCall("'command' of bash holds a null byte.", 'command')
-    report = self._shell.run(command, wall_s=timeout, cancelled=cancelled)
+    try:
+      report = self._shell.run(command, wall_s=timeout, cancelled=cancelled)
+    except UserError as error:  # A command may have made a folder that nobody can read.
+      return Answer(False, f'The command could not be run: {error}')
     output = report.output.decode(errors='replace')
     text, dropped = shortened(output)
     dropped += report.dropped
@@ -350,10 +355,16 @@ class Toolbox:
       raise PathError(f'{path} is not text in UTF-8.') from error
 
   def _text_or_empty(self, path: str) -> str:
+    """Returns the text of a file, and none of one that is not there; raises PathError for what is no text.
+
+    Nobody could be shown what a call does to that.
+    """
     try:
       return self._text(path)
-    except PathError:
-      return ''
+    except PathError as error:
+      if isinstance(error.__cause__, FileNotFoundError):
+        return ''
+      raise
 
 
 def encoded(text: str) -> bytes:
