@@ -1,9 +1,12 @@
 """The tools of an agent: what they do, what they refuse, and that nothing outside of the workspace changes."""
 
+import fnmatch
 import os
 import pathlib
 import threading
 
+from hypothesis import given
+from hypothesis import strategies as st
 import pytest
 
 from sdpo_jax.environments.workspace import tools
@@ -75,6 +78,44 @@ def test_files_are_found(toolbox):
   assert toolbox.call('grep', {'pattern': 'second', 'path': 'src/deep'}).text == 'src/deep/notes.txt:2:second'
   assert toolbox.call('grep', {'pattern': 'second', 'path': 'src/deep/notes.txt'}).text == 'src/deep/notes.txt:2:second'
   assert toolbox.call('grep', {'pattern': 'second', 'glob': '**/*.py'}).text == '(No line matches.)'
+
+
+def names(pattern, path):
+  """Says whether a path matches, part by part."""
+  if not pattern or not path:
+    return not pattern and not path
+  if pattern[0] == '**':
+    # ** alone at the end stands for a file, too.
+    return names(pattern[1:] or ['*'], path) or (len(path) > 1 and names(pattern, path[1:]))
+  return fnmatch.fnmatchcase(path[0], pattern[0]) and names(pattern[1:], path[1:])
+
+
+PARTS = st.sampled_from(['**', '**', 'a', 'b', '*', 'a*', '?', '[ab]', '[!a]', '[.*]', '[].]', '*.py', '.a', 'a.b'])
+FILE_PARTS = st.sampled_from(['a', 'b', 'ab', '.', 'x.py', '.a', 'a.b', 'axb', '*', ']'])
+
+
+@given(st.lists(PARTS, min_size=1, max_size=6), st.lists(FILE_PARTS, min_size=1, max_size=6))
+def test_patterns_of_paths_match_part_by_part(pattern, path):
+  found = tools._matcher('/'.join(pattern)).fullmatch('/'.join(path)) is not None
+  assert found == names(pattern, path)
+
+
+@given(st.text('ab*?[]!^-.\\\\|&~/(', min_size=1, max_size=12))
+def test_every_pattern_of_paths_is_one(pattern):
+  tools._matcher(pattern).fullmatch('a/b')
+
+
+def test_no_pattern_of_paths_takes_for_ever():
+  assert tools._matcher('**/a/' * 40 + 'b').fullmatch('a/' * 100 + 'c') is None
+  assert tools._matcher('**/' * 300 + 'b').fullmatch('a/' * 100 + 'b') is not None
+
+
+def test_a_search_that_fails_is_an_answer(toolbox, tmp_path, monkeypatch):
+  broken = tmp_path / 'broken.py'
+  broken.write_text('raise MemoryError')
+  monkeypatch.setattr(tools, 'SEARCH', broken)
+  answer = toolbox.call('grep', {'pattern': 'a'})
+  assert not answer.ok and 'has ended with exit code 1' in answer.text and answer.field == 'pattern'
 
 
 @pytest.mark.parametrize(

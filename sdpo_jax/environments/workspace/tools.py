@@ -27,6 +27,7 @@ MAX_ANSWER = 20_000  # Characters of an answer; the middle of a longer one is le
 MAX_MATCHES = 200
 MAX_LINE = 500  # Characters of a line of a search's answer.
 MAX_PATTERN = 1000
+_ANY = re.compile(r'(\\.|\[\^?\]?(?:\\.|[^\]\\])*\])|\.', re.DOTALL)  # A dot that is neither escaped nor in brackets.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,6 +322,10 @@ class Toolbox:
       )
     except subprocess.TimeoutExpired as error:
       raise BadCall(f'The search took more than {SEARCH_S:g} seconds: use a simpler pattern.', 'pattern') from error
+    except subprocess.CalledProcessError as error:  # Some patterns need more memory than there is.
+      raise BadCall(
+        f'The search has ended with exit code {error.returncode}: use a simpler pattern.', 'pattern'
+      ) from error
     found = json.loads(done.stdout)
     if 'wrong' in found:
       raise BadCall(f"'pattern' of grep is no regular expression ({found['wrong']}).", 'pattern')
@@ -403,13 +408,22 @@ def _matcher(pattern: str) -> re.Pattern[str]:
   """Returns the expression of whole paths that match a pattern in which ** stands for any number of folders."""
   if not pattern or len(pattern) > MAX_PATTERN:
     raise BadCall(f"'pattern' must have between 1 and {MAX_PATTERN} characters.", 'pattern')
-  pieces = []
+  blocks: list[list[str]] = [[]]  # Parts of the path between **.
   for part in pattern.removeprefix('./').split('/'):
     if part == '**':
-      pieces.append('(?:[^/]+/)*')
+      blocks.append([])
     else:
-      # fnmatch has * match the slash, too.
-      pieces.append(fnmatch.translate(part).removeprefix('(?s:').removesuffix(')\\Z').replace('.*', '[^/]*') + '/')
-  joined = ''.join(pieces)
-  joined = joined.removesuffix('/') if not pattern.endswith('**') else joined + '[^/]+'
-  return re.compile(joined)
+      blocks[-1].append(f'{_part(part)}/')
+  first, *others = (''.join(block) for block in blocks)
+  if not others:
+    return re.compile(first.removesuffix('/'))
+  *between, last = others
+  # The first place of a block between two ** is as good as any later one: none of them is tried, or some would take years.
+  placed = ''.join(f'(?>(?:[^/]+/)*?{block})' for block in between if block)
+  return re.compile(f'{first}{placed}(?:[^/]+/)*{last.removesuffix("/") or "[^/]+"}')
+
+
+def _part(pattern: str) -> str:
+  """Returns the expression of one part of a path, in which nothing matches a slash."""
+  expression = fnmatch.translate(pattern).removeprefix('(?s:').removesuffix(')\\Z').removesuffix(')\\z')
+  return _ANY.sub(lambda found: found[1] or '[^/]', expression)
