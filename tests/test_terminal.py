@@ -99,6 +99,32 @@ def test_a_large_change_is_shown_whole_and_at_once():
 
 
 @pytest.mark.parametrize(
+  'lengths, pages',
+  [
+    ([1] * 24, [24]),
+    ([1] * 25, [24, 1]),
+    ([80 * 24], [24]),
+    ([80 * 24 + 1], [24, 1]),
+    ([1, 80 * 50, 1], [1, 24, 24, 3]),
+    ([0, 0], [2]),
+  ],
+)
+def test_a_page_is_what_is_seen_at_once(monkeypatch, lengths, pages):
+  monkeypatch.setenv('COLUMNS', '80')
+  monkeypatch.setenv('LINES', '30')
+  screen, left, found = Screen(io.StringIO(), colours=False, paged=True), [Line('x' * each) for each in lengths], []
+  seen = ''
+  while left:
+    shown, left = screen.page_of(left)
+    found.append(sum(max(1, -(-len(line.text) // 80)) for line in shown))
+    seen += ''.join(line.text for line in shown)
+  assert found == pages and seen == 'x' * sum(lengths)
+  wide, _ = screen.page_of([Line('日' * 5000)])
+  assert len(wide[0].text) == 24 * 40
+  assert Screen(io.StringIO(), colours=False, paged=False).page_of([Line('x' * 9999)])[1] == []
+
+
+@pytest.mark.parametrize(
   'environment, terminal, wanted',
   [
     ({'TERM': 'xterm'}, True, True),

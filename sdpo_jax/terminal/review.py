@@ -222,9 +222,9 @@ class Reviewer:
 
   def _page(self, lines: list[Line]) -> list[Line]:
     """Shows a page, and returns what is left."""
-    page = self._screen.page or len(lines)
-    self._screen.show(lines[:page])
-    return lines[page:]
+    shown, left = self._screen.page_of(lines)
+    self._screen.show(shown)
+    return left
 
   def _allowed(self, proposed: Proposed, pattern: str | None) -> bool:
     """Adds a rule that allows a call; returns whether it does."""

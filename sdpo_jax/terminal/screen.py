@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import os
 import shutil
 from typing import NamedTuple, TextIO
 
+from rich.cells import chop_cells
 from rich.console import Console
 from rich.text import Text
 
@@ -57,12 +58,26 @@ class Screen:
     )
     self._draft = ''
 
-  @property
-  def page(self) -> int | None:
-    """Lines that are shown at once; None: all."""
+  def page_of(self, lines: Sequence[Line]) -> tuple[list[Line], list[Line]]:
+    """Returns those of the lines that are seen at once, and those that are left.
+
+    What counts is the rows that they take: of a line that is longer than a page there is a page of it.
+    """
     if not self._paged:
-      return None
-    return max(5, shutil.get_terminal_size().lines - _AROUND)
+      return list(lines), []
+    columns, height = shutil.get_terminal_size()
+    rows, shown, left = max(5, height - _AROUND), [], list(lines)
+    while left and rows > 0:
+      line, *others = left
+      pieces = chop_cells(line.text, max(2, columns)) or ['']
+      if len(pieces) > rows:
+        if not shown:
+          shown.append(line._replace(text=''.join(pieces[:rows])))
+          left = [line._replace(text=''.join(pieces[rows:])), *others]
+        break
+      shown.append(line)
+      left, rows = others, rows - len(pieces)
+    return shown, left
 
   @property
   def width(self) -> int | None:
