@@ -16,7 +16,7 @@ from sdpo_jax import command
 from sdpo_jax.reporting import report
 
 WORKDIR = flags.DEFINE_string('workdir', None, 'Directory of a run, local or gs://.', required=True)
-COMPARE = command.define_list('compare', 'Directories of other runs, to be shown beside it: --compare DIR DIR ….')
+COMPARE = command.define_list('compare', 'Directories of other runs to show beside it, such as --compare DIR DIR')
 OUTPUT = flags.DEFINE_string('output', None, f'File for the page; by default {report.REPORT} in --workdir.')
 MAX_ROLLOUTS = flags.DEFINE_integer('max_rollouts', 10_000, 'Rollouts that the page holds at most.', lower_bound=0)
 FOLLOW = flags.DEFINE_bool('follow', False, 'Write the page anew while the run goes on, until it ends or Ctrl-C.')

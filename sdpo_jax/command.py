@@ -264,18 +264,8 @@ def run(main: Callable[[], int | None]) -> None:
     finally:
       signal.signal(signal.SIGINT, signal.SIG_DFL)  # Nothing is left that Ctrl-C would have to end with a traceback.
 
-  for name in (
-    'config',
-    'help_settings',
-    'coordinator_address',
-    'num_processes',
-    'process_id',
-    'join_timeout_s',
-    'heartbeat_timeout_s',
-    'straggler_timeout_s',
-  ):  # Shown by --help beside the command's own.
-    if name in flags.FLAGS:
-      flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
+  for flag in flags.FLAGS.flags_by_module_dict()[__name__]:  # Shown by --help beside the command's own.
+    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
   app.run(wrapped, flags_parser=_parse)
 
 

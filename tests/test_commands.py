@@ -343,6 +343,7 @@ def test_help_is_for_newcomers(folder):
   helped = dict(zip(names, helped, strict=True))
   assert (short.returncode, short.stdout) == (0, helped['train'].stdout)
   assert '--config' in helped['train'].stdout
+  assert '--compare' in helped['report'].stdout and '--adapter' in helped['evaluate'].stdout
   assert '--config.actor.self_distillation.teacher_update_rate=0.05' in settings.stdout
   assert {line.split('.')[1] for line in section.stdout.splitlines() if line.startswith('--')} == {'trainer'}
   assert (unknown.returncode, unknown.stdout) == (2, '') and "no setting 'nothing-like-it'" in unknown.stderr
