@@ -397,7 +397,7 @@ def test_lines_of_a_script_are_answers():
 
 def test_lines_that_answer_nothing_are_named():
   inputs = script.Script(['y', 'Hello', 'a'], 'file', lambda line: None)
-  with pytest.raises(UserError, match="file, line 1: 'y' decides about a call, and none is proposed"):
+  with pytest.raises(UserError, match="file, line 1: 'y' decides about a call, and none .*write a space before it"):
     inputs.message()
   with pytest.raises(UserError, match="line 2: 'Hello' is no answer to a call; here are: y .approve"):
     inputs.choice({'y': 'approve'})

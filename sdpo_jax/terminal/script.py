@@ -48,7 +48,10 @@ class Script:
       if line.strip() == 'q':
         break
       if _is_decision(line):
-        raise OutOfStep(f'{self._where}: {short_repr(line)} decides about a call, and none is proposed here.')
+        raise OutOfStep(
+          f'{self._where}: {short_repr(line)} decides about a call, and none is proposed here; if it is a text for the '
+          'model, write a space before it.'
+        )
       self._show(f'> {line}')
       return line.strip()
     return None
