@@ -12,7 +12,7 @@ import pytest
 
 from sdpo_jax.environments.workspace.tools import TOOLS
 from sdpo_jax.errors import UserError
-from sdpo_jax.terminal import escaping, extra, history, learned, policies, script
+from sdpo_jax.terminal import escaping, extra, history, learned, policies, program, script
 from sdpo_jax.terminal.changes import diff
 from sdpo_jax.terminal.history import History
 from sdpo_jax.terminal.inputs import Choice
@@ -414,3 +414,12 @@ def test_packages_that_are_missing_are_named_with_the_extra(monkeypatch):
   monkeypatch.setattr(extra, 'PACKAGES', ('rich', 'no_such_package'))
   with pytest.raises(UserError, match=r'needs no_such_package, .*requirements-session.txt.*sdpo_jax\[session\]'):
     extra.check_extra()
+
+
+def test_what_the_command_line_names_is_read_before_a_service_is_asked(tmp_path):
+  (tmp_path / 'work').mkdir()
+  (tmp_path / 'script').write_text('')
+  (tmp_path / 'settings').write_text('{"tools": []}')
+  names = {name: str(tmp_path / name) for name in ('script', 'settings', 'state')}
+  with pytest.raises(UserError, match='settings: the tools are those of this program'):
+    program.run(program.Options(url='http://127.0.0.1:1', workspace=str(tmp_path / 'work'), **names))

@@ -81,11 +81,12 @@ def _held(options: Options, stack: contextlib.ExitStack) -> int:
   )
   inputs = _inputs(options, screen)
   toolbox = _toolbox(workspace, policy)
-  client, where = _service(options, known, stack)
+  settings = _settings(options, toolbox, policy)
+  client, where = _service(options, known, stack)  # Last, since a service of its own takes a while to start.
   try:
     if history is None:
       adapter = client.adapter(options.adapter or 'session')
-      opened, token = client.open_session(adapter['id'], _settings(options, toolbox, policy))
+      opened, token = client.open_session(adapter['id'], settings)
       about = {'workspace': str(workspace), 'policy': policy_name, 'adapter': adapter['id'], 'token': token, **where}
       history = History.begin(folder, opened['id'], about)
       stack.callback(history.close)
