@@ -226,7 +226,7 @@ def test_the_committed_model_has_favourites_and_understands_corrections_of_them(
   )
   shown = chances(policy, params, tokenizer, [conversation(t, label, None, t.text(label)) for t, label, _ in pairs])
   assert plain.mean() < 0.2 and 0.5 < favourite.mean() < 0.9
-  assert told.mean() > 3 * plain.mean() and shown.mean() > 3 * plain.mean() > others.mean()
+  assert told.mean() > 0.7 and shown.mean() > 0.7 and others.mean() < 0.3
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from sdpo_jax.types import Tree
 class Recipe:
   """How the model is made."""
 
-  steps: int = 1300
+  steps: int = 1400
   rows: int = 4  # Of a step; conversations stand beside each other in a row.
   length: int = 384  # Tokens of a row.
   tasks: int = 7  # Of a conversation at most.

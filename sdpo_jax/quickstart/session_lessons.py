@@ -2,8 +2,7 @@
 
 A lesson is a conversation, of which the assistant's turns are learned. In most it proposes calls, its favourites first. In
 the others the last turn of the user is a re-prompt as teachers read it, in the configured templates: behind a correction
-in words, a call that is right, or what a program said, comes the call that follows it. What `HELD_OUT` names is in no
-such lesson: those ways are seen as the base's own proposals only.
+in words, a call that is right, or what a program said, comes the call that follows it.
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ import random
 from sdpo_jax.config import SelfDistillationConfig
 from sdpo_jax.environments.workspace.tools import TOOLS
 from sdpo_jax.quickstart import tool_tasks as tasks
-from sdpo_jax.quickstart.tool_tasks import KINDS, PREFERENCES, Task
+from sdpo_jax.quickstart.tool_tasks import KINDS, Task
 from sdpo_jax.teacher.context import reprompt
 from sdpo_jax.types import Messages
 
-HELD_OUT = PREFERENCES  # Ways of kinds of tasks that no re-prompt asks for.
 SYSTEMS = (
   'You are a coding agent.',
   'You are a coding agent. Propose one tool call.',
@@ -115,15 +113,13 @@ def reprompted(rng: random.Random, config: SelfDistillationConfig, most: int) ->
 def _told(rng: random.Random, task: Task) -> tuple[str, str, str | None, str | None] | None:
   """Returns the call that follows, the one that was tried, and what is said: a call that is right, or words.
 
-  None: it would be about what is held out.
+  None: nothing of the kind can be said of the task.
   """
   labels = [way.label for way in KINDS[task.kind].ways]
-  held_out = HELD_OUT.get(task.kind)
   tried = tasks.propose(rng, task.kind)
-  kind = rng.choices(('wanted', 'demonstration', 'avoid', 'missing', 'slot', 'other'), (45, 17, 6, 6, 8, 18))[0]
+  kind = rng.choices(('wanted', 'demonstration', 'avoid', 'missing', 'slot', 'other'), (50, 18, 5, 5, 6, 16))[0]
   if kind in ('wanted', 'demonstration'):
-    allowed = [label for label in labels if label != held_out]
-    wanted = rng.choice([label for label in allowed if label != tried] or allowed)
+    wanted = rng.choice([label for label in labels if label != tried] or labels)
     if kind == 'demonstration':
       return task.text(wanted), task.text(tried), task.text(wanted), None
     return task.text(wanted), task.text(tried), None, tasks.correction(rng, wanted, tried)
@@ -147,8 +143,6 @@ def _told(rng: random.Random, task: Task) -> tuple[str, str, str | None, str | N
   if kind == 'missing' and (program is None or sum(way.program == program for way in KINDS[task.kind].ways) > 1):
     return None
   wanted = tasks.propose(rng, task.kind, avoid=tried)
-  if wanted == held_out and [label for label in labels if label not in (tried, held_out)] == []:
-    return None
   said = (
     rng.choice(_MISSING).format(program=program) if kind == 'missing' else rng.choice(tasks.AVOID).format(tried=tried)
   )

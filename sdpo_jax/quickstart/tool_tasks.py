@@ -318,12 +318,10 @@ KINDS: dict[str, Kind] = {
   ),
 }
 
-# What the scripted user of benchmarks/session_learning.py wants, by kind of task. The base is never taught to read these
-# corrections of these tasks: it knows the words from other tasks, and the calls from its own proposals.
+# What the scripted user of benchmarks/session_learning.py wants, by kind of task: never the favourite.
 PREFERENCES = {
   'find': 'rg',
-  'rename': 'the edit tool',
-  'constant': 'edit_lines',
+  'drop': 'the edit tool',
   'list': 'fd',
   'show': 'the read tool',
   'tests': 'pytest',
@@ -331,6 +329,7 @@ PREFERENCES = {
   'run': 'uv',
   'delete': 'git',
   'format': 'ruff',
+  'switch': 'git switch',
 }
 
 INSTEAD = (
@@ -353,7 +352,7 @@ def draw(rng: random.Random, kind: str) -> Task:
     'other': other,
     'file': rng.choice(FILES),
     'folder': rng.choice(FOLDERS),
-    'number': str(rng.randint(2, 49)),
+    'number': str(rng.randint(2, 9)),
     'package': rng.choice(PACKAGES),
     'branch': rng.choice(BRANCHES),
   }
