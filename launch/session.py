@@ -48,7 +48,9 @@ POLICY = flags.DEFINE_string('policy', None, 'ask, or a file of rules: which cal
 STATE = flags.DEFINE_string('state', None, 'Folder of the histories of sessions.')
 SYSTEM = flags.DEFINE_string('system', None, 'System message of a new session.')
 SETTINGS = flags.DEFINE_string('settings', None, 'JSON file with further settings of a new session.')
-SEED = flags.DEFINE_integer('seed', None, 'Makes proposals repeatable; turn n is drawn with seed + n.', lower_bound=0)
+SEED = flags.DEFINE_integer(
+  'seed', None, 'Makes proposals repeatable; turn n is drawn with seed + n, and so again by /retry.', lower_bound=0
+)
 RESUME = flags.DEFINE_flag(
   Optional(
     name='resume',

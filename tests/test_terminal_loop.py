@@ -70,7 +70,7 @@ def world(tmp_path):
   workspace, states = tmp_path / 'work', tmp_path / 'state'
   workspace.mkdir()
 
-  def hold(server, *acts, rules='', settings=None, script=False, workbench=Workbench):
+  def hold(server, *acts, rules='', settings=None, script=False, workbench=Workbench, seed=None):
     """Holds the session of a server, which is opened if there is none; returns what came of it."""
     client = Client(server.url, local=True)
     found = sorted(states.glob('*')) if states.exists() else []
@@ -87,7 +87,7 @@ def world(tmp_path):
     bench = workbench(Toolbox(workspace, None), workspace)
     result = types.SimpleNamespace(out=lambda: out.getvalue(), inputs=inputs, history=history, path=history.path)
     try:
-      conversation = Conversation(session, server.settings, history, screen, inputs, bench, policy)
+      conversation = Conversation(session, server.settings, history, screen, inputs, bench, policy, seed)
       result.code = conversation.run()
     finally:
       history.close()
@@ -263,6 +263,13 @@ def test_commands_answer_in_their_turn_and_at_a_call(world, tmp_path):
   assert '/export needs the folder' in out and f'history    {done.path}' in out
   assert (tmp_path / 'adapter' / 'adapter_config.json').read_text() == '{}'
   assert done.code == 0
+
+
+def test_what_is_drawn_again_has_the_seed_with_which_it_was_drawn(world):
+  with SessionServer(WRITE_1, WRITE_2) as server:
+    world.hold(server, 'Write', 'n No', '/ /retry', '/ /retry 1', '/ /quit', seed=5)
+    drawn = [(name, body['seed']) for name, body in server.asked if name in ('propose', 'retry')]
+  assert drawn == [('propose', 5), ('propose', 6), ('retry', 5), ('retry', 6)]
 
 
 # What fails halfway.

@@ -138,7 +138,7 @@ class Commands:
     if number not in turns:
       raise UserError(f'There is no turn {number}; there are 0 to {max(turns)}.')
     old = turns[number]
-    new = conversation.session.retry(number, None, lambda text: None)
+    new = conversation.session.retry(number, conversation.seed_of(number), lambda text: None)
     conversation.history.add('retried', n=number, text=new['text'], version=new['version'])
     conversation.screen.beside(
       (f'turn {number}, version {old["version"]}', old['text']), (f'again, version {new["version"]}', new['text'])

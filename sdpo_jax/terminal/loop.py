@@ -67,6 +67,10 @@ class Conversation:
     """The newest turn; None: there is none yet."""
     return self.turns[-1] if self.turns else None
 
+  def seed_of(self, number: int) -> int | None:
+    """Returns the seed with which a turn is drawn, and drawn again; None: any."""
+    return None if self._seed is None else self._seed + number
+
   @property
   def workbench(self) -> Workbench:
     return self._workbench
@@ -164,8 +168,7 @@ class Conversation:
     messages = [{'role': 'user', 'content': text} for text in self._waiting]
     after = self.turn['n'] if self.turn is not None else -1
     self.history.add('asking', after=after, messages=len(messages))
-    seed = None if self._seed is None else self._seed + after + 1
-    turn = self.session.propose(messages, seed, self.screen.draft)
+    turn = self.session.propose(messages, self.seed_of(after + 1), self.screen.draft)
     self.screen.end_draft(turn['text'])
     self.turns.append(turn)
     self._arrived(turn)
