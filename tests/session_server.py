@@ -38,6 +38,7 @@ class SessionServer:
     self.answers = list(answers)
     self.asked: list[tuple[str, Any]] = []  # Actions that changed something, with their bodies.
     self.lose: set[str] = set()
+    self.refuse: dict[str, tuple[int, str]] = {}  # Actions that are refused the next time: status and sentence.
     self.guard: str | None = None
     self.versions = [{'version': 0, 'parent': None, 'reason': 'create', 'details': {}}]
     self.settings: dict[str, Any] = {}
@@ -86,6 +87,9 @@ class SessionServer:
       '/flush': ('flush', lambda: {'learned': None}),
     }[action]
     self.asked.append((name, body))
+    if name in self.refuse:
+      status, why = self.refuse.pop(name)
+      raise Failed(status, 'refused', why)
     return name, answered()
 
   def _read(self, path: str, query: str) -> Any:

@@ -395,6 +395,12 @@ def test_lines_of_a_script_are_answers():
   assert shown == ['> Fix it.', '? y', '> /undo 3', '? n Use rg. ', '? e {"path": "a"}', '>  yes, do', '> years ago']
 
 
+def test_bytes_that_are_no_text_end_nothing():
+  lines = ['Fix caf\udce9', 'n no \udcff']
+  found = script.Script(lines, 'script', str)
+  assert found.message() == 'Fix caf?' and found.choice({'n': 'deny'}) == Choice('n', 'no ?')
+
+
 def test_lines_that_answer_nothing_are_named():
   inputs = script.Script(['y', 'Hello', 'a'], 'file', lambda line: None)
   with pytest.raises(UserError, match="file, line 1: 'y' decides about a call, and none .*write a space before it"):

@@ -355,6 +355,17 @@ def test_a_decision_that_is_refused_is_not_sent_for_ever(world):
   assert 'decided otherwise' in done.out() and 'Done.' in done.out() and done.history.last('withdrawn') is not None
 
 
+def test_a_text_that_is_not_taken_does_not_stand_in_the_way_of_the_next(world):
+  with SessionServer('Done.', 'Bye.') as server:
+    server.refuse['propose'] = 400, 'messages has 2000000 bytes: shorten it.'
+    done = world.hold(server, 'Much', 'Little', '/quit')
+    assert [turn['messages'] for turn in server.turns] == [[{'role': 'user', 'content': 'Little'}]]
+    server.refuse['propose'] = 503, 'The service is shutting down.'
+    again = world.hold(server, 'More', '', '/quit')
+    assert server.turns[1]['messages'] == [{'role': 'user', 'content': 'More'}]
+  assert 'shorten it' in done.out() and 'say it in another way' in done.out() and 'say it in' not in again.out()
+
+
 def test_ctrl_c_once_goes_on_and_twice_leaves(world):
   with SessionServer(WRITE_1, 'Done.') as server:
     done = world.hold(server, 'Write', press_ctrl_c, '', 'n No', press_ctrl_c, press_ctrl_c)
@@ -422,6 +433,19 @@ def test_the_program_opens_and_resumes(tmp_path, capsys, monkeypatch):
       run(capsys, **options, resume=True, adapter='other')
   with pytest.raises(UserError, match='does not answer .*launch.serve'):
     run(capsys, **options, resume=True)
+
+
+def test_a_terminal_of_other_characters_ends_nothing(tmp_path, monkeypatch):
+  (tmp_path / 'work').mkdir()
+  (tmp_path / 'rules').write_text('never bash')
+  typed, shown = io.BytesIO(b'Caf\xe9\nn No\n'), io.BytesIO()
+  monkeypatch.setattr('sys.stdin', io.TextIOWrapper(typed, 'utf-8'))
+  monkeypatch.setattr('sys.stdout', io.TextIOWrapper(shown, 'ascii'))
+  with SessionServer(call('read', path='日\x1b'), 'Done.') as server:
+    places = {'workspace': str(tmp_path / 'work'), 'state': str(tmp_path / 'state'), 'policy': str(tmp_path / 'rules')}
+    assert program.run(program.Options(url=server.url, script='-', **places)) == 0
+    assert server.turns[0]['messages'] == [{'role': 'user', 'content': 'Caf?'}]
+  assert b'path: \\u65e5\\u27e8escape\\u27e9' in shown.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,7 @@ def test_a_search_that_fails_is_an_answer(toolbox, tmp_path, monkeypatch):
     ('read', {'path': 'src/area.py', 'offset': 0}, 'offset', 'at least 1'),
     ('read', {'path': 'src/area.py', 'offset': 9}, 'offset', 'has 5 lines'),
     ('read', {'path': 'src/area.py', 'mode': 'r'}, 'mode', "takes no 'mode'"),
+    ('read', {'path': 'src/area.py', 'm' * 300: 'r'}, 'm' * 100, "takes no 'mmm"),
     ('read', {'path': 'none.txt'}, 'path', 'none.txt does not exist'),
     ('read', {'path': 'src'}, 'path', 'src is a folder'),
     ('read', {'path': ''}, 'path', 'empty'),

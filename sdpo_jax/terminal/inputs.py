@@ -27,6 +27,11 @@ class Choice(NamedTuple):
   rest: str | None = None  # A reason, arguments, a pattern or a command; None: it has still to be asked for.
 
 
+def whole(text: str) -> str:
+  """Returns a text as it was typed, with a question mark for each byte that is part of no character."""
+  return text.encode(errors='replace').decode()
+
+
 class Inputs(Protocol):
   """Where answers come from. Every method raises KeyboardInterrupt for Ctrl-C."""
 

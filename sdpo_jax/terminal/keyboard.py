@@ -17,7 +17,7 @@ from prompt_toolkit.layout import FormattedTextControl, Layout, Window
 from prompt_toolkit.output import ColorDepth
 
 from sdpo_jax.errors import first_line
-from sdpo_jax.terminal.inputs import COMMAND, Choice, EditorFailed
+from sdpo_jax.terminal.inputs import COMMAND, Choice, EditorFailed, whole
 
 
 class Keyboard:
@@ -32,7 +32,7 @@ class Keyboard:
 
   def message(self) -> str | None:
     try:
-      return self._messages.prompt('> ', prompt_continuation='  ').strip()
+      return whole(self._messages.prompt('> ', prompt_continuation='  ')).strip()
     except EOFError:
       return None
 
@@ -52,7 +52,7 @@ class Keyboard:
   def line(self, question: str, default: str = '') -> str:
     asking: PromptSession[str] = PromptSession(color_depth=self._depth)
     try:
-      return asking.prompt(question, default=default).strip()
+      return whole(asking.prompt(question, default=default)).strip()
     except EOFError:
       return ''
 
@@ -73,14 +73,14 @@ class Lines:
 
   def message(self) -> str | None:
     try:
-      return input('> ').strip()
+      return whole(input('> ')).strip()
     except EOFError:
       return None
 
   def choice(self, keys: Mapping[str, str]) -> Choice:
     while True:
       try:
-        line = input(f'{question_of(keys)} ').strip()
+        line = whole(input(f'{question_of(keys)} ')).strip()
       except EOFError:
         return Choice('q')
       if line.startswith(COMMAND):
@@ -91,7 +91,7 @@ class Lines:
 
   def line(self, question: str, default: str = '') -> str:
     try:
-      return input(f'{question}[{default}] ' if default else question).strip() or default
+      return whole(input(f'{question}[{default}] ' if default else question)).strip() or default
     except EOFError:
       return default
 

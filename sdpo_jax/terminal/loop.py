@@ -23,6 +23,7 @@ from sdpo_jax.terminal.work import Workbench
 
 INTERRUPTED, UNDONE = 130, 1  # Exit codes: by Ctrl-C; a script has not done all that it says.
 _LATER = (408, 429)  # Refusals, beside those of 500 and more, after which the same may be asked again.
+_NOT_TAKEN = (400, 413, 422)  # Refusals of what was asked, whoever asks it when.
 
 
 class Conversation:
@@ -168,7 +169,14 @@ class Conversation:
     messages = [{'role': 'user', 'content': text} for text in self._waiting]
     after = self.turn['n'] if self.turn is not None else -1
     self.history.add('asking', after=after, messages=len(messages))
-    turn = self.session.propose(messages, self.seed_of(after + 1), self.screen.draft)
+    try:
+      turn = self.session.propose(messages, self.seed_of(after + 1), self.screen.draft)
+    except Refused as error:
+      if messages and error.status in _NOT_TAKEN:  # Nothing that follows could be taken either.
+        self.history.add('unsaid', why=str(error))
+        self._waiting = undelivered(self.history)
+        self.screen.say('The model was not told what you have said: say it in another way.')
+      raise
     self.screen.end_draft(turn['text'])
     self.turns.append(turn)
     self._arrived(turn)
@@ -248,4 +256,6 @@ def undelivered(history: History) -> list[str]:
       sent = record['messages']
     elif record['kind'] == 'turn':
       waiting, sent = waiting[sent:], 0
+    elif record['kind'] == 'unsaid':
+      waiting, sent = [], 0
   return waiting

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import contextlib
 import dataclasses
+import io
 import os
 import pathlib
 import sys
@@ -76,6 +77,7 @@ def _held(options: Options, stack: contextlib.ExitStack) -> int:
   workspace = _workspace(options.workspace or known.get('workspace') or '.', folder)
   policy_name = options.policy or known.get('policy') or 'ask'
   policy = policies.load(policy_name)
+  _take_all_texts()
   screen = Screen(
     sys.stdout, colours=options.script is None and has_colours(sys.stdout, os.environ), paged=options.script is None
   )
@@ -107,6 +109,13 @@ def _held(options: Options, stack: contextlib.ExitStack) -> int:
 
 def _announce(text: str) -> None:
   print(text, file=sys.stderr, flush=True)
+
+
+def _take_all_texts() -> None:
+  """Lets neither bytes that are no text nor characters that the terminal does not have end the program."""
+  for stream, errors in ((sys.stdin, 'surrogateescape'), (sys.stdout, 'backslashreplace')):
+    if isinstance(stream, io.TextIOWrapper):
+      stream.reconfigure(errors=errors)
 
 
 def _workspace(named: str, states: pathlib.Path) -> pathlib.Path:

@@ -20,7 +20,7 @@ import pathlib
 import sys
 
 from sdpo_jax.errors import UserError, first_line, short_repr
-from sdpo_jax.terminal.inputs import COMMAND, Choice
+from sdpo_jax.terminal.inputs import COMMAND, Choice, whole
 
 _DECISIONS = 'yanetsq'
 
@@ -81,7 +81,7 @@ class Script:
   def _next(self) -> str | None:
     for raw in self._lines:
       self._number += 1
-      line = raw.rstrip('\r\n')
+      line = whole(raw.rstrip('\r\n'))
       if line.strip() and not line.startswith('#'):
         return line
     return None

@@ -27,6 +27,7 @@ MAX_ANSWER = 20_000  # Characters of an answer; the middle of a longer one is le
 MAX_MATCHES = 200
 MAX_LINE = 500  # Characters of a line of a search's answer.
 MAX_PATTERN = 1000
+MAX_FIELD = 100  # Characters of the name of an argument that there is not.
 _ANY = re.compile(r'(\\.|\[\^?\]?(?:\\.|[^\]\\])*\])|\.', re.DOTALL)  # A dot that is neither escaped nor in brackets.
 
 
@@ -162,7 +163,7 @@ def check(name: str, arguments: Any) -> dict[str, Any]:
     raise BadCall(f'The arguments of {name} must be an object, not {short_repr(arguments)}.')
   for given in arguments:
     if given not in parameters:
-      raise BadCall(f'{name} takes no {short_repr(given)}; it takes {", ".join(parameters)}.', str(given))
+      raise BadCall(f'{name} takes no {short_repr(given)}; it takes {", ".join(parameters)}.', str(given)[:MAX_FIELD])
   for field, parameter in parameters.items():
     if field not in arguments:
       if parameter.required:
