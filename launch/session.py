@@ -9,7 +9,7 @@ Without --url it starts a service of its own (python -m launch.serve) and stops 
 and its tools run here, in the workspace and nowhere else. docs/sessions.md has a whole conversation. /help lists what can
 be typed. A service that needs a key takes it from the variable SDPO_API_KEY.
 
---script: one input a line, from a file or, with -, from a pipe: a text, y, n REASON, e JSON, a /command. The transcript goes
+--script: one input per line, from a file or, with -, from a pipe: a text, y, n REASON, e JSON, a /command. The transcript goes
 to stdout, all else to stderr.
 
 Everything shown and decided is in ~/.local/state/sdpo_jax/sessions/ID.jsonl (--state, or XDG_STATE_HOME), and --resume goes
@@ -37,17 +37,26 @@ class Optional(flags.Flag):
 
 URL = flags.DEFINE_string('url', None, 'Address of a service that runs, such as http://127.0.0.1:8420.')
 CONFIG = flags.DEFINE_string(
-  'config', None, 'Config of a service to start instead; change one setting of it with --config.section.name=value.'
+  'config',
+  None,
+  'Config of the service that is started without --url, configs/session_quickstart.py if unset; change one setting of '
+  'it with --config.section.name=value.',
 )
 ADAPTER = flags.DEFINE_string(
   'adapter', None, "Adapter that learns, by name or id; made if there is none. 'session' if unset."
 )
 WORKSPACE = flags.DEFINE_string('workspace', None, 'Folder that the tools read and write; the current one if unset.')
-SCRIPT = flags.DEFINE_string('script', None, 'File with one input a line; - for the standard input.')
-POLICY = flags.DEFINE_string('policy', None, 'ask, or a file of rules: which calls run unasked, and which never do.')
+SCRIPT = flags.DEFINE_string('script', None, 'File with one input per line; - for the standard input.')
+POLICY = flags.DEFINE_string(
+  'policy',
+  None,
+  'File of rules that say which calls run without asking, and which never do; ask, the default, asks about all.',
+)
 STATE = flags.DEFINE_string('state', None, 'Folder of the histories of sessions.')
 SYSTEM = flags.DEFINE_string('system', None, 'System message of a new session.')
-SETTINGS = flags.DEFINE_string('settings', None, 'JSON file with further settings of a new session.')
+SETTINGS = flags.DEFINE_string(
+  'settings', None, 'JSON file with further settings of a new session, such as {"min_sdpo_examples": 4}.'
+)
 SEED = flags.DEFINE_integer(
   'seed', None, 'Makes proposals repeatable; turn n is drawn with seed + n, and so again by /retry.', lower_bound=0
 )

@@ -67,8 +67,8 @@ class Step:
 
     Args:
       prompt: what the user says, or a conversation.
-      n: completions.
-      max_tokens: of each at most; None: data.max_response_length, which it must not exceed.
+      n: number of completions.
+      max_tokens: limit of each completion; None: data.max_response_length, which it must not exceed.
       temperature: 0 is greedy.
       seed: of the sampling noise.
 
@@ -183,11 +183,11 @@ def evaluate(
 
   Args:
     config: settings; they are copied.
-    workdir: of a run.
-    model: a Hugging Face directory or a name on the hub, instead.
-    step: of the run's checkpoint; None: the newest.
-    adapter: of the model.
-    cartridge: likewise.
+    workdir: directory of a run.
+    model: a Hugging Face directory or a name on the hub, instead of a run.
+    step: which checkpoint of the run; None: the newest.
+    adapter: a LoRA adapter for the model: a directory or a name on the hub.
+    cartridge: a cartridge for the model: a directory, a .pt file or a name on the hub.
     grader: as in `steps`.
     announce: receives a sentence where the numbers cannot be compared with the run's own evaluations.
 
@@ -219,22 +219,22 @@ def generator(
   seed: int = 0,
   dtype: Literal['float32', 'bfloat16'] | None = None,
 ) -> TextGenerator:
-  """Returns what answers prompts with a run or a model, as `python -m launch.sample` does: `.generate('…')`.
+  """Returns a generator that answers prompts with a run or a model, as `python -m launch.sample` does: `.generate('…')`.
 
   Args:
-    workdir: of a run.
-    model: a Hugging Face directory or a name on the hub, instead.
-    step: of the run's checkpoint; None: the newest.
-    adapter: of the model.
-    cartridge: likewise.
-    n: completions of a prompt.
-    max_tokens: of a completion at most.
+    workdir: directory of a run.
+    model: a Hugging Face directory or a name on the hub, instead of a run.
+    step: which checkpoint of the run; None: the newest.
+    adapter: a LoRA adapter for the model: a directory or a name on the hub.
+    cartridge: a cartridge for the model: a directory, a .pt file or a name on the hub.
+    n: completions per prompt.
+    max_tokens: limit of each completion.
     temperature: 0 is greedy.
     top_p: keep the smallest set of tokens with this probability.
     top_k: keep the k most likely tokens; −1 keeps all.
     min_p: drop tokens less likely than this part of the most likely one.
     seed: of the sampling noise.
-    dtype: of the computation; None: the run's own, or float32 for a model.
+    dtype: the dtype of the computation; None: the run's own, or float32 for a model.
 
   Raises:
     UserError: there is no such run or model.
@@ -257,12 +257,12 @@ def export(
   """Writes what a run has trained for other programs, as `python -m launch.export` does; returns its step.
 
   Args:
-    workdir: of the run.
+    workdir: directory of the run.
     output: directory to make.
-    weights: whose.
+    weights: the student's or the teacher's.
     format: see `runs.export`; None: the first that the run has.
-    dtype: of the stored tensors.
-    step: of the checkpoint; None: the newest.
+    dtype: the dtype of the stored tensors.
+    step: which checkpoint; None: the newest.
 
   Raises:
     UserError: as `runs.export`.
@@ -286,7 +286,7 @@ def _written(rows: Iterable[Row], workdir: epath.PathLike, name: str) -> str:
     raise UserError('There are no rows: hand over at least one.')
   text = ''.join(lines)
   folder = epath.Path(workdir) / ROWS / hashlib.sha256(text.encode()).hexdigest()[:16]
-  path = folder / f'{name}.jsonl'  # By its name evaluations call the questions.
+  path = folder / f'{name}.jsonl'  # Evaluations call the questions by its name.
   if not path.exists():
     make_directory(folder)
     write_atomically(path, text)

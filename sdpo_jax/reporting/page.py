@@ -28,11 +28,11 @@ SUCCESS = 'actor.self_distillation.success_reward_threshold'
 def summary(
   runs: Sequence[RunFiles], rollouts: Rollouts, *, written: str, reload_s: float | None = None
 ) -> dict[str, Any]:
-  """Return what a page knows of runs and the index of their rollouts, as JSON has it.
+  """Return what a page shows of runs, and the index of their rollouts, as values for JSON.
 
   Args:
     runs: the first one is the one that the page is about.
-    rollouts: of them.
+    rollouts: their rollouts.
     written: when the page was made, for people.
     reload_s: seconds after which the page looks whether there is a newer one; None: there will be none.
   """
@@ -73,9 +73,9 @@ def render(title: str, known: Mapping[str, Any], pieces: Sequence[str]) -> str:
   """Return the page.
 
   Args:
-    title: of its window.
+    title: title of its window.
     known: from `summary`.
-    pieces: of the rollouts.
+    pieces: texts of the rollouts, packed.
   """
   style = _web('report.css')
   script = "'use strict';\n" + '\n'.join(_web(name) for name in SCRIPTS)

@@ -58,7 +58,7 @@ def write_report(
   """Write the report of a run, beside others.
 
   Args:
-    workdir: of the run.
+    workdir: directory of the run.
     compare: directories of other runs.
     output: file for the page; None: `REPORT` in `workdir`.
     max_rollouts: rollouts that the page holds at most.

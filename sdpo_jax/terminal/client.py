@@ -36,12 +36,12 @@ class Client:
     """Opens nothing yet.
 
     Args:
-      url: of the service, such as http://127.0.0.1:8420.
-      key: that it asks for; None: it asks for none.
+      url: address of the service, such as http://127.0.0.1:8420.
+      key: its API key; None: it needs none.
       local: whether to go there directly, whatever proxy the environment names.
 
     Raises:
-      UserError: the address is none.
+      UserError: the address is not one.
     """
     try:
       address = httpx.URL(url)
@@ -139,7 +139,7 @@ class Client:
 
   @contextlib.contextmanager
   def _answers(self) -> Iterator[None]:
-    """Says of the network's errors what they mean here."""
+    """Turns errors of the network into `Lost`."""
     try:
       yield
     except httpx.HTTPError as error:

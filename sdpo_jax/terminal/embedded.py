@@ -17,22 +17,22 @@ from sdpo_jax.serving.web import keys
 from sdpo_jax.terminal.client import Client, Lost
 
 CHILD = pathlib.Path(__file__).with_name('embedded_child.py')
-OWNER = 'local'  # As of a service without keys, so that `launch.serve` shows the same adapters.
+OWNER = 'local'  # As in a service without keys, so that `launch.serve` shows the same adapters.
 _LISTENING = re.compile(r'^Listening on (http://\S+);', re.MULTILINE)
 _LOOK_S = 0.1  # Between two looks into its log.
-_END_S = 30.0  # That it may take to end once its port is closed.
+_END_S = 30.0  # Seconds that it may take to end once its port is closed.
 _SHOWN = 30  # Lines of its log that are shown when it fails.
 
 
 class Embedded:
-  """A service as a child; it ends with this process, also when that is killed. Of the main thread only."""
+  """A service as a child; it ends with this process, even when that is killed. Only the main thread may use it."""
 
   def __init__(self, arguments: Sequence[str], folder: pathlib.Path):
     """Starts a service, which is ready later.
 
     Args:
-      arguments: of launch.serve: the configuration and its overrides.
-      folder: in which relative paths of the configuration begin.
+      arguments: those of launch.serve: the configuration and its overrides.
+      folder: where relative paths of the configuration start.
 
     Raises:
       UserError: it has ended before it listened.
@@ -68,7 +68,7 @@ class Embedded:
       raise
 
   def client(self) -> Client:
-    """Returns the service as it is asked."""
+    """Returns a client of the service."""
     return Client(self.url, self._key, local=True)
 
   def wait(self, client: Client, stage: Callable[[str], None]) -> None:

@@ -1,4 +1,4 @@
-"""What was shown and decided in a session, one JSON object a line, each on the disk before the next thing happens.
+"""What was shown and decided in a session, one JSON object per line, each on the disk before the next thing happens.
 
 A file has the token of its session and is therefore its owner's alone. A program that was killed may leave half of a line
 at its end, which is cut off before anything is appended.
@@ -36,7 +36,7 @@ def find(folder: pathlib.Path, named: str | None) -> pathlib.Path:
   """Returns the history of a session.
 
   Args:
-    folder: of histories.
+    folder: where histories are kept.
     named: the id of the session; None: the one that was written to last.
 
   Raises:
@@ -62,7 +62,7 @@ class History:
     """Opens a history and cuts off what was not written to its end.
 
     Raises:
-      UserError: it cannot be opened, another program has it, or a line of it is none.
+      UserError: it cannot be opened, another program has it open, or a line of it is no record.
     """
     self.path, self._synced = path, True
     try:

@@ -16,7 +16,7 @@ def lines_of(learned: Mapping[str, Any] | None, least: int) -> list[Line]:
   """Returns what was learned, or why nothing was.
 
   Args:
-    learned: as the service says it; None: there was nothing to learn.
+    learned: the service's answer; None: there was nothing to learn.
     least: examples that are learned together (`min_sdpo_examples`).
   """
   if learned is None:

@@ -43,14 +43,14 @@ class Conversation:
     """Takes up a session, new or not.
 
     Args:
-      session: at the service.
+      session: the session, as the service has it.
       settings: with which it was opened, as the service has them.
-      history: of it.
+      history: its history on this machine.
       screen: where everything is shown.
       inputs: where decisions come from.
       workbench: runs the tools.
-      policy: which calls are asked for.
-      seed: of the proposals, which makes them repeatable; None: each has another one.
+      policy: which calls are asked about.
+      seed: makes proposals repeatable; None: each is drawn with another seed.
     """
     self.session, self.history, self.screen, self.policy = session, history, screen, policy
     self._inputs, self._workbench, self._seed = inputs, workbench, seed
@@ -231,7 +231,7 @@ class Conversation:
     self._hold = self._workbench.interrupted()
 
   def learned(self, learned: Mapping[str, Any] | None) -> None:
-    """Shows what was learned otherwise."""
+    """Notes and shows what was learned without a decision."""
     self.history.add('learned', learned=learned)
     self.screen.show(lines_of(learned, self._least))
 

@@ -1,7 +1,7 @@
-"""Which calls run without being asked for, and which never do.
+"""Which calls run without asking, and which never do.
 
-A policy is a list of rules, of which the first that matches decides; a call that none matches is asked for. As text, one
-rule a line; `#` begins a comment:
+A policy is a list of rules, of which the first that matches decides; a call that none matches is asked about. As text, one
+rule per line; `#` begins a comment:
 
     never write secrets/**
     allow read **
@@ -11,7 +11,7 @@ rule a line; `#` begins a comment:
 
 As JSON: `[{"rule": "allow", "tool": "read", "pattern": "**"}, {"rule": "never", "tool": "bash"}]`.
 
-A pattern is about the path of a call; of `glob` about its pattern, of `bash` about the whole command. In a path `*` and `?`
+A pattern is matched against the path of a call; for `glob` against its pattern, for `bash` against the whole command. In a path `*` and `?`
 do not match a slash, `**` does. In a command `*` stands for anything but what joins, redirects, nests or expands, so that
 `allow bash rg *` does not allow `rg x; rm -r .`.
 """
@@ -55,7 +55,7 @@ class Rule:
     """Returns whether the rule is about a call.
 
     Args:
-      tool: that is called.
+      tool: the one that is called.
       subjects: all that the call's path is called, or its command.
     """
     if self.tool not in (ANY, tool):
@@ -132,7 +132,7 @@ def load(value: str) -> Policy:
   """Returns the policy that --policy names: `ask`, or a file.
 
   Raises:
-    UserError: there is no such file, or a rule in it is none.
+    UserError: there is no such file, or a line in it is no rule.
   """
   if value == 'ask':
     return Policy()
@@ -151,7 +151,7 @@ def parse(text: str, where: str) -> list[Rule]:
     where: its name, for errors.
 
   Raises:
-    UserError: what is no rule, with its line.
+    UserError: a line is no rule; its number is named.
   """
   if text.lstrip().startswith('['):
     return _parse_json(text, where)

@@ -33,7 +33,7 @@ class Reviewed:
   decision: Mapping[str, Any]  # As the service takes it.
   told: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)  # Calls not to be run, and why.
   approved: Mapping[int, Proposed] = dataclasses.field(default_factory=dict)  # As they were seen.
-  says: str | None = None  # What the model is told beside.
+  says: str | None = None  # What the model is told besides.
 
 
 class Reviewer:

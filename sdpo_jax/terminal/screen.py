@@ -36,7 +36,7 @@ class Line(NamedTuple):
 
 
 def has_colours(out: TextIO, environment: Mapping[str, str]) -> bool:
-  """Returns whether colours are wanted and shown: not by NO_COLOR, TERM=dumb, or what is no terminal."""
+  """Returns whether to use colours: not with NO_COLOR or TERM=dumb, nor where the output is no terminal."""
   return out.isatty() and not environment.get('NO_COLOR') and environment.get('TERM', 'dumb') != 'dumb'
 
 
@@ -114,7 +114,7 @@ class Screen:
     """Ends an answer.
 
     Args:
-      whole: all of it, of which what has not been drafted is shown; None: it was broken off.
+      whole: all of it; what has not been drafted is shown now. None: it was broken off.
     """
     if whole is not None and not whole.startswith(self._draft):
       self.end_draft()

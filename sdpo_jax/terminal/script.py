@@ -1,4 +1,4 @@
-"""Answers that were written down before: a file with one input a line, or a pipe.
+"""Answers that were written down before: a file with one input per line, or a pipe.
 
   Fix the test.            a text for the model
   y                        approves the call that is proposed
@@ -36,8 +36,8 @@ class Script:
     """Begins a script.
 
     Args:
-      lines: of it; taken one by one as they are needed, so that a pipe may answer.
-      name: for errors.
+      lines: its lines; taken one by one as they are needed, so that a pipe may answer.
+      name: what errors call it.
       show: receives each line that is used.
     """
     self._lines, self._name, self._show, self._number = iter(lines), name, show, 0

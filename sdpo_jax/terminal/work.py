@@ -13,7 +13,7 @@ from sdpo_jax.environments.workspace.tools import Answer, Toolbox
 
 
 class Workbench:
-  """The tools of one workspace; of the main thread only."""
+  """The tools of one workspace; only the main thread may use them."""
 
   def __init__(self, toolbox: Toolbox, workspace: pathlib.Path):
     self.toolbox, self.workspace = toolbox, workspace

@@ -26,14 +26,14 @@ class TrainingExample:
   turn: int
   kind: Kind
   state: Literal['waiting', 'learned', 'rejected']  # Rejected: by a guard.
-  versions: Sequence[int]  # Of the adapter, in which it was learned.
+  versions: Sequence[int]  # Versions of the adapter in which it was learned.
   drawn_by: int  # The version that drew the proposal.
   # The conversation before the proposal: role and content; of the assistant the text as it stands, and its calls.
   messages: Sequence[Mapping[str, Any]]
   tools: Sequence[Mapping[str, Any]]
   tool_form: str | None
-  text: str  # Of the proposal.
-  said: str  # Of it: neither thinking nor calls.
+  text: str  # The proposal's.
+  said: str  # The text without thinking and calls.
   ended: bool  # Whether it ended its turn.
   calls: Sequence[Mapping[str, Any]]
   demonstration: str | None  # What the teacher was shown.
@@ -44,8 +44,8 @@ class TrainingExample:
   tokens: Sequence[int]
   log_probs: np.ndarray = dataclasses.field(compare=False)  # [T] float32 of the tokens when they were drawn.
   teacher_prompt: Sequence[int]
-  tokenizer: str  # Its fingerprint: where it is another one, the texts count and not the tokens.
-  teacher: Mapping[str, Any] | None  # Of the session, as are the next.
+  tokenizer: str  # Its fingerprint; a service with another one learns from the texts.
+  teacher: Mapping[str, Any] | None  # This and what follows are settings of the session.
   update: Mapping[str, Any]
   guards: Mapping[str, Any] | None
   show_attempt: bool

@@ -25,11 +25,11 @@ _LEAST = 1e-8  # Probability of all other tokens at least.
 def divergence(teacher: Sequence[Sequence[Mapping[str, Any]]], student: np.ndarray) -> float:
   """Returns KL(teacher‖student), the mean over T positions, in nats.
 
-  It is that over the tokens that the teacher names and all others as one, which is at most the true one.
+  All tokens that the teacher does not name count as one, so that the result is at most the true divergence.
 
   Args:
     teacher: [T] of the tokens named at each position, as `answers.of_item` has them in `top`.
-    student: [T, M] log-probs of the same tokens; of those beyond the named ones anything.
+    student: [T, M] log-probs of the same tokens; what lies beyond the named ones is ignored.
   """
   per_token = []
   for named, own in zip(teacher, student, strict=True):
@@ -48,13 +48,13 @@ def measure(
   tokens: Sequence[int],
   teacher: Sequence[Sequence[Mapping[str, Any]]],
 ) -> list[float | None]:
-  """Returns `divergence` of versions; None where it could not be measured, which is logged: what was learned stands.
+  """Returns the `divergence` of each version; None where it could not be measured, which is logged: what was learned stands.
 
   Args:
     account: of the owner.
     targets: the versions.
-    prompt: of the student.
-    tokens: [T] of the answer.
+    prompt: tokens that the student reads.
+    tokens: [T], the answer.
     teacher: see `divergence`.
   """
   named = max(map(len, teacher), default=0)

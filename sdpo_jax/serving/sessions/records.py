@@ -41,8 +41,8 @@ class Decision:
 
   kind: Literal['approve', 'deny', 'edit']
   correction: str | None = None  # What is wrong with it, in words.
-  arguments: Mapping[str, Any] | None = None  # Of an edit: in the place of those of the call.
-  call: int = 0  # Of an edit: which of the calls.
+  arguments: Mapping[str, Any] | None = None  # For an edit: they take the place of the call's.
+  call: int = 0  # For an edit: which of the calls.
 
   @classmethod
   def from_json(cls, values: Any) -> Decision:
@@ -83,11 +83,11 @@ class ToolResult:
 
   call: int  # Which of the calls of the turn.
   ok: bool
-  text: str  # For the model; of what failed, one sentence first.
-  exit_code: int | None = None  # Of a command.
-  stderr: str | None = None  # Its end, where the text does not hold it.
+  text: str  # For the model; after a failure one sentence comes first.
+  exit_code: int | None = None  # Set for a command.
+  stderr: str | None = None  # The end of it, where the text does not hold it.
   field: str | None = None  # The argument that is to blame.
-  line: int | None = None  # Of the file, from 1, where it failed.
+  line: int | None = None  # Line of the file, from 1, where it failed.
 
   @classmethod
   def from_json(cls, values: Any) -> ToolResult:
@@ -157,21 +157,21 @@ class SessionTurn:
 
   n: int  # 0, 1, …
   messages: Sequence[Mapping[str, str]]  # Those that came before it, after the turn before.
-  version: int  # Of the adapter, that drew it.
+  version: int  # The adapter's version that drew it.
   sample_id: str
   prompt_tokens: Sequence[int]
   tokens: Sequence[int]  # As they were drawn.
   log_probs: np.ndarray = dataclasses.field(compare=False)  # [T] float32 of the tokens, at temperature 1, when drawn.
   text: str
-  said: str  # Of the text: neither thinking nor calls.
+  said: str  # The text without thinking and calls.
   calls: Sequence[ToolCall]
   fault: str | None  # Why something that looks like a call is none.
   status: Status
   created: float  # Seconds since the epoch.
   decision: Decision | None = None
-  results: Sequence[ToolResult] = ()  # One of each call, once the tools have run.
+  results: Sequence[ToolResult] = ()  # One for each call, once the tools have run.
   learned: LearnedTurns | None = None  # From the decision; once the results were learned, too, from these.
-  reused_tokens: int = 0  # Of the prompt, whose keys and values were there already.
+  reused_tokens: int = 0  # Tokens of the prompt whose keys and values were there already.
   kept_tokens: Sequence[int] | None = None  # What stands in the conversation in the place of the tokens; None: these.
 
   @property

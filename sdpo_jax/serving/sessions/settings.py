@@ -31,7 +31,7 @@ class SessionSettings:
   teacher: Mapping[str, Any] | None = None  # As `teachers.choose` reads it; None: the adapter's.
   update: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # As `feedback_request.learning_of` reads it.
   guards: Mapping[str, Any] | None = None  # Limits of the session, as `guards.Guards.of` reads them.
-  sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Of `_SAMPLING`.
+  sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Its keys are among `_SAMPLING`.
   learn_from_results: bool = False  # A tool that has failed is a lesson, too.
   rehearse: int = 0  # Newest approved proposals that are learned beside a correction, as their own demonstrations.
   # The teacher also reads the denied proposal. The paper measures that it teaches worse then (Table 6).

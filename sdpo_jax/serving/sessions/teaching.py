@@ -79,7 +79,7 @@ def teacher_prompt(
 
 
 def of_denial(turn: SessionTurn, correction: str | None) -> Said:
-  """Returns what a denial shows: the correction, and why the proposal is none, if so."""
+  """Returns what a denial shows: the correction, and what is wrong with a call that cannot be read."""
   return Said(feedback=correction, environment=turn.fault)
 
 
@@ -96,7 +96,7 @@ def of_results(turn: SessionTurn, results: Sequence[ToolResult]) -> Said:
 
 
 def failure(name: str, result: ToolResult) -> str:
-  """Returns what is said of a tool that has failed."""
+  """Returns the sentence about a tool that has failed, and what it wrote."""
   where = [f'exit code {result.exit_code}'] if result.exit_code is not None else []
   where += [f'argument {result.field}'] if result.field is not None else []
   where += [f'line {result.line}'] if result.line is not None else []
