@@ -17,9 +17,8 @@ B, T, D, V = 2, 5, 16, 101  # Rows, tokens of a completion, width, vocabulary.
 keys = jax.random.split(jax.random.key(0), 4)
 unembedding = jax.random.normal(keys[0], (V, D))
 student_hidden = jax.random.normal(keys[1], (B, T, D))
-teacher_hidden = student_hidden + 0.5 * jax.random.normal(
-  keys[2], (B, T, D)
-)  # Of the same model, with a better prompt.
+# Those of the same model after a better prompt.
+teacher_hidden = student_hidden + 0.5 * jax.random.normal(keys[2], (B, T, D))
 completion = jax.random.randint(keys[3], (B, T), 0, V)
 mask = jnp.ones((B, T)).at[1, 3:].set(0)  # The second completion has three tokens.
 

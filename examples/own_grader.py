@@ -43,7 +43,7 @@ def main() -> None:
   sdpo_jax.train(config, arguments.workdir, rows=rows, held_out=held_out, grader=reversal, on_step=look)
 
   lines = sdpo_jax.read_metrics(arguments.workdir)
-  first, last = (line for line in (lines[0], lines[-1]))
+  first, last = lines[0], lines[-1]
   for name in ('eval/held_out/mean@4', 'eval/held_out/best@4'):
     print(f'{name}: {first[name]:.1%} before, {last[name]:.1%} after {last["step"]} steps')
   print(sdpo_jax.generator(arguments.workdir, temperature=0).generate('Reverse the digits: 98761'))

@@ -5,7 +5,8 @@
   python examples/serve_client.py
 
 Completions come through the `openai` package, as from any other server. What it has no words for, such as feedback, is a
-plain request, here with `httpx2`, which both the service and `openai` bring. With keys (`serve.http.keys`), put yours into the environment variable SDPO_API_KEY.
+plain request, here with `httpx2`, which is installed with the project. If the service has keys (`serve.http.keys`), put
+yours into the environment variable SDPO_API_KEY.
 """
 
 from __future__ import annotations

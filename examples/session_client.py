@@ -4,7 +4,8 @@
   python examples/session_client.py                                # In another one.
 
 Deny, train, sample again, as continual-coding sessions do it, in plain requests. A scripted person stands in for a real
-one, and no tool is run. With keys (`serve.http.keys`), put yours into the environment variable SDPO_API_KEY.
+one, and no tool is run. If the service has keys (`serve.http.keys`), put yours into the environment variable
+SDPO_API_KEY.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Session:
     return self._send(f'{self._path}/turns', {'messages': messages})['turn']
 
   def decide(self, turn: dict[str, Any], **decision: Any) -> dict[str, Any] | None:
-    """Returns what was learned from a decision; None: nothing. Sent twice, it is decided and learned once."""
+    """Returns what was learned from a decision; None: nothing. With its key, a request sent again is learned once."""
     key = secrets.token_hex(8)
     path = f'{self._path}/turns/{turn["n"]}/decision'
     return self._send(path, decision, **{'Idempotency-Key': key})['learned']
