@@ -54,18 +54,29 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
+class Drawn:
+  """Stands in the place of a `Sampling` whose completion is drawn."""
+
+  def __init__(self, done: SampleDone):
+    self._done = done
+
+  def __iter__(self) -> Iterator[SampleDone]:
+    yield self._done
+
+  def reused(self, index: int) -> int:
+    """Nothing is kept of other prompts."""
+    return 0
+
+
 class Learner(Account):
   """What an owner can do without an engine."""
 
-  def sample(self, target, prompt_tokens, **_) -> Iterator[SampleDone]:
+  def sample(self, target, prompt_tokens, **_) -> Drawn:
     """Draws what is always proposed."""
     tokens = [*tokenizer().encode(called(GREP)), tokenizer().eos_token_id]
-    log_probs, text = np.zeros(len(tokens), np.float32), called(GREP)
-    yield SampleDone(
-      0,
-      '',
-      Sample('smp', OWNER, target.adapter.id, target.number, [], tokens, log_probs, 1.0, None, text, 'stop', 0, 0),
-    )
+    log_probs, text, adapter = np.zeros(len(tokens), np.float32), called(GREP), target.adapter.id
+    sample = Sample('smp', OWNER, adapter, target.number, [], tokens, log_probs, 1.0, None, text, 'stop', 0, 0)
+    return Drawn(SampleDone(0, '', sample))
 
   def feedback(self, id, expected, request, **_):
     """Commits a version that depends on nothing, as `feedback.run` commits one that was learned."""
