@@ -29,5 +29,7 @@ def get_config() -> Config:
   serve.topk = 20
   serve.memory_mb = 256
   serve.store.root = 'runs/sessions'
-  serve.learning.learning_rate = 1e-3
+  serve.learning.learning_rate, serve.learning.steps = 1e-3, 2
+  # One that follows the adapter loses more of what was right.
+  serve.learning.teacher = 'base'
   return config

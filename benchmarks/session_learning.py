@@ -1,0 +1,340 @@
+"""Whether sessions learn: a scripted user with ten hidden preferences works with the tiny agent for 100 turns.
+
+    python -m benchmarks.session_learning [--output=docs/sessions] [--seeds=5] [--turns=100] [--only_plot]
+
+In four of five turns the user asks for one of ten kinds of tasks that they want done in a way that is not the agent's
+favourite (`tool_tasks.PREFERENCES`), and else for one of ten other kinds. Every turn is a task of its own. A call that
+does the task as the user wants it is approved, and its tool answers; any other is denied with a correction, such as 'use
+rg rather than grep -r', which is learned before the next turn. A session ends with a denial, or after two tasks.
+
+Beside the configured teacher there are the other kinds, and two controls: the user says the corrections of other turns,
+or denies without a word, of which nothing is learned. Before and after, the proposals for held-out tasks about which the
+user has no wish are scored: of the ten kinds that the user asks for now and then, and of those that they never ask for.
+Prints a JSON line for each run and the means; writes learning.json and learning.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+import json
+import os
+import pathlib
+import random
+import sys
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+
+TEACHERS = ('base', 'live', 'ema', 'lagged')  # The configuration's first.
+SHUFFLED, SILENT = 'shuffled', 'silent'
+# Kinds of tasks about which the user has no wish. Whatever does them is right.
+OTHERS = ('mention', 'create', 'locate', 'uninstall', 'move', 'clear', 'lint', 'types', 'changes', 'length')
+PREFERRED = 0.8  # Share of the turns that are about one of the ten preferences.
+TASKS = 2  # Of a session at most.
+HELD_OUT = 4  # Tasks of each kind that are scored.
+SEED = 100  # Of the first user; settings were chosen with others below.
+REHEARSE = 1  # Approved proposals that are learned beside a correction.
+TEMPERATURE = 0.3  # Of proposals, as of agents that write code.
+SYSTEM = 'You are a coding agent.'
+RESULT = '(No output.)'  # Of every call: the tools are not run.
+START, END = 20, 30  # Turns at the beginning and at the end of which denials are counted.
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--output', type=pathlib.Path, default=pathlib.Path('docs/sessions'))
+  parser.add_argument('--seeds', type=int, default=5, help='users')
+  parser.add_argument('--turns', type=int, default=100)
+  parser.add_argument('--seed', type=int, default=SEED, help='of the first user')
+  parser.add_argument('--arms', default=','.join((TEACHERS[0], SHUFFLED, SILENT, *TEACHERS[1:])), help='which runs')
+  parser.add_argument('--update', type=json.loads, default={}, help='how to learn, as JSON, where not by default')
+  parser.add_argument('--rehearse', type=int, default=REHEARSE, help='approved proposals beside a correction')
+  parser.add_argument('--only_plot', action='store_true', help='draw what is there')
+  args = parser.parse_args()
+  args.output.mkdir(parents=True, exist_ok=True)
+  results = args.output / 'learning.json'
+  if not args.only_plot:
+    os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+    measure(args, results)
+  plot(json.loads(results.read_text(encoding='utf-8')), args.output / 'learning.png')
+
+
+def measure(args: argparse.Namespace, results: pathlib.Path) -> None:
+  """Writes all that the figure and the table show; after every run what there is so far."""
+  began, runs = time.process_time(), []
+  with running() as service:
+    seeds = range(args.seed, args.seed + args.seeds)
+    untrained = {seed: right(service.account('observer'), 'base', schemas(), held_out(seed)) for seed in seeds}
+    for seed in seeds:
+      for arm in args.arms.split(','):
+        found = work(service, arm, seed, args.turns, args.update, args.rehearse, untrained[seed])
+        runs.append({'arm': arm, 'seed': seed, **found})
+        said = {name: value for name, value in runs[-1].items() if not isinstance(value, list)}
+        print(json.dumps({'benchmark': 'session_learning/run'} | said), flush=True)
+        found = {
+          'turns': args.turns,
+          'update': args.update,
+          'rehearse': args.rehearse,
+          'mean': means(runs),
+          'cpu_s': round(time.process_time() - began),
+          'runs': runs,
+        }
+        results.write_text(json.dumps(found, indent=1) + '\n', encoding='utf-8')
+    print(json.dumps({'benchmark': 'session_learning/mean', **means(runs)}), flush=True)
+
+
+def means(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+  """Returns the means over users, by arm."""
+  found = {}
+  for arm in dict.fromkeys(run['arm'] for run in runs):
+    own = [run for run in runs if run['arm'] == arm]
+    names = [name for name in own[0] if isinstance(own[0][name], int | float) and name != 'seed']
+    found[arm] = {'users': len(own)} | {name: round(float(np.mean([run[name] for run in own])), 4) for name in names}
+  return found
+
+
+@contextlib.contextmanager
+def running() -> Iterator[Any]:
+  """Gives a service as the configuration has it, with an empty store, ready; it is stopped at the end."""
+  from configs import session_quickstart
+  from sdpo_jax.serving.service import Service
+
+  config = session_quickstart.get_config()
+  serve = config.serve
+  # Its sessions are short: one small program of each kind.
+  serve.prompt_buckets, serve.response_buckets, serve.teacher_buckets = (144,), (32,), (176,)
+  serve.score_buckets, serve.rows, serve.training_rows = (176,), 2, 2
+  with tempfile.TemporaryDirectory() as root:
+    serve.store.root = root
+    service = Service.make(config, announce=lambda line: print(line, file=sys.stderr, flush=True))
+    try:
+      service.start()
+      service.worker.wait()
+      yield service
+    finally:
+      service.stop()
+
+
+def schemas() -> list[dict[str, Any]]:
+  """Returns the tools as the template takes them."""
+  from sdpo_jax.environments.workspace.tools import TOOLS
+
+  return [tool.schema() for tool in TOOLS.values()]
+
+
+# What a user does.
+
+
+def work(
+  service: Any,
+  arm: str,
+  seed: int,
+  turns: int,
+  update: Mapping[str, Any],
+  rehearse: int,
+  before: np.ndarray,
+) -> dict[str, Any]:
+  """Returns what came of the turns of a user, with an adapter that is made for it.
+
+  Args:
+    service: that runs.
+    arm: kind of the teacher, or the control.
+    seed: of the user.
+    turns: proposals.
+    update: how to learn, where not by default.
+    rehearse: approved proposals that are learned beside a correction.
+    before: what `right` says of the model without an adapter.
+  """
+  from sdpo_jax.serving.sessions.records import Decision, ToolResult
+  from sdpo_jax.serving.sessions.settings import SessionSettings
+
+  account = service.account(f'user {seed}, {arm}')
+  settings = {'teacher': {'kind': arm if arm in TEACHERS else TEACHERS[0]}}
+  adapter, _ = account.create('mine', settings, seed=seed)
+  tools = schemas()
+  options = SessionSettings(
+    system=SYSTEM, tools=tools, update=update, rehearse=rehearse, sampling={'temperature': TEMPERATURE}
+  )
+  asked, said = script(seed, turns, shuffled=arm == SHUFFLED)
+  denied, divergence, seconds, rejected = [], [], [], 0
+  session, tasks = None, 0
+  for turn, task in enumerate(asked):
+    if session is None or tasks == TASKS:
+      (session, _), tasks = account.sessions.open(adapter.id, options), 0
+    proposed = account.sessions.propose(
+      adapter.id, session.id, [{'role': 'user', 'content': task.ask}], seed=1000 * seed + turn
+    ).result()
+    tasks, way = tasks + 1, None
+    if proposed.fault is None and len(proposed.calls) == 1:
+      [call] = proposed.calls
+      way = task.way_of({'name': call.name, 'arguments': dict(call.arguments)})
+    denied.append(not wanted(task, way))
+    if denied[-1]:
+      words = None if arm == SILENT else said[turn](way)
+      _, learned = account.sessions.decide(adapter.id, session.id, proposed.n, Decision('deny', words))
+      if learned is not None:
+        rejected += not learned.accepted
+        seconds.append(learned.seconds)
+        divergence.append([learned.divergence_before, learned.divergence_after])
+      session = None
+    else:
+      account.sessions.decide(adapter.id, session.id, proposed.n, Decision('approve'))
+      account.sessions.results(adapter.id, session.id, proposed.n, [ToolResult(0, True, RESULT)])
+  after = right(account, adapter.id, tools, held_out(seed))
+  groups = {
+    'held_out': [True] * len(before),
+    'asked': [task.kind in OTHERS for task in held_out(seed)],
+    'never_asked': [task.kind not in OTHERS for task in held_out(seed)],
+  }
+  found = {'start': np.mean(denied[:START]), 'all': np.mean(denied), 'end': np.mean(denied[-END:])}
+  for group, rows in groups.items():
+    for column, name in enumerate((group, f'{group}_probability')):
+      there, left = before[rows, column].mean(), after[rows, column].mean()
+      found |= {f'{name}_before': there, f'{name}_after': left, f'{name}_lost': there - left}
+  return {name: round(float(value), 4) for name, value in found.items()} | {
+    'rejected': rejected,
+    'learn_s_median': round(float(np.median(seconds)), 3) if seconds else 0.0,
+    'divergence': [[None if each is None else round(each, 4) for each in pair] for pair in divergence],
+    'denied': [int(each) for each in denied],
+    'kinds': [task.kind for task in asked],
+  }
+
+
+def script(seed: int, turns: int, *, shuffled: bool) -> tuple[list[Any], list[Any]]:
+  """Returns the tasks of a user, and for each a function from the way that was proposed to what the user says of it.
+
+  Args:
+    seed: of the user.
+    turns: how many.
+    shuffled: the user says what belongs to another turn that is about a preference.
+  """
+  from sdpo_jax.quickstart import tool_tasks
+
+  rng = random.Random(seed)
+  kinds = [rng.choice(list(tool_tasks.PREFERENCES) if rng.random() < PREFERRED else OTHERS) for _ in range(turns)]
+  asked = [tool_tasks.draw(rng, kind) for kind in kinds]
+  phrases = [rng.random() for _ in asked]
+  about = list(range(turns))
+  if shuffled:
+    preferred = [turn for turn in about if prefers(asked[turn])]
+    order = random.Random(seed + 1).sample(preferred, len(preferred))
+    for here, there in zip(order, [*order[1:], order[0]], strict=True):
+      about[here] = there
+
+  def words(turn: int, way: str | None) -> str:
+    kind = asked[about[turn]].kind
+    favourite = tool_tasks.KINDS[kind].ways[0].label
+    tried = favourite if shuffled else way
+    return tool_tasks.correction(random.Random(phrases[turn]), tool_tasks.PREFERENCES.get(kind, favourite), tried)
+
+  return asked, [lambda way, turn=turn: words(turn, way) for turn in range(turns)]
+
+
+def prefers(task: Any) -> bool:
+  """Whether the user has a wish about a task."""
+  from sdpo_jax.quickstart import tool_tasks
+
+  return task.kind in tool_tasks.PREFERENCES
+
+
+def wanted(task: Any, way: str | None) -> bool:
+  """Whether the user approves of a way of doing a task; None does not do it."""
+  from sdpo_jax.quickstart import tool_tasks
+
+  return way is not None and (not prefers(task) or way == tool_tasks.PREFERENCES[task.kind])
+
+
+def held_out(seed: int) -> list[Any]:
+  """Returns tasks about which the user has no wish."""
+  from sdpo_jax.quickstart import tool_tasks
+
+  rng = random.Random(10_000 + seed)
+  kinds = [kind for kind in tool_tasks.KINDS if kind not in tool_tasks.PREFERENCES]
+  return [tool_tasks.draw(rng, kind) for kind in kinds for _ in range(HELD_OUT)]
+
+
+# What is measured.
+
+
+def right(account: Any, model: str, tools: Sequence[Any], tests: Sequence[Any]) -> np.ndarray:
+  """Returns [N, 2] whether each task is done, in any way, as `scored` has it."""
+  from sdpo_jax.quickstart import tool_tasks
+
+  return scored(
+    account, model, tools, [(task, [way.label for way in tool_tasks.KINDS[task.kind].ways]) for task in tests]
+  )
+
+
+def approval(account: Any, model: str, tools: Sequence[Any], tests: Sequence[Any]) -> np.ndarray:
+  """Returns [N, 2] whether each task is done as the user approves, as `scored` has it."""
+  from sdpo_jax.quickstart import tool_tasks
+
+  ways = [[way.label for way in tool_tasks.KINDS[task.kind].ways if wanted(task, way.label)] for task in tests]
+  return scored(account, model, tools, list(zip(tests, ways, strict=True)))
+
+
+def scored(account: Any, model: str, tools: Sequence[Any], tests: Sequence[tuple[Any, Sequence[str]]]) -> np.ndarray:
+  """Returns how some ways of doing each task fare, which is asked for at the start of a session.
+
+  Args:
+    account: whose adapter it is.
+    model: the adapter, or 'base'.
+    tools: as the template takes them.
+    tests: N tasks, and names of ways.
+
+  Returns:
+    [N, 2]: whether one of the ways is what is proposed at temperature 0, and their probability.
+  """
+  service = account.service
+  rows, owners = [], []
+  for number, (task, labels) in enumerate(tests):
+    messages = [{'role': 'system', 'content': SYSTEM}, {'role': 'user', 'content': task.ask}]
+    prompt = service.tokenizer.apply_chat_template(
+      messages, tools=list(tools), add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    for label in labels:
+      call = service.tokenizer.encode(task.text(label), add_special_tokens=False)
+      rows.append((prompt, [*call, service.tokenizer.eos_token_id]))
+      owners.append(number)
+  fares = np.zeros((len(tests), 2))
+  for owner, (_, tokens), found in zip(owners, rows, account.score(account.resolve(model), rows, topk=1), strict=True):
+    fares[owner] += bool((found.top_ids[:, 0] == tokens).all()), np.exp(np.sum(found.log_probs))
+  return fares
+
+
+def plot(results: Mapping[str, Any], target: pathlib.Path) -> None:
+  """Draws denials over the turns, by arm: the share among the last twenty, mean over users, and their range."""
+  import matplotlib
+
+  matplotlib.use('Agg')
+  import matplotlib.pyplot as plt
+
+  window = 20
+  figure, axes = plt.subplots(1, 2, figsize=(9.5, 3.8), sharey=True, constrained_layout=True)
+  names = {SHUFFLED: 'corrections of other turns', SILENT: 'no corrections'} | {
+    kind: f'teacher {kind}' for kind in TEACHERS
+  }
+  arms = list(dict.fromkeys(run['arm'] for run in results['runs']))
+  for axis, shown in ((axes[0], (TEACHERS[0], SHUFFLED, SILENT)), (axes[1], TEACHERS)):
+    for arm in (arm for arm in shown if arm in arms):
+      denied = np.array([run['denied'] for run in results['runs'] if run['arm'] == arm], float)
+      share = np.stack([np.convolve(row, np.ones(window) / window, 'valid') for row in denied])
+      turns = np.arange(window, denied.shape[1] + 1)
+      [line] = axis.plot(turns, share.mean(0), label=names[arm], linewidth=2)
+      if axis is axes[0]:
+        axis.fill_between(turns, share.min(0), share.max(0), color=line.get_color(), alpha=0.18, linewidth=0)
+    axis.set_xlabel('turn')
+    axis.set_ylim(0, 1)
+    axis.yaxis.set_major_formatter(lambda value, _: f'{value:.0%}')
+    axis.grid(alpha=0.25)
+    axis.legend(frameon=False, fontsize=9, loc='best')
+  axes[0].set_ylabel(f'denied of the last {window}')
+  figure.savefig(target, dpi=140)
+
+
+if __name__ == '__main__':
+  main()
