@@ -247,6 +247,17 @@ def test_examples_wait_until_there_are_enough_and_are_learned_together(ada, scri
   assert ada.sessions.flush(*where).turns == (3,) and head(ada, where) == 2
 
 
+def test_what_one_step_does_not_hold_goes_on_waiting_and_is_counted(ada, script, service, monkeypatch):
+  where = opened(ada, min_sdpo_examples=4)
+  for number in range(3):
+    denied(ada, script, where, messages=() if number else HI)
+  monkeypatch.setattr(service.settings.limits, 'max_items', 2)
+  learned = ada.sessions.flush(*where)
+  assert (learned.turns, learned.waiting) == ((0, 1), 1)
+  learned = ada.sessions.flush(*where)
+  assert (learned.turns, learned.waiting) == ((2,), 0) and ada.sessions.flush(*where) is None
+
+
 def test_what_was_right_is_rehearsed_beside_a_correction(ada, script):
   adapter, session = where = opened(ada, rehearse=1)
   for number, text in enumerate((READ, GREP_A)):

@@ -64,15 +64,15 @@ def learn(account: Account, session: AgentSession, dialogue: Dialogue, *, few: b
     ServiceError, UserError: as `feedback.run`; they wait as before.
   """
   settings, store = session.settings, account.service.store
-  rows = session_tables.examples(store.database, session.adapter, session=session.id, state='waiting')
+  waiting = session_tables.examples(store.database, session.adapter, session=session.id, state='waiting')
   adapter = account.adapter(session.adapter)
-  if not rows:
+  if not waiting:
     return None
-  if len(rows) < settings.min_sdpo_examples and not few:
-    return LearnedTurns(adapter.head, adapter.head, False, None, (), len(rows))
+  if len(waiting) < settings.min_sdpo_examples and not few:
+    return LearnedTurns(adapter.head, adapter.head, False, None, (), len(waiting))
   began = time.monotonic()
   most = account.service.settings.limits.max_items
-  rows = rows[: max(1, most - settings.rehearse)]
+  rows = waiting[: max(1, most - settings.rehearse)]
   beside = list(_rehearsed(account, session, dialogue, rows, adapter.head))[: most - len(rows)]
   turns = {n: _turn(account, session, n) for n in {row.n for row in (*rows, *beside)}}
   everything = [*beside, *rows]
@@ -93,6 +93,7 @@ def learn(account: Account, session: AgentSession, dialogue: Dialogue, *, few: b
         session_tables.put_example(writing, session.adapter, row)
   answer = account.feedback(session.adapter, None, request)
   learned = said_of(account, answer, turns[rows[-1].n], numbers, began)
+  learned = dataclasses.replace(learned, waiting=len(waiting) - len(rows))
   references = [(row.session, row.n, row.kind) for row in (everything if learned.accepted else rows)]
   with store.database.writing(full=True) as writing:
     version = learned.version_after if learned.accepted else None
