@@ -283,6 +283,22 @@ def test_a_teacher_may_read_the_attempt(ada, script, service):
   assert ada.version(adapter).details['teacher'] == 'base'
 
 
+def test_every_kind_of_teacher_reads_the_same_conversation(ada, script, service):
+  adapter, header = (
+    ada.create('one', seed=0)[0].id,
+    service.tokenizer.encode('<|im_start|>a\n', add_special_tokens=False),
+  )
+  kinds = {'live': 'live', 'ema': 'ema', 'base': 'base', 'lagged': f'version:{adapter}@1'}
+  for kind in kinds:
+    _, session = where = opened(ada, adapter, teacher={'kind': kind} | ({'every': 2} if kind == 'lagged' else {}))
+    denied(ada, script, where)
+    [turn], [example] = ada.sessions.turns(*where), ada.sessions.examples(adapter, session)
+    body, asked = turn.prompt_tokens[: -len(header)], list(example.teacher_prompt)
+    assert turn.prompt_tokens == [*body, *header] and asked[: len(body)] == body and asked[-len(header) :] == header
+    assert example.teacher['kind'] == kind
+  assert [version.details['teacher'] for version in ada.versions(adapter)[1:]] == list(kinds.values())
+
+
 def test_a_retry_is_the_newest_versions_and_joins_nothing(ada, script):
   where = opened(ada)
   denied(ada, script, where)
@@ -412,6 +428,7 @@ def test_a_session_does_not_need_the_samples(ada, script, service):
     ({'sampling': {'n': 2}}, 'sampling.n'),
     ({'sampling': {'max_tokens': 9}}, 'max_tokens'),
     ({'sampling': {'temperature': -1}}, 'temperature'),
+    ({'sampling': {'stop': ['</tool_call>']}}, 'sampling.stop'),
     ({'learn_from_results': 1}, 'learn_from_results'),
     ({'system': 1}, 'system'),
     ({'show_attempt': 'no'}, 'show_attempt'),

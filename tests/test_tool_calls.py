@@ -6,7 +6,7 @@ from hypothesis import given, strategies
 import pytest
 
 from sdpo_jax.errors import UserError
-from sdpo_jax.serving.tool_calls import ToolCall, form_of, read_calls, write_call
+from sdpo_jax.serving.tool_calls import ToolCall, cutting, form_of, read_calls, write_call
 
 HERMES = "{% if tools %}<tool_call>{'name': …, 'arguments': …}</tool_call>{% endif %}"
 LLAMA = '{% if tools %}{"name": …, "parameters": …}{% endif %}{% if role == "ipython" %}{% endif %}'
@@ -87,6 +87,24 @@ def test_nothing_after_a_fault_is_a_call():
   first, last = tagged('{"name": "read", "arguments": {}}'), tagged('{"name": "bash", "arguments": {}}')
   found = read_calls(first + tagged('{') + last, 'hermes')
   assert [call.name for call in found.calls] == ['read'] and found.fault
+
+
+@pytest.mark.parametrize(
+  'form, stops, found',
+  [
+    (
+      'hermes',
+      ['\n<tool_call>', 'User:', '</tool_call>'],
+      '</tool_call>',
+    ),  # The first one ends an answer after a call.
+    ('hermes', ['</tool_call>\n'], '</tool_call>\n'),
+    ('hermes', ['User:', '</answer>'], None),
+    ('llama3', ['\n', 'User:'], None),
+    ('llama3', ['}'], '}'),
+  ],
+)
+def test_strings_at_which_calls_would_be_cut_are_found(form, stops, found):
+  assert cutting(stops, form) == found
 
 
 VALUES = strategies.recursive(

@@ -111,6 +111,12 @@ def write_call(call: ToolCall, form: Form) -> str:
   return f'{_OPEN}\n{content}\n{_CLOSE}' if form == 'hermes' else content
 
 
+def cutting(stops: Sequence[str], form: Form) -> str | None:
+  """Returns a string at which every call would be cut, if answers ended there; None: there is none."""
+  bare = write_call(ToolCall('', {}), form) + ('\n' if form == 'hermes' else '')
+  return next((stop for stop in stops if stop in bare), None)
+
+
 def _read_tagged(text: str) -> Proposal:
   said, calls, rest = [], [], text
   while True:

@@ -29,7 +29,7 @@ from sdpo_jax.serving.sessions.records import (
 from sdpo_jax.serving.sessions.settings import SessionSettings
 from sdpo_jax.serving.store import session_tables
 from sdpo_jax.serving.store.store import Request
-from sdpo_jax.serving.tool_calls import form_of
+from sdpo_jax.serving.tool_calls import cutting, form_of
 
 if TYPE_CHECKING:
   from sdpo_jax.serving.account import Account
@@ -72,6 +72,11 @@ class Sessions:
         form = form_of(template_of(service.tokenizer, settings.tools))
       except UserError as error:
         raise InvalidRequest(str(error), field='tools') from error
+      if (stop := cutting(settings.options(None).stop, form)) is not None:
+        raise InvalidRequest(
+          f'sampling.stop has {short_repr(stop)}, which is part of every call, so that none would be whole: leave it out.',
+          field='sampling.stop',
+        )
     session = AgentSession(f'ses-{secrets.token_hex(8)}', known.id, known.owner, service.clock(), settings, form)
     dialogue = self._ledger.dialogue(session)
     with service.tokenizing:
