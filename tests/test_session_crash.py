@@ -18,6 +18,9 @@ import tempfile
 
 import pytest
 
+from sdpo_jax.data.prompts import ChatFormat
+from sdpo_jax.serving.errors import InvalidRequest
+from sdpo_jax.serving.sessions import exporting
 from tests import file_operations, session_history, tiny
 from tests.session_history import DENY, RETENTION, account_of, find
 from tests.store_cases import open_store
@@ -181,3 +184,33 @@ def test_what_was_acknowledged_is_there_after_a_kill_while_all_sessions_learn(sc
         assert check(account_of(store), promised) > 0
     process.stdin.close()
   assert len({session for session, _ in promised}) == session_history.SESSIONS
+
+
+def test_a_session_is_not_gone_on_with_by_another_template(scratch, monkeypatch):
+  with open_store(scratch / 'disk') as store:
+    account = account_of(store)
+    adapter, _ = where = session_history.prepare(account)[0]
+    account.sessions.propose(*where, [{'role': 'user', 'content': 'Hi'}]).result()
+    account.sessions.decide(*where, 0, DENY)
+    account.sessions.propose(*where).result()
+    [mark] = {each.tokenizer for each in account.sessions.examples(adapter)}
+    for whose, name, value in (
+      (exporting, 'fingerprint', lambda tokenizer: 'another'),
+      (account.service, 'chat', ChatFormat({'enable_thinking': False})),
+    ):
+      with monkeypatch.context() as patch:
+        patch.setattr(whose, name, value)
+        for change in (
+          lambda: account.sessions.decide(*where, 1, DENY),
+          lambda: account.sessions.retry(*where, 0),
+          lambda: account.sessions.flush(*where),
+        ):
+          with pytest.raises(InvalidRequest, match='opened with another tokenizer or chat template'):
+            change()
+        assert account.sessions.turns(*where)[1].status == 'open'
+        assert {each.tokenizer for each in account.sessions.examples(adapter)} == {mark}
+    assert account.sessions.decide(*where, 1, DENY)[0].status == 'denied'
+    with monkeypatch.context() as patch:
+      patch.setattr(account.service, 'chat', ChatFormat(split_special_tokens=False))
+      with pytest.raises(InvalidRequest, match='another tokenizer'):
+        account.sessions.propose(*where)

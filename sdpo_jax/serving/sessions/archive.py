@@ -14,9 +14,15 @@ from sdpo_jax.serving.tool_calls import ToolCall
 _TOKENS = ('n', 'prompt_tokens', 'tokens', 'log_probs', 'kept_tokens')  # Of a turn, beside its record.
 
 
-def session_row(session: AgentSession, token: str) -> SessionRow:
-  """Returns a new session as it is kept; `token` is the digest of its token."""
-  record = {'settings': session.settings.to_json(), 'tool_form': session.tool_form}
+def session_row(session: AgentSession, token: str, written: Mapping[str, Any]) -> SessionRow:
+  """Returns a new session as it is kept.
+
+  Args:
+    session: it.
+    token: the digest of its token.
+    written: how its messages become tokens, `exporting.written_by`.
+  """
+  record = {'settings': session.settings.to_json(), 'tool_form': session.tool_form, 'written': dict(written)}
   return SessionRow(session.id, session.adapter, session.created, token, 0, record)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from models import identity
 from sdpo_jax.data.prompts import Tokenizer
+from sdpo_jax.files import jsonable
 from sdpo_jax.serving.sessions import archive, teaching
 from sdpo_jax.serving.sessions.conversation import Dialogue
 from sdpo_jax.serving.sessions.examples import TrainingExample
@@ -18,6 +19,7 @@ from sdpo_jax.serving.tool_calls import ToolCall
 
 if TYPE_CHECKING:
   from sdpo_jax.serving.account import Account
+  from sdpo_jax.serving.service import Service
 
 
 @functools.lru_cache(maxsize=4)
@@ -25,6 +27,14 @@ def fingerprint(tokenizer: Tokenizer) -> str:
   """Returns what tells a tokenizer and its chat template from others: with the same one, tokens mean the same."""
   ids = [tokenizer.encode(text, add_special_tokens=False) for text in identity.TEXTS]
   return identity.digest([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template, ids])
+
+
+def written_by(service: Service) -> dict[str, Any]:
+  """Returns what says how the messages of a session become tokens, and what these mean."""
+  with service.tokenizing:
+    mark = fingerprint(service.tokenizer)
+  chat = service.chat
+  return {'tokenizer': mark, 'variables': jsonable(chat.variables), 'split_special_tokens': chat.split_special_tokens}
 
 
 def examples(account: Account, adapter: str, session: str | None) -> list[TrainingExample]:
@@ -38,16 +48,17 @@ def examples(account: Account, adapter: str, session: str | None) -> list[Traini
   service = account.service
   rows = session_tables.examples(service.store.database, adapter, session=session)
   rows = [row for row in rows if row.kind != REHEARSAL or row.versions]
-  with service.tokenizing:
-    mark = fingerprint(service.tokenizer)
+  marks: dict[str, str] = {}
   contexts: dict[tuple[str, int], tuple[AgentSession, SessionTurn, list[dict[str, Any]], bool]] = {}
   for id in dict.fromkeys(row.session for row in rows):
     found = session_tables.session(service.store.database, adapter, id)
     if found is not None:
+      marks[id] = found.record['written']['tokenizer']
       numbers = {row.n for row in rows if row.session == id}
       for turn, messages, ended in _histories(account, archive.session_of(found, account.owner), numbers):
         contexts[id, turn.n] = archive.session_of(found, account.owner), turn, messages, ended
-  return [_example(row, *contexts[row.session, row.n], mark) for row in rows if (row.session, row.n) in contexts]
+  known = [row for row in rows if (row.session, row.n) in contexts]
+  return [_example(row, *contexts[row.session, row.n], marks[row.session]) for row in known]
 
 
 def _histories(

@@ -9,8 +9,8 @@ import sqlite3
 from typing import TYPE_CHECKING
 
 from sdpo_jax.errors import short_repr
-from sdpo_jax.serving.errors import NotFound, TurnConflict
-from sdpo_jax.serving.sessions import archive
+from sdpo_jax.serving.errors import InvalidRequest, NotFound, TurnConflict
+from sdpo_jax.serving.sessions import archive, exporting
 from sdpo_jax.serving.sessions.conversation import Dialogue
 from sdpo_jax.serving.sessions.records import AgentSession, SessionTurn
 from sdpo_jax.serving.store import session_tables
@@ -85,6 +85,16 @@ class Ledger:
     if row is None:
       raise NotFound(f'There is no turn {short_repr(n)} of {held.session.id}, whose newest is {held.number}.')
     return archive.turn_of(row)
+
+  def dialogue_of(self, held: Held) -> Dialogue:
+    """Returns `dialogue` of a session; raises InvalidRequest if its tokens mean something else by now."""
+    if held.row.record['written'] != exporting.written_by(self._service):
+      raise InvalidRequest(
+        f'The session {held.session.id} was opened with another tokenizer or chat template than the service has now: open a '
+        'new one, or serve the old ones again (model.path, model.chat_template, data.apply_chat_template_kwargs). What it '
+        'has taught stays learned, and its examples can be replayed.'
+      )
+    return self.dialogue(held.session)
 
   def dialogue(self, session: AgentSession) -> Dialogue:
     """Returns how the messages of a session become tokens."""

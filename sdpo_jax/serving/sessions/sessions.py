@@ -81,6 +81,7 @@ class Sessions:
     dialogue = self._ledger.dialogue(session)
     with service.tokenizing:
       dialogue.check(form)
+    written = exporting.written_by(service)
     token = f'sst-{secrets.token_urlsafe(32)}'
     with self._ledger.writing() as rows:
       head = self._database.known(known.id)
@@ -91,7 +92,7 @@ class Sessions:
         raise Forbidden(
           f'The adapter has {most} sessions, as many as one may have (serve.limits.max_sessions_per_adapter): delete one.'
         )
-      session_tables.put_session(rows, archive.session_row(session, _digest(token)))
+      session_tables.put_session(rows, archive.session_row(session, _digest(token), written))
     return session, token
 
   def check_token(self, adapter: str, session: str, token: str | None) -> None:
@@ -160,7 +161,7 @@ class Sessions:
       raise Forbidden(
         f'The session has {most} turns, as many as one may have (serve.limits.max_turns_per_session): open a new one.'
       )
-    dialogue = self._ledger.dialogue(held.session)
+    dialogue = self._ledger.dialogue_of(held)
     if not new and newest is not None and newest.status == 'denied':
       prompt = list(newest.prompt_tokens)
     else:
@@ -182,7 +183,7 @@ class Sessions:
     """
     held = self._ledger.held(adapter, session)
     turn = self._ledger.turn(held, n)
-    dialogue = self._ledger.dialogue(held.session)
+    dialogue = self._ledger.dialogue_of(held)
     return proposing.draw(
       self._account,
       self._ledger,
@@ -219,7 +220,7 @@ class Sessions:
     with self._ledger.alone(session):
       held = self._ledger.settled(adapter, session)
       turn = self._ledger.turn(held, n)
-      dialogue = self._ledger.dialogue(held.session)
+      dialogue = self._ledger.dialogue_of(held)
       if turn.decision is not None:
         if turn.decision != decision:
           raise TurnConflict(
@@ -255,7 +256,7 @@ class Sessions:
     with self._ledger.alone(session):
       held = self._ledger.settled(adapter, session)
       turn = self._ledger.turn(held, n)
-      dialogue = self._ledger.dialogue(held.session)
+      dialogue = self._ledger.dialogue_of(held)
       results = tuple(sorted(results, key=lambda result: result.call))
       if turn.results:
         if turn.results != results:
@@ -285,7 +286,7 @@ class Sessions:
     """Learns what waits for more examples; None: nothing does."""
     with self._ledger.alone(session):
       held = self._ledger.settled(adapter, session)
-      return classroom.learn(self._account, held.session, self._ledger.dialogue(held.session), few=True)
+      return classroom.learn(self._account, held.session, self._ledger.dialogue_of(held), few=True)
 
   def examples(self, adapter: str, session: str | None = None) -> Sequence[TrainingExample]:
     """Returns every example that was or will be learned in sessions of an adapter, or in one of them."""
