@@ -2,8 +2,6 @@
 
 import pathlib
 import random
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -227,17 +225,3 @@ def test_the_committed_model_has_favourites_and_understands_corrections_of_them(
   shown = chances(policy, params, tokenizer, [conversation(t, label, None, t.text(label)) for t, label, _ in pairs])
   assert plain.mean() < 0.2 and 0.5 < favourite.mean() < 0.9
   assert told.mean() > 0.7 and shown.mean() > 0.7 and others.mean() < 0.3
-
-
-@pytest.mark.slow
-def test_the_command_makes_a_model_that_is_as_good(tmp_path):
-  command = [sys.executable, '-m', 'launch.make_base', '--config=configs/session_quickstart.py', '--seed=3']
-  finished = subprocess.run(
-    [*command, f'--output={tmp_path / "made"}'], capture_output=True, text=True, cwd=REPOSITORY, check=False
-  )
-  assert finished.returncode == 0, finished.stderr
-  policy, params = huggingface.load(tmp_path / 'made', ModelConfig(dtype='float32', remat='none'))
-  rng = random.Random(5)
-  tasks = [tool_tasks.draw(rng, kind) for kind in tool_tasks.KINDS for _ in range(2)]
-  items = [conversation(t, way.label, f'use {way.label}') for t in tasks for way in tool_tasks.KINDS[t.kind].ways[:1]]
-  assert chances(policy, params, tokenizers.load(tmp_path / 'made'), items).mean() > 0.7

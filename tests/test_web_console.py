@@ -66,7 +66,8 @@ class Visitor:
       f"""[...document.querySelectorAll('button')].filter(
         (button) => button.textContent.startsWith({text!r}) && button.offsetParent).at(-1).click()"""
     )
-    self._page.until(f"!document.querySelector('#error:not([hidden])') && ({then})")
+    self._page.until(f"document.querySelector('#error:not([hidden])') || ({then})")
+    assert self._page.evaluate("document.querySelector('#error').hidden"), self.read('#error')
 
   def read(self, selector: str) -> str:
     return self._page.evaluate(f'document.querySelector({selector!r}).innerText')
@@ -76,9 +77,9 @@ class Visitor:
 @pytest.mark.skipif(chromium.installed() is None, reason='there is no Chromium')
 def test_a_visitor_corrects_denies_edits_and_goes_back(tmp_path):
   script_tag = '<img src=x onerror="document.title=1">\u202e'
-  hostile = session_world.called('{"name": "g", "arguments": {"p": "\\u202e<b>"}}')
+  hostile = session_world.called('{"name": "g", "arguments": {"p": "\\u202e<b>\\u3164"}}')
   with (
-    session_world.world(tmp_path) as (service, script),
+    session_world.world(tmp_path, prompt_buckets=(192,)) as (service, script),
     openai_server.behind_port(service, service.config) as running,
     chromium.opened(chromium.installed()) as page,
   ):
@@ -87,20 +88,21 @@ def test_a_visitor_corrects_denies_edits_and_goes_back(tmp_path):
     visitor.write('#name', 'mine')
     visitor.press('Create', "document.querySelector('#adapter-name').textContent === 'mine'")
 
-    script.say('no')
+    script.say(script_tag, 'no')
     visitor.write('#question', 'Hi')
+    visitor.press('Ask', "document.querySelector('#answer-text').textContent.startsWith('<img src=x')")
+    assert page.evaluate('document.title') != '1' and '\u202e' not in visitor.read('#answer-text')
     visitor.press('Ask', "document.querySelector('#answer-text').textContent === 'no'")
     visitor.write('#correction', 'yes')
     visitor.press('Learn', "document.querySelectorAll('#credit-tokens span').length === 3")
     assert 'version 0 became 1' in visitor.read('#credit-summary')
 
-    script.say(hostile, session_world.called(session_world.GREP), session_world.called(session_world.GREP), script_tag)
+    script.say(*[session_world.called(session_world.GREP)] * 2, hostile)
     visitor.press('Session', "!document.querySelector('#session').hidden")
     visitor.write('#tools', json.dumps(session_world.TOOLS))
     visitor.press('Open a session', "!document.querySelector('#say').hidden")
     visitor.write('#message', 'x')
     visitor.press('Send', "document.querySelectorAll('#turns li').length === 1")
-    assert '\\u202e<b>' in visitor.read('#turns pre') and '\u202e' not in visitor.read('#turns')
     visitor.write('#turns input', 'Use r.')
     visitor.press('Deny', "document.querySelectorAll('#turns li').length === 2")
     assert 'version 1 became 2' in visitor.read('#turns li')
@@ -109,11 +111,9 @@ def test_a_visitor_corrects_denies_edits_and_goes_back(tmp_path):
     visitor.press('Edit', "document.querySelector('#turns li:last-child .status').textContent === 'edited'")
     visitor.write('#turns li:last-child form textarea', 'found')
     visitor.press('Go on', "document.querySelectorAll('#turns li').length === 3")
-    visitor.press('Approve', "document.querySelector('#turns li:last-child .status').textContent === 'approved'")
-    visitor.write('#turns li:last-child form textarea', 'found')
-    visitor.press('Go on', "document.querySelectorAll('#turns li').length === 4")
-    assert '<img src=x' in visitor.read('#turns li:last-child') and page.evaluate('document.title') != '1'
-
+    assert '\\u{202e}<b>\\u{3164}' in visitor.read('#turns li:last-child pre') and '\u202e' not in visitor.read(
+      '#turns'
+    )
     visitor.press('Versions', "document.querySelectorAll('#version-rows tr').length === 4")
     visitor.press('Back to this', "document.querySelectorAll('#version-rows tr').length === 5")
     assert 'undo to 0' in visitor.read('#version-rows tr')

@@ -17,8 +17,8 @@ const shown = (value, digits = 3) => (typeof value === 'number' ? value.toFixed(
 const when = (seconds) => new Date(1000 * seconds).toLocaleString();
 
 // Characters that would not be seen, or would reorder what is: a person approves what stands there.
-const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g;
-const visible = (text) => text.replace(HIDDEN, (c) => `\\u${c.charCodeAt(0).toString(16).padStart(4, '0')}`);
+const HIDDEN = /(?![\t\n])[\p{C}\p{Zl}\p{Zp}\p{Default_Ignorable_Code_Point}\u2800]|(?! )\p{Zs}/gu;
+const visible = (text) => text.replace(HIDDEN, (c) => `\\u{${c.codePointAt(0).toString(16)}}`);
 
 class Refused extends Error {}
 
