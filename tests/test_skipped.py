@@ -45,7 +45,7 @@ def test_how_many_a_run_bears(limit, total, most):
 
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory):
-  """A learning rate that the weights do not survive: from step 3 on there is no finite gradient."""
+  """A learning rate that the weights do not survive: after two or three steps there is no finite gradient."""
   folder = tmp_path_factory.mktemp('skipped')
   config = tiny.make_experiment(folder)
 
@@ -65,15 +65,22 @@ def runs(tmp_path_factory):
 @pytest.mark.slow  # tests/test_endings.py has such a run without the resumes.
 def test_a_run_that_learns_nothing_stops_with_a_checkpoint_also_after_a_resume(runs):
   workdir, (short, long, again) = runs
-  assert short.returncode == 0, short.stderr
-  assert 'The last 2 taught nothing, because no gradient was finite: the weights are those of step 2.' in short.stdout
-  assert long.returncode == 2
-  assert 'Nothing was learned in 3 steps in a row, 3 to 5, because no gradient was finite' in long.stderr
-  assert 'trainer.max_skipped_steps=3' in long.stderr and 'Traceback' not in long.stderr
   lines = [json.loads(text) for text in (workdir / 'metrics.jsonl').read_text().splitlines()]
-  assert [(found['step'], found['train/skipped_steps']) for found in lines] == [(1, 0), (2, 0), (3, 1), (4, 1), (5, 1)]
-  assert (workdir / 'checkpoints' / '5').is_dir()
+  taught = [found['train/skipped_steps'] == 0 for found in lines]
+  last = taught.index(False)  # The step up to which the weights survive, 2 or 3 by how the compiler rounds.
+  assert last in (2, 3) and taught == [True] * last + [False] * 3
+  assert short.returncode == 0, short.stderr
+  few = 'last one' if last == 3 else 'last 2'
+  assert (
+    f'The {few} taught nothing, because no gradient was finite: the weights are those of step {last}.' in short.stdout
+  )
+  assert long.returncode == 2
+  said = f'Nothing was learned in 3 steps in a row, {last + 1} to {last + 3}, because no gradient was finite'
+  assert said in long.stderr
+  assert 'trainer.max_skipped_steps=3' in long.stderr and 'Traceback' not in long.stderr
+  assert [found['step'] for found in lines] == list(range(1, last + 4))
+  assert (workdir / 'checkpoints' / str(last + 3)).is_dir()
   # Started again as it is, it stays where it is.
   assert again.returncode == 2 and again.stderr.splitlines()[-1] == long.stderr.splitlines()[-1]
-  assert 'step 6/8' not in again.stderr
+  assert f'step {last + 4}/8' not in again.stderr
   assert 'compiled all programs' in long.stderr and 'programs' not in again.stderr  # Nothing is compiled for it.
