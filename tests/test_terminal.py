@@ -289,6 +289,7 @@ def test_rules_are_the_same_as_text_and_as_json(tmp_path):
   [
     ('allow read **\npermit read', "rules, line 2: a rule begins with allow, ask or never, not 'permit'"),
     ('allow reed **', "line 1: there is no tool 'reed'; there are read"),
+    ('allow *', 'line 1: a rule that allows names its tool'),
     ('allow bash', 'line 1: say what of bash is allowed, such as allow bash \\*'),
     ('allow * **', 'line 1: a rule that allows names its tool'),
     ('[{"rule": "allow", "tol": "x"}]', 'rule 1: a rule has rule, tool and pattern'),
@@ -405,7 +406,7 @@ def test_lines_that_answer_nothing_are_named():
   inputs = script.Script(['y', 'Hello', 'a'], 'file', lambda line: None)
   with pytest.raises(UserError, match="file, line 1: 'y' decides about a call, and none .*write a space before it"):
     inputs.message()
-  with pytest.raises(UserError, match="line 2: 'Hello' is no answer to a call; here are: y .approve"):
+  with pytest.raises(UserError, match="line 2: 'Hello' is no answer to a call; possible are y .approve"):
     inputs.choice({'y': 'approve'})
   with pytest.raises(UserError, match="line 3: 'a' is no answer"):
     inputs.choice({'y': 'approve'})

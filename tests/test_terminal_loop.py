@@ -257,7 +257,7 @@ def test_commands_answer_in_their_turn_and_at_a_call(world, tmp_path):
     done = world.hold(server, *acts)
     assert ('undo', {'to': 0}) in server.asked and server.turns[-1]['status'] == 'open'
   out = done.out()
-  assert 'Version 2 is what version 0 was.' in out and 'as version 0' in out and 'ses-1, turns 0' in out
+  assert 'Version 2 is what version 0 was.' in out and 'as version 0' in out and 'ses-1, turn 0' in out
   assert 'of against=0' in out and 'again, version 7\notherwise' in out and 'correction:\n  No' in out
   assert 'There is no command /nothing: /help lists' in out and '/diff takes two versions' in out
   assert '/export needs the folder' in out and f'history    {done.path}' in out

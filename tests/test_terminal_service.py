@@ -160,7 +160,7 @@ def test_somebody_at_a_terminal_denies_is_killed_goes_on_and_approves(served, pl
   terminal.shows('Wrote a.py', 'Done.', '>')
   assert (place / 'work' / 'a.py').read_text() == 'x = 2\n'
   terminal.type('/versions')
-  terminal.shows('feedback', 'turns 0', '>')
+  terminal.shows('feedback', 'turn 0', '>')
   terminal.press('C-c')
   terminal.shows('Ctrl-C again leaves')
   terminal.press('C-c')

@@ -54,7 +54,7 @@ def test_files_are_read_written_and_edited(toolbox, workspace):
     '2\t  return width * height\n(3 more lines)'
   )
   assert (
-    toolbox.call('write', {'path': 'new/folder/a.txt', 'content': 'one\n'}).text == 'Wrote new/folder/a.txt: 1 lines.'
+    toolbox.call('write', {'path': 'new/folder/a.txt', 'content': 'one\n'}).text == 'Wrote new/folder/a.txt: 1 line.'
   )
   assert (workspace / 'new/folder/a.txt').read_text() == 'one\n'
   os.chmod(workspace / 'src/area.py', 0o750)

@@ -34,10 +34,14 @@ class Commands:
       '/help': (self._help, '/help                what can be typed', 0),
       '/undo': (self._undo, '/undo [VERSION]      the version before, or an older one, becomes the newest again', 1),
       '/versions': (self._versions, '/versions            the versions of the adapter', 0),
-      '/diff': (self._diff, '/diff [A B]          how far two versions are apart; the newest and its parent', 2),
+      '/diff': (
+        self._diff,
+        '/diff [A B]          how far two versions are apart: A and B, or the newest and its parent',
+        2,
+      ),
       '/export': (self._export, '/export DIR          the newest version as PEFT reads it', 1),
       '/retry': (self._retry, '/retry [TURN]        what the newest version says instead, beside what was said', 1),
-      '/flush': (self._flush, '/flush               learns what waits for more of its like', 0),
+      '/flush': (self._flush, '/flush               learns at once what waits for more examples', 0),
       '/history': (self._history, '/history             the conversation so far', 0),
       '/session': (self._session, '/session             this session: id, adapter, service, workspace, history', 0),
       '/policy': (self._policy, '/policy              the rules by which calls are allowed, asked for or refused', 0),
@@ -60,7 +64,8 @@ class Commands:
       raise UserError(f'There is no command {printable(name)}: /help lists those that there are.')
     function, usage, most = self._table[name]
     if len(arguments) > most:
-      raise UserError(f'{name} takes {"nothing" if not most else f"at most {most}"}: {" ".join(usage.split())}.')
+      limit = ('no argument', 'at most one argument', 'at most two arguments')[most]
+      raise UserError(f'{name} takes {limit}: {" ".join(usage.split())}.')
     function(arguments)
 
   @property
@@ -178,7 +183,7 @@ class Commands:
     policy = self._conversation.policy
     lines = [str(rule) for rule in policy.rules]
     lines += [f'{rule}   (added in this session)' for rule in policy.added]
-    self._conversation.screen.say('\n'.join([*lines, f'{Rule("ask")}   (whatever else)']))
+    self._conversation.screen.say('\n'.join([*lines, f'{Rule("ask")}   (everything else)']))
 
   def _quit(self, arguments: list[str]) -> None:
     raise Leave
@@ -203,8 +208,8 @@ def _said_of(details: Mapping[str, Any]) -> str:
   if 'to' in details:
     return f'as version {details["to"]}'
   if 'session' in details:
-    turns = ', '.join(map(str, details['session']['turns']))
-    return f'{details["session"]["id"]}, turns {turns}'
+    turns = details['session']['turns']
+    return f'{details["session"]["id"]}, {"turn" if len(turns) == 1 else "turns"} {", ".join(map(str, turns))}'
   return ''
 
 

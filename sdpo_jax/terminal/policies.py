@@ -173,10 +173,10 @@ def make_rule(verb: Any, tool: Any, pattern: Any, where: str) -> Rule:
     raise UserError(f'{where}: there is no tool {short_repr(tool)}; there are {", ".join(TOOLS)}, and * for all.')
   if pattern is not None and not (isinstance(pattern, str) and pattern):
     raise UserError(f'{where}: the pattern must be a text, not {short_repr(pattern)}.')
-  if verb == 'allow' and pattern is None:
-    raise UserError(f'{where}: say what of {tool} is allowed, such as allow {tool} {"*" if tool == "bash" else "**"}.')
   if verb == 'allow' and tool == ANY:
     raise UserError(f'{where}: a rule that allows names its tool; write one for each of {", ".join(TOOLS)}.')
+  if verb == 'allow' and pattern is None:
+    raise UserError(f'{where}: say what of {tool} is allowed, such as allow {tool} {"*" if tool == "bash" else "**"}.')
   return Rule(verb, tool, pattern)
 
 

@@ -270,7 +270,7 @@ class Reviewer:
 
 def _shown(answer: Answer) -> list[Line]:
   """Returns what the person sees of a tool's answer."""
-  lines = visible(answer.text.rstrip('\n')).split('\n')
+  lines = visible(answer.text.rstrip('\n'), keep='\n\t').split('\n')  # Tabs stay: nobody judges an answer by them.
   style = 'note' if answer.ok else 'wrong'
   found = [Line(f'  {line}', style) for line in lines[:_SHOWN]]
   more = len(lines) - _SHOWN

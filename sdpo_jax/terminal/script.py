@@ -66,7 +66,7 @@ class Script:
       return Choice(COMMAND, line)
     if not _is_decision(line) or line[0] not in keys:
       able = ', '.join(f'{key} ({meaning})' for key, meaning in keys.items())
-      raise OutOfStep(f'{self._where}: {short_repr(line)} is no answer to a call; here are: {able}.')
+      raise OutOfStep(f'{self._where}: {short_repr(line)} is no answer to a call; possible are {able}.')
     self._show(f'? {line}')
     return Choice(line[0], line[1:].strip() or None)
 

@@ -251,7 +251,8 @@ class Toolbox:
   def _write(self, path: str, content: str) -> str:
     self._text_or_empty(path)
     there = self._folder.write(path, encoded(content))
-    return f'{"Replaced" if there else "Wrote"} {path}: {len(content.splitlines())} lines.'
+    count = len(content.splitlines())
+    return f'{"Replaced" if there else "Wrote"} {path}: {count} line{"" if count == 1 else "s"}.'
 
   def _edit(self, path: str, old: str, new: str, all: bool = False) -> str:
     before, after = self._edited(path, old, new, all)
