@@ -470,6 +470,17 @@ def test_what_cannot_be_used_is_named(tmp_path, capsys, monkeypatch, values, sen
   assert not (tmp_path / 'state').exists() and list(work.iterdir()) == []
 
 
+def test_the_command_that_goes_on_is_said_also_when_a_script_ends_wrongly(tmp_path, capsys):
+  (tmp_path / 'work').mkdir()
+  (tmp_path / 'script').write_text('y\n')
+  names = {name: str(tmp_path / name) for name in ('script', 'state')}
+  with SessionServer('Hello.') as server:
+    with pytest.raises(OutOfStep):
+      program.run(program.Options(url=server.url, workspace=str(tmp_path / 'work'), **names))
+  said = f'The session is kept: python -m launch.session --resume=ses-1 --state={tmp_path / "state"}'
+  assert said in capsys.readouterr().err
+
+
 def test_a_token_that_is_wrong_is_refused(world):
   with SessionServer('Hello.') as server:
     with pytest.raises(Refused, match='token'):

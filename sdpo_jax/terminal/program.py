@@ -8,6 +8,7 @@ import dataclasses
 import io
 import os
 import pathlib
+import shlex
 import sys
 from typing import Any
 
@@ -100,11 +101,19 @@ def _held(options: Options, stack: contextlib.ExitStack) -> int:
   screen.record = lambda text: written.note('shown', text=text)
   screen.say(f'Session {session.id} in {workspace}; /help says what can be typed.')
   if turns:
-    screen.say(f'{len(turns)} turns so far, the newest by version {turns[-1]["version"]}; /history shows them.')
+    count = 'One turn' if len(turns) == 1 else f'{len(turns)} turns'
+    screen.say(f'{count} so far, the newest by version {turns[-1]["version"]}; /history shows all.')
   workbench = Workbench(toolbox, workspace)
-  code = Conversation(session, state['settings'], history, screen, inputs, workbench, policy, options.seed).run()
-  _announce(f'The session is kept: python -m launch.session --resume={session.id}')
-  return code
+  try:
+    return Conversation(session, state['settings'], history, screen, inputs, workbench, policy, options.seed).run()
+  finally:
+    _announce(f'The session is kept: {_resuming(options, session.id)}')
+
+
+def _resuming(options: Options, session: str) -> str:
+  """Returns the command that goes on with a session."""
+  state = [] if options.state is None else [f'--state={options.state}']
+  return shlex.join(['python', '-m', 'launch.session', f'--resume={session}', *state])
 
 
 def _announce(text: str) -> None:
