@@ -170,7 +170,7 @@ def test_a_document_is_read_where_it_lies_and_says_what_its_text_says(name, part
   policy, base, held = read_divided(name, monkeypatch, part, backend)
   plain_policy, params = model(name)
   for mine, theirs in zip(held, prefilled(plain_policy, params), strict=True):
-    np.testing.assert_allclose(mine, theirs, atol=2e-5, rtol=1e-5)  # Keys of the ninth layer are of the order of 10.
+    np.testing.assert_allclose(mine, theirs, atol=4e-5, rtol=1e-5)  # Keys of the ninth layer are of the order of 10.
   row = rows()
   real = row[2] > 0
   expected = after_document(plain_policy, params, row)[real]
