@@ -18,7 +18,7 @@ NAMES = ('chromium', 'chromium-browser', 'google-chrome')
 
 
 def installed() -> str | None:
-  """Returns the program, if there is one."""
+  """Return the program, if there is one."""
   return next((found for name in NAMES if (found := shutil.which(name))), None)
 
 
@@ -36,7 +36,7 @@ class Page:
       self.call(f'{domain}.enable')
 
   def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-    """Returns the result of a command; events that come before it are kept."""
+    """Return the result of a command; events that come before it are kept."""
     self._sent += 1
     message = {'id': self._sent, 'method': method, 'params': parameters}
     if self._session is not None:
@@ -60,18 +60,18 @@ class Page:
     return answer
 
   def open(self, address: str) -> None:
-    """Returns once the page at an address is loaded and says that it is ready (`data-ready` of its root)."""
+    """Return once the page at an address is loaded and says that it is ready (`data-ready` of its root)."""
     self.call('Page.navigate', url=address)
     self.until("document.documentElement.dataset.ready || document.querySelector('#failed:not([hidden])')")
 
   def evaluate(self, expression: str) -> Any:
-    """Returns the value of an expression, a promise awaited."""
+    """Return the value of an expression, a promise awaited."""
     found = self.call('Runtime.evaluate', expression=expression, awaitPromise=True, returnByValue=True)
     assert 'exceptionDetails' not in found, found['exceptionDetails']
     return found['result'].get('value')
 
   def until(self, condition: str) -> None:
-    """Returns once a condition holds; it is looked at whenever the page has drawn itself."""
+    """Return once a condition holds; it is looked at whenever the page has drawn itself."""
     held = f"""new Promise((resolve) => {{
       const end = performance.now() + {PATIENCE_MS};
       const look = () => {{ let held = false; try {{ held = {condition}; }} catch (error) {{}}
@@ -94,30 +94,30 @@ class Page:
     self.call('Input.dispatchKeyEvent', type='keyUp', key=key)
 
   def size(self, width: int, height: int) -> None:
-    """Sets the size of the window."""
+    """Set the size of the window."""
     self.call('Emulation.setDeviceMetricsOverride', width=width, height=height, deviceScaleFactor=1, mobile=False)
 
   def dark(self, wanted: bool) -> None:
-    """Sets what the system prefers."""
+    """Set what the system prefers."""
     value = 'dark' if wanted else 'light'
     self.call('Emulation.setEmulatedMedia', features=[{'name': 'prefers-color-scheme', 'value': value}])
 
   def screenshot(self, path: pathlib.Path) -> None:
-    """Writes what the window shows as a PNG."""
+    """Write what the window shows as a PNG."""
     path.write_bytes(base64.b64decode(self.call('Page.captureScreenshot', format='png')['data']))
 
   def busy_s(self) -> float:
-    """Returns the seconds of processor time that the page's process has taken so far."""
+    """Return the seconds of processor time that the page's process has taken so far."""
     measured = {each['name']: each['value'] for each in self.call('Performance.getMetrics')['metrics']}
     return measured['ProcessTime']
 
   def requested(self) -> list[str]:
-    """Returns the addresses of all that was asked for, data left out."""
+    """Return the addresses of all that was asked for, data left out."""
     asked = [each['params']['request']['url'] for each in self.events if each['method'] == 'Network.requestWillBeSent']
     return [address for address in asked if not address.startswith(('data:', 'about:'))]
 
   def complaints(self) -> list[str]:
-    """Returns errors of scripts, and what the page's policy has kept from it."""
+    """Return errors of scripts, and what the page's policy has kept from it."""
     thrown = [
       str(each['params']['exceptionDetails']) for each in self.events if each['method'] == 'Runtime.exceptionThrown'
     ]
@@ -127,7 +127,7 @@ class Page:
 
 @contextlib.contextmanager
 def opened(program: str) -> Iterator[Page]:
-  """Yields a page of a browser of its own, which ends with the block."""
+  """Yield a page of a browser of its own, which ends with the block."""
   heard, says = os.pipe()
   hears, said = os.pipe()
   with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:

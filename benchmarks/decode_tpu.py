@@ -4,9 +4,9 @@
 
 For rows × context of 256 × 10240, 384 × 10240 and 1024 × 4096, with a cache in bfloat16 and in int8, and for every mesh
 that the model divides and that may fit, the sampler's loop is compiled as a run compiles it. No TPU is needed and
-nothing is measured. One JSON line a program, on stdout and in decode_tpu.jsonl of --output; the best mesh of each setting
-goes into a table between this benchmark's markers of the page beside it, docs/performance.md, which says what the
-columns are.
+nothing is measured. One JSON line a program, on stdout and in decode_tpu.jsonl of --output; the best mesh of each
+setting goes into a table between this benchmark's markers of the page beside it, docs/performance.md, which says what
+the columns are.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def minimum(policy: Policy, config: Config, filled: int) -> tuple[float, float]:
 
 
 def compute(rows: int, context: int, cache: str, mesh: tuple[int, int], keep: str | None = None) -> dict[str, Any]:
-  """The benchmark's line for one program."""
+  """Return the benchmark's line for one program."""
   config, slice_ = configuration(rows, context, cache, mesh), topology.describe(SLICE)
   policy, source = model.read(config)
   assumptions = planning.Assumptions.of(config, slice_.chip)

@@ -2,15 +2,15 @@
 
     python -m benchmarks.engine [--adapters=8] [--rows=32] [--repeats=9]
 
-`sampling`: tokens per CPU-second of rows that all have the same adapter, beside rows of as many adapters as `--adapters`
-says, and rows of the model without an adapter; the same engine, prompts and lengths, in turns. `feedback`: milliseconds
-from a request to its new version in host memory, one completion of 64 tokens: what student and teacher say, a step, and
-the log-probs afterwards; the median and the ninth decile. `loading`: milliseconds to the first token from a version that
-has no place on the devices, less those from one that has. `worker`: the same sampling and feedback through the thread that
-owns the engine, beside the bare engine in the same process, in turns. `start`: CPU-seconds of a process after its imports until all
-programs are there, the model read and the first request welcome: of the first process, which compiles them, and of the
-second, which reads them; `engine` is the part from the model in memory on, and `compiled` whatever JAX compiled, the
-smallest operations included. One core; one JSON line each.
+`sampling`: tokens per CPU-second of rows that all have the same adapter, beside rows of as many adapters as
+`--adapters` says, and rows of the model without an adapter; the same engine, prompts and lengths, in turns. `feedback`:
+milliseconds from a request to its new version in host memory, one completion of 64 tokens: what student and teacher
+say, a step, and the log-probs afterwards; the median and the ninth decile. `loading`: milliseconds to the first token
+from a version that has no place on the devices, less those from one that has. `worker`: the same sampling and feedback
+through the thread that owns the engine, beside the bare engine in the same process, in turns. `start`: CPU-seconds of a
+process after its imports until all programs are there, the model read and the first request welcome: of the first
+process, which compiles them, and of the second, which reads them; `engine` is the part from the model in memory on, and
+`compiled` whatever JAX compiled, the smallest operations included. One core; one JSON line each.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def start(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def one_start(args: argparse.Namespace) -> dict[str, Any]:
-  """What the start of this process takes."""
+  """Return what the start of this process takes."""
   from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401  Imports are not measured.
 
   from configs import quickstart_lora  # noqa: F401
@@ -85,7 +85,9 @@ def one_start(args: argparse.Namespace) -> dict[str, Any]:
 def make_engine(
   args: argparse.Namespace, folder: pathlib.Path, programs: pathlib.Path | None = None, loaded: Any = lambda: None
 ) -> Any:
-  """An engine with the quickstart's model and as many versions as are sampled at once, and twice as many again."""
+  """Return an engine with the quickstart's model and as many versions as are sampled at once, and twice as many
+  again.
+  """
   import jax
   import numpy as np
 
@@ -184,7 +186,7 @@ def feedback(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def loading(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
-  """The first token of a version that has no place, less that of one that has."""
+  """Return the first token of a version that has no place, less that of one that has."""
 
   def first_token(version: str) -> float:
     before = time.process_time()
@@ -207,7 +209,7 @@ def loading(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def worker(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
-  """The thread that owns the engine, beside the engine without it."""
+  """Return the thread that owns the engine, beside the engine without it."""
   import numpy as np
 
   from sdpo_jax.serving.engine import Feedback

@@ -7,9 +7,9 @@ and removes it at the end, unless `--keep`. One JSON line for each number of dev
 which therefore has the whole of each parameter to place.
 
 - `beyond_placed_mb`: the most that the process held at any time beyond the arrays that are placed, by the kernel's peak
-  of its resident memory (VmHWM, which nothing that is mapped could hide from), reset before each parameter; `allowed_mb`
-  is its share of the largest stacked parameter + 200; `beyond_own_share_mb` is what it held beyond the parameter that
-  it was reading, too.
+  of its resident memory (VmHWM, which nothing that is mapped could hide from), reset before each parameter;
+  `allowed_mb` is its share of the largest stacked parameter + 200; `beyond_own_share_mb` is what it held beyond the
+  parameter that it was reading, too.
 - `load`: GB of the files per second, with a page cache that knows nothing of them (`cold`) and one that holds them
   (`warm`); `read` is the baseline, one process that reads the same files from end to end and does nothing else.
   `cpu_s_per_gb` is the processor time of the same, which other programs of the machine hardly change.

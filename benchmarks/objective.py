@@ -101,7 +101,7 @@ def _spawn(options: argparse.Namespace, side: str, tokens: int, unembedding_grad
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-  """Runs one side of one case in this process."""
+  """Run one side of one case in this process."""
   os.sched_setaffinity(0, {options.core})
   build = {'ours': _ours, 'torch': _torch, 'products': _products}[options.side]
   run, facts = build(make_inputs(int(options.tokens), options.vocab, options.width), options)

@@ -1,6 +1,7 @@
 """Tokens per CPU-second of the sampler beside transformers' `generate`, Tunix's sampler and an older checkout of ours.
 
-    python -m benchmarks.rollout [--settings=greedy,plain,top_p,top_p_top_k,long_tail] [--model=small|tiny|mid|vocabulary]
+    python -m benchmarks.rollout [--settings=greedy,plain,top_p,top_p_top_k,long_tail]
+    [--model=small|tiny|mid|vocabulary]
       [--tunix_python=PATH] [--spine=DIR]
 
 Every side has the same random Qwen3 weights in float32, the same prompts and the same lengths, which are forced: no
@@ -123,7 +124,7 @@ def main() -> None:
 
 
 def one_core() -> None:
-  """This process and those it starts on one core and one thread; call before any of the libraries is imported."""
+  """Keep this process and those it starts on one core and one thread; call before any of the libraries is imported."""
   if hasattr(os, 'sched_setaffinity'):
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
   os.environ['JAX_PLATFORMS'] = 'cpu'
@@ -163,7 +164,7 @@ class Worker:
     self.versions: dict[str, str] = self._answer()
 
   def run(self, work: dict[str, Any], step: int) -> dict[str, Any]:
-    """The answer to one request; step 0 warms up."""
+    """Return the answer to one request; step 0 warms up."""
     print(json.dumps({'work': work, 'step': step}), file=self._process.stdin, flush=True)
     return self._answer()
 
@@ -179,7 +180,7 @@ class Worker:
 
 
 def start(args: argparse.Namespace, checkpoint: str) -> dict[str, Worker]:
-  """The sides that there are, ours first."""
+  """Return the sides that there are, ours first."""
   here = functools.partial(Worker, checkpoint=checkpoint, python=sys.executable)
   workers = {'sdpo_jax': here('sdpo_jax', root=str(ROOT)), 'transformers': here('transformers', root='')}
   if args.tunix_python:
@@ -190,7 +191,7 @@ def start(args: argparse.Namespace, checkpoint: str) -> dict[str, Worker]:
 
 
 def compare(setting: str, args: argparse.Namespace, workers: dict[str, Worker]) -> dict[str, Any]:
-  """The line of one setting."""
+  """Return the line of one setting."""
   work = make_work(setting, args)
   # Whole batches of equal rows leave Tunix nothing to choose; it would step all 256 rows to the longest.
   sides = {name: worker for name, worker in workers.items() if setting != 'long_tail' or name != 'tunix'}
@@ -235,7 +236,7 @@ def compare(setting: str, args: argparse.Namespace, workers: dict[str, Worker]) 
 
 
 def make_work(setting: str, args: argparse.Namespace) -> dict[str, Any]:
-  """What every side is asked for, in plain numbers."""
+  """Return what every side is asked for, in plain numbers."""
   import numpy as np
 
   rng = np.random.default_rng(0)
@@ -273,7 +274,9 @@ def fewest_bytes(work: dict[str, Any], model: dict[str, int]) -> int:
 
 
 def most_alive(lengths: Sequence[int], slots: int, prompt_length: int) -> int:
-  """The largest number of cached tokens over all steps when each of the `slots` takes the next sample once it is free."""
+  """Return the largest number of cached tokens over all steps when each of the `slots` takes the next sample once it is
+  free.
+  """
   free = [0] * slots
   spans = []
   for length in lengths:
@@ -285,7 +288,7 @@ def most_alive(lengths: Sequence[int], slots: int, prompt_length: int) -> int:
 
 
 def turns(sides: dict[str, Callable[[int], Any]], repeats: int) -> dict[str, list[Any]]:
-  """What each side returned in `repeats` runs after one to warm up (step 0)."""
+  """Return what each side returned in `repeats` runs after one to warm up (step 0)."""
   results: dict[str, list[Any]] = {name: [] for name in sides}
   for step in range(repeats + 1):
     for name, run in sides.items():

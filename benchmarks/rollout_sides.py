@@ -55,7 +55,7 @@ class NoText:
     return [int(word) for word in text.split()]
 
   def decode(self, token_ids: list[int], **kwargs: bool) -> str:
-    """The empty text."""
+    """Return the empty text."""
     del token_ids, kwargs
     return ''
 
@@ -70,7 +70,7 @@ class NoText:
 
 
 def sdpo_jax(checkpoint: str) -> tuple[Run, dict[str, str]]:
-  """The sampler of the checkout on PYTHONPATH, this one or an older one."""
+  """Return the sampler of the checkout on PYTHONPATH, this one or an older one."""
   import jax
   import numpy as np
 
@@ -113,7 +113,7 @@ def sdpo_jax(checkpoint: str) -> tuple[Run, dict[str, str]]:
 
 
 def count_cache(sampler: Any) -> Callable[[], int]:
-  """Returns a function that tells the bytes of the largest cache that the sampler has held since.
+  """Return a function that tells the bytes of the largest cache that the sampler has held since.
 
   The sampler counts them itself, or, before it did, handed its one cache to every dispatch.
   """

@@ -4,9 +4,9 @@
     python -m benchmarks.sandbox --soak [--programs=20000] [--seed=0] [--workers=2]
 
 A generation batch of the paper has 32 questions × 8 completions, a question some ten tests: 2 560 programs, most of
-which return at once. Ours run in forks of the zygote, which has numpy loaded. The baselines are `python -I -c` with a time
-limit and without any confinement, as graders commonly do it, plain and with numpy imported: fewer runs, scaled to as
-many. Prints one JSON line; processor seconds are those of this process and of all its children, start and end of the
+which return at once. Ours run in forks of the zygote, which has numpy loaded. The baselines are `python -I -c` with a
+time limit and without any confinement, as graders commonly do it, plain and with numpy imported: fewer runs, scaled to
+as many. Prints one JSON line; processor seconds are those of this process and of all its children, start and end of the
 sandbox included.
 
 With --soak hostile and honest programs are graded among one another (sandbox_soak.py); prints one JSON line, and exits
@@ -81,7 +81,7 @@ def measure(work: Callable[[], None], scale: float = 1.0) -> dict[str, float]:
 
 
 def sandboxed(runs: int, workers: int) -> tuple[str, float]:
-  """Starts a sandbox, runs programs in it and closes it; its mechanism and the longest run in seconds."""
+  """Start a sandbox, run programs in it and close it; return its mechanism and the longest run in seconds."""
   with tempfile.TemporaryDirectory() as directory:
     harness = pathlib.Path(directory) / 'harness.py'
     harness.write_text(HARNESS)
@@ -93,7 +93,7 @@ def sandboxed(runs: int, workers: int) -> tuple[str, float]:
 
 
 def new_interpreters(runs: int, workers: int, imports: str) -> None:
-  """Runs the program in as many interpreters of its own."""
+  """Run the program in as many interpreters of its own."""
   command = [sys.executable, '-I', '-c', f'{imports}{PROGRAM}\nprint(answer)']
   environment = {'OPENBLAS_NUM_THREADS': '1'}
 

@@ -4,6 +4,8 @@ Honest programs are graded alone, then the same ones with as many hostile ones b
 decides. Both passes go through the code environment, as in a run, and this process stands for the training process.
 """
 
+# ruff: noqa: E501 (a program is one line)
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -208,7 +210,7 @@ def resident_mib() -> float:
 
 
 def soak(count: int, seed: int, workers: int | None) -> dict[str, Any]:
-  """What the honest and this process noticed; 'missed' names the bars that were not kept."""
+  """Return what the honest and this process noticed; 'missed' names the bars that were not kept."""
   programs = entries(count, seed)
   alone = graded([entry for entry in programs if entry.honest], workers)
   with _own_temporary_directory() as directory:
@@ -219,7 +221,7 @@ def soak(count: int, seed: int, workers: int | None) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _own_temporary_directory() -> Iterator[str]:
-  """What is left in it is left by what happens meanwhile, and by no other process."""
+  """Yield with an empty folder: what is left in it is left by what happens meanwhile, and by no other process."""
   before = tempfile.tempdir
   with tempfile.TemporaryDirectory() as directory:
     os.chmod(directory, 0o755)  # Programs have another user.
@@ -231,7 +233,7 @@ def _own_temporary_directory() -> Iterator[str]:
 
 
 def summary(programs: Sequence[Entry], alone: Pass, mixed: Pass, *, files_left: int) -> dict[str, Any]:
-  """The numbers, and which of them are over their bars."""
+  """Return the numbers, and which of them are over their bars."""
   beside = [outcome for entry, outcome in zip(programs, mixed.outcomes, strict=True) if entry.honest]
   honest = [entry for entry in programs if entry.honest]
   changed = [

@@ -2,13 +2,13 @@
 
     python -m benchmarks.serve [--adapters=100] [--feedbacks=1000] [--clients=8] [--alone=50] [--url=URL]
 
-A server is started as users start it (`python -m launch.serve --config=configs/serve_quickstart.py`), with a root of its
-own, unless `--url` names one. All feedback is on a completion that the service drew before, of its own adapter, and makes
-a new version of it. `alone`: milliseconds of one client from a request to its answer, feedback and sampling apart: the
-median, the 95th percentile, and beside them the CPU-milliseconds of the server. `load`: the same of `--clients` clients
-at once, which draw a completion and give feedback on it in turns, with feedback and completions per second, and the
-memory of the server after every quarter: what it keeps of versions is bounded. `score`: bytes of the scores of one
-long row of a large vocabulary, in each format. One JSON line each.
+A server is started as users start it (`python -m launch.serve --config=configs/serve_quickstart.py`), with a root of
+its own, unless `--url` names one. All feedback is on a completion that the service drew before, of its own adapter, and
+makes a new version of it. `alone`: milliseconds of one client from a request to its answer, feedback and sampling
+apart: the median, the 95th percentile, and beside them the CPU-milliseconds of the server. `load`: the same of
+`--clients` clients at once, which draw a completion and give feedback on it in turns, with feedback and completions per
+second, and the memory of the server after every quarter: what it keeps of versions is bounded. `score`: bytes of the
+scores of one long row of a large vocabulary, in each format. One JSON line each.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def server(url: str | None, *settings: str, config: str = 'configs/serve_quickstart.py'):
-  """Yields the address of a service and its process id; None: it is not ours."""
+  """Yield the address of a service and its process id; None: it is not ours."""
   if url is not None:
     yield url, None
     return
@@ -79,7 +79,7 @@ def server(url: str | None, *settings: str, config: str = 'configs/serve_quickst
 
 
 def wait_until_ready(process: subprocess.Popen, log: pathlib.Path) -> str:
-  """Returns the address of a server when it is ready; raises RuntimeError with what it said if it ends before."""
+  """Return the address of a server when it is ready; raise RuntimeError with what it said if it ends before."""
   address = None
   while process.poll() is None:
     address = address or address_in(log.read_text())
@@ -92,7 +92,7 @@ def wait_until_ready(process: subprocess.Popen, log: pathlib.Path) -> str:
 
 
 def address_in(said: str) -> str | None:
-  """Returns the address that a server has said it listens on; None: it has not yet, or not to the end of it."""
+  """Return the address that a server has said it listens on; None: it has not yet, or not to the end of it."""
   found = LISTENING.search(said)
   return None if found is None else found[1]
 

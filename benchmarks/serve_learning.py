@@ -4,15 +4,15 @@
 
 The model is the quickstart's after a few hundred more steps of supervision in which half of the instructions are read
 right (`make_base.Recipe` with `start` and `misread`): so there is something to correct, and something to lose. A user
-has an adapter of their own, asks about two of the misread instructions until an answer is wrong, and sends the right one
-as its correction. Of the answers about other things that they were content with, those that have faded most go with it,
-so that they stay. Each of these feedbacks is one transaction, of `Account.feedback`, and the next question is asked of
-the version that came of it.
+has an adapter of their own, asks about two of the misread instructions until an answer is wrong, and sends the right
+one as its correction. Of the answers about other things that they were content with, those that have faded most go with
+it, so that they stay. Each of these feedbacks is one transaction, of `Account.feedback`, and the next question is asked
+of the version that came of it.
 
 The control does the same with the corrections of the first run shuffled among its samples. After every correction the
-held-out questions are scored: accuracy is the probability of the right answer, which is what sampled answers tend to; at
-both ends answers are sampled and graded as well. Nobody else's adapter may have changed by a bit, which digests of all
-arrays and of log-probs say. Prints a JSON line for each user and the means; writes learning.json and learning.png.
+held-out questions are scored: accuracy is the probability of the right answer, which is what sampled answers tend to;
+at both ends answers are sampled and graded as well. Nobody else's adapter may have changed by a bit, which digests of
+all arrays and of log-probs say. Prints a JSON line for each user and the means; writes learning.json and learning.png.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(number: int, pair: Sequence[str], runs: dict[str, Run]) -> dict[str, Any]:
-  """What came of a user's two runs."""
+  """Return what came of a user's two runs."""
   groups = groups_of(pair)
   found: dict[str, Any] = {'user': number, 'instructions': list(pair)}
   for arm, run in runs.items():
@@ -135,7 +135,9 @@ def summary(number: int, pair: Sequence[str], runs: dict[str, Run]) -> dict[str,
 
 
 def groups_of(pair: Sequence[str]) -> dict[str, list[int]]:
-  """The columns of a curve by what they are: corrected, all others, and those of the others that the model reads right."""
+  """Return the columns of a curve by what they are: corrected, all others, and those of the others that the model reads
+  right.
+  """
   names = instructions()
   return {
     'corrected': [names.index(name) for name in pair],
@@ -154,7 +156,7 @@ def instructions() -> list[str]:
 
 
 def make_model(folder: pathlib.Path) -> pathlib.Path:
-  """The model that misreads some instructions and reads the others right, unless it is there."""
+  """Return the model that misreads some instructions and reads the others right, unless it is there."""
   if not (folder / 'config.json').exists():
     from configs import quickstart
     from sdpo_jax.quickstart import make_base
@@ -169,7 +171,7 @@ def make_model(folder: pathlib.Path) -> pathlib.Path:
 
 @contextlib.contextmanager
 def running(model: pathlib.Path) -> Iterator[Any]:
-  """A service with the quickstart's sizes and an empty store, ready, and stopped at the end."""
+  """Yield a service with the quickstart's sizes and an empty store, ready, and stopped at the end."""
   from configs import quickstart_lora
   from sdpo_jax.serving.service import Service
 
@@ -198,7 +200,7 @@ def running(model: pathlib.Path) -> Iterator[Any]:
 def correct(
   service: Any, arm: str, pair: Sequence[str], seed: int, count: int, texts: Sequence[str] | None = None
 ) -> Run:
-  """A user corrects so many answers of an adapter that is made for it.
+  """Let a user correct so many answers of an adapter that is made for it.
 
   Args:
     service: that runs.
@@ -247,7 +249,7 @@ def fading(account: Any, model: str, kept: Sequence[Any]) -> list[Any]:
 
 
 def content(account: Any, adapter: str, draw: np.random.Generator) -> list[Any]:
-  """The samples of answers about what the model reads right that a user was content with."""
+  """Return the samples of answers about what the model reads right that a user was content with."""
   from sdpo_jax.environments import digits
 
   right, kept, asked = [name for name in instructions() if name not in MISREAD], [], 0
@@ -261,7 +263,7 @@ def content(account: Any, adapter: str, draw: np.random.Generator) -> list[Any]:
 
 
 def ask(account: Any, model: str, question: Question, seed: int) -> Any:
-  """The answer to a question, sampled as in training and kept by the service."""
+  """Return the answer to a question, sampled as in training and kept by the service."""
   from sdpo_jax.serving.sampling import SampleOptions
 
   messages = asked_in(question)
@@ -275,7 +277,7 @@ def ask(account: Any, model: str, question: Question, seed: int) -> Any:
 
 
 def asked_in(question: Question) -> list[dict[str, str]]:
-  """The conversation of a question."""
+  """Return the conversation of a question."""
   from sdpo_jax.environments import digits
 
   return [{'role': 'user', 'content': digits.question(*question)}]
@@ -292,7 +294,7 @@ def digits_of(draw: np.random.Generator, split: str) -> list[int]:
 
 
 def deranged(texts: Sequence[str], seed: int) -> list[str]:
-  """The same texts, none where it was."""
+  """Return the same texts, none where it was."""
   order = np.random.default_rng(seed).permutation(len(texts))
   moved = [''] * len(texts)
   for here, there in zip(order, np.roll(order, 1), strict=True):
@@ -304,13 +306,13 @@ def deranged(texts: Sequence[str], seed: int) -> list[str]:
 
 
 def accuracy(account: Any, model: str, tests: Sequence[Question]) -> list[float]:
-  """The mean probability of the right answer and its end, by instruction."""
+  """Return the mean probability of the right answer and its end, by instruction."""
   found = np.exp([scored.log_probs.sum() for scored in score_answers(account, model, tests)])
   return found.reshape(-1, HELD_OUT).mean(1).round(5).tolist()
 
 
 def score_answers(account: Any, model: str, tests: Sequence[Question], prompts: Sequence[Any] | None = None) -> Any:
-  """What a version says of the right answers, after the questions or other prompts."""
+  """Return what a version says of the right answers, after the questions or other prompts."""
   from sdpo_jax.environments import digits
 
   service = account.service
@@ -321,13 +323,13 @@ def score_answers(account: Any, model: str, tests: Sequence[Question], prompts: 
 
 
 def sampled(account: Any, model: str, tests: Sequence[Question]) -> list[float]:
-  """The share of sampled answers that the grader takes for right, by instruction."""
+  """Return the share of sampled answers that the grader takes for right, by instruction."""
   graded = [outcome.score for outcome in grade(account, model, tests)]
   return np.reshape(graded, (-1, HELD_OUT)).mean(1).round(5).tolist()
 
 
 def grade(account: Any, model: str, tests: Sequence[Question]) -> list[Any]:
-  """What the grader says of a sampled answer to each question; these answers are not kept."""
+  """Return what the grader says of a sampled answer to each question; these answers are not kept."""
   from sdpo_jax.environments import digits
   from sdpo_jax.types import Example
 
@@ -395,7 +397,9 @@ def make_bystander(service: Any) -> tuple[Any, str]:
 
 
 def fingerprint(account: Any, adapter: str) -> str:
-  """A digest of all arrays of an adapter's newest version, stored and in the engine, and of what it says of some tokens."""
+  """Return a digest of all arrays of an adapter's newest version, stored and in the engine, and of what it says of some
+  tokens.
+  """
   version, service = account.version(adapter), account.service
   digest = hashlib.sha256(version.digest.encode())
   for arrays in (service.store.arrays(version), service.worker.arrays(version.engine_name)):

@@ -4,13 +4,13 @@
 
 In four of five turns the user asks for one of ten kinds of tasks that they want done in a way that is not the agent's
 favourite (`tool_tasks.PREFERENCES`), and else for one of ten other kinds. Every turn is a task of its own. A call that
-does the task as the user wants it is approved, and its tool answers; any other is denied with a correction, such as 'use
-rg rather than grep -r', which is learned before the next turn. A session ends with a denial, or after two tasks.
+does the task as the user wants it is approved, and its tool answers; any other is denied with a correction, such as
+'use rg rather than grep -r', which is learned before the next turn. A session ends with a denial, or after two tasks.
 
 Beside the configured teacher there are the other kinds, and two controls: the user says the corrections of other turns,
-or denies without a word, of which nothing is learned. Before and after, the proposals for held-out tasks about which the
-user has no wish are scored: of the ten kinds that the user asks for now and then, and of those that they never ask for.
-Prints a JSON line for each run and the means; writes learning.json and learning.png.
+or denies without a word, of which nothing is learned. Before and after, the proposals for held-out tasks about which
+the user has no wish are scored: of the ten kinds that the user asks for now and then, and of those that they never ask
+for. Prints a JSON line for each run and the means; writes learning.json and learning.png.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace, results: pathlib.Path) -> None:
-  """Writes all that the figure and the table show; after every run what there is so far."""
+  """Write all that the figure and the table show; after every run what there is so far."""
   began, runs = time.process_time(), []
   with running() as service:
     seeds = range(args.seed, args.seed + args.seeds)
@@ -88,7 +88,7 @@ def measure(args: argparse.Namespace, results: pathlib.Path) -> None:
 
 
 def means(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-  """Returns the means over users, by arm."""
+  """Return the means over users, by arm."""
   found = {}
   for arm in dict.fromkeys(run['arm'] for run in runs):
     own = [run for run in runs if run['arm'] == arm]
@@ -99,7 +99,7 @@ def means(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
 
 @contextlib.contextmanager
 def running() -> Iterator[Any]:
-  """Gives a service as the configuration has it, with an empty store, ready; it is stopped at the end."""
+  """Give a service as the configuration has it, with an empty store, ready; it is stopped at the end."""
   from configs import session_quickstart
   from sdpo_jax.serving.service import Service
 
@@ -120,7 +120,7 @@ def running() -> Iterator[Any]:
 
 
 def schemas() -> list[dict[str, Any]]:
-  """Returns the tools as the template takes them."""
+  """Return the tools as the template takes them."""
   from sdpo_jax.environments.workspace.tools import TOOLS
 
   return [tool.schema() for tool in TOOLS.values()]
@@ -138,7 +138,7 @@ def work(
   rehearse: int,
   before: np.ndarray,
 ) -> dict[str, Any]:
-  """Returns what came of the turns of a user, with an adapter that is made for it.
+  """Return what came of the turns of a user, with an adapter that is made for it.
 
   Args:
     service: that runs.
@@ -205,7 +205,7 @@ def work(
 
 
 def script(seed: int, turns: int, *, shuffled: bool) -> tuple[list[Any], list[Any]]:
-  """Returns the tasks of a user, and for each a function from the way that was proposed to what the user says of it.
+  """Return the tasks of a user, and for each a function from the way that was proposed to what the user says of it.
 
   Args:
     seed: of the user.
@@ -249,7 +249,7 @@ def wanted(task: Any, way: str | None) -> bool:
 
 
 def held_out(seed: int) -> list[Any]:
-  """Returns tasks about which the user has no wish."""
+  """Return tasks about which the user has no wish."""
   from sdpo_jax.quickstart import tool_tasks
 
   rng = random.Random(10_000 + seed)
@@ -261,7 +261,7 @@ def held_out(seed: int) -> list[Any]:
 
 
 def right(account: Any, model: str, tools: Sequence[Any], tests: Sequence[Any]) -> np.ndarray:
-  """Returns [N, 2] whether each task is done, in any way, as `scored` has it."""
+  """Return [N, 2] whether each task is done, in any way, as `scored` has it."""
   from sdpo_jax.quickstart import tool_tasks
 
   return scored(
@@ -270,7 +270,7 @@ def right(account: Any, model: str, tools: Sequence[Any], tests: Sequence[Any]) 
 
 
 def approval(account: Any, model: str, tools: Sequence[Any], tests: Sequence[Any]) -> np.ndarray:
-  """Returns [N, 2] whether each task is done as the user approves, as `scored` has it."""
+  """Return [N, 2] whether each task is done as the user approves, as `scored` has it."""
   from sdpo_jax.quickstart import tool_tasks
 
   ways = [[way.label for way in tool_tasks.KINDS[task.kind].ways if wanted(task, way.label)] for task in tests]
@@ -278,7 +278,7 @@ def approval(account: Any, model: str, tools: Sequence[Any], tests: Sequence[Any
 
 
 def scored(account: Any, model: str, tools: Sequence[Any], tests: Sequence[tuple[Any, Sequence[str]]]) -> np.ndarray:
-  """Returns how some ways of doing each task fare, which is asked for at the start of a session.
+  """Return how some ways of doing each task fare, which is asked for at the start of a session.
 
   Args:
     account: whose adapter it is.

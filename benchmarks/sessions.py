@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def measure(client: httpx2.Client, denials: int, tools: list[Any], process: int | None = None) -> dict[str, Any]:
-  """Returns what the command prints; without the processor time of the server where its process is not ours."""
+  """Return what the command prints; without the processor time of the server where its process is not ours."""
   adapter = '/v1/continual/adapters/' + post(client, '/v1/continual/adapters', {'name': f'denied-{os.getpid()}'})['id']
   decided, first, reused, bare, spent, learned = [], [], [], [], [], 0
   session: Session | None = None
@@ -91,7 +91,7 @@ class Session:
     self._headers = {'X-Session-Token': opened['token']}
 
   def propose(self, *asks: str) -> tuple[dict[str, Any], float]:
-    """Returns the next proposal, and when its first draft came; of one without a draft, when it came itself."""
+    """Return the next proposal, and when its first draft came; of one without a draft, when it came itself."""
     body = {'messages': [{'role': 'user', 'content': ask} for ask in asks], 'stream': True}
     first, kind = None, ''
     with self._client.stream('POST', f'{self._at}/turns', json=body, headers=self._headers) as response:
@@ -113,7 +113,7 @@ class Session:
 
 
 def feedback(client: httpx2.Client, adapter: str, ask: str) -> float:
-  """Returns the seconds of a feedback on a completion that was drawn before."""
+  """Return the seconds of a feedback on a completion that was drawn before."""
   body = {'model': adapter.rsplit('/', 1)[1], 'messages': [{'role': 'user', 'content': ask}]}
   sample = post(client, '/v1/continual/completions', body)['completions'][0]
   began = time.perf_counter()

@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def report(name: str, sides: dict[str, Any], told: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-  """The line of a comparison: CPU-seconds of each of the `sides`, which are called in turns."""
+  """Return the line of a comparison: CPU-seconds of each of the `sides`, which are called in turns."""
   measured = take_turns(sides, args.repeats)
   seconds = {side: round(cpu, 3) for side, (_, cpu) in measured.items()}
   faster = {side: round(cpu / measured['shared'][1], 2) for side, (_, cpu) in measured.items() if side != 'shared'}

@@ -3,16 +3,16 @@
     python -m benchmarks.step [--model=tiny|mid|vocabulary] [--lora=16] [--remat=none|full] [--repeats=3]
 
 A step samples the completions, scores them with an EMA teacher under a longer prompt, and makes one AdamW update on the
-top-K + tail Jensen–Shannon divergence. The PyTorch side is what one would write first: transformers' `generate`, logits of
-all completion tokens, autograd, `torch.optim.AdamW`.
+top-K + tail Jensen–Shannon divergence. The PyTorch side is what one would write first: transformers' `generate`, logits
+of all completion tokens, autograd, `torch.optim.AdamW`.
 
-With `--lora=RANK` both train the same adapter of that rank on all matrices of the layers, from the same files. PyTorch's
-side is PEFT, whose second adapter is the teacher; neither merges the adapter into the model.
+With `--lora=RANK` both train the same adapter of that rank on all matrices of the layers, from the same files.
+PyTorch's side is PEFT, whose second adapter is the teacher; neither merges the adapter into the model.
 
 Each side is a process of its own. Both make two updates on the same completions, whose losses must agree, and then take
 turns. The medians are printed as one JSON line per model: seconds of a step (`cpu_seconds`: user + system, which depend
-little on what else the machine does) and of its two parts, and `peak_mib`, the largest resident size of the process during
-the steps, libraries and parameters included.
+little on what else the machine does) and of its two parts, and `peak_mib`, the largest resident size of the process
+during the steps, libraries and parameters included.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def compare(model: str, case: dict[str, int], args: argparse.Namespace) -> dict[str, Any]:
-  """The line of one model."""
+  """Return the line of one model."""
   import numpy as np
 
   rng = np.random.default_rng(0)

@@ -1,7 +1,7 @@
 """The sides of `benchmarks.step`, each in a process of its own that answers requests, one JSON line each.
 
-A request says what a step is made of (`work`); with completions in it, only the update on these is made. So no side pays
-for, or holds, another side's libraries.
+A request says what a step is made of (`work`); with completions in it, only the update on these is made. So no side
+pays for, or holds, another side's libraries.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _peak_mib() -> float:
-  """The largest resident size since it was reset, libraries and parameters included."""
+  """Return the largest resident size since it was reset, libraries and parameters included."""
   lines = Path('/proc/self/status').read_text().splitlines()
   return next(int(line.split()[1]) for line in lines if line.startswith('VmHWM:')) / 1024
 

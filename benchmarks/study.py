@@ -6,7 +6,8 @@
   python -m benchmarks.study --study=cartridge                  # objectives, sizes and beginnings of slots
 
 Every cell is a run of `python -m launch.train` through the same code as any other; two run at a time, one core each.
-Writes results.json (every evaluation of every run), table.md and curves.png to --output; finished runs are not repeated.
+Writes results.json (every evaluation of every run), table.md and curves.png to --output; finished runs are not
+repeated.
 """
 
 from __future__ import annotations
@@ -127,7 +128,9 @@ def _end(curve: Curve) -> float:
 
 
 def _slots(name: str, settings: Mapping[str, Any], lr: float = 0.08, beta: float = 0.999, tuning: bool = False) -> Arm:
-  """An arm of the study of cartridges: the shipped config with 300 steps, these settings, and more of each evaluation."""
+  """Return an arm of the study of cartridges: the shipped config with 300 steps, these settings, and more of each
+  evaluation.
+  """
   brief = {
     'optimizer.lr': lr,
     'optimizer.betas': f'0.9,{beta}',
@@ -244,14 +247,16 @@ def document_files(root: pathlib.Path, seed: int) -> dict[str, pathlib.Path]:
 
 
 def make_documents(root: pathlib.Path, seed: int) -> None:
-  """Writes the documents of a seed, each as `launch.make_base --task=document` does; they are the same at every start."""
+  """Write the documents of a seed, each as `launch.make_base --task=document` does; they are the same at every
+  start.
+  """
   (root / 'documents').mkdir(parents=True, exist_ok=True)
   for file, numbers in zip(document_files(root, seed).values(), (seed, 1000 + seed), strict=True):
     write_output(file, facts.write(facts.draw(np.random.default_rng(numbers))))
 
 
 def command(arm: Arm, seed: int, root: pathlib.Path, steps: int) -> list[str]:
-  """The command line of a run."""
+  """Return the command line of a run."""
   settings = {'seed': seed, 'trainer.rollout_save_freq': 0, 'trainer.save_freq': 0, 'trainer.tensorboard': False}
   settings |= dict(arm.settings)
   if steps:
@@ -263,7 +268,7 @@ def command(arm: Arm, seed: int, root: pathlib.Path, steps: int) -> list[str]:
 
 
 def execute(arm: Arm, seed: int, root: pathlib.Path, steps: int, core: int) -> str:
-  """Runs one cell on one core; returns a line about it."""
+  """Run one cell on one core; return a line about it."""
   folder = workdir(root, arm, seed)
   if (folder / 'done').exists():
     return f'{arm.name}, seed {seed}: there already'
@@ -305,7 +310,7 @@ def run_all(cells: Sequence[tuple[Arm, int]], root: pathlib.Path, steps: int, wo
 
 
 def read(cells: Sequence[tuple[Arm, int]], root: pathlib.Path, measures: Sequence[Measure]) -> Results:
-  """What was measured in the runs that are finished."""
+  """Return what was measured in the runs that are finished."""
   results: dict[str, dict[str, dict[int, Curve]]] = {measure.name: {} for measure in measures}
   for arm, seed in cells:
     folder = workdir(root, arm, seed)

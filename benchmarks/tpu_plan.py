@@ -6,8 +6,8 @@
 
 No TPU is needed and nothing is measured: these are the compiler's estimates and arithmetic (docs/performance.md says
 which is which). Writes results.json (every number of every point) and scaling.png to --output, and the blocks between
-markers of the pages beside it, docs/performance.md and docs/tpu.md. With --keep=DIR the compiler is asked of each program
-once: an interrupted run goes on where it stopped, and other lengths or prices cost seconds.
+markers of the pages beside it, docs/performance.md and docs/tpu.md. With --keep=DIR the compiler is asked of each
+program once: an interrupted run goes on where it stopped, and other lengths or prices cost seconds.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ MODEL_POINTS = (
     )
   ),
 )
-# An adapter beside a frozen model: each model on its smallest slice, then by the completions decoded at once, then on the
-# slice on which all parameters are trained.
+# An adapter beside a frozen model: each model on its smallest slice, then by the completions decoded at once, then on
+# the slice on which all parameters are trained.
 _UPDATE, _SAMPLER = ('update',), ('prepare', 'prefill', 'decode')
 _SMALL = ('zero', 'apply', 'finish', 'digest', 'empty', 'admit', 'compact')
 LORA = 'v5e:2x4'
@@ -223,8 +223,11 @@ def tables(results: dict[str, dict[str, Any]]) -> str:
       [name, f'{plan["parameters"] / 1e9:.2f}', plan['topology'], _mesh(plan), *_row(plan)]
       for name, plan in models.items()
     ]
-    told = 'The same recipe (chemistry) with a model of every other family, as `configs/paper.py` and `configs/models.py` have it.'
-    told += ' Layers with a window are counted as if they saw all positions: for Olmo 3 and Gemma 3 these times are upper bounds.'
+    told = (
+      'The same recipe (chemistry) with a model of every other family, as `configs/paper.py` and `configs/models.py` '
+      'have it. Layers with a window are counted as if they saw all positions: for Olmo 3 and Gemma 3 these times are '
+      'upper bounds.'
+    )
     parts += ['### Other models', told, markdown(['model', 'billion parameters', 'slice', 'mesh', *HEAD], rows)]
   parts += adapters(results)
   warnings = {warning: name for name, plan in results.items() for warning in plan.get('warnings', ())}
@@ -249,7 +252,9 @@ HEAD += ('$ / 100 steps',)
 
 
 def adapters(results: dict[str, dict[str, Any]]) -> list[str]:
-  """Return what the page says of adapters: models on their smallest slices, slots, and the update against the full one."""
+  """Return what the page says of adapters: models on their smallest slices, slots, and the update against the full
+  one.
+  """
   models = {point.name: results[point.name] for point in LORA_MODELS if point.name in results}
   slots = {point.name: results[point.name] for point in LORA_SLOTS if point.name in results}
   parts = []
@@ -273,23 +278,23 @@ def adapters(results: dict[str, dict[str, Any]]) -> list[str]:
     head = ['trained', 'update GiB', 's', 'µs per token', 'TFLOP per chip', 'sent GB']
     told = f'The largest update of Qwen3-8B on {MAIN}, one sequence per chip, student and teacher tokens together:'
     then = (
-      f'With LoRA the sampler keeps its copy of the base between batches, {results[LORA_MAIN.name]["sampling_base_gib"]:.2f} GiB '
-      'here. The products with factors are few operations, but each reads or writes the activations of a layer once more, '
-      'so that less time is saved than operations.'
+      'With LoRA the sampler keeps its copy of the base between batches, '
+      f'{results[LORA_MAIN.name]["sampling_base_gib"]:.2f} GiB here. The products with factors are few operations, but '
+      'each reads or writes the activations of a layer once more, so that less time is saved than operations.'
     )
     parts += [told, markdown(head, rows), then]
   return parts
 
 
 LORA_TOLD = (
-  '`configs/lora.py` with the task chemistry: factors of rank 16 beside all matrices of the layers, the base in bfloat16. Each '
-  'model is on the smallest slice of v5e that holds its largest update, and so many completions at once, with half a GiB to '
-  'spare; both at their longest: 2,048 tokens of prompt, 8,192 of completion, 10,240 of teacher prompt. *By hand* is what '
-  'the shapes alone say (`launch.check`): a lower bound, without what the compiler needs in addition, for which see the rows '
-  'where it was asked. Rows that are *not compiled* are on the smallest slice on which that bound leaves room: ask `launch.plan` '
-  'before you rely on them. *Again* is what the sampler holds of the base for itself because its layout is another: nothing '
-  'where `mesh.fsdp` is 1. A run chooses `mesh.tensor` so that a copy of the weights is small enough; on these slices '
-  'that is as many chips as the key-value heads allow.'
+  '`configs/lora.py` with the task chemistry: factors of rank 16 beside all matrices of the layers, the base in '
+  'bfloat16. Each model is on the smallest slice of v5e that holds its largest update, and so many completions at '
+  'once, with half a GiB to spare; both at their longest: 2,048 tokens of prompt, 8,192 of completion, 10,240 of '
+  'teacher prompt. *By hand* is what the shapes alone say (`launch.check`): a lower bound, without what the compiler '
+  'needs in addition, for which see the rows where it was asked. Rows that are *not compiled* are on the smallest '
+  'slice on which that bound leaves room: ask `launch.plan` before you rely on them. *Again* is what the sampler holds '
+  'of the base for itself because its layout is another: nothing where `mesh.fsdp` is 1. A run chooses `mesh.tensor` '
+  'so that a copy of the weights is small enough; on these slices that is as many chips as the key-value heads allow.'
 )
 LORA_HEAD = ('model', 'trained, million', 'slice', 'mesh', 'completions at once', 'by hand: update GiB', 'decode GiB')
 LORA_HEAD += ('compiled: base GiB', 'again', 'update GiB', 'update s', 'decode GiB', 'ms per token')
@@ -418,7 +423,7 @@ def draw(results: dict[str, dict[str, Any]], file: pathlib.Path) -> None:
 
 
 def insert(page: str, text: str, begin: str = BEGIN) -> str:
-  """The page with `text` between the marker `begin` and the end after it.
+  """Return the page with `text` between the marker `begin` and the end after it.
 
   Raises:
     ValueError: it has none.

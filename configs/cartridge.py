@@ -1,9 +1,10 @@
-"""Cartridges at scale: a document of up to 100 000 tokens as 2048 trained slots of a model of 1 to 8 billion parameters.
+"""Cartridges at scale: a document of up to 100 000 tokens as 2048 trained slots of a model of 1 to 8 billion
+parameters.
 
   python -m launch.prepare_data --source=longhealth --input=benchmark_v5.json --output=data/longhealth
-  python -m launch.synthesize --config=configs/cartridge.py:model=llama3_2_3b --count=65536 --output=data/longhealth/prompts.jsonl
-  python -m launch.train --config=configs/cartridge.py:model=llama3_2_3b
-  python -m launch.plan --config=configs/cartridge.py:model=llama3_2_3b --config.plan.document_tokens=98304 --topology=v5e:2x4
+  python -m launch.synthesize --config=configs/cartridge.py:model=llama3_2_3b --count=65536
+  --output=data/longhealth/prompts.jsonl python -m launch.train --config=configs/cartridge.py:model=llama3_2_3b python
+  -m launch.plan --config=configs/cartridge.py:model=llama3_2_3b --config.plan.document_tokens=98304 --topology=v5e:2x4
 
   python -m launch.synthesize --config=configs/cartridge.py:document=report.txt --count=65536 --output=prompts.jsonl
   python -m launch.train --config=configs/cartridge.py:document=report.txt,tokens=1024,prompts=prompts.jsonl,questions=
@@ -14,16 +15,18 @@ tokens     slots, a multiple of 16, so that the cartridge can be served
 prompts    rows or lines of text to answer; `python -m launch.synthesize` writes them
 questions  rows that evaluate the slots, made by `python -m launch.prepare_data --source=longhealth`; empty: none
 
-The settings are those that the makers of cartridges published (arXiv 2506.06266: 64 sequences of at most 1024 tokens per step,
-Adam with a learning rate of 2e-2, the first slot frozen, 8 samples per question at temperature 0.3), but for what is different
-on purpose: the student writes the answers, the teacher has the whole document before it, the divergence is that of the whole
-vocabulary (the logits are needed for its normaliser in any case, so that the 20 most likely tokens would be hardly cheaper),
-slots are trained in float32, and the rate rises for 20 steps and falls to a twentieth along a cosine. `environments.profile`
-says how answers are graded: 'reference' as they do. None of these runs has been made with this implementation yet.
+The settings are those that the makers of cartridges published (arXiv 2506.06266: 64 sequences of at most 1024 tokens
+per step, Adam with a learning rate of 2e-2, the first slot frozen, 8 samples per question at temperature 0.3), but for
+what is different on purpose: the student writes the answers, the teacher has the whole document before it, the
+divergence is that of the whole vocabulary (the logits are needed for its normaliser in any case, so that the 20 most
+likely tokens would be hardly cheaper), slots are trained in float32, and the rate rises for 20 steps and falls to a
+twentieth along a cosine. `environments.profile` says how answers are graded: 'reference' as they do. None of these runs
+has been made with this implementation yet.
 
-The mesh is that of a slice of v5e with eight chips (2x4), each of which has one key-value head of the document; models with
-four such heads have two groups of four chips. Elsewhere set `--config.mesh.tensor`, on a single device to 1. The records of
-all ten patients of LongHealth are longer than what Qwen3 and Qwen2.5 can read: take some of them (`--patients=patient_01`).
+The mesh is that of a slice of v5e with eight chips (2x4), each of which has one key-value head of the document; models
+with four such heads have two groups of four chips. Elsewhere set `--config.mesh.tensor`, on a single device to 1. The
+records of all ten patients of LongHealth are longer than what Qwen3 and Qwen2.5 can read: take some of them
+(`--patients=patient_01`).
 """
 
 from configs import models, paper

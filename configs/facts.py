@@ -2,8 +2,8 @@
 
   python -m launch.evaluate --config=configs/facts.py --model=configs/facts_model --output=facts.json
 
-The model, made by `python -m launch.make_base --task=facts --config=configs/facts.py`, answers nearly all of them. It is
-there for cartridges: a document is 193 tokens, 48 facts that no weights hold.
+The model, made by `python -m launch.make_base --task=facts --config=configs/facts.py`, answers nearly all of them. It
+is there for cartridges: a document is 193 tokens, 48 facts that no weights hold.
 """
 
 from sdpo_jax.config import Config, beside

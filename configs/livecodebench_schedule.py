@@ -1,4 +1,5 @@
-"""A coding benchmark as a schedule: feedback written on failures, passes as demonstrations, an update when enough gathered.
+"""A coding benchmark as a schedule: feedback written on failures, passes as demonstrations, an update when enough
+gathered.
 
   python -m launch.prepare_data --source=livecodebench --output=data/livecodebench
   python -m launch.train --config=configs/livecodebench_schedule.py
@@ -13,10 +14,10 @@ task      livecodebench; chemistry, physics, biology, materials, tooluse
 data      folder with <task>/train.json and <task>/test.json; `python -m launch.prepare_data` makes them
 
 Four completions of each of 16 questions are graded in the sandbox. Failures are criticised in words; the teacher of a
-failure reads a solution of its group where there is one, and otherwise what grader and writer said. Successes are shown to
-others and are not taught themselves. An update is made as soon as 8 failures with a signal have gathered, one optimizer
-step over at most 64 completions; batches before that only sample. Sizes are those of published runs of continual learning
-on code; nobody has repeated them with this implementation, so there is no number to expect.
+failure reads a solution of its group where there is one, and otherwise what grader and writer said. Successes are shown
+to others and are not taught themselves. An update is made as soon as 8 failures with a signal have gathered, one
+optimizer step over at most 64 completions; batches before that only sample. Sizes are those of published runs of
+continual learning on code; nobody has repeated them with this implementation, so there is no number to expect.
 
 With feedback=endpoint, any OpenAI-compatible server writes:
 

@@ -1,4 +1,5 @@
-"""LoRA: the recipes of `configs/models.py` with a small trained adapter beside a frozen model of 3 to 8 billion parameters.
+"""LoRA: the recipes of `configs/models.py` with a small trained adapter beside a frozen model of 3 to 8 billion
+parameters.
 
   python -m launch.prepare_data --source=sciknoweval --domain=chemistry --output=data/chemistry
   python -m launch.train --config=configs/lora.py:model=qwen3_8b,task=chemistry
@@ -9,12 +10,12 @@ task      chemistry, physics, biology, materials, tooluse; livecodebench
 method    sdpo; grpo (mini-batches of 8 questions); grpo_on_policy (one optimizer step per batch)
 data      folder with <task>/train.json and <task>/test.json; `python -m launch.prepare_data` makes them
 
-Every matrix of the layers has factors of rank 16 (`model.lora`), which count alpha / rank = 2; the teacher is the moving
-average of the factors, and costs no second model. The paper trains all parameters and has no numbers for these runs: rank
-and alpha are usual values, and learning rates are ten times those of the full recipe, the ratio that Schulman et al. ("LoRA
-Without Regret", Thinking Machines Lab, 2025) found for supervised and for reinforcement learning alike. They are a place to
-start. `rollout.max_batch_rows` is what fits on the smallest slice of v5e (docs/performance.md, *LoRA*); with more chips set
-it higher.
+Every matrix of the layers has factors of rank 16 (`model.lora`), which count alpha / rank = 2; the teacher is the
+moving average of the factors, and costs no second model. The paper trains all parameters and has no numbers for these
+runs: rank and alpha are usual values, and learning rates are ten times those of the full recipe, the ratio that
+Schulman et al. ("LoRA Without Regret", Thinking Machines Lab, 2025) found for supervised and for reinforcement learning
+alike. They are a place to start. `rollout.max_batch_rows` is what fits on the smallest slice of v5e
+(docs/performance.md, *LoRA*); with more chips set it higher.
 """
 
 from typing import get_args

@@ -4,15 +4,16 @@
   python -m launch.train --config=configs/models.py:model=llama3_1_8b,task=chemistry
   python -m launch.plan --config=configs/models.py:model=gemma3_4b,task=chemistry --topology=v5e:4x4
 
-model     qwen3_0_6b, qwen3_1_7b, qwen3_4b, qwen3_8b, qwen3_14b; qwen2_5_0_5b, qwen2_5_1_5b, qwen2_5_3b, qwen2_5_7b, qwen2_5_14b;
+model     qwen3_0_6b, qwen3_1_7b, qwen3_4b, qwen3_8b, qwen3_14b; qwen2_5_0_5b, qwen2_5_1_5b, qwen2_5_3b, qwen2_5_7b,
+qwen2_5_14b;
           llama3_2_1b, llama3_2_3b, llama3_1_8b; mistral_7b; olmo3_7b; gemma3_1b, gemma3_4b, gemma3_12b
 task      chemistry, physics, biology, materials, tooluse; livecodebench
 method    sdpo; grpo (mini-batches of 8 questions); grpo_on_policy (one optimizer step per batch)
 data      folder with <task>/train.json and <task>/test.json; `python -m launch.prepare_data` makes them
 
-What the reference's code does beyond the paper is left out: these runs use the defaults of this project (docs/experiments.md).
-Learning rates are those that the paper found for Qwen3-8B and Olmo-3-7B; smaller models may want larger ones. What the
-planner assumes of lengths is what the paper measured with Qwen3-8B.
+What the reference's code does beyond the paper is left out: these runs use the defaults of this project
+(docs/experiments.md). Learning rates are those that the paper found for Qwen3-8B and Olmo-3-7B; smaller models may want
+larger ones. What the planner assumes of lengths is what the paper measured with Qwen3-8B.
 """
 
 from typing import get_args
@@ -43,7 +44,7 @@ MODELS = {
 
 
 def get_config(model: str = 'llama3_1_8b', task: str = 'chemistry', method: str = 'sdpo', data: str = 'data') -> Config:
-  """The recipe of a task with a model; the module's docstring says what the arguments may be.
+  """Return the recipe of a task with a model; the module's docstring says what the arguments may be.
 
   Raises:
     UserError: an argument that is none of its values.

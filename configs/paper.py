@@ -9,8 +9,8 @@ task      chemistry, physics, biology, materials, tooluse (Section 3); livecodeb
 model     qwen3_8b, olmo3_7b
 method    sdpo; grpo (mini-batches of 8 questions); grpo_on_policy (one optimizer step a batch)
 teacher   ema (the paper's choice), frozen, trust_region, live: Table 4, on livecodebench
-shown     both (the paper's choice), solution, feedback, attempt (both, and the failed attempt): Table 6, on livecodebench
-data      folder with <task>/train.json and <task>/test.json; `python -m launch.prepare_data` makes them
+shown     both (the paper's choice), solution, feedback, attempt (both, and the failed attempt): Table 6, on
+livecodebench data      folder with <task>/train.json and <task>/test.json; `python -m launch.prepare_data` makes them
 
 Hardware of the paper: one node of four GH200, about 120 s a step, 5 h a run (150 steps) for Section 3 and 90 steps for
 LiveCodeBench: Table 4 goes so far; Table 9 is of step 80 and Table 6 of step 60. Its numbers are in `PAPER` below,
@@ -37,8 +37,8 @@ Teacher = Literal['ema', 'frozen', 'trust_region', 'live']
 Shown = Literal['both', 'solution', 'feedback', 'attempt']
 
 MODELS = {'qwen3_8b': 'Qwen/Qwen3-8B', 'olmo3_7b': 'allenai/Olmo-3-7B-Instruct'}
-# Completions decoded at once by a v5e:8x8, where not the default: every head of Olmo 3 has keys and values of its own, so that
-# a token takes 3.6 times the cache of one of Qwen3-8B (512 KiB beside 144 KiB in bfloat16).
+# Completions decoded at once by a v5e:8x8, where not the default: every head of Olmo 3 has keys and values of its own,
+# so that a token takes 3.6 times the cache of one of Qwen3-8B (512 KiB beside 144 KiB in bfloat16).
 MAX_BATCH_ROWS = {'allenai/Olmo-3-7B-Instruct': 128}
 SCIENCE = ('chemistry', 'physics', 'biology', 'materials', 'tooluse')
 
@@ -109,7 +109,8 @@ PAPER_LENGTHS = {
   ('olmo3_7b', True): 343.9,
   ('olmo3_7b', False): 1095.4,
 }
-# Task → (tokens of a prompt on average, about: characters ÷ 3; tokens of feedback in a teacher's prompt; test questions).
+# Task → (tokens of a prompt on average, about: characters ÷ 3; tokens of feedback in a teacher's prompt; test
+# questions).
 QUESTIONS = {
   'chemistry': (240, 0, 210),
   'physics': (290, 0, 80),
@@ -128,7 +129,7 @@ def get_config(
   shown: str = 'both',
   data: str = 'data',
 ) -> Config:
-  """The experiment of these arguments; the module's docstring says what each may be.
+  """Return the experiment of these arguments; the module's docstring says what each may be.
 
   Raises:
     UserError: an argument that is none of its values, or an experiment that the paper does not have.
@@ -164,7 +165,7 @@ def check_argument(file: str, name: str, value: str, allowed: Sequence[str]) -> 
 
 
 def experiments() -> list[dict[str, str]]:
-  """The arguments of every experiment of the paper, each once."""
+  """Return the arguments of every experiment of the paper, each once."""
   main = [dict(zip(('task', 'model', 'method'), key, strict=True)) for key in PAPER]
   code = {'task': 'livecodebench'}
   return [
@@ -175,7 +176,7 @@ def experiments() -> list[dict[str, str]]:
 
 
 def recipe(name: str, model: str, task: str, data: str, method: str = 'sdpo') -> Config:
-  """The paper's settings for a task, with any model; what only the reference's code does is left out.
+  """Return the paper's settings for a task, with any model; what only the reference's code does is left out.
 
   Args:
     name: of the run.
@@ -262,7 +263,9 @@ def _rich_feedback(config: Config) -> None:
 
 
 def _grpo(config: Config, *, on_policy: bool) -> None:
-  """The baseline: dual-clip PPO, advantages without the standard deviation; Table 13's choice of each variant."""
+  """Set up the baseline: dual-clip PPO, advantages without the standard deviation; Table 13's choice of each
+  variant.
+  """
   config.name += '_grpo_on_policy' if on_policy else '_grpo'
   loss = config.actor.policy_loss
   loss.loss_mode = 'vanilla'
@@ -302,7 +305,8 @@ def markdown() -> str:
     '# The experiments of the paper',
     '',
     'Made by `python -m configs.paper > docs/experiments.md`. Every line is one command; add `--workdir=…` and any',
-    '`--config.setting=value`. Hardware of the paper: one node of four GH200 (about 120 s a step). None of these runs has',
+    '`--config.setting=value`. Hardware of the paper: one node of four GH200 (about 120 s a step). None of these runs '
+    'has',
     "been repeated with this implementation yet: the numbers are the paper's (arXiv 2601.20802v2).",
     '',
     'Data, from the public sources (docs/data.md):',

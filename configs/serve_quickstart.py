@@ -2,8 +2,8 @@
 
   python -m launch.serve --config=configs/serve_quickstart.py
 
-It listens on http://127.0.0.1:8420 and is ready after about a minute the first time, and after some ten seconds from then on.
-Adapters of rank 16 are kept in runs/service. docs/serving.md goes on from here.
+It listens on http://127.0.0.1:8420 and is ready after about a minute the first time, and after some ten seconds from
+then on. Adapters of rank 16 are kept in runs/service. docs/serving.md goes on from here.
 """
 
 from configs import quickstart_lora

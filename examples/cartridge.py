@@ -23,7 +23,8 @@ def main() -> None:
   for step, metrics in sorted(result.evaluations.items()):
     [accuracy] = [value for name, value in metrics.items() if name.endswith('/mean@4') and '/acc/' not in name]
     print(
-      f'step {step}: {accuracy:.1%} of the questions about the document answered with {config.model.cartridge.tokens} slots'
+      f'step {step}: {accuracy:.1%} of the questions about the document answered with {config.model.cartridge.tokens} '
+      'slots'
     )
 
 

@@ -2,7 +2,8 @@
 
   python examples/objective_on_arrays.py
 
-Nothing else of the project is needed: no config, no model. Hidden states and unembedding take the place of logits, which
+Nothing else of the project is needed: no config, no model. Hidden states and unembedding take the place of logits,
+  which
 never exist for all tokens at once; whoever has logits passes them as hidden states, with the identity as unembedding.
 """
 

@@ -4,9 +4,9 @@
   pip install openai                                             # In another one.
   python examples/serve_client.py
 
-Completions come through the `openai` package, as from any other server. What it has no words for, such as feedback, is a
-plain request, here with `httpx2`, which is installed with the project. If the service has keys (`serve.http.keys`), put
-yours into the environment variable SDPO_API_KEY.
+Completions come through the `openai` package, as from any other server. What it has no words for, such as feedback, is
+a plain request, here with `httpx2`, which is installed with the project. If the service has keys (`serve.http.keys`),
+put yours into the environment variable SDPO_API_KEY.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HELD_OUT = 'Reverse the digits: 81276', '67218'  # Nobody corrects this one.
 
 
 def messages(question: str) -> list[dict[str, str]]:
-  """Returns a conversation that asks a question."""
+  """Return a conversation that asks a question."""
   return [{'role': 'user', 'content': question}]
 
 
@@ -40,7 +40,7 @@ class Native:
     self._client = httpx2.Client(base_url=url, headers=headers, timeout=300)
 
   def ask(self, method: str, path: str, body: Any = None, **headers: str) -> Any:
-    """Returns the JSON of an answer; ends the program with the sentence of an error."""
+    """Return the JSON of an answer; end the program with the sentence of an error."""
     try:
       answer = self._client.request(method, path, json=body, headers=headers)
     except httpx2.ConnectError:
@@ -50,13 +50,13 @@ class Native:
     return answer.json()
 
   def log_prob(self, model: str, question: str, answer: str) -> float:
-    """Returns the log-prob that a model gives an answer, in nats."""
+    """Return the log-prob that a model gives an answer, in nats."""
     body = {'model': model, 'messages': messages(question), 'completion': answer}
     return self.ask('POST', '/v1/score', body)['logprob_sum']
 
 
 def main(url: str, key: str | None = None) -> None:
-  """Shows what the service at an address can do."""
+  """Show what the service at an address can do."""
   client, native = openai.OpenAI(base_url=f'{url}/v1', api_key=key or 'none'), Native(url, key)
 
   # An adapter of one's own: version 0 answers as the model does.

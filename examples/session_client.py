@@ -32,7 +32,7 @@ DENIALS = 4  # Of one task, after which the person gives up.
 
 
 def objection(turn: dict[str, Any]) -> str | None:
-  """Returns what the scripted person has against a proposal; None: nothing."""
+  """Return what the scripted person has against a proposal; None: nothing."""
   commands = [str(call['arguments'].get('command', '')) for call in turn['calls'] if call['name'] == 'bash']
   if turn['fault'] or not commands:
     return turn['fault'] or 'call bash, which runs a command'
@@ -55,12 +55,12 @@ class Session:
     return answer.json()
 
   def propose(self, *texts: str) -> dict[str, Any]:
-    """Returns the next proposal, after messages of the user or, where the last one was denied, in its place."""
+    """Return the next proposal, after messages of the user or, where the last one was denied, in its place."""
     messages = [{'role': 'user', 'content': text} for text in texts]
     return self._send(f'{self._path}/turns', {'messages': messages})['turn']
 
   def decide(self, turn: dict[str, Any], **decision: Any) -> dict[str, Any] | None:
-    """Returns what was learned from a decision; None: nothing. With its key, a request sent again is learned once."""
+    """Return what was learned from a decision; None: nothing. With its key, a request sent again is learned once."""
     key = secrets.token_hex(8)
     path = f'{self._path}/turns/{turn["n"]}/decision'
     return self._send(path, decision, **{'Idempotency-Key': key})['learned']
@@ -72,13 +72,13 @@ class Session:
 
 
 def shown(turn: dict[str, Any]) -> str:
-  """Returns a proposal in one line."""
+  """Return a proposal in one line."""
   calls = [f'{call["name"]} {" ".join(map(str, call["arguments"].values()))}' for call in turn['calls']]
   return f'version {turn["version"]}: ' + ('; '.join(calls) or repr(turn['text']))
 
 
 def main(url: str, key: str | None = None, tools: Sequence[dict[str, Any]] = (BASH,), tasks: Sequence[str] = TASKS):
-  """Holds a session for every task with one adapter of the service at an address."""
+  """Hold a session for every task with one adapter of the service at an address."""
   headers = {'Authorization': f'Bearer {key}'} if key else {}
   with httpx2.Client(base_url=url, headers=headers, timeout=300) as client:
     try:

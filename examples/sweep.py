@@ -2,8 +2,8 @@
 
   python examples/sweep.py --output=runs/sweep
 
-Every run has a directory of its own, so that a sweep that was interrupted goes on where it stopped. 2 rates × 2 seeds × 60
-steps take about three minutes on two CPU cores.
+Every run has a directory of its own, so that a sweep that was interrupted goes on where it stopped. 2 rates × 2 seeds ×
+60 steps take about three minutes on two CPU cores.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
   python examples/trl_reward.py --workdir=runs/trl_reward
 
-The reward prefers answers that end in a 7. Nobody says so in words: what teaches are the successes of the same question.
-The run stops by itself as soon as nine answers in ten do.
+The reward prefers answers that end in a 7. Nobody says so in words: what teaches are the successes of the same
+question. The run stops by itself as soon as nine answers in ten do.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import sdpo_jax
 
 
 def ends_in_seven(completions, **kwargs):
-  """Returns 1 for completions that end in a 7, as TRL calls it: with lists by keyword."""
+  """Return 1 for completions that end in a 7, as TRL calls it: with lists by keyword."""
   return [float(text.strip().endswith('7')) for text in completions]
 
 

@@ -6,7 +6,7 @@ import sys
 
 
 def _check_packages() -> None:
-  """Ends with one sentence where a package of another name's owner would be imported in the place of ours."""
+  """End with one sentence where a package of another name's owner would be imported in the place of ours."""
   root = pathlib.Path(__file__).resolve().parent.parent
   for name in ('sdpo_jax', 'models', 'configs'):
     spec = importlib.util.find_spec(name)

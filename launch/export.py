@@ -5,15 +5,15 @@
   python -m launch.export --workdir=runs/quickstart_lora --output=my_model --format=merged
   python -m launch.export --workdir=runs/my_cartridge --output=served --format=cartridge_pt --dtype=bfloat16
 
-Of a run that trained all parameters it writes a Hugging Face model directory for `transformers`. Of a run that trained an
-adapter (model.lora), --format=peft, the default, writes the adapter alone, for the library PEFT, and --format=merged the
-model with the adapter added to it in float32. See docs/lora.md. Of a run that trained a cartridge (model.cartridge),
---format=cartridge, the default, writes its slots as --cartridge reads them, and --format=cartridge_pt as servers do. See
-docs/cartridges.md.
+Of a run that trained all parameters it writes a Hugging Face model directory for `transformers`. Of a run that trained
+an adapter (model.lora), --format=peft, the default, writes the adapter alone, for the library PEFT, and --format=merged
+the model with the adapter added to it in float32. See docs/lora.md. Of a run that trained a cartridge
+(model.cartridge), --format=cartridge, the default, writes its slots as --cartridge reads them, and
+--format=cartridge_pt as servers do. See docs/cartridges.md.
 
-The directory gets its name when it is complete. Weights are in files of at most 5 GB, with an index if there are several,
-and SHA256SUMS has the digests of all files. Several processes (the flags below) gather tensor by tensor, and process 0
-writes.
+The directory gets its name when it is complete. Weights are in files of at most 5 GB, with an index if there are
+several, and SHA256SUMS has the digests of all files. Several processes (the flags below) gather tensor by tensor, and
+process 0 writes.
 """
 
 import sys

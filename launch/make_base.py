@@ -28,9 +28,9 @@ TASK = flags.DEFINE_enum(
   'task',
   None,
   ['digits', 'facts', 'session', 'document'],
-  "digits: the quickstart's, which misreads its instructions; facts: answers questions about a document in its context; "
-  'session: proposes calls of tools and reads corrections; document: no model, but a text file with such a document, to '
-  'train a cartridge on. Unset: the model that model.path of the config is named after, or else digits.',
+  "digits: the quickstart's, which misreads its instructions; facts: answers questions about a document in its "
+  'context; session: proposes calls of tools and reads corrections; document: no model, but a text file with such a '
+  'document, to train a cartridge on. Unset: the model that model.path of the config is named after, or else digits.',
 )
 STEPS = flags.DEFINE_integer('steps', None, 'Optimizer steps; those of the committed model if unset.', lower_bound=1)
 SEED = flags.DEFINE_integer(

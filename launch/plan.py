@@ -4,8 +4,9 @@
   python -m launch.plan --config=… --topology=v5e:4x4 --search --output=plan.json
   python -m launch.plan --config=… --config.model.lora.rank=16 --topology=v5e:2x4 --engine
 
-Compiles every program that the run, or with --engine the engine that the settings serve.… describe, would use and prints memory by kind, time by phase, communication, utilisation and
-cost; no weights are needed. Needs libtpu (requirements-tpu.txt). See docs/performance.md for what the numbers are.
+Compiles every program that the run, or with --engine the engine that the settings serve.… describe, would use and
+prints memory by kind, time by phase, communication, utilisation and cost; no weights are needed. Needs libtpu
+(requirements-tpu.txt). See docs/performance.md for what the numbers are.
 """
 
 import sys

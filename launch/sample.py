@@ -10,7 +10,8 @@
 
 --prompts: a .txt file has one prompt per line; other files have rows (JSON lines, a JSON array, CSV, parquet) with
 `prompt`, a text or a list of messages, or `messages`; rows for training will do. One JSON object per completion, in the
-order of the prompts: row (line number), id (where the row has `id` or `idx`), sample (0 … n − 1), prompt, completion, finish_reason
+order of the prompts: row (line number), id (where the row has `id` or `idx`), sample (0 … n − 1), prompt, completion,
+  finish_reason
 (stop or length), tokens, log_prob (sum over the tokens, at temperature 1). While sampling goes on, --output holds what
 is finished in the order in which it was finished: an interruption loses none of it. Without --output, stdout gets the
 objects, each when all before it are there.
@@ -86,7 +87,7 @@ def announce(text: str) -> None:
 
 
 def check_flags() -> None:
-  """Raises UserError for flags that contradict each other."""
+  """Raise UserError for flags that contradict each other."""
   if [PROMPT.value is not None, PROMPTS.value is not None, CHAT.value].count(True) != 1:
     raise UserError('Name one of --prompt="…", --prompts=FILE and --chat.')
   if PROMPT.value is not None and not PROMPT.value.strip():

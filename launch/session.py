@@ -1,21 +1,23 @@
-"""Works with a model that learns when it is told no: shows its tool calls, asks, runs them here, and says what it learned.
+"""Works with a model that learns when it is told no: shows its tool calls, asks, runs them here, and says what it
+learned.
 
   python -m launch.session --config=configs/session_quickstart.py --workspace=DIR
   python -m launch.session --url=http://127.0.0.1:8420 --adapter=NAME --workspace=DIR
   python -m launch.session --resume
   python -m launch.session --workspace=DIR --script=FILE
 
-Without --url it starts a service of its own (python -m launch.serve) and stops it at its end; the model is served there,
-and its tools run here, in the workspace and nowhere else. docs/sessions.md has a whole conversation. /help lists what can
-be typed. A service that needs a key takes it from the variable SDPO_API_KEY.
+Without --url it starts a service of its own (python -m launch.serve) and stops it at its end; the model is served
+there, and its tools run here, in the workspace and nowhere else. docs/sessions.md has a whole conversation. /help lists
+what can be typed. A service that needs a key takes it from the variable SDPO_API_KEY.
 
---script: one input per line, from a file or, with -, from a pipe: a text, y, n REASON, e JSON, a /command. The transcript goes
-to stdout, all else to stderr.
+--script: one input per line, from a file or, with -, from a pipe: a text, y, n REASON, e JSON, a /command. The
+transcript goes to stdout, all else to stderr.
 
-Everything shown and decided is in ~/.local/state/sdpo_jax/sessions/ID.jsonl (--state, or XDG_STATE_HOME), and --resume goes
-on with it, also after a crash.
+Everything shown and decided is in ~/.local/state/sdpo_jax/sessions/ID.jsonl (--state, or XDG_STATE_HOME), and --resume
+goes on with it, also after a crash.
 
-Exit codes: 0 left, or a script was done to its end; 1 a script was not: a request was refused, the service was lost, or a
+Exit codes: 0 left, or a script was done to its end; 1 a script was not: a request was refused, the service was lost, or
+  a
 call is still undecided; 2 bad input, named in a sentence; 130 ended by Ctrl-C.
 """
 

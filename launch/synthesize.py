@@ -3,14 +3,14 @@
   python -m launch.synthesize --config=configs/report.py --document=report.txt --output=prompts.parquet --count=2048
   python -m launch.train --config=configs/report.py --config.data.train_files=prompts.parquet
 
-The model of the config, without the config's cartridge or adapter, reads a random window of the document and a request of a
-random seed type, and writes what a user might ask: see docs/cartridges.md. The file has rows as runs read them, with the
-environment `none`, the seed type as their data source (`dataset`), and the window (`window_start`, `window_end`, tokens of the
-document).
+The model of the config, without the config's cartridge or adapter, reads a random window of the document and a request
+of a random seed type, and writes what a user might ask: see docs/cartridges.md. The file has rows as runs read them,
+with the environment `none`, the seed type as their data source (`dataset`), and the window (`window_start`,
+`window_end`, tokens of the document).
 
-The same seed gives the same prompts. A command that was interrupted goes on where it stopped when it is repeated; what it
-has drawn is in OUTPUT.parts meanwhile, and OUTPUT appears when it is complete. Several processes (the flags below) draw
-together, and process 0 writes.
+The same seed gives the same prompts. A command that was interrupted goes on where it stopped when it is repeated; what
+it has drawn is in OUTPUT.parts meanwhile, and OUTPUT appears when it is complete. Several processes (the flags below)
+draw together, and process 0 writes.
 """
 
 import sys
@@ -59,7 +59,8 @@ MAX_TOKENS = flags.DEFINE_integer(
 MAX_BATCH_ROWS = flags.DEFINE_integer(
   'max_batch_rows',
   None,
-  'Prompts that are drawn at once; if unset, as many as take no more memory than the cache and the document of the run.',
+  'Prompts that are drawn at once; if unset, as many as take no more memory than the cache and the document of the '
+  'run.',
   lower_bound=1,
 )
 command.define_config()

@@ -28,8 +28,8 @@ WORKDIR = flags.DEFINE_string(
 RESTART = flags.DEFINE_bool(
   'restart',
   False,
-  'Begin again at step 0 where a run has lost its checkpoints; what is left of it is moved to before_restart/<n> in the '
-  '--workdir. Where there is a checkpoint, it is resumed all the same.',
+  'Begin again at step 0 where a run has lost its checkpoints; what is left of it is moved to before_restart/<n> in '
+  'the --workdir. Where there is a checkpoint, it is resumed all the same.',
 )
 command.define_config()
 command.define_adapter('Training goes on from it, with its rank, alpha and matrices (model.lora.path).')

@@ -3,8 +3,9 @@
   python -m launch.verify --workdir=runs/mine
   python -m launch.verify --model=my_model
 
-Nothing is changed, and the run may be going on. A line about each thing: `ok`, `note` or `damaged`. Every array and file
-of every checkpoint is compared with the digests in its manifest, every file of a model with those in its SHA256SUMS.
+Nothing is changed, and the run may be going on. A line about each thing: `ok`, `note` or `damaged`. Every array and
+file of every checkpoint is compared with the digests in its manifest, every file of a model with those in its
+SHA256SUMS.
 
 Exit codes: 0 all is whole; 1 something is damaged, and a whole checkpoint remains; 2 there is nothing to resume from, a
 file of the model is damaged, or bad input.

@@ -64,7 +64,7 @@ class KVCache:
 def init(
   layers: int, batch_size: int, kv_heads: int, length: int, head_dim: int, dtype: jnp.dtype, *, stacked: bool
 ) -> KVCache:
-  """Returns an empty cache of `length` slots for each of `batch_size` rows.
+  """Return an empty cache of `length` slots for each of `batch_size` rows.
 
   Args:
     layers: L.
@@ -89,17 +89,17 @@ def init(
 
 
 def slots(cache: KVCache | Recent) -> int:
-  """Returns the number of slots of a row."""
+  """Return the number of slots of a row."""
   return jax.tree.leaves(cache.stores.values)[0].shape[-2]
 
 
 def store_rows(cache: KVCache) -> int:
-  """Returns the number of rows of the stores, those that are no longer in use included."""
+  """Return the number of rows of the stores, those that are no longer in use included."""
   return jax.tree.leaves(cache.stores.values)[0].shape[-4]
 
 
 def axes(cache: KVCache) -> KVCache:
-  """Returns the logical axes of every array's dimensions ('rows', 'kv_heads' or None), in the form of the cache."""
+  """Return the logical axes of every array's dimensions ('rows', 'kv_heads' or None), in the form of the cache."""
 
   def names(leaf: jax.Array) -> tuple[str | None, ...]:
     leading = {1: ('rows',), 4: ('rows', 'kv_heads'), 5: (None, 'rows', 'kv_heads')}.get(leaf.ndim, ())
@@ -109,7 +109,7 @@ def axes(cache: KVCache) -> KVCache:
 
 
 def commit(cache: KVCache, live: jax.Array) -> KVCache:
-  """Returns the cache with its recent tokens behind those of each row and no `recent`; rows not `live` are empty.
+  """Return the cache with its recent tokens behind those of each row and no `recent`; rows not `live` are empty.
 
   Args:
     cache: with at least as many slots left in every live row as `recent` has.
@@ -129,7 +129,7 @@ def commit(cache: KVCache, live: jax.Array) -> KVCache:
 
 
 def copy_rows(into: KVCache, rows: KVCache, source: jax.Array, target: jax.Array, count: jax.Array | int) -> KVCache:
-  """Copies row source[i] of `rows` to row target[i] of `into` for i < `count`; slots that `into` lacks are left out.
+  """Copy row source[i] of `rows` to row target[i] of `into` for i < `count`; slots that `into` lacks are left out.
 
   Args:
     into: updated in place where its buffers may be reused.
@@ -157,7 +157,7 @@ def copy_rows(into: KVCache, rows: KVCache, source: jax.Array, target: jax.Array
 
 
 def compact(cache: KVCache, source: jax.Array) -> KVCache:
-  """Returns the cache with fewer rows, of which row i was row source[i]: moved in place, the stores as large as before.
+  """Return the cache with fewer rows, of which row i was row source[i]: moved in place, the stores as large as before.
 
   Args:
     cache: without recent tokens; donate it.
@@ -175,7 +175,7 @@ def compact(cache: KVCache, source: jax.Array) -> KVCache:
 
 
 def lengthened(cache: KVCache, length: int) -> KVCache:
-  """Returns the cache with empty slots behind those that it has, so that there are `length`."""
+  """Return the cache with empty slots behind those that it has, so that there are `length`."""
   more = length - slots(cache)
 
   def pad(axis: int, store: jax.Array, _: jax.Array) -> jax.Array:
@@ -187,7 +187,7 @@ def lengthened(cache: KVCache, length: int) -> KVCache:
 
 
 def shortened(cache: KVCache, length: int) -> KVCache:
-  """Returns the first `length` slots of every row; no row holds more."""
+  """Return the first `length` slots of every row; no row holds more."""
 
   def cut(axis: int, store: jax.Array, _: jax.Array) -> jax.Array:
     return lax.slice_in_dim(store, 0, length, axis=axis)
@@ -196,7 +196,7 @@ def shortened(cache: KVCache, length: int) -> KVCache:
 
 
 def append_layer(stores: Stores, key: jax.Array, value: jax.Array, layer: jax.Array | int, slot: jax.Array) -> Stores:
-  """Returns the stores with one layer's new keys and values written, in place where the buffers may be reused.
+  """Return the stores with one layer's new keys and values written, in place where the buffers may be reused.
 
   Args:
     stores: of all layers.
@@ -230,13 +230,13 @@ def append_layer(stores: Stores, key: jax.Array, value: jax.Array, layer: jax.Ar
 
 
 def _widened(numbers: jax.Array, stores: Stores) -> jax.Array:
-  """Returns [..., head_dim] with zeros behind the numbers of a head, as many as the stores have room for."""
+  """Return [..., head_dim] with zeros behind the numbers of a head, as many as the stores have room for."""
   room = jax.tree.leaves(stores.values)[0].shape[-1] - numbers.shape[-1]
   return jnp.pad(numbers, ((0, 0),) * (numbers.ndim - 1) + ((0, room),)) if room else numbers
 
 
 def quantize(numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns numbers [B, KV, S, head_dim] as int8 of the same shape and scales [B, KV, 1, S] float32, one per token and
+  """Return numbers [B, KV, S, head_dim] as int8 of the same shape and scales [B, KV, 1, S] float32, one per token and
   head."""
   wide = numbers.astype(jnp.float32)
   scale = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) / 127
@@ -245,7 +245,7 @@ def quantize(numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def layer_of(stores: Stores, layer: jax.Array | int) -> Stores:
-  """Returns one layer's keys and values, each [B, KV, C, head_dim], and scales [B, KV, 1, C]."""
+  """Return one layer's keys and values, each [B, KV, C, head_dim], and scales [B, KV, 1, C]."""
   if stores.stacked:
     return jax.tree.map(lambda store: lax.dynamic_index_in_dim(store, layer, axis=0, keepdims=False), stores)
   only = _unstacked_layer(stores, layer)
@@ -263,7 +263,7 @@ def _is_unstacked(node: object) -> bool:
 def _by_slots(
   function: Callable[[int, jax.Array, jax.Array], jax.Array], into: Stores, new: Stores, stacked: bool | None = None
 ) -> Stores:
-  """Returns the stores of `function(axis of the slots, array of into, array of new)`."""
+  """Return the stores of `function(axis of the slots, array of into, array of new)`."""
   stacked = into.stacked if stacked is None else stacked
   at = {'keys': -2 if stacked else -1, 'values': -2, 'key_scales': -1, 'value_scales': -1}
 

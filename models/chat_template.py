@@ -37,7 +37,8 @@ def read(path: str | os.PathLike) -> str:
     raise UserError(f'model.chat_template={path} needs a package that is not installed: {error}.') from error
   except Exception as error:  # Object stores raise many kinds; all mean the same here.
     raise UserError(
-      f'model.chat_template={path} cannot be read ({first_line(error)}): name a file that holds a chat template (Jinja).'
+      f'model.chat_template={path} cannot be read ({first_line(error)}): name a file that holds a chat template '
+      '(Jinja).'
     ) from error
   if not text.strip():
     raise UserError(f'model.chat_template={path} is empty: name a file that holds a chat template (Jinja).')

@@ -1,7 +1,7 @@
 """SHA-256 of the files of a model directory: written by exports, compared where they are known.
 
-They are known from a file SHA256SUMS (`sha256sum -c SHA256SUMS` reads it, too), and of what the Hugging Face hub's cache
-holds from its layout: a large file there is a link to one that is named by its SHA-256.
+They are known from a file SHA256SUMS (`sha256sum -c SHA256SUMS` reads it, too), and of what the Hugging Face hub's
+cache holds from its layout: a large file there is a link to one that is named by its SHA-256.
 """
 
 from __future__ import annotations

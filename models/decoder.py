@@ -34,7 +34,7 @@ ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -> jax.Array:
-  """Returns x · rsqrt(mean x² + eps) · (weight + offset) over the axes of the weight, which are the last ones of x.
+  """Return x · rsqrt(mean x² + eps) · (weight + offset) over the axes of the weight, which are the last ones of x.
 
   Computed in float32, in the dtype of x.
   """
@@ -45,7 +45,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -
 
 
 def project(x: jax.Array, weight: jax.Array, inputs: int = 1) -> jax.Array:
-  """Returns x [..., *in] · weight [*in, *out] over `inputs` axes; accumulates in float32, in the dtype of x."""
+  """Return x [..., *in] · weight [*in, *out] over `inputs` axes, accumulated in float32, in the dtype of x."""
   size = math.prod(weight.shape[:inputs])
   y = _product(x.reshape(*x.shape[: x.ndim - inputs], size), weight.reshape(size, -1))
   return y.reshape(*y.shape[:-1], *weight.shape[inputs:])
@@ -53,7 +53,7 @@ def project(x: jax.Array, weight: jax.Array, inputs: int = 1) -> jax.Array:
 
 @jax.custom_vjp
 def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
-  """Returns x [..., in] · weight [in, out]."""
+  """Return x [..., in] · weight [in, out]."""
   return _dot(x, weight, ((x.ndim - 1,), (0,)))
 
 
@@ -102,14 +102,14 @@ class Block(nnx.Module):
   def __call__(
     self, x: jax.Array, layer: Layer, matrices: jax.Array, halves: bool, mix: Callable
   ) -> tuple[jax.Array, Any]:
-    """Returns x [B, S, D] after the layer, and `extra` of `mix(query, key, value) -> (mixed, extra)`."""
+    """Return x [B, S, D] after the layer, and `extra` of `mix(query, key, value) -> (mixed, extra)`."""
     query, key, value = self.heads(self.norm('attention_norm', x), layer, matrices, halves)
     mixed, extra = mix(query, key, value)
     x = x + self.norm('attention_post_norm', self.linear('attention.output', mixed, layer, inputs=2))
     return x + self.norm('mlp_post_norm', self.gated(self.norm('mlp_norm', x), layer)), extra
 
   def linear(self, name: str, x: jax.Array, layer: Layer, inputs: int = 1) -> jax.Array:
-    """Returns x [..., *in] times the matrix [*in, *out] of that name in the layer, plus its factors' part and its bias.
+    """Return x [..., *in] times the matrix [*in, *out] of that name in the layer, plus its factors' part and its bias.
 
     The only place where a layer multiplies by a matrix: whatever else is added to a product is added here.
     """
@@ -122,7 +122,7 @@ class Block(nnx.Module):
     return y + jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim)))
 
   def _factors_part(self, name: str, x: jax.Array, layer: Layer, inputs: int) -> jax.Array:
-    """Returns what the factors of a matrix add to the product; arguments as those of `linear`."""
+    """Return what the factors of a matrix add to the product; arguments as those of `linear`."""
     a, b = (self._parameter(f'{name}_{suffix}') for suffix in (lora.A, lora.B))
     scale = self.adapter.by_name[f'layers.{name}'].scale(layer.index)
     if isinstance(self.adapter, lora_pool.LoraPool):
@@ -132,7 +132,7 @@ class Block(nnx.Module):
     return project((inner.astype(jnp.float32) * scale).astype(x.dtype), b)
 
   def slots(self) -> Prefix | None:
-    """Returns keys and values [KV, P, head_dim] of the layer's slots, [L, …] of all layers'; None: there are none."""
+    """Return keys and values [KV, P, head_dim] of the layer's slots, [L, …] of all layers'; None: there are none."""
     if not isinstance(self.adapter, kv_prefix.KVPrefix):
       return None
     parts = [(kv_prefix.FROZEN_KEY, kv_prefix.FROZEN_VALUE), (kv_prefix.KEY, kv_prefix.VALUE)]
@@ -144,7 +144,7 @@ class Block(nnx.Module):
     )
 
   def norm(self, name: str, x: jax.Array) -> jax.Array:
-    """Returns x normalised by the weight of that name; x where the layer has none."""
+    """Return x normalised by the weight of that name; x where the layer has none."""
     if name not in self.names:
       return x
     return rms_norm(x, self._parameter(name), self.config.norm_eps, self.config.norm_offset)
@@ -152,7 +152,7 @@ class Block(nnx.Module):
   def heads(
     self, x: jax.Array, layer: Layer, matrices: jax.Array, halves: bool
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns queries [B, S, H, head_dim], rotated and scaled, and rotated keys and values [B, S, KV, head_dim]."""
+    """Return queries [B, S, H, head_dim], rotated and scaled, and rotated keys and values [B, S, KV, head_dim]."""
     query, key, value = (self.linear(f'attention.{name}', x, layer) for name in ('query', 'key', 'value'))
     # The factor of scores goes here, so that it is not rounded to the compute dtype by itself.
     scaled = matrices * self.config.query_scale
@@ -161,7 +161,7 @@ class Block(nnx.Module):
     return query, key, value
 
   def gated(self, x: jax.Array, layer: Layer) -> jax.Array:
-    """Returns the MLP of x: down(activation(gate x) · up x)."""
+    """Return the MLP of x: down(activation(gate x) · up x)."""
     activation = ACTIVATIONS[self.config.activation]
     gate, up = (self.linear(f'mlp.{name}', x, layer) for name in ('gate', 'up'))
     return self.linear('mlp.down', activation(gate) * up, layer)
@@ -188,7 +188,7 @@ class Decoder(nnx.Module):
     self.layers = nnx.List(blocks) if unrolled else blocks[0]
 
   def output_matrix(self) -> jax.Array:
-    """Returns the unembedding [V, D], the embedding itself where tied."""
+    """Return the unembedding [V, D], the embedding itself where tied."""
     return (self.embedding if self.config.tied else self.unembedding)[...]
 
   def __call__(
@@ -202,7 +202,7 @@ class Decoder(nnx.Module):
     remat: str,
     backend: AttentionBackend,
   ) -> tuple[jax.Array, kv_cache.KVCache | None]:
-    """Returns final hidden states [B, S, D] and the updated cache; arguments as in `DecoderPolicy.apply`."""
+    """Return final hidden states [B, S, D] and the updated cache; arguments as in `DecoderPolicy.apply`."""
     config = self.config
     matrices_of = self._rotations(positions + self._slots)
     # A cache without recent tokens is to be filled by these: what they attend to is themselves.
@@ -253,7 +253,7 @@ class Decoder(nnx.Module):
     return rms_norm(x, self.final_norm[...], config.norm_eps, config.norm_offset), cache
 
   def _rotations(self, positions: jax.Array) -> Callable[[jax.Array | int], jax.Array]:
-    """Returns the function of a layer's index that gives the matrices by which it rotates; each is made once."""
+    """Return the function of a layer's index that gives the matrices by which it rotates; each is made once."""
     config = self.config
     made = [rotation(positions, config.head_dim, rope) for rope in config.ropes]
     if config.layer_ropes is None:
@@ -268,7 +268,7 @@ class Decoder(nnx.Module):
     return self.adapter.slots if isinstance(self.adapter, kv_prefix.KVPrefix) else 0
 
   def _seen(self, prefix: Prefix | None, positions: jax.Array, layer: jax.Array | int) -> Prefix | None:
-    """Returns the prefix of a layer with what of it is filled, and the first slot [B, S] that each token sees where
+    """Return the prefix of a layer with what of it is filled, and the first slot [B, S] that each token sees where
     windows reach that far."""
     if prefix is None:
       return prefix
@@ -349,7 +349,7 @@ class Decoder(nnx.Module):
 
   @staticmethod
   def _held(segment_ids, cache):
-    """Returns (first position, slots filled), each [B] int32, of the cache and its recent tokens, new ones included.
+    """Return (first position, slots filled), each [B] int32, of the cache and its recent tokens, new ones included.
 
     A row whose tokens are all padding reads nothing.
     """
@@ -360,7 +360,7 @@ class Decoder(nnx.Module):
 
 
 def _remat(layer: Callable, remat: str) -> Callable:
-  """Returns the layer with what its backward pass recomputes.
+  """Return the layer with what its backward pass recomputes.
 
   'none', 'full' (all), 'save_attention' (all but attention) or 'dots' (all but matrix products).
   """
@@ -434,7 +434,7 @@ class DecoderPolicy:
     return _table(self.config, self.frozen)
 
   def base_policy(self) -> DecoderPolicy:
-    """Returns the model without its adapter; its parameters are the base, and the trainable tree is to be empty."""
+    """Return the model without its adapter; its parameters are the base, and the trainable tree is to be empty."""
     return dataclasses.replace(self, adapter=None)
 
   def cast(self, base: Tree, trainable: Tree) -> tuple[Tree, Tree]:
@@ -498,7 +498,7 @@ class DecoderPolicy:
     return cache.replace(recent=kv_cache.Recent(empty.stores, jnp.zeros((), jnp.int32)))
 
   def _empty(self, rows: int, length: int, dtype: jnp.dtype, stacked: bool) -> kv_cache.KVCache:
-    """Returns an empty cache; if stacked, rows and heads lie where the decoding kernel looks for them."""
+    """Return an empty cache; if stacked, rows and heads lie where the decoding kernel looks for them."""
     config = self.config
     width = self.backend.cached_dim(config.head_dim)
     empty = kv_cache.init(config.layers, rows, config.kv_heads, length, width, dtype, stacked=stacked)

@@ -1,4 +1,6 @@
-"""Where the files of a model or an adapter are: in a local directory, in an object store, or on the Hugging Face hub."""
+"""Where the files of a model or an adapter are: in a local directory, in an object store, or on the Hugging Face
+hub.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ def is_local(path: str | os.PathLike) -> bool:
 
 
 def fetch(path: str | os.PathLike, patterns: Sequence[str], setting: str, what: str) -> pathlib.Path:
-  """Returns the local directory that `path` names: itself, a copy of gs://…, or the hub's snapshot of a name.
+  """Return the local directory that `path` names: itself, a copy of gs://…, or the hub's snapshot of a name.
 
   A path whose parent directory exists, or that is written as one (/…, ./…, ~/…), never reaches for the network.
 

@@ -68,7 +68,8 @@ def check_target(path: str | os.PathLike) -> pathlib.Path:
   """Return the place of a directory to be made, links followed.
 
   Raises:
-    UserError: it holds files, is no directory, is in an object store, is where a disk is mounted, or cannot be looked at.
+    UserError: it holds files, is no directory, is in an object store, is where a disk is mounted, or cannot be looked
+      at.
   """
   if not is_local(path):
     raise UserError(f'{path}: models are written to local directories: name one, and copy it there when it is done.')
@@ -253,8 +254,8 @@ def _check_room(target: pathlib.Path, size: int) -> None:
   free = shutil.disk_usage(target.parent).free
   if free < size:
     raise UserError(
-      f'{target} needs {_gigabytes(size)}, and {_gigabytes(free)} are free there: make room, name another directory, or '
-      'store fewer bytes a weight (--dtype=bfloat16).'
+      f'{target} needs {_gigabytes(size)}, and {_gigabytes(free)} are free there: make room, name another directory, '
+      'or store fewer bytes a weight (--dtype=bfloat16).'
     )
 
 

@@ -10,12 +10,12 @@ from models.policy import Policy
 
 
 def forward_flops_per_token(table: parameters.Table) -> float:
-  """Returns the operations of a forward pass per token by the rule of thumb: 2 per parameter, no attention scores."""
+  """Return the operations of a forward pass per token by the rule of thumb: 2 per parameter, no attention scores."""
   return 2.0 * parameters.count(table)
 
 
 def update_flops_per_token(table: parameters.Table) -> float:
-  """Returns the operations of a forward and a backward pass per token by the same rule.
+  """Return the operations of a forward and a backward pass per token by the same rule.
 
   A backward pass multiplies by every matrix once for the gradient of its input, and once for that of a trained matrix.
   """
@@ -23,7 +23,7 @@ def update_flops_per_token(table: parameters.Table) -> float:
 
 
 def forward_flops(policy: Policy, rows: int, tokens: int, scored: int) -> float:
-  """Returns the operations of a forward pass over whole rows of one segment each.
+  """Return the operations of a forward pass over whole rows of one segment each.
 
   2 per weight of a layer and token; attention of every query to the keys that it sees; the unembedding of the tokens
   that are scored.
@@ -39,10 +39,10 @@ def forward_flops(policy: Policy, rows: int, tokens: int, scored: int) -> float:
 
 
 def update_flops(policy: Policy, rows: int, tokens: int, scored: int) -> float:
-  """Returns the operations of a forward and a backward pass over such rows.
+  """Return the operations of a forward and a backward pass over such rows.
 
-  The backward pass computes the gradient of what a product reads, and of the matrix where that is trained; both factors of
-  a product of attention have gradients.
+  The backward pass computes the gradient of what a product reads, and of the matrix where that is trained; both factors
+  of a product of attention have gradients.
   """
   table = policy.parameter_table()
   trained = parameters.trainable(table)

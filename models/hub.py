@@ -46,7 +46,8 @@ def _why(error: Exception, name: str) -> str:
   from huggingface_hub import constants, errors
 
   if isinstance(error, errors.GatedRepoError):
-    return f'its publisher grants access on request: ask for it at {constants.ENDPOINT}/{name}, then run `hf auth login` here.'
+    page = f'{constants.ENDPOINT}/{name}'
+    return f'its publisher grants access on request: ask for it at {page}, then run `hf auth login` here.'
   if isinstance(error, errors.RepositoryNotFoundError):
     return 'there is no such model, or a private one: correct the name, or run `hf auth login`.'
   return first_line(error)

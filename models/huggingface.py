@@ -41,18 +41,19 @@ IGNORED = ('rotary_emb.inv_freq', 'attn.masked_bias')
 def load(
   path: str | os.PathLike, config: ModelConfig, mesh: jax.sharding.Mesh | None = None, seed: int = 0
 ) -> tuple[DecoderPolicy, Tree]:
-  """Loads the policy and its parameters from a model directory (one or several safetensors files).
+  """Load the policy and its parameters from a model directory (one or several safetensors files).
 
-  Parameters are float32, but for those that an adapter leaves frozen. The factors of an adapter are drawn. The slots of a
-  cartridge are not there: what they begin with may take the model to compute.
+  Parameters are float32, but for those that an adapter leaves frozen. The factors of an adapter are drawn. The slots of
+  a cartridge are not there: what they begin with may take the model to compute.
 
-  A process reads of every tensor the rows that its devices need part of, each once. Beside the result it holds its share
-  of one stacked parameter at a time, and a few megabytes.
+  A process reads of every tensor the rows that its devices need part of, each once. Beside the result it holds its
+  share of one stacked parameter at a time, and a few megabytes.
 
   Args:
     path: directory with config.json and safetensors, or a hub name (organisation/model).
     config: compute dtype, rematerialisation and adapter.
-    mesh: devices over which `sdpo_jax.distributed.mesh` shards the parameters. None: the default device, which holds all.
+    mesh: devices over which `sdpo_jax.distributed.mesh` shards the parameters. None: the default device, which holds
+      all.
     seed: of the factors of an adapter.
 
   Raises:
@@ -80,7 +81,7 @@ def load(
 def load_frozen(
   path: str | os.PathLike, config: ModelConfig, mesh: jax.sharding.Mesh | None = None
 ) -> tuple[DecoderPolicy, Tree]:
-  """Loads a model of which nothing is trained: the policy, and all its parameters in compute dtype, as a base.
+  """Load a model of which nothing is trained: the policy, and all its parameters in compute dtype, as a base.
 
   Args:
     path: directory with config.json and safetensors, or a hub name (organisation/model).
@@ -139,7 +140,7 @@ def check_files(root: pathlib.Path, *, edited: bool = False) -> int:
 
 
 def read_policy(path: str | os.PathLike, config: ModelConfig) -> DecoderPolicy:
-  """Returns the policy that a directory's config.json describes; reads no weights.
+  """Return the policy that a directory's config.json describes; read no weights.
 
   It computes attention in the way that runs anywhere; `DecoderPolicy.on` chooses the kernels of its devices.
 
@@ -151,12 +152,12 @@ def read_policy(path: str | os.PathLike, config: ModelConfig) -> DecoderPolicy:
 
 
 def describe(config_json: dict[str, Any], config: ModelConfig) -> DecoderPolicy:
-  """Returns the policy that the contents of a config.json describe."""
+  """Return the policy that the contents of a config.json describe."""
   return _policy(registry.read(config_json), config)
 
 
 def positions(config_json: dict[str, Any]) -> int | None:
-  """Returns how many positions the contents of a config.json say that a model was made for; None: they do not say."""
+  """Return how many positions the contents of a config.json say that a model was made for; None: they do not say."""
   found = config_json.get('text_config', config_json).get('max_position_embeddings')
   return found if isinstance(found, int) else None
 
@@ -173,7 +174,7 @@ def _policy(model: Architecture, config: ModelConfig) -> DecoderPolicy:
 
 
 def _prefix(config: CartridgeConfig, architecture: Architecture) -> KVPrefix | None:
-  """Returns the slots that the settings describe; None: there are none.
+  """Return the slots that the settings describe; None: there are none.
 
   Raises:
     UserError: the cartridge to start from cannot be read, or is one of a model of other sizes.
@@ -189,7 +190,7 @@ def _prefix(config: CartridgeConfig, architecture: Architecture) -> KVPrefix | N
 
 
 def init(config_json: dict[str, Any], rng: jax.Array, config: ModelConfig | None = None) -> tuple[DecoderPolicy, Tree]:
-  """Returns a policy with random float32 parameters, from the contents of a config.json.
+  """Return a policy with random float32 parameters, from the contents of a config.json.
 
   Args:
     config_json: contents of a config.json; initializer_range is the standard deviation.
@@ -211,7 +212,7 @@ def save(
   max_shard_bytes: int = 5 * 10**9,
   texts: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-  """Writes a model directory that transformers loads.
+  """Write a model directory that transformers loads.
 
   The directory appears under its name only when it is complete and on the disk, with the SHA-256 of its files. In a run
   of several processes all call this, and process 0 writes.
@@ -247,7 +248,7 @@ def save_merged(
   max_shard_bytes: int = 5 * 10**9,
   texts: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-  """Writes a model directory in which the matrices of a model have the product of their factors added to them.
+  """Write a model directory in which the matrices of a model have the product of their factors added to them.
 
   The model is read from its files and added to in float32, tensor by tensor.
 
@@ -281,7 +282,7 @@ def save_adapter(
   dtype: Literal['float32', 'bfloat16', 'float16'] = 'float32',
   texts: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-  """Writes the adapter of a model, see `models.adapters.peft_files.save`.
+  """Write the adapter of a model, see `models.adapters.peft_files.save`.
 
   Args:
     path: directory to make; it must not hold files.
@@ -343,7 +344,7 @@ def _save(
 
 
 def resolve(path: str | os.PathLike, weights: bool = True, setting: str = 'model.path') -> pathlib.Path:
-  """Returns the local directory of a model, as `directories.fetch`.
+  """Return the local directory of a model, as `directories.fetch`.
 
   Args:
     path: of the model.
@@ -364,7 +365,7 @@ def resolve(path: str | os.PathLike, weights: bool = True, setting: str = 'model
 
 
 def read_json(root: pathlib.Path, name: str) -> dict[str, Any]:
-  """Returns the JSON object in a file of a model directory.
+  """Return the JSON object in a file of a model directory.
 
   Raises:
     UserError: the file is missing or does not hold a JSON object.
@@ -373,8 +374,8 @@ def read_json(root: pathlib.Path, name: str) -> dict[str, Any]:
   if not file.is_file():
     if (root / peft_config.FILE).is_file():
       raise UserError(
-        f'{root} has no {name}, because it holds an adapter: set model.path to the model that it was trained on, and name '
-        'this directory as --adapter or in model.lora.path.'
+        f'{root} has no {name}, because it holds an adapter: set model.path to the model that it was trained on, and '
+        'name this directory as --adapter or in model.lora.path.'
       )
     raise UserError(f'{root} has no {name}: model.path must be a Hugging Face model directory.')
   try:
@@ -389,7 +390,7 @@ def read_json(root: pathlib.Path, name: str) -> dict[str, Any]:
 def _of_model(
   root: pathlib.Path, config: Architecture, table: parameters.Table, stored: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], Tensor | None]:
-  """Returns the tensors of a model, by the names in its table, and the unembedding that is stored of a tied one.
+  """Return the tensors of a model, by the names in its table, and the unembedding that is stored of a tied one.
 
   Raises:
     UserError: naming one that is missing, does not belong to the model, is there twice, or has another shape or dtype.

@@ -98,9 +98,10 @@ def of_adapter(path: str | os.PathLike) -> dict[str, str]:
 def compare_base(adapter: str | os.PathLike, model: str | os.PathLike) -> list[str]:
   """Compare a model with the one that an adapter belongs to; return a sentence about everything that may be meant.
 
-  The weights must be the same: tensors of the same names, shapes and values, as far as `of_weights` looks at them, so in
-  any files, float32 or bfloat16. Of config.json it is said which entries have another value. Of an adapter that does not
-  know its base's weights, which is any that PEFT wrote, only the base's name is said where that is another.
+  The weights must be the same: tensors of the same names, shapes and values, as far as `of_weights` looks at them, so
+    in
+  any files, float32 or bfloat16. Of config.json it is said which entries have another value. Of an adapter that does
+  not know its base's weights, which is any that PEFT wrote, only the base's name is said where that is another.
 
   Args:
     adapter: its directory.
@@ -115,12 +116,14 @@ def compare_base(adapter: str | os.PathLike, model: str | os.PathLike) -> list[s
     if name is None or name == str(model):
       return []
     return [
-      f'{adapter} was trained on {short_repr(name, 200)}; whether {model} is the same model cannot be known but by its shapes.'
+      f'{adapter} was trained on {short_repr(name, 200)}; whether {model} is the same model cannot be known but by its '
+      'shapes.'
     ]
   if known['weights'] != of_weights(model):
     raise UserError(
-      f'{adapter} belongs to another model than {model}: its {peft_files.BASE} says that it was trained on {short_repr(name, 200)}, and the '
-      f'weights here are others; name that model, or remove {peft_files.BASE} if you insist.'
+      f'{adapter} belongs to another model than {model}: its {peft_files.BASE} says that it was trained on '
+      f'{short_repr(name, 200)}, and the weights here are others; name that model, or remove {peft_files.BASE} if you '
+      'insist.'
     )
   before, now = known.get('architecture', {}), of_architecture(model)
   changed = [

@@ -15,8 +15,8 @@ from sdpo_jax.types import Tree
 
 Path = tuple[str, ...]
 Bounds = tuple[tuple[int, int], ...]  # (start, stop) of every axis of a part of an array.
-# Rows that are transposed at once, and by how many elements they lie further apart than they are long: rows a power of two
-# apart would all fall on the same few places of a processor's cache.
+# Rows that are transposed at once, and by how many elements they lie further apart than they are long: rows a power of
+# two apart would all fall on the same few places of a processor's cache.
 _STRIP, _APART = 128, 16
 
 
@@ -65,7 +65,7 @@ class Parameter:
     return self.huggingface.format(layer=layer)
 
   def from_huggingface(self, tensor: Any, block: Bounds) -> np.ndarray:
-    """Returns a block of one Hugging Face tensor in our layout (without the layers axis), in its own dtype.
+    """Return a block of one Hugging Face tensor in our layout (without the layers axis), in its own dtype.
 
     An axis of the tensor is one of our axes, or several, the first of which varies slowest: bounds on that one are
     bounds on the tensor's axis. Only this part is asked for; the other axes (what is within a head) are cut after it.
@@ -102,7 +102,9 @@ class Parameter:
 
 
 def _transposed(matrix: np.ndarray) -> np.ndarray:
-  """Returns the transpose of a matrix, contiguous; several times as fast as a copy of `matrix.T`, above all of bfloat16."""
+  """Return the transpose of a matrix, contiguous; several times as fast as a copy of `matrix.T`, above all of
+  bfloat16.
+  """
   source = matrix.view(f'u{matrix.itemsize}')
   rows, columns = source.shape
   result = np.empty((columns, rows), source.dtype)
@@ -118,32 +120,32 @@ Table = tuple[Parameter, ...]
 
 
 def frozen(table: Table) -> Table:
-  """Returns the parameters of the base tree."""
+  """Return the parameters of the base tree."""
   return tuple(parameter for parameter in table if parameter.frozen)
 
 
 def trainable(table: Table) -> Table:
-  """Returns the parameters of the trainable tree."""
+  """Return the parameters of the trainable tree."""
   return tuple(parameter for parameter in table if not parameter.frozen)
 
 
 def frozen_in(table: Table, dtype: str) -> Table:
-  """Returns the parameters of a table, all of them frozen and kept in `dtype`, in which the model computes."""
+  """Return the parameters of a table, all of them frozen and kept in `dtype`, in which the model computes."""
   return tuple(dataclasses.replace(p, frozen=True, dtype=dtype if p.compute else 'float32') for p in table)
 
 
 def split(table: Table, tree: Tree) -> tuple[Tree, Tree]:
-  """Returns (base, trainable) of the nested dict of all parameters; the inverse of `merge`."""
+  """Return (base, trainable) of the nested dict of all parameters; the inverse of `merge`."""
   return select(frozen(table), tree), select(trainable(table), tree)
 
 
 def select(table: Table, tree: Tree) -> Tree:
-  """Returns the nested dict of those parameters of a tree that the table has."""
+  """Return the nested dict of those parameters of a tree that the table has."""
   return nest((parameter.path, get(tree, parameter.path)) for parameter in table)
 
 
 def held(table: Table, tree: Tree) -> Table:
-  """Returns the parameters that a nested dict holds."""
+  """Return the parameters that a nested dict holds."""
   return tuple(parameter for parameter in table if _holds(tree, parameter.path))
 
 
@@ -156,14 +158,14 @@ def _holds(tree: Tree, path: Path) -> bool:
 
 
 def get(tree: Tree, path: Path) -> Any:
-  """Returns the leaf of a nested dict at `path`."""
+  """Return the leaf of a nested dict at `path`."""
   for key in path:
     tree = tree[key]
   return tree
 
 
 def merge(base: Tree, trainable: Tree) -> Tree:
-  """Returns the nested dict that holds the leaves of both trees at their paths.
+  """Return the nested dict that holds the leaves of both trees at their paths.
 
   Raises:
     ValueError: naming a path at which both have a leaf, or one a leaf and the other a dict.
@@ -185,7 +187,7 @@ def _merge(base: Tree, trainable: Tree, path: tuple[Any, ...]) -> Tree:
 
 
 def nest(leaves: Iterable[tuple[Path, Any]]) -> Tree:
-  """Returns a nested dict of (path, leaf) pairs."""
+  """Return a nested dict of (path, leaf) pairs."""
   tree: Tree = {}
   for path, leaf in leaves:
     node = tree
@@ -196,32 +198,32 @@ def nest(leaves: Iterable[tuple[Path, Any]]) -> Tree:
 
 
 def map_table(function: Callable[[Parameter], Any], table: Table) -> Tree:
-  """Returns the nested dict of function(parameter): shapes, logical axes, shardings, arrays …"""
+  """Return the nested dict of function(parameter): shapes, logical axes, shardings, arrays …"""
   return nest((parameter.path, function(parameter)) for parameter in table)
 
 
 def map_tree(function: Callable[[Parameter, Any], Any], table: Table, tree: Tree) -> Tree:
-  """Returns the nested dict of function(parameter, leaf of `tree`)."""
+  """Return the nested dict of function(parameter, leaf of `tree`)."""
   return nest((parameter.path, function(parameter, get(tree, parameter.path))) for parameter in table)
 
 
 def in_compute_dtype(table: Table, tree: Tree, dtype: str) -> Tree:
-  """Returns the tree of parameters in `dtype`, but for those that compute in float32 (norm weights)."""
+  """Return the tree of parameters in `dtype`, but for those that compute in float32 (norm weights)."""
   return map_tree(lambda p, leaf: leaf.astype(dtype if p.compute else jnp.float32), table, tree)
 
 
 def abstract(table: Table) -> Tree:
-  """Returns the tree of jax.ShapeDtypeStruct that the table describes."""
+  """Return the tree of jax.ShapeDtypeStruct that the table describes."""
   return map_table(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.dtype(p.dtype)), table)
 
 
 def logical_axes(table: Table) -> Tree:
-  """Returns the tree of logical axis names (a tuple per parameter)."""
+  """Return the tree of logical axis names (a tuple per parameter)."""
   return map_table(lambda p: p.axes, table)
 
 
 def count(table: Table) -> int:
-  """Returns the number of scalars in all parameters of the table."""
+  """Return the number of scalars in all parameters of the table."""
   return sum(math.prod(p.shape) for p in table)
 
 

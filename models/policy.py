@@ -45,14 +45,14 @@ class Policy(Protocol):
   pooled: bool
 
   def parameter_table(self) -> Table:
-    """Returns shape, dtype, logical axes, initialiser and Hugging Face layout of every parameter.
+    """Return shape, dtype, logical axes, initialiser and Hugging Face layout of every parameter.
 
     `Parameter.frozen` says which of the two trees holds it; see `models.parameters.frozen` and `trainable`.
     """
     ...
 
   def on(self, mesh: jax.sharding.Mesh | None, attention_setting: str = 'auto') -> Policy:
-    """Returns the policy as it computes on the devices of a mesh.
+    """Return the policy as it computes on the devices of a mesh.
 
     Args:
       mesh: where parameters and rows lie; None: the default device.
@@ -64,11 +64,11 @@ class Policy(Protocol):
     ...
 
   def with_remat(self, remat: str) -> Policy:
-    """Returns the policy whose backward pass recomputes what `model.remat` says."""
+    """Return the policy whose backward pass recomputes what `model.remat` says."""
     ...
 
   def cast(self, base: Tree, trainable: Tree) -> tuple[Tree, Tree]:
-    """Returns both trees as a decode loop reads them best, in compute dtype; what is cast already stays as it is.
+    """Return both trees as a decode loop reads them best, in compute dtype; what is cast already stays as it is.
 
     A step of the loop reads every parameter once: cast ahead of the loop, it reads half as many bytes in bfloat16. The
     trees are cast each by itself, so that the base may be cast once and the trainable tree for every batch.
@@ -86,7 +86,7 @@ class Policy(Protocol):
     parents: jax.Array | None = None,
     members: jax.Array | None = None,
   ) -> tuple[jax.Array, jax.Array, KVCache | None]:
-    """Computes final hidden states and the matrix that turns them into logits.
+    """Compute final hidden states and the matrix that turns them into logits.
 
     Args:
       base: frozen parameters, as they are or from `cast`.
@@ -114,11 +114,11 @@ class Policy(Protocol):
     ...
 
   def init_cache(self, batch_size: int, length: int, quantized: bool = False) -> KVCache:
-    """Returns an empty cache of `length` slots for each of `batch_size` rows, compute dtype or (`quantized`) int8."""
+    """Return an empty cache of `length` slots for each of `batch_size` rows, compute dtype or (`quantized`) int8."""
     ...
 
   def with_recent(self, cache: KVCache, length: int) -> KVCache:
-    """Returns the cache with room for `length` more tokens in every row, until `models.cache.commit` is called."""
+    """Return the cache with room for `length` more tokens in every row, until `models.cache.commit` is called."""
     ...
 
 
@@ -133,23 +133,23 @@ class PolicyBase:
   pooled = False
 
   def on(self, mesh: jax.sharding.Mesh | None, attention_setting: str = 'auto') -> Policy:
-    """Returns itself."""
+    """Return itself."""
     del mesh, attention_setting
     return self
 
   def with_remat(self, remat: str) -> Policy:
-    """Returns itself."""
+    """Return itself."""
     del remat
     return self
 
   def cast(self, base: Tree, trainable: Tree) -> tuple[Tree, Tree]:
-    """Returns both trees as they are."""
+    """Return both trees as they are."""
     return base, trainable
 
   def init_cache(self, batch_size: int, length: int, quantized: bool = False) -> KVCache:
-    """Raises NotImplementedError: the policy does not sample."""
+    """Raise NotImplementedError: the policy does not sample."""
     raise NotImplementedError(f'{type(self).__name__} has no cache to sample with.')
 
   def with_recent(self, cache: KVCache, length: int) -> KVCache:
-    """Raises NotImplementedError: the policy does not sample."""
+    """Raise NotImplementedError: the policy does not sample."""
     raise NotImplementedError(f'{type(self).__name__} has no cache to sample with.')

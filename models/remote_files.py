@@ -1,4 +1,5 @@
-"""Model directories in an object store: copied to this machine's disk once, since every process reads parts of them often.
+"""Model directories in an object store: copied to this machine's disk once, since every process reads parts of them
+often.
 
 A copy is made file by file and goes on where it was interrupted. Beside the files it holds a record of what they are
 copies of: size and time of change of each. It is written before the files are, so that a file with its name is one.
@@ -39,7 +40,7 @@ def is_remote(path: str | os.PathLike) -> bool:
 
 @functools.cache
 def fetch(address: str, patterns: Sequence[str], setting: str = 'model.path', what: str = 'model') -> pathlib.Path:
-  """Returns the local copy of a remote model directory, made or renewed where it lacks a file or holds another one.
+  """Return the local copy of a remote model directory, made or renewed where it lacks a file or holds another one.
 
   It is in $SDPO_MODELS, or ~/.cache/sdpo_jax/models. Of several processes of a machine one copies, and the others wait.
 
@@ -78,8 +79,8 @@ def fetch(address: str, patterns: Sequence[str], setting: str = 'model.path', wh
   except Exception as error:  # As above, and of the disk.
     raise UserError(
       f'{setting}={address} could not be copied to {folder} ({first_line(error)}): make room there for '
-      f'{sum(size for size, _ in identities.values()) / 1e9:.1f} GB, or name another folder in {FOLDER}; what was copied '
-      'is kept.'
+      f'{sum(size for size, _ in identities.values()) / 1e9:.1f} GB, or name another folder in {FOLDER}; what was '
+      'copied is kept.'
     ) from error
   return target
 
@@ -132,7 +133,7 @@ def _identity(path: epath.Path) -> _Identity:
 
 
 def _recorded(target: pathlib.Path) -> dict[str, _Identity]:
-  """Returns what the files of a copy are copies of; nothing where that cannot be read, and all is copied anew."""
+  """Return what the files of a copy are copies of; nothing where that cannot be read, and all is copied anew."""
   try:
     record = json.loads((target / RECORD).read_text(encoding='utf-8'))
   except (FileNotFoundError, ValueError):

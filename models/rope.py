@@ -31,7 +31,7 @@ class Rope:
 
 
 def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-  """Returns the angles per position [head_dim / 2] float32, in the order of operations of transformers."""
+  """Return the angles per position [head_dim / 2] float32, in the order of operations of transformers."""
   exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
   wavelengths = np.float32(rope.theta) ** exponents  # Divided by 2π.
   plain = np.float32(1) / wavelengths
@@ -60,12 +60,12 @@ def _llama3(rope: Rope, plain: np.ndarray, wavelengths: np.ndarray) -> np.ndarra
 
 
 def _yarn(rope: Rope, plain: np.ndarray, wavelengths: np.ndarray) -> np.ndarray:
-  """A linear ramp over the pairs of a head, from those that rotate fast and stay to those that are slowed down
+  """Return a linear ramp over the pairs of a head, from those that rotate fast and stay to those that are slowed down
   (arXiv 2309.00071, section 3.2)."""
   pairs = len(plain)
 
   def pair(rotations: float) -> float:
-    """Returns the pair that turns so many times in the original length."""
+    """Return the pair that turns so many times in the original length."""
     turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
     return 2 * pairs * math.log(turns) / (2 * math.log(rope.theta))
 
@@ -80,7 +80,7 @@ def _yarn(rope: Rope, plain: np.ndarray, wavelengths: np.ndarray) -> np.ndarray:
 
 
 def rotation(positions: jax.Array, head_dim: int, rope: Rope) -> jax.Array:
-  """Returns the rotary embedding of positions [B, S] as matrices [B, S, 2, 2, head_dim / 2] float32.
+  """Return the rotary embedding of positions [B, S] as matrices [B, S, 2, 2, head_dim / 2] float32.
 
   Pair i of a head's numbers, (x[i], x[i + head_dim / 2]), is turned by the angle position · frequency i (and multiplied
   by `rope.attention_factor`): number a of the result is the sum over b of [..., a, b, i] times number b.

@@ -13,7 +13,8 @@ from models.control_tokens import Tokenizer
 def digests(path: str | os.PathLike) -> dict[str, str]:
   """Return digests of what a tokenizer's ids stand for; others than `identity.of_tokenizer`, without chat and stops.
 
-  They do not depend on how the files are written: a tokenizer that another version of the library has saved has the same.
+  They do not depend on how the files are written: a tokenizer that another version of the library has saved has the
+  same.
 
   Args:
     path: model directory or hub name.

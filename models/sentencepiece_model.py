@@ -1,8 +1,8 @@
 """Tokenizers of directories that hold a SentencePiece model (tokenizer.model) and nothing made of it.
 
-`transformers` builds a tokenizer of its own from such a file, and the class that a config.json asks for need not read the
-file as SentencePiece does: it may lose the space before a text, or split words otherwise. So what it built is compared
-with SentencePiece itself.
+`transformers` builds a tokenizer of its own from such a file, and the class that a config.json asks for need not read
+the file as SentencePiece does: it may lose the space before a text, or split words otherwise. So what it built is
+compared with SentencePiece itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Which tensors a model directory holds, and in which of its files: one safetensors file, or several and their index."""
+"""Which tensors a model directory holds, and in which of its files: one safetensors file, or several and their
+index.
+"""
 
 from __future__ import annotations
 

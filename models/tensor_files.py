@@ -34,8 +34,8 @@ _BITS = {
   **{'F4': 4, 'F6_E2M3': 6, 'F6_E3M2': 6, 'U16': 16, 'I16': 16, 'U32': 32, 'I32': 32, 'U64': 64, 'I64': 64},
   **{'F64': 64, 'C64': 64},
 }
-# Bytes between what is wanted of a row and of the next one up to which it is cheaper to read on than to seek: a disk and
-# the page cache deliver no less, and a call per row costs about as much as copying so many bytes.
+# Bytes between what is wanted of a row and of the next one up to which it is cheaper to read on than to seek: a disk
+# and the page cache deliver no less, and a call per row costs about as much as copying so many bytes.
 GAP = 2**16
 COMPARED_BYTES = 2**23  # Of each of two matrices that are compared, at once.
 
@@ -157,7 +157,9 @@ class Tensor:
     return math.prod(self.shape)
 
   def values(self, bounds: tuple[int, int]) -> np.ndarray:
-    """Return the elements of a tensor of one of `DTYPES` from the first to before the second of `bounds`, row by row."""
+    """Return the elements of a tensor of one of `DTYPES` from the first to before the second of `bounds`, row by
+    row.
+    """
     dtype, _ = DTYPES[self.dtype]
     found = np.empty(bounds[1] - bounds[0], dtype)
     self.file.read(found, self.begin + bounds[0] * dtype.itemsize)
@@ -185,7 +187,9 @@ class Tensor:
 
 
 def are_equal(left: Tensor, right: Tensor) -> bool:
-  """Return whether two matrices hold the same values in the same dtype; a few megabytes of each are in memory at once."""
+  """Return whether two matrices hold the same values in the same dtype; a few megabytes of each are in memory at
+  once.
+  """
   if (left.dtype, left.shape) != (right.dtype, right.shape):
     return False
   bits = DTYPES[left.dtype][1]

@@ -27,7 +27,7 @@ class TokenTexts:
     self._known: dict[int, bytes] = {}  # At most the vocabulary.
 
   def bytes_of(self, token: int) -> bytes:
-    """Returns the UTF-8 bytes of a token, which may be part of a character; none of an id that is no token."""
+    """Return the UTF-8 bytes of a token, which may be part of a character; none of an id that is no token."""
     found = self._known.get(token)
     if found is None:
       found = self._known[token] = self._bytes_of(token)
@@ -49,7 +49,7 @@ class TokenTexts:
     return self._tokenizer.decode([token], clean_up_tokenization_spaces=False).encode()
 
   def text_of(self, token: int) -> str:
-    r"""Returns the text of a token; of one that is part of a character its bytes, such as 'bytes:\xe2\x80'."""
+    r"""Return the text of a token; of one that is part of a character its bytes, such as 'bytes:\xe2\x80'."""
     found = self.bytes_of(token)
     try:
       return found.decode()
@@ -57,13 +57,13 @@ class TokenTexts:
       return 'bytes:' + ''.join(f'\\x{byte:02x}' for byte in found)
 
   def text(self, tokens: Iterable[int], *, special: bool = True) -> str:
-    """Returns the text of tokens, without special ones unless `special`; a broken character is U+FFFD."""
+    """Return the text of tokens, without special ones unless `special`; a broken character is U+FFFD."""
     return b''.join(self.bytes_of(each) for each in tokens if special or each not in self._special).decode(
       errors='replace'
     )
 
   def offsets(self, tokens: Sequence[int], start: int = 0, *, special: bool = True) -> list[int]:
-    """Returns where the text of each token begins in that of all of them.
+    """Return where the text of each token begins in that of all of them.
 
     Args:
       tokens: [T].
@@ -83,7 +83,7 @@ class TokenTexts:
 
 
 def _decoders(tokenizer: Tokenizer) -> set[str]:
-  """Returns the names of the steps by which a tokenizer makes text of tokens; none if it does not say."""
+  """Return the names of the steps by which a tokenizer makes text of tokens; none if it does not say."""
   backend = getattr(tokenizer, 'backend_tokenizer', None)
   decoder = None if backend is None else backend.decoder
   if decoder is None:
@@ -99,7 +99,7 @@ def _decoders(tokenizer: Tokenizer) -> set[str]:
 
 @functools.cache
 def _byte_of_character() -> dict[str, int]:
-  """Returns which byte a character stands for in byte-level vocabularies.
+  """Return which byte a character stands for in byte-level vocabularies.
 
   Bytes that are printable in Latin-1 stand for themselves, the others in order for characters from U+0100 on.
   """

@@ -21,7 +21,7 @@ _logger = logging.getLogger('sdpo_jax.models')
 def load(
   path: str | os.PathLike, vocab_size: int | None = None, chat_template: str | os.PathLike | None = None
 ) -> Tokenizer:
-  """Loads the tokenizer of a model directory, with its chat template (tokenizer_config.json or chat_template.jinja).
+  """Load the tokenizer of a model directory, with its chat template (tokenizer_config.json or chat_template.jinja).
 
   The added tokens with which the model ends a turn are among its `control_strings`, marked as special or not. Special
   tokens for which the model has no embedding, such as those of images, are text, unless the template writes them.
@@ -59,8 +59,8 @@ def load(
   if vocab_size is not None:
     if unknown := [token for token in _declared_stops(root) if token >= vocab_size]:
       raise UserError(
-        f'{root}: eos_token_id (of generation_config.json, or else of config.json) holds {unknown}, and the token ids of '
-        f'the model go from 0 to {vocab_size - 1}: take both files of the same model, or correct it.'
+        f'{root}: eos_token_id (of generation_config.json, or else of config.json) holds {unknown}, and the token ids '
+        f'of the model go from 0 to {vocab_size - 1}: take both files of the same model, or correct it.'
       )
     _keep_embedded(tokenizer, root, vocab_size)
   added = tokenizer.added_tokens_decoder
@@ -125,7 +125,7 @@ def _keep_embedded(tokenizer: Tokenizer, root: pathlib.Path, vocab_size: int) ->
 
 
 def exported(path: str | os.PathLike, tokenizer: Tokenizer, chat_template: str | os.PathLike | None) -> dict[str, str]:
-  """Returns files (name → text) with which others read prompts from an export as this tokenizer does.
+  """Return files (name → text) with which others read prompts from an export as this tokenizer does.
 
   That is a chat_template.jinja where the template is not the directory's, and a tokenizer.json with its settings where
   `transformers` would make another tokenizer of a SentencePiece model.
@@ -147,7 +147,7 @@ def exported(path: str | os.PathLike, tokenizer: Tokenizer, chat_template: str |
 
 
 def stop_token_ids(path: str | os.PathLike, tokenizer: Tokenizer) -> tuple[int, ...]:
-  """Returns the token ids that end a completion.
+  """Return the token ids that end a completion.
 
   The eos_token_id of generation_config.json (an id or a list), or of config.json where the former says nothing, as
   transformers.generate takes them; then the tokenizer's own end-of-sequence token.

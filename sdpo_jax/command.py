@@ -38,13 +38,13 @@ _lists: set[str] = set()  # Flags of `define_list`.
 flags.DEFINE_string(
   'help_settings',
   None,
-  'Print the settings of a config with default, type, allowed values and meaning, and end: --help_settings all of them, '
-  '--help_settings=trainer those of a section, --help_settings=teacher those that mention a word.',
+  'Print the settings of a config with default, type, allowed values and meaning, and end: --help_settings all of '
+  'them, --help_settings=trainer those of a section, --help_settings=teacher those that mention a word.',
 )
 
 
 def define_config() -> None:
-  """Defines `--config`, which the command then needs."""
+  """Define `--config`, which the command then needs."""
   flags.DEFINE_string(
     'config',
     None,
@@ -55,27 +55,27 @@ def define_config() -> None:
 
 
 def define_adapter(what: str) -> None:
-  """Defines `--adapter`, in whose place `load_config` puts what the config says of an adapter; `what` is said of it."""
+  """Define `--adapter`, in whose place `load_config` puts what the config says of an adapter; `what` is said of it."""
   flags.DEFINE_string(
     'adapter', None, f'LoRA adapter, as PEFT or launch.export writes it: a directory or a name on the hub. {what}'
   )
 
 
 def define_cartridge(what: str) -> None:
-  """Defines `--cartridge`, in whose place `load_config` puts what the config says of slots; `what` is said of it."""
+  """Define `--cartridge`, in whose place `load_config` puts what the config says of slots; `what` is said of it."""
   flags.DEFINE_string(
     'cartridge', None, f'Cartridge: a directory, local or gs://…, a published .pt file, or a name on the hub. {what}'
   )
 
 
 def define_list(name: str, meaning: str) -> flags.FlagHolder[list[str]]:
-  """Defines a flag with several values, `--name=A --name=B` or `--name A B`, such as what a shell makes of `runs/*`."""
+  """Define a flag with several values, `--name=A --name=B` or `--name A B`, such as what a shell makes of `runs/*`."""
   _lists.add(name)
   return flags.DEFINE_multi_string(name, [], meaning)
 
 
 def define_cluster() -> None:
-  """Defines the flags that join several processes to one run."""
+  """Define the flags that join several processes to one run."""
   flags.DEFINE_string('coordinator_address', None, 'host:port of process 0 of a run of several processes.')
   flags.DEFINE_integer('num_processes', None, 'How many processes the run has.', lower_bound=1)
   flags.DEFINE_integer('process_id', None, 'Number of this process, from 0.', lower_bound=0)
@@ -90,7 +90,7 @@ def define_cluster() -> None:
 
 
 def join_cluster() -> None:
-  """Joins the run's other processes: as the flags say, or on a Cloud TPU slice of several hosts by itself.
+  """Join the run's other processes: as the flags say, or on a Cloud TPU slice of several hosts by itself.
 
   Raises:
     UserError: only some of the three flags are given, or they contradict each other or those of another process, or
@@ -117,7 +117,7 @@ def join_cluster() -> None:
 
 
 def load_config(*, trains: bool = True) -> Config:
-  """The configuration named on the command line, with its overrides, validated.
+  """Return the configuration named on the command line, with its overrides, validated.
 
   Args:
     trains: whether the command needs the data of a run.
@@ -203,7 +203,7 @@ def _parse(arguments: Sequence[str]) -> list[str]:
 
 
 def _each_named(argument: str, waiting: list[str]) -> list[str]:
-  """Returns an argument; of a `define_list` flag every value that follows it, taken from `waiting`, with its name."""
+  """Return an argument; of a `define_list` flag every value that follows it, taken from `waiting`, with its name."""
   name = argument.lstrip('-')
   if not argument.startswith('-') or name not in _lists:
     return [argument]
@@ -214,7 +214,7 @@ def _each_named(argument: str, waiting: list[str]) -> list[str]:
 
 
 def overrides() -> list[tuple[str, str]]:
-  """(setting, text) of every --config.setting=text on the command line."""
+  """Return (setting, text) of every --config.setting=text on the command line."""
   return list(_overrides)
 
 
@@ -224,7 +224,9 @@ def _complain(sentence: str) -> int:
 
 
 def not_read() -> int:
-  """Returns the exit code of a command whose output nobody reads any more, such as `head`, and writes the rest nowhere."""
+  """Return the exit code of a command whose output nobody reads any more, such as `head`, and write the rest
+  nowhere.
+  """
   nowhere = os.open(os.devnull, os.O_WRONLY)
   os.dup2(nowhere, sys.stdout.fileno())  # Or Python would complain at its end.
   os.close(nowhere)
@@ -232,7 +234,7 @@ def not_read() -> int:
 
 
 def run(main: Callable[[], int | None]) -> None:
-  """Runs a command: `main` returns the exit code (None is 0); a UserError ends it with its sentence and code 2.
+  """Run a command: `main` returns the exit code (None is 0); a UserError ends it with its sentence and code 2.
 
   In a run of several processes, one that ends so ends all, and one that is gone ends the others with cluster.EXIT_LOST.
   """
@@ -270,7 +272,7 @@ def run(main: Callable[[], int | None]) -> None:
 
 
 def _sentence(error: Exception) -> str | None:
-  """What to tell the user; None where the error is not theirs to mend."""
+  """Return what to tell the user; None where the error is not theirs to mend."""
   if isinstance(error, UserError):
     return str(error)
   if is_full(error):

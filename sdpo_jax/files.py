@@ -109,7 +109,8 @@ def sync_file(path: epath.PathLike) -> None:
   """Return once the data of a file are on the disk; an object store has them there already.
 
   Raises:
-    OSError: they are not, and after that they may be lost, whatever a second call says: the file has to be written anew.
+    OSError: they are not, and after that they may be lost, whatever a second call says: the file has to be written
+      anew.
   """
   if is_local(path):
     _sync(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -205,9 +206,10 @@ _PARTIAL = re.compile(r'\.[0-9a-f]{16}\.partial')  # The names of files that are
 def write_atomically(path: epath.PathLike, text: str | bytes, mode: int = 0o666) -> None:
   """Write `text` to `path`, so that it holds the old text or the new one at any time, whatever fails.
 
-  A text is written in UTF-8, bytes as they are. In an object store that is its promise. On a file system the text is on the disk before its file gets the name, and so
-  is the name when this returns. A link in its place is replaced, not followed. Several may write at once; the last wins.
-  `mode` are its permissions, less those that the process's umask takes away.
+  A text is written in UTF-8, bytes as they are. In an object store that is its promise. On a file system the text is on
+  the disk before its file gets the name, and so is the name when this returns. A link in its place is replaced, not
+  followed. Several may write at once; the last wins. `mode` are its permissions, less those that the process's umask
+  takes away.
 
   Raises:
     OSError: it could not be written; the old text is still there, unless it was the name that could not be synced.

@@ -37,7 +37,7 @@ Row = Mapping[str, Any]  # As docs/data.md describes them: 'prompt', and what th
 
 
 def load_config(file: str, changes: Mapping[str, Any] | None = None) -> Config:
-  """Returns the settings of a config file, which are yours to change; they are checked where they are used.
+  """Return the settings of a config file, which are yours to change; they are checked where they are used.
 
   Args:
     file: 'configs/quickstart.py', of the working directory or else of this installation; or FILE.py:name=value,…
@@ -63,7 +63,7 @@ class Step:
   def sample(
     self, prompt: str | Messages, *, n: int = 1, max_tokens: int | None = None, temperature: float = 1.0, seed: int = 0
   ) -> list[str]:
-    """Returns n completions of the model as it is now, by the sampler of the run.
+    """Return n completions of the model as it is now, by the sampler of the run.
 
     Args:
       prompt: what the user says, or a conversation.
@@ -129,7 +129,7 @@ def steps(
   restart: bool = False,
   announce: Callable[[str], None] = lambda text: None,
 ) -> Generator[Step, None, Result]:
-  """Yields after every step of a run that is trained or resumed; whoever stops early can resume it later.
+  """Yield after every step of a run that is trained or resumed; whoever stops early can resume it later.
 
   The same run can be resumed, evaluated and exported by the commands, whose caches and checks these are. Rows are
   written into the run's directory, where its settings name them.
@@ -179,7 +179,7 @@ def evaluate(
   grader: Callable[..., Any] | None = None,
   announce: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
-  """Returns the metrics of a run or a model on data.val_files, and every sample, as `python -m launch.evaluate` does.
+  """Return the metrics of a run or a model on data.val_files, and every sample, as `python -m launch.evaluate` does.
 
   Args:
     config: settings; they are copied.
@@ -219,7 +219,7 @@ def generator(
   seed: int = 0,
   dtype: Literal['float32', 'bfloat16'] | None = None,
 ) -> TextGenerator:
-  """Returns a generator that answers prompts with a run or a model, as `python -m launch.sample` does: `.generate('…')`.
+  """Return a generator that answers prompts with a run or a model, as `python -m launch.sample` does: `.generate('…')`.
 
   Args:
     workdir: directory of a run.
@@ -254,7 +254,7 @@ def export(
   dtype: Literal['float32', 'bfloat16', 'float16'] = 'float32',
   step: int | None = None,
 ) -> int:
-  """Writes what a run has trained for other programs, as `python -m launch.export` does; returns its step.
+  """Write what a run has trained for other programs, as `python -m launch.export` does; return its step.
 
   Args:
     workdir: directory of the run.
@@ -276,7 +276,7 @@ def _messages(prompt: str | Messages) -> Messages:
 
 
 def _written(rows: Iterable[Row], workdir: epath.PathLike, name: str) -> str:
-  """Writes rows into the directory of a run, and returns where; the same rows have the same place."""
+  """Write rows into the directory of a run, and return where; the same rows have the same place."""
   lines = []
   for number, row in enumerate(rows):
     if not isinstance(row, Mapping):
@@ -295,7 +295,7 @@ def _written(rows: Iterable[Row], workdir: epath.PathLike, name: str) -> str:
 
 @contextlib.contextmanager
 def _graded_by(config: Config, grader: Callable[..., Any] | None) -> Generator[None]:
-  """Registers a grader while the block lasts, for the rows that name none."""
+  """Register a grader while the block lasts, for the rows that name none."""
   if grader is None:
     yield
     return

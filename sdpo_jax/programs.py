@@ -1,8 +1,8 @@
 """The registry of compiled programs: what a run compiles, with the shapes that it calls each program with.
 
 A room that compiles something registers a source of programs (`register`). Everything that lowers, compiles or costs
-programs without running them, as the planner does, reads `registered_programs`; `compile_programs` compiles them in an order in
-which each finds the shardings of what it is handed.
+programs without running them, as the planner does, reads `registered_programs`; `compile_programs` compiles them in an
+order in which each finds the shardings of what it is handed.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Program:
   function: Callable[..., Any]
   arguments: tuple[Any, ...]
   static: dict[str, Any] = dataclasses.field(default_factory=dict)
-  # What each argument is, or each of its leaves: 'base', 'parameters', 'state', 'gradients', 'cache' (of a decode loop),
-  # 'batch' …
+  # What each argument is, or each of its leaves: 'base', 'parameters', 'state', 'gradients', 'cache' (of a decode
+  # loop), 'batch' …
   holds: tuple[str | tuple[str, ...], ...] = ()
   # Argument → the program whose result it is, and which element of that (None: all): the shardings are those that the
   # compiler chose there. Where that has None in the place of a leaf, the program did not make the leaf.

@@ -2,7 +2,8 @@
 
 Host-side values hold NumPy arrays and strings; device-side values are `flax.struct` dataclasses of arrays.
 Shape letters: N samples (completions) of a generation batch, G groups (questions), n = N / G samples a group,
-B rows of one update, S tokens of a row, T completion tokens, P prompt tokens, D model width, V vocabulary, K support size.
+B rows of one update, S tokens of a row, T completion tokens, P prompt tokens, D model width, V vocabulary, K support
+size.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Rollouts:
     return len(self.group)
 
   def take(self, rows: np.ndarray) -> Rollouts:
-    """The same rollouts restricted to (or reordered by) `rows` [M] int."""
+    """Return the same rollouts restricted to (or reordered by) `rows` [M] int."""
 
     def take(values: list[Any] | np.ndarray) -> list[Any] | np.ndarray:
       return [values[int(row)] for row in rows] if isinstance(values, list) else values[rows]
@@ -154,7 +155,8 @@ class TeacherSignal:
 class RowNumbers:
   """Numbers of the loss that each row has for itself, in place of the one that all rows share; None: the shared one.
 
-  They are data: one compiled program serves rows, and requests, of different numbers. Where a row holds several samples,
+  They are data: one compiled program serves rows, and requests, of different numbers. Where a row holds several
+    samples,
   arrays may be [B, T], one number for each token. `objective.row_numbers.check` knows the values that are allowed.
   """
 

@@ -1,10 +1,10 @@
 """How the tests compile: quickly in their own processes, and with XLA's defaults where it matters what users run.
 
 Most of a test's time goes to compiling programs that run once. So `prepare` asks XLA to optimise as little as it can,
-and all workers share one compilation cache. What a test says about the programs of users (their memory, their text, that
-two of them agree bit for bit) it says of programs compiled with XLA's defaults: by `compile_as_users` or with
-`users_options`, or in a child process without the flags, in which a test marked `as_users` runs as a whole. Commands get
-`users_environment`.
+and all workers share one compilation cache. What a test says about the programs of users (their memory, their text,
+that two of them agree bit for bit) it says of programs compiled with XLA's defaults: by `compile_as_users` or with
+`users_options`, or in a child process without the flags, in which a test marked `as_users` runs as a whole. Commands
+get `users_environment`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _REPORTS = 'SDPO_TESTS_REPORTS'  # Set in a child process: the file that gets th
 
 
 def prepare() -> pathlib.Path | None:
-  """Sets up this process and those it starts, before its first compilation; returns what to remove in the end.
+  """Set up this process and those it starts, before its first compilation; return what to remove in the end.
 
   A cache directory named by JAX_COMPILATION_CACHE_DIR is used, and kept.
   """
@@ -77,7 +77,7 @@ def compile_as_users(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
 
 
 def users_environment() -> dict[str, str]:
-  """The environment of a process that compiles as a user's does."""
+  """Return the environment of a process that compiles as a user's does."""
   environment = {name: value for name, value in os.environ.items() if name not in (_SAVED, 'XLA_FLAGS')}
   saved = json.loads(os.environ[_SAVED]) if _SAVED in os.environ else os.environ.get('XLA_FLAGS')
   return environment if saved is None else environment | {'XLA_FLAGS': saved}
@@ -160,5 +160,5 @@ class Reports:
 
 
 def plugin() -> AsUsers | Reports:
-  """What this process needs for tests marked `as_users`."""
+  """Return what this process needs for tests marked `as_users`."""
   return Reports(os.environ[_REPORTS]) if _REPORTS in os.environ else AsUsers()

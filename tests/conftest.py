@@ -72,13 +72,13 @@ def pytest_runtest_protocol(item):
 
 
 def pytest_collection_finish():
-  """What is imported stays to the end: without it a collection of garbage takes no time, with it half a second."""
+  """Keep what is imported to the end: without it a collection of garbage takes no time, with it half a second."""
   gc.collect()
   gc.freeze()
 
 
 def resident_bytes() -> float:
-  """The memory of this process; endless where the system does not say."""
+  """Return the memory of this process; endless where the system does not say."""
   try:
     return int(pathlib.Path('/proc/self/statm').read_text().split()[1]) * os.sysconf('SC_PAGE_SIZE')
   except OSError:
@@ -87,7 +87,7 @@ def resident_bytes() -> float:
 
 @pytest.fixture(scope='module', autouse=True)
 def free_memory():
-  """What was compiled goes at the end of a file once it is much: a process with all programs grows to 7 GB."""
+  """Yield what was compiled goes at the end of a file once it is much: a process with all programs grows to 7 GB."""
   yield
   gc.collect()
   if len(backend.get_backend().live_executables()) > PROGRAMS or resident_bytes() > MEMORY:
@@ -97,7 +97,7 @@ def free_memory():
 
 @pytest.fixture(scope='module', autouse=True)
 def forget_names():
-  """What a file's tests register goes when they are done: experiments of two files register the same names."""
+  """Yield what a file's tests register goes when they are done: experiments of two files register the same names."""
   tables = (registry._FACTORIES, registry._GENERATORS)
   known = [set(table) for table in tables]
   yield
@@ -108,7 +108,7 @@ def forget_names():
 
 @pytest.fixture(scope='session')
 def recorder(tmp_path_factory) -> file_operations.Recorder:
-  """The recorder of file operations, where there is a compiler for it."""
+  """Return the recorder of file operations, where there is a compiler for it."""
   try:
     return file_operations.Recorder(tmp_path_factory.mktemp('recorder'))
   except (OSError, subprocess.CalledProcessError) as error:

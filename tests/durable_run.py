@@ -79,7 +79,7 @@ def mark_checkpoints() -> None:
 
 
 def state_of(step: int) -> TrainState:
-  """A small state that is another one at every step."""
+  """Return a small state that is another one at every step."""
   noise = np.random.default_rng(step).normal(size=(3, 5)).astype(np.float32)
   return TrainState(
     step=jnp.int32(step),
@@ -92,7 +92,7 @@ def state_of(step: int) -> TrainState:
 
 
 def config() -> Config:
-  """The settings of a run of `stores`."""
+  """Return the settings of a run of `stores`."""
   settings = Config(name='stores')
   settings.trainer.tensorboard = False
   settings.trainer.max_ckpt_to_keep = KEEP

@@ -45,7 +45,7 @@ class Recorder:
     subprocess.run(command, check=True, capture_output=True)
 
   def environment(self, root: pathlib.Path, log: pathlib.Path) -> dict[str, str]:
-    """What a process needs in its environment, so that its operations below `root` are appended to `log`."""
+    """Return what a process needs in its environment, so that its operations below `root` are appended to `log`."""
     return {
       'LD_PRELOAD': str(self._library),
       'FILE_OPERATIONS_ROOT': str(root),
@@ -238,11 +238,11 @@ class Disk:
         _set(directory.base, name, what)
 
   def now(self) -> Tree:
-    """What processes see while the machine works."""
+    """Return what processes see while the machine works."""
     return _flat(self._root, lambda directory: directory.now, 'all')
 
   def survivors(self) -> Iterator[tuple[str, Tree]]:
-    """What may be there after a failure of the machine, each with its name.
+    """Yield what may be there after a failure of the machine, each with its name.
 
     Of the namings that are not synced: none, all, those before any one, all but one, one alone. Of data: `DATA`.
     """

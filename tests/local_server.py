@@ -83,6 +83,6 @@ class Server:
 
 
 def dead_address() -> str:
-  """An address at which nothing listens."""
+  """Return an address at which nothing listens."""
   with http.server.HTTPServer(('127.0.0.1', 0), http.server.BaseHTTPRequestHandler) as server:
     return f'http://127.0.0.1:{server.server_address[1]}'

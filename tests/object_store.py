@@ -29,8 +29,8 @@ class ObjectStore:
   def __init__(self):
     self.objects: dict[str, Object] = {}
     self.requests: list[str] = []  # Method and path.
-    # Called with method, bucket/name and whether it is before or after the request is done: 'lose' closes the connection
-    # without an answer, a number is the status of the answer.
+    # Called with method, bucket/name and whether it is before or after the request is done: 'lose' closes the
+    # connection without an answer, a number is the status of the answer.
     self.disturb: Callable[[str, str, bool], str | int | None] = lambda method, name, done: None
     self._generation = 1_000_000_000
     self._uploads: dict[str, tuple[str, int | None, bytes]] = {}
@@ -91,7 +91,7 @@ class ObjectStore:
     return names, sorted(folders)
 
   def described(self, bucket: str, name: str) -> dict[str, object]:
-    """What the API says of an object."""
+    """Return what the API says of an object."""
     found = self.objects[f'{bucket}/{name}']
     return {
       'kind': 'storage#object',

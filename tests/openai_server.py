@@ -35,14 +35,14 @@ class Running:
 
 @contextlib.contextmanager
 def running(config: Config) -> Iterator[Running]:
-  """Gives a service that takes requests, and stops it."""
+  """Give a service that takes requests, and stop it."""
   with service_world.running(config) as service, behind_port(service, config) as found:
     yield found
 
 
 @contextlib.contextmanager
 def behind_port(service: Service, config: Config) -> Iterator[Running]:
-  """Gives a service a port of this machine while the block lasts."""
+  """Give a service a port of this machine while the block lasts."""
   server = uvicorn.Server(uvicorn.Config(make_app(service, config.serve), log_config=None))
   # Bound here, so that the port is known and takes connections at once.
   with socket.create_server(('127.0.0.1', 0)) as bound:

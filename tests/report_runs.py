@@ -24,7 +24,7 @@ HOSTILE = (
 
 
 def config(**changes: Any) -> Config:
-  """Settings; keys are dotted with two underscores."""
+  """Return settings; keys are dotted with two underscores."""
   made = Config(name='made')
   made.trainer.total_training_steps = 4
   for name, value in changes.items():
@@ -37,7 +37,7 @@ def config(**changes: Any) -> Config:
 
 
 def metrics(step: int, score: float = 0.5, **more: float) -> dict[str, Any]:
-  """Returns a line of metrics.jsonl."""
+  """Return a line of metrics.jsonl."""
   found = {
     'step': step,
     'fencing_epoch': 1,
@@ -53,7 +53,7 @@ def metrics(step: int, score: float = 0.5, **more: float) -> dict[str, Any]:
 
 
 def rollout(step: int, group: int = 0, completion: str = 'ab', **changes: Any) -> dict[str, Any]:
-  """Returns a line of rollouts/<step>.jsonl; its tokens are letters, and of a long completion all of it."""
+  """Return a line of rollouts/<step>.jsonl; its tokens are letters, and of a long completion all of it."""
   tokens = list(completion) if len(completion) < 1000 else [completion]
   said = {'ids': [[1, 2]] * len(tokens), 'log_probs': [[-0.1, -2.5]] * len(tokens), 'own': [-0.1] * len(tokens)}
   found = {
@@ -80,7 +80,7 @@ def write(
   rollouts: Mapping[int, Sequence[Mapping[str, Any]]] | None = None,
   settings: Config | None = None,
 ) -> pathlib.Path:
-  """Writes a run, and returns its directory."""
+  """Write a run, and return its directory."""
   folder.mkdir(parents=True, exist_ok=True)
   (folder / 'config.json').write_text(json.dumps(dataclasses.asdict(settings or config())))
   (folder / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))

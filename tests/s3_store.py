@@ -21,8 +21,8 @@ class S3:
 
   def __init__(self):
     self.objects: dict[str, bytes] = {}
-    # Called with method, name and whether it is before or after the request is done: 'lose' closes the connection without
-    # an answer, a number is the status of the answer.
+    # Called with method, name and whether it is before or after the request is done: 'lose' closes the connection
+    # without an answer, a number is the status of the answer.
     self.disturb: Callable[[str, str, bool], str | int | None] = lambda method, name, done: None
     self._lock = threading.Lock()
     self._server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), self._handler())
@@ -44,7 +44,7 @@ class S3:
     self._server.server_close()
 
   def answer(self, method: str, name: str, query: dict[str, str], headers, body: bytes) -> tuple[int, bytes, str]:
-    """Returns status, body and ETag of an answer."""
+    """Return status, body and ETag of an answer."""
     with self._lock:
       found = self.objects.get(name)
       if method == 'PUT':
@@ -73,7 +73,8 @@ class S3:
       for name in names[start : start + PAGE]
     ]
     more = f'<NextContinuationToken>{start + PAGE}</NextContinuationToken>' if rest else ''
-    return f'<ListBucketResult><IsTruncated>{str(rest).lower()}</IsTruncated>{more}{"".join(parts)}</ListBucketResult>'.encode()
+    cut = f'<IsTruncated>{str(rest).lower()}</IsTruncated>'
+    return f'<ListBucketResult>{cut}{more}{"".join(parts)}</ListBucketResult>'.encode()
 
   def _handler(server) -> type[http.server.BaseHTTPRequestHandler]:
     class Handler(http.server.BaseHTTPRequestHandler):

@@ -19,7 +19,7 @@ HELLO = [{'role': 'user', 'content': 'Hi'}]
 
 
 def make_config(model: pathlib.Path, root: pathlib.Path) -> Config:
-  """The settings of a service with small buckets, of the model that `tiny.make_model` made.
+  """Return the settings of a service with small buckets, of the model that `tiny.make_model` made.
 
   All files of tests have the same sizes, so that the first one compiles for all.
   """
@@ -39,7 +39,7 @@ def make_config(model: pathlib.Path, root: pathlib.Path) -> Config:
 
 @contextlib.contextmanager
 def running(config: Config, devices: int = 1) -> Iterator[Service]:
-  """Gives a service on so many devices that is ready, and stops it."""
+  """Give a service on so many devices that is ready, and stop it."""
   service = Service.make(config, announce=lambda line: None, devices=jax.devices()[:devices])
   try:
     service.start()
@@ -50,7 +50,7 @@ def running(config: Config, devices: int = 1) -> Iterator[Service]:
 
 
 def model_folder(folder: pathlib.Path) -> pathlib.Path:
-  """Makes the tiny model in a folder."""
+  """Make the tiny model in a folder."""
   folder.mkdir(exist_ok=True)
   return tiny.make_model(folder)
 

@@ -79,7 +79,7 @@ class Learner(Account):
     return Drawn(SampleDone(0, '', sample))
 
   def feedback(self, id, expected, request, **_):
-    """Commits a version that depends on nothing, as `feedback.run` commits one that was learned."""
+    """Commit a version that depends on nothing, as `feedback.run` commits one that was learned."""
     with self._turn(id, expected) as adapter:
       made = self.service.store.commit(
         OWNER, id, adapter.head, arrays(adapter.head % 20), reason='feedback', details=request.source
@@ -98,7 +98,7 @@ class Learner(Account):
 
 
 def account_of(store: Store) -> Learner:
-  """Returns what the owner can do in a store."""
+  """Return what the owner can do in a store."""
   chat, lock = ChatFormat(), threading.Lock()
   config = SelfDistillationConfig(max_reprompt_len=_LONG)
   service = types.SimpleNamespace(
@@ -120,14 +120,14 @@ def account_of(store: Store) -> Learner:
 
 
 def settings_of(number: int) -> SessionSettings:
-  """The settings of a session: of two of them examples wait for a second one, and half learn from tools."""
+  """Return the settings of a session: of two of them examples wait for a second one, and half learn from tools."""
   several = 2 if number >= SESSIONS - 2 else 1
   said = {'tools': TOOLS, 'title': str(number), 'min_sdpo_examples': several, 'learn_from_results': number % 2 == 0}
   return SessionSettings.from_json(said | {'rehearse': 1 if number == 0 else 0})
 
 
 def prepare(account: Learner) -> list[tuple[str, str]]:
-  """Makes the adapters and the sessions; returns their ids."""
+  """Make the adapters and the sessions; return their ids."""
   adapters = [account.service.store.create(OWNER, f'one {number}', {}, arrays(0))[0].id for number in range(ADAPTERS)]
   return [
     (adapters[number % ADAPTERS], account.sessions.open(adapters[number % ADAPTERS], settings_of(number))[0].id)
@@ -136,7 +136,7 @@ def prepare(account: Learner) -> list[tuple[str, str]]:
 
 
 def find(account: Learner) -> list[tuple[str, str]]:
-  """Returns the sessions that there are, in order."""
+  """Return the sessions that there are, in order."""
   found = [(each.id, session) for each in account.adapters() for session in account.sessions.list(each.id)]
   return [(adapter, session.id) for adapter, session in sorted(found, key=lambda each: int(each[1].settings.title))]
 
@@ -158,7 +158,7 @@ def step(account: Learner, where: tuple[str, str], number: int, told: Callable[[
 
 
 def said_of(session: str, turn: SessionTurn) -> list:
-  """What is acknowledged with a turn, as JSON."""
+  """Return what is acknowledged with a turn, as JSON."""
   learned = None if turn.learned is None else turn.learned.version_after
   return [session, turn.n, turn.status, learned, len(turn.results)]
 

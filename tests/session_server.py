@@ -19,7 +19,7 @@ _ADAPTER = {'id': 'ad-1', 'name': 'mine', 'version': 0}
 
 
 def call(name: str, **arguments: Any) -> str:
-  """What a model writes to call a tool."""
+  """Return what a model writes to call a tool."""
   return write_call(ToolCall(name, arguments), 'hermes')
 
 
@@ -66,7 +66,7 @@ class SessionServer:
   # What the routes do.
 
   def answer(self, method: str, path: str, body: Any, token: str | None) -> tuple[str, Any]:
-    """Returns the name of an action and what it answers."""
+    """Return the name of an action and what it answers."""
     if path == '/readyz':
       return 'ready', {'status': 'ready'}
     path, _, query = path.removeprefix('/v1/continual/adapters').partition('?')

@@ -33,12 +33,12 @@ TOOLS = [{'type': 'function', 'function': {'name': name, 'parameters': {'type': 
 
 
 def called(*calls: str) -> str:
-  """What a model of the form of Hermes writes to call tools."""
+  """Return what a model of the form of Hermes writes to call tools."""
   return ''.join(f'<tool_call>\n{call}\n</tool_call>' for call in calls)
 
 
 def tool_model(folder: pathlib.Path, calls: Sequence[str] = (GREP, READ, GREP_A)) -> pathlib.Path:
-  """Makes the tiny model with that template in a folder; tags and these calls are one token each."""
+  """Make the tiny model with that template in a folder; tags and these calls are one token each."""
   model = model_folder(folder)
   tiny.make_tokenizer(model, TEMPLATE)
   path = model / 'tokenizer.json'
@@ -98,7 +98,7 @@ class _Drawn:
 def world(
   folder: pathlib.Path, *, calls: Sequence[str] = (GREP, READ, GREP_A), **changes
 ) -> Iterator[tuple[Service, Script]]:
-  """Gives a service that is ready, and what its model says."""
+  """Give a service that is ready, and what its model says."""
   config = make_config(tool_model(folder / 'model', calls), folder / 'root')
   config.serve.guards.min_entropy = None
   for name, value in changes.items():
@@ -110,7 +110,7 @@ def world(
 
 
 def tokenizer(folder: pathlib.Path, template: str, **settings) -> transformers.PreTrainedTokenizerFast:
-  """A byte-level tokenizer with a chat template, and control tokens named like this in it."""
+  """Return a byte-level tokenizer with a chat template, and control tokens named like this in it."""
   tiny.make_tokenizer(folder, template)
   made = transformers.AutoTokenizer.from_pretrained(folder)
   made.add_special_tokens(settings or {})

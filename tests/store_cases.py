@@ -54,5 +54,5 @@ def assert_same(one, other) -> None:
 
 
 def open_store(folder: pathlib.Path, **options) -> Store:
-  """A store in a folder."""
+  """Return a store in a folder."""
   return Store.open(str(folder / 'root'), folder / 'database' / 'store.sqlite', base=tiny_base(), **options)

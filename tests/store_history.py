@@ -24,7 +24,7 @@ THREADS = 4  # Of a process under load.
 
 
 def state_of(store: Store) -> dict[str, dict]:
-  """What a store says of the adapters of both owners: as JSON, by id."""
+  """Return what a store says of the adapters of both owners: as JSON, by id."""
   found = {}
   for owner in ('ada', 'bob'):
     for adapter in store.adapters(owner):
@@ -40,7 +40,7 @@ def state_of(store: Store) -> dict[str, dict]:
 
 
 def ask(store: Store, adapter: str, expected: int) -> int:
-  """What a handler does for a request that makes a version with an idempotency key; returns the version."""
+  """Return what a handler does for a request that makes a version with an idempotency key; returns the version."""
   request = store.begin('ada', KEY, BODY)
   if not isinstance(request, Request):
     return request.version
@@ -50,7 +50,7 @@ def ask(store: Store, adapter: str, expected: int) -> int:
 
 
 def history(store: Store, told) -> None:
-  """Calls `told` with what the store says after every change that it has acknowledged."""
+  """Call `told` with what the store says after every change that it has acknowledged."""
   counter = iter(range(100))
 
   def commit(owner, adapter, **more):
@@ -81,7 +81,7 @@ def history(store: Store, told) -> None:
 
 
 def load(folder: pathlib.Path) -> None:
-  """Commits from several threads until it is killed; says every version that was acknowledged."""
+  """Commit from several threads until it is killed; print every version that was acknowledged."""
   store = open_store(folder)
   lock = threading.Lock()
 
@@ -115,7 +115,7 @@ def load(folder: pathlib.Path) -> None:
 
 
 def prepare(folder: pathlib.Path) -> None:
-  """Makes the adapters of `load`."""
+  """Make the adapters of `load`."""
   with open_store(folder) as store:
     for owner, name in [('all', 'shared'), *((f'owner {number}', 'own') for number in range(THREADS))]:
       store.create(owner, name, {}, arrays(0), details={'seed': 0})

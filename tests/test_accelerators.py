@@ -11,7 +11,9 @@ from sdpo_jax.errors import UserError
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-  """A machine with these device files and PCI devices, (vendor, class); platforms as JAX_PLATFORMS names them."""
+  """Return a machine with these device files and PCI devices, (vendor, class); platforms as JAX_PLATFORMS names
+  them.
+  """
   chosen = []
 
   def make(files=(), pci=(), platforms=None, plugins=False):

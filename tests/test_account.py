@@ -46,7 +46,7 @@ def service(model, tmp_path_factory):
 
 @pytest.fixture
 def ada(service, request):
-  """An owner without adapters."""
+  """Return an owner without adapters."""
   return service.account(f'ada of {request.node.name}')
 
 
@@ -62,7 +62,7 @@ def moved(arrays, seed=0):
 
 
 def learn(account, id, seed=0):
-  """Makes the next version of an adapter."""
+  """Make the next version of an adapter."""
   store, adapter = account.service.store, account.adapter(id)
   arrays = moved(store.arrays(account.version(id)), seed)
   return store.commit(account.owner, id, adapter.head, arrays, reason='import', details={'metrics': {'loss': seed}})

@@ -1,4 +1,6 @@
-"""Runs of adapters: what is exported of them, what starts from an adapter, and that a base is never taken for another."""
+"""Runs of adapters: what is exported of them, what starts from an adapter, and that a base is never taken for
+another.
+"""
 
 import dataclasses
 import json
@@ -37,7 +39,7 @@ TOKENS = np.random.default_rng(0).integers(1, 256, (1, 12)).astype(np.int32)
 
 
 def begin(config, workdir):
-  """What a run of one step leaves, but for the training: random factors, other ones of the teacher."""
+  """Return what a run of one step leaves, but for the training: random factors, other ones of the teacher."""
   with Graders(config.environments) as graders:
     tokenizer = session.load_tokenizer(config)
     iterator = pipeline.TrainIterator(config, tokenizer, registry)
@@ -68,7 +70,7 @@ def begin(config, workdir):
 
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
-  """(settings, workdir, session, state) of a run of a rank-stabilised adapter, some layers without factors."""
+  """Return (settings, workdir, session, state) of a run of a rank-stabilised adapter, some layers without factors."""
   folder = tmp_path_factory.mktemp('adapter_runs')
   (folder / 'rules.py').write_text(
     'from sdpo_jax.environments import registry\nfrom sdpo_jax.types import Outcome\n\n'
@@ -109,7 +111,7 @@ def kept(run):
 
 
 def other_weights(model):
-  """Writes other weights into a model directory."""
+  """Write other weights into a model directory."""
   file = f'{model}/model.safetensors'
   save_file({name: tensor * np.float32(1.1) for name, tensor in load_file(file).items()}, file)
   checksums.write(epath.Path(model))
@@ -130,7 +132,7 @@ def logits_of(folder, adapter=None):
 
 @pytest.fixture(scope='module')
 def exported(run, tmp_path_factory):
-  """The adapter of the run, by itself."""
+  """Return the adapter of the run, by itself."""
   path = tmp_path_factory.mktemp('exported') / 'adapter'
   assert runs.export(str(run[1]), str(path), 'student') == 1
   return path

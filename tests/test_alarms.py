@@ -1,4 +1,6 @@
-"""Collapse alarms: the rule language, and what warning, stopping and rolling back do to a run, also to one that is killed."""
+"""Collapse alarms: the rule language, and what warning, stopping and rolling back do to a run, also to one that is
+killed.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def watch(*rules: str) -> alarms.AlarmMonitor:
 
 
 def steps_with_alarm(rule: str, values: list[float | None], name: str = 'm') -> list[int]:
-  """Steps, from 1, at which a rule holds for a metric with these values; None: not measured."""
+  """Return steps, from 1, at which a rule holds for a metric with these values; None: not measured."""
   watched = watch(rule)
   lines = [{} if value is None else {name: value} for value in values]
   return [step for step, line in enumerate(lines, 1) if watched.observe(step, line)[0]]
@@ -187,7 +189,7 @@ MetricsWriter.write = write_and_die
 
 @pytest.fixture(scope='module')
 def experiment(tmp_path_factory):
-  """Runs of one experiment: rolled back, then stopped; the same, killed and started again."""
+  """Run of one experiment: rolled back, then stopped; the same, killed and started again."""
   folder = tmp_path_factory.mktemp('alarms')
   config = tiny.make_experiment(folder)
   killed = {

@@ -61,7 +61,7 @@ def tensors(rows, length, seed=0, heads=HEADS, kv_heads=KV_HEADS):
 
 
 def plain(query, key, value, segment_ids, window, parents=None):
-  """The formula in float64, token by token; 0 for padding."""
+  """Return the formula in float64, token by token; 0 for padding."""
   out = np.zeros(query.shape)
   group = query.shape[2] // key.shape[2]
   for row, slot in np.argwhere(segment_ids > 0):
@@ -76,7 +76,7 @@ def plain(query, key, value, segment_ids, window, parents=None):
 
 
 def masked_formula(query, key, value, segment_ids, window, parents=None):
-  """The same, differentiable."""
+  """Return the same, differentiable."""
   positions = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape)
   mask = dispatch.visible(positions, segment_ids, positions, segment_ids, window or None)
   if parents is not None:

@@ -36,7 +36,7 @@ def first_slots(segments, window):
 
 
 def plain(query, key, value, shared_key, shared_value, segments, window, within):
-  """The formula in float64, token by token; 0 for padding."""
+  """Return the formula in float64, token by token; 0 for padding."""
   out = np.zeros(query.shape)
   group = query.shape[2] // key.shape[2]
   for row, slot in np.argwhere(segments > 0):
@@ -55,7 +55,7 @@ def plain(query, key, value, shared_key, shared_value, segments, window, within)
 
 
 def differentiable(query, key, value, shared_key, shared_value, segments, window, within):
-  """The same by one softmax over copies of the prefix in every row."""
+  """Return the same by one softmax over copies of the prefix in every row."""
   rows, length = segments.shape
   positions = np.arange(length) - starts(segments)
   own = dispatch.visible(positions, segments, positions, segments, window or None)

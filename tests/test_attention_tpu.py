@@ -93,7 +93,7 @@ def abstract_cache(functions, mesh, rows, slots):
 
 
 def compile_decode(values, mesh, rows, slots, quantized=False, left=None, **settings):
-  """The sampler's loop of 32 steps: rows over fsdp, heads and vocabulary over tensor, the cache donated.
+  """Return the sampler's loop of 32 steps: rows over fsdp, heads and vocabulary over tensor, the cache donated.
 
   `left` of the rows are still in use.
   """
@@ -122,7 +122,7 @@ def compile_decode(values, mesh, rows, slots, quantized=False, left=None, **sett
 
 
 def compile_admission(values, mesh, rows, slots, prompts, width, quantized=False):
-  """The program that copies the caches of prompts into rows."""
+  """Return the program that copies the caches of prompts into rows."""
   policy = huggingface.describe(values, ModelConfig()).on(mesh)
   functions = sampler_functions(policy, mesh, quantized)
   caches = abstract_cache(functions, mesh, rows, slots), abstract_cache(functions, mesh, prompts, width)
@@ -131,7 +131,7 @@ def compile_admission(values, mesh, rows, slots, prompts, width, quantized=False
 
 
 def compile_compaction(values, mesh, rows, slots, left, quantized=False):
-  """The program that moves rows of a cache together, until `left` are in use."""
+  """Return the program that moves rows of a cache together, until `left` are in use."""
   functions = sampler_functions(huggingface.describe(values, ModelConfig()).on(mesh), mesh, quantized)
   cache = abstract_cache(functions, mesh, rows, slots)
   return cache, functions.compact.lower(cache.stores, cache.lengths, over_rows(mesh, (left,), jnp.int32)).compile()
@@ -156,7 +156,7 @@ def kernels(text):
 
 
 def assert_cache_stays(cache, compiled):
-  """The cache is donated and aliased, and nothing of half its size is copied."""
+  """Check that the cache is donated and aliased, and nothing of half its size is copied."""
   stacks = cache.stores.keys, cache.stores.values
   sizes = [int(np.prod(stack.sharding.shard_shape(stack.shape))) * stack.dtype.itemsize for stack in stacks]
   assert compiled.memory_analysis().alias_size_in_bytes >= sum(sizes)

@@ -1,4 +1,6 @@
-"""One copy of a frozen base serves student and teacher, and the sampler where layouts agree; training leaves it alone."""
+"""One copy of a frozen base serves student and teacher, and the sampler where layouts agree; training leaves it
+alone.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,7 @@ SIZES = MODEL | dict(hidden_size=64, intermediate_size=256, num_attention_heads=
 
 
 def update_program(layers, dtype, devices, sizes=SIZES, **changes):
-  """(the program of the update, bytes of the base, of the factors) on the first of the devices."""
+  """Return (the program of the update, bytes of the base, of the factors) on the first of the devices."""
   config = settings(algorithm__rollout_correction__rollout_is=None, actor__ppo_micro_batch_size=1, **changes)
   described = ModelConfig(dtype=dtype, remat='full', lora=LoraConfig(rank=2))
   policy = huggingface.describe(sizes | {'num_hidden_layers': layers}, described)

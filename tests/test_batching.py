@@ -74,7 +74,7 @@ def test_rows_join_prompt_and_completion_and_point_at_the_predicting_state():
 
 
 def held(micros):
-  """The samples of micro-batches."""
+  """Return the samples of micro-batches."""
   return [sample for micro in micros for row in micro.samples for sample in row]
 
 

@@ -21,7 +21,9 @@ NAMES = ('eval/parity/mean@4', 'time/a b_s', '/odd', 'train/loss')
 
 
 def events(workdir):
-  """The events of all files in order, by TFRecord's layout: a length of 8 bytes, a checksum of 4, data, and one of 4."""
+  """Return the events of all files in order, by TFRecord's layout: a length of 8 bytes, a checksum of 4, data, and one
+  of 4.
+  """
   found = []
   for path in sorted((workdir / 'tensorboard').iterdir()):
     content = path.read_bytes()
@@ -41,7 +43,9 @@ def config():
 
 @pytest.fixture
 def wandb(monkeypatch, tmp_path_factory):
-  """A stand-in for the library, with the part of its documented interface that is used; it keeps what it is told."""
+  """Yield a stand-in for the library, with the part of its documented interface that is used; it keeps what it is
+  told.
+  """
   folder = tmp_path_factory.mktemp('site')
   (folder / 'wandb.py').write_text("""
 class Error(Exception): ...

@@ -39,7 +39,7 @@ def make(layers=2, kv_heads=2, slots=16, head_dim=8, frozen=1, **settings):
 
 @pytest.fixture(scope='module')
 def model(tmp_path_factory):
-  """A model directory with 2 layers and 2 key-value heads of 8."""
+  """Return a model directory with 2 layers and 2 key-value heads of 8."""
   return tiny.make_model(tmp_path_factory.mktemp('cartridges') / 'model')
 
 
@@ -149,7 +149,7 @@ def test_a_cartridge_of_another_model_is_refused(written, model, tmp_path):
 
 
 def rewritten(folder, **changes):
-  """Changes a manifest, with a digest that is right for it."""
+  """Change a manifest, with a digest that is right for it."""
   file = folder / 'cartridge.json'
   values = json.loads(file.read_text()) | changes
   values = {name: value for name, value in values.items() if value != 'removed' and name != 'digest'}
@@ -284,7 +284,7 @@ def test_the_golden_kind_passes_and_notices_differences(tmp_path, capsys):
 
 
 def lists_of(made, spelling='frozen', kind=list):
-  """The dictionary of a cartridge as a plain PyTorch program would make it."""
+  """Return the dictionary of a cartridge as a plain PyTorch program would make it."""
   part = made.frozen
   return {
     f'{name}_{what}': kind([torch.tensor(layer[None, :, first:last]) for layer in array])
@@ -443,7 +443,7 @@ def test_without_pytorch_it_is_asked_for(monkeypatch):
 
 
 def past_of(file):
-  """The slots of a published file as `past_key_values` of transformers."""
+  """Return the slots of a published file as `past_key_values` of transformers."""
   past = transformers.DynamicCache()
   for layer, (keys, values) in enumerate(zip(*loaded_as_published(file), strict=True)):
     past.update(keys[None], values[None], layer)
@@ -491,7 +491,7 @@ def test_transformers_computes_the_same_with_any_slots(tmp_path, name):
 
 
 def loaded_as_published(file):
-  """What the class of the second version makes of a file, its mistake included."""
+  """Return what the class of the second version makes of a file, its mistake included."""
   content = torch.load(file, weights_only=False)
   frozen, trainable = content['frozen_keys'], content['trainable_keys']
   assert len(frozen) == len(trainable)

@@ -18,7 +18,8 @@ SETTINGS = (
   '--config.trainer.test_freq=2',
   '--config.trainer.save_freq=2',
   '--config.trainer.tensorboard=false',
-  '--config.model.cartridge.divide_document=true',  # Two processes have a part of it each; one has no other to share with.
+  # Two processes have a part of it each; one has no other to share with.
+  '--config.model.cartridge.divide_document=true',
 )
 
 

@@ -115,7 +115,7 @@ def log_probs(config: Config, rows: list[list[int]], count: list[int]) -> list[n
 
 
 def plain_completions(config, session, state) -> np.ndarray:
-  """What the model alone draws with the first tokens of the document before the questions."""
+  """Return what the model alone draws with the first tokens of the document before the questions."""
   document, questions = texts_of(config)
   policy, params = huggingface.load(config.model.path, ModelConfig(dtype='float32'))
   stops = stop_token_ids(config, session.tokenizer)
@@ -200,7 +200,7 @@ def lines(workdir) -> list[dict]:
 
 @pytest.fixture(scope='module')
 def run(config, tmp_path_factory):
-  """(settings, workdir) of a run of two steps."""
+  """Return (settings, workdir) of a run of two steps."""
   folder = tmp_path_factory.mktemp('runs')
   (folder / 'text.txt').write_text(TEXT)
   made = changed(config, document=str(folder / 'text.txt'))

@@ -1,4 +1,6 @@
-"""What stands before the prompts of a cartridge: a document as the model's chat template writes it, and which are refused."""
+"""What stands before the prompts of a cartridge: a document as the model's chat template writes it, and which are
+refused.
+"""
 
 from __future__ import annotations
 

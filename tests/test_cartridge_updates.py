@@ -1,4 +1,6 @@
-"""The update of a cartridge: its teacher, its losses and its gradient, beside a model that reads the document itself."""
+"""The update of a cartridge: its teacher, its losses and its gradient, beside a model that reads the document
+itself.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ STEPS, RATE = 10, 0.05
 
 
 def losses(alpha: float = 0.0, topk: int | None = None, tail: bool = True, of: str = 'student') -> Config:
-  """Settings of a cartridge with this loss, and an optimizer that would let other parameters decay."""
+  """Return settings of a cartridge with this loss, and an optimizer that would let other parameters decay."""
   sd, optimizer = 'actor__self_distillation__', 'optimizer__'
   made = {
     'model__cartridge': CartridgeConfig(tokens=len(DOCUMENT), document='document.txt'),
@@ -87,7 +89,7 @@ class Case:
 
 @functools.lru_cache(maxsize=1)  # Tests of a model follow each other.
 def case(name: str, within: bool, loss: tuple[Any, ...] = (0.0, None, True)) -> Case:
-  """A slot for every token of the document, all but the first of them trained."""
+  """Return a slot for every token of the document, all but the first of them trained."""
   config, prefix = losses(*loss), KVPrefix(len(DOCUMENT), 1, within_windows=within)
   policy, params = model(name)
   mesh = make_mesh(MeshConfig(1, 1), jax.devices()[:1])

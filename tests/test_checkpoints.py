@@ -77,7 +77,7 @@ def test_everything_comes_back_bit_for_bit(tmp_path):
 
 
 def noisy(state: TrainState) -> TrainState:
-  """The state with random numbers in every float leaf, where they were."""
+  """Return the state with random numbers in every float leaf, where they were."""
 
   def fill(place: int, leaf: jax.Array) -> jax.Array:
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -648,7 +648,7 @@ def test_what_is_out_of_reach_is_tried_again_and_nothing_is_moved(tmp_path, monk
 
 @pytest.fixture
 def readable_folder():
-  """A folder that any user may enter, which pytest's are not."""
+  """Yield a folder that any user may enter, which pytest's are not."""
   with tempfile.TemporaryDirectory() as folder:
     os.chmod(folder, 0o755)
     yield pathlib.Path(folder)

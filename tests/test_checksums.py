@@ -17,7 +17,7 @@ from tests.test_checkpoints import flipped
 
 @pytest.fixture(scope='module')
 def exported(tmp_path_factory):
-  """A model in two files, saved by this program, with the companions of another."""
+  """Return a model in two files, saved by this program, with the companions of another."""
   folder = tmp_path_factory.mktemp('checksums')
   source = tiny.make_model(folder / 'source')
   policy, parameters = huggingface.load(source, ModelConfig(dtype='float32'))

@@ -21,8 +21,9 @@ from sdpo_jax.distributed import cluster
 from sdpo_jax.errors import UserError
 from tests import tiny
 
-# One process of a run: joins, then does as told, with a collective after another where it is told nothing. Each is a fork
-# of one that has the imports done, and is waited for by another fork, which writes down its number and how it ended.
+# One process of a run: joins, then does as told, with a collective after another where it is told nothing. Each is a
+# fork of one that has the imports done, and is waited for by another fork, which writes down its number and how it
+# ended.
 PROGRAMS = """
 import json, os, sys, threading
 from absl import flags
@@ -96,7 +97,7 @@ class Process:
     return path.read_text() if path.exists() else None
 
   def wait(self, condition) -> None:
-    """Returns once a condition is true. A run that hangs fails here, far beyond any limit that it has."""
+    """Return once a condition is true. A run that hangs fails here, far beyond any limit that it has."""
     deadline = time.monotonic() + 120
     while not condition():
       assert time.monotonic() < deadline
@@ -131,7 +132,7 @@ class Run:
         self.start(index, act)
 
   def start(self, index: int, act: str, process_id: int | None = None) -> None:
-    """Starts one more; `index` is what the test calls it."""
+    """Start one more; `index` is what the test calls it."""
     folder = self.folder / str(next(self.started))
     folder.mkdir()
     place = [f'--coordinator_address=localhost:{self.port}', f'--num_processes={self.count}']
@@ -295,7 +296,7 @@ def test_a_slice_that_cannot_be_found_is_not_taken_for_a_single_host(monkeypatch
 
 @contextlib.contextmanager
 def members(count: int):
-  """The hub and the spokes of a run of `count` processes, all in this one."""
+  """Yield the hub and the spokes of a run of `count` processes, all in this one."""
   timeouts = cluster.Timeouts(join=60, heartbeat=60, barrier=60)
   places = [cluster.Place(f'localhost:{port}', count, index) for port in [free_port()] for index in range(count)]
   made = [(cluster._Spoke if place.index else cluster._Hub)(place, timeouts) for place in places]
@@ -307,7 +308,7 @@ def members(count: int):
 
 
 def run_all(functions) -> list:
-  """What they return, each called in a thread of its own."""
+  """Return what they return, each called in a thread of its own."""
   with concurrent.futures.ThreadPoolExecutor(len(functions)) as pool:
     return [future.result(60) for future in [pool.submit(function) for function in functions]]
 

@@ -1,5 +1,7 @@
 """What programs make is read and compared in a process of its own, which nothing that they make can hold up."""
 
+# ruff: noqa: E501 (a program is one line)
+
 import json
 import os
 import pathlib

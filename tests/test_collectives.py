@@ -1,4 +1,6 @@
-"""What processes tell each other: everything arrives whole, and in arrays of one shape, for which nothing new is compiled."""
+"""What processes tell each other: everything arrives whole, and in arrays of one shape, for which nothing new is
+compiled.
+"""
 
 import pickle
 

@@ -1,4 +1,6 @@
-"""Commands as a user types them: wrong input ends with one sentence and code 2, before any compile; right input works."""
+"""Commands as a user types them: wrong input ends with one sentence and code 2, before any compile; right input
+works.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def config(folder):
 
 @pytest.fixture(scope='module')
 def run(folder, config):
-  """A finished run."""
+  """Return a finished run."""
   done = tiny.launch(
     'train',
     f'--config={config}',
@@ -226,7 +228,9 @@ def test_a_run_on_a_full_disk_says_so_in_a_sentence(folder, config):
 
 
 def test_writes_that_end_after_a_failed_one_are_silent(monkeypatch):
-  """As Orbax does it: one write fails, the event loop is closed, and TensorStore calls back into it from its threads."""
+  """As Orbax does it: one write fails, the event loop is closed, and TensorStore calls back into it from its
+  threads.
+  """
   reported, pending = [], []
   monkeypatch.setattr(sys, 'unraisablehook', reported.append)
 

@@ -14,7 +14,7 @@ from tests import compiling, tiny
 
 
 def lowered() -> jax.stages.Lowered:
-  """A program that the flags change: fused loops, a product, a reduction."""
+  """Return a program that the flags change: fused loops, a product, a reduction."""
   x = jax.ShapeDtypeStruct((64, 48), jnp.float32)
   return jax.jit(jax.grad(lambda x: jnp.sum(jnp.tanh(x @ x.T) * jax.nn.softmax(x @ x.T)))).lower(x)
 

@@ -28,8 +28,8 @@ CHATML = (
 # As R1-distill's: delimiters that are not marked as special, and assistant messages without their thinking.
 TURNS = (
   "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{{ '<｜Assistant｜>' + "
-  "m.content.split('</think>')[-1].strip() + eos_token }}{% else %}{{ '<｜User｜>' + m.content }}{% endif %}{% endfor %}"
-  "{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{% endif %}"
+  "m.content.split('</think>')[-1].strip() + eos_token }}{% else %}{{ '<｜User｜>' + m.content }}{% endif %}{% endfor "
+  "%}{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{% endif %}"
 )
 JOINED = '{% for m in messages %}{{ m.content.strip() }}{% endfor %}{{ eos_token }}'  # Nothing between two messages.
 CORPUS = ['The answer is 4. <|im_end|>\n<|im_start|>assistant\n</s><s> <｜User｜> wait, im_end | im_start <think>'] * 50
@@ -66,7 +66,7 @@ def byte_level(*, words: bool = True) -> tokenizers.Tokenizer:
 
 @functools.cache
 def make(kind: str):
-  """A tokenizer of a kind that models have."""
+  """Return a tokenizer of a kind that models have."""
   if kind == 'python':  # Without a backend of the tokenizers library.
     tokenizer = transformers.ByT5Tokenizer(extra_ids=0, additional_special_tokens=list(SPELLED[:4]))
     tokenizer.chat_template = CHATML

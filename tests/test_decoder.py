@@ -34,7 +34,7 @@ SIZES = dict(
 
 
 def reference(directory, seed=0, **changes):
-  """A random transformers model, norms and biases away from their initial values, saved to `directory`."""
+  """Return a random transformers model, norms and biases away from their initial values, saved to `directory`."""
   torch.manual_seed(seed)
   model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**SIZES, **changes})).eval()
   with torch.no_grad():
@@ -59,7 +59,7 @@ def hidden_states(policy, params, tokens, positions, segment_ids):
 
 @pytest.fixture(scope='module')
 def small():
-  """A policy in float32 with random parameters."""
+  """Return a policy in float32 with random parameters."""
   policy, params = huggingface.init({**SIZES, 'model_type': 'qwen3', 'tie_word_embeddings': True}, jax.random.key(0))
   return policy, params
 

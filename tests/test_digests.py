@@ -23,7 +23,7 @@ def scrambled(number: int) -> int:
 
 
 def term(word: int, position: int, high: int, lane: int) -> int:
-  """The module's formula in Python's integers."""
+  """Return the module's formula in Python's integers."""
   spread, offset, first, second = digests._CONSTANTS[lane]
   word = (word ^ (scrambled(position) * spread + offset & ONES)) * first & ONES
   word = ((word ^ word >> 15) + high & ONES) * second & ONES
@@ -31,7 +31,7 @@ def term(word: int, position: int, high: int, lane: int) -> int:
 
 
 def undone(value: int, position: int, high: int, lane: int) -> int:
-  """The inverse of `term` for a position."""
+  """Return the inverse of `term` for a position."""
   spread, offset, first, second = digests._CONSTANTS[lane]
   value ^= value >> 16
   value = (value * pow(second, -1, 2**32) - high) & ONES
@@ -40,13 +40,13 @@ def undone(value: int, position: int, high: int, lane: int) -> int:
 
 
 def slow_sums(words: list[list[int]]) -> list[int]:
-  """The sums of an array of which each element has these words."""
+  """Return the sums of an array of which each element has these words."""
   flat = list(itertools.chain.from_iterable(words))
   return [sum(term(word, place, 0, lane) for place, word in enumerate(flat)) & ONES for lane in range(digests.LANES)]
 
 
 def bits_of(array: np.ndarray) -> list[list[int]]:
-  """The words of each element, read byte by byte."""
+  """Return the words of each element, read byte by byte."""
   width = array.dtype.itemsize
   raw = array.tobytes()
   elements = [raw[start : start + width] for start in range(0, len(raw), width)]

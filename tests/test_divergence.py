@@ -31,7 +31,7 @@ from tests.test_cartridge_runs import (
 
 @pytest.fixture
 def alone(config, monkeypatch) -> Config:  # noqa: F811
-  """Settings of a run on one device whose evaluations measure the divergence."""
+  """Return settings of a run on one device whose evaluations measure the divergence."""
   monkeypatch.setattr(accelerators, 'devices', lambda: jax.devices()[:1])
   made = changed(config, MeshConfig(1, 1))
   return dataclasses.replace(

@@ -1,4 +1,6 @@
-"""A prefix of which each device of a mesh has a part: what is computed with it is what one device computes with all of it."""
+"""A prefix of which each device of a mesh has a part: what is computed with it is what one device computes with all of
+it.
+"""
 
 import dataclasses
 

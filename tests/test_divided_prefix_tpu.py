@@ -1,4 +1,6 @@
-"""The TPU's compiler on documents of which each chip of a slice holds a part: kernels, and what never comes together."""
+"""The TPU's compiler on documents of which each chip of a slice holds a part: kernels, and what never comes
+together.
+"""
 
 import dataclasses
 import functools
@@ -41,7 +43,7 @@ def described(sizes, prefix):
 
 
 def prepared(policy, mesh):
-  """The parameters as a sampler reads them: gathered over `fsdp`, but for the slots."""
+  """Return the parameters as a sampler reads them: gathered over `fsdp`, but for the slots."""
 
   def place(parameter, leaf):
     if 'slots' in parameter.axes:

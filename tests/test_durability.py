@@ -89,13 +89,15 @@ def both(recorder, tmp_path_factory) -> list[Operation]:
 
 @pytest.fixture(scope='module')
 def stored(both) -> list[Operation]:
-  """The operations of a run without a model, which is killed when its second checkpoint has its name, unsynced."""
+  """Return the operations of a run without a model, which is killed when its second checkpoint has its name,
+  unsynced.
+  """
   return only(RUN, both)
 
 
 @pytest.fixture(scope='module')
 def restarted(both) -> list[Operation]:
-  """The operations of a run that begins again, its checkpoints being gone."""
+  """Return the operations of a run that begins again, its checkpoints being gone."""
   return only(durable_run.RESTARTED, both)
 
 
@@ -119,8 +121,8 @@ class Opened:
 class Judge:
   """Opens what a disk may hold as a resume does, and says what is wrong with it. What holds the same is opened once.
 
-  So is what differs only in what no resume reads: what was not finished and is not named so. That it makes no difference
-  is checked of one in `sample` of those.
+  So is what differs only in what no resume reads: what was not finished and is not named so. That it makes no
+  difference is checked of one in `sample` of those.
   """
 
   def __init__(
@@ -411,7 +413,7 @@ STEPS = 4
 
 @pytest.fixture(scope='module')
 def experiment(tmp_path_factory) -> tuple[pathlib.Path, list[str]]:
-  """A folder with an uninterrupted run, and the flags that make it."""
+  """Return a folder with an uninterrupted run, and the flags that make it."""
   folder = tmp_path_factory.mktemp('experiment')
   flags = [f'--config={tiny.make_experiment(folder)}', f'--config.trainer.total_training_steps={STEPS}']
   flags.append(f'--config.trainer.max_ckpt_to_keep={durable_run.KEEP}')
@@ -422,7 +424,9 @@ def experiment(tmp_path_factory) -> tuple[pathlib.Path, list[str]]:
 
 @pytest.fixture(scope='module')
 def trained(recorder, experiment) -> list[Operation]:
-  """The operations of a run that trains, is killed twice, and told to stop when the rest of a step is to be done."""
+  """Return the operations of a run that trains, is killed twice, and told to stop when the rest of a step is to be
+  done.
+  """
   folder, flags = experiment
   fatal = f'rename {RUN}/checkpoints/1$', 'SIGTERM rename rollouts/2.jsonl$', f'rename {RUN}/checkpoints/3$'
   return record(recorder, folder / 'recorded', ['train', *flags, f'--workdir={folder}/recorded/disk/{RUN}'], fatal)

@@ -81,7 +81,7 @@ def task():
 
 @pytest.fixture(scope='module')
 def experiment(tmp_path_factory, task):
-  """A config of 2 optimizer steps per batch, each of 2 micro-batches, and the run that nothing ends."""
+  """Return a config of 2 optimizer steps per batch, each of 2 micro-batches, and the run that nothing ends."""
   folder = tmp_path_factory.mktemp('endings')
   text = tiny.CONFIG[tiny.CONFIG.index('def get_config') :].replace('{model!r}', repr(str(tiny.make_model(folder))))
   namespace = {'Config': Config}
@@ -105,14 +105,14 @@ def steps_on_disk(workdir: pathlib.Path) -> list[int]:
 
 
 def measured(workdir: pathlib.Path) -> dict[str, float]:
-  """What the last checkpoint says was measured, by which the best is chosen."""
+  """Return what the last checkpoint says was measured, by which the best is chosen."""
   found = read_manifest(epath.Path(workdir / 'checkpoints' / '2')).metrics
   assert 'eval/odd/mean@2' in found
   return {name: value for name, value in found.items() if not name.startswith('throughput/')}
 
 
 def assert_becomes(config: Config, workdir: pathlib.Path, whole: pathlib.Path) -> None:
-  """Started again the run ends as the whole one, bit for bit."""
+  """Check that, started again, the run ends as the whole one, bit for bit."""
   result = loop.train(config, workdir)
   assert not result.preempted and result.step == 2
   assert lines_without_time(workdir) == lines_without_time(whole)
@@ -125,8 +125,8 @@ def assert_becomes(config: Config, workdir: pathlib.Path, whole: pathlib.Path) -
     assert (workdir / name).read_text() == (whole / name).read_text()
 
 
-# Where it is told: before the n-th call of a function. A batch donates the state twice, for its first optimizer step and
-# for its second. Slots advance once for the evaluation before the first step, once in each step, once in the last
+# Where it is told: before the n-th call of a function. A batch donates the state twice, for its first optimizer step
+# and for its second. Slots advance once for the evaluation before the first step, once in each step, once in the last
 # evaluation.
 STOPS = {
   'the first evaluation': (Slots, 'advance', 1, {}, 0),

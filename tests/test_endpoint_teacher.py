@@ -54,7 +54,7 @@ def teacher():
 
 
 def ask(config, batch):
-  """The signal of a batch, asked as a run asks for it."""
+  """Return the signal of a batch, asked as a run asks for it."""
   spec = ObjectiveSpec.from_config(config)
   chosen = config.actor.self_distillation.teacher_endpoint
   with Endpoint(chosen, 64) as endpoint:

@@ -148,7 +148,9 @@ def test_scores_are_what_was_said_when_it_was_drawn(model, tmp_path):
 
 
 def test_texts_beyond_the_buckets_are_scored_as_they_are_in_parts(model, tmp_path):
-  """Where the buckets of prompts and completions are too small, a row is one text; what is said of its tokens is the same."""
+  """Where the buckets of prompts and completions are too small, a row is one text; what is said of its tokens is the
+  same.
+  """
   short, long = start(model, tmp_path / 'a', 1), start(model, tmp_path / 'b', 1, score_buckets=(23,))
   text = np.random.default_rng(0).integers(1, 29, 24).tolist()
   rows = [(text[:1], text[1:]), (text[:17], text[17:]), (text[:12], text[12:21]), (text[:5], text[5:9])]

@@ -1,4 +1,6 @@
-"""What an engine would take on a TPU slice: its programs are those that it calls, and the numbers are added up by hand."""
+"""What an engine would take on a TPU slice: its programs are those that it calls, and the numbers are added up by
+hand.
+"""
 
 import math
 
@@ -46,7 +48,8 @@ SAMPLING = (
   'copy',
   'advance',
 )  # What these return decides what is called.
-# Of the tiny model, by hand: the matrices of a layer are [64, 4, 16] three times, [4, 16, 64], and [64, 128] three times.
+# Of the tiny model, by hand: the matrices of a layer are [64, 4, 16] three times, [4, 16, 64], and [64, 128] three
+# times.
 RANK = 4
 ADAPTER = 2 * RANK * (4 * (64 + 64) + 3 * (64 + 128))
 SLOT = 2 * 2 * 4 * 16  # Numbers of the cache per token: two layers of 4 heads.
@@ -115,7 +118,9 @@ def test_pools_and_cache_take_what_they_hold():
 
 
 def planned(monkeypatch, config, **more):
-  """The plan of an engine on one chip, each of whose programs takes as many seconds as `SECONDS` says, and no memory."""
+  """Return the plan of an engine on one chip, each of whose programs takes as many seconds as `SECONDS` says, and no
+  memory.
+  """
 
   def answered(mesh, found, names):
     return ((name, None) for name in names)

@@ -117,7 +117,7 @@ def test_no_request_compiles_anything_and_neither_does_a_second_start(model, tmp
 
 @pytest.fixture
 def folder(tmp_path):
-  """A folder with two programs of one key, as a function opens it."""
+  """Return a folder with two programs of one key, as a function opens it."""
 
   def opened(key='one'):
     return ProgramFolder(tmp_path / 'programs', {'key': key}, jax.devices()[:1])

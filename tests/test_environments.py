@@ -17,7 +17,7 @@ def grade_one(example, completion, truncated=False):
 
 @pytest.fixture
 def example():
-  """A question whose answer is 31704."""
+  """Return a question whose answer is 31704."""
   make = registry.get_generator('digits')('train', 0)
   one = make(0)
   return type(one)(one.id, one.messages, one.environment, '31704', one.data_source)

@@ -3,6 +3,8 @@
 The reference profile's scores and texts are checked against the reference's own in tests/golden (kind `reward`).
 """
 
+# ruff: noqa: E501 (a program is one line)
+
 import json
 
 import pytest
@@ -121,14 +123,15 @@ CHEATS = {
   ),
   'reads the tests': (
     SQUARE,
-    'import glob\ntext = ""\nfor path in glob.glob("/**/*.json", recursive=False) + glob.glob("*"):\n  text += open(path).read()\n'
-    'def f(n):\n  return 4 if "4" in text else 0',
+    'import glob\ntext = ""\nfor path in glob.glob("/**/*.json", recursive=False) + glob.glob("*"):\n  text += '
+    'open(path).read()\ndef f(n):\n  return 4 if "4" in text else 0',
   ),
   'searches its own memory': (
     unit_tests(['2'], ['"needle-4711"']),
-    'import gc, sys\ndef f(n):\n  frame, seen = sys._getframe(), []\n  while frame:\n    seen += [repr(v) for v in frame.f_locals.values()]\n'
-    '    frame = frame.f_back\n  seen += [repr(o) for o in gc.get_objects() if isinstance(o, (dict, list))][:20000]\n'
-    '  text = "".join(seen)\n  i = text.find("needle-47")\n  return text[i:i + 11] if i >= 0 else "none"',
+    'import gc, sys\ndef f(n):\n  frame, seen = sys._getframe(), []\n  while frame:\n    seen += [repr(v) for v in '
+    'frame.f_locals.values()]\n    frame = frame.f_back\n  seen += [repr(o) for o in gc.get_objects() if isinstance(o, '
+    '(dict, list))][:20000]\n  text = "".join(seen)\n  i = text.find("needle-47")\n  return text[i:i + 11] if i >= 0 '
+    'else "none"',
   ),
   'patches json': (SQUARE, 'import json\njson.dumps = lambda *a, **k: "4"\ndef f(n):\n  return 0'),
 }  # fmt: skip

@@ -22,7 +22,7 @@ def no_pauses(monkeypatch):
 
 
 def says(text, finish_reason='stop'):
-  """What an OpenAI-compatible endpoint sends."""
+  """Return what an OpenAI-compatible endpoint sends."""
   message = {'role': 'assistant', 'content': text}
   return Answer({'id': 'x', 'choices': [{'index': 0, 'message': message, 'finish_reason': finish_reason}]})
 

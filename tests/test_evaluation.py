@@ -1,4 +1,6 @@
-"""mean@n, best@k, worst@k, maj@k against closed forms and the reference's recipe; per data source; every sample written."""
+"""mean@n, best@k, worst@k, maj@k against closed forms and the reference's recipe; per data source; every sample
+written.
+"""
 
 from __future__ import annotations
 

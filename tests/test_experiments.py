@@ -147,7 +147,7 @@ ROWS = {
 
 
 def shrink(config, folder: pathlib.Path, model: pathlib.Path):
-  """The experiment at a size that a test can run: a random model, few and short completions, two steps."""
+  """Return the experiment at a size that a test can run: a random model, few and short completions, two steps."""
   task = pathlib.Path(config.data.train_files[0]).parent.name
   rows = [{'idx': index, 'elo': None, **ROWS[task]} for index in range(4)]
   for split in ('train', 'test'):

@@ -1,4 +1,6 @@
-"""An export is whole under its name or not there, whatever ends it; several at once, and several processes, make one."""
+"""An export is whole under its name or not there, whatever ends it; several at once, and several processes, make
+one.
+"""
 
 import errno
 import fcntl
@@ -29,7 +31,7 @@ def made():
 
 
 def changed(made, path, value):
-  """The model with one entry of a parameter changed."""
+  """Return the model with one entry of a parameter changed."""
   policy, params = made
   leaves = [(p.path, np.array(parameters.get(params, p.path))) for p in policy.parameter_table()]
   dict(leaves)[path].flat[3] = value
@@ -161,7 +163,7 @@ def test_an_empty_directory_and_a_link_to_one_are_filled(made, tmp_path):
 
 
 def export_adapter(output, model, mesh=None):
-  """Writes an adapter whose factors are not 0, and the model with it, beside `output`."""
+  """Write an adapter whose factors are not 0, and the model with it, beside `output`."""
   config = ModelConfig(dtype='float32', lora=LoraConfig(rank=4, alpha=4.0))
   policy, params = huggingface.load(model, config, mesh)
   _, factors = parameters.split(policy.parameter_table(), params)

@@ -144,7 +144,7 @@ class Made:
 
 
 def reference(name):
-  """A random model of transformers; norms and biases, which would be 1 and 0, prove something."""
+  """Return a random model of transformers; norms and biases, which would be 1 and 0, prove something."""
   torch.manual_seed(0)
   family, settings = (MODELS | MORE)[name]
   model_class = transformers.AutoModelForCausalLM
@@ -165,7 +165,7 @@ def made(request, tmp_path_factory):
 
 
 def families(*default, more=False):
-  """Tests of all families, of which those named run by default; with `more`, of the other models too."""
+  """Test of all families, of which those named run by default; with `more`, of the other models too."""
   names = [*MODELS, *MORE] if more else list(MODELS)
   models = [pytest.param(name, marks=() if name in default else pytest.mark.slow) for name in names]
   return pytest.mark.parametrize('made', models, indirect=True, ids=names)
@@ -191,7 +191,7 @@ def padded(sequences):
 
 
 def greedy(policy, params, **settings):
-  """(what the sampler drew for two samples of each prompt, how many prompts it prefilled)"""
+  """Return (what the sampler drew for two samples of each prompt, how many prompts it prefilled)"""
   settings = dict(prompt_buckets=(12, 24), decode_chunk=16, resized=False) | settings
   sampler = Sampler(policy, TOKENIZER, response_buckets=(STEPS,), **settings)
   drawn = sampler.sample({}, params, PROMPTS, n=2, seed=0, step=0, max_tokens=STEPS, temperature=0.0)
@@ -367,7 +367,7 @@ def test_eight_devices_compute_and_sample_what_one_does(made):
 
 
 def reference_that_sees_images():
-  """A Gemma 3 that sees images, of random weights."""
+  """Return a Gemma 3 that sees images, of random weights."""
   text = SIZES | MODELS['gemma3'][1]
   vision = dict(
     hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
@@ -395,7 +395,7 @@ SPELLINGS = {
 
 
 def respelled(folder, target, spelling, **more):
-  """A copy of a model that sees images whose tensors have other names, and `more` tensors."""
+  """Return a copy of a model that sees images whose tensors have other names, and `more` tensors."""
   shutil.copytree(folder, target)
   file = target / 'model.safetensors'
   parts = re.compile(r'(?:model\.)?(language_model\.(?:model\.)?|lm_head\.|vision_tower\.|multi_modal_projector\.)(.*)')

@@ -26,7 +26,7 @@ ONE_EACH = (
 
 
 def in_transformers(values):
-  """The configuration of the part that reads text, as transformers reads a config.json."""
+  """Return the configuration of the part that reads text, as transformers reads a config.json."""
   return transformers.AutoConfig.for_model(**json.loads(json.dumps(values))).get_text_config()
 
 

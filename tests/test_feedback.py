@@ -1,4 +1,6 @@
-"""The feedback transaction, on a real engine and a real store: it happens whole, and exactly as it is answered, or not at all."""
+"""The feedback transaction, on a real engine and a real store: it happens whole, and exactly as it is answered, or not
+at all.
+"""
 
 import dataclasses
 import json
@@ -31,7 +33,7 @@ def service(tmp_path_factory):
 
 @pytest.fixture
 def ada(service, request):
-  """An owner without adapters."""
+  """Return an owner without adapters."""
   return service.account(f'ada of {request.node.name}')
 
 
@@ -40,7 +42,7 @@ def ask(account, *items, update=LOSSES[0], **more):
 
 
 def learned(account, settings=None, versions=1):
-  """An adapter that has learned already, and a sample of it."""
+  """Return an adapter that has learned already, and a sample of it."""
   adapter, _ = account.create('one', settings, seed=0)
   for seed in range(versions):
     [drawn] = sample(account, adapter.id, seed=seed)
@@ -232,7 +234,7 @@ def test_whatever_fails_leaves_everything_as_it_was(ada, service, monkeypatch, b
 
 
 def of_tokens(drawn, said=None):
-  """The same completion, given in tokens."""
+  """Return the same completion, given in tokens."""
   return Item(
     prompt_tokens=drawn.prompt_tokens,
     tokens=drawn.tokens,

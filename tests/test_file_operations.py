@@ -138,7 +138,7 @@ def operation(kind: str, inode: int = 0, path: str = '', target: str = '', offse
 
 
 def after(*operations: Operation) -> set[frozenset]:
-  """What may be there after these operations on an empty disk whose root has the inode 1."""
+  """Return what may be there after these operations on an empty disk whose root has the inode 1."""
   disk = Disk()
   for one in (operation('start', 1), *operations):
     disk.apply(one)

@@ -117,7 +117,7 @@ def test_no_link_in_a_run_is_written_through(tmp_path):
 
 @pytest.fixture
 def calls(monkeypatch):
-  """What is called of the system, in order: (name, file) of what gives a file its name or syncs it."""
+  """Return what is called of the system, in order: (name, file) of what gives a file its name or syncs it."""
   noted = []
 
   def note(name, path_of):

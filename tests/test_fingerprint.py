@@ -69,7 +69,7 @@ def other(text):
 
 @pytest.fixture(scope='module')
 def grader(tmp_path_factory):
-  """A grader file, what it imports and what it reads; its folder."""
+  """Return a grader file, what it imports and what it reads; its folder."""
   folder = tmp_path_factory.mktemp('graders')
   (folder / 'my_grader.py').write_text(GRADER)
   (folder / 'helping.py').write_text(HELP)
@@ -86,7 +86,7 @@ def importable(grader, monkeypatch):
 
 @pytest.fixture
 def rewritten():
-  """Changes a file, and changes it back."""
+  """Change a file, and change it back."""
   before = {}
 
   def rewrite(path, old, new):
@@ -100,7 +100,7 @@ def rewritten():
 
 
 def grader_of(file, name='grade'):
-  """What a file defines, run anew."""
+  """Return what a file defines, run anew."""
   registry._FACTORIES.pop('fingerprinted', None)
   made = {'__file__': str(file)}
   exec(compile(file.read_text(), str(file), 'exec'), made)
@@ -286,7 +286,7 @@ ROWS = '{"prompt": "a?", "answer": "1"}\n{"prompt": "b?", "answer": "2"}\n'
 
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
-  """A run of one step in a folder of its own, with a grader and rows of the user's; and its settings."""
+  """Return a run of one step in a folder of its own, with a grader and rows of the user's; and its settings."""
   folder = tmp_path_factory.mktemp('trained')
   (folder / 'rules.py').write_text(
     'from sdpo_jax.environments import registry\nfrom sdpo_jax.types import Outcome\n\n'
@@ -318,7 +318,7 @@ def trained(tmp_path_factory):
 
 
 def begin(config, workdir):
-  """What a run of one step leaves, but for the training."""
+  """Make what a run of one step leaves, but for the training."""
   with Graders(config.environments) as graders:
     tokenizer = session.load_tokenizer(config)
     iterator = pipeline.TrainIterator(config, tokenizer, registry)

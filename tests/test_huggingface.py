@@ -62,7 +62,7 @@ def made():
 
 @pytest.fixture(scope='module')
 def original(made, tmp_path_factory):
-  """A model directory with a config of its own, a tokenizer's files and a licence."""
+  """Return a model directory with a config of its own, a tokenizer's files and a licence."""
   directory = tmp_path_factory.mktemp('original') / 'model'
   huggingface.save(directory, *made, dtype='float32')
   (directory / 'config.json').write_text(json.dumps(CONFIG))
@@ -74,7 +74,7 @@ def original(made, tmp_path_factory):
 
 @pytest.fixture
 def broken(original, tmp_path):
-  """A copy to be damaged, of which no digests are known."""
+  """Return a copy to be damaged, of which no digests are known."""
   return shutil.copytree(original, tmp_path / 'broken', ignore=shutil.ignore_patterns(SUMS))
 
 
@@ -171,7 +171,7 @@ def read(monkeypatch):
 
 @pytest.fixture(scope='module', params=['float32', 'bfloat16', 'float16'])
 def stored(request, tmp_path_factory):
-  """A model with biases and four key-value heads, its matrices stored in one of the dtypes."""
+  """Return a model with biases and four key-value heads, its matrices stored in one of the dtypes."""
   changes = {'attention_bias': True, 'num_key_value_heads': 4}
   policy, params = huggingface.init(CONFIG | changes, jax.random.key(3))
   rng = np.random.default_rng(0)  # Norms and biases that differ.
@@ -196,7 +196,9 @@ def test_a_mesh_holds_what_one_device_does_and_reads_it_once(stored, shape, conf
 
 @pytest.mark.parametrize('shape', MESHES, ids=str)
 def test_a_process_reads_the_share_of_its_devices(stored, shape, read, monkeypatch):
-  """As if this process held one of the eight devices, and rows were long enough to skip what it does not need of one."""
+  """As if this process held one of the eight devices, and rows were long enough to skip what it does not need of
+  one.
+  """
   monkeypatch.setattr(tensor_files, 'GAP', 0)
   policy, whole = huggingface.load(stored, PADDED)
   index_map = jax.sharding.NamedSharding.devices_indices_map

@@ -23,7 +23,7 @@ def model(tmp_path_factory):
 
 
 def make_run(workdir, model, teacher: str, chat_template=None):
-  """A run of one checkpoint, whose student and teacher are the model's weights halved and doubled; its state."""
+  """Return a run of one checkpoint, whose student and teacher are the model's weights halved and doubled; its state."""
   config = Config()
   config.model.path, config.model.chat_template = str(model), chat_template
   config.actor.self_distillation.teacher_regularization = teacher

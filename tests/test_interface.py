@@ -17,7 +17,7 @@ ROWS = [{'prompt': f'Q{number}', 'answer': number % 2} for number in range(6)]
 
 
 def odd(completions, answer, **_):
-  """A reward function in TRL's form."""
+  """Return a reward function in TRL's form."""
   return [
     {'score': float(sum(text.encode()) % 2 == right), 'feedback': 'The sum of the bytes must be odd.'}
     for text, right in zip(completions, answer, strict=True)
@@ -36,7 +36,7 @@ def config(tmp_path_factory) -> Config:
 
 @pytest.fixture(scope='module')
 def whole(config, tmp_path_factory):
-  """A run of three steps that nobody stops, what it ended with, and what was seen of it."""
+  """Return a run of three steps that nobody stops, what it ended with, and what was seen of it."""
   workdir, seen = tmp_path_factory.mktemp('whole'), []
 
   def look(step):
@@ -47,7 +47,7 @@ def whole(config, tmp_path_factory):
 
 
 def learned(workdir):
-  """The metrics of a run that do not depend on when and by which process they were measured."""
+  """Return the metrics of a run that do not depend on when and by which process they were measured."""
   elsewhere = ('time/', 'throughput/', 'programs/', 'fencing_epoch')
   return [
     {name: value for name, value in line.items() if not name.startswith(elsewhere)}

@@ -68,7 +68,7 @@ def by_hand(x, settings, logits=None, in_mesh=False):
 
 
 def prepared(x, settings, in_mesh=False):
-  """The batch of the loss, with the signal that its support asks for."""
+  """Return the batch of the loss, with the signal that its support asks for."""
 
   def at(values, ids):
     return jnp.asarray(np.take_along_axis(values, np.maximum(ids, 0), -1))

@@ -1,4 +1,6 @@
-"""Keys and values that outlive their request: a conversation goes on from them, and draws what it would draw without."""
+"""Keys and values that outlive their request: a conversation goes on from them, and draws what it would draw
+without.
+"""
 
 import collections
 import dataclasses
@@ -75,7 +77,9 @@ Turn = collections.namedtuple('Turn', 'prompt done reused prefilled')
 
 
 def converse(resident, first=(3, 4, 5), turns=4, temperature=1.0):
-  """A conversation in which every turn's prompt is that of the turn before, what was drawn, and some tokens more."""
+  """Return a conversation in which every turn's prompt is that of the turn before, what was drawn, and some tokens
+  more.
+  """
   prompt, found = list(first), []
   for number in range(turns):
     before = resident.stats.prefilled

@@ -125,7 +125,9 @@ def assert_close(found, expected, tolerance):
 
 @pytest.mark.slow
 def test_tasks_that_are_learned_together_end_as_runs_of_their_own(adapters, teachers, learner):
-  """With different divergences, supports, clips, numbers of steps, a hybrid among them, and rows over two micro-batches."""
+  """With different divergences, supports, clips, numbers of steps, a hybrid among them, and rows over two
+  micro-batches.
+  """
   tasks = [
     Task(0, [lesson(1), lesson(2, old=True)], teacher=1, loss=Sdpo(alpha=0.0, topk=3), optimizer=OPTIMIZER, steps=2),
     Task(2, [lesson(3, old=True)], teacher=0, loss=Sdpo(alpha=1.0, topk=K, is_clip=None), optimizer=OPTIMIZER),
@@ -218,7 +220,7 @@ def test_jsd_pg_of_a_request_is_the_formula(adapters, teachers, learner, form):
 
 
 def step_by_hand(adapters, teachers, task, advantages, old):
-  """What is reported of the second of two steps, in float64, from logits alone."""
+  """Return what is reported of the second of two steps, in float64, from logits alone."""
   policy, base, factors = adapters
   now, loss, sums = factors[task.slot], task.loss, dict.fromkeys(('pg', 'd', 'a', 'up', 'r', 'c', 'n'), 0.0)
   for each, advantage, before in zip(task.lessons, advantages, old, strict=True):
@@ -340,7 +342,7 @@ def test_a_token_that_the_teacher_has_said_nothing_of_has_the_floor_and_is_count
 
 
 def gradient_of(learner, adapters, teachers, task):
-  """The first moments after one step of Adam, (1 − β₁) times the gradient."""
+  """Return the first moments after one step of Adam, (1 − β₁) times the gradient."""
   state, _ = learner.learn(fresh(adapters), teachers, [task])
   mu = training_pool.slot_of(state, task.slot).moments.mu
   return jax.tree.map(lambda leaf: np.asarray(leaf) / (1 - task.optimizer.beta1), mu)

@@ -57,8 +57,8 @@ def test_what_is_said_of_a_completion_goes_where_the_templates_have_it():
   assert found.lesson.prompt == sample().prompt_tokens and found.lesson.completion == sample().tokens
   assert found.lesson.sampling_log_probs is not None and found.lesson.advantage == 0
   assert asked(found) == (
-    '<|system|>\nS<|end|>\n<|user|>\nQ\nCorrect solution:\n\ngood\n\nbest\nThe following is feedback from your unsuccessful '
-    'earlier attempt:\n\nno\n\nE1\n\nCorrectly solve the original question.<|end|>\n<|assistant|>\n'
+    '<|system|>\nS<|end|>\n<|user|>\nQ\nCorrect solution:\n\ngood\n\nbest\nThe following is feedback from your '
+    'unsuccessful earlier attempt:\n\nno\n\nE1\n\nCorrectly solve the original question.<|end|>\n<|assistant|>\n'
   )
   assert found.context == ('correction', 'demonstration', 'feedback', 'environment') and not found.truncated
 

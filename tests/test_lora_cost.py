@@ -57,7 +57,9 @@ def operations(program):
 @pytest.mark.slow
 @pytest.mark.parametrize('remat', ['none', pytest.param('full', marks=pytest.mark.slow)])
 def test_a_frozen_matrix_is_multiplied_by_twice_and_has_no_gradient(remat):
-  """By hand: a trained matrix costs three products per token of the student, a frozen one two, and the teacher's one."""
+  """By hand: a trained matrix costs three products per token of the student, a frozen one two, and the teacher's
+  one.
+  """
   (whole, _), (adapter, table) = compiled(None, remat), compiled(RANK, remat)
   student, teacher, scored = (ROWS * width for width in (PROMPT + RESPONSE, REPROMPT + RESPONSE, RESPONSE))
   matrices = sum(math.prod(p.shape) for p in lora.linear(lora.without_factors(table)))

@@ -82,7 +82,9 @@ def updates(session, state, batch, count):
 
 
 def merged_log_probs(session, base, factors, batch, sample):
-  """Log-probs [length, V] of the model without adapter whose matrices are W + scale · A · B, in the teacher's context."""
+  """Log-probs [length, V] of the model without adapter whose matrices are W + scale · A · B, in the teacher's
+  context.
+  """
   params = base if factors is None else merged(session.policy, base, factors)
   length = int(batch.rollouts.completion_mask[sample].sum())
   tokens = np.array([[*batch.teacher_prompts[sample], *batch.rollouts.completion_tokens[sample, :length]]], np.int32)
@@ -98,7 +100,7 @@ def averaged(teacher, student):
 
 
 def expected_teachers(regularization, states):
-  """The factors that teach in each update, by the definition; None: the model without adapter."""
+  """Return the factors that teach in each update, by the definition; None: the model without adapter."""
   students = [state.trainable for state in states]
   first = students[0]
   if regularization in ('ema', 'lora_ema'):
@@ -241,7 +243,7 @@ def test_a_checkpoint_holds_no_base_and_a_run_goes_on_from_it_bit_for_bit(model,
 
 
 def check_base(model, session, dtype):
-  """The base is what the file holds, to the bit."""
+  """Check that the base is what the file holds, to the bit."""
   stored = load_file(model / 'model.safetensors')
   for parameter in parameters.frozen(session.policy.parameter_table()):
     values = np.asarray(parameters.get(session.base, parameter.path))

@@ -101,7 +101,9 @@ def test_an_imported_datasets_library_is_told(online, monkeypatch):
 
 
 def test_weights_are_fetched_only_where_they_are_wanted(online, monkeypatch, tmp_path):
-  """Of a directory of the hub, by the patterns that its library is handed; those that the index names, and no others."""
+  """Of a directory of the hub, by the patterns that its library is handed; those that the index names, and no
+  others.
+  """
   companions = {'config.json', 'tokenizer.json', 'chat_template.jinja', 'model.safetensors.index.json'}
   names = {*companions, 'model-1.safetensors', 'consolidated.safetensors'}
   asked = []

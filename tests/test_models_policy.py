@@ -53,7 +53,7 @@ def assert_equal(one, other):
 
 
 def states_and_gradients(policy, base, trainable, row):
-  """Final states, and the gradient of a loss of them and the unembedding for the trainable tree."""
+  """Return final states, and the gradient of a loss of them and the unembedding for the trainable tree."""
 
   def loss(trainable, base):
     hidden, unembedding, _ = policy.apply(base, trainable, *row)

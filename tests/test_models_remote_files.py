@@ -24,7 +24,7 @@ ADDRESS = 'gs://here/models/tiny'
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
-  """The folder that stands for gs://here; copies go to tmp_path/copies."""
+  """Yield the folder that stands for gs://here; copies go to tmp_path/copies."""
   root = tmp_path / 'store'
   (root / 'models').mkdir(parents=True)
 

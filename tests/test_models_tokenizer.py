@@ -24,7 +24,7 @@ PARTS = '{% for m in messages %}{% for part in m.content %}{{ part.text }}{% end
 
 @pytest.fixture
 def directory(tmp_path):
-  """A tokenizer of words whose chat template is in tokenizer_config.json."""
+  """Return a tokenizer of words whose chat template is in tokenizer_config.json."""
   words = ['<unk>', '<|im_start|>', '<|im_end|>', 'user', 'assistant', 'a', 'b']
   tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token='<unk>'))
   tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

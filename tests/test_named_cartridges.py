@@ -19,7 +19,7 @@ from tests.test_cartridge_files import assert_equal, bucket, config_of, make, or
 
 @pytest.fixture(scope='module')
 def model(tmp_path_factory):
-  """A model directory with 2 layers and 2 key-value heads of 8."""
+  """Return a model directory with 2 layers and 2 key-value heads of 8."""
   return tiny.make_model(tmp_path_factory.mktemp('named') / 'model')
 
 

@@ -96,7 +96,7 @@ def test_the_ends_of_alpha_are_exact_whatever_its_type(end, number):
 
 
 def numpy_slopes(s, t, alpha):
-  """Derivatives of `numpy_divergence` by the student's log-probs, each on its own."""
+  """Return derivatives of `numpy_divergence` by the student's log-probs, each on its own."""
   p, q = np.exp(s), np.exp(t)
   if alpha == 0:
     return -q
@@ -241,7 +241,7 @@ def test_statistics_of_parts_merge_to_those_of_the_whole():
 
 
 def numpy_aggregate(loss, mask, mode, scale):
-  """The definition, group by group, as a loop."""
+  """Return the definition, group by group, as a loop."""
   tokens = mask.sum(1)
   if mode == 'token-mean':
     return (loss * mask).sum() / max(mask.sum(), 1)

@@ -199,7 +199,9 @@ def test_loss_gradient_and_per_token_values(name):
 
 
 def test_rollout_weights_of_the_loss_are_constants():
-  """min(π/π_sampler, 1.5) on the divergence and the policy gradient, not on the entropy; no gradient flows through it."""
+  """min(π/π_sampler, 1.5) on the divergence and the policy gradient, not on the entropy; no gradient flows through
+  it.
+  """
   x = problem(5)
   config = ObjectiveConfig(
     distillation_topk=6, alpha=0.3, is_clip=None, chunk_size=4, vocab_block=17, rollout_is_threshold=1.5

@@ -166,8 +166,8 @@ def grid():
   """Almost every case on a mesh that divides rows and vocabulary, two on every mesh; all others are slow.
 
   How many parts there are matters to how parts are merged, of the top K and of the whole vocabulary, and this is the
-  same code in all cases of either kind. Meshes alternate, and with them the sizes of blocks. Only where K is larger than
-  a part must it be the mesh of eight parts, of which a token needs all entries of one.
+  same code in all cases of either kind. Meshes alternate, and with them the sizes of blocks. Only where K is larger
+  than a part must it be the mesh of eight parts, of which a token needs all entries of one.
   """
   for index, case in enumerate(CASES):
     usual = (1, 8) if case == 'more_than_a_part' else (4, 2) if index % 2 else (2, 4)

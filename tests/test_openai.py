@@ -1,4 +1,6 @@
-"""The unmodified `openai` client against the service: what it asks for is done, exactly, and what goes wrong is told."""
+"""The unmodified `openai` client against the service: what it asks for is done, exactly, and what goes wrong is
+told.
+"""
 
 import asyncio
 import io
@@ -34,7 +36,7 @@ WIDE = service_world.WIDE
 
 @pytest.fixture(scope='module')
 def world(tmp_path_factory):
-  """The service with two adapters: 'ada', which changes nothing yet, and 'bob', which does."""
+  """Yield the service with two adapters: 'ada', which changes nothing yet, and 'bob', which does."""
   folder = tmp_path_factory.mktemp('openai')
   config = service_world.make_config(service_world.model_folder(folder / 'model'), folder / 'store')
   config.serve.limits.max_logprobs = WIDE
@@ -47,7 +49,7 @@ def world(tmp_path_factory):
 
 
 def make_different(service, adapter, scale=0.3):
-  """Gives an adapter a version 1 whose factors are random."""
+  """Give an adapter a version 1 whose factors are random."""
   draw = np.random.default_rng(0)
   arrays = {
     name: np.float32(scale * draw.standard_normal(value.shape)) if name.startswith('factors/') else value
@@ -64,7 +66,7 @@ def client(world):
 
 @pytest.fixture(scope='module')
 def model(world):
-  """The tiny model without the service: policy and parameters."""
+  """Return the tiny model without the service: policy and parameters."""
   return huggingface.load(world.service.config.model.path, ModelConfig(dtype='float32', remat='none'))
 
 
@@ -513,7 +515,7 @@ def post(world, path, body, **headers):
 
 @pytest.fixture
 def dan(world):
-  """A new adapter; its name."""
+  """Return the name of a new adapter."""
   status, made = post(world, '/v1/lora/init', {'lora_id': 'dan', 'base_model': 'tiny', 'lora_r': 2, 'lora_alpha': 4})
   assert status == 200 and made['lora_uri'] == f'sdpo://{made["id"]}@0'
   yield made['id']

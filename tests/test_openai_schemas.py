@@ -1,4 +1,6 @@
-"""Requests in OpenAI's words: what is served is read, what is not is refused by its name, nothing is dropped in silence."""
+"""Requests in OpenAI's words: what is served is read, what is not is refused by its name, nothing is dropped in
+silence.
+"""
 
 import numpy as np
 import pytest

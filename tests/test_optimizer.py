@@ -1,4 +1,6 @@
-"""Schedules and optimizers: optax on every layer's matrix alone; meshes, checkpoints and skipped steps change nothing."""
+"""Schedules and optimizers: optax on every layer's matrix alone; meshes, checkpoints and skipped steps change
+nothing.
+"""
 
 import copy
 import functools
@@ -44,7 +46,7 @@ OTHERS = ('adafactor', 'lion', 'muon')
 
 @functools.cache
 def table():
-  """Some of the parameters of a model, of every kind that it has."""
+  """Return some of the parameters of a model, of every kind that it has."""
   whole = parameter_table(registry.read(WIDE))
   return tuple(parameter for parameter in whole if any(parameter.name.endswith(name) for name in KEPT))
 
@@ -144,7 +146,7 @@ def pieces(parameter, array) -> list[jax.Array]:
 
 
 def oracle(name: str, parameter, config: OptimizerConfig) -> optax.GradientTransformation:
-  """What optax calls this optimizer, for an array of one layer; it moves by minus the rate."""
+  """Return what optax calls this optimizer, for an array of one layer; it moves by minus the rate."""
   b1, b2 = config.betas
   adam = optax.scale_by_adam(b1, b2, config.eps)
   if name == 'adafactor':
@@ -161,7 +163,7 @@ START = 6  # The seed of the parameters.
 
 @functools.cache
 def after(name: str, shape: tuple[int, int], poisoned: bool = False):
-  """The state after two optimizer steps on a mesh, between which there may be one whose gradient is NaN."""
+  """Return the state after two optimizer steps on a mesh, between which there may be one whose gradient is NaN."""
   config = settings(name)
   mesh = meshes.make_mesh(MeshConfig(*shape), jax.devices()[: math.prod(shape)])
   shardings = map_table(lambda p: meshes.parameter_sharding(mesh, p.axes, p.shape), table())
@@ -284,13 +286,19 @@ def test_the_patterns_that_the_help_suggests_are_those_of_every_published_model(
 @pytest.mark.parametrize(
   'changes, sentence',
   [
-    ({'name': 'sgd', 'weight_decay': 0.1}, "weight_decay=0.1 has no effect on optimizer.name='sgd': leave it at 0.01, or"),
+    (
+      {'name': 'sgd', 'weight_decay': 0.1},
+      "weight_decay=0.1 has no effect on optimizer.name='sgd': leave it at 0.01, or",
+    ),
     ({'name': 'lion', 'eps': 1e-6}, "eps=1e-06 has no effect on optimizer.name='lion': .*choose one of adamw, muon"),
     ({'name': 'adafactor', 'mu_dtype': 'bfloat16'}, 'mu_dtype=bfloat16 has no effect'),
     ({'momentum': 0.9}, "momentum=0.9 has no effect on optimizer.name='adamw'"),
     ({'min_lr_ratio': 0.1}, "min_lr_ratio=0.1 has no effect on optimizer.lr_scheduler_type='constant'"),
     ({'lr_decay_steps': 10}, "lr_decay_steps=10 has no effect .* leave lr_decay_steps at None"),
-    ({'lr_scheduler_type': 'linear', 'lr_decay_steps': 10}, 'lr_decay_steps=10 counts the warm-up .*lr_warmup_steps=10'),
+    (
+      {'lr_scheduler_type': 'linear', 'lr_decay_steps': 10},
+      'lr_decay_steps=10 counts the warm-up .*lr_warmup_steps=10',
+    ),
     ({'weight_decay_exclude': ('norm', '')}, 'holds an empty pattern, which is found in every name'),
     ({'weight_decay_exclude': ('norm', '(')}, r"'\(' is not a regular expression"),
     ({'lr_scheduler_type': 'cosine', 'min_lr_ratio': 1.5}, r'min_lr_ratio must lie in \[0, 1\]'),

@@ -44,7 +44,7 @@ def folder(tmp_path):
 
 @contextlib.contextmanager
 def holder(folder, code=HOLD):
-  """A process that owns a directory."""
+  """Yield a process that owns a directory."""
   line = [sys.executable, '-c', code, str(folder)]
   with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
     try:
@@ -85,7 +85,7 @@ ELSEWHERE = {'host': 'elsewhere', 'boot': 'another', 'pid': 123}
 
 
 def lockless(monkeypatch):
-  """A file system without locks, where the lock's content alone speaks."""
+  """Stand for a file system without locks, where the lock's content alone speaks."""
 
   def none(*_):
     raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -97,7 +97,8 @@ def test_a_second_process_does_not_train_in_the_same_directory(folder):
   with holder(folder) as other:
     lock = json.loads((folder / locks.LOCK).read_text())
     assert lock['pid'] == other.pid and lock['host'] == socket.gethostname() and lock['fencing_epoch'] == 1
-    named = rf'Another process is training in .*/run \(host .*, process {other.pid}, since \d.* UTC\): wait .* another --workdir'
+    named = rf'Another process is training in .*/run \(host .*, process {other.pid}, since \d.* UTC\): '
+    named += 'wait .* another --workdir'
     with pytest.raises(UserError, match=named):
       take(folder)
     os.kill(other.pid, signal.SIGSTOP)
@@ -140,7 +141,8 @@ def test_a_directory_that_cannot_be_written_is_named(folder, monkeypatch, number
 
 
 def test_a_lock_that_names_nobody_is_a_lock_all_the_same(folder):
-  hold = 'import fcntl, sys; file = open(sys.argv[1] + "/.lock", "a"); fcntl.lockf(file, fcntl.LOCK_EX); print("held", flush=True); input()'
+  hold = 'import fcntl, sys; file = open(sys.argv[1] + "/.lock", "a"); fcntl.lockf(file, fcntl.LOCK_EX)'
+  hold += '; print("held", flush=True); input()'
   folder.mkdir()
   with holder(folder, hold):
     with pytest.raises(UserError, match=r'Another process is training in .*/run: wait .* another --workdir'):

@@ -17,7 +17,7 @@ PACKAGES = ('sdpo_jax', 'models', 'launch', 'configs')
 
 
 def requirements(name: str) -> list[str]:
-  """The requirements of a file as an extra lists them, where another extra stands for another file."""
+  """Return the requirements of a file as an extra lists them, where another extra stands for another file."""
   lines = [line.strip() for line in (ROOT / name).read_text().splitlines()]
   others = [
     line.removeprefix('-r requirements-').removesuffix('.txt') for line in lines if line.startswith('-r requirements-')

@@ -62,7 +62,7 @@ TARGETS = {
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
-  """Makes the model directory of a family, once."""
+  """Make the model directory of a family, once."""
 
   @functools.cache
   def make(family):
@@ -74,7 +74,7 @@ def folder(tmp_path_factory):
 
 
 def peft_model(folder, adapter=None):
-  """The model of a directory in transformers, with the adapter of another."""
+  """Return the model of a directory in transformers, with the adapter of another."""
   model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
   return model if adapter is None else peft.PeftModel.from_pretrained(model, adapter).eval()
 
@@ -97,7 +97,7 @@ def load(folder, mesh=None, **settings):
 
 
 def moved(policy, params, seed=0):
-  """The factors, all of them random, and the model with them."""
+  """Return the factors, all of them random, and the model with them."""
   generator = np.random.default_rng(seed)
   factors = parameters.map_table(
     lambda p: jnp.asarray(0.2 * generator.standard_normal(p.shape), jnp.float32),
@@ -170,7 +170,9 @@ def test_peft_computes_with_a_version_of_the_store(folder, tmp_path):
 
 @combinations(('mistral', 'a layer'), ('qwen2', 'attention'))
 def test_an_adapter_that_peft_trained_goes_on_here(family, targets, folder, tmp_path):
-  """After some steps of PEFT and torch: the same logits, loss and gradients of the factors, hence the same next step."""
+  """After some steps of PEFT and torch: the same logits, loss and gradients of the factors, hence the same next
+  step.
+  """
   torch.manual_seed(1)
   model = peft.get_peft_model(
     peft_model(folder(family)), peft.LoraConfig(task_type='CAUSAL_LM', lora_dropout=0.0, **TARGETS[targets][1])
@@ -270,7 +272,7 @@ def written(folder, tmp_path_factory):
 
 
 def rewrite(path, **changes):
-  """Changes entries of an adapter_config.json; ... removes one."""
+  """Change entries of an adapter_config.json; ... removes one."""
   file = path / peft_config.FILE
   values = json.loads(file.read_text()) | changes
   file.write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))

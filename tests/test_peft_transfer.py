@@ -1,4 +1,6 @@
-"""Adapters that users bring: what PEFT wrote is read to the bit, and everything else is refused before it costs anything."""
+"""Adapters that users bring: what PEFT wrote is read to the bit, and everything else is refused before it costs
+anything.
+"""
 
 import json
 
@@ -25,7 +27,7 @@ def served(**lora):
 
 
 def written(folder, shape, seed=0):
-  """The files of an adapter with random factors, and the factors."""
+  """Return the files of an adapter with random factors, and the factors."""
   draw, policy = np.random.default_rng(seed), shape.policy
   tree = parameters.map_table(
     lambda row: np.float32(draw.standard_normal(row.shape)), parameters.trainable(policy.parameter_table())

@@ -1,5 +1,7 @@
 """The planner: memory, time and cost add up to what is known by hand; what does not fit or is not there is said."""
 
+# ruff: noqa: E501 (the compiler's message is one line)
+
 from __future__ import annotations
 
 import dataclasses
@@ -548,8 +550,9 @@ def test_kernels_come_from_the_table_at_its_own_shapes():
   for width, expected in ((19072, 3.8e-3), (2432, 0.30e-3)):
     sort = hlo.Kernel('sort', 'sort', '', (array(512, width),), (array(512, width),), 0, 1)
     assert kernels.seconds(sort, chip) == (pytest.approx(expected, rel=0.05), kernels.TABLE)
-  # Of a causal row of 10240 tokens 55 of 100 blocks are computed, for 32 heads: by the matrix units' peak alone the four
-  # products of dkv take 1760 × 8192 cycles, the three of dq 1760 × 6144, and the two of the forward pass 1760 × 4096.
+  # Of a causal row of 10240 tokens 55 of 100 blocks are computed, for 32 heads: by the matrix units' peak alone the
+  # four products of dkv take 1760 × 8192 cycles, the three of dq 1760 × 6144, and the two of the forward pass 1760 ×
+  # 4096.
   heads = array(32, 10240, 128, dtype='bf16')
   grid = array(1, 10, 10, dtype='s8')
   # Beside them 3200 grid steps and 320 rows of blocks take what their schedules say.

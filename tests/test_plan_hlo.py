@@ -1,5 +1,7 @@
 """Reading compiled programs: small texts with known answers, and programs that the TPU compiler has just made."""
 
+# ruff: noqa: E501 (an instruction is one line)
+
 import math
 
 import jax
@@ -13,8 +15,8 @@ from sdpo_jax.planner import hlo, topology
 
 needs_compiler = pytest.mark.tpu_compiler
 
-# An outer loop of 5 around an inner one of 3 whose bound and step come in through the outer one's tuple; a matrix product
-# in a fusion; one asynchronous all-gather that runs beside two fusions; two all-reduces on one channel.
+# An outer loop of 5 around an inner one of 3 whose bound and step come in through the outer one's tuple; a matrix
+# product in a fusion; one asynchronous all-gather that runs beside two fusions; two all-reduces on one channel.
 LOOPS = """HloModule test, is_scheduled=true, num_partitions=4
 
 %product (a: bf16[8,16], b: bf16[16,32]) -> bf16[8,32] {
@@ -188,7 +190,7 @@ def test_text_that_is_no_module_is_refused():
 
 
 def compiled(function, mesh, *arguments):
-  """A trace of `function` compiled for the mesh; arguments are (shape, dtype, spec)."""
+  """Return a trace of `function` compiled for the mesh; arguments are (shape, dtype, spec)."""
   structs = [
     jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
     for shape, dtype, spec in arguments

@@ -51,16 +51,17 @@ def test_an_adapter_trains_on_eight_chips_with_one_copy_of_the_model():
   assert plan.fits and update.hbm_gib <= 12 and decode.hbm_gib <= 12
   # 8.19 billion parameters of two bytes on eight chips, and nothing again for the sampler.
   assert plan.base_gib == pytest.approx(8.19e9 * 2 / 8 / 2**30, rel=0.01) and plan.sampling_base_gib == 0
-  # No gradient of a frozen matrix: with each a student's token takes three products (forward, again for the backward pass,
-  # and the gradient of what went in), a teacher's one. Of 6.95 billion parameters in the layers, 1.81 billion are in the last
-  # product of a layer, whose result the backward pass does not need; of 0.62 billion in the unembedding the student's logits
-  # are kept. The factors' own products are less than a hundredth.
+  # No gradient of a frozen matrix: with each a student's token takes three products (forward, again for the backward
+  # pass, and the gradient of what went in), a teacher's one. Of 6.95 billion parameters in the layers, 1.81 billion are
+  # in the last product of a layer, whose result the backward pass does not need; of 0.62 billion in the unembedding the
+  # student's logits are kept. The factors' own products are less than a hundredth.
   layers, last, head = 6.95e9, 1.81e9, 0.62e9
   student, teacher, completion = 2048 + 8192, 10240 + 8192, 8192
   products = (3 * layers - last) * student + layers * teacher + 3 * head * completion
   assert update.matmul_tflop == pytest.approx(2 * products / 1e12, rel=0.015)
-  # The weights of a layer are gathered three times: for the teacher, for the student, and for the student's backward pass.
-  # What the factors add does not weigh beside that, and the rest are the completions' states for the vocabulary's shards.
+  # The weights of a layer are gathered three times: for the teacher, for the student, and for the student's backward
+  # pass. What the factors add does not weigh beside that, and the rest are the completions' states for the vocabulary's
+  # shards.
   gathered = sum(size for kind, size in update.collective_gb.items() if kind.startswith('all-gather'))
   assert gathered == pytest.approx(3 * 2 * layers * 7 / 8 / 1e9, rel=0.15)
   assert sum(size for kind, size in update.collective_gb.items() if kind.startswith('collective-permute')) < 0.1

@@ -1,5 +1,7 @@
 """Bytes that a decode step reads: small texts with known answers, and a program that the TPU compiler has just made."""
 
+# ruff: noqa: E501 (an instruction is one line)
+
 import pytest
 
 from benchmarks import decode_tpu, tpu_plan

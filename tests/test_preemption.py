@@ -16,7 +16,7 @@ from tests import tiny
 
 
 def together(points: list[StopPoint]) -> None:
-  """What the connections of a run do when a process is told to stop."""
+  """Do what the connections of a run do when a process is told to stop."""
   at = max(point.freeze() for point in points) + 1
   for point in points:
     point.settle(at)
@@ -253,7 +253,8 @@ def test_a_signal_is_heard_whatever_the_main_thread_does():
     'stuck': (143, f'{told} SIGTERM: not done within 0.3 s (trainer.preemption_grace_s), ending now. {there} resumes'),
     'stuck_at_the_start': (
       143,
-      'SIGINT: stopping. SIGINT: not done within 0.2 s, ending now. There is no checkpoint yet; the same command starts',
+      'SIGINT: stopping. SIGINT: not done within 0.2 s, ending now. There is no checkpoint yet; the same command '
+      'starts',
     ),
     'listing_hangs': (143, f'{told} SIGTERM: not done within 0.1 s (trainer.preemption_grace_s), ending now. The same'),
     'listing_fails': (143, f'{told} SIGTERM: not done within 0.1 s (trainer.preemption_grace_s), ending now. The same'),
@@ -263,8 +264,8 @@ def test_a_signal_is_heard_whatever_the_main_thread_does():
     'given_up': (9, 'No progress: saving a checkpoint, then stopping.'),
     'given_up_and_stuck': (
       70,
-      'No progress: saving a checkpoint, then stopping. No progress: not done within 0.3 s (trainer.preemption_grace_s), '
-      f'ending now. {there} resumes',
+      'No progress: saving a checkpoint, then stopping. No progress: not done within 0.3 s '
+      f'(trainer.preemption_grace_s), ending now. {there} resumes',
     ),
     'nobody_reads': (143, ''),
     'nobody_is_there': (5, ''),

@@ -30,7 +30,7 @@ PARAMETERS = 264 * 32 + 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 64 + 2 *
 
 @pytest.fixture(scope='module')
 def model(tmp_path_factory):
-  """A model directory without weights."""
+  """Return a model directory without weights."""
   folder = tiny.make_model(tmp_path_factory.mktemp('preflight') / 'model')
   (folder / 'model.safetensors').unlink()
   return folder

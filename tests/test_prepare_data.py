@@ -20,7 +20,7 @@ from tests import tiny
 @pytest.fixture
 def convert(tmp_path):
   def convert(name, parts, **options):
-    """The rows of each file that is written, read back, and what was announced."""
+    """Return the rows of each file that is written, read back, and what was announced."""
     folder, output, said = tmp_path / 'in', tmp_path / 'out', []
     folder.mkdir(exist_ok=True)
     for part, values in parts.items():
@@ -69,10 +69,10 @@ def test_sciknoweval_rows_are_the_reference_s_to_the_letter(convert):
     'tests': '-',
     'embedding': [],
     'system': (
-      '\nGiven a question and four options, please select the right answer. Respond in the following format:\n'
-      '<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>\n\nFor the answer, only output the letter corresponding '
-      'to the correct option (A, B, C, or D), and nothing else. Do not restate the answer text. For example, if the '
-      'answer is "A", just output:\n<answer>\nA\n</answer>\n'
+      '\nGiven a question and four options, please select the right answer. Respond in the following '
+      'format:\n<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>\n\nFor the answer, only output the letter '
+      'corresponding to the correct option (A, B, C, or D), and nothing else. Do not restate the answer text. For '
+      'example, if the answer is "A", just output:\n<answer>\nA\n</answer>\n'
     ),
   }
   assert values[1]['prompt'] == 'Q1?\n\nA: no\nB: yes\nPlease reason step by step.'
@@ -273,8 +273,8 @@ def test_livecodebench_rows(convert):
   first, second = made['test']
   problem = (
     'You are a coding expert. You will be given a coding problem, and you need to write a correct Python program that '
-    'matches the specification and passes all tests. The time limit is 1 second. You may start by outlining your thought '
-    'process. In the end, please provide the complete code in a code block enclosed with ``` ```.\n\nPrint it.'
+    'matches the specification and passes all tests. The time limit is 1 second. You may start by outlining your '
+    'thought process. In the end, please provide the complete code in a code block enclosed with ``` ```.\n\nPrint it.'
   )
   assert (first['prompt'], first['idx'], first['kind'], first['dataset']) == (problem, 0, 'code', 'livecodebench')
   assert (first['answer'], first['elo'], first['system']) == ('-', '-', None)

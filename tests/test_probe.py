@@ -1,4 +1,6 @@
-"""The probe: its numbers with a scripted model, its independence from how completions were chosen, its advice, its command."""
+"""The probe: its numbers with a scripted model, its independence from how completions were chosen, its advice, its
+command.
+"""
 
 import dataclasses
 import json
@@ -74,7 +76,9 @@ def question_of(prompt):
 
 
 def scripted(prompt, step, sample):
-  """Question 0 is always answered right, 1 by half of the samples, 2 never; a demonstration helps, feedback does not."""
+  """Question 0 is always answered right, 1 by half of the samples, 2 never; a demonstration helps, feedback does
+  not.
+  """
   question = question_of(prompt)
   if DEMONSTRATION in prompt and FEEDBACK in prompt:
     return 'x'

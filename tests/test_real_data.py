@@ -33,7 +33,7 @@ def real(request):
 
 @pytest.fixture(scope='module')
 def model(real, tmp_path_factory):
-  """A random model with a tokenizer made from the questions, so that prompts have their usual lengths."""
+  """Return a random model with a tokenizer made from the questions, so that prompts have their usual lengths."""
   folder = tiny.make_model(tmp_path_factory.mktemp('real') / 'model', vocab_size=4096, max_position_embeddings=4096)
   lines = [
     line for name in ('sciknoweval/chemistry', 'tooluse') for line in open(real / name / 'test.json', encoding='utf-8')
@@ -43,7 +43,7 @@ def model(real, tmp_path_factory):
 
 
 def gold(example):
-  """A completion that says the ground truth in the question's format."""
+  """Return a completion that says the ground truth in the question's format."""
   if example.environment == 'mcq':
     return f'<reasoning>\nas it is\n</reasoning>\n<answer>\n{example.ground_truth}\n</answer>'
   calls = json.loads(example.ground_truth)

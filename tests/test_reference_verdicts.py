@@ -1,8 +1,10 @@
 """The reference profile against the reference's rules: odd white space, unicode, null and missing fields.
 
-The rules of the graders without programs are written down here once more, from the specification; a seeded fuzz compares
-the two. Verdicts on programs were measured with the reference's own code (lasgroup/SDPO 0e6d510, Python 3.11).
+The rules of the graders without programs are written down here once more, from the specification; a seeded fuzz
+compares the two. Verdicts on programs were measured with the reference's own code (lasgroup/SDPO 0e6d510, Python 3.11).
 """
+
+# ruff: noqa: E501 (a program and its verdict are one line)
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from sdpo_jax.types import Example
 
 
 def mcq(text: str, truth: str) -> dict:
-  """What follows the last opening tag, up to the closing one; `incorrect_format` is inverted."""
+  """Return what follows the last opening tag, up to the closing one; `incorrect_format` is inverted."""
   start = text.rfind('<answer>')
   inside = text[start + len('<answer>') :] if start >= 0 else text
   end = inside.find('</answer>')
@@ -35,7 +37,9 @@ def mcq(text: str, truth: str) -> dict:
 
 
 def gpqa(text: str, truth: str) -> dict:
-  """The last of the words A to D in capitals; without one all of the text, without full stops and slashes around it."""
+  """Return the last of the words A to D in capitals; without one all of the text, without full stops and slashes around
+  it.
+  """
   words = [word for word in re.split(r'\W+', text.upper()) if word in ('A', 'B', 'C', 'D')]
   if words:
     return verdict(words[-1], truth, False)
@@ -48,7 +52,9 @@ def gpqa(text: str, truth: str) -> dict:
 
 
 def mmlu_pro(text: str, truth: str) -> dict:
-  """The letter after 'answer is', after 'answer:', or the last single one; only a capital is of the right form."""
+  """Return the letter after 'answer is', after 'answer:', or the last single one; only a capital is of the right
+  form.
+  """
   for pattern in (r'(?i)answer is \(?([A-J])', r'(?i)answer:\s*([A-J])'):
     if found := re.search(pattern, text):
       return verdict(found[1], truth, found[1] not in 'ABCDEFGHIJ')
@@ -57,7 +63,7 @@ def mmlu_pro(text: str, truth: str) -> dict:
 
 
 def tooluse(text: str, truth: str) -> dict:
-  """The multiset of names and the merger of all inputs; an input ends at the first closing brace."""
+  """Return the multiset of names and the merger of all inputs; an input ends at the first closing brace."""
   calls = json.loads(truth)
   names, inputs = [call['Action'] for call in calls], {}
   for call in calls:

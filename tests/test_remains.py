@@ -20,7 +20,7 @@ def folder(tmp_path):
 
 
 def leave(folder, *, steps=4, published=0, kept=(), save_freq=10, recorded=True):
-  """What a run leaves that has gone `steps` steps; of an earlier version if nothing is `recorded`."""
+  """Make what a run leaves that has gone `steps` steps; of an earlier version if nothing is `recorded`."""
   config = Config()
   config.trainer.save_freq = save_freq
   config.optimizer.lr = 0.5

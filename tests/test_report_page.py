@@ -24,7 +24,9 @@ def browser():
 
 @pytest.fixture
 def opened(browser, tmp_path):
-  """Returns a function that opens the report of runs; afterwards no script may have failed, and nothing been asked for."""
+  """Return a function that opens the report of runs; afterwards no script may have failed, and nothing been asked
+  for.
+  """
   asked = []
 
   def open_report(workdir, *compare, address='', reload_s=None):
@@ -46,7 +48,7 @@ def opened(browser, tmp_path):
 
 
 def shown(browser) -> str:
-  """Returns the text of the completion that is shown, token by token."""
+  """Return the text of the completion that is shown, token by token."""
   return browser.evaluate("document.querySelector('.detail .tokens').textContent")
 
 
@@ -113,7 +115,8 @@ def test_rollouts_are_filtered_chosen_and_read_token_by_token(opened, tmp_path):
   page.until(f"{count} === '2 of 12 rollouts'")
   page.key('s')
   page.evaluate(
-    "const select = document.querySelector('select'); select.value = 'success'; select.dispatchEvent(new Event('change'))"
+    "const select = document.querySelector('select'); select.value = 'success'; select.dispatchEvent(new "
+    "Event('change'))"
   )
   assert page.evaluate(count) == '6 of 12 rollouts'  # Odd questions have a score of 1.
   page.key('/')

@@ -46,7 +46,7 @@ class Parsed(html.parser.HTMLParser):
 
 
 def written(workdir, *compare, max_rollouts=100, **more):
-  """Returns the page about runs, parsed."""
+  """Return the page about runs, parsed."""
   said = []
   output = workdir / 'page.html'
   report.write_report(
@@ -199,8 +199,9 @@ def test_the_page_allows_its_own_style_and_script_by_digest_and_asks_nobody(tmp_
 
 def test_lines_that_are_no_rollouts_are_counted_and_values_of_other_types_left_out(tmp_path):
   odd = {
-    'completion': 'x', 'id': 7, 'score': float('nan'), 'prompt': 'plain', 'tokens': ['x', 3], 'divergence': [1, None, 'y', 10**400],
-    'rewards': [1], 'feedback': {}, 'teacher_prompt': [{'role': 'user'}], 'top_tokens': {'student': {}, 'texts': {}},
+    'completion': 'x', 'id': 7, 'score': float('nan'), 'prompt': 'plain', 'tokens': ['x', 3],
+    'divergence': [1, None, 'y', 10**400], 'rewards': [1], 'feedback': {}, 'teacher_prompt': [{'role': 'user'}],
+    'top_tokens': {'student': {}, 'texts': {}},
   }  # fmt: skip
   content = [json.dumps(rollout(1)), '[1]', '{"completion": 3}', '\0' * 512, json.dumps(odd), '']
   file = rollouts.pack(1, '\n'.join(content).encode() + b'{"completion": "torn')

@@ -1,4 +1,6 @@
-"""Every loss that a request may ask for, through the update of an adapter: SDPO, with a reward beside it, and jsd_pg."""
+"""Every loss that a request may ask for, through the update of an adapter: SDPO, with a reward beside it, and
+jsd_pg.
+"""
 
 import functools
 
@@ -45,7 +47,7 @@ def rows(prompt):
 
 @functools.cache
 def model():
-  """The jitted forward pass, by base, factors and rows."""
+  """Return the jitted forward pass, by base, factors and rows."""
   return jax.jit(functools.partial(forward, adapter()[1]))
 
 
@@ -79,7 +81,9 @@ def step(batch):
 
 
 def check(batch, by_hand):
-  """The update's loss is the formula's of its adapter, its gradient the formula's slope, and its step descends."""
+  """Check that the update's loss is the formula's of its adapter, its gradient the formula's slope, and its step
+  descends.
+  """
   loss, gradients, after = step(batch)
   state = adapter()[-1]
   np.testing.assert_allclose(loss, by_hand(state.trainable), rtol=2e-5)

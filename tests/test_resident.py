@@ -59,7 +59,7 @@ def resident(model, sampler, pool):
 
 
 def requests(count, seed=0):
-  """Requests that differ in all that requests can differ in: (prompt, member, further options)."""
+  """Yield requests that differ in all that requests can differ in: (prompt, member, further options)."""
   draw = np.random.default_rng(seed)
   for index in range(count):
     prompt = draw.integers(1, 29, draw.integers(1, 25)).tolist()
@@ -79,7 +79,7 @@ def requests(count, seed=0):
 
 @pytest.fixture(scope='module')
 def expected(model):
-  """What a sampler that knows one adapter, or none, draws for a request alone."""
+  """Return what a sampler that knows one adapter, or none, draws for a request alone."""
   policy, base, members = model
 
   def draw(prompt, member, options, stops):

@@ -51,7 +51,9 @@ die_after({where})
 """
 MOMENTS = {
   'before any checkpoint': "MetricsWriter, 'write', lambda writer, step, values: step == 0",
-  'while a checkpoint is half written': "checkpoints, 'sync_tree', lambda folder: folder.name.startswith('2.unfinished')",
+  'while a checkpoint is half written': (
+    "checkpoints, 'sync_tree', lambda folder: folder.name.startswith('2.unfinished')"
+  ),
   'between a line and its checkpoint': "MetricsWriter, 'write', lambda writer, step, values: step == 4",
 }
 # A grader that is told to stop in the midst of its work, and never answers.
@@ -72,7 +74,7 @@ registry._FACTORIES['parity'] = lambda settings: hang_at(['train-4'])
 
 @pytest.fixture(scope='module')
 def ends(request, tmp_path_factory):
-  """Runs of one experiment: left in peace; killed at moments and started again; told to stop while a grader hangs.
+  """Run of one experiment: left in peace; killed at moments and started again; told to stop while a grader hangs.
 
   With the slow tests, which start more runs and compare them with these, they compile as users do.
   """
@@ -99,7 +101,7 @@ def ends(request, tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def experiment(ends):
-  """The folder of the runs, and the flags that make them."""
+  """Return the folder of the runs, and the flags that make them."""
   folder, arguments, done = ends
   assert done['whole'].returncode == 0, done['whole'].stderr
   return folder, arguments
@@ -340,7 +342,7 @@ def start_two(arguments, workdir) -> list[subprocess.Popen]:
 
 
 def places(count: int) -> list[list[str]]:
-  """The flags that make one run of `count` processes."""
+  """Return the flags that make one run of `count` processes."""
   if count == 1:
     return [[]]
   together = [f'--coordinator_address=localhost:{free_port()}', f'--num_processes={count}']
@@ -436,7 +438,7 @@ command.run(main)
 
 
 def restored(workdir: pathlib.Path, count: int = 1, flags: tuple[str, ...] = ()):
-  """What RESTORE prints, in `count` processes."""
+  """Return what RESTORE prints, in `count` processes."""
   processes = [
     subprocess.Popen(
       [sys.executable, '-c', RESTORE, f'--workdir={workdir}', *place, *flags],

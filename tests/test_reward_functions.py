@@ -35,7 +35,8 @@ def format_reward(completions, **kwargs):
 
 
 def task_reward(prompts, completions, task, **kwargs):
-  return [float(prompt in completion) if kind == "echo" else None for prompt, completion, kind in zip(prompts, completions, task)]
+  rows = zip(prompts, completions, task)
+  return [float(prompt in completion) if kind == "echo" else None for prompt, completion, kind in rows]
 
 
 async def slow_reward(prompts, completions, **kwargs):
@@ -56,7 +57,8 @@ criticism = Criticism()
 
 def with_dicts(completions, solution, trainer_state):
   assert trainer_state is None
-  return [{"score": float(t == s), "feedback": "No." if t != s else None, "length": len(t)} for t, s in zip(completions, solution)]
+  rows = zip(completions, solution)
+  return [{"score": float(t == s), "feedback": "No." if t != s else None, "length": len(t)} for t, s in rows]
 
 
 def _helper(completions):
@@ -73,7 +75,7 @@ def graders(tmp_path_factory):
 
 
 def read(number: int, **fields) -> Example:
-  """A row as it comes from a file."""
+  """Return a row as it comes from a file."""
   fields = {'dataset': 'sums', 'kind': 'math', 'answer': '4', 'prompt': '2+2?', **fields}
   return rows.example(rows.Row(f'rows.jsonl:{number}', number, fields), 'train')
 

@@ -127,7 +127,7 @@ def test_no_grader_has_a_name_that_rows_could_not_say(name):
 
 @pytest.fixture
 def functions(monkeypatch):
-  """Registers reward functions of fixed rewards: {name: [reward of completion '0', of '1', …]}."""
+  """Register reward functions of fixed rewards: {name: [reward of completion '0', of '1', …]}."""
 
   def register(**given):
     for name, values in given.items():

@@ -40,7 +40,7 @@ def make_sampler(policy, mesh):
 
 
 def of_base(policy, base):
-  """The base with matrices in the dtype of the policy and norm weights in float32."""
+  """Return the base with matrices in the dtype of the policy and norm weights in float32."""
   return parameters.in_compute_dtype(parameters.frozen(policy.parameter_table()), base, policy.dtype)
 
 
@@ -49,7 +49,7 @@ def pointers(tree):
 
 
 def counted(sampler):
-  """Makes the sampler note what it prepares; returns the notes."""
+  """Make the sampler note what it prepares; return the notes."""
   noted, prepare = [], sampler._base._prepare
   sampler._base._prepare = lambda base: noted.append(base) or prepare(base)
   return noted

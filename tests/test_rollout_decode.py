@@ -25,7 +25,7 @@ STEPS = 32  # Most tests share the shapes, and so one compiled program.
 
 @pytest.fixture(scope='module')
 def models(tmp_path_factory):
-  """The same random Qwen3 in transformers and here."""
+  """Return the same random Qwen3 in transformers and here."""
   config = transformers.Qwen3Config(
     vocab_size=VOCABULARY,
     hidden_size=32,
@@ -67,13 +67,13 @@ def make_params(rows, *, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0, seed=0
 
 
 def take(params, rows):
-  """The parameters of some of the rows."""
+  """Return the parameters of some of the rows."""
   return jax.tree.map(lambda leaf: leaf[rows] if np.ndim(leaf) else leaf, params)
 
 
 @functools.partial(jax.jit, static_argnames=('policy', 'n', 'slots'))
 def cache_of(policy, params, tokens, lengths, *, n, slots):
-  """The cache in which n consecutive rows hold a prompt each."""
+  """Return the cache in which n consecutive rows hold a prompt each."""
   rows = jnp.arange(len(tokens) * n, dtype=jnp.int32)
   prompts = decode.prefill(policy, {}, params, tokens, lengths)
   return kv_cache.copy_rows(policy.init_cache(len(rows), slots), prompts, rows // n, rows, len(rows))
@@ -205,7 +205,9 @@ def test_samples_of_a_prompt_differ(models):
 
 
 def test_stop_ids_and_lengths_of_each_row(models):
-  """A stop id ends its own row only and is kept; rows without a sample draw nothing; the loop ends with the last row."""
+  """A stop id ends its own row only and is kept; rows without a sample draw nothing; the loop ends with the last
+  row.
+  """
   _, policy, params = models
   tokens, lengths = pad(random_prompts([6]) * 4, 16)
   greedy = generate(policy, params, tokens, lengths, make_params(8)).tokens[0].tolist()

@@ -71,7 +71,7 @@ def assert_same_samples(one, other):
 
 @pytest.fixture
 def compiled():
-  """The names of the functions that a test has compiled so far."""
+  """Yield the names of the functions that a test has compiled so far."""
   names = []
 
   def listen(event, duration, **details):
@@ -524,7 +524,7 @@ def take(waiting, shard):
 
 
 def drain(waiting, shards, order):
-  """What each of the shards gets if they take in this order, over and over."""
+  """Return what each of the shards gets if they take in this order, over and over."""
   taken = [[] for _ in range(shards)]
   for shard in itertools.cycle(order):
     got = take(waiting, shard)

@@ -67,7 +67,7 @@ def knobs_of(settings, samples):
 
 @jax.jit
 def again(logits, params, position):
-  """The token drawn from full logits, and how far its uniform number is from the edge to another token."""
+  """Return the token drawn from full logits, and how far its uniform number is from the edge to another token."""
   keys = sampling.row_keys(params)
   scaled = (logits - logits.max(-1, keepdims=True)) / params.temperature[:, None]
   weights = sampling.truncate(scaled, params.top_k, params.top_p, params.min_p)

@@ -1,4 +1,6 @@
-"""Rollout weights that the update takes from its own log-probs: those of a scoring pass over all rows, without the pass."""
+"""Rollout weights that the update takes from its own log-probs: those of a scoring pass over all rows, without the
+pass.
+"""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms.spl
 
 
 def floor_of(module: str) -> int | None:
-  """The floor of a module's room, 0 at the top; None for other packages."""
+  """Return the floor of a module's room, 0 at the top; None for other packages."""
   rooms = [room for room in FLOORS if module == room or module.startswith(room + '.')]
   return FLOORS[max(rooms, key=len)] if rooms else None
 

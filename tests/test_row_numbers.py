@@ -39,7 +39,7 @@ def of_rows(values, dtype):
 
 @functools.cache
 def program(kind, path):
-  """The jitted (loss, aux), gradients by name of the arrays and numbers."""
+  """Return the jitted (loss, aux), gradients by name of the arrays and numbers."""
   config = ObjectiveConfig(**KINDS[kind][0])
 
   def value(trained, x, numbers):
@@ -59,7 +59,7 @@ def evaluate(kind, path, x, values, dtype='float64'):
 
 
 def by_hand(kind, x, values):
-  """The loss [] and divergences [B, T], each row with its own settings."""
+  """Return the loss [] and divergences [B, T], each row with its own settings."""
   total, divergence = 0.0, 0.0
   for row in range(B):
     own = {name: value[row] for name, value in values.items()}

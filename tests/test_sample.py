@@ -52,7 +52,7 @@ def generator(model):
 
 
 def sampled(chat, generator, messages, step=0):
-  """What the chat's sampler says to a conversation when nobody looks on, and why that ends."""
+  """Return what the chat's sampler says to a conversation when nobody looks on, and why that ends."""
   tokens = generator.session.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
   rollouts = chat._sampler.sample({}, generator.parameters, [tokens], **generator.sampling_options(step))
   return rollouts.text[0], rollouts.finish_reason[0]

@@ -34,7 +34,7 @@ def written_by(settings: Config, writer: str) -> Config:
 
 @pytest.fixture
 def alone(config, monkeypatch) -> Config:  # noqa: F811
-  """The settings on one device."""
+  """Return the settings on one device."""
   monkeypatch.setattr(accelerators, 'devices', lambda: jax.devices()[:1])
   return changed(config, MeshConfig(1, 1))
 
@@ -47,7 +47,9 @@ def test_the_teacher_writes_what_the_model_draws_behind_the_whole_document(
   monkeypatch,
   divided,
 ):
-  """And the student's loss on it is the exact divergence, of the student as it is; also where devices share the document."""
+  """And the student's loss on it is the exact divergence, of the student as it is; also where devices share the
+  document.
+  """
   chosen = changed(config, MeshConfig(8 if divided else 1, 1), divide_document=divided)
   monkeypatch.setattr(accelerators, 'devices', lambda: jax.devices()[: chosen.mesh.fsdp])
   session, state = opened(written_by(chosen, 'teacher').validate(), tmp_path)

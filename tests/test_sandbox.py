@@ -51,7 +51,7 @@ def only(mechanism, view):
 
 @pytest.fixture(scope='module')
 def shared():
-  """A sandbox as it is where no namespaces are allowed."""
+  """Yield a sandbox as it is where no namespaces are allowed."""
   with only('landlock', view=False):
     value = Sandbox(SandboxConfig(workers=2), HARNESS)
   with value:
@@ -60,7 +60,7 @@ def shared():
 
 @pytest.fixture(scope='module')
 def viewed():
-  """A sandbox whose programs have views of their own, if there can be one."""
+  """Yield a sandbox whose programs have views of their own, if there can be one."""
   try:
     with only('landlock', view=True):
       value = Sandbox(SandboxConfig(workers=2), HARNESS)
@@ -73,7 +73,7 @@ def viewed():
 
 
 def until(condition):
-  """Waits for what another process does."""
+  """Wait for what another process does."""
   deadline = time.monotonic() + 60
   while not condition():
     assert time.monotonic() < deadline, 'it does not'
@@ -196,7 +196,8 @@ open(os.path.join(tempfile.gettempdir(), 'left'), 'w')
 
 def test_nothing_of_one_program_is_in_the_next(sandbox):
   run(sandbox, 'import builtins, sys, os, math; builtins.left = sys.left = math.pi = 3; os.environ["LEFT"] = "x"')
-  code = 'import builtins, sys, os, math; result = [hasattr(builtins, "left"), hasattr(sys, "left"), math.pi > 3, dict(os.environ)]'
+  code = 'import builtins, sys, os, math; result = [hasattr(builtins, "left"), hasattr(sys, "left"), math.pi > 3]'
+  code += '; result.append(dict(os.environ))'
   *state, environment = run(sandbox, code).result
   assert state == [False, False, True] and set(environment) == {'HOME', 'TMPDIR', 'LANG'}
 
@@ -363,7 +364,7 @@ for _ in range(600): os.mkdir('d' * 200); os.chdir('d' * 200)
 
 
 def survey(directory, limit=1 << 30, max_entries=10_000, pid=None):
-  """What the zygote finds of a program's files."""
+  """Return what the zygote finds of a program's files."""
   proc = os.open('/proc', os.O_PATH)
   work = scratch.survey(str(directory), pid or os.getpid(), proc, limit, max_entries)
   try:
@@ -543,7 +544,7 @@ def test_programs_end_with_the_zygote(sandbox):
 
 
 def watched(sandbox):
-  """A descriptor that becomes readable when the program ends which a thread now runs, and the thread."""
+  """Return a descriptor that becomes readable when the program ends which a thread now runs, and the thread."""
   zygote = sandbox._hosts[0].pid
 
   def waiting():
@@ -573,7 +574,8 @@ import pathlib
 sandbox = Sandbox(SandboxConfig(workers=1), pathlib.Path(sys.argv[1]))
 code = 'import os; print(os.getppid(), flush=True); os.write(4, b"x" * (2 << 20))'
 limits = Limits(60, 60)
-threading.Thread(target=sandbox.run, args=([Job({'code': 'import time; time.sleep(60)'}, '', limits)],), daemon=True).start()
+sleeping = Job({'code': 'import time; time.sleep(60)'}, '', limits)
+threading.Thread(target=sandbox.run, args=([sleeping],), daemon=True).start()
 print(sandbox._hosts[0].pid, sandbox._hosts[0]._scratch, flush=True)
 sys.stdin.read()
 """
@@ -828,7 +830,7 @@ def test_the_first_process_reads_and_exits_on_both_machines():
 
 
 def broken_copy(directory, module, text):
-  """The sandbox's files with something added to the end of one."""
+  """Return the sandbox's files with something added to the end of one."""
   for path in implementation.HERE.glob('*.py'):
     shutil.copy(path, directory)
   with open(directory / f'{module}.py', 'a') as file:
@@ -1124,7 +1126,7 @@ PID = 4321
 
 
 def decide(program, architecture, number, *arguments):
-  """What the filter returns for a call."""
+  """Return what the filter returns for a call."""
   values = [value & 0xFFFFFFFFFFFFFFFF for value in (*arguments, *[0] * (6 - len(arguments)))]
   data = struct.pack('=IIQ6Q', number, architecture, 0, *values)
   code = [struct.unpack_from('=HBBI', program, offset) for offset in range(0, len(program), 8)]

@@ -7,6 +7,8 @@ A program that can only tell of its success prints BREACH. The last tests run th
 show that they are real.
 """
 
+# ruff: noqa: E501 (a program is one line)
+
 import contextlib
 import dataclasses
 import os
@@ -43,7 +45,7 @@ class World:
   marker: subprocess.Popen  # A process with the secret in its environment.
 
   def given(self):
-    """What programs are told of it."""
+    """Return what programs are told of it."""
     return {
       'directory': str(self.directory),
       'canary': str(self.canary),
@@ -57,7 +59,7 @@ class World:
     }
 
   def breaches(self, report):
-    """What a program with this report did to the world."""
+    """Return what a program with this report did to the world."""
     found = []
     said = f'{report.stdout}{report.stderr}{report.result}'
     for sign in (SECRET, 'BREACH', 'root:x:0:0', __doc__[:40]):
@@ -124,7 +126,9 @@ def world(monkeypatch):
 
 
 def older_landlock(directory, version):
-  """A copy of the sandbox's files that knows only a version of Landlock, 0 for none; Linux 5.13 has the first."""
+  """Return a copy of the sandbox's files that knows only a version of Landlock, 0 for none; Linux 5.13 has the
+  first.
+  """
   for path in implementation.HERE.glob('*.py'):
     shutil.copy(path, directory)
   body = f'return {version}' if version else 'raise Unsupported("the kernel has no Landlock")'
@@ -135,7 +139,7 @@ def older_landlock(directory, version):
 
 @contextlib.contextmanager
 def made(mechanism, view, version, directory):
-  """A sandbox of this kind; skips where there can be none."""
+  """Yield a sandbox of this kind; skips where there can be none."""
   try:
     newest = confinement.landlock_version()
   except confinement.Unsupported:
@@ -156,7 +160,8 @@ def made(mechanism, view, version, directory):
     yield value
 
 
-# The mechanism, whether programs have views of their own, and the version of Landlock: None for the kernel's, 0 for none.
+# The mechanism, whether programs have views of their own, and the version of Landlock: None for the kernel's, 0 for
+# none.
 KINDS = {
   'landlock': ('landlock', True, None),
   'landlock 1, shared': ('landlock', False, 1),

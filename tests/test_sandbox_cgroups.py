@@ -18,7 +18,7 @@ LIMITS = Limits(wall_s=20, cpu_s=10, memory_mb=1024, file_mb=16, output_mb=1)
 
 @pytest.fixture
 def real():
-  """A group that this process may make on this machine."""
+  """Yield a group that this process may make on this machine."""
   group = cgroups.create(1 << 30, 100)
   if group is None:
     pytest.skip('no control group can be made here')
@@ -80,13 +80,15 @@ def test_nothing_of_a_program_stays_in_memory(real):
 
 @pytest.fixture
 def fake(monkeypatch, tmp_path):
-  """A hierarchy of version 2 in which this process is in /user/session, with as much of the kernel as is used."""
+  """Return a hierarchy of version 2 in which this process is in /user/session, with as much of the kernel as is
+  used.
+  """
   tree = tmp_path / 'cgroup'
   mkdir, write_text = pathlib.Path.mkdir, pathlib.Path.write_text
   files = {'memory': ('memory.max', 'memory.swap.max', 'memory.oom.group'), 'pids': ('pids.max',), 'cpu': ('cpu.max',)}
 
   def fill(path, controllers):
-    """A group gets the files of the controllers that its parent passes on."""
+    """Give a group the files of the controllers that its parent passes on."""
     write_text(path / 'cgroup.controllers', ' '.join(controllers))
     for name in ('cgroup.procs', 'cgroup.subtree_control', *(file for each in controllers for file in files[each])):
       (path / name).touch()

@@ -2,10 +2,12 @@
 
     pytest tests/test_sandbox_channels.py
 
-A receiver returns what it observes. A channel is closed if that is the same whether there was a message or not. Most are
-also run where they are open, without a view of one's own or without a sandbox, to show that the receiver would notice.
-docs/sandbox.md names those that stay open everywhere.
+A receiver returns what it observes. A channel is closed if that is the same whether there was a message or not. Most
+are also run where they are open, without a view of one's own or without a sandbox, to show that the receiver would
+notice. docs/sandbox.md names those that stay open everywhere.
 """
+
+# ruff: noqa: E501 (a program is one line)
 
 import dataclasses
 import os
@@ -163,7 +165,7 @@ CHANNELS = {
 
 @pytest.fixture(scope='module')
 def library(tmp_path_factory):
-  """A file of a package, with an old access time."""
+  """Return a file of a package, with an old access time."""
   path = tmp_path_factory.mktemp('package') / 'library.py'
   path.write_text('x' * 9999)
   path.parent.chmod(0o755)
@@ -200,7 +202,7 @@ def weak(library):
 
 
 def without_landlock(directory):
-  """A copy of the sandbox's files for a kernel that has none."""
+  """Return a copy of the sandbox's files for a kernel that has none."""
   for path in implementation.HERE.glob('*.py'):
     (directory / path.name).write_bytes(path.read_bytes())
   with open(directory / 'confinement.py', 'a') as file:
@@ -221,7 +223,7 @@ def job(code, **given):
 
 
 def observed(sandbox, channel, library, message):
-  """What the receiver returns."""
+  """Return what the receiver returns."""
   os.utime(library, (1e9, 2e9))
   os.utime(library.parent, (1e9, 2e9))
   send, receive = job(channel.send, library=str(library), message=message), job(channel.receive, library=str(library))
@@ -300,7 +302,9 @@ os._exit(0)
 
 
 def remembers_nothing(sandbox):
-  """Whether the memory of a program holds what became of others is known from their times, which only a report tells."""
+  """Whether the memory of a program holds what became of others is known from their times, which only a report
+  tells.
+  """
   message, planted = 'print("what the others are asked"); os._exit(77)', 'what this program is asked'
   ended = sandbox.run([job(message)] * 4)
   assert [report.exit_code for report in ended] == [77] * 4

@@ -58,7 +58,7 @@ def samples_of(config: Config) -> batching.GenerationBatch:
 
 
 def without_policy_gradient() -> list[Config]:
-  """Settings of SDPO, and of a hybrid run that is the same."""
+  """Return settings of SDPO, and of a hybrid run that is the same."""
   pure = settings(**{**HYBRID, 'algorithm__mode': 'pure_sdpo'})
   return [pure, settings(**HYBRID, algorithm__policy_gradient_coef=0.0)]
 
@@ -162,7 +162,7 @@ def test_settings_that_contradict_each_other_are_refused(changes, sentence):
 
 @pytest.fixture(scope='module')
 def tiny_settings(tmp_path_factory) -> Config:
-  """A run whose completions fail about every other time; the grader says why."""
+  """Return a run whose completions fail about every other time; the grader says why."""
   made: dict = {}
   exec(tiny.make_experiment(tmp_path_factory.mktemp('schedule')).read_text(), made)
   config = made['get_config']()
@@ -179,7 +179,7 @@ def one_device(monkeypatch):
 
 
 def changed(config: Config, **changes) -> Config:
-  """A copy with other values, by names with `__` for dots."""
+  """Return a copy with other values, by names with `__` for dots."""
   config = copy.deepcopy(config)
   for name, value in changes.items():
     *sections, leaf = name.split('__')
@@ -188,7 +188,7 @@ def changed(config: Config, **changes) -> Config:
 
 
 def lines(workdir) -> list[dict]:
-  """What a run has measured, without what depends on the clock or on how often it was started."""
+  """Return what a run has measured, without what depends on the clock or on how often it was started."""
   found = [json.loads(line) for line in (workdir / 'metrics.jsonl').read_text().splitlines()]
   clock = 'time/', 'throughput/', 'programs/', 'fencing_epoch'
   return [{name: value for name, value in line.items() if not name.startswith(clock)} for line in found]
@@ -254,7 +254,7 @@ def outcomes_of(*scores) -> list[Outcome]:
 
 
 def graded_by_hand(config: Config, *scores) -> tuple[types.SimpleNamespace, GradedRollouts]:
-  """A run's session without a model, and completions with these scores, of one question."""
+  """Return a run's session without a model, and completions with these scores, of one question."""
   count = len(scores)
   found = Rollouts.of_completions(np.zeros(count, np.int32), np.ones((count, 1), np.int32), np.ones((count, 1), bool))
   found.text = [f'try {row}' for row in range(count)]
@@ -265,7 +265,7 @@ def graded_by_hand(config: Config, *scores) -> tuple[types.SimpleNamespace, Grad
 
 
 def write(config: Config, *scores) -> tuple[GradedRollouts, list[str]]:
-  """What a server has written about completions, and what their teachers read."""
+  """Return what a server has written about completions, and what their teachers read."""
   session, graded = graded_by_hand(config, *scores)
   with feedback_writing.opened(config) as session.feedback_endpoint:
     feedback_writing.write(session, graded, None, 0, 2, NEVER)
@@ -356,7 +356,7 @@ def test_successes_that_are_not_taught_are_demonstrations_only(tiny_settings):
 
 
 def gathers(config: Config, least: int = 7, **changes) -> Config:
-  """Updates of up to 8 failures, for which two or three generation batches are needed; the model criticises them."""
+  """Update of up to 8 failures, for which two or three generation batches are needed; the model criticises them."""
   names = {
     'algorithm__min_sdpo_examples': least,
     SD + 'teach_successes': False,
@@ -546,7 +546,7 @@ def test_a_killed_run_with_everything_at_once_goes_on(tiny_settings, tmp_path, m
 
 
 def batch_of(config: Config, step: int, seed: int, advantages) -> gathering.Waiting:
-  """A generation batch of eight, of which nothing waits yet."""
+  """Return a generation batch of eight, of which nothing waits yet."""
   samples = make_samples(config, seed)
   count, mask = len(samples), samples.rollouts.completion_mask
   rollouts = dataclasses.replace(

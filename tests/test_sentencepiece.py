@@ -94,7 +94,9 @@ def test_merges_follow_the_scores_of_pieces_not_their_numbers(style, tmp_path):
 
 
 def test_the_class_that_a_config_asks_for_is_not_trusted(folders, tmp_path):
-  """For a Mistral, transformers builds a tokenizer that loses the space before a text; it is not the one that is used."""
+  """For a Mistral, transformers builds a tokenizer that loses the space before a text; it is not the one that is
+  used.
+  """
   pieces, folder = library(folders['mistral']), folders['mistral']
   assert AutoTokenizer.from_pretrained(folder).encode('The', add_special_tokens=False) != pieces.encode('The')
   assert isinstance(sentencepiece_model.load(folder), LlamaTokenizer)

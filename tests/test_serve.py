@@ -103,7 +103,7 @@ def get(process, path, **headers):
 
 @contextlib.contextmanager
 def running(process):
-  """Runs a process in a thread; what it raises is raised at the end."""
+  """Run a process in a thread; what it raises is raised at the end."""
   raised = []
 
   def run():
@@ -259,7 +259,7 @@ def get_config():
 
 @contextlib.contextmanager
 def served(folder: pathlib.Path):
-  """Yields a process that serves the tiny model, and its address."""
+  """Yield a process that serves the tiny model, and its address."""
   if not (folder / 'config.py').exists():
     model = service_world.model_folder(folder / 'model')
     (folder / 'config.py').write_text(CONFIG.format(model=str(model), root=str(folder / 'root')))
@@ -331,7 +331,7 @@ class Learner(threading.Thread):
     self._running, self._sample, self._version, self._told = running, sample, version, told
 
   def request(self, number: int) -> tuple[str, str, dict, str]:
-    """What leads to a version: method, path, body, key."""
+    """Return what leads to a version: method, path, body, key."""
     body = {'sample_id': self._sample, 'feedback': f'Be {number} times as brief.', 'update': {'learning_rate': 1e-4}}
     return 'POST', f'{self.at}/feedback', body, f'{self.at}-{number}'
 
@@ -354,12 +354,12 @@ class Learner(threading.Thread):
 
 
 def digests(running, at: str) -> dict[int, str]:
-  """The versions of an adapter: number → digest of all that is stored of it."""
+  """Return the versions of an adapter: number → digest of all that is stored of it."""
   return {each['version']: each['digest'] for each in ask(running, 'GET', f'{at}/versions')[1]['versions']}
 
 
 def begin(running, name: str) -> tuple[str, str]:
-  """Makes an adapter; returns its address and a sample of it."""
+  """Make an adapter; return its address and a sample of it."""
   status, made = ask(running, 'POST', '/v1/continual/adapters', {'name': name})
   assert status == 201
   asked = {'model': name, 'messages': [{'role': 'user', 'content': 'Hi'}], 'max_tokens': 4}

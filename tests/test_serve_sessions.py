@@ -1,4 +1,6 @@
-"""Sessions of a real process that is killed again and again while people say no: nothing is lost, nothing learned twice."""
+"""Sessions of a real process that is killed again and again while people say no: nothing is lost, nothing learned
+twice.
+"""
 
 import http.client
 import random
@@ -24,7 +26,7 @@ class Person(threading.Thread):
     self._running, self._told = running, told
 
   def again(self, running, told) -> 'Person':
-    """The same person before the server that came back."""
+    """Return the same person before the server that came back."""
     return Person(running, self.at, self.token, self.acknowledged, told, self.keyed)
 
   def send(self, running, path: str, body: dict, **headers: str) -> tuple[int, dict]:
@@ -64,7 +66,7 @@ class Person(threading.Thread):
 
 
 def check(running, person: Person) -> None:
-  """What was acknowledged is there, and what was in doubt is decided now, once."""
+  """Check that what was acknowledged is there, and what was in doubt is decided now, once."""
   turns = person.known(running)
   assert [turn['n'] for turn in turns] == list(range(len(turns)))
   if person.doubtful is not None:
@@ -87,7 +89,7 @@ def check(running, person: Person) -> None:
 
 
 def versions(running, adapter: str) -> dict[int, dict]:
-  """What is known of the versions of an adapter beside the first."""
+  """Return what is known of the versions of an adapter beside the first."""
   return {
     each['version']: each for each in ask(running, 'GET', f'{adapter}/versions')[1]['versions'] if each['version']
   }

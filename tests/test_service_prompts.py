@@ -1,4 +1,6 @@
-"""What users may send as a prompt, and how they may have it answered: every mistake is named, and long ones cost little."""
+"""What users may send as a prompt, and how they may have it answered: every mistake is named, and long ones cost
+little.
+"""
 
 import pytest
 from transformers import AutoTokenizer

@@ -177,7 +177,7 @@ def test_the_same_seed_makes_the_same_model(tmp_path):
 
 
 def chances(policy, params, tokenizer, items, length=192):
-  """The probability of the last answer of each conversation."""
+  """Return the probability of the last answer of each conversation."""
 
   @jax.jit
   def score(params, tokens, segment_ids):
@@ -196,7 +196,7 @@ def chances(policy, params, tokenizer, items, length=192):
 
 
 def conversation(task, label, said=None, demonstration=None):
-  """A session in which a way of doing a task is proposed, at once or behind what was said."""
+  """Return a session in which a way of doing a task is proposed, at once or behind what was said."""
   messages = [{'role': 'system', 'content': 'You are a coding agent.'}, {'role': 'user', 'content': task.ask}]
   if said or demonstration:
     messages = reprompt([*messages, {'role': 'user', 'content': ''}], demonstration, said, DISTILLATION)

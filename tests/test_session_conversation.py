@@ -1,4 +1,6 @@
-"""Conversations as token ids, in the templates of models that call tools: what was drawn stays, all else is the template's."""
+"""Conversations as token ids, in the templates of models that call tools: what was drawn stays, all else is the
+template's.
+"""
 
 import dataclasses
 import functools
@@ -46,7 +48,7 @@ def dialogue(family, **more):
 
 
 def rendered(family, messages, header=True, **variables):
-  """What the template writes of a whole conversation."""
+  """Return what the template writes of a whole conversation."""
   return tokenizer(family).apply_chat_template(
     messages, tools=TOOLS, tokenize=False, add_generation_prompt=header, **variables
   )
@@ -69,7 +71,7 @@ def assistant(text):
 
 
 def drawn(family, text, ended=True):
-  """What a model draws that says this."""
+  """Return what a model draws that says this."""
   tokens = tokenizer(family).encode(text, add_special_tokens=False)
   return [*tokens, tokenizer(family).eos_token_id] if ended else tokens
 
@@ -158,7 +160,7 @@ ANSWERS = strategies.tuples(TEXTS.filter(lambda text: '<|' not in text), strateg
 
 
 def control(family, tokens):
-  """The control tokens among these."""
+  """Return the control tokens among these."""
   names = set(FAMILIES[family][1])
   ids = set(tokenizer(family).convert_tokens_to_ids(sorted(names)))
   return [token for token in tokens if token in ids]

@@ -30,7 +30,7 @@ CHANGES = frozenset('create mkdir write truncate rename link unlink rmdir'.split
 
 @pytest.fixture
 def scratch():
-  """A folder in memory, where there is one: syncing takes most of the time otherwise."""
+  """Yield a folder in memory, where there is one: syncing takes most of the time otherwise."""
   memory = pathlib.Path('/dev/shm')
   with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
     yield pathlib.Path(folder)
@@ -162,7 +162,7 @@ def test_what_was_acknowledged_is_there_after_a_kill_while_all_sessions_learn(sc
   )
 
   def told(line: str) -> bool:
-    """Notes an acknowledgement; returns whether it was one."""
+    """Note an acknowledgement; return whether it was one."""
     if not line.endswith('\n') or json.loads(line) == ['ended']:
       return False
     said = json.loads(line)

@@ -33,7 +33,7 @@ def account(family):
 
 
 def answered(family, said):
-  """An answer of that model with words and two calls."""
+  """Return an answer of that model with words and two calls."""
   form = form_of(tokenizer(family).chat_template)
   calls = '\n'.join(write_call(call, form) for call in CALLS)
   between = '' if not said else '<|python_tag|>' if form == 'llama3' else '\n'
@@ -41,7 +41,7 @@ def answered(family, said):
 
 
 def exported(family, said):
-  """A denial behind a call that was approved, as that model's service exports it."""
+  """Return a denial behind a call that was approved, as that model's service exports it."""
   form, text = answered(family, said)
   return TrainingExample(
     session='ses-1',

@@ -54,25 +54,25 @@ def script(running_world):
 
 @pytest.fixture
 def ada(running_world, request):
-  """An owner without adapters."""
+  """Return an owner without adapters."""
   return running_world[0].account(f'ada of {request.node.name}')
 
 
 def opened(account, adapter=None, **settings):
-  """A session, of a new adapter unless one is named."""
+  """Return a session, of a new adapter unless one is named."""
   adapter = adapter or account.create('one', seed=0)[0].id
   session, _ = account.sessions.open(adapter, SessionSettings.from_json({'tools': TOOLS, **settings}))
   return adapter, session.id
 
 
 def proposed(account, script, where, text, messages=HI):
-  """A proposal that says this."""
+  """Return a proposal that says this."""
   script.say(text)
   return account.sessions.propose(*where, messages).result()
 
 
 def denied(account, script, where, *, messages=HI, text=None, correction='Use r.'):
-  """A proposal that is denied; what was learned."""
+  """Return a proposal that is denied; what was learned."""
   turn = proposed(account, script, where, text or called(GREP), messages)
   return account.sessions.decide(*where, turn.n, Decision('deny', correction))[1]
 

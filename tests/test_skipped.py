@@ -45,7 +45,7 @@ def test_how_many_a_run_bears(limit, total, most):
 
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory):
-  """A learning rate that the weights do not survive: after two or three steps there is no finite gradient."""
+  """Return a learning rate that the weights do not survive: after two or three steps there is no finite gradient."""
   folder = tmp_path_factory.mktemp('skipped')
   config = tiny.make_experiment(folder)
 

@@ -1,4 +1,6 @@
-"""The copy of a batch's starting state is that state: values, layouts, keys; and it does not change with the original."""
+"""The copy of a batch's starting state is that state: values, layouts, keys; and it does not change with the
+original.
+"""
 
 import json
 import threading

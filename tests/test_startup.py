@@ -1,4 +1,6 @@
-"""The start of a run: every program is compiled before the first step, whatever lengths come; none is left to a step."""
+"""The start of a run: every program is compiled before the first step, whatever lengths come; none is left to a
+step.
+"""
 
 import dataclasses
 import itertools
@@ -66,7 +68,7 @@ def experiment(folder, **changes) -> Config:
 
 @pytest.fixture
 def devices(monkeypatch):
-  """Sets how many devices a run finds."""
+  """Set how many devices a run finds."""
 
   def restrict(count: int) -> None:
     found = jax.devices()[:count]

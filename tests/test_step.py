@@ -1,4 +1,6 @@
-"""The update: micro-batches, devices and left-out rows change nothing; the teacher moves once a batch; NaN is skipped."""
+"""The update: micro-batches, devices and left-out rows change nothing; the teacher moves once a batch; NaN is
+skipped.
+"""
 
 from __future__ import annotations
 
@@ -152,7 +154,7 @@ def samples_for(config: Config) -> batching.GenerationBatch:
 
 
 def some_slow(*quick: str) -> list:
-  """The variants that have programs of their own, all but some of them slow; frozen and live share the EMA's."""
+  """Return the variants that have programs of their own, all but some of them slow; frozen and live share the EMA's."""
   names = sorted(VARIANTS.keys() - {'frozen', 'live'})
   return [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in names]
 

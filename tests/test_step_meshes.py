@@ -111,7 +111,7 @@ def step(shape: tuple[int, int], pack: bool):
 
 
 def of_tokens(policy, tree):
-  """The tree on the host, without the rows of zeros that pad the vocabulary."""
+  """Return the tree on the host, without the rows of zeros that pad the vocabulary."""
 
   def strip(parameter, leaf):
     rows = leaf.shape[0] - parameter.padding
@@ -121,7 +121,8 @@ def of_tokens(policy, tree):
   return parameter_tables.map_tree(strip, policy.parameter_table(), jax.device_get(tree))
 
 
-# Each mesh once, either kind of rows: what a mesh divides knows nothing of packing. The others are compiled as users do.
+# Each mesh once, either kind of rows: what a mesh divides knows nothing of packing. The others are compiled as users
+# do.
 USUAL = [((8, 1), False), ((4, 2), True), ((2, 4), False)]
 
 

@@ -23,7 +23,7 @@ STEPS = 4
 
 @pytest.fixture(scope='module')
 def settings(tmp_path_factory) -> Config:
-  """A run of SDPO that learns fast enough for every step to be another model."""
+  """Return a run of SDPO that learns fast enough for every step to be another model."""
   made: dict = {}
   exec(tiny.make_experiment(tmp_path_factory.mktemp('steps_off')).read_text(), made)
   config = made['get_config']()
@@ -48,7 +48,7 @@ def with_steps_off(config: Config, steps_off: int, **optimizer) -> Config:
 
 
 def lines(workdir) -> list[dict]:
-  """What a run has measured, without what depends on the clock or on how often it was started."""
+  """Return what a run has measured, without what depends on the clock or on how often it was started."""
   found = [json.loads(line) for line in (workdir / 'metrics.jsonl').read_text().splitlines()]
   clock = 'time/', 'throughput/', 'programs/', 'fencing_epoch'
   return [{name: value for name, value in line.items() if not name.startswith(clock)} for line in found]

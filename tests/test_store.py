@@ -1,4 +1,6 @@
-"""The store of the service: what is committed is there to the bit, what is another's is not, what is damaged has a name."""
+"""The store of the service: what is committed is there to the bit, what is another's is not, what is damaged has a
+name.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def store(tmp_path, clock):
 
 
 def step(store, adapter, seed, **more):
-  """Commits the next version of an adapter."""
+  """Commit the next version of an adapter."""
   head = store.adapter(adapter.owner, adapter.id).head
   more = {'reason': 'feedback', 'details': {'seed': seed}} | more
   return store.commit(adapter.owner, adapter.id, head, arrays(seed), **more)

@@ -35,7 +35,7 @@ CHANGES = frozenset('create mkdir write truncate rename link unlink rmdir'.split
 
 @pytest.fixture
 def scratch():
-  """A folder in memory, where there is one: syncing takes most of the time otherwise."""
+  """Yield a folder in memory, where there is one: syncing takes most of the time otherwise."""
   memory = pathlib.Path('/dev/shm')
   with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
     yield pathlib.Path(folder)
@@ -57,7 +57,7 @@ def recorded(recorder, tmp_path_factory) -> list[file_operations.Operation]:
 
 
 def promised(operations) -> list[tuple[dict, dict]]:
-  """What was acknowledged before every operation, and what was to be acknowledged next."""
+  """Return what was acknowledged before every operation, and what was to be acknowledged next."""
   marks = [(place, json.loads(one.path)) for place, one in enumerate(operations) if one.kind == 'mark']
   found = []
   for place in range(len(operations)):
@@ -115,7 +115,7 @@ class Judge:
         assert_same(store.arrays(made), arrays(1))
 
   def _ask_again(self, store) -> None:
-    """The request of the history, sent again, makes its version if it is not there, and else no other."""
+    """Check that the request of the history, sent again, makes its version if it is not there, and else no other."""
     with contextlib.suppress(NotFound):
       mine = store.by_name('ada', 'mine')
       if mine.head == 0:
@@ -183,7 +183,7 @@ def test_what_was_acknowledged_is_there_after_a_kill_under_load(scratch, kills):
   )
 
   def told(line: str) -> bool:
-    """Notes an acknowledgement; returns whether it was one."""
+    """Note an acknowledgement; return whether it was one."""
     if not line.endswith('\n') or json.loads(line) == ['ended']:
       return False
     owner, adapter, number, digest, seed = json.loads(line)
@@ -274,7 +274,7 @@ class Disk:
 
 
 def send(store, mine) -> None:
-  """A handler of a request with an idempotency key, whose client sends it until it has an answer."""
+  """Handle a request with an idempotency key, whose client sends it until it has an answer."""
   request = store.begin('ada', 'key', 'body')
   if isinstance(request, StoredResponse):
     assert request.version == 5 or request.status == 200

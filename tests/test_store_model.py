@@ -1,4 +1,6 @@
-"""Random histories of a store against a model of it that is a dictionary, with restarts and lost databases in between."""
+"""Random histories of a store against a model of it that is a dictionary, with restarts and lost databases in
+between.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +119,7 @@ class History:
     self.commit(owner, kept, which, kept.versions[number], parent=number)
 
   def request(self, owner: str, kept: Kept, which: tuple[str, str]) -> None:
-    """A request that is sent twice, and dies the first time before its answer."""
+    """Send a request twice, which dies the first time before its answer."""
     key = f'{kept.id} {len(kept.asked)}'
     request = self.store.begin(owner, key, 'body')
     assert isinstance(request, Request)

@@ -1,4 +1,6 @@
-"""The store on an object store: an S3 server whose answers may be lost, and two processes that know nothing of each other."""
+"""The store on an object store: an S3 server whose answers may be lost, and two processes that know nothing of each
+other.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from sdpo_jax.environments import facts
 
 
 def settings_of(line: list[str]) -> Config:
-  """What a command line asks for."""
+  """Return what a command line asks for."""
   assert line[1:3] == ['-m', 'launch.train']
   config = None
   for part in line[4:]:

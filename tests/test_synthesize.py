@@ -1,4 +1,6 @@
-"""Prompts about a document, by the model itself: what it is asked, what is kept, and how a pool goes on and is trained on."""
+"""Prompts about a document, by the model itself: what it is asked, what is kept, and how a pool goes on and is trained
+on.
+"""
 
 from __future__ import annotations
 
@@ -164,7 +166,7 @@ def test_a_passage_that_grows_in_its_prompt_is_cut(config, tmp_path):
 
 
 def scripted(texts):
-  """A sampler that writes these texts; a tuple is one that was cut off."""
+  """Return a sampler that writes these texts; a tuple is one that was cut off."""
   left = iter(texts)
 
   def draw(prompts, number):

@@ -229,7 +229,7 @@ def test_an_empty_batch():
 
 
 def chat_tokenizer():
-  """A byte-level tokenizer with a Qwen-like template."""
+  """Return a byte-level tokenizer with a Qwen-like template."""
   core = tokenizers.Tokenizer(
     tokenizers.models.BPE(
       vocab={c: i for i, c in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}, merges=[]
@@ -240,9 +240,9 @@ def chat_tokenizer():
   tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token='<|im_end|>')
   tokenizer.add_special_tokens({'additional_special_tokens': ['<|im_start|>']})
   tokenizer.chat_template = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
-    "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}{% if "
+    "add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% if enable_thinking is defined and enable_thinking is "
+    "false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
   )
   return tokenizer
 

@@ -1,4 +1,6 @@
-"""The client of a teacher at an endpoint, against a real server with a tiny model, and against servers that do wrong."""
+"""The client of a teacher at an endpoint, against a real server with a tiny model, and against servers that do
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -149,7 +151,7 @@ def with_change(scorer, edit):
 
 
 def entry(choice):
-  """An entry in the middle of an answer: that of the likeliest token, and the row of it."""
+  """Return an entry in the middle of an answer: that of the likeliest token, and the row of it."""
   row = choice['prompt_logprobs'][4]
   return max(row, key=lambda key: row[key]['logprob']), row
 
@@ -212,7 +214,7 @@ def test_an_answer_that_says_something_else_is_refused_and_not_asked_for_again(s
 
 
 def _replaced(edit, choice):
-  """What an edit puts in the place of the whole answer; None: it has changed the choice."""
+  """Return what an edit puts in the place of the whole answer; None: it has changed the choice."""
   result = edit(choice)
   return result if isinstance(result, list) or (isinstance(result, dict) and 'choices' in result) else None
 

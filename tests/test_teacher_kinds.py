@@ -1,4 +1,6 @@
-"""Who may teach: every kind of teacher, and a student with a frozen base, through the real update, alone and on a mesh."""
+"""Who may teach: every kind of teacher, and a student with a frozen base, through the real update, alone and on a
+mesh.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +138,7 @@ def said(policy, base, trainable, batch: GenerationBatch, sample: int, temperatu
 
 
 def assert_entropy(report, log_probs, sample: int) -> None:
-  """The teacher's entropies of a sample are those of what was said."""
+  """Check that the teacher's entropies of a sample are those of what was said."""
   expected = -(jnp.exp(log_probs) * log_probs).sum(-1)
   np.testing.assert_allclose(report.token_values['teacher_entropy'][sample, : len(expected)], expected, rtol=1e-4)
 
@@ -265,7 +267,7 @@ def test_a_teacher_with_a_fixed_context_reads_it_before_its_prompt(devices):
 
 
 def everything_that_a_teacher_says(policy, parameters, batch: GenerationBatch, temperature: float) -> TeacherSignal:
-  """The log-probs [N, T, V] of all tokens, in an order of their own, as an external teacher would send them."""
+  """Return the log-probs [N, T, V] of all tokens, in an order of their own, as an external teacher would send them."""
   shape = (*batch.rollouts.completion_mask.shape, policy.vocab_size)
   ids = np.random.default_rng(3).permutation(np.broadcast_to(np.arange(shape[-1], dtype=np.int32), shape), axis=-1)
   log_probs = np.zeros(shape, np.float32)

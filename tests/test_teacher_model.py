@@ -35,7 +35,7 @@ SETTINGS = {
 
 @pytest.fixture(scope='module')
 def folders(tmp_path_factory):
-  """A student, and a larger teacher whose vocabulary is padded further."""
+  """Return a student, and a larger teacher whose vocabulary is padded further."""
   root = tmp_path_factory.mktemp('models')
   student = tiny.make_model(root / 'student')
   teacher = tiny.make_model(root / 'teacher', seed=1, **WIDE, eos_token_id=258)
@@ -68,7 +68,9 @@ def logits(policy, base, trainable, prompt, completion) -> np.ndarray:
 
 
 def formula(student: np.ndarray, teacher: np.ndarray, k: int, alpha: float) -> np.ndarray:
-  """The divergence [length] over the student's top K with a bucket for the rest, in float64 from log-probs [length, V]."""
+  """Return the divergence [length] over the student's top K with a bucket for the rest, in float64 from log-probs
+  [length, V].
+  """
   ids = np.argsort(-student, axis=1)[:, :k]
 
   def with_rest(log_probs):

@@ -28,7 +28,7 @@ def config(**changes) -> Config:
 
 
 def graded(samples, outcomes):
-  """These samples, two of every question, as they come from the graders."""
+  """Return these samples, two of every question, as they come from the graders."""
   count = len(samples)
   examples = [Example(str(i), [{'role': 'user', 'content': f'q{i}'}], 'none', None, 's') for i in range(count // 2)]
   return step.GradedRollouts(examples, samples.prompts[::2], samples.rollouts, outcomes, np.arange(count), 0.0)

@@ -1,4 +1,6 @@
-"""Files of tensors, damaged in every way, are refused by name; what is written is what the safetensors library reads."""
+"""Files of tensors, damaged in every way, are refused by name; what is written is what the safetensors library
+reads.
+"""
 
 import hashlib
 import json
@@ -151,7 +153,7 @@ MAP = {name: file for file, arrays in FILES.items() for name in arrays}
 
 @pytest.fixture
 def folder(tmp_path):
-  """A model of two files and an index."""
+  """Return a model of two files and an index."""
   for name, arrays in FILES.items():
     save_file(arrays, tmp_path / name)
   (tmp_path / stored_tensors.INDEX).write_text(json.dumps({'metadata': {}, 'weight_map': MAP}))

@@ -64,7 +64,7 @@ def test_a_diff_says_all_that_changes(before, after):
 
 
 def applied(before, lines):
-  """Does to a text what a diff says, whose unchanged lines must be there."""
+  """Do to a text what a diff says, whose unchanged lines must be there."""
   if len(lines) == 1:
     return before
   old = before.split('\n')

@@ -20,7 +20,7 @@ CTRL_C, CTRL_D, ALT_ENTER = '\x03', '\x04', '\x1b\r'
 
 @pytest.fixture
 def typed():
-  """A keyboard, and what is typed on it."""
+  """Yield a keyboard, and what is typed on it."""
   with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
     yield Keyboard(colours=False), pipe.send_text
 

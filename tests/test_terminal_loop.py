@@ -66,12 +66,12 @@ def no_disk(monkeypatch):
 
 @pytest.fixture
 def world(tmp_path):
-  """A workspace, a folder of histories, and what holds a session in them."""
+  """Return a workspace, a folder of histories, and what holds a session in them."""
   workspace, states = tmp_path / 'work', tmp_path / 'state'
   workspace.mkdir()
 
   def hold(server, *acts, rules='', settings=None, script=False, workbench=Workbench, seed=None):
-    """Holds the session of a server, which is opened if there is none; returns what came of it."""
+    """Hold the session of a server, which is opened if there is none; return what came of it."""
     client = Client(server.url, local=True)
     found = sorted(states.glob('*')) if states.exists() else []
     if found:

@@ -28,7 +28,7 @@ RULES = ''.join(f'never {name}\n' for name in TOOLS if name != 'write')
 
 @pytest.fixture(scope='module')
 def served(tmp_path_factory):
-  """A service behind a port, and what its model says."""
+  """Yield a service behind a port, and what its model says."""
   folder = tmp_path_factory.mktemp('terminal')
   with session_world.world(folder, calls=(WRITE_1, WRITE_2)) as (service, says):
     config = Config(name='terminal')
@@ -39,7 +39,7 @@ def served(tmp_path_factory):
 
 @pytest.fixture
 def place(tmp_path):
-  """A workspace, and a file of rules beside it."""
+  """Return a workspace, and a file of rules beside it."""
   (tmp_path / 'work').mkdir()
   (tmp_path / 'rules').write_text(RULES)
   return tmp_path
@@ -108,7 +108,7 @@ class Terminal:
     self.press('Enter')
 
   def shows(self, *texts: str) -> str:
-    """Returns what is to be seen, with its colours, once it has all of these texts, one after the other."""
+    """Return what is to be seen, with its colours, once it has all of these texts, one after the other."""
     deadline = time.monotonic() + PATIENCE
     pattern = re.compile('.*'.join(map(re.escape, texts)), re.DOTALL)
     while not pattern.search(seen := self.tell('capture-pane', '-p', '-J', '-S', '-1000')):

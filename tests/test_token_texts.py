@@ -1,4 +1,6 @@
-"""Token by token, a text stays what it is: bytes join to it, and offsets point into it, with every family's tokenizer."""
+"""Token by token, a text stays what it is: bytes join to it, and offsets point into it, with every family's
+tokenizer.
+"""
 
 import pytest
 

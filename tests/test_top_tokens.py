@@ -32,7 +32,7 @@ TRUST = {
 
 
 def made(changes, devices=1):
-  """Returns a session, a state whose teacher differs from the student, and a generation batch."""
+  """Return a session, a state whose teacher differs from the student, and a generation batch."""
   config = settings(**changes)
   policy, parameters = make_model()
   _, others = make_model(seed=1)
@@ -53,7 +53,7 @@ def made(changes, devices=1):
 
 
 def distributions(session, parameters, prompts, rollouts):
-  """Returns log-probs [T, V] of each completion, from whole sequences, one at a time."""
+  """Return log-probs [T, V] of each completion, from whole sequences, one at a time."""
   policy = session.policy
   length = max(map(len, prompts)) + rollouts.completion_mask.shape[1]
 

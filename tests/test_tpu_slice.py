@@ -60,7 +60,7 @@ time.sleep(60)
 
 
 def begin(tmp_path: pathlib.Path, *arguments: str) -> subprocess.Popen:
-  """Starts the script with the fake."""
+  """Start the script with the fake."""
   environment = {**os.environ, 'FAKE': str(tmp_path), 'PATH': f'{tmp_path}/bin:{os.environ["PATH"]}'}
   script = str(tiny.REPOSITORY / 'launch' / 'tpu_slice.sh')
   return subprocess.Popen(
@@ -70,7 +70,7 @@ def begin(tmp_path: pathlib.Path, *arguments: str) -> subprocess.Popen:
 
 @pytest.fixture
 def slice_of(tmp_path):
-  """Runs the script with the fake; returns (exit code, stderr, gcloud's calls as lists of words); `stdout` is a file."""
+  """Run the script with the fake; return (exit code, stderr, gcloud's calls as lists of words); `stdout` is a file."""
   (tmp_path / 'bin').mkdir()
   (tmp_path / 'bin' / 'gcloud').write_text(GCLOUD)
   (tmp_path / 'bin' / 'gcloud').chmod(0o755)
@@ -126,7 +126,7 @@ def within(condition, complaint, seconds: float = 20) -> None:
 
 @pytest.fixture
 def worker(tmp_path):
-  """A worker on which what the script says is really run; nothing of it is left behind."""
+  """Yield a worker on which what the script says is really run; nothing of it is left behind."""
   worker = Worker(tmp_path)
   yield worker
   if (worker.run / 'group').exists():
@@ -140,7 +140,7 @@ def worker(tmp_path):
 
 @pytest.fixture
 def status(slice_of, tmp_path):
-  """What `status` says of the worker: its outcome."""
+  """Return what `status` says of the worker: its outcome."""
 
   def ask() -> str:
     code, err, _ = slice_of('status', *PLACE)
@@ -153,7 +153,9 @@ def status(slice_of, tmp_path):
 
 
 def verbs(calls: list[list[str]]) -> list[str]:
-  """What was asked of gcloud, without the questions about state and exit code, and the loads of ssh by their content."""
+  """Return what was asked of gcloud, without the questions about state and exit code, and the loads of ssh by their
+  content.
+  """
   names = []
   for call in calls:
     if call[3] == 'describe' or call[-1].endswith('; outcome'):

@@ -1,4 +1,6 @@
-"""A completion that cannot be graded is as if it had not been sampled, and too many of them end a run, which is saved."""
+"""A completion that cannot be graded is as if it had not been sampled, and too many of them end a run, which is
+saved.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def test_an_outcome_has_a_score_or_a_reason():
 
 
 def without(samples: batching.GenerationBatch, rows: np.ndarray) -> batching.GenerationBatch:
-  """The batch of these rows alone."""
+  """Return the batch of these rows alone."""
   return dataclasses.replace(
     samples,
     prompts=[samples.prompts[row] for row in rows],

@@ -18,7 +18,7 @@ DOCS = (tiny.REPOSITORY / 'docs' / 'environments.md').read_text()
 
 
 def block(name, language='python'):
-  """The code block of the documentation that follows the mention of a file."""
+  """Return the code block of the documentation that follows the mention of a file."""
   match = re.search(rf'`{re.escape(name)}`:\n\n```{language}\n(.*?)```', DOCS, re.DOTALL)
   assert match, f'docs/environments.md no longer shows {name}'
   return match.group(1)

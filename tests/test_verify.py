@@ -20,7 +20,7 @@ from tests.test_checkpoints import files_below, flipped, make_state
 
 @pytest.fixture(scope='module')
 def finished(tmp_path_factory):
-  """A run of five steps with checkpoints of two and four."""
+  """Return a run of five steps with checkpoints of two and four."""
   workdir = tmp_path_factory.mktemp('verify') / 'run'
   opened = checkpoints.Checkpoints(workdir)
   lines = []

@@ -20,7 +20,7 @@ FILES = ('/console', '/console.css', '/console.js')
 
 @pytest.fixture(scope='module')
 def doors(tmp_path_factory):
-  """The same routes without keys and with them; the service behind them is not there yet."""
+  """Yield the same routes without keys and with them; the service behind them is not there yet."""
   path = tmp_path_factory.mktemp('keys') / 'keys.jsonl'
   add(path, 'ada', 'test')
   keys = KeyFile(path)

@@ -74,7 +74,7 @@ class Service:
 
 
 def change(asked):
-  """Counts how often it was done."""
+  """Count how often it was done."""
   asked.account.service.calls['change'] += 1
   if asked.body == b'{"fail": true}':
     raise InvalidRequest('That cannot be.')
@@ -94,7 +94,7 @@ def broken(asked):
 
 
 def wait(asked):
-  """Waits until the request ends."""
+  """Wait until the request ends."""
   ended = threading.Event()
   with asked.call.on_end(ended.set):
     asked.account.service.calls['waiting'] += 1
@@ -266,7 +266,7 @@ FOREIGN = {
 
 @pytest.fixture(params=['without keys', 'with keys'])
 def guarded(request, tmp_path):
-  """A service, and the headers of its user."""
+  """Return a service, and the headers of its user."""
   if request.param == 'without keys':
     return World(), {}
   key, _ = add(tmp_path / 'keys.jsonl', 'ada', 'key')
@@ -274,7 +274,7 @@ def guarded(request, tmp_path):
 
 
 def asked_of_a_session(world, headers):
-  """What comes of reading, opening and changing; nothing of the kind is asked anywhere else."""
+  """Return what comes of reading, opening and changing; nothing of the kind is asked anywhere else."""
   client = world.client(**headers)
   return [client.get(AT), client.post(AT, json={}), client.post(f'{AT}/ses-1', json={})]
 
@@ -418,7 +418,7 @@ def test_a_body_that_is_too_large_is_not_read():
 
 
 def asgi(world, method, path, *, headers=(), body=b'{}', leave=None, then=None):
-  """Runs one request of a sender that leaves when `leave` is set; returns the messages that it was sent.
+  """Run one request of a sender that leaves when `leave` is set; return the messages that it was sent.
 
   `then` is called when it was answered, and what goes on in the background afterwards is waited for.
   """
@@ -492,7 +492,9 @@ def test_a_handler_that_does_not_end_is_left_alone_and_keeps_its_place(monkeypat
 
 
 def test_what_a_late_handler_says_is_kept_whole_for_whoever_asks_again(monkeypatch):
-  """Its sender was told that the time was over, and has left: the answer that is kept is not what was sent to nobody."""
+  """Its sender was told that the time was over, and has left: the answer that is kept is not what was sent to
+  nobody.
+  """
   monkeypatch.setattr(gate, 'GRACE', 0.01)
   go_on = threading.Event()
 

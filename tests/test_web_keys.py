@@ -1,4 +1,6 @@
-"""Keys: shown once, stored hashed, refused as soon as they are taken out, and never read from a file that others can read."""
+"""Keys: shown once, stored hashed, refused as soon as they are taken out, and never read from a file that others can
+read.
+"""
 
 import hashlib
 import hmac

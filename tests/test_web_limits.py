@@ -79,7 +79,7 @@ def test_a_time_that_is_none_is_refused(header):
 
 
 def receiving(*parts, end=True):
-  """A `receive` that hands out parts of a body, and the list of those that are left."""
+  """Return a `receive` that hands out parts of a body, and the list of those that are left."""
   left = [{'type': 'http.request', 'body': part, 'more_body': True} for part in parts]
   if end:
     left.append({'type': 'http.request', 'body': b'', 'more_body': False})

@@ -1,4 +1,6 @@
-"""The native routes over the whole service: what is asked and answered, and that nobody reaches what another one has."""
+"""The native routes over the whole service: what is asked and answered, and that nobody reaches what another one
+has.
+"""
 
 import contextlib
 import hashlib
@@ -26,7 +28,7 @@ MESSAGES = [{'role': 'user', 'content': 'Hi'}]
 
 @pytest.fixture(scope='module')
 def world(tmp_path_factory):
-  """A service with the keys of two owners, each of whom has an adapter and a sample of it."""
+  """Yield a service with the keys of two owners, each of whom has an adapter and a sample of it."""
   folder = tmp_path_factory.mktemp('native')
   config = service_world.make_config(service_world.model_folder(folder / 'model'), folder / 'root')
   keys = folder / 'keys.jsonl'
@@ -69,7 +71,7 @@ def draw(client, model, **changes):
 
 
 def create(client, name):
-  """The address of a new adapter."""
+  """Return the address of a new adapter."""
   response = client.post(f'{ROOT}/adapters', json={'name': name})
   assert response.status_code == 201, response.text
   return response.headers['location']
@@ -397,7 +399,7 @@ def refused(client, method, pattern, name, more, opened):
 
 
 def without(response, name):
-  """An answer in which the id that was asked for is X, whichever way it is quoted."""
+  """Return an answer in which the id that was asked for is X, whichever way it is quoted."""
   text = response.content.decode()
   for spelled in (json.dumps(name, ensure_ascii=False)[1:-1], json.dumps(repr(name), ensure_ascii=False)[1:-1], name):
     text = text.replace(spelled, 'X')

@@ -155,7 +155,7 @@ def test_what_waits_is_learned_when_it_is_told_to(world):
 
 @pytest.fixture
 def script(world, monkeypatch):
-  """What the model is going to say, which by itself calls no tool."""
+  """Return what the model is going to say, which by itself calls no tool."""
   script = session_world.Script(world.service)
   monkeypatch.setattr(world.service.worker, 'sample', script.sample)
   return script
@@ -430,7 +430,7 @@ BODIES = {
 
 
 def asked_of(opened, method, pattern, headers):
-  """What comes of a request to a route of sessions that would do something, with the token and other headers."""
+  """Return what comes of a request to a route of sessions that would do something, with the token and other headers."""
   ids = {'adapter': opened.session['adapter'], 'session': opened.session['id'], 'n': '0'}
   more = BODIES.get(pattern.rsplit('/', 1)[1], {'json': {}} if method == 'POST' else {})
   every = {**more.get('headers', {}), **opened.headers, **headers}

@@ -17,7 +17,7 @@ from sdpo_jax.training.directory.lines import read_metrics
 
 @pytest.fixture
 def run(tmp_path):
-  """The directory of a run of two steps, without its checkpoints."""
+  """Return the directory of a run of two steps, without its checkpoints."""
   folder = tmp_path / 'run'
   folder.mkdir()
   (folder / 'config.json').write_text(Config().to_json())

@@ -1,4 +1,6 @@
-"""The engine's thread: all threads are answered as by an engine of their own, in fair turns, and each request ends once."""
+"""The engine's thread: all threads are answered as by an engine of their own, in fair turns, and each request ends
+once.
+"""
 
 import collections
 import concurrent.futures
@@ -152,7 +154,7 @@ class Drawing:
 
 @pytest.fixture
 def made():
-  """A worker whose engine is a stand, and what there is of it."""
+  """Yield a worker whose engine is a stand, and what there is of it."""
   found = types.SimpleNamespace(
     log=[], engines=[], store={}, loads=collections.Counter(), now=0.0, gate=None, fail=None
   )
@@ -193,7 +195,7 @@ def lessons(version, new=None, count=1, **more):
 
 
 def until(holds):
-  """Waits until something holds that another thread brings about."""
+  """Wait until something holds that another thread brings about."""
   pause = threading.Event()
   for _ in range(int(LONG / 0.002)):
     if holds():
@@ -472,7 +474,9 @@ def test_the_end_does_not_wait_for_ever(made):
 @pytest.mark.parametrize('method', ['restore', 'submit', 'turn', 'score', 'learn', 'forget', 'drop'])
 @pytest.mark.parametrize('lasting', [False, True])
 def test_a_failure_of_the_engine_is_told_and_overcome(made, method, lasting):
-  """Whichever call fails, once or from then on: every request ends, and what only the engine had is there afterwards."""
+  """Whichever call fails, once or from then on: every request ends, and what only the engine had is there
+  afterwards.
+  """
   worker = made.worker
   worker.put('own', {'mine': 1})
   worker.put('gone', {})

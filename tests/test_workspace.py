@@ -308,7 +308,8 @@ COMMANDS = {
   'write to a file with a further name outside': 'echo x > hard.txt',
   'make a further name of a file outside': 'ln /etc/passwd here || ln ../linked.txt here',
   'mount': 'mount -t tmpfs none /usr || mount --bind / /tmp || unshare -Urm true',
-  'reach the network': 'exec 3<>/dev/tcp/127.0.0.1/22 || getent hosts example.com || python3 -c \'import socket; socket.create_connection(("10.0.0.1", 80), 1)\'',
+  'reach the network': 'exec 3<>/dev/tcp/127.0.0.1/22 || getent hosts example.com || '
+  'python3 -c \'import socket; socket.create_connection(("10.0.0.1", 80), 1)\'',
   'see other processes': f'kill -0 {os.getpid()} || ls /proc/{os.getpid()} || test $(ls -d /proc/[0-9]* | wc -l) -gt 6',
   'read a home': 'cat ~root/.bash_history ~root/.ssh/* ~root/.profile || ls /home/* || cat /etc/shadow',
   'trace the first process': 'cat /proc/1/environ || cat /proc/1/mem || cat /proc/1/maps | grep python',

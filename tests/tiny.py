@@ -82,7 +82,7 @@ def get_config():
 
 
 def make_tokenizer(folder: pathlib.Path, chat_template: str | None = CHAT_TEMPLATE) -> None:
-  """A byte-level tokenizer with a ChatML template."""
+  """Write a byte-level tokenizer with a ChatML template."""
   alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
   vocabulary = {token: i for i, token in enumerate([*alphabet, *SPECIAL])}
   tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -97,7 +97,7 @@ def make_tokenizer(folder: pathlib.Path, chat_template: str | None = CHAT_TEMPLA
 
 
 def make_model(folder: pathlib.Path, *, vocab_size: int = 264, seed: int = 0, **changes) -> pathlib.Path:
-  """A random Qwen3 of two layers and width 32 in Hugging Face format."""
+  """Return a random Qwen3 of two layers and width 32 in Hugging Face format."""
   config = {
     'architectures': ['Qwen3ForCausalLM'],
     'model_type': 'qwen3',
@@ -128,7 +128,7 @@ def make_model(folder: pathlib.Path, *, vocab_size: int = 264, seed: int = 0, **
 
 
 def make_experiment(folder: pathlib.Path) -> pathlib.Path:
-  """A model directory and a config file that trains it; returns the path of the config file."""
+  """Return a model directory and a config file that trains it; returns the path of the config file."""
   model = make_model(folder / 'model')
   path = folder / 'tiny_config.py'
   path.write_text(CONFIG.replace('{model!r}', repr(str(model))))
@@ -136,7 +136,7 @@ def make_experiment(folder: pathlib.Path) -> pathlib.Path:
 
 
 def completions(rollouts: Rollouts) -> list[Completion]:
-  """What the sampler says of each of these rollouts when it is finished; without tokens."""
+  """Return what the sampler says of each of these rollouts when it is finished; without tokens."""
   none = np.zeros(0, np.float32)
   return [
     Completion(sample, none.astype(np.int32), none, none, none, stopped=reason == 'stop', text=text)
@@ -145,15 +145,15 @@ def completions(rollouts: Rollouts) -> list[Completion]:
 
 
 def command(name: str, *arguments: str) -> list[str]:
-  """The command line of `python -m launch.<name>`."""
+  """Return the command line of `python -m launch.<name>`."""
   return [sys.executable, '-m', f'launch.{name}', *arguments]
 
 
 def environment(cache: pathlib.Path | None = None, *, quick: bool = False) -> dict[str, str]:
   """Environment variables of a command: CPU, one device, programs kept in `cache`, which all share by default.
 
-  `quick`: compiled as the tests do, not as users do. For what runs by default, for runs of several processes, which have
-  no cache, and where no other test compiles these programs and none compares their bits.
+  `quick`: compiled as the tests do, not as users do. For what runs by default, for runs of several processes, which
+  have no cache, and where no other test compiles these programs and none compares their bits.
   """
   return {
     **(os.environ if quick else compiling.users_environment()),
@@ -171,7 +171,7 @@ def launch(
   quick: bool = False,
   file_limit_kib: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
-  """Runs a command to its end; with `file_limit_kib` no larger file can be written, as on a full disk."""
+  """Run a command to its end; with `file_limit_kib` no larger file can be written, as on a full disk."""
   line = command(name, *arguments)
   if file_limit_kib is not None:
     line = ['bash', '-c', 'ulimit -f "$0"; trap "" XFSZ; exec "$@"', str(file_limit_kib), *line]
@@ -180,9 +180,9 @@ def launch(
   )
 
 
-# Imports what the commands import once, then runs each in a fork of its own; JAX has started no thread by then. What the
-# garbage collector leaves alone is not copied for a fork. A fork that ends by itself waits for its threads and runs what
-# is registered for the exit, but does not take the imported modules apart, which takes longer than many a command.
+# Imports what the commands import once, then runs each in a fork of its own; JAX has started no thread by then. What
+# the garbage collector leaves alone is not copied for a fork. A fork that ends by itself waits for its threads and runs
+# what is registered for the exit, but does not take the imported modules apart, which takes longer than many a command.
 _MANY = """
 import atexit, gc, json, os, runpy, sys, threading
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -221,7 +221,7 @@ def launch_many(
   cache: pathlib.Path | None = None,
   quick: bool = False,
 ) -> list[subprocess.CompletedProcess[str]]:
-  """Runs many short commands, each in a process of its own that starts with the imports done."""
+  """Run many short commands, each in a process of its own that starts with the imports done."""
   folder.mkdir()
   files = [(str(folder / f'{i}.out'), str(folder / f'{i}.err')) for i in range(len(commands))]
   driver = subprocess.run(

@@ -1,4 +1,8 @@
-"""Small tokenizers in the styles of the families: how they split text, which tokens delimit turns, how templates use them."""
+"""Small tokenizers in the styles of the families: how they split text, which tokens delimit turns, how templates use
+them.
+"""
+
+# ruff: noqa: E501 (templates as they are published)
 
 from __future__ import annotations
 
@@ -34,10 +38,9 @@ _CHATML = (
   "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
 )
 _INST = (
-  "{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-  "{{ raise_exception('Roles must alternate: user, assistant, user, …') }}{% endif %}"
-  "{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}{{ ' ' + m.content + eos_token }}{% endif %}"
-  '{% endfor %}'
+  "{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ "
+  "raise_exception('Roles must alternate: user, assistant, user, …') }}{% endif %}{% if m.role == 'user' %}{{ '[INST] "
+  "' + m.content + ' [/INST]' }}{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
 )
 _PIECES = {
   'model_type': 'bpe',
@@ -88,9 +91,9 @@ STYLES = {
   ),
   'llama': Style(
     'llama',
-    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + "
-    "'<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
+    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | "
+    "trim + '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}{{ "
+    "'<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
     '<|eot_id|>',
     ('<|end_of_text|>', '<|eom_id|>', '<|eot_id|>'),
     ('<|begin_of_text|>', '<|end_of_text|>', '<|start_header_id|>', '<|end_header_id|>', '<|eom_id|>', '<|eot_id|>'),
@@ -148,7 +151,7 @@ STYLES = {
 
 
 def make(style: str, folder: pathlib.Path) -> pathlib.Path:
-  """Writes everything of a model directory that says something of its tokenizer; returns it."""
+  """Write everything of a model directory that says something of its tokenizer; return it."""
   made = STYLES[style]
   folder.mkdir(exist_ok=True)
   if made.pieces is None:
@@ -175,7 +178,7 @@ def write_pieces(folder: pathlib.Path, **options) -> dict[str, int]:
 
 
 def write_byte_level(folder: pathlib.Path, made: Style) -> dict[str, int]:
-  """Writes a tokenizer.json whose post-processor adds the token that begins a sequence, where there is one."""
+  """Write a tokenizer.json whose post-processor adds the token that begins a sequence, where there is one."""
   alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
   merges = [('t', 'h'), ('th', 'e'), ('Ġ', 'the'), ('Ġ', 'a')]
   names = [*alphabet, *(''.join(pair) for pair in merges)]

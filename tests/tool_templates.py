@@ -1,5 +1,7 @@
 """Small chat templates with the structure of those of models that call tools, and tokenizers that have them."""
 
+# ruff: noqa: E501 (templates as they are published)
+
 from __future__ import annotations
 
 import pathlib
@@ -100,7 +102,7 @@ FAMILIES = {
 
 
 def make_tokenizer(folder: pathlib.Path, family: str) -> transformers.PreTrainedTokenizerFast:
-  """Makes a byte-level tokenizer with the control tokens and the template of a family."""
+  """Make a byte-level tokenizer with the control tokens and the template of a family."""
   template, special, end, tags = FAMILIES[family]
   tiny.make_tokenizer(folder, template)
   begin = special[0] if family == 'llama3' else None

@@ -70,8 +70,8 @@ def check(cartridge: Cartridge, where: str) -> None:
   for name, array in (('keys', cartridge.keys), ('values', cartridge.values)):
     if array.ndim != 4 or not all(array.shape) or array.dtype != np.float32 or array.shape != cartridge.keys.shape:
       raise UserError(
-        f'{where}: its {name} are {array.dtype} {array.shape}, and its keys {cartridge.keys.shape}: both must be float32 '
-        '[layers, key-value heads, slots, head_dim] of one shape, and hold something; make the cartridge anew.'
+        f'{where}: its {name} are {array.dtype} {array.shape}, and its keys {cartridge.keys.shape}: both must be '
+        'float32 [layers, key-value heads, slots, head_dim] of one shape, and hold something; make the cartridge anew.'
       )
   if not 0 <= cartridge.frozen < cartridge.slots:
     raise UserError(

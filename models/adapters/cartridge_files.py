@@ -206,7 +206,8 @@ def _parsed(values: dict[str, Any], file: epath.Path) -> Manifest:
       raise UserError(f'{file}: {name} is missing, or not what this program knows to read: {_WAY_OUT}.')
   if values['frozen'] >= values['slots']:
     raise UserError(
-      f'{file}: {values["frozen"]} of its {values["slots"]} slots are frozen, and at least one must be trainable: {_WAY_OUT}.'
+      f'{file}: {values["frozen"]} of its {values["slots"]} slots are frozen, and at least one must be trainable: '
+      f'{_WAY_OUT}.'
     )
   origin = Origin(model['name'], model['attention'], model['weights'])
   names = [field.name for field in dataclasses.fields(Manifest) if field.name != 'origin']
@@ -234,8 +235,8 @@ def _check_origin(path: str | os.PathLike, manifest: Manifest, origin: Origin) -
   ]
   if differing:
     raise UserError(
-      f'{path} is a cartridge of {printable(made_for.name)}, and {origin.name} has other {" and other ".join(differing)}: give it '
-      'the model that it was made for, or make a cartridge for this one.'
+      f'{path} is a cartridge of {printable(made_for.name)}, and {origin.name} has other '
+      f'{" and other ".join(differing)}: give it the model that it was made for, or make a cartridge for this one.'
     )
 
 

@@ -1,7 +1,7 @@
 """Cartridges as PyTorch writes them: the file that the published `TrainableCache` classes save and load.
 
-It is a dictionary of four lists with one tensor [1, KV, tokens, head_dim] a layer: trainable keys and values, and those of
-the frozen slots, which come first in the cache. The first version of the class calls the latter `fixed`, the second
+It is a dictionary of four lists with one tensor [1, KV, tokens, head_dim] a layer: trainable keys and values, and those
+of the frozen slots, which come first in the cache. The first version of the class calls the latter `fixed`, the second
 `frozen`. Lists are `torch.nn.ParameterList`s, in files of other programs plain ones.
 """
 
@@ -198,8 +198,8 @@ def _check_shapes(path: pathlib.Path, spelling: str, lists: Mapping[str, list[An
     partner = shapes[name.replace('values', 'keys')]
     if len(found) > 1 or found != partner or len(found[0]) != 4 or found[0][0] != 1 or len(first) != 4:
       raise UserError(
-        f'{path}: the tensors of {name} are {short_repr(found, 120)}, and those of its keys {short_repr(partner, 120)}: '
-        f'all must be [1, key-value heads, tokens, head_dim] of one shape; {_WAY_OUT}.'
+        f'{path}: the tensors of {name} are {short_repr(found, 120)}, and those of its keys '
+        f'{short_repr(partner, 120)}: all must be [1, key-value heads, tokens, head_dim] of one shape; {_WAY_OUT}.'
       )
     if (found[0][1], found[0][3]) != (first[1], first[3]):
       raise UserError(

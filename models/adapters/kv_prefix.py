@@ -1,8 +1,9 @@
-"""A prefix of keys and values beside a frozen model: slots that every token attends to in every layer (arXiv 2506.06266).
+"""A prefix of keys and values beside a frozen model: slots that every token attends to in every layer (arXiv
+2506.06266).
 
-Slots stand at the positions 0 … P − 1, and tokens go on from P. The first F are frozen, as attention sinks; the others are
-trained. All of them are rows of the parameter table, stacked over the layers like the layers' matrices. A prefix whose
-slots are all frozen is a document that was read once; of a long one each device of a mesh may hold a part.
+Slots stand at the positions 0 … P − 1, and tokens go on from P. The first F are frozen, as attention sinks; the others
+are trained. All of them are rows of the parameter table, stacked over the layers like the layers' matrices. A prefix
+whose slots are all frozen is a document that was read once; of a long one each device of a mesh may hold a part.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class KVPrefix:
 
   @property
   def room(self) -> int:
-    """Slots that are stored: of divided ones as many in each part, in whole blocks of the kernels; the last are empty."""
+    """Slots that are stored: of divided ones as many in each part, in whole blocks of the kernels; the last are
+    empty.
+    """
     if self.parts is None:
       return self.slots
     each = -(-self.slots // self.parts)
@@ -72,7 +75,7 @@ class KVPrefix:
     return self.frozen < self.slots
 
   def extended(self, table: Table, dtype: str) -> Table:
-    """Returns the table of a model with the prefix: its parameters and the frozen slots, frozen, and the other slots.
+    """Return the table of a model with the prefix: its parameters and the frozen slots, frozen, and the other slots.
 
     Args:
       table: of the model.
@@ -81,7 +84,7 @@ class KVPrefix:
     return (*frozen_in(table, dtype), *self.rows(table, dtype))
 
   def rows(self, table: Table, dtype: str) -> Table:
-    """Returns the parameters that hold the slots; arguments as those of `extended`."""
+    """Return the parameters that hold the slots; arguments as those of `extended`."""
     keys = next(parameter for parameter in table if parameter.name == 'layers.attention.key')
     layers, _, kv_heads, head_dim = keys.shape
     parts = [
@@ -105,17 +108,17 @@ class KVPrefix:
 
 
 def is_slots(parameter: Parameter) -> bool:
-  """Returns whether a parameter holds slots of a prefix, which no token is multiplied by in a layer's matrices."""
+  """Return whether a parameter holds slots of a prefix, which no token is multiplied by in a layer's matrices."""
   return names_slots(parameter.path)
 
 
 def names_slots(path: Path) -> bool:
-  """Returns whether a path in a tree of parameters is that of slots."""
+  """Return whether a path in a tree of parameters is that of slots."""
   return path[:2] == ('layers', 'prefix')
 
 
 def read_text(policy: Policy, base: Tree, tokens: Sequence[int]) -> tuple[jax.Array, jax.Array]:
-  """Returns what a model keeps of a text: keys, rotated by their positions 0 … N − 1, and values, [L, KV, N, head_dim].
+  """Return what a model keeps of a text: keys, rotated by their positions 0 … N − 1, and values, [L, KV, N, head_dim].
 
   Arguments are those of `read_slots`.
   """
@@ -124,7 +127,7 @@ def read_text(policy: Policy, base: Tree, tokens: Sequence[int]) -> tuple[jax.Ar
 
 
 def read_slots(policy: Policy, base: Tree, tokens: Sequence[int], parts: int | None = None) -> Tree:
-  """Returns a text as frozen slots [L, KV, room, head_dim], in compute dtype, as the parameter table nests them.
+  """Return a text as frozen slots [L, KV, room, head_dim], in compute dtype, as the parameter table nests them.
 
   The text is read part by part, each of which attends to those before it, by one program: what is computed between
   the layers exists of a part only. Slots lie as the mesh of the policy divides them.
@@ -145,7 +148,7 @@ def read_slots(policy: Policy, base: Tree, tokens: Sequence[int], parts: int | N
 
 
 def schedule(prefix: KVPrefix) -> tuple[int, list[int]]:
-  """Returns how many tokens of a text are read at once, and at which of them each part begins.
+  """Return how many tokens of a text are read at once, and at which of them each part begins.
 
   Args:
     prefix: of the text, from `filling`.
@@ -157,12 +160,12 @@ def schedule(prefix: KVPrefix) -> tuple[int, list[int]]:
 
 
 def filling(length: int, parts: int | None = None) -> KVPrefix:
-  """Returns the prefix of a text that is being read."""
+  """Return the prefix of a text that is being read."""
   return KVPrefix(length, length, within_windows=True, parts=parts, filling=True)
 
 
 def _placed(policy: Policy, prefix: KVPrefix) -> Tree | None:
-  """Returns where the slots of a prefix lie; None: on the default device."""
+  """Return where the slots of a prefix lie; None: on the default device."""
   mesh = policy.backend.mesh
   if mesh is None:
     return None
@@ -171,7 +174,7 @@ def _placed(policy: Policy, prefix: KVPrefix) -> Tree | None:
 
 
 def empty_slots(policy: Policy, prefix: KVPrefix) -> Tree:
-  """Returns slots that are to be filled, where they lie."""
+  """Return slots that are to be filled, where they lie."""
   table = prefix.rows(policy.base_policy().parameter_table(), policy.dtype)
 
   def make() -> Tree:
@@ -182,7 +185,7 @@ def empty_slots(policy: Policy, prefix: KVPrefix) -> Tree:
 
 @functools.lru_cache(maxsize=4)
 def reader(policy: Policy) -> Callable[[Tree, Tree, jax.Array, jax.Array], Tree]:
-  """Returns the program that reads a part of a text: (base, slots, tokens [1, S], first position []) → slots.
+  """Return the program that reads a part of a text: (base, slots, tokens [1, S], first position []) → slots.
 
   It takes over the buffers of the slots. All S positions must be slots, and S at most what a part of them holds.
 
@@ -213,7 +216,7 @@ def reader(policy: Policy) -> Callable[[Tree, Tree, jax.Array, jax.Array], Tree]
 
 
 def _written(axis: str | None, into: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
-  """Returns the slots [L, KV, C, head_dim] of a device with the new ones [L, KV, S, head_dim], the first of which is
+  """Return the slots [L, KV, C, head_dim] of a device with the new ones [L, KV, S, head_dim], the first of which is
   number `start` [] of those of all devices, as far as they are its own."""
   here, count = into.shape[2], new.shape[2]
   start = start - (0 if axis is None else lax.axis_index(axis) * here)
@@ -226,7 +229,7 @@ def _written(axis: str | None, into: jax.Array, new: jax.Array, start: jax.Array
 
 
 def slots(prefix: KVPrefix, keys: jax.Array, values: jax.Array, dtype: str) -> tuple[Tree, Tree]:
-  """Returns the frozen slots in `dtype` and the trained ones in float32, as the parameter table nests them.
+  """Return the frozen slots in `dtype` and the trained ones in float32, as the parameter table nests them.
 
   Args:
     prefix: how many there are of each.
@@ -250,7 +253,7 @@ def slots(prefix: KVPrefix, keys: jax.Array, values: jax.Array, dtype: str) -> t
 
 
 def joined(prefix: KVPrefix, base: Tree, trained: Tree) -> tuple[jax.Array, jax.Array]:
-  """Returns keys and values [L, KV, P, head_dim] of all slots in float32: the inverse of `slots`.
+  """Return keys and values [L, KV, P, head_dim] of all slots in float32: the inverse of `slots`.
 
   Args:
     prefix: how many there are of each.
@@ -267,7 +270,7 @@ def joined(prefix: KVPrefix, base: Tree, trained: Tree) -> tuple[jax.Array, jax.
 
 
 def place(policy: Policy, prefix: KVPrefix, keys: jax.Array, values: jax.Array) -> tuple[Tree, Tree]:
-  """Returns `slots` where the parameters of a policy lie; arguments as there."""
+  """Return `slots` where the parameters of a policy lie; arguments as there."""
   table, mesh = prefix.rows(policy.base_policy().parameter_table(), policy.dtype), policy.backend.mesh
   placed = None
   if mesh is not None:

@@ -1,8 +1,8 @@
 """LoRA (arXiv 2106.09685): beside a frozen matrix W of a layer, a product of two small trained ones.
 
-The layer computes x W + scale · (x A) B, with A [in, r] and B [r, out]. The factors of a matrix are rows of the parameter
-table, stacked over the layers like the matrix itself, so that they are scanned, sharded, saved and counted with no code of
-their own.
+The layer computes x W + scale · (x A) B, with A [in, r] and B [r, out]. The factors of a matrix are rows of the
+parameter table, stacked over the layers like the matrix itself, so that they are scanned, sharded, saved and counted
+with no code of their own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Target:
   scales: tuple[float, ...]
 
   def scale(self, layer: jax.Array | int) -> jax.Array | float:
-    """Returns what the factors' product counts in a layer, [] float32."""
+    """Return what the factors' product counts in a layer, [] float32."""
     return self.scales[0] if len(set(self.scales)) == 1 else jnp.asarray(self.scales, jnp.float32)[layer]
 
 
@@ -54,7 +54,7 @@ class Adapter:
     return {target.name: target for target in self.targets}
 
   def extended(self, table: Table, dtype: str) -> Table:
-    """Returns the table of a model with an adapter: its parameters, frozen, and the factors, trainable.
+    """Return the table of a model with an adapter: its parameters, frozen, and the factors, trainable.
 
     Args:
       table: of the model.
@@ -66,22 +66,22 @@ class Adapter:
 
 
 def linear(table: Table) -> Table:
-  """Returns the parameters that can have factors: the matrices of the layers."""
+  """Return the parameters that can have factors: the matrices of the layers."""
   return tuple(parameter for parameter in table if parameter.stacked and parameter.transpose)
 
 
 def factors(table: Table) -> Table:
-  """Returns the parameters of a table that are factors."""
+  """Return the parameters of a table that are factors."""
   return tuple(parameter for parameter in table if parameter.name.endswith((f'_{A}', f'_{B}')))
 
 
 def without_factors(table: Table) -> Table:
-  """Returns the parameters of a table that are no factors."""
+  """Return the parameters of a table that are no factors."""
   return tuple(parameter for parameter in table if not parameter.name.endswith((f'_{A}', f'_{B}')))
 
 
 def _factors(matrix: Parameter, rank: int) -> tuple[Parameter, Parameter]:
-  """Returns A [L, *in, r] and B [L, r, *out] of a matrix [L, *in, *out], under PEFT's names."""
+  """Return A [L, *in, r] and B [L, r, *out] of a matrix [L, *in, *out], under PEFT's names."""
   outputs, inputs = matrix.huggingface_shape
   split = next(i for i in range(2, len(matrix.shape)) if math.prod(matrix.shape[1:i]) == inputs)
   module = f'base_model.model.{matrix.huggingface.removesuffix(".weight")}'
@@ -105,7 +105,7 @@ def _factors(matrix: Parameter, rank: int) -> tuple[Parameter, Parameter]:
 
 
 def from_config(config: LoraConfig, table: Table) -> Adapter | None:
-  """Returns the adapter that the settings describe; None: all parameters are trained.
+  """Return the adapter that the settings describe; None: all parameters are trained.
 
   Args:
     config: settings.
@@ -146,7 +146,7 @@ def build(
   use_rslora: bool,
   source: str,
 ) -> Adapter:
-  """Returns the adapter of some matrices.
+  """Return the adapter of some matrices.
 
   Args:
     table: of the model.
@@ -170,8 +170,8 @@ def build(
     if len(found) > 1:
       (one, first), (other, second) = list(found.items())[:2]
       raise UserError(
-        f'{source}: {module_name(parameter, first)} has rank {one} and {module_name(parameter, second)} rank {other}; the '
-        'layers run as one loop, in which a matrix has the same rank in every layer: give all layers one rank.'
+        f'{source}: {module_name(parameter, first)} has rank {one} and {module_name(parameter, second)} rank {other}; '
+        'the layers run as one loop, in which a matrix has the same rank in every layer: give all layers one rank.'
       )
     rank = next(iter(found))
     divisor = math.sqrt(rank) if use_rslora else rank
@@ -179,15 +179,15 @@ def build(
     for layer in layers:
       if not SMALLEST <= scales[layer] <= LARGEST:
         raise UserError(
-          f'{source}: alpha of {module_name(parameter, layer)} is {alphas[parameter.name, layer]:g} and its rank {rank}, so '
-          f'that its factors would count {scales[layer]:g}, which float32 cannot hold: correct alpha.'
+          f'{source}: alpha of {module_name(parameter, layer)} is {alphas[parameter.name, layer]:g} and its rank '
+          f'{rank}, so that its factors would count {scales[layer]:g}, which float32 cannot hold: correct alpha.'
         )
     targets.append(Target(parameter.name, rank, scales))
   return Adapter(tuple(targets))
 
 
 def matched(patterns: Iterable[str], table: Table, source: str) -> set[Module]:
-  """Returns the matrices of the layers that some patterns choose.
+  """Return the matrices of the layers that some patterns choose.
 
   Args:
     patterns: regular expressions, each of which must match whole components of a name (see `names`), or `ALL_LINEAR`.
@@ -212,7 +212,7 @@ def matched(patterns: Iterable[str], table: Table, source: str) -> set[Module]:
 
 @functools.cache
 def names(table: Table) -> Mapping[Module, tuple[str, ...]]:
-  """Returns the names of every matrix of the layers, and of its parts of one layer each.
+  """Return the names of every matrix of the layers, and of its parts of one layer each.
 
   They are the parameter's, with and without the number of the layer, and the Hugging Face module's.
   """
@@ -228,7 +228,7 @@ def names(table: Table) -> Mapping[Module, tuple[str, ...]]:
 
 
 def module_name(parameter: Parameter, layer: int) -> str:
-  """Returns what transformers calls the module of a matrix."""
+  """Return what transformers calls the module of a matrix."""
   return parameter.huggingface_name(layer).removesuffix('.weight')
 
 
@@ -240,7 +240,7 @@ def _components(pattern: str, source: str) -> re.Pattern[str]:
 
 
 def _nothing(pattern: str, whole: re.Pattern[str], table: Table) -> str:
-  """Returns why a pattern chooses no matrix."""
+  """Return why a pattern chooses no matrix."""
   if re.search('router|expert', pattern):
     return f'{pattern!r} is about routers or experts, which take no factors: name matrices of attention or of the MLP.'
   if (
@@ -267,7 +267,7 @@ def _nothing(pattern: str, whole: re.Pattern[str], table: Table) -> str:
 def _by_module(
   value: float, patterns: Mapping[str, float], chosen: set[Module], table: Table, setting: str
 ) -> dict[Module, float]:
-  """Returns the value of every chosen matrix: of the first pattern that matches it, or `value`."""
+  """Return the value of every chosen matrix: of the first pattern that matches it, or `value`."""
   found = dict.fromkeys(chosen, value)
   for pattern, own in reversed(patterns.items()):
     found |= dict.fromkeys(_among(chosen, pattern, table, f'{SETTING}.{setting}'), own)
@@ -275,11 +275,11 @@ def _by_module(
 
 
 def _among(chosen: set[Module], pattern: str, table: Table, source: str) -> set[Module]:
-  """Returns those of the chosen matrices that a pattern matches; raises UserError if it matches others alone."""
+  """Return those of the chosen matrices that a pattern matches; raise UserError if it matches others alone."""
   found = chosen & matched([pattern], table, source)
   if not found:
     raise UserError(
-      f'{source}: {pattern!r} matches only matrices that have no factors, and would change nothing: leave it out, or choose '
-      f'these in {SETTING}.target_modules.'
+      f'{source}: {pattern!r} matches only matrices that have no factors, and would change nothing: leave it out, or '
+      f'choose these in {SETTING}.target_modules.'
     )
   return found

@@ -1,7 +1,7 @@
 """Several LoRA adapters of one shape beside one base: every row of a batch has one of them, or none.
 
-Their factors are stacked behind the axis of the layers, [L, N, …], and what a row's matrix product gets beside x W is the
-product with the factors of its own adapter.
+Their factors are stacked behind the axis of the layers, [L, N, …], and what a row's matrix product gets beside x W is
+the product with the factors of its own adapter.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LoraPool:
     return self.adapter.by_name
 
   def extended(self, table: Table, dtype: str) -> Table:
-    """Returns the table of a model with the pool; arguments as those of `lora.Adapter.extended`."""
+    """Return the table of a model with the pool; arguments as those of `lora.Adapter.extended`."""
     whole = self.adapter.extended(table, dtype)
     stacked = [
       dataclasses.replace(
@@ -54,11 +54,12 @@ class LoraPool:
     return (*lora.without_factors(whole), *stacked)
 
   def arranged(self, layers: Tree) -> Tree:
-    """Returns parameters of layers in which factors lie as the product reads them.
+    """Return parameters of layers in which factors lie as the product reads them.
 
-    For the masked one those of all adapters are one matrix, [N · r, *in] and [N · r, *out] of a layer. Of stacked layers
-    that has to be said before they are scanned: a TPU then multiplies by a layer's part where it lies, which it would copy
-    otherwise, and the arrays themselves stay as they are, for its compiler lets the inputs of A lie along the lanes.
+    For the masked one those of all adapters are one matrix, [N · r, *in] and [N · r, *out] of a layer. Of stacked
+    layers that has to be said before they are scanned: a TPU then multiplies by a layer's part where it lies, which it
+    would copy otherwise, and the arrays themselves stay as they are, for its compiler lets the inputs of A lie along
+    the lanes.
 
     Args:
       layers: stacked, or by index; factors [N, *in, r] and [N, r, *out] of a layer.
@@ -79,11 +80,11 @@ class LoraPool:
 
 
 def choose_product(setting: Literal['auto', 'gather', 'masked'], mesh: Mesh | None, *, decoding: bool) -> Product:
-  """Returns how rows find their factors, of `auto` what is faster on the devices of `mesh` (None: the default device).
+  """Return how rows find their factors, of `auto` what is faster on the devices of `mesh` (None: the default device).
 
   Per row of one token, gathering reads a row's factors and writes them for a product with a single vector; a TPU reads
-  those of all adapters in less time. Over a sequence the gathered ones are read once for all of its tokens, and products
-  with the factors of others are in vain.
+  those of all adapters in less time. Over a sequence the gathered ones are read once for all of its tokens, and
+  products with the factors of others are in vain.
 
   Args:
     setting: what was asked for.
@@ -99,7 +100,7 @@ def choose_product(setting: Literal['auto', 'gather', 'masked'], mesh: Mesh | No
 def part(
   pool: LoraPool, x: jax.Array, a: jax.Array, b: jax.Array, rows: jax.Array, scale: jax.Array | float, inputs: int
 ) -> jax.Array:
-  """Returns what the adapters of the rows add to a product, [B, S, *out] in the dtype of x; 0 where a row has none.
+  """Return what the adapters of the rows add to a product, [B, S, *out] in the dtype of x; 0 where a row has none.
 
   Args:
     pool: of the adapters.
@@ -142,7 +143,7 @@ def _product(axes: str, left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def empty(table: Table, mesh: Mesh | None = None, dtype: str = 'float32') -> Tree:
-  """Returns a pool of adapters that change nothing, all factors 0; nothing is compiled for it.
+  """Return a pool of adapters that change nothing, all factors 0; nothing is compiled for it.
 
   Args:
     table: of a policy with a pool.
@@ -154,7 +155,7 @@ def empty(table: Table, mesh: Mesh | None = None, dtype: str = 'float32') -> Tre
 
 
 def shardings(table: Table, mesh: Mesh) -> Tree:
-  """Returns where the factors of a pool lie: divided over `tensor` as the matrices are, whole on all of `fsdp`.
+  """Return where the factors of a pool lie: divided over `tensor` as the matrices are, whole on all of `fsdp`.
 
   They are small, and gathering them for every row, turn and step would cost more than it saves.
 
@@ -171,12 +172,12 @@ def shardings(table: Table, mesh: Mesh) -> Tree:
 
 
 def member(pool: Tree, index: jax.Array | int) -> Tree:
-  """Returns the factors of one adapter of a pool, as a policy with that adapter alone has them."""
+  """Return the factors of one adapter of a pool, as a policy with that adapter alone has them."""
   return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, AXIS, keepdims=False), pool)
 
 
 def with_member(pool: Tree, index: jax.Array | int, factors: Tree) -> Tree:
-  """Returns the pool in which one adapter has other factors."""
+  """Return the pool in which one adapter has other factors."""
 
   def put(leaf: jax.Array, own: jax.Array) -> jax.Array:
     return lax.dynamic_update_index_in_dim(leaf, own.astype(leaf.dtype), index, AXIS)

@@ -1,4 +1,6 @@
-"""A model with its adapter added to its matrices: W + scale · A B, in float32, tensor by tensor from the model's files."""
+"""A model with its adapter added to its matrices: W + scale · A B, in float32, tensor by tensor from the model's
+files.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Cartridges as users name them: in this project's format or the published one, on a disk, in an object store, on the hub."""
+"""Cartridges as users name them: in this project's format or the published one, on a disk, in an object store, on the
+hub.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def describe(path: str | os.PathLike) -> Description:
 
 
 def about(path: str | os.PathLike) -> Mapping[str, str]:
-  """Return the notes of whoever made a cartridge, of which published ones have none; arguments and errors as `describe`."""
+  """Return the notes of whoever made a cartridge, of which published ones have none; arguments and errors as
+  `describe`.
+  """
   place = _resolve(path)
   return cartridge_files.read_manifest(place).about if _is_ours(place) else {}
 
@@ -88,7 +92,9 @@ def read(path: str | os.PathLike, model: str | os.PathLike, config: Architecture
 
 @functools.lru_cache(maxsize=8)
 def _describe_published(place: pathlib.Path, identity: tuple[tuple[int, int], ...]) -> Description:
-  """Return the description of a published cartridge, which takes all of it to be read; `identity` tells its versions."""
+  """Return the description of a published cartridge, which takes all of it to be read; `identity` tells its
+  versions.
+  """
   del identity
   found, file = published_cartridges.read(place).cartridge, _tensors(place)
   try:
@@ -98,7 +104,9 @@ def _describe_published(place: pathlib.Path, identity: tuple[tuple[int, int], ..
 
 
 def _resolve(path: str | os.PathLike) -> epath.Path | pathlib.Path:
-  """Return the directory of a cartridge or a .pt file, local, or in an object store what is of this project's format."""
+  """Return the directory of a cartridge or a .pt file, local, or in an object store what is of this project's
+  format.
+  """
   if remote_files.is_remote(path):
     try:
       if _is_ours(epath.Path(path)):

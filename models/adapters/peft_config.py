@@ -1,4 +1,6 @@
-"""adapter_config.json, as the library PEFT (0.21) writes and reads it: which modules have factors, and what these count."""
+"""adapter_config.json, as the library PEFT (0.21) writes and reads it: which modules have factors, and what these
+count.
+"""
 
 from __future__ import annotations
 
@@ -101,8 +103,8 @@ class AdapterConfig:
       return re.fullmatch(pattern, module) if whole else re.match(pattern, module)
     except MALFORMED_PATTERN as error:
       raise UserError(
-        f'{self.source}: {entry} holds {short_repr(pattern)}, which is not a regular expression ({error}): correct it, or '
-        'get the adapter again.'
+        f'{self.source}: {entry} holds {short_repr(pattern)}, which is not a regular expression ({error}): correct it, '
+        'or get the adapter again.'
       ) from error
 
 
@@ -308,5 +310,7 @@ def same_names(table: Table) -> dict[lora.Module, str]:
 
 
 def respelled(modules: Mapping[lora.Module, str], prefix: str) -> dict[lora.Module, str]:
-  """Return names of modules with another beginning than 'model.': where transformers has the text model in a larger one."""
+  """Return names of modules with another beginning than 'model.': where transformers has the text model in a larger
+  one.
+  """
   return {module: prefix + name.removeprefix('model.') for module, name in modules.items()}

@@ -57,7 +57,8 @@ def resolve(path: str | os.PathLike) -> pathlib.Path:
     if not (root / name).is_file():
       pickled = name == WEIGHTS and (root / PICKLED).is_file()
       way_out = (
-        f'{PICKLED} is not read, because a pickle can hold programs: save the adapter again with safe_serialization=True'
+        f'{PICKLED} is not read, because a pickle can hold programs: save the adapter again with '
+        'safe_serialization=True'
         if pickled
         else f'set {SETTING} to a directory that PEFT or launch.export has written'
       )
@@ -287,7 +288,8 @@ def save(
     adapter: which matrices have factors.
     table: of the model without factors.
     factors: nested dict of arrays.
-    prefix: with what the base model's names of modules begin: 'model.', but where the text model is part of a larger one.
+    prefix: with what the base model's names of modules begin: 'model.', but where the text model is part of a larger
+      one.
     base: path or name of the base model.
     fingerprint: what tells the base model from others (`models.identity.of_base`).
     use_rslora: whether alphas are those of rank-stabilised LoRA.

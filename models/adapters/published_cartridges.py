@@ -1,7 +1,7 @@
 """Directories in which cartridges are published and served: a .pt file, and a config.yaml with slots and model.
 
-Servers read `kv_cache_initializer.max_tokens` and `model.pretrained_model_name_or_path` of the config.yaml, which may lie
-one level deeper, under `value`, where Weights & Biases has written it.
+Servers read `kv_cache_initializer.max_tokens` and `model.pretrained_model_name_or_path` of the config.yaml, which may
+lie one level deeper, under `value`, where Weights & Biases has written it.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def write(
     path: directory to make; it must not hold files.
     cartridge: the same in all processes.
     model: name of its model on the Hugging Face hub.
-    spelling: of the keys of frozen slots: 'frozen' for the second version of the class, 'fixed' for the first; the server
-      takes both.
+    spelling: of the keys of frozen slots: 'frozen' for the second version of the class, 'fixed' for the first; the
+      server takes both.
     dtype: of the tensors.
 
   Raises:

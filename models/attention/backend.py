@@ -34,7 +34,7 @@ class AttentionBackend:
     return self.kind == 'splash'
 
   def cached_dim(self, head_dim: int) -> int:
-    """Returns the numbers of a head that the cache holds: whole lanes where a kernel reads it in place.
+    """Return the numbers of a head that the cache holds: whole lanes where a kernel reads it in place.
 
     Of fewer numbers the TPU's compiler would lay the slots along the lanes, and copy the cache for the kernel.
     """
@@ -50,7 +50,7 @@ class AttentionBackend:
     return self.mesh is not None and self.mesh.size > 1
 
   def axes(self, rows: int, kv_heads: int, sampling: bool) -> tuple[Any, str | None]:
-    """Returns (mesh axes of the rows, mesh axis of the heads).
+    """Return (mesh axes of the rows, mesh axis of the heads).
 
     Training and scoring spread rows over the whole mesh; sampling keeps rows on `fsdp` and divides heads over `tensor`.
     What an axis does not divide stays whole.
@@ -65,7 +65,7 @@ class AttentionBackend:
     )
 
   def constrain(self, array: jax.Array, *spec: Any) -> jax.Array:
-    """Returns the array with its place on the mesh, where there is one."""
+    """Return the array with its place on the mesh, where there is one."""
     if not self.divided:
       return array
     return lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec(*spec)))
@@ -73,7 +73,7 @@ class AttentionBackend:
   def shard(
     self, function: Callable[..., Any], in_specs: Sequence[Sequence[Any]], out_specs: Any
   ) -> Callable[..., Any]:
-    """Returns `function` on each device's part of its arguments, given a mesh axis per dimension of each."""
+    """Return `function` on each device's part of its arguments, given a mesh axis per dimension of each."""
     if not self.divided:
       return function
     specs = tuple(PartitionSpec(*spec) for spec in in_specs)
@@ -82,7 +82,7 @@ class AttentionBackend:
 
 
 def choose_backend(setting: str, dtype: str, head_dim: int, mesh: Mesh | None = None) -> AttentionBackend:
-  """Returns the backend that `model.attention` asks for on the devices of `mesh` (None: the default device).
+  """Return the backend that `model.attention` asks for on the devices of `mesh` (None: the default device).
 
   A mesh of a TPU topology without its hardware counts as TPUs.
 
@@ -106,5 +106,5 @@ def choose_backend(setting: str, dtype: str, head_dim: int, mesh: Mesh | None = 
 
 @functools.cache
 def distinct_windows(windows: tuple[int, ...] | None) -> tuple[int, ...]:
-  """Returns the windows that layers of a model have, each once; 0: all positions."""
+  """Return the windows that layers of a model have, each once; 0: all positions."""
   return tuple(sorted(set(windows or (0,))))

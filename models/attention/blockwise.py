@@ -29,7 +29,7 @@ def attention(
   residuals: str,
   parents: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-  """Returns the output of `with_normaliser`, whose arguments it has."""
+  """Return the output of `with_normaliser`, whose arguments it has."""
   return _whole(_attention, query, key, value, first, tile_bytes, residuals, parents)[0]
 
 
@@ -79,7 +79,7 @@ def _whole(function, query, key, value, first, tile_bytes, residuals, parents):
 
 
 def _tile(batch: int, length: int, heads: int, tile_bytes: int) -> tuple[int, int]:
-  """Returns (rows, queries) of a tile."""
+  """Return (rows, queries) of a tile."""
   per_query = 4 * heads * length
   chunk = length
   while chunk > 16 and chunk * per_query > tile_bytes:
@@ -90,7 +90,7 @@ def _tile(batch: int, length: int, heads: int, tile_bytes: int) -> tuple[int, in
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _attention(rows, chunk, residuals, query, key, value, segment, sight):
-  """Returns ([B, KV, G, S, head_dim],) from query [B, KV, G, S, head_dim], key and value [B, KV, S, head_dim].
+  """Return ([B, KV, G, S, head_dim],) from query [B, KV, G, S, head_dim], key and value [B, KV, S, head_dim].
 
   What is seen: `segment` [B, S] of the keys, and of the queries `sight`, (first slot, parent), each [B, S]; segments
   and parents are None where there are none.
@@ -100,7 +100,7 @@ def _attention(rows, chunk, residuals, query, key, value, segment, sight):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _attention_and_normaliser(rows, chunk, residuals, query, key, value, segment, sight):
-  """Returns what `_attention` does, and the log-normalisers [B, KV, G, S]."""
+  """Return what `_attention` does, and the log-normalisers [B, KV, G, S]."""
   return _forward_of_both(rows, chunk, residuals, query, key, value, segment, sight)[0]
 
 
@@ -178,7 +178,7 @@ _attention_and_normaliser.defvjp(_forward_of_both, _backward)
 
 
 def _up_to(end: int, key: jax.Array, value: jax.Array, segment: jax.Array | None) -> list[jax.Array | None]:
-  """Returns keys, values and their segments in the slots before `end`."""
+  """Return keys, values and their segments in the slots before `end`."""
   return [key[:, :, :end], value[:, :, :end], None if segment is None else segment[:, :end]]
 
 
@@ -189,7 +189,7 @@ def _seen(
   query: jax.Array,
   key: jax.Array,
 ) -> jax.Array:
-  """Returns [B, 1, G · Q, C] bool: key slots from first [B, Q] to slot [Q], and those whose segment [B, C] is the
+  """Return [B, 1, G · Q, C] bool: key slots from first [B, Q] to slot [Q], and those whose segment [B, C] is the
   query's parent [B, Q]."""
   first, parent = sight
   # One comparison without sign for both ends: this runs for every score.
@@ -204,18 +204,18 @@ def _seen(
 
 
 def _product(formula: str, left: jax.Array, right: jax.Array) -> jax.Array:
-  """Returns a product accumulated in float32, in which the group and query axes of a factor count as one."""
+  """Return a product accumulated in float32, in which the group and query axes of a factor count as one."""
   precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
   return jnp.einsum(formula, _flatten(left), _flatten(right), precision=precision, preferred_element_type=jnp.float32)
 
 
 def _flatten(array: jax.Array) -> jax.Array:
-  """Joins the axes between the first two and the last: [B, KV, G, S, D] to [B, KV, G · S, D]."""
+  """Join the axes between the first two and the last: [B, KV, G, S, D] to [B, KV, G · S, D]."""
   return array.reshape(*array.shape[:2], -1, array.shape[-1])
 
 
 def _spans(length: int, chunk: int) -> list[tuple[int, int]]:
-  """Returns (first query, end) of at most SPANS ranges of about equal length."""
+  """Return (first query, end) of at most SPANS ranges of about equal length."""
   chunks = length // chunk
   edges = sorted({chunks * i // SPANS * chunk for i in range(SPANS + 1)})
   return list(zip(edges, edges[1:], strict=False))
@@ -246,7 +246,7 @@ def _scan(
 
 
 def _by_rows(function: Callable, rows: int, *arrays: Any) -> Sequence[jax.Array]:
-  """Returns function(*arrays), computed `rows` rows of the batch at a time."""
+  """Return function(*arrays), computed `rows` rows of the batch at a time."""
   if rows == arrays[0].shape[0]:
     return function(*arrays)
   tiles = jax.tree.map(lambda array: array.reshape(-1, rows, *array.shape[1:]), arrays)

@@ -63,7 +63,7 @@ def attention(
   room = -count % (16 if query.dtype == jnp.bfloat16 else 8)
 
   def by_head(array: jax.Array) -> jax.Array:
-    """Returns [B, S, H, width] as [B, KV, M, width]: all queries that meet the same keys make up one matrix."""
+    """Return [B, S, H, width] as [B, KV, M, width]: all queries that meet the same keys make up one matrix."""
     by_head = array.reshape(batch, length, kv_heads, -1, array.shape[-1]).swapaxes(1, 2)
     return jnp.pad(by_head.reshape(batch, kv_heads, count, -1), ((0, 0), (0, 0), (0, room), (0, 0)))
 
@@ -86,7 +86,7 @@ def attention(
 
 
 def _part(matrix, places, part, scalars, interpret):
-  """Returns the weighted sum [B, KV, M, head_dim], the largest score and the sum of weights [B, KV, M, 1] over one
+  """Return the weighted sum [B, KV, M, head_dim], the largest score and the sum of weights [B, KV, M, 1] over one
   cache, float32."""
   stores, start, filled = part
   rows, kv_heads, queries, head_dim = matrix.shape
@@ -135,7 +135,7 @@ def _part(matrix, places, part, scalars, interpret):
 
 
 def _shared(matrix, count, prefix, first):
-  """Returns what `_part` does, over a prefix of which queries see the slots from `first` [1, B · count, 1] on.
+  """Return what `_part` does, over a prefix of which queries see the slots from `first` [1, B · count, 1] on.
 
   The first `count` queries of a row are real. All rows meet the same slots, so that these are one matrix of queries per
   head without what fills up a row's: of groups of few heads, most would be that.
@@ -158,7 +158,7 @@ def _shared(matrix, count, prefix, first):
 
 
 def _kernel(scalars, start, filled, query, places, keys, values, *others, slots):
-  """Adds one block of slots to the sums, which stay in the output blocks, of all queries [M, head_dim] of a row and
+  """Add one block of slots to the sums, which stay in the output blocks, of all queries [M, head_dim] of a row and
   head."""
   *scales, mixed, top, total = others
   row, block_index = pl.program_id(0), pl.program_id(2)

@@ -46,7 +46,7 @@ def visible(
 
 
 def segment_starts(segment_ids: jax.Array) -> jax.Array:
-  """Returns [B, S] int32: the slot in which the run of equal `segment_ids` [B, S] around each slot begins."""
+  """Return [B, S] int32: the slot in which the run of equal `segment_ids` [B, S] around each slot begins."""
   slots = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
   before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
   return lax.cummax(jnp.where(segment_ids != before, slots, 0), axis=1)
@@ -110,7 +110,7 @@ def attend_whole(
 
 
 def _slots_axes(backend: AttentionBackend, prefix: Prefix | None, heads: str | None) -> tuple[str | None, ...]:
-  """Returns the mesh axes of a prefix as this device's queries, of heads divided over that axis, are given it."""
+  """Return the mesh axes of a prefix as this device's queries, of heads divided over that axis, are given it."""
   if _travel(backend, prefix, None, heads) is None:
     return heads, None, None
   return TENSOR if prefix.key.shape[0] % backend.mesh.shape[TENSOR] == 0 else None, FSDP, None
@@ -119,7 +119,7 @@ def _slots_axes(backend: AttentionBackend, prefix: Prefix | None, heads: str | N
 def _travel(
   backend: AttentionBackend, prefix: Prefix | None, rows: tuple[str, ...] | str | None, heads: str | None
 ) -> divided.Travel | None:
-  """Returns how queries travel to a prefix; None: it comes to them."""
+  """Return how queries travel to a prefix; None: it comes to them."""
   if prefix is None or not prefix.divided or not backend.divided:
     return None
   axes = (rows,) if isinstance(rows, str) else rows or ()
@@ -173,7 +173,7 @@ def _splash(backend, windows, query, key, value, segment_ids, starts, window_ind
 
 
 def _tail(prefix: Prefix, window: int, travel: divided.Travel | None) -> Prefix:
-  """Returns the slots of a prefix that tokens behind it see who see `window` positions."""
+  """Return the slots of a prefix that tokens behind it see who see `window` positions."""
   slots = prefix.key.shape[1] * (1 if travel is None else lax.axis_size(FSDP))
   count = min(max(window - 1, 1), slots)
   begin = (slots if prefix.filled is None else prefix.filled) - count
@@ -225,7 +225,7 @@ def _choose(branches, index, *arrays):
 
 
 def in_slots(start: jax.Array, filled: jax.Array, slots: int) -> tuple[jax.Array, jax.Array]:
-  """Returns (positions, segment ids), each [B, C] int32, of the keys in a cache, for `visible`.
+  """Return (positions, segment ids), each [B, C] int32, of the keys in a cache, for `visible`.
 
   The first `filled` [B] int32 of the `slots` slots of a row hold the positions from `start` [B] int32 on.
   """

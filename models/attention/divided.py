@@ -1,11 +1,11 @@
 """Attention to a prefix whose slots a mesh divides: the heads over `tensor`, the slots of a head over `fsdp`.
 
-A long document would fill a chip's memory, and its keys and values would take longer to gather than to use. So they stay
-where they are and the queries come to them: of every layer, queries and results of all rows travel, 4 · B · S · H · head_dim
-bytes in bfloat16 divided by the size of `tensor`, in place of the 4 · N · KV · head_dim of a document of N slots. That is
-less by orders of magnitude for a step of a decode loop, and less where texts are scored while B · S · H / KV is below
-tensor · N. Beyond that it does not matter: a chip's matrix units have N / fsdp operations to do for every byte, which for
-N = 98 304 and fsdp = 8 takes a v5e six times as long as sending the byte.
+A long document would fill a chip's memory, and its keys and values would take longer to gather than to use. So they
+stay where they are and the queries come to them: of every layer, queries and results of all rows travel, 4 · B · S · H
+· head_dim bytes in bfloat16 divided by the size of `tensor`, in place of the 4 · N · KV · head_dim of a document of N
+slots. That is less by orders of magnitude for a step of a decode loop, and less where texts are scored while B · S · H
+/ KV is below tensor · N. Beyond that it does not matter: a chip's matrix units have N / fsdp operations to do for every
+byte, which for N = 98 304 and fsdp = 8 takes a v5e six times as long as sending the byte.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Travel:
 def attention(
   query: jax.Array, prefix: Prefix, attend: Callable[[jax.Array, Prefix], SoftmaxPart], travel: Travel
 ) -> SoftmaxPart:
-  """Returns the attention of this device's rows to the whole of a prefix; called on every device, under `shard_map`.
+  """Return the attention of this device's rows to the whole of a prefix; called on every device, under `shard_map`.
 
   Args:
     query: [B, S, H, head_dim] of this device, scaled.
@@ -63,7 +63,7 @@ def attention(
 
 
 def _of_own_rows(array: jax.Array, are_divided: bool) -> jax.Array:
-  """Returns [parts, B, …] of this device's rows from what each part of the slots gives for all rows, [rows, …]."""
+  """Return [parts, B, …] of this device's rows from what each part of the slots gives for all rows, [rows, …]."""
   if not are_divided:
     return lax.all_gather(array, FSDP)
   apart = array.reshape(lax.axis_size(FSDP), -1, *array.shape[1:])
@@ -71,7 +71,7 @@ def _of_own_rows(array: jax.Array, are_divided: bool) -> jax.Array:
 
 
 def _joined(mixed: jax.Array, total: jax.Array) -> SoftmaxPart:
-  """Returns the softmax over the keys of all parts, from [parts, B, S, H, head_dim] and [parts, B, S, H]."""
+  """Return the softmax over the keys of all parts, from [parts, B, S, H, head_dim] and [parts, B, S, H]."""
   top = jnp.max(total, axis=0, keepdims=True)
   weights = jnp.exp(total - top)
   sums = jnp.sum(weights, axis=0)
@@ -80,7 +80,7 @@ def _joined(mixed: jax.Array, total: jax.Array) -> SoftmaxPart:
 
 
 def gathered(prefix: Prefix, begin: jax.Array, count: int, travel: Travel) -> tuple[jax.Array, jax.Array]:
-  """Returns keys and values [KV, count, head_dim] of the slots from `begin` [] on; zeros where there is no slot.
+  """Return keys and values [KV, count, head_dim] of the slots from `begin` [] on; zeros where there is no slot.
 
   Of the heads that this device has queries of. Other arguments as those of `attention`.
   """
@@ -99,7 +99,7 @@ def gathered(prefix: Prefix, begin: jax.Array, count: int, travel: Travel) -> tu
 
 @jax.custom_vjp
 def _without_gradient(results: SoftmaxPart, given: tuple[jax.Array, ...]) -> SoftmaxPart:
-  """Returns the results, made of what is given."""
+  """Return the results, made of what is given."""
   del given
   return results
 

@@ -1,7 +1,8 @@
 """Attention of many queries to keys and values that all rows share, which no row has a copy of.
 
 A softmax over two sets of keys is the mean of the softmaxes over each, weighted by what the sets' normalisers have of
-their sum: so the part of a prefix is computed by itself, with all queries of all rows in one matrix, and merged with what
+their sum: so the part of a prefix is computed by itself, with all queries of all rows in one matrix, and merged with
+  what
 a row attends to of its own (`merged`).
 """
 
@@ -40,7 +41,7 @@ class Prefix:
 
 
 def merged(one: SoftmaxPart, other: SoftmaxPart) -> jax.Array:
-  """Returns the output of the softmax over the keys of both parts, in the dtype of the first."""
+  """Return the output of the softmax over the keys of both parts, in the dtype of the first."""
   (left, total), (right, total_right) = one, other
   share = jax.nn.sigmoid(total - total_right)[..., None]
   return (share * left.astype(jnp.float32) + (1 - share) * right.astype(jnp.float32)).astype(left.dtype)
@@ -78,8 +79,9 @@ def attention(query: jax.Array, prefix: Prefix, tile_bytes: int, residuals: str)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attention(chunk, residuals, query, key, value, first, filled):
-  """Returns [KV, Q, head_dim] and [KV, Q] from query [KV, Q, head_dim], key and value [KV, P, head_dim], first [1, Q] and
-  filled []."""
+  """Return [KV, Q, head_dim] and [KV, Q] from query [KV, Q, head_dim], key and value [KV, P, head_dim], first [1, Q]
+  and filled [].
+  """
   return _forward(chunk, residuals, query, key, value, first, filled)[0]
 
 
@@ -126,7 +128,7 @@ _attention.defvjp(_forward, _backward)
 
 
 def _seen(scores: jax.Array, first: jax.Array | None, filled: jax.Array | None, unseen: float) -> jax.Array:
-  """Returns scores [KV, Q, P] with `unseen` where the slot stands before the first [1, Q] that the query sees, or is not
+  """Return scores [KV, Q, P] with `unseen` where the slot stands before the first [1, Q] that the query sees, or is not
   one of the `filled` []."""
   slot = lax.broadcasted_iota(jnp.int32, scores.shape, 2)
   if first is not None:
@@ -137,7 +139,7 @@ def _seen(scores: jax.Array, first: jax.Array | None, filled: jax.Array | None, 
 def _by_chunks(
   step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chunk: int, *arrays: jax.Array | None
 ) -> tuple[Any, Any]:
-  """Returns lax.scan of step(carry, parts) over chunks of axis 1, with its outputs joined along that axis."""
+  """Return lax.scan of step(carry, parts) over chunks of axis 1, with its outputs joined along that axis."""
   if chunk == arrays[0].shape[1]:
     return step(carry, arrays)
   parts = jax.tree.map(lambda a: jnp.moveaxis(a.reshape(a.shape[0], -1, chunk, *a.shape[2:]), 1, 0), arrays)
@@ -146,6 +148,6 @@ def _by_chunks(
 
 
 def _product(formula: str, left: jax.Array, right: jax.Array) -> jax.Array:
-  """Returns a product accumulated in float32."""
+  """Return a product accumulated in float32."""
   precision = lax.Precision.HIGHEST if left.dtype == jnp.float32 else None
   return jnp.einsum(formula, left, right, precision=precision, preferred_element_type=jnp.float32)

@@ -73,14 +73,14 @@ def with_normaliser(
   residuals: str,
   interpret: bool = False,
 ) -> SoftmaxPart:
-  """Does what `attention` does; returns the log-normalisers [B, S, H] too, and has no gradient."""
+  """Do what `attention` does; return the log-normalisers [B, S, H] too, without a gradient."""
   to_segments, segment_ids, _ = _to_own_row(query, key, value, segment_ids, None, window, residuals, interpret)
   mixed, (total,) = to_segments(segment_ids, save_residuals=True)
   return _narrowed(mixed, query), total.swapaxes(1, 2)[:, : query.shape[1]]
 
 
 def _to_own_row(query, key, value, segment_ids, parents, window, residuals, interpret):
-  """Returns the kernel, given the segment that every query of a row sees, and segments and parents with its padding."""
+  """Return the kernel, given the segment that every query of a row sees, and segments and parents with its padding."""
   length, heads = query.shape[1:3]
   block = block_size(length)
   room = -length % block
@@ -197,7 +197,7 @@ def to_prefix(query: jax.Array, prefix: Prefix, *, residuals: str, interpret: bo
 def _splash(
   mask: masks.Mask, heads: int, blocks: tuple[int, int], residuals: str, interpret: bool
 ) -> Callable[..., Callable[..., Any]]:
-  """Returns what makes the kernel, given `save_residuals`; blocks are of queries and of keys."""
+  """Return what makes the kernel, given `save_residuals`; blocks are of queries and of keys."""
   block, key_block = blocks
   compute = min(key_block, COMPUTE_BLOCK)
   return functools.partial(
@@ -219,7 +219,7 @@ def _splash(
 
 
 def _by_row(run: Callable[..., Any], query, key, value, query_segments, key_segments):
-  """Returns what a kernel gives for every row."""
+  """Return what a kernel gives for every row."""
 
   def of_row(query, key, value, *segments):
     return run(query, key, value, kernel.SegmentIds(*segments))
@@ -228,7 +228,7 @@ def _by_row(run: Callable[..., Any], query, key, value, query_segments, key_segm
 
 
 def _widened(array: jax.Array, room: int) -> jax.Array:
-  """Returns [B, S, heads, head_dim] as [B, heads, S + room, whole lanes].
+  """Return [B, S, heads, head_dim] as [B, heads, S + room, whole lanes].
 
   Added slots are padding at the end, added numbers of a head are zeros: neither changes what the others get.
   """
@@ -236,11 +236,11 @@ def _widened(array: jax.Array, room: int) -> jax.Array:
 
 
 def _narrowed(mixed: jax.Array, query: jax.Array) -> jax.Array:
-  """Returns [B, heads, S + room, whole lanes] in the shape and dtype of the query."""
+  """Return [B, heads, S + room, whole lanes] in the shape and dtype of the query."""
   return mixed.swapaxes(1, 2)[:, : query.shape[1], :, : query.shape[3]].astype(query.dtype)
 
 
 def block_size(length: int) -> int:
-  """Returns the largest block that adds at most an eighth to the slots, or the smallest."""
+  """Return the largest block that adds at most an eighth to the slots, or the smallest."""
   fits = [block for block in BLOCKS if -length % block <= length // 8]
   return fits[0] if fits else BLOCKS[-1]

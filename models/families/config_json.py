@@ -32,7 +32,7 @@ _SIZES = {
 
 
 def refuse(values: Json, source: str) -> None:
-  """Checks that a config.json asks for nothing that the decoder does not compute.
+  """Check that a config.json asks for nothing that the decoder does not compute.
 
   Raises:
     UserError: naming `source` and the key.
@@ -44,7 +44,7 @@ def refuse(values: Json, source: str) -> None:
 
 
 def fields(values: Json, source: str, activation_key: str = 'hidden_act') -> dict[str, Any]:
-  """Returns the fields of `Architecture` that all families read alike.
+  """Return the fields of `Architecture` that all families read alike.
 
   Args:
     values: contents of a config.json, over the defaults of the family.
@@ -90,7 +90,7 @@ def fields(values: Json, source: str, activation_key: str = 'hidden_act') -> dic
 
 
 def size(values: Json, key: str, source: str) -> int:
-  """Returns a positive integer.
+  """Return a positive integer.
 
   Raises:
     UserError: naming `source` and the key.
@@ -102,7 +102,7 @@ def size(values: Json, key: str, source: str) -> int:
 
 
 def flag(values: Json, key: str, source: str, default: bool = False) -> bool:
-  """Returns a boolean, `default` where the key is missing or null.
+  """Return a boolean, `default` where the key is missing or null.
 
   Raises:
     UserError: naming `source` and the key; a string such as 'false' would count as true.
@@ -115,7 +115,7 @@ def flag(values: Json, key: str, source: str, default: bool = False) -> bool:
 
 
 def number(values: Json, key: str, source: str, default: float | None = None) -> float:
-  """Returns a positive number, `default` where the key is missing or null.
+  """Return a positive number, `default` where the key is missing or null.
 
   Raises:
     UserError: naming `source` and the key.
@@ -128,7 +128,7 @@ def number(values: Json, key: str, source: str, default: float | None = None) ->
 
 
 def layer_kinds(values: Json, default: Sequence[str], source: str) -> tuple[str, ...]:
-  """Returns FULL or SLIDING for every layer: layer_types, or else `default`.
+  """Return FULL or SLIDING for every layer: layer_types, or else `default`.
 
   Raises:
     UserError: naming `source`: layer_types has another length or other names.
@@ -145,7 +145,7 @@ def layer_kinds(values: Json, default: Sequence[str], source: str) -> tuple[str,
 
 
 def windows(values: Json, kinds: Sequence[str], source: str, switch: str | None = None) -> tuple[int, ...] | None:
-  """Returns the number of positions that each layer sees (0: all); None: all layers see all.
+  """Return the number of positions that each layer sees (0: all); None: all layers see all.
 
   Args:
     values: contents of a config.json.
@@ -163,13 +163,14 @@ def windows(values: Json, kinds: Sequence[str], source: str, switch: str | None 
   if not usable or (switch is not None and not flag(values, switch, source)):
     needed = f'{switch}=true and a positive sliding_window' if switch else 'a positive sliding_window'
     raise UserError(
-      f'{source}: layer_types asks for sliding_attention, which needs {needed} (it is {values.get("sliding_window")!r}).'
+      f'{source}: layer_types asks for sliding_attention, which needs {needed} (it is '
+      f'{values.get("sliding_window")!r}).'
     )
   return tuple(window if kind == SLIDING else 0 for kind in kinds)
 
 
 def rope(values: Json, source: str, theta: float = 10000.0) -> Rope:
-  """Returns the one rotary embedding of all layers: rope_scaling (transformers 4) or rope_parameters (5).
+  """Return the one rotary embedding of all layers: rope_scaling (transformers 4) or rope_parameters (5).
 
   Args:
     values: contents of a config.json.
@@ -192,7 +193,7 @@ def rope(values: Json, source: str, theta: float = 10000.0) -> Rope:
 def ropes_by_kind(
   values: Json, kinds: Sequence[str], source: str, full_theta: float, sliding_theta: float
 ) -> dict[str, Any]:
-  """Returns `ropes` and `layer_ropes` of an architecture whose layers rotate by their kind.
+  """Return `ropes` and `layer_ropes` of an architecture whose layers rotate by their kind.
 
   rope_parameters has an entry for either kind (transformers 5); rope_scaling (transformers 4) is for FULL layers.
 
@@ -269,7 +270,7 @@ def _rope(values: Json, given: Json, theta: float, source: str) -> Rope:
 
 
 def _attention_factor(given: Json, factor: float, source: str) -> float:
-  """Returns what yarn multiplies cosines and sines by where it is not said."""
+  """Return what yarn multiplies cosines and sines by where it is not said."""
 
   def grown(scale: float) -> float:
     return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
@@ -280,7 +281,7 @@ def _attention_factor(given: Json, factor: float, source: str) -> float:
 
 
 def rope_json(rope: Rope) -> Json:
-  """Returns the entry of rope_parameters that means a rotary embedding."""
+  """Return the entry of rope_parameters that means a rotary embedding."""
   values: Json = {'rope_type': rope.kind, 'rope_theta': rope.theta}
   if rope.kind != 'default':
     values['factor'] = rope.factor
@@ -295,7 +296,7 @@ def rope_json(rope: Rope) -> Json:
 
 
 def written(architecture: Architecture, model_type: str, writer: str, activation_key: str = 'hidden_act') -> Json:
-  """Returns the part of a config.json that all families write alike.
+  """Return the part of a config.json that all families write alike.
 
   Args:
     architecture: the model.
@@ -322,7 +323,7 @@ def written(architecture: Architecture, model_type: str, writer: str, activation
 
 
 def rope_of_all_json(architecture: Architecture) -> Json:
-  """Returns the entries of a config.json that say the one rotary embedding of all layers, as transformers 4 has them,
+  """Return the entries of a config.json that say the one rotary embedding of all layers, as transformers 4 has them,
   which 5 reads too."""
   (only,) = architecture.ropes
   scaling = rope_json(only)
@@ -331,7 +332,7 @@ def rope_of_all_json(architecture: Architecture) -> Json:
 
 
 def ropes_by_kind_json(architecture: Architecture) -> Json:
-  """Returns the entries of a config.json that say layer types, their windows and their rotary embeddings, as
+  """Return the entries of a config.json that say layer types, their windows and their rotary embeddings, as
   transformers 5 has them."""
   a = architecture
   kinds = kinds_of(a)
@@ -344,10 +345,10 @@ def ropes_by_kind_json(architecture: Architecture) -> Json:
 
 
 def kinds_of(architecture: Architecture) -> tuple[str, ...]:
-  """Returns FULL or SLIDING for every layer."""
+  """Return FULL or SLIDING for every layer."""
   return tuple(SLIDING if window else FULL for window in architecture.windows or (0,) * architecture.layers)
 
 
 def every(period: int, layers: int) -> list[str]:
-  """Returns the kinds of layers of which every `period`-th is FULL."""
+  """Return the kinds of layers of which every `period`-th is FULL."""
   return [SLIDING if (layer + 1) % period else FULL for layer in range(layers)]

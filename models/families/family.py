@@ -43,18 +43,18 @@ POST_NORM_NAMES: Mapping[str, str] = {
 
 
 def same_name(name: str) -> str:
-  """Returns the name."""
+  """Return the name."""
   return name
 
 
 def whole_model(values: Json) -> str:
-  """Returns the beginning of the modules' names in a model that is nothing else."""
+  """Return the beginning of the modules' names in a model that is nothing else."""
   del values
   return 'model.'
 
 
 def same_values(values: Json) -> Json:
-  """Returns the contents of a config.json."""
+  """Return the contents of a config.json."""
   return values
 
 

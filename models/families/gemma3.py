@@ -65,7 +65,7 @@ def read(values: Json, source: str) -> Architecture:
 
 
 def text_values(values: Json, source: str = 'config.json') -> Json:
-  """Returns the contents of a config.json of the part of a model that reads text.
+  """Return the contents of a config.json of the part of a model that reads text.
 
   Raises:
     UserError: a model that sees images has no text_config.

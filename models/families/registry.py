@@ -25,12 +25,12 @@ REASONS: Mapping[str, str] = {
 
 
 def family_of(architecture: Architecture) -> Family:
-  """Returns the family of a model."""
+  """Return the family of a model."""
   return FAMILIES[architecture.family]
 
 
 def read(values: Json, source: str = 'config.json') -> Architecture:
-  """Returns the architecture that the contents of a config.json describe, as the family of its model_type reads them.
+  """Return the architecture that the contents of a config.json describe, as the family of its model_type reads them.
 
   Raises:
     UserError: naming `source` and what is not supported.

@@ -12,7 +12,7 @@ SWITCH = 'use_sliding_window'
 
 
 def read(values: Json, layers: int, source: str) -> tuple[int, ...] | None:
-  """Returns `windows` of an architecture: by layer_types, or else from layer max_window_layers on.
+  """Return `windows` of an architecture: by layer_types, or else from layer max_window_layers on.
 
   Raises:
     UserError: naming `source`: layer_types is malformed, or there is no window for those that slide.
@@ -26,7 +26,7 @@ def read(values: Json, layers: int, source: str) -> tuple[int, ...] | None:
 
 
 def write(architecture: Architecture) -> Json:
-  """Returns the entries of a config.json that say the windows."""
+  """Return the entries of a config.json that say the windows."""
   if architecture.windows is None:
     return {}
   kinds = list(config_json.kinds_of(architecture))

@@ -12,7 +12,7 @@ from models.families.registry import family_of
 
 @functools.cache
 def parameter_table(architecture: Architecture) -> parameters.Table:
-  """Returns every parameter of the model, in the order in which its files hold them."""
+  """Return every parameter of the model, in the order in which its files hold them."""
   a = architecture
   names = family_of(a).names
   layers, width, hidden, head_dim = a.layers, a.hidden_size, a.intermediate_size, a.head_dim
@@ -29,7 +29,7 @@ def parameter_table(architecture: Architecture) -> parameters.Table:
     add(path, (layers, *shape), ('layers', *axes), init, matrix, compute=False)
 
   def matrix(path, shape, axes, inputs, bias):
-    """A matrix of a layer, [*in, *out] here (the first `inputs` axes) and [out, in] there; a bias is [*out]."""
+    """Add a matrix of a layer, [*in, *out] here (the first `inputs` axes) and [out, in] there; a bias is [*out]."""
     transposed = math.prod(shape[inputs:]), math.prod(shape[:inputs])
     add(path, (layers, *shape), ('layers', *axes), 'normal', transposed, transpose=True)
     if bias:

@@ -102,8 +102,8 @@ def _check_lora(lora: schema.LoraConfig) -> None:
       continue
     _require(
       not lora.path or _same(value, unset),
-      f'model.lora.{field.name}={value} and model.lora.path={lora.path}: rank, alpha and matrices of an adapter to start '
-      f'from are its own; leave model.lora.{field.name} at {unset}.',
+      f'model.lora.{field.name}={value} and model.lora.path={lora.path}: rank, alpha and matrices of an adapter to '
+      f'start from are its own; leave model.lora.{field.name} at {unset}.',
     )
     _require(
       lora.rank is not None or _same(value, unset),
@@ -134,8 +134,8 @@ def _check_cartridge(config: schema.Config) -> None:
     name, value, unset = field.name, getattr(cartridge, field.name), getattr(default, field.name)
     _require(
       not cartridge.path or name in ('path', 'document', 'divide_document') or value == unset,
-      f'model.cartridge.{name}={value} and model.cartridge.path={cartridge.path}: slots and windows of a cartridge to start '
-      f'from are its own; leave model.cartridge.{name} at {unset}.',
+      f'model.cartridge.{name}={value} and model.cartridge.path={cartridge.path}: slots and windows of a cartridge to '
+      f'start from are its own; leave model.cartridge.{name} at {unset}.',
     )
     _require(
       cartridge.used or value == unset,
@@ -145,8 +145,8 @@ def _check_cartridge(config: schema.Config) -> None:
   if not cartridge.used:
     _require(
       config.plan.document_tokens is None,
-      f'plan.document_tokens={config.plan.document_tokens} has no effect without a cartridge: set model.cartridge.tokens, or '
-      'leave it at None.',
+      f'plan.document_tokens={config.plan.document_tokens} has no effect without a cartridge: set '
+      'model.cartridge.tokens, or leave it at None.',
     )
     return
   _require(
@@ -155,8 +155,8 @@ def _check_cartridge(config: schema.Config) -> None:
   )
   _require(
     tokens is None or cartridge.num_frozen_tokens < tokens,
-    f'model.cartridge.num_frozen_tokens={cartridge.num_frozen_tokens} leaves none of model.cartridge.tokens={tokens} slots '
-    'to train: lower it, or raise the number of slots.',
+    f'model.cartridge.num_frozen_tokens={cartridge.num_frozen_tokens} leaves none of model.cartridge.tokens={tokens} '
+    'slots to train: lower it, or raise the number of slots.',
   )
   _require(
     bool(cartridge.path) or cartridge.initializer != 'document' or bool(cartridge.document),
@@ -179,8 +179,8 @@ def _check_cartridge(config: schema.Config) -> None:
   )
   _require(
     config.actor.policy_loss.loss_mode != 'sdpo' or not cartridge.document or sd.teacher_regularization == 'base',
-    f'{_DISTILLATION}.teacher_regularization={sd.teacher_regularization!r} with model.cartridge.document: the teacher is '
-    "the frozen model that reads the document; set it to 'base'.",
+    f'{_DISTILLATION}.teacher_regularization={sd.teacher_regularization!r} with model.cartridge.document: the teacher '
+    "is the frozen model that reads the document; set it to 'base'.",
   )
 
 
@@ -196,33 +196,34 @@ def _check_writer(config: schema.Config) -> None:
   )
   _require(
     actor.policy_loss.loss_mode == 'sdpo',
-    f'{written} with actor.policy_loss.loss_mode={actor.policy_loss.loss_mode!r}, which has no teacher and learns from what '
-    "the student has drawn: set that to 'sdpo', or sampled_by to 'student'.",
+    f'{written} with actor.policy_loss.loss_mode={actor.policy_loss.loss_mode!r}, which has no teacher and learns from '
+    "what the student has drawn: set that to 'sdpo', or sampled_by to 'student'.",
   )
   _require(
     sd.teacher_context == 'prompt' and sd.teacher_regularization == 'base',
-    f"{written} needs a teacher that reads the student's prompts and stays as it is: set {_DISTILLATION}.teacher_context to "
-    "'prompt' and teacher_regularization to 'base'.",
+    f"{written} needs a teacher that reads the student's prompts and stays as it is: set "
+    f"{_DISTILLATION}.teacher_context to 'prompt' and teacher_regularization to 'base'.",
   )
   _require(
     config.algorithm.rollout_correction.rollout_is is None,
-    f'{written} with algorithm.rollout_correction.rollout_is: these weights are for the rounding of the sampler, and would '
-    'undo what the teacher has drawn; set that to None.',
+    f'{written} with algorithm.rollout_correction.rollout_is: these weights are for the rounding of the sampler, and '
+    'would undo what the teacher has drawn; set that to None.',
   )
   _require(
     not actor.kl_loss_coef,
-    f'{written} with actor.kl_loss_coef={actor.kl_loss_coef}: that penalty is estimated from what the student draws; set it '
-    'to 0.',
+    f'{written} with actor.kl_loss_coef={actor.kl_loss_coef}: that penalty is estimated from what the student draws; '
+    'set it to 0.',
   )
   _require(
     not config.rollout.steps_off,
-    f'{written} with rollout.steps_off={config.rollout.steps_off}: the teacher is the same in all steps; set that to 0.',
+    f'{written} with rollout.steps_off={config.rollout.steps_off}: the teacher is the same in all steps; set that to '
+    '0.',
   )
   several = actor.ppo_mini_batch_size != config.data.train_batch_size or actor.ppo_epochs > 1
   _require(
     sd.is_clip is None or not several,
-    f'{written} with {_DISTILLATION}.is_clip={sd.is_clip} and several optimizer steps per generation batch: the ratio supposes '
-    'that the student drew the tokens; set is_clip to None.',
+    f'{written} with {_DISTILLATION}.is_clip={sd.is_clip} and several optimizer steps per generation batch: the ratio '
+    'supposes that the student drew the tokens; set is_clip to None.',
   )
 
 
@@ -232,13 +233,13 @@ def _check_measured_divergence(config: schema.Config) -> None:
     return
   _require(
     config.model.cartridge.used and bool(config.model.cartridge.document),
-    f'{asked} compares a cartridge with the model that reads the document: set model.cartridge.document and the slots, or '
-    'leave it at false.',
+    f'{asked} compares a cartridge with the model that reads the document: set model.cartridge.document and the slots, '
+    'or leave it at false.',
   )
   _require(
     config.actor.policy_loss.loss_mode == 'sdpo' and sd.teacher_context == 'prompt',
-    f"{asked} needs the teacher that reads the document behind the student's prompts: set actor.policy_loss.loss_mode to "
-    f"'sdpo' and {_DISTILLATION}.teacher_context to 'prompt'.",
+    f"{asked} needs the teacher that reads the document behind the student's prompts: set actor.policy_loss.loss_mode "
+    f"to 'sdpo' and {_DISTILLATION}.teacher_context to 'prompt'.",
   )
 
 
@@ -264,7 +265,8 @@ def _check_template_variables(data: schema.DataConfig) -> None:
   wrong = [key for key in given if not key.isidentifier() or key in TEMPLATE_ARGUMENTS]
   _require(
     not wrong,
-    f'data.apply_chat_template_kwargs: {wrong} cannot be set: name variables of the chat template, such as enable_thinking.',
+    f'data.apply_chat_template_kwargs: {wrong} cannot be set: name variables of the chat template, such as '
+    'enable_thinking.',
   )
   thinking = given.get('enable_thinking', data.enable_thinking)
   _require(
@@ -278,8 +280,8 @@ def _check_source_weights(data: schema.DataConfig) -> None:
   weights = data.source_weights
   _require(
     not weights or len(weights) == len(data.train_files),
-    f'data.source_weights has {len(weights)} numbers for {len(data.train_files)} data.train_files: give one for each, or '
-    'none.',
+    f'data.source_weights has {len(weights)} numbers for {len(data.train_files)} data.train_files: give one for each, '
+    'or none.',
   )
   _require(
     not weights or sum(round_shares(weights)) <= LONGEST_ROUND,
@@ -309,20 +311,20 @@ def _check_teacher(config: schema.Config) -> None:
   sd = config.actor.self_distillation
   _require(
     sd.teacher_regularization != 'lora_ema' or config.model.lora.used,
-    f"{_DISTILLATION}.teacher_regularization='lora_ema' is the average of an adapter's factors, and there is no adapter: "
-    "set model.lora.rank or model.lora.path, or 'ema' for the average of all parameters.",
+    f"{_DISTILLATION}.teacher_regularization='lora_ema' is the average of an adapter's factors, and there is no "
+    "adapter: set model.lora.rank or model.lora.path, or 'ema' for the average of all parameters.",
   )
   _require(
     sd.teacher_context != 'prompt' or sd.teacher_regularization != 'live',
-    f"{_DISTILLATION}.teacher_context='prompt' with teacher_regularization='live': the student would read its own prompt "
-    "again and learn nothing; set teacher_context to 'reprompt', or name another teacher.",
+    f"{_DISTILLATION}.teacher_context='prompt' with teacher_regularization='live': the student would read its own "
+    "prompt again and learn nothing; set teacher_context to 'reprompt', or name another teacher.",
   )
   _check_other_teacher(config)
   interval, restarts = sd.teacher_restart_interval, sd.teacher_regularization == 'restart'
   _require(
     not restarts or interval is not None,
-    f"{_DISTILLATION}.teacher_restart_interval must be at least 1 for teacher_regularization='restart', not {interval}: "
-    'set it to the generation batches between two restarts.',
+    f"{_DISTILLATION}.teacher_restart_interval must be at least 1 for teacher_regularization='restart', not "
+    f'{interval}: set it to the generation batches between two restarts.',
   )
   _require(
     restarts or interval is None,
@@ -337,8 +339,8 @@ def _check_other_teacher(config: schema.Config) -> None:
     named = f"{_DISTILLATION}.distillation_topk_of='teacher'"
     _require(
       sd.full_logit_distillation and sd.distillation_topk is not None,
-      f'{named} has no effect, as there is no top K: set distillation_topk and full_logit_distillation=True, or leave it '
-      "at 'student'.",
+      f'{named} has no effect, as there is no top K: set distillation_topk and full_logit_distillation=True, or leave '
+      "it at 'student'.",
     )
     _require(
       sd.teacher_regularization != 'trust-region',
@@ -347,8 +349,8 @@ def _check_other_teacher(config: schema.Config) -> None:
     )
     _require(
       not sd.teacher_endpoint.used,
-      f"{named} has no effect with {_DISTILLATION}.teacher_endpoint, whose answers name the teacher's tokens in any case "
-      "(teacher_endpoint.top_k): leave it at 'student'.",
+      f"{named} has no effect with {_DISTILLATION}.teacher_endpoint, whose answers name the teacher's tokens in any "
+      "case (teacher_endpoint.top_k): leave it at 'student'.",
     )
   _check_endpoint(config)
   if not sd.teacher_model:
@@ -356,8 +358,8 @@ def _check_other_teacher(config: schema.Config) -> None:
   named = f'{_DISTILLATION}.teacher_model={sd.teacher_model}'
   _require(
     config.actor.policy_loss.loss_mode == 'sdpo',
-    f'{named} has no effect with actor.policy_loss.loss_mode={config.actor.policy_loss.loss_mode!r}, which has no teacher: '
-    "set that to 'sdpo', or empty the setting.",
+    f'{named} has no effect with actor.policy_loss.loss_mode={config.actor.policy_loss.loss_mode!r}, which has no '
+    "teacher: set that to 'sdpo', or empty the setting.",
   )
   _require(
     sd.teacher_regularization == 'base',
@@ -366,8 +368,8 @@ def _check_other_teacher(config: schema.Config) -> None:
   )
   _require(
     not config.model.cartridge.used,
-    f'{named} with model.cartridge: the teacher of a cartridge is its own model that reads the document; leave one of the '
-    'two out.',
+    f'{named} with model.cartridge: the teacher of a cartridge is its own model that reads the document; leave one of '
+    'the two out.',
   )
 
 
@@ -391,13 +393,13 @@ def _check_endpoint(config: schema.Config) -> None:
     _require(bool(getattr(endpoint, name).strip()), f'{section}.{name} is empty: set it to {what}.')
   _require(
     endpoint.dialect != 'fireworks' or endpoint.top_k <= FIREWORKS_MOST,
-    f"{section}.top_k={endpoint.top_k} with dialect='fireworks', which gives {FIREWORKS_MOST} log-probs at a position at "
-    'most: lower it, or ask a vLLM server.',
+    f"{section}.top_k={endpoint.top_k} with dialect='fireworks', which gives {FIREWORKS_MOST} log-probs at a position "
+    'at most: lower it, or ask a vLLM server.',
   )
   _require(
     config.actor.policy_loss.loss_mode == 'sdpo',
-    f'{section}.url has no effect with actor.policy_loss.loss_mode={config.actor.policy_loss.loss_mode!r}, which has no '
-    "teacher: set that to 'sdpo', or empty it.",
+    f'{section}.url has no effect with actor.policy_loss.loss_mode={config.actor.policy_loss.loss_mode!r}, which has '
+    "no teacher: set that to 'sdpo', or empty it.",
   )
   _require(
     sd.teacher_regularization == 'base',
@@ -406,13 +408,13 @@ def _check_endpoint(config: schema.Config) -> None:
   )
   _require(
     config.rollout.temperature == 1,
-    f'{section}.url with rollout.temperature={config.rollout.temperature}: servers give log-probs at temperature 1, and the '
-    'divergence compares distributions at that of the rollouts; set it to 1.',
+    f'{section}.url with rollout.temperature={config.rollout.temperature}: servers give log-probs at temperature 1, '
+    'and the divergence compares distributions at that of the rollouts; set it to 1.',
   )
   _require(
     not sd.teacher_model and not config.model.cartridge.used,
-    f'{section}.url with {f"{_DISTILLATION}.teacher_model" if sd.teacher_model else "model.cartridge"}, which has another '
-    'teacher: leave one of the two out.',
+    f'{section}.url with {f"{_DISTILLATION}.teacher_model" if sd.teacher_model else "model.cartridge"}, which has '
+    'another teacher: leave one of the two out.',
   )
 
 
@@ -423,8 +425,8 @@ def _check_algorithm(config: schema.Config) -> None:
       value, unset = getattr(algorithm, name), getattr(type(algorithm)(), name)
       _require(
         value == unset,
-        f"algorithm.{name}={value} has no effect on algorithm.mode={algorithm.mode!r}: set that to 'hybrid', or leave it "
-        f'at {unset}.',
+        f"algorithm.{name}={value} has no effect on algorithm.mode={algorithm.mode!r}: set that to 'hybrid', or leave "
+        f'it at {unset}.',
       )
     return
   _require(
@@ -434,12 +436,13 @@ def _check_algorithm(config: schema.Config) -> None:
   )
   _require(
     algorithm.sdpo_coef > 0 or algorithm.policy_gradient_coef > 0,
-    'algorithm.sdpo_coef and algorithm.policy_gradient_coef are both 0, so that nothing is minimised: raise one of them.',
+    'algorithm.sdpo_coef and algorithm.policy_gradient_coef are both 0, so that nothing is minimised: raise one of '
+    'them.',
   )
   _require(
     config.rollout.sampled_by == 'student' or algorithm.policy_gradient_coef == 0,
-    f"algorithm.mode='hybrid' with rollout.sampled_by={config.rollout.sampled_by!r}: a policy gradient learns from what the "
-    "student has drawn; set that to 'student', or algorithm.mode to 'pure_sdpo'.",
+    f"algorithm.mode='hybrid' with rollout.sampled_by={config.rollout.sampled_by!r}: a policy gradient learns from "
+    "what the student has drawn; set that to 'student', or algorithm.mode to 'pure_sdpo'.",
   )
   if algorithm.sdpo_coef > 0:
     return
@@ -474,8 +477,8 @@ def _check_written_feedback(config: schema.Config) -> None:
       value, unset = getattr(sd, name), getattr(default, name)
       _require(
         value == unset,
-        f'{_DISTILLATION}.{name}={value} has no effect, as nobody writes feedback: set {_DISTILLATION}.feedback_model, or '
-        f'leave it at {unset}.',
+        f'{_DISTILLATION}.{name}={value} has no effect, as nobody writes feedback: set {_DISTILLATION}.feedback_model, '
+        f'or leave it at {unset}.',
       )
     return
   _check_template(f'{_DISTILLATION}.feedback_prompt_template', sd.feedback_prompt_template, FEEDBACK_FIELDS, 'writer')
@@ -503,13 +506,13 @@ def _check_gathering(config: schema.Config) -> None:
   )
   _require(
     least <= rows,
-    f'{asked} is more than the {rows} completions that an update holds (data.train_batch_size × rollout.n): lower it, or '
-    'raise these.',
+    f'{asked} is more than the {rows} completions that an update holds (data.train_batch_size × rollout.n): lower it, '
+    'or raise these.',
   )
   _require(
     config.trainer.batch_order == 'sampled',
-    f'{asked} with trainer.batch_order={config.trainer.batch_order!r}, which is the order of one generation batch: set that '
-    "to 'sampled'.",
+    f'{asked} with trainer.batch_order={config.trainer.batch_order!r}, which is the order of one generation batch: set '
+    "that to 'sampled'.",
   )
   _require(
     not config.trainer.record_top_tokens,
@@ -570,13 +573,13 @@ def _check_schedule(optimizer: schema.OptimizerConfig) -> None:
   for name, unset in (('lr_decay_steps', None), ('min_lr_ratio', 0)):
     _require(
       optimizer.lr_scheduler_type != 'constant' or getattr(optimizer, name) == unset,
-      f"optimizer.{name}={getattr(optimizer, name)} has no effect on optimizer.lr_scheduler_type='constant': set that to "
-      f"'cosine' or 'linear', or leave {name} at {unset}.",
+      f"optimizer.{name}={getattr(optimizer, name)} has no effect on optimizer.lr_scheduler_type='constant': set that "
+      f"to 'cosine' or 'linear', or leave {name} at {unset}.",
     )
   _require(
     steps is None or steps > warmup,
-    f'optimizer.lr_decay_steps={steps} counts the warm-up and must be above optimizer.lr_warmup_steps={warmup}: raise it '
-    'or shorten the warm-up.',
+    f'optimizer.lr_decay_steps={steps} counts the warm-up and must be above optimizer.lr_warmup_steps={warmup}: raise '
+    'it or shorten the warm-up.',
   )
 
 
@@ -663,25 +666,27 @@ def _check_serve(serve: schema.ServeConfig) -> None:
   )
   _require(
     '://' not in store.root or store.database is not None,
-    f'serve.store.root={store.root} is no local folder, and serve.store.database, which must be local, is None: name a file.',
+    f'serve.store.root={store.root} is no local folder, and serve.store.database, which must be local, is None: name a '
+    'file.',
   )
   _require(
     '://' not in (store.database or ''), f'serve.store.database={store.database} must be a local file: name one.'
   )
   _require(
     learning.topk is None or learning.topk <= serve.topk,
-    f'serve.learning.topk={learning.topk} is more than serve.topk={serve.topk}, for which the engine is compiled: lower it, '
-    'or raise that.',
+    f'serve.learning.topk={learning.topk} is more than serve.topk={serve.topk}, for which the engine is compiled: '
+    'lower it, or raise that.',
   )
   _require(
     learning.steps <= limits.max_steps,
-    f'serve.learning.steps={learning.steps} is more than serve.limits.max_steps={limits.max_steps}: lower it, or raise that.',
+    f'serve.learning.steps={learning.steps} is more than serve.limits.max_steps={limits.max_steps}: lower it, or raise '
+    'that.',
   )
   _require(len(learning.betas) == 2, f'serve.learning.betas must be two numbers, not {learning.betas}.')
   _require(
     limits.burst_tokens is None or limits.tokens_per_minute is not None,
-    f'serve.limits.burst_tokens={limits.burst_tokens} has no effect without a limit: set serve.limits.tokens_per_minute, or '
-    'leave it at None.',
+    f'serve.limits.burst_tokens={limits.burst_tokens} has no effect without a limit: set '
+    'serve.limits.tokens_per_minute, or leave it at None.',
   )
 
 
@@ -690,8 +695,8 @@ def _check_template(name: str, template: str, fields: tuple[str, ...], reader: s
     template.format(**dict.fromkeys(fields, ''))
   except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
     raise UserError(
-      f'{name} is not a valid template ({error!r}): it may use {", ".join("{" + f + "}" for f in fields)}, and a literal '
-      'brace is written {{ or }}.'
+      f'{name} is not a valid template ({error!r}): it may use {", ".join("{" + f + "}" for f in fields)}, and a '
+      'literal brace is written {{ or }}.'
     ) from error
   _require(f'{{{fields[0]}}}' in template, f'{name} does not hold {{{fields[0]}}}: the {reader} would never see it.')
 

@@ -133,7 +133,9 @@ def _is_json(value: Any) -> bool:
 
 
 def parse_entry(text: str) -> Any:
-  """Return the value that `text` means for one key of a setting that is a JSON object: JSON, or else the text itself."""
+  """Return the value that `text` means for one key of a setting that is a JSON object: JSON, or else the text
+  itself.
+  """
   if text in ('None', 'True', 'False'):
     return {'None': None, 'True': True, 'False': False}[text]
   try:
@@ -185,7 +187,9 @@ def _is_list(text: str) -> bool:
 
 
 def _within(text: str) -> str:
-  """Return what is between the parentheses around all of a text, or the text where there are none, as in '(a|b).(c)'."""
+  """Return what is between the parentheses around all of a text, or the text where there are none, as in
+  '(a|b).(c)'.
+  """
   depth = 0
   for position, character in enumerate(text):
     depth += (character == '(') - (character == ')')

@@ -14,7 +14,7 @@ from sdpo_jax.errors import UserError
 
 
 def read(text: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
-  """Returns the settings of a config file, which are not checked yet.
+  """Return the settings of a config file, which are not checked yet.
 
   Args:
     text: FILE.py, or FILE.py:name=value,… with arguments of its `get_config()`. A file `configs/…` that is not there is
@@ -58,7 +58,7 @@ def read(text: str, overrides: Iterable[tuple[str, str]] = ()) -> Config:
 
 
 def _shipped(path: pathlib.Path) -> pathlib.Path | None:
-  """Returns the config `configs/…` of this installation; None: the path is another one, or there is none."""
+  """Return the config `configs/…` of this installation; None: the path is another one, or there is none."""
   spec = importlib.util.find_spec('configs')
   if path.parts[:1] != ('configs',) or '..' in path.parts or spec is None or spec.origin is None:
     return None
@@ -67,7 +67,7 @@ def _shipped(path: pathlib.Path) -> pathlib.Path | None:
 
 
 def _file_and_arguments(text: str) -> tuple[pathlib.Path, dict[str, str]]:
-  """Returns 'FILE.py:name=value,…' as the file and the arguments of its get_config()."""
+  """Return 'FILE.py:name=value,…' as the file and the arguments of its get_config()."""
   path, marked, rest = text.partition('.py:')
   if not marked:
     return pathlib.Path(text), {}

@@ -7,7 +7,7 @@ import pathlib
 
 
 def beside(config_file: str, name: str) -> str:
-  """Returns the path of a file or folder that lies beside a config.
+  """Return the path of a file or folder that lies beside a config.
 
   Beneath the working directory it is relative, so that what a run saves of its settings does not name a machine.
 
@@ -21,7 +21,7 @@ def beside(config_file: str, name: str) -> str:
 
 
 def model_path(path: str, config_file: pathlib.Path) -> str:
-  """Returns `model.path` of a config: as it is where the working directory has it, or else the folder beside the config.
+  """Return `model.path` of a config: as it is where the working directory has it, or else the folder beside the config.
 
   Args:
     path: the setting: a folder, a gs:// address or a name on the hub.

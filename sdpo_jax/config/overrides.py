@@ -99,8 +99,8 @@ NAMED: dict[str, tuple[str, ...]] = {
   ),
 }
 
-# What trainer.accept_changes may name (checks.CHANGES): the settings that may then differ, beside what lies in the files
-# that they name.
+# What trainer.accept_changes may name (checks.CHANGES): the settings that may then differ, beside what lies in the
+# files that they name.
 ACCEPTABLE: dict[str, tuple[str, ...]] = {
   'tokenizer': (),
   'model': (
@@ -115,7 +115,9 @@ ACCEPTABLE: dict[str, tuple[str, ...]] = {
 
 # Beside a setting that is refused, where its name alone does not say what to do.
 HINTS = {
-  'optimizer.lr_decay_steps': ' (None means trainer.total_training_steps; set it to what it was, and steps that are added have the last rate)'
+  'optimizer.lr_decay_steps': (
+    ' (None means trainer.total_training_steps; set it to what it was, and steps that are added have the last rate)'
+  )
 }
 
 # What runs did before these settings existed, which is not what their defaults do now.
@@ -230,13 +232,14 @@ def override(config: Config, name: str, text: str) -> None:
     raise unknown_setting(config, name)
   if dataclasses.is_dataclass(hints[leaf]):
     raise UserError(
-      f'{name} is a section, not a setting: name one inside it, e.g. --config.{name}.{dataclasses.fields(hints[leaf])[0].name}=…'
+      f'{name} is a section, not a setting: name one inside it, e.g. '
+      f'--config.{name}.{dataclasses.fields(hints[leaf])[0].name}=…'
     )
   setattr(target, leaf, text if text == TEXTS.get(name) else parse(name, text, hints[leaf]))
 
 
 def assign(config: Config, name: str, value: Any) -> None:
-  """Gives a setting, by its dotted name, a value; a text is read as `override` reads it.
+  """Give a setting, by its dotted name, a value; a text is read as `override` reads it.
 
   Raises:
     UserError: there is no such setting, or the text is not of its type.

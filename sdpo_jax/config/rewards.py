@@ -1,7 +1,8 @@
 """Which graders judge a question, and what each of them counts for: 'exact, 0.2*format' and its other spellings.
 
-Rows and `data.environment` name graders as a text, which is what `Example.environment` holds; rows also as a list of such
-texts or as an object of names with weights. A weight that is not stated is that of `environments.reward_weights`, or 1.
+Rows and `data.environment` name graders as a text, which is what `Example.environment` holds; rows also as a list of
+such texts or as an object of names with weights. A weight that is not stated is that of `environments.reward_weights`,
+or 1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The settings of the continual-distillation service around its engine: how it is reached, what it keeps, what it allows."""
+"""The settings of the continual-distillation service around its engine: how it is reached, what it keeps, what it
+allows.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ class HttpConfig:
   port: int = setting(8420, 'Port to listen on; 0: a free one, which is printed.')
   keys: str | None = setting(
     None,
-    'File of API keys, made by launch.serve_key; it is read again when it changes. None: no key, one owner, and requests '
-    'must name this machine as their host.',
+    'File of API keys, made by launch.serve_key; it is read again when it changes. None: no key, one owner, and '
+    'requests must name this machine as their host.',
   )
   allowed_hosts: tuple[str, ...] = setting(
     (), 'Names in the header Host that are answered, beside those of this machine. With keys and empty: all.'
@@ -46,8 +48,8 @@ class StoreConfig:
   )
   database: str | None = setting(
     None,
-    'SQLite file, local, with samples, requests and an index of the versions. None: service.sqlite in a local root; it must '
-    'be named for others.',
+    'SQLite file, local, with samples, requests and an index of the versions. None: service.sqlite in a local root; it '
+    'must be named for others.',
   )
   keep_versions: int = setting(
     0, 'Versions of an adapter that are kept beside its first and its newest one; 0: all of them.'
@@ -94,8 +96,8 @@ class LearningConfig:
   steps: int = setting(1, 'Optimizer steps of a feedback.')
   alpha: float = setting(
     0.5,
-    "Of 'sdpo'. 0: KL(teacher‖student), 1: KL(student‖teacher), between: generalised Jensen–Shannon. 'jsd_pg' has its own, "
-    'mirrored.',
+    "Of 'sdpo'. 0: KL(teacher‖student), 1: KL(student‖teacher), between: generalised Jensen–Shannon. 'jsd_pg' has its "
+    'own, mirrored.',
   )
   topk: int | None = setting(None, 'K, tokens of the support of the divergence. None: serve.topk.')
   is_clip: float | None = setting(2.0, 'Upper clip of the importance ratio of the sampled token; None: no ratio.')
@@ -107,8 +109,8 @@ class LearningConfig:
   max_grad_norm: float = setting(1.0, 'Norm to which gradients are clipped.')
   teacher: Literal['live', 'ema', 'lagged', 'base', 'frozen'] = setting(
     'live',
-    "Who reads the feedback, of an adapter that names nobody. 'live': the version itself; 'ema': the average of its versions; "
-    "'lagged': an older one; 'base': the model without an adapter; 'frozen': version 0.",
+    "Who reads the feedback, of an adapter that names nobody. 'live': the version itself; 'ema': the average of its "
+    "versions; 'lagged': an older one; 'base': the model without an adapter; 'frozen': version 0.",
   )
   average_rate: float = setting(0.05, "How far the average of 'ema' moves with every version.")
   lag: int = setting(8, "How many versions 'lagged' is behind.")

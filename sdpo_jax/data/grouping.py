@@ -11,7 +11,9 @@ from sdpo_jax.types import Example
 
 
 def first_of_same(examples: Sequence[Example]) -> np.ndarray:
-  """[G] int32: for each example, the first one with equal messages, environment and ground truth (itself, if unique)."""
+  """[G] int32: for each example, the first one with equal messages, environment and ground truth (itself, if
+  unique).
+  """
   first: dict[str, int] = {}
   for index, example in enumerate(examples):
     first.setdefault(_key(example), index)

@@ -96,7 +96,7 @@ class _Rows(Sequence):
 
 @contextlib.contextmanager
 def _quiet(*names: str) -> Iterator[None]:
-  """What these libraries log while they fail is in their exception, too."""
+  """Silence what these libraries log while they fail: it is in their exception, too."""
   levels = {name: logging.getLogger(name).level for name in names}
   for name in names:
     logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -108,6 +108,6 @@ def _quiet(*names: str) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-  """The first line of what the library says; of what caused it, where it says nothing itself."""
+  """Return the first line of what the library says; of what caused it, where it says nothing itself."""
   cause: Any = error.__cause__ if str(error).startswith('An error occurred') and error.__cause__ else error
   return str(cause).strip().partition('\n')[0].rstrip('.') or type(cause).__name__

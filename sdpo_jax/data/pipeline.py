@@ -47,7 +47,7 @@ class TrainIterator:
     process_index: int = 0,
     process_count: int = 1,
   ):
-    """Reads and checks every row.
+    """Read and check every row.
 
     Args:
       config: settings.
@@ -119,15 +119,16 @@ class TrainIterator:
     return self
 
   def __next__(self) -> list[Example]:
-    """This process's share of the next batch."""
+    """Return this process's share of the next batch."""
     return next(self._iterator)[self._mine]
 
   def get_state(self) -> dict[str, Any]:
-    """The position, as values that JSON holds."""
+    """Return the position, as values that JSON holds."""
     return {'iterator': self._iterator.get_state(), 'fingerprint': self._fingerprint, 'counts': self._counts}
 
   def set_state(self, state: dict[str, Any], *, other_rows: bool = False) -> None:
-    """Continues where `state` was taken; with `other_rows` at the same position in the order of whatever rows there are.
+    """Continues where `state` was taken; with `other_rows` at the same position in the order of whatever rows there
+    are.
 
     Raises:
       UserError: the rows are not those of the run that saved the state, and may not be; or positions are counted
@@ -140,8 +141,8 @@ class TrainIterator:
       )
     if state.get('counts', self._counts) != self._counts:
       raise UserError(
-        'data.train_files mix files and generators otherwise than when this run was saved, so that its position in them '
-        'means nothing: restore the setting or start in a new workdir.'
+        'data.train_files mix files and generators otherwise than when this run was saved, so that its position in '
+        'them means nothing: restore the setting or start in a new workdir.'
       )
     self._iterator.set_state(state['iterator'])
 
@@ -168,7 +169,7 @@ def mix(parts: Sequence[grain.MapDataset], weights: Sequence[float]) -> grain.Ma
 
 
 def evaluation_examples(config: Config, tokenizer: Tokenizer, registry: sources.Registry) -> list[Example]:
-  """The held-out questions: the first `data.val_max_samples` (None: all) of each source, in order.
+  """Return the held-out questions: the first `data.val_max_samples` (None: all) of each source, in order.
 
   Generators get seed 0 unless they name another one, so that runs with different seeds are compared on the same
   questions.
@@ -201,7 +202,7 @@ def read_examples(
   setting: str,
   limit: int | None = None,
 ) -> list[Example]:
-  """The checked examples of files, in order; of each file the first `limit` rows.
+  """Return the checked examples of files, in order; of each file the first `limit` rows.
 
   Raises:
     UserError: naming the file and line of the first fault.
@@ -243,7 +244,9 @@ def check_environments(examples: Sequence[Example], registry: sources.Registry) 
 def _checked_generator(
   source: str, split: str, config: Config, tokenizer: Tokenizer, registry: sources.Registry
 ) -> tuple[Callable[[int], Example | None], list[Example]]:
-  """The generator with its questions' lengths checked, None in place of one that is to be left out; its first ones."""
+  """Return the generator with its questions' lengths checked, None in place of one that is to be left out; its first
+  ones.
+  """
   generate = sources.make_generator(source, split, config.seed, registry)
   # A limit that is too low, or an unknown environment, ends the run before anything is compiled.
   first = [generate(index) for index in range(_PROBED)]
@@ -276,7 +279,7 @@ def digest(examples: Sequence[Example]) -> str:
 
 
 def _fingerprint(sets: Iterable[Sequence[Example]], names: Sequence[str]) -> str:
-  """A hash of the questions and their answers, by which a resumed run knows that they are the same."""
+  """Return a hash of the questions and their answers, by which a resumed run knows that they are the same."""
   digest = hashlib.sha256()
   # One at a time: the unit tests of some data sets fill a good part of the memory.
   for examples in sets:

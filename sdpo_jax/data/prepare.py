@@ -104,7 +104,8 @@ SOURCES: dict[str, Source] = {
 def prepare(
   name: str, options: Options, output: epath.PathLike, given: str | None, announce: Callable[[str], None]
 ) -> None:
-  """Writes `output`/train.json and test.json, those of the two that the source has, as JSON lines of raw rows, and its texts.
+  """Write `output`/train.json and test.json, those of the two that the source has, as JSON lines of raw rows, and its
+  texts.
 
   Each file is written whole or not at all, and only once every row is known to load.
 

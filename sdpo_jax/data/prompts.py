@@ -30,7 +30,8 @@ class ChatFormat:
 
   variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Of the chat template, e.g. enable_thinking.
   split_special_tokens: bool = True  # Messages cannot spell control tokens.
-  # A document, or slots for one, stands before every conversation (`document_tokens`): its own tokens are those behind it.
+  # A document, or slots for one, stands before every conversation (`document_tokens`): its own tokens are those behind
+  # it.
   behind_document: bool = False
 
   @classmethod
@@ -206,7 +207,7 @@ def named_chat_tokens(
 
 
 def _refused(tokenizer: Tokenizer, messages: Messages, name: str, chat: ChatFormat, error: Exception) -> UserError:
-  """The error about messages that the chat template refuses, with what helps."""
+  """Return the error about messages that the chat template refuses, with what helps."""
   roles = ', '.join(message['role'] for message in messages)
   others = [message for message in messages if message['role'] != 'system']
   way_out = 'give them the roles that it takes'
@@ -215,8 +216,8 @@ def _refused(tokenizer: Tokenizer, messages: Messages, name: str, chat: ChatForm
       chat_tokens(tokenizer, [others], chat)
       way_out = "it takes them without the system message, whose text the user's message may hold"
   return UserError(
-    f"{name}: the model's chat template refuses these messages ({roles}): {first_line(error).rstrip('.!')}; {way_out}, or "
-    'name another template in model.chat_template.'
+    f"{name}: the model's chat template refuses these messages ({roles}): {first_line(error).rstrip('.!')}; {way_out}, "
+    'or name another template in model.chat_template.'
   )
 
 
@@ -242,7 +243,7 @@ def fits(tokenizer: Tokenizer, example: Example, config: Config) -> bool:
 
 
 def fitting(tokenizer: Tokenizer, examples: Sequence[Example], config: Config, origin: str) -> list[Example]:
-  """The examples whose prompt has at most `data.max_prompt_length` tokens.
+  """Return the examples whose prompt has at most `data.max_prompt_length` tokens.
 
   Args:
     tokenizer: a transformers tokenizer with a chat template.

@@ -76,8 +76,9 @@ def example(row: Row, split: str, *, default_source: str = 'data', default_envir
   environment = _environment(value, default_environment, row, elsewhere)
   if environment is None:
     raise UserError(
-      f"{row.origin}: no environment grades the data source {source!r}: name the grader in a field 'environment' or, for "
-      f"all rows that name none, in data.environment; or say in a field 'dataset' that it is {', '.join(ENVIRONMENTS)}."
+      f"{row.origin}: no environment grades the data source {source!r}: name the grader in a field 'environment' or, "
+      "for all rows that name none, in data.environment; or say in a field 'dataset' that it is "
+      f'{", ".join(ENVIRONMENTS)}.'
     )
   for grader in rewards.names([environment]):
     if wrong := ground_truth.check(grader, reward['ground_truth']):
@@ -148,7 +149,9 @@ def preprocess(
 
 
 def _environment(value: Mapping[str, Any], default: str | None, row: Row, elsewhere: Any = None) -> str | None:
-  """The graders that a row names, in its field or `elsewhere` in it, or those of its data source, or the default."""
+  """Return the graders that a row names, in its field or `elsewhere` in it, or those of its data source, or the
+  default.
+  """
   try:
     chosen = rewards.written(value.get('environment')) or rewards.written(elsewhere)
   except rewards.UnreadableRewards as error:
@@ -158,7 +161,7 @@ def _environment(value: Mapping[str, Any], default: str | None, row: Row, elsewh
 
 
 def _asked(value: Mapping[str, Any], row: Row) -> list[dict[str, str]]:
-  """The messages of a raw row, after its system prompt if it has one."""
+  """Return the messages of a raw row, after its system prompt if it has one."""
   if value.get('messages') is None and 'prompt' not in value:
     raise _missing("'prompt' or 'messages'", row)
   system = _text_or_null(value, 'system', row)
@@ -175,7 +178,9 @@ def _asked(value: Mapping[str, Any], row: Row) -> list[dict[str, str]]:
 
 
 def _truth(value: Mapping[str, Any], environment: str | None, row: Row) -> Any:
-  """What a raw row is graded by: a text for the graders of this project, anything for others, None if there is none."""
+  """Return what a raw row is graded by: a text for the graders of this project, anything for others, None if there is
+  none.
+  """
   name = _truth_field(value, environment)
   if not any(map(ground_truth.is_checked, _graders(environment))):
     return value.get(name)
@@ -204,8 +209,8 @@ def _check_unicode(text: Any, row: Row) -> None:
     text.encode()
   except UnicodeEncodeError as error:
     raise UserError(
-      f'{row.origin}: half of a character, {text[error.start]!r}, follows {short_repr(text[: error.start][-30:])}: write it '
-      'whole or leave it out.'
+      f'{row.origin}: half of a character, {text[error.start]!r}, follows {short_repr(text[: error.start][-30:])}: '
+      'write it whole or leave it out.'
     ) from error
 
 
@@ -216,7 +221,7 @@ def _fields(row: Row) -> Mapping[str, Any]:
 
 
 def _missing(names: str, row: Row) -> UserError:
-  """The error of a row that has none of the fields it needs one of."""
+  """Return the error of a row that has none of the fields it needs one of."""
   return UserError(f'{row.origin}: field {names} is missing; there is: {", ".join(map(str, row.value)) or "nothing"}.')
 
 
@@ -248,13 +253,14 @@ def _messages(value: Mapping[str, Any], row: Row, name: str = 'prompt') -> list[
     good = isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ('role', 'content'))
     if not good:
       raise UserError(
-        f"{row.origin}: field {name!r}: a message must have the strings 'role' and 'content', not {short_repr(message)}."
+        f"{row.origin}: field {name!r}: a message must have the strings 'role' and 'content', not "
+        f'{short_repr(message)}.'
       )
   if not messages[-1]['content'].strip():
     raise UserError(f'{row.origin}: field {name!r}: the last message, which asks the question, is empty.')
   if messages[-1]['role'] == 'assistant':
     raise UserError(
-      f"{row.origin}: field {name!r}: the last message is the assistant's: leave it out, so that the model answers, and put "
-      f'it into {TRUTHS[0]!r} if the grader needs it.'
+      f"{row.origin}: field {name!r}: the last message is the assistant's: leave it out, so that the model answers, "
+      f'and put it into {TRUTHS[0]!r} if the grader needs it.'
     )
   return [{'role': message['role'], 'content': message['content']} for message in messages]

@@ -1,7 +1,7 @@
 """Self-study: what a model is asked so that it writes the prompts of a cartridge's training itself (arXiv 2506.06266).
 
-The model reads a passage of the document, and a request to write what a user might say who has it. A request is of one of a
-few seed types, so that the prompts ask about the passage in different ways.
+The model reads a passage of the document, and a request to write what a user might say who has it. A request is of one
+of a few seed types, so that the prompts ask about the passage in different ways.
 """
 
 from __future__ import annotations
@@ -19,37 +19,38 @@ FORMATS = ('JSON', 'YAML', 'TOML', 'INI', 'XML', 'plain text')
 _FORMAT = '{format}'
 # Of every request: the reader of the message has no passage before them, and what is written is asked as it stands.
 _ALONE = (
-  'Whoever answers knows the whole document but does not see this passage, so name the people, things, dates or sections '
-  'that you mean. Reply with the message alone.'
+  'Whoever answers knows the whole document but does not see this passage, so name the people, things, dates or '
+  'sections that you mean. Reply with the message alone.'
 )
 # Seed type → its requests, one of which is drawn.
 REQUESTS: dict[str, tuple[str, ...]] = {
   'structuring': (
-    f'Write a message that asks an assistant to set out one part of this passage as {_FORMAT}. Say which part, and that '
-    'names, dates and numbers must be exact.',
+    f'Write a message that asks an assistant to set out one part of this passage as {_FORMAT}. Say which part, and '
+    'that names, dates and numbers must be exact.',
     f'Write a message that asks for the facts of one section of this passage in {_FORMAT}. Name the section, list the '
     'fields that you want, and ask for the exact values.',
   ),
   'summarization': (
-    'Write a message that asks an assistant to summarize one part of this passage. Make clear which part, and how long the '
-    'summary should be.',
-    'Write a message that asks what matters most in one section of this passage. Name the section and what the summary is '
-    'for.',
+    'Write a message that asks an assistant to summarize one part of this passage. Make clear which part, and how long '
+    'the summary should be.',
+    'Write a message that asks what matters most in one section of this passage. Name the section and what the summary '
+    'is for.',
   ),
   'question': (
-    'Write a question for a quiz on the details of this passage. It must have one right answer, which stands in the passage.',
+    'Write a question for a quiz on the details of this passage. It must have one right answer, which stands in the '
+    'passage.',
     'Write a question about a fact in this passage that a careful reader would remember and a hasty one would not.',
     'Write a question that can be answered only by putting together two statements of this passage.',
   ),
   'use_case': (
     'Think of somebody who works with this passage, and of a task of theirs. Write the message in which they ask an '
     'assistant for help with that task.',
-    'Write a message of somebody who has to decide something on the basis of this passage, and asks an assistant what it '
-    'says about that.',
+    'Write a message of somebody who has to decide something on the basis of this passage, and asks an assistant what '
+    'it says about that.',
   ),
   'creative': (
-    'Write a message that asks an assistant for something imaginative about the content of this passage, such as a letter, '
-    'a dialogue or a comparison.',
+    'Write a message that asks an assistant for something imaginative about the content of this passage, such as a '
+    'letter, a dialogue or a comparison.',
     'Write an unusual request that only somebody who knows this passage well could fulfil.',
   ),
   'generic': ('Write a message that begins a conversation about this passage.',),
@@ -118,18 +119,19 @@ class Document:
     """
     if not tokenizer.is_fast:
       raise UserError(
-        f'The tokenizer {type(tokenizer).__name__} does not say where its tokens lie in a text, so that no passages of a number '
-        'of tokens can be cut out: save it as tokenizer.json.'
+        f'The tokenizer {type(tokenizer).__name__} does not say where its tokens lie in a text, so that no passages of '
+        'a number of tokens can be cut out: save it as tokenizer.json.'
       )
     encoded = tokenizer(text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True)
     self._text, self._places = text, np.asarray(encoded['offset_mapping'], np.int64).reshape(-1, 2)  # [N, 2].
 
   def __len__(self) -> int:
-    """The number of its tokens."""
+    """Return the number of its tokens."""
     return len(self._places)
 
   def draw_window(self, draw: np.random.Generator, least: int, most: int) -> tuple[int, int]:
-    """Return first token and end of a window, of any length from `least` to `most` and any place with the same probability.
+    """Return first token and end of a window, of any length from `least` to `most` and any place with the same
+    probability.
 
     Of a shorter document they are those of all of it.
     """

@@ -25,10 +25,10 @@ class Registry(Protocol):
   """What knows the environments: the module `sdpo_jax.environments.registry`, handed in by the caller."""
 
   def require(self, name: str) -> None:
-    """Raises UserError if there is no grader of that name."""
+    """Raise UserError if there is no grader of that name."""
 
   def get_generator(self, name: str) -> Callable[..., Callable[[int], Example]]:
-    """The generator of that name; raises UserError if there is none."""
+    """Find the generator of that name; raise UserError if there is none."""
 
 
 def stem(source: str) -> str:
@@ -48,7 +48,7 @@ def generator_name(source: str) -> str:
 
 
 def make_generator(source: str, split: str, seed: int, registry: Registry) -> Callable[[int], Example]:
-  """The endless questions of `generator:NAME?key=value&…` as a function of their index.
+  """Return the endless questions of `generator:NAME?key=value&…` as a function of their index.
 
   Options are handed on as strings. An option `seed` replaces `seed`.
 
@@ -72,9 +72,9 @@ def make_generator(source: str, split: str, seed: int, registry: Registry) -> Ca
 def read_rows(source: str, setting: str) -> Sequence[Row]:
   """All rows of a file or a hub data set, unchecked but for the file's own syntax.
 
-  A name ending in .parquet is parquet, one in .csv is CSV with a header, and in one in .txt every line that is not blank
-  is the `prompt` of a row; anything else is a JSON array if it starts with '[', JSON lines otherwise. Values of CSV are
-  texts; an empty cell is a field that is not there.
+  A name ending in .parquet is parquet, one in .csv is CSV with a header, and in one in .txt every line that is not
+  blank is the `prompt` of a row; anything else is a JSON array if it starts with '[', JSON lines otherwise. Values of
+  CSV are texts; an empty cell is a field that is not there.
 
   Args:
     source: path, local or any that etils.epath opens (gs://…), or hf:OWNER/NAME?split=… (see `hub.read_rows`).
@@ -144,7 +144,7 @@ def _array(source: str, text: str) -> list[Row]:
   line, seen = 1, 0
 
   def skip(position: int) -> int:
-    """The next position that is not white space."""
+    """Return the next position that is not white space."""
     while position < len(text) and text[position] in ' \t\r\n':
       position += 1
     return position
@@ -206,7 +206,7 @@ def _csv(source: str, text: str) -> list[Row]:
 
 
 def _unreadable(error: RecursionError | ValueError) -> str:
-  """What is wrong with JSON that Python parses no further."""
+  """Return what is wrong with JSON that Python parses no further."""
   if isinstance(error, RecursionError):
     return 'nested too deeply'
   return str(error).partition(';')[0]  # An integer of more digits than Python converts.

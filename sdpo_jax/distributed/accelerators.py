@@ -65,13 +65,13 @@ def devices() -> list[jax.Device]:
 
 def _without_devices(reason: str) -> UserError:
   return UserError(
-    f'JAX_PLATFORMS={",".join(_named())} cannot be used here ({reason}): unset it to use what there is, or install jax for '
-    'the accelerator (requirements-gpu.txt, requirements-tpu.txt).'
+    f'JAX_PLATFORMS={",".join(_named())} cannot be used here ({reason}): unset it to use what there is, or install jax '
+    'for the accelerator (requirements-gpu.txt, requirements-tpu.txt).'
   )
 
 
 def _named() -> list[str]:
-  """The platforms of JAX_PLATFORMS."""
+  """Return the platforms of JAX_PLATFORMS."""
   return [name for name in (jax.config.jax_platforms or '').split(',') if name]
 
 
@@ -103,13 +103,15 @@ def _has_plugins() -> bool:
 
 
 def prepare() -> None:
-  """Does for a script what commands do before they use JAX: no absent TPU is looked for, and programs are kept."""
+  """Do for a script what commands do before they use JAX: no absent TPU is looked for, and programs are kept."""
   skip_absent_tpu()
   keep_programs()
 
 
 def keep_programs() -> None:
-  """Has JAX keep what it compiles, in JAX_COMPILATION_CACHE_DIR or ~/.cache/sdpo_jax, so that a second start reads it."""
+  """Has JAX keep what it compiles, in JAX_COMPILATION_CACHE_DIR or ~/.cache/sdpo_jax, so that a second start reads
+  it.
+  """
   if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
     jax.config.update('jax_compilation_cache_dir', str(pathlib.Path.home() / '.cache' / 'sdpo_jax' / 'programs'))
   if 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS' not in os.environ:

@@ -64,7 +64,7 @@ class Timeouts:
 
 
 def slice_place(timeout: float) -> Place | None:
-  """This process's place on a Cloud TPU slice of several hosts; None where there is no such slice.
+  """Return this process's place on a Cloud TPU slice of several hosts; None where there is no such slice.
 
   Raises:
     UserError: there are TPU chips, but the slice's description cannot be had.
@@ -86,7 +86,7 @@ def slice_place(timeout: float) -> Place | None:
 
 
 def join(place: Place, timeouts: Timeouts = Timeouts()) -> None:
-  """Waits until all processes of a run are there, connects them and starts `jax.distributed`.
+  """Wait until all processes of a run are there, connect them and start `jax.distributed`.
 
   Args:
     place: of this process; with one process nothing happens.
@@ -121,7 +121,7 @@ def joined() -> bool:
 
 
 def barrier(name: str) -> None:
-  """Returns when all processes have come here; a process that does not ends the run, by name.
+  """Return when all processes have come here; a process that does not ends the run, by name.
 
   Args:
     name: completes 'did not reach …'.
@@ -170,7 +170,7 @@ def start_alone() -> None:
 
 
 def finish() -> None:
-  """Ends the run together: to be called by all processes when each has done its work."""
+  """End the run together: to be called by all processes when each has done its work."""
   global _member
   if _member is None:
     return
@@ -180,7 +180,7 @@ def finish() -> None:
 
 
 def fail(code: int, sentence: str) -> None:
-  """Ends this process, which has no way on, and the others, all with `sentence`; returns in a run of one process.
+  """End this process, which has no way on, and the others, all with `sentence`; return in a run of one process.
 
   They end with `code`, too, since starting again would not mend it.
   """
@@ -223,7 +223,7 @@ class _Connection:
       self._socket.sendall(json.dumps(message).encode() + b'\n')
 
   def receive(self) -> dict[str, Any] | None:
-    """The next message; None when the other end is closed, or is none of ours."""
+    """Return the next message; None when the other end is closed, or is none of ours."""
     line = self._lines.readline(1 << 16)
     try:
       message = json.loads(line) if line.endswith(b'\n') else None
@@ -295,7 +295,7 @@ class _Member:
     raise NotImplementedError
 
   def end(self, sentence: str, code: int, *, told: str | None = None, but: int | None = None) -> NoReturn:
-    """Ends the run from whatever thread (the main thread may hang in a collective); others are told `told`, if any."""
+    """End the run from whatever thread (the main thread may hang in a collective); others are told `told`, if any."""
     self._ending.acquire()
     if told is not None:
       self.tell(told, code, but)
@@ -342,7 +342,7 @@ class _Hub(_Member):
     self._refused: str | None = None
 
   def meet(self) -> str:
-    """Waits for all others; returns the address at which JAX's service is to be."""
+    """Wait for all others; return the address at which JAX's service is to be."""
     host, port = _split(self.place.address)
     try:
       dual = socket.has_dualstack_ipv6()
@@ -414,7 +414,7 @@ class _Hub(_Member):
       self._complete.set()  # Last, since process 0 may now end.
 
   def _hear(self, index: int, spoke: _Connection) -> None:
-    """What one of the others says, until the end of the run."""
+    """Hear what one of the others says, until the end of the run."""
     while True:
       try:
         message = spoke.receive()
@@ -470,7 +470,7 @@ class _Hub(_Member):
     self.stop_point.settle(at)
 
   def _watch(self) -> None:
-    """Shows that process 0 lives, and ends barriers that wait too long."""
+    """Show that process 0 lives, and end barriers that wait too long."""
     for _ in self.beats():
       with self._lock:
         self._broadcast(beat=True)
@@ -502,7 +502,7 @@ class _Spoke(_Member):
   _hub: _Connection
 
   def meet(self) -> str:
-    """Waits for process 0 and, through it, for all others; returns the address at which JAX's service is."""
+    """Wait for process 0 and, through it, for all others; return the address at which JAX's service is."""
     host, port = _split(self.place.address)
     deadline = time.monotonic() + self.timeouts.join
     self._hub = self._reach(host, port, deadline)
@@ -576,7 +576,7 @@ class _Spoke(_Member):
 
 
 def _relay(target: tuple[str, int]) -> int:
-  """A port on this machine that leads to `target`; when that closes, the near end stays open.
+  """Return a port on this machine that leads to `target`; when that closes, the near end stays open.
 
   JAX aborts the process, with a stack trace, when its connection to process 0 closes, before anyone can say a sentence.
   """

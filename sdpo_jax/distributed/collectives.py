@@ -16,7 +16,7 @@ PART = 2**16  # Bytes of a process that are sent at once.
 
 
 def agreed(value: int) -> int:
-  """The value that process 0 has, on every process."""
+  """Return the value that process 0 has, on every process."""
   return value if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
@@ -33,7 +33,7 @@ def noted(note: str, what: str) -> dict[int, str]:
 
 
 def gathered(value: Any, what: str) -> list[Any]:
-  """What each process has, in order of the processes, on every process.
+  """Return what each process has, in order of the processes, on every process.
 
   Args:
     value: anything that can be pickled.

@@ -36,7 +36,7 @@ Described = tuple[str, Sequence[str | None], Sequence[int]]
 
 
 def sampling_group(devices: Sequence[jax.Device], parameters: Iterable[Described]) -> int:
-  """The number of devices that sample together where `mesh.tensor` is None.
+  """Return the number of devices that sample together where `mesh.tensor` is None.
 
   The smallest power of two that divides the devices and every axis that is split, and with which a bfloat16 copy of the
   weights takes at most a sixth of a chip's memory; the largest that divides if none is enough.
@@ -56,7 +56,7 @@ def sampling_group(devices: Sequence[jax.Device], parameters: Iterable[Described
 def make_mesh(
   config: MeshConfig, devices: Sequence[jax.Device] | None = None, parameters: Iterable[Described] = ()
 ) -> Mesh:
-  """A (fsdp, tensor) mesh over `devices` (all of them by default); -1 in the settings stands for the rest.
+  """Return a (fsdp, tensor) mesh over `devices` (all of them by default); -1 in the settings stands for the rest.
 
   Devices stay in JAX's order. On a TPU slice it goes host by host, four chips in a square each, so that those that
   sample together are a rectangle, around which a ring closes; in a row of a slice without wraparound it would not.
@@ -102,7 +102,7 @@ REMEDIES: Mapping[str, str] = {
 
 
 def check_divides(mesh: Mesh, parameters: Iterable[Described]) -> None:
-  """Checks that vocabulary, heads and MLP split over the mesh.
+  """Check that vocabulary, heads and MLP split over the mesh.
 
   Args:
     mesh: of the run.
@@ -121,7 +121,9 @@ def check_divides(mesh: Mesh, parameters: Iterable[Described]) -> None:
 
 
 def parameter_sharding(mesh: Mesh, logical_axes: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
-  """The sharding of a parameter with these logical axes; an axis that a mesh axis does not divide stays whole."""
+  """Return the sharding of a parameter with these logical axes; an axis that a mesh axis does not divide stays
+  whole.
+  """
   spec = []
   for name, size in zip(logical_axes, shape, strict=True):
     axis = RULES[name] if name is not None else None
@@ -147,8 +149,9 @@ def gathered_by_layer(mesh: Mesh, logical_axes: Sequence[str | None], shape: Seq
 
 # For programs that gather the weights of a layer before its products. Over up to 32 chips the TPU's compiler would take
 # such a product apart into one per chip, with a part of the weights that is passed round (a windowed einsum), if the
-# operand has at least so many MiB. Each part reads and writes all results once more: in the compiler's own estimate that
-# takes longer than the gathering that it hides, by 2/3 on 8 chips and several times on 32 (tests/test_mesh_tpu.py).
+# operand has at least so many MiB. Each part reads and writes all results once more: in the compiler's own estimate
+# that takes longer than the gathering that it hides, by 2/3 on 8 chips and several times on 32
+# (tests/test_mesh_tpu.py).
 _WHOLE_PRODUCTS = {'xla_jf_spmd_threshold_for_windowed_einsum_mib': 2**20}
 
 
@@ -164,7 +167,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-  """A whole copy on every device."""
+  """Return a whole copy on every device."""
   return NamedSharding(mesh, PartitionSpec())
 
 

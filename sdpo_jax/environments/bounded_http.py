@@ -56,7 +56,7 @@ class Client:
   """Connections to one address; thread-safe."""
 
   def __init__(self, url: str, headers: dict[str, str], *, connections: int, setting: str):
-    """Connects to nothing yet.
+    """Connect to nothing yet.
 
     Args:
       url: of http or https.
@@ -154,7 +154,7 @@ class _Exchange:
     self.too_much = f'begins with more than {MAX_HEAD_BYTES} bytes of headers'
 
   def left_s(self) -> float:
-    """Raises LateError once there is none."""
+    """Raise LateError once there is none."""
     left = self.deadline - time.monotonic()
     if left <= 0:
       raise LateError
@@ -224,7 +224,9 @@ class _Stream(httpcore2.NetworkStream):
 
 
 def _pool(url: httpx2.URL, backend: _Backend, connections: int, setting: str) -> httpcore2.ConnectionPool:
-  """Connections to an address, through the proxy that the environment names for it (HTTPS_PROXY and the like)."""
+  """Return connections to an address, through the proxy that the environment names for it (HTTPS_PROXY and the
+  like).
+  """
   options = {
     'ssl_context': httpx2.create_ssl_context(),
     # Callers bound how many are in use; those of abandoned requests must not keep others waiting.

@@ -1,8 +1,8 @@
 """Programs judged by unit tests, each run in a process of its own in the sandbox (LiveCodeBench and its like).
 
 The ground truth is JSON: {"inputs", "outputs", "testtype": "functional" | "stdin" | "code", "fn_name", "time_limit"
-[, "context", "tolerance", "in_place"]}. Expected outputs stay out of the sandbox, which gets the program and one input; what it
-reports is bytes here, and read and compared as plain data in a helper process (code_verdicts.py).
+[, "context", "tolerance", "in_place"]}. Expected outputs stay out of the sandbox, which gets the program and one input;
+what it reports is bytes here, and read and compared as plain data in a helper process (code_verdicts.py).
 
 The reference profile gives the scores and feedback of lasgroup/SDPO verl/utils/reward_score/feedback/code.py, quirks
 included: the longest code block counts, of any language; 41 built-in functions and no exceptions; arguments split at
@@ -80,25 +80,27 @@ class Tests:
 
 
 def extract_code(completion: str) -> str | None:
-  """The longest fenced block of any language (the first of equally long ones); None without one: the reference's rule."""
+  """Return the longest fenced block of any language (the first of equally long ones); None without one: the reference's
+  rule.
+  """
   blocks = [match.group(2) for match in _BLOCK.finditer(completion)]
   return max(blocks, key=len) if blocks else None
 
 
 def last_python_block(completion: str) -> str | None:
-  """The last fenced block of Python or of no language after any thinking; None without one."""
+  """Return the last fenced block of Python or of no language after any thinking; None without one."""
   text = after_thinking(completion).replace('\r\n', '\n')
   blocks = [block for title, block in _FENCED.findall(text) if _language(title) in _PYTHON]
   return blocks[-1] if blocks else None
 
 
 def _language(title: str) -> str:
-  """The first word of the line that opens a block, in lower case."""
+  """Return the first word of the line that opens a block, in lower case."""
   return (title.split(None, 1) or [''])[0].lower()
 
 
 def read_tests(ground_truth: Any) -> Tests:
-  """The tests of a ground truth, a JSON string or the object itself.
+  """Return the tests of a ground truth, a JSON string or the object itself.
 
   Raises:
     InvalidTests: it is not JSON.
@@ -122,7 +124,7 @@ def read_tests(ground_truth: Any) -> Tests:
 
 
 def read_tests_reference(tests: Any) -> Tests:
-  """The tests of a parsed ground truth as the reference takes them, which looks at a field when it needs it.
+  """Return the tests of a parsed ground truth as the reference takes them, which looks at a field when it needs it.
 
   Raises:
     KeyError, TypeError, IndexError, ValueError: where the reference raises.
@@ -170,7 +172,7 @@ class CodeGrader:
   limits_itself = True  # Every program has its own limit, and a batch as many as it likes.
 
   def __init__(self, settings: EnvironmentsConfig):
-    """Starts the sandbox.
+    """Start the sandbox.
 
     Raises:
       UserError: no sandbox works here and `environments.sandbox.allow_unsandboxed` is off.
@@ -186,7 +188,7 @@ class CodeGrader:
     return self.sandbox.layers
 
   def close(self) -> None:
-    """Ends the sandbox."""
+    """End the sandbox."""
     self.sandbox.close()
     self._helpers.close()
 
@@ -240,7 +242,7 @@ class CodeGrader:
     return _Program(code, tests, truncated, records)
 
   def _run(self, programs: Sequence[_Program], part: slice) -> None:
-    """Runs the tests numbered `part` of all programs and records what came of them."""
+    """Run the tests numbered `part` of all programs and record what came of them."""
     places = [(program, i) for program in programs for i in range(len(program.records))[part]]
     apart = [place for place in places if place[0].tests.testtype == 'code' and not self._reference]
     found = code_replay.run(self.sandbox, self._helpers, [self._trial(*place) for place in apart])
@@ -313,7 +315,7 @@ class CodeGrader:
     return Record(index, value, None if hidden else expected, **said)
 
   def _record_apart(self, program: _Program, index: int, ended: code_replay.Ended) -> Record:
-    """The record of a test program that ran apart."""
+    """Return the record of a test program that ran apart."""
     if ended.report.status == 'failed':
       program.failed = f'The sandbox could not run the program: {ended.report.reason}.'
     if ended.report.status in ('timeout', 'failed'):
@@ -340,7 +342,7 @@ class CodeGrader:
 
 
 def bound(expected: Any) -> int:
-  """The bytes of a result that may be right: what is longer is wrong, and not read."""
+  """Return the bytes of a result that may be right: what is longer is wrong, and not read."""
   return RESULT_BYTES + RESULT_PER_CHARACTER * len(expected if isinstance(expected, str) else str(expected))
 
 

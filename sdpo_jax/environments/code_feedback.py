@@ -1,6 +1,7 @@
 """What the code environment says of a program's tests, in the reference's layout.
 
-Source: lasgroup/SDPO verl/utils/reward_score/feedback/code.py:604-745, whose wording and limits these are, to the letter.
+Source: lasgroup/SDPO verl/utils/reward_score/feedback/code.py:604-745, whose wording and limits these are, to the
+  letter.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ VALUE_CHARACTERS, DEBUG_CHARACTERS = 250, 300
 SHOWN = 2  # Wrong answers that are shown.
 
 TRUNCATED = (
-  'Truncated Attempt: Your previous response was too long and truncated because it reached the maximum response length. '
-  'Try again with a shorter response.'
+  'Truncated Attempt: Your previous response was too long and truncated because it reached the maximum response '
+  'length. Try again with a shorter response.'
 )
 ERROR, TIME_OUT, NO_CODE = 'Error: ', 'Time out', 'Incorrect format'
 
@@ -38,7 +39,8 @@ class Record:
 
 
 def format_test_feedback(records: Sequence[Record], *, truncated: bool = False) -> str:
-  """The first error, the first time-out, the missing code, or the shortest wrong answers; '' if there is none of them.
+  """Return the first error, the first time-out, the missing code, or the shortest wrong answers; '' if there is none of
+  them.
 
   Args:
     records: of all tests, in order.
@@ -96,7 +98,7 @@ def _input(title: str, value: Any) -> Iterator[str]:
 
 
 def _first(lines: Sequence[str], limit: int, width: int, count: int | None = None) -> Iterator[str]:
-  """The first lines of `count` ones (None: all are given), and how many more there are."""
+  """Yield the first lines of `count` ones (None: all are given), and how many more there are."""
   yield from (_cut(line, width) for line in lines[:limit])
   count = len(lines) if count is None else count
   if count > limit:

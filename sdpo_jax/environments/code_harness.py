@@ -32,7 +32,8 @@ DEBUG_LINES, DEBUG_CHARACTERS = 10, 301  # Of the standard error that feedback s
 # lasgroup/SDPO verl/utils/reward_score/feedback/code.py:74-169: all that a program has there.
 REFERENCE_BUILTINS = (
   'abs all any bool bytes callable chr dict enumerate filter float format frozenset hash hex int isinstance issubclass '
-  'iter len list map max min next object ord pow print range repr reversed round set slice sorted str sum tuple zip input'
+  'iter len list map max min next object ord pow print range repr reversed round set slice sorted str sum tuple zip '
+  'input'
 ).split()
 REFERENCE_MODULES = frozenset(
   'math cmath itertools functools operator statistics random collections heapq bisect array string re typing json io '
@@ -54,7 +55,7 @@ class NotPlain(TypeError):
 
 
 def run(payload: dict) -> dict:
-  """Runs `payload['code']` on one test.
+  """Run `payload['code']` on one test.
 
   Args:
     payload: profile ('clean' or 'reference'), testtype ('functional', 'stdin', 'code'; clean also 'replay' and
@@ -104,7 +105,7 @@ def _as_data(value: object) -> object:
 
 
 def _script(payload: dict) -> dict:
-  """A whole program between the real standard input and output."""
+  """Return a whole program between the real standard input and output."""
   module = types.ModuleType('__main__')
   sys.modules['__main__'] = module
   try:
@@ -125,7 +126,7 @@ def _execute(source: str, name: str, namespace: dict) -> None:
 
 
 def _find(namespace: dict, name: str) -> typing.Callable:
-  """The function of that name, of the program or of its class Solution, or else of the one class that has it."""
+  """Return the function of that name, of the program or of its class Solution, or else of the one class that has it."""
   if callable(namespace.get(name)):
     return namespace[name]
   classes = [value for value in namespace.values() if isinstance(value, type) and callable(vars(value).get(name))]
@@ -135,7 +136,7 @@ def _find(namespace: dict, name: str) -> typing.Callable:
 
 
 def _json_values(text: str) -> list:
-  """The JSON values that a text holds, one after the other."""
+  """Return the JSON values that a text holds, one after the other."""
   decoder, values, position = json.JSONDecoder(), [], 0
   while True:
     while position < len(text) and text[position].isspace():
@@ -176,7 +177,7 @@ def _literal(value: object) -> str:
 
 
 def _read_literal(text: str) -> object:
-  """The inverse of `_literal`; never runs what it reads, which may be anything.
+  """Return the inverse of `_literal`; never runs what it reads, which may be anything.
 
   `ast.literal_eval`, and the numbers that have no literal.
   """
@@ -200,7 +201,7 @@ def _node_value(node: ast.expr) -> object:
 
 
 def _operate(operations: list, namespace: dict) -> dict:
-  """The answer to the last operation, after those before it, which may have made and changed objects."""
+  """Return the answer to the last operation, after those before it, which may have made and changed objects."""
   results: list[object] = []
   for number, operation in enumerate(operations, 1):
     try:
@@ -237,7 +238,7 @@ class _Unanswered(BaseException):
 
 
 def _replay(payload: dict, namespace: dict) -> dict:
-  """Runs a test with stand-ins for every name that is neither its own nor built in."""
+  """Run a test with stand-ins for every name that is neither its own nor built in."""
   tree = ast.fix_missing_locations(_MarkStatements().visit(ast.parse(payload['test'])))
   names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
   _execute(payload.get('context') or '', 'context', namespace)
@@ -276,7 +277,7 @@ class _Talk:
     self.last = ''
 
   def function(self, target: dict) -> typing.Callable:
-    """A stand-in, which leaves its arguments as they are; its `with_effects` does to them what the program does.
+    """Return a stand-in, which leaves its arguments as they are; its `with_effects` does to them what the program does.
 
     A program could otherwise empty the list from which the test makes the expected value after the call, as in
     `assert f(xs) == sorted(xs)`.
@@ -329,7 +330,8 @@ class _Talk:
 
 
 def _raised(name: str, message: str) -> Exception:
-  """What a test sees of the program's exception: the built-in one of that name, which it may expect, or RuntimeError.
+  """Return what a test sees of the program's exception: the built-in one of that name, which it may expect, or
+  RuntimeError.
 
   RuntimeError as well for what Python takes for the end of a sequence: `all(map(f, xs))` would be true.
   """
@@ -378,7 +380,7 @@ def _shown(text: str, spelling: str, *, is_output: bool = False) -> dict:
 
 
 def _limited(text: str) -> str:
-  """A text without its middle if it is long."""
+  """Return a text without its middle if it is long."""
   whole = len(text) <= FIRST_CHARACTERS + LAST_CHARACTERS
   return text if whole else text[:FIRST_CHARACTERS] + text[-LAST_CHARACTERS:]
 
@@ -464,7 +466,9 @@ def _compiled_in(source: str, name: str, namespace: dict, flags: int = 0) -> Non
 
 
 def _reference_name(code: str, name: str | None, namespace: dict) -> str:
-  """The function to call; without a callable of that name the first one of the program, or the word before a bracket."""
+  """Return the function to call; without a callable of that name the first one of the program, or the word before a
+  bracket.
+  """
   if name and callable(namespace.get(name)):
     return name
   defined = [node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)]
@@ -476,7 +480,7 @@ def _reference_name(code: str, name: str | None, namespace: dict) -> str:
 
 
 def _reference_data(value: object) -> object:
-  """The data that are compared; keys are texts."""
+  """Return the data that are compared; keys are texts."""
   if value is None or isinstance(value, bool | int | float | str):
     return value
   if isinstance(value, list | tuple):

@@ -1,10 +1,11 @@
 """Test programs that run apart from the program they test.
 
 A test of type `code` is a Python program that calls the model's functions and asserts. If both ran in one process, the
-model's program could read what is expected, or report success itself. So the test runs in a process of its own, in which
-stand-ins take the place of the model's functions and classes. A stand-in that is called in a way not seen before ends
-that process; a fresh process of the model's program answers this one call with plain data; then the test starts again
-and finds the answer. Arguments are copies, but for those of a call that is a statement. Objects of the model's classes stay on its side: every use of one replays what was done before.
+model's program could read what is expected, or report success itself. So the test runs in a process of its own, in
+which stand-ins take the place of the model's functions and classes. A stand-in that is called in a way not seen before
+ends that process; a fresh process of the model's program answers this one call with plain data; then the test starts
+again and finds the answer. Arguments are copies, but for those of a call that is a statement. Objects of the model's
+classes stay on its side: every use of one replays what was done before.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Trial:
   test: str
   in_place: bool  # What the model's functions do to their arguments counts in every call, not only in statements.
   # Of every process; `cpu_s` also of all the model's together, and `MAX_REPLAY` times as much of all the test's.
-  # `result_bytes` is that of one answer of the model's program, and of the test `output_mb`, as of all answers together.
+  # `result_bytes` is that of one answer of the model's program, and of the test `output_mb`, as of all answers
+  # together.
   limits: Limits
 
 
@@ -55,7 +57,7 @@ class _State:
 
 
 def run(sandbox: Sandbox, helpers: HelperPool, trials: Sequence[Trial]) -> list[Ended]:
-  """What became of each test.
+  """Return what became of each test.
 
   Args:
     sandbox: where the tests and the model's programs run.
@@ -79,7 +81,7 @@ def _asked(
   pending: Sequence[int],
   ended: list[Ended | None],
 ) -> list[tuple[int, list[Any]]]:
-  """Runs tests with what is known; (test, operations) of those that need to know more, the others' ends filled in."""
+  """Run tests with what is known; (test, operations) of those that need to know more, the others' ends filled in."""
   jobs = []
   for number in pending:
     limits = dataclasses.replace(trials[number].limits, result_bytes=None)
@@ -145,5 +147,5 @@ def _job(trial: Trial, kind: str, **more: Any) -> Job:
 
 
 def key(operations: Sequence[Any]) -> str:
-  """What the harness looks an answer up by."""
+  """Return what the harness looks an answer up by."""
   return json.dumps(operations, sort_keys=True)

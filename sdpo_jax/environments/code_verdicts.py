@@ -98,7 +98,7 @@ def same_value(actual: Any, expected: Any, tolerance: float = 0.0) -> bool:
 
 
 def verdict(question: dict, result: bytes, stdout: bytes, stderr: bytes) -> dict:
-  """What became of one test.
+  """Return what became of one test.
 
   Args:
     question: profile, testtype, expected, tolerance; status, exit_code, signal, dropped of the report (sandbox.py).
@@ -119,7 +119,8 @@ def verdict(question: dict, result: bytes, stdout: bytes, stderr: bytes) -> dict
 
 
 def parts_of(result: bytes, cut: bool) -> dict[str, Any]:
-  """What the harness says, of it only what is of the right type, for a program may have written it; {} if nothing is.
+  """Return what the harness says, of it only what is of the right type, for a program may have written it; {} if
+  nothing is.
 
   Where the result was `cut` off, what comes before the value itself, which is its last part.
   """
@@ -190,7 +191,7 @@ def _reference(question: dict, said: dict) -> dict:
 
 
 def _made(said: dict, passed: bool, shown: str | None) -> dict:
-  """The verdict on a value of which the harness tells how it looks."""
+  """Return the verdict on a value of which the harness tells how it looks."""
   found = _shown(said.get('output', ''), said.get('repr', ''), passed, shown)
   return found | {'characters': said.get('characters', 0), 'mentions_error': said.get('mentions', False)}
 
@@ -235,7 +236,7 @@ def ending(question: dict) -> str:
 
 
 def answer_of(result: bytes) -> dict:
-  """What the stand-ins of a test program (code_replay.py) understand of what the program's process says."""
+  """Return what the stand-ins of a test program (code_replay.py) understand of what the program's process says."""
   try:
     said = json.loads(result)
   except (ValueError, RecursionError):
@@ -255,7 +256,7 @@ def answer_of(result: bytes) -> dict:
 
 
 def respond(question: dict, *parts: bytes) -> dict:
-  """The answer to a request; a question without a profile asks for `answer_of`."""
+  """Return the answer to a request; a question without a profile asks for `answer_of`."""
   return verdict(question, *parts) if 'profile' in question else answer_of(parts[0])
 
 

@@ -27,7 +27,7 @@ Rule = Callable[[Digits], list[int]]
 
 
 def shift(amount: int) -> Rule:
-  """The rule that adds `amount` to every digit, modulo 10."""
+  """Return the rule that adds `amount` to every digit, modulo 10."""
   return lambda digits: [(digit + amount) % 10 for digit in digits]
 
 
@@ -59,12 +59,12 @@ INSTRUCTIONS: dict[str, Instruction] = {
 
 
 def question(instruction: str, digits: Digits) -> str:
-  """The user turn, e.g. 'Reverse the digits: 40713'."""
+  """Return the user turn, e.g. 'Reverse the digits: 40713'."""
   return f'{INSTRUCTIONS[instruction].sentence}: {write(digits)}'
 
 
 def answer(instruction: str, digits: Digits) -> str:
-  """The right answer, e.g. '31704'; additions and subtractions are modulo 10."""
+  """Return the right answer, e.g. '31704'; additions and subtractions are modulo 10."""
   return write(INSTRUCTIONS[instruction].rule(digits))
 
 
@@ -74,12 +74,14 @@ def write(digits: Digits) -> str:
 
 
 def split_of(digits: Digits) -> str:
-  """The split that a list of digits belongs to, whatever the instruction: so no test list is ever seen in training."""
+  """Return the split that a list of digits belongs to, whatever the instruction: so no test list is ever seen in
+  training.
+  """
   return 'test' if sum((i + 1) * int(digit) for i, digit in enumerate(digits)) % HELD_OUT == 0 else 'train'
 
 
 def draw(rng: np.random.Generator, split: str, length: int = LENGTH) -> tuple[str, list[int]]:
-  """A random instruction and a random list of digits of the split."""
+  """Return a random instruction and a random list of digits of the split."""
   instruction = list(INSTRUCTIONS)[rng.integers(len(INSTRUCTIONS))]
   while True:
     digits = rng.integers(10, size=length).tolist()

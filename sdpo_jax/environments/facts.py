@@ -1,8 +1,9 @@
 """Facts of a document: a task whose answers stand in a text that is made up, so that no weights can know them.
 
-A document lists facts, each a key with two values ("bako meta sopi ;"); a question is a key, and its answer the two values.
-Keys and first values occur once in a document. It is the system message of a question: without it there is nothing to
-know, and with it everything. Questions that do not show it are for models that have it elsewhere, in a cartridge.
+A document lists facts, each a key with two values ("bako meta sopi ;"); a question is a key, and its answer the two
+values. Keys and first values occur once in a document. It is the system message of a question: without it there is
+nothing to know, and with it everything. Questions that do not show it are for models that have it elsewhere, in a
+cartridge.
 """
 
 from __future__ import annotations
@@ -130,7 +131,8 @@ def generate(
 
 @register(NAME)
 def grade(examples: list[Example], completions: list[str], *, truncated: list[bool]) -> list[Outcome]:
-  """Score 1 for exactly the two values, else 0; the sign that ends a fact may be missing, as where sampling stopped at it.
+  """Score 1 for exactly the two values, else 0; the sign that ends a fact may be missing, as where sampling stopped at
+  it.
 
   Metrics: acc, the fraction of the two values that are right; pred, the answer for a majority vote.
   """

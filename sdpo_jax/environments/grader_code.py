@@ -80,7 +80,7 @@ def definitions(grader: Any) -> list[tuple[pathlib.Path, str]]:
 
 
 def _held(value: Any) -> list[Any]:
-  """What a callable holds that may be called by it."""
+  """Return what a callable holds that may be called by it."""
   if isinstance(value, functools.partial):
     return [value.func, *value.args, *value.keywords.values()]
   cells = []
@@ -139,7 +139,7 @@ def _read(file: pathlib.Path, name: str) -> tuple[set[str], list[tuple[pathlib.P
 
 @functools.lru_cache(maxsize=64)
 def _statements(content: bytes) -> tuple[ast.stmt, ...] | None:
-  """The statements of Python code, without its settings; None where it is something else."""
+  """Return the statements of Python code, without its settings; None where it is something else."""
   try:
     tree = ast.parse(content)
   except (SyntaxError, ValueError):
@@ -148,7 +148,7 @@ def _statements(content: bytes) -> tuple[ast.stmt, ...] | None:
 
 
 def _bound(statement: ast.stmt) -> set[str]:
-  """The names that a statement at the top level defines, or whose values it changes."""
+  """Return the names that a statement at the top level defines, or whose values it changes."""
   if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
     return {statement.name}
   if isinstance(statement, ast.Import | ast.ImportFrom):
@@ -164,14 +164,16 @@ def _bound(statement: ast.stmt) -> set[str]:
 
 
 def _root(node: ast.expr) -> str:
-  """The name at the beginning of `name`, `name.attribute` and `name[…]`; '' of anything else."""
+  """Return the name at the beginning of `name`, `name.attribute` and `name[…]`; '' of anything else."""
   while isinstance(node, ast.Attribute | ast.Subscript | ast.Starred):
     node = node.value
   return node.id if isinstance(node, ast.Name) else ''
 
 
 def _meaning(node: Any) -> Iterator[str]:
-  """What a syntax tree says, line by line, the same in all versions of Python: without empty fields and bare texts."""
+  """Yield what a syntax tree says, line by line, the same in all versions of Python: without empty fields and bare
+  texts.
+  """
   if isinstance(node, ast.AST):
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
       return
@@ -190,7 +192,7 @@ def _meaning(node: Any) -> Iterator[str]:
 
 
 def _late(node: ast.AST, file: pathlib.Path) -> Iterator[tuple[pathlib.Path, str]]:
-  """What an import inside a function, or another statement, needs."""
+  """Yield what an import inside a function, or another statement, needs."""
   if isinstance(node, ast.Import | ast.ImportFrom):
     for alias in node.names:
       yield from _imported(node, alias, _EVERYTHING, file)
@@ -199,7 +201,7 @@ def _late(node: ast.AST, file: pathlib.Path) -> Iterator[tuple[pathlib.Path, str
 def _imported(
   node: ast.Import | ast.ImportFrom, alias: ast.alias, name: str, file: pathlib.Path
 ) -> Iterator[tuple[pathlib.Path, str]]:
-  """What an import needs of files that count, where `name` is what is wanted of it."""
+  """Yield what an import needs of files that count, where `name` is what is wanted of it."""
   if name not in (_EVERYTHING, (alias.asname or alias.name).partition('.')[0]):
     return
   if isinstance(node, ast.Import):
@@ -221,7 +223,7 @@ def _module(path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _files(name: str) -> list[pathlib.Path]:
-  """The file of a module if it counts; nothing is imported for it."""
+  """Return the file of a module if it counts; nothing is imported for it."""
   top, *rest = name.split('.')
   if top in PROJECT:
     return [file for file in _module(PACKAGE_FOLDER.parent.joinpath(top, *rest)) if top == 'sdpo_jax' and _counts(file)]
@@ -235,7 +237,7 @@ def _files(name: str) -> list[pathlib.Path]:
 
 
 def _beside(node: ast.AST, file: pathlib.Path) -> Iterator[tuple[pathlib.Path, str]]:
-  """A file beside this one whose name is a text in it: what it reads, or hands to a sandbox."""
+  """Yield a file beside this one whose name is a text in it: what it reads, or hands to a sandbox."""
   text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ''
   if '.' in text and len(text) < _NAME_LENGTH and text.isprintable() and pathlib.PurePath(text).name == text:
     if (file.parent / text).is_file():

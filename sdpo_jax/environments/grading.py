@@ -31,7 +31,7 @@ class Graders:
   """
 
   def __init__(self, settings: EnvironmentsConfig):
-    """Loads the user's modules.
+    """Load the user's modules.
 
     Raises:
       UserError: a module of `environments.modules` is missing or cannot be imported, or a name in
@@ -50,7 +50,7 @@ class Graders:
         raise UserError(f'environments.reward_weights: {error}') from error
 
   def prepare(self, environments: Iterable[str]) -> None:
-    """Makes the graders of these environments, so that what is wrong with their settings is said before a run begins.
+    """Make the graders of these environments, so that what is wrong with their settings is said before a run begins.
 
     Raises:
       UserError: there is no such grader, it cannot work with the settings, or all graders of a question weigh nothing.
@@ -149,7 +149,7 @@ class Graders:
         logging.warning('The end_batch() of the grader %r failed: %r', name, error)
 
   def close(self) -> None:
-    """Ends the processes and connections of graders that hold some, also while another thread grades.
+    """End the processes and connections of graders that hold some, also while another thread grades.
 
     A close() has the time limit of a call.
     """
@@ -172,7 +172,9 @@ class Graders:
     self.close()
 
   def get(self, name: str) -> registry.Grader:
-    """The grader of that name, made on its first use; raises UserError as `prepare`, RuntimeError once closed."""
+    """Return the grader of that name, made on its first use; raises UserError as `prepare`, RuntimeError once
+    closed.
+    """
     if self._closed:
       raise RuntimeError('The graders are closed.')
     if name not in self._made:
@@ -220,7 +222,7 @@ class Graders:
     return outcomes
 
   def _ask(self, name: str, parts: Sequence[tuple[Example, str, bool]]) -> list[Outcome]:
-    """What the grader returns, checked; raises whatever it raises, or UserError if it is no list of outcomes."""
+    """Return what the grader returns, checked; raises whatever it raises, or UserError if it is no list of outcomes."""
     grader = self.get(name)
     examples, completions, truncated = (list(values) for values in zip(*parts, strict=True))
     outcomes = self._call(name, grader, lambda: grader(examples, completions, truncated=truncated))
@@ -252,7 +254,7 @@ class Graders:
 
 
 def _without(name: str, example: Example, error: Exception) -> Outcome:
-  """What stands for a completion that its grader raised or hung for."""
+  """Return what stands for a completion that its grader raised or hung for."""
   if isinstance(error, OverranError):
     logging.warning('The grader %r was abandoned over a completion of %s: %s.', name, example.id, error)
     return ungraded(f'the grader {name!r} gave {error} (environments.grader_timeout_s)')
@@ -265,7 +267,7 @@ _loaded: set[pathlib.Path] = set()
 
 
 def load_modules(paths: Sequence[str]) -> None:
-  """Runs the Python files that register a user's graders and generators, each once a process.
+  """Run the Python files that register a user's graders and generators, each once a process.
 
   Raises:
     UserError: a file is missing, is not Python, raises when run, or has a reward function with the name of a grader.
@@ -290,7 +292,7 @@ def load_modules(paths: Sequence[str]) -> None:
 
 
 def _register_reward_functions(names: Mapping[str, Any], module: str, file: str) -> None:
-  """Registers the reward functions that a file defines, and has not registered itself, under their own names."""
+  """Register the reward functions that a file defines, and has not registered itself, under their own names."""
   for name, value in names.items():
     defined = getattr(value, '__module__', None) == module and not name.startswith('_')
     if not defined or not is_reward_function(value) or registry.is_registered_reward_function(value):

@@ -36,7 +36,7 @@ class HelperPool:
   """Processes that answer requests, each one at a time; thread-safe."""
 
   def __init__(self, script: pathlib.Path, count: int):
-    """Starts `count` processes that run `script` (code_verdicts.py shows what it does).
+    """Start `count` processes that run `script` (code_verdicts.py shows what it does).
 
     Raises:
       RuntimeError: they cannot be started.
@@ -50,7 +50,7 @@ class HelperPool:
       self._idle.put(self._start())
 
   def ask(self, question: Any, *parts: bytes) -> dict[str, Any]:
-    """The answer to a question, JSON data, about three `parts`.
+    """Return the answer to a question, JSON data, about three `parts`.
 
     Raises:
       RequestOverranError: the request took too much time or memory.
@@ -79,7 +79,7 @@ class HelperPool:
     return answer
 
   def close(self) -> None:
-    """Ends the processes; may be called twice."""
+    """End the processes; may be called twice."""
     self._finalizer()
 
   def _start(self) -> _Helper:
@@ -124,14 +124,14 @@ class _Helper:
         raise RuntimeError(f'A process that compares results cannot be started: {"".join(last) or error}.') from error
 
   def ask(self, request: Sequence[bytes]) -> dict[str, Any]:
-    """Raises OSError or EOFError where the process ends or stands still."""
+    """Raise OSError or EOFError where the process ends or stands still."""
     self._socket.sendall(FRAME.pack(*map(len, request)))
     for part in request:
       self._socket.sendall(part)
     return json.loads(self._read(*ANSWER.unpack(self._read(ANSWER.size))))
 
   def end(self) -> int:
-    """Ends the process, which may have ended; its exit code."""
+    """End the process, which may have ended; its exit code."""
     self._socket.close()
     try:
       return self._process.wait(1)
@@ -157,5 +157,5 @@ def _close(helpers: set[_Helper], owner: int) -> None:
 
 
 def _plain(value: Any) -> Any:
-  """Data of a row that JSON does not know."""
+  """Return data of a row that JSON does not know."""
   return value.tolist() if hasattr(value, 'tolist') else str(value)

@@ -22,7 +22,7 @@ MAX_METRICS, MAX_NAME = 100, 200  # Of an answer, and characters of a name: each
 
 @register_factory(NAME)
 def make(settings: EnvironmentsConfig) -> HttpGrader:
-  """The grader of `environments.http`; raises UserError without an address, or without a key that it names."""
+  """Return the grader of `environments.http`; raises UserError without an address, or without a key that it names."""
   return HttpGrader(settings.http)
 
 
@@ -59,7 +59,7 @@ class HttpGrader:
 
 
 def request(example: Example, completion: str, truncated: bool) -> dict[str, Any]:
-  """The body that asks for the grade of one completion."""
+  """Return the body that asks for the grade of one completion."""
   return {
     'id': example.id,
     'data_source': example.data_source,
@@ -72,7 +72,7 @@ def request(example: Example, completion: str, truncated: bool) -> dict[str, Any
 
 
 def outcome(answer: Any) -> Outcome:
-  """The outcome that an answer describes; raises json_server.Fault naming what is wrong with it."""
+  """Return the outcome that an answer describes; raises json_server.Fault naming what is wrong with it."""
   if not isinstance(answer, Mapping):
     raise json_server.Fault(f"its answer must be an object with a 'score', not {json_server.quoted(answer)}")
   if 'score' not in answer:

@@ -1,4 +1,6 @@
-"""Servers that are asked with JSON and answer with JSON: addresses and keys of the settings, one bounded POST, its faults."""
+"""Servers that are asked with JSON and answer with JSON: addresses and keys of the settings, one bounded POST, its
+faults.
+"""
 
 from __future__ import annotations
 
@@ -70,13 +72,15 @@ def quoted(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-  """Return text of a server for a message that does not quote it: on one line, shortened, without control characters."""
+  """Return text of a server for a message that does not quote it: on one line, shortened, without control
+  characters.
+  """
   text = ''.join(character if character.isprintable() else '\ufffd' for character in text)
   return text if len(text) <= _QUOTED else text[:_QUOTED] + '…'
 
 
 def read_address(url: str, setting: str, example: str) -> tuple[str, tuple[str, ...]]:
-  """The address, with the values of environment variables for ${NAME} in it, and these values.
+  """Return the address, with the values of environment variables for ${NAME} in it, and these values.
 
   Raises:
     UserError: it is empty or not an http(s) address, or holds a user, or there is no such variable.
@@ -101,7 +105,7 @@ def read_address(url: str, setting: str, example: str) -> tuple[str, tuple[str, 
 
 
 def read_secret(variable: str, setting: str, *, required: bool) -> str:
-  """The value of an environment variable that holds a key; '' where none is named or an optional one is unset.
+  """Return the value of an environment variable that holds a key; '' where none is named or an optional one is unset.
 
   Raises:
     UserError: a required one is unset, or the value cannot be sent in a header. The value is never in the message.
@@ -118,7 +122,7 @@ class JsonServer:
   """Connections to one address to which JSON is posted; thread-safe. Holds them until `close()`."""
 
   def __init__(self, url: str, *, authorization: str, secrets: Sequence[str], connections: int, setting: str):
-    """Connects to nothing yet.
+    """Connect to nothing yet.
 
     Args:
       url: to which bodies are posted.
@@ -206,7 +210,7 @@ class JsonServer:
 
 
 def _keys(authorization: str) -> list[str]:
-  """What is secret of an Authorization header: its last word, values of parameters, the password of a user."""
+  """Return what is secret of an Authorization header: its last word, values of parameters, the password of a user."""
   scheme, _, rest = authorization.rpartition(' ')
   found = [rest, *_PARAMETER.findall(authorization)]
   if scheme.strip().lower() == 'basic':
@@ -239,6 +243,6 @@ def _refusal(answer: bounded_http.Answer) -> Fault:
 
 
 def _public(url: httpx2.URL) -> str:
-  """The address without user, password, query and fragment, which may hold keys."""
+  """Return the address without user, password, query and fragment, which may hold keys."""
   port = f':{url.port}' if url.port is not None else ''
   return f'{url.scheme}://{url.host}{port}{url.path}'

@@ -32,7 +32,7 @@ _VALUE = re.compile(rf'(?P<of>{_NUMBER})\s*(?:/\s*(?P<whole>{_NUMBER})|(?P<perce
 
 @register_factory(NAME)
 def make(settings: EnvironmentsConfig) -> Judge:
-  """The grader of `environments.judge`; raises UserError without an endpoint or the name of a model."""
+  """Return the grader of `environments.judge`; raises UserError without an endpoint or the name of a model."""
   return Judge(settings.judge)
 
 
@@ -74,7 +74,7 @@ class Judge:
 
 
 def request(example: Example, completion: str, truncated: bool, settings: JudgeConfig, *, tag: str) -> dict[str, Any]:
-  """The body that asks for the critique of one completion; `tag` must be hard to guess."""
+  """Return the body that asks for the critique of one completion; `tag` must be hard to guess."""
   return {
     'model': settings.model,
     'messages': [{'role': 'user', 'content': question(example, completion, truncated, settings.template, tag=tag)}],
@@ -84,7 +84,7 @@ def request(example: Example, completion: str, truncated: bool, settings: JudgeC
 
 
 def question(example: Example, completion: str, truncated: bool, template: str, *, tag: str) -> str:
-  """What the judge reads."""
+  """Return what the judge reads."""
   answer = f'<answer-{tag}>\n{completion}\n</answer-{tag}>'
   if truncated:
     answer += '\n(The answer was cut off here, at the limit of its length.)'
@@ -97,7 +97,9 @@ def question(example: Example, completion: str, truncated: bool, template: str, 
 
 
 def outcome(answer: Any) -> Outcome:
-  """The outcome of a chat completion; raises json_server.Fault, worth another attempt, if there is no score in it."""
+  """Return the outcome of a chat completion; raises json_server.Fault, worth another attempt, if there is no score in
+  it.
+  """
   content, cut = chat_endpoint.answered(answer)
   if len(content.splitlines()) > MAX_LINES:
     raise json_server.Fault(f"the judge's answer has more than {MAX_LINES} lines: {_end(content)}", again=True)
@@ -134,5 +136,5 @@ def _value(text: str) -> float | None:
 
 
 def _end(text: str) -> str:
-  """The end of a text as messages quote it: that is where the score was expected."""
+  """Return the end of a text as messages quote it: that is where the score was expected."""
   return json_server.quoted('…' + text[-150:] if len(text) > 150 else text)

@@ -13,7 +13,7 @@ TRUNCATED = 'Your response was cut off at the length limit'
 
 
 def grader(rule: Rule) -> Grader:
-  """A grader that judges each completion by itself."""
+  """Return a grader that judges each completion by itself."""
 
   def grade(examples: list[Example], completions: list[str], *, truncated: list[bool]) -> list[Outcome]:
     return [rule(*parts) for parts in zip(examples, completions, truncated, strict=True)]
@@ -24,7 +24,7 @@ def grader(rule: Rule) -> Grader:
 def outcome(
   right: bool, pred: str, format_valid: bool, feedback: str = '', *, incorrect_format: int | None = None
 ) -> Outcome:
-  """A verdict of right or wrong in the reference's metrics, and `format_valid`.
+  """Return a verdict of right or wrong in the reference's metrics, and `format_valid`.
 
   Args:
     right: the score, and `acc`.
@@ -40,5 +40,5 @@ def outcome(
 
 
 def after_thinking(completion: str) -> str:
-  """The completion without what comes before the last </think>."""
+  """Return the completion without what comes before the last </think>."""
   return completion.rpartition('</think>')[2]

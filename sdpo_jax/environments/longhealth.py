@@ -1,8 +1,8 @@
 """LongHealth: multiple choice whose answer is the text of one of the options, between `<answer>` and `</answer>`.
 
-The reference profile gives the scores of HazyResearch/cartridges cartridges/data/longhealth/evals.py, quirks included: the
-first answer counts, also one in the thoughts; it stands for the option most like it, however little that is; and whoever
-gives none has chosen the first option.
+The reference profile gives the scores of HazyResearch/cartridges cartridges/data/longhealth/evals.py, quirks included:
+the first answer counts, also one in the thoughts; it stands for the option most like it, however little that is; and
+whoever gives none has chosen the first option.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class _Longhealth:
       if not listed or len(options) < 2:
         where = example.extra.get('origin', example.id)
         raise UserError(
-          f'{where}: field {CHOICES!r}, from which {NAME!r} takes the options, must be a list of at least two texts, not '
-          f'{short_repr(options)}.'
+          f'{where}: field {CHOICES!r}, from which {NAME!r} takes the options, must be a list of at least two texts, '
+          f'not {short_repr(options)}.'
         )
       if meant(str(example.ground_truth), options) is None:
         where = example.extra.get('origin', example.id)

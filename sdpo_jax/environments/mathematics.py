@@ -32,7 +32,7 @@ _NUMBER = re.compile(r'[-+]?(?:\d{1,3}(?:,\d{3})+|\d*)(?:\.\d+)?(?:e[-+]?\d+)?')
 
 
 def reference_boxed(completion: str) -> str | None:
-  """What the last \\boxed{ of the last 100 characters holds; '' if it is not closed, None if there is none."""
+  """Return what the last \\boxed{ of the last 100 characters holds; '' if it is not closed, None if there is none."""
   _, opening, rest = completion[-REFERENCE_WINDOW:].rpartition('\\boxed{')
   if not opening:
     return None
@@ -45,7 +45,7 @@ def reference_boxed(completion: str) -> str | None:
 
 
 def last_boxed(text: str) -> str:
-  """What the last closed \\boxed{…} or \\fbox{…} holds; '' without one."""
+  """Return what the last closed \\boxed{…} or \\fbox{…} holds; '' without one."""
   open_braces: list[int | None] = []  # Where the content of a box begins; None for any other brace.
   start = end = 0
   for mark in _MARKS.finditer(text):
@@ -59,13 +59,13 @@ def last_boxed(text: str) -> str:
 
 
 def plain(answer: str) -> str:
-  """An answer as text: without dollars, \\text{…}, spaces, a final full stop, in lower case."""
+  """Return an answer as text: without dollars, \\text{…}, spaces, a final full stop, in lower case."""
   text = _TEXT.sub(r'\1', answer).replace('$', '').replace('\\ ', '').replace('\\,', '').replace('\\!', '')
   return re.sub(r'\s+', '', text).rstrip('.').lower()
 
 
 def number(answer: str) -> decimal.Decimal | None:
-  """The number that an answer is ('1,000' and '$5.' too); None if it is none."""
+  """Return the number that an answer is ('1,000' and '$5.' too); None if it is none."""
   text = plain(answer)
   if not (_NUMBER.fullmatch(text) and any(c.isdigit() for c in text)):
     return None
@@ -98,7 +98,7 @@ class MathGrader:
   limits_itself = True
 
   def __init__(self, settings: EnvironmentsConfig):
-    """Starts the sandbox.
+    """Start the sandbox.
 
     Raises:
       UserError: no sandbox works here and `environments.sandbox.allow_unsandboxed` is off.
@@ -123,7 +123,7 @@ class MathGrader:
     return self._sandbox.layers
 
   def close(self) -> None:
-    """Ends the sandbox."""
+    """End the sandbox."""
     self._sandbox.close()
 
   def __call__(self, examples: list[Example], completions: list[str], *, truncated: list[bool]) -> list[Outcome]:

@@ -1,4 +1,6 @@
-"""Outcomes as the program relies on them: scores that are finite and in range, metrics that can be averaged and written."""
+"""Outcomes as the program relies on them: scores that are finite and in range, metrics that can be averaged and
+written.
+"""
 
 from __future__ import annotations
 
@@ -110,6 +112,6 @@ def check_graded(outcomes: Sequence[Outcome], limit: float) -> None:
   often = '' if len(reasons) == 1 else f' ({times} times)'
   raise UserError(
     f'{reasons.total()} of {len(outcomes)} completions could not be graded, more than the fraction '
-    f'environments.max_ungraded_fraction={limit:g} of a batch, most often because{often}: {reason.rstrip(".")}. Mend the '
-    'grader, or raise that setting, and start the same command again.'
+    f'environments.max_ungraded_fraction={limit:g} of a batch, most often because{often}: {reason.rstrip(".")}. Mend '
+    'the grader, or raise that setting, and start the same command again.'
   )

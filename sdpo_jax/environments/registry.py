@@ -115,7 +115,7 @@ def register_reward_function(name: str) -> Callable[[Registered], Registered]:
 
 @contextlib.contextmanager
 def registered(name: str, function: Any) -> Iterator[None]:
-  """Registers a grader, or a reward function in TRL's form, for as long as the block lasts; errors as `register`."""
+  """Register a grader, or a reward function in TRL's form, for as long as the block lasts; errors as `register`."""
   register(name)(RewardGrader(function, name) if is_reward_function(function) else function)
   try:
     yield

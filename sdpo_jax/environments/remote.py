@@ -27,7 +27,7 @@ Reader = Callable[[Any], Outcome]  # From the JSON of an answer; raises Fault wh
 
 
 def number(value: Any, name: str) -> float:
-  """A finite number of an answer; raises Fault naming the field."""
+  """Return a finite number of an answer; raises Fault naming the field."""
   if isinstance(value, bool) or not isinstance(value, int | float):
     raise Fault(f'{name!r} of its answer must be a number, not {quoted(value)}')
   if not abs(value) < _LARGEST:
@@ -50,7 +50,7 @@ class Remote:
     concurrency: int,
     setting: str,
   ):
-    """Connects to nothing yet.
+    """Connect to nothing yet.
 
     Args:
       name: of the environment, for messages.
@@ -148,7 +148,7 @@ class Remote:
     raise AssertionError('The last attempt returns or raises.')
 
   def _post(self, body: Mapping[str, Any], batch: _Batch) -> Any:
-    """The JSON of the answer; raises Fault."""
+    """Return the JSON of the answer; raises Fault."""
 
     def answered() -> None:
       batch.answered = True
@@ -156,7 +156,7 @@ class Remote:
     return self._server.ask(body, self._timeout_s, name=f'grader-{self._name}', on_answer=answered)
 
   def _without_secrets(self, outcome: Outcome) -> Outcome:
-    """An outcome that repeats no key, as a server does that answers with what it was asked."""
+    """Return an outcome that repeats no key, as a server does that answers with what it was asked."""
     if not self._server.has_secrets:
       return outcome
     metrics = {

@@ -1,7 +1,7 @@
 """Reward functions in the form of TRL's GRPOTrainer, as graders.
 
-Such a function takes lists by keyword, `prompts`, `completions` and the columns of the data set, and returns a reward for
-each completion: a number, None where it does not apply, or here also a dict with `score` and `feedback`.
+Such a function takes lists by keyword, `prompts`, `completions` and the columns of the data set, and returns a reward
+for each completion: a number, None where it does not apply, or here also a dict with `score` and `feedback`.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def is_reward_function(value: Any) -> bool:
 class RewardGrader:
   """Grades with a reward function, which may be a coroutine function.
 
-  It is called with what its signature takes of: `prompts`, in the form of the row; `completions`, texts where the prompt
-  is a text, otherwise lists with one message of the assistant; `trainer_state`, None; and all other fields of the rows,
-  None in rows that lack them, with `ground_truth` among them. Feedback comes from its dicts, or from its attribute
-  `last_feedback`, a text or None for each completion of the last call.
+  It is called with what its signature takes of: `prompts`, in the form of the row; `completions`, texts where the
+  prompt is a text, otherwise lists with one message of the assistant; `trainer_state`, None; and all other fields of
+  the rows, None in rows that lack them, with `ground_truth` among them. Feedback comes from its dicts, or from its
+  attribute `last_feedback`, a text or None for each completion of the last call.
 
   A call that was abandoned because it hung may still come to its end, and set `last_feedback` then. Calls after it are
   therefore those of a shallow copy of the object. A function cannot be copied: as long as such a call is under way, its
@@ -85,7 +85,7 @@ class RewardGrader:
 
   @contextlib.contextmanager
   def _calling(self) -> Iterator[tuple[Callable[..., Any], bool]]:
-    """Yields what to call, and whether no other call can change its attributes."""
+    """Yield what to call, and whether no other call can change its attributes."""
     with self._lock:
       if self._called.running:  # Somebody has given that call up, or there would be no other.
         fresh = _copied(self._called.function)
@@ -131,7 +131,7 @@ class RewardGrader:
     return taken
 
   def _listed(self, values: Any, count: int, duty: str) -> list[Any]:
-    """A list of `count` values, whatever sequence or array it comes as."""
+    """Return a list of `count` values, whatever sequence or array it comes as."""
     values = values.tolist() if hasattr(values, 'tolist') else values
     if not isinstance(values, list | tuple) or len(values) != count:
       raise UserError(f'The reward function {self._name!r} must {duty}, {count} here, not {short_repr(values)}.')

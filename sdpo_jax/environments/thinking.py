@@ -10,7 +10,9 @@ _BLOCK_AND_SPACE = re.compile(rf'{_OPEN}.*?{_CLOSE}\s*', re.DOTALL)
 
 
 def without_closed_thinking(text: str) -> str:
-  """Return the text without its closed `<think>…</think>` blocks and the white space after them, as the reference does."""
+  """Return the text without its closed `<think>…</think>` blocks and the white space after them, as the reference
+  does.
+  """
   closed, rest = _split_after_last_close(text)
   stripped = rest.lstrip()
   return _BLOCK_AND_SPACE.sub('', closed + rest[: len(rest) - len(stripped)]) + stripped

@@ -70,7 +70,7 @@ def _reference_input(value: Any) -> Any:
 
 
 def _reference_inputs(text: str) -> Iterator[dict[str, Any]]:
-  """What `Action Input:\\s*({.*?})` finds and JSON can read, in linear time."""
+  """Yield what `Action Input:\\s*({.*?})` finds and JSON can read, in linear time."""
   position = 0
   while (position := text.find(INPUT, position)) >= 0:
     position += len(INPUT)
@@ -88,7 +88,7 @@ def _reference_inputs(text: str) -> Iterator[dict[str, Any]]:
 
 
 def calls_of(text: str) -> list[Call]:
-  """The calls that a completion writes, in order; code fences and text around them are ignored."""
+  """Return the calls that a completion writes, in order; code fences and text around them are ignored."""
   lines = list(_LINE.finditer(text))
   calls = []
   for line, following in itertools.zip_longest(lines, lines[1:]):
@@ -100,7 +100,7 @@ def calls_of(text: str) -> list[Call]:
 
 
 def _object(text: str, start: int, end: int) -> Any:
-  """The JSON object that begins at the first brace of text[start:end]; None if there is none."""
+  """Return the JSON object that begins at the first brace of text[start:end]; None if there is none."""
   brace = text.find('{', start, end)
   if brace < 0:
     return None
@@ -114,7 +114,7 @@ def _object(text: str, start: int, end: int) -> Any:
 
 
 def truth_of(ground_truth: Any) -> list[Call]:
-  """The calls of a ground truth.
+  """Return the calls of a ground truth.
 
   Raises:
     ValueError: it is no list of calls.

@@ -19,10 +19,10 @@ def weighted_sum(
 ) -> Outcome:
   """Return Σ weight · score over the graders that apply, or why there is none; one grader of weight 1 is left as it is.
 
-  A grader that does not apply is left out of the sum, as a reward function that returns None is by TRL's GRPOTrainer. If
-  one that counts could not grade, the sum is not known, and the completion is ungraded. A grader of weight 0
-  gives feedback and metrics alone, and may fail. The sum is rounded once, so that rewards of 1 with weights of 0.7, 0.2
-  and 0.1 make 1.
+  A grader that does not apply is left out of the sum, as a reward function that returns None is by TRL's GRPOTrainer.
+  If one that counts could not grade, the sum is not known, and the completion is ungraded. A grader of weight 0 gives
+  feedback and metrics alone, and may fail. The sum is rounded once, so that rewards of 1 with weights of 0.7, 0.2 and
+  0.1 make 1.
 
   Args:
     weights: of the graders of a question by name, in its order; one of them is not 0.

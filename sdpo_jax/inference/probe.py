@@ -79,8 +79,8 @@ def probe_model(
     raise UserError('data.val_files of the config is empty: the probe asks held-out questions, so name some.')
   if config.model.cartridge.used:
     raise UserError(
-      'launch.probe compares what a model answers with what it answers to the prompts of its teacher, and that of a cartridge '
-      'reads a document instead: leave model.cartridge out.'
+      'launch.probe compares what a model answers with what it answers to the prompts of its teacher, and that of a '
+      'cartridge reads a document instead: leave model.cartridge out.'
     )
   tokenizer = load_tokenizer(config)
   check_turn_end(config, tokenizer)
@@ -150,10 +150,11 @@ def probe(
 
     For the configured context (teacher/) and each other one (context/solution/ …), where it exists:
     plain_accuracy, of fresh answers to the same questions without context, gap = accuracy − plain_accuracy, gap_se,
-    its standard error (questions, not completions, count as independent; absent for a single question); context/*/fraction
-    and context/*/completions, for how many there is one. common/completions, common/plain_accuracy, common/<context>.
-    rule/<name>/gain, the mean over all completions of what the teacher would gain if the settings chose contexts by
-    that rule (0 where there is none), and rule/<name>/over_configured, that minus the configured rule's; _se of both.
+    its standard error (questions, not completions, count as independent; absent for a single question);
+    context/*/fraction and context/*/completions, for how many there is one. common/completions, common/plain_accuracy,
+    common/<context>. rule/<name>/gain, the mean over all completions of what the teacher would gain if the settings
+    chose contexts by that rule (0 where there is none), and rule/<name>/over_configured, that minus the configured
+    rule's; _se of both.
 
     completion/tokens_mean …, completion/truncated, completion/ungraded, completion/format_valid (where graders
     tell), completion/entropy; reprompt/tokens_mean …, before any shortening, reprompt/truncated.
@@ -296,7 +297,7 @@ def probe(
 
 
 def contexts(sd: SelfDistillationConfig) -> dict[str, SelfDistillationConfig]:
-  """Settings that show the teacher the demonstration alone, the feedback alone, and the two together."""
+  """Return settings that show the teacher the demonstration alone, the feedback alone, and the two together."""
   # A prompt that would end the run may do so in the configured context only.
   truncation = 'content' if sd.reprompt_truncation == 'error' else sd.reprompt_truncation
   shown = {
@@ -358,7 +359,7 @@ def _common(right: dict[str, np.ndarray], plain: np.ndarray) -> dict[str, float]
 def _rules(
   right: dict[str, np.ndarray], configured: np.ndarray, plain: np.ndarray, group: np.ndarray
 ) -> dict[str, float]:
-  """What the teacher would gain over all completions under each rule that the settings can express."""
+  """Return what the teacher would gain over all completions under each rule that the settings can express."""
 
   def gain(values: np.ndarray) -> np.ndarray:
     return np.nan_to_num(values - plain)

@@ -43,7 +43,7 @@ RULES = {
 
 
 def configured_rule(config: Config) -> str:
-  """The key of `RULES` that the settings follow."""
+  """Return the key of `RULES` that the settings follow."""
   sd = config.actor.self_distillation
   if not sd.include_demonstration:
     return 'feedback'
@@ -174,11 +174,11 @@ def _limits(numbers: Mapping[str, float], config: Config) -> list[str]:
   if numbers.get('prompt/over_limit', 0) > 0:
     share, longest = _percent(numbers['prompt/over_limit']), int(numbers['prompt/tokens_max'])
     found.append(
-      f'{share} of the prompts exceed data.max_prompt_length={data.max_prompt_length} and are left out (the longest has '
-      f'{longest} tokens): raise it if they matter.'
+      f'{share} of the prompts exceed data.max_prompt_length={data.max_prompt_length} and are left out (the longest '
+      f'has {longest} tokens): raise it if they matter.'
       if data.filter_overlong_prompts
-      else f'{share} of the prompts exceed data.max_prompt_length={data.max_prompt_length}, which ends the run: raise it '
-      f'to {longest} or set data.filter_overlong_prompts=true.'
+      else f'{share} of the prompts exceed data.max_prompt_length={data.max_prompt_length}, which ends the run: raise '
+      f'it to {longest} or set data.filter_overlong_prompts=true.'
     )
   if numbers['completion/truncated'] > TRUNCATED:
     found.append(
@@ -207,8 +207,8 @@ def _grading(numbers: Mapping[str, float]) -> list[str]:
     )
   if numbers.get('completion/format_valid', 1.0) < FORMAT_VALID:
     found.append(
-      f'Only {_percent(numbers["completion/format_valid"])} of the completions have the format that the grader reads: a '
-      'part of what is learned will be the format; see that the prompt states it.'
+      f'Only {_percent(numbers["completion/format_valid"])} of the completions have the format that the grader reads: '
+      'a part of what is learned will be the format; see that the prompt states it.'
     )
   return found
 

@@ -1,8 +1,8 @@
 """The file of a prompt pool, and what is kept beside it until it is complete.
 
-A pool is drawn in rounds. What each of them kept is a file of its own in a folder beside the output, which appears whole or
-not at all, on a file system and in an object store; the output is written once the last round is done, and the folder goes
-then. The same settings draw the same prompts, so that two commands at once do not harm each other.
+A pool is drawn in rounds. What each of them kept is a file of its own in a folder beside the output, which appears
+whole or not at all, on a file system and in an object store; the output is written once the last round is done, and the
+folder goes then. The same settings draw the same prompts, so that two commands at once do not harm each other.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class PoolFile:
         return []
       if changed:
         raise UserError(
-          f'{self.folder} holds the beginning of a pool that was begun otherwise ({"; ".join(changed)}): repeat that command, or '
-          f'{way_out}.'
+          f'{self.folder} holds the beginning of a pool that was begun otherwise ({"; ".join(changed)}): repeat that '
+          f'command, or {way_out}.'
         )
       if not _FIELDS <= part.keys():
         raise UserError(f'{path} is not what a command has left: {way_out}.')

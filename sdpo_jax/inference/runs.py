@@ -69,7 +69,8 @@ def open_run(
     step: of the checkpoint; None: the newest readable one.
     dtype: in which the session computes; None: the run's.
     chat_template: file with that of the session; None: the run's.
-    teaches: whether the session has the teacher of a cartridge, which reads the document of `config`, if that names one.
+    teaches: whether the session has the teacher of a cartridge, which reads the document of `config`, if that names
+      one.
 
   Raises:
     UserError: no run or checkpoint there, or a teacher without weights of its own is asked for.
@@ -143,7 +144,7 @@ def _check_adapter(workdir: epath.PathLike, config: Config, step: int) -> None:
 
 
 def _changed(model: ModelConfig, dtype: str | None, chat_template: str | None) -> ModelConfig:
-  """The settings of a model with what is not None in place of theirs."""
+  """Return the settings of a model with what is not None in place of theirs."""
   return dataclasses.replace(
     model, dtype=dtype or model.dtype, chat_template=model.chat_template if chat_template is None else chat_template
   )
@@ -182,11 +183,12 @@ def open_source(
   cartridge: str | None = None,
   teaches: bool = False,
 ) -> tuple[Session, Tree]:
-  """A session and parameters of either a run (its newest checkpoint, or that of `step`) or a Hugging Face directory.
+  """Return a session and parameters of either a run (its newest checkpoint, or that of `step`) or a Hugging Face
+  directory.
 
-  The latter with the adapter or the cartridge of another directory, if one is named. With `dtype` the session computes in
-  that, and with `chat_template` it has the template in this file; otherwise all is as in the run, or for a directory as in
-  `config`. A session that `teaches` has the teacher of a cartridge, which reads the document that `config` names.
+  The latter with the adapter or the cartridge of another directory, if one is named. With `dtype` the session computes
+  in that, and with `chat_template` it has the template in this file; otherwise all is as in the run, or for a directory
+  as in `config`. A session that `teaches` has the teacher of a cartridge, which reads the document that `config` names.
 
   Raises:
     UserError: neither or both are named, a step of a model directory, or an adapter or cartridge for a run.
@@ -274,7 +276,7 @@ def evaluate_to_file(
   cartridge: str | None = None,
   announce: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
-  """Evaluates as `evaluate_source`; writes the metrics to `output`, the samples beside it.
+  """Evaluate as `evaluate_source`; write the metrics to `output`, the samples beside it.
 
   Args:
     config: as there.
@@ -313,7 +315,7 @@ def evaluate_source(
   cartridge: str | None = None,
   announce: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
-  """Evaluates a run or a model on `config.data.val_files`.
+  """Evaluate a run or a model on `config.data.val_files`.
 
   What is asked and how it is sampled and graded is the config's; weights and model settings are the run's.
 
@@ -353,7 +355,8 @@ def evaluate_source(
 
 
 def _other_document(config: Config, session: Session, workdir: str | None, step: int | None) -> str | None:
-  """Return a sentence if a cartridge was made from another document than the settings name; None also if it is not known.
+  """Return a sentence if a cartridge was made from another document than the settings name; None also if it is not
+  known.
 
   Args:
     config: settings of the evaluation.
@@ -378,8 +381,8 @@ def _other_document(config: Config, session: Session, workdir: str | None, step:
   if identity.digest(tokens) == taught:
     return None
   return (
-    f'{workdir or slots.path} was made from another text than {document}, which model.cartridge.document of the config names: '
-    'it cannot know the answers to questions about the latter.'
+    f'{workdir or slots.path} was made from another text than {document}, which model.cartridge.document of the config '
+    'names: it cannot know the answers to questions about the latter.'
   )
 
 
@@ -399,7 +402,7 @@ def export(
   step: int | None = None,
   form: Format | None = None,
 ) -> int:
-  """Writes a run's checkpoint (of `step`, or the newest) for other programs; returns its step.
+  """Write a run's checkpoint (of `step`, or the newest) for other programs; return its step.
 
   In a run of several processes all call this, and process 0 writes.
 
@@ -409,14 +412,14 @@ def export(
     weights: whose.
     dtype: of the stored tensors.
     step: of the checkpoint; None: the newest.
-    form: 'model', a Hugging Face model directory of a run that trained all parameters; 'peft', the adapter of a run that
-      trained one; 'merged', a model directory with the adapter in it; 'cartridge', the slots of a run that trained some,
-      in this project's format; 'cartridge_pt', in the published one; 'cartridge_pt_fixed', in that with the spelling of its
-      first version. None: the first of these that the run has.
+    form: 'model', a Hugging Face model directory of a run that trained all parameters; 'peft', the adapter of a run
+      that trained one; 'merged', a model directory with the adapter in it; 'cartridge', the slots of a run that trained
+      some, in this project's format; 'cartridge_pt', in the published one; 'cartridge_pt_fixed', in that with the
+      spelling of its first version. None: the first of these that the run has.
 
   Raises:
-    UserError: no run or checkpoint, a form that it does not have, `output` holds something already or cannot be written,
-      or the weights hold values that the dtype cannot.
+    UserError: no run or checkpoint, a form that it does not have, `output` holds something already or cannot be
+      written, or the weights hold values that the dtype cannot.
   """
   trained = run_config(workdir)
   kind = (

@@ -1,7 +1,7 @@
 """Prompts about a document, written by the model itself, for a run that trains a cartridge.
 
-Each is drawn behind a random window of the document and a random request (`sdpo_jax.data.self_study`). Which windows and
-requests there are depends on the seed alone, so that a pool can be continued and repeated.
+Each is drawn behind a random window of the document and a random request (`sdpo_jax.data.self_study`). Which windows
+and requests there are depends on the seed alone, so that a pool can be continued and repeated.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Options:
       raise UserError(f'--seed_types={",".join(self.types)} must name at least one type, and each once.')
     if self.weights and len(self.weights) != len(self.types):
       raise UserError(
-        f'--seed_weights has {len(self.weights)} numbers for {len(self.types)} seed types ({", ".join(self.types)}): give one '
-        'for each, or leave it out.'
+        f'--seed_weights has {len(self.weights)} numbers for {len(self.types)} seed types ({", ".join(self.types)}): '
+        'give one for each, or leave it out.'
       )
     if not all(math.isfinite(weight) and weight > 0 for weight in self.weights):
       raise UserError(
@@ -109,7 +109,7 @@ class Asker:
   def __init__(
     self, document: Document, tokenizer: Tokenizer, chat: ChatFormat, options: Options, positions: int | None
   ):
-    """Sets the limits.
+    """Set the limits.
 
     Args:
       document: to be asked about.
@@ -129,16 +129,18 @@ class Asker:
     self.limit = frame + window + SPARE  # Tokens of a prompt.
     if positions is not None and self.limit + options.max_tokens > positions:
       raise UserError(
-        f'--max_window={options.most_window} and --max_tokens={options.max_tokens}: a passage of {window} tokens, a request about '
-        f'it ({frame + SPARE}) and the message are more than the {positions} positions (max_position_embeddings) of the model: '
-        'lower one of them.'
+        f'--max_window={options.most_window} and --max_tokens={options.max_tokens}: a passage of {window} tokens, a '
+        f'request about it ({frame + SPARE}) and the message are more than the {positions} positions '
+        '(max_position_embeddings) of the model: lower one of them.'
       )
 
   def _conversation(self, passage: str, request: str) -> list[dict[str, str]]:
     return self_study.conversation(passage, request, system=self._system)
 
   def ask(self, round_number: int, number: int) -> Ask:
-    """Return what is asked at a place in a round; the same at every time, and the same for any other settings of sampling."""
+    """Return what is asked at a place in a round; the same at every time, and the same for any other settings of
+    sampling.
+    """
     options, document = self._options, self._document
     draw = np.random.default_rng([options.seed, round_number, number])
     kind, request = self_study.draw_request(draw, options.types, options.weights or (1.0,) * len(options.types))
@@ -155,7 +157,7 @@ class Pool:
   """Messages that were kept, and how many were not, and why."""
 
   def __init__(self, is_short: Callable[[str], bool]):
-    """Makes an empty pool of messages that are short enough for a prompt."""
+    """Make an empty pool of messages that are short enough for a prompt."""
     self._is_short = is_short
     self._seen: set[str] = set()
     self.rows: list[Row] = []
@@ -210,7 +212,7 @@ class Pool:
 
 
 def _plain(text: str) -> str:
-  """The text without what does not tell a message from another."""
+  """Return the text without what does not tell a message from another."""
   return re.sub(r'\s+', ' ', text).strip().casefold()
 
 
@@ -261,13 +263,14 @@ def outcome(pool: Pool, rows: Sequence[Row], options: Options, output: str) -> s
   left_out = f', of which {sum(dropped.values())} were left out ({reasons})' if dropped else ''
   kinds = collections.Counter(row['dataset'] for row in rows)
   told = ', '.join(f'{count} {kind}' for kind, count in sorted(kinds.items()))
-  said = f'{output}: {len(rows)} {"prompt" if len(rows) == 1 else "prompts"} ({told}); {pool.drawn} messages were drawn{left_out}.'
+  prompts = f'{len(rows)} {"prompt" if len(rows) == 1 else "prompts"}'
+  said = f'{output}: {prompts} ({told}); {pool.drawn} messages were drawn{left_out}.'
   if len(rows) == options.count:
     return said
   return (
-    f'{said} The pool is smaller than --count={options.count}, because {GIVE_UP} times as many messages as that were drawn and '
-    'too few are of use: raise --temperature for more different ones, raise --max_tokens if many are cut off, or ask for '
-    'fewer.'
+    f'{said} The pool is smaller than --count={options.count}, because {GIVE_UP} times as many messages as that were '
+    'drawn and too few are of use: raise --temperature for more different ones, raise --max_tokens if many are cut '
+    'off, or ask for fewer.'
   )
 
 
@@ -337,8 +340,9 @@ def synthesize(
     if main:
       file.discard()
     raise UserError(
-      f'No message of {pool.drawn} is of use ({", ".join(f"{n} {reason}" for reason, n in sorted(pool.dropped.items()))}): '
-      'raise --max_tokens or data.max_prompt_length, or name a model that follows instructions.'
+      f'No message of {pool.drawn} is of use '
+      f'({", ".join(f"{n} {reason}" for reason, n in sorted(pool.dropped.items()))}): raise --max_tokens or '
+      'data.max_prompt_length, or name a model that follows instructions.'
     )
   if main:
     file.finish(rows)
@@ -405,7 +409,8 @@ def _settings(config: Config, options: Options, text: str, limit: int, tokenizer
 
 
 def _rows(config: Config, length: int, document: int) -> int:
-  """Return how many messages are drawn at once: so many that their cache is no larger than what a run holds in its place.
+  """Return how many messages are drawn at once: so many that their cache is no larger than what a run holds in its
+  place.
 
   Args:
     config: of the run.

@@ -278,7 +278,8 @@ class _Audit:
     return Finding(
       WHOLE,
       what,
-      f'{_count(len(expected.leaves), "array")}, {_count(len(expected.files), "other file")}, state {digest[:16]}{agrees}',
+      f'{_count(len(expected.leaves), "array")}, {_count(len(expected.files), "other file")}, state '
+      f'{digest[:16]}{agrees}',
     )
 
   def _leaf(self, path: epath.Path, name: str) -> str:

@@ -38,8 +38,8 @@ def loss_coefficients(
     scale: divisor of seq-mean-token-sum-norm; None: T, as the reference.
     num_tokens: denominator of token-mean in place of the group's own count.
     num_sequences: denominator of the seq-mean modes in place of the group's own count.
-    counted: [N] bool, sequences that are there at all; None: all. A group without any is not averaged over. The `mask` of
-      the others must be 0.
+    counted: [N] bool, sequences that are there at all; None: all. A group without any is not averaged over. The `mask`
+      of the others must be 0.
 
   Raises:
     ValueError: unknown mode, or a group size that does not divide N.

@@ -26,7 +26,9 @@ def _assert_log_probs(log_probs: jax.Array) -> None:
 
 
 def _assert_pair(student: jax.Array, teacher: jax.Array, alpha: float | jax.Array) -> None:
-  """Check that two arrays [..., K] of log-probabilities stand for the same entries, and that alpha is [] or [..., 1]."""
+  """Check that two arrays [..., K] of log-probabilities stand for the same entries, and that alpha is [] or [...,
+  1].
+  """
   chex.assert_equal_shape([student, teacher])
   chex.assert_type([student, teacher], float)
   if jnp.ndim(alpha):
@@ -171,11 +173,12 @@ _divergence_at.defvjp(_divergence_at_fwd, lambda known, slopes, cotangent: (cota
 def divergence(student_log_probs: jax.Array, teacher_log_probs: jax.Array, alpha: float | jax.Array) -> jax.Array:
   """Return the divergence of two distributions over the last axis: two arrays [..., K] -> [...], in nats.
 
-  α is one number, or [...] one for each pair of distributions. α exactly 0: KL(teacher‖student). α exactly 1: KL(student‖teacher) (paper Eq. 1). Between:
-  (1 − α)·KL(student‖m) + α·KL(teacher‖m) with m = (1 − α)·student + α·teacher, which tends to 0, not to the KLs, at
-  both ends. An α that is data, such as a traced one, is at an end where its value is; all are rounded to the type of
-  the log-probabilities first. The teacher and α receive no gradient. An exact −inf counts as the logarithm of the smallest normal number
-  (the reference gives NaN), so the result is finite. Source: core_algos.py:1133-1152.
+  α is one number, or [...] one for each pair of distributions. α exactly 0: KL(teacher‖student). α exactly 1:
+  KL(student‖teacher) (paper Eq. 1). Between: (1 − α)·KL(student‖m) + α·KL(teacher‖m) with m = (1 − α)·student +
+  α·teacher, which tends to 0, not to the KLs, at both ends. An α that is data, such as a traced one, is at an end where
+  its value is; all are rounded to the type of the log-probabilities first. The teacher and α receive no gradient. An
+  exact −inf counts as the logarithm of the smallest normal number (the reference gives NaN), so the result is finite.
+  Source: core_algos.py:1133-1152.
   """
   _assert_log_probs(student_log_probs)
   if jnp.ndim(alpha):

@@ -239,7 +239,9 @@ class _Chunk:
 
   @property
   def told(self) -> jax.Array:
-    """[c] bool, own tokens of which an external teacher says something: it names a token, and numbers where it counts."""
+    """[c] bool, own tokens of which an external teacher says something: it names a token, and numbers where it
+    counts.
+    """
     named = self.tokens.token_ids >= 0
     broken = (named & jnp.isnan(self.tokens.teacher_log_probs)).any(-1) & (self.tokens.distill_coef == 0)
     return self.valid & named.any(-1) & ~broken

@@ -2,10 +2,10 @@
 
 With the student π, a teacher q and the student π_old that sampled the text, per completion token t:
 
-- the advantage A = −(log π − log M) of the sampled token, M = α·π + (1 − α)·q, 0 < α < 1, computed once, before the first
-  step, and without gradient;
-- −min(r·A, clip(r, 1 − ε, 1 + ε)·A) with r = exp(log π − log π_old): the policy term with one ε on both sides and without
-  a dual clip;
+- the advantage A = −(log π − log M) of the sampled token, M = α·π + (1 − α)·q, 0 < α < 1, computed once, before the
+  first step, and without gradient;
+- −min(r·A, clip(r, 1 − ε, 1 + ε)·A) with r = exp(log π − log π_old): the policy term with one ε on both sides and
+  without a dual clip;
 - jsd_weight times Σ_{v∈S} α·π·(log π − log M) + (1 − α)·q·(log q − log M) over the teacher's top K, neither with a tail
   nor renormalised: the divergence with the mirrored alpha 1 − α.
 
@@ -173,8 +173,8 @@ def prepare(
   program is compiled for have `distillation_topk` and `distillation_add_tail`.
 
   Args:
-    batch: with targets, mask, `old_log_probs` under the policy that sampled the text (None: the student is that one) and
-      the signal of a teacher's top K, or with `support='union'` that of `union`.
+    batch: with targets, mask, `old_log_probs` under the policy that sampled the text (None: the student is that one)
+      and the signal of a teacher's top K, or with `support='union'` that of `union`.
     settings: of the request.
     log_probs: [B, T] of the targets under the student before the first step.
     teacher_log_probs: [B, T] of the targets under the teacher; of an external one, by `known_log_probs`.

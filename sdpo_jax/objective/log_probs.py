@@ -1,9 +1,9 @@
 """Scores: log-probabilities of given tokens, of any ids and of the most likely ones, in chunks of tokens.
 
-The gradient flows through those of ids only. Ids that are none of the vocabulary (negative, or V and more) are left out:
-they have `divergences.log_floor`, so that nothing is infinite, and no gradient. B rows, T tokens, M ids of a token, K most
-likely ones, V entries that are tokens among R of an unembedding, D model width; N tokens of a device, of which a chunk
-has C of a group of devices that share a vocabulary and c of each.
+The gradient flows through those of ids only. Ids that are none of the vocabulary (negative, or V and more) are left
+out: they have `divergences.log_floor`, so that nothing is infinite, and no gradient. B rows, T tokens, M ids of a
+token, K most likely ones, V entries that are tokens among R of an unembedding, D model width; N tokens of a device, of
+which a chunk has C of a group of devices that share a vocabulary and c of each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The one loss: distillation, policy gradient, entropy bonus and KL penalty, summed over tokens, coefficients as data."""
+"""The one loss: distillation, policy gradient, entropy bonus and KL penalty, summed over tokens, coefficients as
+data.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What an answer to a request says of an optimizer step, from the numbers that the step itself was computed with.
 
-Sums of rows come first and means later, so that rows of several requests can be in one batch, and those of one request in
-several. B rows, T completion tokens. Source: `jsd_pg`, and the same names for the other losses.
+Sums of rows come first and means later, so that rows of several requests can be in one batch, and those of one request
+in several. B rows, T completion tokens. Source: `jsd_pg`, and the same names for the other losses.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def means(sums: Mapping[str, np.ndarray]) -> dict[str, float]:
     sums: [R] each, of its rows, as `row_sums` has them.
 
   Returns:
-    `loss`; the means over the tokens of the policy term and of the divergence, each without the weight that it has in the
-    loss, `pg_loss` and `jsd_reg`; `mean_advantage` (of its size), `frac_positive_advantage`, `mean_is_ratio`,
-    `clip_fraction` (of tokens whose ratio is beyond the clip: that of the divergence where the loss has one, else that of
-    the policy term), `floored_fraction`; and `tokens_processed`.
+    `loss`; the means over the tokens of the policy term and of the divergence, each without the weight that it has in
+    the loss, `pg_loss` and `jsd_reg`; `mean_advantage` (of its size), `frac_positive_advantage`, `mean_is_ratio`,
+    `clip_fraction` (of tokens whose ratio is beyond the clip: that of the divergence where the loss has one, else that
+    of the policy term), `floored_fraction`; and `tokens_processed`.
   """
   totals = {name: float(np.sum(values, dtype=np.float64)) for name, values in sums.items()}
   tokens = totals.pop('tokens_processed')

@@ -78,7 +78,9 @@ class ObjectiveSpec:
 
   @property
   def weighs_in_update(self) -> bool:
-    """Whether the update takes the rollout weights itself: on-policy it computes the log-probs that they are made of."""
+    """Whether the update takes the rollout weights itself: on-policy it computes the log-probs that they are made
+    of.
+    """
     return self.rollout_weights and self.on_policy and not self.normalised_weights
 
   @property

@@ -156,7 +156,9 @@ def distillation_term(
   teacher: TeacherView,
   tail: jax.Array | None = None,
 ) -> tuple[jax.Array, Metrics]:
-  """Return the divergence [C] of the settings' kind, and what its support leaves out; `tail` as `support_divergence`."""
+  """Return the divergence [C] of the settings' kind, and what its support leaves out; `tail` as
+  `support_divergence`.
+  """
   chex.assert_equal_shape([student.log_prob, teacher.entropy])
   if settings.kind == 'sampled':
     divergence = sampled_token_divergence(student.log_prob, teacher.log_prob, teacher.knows_target)

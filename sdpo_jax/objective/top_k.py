@@ -30,8 +30,8 @@ def top_k(values: jax.Array, k: int, method: str = 'exact') -> Largest:
     return lax.approx_max_k(values, k, recall_target=APPROXIMATE_RECALL)
   if values.shape[1] < 4096 or values.shape[1] < 4 * k * GROUP:
     return lax.top_k(values, k)
-  # `lax.top_k` costs k passes over the values on accelerators, and on a CPU up to log k comparisons for each of them: forty
-  # times as much for values that ascend as for those that descend.
+  # `lax.top_k` costs k passes over the values on accelerators, and on a CPU up to log k comparisons for each of them:
+  # forty times as much for values that ascend as for those that descend.
   return two_stage_top_k(values, k)
 
 

@@ -123,7 +123,7 @@ class Instruction:
     return next((group for group in match.groups() if group is not None), None) if match else None
 
   def called(self, *names: str) -> list[str]:
-    """Computations that the attributes `names` refer to."""
+    """Return computations that the attributes `names` refer to."""
     return [name for key in names for name in _NAME.findall(self._braced(key))]
 
   def _braced(self, key: str) -> str:
@@ -160,7 +160,7 @@ class Execution:
 
 
 def parse(text: str) -> Module:
-  """The module that `compiled.as_text()` prints.
+  """Return the module that `compiled.as_text()` prints.
 
   Raises:
     ValueError: the text holds no entry computation or an instruction that is not understood.
@@ -216,7 +216,7 @@ def _instruction(name: str, rest: str) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-  """The place behind the parenthesis that closes the one at `start`."""
+  """Return the place behind the parenthesis that closes the one at `start`."""
   depth = 0
   for match in re.compile(r'[()]').finditer(text, start):
     depth += 1 if match.group() == '(' else -1
@@ -254,7 +254,7 @@ class Trace:
 
 
 def trace(module: Module, *, unknown_trips: int = 1, branch: Literal['dearest', 'cheapest'] = 'dearest') -> Trace:
-  """Walks the call graph from the entry.
+  """Walk the call graph from the entry.
 
   Args:
     module: from `parse`.
@@ -294,7 +294,7 @@ def trace(module: Module, *, unknown_trips: int = 1, branch: Literal['dearest', 
 
 
 def _subprograms(instruction: Instruction) -> list[str]:
-  """Computations whose instructions run as instructions of their own."""
+  """Return computations whose instructions run as instructions of their own."""
   if instruction.opcode == 'while':
     return instruction.called('body', 'condition')
   if instruction.opcode == 'conditional':
@@ -319,7 +319,7 @@ def trip_count(module: Module, loop: Instruction, frame: _Frame) -> int | None:
 
 
 def _outer_scope(op_name: str) -> str:
-  """The part of a loop's name that is its own: behind the loops around it."""
+  """Return the part of a loop's name that is its own: behind the loops around it."""
   parts = re.split(r'/while/body', op_name)
   return parts[-1]
 
@@ -352,7 +352,7 @@ class _Constant:
 
 
 def _through_fusions(module: Module, frame: _Frame, name: str) -> tuple[Instruction | None, _Frame]:
-  """The instruction behind copies and fusions of one, and the frame that its operands belong to."""
+  """Return the instruction behind copies and fusions of one, and the frame that its operands belong to."""
   while True:
     instruction = frame.computation.instructions.get(name)
     if instruction is None:
@@ -369,7 +369,7 @@ def _through_fusions(module: Module, frame: _Frame, name: str) -> tuple[Instruct
 
 
 def _element(module: Module, frame: _Frame, name: str) -> int | _Constant | None:
-  """A value as a constant, or as the index of the element of its computation's tuple parameter."""
+  """Return a value as a constant, or as the index of the element of its computation's tuple parameter."""
   instruction, frame = _through_fusions(module, frame, name)
   if instruction is None:
     return None
@@ -395,7 +395,7 @@ def _operand_element(module: Module, frame: _Frame, loop: Instruction, index: in
 
 
 def _constant(module: Module, frame: _Frame, name: str | None) -> int | None:
-  """The value of a name, looked up through the loops and calls around it."""
+  """Return the value of a name, looked up through the loops and calls around it."""
   if name is None:
     return None
   instruction, at = _through_fusions(module, frame, name)
@@ -410,7 +410,7 @@ def _constant(module: Module, frame: _Frame, name: str | None) -> int | None:
 
 
 def _invariant(module: Module, loop: Instruction, frame: _Frame, index: int | None) -> int | None:
-  """The constant in element `index` of a loop's tuple, if the body passes it on."""
+  """Return the constant in element `index` of a loop's tuple, if the body passes it on."""
   if index is None:
     return None
   body = module.computations[loop.called('body')[0]]
@@ -421,7 +421,7 @@ def _invariant(module: Module, loop: Instruction, frame: _Frame, index: int | No
 
 
 def _step(module: Module, body: Computation, index: int) -> int | None:
-  """What a body adds to element `index` of its tuple."""
+  """Return what a body adds to element `index` of its tuple."""
   root = body.instructions[body.root]
   if root.opcode != 'tuple':
     return None
@@ -438,7 +438,7 @@ def _step(module: Module, body: Computation, index: int) -> int | None:
 
 
 def cycles(trace: Trace) -> float:
-  """The compiler's estimate of everything for which it has one."""
+  """Return the compiler's estimate of everything for which it has one."""
   return sum((execution.instruction.cycles or 0) * execution.count for execution in trace.executions)
 
 
@@ -487,7 +487,7 @@ def _dot_flops(instruction: Instruction, computation: Computation) -> int:
 
 
 def _convolution_flops(instruction: Instruction, computation: Computation) -> int:
-  """Counts the products that meet neither padding nor holes: batched matrix products are written as convolutions."""
+  """Count the products that meet neither padding nor holes: batched matrix products are written as convolutions."""
   left, right = operands(instruction, computation)[:2]
   labels = re.search(r'dim_labels=(\w+)_(\w+)->(\w+)', instruction.attributes)
   left_labels, right_labels, out_labels = labels.groups()
@@ -604,7 +604,9 @@ def _is_bitcast(module: Module, instruction: Instruction) -> bool:
 
 
 def _source(module: Module, frame: _Frame, name: str) -> Instruction:
-  """What made a value: followed through copies, branches and loops, whose elements are what goes into them at first."""
+  """Return what made a value: followed through copies, branches and loops, whose elements are what goes into them at
+  first.
+  """
   instruction, at = _through_fusions(module, frame, name)
   if instruction.opcode in ('copy-done', 'copy-start', 'opt-barrier'):
     return _source(module, at, instruction.operands[0])
@@ -704,7 +706,9 @@ def collectives(trace: Trace, axes: Mapping[str, int]) -> list[Collective]:
 
 
 def replica_group(instruction: Instruction, devices: int) -> list[int]:
-  """The partitions of the first group of a collective with more than one member, from any of the ways to write it."""
+  """Return the partitions of the first group of a collective with more than one member, from any of the ways to write
+  it.
+  """
   text = instruction.attributes
   pairs = re.search(r'source_target_pairs=\{\{(\d+),(\d+)\}', text)
   if pairs:
@@ -727,14 +731,14 @@ def _numbers(text: str) -> list[int]:
 
 
 def _iota(_: str, reshaped: str, transposed: str | None) -> np.ndarray:
-  """The numbers from 0 on, reshaped and transposed: [8,8]<=[8,8]T(1,0)."""
+  """Return the numbers from 0 on, reshaped and transposed: [8,8]<=[8,8]T(1,0)."""
   sizes = _numbers(reshaped)
   numbers = np.arange(math.prod(sizes)).reshape(sizes)
   return numbers.transpose(_numbers(transposed)) if transposed else numbers
 
 
 def _mesh_group(sizes: str, device_ids: str | None, grouped: str) -> list[int]:
-  """The first group of mesh['a'=2,'b'=4], device_ids=([…]) {'b'}; 'b':(1)2 is a part of an axis."""
+  """Return the first group of mesh['a'=2,'b'=4], device_ids=([…]) {'b'}; 'b':(1)2 is a part of an axis."""
   names, shape = zip(*((name, int(size)) for name, size in re.findall(r"'([^']*)'=(\d+)", sizes)), strict=True)
   numbers = np.arange(math.prod(shape))
   if device_ids:
@@ -846,7 +850,7 @@ class Buffer:
 
 
 def largest(trace: Trace, *, limit: int = 10, of: Callable[[Instruction], bool] | None = None) -> list[Buffer]:
-  """The largest results in HBM of instructions that make something new.
+  """Return the largest results in HBM of instructions that make something new.
 
   Args:
     trace: what runs.
@@ -869,7 +873,7 @@ def largest(trace: Trace, *, limit: int = 10, of: Callable[[Instruction], bool] 
 
 
 def copies(trace: Trace, limit: int = 10) -> list[Buffer]:
-  """The largest copies of arrays in HBM: what should be updated in place shows here when it is not.
+  """Return the largest copies of arrays in HBM: what should be updated in place shows here when it is not.
 
   A copy in the midst of a fusion is none: it only says in which order the fusion sees its operand.
   """

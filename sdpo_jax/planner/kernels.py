@@ -16,10 +16,10 @@ TABLE, ROOFLINE = 'table', 'roofline'
 # know of no stalls but those that are named. Other chips: scaled by their bf16 FLOP/s; decode attention by the clock.
 _TOP_K_SECONDS = 24.7e-3 / (512 * 151936 * 100)  # An element and a pass; the top k take k passes.
 _SORT_SECONDS = 1 / 283e9  # A compare-exchange of a bitonic network: 512 rows of 19072 took 3.8 ms, of 2432 0.30 ms.
-# Splash attention, (queries × keys × head_dim of 1024 × 1024 × 128, each grid step, each row of blocks): cycles of a block
-# that is computed, in the order of the schedule, with the matrix units busy for 16 cycles with a product of bfloat16 and
-# 8 with one of float32 (their peak; the schedule alone would count 4495, 7407 and 5693, the last two less than the
-# products take); bundles of the rest of a step; bundles of what a row of blocks begins and ends with.
+# Splash attention, (queries × keys × head_dim of 1024 × 1024 × 128, each grid step, each row of blocks): cycles of a
+# block that is computed, in the order of the schedule, with the matrix units busy for 16 cycles with a product of
+# bfloat16 and 8 with one of float32 (their peak; the schedule alone would count 4495, 7407 and 5693, the last two less
+# than the products take); bundles of the rest of a step; bundles of what a row of blocks begins and ends with.
 _SPLASH = {'fwd': (4681, 190, 1379), 'dkv': (8376, 311, 654), 'dq': (6315, 211, 334)}
 _SPLASH_BLOCK = 1024**2 * 128
 # Decode attention over a cache, 16 queries of a head of 128 numbers (padding included): bundles of a grid step that

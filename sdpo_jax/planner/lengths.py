@@ -1,4 +1,6 @@
-"""How long prompts and completions are: a distribution from what is known of it, and what a sampler's cache holds then."""
+"""How long prompts and completions are: a distribution from what is known of it, and what a sampler's cache holds
+then.
+"""
 
 from __future__ import annotations
 

@@ -14,13 +14,15 @@ from sdpo_jax.errors import UserError
 
 
 def read(config: Config, model_config: str | None = None) -> tuple[DecoderPolicy, str]:
-  """The policy that a run would train, and where its sizes come from; arguments and errors as those of `sizes`."""
+  """Return the policy that a run would train, and where its sizes come from; arguments and errors as those of
+  `sizes`.
+  """
   values, source = sizes(config, model_config)
   return huggingface.describe(values, config.model), source
 
 
 def sizes(config: Config, model_config: str | None = None) -> tuple[dict[str, Any], str]:
-  """The config.json of a run's model, and where it comes from; no weights are read or downloaded.
+  """Return the config.json of a run's model, and where it comes from; no weights are read or downloaded.
 
   Args:
     config: settings; model.path may be a directory, a model of `models.published`, or another hub name.

@@ -340,7 +340,9 @@ def resident_bytes(found: Mapping[str, registry.Program]) -> dict[str, float]:
 def held_bytes(
   program: registry.Program, argument_bytes: Sequence[Sequence[int | None]] | None = None
 ) -> dict[str, float]:
-  """Return the bytes on one device of a program's arguments by what they are; `argument_bytes` None: as the abstract arrays lie."""
+  """Return the bytes on one device of a program's arguments by what they are; `argument_bytes` None: as the abstract
+  arrays lie.
+  """
   held: dict[str, float] = {}
   parts = {'trainable': 'parameters', 'opt_state': 'optimizer', 'teacher': 'teacher'}
   for index, (argument, kind) in enumerate(zip(program.arguments, program.holds, strict=True)):
@@ -595,7 +597,7 @@ def _minus(one: _Costs, other: _Costs) -> _Costs:
 
 
 def _fill(estimate: Estimate, costs: _Costs, times: float) -> None:
-  """Adds `times` executions of `costs`."""
+  """Add `times` executions of `costs`."""
 
   def add(into: dict[str, float], values: Mapping[str, float], scale: float) -> None:
     into.update({key: into.get(key, 0.0) + value * times * scale for key, value in values.items() if value})
@@ -702,13 +704,13 @@ def _warnings(config: Config, mesh: jax.sharding.Mesh) -> list[str]:
     return []
   return [
     f'An optimizer step has {sequences} sequences for {mesh.size} devices, each of which takes at least one row: '
-    f'{mesh.size - sequences} rows of every micro-batch are padding. Use a slice of at most {sequences} chips, or raise '
-    'actor.ppo_mini_batch_size or rollout.n, which changes what is learned.'
+    f'{mesh.size - sequences} rows of every micro-batch are padding. Use a slice of at most {sequences} chips, or '
+    'raise actor.ppo_mini_batch_size or rollout.n, which changes what is learned.'
   ]
 
 
 def _bottleneck(phases: Mapping[str, float]) -> str:
-  """The phase that takes longest; one of unknown length counts as the longest."""
+  """Return the phase that takes longest; one of unknown length counts as the longest."""
   if not phases:
     return ''
   return max(phases, key=lambda phase: phases[phase] if math.isfinite(phases[phase]) else math.inf)
@@ -778,7 +780,7 @@ def _rows(config: Config, mesh: jax.sharding.Mesh, samples: int) -> int:
 
 
 def _prefills(config: Config, mesh: jax.sharding.Mesh, questions: int, n: int) -> int:
-  """Calls of the prefill that `questions` with `n` completions each take."""
+  """Call of the prefill that `questions` with `n` completions each take."""
   together = sizes.prompts_together(Buckets.of(config).prompt[-1], _rows(config, mesh, questions * n))
   return math.ceil(questions / (mesh.shape[meshes.FSDP] * together))
 

@@ -63,7 +63,7 @@ def _count(number: int) -> str:
 
 
 def _beside_base(trained: str) -> dict[str, str]:
-  """What parts are called where the model is frozen, and something else is trained."""
+  """Return what parts are called where the model is frozen, and something else is trained."""
   return {
     'parameters': trained,
     'teacher': f"teacher's {trained}",
@@ -108,23 +108,24 @@ def base(plan: Plan) -> str:
 
 
 def cartridge(plan: Plan) -> str:
-  """What slots and document take, in sentences; empty without a cartridge."""
+  """Return what slots and document take, in sentences; empty without a cartridge."""
   if not plan.slots:
     return ''
   trained = plan.slots - plan.frozen_slots
   sentences = [
-    f'The cartridge has {_numbered(plan.slots, "slot")}: {trained:,} trained, which take {_number(plan.slots_gib)} GiB per chip '
-    f'in float32 and {_number(plan.moments_gib)} GiB for the state of the optimizer, and {plan.frozen_slots:,} frozen, '
-    'counted with the base.'
+    f'The cartridge has {_numbered(plan.slots, "slot")}: {trained:,} trained, which take {_number(plan.slots_gib)} GiB '
+    f'per chip in float32 and {_number(plan.moments_gib)} GiB for the state of the optimizer, and '
+    f'{plan.frozen_slots:,} frozen, counted with the base.'
   ]
   if plan.assumptions.document:
     sentences.append(
-      f"Keys and values of the document's {_numbered(plan.assumptions.document, 'token')} take {_number(plan.document_gib)} "
-      'GiB per chip, once, beside the base.'
+      f"Keys and values of the document's {_numbered(plan.assumptions.document, 'token')} take "
+      f'{_number(plan.document_gib)} GiB per chip, once, beside the base.'
     )
   if plan.reading_parts:
     sentences.append(
-      f'It is read once per run, in {_numbered(plan.reading_parts, "part")}, which takes {_number(plan.reading_seconds)} s.'
+      f'It is read once per run, in {_numbered(plan.reading_parts, "part")}, which takes '
+      f'{_number(plan.reading_seconds)} s.'
     )
   return ' '.join(sentences)
 
@@ -161,15 +162,15 @@ def collectives(programs: dict[str, Estimate], least: float = 0.01) -> str:
 
 
 def text(plan: Plan) -> str:
-  """The whole plan."""
+  """Return the whole plan."""
   a = plan.assumptions
   mesh = ' × '.join(f'{name}={size}' for name, size in plan.mesh.items())
   frozen = plan.trained < plan.parameters
   beside = ('slots' if plan.slots else 'adapter') if frozen else ''
   trained = f', of which {_count(plan.trained)} are trained and the others frozen,' if frozen else ''
   parts = [
-    f'{_count(plan.parameters)} parameters ({plan.model}){trained} on {plan.topology}: {plan.chips} chips, mesh {mesh}; '
-    f'{plan.compiler}.',
+    f'{_count(plan.parameters)} parameters ({plan.model}){trained} on {plan.topology}: {plan.chips} chips, mesh '
+    f'{mesh}; {plan.compiler}.',
     memory(plan.programs, plan.hbm_limit_gib, beside),
     base(plan),
     cartridge(plan),
@@ -217,12 +218,12 @@ def text(plan: Plan) -> str:
   parts.append(markdown(['phase', 's per step', 'share'], [*rows, ['step', _number(total), '']]))
   parts += [_lengths(plan), _micro_batches(plan)]
   parts.append(
-    f'{_number(plan.tokens_per_second)} completion tokens/s ({_number(plan.tokens_per_second_per_chip)} per chip), MFU of '
-    f'live tokens {_number(100 * plan.update_mfu)} % in the update and {_number(100 * plan.step_mfu)} % in the step; live '
-    f'are {_number(100 * plan.fill["rows"])} % of the rows and {_number(100 * plan.fill["tokens"])} % of the tokens of the '
-    f'update, {_number(100 * plan.fill["sampler"])} % of the rows and steps of the sampler; 100 steps: '
-    f'{_number(plan.device_hours_per_100_steps, 4)} chip-hours, ${_number(plan.cost_per_100_steps, 4)} at ${a.price:g} per '
-    f'chip-hour [arithmetic]. Bottleneck: {plan.bottleneck}.'
+    f'{_number(plan.tokens_per_second)} completion tokens/s ({_number(plan.tokens_per_second_per_chip)} per chip), MFU '
+    f'of live tokens {_number(100 * plan.update_mfu)} % in the update and {_number(100 * plan.step_mfu)} % in the '
+    f'step; live are {_number(100 * plan.fill["rows"])} % of the rows and {_number(100 * plan.fill["tokens"])} % of '
+    f'the tokens of the update, {_number(100 * plan.fill["sampler"])} % of the rows and steps of the sampler; 100 '
+    f'steps: {_number(plan.device_hours_per_100_steps, 4)} chip-hours, ${_number(plan.cost_per_100_steps, 4)} at '
+    f'${a.price:g} per chip-hour [arithmetic]. Bottleneck: {plan.bottleneck}.'
   )
   parts += [f'WARNING: {warning}' for warning in plan.warnings]
   if not plan.fits:
@@ -232,7 +233,7 @@ def text(plan: Plan) -> str:
 
 
 def _lengths(plan: Plan) -> str:
-  """What was assumed of the run, in a sentence."""
+  """Return what was assumed of the run, in a sentence."""
   a = plan.assumptions
   source = f'as measured in {a.measured}' if a.measured else 'from the settings plan.…, where None the limits'
   held_out = (
@@ -240,8 +241,8 @@ def _lengths(plan: Plan) -> str:
   )
   return (
     f'Assumed ({source}): completions of {a.mean_completion:g} tokens on average and at most {a.longest_completion:g}, '
-    f'prompts of {a.mean_prompt:g}, teacher prompts of {a.mean_reprompt:g}, {100 * a.trained_fraction:.3g} % of the samples '
-    f'with a signal, {held_out}, host work of grading and data not counted.'
+    f'prompts of {a.mean_prompt:g}, teacher prompts of {a.mean_reprompt:g}, {100 * a.trained_fraction:.3g} % of the '
+    f'samples with a signal, {held_out}, host work of grading and data not counted.'
   )
 
 
@@ -257,7 +258,7 @@ def _micro_batches(plan: Plan) -> str:
 
 
 def search(results: Sequence[Candidate]) -> str:
-  """Combinations of settings, the best first."""
+  """Return combinations of settings, the best first."""
   if not results:
     return 'Nothing to try: no other mesh, micro-batch, remat or number of rows is possible here.'
   rows = [

@@ -53,10 +53,10 @@ def search(
   announce: Callable[[str], None] = lambda _: None,
   keep: str | None = None,
 ) -> list[Candidate]:
-  """Combinations of mesh, micro-batch, remat and rows decoded at once, the best first.
+  """Return combinations of mesh, micro-batch, remat and rows decoded at once, the best first.
 
-  The update and the sampler share only the mesh, so that each is tried by itself: for every mesh the fastest update that
-  fits goes with every sampler and the fastest sampler with every update.
+  The update and the sampler share only the mesh, so that each is tried by itself: for every mesh the fastest update
+  that fits goes with every sampler and the fastest sampler with every update.
 
   Raises:
     UserError: `over` names something that cannot be searched.
@@ -90,7 +90,7 @@ def search(
 
 
 def check(over: Sequence[str]) -> None:
-  """Checks the names of what is to be varied.
+  """Check the names of what is to be varied.
 
   Raises:
     UserError: one is unknown.
@@ -109,7 +109,7 @@ def _order(part: Part | Candidate) -> tuple[bool, float, float]:
 
 
 def meshes(config: Config, policy: Policy, chips: int, over: Sequence[str]) -> list[dict[str, Any]]:
-  """Settings of the meshes to try: every `tensor` that divides chips, heads, MLP and vocabulary."""
+  """Return settings of the meshes to try: every `tensor` that divides chips, heads, MLP and vocabulary."""
   if 'mesh' not in over:
     return [{}]
   model = policy.config
@@ -154,7 +154,7 @@ def sampling_options(config: Config, over: Sequence[str]) -> list[dict[str, Any]
 
 
 def changed(config: Config, settings: dict[str, Any]) -> Config:
-  """A copy with other settings, validated."""
+  """Return a copy with other settings, validated."""
   other = copy.deepcopy(config)
   for name, value in settings.items():
     *sections, leaf = name.split('.')
@@ -166,7 +166,7 @@ def changed(config: Config, settings: dict[str, Any]) -> Config:
 
 
 def _demand(settings: dict[str, Any]) -> tuple[int, ...]:
-  """What grows with the memory that a candidate takes."""
+  """Return what grows with the memory that a candidate takes."""
   remat = settings.get('model.remat', REMATS[0])
   return (
     settings.get('actor.ppo_micro_batch_size', 0),
@@ -185,7 +185,7 @@ def _parts(
   announce: Callable[[str], None],
   keep: str | None,
 ) -> list[Part]:
-  """The options compiled, the least demanding first; none that asks for more than one that did not fit."""
+  """Return the options compiled, the least demanding first; none that asks for more than one that did not fit."""
   found: list[Part] = []
   for option in sorted(options, key=_demand):
 

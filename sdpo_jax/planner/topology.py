@@ -100,7 +100,7 @@ class Topology:
 
 
 def describe(name: str) -> Topology:
-  """The slice `name`, e.g. v5e:8x8 (v5e:1x1 is one chip); needs libtpu, but no TPU.
+  """Return the slice `name`, e.g. v5e:8x8 (v5e:1x1 is one chip); needs libtpu, but no TPU.
 
   Raises:
     UserError: libtpu is not installed, or there is no such slice.
@@ -119,7 +119,8 @@ def describe(name: str) -> Topology:
   sizes = [int(size) for size in shape.split('x')]
   if len(sizes) != chip.smallest.count('x') + 1:
     raise UserError(
-      f'--topology={name}: slices of {chip.name} have {chip.smallest.count("x") + 1} axes; there are {", ".join(chip.slices)}.'
+      f'--topology={name}: slices of {chip.name} have {chip.smallest.count("x") + 1} axes; there are '
+      f'{", ".join(chip.slices)}.'
     )
   chips = math.prod(sizes)
   if max(sizes) > chip.longest:
@@ -146,7 +147,7 @@ def describe(name: str) -> Topology:
 
 
 def compile_only() -> None:
-  """Keeps this process off accelerators and its programs out of the compilation cache; call it before JAX starts.
+  """Keep this process off accelerators and its programs out of the compilation cache; call it before JAX starts.
 
   Programs compiled for a described slice can be written to the cache but not read back.
   """

@@ -37,7 +37,7 @@ class StepReads:
 
 
 def of_step(module: hlo.Module, steps: int, branch: Literal['dearest', 'cheapest']) -> StepReads:
-  """What a step of a decode loop reads.
+  """Return what a step of a decode loop reads.
 
   Args:
     module: of the program `decode.advance`.
@@ -62,7 +62,9 @@ def of_step(module: hlo.Module, steps: int, branch: Literal['dearest', 'cheapest
 
 
 def _by_kind(reads: Iterable[hlo.Read]) -> dict[str, float]:
-  """Bytes by what is read; of the stacks that a kernel gets, each time one layer of the rows that it has results for."""
+  """Bytes by what is read; of the stacks that a kernel gets, each time one layer of the rows that it has results
+  for.
+  """
   sums = dict.fromkeys(('weights', 'cache', 'recent', 'strays', 'rest'), 0.0)
   for read in reads:
     kind, size = _kind(read), read.bytes

@@ -143,7 +143,9 @@ def _short(tokenizer: Tokenizer, training: Sequence[Example], config: Config) ->
 def _resumed(
   config: Config, root: pathlib.Path, workdir: epath.PathLike, tokenizer: Tokenizer, graders: Graders
 ) -> list[str]:
-  """What a run in this directory would say of changes when it is resumed; raises UserError for those that it refuses."""
+  """Return what a run in this directory would say of changes when it is resumed; raises UserError for those that it
+  refuses.
+  """
   iterator = pipeline.TrainIterator(config, tokenizer, registry)
   held_out = pipeline.evaluation_examples(config, tokenizer, registry) if config.trainer.test_freq else []
   local = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(root)))
@@ -154,7 +156,7 @@ def _resumed(
 
 
 def _one_of_each(chosen: Sequence[Example], *others: Sequence[Example]) -> list[Example]:
-  """The chosen questions, and one for every set of graders that none of them has, whatever its weights."""
+  """Return the chosen questions, and one for every set of graders that none of them has, whatever its weights."""
   known = {_graders(example) for example in chosen}
   added = {_graders(example): example for examples in others for example in reversed(examples)}
   return [*chosen, *(example for graders, example in added.items() if graders not in known)]
@@ -188,7 +190,8 @@ def _machine(config: Config, policy: Policy, mesh: jax.sharding.Mesh, document: 
     '',
     aligned(['memory', 'when', 'per device'], rows),
     f'memory of each device: {has}',
-    'An estimate by arithmetic: the temporaries of an update can be twice that; for TPUs, launch.plan asks the compiler.',
+    'An estimate by arithmetic: the temporaries of an update can be twice that; for TPUs, launch.plan asks the '
+    'compiler.',
   ]
   odd = []
   if room is not None and found.peak > FULL * room:
@@ -223,8 +226,8 @@ def _lengths(
   endless = any(map(sources.is_generator, data.train_files))
   if not endless and len(training) < data.train_batch_size:
     odd.append(
-      f'data.train_files hold {len(training)} rows, fewer than data.train_batch_size={data.train_batch_size}: the run ends '
-      'at its start.'
+      f'data.train_files hold {len(training)} rows, fewer than data.train_batch_size={data.train_batch_size}: the run '
+      'ends at its start.'
     )
   asked = {_question(example) for example in training}
   shared = sum(_question(example) in asked for example in held_out)
@@ -254,7 +257,7 @@ def _trials(trials: Sequence[grading.Trial]) -> str:
 
 
 def _prompts(tokenizer: Tokenizer, trials: Sequence[grading.Trial], config: Config) -> tuple[str, list[str]]:
-  """The student's and the teacher's prompts of a few questions."""
+  """Return the student's and the teacher's prompts of a few questions."""
   taught = ObjectiveSpec.from_config(config).reprompts
   texts, odd = [], []
   for trial in trials:
@@ -274,7 +277,7 @@ def _prompts(tokenizer: Tokenizer, trials: Sequence[grading.Trial], config: Conf
 
 
 def _teacher(tokenizer: Tokenizer, trial: grading.Trial, config: Config) -> list[tuple[str, list[int]]]:
-  """What the teacher reads about an empty answer where another answer succeeded, and where none did."""
+  """Return what the teacher reads about an empty answer where another answer succeeded, and where none did."""
   sd = config.actor.self_distillation
   success = Outcome(max(1.0, sd.success_reward_threshold))
   failure = Outcome(sd.success_reward_threshold - 1.0, trial.empty.feedback)

@@ -14,7 +14,7 @@ from sdpo_jax.types import Example, Outcome
 
 
 def _calls(truth: Any) -> str:
-  """The tool calls of a ground truth as a completion writes them."""
+  """Return the tool calls of a ground truth as a completion writes them."""
   calls = json.loads(truth) if isinstance(truth, str) else truth
   lines = []
   for call in calls:
@@ -49,7 +49,9 @@ class Trial:
 
 
 def answers(example: Example) -> list[str]:
-  """Return completions that state the ground truth of a question, for each of its graders; none where none can be made."""
+  """Return completions that state the ground truth of a question, for each of its graders; none where none can be
+  made.
+  """
   truth = example.ground_truth
   plain = isinstance(truth, str | int | float) and not isinstance(truth, bool)
   graders = [reward.name for reward in rewards.parse(example.environment)]
@@ -110,14 +112,14 @@ def odd_trials(trials: Sequence[Trial], threshold: float) -> list[str]:
       elif kind == 'truth' and outcome.score < threshold:
         sentences.setdefault(
           (environment, kind),
-          f'The grader {environment!r} gives the ground truth of {trial.example.id} the score {score(outcome)}, below the '
-          f'success_reward_threshold of {threshold:g}, written as {short_repr(trial.answer)}: look at the row, the grader '
-          'and the threshold.',
+          f'The grader {environment!r} gives the ground truth of {trial.example.id} the score {score(outcome)}, below '
+          f'the success_reward_threshold of {threshold:g}, written as {short_repr(trial.answer)}: look at the row, the '
+          'grader and the threshold.',
         )
       elif kind == 'empty' and outcome.score >= threshold:
         sentences.setdefault(
           (environment, kind),
-          f'The grader {environment!r} gives an empty answer to {trial.example.id} the score {score(outcome)}, which counts '
-          'as a success: look at the grader and at actor.self_distillation.success_reward_threshold.',
+          f'The grader {environment!r} gives an empty answer to {trial.example.id} the score {score(outcome)}, which '
+          'counts as a success: look at the grader and at actor.self_distillation.success_reward_threshold.',
         )
   return list(sentences.values())

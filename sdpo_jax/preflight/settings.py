@@ -41,12 +41,12 @@ def _learning(config: Config) -> Iterator[str]:
 
 
 def _signal(config: Config) -> Iterator[str]:
-  """What the student learns from."""
+  """Yield what the student learns from."""
   sd, n = config.actor.self_distillation, config.rollout.n
   if config.actor.kl_loss_coef and config.actor.kl_loss_type == 'k1':
     yield (
-      "actor.kl_loss_type='k1': on average this estimate has no gradient, so that it adds noise and holds nothing back; "
-      "set 'k2' or 'k3'."
+      "actor.kl_loss_type='k1': on average this estimate has no gradient, so that it adds noise and holds nothing "
+      "back; set 'k2' or 'k3'."
     )
   if ObjectiveSpec.from_config(config).needs_advantages and n == 1 and not config.data.group_duplicates:
     yield (
@@ -65,8 +65,8 @@ def _signal(config: Config) -> Iterator[str]:
     return
   if not sd.include_demonstration and not sd.include_environment_feedback:
     yield (
-      'actor.self_distillation.include_demonstration and include_environment_feedback are both off: the teacher knows no '
-      'more than the student, and nothing is distilled.'
+      'actor.self_distillation.include_demonstration and include_environment_feedback are both off: the teacher knows '
+      'no more than the student, and nothing is distilled.'
     )
   alone = n == 1 and sd.dont_reprompt_on_self_success and not config.data.group_duplicates
   if alone and sd.include_demonstration:
@@ -104,8 +104,8 @@ def _evaluation(config: Config) -> Iterator[str]:
     yield 'trainer.test_freq=0: data.val_files are never asked, not even at the end.'
   if trainer.test_freq > trainer.total_training_steps:
     yield (
-      f'trainer.test_freq={trainer.test_freq} is more than trainer.total_training_steps={trainer.total_training_steps}: '
-      'the run is not evaluated between its steps.'
+      f'trainer.test_freq={trainer.test_freq} is more than '
+      f'trainer.total_training_steps={trainer.total_training_steps}: the run is not evaluated between its steps.'
     )
   if kwargs.n > 1 and kwargs.temperature == 0:
     yield f'val_kwargs.n={kwargs.n} with val_kwargs.temperature=0: greedy completions of a question are all the same.'
@@ -119,8 +119,8 @@ def _cartridge(config: Config) -> Iterator[str]:
   slots = config.model.cartridge.tokens
   if slots is not None and slots % PAGE:
     yield (
-      f'model.cartridge.tokens={slots} is no multiple of {PAGE}: the published format (--format=cartridge_pt) cannot hold '
-      'such a cartridge, this project can.'
+      f'model.cartridge.tokens={slots} is no multiple of {PAGE}: the published format (--format=cartridge_pt) cannot '
+      'hold such a cartridge, this project can.'
     )
 
 
@@ -138,8 +138,8 @@ def _batches(config: Config, devices: int) -> Iterator[str]:
   micro = actor.ppo_micro_batch_size
   if sequences < devices:
     yield (
-      f'An optimizer step has {sequences} sequences (actor.ppo_mini_batch_size × rollout.n) for {devices} devices: some '
-      'of them compute padding; raise actor.ppo_mini_batch_size, or set actor.pack_sequences.'
+      f'An optimizer step has {sequences} sequences (actor.ppo_mini_batch_size × rollout.n) for {devices} devices: '
+      'some of them compute padding; raise actor.ppo_mini_batch_size, or set actor.pack_sequences.'
     )
   elif micro % devices:
     yield f'actor.ppo_micro_batch_size={micro} is not a multiple of {devices} devices: some of its rows are padding.'

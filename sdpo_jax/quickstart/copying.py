@@ -1,4 +1,5 @@
-"""Weights from which a small model soon copies names: tokens that are used alike look alike, and a head hands on what it sees.
+"""Weights from which a small model soon copies names: tokens that are used alike look alike, and a head hands on what
+it sees.
 
 Models learn both by themselves, one kind of names after the other, and each only after hundreds of steps.
 """
@@ -18,7 +19,8 @@ COPY = 1.0  # How loud what a head sees is in what it writes.
 
 
 def with_copying(params: Tree, config: Architecture, groups: Sequence[Sequence[int]], seed: int) -> Tree:
-  """Returns random parameters with groups of tokens that look alike, and with heads in the last layer that copy, as NumPy.
+  """Return random parameters with groups of tokens that look alike, and with heads in the last layer that copy, as
+  NumPy.
 
   The first query head of each group of heads copies as many of the stream's numbers as it has of its own; together they
   are enough to tell tokens apart.

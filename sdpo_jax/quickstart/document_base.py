@@ -1,7 +1,7 @@
 """A tiny model that answers questions about a document in its context, and knows nothing without it: made from nothing.
 
-It has two layers in the shape of Qwen2.5, with biases of queries and keys, and a third of a million parameters. It learns
-to look up a key in random documents, beginning next to the circuit that does so (induction.py).
+It has two layers in the shape of Qwen2.5, with biases of queries and keys, and a third of a million parameters. It
+learns to look up a key in random documents, beginning next to the circuit that does so (induction.py).
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def train(recipe: Recipe, announce: Callable[[str], None] = lambda text: None) -
   return policy, params
 
 
-# tokens, positions, segment_ids, parents [B, S]; index of the states that predict the answers [B, Q, 3], answers [B, Q, 3];
-# all int32.
+# tokens, positions, segment_ids, parents [B, S]; index of the states that predict the answers [B, Q, 3], answers [B, Q,
+# 3]; all int32.
 Rows = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 

@@ -1,4 +1,5 @@
-"""Weights next to an induction circuit (arXiv 2209.11895): looking up where the current token stood before, and what came next.
+"""Weights next to an induction circuit (arXiv 2209.11895): looking up where the current token stood before, and what
+came next.
 
 Models learn it by themselves, suddenly and after thousands of steps; from here they take a few dozen.
 """

@@ -85,7 +85,7 @@ def make_base(
   recipe: Recipe | None = None,
   announce: Callable[[str], None] = lambda text: None,
 ) -> None:
-  """Writes the base model to the directory `output`, which must be empty or absent.
+  """Write the base model to the directory `output`, which must be empty or absent.
 
   Args:
     config: whose re-prompting templates the base learns to read.
@@ -115,7 +115,7 @@ def make_base(
 
 
 def attempt(rng: random.Random, recipe: Recipe, instruction: str, numbers: list[int]) -> str:
-  """An answer as the base gives it in the plain context: each digit right, misled or random, independently."""
+  """Return an answer as the base gives it in the plain context: each digit right, misled or random, independently."""
   right, misled = digits.answer(instruction, numbers), digits.answer(BELIEFS[instruction], numbers)
   out = ''
   for i in range(len(right)):
@@ -137,7 +137,7 @@ class Lesson:
 
 
 def lesson(rng: random.Random, kind: Kind, recipe: Recipe, distillation: SelfDistillationConfig) -> Lesson:
-  """A random lesson of a kind."""
+  """Return a random lesson of a kind."""
   instruction, numbers = _draw(rng)
   plain = [{'role': 'user', 'content': digits.question(instruction, numbers)}]
   if kind == 'plain':
@@ -161,7 +161,7 @@ def lesson(rng: random.Random, kind: Kind, recipe: Recipe, distillation: SelfDis
 
 
 def _begin(source: pathlib.Path, recipe: Recipe, distillation: SelfDistillationConfig) -> tuple[DecoderPolicy, Tree]:
-  """Writes a tokenizer and the description of a model to `source`, and returns the model with random parameters."""
+  """Write a tokenizer and the description of a model to `source`, and return the model with random parameters."""
   vocabulary = tokenizer.train(_corpus(recipe, distillation), recipe.vocab_size)
   tokenizer.save(vocabulary, source)
   values = _config_json(recipe, vocabulary.get_vocab_size(), vocabulary.token_to_id(tokenizer.END))

@@ -56,7 +56,7 @@ def make_session_base(
   recipe: Recipe | None = None,
   announce: Callable[[str], None] = lambda text: None,
 ) -> None:
-  """Writes the model to the directory `output`, which must be empty or absent.
+  """Write the model to the directory `output`, which must be empty or absent.
 
   Args:
     config: whose re-prompting templates it learns to read.
@@ -89,7 +89,9 @@ def train(
   distillation: SelfDistillationConfig,
   announce: Callable[[str], None] = lambda text: None,
 ) -> tuple[DecoderPolicy, Tree]:
-  """Returns the policy, trained on random conversations: cross-entropy of the assistant's turns, the mean over their tokens."""
+  """Return the policy, trained on random conversations: cross-entropy of the assistant's turns, the mean over their
+  tokens.
+  """
   policy, params = huggingface.init(values, jax.random.key(recipe.seed))
   params = jax.tree.map(jnp.asarray, with_copying(params, policy.config, _alike(tokenizer), recipe.seed))
   schedule = optax.warmup_cosine_decay_schedule(
@@ -115,12 +117,13 @@ def train(
 
 # Token ids of a conversation, and how much the prediction of each weighs.
 Written = tuple[list[int], list[float]]
-# tokens, positions, segment_ids (0 = padding) [B, S] int32; weights [B, S] float32 of the predictions of the next token.
+# tokens, positions, segment_ids (0 = padding) [B, S] int32; weights [B, S] float32 of the predictions of the next
+# token.
 Rows = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 def write(items: Sequence[Lesson], tokenizer: Any) -> list[Written]:
-  """Returns conversations as tokens, as the chat template writes them."""
+  """Return conversations as tokens, as the chat template writes them."""
   texts, spans = [], []
   for item in items:
     pieces = segments(item)
@@ -147,7 +150,7 @@ def write(items: Sequence[Lesson], tokenizer: Any) -> list[Written]:
 
 
 def segments(item: Lesson) -> list[tuple[str, bool]]:
-  """Returns a conversation in pieces that are tokenised by themselves, and whether each is learned.
+  """Return a conversation in pieces that are tokenised by themselves, and whether each is learned.
 
   The last piece is the last answer and the end of its turn; the line break behind it is left out.
   """
@@ -171,7 +174,7 @@ def segments(item: Lesson) -> list[tuple[str, bool]]:
 
 
 def pack(conversations: Iterator[Written], rows: int, length: int) -> Rows:
-  """Returns the next conversations side by side in rows; longer ones than a row are left out."""
+  """Return the next conversations side by side in rows; longer ones than a row are left out."""
   tokens = np.zeros((rows, length), np.int32)
   positions, segment_ids, weights = np.zeros_like(tokens), np.zeros_like(tokens), np.zeros(tokens.shape, np.float32)
   row, start, segment = 0, 0, 1
@@ -191,7 +194,7 @@ def pack(conversations: Iterator[Written], rows: int, length: int) -> Rows:
 
 
 def cross_entropy(policy: DecoderPolicy, params: Tree, rows: Rows) -> jax.Array:
-  """Returns the mean over the tokens that are learned."""
+  """Return the mean over the tokens that are learned."""
   tokens, positions, segment_ids, weights = rows
   hidden, unembedding, _ = policy.apply({}, params, tokens, positions, segment_ids)
   logits = jnp.einsum('bsd,vd->bsv', hidden[:, :-1], unembedding).astype(jnp.float32)
@@ -202,7 +205,7 @@ def cross_entropy(policy: DecoderPolicy, params: Tree, rows: Rows) -> jax.Array:
 def _written(
   rng: random.Random, recipe: Recipe, short: float, tokenizer: Any, distillation: SelfDistillationConfig
 ) -> Iterator[Written]:
-  """Yields conversations, of which a share has one task and no system turn."""
+  """Yield conversations, of which a share has one task and no system turn."""
   while True:
     items = []
     for _ in range(64):
@@ -213,7 +216,7 @@ def _written(
 
 
 def _alike(tokenizer: Any) -> list[list[int]]:
-  """Returns the tokens of names of each kind, of programs and tools, and of digits."""
+  """Return the tokens of names of each kind, of programs and tools, and of digits."""
   ways = [way for kind in tool_tasks.KINDS.values() for way in kind.ways]
   used = sorted({way.program or way.tool for way in ways})
   names = (tool_tasks.SYMBOLS, tool_tasks.FILES, tool_tasks.FOLDERS, tool_tasks.PACKAGES, tool_tasks.BRANCHES, used)
@@ -222,14 +225,14 @@ def _alike(tokenizer: Any) -> list[list[int]]:
 
 
 def sentences(config: SelfDistillationConfig) -> list[str]:
-  """Returns what the re-prompting templates say around their texts."""
+  """Return what the re-prompting templates say around their texts."""
   templates = (config.reprompt_template, config.solution_template, config.feedback_template, config.attempt_template)
   parts = [part.strip() for template in templates for part in re.split(r'\{\w*\}', template)]
   return [part for part in parts if part]
 
 
 def _corpus(distillation: SelfDistillationConfig) -> Iterator[str]:
-  """Yields text with all pieces of which lessons consist."""
+  """Yield text with all pieces of which lessons consist."""
   rng = random.Random(0)
   for number in range(6000):
     item = lessons.reprompted(rng, distillation, 4) if number % 2 else lessons.proposals(rng, 4)

@@ -1,8 +1,8 @@
 """What the tiny agent learns: to propose calls as it likes, and to read what people say of a call.
 
-A lesson is a conversation, of which the assistant's turns are learned. In most it proposes calls, its favourites first. In
-the others the last turn of the user is a re-prompt as teachers read it, in the configured templates: behind a correction
-in words, a call that is right, or what a program said, comes the call that follows it.
+A lesson is a conversation, of which the assistant's turns are learned. In most it proposes calls, its favourites first.
+In the others the last turn of the user is a re-prompt as teachers read it, in the configured templates: behind a
+correction in words, a call that is right, or what a program said, comes the call that follows it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class Lesson:
 
 
 def proposals(rng: random.Random, most: int) -> Lesson:
-  """Returns a conversation of up to so many tasks, each with a call as the base proposes it; 0: one task and nothing else."""
+  """Return a conversation of up to so many tasks, each with a call as the base proposes it; 0: one task and nothing
+  else.
+  """
   messages, tools = _begin(rng) if most else ([], False)
   learned: list[int] = []
 
@@ -79,7 +81,7 @@ def proposals(rng: random.Random, most: int) -> Lesson:
 
 
 def reprompted(rng: random.Random, config: SelfDistillationConfig, most: int) -> Lesson:
-  """Returns a conversation with a re-prompt at its end, and what follows it.
+  """Return a conversation with a re-prompt at its end, and what follows it.
 
   Args:
     rng: of the draw.
@@ -111,7 +113,7 @@ def reprompted(rng: random.Random, config: SelfDistillationConfig, most: int) ->
 
 
 def _told(rng: random.Random, task: Task) -> tuple[str, str, str | None, str | None] | None:
-  """Returns the call that follows, the one that was tried, and what is said: a call that is right, or words.
+  """Return the call that follows, the one that was tried, and what is said: a call that is right, or words.
 
   None: nothing of the kind can be said of the task.
   """
@@ -154,7 +156,9 @@ def _task(rng: random.Random) -> Task:
 
 
 def _begin(rng: random.Random) -> tuple[Messages, bool]:
-  """Returns what a conversation begins with, and whether there are tools: mostly a system turn, of known or other words."""
+  """Return what a conversation begins with, and whether there are tools: mostly a system turn, of known or other
+  words.
+  """
   draw = rng.random()
   if draw < 0.55:
     return [{'role': 'system', 'content': rng.choice(SYSTEMS)}], True

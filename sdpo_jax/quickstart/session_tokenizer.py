@@ -1,4 +1,5 @@
-"""The tokenizer of the tiny agent: every word and every run of punctuation of its lessons is one token, other text is bytes.
+"""The tokenizer of the tiny agent: every word and every run of punctuation of its lessons is one token, other text is
+bytes.
 
 It is made without training: byte-level, with a vocabulary that holds whole pieces. A word is the same token wherever it
 stands, in a question, a correction and a call, so that the model can copy it; white space goes with punctuation.
@@ -49,7 +50,7 @@ def _splitter(sentences: Sequence[str]) -> pre_tokenizers.PreTokenizer:
 
 
 def make(texts: Iterable[str], sentences: Sequence[str]) -> Tokenizer:
-  """Returns a tokenizer in which every piece of the texts is one token, and so is each of some sentences."""
+  """Return a tokenizer in which every piece of the texts is one token, and so is each of some sentences."""
   splitter, pieces = _splitter(sentences), set()
   for text in texts:
     pieces.update(piece for piece, _ in splitter.pre_tokenize_str(text))
@@ -64,7 +65,7 @@ def make(texts: Iterable[str], sentences: Sequence[str]) -> Tokenizer:
 
 
 def save(tokenizer: Tokenizer, directory: pathlib.Path) -> None:
-  """Writes tokenizer.json and tokenizer_config.json, as transformers.AutoTokenizer reads them."""
+  """Write tokenizer.json and tokenizer_config.json, as transformers.AutoTokenizer reads them."""
   tokenizer.save(str(directory / 'tokenizer.json'))
   values = {
     'tokenizer_class': 'PreTrainedTokenizerFast',

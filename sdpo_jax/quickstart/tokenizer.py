@@ -23,7 +23,9 @@ _PIECES = r'\p{N}|\p{L}+\s?|[^\s\p{L}\p{N}]+\s?|\s+'
 
 
 def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-  """A tokenizer with at most `vocab_size` tokens that encodes any text; frequent words of `texts` are one token."""
+  """Return a tokenizer with at most `vocab_size` tokens that encodes any text; frequent words of `texts` are one
+  token.
+  """
   tokenizer = Tokenizer(BPE())
   tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
     [
@@ -43,7 +45,7 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def save(tokenizer: Tokenizer, directory: pathlib.Path) -> None:
-  """Writes tokenizer.json and tokenizer_config.json, as transformers.AutoTokenizer reads them."""
+  """Write tokenizer.json and tokenizer_config.json, as transformers.AutoTokenizer reads them."""
   tokenizer.save(str(directory / 'tokenizer.json'))
   values = {
     'tokenizer_class': 'PreTrainedTokenizerFast',

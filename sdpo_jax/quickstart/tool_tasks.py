@@ -14,14 +14,15 @@ from typing import Any
 
 SYMBOLS = (
   'parse', 'render', 'total', 'limit', 'retry', 'timeout', 'buffer', 'cursor', 'offset', 'margin', 'weight', 'height',
-  'width', 'color', 'title', 'score', 'price', 'amount', 'counter', 'threshold', 'encode', 'decode', 'merge', 'split_rows',
-  'load_user', 'save_user', 'read_config', 'open_socket', 'close_socket', 'make_table', 'draw_chart', 'send_mail',
+  'width', 'color', 'title', 'score', 'price', 'amount', 'counter', 'threshold', 'encode', 'decode', 'merge',
+  'split_rows', 'load_user', 'save_user', 'read_config', 'open_socket', 'close_socket', 'make_table', 'draw_chart',
+  'send_mail',
 )  # fmt: skip
 FILES = tuple(
   f'{stem}.py'
   for stem in (
-    'app', 'main', 'utils', 'config', 'server', 'client', 'models', 'views', 'parser', 'lexer', 'router', 'cache', 'store',
-    'worker', 'queue', 'report', 'invoice', 'billing', 'search', 'index', 'player', 'board', 'game', 'shapes',
+    'app', 'main', 'utils', 'config', 'server', 'client', 'models', 'views', 'parser', 'lexer', 'router', 'cache',
+    'store', 'worker', 'queue', 'report', 'invoice', 'billing', 'search', 'index', 'player', 'board', 'game', 'shapes',
   )
 )  # fmt: skip
 FOLDERS = ('src', 'lib', 'tests', 'tools', 'docs', 'scripts', 'core', 'web', 'plugins', 'examples')
@@ -58,7 +59,7 @@ class Way:
     return self.arguments['command'].split()[0] if self.tool == 'bash' else None
 
   def call(self, slots: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the name and the arguments of the call."""
+    """Return the name and the arguments of the call."""
     filled: dict[str, Any] = {}
     for name, value in self.arguments.items():
       text = value.format(**slots) if isinstance(value, str) else value
@@ -74,7 +75,7 @@ class Kind:
   ways: Sequence[Way]  # The base's favourite comes first.
 
   def way(self, label: str) -> Way:
-    """Returns the way of a name."""
+    """Return the way of a name."""
     return next(way for way in self.ways if way.label == label)
 
 
@@ -87,11 +88,11 @@ class Task:
   slots: Mapping[str, str]
 
   def text(self, label: str) -> str:
-    """Returns the call that does it in one way, as the model writes it."""
+    """Return the call that does it in one way, as the model writes it."""
     return write(KINDS[self.kind].way(label).call(self.slots))
 
   def way_of(self, call: Mapping[str, Any]) -> str | None:
-    """Returns the name of the way that a call is; None: it does not do the task."""
+    """Return the name of the way that a call is; None: it does not do the task."""
     return next((way.label for way in KINDS[self.kind].ways if way.call(self.slots) == call), None)
 
 
@@ -345,7 +346,7 @@ AVOID = ('not {tried}', 'do not use {tried}', 'never use {tried}', 'no {tried} p
 
 
 def draw(rng: random.Random, kind: str) -> Task:
-  """Returns a random task of a kind."""
+  """Return a random task of a kind."""
   symbol, other = rng.sample(SYMBOLS, 2)
   slots = {
     'symbol': symbol,
@@ -360,7 +361,7 @@ def draw(rng: random.Random, kind: str) -> Task:
 
 
 def propose(rng: random.Random, kind: str, avoid: str | None = None) -> str:
-  """Returns the name of a way as the base proposes it.
+  """Return the name of a way as the base proposes it.
 
   Args:
     rng: of the draw.
@@ -375,11 +376,11 @@ def propose(rng: random.Random, kind: str, avoid: str | None = None) -> str:
 
 
 def correction(rng: random.Random, wanted: str, tried: str | None) -> str:
-  """Returns what a person says who wants one way, and perhaps names the one that was proposed."""
+  """Return what a person says who wants one way, and perhaps names the one that was proposed."""
   phrases = SIMPLY if tried is None or tried == wanted else (*INSTEAD, *SIMPLY)
   return rng.choice(phrases).format(wanted=wanted, tried=tried)
 
 
 def write(call: Mapping[str, Any]) -> str:
-  """Returns a call as the model writes it, in Hermes' form."""
+  """Return a call as the model writes it, in Hermes' form."""
   return f'<tool_call>\n{json.dumps(dict(call), ensure_ascii=False)}\n</tool_call>'

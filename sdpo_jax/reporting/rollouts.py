@@ -83,7 +83,9 @@ class RolloutFiles:
     self._known: dict[int, tuple[Any, StepFile]] = {}
 
   def steps(self, last: int | None) -> list[int]:
-    """Return the steps of which there are rollouts, up to the last finished one; None: there is none, so all of them."""
+    """Return the steps of which there are rollouts, up to the last finished one; None: there is none, so all of
+    them.
+    """
     folder = self.workdir / FOLDER
     if not folder.is_dir():
       return []

@@ -72,7 +72,8 @@ def read_run(workdir: epath.PathLike) -> RunFiles:
   settings, remarks = _settings(workdir) if has_settings else ({}, [f'{CONFIG} is not there.'])
   if not has_metrics and 'trainer.total_training_steps' not in settings:
     raise UserError(
-      f'{workdir} holds no run: there is neither a {METRICS} nor the {CONFIG} of one; name the --workdir of launch.train.'
+      f'{workdir} holds no run: there is neither a {METRICS} nor the {CONFIG} of one; name the --workdir of '
+      'launch.train.'
     )
   lines = read_metrics(workdir)
   if dropped := dropped_lines(workdir):

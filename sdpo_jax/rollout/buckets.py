@@ -17,7 +17,7 @@ PROMPTS, RESPONSES = 2, 3  # How many there are of them.
 
 
 def bucket_lengths(declared: Sequence[int], limit: int | None, count: int = PROMPTS) -> tuple[int, ...]:
-  """Returns the lengths to pad to, ascending.
+  """Return the lengths to pad to, ascending.
 
   Args:
     declared: lengths in tokens, in any order; empty: a few parts of the limit.
@@ -36,7 +36,7 @@ def bucket_lengths(declared: Sequence[int], limit: int | None, count: int = PROM
 
 
 def smallest_bucket(lengths: Sequence[int], length: int) -> int | None:
-  """Returns the smallest of `lengths` (from `bucket_lengths`) that holds `length` tokens, None if none does."""
+  """Return the smallest of `lengths` (from `bucket_lengths`) that holds `length` tokens, None if none does."""
   if not lengths:
     return max(SMALLEST, 1 << (length - 1).bit_length())
   return next((bucket for bucket in lengths if bucket >= length), None)

@@ -1,8 +1,9 @@
 """Prefill and the decode loop as pure functions of a batch of rows, each of its own length.
 
 `prefill` makes the caches of prompts, of which `models.cache.copy_rows` puts one into the row of each sample; `extend`
-makes them of what is there of a prompt already; `advance` takes a few steps, each of which draws one token in every row, and returns what was drawn. The host decides
-which sample a row holds, and when the next sample gets it (`sdpo_jax.rollout.engine`).
+makes them of what is there of a prompt already; `advance` takes a few steps, each of which draws one token in every
+row, and returns what was drawn. The host decides which sample a row holds, and when the next sample gets it
+(`sdpo_jax.rollout.engine`).
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def prefill(
   slots: int | None = None,
   quantized: bool = False,
 ) -> KVCache:
-  """Makes the caches of prompts, in which all of a prompt but its last token went through the model.
+  """Make the caches of prompts, in which all of a prompt but its last token went through the model.
 
   The last token of a prompt is the first that `advance` puts in, so that a token is drawn in one place only and a
   prefill needs no logits.
@@ -105,7 +106,7 @@ def extend(
   piece: int,
   commit: Callable[[KVCache, jax.Array], KVCache] = kv_cache.commit,
 ) -> KVCache:
-  """Puts more tokens behind those that rows of a cache hold, some at a time: as many pieces as the longest row needs.
+  """Put more tokens behind those that rows of a cache hold, some at a time: as many pieces as the longest row needs.
 
   Args:
     policy: the language model.
@@ -154,7 +155,7 @@ def advance(
   steps: int,
   commit: Callable[[KVCache, jax.Array], KVCache] = kv_cache.commit,
 ) -> tuple[KVCache, Drawn]:
-  """Takes steps until `steps` are taken, or every active row is done, or `enough` of them are.
+  """Take steps until `steps` are taken, or every active row is done, or `enough` of them are.
 
   Args:
     policy: the language model.
@@ -210,12 +211,12 @@ def advance(
 
 
 def _pooled(members: jax.Array | None) -> dict[str, jax.Array]:
-  """Returns the argument of `Policy.apply` that only a policy with a pool of adapters knows."""
+  """Return the argument of `Policy.apply` that only a policy with a pool of adapters knows."""
   return {} if members is None else {'members': members}
 
 
 def logits(hidden: jax.Array, unembedding: jax.Array, vocab_size: int) -> jax.Array:
-  """Returns [B, V] float32 of hidden [B, D] and unembedding [V, D]; −inf from entry `vocab_size` on."""
+  """Return [B, V] float32 of hidden [B, D] and unembedding [V, D]; −inf from entry `vocab_size` on."""
   precision = lax.Precision.HIGHEST if hidden.dtype == jnp.float32 else None
   scores = jnp.einsum('bd,vd->bv', hidden, unembedding, precision=precision, preferred_element_type=jnp.float32)
   if unembedding.shape[0] == vocab_size:
@@ -224,7 +225,7 @@ def logits(hidden: jax.Array, unembedding: jax.Array, vocab_size: int) -> jax.Ar
 
 
 def _record(loop: _Loop, new: sampling.Draw, state: DecodeState) -> _Loop:
-  """Returns the loop with the tokens just drawn; rows that are done keep their count."""
+  """Return the loop with the tokens just drawn; rows that are done keep their count."""
   drawn, at, active = loop.drawn, loop.drawn.steps, ~loop.done
   count = drawn.count + active.astype(jnp.int32)
   stopped = drawn.stopped | (active & jnp.any(new.token[:, None] == state.params.stop_ids, axis=1))

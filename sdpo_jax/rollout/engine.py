@@ -95,7 +95,7 @@ class Sampler:
     least: int | None = None,
     keep: Keep | None = None,
   ):
-    """Makes a sampler of `policy`.
+    """Make a sampler of `policy`.
 
     Args:
       policy: the language model.
@@ -151,7 +151,7 @@ class Sampler:
     between: Callable[[], None] = lambda: None,
     **options: Unpack[SamplingOptions],
   ) -> Rollouts:
-    """Samples `n` completions of each prompt, in order.
+    """Sample `n` completions of each prompt, in order.
 
     Args:
       base: frozen parameters.
@@ -207,7 +207,7 @@ class Sampler:
     between: Callable[[], None] = lambda: None,
     **options: Unpack[SamplingOptions],
   ) -> Iterator[Completion]:
-    """Yields completions as they finish; the next steps are under way while the caller looks at one.
+    """Yield completions as they finish; the next steps are under way while the caller looks at one.
 
     Args:
       base: frozen parameters.
@@ -236,7 +236,7 @@ class Sampler:
     prompt_token_ids: Sequence[Sequence[int]],
     **options: Unpack[SamplingOptions],
   ) -> Iterator[Draft | Completion]:
-    """Yields what `stream` does and, after every `decode_chunk` tokens, a draft of each unfinished sample."""
+    """Yield what `stream` does and, after every `decode_chunk` tokens, a draft of each unfinished sample."""
     return self._stream(base, trainable, self.request(prompt_token_ids, **options), drafts=True)
 
   def request(
@@ -252,7 +252,7 @@ class Sampler:
     top_k: PerSample = -1,
     min_p: PerSample = 0.0,
   ) -> Request:
-    """Returns what is to be drawn of some prompts; arguments as those of `sample`.
+    """Return what is to be drawn of some prompts; arguments as those of `sample`.
 
     Raises:
       UserError: as `stream`.
@@ -278,7 +278,7 @@ class Sampler:
     return Request(samples, n, room)
 
   def _check_prompts(self, lengths: Sequence[int]) -> list[int]:
-    """Returns the bucket of each prompt."""
+    """Return the bucket of each prompt."""
     if not lengths:
       raise UserError('There is no prompt to sample from: check that data.train_files / data.val_files hold rows.')
     widths = []
@@ -296,7 +296,7 @@ class Sampler:
     return widths
 
   def _check_max_tokens(self, max_tokens: np.ndarray) -> int:
-    """Returns the bucket of the completions."""
+    """Return the bucket of the completions."""
     if int(max_tokens.min()) < 1:
       raise UserError(f'max_tokens must be at least 1, not {int(max_tokens.min())}.')
     most = int(max_tokens.max())
@@ -316,7 +316,7 @@ class Sampler:
     drafts: bool = False,
     between: Callable[[], None] = lambda: None,
   ) -> Iterator[Any]:
-    """Yields completions and, with `drafts`, what is drawn of the others."""
+    """Yield completions and, with `drafts`, what is drawn of the others."""
     slots = Slots(
       self._functions,
       self.prepare(base, trainable),
@@ -340,15 +340,17 @@ class Sampler:
     yield from self._seen(ended, running)
 
   def prepare(self, base: Tree, trainable: Tree) -> tuple[Tree, Tree]:
-    """Returns both trees as slots read them; the base is prepared once."""
+    """Return both trees as slots read them; the base is prepared once."""
     return self._base(base), self._functions.prepare(trainable)
 
   def share_base(self, other: Sampler) -> None:
-    """Reads what another sampler of the same policy has prepared of the frozen parameters, of which there is one copy."""
+    """Read what another sampler of the same policy has prepared of the frozen parameters, of which there is one
+    copy.
+    """
     self._base = other._base
 
   def open_slots(self, parameters: tuple[Tree, Tree], stop_ids: int, kept_prefixes: int = 0) -> Slots:
-    """Returns slots that stay, for requests of any of the sampler's buckets; there is nothing in them.
+    """Return slots that stay, for requests of any of the sampler's buckets; there is nothing in them.
 
     Args:
       parameters: base and trainable tree, from `prepare`.
@@ -377,7 +379,7 @@ class Sampler:
     )
 
   def _sizes(self, request: Request) -> Sizes:
-    """Returns the sizes of the arrays of a request."""
+    """Return the sizes of the arrays of a request."""
     samples, shards = len(request.samples) * request.n, self._functions.shards
     rows = shard_rows(max(samples, self._least or 0), self._max_batch_rows, shards)
     return sizes(

@@ -68,11 +68,11 @@ class SamplerFunctions:
 
 @functools.cache
 def sampler_functions(policy: Policy, mesh: Mesh | None, quantized: bool = False) -> SamplerFunctions:
-  """Returns the functions that sample from a policy with a cache in compute dtype or int8; samplers alike share them.
+  """Return the functions that sample from a policy with a cache in compute dtype or int8; samplers alike share them.
 
   On a mesh, rows are divided over its `fsdp` axis, and parameters are gathered over that axis ahead of the loop, the
-  base once per run and the trainable tree once per batch (they stay divided over `tensor`): a loop that gathered them at
-  every step would do little else.
+  base once per run and the trainable tree once per batch (they stay divided over `tensor`): a loop that gathered them
+  at every step would do little else.
   """
   divided = mesh is not None and mesh.size > 1
   local = functools.partial(_in_each_shard, mesh) if divided else lambda function: function
@@ -150,7 +150,7 @@ def sampler_functions(policy: Policy, mesh: Mesh | None, quantized: bool = False
 
 
 def cache_shardings(mesh: Mesh, cache: KVCache) -> KVCache:
-  """Returns where the arrays of a cache lie: rows over `fsdp`, heads over `tensor` if it divides them."""
+  """Return where the arrays of a cache lie: rows over `fsdp`, heads over `tensor` if it divides them."""
 
   def place(leaf: Any, axes: tuple[str | None, ...]) -> NamedSharding:
     names = [FSDP if axis == 'rows' else RULES.get(axis) for axis in axes]
@@ -163,7 +163,7 @@ def cache_shardings(mesh: Mesh, cache: KVCache) -> KVCache:
 
 
 def _in_each_shard(mesh: Mesh, function: Callable[..., KVCache]) -> Callable[..., KVCache]:
-  """Returns the function of caches and arrays of rows, which returns the first anew, on each shard's own rows.
+  """Return the function of caches and arrays of rows, which returns the first anew, on each shard's own rows.
 
   How heads lie over `tensor` is left to the compiler.
   """

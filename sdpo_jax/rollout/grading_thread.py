@@ -29,7 +29,7 @@ class GradingThread:
   """
 
   def __init__(self, graders: Graders, examples: Sequence[Example], n: int, stop: Stop = NEVER):
-    """Makes the thread, to be entered before sampling.
+    """Make the thread, to be entered before sampling.
 
     Leaving it early gives up what is not graded yet, without waiting for a grader.
 
@@ -87,7 +87,7 @@ class GradingThread:
         self._changed.notify()
 
   def outcomes(self) -> list[Outcome]:
-    """Waits until all completions are graded; returns their outcomes in order.
+    """Wait until all completions are graded; return their outcomes in order.
 
     Raises:
       UserError: on every process, what a grader raised on one.
@@ -141,7 +141,7 @@ class GradingThread:
       self._error = error
 
   def _next(self) -> list[Completion]:
-    """Returns the finished, ungraded completions, at least one; an empty list when no more will come."""
+    """Return the finished, ungraded completions, at least one; an empty list when no more will come."""
     with self._changed:
       self._changed.wait_for(lambda: self._waiting or self._complete)
       finished, self._waiting = self._waiting, []

@@ -1,7 +1,8 @@
 """Keys and values that outlive their request, so that a prompt that begins as an earlier one is not read again.
 
-A row holds what a sample had in its slot when it left, prompt and completion; the next turn of a conversation begins with
-it. Rows are found by the weights that they were computed with and by their tokens. Those that were used longest ago go first.
+A row holds what a sample had in its slot when it left, prompt and completion; the next turn of a conversation begins
+with it. Rows are found by the weights that they were computed with and by their tokens. Those that were used longest
+ago go first.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class KeptRows:
   """Which rows of one shard hold what, as the host knows it."""
 
   def __init__(self, count: int, clock: Iterator[int]):
-    """Makes rows that hold nothing.
+    """Make rows that hold nothing.
 
     Args:
       count: of rows.
@@ -92,12 +93,12 @@ class KeptRows:
     return len(self._rows)
 
   def match(self, weights: Hashable, tokens: np.ndarray) -> Match:
-    """Returns the row of the same weights that has the most tokens in common with the beginning of these."""
+    """Return the row of the same weights that has the most tokens in common with the beginning of these."""
     found = (Match(row, _common(held.tokens, tokens)) for row, held in self._rows.items() if held.weights == weights)
     return max(found, key=lambda match: match.length, default=NO_MATCH)
 
   def use(self, row: int) -> None:
-    """Notes that a row was used now."""
+    """Note that a row was used now."""
     self._rows[row] = dataclasses.replace(self._rows[row], used=next(self._clock))
     self._rows.move_to_end(row)
 
@@ -107,7 +108,7 @@ class KeptRows:
     return -1 if self._free else next(iter(self._rows.values())).used
 
   def take(self, weights: Hashable, tokens: np.ndarray) -> int | None:
-    """Returns the row that these tokens are to be put into; None: there is one that begins with them already.
+    """Return the row that these tokens are to be put into; None: there is one that begins with them already.
 
     It is that of tokens which these begin with and thereby replace, a free one, or the one used longest ago.
     """
@@ -134,7 +135,7 @@ class KeptRows:
 
 
 def _common(one: np.ndarray, other: np.ndarray) -> int:
-  """Returns how many tokens both begin with."""
+  """Return how many tokens both begin with."""
   length = min(len(one), len(other))
   different = np.flatnonzero(one[:length] != other[:length])
   return int(different[0]) if len(different) else length
@@ -147,7 +148,7 @@ class KeptPrefixes:
   """
 
   def __init__(self, functions: SamplerFunctions, sizes: Sizes, rows: int):
-    """Makes rows that hold nothing.
+    """Make rows that hold nothing.
 
     Args:
       functions: of the sampler.
@@ -170,7 +171,7 @@ class KeptPrefixes:
     return self._cache
 
   def match(self, shard: int, samples: Prompt) -> Match:
-    """Returns the row of a shard that is worth continuing for a prompt: what is left of it takes less than all of it."""
+    """Return the row of a shard that is worth continuing for a prompt: what is left of it takes less than all of it."""
     if samples.weights is None:
       return NO_MATCH
     found = self._rows[shard].match(samples.weights, samples.prompt[:-1])
@@ -179,10 +180,10 @@ class KeptPrefixes:
     return found if found.length and left < samples.width else NO_MATCH
 
   def shard_of(self, samples: Prompt, shards: Sequence[int]) -> int:
-    """Returns the shard in which a prompt is begun best.
+    """Return the shard in which a prompt is begun best.
 
-    It is the one that has most of it; of several, the one with most free slots; and of these, the one that loses least by
-    keeping it.
+    It is the one that has most of it; of several, the one with most free slots; and of these, the one that loses least
+    by keeping it.
 
     Args:
       samples: with the prompt.
@@ -192,7 +193,7 @@ class KeptPrefixes:
     return max(free, key=lambda at: (self.match(at, samples).length, free[at], -self._rows[at].displaced))
 
   def extended(self, parameters: tuple[Tree, Tree], missing: Mapping[Key, Prompt]) -> dict[Key, Prefix]:
-    """Returns those of the prompts that begin as something that was kept: that, and the tokens behind it.
+    """Return those of the prompts that begin as something that was kept: that, and the tokens behind it.
 
     Args:
       parameters: base and trainable tree, prepared.
@@ -214,7 +215,7 @@ class KeptPrefixes:
   def _extend(
     self, parameters: tuple[Tree, Tree], chosen: Sequence[Sequence[tuple[Prompt, Match]]], size: int
   ) -> KVCache:
-    """Returns a cache with `size` rows for each shard, the first of them the chosen prompts'."""
+    """Return a cache with `size` rows for each shard, the first of them the chosen prompts'."""
     rows = len(chosen) * size
     tokens = np.zeros((rows, self._sizes.prefix), np.int32)
     source, held, new = (np.zeros(rows, np.int32) for _ in range(3))
@@ -229,7 +230,7 @@ class KeptPrefixes:
     return self._functions.extend(*parameters, self.cache, *self._functions.put(arrays), piece=self._sizes.piece)
 
   def keep(self, cache: KVCache, left: Sequence[tuple[int, int, Prompt, np.ndarray]], most: int) -> None:
-    """Keeps what samples have in their slots.
+    """Keep what samples have in their slots.
 
     Args:
       cache: in which they have them.

@@ -38,7 +38,7 @@ class Queue(Generic[S]):
   """
 
   def __init__(self, shards: int, waiting: Iterable[S] = ()):
-    """Makes a queue for so many shards, in which some samples wait, in this order."""
+    """Make a queue for so many shards, in which some samples wait, in this order."""
     self._waiting: collections.deque[_Unit[S]] = collections.deque()
     self._prefixes: collections.Counter[Hashable] = collections.Counter()  # Of prompts that are no shard's yet.
     self._units: list[_Unit[S] | None] = [None] * shards
@@ -53,7 +53,7 @@ class Queue(Generic[S]):
     self.left += len(samples)
 
   def remove(self, gone: Callable[[S], bool]) -> None:
-    """Takes the samples that are `gone` out, which no shard is to get any more."""
+    """Take the samples that are `gone` out, which no shard is to get any more."""
     waiting = [unit for unit in self._waiting if not gone(unit.samples)]
     self._waiting = collections.deque(waiting)
     self._prefixes = collections.Counter(unit.samples.prefix for unit in waiting)
@@ -61,7 +61,7 @@ class Queue(Generic[S]):
     self.left = sum(unit.end - unit.first for unit in (*self._waiting, *self._units) if unit is not None)
 
   def take(self, shard: int) -> tuple[S, int] | None:
-    """Returns (samples of a prompt, which of them) for a free slot of the shard, None if no sample is left."""
+    """Return (samples of a prompt, which of them) for a free slot of the shard, None if no sample is left."""
     if not self.left:
       return None
     unit = self._units[shard]

@@ -63,7 +63,7 @@ class Handle:
     self._events: queue.SimpleQueue[Draft | Completion | BaseException | None] = queue.SimpleQueue()
 
   def __iter__(self) -> Iterator[Draft | Completion]:
-    """Yields what comes of the request until all of its samples are done.
+    """Yield what comes of the request until all of its samples are done.
 
     Raises:
       CancelledError: it was cancelled.
@@ -89,12 +89,12 @@ class Handle:
     self._events.put(event)
 
   def result(self) -> list[Completion]:
-    """Waits for all samples and returns them in order; raises what iterating raises."""
+    """Wait for all samples and return them in order; raise what iterating raises."""
     return sorted((event for event in self if isinstance(event, Completion)), key=lambda done: done.sample)
 
 
 def check_options(options: SamplingOptions) -> None:
-  """Raises UserError for an option with which nothing can be drawn: it would end the sampler for all requests."""
+  """Raise UserError for an option with which nothing can be drawn: it would end the sampler for all requests."""
   for name, value in options.items():
     types, allowed, is_allowed = _ALLOWED[name]
     values = np.asarray(value)
@@ -109,7 +109,7 @@ class Resident:
   """
 
   def __init__(self, sampler: Sampler, base: Tree, trainable: Tree, *, stop_ids: int = 8, kept_prefixes: int = 0):
-    """Makes a resident sampler.
+    """Make a resident sampler.
 
     Args:
       sampler: its buckets, rows, chunk and functions are used; it may sample by itself between two turns.
@@ -163,16 +163,16 @@ class Resident:
     Args:
       prompt: token ids, at least one.
       weights: with which they are drawn.
-      owner: whose the prompt is: what was kept of another owner's is not read for it. None: nothing that was kept is, and
-        nothing of it is kept.
+      owner: whose the prompt is: what was kept of another owner's is not read for it. None: nothing that was kept is,
+        and nothing of it is kept.
       stop: strings that end a sample. The token that completes one is the last.
       stop_token_ids: tokens that end a sample, beside those of the sampler.
       drafts: the handle yields drafts, too.
       **options: `SamplingOptions`.
 
     Raises:
-      UserError: the prompt is empty or too long, an option is none that is allowed, a stop string is empty, or there are
-        too many stop tokens.
+      UserError: the prompt is empty or too long, an option is none that is allowed, a stop string is empty, or there
+        are too many stop tokens.
       BaseException: what ended the sampler.
     """
     check_options(options)
@@ -202,13 +202,13 @@ class Resident:
     return handle
 
   def cancel(self, handle: Handle) -> None:
-    """Ends a request, whose handle then raises CancelledError; nothing happens if it is done. From any thread."""
+    """End a request, whose handle then raises CancelledError; nothing happens if it is done. From any thread."""
     with self._lock:
       self._cancelled.append(handle)
     self._work.set()
 
   def release(self, gone: Callable[[Weights], bool]) -> None:
-    """Keeps nothing any more of prompts that were read with weights that are `gone`; between two turns.
+    """Keep nothing any more of prompts that were read with weights that are `gone`; between two turns.
 
     Before a member of the pool gets other factors, what was read with it must go.
     """
@@ -220,11 +220,11 @@ class Resident:
     return self._slots.kept_bytes
 
   def use(self, trainable: Tree) -> None:
-    """Samples with another trainable tree from the next turn on, in which what is under way reads the same weights."""
+    """Sample with another trainable tree from the next turn on, in which what is under way reads the same weights."""
     self._slots.parameters = self._sampler.prepare(self._base, trainable)
 
   def wait(self, timeout: float | None = None) -> bool:
-    """Waits until there is something to do, at most `timeout` seconds; returns whether there is."""
+    """Wait until there is something to do, at most `timeout` seconds; return whether there is."""
     return self._work.wait(timeout)
 
   def turn(self) -> bool:
@@ -240,7 +240,7 @@ class Resident:
       raise
 
   def end(self, error: BaseException) -> None:
-    """Ends the sampler: every handle raises this error, and so does `submit` from now on."""
+    """End the sampler: every handle raises this error, and so does `submit` from now on."""
     with self._lock:
       self._failure, handles = error, list(self._handles.values())
       self._handles.clear()
@@ -265,7 +265,7 @@ class Resident:
     return True
 
   def _hear(self) -> None:
-    """Does what was asked for since the last turn."""
+    """Do what was asked for since the last turn."""
     with self._lock:
       while self._new:
         self._slots.add(self._new.popleft()._samples)

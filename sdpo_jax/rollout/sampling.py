@@ -47,7 +47,7 @@ class Draw:
 
 
 def row_keys(params: SamplingParams) -> jax.Array:
-  """Returns [B] keys, one per sample: the seed with the step and the sample number folded in."""
+  """Return [B] keys, one per sample: the seed with the step and the sample number folded in."""
 
   def key(seed: jax.Array, step: jax.Array, sample_id: jax.Array) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl='threefry2x32'), step), sample_id)
@@ -56,7 +56,7 @@ def row_keys(params: SamplingParams) -> jax.Array:
 
 
 def noise(keys: jax.Array, position: jax.Array) -> jax.Array:
-  """Returns [B, 2] uint32 random bits of the completion's token `position` ([] or [B] int32) for each key [B].
+  """Return [B, 2] uint32 random bits of the completion's token `position` ([] or [B] int32) for each key [B].
 
   They are the key with the position folded in: one evaluation of the generator, whose output nothing else uses.
   """
@@ -111,7 +111,7 @@ def sample(logits: jax.Array, params: SamplingParams, keys: jax.Array, position:
 
 
 def first_argmax(values: jax.Array) -> jax.Array:
-  """Returns [B] int32, the first index of the largest of values [B, V], V at most 2 ** 24.
+  """Return [B] int32, the first index of the largest of values [B, V], V at most 2 ** 24.
 
   Two plain reductions, which vectorise everywhere; on a CPU those of float32 far better than those of integers.
   """
@@ -129,7 +129,7 @@ def truncate(
   *,
   weights: jax.Array | None = None,
 ) -> jax.Array:
-  """Returns unnormalised probabilities after truncation: exp(scaled) where a token is kept, 0 elsewhere.
+  """Return unnormalised probabilities after truncation: exp(scaled) where a token is kept, 0 elsewhere.
 
   Tokens that tie with the k-th are all kept (as in transformers); of tokens that tie at the edge of top-p the first in
   the vocabulary are kept, as many as reach the mass. The most likely token is always kept.
@@ -164,7 +164,7 @@ def draw(weights: jax.Array, bits: jax.Array) -> jax.Array:
 
 
 def _blocks(weights: jax.Array) -> jax.Array:
-  """Returns weights [B, V] as [B, blocks, tokens of a block], with zeros after the last where nothing divides V."""
+  """Return weights [B, V] as [B, blocks, tokens of a block], with zeros after the last where nothing divides V."""
   rows, size = weights.shape
   # From a few blocks of many tokens to many of a few: of what divides V, what is nearest to as many of one as of the
   # other.
@@ -177,7 +177,7 @@ def _blocks(weights: jax.Array) -> jax.Array:
 
 
 def _invert(weights: jax.Array, bits: jax.Array) -> jax.Array:
-  """Returns [B] int32: the first index of weights [B, K] whose cumulative sum passes a uniform share of the total."""
+  """Return [B] int32: the first index of weights [B, K] whose cumulative sum passes a uniform share of the total."""
   size = weights.shape[-1]
   cumulative = jnp.cumsum(weights, axis=-1)
   uniform = (bits >> 8).astype(jnp.float32) * 2.0**-24
@@ -191,7 +191,7 @@ def _invert(weights: jax.Array, bits: jax.Array) -> jax.Array:
 
 
 def _top_k(scaled: jax.Array, weights: jax.Array, top_k: jax.Array, active: jax.Array) -> jax.Array:
-  """Returns the weights [B, V] that top-k keeps in the `active` rows, 0 for the others; all in the other rows."""
+  """Return the weights [B, V] that top-k keeps in the `active` rows, 0 for the others; all in the other rows."""
   wanted = top_k.astype(jnp.float32)
   maxima = jnp.max(_blocks(weights), axis=-1)
   # That many blocks have a maximum no smaller than the bound, so that many tokens are not, and not many more.
@@ -211,7 +211,7 @@ def _top_k(scaled: jax.Array, weights: jax.Array, top_k: jax.Array, active: jax.
 
 
 def _top_p(scaled: jax.Array, weights: jax.Array, top_p: jax.Array, active: jax.Array) -> jax.Array:
-  """Returns the weights [B, V] that top-p keeps in the `active` rows, 0 for the others; all in the other rows."""
+  """Return the weights [B, V] that top-p keeps in the `active` rows, 0 for the others; all in the other rows."""
   size = weights.shape[1]
   total = jnp.sum(weights, axis=-1)
   # Positive, so that a top_p of 0 keeps the most likely token, whose weight is 1.
@@ -255,7 +255,7 @@ def _narrow(
   by_mass: bool,
   to_the_bit: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns [B] float32 each, low < high: tokens of weight ≥ low reach the target, tokens of weight ≥ high do not.
+  """Return [B] float32 each, low < high: tokens of weight ≥ low reach the target, tokens of weight ≥ high do not.
 
   Args:
     weights: [B, V] float32 from 0 to 1. A sum of them in a fixed order never grows when one of them is left out, so
@@ -316,19 +316,19 @@ def _narrow(
 
 
 def _count(chosen: jax.Array) -> jax.Array:
-  """Returns [B] float32, exact up to 2 ** 24."""
+  """Return [B] float32, exact up to 2 ** 24."""
   return jnp.sum(chosen.astype(jnp.float32), axis=-1)
 
 
 def _sortable(values: jax.Array) -> jax.Array:
-  """Returns uint32 in the order of the float32 `values`; the two zeros are one."""
+  """Return uint32 in the order of the float32 `values`; the two zeros are one."""
   bits = lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32)
   sign = jnp.uint32(1 << 31)
   return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
 def _largest_reaching(keys: jax.Array, weights: jax.Array, target: jax.Array, bits: int = 32) -> jax.Array:
-  """Returns [B] uint32: the largest t with sum(weights[keys ≥ t]) ≥ target, 0 if there is none, found bit by bit.
+  """Return [B] uint32: the largest t with sum(weights[keys ≥ t]) ≥ target, 0 if there is none, found bit by bit.
 
   Args:
     keys: [B or 1, V] uint32 below 2 ** bits.

@@ -1,10 +1,10 @@
 """The sizes that a sampler compiles for: rows of a prefill, rows and slots of the cache, and the moves between them.
 
-Everything that a sampler does to its arrays is one of a few programs, and which ones is decided here, from the limits of
-a request alone: no length that happens to be drawn adds a program. A cache goes through a few stages. It starts with all
-rows and few slots; when a sample outgrows these it has all slots; and when nothing waits any more and rows run out, it
-has all slots of fewer rows, and then of fewer again. A cache that keeps its size, because what is not filled is not read,
-has all slots from the beginning, and only steps fewer of its rows.
+Everything that a sampler does to its arrays is one of a few programs, and which ones is decided here, from the limits
+of a request alone: no length that happens to be drawn adds a program. A cache goes through a few stages. It starts with
+all rows and few slots; when a sample outgrows these it has all slots; and when nothing waits any more and rows run out,
+it has all slots of fewer rows, and then of fewer again. A cache that keeps its size, because what is not filled is not
+read, has all slots from the beginning, and only steps fewer of its rows.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ PREFILL_TOKENS = 256  # Tokens of a shard that are prefilled at once, where a pr
 # buckets of prompts spends on these.
 FEWER = (1 / 3, 1 / 12)
 FEWER_OF_SEVERAL = (1 / 4,)
-# Tokens of a row that go through the model at once where a prompt is continued, at most, and of the longest prompt: more
-# would pad short turns, fewer would read the weights for less.
+# Tokens of a row that go through the model at once where a prompt is continued, at most, and of the longest prompt:
+# more would pad short turns, fewer would read the weights for less.
 PIECE, PIECES = 64, 8
 HALVINGS = (1 / 2, 1 / 4, 1 / 8)  # Of a cache that keeps its size.
 
@@ -78,7 +78,9 @@ class Sizes:
     return self.stages[end : end + 1] if now is None else self.stages[begin + 1 : end + 1]
 
   def enough(self, live: int, shards: int) -> int:
-    """Return how many of the `live` rows of all shards must run out for the next stage with fewer; `live` if none is."""
+    """Return how many of the `live` rows of all shards must run out for the next stage with fewer; `live` if none
+    is.
+    """
     return next(
       (live - shards * size.rows for size in self.stages if shards * size.rows < min(live, shards * self.rows)), live
     )

@@ -37,7 +37,7 @@ KNOBS = {  # Those of `SamplingParams` that may differ from sample to sample, wi
 
 
 def closed_up(held: np.ndarray, rows: int) -> np.ndarray:
-  """Returns [rows] the slot that each of the first `rows` takes over: its own or, where free, one of `held` behind."""
+  """Return [rows] the slot that each of the first `rows` takes over: its own or, where free, one of `held` behind."""
   source = np.arange(rows)
   behind = held[held >= rows]
   source[np.setdiff1d(source, held)[: len(behind)]] = behind
@@ -57,7 +57,8 @@ class Samples:
   step: int  # Number of the generation batch.
   prefix: Hashable  # Equal of samples whose prompts have the same tokens and are read by the same weights.
   member: int = NO_MEMBER  # Of a pool of adapters, which of them their rows have.
-  # Equal of prompts of which one may read the keys and values of another, however long ago that was; None: it reads none.
+  # Equal of prompts of which one may read the keys and values of another, however long ago that was; None: it reads
+  # none.
   weights: Hashable = None
 
   def __len__(self) -> int:
@@ -110,7 +111,7 @@ class Slots:
     closed: bool = True,
     kept: int = 0,
   ):
-    """Makes slots.
+    """Make slots.
 
     Args:
       functions: of the sampler.
@@ -151,13 +152,13 @@ class Slots:
     self._queue.add(samples)
 
   def remove(self, gone: Callable[[Samples], bool]) -> None:
-    """Takes out samples that are `gone`, those that have a slot included; between `collect` and `admit`."""
+    """Take out samples that are `gone`, those that have a slot included; between `collect` and `admit`."""
     self._queue.remove(gone)
     leaving = [slot for slot in np.flatnonzero(self._live).tolist() if gone(self._of[slot])]
     self._leave(leaving)
 
   def release(self, gone: Callable[[Hashable], bool]) -> None:
-    """Keeps nothing any more of samples with weights that are `gone`."""
+    """Keep nothing any more of samples with weights that are `gone`."""
     if self._kept is not None:
       self._kept.release(gone)
 
@@ -167,7 +168,7 @@ class Slots:
     return 0 if self._kept is None else self._kept.bytes
 
   def admit(self) -> bool:
-    """Gives free slots to samples that wait, and the cache the size that the live ones need; False if there is none."""
+    """Give free slots to samples that wait, and the cache the size that the live ones need; False if there is none."""
     per_shard, admitted = self._per_shard, []
     free = np.flatnonzero(~self._live).tolist()
     while free:
@@ -189,7 +190,7 @@ class Slots:
     return True
 
   def advance(self) -> decode.Drawn:
-    """Starts some decode steps of all rows; returns what they draw, still on the devices."""
+    """Start some decode steps of all rows; return what they draw, still on the devices."""
     live = np.flatnonzero(self._live)
     # A free row is drawn from like one that is not, so that it asks for nothing that no other does.
     like = np.where(self._live, np.arange(len(self._live)), live[0])
@@ -215,7 +216,7 @@ class Slots:
     return drawn
 
   def collect(self, drawn: decode.Drawn, end: Callable[[Samples, np.ndarray, int, bool], int | None]) -> list[Finished]:
-    """Waits for the steps and frees the slots of the samples that they have finished.
+    """Wait for the steps and free the slots of the samples that they have finished.
 
     Args:
       drawn: from `advance`.
@@ -253,12 +254,12 @@ class Slots:
     return finished
 
   def running(self) -> list[tuple[Samples, int, np.ndarray]]:
-    """Returns (samples, number of the sample, tokens so far) of each sample that has a slot."""
+    """Return (samples, number of the sample, tokens so far) of each sample that has a slot."""
     live = np.flatnonzero(self._live).tolist()
     return [(self._of[slot], int(self._number[slot]), self._tokens[slot, : self._drawn[slot]].copy()) for slot in live]
 
   def _take(self, slot: int, samples: Samples, index: int) -> None:
-    """Gives a slot to one of the samples."""
+    """Give a slot to one of the samples."""
     self._of[slot], self._live[slot], self._number[slot] = samples, True, samples.first + index
     self._seed[slot], self._step[slot], self._member[slot] = samples.seed % 2**32, samples.step, samples.member
     for name, values in self._knobs.items():
@@ -270,7 +271,7 @@ class Slots:
     self._of[slot], self._live[slot], self._number[slot] = None, False, -1
 
   def _next_slot(self, free: list[int]) -> int:
-    """Returns which of the free slots is given away next: the first, unless another's shard has more of the prompt."""
+    """Return which of the free slots is given away next: the first, unless another's shard has more of the prompt."""
     if self._kept is None or self._functions.shards == 1:
       return 0
     shards = [slot // self._per_shard for slot in free]
@@ -296,7 +297,7 @@ class Slots:
     return len(self._of) // self._functions.shards
 
   def _prefill(self, wanted: dict[tuple[int, Hashable], Samples]) -> None:
-    """Makes the prefixes of (shard, prefix) pairs that are not there yet."""
+    """Make the prefixes of (shard, prefix) pairs that are not there yet."""
     shards = self._functions.shards
     new = missing = {key: samples for key, samples in wanted.items() if key not in self._prefixes}
     if self._kept is not None:
@@ -328,7 +329,7 @@ class Slots:
     self.stats.reused += reused
 
   def _fit(self, ending: bool) -> None:
-    """Gives the cache the slots that live samples need until the next look and, where it is `ending`, fewer rows."""
+    """Give the cache the slots that live samples need until the next look and, where it is `ending`, fewer rows."""
     live = self._live
     needed = int(self._held[live].max()) + self._chunk
     rows = self._per_shard
@@ -345,7 +346,7 @@ class Slots:
         self._move(size)
 
   def _move(self, size: Size) -> None:
-    """Gives the cache another size; live samples move to the front of their shard where rows go."""
+    """Give the cache another size; live samples move to the front of their shard where rows go."""
     functions, shards, before = self._functions, self._functions.shards, self._per_shard
     held = [np.flatnonzero(slots) for slots in self._live.reshape(shards, before)]
     order = np.concatenate([shard * before + closed_up(held[shard], size.rows) for shard in range(shards)])
@@ -374,7 +375,7 @@ class Slots:
       kept |= {name: values[order] for name, values in kept.items()}
 
   def _copy(self, admitted: list[tuple[int, int, Hashable]]) -> None:
-    """Puts the prefixes of samples (shard, slot in the shard, prefix) where they belong."""
+    """Put the prefixes of samples (shard, slot in the shard, prefix) where they belong."""
     of_cache: dict[int, list[tuple[int, int, int]]] = {}
     for shard, slot, prefix in admitted:
       cache, row, _ = self._prefixes[shard, prefix]

@@ -15,7 +15,7 @@ class Tokenizer(Protocol):
 
 
 def to_text(tokenizer: Tokenizer, tokens: Sequence[int], *, special: bool = False) -> str:
-  """Returns the decoded tokens, as they are (no clean-up of spaces), without special tokens unless `special`."""
+  """Return the decoded tokens, as they are (no clean-up of spaces), without special tokens unless `special`."""
   return tokenizer.decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
 
@@ -40,7 +40,7 @@ class StopStrings:
     return any(stop in text for stop in self._stop)
 
   def end(self, tokens: np.ndarray, checked: int, done: bool) -> int | None:
-    """Returns how many leading tokens of a sample a stop string leaves, None if none has appeared.
+    """Return how many leading tokens of a sample a stop string leaves, None if none has appeared.
 
     Of a sample that runs on, only the tail beyond `checked` tokens is looked at. Once it is done its whole text is,
     which alone decides where it ends, so that the number of tokens between looks changes nothing.
@@ -54,7 +54,7 @@ class StopStrings:
     return self._within(tokens[max(0, checked - self._reach) :].tolist())
 
   def find(self, tokens: Sequence[int]) -> int | None:
-    """Returns the smallest number of leading tokens whose text contains a stop string, or None."""
+    """Return the smallest number of leading tokens whose text contains a stop string, or None."""
     if not self._stop or not self._within(tokens):
       return None
     low, high = 1, len(tokens)

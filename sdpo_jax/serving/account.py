@@ -1,4 +1,6 @@
-"""All that an owner can do. Adapters and samples are looked up with the owner, so that what is another's is not there."""
+"""All that an owner can do. Adapters and samples are looked up with the owner, so that what is another's is not
+there.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ class Account:
   """
 
   def __init__(self, service: Service, owner: str, call: Call):
-    """Makes what `Service.account` returns.
+    """Make what `Service.account` returns.
 
     Args:
       service: what all owners share.
@@ -79,7 +81,7 @@ class Account:
     return min(self.service.settings.limits.max_logprobs, self.service.sizes.topk)
 
   def capabilities(self) -> dict[str, Any]:
-    """Returns what the service serves; see `Service.capabilities`."""
+    """Return what the service serves; see `Service.capabilities`."""
     return self.service.capabilities()
 
   # Adapters.
@@ -95,7 +97,7 @@ class Account:
     alpha: float | None = None,
     request: Request | None = None,
   ) -> tuple[Adapter, Version]:
-    """Makes an adapter that changes nothing yet.
+    """Make an adapter that changes nothing yet.
 
     Args:
       name: that no other adapter of the owner has.
@@ -136,11 +138,11 @@ class Account:
     return made, version
 
   def adapters(self) -> list[Adapter]:
-    """Returns the owner's adapters."""
+    """Return the owner's adapters."""
     return self.service.store.adapters(self.owner)
 
   def adapter(self, id: str) -> Adapter:
-    """Returns an adapter."""
+    """Return an adapter."""
     found = self.service.store.adapter(self.owner, id)
     self.service.remember(found.id, self.owner)
     return found
@@ -148,20 +150,20 @@ class Account:
   def change(
     self, id: str, expected: int | None, settings: Mapping[str, Any], *, request: Request | None = None
   ) -> Adapter:
-    """Gives some of an adapter's settings other values; the version stays what it is."""
+    """Give some of an adapter's settings other values; the version stays what it is."""
     with self._turn(id, expected) as adapter:
       changed = adapter_settings.checked({**adapter.settings, **settings}, self.service.settings, self.prompt_of)
       return self.service.store.change_settings(self.owner, id, adapter.head, changed, request=request)
 
   def fork(self, id: str, number: int | None, name: str, *, request: Request | None = None) -> tuple[Adapter, Version]:
-    """Makes an adapter of a version of another one (None: its newest), with its settings, moments and average."""
+    """Make an adapter of a version of another one (None: its newest), with its settings, moments and average."""
     adapter, version = self.adapter(id), self.version(id, number)
     arrays = self.service.store.arrays(version)
     details = {'from': names.lora_uri(adapter.id, version.number)}
     return self._create(name, adapter.settings, arrays, 'fork', details, request)
 
   def delete(self, id: str, expected: int | None) -> None:
-    """Deletes an adapter: its name, its versions, and all samples and feedback of it."""
+    """Delete an adapter: its name, its versions, and all samples and feedback of it."""
     with self._turn(id, expected) as adapter:
       known = self.service.store.versions(self.owner, id)
       self.service.store.delete(self.owner, id, adapter.head if expected is not None else None)
@@ -171,22 +173,22 @@ class Account:
   # Versions.
 
   def versions(self, id: str) -> list[Version]:
-    """Returns the versions of an adapter, the oldest first."""
+    """Return the versions of an adapter, the oldest first."""
     self.adapter(id)
     return self.service.store.versions(self.owner, id)
 
   def version(self, id: str, number: int | None = None) -> Version:
-    """Returns a version of an adapter; None: its newest."""
+    """Return a version of an adapter; None: its newest."""
     adapter = self.adapter(id)
     return self.service.store.version(self.owner, id, adapter.head if number is None else number)
 
   def diff(self, id: str, a: int, b: int) -> dict[str, Any]:
-    """Returns how far a version is from another one, as JSON.
+    """Return how far a version is from another one, as JSON.
 
     Returns:
-      `total`, `largest` (the matrices that changed most) and `matrices`: Frobenius norms of what the factors add to each
-      matrix `before` and `after`, of the `change`, and this `relative` to before. `versions`: what is known of each
-      version after the older of the two up to the newer one.
+      `total`, `largest` (the matrices that changed most) and `matrices`: Frobenius norms of what the factors add to
+      each matrix `before` and `after`, of the `change`, and this `relative` to before. `versions`: what is known of
+      each version after the older of the two up to the newer one.
     """
     before, after = self.version(id, a), self.version(id, b)
     served, store = self.service.served, self.service.store
@@ -207,7 +209,7 @@ class Account:
     }
 
   def undo(self, id: str, expected: int | None, to: int, *, request: Request | None = None) -> Version:
-    """Makes a new version that is all that an older one was, its moments and its average included."""
+    """Make a new version that is all that an older one was, its moments and its average included."""
     with self._turn(id, expected) as adapter:
       source = self.service.store.version(self.owner, id, to)
       arrays = self.service.store.arrays(source)
@@ -227,7 +229,7 @@ class Account:
     *,
     request: Request | None = None,
   ) -> tuple[Adapter, Version]:
-    """Makes an adapter of files that PEFT has written; its optimizer begins anew.
+    """Make an adapter of files that PEFT has written; its optimizer begins anew.
 
     Args:
       name: as in `create`.
@@ -248,13 +250,13 @@ class Account:
     return self._create(name, settings, {**fresh, **own}, 'import', {'sha256': digest}, request)
 
   def export_peft(self, id: str, number: int | None = None) -> dict[str, bytes]:
-    """Returns the files of a version (None: the newest) that PEFT loads, by name."""
+    """Return the files of a version (None: the newest) that PEFT loads, by name."""
     return self.service.store.peft_files(self.version(id, number))
 
   # What is asked of versions.
 
   def resolve(self, model: str) -> Target:
-    """Returns what a request means by a model.
+    """Return what a request means by a model.
 
     Args:
       model: 'base' or the name of the model; the id or the name of an adapter, with @ and the number of a version or
@@ -284,7 +286,7 @@ class Account:
     limit: int | None = None,
     add_special_tokens: bool = True,
   ) -> list[int]:
-    """Returns the token ids of a prompt, which is given in one of three forms; see `prompts.tokens_of`.
+    """Return the token ids of a prompt, which is given in one of three forms; see `prompts.tokens_of`.
 
     Args:
       messages: a conversation, for the chat template of the model.
@@ -398,7 +400,7 @@ class Account:
     return sample
 
   def sample_of(self, id: str) -> Sample:
-    """Returns a completion that was drawn for the owner.
+    """Return a completion that was drawn for the owner.
 
     Raises:
       NotFound: there is none.
@@ -414,7 +416,7 @@ class Account:
     topk: int = 1,
     ids: Sequence[np.ndarray] | None = None,
   ) -> list[Scored]:
-    """Returns what a version says of tokens.
+    """Return what a version says of tokens.
 
     Args:
       target: of `resolve`.
@@ -442,7 +444,7 @@ class Account:
     return self.wait(future)
 
   def wait(self, future: concurrent.futures.Future) -> Any:
-    """Returns what comes of something that the worker does for the request.
+    """Return what comes of something that the worker does for the request.
 
     Raises:
       Deadline: the request has no time left.
@@ -497,7 +499,7 @@ class Account:
   # Events.
 
   def events(self, id: str, after: int | None = None, timeout: float = 15.0) -> Iterator[Event | None]:
-    """Yields what happens to an adapter, and None whenever nothing has for so many seconds.
+    """Yield what happens to an adapter, and None whenever nothing has for so many seconds.
 
     Args:
       id: of the adapter.
@@ -523,7 +525,7 @@ class Account:
     return self.service.events.listen(id, listener)
 
   def events_after(self, id: str, after: int | None = None) -> list[Event]:
-    """Returns the events that are kept of an adapter, after one that is known already."""
+    """Return the events that are kept of an adapter, after one that is known already."""
     self.adapter(id)
     return self.service.events.after(id, after)
 
@@ -538,7 +540,7 @@ class Account:
     return self.service.store.part(request, index)
 
   def finish(self, request: Request, status: int, response: bytes) -> None:
-    """Keeps the answer of a request."""
+    """Keep the answer of a request."""
     self.service.store.finish(request, status, response)
 
   def abandon(self, request: Request) -> None:
@@ -549,15 +551,15 @@ class Account:
 
   @contextlib.contextmanager
   def _turn(self, id: str, expected: int | None) -> Iterator[Adapter]:
-    """Gives the adapter when it is this request's turn to change it."""
+    """Give the adapter when it is this request's turn to change it."""
     self.adapter(id)  # Before anything is kept for an id that means nothing.
     with self.service.turns.of(id, self.call.deadline):
       self.call.check()
       adapter = self.adapter(id)
       if expected is not None and expected != adapter.head:
         raise VersionConflict(
-          f'The adapter is at version {adapter.head}, and the request expects {expected}: look at what changed, and ask '
-          'again.',
+          f'The adapter is at version {adapter.head}, and the request expects {expected}: look at what changed, and '
+          'ask again.',
           current=adapter.head,
         )
       yield adapter
@@ -586,7 +588,8 @@ class Account:
     for field, asked, own in (('rank', rank, served.rank), ('alpha', alpha, own_alpha)):
       if asked is not None and asked != own:
         raise InvalidRequest(
-          f'{field}={short_repr(asked)} is not served here, where all adapters are {served.described()}: leave {field} out.',
+          f'{field}={short_repr(asked)} is not served here, where all adapters are {served.described()}: leave {field} '
+          'out.',
           field=field,
         )
 

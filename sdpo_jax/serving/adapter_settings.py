@@ -17,7 +17,7 @@ MOST_CANARIES = 16
 
 
 def checked(settings: Mapping[str, Any], serve: ServeConfig, prompt_of: Callable[..., list[int]]) -> dict[str, Any]:
-  """Returns settings as they are kept, as JSON; what is None or left out is as the service says.
+  """Return settings as they are kept, as JSON; what is None or left out is as the service says.
 
   Args:
     settings: `teacher`, a kind or a mapping (`teachers.check`); `guards`, limits by name (`guards.Guards.of`);
@@ -65,7 +65,7 @@ def _canaries(canaries: Any, prompt_of: Callable[..., list[int]]) -> list[Any]:
 
 
 def _messages_of(canary: Any) -> Messages:
-  """Returns a canary prompt, a question or a conversation, as a conversation.
+  """Return a canary prompt, a question or a conversation, as a conversation.
 
   Raises:
     InvalidRequest: it is neither.

@@ -22,12 +22,12 @@ _LISTS = ('log_probs_before', 'log_probs_after', 'teacher_log_probs', 'advantage
 
 
 def number(value: float | None) -> float | None:
-  """Returns a number as JSON can hold it: None if it is not finite."""
+  """Return a number as JSON can hold it: None if it is not finite."""
   return None if value is None or not math.isfinite(value) else float(value) + 0.0  # No −0.
 
 
 def numbers(values: np.ndarray) -> list[Any]:
-  """Returns an array as nested lists of what JSON can hold; what is not finite is None."""
+  """Return an array as nested lists of what JSON can hold; what is not finite is None."""
   exact = np.round(np.asarray(values, np.float64), _DIGITS) + 0.0  # No −0.
   if np.isfinite(exact).all():
     return exact.tolist()
@@ -35,7 +35,7 @@ def numbers(values: np.ndarray) -> list[Any]:
 
 
 def finite(value: Any) -> Any:
-  """Returns what is nested in dicts and lists with None for every number that is not finite."""
+  """Return what is nested in dicts and lists with None for every number that is not finite."""
   if isinstance(value, Mapping):
     return {str(key): finite(each) for key, each in value.items()}
   if isinstance(value, (list, tuple)):
@@ -46,7 +46,7 @@ def finite(value: Any) -> Any:
 
 
 def of_item(prepared: Prepared, said: Said, texts: TokenTexts, *, detail: Collection[str], top: int) -> dict[str, Any]:
-  """Returns what is answered about one completion of T tokens.
+  """Return what is answered about one completion of T tokens.
 
   Args:
     prepared: its lesson.
@@ -87,7 +87,7 @@ def of_item(prepared: Prepared, said: Said, texts: TokenTexts, *, detail: Collec
 
 
 def metrics(learned: Learned) -> dict[str, float | None]:
-  """Returns the metrics of the last step, as its programs computed them, by the names of the published interface.
+  """Return the metrics of the last step, as its programs computed them, by the names of the published interface.
 
   Beside them are means over the tokens: `mean_log_prob_change` by all steps, and, before them, `teacher_gap`, by which
   the teacher's log-probs are higher, and `entropy` of the student.
@@ -113,7 +113,7 @@ def details(
   checks: Sequence[Check],
   canaries: Canaries | None,
 ) -> dict[str, Any]:
-  """Returns what a version keeps of how it was made: all of the answer but what is said of items, and the times."""
+  """Return what a version keeps of how it was made: all of the answer but what is said of items, and the times."""
   reason = next((each.reason for each in checks if not each.passed), None)
   return finite(
     {
@@ -136,18 +136,18 @@ def details(
 
 
 def loss_name(loss: Loss) -> str:
-  """Returns what requests call a loss."""
+  """Return what requests call a loss."""
   return 'sdpo' if isinstance(loss, Sdpo) else 'jsd_pg'
 
 
 def canary(canaries: Canaries) -> dict[str, Any]:
-  """Returns what was measured on canary prompts, without their completions."""
+  """Return what was measured on canary prompts, without their completions."""
   found = dataclasses.asdict(canaries)
   return {name: value for name, value in found.items() if not name.endswith('completions')}
 
 
 def first_loss(learned: Learned) -> float | None:
-  """Returns the loss before the first step."""
+  """Return the loss before the first step."""
   return number(learned.steps[0]['loss'])
 
 
@@ -159,7 +159,7 @@ def make(
   items: Sequence[Mapping[str, Any]],
   timings: Mapping[str, float],
 ) -> dict[str, Any]:
-  """Returns the answer.
+  """Return the answer.
 
   Args:
     adapter: id of what learned.
@@ -180,12 +180,12 @@ def make(
 
 
 def loss_said(loss: Loss) -> dict[str, Any]:
-  """Returns a loss with its parameters."""
+  """Return a loss with its parameters."""
   return {'name': loss_name(loss), **dataclasses.asdict(loss)}
 
 
 def recent_losses(versions: Sequence[Version], loss: Loss) -> list[float]:
-  """Returns the losses, before their first steps, of feedbacks that made these versions.
+  """Return the losses, before their first steps, of feedbacks that made these versions.
 
   Those with other parameters are left out: a KL is many times the Jensen-Shannon divergence of the same two.
   """

@@ -1,4 +1,6 @@
-"""One request as everything below HTTP sees it: until when it may take, whether somebody still waits, what it may spend."""
+"""One request as everything below HTTP sees it: until when it may take, whether somebody still waits, what it may
+spend.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ class Call:
     spend: Callable[[str, int], None] = lambda kind, tokens: None,
     clock: Callable[[], float] = time.monotonic,
   ):
-    """Makes a request.
+    """Make a request.
 
     Args:
       deadline: on the monotonic clock; None: it may take any time.
-      spend: called with 'sampled', 'scored' or 'learned' and a number of tokens before they are computed; it raises Busy
-        where they are too many. A negative number gives back what was not needed.
+      spend: called with 'sampled', 'scored' or 'learned' and a number of tokens before they are computed; it raises
+        Busy where they are too many. A negative number gives back what was not needed.
       clock: the time.
     """
     self.deadline, self.spend, self._clock = deadline, spend, clock
@@ -33,7 +35,7 @@ class Call:
     self._listeners: list[Callable[[], None]] = []
 
   def end(self, error: ServiceError | None = None) -> None:
-    """Ends the request, from any thread; the first error counts, Cancelled if none is given."""
+    """End the request, from any thread; the first error counts, Cancelled if none is given."""
     with self._lock:
       if self._ended is not None:
         return
@@ -43,7 +45,7 @@ class Call:
       listener()
 
   def check(self) -> None:
-    """Returns if the request goes on.
+    """Return if the request goes on.
 
     Raises:
       Cancelled: nobody waits for it any more.
@@ -56,7 +58,7 @@ class Call:
 
   @contextlib.contextmanager
   def on_end(self, listener: Callable[[], None]) -> Iterator[None]:
-    """Calls `listener` once, from another thread, if the request is ended within the block, or was before."""
+    """Call `listener` once, from another thread, if the request is ended within the block, or was before."""
     with self._lock:
       ended = self._ended is not None
       if not ended:

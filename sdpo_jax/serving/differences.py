@@ -30,7 +30,7 @@ class MatrixChange:
 def changes(
   adapter: lora.Adapter, table: Table, before: Mapping[str, np.ndarray], after: Mapping[str, np.ndarray]
 ) -> list[MatrixChange]:
-  """Returns the change of every matrix with factors, layer by layer; no product of factors is ever there as a whole.
+  """Return the change of every matrix with factors, layer by layer; no product of factors is ever there as a whole.
 
   Args:
     adapter: which matrices have factors.
@@ -54,7 +54,7 @@ def changes(
 
 
 def total(matrices: list[MatrixChange]) -> MatrixChange:
-  """Returns the change of all matrices as if they were one."""
+  """Return the change of all matrices as if they were one."""
 
   def together(name: str) -> float:
     return math.hypot(*(getattr(each, name) for each in matrices))
@@ -63,12 +63,12 @@ def total(matrices: list[MatrixChange]) -> MatrixChange:
 
 
 def _factors(row: Parameter, target: lora.Target, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-  """Returns A [L, in, r] and B [L, r, out]."""
+  """Return A [L, in, r] and B [L, r, out]."""
   outputs, inputs = row.huggingface_shape
   a, b = (arrays[f'{target.name}_{suffix}'] for suffix in (lora.A, lora.B))
   return a.reshape(-1, inputs, target.rank), b.reshape(-1, target.rank, outputs)
 
 
 def _norm(a: np.ndarray, b: np.ndarray) -> float:
-  """Returns the Frobenius norm of a product A [in, r] B [r, out]."""
+  """Return the Frobenius norm of a product A [in, r] B [r, out]."""
   return math.sqrt(max(0.0, float(np.sum((a.T @ a) * (b @ b.T)))))

@@ -10,7 +10,7 @@ _UNFINISHED = '\ufffd'  # What decoders write for bytes that are no whole charac
 
 
 def finished_text(tokenizer: Tokenizer, tokens: Sequence[int], stop: Sequence[str]) -> str:
-  """Returns the text of a completion up to its first stop string, without special tokens.
+  """Return the text of a completion up to its first stop string, without special tokens.
 
   Args:
     tokenizer: of the model.
@@ -35,12 +35,12 @@ class DraftText:
   """What of the text of a completion under way has been shown."""
 
   def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
-    """Makes the text of a completion of which nothing is drawn yet."""
+    """Make the text of a completion of which nothing is drawn yet."""
     self.shown = ''
     self._tokenizer, self._stop = tokenizer, tuple(stop)
 
   def draft(self, tokens: Sequence[int]) -> str:
-    """Returns what can be shown now beyond what was shown: no half character, nothing that may begin a stop string.
+    """Return what can be shown now beyond what was shown: no half character, nothing that may begin a stop string.
 
     Args:
       tokens: all that were drawn so far.
@@ -51,7 +51,7 @@ class DraftText:
     return self._more(text)
 
   def finish(self, text: str) -> str:
-    """Returns what is left to be shown of the finished text."""
+    """Return what is left to be shown of the finished text."""
     if text.startswith(self.shown):
       return self._more(text)
     return ''  # A tokenizer that rewrites what it has written: what was shown cannot be taken back.
@@ -64,12 +64,12 @@ class DraftText:
 
 
 def _first(text: str, stop: Sequence[str]) -> int | None:
-  """Returns where the first stop string begins; None: there is none."""
+  """Return where the first stop string begins; None: there is none."""
   return min((at for at in (text.find(each) for each in stop) if at >= 0), default=None)
 
 
 def _held_back(text: str, stop: Sequence[str]) -> int:
-  """Returns how many characters at the end of a text may be the beginning of a stop string."""
+  """Return how many characters at the end of a text may be the beginning of a stop string."""
   longest = max((len(each) - 1 for each in stop), default=0)
   for length in range(min(longest, len(text)), 0, -1):
     if any(each.startswith(text[-length:]) for each in stop):

@@ -1,5 +1,6 @@
-"""What a teacher behind an endpoint says of lessons, before they are learned: no device is touched, and nothing of an engine
-is needed, so that nobody else waits for an answer over the network."""
+"""What a teacher behind an endpoint says of lessons, before they are learned: no device is touched, and nothing of an
+engine is needed, so that nobody else waits for an answer over the network.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from sdpo_jax.teacher.endpoint import Asked, Endpoint
 
 
 def taught(endpoint: Endpoint, lessons: Sequence[Lesson], topk: int, stop: Stop = NEVER) -> list[Lesson]:
-  """Returns lessons with what a teacher says of them, to be learned with `teacher='endpoint'`; from any thread.
+  """Return lessons with what a teacher says of them, to be learned with `teacher='endpoint'`; from any thread.
 
   Args:
     endpoint: the teacher.

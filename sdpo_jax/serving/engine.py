@@ -67,8 +67,8 @@ class EngineSettings:
   topk: int = 100  # K, tokens of a support or of an answer about scores at most.
   decode_chunk: int = 8  # Tokens between two looks at the slots.
   stop_ids: int = 8  # Tokens that may end a completion.
-  # Rows of keys and values of prompts and completions that stay for prompts that begin with them; each part of a mesh has as
-  # many, at least one, unless there are none.
+  # Rows of keys and values of prompts and completions that stay for prompts that begin with them; each part of a mesh
+  # has as many, at least one, unless there are none.
   kept_prefixes: int = 0
   logits_chunk_size: int = 256  # Tokens whose logits exist at one time.
   memory_bytes: int | None = None  # Of versions in host memory; None: `memory_for`.
@@ -89,9 +89,9 @@ class Feedback:
   loss: Loss = Sdpo()
   optimizer: AdamW = AdamW()
   steps: int = 1
-  # 'live': the version itself; 'average': its own average; 'base': the model without an adapter; 'version:NAME': another
-  # version, such as an older one; 'model:NAME': one of the engine's other models; 'given': the lessons say what it said;
-  # 'endpoint': likewise, by `Engine.ask_endpoint`.
+  # 'live': the version itself; 'average': its own average; 'base': the model without an adapter; 'version:NAME':
+  # another version, such as an older one; 'model:NAME': one of the engine's other models; 'given': the lessons say what
+  # it said; 'endpoint': likewise, by `Engine.ask_endpoint`.
   teacher: str = 'live'
   average_rate: float = 0.05  # How far the average moves towards the new factors, from 0 to 1.
 
@@ -117,7 +117,7 @@ class Engine:
     programs: pathlib.Path | None = None,
     endpoint: Endpoint | None = None,
   ):
-    """Makes an engine without versions.
+    """Make an engine without versions.
 
     Args:
       policy: the model with the adapter that all versions have the shape of, where it computes.
@@ -126,8 +126,8 @@ class Engine:
       settings: sizes.
       folder: for versions that memory does not hold, of this engine alone.
       stop_token_ids: tokens that end every completion.
-      models: other models that teach, by name: policy and parameters, on the same devices. Their tokens are those of the
-        model, or more of them.
+      models: other models that teach, by name: policy and parameters, on the same devices. Their tokens are those of
+        the model, or more of them.
       programs: folder of compiled programs, which `compile` fills; other engines may use it, too. None: none.
       endpoint: a teacher of which `ask_endpoint` asks; None: there is none.
 
@@ -252,7 +252,8 @@ class Engine:
         raise
       raise UserError(
         f'The programs of the engine do not fit into the memory of the devices ({first_line(error)}): lower rows, '
-        'training_rows, kept_prefixes, the places (snapshots, teachers, slots) or the largest buckets, or use more devices.'
+        'training_rows, kept_prefixes, the places (snapshots, teachers, slots) or the largest buckets, or use more '
+        'devices.'
       ) from error
     if self.settings.kept_prefixes:
       taken = self._resident.kept_bytes / 2**20
@@ -263,7 +264,7 @@ class Engine:
     announce(f'  {made} compiled and {read} read in {time.monotonic() - began:.1f} s')
 
   def _rehearse(self) -> None:
-    """Calls every program as requests do; no version changes."""
+    """Call every program as requests do; no version changes."""
     settings = self.settings
     zeros = parameters.map_table(lambda row: np.zeros(row.shape, np.float32), self._table)
     for pool in (self._snapshots, self._teachers):
@@ -303,7 +304,7 @@ class Engine:
     return version == BASE or version in self._shelf
 
   def create(self, version: str, seed: int) -> None:
-    """Makes a version that changes nothing yet: PEFT's initialisation."""
+    """Make a version that changes nothing yet: PEFT's initialisation."""
     self.put(version, self._initial(seed))
 
   def _initial(self, seed: int) -> Tree:
@@ -311,7 +312,7 @@ class Engine:
     return parameters.draw(self._table, [0, seed % 2**32], 0.0, lambda _, values: values)
 
   def put(self, version: str, factors: Tree) -> None:
-    """Makes a version of given factors, such as an import's, whose moments are 0 and whose average are the factors.
+    """Make a version of given factors, such as an import's, whose moments are 0 and whose average are the factors.
 
     Raises:
       UserError: factors of another shape, or values that are not finite, which would reach the rows of others.
@@ -321,21 +322,21 @@ class Engine:
     self._shelf.put(version, self._first_of(factors))
 
   def _first_of(self, factors: Tree) -> dict[str, np.ndarray]:
-    """Returns the arrays of a first version."""
+    """Return the arrays of a first version."""
     factors = self._checked(factors)
     mu, nu = ({name: np.zeros_like(value) for name, value in factors.items()} for _ in range(2))
     average = {name: value.copy() for name, value in factors.items()}
     return _arrays_of(factors, mu, nu, average, np.zeros((), np.int32))
 
   def fresh(self, seed: int) -> Arrays:
-    """Returns the arrays of a version that changes nothing yet, as `create` makes it; the engine keeps nothing."""
+    """Return the arrays of a version that changes nothing yet, as `create` makes it; the engine keeps nothing."""
     arrays = self._first_of(self._initial(seed))
     for array in arrays.values():
       array.setflags(write=False)
     return MappingProxyType(arrays)
 
   def state(self, version: str) -> Arrays:
-    """Returns all that a version is, by name: factors, moments, count and average; none can be written to. Any thread.
+    """Return all that a version is, by name: factors, moments, count and average; none can be written to. Any thread.
 
     Raises:
       UserError: there is no such version.
@@ -343,7 +344,7 @@ class Engine:
     return MappingProxyType(self._arrays(version))
 
   def restore(self, version: str, arrays: Arrays) -> None:
-    """Makes a version of what `state` has returned of it, here or in another engine for adapters of this shape.
+    """Make a version of what `state` has returned of it, here or in another engine for adapters of this shape.
 
     Raises:
       UserError: arrays of other names, shapes or types, or values that cannot be; the engine has not changed.
@@ -381,7 +382,7 @@ class Engine:
     self._shelf.drop(version)
 
   def factors(self, version: str, kind: Literal['factors', 'average'] = 'factors') -> Tree:
-    """Returns the factors of a version, or their average, as the parameter table nests them; on the host."""
+    """Return the factors of a version, or their average, as the parameter table nests them; on the host."""
     return self._tree(self._arrays(version), kind)
 
   def forget(self, version: str) -> None:
@@ -410,7 +411,8 @@ class Engine:
     Args:
       version: its name; `BASE`: the model without an adapter.
       prompt: token ids.
-      owner: whose the prompt is; what is kept of another owner's is not read for it. None: nothing is, and nothing is kept.
+      owner: whose the prompt is; what is kept of another owner's is not read for it. None: nothing is, and nothing is
+        kept.
       **options: `SamplingOptions`, and those of `Resident.submit`.
 
     Raises:
@@ -437,7 +439,7 @@ class Engine:
     return handle
 
   def cancel(self, handle: Handle) -> None:
-    """Ends a request at the next turn."""
+    """End a request at the next turn."""
     self._resident.cancel(handle)
 
   def turn(self) -> bool:
@@ -450,7 +452,7 @@ class Engine:
     return busy
 
   def end(self, error: BaseException) -> None:
-    """Ends sampling for good: all that is under way raises this error."""
+    """End sampling for good: all that is under way raises this error."""
     self._resident.end(error)
 
   @property
@@ -478,12 +480,12 @@ class Engine:
     topk: int = 1,
     ids: Sequence[np.ndarray] | None = None,
   ) -> list[Scored]:
-    """Returns what a version says of tokens.
+    """Return what a version says of tokens.
 
     Args:
       version: whose; `BASE`: the model without an adapter.
-      rows: prompt and tokens after it, of each row. Together they may be as long as the largest of the score buckets, and
-        one longer than that within the buckets of teachers' prompts and completions.
+      rows: prompt and tokens after it, of each row. Together they may be as long as the largest of the score buckets,
+        and one longer than that within the buckets of teachers' prompts and completions.
       topk: how many of the most likely tokens are wanted at every position, at most the engine's; 0: none.
       ids: [T, M] int32 of each row, whose log-probs are wanted, too.
 
@@ -525,7 +527,7 @@ class Engine:
     ]
 
   def _is_text(self, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
-    """Returns whether a row to be scored is read as one text, for the buckets of prompts and completions are too small.
+    """Return whether a row to be scored is read as one text, for the buckets of prompts and completions are too small.
 
     Raises:
       UserError: it is too long for that, too.
@@ -543,7 +545,7 @@ class Engine:
   # Learning.
 
   def ask_endpoint(self, lessons: Sequence[Lesson], stop: Stop = NEVER) -> list[Lesson]:
-    """Returns lessons with what the teacher behind the endpoint says of them, for `learn` with `teacher='endpoint'`.
+    """Return lessons with what the teacher behind the endpoint says of them, for `learn` with `teacher='endpoint'`.
 
     From any thread, and best not from the one that owns the engine: it waits for the network, and for nothing else.
 
@@ -622,7 +624,7 @@ class Engine:
     return learned
 
   def _slot(self, version: str, taken: list[str]) -> int:
-    """Returns the slot of a version, filled; it is noted in `taken`."""
+    """Return the slot of a version, filled; it is noted in `taken`."""
     if version == BASE:
       raise UserError('The model without an adapter does not learn: name a version.')
     if version in taken:
@@ -642,7 +644,7 @@ class Engine:
     return training_pool.fresh(lora_pool.empty(self._trained.parameter_table(), self._trained.backend.mesh))
 
   def _store(self, feedback: Feedback, slot: int) -> None:
-    """Keeps what is in a slot as the version that the feedback names."""
+    """Keep what is in a slot as the version that the feedback names."""
     own = jax.device_get(self._get_slot(self._slots, np.int32(slot)))
     rate = np.float32(feedback.average_rate)
     before = self._arrays(feedback.version)
@@ -653,7 +655,7 @@ class Engine:
     self._shelf.put(feedback.new, _arrays_of(factors, mu, nu, average, np.asarray(own.moments.count)))
 
   def _taught(self, feedback: Feedback, task: Task) -> Task:
-    """Returns the task with what another model says, if that teaches."""
+    """Return the task with what another model says, if that teaches."""
     if not feedback.teacher.startswith('model:'):
       return task
     scorer = self._models[feedback.teacher.removeprefix('model:')]
@@ -670,12 +672,13 @@ class Engine:
     is_elsewhere = feedback.teacher in ('given', 'endpoint')
     if any((lesson.taught is None) == is_elsewhere for lesson in feedback.lessons):
       raise UserError(
-        f'teacher={feedback.teacher!r} goes with lessons that {"" if is_elsewhere else "do not "}say what the teacher said: '
-        "teacher='given' is for those that do, and an endpoint is asked by `Engine.ask_endpoint` before."
+        f'teacher={feedback.teacher!r} goes with lessons that {"" if is_elsewhere else "do not "}say what the teacher '
+        "said: teacher='given' is for those that do, and an endpoint is asked by `Engine.ask_endpoint` before."
       )
     if feedback.teacher.startswith('model:') and feedback.teacher.removeprefix('model:') not in self._models:
       raise UserError(
-        f'There is no model {short_repr(feedback.teacher.removeprefix("model:"))} to teach; there are: {", ".join(self._models) or "none"}.'
+        f'There is no model {short_repr(feedback.teacher.removeprefix("model:"))} to teach; there are: '
+        f'{", ".join(self._models) or "none"}.'
       )
     if is_elsewhere or feedback.teacher.startswith('model:'):
       return NO_MEMBER, lambda: None
@@ -690,7 +693,7 @@ class Engine:
     return self._teacher(*kinds[feedback.teacher])
 
   def _teacher(self, version: str, kind: str) -> tuple[int, Callable[[], None]]:
-    """Returns the place of a teacher, filled, and what lets it go."""
+    """Return the place of a teacher, filled, and what lets it go."""
     if version == BASE:
       return NO_MEMBER, lambda: None
     arrays, key = self._arrays(version), (kind, version)
@@ -729,19 +732,21 @@ class Engine:
 
 
 def _check_name(version: str) -> None:
-  """Raises UserError for a name that no version of an adapter can have."""
+  """Raise UserError for a name that no version of an adapter can have."""
   if version == BASE:
     raise UserError('A version needs a name; the empty one is that of the model without an adapter.')
 
 
 def memory_for(settings: EngineSettings, version_bytes: int) -> int:
-  """Returns bytes of host memory for versions: twice as many as have places on the devices, whose next are made of them."""
+  """Return bytes of host memory for versions: twice as many as have places on the devices, whose next are made of
+  them.
+  """
   places = settings.snapshots + settings.teachers + settings.slots
   return max(2**30, 2 * places * version_bytes)
 
 
 def check_divides(settings: EngineSettings, policy: DecoderPolicy) -> None:
-  """Raises UserError if the mesh of a policy does not divide the rows of an engine."""
+  """Raise UserError if the mesh of a policy does not divide the rows of an engine."""
   mesh = policy.backend.mesh
   if mesh is None:
     return
@@ -755,7 +760,7 @@ def check_divides(settings: EngineSettings, policy: DecoderPolicy) -> None:
 def pooled_policies(
   policy: DecoderPolicy, settings: EngineSettings
 ) -> tuple[DecoderPolicy, DecoderPolicy, DecoderPolicy]:
-  """Returns the policies of an engine that sample, score and learn: the one that is given, with pools of its adapter."""
+  """Return the policies of an engine that sample, score and learn: the one that is given, with pools of its adapter."""
 
   def pooled(members: int, decoding: bool) -> DecoderPolicy:
     product = lora_pool.choose_product(settings.product, policy.backend.mesh, decoding=decoding)
@@ -772,21 +777,21 @@ class _Pool:
     self._with_member = with_member
 
   def with_member(self, index: int, factors: Tree) -> Tree:
-    """Returns the factors of all places with others in one of them."""
+    """Return the factors of all places with others in one of them."""
     return self._with_member(self.factors, np.int32(index), factors)
 
   def put(self, index: int, factors: Tree) -> None:
-    """Puts factors into a place that nothing uses."""
+    """Put factors into a place that nothing uses."""
     self.factors = self.with_member(index, factors)
 
 
 def _behind(ids: np.ndarray, more: int) -> np.ndarray:
-  """Returns ids [T, M] behind as many rows without any."""
+  """Return ids [T, M] behind as many rows without any."""
   return np.concatenate([np.full((more, ids.shape[1]), -1, np.int32), ids])
 
 
 def _last(scored: Scored, count: int) -> Scored:
-  """Returns what is said of the last tokens of a row."""
+  """Return what is said of the last tokens of a row."""
   return Scored(
     *(None if array is None else array[-count:] for array in (getattr(scored, each.name) for each in _SCORED))
   )
@@ -797,7 +802,7 @@ def _own_state(factors: Tree, mu: Tree, nu: Tree, count: np.ndarray) -> SlotStat
 
 
 def _arrays_of(factors: Arrays, mu: Arrays, nu: Arrays, average: Arrays, count: np.ndarray) -> Arrays:
-  """Returns the arrays of a version, by the names under which the shelf has them."""
+  """Return the arrays of a version, by the names under which the shelf has them."""
   kinds = {_FACTORS: factors, _MU: mu, _NU: nu, _AVERAGE: average}
   named = {f'{kind}/{name}': value for kind, arrays in kinds.items() for name, value in arrays.items()}
   return named | {_COUNT: count}

@@ -1,10 +1,10 @@
 """The programs of an engine, with the shapes that it calls each with, for whoever costs them without running them.
 
 Of P, Q and T, the buckets of prompts, teachers' prompts and completions: the sampler's (`training.run_programs`), which
-stays; `student/P×T` and `teacher/Q×T` (states that predict the completion), `first/T` and `support/T` (what the losses need
-of them), `accumulate/P×T` (gradients of a micro-batch), `report/T` (sums of what it said), `log probs/T` (after the last
-step), `scores/T` and `ids/T` (of requests for scores); of S, the score buckets, `text/1×S`, `text scores/S` and
-`text ids/S` (the same of whole texts); and `zero`, `step`, `put slot`, `get slot`, `put snapshot`, `put teacher`.
+stays; `student/P×T` and `teacher/Q×T` (states that predict the completion), `first/T` and `support/T` (what the losses
+need of them), `accumulate/P×T` (gradients of a micro-batch), `report/T` (sums of what it said), `log probs/T` (after
+the last step), `scores/T` and `ids/T` (of requests for scores); of S, the score buckets, `text/1×S`, `text scores/S`
+and `text ids/S` (the same of whole texts); and `zero`, `step`, `put slot`, `get slot`, `put snapshot`, `put teacher`.
 """
 
 from __future__ import annotations

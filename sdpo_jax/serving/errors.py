@@ -47,7 +47,9 @@ class InFlight(ServiceError):
 
 
 class TurnConflict(ServiceError):
-  """A session is not where the request takes it to be; `current` is the number of its newest turn, −1: there is none."""
+  """A session is not where the request takes it to be; `current` is the number of its newest turn, −1: there is
+  none.
+  """
 
   status, code = 409, 'turn_conflict'
 

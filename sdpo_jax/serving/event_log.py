@@ -28,14 +28,14 @@ class EventLog:
   """The recent events of many adapters, and who wants to know of them. Any thread may call."""
 
   def __init__(self, clock: Callable[[], float] = time.time):
-    """Makes a log without events."""
+    """Make a log without events."""
     self._clock, self._changed = clock, threading.Condition()
     self._next = int(1e6 * clock())
     self._events: collections.OrderedDict[str, collections.deque[Event]] = collections.OrderedDict()
     self._listeners: dict[str, list[Callable[[Event], None]]] = {}
 
   def add(self, adapter: str, kind: str, details: Mapping[str, Any]) -> Event:
-    """Notes an event, and tells those who listen."""
+    """Note an event, and tell those who listen."""
     with self._changed:
       event = Event(self._next, adapter, kind, self._clock(), details)
       self._next += 1
@@ -50,12 +50,12 @@ class EventLog:
     return event
 
   def after(self, adapter: str, last: int | None) -> list[Event]:
-    """Returns the events that are kept of an adapter, after the one with the id `last` if that is not None."""
+    """Return the events that are kept of an adapter, after the one with the id `last` if that is not None."""
     with self._changed:
       return [event for event in self._events.get(adapter, ()) if last is None or event.id > last]
 
   def wait(self, adapter: str, last: int | None, timeout: float) -> list[Event]:
-    """Returns as `after`; if there are none, those that come within so many seconds."""
+    """Return as `after`; if there are none, those that come within so many seconds."""
     with self._changed:
       self._changed.wait_for(lambda: self._newest(adapter) > (-1 if last is None else last), timeout)
     return self.after(adapter, last)
@@ -65,7 +65,9 @@ class EventLog:
     return events[-1].id if events else -1
 
   def listen(self, adapter: str, listener: Callable[[Event], None]) -> Callable[[], None]:
-    """Tells somebody of every event of an adapter from now on, in the thread in which it happens; returns what ends it."""
+    """Tells somebody of every event of an adapter from now on, in the thread in which it happens; returns what ends
+    it.
+    """
     with self._changed:
       self._listeners.setdefault(adapter, []).append(listener)
 
@@ -80,6 +82,6 @@ class EventLog:
     return stop
 
   def forget(self, adapter: str) -> None:
-    """Drops all events of an adapter."""
+    """Drop all events of an adapter."""
     with self._changed:
       self._events.pop(adapter, None)

@@ -10,7 +10,7 @@ PACKAGES = ('starlette', 'uvicorn', 'pydantic', 'obstore', 'prometheus_client')
 
 
 def check_extra() -> None:
-  """Returns if all packages are installed.
+  """Return if all packages are installed.
 
   Raises:
     UserError: naming those that are not, and how to install them.
@@ -18,6 +18,6 @@ def check_extra() -> None:
   missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
   if missing:
     raise UserError(
-      f'The service needs {", ".join(missing)}, not installed here: pip install -r requirements-serve.txt, or the extra '
-      'sdpo_jax[serve].'
+      f'The service needs {", ".join(missing)}, not installed here: pip install -r requirements-serve.txt, or the '
+      'extra sdpo_jax[serve].'
     )

@@ -1,4 +1,6 @@
-"""The feedback transaction: lessons are learned, guards look at the new version, and it is committed whole or not at all."""
+"""The feedback transaction: lessons are learned, guards look at the new version, and it is committed whole or not at
+all.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def run(
   idempotency: Request | None = None,
   progress: Progress = lambda stage, **details: None,
 ) -> dict[str, Any]:
-  """Returns the answer to a feedback, after which an adapter is one version further, or is as it was.
+  """Return the answer to a feedback, after which an adapter is one version further, or is as it was.
 
   Whatever is raised, by `progress` before 'committed' too, leaves the adapter, the store and the engine as they were.
   The caller sees to it that nobody else changes the adapter meanwhile; if somebody does in the store, it is refused.
@@ -67,8 +69,8 @@ def run(
   """
   if expected is not None and expected != adapter.head:
     raise VersionConflict(
-      f'The adapter is at version {adapter.head}, and the request expects {expected}: look at what changed, and send it '
-      f'again with {adapter.head}.',
+      f'The adapter is at version {adapter.head}, and the request expects {expected}: look at what changed, and send '
+      f'it again with {adapter.head}.',
       current=adapter.head,
     )
   service, call, clock = account.service, account.call, _Clock()
@@ -162,7 +164,7 @@ class Entry:
 
 
 def run_batch(account: Account, entries: Sequence[Entry]) -> list[dict[str, Any] | ServiceError | UserError]:
-  """Returns what came of several feedbacks, in order: an answer, or why there is none.
+  """Return what came of several feedbacks, in order: an answer, or why there is none.
 
   Each is a transaction of its own. Those of one adapter come one after the other; those of different adapters are under
   way together, so that the engine learns them in the same programs.
@@ -191,13 +193,13 @@ def run_batch(account: Account, entries: Sequence[Entry]) -> list[dict[str, Any]
 
 
 def _tokens(lesson: Lesson, steps: int) -> int:
-  """Returns how many tokens are computed for a lesson: the teacher reads it once, and the student at every step."""
+  """Return how many tokens are computed for a lesson: the teacher reads it once, and the student at every step."""
   length = len(lesson.completion)
   return len(lesson.teacher_prompt or ()) + length + steps * (len(lesson.prompt) + length)
 
 
 def _wait(learning: concurrent.futures.Future[Learned], call: Call) -> Learned:
-  """Returns what was learned; a request that ends before that has begun is not learned.
+  """Return what was learned; a request that ends before that has begun is not learned.
 
   What has begun is waited for, whatever happens: only then is it known what there is to forget.
   """
@@ -220,15 +222,15 @@ class _Clock:
 
 
 def _check_teacher(account: Account, adapter: Adapter, teacher: Teacher) -> None:
-  """Raises InvalidRequest if the version that is to teach is there no more."""
+  """Raise InvalidRequest if the version that is to teach is there no more."""
   if teacher.version is None:
     return
   try:
     account.service.store.version(adapter.owner, adapter.id, teacher.version)
   except (NotFound, Gone) as error:
     raise InvalidRequest(
-      f'Version {teacher.version} of the adapter, which is to teach, is not kept any more: choose another teacher, or let the '
-      'service keep more versions (serve.store.keep_versions).',
+      f'Version {teacher.version} of the adapter, which is to teach, is not kept any more: choose another teacher, or '
+      'let the service keep more versions (serve.store.keep_versions).',
       field='teacher',
     ) from error
 
@@ -236,7 +238,7 @@ def _check_teacher(account: Account, adapter: Adapter, teacher: Teacher) -> None
 def _canary_prompts(
   account: Account, adapter: Adapter, request: FeedbackRequest, limits: Guards
 ) -> list[Sequence[int]]:
-  """Returns the prompts on which the new version is to be measured; none if nothing asks for it.
+  """Return the prompts on which the new version is to be measured; none if nothing asks for it.
 
   Raises:
     InvalidRequest: the user has set a limit on canary prompts, and there are none.
@@ -247,8 +249,8 @@ def _canary_prompts(
       asked = [name for name in guards.ON_CANARIES if (said or {}).get(name) is not None]
       if asked and getattr(limits, asked[0]) is not None:
         raise InvalidRequest(
-          f'The guard {asked[0]} is measured on canary prompts, and the adapter has none: set canary_prompts in its settings, '
-          f'or {asked[0]} to null.',
+          f'The guard {asked[0]} is measured on canary prompts, and the adapter has none: set canary_prompts in its '
+          f'settings, or {asked[0]} to null.',
           field=f'guards.{asked[0]}',
         )
     return []
@@ -259,7 +261,7 @@ def _canary_prompts(
 
 
 def _recent(account: Account, adapter: Adapter) -> list[Version]:
-  """Returns the newest versions of an adapter that are kept."""
+  """Return the newest versions of an adapter that are kept."""
   found = []
   for number in range(max(0, adapter.head - guards.RECENT + 1), adapter.head + 1):
     try:
@@ -284,7 +286,9 @@ def _measured(learned: Learned, finite: bool, canaries: Canaries | None, recent:
 def _note(
   account: Account, adapter: Adapter, request: FeedbackRequest, answer: Mapping[str, Any], progress: Progress
 ) -> None:
-  """Notes what was said, as far as the store keeps it, and tells of the end. What goes wrong is logged: the answer stands."""
+  """Note what was said, as far as the store keeps it, and tell of the end. What goes wrong is logged: the answer
+  stands.
+  """
   store, worker, after = account.service.store, account.service.worker, answer['version_after']
   committed = after != answer['version_before']
   stage = 'committed' if committed else 'dry_run' if answer['accepted'] else 'rejected'

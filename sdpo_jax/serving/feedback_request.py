@@ -77,7 +77,7 @@ class FeedbackRequest:
 
 
 def make_request(items: Sequence[Item], update: Mapping[str, Any], serve: ServeConfig, **more: Any) -> FeedbackRequest:
-  """Returns a request with what the service says of all that the client left out.
+  """Return a request with what the service says of all that the client left out.
 
   Args:
     items: completions; they are looked at.
@@ -118,7 +118,7 @@ def make_request(items: Sequence[Item], update: Mapping[str, Any], serve: ServeC
 
 
 def check_item(item: Item, number: int) -> None:
-  """Raises InvalidRequest for an item that is none, naming its number."""
+  """Raise InvalidRequest for an item that is none, naming its number."""
   where = f'items[{number}]'
   given = item.prompt_tokens is not None, item.tokens is not None
   if any(given) == (item.sample_id is not None) or any(given) != all(given):
@@ -140,7 +140,7 @@ def check_item(item: Item, number: int) -> None:
 def learning_of(
   update: Mapping[str, Any], defaults: LearningConfig, topk: int, *, rewarded: bool = False
 ) -> tuple[Loss, AdamW, int]:
-  """Returns loss, optimizer and number of steps that a client asks for.
+  """Return loss, optimizer and number of steps that a client asks for.
 
   Args:
     update: as JSON. `loss` ('sdpo' or 'jsd_pg'), the fields of `Sdpo` or of `JsdPg`, those of `AdamW`, and `steps`. For
@@ -200,7 +200,7 @@ def learning_of(
 
 
 def _divergence(said: Mapping[str, Any]) -> dict[str, float]:
-  """Returns the alpha that a divergence by name means."""
+  """Return the alpha that a divergence by name means."""
   name = said.get('divergence')
   if name is None:
     return {}

@@ -1,4 +1,6 @@
-"""When a version that was learned is not to be: decisions over numbers, and the canary prompts that they are measured on."""
+"""When a version that was learned is not to be: decisions over numbers, and the canary prompts that they are measured
+on.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ class Guards:
 
   @classmethod
   def of(cls, defaults: GuardsConfig, *said: Mapping[str, Any] | None) -> Guards:
-    """Returns the limits that hold.
+    """Return the limits that hold.
 
     Args:
       defaults: of the service.
@@ -99,7 +101,7 @@ class Check:
 
 
 def check(guards: Guards, measured: Measured) -> list[Check]:
-  """Returns what every guard says; a limit that is just reached is kept."""
+  """Return what every guard says; a limit that is just reached is kept."""
   checks = [
     Check(
       'finite',
@@ -127,7 +129,7 @@ def check(guards: Guards, measured: Measured) -> list[Check]:
 
 
 def kl_to_base(base_log_probs: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
-  """Returns KL(new‖base) in nats, [T, K] twice -> [T], over K tokens and one bucket for the rest of the vocabulary.
+  """Return KL(new‖base) in nats, [T, K] twice -> [T], over K tokens and one bucket for the rest of the vocabulary.
 
   It is a lower bound of the divergence over the whole vocabulary.
 
@@ -144,7 +146,7 @@ def kl_to_base(base_log_probs: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
 
 
 def self_similarity(completions: Sequence[Sequence[int]]) -> float | None:
-  """Returns how much completions have in common, from 0 to 1: the mean over pairs of the share of common n-grams.
+  """Return how much completions have in common, from 0 to 1: the mean over pairs of the share of common n-grams.
 
   Args:
     completions: token ids of each, of different prompts; None is returned for fewer than two.
@@ -163,7 +165,7 @@ def _grams(tokens: Sequence[int]) -> collections.Counter[tuple[int, ...]]:
 
 
 def loss_ratio(loss: float, recent: Sequence[float]) -> float | None:
-  """Returns the loss as a multiple of the median of recent ones, all by their size; None: there are too few of them."""
+  """Return the loss as a multiple of the median of recent ones, all by their size; None: there are too few of them."""
   if len(recent) < LEAST_RECENT:
     return None
   return abs(loss) / max(statistics.median(map(abs, recent)), _SMALL_LOSS)
@@ -212,7 +214,7 @@ class CanaryMeter:
     self._known: collections.OrderedDict[tuple[int, ...], Canary] = collections.OrderedDict()
 
   def of_base(self, prompts: Sequence[Sequence[int]], deadline: float | None = None) -> list[Canary]:
-    """Returns canaries of prompts. They are the same at every start: their draws have a seed of their own."""
+    """Return canaries of prompts. They are the same at every start: their draws have a seed of their own."""
     keys = [tuple(prompt) for prompt in prompts]
     with self._lock:
       known = {key: self._known[key] for key in keys if key in self._known}
@@ -234,7 +236,7 @@ class CanaryMeter:
   def measure(
     self, version: str, prompts: Sequence[Sequence[int]], *, similarity: bool = True, deadline: float | None = None
   ) -> Canaries:
-    """Returns what a version says on canary prompts, at least one.
+    """Return what a version says on canary prompts, at least one.
 
     Args:
       version: its name in the engine.
@@ -265,7 +267,7 @@ class CanaryMeter:
     )
 
   def _draw(self, version: str, prompts: Sequence[Sequence[int]], deadline: float | None) -> list[list[int]]:
-    """Returns completions, one of each prompt."""
+    """Return completions, one of each prompt."""
     handles = [
       self._worker.sample(
         version, prompt, n=1, seed=_seed(prompt), step=0, max_tokens=self._tokens, temperature=1.0, deadline=deadline
@@ -281,5 +283,5 @@ class CanaryMeter:
 
 
 def _seed(prompt: Sequence[int]) -> int:
-  """Returns the seed of a prompt's draws: noise that prompts shared would make their completions alike."""
+  """Return the seed of a prompt's draws: noise that prompts shared would make their completions alike."""
   return zlib.crc32(np.asarray(prompt, np.int32).tobytes())

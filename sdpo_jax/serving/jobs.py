@@ -31,7 +31,7 @@ class Handle:
     self._why: ServiceError | None = None
 
   def __iter__(self) -> Iterator[Draft | Completion]:
-    """Yields what comes of the request until all of its samples are done.
+    """Yield what comes of the request until all of its samples are done.
 
     Raises:
       ServiceError: why there is no more: it was cancelled, its time is over, it was refused, or the engine failed.
@@ -51,11 +51,13 @@ class Handle:
 
   @property
   def reused(self) -> int:
-    """Tokens of the prompt whose keys and values were kept of an earlier one, as the samples that are done found them."""
+    """Tokens of the prompt whose keys and values were kept of an earlier one, as the samples that are done found
+    them.
+    """
     return self._begun.result().reused if self._begun.done() and self._begun.exception() is None else 0
 
   def result(self) -> list[Completion]:
-    """Waits for all samples and returns them in order; raises what iterating raises."""
+    """Wait for all samples and return them in order; raise what iterating raises."""
     return sorted((event for event in self if isinstance(event, Completion)), key=lambda done: done.sample)
 
   def begin(self, drawing: Drawing) -> None:
@@ -118,7 +120,7 @@ class _FutureJob(Job):
     return self.future.cancelled()
 
   def claim(self) -> bool:
-    """Returns whether it is still wanted; from now on it cannot be cancelled."""
+    """Return whether it is still wanted; from now on it cannot be cancelled."""
     self._claimed = self._claimed or self.future.set_running_or_notify_cancel()
     return self._claimed
 
@@ -179,7 +181,7 @@ class Unwanted:
 
 
 def needed(feedback: Feedback) -> frozenset[str]:
-  """Returns the versions that feedback is learned with."""
+  """Return the versions that feedback is learned with."""
   names = {feedback.version}
   if feedback.teacher.startswith(VERSION):
     names.add(feedback.teacher.removeprefix(VERSION))
@@ -187,15 +189,15 @@ def needed(feedback: Feedback) -> frozenset[str]:
 
 
 def runnable(jobs: Sequence[Job], present: Any) -> list[Job]:
-  """Returns the jobs whose turn may come, in their order.
+  """Return the jobs whose turn may come, in their order.
 
   Args:
     jobs: all that wait.
     present: container of the versions that the engine has.
 
   Returns:
-    Those with all of their versions and of what a teacher elsewhere says, and requests to forget that no earlier job is in the way of; what came after such a
-    request and needs that version waits for it.
+    Those with all of their versions and of what a teacher elsewhere says, and requests to forget that no earlier job is
+    in the way of; what came after such a request and needs that version waits for it.
   """
   found: list[Job] = []
   wanted: set[str] = set()
@@ -213,7 +215,7 @@ def runnable(jobs: Sequence[Job], present: Any) -> list[Job]:
 
 
 def learned_together(jobs: Sequence[Job], *, slots: int, teachers: int, rows: int) -> list[LearnJob]:
-  """Returns the first job of a list, which learns, and later ones that can learn in the same steps.
+  """Return the first job of a list, which learns, and later ones that can learn in the same steps.
 
   Args:
     jobs: whose turn may come.
@@ -240,7 +242,7 @@ def learned_together(jobs: Sequence[Job], *, slots: int, teachers: int, rows: in
 
 
 def scored_together(jobs: Sequence[Job], *, rows: int) -> list[tuple[ScoreJob, int]]:
-  """Returns the first job of a list, which scores, and later ones of the same version, each with how many of its rows.
+  """Return the first job of a list, which scores, and later ones of the same version, each with how many of its rows.
 
   Args:
     jobs: whose turn may come.
@@ -258,5 +260,5 @@ def scored_together(jobs: Sequence[Job], *, rows: int) -> list[tuple[ScoreJob, i
 
 
 def _ids(job: ScoreJob) -> int | None:
-  """Returns how many ids are asked for at every position; None: none."""
+  """Return how many ids are asked for at every position; None: none."""
   return job.ids[0].shape[1] if job.ids else None

@@ -19,7 +19,8 @@ from sdpo_jax.serving.program_folder import ProgramFolder
 Announce = Callable[[str], None]
 _logger = logging.getLogger('sdpo_jax.serving')
 # An option with its own default. A compilation with options is one of its own, and not what this process has compiled
-# or read from JAX's cache before: what was read there cannot be kept a second time on a CPU (its kernels are not found).
+# or read from JAX's cache before: what was read there cannot be kept a second time on a CPU (its kernels are not
+# found).
 _AFRESH = {'xla_embed_ir_in_executable': False}
 
 
@@ -27,7 +28,7 @@ class KeptPrograms:
   """Functions that are compiled when they are first called with arguments of some shapes; one thread calls."""
 
   def __init__(self, folder: ProgramFolder | None = None):
-    """Makes it.
+    """Make it.
 
     Args:
       folder: where programs are, and are put; None: they are compiled, or found in JAX's cache.

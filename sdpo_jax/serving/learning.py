@@ -120,8 +120,8 @@ class Learned:
   """What came of one task."""
 
   said: list[Said]  # Of every lesson.
-  # Of every step: what `objective.reported.means` says of it, as its own programs computed it, `grad_norm` before clipping
-  # and `stepped`, whether it was taken.
+  # Of every step: what `objective.reported.means` says of it, as its own programs computed it, `grad_norm` before
+  # clipping and `stepped`, whether it was taken.
   steps: list[dict[str, float]]
   warnings: tuple[str, ...] = ()  # What was not learned as it was asked for, a sentence each.
 
@@ -164,7 +164,7 @@ class LearningFunctions:
 
 @functools.lru_cache(maxsize=16)
 def learning_functions(policy: DecoderPolicy, topk: int, chunk_size: int) -> LearningFunctions:
-  """Returns the functions, which learners of equal models and sizes share, and with them what is compiled.
+  """Return the functions, which learners of equal models and sizes share, and with them what is compiled.
 
   On a mesh, rows are divided over all devices, and factors lie as `lora_pool.shardings` says, whatever returns them.
   """
@@ -220,7 +220,7 @@ class Learner:
     chunk_size: int = 256,
     keep: Keep = lambda _, function: function,
   ):
-    """Makes a learner.
+    """Make a learner.
 
     Args:
       policy: with a `LoraPool` of the training slots.
@@ -253,7 +253,7 @@ class Learner:
     )
 
   def learn(self, state: SlotState, teachers: Tree, tasks: Sequence[Task]) -> tuple[SlotState, list[Learned]]:
-    """Takes the steps of all tasks; slots without a task keep every bit.
+    """Take the steps of all tasks; slots without a task keep every bit.
 
     Args:
       state: of the training slots; its buffers are taken over.
@@ -300,11 +300,11 @@ class Learner:
     rows: Sequence[tuple[Sequence[int], Sequence[int]]],
     ids: Sequence[np.ndarray] | None = None,
   ) -> list[Scored]:
-    """Returns what one of the teachers says of tokens; see `Scorer.score`."""
+    """Return what one of the teachers says of tokens; see `Scorer.score`."""
     return self._scorer.score(pool, rows, member=member, ids=ids)
 
   def check(self, tasks: Sequence[Task]) -> None:
-    """Raises UserError for what `learn` cannot do; no device is touched."""
+    """Raise UserError for what `learn` cannot do; no device is touched."""
     slots = [task.slot for task in tasks]
     if len(set(slots)) < len(slots):
       raise ValueError('Two tasks of one slot cannot be learned at once: each has its own steps.')
@@ -324,7 +324,7 @@ class Learner:
         self._check(lesson, isinstance(task.loss, JsdPg))
 
   def _check(self, lesson: Lesson, mixes: bool) -> None:
-    """Raises UserError for a lesson that cannot be learned."""
+    """Raise UserError for a lesson that cannot be learned."""
     if (lesson.teacher_prompt is None) == (lesson.taught is None):
       raise ValueError('A lesson has either a prompt of the teacher, or what a teacher said.')
     texts = {'prompt': ('The prompt', lesson.prompt), 'response': ('The completion', lesson.completion)}
@@ -341,7 +341,8 @@ class Learner:
       raise UserError(f'The advantage of a lesson must be a finite number, not {lesson.advantage}.')
     if lesson.sampling_log_probs is not None and np.shape(lesson.sampling_log_probs) != (length,):
       raise UserError(
-        f'There are {np.size(lesson.sampling_log_probs)} log-probs of sampling for the {length} tokens of the completion.'
+        f'There are {np.size(lesson.sampling_log_probs)} log-probs of sampling for the {length} tokens of the '
+        'completion.'
       )
     if lesson.sampling_log_probs is not None and not np.isfinite(lesson.sampling_log_probs).all():
       raise UserError('A log-prob of sampling is not a finite number.')
@@ -360,7 +361,7 @@ class Learner:
       raise UserError('A log-prob of the teacher is not a number.')
 
   def _prepare(self, state: SlotState, teachers: Tree, lessons: list[tuple[Task, Lesson]], chosen: range) -> _Micro:
-    """Returns some lessons as rows, with what student and teacher say of them."""
+    """Return some lessons as rows, with what student and teacher say of them."""
     picked = [lessons[index] for index in chosen]
     picked += [picked[0]] * (self._rows - len(picked))  # Padding, in which every token is masked.
     live = np.arange(self._rows) < len(chosen)
@@ -421,7 +422,7 @@ class Learner:
     return _Micro(rows, student, shown, tokens, teacher_hidden, named, asked.given, before, theirs, floored, batch)
 
   def _renewed(self, trainable: Tree, micro: _Micro) -> Batch:
-    """Returns the batch of a later step: the student's support moves with it, what else the teacher said does not."""
+    """Return the batch of a later step: the student's support moves with it, what else the teacher said does not."""
     hidden, unembedding = self._functions.states(self._base, trainable, micro.student)
     signal = self._functions.support(
       hidden, micro.teacher_hidden, unembedding, micro.targets, micro.mask, micro.theirs, micro.named, micro.given
@@ -429,19 +430,19 @@ class Learner:
     return micro.batch.replace(signal=signal)
 
   def _reported(self, batch: Batch, per_token: Mapping[str, jax.Array], floored: jax.Array) -> dict[str, jax.Array]:
-    """Returns what is reported of the rows of a step, [B] each; see `reported.row_sums`."""
+    """Return what is reported of the rows of a step, [B] each; see `reported.row_sums`."""
     read = {name: per_token[name] for name in reported.READ}
     return self._functions.report(batch.replace(student=None, signal=None), read, floored)
 
   def _score(self, trainable: Tree, micro: _Micro) -> jax.Array:
-    """Returns the student's log-probs [B, T] of the completions."""
+    """Return the student's log-probs [B, T] of the completions."""
     hidden, unembedding = self._functions.states(self._base, trainable, micro.student)
     return self._functions.log_probs(hidden, unembedding, micro.targets, micro.mask)
 
   def _taught(
     self, picked: Sequence[tuple[Task, Lesson]], shape: tuple[int, int]
   ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Returns what was taught elsewhere, by the names of the fields of `Asked`, and where floors stand, [B, T] bool."""
+    """Return what was taught elsewhere, by the names of the fields of `Asked`, and where floors stand, [B, T] bool."""
     given = {
       'given': np.zeros(len(picked), bool),
       'given_ids': np.full((*shape, self._topk), -1, np.int32),
@@ -471,7 +472,7 @@ class Learner:
     return smallest_bucket(self._buckets[name], max(map(len, sequences)))
 
   def _settings(self, tasks: Sequence[Task]) -> StepSettings:
-    """Returns the settings of all slots; of those without a task, any."""
+    """Return the settings of all slots; of those without a task, any."""
     own = [AdamW()] * self._slots
     for task in tasks:
       own[task.slot] = task.optimizer
@@ -558,7 +559,7 @@ def _first(
   k: int,
   **settings: Any,
 ) -> tuple[Scores, Scores, jax.Array, TeacherSignal, jax.Array, jax.Array]:
-  """Returns what a micro-batch needs before its first step.
+  """Return what a micro-batch needs before its first step.
 
   They are the student's and the teacher's scores, the teacher's states [B, T, D] and signal, advantages [B, T], and
   log-probs [B, T] of the policy that drew the completions.
@@ -599,14 +600,14 @@ def _support(
   k: int,
   **settings: Any,
 ) -> TeacherSignal:
-  """Returns the teacher's signal on the support that the student has now."""
+  """Return the teacher's signal on the support that the student has now."""
   own = scores(hidden, unembedding, targets, k, mask=mask, **settings)
   agreed = _agreed(hidden, teacher_hidden) & ~given[:, None]
   return _signal(own, theirs, teacher_hidden, unembedding, mask, named, agreed, **settings)
 
 
 def _agreed(hidden: jax.Array, teacher_hidden: jax.Array) -> jax.Array:
-  """Returns where student and teacher are in the same state, bit by bit, [B, T] bool: they say the same there."""
+  """Return where student and teacher are in the same state, bit by bit, [B, T] bool: they say the same there."""
   return (hidden == teacher_hidden).all(-1)
 
 
@@ -620,10 +621,10 @@ def _signal(
   agreed: jax.Array,
   **settings: Any,
 ) -> TeacherSignal:
-  """Returns the teacher's log-probs of the student's top K or, of rows that want them, of its own.
+  """Return the teacher's log-probs of the student's top K or, of rows that want them, of its own.
 
-  Where the two agree it names no token, and the divergence and its gradient are exactly 0: the loss reads the student in
-  a program of its own, which rounds differently.
+  Where the two agree it names no token, and the divergence and its gradient are exactly 0: the loss reads the student
+  in a program of its own, which rounds differently.
   """
   at_own = log_probs_of_ids(teacher_hidden, unembedding, own.top_ids, mask=mask, **settings)
   wanted = named[:, None, None]
@@ -634,14 +635,14 @@ def _signal(
 
 
 def _loss(task: Task, lesson: Lesson) -> Loss:
-  """Returns the loss of a lesson: of a teacher who named a handful of tokens there is no regulariser."""
+  """Return the loss of a lesson: of a teacher who named a handful of tokens there is no regulariser."""
   if lesson.taught is None or not isinstance(task.loss, JsdPg):
     return task.loss
   return jsd_pg.for_teacher(task.loss, np.shape(lesson.taught.top_ids)[1])
 
 
 def _warnings(task: Task) -> tuple[str, ...]:
-  """Returns what a teacher who names a handful of tokens cannot teach."""
+  """Return what a teacher who names a handful of tokens cannot teach."""
   named = [np.shape(lesson.taught.top_ids)[1] for lesson in task.lessons if lesson.taught is not None]
   if not named or min(named) > jsd_pg.LITE:
     return ()
@@ -650,8 +651,8 @@ def _warnings(task: Task) -> tuple[str, ...]:
     lost = 'of all others the student learns how likely they are together, and not which of them the teacher prefers'
   elif task.loss.jsd_weight:
     lost = (
-      'the regulariser over its tokens was left out, and the student learns from the tokens of the completion alone, not '
-      'which others the teacher prefers'
+      'the regulariser over its tokens was left out, and the student learns from the tokens of the completion alone, '
+      'not which others the teacher prefers'
     )
   else:
     return ()
@@ -659,11 +660,11 @@ def _warnings(task: Task) -> tuple[str, ...]:
 
 
 def _same(task: Task, lesson: Lesson) -> bool:
-  """Returns whether student and teacher are one, and read the same."""
+  """Return whether student and teacher are one, and read the same."""
   return task.itself and lesson.teacher_prompt is not None and list(lesson.teacher_prompt) == list(lesson.prompt)
 
 
 def as_train_state(trainable: Tree) -> TrainState:
-  """Returns what `training.update.accumulate` reads of a state."""
+  """Return what `training.update.accumulate` reads of a state."""
   zero = np.zeros((), np.int32)
   return TrainState(step=zero, optimizer_step=zero, trainable=trainable, opt_state={}, teacher={}, rng=None)

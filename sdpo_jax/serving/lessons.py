@@ -47,12 +47,12 @@ class Prepared:
 def prepare(
   items: Sequence[Item], adapter: Adapter, store: Store, reprompting: Reprompting, vocab_size: int
 ) -> list[Prepared]:
-  """Returns the lessons of a feedback, in order.
+  """Return the lessons of a feedback, in order.
 
   `feedback` and `environment` are shown to the teacher as feedback, `correction` and `demonstration` as a correct
   solution, in the templates of runs; both may stand beside each other. An item without any of them is read by the
-  teacher as the student read it. The advantage of an item is its reward, less the mean where several items have one, and
-  0 where it has none.
+  teacher as the student read it. The advantage of an item is its reward, less the mean where several items have one,
+  and 0 where it has none.
 
   Args:
     items: of the feedback.
@@ -64,7 +64,8 @@ def prepare(
   Raises:
     NotFound: a sample that is not there, or somebody else's.
     Gone: a sample that has expired.
-    InvalidRequest: a sample of another adapter, tokens that are none of the model's, or a text in which there is nothing to show.
+    InvalidRequest: a sample of another adapter, tokens that are none of the model's, or a text in which there is
+      nothing to show.
     UserError: a prompt that leaves no room for what is said.
   """
   rewards = [item.reward for item in items if item.reward is not None]
@@ -101,7 +102,7 @@ def prepare(
 
 
 def _texts(item: Item, number: int, config: SelfDistillationConfig) -> tuple[str | None, str | None, tuple[str, ...]]:
-  """Returns what is shown as the solution and as feedback, and which fields that comes from."""
+  """Return what is shown as the solution and as feedback, and which fields that comes from."""
   shown: dict[str, str] = {}
   for name in ('correction', 'demonstration', 'feedback', 'environment'):
     text = getattr(item, name)

@@ -43,7 +43,7 @@ Loss = Sdpo | JsdPg
 
 
 def of_rows(losses: list[Loss], topk: int | None = None) -> RowNumbers:
-  """Returns the numbers of rows, [B] each, one loss per row.
+  """Return the numbers of rows, [B] each, one loss per row.
 
   Args:
     losses: of the rows.

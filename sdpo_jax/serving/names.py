@@ -24,7 +24,7 @@ class Reference:
 
 
 def check_name(name: str, taken: str) -> str:
-  """Returns the name of a new adapter.
+  """Return the name of a new adapter.
 
   Args:
     name: that a user chose.
@@ -45,12 +45,12 @@ def check_name(name: str, taken: str) -> str:
 
 
 def lora_uri(adapter: str, number: int) -> str:
-  """Returns the address of a version of an adapter."""
+  """Return the address of a version of an adapter."""
   return f'{SCHEME}{adapter}@{number}'
 
 
 def parse(text: str) -> Reference:
-  """Returns what an address or a name means. Nothing is ever opened or fetched for it.
+  """Return what an address or a name means. Nothing is ever opened or fetched for it.
 
   Args:
     text: an id or a name, with @ and the number of a version or without, or an address that `lora_uri` made.
@@ -67,9 +67,9 @@ def parse(text: str) -> Reference:
 
 
 def unknown(text: str) -> NotFound:
-  """Returns what is said of an adapter that is not there, or somebody else's."""
+  """Return what is said of an adapter that is not there, or somebody else's."""
   return NotFound(
-    f'There is no model or adapter {short_repr(text)}: name {BASE_NAME}, one of your adapters (its name or id, and @ with '
-    f'the number of a version if another than the newest is meant), or the address {SCHEME}ID@NUMBER of one.',
+    f'There is no model or adapter {short_repr(text)}: name {BASE_NAME}, one of your adapters (its name or id, and @ '
+    f'with the number of a version if another than the newest is meant), or the address {SCHEME}ID@NUMBER of one.',
     field='model',
   )

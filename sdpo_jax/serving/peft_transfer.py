@@ -1,4 +1,6 @@
-"""Adapters that users bring, as PEFT writes them: checked against the adapters that are served before anything is made of them."""
+"""Adapters that users bring, as PEFT writes them: checked against the adapters that are served before anything is made
+of them.
+"""
 
 from __future__ import annotations
 
@@ -60,15 +62,15 @@ class Served:
     return tuple(sorted({lora.module_name(rows[each.name], 0).rsplit('.', 1)[-1] for each in self.adapter.targets}))
 
   def factors(self, files: Mapping[str, bytes]) -> dict[str, np.ndarray]:
-    """Returns the factors in a user's files, by their names in the table, [L, …] float32.
+    """Return the factors in a user's files, by their names in the table, [L, …] float32.
 
     Args:
-      files: adapter_config.json and adapter_model.safetensors by name; if there is a base_fingerprint.json, the model is
-        compared with it. Others are not looked at.
+      files: adapter_config.json and adapter_model.safetensors by name; if there is a base_fingerprint.json, the model
+        is compared with it. Others are not looked at.
 
     Raises:
-      InvalidRequest: one is missing or damaged, or is an adapter of another shape, another kind or another model, or holds
-        values that are not finite.
+      InvalidRequest: one is missing or damaged, or is an adapter of another shape, another kind or another model, or
+        holds values that are not finite.
       TooLarge: one is larger than such an adapter can be.
     """
     self._check_sizes(files)
@@ -97,8 +99,8 @@ class Served:
     header = int.from_bytes(weights[:8], 'little')
     if header > LARGEST_HEADER:
       raise InvalidRequest(
-        f'{peft_files.WEIGHTS} says that its header has {header} bytes, and {LARGEST_HEADER} are read at most: send the file '
-        'that save_pretrained of PEFT has written.',
+        f'{peft_files.WEIGHTS} says that its header has {header} bytes, and {LARGEST_HEADER} are read at most: send '
+        'the file that save_pretrained of PEFT has written.',
         field='files',
       )
     most = 8 + header + 4 * sum(math.prod(row.shape) for row in lora.factors(self.policy.parameter_table()))
@@ -117,20 +119,20 @@ class Served:
     known = peft_files.base_of(root)
     if known is not None and known['weights'] != self.weights:
       raise UserError(
-        f'{peft_files.BASE} says that the adapter belongs to a model with other weights than the one that is served: send an '
-        'adapter of this model.'
+        f'{peft_files.BASE} says that the adapter belongs to a model with other weights than the one that is served: '
+        'send an adapter of this model.'
       )
     factors = peft_files.host_factors(root, self.table, known_name)
     for name, values in factors.items():
       if not training_pool.fits(values):
         raise UserError(
-          f'{peft_files.WEIGHTS}: the factor {name} holds a value of {training_pool.LARGEST:g} or more, which is not served: '
-          'send an adapter that was trained.'
+          f'{peft_files.WEIGHTS}: the factor {name} holds a value of {training_pool.LARGEST:g} or more, which is not '
+          'served: send an adapter that was trained.'
         )
     return factors
 
   def described(self) -> str:
-    """Returns the shape in words."""
+    """Return the shape in words."""
     if self.rank is None or self.scale is None:
       return f'one with different ranks or scales, of {", ".join(self.targets)}'
     return f'rank {self.rank} and lora_alpha {self.scale * self.rank:g}, of {", ".join(self.targets)}'
@@ -141,12 +143,12 @@ def _one(values: set[Any]) -> Any:
 
 
 def _check_patterns(values: Mapping[str, Any]) -> None:
-  """Raises UserError if a configuration has an expression that could take long to compare with a name."""
+  """Raise UserError if a configuration has an expression that could take long to compare with a name."""
   for entry in ('target_modules', 'exclude_modules', 'layers_pattern', 'rank_pattern', 'alpha_pattern'):
     value = values.get(entry)
     for pattern in [value] if isinstance(value, str) else value if isinstance(value, list | dict) else []:
       if isinstance(pattern, str) and not _PLAIN.fullmatch(pattern):
         raise UserError(
-          f'{peft_config.FILE}: {entry} holds {short_repr(pattern)}, a regular expression with repetitions or choices, which '
-          'are not read here: list the names of the modules.'
+          f'{peft_config.FILE}: {entry} holds {short_repr(pattern)}, a regular expression with repetitions or choices, '
+          'which are not read here: list the names of the modules.'
         )

@@ -36,7 +36,7 @@ class Places:
     return version in self._index
 
   def take(self, version: Hashable) -> Place:
-    """Gives a version a place, the one that it has if it has one.
+    """Give a version a place, the one that it has if it has one.
 
     Raises:
       NoPlaceError: every place is in use.
@@ -49,7 +49,7 @@ class Places:
     return Place(self._index[version], filled)
 
   def let_go(self, version: Hashable) -> None:
-    """Ends one use of a version, which keeps its place until another needs it.
+    """End one use of a version, which keeps its place until another needs it.
 
     Raises:
       ValueError: nobody uses it.
@@ -62,7 +62,7 @@ class Places:
       self._idle[version] = None
 
   def forget(self, version: Hashable) -> None:
-    """Takes the place of a version away, for it was never filled or is not wanted any more; none is no error.
+    """Take the place of a version away, for it was never filled or is not wanted any more; none is no error.
 
     Raises:
       ValueError: somebody uses it.

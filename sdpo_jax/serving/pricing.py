@@ -267,11 +267,11 @@ def _summary(
 
 
 def text(plan: EnginePlan) -> str:
-  """The whole plan."""
+  """Return the whole plan."""
   settings, mesh = plan.settings, ' × '.join(f'{name}={size}' for name, size in plan.mesh.items())
   parts = [
-    f'An engine for adapters of {plan.adapter:,} parameters beside {plan.parameters:,} ({plan.model}) on {plan.topology}: '
-    f'{plan.chips} chips, mesh {mesh}; {plan.compiler}.',
+    f'An engine for adapters of {plan.adapter:,} parameters beside {plan.parameters:,} ({plan.model}) on '
+    f'{plan.topology}: {plan.chips} chips, mesh {mesh}; {plan.compiler}.',
     report.memory(plan.programs, plan.hbm_limit_gib),
     f'On the devices at once: {settings.snapshots} versions to sample from, {settings.teachers} to score with and '
     f'{settings.slots} in training. A version takes {1024 * plan.version_gib:,.0f} MiB on the host, whose memory of '
@@ -285,9 +285,9 @@ def text(plan: EnginePlan) -> str:
   parts.append(markdown(['a feedback', 'ms'], [*rows, ['together', f'{1e3 * plan.latency_s:.3g}']]))
   lengths = plan.lengths
   parts.append(
-    f'Assumed (from the settings plan.…, where None the limits): prompts of {lengths["prompt"]:g} tokens, completions of '
-    f'{lengths["completion"]:g}, teacher prompts of {lengths["teacher"]:g}, each padded to its bucket; one step per feedback; '
-    f'{HOST_LINK / 1e9:g} GB/s between devices and host [assumption].'
+    f'Assumed (from the settings plan.…, where None the limits): prompts of {lengths["prompt"]:g} tokens, completions '
+    f'of {lengths["completion"]:g}, teacher prompts of {lengths["teacher"]:g}, each padded to its bucket; one step per '
+    f'feedback; {HOST_LINK / 1e9:g} GB/s between devices and host [assumption].'
   )
   parts.append(
     f'{plan.feedbacks_per_hour:,.0f} feedbacks an hour, {min(settings.training_rows, settings.slots)} at once; '
@@ -296,14 +296,14 @@ def text(plan: EnginePlan) -> str:
   )
   if plan.cost_per_1000_feedbacks is not None:
     parts.append(
-      f'1,000 feedbacks and their completions: ${plan.cost_per_1000_feedbacks:.3g} at ${plan.price_per_chip_hour:g} per '
-      'chip-hour [arithmetic].'
+      f'1,000 feedbacks and their completions: ${plan.cost_per_1000_feedbacks:.3g} at ${plan.price_per_chip_hour:g} '
+      'per chip-hour [arithmetic].'
     )
   if not plan.fits:
     names = ', '.join(label for label, estimate in plan.programs.items() if not estimate.fits)
     parts.append(
-      f'DOES NOT FIT: {names}. Lower serve.rows, serve.training_rows, serve.kept_prefixes, the places for versions or the '
-      'buckets.'
+      f'DOES NOT FIT: {names}. Lower serve.rows, serve.training_rows, serve.kept_prefixes, the places for versions or '
+      'the buckets.'
     )
   return '\n\n'.join(part for part in parts if part)
 

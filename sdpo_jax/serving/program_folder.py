@@ -1,8 +1,8 @@
 """Compiled programs in a folder, so that the next start of the same engine compiles nothing.
 
 A compiled program is read with pickle, and then runs: whoever can write to the folder can run code here. So the folder
-belongs to the user of the process and is writable to nobody else, and a file is read only if the index, which lies beside
-it, has its digest.
+belongs to the user of the process and is writable to nobody else, and a file is read only if the index, which lies
+beside it, has its digest.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ProgramFolder:
   """
 
   def __init__(self, folder: pathlib.Path, key: Mapping[str, Any], devices: Sequence[jax.Device]):
-    """Opens a folder; it is made if it is not there.
+    """Open a folder; it is made if it is not there.
 
     Args:
       folder: on a file system.
@@ -121,11 +121,11 @@ class ProgramFolder:
     self._new = False
 
   def close(self) -> None:
-    """Closes the folder."""
+    """Close the folder."""
     os.close(self._descriptor)
 
   def get(self, name: str, in_tree: Any) -> jax.stages.Compiled | None:
-    """Returns a program, ready to run; None: it is not there, or not as it was written.
+    """Return a program, ready to run; None: it is not there, or not as it was written.
 
     Args:
       name: of the program with its arguments.
@@ -153,7 +153,7 @@ class ProgramFolder:
       return None
 
   def put(self, name: str, compiled: jax.stages.Compiled) -> None:
-    """Keeps a program; what cannot be kept is said, and compiled again at the next start."""
+    """Keep a program; what cannot be kept is said, and compiled again at the next start."""
     try:
       executable, _, out_tree = serialize_executable.serialize(compiled)
       # A structure is kept as a tree of numbers, of which JAX makes it again.
@@ -200,7 +200,7 @@ class ProgramFolder:
     return self._parsed(self._name)
 
   def _parsed(self, name: str) -> dict[str, str]:
-    """Returns name → digest of an index; empty: there is none, or it cannot be read."""
+    """Return name → digest of an index; empty: there is none, or it cannot be read."""
     content = self._read(name)
     if content is None:
       return {}
@@ -214,7 +214,7 @@ class ProgramFolder:
     return found
 
   def _read(self, name: str) -> bytes | None:
-    """Returns the content of a file of this user; None: there is none."""
+    """Return the content of a file of this user; None: there is none."""
     try:
       descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._descriptor)
     except FileNotFoundError:

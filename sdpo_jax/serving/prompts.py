@@ -25,7 +25,7 @@ def tokens_of(
   tokens: Sequence[int] | None = None,
   add_special_tokens: bool = True,
 ) -> list[int]:
-  """Returns the token ids of a prompt.
+  """Return the token ids of a prompt.
 
   Args:
     tokenizer: of the model, with a chat template.
@@ -68,7 +68,7 @@ def _of_messages(tokenizer: Tokenizer, chat: ChatFormat, messages: Messages, lim
 
 
 def _of_text(tokenizer: Tokenizer, text: str, limit: int, add_special_tokens: bool) -> list[int] | None:
-  """Returns the token ids of a text; None: it has more than twice as many as it may have."""
+  """Return the token ids of a text; None: it has more than twice as many as it may have."""
   if not isinstance(text, str):
     raise InvalidRequest(f'text must be a text, not {short_repr(text)}.', field='text')
   length = _LONG * limit
@@ -80,7 +80,7 @@ def _of_text(tokenizer: Tokenizer, text: str, limit: int, add_special_tokens: bo
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int, field: str) -> None:
-  """Raises InvalidRequest unless these are token ids of the model, at least one."""
+  """Raise InvalidRequest unless these are token ids of the model, at least one."""
   if isinstance(tokens, str) or not isinstance(tokens, Sequence) or not tokens:
     raise InvalidRequest(f'{field} must be a list of token ids, at least one, not {short_repr(tokens)}.', field=field)
   for token in tokens:
@@ -91,7 +91,7 @@ def check_tokens(tokens: Sequence[int], vocab_size: int, field: str) -> None:
 
 
 def conversation(messages: Any, field: str = 'messages') -> Messages:
-  """Returns a conversation with the content of every message as one text; contents may be lists of texts.
+  """Return a conversation with the content of every message as one text; contents may be lists of texts.
 
   Args:
     messages: with 'role' and 'content', as OpenAI's API has them.

@@ -61,5 +61,5 @@ class Sample:
 
 
 def engine_name(adapter: str, number: int) -> str:
-  """Returns the name that a version of an adapter has in the engine."""
+  """Return the name that a version of an adapter has in the engine."""
   return f'{adapter}@{number}'

@@ -32,7 +32,7 @@ class SampleOptions:
   stop_token_ids: Sequence[int] = ()  # Tokens that end it, beside the model's own.
 
   def checked(self, *, max_completion: int, vocab_size: int) -> SampleOptions:
-    """Returns the options with all that was left open.
+    """Return the options with all that was left open.
 
     Args:
       max_completion: tokens of a completion at most.
@@ -120,7 +120,7 @@ class Sampling:
     self._reused: dict[int, int] = {}
 
   def __iter__(self) -> Iterator[SampleDraft | SampleDone]:
-    """Yields drafts, where they were asked for, and every completion once. Whoever stops reading ends what is left.
+    """Yield drafts, where they were asked for, and every completion once. Whoever stops reading ends what is left.
 
     Raises:
       Cancelled: the request was ended by its sender.
@@ -149,7 +149,8 @@ class Sampling:
     return SampleDraft(event.sample, delta, event.tokens.tolist()) if delta else None
 
   def reused(self, index: int | None = None) -> int:
-    """Returns how many tokens of the prompt were not read for a completion that is done, for their keys and values were kept.
+    """Return how many tokens of the prompt were not read for a completion that is done, for their keys and values were
+    kept.
 
     Args:
       index: which completion; None: that of which most were.
@@ -157,6 +158,6 @@ class Sampling:
     return max(self._reused.values(), default=0) if index is None else self._reused.get(index, 0)
 
   def result(self) -> list[Sample]:
-    """Waits for all completions and returns them in order; raises what iterating raises."""
+    """Wait for all completions and return them in order; raise what iterating raises."""
     found = [event for event in self if isinstance(event, SampleDone)]
     return [done.sample for done in sorted(found, key=lambda done: done.index)]

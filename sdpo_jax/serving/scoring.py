@@ -45,7 +45,7 @@ class ScoringFunctions:
 
 @functools.lru_cache(maxsize=16)
 def scoring_functions(policy: Policy, topk: int, chunk_size: int, vocab_size: int) -> ScoringFunctions:
-  """Returns the functions, which scorers of equal policies and sizes share, and with them what is compiled.
+  """Return the functions, which scorers of equal policies and sizes share, and with them what is compiled.
 
   On a mesh, rows are divided over all devices.
   """
@@ -67,12 +67,12 @@ def scoring_functions(policy: Policy, topk: int, chunk_size: int, vocab_size: in
 
 
 def mesh_of(policy: Policy) -> jax.sharding.Mesh | None:
-  """Returns the mesh that divides what a policy computes; None: there is one device."""
+  """Return the mesh that divides what a policy computes; None: there is one device."""
   return policy.backend.mesh if policy.backend.divided else None
 
 
 def on_devices(policy: Policy, rows: Tree) -> Tree:
-  """Returns host arrays of rows where a policy reads them."""
+  """Return host arrays of rows where a policy reads them."""
   mesh = mesh_of(policy)
   return rows if mesh is None else meshes.put_rows(mesh, rows)
 
@@ -94,7 +94,7 @@ class Scorer:
     name: str = 'teacher',
     keep: Keep = lambda _, function: function,
   ):
-    """Makes a scorer.
+    """Make a scorer.
 
     Args:
       policy: the model.
@@ -116,7 +116,7 @@ class Scorer:
     )
 
   def states(self, trainable: Tree, rows: TokenRows) -> tuple[jax.Array, jax.Array]:
-    """Returns the states that predict the tokens of rows, and the unembedding; see `models.forward.forward`."""
+    """Return the states that predict the tokens of rows, and the unembedding; see `models.forward.forward`."""
     return self._states(self._base, trainable, rows)
 
   def score(
@@ -127,7 +127,7 @@ class Scorer:
     member: int | None = None,
     ids: Sequence[np.ndarray] | None = None,
   ) -> list[Scored]:
-    """Returns what the policy says of tokens, on the host and without padding.
+    """Return what the policy says of tokens, on the host and without padding.
 
     Args:
       trainable: trainable parameters, such as a pool of adapters.
@@ -169,7 +169,7 @@ class Scorer:
 
 
 def check_ids(what: str, tokens: Sequence[int] | np.ndarray, vocab_size: int) -> None:
-  """Raises UserError for a row with something that is no token of a vocabulary; `what` begins the sentence."""
+  """Raise UserError for a row with something that is no token of a vocabulary; `what` begins the sentence."""
   try:
     ids = np.asarray(tokens)
   except ValueError:  # Rows of different lengths.
@@ -181,7 +181,7 @@ def check_ids(what: str, tokens: Sequence[int] | np.ndarray, vocab_size: int) ->
 
 
 def padded(rows: Sequence[Sequence[int]], room: int) -> tuple[np.ndarray, np.ndarray]:
-  """Returns tokens [B, T] int32 with T = room, and which of them are no padding, [B, T] bool."""
+  """Return tokens [B, T] int32 with T = room, and which of them are no padding, [B, T] bool."""
   tokens, mask = np.zeros((len(rows), room), np.int32), np.zeros((len(rows), room), bool)
   for row, own in enumerate(rows):
     tokens[row, : len(own)], mask[row, : len(own)] = own, True

@@ -67,7 +67,7 @@ class Service:
     endpoint: Endpoint | None = None,
     clock: Callable[[], float] = time.time,
   ):
-    """Makes a service of its parts; `make` makes these of the settings.
+    """Make a service of its parts; `make` makes these of the settings.
 
     Args:
       store: of adapters, versions and samples.
@@ -105,7 +105,7 @@ class Service:
     announce: Callable[[str], None] = print,
     devices: Sequence[jax.Device] | None = None,
   ) -> Service:
-    """Makes the service that the settings describe; its model is read when it starts.
+    """Make the service that the settings describe; its model is read when it starts.
 
     Args:
       config: settings, checked. The model must have an adapter.
@@ -153,7 +153,9 @@ class Service:
   # The whole.
 
   def start(self) -> None:
-    """Starts the engine's thread, which reads the model and compiles, and looks after what is stored from time to time."""
+    """Start the engine's thread, which reads the model and compiles, and looks after what is stored from time to
+    time.
+    """
     self.worker.start()
     self._tending = threading.Thread(target=self._tend, name='retention', daemon=True)
     self._tending.start()
@@ -180,7 +182,7 @@ class Service:
         return
 
   def account(self, owner: str, call: Call | None = None) -> Account:
-    """Returns what an owner can do.
+    """Return what an owner can do.
 
     Args:
       owner: whose adapters there are.
@@ -191,7 +193,7 @@ class Service:
   # Versions of the engine.
 
   def remember(self, adapter: str, owner: str) -> None:
-    """Notes whose an adapter is, which has been looked up with this owner."""
+    """Note whose an adapter is, which has been looked up with this owner."""
     with self._lock:
       self._owners[adapter] = owner
       self._owners.move_to_end(adapter)
@@ -199,7 +201,7 @@ class Service:
         self._owners.popitem(last=False)
 
   def load(self, engine_name: str) -> Mapping[str, np.ndarray]:
-    """Returns the arrays of a version that the engine does not have.
+    """Return the arrays of a version that the engine does not have.
 
     Raises:
       NotFound: there is none any more.
@@ -214,7 +216,7 @@ class Service:
   # The teacher elsewhere.
 
   def ask_endpoint(self, lessons: Sequence[Lesson], call: Call) -> list[Lesson]:
-    """Returns lessons with what the teacher behind the endpoint says of them; the engine goes on meanwhile.
+    """Return lessons with what the teacher behind the endpoint says of them; the engine goes on meanwhile.
 
     Args:
       lessons: with what the teacher reads.
@@ -270,7 +272,7 @@ class Service:
     return max(sizes.score_buckets[-1] + 1 if sizes.score_buckets else 0, self.max_prompt + self.max_completion)
 
   def capabilities(self) -> dict[str, Any]:
-    """Returns what the service serves, as JSON."""
+    """Return what the service serves, as JSON."""
     serve, served = self.settings, self.served
     return {
       'model': {
@@ -329,7 +331,9 @@ class _StopOf:
 
 
 def _endpoint_of(config: Config, tokenizer: Any, sizes: EngineSettings, vocab_size: int) -> Endpoint | None:
-  """Returns the teacher at the endpoint that the settings name, which has shown that it is the one; None: there is none."""
+  """Return the teacher at the endpoint that the settings name, which has shown that it is the one; None: there is
+  none.
+  """
   settings = config.actor.self_distillation.teacher_endpoint
   if not settings.used:
     return None
@@ -343,7 +347,7 @@ def _endpoint_of(config: Config, tokenizer: Any, sizes: EngineSettings, vocab_si
 
 
 def _base_of(config: Config, described: DecoderPolicy, values: Mapping[str, Any]) -> Base:
-  """Returns what all adapters of the store have in common.
+  """Return what all adapters of the store have in common.
 
   Args:
     config: settings.
@@ -377,7 +381,7 @@ def _open_store(config: Config, database: pathlib.Path, base: Base) -> Store:
 def _engine_maker(
   config: Config, tokenizer: Any, mesh: jax.sharding.Mesh, sizes: EngineSettings, folder: pathlib.Path
 ) -> Callable[[], Engine]:
-  """Returns what reads the model and makes its engine.
+  """Return what reads the model and makes its engine.
 
   Args:
     config: settings.
@@ -403,16 +407,16 @@ def _engine_maker(
 
 
 def _last(path: str) -> str:
-  """Returns what requests call a model: the last part of its path or name."""
+  """Return what requests call a model: the last part of its path or name."""
   return pathlib.PurePath(path.rstrip('/')).name
 
 
 def check_positions(sizes: EngineSettings, positions: int | None) -> None:
-  """Raises UserError if the buckets of an engine hold longer texts than a model was made for."""
+  """Raise UserError if the buckets of an engine hold longer texts than a model was made for."""
   longest = max(sizes.prompt_buckets[-1], sizes.teacher_buckets[-1]) + sizes.response_buckets[-1]
   if positions is not None and longest > positions:
     raise UserError(
-      f'serve: a prompt of {longest - sizes.response_buckets[-1]} tokens with a completion of {sizes.response_buckets[-1]} '
-      f'needs {longest} positions, and the model has {positions} (max_position_embeddings): lower serve.prompt_buckets, '
-      'serve.teacher_buckets or serve.response_buckets.'
+      f'serve: a prompt of {longest - sizes.response_buckets[-1]} tokens with a completion of '
+      f'{sizes.response_buckets[-1]} needs {longest} positions, and the model has {positions} '
+      '(max_position_embeddings): lower serve.prompt_buckets, serve.teacher_buckets or serve.response_buckets.'
     )

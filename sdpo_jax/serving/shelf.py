@@ -22,12 +22,12 @@ SUFFIX = '.safetensors'
 class Shelf:
   """Arrays by version; those that were asked for longest ago go to files first. Any thread may call.
 
-  The files are of this process alone, and gone when another shelf is made in their folder: what is to outlive it is kept
-  elsewhere.
+  The files are of this process alone, and gone when another shelf is made in their folder: what is to outlive it is
+  kept elsewhere.
   """
 
   def __init__(self, folder: pathlib.Path, memory_bytes: int):
-    """Makes an empty shelf.
+    """Make an empty shelf.
 
     Args:
       folder: for files, of nobody else; what a shelf has left there is removed.
@@ -54,7 +54,7 @@ class Shelf:
       return self._bytes
 
   def put(self, version: str, arrays: Arrays) -> None:
-    """Keeps the arrays of a version, which are not to be changed any more.
+    """Keep the arrays of a version, which are not to be changed any more.
 
     Raises:
       ValueError: the shelf has that version, which never changes.
@@ -69,7 +69,7 @@ class Shelf:
       self._remember(version, arrays)
 
   def get(self, version: str) -> Arrays:
-    """Returns the arrays of a version; they cannot be changed.
+    """Return the arrays of a version; they cannot be changed.
 
     Raises:
       KeyError: the shelf has no such version.
@@ -97,7 +97,7 @@ class Shelf:
     self._bytes += _size(arrays)
 
   def _spill(self, more: int) -> None:
-    """Makes room for so many bytes, or for as many as there can be; what has a file already needs no other."""
+    """Make room for so many bytes, or for as many as there can be; what has a file already needs no other."""
     while self._memory and self._bytes + more > self._limit:
       version, arrays = next(iter(self._memory.items()))
       if version not in self._digests:
@@ -106,8 +106,8 @@ class Shelf:
           write_atomically(self._file(version), content)
         except OSError as error:
           raise UserError(
-            f'{self._folder} cannot be written ({first_line(error)}), so that there is no place for more adapters: make '
-            'room there, or name another folder.'
+            f'{self._folder} cannot be written ({first_line(error)}), so that there is no place for more adapters: '
+            'make room there, or name another folder.'
           ) from error
         self._digests[version] = hashlib.sha256(content).hexdigest()
       del self._memory[version]

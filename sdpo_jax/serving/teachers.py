@@ -38,12 +38,12 @@ class Teacher:
 
 
 def settings_of(said: Any) -> Any:
-  """Returns settings of a teacher, of which the kind alone may be said; what is neither is returned as it is."""
+  """Return settings of a teacher, of which the kind alone may be said; what is neither is returned as it is."""
   return {'kind': said} if isinstance(said, str) else said
 
 
 def check(settings: Mapping[str, Any]) -> None:
-  """Raises InvalidRequest for settings of a teacher that are none."""
+  """Raise InvalidRequest for settings of a teacher that are none."""
   kind = settings.get('kind')
   if not isinstance(kind, str) or kind not in KINDS:
     raise InvalidRequest(
@@ -52,7 +52,8 @@ def check(settings: Mapping[str, Any]) -> None:
   for field in settings:
     if field != 'kind' and field not in KINDS[kind]:
       raise InvalidRequest(
-        f'A teacher of the kind {kind!r} has no {short_repr(field)}; it takes: {", ".join(KINDS[kind]) or "nothing else"}.',
+        f'A teacher of the kind {kind!r} has no {short_repr(field)}; it takes: '
+        f'{", ".join(KINDS[kind]) or "nothing else"}.',
         field='teacher',
       )
   rate = settings.get('rate')
@@ -72,7 +73,7 @@ def check(settings: Mapping[str, Any]) -> None:
 
 
 def choose(adapter: Adapter, asked: Mapping[str, Any] | None, defaults: LearningConfig) -> Teacher:
-  """Returns who teaches an adapter at its newest version.
+  """Return who teaches an adapter at its newest version.
 
   Args:
     adapter: its settings say `teacher`.

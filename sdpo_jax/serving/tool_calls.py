@@ -56,7 +56,7 @@ class ToolCall:
   arguments: Mapping[str, Any]
 
   def message(self) -> dict[str, Any]:
-    """Returns the call as messages hold it, for chat templates."""
+    """Return the call as messages hold it, for chat templates."""
     return {'type': 'function', 'function': {'name': self.name, 'arguments': dict(self.arguments)}}
 
 
@@ -70,7 +70,7 @@ class Proposal:
 
 
 def form_of(template: str | None) -> Form:
-  """Returns the form of the calls that a chat template teaches.
+  """Return the form of the calls that a chat template teaches.
 
   Raises:
     UserError: there is no template, it knows no tools, or its form is another one, which is named.
@@ -97,7 +97,7 @@ def form_of(template: str | None) -> Form:
 
 
 def read_calls(text: str, form: Form) -> Proposal:
-  """Returns what an answer says and calls; thinking is neither.
+  """Return what an answer says and calls; thinking is neither.
 
   A call of which anything is wrong is not returned, and none after it: a person is not to approve half of a plan.
   """
@@ -106,13 +106,13 @@ def read_calls(text: str, form: Form) -> Proposal:
 
 
 def write_call(call: ToolCall, form: Form) -> str:
-  """Returns a call as a model of that form writes it."""
+  """Return a call as a model of that form writes it."""
   content = json.dumps({'name': call.name, _ARGUMENTS[form]: dict(call.arguments)}, ensure_ascii=False)
   return f'{_OPEN}\n{content}\n{_CLOSE}' if form == 'hermes' else content
 
 
 def cutting(stops: Sequence[str], form: Form) -> str | None:
-  """Returns a string at which every call would be cut, if answers ended there; None: there is none."""
+  """Return a string at which every call would be cut, if answers ended there; None: there is none."""
   bare = write_call(ToolCall('', {}), form) + ('\n' if form == 'hermes' else '')
   return next((stop for stop in stops if stop in bare), None)
 
@@ -164,7 +164,7 @@ def _read_whole(text: str) -> Proposal:
 
 
 def _call(found: Any, key: str) -> ToolCall | str:
-  """Returns a call, or what is wrong with it."""
+  """Return a call, or what is wrong with it."""
   if not isinstance(found, dict) or not isinstance(found.get('name'), str) or not found['name']:
     return f'A tool call must be an object with "name" and "{key}", not {short_repr(found)}.'
   if further := found.keys() - {'name', key, 'id', 'type'}:
@@ -178,7 +178,7 @@ def _call(found: Any, key: str) -> ToolCall | str:
 
 
 def flaw_of(value: Any) -> str | None:
-  """Returns what in a value that was read as JSON could not be kept, sent or shown; None: nothing."""
+  """Return what in a value that was read as JSON could not be kept, sent or shown; None: nothing."""
   left = [(value, 0)]
   while left:
     found, depth = left.pop()

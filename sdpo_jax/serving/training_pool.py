@@ -47,12 +47,12 @@ _STATE = SlotState(trainable=lora_pool.AXIS, moments=_MOMENTS)
 
 
 def fits(values: np.ndarray | jax.Array) -> jax.Array:
-  """Returns whether all numbers of an array are finite, and small enough for every compute dtype, [] bool."""
+  """Return whether all numbers of an array are finite, and small enough for every compute dtype, [] bool."""
   return (abs(values) < LARGEST).all()  # No comparison with NaN holds.
 
 
 def fresh(trainable: Tree) -> SlotState:
-  """Returns slots that have not been trained, beside the factors on their devices; nothing is compiled for them.
+  """Return slots that have not been trained, beside the factors on their devices; nothing is compiled for them.
 
   Args:
     trainable: [L, N, …] float32, factors.
@@ -69,7 +69,7 @@ def fresh(trainable: Tree) -> SlotState:
 
 
 def shardings(table: Table, mesh: Mesh) -> SlotState:
-  """Returns where the arrays of slots lie on a mesh: moments as the factors, counts on every device.
+  """Return where the arrays of slots lie on a mesh: moments as the factors, counts on every device.
 
   Args:
     table: of a policy with a pool.
@@ -80,19 +80,19 @@ def shardings(table: Table, mesh: Mesh) -> SlotState:
 
 
 def _place(leaf: jax.Array) -> Sharding | None:
-  """Returns where an array must stay; None: it may go wherever it is needed."""
+  """Return where an array must stay; None: it may go wherever it is needed."""
   return leaf.sharding if leaf.committed else None
 
 
 def slot_of(state: SlotState, slot: jax.Array | int) -> SlotState:
-  """Returns one slot of a state, without the axis of slots."""
+  """Return one slot of a state, without the axis of slots."""
   count, mu, nu = state.moments
   mu, nu, trainable = (lora_pool.member(tree, slot) for tree in (mu, nu, state.trainable))
   return SlotState(trainable, optax.ScaleByAdamState(count[slot], mu, nu))
 
 
 def with_slot(state: SlotState, slot: jax.Array | int, own: SlotState) -> SlotState:
-  """Returns the state in which one slot holds something else; `own` has no axis of slots."""
+  """Return the state in which one slot holds something else; `own` has no axis of slots."""
   count, mu, nu = state.moments
   mu, nu, trainable = (
     lora_pool.with_member(tree, slot, new)
@@ -106,8 +106,9 @@ def step(
 ) -> tuple[SlotState, dict[str, jax.Array]]:
   """Take one AdamW step in the slots that are active; no bit of the others changes.
 
-  A slot whose gradient is not finite stays as it is, as a run's state does (`training.update.apply_gradients`), and so does
-  one that the step would give a value that is not, or is too large for a compute dtype: it may not reach the rows of others.
+  A slot whose gradient is not finite stays as it is, as a run's state does (`training.update.apply_gradients`), and so
+  does one that the step would give a value that is not, or is too large for a compute dtype: it may not reach the rows
+  of others.
 
   Args:
     state: before the step.

@@ -15,7 +15,7 @@ class Turns:
   """First come, first served, for each of any number of things; nothing is kept of those that nobody waits for."""
 
   def __init__(self):
-    """Makes turns of nothing yet."""
+    """Make turns of nothing yet."""
     self._lock = threading.Lock()
     self._queues: dict[Hashable, collections.deque[threading.Event]] = {}  # Whose turn it is, and those behind.
 
@@ -26,7 +26,7 @@ class Turns:
 
   @contextlib.contextmanager
   def of(self, thing: Hashable, deadline: float | None = None) -> Iterator[None]:
-    """Waits for the turn at a thing, which lasts as long as the block.
+    """Wait for the turn at a thing, which lasts as long as the block.
 
     Args:
       thing: such as the id of an adapter.

@@ -1,7 +1,7 @@
 """The thread that owns the engine: it takes requests of all threads, in turns with sampling, and answers each once.
 
-Between two chunks of tokens it does one other thing at most: it learns from feedback of several versions together, or scores
-some rows of one. Versions that the engine does not have are read by other threads in the meantime.
+Between two chunks of tokens it does one other thing at most: it learns from feedback of several versions together, or
+scores some rows of one. Versions that the engine does not have are read by other threads in the meantime.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Worker:
     announce: Callable[[str], None] = print,
     clock: Callable[[], float] = time.monotonic,
   ):
-    """Makes a worker that does nothing yet.
+    """Make a worker that does nothing yet.
 
     Args:
       make_engine: makes the engine, in the worker's thread; again when its devices have failed.
@@ -108,13 +108,13 @@ class Worker:
   # Life.
 
   def start(self) -> None:
-    """Starts the thread, which makes the engine and compiles its programs; `ready` says when it has."""
+    """Start the thread, which makes the engine and compiles its programs; `ready` says when it has."""
     with self._lock:
       self._refusal = 'The engine compiles its programs: come again when it is ready.'
     self._thread.start()
 
   def wait(self, timeout: float | None = None) -> bool:
-    """Waits until the engine is ready, for at most `timeout` seconds; returns whether it is.
+    """Wait until the engine is ready, for at most `timeout` seconds; return whether it is.
 
     Raises:
       BaseException: why it will not be.
@@ -190,7 +190,7 @@ class Worker:
     return handle
 
   def cancel(self, request: Handle | Future) -> None:
-    """Ends a request: samples at the next chunk, and what has not begun yet at once; no error if it is done."""
+    """End a request: samples at the next chunk, and what has not begun yet at once; no error if it is done."""
     if isinstance(request, Future):
       request.cancel()
     else:
@@ -237,7 +237,8 @@ class Worker:
   def learn(self, feedback: Feedback, *, deadline: float | None = None) -> Future[Learned]:
     """Lets feedback wait to be learned. Unless a gradient was not finite, the engine has the new version then.
 
-    Nothing else has it: `stored` says when something does, and `forget` that nobody wants it. An endpoint that teaches is
+    Nothing else has it: `stored` says when something does, and `forget` that nobody wants it. An endpoint that teaches
+      is
     asked by another thread before.
 
     Raises:
@@ -257,7 +258,7 @@ class Worker:
   # Versions.
 
   def arrays(self, version: str) -> Arrays:
-    """Returns all that a version is, by name; none can be written to.
+    """Return all that a version is, by name; none can be written to.
 
     Raises:
       ServiceError: neither the engine has it nor what loads versions.
@@ -273,7 +274,7 @@ class Worker:
     return self._load(version)
 
   def put(self, version: str, arrays: Arrays) -> None:
-    """Makes a version of arrays as `arrays` returns them.
+    """Make a version of arrays as `arrays` returns them.
 
     Raises:
       InvalidRequest: they are not of the shape that is served, or not finite.
@@ -298,7 +299,7 @@ class Worker:
     self._call(keep)
 
   def fresh(self, seed: int) -> Arrays:
-    """Returns the arrays of a version that changes nothing yet, of which the engine keeps nothing.
+    """Return the arrays of a version that changes nothing yet, of which the engine keeps nothing.
 
     Raises:
       NotReady: there is no engine now.
@@ -429,7 +430,7 @@ class Worker:
       raise _EngineLostError from error
 
   def _hear(self, engine: Engine) -> None:
-    """Takes what other threads have left, and versions that were read."""
+    """Take what other threads have left, and versions that were read."""
     self._wake.clear()
     while self._inbox:
       work = self._inbox.popleft()
@@ -456,7 +457,7 @@ class Worker:
           self._end(engine, job, error, 'failed')
 
   def _end_what_is_over(self, engine: Engine) -> bool:
-    """Ends requests that nobody waits for, or whose time is over; returns whether there were any."""
+    """End requests that nobody waits for, or whose time is over; return whether there were any."""
     now, moved = self._clock(), False
     for job in [*self._waiting, *self._drawing]:
       if isinstance(job, ForgetJob) or job.ended is not None:
@@ -469,7 +470,7 @@ class Worker:
     return moved
 
   def _finished(self, engine: Engine) -> bool:
-    """Returns whether the worker is to end, with nothing left to do or no time for it."""
+    """Return whether the worker is to end, with nothing left to do or no time for it."""
     if self._stop_at is None:
       return False
     if not (self._waiting or self._drawing or self._loading or self._inbox):
@@ -601,7 +602,7 @@ class Worker:
     return True
 
   def _claimed(self, job: LearnJob | ScoreJob) -> bool:
-    """Returns whether somebody still waits for a request that is to be done now; if not, it is gone."""
+    """Return whether somebody still waits for a request that is to be done now; if not, it is gone."""
     if not job.claim():
       self._waiting.remove(job)
       self._ended(job, 'cancelled')
@@ -619,7 +620,7 @@ class Worker:
       job.alone = True
 
   def _refuse(self, engine: Engine, job: Job, error: Exception) -> None:
-    """Ends a request that could not be done.
+    """End a request that could not be done.
 
     Raises:
       _EngineLostError: nothing else can be done either.
@@ -629,7 +630,7 @@ class Worker:
       self._try(engine, error)
 
   def _try(self, engine: Engine, error: Exception) -> None:
-    """Raises _EngineLostError if the engine does not even score a token after an error that it should not have had."""
+    """Raise _EngineLostError if the engine does not even score a token after an error that it should not have had."""
     _logger.error('The engine failed at a request.', exc_info=error)
     try:
       engine.score(BASE, [([0], [0])], topk=0)
@@ -637,7 +638,7 @@ class Worker:
       raise _EngineLostError from again
 
   def _collect(self) -> bool:
-    """Notes which samples are done; returns whether any are."""
+    """Note which samples are done; return whether any are."""
     done = [job for job in self._drawing if job.drawing.done]
     for job in done:
       self._drawing.remove(job)
@@ -645,7 +646,7 @@ class Worker:
     return bool(done)
 
   def _trim(self, engine: Engine) -> None:
-    """Drops versions that can be read again, those that were used longest ago first, until memory holds the others."""
+    """Drop versions that can be read again, those that were used longest ago first, until memory holds the others."""
     more = len(self._kept) + len(self._own) - self._most(engine)
     if more <= 0:
       return
@@ -654,11 +655,11 @@ class Worker:
       del self._kept[version]
 
   def _most(self, engine: Engine) -> int:
-    """Returns how many versions are to be in memory."""
+    """Return how many versions are to be in memory."""
     return max(2, int(_SHARE * engine.settings.memory_bytes / engine.version_bytes))
 
   def _rest(self) -> None:
-    """Waits until there is something to do, or the time of something is over."""
+    """Wait until there is something to do, or the time of something is over."""
     times = [job.deadline for job in self._waiting if job.deadline is not None]
     if self._stop_at is not None:
       times.append(self._stop_at)
@@ -668,14 +669,14 @@ class Worker:
     return runnable(self._waiting, engine) if self._waiting else []
 
   def _touch(self, job: Job) -> None:
-    """Notes that the versions of a request were used now."""
+    """Note that the versions of a request were used now."""
     for version in job.needs & self._kept.keys():
       self._kept.move_to_end(version)
 
   # Ends.
 
   def _end(self, engine: Engine | None, job: Job, error: ServiceError, count: str) -> None:
-    """Ends a request without an answer; samples that are being drawn end with the next chunk."""
+    """End a request without an answer; samples that are being drawn end with the next chunk."""
     if job.ended is not None:
       return
     job.ended = count
@@ -689,7 +690,7 @@ class Worker:
       self._ended(job, count)
 
   def _ended(self, job: Job, count: str) -> None:
-    """Counts a request that is done."""
+    """Count a request that is done."""
     now = self._clock()
     with self._lock:
       self._counts[count] += 1
@@ -725,7 +726,7 @@ class Worker:
     self._pinned.clear()
 
   def _close(self, why: str, failure: BaseException | None = None) -> None:
-    """Ends for good."""
+    """End for good."""
     with self._lock:
       self.failure, self._refusal, self._closed = failure, why, True
       left = [*self._waiting, *self._inbox]
@@ -756,7 +757,7 @@ class _Call:
 
 
 def _refused(error: Exception) -> ServiceError:
-  """Returns what the sender of a request hears of an error of the engine."""
+  """Return what the sender of a request hears of an error of the engine."""
   if isinstance(error, ServiceError):
     return error
   if isinstance(error, UserError):
@@ -767,14 +768,14 @@ def _refused(error: Exception) -> ServiceError:
 
 
 def _cut(scored: Scored, topk: int) -> Scored:
-  """Returns what is said with no more than so many of the most likely tokens."""
+  """Return what is said with no more than so many of the most likely tokens."""
   if scored.top_ids.shape[1] == topk:
     return scored
   return dataclasses.replace(scored, top_ids=scored.top_ids[:, :topk], top_log_probs=scored.top_log_probs[:, :topk])
 
 
 def _plain(error: BaseException) -> BaseException:
-  """Returns an error without the frames that it came from, which hold an engine and the memory of its devices."""
+  """Return an error without the frames that it came from, which hold an engine and the memory of its devices."""
   seen: BaseException | None = error
   while seen is not None:
     seen.__traceback__, seen = None, seen.__context__ or seen.__cause__

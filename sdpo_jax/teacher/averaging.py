@@ -27,12 +27,14 @@ class TeacherTransform(NamedTuple):
 
 
 def live() -> TeacherTransform:
-  """The current student teaches (q_θ, paper Table 4: diverges); nothing is stored: the teacher is an empty dict."""
+  """Return the current student teaches (q_θ, paper Table 4: diverges); nothing is stored: the teacher is an empty
+  dict.
+  """
   return TeacherTransform(init=lambda params: {}, update=lambda teacher, params, step: teacher)
 
 
 def frozen() -> TeacherTransform:
-  """The initial weights teach for ever (q_θref, paper Table 4)."""
+  """Return the initial weights teach for ever (q_θref, paper Table 4)."""
   return TeacherTransform(init=_copy, update=lambda teacher, params, step: teacher)
 
 
@@ -59,8 +61,8 @@ def scaled_ema_rate(rate: float, batch_ratio: float) -> float:
   """Return the EMA rate of a batch that is `batch_ratio` times as large: 1 − (1 − rate)^batch_ratio.
 
   One update with a batch that is κ times as large takes the place of κ updates, in which the teacher would have kept
-  ρ^κ of itself, ρ = 1 − rate (Busbridge et al. 2023, "How to Scale Your EMA", arXiv 2307.13813). To the last bit but one
-  also for rates far below the rounding of 1. The learning rate has a scaling rule of its own.
+  ρ^κ of itself, ρ = 1 − rate (Busbridge et al. 2023, "How to Scale Your EMA", arXiv 2307.13813). To the last bit but
+  one also for rates far below the rounding of 1. The learning rate has a scaling rule of its own.
 
   Args:
     rate: of the batch for which it was chosen, in [0, 1].
@@ -77,7 +79,7 @@ def scaled_ema_rate(rate: float, batch_ratio: float) -> float:
 
 
 def base_alone() -> TeacherTransform:
-  """The frozen base alone teaches, without the trainable part; the teacher is an empty dict."""
+  """Return the frozen base alone teaches, without the trainable part; the teacher is an empty dict."""
   return live()
 
 
@@ -87,7 +89,7 @@ def trust_region() -> TeacherTransform:
 
 
 def restart(every: int) -> TeacherTransform:
-  """The student as it was at the last multiple of `every` generation batches (≥ 1).
+  """Return the student as it was at the last multiple of `every` generation batches (≥ 1).
 
   `step` counts generation batches from 0, so the batch with `step = every − 1` is the first to replace the teacher.
   """

@@ -1,7 +1,7 @@
 """The teacher's context: the question asked again with what the student could not know, or as it was.
 
-The former is a successful attempt of the same group (the demonstration) and the grader's feedback, in the paper's templates
-(arXiv 2601.20802, Table 2; reference ray_trainer.py:610-796).
+The former is a successful attempt of the same group (the demonstration) and the grader's feedback, in the paper's
+templates (arXiv 2601.20802, Table 2; reference ray_trainer.py:610-796).
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def shown_text(completion: str, config: SelfDistillationConfig) -> str | None:
 def successes_by_group(
   scores: Sequence[float] | np.ndarray, group: Sequence[Hashable], threshold: float
 ) -> dict[Hashable, list[int]]:
-  """Rows, in batch order, whose score (as float32, NaN: none) reaches the threshold, by group; groups without one are absent."""
+  """Rows, in batch order, whose score (as float32, NaN: none) reaches the threshold, by group; groups without one are
+  absent.
+  """
   successes: dict[Hashable, list[int]] = {}
   for row in np.flatnonzero(np.asarray(scores, np.float32) >= np.float32(threshold)):
     successes.setdefault(group[int(row)], []).append(int(row))
@@ -101,7 +103,8 @@ def reprompt(
   config: SelfDistillationConfig,
   attempt: str | None = None,
 ) -> Messages:
-  """The conversation that the teacher sees: the last message becomes the re-prompted user turn, earlier ones stay.
+  """Return the conversation that the teacher sees: the last message becomes the re-prompted user turn, earlier ones
+  stay.
 
   With neither a solution nor feedback the question is asked as it was. The student's failed `attempt`, if any, comes
   before the feedback.
@@ -116,7 +119,8 @@ def reprompt(
 
 
 def shorten_middle(text: str | None, length: int, cut: str = _CUT_MIDDLE) -> str | None:
-  """A text, such as a demonstration or attempt, cut to `length` characters, with `cut` where something is missing.
+  """Return a text, such as a demonstration or attempt, cut to `length` characters, with `cut` where something is
+  missing.
 
   It loses its middle: its beginning shows the approach and its end holds the answer, which the teacher needs most.
   """
@@ -162,12 +166,12 @@ def build_teacher_context(
   sample_ids: Sequence[int] | np.ndarray | None = None,
   chat: ChatFormat = DEFAULT_FORMAT,
 ) -> TeacherContext:
-  """The teacher's prompts for N completions.
+  """Return the teacher's prompts for N completions.
 
   Over-long prompts follow `reprompt_truncation`. 'content' shortens demonstration, attempt and feedback, the longest
-  first, to about the greatest length with which the templated prompt has at most `max_reprompt_len` tokens; the question, the
-  closing instruction and the assistant header are never cut. 'right' and 'left' cut tokens off that end, as the
-  reference does (the former loses the instruction and the assistant header). 'error' ends the run.
+  first, to about the greatest length with which the templated prompt has at most `max_reprompt_len` tokens; the
+  question, the closing instruction and the assistant header are never cut. 'right' and 'left' cut tokens off that end,
+  as the reference does (the former loses the instruction and the assistant header). 'error' ends the run.
 
   Args:
     messages: [N] the question of each completion.
@@ -410,7 +414,9 @@ def _fit(
   chat: ChatFormat,
   name: str = _LIMIT,
 ) -> tuple[Messages, list[int], bool]:
-  """The conversation, its tokens and whether they had to be shortened; `tokens` are None if they are far too many."""
+  """Return the conversation, its tokens and whether they had to be shortened; `tokens` are None if they are far too
+  many.
+  """
   limit = config.max_reprompt_len
   if tokens is not None and len(tokens) <= limit:
     return prompt, tokens, False

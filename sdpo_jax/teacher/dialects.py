@@ -1,9 +1,9 @@
 """How servers are asked for the log-probs of a given text, token by token, and how their answers are read.
 
-P prompt tokens, T completion tokens, K log-probs at every position. Both dialects are OpenAI's completions with additions:
-vLLM's `prompt_logprobs`, a map of token id → log-prob for every position of the prompt, of which the first is null; and
-Fireworks' `echo_last`, a list of log-probs for the last tokens of the prompt, at most five of each. Either adds the token
-that does stand there if it is not among the K.
+P prompt tokens, T completion tokens, K log-probs at every position. Both dialects are OpenAI's completions with
+additions: vLLM's `prompt_logprobs`, a map of token id → log-prob for every position of the prompt, of which the first
+is null; and Fireworks' `echo_last`, a list of log-probs for the last tokens of the prompt, at most five of each. Either
+adds the token that does stand there if it is not among the K.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class Dialect:
           raise Fault(f'its answer has {k + 1} log-probs at a position, and not for the most likely tokens')
       if len(entries) != k:
         raise Fault(
-          f'its answer has {len(entries)} log-probs at a position where {k} were asked for, as of a server that limits them'
+          f'its answer has {len(entries)} log-probs at a position where {k} were asked for, as of a server that limits '
+          'them'
         )
       best = sorted(entries.items(), key=lambda entry: (-entry[1], entry[0]))
       ids[place], log_probs[place] = [token for token, _ in best], [value for _, value in best]
@@ -132,7 +133,8 @@ def _check_echo(sent: Sequence[int], echoed: Any) -> None:
     raise Fault('it has read other tokens than it was sent')
 
 
-# --- vLLM ----------------------------------------------------------------------------------------------------------------
+# --- vLLM
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def _vllm_request(model: str, prompt: Sequence[int], completion: Sequence[int], k: int) -> dict[str, Any]:
@@ -176,7 +178,8 @@ def _vllm_row(row: Any, token: int) -> Row:
   return Row(entries, _text(row[str(token)].get('decoded_token')))
 
 
-# --- Fireworks -----------------------------------------------------------------------------------------------------------
+# --- Fireworks
+# -----------------------------------------------------------------------------------------------------------
 
 
 def _fireworks_request(model: str, prompt: Sequence[int], completion: Sequence[int], k: int) -> dict[str, Any]:

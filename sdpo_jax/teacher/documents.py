@@ -50,7 +50,8 @@ def read_texts(config: Config, tokenizer: Tokenizer, *, teaches: bool) -> Texts:
   if teaches and ObjectiveSpec.from_config(config).needs_teacher:
     if not cartridge.document:
       raise UserError(
-        f'{SECTION}.document is empty, and the teacher of a cartridge is the model that reads a document: name a text file.'
+        f'{SECTION}.document is empty, and the teacher of a cartridge is the model that reads a document: name a text '
+        'file.'
       )
     _check_size(config, tokenizer)
     document = read_document(config, tokenizer)
@@ -61,8 +62,8 @@ def read_texts(config: Config, tokenizer: Tokenizer, *, teaches: bool) -> Texts:
     initial = _tokens(config, tokenizer, setting) if known is None else known
     if len(initial) < cartridge.tokens:
       raise UserError(
-        f'{SECTION}.tokens={cartridge.tokens}: {getattr(cartridge, setting)}, whose first tokens the slots begin with, has '
-        f'{len(initial)} only: lower {SECTION}.tokens, or name a longer text.'
+        f'{SECTION}.tokens={cartridge.tokens}: {getattr(cartridge, setting)}, whose first tokens the slots begin with, '
+        f'has {len(initial)} only: lower {SECTION}.tokens, or name a longer text.'
       )
     initial = initial[: cartridge.tokens]
   if cartridge.tokens is not None:
@@ -106,13 +107,13 @@ def _tokens(config: Config, tokenizer: Tokenizer, setting: str) -> list[int]:
     split = _is_split(tokenizer, text, tokens, chat)
   except TEMPLATE_ERRORS as error:
     raise UserError(
-      f"{file}: the model's chat template refuses it as a system message ({first_line(error)}): name another template in "
-      'model.chat_template.'
+      f"{file}: the model's chat template refuses it as a system message ({first_line(error)}): name another template "
+      'in model.chat_template.'
     ) from error
   if split:
     raise UserError(
-      f"{file}: the model's chat template and tokenizer write a question behind this text otherwise than behind another, so "
-      'that no slots can take its place: end the text with a line of its own, or name another template in '
+      f"{file}: the model's chat template and tokenizer write a question behind this text otherwise than behind "
+      'another, so that no slots can take its place: end the text with a line of its own, or name another template in '
       'model.chat_template.'
     )
   return tokens
@@ -148,13 +149,14 @@ def _check_size(config: Config, tokenizer: Tokenizer) -> None:
   longest = max(len(token.encode('utf-8', 'surrogatepass')) for token in tokenizer.get_vocab())
   if size > longest * positions:
     raise UserError(
-      f'{SECTION}.document={file} has {size:,} bytes, more than the {positions} positions (max_position_embeddings) of the '
-      'model can hold: shorten it, or choose a model with a longer context.'
+      f'{SECTION}.document={file} has {size:,} bytes, more than the {positions} positions (max_position_embeddings) of '
+      'the model can hold: shorten it, or choose a model with a longer context.'
     )
 
 
 def check_slots(config: Config, positions: int | None) -> None:
-  """Raise UserError if the slots that are set and the longest row behind them are more than the model has positions for.
+  """Raise UserError if the slots that are set and the longest row behind them are more than the model has positions
+  for.
 
   Args:
     config: settings.
@@ -163,8 +165,9 @@ def check_slots(config: Config, positions: int | None) -> None:
   slots, data = config.model.cartridge.tokens, config.data
   if positions is not None and slots + data.max_prompt_length + data.max_response_length > positions:
     raise UserError(
-      f'{SECTION}.tokens={slots}: with a prompt of {data.max_prompt_length} and a completion of {data.max_response_length} that '
-      f'is more than the {positions} positions (max_position_embeddings) of the model: lower one of them.'
+      f'{SECTION}.tokens={slots}: with a prompt of {data.max_prompt_length} and a completion of '
+      f'{data.max_response_length} that is more than the {positions} positions (max_position_embeddings) of the model: '
+      'lower one of them.'
     )
 
 
@@ -182,7 +185,7 @@ def check_length(config: Config, document: int, positions: int | None) -> None:
   asked = sd.max_reprompt_len if sd.teacher_context == 'reprompt' else data.max_prompt_length
   if document + asked + data.max_response_length > positions:
     raise UserError(
-      f'{SECTION}.document={config.model.cartridge.document} has {document} tokens, and with a prompt of {asked} and a completion of '
-      f'{data.max_response_length} that is more than the {positions} positions (max_position_embeddings) of the model: '
-      'shorten it, lower the limits, or choose a model with a longer context.'
+      f'{SECTION}.document={config.model.cartridge.document} has {document} tokens, and with a prompt of {asked} and a '
+      f'completion of {data.max_response_length} that is more than the {positions} positions (max_position_embeddings) '
+      'of the model: shorten it, lower the limits, or choose a model with a longer context.'
     )

@@ -44,7 +44,7 @@ class Endpoint:
   """The teacher that the settings name; holds connections and threads until `close()`."""
 
   def __init__(self, settings: TeacherEndpointConfig, vocab_size: int):
-    """Connects to nothing yet.
+    """Connect to nothing yet.
 
     Args:
       settings: of the endpoint.
@@ -90,16 +90,16 @@ class Endpoint:
       longest: tokens of a prompt with its completion.
 
     Raises:
-      UserError: it has another tokenizer, does not answer, gives no log-probs or fewer than `top_k`, or takes no text of
-        that length.
+      UserError: it has another tokenizer, does not answer, gives no log-probs or fewer than `top_k`, or takes no text
+        of that length.
     """
     settings = self._settings
     huggingface.resolve(settings.tokenizer, weights=False, setting=f'{SECTION}.tokenizer')
     found = same_tokenizer.difference(model, settings.tokenizer)
     if found is not None:
       raise UserError(
-        f'{SECTION}.tokenizer={settings.tokenizer} cannot teach {model}, whose tokens it reads as others: {found}; ask a '
-        'model with the same tokenizer, such as another size of the same family.'
+        f'{SECTION}.tokenizer={settings.tokenizer} cannot teach {model}, whose tokens it reads as others: {found}; ask '
+        'a model with the same tokenizer, such as another size of the same family.'
       )
     first, *rest = [token for text in identity.TEXTS for token in tokenizer.encode(text, add_special_tokens=False)]
     [scored] = self._score([Asked([first], rest)], NEVER, 'the first, short text')
@@ -139,8 +139,8 @@ class Endpoint:
         except Exception as error:  # It belongs to the thread that waits.
           batch.fail(place, error)
 
-    # Threads of this batch alone, so that those of an earlier one which still wait take no place of it; and such that do
-    # not keep the process from ending.
+    # Threads of this batch alone, so that those of an earlier one which still wait take no place of it; and such that
+    # do not keep the process from ending.
     for _ in range(min(self._settings.concurrency, len(asked))):
       threading.Thread(target=work, name='teacher-endpoint', daemon=True).start()
     try:
@@ -208,8 +208,8 @@ class Endpoint:
     if known and same < SAME_TEXTS * len(known):
       own, text = next(pair for pair in known if pair[0] != pair[1])
       raise UserError(
-        f'The teacher at {self._server.public_url} ({SECTION}.url) has another tokenizer than the student: a token that is '
-        f'{own!r} here is {json_server.quoted(text)} there; ask a model with the same tokenizer.'
+        f'The teacher at {self._server.public_url} ({SECTION}.url) has another tokenizer than the student: a token '
+        f'that is {own!r} here is {json_server.quoted(text)} there; ask a model with the same tokenizer.'
       )
 
   def _tell_tail(self, scored: Sequence[Scored]) -> None:
@@ -219,8 +219,8 @@ class Endpoint:
       return
     self._told_tail = True
     logging.warning(
-      "The teacher's %d most likely tokens leave out %.1f %% of its probability on average, of which the student learns how "
-      'much it is, and not which tokens it belongs to: raise %s.top_k%s.',
+      "The teacher's %d most likely tokens leave out %.1f %% of its probability on average, of which the student "
+      'learns how much it is, and not which tokens it belongs to: raise %s.top_k%s.',
       self._settings.top_k,
       100 * tails.mean(),
       SECTION,

@@ -24,7 +24,7 @@ class FeedbackEndpoint:
   """The writer that the settings name; holds connections until `close()`."""
 
   def __init__(self, config: SelfDistillationConfig):
-    """Connects to nothing yet.
+    """Connect to nothing yet.
 
     Args:
       config: settings, with a `feedback_endpoint`.

@@ -20,7 +20,7 @@ def workload(lengths: Sequence[int]) -> list[int]:
 
 
 def balanced_order(lengths: Sequence[int], partitions: int = 1) -> np.ndarray:
-  """The permutation [N] int32 that the reference applies to a generation batch before anything reads it.
+  """Return the permutation [N] int32 that the reference applies to a generation batch before anything reads it.
 
   The sequences are split into `partitions` sets of equal size and nearly equal workload; each set is sorted by
   workload and laid out as `sorted[::2] + sorted[1::2][::-1]` (short → long → short); the sets follow each other.

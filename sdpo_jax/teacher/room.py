@@ -71,7 +71,7 @@ def check_room(tokenizer: Tokenizer, examples: Sequence[Example], config: Config
 
 
 def _least_shown(sd: SelfDistillationConfig) -> list[tuple[str | None, str | None, str | None]]:
-  """The shortest (demonstration, feedback, failed attempt) of each kind that a teacher may be shown."""
+  """Return the shortest (demonstration, feedback, failed attempt) of each kind that a teacher may be shown."""
   shown, said = shorten_middle(_TEXT, 1), shorten_end(_TEXT, 1)
   attempt = shown if sd.include_failed_attempt else None
   kinds = []

@@ -34,8 +34,8 @@ class Teacher:
 
   policy: Policy
   base: Tree | None = None  # None: the student's own base, so that one copy of it serves both.
-  # Whether `base` holds only what the policy reads beside the student's model without its adapter, which is the policy's
-  # own model too: its arrays are taken from the student's base.
+  # Whether `base` holds only what the policy reads beside the student's model without its adapter, which is the
+  # policy's own model too: its arrays are taken from the student's base.
   beside_student: bool = False
 
   def whole_base(self, student: Tree) -> Tree:
@@ -76,8 +76,8 @@ def check_base(config: SelfDistillationConfig, base: Tree) -> None:
   if config.teacher_regularization == 'base' and not jax.tree.leaves(base):
     raise UserError(
       "actor.self_distillation.teacher_regularization='base' asks the model without its trainable part, and here all "
-      "of its parameters are trained: set it to 'frozen' for the model as it was at the start, or train an adapter with "
-      'model.lora.rank.'
+      "of its parameters are trained: set it to 'frozen' for the model as it was at the start, or train an adapter "
+      'with model.lora.rank.'
     )
 
 

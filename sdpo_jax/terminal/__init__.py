@@ -1,1 +1,3 @@
-"""The terminal program of interactive sessions: shows what a model proposes, asks, runs the tools, says what was learned."""
+"""The terminal program of interactive sessions: shows what a model proposes, asks, runs the tools, says what was
+learned.
+"""

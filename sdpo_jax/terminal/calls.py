@@ -42,12 +42,12 @@ class Proposed:
     return self.verdict.verb != 'never' and self.wrong is None
 
   def same(self, other: Proposed) -> bool:
-    """Returns whether another look has found the same: whoever approves one approves the other."""
+    """Return whether another look has found the same: whoever approves one approves the other."""
     return (self.name, self.arguments, self.change) == (other.name, other.arguments, other.change)
 
 
 def look(name: str, arguments: Any, toolbox: Toolbox, policy: Policy, workspace: pathlib.Path) -> Proposed:
-  """Returns what there is to know of a call before it is run."""
+  """Return what there is to know of a call before it is run."""
   try:
     checked = check(name, arguments)
     if name not in toolbox.tools:
@@ -62,7 +62,7 @@ def look(name: str, arguments: Any, toolbox: Toolbox, policy: Policy, workspace:
 
 
 def described(proposed: Proposed) -> list[Line]:
-  """Returns all that the person must see of a call, and nothing that is not the call's."""
+  """Return all that the person must see of a call, and nothing that is not the call's."""
   if proposed.change is not None:
     path, before, after = proposed.change
     head = Line(f'{proposed.name} {visible(path, keep="")}', 'head')
@@ -84,5 +84,5 @@ def described(proposed: Proposed) -> list[Line]:
 
 
 def as_json(value: Any) -> str:
-  """Returns a value as JSON, in which no character is lost."""
+  """Return a value as JSON, in which no character is lost."""
   return json.dumps(value, ensure_ascii=False)

@@ -14,7 +14,7 @@ _NO_NEWLINE = '\\ No newline at end of file'
 
 
 def diff(path: str, before: str, after: str) -> list[Line]:
-  """Returns the lines of a diff, each with its style; nothing is left out but what stays as it is."""
+  """Return the lines of a diff, each with its style; nothing is left out but what stays as it is."""
   if before == after:
     return [Line(f'{visible(path, keep="")}: nothing changes.', 'note')]
   old, new = _lines(before), _lines(after)
@@ -32,7 +32,7 @@ def diff(path: str, before: str, after: str) -> list[Line]:
 
 
 def _lines(text: str) -> list[str]:
-  """Returns lines with their ends; only newlines end one, as in files."""
+  """Return lines with their ends; only newlines end one, as in files."""
   lines = text.split('\n')
   last = lines.pop()
   return [line + '\n' for line in lines] + ([last] if last else [])
@@ -48,7 +48,7 @@ def _marked(mark: str, lines: list[str], style: str) -> list[Line]:
 
 
 def _groups(old: list[str], new: list[str]) -> list[list[tuple[str, int, int, int, int]]]:
-  """Returns what differs in the form of `difflib.SequenceMatcher.get_grouped_opcodes`, also of large files."""
+  """Return what differs in the form of `difflib.SequenceMatcher.get_grouped_opcodes`, also of large files."""
   same = len(os.path.commonprefix([old, new]))
   left_old, left_new = old[same:], new[same:]
   tail = len(os.path.commonprefix([left_old[::-1], left_new[::-1]]))
@@ -66,7 +66,7 @@ def _groups(old: list[str], new: list[str]) -> list[list[tuple[str, int, int, in
 
 
 def _split(codes: list[tuple[str, int, int, int, int]]) -> list[list[tuple[str, int, int, int, int]]]:
-  """Returns groups between which more lines stay as they are than are shown."""
+  """Return groups between which more lines stay as they are than are shown."""
   groups: list[list[tuple[str, int, int, int, int]]] = [[]]
   for tag, old_from, old_to, new_from, new_to in codes:
     if tag == 'equal' and old_to - old_from > 2 * _CONTEXT:
@@ -78,6 +78,6 @@ def _split(codes: list[tuple[str, int, int, int, int]]) -> list[list[tuple[str, 
 
 
 def _range(start: int, end: int) -> str:
-  """Returns a range of lines as diffs write it: from 1, and with the line before it where it is empty."""
+  """Return a range of lines as diffs write it: from 1, and with the line before it where it is empty."""
   count = end - start
   return f'{start + 1}' if count == 1 else f'{start + 1 if count else start},{count}'

@@ -33,7 +33,7 @@ class Client:
   """A service, and the owner that a key stands for."""
 
   def __init__(self, url: str, key: str | None = None, *, local: bool = False):
-    """Opens nothing yet.
+    """Open nothing yet.
 
     Args:
       url: address of the service, such as http://127.0.0.1:8420.
@@ -62,7 +62,7 @@ class Client:
     self._http.close()
 
   def wait(self, stage: Callable[[str], None], alive: Callable[[], None] = lambda: None) -> None:
-    """Returns when the service is ready.
+    """Return when the service is ready.
 
     Args:
       stage: told what it is doing until then, whenever that changes.
@@ -93,7 +93,7 @@ class Client:
       time.sleep(_LOOK_S)
 
   def adapter(self, name: str) -> dict[str, Any]:
-    """Returns the adapter of a name or id; a new one if there is none of that name."""
+    """Return the adapter of a name or id; a new one if there is none of that name."""
     found = self._get(_ROOT)['adapters']
     for adapter in found:
       if name in (adapter['name'], adapter['id']):
@@ -101,29 +101,29 @@ class Client:
     return self._post(_ROOT, {'name': name})
 
   def adapter_now(self, adapter: str) -> dict[str, Any]:
-    """Returns an adapter as it is now."""
+    """Return an adapter as it is now."""
     return self._get(f'{_ROOT}/{adapter}')
 
   def versions(self, adapter: str) -> list[dict[str, Any]]:
-    """Returns the versions that are kept, the oldest first."""
+    """Return the versions that are kept, the oldest first."""
     return self._get(f'{_ROOT}/{adapter}/versions')['versions']
 
   def difference(self, adapter: str, before: int, after: int) -> dict[str, Any]:
-    """Returns how far two versions are apart."""
+    """Return how far two versions are apart."""
     return self._get(f'{_ROOT}/{adapter}/versions/{after}/diff', against=before)
 
   def undo(self, adapter: str, to: int) -> dict[str, Any]:
-    """Returns the new version that is what an older one was."""
+    """Return the new version that is what an older one was."""
     return self._post(f'{_ROOT}/{adapter}/undo', {'to': to})
 
   def export(self, adapter: str) -> bytes:
-    """Returns the newest version as PEFT reads it, as a zip."""
+    """Return the newest version as PEFT reads it, as a zip."""
     with self._answers():
       answer = self._http.get(f'{_ROOT}/{adapter}/export')
     return _checked(answer).content
 
   def open_session(self, adapter: str, settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Returns a new session and its token."""
+    """Return a new session and its token."""
     answer = self._post(f'{_ROOT}/{adapter}/sessions', settings)
     return answer['session'], answer['token']
 
@@ -139,7 +139,7 @@ class Client:
 
   @contextlib.contextmanager
   def _answers(self) -> Iterator[None]:
-    """Turns errors of the network into `Lost`."""
+    """Turn errors of the network into `Lost`."""
     try:
       yield
     except httpx.HTTPError as error:
@@ -155,30 +155,30 @@ class SessionClient:
     self._headers = {'X-Session-Token': token}
 
   def state(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns the session and its turns."""
+    """Return the session and its turns."""
     answer = self.client._get(self._path)
     return answer['session'], answer['turns']
 
   def propose(
     self, messages: Sequence[Mapping[str, str]], seed: int | None, write: Callable[[str], None]
   ) -> dict[str, Any]:
-    """Returns the turn with which the model answers, and gives what it writes to `write` as it comes."""
+    """Return the turn with which the model answers, and give what it writes to `write` as it comes."""
     return self._streamed(f'{self._path}/turns', {'messages': list(messages), **_seeded(seed)}, write)
 
   def retry(self, number: int, seed: int | None, write: Callable[[str], None]) -> dict[str, Any]:
-    """Returns what the newest version answers to what a turn has answered."""
+    """Return what the newest version answers to what a turn has answered."""
     return self._streamed(f'{self._path}/turns/{number}/retry', _seeded(seed), write)
 
   def decide(self, number: int, decision: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the turn and what was learned, under 'turn' and 'learned'; the same decision again is the same lesson."""
+    """Return the turn and what was learned, under 'turn' and 'learned'; the same decision again is the same lesson."""
     return self._post(f'turns/{number}/decision', decision)
 
   def results(self, number: int, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns as `decide` what came of the results of a turn's calls."""
+    """Return as `decide` what came of the results of a turn's calls."""
     return self._post(f'turns/{number}/results', {'results': list(results)})
 
   def flush(self) -> dict[str, Any] | None:
-    """Returns what was learned of all that waited; None: nothing did."""
+    """Return what was learned of all that waited; None: nothing did."""
     return self._post('flush', {})['learned']
 
   def _post(self, path: str, body: Mapping[str, Any]) -> Any:
@@ -204,7 +204,7 @@ class SessionClient:
 
 
 def events(lines: Iterator[str]) -> Iterator[tuple[str, Any]]:
-  """Yields the kind and the data of server-sent events; comments are left out.
+  """Yield the kind and the data of server-sent events; comments are left out.
 
   Raises:
     Lost: the data are not JSON.
@@ -236,7 +236,7 @@ def _json(answer: httpx.Response) -> Any:
 
 
 def _checked(answer: httpx.Response) -> httpx.Response:
-  """Returns an answer; raises Refused if it is an error."""
+  """Return an answer; raise Refused if it is an error."""
   if answer.is_success:
     return answer
   try:

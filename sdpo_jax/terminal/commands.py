@@ -49,7 +49,7 @@ class Commands:
     }
 
   def run(self, line: str) -> None:
-    """Does what a line says.
+    """Do what a line says.
 
     Raises:
       UserError: there is no such command, or it cannot be done.
@@ -204,7 +204,7 @@ def _norms(matrix: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _said_of(details: Mapping[str, Any]) -> str:
-  """Returns what of a version's details fits into a line."""
+  """Return what of a version's details fits into a line."""
   if 'to' in details:
     return f'as version {details["to"]}'
   if 'session' in details:

@@ -28,7 +28,7 @@ class Embedded:
   """A service as a child; it ends with this process, even when that is killed. Only the main thread may use it."""
 
   def __init__(self, arguments: Sequence[str], folder: pathlib.Path):
-    """Starts a service, which is ready later.
+    """Start a service, which is ready later.
 
     Args:
       arguments: those of launch.serve: the configuration and its overrides.
@@ -68,11 +68,11 @@ class Embedded:
       raise
 
   def client(self) -> Client:
-    """Returns a client of the service."""
+    """Return a client of the service."""
     return Client(self.url, self._key, local=True)
 
   def wait(self, client: Client, stage: Callable[[str], None]) -> None:
-    """Returns when the service is ready; `stage` is told what it does until then.
+    """Return when the service is ready; `stage` is told what it does until then.
 
     Raises:
       UserError: it has ended; its last lines say why.
@@ -85,7 +85,7 @@ class Embedded:
       raise
 
   def check(self) -> None:
-    """Returns if the service is running; raises a UserError with its last lines if it has ended."""
+    """Return if the service is running; raise a UserError with its last lines if it has ended."""
     code = self._process.poll()
     if code is None:
       return
@@ -94,7 +94,7 @@ class Embedded:
     raise UserError(f'The service of this program has ended with exit code {code}: {why}')
 
   def stop(self) -> None:
-    """Ends the service once what it has is stored; an interruption meanwhile ends it at once."""
+    """End the service once what it has is stored; an interruption meanwhile ends it at once."""
     try:
       if self._process.poll() is None:
         self._process.send_signal(signal.SIGTERM)

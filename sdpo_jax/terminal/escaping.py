@@ -10,7 +10,8 @@ import re
 
 _NAMES = {'\t': 'tab', '\n': 'newline', '\r': 'return', '\x1b': 'escape', '\0': 'null', ' ': 'space'}
 _BY_NAME = {name: character for character, name in _NAMES.items()}
-# Characters that Python takes for printable, but that leave no mark: fillers, variation selectors, the empty braille cell.
+# Characters that Python takes for printable, but that leave no mark: fillers, variation selectors, the empty braille
+# cell.
 _UNSEEN = frozenset(
   '\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0'
   + ''.join(chr(code) for code in (*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)))
@@ -19,7 +20,7 @@ _ESCAPED = re.compile('⟨(?:U\\+([0-9A-F]{4,6})|([a-z]+))⟩')
 
 
 def visible(text: str, keep: str = '\n') -> str:
-  """Returns a text of which every character can be seen.
+  """Return a text of which every character can be seen.
 
   Args:
     text: of anybody.
@@ -29,18 +30,18 @@ def visible(text: str, keep: str = '\n') -> str:
 
 
 def visible_line(text: str) -> str:
-  """Returns one line of a file so that it can be seen to its end: as `visible`, with the spaces at its end, too."""
+  """Return one line of a file so that it can be seen to its end: as `visible`, with the spaces at its end, too."""
   body = text.rstrip(' ')
   return visible(body, keep='') + escaped(' ') * (len(text) - len(body))
 
 
 def escaped(letter: str) -> str:
-  """Returns what is shown in the place of a character."""
+  """Return what is shown in the place of a character."""
   return f'⟨{_NAMES.get(letter) or f"U+{ord(letter):04X}"}⟩'
 
 
 def original(shown: str) -> str:
-  """Returns the text of which `visible` has made another one."""
+  """Return the text of which `visible` has made another one."""
   return _ESCAPED.sub(lambda found: chr(int(found[1], 16)) if found[1] else _BY_NAME[found[2]], shown)
 
 

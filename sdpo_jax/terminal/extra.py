@@ -10,7 +10,7 @@ PACKAGES = ('prompt_toolkit', 'rich', 'httpx')
 
 
 def check_extra() -> None:
-  """Returns if all packages are installed.
+  """Return if all packages are installed.
 
   Raises:
     UserError: naming those that are not, and how to install them.
@@ -18,6 +18,6 @@ def check_extra() -> None:
   missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
   if missing:
     raise UserError(
-      f'The terminal program needs {", ".join(missing)}, not installed here: pip install -r requirements-session.txt, or '
-      'the extra sdpo_jax[session].'
+      f'The terminal program needs {", ".join(missing)}, not installed here: pip install -r requirements-session.txt, '
+      'or the extra sdpo_jax[session].'
     )

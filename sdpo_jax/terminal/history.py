@@ -1,7 +1,7 @@
 """What was shown and decided in a session, one JSON object per line, each on the disk before the next thing happens.
 
-A file has the token of its session and is therefore its owner's alone. A program that was killed may leave half of a line
-at its end, which is cut off before anything is appended.
+A file has the token of its session and is therefore its owner's alone. A program that was killed may leave half of a
+line at its end, which is cut off before anything is appended.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SUFFIX = '.jsonl'
 
 
 def state_folder(named: str | None) -> pathlib.Path:
-  """Returns where histories are kept: the folder of --state, or that of the user's programs."""
+  """Return where histories are kept: the folder of --state, or that of the user's programs."""
   if named is not None:
     return pathlib.Path(named).expanduser()
   base = os.environ.get('XDG_STATE_HOME', '')
@@ -33,7 +33,7 @@ def state_folder(named: str | None) -> pathlib.Path:
 
 
 def find(folder: pathlib.Path, named: str | None) -> pathlib.Path:
-  """Returns the history of a session.
+  """Return the history of a session.
 
   Args:
     folder: where histories are kept.
@@ -59,7 +59,7 @@ class History:
   """The history of one session, which one program at a time has open."""
 
   def __init__(self, path: pathlib.Path):
-    """Opens a history and cuts off what was not written to its end.
+    """Open a history and cut off what was not written to its end.
 
     Raises:
       UserError: it cannot be opened, another program has it open, or a line of it is no record.
@@ -81,7 +81,7 @@ class History:
 
   @classmethod
   def begin(cls, folder: pathlib.Path, session: str, opened: Mapping[str, Any]) -> History:
-    """Makes the history of a session that was opened.
+    """Make the history of a session that was opened.
 
     Raises:
       UserError: it cannot be written, or there is one already.
@@ -115,7 +115,7 @@ class History:
     return self.records[0]
 
   def add(self, kind: str, **values: Any) -> None:
-    """Appends a record; it and all before it are on the disk when this returns.
+    """Append a record; it and all before it are on the disk when this returns.
 
     Raises:
       UserError: it cannot be written.
@@ -124,7 +124,7 @@ class History:
     self.sync()
 
   def note(self, kind: str, **values: Any) -> None:
-    """Appends a record that need not be on the disk before `sync`, or the next `add`; errors as `add`."""
+    """Append a record that need not be on the disk before `sync`, or the next `add`; errors as `add`."""
     record = {'kind': kind, 'time': time.time(), **jsonable(values)}
     line = (json.dumps(record) + '\n').encode()  # In ASCII: halves of characters can be written, too.
     with self._told():
@@ -134,7 +134,7 @@ class History:
     self._synced = False
 
   def sync(self) -> None:
-    """Returns when all records are on the disk; errors as `add`."""
+    """Return when all records are on the disk; errors as `add`."""
     if not self._synced:
       with self._told():
         os.fsync(self._file)
@@ -150,7 +150,7 @@ class History:
       ) from error
 
   def last(self, *kinds: str, **values: Any) -> Mapping[str, Any] | None:
-    """Returns the newest record of one of these kinds that has these values; None: there is none."""
+    """Return the newest record of one of these kinds that has these values; None: there is none."""
     wanted = values.items()
     return next(
       (

@@ -28,7 +28,7 @@ class Choice(NamedTuple):
 
 
 def whole(text: str) -> str:
-  """Returns a text as it was typed, with a question mark for each byte that is part of no character."""
+  """Return a text as it was typed, with a question mark for each byte that is part of no character."""
   return text.encode(errors='replace').decode()
 
 
@@ -36,13 +36,13 @@ class Inputs(Protocol):
   """Where answers come from. Every method raises KeyboardInterrupt for Ctrl-C."""
 
   def message(self) -> str | None:
-    """Returns a text for the model or a command; empty: go on; None: there will be none any more."""
+    """Return a text for the model or a command; empty: go on; None: there will be none any more."""
 
   def choice(self, keys: Mapping[str, str]) -> Choice:
-    """Returns one of the keys, which have a meaning each, or a command; 'q' where there will be none any more."""
+    """Return one of the keys, which have a meaning each, or a command; 'q' where there will be none any more."""
 
   def line(self, question: str, default: str = '') -> str:
-    """Returns the answer to a question, in one line."""
+    """Return the answer to a question, in one line."""
 
   def edited(self, text: str) -> str:
-    """Returns a text as the person has changed it; raises EditorFailed."""
+    """Return a text as the person has changed it; raise EditorFailed."""

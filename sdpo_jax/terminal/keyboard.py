@@ -37,7 +37,7 @@ class Keyboard:
       return None
 
   def choice(self, keys: Mapping[str, str]) -> Choice:
-    """Returns at the first key that is one of them."""
+    """Return at the first key that is one of them."""
     bindings = KeyBindings()
     for key in (*keys, COMMAND):
       bindings.add(key)(lambda event, key=key: event.app.exit(result=key))
@@ -57,7 +57,7 @@ class Keyboard:
       return ''
 
   def edited(self, text: str) -> str:
-    """Returns the text from $VISUAL or $EDITOR, or from a prompt where neither is set."""
+    """Return the text from $VISUAL or $EDITOR, or from a prompt where neither is set."""
     editor = os.environ.get('VISUAL') or os.environ.get('EDITOR')
     if editor:
       return in_editor(editor, text)
@@ -101,12 +101,12 @@ class Lines:
 
 
 def question_of(keys: Mapping[str, str]) -> str:
-  """Returns the line that names the keys."""
+  """Return the line that names the keys."""
   return '  '.join(f'[{key}] {meaning}' for key, meaning in keys.items())
 
 
 def in_editor(editor: str, text: str) -> str:
-  """Returns a text as it was changed in an editor.
+  """Return a text as it was changed in an editor.
 
   Raises:
     EditorFailed: the editor cannot be started, or has failed; nothing is changed then.
@@ -126,7 +126,7 @@ def in_editor(editor: str, text: str) -> str:
 
 
 def _newlines() -> KeyBindings:
-  """Returns keys with which Enter ends a text, and Alt-Enter a line of it."""
+  """Return keys with which Enter ends a text, and Alt-Enter a line of it."""
   bindings = KeyBindings()
 
   def end(event: KeyPressEvent) -> None:

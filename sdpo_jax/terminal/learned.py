@@ -13,7 +13,7 @@ _LONGEST = 24  # Characters of a token.
 
 
 def lines_of(learned: Mapping[str, Any] | None, least: int) -> list[Line]:
-  """Returns what was learned, or why nothing was.
+  """Return what was learned, or why nothing was.
 
   Args:
     learned: the service's answer; None: there was nothing to learn.

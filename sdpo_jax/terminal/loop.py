@@ -1,7 +1,8 @@
 """A session from its first message to its last: proposals are shown, judged, run and learned from.
 
-What comes next follows from the newest turn as the service has it and from the history on this machine, and from nothing
-else. Hence going on after a lost connection is the same as going on after a crash: look at both, and do what comes next.
+What comes next follows from the newest turn as the service has it and from the history on this machine, and from
+nothing else. Hence going on after a lost connection is the same as going on after a crash: look at both, and do what
+comes next.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Conversation:
     policy: Policy,
     seed: int | None = None,
   ):
-    """Takes up a session, new or not.
+    """Take up a session, new or not.
 
     Args:
       session: the session, as the service has it.
@@ -69,7 +70,7 @@ class Conversation:
     return self.turns[-1] if self.turns else None
 
   def seed_of(self, number: int) -> int | None:
-    """Returns the seed with which a turn is drawn, and drawn again; None: any."""
+    """Return the seed with which a turn is drawn, and drawn again; None: any."""
     return None if self._seed is None else self._seed + number
 
   @property
@@ -149,7 +150,7 @@ class Conversation:
   # What the service and the model do.
 
   def _catch_up(self) -> None:
-    """Takes what the service has, and sends again what it may not have got."""
+    """Take what the service has, and send again what it may not have got."""
     known = self.turn
     _, self.turns = self.session.state()
     self._stale = False
@@ -195,7 +196,7 @@ class Conversation:
     self._decide(turn['n'], reviewed.decision, reviewed.told)
 
   def _decide(self, number: int, decision: Mapping[str, Any], told: Any) -> None:
-    """Sends a decision that is in the history; the service learns it once however often it is sent."""
+    """Send a decision that is in the history; the service learns it once however often it is sent."""
     try:
       answer = self.session.decide(number, decision)
     except Refused as error:
@@ -231,13 +232,13 @@ class Conversation:
     self._hold = self._workbench.interrupted()
 
   def learned(self, learned: Mapping[str, Any] | None) -> None:
-    """Notes and shows what was learned without a decision."""
+    """Note and show what was learned without a decision."""
     self.history.add('learned', learned=learned)
     self.screen.show(lines_of(learned, self._least))
 
 
 def calls_of(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
-  """Returns the calls of a decided turn that are to be run: as they were edited."""
+  """Return the calls of a decided turn that are to be run: as they were edited."""
   calls = [dict(call) for call in turn['calls']]
   decision = turn['decision']
   if turn['status'] == 'edited':
@@ -246,7 +247,7 @@ def calls_of(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def undelivered(history: History) -> list[str]:
-  """Returns the texts of the person that no turn has answered."""
+  """Return the texts of the person that no turn has answered."""
   waiting: list[str] = []
   sent = 0
   for record in history.records:

@@ -1,7 +1,7 @@
 """Which calls run without asking, and which never do.
 
-A policy is a list of rules, of which the first that matches decides; a call that none matches is asked about. As text, one
-rule per line; `#` begins a comment:
+A policy is a list of rules, of which the first that matches decides; a call that none matches is asked about. As text,
+one rule per line; `#` begins a comment:
 
     never write secrets/**
     allow read **
@@ -11,9 +11,9 @@ rule per line; `#` begins a comment:
 
 As JSON: `[{"rule": "allow", "tool": "read", "pattern": "**"}, {"rule": "never", "tool": "bash"}]`.
 
-A pattern is matched against the path of a call; for `glob` against its pattern, for `bash` against the whole command. In a path `*` and `?`
-do not match a slash, `**` does. In a command `*` stands for anything but what joins, redirects, nests or expands, so that
-`allow bash rg *` does not allow `rg x; rm -r .`.
+A pattern is matched against the path of a call; for `glob` against its pattern, for `bash` against the whole command.
+In a path `*` and `?` do not match a slash, `**` does. In a command `*` stands for anything but what joins, redirects,
+nests or expands, so that `allow bash rg *` does not allow `rg x; rm -r .`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Rule:
     return f'{said} (as it stands)' if self.exact and {*'*?'} & {*(self.pattern or '')} else said
 
   def matches(self, tool: str, subjects: Sequence[str]) -> bool:
-    """Returns whether the rule is about a call.
+    """Return whether the rule is about a call.
 
     Args:
       tool: the one that is called.
@@ -88,7 +88,7 @@ class Policy:
     self.added: list[Rule] = []
 
   def verdict(self, tool: str, arguments: Mapping[str, Any], workspace: pathlib.Path) -> Verdict:
-    """Returns what becomes of a call whose arguments were checked."""
+    """Return what becomes of a call whose arguments were checked."""
     subjects = subjects_of(tool, arguments, workspace)
     found = next((rule for rule in self.rules if rule.matches(tool, subjects)), None)
     if found is not None and found.verb == 'never':
@@ -100,7 +100,7 @@ class Policy:
     return Verdict('ask' if found is None else found.verb, found)
 
   def never(self, tool: str) -> bool:
-    """Returns whether no call of a tool can be run, so that the model need not be told of it."""
+    """Return whether no call of a tool can be run, so that the model need not be told of it."""
     about = next((rule for rule in self.rules if rule.tool in (ANY, tool)), None)
     return about is not None and about.verb == 'never' and about.pattern is None
 
@@ -109,7 +109,7 @@ class Policy:
 
 
 def subjects_of(tool: str, arguments: Mapping[str, Any], workspace: pathlib.Path) -> list[str]:
-  """Returns what patterns are held against: the path as it is called, and as links lead to it; or the command."""
+  """Return what patterns are held against: the path as it is called, and as links lead to it; or the command."""
   if tool == 'bash':
     return [arguments['command'].strip(' ')]
   if tool == 'glob':
@@ -124,12 +124,12 @@ def subjects_of(tool: str, arguments: Mapping[str, Any], workspace: pathlib.Path
 
 
 def suggestion(tool: str, arguments: Mapping[str, Any], workspace: pathlib.Path) -> str:
-  """Returns the pattern of a rule that allows a call and, if `exact`, nothing else: its path, or its command."""
+  """Return the pattern of a rule that allows a call and, if `exact`, nothing else: its path, or its command."""
   return subjects_of(tool, arguments, workspace)[0]
 
 
 def load(value: str) -> Policy:
-  """Returns the policy that --policy names: `ask`, or a file.
+  """Return the policy that --policy names: `ask`, or a file.
 
   Raises:
     UserError: there is no such file, or a line in it is no rule.
@@ -144,7 +144,7 @@ def load(value: str) -> Policy:
 
 
 def parse(text: str, where: str) -> list[Rule]:
-  """Returns the rules of a text, or of JSON.
+  """Return the rules of a text, or of JSON.
 
   Args:
     text: of a file.
@@ -166,7 +166,7 @@ def parse(text: str, where: str) -> list[Rule]:
 
 
 def make_rule(verb: Any, tool: Any, pattern: Any, where: str) -> Rule:
-  """Returns a rule; raises UserError if it is none."""
+  """Return a rule; raise UserError if it is none."""
   if verb not in _VERBS:
     raise UserError(f'{where}: a rule begins with allow, ask or never, not {short_repr(verb)}.')
   if not isinstance(tool, str) or (tool != ANY and tool not in TOOLS):

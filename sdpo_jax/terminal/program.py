@@ -52,7 +52,7 @@ class Options:
 
 
 def run(options: Options) -> int:
-  """Holds a session; returns the exit code.
+  """Hold a session; return the exit code.
 
   Raises:
     UserError: something that the command line names is not there, or cannot be used.
@@ -64,7 +64,7 @@ def run(options: Options) -> int:
 
 
 def _held(options: Options, stack: contextlib.ExitStack) -> int:
-  """Holds a session; what is to be ended afterwards is on the stack."""
+  """Hold a session; what is to be ended afterwards is on the stack."""
   folder = histories.state_folder(options.state)
   history = None
   known: Mapping[str, Any] = {}
@@ -111,7 +111,7 @@ def _held(options: Options, stack: contextlib.ExitStack) -> int:
 
 
 def _resuming(options: Options, session: str) -> str:
-  """Returns the command that goes on with a session."""
+  """Return the command that goes on with a session."""
   state = [] if options.state is None else [f'--state={options.state}']
   return shlex.join(['python', '-m', 'launch.session', f'--resume={session}', *state])
 
@@ -140,7 +140,7 @@ def _workspace(named: str, states: pathlib.Path) -> pathlib.Path:
 
 
 def _toolbox(workspace: pathlib.Path, policy: Policy) -> Toolbox:
-  """Returns the tools; without commands where the machine cannot keep them in the workspace, which is said."""
+  """Return the tools; without commands where the machine cannot keep them in the workspace, which is said."""
   shell = None
   if not policy.never('bash'):
     try:
@@ -151,7 +151,7 @@ def _toolbox(workspace: pathlib.Path, policy: Policy) -> Toolbox:
 
 
 def _settings(options: Options, toolbox: Toolbox, policy: Policy) -> dict[str, Any]:
-  """Returns what a new session is opened with."""
+  """Return what a new session is opened with."""
   given = {} if options.settings is None else read_json_object(options.settings, 'name another file with --settings')
   if 'tools' in given:
     raise UserError(f'{options.settings}: the tools are those of this program: leave them out.')
@@ -162,7 +162,7 @@ def _settings(options: Options, toolbox: Toolbox, policy: Policy) -> dict[str, A
 
 
 def _service(options: Options, known: Mapping[str, Any], stack: contextlib.ExitStack) -> tuple[Client, dict[str, Any]]:
-  """Returns a service that is ready, and what a history needs to find it again."""
+  """Return a service that is ready, and what a history needs to find it again."""
   url = options.url or (None if options.config is not None else known.get('url'))
   try:
     if url is not None:

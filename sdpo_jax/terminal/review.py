@@ -1,4 +1,6 @@
-"""The person's judgement of calls: shown as they are, approved, edited or denied, and looked at again before they run."""
+"""The person's judgement of calls: shown as they are, approved, edited or denied, and looked at again before they
+run.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,7 @@ class Reviewer:
     self._history, self._command = history, command
 
   def review(self, turn: Mapping[str, Any]) -> Reviewed:
-    """Returns what the person, or the policy, decides about a proposal. All of its calls are judged before one runs.
+    """Return what the person, or the policy, decides about a proposal. All of its calls are judged before one runs.
 
     Raises:
       Leave: the person leaves, and the proposal stays open.
@@ -108,7 +110,7 @@ class Reviewer:
     reviewed: Reviewed | None,
     begun: bool,
   ) -> dict[str, Any]:
-    """Returns the result of a call that was approved: runs it if it would do now what was approved, or else asks.
+    """Return the result of a call that was approved: run it if it would do now what was approved, or else ask.
 
     Args:
       number: of the turn.
@@ -167,7 +169,7 @@ class Reviewer:
       self._screen.say('A denial needs a reason: the model learns from it.')
 
   def _judged(self, head: str, proposed: Proposed, may_edit: bool, edited: bool, changes: bool) -> Choice | None:
-    """Returns what the person says of a call; None: a rule allows it.
+    """Return what the person says of a call; None: a rule allows it.
 
     Args:
       head: which call it is.
@@ -199,7 +201,7 @@ class Reviewer:
     )
 
   def _ask(self, head: list[Line], lines: list[Line], keys: Mapping[str, str]) -> Choice:
-    """Shows a call and returns what is said of it, once all of it was shown.
+    """Show a call and return what is said of it, once all of it was shown.
 
     Raises:
       Leave: the person leaves.
@@ -221,13 +223,13 @@ class Reviewer:
         return choice
 
   def _page(self, lines: list[Line]) -> list[Line]:
-    """Shows a page, and returns what is left."""
+    """Show a page, and return what is left."""
     shown, left = self._screen.page_of(lines)
     self._screen.show(shown)
     return left
 
   def _allowed(self, proposed: Proposed, pattern: str | None) -> bool:
-    """Adds a rule that allows a call; returns whether it does."""
+    """Add a rule that allows a call; return whether it does."""
     default = suggestion(proposed.name, proposed.arguments, self._workbench.workspace)
     pattern = pattern or self._inputs.line(f'Always allow {proposed.name} with this pattern: ', default)
     try:
@@ -246,7 +248,7 @@ class Reviewer:
     return True
 
   def _edited(self, proposed: Proposed, text: str | None) -> Mapping[str, Any] | None:
-    """Returns other arguments of a call; None: there are none."""
+    """Return other arguments of a call; None: there are none."""
     before = json.dumps(proposed.arguments, ensure_ascii=False, indent=2)
     try:
       given = json.loads(text if text is not None else self._inputs.edited(before))
@@ -269,7 +271,7 @@ class Reviewer:
 
 
 def _shown(answer: Answer) -> list[Line]:
-  """Returns what the person sees of a tool's answer."""
+  """Return what the person sees of a tool's answer."""
   lines = visible(answer.text.rstrip('\n'), keep='\n\t').split('\n')  # Tabs stay: nobody judges an answer by them.
   style = 'note' if answer.ok else 'wrong'
   found = [Line(f'  {line}', style) for line in lines[:_SHOWN]]
@@ -278,6 +280,6 @@ def _shown(answer: Answer) -> list[Line]:
 
 
 def _result(index: int, answer: Answer) -> dict[str, Any]:
-  """Returns an answer as the service takes it."""
+  """Return an answer as the service takes it."""
   values = {name: getattr(answer, name) for name in ('ok', 'text', 'exit_code', 'field', 'line')}
   return {'call': index, 'stderr': None, **values}

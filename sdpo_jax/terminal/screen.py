@@ -1,4 +1,6 @@
-"""What the person sees: lines with a style, in colours on a terminal that has them and as plain text everywhere else."""
+"""What the person sees: lines with a style, in colours on a terminal that has them and as plain text everywhere
+else.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ class Line(NamedTuple):
 
 
 def has_colours(out: TextIO, environment: Mapping[str, str]) -> bool:
-  """Returns whether to use colours: not with NO_COLOR or TERM=dumb, nor where the output is no terminal."""
+  """Return whether to use colours: not with NO_COLOR or TERM=dumb, nor where the output is no terminal."""
   return out.isatty() and not environment.get('NO_COLOR') and environment.get('TERM', 'dumb') != 'dumb'
 
 
@@ -44,7 +46,7 @@ class Screen:
   """Shows lines, and tells a history of them."""
 
   def __init__(self, out: TextIO, *, colours: bool, paged: bool, record: Callable[[str], None] = lambda text: None):
-    """Makes a screen.
+    """Make a screen.
 
     Args:
       out: where it writes.
@@ -59,7 +61,7 @@ class Screen:
     self._draft = ''
 
   def page_of(self, lines: Sequence[Line]) -> tuple[list[Line], list[Line]]:
-    """Returns those of the lines that are seen at once, and those that are left.
+    """Return those of the lines that are seen at once, and those that are left.
 
     What counts is the rows that they take: of a line that is longer than a page there is a page of it.
     """
@@ -85,7 +87,7 @@ class Screen:
     return shutil.get_terminal_size().columns if self._console is not None else None
 
   def show(self, lines: Iterable[Line]) -> None:
-    """Shows lines, and records them."""
+    """Show lines, and record them."""
     shown = list(lines)
     for line in shown:
       if self._console is None:
@@ -97,11 +99,11 @@ class Screen:
       self.record('\n'.join(line.text for line in shown))
 
   def say(self, text: str, style: str = 'note') -> None:
-    """Shows a text of anybody's, made visible."""
+    """Show a text of anybody's, made visible."""
     self.show(Line(line, style) for line in visible(text).split('\n'))
 
   def draft(self, text: str) -> None:
-    """Shows a piece of an answer as it is drawn."""
+    """Show a piece of an answer as it is drawn."""
     self._draft += text
     shown = visible(text, keep='\n\t')
     if self._console is None:
@@ -111,7 +113,7 @@ class Screen:
     self._out.flush()
 
   def end_draft(self, whole: str | None = None) -> None:
-    """Ends an answer.
+    """End an answer.
 
     Args:
       whole: all of it; what has not been drafted is shown now. None: it was broken off.
@@ -129,7 +131,7 @@ class Screen:
       self.record(visible(shown, keep='\n\t'))
 
   def beside(self, left: tuple[str, str], right: tuple[str, str]) -> None:
-    """Shows two texts with their titles, side by side where there is room."""
+    """Show two texts with their titles, side by side where there is room."""
     width = self.width
     column = 0 if width is None else (width - 3) // 2
     if column < 40:
@@ -145,10 +147,10 @@ class Screen:
 
 
 def _folded(text: str, column: int) -> list[str]:
-  """Returns lines of a text of at most so many characters; none is lost."""
+  """Return lines of a text of at most so many characters; none is lost."""
   return [line[start : start + column] for line in text.split('\n') for start in range(0, max(1, len(line)), column)]
 
 
 def is_plain(environment: Mapping[str, str] = os.environ) -> bool:
-  """Returns whether the terminal shows lines only, so that nothing on it can be moved or edited."""
+  """Return whether the terminal shows lines only, so that nothing on it can be moved or edited."""
   return environment.get('TERM', 'dumb') == 'dumb'

@@ -96,7 +96,7 @@ def _is_decision(line: str) -> bool:
 
 
 def lines_of(path: str) -> Iterable[str]:
-  """Returns the lines of --script=FILE, or of the standard input for --script=-.
+  """Return the lines of --script=FILE, or of the standard input for --script=-.
 
   Raises:
     UserError: the file cannot be read.

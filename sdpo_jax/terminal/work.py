@@ -20,7 +20,7 @@ class Workbench:
     self._interrupted = False
 
   def run(self, name: str, arguments: Mapping[str, Any]) -> Answer:
-    """Returns what a tool answers; Ctrl-C ends a command, whose answer says so.
+    """Return what a tool answers; Ctrl-C ends a command, whose answer says so.
 
     The tool runs in another thread: an exception in the midst of it could leave half of its work.
     """
@@ -51,6 +51,6 @@ class Workbench:
     return found
 
   def interrupted(self) -> bool:
-    """Returns whether Ctrl-C has ended a command since this was asked last."""
+    """Return whether Ctrl-C has ended a command since this was asked last."""
     before, self._interrupted = self._interrupted, False
     return before

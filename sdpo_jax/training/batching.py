@@ -360,7 +360,9 @@ def _declared(batch: GenerationBatch, config: Config) -> list[tuple[int, int, in
 
 
 def _cost(lengths: tuple[int, int, int]) -> int:
-  """Return what rows of (prompt, teacher prompt, completion) cost: the student's go forward and, twice that, backward."""
+  """Return what rows of (prompt, teacher prompt, completion) cost: the student's go forward and, twice that,
+  backward.
+  """
   prompt, reprompt, response = lengths
   return 3 * (prompt + response) + reprompt + response
 

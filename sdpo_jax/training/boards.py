@@ -90,8 +90,8 @@ def _indented(text: str) -> str:
 class WeightsAndBiases:
   """Logs to a page of Weights & Biases, whose id is drawn at the start of a run and kept in its directory.
 
-  Steps that a resumed run repeats are those that the page has already, number for number; it ignores them. Once the page
-  is open, an error of Weights & Biases costs the page what follows and not the run, which has metrics.jsonl.
+  Steps that a resumed run repeats are those that the page has already, number for number; it ignores them. Once the
+  page is open, an error of Weights & Biases costs the page what follows and not the run, which has metrics.jsonl.
   """
 
   def __init__(self, workdir: epath.Path, config: Config, resume_step: int = 0):
@@ -189,6 +189,6 @@ def check_wandb(config: Config) -> None:
 
 def _unusable(error: Exception) -> UserError:
   return UserError(
-    f'trainer.wandb_project is set but Weights & Biases cannot be used ({first_line(error)}): run `wandb login`, or set '
-    'WANDB_MODE=offline to log to this machine alone, or trainer.wandb_project=None.'
+    f'trainer.wandb_project is set but Weights & Biases cannot be used ({first_line(error)}): run `wandb login`, or '
+    'set WANDB_MODE=offline to log to this machine alone, or trainer.wandb_project=None.'
   )

@@ -68,7 +68,9 @@ def of_session(session: Session, slots: Tree) -> Cartridge:
 
 
 def _prepared(policy: DecoderPolicy, model: Tree) -> Tree:
-  """Return the parameters of a model as a sampler reads them, so that they are gathered once for all parts of a text."""
+  """Return the parameters of a model as a sampler reads them, so that they are gathered once for all parts of a
+  text.
+  """
   return base_preparation(policy.base_policy(), policy.backend.mesh, model).run(model)
 
 

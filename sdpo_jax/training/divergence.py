@@ -116,8 +116,8 @@ def measure(
   config = session.config
   if session.teachers_sampler is None:
     raise UserError(
-      'trainer.test_divergence=true compares a cartridge with the model that reads its document, and what is evaluated has '
-      'no cartridge: leave trainer.test_divergence at false.'
+      'trainer.test_divergence=true compares a cartridge with the model that reads its document, and what is evaluated '
+      'has no cartridge: leave trainer.test_divergence at false.'
     )
   prompts = [prompt_tokens(session.tokenizer, example, config) for example in examples]
   writers = {

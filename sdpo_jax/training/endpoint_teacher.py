@@ -1,4 +1,6 @@
-"""A teacher at an endpoint in a run: asked about the completions of a batch, of which every process asks about its share."""
+"""A teacher at an endpoint in a run: asked about the completions of a batch, of which every process asks about its
+share.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ def writes_itself(config: Config) -> bool:
 def sampler_settings(config: Config) -> Config:
   """Return settings whose prompts and completions are the writer's prompts and its feedback, for its sampler.
 
-  Prompts have the lengths of the teacher's where they have their limit. Strings that end a completion do not end feedback.
+  Prompts have the lengths of the teacher's where they have their limit. Strings that end a completion do not end
+  feedback.
   """
   sd, data = config.actor.self_distillation, config.data
   most, limit = sd.feedback_max_tokens, feedback_prompt_len(sd)
@@ -122,7 +123,9 @@ def _by_model(
   step: int,
   stop: Stop,
 ) -> dict[int, str | UnwrittenError]:
-  """Return what the model that is trained writes, by row; the noise is that of the step and the number of the sample."""
+  """Return what the model that is trained writes, by row; the noise is that of the step and the number of the
+  sample.
+  """
   sd = session.config.actor.self_distillation
   rows = {int(graded.sample_ids[each.row]): each.row for each in asked}
   written = session.feedback_sampler.stream(
@@ -167,8 +170,8 @@ def _check(session: Session, found: dict[int, str | UnwrittenError], step: int) 
   """Say how much could not be written.
 
   Raises:
-    UserError: nothing of it. (Not of a single completion, nor of the model's own feedback after the first step: it would
-      write the same again after every resume.)
+    UserError: nothing of it. (Not of a single completion, nor of the model's own feedback after the first step: it
+      would write the same again after every resume.)
   """
   reasons = [str(said) for said in found.values() if isinstance(said, UnwrittenError)]
   if not reasons:
@@ -177,7 +180,8 @@ def _check(session: Session, found: dict[int, str | UnwrittenError], step: int) 
   if len(reasons) == len(found) and (step == 1 if own else len(found) > 1):
     section = 'actor.self_distillation'
     way_out = (
-      f'change {section}.feedback_prompt_template or raise {section}.feedback_max_tokens, and start in another --workdir'
+      f'change {section}.feedback_prompt_template or raise {section}.feedback_max_tokens, and start in another '
+      '--workdir'
       if own
       else f'see that {session.feedback_endpoint.public_url} ({SECTION}.url) answers, then start the same command again'
     )

@@ -45,7 +45,9 @@ class Lesson:
   rows: np.ndarray  # [N] where it stands there.
 
   def of_batch(self, step: int, values: Mapping[str, np.ndarray], count: int) -> dict[str, np.ndarray]:
-    """Return what per-token values [N, T] of this say of a generation batch's own completions, [count, T]; NaN: nothing."""
+    """Return what per-token values [N, T] of this say of a generation batch's own completions, [count, T]; NaN:
+    nothing.
+    """
     own = self.steps == step
     found = {}
     for name, of_all in values.items():

@@ -1,7 +1,7 @@
 """The policy as it was when the run began, from which the KL penalty is measured.
 
-It is read from `model.path` at every start and is in no checkpoint, so that a resume compares the weights there with those
-of the start (`fingerprint`). It is a copy of its own, apart from the teacher, which may move.
+It is read from `model.path` at every start and is in no checkpoint, so that a resume compares the weights there with
+those of the start (`fingerprint`). It is a copy of its own, apart from the teacher, which may move.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def train(
   announce: Callable[[str], None] = lambda text: None,
   on_step: Callable[[Stepped], None] | None = None,
 ) -> Result:
-  """Runs, or resumes, the training that `config` describes; arguments and errors as `steps_of`.
+  """Run, or resume, the training that `config` describes; arguments and errors as `steps_of`.
 
   `on_step` is called after every step. What it raises ends the run, whose last whole state is saved.
   """
@@ -147,7 +147,7 @@ def steps_of(
   restart: bool = False,
   announce: Callable[[str], None] = lambda text: None,
 ) -> Generator[Stepped, None, Result]:
-  """Runs, or resumes, the training that `config` describes, and yields after every step; its end has the result.
+  """Run, or resume, the training that `config` describes, and yield after every step; its end has the result.
 
   Whoever closes it before the end leaves a run that can be resumed: the last whole state is saved.
 
@@ -423,7 +423,7 @@ class _Run:
       yield from self.show(step, state)
 
   def show(self, step: int, state: TrainState) -> Iterator[Stepped]:
-    """Yield a step that is done to whoever looks on; what they do takes its own time and compiles its own programs."""
+    """Hand a step that is done to whoever looks on; what they do takes its own time and compiles its own programs."""
     self.progress.phase(LOOKED_AT)
     liveness.begin(LOOKED_AT)
     yield Stepped(step, self.line, self.session, state)
@@ -734,7 +734,9 @@ class _Run:
     self.checked_best = True
 
   def roll_back(self, state: TrainState, step: int) -> TrainState:
-    """Restore student, teacher and optimizer state from a step's checkpoint; counters and randomness go on as they are."""
+    """Restore student, teacher and optimizer state from a step's checkpoint; counters and randomness go on as they
+    are.
+    """
     barrier(f'the way back to step {step}')
     like = abstract(state)
     self.saving.whole.starting.donate(others_follow=False)  # Until the weights are there, the last checkpoint counts.

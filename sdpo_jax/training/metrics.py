@@ -31,7 +31,8 @@ class MetricsWriter:
   def __init__(
     self, workdir: epath.PathLike, config: Config, *, resume_step: int = 0, ownership: Ownership | None = None
   ):
-    """Go on from the line of `resume_step`; with an ownership, lines bear its epoch and none is written once it is lost.
+    """Go on from the line of `resume_step`; with an ownership, lines bear its epoch and none is written once it is
+    lost.
 
     Raises:
       UserError: metrics.jsonl cannot be read, or another process has taken the run over.
@@ -91,7 +92,8 @@ class MetricsWriter:
       board.numbers(step, {key: value for key, value in measured.items() if not isinstance(value, str)})
 
   def sync(self) -> None:
-    """Return once all lines, here and on the boards, are on the disk; a checkpoint that needs them may be published then.
+    """Return once all lines, here and on the boards, are on the disk; a checkpoint that needs them may be published
+    then.
 
     Raises:
       OSError: they are not.

@@ -56,7 +56,8 @@ def learning_rate(config: OptimizerConfig, step: jax.Array, total_training_steps
 def make_optimizer(config: OptimizerConfig, table: Table = ()) -> optax.GradientTransformation:
   """Return the optimizer without its learning rate and its sign: parameters move by −rate · update.
 
-  Decay is decoupled and comes last: rate · weight_decay · parameter. The slots of a cartridge do not decay. Every layer of a stacked parameter is treated as if
+  Decay is decoupled and comes last: rate · weight_decay · parameter. The slots of a cartridge do not decay. Every layer
+    of a stacked parameter is treated as if
   it were a parameter of its own.
 
   - adamw: Adam's update.

@@ -132,7 +132,8 @@ def _deal(
   rooms: np.ndarray,
   grows: bool,
 ) -> list[list[int]]:
-  """Deal by first fit to as many rows with the only one of `rooms` [1, D] as it takes (`grows`), or to rows with `rooms`.
+  """Deal by first fit to as many rows with the only one of `rooms` [1, D] as it takes (`grows`), or to rows with
+  `rooms`.
 
   The latter goes by what part of a row is taken, and gives [] where something does not fit.
   """

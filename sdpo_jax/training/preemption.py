@@ -1,10 +1,10 @@
 """Being told to stop: SIGTERM and Ctrl-C, the point at which all processes leave, and the deadline.
 
-A signal is heard by a thread, since Python calls a handler only when the main thread is back from whatever it waits for:
-a program on the devices, a collective, a grader. The main thread asks at its points (`check`) and leaves at one that all
-processes agree on; what it saves then is the last whole state. Where it does not come to such a point, another thread
-saves that state if it is still on the devices (in a run of one process; several must save together). Whatever happens,
-the process ends after `trainer.preemption_grace_s`. A checkpoint that is half written by then does not count.
+A signal is heard by a thread, since Python calls a handler only when the main thread is back from whatever it waits
+for: a program on the devices, a collective, a grader. The main thread asks at its points (`check`) and leaves at one
+that all processes agree on; what it saves then is the last whole state. Where it does not come to such a point, another
+thread saves that state if it is still on the devices (in a run of one process; several must save together). Whatever
+happens, the process ends after `trainer.preemption_grace_s`. A checkpoint that is half written by then does not count.
 """
 
 from __future__ import annotations

@@ -33,7 +33,9 @@ def token_mean(values: Mapping[str, np.ndarray], name: str, mask: np.ndarray) ->
 
 
 def rollout_metrics(graded: GradedRollouts, config: Config) -> dict[str, float]:
-  """What the graded batch looks like: `rollout/<name>`, and `rollout/<source>/<name>` where it mixes data sources."""
+  """Return what the graded batch looks like: `rollout/<name>`, and `rollout/<source>/<name>` where it mixes data
+  sources.
+  """
   everything = np.arange(len(graded.rollouts))
   metrics = {f'rollout/{name}': value for name, value in _rollout_metrics(graded, everything, config).items()}
   sources = samples_by_source(graded.examples, graded.rollouts.group)
@@ -70,7 +72,9 @@ def _mean(values: np.ndarray) -> float:
 
 
 def feedback_metrics(graded: GradedRollouts) -> dict[str, float]:
-  """`feedback/*`: on how many failures of a batch a model was asked for feedback and wrote none, and how much it wrote."""
+  """`feedback/*`: on how many failures of a batch a model was asked for feedback and wrote none, and how much it
+  wrote.
+  """
   written = [len(outcome.written) for outcome in graded.outcomes if outcome.written is not None]
   failed = sum(outcome.unwritten is not None for outcome in graded.outcomes)
   return {
@@ -127,7 +131,9 @@ POLICY_METRICS = {
 
 
 def update_metrics(report: UpdateReport, batch: GenerationBatch, session: Session) -> dict[str, float]:
-  """Return what the update did, and how far its log-probs are from the sampler's unless `build_batch` has measured it."""
+  """Return what the update did, and how far its log-probs are from the sampler's unless `build_batch` has measured
+  it.
+  """
   values, mask = report.token_values, batch.rollouts.completion_mask
   log_probs, correction = values.get('log_prob') if report.log_probs is None else report.log_probs, {}
   if log_probs is not None and not session.spec.computes_log_probs:
@@ -151,7 +157,9 @@ NO_UPDATE = {'train/optimizer_steps': 0, 'train/skipped_steps': 0}
 
 
 def gathering_metrics(step: int, gathering: Gathering, lesson: Lesson | None) -> dict[str, float]:
-  """`gathering/*`: completions that an update learned from, how many steps they had waited, and those that still wait."""
+  """`gathering/*`: completions that an update learned from, how many steps they had waited, and those that still
+  wait.
+  """
   steps = np.zeros(0) if lesson is None else lesson.steps[lesson.steps > 0]
   return {
     'gathering/trained': len(steps),
@@ -162,7 +170,9 @@ def gathering_metrics(step: int, gathering: Gathering, lesson: Lesson | None) ->
 
 
 def divergence_metrics(report: UpdateReport, batch: GenerationBatch, graded: GradedRollouts) -> dict[str, float]:
-  """`teacher/<source>/divergence`: `teacher/divergence` of the samples of each data source, where a batch mixes some."""
+  """`teacher/<source>/divergence`: `teacher/divergence` of the samples of each data source, where a batch mixes
+  some.
+  """
   sources = samples_by_source(graded.examples, graded.rollouts.group)
   if len(sources) < 2 or 'divergence' not in report.token_values:
     return {}
@@ -176,7 +186,8 @@ def divergence_metrics(report: UpdateReport, batch: GenerationBatch, graded: Gra
 def throughput_metrics(
   session: Session, drawn: Sequence[GradedRollouts], report: UpdateReport, seconds: Mapping[str, float]
 ) -> dict[str, float]:
-  """Tokens per second, where the peak of the device is known model FLOPs utilisation, and what padding leaves of shapes.
+  """Tokens per second, where the peak of the device is known model FLOPs utilisation, and what padding leaves of
+  shapes.
 
   Tokens are those of prompts and completions, never padding. MFU counts 2 FLOPs per parameter and token of prefill and
   decode, the student's forward and backward and the teacher's forward; neither attention scores nor recomputation,
@@ -225,9 +236,11 @@ def write_rollouts(
   waiting: Sequence[int] = (),
   tokens: TokenRecords | None = None,
 ) -> None:
-  """Write `rollouts/<step>.jsonl`: per sample a line with prompt, completion, score, feedback, teacher prompt, divergence.
+  """Write `rollouts/<step>.jsonl`: per sample a line with prompt, completion, score, feedback, teacher prompt,
+  divergence.
 
-  Of a text it holds the `excerpt`. Where several graders judge a question, `rewards` is what each gave before its weight.
+  Of a text it holds the `excerpt`. Where several graders judge a question, `rewards` is what each gave before its
+  weight.
 
   Args:
     session: of the run.

@@ -72,7 +72,9 @@ def _command(name: str, *arguments: str) -> str:
 
 
 def headlines(names: Iterable[str]) -> list[str]:
-  """Return the names among `eval/<task>/…` that are read first: mean, best and maj of the score, and the mean of acc."""
+  """Return the names among `eval/<task>/…` that are read first: mean, best and maj of the score, and the mean of
+  acc.
+  """
   names = list(names)
   tasks = [name.removesuffix('questions') for name in names if name.endswith('/questions')]
   first = re.compile(r'(?:mean|best|maj|acc/mean)@\d+')

@@ -1,4 +1,6 @@
-"""The start of a run where it stopped: the newest checkpoint, what is outstanding of its step, and what its line says."""
+"""The start of a run where it stopped: the newest checkpoint, what is outstanding of its step, and what its line
+says.
+"""
 
 from __future__ import annotations
 

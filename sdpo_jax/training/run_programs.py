@@ -1,14 +1,16 @@
 """The programs of a training run, registered: those of the update, and those of the sampler in training and evaluation.
 
 Names of the update's: `score/P×T` (log-probs before the update, of all completions or of those that it leaves out),
-`initial/P×T` (the same of all under the initial policy), `top/P×R×T` (the most likely tokens, where `rollouts/` has them), `update/P×R×T` (prompt, teacher prompt and completion buckets), `zero`, `apply`, `finish`, `digest` (of the state, for
-metrics.jsonl and checkpoints). Names of the sampler's: `prepare` (its copy of the trainable parameters), `prepare_base`
-(its copy of what it does not read of the base itself, if there is any), `prefill/P×T` for every bucket of prompts and, for the largest and the sizes of `sdpo_jax.rollout.sizes`: `empty/P×T` (the cache at first),
-`admit/P×T` (a prompt's cache into the rows of its samples) and `decode/P×T`; of a cache that is small at first, with C
-slots, `admit/P×T@C`, `decode/P×T@C` and `resize/P×T@C`; of fewer rows R, `decode/P×T#R` and what leads there,
-`resize/P×T#R`, or `compact/P×T#R` where the cache keeps its size. What evaluation alone uses is `evaluation/…`: beside
-the sampler's, `divergence/P×T` and the programs of the teacher's sampler, `teacher/…`, where the divergence is measured. `feedback/…` are those of the sampler
-with which the student writes feedback.
+`initial/P×T` (the same of all under the initial policy), `top/P×R×T` (the most likely tokens, where `rollouts/` has
+them), `update/P×R×T` (prompt, teacher prompt and completion buckets), `zero`, `apply`, `finish`, `digest` (of the
+state, for metrics.jsonl and checkpoints). Names of the sampler's: `prepare` (its copy of the trainable parameters),
+`prepare_base` (its copy of what it does not read of the base itself, if there is any), `prefill/P×T` for every bucket
+of prompts and, for the largest and the sizes of `sdpo_jax.rollout.sizes`: `empty/P×T` (the cache at first), `admit/P×T`
+(a prompt's cache into the rows of its samples) and `decode/P×T`; of a cache that is small at first, with C slots,
+`admit/P×T@C`, `decode/P×T@C` and `resize/P×T@C`; of fewer rows R, `decode/P×T#R` and what leads there, `resize/P×T#R`,
+or `compact/P×T#R` where the cache keeps its size. What evaluation alone uses is `evaluation/…`: beside the sampler's,
+`divergence/P×T` and the programs of the teacher's sampler, `teacher/…`, where the divergence is measured. `feedback/…`
+are those of the sampler with which the student writes feedback.
 """
 
 from __future__ import annotations
@@ -261,8 +263,8 @@ def resident_programs(run: Run, kept_prefixes: int = 0) -> dict[str, Program]:
 
   Args:
     run: settings of what it samples.
-    kept_prefixes: rows that keep keys and values (`rollout.kept_prefixes`); with some, there are also `empty kept`, `keep`
-      (from a slot to a row) and `extend` (a prompt that begins as a row does).
+    kept_prefixes: rows that keep keys and values (`rollout.kept_prefixes`); with some, there are also `empty kept`,
+      `keep` (from a slot to a row) and `extend` (a prompt that begins as a row does).
   """
   samples = run.config.data.train_batch_size * run.config.rollout.n
   requests = [(samples, False)]
@@ -271,7 +273,9 @@ def resident_programs(run: Run, kept_prefixes: int = 0) -> dict[str, Program]:
 
 @programs.register
 def divergence_programs(run: Run) -> dict[str, Program]:
-  """Return what evaluations that measure the divergence call beside the sampler: the teacher's, and that which scores."""
+  """Return what evaluations that measure the divergence call beside the sampler: the teacher's, and that which
+  scores.
+  """
   config, mesh, evaluated = run.config, run.mesh, _evaluated(run)
   if not config.trainer.test_divergence or not evaluated:
     return {}

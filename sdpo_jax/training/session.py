@@ -60,7 +60,8 @@ class Session:
   feedback_endpoint: FeedbackEndpoint | None = None  # A server that writes feedback.
 
   def writer(self, trainable: Tree) -> tuple[Sampler, Tree, Tree]:
-    """Return who writes the completions that are learned from: a sampler, and the base and trainable tree that it reads.
+    """Return who writes the completions that are learned from: a sampler, and the base and trainable tree that it
+    reads.
 
     Args:
       trainable: of the student.
@@ -107,9 +108,9 @@ def check_turn_end(config: Config, tokenizer: Any) -> None:
   token, stops = tokenizer.convert_tokens_to_ids(end), stop_token_ids(config, tokenizer)
   if token not in stops:
     raise UserError(
-      f'The chat template ends an answer with {end!r} (token id {token}), and completions of {config.model.path} end with '
-      f'{", ".join(map(str, stops))} only, so that they would go on after it: add {token} to rollout.stop_token_ids, or '
-      'to eos_token_id in generation_config.json.'
+      f'The chat template ends an answer with {end!r} (token id {token}), and completions of {config.model.path} end '
+      f'with {", ".join(map(str, stops))} only, so that they would go on after it: add {token} to '
+      'rollout.stop_token_ids, or to eos_token_id in generation_config.json.'
     )
 
 
@@ -121,8 +122,8 @@ def template_remarks(config: Config, tokenizer: Any) -> list[str]:
   if chat_template.is_dated(tokenizer, variables):
     remarks.append(
       'The chat template writes the current date, so that prompts differ from day to day, also those of a run that is '
-      'resumed: fix it by a variable of the template in data.apply_chat_template_kwargs (date_string for Llama), or name '
-      'a template without it in model.chat_template.'
+      'resumed: fix it by a variable of the template in data.apply_chat_template_kwargs (date_string for Llama), or '
+      'name a template without it in model.chat_template.'
     )
   return remarks
 
@@ -166,11 +167,11 @@ def make_session(
     config: settings.
     workdir: of the run.
     tokenizer: with a chat template; None: the model directory's.
-    teacher: who reads the teacher's prompts, with its base on the run's mesh; None: the model itself, with the document of
-      `texts` before them where there is one.
+    teacher: who reads the teacher's prompts, with its base on the run's mesh; None: the model itself, with the document
+      of `texts` before them where there is one.
     texts: of a cartridge, if there is one; None: those that it needs are read.
-    teaches: whether they include the document, for a teacher, and whether another model is loaded that the settings name as
-      the teacher.
+    teaches: whether they include the document, for a teacher, and whether another model is loaded that the settings
+      name as the teacher.
 
   Returns:
     The session, and the trainable parameters as the model directory has them.
@@ -234,7 +235,9 @@ def make_sampler(
   least: int | None = None,
   reprompts: bool = False,
 ) -> Sampler:
-  """Return the sampler that the settings describe; of the teacher's prompts, too, if `reprompts`; others as in `Sampler`."""
+  """Return the sampler that the settings describe; of the teacher's prompts, too, if `reprompts`; others as in
+  `Sampler`.
+  """
   declared = Buckets.of(config)
   return Sampler(
     policy,

@@ -1,4 +1,6 @@
-"""Generation batches that taught nothing because every gradient was NaN or infinite and every optimizer step skipped."""
+"""Generation batches that taught nothing because every gradient was NaN or infinite and every optimizer step
+skipped.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def too_many(count: int, trainer: TrainerConfig) -> bool:
 
 
 def complaint(count: int, step: int, trainer: TrainerConfig) -> str:
-  """Return the sentence with which a run ends after `count` such generation batches in a row, the last of them `step`."""
+  """Return the sentence with which a run ends after `count` such generation batches in a row, the last of them
+  `step`.
+  """
   steps = f'step {step}' if count == 1 else f'{count} steps in a row, {step - count + 1} to {step},'
   return (
     f'Nothing was learned in {steps} because no gradient was finite (NaN or infinite): the weights are those of step '

@@ -369,7 +369,8 @@ class _Results:
 class _Ahead:
   """Keeps the host at most `AHEAD` micro-batches, or `AHEAD_S` seconds of them, before the devices.
 
-  Otherwise it would have handed them the whole batch, which cannot be taken back, when it hears that the run is to stop.
+  Otherwise it would have handed them the whole batch, which cannot be taken back, when it hears that the run is to
+  stop.
   """
 
   def __init__(self):

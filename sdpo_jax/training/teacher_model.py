@@ -62,8 +62,8 @@ def read_policy(config: Config) -> DecoderPolicy:
   )
   if policy.vocab_size < student.vocab_size:
     raise UserError(
-      f'{SETTING}={settings.path} knows {policy.vocab_size} tokens and the student {student.vocab_size}, so that there is '
-      'nothing to learn about the others: name a teacher whose vocab_size (config.json) is at least as large.'
+      f'{SETTING}={settings.path} knows {policy.vocab_size} tokens and the student {student.vocab_size}, so that there '
+      'is nothing to learn about the others: name a teacher whose vocab_size (config.json) is at least as large.'
     )
   values = huggingface.read_json(huggingface.resolve(settings.path, weights=False), 'config.json')
   positions = values.get('text_config', values).get('max_position_embeddings')

@@ -1,4 +1,6 @@
-"""What one process of a run does alone, and how all leave together if it fails: who leaves alone lets the others wait."""
+"""What one process of a run does alone, and how all leave together if it fails: who leaves alone lets the others
+wait.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The tokens of completions as `rollouts/<step>.jsonl` has them: their texts, what weighs them, what else was likely."""
+"""The tokens of completions as `rollouts/<step>.jsonl` has them: their texts, what weighs them, what else was
+likely.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ class TokenRecords:
     """Return the fields of a completion of L tokens.
 
     `tokens` are the L texts; put together they are the completion with its special tokens. `advantages` are L numbers.
-    `top_tokens` holds `student` and `teacher` (null where it says nothing), each with `ids` [L][≤ K], most likely first,
-    their `log_probs` and those of the tokens themselves, `own` [L]; and the `texts` of all these ids.
+    `top_tokens` holds `student` and `teacher` (null where it says nothing), each with `ids` [L][≤ K], most likely
+    first, their `log_probs` and those of the tokens themselves, `own` [L]; and the `texts` of all these ids.
     """
     length = int(self.rollouts.completion_mask[row].sum())
     tokens = self.rollouts.completion_tokens[row, :length].tolist()

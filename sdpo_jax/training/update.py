@@ -309,19 +309,19 @@ def make_update(
     config: settings.
     shardings: of the state (`state_shardings`), so that what a function returns lies as what it takes and nothing
       compiles twice; None leaves placement to the compiler.
-    teacher: who reads the teacher's prompts; None: the model itself. Its base is not looked at: if it has one of its own,
-      that is an argument of `Update.accumulate`.
+    teacher: who reads the teacher's prompts; None: the model itself. Its base is not looked at: if it has one of its
+      own, that is an argument of `Update.accumulate`.
 
   Raises:
-    ValueError: the teacher knows fewer tokens than the student, or rows are to be packed and stand behind trained slots.
-      Where the teacher knows more tokens, as models of a family whose vocabularies are padded differently do, the others
-      are left out of its distribution.
+    ValueError: the teacher knows fewer tokens than the student, or rows are to be packed and stand behind trained
+      slots. Where the teacher knows more tokens, as models of a family whose vocabularies are padded differently do,
+      the others are left out of its distribution.
   """
   teacher = Teacher(policy) if teacher is None else dataclasses.replace(teacher, base=None)
   if teacher.policy.vocab_size < policy.vocab_size:
     raise ValueError(
-      f'A teacher with {teacher.policy.vocab_size} tokens cannot teach a student with {policy.vocab_size}: it must have a '
-      'probability for each of them.'
+      f'A teacher with {teacher.policy.vocab_size} tokens cannot teach a student with {policy.vocab_size}: it must '
+      'have a probability for each of them.'
     )
   adapter = getattr(policy, 'adapter', None)
   if config.actor.pack_sequences and isinstance(adapter, KVPrefix) and adapter.trained:

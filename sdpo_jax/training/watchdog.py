@@ -4,9 +4,9 @@ Progress is a program compiled, a parameter read, tokens drawn, a completion gra
 phase begun (`liveness`). What hangs is a grader, a program on the devices, a collective that another process never
 joins, or a file system; where, is told by the stacks of all threads, in `stalls/` of the run.
 
-Code that never lets go of the interpreter, such as a regular expression that takes for ever in a grader, stops this thread
-too. Python's faulthandler, which needs no interpreter, then writes the stacks to stderr; with a limit it ends the
-process, with its own exit code, 1.
+Code that never lets go of the interpreter, such as a regular expression that takes for ever in a grader, stops this
+thread too. Python's faulthandler, which needs no interpreter, then writes the stacks to stderr; with a limit it ends
+the process, with its own exit code, 1.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Watchdog:
     end: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
   ):
-    """Makes what is to be entered.
+    """Make what is to be entered.
 
     Args:
       settings: `watchdog_report_s` and `watchdog_limit_s`.

@@ -1,8 +1,8 @@
 """`python -m tests.golden DIR`: checks every golden file beneath DIR against this implementation.
 
-DIR may hold any of the folders loss, jsd_pg, teacher, e2e, extras, reprompt, reward, preprocess and cartridges, at any depth, with
-any files in the formats described in README.md beside the data. One line a kind; exit status 1 if a case fails or none
-is found. What failed and what is informational goes to stderr.
+DIR may hold any of the folders loss, jsd_pg, teacher, e2e, extras, reprompt, reward, preprocess and cartridges, at any
+depth, with any files in the formats described in README.md beside the data. One line a kind; exit status 1 if a case
+fails or none is found. What failed and what is informational goes to stderr.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ SPELLINGS = ('fixed', 'frozen')
 
 
 def check(directory: Path) -> Report:
-  """Checks every *.npz in `directory` and the files NAME_fixed.pt and NAME_frozen.pt beside it, to the last bit."""
+  """Check every *.npz in `directory` and the files NAME_fixed.pt and NAME_frozen.pt beside it, to the last bit."""
   report = Report('cartridges')
   for path in sorted(directory.glob('*.npz')):
     report.cases += 1
@@ -53,7 +53,9 @@ def _check_file(report: Report, case: str, spelling: str, file: Path, data: dict
 
 
 def _contents(file: Path) -> list[tuple[str, type, list[Any]]]:
-  """What a file holds, in its order: keys, types of lists, and of each tensor type, dtype, shape, flag and bytes."""
+  """Return what a file holds, in its order: keys, types of lists, and of each tensor type, dtype, shape, flag and
+  bytes.
+  """
   import torch
 
   with torch.serialization.safe_globals([torch.nn.ParameterList]):

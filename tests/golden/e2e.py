@@ -81,7 +81,7 @@ def _rows(data: dict, prefix: str) -> TokenRows:
 
 
 def _batch(config: Config, data: dict, facts: dict, rows: slice, dtype: str) -> Batch:
-  """The rows of one mini-batch with coefficients over all of it."""
+  """Return the rows of one mini-batch with coefficients over all of it."""
   sdpo = config.actor.policy_loss.loss_mode == 'sdpo'
   part = {name: value[rows] for name, value in data.items()}
   mask = part['response_mask'].astype(dtype)

@@ -18,7 +18,7 @@ DTYPES = ('float64', 'float32')
 
 
 def check(directory: Path) -> Report:
-  """Checks every npz file of a known name in `directory`."""
+  """Check every npz file of a known name in `directory`."""
   report = Report('extras')
   checkers = {
     'agg_loss': _check_aggregation,
@@ -47,7 +47,7 @@ def _compare(report: Report, case: str, what: str, ours, theirs, dtype: str, tol
 
 
 def _coefficients(mask: np.ndarray, mode: str, info: dict) -> np.ndarray:
-  """The reference's denominators: its data-parallel size multiplies all but the length-normalised mode."""
+  """Return the reference's denominators: its data-parallel size multiplies all but the length-normalised mode."""
   coefficients = loss_coefficients(
     mask,
     mode,

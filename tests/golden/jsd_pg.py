@@ -35,7 +35,7 @@ FILL = {'student_logits': -1e9, 'teacher_token_ids': -1}
 
 
 def check(directory: Path, dtypes: tuple[str, ...] = tuple(TOLERANCES)) -> Report:
-  """Checks every *.npz in `directory` in these types; all cases take the shape of the largest, and one program."""
+  """Check every *.npz in `directory` in these types; all cases take the shape of the largest, and one program."""
   report = Report('jsd_pg')
   cases = {path: load(path) for path in sorted(directory.glob('*.npz'))}
   sizes = [(*case['student_logits'].shape, case['teacher_token_ids'].shape[2]) for case in cases.values()]
@@ -62,7 +62,9 @@ def check(directory: Path, dtypes: tuple[str, ...] = tuple(TOLERANCES)) -> Repor
 
 
 def _padded(case: dict, largest: np.ndarray) -> dict:
-  """A case whose arrays have the sizes `largest`, of B, T, V and K; the rest is masked, or has no probability."""
+  """Return a case whose arrays have the sizes `largest`, of B, T, V and K; the rest is masked, or has no
+  probability.
+  """
   widths = {'student_logits': largest[2:3], 'teacher_token_ids': largest[3:], 'teacher_log_probs': largest[3:]}
 
   def pad(name: str, value: np.ndarray) -> np.ndarray:

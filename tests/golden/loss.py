@@ -25,7 +25,7 @@ TOLERANCES = {
 
 
 def check(directory: Path, only: slice = slice(None), dtypes: tuple[str, ...] = tuple(TOLERANCES)) -> Report:
-  """Checks `directory`/*.npz (or the part `only` of them), which are counted, and errors.json, which is not.
+  """Check `directory`/*.npz (or the part `only` of them), which are counted, and errors.json, which is not.
 
   Every case runs in each of `dtypes`, from logits and, where the logits are finite, through hidden states with an
   identity unembedding and chunks that divide neither tokens nor vocabulary.
@@ -42,7 +42,7 @@ def check(directory: Path, only: slice = slice(None), dtypes: tuple[str, ...] = 
 
 
 def chunk_sizes(tokens: int, vocab: int) -> tuple[int, int]:
-  """A number of tokens and of vocabulary entries per chunk that divide neither."""
+  """Return a number of tokens and of vocabulary entries per chunk that divide neither."""
 
   def smallest(total):
     return next((size for size in range(max(total // 3, 2), total) if total % size), total)
@@ -51,7 +51,7 @@ def chunk_sizes(tokens: int, vocab: int) -> tuple[int, int]:
 
 
 def _settings(config: dict, tokens: int, vocab: int) -> tuple[dict, dict]:
-  """Static and traced settings; a traced alpha lets cases share compiled programs."""
+  """Return static and traced settings; a traced alpha lets cases share compiled programs."""
   chunk_size, vocab_block = chunk_sizes(tokens, vocab)
   static = {
     'full_logit_distillation': config['full_logit_distillation'],
@@ -155,7 +155,7 @@ def _check_case(report: Report, name: str, case: dict, dtypes: tuple[str, ...]) 
 
 
 def _check_error(report: Report, name: str, case: dict) -> None:
-  """The reference raises; so must whichever part of ours takes these settings."""
+  """Return the reference raises; so must whichever part of ours takes these settings."""
   settings = case['config']
   if case['stage'] == 'config':
     config = Config()

@@ -26,19 +26,19 @@ class Report:
     return f'{self.kind}: {self.cases} cases, {self.failed} failed, worst {self.worst:.1e}'
 
   def fail(self, case: str, message: str) -> None:
-    """Records that `case` failed; a case may fail in several ways and counts once."""
+    """Record that `case` failed; a case may fail in several ways and counts once."""
     self.failed += case not in self._failed_cases
     self._failed_cases.add(case)
     self.messages.append(f'{case}: {message}')
 
   def note(self, case: str, message: str) -> None:
-    """Records something that cannot fail."""
+    """Record something that cannot fail."""
     self.notes.append(f'{case}: {message}')
 
   def compare(
     self, case: str, what: str, ours: Any, theirs: Any, tolerance: float, *, float64: bool, informational: bool = False
   ) -> None:
-    """Compares by `error`; informational values fail only where ours are not finite and theirs are."""
+    """Compare by `error`; informational values fail only where ours are not finite and theirs are."""
     ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
     if ours.shape != theirs.shape:
       self.fail(case, f'{what} has shape {ours.shape}, expected {theirs.shape}')
@@ -67,6 +67,6 @@ def error(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 
 def load(path: Path) -> dict[str, Any]:
-  """An npz file as a dict; keys that end in `json` are parsed."""
+  """Return an npz file as a dict; keys that end in `json` are parsed."""
   with np.load(path, allow_pickle=False) as archive:
     return {key: json.loads(str(archive[key])) if key.endswith('json') else archive[key] for key in archive}

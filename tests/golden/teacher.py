@@ -20,7 +20,7 @@ MIX_TOLERANCES = {'float64': 1e-12, 'float32': 1e-5}
 
 
 def check(directory: Path) -> Report:
-  """Checks ema_*.npz, trust_region_*.npz and ema_guards.json in `directory`."""
+  """Check ema_*.npz, trust_region_*.npz and ema_guards.json in `directory`."""
   report = Report('teacher')
   for path in sorted(directory.glob('ema_*.npz')):
     report.cases += 1
@@ -64,7 +64,7 @@ def _check_ema(report: Report, case: str, data: dict) -> None:
 
 @jax.jit
 def _mixed_log_probs(reference, student, rate, temperature):
-  """The trust region's log-prob of every token: logits [B, T, V] twice -> [B, T, V], read off the objective."""
+  """Return the trust region's log-prob of every token: logits [B, T, V] twice -> [B, T, V], read off the objective."""
   vocab = reference.shape[-1]
 
   def every(logits):

@@ -29,7 +29,7 @@ class ToyPolicy(PolicyBase):
     return self
 
   def parameter_table(self) -> Table:
-    """Returns E [V, D], P [positions, D] and W [D, V]."""
+    """Return E [V, D], P [positions, D] and W [D, V]."""
     tall, wide = (self.vocab_size, self.hidden_size), (self.hidden_size, self.vocab_size)
     shapes = {'E': tall, 'P': (self.positions, self.hidden_size), 'W': wide}
     return tuple(Parameter((name,), shape, (None, None), 'normal', name, shape) for name, shape in shapes.items())

@@ -35,7 +35,7 @@ _PICKLE_ERRORS = (pickle.UnpicklingError, AttributeError, EOFError, ImportError,
 
 
 def convert(parts: Parts, options: Options) -> Splits:
-  """The questions of contests within [since, until): 'test' with all private tests, 'train' with half of them.
+  """Return the questions of contests within [since, until): 'test' with all private tests, 'train' with half of them.
 
   Raises:
     UserError: a row that is not in the source's schema, or no question of that time.
@@ -104,7 +104,7 @@ def _tests(row: Row) -> dict[str, Any]:
 
 
 def _cases(row: Row, text: str) -> Any:
-  """Tests written as JSON, or as JSON in a pickled string, deflated, in base 64."""
+  """Test written as JSON, or as JSON in a pickled string, deflated, in base 64."""
   try:
     return ground_truth.parse_json(text if text.lstrip().startswith('[') else _unpacked(text))
   except (ValueError, binascii.Error, zlib.error, *_PICKLE_ERRORS) as error:

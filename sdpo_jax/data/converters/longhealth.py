@@ -1,4 +1,6 @@
-"""LongHealth (Adams et al. 2024): questions about long records of made-up patients, and these records as one document."""
+"""LongHealth (Adams et al. 2024): questions about long records of made-up patients, and these records as one
+document.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ PROMPT = '{problem}\n\nPlease reason step by step, and put your final answer wit
 def converter(
   dataset: str, problem: str, answer: str, final: Callable[[str], str] = str.strip
 ) -> Callable[[Parts, Options], Splits]:
-  """The converter of a data set with these fields.
+  """Return the converter of a data set with these fields.
 
   Args:
     dataset: name under which results are reported.

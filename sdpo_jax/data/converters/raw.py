@@ -43,7 +43,7 @@ def make_row(
   environment: str | None = None,
   choices: list[str] | None = None,
 ) -> Row:
-  """A row in the schema of the reference's data/load_dataset.py, made from the source's row `origin`.
+  """Return a row in the schema of the reference's data/load_dataset.py, made from the source's row `origin`.
 
   `environment` names the grader where the reference has none for the data set; `choices` are what it chooses from.
   """
@@ -67,12 +67,12 @@ def make_row(
 
 
 def described(text: str, kind: str) -> str:
-  """The description of a question: never shown to the model, and ending as the reference's do."""
+  """Return the description of a question: never shown to the model, and ending as the reference's do."""
   return f'{text} The solution will be evaluated in a {kind} environment.'
 
 
 def field(row: Row, *path: str, kind: type | tuple[type, ...] = str) -> Any:
-  """The value at `path` in a source's row.
+  """Return the value at `path` in a source's row.
 
   Raises:
     UserError: it is not there, or not of that kind; the row is not in the schema of the source.

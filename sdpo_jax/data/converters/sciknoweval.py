@@ -32,7 +32,7 @@ TEST_SIZE, SEED = 0.1, 42
 
 
 def convert(parts: Parts, options: Options) -> Splits:
-  """The rows of `options.domain`, a tenth of them held out as the reference does.
+  """Return the rows of `options.domain`, a tenth of them held out as the reference does.
 
   Raises:
     UserError: unknown domain, no row of it, or a row that is not in the source's schema.
@@ -48,7 +48,9 @@ def convert(parts: Parts, options: Options) -> Splits:
 
 
 def split(count: int) -> tuple[np.ndarray, np.ndarray]:
-  """Indices of training and held-out rows: `train_test_split(test_size=0.1, seed=42)` of Hugging Face datasets."""
+  """Return indices of training and held-out rows: `train_test_split(test_size=0.1, seed=42)` of Hugging Face
+  datasets.
+  """
   order = np.random.default_rng(SEED).permutation(count)
   held_out = math.ceil(TEST_SIZE * count)
   return order[held_out:], order[:held_out]

@@ -40,7 +40,7 @@ def arguments(
   *,
   proc: bool,
 ) -> list[str]:
-  """The command line of a zygote in a bubblewrap of its own.
+  """Return the command line of a zygote in a bubblewrap of its own.
 
   Args:
     bwrap: path of bwrap.

@@ -46,7 +46,7 @@ class Group:
         os.close(descriptor)
 
   def allow(self, memory_bytes: int) -> None:
-    """Sets how much memory the group may have beyond what it was made with."""
+    """Set how much memory the group may have beyond what it was made with."""
     for directory in self.directories:
       # Version 1 refuses a limit of memory that is beyond the one of memory and swap.
       for name in ('memory.max', 'memory.memsw.limit_in_bytes', 'memory.limit_in_bytes'):
@@ -54,7 +54,7 @@ class Group:
           (directory / name).write_text(str(self.memory_bytes + memory_bytes))
 
   def remove(self) -> None:
-    """Removes the group; what still runs in it under version 2 is ended, under version 1 the group then stays."""
+    """Remove the group; what still runs in it under version 2 is ended, under version 1 the group then stays."""
     deadline = time.monotonic() + REMOVAL_S
     for directory in self.directories:
       with contextlib.suppress(OSError):  # Before Linux 5.14 there is no such file.
@@ -66,7 +66,7 @@ class Group:
 
 
 def create(memory_bytes: int, processes: int) -> Group | None:
-  """A new group with these limits; None where this process may not make one."""
+  """Return a new group with these limits; None where this process may not make one."""
   limits = {'memory': memory_bytes, 'pids': processes}
   for make, parents in ((_create_unified, _unified()), (_create_split, _split())):
     if parents and (group := make(parents, limits)) is not None:
@@ -172,7 +172,7 @@ def _group(version: int, limits: dict[str, int], directories: dict[str, pathlib.
 
 
 def _removed(directory: pathlib.Path) -> bool:
-  """Removes a group that has no processes; whether it is gone."""
+  """Remove a group that has no processes; whether it is gone."""
   try:
     directory.rmdir()
   except FileNotFoundError:

@@ -176,12 +176,12 @@ ALLOW, ERRNO = 0x7FFF0000, 0x00050000
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # Offsets in struct seccomp_data; arguments have 8 bytes, low word first.
 
 O_ACCMODE, O_TRUNC, O_TMPFILE = 0o3, 0o1000, 0o20000000  # O_TMPFILE's own bit; the same on both machines.
-# CLONE_VM, _FS, _FILES, _SIGHAND, _THREAD and _SYSVSEM, as every library makes a thread: one that had descriptors of its
-# own could hide files from who looks after them.
+# CLONE_VM, _FS, _FILES, _SIGHAND, _THREAD and _SYSVSEM, as every library makes a thread: one that had descriptors of
+# its own could hide files from who looks after them.
 THREAD = 0x100 | 0x200 | 0x400 | 0x800 | 0x10000 | 0x40000
 CLOSE_RANGE_UNSHARE = 0x2  # Likewise.
-# A futex that is not private is one for all that map the same file, such as a library: only the kernel may wake who waits
-# for it (FUTEX_WAIT, FUTEX_WAIT_BITSET), which it does where a thread ends that is to be joined.
+# A futex that is not private is one for all that map the same file, such as a library: only the kernel may wake who
+# waits for it (FUTEX_WAIT, FUTEX_WAIT_BITSET), which it does where a thread ends that is to be joined.
 FUTEX_PRIVATE, FUTEX_CLOCK_REALTIME, SHARED_FUTEXES = 0x80, 0x100, (0, 9)
 # MADV_NORMAL to MADV_DONTNEED, _FREE, _HUGEPAGE and _NOHUGEPAGE: none that takes a file out of memory.
 ADVICE = (0, 1, 2, 3, 4, 8, 14, 15)
@@ -224,7 +224,7 @@ def machine() -> int:
 
 
 def call(name: str, *arguments: int) -> int:
-  """Result of a system call of `OWN`; raises OSError naming the call."""
+  """Return result of a system call of `OWN`; raises OSError naming the call."""
   number = OWN[name][machine()]
   result = _libc.syscall(ctypes.c_long(number), *(ctypes.c_long(argument) for argument in arguments))
   if result < 0:
@@ -234,7 +234,7 @@ def call(name: str, *arguments: int) -> int:
 
 
 def close_from(first: int) -> None:
-  """Closes every descriptor from `first` on."""
+  """Close every descriptor from `first` on."""
   try:
     call('close_range', first, 0x7FFFFFFF, 0)
   except (OSError, Unsupported):
@@ -318,7 +318,8 @@ def restrict_calls(program: bytes) -> None:
 
 
 def filter_program(pid: int, column: int | None = None) -> bytes:
-  """The seccomp filter of a program with this process id: `ALLOWED`, `CHECKED` where it may, errors for the rest.
+  """Return the seccomp filter of a program with this process id: `ALLOWED`, `CHECKED` where it may, errors for the
+  rest.
 
   What is not allowed fails with EPERM, and with ENOSYS where that makes libraries fall back (clone3, openat2 and
   whatever is newer), so that a program sees an exception.

@@ -19,7 +19,7 @@ STALE_S = 60.0  # A directory that is younger may not have its lock yet.
 
 
 def hold(directory: str | pathlib.Path) -> int:
-  """A descriptor that keeps a directory from being removed as abandoned until it is closed.
+  """Return a descriptor that keeps a directory from being removed as abandoned until it is closed.
 
   Where a file system has no locks, nothing is found to be abandoned either.
 
@@ -33,7 +33,7 @@ def hold(directory: str | pathlib.Path) -> int:
 
 
 def remove_abandoned(parent: str | pathlib.Path, remove: Callable[[str], object]) -> None:
-  """Removes the directories of sandboxes of this user in `parent` that nobody holds.
+  """Remove the directories of sandboxes of this user in `parent` that nobody holds.
 
   Args:
     parent: may be missing.

@@ -25,7 +25,7 @@ File = tuple[str, os.stat_result]
 
 
 def files(standard: Sequence[str], packages: Sequence[str], names: set[str]) -> list[File]:
-  """The files and directories to copy, every one after the directory it lies in.
+  """Return the files and directories to copy, every one after the directory it lies in.
 
   Args:
     standard: directories of the standard library.
@@ -46,7 +46,7 @@ def size(found: Iterable[File]) -> int:
 
 
 def copy(found: Iterable[File], to: str) -> None:
-  """Copies files, directories and links, under their paths, below the directory `to`; not what cannot be read."""
+  """Copy files, directories and links, under their paths, below the directory `to`; not what cannot be read."""
   for path, status in found:
     os.makedirs(os.path.dirname(to + path), exist_ok=True)
     if stat.S_ISDIR(status.st_mode):
@@ -81,7 +81,7 @@ def _below(paths: Iterable[str]) -> Iterator[File]:
 
 
 def entries(directory: str, names: set[str]) -> set[str]:
-  """What is to be copied of a directory of packages, relative to it."""
+  """Return what is to be copied of a directory of packages, relative to it."""
   here = os.listdir(directory)
   records = {name: _record(os.path.join(directory, name)) for name in here if name.endswith('.dist-info')}
   by_name = {_normalized(info.partition('-')[0]): info for info in records}
@@ -97,7 +97,7 @@ def entries(directory: str, names: set[str]) -> set[str]:
 
 
 def _record(info: str) -> tuple[set[str], list[str]]:
-  """The entries of a distribution, and the names of those that it requires."""
+  """Return the entries of a distribution, and the names of those that it requires."""
   texts = {}
   for name in ('RECORD', 'METADATA'):
     try:
@@ -121,10 +121,10 @@ def _left_out(name: str) -> bool:
 
 
 def _module(entry: str) -> str:
-  """The name that an entry of a directory of packages is imported by, if it is a module."""
+  """Return the name that an entry of a directory of packages is imported by, if it is a module."""
   return entry.partition('.')[0]
 
 
 def _normalized(name: str) -> str:
-  """The name of a distribution as names are compared."""
+  """Return the name of a distribution as names are compared."""
   return re.sub(r'[-_.]+', '-', name).lower()

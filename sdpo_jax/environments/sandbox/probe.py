@@ -20,7 +20,7 @@ LATE_MODULE = 'colorsys'  # Of the standard library, and loaded by nobody before
 
 
 def run(payload: dict) -> dict:
-  """What works for a program in here.
+  """Return what works for a program in here.
 
   Args:
     payload: 'canary', a file outside; 'directory', its directory; 'port', on which the owner listens; 'owner' and
@@ -150,7 +150,7 @@ def _make_files() -> None:
 
 
 def _fill(file_mb: int) -> None:
-  """Holds more than it may in files that have no name."""
+  """Hold more than it may in files that have no name."""
   held = []
   for _ in range(file_mb + 1):
     with open('unnamed', 'w+b', 0) as file:

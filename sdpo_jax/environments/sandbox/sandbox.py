@@ -42,8 +42,8 @@ HERE = pathlib.Path(__file__).parent
 MIB = 2**20
 MESSAGE = 2**16  # Bytes of a message at most.
 CHUNK = 2**18
-# A program may print byte by byte. What comes in pieces smaller than half a pipe is read after pauses, each twice as long
-# as the one before, in which more gathers in the pipe; larger pieces, of which there are few, begin anew.
+# A program may print byte by byte. What comes in pieces smaller than half a pipe is read after pauses, each twice as
+# long as the one before, in which more gathers in the pipe; larger pieces, of which there are few, begin anew.
 PIECE, LONGEST_PAUSE_MS = 2**15, 16
 START_S = 120.0  # A zygote that has not loaded its modules by then will not.
 # Seconds between attempts at a program that the machine had no room for: no memory, process or descriptor was left.
@@ -91,8 +91,8 @@ class Report:
   """What became of a program; what it returned and printed is whatever it made it."""
 
   # Ended by itself with any exit code; over its wall or CPU time; printed, returned or wrote too much; killed by a
-  # signal that is not the sandbox's (or for too many threads); not run, or not to its end, since the machine had no room
-  # for it: this says nothing of the program, and `reason` says why.
+  # signal that is not the sandbox's (or for too many threads); not run, or not to its end, since the machine had no
+  # room for it: this says nothing of the program, and `reason` says why.
   status: Literal['ended', 'timeout', 'output', 'killed', 'failed']
   exit_code: int | None
   signal: int | None
@@ -127,7 +127,7 @@ class Sandbox:
   """A place for programs that are trusted with nothing; thread-safe."""
 
   def __init__(self, settings: SandboxConfig, harness: pathlib.Path, *, preload: Sequence[str] = ()):
-    """Starts the strongest mechanism that withstands the attacks of probe.py on this machine.
+    """Start the strongest mechanism that withstands the attacks of probe.py on this machine.
 
     Args:
       settings: `environments.sandbox`.
@@ -151,7 +151,7 @@ class Sandbox:
     self._finalizer = weakref.finalize(self, _close, self._hosts)
 
   def run(self, jobs: Sequence[Job], then: Callable[[int, Report], Any] | None = None) -> list[Any]:
-    """A report for every job, in order; `workers` at once, over all threads that call.
+    """Return a report for every job, in order; `workers` at once, over all threads that call.
 
     Args:
       jobs: the programs.
@@ -170,7 +170,7 @@ class Sandbox:
     return list(self._pool.map(run, range(len(jobs)), jobs))
 
   def close(self) -> None:
-    """Ends all programs and the helper processes and removes what they wrote; may be called twice."""
+    """End all programs and the helper processes and remove what they wrote; may be called twice."""
     self._finalizer()
     self._pool.shutdown()
 
@@ -256,7 +256,7 @@ class _Zygote:
     self.control.settimeout(None)
 
   def close(self) -> None:
-    """Ends the zygote, and with it all its programs."""
+    """End the zygote, and with it all its programs."""
     self.control.close()
     try:
       self.process.wait(5)
@@ -283,7 +283,7 @@ class _Host:
     harness: pathlib.Path,
     preload: tuple[str, ...],
   ):
-    """Starts a zygote for so many `programs` at once; raises as `_Zygote`."""
+    """Start a zygote for so many `programs` at once; raise as `_Zygote`."""
     self.mechanism, self.view = mechanism, view
     self._settings, self._harness, self._preload = settings, harness, preload
     self._lock = threading.Lock()
@@ -438,7 +438,7 @@ def _start(settings: SandboxConfig, harness: pathlib.Path, preload: tuple[str, .
 
 
 def _check_packages(names: Sequence[str]) -> None:
-  """Raises UserError if one of `environments.sandbox.packages` is not installed."""
+  """Raise UserError if one of `environments.sandbox.packages` is not installed."""
   for name in names:
     if not name.isidentifier() or importlib.util.find_spec(name) is None:
       raise UserError(
@@ -506,7 +506,7 @@ def _probe(host: _Host) -> list[str]:
 
 
 def _run(zygote: _Zygote, job: Job, probe: bool) -> Report:
-  """Runs a job and collects what comes of it; raises _Died if the zygote ends first."""
+  """Run a job and collect what comes of it; raise _Died if the zygote ends first."""
   limits = job.limits
   with contextlib.ExitStack() as stack:
     try:
@@ -554,7 +554,7 @@ class _Dropped:
 def _collect(
   channel: socket.socket, readers: Sequence[io.FileIO], limits: Limits
 ) -> tuple[dict, list[bytes], _Dropped]:
-  """The zygote's answer, what is kept of what came through each pipe, and what is not."""
+  """Return the zygote's answer, what is kept of what came through each pipe, and what is not."""
   names = {reader.fileno(): index for index, reader in enumerate(readers)}
   outputs = [bytearray() for _ in readers]
   most = limits.output_mb * MIB
@@ -570,7 +570,7 @@ def _collect(
     poll.register(fd, select.POLLIN)
 
   def read(fd: int) -> int:
-    """The number of bytes that came; 0: there is no more to read now."""
+    """Return the number of bytes that came; 0: there is no more to read now."""
     try:
       data = os.read(fd, CHUNK)
     except BlockingIOError:
@@ -633,7 +633,7 @@ def _status(answer: dict, limits: Limits) -> Literal['ended', 'timeout', 'output
 
 
 def _json(raw: bytes) -> Any:
-  """The JSON value; None if it is not one, or one that is nested too deeply to read."""
+  """Return the JSON value; None if it is not one, or one that is nested too deeply to read."""
   try:
     return json.loads(raw)
   except (ValueError, RecursionError):
@@ -641,7 +641,7 @@ def _json(raw: bytes) -> Any:
 
 
 def _memory_file(data: bytes) -> io.FileIO:
-  """An anonymous file with these contents, at its beginning, that nobody can change any more."""
+  """Return an anonymous file with these contents, at its beginning, that nobody can change any more."""
   name = ctypes.create_string_buffer(b'sandbox')
   file = open(confinement.call('memfd_create', ctypes.addressof(name), MFD_CLOEXEC | MFD_ALLOW_SEALING), 'r+b', 0)
   view = memoryview(data)

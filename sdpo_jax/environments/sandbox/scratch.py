@@ -16,7 +16,7 @@ DELETED = ' (deleted)'
 
 
 def survey(directory: str, pid: int, proc: int | None, limit: int, max_entries: int) -> Generator[None, None, bool]:
-  """Finds out whether a program has more than `limit` bytes or `max_entries` files, those without a name included.
+  """Find out whether a program has more than `limit` bytes or `max_entries` files, those without a name included.
 
   A directory that cannot be listed, by its mode, or that lies deeper than `MAX_DEPTH`, counts as too much; a file that
   is only mapped counts as `limit` bytes, since nothing tells its size.
@@ -56,7 +56,7 @@ def survey(directory: str, pid: int, proc: int | None, limit: int, max_entries: 
 
 
 def held(directory: str, pid: int, proc: int) -> Generator[None, None, dict[tuple[int, int], int | None]]:
-  """Finds the files of a program that have no name any more, but are open or mapped.
+  """Find the files of a program that have no name any more, but are open or mapped.
 
   The first thread may have ended, which leaves it without descriptors and memory: any other has the same.
 
@@ -105,13 +105,13 @@ def _names(path: str, here: int) -> list[str]:
 
 
 def remove(path: str) -> None:
-  """Removes a tree as `removal` does, at once."""
+  """Remove a tree as `removal` does, at once."""
   for _ in removal(path):
     pass
 
 
 def removal(path: str) -> Generator[None, None, bool]:
-  """Removes a tree whatever its depth and modes, without following links; nobody may be using it any more."""
+  """Remove a tree whatever its depth and modes, without following links; nobody may be using it any more."""
   parent, name = os.path.split(path)
   here = os.open(parent, os.O_RDONLY | os.O_DIRECTORY)
   levels = [[(name, False)]]  # Names to remove in a directory, and whether they were emptied.

@@ -70,7 +70,7 @@ class Seed:
     theirs.close()
 
   def fork(self, job: bytes, fds: Sequence[int], namespace: int | None = None) -> int:
-    """A new child of this process, which is given a job and descriptors; its process id.
+    """Return a new child of this process, which is given a job and descriptors; its process id.
 
     Args:
       job: a message.
@@ -104,13 +104,13 @@ class Seed:
     return pid
 
   def close(self) -> None:
-    """Ends the seed."""
+    """End the seed."""
     self._control.close()
     os.waitpid(self.pid, 0)
 
 
 def _serve(control: socket.socket, program: Program, addresses: Sequence[int]) -> None:
-  """Copies this process for every message, until there are no more; returns in the seed, and in copies as well."""
+  """Copy this process for every message, until there are no more; return in the seed, and in copies as well."""
   seed = (os.getpid(), os.getppid())
   while True:
     message, fds, _, _ = socket.recv_fds(control, 1, 2, MSG_CMSG_CLOEXEC)
@@ -156,7 +156,7 @@ def _clone(seed: tuple[int, int]) -> None:
 
 
 def _words_of_thread() -> list[int]:
-  """The beginning of what the C library knows of this thread, as integers of 32 bits."""
+  """Return the beginning of what the C library knows of this thread, as integers of 32 bits."""
   pthread_self = ctypes.CDLL(None).pthread_self
   pthread_self.restype = ctypes.c_void_p
   return list(struct.unpack(f'={THREAD_BYTES // 4}i', ctypes.string_at(pthread_self(), THREAD_BYTES)))
@@ -180,7 +180,7 @@ def _thread_id_addresses(parent: int, before: Sequence[int]) -> list[int]:
 
 
 def _keep_only(descriptors: Sequence[int]) -> None:
-  """Closes every descriptor from 3 on but these."""
+  """Close every descriptor from 3 on but these."""
   first = 3
   for fd in sorted(descriptors):
     with contextlib.suppress(OSError):

@@ -37,11 +37,11 @@ MNT_DETACH = 2
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
 READ_ONLY = 0x1 | 0x2 | 0x4  # MOUNT_ATTR_RDONLY, _NOSUID and _NODEV.
 
-# The first process of a namespace of process ids, which ends the namespace when it ends. It reads a byte from descriptor
-# 0, a pipe that only the zygote could write to, and exits when the zygote has gone. As a program of some instructions
-# because a fork of the zygote would cost as much as the program that is to run.
-# x86_64: xor edi,edi; mov rsi,rsp; mov edx,1; xor eax,eax; syscall; xor edi,edi; mov eax,60; syscall
-# aarch64: mov x0,0; mov x1,sp; mov x2,1; mov x8,63; svc 0; mov x0,0; mov x8,93; svc 0
+# The first process of a namespace of process ids, which ends the namespace when it ends. It reads a byte from
+# descriptor 0, a pipe that only the zygote could write to, and exits when the zygote has gone. As a program of some
+# instructions because a fork of the zygote would cost as much as the program that is to run. x86_64: xor edi,edi; mov
+# rsi,rsp; mov edx,1; xor eax,eax; syscall; xor edi,edi; mov eax,60; syscall aarch64: mov x0,0; mov x1,sp; mov x2,1; mov
+# x8,63; svc 0; mov x0,0; mov x8,93; svc 0
 CODE = (
   bytes.fromhex('31ff 4889e6 ba01000000 31c0 0f05 31ff b83c000000 0f05'),
   b''.join(
@@ -56,7 +56,7 @@ ELF_MACHINE = (62, 183)
 
 
 def separate() -> list[str]:
-  """Gives this process, which must have one thread, namespaces of its own; their names.
+  """Give this process, which must have one thread, namespaces of its own; their names.
 
   Root needs no user namespace. Anybody else becomes nobody in one, with all capabilities in it until a program drops
   them; since those do not reach to namespaces made outside, a fork of this process goes on from here, as the first of a
@@ -91,7 +91,7 @@ def separate() -> list[str]:
 
 
 def processes(at: str) -> int | None:
-  """An open /proc of this process's namespace of process ids, without a name; None where it cannot be had.
+  """Return an open /proc of this process's namespace of process ids, without a name; None where it cannot be had.
 
   Args:
     at: an existing directory, which /proc covers meanwhile.
@@ -110,7 +110,7 @@ def processes(at: str) -> int | None:
 def build(
   readable: Sequence[str], aliases: Mapping[str, str], at: str, copies: Sequence[library.File] | None = None
 ) -> None:
-  """Makes the calling process's root a file system of nothing but the directories `readable`, read-only.
+  """Make the calling process's root a file system of nothing but the directories `readable`, read-only.
 
   Args:
     readable: real paths of directories; they keep their names.
@@ -160,7 +160,7 @@ def build(
 
 
 def own_files(size: int, entries: int, user: int | None, stdin: int) -> None:
-  """Gives this process, a fork of the zygote, a scratch file system of its own, and its standard input as a file in it.
+  """Give this process, a fork of the zygote, a scratch file system of its own, and its standard input as a file in it.
 
   A copy of the input, since the inode number of anything in memory that all programs share tells them of one another.
 
@@ -199,7 +199,7 @@ class ProcessIds:
 
   @contextlib.contextmanager
   def separate(self) -> Iterator[tuple[int, int]]:
-    """A new namespace: the process that keeps it, to be ended after, and, within the block, a descriptor of it.
+    """Yield a new namespace: the process that keeps it, to be ended after, and, within the block, a descriptor of it.
 
     Raises:
       OSError: there are too many processes, namespaces or descriptors.
@@ -225,7 +225,7 @@ class ProcessIds:
 
 
 def executable(column: int) -> bytes:
-  """An ELF file of `CODE` for a column of confinement's tables."""
+  """Return an ELF file of `CODE` for a column of confinement's tables."""
   code, base, header = CODE[column], 0x400000, 64 + 56
   size = header + len(code)
   return b''.join(
@@ -267,13 +267,13 @@ def reach(paths: Sequence[str]) -> None:
         os.close(fd)
   except OSError as error:
     raise confinement.Unsupported(
-      f'other users cannot enter {", ".join(closed)}, in which Python or the temporary directory lies, and it cannot be '
-      f'mounted elsewhere ({error}): put them where others can read, or run as an ordinary user'
+      f'other users cannot enter {", ".join(closed)}, in which Python or the temporary directory lies, and it cannot '
+      f'be mounted elsewhere ({error}): put them where others can read, or run as an ordinary user'
     ) from error
 
 
 def make_read_only(path: str) -> None:
-  """Makes the mount at `path`, and all below it, read-only in this namespace; raises OSError before Linux 5.12."""
+  """Make the mount at `path`, and all below it, read-only in this namespace; raise OSError before Linux 5.12."""
   name = ctypes.create_string_buffer(os.fsencode(path))
   attributes = ctypes.create_string_buffer(struct.pack('=4Q', READ_ONLY, 0, 0, 0), 32)
   confinement.call(

@@ -3,9 +3,9 @@
     python -I -X utf8 zygote.py DESCRIPTOR
 
 DESCRIPTOR is a socket (AF_UNIX, SOCK_SEQPACKET) to the owner. The first message on it holds settings (`Settings` in
-sandbox.py); every further one is a job with six descriptors: standard input, output and error, payload, result, channel.
-The answer goes to the job's channel: what became of the process, or why it was not started. The owner ends a job by
-writing to its channel or closing it, and everything by closing the socket.
+sandbox.py); every further one is a job with six descriptors: standard input, output and error, payload, result,
+channel. The answer goes to the job's channel: what became of the process, or why it was not started. The owner ends a
+job by writing to its channel or closing it, and everything by closing the socket.
 
 This process never reads a payload or what a program prints, and does not fork programs itself: they are copies of the
 seed (seed.py), which it forks before the first job, so that none finds in its memory what became of another. Standard
@@ -54,7 +54,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def load(path: str) -> types.ModuleType:
-  """The module in a file, under the file's name."""
+  """Return the module in a file, under the file's name."""
   name = os.path.splitext(os.path.basename(path))[0]
   spec = importlib.util.spec_from_file_location(name, path)
   module = importlib.util.module_from_spec(spec)
@@ -205,7 +205,7 @@ class Zygote:
     self.seed = seed.Seed(self.child, self.readable)
 
   def serve(self) -> None:
-    """Runs jobs until the owner closes the socket or ends."""
+    """Run jobs until the owner closes the socket or ends."""
     wake_r, wake_w = os.pipe()
     for end in (wake_r, wake_w):
       os.set_blocking(end, False)
@@ -243,7 +243,7 @@ class Zygote:
       scratch.remove(self.scratch)
 
   def check(self) -> None:
-    """Looks after the limits of the programs whose turn it is."""
+    """Look after the limits of the programs whose turn it is."""
     now = time.monotonic()
     for process in list(self.processes.values()):
       if process.next_check <= now:
@@ -253,7 +253,7 @@ class Zygote:
     self.open = False
 
   def accept(self) -> None:
-    """Starts the job of the next message."""
+    """Start the job of the next message."""
     message, fds, _, _ = socket.recv_fds(self.control, MESSAGE, DESCRIPTORS, seed.MSG_CMSG_CLOEXEC)
     if not message:
       return self.close()
@@ -298,7 +298,9 @@ class Zygote:
     return Process(pid, user, channel, directory, init, job['limits'])
 
   def free_user(self) -> int | None:
-    """A user id that no other program has now, by chance, which tells nothing of the others; None: there are none."""
+    """Return a user id that no other program has now, by chance, which tells nothing of the others; None: there are
+    none.
+    """
     taken = {process.user for process in self.processes.values()}
     while self.users:
       user = self.users[secrets.randbelow(len(self.users))]
@@ -312,7 +314,7 @@ class Zygote:
     process.kill('owner')
 
   def reap(self, options: int = os.WNOHANG) -> None:
-    """Reports every process that has ended."""
+    """Report every process that has ended."""
     while options == os.WNOHANG or self.processes or self.inits:
       pid, status, usage = os.wait4(-1, options)
       if pid == 0:
@@ -345,17 +347,17 @@ class Zygote:
         self.discard(process.directory)
 
   def open_scratch(self) -> None:
-    """Makes the directory of the scratch directories one that this process may change."""
+    """Make the directory of the scratch directories one that this process may change."""
     if self.mechanism == 'bubblewrap':
       os.chmod(self.scratch, 0o700)
 
   def discard(self, directory: str) -> None:
-    """Removes the scratch directory of a program that has ended, little by little."""
+    """Remove the scratch directory of a program that has ended, little by little."""
     self.open_scratch()
     self.garbage.append(scratch.removal(directory))
 
   def child(self, job: bytes, fds: list[int]) -> None:
-    """The process of one job, a copy of the seed; does not return."""
+    """Be the process of one job, a copy of the seed; do not return."""
     leave = os._exit
     try:
       told = json.loads(job)
@@ -398,7 +400,7 @@ class Zygote:
 
 
 def run(harness, directory: str, leave) -> None:
-  """Runs the payload and ends as Python does: threads joined, exit functions called, output written."""
+  """Run the payload and end as Python does: threads joined, exit functions called, output written."""
   write, dumps, shutdown, exit_functions = os.write, json.dumps, threading._shutdown, atexit._run_exitfuncs
   os.environ.clear()
   os.environ.update(HOME=directory, TMPDIR=directory, LANG='C.UTF-8')
@@ -430,7 +432,7 @@ def run(harness, directory: str, leave) -> None:
 
 
 def exit_code(error: SystemExit) -> int:
-  """What `sys.exit` means by its argument."""
+  """Return what `sys.exit` means by its argument."""
   if error.code is None:
     return 0
   if isinstance(error.code, int):
@@ -440,7 +442,7 @@ def exit_code(error: SystemExit) -> int:
 
 
 def standard_streams() -> None:
-  """New objects on descriptors 0, 1 and 2, as a fresh interpreter makes them."""
+  """Put new objects on descriptors 0, 1 and 2, as a fresh interpreter makes them."""
   options = dict(encoding='utf-8', closefd=False)
   sys.stdin = sys.__stdin__ = open(0, errors='surrogateescape', **options)
   sys.stdout = sys.__stdout__ = open(1, 'w', errors='surrogateescape', **options)
@@ -451,7 +453,7 @@ def standard_streams() -> None:
 
 
 def set_limits(limits: dict, baseline: int, own_user: bool) -> None:
-  """The kernel's limits on this process; memory is what it takes beyond the zygote's `baseline`."""
+  """Set the kernel's limits on this process; memory is what it takes beyond the zygote's `baseline`."""
   cpu_s = int(-(-limits['cpu_s'] // 1))
   values = {
     resource.RLIMIT_CPU: (cpu_s, cpu_s + 1),
@@ -473,7 +475,8 @@ def set_limits(limits: dict, baseline: int, own_user: bool) -> None:
 
 
 def user_ids() -> range:
-  """User ids that no one else has, one a slot; nobody's alone where a user namespace has fewer; none where not even that.
+  """User ids that no one else has, one a slot; nobody's alone where a user namespace has fewer; none where not even
+  that.
 
   Root of a namespace without other users is an ordinary user outside of it, and stays who it is.
   """
@@ -502,7 +505,9 @@ def enter(doors: list[int]) -> bool:
 
 
 def watch(owner: int | None) -> int | None:
-  """A descriptor that becomes readable when the process `owner` ends, also where a fork of it keeps the socket open."""
+  """Return a descriptor that becomes readable when the process `owner` ends, also where a fork of it keeps the socket
+  open.
+  """
   if owner is None:
     return None
   fd = confinement.call('pidfd_open', owner, 0)
@@ -592,7 +597,7 @@ def threads(pid: int, proc: int | None) -> int:
 
 
 def for_program(job: dict, user: int | None, directory: str) -> bytes:
-  """A job as its process hears of it."""
+  """Return a job as its process hears of it."""
   return json.dumps({'limits': job['limits'], 'probe': job['probe'], 'user': user, 'directory': directory}).encode()
 
 

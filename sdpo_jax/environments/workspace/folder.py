@@ -1,4 +1,6 @@
-"""Files of one folder, of which no name leads out: not `..`, a link, another file system or a further name of a file."""
+"""Files of one folder, of which no name leads out: not `..`, a link, another file system or a further name of a
+file.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ class Folder:
   """A workspace; any thread may call."""
 
   def __init__(self, path: pathlib.Path):
-    """Opens a folder; raises OSError if there is none."""
+    """Open a folder; raise OSError if there is none."""
     self.path = pathlib.Path(os.path.realpath(path))
     self._root = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     self._device = os.fstat(self._root).st_dev
@@ -38,7 +40,7 @@ class Folder:
     os.close(self._root)
 
   def read(self, path: str, limit: int) -> bytes:
-    """Returns the content of a file.
+    """Return the content of a file.
 
     Raises:
       PathError: there is none, it is larger than `limit` bytes, or the path leads out of the folder.
@@ -58,7 +60,7 @@ class Folder:
     return content
 
   def write(self, path: str, content: bytes) -> bool:
-    """Puts a file with that content in the place of whatever file is there; returns whether there was one.
+    """Put a file with that content in the place of whatever file is there; return whether there was one.
 
     The file is another one then: what else is called by a further name of the old one stays as it is.
 
@@ -94,7 +96,7 @@ class Folder:
     return mode is not None
 
   def files(self, path: str = '.') -> Iterator[str]:
-    """Yields the names of the regular files below a folder, sorted, relative to the workspace; not through links.
+    """Yield the names of the regular files below a folder, sorted, relative to the workspace; not through links.
 
     Raises:
       PathError: there is no such folder.
@@ -112,13 +114,13 @@ class Folder:
                 yield f'{top_name}{within}{each}'
 
   def readable(self, path: str) -> str:
-    """Returns what `relative` does of a file or folder that is there; raises PathError if none is."""
+    """Return what `relative` does of a file or folder that is there; raise PathError if none is."""
     name = self.relative(path)
     with self._told(name), self._opened(name, os.O_RDONLY | os.O_NONBLOCK):
       return name
 
   def relative(self, path: str) -> str:
-    """Returns a path, absolute or not, as it is called within the folder.
+    """Return a path, absolute or not, as it is called within the folder.
 
     Raises:
       PathError: it leads out of the folder, or is no path.
@@ -140,7 +142,7 @@ class Folder:
       return False
 
   def _make(self, folder: str) -> None:
-    """Makes a folder, and those above it."""
+    """Make a folder, and those above it."""
     done = ''
     for part in folder.split('/') if folder else ():
       with self._opened(done or '.', os.O_RDONLY | os.O_DIRECTORY) as parent, contextlib.suppress(FileExistsError):

@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def names_below(folders: types.ModuleType, folder, path: str) -> list[str]:
-  """The names of the files below a folder, or that of a file itself."""
+  """Return the names of the files below a folder, or that of a file itself."""
   try:
     return list(folder.files(path))
   except folders.PathError:

@@ -73,7 +73,7 @@ class Shell:
     readable: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
   ):
-    """Makes a shell, which runs a command that does nothing.
+    """Make a shell, which runs a command that does nothing.
 
     Args:
       workspace: a folder, the only one that commands can change.
@@ -113,12 +113,13 @@ class Shell:
     if tried.status != 'ended' or tried.exit_code != 0:
       why = tried.reason or tried.output.decode(errors='replace').strip() or f'exit code {tried.exit_code}'
       raise UserError(
-        f'Commands of an agent cannot be kept in its workspace on this machine: {why}. Allow it no commands, or let the '
-        'machine make user namespaces (sysctl kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns).'
+        f'Commands of an agent cannot be kept in its workspace on this machine: {why}. Allow it no commands, or let '
+        'the machine make user namespaces (sysctl kernel.unprivileged_userns_clone, '
+        'kernel.apparmor_restrict_unprivileged_userns).'
       )
 
   def run(self, command: str, *, wall_s: float | None = None, cancelled: Cancelled | None = None) -> ShellReport:
-    """Runs `bash -c command` in the workspace and waits for its end, and that of all that it started.
+    """Run `bash -c command` in the workspace and wait for its end, and that of all that it started.
 
     Args:
       command: of the agent.
@@ -201,7 +202,7 @@ class Cancelled:
     os.close(self._write)
 
   def set(self) -> None:
-    """Ends the command; any number of calls, from any thread."""
+    """End the command; any number of calls, from any thread."""
     os.write(self._write, b'x')
 
   def fileno(self) -> int:
@@ -211,7 +212,7 @@ class Cancelled:
 def _watch(
   child: subprocess.Popen, kept: _Kept, deadline: float, cancelled: Cancelled | None
 ) -> Literal['ended', 'timeout', 'cancelled']:
-  """Reads what a command prints until it ends or is ended."""
+  """Read what a command prints until it ends or is ended."""
   status: Literal['ended', 'timeout', 'cancelled'] = 'ended'
   assert child.stdout is not None
   with selectors.DefaultSelector() as selector, child:
@@ -264,7 +265,7 @@ class _Kept:
 
 
 def shared_files(workspace: pathlib.Path) -> list[pathlib.Path]:
-  """Returns the files below a folder that have further names outside of it, which a write would change there, too.
+  """Return the files below a folder that have further names outside of it, which a write would change there, too.
 
   Raises:
     OSError: the folder cannot be read.

@@ -24,7 +24,8 @@ from typing import Any
 MIB = 2**20
 DEVICES = ('null', 'zero', 'full', 'random', 'urandom')
 LINKS = {'fd': '/proc/self/fd', 'stdin': '/proc/self/fd/0', 'stdout': '/proc/self/fd/1', 'stderr': '/proc/self/fd/2'}
-# Calls that a command has no use for and a kernel has had faults in, or that reach beyond the namespaces; x86_64, aarch64.
+# Calls that a command has no use for and a kernel has had faults in, or that reach beyond the namespaces; x86_64,
+# aarch64.
 REFUSED = {
   'mount': (165, 40),
   'umount2': (166, 39),
@@ -86,7 +87,7 @@ NOSUID_NODEV = 0x2 | 0x4  # MOUNT_ATTR_…
 
 
 def load(folder: str, name: str) -> types.ModuleType:
-  """The module in a file, under the file's name."""
+  """Return the module in a file, under the file's name."""
   spec = importlib.util.spec_from_file_location(name, os.path.join(folder, f'{name}.py'))
   module = importlib.util.module_from_spec(spec)
   sys.modules[name] = module
@@ -137,7 +138,7 @@ def tell(answer: int, what: dict[str, Any]) -> None:
 
 
 def reap(command: int) -> int:
-  """Waits for the command; returns its status."""
+  """Wait for the command; return its status."""
   while True:
     process, status = os.wait()
     if process == command:
@@ -145,7 +146,7 @@ def reap(command: int) -> int:
 
 
 def separate(confinement: types.ModuleType, view: types.ModuleType) -> None:
-  """Gives this process, which has one thread, and those that it forks namespaces of their own."""
+  """Give this process, which has one thread, and those that it forks namespaces of their own."""
   user, group = os.geteuid(), os.getegid()
   confinement.call(
     'unshare',
@@ -162,7 +163,7 @@ def separate(confinement: types.ModuleType, view: types.ModuleType) -> None:
 
 
 def build(confinement: types.ModuleType, view: types.ModuleType, job: dict[str, Any]) -> None:
-  """Makes the root of this process a file system of the system's directories, read-only, and the workspace."""
+  """Make the root of this process a file system of the system's directories, read-only, and the workspace."""
   at, workspace = job['at'], job['workspace']
   view.mount('none', '/', '', view.MS_REC | view.MS_PRIVATE)
   view.mount('tmpfs', at, 'tmpfs', view.MS_NOSUID | view.MS_NODEV, 'mode=0755,size=16m')
@@ -221,7 +222,7 @@ def is_temporary(path: str) -> bool:
 
 
 def place(view: types.ModuleType, path: str, to: str) -> None:
-  """Puts a directory or a file of the machine, or a link to one, where there is nothing yet."""
+  """Put a directory or a file of the machine, or a link to one, where there is nothing yet."""
   if os.path.lexists(to):
     return
   if os.path.islink(path):
@@ -261,7 +262,9 @@ def run(confinement: types.ModuleType, program: bytes, job: dict[str, Any], answ
 
 
 def refusing(column: int) -> bytes:
-  """The seccomp filter of commands: all calls but those of `REFUSED`, new namespaces, and typing into a terminal."""
+  """Return the seccomp filter of commands: all calls but those of `REFUSED`, new namespaces, and typing into a
+  terminal.
+  """
   confinement = sys.modules['confinement']
   load_, equal, at_least, any_bit, leave = 0x20, 0x15, 0x35, 0x45, 0x06
   allow, fail, kill = 0x7FFF0000, 0x00050000, 0x80000000

@@ -51,7 +51,7 @@ class Tool:
   changes: bool  # Whether it can change the workspace.
 
   def schema(self) -> dict[str, Any]:
-    """Returns the tool in the form that chat templates take, with the parameters as JSON schema."""
+    """Return the tool in the form that chat templates take, with the parameters as JSON schema."""
     properties = {
       name: {'type': parameter.kind, 'description': parameter.meaning} for name, parameter in self.parameters.items()
     }
@@ -155,7 +155,7 @@ TOOLS = {
 
 
 def check(name: str, arguments: Any) -> dict[str, Any]:
-  """Returns the arguments of a call; raises BadCall for a tool or arguments that there are not."""
+  """Return the arguments of a call; raise BadCall for a tool or arguments that there are not."""
   if name not in TOOLS:
     raise BadCall(f'There is no tool {short_repr(name)}; there are {", ".join(TOOLS)}.')
   parameters = TOOLS[name].parameters
@@ -185,7 +185,7 @@ class Toolbox:
   """The tools of one workspace."""
 
   def __init__(self, workspace: pathlib.Path, shell: Shell | None):
-    """Opens a workspace.
+    """Open a workspace.
 
     Args:
       workspace: a folder, the only one that the tools read and write.
@@ -199,7 +199,7 @@ class Toolbox:
     return {name: tool for name, tool in TOOLS.items() if name != 'bash' or self._shell is not None}
 
   def call(self, name: str, arguments: Any, *, cancelled: Cancelled | None = None) -> Answer:
-    """Runs a tool; whatever goes wrong in it is an answer.
+    """Run a tool; whatever goes wrong in it is an answer.
 
     Args:
       name: of the tool.
@@ -222,7 +222,7 @@ class Toolbox:
       return Answer(False, str(error), field=error.field, line=error.line)
 
   def preview(self, name: str, arguments: Any) -> tuple[str, str, str] | None:
-    """Returns the path, and the text of that file before and after a call that writes it; None for other calls.
+    """Return the path, and the text of that file before and after a call that writes it; None for other calls.
 
     Raises:
       BadCall: the call would fail.
@@ -362,7 +362,7 @@ class Toolbox:
       raise PathError(f'{path} is not text in UTF-8.') from error
 
   def _text_or_empty(self, path: str) -> str:
-    """Returns the text of a file, and none of one that is not there; raises PathError for what is no text.
+    """Return the text of a file, and none of one that is not there; raise PathError for what is no text.
 
     Nobody could be shown what a call does to that.
     """
@@ -375,7 +375,7 @@ class Toolbox:
 
 
 def encoded(text: str) -> bytes:
-  """Returns a text as a file holds it; raises BadCall for halves of characters."""
+  """Return a text as a file holds it; raise BadCall for halves of characters."""
   _check_whole(text, 'The text', 'content')
   content = text.encode()
   if len(content) > MAX_FILE_BYTES:
@@ -384,7 +384,7 @@ def encoded(text: str) -> bytes:
 
 
 def _check_whole(text: str, what: str, field: str) -> None:
-  """Raises BadCall for halves of characters, which JSON can write and neither a file nor a path can hold."""
+  """Raise BadCall for halves of characters, which JSON can write and neither a file nor a path can hold."""
   try:
     text.encode()
   except UnicodeEncodeError as error:
@@ -392,7 +392,7 @@ def _check_whole(text: str, what: str, field: str) -> None:
 
 
 def shortened(text: str, limit: int = MAX_ANSWER) -> tuple[str, int]:
-  """Returns a text without its middle where it is longer than `limit` characters, and how many are left out."""
+  """Return a text without its middle where it is longer than `limit` characters, and how many are left out."""
   dropped = len(text) - limit
   if dropped <= 0:
     return text, 0
@@ -401,13 +401,13 @@ def shortened(text: str, limit: int = MAX_ANSWER) -> tuple[str, int]:
 
 
 def _nearest(text: str, old: str) -> int | None:
-  """Returns the line of a text that begins as the piece does that is not in it; None: no line does."""
+  """Return the line of a text that begins as the piece does that is not in it; None: no line does."""
   first = next((line.strip() for line in old.splitlines() if line.strip()), None)
   return next((number for number, line in enumerate(text.splitlines(), 1) if first and line.strip() == first), None)
 
 
 def _matcher(pattern: str) -> re.Pattern[str]:
-  """Returns the expression of whole paths that match a pattern in which ** stands for any number of folders."""
+  """Return the expression of whole paths that match a pattern in which ** stands for any number of folders."""
   if not pattern or len(pattern) > MAX_PATTERN:
     raise BadCall(f"'pattern' must have between 1 and {MAX_PATTERN} characters.", 'pattern')
   blocks: list[list[str]] = [[]]  # Parts of the path between **.
@@ -420,12 +420,13 @@ def _matcher(pattern: str) -> re.Pattern[str]:
   if not others:
     return re.compile(first.removesuffix('/'))
   *between, last = others
-  # The first place of a block between two ** is as good as any later one: none of them is tried, or some would take years.
+  # The first place of a block between two ** is as good as any later one: none of them is tried, or some would take
+  # years.
   placed = ''.join(f'(?>(?:[^/]+/)*?{block})' for block in between if block)
   return re.compile(f'{first}{placed}(?:[^/]+/)*{last.removesuffix("/") or "[^/]+"}')
 
 
 def _part(pattern: str) -> str:
-  """Returns the expression of one part of a path, in which nothing matches a slash."""
+  """Return the expression of one part of a path, in which nothing matches a slash."""
   expression = fnmatch.translate(pattern).removeprefix('(?s:').removesuffix(')\\Z').removesuffix(')\\z')
   return _ANY.sub(lambda found: found[1] or '[^/]', expression)

@@ -15,7 +15,7 @@ _TOKENS = ('n', 'prompt_tokens', 'tokens', 'log_probs', 'kept_tokens')  # Of a t
 
 
 def session_row(session: AgentSession, token: str, written: Mapping[str, Any]) -> SessionRow:
-  """Returns a new session as it is kept.
+  """Return a new session as it is kept.
 
   Args:
     session: it.
@@ -27,23 +27,23 @@ def session_row(session: AgentSession, token: str, written: Mapping[str, Any]) -
 
 
 def session_of(row: SessionRow, owner: str) -> AgentSession:
-  """Returns a session."""
+  """Return a session."""
   settings = SessionSettings.from_json(row.record['settings'])
   return AgentSession(row.id, row.adapter, owner, row.created, settings, row.record['tool_form'])
 
 
 def turn_row(turn: SessionTurn) -> TurnRow:
-  """Returns a turn as it is kept."""
+  """Return a turn as it is kept."""
   return TurnRow(turn.n, turn.prompt_tokens, turn.tokens, turn.log_probs, turn.kept_tokens, record_of(turn))
 
 
 def record_of(turn: SessionTurn) -> dict[str, Any]:
-  """Returns all of a turn but its tokens, as JSON."""
+  """Return all of a turn but its tokens, as JSON."""
   return {name: value for name, value in turn.to_json().items() if name not in _TOKENS}
 
 
 def turn_of(row: TurnRow) -> SessionTurn:
-  """Returns a turn."""
+  """Return a turn."""
   record: Mapping[str, Any] = row.record
   read = {
     'calls': tuple(ToolCall(call['name'], call['arguments']) for call in record['calls']),

@@ -29,7 +29,7 @@ _PAGE = 16  # Turns that are read at once in the search for approved ones.
 
 
 def item_of(row: ExampleRow, turn: SessionTurn) -> Item:
-  """Returns what is learned of an example."""
+  """Return what is learned of an example."""
   return Item(
     prompt_tokens=turn.prompt_tokens,
     tokens=turn.tokens,
@@ -44,7 +44,7 @@ def item_of(row: ExampleRow, turn: SessionTurn) -> Item:
 def example_row(
   session: AgentSession, turn: SessionTurn, kind: str, said: teaching.Said, teacher_prompt: Sequence[int], head: int
 ) -> ExampleRow:
-  """Returns an example that waits, or, of a rehearsal, one that is learned beside others."""
+  """Return an example that waits, or, of a rehearsal, one that is learned beside others."""
   state = 'learned' if kind == REHEARSAL else 'waiting'
   return ExampleRow(session.id, turn.n, kind, state, head, (), teacher_prompt, dataclasses.asdict(said))
 
@@ -102,7 +102,7 @@ def learn(account: Account, session: AgentSession, dialogue: Dialogue, *, few: b
 
 
 def said_of(account: Account, answer, turn: SessionTurn | Item, numbers: Sequence[int], began: float) -> LearnedTurns:
-  """Returns what is said of a feedback whose last completion is that in question.
+  """Return what is said of a feedback whose last completion is that in question.
 
   Args:
     account: of the owner.
@@ -138,7 +138,7 @@ def _turn(account: Account, session: AgentSession, n: int) -> SessionTurn:
 def _rehearsed(
   account: Account, session: AgentSession, dialogue: Dialogue, rows: Sequence[ExampleRow], head: int
 ) -> Iterator[ExampleRow]:
-  """Yields the newest approved proposals, the newest first, each with itself as the demonstration.
+  """Yield the newest approved proposals, the newest first, each with itself as the demonstration.
 
   Those of which the teacher may read nothing, and those that leave it no room, are passed over: they are learned beside
   others so that these unlearn nothing, and nobody has asked for one of them.

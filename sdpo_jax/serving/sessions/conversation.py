@@ -1,8 +1,9 @@
 """A conversation as token ids: what the model drew stays as it was drawn, and the chat template writes all else.
 
-The tokens behind an answer are found by rendering a short conversation in which a mark stands for the answer, and taking
-what the template writes behind the mark. So neither what was drawn nor what came before it is ever tokenised again, and
-a template that writes earlier turns in another way once others follow, as those do that drop thinking, changes nothing.
+The tokens behind an answer are found by rendering a short conversation in which a mark stands for the answer, and
+taking what the template writes behind the mark. So neither what was drawn nor what came before it is ever tokenised
+again, and a template that writes earlier turns in another way once others follow, as those do that drop thinking,
+changes nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Dialogue:
     tools: Sequence[Mapping[str, Any]] = (),
     stop_token_ids: Sequence[int] = (),
   ):
-    """Makes the conversation of a session.
+    """Make the conversation of a session.
 
     Args:
       tokenizer: of the model, with a chat template.
@@ -70,11 +71,11 @@ class Dialogue:
   # Prompts.
 
   def begin(self, messages: Messages) -> Asked:
-    """Returns the first prompt."""
+    """Return the first prompt."""
     return self._asked(lambda chat: chat, [*self._first, *messages])
 
   def after(self, prompt: Sequence[int], answer: Sequence[int], messages: Messages) -> Asked:
-    """Returns the prompt that follows an answer.
+    """Return the prompt that follows an answer.
 
     Args:
       prompt: that was answered.
@@ -85,17 +86,17 @@ class Dialogue:
     return Asked([*prompt, *answer, *behind.body[1 if self.is_ended(answer) else 0 :]], behind.header)
 
   def is_ended(self, answer: Sequence[int]) -> bool:
-    """Returns whether an answer ends with a token that ends a turn: the limit of its length has none."""
+    """Return whether an answer ends with a token that ends a turn: the limit of its length has none."""
     return bool(answer) and (answer[-1] == self.turn_end or answer[-1] in self._ends)
 
   def said_behind(self, text: str) -> list[int]:
-    """Returns a turn of the user's that follows another message, and the header of the assistant's turn behind it."""
+    """Return a turn of the user's that follows another message, and the header of the assistant's turn behind it."""
     before = self._rendered([_ASKED], False, ())
     said = {'role': 'user', 'content': text}
     return self._tokens([_ASKED, said], lambda chat: _without_beginning(chat, before), True, ())
 
   def split(self, prompt: Sequence[int]) -> Asked:
-    """Returns a prompt of this conversation with its header by itself."""
+    """Return a prompt of this conversation with its header by itself."""
     header = self.header
     body = list(prompt[: len(prompt) - len(header)])
     if list(prompt[len(body) :]) != header:
@@ -116,7 +117,7 @@ class Dialogue:
     return self._tokenizer.convert_tokens_to_ids(text)
 
   def check(self, form: Form | None) -> None:
-    """Raises InvalidRequest if the template cannot be continued behind what was drawn.
+    """Raise InvalidRequest if the template cannot be continued behind what was drawn.
 
     Args:
       form: of calls; None: there are no tools, and no messages of them.
@@ -141,7 +142,7 @@ class Dialogue:
   # Answers.
 
   def text_of(self, answer: Sequence[int], stop: Sequence[str], plain: str) -> str:
-    """Returns the text of an answer with the tags of calls and thinking, also where these are special tokens.
+    """Return the text of an answer with the tags of calls and thinking, also where these are special tokens.
 
     Args:
       answer: tokens.
@@ -160,7 +161,7 @@ class Dialogue:
     return text[: min((at for at in map(text.find, stop) if at >= 0), default=len(text))]
 
   def edited(self, text: str, calls: Sequence[ToolCall], form: Form) -> list[int]:
-    """Returns an answer with other calls in the place of its own, ended.
+    """Return an answer with other calls in the place of its own, ended.
 
     Args:
       text: of the answer, with its calls.
@@ -179,11 +180,11 @@ class Dialogue:
     return [*self._answer(before + written), self.turn_end]
 
   def answer(self, text: str, ended: bool) -> list[int]:
-    """Returns the tokens of an answer that was drawn by a model with another tokenizer."""
+    """Return the tokens of an answer that was drawn by a model with another tokenizer."""
     return [*self._answer(text), *([self.turn_end] if ended else [])]
 
   def _answer(self, text: str) -> list[int]:
-    """Returns the tokens of an answer, in which nothing but tags of calls and thinking can be a control token."""
+    """Return the tokens of an answer, in which nothing but tags of calls and thinking can be a control token."""
     found: list[int] = []
     marks = {text: token for token, text in self._special_marks.items()}
     while text:
@@ -208,7 +209,7 @@ class Dialogue:
     return _without_beginning(with_header, self._rendered(messages, False, self._tools))
 
   def _asked(self, part: Any, messages: Messages) -> Asked:
-    """Returns what a part of what the template writes of messages is, as tokens."""
+    """Return what a part of what the template writes of messages is, as tokens."""
     header = self._header_text
 
     def body(chat: str) -> str:
@@ -219,7 +220,7 @@ class Dialogue:
     return Asked(self._tokens(messages, body, True, self._tools), list(self.header))
 
   def _behind(self, messages: Messages, earlier: Messages = ()) -> Asked:
-    """Returns what the template writes behind an answer that messages follow."""
+    """Return what the template writes behind an answer that messages follow."""
     mark, conversation = self._marked(messages, earlier)
     return self._asked(lambda chat: _behind(chat, mark), conversation)
 
@@ -250,18 +251,18 @@ class Dialogue:
       raise _refused(messages, error) from error
 
   def _encode(self, text: str) -> list[int]:
-    """Returns the tokens of a text of the template."""
+    """Return the tokens of a text of the template."""
     return self._tokenizer.encode(text, add_special_tokens=False)
 
   def _encode_plain(self, text: str) -> list[int]:
-    """Returns the tokens of a text in which nothing is a control token, unless the settings let it."""
+    """Return the tokens of a text in which nothing is a control token, unless the settings let it."""
     if not self._chat.split_special_tokens:
       return self._encode(text)
     return plain_messages(self._tokenizer).encode_text(text)
 
 
 def template_of(tokenizer: Tokenizer, tools: Sequence[Any]) -> str | None:
-  """Returns the chat template of conversations with these tools; None: there is none."""
+  """Return the chat template of conversations with these tools; None: there is none."""
   template = tokenizer.chat_template
   if isinstance(template, Mapping) and tools:
     return template.get('tool_use', template.get('default'))
@@ -269,7 +270,7 @@ def template_of(tokenizer: Tokenizer, tools: Sequence[Any]) -> str | None:
 
 
 def _name(tokenizer: Tokenizer, token: int) -> str:
-  """Returns what the template writes for a token."""
+  """Return what the template writes for a token."""
   return tokenizer.decode([token], skip_special_tokens=False)
 
 
@@ -296,7 +297,7 @@ def _cannot(why: str) -> InvalidRequest:
 def _refused(messages: Messages, error: Exception) -> InvalidRequest:
   roles = ', '.join(str(message['role']) for message in messages)
   return InvalidRequest(
-    f"The model's chat template refuses these messages ({roles}): {first_line(error).rstrip('.!')}; give them the roles "
-    'that it takes, or name another template in model.chat_template.',
+    f"The model's chat template refuses these messages ({roles}): {first_line(error).rstrip('.!')}; give them the "
+    'roles that it takes, or name another template in model.chat_template.',
     field='messages',
   )

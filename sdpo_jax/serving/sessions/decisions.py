@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def decided(
   account: Account, held: Held, dialogue: Dialogue, turn: SessionTurn, decision: Decision
 ) -> tuple[SessionTurn, ExampleRow | None]:
-  """Returns a turn with a decision, and what is to be learned of it."""
+  """Return a turn with a decision, and what is to be learned of it."""
   session, kept = held.session, None
   found = dataclasses.replace(turn, decision=decision, status=DECIDED[decision.kind])
   if decision.kind != 'deny' and turn.calls and turn.fault is not None:
@@ -51,7 +51,7 @@ def decided(
 def example_of(
   account: Account, held: Held, dialogue: Dialogue, turn: SessionTurn, kind: str, said: teaching.Said
 ) -> ExampleRow | None:
-  """Returns what is to be learned of a turn; None: nothing is said of it."""
+  """Return what is to be learned of a turn; None: nothing is said of it."""
   if not said:
     return None
   session, service = held.session, account.service

@@ -51,14 +51,14 @@ class TrainingExample:
   show_attempt: bool
 
   def to_json(self) -> dict[str, Any]:
-    """Returns what `from_json` reads."""
+    """Return what `from_json` reads."""
     found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
     lists = {name: list(value) for name, value in found.items() if isinstance(value, tuple)}
     return {'format': FORMAT, **found, **lists, 'log_probs': [float(each) for each in self.log_probs]}
 
   @classmethod
   def from_json(cls, values: Any) -> TrainingExample:
-    """Returns an example.
+    """Return an example.
 
     Raises:
       InvalidRequest: naming the field.

@@ -49,12 +49,12 @@ class Ledger:
   """The sessions of an owner's adapters as the store has them."""
 
   def __init__(self, account: Account):
-    """Makes it for one request of an owner."""
+    """Make it for one request of an owner."""
     self._account, self._service = account, account.service
     self._database = account.service.store.database
 
   def row(self, adapter: str, session: str) -> SessionRow:
-    """Returns a session as it is kept; raises NotFound for what is another owner's."""
+    """Return a session as it is kept; raise NotFound for what is another owner's."""
     known = self._account.adapter(adapter)
     row = session_tables.session(self._database, known.id, session)
     if row is None:
@@ -62,7 +62,7 @@ class Ledger:
     return row
 
   def held(self, adapter: str, session: str) -> Held:
-    """Returns a session as it is now; raises NotFound."""
+    """Return a session as it is now; raise NotFound."""
     row = self.row(adapter, session)
     turns: list[SessionTurn] = []
     while not turns or not turns[-1].joins:
@@ -74,30 +74,30 @@ class Ledger:
     return Held(archive.session_of(row, self._account.owner), row, turns[::-1])
 
   def settled(self, adapter: str, session: str) -> Held:
-    """Returns a session as it is, once it is noted what was learned of it already."""
+    """Return a session as it is, once it is noted what was learned of it already."""
     self.row(adapter, session)  # Also ends doubts of the store about the adapter's versions.
     session_tables.reconcile(self._database, adapter)
     return self.held(adapter, session)
 
   def turn(self, held: Held, n: int) -> SessionTurn:
-    """Returns a turn; raises NotFound."""
+    """Return a turn; raise NotFound."""
     row = session_tables.turn(self._database, held.session.id, n) if 0 <= n <= held.number else None
     if row is None:
       raise NotFound(f'There is no turn {short_repr(n)} of {held.session.id}, whose newest is {held.number}.')
     return archive.turn_of(row)
 
   def dialogue_of(self, held: Held) -> Dialogue:
-    """Returns `dialogue` of a session; raises InvalidRequest if its tokens mean something else by now."""
+    """Return `dialogue` of a session; raise InvalidRequest if its tokens mean something else by now."""
     if held.row.record['written'] != exporting.written_by(self._service):
       raise InvalidRequest(
-        f'The session {held.session.id} was opened with another tokenizer or chat template than the service has now: open a '
-        'new one, or serve the old ones again (model.path, model.chat_template, data.apply_chat_template_kwargs). What it '
-        'has taught stays learned, and its examples can be replayed.'
+        f'The session {held.session.id} was opened with another tokenizer or chat template than the service has now: '
+        'open a new one, or serve the old ones again (model.path, model.chat_template, '
+        'data.apply_chat_template_kwargs). What it has taught stays learned, and its examples can be replayed.'
       )
     return self.dialogue(held.session)
 
   def dialogue(self, session: AgentSession) -> Dialogue:
-    """Returns how the messages of a session become tokens."""
+    """Return how the messages of a session become tokens."""
     service, settings = self._service, session.settings
     return Dialogue(
       service.tokenizer,
@@ -109,19 +109,19 @@ class Ledger:
 
   @contextlib.contextmanager
   def alone(self, session: str) -> Iterator[None]:
-    """Waits until nobody else changes a session."""
+    """Wait until nobody else changes a session."""
     with self._service.turns.of(('session', session), self._account.call.deadline):
       self._account.call.check()
       yield
 
   @contextlib.contextmanager
   def writing(self) -> Iterator[sqlite3.Connection]:
-    """Gives a transaction that is on the disk when it ends."""
+    """Give a transaction that is on the disk when it ends."""
     with self._database.writing(full=True) as rows:
       yield rows
 
   def change(self, held: Held, turn: SessionTurn, example: ExampleRow | None) -> None:
-    """Keeps what has become of a turn, and what is to be learned of it."""
+    """Keep what has become of a turn, and what is to be learned of it."""
     with self.writing() as rows:
       self.advance(rows, held)
       session_tables.change_turn(rows, held.session.id, turn.n, archive.record_of(turn), turn.kept_tokens)
@@ -129,7 +129,7 @@ class Ledger:
         session_tables.put_example(rows, held.session.adapter, example)
 
   def advance(self, rows: sqlite3.Connection, held: Held) -> None:
-    """Raises TurnConflict if a session has changed since it was looked at, and NotFound if it is there no more."""
+    """Raise TurnConflict if a session has changed since it was looked at, and NotFound if it is there no more."""
     if session_tables.advance(rows, held.session.id, held.row.revision):
       return
     if session_tables.session(self._database, held.session.adapter, held.session.id) is None:

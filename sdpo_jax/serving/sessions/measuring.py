@@ -23,7 +23,7 @@ _LEAST = 1e-8  # Probability of all other tokens at least.
 
 
 def divergence(teacher: Sequence[Sequence[Mapping[str, Any]]], student: np.ndarray) -> float:
-  """Returns KL(teacher‖student), the mean over T positions, in nats.
+  """Return KL(teacher‖student), the mean over T positions, in nats.
 
   All tokens that the teacher does not name count as one, so that the result is at most the true divergence.
 
@@ -48,7 +48,8 @@ def measure(
   tokens: Sequence[int],
   teacher: Sequence[Sequence[Mapping[str, Any]]],
 ) -> list[float | None]:
-  """Returns the `divergence` of each version; None where it could not be measured, which is logged: what was learned stands.
+  """Return the `divergence` of each version; None where it could not be measured, which is logged: what was learned
+  stands.
 
   Args:
     account: of the owner.
@@ -75,12 +76,12 @@ def measure(
 
 
 def named_by_teacher(per_token: Mapping[str, Sequence[Any]]) -> list[list[Mapping[str, Any]]]:
-  """Returns the tokens that the teacher names at each position of an answer and finds possible."""
+  """Return the tokens that the teacher names at each position of an answer and finds possible."""
   return [[each for each in row if each['log_prob'] is not None] for row in per_token['top']]
 
 
 def moved(per_token: Mapping[str, Sequence[Any]]) -> tuple[MovedToken, ...]:
-  """Returns the tokens of an answer whose log-prob has changed most, the most first.
+  """Return the tokens of an answer whose log-prob has changed most, the most first.
 
   Args:
     per_token: as `answers.of_item` has it.

@@ -38,7 +38,7 @@ class Proposing:
     self._sampling, self._finish = sampling, finish
 
   def __iter__(self) -> Iterator[SampleDraft | SessionTurn]:
-    """Yields drafts, where they were asked for, and the turn. Whoever stops reading ends what is left.
+    """Yield drafts, where they were asked for, and the turn. Whoever stops reading ends what is left.
 
     Raises:
       TurnConflict: something else has changed the session meanwhile.
@@ -48,17 +48,17 @@ class Proposing:
       yield self._finish(event) if isinstance(event, SampleDone) else event
 
   def result(self) -> SessionTurn:
-    """Waits for the turn; raises what iterating raises."""
+    """Wait for the turn; raise what iterating raises."""
     *_, turn = self
     return turn
 
   def cancel(self) -> None:
-    """Ends it."""
+    """End it."""
     self._sampling.cancel()
 
 
 def new_messages(held: Held, messages: Sequence[Mapping[str, Any]]) -> Messages:
-  """Returns the messages that a proposal is asked for with."""
+  """Return the messages that a proposal is asked for with."""
   if not messages:
     return []
   new = prompts.conversation(messages)
@@ -66,8 +66,8 @@ def new_messages(held: Held, messages: Sequence[Mapping[str, Any]]) -> Messages:
   for number, message in enumerate(new):
     if message['role'] not in _ROLES and not (begins and number == 0 and message['role'] == 'system'):
       raise InvalidRequest(
-        f'messages[{number}] has the role {short_repr(message["role"])}: messages of a session are of the user or a tool; '
-        'its system message is a setting.',
+        f'messages[{number}] has the role {short_repr(message["role"])}: messages of a session are of the user or a '
+        'tool; its system message is a setting.',
         field=f'messages[{number}].role',
       )
   if new[-1]['role'] not in ('user', 'tool'):
@@ -82,7 +82,7 @@ def new_messages(held: Held, messages: Sequence[Mapping[str, Any]]) -> Messages:
 
 
 def next_prompt(held: Held, dialogue: Dialogue, new: Messages) -> Asked:
-  """Returns the prompt of the next proposal."""
+  """Return the prompt of the next proposal."""
   answered = held.answered
   pending: Messages = [] if answered is None else [teaching.result_message(each) for each in answered.results]
   for turn in held.turns[0 if answered is None else 1 :]:

@@ -1,4 +1,6 @@
-"""The values of sessions: the session, its turns, what was decided of them, what tools answered, and what was learned."""
+"""The values of sessions: the session, its turns, what was decided of them, what tools answered, and what was
+learned.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ class AgentSession:
   tool_form: Form | None  # How the model writes calls; None: the session has no tools.
 
   def to_json(self) -> dict[str, Any]:
-    """Returns the session as clients see it."""
+    """Return the session as clients see it."""
     return {**_shallow(self), 'settings': self.settings.to_json()}
 
 
@@ -46,7 +48,7 @@ class Decision:
 
   @classmethod
   def from_json(cls, values: Any) -> Decision:
-    """Returns a decision of {"decision" or "kind", "correction"?, "arguments"?, "call"?}; raises InvalidRequest."""
+    """Return a decision of {"decision" or "kind", "correction"?, "arguments"?, "call"?}; raise InvalidRequest."""
     said = dict(fields.known(values, ('decision', 'kind', 'correction', 'arguments', 'call'), 'A decision'))
     kind = said.get('decision', said.get('kind'))
     if kind not in KINDS:
@@ -72,7 +74,7 @@ class Decision:
     )
 
   def to_json(self) -> dict[str, Any]:
-    """Returns what `from_json` reads."""
+    """Return what `from_json` reads."""
     found = {'kind': self.kind, 'correction': self.correction}
     return {**found, 'arguments': dict(self.arguments), 'call': self.call} if self.kind == 'edit' else found
 
@@ -91,7 +93,7 @@ class ToolResult:
 
   @classmethod
   def from_json(cls, values: Any) -> ToolResult:
-    """Returns a result; raises InvalidRequest."""
+    """Return a result; raise InvalidRequest."""
     said = fields.known(values, [field.name for field in dataclasses.fields(cls)], 'A result')
     for name in ('call', 'ok', 'text'):
       if name not in said:
@@ -107,7 +109,7 @@ class ToolResult:
     )
 
   def to_json(self) -> dict[str, Any]:
-    """Returns what `from_json` reads."""
+    """Return what `from_json` reads."""
     return dataclasses.asdict(self)
 
 
@@ -132,8 +134,8 @@ class LearnedTurns:
   reason: str | None  # Why a guard has not let it.
   turns: Sequence[int] = ()  # Numbers of those that it was learned from.
   waiting: int = 0  # Examples that wait for others (`min_sdpo_examples`).
-  # KL(teacher‖student), mean over the tokens of the answer, in nats: over the teacher's most likely tokens, and the rest
-  # as one. None: it was not measured.
+  # KL(teacher‖student), mean over the tokens of the answer, in nats: over the teacher's most likely tokens, and the
+  # rest as one. None: it was not measured.
   divergence_before: float | None = None
   divergence_after: float | None = None  # Of the new version, from what the teacher has said.
   moved: Sequence[MovedToken] = ()  # Those whose log-prob has changed most, the most first.
@@ -141,12 +143,12 @@ class LearnedTurns:
 
   @classmethod
   def from_json(cls, values: Mapping[str, Any]) -> LearnedTurns:
-    """Returns what `to_json` has written."""
+    """Return what `to_json` has written."""
     moved = tuple(MovedToken(**each) for each in values['moved'])
     return cls(**{**values, 'moved': moved, 'turns': tuple(values['turns'])})
 
   def to_json(self) -> dict[str, Any]:
-    """Returns all of it."""
+    """Return all of it."""
     found = dataclasses.asdict(self)
     return {**found, 'turns': list(found['turns']), 'moved': list(found['moved'])}
 
@@ -190,7 +192,7 @@ class SessionTurn:
     return edited(self.calls, self.decision) if self.status == 'edited' else self.calls
 
   def to_json(self) -> dict[str, Any]:
-    """Returns the turn as clients see it: all but the log-probs."""
+    """Return the turn as clients see it: all but the log-probs."""
     found = {name: value for name, value in _shallow(self).items() if name != 'log_probs'}
     return {
       **found,
@@ -206,7 +208,7 @@ class SessionTurn:
 
 
 def edited(calls: Sequence[ToolCall], decision: Decision) -> tuple[ToolCall, ...]:
-  """Returns calls of which one has the arguments of an edit."""
+  """Return calls of which one has the arguments of an edit."""
   changed = ToolCall(calls[decision.call].name, decision.arguments)
   return (*calls[: decision.call], changed, *calls[decision.call + 1 :])
 

@@ -103,7 +103,7 @@ def _learned(
 
 
 def _groups(examples: Sequence[TrainingExample]) -> list[list[int]]:
-  """Returns the numbers of examples that were learned together, rehearsals first, in the order of learning."""
+  """Return the numbers of examples that were learned together, rehearsals first, in the order of learning."""
   groups: dict[tuple[str, int], list[int]] = {}
   never = 2**62
   first = {session: number for number, session in reversed(list(enumerate(each.session for each in examples)))}
@@ -115,7 +115,7 @@ def _groups(examples: Sequence[TrainingExample]) -> list[list[int]]:
 
 
 def _item(account: Account, example: TrainingExample, number: int) -> Item:
-  """Returns what is learned of an example by the model that is served here."""
+  """Return what is learned of an example by the model that is served here."""
   service = account.service
   shown = {name: getattr(example, name) for name in ('feedback', 'environment', 'demonstration')}
   with service.tokenizing:
@@ -129,7 +129,7 @@ def _item(account: Account, example: TrainingExample, number: int) -> Item:
 
 
 def _rewritten(account: Account, example: TrainingExample, shown: Mapping[str, str | None]) -> Item:
-  """Returns an example as the template and the tokenizer here write it; nobody has drawn these tokens."""
+  """Return an example as the template and the tokenizer here write it; nobody has drawn these tokens."""
   service = account.service
   form = form_of(template_of(service.tokenizer, example.tools)) if example.tools else None
   dialogue = Dialogue(service.tokenizer, service.chat, tools=example.tools, stop_token_ids=service.stop_token_ids)
@@ -159,7 +159,7 @@ def _rewritten(account: Account, example: TrainingExample, shown: Mapping[str, s
 
 
 def _asked(dialogue: Dialogue, example: TrainingExample, form: Form | None) -> Asked:
-  """Returns the prompt of an example: answers are spliced in as they are written here."""
+  """Return the prompt of an example: answers are spliced in as they are written here."""
   asked: Asked | None = None
   pending: Messages = []
   answer: list[int] | None = None
@@ -178,7 +178,7 @@ def _asked(dialogue: Dialogue, example: TrainingExample, form: Form | None) -> A
 
 
 def _written(text: str, said: str, calls: Sequence[Mapping[str, Any]], before: str | None, form: Form | None) -> str:
-  """Returns an answer of a model that wrote calls in the form `before`, in the form of this one."""
+  """Return an answer of a model that wrote calls in the form `before`, in the form of this one."""
   if before == form or form is None or not calls:
     return text
   written = '\n'.join(write_call(_call(call), form) for call in calls)

@@ -42,7 +42,7 @@ class Sessions:
   """
 
   def __init__(self, account: Account):
-    """Makes what `Account.sessions` returns."""
+    """Make what `Account.sessions` returns."""
     self._account, self._service = account, account.service
     self._database = account.service.store.database
     self._ledger = Ledger(account)
@@ -50,7 +50,7 @@ class Sessions:
   # Sessions.
 
   def open(self, adapter: str, settings: SessionSettings) -> tuple[AgentSession, str]:
-    """Opens a session.
+    """Open a session.
 
     Args:
       adapter: the id of the adapter that proposes and learns.
@@ -60,8 +60,8 @@ class Sessions:
       The session, and the token without which nothing of it can be changed. It is kept nowhere.
 
     Raises:
-      InvalidRequest: settings that cannot be, or a chat template that writes calls in a form that is not known, or whose
-        conversations cannot be continued token by token.
+      InvalidRequest: settings that cannot be, or a chat template that writes calls in a form that is not known, or
+        whose conversations cannot be continued token by token.
       Forbidden: the adapter has as many sessions as it may have.
     """
     service, known = self._service, self._account.adapter(adapter)
@@ -74,7 +74,8 @@ class Sessions:
         raise InvalidRequest(str(error), field='tools') from error
       if (stop := cutting(settings.options(None).stop, form)) is not None:
         raise InvalidRequest(
-          f'sampling.stop has {short_repr(stop)}, which is part of every call, so that none would be whole: leave it out.',
+          f'sampling.stop has {short_repr(stop)}, which is part of every call, so that none would be whole: leave it '
+          'out.',
           field='sampling.stop',
         )
     session = AgentSession(f'ses-{secrets.token_hex(8)}', known.id, known.owner, service.clock(), settings, form)
@@ -90,28 +91,29 @@ class Sessions:
       most = service.settings.limits.max_sessions_per_adapter
       if len(session_tables.sessions(self._database, known.id)) >= most:
         raise Forbidden(
-          f'The adapter has {most} sessions, as many as one may have (serve.limits.max_sessions_per_adapter): delete one.'
+          f'The adapter has {most} sessions, as many as one may have (serve.limits.max_sessions_per_adapter): delete '
+          'one.'
         )
       session_tables.put_session(rows, archive.session_row(session, _digest(token), written))
     return session, token
 
   def check_token(self, adapter: str, session: str, token: str | None) -> None:
-    """Raises Forbidden unless this is the token that the session was opened with."""
+    """Raise Forbidden unless this is the token that the session was opened with."""
     row = self._ledger.row(adapter, session)
     if token is None or not hmac.compare_digest(_digest(token), row.token):
       raise Forbidden('The session needs the token that it was opened with, in the header X-Session-Token.')
 
   def list(self, adapter: str) -> list[AgentSession]:
-    """Returns the sessions of an adapter, the oldest first."""
+    """Return the sessions of an adapter, the oldest first."""
     known = self._account.adapter(adapter)
     return [archive.session_of(row, known.owner) for row in session_tables.sessions(self._database, known.id)]
 
   def get(self, adapter: str, session: str) -> AgentSession:
-    """Returns a session."""
+    """Return a session."""
     return archive.session_of(self._ledger.row(adapter, session), self._account.owner)
 
   def turns(self, adapter: str, session: str) -> Sequence[SessionTurn]:
-    """Returns the turns of a session in order."""
+    """Return the turns of a session in order."""
     self._ledger.row(adapter, session)
     return [archive.turn_of(row) for row in session_tables.turns(self._database, session)]
 
@@ -172,7 +174,8 @@ class Sessions:
     )
 
   def retry(self, adapter: str, session: str, n: int, *, seed: int | None = None, drafts: bool = False) -> Proposing:
-    """Draws what the newest version proposes in the place of a turn; it does not join the conversation, and is not kept.
+    """Draws what the newest version proposes in the place of a turn; it does not join the conversation, and is not
+    kept.
 
     Args:
       adapter: its id.
@@ -198,10 +201,10 @@ class Sessions:
     )
 
   def decide(self, adapter: str, session: str, n: int, decision: Decision) -> tuple[SessionTurn, LearnedTurns | None]:
-    """Decides the newest proposal, and learns from that.
+    """Decides the newest proposal, and learn from that.
 
-    The decision is on the disk before it is learned. If it could not be learned, the same decision sent again learns it,
-    once whatever happens; once it was learned, it returns what came of that.
+    The decision is on the disk before it is learned. If it could not be learned, the same decision sent again learns
+    it, once whatever happens; once it was learned, it returns what came of that.
 
     Args:
       adapter: its id.
@@ -237,7 +240,8 @@ class Sessions:
   def results(
     self, adapter: str, session: str, n: int, results: Sequence[ToolResult]
   ) -> tuple[SessionTurn, LearnedTurns | None]:
-    """Adds what the tools have answered to the conversation, and learns from those that failed, where the session says so.
+    """Add what the tools have answered to the conversation, and learn from those that failed, where the session says
+    so.
 
     Args:
       adapter: its id.
@@ -264,8 +268,8 @@ class Sessions:
         return self._again(held, dialogue, turn)
       if n != held.number or turn.status not in ('approved', 'edited'):
         raise TurnConflict(
-          f'Turn {n} is {turn.status}, and turn {held.number} is the newest: results belong to the newest turn, once it was '
-          'approved or edited.',
+          f'Turn {n} is {turn.status}, and turn {held.number} is the newest: results belong to the newest turn, once '
+          'it was approved or edited.',
           current=held.number,
         )
       if not turn.calls or [result.call for result in results] != list(range(len(turn.calls))):
@@ -289,7 +293,7 @@ class Sessions:
       return classroom.learn(self._account, held.session, self._ledger.dialogue_of(held), few=True)
 
   def examples(self, adapter: str, session: str | None = None) -> Sequence[TrainingExample]:
-    """Returns every example that was or will be learned in sessions of an adapter, or in one of them."""
+    """Return every example that was or will be learned in sessions of an adapter, or in one of them."""
     self._account.adapter(adapter)
     if session is not None:
       self._ledger.row(adapter, session)
@@ -314,7 +318,7 @@ class Sessions:
     return self._ledger.turn(held, turn.n), learned
 
   def _again(self, held: Held, dialogue: Dialogue, turn: SessionTurn) -> tuple[SessionTurn, LearnedTurns | None]:
-    """Returns what came of something that is sent again; what was not learned then is learned now."""
+    """Return what came of something that is sent again; what was not learned then is learned now."""
     waiting = session_tables.examples(self._database, held.session.adapter, session=held.session.id, state='waiting')
     if any(row.n == turn.n for row in waiting):
       return self._taught(held, dialogue, turn, True)

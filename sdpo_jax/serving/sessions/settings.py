@@ -39,7 +39,7 @@ class SessionSettings:
 
   @classmethod
   def from_json(cls, values: Any) -> SessionSettings:
-    """Returns settings of a request, of which each may be left out; numbers of the service are checked by `check`.
+    """Return settings of a request, of which each may be left out; numbers of the service are checked by `check`.
 
     Raises:
       InvalidRequest: naming the field.
@@ -62,11 +62,11 @@ class SessionSettings:
     return cls(**{name: read[name](value, name) for name, value in said.items()})
 
   def to_json(self) -> dict[str, Any]:
-    """Returns what `from_json` reads."""
+    """Return what `from_json` reads."""
     return fields.jsonable(dataclasses.asdict(self), 'settings')
 
   def check(self, serve: ServeConfig, *, max_completion: int, vocab_size: int) -> None:
-    """Raises InvalidRequest for settings that the service cannot do.
+    """Raise InvalidRequest for settings that the service cannot do.
 
     Args:
       serve: settings of the service.
@@ -91,7 +91,7 @@ class SessionSettings:
     self.options(None).checked(max_completion=max_completion, vocab_size=vocab_size)
 
   def options(self, seed: int | None, stop_token_ids: Sequence[int] = ()) -> SampleOptions:
-    """Returns how proposals are drawn.
+    """Return how proposals are drawn.
 
     Args:
       seed: of one proposal; None: another one every time.
@@ -101,7 +101,7 @@ class SessionSettings:
 
 
 def _tool(value: Any, field: str) -> dict[str, Any]:
-  """Returns the JSON schema of a tool: {"type": "function", "function": {"name": …, "parameters": …}}."""
+  """Return the JSON schema of a tool: {"type": "function", "function": {"name": …, "parameters": …}}."""
   tool = fields.mapping(value, field)
   function = tool.get('function', tool)
   if not isinstance(function, Mapping) or not isinstance(function.get('name'), str) or not function['name']:

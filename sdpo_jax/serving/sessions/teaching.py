@@ -47,7 +47,7 @@ def teacher_prompt(
   *,
   title: str = '',
 ) -> list[int]:
-  """Returns the teacher's prompt.
+  """Return the teacher's prompt.
 
   Args:
     dialogue: of the session.
@@ -71,32 +71,32 @@ def teacher_prompt(
     tokens, _ = context.fitted(written, said.demonstration, said.whole, None, config.max_reprompt_len)
   except UserError as error:
     raise InvalidRequest(
-      f'The conversation{_named(title)} has {len(asked.tokens)} tokens, which leaves the teacher no room for what is to '
-      f'be learned in its {config.max_reprompt_len} (serve.teacher_buckets): decide without a correction, or open a new '
-      'session.'
+      f'The conversation{_named(title)} has {len(asked.tokens)} tokens, which leaves the teacher no room for what is '
+      f'to be learned in its {config.max_reprompt_len} (serve.teacher_buckets): decide without a correction, or open a '
+      'new session.'
     ) from error
   return tokens
 
 
 def of_denial(turn: SessionTurn, correction: str | None) -> Said:
-  """Returns what a denial shows: the correction, and what is wrong with a call that cannot be read."""
+  """Return what a denial shows: the correction, and what is wrong with a call that cannot be read."""
   return Said(feedback=correction, environment=turn.fault)
 
 
 def of_edit(turn: SessionTurn, form: Form) -> Said:
-  """Returns what an edit shows: the calls as they are now, and what was said of them."""
+  """Return what an edit shows: the calls as they are now, and what was said of them."""
   calls = edited(turn.calls, turn.decision)
   return Said('\n'.join(write_call(call, form) for call in calls), turn.decision.correction)
 
 
 def of_results(turn: SessionTurn, results: Sequence[ToolResult]) -> Said:
-  """Returns what failed tools show: which, with which arguments, where, and how."""
+  """Return what failed tools show: which, with which arguments, where, and how."""
   calls = turn.called
   return Said(environment='\n\n'.join(failure(calls[each.call].name, each) for each in results if not each.ok) or None)
 
 
 def failure(name: str, result: ToolResult) -> str:
-  """Returns the sentence about a tool that has failed, and what it wrote."""
+  """Return the sentence about a tool that has failed, and what it wrote."""
   where = [f'exit code {result.exit_code}'] if result.exit_code is not None else []
   where += [f'argument {result.field}'] if result.field is not None else []
   where += [f'line {result.line}'] if result.line is not None else []
@@ -105,7 +105,7 @@ def failure(name: str, result: ToolResult) -> str:
 
 
 def result_message(result: ToolResult) -> dict[str, str]:
-  """Returns what the model reads of what a tool has answered."""
+  """Return what the model reads of what a tool has answered."""
   if result.ok:
     return {'role': 'tool', 'content': result.text}
   code = f'Exit code {result.exit_code}.' if result.exit_code is not None and not result.text else ''
@@ -113,7 +113,7 @@ def result_message(result: ToolResult) -> dict[str, str]:
 
 
 def _stderr(result: ToolResult) -> str | None:
-  """Returns the end of what a tool has written to stderr; None: nothing, or the text holds it."""
+  """Return the end of what a tool has written to stderr; None: nothing, or the text holds it."""
   text = (result.stderr or '').strip()
   if not text or text in result.text:
     return None

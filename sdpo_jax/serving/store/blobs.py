@@ -61,30 +61,30 @@ class Blobs(Protocol):
   name: str  # Of the root, for sentences.
 
   def put_new(self, folder: str, contents: Mapping[str, bytes], last: Mapping[str, bytes] = _NONE) -> None:
-    """Keeps blobs under new keys, name by name below `folder`; where it matters, `last` after the others.
+    """Keep blobs under new keys, name by name below `folder`; where it matters, `last` after the others.
 
     Raises:
       FileExistsError: there is a blob under one of the keys; it has not changed.
     """
 
   def get(self, key: str) -> bytes:
-    """Returns a blob; raises FileNotFoundError if there is none."""
+    """Return a blob; raise FileNotFoundError if there is none."""
 
   def tagged(self, key: str) -> Tagged | None:
-    """Returns a blob and its tag; None: there is none."""
+    """Return a blob and its tag; None: there is none."""
 
   def swap(self, key: str, content: bytes, expected: Tagged | None) -> None:
-    """Puts a blob in the place of one with an expected tag; None: of none.
+    """Put a blob in the place of one with an expected tag; None: of none.
 
     Raises:
       LostSwapError: there is another one, or none, or one where none was expected; nothing has changed.
     """
 
   def renew(self, key: str, content: bytes) -> None:
-    """Makes sure that a blob lasts that is there already, with this content, and of which it is not known."""
+    """Make sure that a blob lasts that is there already, with this content, and of which it is not known."""
 
   def list(self, prefix: str = '') -> Iterator[Entry]:
-    """Yields the blobs whose keys begin with a folder and a slash; '': all."""
+    """Yield the blobs whose keys begin with a folder and a slash; '': all."""
 
   def delete(self, keys: Iterable[str], below: str) -> None:
     """Erases blobs below a folder, and folders in it that are empty then; what is not there is no error."""
@@ -94,7 +94,7 @@ class Blobs(Protocol):
 
 
 def open_blobs(root: str, **options: Any) -> Blobs:
-  """Returns the blobs of a root: a local folder, which is made, or the URL of an object store.
+  """Return the blobs of a root: a local folder, which is made, or the URL of an object store.
 
   Args:
     root: a path, s3://bucket/prefix, gs://bucket/prefix, or memory://name, which lives as long as the process.
@@ -112,7 +112,7 @@ class LocalBlobs:
   """Blobs as files below a folder that belongs to the user alone (mode 0700, as it is made)."""
 
   def __init__(self, root: pathlib.Path):
-    """Opens a folder.
+    """Open a folder.
 
     Raises:
       UserError: it cannot be made.
@@ -168,7 +168,8 @@ class LocalBlobs:
         write_atomically(path, content, 0o600)
 
   def renew(self, key: str, content: bytes) -> None:
-    # Its directory may not have been synced. After an fsync that failed, another one proves nothing: it is written anew.
+    # Its directory may not have been synced. After an fsync that failed, another one proves nothing: it is written
+    # anew.
     path = self._path(key)
     with self._failures(path):
       write_atomically(path, content, 0o600)
@@ -234,7 +235,7 @@ def _create(path: pathlib.Path, content: bytes) -> None:
 
 
 def make_private(folder: pathlib.Path) -> None:
-  """Makes a folder that nobody else may look into, if it is not there; raises OSError if it cannot be made."""
+  """Make a folder that nobody else may look into, if it is not there; raise OSError if it cannot be made."""
   if not folder.is_dir():
     make_directory(folder.parent)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -242,7 +243,7 @@ def make_private(folder: pathlib.Path) -> None:
 
 
 def _prune(folder: pathlib.Path, stays: pathlib.Path) -> None:
-  """Removes a folder and those above it as far as they are empty, but for one; the disk has no names of them then."""
+  """Remove a folder and those above it as far as they are empty, but for one; the disk has no names of them then."""
   while folder != stays:
     try:
       remove_partials(folder)
@@ -269,7 +270,7 @@ def _tag(content: bytes) -> Mapping[str, str]:
 
 @contextlib.contextmanager
 def _locked(folder: pathlib.Path) -> Iterator[None]:
-  """Holds the lock of a folder, which goes with the descriptor."""
+  """Hold the lock of a folder, which goes with the descriptor."""
   descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
   try:
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -285,7 +286,7 @@ class RemoteBlobs:
   """Blobs of an object store, which promises itself that they last and that a put is whole or not at all."""
 
   def __init__(self, url: str, **options: Any):
-    """Opens a store.
+    """Open a store.
 
     Args:
       url: as `open_blobs`.
@@ -355,7 +356,7 @@ class RemoteBlobs:
           raise LostSwapError(f'{self.name}/{key} has changed.') from None
 
   def renew(self, key: str, content: bytes) -> None:
-    """Does nothing: what can be read is stored."""
+    """Do nothing: what can be read is stored."""
 
   def list(self, prefix: str = '') -> Iterator[Entry]:
     with self._failures(prefix):
@@ -381,6 +382,6 @@ class RemoteBlobs:
       raise
     except (self._errors.BaseError, OSError) as error:
       raise StorageFailed(
-        f'{self.name}/{key} cannot be read or written ({first_line(error)}): nothing that was acknowledged is lost; see '
-        'that the store can be reached and that the account may write to it, and ask again.'
+        f'{self.name}/{key} cannot be read or written ({first_line(error)}): nothing that was acknowledged is lost; '
+        'see that the store can be reached and that the account may write to it, and ask again.'
       ) from error

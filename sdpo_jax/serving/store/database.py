@@ -100,7 +100,7 @@ class Database:
   """One connection; any thread may call."""
 
   def __init__(self, path: pathlib.Path, root: str):
-    """Opens the file, or makes one.
+    """Open the file, or make one.
 
     A file of another root, and one that cannot be read, is moved aside: a new one takes its place.
 
@@ -126,14 +126,14 @@ class Database:
       ) from error
 
   def _open(self, root: str) -> str | None:
-    """Opens the file that is there; returns why it is of no use, if so."""
+    """Open the file that is there; return why it is of no use, if so."""
     try:
       self._connect()
       [(schema,)] = self._connection.execute('PRAGMA user_version')
       if schema > SCHEMA:
         raise UserError(
-          f'serve.store.database={self._path} was written by a later version of sdpo_jax: install that, or name another '
-          'file, which is then filled from the root.'
+          f'serve.store.database={self._path} was written by a later version of sdpo_jax: install that, or name '
+          'another file, which is then filled from the root.'
         )
       if schema < SCHEMA:
         if self._connection.execute('SELECT count(*) FROM sqlite_master').fetchall() != [(0,)]:
@@ -173,7 +173,7 @@ class Database:
     self._add_tables()
 
   def _add_tables(self) -> None:
-    """Makes the tables of sessions, which files of earlier versions of this program do not have."""
+    """Make the tables of sessions, which files of earlier versions of this program do not have."""
     names = {name for (name,) in self.read("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if session_tables.NAMES <= names:
       return
@@ -197,7 +197,7 @@ class Database:
 
   @contextlib.contextmanager
   def writing(self, *, full: bool = False) -> Iterator[sqlite3.Connection]:
-    """Gives the connection within a transaction, which ends as a whole or, if something is raised, not at all.
+    """Give the connection within a transaction, which ends as a whole or, if something is raised, not at all.
 
     Args:
       full: whether it is on the disk when this ends.
@@ -219,12 +219,12 @@ class Database:
         raise
 
   def truncate_log(self) -> None:
-    """Moves what is in the log to the file, so that what was erased is nowhere."""
+    """Move what is in the log to the file, so that what was erased is nowhere."""
     with self._lock, self._failures():
       self._connection.execute('PRAGMA wal_checkpoint(TRUNCATE)').fetchall()
 
   def read(self, query: str, values: Sequence[Any] = ()) -> list[tuple]:
-    """Returns the rows of a query."""
+    """Return the rows of a query."""
     with self._lock, self._failures():
       return self._connection.execute(query, values).fetchall()
 
@@ -234,34 +234,34 @@ class Database:
       yield
     except sqlite3.Error as error:
       raise StorageFailed(
-        f'{self._path} cannot be read or written ({first_line(error)}): make room on its disk, or see that it works, and '
-        'ask again; if it is damaged, start the service anew: it is filled from the root.'
+        f'{self._path} cannot be read or written ({first_line(error)}): make room on its disk, or see that it works, '
+        'and ask again; if it is damaged, start the service anew: it is filled from the root.'
       ) from error
 
   # Adapters.
 
   def known(self, adapter: str) -> Known | None:
-    """Returns what is known of an adapter; None: there is no such."""
+    """Return what is known of an adapter; None: there is no such."""
     rows = self.read(f'SELECT {_ADAPTER} FROM adapters WHERE id = ?', (adapter,))
     return _known(rows[0]) if rows else None
 
   def all_known(self) -> list[Known]:
-    """Returns what is known of all adapters."""
+    """Return what is known of all adapters."""
     return [_known(row) for row in self.read(f'SELECT {_ADAPTER} FROM adapters')]
 
   def of_owner(self, owner: str) -> list[Adapter]:
-    """Returns the adapters of an owner, the oldest first."""
+    """Return the adapters of an owner, the oldest first."""
     query = f'SELECT {_ADAPTER} FROM adapters WHERE owner = ? AND NOT deleted ORDER BY created, id'
     return [_known(row).head.adapter for row in self.read(query, (owner,))]
 
   def by_name(self, owner: str, name: str) -> Adapter | None:
-    """Returns the adapter of an owner that has a name, the oldest if there are several."""
+    """Return the adapter of an owner that has a name, the oldest if there are several."""
     query = f'SELECT {_ADAPTER} FROM adapters WHERE owner = ? AND name = ? AND NOT deleted ORDER BY created, id LIMIT 1'
     rows = self.read(query, (owner, name))
     return _known(rows[0]).head.adapter if rows else None
 
   def put_head(self, rows: sqlite3.Connection, head: Head, tag: str) -> None:
-    """Notes what the HEAD of an adapter says, and forgets the versions that it says were removed."""
+    """Note what the HEAD of an adapter says, and forget the versions that it says were removed."""
     adapter = head.adapter
     self.drop_versions(rows, adapter.id, 1, head.kept_from)
     rows.execute(
@@ -295,21 +295,21 @@ class Database:
   # Versions.
 
   def versions(self, adapter: str) -> list[KnownVersion]:
-    """Returns the versions of an adapter in order."""
+    """Return the versions of an adapter in order."""
     query = f'SELECT {_VERSION} FROM versions WHERE adapter = ? ORDER BY number'
     return [_known_version(row) for row in self.read(query, (adapter,))]
 
   def version(self, adapter: str, number: int) -> KnownVersion | None:
-    """Returns a version of an adapter; None: there is none."""
+    """Return a version of an adapter; None: there is none."""
     rows = self.read(f'SELECT {_VERSION} FROM versions WHERE adapter = ? AND number = ?', (adapter, number))
     return _known_version(rows[0]) if rows else None
 
   def version_names(self) -> list[tuple[str, int, str | None, str | None]]:
-    """Returns adapter, number, digest and what is wrong of all versions."""
+    """Return adapter, number, digest and what is wrong of all versions."""
     return self.read('SELECT adapter, number, digest, damaged FROM versions')
 
   def put_version(self, rows: sqlite3.Connection, manifest: Manifest) -> None:
-    """Notes a version."""
+    """Note a version."""
     version, request = manifest.version, manifest.request or RequestId(None, None)
     rows.execute(
       f'INSERT OR REPLACE INTO versions ({_VERSION}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL)',
@@ -328,7 +328,7 @@ class Database:
     )
 
   def put_damaged(self, rows: sqlite3.Connection, adapter: str, number: int, damaged: str) -> None:
-    """Notes that a version is damaged."""
+    """Note that a version is damaged."""
     rows.execute(
       'INSERT OR REPLACE INTO versions (adapter, number, damaged) VALUES (?, ?, ?)', (adapter, number, damaged)
     )
@@ -340,21 +340,21 @@ class Database:
   # Intents.
 
   def intend(self, rows: sqlite3.Connection, intent: Intent) -> None:
-    """Notes that a version is about to become the newest."""
+    """Note that a version is about to become the newest."""
     rows.execute('INSERT OR REPLACE INTO intents VALUES (?, ?, ?)', dataclasses.astuple(intent))
 
   def intents(self) -> list[Intent]:
-    """Returns the versions of which it is not known whether they have become the newest."""
+    """Return the versions of which it is not known whether they have become the newest."""
     return [Intent(*row) for row in self.read('SELECT adapter, folder, version FROM intents')]
 
   def drop_intent(self, rows: sqlite3.Connection, adapter: str) -> None:
-    """Notes that this is known."""
+    """Note that this is known."""
     rows.execute('DELETE FROM intents WHERE adapter = ?', (adapter,))
 
   # Samples.
 
   def put_sample(self, rows: sqlite3.Connection, sample: Sample) -> None:
-    """Keeps a sample."""
+    """Keep a sample."""
     rows.execute(
       f'INSERT INTO samples ({_SAMPLE}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)',
       (
@@ -375,7 +375,7 @@ class Database:
     )
 
   def sample(self, owner: str, sample: str) -> tuple[float, Sample | None] | None:
-    """Returns when a sample expires, and the sample, if it is not erased; None: the owner has no such."""
+    """Return when a sample expires, and the sample, if it is not erased; None: the owner has no such."""
     rows = self.read(f'SELECT {_SAMPLE} FROM samples WHERE id = ? AND owner = ?', (sample, owner))
     if not rows:
       return None
@@ -399,7 +399,9 @@ class Database:
     )
 
   def expire_samples(self, rows: sqlite3.Connection, now: float, forgotten: float) -> int:
-    """Erases what expired samples hold, and forgets those that expired before `forgotten`; returns how many were erased."""
+    """Erases what expired samples hold, and forgets those that expired before `forgotten`; returns how many were
+    erased.
+    """
     erased = rows.execute(
       'UPDATE samples SET prompt_tokens = NULL, tokens = NULL, log_probs = NULL, messages = NULL, text = NULL '
       'WHERE expires <= ? AND tokens IS NOT NULL',
@@ -411,13 +413,13 @@ class Database:
   # Requests with an idempotency key.
 
   def request(self, owner: str, key: str) -> RequestRow | None:
-    """Returns what is known of a request; None: nothing."""
+    """Return what is known of a request; None: nothing."""
     query = 'SELECT body, state, status, response, adapter, version, created FROM requests WHERE owner = ? AND key = ?'
     rows = self.read(query, (owner, key))
     return RequestRow(*rows[0]) if rows else None
 
   def made_by(self, owner: str, key: str) -> RequestRow | None:
-    """Returns what versions say of the request that made them; None: it has made none."""
+    """Return what versions say of the request that made them; None: it has made none."""
     rows = self.read(
       'SELECT v.request_body, v.adapter, v.number, v.created FROM versions v JOIN adapters a ON a.id = v.adapter '
       'WHERE v.request_key = ? AND a.owner = ? ORDER BY v.created DESC LIMIT 1',
@@ -426,7 +428,7 @@ class Database:
     return RequestRow(rows[0][0], 'made', None, None, *rows[0][1:]) if rows else None
 
   def put_request(self, rows: sqlite3.Connection, owner: str, key: str, row: RequestRow) -> None:
-    """Notes a request."""
+    """Note a request."""
     rows.execute(
       'INSERT OR REPLACE INTO requests (body, state, status, response, adapter, version, created, owner, key) '
       'VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)',
@@ -440,14 +442,14 @@ class Database:
   def note_made(
     self, rows: sqlite3.Connection, owner: str, request: RequestId, adapter: str, version: int | None
   ) -> None:
-    """Notes what a request has made, so that it is not made again."""
+    """Note what a request has made, so that it is not made again."""
     rows.execute(
       "UPDATE requests SET state = 'made', adapter = ?, version = ? WHERE owner = ? AND key = ?",
       (adapter, version, owner, request.key),
     )
 
   def note_about(self, rows: sqlite3.Connection, owner: str, key: str, adapter: str) -> None:
-    """Notes which adapter a request is about."""
+    """Note which adapter a request is about."""
     rows.execute('UPDATE requests SET adapter = ? WHERE owner = ? AND key = ?', (adapter, owner, key))
 
   def drop_open_requests(self, rows: sqlite3.Connection) -> None:
@@ -461,11 +463,11 @@ class Database:
   # Feedback.
 
   def put_feedback(self, rows: sqlite3.Connection, adapter: str, record: dict[str, Any]) -> None:
-    """Adds a record to the log of an adapter."""
+    """Add a record to the log of an adapter."""
     rows.execute('INSERT INTO feedback (adapter, record) VALUES (?, ?)', (adapter, json.dumps(record)))
 
   def feedback(self, adapter: str) -> list[dict[str, Any]]:
-    """Returns the log of an adapter, the oldest first."""
+    """Return the log of an adapter, the oldest first."""
     rows = self.read('SELECT record FROM feedback WHERE adapter = ? ORDER BY id', (adapter,))
     return [json.loads(record) for (record,) in rows]
 

@@ -1,6 +1,7 @@
 """What the root says put into the database, and what was left of commits and deletions that did not end put right.
 
-HEAD is the truth. A version whose adapter's HEAD leads to it is one, whatever the database says; all others are garbage.
+HEAD is the truth. A version whose adapter's HEAD leads to it is one, whatever the database says; all others are
+garbage.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class _Place:
     return f'{self.folder}/{name}' in self.keys
 
   def named(self, number: int) -> list[str]:
-    """Returns the names of the folders of versions with a number."""
+    """Return the names of the folders of versions with a number."""
     return sorted({key.version for key, _ in self.keys.values() if key.version and key.number == number})
 
 
@@ -74,7 +75,7 @@ def recover(blobs: Blobs, database: Database, now: float) -> dict[str, tuple[str
 
 
 def settle(blobs: Blobs, database: Database, folder: str, id: str, now: float) -> None:
-  """Does what `recover` does for one adapter, which nobody else in this process touches."""
+  """Do what `recover` does for one adapter, which nobody else in this process touches."""
   place = _places(blobs, folder).get(id, _Place(folder, id))
   for _, why in _put_right(blobs, database, [place], now).values():
     raise Damaged(why)
@@ -94,15 +95,15 @@ def erase(blobs: Blobs, database: Database, folder: str, id: str) -> None:
 
 
 def no_head(blobs: Blobs, folder: str) -> Damaged:
-  """Returns the error that an adapter has no HEAD."""
+  """Return the error that an adapter has no HEAD."""
   return Damaged(
-    f'{blobs.name}/{folder}/{versions.HEAD} is missing: restore it from a copy, or delete the adapter; its versions are '
-    'untouched.'
+    f'{blobs.name}/{folder}/{versions.HEAD} is missing: restore it from a copy, or delete the adapter; its versions '
+    'are untouched.'
   )
 
 
 def _places(blobs: Blobs, prefix: str) -> dict[str, _Place]:
-  """Returns what lies below a folder, by the id of the adapter."""
+  """Return what lies below a folder, by the id of the adapter."""
   places: dict[str, _Place] = {}
   foreign = []
   for entry in blobs.list(prefix):
@@ -123,7 +124,7 @@ def _places(blobs: Blobs, prefix: str) -> dict[str, _Place]:
 
 
 def _put_right(blobs: Blobs, database: Database, places: Iterable[_Place], now: float) -> dict[str, tuple[str, str]]:
-  """Does what `recover` does for some adapters."""
+  """Do what `recover` does for some adapters."""
   intents = {intent.adapter: intent for intent in database.intents()}
   damaged = {adapter for adapter, _, _, why in database.version_names() if why is not None}
   lost: dict[str, tuple[str, str]] = {}
@@ -178,7 +179,7 @@ def _put_right(blobs: Blobs, database: Database, places: Iterable[_Place], now: 
 
 
 def _read(blobs: Blobs, database: Database, place: _Place, known: Known | None) -> _Found | None:
-  """Returns what the root says of an adapter; None: what is known already.
+  """Return what the root says of an adapter; None: what is known already.
 
   Raises:
     Damaged: its HEAD is.
@@ -211,7 +212,7 @@ def _read(blobs: Blobs, database: Database, place: _Place, known: Known | None) 
 
 
 def _manifest(blobs: Blobs, place: _Place, number: int, digest: str | None) -> Manifest:
-  """Returns the manifest of a version; `digest` None: the one after it is damaged, and does not say which it is.
+  """Return the manifest of a version; `digest` None: the one after it is damaged, and does not say which it is.
 
   Raises:
     Damaged: it is, or there are several, none or another one.
@@ -224,8 +225,8 @@ def _manifest(blobs: Blobs, place: _Place, number: int, digest: str | None) -> M
       found.append(versions.read_manifest(blobs, place.folder, number, name.partition('-')[2]))
   if len(found) != 1:
     raise Damaged(
-      f'The version {number} in {blobs.name}/{place.folder}/versions cannot be told from what was never committed, because '
-      'the manifest of the version after it is damaged: restore that from a copy.'
+      f'The version {number} in {blobs.name}/{place.folder}/versions cannot be told from what was never committed, '
+      'because the manifest of the version after it is damaged: restore that from a copy.'
     )
   return found[0]
 
@@ -246,7 +247,9 @@ def _note(database: Database, found: Iterable[_Found]) -> None:
 
 
 def _remove_garbage(blobs: Blobs, database: Database, place: _Place, ours: set[str], now: float) -> None:
-  """Removes what is left of commits that did not end; `ours` are those that surely were of this process or one before."""
+  """Remove what is left of commits that did not end; `ours` are those that surely were of this process or one
+  before.
+  """
   known = database.known(place.id)
   rows = [] if known is None else database.versions(place.id)
   names = {one.manifest.folder for one in rows if one.manifest is not None}

@@ -1,8 +1,9 @@
-"""The tables of sessions in the database: a session, its turns, and the examples that were or will be learned from them.
+"""The tables of sessions in the database: a session, its turns, and the examples that were or will be learned from
+them.
 
-What is written here is acknowledged, and is on the disk when a transaction ends. All rows name their adapter, with which
-they are erased. What an example waits for is a version whose details name it: where a process died between the commit
-of the version and the note of it here, `reconcile` makes the note.
+What is written here is acknowledged, and is on the disk when a transaction ends. All rows name their adapter, with
+which they are erased. What an example waits for is a version whose details name it: where a process died between the
+commit of the version and the note of it here, `reconcile` makes the note.
 """
 
 from __future__ import annotations
@@ -79,31 +80,31 @@ class ExampleRow:
 
 
 def session(database: Database, adapter: str, id: str) -> SessionRow | None:
-  """Returns a session of an adapter; None: it has no such."""
+  """Return a session of an adapter; None: it has no such."""
   rows = database.read(f'SELECT {_SESSION} FROM sessions WHERE id = ? AND adapter = ?', (id, adapter))
   return _session(rows[0]) if rows else None
 
 
 def sessions(database: Database, adapter: str) -> list[SessionRow]:
-  """Returns the sessions of an adapter, the oldest first."""
+  """Return the sessions of an adapter, the oldest first."""
   query = f'SELECT {_SESSION} FROM sessions WHERE adapter = ? ORDER BY created, id'
   return [_session(row) for row in database.read(query, (adapter,))]
 
 
 def turns(database: Database, session: str, first: int = 0) -> list[TurnRow]:
-  """Returns the turns of a session from a number on, in order."""
+  """Return the turns of a session from a number on, in order."""
   query = f'SELECT {_TURN} FROM session_turns WHERE session = ? AND n >= ? ORDER BY n'
   return [_turn(row) for row in database.read(query, (session, first))]
 
 
 def turn(database: Database, session: str, n: int) -> TurnRow | None:
-  """Returns a turn of a session; None: there is none of this number."""
+  """Return a turn of a session; None: there is none of this number."""
   rows = database.read(f'SELECT {_TURN} FROM session_turns WHERE session = ? AND n = ?', (session, n))
   return _turn(rows[0]) if rows else None
 
 
 def turns_back(database: Database, session: str, before: int, count: int) -> list[TurnRow]:
-  """Returns so many turns of a session before a number, the newest first."""
+  """Return so many turns of a session before a number, the newest first."""
   query = f'SELECT {_TURN} FROM session_turns WHERE session = ? AND n < ? ORDER BY n DESC LIMIT ?'
   return [_turn(row) for row in database.read(query, (session, before, count))]
 
@@ -111,7 +112,9 @@ def turns_back(database: Database, session: str, before: int, count: int) -> lis
 def examples(
   database: Database, adapter: str, *, session: str | None = None, state: State | None = None
 ) -> list[ExampleRow]:
-  """Returns the examples of an adapter, or of one of its sessions, or those in one state, in the order of being written."""
+  """Return the examples of an adapter, or of one of its sessions, or those in one state, in the order of being
+  written.
+  """
   query, values = f'SELECT {_EXAMPLE} FROM session_examples WHERE adapter = ?', [adapter]
   for column, value in (('session', session), ('state', state)):
     if value is not None:
@@ -123,19 +126,19 @@ def examples(
 
 
 def put_session(rows: sqlite3.Connection, row: SessionRow) -> None:
-  """Adds a session."""
+  """Add a session."""
   values = (row.id, row.adapter, row.created, row.token, row.revision, json.dumps(row.record))
   rows.execute(f'INSERT INTO sessions ({_SESSION}) VALUES (?, ?, ?, ?, ?, ?)', values)
 
 
 def advance(rows: sqlite3.Connection, session: str, revision: int) -> bool:
-  """Notes that a session changes; returns whether it is there, and has not changed since it had this revision."""
+  """Note that a session changes; return whether it is there, and has not changed since it had this revision."""
   query = 'UPDATE sessions SET revision = revision + 1 WHERE id = ? AND revision = ?'
   return rows.execute(query, (session, revision)).rowcount == 1
 
 
 def put_turn(rows: sqlite3.Connection, session: str, adapter: str, row: TurnRow) -> None:
-  """Adds a turn."""
+  """Add a turn."""
   rows.execute(
     f'INSERT INTO session_turns (session, adapter, {_TURN}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)',
     (
@@ -154,13 +157,13 @@ def put_turn(rows: sqlite3.Connection, session: str, adapter: str, row: TurnRow)
 def change_turn(
   rows: sqlite3.Connection, session: str, n: int, record: Mapping[str, Any], kept: Sequence[int] | None
 ) -> None:
-  """Gives a turn another record, and other tokens that stand for it."""
+  """Give a turn another record, and other tokens that stand for it."""
   query = 'UPDATE session_turns SET record = ?, kept_tokens = ? WHERE session = ? AND n = ?'
   rows.execute(query, (json.dumps(record), None if kept is None else _ids(kept), session, n))
 
 
 def put_example(rows: sqlite3.Connection, adapter: str, row: ExampleRow) -> None:
-  """Adds an example; one of the same kind and turn stays as it is."""
+  """Add an example; one of the same kind and turn stays as it is."""
   rows.execute(
     f'INSERT OR IGNORE INTO session_examples (adapter, {_EXAMPLE}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)',
     (
@@ -180,7 +183,7 @@ def put_example(rows: sqlite3.Connection, adapter: str, row: ExampleRow) -> None
 def note_learned(
   rows: sqlite3.Connection, references: Iterable[tuple[str, int, str]], version: int | None, said: Mapping[str, Any]
 ) -> None:
-  """Notes that examples were learned in a version, and what is said of it with their turns.
+  """Note that examples were learned in a version, and what is said of it with their turns.
 
   Args:
     rows: of the transaction.
@@ -218,7 +221,7 @@ SOURCE = 'session'  # In the details of a version: {'id': …, 'turns': […], '
 
 
 def reconcile(database: Database, adapter: str | None = None) -> int:
-  """Notes which of the examples that wait were learned already, as versions say; returns how many versions say so.
+  """Note which of the examples that wait were learned already, as versions say; return how many versions say so.
 
   Args:
     database: that knows the versions.

@@ -1,7 +1,8 @@
 """The store of the service: adapters, their versions, and what was sampled, asked and answered.
 
 A version is committed in this order: its files, its manifest, an intent in the database, HEAD by compare-and-swap, the
-rows of the database. It is acknowledged when HEAD has moved; what a process leaves behind that dies before, nobody sees.
+rows of the database. It is acknowledged when HEAD has moved; what a process leaves behind that dies before, nobody
+sees.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Store:
     clock: Callable[[], float],
     held: contextlib.ExitStack,
   ):
-    """Makes a store of what is open already; see `open`."""
+    """Make a store of what is open already; see `open`."""
     self.blobs, self.database, self.base, self.retention, self.clock = blobs, database, base, retention, clock
     self._held = held
     self._locks: dict[str, threading.RLock] = {}  # By adapter.
@@ -118,7 +119,7 @@ class Store:
     clock: Callable[[], float] = time.time,
     **options: Any,
   ) -> Store:
-    """Opens a store, or makes one, and puts right what processes have left that died.
+    """Open a store, or make one, and put right what processes have left that died.
 
     Args:
       root: where versions are: a local folder, s3://bucket/prefix, gs://bucket/prefix or memory://name.
@@ -140,7 +141,8 @@ class Store:
         make_private(database.parent)
       except OSError as error:
         raise UserError(
-          f'serve.store.database={database} cannot be made ({first_line(error)}): name a local file that can be written.'
+          f'serve.store.database={database} cannot be made ({first_line(error)}): name a local file that can be '
+          'written.'
         ) from error
       _lock(held, database.with_name(f'{database.name}.lock'), f'serve.store.database={database}')
       try:
@@ -182,7 +184,7 @@ class Store:
     details: Mapping[str, Any] | None = None,
     request: Request | None = None,
   ) -> tuple[Adapter, Version]:
-    """Makes an adapter and its version 0.
+    """Make an adapter and its version 0.
 
     Raises:
       InvalidRequest: the owner has an adapter of that name, or the name is empty, too long, or no UTF-8.
@@ -204,11 +206,11 @@ class Store:
         self._names.discard((owner, name))
 
   def adapter(self, owner: str, id: str) -> Adapter:
-    """Returns an adapter; raises NotFound for one that is another's, unknown or deleted."""
+    """Return an adapter; raise NotFound for one that is another's, unknown or deleted."""
     return self._known(owner, id).head.adapter
 
   def by_name(self, owner: str, name: str) -> Adapter:
-    """Returns the adapter of an owner that has a name; raises NotFound."""
+    """Return the adapter of an owner that has a name; raise NotFound."""
     self._settle_all(owner)
     found = self.database.by_name(owner, name) if _is_text(owner) and _is_text(name) else None
     if found is None:
@@ -216,14 +218,14 @@ class Store:
     return self.adapter(owner, found.id)
 
   def adapters(self, owner: str) -> list[Adapter]:
-    """Returns the adapters of an owner, the oldest first."""
+    """Return the adapters of an owner, the oldest first."""
     self._settle_all(owner)
     return self.database.of_owner(owner) if _is_text(owner) else []
 
   def change_settings(
     self, owner: str, id: str, expected: int, settings: Mapping[str, Any], *, request: Request | None = None
   ) -> Adapter:
-    """Gives an adapter other settings.
+    """Give an adapter other settings.
 
     Raises:
       NotFound: as `adapter`.
@@ -278,7 +280,7 @@ class Store:
     parent: int | None = None,
     request: Request | None = None,
   ) -> Version:
-    """Makes the next version of an adapter.
+    """Make the next version of an adapter.
 
     Args:
       owner: of the adapter.
@@ -304,12 +306,12 @@ class Store:
       return self._make_version(adapter, head, tagged, arrays, parent, reason, details, request)
 
   def versions(self, owner: str, id: str) -> list[Version]:
-    """Returns the versions of an adapter that can be read, in order; raises NotFound as `adapter`."""
+    """Return the versions of an adapter that can be read, in order; raise NotFound as `adapter`."""
     self._known(owner, id)
     return [known.manifest.version for known in self.database.versions(id) if known.manifest is not None]
 
   def version(self, owner: str, id: str, number: int) -> Version:
-    """Returns a version of an adapter.
+    """Return a version of an adapter.
 
     Raises:
       NotFound: as `adapter`, or there is no such version.
@@ -326,7 +328,7 @@ class Store:
     return _readable(self.database.version(id, number), id, number).manifest.version
 
   def arrays(self, version: Version) -> Arrays:
-    """Returns the arrays of a version, bit for bit as they were committed.
+    """Return the arrays of a version, bit for bit as they were committed.
 
     Raises:
       Damaged: a file of it is missing or not as it was written.
@@ -340,11 +342,11 @@ class Store:
       raise Damaged(f'The version {version.number} of {version.adapter} cannot be read: {error}') from error
 
   def peft_files(self, version: Version) -> dict[str, bytes]:
-    """Returns the files of a version that PEFT reads, name → content; errors as `arrays`."""
+    """Return the files of a version that PEFT reads, name → content; errors as `arrays`."""
     return self._files(version, versions.PEFT_FILES)
 
   def retain(self, now: float | None = None) -> Retained:
-    """Removes what the settings of retention do not keep, and goes on with deletions that were interrupted.
+    """Remove what the settings of retention do not keep, and go on with deletions that were interrupted.
 
     Args:
       now: seconds since the epoch; None: as the clock says.
@@ -366,7 +368,7 @@ class Store:
     return Retained(removed, samples, requests)
 
   def _keep_newest(self, adapter: Adapter) -> int:
-    """Removes the oldest versions of an adapter but version 0; returns how many."""
+    """Remove the oldest versions of an adapter but version 0; return how many."""
     known = self._known(adapter.owner, adapter.id).head
     adapter, first = known.adapter, known.adapter.head - self.retention.keep_versions
     if first <= known.kept_from:
@@ -396,7 +398,7 @@ class Store:
     details: Mapping[str, Any],
     request: Request | None,
   ) -> Version:
-    """Makes the version that the adapter is to be at; before it, HEAD said `before`."""
+    """Make the version that the adapter is to be at; before it, HEAD said `before`."""
     folder = versions.adapter_folder(adapter.owner, adapter.id)
     files = versions.files_of(self.base, arrays)
     manifest, content = versions.make_manifest(
@@ -426,7 +428,7 @@ class Store:
   def _swap_head(
     self, head: Head, tagged: Tagged | None, request: Request | None, manifest: Manifest | None = None
   ) -> None:
-    """Moves HEAD and notes it in the database.
+    """Move HEAD and note it in the database.
 
     Raises:
       VersionConflict: another process has moved it; what was written for this is removed.
@@ -463,14 +465,14 @@ class Store:
       self._doubt(adapter.owner, adapter.id)
 
   def _has_moved(self, adapter: Adapter, content: bytes) -> bool:
-    """Returns whether HEAD of an adapter is known to have this content after it could not be written."""
+    """Return whether HEAD of an adapter is known to have this content after it could not be written."""
     try:
       return self._known(adapter.owner, adapter.id).tag == versions.tag_of(content)
     except ServiceError:
       return False
 
   def _discard(self, id: str, folder: str, manifest: Manifest) -> None:
-    """Removes what was written of a version that is not to be; what cannot be removed, the next start removes."""
+    """Remove what was written of a version that is not to be; what cannot be removed, the next start removes."""
     names = (*versions.PEFT_FILES, versions.STATE, versions.MANIFEST)
     stays = folder if manifest.version.number else folder.rpartition('/')[0]
     with contextlib.suppress(StorageFailed):
@@ -479,7 +481,7 @@ class Store:
         self.database.drop_intent(rows, id)
 
   def _head(self, owner: str, id: str, expected: int) -> tuple[Head, Tagged]:
-    """Returns what HEAD of an adapter says now, and its tag."""
+    """Return what HEAD of an adapter says now, and its tag."""
     known = self._known(owner, id)
     folder = versions.adapter_folder(owner, id)
     key = f'{folder}/{versions.HEAD}'
@@ -511,7 +513,7 @@ class Store:
   # What the database says, and whether it is to be believed.
 
   def _known(self, owner: str, id: str) -> Known:
-    """Returns what is known of an adapter of an owner; raises NotFound."""
+    """Return what is known of an adapter of an owner; raise NotFound."""
     if self._doubtful.get(id) == versions.adapter_folder(owner, id):
       with self._alone(id):
         self._settle(id)
@@ -522,13 +524,13 @@ class Store:
     return known
 
   def _settle_all(self, owner: str) -> None:
-    """Ends the doubts about the adapters of an owner, as far as what is damaged can be read."""
+    """End the doubts about the adapters of an owner, as far as what is damaged can be read."""
     for id in list(self._doubtful):
       with contextlib.suppress(NotFound, Damaged):
         self._known(owner, id)
 
   def _settle(self, id: str) -> None:
-    """Ends the doubt about an adapter with a look at the root; the caller holds its lock."""
+    """End the doubt about an adapter with a look at the root; the caller holds its lock."""
     folder = self._doubtful.get(id)
     if folder is not None:
       recovery.settle(self.blobs, self.database, folder, id, self.clock())
@@ -546,7 +548,7 @@ class Store:
 
   @contextlib.contextmanager
   def _alone(self, id: str) -> Iterator[None]:
-    """Holds the lock of an adapter; its holder may take it again."""
+    """Hold the lock of an adapter; its holder may take it again."""
     with self._lock:
       lock = self._locks.setdefault(id, threading.RLock())
     with lock:
@@ -555,7 +557,7 @@ class Store:
   # Samples.
 
   def keep_sample(self, sample: Sample) -> None:
-    """Keeps a sample until it expires; raises NotFound if its adapter was deleted while it was drawn."""
+    """Keep a sample until it expires; raise NotFound if its adapter was deleted while it was drawn."""
     with self.database.writing() as rows:
       if sample.adapter is not None:
         known = self.database.known(sample.adapter)
@@ -564,7 +566,7 @@ class Store:
       self.database.put_sample(rows, sample)
 
   def sample(self, owner: str, id: str) -> Sample:
-    """Returns a sample.
+    """Return a sample.
 
     Raises:
       NotFound: it is another's, or unknown.
@@ -581,7 +583,7 @@ class Store:
   # Requests with an idempotency key.
 
   def begin(self, owner: str, key: str, body_digest: str, *, adapter: str | None = None) -> Request | StoredResponse:
-    """Notes that a request is under way, or returns what is known of it.
+    """Note that a request is under way, or return what is known of it.
 
     Args:
       owner: who sent it.
@@ -630,12 +632,12 @@ class Store:
     return Request(owner, id)
 
   def about(self, request: Request, adapter: str) -> None:
-    """Notes which adapter a request is about that `begin` did not know of: its answer is erased with it."""
+    """Note which adapter a request is about that `begin` did not know of: its answer is erased with it."""
     with self.database.writing() as rows:
       self.database.note_about(rows, request.owner, request.id.key, adapter)
 
   def finish(self, request: Request, status: int, response: bytes) -> None:
-    """Keeps the answer to a request; a repeat gets the same."""
+    """Keep the answer to a request; a repeat gets the same."""
     try:
       row = self.database.request(request.owner, request.id.key)
       if row is not None:  # Else its adapter was deleted, and the answer with it.
@@ -646,7 +648,7 @@ class Store:
       self._end(request)
 
   def abandon(self, request: Request) -> None:
-    """Notes that a request has no answer: if it made nothing, it may come again."""
+    """Note that a request has no answer: if it made nothing, it may come again."""
     try:
       row = self.database.request(request.owner, request.id.key)
       if row is not None and row.state == 'open':
@@ -662,7 +664,7 @@ class Store:
   # Feedback.
 
   def note_feedback(self, owner: str, adapter: str, record: Mapping[str, Any]) -> None:
-    """Adds a record to the log of an adapter, without what people have written, if the settings do not keep that.
+    """Add a record to the log of an adapter, without what people have written, if the settings do not keep that.
 
     Raises:
       NotFound: as `adapter`.
@@ -675,20 +677,20 @@ class Store:
       self.database.put_feedback(rows, adapter, record)
 
   def feedback(self, owner: str, adapter: str) -> list[dict[str, Any]]:
-    """Returns the log of an adapter, the oldest first; raises NotFound as `adapter`."""
+    """Return the log of an adapter, the oldest first; raise NotFound as `adapter`."""
     self._known(owner, adapter)
     return self.database.feedback(adapter)
 
 
 def without_texts(record: Any) -> Any:
-  """Returns JSON without the values of `TEXTS`, which become null."""
+  """Return JSON without the values of `TEXTS`, which become null."""
   if isinstance(record, dict):
     return {key: None if key in TEXTS else without_texts(value) for key, value in record.items()}
   return [without_texts(value) for value in record] if isinstance(record, list) else record
 
 
 def _identify(blobs: Blobs, base: Base) -> str:
-  """Returns the identity of a root, which is given one if it is new; raises UserError if it is of another base."""
+  """Return the identity of a root, which is given one if it is new; raise UserError if it is of another base."""
   content = blobs.tagged(versions.BASE)
   if content is None:
     values = {'format': versions.FORMAT, 'root': secrets.token_hex(16), 'base': base.described}
@@ -703,7 +705,8 @@ def _identify(blobs: Blobs, base: Base) -> str:
       raise ValueError('its format is another one')
   except (ValueError, KeyError, TypeError) as error:
     raise UserError(
-      f'{where} is not as it was written ({first_line(error)}): restore it from a copy, or name another serve.store.root.'
+      f'{where} is not as it was written ({first_line(error)}): restore it from a copy, or name another '
+      'serve.store.root.'
     ) from error
   differing = [
     name for name in base.described['adapter'] if found['adapter'].get(name) != base.described['adapter'][name]
@@ -712,14 +715,14 @@ def _identify(blobs: Blobs, base: Base) -> str:
     differing.append('the model')
   if differing:
     raise UserError(
-      f'serve.store.root={blobs.name} holds adapters of another base ({", ".join(sorted(differing))} differ; {where} says '
-      'which): serve that model with that adapter, or name another root.'
+      f'serve.store.root={blobs.name} holds adapters of another base ({", ".join(sorted(differing))} differ; {where} '
+      'says which): serve that model with that adapter, or name another root.'
     )
   return root
 
 
 def _lock(held: contextlib.ExitStack, path: pathlib.Path, setting: str) -> None:
-  """Holds a lock for a process until the stack ends; raises UserError if another one holds it."""
+  """Hold a lock for a process until the stack ends; raise UserError if another one holds it."""
 
   def busy() -> None:
     try:
@@ -755,7 +758,7 @@ def _check_name(owner: str, name: str) -> None:
 
 
 def _is_text(value: str) -> bool:
-  """Returns whether a text can be written as UTF-8: half a surrogate pair, which JSON can hold, cannot."""
+  """Return whether a text can be written as UTF-8: half a surrogate pair, which JSON can hold, cannot."""
   try:
     value.encode('utf-8')
   except UnicodeEncodeError:

@@ -1,4 +1,5 @@
-"""What a version is in the root: its key, its files, the manifest that names these, and the HEAD that names the manifest.
+"""What a version is in the root: its key, its files, the manifest that names these, and the HEAD that names the
+manifest.
 
   users/OWNER/adapters/ID/HEAD                                    the adapter, and which version it is at
   users/OWNER/adapters/ID/TOMBSTONE                               it was deleted
@@ -81,12 +82,12 @@ class Base:
 
 
 def owner_digest(owner: str) -> str:
-  """Returns how an owner is called in keys."""
+  """Return how an owner is called in keys."""
   return hashlib.sha256(owner.encode('utf-8', 'surrogatepass')).hexdigest()[:32]
 
 
 def adapter_folder(owner: str, adapter: str) -> str:
-  """Returns the folder of an adapter of an owner."""
+  """Return the folder of an adapter of an owner."""
   return f'users/{owner_digest(owner)}/adapters/{adapter}'
 
 
@@ -102,7 +103,7 @@ class Key:
 
 
 def parse_key(key: str) -> Key | None:
-  """Returns what a key of this layout stands for; None: somebody else has put it there."""
+  """Return what a key of this layout stands for; None: somebody else has put it there."""
   found = _ADAPTER_KEY.fullmatch(key)
   if found is None:
     return None
@@ -116,7 +117,7 @@ def parse_key(key: str) -> Key | None:
 
 
 def version_folder(number: int, digest: str) -> str:
-  """Returns the name of the folder of a version, by the digest of its manifest."""
+  """Return the name of the folder of a version, by the digest of its manifest."""
   return f'{number:08d}-{digest[:12]}'
 
 
@@ -124,7 +125,7 @@ def version_folder(number: int, digest: str) -> str:
 
 
 def files_of(base: Base, arrays: Arrays) -> dict[str, bytes]:
-  """Returns the files of a version, name → content, without its manifest.
+  """Return the files of a version, name → content, without its manifest.
 
   Raises:
     ValueError: the arrays are not those of an adapter of this base.
@@ -147,7 +148,7 @@ def files_of(base: Base, arrays: Arrays) -> dict[str, bytes]:
 
 
 def arrays_of(base: Base, files: Mapping[str, bytes]) -> dict[str, np.ndarray]:
-  """Returns the arrays of a version, bit for bit as `files_of` got them.
+  """Return the arrays of a version, bit for bit as `files_of` got them.
 
   Raises:
     ValueError: the files hold others, or are none that safetensors reads.
@@ -176,7 +177,7 @@ def _fits(base: Base, name: str, array: np.ndarray | None) -> bool:
 
 
 def _partly_held(base: Base) -> set[str]:
-  """Returns the names of arrays of factors that some layers do not have."""
+  """Return the names of arrays of factors that some layers do not have."""
   held = [row.name for row, _ in peft_files.held(base.adapter, base.rows)]
   return {f'{_FACTORS}/{row.name}' for row in base.rows if held.count(row.name) < row.layers}
 
@@ -218,7 +219,7 @@ def make_manifest(
   request: RequestId | None,
   files: Mapping[str, bytes],
 ) -> tuple[Manifest, bytes]:
-  """Returns the manifest of a version that is to be, and its content; no two have the same."""
+  """Return the manifest of a version that is to be, and its content; no two have the same."""
   values = {
     'format': FORMAT,
     'adapter': adapter,
@@ -237,7 +238,7 @@ def make_manifest(
 
 
 def read_manifest(blobs: Blobs, folder: str, number: int, digest: str) -> Manifest:
-  """Returns the manifest with this digest of a version of the adapter in this folder.
+  """Return the manifest with this digest of a version of the adapter in this folder.
 
   Raises:
     Damaged: it is missing or another one.
@@ -252,7 +253,7 @@ def read_manifest(blobs: Blobs, folder: str, number: int, digest: str) -> Manife
 
 
 def read_files(blobs: Blobs, folder: str, manifest: Manifest, names: tuple[str, ...]) -> dict[str, bytes]:
-  """Returns files of a version of the adapter in this folder.
+  """Return files of a version of the adapter in this folder.
 
   Raises:
     Damaged: one is missing or another one.
@@ -304,18 +305,18 @@ class Head:
 
 
 def tag_of(content: bytes) -> str:
-  """Returns what tells a HEAD from every other."""
+  """Return what tells a HEAD from every other."""
   return hashlib.sha256(content).hexdigest()
 
 
 def write_head(head: Head) -> bytes:
-  """Returns the content of a HEAD; no two have the same."""
+  """Return the content of a HEAD; no two have the same."""
   values = {'format': FORMAT, **dataclasses.asdict(head), 'nonce': secrets.token_hex(8)}
   return _json({**values, 'sha256': hashlib.sha256(_json(values)).hexdigest()})
 
 
 def read_head(content: bytes, name: str, folder: str) -> Head:
-  """Returns what a HEAD says.
+  """Return what a HEAD says.
 
   Args:
     content: of the blob.

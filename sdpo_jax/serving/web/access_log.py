@@ -18,7 +18,7 @@ class Log:
   """Writes lines; from any thread."""
 
   def __init__(self, stream: TextIO | None = None, *, bodies: bool = False, clock: Callable[[], float] = time.time):
-    """Makes a log.
+    """Make a log.
 
     Args:
       stream: where it goes; None: stderr.
@@ -29,7 +29,7 @@ class Log:
     self._lock = threading.Lock()
 
   def write(self, event: str, **values: Any) -> None:
-    """Writes a line; a log that cannot be written to stops nothing."""
+    """Write a line; a log that cannot be written to stops nothing."""
     line = json.dumps({'time': round(self._clock(), 3), 'event': event, **values}, default=str)
     with self._lock:
       try:
@@ -38,13 +38,13 @@ class Log:
         return
 
   def request(self, *, asked: bytes, answered: bytes, **values: Any) -> None:
-    """Writes the line of a request; its bodies only if they are to be."""
+    """Write the line of a request; its bodies only if they are to be."""
     if self.bodies:
       values |= {'asked': _shown(asked), 'answered': _shown(answered)}
     self.write('request', **values)
 
   def error(self, error: BaseException, request_id: str) -> None:
-    """Writes where something unexpected happened. What it says may quote a prompt, so only its kind is written."""
+    """Write where something unexpected happened. What it says may quote a prompt, so only its kind is written."""
     frames = traceback.extract_tb(error.__traceback__)
     at = [f'{frame.filename.rsplit("/site-packages/")[-1]}:{frame.lineno} {frame.name}' for frame in frames[-12:]]
     message = {'message': str(error)} if self.bodies else {}

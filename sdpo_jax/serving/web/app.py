@@ -34,7 +34,7 @@ def make_app(
   lifetime: Lifetime | None = None,
   log: Log | None = None,
 ) -> Starlette:
-  """Returns the application.
+  """Return the application.
 
   Args:
     service: what it serves; None: it comes later, through `lifetime`.

@@ -17,7 +17,7 @@ _MOST = 16  # Entries.
 
 
 def zipped(files: Mapping[str, bytes]) -> bytes:
-  """Returns files as a zip, the same for the same files."""
+  """Return files as a zip, the same for the same files."""
   content = io.BytesIO()
   with zipfile.ZipFile(content, 'w', zipfile.ZIP_STORED) as archive:
     for name, body in sorted(files.items()):
@@ -26,7 +26,7 @@ def zipped(files: Mapping[str, bytes]) -> bytes:
 
 
 def unzipped(content: bytes) -> dict[str, bytes]:
-  """Returns the files of an adapter in a zip, which may lie in one folder.
+  """Return the files of an adapter in a zip, which may lie in one folder.
 
   Raises:
     InvalidRequest: it is no zip, or holds other files or one twice.

@@ -1,7 +1,7 @@
 """The routes that other services of this kind have: /v1/distill, /v1/feedback, /v1/score, /v1/lora and /v1/health.
 
-They are other words for what the native routes do, for clients that speak them already. A `lora_id` is the name or the id
-of an adapter; a `lora_uri` also says which version the adapter must be at.
+They are other words for what the native routes do, for clients that speak them already. A `lora_id` is the name or the
+id of an adapter; a `lora_uri` also says which version the adapter must be at.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from sdpo_jax.serving.web.native import feedback_again
 from sdpo_jax.serving.web.openapi import operation
 from sdpo_jax.serving.web.schemas import Asked, Message, Number, Said, Text, Tokens
 
-# --- /v1/distill ---------------------------------------------------------------------------------------------------------
+# --- /v1/distill
+# ---------------------------------------------------------------------------------------------------------
 
 
 class DistillTraining(Asked):
@@ -100,7 +101,8 @@ def _distilled_again(account: Account, adapter: str, version: int | None) -> dic
   return _learned(account.adapter(adapter), feedback_again(account, adapter, version))
 
 
-# --- /v1/feedback --------------------------------------------------------------------------------------------------------
+# --- /v1/feedback
+# --------------------------------------------------------------------------------------------------------
 
 
 class FeedbackTraining(Asked):
@@ -191,11 +193,12 @@ def _fed_again(account: Account, adapter: str, version: int | None) -> dict[str,
   return _fed(account.adapter(adapter), answer, len(answer.get('samples', ())), 0.0)
 
 
-# --- What learns, and from what ------------------------------------------------------------------------------------------
+# --- What learns, and from what
+# ------------------------------------------------------------------------------------------
 
 
 def _named(account: Account, text: str) -> tuple[Adapter, int | None]:
-  """Returns the adapter that a request names, and the version if it names one.
+  """Return the adapter that a request names, and the version if it names one.
 
   Raises:
     NotFound: there is none.
@@ -208,13 +211,13 @@ def _named(account: Account, text: str) -> tuple[Adapter, int | None]:
 
 
 def _learner(asked: Incoming, text: str) -> tuple[Adapter, int | None]:
-  """Returns the adapter that is to learn, and the version that it must be at; None: any."""
+  """Return the adapter that is to learn, and the version that it must be at; None: any."""
   adapter, number = _named(asked.account, text)
   return adapter, asked.expected if number is None else number
 
 
 def _item(account: Account, prompt: str | Sequence[int], response: str | Sequence[int], said: str | None) -> Item:
-  """Returns a completion with what is said of it; a prompt that is a text is the message of a user."""
+  """Return a completion with what is said of it; a prompt that is a text is the message of a user."""
   messages = [{'role': 'user', 'content': prompt}] if isinstance(prompt, str) else None
   prompt_tokens = account.prompt_of(messages=messages) if messages else account.prompt_of(tokens=prompt)
   tokens = _completion(account, response)
@@ -222,7 +225,7 @@ def _item(account: Account, prompt: str | Sequence[int], response: str | Sequenc
 
 
 def _completion(account: Account, given: str | Sequence[int]) -> list[int]:
-  """Returns the tokens of a completion, of a text those of itself: nothing says where it ends."""
+  """Return the tokens of a completion, of a text those of itself: nothing says where it ends."""
   if not isinstance(given, str):
     return list(given)
   return account.prompt_of(text=given, limit=account.service.max_completion, add_special_tokens=False)
@@ -238,7 +241,7 @@ def _learn(
 
 
 def _learned(adapter: Adapter, answer: dict[str, Any]) -> dict[str, Any]:
-  """Returns what is said of an adapter that has learned, or rejected what it has."""
+  """Return what is said of an adapter that has learned, or rejected what it has."""
   told = ('accepted', 'reason', 'version_before', 'version_after')
   return {
     'lora_id': adapter.name,
@@ -247,7 +250,8 @@ def _learned(adapter: Adapter, answer: dict[str, Any]) -> dict[str, Any]:
   }
 
 
-# --- /v1/score -----------------------------------------------------------------------------------------------------------
+# --- /v1/score
+# -----------------------------------------------------------------------------------------------------------
 
 
 class CompletionScoreBody(Asked):
@@ -287,7 +291,8 @@ def score(asked: Incoming) -> Reply:
   return Reply({'logprob_sum': sum(log_probs), 'logprobs': log_probs, 'tokens': list(tokens)})
 
 
-# --- /v1/lora ------------------------------------------------------------------------------------------------------------
+# --- /v1/lora
+# ------------------------------------------------------------------------------------------------------------
 
 
 class LoraInitBody(Asked):
@@ -371,7 +376,7 @@ _LORA = {'lora_id': 'Name, id or address of the adapter.'}
 
 
 def routes(lifetime: Lifetime) -> list[Route]:
-  """Returns the routes of a service."""
+  """Return the routes of a service."""
 
   @operation(response=HealthSaid, open=True)
   async def health(request: Request) -> Response:

@@ -1,4 +1,6 @@
-"""Handlers as plain functions: what they read is checked before, they run in the thread pool, and what they return is sent."""
+"""Handlers as plain functions: what they read is checked before, they run in the thread pool, and what they return is
+sent.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ class Incoming:
     return self.path['adapter']
 
   def number(self, name: str) -> int | None:
-    """Returns a whole number of the query; None: it is not there.
+    """Return a whole number of the query; None: it is not there.
 
     Raises:
       InvalidRequest: it is none.
@@ -66,7 +68,7 @@ class Reply:
 
 
 def whole(text: str, name: str) -> int:
-  """Returns the whole number that a text of an address is.
+  """Return the whole number that a text of an address is.
 
   Raises:
     InvalidRequest: it is none.
@@ -77,7 +79,7 @@ def whole(text: str, name: str) -> int:
 
 
 def etag(body: bytes) -> dict[str, str]:
-  """Returns the header with the version that an answer is about, {} where it is about none."""
+  """Return the header with the version that an answer is about, {} where it is about none."""
   try:
     value = json.loads(body)
   except ValueError:
@@ -94,7 +96,7 @@ def route(
   tagged: bool = False,
   **values: Any,
 ) -> Route:
-  """Returns the route of a function.
+  """Return the route of a function.
 
   Args:
     method: that it answers.
@@ -119,7 +121,7 @@ def route(
 
 
 def check_query(request: Request, allowed: Collection[str]) -> None:
-  """Raises InvalidRequest for a parameter of an address that means nothing there."""
+  """Raise InvalidRequest for a parameter of an address that means nothing there."""
   unknown = sorted(set(request.query_params) - set(allowed))
   if unknown:
     raise InvalidRequest(f'There is no parameter {unknown[0][:60]!r} of this address.', field=unknown[0][:60])
@@ -133,7 +135,7 @@ def _answer(function: Callable[[Incoming], Reply], known: Operation, request: Re
 
 
 def read(schema: type[pydantic.BaseModel] | None, content: bytes) -> Any:
-  """Returns a body as its schema has it; as it is where there is none.
+  """Return a body as its schema has it; as it is where there is none.
 
   Raises:
     pydantic.ValidationError: it is not what the schema says.
@@ -142,7 +144,7 @@ def read(schema: type[pydantic.BaseModel] | None, content: bytes) -> Any:
 
 
 def incoming(request: Request, body: Any) -> Incoming:
-  """Returns what a handler is given of a request."""
+  """Return what a handler is given of a request."""
   state, last = request.state, request.headers.get('last-event-id')
   return Incoming(
     account=state.account,

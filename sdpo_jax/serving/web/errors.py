@@ -45,7 +45,7 @@ _OPENAI_TYPES = {
 
 
 def as_json(value: Any) -> bytes:
-  """Returns a value as compact JSON; numbers that are not finite are null, and halves of characters escaped."""
+  """Return a value as compact JSON; numbers that are not finite are null, and halves of characters escaped."""
   write = functools.partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(',', ':'))
   try:
     return write(value).encode()
@@ -89,7 +89,7 @@ class Failure:
 
 
 def known(error: BaseException) -> ServiceError | None:
-  """Returns what an error is to a client; None: nothing that a client could have caused."""
+  """Return what an error is to a client; None: nothing that a client could have caused."""
   if isinstance(error, ServiceError):
     return error
   if isinstance(error, UserError):
@@ -106,7 +106,7 @@ def known(error: BaseException) -> ServiceError | None:
 
 
 def invalid(error: pydantic.ValidationError) -> InvalidRequest:
-  """Returns the first complaint about a body, with the path of the field and nothing of its value."""
+  """Return the first complaint about a body, with the path of the field and nothing of its value."""
   first = error.errors(include_url=False, include_context=False, include_input=False)[0]
   path = '.'.join(printable(str(part), 60) for part in first['loc'])
   if first['type'] == 'json_invalid':
@@ -120,7 +120,7 @@ def invalid(error: pydantic.ValidationError) -> InvalidRequest:
 
 
 def failure(error: ServiceError, path: str, request_id: str) -> Failure:
-  """Returns how an error is answered at a path: its status, body and headers."""
+  """Return how an error is answered at a path: its status, body and headers."""
   headers = {}
   if isinstance(error, Busy):
     wait = max(0.0, error.retry_after)

@@ -24,7 +24,7 @@ class Event:
   id: int | str | None = None  # With which a client may ask for what came after it.
 
   def encode(self) -> bytes:
-    """Returns the lines of the event."""
+    """Return the lines of the event."""
     if self.data is None:
       return b': still here\n\n'
     text = self.data if isinstance(self.data, str) else errors.as_json(self.data).decode()
@@ -35,10 +35,10 @@ class Event:
 
 
 async def stream(request: Request, events: Iterable[Event]) -> StreamingResponse:
-  """Returns the answer to a request whose events are made in the thread pool, one after the other.
+  """Return the answer to a request whose events are made in the thread pool, one after the other.
 
-  The first one is waited for, so that what is refused before it has a status of its own. What goes wrong later becomes an
-  event 'error', with which the stream ends.
+  The first one is waited for, so that what is refused before it has a status of its own. What goes wrong later becomes
+  an event 'error', with which the stream ends.
   """
   iterator = iter(events)
   first = await run_in_threadpool(next, iterator, _END)

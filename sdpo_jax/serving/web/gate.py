@@ -1,7 +1,7 @@
 """What every request passes before its handler and after: no route can leave it out.
 
-Who asks, from which page, how much at once, how large, how long; one answer per Idempotency-Key; errors as answers; a line
-in the log. A handler finds `request.state.account`, which reaches what its owner has and nothing else.
+Who asks, from which page, how much at once, how large, how long; one answer per Idempotency-Key; errors as answers; a
+line in the log. A handler finds `request.state.account`, which reaches what its owner has and nothing else.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Answer:
   """What is sent back: counted, with headers that all answers have, and held back where it is to be kept first."""
 
   def __init__(self, send: Send, headers: Sequence[tuple[bytes, bytes]], *, patience: float, keep: int = 0):
-    """Makes an answer.
+    """Make an answer.
 
     Args:
       send: to the sender of the request.
@@ -108,7 +108,7 @@ class Answer:
     return b''.join(message.get('body', b'') for message in self.held or ())
 
   async def release(self) -> None:
-    """Sends what has waited."""
+    """Send what has waited."""
     waiting, self.held = self.held or [], None
     for message in waiting if not self._replaced else ():
       await self._send(message)
@@ -129,7 +129,7 @@ class Answer:
 
 
 async def send_body(send: Send, status: int, body: bytes, headers: Mapping[str, str]) -> None:
-  """Sends an answer whose body is known, JSON unless the headers say otherwise."""
+  """Send an answer whose body is known, JSON unless the headers say otherwise."""
   named = {'Content-Type': 'application/json', 'Content-Length': str(len(body)), **headers}
   raw = [(name.lower().encode(), value.encode('latin-1', 'replace')) for name, value in named.items()]
   await send({'type': 'http.response.start', 'status': status, 'headers': raw})
@@ -291,7 +291,7 @@ class Gate:
         places.let_go()
 
   async def _wait(self, task: asyncio.Task[None], call: Call, seconds: float | None) -> None:
-    """Waits for a handler; one that does not end in time is told, and then left alone."""
+    """Wait for a handler; one that does not end in time is told, and then left alone."""
     try:
       await asyncio.wait({task}, timeout=seconds)
       if not task.done():
@@ -317,7 +317,7 @@ class Gate:
     call: Call,
     endless: bool,
   ) -> None:
-    """Runs the handler, and ends the request when its sender leaves."""
+    """Run the handler, and end the request when its sender leaves."""
     gone, given = asyncio.Event(), False
 
     async def replay() -> Message:
@@ -362,7 +362,7 @@ class Gate:
   # Who asks.
 
   def _sender(self, passing: Passing) -> tuple[str, str]:
-    """Returns the owner that a request acts for, and the id of its key.
+    """Return the owner that a request acts for, and the id of its key.
 
     Raises:
       Unauthorized: it has no key that is known.
@@ -410,7 +410,7 @@ class Gate:
     return key
 
   def _spender(self, owner: str, passing: Passing):
-    """Returns what takes tokens out of the allowance of a key, and counts them."""
+    """Return what takes tokens out of the allowance of a key, and counts them."""
     key, lock = passing.key or owner, threading.Lock()
 
     def spend(kind: str, tokens: int) -> None:
@@ -447,7 +447,7 @@ def behind_gate(
   log: Log,
   metrics: Metrics,
 ) -> Starlette:
-  """Returns routes as an application, every request of which passes the gate."""
+  """Return routes as an application, every request of which passes the gate."""
   gate = Middleware(Gate, routes=routes, lifetime=lifetime, settings=settings, keys=keys, log=log, metrics=metrics)
   return Starlette(routes=routes, middleware=[gate], exception_handlers={HTTPException: _raise})
 

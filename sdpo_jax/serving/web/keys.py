@@ -39,12 +39,12 @@ class Key:
 
 
 def digest_of(key: str) -> str:
-  """Returns the SHA-256 of a key, hexadecimal."""
+  """Return the SHA-256 of a key, hexadecimal."""
   return hashlib.sha256(key.encode()).hexdigest()
 
 
 def read(path: pathlib.Path) -> list[Key]:
-  """Returns the keys in a file.
+  """Return the keys in a file.
 
   Raises:
     UserError: it cannot be read, others can read or change it, or a line is not one of a key.
@@ -55,8 +55,8 @@ def read(path: pathlib.Path) -> list[Key]:
       text = file.read()
   except (OSError, UnicodeDecodeError) as error:
     raise UserError(
-      f'The file of keys {path} cannot be read ({first_line(error)}): python -m launch.serve_key --keys={path} --owner=NAME '
-      'makes it.'
+      f'The file of keys {path} cannot be read ({first_line(error)}): python -m launch.serve_key --keys={path} '
+      '--owner=NAME makes it.'
     ) from error
   if not stat.S_ISREG(mode) or mode & 0o077:
     raise UserError(f'Others can read or change the file of keys {path}: chmod 600 {path}.')
@@ -95,7 +95,7 @@ def _alone(path: pathlib.Path):
 
 
 def add(path: pathlib.Path, owner: str, name: str) -> tuple[str, Key]:
-  """Makes a key and returns it, the only time that it is seen, with what is known of it.
+  """Make a key and return it, the only time that it is seen, with what is known of it.
 
   Raises:
     UserError: the owner or the name is empty or too long, or the file cannot be read or written.
@@ -115,7 +115,7 @@ def add(path: pathlib.Path, owner: str, name: str) -> tuple[str, Key]:
 
 
 def revoke(path: pathlib.Path, key_id: str) -> Key:
-  """Removes a key from a file and returns what was known of it; a service that uses the file refuses it from then on.
+  """Remove a key from a file and return what was known of it; a service that uses the file refuses it from then on.
 
   Raises:
     UserError: there is no such key, or the file cannot be read or written.
@@ -138,7 +138,7 @@ class KeyFile:
   """The keys of a file as it is now; from any thread."""
 
   def __init__(self, path: pathlib.Path):
-    """Reads the file.
+    """Read the file.
 
     Raises:
       UserError: as `read`, or it has no key.
@@ -157,7 +157,7 @@ class KeyFile:
     return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode
 
   def find(self, presented: str) -> Key | None:
-    """Returns the key that was presented; None: there is no such key. Takes as long for any key that is not there."""
+    """Return the key that was presented; None: there is no such key. Takes as long for any key that is not there."""
     with self._lock:
       state = self._state()
       if state != self._seen:
@@ -176,7 +176,7 @@ class KeyFile:
 
 
 def presented(headers: Mapping[str, Sequence[str]]) -> str | None:
-  """Returns the key that the headers of a request present, as Authorization: Bearer or X-API-Key; None: not one.
+  """Return the key that the headers of a request present, as Authorization: Bearer or X-API-Key; None: not one.
 
   Args:
     headers: the values of each, by name in lower case.

@@ -27,7 +27,7 @@ class Lifetime:
     self.under_way = 0  # Requests; of the event loop.
 
   def started(self, service: Service) -> None:
-    """Notes that the service is there; it may still compile."""
+    """Note that the service is there; it may still compile."""
     self._service = service
 
   @property
@@ -47,7 +47,7 @@ class Lifetime:
     return self._draining.is_set()
 
   def on_drain(self, listener: Callable[[], None]) -> None:
-    """Calls `listener` when `drain` is called."""
+    """Call `listener` when `drain` is called."""
     self._listeners.append(listener)
 
   def drain(self) -> None:
@@ -62,7 +62,7 @@ class Lifetime:
     return f'The engine has failed ({type(failure).__name__}): see the log of the service.' if failure else ''
 
   def service(self) -> Service:
-    """Returns the service for a request.
+    """Return the service for a request.
 
     Raises:
       NotReady: it is not there yet, or does not take requests any more.
@@ -76,7 +76,7 @@ class Lifetime:
     return self._service
 
   def touch(self) -> None:
-    """Notes that somebody asked for something."""
+    """Note that somebody asked for something."""
     self._last_request = self._clock()
 
   def idle_for(self) -> float:

@@ -25,7 +25,7 @@ class TokenBucket:
     self._level, self._at = burst, clock()
 
   def take(self, tokens: int) -> float:
-    """Takes tokens, or gives them back where negative.
+    """Take tokens, or give them back where negative.
 
     A request for more than the bucket can hold is admitted when the bucket is full; what is missing is owed.
 
@@ -55,7 +55,7 @@ class Allowances:
     self._buckets: dict[str, TokenBucket] = {}
 
   def spend(self, key: str, tokens: int) -> None:
-    """Takes tokens of a key, or gives them back where negative.
+    """Take tokens of a key, or give them back where negative.
 
     Raises:
       Busy: it has had too many of late.
@@ -72,8 +72,8 @@ class Allowances:
       wait = bucket.take(tokens)
     if wait:
       raise Busy(
-        f'This key may have {rate} tokens a minute, and {tokens} more are too many now: come again in {math.ceil(wait)} '
-        'seconds.',
+        f'This key may have {rate} tokens a minute, and {tokens} more are too many now: come again in '
+        f'{math.ceil(wait)} seconds.',
         retry_after=wait,
       )
 
@@ -85,7 +85,7 @@ class Places:
     self._limit, self.taken = limit, 0
 
   def take(self) -> None:
-    """Takes a place.
+    """Take a place.
 
     Raises:
       Busy: there is none.
@@ -95,12 +95,12 @@ class Places:
     self.taken += 1
 
   def let_go(self) -> None:
-    """Gives a place back."""
+    """Give a place back."""
     self.taken -= 1
 
 
 def time_limit(header: str | None, longest: float) -> float:
-  """Returns the seconds that a request may take.
+  """Return the seconds that a request may take.
 
   Args:
     header: the value of X-Deadline-Ms; None: it was not sent.
@@ -117,7 +117,7 @@ def time_limit(header: str | None, longest: float) -> float:
 
 
 async def read_body(receive: Receive, declared: str | None, limit: int, timeout: float, whole: float) -> bytes | None:
-  """Returns the body of a request, of which no more is taken in than the limit; None: the sender has left.
+  """Return the body of a request, of which no more is taken in than the limit; None: the sender has left.
 
   Args:
     receive: of the request.

@@ -16,7 +16,7 @@ class Metrics:
   """The counters of one service."""
 
   def __init__(self, stats: Callable[[], Mapping[str, float]], ready: Callable[[], bool]):
-    """Makes counters.
+    """Make counters.
 
     Args:
       stats: numbers of the worker, by name.
@@ -54,32 +54,32 @@ class Metrics:
     )
 
   def begin(self) -> None:
-    """Counts a request that is worked on."""
+    """Count a request that is worked on."""
     self._under_way.inc()
 
   def end(self, route: str, method: str, status: int, seconds: float) -> None:
-    """Counts a request that was answered; `route` is the pattern of its address, never the address."""
+    """Count a request that was answered; `route` is the pattern of its address, never the address."""
     self._under_way.dec()
     self._requests.labels(route, method, str(status)).inc()
     self._seconds.labels(route).observe(seconds)
 
   def tokens(self, kind: str, count: int) -> None:
-    """Counts tokens; those that are given back are not subtracted, for counters never fall."""
+    """Count tokens; those that are given back are not subtracted, for counters never fall."""
     if count > 0:
       self._tokens.labels(kind).inc(count)
 
   def feedback(self, outcome: str) -> None:
-    """Counts a feedback: committed, rejected or dry_run."""
+    """Count a feedback: committed, rejected or dry_run."""
     self._feedback.labels(outcome).inc()
 
   def decision(self, kind: str, seconds: float) -> None:
-    """Counts a decision on a proposal: approve, deny or edit, and the seconds that it took."""
+    """Count a decision on a proposal: approve, deny or edit, and the seconds that it took."""
     self._decisions.labels(kind).inc()
     if kind == 'deny':
       self._denial_seconds.observe(seconds)
 
   def session_learned(self, outcome: str) -> None:
-    """Counts what a session has learned: committed or rejected, or waiting for more examples."""
+    """Count what a session has learned: committed or rejected, or waiting for more examples."""
     self._learned.labels(outcome).inc()
 
   def text(self) -> bytes:

@@ -44,7 +44,7 @@ def list_adapters(asked: Incoming) -> Reply:
 
 
 def create_adapter(asked: Incoming) -> Reply:
-  """A new adapter at version 0, which computes what the model without one does."""
+  """Return a new adapter at version 0, which computes what the model without one does."""
   body: schemas.CreateAdapter = asked.body
   adapter, _ = asked.account.create(
     body.name,
@@ -69,19 +69,19 @@ def change_adapter(asked: Incoming) -> Reply:
 
 
 def delete_adapter(asked: Incoming) -> Reply:
-  """The adapter is gone, and with it its versions, samples and feedback."""
+  """Delete the adapter, and with it its versions, samples and feedback."""
   asked.account.delete(asked.adapter, asked.expected)
   return Reply({'id': asked.adapter, 'deleted': True})
 
 
 def fork_adapter(asked: Incoming) -> Reply:
-  """A new adapter that begins with a version of this one."""
+  """Return a new adapter that begins with a version of this one."""
   forked, _ = asked.account.fork(asked.adapter, asked.body.version, asked.body.name, request=asked.idempotency)
   return Reply(adapter_said(forked), headers={'Location': f'{ROOT}/adapters/{forked.id}'})
 
 
 def undo(asked: Incoming) -> Reply:
-  """A new version with the content of an older one."""
+  """Return a new version with the content of an older one."""
   made = asked.account.undo(asked.adapter, asked.expected, asked.body.to, request=asked.idempotency)
   return Reply(version_said(made))
 
@@ -108,7 +108,7 @@ def diff(asked: Incoming) -> Reply:
 
 
 def export(asked: Incoming) -> Reply:
-  """A version as PEFT reads it: a zip with adapter_config.json and adapter_model.safetensors."""
+  """Return a version as PEFT reads it: a zip with adapter_config.json and adapter_model.safetensors."""
   files = asked.account.export_peft(asked.adapter, asked.number('version'))
   headers = {'Content-Disposition': 'attachment; filename="adapter.zip"'}
   return Reply(zipped(files), content_type='application/zip', headers=headers)
@@ -124,7 +124,7 @@ def export_file(asked: Incoming) -> Reply:
 
 
 def import_adapter(asked: Incoming) -> Reply:
-  """A new adapter from a zip with adapter_config.json and adapter_model.safetensors, as PEFT writes them."""
+  """Return a new adapter from a zip with adapter_config.json and adapter_model.safetensors, as PEFT writes them."""
   name = asked.query.get('name')
   if not name:
     raise InvalidRequest('Say what the adapter is to be called: ?name=NAME.', field='name')
@@ -133,7 +133,7 @@ def import_adapter(asked: Incoming) -> Reply:
 
 
 def capabilities(asked: Incoming) -> Reply:
-  """What is served, with its limits and defaults."""
+  """Return what is served, with its limits and defaults."""
   return Reply(asked.account.capabilities())
 
 
@@ -195,7 +195,7 @@ def _streamed(asked: Incoming) -> Iterator[Event]:
 
 
 def score(asked: Incoming) -> Reply:
-  """What a version, or the model without an adapter, says of given tokens."""
+  """Return what a version, or the model without an adapter, says of given tokens."""
   body: schemas.ScoreRequest = asked.body
   account, target = asked.account, asked.account.resolve(asked.body.model)
   rows, ids = [], []
@@ -218,7 +218,7 @@ def score(asked: Incoming) -> Reply:
 
 
 def _ids(ids: list[list[int]], count: int, field: str) -> np.ndarray:
-  """Returns ids [T, M] int32.
+  """Return ids [T, M] int32.
 
   Raises:
     InvalidRequest: they are not as many for each of the T tokens.
@@ -232,7 +232,7 @@ def _ids(ids: list[list[int]], count: int, field: str) -> np.ndarray:
 
 
 def feedback(asked: Incoming) -> Reply:
-  """A transaction: the adapter learns what is said of completions, and is at its next version, or rejected it."""
+  """Learn, in one transaction, what is said of completions: the adapter is at its next version, or rejects it."""
   request = feedback_request(asked.body, asked.account.service.settings)
   answer = asked.account.feedback(asked.adapter, asked.expected, request, idempotency=asked.idempotency)
   asked.metrics.feedback(outcome(answer))
@@ -240,7 +240,7 @@ def feedback(asked: Incoming) -> Reply:
 
 
 def outcome(answer: Mapping[str, Any]) -> str:
-  """Returns what came of a feedback, for the metrics."""
+  """Return what came of a feedback, for the metrics."""
   if not answer['accepted']:
     return 'rejected'
   return 'dry_run' if answer['version_after'] == answer['version_before'] else 'committed'
@@ -270,7 +270,7 @@ def feedback_batch(asked: Incoming) -> Reply:
 
 
 def _batch_once(account: Account, request: store.Request, entries: Sequence[feedbacks.Entry]) -> list[Any]:
-  """Returns what came of feedbacks under one Idempotency-Key: each is learned once, whatever became of the others."""
+  """Return what came of feedbacks under one Idempotency-Key: each is learned once, whatever became of the others."""
   begun: dict[int, store.Request] = {}
   results: list[Any] = [None] * len(entries)
   try:
@@ -299,7 +299,7 @@ def _batch_again(account: Account, adapter: str, version: int | None) -> dict[st
 
 
 def _of_entry(error: ServiceError | UserError, number: int) -> Exception:
-  """Returns an error about one entry of several; none of them has begun."""
+  """Return an error about one entry of several; none of them has begun."""
   known = errors.known(error)
   if isinstance(known, (InvalidRequest, NotFound)):
     field = f'entries.{number}' + (f'.{known.field}' if known.field else '')
@@ -316,7 +316,7 @@ def _result(done: Any) -> Any:
 
 
 def feedback_request(body: schemas.FeedbackBody, settings: Any) -> FeedbackRequest:
-  """Returns what a body asks for.
+  """Return what a body asks for.
 
   Raises:
     InvalidRequest: what cannot be learned.
@@ -336,7 +336,7 @@ def feedback_request(body: schemas.FeedbackBody, settings: Any) -> FeedbackReque
 
 
 async def events(request: Request) -> Response:
-  """What happens to an adapter: queued, scored, stepped, guarded, committed or rejected; Last-Event-ID reads on."""
+  """Stream what happens to an adapter: queued, scored, stepped, guarded, committed, rejected; Last-Event-ID resumes."""
   return await stream(request, _events(incoming(request, b'')))
 
 
@@ -361,7 +361,7 @@ def _events(asked: Incoming) -> Iterator[Event]:
 
 
 def adapter_said(adapter: Adapter) -> dict[str, Any]:
-  """Returns an adapter as `AdapterSaid`."""
+  """Return an adapter as `AdapterSaid`."""
   return {
     'id': adapter.id,
     'name': adapter.name,
@@ -373,7 +373,7 @@ def adapter_said(adapter: Adapter) -> dict[str, Any]:
 
 
 def version_said(version: Version) -> dict[str, Any]:
-  """Returns a version as `VersionSaid`."""
+  """Return a version as `VersionSaid`."""
   return {
     'adapter': version.adapter,
     'version': version.number,
@@ -387,7 +387,7 @@ def version_said(version: Version) -> dict[str, Any]:
 
 
 def completion_said(index: int, sample: Sample) -> dict[str, Any]:
-  """Returns a completion as `CompletionSaid`."""
+  """Return a completion as `CompletionSaid`."""
   return {
     'sample_id': sample.id,
     'index': index,
@@ -402,7 +402,7 @@ def completion_said(index: int, sample: Sample) -> dict[str, Any]:
 def completions_said(
   model: str, target: Any, prompt: list[int], samples: list[Sample], reused: int = 0
 ) -> dict[str, Any]:
-  """Returns completions as `CompletionsSaid`; `reused`: tokens of the prompt whose keys and values were there."""
+  """Return completions as `CompletionsSaid`; `reused`: tokens of the prompt whose keys and values were there."""
   drawn = sum(len(sample.tokens) for sample in samples)
   usage = {'prompt_tokens': len(prompt), 'completion_tokens': drawn, 'total_tokens': len(prompt) + drawn}
   return {
@@ -427,7 +427,7 @@ def _version_again(account: Any, adapter: str, version: int | None) -> dict[str,
 
 
 def feedback_again(account: Any, adapter: str, version: int | None) -> dict[str, Any]:
-  """Returns the answer to a feedback, by what its version keeps of it."""
+  """Return the answer to a feedback, by what its version keeps of it."""
   made = account.version(adapter, version)
   known = {'accepted': True, 'reason': None, 'metrics': {}, **made.details}
   return known | {

@@ -1,7 +1,8 @@
-"""OpenAI-compatible routes: completions, chat completions and models, with vLLM's and Fireworks' additions about log-probs.
+"""OpenAI-compatible routes: completions, chat completions and models, with vLLM's and Fireworks' additions about
+log-probs.
 
-Every choice has a `sample_id`, by which feedback can be given on it. An adapter is called by its name or id, with `@` and
-the number of a version if another than its newest is meant.
+Every choice has a `sample_id`, by which feedback can be given on it. An adapter is called by its name or id, with `@`
+and the number of a version if another than its newest is meant.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ from sdpo_jax.serving.web.openapi import JSON, operation
 # The index of a choice, what its text has more, itself when it is done, and what is said of its prompt.
 Part = tuple[int, str, Drawn | None, Sequence[Position]]
 
-# --- Answers -------------------------------------------------------------------------------------------------------------
+# --- Answers
+# -------------------------------------------------------------------------------------------------------------
 
 
 def answer(account: Account, job: Job) -> dict[str, Any]:
-  """Returns the answer to a request, when all of it is done."""
+  """Return the answer to a request, when all of it is done."""
   said, drawn = _done(account, job)
   texts = account.service.texts
   choices = [_choice(texts, job, index, each, said[index // job.asked.n]) for index, each in enumerate(drawn)]
@@ -52,7 +54,7 @@ def answer(account: Account, job: Job) -> dict[str, Any]:
 
 
 def _done(account: Account, job: Job) -> tuple[list[list[Position]], list[Drawn]]:
-  """Returns what is said of every prompt, and all completions in the order of the choices."""
+  """Return what is said of every prompt, and all completions in the order of the choices."""
   if job.reads:
     said, drawn = openai_jobs.read(account, job)
     return said, [each for each in drawn for _ in range(job.asked.n)]
@@ -83,7 +85,7 @@ def _usage(job: Job, drawn: Sequence[Drawn]) -> dict[str, int]:
 
 
 def _choice(texts: TokenTexts, job: Job, index: int, drawn: Drawn, said: Sequence[Position]) -> dict[str, Any]:
-  """Returns a finished choice, of whose prompt something is said if that is asked for."""
+  """Return a finished choice, of whose prompt something is said if that is asked for."""
   choice: dict[str, Any] = {'index': index}
   prompt = job.prompts[index // job.asked.n]
   if job.chat:
@@ -98,7 +100,7 @@ def _choice(texts: TokenTexts, job: Job, index: int, drawn: Drawn, said: Sequenc
 
 
 def _ending(job: Job, index: int, drawn: Drawn) -> dict[str, Any]:
-  """Returns what is known of a choice when it is done."""
+  """Return what is known of a choice when it is done."""
   found: dict[str, Any] = {'finish_reason': drawn.finish_reason, 'sample_id': drawn.sample_id}
   if job.asked.return_token_ids:
     found['token_ids'] = list(map(int, drawn.tokens))
@@ -108,7 +110,7 @@ def _ending(job: Job, index: int, drawn: Drawn) -> dict[str, Any]:
 
 
 def _logprobs(texts: TokenTexts, job: Job, index: int, drawn: Drawn, said: Sequence[Position]) -> dict[str, Any] | None:
-  """Returns the log-probs of a choice in the shape that is asked for; None if none are."""
+  """Return the log-probs of a choice in the shape that is asked for; None if none are."""
   if job.asked.topk is None:
     return None
   prompt, echoed = job.prompts[index // job.asked.n], job.echoed[index // job.asked.n]
@@ -122,11 +124,12 @@ def _logprobs(texts: TokenTexts, job: Job, index: int, drawn: Drawn, said: Seque
   return openai_logprobs.completion_shape(texts, whole, job.asked.topk, offsets)
 
 
-# --- Streams -------------------------------------------------------------------------------------------------------------
+# --- Streams
+# -------------------------------------------------------------------------------------------------------------
 
 
 def chunks(account: Account, job: Job) -> Iterator[dict[str, Any]]:
-  """Yields the chunks of an answer while it is drawn; where log-probs are asked for, a choice comes when it is done."""
+  """Yield the chunks of an answer while it is drawn; where log-probs are asked for, a choice comes when it is done."""
   with contextlib.closing(_parts(account, job)) as parts:
     first = next(parts)  # Before anything is sent: what is refused has a status of its own.
     yield from _chunks_of(account, job, itertools.chain([first], parts))
@@ -154,7 +157,7 @@ def _chunks_of(account: Account, job: Job, parts: Iterable[Part]) -> Iterator[di
 
 
 def _parts(account: Account, job: Job) -> Generator[Part, None, None]:
-  """Yields what comes of a request, as it comes."""
+  """Yield what comes of a request, as it comes."""
   if job.reads:
     said, drawn = openai_jobs.read(account, job)
     for index in range(len(job.prompts) * job.asked.n):
@@ -193,7 +196,8 @@ def _events(account: Account, job: Job) -> Iterator[Event]:
   yield Event('[DONE]')
 
 
-# --- Models --------------------------------------------------------------------------------------------------------------
+# --- Models
+# --------------------------------------------------------------------------------------------------------------
 
 
 def _model(name: str, created: float, **more: Any) -> dict[str, Any]:
@@ -201,7 +205,7 @@ def _model(name: str, created: float, **more: Any) -> dict[str, Any]:
 
 
 def models(account: Account) -> list[dict[str, Any]]:
-  """Returns the model and the owner's adapters, each by its name and by that of its newest version."""
+  """Return the model and the owner's adapters, each by its name and by that of its newest version."""
   base = account.service.model_name
   found = [_model(base, 0)]
   for adapter in account.adapters():
@@ -215,7 +219,8 @@ def _adapter_model(adapter: Adapter, base: str, number: int | None = None) -> di
   return _model(name, adapter.created, parent=base, adapter=adapter.id, version=version)
 
 
-# --- Routes --------------------------------------------------------------------------------------------------------------
+# --- Routes
+# --------------------------------------------------------------------------------------------------------------
 
 
 async def _answer(request: Request, kind: type, job_of: Callable[[Account, Any], Job]) -> Response:
@@ -233,7 +238,7 @@ async def _answer(request: Request, kind: type, job_of: Callable[[Account, Any],
 
 
 def _json(content: bytes) -> Any:
-  """Returns a body.
+  """Return a body.
 
   Raises:
     InvalidRequest: it is not JSON, or holds what is no Unicode.

@@ -67,11 +67,12 @@ class Drawn:
   said: Sequence[Position] | None = None  # Of its tokens; None: not asked for.
 
 
-# --- What is asked for ---------------------------------------------------------------------------------------------------
+# --- What is asked for
+# ---------------------------------------------------------------------------------------------------
 
 
 def job_of_completion(account: Account, asked: TextCompletionRequest) -> Job:
-  """Returns what a request to /v1/completions asks for.
+  """Return what a request to /v1/completions asks for.
 
   Raises:
     ServiceError: what cannot be done.
@@ -93,7 +94,7 @@ def job_of_completion(account: Account, asked: TextCompletionRequest) -> Job:
 
 
 def job_of_chat(account: Account, asked: ChatCompletionRequest) -> Job:
-  """Returns what a request to /v1/chat/completions asks for; raises as `job_of_completion`."""
+  """Return what a request to /v1/chat/completions asks for; raise as `job_of_completion`."""
   messages = [message.plain() for message in asked.messages]
   tokens = account.prompt_of(messages=messages, limit=_longest(account, asked, asked.limit))
   prompt = Prompt(tokens, messages=messages)
@@ -101,10 +102,10 @@ def job_of_chat(account: Account, asked: ChatCompletionRequest) -> Job:
 
 
 def _reads(asked: TextCompletionRequest | ChatCompletionRequest, max_tokens: int | None) -> bool:
-  """Returns whether prompts are only read: nothing is to be drawn but, at most, the one most likely token.
+  """Return whether prompts are only read: nothing is to be drawn but, at most, the one most likely token.
 
-  This is how clients ask who want to know what a model says of a given text. It takes one forward pass, and texts may be
-  as long as those that are scored.
+  This is how clients ask who want to know what a model says of a given text. It takes one forward pass, and texts may
+  be as long as those that are scored.
   """
   scored = asked.prompt_logprobs is not None or (
     isinstance(asked, TextCompletionRequest) and asked.topk is not None and bool(asked.echo or asked.echo_last)
@@ -114,13 +115,13 @@ def _reads(asked: TextCompletionRequest | ChatCompletionRequest, max_tokens: int
 
 
 def _longest(account: Account, asked: TextCompletionRequest | ChatCompletionRequest, max_tokens: int | None) -> int:
-  """Returns how many tokens a prompt has at most."""
+  """Return how many tokens a prompt has at most."""
   service = account.service
   return max(service.max_prompt, service.max_text - 1) if _reads(asked, max_tokens) else service.max_prompt
 
 
 def most_logprobs(account: Account) -> int:
-  """Returns how many log-probs there are at a position at most."""
+  """Return how many log-probs there are at a position at most."""
   service = account.service
   return min(service.settings.limits.max_logprobs, service.sizes.topk)
 
@@ -130,14 +131,15 @@ def _job(account: Account, asked, target, prompts, max_tokens, echoed, prefix) -
   for field, kind, count in (('prompt_logprobs', 'prompt', asked.prompt_logprobs), ('logprobs', 'sample', asked.topk)):
     if count is not None and not 0 <= count <= most:
       raise InvalidRequest(
-        f'Requested {kind} logprobs of {"all tokens" if count < 0 else short_repr(count)}, which is greater than max allowed: '
-        f'{most} (serve.limits.max_logprobs, and serve.topk).',
+        f'Requested {kind} logprobs of {"all tokens" if count < 0 else short_repr(count)}, which is greater than max '
+        f'allowed: {most} (serve.limits.max_logprobs, and serve.topk).',
         field=field,
       )
   return Job(asked, target, prompts, max_tokens, echoed, f'{prefix}-{secrets.token_hex(12)}', int(time.time()))
 
 
-# --- Drawing -------------------------------------------------------------------------------------------------------------
+# --- Drawing
+# -------------------------------------------------------------------------------------------------------------
 
 
 def start(account: Account, job: Job, *, drafts: bool) -> list[Sampling]:
@@ -170,13 +172,13 @@ def start(account: Account, job: Job, *, drafts: bool) -> list[Sampling]:
 
 
 def cancel(begun: Sequence[Sampling]) -> None:
-  """Ends what is left of what `start` has begun."""
+  """End what is left of what `start` has begun."""
   for sampling in begun:
     sampling.cancel()
 
 
 def drawn_of(account: Account, job: Job, prompt: Prompt, samples: Sequence[Sample]) -> list[Drawn]:
-  """Returns samples of a prompt, with what is said of their tokens if it is asked for."""
+  """Return samples of a prompt, with what is said of their tokens if it is asked for."""
   topk, said = job.asked.topk, [None] * len(samples)
   if topk is not None:
     found: Sequence[Scored | None] = [None] * len(samples)
@@ -191,11 +193,12 @@ def drawn_of(account: Account, job: Job, prompt: Prompt, samples: Sequence[Sampl
   ]
 
 
-# --- Reading -------------------------------------------------------------------------------------------------------------
+# --- Reading
+# -------------------------------------------------------------------------------------------------------------
 
 
 def said_of_prompts(account: Account, job: Job) -> list[list[Position]]:
-  """Returns what is said of the tokens of every prompt; nothing of any if it is not asked for."""
+  """Return what is said of the tokens of every prompt; nothing of any if it is not asked for."""
   if job.asked.prompt_logprobs is None and not any(job.echoed):
     return [[] for _ in job.prompts]
   # Of a single token, nothing can be said.
@@ -206,7 +209,7 @@ def said_of_prompts(account: Account, job: Job) -> list[list[Position]]:
 
 
 def read(account: Account, job: Job) -> tuple[list[list[Position]], list[Drawn]]:
-  """Returns what is said of the tokens of every prompt, and what comes next, where only this is asked for."""
+  """Return what is said of the tokens of every prompt, and what comes next, where only this is asked for."""
   if job.max_tokens == 0:
     return said_of_prompts(account, job), [Drawn((), '', 'length', None, ())] * len(job.prompts)
   service = account.service

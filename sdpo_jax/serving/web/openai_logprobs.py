@@ -32,13 +32,13 @@ class Position:
     return next((place for place, (token, _) in enumerate(self.top, 1) if token == self.token), None)
 
   def most_likely(self, k: int) -> list[tuple[int, float]]:
-    """Returns the K most likely tokens, and the token itself behind them if it is none of these."""
+    """Return the K most likely tokens, and the token itself behind them if it is none of these."""
     best = list(self.top[:k])
     return best if any(token == self.token for token, _ in best) else [*best, (self.token, self.log_prob)]
 
 
 def positions(tokens: Sequence[int], log_probs: Sequence[float], scored: Scored | None) -> list[Position]:
-  """Returns what is said of tokens.
+  """Return what is said of tokens.
 
   Args:
     tokens: [T].
@@ -59,7 +59,7 @@ def positions(tokens: Sequence[int], log_probs: Sequence[float], scored: Scored 
 
 
 def prompt_positions(tokens: Sequence[int], scored: Scored | None, last: float | None = None) -> list[Position]:
-  """Returns what is said of the tokens of a prompt.
+  """Return what is said of the tokens of a prompt.
 
   Args:
     tokens: [P].
@@ -82,7 +82,7 @@ def _finite(value: float) -> float:
 def completion_shape(
   texts: TokenTexts, said: Sequence[Position], k: int, offsets: Sequence[int]
 ) -> dict[str, list[Any]]:
-  """Returns OpenAI's `logprobs` of a completion.
+  """Return OpenAI's `logprobs` of a completion.
 
   Args:
     texts: of the tokens.
@@ -108,7 +108,7 @@ def completion_shape(
 
 
 def content_shape(texts: TokenTexts, said: Sequence[Position], k: int) -> dict[str, list[Any] | None]:
-  """Returns OpenAI's `logprobs` of a chat, in which tokens also have their ids, as Fireworks gives them."""
+  """Return OpenAI's `logprobs` of a chat, in which tokens also have their ids, as Fireworks gives them."""
 
   def entry(token: int, value: float | None) -> dict[str, Any]:
     return {
@@ -126,7 +126,7 @@ def content_shape(texts: TokenTexts, said: Sequence[Position], k: int) -> dict[s
 
 
 def prompt_shape(texts: TokenTexts, said: Sequence[Position], k: int) -> list[dict[str, Any] | None]:
-  """Returns vLLM's `prompt_logprobs`, in which a token that is none of the most likely ones has no rank."""
+  """Return vLLM's `prompt_logprobs`, in which a token that is none of the most likely ones has no rank."""
   found: list[dict[str, Any] | None] = []
   for each in said:
     if each.log_prob is None:

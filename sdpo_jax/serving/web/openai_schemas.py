@@ -175,7 +175,7 @@ class ChatMessage(pydantic.BaseModel):
   name: str | None = None
 
   def plain(self) -> dict[str, str]:
-    """Returns the message as a chat template reads it."""
+    """Return the message as a chat template reads it."""
     content = self.content if isinstance(self.content, str) else ''.join(part.text for part in self.content)
     return {'role': 'system' if self.role == 'developer' else self.role, 'content': content}
 
@@ -215,7 +215,7 @@ Body = TypeVar('Body', TextCompletionRequest, ChatCompletionRequest)
 
 
 def parse(kind: type[Body], body: Any) -> Body:
-  """Returns a request.
+  """Return a request.
 
   Args:
     kind: of request.
@@ -249,7 +249,7 @@ def _same(value: Any, neutral: Any) -> bool:
 
 
 def _invalid(error: pydantic.ValidationError) -> InvalidRequest:
-  """Returns the first thing that is wrong with a request, in a sentence."""
+  """Return the first thing that is wrong with a request, in a sentence."""
   first = error.errors(include_url=False, include_input=False)[0]
   if first['type'] == 'value_error':
     return InvalidRequest(str(first['ctx']['error']))

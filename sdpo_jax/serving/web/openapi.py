@@ -36,7 +36,8 @@ class Operation:
   probe: bool = False  # Whether it is asked so often that the log leaves it out.
   observes: bool = False  # Whether it needs a key and nothing else, and is answered before the service is ready.
   endless: bool = False  # Whether it goes on until its sender leaves.
-  # Whether Host must be a name of the service, and no page ask but one of serve.http.allowed_origins, also where keys are.
+  # Whether Host must be a name of the service, and no page ask but one of serve.http.allowed_origins, also where keys
+  # are.
   guarded: bool = False
   token: bool = False  # Whether it needs the token of the session that its address names.
   secret: bool = False  # Whether its answer holds what no log may have, even where bodies are logged.
@@ -45,7 +46,7 @@ class Operation:
 
 
 def operation(**values: Any) -> Callable[[_Handler], _Handler]:
-  """Returns a decorator that says of a handler what `Operation` holds."""
+  """Return a decorator that says of a handler what `Operation` holds."""
 
   def say(handler: _Handler) -> _Handler:
     handler.operation = Operation(**values)  # type: ignore[attr-defined]
@@ -55,7 +56,7 @@ def operation(**values: Any) -> Callable[[_Handler], _Handler]:
 
 
 def operation_of(route: BaseRoute) -> Operation:
-  """Returns what is known of a route; its summary is the first line of the handler's docstring where none is given."""
+  """Return what is known of a route; its summary is the first line of the handler's docstring where none is given."""
   endpoint = getattr(route, 'endpoint', None)
   known = getattr(endpoint, 'operation', None) or Operation()
   if not known.summary and endpoint is not None:
@@ -73,13 +74,13 @@ class ErrorBody(pydantic.BaseModel):
 
 
 class ErrorAnswer(pydantic.BaseModel):
-  """The answer to every request that is refused; the OpenAI-compatible routes have type and param in the place of field."""
+  """The answer to every request that is refused; OpenAI-compatible routes have type and param in place of field."""
 
   error: ErrorBody
 
 
 def document(routes: Iterable[BaseRoute], *, title: str, version: str, needs_key: bool) -> dict[str, Any]:
-  """Returns the OpenAPI document of routes, made of the schemas that read their bodies."""
+  """Return the OpenAPI document of routes, made of the schemas that read their bodies."""
   described = [(route, operation_of(route)) for route in routes if isinstance(route, Route)]
   bodies = {known.body for _, known in described if known.body is not None}
   answers = {known.response for _, known in described if known.response is not None} | {ErrorAnswer}
@@ -159,7 +160,8 @@ _PAGE = """<!doctype html>
 body{{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222;background:#fff}}
 h2{{font-size:1em;margin:1.6em 0 .2em}} code{{font:13px/1.45 ui-monospace,monospace}}
 b{{display:inline-block;min-width:4.5em;color:#06c}} p{{margin:.2em 0}}
-table{{border-collapse:collapse;margin:.3em 0}} td{{padding:.15em 1em .15em 0;vertical-align:top;border-top:1px solid #8884}}
+table{{border-collapse:collapse;margin:.3em 0}}
+td{{padding:.15em 1em .15em 0;vertical-align:top;border-top:1px solid #8884}}
 @media (prefers-color-scheme:dark){{body{{color:#ddd;background:#181818}}b,a{{color:#6cf}}}}
 </style>
 <h1>{title}</h1>
@@ -172,7 +174,7 @@ table{{border-collapse:collapse;margin:.3em 0}} td{{padding:.15em 1em .15em 0;ve
 
 
 def page(found: Mapping[str, Any]) -> str:
-  """Returns an OpenAPI document as a page that asks nobody for anything."""
+  """Return an OpenAPI document as a page that asks nobody for anything."""
   operations = [
     _operation_html(method, path, entry)
     for path, methods in found['paths'].items()
@@ -213,7 +215,7 @@ def _schema_html(name: str, schema: Mapping[str, Any]) -> str:
 
 
 def _kind(schema: Mapping[str, Any]) -> str:
-  """Returns what a field may hold, in words, as HTML."""
+  """Return what a field may hold, in words, as HTML."""
   if '$ref' in schema:
     return _anchor(schema['$ref'].rsplit('/', 1)[-1])
   if 'anyOf' in schema:
@@ -231,7 +233,7 @@ def _kind(schema: Mapping[str, Any]) -> str:
 
 
 def _table(rows: Iterable[Sequence[str]]) -> str:
-  """Returns a table of rows of a name and what is said of it, all as HTML; nothing of no rows."""
+  """Return a table of rows of a name and what is said of it, all as HTML; nothing of no rows."""
   lines = [
     f'<tr><td><code>{name}</code></td>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>' for name, *cells in rows
   ]
@@ -239,7 +241,7 @@ def _table(rows: Iterable[Sequence[str]]) -> str:
 
 
 def _named(part: Any) -> list[str]:
-  """Returns the schemas that a part of an operation names."""
+  """Return the schemas that a part of an operation names."""
   return re.findall(r'#/components/schemas/([^"]+)"', json.dumps(part))
 
 

@@ -21,7 +21,7 @@ class Origins:
   """Which names and pages the settings allow."""
 
   def __init__(self, http: HttpConfig, *, keyed: bool):
-    """Makes it.
+    """Make it.
 
     Args:
       http: settings.
@@ -32,7 +32,7 @@ class Origins:
     self._named = not keyed or bool(http.allowed_hosts)  # Whether Host must be one of these on every route.
 
   def check(self, passing: Passing) -> None:
-    """Raises Forbidden for a name of this machine that somebody else has given it, or a page that may not ask.
+    """Raise Forbidden for a name of this machine that somebody else has given it, or a page that may not ask.
 
     Without keys, whoever reaches the port is the owner: a page in a browser of this machine must not be.
     """
@@ -47,10 +47,10 @@ class Origins:
       raise Forbidden('A page of this origin may not ask: add it to serve.http.allowed_origins if it may.')
 
   def check_page(self, passing: Passing) -> None:
-    """Raises Forbidden where a web page could have had a browser send a request, whatever keys and settings say.
+    """Raise Forbidden where a web page could have had a browser send a request, whatever keys and settings say.
 
-    A page whose name leads to this machine has its own name as Host. A request without Origin, as a link, an image or a form
-    sends it, still says from where it comes (Sec-Fetch-Site), and no script can make it say otherwise.
+    A page whose name leads to this machine has its own name as Host. A request without Origin, as a link, an image or a
+    form sends it, still says from where it comes (Sec-Fetch-Site), and no script can make it say otherwise.
     """
     if not self._is_served(passing):
       raise Forbidden(
@@ -62,7 +62,7 @@ class Origins:
       raise Forbidden('A page of another site may not ask: add its origin to serve.http.allowed_origins if it may.')
 
   def headers(self, passing: Passing) -> list[tuple[bytes, bytes]]:
-    """Returns the headers with which a browser lets a page of an allowed origin read an answer; none for others."""
+    """Return the headers with which a browser lets a page of an allowed origin read an answer; none for others."""
     origins = passing.headers.get('origin', ())
     if len(origins) != 1 or origins[0] not in self._origins:
       return []
@@ -75,12 +75,12 @@ class Origins:
     ]
 
   def is_preflight(self, passing: Passing) -> bool:
-    """Returns whether a browser asks on behalf of a page of an allowed origin whether it may ask."""
+    """Return whether a browser asks on behalf of a page of an allowed origin whether it may ask."""
     asked = 'access-control-request-method' in passing.headers
     return passing.method == 'OPTIONS' and asked and bool(self.headers(passing))
 
   def _is_served(self, passing: Passing) -> bool:
-    """Returns whether the header Host has a name of the service."""
+    """Return whether the header Host has a name of the service."""
     host = passing.header('host') or ''
     return _is_host(host) and urllib.parse.urlsplit(f'//{host}').hostname in self._hosts
 

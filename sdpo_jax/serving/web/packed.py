@@ -25,7 +25,7 @@ CONTENT_TYPE = 'application/vnd.sdpo.scores'
 
 
 def pack(rows: Sequence[Scored], vocab_size: int) -> bytes:
-  """Returns scores as bytes."""
+  """Return scores as bytes."""
   bits = max(1, vocab_size.bit_length())
   sizes = [
     {
@@ -51,7 +51,7 @@ def pack(rows: Sequence[Scored], vocab_size: int) -> bytes:
 
 
 def unpack(content: bytes) -> list[Scored]:
-  """Returns what `pack` was given, log-probs of the most likely tokens rounded to 11 bits."""
+  """Return what `pack` was given, log-probs of the most likely tokens rounded to 11 bits."""
   length = int.from_bytes(content[:4], 'little')
   header, at = json.loads(content[4 : 4 + length]), 4 + length
   bits, rows = header['id_bits'], []

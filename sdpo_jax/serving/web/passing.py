@@ -26,7 +26,7 @@ class Passing:
   tokens: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
   def header(self, name: str) -> str | None:
-    """The value of a header that may be sent once; None: it was not sent.
+    """Return the value of a header that may be sent once; None: it was not sent.
 
     Raises:
       InvalidRequest: it was sent several times.

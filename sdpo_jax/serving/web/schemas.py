@@ -1,4 +1,6 @@
-"""What the native routes read and answer. A field that there is not is refused by its name, and so is a value of another kind."""
+"""What the native routes read and answer. A field that there is not is refused by its name, and so is a value of
+another kind.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ class CreateAdapter(Asked):
   name: Name = Field(description='A label, unique among your adapters.')
   settings: dict[str, Any] = Field(
     default_factory=dict,
-    description='teacher {kind: live | ema | lagged | base | frozen, …}, guards {…}, canary_prompts […]; see /v1/capabilities.',
+    description='teacher {kind: live | ema | lagged | base | frozen, …}, guards {…}, canary_prompts […]; '
+    'see /v1/capabilities.',
   )
   base_model: str | None = Field(None, description='What is served, or an error says so.')
   rank: int | None = Field(None, description='The same.')
@@ -121,7 +124,7 @@ class Prompted(Asked):
     return self
 
   def conversation(self) -> list[dict[str, str]] | None:
-    """The messages as plain values; None: there are none."""
+    """Return the messages as plain values; None: there are none."""
     return None if self.messages is None else [message.model_dump() for message in self.messages]
 
 
@@ -188,7 +191,7 @@ class ScoreRow(Asked):
     return self
 
   def conversation(self) -> list[dict[str, str]] | None:
-    """The messages as plain values; None: there are none."""
+    """Return the messages as plain values; None: there are none."""
     return None if self.messages is None else [message.model_dump() for message in self.messages]
 
 
@@ -198,8 +201,8 @@ class ScoreRequest(Asked):
   topk: int = Field(1, ge=0, description='How many of the most likely tokens are wanted at every position.')
   format: Literal['rows', 'columns', 'packed'] = Field(
     'rows',
-    description="'rows': an object per token; 'columns': lists, in which top_log_probs are whole numbers of −1e-4 nats; "
-    "'packed': bytes, see sdpo_jax/serving/web/packed.py.",
+    description="'rows': an object per token; 'columns': lists, in which top_log_probs are whole numbers of −1e-4 "
+    "nats; 'packed': bytes, see sdpo_jax/serving/web/packed.py.",
   )
 
 
@@ -276,7 +279,7 @@ class FeedbackBody(FeedbackItem):
   top: int | None = Field(None, ge=0, le=20, description="How many of the teacher's tokens are named at a position.")
 
   def all_items(self) -> list[FeedbackItem]:
-    """The completions that are spoken of.
+    """Return the completions that are spoken of.
 
     Raises:
       ValueError: there are items, and fields of one beside them.

@@ -14,7 +14,7 @@ SCALE = -1e-4  # Nats of one unit of the whole numbers in columns: a digit less 
 
 
 def as_rows(rows: Sequence[Scored], tokens: Sequence[Sequence[int]], ids: Sequence[np.ndarray] | None) -> list[Any]:
-  """Returns an object for every token of every row."""
+  """Return an object for every token of every row."""
   found = []
   for number, (row, own) in enumerate(zip(rows, tokens, strict=True)):
     said = []
@@ -37,7 +37,7 @@ def as_rows(rows: Sequence[Scored], tokens: Sequence[Sequence[int]], ids: Sequen
 
 
 def as_columns(rows: Sequence[Scored]) -> list[Any]:
-  """Returns a list for every kind of number.
+  """Return a list for every kind of number.
 
   `top_log_probs` are whole numbers: times `SCALE` they are nats, to ±5e-5. Null: no probability at all.
   """

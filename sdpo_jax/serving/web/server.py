@@ -33,7 +33,7 @@ _LAST_ANSWERS = 5  # Seconds in which connections get the last of what they are 
 
 
 def is_local(host: str) -> bool:
-  """Returns whether an address reaches this machine alone."""
+  """Return whether an address reaches this machine alone."""
   if host == 'localhost':
     return True
   try:
@@ -43,7 +43,7 @@ def is_local(host: str) -> bool:
 
 
 def open_keys(http: HttpConfig) -> KeyFile | None:
-  """Returns the keys of a service; None: it is for this machine alone, without any.
+  """Return the keys of a service; None: it is for this machine alone, without any.
 
   Raises:
     UserError: others can reach it, and it has no keys; or as `KeyFile`.
@@ -52,14 +52,14 @@ def open_keys(http: HttpConfig) -> KeyFile | None:
     return KeyFile(pathlib.Path(http.keys).expanduser())
   if not is_local(http.host):
     raise UserError(
-      f'serve.http.host={http.host} can be reached from other machines, and serve.http.keys is None: make a key with python '
-      '-m launch.serve_key --keys=FILE --owner=NAME and name that file, or listen on 127.0.0.1.'
+      f'serve.http.host={http.host} can be reached from other machines, and serve.http.keys is None: make a key with '
+      'python -m launch.serve_key --keys=FILE --owner=NAME and name that file, or listen on 127.0.0.1.'
     )
   return None
 
 
 def listen(http: HttpConfig) -> socket.socket:
-  """Returns a socket that listens.
+  """Return a socket that listens.
 
   Raises:
     UserError: the address is none, or in use.
@@ -76,15 +76,15 @@ def listen(http: HttpConfig) -> socket.socket:
       raise
   except OSError as error:
     raise UserError(
-      f'serve.http.host={http.host}, serve.http.port={http.port} cannot be listened on ({first_line(error)}): choose another '
-      'port, 0 for a free one, or end what has it.'
+      f'serve.http.host={http.host}, serve.http.port={http.port} cannot be listened on ({first_line(error)}): choose '
+      'another port, 0 for a free one, or end what has it.'
     ) from error
   found.setblocking(False)
   return found
 
 
 def url_of(listening: socket.socket) -> str:
-  """Returns the address of a socket that listens."""
+  """Return the address of a socket that listens."""
   host, port = listening.getsockname()[:2]
   return f'http://[{host}]:{port}' if ':' in host else f'http://{host}:{port}'
 
@@ -121,7 +121,7 @@ class PatientProtocol(H11Protocol):
     self._stop()
 
   def _look(self) -> None:
-    """Waits for headers if no request is under way."""
+    """Wait for headers if no request is under way."""
     if self.cycle is not None and not self.cycle.response_complete:
       self._stop()
     elif self._timer is None:
@@ -149,7 +149,7 @@ class Server(uvicorn.Server):
 
   @contextlib.contextmanager
   def capture_signals(self):
-    """Calls `on_signal` in the event loop at the first signal, and ends the process at the second."""
+    """Call `on_signal` in the event loop at the first signal, and end the process at the second."""
     if threading.current_thread() is not threading.main_thread():
       yield
       return
@@ -174,7 +174,7 @@ class Process:
   """A service from its start to its end."""
 
   def __init__(self, config: Config, announce: Callable[[str], None], make: Callable[..., Service] = Service.make):
-    """Opens the keys and the port.
+    """Open the keys and the port.
 
     Args:
       config: settings, checked.
@@ -218,7 +218,7 @@ class Process:
     self._stopped = False
 
   def run(self) -> None:
-    """Serves until it is told to stop, or nobody has asked for long enough.
+    """Serve until it is told to stop, or nobody has asked for long enough.
 
     Raises:
       UserError: the service cannot be made.
@@ -253,7 +253,7 @@ class Process:
     ending.cancel()
 
   async def _watch(self) -> None:
-    """Looks after the service until it is to end, and ends it."""
+    """Look after the service until it is to end, and end it."""
     began, lifetime, idle = time.monotonic(), self.lifetime, self._config.serve.http.idle_shutdown_s
     told = False
     while not lifetime.draining and lifetime.failure is None:

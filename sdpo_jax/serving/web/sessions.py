@@ -1,7 +1,7 @@
 """The routes of sessions: a conversation in which proposals are approved, edited or denied, and learned from.
 
-No page of a browser but those in serve.http.allowed_origins reaches any of them (`Operation.guarded`), and what changes a
-session needs its token (`Operation.token`): whoever approves a call has it run on somebody's machine.
+No page of a browser but those in serve.http.allowed_origins reaches any of them (`Operation.guarded`), and what changes
+a session needs its token (`Operation.token`): whoever approves a call has it run on somebody's machine.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ NDJSON = 'application/x-ndjson'
 
 
 def list_sessions(asked: Incoming) -> Reply:
-  """The sessions of an adapter, the oldest first."""
+  """Return the sessions of an adapter, the oldest first."""
   return Reply({'sessions': [session_said(each) for each in asked.account.sessions.list(asked.adapter)]})
 
 
 def open_session(asked: Incoming) -> Reply:
-  """A new session, and its token, which is told this one time."""
+  """Return a new session, and its token, which is told this one time."""
   body: schemas.OpenSession = asked.body
   limits = asked.account.service.settings.limits
   _check_size('system', [body.system or ''], limits.max_message_bytes, 'serve.limits.max_message_bytes')
@@ -63,7 +63,7 @@ def get_session(asked: Incoming) -> Reply:
 
 
 def delete_session(asked: Incoming) -> Reply:
-  """The session is gone, and with it its turns; what the adapter has learned from it stays."""
+  """Delete the session, and with it its turns; what the adapter has learned from it stays."""
   asked.account.sessions.delete(asked.adapter, asked.path['session'])
   return Reply({'id': asked.path['session'], 'deleted': True})
 
@@ -72,7 +72,7 @@ def delete_session(asked: Incoming) -> Reply:
 
 
 def propose(asked: Incoming, drafts: bool) -> Proposing:
-  """The next proposal, which joins the conversation."""
+  """Return the next proposal, which joins the conversation."""
   body: schemas.ProposeRequest = asked.body
   _check_text(asked, 'messages', [message.content for message in body.messages])
   messages = [message.model_dump() for message in body.messages]
@@ -80,13 +80,13 @@ def propose(asked: Incoming, drafts: bool) -> Proposing:
 
 
 def retry(asked: Incoming, drafts: bool) -> Proposing:
-  """The newest version's proposal in the place of one, to be compared with it."""
+  """Return the newest version's proposal in the place of one, to be compared with it."""
   where = asked.adapter, asked.path['session'], _turn(asked)
   return asked.account.sessions.retry(*where, seed=asked.body.seed, drafts=drafts)
 
 
 def _drawn(path: str, begin: Callable[[Incoming, bool], Proposing], body: type[pydantic.BaseModel]) -> Route:
-  """Returns the route of what draws a turn, at once or as a stream."""
+  """Return the route of what draws a turn, at once or as a stream."""
 
   def at_once(asked: Incoming) -> Reply:
     return Reply({'turn': begin(asked, False).result().to_json()})
@@ -107,7 +107,7 @@ def _drawn(path: str, begin: Callable[[Incoming, bool], Proposing], body: type[p
 
 
 def streamed(begin: Callable[[Incoming, bool], Proposing], asked: Incoming) -> Iterator[Event]:
-  """Yields the drafts of a turn and the turn; whoever closes this ends it, and then there is no such turn."""
+  """Yield the drafts of a turn and the turn; whoever closes this ends it, and then there is no such turn."""
   for event in begin(asked, True):
     if isinstance(event, SampleDraft):
       yield Event({'delta': event.delta}, 'draft')
@@ -119,7 +119,7 @@ def streamed(begin: Callable[[Incoming, bool], Proposing], asked: Incoming) -> I
 
 
 def decide(asked: Incoming) -> Reply:
-  """A proposal is approved, denied or edited; what is denied or edited is learned."""
+  """Approve, deny or edit a proposal; what is denied or edited is learned."""
   body: schemas.DecisionRequest = asked.body
   _check_text(asked, 'correction', [body.correction or ''])
   _check_text(asked, 'arguments', [json.dumps(body.arguments)])
@@ -131,7 +131,7 @@ def decide(asked: Incoming) -> Reply:
 
 
 def results(asked: Incoming) -> Reply:
-  """What came of the calls of a proposal; a failure is learned where the session says so."""
+  """Return what came of the calls of a proposal; a failure is learned where the session says so."""
   given = [ToolResult.from_json(each.model_dump()) for each in asked.body.results]
   _check_text(asked, 'results', [text for each in given for text in (each.text, each.stderr or '')])
   turn, learned = _once(asked).results(asked.adapter, asked.path['session'], _turn(asked), given)
@@ -139,7 +139,7 @@ def results(asked: Incoming) -> Reply:
 
 
 def flush(asked: Incoming) -> Reply:
-  """What waits below min_sdpo_examples is learned now."""
+  """Return what waits below min_sdpo_examples is learned now."""
   learned = _once(asked).flush(asked.adapter, asked.path['session'])
   return Reply({'learned': _counted(asked, learned)})
 
@@ -149,7 +149,7 @@ def _decided(asked: Incoming, turn: SessionTurn, learned: LearnedTurns | None) -
 
 
 def _counted(asked: Incoming, learned: LearnedTurns | None) -> dict[str, Any] | None:
-  """Returns what was learned as `LearnedSaid`, and counts it."""
+  """Return what was learned as `LearnedSaid`, and count it."""
   if learned is None:
     return None
   asked.metrics.session_learned(outcome(learned))
@@ -173,7 +173,7 @@ def replay(asked: Incoming) -> Reply:
 
 
 def examples_of(lines: bytes) -> list[TrainingExample]:
-  """Returns the examples of a body, one in a line.
+  """Return the examples of a body, one in a line.
 
   Raises:
     InvalidRequest: naming the line that is none.
@@ -196,7 +196,7 @@ def examples_of(lines: bytes) -> list[TrainingExample]:
 
 
 def _once(asked: Incoming) -> Any:
-  """Returns the sessions for a change that a repeat of the request must not do again, erased with its adapter."""
+  """Return the sessions for a change that a repeat of the request must not do again, erased with its adapter."""
   if asked.expected is not None:
     raise InvalidRequest('A session takes no If-Match: a turn is named by its number.', field='If-Match')
   if asked.idempotency is not None:
@@ -215,7 +215,7 @@ def _check_text(asked: Incoming, field: str, texts: Iterable[str]) -> None:
 
 
 def _check_size(field: str, texts: Iterable[str], most: int, setting: str) -> None:
-  """Raises InvalidRequest if texts are longer together than a setting allows."""
+  """Raise InvalidRequest if texts are longer together than a setting allows."""
   size = sum(len(text.encode('utf-8', 'surrogatepass')) for text in texts)
   if size > most:
     raise InvalidRequest(
@@ -227,12 +227,12 @@ def _check_size(field: str, texts: Iterable[str], most: int, setting: str) -> No
 
 
 def session_said(session: AgentSession) -> dict[str, Any]:
-  """Returns a session as `SessionSaid`."""
+  """Return a session as `SessionSaid`."""
   return {name: value for name, value in session.to_json().items() if name != 'owner'}
 
 
 def outcome(learned: LearnedTurns) -> str:
-  """Returns what came of learning, for the metrics."""
+  """Return what came of learning, for the metrics."""
   if learned.version_after != learned.version_before:
     return 'committed'
   return 'waiting' if learned.reason is None else 'rejected'

@@ -116,13 +116,14 @@ class Checkpoints:
     return self._workdir / CHECKPOINTS
 
   def steps(self) -> list[int]:
-    """Steps that have a checkpoint, or one that is being written, oldest first."""
+    """Return steps that have a checkpoint, or one that is being written, oldest first."""
     if self._read_only:
       self._manifests = self._scan()
     return sorted(self._manifests)
 
   def best(self, before: int) -> int | None:
-    """The step below `before` whose checkpoint has the largest `best_metric`, the latest of equals; None: none has it.
+    """Return the step below `before` whose checkpoint has the largest `best_metric`, the latest of equals; None: none
+    has it.
 
     Its checkpoint is one that is kept.
     """
@@ -147,7 +148,7 @@ class Checkpoints:
     metrics: Mapping[str, float],
     leaves: Mapping[str, str] | None = None,
   ) -> None:
-    """Starts writing a checkpoint; returns once the device arrays may be changed again.
+    """Start writing a checkpoint; return once the device arrays may be changed again.
 
     Args:
       step: generation batches finished.
@@ -204,7 +205,7 @@ class Checkpoints:
       raise self._write_error(error) from error
 
   def wait(self) -> None:
-    """Returns when everything is written.
+    """Return when everything is written.
 
     Raises:
       UserError: it could not be written; earlier checkpoints are intact.
@@ -348,10 +349,10 @@ class Checkpoints:
     return found
 
   def restore(self, like: TrainState) -> tuple[int, TrainState, dict[str, Any]] | None:
-    """The newest whole checkpoint as (step, state, host state); None when there is none at all.
+    """Return the newest whole checkpoint as (step, state, host state); None when there is none at all.
 
-    A checkpoint that is damaged, for whichever process, is reported, moved to `checkpoints_damaged/`, and the one before
-    it is tried.
+    A checkpoint that is damaged, for whichever process, is reported, moved to `checkpoints_damaged/`, and the one
+    before it is tried.
 
     Args:
       like: a state, or abstract arrays with shardings, of the layout to restore; what is `SKIPPED` in it is not read.
@@ -379,8 +380,8 @@ class Checkpoints:
     if failures and set(failures.values()) == {NO_MANIFEST}:
       raise UserError(
         f'None of the checkpoints in {self.directory} has a {MANIFEST}: an earlier version of sdpo_jax wrote them, or '
-        'those files were lost. They cannot be verified and are not trained on from, and are left as they are. Go on with '
-        'the version that wrote them, or choose another --workdir; launch.export, evaluate and sample read them.'
+        'those files were lost. They cannot be verified and are not trained on from, and are left as they are. Go on '
+        'with the version that wrote them, or choose another --workdir; launch.export, evaluate and sample read them.'
       )
     if failures:
       raise UserError(
@@ -391,7 +392,7 @@ class Checkpoints:
     return None
 
   def restore_step(self, step: int, like: TrainState) -> TrainState:
-    """The device state of the checkpoint of one step.
+    """Return the device state of the checkpoint of one step.
 
     Args:
       step: one of `steps`.
@@ -435,8 +436,8 @@ class Checkpoints:
         time.sleep(pause)
     raise UserError(
       f'The checkpoint of step {step} in {self.directory} cannot be read for now, after {len(PAUSES) + 1} attempts '
-      f'({problem.reason}), which does not mean that it is damaged; nothing was changed: make it readable, then start the '
-      'same command again.'
+      f'({problem.reason}), which does not mean that it is damaged; nothing was changed: make it readable, then start '
+      'the same command again.'
     )
 
   def _read(self, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any], Manifest | None]:
@@ -466,8 +467,8 @@ class Checkpoints:
         self._move(folder)
       except OSError as error:
         raise UserError(
-          f'The damaged checkpoint {folder} cannot be moved to {self._workdir / DAMAGED} ({first_line(error)}): move it '
-          'away, then start the same command again.'
+          f'The damaged checkpoint {folder} cannot be moved to {self._workdir / DAMAGED} ({first_line(error)}): move '
+          'it away, then start the same command again.'
         ) from error
     for step in steps:
       self._manifests.pop(step, None)
@@ -584,5 +585,5 @@ def abstract(state: TrainState) -> TrainState:
 
 
 def only(field: str, state: TrainState) -> TrainState:
-  """The layout that restores one field of a state; everything else in it is `SKIPPED`."""
+  """Return the layout that restores one field of a state; everything else in it is `SKIPPED`."""
   return jax.tree.map(lambda leaf: SKIPPED, state).replace(**{field: getattr(state, field)})

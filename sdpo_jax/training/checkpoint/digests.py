@@ -1,8 +1,9 @@
 """Digests of device state: exact, and the same however the arrays lie on the devices.
 
 A leaf of a state is read as 32-bit words w_0, w_1, …: the bits of its elements in row-major order of the whole array,
-never of a shard. Each of `LANES` sums is Σ_i mix(w_i, i) modulo 2^32, with another `mix` per lane. The order of the terms
-does not matter, so every sharding, mesh and compiler gives the same sums, and no array is made beside those of the state.
+never of a shard. Each of `LANES` sums is Σ_i mix(w_i, i) modulo 2^32, with another `mix` per lane. The order of the
+terms does not matter, so every sharding, mesh and compiler gives the same sums, and no array is made beside those of
+the state.
 
 For a fixed position i, `mix` maps words to words one to one: it is a chain of w ^ k, w + k, w ^ (w >> s) and w · c with
 an odd c, each of which can be undone. So whatever a single word is changed into, by one flipped bit or many, its term

@@ -1,4 +1,6 @@
-"""Whether what cannot be read is damaged, or only out of reach: a disk that fails, a store that is busy, no permission."""
+"""Whether what cannot be read is damaged, or only out of reach: a disk that fails, a store that is busy, no
+permission.
+"""
 
 from __future__ import annotations
 

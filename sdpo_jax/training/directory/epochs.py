@@ -50,8 +50,8 @@ class Epoch:
 class Epochs:
   """The starts of a run that tell what is the run's, oldest first, and what must not be forgotten between them.
 
-  A start from which nothing can be left, or that fences no more than a later one does, is forgotten: however often a run
-  is started, there are no more of them than checkpoints from which it went on.
+  A start from which nothing can be left, or that fences no more than a later one does, is forgotten: however often a
+  run is started, there are no more of them than checkpoints from which it went on.
   """
 
   epochs: tuple[Epoch, ...] = ()
@@ -125,7 +125,9 @@ def parse(content: bytes, path: epath.PathLike) -> Epochs:
 
 
 def of_starts(workdir: epath.PathLike) -> Epochs:
-  """Return the epochs that `fingerprint.json` knows; none where it is gone, or damaged, which is for its reader to say."""
+  """Return the epochs that `fingerprint.json` knows; none where it is gone, or damaged, which is for its reader to
+  say.
+  """
   record = Epochs()
   try:
     found = starts.read(workdir)

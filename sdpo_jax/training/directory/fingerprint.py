@@ -163,7 +163,9 @@ def _digest_of(tokens: Sequence[int] | None, name: str) -> dict[str, str]:
 
 
 def _teacher(config: Config, *, weights: bool) -> dict[str, str]:
-  """Return what tells another model that teaches from others: its config.json, and its weights; nothing if there is none."""
+  """Return what tells another model that teaches from others: its config.json, and its weights; nothing if there is
+  none.
+  """
   path = config.actor.self_distillation.teacher_model
   if not path:
     return {}
@@ -260,15 +262,16 @@ def compare(
     []
     if before is not None
     else [
-      f'{epath.Path(workdir) / starts.FINGERPRINT} does not say with which tokenizer, data and graders the steps up to {step} were '
-      'made: that they are the same now is not checked. From now on it is.'
+      f'{epath.Path(workdir) / starts.FINGERPRINT} does not say with which tokenizer, data and graders the steps up to '
+      f'{step} were made: that they are the same now is not checked. From now on it is.'
     ]
   )
   before = {name: part for name, part in (before or {}).items() if name in parts}
   if 'adapter' in before and any(before['adapter'].get(name) != parts['adapter'].get(name) for name in ARRAYS):
     raise UserError(
       f'{workdir} was trained with another adapter ({_listed(_changes(["adapter"], before, parts))}), so that its '
-      'checkpoints hold factors of other matrices or ranks, or other slots: start with what it had, or choose another --workdir.'
+      'checkpoints hold factors of other matrices or ranks, or other slots: start with what it had, or choose another '
+      '--workdir.'
     )
   learned = _learned(config)
   differing = [name for name in learned if name in before and before[name] != parts[name]]
@@ -297,7 +300,8 @@ def compare(
 def _learned(config: Config) -> tuple[str, ...]:
   """Return the parts that change what a run learns.
 
-  The weights too, if the run is held near the initial policy; with an adapter they are the base, which no checkpoint has.
+  The weights too, if the run is held near the initial policy; with an adapter they are the base, which no checkpoint
+  has.
   """
   if ObjectiveSpec.from_config(config).needs_initial_policy:
     return (*LEARNED, *LOADED)
@@ -341,7 +345,8 @@ def base_changes(workdir: epath.PathLike, path: str, step: int) -> list[str]:
 
 
 def trained_document(workdir: epath.PathLike, step: int) -> str | None:
-  """Return `identity.digest` of the tokens of the document that taught a checkpoint; None: it is not known, or there was none.
+  """Return `identity.digest` of the tokens of the document that taught a checkpoint; None: it is not known, or there
+  was none.
 
   Args:
     workdir: of the run.

@@ -38,7 +38,9 @@ def read_metrics(workdir: epath.PathLike, last: int | None = None) -> list[dict[
 
 
 def dropped_lines(workdir: epath.PathLike, last: int | None = None) -> str | None:
-  """Return a sentence about the lines that are not the run's; None: there are none. Arguments and errors as `read_metrics`."""
+  """Return a sentence about the lines that are not the run's; None: there are none. Arguments and errors as
+  `read_metrics`.
+  """
   _, foreign = _lines(workdir, last)
   if not foreign:
     return None
@@ -86,8 +88,8 @@ def raw_lines(workdir: epath.PathLike) -> list[dict[str, Any]]:
     step = value.get('step') if isinstance(value, dict) else None
     if not isinstance(step, int) or isinstance(step, bool):
       raise UserError(
-        f'{path}, line {number} is not an object with a whole number as its step, but {short_repr(value)}: the file was '
-        f'changed by hand; {way_out}.'
+        f'{path}, line {number} is not an object with a whole number as its step, but {short_repr(value)}: the file '
+        f'was changed by hand; {way_out}.'
       )
     epoch = value.get(FENCING_EPOCH, 0)
     if not isinstance(epoch, int):
@@ -100,7 +102,7 @@ def raw_lines(workdir: epath.PathLike) -> list[dict[str, Any]]:
 
 
 def history(workdir: epath.PathLike, step: int) -> list[dict[str, Any]]:
-  """The lines of `metrics.jsonl` up to the checkpoint of `step`; none at step 0, when a run begins anew."""
+  """Return the lines of `metrics.jsonl` up to the checkpoint of `step`; none at step 0, when a run begins anew."""
   return _lines(workdir, step)[0] if step else []
 
 
@@ -113,8 +115,9 @@ def check_digest(workdir: epath.PathLike, step: int, digest: str) -> bool:
   recorded = [line[STATE_DIGEST] for line in history(workdir, step) if line['step'] == step and STATE_DIGEST in line]
   if recorded and recorded[-1] != digest:
     raise UserError(
-      f'{epath.Path(workdir) / METRICS} and the checkpoint of step {step} are not of the same run: the line of that step '
-      f'names the state {short_repr(recorded[-1])}, and the checkpoint holds {digest}. Restore the one that was changed, '
-      'choose another --workdir, or take that line out of metrics.jsonl if the checkpoint is the one to go on from.'
+      f'{epath.Path(workdir) / METRICS} and the checkpoint of step {step} are not of the same run: the line of that '
+      f'step names the state {short_repr(recorded[-1])}, and the checkpoint holds {digest}. Restore the one that was '
+      'changed, choose another --workdir, or take that line out of metrics.jsonl if the checkpoint is the one to go on '
+      'from.'
     )
   return bool(recorded)

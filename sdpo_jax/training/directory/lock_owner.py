@@ -67,7 +67,9 @@ def parse(content: bytes | None) -> Owner | None:
 
 
 def state(owner: Owner) -> str:
-  """Return `GONE`, `RUNNING` or `STOPPED` for a process of this machine, `ELSEWHERE` for one that cannot be seen from it."""
+  """Return `GONE`, `RUNNING` or `STOPPED` for a process of this machine, `ELSEWHERE` for one that cannot be seen from
+  it.
+  """
   if owner.released:
     return GONE
   if owner.boot != _boot():

@@ -36,7 +36,8 @@ class Lock(Protocol):
 
 
 class FileLock:
-  """A file that is locked as long as this process has it open; its content is written in place, since a lock is a file's.
+  """A file that is locked as long as this process has it open; its content is written in place, since a lock is a
+  file's.
 
   While it is open, no other descriptor of the file may be closed in this process: that would end the lock, too.
   """
@@ -142,8 +143,8 @@ def occupied(workdir: epath.Path, other: Owner | None) -> UserError:
     return UserError(f'Another process is training in {workdir}: {WAY_OUT}.')
   if lock_owner.state(other) == lock_owner.STOPPED:
     return UserError(
-      f'Another process is training in {workdir} ({other}), which is stopped: continue it (kill -CONT {other.pid}) or end '
-      f'it (kill -KILL {other.pid}), or choose another --workdir.'
+      f'Another process is training in {workdir} ({other}), which is stopped: continue it (kill -CONT {other.pid}) or '
+      f'end it (kill -KILL {other.pid}), or choose another --workdir.'
     )
   return UserError(f'Another process is training in {workdir} ({other}): {WAY_OUT}.')
 

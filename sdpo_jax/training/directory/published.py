@@ -20,7 +20,9 @@ def is_step(name: str) -> bool:
 
 
 def published_steps(workdir: epath.PathLike) -> list[int]:
-  """Return the steps whose checkpoints were published, in order, as names say; nothing is read, and one may be damaged."""
+  """Return the steps whose checkpoints were published, in order, as names say; nothing is read, and one may be
+  damaged.
+  """
   directory = epath.Path(workdir) / CHECKPOINTS
   if not directory.exists():
     return []

@@ -1,7 +1,7 @@
 """What the other files of a run say of its starts, where `epochs.json` is damaged or gone.
 
-`fingerprint.json` names every start with the step from which it went on, checkpoints and lines bear the fencing epoch of
-the process that wrote them, and checkpoints show what was published.
+`fingerprint.json` names every start with the step from which it went on, checkpoints and lines bear the fencing epoch
+of the process that wrote them, and checkpoints show what was published.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _NAMED = re.compile(r'\d+\.(?:unfinished|deleted)\.(\d+)')  # Folders that are n
 
 
 def recorded(workdir: epath.Path, content: bytes | None, say: Callable[[str], None]) -> Epochs:
-  """Return the starts of a run that a start goes by: those in `epochs.json` or, where it is damaged or gone, in other files.
+  """Return the starts of a run that a start goes by: those in `epochs.json` or, where it is damaged or gone, in other
+  files.
 
   Args:
     workdir: of the run.
@@ -39,7 +40,9 @@ def recorded(workdir: epath.Path, content: bytes | None, say: Callable[[str], No
 
 
 def _recovered(workdir: epath.Path) -> Epochs:
-  """Return the epochs of a run without `epochs.json`: those of `fingerprint.json`, and what was published for certain."""
+  """Return the epochs of a run without `epochs.json`: those of `fingerprint.json`, and what was published for
+  certain.
+  """
   record = of_starts(workdir)
   published = max([record.published, *published_steps(workdir)]) or due(workdir)
   return dataclasses.replace(record, published=published)

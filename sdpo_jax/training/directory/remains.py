@@ -1,7 +1,7 @@
 """What a run directory holds, compared with what the run must have left: a loss is said, and never trained over.
 
-A disk that is not mounted looks like a run without checkpoints. Whether there ever was one is not guessed from the steps
-that other files name, for a run that is preempted before its first checkpoint is due must start again by itself:
+A disk that is not mounted looks like a run without checkpoints. Whether there ever was one is not guessed from the
+steps that other files name, for a run that is preempted before its first checkpoint is due must start again by itself:
 `epochs.json` records the step of the last checkpoint that was published.
 """
 
@@ -76,7 +76,9 @@ def settle(workdir: epath.Path, ownership: Ownership, *, restart: bool, say: Cal
 
 
 def check_remains(workdir: epath.Path) -> None:
-  """Raise a UserError if a start without --restart would be refused because checkpoints are gone; nothing is written."""
+  """Raise a UserError if a start without --restart would be refused because checkpoints are gone; nothing is
+  written.
+  """
   path = epath.Path(workdir) / EPOCHS
   if not published_steps(workdir):
     content = read_bytes(path, 'make it readable') if path.exists() else None
@@ -89,10 +91,10 @@ def refuse_loss(workdir: epath.Path, record: Epochs) -> None:
   """Raise a UserError if a checkpoint was published; to be called where a run would begin at step 0."""
   if record.published:
     raise UserError(
-      f'{workdir} has no checkpoint to resume from, though that of step {record.published} was published there and other '
-      f'files of the run go up to step {max(reached(workdir), record.published)}: mount the disk or restore the folder '
-      f'that holds {workdir / "checkpoints"}; or add --restart to begin again at step 0, which moves what is there to '
-      f'{workdir / BEFORE_RESTART}.'
+      f'{workdir} has no checkpoint to resume from, though that of step {record.published} was published there and '
+      f'other files of the run go up to step {max(reached(workdir), record.published)}: mount the disk or restore the '
+      f'folder that holds {workdir / "checkpoints"}; or add --restart to begin again at step 0, which moves what is '
+      f'there to {workdir / BEFORE_RESTART}.'
     )
 
 

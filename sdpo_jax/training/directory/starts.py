@@ -4,8 +4,8 @@
                             "accepted": [], "parts": {"tokenizer": {"vocabulary": "3f…", …}, …}}, …]}
 
 `step` is the checkpoint that a start went on from, `fencing_epoch` its number (`epochs`); `changes` are sentences about
-what had changed by then, `accepted` what `trainer.accept_changes` named. `parts` (`fingerprint.take`) are left out where
-they are those of the start before.
+what had changed by then, `accepted` what `trainer.accept_changes` named. `parts` (`fingerprint.take`) are left out
+where they are those of the start before.
 """
 
 from __future__ import annotations

@@ -133,7 +133,8 @@ def open_workdir(workdir: epath.Path) -> None:
 
 
 def write_settings(config: Config, workdir: epath.Path) -> None:
-  """Write `config.json`; once the run goes on for certain, for whoever is refused may go on with what wrote the old one.
+  """Write `config.json`; once the run goes on for certain, for whoever is refused may go on with what wrote the old
+  one.
 
   Raises:
     UserError: it cannot be written.

@@ -19,7 +19,7 @@ POLICY = (
 
 
 def routes() -> list[Route]:
-  """Returns the routes of the page; it needs no key, and whoever uses it hands over theirs there."""
+  """Return the routes of the page; it needs no key, and whoever uses it hands over theirs there."""
   return [Route('/', _beginning, methods=['GET']), *(_file(path, kind) for path, kind in _FILES.items())]
 
 
