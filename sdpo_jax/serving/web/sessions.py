@@ -139,7 +139,7 @@ def results(asked: Incoming) -> Reply:
 
 
 def flush(asked: Incoming) -> Reply:
-  """Return what waits below min_sdpo_examples is learned now."""
+  """Learn now what waits below min_sdpo_examples."""
   learned = _once(asked).flush(asked.adapter, asked.path['session'])
   return Reply({'learned': _counted(asked, learned)})
 
