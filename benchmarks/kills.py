@@ -1,7 +1,7 @@
 """Runs that are killed at random moments and started again, compared bit for bit with one that was left in peace.
 
-  python -m benchmarks.kills                       # 60 kills of the quickstart at tiny settings, some minutes on two
-  cores python -m benchmarks.kills --kills=5 --seed=1
+  python -m benchmarks.kills   # 60 kills of the quickstart at tiny settings, some minutes on two cores
+  python -m benchmarks.kills --kills=5 --seed=1
 
 A run is started, killed by SIGKILL at a random moment, and started again, until it has finished; then the next run
 begins, until there were enough kills. Half of the moments are drawn from the whole life of a process, which mostly

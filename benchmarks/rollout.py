@@ -1,7 +1,7 @@
 """Tokens per CPU-second of the sampler beside transformers' `generate`, Tunix's sampler and an older checkout of ours.
 
     python -m benchmarks.rollout [--settings=greedy,plain,top_p,top_p_top_k,long_tail]
-    [--model=small|tiny|mid|vocabulary]
+      [--model=small|tiny|mid|vocabulary]
       [--tunix_python=PATH] [--spine=DIR]
 
 Every side has the same random Qwen3 weights in float32, the same prompts and the same lengths, which are forced: no

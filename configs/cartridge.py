@@ -2,9 +2,11 @@
 parameters.
 
   python -m launch.prepare_data --source=longhealth --input=benchmark_v5.json --output=data/longhealth
-  python -m launch.synthesize --config=configs/cartridge.py:model=llama3_2_3b --count=65536
-  --output=data/longhealth/prompts.jsonl python -m launch.train --config=configs/cartridge.py:model=llama3_2_3b python
-  -m launch.plan --config=configs/cartridge.py:model=llama3_2_3b --config.plan.document_tokens=98304 --topology=v5e:2x4
+  python -m launch.synthesize --config=configs/cartridge.py:model=llama3_2_3b --count=65536 \\
+      --output=data/longhealth/prompts.jsonl
+  python -m launch.train --config=configs/cartridge.py:model=llama3_2_3b
+  python -m launch.plan --config=configs/cartridge.py:model=llama3_2_3b --config.plan.document_tokens=98304 \\
+      --topology=v5e:2x4
 
   python -m launch.synthesize --config=configs/cartridge.py:document=report.txt --count=65536 --output=prompts.jsonl
   python -m launch.train --config=configs/cartridge.py:document=report.txt,tokens=1024,prompts=prompts.jsonl,questions=

@@ -3,8 +3,8 @@
   python -m launch.train --config=configs/cartridge_quickstart.py
   python -m launch.train --config=configs/cartridge_quickstart.py:document=FILE
 
-document  text file written by `python -m launch.make_base --task=document --seed=… --config=configs/facts.py
---output=FILE`
+document  text file written by `python -m launch.make_base --task=document --seed=…
+          --config=configs/facts.py --output=FILE`
 
 The model (`configs/facts_model`) answers questions about facts that stand in its context. The shipped document,
 `configs/facts_document.txt`, has 48 of them, and there is a question for each. With the first 16 tokens of the document

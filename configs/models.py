@@ -5,7 +5,7 @@
   python -m launch.plan --config=configs/models.py:model=gemma3_4b,task=chemistry --topology=v5e:4x4
 
 model     qwen3_0_6b, qwen3_1_7b, qwen3_4b, qwen3_8b, qwen3_14b; qwen2_5_0_5b, qwen2_5_1_5b, qwen2_5_3b, qwen2_5_7b,
-qwen2_5_14b;
+          qwen2_5_14b;
           llama3_2_1b, llama3_2_3b, llama3_1_8b; mistral_7b; olmo3_7b; gemma3_1b, gemma3_4b, gemma3_12b
 task      chemistry, physics, biology, materials, tooluse; livecodebench
 method    sdpo; grpo (mini-batches of 8 questions); grpo_on_policy (one optimizer step per batch)

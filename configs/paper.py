@@ -10,7 +10,8 @@ model     qwen3_8b, olmo3_7b
 method    sdpo; grpo (mini-batches of 8 questions); grpo_on_policy (one optimizer step a batch)
 teacher   ema (the paper's choice), frozen, trust_region, live: Table 4, on livecodebench
 shown     both (the paper's choice), solution, feedback, attempt (both, and the failed attempt): Table 6, on
-livecodebench data      folder with <task>/train.json and <task>/test.json; `python -m launch.prepare_data` makes them
+          livecodebench
+data      folder with <task>/train.json and <task>/test.json; `python -m launch.prepare_data` makes them
 
 Hardware of the paper: one node of four GH200, about 120 s a step, 5 h a run (150 steps) for Section 3 and 90 steps for
 LiveCodeBench: Table 4 goes so far; Table 9 is of step 80 and Table 6 of step 60. Its numbers are in `PAPER` below,

@@ -1,10 +1,9 @@
 """Serves a model to many users, each with adapters that learn from feedback.
 
   python -m launch.serve --config=configs/serve_quickstart.py
-  python -m launch.serve --config=configs/lora.py:model=qwen3_8b,task=chemistry
-  --config.serve.store.root=gs://BUCKET/service \\
-      --config.serve.store.database=/var/lib/sdpo/service.sqlite --config.serve.http.host=0.0.0.0
-      --config.serve.http.keys=keys.jsonl
+  python -m launch.serve --config=configs/lora.py:model=qwen3_8b,task=chemistry \\
+      --config.serve.store.root=gs://BUCKET/service --config.serve.store.database=/var/lib/sdpo/service.sqlite \\
+      --config.serve.http.host=0.0.0.0 --config.serve.http.keys=keys.jsonl
 
 The port is open at once, /readyz answers 200 when all programs are compiled; docs/serving.md is the way in. On this
 machine alone no key is needed; on another address it is (python -m launch.serve_key). --help_settings=serve lists all
