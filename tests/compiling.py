@@ -127,7 +127,7 @@ def _run(config: pytest.Config, tests: list[str]) -> dict[str, tuple[str, str]]:
   with tempfile.TemporaryDirectory() as folder:
     reports = pathlib.Path(folder) / 'reports.jsonl'
     options = [f'--datasets={config.getoption("--datasets")}'] if config.getoption('--datasets') else []
-    options += ['--slow'] if config.getoption('--slow') else []
+    options += [flag for flag in ('--slow', '--campaigns') if config.getoption(flag)]
     child = subprocess.run(
       [sys.executable, '-m', 'pytest', '-n', '0', *options, *tests],
       env=users_environment() | {_REPORTS: str(reports), 'PYTEST_ADDOPTS': ''},

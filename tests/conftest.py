@@ -44,6 +44,7 @@ MEMORY = 3 * 2**30  # Bytes that a process may have; traces of programs for TPUs
 def pytest_addoption(parser):
   parser.addoption('--datasets', default=None, help='folder with the real data sets; tests that want them skip without')
   parser.addoption('--slow', action='store_true', help='also run tests marked slow')
+  parser.addoption('--campaigns', action='store_true', help='also run tests marked campaign')
 
 
 def pytest_configure(config):
@@ -56,9 +57,10 @@ def pytest_collection_modifyitems(config, items):
   place = {f'test_{name}.py': index for index, name in enumerate(LONGEST)}
   items.sort(key=lambda item: place.get(item.path.name, len(place)))
   slow = not config.getoption('--slow') and pytest.mark.skip(reason='slow: run with --slow')
+  campaign = not config.getoption('--campaigns') and pytest.mark.skip(reason='campaign: run with --campaigns')
   tpu = importlib.util.find_spec('libtpu') is None and pytest.mark.skip(reason='libtpu is not installed')
   for item in items:
-    for name, skip in (('slow', slow), ('tpu_compiler', tpu)):
+    for name, skip in (('slow', slow), ('campaign', campaign), ('tpu_compiler', tpu)):
       if skip and item.get_closest_marker(name):
         item.add_marker(skip)
 
