@@ -29,11 +29,18 @@ from tests.test_attention_tpu import (
   slice_mesh,
 )
 
-pytestmark = [pytest.mark.tpu_compiler, pytest.mark.slow]
+pytestmark = pytest.mark.tpu_compiler
 
 DOCUMENT, CHIPS = 98304, 8
 LAYER = 2 * 8 * DOCUMENT * 128 * 2  # Bytes of keys and values of a layer, 8 heads of 128 numbers.
-MESHES = pytest.mark.parametrize('sizes', [(8, 1), (1, 8), (4, 2)], ids=['fsdp', 'tensor', 'both'])
+MESHES = pytest.mark.parametrize(
+  'sizes',
+  [
+    pytest.param((8, 1), id='fsdp', marks=pytest.mark.campaign),
+    pytest.param((1, 8), id='tensor', marks=pytest.mark.campaign),
+    pytest.param((4, 2), id='both', marks=pytest.mark.slow),
+  ],
+)
 
 
 def described(sizes, prefix):

@@ -112,8 +112,8 @@ SLOW = pytest.mark.slow
     ('grouped queries', False),
     ('sliding windows', False),
     pytest.param('gemma3', False, marks=SLOW),
-    pytest.param('scanned layers', False, marks=SLOW),
-    pytest.param('grouped queries', True, marks=SLOW),
+    pytest.param('scanned layers', False, marks=pytest.mark.campaign),
+    pytest.param('grouped queries', True, marks=pytest.mark.campaign),
     pytest.param('sliding windows', True, marks=SLOW),
   ],
 )

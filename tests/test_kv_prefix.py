@@ -1,6 +1,7 @@
 """A key-value prefix beside a frozen model: with a text's own keys and values it is as if the text stood before."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding, put_rows
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training.update import make_update
+from tests import tiers
 from tests.test_families import MODELS, MORE, SIZES, TOKENIZER, VOCABULARY
 
 DOCUMENT = np.random.default_rng(1).integers(1, VOCABULARY, 21).tolist()
@@ -69,20 +71,13 @@ def after_document(policy, params, row):
 KERNELS = AttentionBackend('splash', interpret=True)
 
 
-def cases(*default):
-  """Every model, of which those named run by default."""
-  return [pytest.param(name, marks=() if name in default else pytest.mark.slow) for name in (*MODELS, *MORE)]
-
-
 @pytest.mark.parametrize(
   ('name', 'frozen'),
-  [
-    pytest.param(
-      name, frozen, marks=() if (name, frozen) in (('qwen3', 1), ('gemma3', len(DOCUMENT))) else pytest.mark.slow
-    )
-    for name in (*MODELS, *MORE)
-    for frozen in (0, 1, len(DOCUMENT))
-  ],
+  tiers.cases(
+    itertools.product((*MODELS, *MORE), (0, 1, len(DOCUMENT))),
+    default=(('qwen3', 1), ('gemma3', len(DOCUMENT))),
+    slow=[('gemma3', 0), *((name, 1) for name in MODELS)],
+  ),
 )
 def test_the_slots_of_a_text_say_what_the_text_says(name, frozen):
   """Whole rows, those of a sampler's cache, and the kernels of a TPU; layers with windows see what they would see."""
@@ -101,7 +96,7 @@ def test_the_slots_of_a_text_say_what_the_text_says(name, frozen):
     np.testing.assert_allclose(logits(kernels, base, trainable, row)[real], expected, atol=5e-5)
 
 
-@pytest.mark.parametrize('name', cases('gemma3'))
+@pytest.mark.parametrize('name', tiers.cases((*MODELS, *MORE), default=('gemma3',), slow=('qwen3', 'mistral')))
 def test_a_sampler_goes_on_after_the_slots(name):
   policy, params = model(name)
   prefix = KVPrefix(len(DOCUMENT), 1, within_windows=True)

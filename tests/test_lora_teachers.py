@@ -21,7 +21,7 @@ from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.session import make_session
 from sdpo_jax.training.update import abstract_state, place_state
 from sdpo_jax.types import TokenRows
-from tests import tiny
+from tests import tiers, tiny
 from tests.test_batching import make_samples
 from tests.test_lora import deltas, merged
 from tests.test_resume import KILLED, MOMENTS, STEPS, assert_same_run, final_state
@@ -117,8 +117,11 @@ def expected_teachers(regularization, states):
 
 @pytest.mark.parametrize(
   'kind',
-  ['lora_ema']
-  + [pytest.param(k, marks=pytest.mark.slow) for k in ('base', 'ema', 'trust-region', 'restart', 'frozen', 'live')],
+  tiers.cases(
+    ('lora_ema', 'base', 'ema', 'trust-region', 'restart', 'frozen', 'live'),
+    default=('lora_ema',),
+    slow=('base', 'trust-region', 'restart'),
+  ),
 )
 def test_every_teacher_of_an_adapter(model, tmp_path, monkeypatch, kind):
   config = make_config(model, kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import shutil
 
@@ -25,7 +26,7 @@ from sdpo_jax.distributed.mesh import make_mesh
 from sdpo_jax.errors import UserError
 from sdpo_jax.serving.store.store import Store
 from sdpo_jax.serving.store.versions import Base
-from tests import test_families
+from tests import test_families, tiers
 
 torch.set_num_threads(1)
 TOKENS = np.random.default_rng(3).integers(1, test_families.VOCABULARY, (2, 20)).astype(np.int32)
@@ -120,10 +121,10 @@ def export(path, folder, policy, factors, **options):
 
 
 def combinations(*default):
-  """All families with all targets, of which those named run by default."""
-  pairs = [(family, targets) for family in test_families.MODELS for targets in TARGETS]
-  marked = [pytest.param(*pair, marks=() if pair in default else pytest.mark.slow) for pair in pairs]
-  return pytest.mark.parametrize('family, targets', marked)
+  """Return all families with all targets; those named run by default, each family with one of them if slow."""
+  pairs = itertools.product(test_families.MODELS, TARGETS)
+  slow = list(zip(test_families.MODELS, itertools.cycle(TARGETS), strict=False))
+  return pytest.mark.parametrize('family, targets', tiers.cases(pairs, default, slow))
 
 
 @combinations(('qwen3', 'all'), ('llama', 'mlp'))

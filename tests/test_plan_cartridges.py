@@ -112,7 +112,7 @@ def test_a_plan_names_what_slots_and_document_take_as_a_check_does():
 
 @pytest.mark.slow
 @pytest.mark.tpu_compiler
-@pytest.mark.parametrize('fsdp', [1, 2])
+@pytest.mark.parametrize('fsdp', [pytest.param(1, marks=pytest.mark.campaign), 2])
 def test_reading_a_document_is_planned_with_what_is_in_memory_then(fsdp):
   config = settings('bfloat16')
   config.mesh.fsdp, config.mesh.tensor = fsdp, 4 // fsdp

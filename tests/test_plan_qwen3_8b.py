@@ -8,7 +8,7 @@ from benchmarks import tpu_plan
 from sdpo_jax.planner import model, topology
 from sdpo_jax.planner import plan as planning
 
-pytestmark = [pytest.mark.slow, pytest.mark.tpu_compiler]
+pytestmark = [pytest.mark.campaign, pytest.mark.tpu_compiler]
 
 
 def planned(*labels, name=tpu_plan.MAIN):

@@ -168,7 +168,7 @@ def test_activations_in_vmem_are_not_read_from_hbm(step):
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize('cache', ['auto', pytest.param('int8', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('cache', ['auto', pytest.param('int8', marks=pytest.mark.campaign)])
 def test_a_compiled_step_reads_its_weights_and_its_cache_and_little_else(cache):
   """On 4 chips, rows in halves, heads in halves; ten times the weights that would fit into VMEM."""
   config = quickstart.get_config()

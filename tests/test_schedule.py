@@ -31,7 +31,7 @@ from sdpo_jax.training import ahead, batching, feedback_writing, gathering, loop
 from sdpo_jax.training.session import Session, load_tokenizer
 from sdpo_jax.training.step import GradedRollouts, build_teacher_prompts
 from sdpo_jax.types import Example, Outcome, Rollouts
-from tests import tiny
+from tests import tiers, tiny
 from tests.local_server import Answer, Server, dead_address
 from tests.test_batching import make_config, make_samples, per_token
 from tests.test_step import make_model, run, settings
@@ -486,10 +486,19 @@ class Killed(BaseException):
   """Ends a run as if from outside."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('where', ['rollout_and_grade', 'build_teacher_prompts', 'run_update', 'pass_over'])
-@pytest.mark.parametrize('number', [1, 2, 3])
-@pytest.mark.parametrize('save_freq', [1, 2])
+@pytest.mark.parametrize(
+  ('where', 'number', 'save_freq'),
+  tiers.cases(
+    itertools.product(('rollout_and_grade', 'build_teacher_prompts', 'run_update', 'pass_over'), (1, 2, 3), (1, 2)),
+    slow=(
+      ('rollout_and_grade', 3, 2),
+      ('build_teacher_prompts', 2, 1),
+      ('run_update', 1, 2),
+      ('run_update', 2, 1),
+      ('pass_over', 2, 2),
+    ),
+  ),
+)
 def test_a_run_that_was_killed_goes_on_as_if_it_were_not(
   tiny_settings, whole, tmp_path, monkeypatch, where, number, save_freq
 ):

@@ -11,7 +11,7 @@ import pytest
 from sdpo_jax.objective.divergences import log_floor
 from sdpo_jax.objective.log_probs import log_probs_of_ids, scores, token_log_probs
 from sdpo_jax.objective.sharded import Layout
-from tests import compiling
+from tests import compiling, tiers
 from tests.test_attention_tpu import slice_mesh
 
 B, T, V, D, ROWS = 8, 5, 43, 6, 48  # Five rows of padding.
@@ -54,8 +54,8 @@ def placed(shape, x):
   return Layout(mesh, mesh.axis_names, 'tensor'), {name: put(name, value) for name, value in x.items()}
 
 
-# The mesh whose devices have several tokens and parts; the others are slow.
-SHAPES = [(2, 4)] + [pytest.param(shape, marks=pytest.mark.slow) for shape in (None, (1, 8))]
+# The mesh whose devices have several tokens and parts; the others are a campaign's.
+SHAPES = [(2, 4)] + [pytest.param(shape, marks=pytest.mark.campaign) for shape in (None, (1, 8))]
 
 
 @pytest.mark.parametrize('shape', SHAPES)
@@ -152,7 +152,9 @@ def test_bfloat16_states_have_float32_scores():
   np.testing.assert_allclose(token_log_probs(hidden, unembedding, targets)[0], found.log_prob, rtol=1e-6)
 
 
-@pytest.mark.parametrize('what', ['scores', *(pytest.param(w, marks=pytest.mark.slow) for w in ('ids', 'gradient'))])
+@pytest.mark.parametrize(
+  'what', ['scores', *(pytest.param(w, marks=pytest.mark.campaign) for w in ('ids', 'gradient'))]
+)
 def test_a_long_text_with_a_large_vocabulary_takes_less_than_one_gibibyte(what):
   """T = 8192, V = 152k, K = 100, by the compiler: logits exist for a chunk only."""
   length, vocab, width, k = 8192, 151936, 64, 100
@@ -172,7 +174,7 @@ def test_a_long_text_with_a_large_vocabulary_takes_less_than_one_gibibyte(what):
   assert held < 2**30 < length * vocab * 4
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.tpu_compiler
 @pytest.mark.parametrize('what', ['scores', 'ids', 'gradient'])
 def test_so_it_does_on_a_tpu(what):

@@ -15,7 +15,7 @@ from sdpo_jax.distributed import accelerators
 from sdpo_jax.training import ahead, batching, loop, saving
 from sdpo_jax.training.step import GradedRollouts
 from sdpo_jax.types import Example, Outcome
-from tests import tiny
+from tests import tiers, tiny
 from tests.test_batching import make_config, make_samples
 
 STEPS = 4
@@ -172,12 +172,21 @@ class Killed(BaseException):
   ('steps_off', 'where', 'step', 'save_freq', 'rescued'),
   [
     (1, 'build_batch', 4, 2, False),
-    *(
-      pytest.param(steps_off, where, step, save_freq, rescued, marks=pytest.mark.slow)
-      for steps_off in (1, 2)
-      for where in ('rollout_and_grade', 'build_batch', 'run_update')
-      for step in range(1, STEPS + 1)
-      for save_freq, rescued in ((1, False), (3, False), (0, True))
+    *tiers.cases(
+      [
+        (steps_off, where, step, save_freq, rescued)
+        for steps_off in (1, 2)
+        for where in ('rollout_and_grade', 'build_batch', 'run_update')
+        for step in range(1, STEPS + 1)
+        for save_freq, rescued in ((1, False), (3, False), (0, True))
+      ],
+      slow=(
+        (1, 'rollout_and_grade', 3, 0, True),
+        (1, 'run_update', 1, 1, False),
+        (2, 'rollout_and_grade', 2, 3, False),
+        (2, 'build_batch', 4, 0, True),
+        (2, 'run_update', STEPS, 3, False),
+      ),
     ),
   ],
 )

@@ -46,7 +46,7 @@ SWITCHED = tiny.CHAT_TEMPLATE.replace(
 )
 
 
-MESHES = [MeshConfig(1, 1), pytest.param(MeshConfig(4, 2), marks=pytest.mark.slow)]
+MESHES = [MeshConfig(1, 1), pytest.param(MeshConfig(4, 2), marks=pytest.mark.campaign)]
 
 
 @pytest.fixture(scope='module', params=MESHES, ids=lambda mesh: f'{mesh.fsdp}x{mesh.tensor}')
