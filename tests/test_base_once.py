@@ -48,7 +48,7 @@ def alive() -> collections.Counter:
 @pytest.mark.parametrize(
   ('layers', 'devices', 'changes'),
   [
-    pytest.param(9, 1, {}, marks=pytest.mark.slow),
+    pytest.param(9, 1, {}, marks=pytest.mark.campaign),
     pytest.param(9, 1, {TEACHER: 'base'}, marks=pytest.mark.slow),
     pytest.param(9, 2, {}, marks=pytest.mark.slow),
     pytest.param(2, 1, {}, marks=pytest.mark.slow),

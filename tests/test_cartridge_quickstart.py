@@ -37,7 +37,7 @@ def test_the_questions_are_about_the_document_that_the_teacher_reads():
   assert len(texts.document) == 1 + 4 * 48 and texts.initial == texts.document[:16]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_the_slots_answer_like_the_whole_document(tmp_path):
   done = tiny.launch('train', '--config=configs/cartridge_quickstart.py', f'--workdir={tmp_path}')
   assert done.returncode == 0, done.stderr

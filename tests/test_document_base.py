@@ -134,7 +134,7 @@ def test_the_command_evaluates_the_committed_model(tmp_path):
   assert json.loads((tmp_path / 'facts.json').read_text())['facts']['mean@1'] >= 0.97
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_the_command_makes_a_model_that_is_as_good(tmp_path):
   command = [sys.executable, '-m', 'launch.make_base', '--task=facts', '--config=configs/facts.py', '--seed=3']
   finished = subprocess.run(

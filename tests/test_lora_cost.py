@@ -55,7 +55,7 @@ def operations(program):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('remat', ['none', pytest.param('full', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('remat', ['none', pytest.param('full', marks=pytest.mark.campaign)])
 def test_a_frozen_matrix_is_multiplied_by_twice_and_has_no_gradient(remat):
   """By hand: a trained matrix costs three products per token of the student, a frozen one two, and the teacher's
   one.
@@ -76,7 +76,7 @@ def test_a_frozen_matrix_is_multiplied_by_twice_and_has_no_gradient(remat):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('pool', [None, 'gather', pytest.param('masked', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('pool', [None, 'gather', pytest.param('masked', marks=pytest.mark.campaign)])
 def test_an_update_of_an_adapter_holds_nothing_of_the_size_of_the_base(pool):
   """Neither gradients of frozen matrices, zeros in their place, nor copies; the whole model's update has them."""
   (whole, _), (adapter, table) = compiled(None), compiled(RANK, pool=pool)

@@ -34,7 +34,7 @@ def test_the_lora_quickstart_trains_the_factors_of_all_matrices_of_the_layers():
   assert parameters.count(parameters.trainable(table)) == 3 * 32 * sides
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_the_lora_quickstart_learns_what_grpo_does_not(tmp_path):
   """At step 120 full fine-tuning is at 88 %, and GRPO stays below 63 % with any seed (docs/quickstart/table.md)."""
   flags = ('--config.trainer.total_training_steps=120', '--config.trainer.test_freq=60')

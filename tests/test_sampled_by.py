@@ -40,7 +40,7 @@ def alone(config, monkeypatch) -> Config:  # noqa: F811
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('divided', [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('divided', [False, pytest.param(True, marks=pytest.mark.campaign)])
 def test_the_teacher_writes_what_the_model_draws_behind_the_whole_document(
   config,  # noqa: F811
   tmp_path,

@@ -22,7 +22,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.serving import extra
 from sdpo_jax.serving.web import server
 from sdpo_jax.serving.web.keys import add
-from tests import service_world, tiny
+from tests import service_world, tiers, tiny
 
 PATIENCE = 300.0  # Seconds after which a process that does not answer is given up; none is expected to take them.
 
@@ -319,9 +319,6 @@ def test_a_real_process_learns_stops_at_a_signal_and_knows_it_all_when_it_comes_
   assert any('0 compiled' in line for line in running.lines), running.lines
 
 
-KILLS = 20
-
-
 class Learner(threading.Thread):
   """A client that gives one adapter feedback after feedback until its server is gone."""
 
@@ -367,11 +364,11 @@ def begin(running, name: str) -> tuple[str, str]:
   return f'/v1/continual/adapters/{made["id"]}', sample
 
 
-@pytest.mark.slow
-def test_a_server_that_is_killed_under_load_has_lost_nothing_and_learned_nothing_twice(tmp_path):
+@pytest.mark.parametrize('kills', tiers.cases((3, 20), slow=(3,)))
+def test_a_server_that_is_killed_under_load_has_lost_nothing_and_learned_nothing_twice(tmp_path, kills):
   """By SIGKILL, while three clients learn and a fourth adapter rests; the last time it is told by SIGTERM."""
   draw, learners, known, score = random.Random(0), [], {}, None
-  for turn in range(KILLS + 2):
+  for turn in range(kills + 2):
     with served(tmp_path) as running:
       until(lambda: ask(running, 'GET', '/readyz')[0] == 200)
       if turn == 0:
@@ -394,7 +391,7 @@ def test_a_server_that_is_killed_under_load_has_lost_nothing_and_learned_nothing
         heads[learner.at], known[learner.at] = last + 1, digests(running, learner.at)
         assert len(known[learner.at]) == last + 2
       assert digests(running, rest) == known[rest] and ask(running, 'POST', '/v1/continual/score', asked) == score
-      if turn == KILLS + 1:
+      if turn == kills + 1:
         running.process.terminate()
         break
       told = threading.Semaphore(0)
@@ -404,12 +401,12 @@ def test_a_server_that_is_killed_under_load_has_lost_nothing_and_learned_nothing
       for _ in range(draw.randrange(1, 12)):
         assert told.acquire(timeout=PATIENCE)
       threading.Event().wait(draw.uniform(0, 0.2))  # The moment is any of a request.
-      running.process.send_signal(signal.SIGKILL if turn < KILLS else signal.SIGTERM)
-      assert running.process.wait(PATIENCE) == (-signal.SIGKILL if turn < KILLS else 0)
+      running.process.send_signal(signal.SIGKILL if turn < kills else signal.SIGTERM)
+      assert running.process.wait(PATIENCE) == (-signal.SIGKILL if turn < kills else 0)
       for learner in learners:
         learner.join(PATIENCE)
         assert learner.doubtful is not None and not learner.is_alive()
-  assert min(heads.values()) == 0 and sum(heads.values()) > 3 * KILLS
+  assert min(heads.values()) == 0 and sum(heads.values()) > 3 * kills
 
 
 def test_a_key_is_made_and_listed_from_the_command_line(tmp_path):

@@ -9,11 +9,11 @@ import threading
 
 import pytest
 
+from tests import tiers
 from tests.test_serve import PATIENCE, ask, served, until
 
 ROOT = '/v1/continual/adapters'
 HELLO = {'messages': [{'role': 'user', 'content': 'Hi'}]}
-KILLS = 20
 
 
 class Person(threading.Thread):
@@ -101,11 +101,11 @@ def begin(running, adapter: str, keyed: bool) -> Person:
   return Person(running, f'{adapter}/sessions/{opened["session"]["id"]}', opened['token'], {}, None, keyed)
 
 
-@pytest.mark.slow
-def test_a_server_that_is_killed_while_people_deny_has_lost_nothing_and_learned_nothing_twice(tmp_path):
+@pytest.mark.parametrize('kills', tiers.cases((3, 20), slow=(3,)))
+def test_a_server_that_is_killed_while_people_deny_has_lost_nothing_and_learned_nothing_twice(tmp_path, kills):
   """By SIGKILL, while three people deny, two of them with one adapter; the last time it is told by SIGTERM."""
   draw, digests = random.Random(0), {}
-  for turn in range(KILLS + 2):
+  for turn in range(kills + 2):
     with served(tmp_path) as running:
       until(lambda: ask(running, 'GET', '/readyz')[0] == 200)
       if turn == 0:
@@ -126,7 +126,7 @@ def test_a_server_that_is_killed_while_people_deny_has_lost_nothing_and_learned_
         named = {number: each['digest'] for number, each in made.items()}
         assert digests.get(adapter, {}).items() <= named.items()
         digests[adapter] = named
-      if turn == KILLS + 1:
+      if turn == kills + 1:
         running.process.terminate()
         break
       told = threading.Semaphore(0)
@@ -136,9 +136,9 @@ def test_a_server_that_is_killed_while_people_deny_has_lost_nothing_and_learned_
       for _ in range(draw.randrange(1, 12)):
         assert told.acquire(timeout=PATIENCE)
       threading.Event().wait(draw.uniform(0, 0.2))  # The moment is any of a request.
-      running.process.send_signal(signal.SIGKILL if turn < KILLS else signal.SIGTERM)
-      assert running.process.wait(PATIENCE) == (-signal.SIGKILL if turn < KILLS else 0)
+      running.process.send_signal(signal.SIGKILL if turn < kills else signal.SIGTERM)
+      assert running.process.wait(PATIENCE) == (-signal.SIGKILL if turn < kills else 0)
       for person in people:
         person.join(PATIENCE)
         assert not person.is_alive()
-  assert sum(map(len, digests.values())) > 3 * KILLS
+  assert sum(map(len, digests.values())) > 3 * kills

@@ -114,7 +114,8 @@ class Judge:
 
 
 @pytest.mark.parametrize(
-  'rounds, every', [(2, 25), pytest.param(5, 1, marks=pytest.mark.slow), pytest.param(170, 401, marks=pytest.mark.slow)]
+  'rounds, every',
+  [(2, 25), pytest.param(5, 1, marks=pytest.mark.campaign), pytest.param(170, 401, marks=pytest.mark.campaign)],
 )
 def test_a_process_that_is_killed_at_any_write_loses_no_decision_and_learns_none_twice(
   recorder, scratch, tmp_path, rounds, every
@@ -132,7 +133,7 @@ def test_a_process_that_is_killed_at_any_write_loses_no_decision_and_learns_none
   assert judge.opened > 20 and judge.denied >= session_history.SESSIONS * rounds * 3 // 5
 
 
-@pytest.mark.parametrize('every', [1000, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('every', [1000, pytest.param(10, marks=pytest.mark.campaign)])
 def test_a_machine_that_fails_at_any_write_loses_no_decision_and_learns_none_twice(recorder, scratch, tmp_path, every):
   judge, disk, promised = Judge(scratch), file_operations.Disk(), {}
   cases = itertools.count()
@@ -147,7 +148,7 @@ def test_a_machine_that_fails_at_any_write_loses_no_decision_and_learns_none_twi
   assert judge.opened > 10
 
 
-@pytest.mark.parametrize('kills', [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('kills', [2, pytest.param(20, marks=pytest.mark.campaign)])
 def test_what_was_acknowledged_is_there_after_a_kill_while_all_sessions_learn(scratch, kills):
   with open_store(scratch / 'store') as store:
     session_history.prepare(account_of(store))

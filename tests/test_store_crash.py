@@ -136,7 +136,7 @@ def test_a_process_that_is_killed_at_any_operation_has_lost_nothing(recorded, sc
   assert judge.opened > 250 and len(after) == 2 and len(before) == 2
 
 
-@pytest.mark.parametrize('every', [60, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('every', [60, pytest.param(1, marks=pytest.mark.campaign)])
 def test_a_machine_that_fails_at_any_operation_has_lost_nothing(recorded, scratch, every):
   judge, disk = Judge(scratch), file_operations.Disk()
   cases = itertools.count()
@@ -169,7 +169,7 @@ def test_a_machine_that_is_gone_has_lost_nothing_that_was_acknowledged(recorded,
 # Processes that are killed under load.
 
 
-@pytest.mark.parametrize('kills', [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('kills', [3, pytest.param(20, marks=pytest.mark.campaign)])
 def test_what_was_acknowledged_is_there_after_a_kill_under_load(scratch, kills):
   store_history.prepare(scratch / 'store')
   draw, acknowledged, deleted = random.Random(kills), {}, set()
