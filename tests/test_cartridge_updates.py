@@ -24,8 +24,10 @@ from sdpo_jax.teacher.signal import Teacher, teacher_signal
 from sdpo_jax.training import batching, cartridges
 from sdpo_jax.training.update import Update, make_update, place_state
 from sdpo_jax.types import Batch, TrainState, Tree
+from tests import tiers
 from tests.test_batching import make_samples, per_token
-from tests.test_kv_prefix import DOCUMENT, cases, model, with_prefix
+from tests.test_families import MODELS, MORE
+from tests.test_kv_prefix import DOCUMENT, model, with_prefix
 from tests.test_step import settings
 
 STEPS, RATE = 10, 0.05
@@ -145,7 +147,7 @@ def divergence(
   return float((1 - alpha) * np.sum(s * np.log(s / middle)) + alpha * np.sum(t * np.log(t / middle)))
 
 
-@pytest.mark.parametrize('name', cases('gemma3'))
+@pytest.mark.parametrize('name', tiers.cases((*MODELS, *MORE), default=('gemma3',), slow=(*MODELS, *MORE)))
 def test_the_teacher_says_what_a_full_prefill_says_and_the_whole_document_leaves_nothing_to_learn(name):
   made = case(name, True)
   config = losses().actor.self_distillation
@@ -172,7 +174,7 @@ EITHER = [pytest.param(True), pytest.param(False, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize('within', EITHER)
-@pytest.mark.parametrize('name', cases('gemma3'))
+@pytest.mark.parametrize('name', tiers.cases((*MODELS, *MORE), default=('gemma3',), slow=(*MODELS, *MORE)))
 def test_the_gradient_of_the_slots_is_that_of_finite_differences(name, within):
   """Through the loss as it is trained, for keys and values by themselves."""
   made = case(name, within)
@@ -199,7 +201,7 @@ def test_the_gradient_of_the_slots_is_that_of_finite_differences(name, within):
 
 
 @pytest.mark.parametrize('within', EITHER)
-@pytest.mark.parametrize('name', cases('gemma3'))
+@pytest.mark.parametrize('name', tiers.cases((*MODELS, *MORE), default=('gemma3',), slow=(*MODELS, *MORE)))
 def test_a_step_moves_the_trained_slots_only_and_as_adam_does_without_decay(name, within):
   made = case(name, within)
   base, slots = jax.device_get(made.base), made.elsewhere()

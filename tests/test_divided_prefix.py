@@ -26,8 +26,8 @@ from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.teacher import documents
 from tests.test_attention import HEAD_DIM, HEADS, KV_HEADS, PACKED, SINGLE, tensors, whole
 from tests.test_attention_prefix import SLOTS, first_slots, plain, shared
-from tests.test_families import MODELS, SIZES, TOKENIZER
-from tests.test_kv_prefix import DOCUMENT, after_document, cases, model, rows
+from tests.test_families import MODELS, MORE, SIZES, TOKENIZER
+from tests.test_kv_prefix import DOCUMENT, after_document, model, rows
 
 MESH = (4, 2)
 ROWS = np.concatenate([PACKED, SINGLE])
@@ -156,7 +156,7 @@ def prefilled(policy, params):
   return tuple(np.stack([np.asarray(getattr(layer, name))[0] for layer in layers]) for name in ('keys', 'values'))
 
 
-NAMES = [case.values[0] for case in cases()]
+NAMES = (*MODELS, *MORE)
 
 
 @pytest.mark.parametrize(
