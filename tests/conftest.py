@@ -19,6 +19,7 @@ import pytest
 from sdpo_jax.environments import registry
 from tests import compiling, file_operations
 
+gc.disable()  # Until everything is collected: what is imported stays, and to look for garbage in it takes seconds.
 made = compiling.prepare()
 jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
@@ -49,6 +50,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
   config.pluginmanager.register(compiling.plugin())
+  if config.getoption('numprocesses', None):  # Its workers collect, and it does not.
+    gc.enable()
   if made is not None:
     config.add_cleanup(lambda: shutil.rmtree(made, ignore_errors=True))
 
@@ -77,6 +80,7 @@ def pytest_collection_finish():
   """Keep what is imported to the end: without it a collection of garbage takes no time, with it half a second."""
   gc.collect()
   gc.freeze()
+  gc.enable()
 
 
 def resident_bytes() -> float:

@@ -6,7 +6,6 @@ import json
 import threading
 
 import numpy as np
-import peft
 import pytest
 import torch
 import transformers
@@ -286,6 +285,8 @@ def test_a_diff_says_what_moved_and_what_was_known_in_between(ada):
 
 
 def test_an_export_is_what_peft_computes_with_and_an_import_brings_it_back(ada, model, tmp_path):
+  import peft  # Takes three seconds.
+
   adapter, _ = ada.create('a')
   learn(ada, adapter.id)
   files = ada.export_peft(adapter.id)

@@ -10,7 +10,6 @@ from absl import flags
 from etils import epath
 import jax
 import numpy as np
-import peft
 import pytest
 from safetensors.numpy import load_file, save_file
 import torch
@@ -119,11 +118,13 @@ def other_weights(model):
 
 def our_logits(made, factors):
   positions = np.arange(TOKENS.shape[1], dtype=np.int32)[None]
-  hidden, unembedding, _ = made.policy.apply(made.base, factors, TOKENS, positions, np.ones_like(positions))
+  hidden, unembedding, _ = jax.jit(made.policy.apply)(made.base, factors, TOKENS, positions, np.ones_like(positions))
   return np.asarray(hidden @ unembedding.T)
 
 
 def logits_of(folder, adapter=None):
+  import peft  # Takes three seconds.
+
   model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
   model = model if adapter is None else peft.PeftModel.from_pretrained(model, adapter).eval()
   with torch.no_grad():

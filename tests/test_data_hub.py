@@ -3,7 +3,6 @@
 import json
 import logging
 
-import datasets
 import pytest
 
 from sdpo_jax.data import hub, rows, sources
@@ -13,6 +12,8 @@ from tests.test_data_rows import CALLS, RAW
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
+  import datasets  # With pandas.
+
   monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', tmp_path / 'cache')
   made = tmp_path / 'set'
   made.mkdir()
@@ -40,6 +41,8 @@ def test_rows_of_a_split(folder):
 
 
 def test_preprocessed_rows(folder):
+  import datasets
+
   ready = [rows.preprocess(rows.Row('', i, {**RAW, 'idx': i}), 'train') for i in range(2)]
   datasets.Dataset.from_list(ready).to_parquet(folder / 'train.parquet')
   (folder / 'train.jsonl').unlink()
@@ -96,6 +99,8 @@ def test_the_log_level_of_the_library_is_left_as_it_was(folder):
 
 
 def test_an_option_reaches_the_library(monkeypatch):
+  import datasets
+
   seen = {}
   monkeypatch.setattr(datasets, 'load_dataset', lambda *args, **options: seen.update(options, path=args) or [{'a': 1}])
   (row,) = hub.read_rows('hf:owner/name?split=test&config=main&revision=refs/pr/6', 'data.train_files')

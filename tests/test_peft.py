@@ -10,9 +10,6 @@ import shutil
 import jax
 import jax.numpy as jnp
 import numpy as np
-import peft
-from peft.tuners.tuners_utils import check_target_module_exists
-from peft.utils.other import get_pattern_key
 import pytest
 from safetensors.numpy import load_file, save_file
 import torch
@@ -76,6 +73,8 @@ def folder(tmp_path_factory):
 
 def peft_model(folder, adapter=None):
   """Return the model of a directory in transformers, with the adapter of another."""
+  import peft  # Takes three seconds, as in the other tests here.
+
   model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
   return model if adapter is None else peft.PeftModel.from_pretrained(model, adapter).eval()
 
@@ -174,6 +173,8 @@ def test_an_adapter_that_peft_trained_goes_on_here(family, targets, folder, tmp_
   """After some steps of PEFT and torch: the same logits, loss and gradients of the factors, hence the same next
   step.
   """
+  import peft
+
   torch.manual_seed(1)
   model = peft.get_peft_model(
     peft_model(folder(family)), peft.LoraConfig(task_type='CAUSAL_LM', lora_dropout=0.0, **TARGETS[targets][1])
@@ -219,6 +220,8 @@ def test_adapters_of_a_model_that_sees_images_are_those_of_the_part_that_reads(t
   theirs = peft_model(folder, written)
   np.testing.assert_allclose(our_logits(policy, params), logits_of(theirs), atol=1e-4)
   assert not [name for name, _ in theirs.named_parameters() if 'vision' in name and 'lora' in name]
+  import peft
+
   torch.manual_seed(2)
   config = peft.LoraConfig(r=4, target_modules=['q_proj', 'up_proj'], init_lora_weights=False)
   model = peft.get_peft_model(peft_model(folder), config)
@@ -249,6 +252,10 @@ CONFIGS = [
 
 @pytest.mark.parametrize('config', CONFIGS, ids=str)
 def test_modules_ranks_and_alphas_are_those_that_peft_finds(config, folder):
+  import peft
+  from peft.tuners.tuners_utils import check_target_module_exists
+  from peft.utils.other import get_pattern_key
+
   table = huggingface.read_policy(folder('qwen3'), ModelConfig()).parameter_table()
   modules = peft_config.same_names(table)
   theirs = peft.LoraConfig(r=2, lora_alpha=6, **config)
@@ -265,6 +272,8 @@ def test_modules_ranks_and_alphas_are_those_that_peft_finds(config, folder):
 @pytest.fixture(scope='module')
 def written(folder, tmp_path_factory):
   """(model directory, adapter directory) of PEFT's own."""
+  import peft
+
   path = tmp_path_factory.mktemp('written') / 'adapter'
   torch.manual_seed(0)
   config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=['q_proj', 'down_proj'], init_lora_weights=False)

@@ -7,7 +7,6 @@ import pickle
 import re
 import zlib
 
-import datasets
 import numpy as np
 import pytest
 
@@ -95,6 +94,8 @@ def test_sciknoweval_keeps_multiple_choice_of_level_3_and_one_domain(convert):
 
 @pytest.mark.parametrize('count', [2, 10, 11, 500, 935])
 def test_sciknoweval_is_split_as_hugging_face_datasets_does(count):
+  import datasets  # With pandas.
+
   wanted = datasets.Dataset.from_dict({'idx': range(count)}).train_test_split(test_size=0.1, seed=42)
   train, test = sciknoweval.split(count)
   assert train.tolist() == wanted['train']['idx'][:] and test.tolist() == wanted['test']['idx'][:]
@@ -319,6 +320,8 @@ def test_livecodebench_keeps_contests_of_the_window(convert):
 
 
 def test_dates_of_a_hub_data_set_are_dates_already(tmp_path, monkeypatch):
+  import datasets
+
   monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', tmp_path / 'cache')
   (tmp_path / 'in').mkdir()
   values = [contest(contest_date=datetime.datetime(2025, month, 1)) for month in (1, 2, 3)]
