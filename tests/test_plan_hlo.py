@@ -217,7 +217,9 @@ def test_the_compilers_loops_and_products(mesh):
 
 
 @needs_compiler
-@pytest.mark.parametrize('name', ['v5e:1x1', 'v6e:1x1', 'v5p:1x1x1'])
+@pytest.mark.parametrize(
+  'name', ['v5e:1x1', *(pytest.param(name, marks=pytest.mark.campaign) for name in ('v6e:1x1', 'v5p:1x1x1'))]
+)
 def test_the_clock_turns_cycles_into_the_data_sheets_flops(name):
   slice_ = topology.describe(name)
   single = Mesh(np.array(slice_.devices).reshape(1, 1), ('fsdp', 'tensor'))
