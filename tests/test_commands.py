@@ -24,6 +24,12 @@ from sdpo_jax.training import loop, report
 from sdpo_jax.training.directory import workdir as workdirs
 from tests import tiny
 
+# Before a config: no larger file can be written, as on a full disk.
+FULL_DISK = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (100 * 1024, 100 * 1024))
+"""
+
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
@@ -37,18 +43,34 @@ def config(folder):
 
 @pytest.fixture(scope='module')
 def run(folder, config):
-  """Return a finished run."""
-  done = tiny.launch(
-    'train',
-    f'--config={config}',
-    '--config.trainer.total_training_steps=2',
-    '--config.trainer.sample_table_freq=2',
-    '--config.trainer.sample_table_rows=3',
-    '--config.trainer.record_top_tokens=3',
-    f'--workdir={folder}/run',
-    quick=True,
-  )
-  assert done.returncode == 0, done.stderr
+  """Return a finished run; what the commands say that it prints; and a run on a full disk."""
+  (folder / 'full.py').write_text(FULL_DISK + config.read_text())
+  from_run, from_model = f'--workdir={folder}/run', f'--model={folder}/hf'
+  flags = ['total_training_steps=2', 'sample_table_freq=2', 'sample_table_rows=3', 'record_top_tokens=3']
+  flags = [f'--config.trainer.{flag}' for flag in flags]
+  export = 'export', [from_run, f'--output={folder}/hf']
+
+  def sample(source):
+    return 'sample', [source, '--prompt=Q1', '--temperature=0', '--max_tokens=4']
+
+  def evaluate(source, name):
+    return 'evaluate', [f'--config={config}', source, f'--output={folder}/{name}.json']
+
+  commands = {
+    'train': ('train', [f'--config={config}', *flags, from_run]),
+    'report': ('report', [from_run]),
+    'check': ('check', [f'--config={config}']),
+    'export': export,
+    'sample the run': sample(from_run),
+    'sample the model': sample(from_model),
+    'evaluate the run': evaluate(from_run, 'run'),
+    'evaluate the model': evaluate(from_model, 'model'),
+    'export again': export,
+    'check what learns nothing': ('check', [f'--config={config}', '--config.optimizer.lr=0']),
+    'full disk': ('train', [f'--config={folder}/full.py', *flags, f'--workdir={folder}/full']),
+  }
+  done = dict(zip(commands, tiny.launch_many(list(commands.values()), folder / 'output', quick=True), strict=True))
+  assert done['train'].returncode == 0, done['train'].stderr
   return done
 
 
@@ -131,10 +153,23 @@ def wrong_inputs(folder, config) -> dict[str, tuple[list[str], str]]:
   }
 
 
-def test_wrong_input_ends_with_one_sentence_and_code_2(config, tmp_path):
-  cases = wrong_inputs(tmp_path, config)
+NAMES = sorted(path.stem for path in (tiny.REPOSITORY / 'launch').glob('*.py') if path.stem != '__init__')
+
+
+@pytest.fixture(scope='module')
+def quick_ends(config, tmp_path_factory):
+  """Return commands that compile nothing: (where, wrong inputs, how these ended, what was asked for help)."""
+  folder = tmp_path_factory.mktemp('quick')
+  cases = wrong_inputs(folder, config)
   commands = [(name, arguments) for (name, *arguments), _ in cases.values()]
-  ended = dict(zip(cases, tiny.launch_many(commands, tmp_path / 'wrong', tmp_path / 'no_cache'), strict=True))
+  commands += [(name, ['--help']) for name in NAMES] + [('train', ['-h']), ('train', ['--help_settings'])]
+  commands += [('train', ['--help_settings=trainer']), ('train', ['--help_settings=nothing-like-it'])]
+  done = tiny.launch_many(commands, folder / 'output', folder / 'no_cache')
+  return folder, cases, dict(zip(cases, done[: len(cases)], strict=True)), done[len(cases) :]
+
+
+def test_wrong_input_ends_with_one_sentence_and_code_2(quick_ends):
+  folder, cases, ended, _ = quick_ends
   for name, (_, sentence) in cases.items():
     done = ended[name]
     lines = [line for line in done.stderr.splitlines() if line.strip()]
@@ -142,11 +177,12 @@ def test_wrong_input_ends_with_one_sentence_and_code_2(config, tmp_path):
     assert sentence in done.stderr, (name, done.stderr)
     assert len(lines) == 1, (name, done.stderr)
     assert done.stdout == '', name
-  assert not (tmp_path / 'never' / 'checkpoints').exists()
-  assert not (tmp_path / 'no_cache').exists(), 'a program was compiled'
+  assert not (folder / 'never' / 'checkpoints').exists()
+  assert not (folder / 'no_cache').exists(), 'a program was compiled'
 
 
 def test_training_ends_with_a_table_and_the_next_commands(folder, run):
+  run = run['train']
   assert f'the run is in {folder}/run' in run.stdout
   assert 'parity/mean@2' in run.stdout
   for name in ('evaluate', 'sample', 'export'):
@@ -156,32 +192,8 @@ def test_training_ends_with_a_table_and_the_next_commands(folder, run):
   assert tables == [f'── step 2, sample {number} of 3 ──' for number in (1, 2, 3)]
 
 
-def test_the_printed_commands_work(folder, config, run):
-  from_run, from_model = f'--workdir={folder}/run', f'--model={folder}/hf'
-  export = 'export', [from_run, f'--output={folder}/hf']
-
-  def sample(source):
-    return 'sample', [source, '--prompt=Q1', '--temperature=0', '--max_tokens=4']
-
-  def evaluate(source, name):
-    return 'evaluate', [f'--config={config}', source, f'--output={folder}/{name}.json']
-
-  reported, *done, again, odd = tiny.launch_many(
-    [
-      ('report', [from_run]),
-      ('check', [f'--config={config}']),
-      export,
-      sample(from_run),
-      sample(from_model),
-      evaluate(from_run, 'run'),
-      evaluate(from_model, 'model'),
-      export,
-      ('check', [f'--config={config}', '--config.optimizer.lr=0']),
-    ],
-    folder / 'printed',
-    quick=True,
-  )
-  looked, *done = done
+def test_the_printed_commands_work(folder, run):
+  _, reported, looked, *done, again, odd, _ = run.values()
   assert [command.returncode for command in done] == [0] * 5, [command.stderr for command in done]
   assert done[1].stdout == done[2].stdout != ''
   assert looked.returncode == 0 and looked.stderr == '' and '⟦<|im_end|>⟧' in looked.stdout, looked.stdout
@@ -215,9 +227,8 @@ def test_rollouts_have_their_tokens_and_what_else_was_likely(folder, run):
   assert [line.get('programs/compiled') for line in metrics] == [0] * len(metrics)
 
 
-def test_a_run_on_a_full_disk_says_so_in_a_sentence(folder, config):
-  arguments = [f'--config={config}', f'--workdir={folder}/full']
-  done = tiny.launch('train', *arguments, file_limit_kib=100, quick=True)
+def test_a_run_on_a_full_disk_says_so_in_a_sentence(folder, run):
+  done = run['full disk']
   assert done.returncode == 2, done.stderr
   assert 'Traceback' not in done.stderr and 'never awaited' not in done.stderr
   start, end = 'A checkpoint could not be written to ', ' start the same command again; it resumes from step '
@@ -335,16 +346,13 @@ def test_settings_of_which_only_the_beginning_is_read_end_quietly(monkeypatch):
   assert ended.value.code == 141
 
 
-def test_help_is_for_newcomers(folder):
-  names = sorted(path.stem for path in (tiny.REPOSITORY / 'launch').glob('*.py') if path.stem != '__init__')
-  commands = [(name, ['--help']) for name in names] + [('train', ['-h']), ('train', ['--help_settings'])]
-  commands += [('train', ['--help_settings=trainer']), ('train', ['--help_settings=nothing-like-it'])]
-  *helped, short, settings, section, unknown = tiny.launch_many(commands, folder / 'help')
-  for name, done in zip(names, helped, strict=True):
+def test_help_is_for_newcomers(quick_ends):
+  *helped, short, settings, section, unknown = quick_ends[-1]
+  for name, done in zip(NAMES, helped, strict=True):
     assert f'python -m launch.{name}' in done.stdout
     assert done.returncode == 0 and done.stderr == '', name
     assert '--workdir' in done.stdout or name not in ('train', 'evaluate', 'export', 'sample')
-  helped = dict(zip(names, helped, strict=True))
+  helped = dict(zip(NAMES, helped, strict=True))
   assert (short.returncode, short.stdout) == (0, helped['train'].stdout)
   assert '--config' in helped['train'].stdout
   assert '--compare' in helped['report'].stdout and '--adapter' in helped['evaluate'].stdout

@@ -169,15 +169,10 @@ def launch(
   *arguments: str,
   cache: pathlib.Path | None = None,
   quick: bool = False,
-  file_limit_kib: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
-  """Run a command to its end; with `file_limit_kib` no larger file can be written, as on a full disk."""
-  line = command(name, *arguments)
-  if file_limit_kib is not None:
-    line = ['bash', '-c', 'ulimit -f "$0"; trap "" XFSZ; exec "$@"', str(file_limit_kib), *line]
-  return subprocess.run(
-    line, capture_output=True, text=True, check=False, cwd=REPOSITORY, env=environment(cache, quick=quick)
-  )
+  """Run a command to its end."""
+  line, variables = command(name, *arguments), environment(cache, quick=quick)
+  return subprocess.run(line, capture_output=True, text=True, check=False, cwd=REPOSITORY, env=variables)
 
 
 # Imports what the commands import once, then runs each in a fork of its own; JAX has started no thread by then. What
