@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import shutil
@@ -100,15 +101,20 @@ def texts_of(config: Config) -> tuple[list[int], list[list[int]]]:
   return document, alone
 
 
+@functools.cache
+def model_alone(path: str):
+  """(policy, parameters, its compiled forward pass) of the model without slots."""
+  policy, params = huggingface.load(path, ModelConfig(dtype='float32'))
+  return policy, params, jax.jit(policy.apply)
+
+
 def log_probs(config: Config, rows: list[list[int]], count: list[int]) -> list[np.ndarray]:
   """Log-probs float64 [tokens, V] of the last `count` tokens of rows, by the model alone."""
-  policy, params = huggingface.load(config.model.path, ModelConfig(dtype='float32'))
+  _, params, apply = model_alone(config.model.path)
   width = 160
   segments = (np.arange(width) < np.array([[len(row)] for row in rows])).astype(np.int32)
   tokens = np.array([[*row, *[0] * (width - len(row))] for row in rows], np.int32)
-  hidden, unembedding, _ = jax.jit(policy.apply)(
-    {}, params, tokens, np.arange(width, dtype=np.int32) * segments, segments
-  )
+  hidden, unembedding, _ = apply({}, params, tokens, np.arange(width, dtype=np.int32) * segments, segments)
   scores = np.asarray(hidden, np.float64) @ np.asarray(unembedding, np.float64).T
   scores -= np.logaddexp.reduce(scores, axis=-1, keepdims=True)
   return [own[len(row) - last - 1 : len(row) - 1] for own, row, last in zip(scores, rows, count, strict=True)]
@@ -117,7 +123,7 @@ def log_probs(config: Config, rows: list[list[int]], count: list[int]) -> list[n
 def plain_completions(config, session, state) -> np.ndarray:
   """Return what the model alone draws with the first tokens of the document before the questions."""
   document, questions = texts_of(config)
-  policy, params = huggingface.load(config.model.path, ModelConfig(dtype='float32'))
+  policy, params, _ = model_alone(config.model.path)
   stops = stop_token_ids(config, session.tokenizer)
   sampler = Sampler(policy, session.tokenizer, prompt_buckets=(80,), response_buckets=(4,), stop_token_ids=stops)
   prompts = [[*document[:16], *question] for question in questions]
