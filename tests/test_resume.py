@@ -56,6 +56,8 @@ MOMENTS = {
   ),
   'between a line and its checkpoint': "MetricsWriter, 'write', lambda writer, step, values: step == 4",
 }
+# Only with the slow tests: of what is left where there is no checkpoint yet, test_durability.py opens all states.
+SLOW_MOMENTS = ('before any checkpoint',)
 # A grader that is told to stop in the midst of its work, and never answers.
 HANGING = """
 import threading
@@ -81,7 +83,9 @@ def ends(request, tmp_path_factory):
   folder = tmp_path_factory.mktemp('resume')
   config = tiny.make_experiment(folder)
   flags = [f'--config.trainer.total_training_steps={STEPS}', '--config.trainer.test_freq=2']
-  for number, where in enumerate(MOMENTS.values()):
+  slow = request.config.getoption('slow')
+  moments = {moment: where for moment, where in MOMENTS.items() if slow or moment not in SLOW_MOMENTS}
+  for number, where in enumerate(moments.values()):
     (folder / f'killed_{number}.py').write_text(config.read_text() + KILLED.format(where=where))
   (folder / 'hanging.py').write_text('import os, signal\n' + config.read_text() + HANGING)
 
@@ -90,12 +94,11 @@ def ends(request, tmp_path_factory):
 
   commands = {
     'whole': train('whole'),
-    **{moment: train('killed', f'killed_{number}') for number, moment in enumerate(MOMENTS)},
+    **{moment: train('killed', f'killed_{number}') for number, moment in enumerate(moments)},
     'killed': train('killed'),
     'hanging': train('hanging', 'hanging', *SAVED_WHEN_TOLD),
   }
-  quick = not request.config.getoption('slow')
-  done = tiny.launch_many(list(commands.values()), folder / 'output', quick=quick)
+  done = tiny.launch_many(list(commands.values()), folder / 'output', quick=not slow)
   return folder, [f'--config={config}', *flags], dict(zip(commands, done, strict=True))
 
 
@@ -219,7 +222,8 @@ def test_the_run_learns_something_and_writes_what_the_contract_names(experiment)
 
 def test_killed_at_any_moment_it_ends_as_the_run_that_is_left_in_peace(ends):
   folder, _, done = ends
-  assert [done[moment].returncode for moment in MOMENTS] == [-signal.SIGKILL] * len(MOMENTS)
+  killed = {moment: done[moment].returncode for moment in MOMENTS if moment in done}
+  assert len(killed) >= 2 and set(killed.values()) == {-signal.SIGKILL}
   assert done['killed'].returncode == 0, done['killed'].stderr
   assert_same_run(folder / 'whole', folder / 'killed')
 
