@@ -112,9 +112,15 @@ def as_log_probs(hidden: jax.Array, unembedding: jax.Array) -> np.ndarray:
   return scores - np.logaddexp.reduce(scores, axis=-1, keepdims=True)
 
 
+@functools.cache
+def compiled(name: str):
+  """Return the forward pass of the model by itself."""
+  return jax.jit(model(name)[0].apply)
+
+
 def prefilled(name: str, before: list[int], made: Case) -> np.ndarray:
   """Log-probs [8, T, V] of completions, by the model alone with these tokens before each prompt; rows of the batch."""
-  policy, params = model(name)
+  _, params = model(name)
   rollouts = made.samples.rollouts
   lengths = rollouts.completion_mask.sum(1)
   texts = [
@@ -123,7 +129,7 @@ def prefilled(name: str, before: list[int], made: Case) -> np.ndarray:
   ]
   segments = (np.arange(48) < np.array([[len(text)] for text in texts])).astype(np.int32)
   tokens = np.array([text + [0] * (48 - len(text)) for text in texts], np.int32)
-  hidden, unembedding, _ = jax.jit(policy.apply)({}, params, tokens, np.arange(48, dtype=np.int32) * segments, segments)
+  hidden, unembedding, _ = compiled(name)({}, params, tokens, np.arange(48, dtype=np.int32) * segments, segments)
   scores = as_log_probs(hidden, unembedding)
   found = np.zeros((*rollouts.completion_mask.shape, scores.shape[-1]))
   for row, (text, length) in enumerate(zip(texts, lengths, strict=True)):
