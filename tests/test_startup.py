@@ -86,10 +86,13 @@ def lines(folder) -> list[dict]:
 @pytest.mark.parametrize(
   'count, changes',
   [
-    (1, {}),
+    # By default test_commands.py and test_divergence.py find that their runs compile nothing late.
+    pytest.param(1, {}, marks=pytest.mark.slow),
     pytest.param(1, {'data__prompt_buckets': (64, 100), 'data__response_buckets': (16, 64)}, marks=pytest.mark.slow),
     pytest.param(1, {'actor__pack_sequences': True, 'rollout__max_batch_rows': 256}, marks=pytest.mark.slow),
-    pytest.param(1, {'actor__policy_loss__loss_mode': 'vanilla', 'model__dtype': 'bfloat16'}, marks=pytest.mark.slow),
+    pytest.param(
+      1, {'actor__policy_loss__loss_mode': 'vanilla', 'model__dtype': 'bfloat16'}, marks=pytest.mark.campaign
+    ),
     pytest.param(8, {}, marks=pytest.mark.slow),
   ],
 )
