@@ -107,34 +107,40 @@ def test_collated_rows_predict_each_digit_from_what_stands_before_it(tokenizer):
     assert (positions[row] == np.arange(tokens.shape[1])).all()
 
 
+RECIPE = Recipe(
+  steps=2, warmup_steps=1, rows=(('plain', 2), ('demonstration', 1)), hidden_size=16, intermediate_size=16, layers=1
+)
+FILES = [
+  'SHA256SUMS',
+  'config.json',
+  'generation_config.json',
+  'model.safetensors',
+  'tokenizer.json',
+  'tokenizer_config.json',
+]
+
+
 def test_make_base_writes_a_model_directory_and_is_reproducible(tmp_path):
-  recipe = Recipe(
-    steps=2, warmup_steps=1, rows=(('plain', 2), ('demonstration', 1)), hidden_size=16, intermediate_size=16, layers=1
-  )
   said = []
   for name in ('a', 'b'):
-    make_base(Config(), tmp_path / name, recipe, said.append)
+    make_base(Config(), tmp_path / name, RECIPE, said.append)
   assert 'step 2/2' in said[-1]
-  names = [
-    'SHA256SUMS',
-    'config.json',
-    'generation_config.json',
-    'model.safetensors',
-    'tokenizer.json',
-    'tokenizer_config.json',
-  ]
-  assert sorted(path.name for path in (tmp_path / 'a').iterdir()) == names
-  assert all((tmp_path / 'a' / name).read_bytes() == (tmp_path / 'b' / name).read_bytes() for name in names)
+  assert sorted(path.name for path in (tmp_path / 'a').iterdir()) == FILES
+  assert all((tmp_path / 'a' / name).read_bytes() == (tmp_path / 'b' / name).read_bytes() for name in FILES)
   policy, _ = huggingface.load(tmp_path / 'a', ModelConfig(dtype='float32'))
   tokenizers.load(tmp_path / 'a', policy.vocab_size)
   with pytest.raises(UserError, match='not empty'):
-    make_base(Config(), tmp_path / 'a', recipe)
+    make_base(Config(), tmp_path / 'a', RECIPE)
 
-  make_base(Config(), tmp_path / 'c', dataclasses.replace(recipe, start=str(tmp_path / 'a'), learning_rate=0.0))
-  make_base(Config(), tmp_path / 'd', dataclasses.replace(recipe, start=str(tmp_path / 'a'), misread=()))
-  for name in names[1:]:
+
+@pytest.mark.slow
+def test_make_base_goes_on_from_another_with_its_tokenizer(tmp_path):
+  make_base(Config(), tmp_path / 'a', RECIPE)
+  make_base(Config(), tmp_path / 'c', dataclasses.replace(RECIPE, start=str(tmp_path / 'a'), learning_rate=0.0))
+  make_base(Config(), tmp_path / 'd', dataclasses.replace(RECIPE, start=str(tmp_path / 'a'), misread=()))
+  for name in FILES[1:]:
     same = [(tmp_path / other / name).read_bytes() == (tmp_path / 'a' / name).read_bytes() for other in 'cd']
-    assert same == [True, name != 'model.safetensors'], name  # It goes on from there, with that tokenizer.
+    assert same == [True, name != 'model.safetensors'], name
 
 
 @pytest.mark.slow
