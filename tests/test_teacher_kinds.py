@@ -36,7 +36,6 @@ BASE = {'actor__self_distillation__teacher_regularization': 'base', 'actor__ppo_
 MESHES = {1: MeshConfig(fsdp=1, tensor=1), 4: MeshConfig(fsdp=2, tensor=2)}
 # Both sides of a comparison compile; on a mesh one of them is that of one device.
 both = pytest.mark.parametrize('devices', [pytest.param(1, marks=pytest.mark.slow), 4])
-first_one = pytest.mark.parametrize('devices', [1, pytest.param(4, marks=pytest.mark.slow)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +237,7 @@ def test_the_base_alone_teaches_what_a_model_without_its_adapter_says():
   same(base_alone, ([jax.device_get(state.replace(rng=None))], [report]))
 
 
-@first_one
+@pytest.mark.parametrize('devices', [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_larger_model_in_the_same_mesh_teaches(devices):
   config = settings(**BASE)
   policy, parameters = make_model()
@@ -311,7 +310,7 @@ def test_an_external_signal_in_the_batch_teaches_as_the_model_that_made_it(packe
   )
 
 
-@first_one
+@both
 @pytest.mark.parametrize('tail', [pytest.param(False, marks=pytest.mark.slow), True], ids=['renormalised', 'tail'])
 def test_the_teachers_own_top_k_is_what_it_would_name_from_elsewhere(tail, devices):
   """Its most likely tokens by NumPy, handed over as an external signal."""
