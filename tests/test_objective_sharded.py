@@ -19,8 +19,8 @@ from tests.golden.compiling import quick
 B, T, V, D, K = 8, 5, 43, 8, 6
 ROWS = 48  # Three rows of padding in the last part of eight, and a whole part of four.
 SHAPES = [(8, 1), (4, 2), (2, 4), (1, 8)]
-# One that divides rows and vocabulary, and one that divides the vocabulary most: a part has fewer entries than K takes.
-FEW_SHAPES = [shape if shape in ((2, 4), (1, 8)) else pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES]
+# One that divides rows and vocabulary; the others are a sweep.
+FEW_SHAPES = [shape if shape == (2, 4) else pytest.param(shape, marks=pytest.mark.campaign) for shape in SHAPES]
 
 
 def name_of(shape):
@@ -108,8 +108,9 @@ def numbers(x, case):
   return RowNumbers(**{name: x[f'{name}_of_rows'] for name in names})
 
 
-def evaluate(case, x, layout, chunk, block, names=('hidden', 'unembedding')):
-  """(loss, per-token values), gradients"""
+@functools.cache
+def program(case, layout, chunk, block):
+  """Return the jitted function of (what is trained, all arrays) whose value is (loss, per-token values), gradients."""
   settings, absent, given = CASES[case]
 
   def value(trained, x):
@@ -128,20 +129,31 @@ def evaluate(case, x, layout, chunk, block, names=('hidden', 'unembedding')):
       numbers=numbers(x, case),
     )
 
-  program = jax.jit(jax.value_and_grad(value, has_aux=True), compiler_options=quick())
-  return program({name: x[name] for name in names}, x)
+  return jax.jit(jax.value_and_grad(value, has_aux=True), compiler_options=quick())
+
+
+def evaluate(case, x, layout, chunk, block, names=('hidden', 'unembedding')):
+  """(loss, per-token values), gradients"""
+  return program(case, layout, chunk, block)({name: x[name] for name in names}, x)
+
+
+@functools.cache
+def layout_of(shape) -> Layout:
+  return Layout(
+    jax.sharding.Mesh(np.array(jax.devices()).reshape(shape), ('fsdp', 'tensor')), ('fsdp', 'tensor'), 'tensor'
+  )
 
 
 def on_mesh(shape, x) -> tuple[Layout, dict[str, jax.Array]]:
-  mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(shape), ('fsdp', 'tensor'))
+  layout = layout_of(shape)
 
   def spec(name):
     return jax.P('tensor', 'fsdp') if 'unembedding' in name else jax.P(('fsdp', 'tensor'))
 
   def put(name, value):
-    return jax.device_put(value, NamedSharding(mesh, spec(name)))
+    return jax.device_put(value, NamedSharding(layout.mesh, spec(name)))
 
-  return Layout(mesh, ('fsdp', 'tensor'), 'tensor'), {name: put(name, value) for name, value in x.items()}
+  return layout, {name: put(name, value) for name, value in x.items()}
 
 
 def arrays(dtype) -> dict[str, jax.Array]:
@@ -162,18 +174,21 @@ def alone(case):
     return jax.device_get(evaluate(case, x, None, 1000, 1000))
 
 
-def grid():
-  """Almost every case on a mesh that divides rows and vocabulary, two on every mesh; all others are slow.
+# How parts are merged, of the top K and of the whole vocabulary, is the same code in all cases of either kind.
+DEFAULT = ('topk', 'full', 'sampled', 'grpo', 'external', 'rows', 'more_than_a_part')
 
-  How many parts there are matters to how parts are merged, of the top K and of the whole vocabulary, and this is the
-  same code in all cases of either kind. Meshes alternate, and with them the sizes of blocks. Only where K is larger
-  than a part must it be the mesh of eight parts, of which a token needs all entries of one.
+
+def grid():
+  """Every case on one mesh, those of `DEFAULT` by default and the others slow; on other meshes they are a sweep.
+
+  Meshes alternate, and with them the sizes of blocks. Only where K is larger than a part must it be the mesh of eight
+  parts, of which a token needs all entries of one.
   """
   for index, case in enumerate(CASES):
     usual = (1, 8) if case == 'more_than_a_part' else (4, 2) if index % 2 else (2, 4)
     for shape in SHAPES:
-      few = (shape == usual and case != 'rows_full') or case in ('topk', 'full')
-      yield pytest.param(case, shape, id=f'{case}-{name_of(shape)}', marks=() if few else pytest.mark.slow)
+      marks = pytest.mark.campaign if shape != usual else () if case in DEFAULT else pytest.mark.slow
+      yield pytest.param(case, shape, id=f'{case}-{name_of(shape)}', marks=marks)
 
 
 @pytest.mark.parametrize(('case', 'shape'), list(grid()))
@@ -195,7 +210,8 @@ def test_a_mesh_gives_what_one_device_gives(case, shape):
     assert not np.any(mesh_gradients['unembedding'][V:])
 
 
-@pytest.mark.parametrize('case', ['renormalised', 'reverse'])  # Over a support at 0, over the vocabulary at 1.
+# Over a support at 0, over the vocabulary at 1.
+@pytest.mark.parametrize('case', ['renormalised', pytest.param('reverse', marks=pytest.mark.slow)])
 def test_an_alpha_that_is_data_is_at_its_end_on_a_mesh_too(case):
   (loss, _), gradients = alone(case)
   with jax.enable_x64(True):
@@ -211,7 +227,7 @@ def test_an_alpha_that_is_data_is_at_its_end_on_a_mesh_too(case):
 def test_in_float32(shape):
   (loss, aux), gradients = alone('topk')
   layout, x = on_mesh(shape, arrays(jnp.float32))
-  (mesh_loss, mesh_aux), mesh_gradients = evaluate('topk', x, layout, 2, 1000)
+  (mesh_loss, mesh_aux), mesh_gradients = evaluate('topk', x, layout, 3, 1000)
   assert mesh_loss.dtype == mesh_gradients['unembedding'].dtype == jnp.float32
   np.testing.assert_allclose(mesh_loss, loss, rtol=1e-5)
   close(jax.device_get(mesh_aux), aux, 1e-5)
@@ -225,7 +241,7 @@ def test_in_float32(shape):
 @pytest.mark.parametrize(
   ('shape', 'block'),
   [
-    pytest.param(shape, block, marks=() if (block == 2) == (shape in ((4, 2), (1, 8))) else pytest.mark.slow)
+    pytest.param(shape, block, marks=() if (shape, block) in (((2, 4), 1000), ((1, 8), 2)) else pytest.mark.campaign)
     for shape in SHAPES
     for block in (2, 1000)
   ],
@@ -245,9 +261,8 @@ def test_equal_logits_at_the_boundary_are_chosen_by_their_index(shape, block):
   scores = np.sort(np.asarray(logits('')), axis=-1)
   assert (scores[..., -K] == scores[..., -K - 1]).mean() > 0.2
   config = ObjectiveConfig(**CASES['topk'][0])
-  expected, aux = objective_from_logits(
-    logits(''), logits('teacher_'), **{name: x[name] for name in TERMS}, config=config
-  )
+  plain = jax.jit(functools.partial(objective_from_logits, config=config), compiler_options=quick())
+  expected, aux = plain(logits(''), logits('teacher_'), **{name: x[name] for name in TERMS})
   layout, spread = on_mesh(shape, x)
   (loss, mesh_aux), _ = evaluate('topk', spread, layout, 3, block)
   np.testing.assert_allclose(loss, expected, rtol=1e-5)
