@@ -48,6 +48,7 @@ XLA = {
   'chunks of queries': AttentionBackend(tile_bytes=HEADS * 40 * 10 * 4),
   'chunks that do not divide the sequence': AttentionBackend(tile_bytes=HEADS * 40 * 16 * 4),
 }
+UNEVEN = list(XLA)[-1]
 KERNELS = {'splash': AttentionBackend('splash', interpret=True), 'cudnn': AttentionBackend('cudnn', interpret=True)}
 
 
@@ -91,66 +92,83 @@ def whole(backend, query, key, value, segment_ids, windows=(0,), window_index=0,
   )
 
 
-def with_gradients(function, real, *arrays):
-  """Output at real tokens, and gradients of a weighted sum of it."""
-  weights = np.random.default_rng(9).standard_normal(arrays[0].shape).astype(np.float32) * real[:, :, None, None]
+@functools.cache
+def lowering(backend, windows=(0,), **options):
+  """Return the function of queries, keys, values, segments and further arrays that a backend computes; one for one."""
 
+  def run(query, key, value, segment_ids, window_index=0, parents=None):
+    return whole(backend, query, key, value, segment_ids, windows, window_index, parents=parents, **options)
+
+  return run
+
+
+@functools.cache
+def formula(window):
+  return functools.partial(masked_formula, window=window)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def run_with_gradients(function, weights, arrays, more):
   def loss(*arrays):
-    out = function(*arrays)
+    out = function(*arrays, **more)
     return jnp.sum(out * weights), out
 
-  (_, out), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(*arrays)
+  return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(*arrays)
+
+
+def with_gradients(function, real, *arrays, **more):
+  """Output at real tokens, and gradients of a weighted sum of it."""
+  weights = np.random.default_rng(9).standard_normal(arrays[0].shape).astype(np.float32) * real[:, :, None, None]
+  (_, out), gradients = run_with_gradients(function, weights, arrays, more)
   assert all(np.isfinite(leaf).all() for leaf in (out, *gradients))
   return [np.asarray(out) * real[:, :, None, None], *gradients]
 
 
-@pytest.mark.parametrize('segments', [PACKED, SINGLE], ids=['packed', 'one segment a row'])
-@pytest.mark.parametrize('window', [0, 6])
-@pytest.mark.parametrize('name', [*XLA, *KERNELS])
-def test_every_lowering_is_the_plain_formula(name, window, segments):
-  backend = {**XLA, **KERNELS}[name]
-  arrays = tensors(*segments.shape)
-  real = segments > 0
-  windows = (0, window) if window else (0,)
-
-  def run(*arrays):
-    return whole(backend, *arrays, segments, windows, len(windows) - 1)
-
-  ours = with_gradients(run, real, *arrays)
-  np.testing.assert_allclose(ours[0], plain(*arrays, segments, window), atol=2e-6)
-  expected = with_gradients(lambda *arrays: masked_formula(*arrays, segments, window), real, *arrays)
-  for mine, theirs in zip(ours[1:], expected[1:], strict=True):
-    np.testing.assert_allclose(mine, theirs, atol=1e-5)
-
-
-# A mesh divides rows before a lowering sees them: one of the ways to cut scores into tiles stands for all.
-TILES_ON_A_MESH = ['one tile', 'several rows a tile', 'chunks of queries']
-
-
+# What divides rows into tiles, and with windows chunks too, has one program for all windows that a model has.
 @pytest.mark.parametrize(
-  ('name', 'mesh'),
+  ('name', 'windows'),
   [
-    pytest.param(name, mesh, marks=pytest.mark.slow if mesh and name in TILES_ON_A_MESH else ())
+    pytest.param(name, windows, marks=() if len(windows) == 2 or name in ('splash', UNEVEN) else pytest.mark.slow)
     for name in (*XLA, *KERNELS)
-    for mesh in (None, (4, 1))
+    for windows in ((0,), (0, 6))
   ],
 )
+def test_every_lowering_is_the_plain_formula(name, windows):
+  backend = {**XLA, **KERNELS}[name]
+  for segments in (PACKED, SINGLE):
+    arrays, real = tensors(*segments.shape), segments > 0
+    for index, window in enumerate(windows):
+      ours = with_gradients(
+        lowering(backend, windows), real, *arrays, segment_ids=segments, window_index=np.int32(index)
+      )
+      np.testing.assert_allclose(ours[0], plain(*arrays, segments, window), atol=2e-6)
+      expected = with_gradients(formula(window), real, *arrays, segment_ids=segments)
+      for mine, theirs in zip(ours[1:], expected[1:], strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+def parents_grid():
+  """Yield every lowering without a mesh, and on one the kernel by default: a mesh divides rows before a lowering."""
+  for name in (*XLA, *KERNELS):
+    yield pytest.param(name, None, marks=pytest.mark.slow if name in ('one tile', 'chunks of queries') else ())
+    yield pytest.param(name, (4, 1), marks={'splash': (), UNEVEN: pytest.mark.slow}.get(name, pytest.mark.campaign))
+
+
+@pytest.mark.parametrize(('name', 'mesh'), list(parents_grid()))
 def test_a_segment_sees_its_parent_too(name, mesh):
   backend = {**XLA, **KERNELS}[name]
   if mesh is not None:
     backend = dataclasses.replace(backend, mesh=make_mesh(MeshConfig(*mesh), jax.devices()[:4]))
   arrays, real = tensors(*FAMILIES.shape), FAMILIES > 0
-
-  def run(*arrays):
-    return whole(backend, *arrays, FAMILIES, parents=PARENTS)
-
-  out = np.asarray(jax.jit(run)(*arrays))
+  run = jax.jit(lowering(backend))
+  out = np.asarray(run(*arrays, FAMILIES, parents=PARENTS))
   assert np.isfinite(out).all()
   np.testing.assert_allclose(out * real[:, :, None, None], plain(*arrays, FAMILIES, 0, PARENTS), atol=2e-6)
-  assert np.abs(out - whole(backend, *arrays, FAMILIES))[PARENTS > 0].min(axis=(1, 2)).max() > 1e-3
+  assert np.abs(out - run(*arrays, FAMILIES))[PARENTS > 0].min(axis=(1, 2)).max() > 1e-3
   if name in XLA:
-    expected = with_gradients(lambda *arrays: masked_formula(*arrays, FAMILIES, 0, PARENTS), real, *arrays)
-    for mine, theirs in zip(with_gradients(run, real, *arrays), expected, strict=True):
+    more = dict(segment_ids=FAMILIES, parents=PARENTS)
+    expected = with_gradients(formula(0), real, *arrays, **more)
+    for mine, theirs in zip(with_gradients(lowering(backend), real, *arrays, **more), expected, strict=True):
       np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
@@ -164,21 +182,31 @@ def test_windows_are_not_for_parents():
 def test_head_counts_of_any_ratio(name, heads):
   arrays = tensors(2, 23, 1, *heads)
   segments = np.ones((2, 23), np.int32)
-  out = whole({**XLA, **KERNELS}[name], *arrays, segments)
+  out = jax.jit(lowering({**XLA, **KERNELS}[name]))(*arrays, segments)
   np.testing.assert_allclose(out, plain(*arrays, segments, 0), atol=2e-6)
 
 
-@pytest.mark.parametrize('sampling', [False, True], ids=['rows over the mesh', 'rows and heads over the mesh'])
-@pytest.mark.parametrize('name', ['several rows a tile', 'splash'])
-@pytest.mark.parametrize('rows', [8, 3], ids=['divided rows', 'rows that no axis divides'])
-def test_a_mesh_changes_nothing(name, sampling, rows):
+@pytest.mark.parametrize(
+  ('rows', 'name', 'sampling'),
+  [
+    (8, 'splash', True),  # Rows and heads over the mesh.
+    (8, 'several rows a tile', True),
+    (3, 'several rows a tile', False),  # Rows over the mesh, which no axis divides.
+    pytest.param(3, 'splash', False, marks=pytest.mark.slow),
+    pytest.param(8, 'splash', False, marks=pytest.mark.campaign),
+    pytest.param(3, 'splash', True, marks=pytest.mark.campaign),
+    pytest.param(8, 'several rows a tile', False, marks=pytest.mark.campaign),
+    pytest.param(3, 'several rows a tile', True, marks=pytest.mark.campaign),
+  ],
+)
+def test_a_mesh_changes_nothing(rows, name, sampling):
   mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
   backend = {**XLA, **KERNELS}[name]
   segments = np.resize(PACKED[:, :20], (rows, 20))
   arrays, real = tensors(rows, 20, 2), segments > 0
 
   def run(backend):
-    return with_gradients(lambda *a: whole(backend, *a, segments, sampling=sampling), real, *arrays)
+    return with_gradients(lowering(backend, sampling=sampling), real, *arrays, segment_ids=segments)
 
   for mine, theirs in zip(run(dataclasses.replace(backend, mesh=mesh)), run(backend), strict=True):
     np.testing.assert_allclose(mine, theirs, atol=1e-5)
@@ -254,10 +282,16 @@ def test_scales_are_folded_into_scores_and_weights(quantized):
   np.testing.assert_allclose(dispatch.attend(query, (held, mask)), expected, atol=2e-6)
 
 
-@pytest.mark.parametrize('block', [16, 1024], ids=['blocks that do not divide the slots', 'one block'])
-@pytest.mark.parametrize('window', [0, 9])
-@pytest.mark.parametrize('quantized', [False, True], ids=['float32', 'int8'])
-def test_the_decoding_kernel_is_the_plain_formula(quantized, window, block, monkeypatch):
+@pytest.mark.parametrize(
+  ('quantized', 'block'),
+  [
+    pytest.param(False, 16, id='blocks that do not divide the slots'),
+    pytest.param(True, 16, id='blocks that do not divide the slots, int8'),
+    pytest.param(False, 1024, id='one block', marks=pytest.mark.slow),
+    pytest.param(True, 1024, id='one block, int8', marks=pytest.mark.campaign),
+  ],
+)
+def test_the_decoding_kernel_is_the_plain_formula(quantized, block, monkeypatch):
   """Two queries a row over two caches of the row: some empty, some full, one row not in use."""
   monkeypatch.setattr(decode_kernel, 'BLOCK', block)
   generator = np.random.default_rng(3)
@@ -277,25 +311,32 @@ def test_the_decoding_kernel_is_the_plain_formula(quantized, window, block, monk
   if quantized:
     parts = [(in_int8(held), *place) for held, *place in parts]
   run = jax.jit(functools.partial(decode_kernel.attention, interpret=True))
-  ours = run(query, positions, parts, layer, window)
-  masks = [
-    dispatch.visible(
-      positions, np.ones_like(positions), *dispatch.in_slots(start, filled, held.keys.shape[3]), window or None
+  attend = jax.jit(dispatch.attend)
+  for window in (0, 9):
+    ours = run(query, positions, parts, layer, window)
+    masks = [
+      dispatch.visible(
+        positions, np.ones_like(positions), *dispatch.in_slots(start, filled, held.keys.shape[3]), window or None
+      )
+      for held, start, filled in parts
+    ]
+    expected = attend(
+      query, *((kv_cache.layer_of(held, layer), mask) for (held, *_), mask in zip(parts, masks, strict=True))
     )
-    for held, start, filled in parts
-  ]
-  expected = dispatch.attend(
-    query, *((kv_cache.layer_of(held, layer), mask) for (held, *_), mask in zip(parts, masks, strict=True))
-  )
-  blind = ~np.concatenate(masks, axis=-1).any(-1)
-  assert blind.any(0).all() and blind.sum() == 2
-  np.testing.assert_allclose(ours, np.where(blind[:, :, None, None], 0, expected), atol=2e-6)
+    blind = ~np.concatenate(masks, axis=-1).any(-1)
+    assert blind.any(0).all() and blind.sum() == 2
+    np.testing.assert_allclose(ours, np.where(blind[:, :, None, None], 0, expected), atol=2e-6)
 
 
 @pytest.mark.parametrize(
-  'layers', [pytest.param(2, id='shallow', marks=pytest.mark.slow), pytest.param(SHALLOW + 1, id='deep')]
+  ('layers', 'mesh'),
+  [
+    pytest.param(SHALLOW + 1, (4, 2), id='deep, eight devices'),
+    pytest.param(SHALLOW + 1, None, id='deep', marks=pytest.mark.slow),
+    pytest.param(2, None, id='shallow', marks=pytest.mark.slow),
+    pytest.param(2, (4, 2), id='shallow, eight devices', marks=pytest.mark.campaign),
+  ],
 )
-@pytest.mark.parametrize('mesh', [None, (4, 2)], ids=['one device', 'eight devices'])
 def test_the_kernels_of_a_tpu_sample_the_tokens_of_the_plain_path(layers, mesh):
   """Prefill, rows of different lengths, a commit midway: greedy tokens are equal, log-probs within 1e-5."""
   windows = dict(use_sliding_window=True, sliding_window=7, max_window_layers=1)
@@ -306,14 +347,16 @@ def test_the_kernels_of_a_tpu_sample_the_tokens_of_the_plain_path(layers, mesh):
   lengths = np.array([9, 4, 7, 1], np.int32)
 
   @functools.partial(jax.jit, static_argnums=0)
-  def sample(policy, params):
+  def prefill(policy, params):
     segments = (np.arange(9)[None] < lengths[:, None]).astype(np.int32)
     positions = np.tile(np.arange(9, dtype=np.int32), (4, 1)) * segments
     _, _, filled = policy.apply({}, params, prompts, positions, segments, policy.init_cache(4, 9))
     rows = jnp.arange(8, dtype=jnp.int32)
     cache = kv_cache.copy_rows(policy.init_cache(8, 17), filled, rows // 2, rows, 8)
-    state = policy.with_recent(cache, 5), jnp.repeat(prompts[:, :1], 2, 0), jnp.repeat(lengths, 2)[:, None]
+    return cache, jnp.repeat(prompts[:, :1], 2, 0), jnp.repeat(lengths, 2)[:, None]
 
+  @functools.partial(jax.jit, static_argnums=0)
+  def advance(policy, params, state):
     def step(state, _):
       cache, token, position = state
       hidden, matrix, cache = policy.apply({}, params, token, position, jnp.ones_like(token), cache)
@@ -323,14 +366,14 @@ def test_the_kernels_of_a_tpu_sample_the_tokens_of_the_plain_path(layers, mesh):
       token = jnp.where(jnp.arange(8)[:, None] % 2 == 1, (token + 1) % policy.vocab_size, token)
       return (cache, token, position + 1), (token, jnp.take_along_axis(log_probs, token, axis=1))
 
-    state, first = lax.scan(step, state, length=4)
-    committed = kv_cache.commit(state[0], jnp.ones(8, bool))
-    state = policy.with_recent(committed, 4), *state[1:]
-    return first, lax.scan(step, state, length=4)[1]
+    (cache, *rest), drawn = lax.scan(step, (policy.with_recent(state[0], 5), *state[1:]), length=4)
+    return (kv_cache.commit(cache, jnp.ones(8, bool)), *rest), drawn
 
-  for (tokens, log_probs), (expected, expected_log_probs) in zip(
-    sample(kernels, params), sample(plain, params), strict=True
-  ):
+  def sample(policy):
+    state, first = advance(policy, params, prefill(policy, params))
+    return first, advance(policy, params, state)[1]
+
+  for (tokens, log_probs), (expected, expected_log_probs) in zip(sample(kernels), sample(plain), strict=True):
     np.testing.assert_array_equal(tokens, expected)
     np.testing.assert_allclose(log_probs, expected_log_probs, atol=1e-5)
 
