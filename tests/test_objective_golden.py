@@ -22,14 +22,22 @@ def passed(report):
   assert report.cases and not report.failed, '\n'.join(report.messages)
 
 
-@both_types
+# By default as the update computes them: by chunks, from hidden states, but for logits that are not finite.
+@pytest.mark.parametrize(
+  ('dtype', 'paths'),
+  [
+    pytest.param('float64', ('chunks',), id='float64'),
+    pytest.param('float64', ('logits',), id='float64, from logits', marks=pytest.mark.slow),
+    pytest.param('float32', loss.PATHS, id='float32', marks=pytest.mark.slow),
+  ],
+)
 @pytest.mark.parametrize('shard', range(SHARDS))
-def test_losses(shard, dtype):
+def test_losses(shard, dtype, paths):
   # Neighbouring files share shapes and settings, hence compiled programs.
   count = len(list((DATA / 'loss').glob('*.npz')))
   assert count == 112
   edges = np.linspace(0, count, SHARDS + 1).astype(int)
-  passed(loss.check(DATA / 'loss', slice(int(edges[shard]), int(edges[shard + 1])), (dtype,)))
+  passed(loss.check(DATA / 'loss', slice(int(edges[shard]), int(edges[shard + 1])), (dtype,), paths))
 
 
 def test_exceptions_of_the_loss(tmp_path):
@@ -81,6 +89,7 @@ def test_command_fails_on_a_wrong_number_and_on_nothing(tmp_path, capsys):
   assert main([str(tmp_path)]) == 1
 
 
+@pytest.mark.slow
 def test_command_as_a_process(tmp_path):
   (tmp_path / 'extras').mkdir()
   shutil.copy(DATA / 'extras' / 'kl_penalty.npz', tmp_path / 'extras')

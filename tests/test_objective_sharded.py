@@ -269,6 +269,7 @@ def test_equal_logits_at_the_boundary_are_chosen_by_their_index(shape, block):
   close(jax.device_get(mesh_aux['divergence']), np.asarray(aux['divergence']), 2e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_states_and_unembeddings_sum_in_float32():
   low = {n: v.astype(jnp.bfloat16) if 'hidden' in n or 'unemb' in n else v for n, v in arrays(jnp.float32).items()}
   (loss, _), gradients = evaluate('topk', low | {n: v[:V] for n, v in low.items() if 'unemb' in n}, None, 1000, 1000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import functools
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from sdpo_jax.config import Config
 from sdpo_jax.objective.aggregation import loss_coefficients
+from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.training import batching, update
 from sdpo_jax.types import Batch, TokenRows
 from tests.golden.compiling import quick
@@ -102,14 +104,22 @@ def _batch(config: Config, data: dict, facts: dict, rows: slice, dtype: str) -> 
   )
 
 
-def _programs(policy: ToyPolicy, config: Config):
-  def compiled(function):
-    return jax.jit(function, compiler_options=quick())
+_COMPILED: dict[tuple, Callable] = {}
 
+
+def _programs(policy: ToyPolicy, config: Config):
+  """Return the three programs of an update; cases share those that depend on the same settings."""
+
+  def compiled(function, *settings):
+    key = function.func, *map(repr, settings)
+    return _COMPILED.setdefault(key, jax.jit(function, compiler_options=quick()))
+
+  spec = ObjectiveSpec.from_config(config)
+  objective = spec, config.actor, config.algorithm, config.rollout
   return (
-    compiled(functools.partial(update.accumulate, policy, config, None)),
-    compiled(functools.partial(update.apply_gradients, config)),
-    compiled(functools.partial(update.advance_teacher, config)),
+    compiled(functools.partial(update.accumulate, policy, config, None), policy, *objective),
+    compiled(functools.partial(update.apply_gradients, config), config.optimizer, config.trainer),
+    compiled(functools.partial(update.advance_teacher, config), spec, config.actor.self_distillation),
   )
 
 

@@ -23,17 +23,24 @@ TOLERANCES = {
   'float32': {'loss': 2e-6, 'per_token': 5e-6, 'grad': 1e-6},
 }
 
+PATHS = 'logits', 'chunks'
 
-def check(directory: Path, only: slice = slice(None), dtypes: tuple[str, ...] = tuple(TOLERANCES)) -> Report:
+
+def check(
+  directory: Path,
+  only: slice = slice(None),
+  dtypes: tuple[str, ...] = tuple(TOLERANCES),
+  paths: tuple[str, ...] = PATHS,
+) -> Report:
   """Check `directory`/*.npz (or the part `only` of them), which are counted, and errors.json, which is not.
 
-  Every case runs in each of `dtypes`, from logits and, where the logits are finite, through hidden states with an
-  identity unembedding and chunks that divide neither tokens nor vocabulary.
+  Every case runs in each of `dtypes` on those of `paths`: from logits, and through hidden states with an identity
+  unembedding and chunks that divide neither tokens nor vocabulary. Logits that are not finite are read as such only.
   """
   report = Report('loss')
   for path in sorted(directory.glob('*.npz'))[only]:
     report.cases += 1
-    _check_case(report, path.stem, load(path), dtypes)
+    _check_case(report, path.stem, load(path), dtypes, paths)
   errors = directory / 'errors.json'
   if errors.exists() and only == slice(None):
     for case in json.loads(errors.read_text()):
@@ -51,7 +58,10 @@ def chunk_sizes(tokens: int, vocab: int) -> tuple[int, int]:
 
 
 def _settings(config: dict, tokens: int, vocab: int) -> tuple[dict, dict]:
-  """Return static and traced settings; a traced alpha lets cases share compiled programs."""
+  """Return static and traced settings; what is traced lets cases share compiled programs.
+
+  An alpha at an end is static where the clip is, and data where the clip is data: both must be exact.
+  """
   chunk_size, vocab_block = chunk_sizes(tokens, vocab)
   static = {
     'full_logit_distillation': config['full_logit_distillation'],
@@ -61,14 +71,10 @@ def _settings(config: dict, tokens: int, vocab: int) -> tuple[dict, dict]:
     'vocab_block': vocab_block,
   }
   traced = {'temperature': config['temperature']}
-  if config['alpha'] in (0.0, 1.0):
-    static['alpha'] = config['alpha']
-  else:
-    traced['alpha'] = config['alpha']
-  if config['is_clip'] is None or config['old_is_detached_current']:
-    static['is_clip'] = None
-  else:
-    traced['is_clip'] = config['is_clip']
+  clipped = config['is_clip'] is not None and not config['old_is_detached_current']
+  (traced if clipped else static)['is_clip'] = config['is_clip'] if clipped else None
+  data = config['full_logit_distillation'] and (clipped or config['alpha'] not in (0.0, 1.0))
+  (traced if data else static)['alpha'] = config['alpha']
   return static, traced
 
 
@@ -96,7 +102,7 @@ def _value_and_gradient(static, path, traced, student, teacher, targets, mask, c
   return loss, aux['divergence'] * aux['ratio'], gradient
 
 
-def _check_case(report: Report, name: str, case: dict, dtypes: tuple[str, ...]) -> None:
+def _check_case(report: Report, name: str, case: dict, dtypes: tuple[str, ...], paths: tuple[str, ...]) -> None:
   config, info = case['config_json'], case['info_json']
   student, teacher = case['student_logits'], case['teacher_logits']
   loss_mask = case['response_mask'] * case.get('self_distillation_mask', np.ones(len(student)))[:, None]
@@ -117,7 +123,7 @@ def _check_case(report: Report, name: str, case: dict, dtypes: tuple[str, ...]) 
     rollout = np.asarray(case.get('rollout_is_weights', np.ones_like(mask)), dtype)
     coefficients = loss_coefficients(loss_mask.astype(dtype), config['loss_agg_mode']) * rollout
     old = case.get('old_log_probs') if 'is_clip' in traced else None
-    for path in ('logits', 'chunks') if finite else ('logits',):
+    for path in paths if finite else PATHS[:1]:
       with jax.enable_x64(dtype == 'float64'):
         results = _evaluate(
           tuple(sorted(static.items())),
