@@ -130,14 +130,14 @@ def test_greedy_is_transformers_greedy(models):
 
   def both(eos):
     done = generate(policy, params, tokens, lengths, make_params(8, stop_ids=((eos,),)))
-    for row in range(8):
-      prompt = prompts[row // 2]
+    for number, prompt in enumerate(prompts):
       expected = torch_model.generate(
         torch.tensor([prompt]), max_new_tokens=32, do_sample=False, eos_token_id=None if eos < 0 else eos
       )[0, len(prompt) :].tolist()
-      length = int(done.length[row])
-      assert done.tokens[row, :length].tolist() == expected
-      assert bool(done.stopped[row]) == (expected[-1] == eos)
+      for row in (2 * number, 2 * number + 1):
+        length = int(done.length[row])
+        assert done.tokens[row, :length].tolist() == expected
+        assert bool(done.stopped[row]) == (expected[-1] == eos)
     assert not done.sampling_log_probs.any()
     return done
 
@@ -236,17 +236,24 @@ def test_interrupted_is_uninterrupted(models):
   tokens, lengths = pad(random_prompts([4, 12, 5, 5]), 16)
   knobs = make_params(8, temperature=1.0, stop_ids=((EOS,),))
   whole = generate(policy, params, tokens, lengths, knobs)
-  pieces = generate(policy, params, tokens, lengths, knobs, chunks=(3, 1, 7, 21))
+  pieces = generate(policy, params, tokens, lengths, knobs, chunks=(3, 3, 13, 13))
   assert 0 < whole.stopped.sum() < 8
   for name, values in vars(whole).items():
     np.testing.assert_allclose(getattr(pieces, name), values, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-  'layers', [pytest.param(2, id='shallow', marks=pytest.mark.slow), pytest.param(kv_cache.SHALLOW + 1, id='deep')]
+  'layers',
+  [
+    pytest.param(2, id='shallow', marks=pytest.mark.campaign),
+    pytest.param(kv_cache.SHALLOW + 1, id='deep', marks=pytest.mark.slow),
+  ],
 )
 def test_the_cache_is_updated_in_place(layers):
-  """The whole donated cache is aliased, no program copies it, and temporary memory is far below a second one."""
+  """The whole donated cache is aliased, no program copies it, and temporary memory is far below a second one.
+
+  By default tests/test_attention_tpu.py says this of the programs of a TPU.
+  """
   config = dict(
     model_type='qwen3',
     vocab_size=VOCABULARY,
@@ -277,6 +284,7 @@ def test_the_cache_is_updated_in_place(layers):
 
 def test_rows_move_between_caches_and_recent_tokens_are_committed_behind_each():
   """What stands in every slot, for caches of either layout."""
+  copy_rows, commit, compact = (jax.jit(each) for each in (kv_cache.copy_rows, kv_cache.commit, kv_cache.compact))
   rng = np.random.default_rng(0)
 
   def stores(cache):
@@ -291,7 +299,7 @@ def test_rows_move_between_caches_and_recent_tokens_are_committed_behind_each():
       )
 
     into, rows = make(5, 9), make(4, 6).replace(lengths=jnp.array([6, 2, 3, 4]))
-    moved = kv_cache.copy_rows(into, rows, np.array([2, 0, 1]), np.array([4, 1, 0]), 2)
+    moved = copy_rows(into, rows, np.array([2, 0, 1]), np.array([4, 1, 0]), 2)
     assert moved.lengths.tolist() == [0, 6, 0, 0, 3]
     for new, old, source in zip(stores(moved), stores(into), stores(rows), strict=True):
       expected = np.array(old)
@@ -299,13 +307,13 @@ def test_rows_move_between_caches_and_recent_tokens_are_committed_behind_each():
       np.testing.assert_array_equal(new, expected)
     recent = make(5, 3)
     grown = moved.replace(recent=kv_cache.Recent(recent.stores, jnp.int32(2)))
-    committed = kv_cache.commit(grown, np.array([True, True, True, False, True]))
+    committed = commit(grown, np.array([True, True, True, False, True]))
     assert committed.lengths.tolist() == [2, 8, 2, 0, 5] and committed.recent is None
     for new, old, source in zip(stores(committed), stores(moved), stores(recent), strict=True):
       for row, length in ((0, 0), (1, 6), (2, 0), (4, 3)):
         np.testing.assert_array_equal(new[row, :, :length], old[row, :, :length])
         np.testing.assert_array_equal(new[row, :, length : length + 2], source[row, :, :2])
-    fewer = kv_cache.compact(committed, np.array([0, 4, 3]))
+    fewer = compact(committed, np.array([0, 4, 3]))
     assert fewer.lengths.tolist() == [2, 5, 0] and kv_cache.store_rows(fewer) == 5
     for new, old in zip(stores(fewer), stores(committed), strict=True):
       np.testing.assert_array_equal(new, np.array(old)[[0, 4, 3, 3, 4]])

@@ -115,10 +115,10 @@ def draw(model, request_, **settings):
 @pytest.mark.parametrize(
   'settings',
   [
-    dict(),
-    dict(max_batch_rows=1),
+    pytest.param(dict(), marks=pytest.mark.campaign),
+    pytest.param(dict(max_batch_rows=1), marks=pytest.mark.slow),
     dict(max_batch_rows=5, decode_chunk=7, prompt_buckets=(4, 13, 30), response_buckets=(ROOM + 9,)),
-    dict(max_batch_rows=120, decode_chunk=1),
+    pytest.param(dict(max_batch_rows=120, decode_chunk=1), marks=pytest.mark.slow),
   ],
   ids=['eight slots', 'one by one', 'five slots, other buckets', 'all at once, one step a look'],
 )
@@ -127,7 +127,9 @@ def test_samples_are_drawn_as_from_a_full_forward_pass(model, request_, settings
   assert check(model, request_, rollouts) <= 2, rollouts.completion_mask.sum()
 
 
-@pytest.mark.parametrize('order', [pytest.param('backwards', marks=pytest.mark.slow), 'shuffled'])
+@pytest.mark.parametrize(
+  'order', [pytest.param('backwards', marks=pytest.mark.campaign), pytest.param('shuffled', marks=pytest.mark.slow)]
+)
 def test_the_order_of_arrival_changes_no_sample(model, request_, monkeypatch, order):
   monkeypatch.setattr(sizes, 'SMALLEST_CACHE', 16)
   monkeypatch.setattr(slots, 'REFILLS', 2)
@@ -143,7 +145,7 @@ def test_the_order_of_arrival_changes_no_sample(model, request_, monkeypatch, or
 @pytest.mark.parametrize(
   'config',
   [
-    pytest.param(MeshConfig(), id='fsdp', marks=pytest.mark.slow),
+    pytest.param(MeshConfig(), id='fsdp', marks=pytest.mark.campaign),
     pytest.param(MeshConfig(fsdp=4, tensor=2), id='fsdp and tensor'),
   ],
 )
@@ -161,7 +163,9 @@ def test_a_mesh_changes_no_sample(model, request_, config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('layers', [pytest.param(2, id='shallow', marks=pytest.mark.slow), pytest.param(9, id='deep')])
+@pytest.mark.parametrize(
+  'layers', [pytest.param(2, id='shallow', marks=pytest.mark.campaign), pytest.param(9, id='deep')]
+)
 def test_an_int8_cache_is_near_and_changes_no_sample_by_where_it_lies(layers, request_):
   """Half a per cent of a nat or so in the log-probs of the same tokens; the same samples for any slots and chunks."""
   policy, params = huggingface.init(CONFIG | {'num_hidden_layers': layers}, jax.random.key(2))
