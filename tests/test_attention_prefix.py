@@ -1,5 +1,7 @@
 """Attention to a prefix that all rows share: the plain formula over the prefix and a row's own keys, in float64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,7 +91,7 @@ QUICK = {('one tile', (6, True)), ('splash', (0, False)), ('splash', (6, True)),
 @pytest.mark.parametrize(
   ('name', 'window', 'within'),
   [
-    pytest.param(name, *window, marks=() if (name, window) in QUICK else pytest.mark.slow)
+    pytest.param(name, *window, marks=() if (name, window) in QUICK else pytest.mark.campaign)
     for name in BACKENDS
     for window in WINDOWS
   ],
@@ -116,8 +118,17 @@ def test_every_lowering_is_the_plain_formula_with_gradients(name, window, within
     np.testing.assert_allclose(mine, theirs, atol=2e-5)
 
 
-@pytest.mark.parametrize(('window', 'within'), [(0, False), (6, False), (6, True)])
-@pytest.mark.parametrize('sampling', [False, True])
+@pytest.mark.parametrize(
+  ('sampling', 'window', 'within'),
+  [
+    (False, 0, False),
+    (True, 6, True),
+    pytest.param(False, 6, True, marks=pytest.mark.slow),
+    pytest.param(True, 6, False, marks=pytest.mark.slow),
+    pytest.param(True, 0, False, marks=pytest.mark.campaign),
+    pytest.param(False, 6, False, marks=pytest.mark.campaign),
+  ],
+)
 def test_a_frozen_prefix_and_that_of_a_sampler_need_no_copies(sampling, window, within):
   backend = BACKENDS['splash']
   arrays = *tensors(*PACKED.shape), *shared()
@@ -172,9 +183,11 @@ def test_decoding_attends_to_the_prefix_beside_its_cache(first):
   assert f'[{KV_HEADS},{rows * HEADS // KV_HEADS},{SLOTS}]' in traced and f'[{rows},{KV_HEADS},8,{SLOTS}]' not in traced
   one_layer = Stores(stores.keys[layer], stores.values[layer])
   mask = np.arange(9)[None, None] < filled[:, None, None]
-  np.testing.assert_allclose(dispatch.attend(query, (one_layer, mask), prefix=given), expected, atol=2e-6)
+  plainly = jax.jit(lambda query, given: dispatch.attend(query, (one_layer, mask), prefix=given))
+  np.testing.assert_allclose(plainly(query, given), expected, atol=2e-6)
   backend = AttentionBackend('splash', make_mesh(MeshConfig(4, 2)), interpret=True)
-  divided = dispatch.attend_stacks(backend, jnp.asarray(query), jnp.asarray(positions), [part], layer, 0, given)
+  divide = jax.jit(functools.partial(dispatch.attend_stacks, backend))
+  divided = divide(query, positions, [part], layer, 0, given)
   np.testing.assert_allclose(divided, expected, atol=2e-6)
 
 

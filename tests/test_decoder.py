@@ -135,9 +135,16 @@ def test_completions_that_share_a_prompt_equal_sequences_one_by_one(small):
   )
 
 
-@pytest.mark.parametrize('layers', [2, SHALLOW + 1], ids=['shallow', 'deep'])
-@pytest.mark.parametrize('window', [None, 4], ids=['full attention', 'sliding windows'])
-def test_one_prefill_serves_a_group_of_rows_of_different_lengths(layers, window):
+@pytest.mark.parametrize(
+  ('window', 'layers'),
+  [
+    pytest.param(None, 2, id='shallow'),
+    pytest.param(4, SHALLOW + 1, id='sliding windows, deep'),
+    pytest.param(4, 2, id='sliding windows, shallow', marks=pytest.mark.campaign),
+    pytest.param(None, SHALLOW + 1, id='deep', marks=pytest.mark.campaign),
+  ],
+)
+def test_one_prefill_serves_a_group_of_rows_of_different_lengths(window, layers):
   """Two right-padded prompts, each continued by two different rows, give the states of the four whole sequences."""
   windows = dict(use_sliding_window=True, sliding_window=window, max_window_layers=1) if window else {}
   values = {**SIZES, 'model_type': 'qwen3', 'num_hidden_layers': layers, **windows}

@@ -85,7 +85,7 @@ MODELS = {
     ),
   ),
 }
-# What families also know; run with the slow tests.
+# What families also know; most run in campaigns.
 MORE = {
   'qwen3, windows and biases': (
     'Qwen3',
@@ -164,10 +164,11 @@ def made(request, tmp_path_factory):
   return Made(model, folder, *huggingface.load(folder, FLOAT32))
 
 
-def families(*default, more=False):
-  """Test of all families, of which those named run by default; with `more`, of the other models too."""
+def families(*default, slow=(), more=False):
+  """Test of all families, of which those named run by default or slowly; with `more`, of the other models too."""
   names = [*MODELS, *MORE] if more else list(MODELS)
-  models = [pytest.param(name, marks=() if name in default else pytest.mark.slow) for name in names]
+  marks = dict.fromkeys(slow, pytest.mark.slow) | dict.fromkeys(default, ())
+  models = [pytest.param(name, marks=marks.get(name, pytest.mark.campaign)) for name in names]
   return pytest.mark.parametrize('made', models, indirect=True, ids=names)
 
 
@@ -198,7 +199,14 @@ def greedy(policy, params, **settings):
   return drawn, sampler.stats.prompts
 
 
-@families(*MODELS, more=True)
+@families(
+  'qwen3',
+  'llama',
+  'olmo3',
+  'gemma3',
+  slow=('qwen2', 'mistral', 'qwen3, windows and biases', 'mistral, tanh'),
+  more=True,
+)
 def test_samples_and_logits_are_those_of_transformers(made):
   """Greedy tokens, log-probs from the cache, on both sides of a bucket's edge, and logits of whole sequences."""
   ours, prefilled = greedy(made.policy, made.params)
@@ -225,7 +233,7 @@ def test_samples_and_logits_are_those_of_transformers(made):
     np.testing.assert_allclose(ours.model_log_probs[2 * row], drawn, atol=1e-4)
 
 
-@families(*MODELS, more=True)
+@families(*MODELS, slow=('qwen3, windows and biases', 'mistral, tanh'), more=True)
 def test_what_is_exported_is_the_same_model_in_transformers(made, tmp_path):
   """Weights and config.json, both written from what was read, and config.json copied."""
   tokens = np.random.default_rng(5).integers(1, VOCABULARY, 40).tolist()
@@ -259,7 +267,7 @@ def one_device():
   return meshes.make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
 
 
-@families('olmo3', 'gemma3')
+@families('gemma3', slow=('olmo3', 'llama'))
 def test_a_step_of_sdpo_moves_every_parameter(made):
   loss, moved = step(made, one_device())
   assert 0 < loss < np.inf
@@ -270,7 +278,7 @@ def test_a_step_of_sdpo_moves_every_parameter(made):
     assert changed.all(), (parameter.name, changed)
 
 
-@families('llama', 'gemma3')
+@families('llama', 'gemma3', slow=('olmo3',))
 def test_gradients_are_those_of_torch(made):
   tokens = np.random.default_rng(7).integers(1, VOCABULARY, 24).tolist()
   row = padded([tokens])
@@ -294,7 +302,7 @@ def test_gradients_are_those_of_torch(made):
       np.testing.assert_allclose(parameter.to_huggingface(found), exact, atol=atol, err_msg=name)
 
 
-@families()
+@families(slow=('gemma3',))
 def test_the_kernels_of_a_tpu_sample_what_the_plain_path_does(made):
   kernels = dataclasses.replace(made.policy, backend=AttentionBackend('splash', interpret=True))
   drawn, expected = (greedy(policy, made.params)[0] for policy in (kernels, made.policy))
@@ -302,7 +310,7 @@ def test_the_kernels_of_a_tpu_sample_what_the_plain_path_does(made):
   np.testing.assert_allclose(drawn.model_log_probs, expected.model_log_probs, atol=1e-4)
 
 
-@families()
+@families(slow=('olmo3',))
 def test_a_step_on_eight_devices_is_that_of_one(made):
   loss, moved = step(made, one_device())
   spread_loss, spread = step(made, meshes.make_mesh(MeshConfig(fsdp=4, tensor=2)))
@@ -310,7 +318,7 @@ def test_a_step_on_eight_devices_is_that_of_one(made):
   jax.tree.map(lambda one, eight: np.testing.assert_allclose(eight, one, atol=3e-6), moved, spread)
 
 
-@families('gemma3')
+@families('gemma3', slow=('olmo3',))
 def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(made):
   tokens = np.random.default_rng(6).integers(1, VOCABULARY, 40).tolist()
   exact = logits_of(made.reference, tokens)
@@ -343,7 +351,7 @@ def test_the_scale_of_an_embedding_is_rounded_to_compute_dtype_first():
   assert np.mean(np.asarray(ours, np.float32) == theirs.float().numpy()) > 0.99
 
 
-@families('olmo3', 'gemma3')
+@families('gemma3', slow=('olmo3',))
 def test_eight_devices_compute_and_sample_what_one_does(made):
   """Heads that do not divide the devices stay whole: Gemma has one head of keys here."""
   mesh = meshes.make_mesh(MeshConfig(fsdp=4, tensor=2))
