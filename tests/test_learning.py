@@ -24,6 +24,7 @@ from sdpo_jax.types import Batch
 from tests.test_lora_pool import MEMBERS, make_pool, stacked
 
 K, ROWS = 8, 3
+ROOM, LENGTH = 12, 6  # Of the longest prompt, and of the longest completion.
 OPTIMIZER = AdamW(learning_rate=3e-3, weight_decay=0.1, max_grad_norm=0.05)
 
 
@@ -46,7 +47,7 @@ def learner(adapters):
     topk=K,
     rows=ROWS,
     prompt_buckets=(4, 8),
-    teacher_buckets=(8, 12),
+    teacher_buckets=(12,),
     response_buckets=(6,),
   )
 
@@ -163,9 +164,10 @@ def log_softmax(values):
 
 def said_by(policy, base, trainable, prompt, completion):
   """[T, V] float64 log-probs."""
-  tokens = np.asarray([completion], np.int32)
-  rows = batching.token_rows([prompt], tokens, np.ones(tokens.shape, bool), len(prompt))
-  return log_softmax(logits_of(policy, base, trainable, rows)[0])[:, : policy.vocab_size]
+  tokens = np.zeros((1, LENGTH), np.int32)  # Of one length, for one program.
+  tokens[0, : len(completion)] = completion
+  rows = batching.token_rows([prompt], tokens, np.arange(LENGTH)[None] < len(completion), ROOM)
+  return log_softmax(logits_of(policy, base, trainable, rows)[0, : len(completion)])[:, : policy.vocab_size]
 
 
 @pytest.mark.parametrize('form', ['mixture', 'design'])

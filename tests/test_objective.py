@@ -174,7 +174,17 @@ def test_tail_holds_the_rest_and_at_least_1e_7():
     )
 
 
-@pytest.mark.parametrize('vocab,k', [(7, 7), (1000, 20), (5003, 40), (5003, 30), (4096, 32), (9000, 1)])
+@pytest.mark.parametrize(
+  'vocab,k',
+  [
+    (7, 7),
+    (5003, 30),
+    (4096, 32),
+    pytest.param(5003, 40, marks=pytest.mark.slow),
+    pytest.param(1000, 20, marks=pytest.mark.campaign),
+    pytest.param(9000, 1, marks=pytest.mark.campaign),
+  ],
+)
 @pytest.mark.parametrize('levels', [None, 5])
 def test_top_k_is_exact_and_ranks_equal_entries_by_their_index(vocab, k, levels):
   """At once, in two stages, and gathered block by block without the logits; rows of −inf and of few values too."""

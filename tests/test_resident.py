@@ -17,7 +17,7 @@ from sdpo_jax.rollout.engine import Completion, Draft, Sampler
 from sdpo_jax.rollout.resident import CancelledError, Resident, Weights
 from tests.test_rollout_engine import CONFIG, TOKENIZER, decode_text
 
-MEMBERS = 3
+MEMBERS, SAMPLES = 3, 3
 SETTINGS = dict(prompt_buckets=(8, 24), response_buckets=(24,), max_batch_rows=4, decode_chunk=3, stop_token_ids=(30,))
 
 
@@ -79,7 +79,10 @@ def requests(count, seed=0):
 
 @pytest.fixture(scope='module')
 def expected(model):
-  """Return what a sampler that knows one adapter, or none, draws for a request alone."""
+  """Return what a sampler that knows one adapter, or none, draws for a request alone.
+
+  It draws as many samples as any request asks for, in programs for one number of rows: a sample knows of no other.
+  """
   policy, base, members = model
 
   def draw(prompt, member, options, stops):
@@ -87,7 +90,9 @@ def expected(model):
     ends = {30, *stops['stop_token_ids']}
     ends |= set(range(-4, -len(ends)))  # Always four, for one program; no token is negative.
     alone = Sampler(its, TOKENIZER, **SETTINGS | dict(stop_token_ids=sorted(ends), stop=stops['stop']))
-    return sorted(alone.stream(base, own, [prompt], **options), key=lambda done: done.sample)
+    assert options['n'] <= SAMPLES
+    drawn = sorted(alone.stream(base, own, [prompt], **options | {'n': SAMPLES}), key=lambda done: done.sample)
+    return drawn[: options['n']]
 
   return draw
 

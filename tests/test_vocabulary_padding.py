@@ -1,5 +1,7 @@
 """Rows that pad the vocabulary change nothing: not what is sampled, not a log-prob or gradient, not an export."""
 
+import functools
+
 import chex
 import jax
 import numpy as np
@@ -89,7 +91,8 @@ def test_log_probs_and_gradients_are_the_same_and_pads_get_none(models):
     def loss(tree, policy=policy):
       return update.forward(policy, {}, tree, rows)
 
-    log_probs, entropy = update.completion_log_probs(policy, config, None, {}, parameters, rows, completions)
+    of_rows = functools.partial(update.completion_log_probs, policy, config, None, {})
+    log_probs, entropy = jax.jit(of_rows)(parameters, rows, completions)
 
     def total(tree, loss=loss, policy=policy):
       hidden, unembedding = loss(tree)
@@ -97,7 +100,7 @@ def test_log_probs_and_gradients_are_the_same_and_pads_get_none(models):
       return objective(hidden, unembedding, None, completions, every, None, every, every, advantages=every,
                        vocab_size=policy.vocab_size)[0]  # fmt: skip
 
-    results.append((log_probs, entropy, jax.grad(total)(parameters)))
+    results.append((log_probs, entropy, jax.jit(jax.grad(total))(parameters)))
   (log_probs, entropy, small), (padded_log_probs, padded_entropy, large) = results
   chex.assert_trees_all_close((log_probs, entropy), (padded_log_probs, padded_entropy), atol=1e-5)
   for name in {'embedding', 'unembedding'} & set(small):
