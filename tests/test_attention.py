@@ -48,7 +48,7 @@ XLA = {
   'chunks of queries': AttentionBackend(tile_bytes=HEADS * 40 * 10 * 4),
   'chunks that do not divide the sequence': AttentionBackend(tile_bytes=HEADS * 40 * 16 * 4),
 }
-UNEVEN = list(XLA)[-1]
+UNEVEN, TILES = list(XLA)[-1], ('one tile', 'chunks of queries')
 KERNELS = {'splash': AttentionBackend('splash', interpret=True), 'cudnn': AttentionBackend('cudnn', interpret=True)}
 
 
@@ -124,11 +124,13 @@ def with_gradients(function, real, *arrays, **more):
   return [np.asarray(out) * real[:, :, None, None], *gradients]
 
 
-# What divides rows into tiles, and with windows chunks too, has one program for all windows that a model has.
+# A lowering has one program for all windows that a model has. Two ways to cut scores into tiles stand for all.
 @pytest.mark.parametrize(
   ('name', 'windows'),
   [
-    pytest.param(name, windows, marks=() if len(windows) == 2 or name in ('splash', UNEVEN) else pytest.mark.slow)
+    pytest.param(
+      name, windows, marks=() if len(windows) == 2 and name not in TILES or name == UNEVEN else pytest.mark.slow
+    )
     for name in (*XLA, *KERNELS)
     for windows in ((0,), (0, 6))
   ],
@@ -150,7 +152,7 @@ def test_every_lowering_is_the_plain_formula(name, windows):
 def parents_grid():
   """Yield every lowering without a mesh, and on one the kernel by default: a mesh divides rows before a lowering."""
   for name in (*XLA, *KERNELS):
-    yield pytest.param(name, None, marks=pytest.mark.slow if name in ('one tile', 'chunks of queries') else ())
+    yield pytest.param(name, None, marks=pytest.mark.slow if name in TILES else ())
     yield pytest.param(name, (4, 1), marks={'splash': (), UNEVEN: pytest.mark.slow}.get(name, pytest.mark.campaign))
 
 

@@ -279,6 +279,7 @@ def on_mesh(policy, base, fsdp, tensor):
   return policy.on(mesh), placed
 
 
+@pytest.mark.slow
 def test_a_mesh_divides_pools_and_scores_as_one_device(model, tmp_path):
   policy, base = on_mesh(*model, 4, 2)
   settings = dataclasses.replace(SETTINGS, training_rows=8)

@@ -201,10 +201,9 @@ def greedy(policy, params, **settings):
 
 @families(
   'qwen3',
-  'llama',
   'olmo3',
   'gemma3',
-  slow=('qwen2', 'mistral', 'qwen3, windows and biases', 'mistral, tanh'),
+  slow=('llama', 'qwen2', 'mistral', 'qwen3, windows and biases', 'mistral, tanh'),
   more=True,
 )
 def test_samples_and_logits_are_those_of_transformers(made):
@@ -351,7 +350,7 @@ def test_the_scale_of_an_embedding_is_rounded_to_compute_dtype_first():
   assert np.mean(np.asarray(ours, np.float32) == theirs.float().numpy()) > 0.99
 
 
-@families('gemma3', slow=('olmo3',))
+@families(slow=('gemma3', 'olmo3'))
 def test_eight_devices_compute_and_sample_what_one_does(made):
   """Heads that do not divide the devices stay whole: Gemma has one head of keys here."""
   mesh = meshes.make_mesh(MeshConfig(fsdp=4, tensor=2))

@@ -176,6 +176,7 @@ def test_log_probs_are_those_of_a_full_forward_pass(models):
       np.testing.assert_allclose(done.sampling_log_probs[row, :length], expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_row_is_what_it_is_alone(models):
   """Another batch size, place, padding, room, neighbours and group size give the same tokens."""
   _, policy, params = models

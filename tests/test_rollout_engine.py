@@ -181,7 +181,7 @@ def test_a_cache_that_is_not_resized_has_one_program_and_changes_no_sample(model
 @pytest.mark.parametrize(
   ('layers', 'mesh'),
   [
-    pytest.param(1, None, id='one device'),
+    pytest.param(1, None, id='one device', marks=pytest.mark.slow),
     pytest.param(kv_cache.SHALLOW + 1, MeshConfig(4, 2), id='deep, eight devices', marks=pytest.mark.slow),
   ],
 )
@@ -387,7 +387,7 @@ def test_training_and_evaluation_share_compiled_functions(compiled):
   'config',
   [
     pytest.param(MeshConfig(), id='fsdp', marks=pytest.mark.campaign),
-    pytest.param(MeshConfig(fsdp=2, tensor=4), id='fsdp and tensor'),
+    pytest.param(MeshConfig(fsdp=2, tensor=4), id='fsdp and tensor', marks=pytest.mark.slow),
   ],
 )
 def test_rows_spread_over_a_mesh_sample_the_same(model, reference, config, compiled):

@@ -55,6 +55,9 @@ def test_large_vocabularies_are_padded_by_themselves(models):
   assert rows(151936) == 152576 and rows(32768) == 32768 and rows(1000) == 1000
 
 
+@pytest.mark.parametrize(
+  'models', [True, pytest.param(False, marks=pytest.mark.slow)], ids=['tied', 'untied'], indirect=True, scope='module'
+)
 @pytest.mark.parametrize('top_p', [1.0, 0.9])
 def test_the_same_is_sampled(models, top_p):
   folder, pairs = models
