@@ -92,6 +92,18 @@ def test_hostile_texts_are_shown_and_do_nothing(opened, tmp_path):
   assert 'U+202E' in page.evaluate("document.getElementById('charts').textContent")
 
 
+def test_characters_that_leave_no_mark_are_named(opened, tmp_path):
+  text = 'a\u3164b\u2800c\ufe0fd\u00a0e\u200bf g\th'
+  page = opened(report_runs.write(tmp_path / 'run', [metrics(1)], {1: [rollout(1, 0, text)]}))
+  page.until("document.querySelector('.detail .tokens')")
+  assert shown(page) == 'aU+3164bU+2800cU+FE0FdU+00A0eU+200Bf g\th'
+  # Over all of Unicode as the browser knows it, by its own properties.
+  hidden = r'/^(?![\t\n])(?:[\p{C}\p{Zl}\p{Zp}\p{Default_Ignorable_Code_Point}\u2800]|(?! )\p{Zs})$/u'
+  wrong = f"""[...Array(0x110000).keys()].map((code) => String.fromCodePoint(code)).filter(
+    (letter) => (letter.match(INVISIBLE) !== null) !== {hidden}.test(letter)).length"""
+  assert page.evaluate(wrong) == 0
+
+
 def test_rollouts_are_filtered_chosen_and_read_token_by_token(opened, tmp_path):
   page = opened(run_of(tmp_path / 'run'))
   count = "document.querySelector('#rollouts .tools .muted').textContent"

@@ -32,7 +32,7 @@ ROOMS = """
   sdpo_jax.config
   sdpo_jax.tables sdpo_jax.files sdpo_jax.liveness
   sdpo_jax.types
-  sdpo_jax.errors
+  sdpo_jax.errors sdpo_jax.invisible
 """.strip().split('\n')
 FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms.split()}
 

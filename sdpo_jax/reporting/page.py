@@ -15,6 +15,7 @@ import json
 import string
 from typing import Any
 
+from sdpo_jax import invisible
 from sdpo_jax.files import jsonable
 from sdpo_jax.reporting.groups import differences, group_runs, labels
 from sdpo_jax.reporting.rollouts import Rollouts, packed
@@ -78,7 +79,7 @@ def render(title: str, known: Mapping[str, Any], pieces: Sequence[str]) -> str:
     pieces: texts of the rollouts, packed.
   """
   style = _web('report.css')
-  script = "'use strict';\n" + '\n'.join(_web(name) for name in SCRIPTS)
+  script = "'use strict';\n" + invisible.SCRIPT + '\n'.join(_web(name) for name in SCRIPTS)
   text = packed(json.dumps(known, allow_nan=False, separators=(',', ':')))
   data = [f'<script type="text/plain" id="summary">{text}</script>']
   data += [f'<script type="text/plain" id="piece{number}">{piece}</script>' for number, piece in enumerate(pieces)]

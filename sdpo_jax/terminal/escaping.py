@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import re
 
+from sdpo_jax.invisible import is_visible
+
 _NAMES = {'\t': 'tab', '\n': 'newline', '\r': 'return', '\x1b': 'escape', '\0': 'null', ' ': 'space'}
 _BY_NAME = {name: character for character, name in _NAMES.items()}
-# Characters that Python takes for printable, but that leave no mark: fillers, variation selectors, the empty braille
-# cell.
-_UNSEEN = frozenset(
-  '\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0'
-  + ''.join(chr(code) for code in (*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)))
-)
 _ESCAPED = re.compile('⟨(?:U\\+([0-9A-F]{4,6})|([a-z]+))⟩')
 
 
@@ -26,7 +22,9 @@ def visible(text: str, keep: str = '\n') -> str:
     text: of anybody.
     keep: characters that are left as they are though they act, of newline, tab and space.
   """
-  return ''.join(letter if letter in keep or _is_seen(letter) else escaped(letter) for letter in text)
+  return ''.join(
+    letter if letter in keep or is_visible(letter) and letter not in '⟨⟩' else escaped(letter) for letter in text
+  )
 
 
 def visible_line(text: str) -> str:
@@ -43,7 +41,3 @@ def escaped(letter: str) -> str:
 def original(shown: str) -> str:
   """Return the text of which `visible` has made another one."""
   return _ESCAPED.sub(lambda found: chr(int(found[1], 16)) if found[1] else _BY_NAME[found[2]], shown)
-
-
-def _is_seen(letter: str) -> bool:
-  return letter.isprintable() and letter not in _UNSEEN and letter not in '⟨⟩'

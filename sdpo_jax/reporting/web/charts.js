@@ -225,7 +225,7 @@ class Chart {
       const band = (line.band || []).find(([step]) => step === nearest);
       const spread = band && band[1] !== band[2] ? ` (${number(band[1], this.spec.share)} to ${number(band[2], this.spec.share)})` : '';
       rows.push(
-        make('div', { class: 'row' }, make('span', { class: 'key colour' + (line.colour % COLOURS) }), make('span', { class: 'label' }, short(line.label, 60)),
+        make('div', { class: 'row' }, make('span', { class: 'key colour' + (line.colour % COLOURS) }), make('span', { class: 'label' }, seen(short(line.label, 60))),
           make('b', {}, number(found[1], this.spec.share) + spread)),
       );
     }

@@ -132,7 +132,7 @@ function comparison(page, main) {
   const columns = [main, 'rollout/score_mean', 'throughput/tokens_per_s'].filter(Boolean);
   return make('div', { class: 'card wide' },
     make('table', {},
-      make('thead', {}, make('tr', {}, make('th', {}, 'runs'), make('th', {}, 'steps'), columns.map((metric) => [make('th', {}, short(metric, 40) + ', first'), make('th', {}, 'last'), make('th', {}, 'highest')]))),
+      make('thead', {}, make('tr', {}, make('th', {}, 'runs'), make('th', {}, 'steps'), columns.map((metric) => [make('th', {}, seen(short(metric, 40)), ', first'), make('th', {}, 'last'), make('th', {}, 'highest')]))),
       make('tbody', {}, page.groups.map((group, colour) => make('tr', {},
         make('td', { title: group.runs.map((run) => page.runs[run].workdir).join('\n') }, make('span', { class: 'key colour' + (colour % COLOURS) }), seen(group.label), group.runs.length > 1 ? make('span', { class: 'muted' }, ` ${group.runs.length} runs`) : null),
         make('td', {}, [...new Set(group.runs.map((run) => page.runs[run].last))].map((step) => step === null ? '–' : step.toLocaleString('en-US')).join(', ')),

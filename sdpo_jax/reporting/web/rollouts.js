@@ -161,7 +161,7 @@ class Browser {
     const colors = make('span', { class: 'choice', role: 'group', 'aria-label': 'Colour of the tokens' }, [...colorings, 'none'].map((name) =>
       make('button', { type: 'button', class: name === (coloring || 'none') ? 'on' : '', onclick: () => this.change({ color: name }) }, name === 'none' ? 'plain' : COLOURINGS[name].label)));
     const same = index.question.reduce((count, question) => count + (question === index.question[i]), 0);
-    const title = make('div', { class: 'title' }, this.badge(i), make('b', {}, this.page.runs.length > 1 ? run.name + ', ' : '', 'step ' + index.step[i]), make('span', { class: 'muted' }, seen(short(rollout.id || '', 60))), make('span', { class: 'space' }),
+    const title = make('div', { class: 'title' }, this.badge(i), make('b', {}, this.page.runs.length > 1 ? [seen(run.name), ', '] : '', 'step ' + index.step[i]), make('span', { class: 'muted' }, seen(short(rollout.id || '', 60))), make('span', { class: 'space' }),
       same > 1 && this.state.question === null ? make('button', { type: 'button', title: 'Only this question (s)', onclick: () => this.change({ question: String(index.question[i]) }) }, `${same} of this question`) : null,
       make('button', { type: 'button', 'aria-label': 'Previous rollout', title: 'Previous (k)', onclick: () => this.step(-1) }, '↑'), make('button', { type: 'button', 'aria-label': 'Next rollout', title: 'Next (j)', onclick: () => this.step(1) }, '↓'));
     const end = { stop: 'ended by itself', length: 'cut off at the limit' }[rollout.finish_reason] || rollout.finish_reason;

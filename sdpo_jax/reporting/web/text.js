@@ -24,15 +24,11 @@ function makeSvg(tag, attributes, ...children) {
   return element;
 }
 
-// Characters that cannot be seen, or that move others: controls, directions, joiners, halves of a pair.
-const UNSEEN =
-  /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u115f\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff\u{e0000}-\u{e007f}]/gu;
-
-// Nodes for a text in which such characters are named.
+// Nodes for a text in which characters that cannot be seen, or that move others, are named (sdpo_jax/invisible.py).
 function seen(text) {
   const nodes = [];
   let start = 0;
-  for (const match of text.matchAll(UNSEEN)) {
+  for (const match of text.matchAll(INVISIBLE)) {
     if (match.index > start) nodes.push(text.slice(start, match.index));
     const code = match[0].codePointAt(0).toString(16).toUpperCase().padStart(4, '0');
     nodes.push(make('span', { class: 'unseen', title: 'The character U+' + code }, 'U+' + code));

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
+from sdpo_jax import invisible
 from sdpo_jax.serving.web.openapi import operation
 
 _FILES = {'console': 'text/html', 'console.css': 'text/css', 'console.js': 'text/javascript'}  # Path → its type.
@@ -31,6 +32,8 @@ async def _beginning(request: Request) -> Response:
 def _file(path: str, kind: str) -> Route:
   name = path if '.' in path else f'{path}.html'
   content = importlib.resources.files(__package__).joinpath(name).read_bytes()
+  if kind == 'text/javascript':
+    content = invisible.SCRIPT.encode() + content
 
   @operation(summary=f'A page for people: {name}.', answers=kind, open=True)
   async def file(request: Request) -> Response:

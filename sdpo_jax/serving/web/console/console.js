@@ -16,9 +16,9 @@ function element(tag, properties = {}, ...children) {
 const shown = (value, digits = 3) => (typeof value === 'number' ? value.toFixed(digits) : '–');
 const when = (seconds) => new Date(1000 * seconds).toLocaleString();
 
-// Characters that would not be seen, or would reorder what is: a person approves what stands there.
-const HIDDEN = /(?![\t\n])[\p{C}\p{Zl}\p{Zp}\p{Default_Ignorable_Code_Point}\u2800]|(?! )\p{Zs}/gu;
-const visible = (text) => text.replace(HIDDEN, (c) => `\\u{${c.codePointAt(0).toString(16)}}`);
+// Characters that would not be seen, or would reorder what is, named (sdpo_jax/invisible.py): a person approves what
+// stands there.
+const visible = (text) => text.replace(INVISIBLE, (c) => `\\u{${c.codePointAt(0).toString(16)}}`);
 
 class Refused extends Error {}
 
