@@ -7,15 +7,16 @@ tokenizer.json says): byte-level BPE, in which the letters of a known word join 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-import json
 import pathlib
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
 from sdpo_jax.environments import facts
+from sdpo_jax.quickstart import tokenizer as chatml
+from sdpo_jax.quickstart.tokenizer import END_OF_TEXT
 
-END_OF_TEXT, BEGIN, ASK = '<|endoftext|>', '<|document|>', '<|ask|>'
+BEGIN, ASK = '<|document|>', '<|ask|>'
 SPACE = 'Ġ'  # As byte-level vocabularies write it. A token is a word with the space before it.
 # Nothing stands before an answer but the question, so that a cartridge can take the place of the document.
 CHAT_TEMPLATE = (
@@ -62,22 +63,7 @@ def save(directory: pathlib.Path) -> None:
   """Write tokenizer.json and tokenizer_config.json, as transformers.AutoTokenizer reads them."""
   tokenizer = Tokenizer(BPE(VOCABULARY, list(_MERGES)))
   tokenizer.normalizer = normalizers.NFC()
-  tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-    [
-      pre_tokenizers.Split(Regex(_PIECES), 'isolated'),
-      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
-  )
+  tokenizer.pre_tokenizer = chatml.splitter(_PIECES)
   tokenizer.decoder = decoders.ByteLevel()
   tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in (END_OF_TEXT, BEGIN, ASK)])
-  tokenizer.save(str(directory / 'tokenizer.json'))
-  values = {
-    'tokenizer_class': 'Qwen2Tokenizer',
-    'chat_template': CHAT_TEMPLATE,
-    'eos_token': END_OF_TEXT,
-    'pad_token': END_OF_TEXT,
-    'additional_special_tokens': [BEGIN, ASK],
-    'clean_up_tokenization_spaces': False,
-    'model_max_length': 1024,
-  }
-  (directory / 'tokenizer_config.json').write_text(json.dumps(values, indent=2) + '\n', encoding='utf-8')
+  chatml.save(tokenizer, directory, CHAT_TEMPLATE, kind='Qwen2Tokenizer', end=END_OF_TEXT, others=(BEGIN, ASK))

@@ -73,7 +73,7 @@ def make_session_base(
   with tempfile.TemporaryDirectory() as scratch:
     source = pathlib.Path(scratch)
     vocabulary = session_tokenizer.make(_corpus(distillation), sentences(distillation))
-    session_tokenizer.save(vocabulary, source)
+    chatml.save(vocabulary, source, session_tokenizer.CHAT_TEMPLATE)
     values = config_json(recipe, vocabulary.get_vocab_size(), vocabulary.token_to_id(chatml.END))
     generation = {'eos_token_id': values['eos_token_id'], 'pad_token_id': values['pad_token_id'], 'do_sample': True}
     for name, content in (('config.json', values), ('generation_config.json', generation)):

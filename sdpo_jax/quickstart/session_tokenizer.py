@@ -8,13 +8,12 @@ stands, in a question, a correction and a call, so that the model can copy it; w
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-import json
-import pathlib
 import re
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
+from sdpo_jax.quickstart import tokenizer as chatml
 from sdpo_jax.quickstart.tokenizer import END, END_OF_TEXT, START
 
 OPEN, CLOSE = '<tool_call>', '</tool_call>'  # Text that models write, as in Qwen3: no special tokens.
@@ -39,19 +38,9 @@ CHAT_TEMPLATE = (
 _PIECES = r'\p{N}|[\p{L}_]+(?:\.py\b)?|[^\p{L}\p{N}_]+'
 
 
-def _splitter(sentences: Sequence[str]) -> pre_tokenizers.PreTokenizer:
-  pieces = '|'.join([*map(re.escape, sentences), _PIECES])
-  return pre_tokenizers.Sequence(
-    [
-      pre_tokenizers.Split(Regex(pieces), 'isolated'),
-      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
-  )
-
-
 def make(texts: Iterable[str], sentences: Sequence[str]) -> Tokenizer:
   """Return a tokenizer in which every piece of the texts is one token, and so is each of some sentences."""
-  splitter, pieces = _splitter(sentences), set()
+  splitter, pieces = chatml.splitter('|'.join([*map(re.escape, sentences), _PIECES])), set()
   for text in texts:
     pieces.update(piece for piece, _ in splitter.pre_tokenize_str(text))
   specials, letters = [END_OF_TEXT, START, END, OPEN, CLOSE], sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -62,18 +51,3 @@ def make(texts: Iterable[str], sentences: Sequence[str]) -> Tokenizer:
   tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in specials[:3]])
   tokenizer.add_tokens([AddedToken(name, normalized=False) for name in specials[3:]])
   return tokenizer
-
-
-def save(tokenizer: Tokenizer, directory: pathlib.Path) -> None:
-  """Write tokenizer.json and tokenizer_config.json, as transformers.AutoTokenizer reads them."""
-  tokenizer.save(str(directory / 'tokenizer.json'))
-  values = {
-    'tokenizer_class': 'PreTrainedTokenizerFast',
-    'chat_template': CHAT_TEMPLATE,
-    'eos_token': END,
-    'pad_token': END_OF_TEXT,
-    'additional_special_tokens': [START],
-    'clean_up_tokenization_spaces': False,
-    'model_max_length': 1024,
-  }
-  (directory / 'tokenizer_config.json').write_text(json.dumps(values, indent=2) + '\n', encoding='utf-8')

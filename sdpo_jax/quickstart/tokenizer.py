@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 import json
 import pathlib
 
@@ -27,12 +27,7 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
   token.
   """
   tokenizer = Tokenizer(BPE())
-  tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-    [
-      pre_tokenizers.Split(Regex(_PIECES), 'isolated'),
-      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
-  )
+  tokenizer.pre_tokenizer = splitter(_PIECES)
   tokenizer.decoder = decoders.ByteLevel()
   trainer = BpeTrainer(
     vocab_size=vocab_size,
@@ -44,15 +39,42 @@ def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
   return tokenizer
 
 
-def save(tokenizer: Tokenizer, directory: pathlib.Path) -> None:
-  """Write tokenizer.json and tokenizer_config.json, as transformers.AutoTokenizer reads them."""
+def splitter(pieces: str) -> pre_tokenizers.PreTokenizer:
+  """Return what divides a text where a regular expression says, and writes the bytes of each piece as letters."""
+  return pre_tokenizers.Sequence(
+    [
+      pre_tokenizers.Split(Regex(pieces), 'isolated'),
+      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+  )
+
+
+def save(
+  tokenizer: Tokenizer,
+  directory: pathlib.Path,
+  template: str = CHAT_TEMPLATE,
+  *,
+  kind: str = 'PreTrainedTokenizerFast',
+  end: str = END,
+  others: Sequence[str] = (START,),
+) -> None:
+  """Write tokenizer.json and tokenizer_config.json, as transformers.AutoTokenizer reads them.
+
+  Args:
+    tokenizer: to write.
+    directory: that is there.
+    template: of conversations.
+    kind: the class of transformers that reads it.
+    end: the special token that ends a turn.
+    others: special tokens beside it and `END_OF_TEXT`, which pads.
+  """
   tokenizer.save(str(directory / 'tokenizer.json'))
   values = {
-    'tokenizer_class': 'PreTrainedTokenizerFast',
-    'chat_template': CHAT_TEMPLATE,
-    'eos_token': END,
+    'tokenizer_class': kind,
+    'chat_template': template,
+    'eos_token': end,
     'pad_token': END_OF_TEXT,
-    'additional_special_tokens': [START],
+    'additional_special_tokens': list(others),
     'clean_up_tokenization_spaces': False,
     'model_max_length': 1024,
   }
