@@ -13,7 +13,7 @@ from models import tokenizer as tokenizers
 from sdpo_jax.config import Config, ModelConfig
 from sdpo_jax.environments.workspace import tools as workspace
 from sdpo_jax.errors import UserError
-from sdpo_jax.quickstart import session_base, session_lessons, tool_tasks
+from sdpo_jax.quickstart import session_base, session_lessons, supervised, tool_tasks
 from sdpo_jax.quickstart.copying import COPY, with_copying
 from sdpo_jax.quickstart.session_base import Recipe, make_session_base
 from sdpo_jax.quickstart.session_lessons import Lesson
@@ -133,7 +133,7 @@ def test_conversations_stand_side_by_side_and_each_predicts_its_own():
 
 
 def test_it_begins_with_names_that_look_alike_and_heads_that_copy():
-  values = session_base.config_json(Recipe(), 40, 2)
+  values = supervised.qwen3_json(Recipe(), 40, 2)
   policy, params = huggingface.init(values, jax.random.key(0))
   begun = with_copying(params, policy.config, [[5, 6, 7], [8, 9]], 0)
   common = begun['embedding'] - np.asarray(params['embedding'])

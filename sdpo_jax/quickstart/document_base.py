@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import dataclasses
-import json
+import functools
 import os
 import pathlib
 import tempfile
@@ -23,26 +23,25 @@ from models import exporting, huggingface
 from models.decoder import DecoderPolicy
 from sdpo_jax.environments import facts
 from sdpo_jax.quickstart import document_tokenizer as tokenizer
+from sdpo_jax.quickstart import supervised
 from sdpo_jax.quickstart.induction import with_circuit
+from sdpo_jax.quickstart.supervised import TinyRecipe
 from sdpo_jax.types import Tree
 
 
-@dataclasses.dataclass(frozen=True)
-class Recipe:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe(TinyRecipe):
   """How the model is made."""
 
   steps: int = 150  # The first third on short documents.
+  warmup_steps: int = 10
   facts: int = facts.FACTS  # Of a document at most; it has at least half as many.
   documents: int = 6  # Of a step.
   short_facts: int = 16
   short_documents: int = 16
-  learning_rate: float = 3e-3  # Peak; linear warm-up, cosine decay to 2 %.
-  warmup_steps: int = 10
-  seed: int = 0
   hidden_size: int = 128
   intermediate_size: int = 128
-  heads: int = 4
-  kv_heads: int = 2
+  layers: int = 2
   head_dim: int = 32
 
 
@@ -65,9 +64,7 @@ def make_document_base(
   with tempfile.TemporaryDirectory() as scratch:
     source = pathlib.Path(scratch)
     tokenizer.save(source)
-    generation = {'eos_token_id': values['eos_token_id'], 'pad_token_id': values['pad_token_id'], 'do_sample': True}
-    for name, content in (('config.json', values), ('generation_config.json', generation)):
-      (source / name).write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
+    supervised.write_description(source, values)
     policy, params = train(recipe, announce)
     huggingface.save(output, policy, params, source=source, dtype='float32')
 
@@ -76,27 +73,18 @@ def train(recipe: Recipe, announce: Callable[[str], None] = lambda text: None) -
   """Return the policy, trained on random documents: cross-entropy of the answers, the mean over their tokens."""
   policy, params = huggingface.init(config_json(recipe), jax.random.key(recipe.seed))
   params = jax.tree.map(jnp.asarray, with_circuit(params, policy.config, recipe.seed))
-  schedule = optax.warmup_cosine_decay_schedule(
-    0.0, recipe.learning_rate, min(recipe.warmup_steps, recipe.steps), recipe.steps + 1, 0.02 * recipe.learning_rate
-  )
-  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule))
+  rng = np.random.default_rng(recipe.seed)
 
-  @jax.jit
-  def step(params, state, rows):
-    (loss, right), grads = jax.value_and_grad(cross_entropy, argnums=1, has_aux=True)(policy, params, rows)
-    updates, state = optimizer.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, loss, right
-
-  rng, state = np.random.default_rng(recipe.seed), optimizer.init(params)
-  for i in range(recipe.steps):
-    short = 3 * i < recipe.steps
+  def rows_of(number: int) -> Rows:
+    short = 3 * number < recipe.steps
     most, count = (recipe.short_facts, recipe.short_documents) if short else (recipe.facts, recipe.documents)
-    documents = [facts.draw(rng, int(rng.integers(-(-most // 2), most + 1))) for _ in range(count)]
-    params, state, loss, right = step(params, state, collate(documents, most))
-    if (i + 1) % 25 == 0 or i + 1 == recipe.steps:
-      said = f'cross-entropy {float(loss):.4f} nats a token, {float(right):.1%} of answers right'
-      announce(f'step {i + 1}/{recipe.steps}: {said}')
-  return policy, params
+    return collate([facts.draw(rng, int(rng.integers(-(-most // 2), most + 1))) for _ in range(count)], most)
+
+  def say(loss: jax.Array, right: jax.Array) -> str:
+    return f'cross-entropy {float(loss):.4f} nats a token, {float(right):.1%} of answers right'
+
+  measure = functools.partial(cross_entropy, policy)
+  return policy, supervised.train(params, measure, rows_of, recipe, say, announce, every=25, method=optax.adam)
 
 
 # tokens, positions, segment_ids, parents [B, S]; index of the states that predict the answers [B, Q, 3], answers [B, Q,
@@ -143,27 +131,14 @@ def cross_entropy(policy: DecoderPolicy, params: Tree, rows: Rows) -> tuple[jax.
 
 
 def config_json(recipe: Recipe) -> dict[str, Any]:
-  return {
-    'architectures': ['Qwen2ForCausalLM'],
-    'model_type': 'qwen2',
-    'vocab_size': len(tokenizer.VOCABULARY),
-    'hidden_size': recipe.hidden_size,
-    'intermediate_size': recipe.intermediate_size,
-    'num_hidden_layers': 2,
-    'num_attention_heads': recipe.heads,
-    'num_key_value_heads': recipe.kv_heads,
-    'head_dim': recipe.head_dim,
-    'hidden_act': 'silu',
-    'max_position_embeddings': 1024,
-    'rope_theta': 1e6,
-    'rms_norm_eps': 1e-6,
-    'attention_dropout': 0.0,
-    'use_sliding_window': False,
-    'tie_word_embeddings': False,
-    'initializer_range': 0.08,  # Smaller ones leave heads outside the circuit of no use to a cartridge.
-    'use_cache': True,
-    'bos_token_id': None,
-    'eos_token_id': tokenizer.token_of(facts.END),
-    'pad_token_id': tokenizer.token_of(tokenizer.END_OF_TEXT),
-    'dtype': 'float32',
-  }
+  return supervised.config_json(
+    recipe,
+    'qwen2',
+    len(tokenizer.VOCABULARY),
+    tokenizer.token_of(facts.END),
+    rope_theta=1e6,
+    attention_dropout=0.0,
+    use_sliding_window=False,
+    tie_word_embeddings=False,
+    initializer_range=0.08,  # Smaller ones leave heads outside the circuit of no use to a cartridge.
+  )

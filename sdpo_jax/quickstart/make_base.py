@@ -12,18 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 import dataclasses
-import json
 import os
 import pathlib
 import random
-import shutil
 import tempfile
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from models import huggingface
 from models import tokenizer as tokenizers
@@ -32,7 +29,8 @@ from sdpo_jax.config import Config, ModelConfig, SelfDistillationConfig
 from sdpo_jax.data.prompts import DEFAULT_FORMAT, chat_tokens
 from sdpo_jax.environments import digits
 from sdpo_jax.errors import UserError
-from sdpo_jax.quickstart import tokenizer
+from sdpo_jax.quickstart import supervised, tokenizer
+from sdpo_jax.quickstart.supervised import TinyRecipe
 from sdpo_jax.teacher.context import reprompt
 from sdpo_jax.types import Example, Messages, Tree
 
@@ -53,15 +51,13 @@ BELIEFS = {
 _ROUND = 8  # Rows are padded to a multiple of so many tokens, to compile few programs.
 
 
-@dataclasses.dataclass(frozen=True)
-class Recipe:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe(TinyRecipe):
   """How the base is made; probabilities are per lesson or per digit, as said."""
 
   start: str | None = None  # Model directory to go on from; None: a tokenizer and a model from nothing.
   steps: int = 2000
-  learning_rate: float = 3e-3  # Peak; linear warm-up, cosine decay to 2 %.
   warmup_steps: int = 100
-  seed: int = 0
   rows: tuple[tuple[Kind, int], ...] = (('plain', 32), ('demonstration', 8), ('feedback', 32))  # Lessons of a step.
   right: float = 0.33  # A digit of an attempt in the plain context follows the instruction …
   noise: float = 0.06  # … or is drawn at random; otherwise it follows the belief.
@@ -74,8 +70,6 @@ class Recipe:
   hidden_size: int = 64
   intermediate_size: int = 128
   layers: int = 3
-  heads: int = 4
-  kv_heads: int = 2
   head_dim: int = 16
 
 
@@ -111,7 +105,6 @@ def make_base(
       policy, params = huggingface.load(source, ModelConfig(dtype='float32'))
     params = train(recipe, policy, params, tokenizers.load(source), distillation, announce)
     huggingface.save(target, policy, params, source=source, dtype='float32')
-  shutil.rmtree(target.with_name(target.name + '.partial'), ignore_errors=True)
 
 
 def attempt(rng: random.Random, recipe: Recipe, instruction: str, numbers: list[int]) -> str:
@@ -164,10 +157,8 @@ def _begin(source: pathlib.Path, recipe: Recipe, distillation: SelfDistillationC
   """Write a tokenizer and the description of a model to `source`, and return the model with random parameters."""
   vocabulary = tokenizer.train(_corpus(recipe, distillation), recipe.vocab_size)
   tokenizer.save(vocabulary, source)
-  values = _config_json(recipe, vocabulary.get_vocab_size(), vocabulary.token_to_id(tokenizer.END))
-  (source / 'config.json').write_text(json.dumps(values, indent=2) + '\n', encoding='utf-8')
-  generation = {'eos_token_id': values['eos_token_id'], 'pad_token_id': values['pad_token_id'], 'do_sample': True}
-  (source / 'generation_config.json').write_text(json.dumps(generation, indent=2) + '\n', encoding='utf-8')
+  values = supervised.qwen3_json(recipe, vocabulary.get_vocab_size(), vocabulary.token_to_id(tokenizer.END))
+  supervised.write_description(source, values)
   return huggingface.init(values, jax.random.key(recipe.seed))
 
 
@@ -180,32 +171,23 @@ def train(
   announce: Callable[[str], None] = lambda text: None,
 ) -> Tree:
   """Parameters after `recipe.steps` batches of lessons: cross-entropy of the answers, one mean a kind, summed."""
-  schedule = optax.warmup_cosine_decay_schedule(
-    0.0, recipe.learning_rate, min(recipe.warmup_steps, recipe.steps), recipe.steps + 1, 0.02 * recipe.learning_rate
-  )
-  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
 
-  def loss(params: Tree, batches: tuple[Rows, ...]) -> tuple[jax.Array, jax.Array]:
+  def measure(params: Tree, batches: tuple[Rows, ...]) -> tuple[jax.Array, jax.Array]:
     losses = jnp.stack([_cross_entropy(policy, params, rows) for rows in batches])
     return losses.sum(), losses
 
-  @jax.jit
-  def step(params, state, batches):
-    grads, losses = jax.grad(loss, has_aux=True)(params, batches)
-    updates, state = optimizer.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, losses
-
   rng = random.Random(recipe.seed)
-  state = optimizer.init(params)
-  for i in range(recipe.steps):
-    batches = tuple(
+
+  def batches_of(number: int) -> tuple[Rows, ...]:
+    return tuple(
       collate([lesson(rng, kind, recipe, distillation) for _ in range(count)], tokenizer) for kind, count in recipe.rows
     )
-    params, state, losses = step(params, state, batches)
-    if (i + 1) % 100 == 0 or i + 1 == recipe.steps:
-      parts = ', '.join(f'{kind} {float(value):.3f}' for (kind, _), value in zip(recipe.rows, losses, strict=True))
-      announce(f'step {i + 1}/{recipe.steps}: cross-entropy {parts} nats a token')
-  return params
+
+  def say(_: jax.Array, losses: jax.Array) -> str:
+    parts = ', '.join(f'{kind} {float(value):.3f}' for (kind, _), value in zip(recipe.rows, losses, strict=True))
+    return f'cross-entropy {parts} nats a token'
+
+  return supervised.train(params, measure, batches_of, recipe, say, announce)
 
 
 # tokens [B, S], positions [B, S], segment_ids [B, S] (0 = padding), index of the states that predict the answer [B, T],
@@ -259,30 +241,3 @@ def _corpus(recipe: Recipe, distillation: SelfDistillationConfig) -> Iterator[st
     for turn in turns:  # Without the special tokens, which are never merged.
       yield f'{turn["role"]}\n'
       yield turn['content']
-
-
-def _config_json(recipe: Recipe, vocab_size: int, eos_token_id: int) -> dict[str, Any]:
-  return {
-    'architectures': ['Qwen3ForCausalLM'],
-    'model_type': 'qwen3',
-    'vocab_size': vocab_size,
-    'hidden_size': recipe.hidden_size,
-    'intermediate_size': recipe.intermediate_size,
-    'num_hidden_layers': recipe.layers,
-    'num_attention_heads': recipe.heads,
-    'num_key_value_heads': recipe.kv_heads,
-    'head_dim': recipe.head_dim,
-    'hidden_act': 'silu',
-    'max_position_embeddings': 1024,
-    'rope_theta': 10000.0,
-    'rms_norm_eps': 1e-6,
-    'attention_bias': False,
-    'attention_dropout': 0.0,
-    'tie_word_embeddings': True,
-    'initializer_range': 0.05,  # A narrow model learns several times faster from 0.05 than from the usual 0.02.
-    'use_cache': True,
-    'bos_token_id': None,
-    'eos_token_id': eos_token_id,
-    'pad_token_id': 0,
-    'dtype': 'float32',
-  }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 import dataclasses
-import json
 import os
 import pathlib
 import random
@@ -15,38 +14,34 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from models import exporting, huggingface
 from models import tokenizer as tokenizers
 from models.decoder import DecoderPolicy
 from sdpo_jax.config import Config, SelfDistillationConfig
 from sdpo_jax.quickstart import session_lessons as lessons
-from sdpo_jax.quickstart import session_tokenizer, tool_tasks
+from sdpo_jax.quickstart import session_tokenizer, supervised, tool_tasks
 from sdpo_jax.quickstart import tokenizer as chatml
 from sdpo_jax.quickstart.copying import with_copying
 from sdpo_jax.quickstart.session_lessons import Lesson
+from sdpo_jax.quickstart.supervised import TinyRecipe
 from sdpo_jax.types import Tree
 
 
-@dataclasses.dataclass(frozen=True)
-class Recipe:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe(TinyRecipe):
   """How the model is made."""
 
   steps: int = 1400
+  warmup_steps: int = 30
   rows: int = 4  # Of a step; conversations stand beside each other in a row.
   length: int = 384  # Tokens of a row.
   tasks: int = 7  # Of a conversation at most.
   short: float = 0.5  # Share of the steps in which all have one task and no system turn; then half of them.
   reprompted: float = 0.6  # Share of the conversations that end with a re-prompt.
-  learning_rate: float = 3e-3  # Peak; linear warm-up, cosine decay to 2 %.
-  warmup_steps: int = 30
-  seed: int = 0
   hidden_size: int = 128
   intermediate_size: int = 256
   layers: int = 3
-  heads: int = 4
-  kv_heads: int = 2
   head_dim: int = 32
 
 
@@ -74,10 +69,8 @@ def make_session_base(
     source = pathlib.Path(scratch)
     vocabulary = session_tokenizer.make(_corpus(distillation), sentences(distillation))
     chatml.save(vocabulary, source, session_tokenizer.CHAT_TEMPLATE)
-    values = config_json(recipe, vocabulary.get_vocab_size(), vocabulary.token_to_id(chatml.END))
-    generation = {'eos_token_id': values['eos_token_id'], 'pad_token_id': values['pad_token_id'], 'do_sample': True}
-    for name, content in (('config.json', values), ('generation_config.json', generation)):
-      (source / name).write_text(json.dumps(content, indent=2) + '\n', encoding='utf-8')
+    values = supervised.qwen3_json(recipe, vocabulary.get_vocab_size(), vocabulary.token_to_id(chatml.END))
+    supervised.write_description(source, values)
     policy, params = train(recipe, values, tokenizers.load(source), distillation, announce)
     huggingface.save(output, policy, params, source=source, dtype='float32')
 
@@ -94,25 +87,19 @@ def train(
   """
   policy, params = huggingface.init(values, jax.random.key(recipe.seed))
   params = jax.tree.map(jnp.asarray, with_copying(params, policy.config, _alike(tokenizer), recipe.seed))
-  schedule = optax.warmup_cosine_decay_schedule(
-    0.0, recipe.learning_rate, min(recipe.warmup_steps, recipe.steps), recipe.steps + 1, 0.02 * recipe.learning_rate
-  )
-  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
-
-  @jax.jit
-  def step(params, state, rows):
-    loss, grads = jax.value_and_grad(cross_entropy, argnums=1)(policy, params, rows)
-    updates, state = optimizer.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, loss
-
-  rng, state = random.Random(recipe.seed), optimizer.init(params)
+  rng = random.Random(recipe.seed)
   short, mixed = (_written(rng, recipe, share, tokenizer, distillation) for share in (1.0, 0.5))
-  for i in range(recipe.steps):
-    rows = pack(short if i < recipe.short * recipe.steps else mixed, recipe.rows, recipe.length)
-    params, state, loss = step(params, state, rows)
-    if (i + 1) % 100 == 0 or i + 1 == recipe.steps:
-      announce(f'step {i + 1}/{recipe.steps}: cross-entropy {float(loss):.3f} nats a token')
-  return policy, params
+
+  def rows_of(number: int) -> Rows:
+    return pack(short if number < recipe.short * recipe.steps else mixed, recipe.rows, recipe.length)
+
+  def measure(params: Tree, rows: Rows) -> tuple[jax.Array]:
+    return (cross_entropy(policy, params, rows),)
+
+  def say(loss: jax.Array) -> str:
+    return f'cross-entropy {float(loss):.3f} nats a token'
+
+  return policy, supervised.train(params, measure, rows_of, recipe, say, announce)
 
 
 # Token ids of a conversation, and how much the prediction of each weighs.
@@ -241,30 +228,3 @@ def _corpus(distillation: SelfDistillationConfig) -> Iterator[str]:
       for tag in (chatml.START, chatml.END, session_tokenizer.OPEN, session_tokenizer.CLOSE):
         text = text.replace(tag, '\0')
       yield from text.split('\0')
-
-
-def config_json(recipe: Recipe, vocab_size: int, eos_token_id: int) -> dict[str, Any]:
-  return {
-    'architectures': ['Qwen3ForCausalLM'],
-    'model_type': 'qwen3',
-    'vocab_size': vocab_size,
-    'hidden_size': recipe.hidden_size,
-    'intermediate_size': recipe.intermediate_size,
-    'num_hidden_layers': recipe.layers,
-    'num_attention_heads': recipe.heads,
-    'num_key_value_heads': recipe.kv_heads,
-    'head_dim': recipe.head_dim,
-    'hidden_act': 'silu',
-    'max_position_embeddings': 1024,
-    'rope_theta': 10000.0,
-    'rms_norm_eps': 1e-6,
-    'attention_bias': False,
-    'attention_dropout': 0.0,
-    'tie_word_embeddings': True,
-    'initializer_range': 0.05,
-    'use_cache': True,
-    'bos_token_id': None,
-    'eos_token_id': eos_token_id,
-    'pad_token_id': 0,
-    'dtype': 'float32',
-  }
