@@ -110,6 +110,7 @@ def make_engine(
     slots=4,
     topk=100,
     decode_chunk=16,
+    kept_prefixes=0,
   )
   loaded()
   engine = Engine(session.policy, session.base, session.tokenizer, settings, folder / 'shelf', programs=programs)

@@ -36,6 +36,7 @@ SETTINGS = EngineSettings(
   slots=2,
   topk=8,
   decode_chunk=3,
+  kept_prefixes=0,
 )
 ADAPTERS = 5
 OPTIMIZER = AdamW(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.1)

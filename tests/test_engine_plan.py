@@ -2,6 +2,7 @@
 hand.
 """
 
+import dataclasses
 import math
 
 import jax
@@ -15,7 +16,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.planner import plan as planning
 from sdpo_jax.planner import topology
 from sdpo_jax.serving import pricing
-from sdpo_jax.serving.engine import Engine
+from sdpo_jax.serving.engine import Engine, EngineSettings
 from sdpo_jax.serving.engine_programs import engine_programs
 from sdpo_jax.serving.kept_programs import KeptPrograms
 from sdpo_jax.serving.settings import engine_settings
@@ -70,6 +71,22 @@ def settings(**changes) -> Config:
 def leaves(arguments):
   flat, tree = jax.tree.flatten(arguments)
   return str(tree), tuple((np.shape(leaf), np.dtype(getattr(leaf, 'dtype', np.int32)).name) for leaf in flat)
+
+
+def test_the_sizes_of_an_engine_are_those_that_the_settings_say():
+  lengths = dict(prompt_buckets=(16,), teacher_buckets=(32,), response_buckets=(8,), score_buckets=(24,))
+  config = Config()
+  for name, value in lengths.items():
+    setattr(config.serve, name, value)
+  assert engine_settings(config) == EngineSettings(**lengths)
+  others = dict(rows=3, training_rows=5, snapshots=6, teachers=7, slots=9, topk=11, decode_chunk=13, stop_ids=15)
+  others |= dict(kept_prefixes=17, logits_chunk_size=19, product='masked')
+  for name, value in others.items():
+    setattr(config.serve, name, value)
+  config.serve.memory_mb = 2
+  found = engine_settings(config)
+  assert dataclasses.asdict(found) == lengths | others | {'memory_bytes': 2 * 2**20}
+  assert EngineSettings((16,), (32,), (8,)).kept_prefixes == 8
 
 
 @pytest.mark.parametrize('shape', [(1, 1), pytest.param((4, 2), marks=pytest.mark.slow)])

@@ -24,7 +24,9 @@ from sdpo_jax.serving.worker import Worker
 from tests.test_engine import feedback, model, random_factors, start
 
 __all__ = ['model']  # A fixture.
-SETTINGS = EngineSettings((8,), (8,), (8,), rows=2, training_rows=2, snapshots=2, slots=2, topk=4, memory_bytes=800)
+SETTINGS = EngineSettings(
+  (8,), (8,), (8,), rows=2, training_rows=2, snapshots=2, slots=2, topk=4, kept_prefixes=0, memory_bytes=800
+)
 LONG = 10.0  # Seconds that no test takes.
 
 

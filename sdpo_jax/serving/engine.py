@@ -26,6 +26,7 @@ from models.adapters import lora, lora_pool
 from models.adapters.lora_pool import LoraPool
 from models.decoder import DecoderPolicy
 from models.policy import NO_MEMBER, Policy
+from sdpo_jax.config import ServeConfig
 from sdpo_jax.distributed.mesh import FSDP
 from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.errors import UserError, first_line, printable, short_repr
@@ -59,20 +60,21 @@ class EngineSettings:
   response_buckets: tuple[int, ...]  # The same of completions.
   # Lengths to which whole texts are padded whose tokens are scored; none: nothing beyond the other buckets is.
   score_buckets: tuple[int, ...] = ()
-  rows: int = 16  # Completions that are decoded at once.
-  training_rows: int = 4  # Completions of a micro-batch of learning or scoring.
-  snapshots: int = 8  # Versions to sample from at once.
-  teachers: int = 8  # Versions to score with at once.
-  slots: int = 8  # Versions in training at once.
-  topk: int = 100  # K, tokens of a support or of an answer about scores at most.
-  decode_chunk: int = 8  # Tokens between two looks at the slots.
-  stop_ids: int = 8  # Tokens that may end a completion.
+  rows: int = ServeConfig.rows  # Completions that are decoded at once.
+  training_rows: int = ServeConfig.training_rows  # Completions of a micro-batch of learning or scoring.
+  snapshots: int = ServeConfig.snapshots  # Versions to sample from at once.
+  teachers: int = ServeConfig.teachers  # Versions to score with at once.
+  slots: int = ServeConfig.slots  # Versions in training at once.
+  topk: int = ServeConfig.topk  # K, tokens of a support or of an answer about scores at most.
+  decode_chunk: int = ServeConfig.decode_chunk  # Tokens between two looks at the slots.
+  stop_ids: int = ServeConfig.stop_ids  # Tokens that may end a completion.
   # Rows of keys and values of prompts and completions that stay for prompts that begin with them; each part of a mesh
   # has as many, at least one, unless there are none.
-  kept_prefixes: int = 0
-  logits_chunk_size: int = 256  # Tokens whose logits exist at one time.
+  kept_prefixes: int = ServeConfig.kept_prefixes
+  logits_chunk_size: int = ServeConfig.logits_chunk_size  # Tokens whose logits exist at one time.
   memory_bytes: int | None = None  # Of versions in host memory; None: `memory_for`.
-  product: Literal['auto', 'gather', 'masked'] = 'auto'  # How rows find their adapters: `lora_pool.choose_product`.
+  # How rows find their adapters: `lora_pool.choose_product`.
+  product: Literal['auto', 'gather', 'masked'] = ServeConfig.product
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 from sdpo_jax.config import Config
 from sdpo_jax.rollout.buckets import Buckets
@@ -17,24 +18,15 @@ def engine_settings(config: Config) -> EngineSettings:
     return tuple(sorted(set(declared or otherwise)))
 
   prompts, responses = lengths(serve.prompt_buckets, trained.prompt), lengths(serve.response_buckets, trained.response)
-  return EngineSettings(
-    prompt_buckets=prompts,
-    teacher_buckets=lengths(serve.teacher_buckets, trained.reprompt),
-    response_buckets=responses,
-    score_buckets=lengths(serve.score_buckets, (prompts[-1] + responses[-1],)),
-    rows=serve.rows,
-    training_rows=serve.training_rows,
-    snapshots=serve.snapshots,
-    teachers=serve.teachers,
-    slots=serve.slots,
-    topk=serve.topk,
-    decode_chunk=serve.decode_chunk,
-    stop_ids=serve.stop_ids,
-    kept_prefixes=serve.kept_prefixes,
-    logits_chunk_size=serve.logits_chunk_size,
-    memory_bytes=None if serve.memory_mb is None else serve.memory_mb * 2**20,
-    product=serve.product,
-  )
+  names = {field.name for field in dataclasses.fields(EngineSettings)}
+  given = {field.name: getattr(serve, field.name) for field in dataclasses.fields(serve) if field.name in names}
+  given |= {
+    'prompt_buckets': prompts,
+    'teacher_buckets': lengths(serve.teacher_buckets, trained.reprompt),
+    'response_buckets': responses,
+    'score_buckets': lengths(serve.score_buckets, (prompts[-1] + responses[-1],)),
+  }
+  return EngineSettings(**given, memory_bytes=None if serve.memory_mb is None else serve.memory_mb * 2**20)
 
 
 def as_run(config: Config) -> Config:
