@@ -9,7 +9,6 @@ get `users_environment`.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pathlib
@@ -18,8 +17,9 @@ import sys
 import tempfile
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 import pytest
+
+from sdpo_jax.serving.kept_programs import without_cache
 
 OPTIONS = {  # name: (in tests, XLA's default)
   'xla_backend_optimization_level': (0, 3),
@@ -86,19 +86,6 @@ def users_environment() -> dict[str, str]:
 def commands_cache() -> pathlib.Path:
   """Where commands that tests start keep their programs unless a test says otherwise."""
   return pathlib.Path(os.environ[_CACHE]) / 'commands'
-
-
-@contextlib.contextmanager
-def without_cache():
-  """Neither reads nor writes the cache of compiled programs: what is compiled for a TPU cannot be read back."""
-  before = jax.config.jax_enable_compilation_cache
-  jax.config.update('jax_enable_compilation_cache', False)
-  compilation_cache.reset_cache()
-  try:
-    yield
-  finally:
-    jax.config.update('jax_enable_compilation_cache', before)
-    compilation_cache.reset_cache()
 
 
 class AsUsers:

@@ -97,7 +97,7 @@ class KeptPrograms:
       if self._folder is None:
         program = lowered.compile()
       else:
-        with _without_cache():
+        with without_cache():
           program = lowered.compile(compiler_options=_AFRESH if jax.default_backend() == 'cpu' else None)
         self._folder.put(f'{label} {said}', program)
       self.compiled += 1
@@ -120,8 +120,8 @@ def _label(name: str, arguments: tuple[Any, ...]) -> str:
 
 
 @contextlib.contextmanager
-def _without_cache() -> Iterator[None]:
-  """Let JAX's cache of compiled programs be, in all threads."""
+def without_cache() -> Iterator[None]:
+  """Neither read nor write JAX's cache of compiled programs, in any thread; it cannot give back those for a TPU."""
   before = jax.config.jax_enable_compilation_cache
   jax.config.update('jax_enable_compilation_cache', False)
   compilation_cache.reset_cache()
