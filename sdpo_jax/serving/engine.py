@@ -15,7 +15,7 @@ import os
 import pathlib
 import time
 from types import MappingProxyType
-from typing import Literal, Unpack
+from typing import Any, Literal, Unpack
 
 import jax
 import numpy as np
@@ -185,30 +185,27 @@ class Engine:
     )
     self._rehearsed = SamplingStats()  # What the start took.
     self._sampling: list[tuple[Handle, str]] = []
+    sizes: dict[str, Any] = dict(
+      topk=settings.topk, rows=settings.training_rows, chunk_size=settings.logits_chunk_size, keep=keep
+    )
     self._learner = Learner(
       trained,
       taught,
       base,
-      topk=settings.topk,
-      rows=settings.training_rows,
       prompt_buckets=settings.prompt_buckets,
       teacher_buckets=settings.teacher_buckets,
       response_buckets=settings.response_buckets,
-      chunk_size=settings.logits_chunk_size,
-      keep=keep,
+      **sizes,
     )
     self._texts: Scorer | None = None
     if settings.score_buckets:
       self._texts = Scorer(
         taught,
         base,
-        topk=settings.topk,
-        rows=settings.training_rows,
         prompt_buckets=(1,),
         response_buckets=settings.score_buckets,
-        chunk_size=settings.logits_chunk_size,
         name='text',
-        keep=keep,
+        **sizes,
       )
     self._models: dict[str, Scorer] = {}
     for name, (other, its_parameters) in models.items():
@@ -217,14 +214,11 @@ class Engine:
       self._models[name] = Scorer(
         other,
         its_parameters,
-        topk=settings.topk,
-        rows=settings.training_rows,
         prompt_buckets=settings.teacher_buckets,
         response_buckets=settings.response_buckets,
-        chunk_size=settings.logits_chunk_size,
         vocab_size=policy.vocab_size,
         name=f'model:{name}',
-        keep=keep,
+        **sizes,
       )
     slots_lie = mesh and training_pool.shardings(table, mesh)
     put_slot = jax.jit(training_pool.with_slot, donate_argnums=0, out_shardings=slots_lie)
