@@ -111,8 +111,11 @@ class Message(Asked):
   content: Text
 
 
-class Prompted(Asked):
+class Named(Asked):
   model: str = Field('base', description='base, or an adapter: id, name, either with @VERSION, or a lora_uri.')
+
+
+class Prompted(Asked):
   messages: list[Message] | None = Field(None, description='A conversation, for the chat template of the model.')
   prompt: Text | None = Field(None, description='Text, as it is.')
   prompt_tokens: Tokens | None = Field(None, description='Token ids.')
@@ -128,7 +131,7 @@ class Prompted(Asked):
     return None if self.messages is None else [message.model_dump() for message in self.messages]
 
 
-class CompletionRequest(Prompted):
+class CompletionRequest(Prompted, Named):
   n: int = Field(1, ge=1)
   max_tokens: int | None = Field(None, ge=1)
   temperature: Number = Field(1.0, ge=0)
@@ -172,10 +175,7 @@ class CompletionsSaid(Said):
 # Scores.
 
 
-class ScoreRow(Asked):
-  messages: list[Message] | None = None
-  prompt: Text | None = None
-  prompt_tokens: Tokens | None = None
+class ScoreRow(Prompted):
   completion: Text | None = Field(None, description='Text; tokens are exact, and text is read anew.')
   tokens: Tokens | None = None
   ids: Annotated[list[Annotated[list[Token], Field(max_length=4096)]], Field(max_length=100_000)] | None = Field(
@@ -183,20 +183,13 @@ class ScoreRow(Asked):
   )
 
   @pydantic.model_validator(mode='after')
-  def _one_of_each(self):
-    if sum(given is not None for given in (self.messages, self.prompt, self.prompt_tokens)) != 1:
-      raise ValueError('send one of messages, prompt and prompt_tokens')
+  def _one_completion(self):
     if (self.completion is None) == (self.tokens is None):
       raise ValueError('send one of completion and tokens')
     return self
 
-  def conversation(self) -> list[dict[str, str]] | None:
-    """Return the messages as plain values; None: there are none."""
-    return None if self.messages is None else [message.model_dump() for message in self.messages]
 
-
-class ScoreRequest(Asked):
-  model: str = Field('base', description='base, or an adapter: id, name, either with @VERSION, or a lora_uri.')
+class ScoreRequest(Named):
   rows: Annotated[list[ScoreRow], Field(min_length=1, max_length=256)]
   topk: int = Field(1, ge=0, description='How many of the most likely tokens are wanted at every position.')
   format: Literal['rows', 'columns', 'packed'] = Field(
