@@ -16,14 +16,13 @@ second time, and ended at once.
 
 import sys
 
-from sdpo_jax import command
-from sdpo_jax.serving.extra import check_extra
+from sdpo_jax import command, extras
 
 command.define_config()
 
 
 def main() -> None:
-  check_extra()
+  extras.check('serve')
   from sdpo_jax.serving.web.server import Process
 
   config = command.load_config(trains=False)

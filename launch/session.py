@@ -25,8 +25,7 @@ from typing import Any
 
 from absl import flags
 
-from sdpo_jax import command
-from sdpo_jax.terminal.extra import check_extra
+from sdpo_jax import command, extras
 
 
 class Optional(flags.Flag):
@@ -72,7 +71,7 @@ RESUME = flags.DEFINE_flag(
 
 
 def main() -> int:
-  check_extra()
+  extras.check('session')
   from sdpo_jax.terminal import program
 
   return program.run(

@@ -17,9 +17,9 @@ import types
 import pytest
 
 from benchmarks import serve
+from sdpo_jax import extras
 from sdpo_jax.config import Config, HttpConfig
 from sdpo_jax.errors import UserError
-from sdpo_jax.serving import extra
 from sdpo_jax.serving.web import server
 from sdpo_jax.serving.web.keys import add
 from tests import service_world, tiers, tiny
@@ -57,12 +57,12 @@ def test_a_port_that_is_taken_is_named():
 
 
 def test_packages_that_are_missing_are_named_with_the_extra(monkeypatch):
-  extra.check_extra()
-  monkeypatch.setattr(extra, 'PACKAGES', ('starlette', 'no_such_package'))
+  extras.check('serve')
+  monkeypatch.setitem(extras.EXTRAS, 'serve', (extras.EXTRAS['serve'][0], ('starlette', 'no_such_package')))
   with pytest.raises(
     UserError, match=r'The service needs no_such_package, .*requirements-serve.txt.*sdpo_jax\[serve\]'
   ):
-    extra.check_extra()
+    extras.check('serve')
 
 
 # A process, with something in the place of the service.

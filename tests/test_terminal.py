@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 
+from sdpo_jax import extras
 from sdpo_jax.environments.workspace.tools import TOOLS
 from sdpo_jax.errors import UserError
-from sdpo_jax.terminal import escaping, extra, history, learned, policies, program, script
+from sdpo_jax.terminal import escaping, history, learned, policies, program, script
 from sdpo_jax.terminal.changes import diff
 from sdpo_jax.terminal.history import History
 from sdpo_jax.terminal.inputs import Choice
@@ -417,10 +418,10 @@ def test_lines_that_answer_nothing_are_named():
 
 
 def test_packages_that_are_missing_are_named_with_the_extra(monkeypatch):
-  extra.check_extra()
-  monkeypatch.setattr(extra, 'PACKAGES', ('rich', 'no_such_package'))
+  extras.check('session')
+  monkeypatch.setitem(extras.EXTRAS, 'session', (extras.EXTRAS['session'][0], ('rich', 'no_such_package')))
   with pytest.raises(UserError, match=r'needs no_such_package, .*requirements-session.txt.*sdpo_jax\[session\]'):
-    extra.check_extra()
+    extras.check('session')
 
 
 def test_what_the_command_line_names_is_read_before_a_service_is_asked(tmp_path):
