@@ -30,7 +30,7 @@ from sdpo_jax.rollout.stops import to_text
 from sdpo_jax.training import loop
 from sdpo_jax.training.directory.lines import read_metrics as read_metrics
 from sdpo_jax.training.directory.workdir import ROWS
-from sdpo_jax.training.loop import Result
+from sdpo_jax.training.loop import Result, run_to_end
 from sdpo_jax.types import Messages
 
 Row = Mapping[str, Any]  # As docs/data.md describes them: 'prompt', and what the grader reads.
@@ -106,17 +106,8 @@ def train(
 
   `on_step` is called after every step. What it raises ends the run, whose last whole state is saved.
   """
-  with contextlib.closing(
-    steps(config, workdir, rows=rows, held_out=held_out, grader=grader, restart=restart, announce=announce)
-  ) as made:
-    while True:
-      try:
-        step = next(made)
-      except StopIteration as end:
-        return end.value
-      if on_step is not None:
-        on_step(step)
-      del step  # There may be no room for its state beside the next one.
+  made = steps(config, workdir, rows=rows, held_out=held_out, grader=grader, restart=restart, announce=announce)
+  return run_to_end(made, on_step)
 
 
 def steps(

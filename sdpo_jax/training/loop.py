@@ -129,15 +129,20 @@ def train(
 
   `on_step` is called after every step. What it raises ends the run, whose last whole state is saved.
   """
-  with contextlib.closing(steps_of(config, workdir, restart=restart, announce=announce)) as steps:
+  return run_to_end(steps_of(config, workdir, restart=restart, announce=announce), on_step)
+
+
+def run_to_end(steps: Generator[Any, None, Result], on_step: Callable[[Any], None] | None) -> Result:
+  """Return what a run ends with, after handing each of its steps over; whatever is raised closes it."""
+  with contextlib.closing(steps):
     while True:
       try:
-        stepped = next(steps)
+        step = next(steps)
       except StopIteration as end:
         return end.value
       if on_step is not None:
-        on_step(stepped)
-      del stepped  # There may be no room for its state beside the next one.
+        on_step(step)
+      del step  # There may be no room for its state beside the next one.
 
 
 def steps_of(
