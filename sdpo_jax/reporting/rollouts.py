@@ -9,7 +9,6 @@ import base64
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import json
-import math
 import re
 from typing import Any
 import zlib
@@ -18,6 +17,7 @@ from etils import epath
 
 from sdpo_jax.errors import UserError
 from sdpo_jax.files import jsonable, read_bytes
+from sdpo_jax.reporting.run_files import finite
 
 FOLDER = 'rollouts'
 PIECE = 1 << 20  # Bytes of JSON in a piece, about.
@@ -242,7 +242,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     'prompt': _messages(value.get('prompt')),
     'completion': value['completion'],
     'finish_reason': _text(value.get('finish_reason')),
-    'score': _finite(value.get('score')),
+    'score': finite(value.get('score')),
     'ungraded': _text(value.get('ungraded')),
     'rewards': jsonable(value['rewards']) if isinstance(value.get('rewards'), dict) else None,
     'feedback': _text(value.get('feedback')),
@@ -287,21 +287,12 @@ def _text(value: Any) -> str | None:
   return value if isinstance(value, str) else None
 
 
-def _finite(value: Any) -> float | None:
-  if isinstance(value, bool) or not isinstance(value, int | float):
-    return None
-  try:
-    return float(value) if math.isfinite(value) else None
-  except OverflowError:
-    return None
-
-
 def _list(value: Any, kind: type) -> list[Any] | None:
   return value if isinstance(value, list) and all(isinstance(item, kind) for item in value) else None
 
 
 def _numbers(value: Any) -> list[float | None] | None:
-  return [_finite(item) for item in value] if isinstance(value, list) else None
+  return [finite(item) for item in value] if isinstance(value, list) else None
 
 
 def _messages(value: Any) -> list[dict[str, str]] | None:

@@ -94,7 +94,7 @@ def read_run(workdir: epath.PathLike) -> RunFiles:
     series_of(lines),
     resumed,
     alarms_of(lines, settings.get('alarms.rules')),
-    tuple((line['step'], int(to)) for line in lines if (to := _number(line.get(alarms.ROLLBACK))) is not None),
+    tuple((line['step'], int(to)) for line in lines if (to := finite(line.get(alarms.ROLLBACK))) is not None),
     stops[-1] if stops and stops[-1] == lines[-1]['step'] else None,
     lines[-1]['step'] if lines else None,
     tuple(remarks),
@@ -106,7 +106,7 @@ def series_of(lines: Iterable[Mapping[str, Any]]) -> Series:
   found: Series = {}
   for line in lines:
     for name, value in line.items():
-      number = None if name in alarms.NO_METRICS or name.startswith(alarms.PREFIX) else _number(value)
+      number = None if name in alarms.NO_METRICS or name.startswith(alarms.PREFIX) else finite(value)
       if number is not None:
         steps, values = found.setdefault(name, ([], []))
         steps.append(line['step'])
@@ -129,7 +129,7 @@ def alarms_of(lines: Sequence[Mapping[str, Any]], rules: Any) -> tuple[Mapping[s
   for line in lines:
     for name, value in line.items():
       number = name.removeprefix(alarms.PREFIX)
-      if name.startswith(alarms.PREFIX) and number.isascii() and number.isdecimal() and _number(value):
+      if name.startswith(alarms.PREFIX) and number.isascii() and number.isdecimal() and finite(value):
         held.setdefault(int(number), []).append(line['step'])
   return tuple(
     {'rule': texts[number - 1] if number <= len(texts) else f'rule {number}', 'steps': steps}
@@ -158,8 +158,8 @@ def _settings(workdir: epath.Path) -> tuple[dict[str, Any], list[str]]:
   return found, []
 
 
-def _number(value: Any) -> float | None:
-  """Return a value if it is a finite number."""
+def finite(value: Any) -> float | None:
+  """Return a value of JSON if it is a number that a float can hold; None otherwise, and for truth values."""
   if isinstance(value, bool) or not isinstance(value, int | float):
     return None
   try:
