@@ -35,10 +35,12 @@ def short_repr(value: Any, limit: int = 60) -> str:
   return text if len(text) <= limit else text[:limit] + '…'
 
 
-def printable(text: str, limit: int = 120) -> str:
+def printable(text: str, limit: int = 120, keep: str = '') -> str:
   """Return a text that others have written, such as a name in a file, cut after `limit` characters.
 
-  What would end the line or steer a terminal is as Python escapes it.
+  What would end the line or steer a terminal is as Python escapes it, but for the characters to `keep`.
   """
   cut = text if len(text) <= limit else text[:limit] + '…'
-  return ''.join(letter if letter.isprintable() else letter.encode('unicode_escape').decode() for letter in cut)
+  return ''.join(
+    letter if letter.isprintable() or letter in keep else letter.encode('unicode_escape').decode() for letter in cut
+  )

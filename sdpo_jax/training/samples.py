@@ -7,6 +7,7 @@ import dataclasses
 
 import numpy as np
 
+from sdpo_jax.errors import printable
 from sdpo_jax.teacher.context import shorten_middle
 from sdpo_jax.training.step import GradedRollouts
 
@@ -51,7 +52,7 @@ def as_text(step: int, samples: Sequence[Sample]) -> str:
   for number, sample in enumerate(samples, start=1):
     lines.append(f'── step {step}, sample {number} of {len(samples)} ──')
     for name, text in zip(COLUMNS, sample.cells(LONGEST_SHOWN), strict=True):
-      first, *rest = _printable(text).split('\n')
+      first, *rest = printable(text, len(text), keep='\n').split('\n')
       lines.append(f'{name:<{width}}  {first}'.rstrip())
       lines += [f'{"":<{width}}  {line}'.rstrip() for line in rest]
   return '\n'.join(lines)
@@ -60,9 +61,3 @@ def as_text(step: int, samples: Sequence[Sample]) -> str:
 def shorten(text: str, longest: int) -> str:
   """Return a text without its middle if it has more than `longest` characters."""
   return shorten_middle(text, longest, ' … ')
-
-
-def _printable(text: str) -> str:
-  return ''.join(
-    letter if letter == '\n' or letter.isprintable() else letter.encode('unicode_escape').decode() for letter in text
-  )
