@@ -46,30 +46,30 @@ class InFlight(ServiceError):
   status, code = 409, 'in_flight'
 
 
-class TurnConflict(ServiceError):
+class _ElsewhereError(ServiceError):
+  """What the request is about is at `current`, and not where the request takes it to be."""
+
+  def __init__(self, message: str, *, current: int, field: str | None = None):
+    super().__init__(message, field=field)
+    self.current = current
+
+
+class TurnConflict(_ElsewhereError):
   """A session is not where the request takes it to be; `current` is the number of its newest turn, −1: there is
   none.
   """
 
   status, code = 409, 'turn_conflict'
 
-  def __init__(self, message: str, *, current: int, field: str | None = None):
-    super().__init__(message, field=field)
-    self.current = current
-
 
 class Gone(ServiceError):
   status, code = 410, 'gone'
 
 
-class VersionConflict(ServiceError):
+class VersionConflict(_ElsewhereError):
   """The adapter is at another version than the request expects."""
 
   status, code = 412, 'version_conflict'
-
-  def __init__(self, message: str, *, current: int, field: str | None = None):
-    super().__init__(message, field=field)
-    self.current = current
 
 
 class TooLarge(ServiceError):
