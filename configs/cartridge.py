@@ -63,7 +63,7 @@ def get_config(
   Raises:
     UserError: an argument that is none of its values.
   """
-  paper.check_argument(FILE, 'model', model, tuple(TENSOR))
+  paper.check_arguments(FILE, model=(model, TENSOR))
   slots = int(tokens) if str(tokens).isdecimal() else 0
   if not slots or slots % PAGE:
     raise UserError(f'{FILE}: tokens={tokens!r} must be a multiple of {PAGE} above 0, such as 2048.')

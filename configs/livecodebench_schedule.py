@@ -48,14 +48,14 @@ def get_config(
   Raises:
     UserError: an argument that is none of its values.
   """
-  for name, value, allowed in (
-    ('model', model, tuple(models.MODELS if weights == 'full' else lora.MAX_BATCH_ROWS)),
-    ('mode', mode, ('pure_sdpo', 'hybrid')),
-    ('feedback', feedback, ('self', 'endpoint', 'none')),
-    ('weights', weights, ('full', 'adapter')),
-    ('task', task, get_args(paper.Task)),
-  ):
-    paper.check_argument('configs/livecodebench_schedule.py', name, value, allowed)
+  paper.check_arguments(
+    'configs/livecodebench_schedule.py',
+    model=(model, models.MODELS if weights == 'full' else lora.MAX_BATCH_ROWS),
+    mode=(mode, ('pure_sdpo', 'hybrid')),
+    feedback=(feedback, ('self', 'endpoint', 'none')),
+    weights=(weights, ('full', 'adapter')),
+    task=(task, get_args(paper.Task)),
+  )
   config = (models if weights == 'full' else lora).get_config(model, task, 'sdpo', data)
   config.name += f'_schedule_{mode}'
   config.data.train_batch_size = config.actor.ppo_mini_batch_size = QUESTIONS

@@ -45,12 +45,8 @@ def get_config(model: str = 'qwen3_8b', task: str = 'chemistry', method: str = '
   Raises:
     UserError: an argument that is none of its values.
   """
-  for name, value, allowed in (
-    ('model', model, tuple(MAX_BATCH_ROWS)),
-    ('task', task, get_args(paper.Task)),
-    ('method', method, get_args(paper.Method)),
-  ):
-    paper.check_argument('configs/lora.py', name, value, allowed)
+  tasks, methods = get_args(paper.Task), get_args(paper.Method)
+  paper.check_arguments('configs/lora.py', model=(model, MAX_BATCH_ROWS), task=(task, tasks), method=(method, methods))
   config = models.get_config(model, task, method, data)
   config.name += '_lora'
   config.model.lora.rank, config.model.lora.alpha = RANK, ALPHA

@@ -49,12 +49,8 @@ def get_config(model: str = 'llama3_1_8b', task: str = 'chemistry', method: str 
   Raises:
     UserError: an argument that is none of its values.
   """
-  for name, value, allowed in (
-    ('model', model, tuple(MODELS)),
-    ('task', task, get_args(paper.Task)),
-    ('method', method, get_args(paper.Method)),
-  ):
-    paper.check_argument('configs/models.py', name, value, allowed)
+  tasks, methods = get_args(paper.Task), get_args(paper.Method)
+  paper.check_arguments('configs/models.py', model=(model, MODELS), task=(task, tasks), method=(method, methods))
   config = paper.recipe(f'{model}_{task}', MODELS[model], task, data, method)
   choose(config, model)
   paper.plan_lengths(config, task, paper.PAPER_LENGTHS['qwen3_8b', method == 'sdpo'])

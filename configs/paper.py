@@ -25,7 +25,7 @@ right, every sequence has its own denominator, only closed blocks of thinking ar
 demonstrations, messages may spell special tokens, and graders judge as the reference's do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, get_args
 
 from sdpo_jax.config import Config
@@ -135,14 +135,9 @@ def get_config(
   Raises:
     UserError: an argument that is none of its values, or an experiment that the paper does not have.
   """
-  for name, value, kind in (
-    ('task', task, Task),
-    ('model', model, Model),
-    ('method', method, Method),
-    ('teacher', teacher, Teacher),
-    ('shown', shown, Shown),
-  ):
-    check_argument('configs/paper.py', name, value, get_args(kind))
+  kinds = {'task': (task, Task), 'model': (model, Model), 'method': (method, Method)}
+  kinds |= {'teacher': (teacher, Teacher), 'shown': (shown, Shown)}
+  check_arguments('configs/paper.py', **{name: (value, get_args(kind)) for name, (value, kind) in kinds.items()})
   ablated = (teacher, shown) != ('ema', 'both')
   if ablated and (task, method) != ('livecodebench', 'sdpo'):
     raise UserError(
@@ -159,10 +154,11 @@ def get_config(
   return config
 
 
-def check_argument(file: str, name: str, value: str, allowed: Sequence[str]) -> None:
-  """Raise UserError if an argument of a config is none of its values."""
-  if value not in allowed:
-    raise UserError(f'{file}: {name}={value!r} is none of {", ".join(allowed)}.')
+def check_arguments(file: str, **arguments: tuple[str, Collection[str]]) -> None:
+  """Raise UserError if an argument of a config, given as (value, values that it may have), is none of its values."""
+  for name, (value, allowed) in arguments.items():
+    if value not in allowed:
+      raise UserError(f'{file}: {name}={value!r} is none of {", ".join(allowed)}.')
 
 
 def experiments() -> list[dict[str, str]]:
