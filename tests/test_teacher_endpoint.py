@@ -20,8 +20,7 @@ from sdpo_jax.config import ModelConfig, TeacherEndpointConfig
 from sdpo_jax.distributed.stopping import StoppedError
 from sdpo_jax.environments import json_server
 from sdpo_jax.errors import UserError
-from sdpo_jax.teacher import dialects
-from sdpo_jax.teacher import endpoint as endpoints
+from sdpo_jax.teacher import asking, dialects
 from sdpo_jax.teacher.endpoint import Asked, Endpoint
 from tests import tiny
 from tests.local_server import Answer, Server, dead_address
@@ -285,7 +284,7 @@ def test_a_batch_has_one_deadline(scorer):
 
 
 def test_a_run_that_is_told_to_stop_does_not_wait_for_answers(scorer, monkeypatch):
-  monkeypatch.setattr(endpoints, 'STOP_S', 0.01)
+  monkeypatch.setattr(asking, 'STOP_S', 0.01)
   hold, asked = threading.Event(), threading.Event()
 
   class Stop:

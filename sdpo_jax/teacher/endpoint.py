@@ -18,16 +18,16 @@ from models import huggingface, identity, same_tokenizer
 from models.control_tokens import Tokenizer
 from sdpo_jax import liveness
 from sdpo_jax.config import TeacherEndpointConfig
-from sdpo_jax.distributed.stopping import NEVER, Stop, StoppedError
+from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.environments import json_server
 from sdpo_jax.environments.json_server import Fault
 from sdpo_jax.errors import UserError
 from sdpo_jax.teacher import dialects
+from sdpo_jax.teacher.asking import ask_all
 from sdpo_jax.teacher.dialects import Scored
 
 SECTION = 'actor.self_distillation.teacher_endpoint'
 PATH = '/completions'
-STOP_S = 0.5  # Between two questions whether the run is to stop, while answers are waited for.
 SAME_TEXTS = 0.9  # Share of a few tokens that must have the same text there.
 MUCH_TAIL = 0.01  # Probability that the K tokens leave on average, from which on it is said.
 
@@ -129,32 +129,16 @@ class Endpoint:
 
   def _score(self, asked: Sequence[Asked], stop: Stop, what: str | None = None) -> list[Scored]:
     """Return what `score` returns; `what` is asked about, for messages, None: completions by their numbers."""
-    batch = _Batch(len(asked))
-    deadline = time.monotonic() + self._settings.batch_timeout_s
+    deadline, given_up = time.monotonic() + self._settings.batch_timeout_s, threading.Event()
 
-    def work() -> None:
-      while (place := batch.next()) is not None:
-        try:
-          batch.add(place, self._ask(asked[place], deadline, self._settings.top_k, batch.given_up))
-        except Exception as error:  # It belongs to the thread that waits.
-          batch.fail(place, error)
+    def ask(place: int) -> Scored:
+      try:
+        return self._ask(asked[place], deadline, self._settings.top_k, given_up)
+      except Fault as fault:
+        raise self._error(what or f'completion {place + 1} of {len(asked)}', fault) from fault
 
-    # Threads of this batch alone, so that those of an earlier one which still wait take no place of it; and such that
-    # do not keep the process from ending.
-    for _ in range(min(self._settings.concurrency, len(asked))):
-      threading.Thread(target=work, name='teacher-endpoint', daemon=True).start()
-    try:
-      while not batch.wait(STOP_S):
-        if stop.asked():
-          raise StoppedError
-    finally:
-      batch.given_up.set()
-    if batch.failure is not None:
-      place, error = batch.failure
-      if isinstance(error, Fault):
-        raise self._error(what or f'completion {place + 1} of {len(asked)}', error) from error
-      raise error
-    return [batch.scored[place] for place in range(len(asked))]
+    threads = self._settings.concurrency
+    return ask_all(ask, len(asked), threads=threads, name='teacher-endpoint', stop=stop, given_up=given_up)
 
   def _ask(self, asked: Asked, deadline: float, k: int, given_up: threading.Event) -> Scored:
     """Return what one answer says; raises Fault once no further attempt helps, or there is no time for it."""
@@ -226,36 +210,3 @@ class Endpoint:
       SECTION,
       ' at a server that gives more' if self._settings.dialect == 'fireworks' else '',
     )
-
-
-class _Batch:
-  """What has become of the completions of a batch."""
-
-  def __init__(self, count: int):
-    self.scored: dict[int, Scored] = {}
-    self.failure: tuple[int, Exception] | None = None  # The first, and of which completion.
-    self.given_up = threading.Event()  # What is not scored yet is wanted no more.
-    self._waiting = iter(range(count))
-    self._count = count
-    self._changed = threading.Condition()
-
-  def next(self) -> int | None:
-    """Return a completion to ask about; None if there is none."""
-    with self._changed:
-      return None if self.given_up.is_set() else next(self._waiting, None)
-
-  def add(self, place: int, scored: Scored) -> None:
-    with self._changed:
-      self.scored[place] = scored
-      self._changed.notify()
-
-  def fail(self, place: int, error: Exception) -> None:
-    with self._changed:
-      self.failure = self.failure or (place, error)
-      self.given_up.set()
-      self._changed.notify()
-
-  def wait(self, seconds: float) -> bool:
-    """Return whether all is scored, or one has failed; after so many seconds at most."""
-    with self._changed:
-      return self._changed.wait_for(lambda: self.failure is not None or len(self.scored) == self._count, seconds)

@@ -11,13 +11,13 @@ import threading
 
 from sdpo_jax import liveness
 from sdpo_jax.config import SelfDistillationConfig
-from sdpo_jax.distributed.stopping import NEVER, Stop, StoppedError
+from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.environments import chat_endpoint, json_server
 from sdpo_jax.environments.json_server import Fault
+from sdpo_jax.teacher.asking import ask_all
 from sdpo_jax.teacher.feedback import Asked, UnwrittenError, read
 
 SECTION = 'actor.self_distillation.feedback_endpoint'
-STOP_S = 0.5  # Between two questions whether the run is to stop, while answers are waited for.
 
 
 class FeedbackEndpoint:
@@ -71,28 +71,16 @@ class FeedbackEndpoint:
     Raises:
       StoppedError: as `stop` said.
     """
-    work = _Work(len(asked), patience=self._settings.concurrency)
+    work = _Work(patience=self._settings.concurrency)
 
-    def ask_about() -> None:
-      while (place := work.next()) is not None:
-        try:
-          work.add(place, self._ask(asked[place], work))
-        except BaseException as error:  # It belongs to the thread that waits.
-          work.add(place, error)
+    def ask(place: int) -> str | UnwrittenError:
+      try:
+        return self._ask(asked[place], work)
+      except UnwrittenError as error:
+        return error
 
-    # Threads that do not keep the process from ending.
-    for _ in range(min(self._settings.concurrency, len(asked))):
-      threading.Thread(target=ask_about, name='feedback-endpoint', daemon=True).start()
-    try:
-      while not work.wait(STOP_S):
-        if stop.asked():
-          raise StoppedError
-    finally:
-      work.given_up.set()
-    for found in work.found.values():
-      if isinstance(found, BaseException) and not isinstance(found, UnwrittenError):
-        raise found
-    return [work.found[place] for place in range(len(asked))]
+    threads = self._settings.concurrency
+    return ask_all(ask, len(asked), threads=threads, name='feedback-endpoint', stop=stop, given_up=work.given_up)
 
   def _ask(self, asked: Asked, work: _Work) -> str:
     """Return what one answer says; raises UnwrittenError once no further attempt helps."""
@@ -121,37 +109,20 @@ class FeedbackEndpoint:
 
 
 class _Work:
-  """What has become of the completions of a call.
+  """Whether the server has answered anything in a call.
 
-  A server that has answered nothing is given up, so that a batch does not wait for it hundreds of times.
+  One that has not is given up, so that a batch does not wait for it hundreds of times.
   """
 
-  def __init__(self, count: int, patience: int):
-    self.found: dict[int, str | BaseException] = {}
+  def __init__(self, patience: int):
     self.answered = threading.Event()  # There was an answer of any kind.
     self.given_up = threading.Event()
-    self._waiting, self._count = iter(range(count)), count
     self._failed, self._patience = 0, patience
-    self._changed = threading.Condition()
-
-  def next(self) -> int | None:
-    """Return a completion to ask about; None if there is none."""
-    with self._changed:
-      return next(self._waiting, None)
-
-  def add(self, place: int, found: str | BaseException) -> None:
-    with self._changed:
-      self.found[place] = found
-      self._changed.notify()
+    self._lock = threading.Lock()
 
   def count_failed(self) -> None:
     """Note a completion that has used all its attempts."""
-    with self._changed:
+    with self._lock:
       self._failed += 1
       if self._failed >= self._patience and not self.answered.is_set():
         self.given_up.set()
-
-  def wait(self, seconds: float) -> bool:
-    """Return whether nothing is outstanding; after so many seconds at most."""
-    with self._changed:
-      return self._changed.wait_for(lambda: len(self.found) == self._count, seconds)
