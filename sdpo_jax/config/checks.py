@@ -376,14 +376,10 @@ def _check_other_teacher(config: schema.Config) -> None:
 def _check_endpoint(config: schema.Config) -> None:
   """Raise UserError if a teacher at an endpoint cannot be asked, or something else needs one on the devices."""
   sd, endpoint = config.actor.self_distillation, config.actor.self_distillation.teacher_endpoint
-  section, default = f'{_DISTILLATION}.teacher_endpoint', type(endpoint)()
+  section = f'{_DISTILLATION}.teacher_endpoint'
   if not endpoint.used:
-    for name in ('dialect', 'model', 'tokenizer', 'top_k', 'api_key_env'):
-      value, unset = getattr(endpoint, name), getattr(default, name)
-      _require(
-        value == unset,
-        f'{section}.{name}={value} has no effect without an address: set {section}.url, or leave it at {unset!r}.',
-      )
+    names = ('dialect', 'model', 'tokenizer', 'top_k', 'api_key_env')
+    _require_defaults(endpoint, section, names, f' without an address: set {section}.url')
     return
   check_address(endpoint.url, f'{section}.url', f'{section}.api_key_env')
   for name, what in (
@@ -421,13 +417,8 @@ def _check_endpoint(config: schema.Config) -> None:
 def _check_algorithm(config: schema.Config) -> None:
   algorithm, loss, sd = config.algorithm, config.actor.policy_loss, config.actor.self_distillation
   if algorithm.mode != 'hybrid':
-    for name in ('sdpo_coef', 'policy_gradient_coef'):
-      value, unset = getattr(algorithm, name), getattr(type(algorithm)(), name)
-      _require(
-        value == unset,
-        f"algorithm.{name}={value} has no effect on algorithm.mode={algorithm.mode!r}: set that to 'hybrid', or leave "
-        f'it at {unset}.',
-      )
+    why = f" on algorithm.mode={algorithm.mode!r}: set that to 'hybrid'"
+    _require_defaults(algorithm, 'algorithm', ('sdpo_coef', 'policy_gradient_coef'), why)
     return
   _require(
     loss.loss_mode == 'sdpo',
@@ -463,7 +454,7 @@ def _check_algorithm(config: schema.Config) -> None:
 
 def _check_written_feedback(config: schema.Config) -> None:
   sd = config.actor.self_distillation
-  endpoint, section, default = sd.feedback_endpoint, f'{_DISTILLATION}.feedback_endpoint', type(sd)()
+  endpoint, section = sd.feedback_endpoint, f'{_DISTILLATION}.feedback_endpoint'
   asked = f'{_DISTILLATION}.feedback_model={sd.feedback_model!r}'
   if sd.feedback_model != 'endpoint':
     for name in ('url', 'model', 'api_key_env'):
@@ -473,13 +464,9 @@ def _check_written_feedback(config: schema.Config) -> None:
         f"{section}.{name} has no effect with {asked}: set that to 'endpoint', or leave {name} empty.",
       )
   if not sd.feedback_model:
-    for name in ('feedback_max_prompt_len', 'feedback_max_tokens', 'feedback_temperature', 'feedback_keeps_output'):
-      value, unset = getattr(sd, name), getattr(default, name)
-      _require(
-        value == unset,
-        f'{_DISTILLATION}.{name}={value} has no effect, as nobody writes feedback: set {_DISTILLATION}.feedback_model, '
-        f'or leave it at {unset}.',
-      )
+    names = ('feedback_max_prompt_len', 'feedback_max_tokens', 'feedback_temperature', 'feedback_keeps_output')
+    why = f', as nobody writes feedback: set {_DISTILLATION}.feedback_model'
+    _require_defaults(sd, _DISTILLATION, names, why)
     return
   _check_template(f'{_DISTILLATION}.feedback_prompt_template', sd.feedback_prompt_template, FEEDBACK_FIELDS, 'writer')
   _require(
@@ -709,3 +696,10 @@ def _sequences(config: schema.Config) -> int:
 def _require(condition: bool, sentence: str) -> None:
   if not condition:
     raise UserError(sentence)
+
+
+def _require_defaults(section: object, prefix: str, names: Sequence[str], why: str) -> None:
+  """Raise UserError for a setting that is not left at its default though it has no effect; `why`, and the way out."""
+  for name in names:
+    value, unset = getattr(section, name), getattr(type(section)(), name)
+    _require(value == unset, f'{prefix}.{name}={value} has no effect{why}, or leave it at {unset!r}.')
