@@ -26,7 +26,8 @@ import jax
 from jax.experimental import serialize_executable
 
 from sdpo_jax.errors import UserError, first_line
-from sdpo_jax.files import is_local, make_directory, remove_partials, sync_directory, write_atomically
+from sdpo_jax.files import is_local, remove_partials, write_atomically
+from sdpo_jax.serving.store.blobs import make_private
 
 PACKAGES = 'jax', 'jaxlib', 'libtpu', 'flax', 'optax', 'numpy'
 VARIABLES = 'XLA_FLAGS', 'LIBTPU_INIT_ARGS'
@@ -99,11 +100,7 @@ class ProgramFolder:
       raise UserError(f'{folder} cannot hold compiled programs, for anyone may write there: name a local folder.')
     self._folder, self._devices = folder, list(devices)
     try:
-      if not os.path.lexists(folder):
-        make_directory(folder.parent)
-        with contextlib.suppress(FileExistsError):  # Another process makes it now.
-          os.mkdir(folder, 0o700)
-        sync_directory(folder.parent)
+      make_private(folder)
       self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
       raise UserError(

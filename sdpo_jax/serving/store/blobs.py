@@ -158,7 +158,9 @@ class LocalBlobs:
     path = self._path(key)
     with self._failures(path):
       make_directory(path.parent)
-      with _locked(path.parent):  # Of what no other process has to keep away from, such as a tool's.
+      with locked(
+        path.parent, os.O_RDONLY | os.O_DIRECTORY
+      ):  # Of what no other process has to keep away from, such as a tool's.
         try:
           found = _tag(_read(path))
         except FileNotFoundError:
@@ -269,9 +271,9 @@ def _tag(content: bytes) -> Mapping[str, str]:
 
 
 @contextlib.contextmanager
-def _locked(folder: pathlib.Path) -> Iterator[None]:
-  """Hold the lock of a folder, which goes with the descriptor."""
-  descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def locked(path: str | os.PathLike, flags: int) -> Iterator[None]:
+  """Hold the lock of a local file or folder, opened with these flags; it goes with the process, however that ends."""
+  descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
   try:
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     yield

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import hmac
 import json
@@ -20,6 +19,7 @@ from typing import Any
 
 from sdpo_jax.errors import UserError, first_line, printable
 from sdpo_jax.files import make_directory, write_atomically
+from sdpo_jax.serving.store.blobs import locked
 
 PREFIX = 'sdpo_'
 _LONGEST = 200  # Characters of an owner or a name.
@@ -86,12 +86,8 @@ def _written(keys: Sequence[Key]) -> str:
 def _alone(path: pathlib.Path):
   """Let one process at a time change the file."""
   make_directory(path.parent)
-  lock = os.open(f'{path}.lock', os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-  try:
-    fcntl.flock(lock, fcntl.LOCK_EX)
+  with locked(f'{path}.lock', os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW):
     yield
-  finally:
-    os.close(lock)
 
 
 def add(path: pathlib.Path, owner: str, name: str) -> tuple[str, Key]:
