@@ -11,8 +11,6 @@ those of --workdir, which may be a run that is going on, or of --model. Prints a
 --output with .samples.jsonl for its ending. docs/evaluation.md says what each number means.
 """
 
-import sys
-
 from absl import flags
 import jax
 
@@ -45,7 +43,7 @@ def main() -> None:
     overwrite=OVERWRITE.value,
     adapter=flags.FLAGS.adapter,
     cartridge=flags.FLAGS.cartridge,
-    announce=lambda text: print(text, file=sys.stderr, flush=True),
+    announce=command.announce,
   )
   if jax.process_index() == 0:
     print(report.evaluation_table(evaluation, config.val_kwargs.n))

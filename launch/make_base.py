@@ -10,7 +10,6 @@ The same seed gives the same model again with the same versions on the same mach
 
 import dataclasses
 import pathlib
-import sys
 
 from absl import flags
 import numpy as np
@@ -50,15 +49,14 @@ def main() -> None:
   output = OUTPUT.value or config.model.path
   changes = {'seed': SEED.value} | ({} if STEPS.value is None else {'steps': STEPS.value})
 
-  def announce(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
   if task == 'facts':
-    document_base.make_document_base(output, dataclasses.replace(document_base.Recipe(), **changes), announce)
+    document_base.make_document_base(output, dataclasses.replace(document_base.Recipe(), **changes), command.announce)
   elif task == 'session':
-    session_base.make_session_base(config, output, dataclasses.replace(session_base.Recipe(), **changes), announce)
+    session_base.make_session_base(
+      config, output, dataclasses.replace(session_base.Recipe(), **changes), command.announce
+    )
   else:
-    make_base.make_base(config, output, dataclasses.replace(make_base.Recipe(), **changes), announce)
+    make_base.make_base(config, output, dataclasses.replace(make_base.Recipe(), **changes), command.announce)
   print(output)
 
 

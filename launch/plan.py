@@ -9,8 +9,6 @@ prints memory by kind, time by phase, communication, utilisation and cost; no we
 (requirements-tpu.txt). See docs/performance.md for what the numbers are.
 """
 
-import sys
-
 from absl import flags
 
 from sdpo_jax import command
@@ -45,7 +43,7 @@ def main() -> None:
     model_config=MODEL_CONFIG.value,
     price=PRICE.value,
     keep=KEEP.value,
-    announce=lambda text: print(text, file=sys.stderr, flush=True),
+    announce=command.announce,
     show=print,
   )
   if ENGINE.value:

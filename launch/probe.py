@@ -8,8 +8,6 @@ Asks held-out questions: how often the student is right, how often the same mode
 feedback or both, how many questions carry a signal, and what does not fit the configured lengths. See docs/probe.md.
 """
 
-import sys
-
 from absl import flags
 
 from sdpo_jax import command
@@ -30,7 +28,7 @@ def main() -> None:
     output=OUTPUT.value,
     max_questions=MAX_QUESTIONS.value,
     overwrite=OVERWRITE.value,
-    announce=lambda text: print(text, file=sys.stderr, flush=True),
+    announce=command.announce,
   )
   print(probe_report.summary(numbers, advice))
 

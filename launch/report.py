@@ -8,8 +8,6 @@ The page needs no server and asks none. Runs that differ in their seed only are 
 is written anew while the run goes on, and reloads itself. See docs/report.md.
 """
 
-import sys
-
 from absl import flags
 
 from sdpo_jax import command
@@ -30,7 +28,7 @@ def main() -> None:
     OUTPUT.value,
     max_rollouts=MAX_ROLLOUTS.value,
     follow_s=INTERVAL_S.value if FOLLOW.value else None,
-    say=lambda text: print(text, file=sys.stderr, flush=True),
+    say=command.announce,
   )
 
 

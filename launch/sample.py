@@ -82,10 +82,6 @@ DTYPE = flags.DEFINE_enum(
 INTERRUPTED = 130  # As of a shell's commands that Ctrl-C has ended.
 
 
-def announce(text: str) -> None:
-  print(text, file=sys.stderr, flush=True)
-
-
 def check_flags() -> None:
   """Raise UserError for flags that contradict each other."""
   if [PROMPT.value is not None, PROMPTS.value is not None, CHAT.value].count(True) != 1:
@@ -107,7 +103,7 @@ def write_answer(generator: generate.TextGenerator) -> None:
 
 
 def write_answers(generator: generate.TextGenerator, questions: list[generate.Question]) -> None:
-  records = generate.generate_all(generator, questions, announce)
+  records = generate.generate_all(generator, questions, command.announce)
   if OUTPUT.value is None:
     answer_files.write_in_order(sys.stdout, records)
   else:
@@ -120,7 +116,7 @@ def hold_chat(generator: generate.TextGenerator) -> None:
     with contextlib.suppress(ImportError):  # Lines can be edited, where Python has it.
       import readline  # noqa: F401
     read = functools.partial(input, '> ')
-  chat.converse(chat.Chat(generator, SYSTEM.value, announce), read, sys.stdout, announce)
+  chat.converse(chat.Chat(generator, SYSTEM.value, command.announce), read, sys.stdout, command.announce)
 
 
 def main() -> int | None:
@@ -152,7 +148,7 @@ def main() -> int | None:
     return command.not_read()
   except KeyboardInterrupt:
     kept = f' What was finished is in {OUTPUT.value}.' if OUTPUT.value is not None else ''
-    announce(f'Interrupted.{kept}')
+    command.announce(f'Interrupted.{kept}')
     return INTERRUPTED
 
 

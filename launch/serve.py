@@ -14,8 +14,6 @@ within serve.http.drain_s, and all that was acknowledged is stored; 2 bad input,
 second time, and ended at once.
 """
 
-import sys
-
 from sdpo_jax import command, extras
 
 command.define_config()
@@ -26,7 +24,7 @@ def main() -> None:
   from sdpo_jax.serving.web.server import Process
 
   config = command.load_config(trains=False)
-  Process(config, lambda text: print(text, file=sys.stderr, flush=True)).run()
+  Process(config, command.announce).run()
 
 
 if __name__ == '__main__':

@@ -14,8 +14,6 @@ began; 143 told to stop by SIGTERM or Ctrl-C: the last finished step is saved, w
 70, 75, 130 and 143 the same command resumes.
 """
 
-import sys
-
 from absl import flags
 import jax
 
@@ -41,9 +39,7 @@ def main() -> int:
   config = command.load_config()
   command.join_cluster()
   workdir = WORKDIR.value or f'runs/{config.name}'
-  result = loop.train(
-    config, workdir, restart=RESTART.value, announce=lambda text: print(text, file=sys.stderr, flush=True)
-  )
+  result = loop.train(config, workdir, restart=RESTART.value, announce=command.announce)
   if result.deadline is not None:
     preemption.end_by(result.deadline, result.exit_code)
   if jax.process_index() == 0:

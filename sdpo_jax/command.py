@@ -218,6 +218,11 @@ def overrides() -> list[tuple[str, str]]:
   return list(_overrides)
 
 
+def announce(text: str) -> None:
+  """Print a line for people on stderr at once: stdout is for what a command was asked for."""
+  print(text, file=sys.stderr, flush=True)
+
+
 def _complain(sentence: str) -> int:
   print(sentence, file=sys.stderr)
   return EXIT_BAD_INPUT
