@@ -1,10 +1,15 @@
-"""Tables as text: aligned columns, the first to the left and the others to the right."""
+"""Numbers for people: a count with its noun, and tables, the first column to the left and the others to the right."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 Rows = Sequence[Sequence[str]]
+
+
+def counted(count: int, noun: str) -> str:
+  """Return a number with its noun, which has an s behind any other than 1: '1,000 tokens'."""
+  return f'{count:,} {noun}' if count == 1 else f'{count:,} {noun}s'
 
 
 def aligned(header: Sequence[str], rows: Rows) -> str:

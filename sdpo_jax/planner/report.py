@@ -9,7 +9,7 @@ from typing import Literal
 from sdpo_jax.distributed.mesh import FSDP
 from sdpo_jax.planner.plan import Estimate, Plan
 from sdpo_jax.planner.search import Candidate
-from sdpo_jax.tables import markdown
+from sdpo_jax.tables import counted, markdown
 
 _MEMORY = (
   'base',
@@ -113,25 +113,21 @@ def cartridge(plan: Plan) -> str:
     return ''
   trained = plan.slots - plan.frozen_slots
   sentences = [
-    f'The cartridge has {_numbered(plan.slots, "slot")}: {trained:,} trained, which take {_number(plan.slots_gib)} GiB '
+    f'The cartridge has {counted(plan.slots, "slot")}: {trained:,} trained, which take {_number(plan.slots_gib)} GiB '
     f'per chip in float32 and {_number(plan.moments_gib)} GiB for the state of the optimizer, and '
     f'{plan.frozen_slots:,} frozen, counted with the base.'
   ]
   if plan.assumptions.document:
     sentences.append(
-      f"Keys and values of the document's {_numbered(plan.assumptions.document, 'token')} take "
+      f"Keys and values of the document's {counted(plan.assumptions.document, 'token')} take "
       f'{_number(plan.document_gib)} GiB per chip, once, beside the base.'
     )
   if plan.reading_parts:
     sentences.append(
-      f'It is read once per run, in {_numbered(plan.reading_parts, "part")}, which takes '
+      f'It is read once per run, in {counted(plan.reading_parts, "part")}, which takes '
       f'{_number(plan.reading_seconds)} s.'
     )
   return ' '.join(sentences)
-
-
-def _numbered(count: int, noun: str) -> str:
-  return f'{count:,} {noun}' if count == 1 else f'{count:,} {noun}s'
 
 
 def times(programs: dict[str, Estimate]) -> str:

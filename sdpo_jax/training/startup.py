@@ -17,6 +17,7 @@ from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.evaluation.names import check_best_metric
+from sdpo_jax.tables import counted
 from sdpo_jax.teacher.room import check_reprompts, check_room
 from sdpo_jax.training import feedback_writing, teacher_model
 from sdpo_jax.training.run_programs import run_programs
@@ -64,9 +65,9 @@ def describe(session: Session, trained: int, train_rows: int | None, held_out: i
   processes = f' of {jax.process_count()} processes' if jax.process_count() > 1 else ''
   total = parameter_tables.count(table)
   trains = '' if trained == total else f', {trained:,} of them trained'
-  rows = 'generated' if train_rows is None else _counted(train_rows, 'row')
-  batch = f'{_counted(config.data.train_batch_size, "question")} × {_counted(config.rollout.n, "completion")} per step'
-  held = f'{_counted(held_out, "question")} × {_counted(config.val_kwargs.n, "completion")}' if held_out else 'none'
+  rows = 'generated' if train_rows is None else counted(train_rows, 'row')
+  batch = f'{counted(config.data.train_batch_size, "question")} × {counted(config.rollout.n, "completion")} per step'
+  held = f'{counted(held_out, "question")} × {counted(config.val_kwargs.n, "completion")}' if held_out else 'none'
   total_steps = config.trainer.total_training_steps
   if first < total_steps:
     steps = f'step {total_steps}' if first + 1 == total_steps else f'steps {first + 1} to {total_steps}'
@@ -89,7 +90,7 @@ def _other_teacher(session: Session) -> list[str]:
   """Return the line that says which other model teaches, if one does."""
   sd = session.config.actor.self_distillation
   if sd.teacher_endpoint.used:
-    said = f'{_counted(sd.teacher_endpoint.top_k, "token")} per position'
+    said = f'{counted(sd.teacher_endpoint.top_k, "token")} per position'
     return [f'  teacher    {sd.teacher_endpoint.model} at an endpoint ({sd.teacher_endpoint.dialect}), {said}']
   if not teacher_model.is_used(session.config):
     return []
@@ -103,9 +104,9 @@ def _cartridge(session: Session) -> list[str]:
   if prefix is None:
     return []
   read = (
-    '' if session.teacher is None else f'; the teacher reads {_counted(session.teacher.policy.adapter.slots, "token")}'
+    '' if session.teacher is None else f'; the teacher reads {counted(session.teacher.policy.adapter.slots, "token")}'
   )
-  return [f'  cartridge  {_counted(prefix.slots, "slot")}, {prefix.frozen:,} of them frozen{read}']
+  return [f'  cartridge  {counted(prefix.slots, "slot")}, {prefix.frozen:,} of them frozen{read}']
 
 
 def _schedule(config: Config) -> list[str]:
@@ -115,7 +116,7 @@ def _schedule(config: Config) -> list[str]:
     terms = f'{algorithm.sdpo_coef:g} × divergence + {algorithm.policy_gradient_coef:g} × policy gradient'
     lines.append(f'  objective  {terms}')
   if algorithm.min_sdpo_examples:
-    lines.append(f'  updates    when {_counted(algorithm.min_sdpo_examples, "example")} have gathered')
+    lines.append(f'  updates    when {counted(algorithm.min_sdpo_examples, "example")} have gathered')
   if feedback_writing.is_used(config):
     by = (
       'the model itself' if feedback_writing.writes_itself(config) else f'{sd.feedback_endpoint.model} at an endpoint'
@@ -130,10 +131,6 @@ def _unshared(config: Config, policy: Policy) -> list[str]:
     return []
   reason = 'windows' if policy.config.windows else 'attention that knows no shared prompts'
   return [f'  packing    each sample has its own copy of the teacher prompt: layers of the model have {reason}']
-
-
-def _counted(count: int, noun: str) -> str:
-  return f'{count:,} {noun}' if count == 1 else f'{count:,} {noun}s'
 
 
 def compile_programs(
