@@ -15,7 +15,7 @@ import numpy as np
 import transformers
 
 from models import checksums
-from sdpo_jax.rollout.engine import Completion, Draft
+from sdpo_jax.rollout.results import Completion, Draft
 from sdpo_jax.serving.service import Service
 from tests import tiny
 from tests.service_world import make_config, model_folder, running

@@ -11,7 +11,7 @@ from sdpo_jax.data import grouping
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.objective.spec import ObjectiveSpec
-from sdpo_jax.rollout.slots import SamplingStats
+from sdpo_jax.rollout.results import SamplingStats
 from sdpo_jax.training import step
 from sdpo_jax.types import Example, Outcome, Rollouts
 from tests import tiny

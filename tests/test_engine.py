@@ -14,7 +14,7 @@ from sdpo_jax.config import LoraConfig, ModelConfig, TeacherEndpointConfig
 from sdpo_jax.environments import json_server
 from sdpo_jax.errors import UserError
 from sdpo_jax.objective.jsd_pg import JsdPg
-from sdpo_jax.rollout.engine import Completion
+from sdpo_jax.rollout.results import Completion
 from sdpo_jax.serving import shelf
 from sdpo_jax.serving.engine import BASE, Engine, EngineSettings, Feedback
 from sdpo_jax.serving.learning import AdamW, Lesson, Taught

@@ -14,7 +14,7 @@ from models.attention.backend import AttentionBackend
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding
 from sdpo_jax.errors import UserError
-from sdpo_jax.rollout import engine, queue, sizes, slots
+from sdpo_jax.rollout import engine, queue, results, sizes, slots
 from sdpo_jax.rollout.buckets import bucket_lengths, smallest_bucket
 from sdpo_jax.rollout.functions import sampler_functions
 from sdpo_jax.rollout.stops import StopStrings
@@ -266,10 +266,10 @@ def test_drafts_are_completions_as_far_as_they_are_drawn(model, reference):
     make_sampler(model, max_batch_rows=6, decode_chunk=4, stop=(stop,)),
   ):
     seen = list(sampler.stream_drafts({}, model[1], PROMPTS, **settings))
-    done = {item.sample: item for item in seen if isinstance(item, engine.Completion)}
+    done = {item.sample: item for item in seen if isinstance(item, results.Completion)}
     drafts = {number: [] for number in done}
     for item in seen:
-      if isinstance(item, engine.Draft):
+      if isinstance(item, results.Draft):
         drafts[item.sample].append(item.tokens.tolist())
     assert sorted(done) == list(range(16))
     texts = {item.sample: item.text for item in sampler.stream({}, model[1], PROMPTS, **settings)}

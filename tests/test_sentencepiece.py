@@ -14,7 +14,7 @@ from models import tokenizer as tokenizers
 from models.control_tokens import control_strings
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference.chat import Chat
-from sdpo_jax.rollout.engine import Completion
+from sdpo_jax.rollout.results import Completion
 from sdpo_jax.rollout.stops import StopStrings, to_text
 from tests import tokenizer_styles
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sdpo_jax.distributed import accelerators
-from sdpo_jax.rollout.slots import SamplingStats
+from sdpo_jax.rollout.results import SamplingStats
 from sdpo_jax.training import batching, records, step
 from tests.test_batching import make_config, make_samples
 

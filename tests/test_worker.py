@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from sdpo_jax.errors import UserError
-from sdpo_jax.rollout.engine import Completion
 from sdpo_jax.rollout.resident import CancelledError
+from sdpo_jax.rollout.results import Completion
 from sdpo_jax.serving.engine import BASE, Engine, EngineSettings, Feedback
 from sdpo_jax.serving.errors import Busy, Cancelled, Deadline, InvalidRequest, NotFound, NotReady, ServiceError
 from sdpo_jax.serving.learning import Learned, Lesson

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from models import checksums, huggingface
 from sdpo_jax.config import ModelConfig
-from sdpo_jax.rollout.engine import Completion
+from sdpo_jax.rollout.results import Completion
 from sdpo_jax.types import Rollouts
 from tests import compiling
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, TextIO
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference.generate import TextGenerator, with_system
 from sdpo_jax.rollout.buckets import bucket_lengths, smallest_bucket
-from sdpo_jax.rollout.engine import Completion
+from sdpo_jax.rollout.results import Completion
 from sdpo_jax.rollout.stops import to_text
 from sdpo_jax.training.session import make_sampler
 

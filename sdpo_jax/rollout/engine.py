@@ -15,8 +15,9 @@ from sdpo_jax import liveness
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.buckets import bucket_lengths, smallest_bucket
 from sdpo_jax.rollout.functions import Keep, SamplerFunctions, sampler_functions
+from sdpo_jax.rollout.results import Completion, Draft, SamplingStats
 from sdpo_jax.rollout.sizes import Sizes, shard_rows, sizes
-from sdpo_jax.rollout.slots import KNOBS, RECORDS, Finished, Samples, SamplingStats, Slots
+from sdpo_jax.rollout.slots import KNOBS, RECORDS, Finished, Samples, Slots
 from sdpo_jax.rollout.stops import StopStrings, Tokenizer, to_text
 from sdpo_jax.rollout.weights import PreparedBase
 from sdpo_jax.types import Rollouts, Tree
@@ -35,28 +36,6 @@ class SamplingOptions(TypedDict, total=False):
   top_p: PerSample  # 1, as unless given, keeps all.
   top_k: PerSample  # -1, as unless given, keeps all.
   min_p: PerSample  # 0, as unless given, keeps all.
-
-
-@dataclasses.dataclass(frozen=True)
-class Draft:
-  """A sample under way."""
-
-  sample: int  # Its number: prompt · n + completion.
-  tokens: np.ndarray  # [length] int32, drawn so far; no stop id, no whole stop string.
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-  """A finished sample."""
-
-  sample: int  # Its number: prompt · n + completion.
-  tokens: np.ndarray  # [length] int32; the stop token, where one was drawn, is the last.
-  sampling_log_probs: np.ndarray  # [length] float32, under the distribution drawn from.
-  model_log_probs: np.ndarray  # [length] float32, under the plain model distribution.
-  entropy: np.ndarray  # [length] float32, nats, of the plain model distribution.
-  stopped: bool  # By a stop id or stop string, not by its length.
-  text: str  # Without special tokens.
-  reused: int = 0  # Tokens of the prompt whose keys and values were kept of an earlier one.
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from sdpo_jax.distributed.collectives import gathered
 from sdpo_jax.distributed.stopping import NEVER, Stop, StoppedError
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
-from sdpo_jax.rollout.engine import Completion
+from sdpo_jax.rollout.results import Completion
 from sdpo_jax.types import Example, Outcome
 
 STOP_S = 0.5  # Between two questions whether the process was told to stop, while it waits for graders.

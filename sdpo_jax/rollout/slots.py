@@ -20,6 +20,7 @@ from sdpo_jax.rollout import decode
 from sdpo_jax.rollout.functions import SamplerFunctions
 from sdpo_jax.rollout.kept_prefixes import KeptPrefixes, Prefix
 from sdpo_jax.rollout.queue import Queue
+from sdpo_jax.rollout.results import SamplingStats
 from sdpo_jax.rollout.sampling import SamplingParams
 from sdpo_jax.rollout.sizes import Size, Sizes
 from sdpo_jax.types import Tree
@@ -75,21 +76,6 @@ class Finished:
   records: dict[str, np.ndarray]  # [length] float32 each: those of `RECORDS`.
   stopped: bool  # By a stop id or string.
   reused: int = 0  # Tokens of the prompt whose keys and values were there when it was begun.
-
-
-@dataclasses.dataclass
-class SamplingStats:
-  """Counts of what sampling a request took."""
-
-  tokens: int = 0  # Drawn and kept.
-  prompts: int = 0  # Prefilled; one that several shards need counts once for each.
-  prefilled: int = 0  # Tokens of these that went through the model.
-  reused: int = 0  # Tokens of these whose keys and values were kept of earlier prompts.
-  dispatches: int = 0  # Calls of the decode loop.
-  decode_steps: int = 0  # Of the decode loop; one draws a token in every slot.
-  row_steps: int = 0  # Decode steps × slots, slots without a sample included.
-  cache_bytes: int = 0  # Largest total of all caches, those of prompts whose samples wait included.
-  live_bytes: int = 0  # Largest total of what live samples filled: the least that any cache could do with.
 
 
 class Slots:

@@ -19,7 +19,7 @@ import numpy as np
 from models.adapters import peft_files
 from models.token_texts import TokenTexts
 from sdpo_jax.errors import UserError, short_repr
-from sdpo_jax.rollout.engine import Completion
+from sdpo_jax.rollout.results import Completion
 from sdpo_jax.serving import adapter_settings, differences, feedback, names, prompts
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.draft_texts import DraftText, finished_text

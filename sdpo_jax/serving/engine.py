@@ -32,7 +32,7 @@ from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.errors import UserError, first_line, printable, short_repr
 from sdpo_jax.rollout.engine import Sampler, SamplingOptions
 from sdpo_jax.rollout.resident import Handle, Resident, Weights
-from sdpo_jax.rollout.slots import SamplingStats
+from sdpo_jax.rollout.results import SamplingStats
 from sdpo_jax.rollout.stops import Tokenizer
 from sdpo_jax.serving import elsewhere, training_pool
 from sdpo_jax.serving.kept_programs import KeptPrograms

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from sdpo_jax.distributed.stopping import StoppedError
-from sdpo_jax.rollout.engine import Completion, Draft
 from sdpo_jax.rollout.resident import CancelledError
 from sdpo_jax.rollout.resident import Handle as Drawing
+from sdpo_jax.rollout.results import Completion, Draft
 from sdpo_jax.serving.engine import BASE, Feedback
 from sdpo_jax.serving.errors import Cancelled, NotReady, ServiceError
 from sdpo_jax.serving.learning import Learned, Lesson

@@ -9,7 +9,7 @@ import secrets
 
 from sdpo_jax.config import is_number
 from sdpo_jax.errors import short_repr
-from sdpo_jax.rollout.engine import Completion, Draft
+from sdpo_jax.rollout.results import Completion, Draft
 from sdpo_jax.serving.call import Call
 from sdpo_jax.serving.draft_texts import DraftText
 from sdpo_jax.serving.errors import Cancelled, InvalidRequest

@@ -24,7 +24,7 @@ from sdpo_jax.environments.outcomes import check_graded, graded_of, scores_of
 from sdpo_jax.objective.advantages import grpo_advantages
 from sdpo_jax.objective.importance import mismatch, rollout_is_weights
 from sdpo_jax.rollout.grading_thread import GradingThread
-from sdpo_jax.rollout.slots import SamplingStats
+from sdpo_jax.rollout.results import SamplingStats
 from sdpo_jax.teacher.context import TeacherContext, build_teacher_context, same_context
 from sdpo_jax.teacher.order import balanced_order
 from sdpo_jax.teacher.signal import Teacher
