@@ -14,7 +14,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.training import boards, metrics, samples
 from sdpo_jax.training.directory.lines import read_metrics
-from sdpo_jax.training.step import GradedRollouts
+from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.types import Example, Outcome, Rollouts
 
 NAMES = ('eval/parity/mean@4', 'time/a b_s', '/odd', 'train/loss')

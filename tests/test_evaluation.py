@@ -17,7 +17,8 @@ from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.evaluation import completions, evaluate
 from sdpo_jax.inference import runs
-from sdpo_jax.training import records, report, step
+from sdpo_jax.training import records, report
+from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.types import Example, Outcome, Rollouts
 
 WORDS = Config().alarms.epistemic_words
@@ -213,8 +214,8 @@ def test_lengths_entropy_and_words_of_doubt():
   assert completions.count_words('let me check, let me', ('let me check', 'let me')) == 2
 
 
-def graded(examples: list[Example], batch: Rollouts, outcomes: list[Outcome]) -> step.GradedRollouts:
-  return step.GradedRollouts(examples, [[1]] * len(examples), batch, outcomes, np.arange(len(batch)), 0.0)
+def graded(examples: list[Example], batch: Rollouts, outcomes: list[Outcome]) -> GradedRollouts:
+  return GradedRollouts(examples, [[1]] * len(examples), batch, outcomes, np.arange(len(batch)), 0.0)
 
 
 def test_a_batch_of_several_sources_is_described_as_a_whole_and_by_source():

@@ -17,6 +17,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.preflight.settings import odd_settings
 from sdpo_jax.training import initial_policy, records, step
 from sdpo_jax.training.directory import fingerprint, starts
+from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.types import Example, Outcome
 from tests import tiny
 from tests.test_resume import lines_without_time
@@ -41,11 +42,11 @@ def test_it_is_a_copy_in_compute_dtype_that_lies_as_the_parameters_do():
   assert all(jax.tree.leaves(jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), found, placed)))
 
 
-def graded_batch(samples, outcomes) -> step.GradedRollouts:
+def graded_batch(samples, outcomes) -> GradedRollouts:
   groups = int(samples.rollouts.group.max()) + 1
   examples = [Example(str(group), [], 'none', None, 'none') for group in range(groups)]
   numbers = np.arange(len(samples))
-  return step.GradedRollouts(examples, samples.prompts[:groups], samples.rollouts, outcomes, numbers, 0.0)
+  return GradedRollouts(examples, samples.prompts[:groups], samples.rollouts, outcomes, numbers, 0.0)
 
 
 @pytest.mark.parametrize('coefficient', [0.0, 0.1])

@@ -21,7 +21,8 @@ from sdpo_jax.environments.weighted_sum import weighted_sum
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import evaluate
 from sdpo_jax.preflight import grading as preflight
-from sdpo_jax.training import records, step
+from sdpo_jax.training import records
+from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.types import Example, Outcome
 from tests.local_server import Answer, Server
 from tests.test_evaluation import WORDS, rollouts
@@ -286,7 +287,7 @@ def test_a_resume_with_other_weights_is_refused_unless_accepted():
 def batch_of(outcomes):
   examples = [Example(name, [{'role': 'user', 'content': 'Q'}], 'f,g', None, 'x') for name in 'ab']
   made = rollouts(['t'] * 4, [0, 0, 1, 1])
-  return step.GradedRollouts(examples, [[1], [1]], made, outcomes, np.arange(4), 0.0)
+  return GradedRollouts(examples, [[1], [1]], made, outcomes, np.arange(4), 0.0)
 
 
 OUTCOMES = [

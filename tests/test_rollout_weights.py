@@ -17,6 +17,7 @@ from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.training import batching, records, step
+from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.training.update import make_update, place_state
 from sdpo_jax.types import Example, Outcome
 from tests.test_batching import make_samples, per_token
@@ -117,7 +118,7 @@ def test_all_rows_are_scored_only_where_the_update_cannot_weigh_them(changes, be
   )
   samples = make_samples(config)
   groups = int(samples.rollouts.group.max()) + 1
-  graded = step.GradedRollouts(
+  graded = GradedRollouts(
     [Example(str(i), [], 'none', None, 'none') for i in range(groups)],
     samples.prompts[:groups],
     samples.rollouts,

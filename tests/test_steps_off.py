@@ -13,7 +13,7 @@ from models.forward import forward
 from sdpo_jax.config import Config, MeshConfig, overrides
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.training import ahead, batching, loop, saving
-from sdpo_jax.training.step import GradedRollouts
+from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.types import Example, Outcome
 from tests import tiers, tiny
 from tests.test_batching import make_config, make_samples

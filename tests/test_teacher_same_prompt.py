@@ -15,6 +15,7 @@ from sdpo_jax.evaluation import evaluate
 from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.training import batching, step
+from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.types import Example, Outcome
 from tests.test_batching import make_config, make_samples
 from tests.test_evaluation import WORDS, rollouts
@@ -31,7 +32,7 @@ def graded(samples, outcomes):
   """Return these samples, two of every question, as they come from the graders."""
   count = len(samples)
   examples = [Example(str(i), [{'role': 'user', 'content': f'q{i}'}], 'none', None, 's') for i in range(count // 2)]
-  return step.GradedRollouts(examples, samples.prompts[::2], samples.rollouts, outcomes, np.arange(count), 0.0)
+  return GradedRollouts(examples, samples.prompts[::2], samples.rollouts, outcomes, np.arange(count), 0.0)
 
 
 def test_the_teacher_reads_what_the_student_reads_and_teaches_everything():

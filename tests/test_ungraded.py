@@ -18,7 +18,8 @@ from sdpo_jax.environments import registry
 from sdpo_jax.environments.outcomes import check_graded
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import evaluate
-from sdpo_jax.training import batching, loop, records, step
+from sdpo_jax.training import batching, loop, records
+from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.types import Example, Outcome
 from tests import tiny
 from tests.test_batching import make_config, make_samples
@@ -132,14 +133,14 @@ def test_a_source_without_a_graded_sample_has_no_mean_but_is_described():
   found = evaluate.metrics_by_source([example('a', 'x')], batch, [LATE] * 2, 2, WORDS)['source_x']
   assert np.isnan(found['mean@2']) and found['ungraded_fraction'] == 1.0 and found['truncated_fraction'] == 0.5
   assert not [name for name in found if '@' in name and name != 'mean@2']
-  graded = step.GradedRollouts([example('a', 'x')], [[1]], batch, [LATE] * 2, np.arange(2), 0.0)
+  graded = GradedRollouts([example('a', 'x')], [[1]], batch, [LATE] * 2, np.arange(2), 0.0)
   metrics = records.rollout_metrics(graded, Config())
   assert np.isnan(metrics['rollout/score_mean']) and metrics['rollout/ungraded_fraction'] == 1.0
 
 
 def test_a_batch_is_described_by_its_graded_samples():
   outcomes = [Outcome(1.0, '', {'acc': 1.0}), LATE, Outcome(0.0, '', {'acc': 0.5}), LATE]
-  graded = step.GradedRollouts(
+  graded = GradedRollouts(
     [example('a', 'x'), example('b', 'x')],
     [[1], [1] * 9],
     rollouts(['t'] * 4, [0, 0, 0, 1]),

@@ -15,7 +15,7 @@ import numpy as np
 from sdpo_jax.config import Config
 from sdpo_jax.data import pipeline
 from sdpo_jax.data.prompts import Tokenizer, prompt_tokens
-from sdpo_jax.training.step import GradedRollouts
+from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.types import Example, Outcome, Rollouts
 
 WAITING = 'waiting'  # In the host's state of a checkpoint: the batches that are drawn.

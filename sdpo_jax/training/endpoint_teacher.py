@@ -19,7 +19,9 @@ from sdpo_jax.distributed.stopping import NEVER, Stop, StoppedError
 from sdpo_jax.errors import UserError
 from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.rollout.buckets import Buckets
+from sdpo_jax.teacher.context import TeacherContext
 from sdpo_jax.teacher.endpoint import Asked, Endpoint
+from sdpo_jax.training.graded import GradedRollouts, learned_from
 from sdpo_jax.types import Rollouts, TeacherSignal
 
 NO_TOKEN = -1
@@ -51,6 +53,32 @@ def check(endpoint: Endpoint, config: Config, tokenizer: Tokenizer) -> None:
   declared = Buckets.of(config)
   prompt = declared.reprompt[-1] if ObjectiveSpec.from_config(config).reprompts else declared.prompt[-1]
   endpoint.check(config.model.path, tokenizer, prompt + config.data.max_response_length)
+
+
+def ask(
+  endpoint: Endpoint | None,
+  graded: GradedRollouts,
+  context: TeacherContext | None,
+  spec: ObjectiveSpec,
+  stop: Stop = NEVER,
+) -> TeacherSignal | None:
+  """Return what a teacher at an endpoint says of a graded batch; None where there is no such teacher.
+
+  Args:
+    endpoint: the teacher; None: there is none.
+    graded: completions with their outcomes.
+    context: the teacher's prompts.
+    spec: terms of the loss.
+    stop: whether the run is to stop, which does not wait for answers.
+
+  Raises:
+    UserError: there is a completion that the teacher could not score; the state is whole.
+    StoppedError: as `stop` said; likewise.
+  """
+  if endpoint is None:
+    return None
+  wanted = (context.mask > 0) & learned_from(spec, graded)
+  return signal(endpoint, context.prompt_tokens, graded.rollouts, wanted, spec, stop)
 
 
 def signal(

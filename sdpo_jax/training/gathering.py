@@ -13,7 +13,7 @@ from sdpo_jax.data import pipeline
 from sdpo_jax.data.prompts import Tokenizer, prompt_tokens
 from sdpo_jax.teacher.context import TeacherContext
 from sdpo_jax.training.ahead import Drawn
-from sdpo_jax.training.step import GradedRollouts
+from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.types import Outcome, Rollouts
 
 GATHERED = 'gathered'  # In the host's state of a checkpoint: the batches with completions that wait.

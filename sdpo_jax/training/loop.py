@@ -61,6 +61,7 @@ from sdpo_jax.training.directory.ownership import Ownership, sole_user
 from sdpo_jax.training.directory.published import newest
 from sdpo_jax.training.directory.workdir import check_workdir, write_settings
 from sdpo_jax.training.gathering import GATHERED, Gathering, Lesson
+from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.training.metrics import MetricsWriter
 from sdpo_jax.training.preemption import Preemption
 from sdpo_jax.training.progress import Progress
@@ -68,11 +69,9 @@ from sdpo_jax.training.resuming import UNFINISHED, written_before
 from sdpo_jax.training.saving import Saving
 from sdpo_jax.training.session import Session, check_adapter, load_tokenizer, make_session
 from sdpo_jax.training.step import (
-  GradedRollouts,
   Timer,
   UpdateReport,
   advantages_of,
-  ask_endpoint,
   build_batch,
   build_teacher_prompts,
   pass_over,
@@ -524,7 +523,9 @@ class _Run:
       with timer('teach'):
         context = build_teacher_prompts(session, graded, sampling_seed(state), step)
         lesson = self.gather(own, context)
-        signal = None if lesson is None else ask_endpoint(session, lesson.graded, lesson.context, stop)
+        signal = None
+        if lesson is not None:
+          signal = endpoint_teacher.ask(session.endpoint, lesson.graded, lesson.context, session.spec, stop)
       with timer('train'):
         batch = None
         if lesson is not None:

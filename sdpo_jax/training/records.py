@@ -20,8 +20,9 @@ from sdpo_jax.files import jsonable, make_directory, write_atomically
 from sdpo_jax.teacher.context import TeacherContext
 from sdpo_jax.training.batching import GenerationBatch
 from sdpo_jax.training.gathering import Gathering, Lesson
+from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.training.session import Session
-from sdpo_jax.training.step import GradedRollouts, UpdateReport, rollout_correction
+from sdpo_jax.training.step import UpdateReport, rollout_correction
 from sdpo_jax.training.token_records import TokenRecords
 from sdpo_jax.types import Outcome
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from sdpo_jax.errors import printable
 from sdpo_jax.teacher.context import shorten_middle
-from sdpo_jax.training.step import GradedRollouts
+from sdpo_jax.training.graded import GradedRollouts
 
 COLUMNS = ('prompt', 'completion', 'score', 'feedback')
 UNGRADED = 'ungraded'

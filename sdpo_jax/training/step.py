@@ -24,14 +24,14 @@ from sdpo_jax.environments.outcomes import check_graded, graded_of, scores_of
 from sdpo_jax.objective.advantages import grpo_advantages
 from sdpo_jax.objective.importance import mismatch, rollout_is_weights
 from sdpo_jax.rollout.grading_thread import GradingThread
-from sdpo_jax.rollout.results import SamplingStats
 from sdpo_jax.teacher.context import TeacherContext, build_teacher_context, same_context
 from sdpo_jax.teacher.order import balanced_order
 from sdpo_jax.teacher.signal import Teacher
-from sdpo_jax.training import batching, endpoint_teacher
+from sdpo_jax.training import batching
 from sdpo_jax.training.checkpoint.starting_state import StartingState
+from sdpo_jax.training.graded import GradedRollouts, learned_from
 from sdpo_jax.training.update import MicroResult
-from sdpo_jax.types import Example, Outcome, Rollouts, TeacherSignal, TokenRows, TrainState, Tree
+from sdpo_jax.types import Example, TeacherSignal, TokenRows, TrainState, Tree
 
 if TYPE_CHECKING:  # A session knows how to load models; a step need not.
   from sdpo_jax.training.session import Session
@@ -40,21 +40,6 @@ if TYPE_CHECKING:  # A session knows how to load models; a step need not.
 # How far the devices are handed micro-batches before they have done those before: at least so many, so that they never
 # wait for the host, and as many as take so long.
 AHEAD, AHEAD_S = 2, 0.5
-
-
-@dataclasses.dataclass
-class GradedRollouts:
-  """A graded generation batch, in batch order."""
-
-  examples: list[Example]  # G.
-  prompts: list[list[int]]  # G.
-  rollouts: Rollouts  # N.
-  outcomes: list[Outcome]  # N.
-  sample_ids: np.ndarray  # [N] number of each sample as drawn, before any reordering.
-  graders_busy_s: float  # Seconds in which this process's graders were at work, while it sampled or afterwards.
-  sampling: SamplingStats = dataclasses.field(default_factory=SamplingStats)  # What sampling took.
-  advantages: np.ndarray | None = None  # [N] where groups are not whole; None: they are those of the outcomes.
-  present: np.ndarray | None = None  # [N] bool, completions that are there; None: all. The others have no tokens.
 
 
 def rollout_and_grade(
@@ -138,36 +123,6 @@ def build_teacher_prompts(session: Session, graded: GradedRollouts, seed: int, s
   )
 
 
-def ask_endpoint(
-  session: Session, graded: GradedRollouts, context: TeacherContext | None, stop: Stop = NEVER
-) -> TeacherSignal | None:
-  """Return what a teacher at an endpoint says of a graded batch; None where there is no such teacher.
-
-  Args:
-    session: of the run.
-    graded: completions with their outcomes.
-    context: the teacher's prompts.
-    stop: whether the run is to stop, which does not wait for answers.
-
-  Raises:
-    UserError: there is a completion that the teacher could not score; the state is whole.
-    StoppedError: as `stop` said; likewise.
-  """
-  if session.endpoint is None:
-    return None
-  wanted = (context.mask > 0) & _learned_from(session, graded)
-  return endpoint_teacher.signal(session.endpoint, context.prompt_tokens, graded.rollouts, wanted, session.spec, stop)
-
-
-def _learned_from(session: Session, graded: GradedRollouts) -> np.ndarray:
-  """Return of which completions anything is learned, [N] bool.
-
-  A teacher that does not read what the graders said teaches what they could not grade, too.
-  """
-  every = session.spec.needs_teacher and not session.spec.reprompts
-  return np.ones(len(graded.rollouts), bool) if every else graded_of(graded.outcomes)
-
-
 def build_batch(
   session: Session,
   state: TrainState,
@@ -186,14 +141,14 @@ def build_batch(
     context: the teacher's prompts; None: there is no teacher.
     metrics: gets `rollout_corr/*` where log-probs are computed.
     stop: whether the run is to stop; asked before every micro-batch whose log-probs are computed.
-    signal: of `ask_endpoint`; None: the teacher, if there is one, is on the devices.
+    signal: of `endpoint_teacher.ask`; None: the teacher, if there is one, is on the devices.
 
   Raises:
     StoppedError: as `stop` said; the state is whole.
   """
   config, rollouts, spec = session.config, graded.rollouts, session.spec
   shape = rollouts.completion_mask.shape
-  graded_rows = _learned_from(session, graded)
+  graded_rows = learned_from(session.spec, graded)
 
   def per_token(values: np.ndarray) -> np.ndarray:
     return np.broadcast_to(np.asarray(values, np.float32)[:, None], shape)
