@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 import threading
 import time
+from typing import Protocol
 
 import jax
 
 from sdpo_jax import liveness
 from sdpo_jax.distributed.collectives import gathered
 from sdpo_jax.distributed.stopping import NEVER, Stop, StoppedError
-from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.results import Completion
 from sdpo_jax.types import Example, Outcome
 
 STOP_S = 0.5  # Between two questions whether the process was told to stop, while it waits for graders.
+
+
+class BatchGrader(Protocol):
+  """Whoever grades the completions of a batch, part by part, such as `environments.grading.Graders`."""
+
+  def prepare(self, environments: Iterable[str]) -> None:
+    """Make ready for questions of these environments; raises UserError where it cannot grade them."""
+    ...
+
+  def grade_part(
+    self, examples: Sequence[Example], completions: Sequence[str], *, truncated: Sequence[bool]
+  ) -> list[Outcome]:
+    """Return the outcomes [M] of some completions of a batch; raises UserError where no part of it can be graded."""
+    ...
+
+  def end_batch(self) -> None:
+    """Hear that all parts of a batch were graded; raises UserError where none of it could be."""
+    ...
 
 
 class GradingThread:
@@ -28,7 +46,7 @@ class GradingThread:
   the same twice (a judge, a time limit) says the same to all. Which process grades a completion depends on its number.
   """
 
-  def __init__(self, graders: Graders, examples: Sequence[Example], n: int, stop: Stop = NEVER):
+  def __init__(self, graders: BatchGrader, examples: Sequence[Example], n: int, stop: Stop = NEVER):
     """Make the thread, to be entered before sampling.
 
     Leaving it early gives up what is not graded yet, without waiting for a grader.

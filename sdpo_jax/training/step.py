@@ -19,11 +19,10 @@ from sdpo_jax.data.grouping import first_of_same
 from sdpo_jax.data.prompts import ChatFormat, prompt_tokens
 from sdpo_jax.distributed.mesh import put_rows
 from sdpo_jax.distributed.stopping import NEVER, Stop
-from sdpo_jax.environments.grading import Graders
 from sdpo_jax.environments.outcomes import check_graded, graded_of, scores_of
 from sdpo_jax.objective.advantages import grpo_advantages
 from sdpo_jax.objective.importance import mismatch, rollout_is_weights
-from sdpo_jax.rollout.grading_thread import GradingThread
+from sdpo_jax.rollout.grading_thread import BatchGrader, GradingThread
 from sdpo_jax.teacher.context import TeacherContext, build_teacher_context, same_context
 from sdpo_jax.teacher.order import balanced_order
 from sdpo_jax.teacher.signal import Teacher
@@ -44,7 +43,7 @@ AHEAD, AHEAD_S = 2, 0.5
 
 def rollout_and_grade(
   session: Session,
-  graders: Graders,
+  graders: BatchGrader,
   state: TrainState,
   examples: list[Example],
   step: int,
