@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
@@ -27,7 +27,6 @@ from sdpo_jax.teacher.context import TeacherContext, build_teacher_context, same
 from sdpo_jax.teacher.order import balanced_order
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training import batching
-from sdpo_jax.training.checkpoint.starting_state import StartingState
 from sdpo_jax.training.graded import GradedRollouts, learned_from
 from sdpo_jax.training.update import MicroResult
 from sdpo_jax.types import Example, TeacherSignal, TokenRows, TrainState, Tree
@@ -346,11 +345,24 @@ class _Ahead:
       self._last = now
 
 
+class StateHolder(Protocol):
+  """Whoever holds the state from which a batch starts, and hears when it is donated (`checkpoint.starting_state`)."""
+
+  @property
+  def there(self) -> bool:
+    """Whether the run could go on from that state."""
+    ...
+
+  def donate(self, *, others_follow: bool) -> None:
+    """Let go of its arrays, which are about to be overwritten; `others_follow`: by other optimizer steps, too."""
+    ...
+
+
 def run_update(
   session: Session,
   state: TrainState,
   batch: batching.GenerationBatch,
-  starting: StartingState | None = None,
+  starting: StateHolder | None = None,
   stop: Stop = NEVER,
 ) -> tuple[TrainState, UpdateReport]:
   """Take all optimizer steps of a generation batch, then move the teacher.
@@ -361,7 +373,7 @@ def run_update(
     session: of the run.
     state: before the batch; donated.
     batch: to learn from.
-    starting: told before the state is donated; None: one that keeps no copy.
+    starting: told before the state is donated; None: nobody keeps a copy.
     stop: whether the run is to stop; asked before every micro-batch and every optimizer step for as long as the
       starting state is there. A batch without it is better ended than given up.
 
@@ -378,17 +390,20 @@ def run_update(
   if batch.sampling_log_probs is not None:
     # The update computes these log-probs of the samples that it trains; metrics want those of the others too.
     scored = PolicyLogProbs(session, state.trainable, batch, batching.left_out(batch, config))
-  starting = starting or StartingState(state)
   results = _Results(batch.rollouts.completion_tokens.shape)
   of_student, of_teacher = Filled(), Filled()
   ahead, taken = _Ahead(), 0
   steps = batching.mini_batches(config, batch.present)
+
+  def may_stop() -> bool:
+    return taken == 0 if starting is None else starting.there
+
   for _ in range(config.actor.ppo_epochs):
     for samples in steps:
       grads = update.zero(state.trainable)
       micros = []
       for micro in batching.micro_batches(batch, samples, config, session.mesh.size, share):
-        if starting.there:
+        if may_stop():
           ahead.wait()
           stop.check()
         arrays = put_rows(session.mesh, micro.batch)
@@ -399,11 +414,12 @@ def run_update(
         of_student.add(micro, micro.batch.student)
         if micro.batch.teacher is not None:
           of_teacher.add(micro, micro.batch.teacher)
-      if starting.there:
+      if may_stop():
         ahead.wait()
         stop.check()
       taken += 1
-      starting.donate(others_follow=taken < config.actor.ppo_epochs * len(steps))
+      if starting is not None:
+        starting.donate(others_follow=taken < config.actor.ppo_epochs * len(steps))
       state, report = update.apply(state, grads)
       results.add(micros, report)
   finite = results.finite()
@@ -427,7 +443,7 @@ def run_update(
   )
 
 
-def pass_over(session: Session, state: TrainState, starting: StartingState) -> tuple[TrainState, UpdateReport]:
+def pass_over(session: Session, state: TrainState, starting: StateHolder) -> tuple[TrainState, UpdateReport]:
   """End a generation batch without an update: it counts, and no weight moves.
 
   A teacher that restarts every so many generation batches does so after this one, too.
