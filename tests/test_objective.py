@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sdpo_jax.config import AGGREGATIONS
 from sdpo_jax.objective import divergences, vocabulary
 from sdpo_jax.objective.advantages import grpo_advantages
 from sdpo_jax.objective.aggregation import loss_coefficients
@@ -20,6 +19,7 @@ from sdpo_jax.objective.policy_gradient import dual_clip_ppo, kl_penalty
 from sdpo_jax.objective.sharded import VocabShard
 from sdpo_jax.objective.terms import clipped_ratio
 from sdpo_jax.objective.top_k import GROUP, top_k, two_stage_top_k
+from sdpo_jax.objective_settings import AGGREGATIONS
 
 
 def log_probs(rng, *shape):

@@ -30,7 +30,7 @@ ROOMS = """
   models
   sdpo_jax.distributed
   sdpo_jax.config
-  sdpo_jax.tables sdpo_jax.files sdpo_jax.liveness sdpo_jax.extras
+  sdpo_jax.tables sdpo_jax.files sdpo_jax.liveness sdpo_jax.extras sdpo_jax.objective_settings
   sdpo_jax.types
   sdpo_jax.errors sdpo_jax.invisible
 """.strip().split('\n')

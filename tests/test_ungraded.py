@@ -13,11 +13,12 @@ import threading
 import numpy as np
 import pytest
 
-from sdpo_jax.config import AGGREGATIONS, Config
+from sdpo_jax.config import Config
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.outcomes import check_graded
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import evaluate
+from sdpo_jax.objective_settings import AGGREGATIONS
 from sdpo_jax.training import batching, loop, records
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.types import Example, Outcome

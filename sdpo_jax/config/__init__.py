@@ -21,8 +21,6 @@ from sdpo_jax.config.overrides import differences as differences
 from sdpo_jax.config.overrides import from_dict as from_dict
 from sdpo_jax.config.overrides import is_listed as is_listed
 from sdpo_jax.config.overrides import override as override
-from sdpo_jax.config.schema import AGGREGATIONS as AGGREGATIONS
-from sdpo_jax.config.schema import TOPK_METHODS as TOPK_METHODS
 from sdpo_jax.config.schema import ActorConfig as ActorConfig
 from sdpo_jax.config.schema import AlarmsConfig as AlarmsConfig
 from sdpo_jax.config.schema import AlgorithmConfig as AlgorithmConfig

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 from sdpo_jax.config import rewards
 from sdpo_jax.config.addresses import check_address
-from sdpo_jax.config.divergence import check_divergence
 from sdpo_jax.config.fields import MALFORMED_PATTERN, check_types, is_number
 from sdpo_jax.config.optimizers import READS
 from sdpo_jax.config.ranges import check_ranges
 from sdpo_jax.errors import UserError
+from sdpo_jax.objective_settings import check_divergence
 
 if TYPE_CHECKING:  # `Config.validate` calls this module.
   from sdpo_jax.config import schema

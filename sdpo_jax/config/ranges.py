@@ -6,9 +6,9 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
-from sdpo_jax.config.divergence import ALPHA
 from sdpo_jax.config.fields import flatten, flatten_hints, takes_none
 from sdpo_jax.errors import UserError
+from sdpo_jax.objective_settings import ALPHA
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,7 @@ from typing import Any, Literal
 from sdpo_jax.config import checks
 from sdpo_jax.config.fields import setting
 from sdpo_jax.config.service import GuardsConfig, HttpConfig, LearningConfig, LimitsConfig, StoreConfig
-
-AGGREGATIONS = ('token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean', 'seq-mean-token-sum-norm')
-TOPK_METHODS = ('exact', 'approx')
+from sdpo_jax.objective_settings import AGGREGATIONS, TOPK_METHODS
 
 
 @dataclasses.dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import chex
 
-from sdpo_jax.config import AGGREGATIONS
+from sdpo_jax.objective_settings import AGGREGATIONS
 
 
 def loss_coefficients(
@@ -33,7 +33,7 @@ def loss_coefficients(
   Args:
     mask: [N, T], NumPy's or JAX's, response mask × self-distillation mask; float32 and float64 keep their type, others
       give float32.
-    mode: one of `sdpo_jax.config.AGGREGATIONS`.
+    mode: one of `sdpo_jax.objective_settings.AGGREGATIONS`.
     group_size: sequences that share a denominator; must divide N.
     scale: divisor of seq-mean-token-sum-norm; None: T, as the reference.
     num_tokens: denominator of token-mean in place of the group's own count.

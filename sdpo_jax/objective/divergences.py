@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sdpo_jax.config.divergence import known_number
+from sdpo_jax.objective_settings import known_number
 
 TAIL_CLAMP = -1e-7  # Largest log-mass of the support: keeps at least 1e-7 in the tail (core_algos.py:1124-1131).
 

@@ -13,8 +13,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from sdpo_jax.config import TOPK_METHODS, Config
-from sdpo_jax.config.divergence import check_divergence, known_number
+from sdpo_jax.config import Config
 from sdpo_jax.objective import divergences, vocabulary
 from sdpo_jax.objective.fused import FusedSettings, SharedInputs, fused_loss, lerp
 from sdpo_jax.objective.row_numbers import first_entries, of_tokens
@@ -29,6 +28,7 @@ from sdpo_jax.objective.terms import (
   alpha_of,
   loss_terms,
 )
+from sdpo_jax.objective_settings import TOPK_METHODS, check_divergence, known_number
 from sdpo_jax.types import RowNumbers, TeacherSignal
 
 Aux = dict[str, jax.Array]

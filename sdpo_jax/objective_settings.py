@@ -1,9 +1,11 @@
-"""Checks of the settings that say which divergence is distilled, shared by the configuration and the objective."""
+"""What configuration and objective know alike of the objective's settings: their names, their ranges, their checks."""
 
 from __future__ import annotations
 
 from typing import Any
 
+AGGREGATIONS = ('token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean', 'seq-mean-token-sum-norm')
+TOPK_METHODS = ('exact', 'approx')
 ALPHA = (0.0, 1.0)  # The ends between which alpha lies.
 
 
