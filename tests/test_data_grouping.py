@@ -10,9 +10,9 @@ from sdpo_jax.config import Config
 from sdpo_jax.data import grouping
 from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
-from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.rollout.results import SamplingStats
 from sdpo_jax.training import step
+from sdpo_jax.training.specs import objective_spec
 from sdpo_jax.types import Example, Outcome, Rollouts
 from tests import tiny
 from tests.golden.tokenizer import CharacterTokenizer
@@ -79,7 +79,7 @@ def test_a_success_teaches_the_failures_of_a_repeated_row_only_where_duplicates_
   config.algorithm.rollout_correction.rollout_is = None  # No log-probs are computed before the update.
   session = types.SimpleNamespace(
     config=config,
-    spec=ObjectiveSpec.from_config(config),
+    spec=objective_spec(config),
     tokenizer=CharacterTokenizer(),
     writer=lambda trainable: (Sampler(), None, trainable),
     base=None,

@@ -14,12 +14,12 @@ from sdpo_jax.config import Config, ModelConfig, TeacherEndpointConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.environments import json_server
 from sdpo_jax.errors import UserError
-from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.teacher.endpoint import Endpoint
 from sdpo_jax.training import endpoint_teacher
 from sdpo_jax.training.loop import train
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs
+from sdpo_jax.training.specs import objective_spec
 from tests import tiny
 from tests.local_server import Answer, Server
 from tests.scoring_server import Scorer, log_probs
@@ -55,7 +55,7 @@ def teacher():
 
 def ask(config, batch):
   """Return the signal of a batch, asked as a run asks for it."""
-  spec = ObjectiveSpec.from_config(config)
+  spec = objective_spec(config)
   chosen = config.actor.self_distillation.teacher_endpoint
   with Endpoint(chosen, 64) as endpoint:
     return endpoint_teacher.signal(endpoint, batch.teacher_prompts, batch.rollouts, batch.taught, spec)

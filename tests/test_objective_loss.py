@@ -14,6 +14,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.objective.aggregation import loss_coefficients
 from sdpo_jax.objective.log_probs import token_log_probs
 from sdpo_jax.objective.loss import ObjectiveConfig, objective, objective_from_logits
+from sdpo_jax.training.specs import objective_config
 from sdpo_jax.types import TeacherSignal
 from tests.golden.compiling import quick
 
@@ -684,7 +685,7 @@ def test_settings_and_arguments_that_contradict_each_other_are_refused():
 def test_settings_come_from_the_configuration():
   config = Config()
   config.rollout.temperature, config.actor.self_distillation.alpha = 0.8, 1.0
-  ours = ObjectiveConfig.from_config(config)
+  ours = objective_config(config)
   assert (ours.temperature, ours.alpha, ours.distillation_topk, ours.chunk_size) == (
     0.8,
     1.0,

@@ -15,9 +15,9 @@ import pytest
 
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed import mesh as meshes
-from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.training import batching, records, step
 from sdpo_jax.training.graded import GradedRollouts
+from sdpo_jax.training.specs import objective_spec
 from sdpo_jax.training.update import make_update, place_state
 from sdpo_jax.types import Example, Outcome
 from tests.test_batching import make_samples, per_token
@@ -34,7 +34,7 @@ def start(config, **changes):
   state = place_state(config, jax.device_put(parameters, meshes.replicated(mesh)), mesh)
   session = types.SimpleNamespace(
     config=config,
-    spec=ObjectiveSpec.from_config(config),
+    spec=objective_spec(config),
     policy=policy,
     base={},
     mesh=mesh,
@@ -111,7 +111,7 @@ def test_all_rows_are_scored_only_where_the_update_cannot_weigh_them(changes, be
 
   session = types.SimpleNamespace(
     config=config,
-    spec=ObjectiveSpec.from_config(config),
+    spec=objective_spec(config),
     base={},
     mesh=meshes.make_mesh(MeshConfig(fsdp=1), jax.devices()[:1]),
     update=types.SimpleNamespace(log_probs=log_probs),

@@ -21,6 +21,7 @@ ROOMS = """
   sdpo_jax.reporting
   sdpo_jax.training.directory
   sdpo_jax.programs
+  sdpo_jax.training.specs
   sdpo_jax.evaluation
   sdpo_jax.rollout
   sdpo_jax.teacher

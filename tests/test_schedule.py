@@ -23,13 +23,13 @@ from sdpo_jax.distributed import accelerators
 from sdpo_jax.distributed.stopping import NEVER
 from sdpo_jax.environments.outcomes import graded_of
 from sdpo_jax.errors import UserError
-from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.teacher import feedback
 from sdpo_jax.teacher.context import build_teacher_context, same_context
 from sdpo_jax.training import ahead, batching, feedback_writing, gathering, loop, records, saving, skipped
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.training.session import Session, load_tokenizer
+from sdpo_jax.training.specs import objective_spec
 from sdpo_jax.training.step import build_teacher_prompts
 from sdpo_jax.types import Example, Outcome, Rollouts
 from tests import tiers, tiny
@@ -47,7 +47,7 @@ HYBRID = {
 def samples_of(config: Config) -> batching.GenerationBatch:
   """Eight samples: some taught, most with an advantage, one ungraded, one that a teacher reads and nobody graded."""
   samples = make_samples(config)
-  spec = ObjectiveSpec.from_config(config)
+  spec = objective_spec(config)
   return dataclasses.replace(
     samples,
     teacher_prompts=samples.teacher_prompts if spec.reads_teacher else None,
@@ -66,7 +66,7 @@ def without_policy_gradient() -> list[Config]:
 
 def test_without_a_policy_gradient_hybrid_has_the_terms_and_weights_of_sdpo():
   pure, hybrid = without_policy_gradient()
-  assert ObjectiveSpec.from_config(pure) == ObjectiveSpec.from_config(hybrid)
+  assert objective_spec(pure) == objective_spec(hybrid)
   one, other = (batching.coefficients(samples_of(config), np.arange(4), config) for config in (pure, hybrid))
   chex.assert_trees_all_equal(one, other)
   assert one.keys() == {'distill_coef'} and one['distill_coef'].any()
@@ -83,7 +83,7 @@ def test_without_a_policy_gradient_hybrid_is_sdpo_bit_for_bit():
 def test_without_a_divergence_hybrid_is_grpo():
   grpo = settings(**{**HYBRID, 'algorithm__mode': 'pure_sdpo'}, actor__policy_loss__loss_mode='vanilla')
   hybrid = settings(**HYBRID, algorithm__sdpo_coef=0.0)
-  assert ObjectiveSpec.from_config(hybrid).coefficients == ('policy_coef',)
+  assert objective_spec(hybrid).coefficients == ('policy_coef',)
   one, other = (run(config, samples_of(config)) for config in (grpo, hybrid))
   chex.assert_trees_all_close(one.state.trainable, other.state.trainable, rtol=1e-6)
   assert one.losses == pytest.approx(other.losses, rel=1e-6)
@@ -261,7 +261,7 @@ def graded_by_hand(config: Config, *scores) -> tuple[types.SimpleNamespace, Grad
   found.text = [f'try {row}' for row in range(count)]
   example = Example('q', [{'role': 'user', 'content': 'Q'}], 'e', None, 's')
   graded = GradedRollouts([example], [[1]], found, outcomes_of(*scores), np.arange(count), 0.0)
-  spec = ObjectiveSpec.from_config(config)
+  spec = objective_spec(config)
   return types.SimpleNamespace(config=config, tokenizer=load_tokenizer(config), spec=spec), graded
 
 
@@ -641,7 +641,7 @@ def test_the_schedule_of_a_benchmark(weights):
     config = livecodebench_schedule.get_config(mode=mode, task=task, weights=weights).validate()
     names.add(config.name)
     assert (config.model.lora.rank is None) == (weights == 'full')
-    assert ObjectiveSpec.from_config(config).needs_advantages == (mode == 'hybrid')
+    assert objective_spec(config).needs_advantages == (mode == 'hybrid')
     assert len(batching.mini_batches(config)) == 1 and len(batching.mini_batches(config)[0]) == 64
     written = feedback_writing.sampler_settings(config)
     assert Buckets.of(written).prompt == (1024, 4096) and Buckets.of(written).response == (512,)

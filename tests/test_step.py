@@ -16,8 +16,8 @@ import pytest
 from models import huggingface
 from sdpo_jax.config import Config, MeshConfig, ModelConfig
 from sdpo_jax.distributed import mesh as meshes
-from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.training import batching, step
+from sdpo_jax.training.specs import objective_spec
 from sdpo_jax.training.update import MicroResult, make_update, place_state
 from tests.test_batching import make_config, make_samples, per_token
 
@@ -146,9 +146,9 @@ def samples_for(config: Config) -> batching.GenerationBatch:
   if config.actor.policy_loss.loss_mode == 'vanilla':
     advantages = per_token([1, -1, 0.5, -0.5, 0, 0, 2, -2])
     samples = dataclasses.replace(samples, teacher_prompts=None, advantages=advantages)
-  if ObjectiveSpec.from_config(config).needs_old_log_probs:
+  if objective_spec(config).needs_old_log_probs:
     samples = dataclasses.replace(samples, old_log_probs=samples.rollouts.model_log_probs - 4)
-  if ObjectiveSpec.from_config(config).needs_initial_policy:
+  if objective_spec(config).needs_initial_policy:
     samples = dataclasses.replace(samples, initial_log_probs=samples.rollouts.model_log_probs - 3)
   return samples
 

@@ -21,11 +21,11 @@ from models import parameters as parameter_tables
 from sdpo_jax.config import MeshConfig, ModelConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
-from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training import step
 from sdpo_jax.training.batching import GenerationBatch
 from sdpo_jax.training.session import make_session
+from sdpo_jax.training.specs import objective_spec
 from sdpo_jax.training.update import make_update, place_state, state_shardings
 from sdpo_jax.types import TeacherSignal, TrainState
 from tests import tiny
@@ -103,7 +103,7 @@ def update(config, policy, base, trainable, teacher, batch: GenerationBatch, *, 
   state = place_state(config, trainable, mesh)
   session = types.SimpleNamespace(
     config=config,
-    spec=ObjectiveSpec.from_config(config),
+    spec=objective_spec(config),
     policy=policy,
     base=base,
     mesh=mesh,

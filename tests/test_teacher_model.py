@@ -15,11 +15,11 @@ from models import huggingface
 from sdpo_jax.config import Config, MeshConfig, ModelConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
-from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.preflight import memory
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training import step, teacher_model
 from sdpo_jax.training.session import make_session
+from sdpo_jax.training.specs import objective_spec
 from sdpo_jax.training.update import make_update, place_state
 from tests import tiny
 from tests.test_batching import make_samples
@@ -99,7 +99,7 @@ def test_a_teacher_whose_vocabulary_is_padded_further_teaches_by_the_formula(dev
   state = place_state(config, parameters, mesh)
   session = types.SimpleNamespace(
     config=config,
-    spec=ObjectiveSpec.from_config(config),
+    spec=objective_spec(config),
     policy=policy,
     base={},
     mesh=mesh,

@@ -5,8 +5,11 @@ import pytest
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.teacher import context, room
+from sdpo_jax.training.specs import objective_spec
 from sdpo_jax.types import Example, Outcome
 from tests.golden.tokenizer import CharacterTokenizer
+
+SPEC = objective_spec(Config())  # Of a teacher that is re-prompted.
 
 
 def question(length):
@@ -61,14 +64,14 @@ def test_what_would_end_a_run_is_known_to_the_last_token(changes):
 
   longest = max(length for length in range(100, 380) if not fails(teach, length, config))
   assert 100 < longest < 379
-  room.check_room(CharacterTokenizer(), [question(20), question(longest)], config)
+  room.check_room(CharacterTokenizer(), [question(20), question(longest)], config, SPEC)
   with pytest.raises(UserError, match=f'^row {longest + 1}: .* leaves no room for a demonstration or feedback: raise'):
-    room.check_room(CharacterTokenizer(), [question(20), question(longest + 1)], config)
+    room.check_room(CharacterTokenizer(), [question(20), question(longest + 1)], config, SPEC)
 
 
 def test_no_question_is_looked_at_where_there_is_room_for_the_longest():
-  room.check_room(CharacterTokenizer(), [None], settings(max_reprompt_len=1000))
-  room.check_room(CharacterTokenizer(), [None], settings(reprompt_truncation='right'))
+  room.check_room(CharacterTokenizer(), [None], settings(max_reprompt_len=1000), SPEC)
+  room.check_room(CharacterTokenizer(), [None], settings(reprompt_truncation='right'), SPEC)
   config = settings()
   config.actor.policy_loss.loss_mode = 'vanilla'
-  room.check_room(CharacterTokenizer(), [None], config)
+  room.check_room(CharacterTokenizer(), [None], config, objective_spec(config))

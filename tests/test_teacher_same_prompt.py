@@ -12,10 +12,10 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.environments.outcomes import check_graded, missing_of
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import evaluate
-from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.training import batching, step
 from sdpo_jax.training.graded import GradedRollouts
+from sdpo_jax.training.specs import objective_spec
 from sdpo_jax.types import Example, Outcome
 from tests.test_batching import make_config, make_samples
 from tests.test_evaluation import WORDS, rollouts
@@ -38,7 +38,7 @@ def graded(samples, outcomes):
 def test_the_teacher_reads_what_the_student_reads_and_teaches_everything():
   made = config()
   samples = make_samples(made)
-  spec = ObjectiveSpec.from_config(made)
+  spec = objective_spec(made)
   assert spec.needs_teacher and not spec.reprompts
   session = types.SimpleNamespace(config=made, spec=spec, tokenizer=None)
   outcomes = [Outcome(1.0), Outcome.ungraded('late'), Outcome.unwanted('no'), Outcome(0.0, 'wrong')] * 2
@@ -52,7 +52,7 @@ def test_the_teacher_reads_what_the_student_reads_and_teaches_everything():
   mask = samples.rollouts.completion_mask
   np.testing.assert_allclose(weights, mask / mask.sum(), rtol=1e-6)
   made.actor.self_distillation.teacher_context = 'reprompt'
-  session.spec = ObjectiveSpec.from_config(made)
+  session.spec = objective_spec(made)
   again = step.build_batch(session, None, found, context, {})
   assert not batching.coefficients(again, np.arange(8), made)['distill_coef'][1].any()
 

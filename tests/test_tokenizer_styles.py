@@ -17,6 +17,7 @@ from sdpo_jax.teacher.context import build_teacher_context
 from sdpo_jax.teacher.room import check_reprompts
 from sdpo_jax.training import startup
 from sdpo_jax.training.session import check_turn_end, stop_token_ids, template_remarks
+from sdpo_jax.training.specs import objective_spec
 from sdpo_jax.types import Example, Outcome
 from tests import tokenizer_styles
 from tests.tokenizer_styles import STYLES
@@ -186,15 +187,15 @@ def test_a_template_that_does_not_take_the_message_of_the_teacher_is_found_befor
   refused = Example('1', asked, 'math', '1', 'rows', extra={'origin': 'rows.jsonl, line 7'})
   assert library(tokenizer, asked)
   taken = Example('0', [user('x')], 'math', '1', 'rows')
-  check_reprompts(tokenizer, [taken], config)
+  check_reprompts(tokenizer, [taken], config, objective_spec(config))
   with pytest.raises(UserError, match=r'rows\.jsonl, line 7, as the teacher is asked it: .*\(user, user\): Roles must'):
-    check_reprompts(tokenizer, [taken, refused], config)
+    check_reprompts(tokenizer, [taken, refused], config, objective_spec(config))
   with pytest.raises(UserError, match=r"The prompt of the teacher for 'y': .*\(user, user\): Roles must"):
     build_teacher_context(
       [asked], [0], ['z'], [Outcome(0.0, 'No.')], config.actor.self_distillation, tokenizer, seed=0, step=0
     )
   config.actor.policy_loss.loss_mode = 'vanilla'  # Nobody teaches.
-  check_reprompts(tokenizer, [refused], config)
+  check_reprompts(tokenizer, [refused], config, objective_spec(config))
 
 
 def test_a_template_that_does_not_suit_ends_a_start_before_anything_is_compiled(tmp_path, caplog):

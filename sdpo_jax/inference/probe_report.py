@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import math
 
 from sdpo_jax.config import Config
-from sdpo_jax.objective.spec import ObjectiveSpec
+from sdpo_jax.training.specs import objective_spec
 
 NO_SIGNAL = 0.05  # Fewer questions with a signal: nearly all of a run's sampling is thrown away.
 LITTLE_SIGNAL = 0.25
@@ -59,7 +59,7 @@ def recommend(numbers: Mapping[str, float], config: Config) -> list[str]:
     numbers: of `probe_model` (or `probe`, without the lengths of all prompts).
     config: of the run that is planned.
   """
-  distils = ObjectiveSpec.from_config(config).distillation
+  distils = objective_spec(config).distillation
   against = [*_broken(numbers), *(_against_sdpo(numbers) if distils else _against_grpo(numbers))]
   if against:
     verdict = 'Do not start this run as it is. ' + ' '.join(against)

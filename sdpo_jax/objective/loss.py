@@ -13,7 +13,6 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from sdpo_jax.config import Config
 from sdpo_jax.objective import divergences, vocabulary
 from sdpo_jax.objective.fused import FusedSettings, SharedInputs, fused_loss, lerp
 from sdpo_jax.objective.row_numbers import first_entries, of_tokens
@@ -68,26 +67,6 @@ class ObjectiveConfig:
       value = known_number(getattr(self, name))
       if value is not None and value <= 0:
         raise ValueError(f'{name} must be positive, not {getattr(self, name)}.')
-
-  @classmethod
-  def from_config(cls, config: Config) -> ObjectiveConfig:
-    """Return the fixed part of a run's settings."""
-    distillation, loss = config.actor.self_distillation, config.actor.policy_loss
-    return cls(
-      full_logit_distillation=distillation.full_logit_distillation,
-      alpha=float(distillation.alpha),
-      distillation_topk=distillation.distillation_topk,
-      distillation_add_tail=distillation.distillation_add_tail,
-      is_clip=distillation.is_clip,
-      rollout_is_threshold=config.algorithm.rollout_correction.rollout_is_threshold,
-      temperature=float(config.rollout.temperature),
-      clip_ratio_low=loss.clip_ratio_low,
-      clip_ratio_high=loss.clip_ratio_high,
-      clip_ratio_c=loss.clip_ratio_c,
-      kl_kind=config.actor.kl_loss_type,
-      topk_method=distillation.topk_method,
-      chunk_size=config.actor.logits_chunk_size,
-    )
 
   @property
   def term_settings(self) -> TermSettings:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from sdpo_jax.config import Config
-
 # The weights of the terms in a `Batch`, by the name of their field.
 COEFFICIENTS = ('distill_coef', 'policy_coef', 'entropy_coef', 'kl_coef')
 
@@ -27,29 +25,6 @@ class ObjectiveSpec:
   external_support: int | None = None  # K, tokens that a teacher outside names at a position; None: it is in the mesh.
   samples_divergence: bool = False  # The divergence is that of the sampled token alone.
   normalised_weights: bool = False  # These weights are divided by their mean over the generation batch.
-
-  @classmethod
-  def from_config(cls, config: Config) -> ObjectiveSpec:
-    """Return the terms that a run's settings ask for."""
-    actor = config.actor
-    algorithm = config.algorithm
-    sdpo, hybrid = actor.policy_loss.loss_mode == 'sdpo', algorithm.mode == 'hybrid'
-    distillation = sdpo and not (hybrid and algorithm.sdpo_coef == 0)
-    correction = algorithm.rollout_correction
-    sampled, endpoint = not actor.self_distillation.full_logit_distillation, actor.self_distillation.teacher_endpoint
-    external = distillation and endpoint.used
-    return cls(
-      distillation=distillation,
-      policy_gradient=algorithm.policy_gradient_coef > 0 if sdpo and hybrid else not sdpo,
-      entropy_bonus=bool(actor.entropy_coeff),
-      kl_penalty=bool(actor.kl_loss_coef),
-      on_policy=actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1,
-      rollout_weights=correction.rollout_is is not None,
-      reprompts=distillation and actor.self_distillation.teacher_context == 'reprompt',
-      external_support=(1 if sampled else endpoint.top_k) if external else None,
-      samples_divergence=sampled,
-      normalised_weights=correction.rollout_is_batch_normalize,
-    )
 
   @property
   def needs_teacher(self) -> bool:

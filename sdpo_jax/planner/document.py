@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
-from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.teacher.documents import check_length, check_slots, read_texts
 from sdpo_jax.training.session import load_tokenizer
+from sdpo_jax.training.specs import objective_spec
 
 
 def tokens(config: Config, positions: int | None) -> int:
@@ -23,7 +23,7 @@ def tokens(config: Config, positions: int | None) -> int:
     UserError: neither says it, or a run would refuse a document of that length.
   """
   cartridge, given = config.model.cartridge, config.plan.document_tokens
-  if not cartridge.used or not ObjectiveSpec.from_config(config).needs_teacher:
+  if not cartridge.used or not objective_spec(config).needs_teacher:
     return 0
   if given is None:
     return len(_read(config))

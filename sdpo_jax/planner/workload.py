@@ -11,11 +11,11 @@ import numpy as np
 from models.flops import forward_flops, update_flops
 from models.policy import Policy
 from sdpo_jax.config import Config
-from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.planner.lengths import PROMPT_SPREAD, quantiles
 from sdpo_jax.programs import Program
 from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.training import batching
+from sdpo_jax.training.specs import objective_spec
 from sdpo_jax.types import Batch, Rollouts, TokenRows
 
 Shape = tuple[int, ...]  # Rows, then tokens of a row of every side, then targets.
@@ -88,7 +88,7 @@ def of_batch(
     share: from `batching.shares_prompts`.
     teacher: who reads the teacher's prompts, likewise; None: the model.
   """
-  spec, batch = ObjectiveSpec.from_config(config), _batch(config, samples)
+  spec, batch = objective_spec(config), _batch(config, samples)
   updates, live_rows, rows, live_tokens, tokens = [], 0, 0, 0, 0
   for chosen in batching.mini_batches(config):
     for micro in batching.micro_batches(batch, chosen, config, devices, share):
@@ -175,7 +175,7 @@ def _names(kind: str, registered: dict[Shape, str], shapes: Iterable[Shape]) -> 
 
 def _batch(config: Config, samples: Samples) -> batching.GenerationBatch:
   """Return a generation batch with samples of these lengths; its numbers mean nothing."""
-  spec, count, width = ObjectiveSpec.from_config(config), len(samples), config.data.max_response_length
+  spec, count, width = objective_spec(config), len(samples), config.data.max_response_length
   mask = np.arange(width)[None] < samples.completion[:, None]
   zeros = np.zeros((count, width), np.float32)
   signal = np.where(samples.trained[:, None], np.float32(1), np.float32(0)) * np.ones_like(zeros)

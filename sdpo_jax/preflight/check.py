@@ -24,7 +24,6 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.evaluation.names import check_best_metric
-from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.preflight import grading, memory, prompts
 from sdpo_jax.preflight.settings import odd_settings
 from sdpo_jax.tables import aligned
@@ -38,6 +37,7 @@ from sdpo_jax.training.directory.published import newest
 from sdpo_jax.training.directory.workdir import check_workdir
 from sdpo_jax.training.run_programs import abstract_parameters
 from sdpo_jax.training.session import check_turn_end, load_tokenizer, model_mesh, template_remarks
+from sdpo_jax.training.specs import objective_spec
 from sdpo_jax.types import Example, Outcome
 
 SHOWN = 3  # Questions whose prompts are shown and whose graders are tried.
@@ -74,6 +74,7 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> Report:
       an adapter or a run belongs to.
   """
   alarms.rules(config)
+  spec = objective_spec(config)
   root = huggingface.resolve(config.model.path, weights=False)
   local = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(root)))
   policy = huggingface.read_policy(root, local.model)
@@ -82,7 +83,7 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> Report:
   mesh = model_mesh(local, policy)
   if teacher_model.is_used(config):
     teacher_model.check(local)
-  elif ObjectiveSpec.from_config(config).reads_teacher:
+  elif spec.reads_teacher:
     check_base(config.actor.self_distillation, abstract_parameters(policy, mesh)[0])
   policy = policy.on(mesh, config.model.attention)
   with endpoint_teacher.opened(local) as endpoint, feedback_writing.opened(local):
@@ -92,7 +93,7 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> Report:
 
   document = 0
   if config.model.cartridge.used:
-    document = len(read_texts(local, tokenizer, teaches=True).document or ())
+    document = len(read_texts(local, tokenizer, teaches=spec.needs_teacher).document or ())
   text, found = _machine(local, policy, mesh, document)
   sections.append(('Model and devices', text))
   odd += found
@@ -108,8 +109,8 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> Report:
     graders.prepare({example.environment for example in (*training, *held_out)})
     tasks = {example.data_source for example in held_out}
     check_best_metric(config.trainer.best_metric, tasks, config.val_kwargs.n, config.alarms.epistemic_words)
-    check_reprompts(tokenizer, training, config)
-    check_room(tokenizer, _short(tokenizer, training, config), config)
+    check_reprompts(tokenizer, training, config, spec)
+    check_room(tokenizer, _short(tokenizer, training, config), config, spec)
     graders.check_questions([*training, *held_out])
     trials = grading.attempt(graders, _one_of_each(examples, training, held_out))
     changed = None if workdir is None else _resumed(config, root, workdir, tokenizer, graders)
@@ -258,7 +259,7 @@ def _trials(trials: Sequence[grading.Trial]) -> str:
 
 def _prompts(tokenizer: Tokenizer, trials: Sequence[grading.Trial], config: Config) -> tuple[str, list[str]]:
   """Return the student's and the teacher's prompts of a few questions."""
-  taught = ObjectiveSpec.from_config(config).reprompts
+  taught = objective_spec(config).reprompts
   texts, odd = [], []
   for trial in trials:
     example = trial.example

@@ -15,12 +15,12 @@ from models.policy import Policy
 from sdpo_jax.config import Config
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.distributed.mesh import FSDP, RULES, TENSOR, parameter_sharding
-from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.rollout.functions import cache_shardings, sampler_functions
 from sdpo_jax.rollout.sizes import shard_rows
 from sdpo_jax.training import batching, cartridges, feedback_writing, initial_policy, teacher_model
 from sdpo_jax.training.run_programs import abstract_parameters, abstract_teacher
+from sdpo_jax.training.specs import objective_spec
 from sdpo_jax.training.update import abstract_state
 from sdpo_jax.types import Tree
 
@@ -59,7 +59,7 @@ def estimate(config: Config, policy: Policy, mesh: jax.sharding.Mesh, document: 
     'optimizer': _bytes(state.opt_state),
     'teacher': _bytes(state.teacher),
   }
-  if ObjectiveSpec.from_config(config).needs_initial_policy:
+  if objective_spec(config).needs_initial_policy:
     held['initial policy'] = _bytes(initial_policy.abstract(policy.parameter_table(), trainable, config.model.dtype))
   if document:
     held['document'] = _bytes(cartridges.abstract_document_teacher(config, policy, mesh, document).base)
@@ -174,5 +174,5 @@ def _logits(config: Config, policy: Policy, mesh: jax.sharding.Mesh) -> float:
     if axis == 'vocab'
   )
   shards = mesh.shape[RULES['vocab']] if vocabulary % mesh.shape[RULES['vocab']] == 0 else 1
-  arrays = LOGITS if ObjectiveSpec.from_config(config).needs_teacher else LOGITS - 1
+  arrays = LOGITS if objective_spec(config).needs_teacher else LOGITS - 1
   return float(arrays * config.actor.logits_chunk_size * vocabulary / shards * 4)

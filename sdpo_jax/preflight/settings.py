@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from models.adapters.published_cartridges import PAGE
 from sdpo_jax.config import Config, rewards
 from sdpo_jax.data import sources
-from sdpo_jax.objective.spec import ObjectiveSpec
+from sdpo_jax.training.specs import objective_spec
 
 
 def odd_settings(config: Config, devices: int, positions: int | None) -> list[str]:
@@ -48,12 +48,12 @@ def _signal(config: Config) -> Iterator[str]:
       "actor.kl_loss_type='k1': on average this estimate has no gradient, so that it adds noise and holds nothing "
       "back; set 'k2' or 'k3'."
     )
-  if ObjectiveSpec.from_config(config).needs_advantages and n == 1 and not config.data.group_duplicates:
+  if objective_spec(config).needs_advantages and n == 1 and not config.data.group_duplicates:
     yield (
       'rollout.n=1: an advantage compares completions of a question, and that of a single one is its score as it is, '
       'without a baseline; raise rollout.n.'
     )
-  if not ObjectiveSpec.from_config(config).needs_teacher:
+  if not objective_spec(config).needs_teacher:
     return
   if sd.teacher_regularization in ('ema', 'lora_ema') and sd.teacher_update_rate in (0, 1):
     same = {0: 'frozen', 1: 'live'}[int(sd.teacher_update_rate)]
@@ -61,7 +61,7 @@ def _signal(config: Config) -> Iterator[str]:
       f'actor.self_distillation.teacher_update_rate={sd.teacher_update_rate:g}: this is the '
       f"same as teacher_regularization='{same}', which needs no memory of its own; set that, or a rate between 0 and 1."
     )
-  if not ObjectiveSpec.from_config(config).reprompts:
+  if not objective_spec(config).reprompts:
     return
   if not sd.include_demonstration and not sd.include_environment_feedback:
     yield (
@@ -147,7 +147,7 @@ def _batches(config: Config, devices: int) -> Iterator[str]:
 
 def _lengths(config: Config, positions: int | None) -> Iterator[str]:
   data, sd = config.data, config.actor.self_distillation
-  taught = ObjectiveSpec.from_config(config).reprompts
+  taught = objective_spec(config).reprompts
   if taught and sd.max_reprompt_len <= data.max_prompt_length:
     yield (
       f'actor.self_distillation.max_reprompt_len={sd.max_reprompt_len} is not above data.max_prompt_length='

@@ -18,7 +18,6 @@ from sdpo_jax.distributed import accelerators
 from sdpo_jax.distributed.mesh import FSDP
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.files import file_size, read_text
-from sdpo_jax.objective.spec import ObjectiveSpec
 
 SECTION = 'model.cartridge'
 WHOLE_SHARE = 1 / 8  # Of a chip's memory, that a document may take which no device has a part of only.
@@ -39,7 +38,7 @@ def read_texts(config: Config, tokenizer: Tokenizer, *, teaches: bool) -> Texts:
   Args:
     config: settings with a cartridge.
     tokenizer: of the model.
-    teaches: whether the teacher's is wanted, to train with.
+    teaches: whether the teacher's is wanted, to train with an objective that needs a teacher.
 
   Raises:
     UserError: a file cannot be read or is empty, has fewer tokens than there are slots, or more than the model reads;
@@ -47,7 +46,7 @@ def read_texts(config: Config, tokenizer: Tokenizer, *, teaches: bool) -> Texts:
   """
   cartridge = config.model.cartridge
   document = initial = None
-  if teaches and ObjectiveSpec.from_config(config).needs_teacher:
+  if teaches:
     if not cartridge.document:
       raise UserError(
         f'{SECTION}.document is empty, and the teacher of a cartridge is the model that reads a document: name a text '

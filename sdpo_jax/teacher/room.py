@@ -19,7 +19,7 @@ _TEXT = 'xx'  # Of it one character is shown, and that something is missing.
 _EMPTY = [{'role': 'user', 'content': ''}]
 
 
-def check_reprompts(tokenizer: Tokenizer, examples: Sequence[Example], config: Config) -> None:
+def check_reprompts(tokenizer: Tokenizer, examples: Sequence[Example], config: Config, spec: ObjectiveSpec) -> None:
   """Raise UserError for the first question that the chat template refuses as the teacher is asked it.
 
   The teacher's last message is the user's. Where the student's is another's, such as a tool's, the template may refuse
@@ -29,8 +29,9 @@ def check_reprompts(tokenizer: Tokenizer, examples: Sequence[Example], config: C
     tokenizer: of the model.
     examples: questions that the template takes from the student.
     config: settings.
+    spec: whether the teacher is re-prompted at all.
   """
-  if not ObjectiveSpec.from_config(config).reprompts:
+  if not spec.reprompts:
     return
   sd = config.actor.self_distillation
   for example in examples:
@@ -39,7 +40,7 @@ def check_reprompts(tokenizer: Tokenizer, examples: Sequence[Example], config: C
       named_chat_tokens(tokenizer, [asked], [title], sd.max_reprompt_len, ChatFormat.of(config))
 
 
-def check_room(tokenizer: Tokenizer, examples: Sequence[Example], config: Config) -> None:
+def check_room(tokenizer: Tokenizer, examples: Sequence[Example], config: Config, spec: ObjectiveSpec) -> None:
   """Raise UserError for the first question beside which nothing can be shown to the teacher.
 
   The run would end when such a question first has a demonstration or feedback (`teacher.context`). Where the limit
@@ -49,9 +50,10 @@ def check_room(tokenizer: Tokenizer, examples: Sequence[Example], config: Config
     tokenizer: of the model.
     examples: questions of `data.max_prompt_length` tokens at most.
     config: settings.
+    spec: whether the teacher is re-prompted at all.
   """
   sd, chat = config.actor.self_distillation, ChatFormat.of(config)
-  if not ObjectiveSpec.from_config(config).reprompts or sd.reprompt_truncation in ('left', 'right'):
+  if not spec.reprompts or sd.reprompt_truncation in ('left', 'right'):
     return
   for solution, feedback, attempt in _least_shown(sd):
     asked = functools.partial(reprompt, solution=solution, feedback=feedback, config=sd, attempt=attempt)

@@ -14,9 +14,10 @@ import numpy as np
 from models.policy import Policy
 from sdpo_jax.config import Config
 from sdpo_jax.objective.aggregation import loss_coefficients
-from sdpo_jax.objective.spec import COEFFICIENTS, ObjectiveSpec
+from sdpo_jax.objective.spec import COEFFICIENTS
 from sdpo_jax.rollout.buckets import Buckets, bucket
 from sdpo_jax.training import packing
+from sdpo_jax.training.specs import objective_spec
 from sdpo_jax.types import Batch, Rollouts, TeacherSignal, TokenRows
 
 
@@ -153,7 +154,7 @@ def coefficients(batch: GenerationBatch, samples: np.ndarray, config: Config) ->
   """
   chex.assert_rank(samples, 1)
   chex.assert_type(samples, int)
-  actor, algorithm, spec = config.actor, config.algorithm, ObjectiveSpec.from_config(config)
+  actor, algorithm, spec = config.actor, config.algorithm, objective_spec(config)
   graded = np.ones(len(samples), bool) if batch.graded is None else batch.graded[samples]
   mask = (batch.rollouts.completion_mask[samples] & graded[:, None]).astype(np.float32)
   scale = actor.loss_scale_factor or config.data.max_response_length

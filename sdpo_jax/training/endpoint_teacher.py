@@ -22,6 +22,7 @@ from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.teacher.context import TeacherContext
 from sdpo_jax.teacher.endpoint import Asked, Endpoint
 from sdpo_jax.training.graded import GradedRollouts, learned_from
+from sdpo_jax.training.specs import objective_spec
 from sdpo_jax.types import Rollouts, TeacherSignal
 
 NO_TOKEN = -1
@@ -34,7 +35,7 @@ def opened(config: Config) -> Iterator[Endpoint | None]:
   Raises:
     UserError: no address, or an environment variable that is not there.
   """
-  support = ObjectiveSpec.from_config(config).external_support
+  support = objective_spec(config).external_support
   if support is None:
     yield None
     return
@@ -51,7 +52,7 @@ def check(endpoint: Endpoint, config: Config, tokenizer: Tokenizer) -> None:
     UserError: it is not, or takes no text as long as the longest row.
   """
   declared = Buckets.of(config)
-  prompt = declared.reprompt[-1] if ObjectiveSpec.from_config(config).reprompts else declared.prompt[-1]
+  prompt = declared.reprompt[-1] if objective_spec(config).reprompts else declared.prompt[-1]
   endpoint.check(config.model.path, tokenizer, prompt + config.data.max_response_length)
 
 

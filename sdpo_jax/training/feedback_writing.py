@@ -16,11 +16,11 @@ from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.distributed.collectives import gathered
 from sdpo_jax.distributed.stopping import Stop, StoppedError
 from sdpo_jax.errors import UserError
-from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.teacher.feedback import Asked, UnwrittenError, ask, feedback_prompt_len, read, rows_to_write
 from sdpo_jax.teacher.feedback_endpoint import SECTION, FeedbackEndpoint
 from sdpo_jax.training.graded import GradedRollouts
+from sdpo_jax.training.specs import objective_spec
 from sdpo_jax.types import Outcome, TrainState
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ NOISE = 0x5EEDBAC  # Parts the writer's noise from that of the completions, whic
 
 def is_used(config: Config) -> bool:
   """Return whether a model writes feedback."""
-  return bool(config.actor.self_distillation.feedback_model) and ObjectiveSpec.from_config(config).reprompts
+  return bool(config.actor.self_distillation.feedback_model) and objective_spec(config).reprompts
 
 
 def writes_itself(config: Config) -> bool:

@@ -68,6 +68,7 @@ from sdpo_jax.training.progress import Progress
 from sdpo_jax.training.resuming import UNFINISHED, written_before
 from sdpo_jax.training.saving import Saving
 from sdpo_jax.training.session import Session, check_adapter, load_tokenizer, make_session
+from sdpo_jax.training.specs import objective_spec
 from sdpo_jax.training.step import (
   Timer,
   UpdateReport,
@@ -196,7 +197,8 @@ def _steps_of(
   held_out = pipeline.evaluation_examples(config, tokenizer, registry) if config.trainer.test_freq else []
   graders.prepare(iterator.environments | {example.environment for example in held_out})
   startup.check_questions(config, tokenizer, graders, iterator.questions, held_out)
-  texts = read_texts(config, tokenizer, teaches=True) if config.model.cartridge.used else None
+  teaches = objective_spec(config).needs_teacher
+  texts = read_texts(config, tokenizer, teaches=teaches) if config.model.cartridge.used else None
   if teacher_model.is_used(config):
     teacher_model.check(config)
   if endpoint is not None:

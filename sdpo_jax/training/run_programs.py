@@ -38,6 +38,7 @@ from sdpo_jax.teacher.signal import Teacher, check_base, self_teacher
 from sdpo_jax.training import batching, divergence, feedback_writing, initial_policy, teacher_model
 from sdpo_jax.training.checkpoint import digests
 from sdpo_jax.training.checkpoint.checkpoints import abstract
+from sdpo_jax.training.specs import objective_spec
 from sdpo_jax.training.update import abstract_state, make_update
 from sdpo_jax.types import Batch, TeacherSignal, TokenRows, Tree
 
@@ -69,7 +70,7 @@ def run_programs(
   """
   if teacher is None and teacher_model.is_used(config):
     teacher = abstract_teacher(config, mesh)
-  if teacher is None and ObjectiveSpec.from_config(config).reads_teacher:
+  if teacher is None and objective_spec(config).reads_teacher:
     check_base(config.actor.self_distillation, base)
   teacher = teacher or self_teacher(policy, config.actor.self_distillation)
   teacher = dataclasses.replace(teacher, base=abstract(teacher.base))
@@ -113,7 +114,7 @@ def abstract_table(table: parameter_tables.Table, mesh: jax.sharding.Mesh) -> Tr
 def update_programs(run: Run) -> dict[str, Program]:
   """Return the programs of the update, for every bucket of its micro-batches."""
   config, base, trainable, mesh = run.config, run.base, run.trainable, run.mesh
-  spec = ObjectiveSpec.from_config(config)
+  spec = objective_spec(config)
   state = abstract_state(config, trainable, mesh, run.policy.parameter_table())
   update = make_update(run.policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), run.teacher)
   rows = batching.micro_batch_rows(config, mesh.size)
@@ -284,7 +285,7 @@ def divergence_programs(run: Run) -> dict[str, Program]:
   score = divergence.divergence_program(run.policy, run.teacher, config.actor.logits_chunk_size, mesh)
   for response in declared.response:
     for prompt in declared.prompt:
-      batch = abstract_batch(rows, prompt, None, response, spec=ObjectiveSpec.from_config(config), mesh=mesh)
+      batch = abstract_batch(rows, prompt, None, response, spec=objective_spec(config), mesh=mesh)
       found[_named('divergence', (prompt, response), evaluation=True)] = Program(
         'divergence',
         score,

@@ -28,6 +28,7 @@ from sdpo_jax.teacher.feedback_endpoint import FeedbackEndpoint
 from sdpo_jax.teacher.signal import Teacher, check_base, self_teacher
 from sdpo_jax.training import cartridges, feedback_writing, teacher_model
 from sdpo_jax.training.optimizer import check_excluded
+from sdpo_jax.training.specs import objective_spec
 from sdpo_jax.training.update import Update, abstract_state, make_update
 from sdpo_jax.types import Tree
 
@@ -180,19 +181,19 @@ def make_session(
     UserError: a model directory that cannot be read, a mesh that does not fit, or settings that the model rules out.
   """
   tokenizer = tokenizer or load_tokenizer(config)
+  spec = objective_spec(config)
   described = huggingface.read_policy(config.model.path, config.model)
   trained = parameter_tables.trainable(described.parameter_table())
   check_excluded(config.optimizer.weight_decay_exclude, [parameter.name for parameter in trained])
   mesh = model_mesh(config, described)
   policy, parameters = huggingface.load(config.model.path, config.model, mesh=mesh, seed=config.seed)
   if config.model.cartridge.used:
-    texts = texts or read_texts(config, tokenizer, teaches=teaches)
+    texts = texts or read_texts(config, tokenizer, teaches=teaches and spec.needs_teacher)
     if texts.document is not None and teacher is None:
       teacher = cartridges.document_teacher(config, policy, parameters, texts.document)
     parameters = cartridges.with_slots(config, policy, parameters, texts)
   base, trainable = parameter_tables.split(policy.parameter_table(), parameters)
   state = abstract_state(config, trainable, mesh, policy.parameter_table())
-  spec = ObjectiveSpec.from_config(config)
   if teacher is None and teaches and teacher_model.is_used(config):
     teacher = teacher_model.load(config, mesh)
   if spec.reads_teacher and teacher is None and not teacher_model.is_used(config):

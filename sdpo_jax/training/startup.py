@@ -22,6 +22,7 @@ from sdpo_jax.teacher.room import check_reprompts, check_room
 from sdpo_jax.training import feedback_writing, teacher_model
 from sdpo_jax.training.run_programs import run_programs
 from sdpo_jax.training.session import Session, check_turn_end, template_remarks
+from sdpo_jax.training.specs import objective_spec
 from sdpo_jax.types import Example, TrainState
 
 
@@ -42,8 +43,9 @@ def check_questions(
   check_turn_end(config, tokenizer)
   for remark in template_remarks(config, tokenizer):
     logging.warning('%s', remark)
-  check_reprompts(tokenizer, training, config)
-  check_room(tokenizer, training, config)
+  spec = objective_spec(config)
+  check_reprompts(tokenizer, training, config, spec)
+  check_room(tokenizer, training, config, spec)
   graders.check_questions([*training, *held_out])
 
 

@@ -11,16 +11,16 @@ from models.decoder import DecoderPolicy
 from sdpo_jax.config import CartridgeConfig, Config, LoraConfig, ModelConfig
 from sdpo_jax.distributed.mesh import check_divides
 from sdpo_jax.errors import UserError
-from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.teacher.signal import Teacher
+from sdpo_jax.training.specs import objective_spec
 
 SETTING = 'actor.self_distillation.teacher_model'
 
 
 def is_used(config: Config) -> bool:
   """Return whether the settings name another model as the teacher of a loss that has one."""
-  return bool(config.actor.self_distillation.teacher_model) and ObjectiveSpec.from_config(config).needs_teacher
+  return bool(config.actor.self_distillation.teacher_model) and objective_spec(config).needs_teacher
 
 
 def model_config(config: Config) -> ModelConfig:
@@ -68,7 +68,7 @@ def read_policy(config: Config) -> DecoderPolicy:
   values = huggingface.read_json(huggingface.resolve(settings.path, weights=False), 'config.json')
   positions = values.get('text_config', values).get('max_position_embeddings')
   declared = Buckets.of(config)
-  prompt = declared.reprompt[-1] if ObjectiveSpec.from_config(config).reprompts else declared.prompt[-1]
+  prompt = declared.reprompt[-1] if objective_spec(config).reprompts else declared.prompt[-1]
   longest = prompt + config.data.max_response_length
   if isinstance(positions, int) and longest > positions:
     raise UserError(

@@ -26,12 +26,12 @@ from models.policy import Policy
 from sdpo_jax.config import Config
 from sdpo_jax.distributed.mesh import TENSOR, compiler_options, replicated
 from sdpo_jax.objective import log_probs
-from sdpo_jax.objective.loss import ObjectiveConfig, objective
+from sdpo_jax.objective.loss import objective
 from sdpo_jax.objective.sharded import Layout
-from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.teacher import averaging
 from sdpo_jax.teacher.signal import Teacher, teacher_signal
 from sdpo_jax.training.optimizer import clip_by_global_norm, learning_rate, make_optimizer
+from sdpo_jax.training.specs import objective_config, objective_spec
 from sdpo_jax.training.top_tokens import most_likely
 from sdpo_jax.types import Batch, TeacherSignal, TokenRows, TrainState, Tree
 
@@ -66,7 +66,7 @@ def completion_log_probs(
 def init_state(config: Config, trainable: Tree, table: Table = ()) -> TrainState:
   """Return the state before the first generation batch; see `make_optimizer` for who needs the parameter table."""
   trainable = jax.tree.map(jnp.asarray, trainable)
-  teaches = ObjectiveSpec.from_config(config).needs_teacher
+  teaches = objective_spec(config).needs_teacher
   return TrainState(
     step=jnp.zeros([], jnp.int32),
     optimizer_step=jnp.zeros([], jnp.int32),
@@ -160,7 +160,7 @@ def accumulate(
       advantages=batch.advantages,
       sampling_log_probs=batch.sampling_log_probs,
       initial_log_probs=batch.initial_log_probs,
-      config=ObjectiveConfig.from_config(config),
+      config=objective_config(config),
       vocab_size=policy.vocab_size,
       layout=layout(mesh),
       numbers=batch.numbers,
@@ -237,7 +237,7 @@ def advance_teacher(config: Config, state: TrainState, applied: jax.Array) -> Tr
     applied: [] int32, how many of them were finite.
   """
   teacher = state.teacher
-  if ObjectiveSpec.from_config(config).needs_teacher:
+  if objective_spec(config).needs_teacher:
     moved = averaging.make(config.actor.self_distillation).update(teacher, state.trainable, state.step)
     teacher = jax.tree.map(lambda new, old: jnp.where(applied > 0, new, old), moved, teacher)
   return state.replace(teacher=teacher, step=state.step + 1)
@@ -344,7 +344,7 @@ class _Settings:
     if optimizer.lr_scheduler_type != 'constant':
       steps = optimizer.decay_steps(config.trainer.total_training_steps)
       optimizer = dataclasses.replace(optimizer, lr_decay_steps=steps)
-    sections = config.actor, config.algorithm, config.rollout, optimizer, ObjectiveSpec.from_config(config)
+    sections = config.actor, config.algorithm, config.rollout, optimizer, objective_spec(config)
     return cls(
       json.dumps([dataclasses.asdict(section) for section in sections], default=_number), copy.deepcopy(config)
     )

@@ -30,13 +30,13 @@ from sdpo_jax.distributed.collectives import gathered
 from sdpo_jax.environments import grader_code, registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
-from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.teacher.documents import Texts, read_texts
 from sdpo_jax.training.directory import starts
 from sdpo_jax.training.directory.epochs import FENCING_EPOCH
 from sdpo_jax.training.directory.published import newest
 from sdpo_jax.training.directory.starts import Parts
 from sdpo_jax.training.directory.workdir import saved_settings
+from sdpo_jax.training.specs import objective_spec
 from sdpo_jax.types import Example
 
 if TYPE_CHECKING:
@@ -125,7 +125,8 @@ def take(
   Raises:
     UserError: the processes of the run do not have the same tokenizer, model, data or graders.
   """
-  texts = read_texts(config, tokenizer, teaches=True) if config.model.cartridge.used else Texts(None, None)
+  teaches = objective_spec(config).needs_teacher
+  texts = read_texts(config, tokenizer, teaches=teaches) if config.model.cartridge.used else Texts(None, None)
   devices = jax.devices()
   training = rewards.names(iterator.environments)
   asked = rewards.names({example.environment for example in held_out}) - training
@@ -303,7 +304,7 @@ def _learned(config: Config) -> tuple[str, ...]:
   The weights too, if the run is held near the initial policy; with an adapter they are the base, which no checkpoint
   has.
   """
-  if ObjectiveSpec.from_config(config).needs_initial_policy:
+  if objective_spec(config).needs_initial_policy:
     return (*LEARNED, *LOADED)
   if config.model.cartridge.path:  # Of which slots may be frozen.
     return (*LEARNED, *LOADED)

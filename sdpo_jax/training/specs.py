@@ -1,0 +1,50 @@
+"""What a run's settings ask of the objective and of the update, as the small values that these know."""
+
+from __future__ import annotations
+
+from sdpo_jax.config import Config
+from sdpo_jax.objective.loss import ObjectiveConfig
+from sdpo_jax.objective.spec import ObjectiveSpec
+
+
+def objective_spec(config: Config) -> ObjectiveSpec:
+  """Return the terms that a run's settings ask for."""
+  actor = config.actor
+  algorithm = config.algorithm
+  sdpo, hybrid = actor.policy_loss.loss_mode == 'sdpo', algorithm.mode == 'hybrid'
+  distillation = sdpo and not (hybrid and algorithm.sdpo_coef == 0)
+  correction = algorithm.rollout_correction
+  sampled, endpoint = not actor.self_distillation.full_logit_distillation, actor.self_distillation.teacher_endpoint
+  external = distillation and endpoint.used
+  return ObjectiveSpec(
+    distillation=distillation,
+    policy_gradient=algorithm.policy_gradient_coef > 0 if sdpo and hybrid else not sdpo,
+    entropy_bonus=bool(actor.entropy_coeff),
+    kl_penalty=bool(actor.kl_loss_coef),
+    on_policy=actor.ppo_mini_batch_size == config.data.train_batch_size and actor.ppo_epochs == 1,
+    rollout_weights=correction.rollout_is is not None,
+    reprompts=distillation and actor.self_distillation.teacher_context == 'reprompt',
+    external_support=(1 if sampled else endpoint.top_k) if external else None,
+    samples_divergence=sampled,
+    normalised_weights=correction.rollout_is_batch_normalize,
+  )
+
+
+def objective_config(config: Config) -> ObjectiveConfig:
+  """Return the fixed part of a run's settings."""
+  distillation, loss = config.actor.self_distillation, config.actor.policy_loss
+  return ObjectiveConfig(
+    full_logit_distillation=distillation.full_logit_distillation,
+    alpha=float(distillation.alpha),
+    distillation_topk=distillation.distillation_topk,
+    distillation_add_tail=distillation.distillation_add_tail,
+    is_clip=distillation.is_clip,
+    rollout_is_threshold=config.algorithm.rollout_correction.rollout_is_threshold,
+    temperature=float(config.rollout.temperature),
+    clip_ratio_low=loss.clip_ratio_low,
+    clip_ratio_high=loss.clip_ratio_high,
+    clip_ratio_c=loss.clip_ratio_c,
+    kl_kind=config.actor.kl_loss_type,
+    topk_method=distillation.topk_method,
+    chunk_size=config.actor.logits_chunk_size,
+  )
