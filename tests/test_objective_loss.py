@@ -13,10 +13,11 @@ import pytest
 from sdpo_jax.config import Config
 from sdpo_jax.objective.aggregation import loss_coefficients
 from sdpo_jax.objective.log_probs import token_log_probs
-from sdpo_jax.objective.loss import ObjectiveConfig, objective, objective_from_logits
+from sdpo_jax.objective.loss import ObjectiveConfig, objective
 from sdpo_jax.training.specs import objective_config
 from sdpo_jax.types import TeacherSignal
 from tests.golden.compiling import quick
+from tests.objective_from_logits import objective_from_logits
 
 B, T, V, D = 3, 5, 40, 8
 

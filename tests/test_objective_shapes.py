@@ -13,10 +13,11 @@ from sdpo_jax.objective.aggregation import loss_coefficients
 from sdpo_jax.objective.chunks import over_active_tokens
 from sdpo_jax.objective.fused import FusedSettings, SharedInputs, fused_loss
 from sdpo_jax.objective.log_probs import log_probs_of_ids, scores, token_log_probs
-from sdpo_jax.objective.loss import ObjectiveConfig, objective, objective_from_logits
+from sdpo_jax.objective.loss import ObjectiveConfig, objective
 from sdpo_jax.objective.sharded import Layout, VocabShard, over_devices
 from sdpo_jax.objective.top_k import BlockwiseTopK, top_k, two_stage_top_k
 from sdpo_jax.types import TeacherSignal
+from tests.objective_from_logits import objective_from_logits
 
 B, T, D, V, K = 2, 3, 4, 9, 5
 N = B * T

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from sdpo_jax.objective.log_probs import token_log_probs
-from sdpo_jax.objective.loss import ObjectiveConfig, objective, objective_from_logits
+from sdpo_jax.objective.loss import ObjectiveConfig, objective
 from sdpo_jax.objective.sharded import Layout
 from sdpo_jax.types import RowNumbers, TeacherSignal
 from tests.compiling import compile_as_users
 from tests.golden.compiling import quick
+from tests.objective_from_logits import objective_from_logits
 
 B, T, V, D, K = 8, 5, 43, 8, 6
 ROWS = 48  # Three rows of padding in the last part of eight, and a whole part of four.

@@ -11,9 +11,10 @@ import pytest
 
 from sdpo_jax.errors import UserError
 from sdpo_jax.objective import row_numbers
-from sdpo_jax.objective.loss import ObjectiveConfig, objective, objective_from_logits
+from sdpo_jax.objective.loss import ObjectiveConfig, objective
 from sdpo_jax.types import RowNumbers
 from tests.golden.compiling import quick
+from tests.objective_from_logits import objective_from_logits
 from tests.test_objective_loss import TERMS, B, arrays, numpy_loss, problem, signal
 
 TRAINED = ('hidden', 'unembedding')

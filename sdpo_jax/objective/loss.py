@@ -13,19 +13,15 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from sdpo_jax.objective import divergences, vocabulary
-from sdpo_jax.objective.fused import FusedSettings, SharedInputs, fused_loss, lerp
+from sdpo_jax.objective import vocabulary
+from sdpo_jax.objective.fused import FusedSettings, SharedInputs, fused_loss
 from sdpo_jax.objective.row_numbers import first_entries, of_tokens
 from sdpo_jax.objective.sharded import Layout, VocabShard
 from sdpo_jax.objective.terms import (
   Auxiliary,
-  StudentView,
-  TeacherView,
   TermScalars,
   TermSettings,
   TokenInputs,
-  alpha_of,
-  loss_terms,
 )
 from sdpo_jax.objective_settings import TOPK_METHODS, check_divergence, known_number
 from sdpo_jax.types import RowNumbers, TeacherSignal
@@ -181,7 +177,7 @@ def objective(
     _assert_states(targets, teacher.hidden, teacher.unembedding)
     _assert_states(targets, teacher.mix_hidden, teacher.mix_unembedding)
     _check_signal(teacher, support)
-  tokens = _token_inputs(
+  tokens = token_inputs(
     teacher,
     TokenInputs(
       targets=targets,
@@ -195,7 +191,7 @@ def objective(
       sampling_log_probs=sampling_log_probs,
       kl_coef=kl_coef,
       initial_log_probs=initial_log_probs,
-      numbers=_token_numbers(numbers, config, targets.shape),
+      numbers=token_numbers(numbers, config, targets.shape),
     ),
   )
   entries = student_unembedding.shape[0]
@@ -215,7 +211,7 @@ def objective(
   if layout is not None:
     shard, student_unembedding = layout.shard(vocab_size or entries), layout.padded(student_unembedding)
   settings = FusedSettings(
-    terms=_term_settings(config, numbers),
+    terms=fixed_terms(config, numbers),
     topk=config.distillation_topk,
     topk_method=config.topk_method,
     chunk_size=config.chunk_size,
@@ -225,101 +221,7 @@ def objective(
   )
   hidden = student_hidden.reshape(-1, student_hidden.shape[-1])
   loss, aux = fused_loss(settings, hidden, student_unembedding, tokens, shared)
-  return loss, _unflattened(aux, targets.shape)
-
-
-def objective_from_logits(
-  student_logits: jax.Array,
-  teacher_logits: jax.Array | None,
-  targets: jax.Array,
-  mask: jax.Array,
-  distill_coef: jax.Array | None,
-  policy_coef: jax.Array | None = None,
-  entropy_coef: jax.Array | None = None,
-  old_log_probs: jax.Array | None = None,
-  advantages: jax.Array | None = None,
-  config: ObjectiveConfig = ObjectiveConfig(),
-  support: jax.Array | None = None,
-  mix_logits: jax.Array | None = None,
-  mix_rate: float | jax.Array | None = None,
-  sampling_log_probs: jax.Array | None = None,
-  kl_coef: jax.Array | None = None,
-  initial_log_probs: jax.Array | None = None,
-  numbers: RowNumbers | None = None,
-) -> tuple[jax.Array, Aux]:
-  """Return `objective` from logits [B, T, V] at once, differentiated by JAX: for small vocabularies and as its check.
-
-  `mix_logits` [B, T, V] and `mix_rate` make the trust region's teacher: (1 − rate)·teacher + rate·mix.
-  """
-  all_logits = [logits for logits in (student_logits, teacher_logits, mix_logits) if logits is not None]
-  chex.assert_shape(all_logits, (*targets.shape, student_logits.shape[-1]))
-  chex.assert_type(all_logits, float)
-  signal = None if teacher_logits is None else TeacherSignal()
-  tokens = _token_inputs(
-    signal,
-    TokenInputs(
-      targets=targets,
-      mask=mask,
-      distill_coef=distill_coef,
-      policy_coef=policy_coef,
-      entropy_coef=entropy_coef,
-      old_log_probs=old_log_probs,
-      advantages=advantages,
-      support=support,
-      sampling_log_probs=sampling_log_probs,
-      kl_coef=kl_coef,
-      initial_log_probs=initial_log_probs,
-      numbers=_token_numbers(numbers, config, targets.shape),
-    ),
-  )
-  active = tokens.mask != 0
-
-  def flattened(logits: jax.Array) -> jax.Array:
-    logits = jnp.where(active[:, None], logits.reshape(-1, logits.shape[-1]), 0)
-    return logits.astype(vocabulary.logits_dtype(logits))
-
-  def of_targets(log_probs: jax.Array) -> jax.Array:
-    return divergences.floored(jnp.take_along_axis(log_probs, tokens.targets[:, None], axis=1)[:, 0])
-
-  def entropy(log_probs: jax.Array) -> jax.Array:
-    return -(jnp.exp(log_probs) * divergences.floored(log_probs)).sum(-1)
-
-  def each(number: jax.Array | float) -> jax.Array | float:
-    return number[:, None] if jnp.ndim(number) else number
-
-  logits = flattened(student_logits)
-  # 1 is among the values of every number, whatever stands at tokens that do not count.
-  tokens = tokens.replace(numbers=jax.tree.map(lambda own: jnp.where(active, own, 1), tokens.numbers))
-  settings, scalars = _term_settings(config, numbers), config.term_scalars.of_type(logits.dtype)
-  own_scalars = scalars.with_own(tokens.numbers)
-  logits = logits / each(own_scalars.temperature)
-  log_probs = jax.nn.log_softmax(logits)
-  student = StudentView(log_prob=of_targets(log_probs), entropy=entropy(log_probs))
-  teacher = None
-  if teacher_logits is not None:
-    theirs = lax.stop_gradient(flattened(teacher_logits))
-    if mix_logits is not None:
-      theirs = lerp(theirs, lax.stop_gradient(flattened(mix_logits)), jnp.asarray(mix_rate, theirs.dtype))
-    theirs = jax.nn.log_softmax(theirs / each(own_scalars.temperature))
-    teacher = TeacherView(entropy=entropy(theirs), log_prob=of_targets(theirs))
-    if settings.kind == 'full':
-      divergence = divergences.divergence(log_probs, theirs, alpha_of(settings, own_scalars))
-      student = student.replace(divergence=divergence)
-    elif settings.kind == 'topk':
-      ids = tokens.support
-      if ids is None:
-        ids = lax.top_k(lax.stop_gradient(logits), min(config.distillation_topk, logits.shape[-1]))[1]
-        if tokens.numbers is not None and tokens.numbers.topk is not None:
-          ids = first_entries(ids, tokens.numbers.topk)
-
-      def at_ids(log_probs: jax.Array) -> jax.Array:
-        return jnp.where(ids < 0, -jnp.inf, jnp.take_along_axis(log_probs, jnp.maximum(ids, 0), axis=1))
-
-      student, on_support = student.replace(support=at_ids(log_probs)), at_ids(theirs)
-      top1_in_support = (on_support.max(-1) >= theirs.max(-1)).astype(logits.dtype)
-      teacher = teacher.replace(support=on_support, top1_in_support=top1_in_support)
-  loss, aux = loss_terms(settings, scalars, student, teacher, tokens, active)
-  return loss, _unflattened(lax.stop_gradient(aux), targets.shape)
+  return loss, unflattened(aux, targets.shape)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -387,7 +289,7 @@ def _detached(arrays):
   return jax.tree.map(lambda value: lax.stop_gradient(jnp.asarray(value)), arrays)
 
 
-def _token_inputs(teacher: TeacherSignal | None, given: TokenInputs) -> TokenInputs:
+def token_inputs(teacher: TeacherSignal | None, given: TokenInputs) -> TokenInputs:
   """Return the per-token arguments [B, T, …] as [B·T, …], without gradient and without those that no term reads.
 
   Raises:
@@ -426,7 +328,7 @@ def _token_inputs(teacher: TeacherSignal | None, given: TokenInputs) -> TokenInp
   return jax.tree.map(lambda value: value.reshape(-1, *value.shape[2:]), _detached(tokens))
 
 
-def _token_numbers(numbers: RowNumbers | None, config: ObjectiveConfig, shape: tuple[int, int]) -> RowNumbers | None:
+def token_numbers(numbers: RowNumbers | None, config: ObjectiveConfig, shape: tuple[int, int]) -> RowNumbers | None:
   """Return the numbers of rows as those [B, T] of their tokens.
 
   Raises:
@@ -444,7 +346,7 @@ def _token_numbers(numbers: RowNumbers | None, config: ObjectiveConfig, shape: t
   return of_tokens(numbers, shape)
 
 
-def _term_settings(config: ObjectiveConfig, numbers: RowNumbers | None) -> TermSettings:
+def fixed_terms(config: ObjectiveConfig, numbers: RowNumbers | None) -> TermSettings:
   """Return the fixed part of the terms; what rows have for themselves is not fixed."""
   settings = config.term_settings
   if numbers is not None and numbers.alpha is not None:
@@ -454,6 +356,6 @@ def _term_settings(config: ObjectiveConfig, numbers: RowNumbers | None) -> TermS
   return settings
 
 
-def _unflattened(aux: Auxiliary, shape: tuple[int, int]) -> Aux:
+def unflattened(aux: Auxiliary, shape: tuple[int, int]) -> Aux:
   """Return the auxiliary results by name, those of tokens [B·T] as [B, T]."""
   return aux.sums | {name: value.reshape(shape) for name, value in aux.per_token.items()}

@@ -13,10 +13,11 @@ import numpy as np
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 from sdpo_jax.objective.aggregation import loss_coefficients
-from sdpo_jax.objective.loss import ObjectiveConfig, objective, objective_from_logits
+from sdpo_jax.objective.loss import ObjectiveConfig, objective
 from sdpo_jax.types import TeacherSignal
 from tests.golden.compiling import quick
 from tests.golden.report import Report, load
+from tests.objective_from_logits import objective_from_logits
 
 TOLERANCES = {
   'float64': {'loss': 2e-8, 'per_token': 2e-8, 'grad': 2e-8},
