@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from models import cache as kv_cache
 from models import parameters
-from models.adapters import kv_prefix, lora, lora_pool
+from models.adapters import kv_prefix, lora, lora_pool, slot_names
 from models.architecture import Activation, Architecture
 from models.attention import dispatch
 from models.attention.backend import AttentionBackend, choose_backend, distinct_windows
@@ -135,7 +135,7 @@ class Block(nnx.Module):
     """Return keys and values [KV, P, head_dim] of the layer's slots, [L, …] of all layers'; None: there are none."""
     if not isinstance(self.adapter, kv_prefix.KVPrefix):
       return None
-    parts = [(kv_prefix.FROZEN_KEY, kv_prefix.FROZEN_VALUE), (kv_prefix.KEY, kv_prefix.VALUE)]
+    parts = [(slot_names.FROZEN_KEY, slot_names.FROZEN_VALUE), (slot_names.KEY, slot_names.VALUE)]
     held = [[self._parameter(name) for name in names] for names in parts if names[0] in self.names]
     return Prefix(
       *(jnp.concatenate(arrays, axis=-2) for arrays in zip(*held, strict=True)),

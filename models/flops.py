@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from models import parameters
-from models.adapters import kv_prefix
+from models.adapters import slot_names
 from models.policy import Policy
 
 
@@ -53,10 +53,10 @@ def update_flops(policy: Policy, rows: int, tokens: int, scored: int) -> float:
 
 
 def _products(table: parameters.Table, tokens: int) -> float:
-  return 2.0 * tokens * sum(math.prod(p.shape) for p in table if p.stacked and p.compute and not kv_prefix.is_slots(p))
+  return 2.0 * tokens * sum(math.prod(p.shape) for p in table if p.stacked and p.compute and not slot_names.is_slots(p))
 
 
-_SLOTS = tuple(f'layers.{name}' for name in (kv_prefix.KEY, kv_prefix.FROZEN_KEY))
+_SLOTS = tuple(f'layers.{name}' for name in (slot_names.KEY, slot_names.FROZEN_KEY))
 
 
 def _attention(policy: Policy, tokens: int) -> float:

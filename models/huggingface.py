@@ -16,7 +16,7 @@ from typing import Any, Literal
 import jax
 
 from models import checksums, directories, exporting, parameters, placing, stored_tensors, tensor_files
-from models.adapters import kv_prefix, lora, merging, peft_config, peft_files
+from models.adapters import lora, merging, peft_config, peft_files, slot_names
 from models.adapters.cartridge import check_fits
 from models.adapters.kv_prefix import KVPrefix
 from models.architecture import Architecture
@@ -64,7 +64,7 @@ def load(
   check_files(root, edited=True)
   policy = read_policy(root, config).on(mesh, config.attention)
   table = policy.parameter_table()
-  own = tuple(parameter for parameter in lora.without_factors(table) if not kv_prefix.is_slots(parameter))
+  own = tuple(parameter for parameter in lora.without_factors(table) if not slot_names.is_slots(parameter))
   with open_model(root) as tensors:
     params = parameters.map_table(lambda parameter: placing.place(parameter, tensors, mesh), own)
   if config.lora.path:

@@ -4,7 +4,7 @@ import pytest
 
 from configs import cartridge, models
 from models import huggingface, parameters, published
-from models.adapters.kv_prefix import is_slots
+from models.adapters.slot_names import is_slots
 from sdpo_jax.errors import UserError
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from models import cache as kv_cache
 from models import huggingface, parameters
-from models.adapters import kv_prefix
+from models.adapters import kv_prefix, slot_names
 from models.adapters.kv_prefix import KVPrefix
 from models.attention import dispatch
 from models.attention.backend import AttentionBackend
@@ -141,7 +141,7 @@ def read_divided(name, monkeypatch, part, backend=None):
   on_mesh = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
   slots = kv_prefix.read_slots(there, on_mesh, DOCUMENT, MESH[0])
   read = [
-    parameters.get(slots, ('layers', *name.split('.'))) for name in (kv_prefix.FROZEN_KEY, kv_prefix.FROZEN_VALUE)
+    parameters.get(slots, ('layers', *name.split('.'))) for name in (slot_names.FROZEN_KEY, slot_names.FROZEN_VALUE)
   ]
   for array in read:
     assert array.shape[2] == prefix.room == 32

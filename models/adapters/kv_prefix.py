@@ -18,14 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from models import cache as kv_cache
+from models.adapters.slot_names import FROZEN_KEY, FROZEN_VALUE, KEY, VALUE
 from models.attention.splash import block_size
-from models.parameters import Parameter, Path, Table, frozen_in, get, map_table, nest, split
+from models.parameters import Parameter, Table, frozen_in, get, map_table, nest, split
 from models.policy import Policy
 from sdpo_jax.distributed.mesh import FSDP, parameter_sharding
 from sdpo_jax.types import Tree
 
-KEY, VALUE = 'prefix.key', 'prefix.value'  # Names of the trained slots in a layer.
-FROZEN_KEY, FROZEN_VALUE = 'prefix.frozen_key', 'prefix.frozen_value'
 AXES = ('layers', 'kv_heads', None, 'head_dim')  # Of keys and values, [L, KV, P, head_dim].
 DIVIDED_AXES = ('layers', 'kv_heads', 'slots', 'head_dim')
 # Tokens of a text that are read at once: so many that the matrices of a layer are not fetched for a few of them.
@@ -105,16 +104,6 @@ class KVPrefix:
       for name in names
       if count
     )
-
-
-def is_slots(parameter: Parameter) -> bool:
-  """Return whether a parameter holds slots of a prefix, which no token is multiplied by in a layer's matrices."""
-  return names_slots(parameter.path)
-
-
-def names_slots(path: Path) -> bool:
-  """Return whether a path in a tree of parameters is that of slots."""
-  return path[:2] == ('layers', 'prefix')
 
 
 def read_text(policy: Policy, base: Tree, tokens: Sequence[int]) -> tuple[jax.Array, jax.Array]:

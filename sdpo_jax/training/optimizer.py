@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from models.adapters.kv_prefix import is_slots
+from models.adapters.slot_names import is_slots
 from models.parameters import Parameter, Table
 from sdpo_jax.config import OptimizerConfig
 from sdpo_jax.errors import UserError

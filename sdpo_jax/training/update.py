@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from models import parameters as parameter_tables
-from models.adapters.kv_prefix import KVPrefix
+from models.adapters.slot_names import is_slots
 from models.forward import forward
 from models.parameters import Table
 from models.policy import Policy
@@ -323,8 +323,7 @@ def make_update(
       f'A teacher with {teacher.policy.vocab_size} tokens cannot teach a student with {policy.vocab_size}: it must '
       'have a probability for each of them.'
     )
-  adapter = getattr(policy, 'adapter', None)
-  if config.actor.pack_sequences and isinstance(adapter, KVPrefix) and adapter.trained:
+  if config.actor.pack_sequences and any(map(is_slots, parameter_tables.trainable(policy.parameter_table()))):
     # Its kernels show the slots to the first segment of a row only.
     raise ValueError('Packed rows have several segments, and trained slots stand before rows of one.')
   leaves, structure = jax.tree.flatten(shardings)

@@ -1,0 +1,18 @@
+"""Which parameters hold the slots of a prefix (`kv_prefix`), by their names alone."""
+
+from __future__ import annotations
+
+from models.parameters import Parameter, Path
+
+KEY, VALUE = 'prefix.key', 'prefix.value'  # Names of the trained slots in a layer.
+FROZEN_KEY, FROZEN_VALUE = 'prefix.frozen_key', 'prefix.frozen_value'
+
+
+def is_slots(parameter: Parameter) -> bool:
+  """Return whether a parameter holds slots of a prefix, which no token is multiplied by in a layer's matrices."""
+  return names_slots(parameter.path)
+
+
+def names_slots(path: Path) -> bool:
+  """Return whether a path in a tree of parameters is that of slots."""
+  return path[:2] == ('layers', 'prefix')
