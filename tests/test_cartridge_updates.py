@@ -22,6 +22,7 @@ from sdpo_jax.config import CartridgeConfig, Config, MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh, put_rows
 from sdpo_jax.teacher.signal import Teacher, teacher_signal
 from sdpo_jax.training import batching, cartridges
+from sdpo_jax.training.specs import teacher_spec
 from sdpo_jax.training.update import Update, make_update, place_state
 from sdpo_jax.types import Batch, TrainState, Tree
 from tests import tiers
@@ -156,12 +157,12 @@ def divergence(
 @pytest.mark.parametrize('name', tiers.cases((*MODELS, *MORE), default=('gemma3',), slow=(*MODELS, *MORE)))
 def test_the_teacher_says_what_a_full_prefill_says_and_the_whole_document_leaves_nothing_to_learn(name):
   made = case(name, True)
-  config = losses().actor.self_distillation
+  spec = teacher_spec(losses())
 
   @jax.jit
   def signal(base, of_teacher, state, rows):
     teacher = dataclasses.replace(made.teacher, base=of_teacher)
-    return teacher_signal(teacher, made.student, base, state, rows, config)
+    return teacher_signal(teacher, made.student, base, state, rows, spec)
 
   found = signal(made.base, made.teacher.base, made.state, made.batch.teacher)
   found = as_log_probs(found.hidden, found.unembedding)

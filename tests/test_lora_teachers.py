@@ -19,6 +19,7 @@ from sdpo_jax.teacher.signal import Teacher, teacher_signal
 from sdpo_jax.training import step
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.session import make_session
+from sdpo_jax.training.specs import teacher_spec
 from sdpo_jax.training.update import abstract_state, place_state
 from sdpo_jax.types import TokenRows
 from tests import tiers, tiny
@@ -202,7 +203,7 @@ def test_the_model_without_its_adapter_is_that_of_peft_with_the_adapter_disabled
       session.base,
       state,
       rows,
-      config.actor.self_distillation,
+      teacher_spec(config),
     )
     return signal.hidden @ signal.unembedding.T
 

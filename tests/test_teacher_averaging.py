@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sdpo_jax.config import SelfDistillationConfig
 from sdpo_jax.teacher import averaging
+from sdpo_jax.teacher.averaging import TeacherSpec
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'data' / 'teacher'
 
@@ -33,7 +33,7 @@ def test_live_teacher_stores_nothing_and_is_the_student():
   student = tree()
   live = averaging.live()
   assert live.init(student) == {} and live.update({}, student, 0) == {}
-  own, mixed = averaging.signal_parameters({}, student, SelfDistillationConfig(teacher_regularization='live'))
+  own, mixed = averaging.signal_parameters({}, student, TeacherSpec('live', 0.05, None))
   assert own is student and mixed is None
 
 
@@ -46,8 +46,8 @@ def test_teachers_that_never_move(transform):
 
 def test_trust_region_is_read_with_the_student_mixed_in():
   student, teacher = tree(1), tree(0)
-  config = SelfDistillationConfig(teacher_regularization='trust-region')
-  assert averaging.signal_parameters(teacher, student, config) == (teacher, student)
+  spec = TeacherSpec('trust-region', 0.05, None)
+  assert averaging.signal_parameters(teacher, student, spec) == (teacher, student)
 
 
 def test_ema_rate_one_copies_the_student_exactly():
@@ -133,7 +133,7 @@ def test_restart_takes_the_student_every_m_batches():
 
 @pytest.mark.parametrize('name', ['live', 'frozen', 'ema', 'trust-region'])
 def test_make_knows_every_setting_and_updates_run_under_jit(name):
-  transform = averaging.make(SelfDistillationConfig(teacher_regularization=name, teacher_update_rate=0.25))
+  transform = averaging.make(TeacherSpec(name, 0.25, None))
   student = tree()
   moved = jax.jit(transform.update)(transform.init(student), tree(1), 0)
   expected = {'live': {}, 'ema': jax.tree.map(lambda t, s: t * 0.75 + s * 0.25, student, tree(1))}.get(name, student)

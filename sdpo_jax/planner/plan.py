@@ -36,6 +36,7 @@ from sdpo_jax.teacher.signal import self_teacher
 from sdpo_jax.training import batching, cartridges, teacher_model
 from sdpo_jax.training.run_programs import abstract_parameters, abstract_teacher, run_programs
 from sdpo_jax.training.session import model_mesh
+from sdpo_jax.training.specs import teacher_spec
 from sdpo_jax.types import TrainState
 
 GIB = 2**30
@@ -238,8 +239,8 @@ def make(
     reading, parts = cartridges.reading_programs(config, policy, base, mesh, assumptions.document)
     found = reading | found
   samples = drawn_samples(config, assumptions)
-  reader = teacher or self_teacher(policy, config.actor.self_distillation)
-  share = batching.shares_prompts(config, *reader.readers(policy, config.actor.self_distillation))
+  reader = teacher or self_teacher(policy, teacher_spec(config))
+  share = batching.shares_prompts(config, *reader.readers(policy, teacher_spec(config)))
   work = workload.of_batch(config, policy, samples, mesh.size, share, reader.policy)
   used = workload.used(found, work)
   labels = select(found, everything, [name for names in used.values() for name in names])

@@ -37,7 +37,7 @@ from sdpo_jax.training.directory.published import newest
 from sdpo_jax.training.directory.workdir import check_workdir
 from sdpo_jax.training.run_programs import abstract_parameters
 from sdpo_jax.training.session import check_turn_end, load_tokenizer, model_mesh, template_remarks
-from sdpo_jax.training.specs import objective_spec
+from sdpo_jax.training.specs import objective_spec, teacher_spec
 from sdpo_jax.types import Example, Outcome
 
 SHOWN = 3  # Questions whose prompts are shown and whose graders are tried.
@@ -84,7 +84,7 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> Report:
   if teacher_model.is_used(config):
     teacher_model.check(local)
   elif spec.reads_teacher:
-    check_base(config.actor.self_distillation, abstract_parameters(policy, mesh)[0])
+    check_base(teacher_spec(config), abstract_parameters(policy, mesh)[0])
   policy = policy.on(mesh, config.model.attention)
   with endpoint_teacher.opened(local) as endpoint, feedback_writing.opened(local):
     if endpoint is not None:

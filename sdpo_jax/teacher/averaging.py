@@ -9,14 +9,23 @@ factors and costs an adapter. Teacher trees hold at least float32; averaging in 
 from __future__ import annotations
 
 from collections.abc import Callable
+import dataclasses
 import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from sdpo_jax.config import SelfDistillationConfig
 from sdpo_jax.types import Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class TeacherSpec:
+  """Which parameters teach; the settings `actor.self_distillation.teacher_…` of the same names."""
+
+  regularization: str
+  update_rate: float  # Of the moving average, or the mixing weight of the trust region.
+  restart_interval: int | None  # Generation batches; None: it does not restart.
 
 
 class TeacherTransform(NamedTuple):
@@ -104,36 +113,36 @@ def restart(every: int) -> TeacherTransform:
   return TeacherTransform(init=_copy, update=update)
 
 
-def make(config: SelfDistillationConfig) -> TeacherTransform:
-  """Return the transformation that `teacher_regularization` names."""
+def make(spec: TeacherSpec) -> TeacherTransform:
+  """Return the transformation that `TeacherSpec.regularization` names."""
   return {
     'live': live,
     'base': base_alone,
     'frozen': frozen,
-    'ema': lambda: ema(config.teacher_update_rate),
-    'lora_ema': lambda: ema(config.teacher_update_rate),
-    'restart': lambda: restart(config.teacher_restart_interval),
+    'ema': lambda: ema(spec.update_rate),
+    'lora_ema': lambda: ema(spec.update_rate),
+    'restart': lambda: restart(spec.restart_interval),
     'trust-region': trust_region,
-  }[config.teacher_regularization]()
+  }[spec.regularization]()
 
 
-def signal_parameters(teacher: Tree, params: Tree, config: SelfDistillationConfig) -> tuple[Tree, Tree | None]:
+def signal_parameters(teacher: Tree, params: Tree, spec: TeacherSpec) -> tuple[Tree, Tree | None]:
   """Return the parameters that read the teacher's context.
 
   Args:
     teacher: the teacher's tree; an empty dict for a live teacher and for the base alone.
     params: the student's trainable tree.
-    config: settings.
+    spec: which parameters teach.
 
   Returns:
     (own, mixed): `own` are the teacher's; `mixed` is None, or for the trust region the student's parameters, whose
-    logits in the same context enter with weight `teacher_update_rate` (reference dp_actor.py:51-64).
+    logits in the same context enter with weight `update_rate` (reference dp_actor.py:51-64).
   """
-  if config.teacher_regularization == 'live':
+  if spec.regularization == 'live':
     return params, None
-  if config.teacher_regularization == 'base':
+  if spec.regularization == 'base':
     return {}, None
-  return teacher, params if config.teacher_regularization == 'trust-region' else None
+  return teacher, params if spec.regularization == 'trust-region' else None
 
 
 def _copy(params: Tree) -> Tree:

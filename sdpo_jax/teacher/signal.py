@@ -9,9 +9,8 @@ import jax
 from models import parameters
 from models.forward import forward
 from models.policy import Policy
-from sdpo_jax.config import SelfDistillationConfig
 from sdpo_jax.errors import UserError
-from sdpo_jax.teacher import averaging
+from sdpo_jax.teacher.averaging import TeacherSpec, signal_parameters
 from sdpo_jax.types import TeacherSignal, TokenRows, TrainState, Tree
 
 
@@ -52,28 +51,28 @@ class Teacher:
     model = parameters.select(self.policy.base_policy().parameter_table(), student)
     return parameters.merge(model, self.base)
 
-  def readers(self, student: Policy, config: SelfDistillationConfig) -> tuple[Policy, ...]:
+  def readers(self, student: Policy, spec: TeacherSpec) -> tuple[Policy, ...]:
     """Return the policies that read the teacher's prompts: the trust region asks the student too."""
-    return (self.policy, student) if config.teacher_regularization == 'trust-region' else (self.policy,)
+    return (self.policy, student) if spec.regularization == 'trust-region' else (self.policy,)
 
 
-def self_teacher(policy: Policy, config: SelfDistillationConfig) -> Teacher:
+def self_teacher(policy: Policy, spec: TeacherSpec) -> Teacher:
   """Return the teacher that a model is to itself; where its base teaches, the model without its adapter.
 
   Args:
     policy: the student's.
-    config: which parameters teach.
+    spec: which parameters teach.
   """
-  return Teacher(policy.base_policy() if config.teacher_regularization == 'base' else policy)
+  return Teacher(policy.base_policy() if spec.regularization == 'base' else policy)
 
 
-def check_base(config: SelfDistillationConfig, base: Tree) -> None:
+def check_base(spec: TeacherSpec, base: Tree) -> None:
   """Check that a model has what is left of it when its own base teaches.
 
   Raises:
     UserError: `teacher_regularization` is 'base', and the model is trained whole.
   """
-  if config.teacher_regularization == 'base' and not jax.tree.leaves(base):
+  if spec.regularization == 'base' and not jax.tree.leaves(base):
     raise UserError(
       "actor.self_distillation.teacher_regularization='base' asks the model without its trainable part, and here all "
       "of its parameters are trained: set it to 'frozen' for the model as it was at the start, or train an adapter "
@@ -87,7 +86,7 @@ def teacher_signal(
   student_base: Tree,
   state: TrainState,
   rows: TokenRows,
-  config: SelfDistillationConfig,
+  spec: TeacherSpec,
 ) -> TeacherSignal:
   """Return the teacher's view of completion tokens from its own context; no gradient flows through it.
 
@@ -97,12 +96,12 @@ def teacher_signal(
     student_base: its frozen parameters.
     state: its teacher's and trainable trees are read.
     rows: the teacher's prompts with the completions.
-    config: which parameters teach.
+    spec: which parameters teach.
   """
-  own, mixed = averaging.signal_parameters(state.teacher, state.trainable, config)
+  own, mixed = signal_parameters(state.teacher, state.trainable, spec)
   hidden, unembedding = forward(teacher.policy, teacher.whole_base(student_base), own, rows)
   signal = TeacherSignal(hidden=hidden, unembedding=unembedding)
   if mixed is not None:
     mix_hidden, mix_unembedding = forward(student, student_base, mixed, rows)
-    signal = signal.replace(mix_hidden=mix_hidden, mix_unembedding=mix_unembedding, mix_rate=config.teacher_update_rate)
+    signal = signal.replace(mix_hidden=mix_hidden, mix_unembedding=mix_unembedding, mix_rate=spec.update_rate)
   return jax.lax.stop_gradient(signal)

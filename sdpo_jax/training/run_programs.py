@@ -38,7 +38,7 @@ from sdpo_jax.teacher.signal import Teacher, check_base, self_teacher
 from sdpo_jax.training import batching, divergence, feedback_writing, initial_policy, teacher_model
 from sdpo_jax.training.checkpoint import digests
 from sdpo_jax.training.checkpoint.checkpoints import abstract
-from sdpo_jax.training.specs import objective_spec
+from sdpo_jax.training.specs import objective_spec, teacher_spec
 from sdpo_jax.training.update import abstract_state, make_update
 from sdpo_jax.types import Batch, TeacherSignal, TokenRows, Tree
 
@@ -71,8 +71,8 @@ def run_programs(
   if teacher is None and teacher_model.is_used(config):
     teacher = abstract_teacher(config, mesh)
   if teacher is None and objective_spec(config).reads_teacher:
-    check_base(config.actor.self_distillation, base)
-  teacher = teacher or self_teacher(policy, config.actor.self_distillation)
+    check_base(teacher_spec(config), base)
+  teacher = teacher or self_teacher(policy, teacher_spec(config))
   teacher = dataclasses.replace(teacher, base=abstract(teacher.base))
   run = Run(config, policy, abstract(base), abstract(trainable), mesh, stop_ids, teacher, held_out)
   return programs.registered_programs(run)
@@ -135,7 +135,7 @@ def update_programs(run: Run) -> dict[str, Program]:
   }
   batch_of = functools.partial(abstract_batch, rows, spec=spec, mesh=mesh)
   trained = Buckets.of(config)
-  share = batching.shares_prompts(config, *run.teacher.readers(run.policy, config.actor.self_distillation))
+  share = batching.shares_prompts(config, *run.teacher.readers(run.policy, teacher_spec(config)))
   for response in trained.response:
     for kind, (parameters, held) in scored.items():
       for prompt in trained.prompt:

@@ -28,7 +28,7 @@ from sdpo_jax.teacher.feedback_endpoint import FeedbackEndpoint
 from sdpo_jax.teacher.signal import Teacher, check_base, self_teacher
 from sdpo_jax.training import cartridges, feedback_writing, teacher_model
 from sdpo_jax.training.optimizer import check_excluded
-from sdpo_jax.training.specs import objective_spec
+from sdpo_jax.training.specs import objective_spec, teacher_spec
 from sdpo_jax.training.update import Update, abstract_state, make_update
 from sdpo_jax.types import Tree
 
@@ -197,8 +197,8 @@ def make_session(
   if teacher is None and teaches and teacher_model.is_used(config):
     teacher = teacher_model.load(config, mesh)
   if spec.reads_teacher and teacher is None and not teacher_model.is_used(config):
-    check_base(config.actor.self_distillation, base)
-  reader = teacher or self_teacher(policy, config.actor.self_distillation)
+    check_base(teacher_spec(config), base)
+  reader = teacher or self_teacher(policy, teacher_spec(config))
   sampler = functools.partial(
     make_sampler, tokenizer=tokenizer, mesh=mesh, least=config.data.train_batch_size * config.rollout.n
   )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sdpo_jax.config import Config
 from sdpo_jax.objective.loss import ObjectiveConfig
 from sdpo_jax.objective.spec import ObjectiveSpec
+from sdpo_jax.teacher.averaging import TeacherSpec
 
 
 def objective_spec(config: Config) -> ObjectiveSpec:
@@ -48,3 +49,9 @@ def objective_config(config: Config) -> ObjectiveConfig:
     topk_method=distillation.topk_method,
     chunk_size=config.actor.logits_chunk_size,
   )
+
+
+def teacher_spec(config: Config) -> TeacherSpec:
+  """Return which parameters teach, in a run that has a teacher in the mesh."""
+  sd = config.actor.self_distillation
+  return TeacherSpec(sd.teacher_regularization, sd.teacher_update_rate, sd.teacher_restart_interval)

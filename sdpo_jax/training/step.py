@@ -28,6 +28,7 @@ from sdpo_jax.teacher.order import balanced_order
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training import batching
 from sdpo_jax.training.graded import GradedRollouts, learned_from
+from sdpo_jax.training.specs import teacher_spec
 from sdpo_jax.training.update import MicroResult
 from sdpo_jax.types import Example, TeacherSignal, TokenRows, TrainState, Tree
 
@@ -385,7 +386,7 @@ def run_update(
   """
   config, update = session.config, session.update
   teacher = session.teacher or Teacher(session.policy)
-  share = batching.shares_prompts(config, *teacher.readers(session.policy, config.actor.self_distillation))
+  share = batching.shares_prompts(config, *teacher.readers(session.policy, teacher_spec(config)))
   scored = None
   if batch.sampling_log_probs is not None:
     # The update computes these log-probs of the samples that it trains; metrics want those of the others too.

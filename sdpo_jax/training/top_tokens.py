@@ -22,6 +22,7 @@ from sdpo_jax.objective import log_probs
 from sdpo_jax.objective.sharded import Layout
 from sdpo_jax.teacher.signal import Teacher, teacher_signal
 from sdpo_jax.training import batching
+from sdpo_jax.training.specs import teacher_spec
 from sdpo_jax.types import Batch, TeacherSignal, TrainState, Tree
 
 if TYPE_CHECKING:  # A session is made with what this module needs.
@@ -89,7 +90,7 @@ def most_likely(
   if batch.teacher is None:
     return TopTokens(student, None)
   asked = dataclasses.replace(teacher, base=teacher_base)
-  signal = teacher_signal(asked, policy, base, state, batch.teacher, config.actor.self_distillation)
+  signal = teacher_signal(asked, policy, base, state, batch.teacher, teacher_spec(config))
   return TopTokens(student, said(*_states_and_unembedding(signal)))
 
 
@@ -125,7 +126,7 @@ def measure(
   """
   config = session.config
   teacher = session.teacher or Teacher(session.policy)
-  share = batching.shares_prompts(config, *teacher.readers(session.policy, config.actor.self_distillation))
+  share = batching.shares_prompts(config, *teacher.readers(session.policy, teacher_spec(config)))
   shape = batch.rollouts.completion_mask.shape
   found = TopTokens(_nothing(shape, k), None if batch.teacher_prompts is None else _nothing(shape, k))
   for micro in batching.reading_micro_batches(batch, config, session.mesh.size, share):

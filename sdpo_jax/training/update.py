@@ -31,7 +31,7 @@ from sdpo_jax.objective.sharded import Layout
 from sdpo_jax.teacher import averaging
 from sdpo_jax.teacher.signal import Teacher, teacher_signal
 from sdpo_jax.training.optimizer import clip_by_global_norm, learning_rate, make_optimizer
-from sdpo_jax.training.specs import objective_config, objective_spec
+from sdpo_jax.training.specs import objective_config, objective_spec, teacher_spec
 from sdpo_jax.training.top_tokens import most_likely
 from sdpo_jax.types import Batch, TeacherSignal, TokenRows, TrainState, Tree
 
@@ -72,7 +72,7 @@ def init_state(config: Config, trainable: Tree, table: Table = ()) -> TrainState
     optimizer_step=jnp.zeros([], jnp.int32),
     trainable=trainable,
     opt_state=make_optimizer(config.optimizer, table).init(trainable),
-    teacher=averaging.make(config.actor.self_distillation).init(trainable) if teaches else {},
+    teacher=averaging.make(teacher_spec(config)).init(trainable) if teaches else {},
     rng=jax.random.key(config.seed),
   )
 
@@ -140,7 +140,7 @@ def accumulate(
   signal = batch.signal
   if batch.teacher is not None:
     asked = dataclasses.replace(teacher or Teacher(policy), base=teacher_base)
-    signal = teacher_signal(asked, policy, base, state, batch.teacher, config.actor.self_distillation)
+    signal = teacher_signal(asked, policy, base, state, batch.teacher, teacher_spec(config))
     if config.actor.self_distillation.distillation_topk_of == 'teacher':
       signal = _named(signal, policy, config, mesh, batch)
 
@@ -238,7 +238,7 @@ def advance_teacher(config: Config, state: TrainState, applied: jax.Array) -> Tr
   """
   teacher = state.teacher
   if objective_spec(config).needs_teacher:
-    moved = averaging.make(config.actor.self_distillation).update(teacher, state.trainable, state.step)
+    moved = averaging.make(teacher_spec(config)).update(teacher, state.trainable, state.step)
     teacher = jax.tree.map(lambda new, old: jnp.where(applied > 0, new, old), moved, teacher)
   return state.replace(teacher=teacher, step=state.step + 1)
 

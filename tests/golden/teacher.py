@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sdpo_jax.config import SelfDistillationConfig
 from sdpo_jax.objective.loss import ObjectiveConfig, objective
 from sdpo_jax.teacher import averaging
 from sdpo_jax.types import TeacherSignal
@@ -38,7 +37,7 @@ def check(directory: Path) -> Report:
 
 def _check_ema(report: Report, case: str, data: dict) -> None:
   config = data['config_json']
-  transform = averaging.make(SelfDistillationConfig(teacher_update_rate=config['teacher_update_rate']))
+  transform = averaging.make(averaging.TeacherSpec('ema', config['teacher_update_rate'], None))
   for dtype in ('float64', 'float32'):
     with jax.enable_x64(dtype == 'float64'):
 
@@ -120,11 +119,7 @@ def _check_guard(report: Report, case: str, guard: dict) -> None:
   if arguments.get('mode') == 'vanilla':
     report.note(case, 'without self-distillation there is no teacher to update')
     return
-  transform = averaging.make(
-    SelfDistillationConfig(
-      teacher_regularization=arguments.get('reg', 'ema'), teacher_update_rate=arguments.get('rate', 0.05)
-    )
-  )
+  transform = averaging.make(averaging.TeacherSpec(arguments.get('reg', 'ema'), arguments.get('rate', 0.05), None))
   try:
     after = transform.update(teacher, params, 0)
   except ValueError as problem:
