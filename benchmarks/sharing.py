@@ -92,6 +92,7 @@ def teacher(policy: Any, parameters: Any, args: argparse.Namespace) -> dict[str,
   from sdpo_jax.config import Config
   from sdpo_jax.distributed import mesh as meshes
   from sdpo_jax.training import batching
+  from sdpo_jax.training.specs import update_spec
   from sdpo_jax.training.update import make_update, place_state
   from sdpo_jax.types import Rollouts
 
@@ -125,8 +126,8 @@ def teacher(policy: Any, parameters: Any, args: argparse.Namespace) -> dict[str,
   config.actor.ppo_micro_batch_size = 2
   packed = dataclasses.replace(config, actor=dataclasses.replace(config.actor, pack_sequences=True))
   mesh = meshes.make_mesh(config.mesh, jax.devices()[:1])
-  state = place_state(config, jax.device_put(parameters, meshes.replicated(mesh)), mesh)
-  update = make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state))
+  state = place_state(update_spec(config), jax.device_put(parameters, meshes.replicated(mesh)), mesh)
+  update = make_update(policy, update_spec(config), jax.tree.map(lambda leaf: leaf.sharding, state))
   sides = {'shared': (packed, True), 'apart': (packed, False), 'rows': (config, False)}
   batches = {
     side: list(batching.micro_batches(samples, np.arange(rows), config, share=share))

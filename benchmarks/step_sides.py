@@ -67,6 +67,7 @@ class Ours:
     from sdpo_jax.config import Config
     from sdpo_jax.distributed import mesh as meshes
     from sdpo_jax.rollout.engine import Sampler
+    from sdpo_jax.training.specs import update_spec
     from sdpo_jax.training.update import make_update, place_state
 
     groups = len(work['prompts'])
@@ -90,8 +91,8 @@ class Ours:
     self.mesh = meshes.make_mesh(config.mesh, jax.devices()[:1])
     policy, params = huggingface.load(checkpoint, config.model, self.mesh)
     self.base, trainable = parameters.split(policy.parameter_table(), params)
-    self.state = place_state(config, trainable, self.mesh)
-    self.functions = make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, self.state))
+    self.state = place_state(update_spec(config), trainable, self.mesh)
+    self.functions = make_update(policy, update_spec(config), jax.tree.map(lambda leaf: leaf.sharding, self.state))
     self.sampler = Sampler(
       policy,
       NoText(),

@@ -29,6 +29,7 @@ from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.directory import fingerprint
 from sdpo_jax.training.directory.ownership import sole_user
 from sdpo_jax.training.directory.workdir import write_settings
+from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import place_state
 from tests import tiny
 
@@ -47,7 +48,7 @@ def begin(config, workdir):
   with sole_user(workdir, print) as ownership:
     fingerprint.start(workdir, config, fingerprint.compare(workdir, config, parts), 0, ownership)
     write_settings(config, workdir)
-  state = place_state(config, factors, made.mesh, made.policy.parameter_table())
+  state = place_state(update_spec(config), factors, made.mesh, made.policy.parameter_table())
   draw = np.random.default_rng(1)
 
   def drawn(tree):
@@ -283,7 +284,7 @@ def test_training_starts_from_an_adapter(run, exported, tmp_path):
   config = from_adapter(config, exported)
   made, factors = session.make_session(config, tmp_path / 'run')
   np.testing.assert_array_equal(our_logits(made, factors), our_logits(made, state.trainable))
-  begun = place_state(config, factors, made.mesh, made.policy.parameter_table())
+  begun = place_state(update_spec(config), factors, made.mesh, made.policy.parameter_table())
   jax.tree.map(np.testing.assert_array_equal, begun.teacher, factors)
 
 

@@ -20,6 +20,7 @@ from sdpo_jax.inference import runs
 from sdpo_jax.training import loop
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.session import make_session
+from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import abstract_state
 from tests import tiny
 from tests.test_resume import start_two
@@ -235,7 +236,7 @@ def checkpoint(workdir, step: int):
   config = runs.run_config(workdir)
   session, parameters = make_session(config, workdir)
   checkpoints = Checkpoints(workdir, read_only=True)
-  state, host, _ = checkpoints._read(step, abstract_state(config, parameters, session.mesh))
+  state, host, _ = checkpoints._read(step, abstract_state(update_spec(config), parameters, session.mesh))
   steps = checkpoints.steps()
   checkpoints.close()
   return state, host, steps

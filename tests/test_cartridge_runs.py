@@ -32,6 +32,7 @@ from sdpo_jax.training import loop, step
 from sdpo_jax.training.directory import fingerprint
 from sdpo_jax.training.optimizer import make_optimizer
 from sdpo_jax.training.session import load_tokenizer, make_session, stop_token_ids
+from sdpo_jax.training.specs import optimizer_spec, update_spec
 from sdpo_jax.training.update import place_state
 from sdpo_jax.types import Example, TokenRows
 from tests import tiny
@@ -75,7 +76,7 @@ def changed(config: Config, mesh=None, **cartridge) -> Config:
 def opened(config: Config, workdir):
   tokenizer = load_tokenizer(config)
   session, slots = make_session(config, workdir, tokenizer, texts=read_texts(config, tokenizer, teaches=True))
-  return session, place_state(config, slots, session.mesh, session.policy.parameter_table())
+  return session, place_state(update_spec(config), slots, session.mesh, session.policy.parameter_table())
 
 
 def generation_batch(session, state):
@@ -408,6 +409,6 @@ def test_slots_do_not_decay(name):
   )
   table = parameter_tables.trainable(policy.parameter_table())
   slots = parameter_tables.map_table(lambda row: jax.numpy.ones(row.shape), table)
-  made = make_optimizer(optimizer, table)
+  made = make_optimizer(optimizer_spec(optimizer, 1), table)
   still, _ = made.update(jax.tree.map(jax.numpy.zeros_like, slots), made.init(slots), slots)
   assert not any(leaf.any() for leaf in jax.tree.leaves(still))

@@ -22,7 +22,7 @@ from sdpo_jax.config import CartridgeConfig, Config, MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh, put_rows
 from sdpo_jax.teacher.signal import Teacher, teacher_signal
 from sdpo_jax.training import batching, cartridges
-from sdpo_jax.training.specs import teacher_spec
+from sdpo_jax.training.specs import teacher_spec, update_spec
 from sdpo_jax.training.update import Update, make_update, place_state
 from sdpo_jax.types import Batch, TrainState, Tree
 from tests import tiers
@@ -99,8 +99,8 @@ def case(name: str, within: bool, loss: tuple[Any, ...] = (0.0, None, True)) -> 
   read = kv_prefix.read_text(policy, params, DOCUMENT)
   student, base, trainable = with_prefix(policy, params, prefix, *read, mesh)
   teacher = cartridges.document_teacher(config, student, jax.device_put(params, jax.devices()[0]), DOCUMENT)
-  state = place_state(config, trainable, mesh, parameters.trainable(student.parameter_table()))
-  update = make_update(student, config, jax.tree.map(lambda leaf: leaf.sharding, state), teacher)
+  state = place_state(update_spec(config), trainable, mesh, parameters.trainable(student.parameter_table()))
+  update = make_update(student, update_spec(config), jax.tree.map(lambda leaf: leaf.sharding, state), teacher)
   samples = answers(config)
   [micro] = batching.micro_batches(samples, np.arange(8), config)
   order = [sample for row in micro.samples for sample in row]

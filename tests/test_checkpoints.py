@@ -31,6 +31,7 @@ from sdpo_jax.training.checkpoint.manifest import DamagedError
 from sdpo_jax.training.checkpoint.unreadable import is_out_of_reach
 from sdpo_jax.training.directory import epochs
 from sdpo_jax.training.directory.published import DAMAGED, newest
+from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import abstract_state, place_state
 from sdpo_jax.types import TrainState
 from tests import tiny
@@ -152,13 +153,13 @@ def layouts(tmp_path_factory):
 def test_a_state_of_one_mesh_is_the_same_on_another(layouts, tmp_path):
   config, places = layouts
   mesh, parameters = places[8, 1]
-  state = noisy(place_state(config, parameters, mesh))
+  state = noisy(place_state(update_spec(config), parameters, mesh))
   checkpoints = Checkpoints(tmp_path)
   checkpoints.save(1, state, {}, {})
   checkpoints.wait()
   for shape in ((8, 1), (2, 4), (1, 1)):
     mesh, parameters = places[shape]
-    like = abstract_state(config, parameters, mesh)
+    like = abstract_state(update_spec(config), parameters, mesh)
     for found in (checkpoints.restore_step(1, like), checkpoints.restore_step(1, only('teacher', like))):
       read = [leaf is not SKIPPED for leaf in jax.tree.leaves(found)]
       assert all(read) or sum(read) == len(jax.tree.leaves(parameters))

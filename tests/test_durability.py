@@ -35,6 +35,7 @@ from sdpo_jax.training.directory import epochs, remains
 from sdpo_jax.training.directory.ownership import sole_user
 from sdpo_jax.training.directory.workdir import BEFORE_RESTART
 from sdpo_jax.training.session import make_session
+from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import abstract_state
 from sdpo_jax.types import TrainState
 from tests import durable_run, file_operations, tiny
@@ -440,7 +441,7 @@ def test_a_failure_of_the_machine_while_a_run_trains_loses_nothing(experiment, t
   here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   like = jax.tree.map(
     lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here),
-    abstract_state(config, parameters, session.mesh),
+    abstract_state(update_spec(config), parameters, session.mesh),
   )
   judge = Judge(trained, config, like, tmp_path, sample=200)
   assert not list(violations(trained, judge, lambda number: number % 3 == 0))

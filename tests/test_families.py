@@ -24,6 +24,7 @@ from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.training import batching
+from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import make_update, place_state
 from tests import test_step
 
@@ -253,8 +254,8 @@ def step(made, mesh):
   config = test_step.settings(actor__ppo_micro_batch_size=8)
   samples = test_step.samples_for(config)
   _, params = huggingface.load(made.folder, FLOAT32, mesh)
-  state = place_state(config, params, mesh)
-  update = make_update(made.policy.on(mesh), config, jax.tree.map(lambda leaf: leaf.sharding, state))
+  state = place_state(update_spec(config), params, mesh)
+  update = make_update(made.policy.on(mesh), update_spec(config), jax.tree.map(lambda leaf: leaf.sharding, state))
   (micro,) = batching.micro_batches(samples, np.arange(len(samples)), config, mesh.size)
   grads, result = update.accumulate({}, state, update.zero(state.trainable), meshes.put_rows(mesh, micro.batch))
   state, report = update.apply(state, grads)

@@ -28,6 +28,7 @@ from sdpo_jax.training.directory import fingerprint
 from sdpo_jax.training.directory import starts as history
 from sdpo_jax.training.directory.ownership import sole_user
 from sdpo_jax.training.directory.workdir import write_settings
+from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import place_state
 from sdpo_jax.types import Example
 from tests import tiny
@@ -328,7 +329,7 @@ def begin(config, workdir):
   with sole_user(workdir, print) as ownership:
     fingerprint.start(workdir, config, fingerprint.compare(workdir, config, parts), 0, ownership)
     write_settings(config, workdir)
-  state = place_state(config, parameters, made.mesh)
+  state = place_state(update_spec(config), parameters, made.mesh)
   state = state.replace(step=jax.device_put(np.int32(1), state.step.sharding))
   checkpoints = Checkpoints(workdir)
   checkpoints.save(1, state, {'iterator': iterator.get_state()}, {})

@@ -13,6 +13,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.inference import generate, runs
 from sdpo_jax.training.checkpoint.checkpoints import SKIPPED, Checkpoints
 from sdpo_jax.training.session import make_session
+from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import place_state
 from tests import tiny
 
@@ -30,7 +31,7 @@ def make_run(workdir, model, teacher: str, chat_template=None):
   workdir.mkdir()
   (workdir / 'config.json').write_text(config.to_json())
   session, parameters = make_session(config, workdir)
-  state = place_state(config, parameters, session.mesh)
+  state = place_state(update_spec(config), parameters, session.mesh)
 
   def scale(tree, factor):
     return jax.tree.map(lambda leaf: leaf * factor, tree)

@@ -16,6 +16,7 @@ from sdpo_jax.config import Config, MeshConfig, ModelConfig
 from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding, put_rows
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.teacher.signal import Teacher
+from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import make_update
 from tests import tiers
 from tests.test_families import MODELS, MORE, SIZES, TOKENIZER, VOCABULARY
@@ -202,5 +203,9 @@ def test_rows_are_not_packed_behind_trained_slots():
   config = Config()
   config.actor.pack_sequences = True
   with pytest.raises(ValueError, match='trained slots stand before rows of one'):
-    make_update(dataclasses.replace(policy, adapter=KVPrefix(4, 1)), config)
-  make_update(policy, config, teacher=Teacher(dataclasses.replace(policy, adapter=KVPrefix(4, 4)), beside_student=True))
+    make_update(dataclasses.replace(policy, adapter=KVPrefix(4, 1)), update_spec(config))
+  make_update(
+    policy,
+    update_spec(config),
+    teacher=Teacher(dataclasses.replace(policy, adapter=KVPrefix(4, 4)), beside_student=True),
+  )

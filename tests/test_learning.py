@@ -19,6 +19,7 @@ from sdpo_jax.serving import training_pool
 from sdpo_jax.serving.learning import AdamW, Learner, Lesson, Task, Taught
 from sdpo_jax.serving.losses import Sdpo
 from sdpo_jax.training import batching
+from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import apply_gradients, init_state, make_update
 from sdpo_jax.types import Batch
 from tests.test_lora_pool import MEMBERS, make_pool, stacked
@@ -86,9 +87,9 @@ def sdpo_alone(adapters, teachers, task, steps):
   config.algorithm.rollout_correction.rollout_is = None
   config.optimizer.lr, config.optimizer.lr_warmup_steps = task.optimizer.learning_rate, 0
   config.optimizer.weight_decay, config.optimizer.grad_clip = task.optimizer.weight_decay, task.optimizer.max_grad_norm
-  state = init_state(config, factors[task.slot])
+  state = init_state(update_spec(config), factors[task.slot])
   state = state.replace(teacher=lora_pool.member(teachers, task.teacher))
-  update, norms = make_update(policy, config), []
+  update, norms = make_update(policy, update_spec(config)), []
   tokens = sum(len(each.completion) for each in task.lessons)
   old = {}
   for _ in range(steps):
@@ -114,7 +115,7 @@ def sdpo_alone(adapters, teachers, task, steps):
         advantages=np.full(completion.shape, each.advantage, np.float32) if loss.policy_weight else None,
       )
       grads, _ = update.accumulate(base, state, grads, batch)
-    state, said = apply_gradients(config, state, grads)
+    state, said = apply_gradients(update_spec(config), state, grads)
     norms.append(float(said['grad_norm']))
   return state.trainable, norms
 

@@ -16,7 +16,7 @@ from sdpo_jax.config import Config, LoraConfig, ModelConfig
 from sdpo_jax.distributed.mesh import make_mesh, replicated
 from sdpo_jax.planner import hlo
 from sdpo_jax.training.run_programs import abstract_batch
-from sdpo_jax.training.specs import objective_spec
+from sdpo_jax.training.specs import objective_spec, update_spec
 from sdpo_jax.training.update import abstract_state, make_update
 from tests.compiling import compile_as_users
 from tests.test_models_policy import CONFIG
@@ -41,8 +41,8 @@ def compiled(rank, remat='none', pool=None):
     lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated(mesh)), parameters.abstract(table)
   )
   base, trainable = parameters.split(table, tree)
-  state = abstract_state(config, trainable, mesh, table)
-  update = make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state))
+  state = abstract_state(update_spec(config), trainable, mesh, table)
+  update = make_update(policy, update_spec(config), jax.tree.map(lambda leaf: leaf.sharding, state))
   batch = abstract_batch(ROWS, PROMPT, REPROMPT, RESPONSE, spec=objective_spec(config), mesh=mesh)
   if pool is not None:
     members = jax.ShapeDtypeStruct((ROWS,), jnp.int32)

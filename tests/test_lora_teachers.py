@@ -19,7 +19,7 @@ from sdpo_jax.teacher.signal import Teacher, teacher_signal
 from sdpo_jax.training import step
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.session import make_session
-from sdpo_jax.training.specs import teacher_spec
+from sdpo_jax.training.specs import teacher_spec, update_spec
 from sdpo_jax.training.update import abstract_state, place_state
 from sdpo_jax.types import TokenRows
 from tests import tiers, tiny
@@ -69,7 +69,7 @@ def start(config, workdir, monkeypatch, fresh=False):
   monkeypatch.setattr(jax, 'devices', lambda *backend: few)
   session, trainable = make_session(config, workdir)
   trainable = trainable if fresh else random_factors(session)
-  return session, place_state(config, trainable, session.mesh, session.policy.parameter_table())
+  return session, place_state(update_spec(config), trainable, session.mesh, session.policy.parameter_table())
 
 
 def updates(session, state, batch, count):
@@ -237,7 +237,7 @@ def test_a_checkpoint_holds_no_base_and_a_run_goes_on_from_it_bit_for_bit(model,
   check_base(model, session, dtype)
   again, trainable = make_session(config, tmp_path)
   reader = Checkpoints(tmp_path)
-  _, restored, _ = reader.restore(abstract_state(config, trainable, again.mesh, table))
+  _, restored, _ = reader.restore(abstract_state(update_spec(config), trainable, again.mesh, table))
   reader.close()
   factors = sum(leaf.nbytes for leaf in jax.tree.leaves(trainable))
   held = sum(leaf.nbytes for leaf in jax.tree.leaves((restored.trainable, restored.opt_state, restored.teacher)))

@@ -27,6 +27,7 @@ from sdpo_jax.preflight.settings import odd_settings
 from sdpo_jax.training import optimizer as optimizers
 from sdpo_jax.training import update
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
+from sdpo_jax.training.specs import optimizer_spec, update_spec
 from tests.test_config import valid
 from tests.test_step import MODEL
 
@@ -68,8 +69,8 @@ def settings(name: str, **changes) -> Config:
 
 
 def rates(total: int, batches: int, **changes) -> list[float]:
-  config = OptimizerConfig(lr=3e-4, **changes)
-  return [float(optimizers.learning_rate(config, jnp.int32(step), total)) for step in range(batches)]
+  spec = optimizer_spec(OptimizerConfig(lr=3e-4, **changes), total)
+  return [float(optimizers.learning_rate(spec, jnp.int32(step))) for step in range(batches)]
 
 
 @pytest.mark.parametrize('warmup, total, floor', [(0, 7, 0.0), (3, 12, 0.1), (5, 6, 0.5)])
@@ -96,11 +97,11 @@ def test_a_rate_that_is_said_to_decay_over_so_many_batches_does_not_ask_for_the_
 def test_the_update_steps_the_schedule_once_a_generation_batch():
   config = settings('sgd', lr_scheduler_type='linear', min_lr_ratio=0.2)
   config.trainer.total_training_steps = 4
-  state = update.init_state(config, {'w': jnp.ones(3)})
+  state = update.init_state(update_spec(config), {'w': jnp.ones(3)})
   seen = []
   for _ in range(3):
     for _ in range(2):  # Optimizer steps of a generation batch have one rate.
-      state, report = update.apply_gradients(config, state, {'w': jnp.zeros(3)})
+      state, report = update.apply_gradients(update_spec(config), state, {'w': jnp.zeros(3)})
       seen.append(float(report['learning_rate']))
     state = state.replace(step=state.step + 1)
   assert seen == pytest.approx([1e-2, 1e-2, 8e-3, 8e-3, 6e-3, 6e-3])
@@ -167,7 +168,7 @@ def after(name: str, shape: tuple[int, int], poisoned: bool = False):
   config = settings(name)
   mesh = meshes.make_mesh(MeshConfig(*shape), jax.devices()[: math.prod(shape)])
   shardings = map_table(lambda p: meshes.parameter_sharding(mesh, p.axes, p.shape), table())
-  state = update.place_state(config, jax.device_put(numbers(START), shardings), mesh, table())
+  state = update.place_state(update_spec(config), jax.device_put(numbers(START), shardings), mesh, table())
   placed = jax.tree.map(lambda leaf: leaf.sharding, state)
   apply = functools.partial(update.apply_gradients, config, table=table())
   apply = jax.jit(apply, out_shardings=(placed, meshes.replicated(mesh)))
@@ -233,7 +234,9 @@ def test_a_gradient_that_is_not_finite_leaves_the_state_alone_and_a_checkpoint_h
   checkpoints.save(3, state, {}, {})
   checkpoints.wait()
   mesh = state.step.sharding.mesh
-  step, found, _ = checkpoints.restore(update.abstract_state(settings(name), state.trainable, mesh, table()))
+  step, found, _ = checkpoints.restore(
+    update.abstract_state(update_spec(settings(name)), state.trainable, mesh, table())
+  )
   checkpoints.close()
   assert step == 3 and jax.tree.structure(found) == jax.tree.structure(state)
   chex.assert_trees_all_equal(*(jax.device_get(each.replace(rng=None)) for each in (found, state)))
@@ -253,13 +256,12 @@ def test_every_parameter_of_every_published_model_is_the_matrix_or_vector_that_i
 
 def test_matrices_cannot_be_told_without_a_table():
   with pytest.raises(ValueError, match='the parameter table does not have w'):
-    optimizers.make_optimizer(OptimizerConfig(name='muon')).init({'w': jnp.ones((2, 2))})
+    optimizers.make_optimizer(optimizer_spec(OptimizerConfig(name='muon'), 1)).init({'w': jnp.ones((2, 2))})
 
 
 def test_what_is_excluded_by_name_does_not_decay():
-  transform = optimizers.make_optimizer(
-    settings('adamw', weight_decay_exclude=('norm', '^embedding$', 'bias')).optimizer
-  )
+  config = settings('adamw', weight_decay_exclude=('norm', '^embedding$', 'bias')).optimizer
+  transform = optimizers.make_optimizer(optimizer_spec(config, 1))
   twos = np.full(3, 2.0, np.float32)
   start = {'embedding': twos, 'layers': {'up': twos, 'up_bias': twos, 'mlp_norm': twos}, 'unembedding': twos}
   updates, _ = transform.update(jax.tree.map(np.zeros_like, start), transform.init(start), start)

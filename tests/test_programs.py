@@ -17,6 +17,7 @@ from sdpo_jax.planner.plan import resident_bytes
 from sdpo_jax.training import batching
 from sdpo_jax.training.checkpoint.checkpoints import abstract
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs
+from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import make_update, place_state
 from tests.test_step import make_model, samples_for, settings
 
@@ -60,8 +61,8 @@ def test_the_update_is_called_with_the_registered_shapes():
   config, policy, parameters, mesh, found = registered()
   samples = samples_for(config)
   samples.sampling_log_probs = samples.rollouts.sampling_log_probs  # As `step.build_batch` does.
-  state = place_state(config, parameters, mesh)
-  update = make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state))
+  state = place_state(update_spec(config), parameters, mesh)
+  update = make_update(policy, update_spec(config), jax.tree.map(lambda leaf: leaf.sharding, state))
   for micro in batching.micro_batches(samples, np.arange(len(samples)), config):
     batch = meshes.put_rows(mesh, micro.batch)
     # As `step.run_update` calls it; the self-teacher has no base of its own.

@@ -12,6 +12,7 @@ import pytest
 from models.forward import forward
 from sdpo_jax.objective import jsd_pg
 from sdpo_jax.objective.log_probs import scores
+from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import init_state, make_update
 from sdpo_jax.types import Batch, TeacherSignal, TokenRows
 from tests import test_jsd_pg, test_row_numbers
@@ -32,7 +33,13 @@ def adapter():
   policy, base, factors = make(layers=1)
   config = settings(**RATES)
   config.actor.self_distillation.distillation_topk = K
-  return config, policy, make_update(policy, config), base, init_state(config, factors, policy.parameter_table())
+  return (
+    config,
+    policy,
+    make_update(policy, update_spec(config)),
+    base,
+    init_state(update_spec(config), factors, policy.parameter_table()),
+  )
 
 
 def rows(prompt):

@@ -24,6 +24,7 @@ from sdpo_jax.training.directory.lines import STATE_DIGEST
 from sdpo_jax.training.directory.published import MANIFEST
 from sdpo_jax.training.preemption import EXIT_PREEMPTED
 from sdpo_jax.training.session import make_session
+from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import abstract_state
 from tests import tiny
 
@@ -114,7 +115,7 @@ def final_state(workdir: pathlib.Path):
   config = runs.run_config(workdir)
   session, parameters = make_session(config, workdir)
   checkpoints = Checkpoints(workdir, keep=10)
-  restored = checkpoints.restore(abstract_state(config, parameters, session.mesh))
+  restored = checkpoints.restore(abstract_state(update_spec(config), parameters, session.mesh))
   checkpoints.close()
   return restored
 
@@ -430,7 +431,7 @@ def main():
   config.mesh.fsdp, config.mesh.tensor = values.fsdp, values.tensor
   session, parameters = make_session(config, values.workdir)
   checkpoints = Checkpoints(values.workdir, read_only=True)
-  step, state, host = checkpoints.restore(abstract_state(config, parameters, session.mesh))
+  step, state, host = checkpoints.restore(abstract_state(update_spec(config), parameters, session.mesh))
   digests = {jax.tree_util.keystr(path): digest(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
   _, report = run_update(session, state, batch())
   if jax.process_index() == 0:

@@ -17,7 +17,7 @@ from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.training import batching, records, step
 from sdpo_jax.training.graded import GradedRollouts
-from sdpo_jax.training.specs import objective_spec
+from sdpo_jax.training.specs import objective_spec, update_spec
 from sdpo_jax.training.update import make_update, place_state
 from sdpo_jax.types import Example, Outcome
 from tests.test_batching import make_samples, per_token
@@ -31,7 +31,7 @@ def start(config, **changes):
   """(session, state) of a tiny model on one device."""
   policy, parameters = make_model()
   mesh = meshes.make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
-  state = place_state(config, jax.device_put(parameters, meshes.replicated(mesh)), mesh)
+  state = place_state(update_spec(config), jax.device_put(parameters, meshes.replicated(mesh)), mesh)
   session = types.SimpleNamespace(
     config=config,
     spec=objective_spec(config),
@@ -39,7 +39,7 @@ def start(config, **changes):
     base={},
     mesh=mesh,
     teacher=None,
-    update=make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state)),
+    update=make_update(policy, update_spec(config), jax.tree.map(lambda leaf: leaf.sharding, state)),
     **changes,
   )
   return session, state

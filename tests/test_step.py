@@ -17,7 +17,7 @@ from models import huggingface
 from sdpo_jax.config import Config, MeshConfig, ModelConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.training import batching, step
-from sdpo_jax.training.specs import objective_spec
+from sdpo_jax.training.specs import objective_spec, optimizer_spec, update_spec
 from sdpo_jax.training.update import MicroResult, make_update, place_state
 from tests.test_batching import make_config, make_samples, per_token
 
@@ -74,8 +74,8 @@ def run(
   policy, parameters = make_model()
   mesh = meshes.make_mesh(MeshConfig(fsdp=devices), jax.devices()[:devices])
   parameters = jax.device_put(parameters, policy_shardings(policy, parameters, mesh))
-  state = place_state(config, parameters, mesh)
-  update = make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state))
+  state = place_state(update_spec(config), parameters, mesh)
+  update = make_update(policy, update_spec(config), jax.tree.map(lambda leaf: leaf.sharding, state))
   size = config.actor.ppo_mini_batch_size * config.rollout.n
   outcome = Outcome(None, [], [], [])
   for _ in range(batches):
@@ -309,17 +309,19 @@ def test_the_same_settings_share_programs_and_a_later_change_does_not_reach_them
   policy, parameters = make_model()
   config = settings()
   mesh = meshes.make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
-  state = place_state(config, jax.device_put(parameters, policy_shardings(policy, parameters, mesh)), mesh)
+  state = place_state(update_spec(config), jax.device_put(parameters, policy_shardings(policy, parameters, mesh)), mesh)
   shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-  update = make_update(policy, config, shardings)
-  assert make_update(policy, settings(data__val_max_samples=3), shardings) is update  # The update reads no such thing.
+  update = make_update(policy, update_spec(config), shardings)
+  assert (
+    make_update(policy, update_spec(settings(data__val_max_samples=3)), shardings) is update
+  )  # The update reads no such thing.
   config.optimizer.lr = 7.0
-  changed = make_update(policy, config, shardings)
+  changed = make_update(policy, update_spec(config), shardings)
   for name in ('optimizer__lr', 'actor__entropy_coeff', 'rollout__temperature'):
-    other = make_update(policy, settings(**{name: 0.125}), shardings)
+    other = make_update(policy, update_spec(settings(**{name: 0.125})), shardings)
     assert other is not update and other is not changed
-  assert make_update(policy, settings()) is not update
-  assert make_update(dataclasses.replace(policy, remat='full'), settings(), shardings) is not update
+  assert make_update(policy, update_spec(settings())) is not update
+  assert make_update(dataclasses.replace(policy, remat='full'), update_spec(settings()), shardings) is not update
   gradients = update.zero(state.trainable)
   rates = [
     float(made.apply(jax.tree.map(jnp.copy, state), gradients)[1]['learning_rate']) for made in (update, changed)
@@ -336,7 +338,7 @@ def test_adamw_and_clipping_are_torchs():
   value = rng.normal(size=(3, 4)).astype(np.float32)
   parameter = torch.nn.Parameter(torch.tensor(value))
   adam = torch.optim.AdamW([parameter], lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=0.1)
-  transform = optimizers.make_optimizer(config)
+  transform = optimizers.make_optimizer(optimizer_spec(config, 1))
   clip, updated = jax.jit(optimizers.clip_by_global_norm, static_argnums=1), jax.jit(transform.update)
   ours, opt_state = {'w': jnp.asarray(value)}, transform.init({'w': jnp.asarray(value)})
   for scale in (10.0, 0.01, 1.0):

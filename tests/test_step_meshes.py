@@ -18,6 +18,7 @@ from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.environments import registry
 from sdpo_jax.teacher.context import build_teacher_context
 from sdpo_jax.training import batching
+from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import make_update, place_state
 from sdpo_jax.types import Outcome, Rollouts
 
@@ -93,8 +94,8 @@ def step(shape: tuple[int, int], pack: bool):
   mesh = meshes.make_mesh(MeshConfig(*shape), jax.devices()[: shape[0] * shape[1]])
   config.model.vocab_multiple = 1 if mesh.size == 1 else 16  # No mesh divides the 471 tokens.
   policy, parameters = huggingface.load(config.model.path, config.model, mesh=mesh)
-  state = place_state(config, parameters, mesh)
-  update = make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state))
+  state = place_state(update_spec(config), parameters, mesh)
+  update = make_update(policy, update_spec(config), jax.tree.map(lambda leaf: leaf.sharding, state))
   grads, loss = update.zero(state.trainable), 0.0
   divergence, estimates = np.full((2, len(data), T), np.nan, np.float32)
   share = batching.shares_prompts(config, policy)

@@ -25,7 +25,7 @@ from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training import step
 from sdpo_jax.training.batching import GenerationBatch
 from sdpo_jax.training.session import make_session
-from sdpo_jax.training.specs import objective_spec
+from sdpo_jax.training.specs import objective_spec, update_spec
 from sdpo_jax.training.update import make_update, place_state, state_shardings
 from sdpo_jax.types import TeacherSignal, TrainState
 from tests import tiny
@@ -100,7 +100,7 @@ def update(config, policy, base, trainable, teacher, batch: GenerationBatch, *, 
   base, trainable = jax.device_put((base, trainable), whole)
   if teacher is not None and teacher.base is not None:
     teacher = dataclasses.replace(teacher, base=jax.device_put(teacher.base, whole))
-  state = place_state(config, trainable, mesh)
+  state = place_state(update_spec(config), trainable, mesh)
   session = types.SimpleNamespace(
     config=config,
     spec=objective_spec(config),
@@ -108,7 +108,7 @@ def update(config, policy, base, trainable, teacher, batch: GenerationBatch, *, 
     base=base,
     mesh=mesh,
     teacher=teacher,
-    update=make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), teacher),
+    update=make_update(policy, update_spec(config), jax.tree.map(lambda leaf: leaf.sharding, state), teacher),
   )
   states, reports = [], []
   for _ in range(batches):
@@ -224,14 +224,16 @@ def test_the_base_alone_teaches_what_a_model_without_its_adapter_says():
   frozen = settings(**BASE | {'actor__self_distillation__teacher_regularization': 'frozen'})
   mesh = meshes.make_mesh(MESHES[1], jax.devices()[:1])
   placed = jax.device_put((parameters, adapter()), meshes.replicated(mesh))
-  state = place_state(frozen, placed[1], mesh).replace(teacher=jax.device_put(nothing, meshes.replicated(mesh)))
+  state = place_state(update_spec(frozen), placed[1], mesh).replace(
+    teacher=jax.device_put(nothing, meshes.replicated(mesh))
+  )
   session = types.SimpleNamespace(
     config=frozen,
     policy=Adapted(policy),
     base=placed[0],
     mesh=mesh,
     teacher=Teacher(Adapted(policy)),
-    update=make_update(Adapted(policy), frozen, jax.tree.map(lambda leaf: leaf.sharding, state)),
+    update=make_update(Adapted(policy), update_spec(frozen), jax.tree.map(lambda leaf: leaf.sharding, state)),
   )
   state, report = step.run_update(session, state, batch)
   same(base_alone, ([jax.device_get(state.replace(rng=None))], [report]))
@@ -257,7 +259,7 @@ def test_a_teacher_that_knows_fewer_tokens_is_refused():
   policy, _ = make_model()
   other, _ = huggingface.init(MODEL | {'vocab_size': 63}, jax.random.key(0))
   with pytest.raises(ValueError, match='A teacher with 63 tokens cannot teach a student with 64'):
-    make_update(policy, settings(), teacher=Teacher(other))
+    make_update(policy, update_spec(settings()), teacher=Teacher(other))
 
 
 @pytest.mark.slow
@@ -381,7 +383,7 @@ def test_an_equal_update_is_shared_whatever_type_its_numbers_have():
   one, other = settings(), settings()
   other.optimizer.lr = np.float64(one.optimizer.lr)
   other.actor.self_distillation.distillation_topk = np.int64(one.actor.self_distillation.distillation_topk)
-  assert make_update(policy, one) is make_update(policy, other)
+  assert make_update(policy, update_spec(one)) is make_update(policy, update_spec(other))
 
 
 OPTIMIZERS = {

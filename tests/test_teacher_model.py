@@ -19,7 +19,7 @@ from sdpo_jax.preflight import memory
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training import step, teacher_model
 from sdpo_jax.training.session import make_session
-from sdpo_jax.training.specs import objective_spec
+from sdpo_jax.training.specs import objective_spec, update_spec
 from sdpo_jax.training.update import make_update, place_state
 from tests import tiny
 from tests.test_batching import make_samples
@@ -96,7 +96,7 @@ def test_a_teacher_whose_vocabulary_is_padded_further_teaches_by_the_formula(dev
   parameters, theirs = jax.device_put((parameters, theirs), whole)
   frozen = dataclasses.replace(large, frozen=tuple({each.name.split('.')[0] for each in large.parameter_table()}))
   teacher = Teacher(frozen, theirs)
-  state = place_state(config, parameters, mesh)
+  state = place_state(update_spec(config), parameters, mesh)
   session = types.SimpleNamespace(
     config=config,
     spec=objective_spec(config),
@@ -104,7 +104,7 @@ def test_a_teacher_whose_vocabulary_is_padded_further_teaches_by_the_formula(dev
     base={},
     mesh=mesh,
     teacher=teacher,
-    update=make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), teacher),
+    update=make_update(policy, update_spec(config), jax.tree.map(lambda leaf: leaf.sharding, state), teacher),
   )
   batch = make_samples(config)
   copied = jax.device_get(parameters)

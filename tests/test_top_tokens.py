@@ -15,6 +15,7 @@ from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training import batching, top_tokens
+from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.token_records import TokenRecords
 from sdpo_jax.training.update import make_update, place_state
 from sdpo_jax.types import TeacherSignal
@@ -38,7 +39,7 @@ def made(changes, devices=1):
   _, others = make_model(seed=1)
   mesh = meshes.make_mesh(MeshConfig(fsdp=devices), jax.devices()[:devices])
   placed = jax.device_put(parameters, policy_shardings(policy, parameters, mesh))
-  state = place_state(config, placed, mesh)
+  state = place_state(update_spec(config), placed, mesh)
   state = state.replace(teacher=jax.tree.map(lambda old, new: jax.device_put(new, old.sharding), state.teacher, others))
   shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
   session = types.SimpleNamespace(
@@ -47,7 +48,7 @@ def made(changes, devices=1):
     base={},
     mesh=mesh,
     teacher=Teacher(policy),
-    update=make_update(policy, config, shardings),
+    update=make_update(policy, update_spec(config), shardings),
   )
   return session, state, make_samples(config), (parameters, others)
 

@@ -12,6 +12,7 @@ from sdpo_jax.config import Config
 from sdpo_jax.serving import training_pool
 from sdpo_jax.serving.training_pool import StepSettings
 from sdpo_jax.teacher.signal import Teacher
+from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import apply_gradients, init_state, make_update
 from sdpo_jax.types import Batch, TokenRows
 from tests.test_lora_pool import MEMBERS, make_pool, pooled, stacked
@@ -78,16 +79,16 @@ step = jax.jit(training_pool.step)
 
 def gradients(policy, config, base, state, batch):
   """Of a micro-batch whose rows belong to several slots."""
-  update = make_update(policy, config, None, Teacher(policy))
-  whole = init_state(config, state.trainable)
+  update = make_update(policy, update_spec(config), None, Teacher(policy))
+  whole = init_state(update_spec(config), state.trainable)
   return update.accumulate(base, whole, update.zero(state.trainable), batch)[0]
 
 
 def test_a_slot_is_trained_as_a_run_trains_an_adapter(adapters, config):
   policy, base, factors = adapters
   state, active = training_pool.fresh(stacked(policy, factors)), np.isin(np.arange(MEMBERS), ROW_MEMBERS)
-  alone = {member: init_state(config, factors[member]) for member in set(ROW_MEMBERS.tolist())}
-  update = make_update(policy, config)
+  alone = {member: init_state(update_spec(config), factors[member]) for member in set(ROW_MEMBERS.tolist())}
+  update = make_update(policy, update_spec(config))
   for number in range(3):
     batch = make_batch(number, np.arange(ROWS), ROW_MEMBERS)
     grads = gradients(pooled(policy), config, base, state, batch)
@@ -97,7 +98,7 @@ def test_a_slot_is_trained_as_a_run_trains_an_adapter(adapters, config):
       own = own.replace(teacher=own.trainable)
       rows = np.flatnonzero(ROW_MEMBERS == member)
       its = update.accumulate(base, own, update.zero(own.trainable), make_batch(number, rows))[0]
-      alone[member], metrics = apply_gradients(config, own, its)
+      alone[member], metrics = apply_gradients(update_spec(config), own, its)
       np.testing.assert_allclose(said['grad_norm'][member], metrics['grad_norm'], rtol=1e-4)
   assert said['grad_norm'][2] > 0.05  # It is clipped.
   for member, own in alone.items():

@@ -16,6 +16,7 @@ from sdpo_jax.objective.loss import objective
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.training import update
 from sdpo_jax.training.batching import token_rows
+from sdpo_jax.training.specs import update_spec
 from tests import tiny
 
 MULTIPLE = 100  # 264 tokens become 300 rows.
@@ -94,7 +95,7 @@ def test_log_probs_and_gradients_are_the_same_and_pads_get_none(models):
     def loss(tree, policy=policy):
       return update.forward(policy, {}, tree, rows)
 
-    of_rows = functools.partial(update.completion_log_probs, policy, config, None, {})
+    of_rows = functools.partial(update.completion_log_probs, policy, update_spec(config), None, {})
     log_probs, entropy = jax.jit(of_rows)(parameters, rows, completions)
 
     def total(tree, loss=loss, policy=policy):

@@ -30,6 +30,7 @@ from sdpo_jax.training.directory import fingerprint
 from sdpo_jax.training.directory.published import newest
 from sdpo_jax.training.directory.workdir import saved_settings
 from sdpo_jax.training.session import Session, check_adapter, check_turn_end, load_tokenizer, make_session, model_mesh
+from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import abstract_state
 from sdpo_jax.types import TrainState, Tree
 
@@ -82,7 +83,7 @@ def open_run(
     model = dataclasses.replace(model, cartridge=slots)
   config = dataclasses.replace(config or trained, model=model)
   session, parameters = make_session(config, workdir, teaches=teaches)
-  like = abstract_state(trained, parameters, session.mesh, session.policy.parameter_table())
+  like = abstract_state(update_spec(trained), parameters, session.mesh, session.policy.parameter_table())
   del parameters  # There may be no room for both these and those of the checkpoint.
   parameters, step = _restored(workdir, weights, like, step, session.config)
   _check_model(workdir, session.config, session.tokenizer, step)
@@ -485,7 +486,7 @@ def _export_adapter(
     ),
     rows,
   )
-  factors, step = _restored(workdir, weights, abstract_state(config, described, mesh, table), step, config)
+  factors, step = _restored(workdir, weights, abstract_state(update_spec(config), described, mesh, table), step, config)
   _check_model(workdir, config, tokenizer, step)
   texts = tokenizers.exported(model.path, tokenizer, model.chat_template)
   if merged:

@@ -20,7 +20,7 @@ from sdpo_jax.rollout.functions import cache_shardings, sampler_functions
 from sdpo_jax.rollout.sizes import shard_rows
 from sdpo_jax.training import batching, cartridges, feedback_writing, initial_policy, teacher_model
 from sdpo_jax.training.run_programs import abstract_parameters, abstract_teacher
-from sdpo_jax.training.specs import objective_spec
+from sdpo_jax.training.specs import objective_spec, update_spec
 from sdpo_jax.training.update import abstract_state
 from sdpo_jax.types import Tree
 
@@ -52,7 +52,7 @@ def estimate(config: Config, policy: Policy, mesh: jax.sharding.Mesh, document: 
     document: tokens of what the teacher of a cartridge reads.
   """
   base, trainable = abstract_parameters(policy, mesh)
-  state = abstract_state(config, trainable, mesh, policy.parameter_table())
+  state = abstract_state(update_spec(config), trainable, mesh, policy.parameter_table())
   item = jax.numpy.dtype(config.model.dtype).itemsize
   held = {
     'parameters': _bytes(base) + _bytes(state.trainable),

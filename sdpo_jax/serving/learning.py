@@ -28,6 +28,7 @@ from sdpo_jax.serving.losses import Loss, Sdpo, of_rows
 from sdpo_jax.serving.scoring import Scored, Scorer, check_ids, mesh_of, on_devices, padded
 from sdpo_jax.serving.training_pool import SlotState, StepSettings
 from sdpo_jax.training import batching
+from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import layout, make_update
 from sdpo_jax.types import Batch, TeacherSignal, TokenRows, TrainState, Tree
 
@@ -179,7 +180,7 @@ def learning_functions(policy: DecoderPolicy, topk: int, chunk_size: int) -> Lea
     rows, whole = meshes.batch_sharding(mesh), meshes.replicated(mesh)
     stepped = training_pool.shardings(policy.parameter_table(), mesh), whole
     lies = as_train_state(stepped[0].trainable).replace(step=whole, optimizer_step=whole)
-  update = make_update(policy, config, lies)
+  update = make_update(policy, update_spec(config), lies)
   settings = dict(chunk_size=chunk_size, vocab_size=policy.vocab_size, layout=layout(mesh))
 
   def log_probs(hidden: jax.Array, unembedding: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:

@@ -68,7 +68,7 @@ from sdpo_jax.training.progress import Progress
 from sdpo_jax.training.resuming import UNFINISHED, written_before
 from sdpo_jax.training.saving import Saving
 from sdpo_jax.training.session import Session, check_adapter, load_tokenizer, make_session
-from sdpo_jax.training.specs import objective_spec
+from sdpo_jax.training.specs import objective_spec, update_spec
 from sdpo_jax.training.step import (
   Timer,
   UpdateReport,
@@ -221,7 +221,7 @@ def _steps_of(
     table = session.policy.parameter_table()
     if session.spec.needs_initial_policy:
       session.initial = initial_policy.of_parameters(table, parameters, config.model.dtype)
-    like = abstract_state(config, parameters, session.mesh, table)
+    like = abstract_state(update_spec(config), parameters, session.mesh, table)
     with (
       Watchdog(config.trainer, workdir, announce, stop.give_up),
       resuming.opened(config, workdir, ownership, like, say) as (checkpoints, resumed),
@@ -233,7 +233,7 @@ def _steps_of(
       ahead = Ahead(config, iterator, tokenizer)
       waiting = Gathering(config) if config.algorithm.min_sdpo_examples else None
       if resumed is None:
-        state, unfinished = place_state(config, parameters, session.mesh, table), None
+        state, unfinished = place_state(update_spec(config), parameters, session.mesh, table), None
       else:
         state, unfinished = resumed.state, resumed.unfinished
         other_rows, lost = 'data' in config.trainer.accept_changes, []

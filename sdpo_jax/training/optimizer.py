@@ -15,7 +15,6 @@ import optax
 
 from models.adapters.slot_names import is_slots
 from models.parameters import Parameter, Table
-from sdpo_jax.config import OptimizerConfig
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Tree
 
@@ -27,7 +26,26 @@ MUON_RMS = 0.2
 SHOWN = 6  # Names in a sentence.
 
 
-def learning_rate(config: OptimizerConfig, step: jax.Array, total_training_steps: int) -> jax.Array:
+@dataclasses.dataclass(frozen=True)
+class OptimizerSpec:
+  """What an optimizer is made with; the settings `optimizer.…` of the same names."""
+
+  name: str
+  lr: float
+  lr_warmup_steps: int
+  lr_scheduler_type: str
+  decay_steps: int | None  # Generation batches, those of the warm-up included; None: the rate does not decay.
+  min_lr_ratio: float
+  betas: tuple[float, ...]
+  eps: float
+  momentum: float
+  weight_decay: float
+  weight_decay_exclude: tuple[str, ...]
+  grad_clip: float
+  mu_dtype: str
+
+
+def learning_rate(spec: OptimizerSpec, step: jax.Array) -> jax.Array:
   """Return the rate for generation batch `step` (0-based): linear from 0 over the warm-up, then by the schedule.
 
   During the warm-up it is lr · step / lr_warmup_steps, so that its first batch has rate 0 (reference
@@ -39,21 +57,20 @@ def learning_rate(config: OptimizerConfig, step: jax.Array, total_training_steps
   - cosine: m + (1 − m) · (1 + cos π·p) / 2
 
   Args:
-    config: settings.
+    spec: with the schedule.
     step: [] int, generation batches finished.
-    total_training_steps: of the run, which are the decay steps where the settings do not say.
   """
-  warmup = config.lr_warmup_steps
+  warmup = spec.lr_warmup_steps
   factor = jnp.minimum(1.0, step / warmup) if warmup else 1.0
-  if config.lr_scheduler_type != 'constant':
-    decaying = max(config.decay_steps(total_training_steps) - warmup, 1)
+  if spec.lr_scheduler_type != 'constant':
+    decaying = max(spec.decay_steps - warmup, 1)
     progress = jnp.clip((step - warmup) / decaying, 0.0, 1.0)
-    left = 1.0 - progress if config.lr_scheduler_type == 'linear' else 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
-    factor = factor * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left)
-  return jnp.asarray(config.lr * factor)
+    left = 1.0 - progress if spec.lr_scheduler_type == 'linear' else 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
+    factor = factor * (spec.min_lr_ratio + (1.0 - spec.min_lr_ratio) * left)
+  return jnp.asarray(spec.lr * factor)
 
 
-def make_optimizer(config: OptimizerConfig, table: Table = ()) -> optax.GradientTransformation:
+def make_optimizer(spec: OptimizerSpec, table: Table = ()) -> optax.GradientTransformation:
   """Return the optimizer without its learning rate and its sign: parameters move by −rate · update.
 
   Decay is decoupled and comes last: rate · weight_decay · parameter. The slots of a cartridge do not decay. Every layer
@@ -70,40 +87,40 @@ def make_optimizer(config: OptimizerConfig, table: Table = ()) -> optax.Gradient
     all other parameters, embeddings too, by Adam's update (arXiv 2502.16982).
 
   Args:
-    config: settings.
+    spec: which one, and its numbers.
     table: of the model; adafactor and muon read which of the parameters are matrices.
 
   Raises:
     UserError: by `init` and `update`, where an entry of weight_decay_exclude matches no parameter.
     ValueError: likewise, where the table lacks a parameter.
   """
-  if config.name == 'sgd':
+  if spec.name == 'sgd':
     return optax.identity()
   by_name = {parameter.name: parameter for parameter in table}
   if any(
     is_slots(parameter) for parameter in table
   ):  # Keys and values are no weights: zero is nothing they should tend to.
-    return _UPDATES[config.name](config, by_name)
-  decayed = functools.partial(_decayed, config.weight_decay_exclude) if config.weight_decay_exclude else None
-  return optax.chain(_UPDATES[config.name](config, by_name), optax.add_decayed_weights(config.weight_decay, decayed))
+    return _UPDATES[spec.name](spec, by_name)
+  decayed = functools.partial(_decayed, spec.weight_decay_exclude) if spec.weight_decay_exclude else None
+  return optax.chain(_UPDATES[spec.name](spec, by_name), optax.add_decayed_weights(spec.weight_decay, decayed))
 
 
-def _adam(config: OptimizerConfig, by_name: Mapping[str, Parameter]) -> optax.GradientTransformation:
-  b1, b2 = config.betas
-  return optax.scale_by_adam(b1=b1, b2=b2, eps=config.eps, mu_dtype=jnp.dtype(config.mu_dtype))
+def _adam(spec: OptimizerSpec, by_name: Mapping[str, Parameter]) -> optax.GradientTransformation:
+  b1, b2 = spec.betas
+  return optax.scale_by_adam(b1=b1, b2=b2, eps=spec.eps, mu_dtype=jnp.dtype(spec.mu_dtype))
 
 
-def _lion(config: OptimizerConfig, by_name: Mapping[str, Parameter]) -> optax.GradientTransformation:
-  b1, b2 = config.betas
-  return optax.scale_by_lion(b1=b1, b2=b2, mu_dtype=jnp.dtype(config.mu_dtype))
+def _lion(spec: OptimizerSpec, by_name: Mapping[str, Parameter]) -> optax.GradientTransformation:
+  b1, b2 = spec.betas
+  return optax.scale_by_lion(b1=b1, b2=b2, mu_dtype=jnp.dtype(spec.mu_dtype))
 
 
-def _adafactor(config: OptimizerConfig, by_name: Mapping[str, Parameter]) -> optax.GradientTransformation:
+def _adafactor(spec: OptimizerSpec, by_name: Mapping[str, Parameter]) -> optax.GradientTransformation:
   transform = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
   return _by_layer(lambda _: transform, by_name, _matrix_shape, jax.vmap)
 
 
-def _muon(config: OptimizerConfig, by_name: Mapping[str, Parameter]) -> optax.GradientTransformation:
+def _muon(spec: OptimizerSpec, by_name: Mapping[str, Parameter]) -> optax.GradientTransformation:
   def labels(tree: Tree) -> Tree:
     def label(parameter: Parameter, _: jax.Array) -> str:
       return 'others' if matrix_axes(parameter) is None or 'vocab' in parameter.axes else 'matrices'
@@ -114,16 +131,16 @@ def _muon(config: OptimizerConfig, by_name: Mapping[str, Parameter]) -> optax.Gr
     rms = MUON_RMS * math.sqrt(max(_matrix_shape(parameter)))
     axes = optax.contrib.MuonDimensionNumbers(*matrix_axes(parameter))
     orthogonal = optax.contrib.scale_by_muon(
-      beta=config.momentum, mu_dtype=jnp.dtype(config.mu_dtype), weight_dimension_numbers=axes
+      beta=spec.momentum, mu_dtype=jnp.dtype(spec.mu_dtype), weight_dimension_numbers=axes
     )
     return optax.chain(orthogonal, optax.scale(rms))
 
   # One after the other: the products of all layers' matrices with themselves would take gigabytes.
   matrices = _by_layer(of_layer, by_name, _layer_shape, _one_by_one)
-  return optax.partition({'matrices': matrices, 'others': _adam(config, by_name)}, labels)
+  return optax.partition({'matrices': matrices, 'others': _adam(spec, by_name)}, labels)
 
 
-_UPDATES: Mapping[str, Callable[[OptimizerConfig, Mapping[str, Parameter]], optax.GradientTransformation]] = {
+_UPDATES: Mapping[str, Callable[[OptimizerSpec, Mapping[str, Parameter]], optax.GradientTransformation]] = {
   'adamw': _adam,
   'adafactor': _adafactor,
   'lion': _lion,

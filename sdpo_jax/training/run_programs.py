@@ -38,7 +38,8 @@ from sdpo_jax.teacher.signal import Teacher, check_base, self_teacher
 from sdpo_jax.training import batching, divergence, feedback_writing, initial_policy, teacher_model
 from sdpo_jax.training.checkpoint import digests
 from sdpo_jax.training.checkpoint.checkpoints import abstract
-from sdpo_jax.training.specs import objective_spec, teacher_spec
+from sdpo_jax.training.specs import objective_spec, teacher_spec, update_spec
+from sdpo_jax.training.top_tokens import top_tokens_program
 from sdpo_jax.training.update import abstract_state, make_update
 from sdpo_jax.types import Batch, TeacherSignal, TokenRows, Tree
 
@@ -115,8 +116,8 @@ def update_programs(run: Run) -> dict[str, Program]:
   """Return the programs of the update, for every bucket of its micro-batches."""
   config, base, trainable, mesh = run.config, run.base, run.trainable, run.mesh
   spec = objective_spec(config)
-  state = abstract_state(config, trainable, mesh, run.policy.parameter_table())
-  update = make_update(run.policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), run.teacher)
+  state = abstract_state(update_spec(config), trainable, mesh, run.policy.parameter_table())
+  update = make_update(run.policy, update_spec(config), jax.tree.map(lambda leaf: leaf.sharding, state), run.teacher)
   rows = batching.micro_batch_rows(config, mesh.size)
   leaves = jax.tree.leaves(state)
   scored = {}  # Kind → parameters under which completions are scored, and what a device holds with them.
@@ -164,7 +165,7 @@ def update_programs(run: Run) -> dict[str, Program]:
       if config.trainer.records_top_tokens:
         found[_named('top', lengths)] = Program(
           'top',
-          update.top_tokens,
+          top_tokens_program(run.policy, run.teacher, update_spec(config), mesh),
           (base, state, _without_coefficients(batch_of(prompt, reprompt, response, share=share)), run.teacher.base),
           static={'k': config.trainer.record_top_tokens},
           holds=('base', 'state', 'batch', 'teacher base'),

@@ -28,7 +28,7 @@ from sdpo_jax.teacher.feedback_endpoint import FeedbackEndpoint
 from sdpo_jax.teacher.signal import Teacher, check_base, self_teacher
 from sdpo_jax.training import cartridges, feedback_writing, teacher_model
 from sdpo_jax.training.optimizer import check_excluded
-from sdpo_jax.training.specs import objective_spec, teacher_spec
+from sdpo_jax.training.specs import objective_spec, teacher_spec, update_spec
 from sdpo_jax.training.update import Update, abstract_state, make_update
 from sdpo_jax.types import Tree
 
@@ -193,7 +193,7 @@ def make_session(
       teacher = cartridges.document_teacher(config, policy, parameters, texts.document)
     parameters = cartridges.with_slots(config, policy, parameters, texts)
   base, trainable = parameter_tables.split(policy.parameter_table(), parameters)
-  state = abstract_state(config, trainable, mesh, policy.parameter_table())
+  state = abstract_state(update_spec(config), trainable, mesh, policy.parameter_table())
   if teacher is None and teaches and teacher_model.is_used(config):
     teacher = teacher_model.load(config, mesh)
   if spec.reads_teacher and teacher is None and not teacher_model.is_used(config):
@@ -214,7 +214,7 @@ def make_session(
     sampler=sampler(config, policy=policy),
     spec=spec,
     teacher=reader if spec.reads_teacher else None,
-    update=make_update(policy, config, jax.tree.map(lambda leaf: leaf.sharding, state), reader),
+    update=make_update(policy, update_spec(config), jax.tree.map(lambda leaf: leaf.sharding, state), reader),
     flops_per_token=flops.forward_flops_per_token(policy.parameter_table()),
     update_flops_per_token=flops.update_flops_per_token(policy.parameter_table()),
     teacher_flops_per_token=flops.forward_flops_per_token(reader.policy.parameter_table()),

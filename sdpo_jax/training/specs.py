@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from sdpo_jax.config import Config
+import dataclasses
+from typing import Any
+
+from sdpo_jax.config import Config, OptimizerConfig
 from sdpo_jax.objective.loss import ObjectiveConfig
 from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.teacher.averaging import TeacherSpec
+from sdpo_jax.training.optimizer import OptimizerSpec
+from sdpo_jax.training.update import UpdateSpec
 
 
 def objective_spec(config: Config) -> ObjectiveSpec:
@@ -37,14 +42,14 @@ def objective_config(config: Config) -> ObjectiveConfig:
   return ObjectiveConfig(
     full_logit_distillation=distillation.full_logit_distillation,
     alpha=float(distillation.alpha),
-    distillation_topk=distillation.distillation_topk,
+    distillation_topk=_plain(distillation.distillation_topk),
     distillation_add_tail=distillation.distillation_add_tail,
-    is_clip=distillation.is_clip,
-    rollout_is_threshold=config.algorithm.rollout_correction.rollout_is_threshold,
+    is_clip=_plain(distillation.is_clip),
+    rollout_is_threshold=_plain(config.algorithm.rollout_correction.rollout_is_threshold),
     temperature=float(config.rollout.temperature),
-    clip_ratio_low=loss.clip_ratio_low,
-    clip_ratio_high=loss.clip_ratio_high,
-    clip_ratio_c=loss.clip_ratio_c,
+    clip_ratio_low=_plain(loss.clip_ratio_low),
+    clip_ratio_high=_plain(loss.clip_ratio_high),
+    clip_ratio_c=_plain(loss.clip_ratio_c),
     kl_kind=config.actor.kl_loss_type,
     topk_method=distillation.topk_method,
     chunk_size=config.actor.logits_chunk_size,
@@ -54,4 +59,34 @@ def objective_config(config: Config) -> ObjectiveConfig:
 def teacher_spec(config: Config) -> TeacherSpec:
   """Return which parameters teach, in a run that has a teacher in the mesh."""
   sd = config.actor.self_distillation
-  return TeacherSpec(sd.teacher_regularization, sd.teacher_update_rate, sd.teacher_restart_interval)
+  return TeacherSpec(sd.teacher_regularization, _plain(sd.teacher_update_rate), sd.teacher_restart_interval)
+
+
+def optimizer_spec(config: OptimizerConfig, total_training_steps: int) -> OptimizerSpec:
+  """Return the optimizer of a run of so many generation batches, over all of which a rate decays if not told to."""
+  names = [field.name for field in dataclasses.fields(OptimizerSpec) if field.name != 'decay_steps']
+  decays = config.lr_scheduler_type != 'constant'
+  return OptimizerSpec(
+    **{name: _plain(getattr(config, name)) for name in names},
+    decay_steps=config.decay_steps(total_training_steps) if decays else None,
+  )
+
+
+def update_spec(config: Config) -> UpdateSpec:
+  """Return all that is fixed of a run's update."""
+  return UpdateSpec(
+    terms=objective_spec(config),
+    objective=objective_config(config),
+    optimizer=optimizer_spec(config.optimizer, config.trainer.total_training_steps),
+    teacher=teacher_spec(config),
+    teachers_support=config.actor.self_distillation.distillation_topk_of == 'teacher',
+    packs=config.actor.pack_sequences,
+    seed=config.seed,
+  )
+
+
+def _plain(value: Any) -> Any:
+  """Return what can be hashed: a NumPy or JAX scalar as Python's, a list as a tuple; anything else as it is."""
+  if isinstance(value, list | tuple):
+    return tuple(map(_plain, value))
+  return value.item() if hasattr(value, 'item') else value

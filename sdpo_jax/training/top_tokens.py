@@ -5,7 +5,9 @@ N completions of T tokens; K most likely tokens of a position; B rows of a micro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 import dataclasses
+import functools
 from typing import TYPE_CHECKING
 
 import flax.struct
@@ -15,14 +17,14 @@ import numpy as np
 
 from models.forward import forward
 from models.policy import Policy
-from sdpo_jax.config import Config
-from sdpo_jax.distributed.mesh import put_rows
+from sdpo_jax.distributed.mesh import compiler_options, put_rows, replicated
 from sdpo_jax.distributed.stopping import NEVER, Stop
 from sdpo_jax.objective import log_probs
 from sdpo_jax.objective.sharded import Layout
 from sdpo_jax.teacher.signal import Teacher, teacher_signal
 from sdpo_jax.training import batching
-from sdpo_jax.training.specs import teacher_spec
+from sdpo_jax.training.specs import update_spec
+from sdpo_jax.training.update import UpdateSpec, layout
 from sdpo_jax.types import Batch, TeacherSignal, TrainState, Tree
 
 if TYPE_CHECKING:  # A session is made with what this module needs.
@@ -48,7 +50,7 @@ class TopTokens:
 
 def most_likely(
   policy: Policy,
-  config: Config,
+  spec: UpdateSpec,
   layout: Layout | None,
   base: Tree,
   state: TrainState,
@@ -62,7 +64,7 @@ def most_likely(
 
   Args:
     policy: the model.
-    config: settings.
+    spec: temperature, chunks, and which parameters teach.
     layout: where the arguments lie on a mesh; None: one device.
     base: frozen parameters.
     state: before the update; its trainable and teacher trees are read.
@@ -78,8 +80,8 @@ def most_likely(
       unembedding,
       batch.targets,
       k,
-      temperature=config.rollout.temperature,
-      chunk_size=min(config.actor.logits_chunk_size, log_probs.CHUNK),
+      temperature=spec.objective.temperature,
+      chunk_size=min(spec.objective.chunk_size, log_probs.CHUNK),
       mask=batch.mask,
       vocab_size=policy.vocab_size,
       layout=layout,
@@ -90,8 +92,27 @@ def most_likely(
   if batch.teacher is None:
     return TopTokens(student, None)
   asked = dataclasses.replace(teacher, base=teacher_base)
-  signal = teacher_signal(asked, policy, base, state, batch.teacher, teacher_spec(config))
+  signal = teacher_signal(asked, policy, base, state, batch.teacher, spec.teacher)
   return TopTokens(student, said(*_states_and_unembedding(signal)))
+
+
+def top_tokens_program(
+  policy: Policy, teacher: Teacher, spec: UpdateSpec, mesh: jax.sharding.Mesh
+) -> Callable[..., TopTokens]:
+  """Return the jitted `most_likely` from `base` on, with a static k; calls with the same arguments share it."""
+  return _top_tokens_program(policy, dataclasses.replace(teacher, base=None), spec, mesh)
+
+
+@functools.lru_cache(maxsize=16)
+def _top_tokens_program(
+  policy: Policy, teacher: Teacher, spec: UpdateSpec, mesh: jax.sharding.Mesh
+) -> Callable[..., TopTokens]:
+  return jax.jit(
+    functools.partial(most_likely, policy, spec, layout(mesh), teacher=teacher),
+    static_argnames='k',
+    out_shardings=replicated(mesh),
+    compiler_options=compiler_options(mesh),
+  )
 
 
 def _states_and_unembedding(signal: TeacherSignal) -> tuple[jax.Array, jax.Array]:
@@ -125,14 +146,15 @@ def measure(
     StoppedError: as `stop` said; the state is whole.
   """
   config = session.config
-  teacher = session.teacher or Teacher(session.policy)
-  share = batching.shares_prompts(config, *teacher.readers(session.policy, teacher_spec(config)))
+  teacher, spec = session.teacher or Teacher(session.policy), update_spec(config)
+  share = batching.shares_prompts(config, *teacher.readers(session.policy, spec.teacher))
+  most = top_tokens_program(session.policy, teacher, spec, session.mesh)
   shape = batch.rollouts.completion_mask.shape
   found = TopTokens(_nothing(shape, k), None if batch.teacher_prompts is None else _nothing(shape, k))
   for micro in batching.reading_micro_batches(batch, config, session.mesh.size, share):
     stop.check()
     arrays = put_rows(session.mesh, micro.batch)
-    said = jax.device_get(session.update.top_tokens(session.base, state, arrays, teacher.base, k=k))
+    said = jax.device_get(most(session.base, state, arrays, teacher.base, k=k))
     jax.tree.map(lambda values, target, micro=micro: micro.scatter(values, target), said, found)
   if batch.signal is not None:
     return found.replace(teacher=_of_signal(batch, k))

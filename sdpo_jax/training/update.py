@@ -8,10 +8,8 @@ carry all masks and denominators, so the micro-batch size never changes a gradie
 from __future__ import annotations
 
 from collections.abc import Callable
-import copy
 import dataclasses
 import functools
-import json
 from typing import Any
 
 import jax
@@ -23,17 +21,29 @@ from models.adapters.slot_names import is_slots
 from models.forward import forward
 from models.parameters import Table
 from models.policy import Policy
-from sdpo_jax.config import Config
 from sdpo_jax.distributed.mesh import TENSOR, compiler_options, replicated
 from sdpo_jax.objective import log_probs
-from sdpo_jax.objective.loss import objective
+from sdpo_jax.objective.loss import ObjectiveConfig, objective
 from sdpo_jax.objective.sharded import Layout
+from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.teacher import averaging
+from sdpo_jax.teacher.averaging import TeacherSpec
 from sdpo_jax.teacher.signal import Teacher, teacher_signal
-from sdpo_jax.training.optimizer import clip_by_global_norm, learning_rate, make_optimizer
-from sdpo_jax.training.specs import objective_config, objective_spec, teacher_spec
-from sdpo_jax.training.top_tokens import most_likely
+from sdpo_jax.training.optimizer import OptimizerSpec, clip_by_global_norm, learning_rate, make_optimizer
 from sdpo_jax.types import Batch, TeacherSignal, TokenRows, TrainState, Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateSpec:
+  """All that is fixed of an update when it is compiled; runs with equal ones share its programs."""
+
+  terms: ObjectiveSpec
+  objective: ObjectiveConfig
+  optimizer: OptimizerSpec
+  teacher: TeacherSpec
+  teachers_support: bool = False  # Divergences are over the teacher's top K, not the student's.
+  packs: bool = False  # A row holds several samples.
+  seed: int = dataclasses.field(default=0, compare=False)  # Of a run's key; read by `init_state` alone.
 
 
 def layout(mesh: jax.sharding.Mesh | None) -> Layout | None:
@@ -43,7 +53,7 @@ def layout(mesh: jax.sharding.Mesh | None) -> Layout | None:
 
 def completion_log_probs(
   policy: Policy,
-  config: Config,
+  spec: UpdateSpec,
   mesh: jax.sharding.Mesh | None,
   base: Tree,
   trainable: Tree,
@@ -56,24 +66,23 @@ def completion_log_probs(
     hidden,
     unembedding,
     targets,
-    temperature=config.rollout.temperature,
-    chunk_size=config.actor.logits_chunk_size,
+    temperature=spec.objective.temperature,
+    chunk_size=spec.objective.chunk_size,
     vocab_size=policy.vocab_size,
     layout=layout(mesh),
   )
 
 
-def init_state(config: Config, trainable: Tree, table: Table = ()) -> TrainState:
+def init_state(spec: UpdateSpec, trainable: Tree, table: Table = ()) -> TrainState:
   """Return the state before the first generation batch; see `make_optimizer` for who needs the parameter table."""
   trainable = jax.tree.map(jnp.asarray, trainable)
-  teaches = objective_spec(config).needs_teacher
   return TrainState(
     step=jnp.zeros([], jnp.int32),
     optimizer_step=jnp.zeros([], jnp.int32),
     trainable=trainable,
-    opt_state=make_optimizer(config.optimizer, table).init(trainable),
-    teacher=averaging.make(teacher_spec(config)).init(trainable) if teaches else {},
-    rng=jax.random.key(config.seed),
+    opt_state=make_optimizer(spec.optimizer, table).init(trainable),
+    teacher=averaging.make(spec.teacher).init(trainable) if spec.terms.needs_teacher else {},
+    rng=jax.random.key(spec.seed),
   )
 
 
@@ -110,7 +119,7 @@ jax.tree_util.register_dataclass(MicroResult, ['loss', 'aux'], [])
 
 def accumulate(
   policy: Policy,
-  config: Config,
+  spec: UpdateSpec,
   mesh: jax.sharding.Mesh | None,
   base: Tree,
   state: TrainState,
@@ -124,7 +133,7 @@ def accumulate(
 
   Args:
     policy: the model.
-    config: settings.
+    spec: terms of the loss, and what is fixed of them.
     mesh: devices that share the rows of the batch; None or one device: nothing is shared.
     base: frozen parameters.
     state: current state; only read.
@@ -140,9 +149,9 @@ def accumulate(
   signal = batch.signal
   if batch.teacher is not None:
     asked = dataclasses.replace(teacher or Teacher(policy), base=teacher_base)
-    signal = teacher_signal(asked, policy, base, state, batch.teacher, teacher_spec(config))
-    if config.actor.self_distillation.distillation_topk_of == 'teacher':
-      signal = _named(signal, policy, config, mesh, batch)
+    signal = teacher_signal(asked, policy, base, state, batch.teacher, spec.teacher)
+    if spec.teachers_support:
+      signal = _named(signal, policy, spec.objective, mesh, batch)
 
   def loss_fn(trainable: Tree) -> tuple[jax.Array, dict[str, jax.Array]]:
     hidden, unembedding = forward(policy, base, trainable, batch.student)
@@ -160,7 +169,7 @@ def accumulate(
       advantages=batch.advantages,
       sampling_log_probs=batch.sampling_log_probs,
       initial_log_probs=batch.initial_log_probs,
-      config=objective_config(config),
+      config=spec.objective,
       vocab_size=policy.vocab_size,
       layout=layout(mesh),
       numbers=batch.numbers,
@@ -172,19 +181,18 @@ def accumulate(
 
 
 def _named(
-  signal: TeacherSignal, policy: Policy, config: Config, mesh: jax.sharding.Mesh | None, batch: Batch
+  signal: TeacherSignal, policy: Policy, config: ObjectiveConfig, mesh: jax.sharding.Mesh | None, batch: Batch
 ) -> TeacherSignal:
   """Return a teacher's signal on its own top K [B, T, K], as one elsewhere would give it."""
-  sd = config.actor.self_distillation
   said = log_probs.scores(
     signal.hidden,
     signal.unembedding,
     batch.targets,
-    sd.distillation_topk,
-    temperature=config.rollout.temperature,
-    chunk_size=min(config.actor.logits_chunk_size, log_probs.CHUNK),
+    config.distillation_topk,
+    temperature=config.temperature,
+    chunk_size=min(config.chunk_size, log_probs.CHUNK),
     mask=batch.mask,
-    topk_method=sd.topk_method,
+    topk_method=config.topk_method,
     vocab_size=policy.vocab_size,
     layout=layout(mesh),
   )
@@ -197,12 +205,12 @@ def zero_gradients(trainable: Tree) -> Tree:
 
 
 def apply_gradients(
-  config: Config, state: TrainState, grads: Tree, *, table: Table = ()
+  spec: UpdateSpec, state: TrainState, grads: Tree, *, table: Table = ()
 ) -> tuple[TrainState, dict[str, jax.Array]]:
   """Take one optimizer step; a gradient that is not finite leaves the state as it is (reference dp_actor.py:577-580).
 
   Args:
-    config: settings.
+    spec: with the optimizer.
     state: before the step.
     grads: summed over the micro-batches of the step.
     table: of the policy; see `make_optimizer` for who needs it.
@@ -210,10 +218,10 @@ def apply_gradients(
   Returns:
     The state, and grad_norm (before clipping), learning_rate, finite (0 or 1).
   """
-  optimizer = make_optimizer(config.optimizer, table)
-  clipped, norm = clip_by_global_norm(grads, config.optimizer.grad_clip)
+  optimizer = make_optimizer(spec.optimizer, table)
+  clipped, norm = clip_by_global_norm(grads, spec.optimizer.grad_clip)
   finite = jnp.isfinite(norm)
-  rate = learning_rate(config.optimizer, state.step, config.trainer.total_training_steps)
+  rate = learning_rate(spec.optimizer, state.step)
   updates, opt_state = optimizer.update(clipped, state.opt_state, state.trainable)
   trainable = jax.tree.map(lambda p, u: p - (rate * u).astype(p.dtype), state.trainable, updates)
 
@@ -228,17 +236,17 @@ def apply_gradients(
   return state, {'grad_norm': norm, 'learning_rate': rate, 'finite': finite.astype(jnp.int32)}
 
 
-def advance_teacher(config: Config, state: TrainState, applied: jax.Array) -> TrainState:
+def advance_teacher(spec: UpdateSpec, state: TrainState, applied: jax.Array) -> TrainState:
   """End a generation batch: the teacher moves once if at least one of its optimizer steps was applied.
 
   Args:
-    config: settings.
+    spec: whether there is a teacher, and how it moves.
     state: after the optimizer steps.
     applied: [] int32, how many of them were finite.
   """
   teacher = state.teacher
-  if objective_spec(config).needs_teacher:
-    moved = averaging.make(teacher_spec(config)).update(teacher, state.trainable, state.step)
+  if spec.terms.needs_teacher:
+    moved = averaging.make(spec.teacher).update(teacher, state.trainable, state.step)
     teacher = jax.tree.map(lambda new, old: jnp.where(applied > 0, new, old), moved, teacher)
   return state.replace(teacher=teacher, step=state.step + 1)
 
@@ -252,7 +260,6 @@ class Update:
   accumulate: Callable[..., Any]  # `accumulate` from `base` on.
   apply: Callable[..., Any]  # `apply_gradients` from `state` on.
   advance_teacher: Callable[..., Any]  # `advance_teacher` from `state` on.
-  top_tokens: Callable[..., Any]  # `top_tokens.most_likely` from `base` on; k is static.
 
 
 def state_shardings(state: TrainState, trainable: Tree, mesh: jax.sharding.Mesh) -> TrainState:
@@ -297,16 +304,15 @@ def _is_like(node: Any, parameters: Any) -> bool:
 
 
 def make_update(
-  policy: Policy, config: Config, shardings: TrainState | None = None, teacher: Teacher | None = None
+  policy: Policy, spec: UpdateSpec, shardings: TrainState | None = None, teacher: Teacher | None = None
 ) -> Update:
   """Make the functions of the update; accumulators and states are donated where they are replaced.
 
-  Calls with the same model, teacher, settings and placement share their functions, and so what is compiled. What
-  happens to `config` afterwards does not change them.
+  Calls with the same model, teacher, spec and placement share their functions, and so what is compiled.
 
   Args:
     policy: the model.
-    config: settings.
+    spec: what is fixed of the update.
     shardings: of the state (`state_shardings`), so that what a function returns lies as what it takes and nothing
       compiles twice; None leaves placement to the compiler.
     teacher: who reads the teacher's prompts; None: the model itself. Its base is not looked at: if it has one of its
@@ -323,81 +329,49 @@ def make_update(
       f'A teacher with {teacher.policy.vocab_size} tokens cannot teach a student with {policy.vocab_size}: it must '
       'have a probability for each of them.'
     )
-  if config.actor.pack_sequences and any(map(is_slots, parameter_tables.trainable(policy.parameter_table()))):
+  if spec.packs and any(map(is_slots, parameter_tables.trainable(policy.parameter_table()))):
     # Its kernels show the slots to the first segment of a row only.
     raise ValueError('Packed rows have several segments, and trained slots stand before rows of one.')
   leaves, structure = jax.tree.flatten(shardings)
-  return _make_update(policy, teacher, _Settings.of(config), tuple(leaves), structure)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Settings:
-  """A copy of a run's settings, equal to another where the functions of the update would be the same."""
-
-  read: str
-  config: Config = dataclasses.field(compare=False)
-
-  @classmethod
-  def of(cls, config: Config) -> _Settings:
-    optimizer = config.optimizer
-    if optimizer.lr_scheduler_type != 'constant':
-      steps = optimizer.decay_steps(config.trainer.total_training_steps)
-      optimizer = dataclasses.replace(optimizer, lr_decay_steps=steps)
-    sections = config.actor, config.algorithm, config.rollout, optimizer, objective_spec(config)
-    return cls(
-      json.dumps([dataclasses.asdict(section) for section in sections], default=_number), copy.deepcopy(config)
-    )
-
-
-def _number(value: Any) -> Any:
-  """Return a NumPy or JAX scalar as Python's, which JSON knows."""
-  return value.item()
+  return _make_update(policy, teacher, spec, tuple(leaves), structure)
 
 
 @functools.lru_cache(maxsize=16)
-def _make_update(
-  policy: Policy, teacher: Teacher, settings: _Settings, leaves: tuple[Any, ...], structure: Any
-) -> Update:
-  config, shardings = settings.config, jax.tree.unflatten(structure, leaves)
+def _make_update(policy: Policy, teacher: Teacher, spec: UpdateSpec, leaves: tuple[Any, ...], structure: Any) -> Update:
+  shardings = jax.tree.unflatten(structure, leaves)
   trees = None if shardings is None else shardings.trainable
   whole = None if shardings is None else jax.tree.leaves(shardings.step)[0]
   mesh = None if shardings is None else whole.mesh
   options = compiler_options(mesh)
   return Update(
     log_probs=jax.jit(
-      functools.partial(completion_log_probs, policy, config, mesh), out_shardings=whole, compiler_options=options
+      functools.partial(completion_log_probs, policy, spec, mesh), out_shardings=whole, compiler_options=options
     ),
     zero=jax.jit(zero_gradients, out_shardings=trees),
     accumulate=jax.jit(
-      functools.partial(accumulate, policy, config, mesh, teacher=teacher),
+      functools.partial(accumulate, policy, spec, mesh, teacher=teacher),
       donate_argnums=2,
       out_shardings=(trees, whole),
       compiler_options=options,
     ),
     apply=jax.jit(
-      functools.partial(apply_gradients, config, table=parameter_tables.trainable(policy.parameter_table())),
+      functools.partial(apply_gradients, spec, table=parameter_tables.trainable(policy.parameter_table())),
       donate_argnums=0,
       out_shardings=(shardings, whole),
     ),
-    advance_teacher=jax.jit(functools.partial(advance_teacher, config), donate_argnums=0, out_shardings=shardings),
-    top_tokens=jax.jit(
-      functools.partial(most_likely, policy, config, layout(mesh), teacher=teacher),
-      static_argnames='k',
-      out_shardings=whole,
-      compiler_options=options,
-    ),
+    advance_teacher=jax.jit(functools.partial(advance_teacher, spec), donate_argnums=0, out_shardings=shardings),
   )
 
 
-def place_state(config: Config, trainable: Tree, mesh: jax.sharding.Mesh, table: Table = ()) -> TrainState:
+def place_state(spec: UpdateSpec, trainable: Tree, mesh: jax.sharding.Mesh, table: Table = ()) -> TrainState:
   """Return `init_state` on a mesh."""
-  shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, trainable, mesh, table))
-  return jax.jit(functools.partial(init_state, config, table=table), out_shardings=shardings)(trainable)
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(spec, trainable, mesh, table))
+  return jax.jit(functools.partial(init_state, spec, table=table), out_shardings=shardings)(trainable)
 
 
-def abstract_state(config: Config, trainable: Tree, mesh: jax.sharding.Mesh, table: Table = ()) -> TrainState:
+def abstract_state(spec: UpdateSpec, trainable: Tree, mesh: jax.sharding.Mesh, table: Table = ()) -> TrainState:
   """Return shapes, dtypes and shardings of `place_state`, without its arrays."""
-  shapes = jax.eval_shape(functools.partial(init_state, config, table=table), trainable)
+  shapes = jax.eval_shape(functools.partial(init_state, spec, table=table), trainable)
   return jax.tree.map(
     lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
     shapes,

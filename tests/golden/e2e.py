@@ -12,8 +12,8 @@ import numpy as np
 
 from sdpo_jax.config import Config
 from sdpo_jax.objective.aggregation import loss_coefficients
-from sdpo_jax.objective.spec import ObjectiveSpec
 from sdpo_jax.training import batching, update
+from sdpo_jax.training.specs import update_spec
 from sdpo_jax.types import Batch, TokenRows
 from tests.golden.compiling import quick
 from tests.golden.report import Report, load
@@ -107,19 +107,17 @@ def _batch(config: Config, data: dict, facts: dict, rows: slice, dtype: str) -> 
 _COMPILED: dict[tuple, Callable] = {}
 
 
-def _programs(policy: ToyPolicy, config: Config):
-  """Return the three programs of an update; cases share those that depend on the same settings."""
+def _programs(policy: ToyPolicy, spec: update.UpdateSpec):
+  """Return the three programs of an update; cases share those that depend on the same part of their specs."""
 
   def compiled(function, *settings):
-    key = function.func, *map(repr, settings)
-    return _COMPILED.setdefault(key, jax.jit(function, compiler_options=quick()))
+    return _COMPILED.setdefault((function.func, *settings), jax.jit(function, compiler_options=quick()))
 
-  spec = ObjectiveSpec.from_config(config)
-  objective = spec, config.actor, config.algorithm, config.rollout
+  objective = spec.terms, spec.objective, spec.teacher, spec.teachers_support, spec.packs
   return (
-    compiled(functools.partial(update.accumulate, policy, config, None), policy, *objective),
-    compiled(functools.partial(update.apply_gradients, config), config.optimizer, config.trainer),
-    compiled(functools.partial(update.advance_teacher, config), spec, config.actor.self_distillation),
+    compiled(functools.partial(update.accumulate, policy, spec, None), policy, *objective),
+    compiled(functools.partial(update.apply_gradients, spec), spec.optimizer),
+    compiled(functools.partial(update.advance_teacher, spec), spec.terms, spec.teacher),
   )
 
 
@@ -131,8 +129,8 @@ def _check_case(report: Report, case: str, data: dict, dtype: str) -> None:
   def tree(prefix):
     return {name: jnp.asarray(data[f'{prefix}_{name}'], dtype) for name in 'EPW'}
 
-  accumulate, apply, finish = _programs(ToyPolicy(facts['V']), config)
-  state = update.init_state(config, tree('init_student'))
+  accumulate, apply, finish = _programs(ToyPolicy(facts['V']), update_spec(config))
+  state = update.init_state(update_spec(config), tree('init_student'))
   if config.actor.policy_loss.loss_mode == 'sdpo':
     state = state.replace(teacher=tree('init_teacher'))
   mini, micro = config.actor.ppo_mini_batch_size, config.actor.ppo_micro_batch_size
