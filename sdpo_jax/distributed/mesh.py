@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
-from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.errors import UserError
 
@@ -35,6 +34,13 @@ WEIGHTS_SHARE = 1 / 6  # Of a chip's memory; the rest is the cache's and the tra
 Described = tuple[str, Sequence[str | None], Sequence[int]]
 
 
+class MeshSizes(Protocol):
+  """Sizes of the mesh's axes, the settings `mesh.…`; -1 stands for the rest."""
+
+  fsdp: int
+  tensor: int | None  # None: `sampling_group` says.
+
+
 def sampling_group(devices: Sequence[jax.Device], parameters: Iterable[Described]) -> int:
   """Return the number of devices that sample together where `mesh.tensor` is None.
 
@@ -54,7 +60,7 @@ def sampling_group(devices: Sequence[jax.Device], parameters: Iterable[Described
 
 
 def make_mesh(
-  config: MeshConfig, devices: Sequence[jax.Device] | None = None, parameters: Iterable[Described] = ()
+  config: MeshSizes, devices: Sequence[jax.Device] | None = None, parameters: Iterable[Described] = ()
 ) -> Mesh:
   """Return a (fsdp, tensor) mesh over `devices` (all of them by default); -1 in the settings stands for the rest.
 
@@ -62,7 +68,7 @@ def make_mesh(
   sample together are a rectangle, around which a ring closes; in a row of a slice without wraparound it would not.
 
   Args:
-    config: settings.
+    config: sizes of its axes.
     devices: of the mesh.
     parameters: of the model; by them `sampling_group` chooses `mesh.tensor` where it is None.
 
