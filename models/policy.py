@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import jax
 
-from models.cache import KVCache
 from models.parameters import Table
 from sdpo_jax.types import Tree
+
+if TYPE_CHECKING:  # Whoever updates parameters has no cache.
+  from models.cache import KVCache
 
 NO_MEMBER = -1  # Of a row: it has none of the adapters of a pool.
 
