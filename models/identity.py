@@ -11,7 +11,7 @@ from typing import Any
 from models import tensor_digest
 from models.adapters import peft_files
 from models.control_tokens import control_strings
-from models.huggingface import open_model, read_json, resolve
+from models.model_files import open_model, read_json, resolve
 from models.tensor_files import TensorFile
 from models.tokenizer import Tokenizer, stop_token_ids
 from sdpo_jax.errors import UserError, short_repr

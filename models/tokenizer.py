@@ -12,7 +12,7 @@ import tokenizers
 from models import chat_template as templates
 from models import sentencepiece_model
 from models.control_tokens import Tokenizer, control_strings
-from models.huggingface import read_json, resolve
+from models.model_files import read_json, resolve
 from sdpo_jax.errors import UserError
 
 _logger = logging.getLogger('sdpo_jax.models')

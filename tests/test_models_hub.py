@@ -10,7 +10,7 @@ import httpx2
 from huggingface_hub import errors
 import pytest
 
-from models import hub, huggingface
+from models import hub, huggingface, model_files
 from sdpo_jax.data import hub as rows_of_hub
 from sdpo_jax.errors import UserError
 
@@ -117,8 +117,8 @@ def test_weights_are_fetched_only_where_they_are_wanted(online, monkeypatch, tmp
     return str(tmp_path)
 
   monkeypatch.setattr('huggingface_hub.snapshot_download', download)
-  assert huggingface.resolve('some/model', weights=False) == tmp_path and asked == [companions]
-  assert huggingface.resolve('some/model') == tmp_path and asked[1:] == [
+  assert model_files.resolve('some/model', weights=False) == tmp_path and asked == [companions]
+  assert model_files.resolve('some/model') == tmp_path and asked[1:] == [
     companions,
     companions | {'model-1.safetensors'},
   ]
@@ -132,5 +132,5 @@ def test_weights_of_the_hub_that_cannot_be_used_are_not_fetched(online, monkeypa
     'huggingface_hub.snapshot_download', lambda name, allow_patterns: asked.append(allow_patterns) or str(tmp_path)
   )
   with pytest.raises(UserError, match="some/model/config.json: model_type 'unheard_of' is not supported"):
-    huggingface.resolve('some/model')
+    model_files.resolve('some/model')
   assert len(asked) == 1

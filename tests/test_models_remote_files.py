@@ -11,7 +11,7 @@ from etils.epath import backend
 from fsspec.implementations.local import LocalFileSystem
 import pytest
 
-from models import huggingface, remote_files
+from models import huggingface, model_files, remote_files
 from models import tokenizer as tokenizers
 from models.adapters import peft_files
 from sdpo_jax.config import LoraConfig, ModelConfig
@@ -74,7 +74,7 @@ def test_an_adapter_in_a_bucket_is_read_from_a_copy(store, tmp_path):
 def resolved(**settings):
   """As another process would."""
   remote_files.fetch.cache_clear()
-  return huggingface.resolve(ADDRESS, **settings)
+  return model_files.resolve(ADDRESS, **settings)
 
 
 @pytest.fixture
@@ -200,4 +200,4 @@ def test_processes_that_want_it_at_once_make_one_copy(store, copied, caplog):
 @pytest.mark.parametrize('address', ['gs://here/models/none', 'gs://here/models'])
 def test_what_is_no_model_is_named(store, address):
   with pytest.raises(UserError, match=rf'model\.path={address} (cannot be read|holds no model)'):
-    huggingface.resolve(address)
+    model_files.resolve(address)

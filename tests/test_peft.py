@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 import torch
 import transformers
 
-from models import checksums, huggingface, identity, parameters
+from models import checksums, huggingface, identity, model_files, parameters
 from models.adapters import peft_config, peft_files
 from models.families import registry
 from sdpo_jax.config import LoraConfig, MeshConfig, ModelConfig
@@ -109,7 +109,7 @@ def moved(policy, params, seed=0):
 
 def export(path, folder, policy, factors, **options):
   table = policy.base_policy().parameter_table()
-  values = huggingface.read_json(folder, 'config.json')
+  values = model_files.read_json(folder, 'config.json')
   options = {
     'prefix': registry.family_of(policy.config).module_prefix(values),
     'base': str(folder),

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from etils import epath
 import jax
 
-from models import directories, exporting, huggingface, identity
+from models import directories, exporting, huggingface, identity, model_files
 from models import tokenizer as tokenizers
 from models.adapters import cartridge_files, named_cartridges, peft_files, published_cartridges
 from models.parameters import map_table, merge, trainable
@@ -492,7 +492,7 @@ def _export_adapter(
   if merged:
     huggingface.save_merged(output, policy, factors, model.path, dtype=dtype, texts=texts)
     return step
-  root = huggingface.resolve(model.path)
+  root = model_files.resolve(model.path)
   given = peft_files.read_config(model.lora.path) if model.lora.path else model.lora
   huggingface.save_adapter(
     output,

@@ -11,7 +11,7 @@ from typing import Any
 
 from etils import epath
 
-from models import checksums, huggingface
+from models import checksums, huggingface, model_files
 from sdpo_jax.errors import UserError, first_line, short_repr
 from sdpo_jax.evaluation import alarms
 from sdpo_jax.files import read_bytes
@@ -55,7 +55,7 @@ def verify(workdir: str | None, model: str | None, say: Callable[[str], None]) -
     raise UserError('Name one of --workdir=DIR (a run) and --model=HF_DIR (a model directory).')
   if workdir is not None:
     return verify_run(workdir, say)
-  root = huggingface.resolve(model)
+  root = model_files.resolve(model)
   compared = huggingface.check_files(root)
   say(
     f'{root}: {compared} files are as they were written.'

@@ -7,7 +7,7 @@ import pathlib
 import re
 from typing import Any
 
-from models import hub, huggingface, published
+from models import hub, huggingface, model_files, published
 from models.decoder import DecoderPolicy
 from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
@@ -38,7 +38,7 @@ def sizes(config: Config, model_config: str | None = None) -> tuple[dict[str, An
   if local.is_dir():
     local /= 'config.json'
   if local.is_file():
-    return huggingface.read_json(local.parent, local.name), str(local)
+    return model_files.read_json(local.parent, local.name), str(local)
   values = published.config_json(path)
   if values is not None:
     return values, f'the published sizes of {path}'

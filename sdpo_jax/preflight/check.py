@@ -13,7 +13,7 @@ from etils import epath
 import jax
 import numpy as np
 
-from models import huggingface
+from models import huggingface, model_files
 from models import parameters as parameter_tables
 from models.policy import Policy
 from sdpo_jax.config import Config, rewards
@@ -75,7 +75,7 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> Report:
   """
   alarms.rules(config)
   spec = objective_spec(config)
-  root = huggingface.resolve(config.model.path, weights=False)
+  root = model_files.resolve(config.model.path, weights=False)
   local = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(root)))
   policy = huggingface.read_policy(root, local.model)
   tokenizer = load_tokenizer(local)

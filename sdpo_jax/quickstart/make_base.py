@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from models import huggingface
+from models import huggingface, model_files
 from models import tokenizer as tokenizers
 from models.decoder import DecoderPolicy
 from sdpo_jax.config import Config, ModelConfig, SelfDistillationConfig
@@ -101,7 +101,7 @@ def make_base(
       source = pathlib.Path(scratch)
       policy, params = _begin(source, recipe, distillation)
     else:
-      source = huggingface.resolve(recipe.start)
+      source = model_files.resolve(recipe.start)
       policy, params = huggingface.load(source, ModelConfig(dtype='float32'))
     params = train(recipe, policy, params, tokenizers.load(source), distillation, announce)
     huggingface.save(target, policy, params, source=source, dtype='float32')

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from models import directories, huggingface, identity, parameters
+from models import directories, huggingface, identity, model_files, parameters
 from models.adapters import peft_files
 from models.decoder import DecoderPolicy
 from models.families import registry
@@ -122,7 +122,7 @@ class Service:
     tokenizer, described = load_tokenizer(config), huggingface.read_policy(model.path, model)
     mesh, sizes = model_mesh(config, described, devices), engine_settings(config)
     check_divides(sizes, described.on(mesh, model.attention))
-    values = huggingface.read_json(huggingface.resolve(model.path), 'config.json')
+    values = model_files.read_json(model_files.resolve(model.path), 'config.json')
     positions = huggingface.positions(values)
     check_positions(sizes, positions)
     if config.actor.self_distillation.teacher_model:
@@ -357,7 +357,7 @@ def _base_of(config: Config, described: DecoderPolicy, values: Mapping[str, Any]
   model = config.model
   given = peft_files.read_config(model.lora.path) if model.lora.path else model.lora
   return Base(
-    name=str(huggingface.resolve(model.path).resolve()) if directories.is_local(model.path) else model.path,
+    name=str(model_files.resolve(model.path).resolve()) if directories.is_local(model.path) else model.path,
     fingerprint=identity.of_base(model.path),
     adapter=described.adapter,
     table=described.base_policy().parameter_table(),

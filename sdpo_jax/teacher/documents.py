@@ -8,7 +8,7 @@ import math
 
 import jax.numpy as jnp
 
-from models import huggingface
+from models import huggingface, model_files
 from models.adapters.kv_prefix import KVPrefix
 from models.chat_template import PROBE, TEMPLATE_ERRORS, has_system_turn
 from models.decoder import DecoderPolicy
@@ -131,7 +131,7 @@ def _is_split(tokenizer: Tokenizer, text: str, tokens: list[int], chat: ChatForm
 
 def context_length(model: str) -> int | None:
   """Return how many positions a model directory, or a model on the hub, says that it has; None: it does not say."""
-  return huggingface.positions(huggingface.read_json(huggingface.resolve(model, weights=False), 'config.json'))
+  return huggingface.positions(model_files.read_json(model_files.resolve(model, weights=False), 'config.json'))
 
 
 def _check_size(config: Config, tokenizer: Tokenizer) -> None:

@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 
-from models import huggingface, identity, same_tokenizer
+from models import identity, model_files, same_tokenizer
 from models.control_tokens import Tokenizer
 from sdpo_jax import liveness
 from sdpo_jax.config import TeacherEndpointConfig
@@ -94,7 +94,7 @@ class Endpoint:
         of that length.
     """
     settings = self._settings
-    huggingface.resolve(settings.tokenizer, weights=False, setting=f'{SECTION}.tokenizer')
+    model_files.resolve(settings.tokenizer, weights=False, setting=f'{SECTION}.tokenizer')
     found = same_tokenizer.difference(model, settings.tokenizer)
     if found is not None:
       raise UserError(

@@ -6,7 +6,7 @@ import dataclasses
 
 import jax
 
-from models import huggingface, same_tokenizer
+from models import huggingface, model_files, same_tokenizer
 from models.decoder import DecoderPolicy
 from sdpo_jax.config import CartridgeConfig, Config, LoraConfig, ModelConfig
 from sdpo_jax.distributed.mesh import check_divides
@@ -39,7 +39,7 @@ def check(config: Config) -> None:
       has fewer positions than the longest row.
   """
   teacher = config.actor.self_distillation.teacher_model
-  huggingface.resolve(teacher, weights=False, setting=SETTING)
+  model_files.resolve(teacher, weights=False, setting=SETTING)
   read_policy(config)
   found = same_tokenizer.difference(config.model.path, teacher)
   if found is not None:
@@ -65,7 +65,7 @@ def read_policy(config: Config) -> DecoderPolicy:
       f'{SETTING}={settings.path} knows {policy.vocab_size} tokens and the student {student.vocab_size}, so that there '
       'is nothing to learn about the others: name a teacher whose vocab_size (config.json) is at least as large.'
     )
-  values = huggingface.read_json(huggingface.resolve(settings.path, weights=False), 'config.json')
+  values = model_files.read_json(model_files.resolve(settings.path, weights=False), 'config.json')
   positions = values.get('text_config', values).get('max_position_embeddings')
   declared = Buckets.of(config)
   prompt = declared.reprompt[-1] if objective_spec(config).reprompts else declared.prompt[-1]
