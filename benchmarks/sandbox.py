@@ -31,7 +31,7 @@ import time
 
 from benchmarks import sandbox_soak
 from sdpo_jax.config import SandboxConfig
-from sdpo_jax.environments.sandbox import Job, Limits, Sandbox
+from sdpo_jax.environments.sandbox.sandbox import Job, Limits, Sandbox
 
 HARNESS = """
 def run(payload):

@@ -22,7 +22,7 @@ from typing import Any
 
 from sdpo_jax.config import EnvironmentsConfig, SandboxConfig
 from sdpo_jax.environments.code import CodeGrader
-from sdpo_jax.environments.sandbox import Job, Report, Sandbox
+from sdpo_jax.environments.sandbox.sandbox import Job, Report, Sandbox
 from sdpo_jax.types import Example, Outcome
 
 CALL = 64  # Programs of one call of the grader: what has finished of a batch meanwhile.

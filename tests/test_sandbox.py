@@ -25,8 +25,9 @@ import pytest
 
 from sdpo_jax.config import Config, DataConfig, EnvironmentsConfig, ModelConfig, SandboxConfig
 from sdpo_jax.environments.grading import Graders
-from sdpo_jax.environments.sandbox import Job, Limits, Sandbox, bubblewrap, confinement, leftovers, scratch, zygote
+from sdpo_jax.environments.sandbox import bubblewrap, confinement, leftovers, scratch, zygote
 from sdpo_jax.environments.sandbox import sandbox as implementation
+from sdpo_jax.environments.sandbox.sandbox import Job, Limits, Sandbox
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Example
 
@@ -569,7 +570,7 @@ def gone(descriptor):
 OWNER = """
 import sys, threading
 from sdpo_jax.config import SandboxConfig
-from sdpo_jax.environments.sandbox import Job, Limits, Sandbox
+from sdpo_jax.environments.sandbox.sandbox import Job, Limits, Sandbox
 import pathlib
 sandbox = Sandbox(SandboxConfig(workers=1), pathlib.Path(sys.argv[1]))
 code = 'import os; print(os.getppid(), flush=True); os.write(4, b"x" * (2 << 20))'

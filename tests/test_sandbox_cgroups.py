@@ -9,8 +9,9 @@ import time
 import pytest
 
 from sdpo_jax.config import SandboxConfig
-from sdpo_jax.environments.sandbox import Job, Limits, Sandbox, cgroups, leftovers
+from sdpo_jax.environments.sandbox import cgroups, leftovers
 from sdpo_jax.environments.sandbox import sandbox as implementation
+from sdpo_jax.environments.sandbox.sandbox import Job, Limits, Sandbox
 
 HARNESS = pathlib.Path(__file__).with_name('sandbox_harness.py')
 LIMITS = Limits(wall_s=20, cpu_s=10, memory_mb=1024, file_mb=16, output_mb=1)

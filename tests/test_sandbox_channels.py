@@ -22,8 +22,9 @@ import threading
 import pytest
 
 from sdpo_jax.config import SandboxConfig
-from sdpo_jax.environments.sandbox import Job, Limits, Sandbox, bubblewrap, confinement
+from sdpo_jax.environments.sandbox import bubblewrap, confinement
 from sdpo_jax.environments.sandbox import sandbox as implementation
+from sdpo_jax.environments.sandbox.sandbox import Job, Limits, Sandbox
 from sdpo_jax.errors import UserError
 
 HARNESS = pathlib.Path(__file__).with_name('sandbox_harness.py')

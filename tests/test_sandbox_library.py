@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from sdpo_jax.config import SandboxConfig
-from sdpo_jax.environments.sandbox import Job, Limits, Sandbox, library
+from sdpo_jax.environments.sandbox import library
 from sdpo_jax.environments.sandbox import sandbox as implementation
+from sdpo_jax.environments.sandbox.sandbox import Job, Limits, Sandbox
 from sdpo_jax.errors import UserError
 
 HARNESS = pathlib.Path(__file__).with_name('sandbox_harness.py')

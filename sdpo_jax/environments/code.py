@@ -29,7 +29,7 @@ from sdpo_jax.environments.code_verdicts import DIED, PRED_CHARACTERS
 from sdpo_jax.environments.helper_process import HelperPool, RequestOverranError
 from sdpo_jax.environments.judging import after_thinking
 from sdpo_jax.environments.registry import register_factory
-from sdpo_jax.environments.sandbox import Job, Limits, Report, Sandbox
+from sdpo_jax.environments.sandbox.sandbox import Job, Limits, Report, Sandbox
 from sdpo_jax.types import Example, Outcome
 
 HARNESS = pathlib.Path(__file__).with_name('code_harness.py')

@@ -16,7 +16,7 @@ import json
 from typing import Any
 
 from sdpo_jax.environments.helper_process import HelperPool, RequestOverranError
-from sdpo_jax.environments.sandbox import Job, Limits, Report, Sandbox
+from sdpo_jax.environments.sandbox.sandbox import Job, Limits, Report, Sandbox
 
 MAX_CALLS = 1000  # Of a test; each costs two processes.
 # Of a test over all its starts, since what the model's program answers makes each of them longer: times `cpu_s`, not

@@ -14,7 +14,7 @@ import re
 from sdpo_jax.config import EnvironmentsConfig
 from sdpo_jax.environments.judging import TRUNCATED, after_thinking
 from sdpo_jax.environments.registry import register_factory
-from sdpo_jax.environments.sandbox import Job, Limits, Sandbox
+from sdpo_jax.environments.sandbox.sandbox import Job, Limits, Sandbox
 from sdpo_jax.types import Example, Outcome
 
 HARNESS = pathlib.Path(__file__).with_name('math_harness.py')
