@@ -25,7 +25,7 @@ from sdpo_jax.serving.sessions import measuring
 from sdpo_jax.serving.sessions.examples import TrainingExample
 from sdpo_jax.serving.sessions.records import AgentSession, Decision, LearnedTurns, SessionTurn, ToolResult
 from sdpo_jax.serving.sessions.settings import SessionSettings
-from sdpo_jax.serving.store import session_tables
+from sdpo_jax.serving.store import session_schema, session_tables
 from sdpo_jax.serving.store.database import Database
 from sdpo_jax.serving.targets import Target
 from tests.service_world import HELLO, make_config, model_folder, running
@@ -545,7 +545,7 @@ def test_a_session_is_its_owners_and_needs_its_token(ada, service):
 def rows_of(service, *names):
   """How many rows of the tables of sessions name one of these."""
   count = 0
-  for table in session_tables.NAMES:
+  for table in session_schema.NAMES:
     for row in service.store.database.read(f'SELECT * FROM {table}'):
       count += any(name in map(str, row) for name in names)
   return count
@@ -648,7 +648,7 @@ def test_a_file_without_the_tables_gets_them(tmp_path):
   path = tmp_path / 'a.sqlite'
   Database(path, 'root').close()
   with sqlite3.connect(path) as connection:
-    for table in session_tables.NAMES:
+    for table in session_schema.NAMES:
       connection.execute(f'DROP TABLE {table}')
     connection.execute("INSERT INTO feedback (adapter, record) VALUES ('a', '{}')")
   connection.close()

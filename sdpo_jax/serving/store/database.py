@@ -23,7 +23,7 @@ import numpy as np
 from sdpo_jax.errors import UserError, first_line
 from sdpo_jax.serving.errors import StorageFailed
 from sdpo_jax.serving.records import Adapter, Sample, Version
-from sdpo_jax.serving.store import session_tables
+from sdpo_jax.serving.store import session_schema
 from sdpo_jax.serving.store.blobs import make_private
 from sdpo_jax.serving.store.versions import Head, Manifest, RequestId
 
@@ -175,10 +175,10 @@ class Database:
   def _add_tables(self) -> None:
     """Make the tables of sessions, which files of earlier versions of this program do not have."""
     names = {name for (name,) in self.read("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if session_tables.NAMES <= names:
+    if session_schema.NAMES <= names:
       return
     with self.writing(full=True) as rows:
-      for statement in session_tables.TABLES.split(';'):
+      for statement in session_schema.TABLES.split(';'):
         rows.execute(statement)
 
   def _move_aside(self, why: str) -> None:
@@ -289,7 +289,7 @@ class Database:
     rows.execute('DELETE FROM adapters WHERE id = ?', (adapter,))
     wholes = "SELECT owner, substr(key, 1, instr(key, '/') - 1) FROM requests WHERE adapter = ? AND key LIKE '%/%'"
     rows.execute(f'DELETE FROM requests WHERE (owner, key) IN ({wholes})', (adapter,))
-    for table in ('versions', 'intents', 'samples', 'requests', 'feedback', *session_tables.NAMES):
+    for table in ('versions', 'intents', 'samples', 'requests', 'feedback', *session_schema.NAMES):
       rows.execute(f'DELETE FROM {table} WHERE adapter = ?', (adapter,))
 
   # Versions.

@@ -1,5 +1,5 @@
-"""The tables of sessions in the database: a session, its turns, and the examples that were or will be learned from
-them.
+"""What is in the tables of sessions in the database: a session, its turns, and the examples that were or will be
+learned from them.
 
 What is written here is acknowledged, and is on the disk when a transaction ends. All rows name their adapter, with
 which they are erased. What an example waits for is a version whose details name it: where a process died between the
@@ -12,29 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import json
 import sqlite3
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
-if TYPE_CHECKING:
-  from sdpo_jax.serving.store.database import Database
+from sdpo_jax.serving.store.database import Database
 
-NAMES = frozenset({'sessions', 'session_turns', 'session_examples'})
-TABLES = """
-CREATE TABLE IF NOT EXISTS sessions (
-  id TEXT PRIMARY KEY, adapter TEXT NOT NULL, created REAL NOT NULL, token TEXT NOT NULL, revision INTEGER NOT NULL,
-  record TEXT NOT NULL);
-CREATE INDEX IF NOT EXISTS sessions_of_adapter ON sessions (adapter);
-CREATE TABLE IF NOT EXISTS session_turns (
-  session TEXT NOT NULL, n INTEGER NOT NULL, adapter TEXT NOT NULL, prompt_tokens BLOB NOT NULL, tokens BLOB NOT NULL,
-  log_probs BLOB NOT NULL, kept_tokens BLOB, record TEXT NOT NULL, PRIMARY KEY (session, n));
-CREATE INDEX IF NOT EXISTS session_turns_of_adapter ON session_turns (adapter);
-CREATE TABLE IF NOT EXISTS session_examples (
-  id INTEGER PRIMARY KEY, session TEXT NOT NULL, n INTEGER NOT NULL, kind TEXT NOT NULL, adapter TEXT NOT NULL,
-  state TEXT NOT NULL, head INTEGER NOT NULL, versions TEXT NOT NULL, teacher_prompt BLOB NOT NULL,
-  record TEXT NOT NULL, UNIQUE (session, n, kind));
-CREATE INDEX IF NOT EXISTS session_examples_of_adapter ON session_examples (adapter, state)
-"""
 State = Literal['waiting', 'learned', 'rejected']
 
 
