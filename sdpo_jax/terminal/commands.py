@@ -6,29 +6,52 @@ from collections.abc import Callable, Mapping
 import io
 import pathlib
 import shlex
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 import zipfile
 
 from sdpo_jax.errors import UserError, first_line, printable, short_repr
 from sdpo_jax.files import make_directory, write_atomically
 from sdpo_jax.tables import aligned
+from sdpo_jax.terminal.client import SessionClient
 from sdpo_jax.terminal.escaping import visible
+from sdpo_jax.terminal.history import History
 from sdpo_jax.terminal.inputs import Leave
-from sdpo_jax.terminal.policies import Rule
-from sdpo_jax.terminal.screen import Line
-
-if TYPE_CHECKING:
-  from sdpo_jax.terminal.loop import Conversation
+from sdpo_jax.terminal.policies import Policy, Rule
+from sdpo_jax.terminal.screen import Line, Screen
+from sdpo_jax.terminal.work import Workbench
 
 _KEYS = """At a call: y approve · a always allow its like in this session · n deny, and say why · e edit its arguments
 t tell the model what is wrong with it, without a lesson · v view the rest of it · q quit, the call stays open
 In a text: Enter sends it, Alt-Enter begins a new line. Ctrl-C ends what is running; twice leaves."""
 
 
+class CommandTarget(Protocol):
+  """What commands ask of the conversation in which they are typed."""
+
+  session: SessionClient
+  history: History
+  screen: Screen
+  policy: Policy
+  turns: list[dict[str, Any]]
+
+  @property
+  def workbench(self) -> Workbench:
+    """Whoever runs the tools."""
+    ...
+
+  def seed_of(self, number: int) -> int | None:
+    """Return the seed with which a turn is drawn again; None: any."""
+    ...
+
+  def learned(self, learned: Mapping[str, Any] | None) -> None:
+    """Note and show what was learned without a decision."""
+    ...
+
+
 class Commands:
   """The commands of one conversation."""
 
-  def __init__(self, conversation: Conversation):
+  def __init__(self, conversation: CommandTarget):
     self._conversation = conversation
     self._table: dict[str, tuple[Callable[[list[str]], None], str, int]] = {
       '/help': (self._help, '/help                what can be typed', 0),
