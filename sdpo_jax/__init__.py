@@ -1,24 +1,13 @@
 """SDPO (Self-Distilled Policy Optimization, arXiv 2601.20802) in JAX.
 
 `sdpo_jax.train` and its like (docs/python.md) are those of `sdpo_jax.interface`, which is imported when one of them is
-first asked for.
+first asked for; `__init__.pyi` says so to type checkers.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-  from sdpo_jax.errors import UserError as UserError
-  from sdpo_jax.interface import Step as Step
-  from sdpo_jax.interface import evaluate as evaluate
-  from sdpo_jax.interface import export as export
-  from sdpo_jax.interface import generator as generator
-  from sdpo_jax.interface import load_config as load_config
-  from sdpo_jax.interface import read_metrics as read_metrics
-  from sdpo_jax.interface import steps as steps
-  from sdpo_jax.interface import train as train
+from typing import Any
 
 __version__ = '0.1.0'
 _INTERFACE = ('Step', 'evaluate', 'export', 'generator', 'load_config', 'read_metrics', 'steps', 'train')
