@@ -67,7 +67,7 @@ def one_start(args: argparse.Namespace) -> dict[str, Any]:
   from configs import quickstart_lora  # noqa: F401
   from sdpo_jax.programs import noted_compilations
   from sdpo_jax.serving import engine as serving  # noqa: F401
-  from sdpo_jax.training import session  # noqa: F401
+  from sdpo_jax.training import opening  # noqa: F401
 
   with tempfile.TemporaryDirectory() as folder, noted_compilations() as noted:
     began, in_memory = time.process_time(), []
@@ -94,7 +94,7 @@ def make_engine(
   from configs import quickstart_lora
   from models import parameters
   from sdpo_jax.serving.engine import Engine, EngineSettings
-  from sdpo_jax.training.session import make_session
+  from sdpo_jax.training.opening import make_session
 
   config = quickstart_lora.get_config()
   config.model.lora.rank = 16

@@ -30,7 +30,7 @@ from sdpo_jax.planner import model, report, search, topology
 from sdpo_jax.planner import plan as planning
 from sdpo_jax.preflight import memory
 from sdpo_jax.tables import markdown
-from sdpo_jax.training import session
+from sdpo_jax.training import opening
 
 # Another study may be loaded beside this one, by a test.
 OUTPUT = flags.DEFINE_string('output', 'docs/performance', 'Folder of the results.', allow_override=True)
@@ -180,7 +180,7 @@ def arithmetic(point: Point) -> dict[str, Any]:
   """Return what the shapes alone say of a point, as plain values: nothing is compiled."""
   config, slice_ = configuration(point), topology.describe(point.slice_)
   policy, _ = model.read(config)
-  mesh = session.model_mesh(config, policy, slice_.devices)
+  mesh = opening.model_mesh(config, policy, slice_.devices)
   held = memory.estimate(config, policy.on(mesh, config.model.attention), mesh)
   table = policy.parameter_table()
   always = sum(held.held.values())

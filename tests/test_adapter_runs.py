@@ -24,7 +24,7 @@ from sdpo_jax.environments import registry
 from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import probe, runs
-from sdpo_jax.training import loop, session
+from sdpo_jax.training import loop, opening
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.directory import fingerprint
 from sdpo_jax.training.directory.ownership import sole_user
@@ -41,10 +41,10 @@ TOKENS = np.random.default_rng(0).integers(1, 256, (1, 12)).astype(np.int32)
 def begin(config, workdir):
   """Return what a run of one step leaves, but for the training: random factors, other ones of the teacher."""
   with Graders(config.environments) as graders:
-    tokenizer = session.load_tokenizer(config)
+    tokenizer = opening.load_tokenizer(config)
     iterator = pipeline.TrainIterator(config, tokenizer, registry)
     parts = fingerprint.take(config, tokenizer, iterator, [], graders)
-  made, factors = session.make_session(config, workdir, tokenizer)
+  made, factors = opening.make_session(config, workdir, tokenizer)
   with sole_user(workdir, print) as ownership:
     fingerprint.start(workdir, config, fingerprint.compare(workdir, config, parts), 0, ownership)
     write_settings(config, workdir)
@@ -282,7 +282,7 @@ def test_training_starts_from_an_adapter(run, exported, tmp_path):
   """The state begins with its factors, also the teacher's."""
   config, _, _, state = run
   config = from_adapter(config, exported)
-  made, factors = session.make_session(config, tmp_path / 'run')
+  made, factors = opening.make_session(config, tmp_path / 'run')
   np.testing.assert_array_equal(our_logits(made, factors), our_logits(made, state.trainable))
   begun = place_state(update_spec(config), factors, made.mesh, made.policy.parameter_table())
   jax.tree.map(np.testing.assert_array_equal, begun.teacher, factors)

@@ -19,7 +19,7 @@ from sdpo_jax.evaluation import alarms
 from sdpo_jax.inference import runs
 from sdpo_jax.training import loop
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
-from sdpo_jax.training.session import make_session
+from sdpo_jax.training.opening import make_session
 from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import abstract_state
 from tests import tiny

@@ -17,7 +17,7 @@ from models import huggingface
 from sdpo_jax.config import Config, LoraConfig, ModelConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.planner import topology
-from sdpo_jax.training import loop, session
+from sdpo_jax.training import loop, opening
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs
 from tests import tiny
 from tests.compiling import without_cache
@@ -58,7 +58,7 @@ def alive() -> collections.Counter:
 def test_a_run_holds_the_base_once_and_leaves_it_as_it_is(tmp_path, monkeypatch, layers, devices, changes):
   """Twice where the sampler's layout differs; nothing is compiled late, and every step samples and evaluates."""
   found, before, sessions, seen = jax.devices()[:devices], alive(), [], []
-  monkeypatch.setattr(session, 'make_mesh', lambda config, _, described: meshes.make_mesh(config, found, described))
+  monkeypatch.setattr(opening, 'make_mesh', lambda config, _, described: meshes.make_mesh(config, found, described))
 
   def opened(*arguments, make=loop.make_session, **settings):
     made, trainable = make(*arguments, **settings)
@@ -102,7 +102,7 @@ def update_program(layers, dtype, devices, sizes=SIZES, **changes):
   config = settings(algorithm__rollout_correction__rollout_is=None, actor__ppo_micro_batch_size=1, **changes)
   described = ModelConfig(dtype=dtype, remat='full', lora=LoraConfig(rank=2))
   policy = huggingface.describe(sizes | {'num_hidden_layers': layers}, described)
-  mesh = session.model_mesh(config, policy, devices)
+  mesh = opening.model_mesh(config, policy, devices)
   policy = policy.on(mesh)
   trees = abstract_parameters(policy, mesh)
   found = run_programs(config, policy, *trees, mesh)

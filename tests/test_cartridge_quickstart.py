@@ -10,7 +10,7 @@ from configs import cartridge_quickstart
 from sdpo_jax.environments import facts
 from sdpo_jax.preflight import check
 from sdpo_jax.teacher.documents import read_texts
-from sdpo_jax.training.session import load_tokenizer
+from sdpo_jax.training.opening import load_tokenizer
 from tests import tiny
 
 

@@ -30,8 +30,8 @@ from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.teacher.documents import read_texts
 from sdpo_jax.training import loop, step
 from sdpo_jax.training.directory import fingerprint
+from sdpo_jax.training.opening import load_tokenizer, make_session, stop_token_ids
 from sdpo_jax.training.optimizer import make_optimizer
-from sdpo_jax.training.session import load_tokenizer, make_session, stop_token_ids
 from sdpo_jax.training.specs import optimizer_spec, update_spec
 from sdpo_jax.training.update import place_state
 from sdpo_jax.types import Example, TokenRows

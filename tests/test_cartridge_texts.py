@@ -16,7 +16,7 @@ from sdpo_jax.config import CartridgeConfig, Config, LoraConfig
 from sdpo_jax.data.prompts import ChatFormat, chat_tokens, document_tokens
 from sdpo_jax.errors import UserError
 from sdpo_jax.teacher.documents import read_texts
-from sdpo_jax.training.session import load_tokenizer
+from sdpo_jax.training.opening import load_tokenizer
 from tests import tiny
 
 BEHIND = ChatFormat(behind_document=True)

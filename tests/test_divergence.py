@@ -16,7 +16,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.inference import runs
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.training import divergence, loop
-from sdpo_jax.training.session import stop_token_ids
+from sdpo_jax.training.opening import stop_token_ids
 from sdpo_jax.types import Example
 from tests.test_cartridge_runs import (
   QUESTIONS,

@@ -34,7 +34,7 @@ from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.directory import epochs, remains
 from sdpo_jax.training.directory.ownership import sole_user
 from sdpo_jax.training.directory.workdir import BEFORE_RESTART
-from sdpo_jax.training.session import make_session
+from sdpo_jax.training.opening import make_session
 from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import abstract_state
 from sdpo_jax.types import TrainState

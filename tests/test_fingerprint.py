@@ -22,7 +22,7 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.inference import runs
 from sdpo_jax.preflight import check
-from sdpo_jax.training import loop, session
+from sdpo_jax.training import loop, opening
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.directory import fingerprint
 from sdpo_jax.training.directory import starts as history
@@ -321,11 +321,11 @@ def trained(tmp_path_factory):
 def begin(config, workdir):
   """Make what a run of one step leaves, but for the training."""
   with Graders(config.environments) as graders:
-    tokenizer = session.load_tokenizer(config)
+    tokenizer = opening.load_tokenizer(config)
     iterator = pipeline.TrainIterator(config, tokenizer, registry)
     held_out = pipeline.evaluation_examples(config, tokenizer, registry)
     parts = fingerprint.take(config, tokenizer, iterator, held_out, graders)
-  made, parameters = session.make_session(config, workdir, tokenizer)
+  made, parameters = opening.make_session(config, workdir, tokenizer)
   with sole_user(workdir, print) as ownership:
     fingerprint.start(workdir, config, fingerprint.compare(workdir, config, parts), 0, ownership)
     write_settings(config, workdir)

@@ -18,7 +18,7 @@ from sdpo_jax.distributed.mesh import parameter_sharding
 from sdpo_jax.teacher.signal import Teacher, teacher_signal
 from sdpo_jax.training import step
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
-from sdpo_jax.training.session import make_session
+from sdpo_jax.training.opening import make_session
 from sdpo_jax.training.specs import teacher_spec, update_spec
 from sdpo_jax.training.update import abstract_state, place_state
 from sdpo_jax.types import TokenRows

@@ -20,7 +20,7 @@ from sdpo_jax.planner import model as sizes
 from sdpo_jax.planner import topology
 from sdpo_jax.preflight import check, grading, memory, prompts
 from sdpo_jax.preflight.settings import odd_settings
-from sdpo_jax.training.session import model_mesh
+from sdpo_jax.training.opening import model_mesh
 from sdpo_jax.types import Example, Outcome
 from tests import tiny
 

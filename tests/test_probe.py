@@ -16,7 +16,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.inference import probe as probing
 from sdpo_jax.inference import probe_report
 from sdpo_jax.inference.probe import contexts, mean_and_error, probe, probe_to_file
-from sdpo_jax.training.session import make_session
+from sdpo_jax.training.opening import make_session
 from sdpo_jax.types import Example, Rollouts
 from tests import tiny
 

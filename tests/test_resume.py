@@ -22,8 +22,8 @@ from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.directory import ownership
 from sdpo_jax.training.directory.lines import STATE_DIGEST
 from sdpo_jax.training.directory.published import MANIFEST
+from sdpo_jax.training.opening import make_session
 from sdpo_jax.training.preemption import EXIT_PREEMPTED
-from sdpo_jax.training.session import make_session
 from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import abstract_state
 from tests import tiny
@@ -390,7 +390,7 @@ from sdpo_jax import command
 from sdpo_jax.inference import runs
 from sdpo_jax.training import batching
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
-from sdpo_jax.training.session import make_session
+from sdpo_jax.training.opening import make_session
 from sdpo_jax.training.step import run_update
 from sdpo_jax.training.update import abstract_state
 from sdpo_jax.types import Rollouts

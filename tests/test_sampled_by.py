@@ -14,8 +14,8 @@ from sdpo_jax.distributed import accelerators
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.training import loop, step
+from sdpo_jax.training.opening import stop_token_ids
 from sdpo_jax.training.run_programs import run_programs
-from sdpo_jax.training.session import stop_token_ids
 from tests.test_cartridge_runs import (
   changed,
   config,  # noqa: F401

@@ -28,7 +28,8 @@ from sdpo_jax.teacher import feedback
 from sdpo_jax.teacher.context import build_teacher_context, same_context
 from sdpo_jax.training import ahead, batching, feedback_writing, gathering, loop, records, saving, skipped
 from sdpo_jax.training.graded import GradedRollouts
-from sdpo_jax.training.session import Session, load_tokenizer
+from sdpo_jax.training.opening import load_tokenizer
+from sdpo_jax.training.session import Session
 from sdpo_jax.training.specs import objective_spec
 from sdpo_jax.training.step import build_teacher_prompts
 from sdpo_jax.types import Example, Outcome, Rollouts

@@ -20,7 +20,7 @@ from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.environments import registry
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout import sizes
-from sdpo_jax.training import loop, run_programs, session, startup
+from sdpo_jax.training import loop, opening, run_programs, startup
 from sdpo_jax.training.checkpoint.manifest import read_manifest
 from sdpo_jax.types import Example, Outcome
 from tests import tiny
@@ -73,7 +73,7 @@ def devices(monkeypatch):
   def restrict(count: int) -> None:
     found = jax.devices()[:count]
     monkeypatch.setattr(
-      session, 'make_mesh', lambda config, devices, described: meshes.make_mesh(config, found, described)
+      opening, 'make_mesh', lambda config, devices, described: meshes.make_mesh(config, found, described)
     )
 
   return restrict

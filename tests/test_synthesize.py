@@ -27,7 +27,7 @@ from sdpo_jax.inference.prompt_pools import PoolFile, Round
 from sdpo_jax.inference.synthesis import Asker, Message, Options, Pool
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.training import loop
-from sdpo_jax.training.session import load_tokenizer, stop_token_ids
+from sdpo_jax.training.opening import load_tokenizer, stop_token_ids
 from tests import tiny
 
 TEXT = '\n'.join(f'Fact {i}: house {i * 7 % 13} is {"red blue green".split()[i % 3]}.' for i in range(40))

@@ -24,7 +24,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training import step
 from sdpo_jax.training.batching import GenerationBatch
-from sdpo_jax.training.session import make_session
+from sdpo_jax.training.opening import make_session
 from sdpo_jax.training.specs import objective_spec, update_spec
 from sdpo_jax.training.update import make_update, place_state, state_shardings
 from sdpo_jax.types import TeacherSignal, TrainState

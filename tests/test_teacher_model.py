@@ -18,7 +18,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.preflight import memory
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training import step, teacher_model
-from sdpo_jax.training.session import make_session
+from sdpo_jax.training.opening import make_session
 from sdpo_jax.training.specs import objective_spec, update_spec
 from sdpo_jax.training.update import make_update, place_state
 from tests import tiny

@@ -14,7 +14,7 @@ from sdpo_jax.inference.generate import TextGenerator, with_system
 from sdpo_jax.rollout.buckets import bucket_lengths, smallest_bucket
 from sdpo_jax.rollout.results import Completion
 from sdpo_jax.rollout.stops import to_text
-from sdpo_jax.training.session import make_sampler
+from sdpo_jax.training.opening import make_sampler
 
 DECODE_CHUNK = 8  # Tokens between two looks.
 # Lengths to which conversations are padded. To pad a short one to 256 costs less than the programs of shorter lengths.

@@ -17,7 +17,8 @@ from sdpo_jax.files import jsonable
 from sdpo_jax.inference.runs import open_source, run_config
 from sdpo_jax.rollout.engine import SamplingOptions
 from sdpo_jax.rollout.results import Completion
-from sdpo_jax.training.session import Session, check_turn_end, make_sampler
+from sdpo_jax.training.opening import check_turn_end, make_sampler
+from sdpo_jax.training.session import Session
 from sdpo_jax.types import Messages, Tree
 
 _logger = logging.getLogger('sdpo_jax.sample')

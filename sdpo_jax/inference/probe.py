@@ -29,7 +29,7 @@ from sdpo_jax.inference.probe_report import recommend
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.rollout.grading_thread import GradingThread
 from sdpo_jax.teacher.context import TeacherContext, build_teacher_context
-from sdpo_jax.training.session import check_adapter, check_turn_end, load_tokenizer, make_sampler, make_session
+from sdpo_jax.training.opening import check_adapter, check_turn_end, load_tokenizer, make_sampler, make_session
 from sdpo_jax.types import Example, Outcome, Rollouts, Tree
 
 QUESTIONS = 128  # Probed by default: enough to tell gaps of ten points, and cheap beside a run.

@@ -29,7 +29,8 @@ from sdpo_jax.training.checkpoint.checkpoints import Checkpoints, only
 from sdpo_jax.training.directory import fingerprint
 from sdpo_jax.training.directory.published import newest
 from sdpo_jax.training.directory.workdir import saved_settings
-from sdpo_jax.training.session import Session, check_adapter, check_turn_end, load_tokenizer, make_session, model_mesh
+from sdpo_jax.training.opening import check_adapter, check_turn_end, load_tokenizer, make_session, model_mesh
+from sdpo_jax.training.session import Session
 from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import abstract_state
 from sdpo_jax.types import TrainState, Tree

@@ -29,7 +29,7 @@ from sdpo_jax.files import jsonable, read_text
 from sdpo_jax.inference.prompt_pools import PoolFile, Round, Row
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.teacher.documents import context_length
-from sdpo_jax.training.session import check_turn_end, load_tokenizer, make_sampler, model_mesh, template_remarks
+from sdpo_jax.training.opening import check_turn_end, load_tokenizer, make_sampler, model_mesh, template_remarks
 from sdpo_jax.types import Tree
 
 ROUND = 512  # Messages that are drawn before what was kept is written.

@@ -34,8 +34,8 @@ from sdpo_jax.rollout import sizes
 from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.teacher.signal import self_teacher
 from sdpo_jax.training import batching, cartridges, teacher_model
+from sdpo_jax.training.opening import model_mesh
 from sdpo_jax.training.run_programs import abstract_parameters, abstract_teacher, run_programs
-from sdpo_jax.training.session import model_mesh
 from sdpo_jax.training.specs import teacher_spec
 from sdpo_jax.types import TrainState
 

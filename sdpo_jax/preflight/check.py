@@ -35,8 +35,8 @@ from sdpo_jax.training import endpoint_teacher, feedback_writing, teacher_model
 from sdpo_jax.training.directory import fingerprint, remains
 from sdpo_jax.training.directory.published import newest
 from sdpo_jax.training.directory.workdir import check_workdir
+from sdpo_jax.training.opening import check_turn_end, load_tokenizer, model_mesh, template_remarks
 from sdpo_jax.training.run_programs import abstract_parameters
-from sdpo_jax.training.session import check_turn_end, load_tokenizer, model_mesh, template_remarks
 from sdpo_jax.training.specs import objective_spec, teacher_spec
 from sdpo_jax.types import Example, Outcome
 

@@ -30,7 +30,7 @@ from sdpo_jax.serving.engine import EngineSettings, check_divides, memory_for
 from sdpo_jax.serving.engine_programs import engine_programs
 from sdpo_jax.serving.settings import as_run, engine_settings
 from sdpo_jax.tables import markdown
-from sdpo_jax.training.session import model_mesh
+from sdpo_jax.training.opening import model_mesh
 
 # Bytes per second between host and devices; an assumption, of no compiler and no data sheet.
 HOST_LINK = 8e9

@@ -43,7 +43,7 @@ from sdpo_jax.serving.turns import Turns
 from sdpo_jax.serving.worker import Worker
 from sdpo_jax.teacher.endpoint import Endpoint
 from sdpo_jax.training import teacher_model
-from sdpo_jax.training.session import check_turn_end, load_tokenizer, model_mesh, stop_token_ids
+from sdpo_jax.training.opening import check_turn_end, load_tokenizer, model_mesh, stop_token_ids
 
 _logger = logging.getLogger('sdpo_jax.serving')
 TEND_SECONDS = 600.0  # Between two looks for what the retention settings let go.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -21,10 +20,8 @@ from sdpo_jax.rollout.weights import base_preparation
 from sdpo_jax.teacher.documents import Texts, prefix_of
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training.run_programs import abstract_table
+from sdpo_jax.training.session import Session
 from sdpo_jax.types import Tree
-
-if TYPE_CHECKING:  # A session is made with this module.
-  from sdpo_jax.training.session import Session
 
 
 def with_slots(config: Config, policy: DecoderPolicy, model: Tree, texts: Texts) -> Tree:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -20,11 +19,9 @@ from sdpo_jax.evaluation.completions import samples_by_source
 from sdpo_jax.objective.loss import ObjectiveConfig, objective
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training import batching
+from sdpo_jax.training.session import Session
 from sdpo_jax.training.update import layout
 from sdpo_jax.types import Example, Rollouts, TeacherSignal, TokenRows, Tree
-
-if TYPE_CHECKING:  # A session is made with what this module needs.
-  from sdpo_jax.training.session import Session
 
 # Metrics of an evaluation: the divergence on what the student draws, and on what the teacher draws.
 ON_STUDENT, ON_TEACHER = 'kl_on_student', 'kl_on_teacher'

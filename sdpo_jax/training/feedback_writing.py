@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 import contextlib
 import dataclasses
 import logging
-from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -20,11 +19,9 @@ from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.teacher.feedback import Asked, UnwrittenError, ask, feedback_prompt_len, read, rows_to_write
 from sdpo_jax.teacher.feedback_endpoint import SECTION, FeedbackEndpoint
 from sdpo_jax.training.graded import GradedRollouts
+from sdpo_jax.training.session import Session
 from sdpo_jax.training.specs import objective_spec
 from sdpo_jax.types import Outcome, TrainState
-
-if TYPE_CHECKING:
-  from sdpo_jax.training.session import Session
 
 NOISE = 0x5EEDBAC  # Parts the writer's noise from that of the completions, which have the same numbers.
 

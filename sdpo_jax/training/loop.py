@@ -63,11 +63,12 @@ from sdpo_jax.training.directory.workdir import check_workdir, write_settings
 from sdpo_jax.training.gathering import GATHERED, Gathering, Lesson
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.training.metrics import MetricsWriter
+from sdpo_jax.training.opening import check_adapter, load_tokenizer, make_session
 from sdpo_jax.training.preemption import Preemption
 from sdpo_jax.training.progress import Progress
 from sdpo_jax.training.resuming import UNFINISHED, written_before
 from sdpo_jax.training.saving import Saving
-from sdpo_jax.training.session import Session, check_adapter, load_tokenizer, make_session
+from sdpo_jax.training.session import Session
 from sdpo_jax.training.specs import objective_spec, update_spec
 from sdpo_jax.training.step import (
   Timer,

@@ -32,7 +32,7 @@ from sdpo_jax.training.specs import teacher_spec
 from sdpo_jax.training.update import MicroResult
 from sdpo_jax.types import Example, TeacherSignal, TokenRows, TrainState, Tree
 
-if TYPE_CHECKING:  # A session knows how to load models; a step need not.
+if TYPE_CHECKING:  # A session knows endpoints and samplers; a step need not.
   from sdpo_jax.training.session import Session
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
 
 import flax.struct
 import jax
@@ -23,12 +22,10 @@ from sdpo_jax.objective import log_probs
 from sdpo_jax.objective.sharded import Layout
 from sdpo_jax.teacher.signal import Teacher, teacher_signal
 from sdpo_jax.training import batching
+from sdpo_jax.training.session import Session
 from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import UpdateSpec, layout
 from sdpo_jax.types import Batch, TeacherSignal, TrainState, Tree
-
-if TYPE_CHECKING:  # A session is made with what this module needs.
-  from sdpo_jax.training.session import Session
 
 
 @flax.struct.dataclass

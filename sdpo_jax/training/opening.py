@@ -1,0 +1,211 @@
+"""Opening a session: what a run, an evaluation and an export load, check and compile alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+import functools
+import logging
+from typing import Any
+
+from etils import epath
+import jax
+
+from models import chat_template, flops, huggingface, identity
+from models import parameters as parameter_tables
+from models import tokenizer as tokenizers
+from models.policy import Policy
+from sdpo_jax.config import Config
+from sdpo_jax.data.prompts import ChatFormat
+from sdpo_jax.distributed.mesh import check_divides, make_mesh
+from sdpo_jax.errors import UserError
+from sdpo_jax.rollout.buckets import Buckets
+from sdpo_jax.rollout.engine import Sampler
+from sdpo_jax.teacher.documents import Texts, read_texts
+from sdpo_jax.teacher.signal import Teacher, check_base, self_teacher
+from sdpo_jax.training import cartridges, feedback_writing, teacher_model
+from sdpo_jax.training.optimizer import check_excluded
+from sdpo_jax.training.session import Session
+from sdpo_jax.training.specs import objective_spec, teacher_spec, update_spec
+from sdpo_jax.training.update import abstract_state, make_update
+from sdpo_jax.types import Tree
+
+_logger = logging.getLogger('sdpo_jax.session')
+
+
+def load_tokenizer(config: Config) -> Any:
+  """Return the model directory's tokenizer; no weights are read.
+
+  Raises:
+    UserError: no such directory, an architecture that is not supported, no chat template, or token ids that the model
+      has no embedding for, of the tokenizer or among `rollout.stop_token_ids`.
+  """
+  policy = huggingface.read_policy(config.model.path, config.model)
+  if unknown := [token for token in config.rollout.stop_token_ids if not 0 <= token < policy.vocab_size]:
+    raise UserError(
+      f'rollout.stop_token_ids holds {unknown}: the token ids of {config.model.path} go from 0 to '
+      f'{policy.vocab_size - 1}.'
+    )
+  return tokenizers.load(config.model.path, policy.vocab_size, config.model.chat_template)
+
+
+def stop_token_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
+  """Return the token ids that end a completion: the model's own and those of the settings, in order."""
+  return tuple(sorted({*config.rollout.stop_token_ids, *tokenizers.stop_token_ids(config.model.path, tokenizer)}))
+
+
+def check_turn_end(config: Config, tokenizer: Any) -> None:
+  """Raise UserError if the token with which the chat template ends an answer does not end a completion.
+
+  A model that writes it would go on after its answer, and every completion would end at its limit.
+  """
+  end = chat_template.turn_end(tokenizer, ChatFormat.of(config).variables)
+  if end is None or any(stop in end for stop in config.rollout.stop):
+    return
+  token, stops = tokenizer.convert_tokens_to_ids(end), stop_token_ids(config, tokenizer)
+  if token not in stops:
+    raise UserError(
+      f'The chat template ends an answer with {end!r} (token id {token}), and completions of {config.model.path} end '
+      f'with {", ".join(map(str, stops))} only, so that they would go on after it: add {token} to '
+      'rollout.stop_token_ids, or to eos_token_id in generation_config.json.'
+    )
+
+
+def template_remarks(config: Config, tokenizer: Any) -> list[str]:
+  """Return a sentence about everything in which chat template and settings do not go together, but may be meant to."""
+  variables, remarks = ChatFormat.of(config).variables, []
+  if unread := [f'data.apply_chat_template_kwargs.{name}' for name in chat_template.unread(tokenizer, variables)]:
+    remarks.append(f'The chat template does not read {" and ".join(unread)}, which changes nothing.')
+  if chat_template.is_dated(tokenizer, variables):
+    remarks.append(
+      'The chat template writes the current date, so that prompts differ from day to day, also those of a run that is '
+      'resumed: fix it by a variable of the template in data.apply_chat_template_kwargs (date_string for Llama), or '
+      'name a template without it in model.chat_template.'
+    )
+  return remarks
+
+
+def model_mesh(config: Config, policy: Policy, devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+  """Return the mesh over `devices` (None: all of this run) for a model.
+
+  Raises:
+    UserError: the settings do not fit the devices, or the model's axes do not split over them.
+  """
+  described = [(parameter.name, parameter.axes, parameter.shape) for parameter in policy.parameter_table()]
+  mesh = make_mesh(config.mesh, devices, described)
+  check_divides(mesh, described)
+  return mesh
+
+
+def check_adapter(config: Config) -> None:
+  """Compare the model with the one to which the adapter to start from belongs, if there is one; log what may be meant.
+
+  A run that has begun is not compared with that adapter but with what it was trained beside: see `fingerprint`.
+
+  Raises:
+    UserError: the adapter belongs to another model, and `trainer.accept_changes` does not have `model`.
+  """
+  if config.model.lora.path and 'model' not in config.trainer.accept_changes:
+    for remark in identity.compare_base(config.model.lora.path, config.model.path):
+      _logger.warning('%s', remark)
+
+
+def make_session(
+  config: Config,
+  workdir: epath.PathLike,
+  tokenizer: Any = None,
+  teacher: Teacher | None = None,
+  texts: Texts | None = None,
+  teaches: bool = False,
+) -> tuple[Session, Tree]:
+  """Load the model, and the tokenizer unless given.
+
+  Args:
+    config: settings.
+    workdir: of the run.
+    tokenizer: with a chat template; None: the model directory's.
+    teacher: who reads the teacher's prompts, with its base on the run's mesh; None: the model itself, with the document
+      of `texts` before them where there is one.
+    texts: of a cartridge, if there is one; None: those that it needs are read.
+    teaches: whether they include the document, for a teacher, and whether another model is loaded that the settings
+      name as the teacher.
+
+  Returns:
+    The session, and the trainable parameters as the model directory has them.
+
+  Raises:
+    UserError: a model directory that cannot be read, a mesh that does not fit, or settings that the model rules out.
+  """
+  tokenizer = tokenizer or load_tokenizer(config)
+  spec = objective_spec(config)
+  described = huggingface.read_policy(config.model.path, config.model)
+  trained = parameter_tables.trainable(described.parameter_table())
+  check_excluded(config.optimizer.weight_decay_exclude, [parameter.name for parameter in trained])
+  mesh = model_mesh(config, described)
+  policy, parameters = huggingface.load(config.model.path, config.model, mesh=mesh, seed=config.seed)
+  if config.model.cartridge.used:
+    texts = texts or read_texts(config, tokenizer, teaches=teaches and spec.needs_teacher)
+    if texts.document is not None and teacher is None:
+      teacher = cartridges.document_teacher(config, policy, parameters, texts.document)
+    parameters = cartridges.with_slots(config, policy, parameters, texts)
+  base, trainable = parameter_tables.split(policy.parameter_table(), parameters)
+  state = abstract_state(update_spec(config), trainable, mesh, policy.parameter_table())
+  if teacher is None and teaches and teacher_model.is_used(config):
+    teacher = teacher_model.load(config, mesh)
+  if spec.reads_teacher and teacher is None and not teacher_model.is_used(config):
+    check_base(teacher_spec(config), base)
+  reader = teacher or self_teacher(policy, teacher_spec(config))
+  sampler = functools.partial(
+    make_sampler, tokenizer=tokenizer, mesh=mesh, least=config.data.train_batch_size * config.rollout.n
+  )
+  # Where nothing is trained, as for an export, nobody reads the document.
+  writes = config.rollout.sampled_by == 'teacher' or config.trainer.test_divergence
+  session = Session(
+    config=config,
+    workdir=epath.Path(workdir),
+    tokenizer=tokenizer,
+    policy=policy,
+    base=base,
+    mesh=mesh,
+    sampler=sampler(config, policy=policy),
+    spec=spec,
+    teacher=reader if spec.reads_teacher else None,
+    update=make_update(policy, update_spec(config), jax.tree.map(lambda leaf: leaf.sharding, state), reader),
+    flops_per_token=flops.forward_flops_per_token(policy.parameter_table()),
+    update_flops_per_token=flops.update_flops_per_token(policy.parameter_table()),
+    teacher_flops_per_token=flops.forward_flops_per_token(reader.policy.parameter_table()),
+    teachers_sampler=sampler(config, policy=reader.policy) if teacher is not None and writes else None,
+  )
+  if feedback_writing.writes_itself(config):
+    session.feedback_sampler = sampler(feedback_writing.sampler_settings(config), policy=policy)
+    session.feedback_sampler.share_base(session.sampler)
+  return session, trainable
+
+
+def make_sampler(
+  config: Config,
+  policy: Policy,
+  tokenizer: Any,
+  mesh: jax.sharding.Mesh,
+  *,
+  resized: bool = True,
+  least: int | None = None,
+  reprompts: bool = False,
+) -> Sampler:
+  """Return the sampler that the settings describe; of the teacher's prompts, too, if `reprompts`; others as in
+  `Sampler`.
+  """
+  declared = Buckets.of(config)
+  return Sampler(
+    policy,
+    tokenizer,
+    prompt_buckets=(*declared.prompt, *declared.reprompt) if reprompts else declared.prompt,
+    response_buckets=declared.response,
+    max_batch_rows=config.rollout.max_batch_rows,
+    decode_chunk=config.rollout.decode_chunk,
+    quantized=config.rollout.cache_dtype == 'int8',
+    stop=config.rollout.stop,
+    stop_token_ids=stop_token_ids(config, tokenizer),
+    mesh=mesh,
+    resized=resized,
+    least=least,
+  )
