@@ -25,7 +25,6 @@ from sdpo_jax.config.schema import ActorConfig as ActorConfig
 from sdpo_jax.config.schema import AlarmsConfig as AlarmsConfig
 from sdpo_jax.config.schema import AlgorithmConfig as AlgorithmConfig
 from sdpo_jax.config.schema import CartridgeConfig as CartridgeConfig
-from sdpo_jax.config.schema import Config as Config
 from sdpo_jax.config.schema import DataConfig as DataConfig
 from sdpo_jax.config.schema import EnvironmentsConfig as EnvironmentsConfig
 from sdpo_jax.config.schema import HttpGraderConfig as HttpGraderConfig
@@ -49,3 +48,4 @@ from sdpo_jax.config.service import HttpConfig as HttpConfig
 from sdpo_jax.config.service import LearningConfig as LearningConfig
 from sdpo_jax.config.service import LimitsConfig as LimitsConfig
 from sdpo_jax.config.service import StoreConfig as StoreConfig
+from sdpo_jax.config.settings import Config as Config

@@ -12,18 +12,15 @@ import fractions
 import itertools
 import math
 import re
-from typing import TYPE_CHECKING
 
-from sdpo_jax.config import rewards
 from sdpo_jax.config.addresses import check_address
 from sdpo_jax.config.fields import MALFORMED_PATTERN, check_types, is_number
 from sdpo_jax.config.optimizers import READS
 from sdpo_jax.config.ranges import check_ranges
+import sdpo_jax.config.rewards as rewards
+import sdpo_jax.config.schema as schema
 from sdpo_jax.errors import UserError
 from sdpo_jax.objective_settings import check_divergence
-
-if TYPE_CHECKING:  # `Config.validate` calls this module.
-  from sdpo_jax.config import schema
 
 TEMPLATE_FIELDS = {
   'reprompt_template': ('prompt', 'solution', 'feedback'),
@@ -56,7 +53,7 @@ LONGEST_ROUND = 10**6  # Turns, in which every source of train_files has exactly
 _DISTILLATION = 'actor.self_distillation'
 
 
-def check(config: schema.Config, *, trains: bool = True) -> None:
+def check(config: schema.Sections, *, trains: bool = True) -> None:
   """Raise UserError for the first setting that is out of range or contradicts another.
 
   Args:
@@ -127,7 +124,7 @@ def _check_lora(lora: schema.LoraConfig) -> None:
       _require(number and bool(pattern), f'model.lora.{setting}: {pattern!r}: {value!r} must be {what}.')
 
 
-def _check_cartridge(config: schema.Config) -> None:
+def _check_cartridge(config: schema.Sections) -> None:
   cartridge, sd = config.model.cartridge, config.actor.self_distillation
   default, tokens = type(cartridge)(), cartridge.tokens
   for field in dataclasses.fields(cartridge):
@@ -184,7 +181,7 @@ def _check_cartridge(config: schema.Config) -> None:
   )
 
 
-def _check_writer(config: schema.Config) -> None:
+def _check_writer(config: schema.Sections) -> None:
   """Raise UserError if the teacher writes the completions, and something supposes that the student did."""
   if config.rollout.sampled_by != 'teacher':
     return
@@ -227,7 +224,7 @@ def _check_writer(config: schema.Config) -> None:
   )
 
 
-def _check_measured_divergence(config: schema.Config) -> None:
+def _check_measured_divergence(config: schema.Sections) -> None:
   sd, asked = config.actor.self_distillation, 'trainer.test_divergence=true'
   if not config.trainer.test_divergence:
     return
@@ -243,7 +240,7 @@ def _check_measured_divergence(config: schema.Config) -> None:
   )
 
 
-def _check_data(config: schema.Config, trains: bool) -> None:
+def _check_data(config: schema.Sections, trains: bool) -> None:
   data = config.data
   _require(bool(data.train_files) or not trains, 'data.train_files is empty: name at least one file or generator.')
   _check_source_weights(data)
@@ -307,7 +304,7 @@ def _check_divergence(sd: schema.SelfDistillationConfig) -> None:
     raise UserError(str(error)) from error
 
 
-def _check_teacher(config: schema.Config) -> None:
+def _check_teacher(config: schema.Sections) -> None:
   sd = config.actor.self_distillation
   _require(
     sd.teacher_regularization != 'lora_ema' or config.model.lora.used,
@@ -333,7 +330,7 @@ def _check_teacher(config: schema.Config) -> None:
   )
 
 
-def _check_other_teacher(config: schema.Config) -> None:
+def _check_other_teacher(config: schema.Sections) -> None:
   sd = config.actor.self_distillation
   if sd.distillation_topk_of == 'teacher':
     named = f"{_DISTILLATION}.distillation_topk_of='teacher'"
@@ -373,7 +370,7 @@ def _check_other_teacher(config: schema.Config) -> None:
   )
 
 
-def _check_endpoint(config: schema.Config) -> None:
+def _check_endpoint(config: schema.Sections) -> None:
   """Raise UserError if a teacher at an endpoint cannot be asked, or something else needs one on the devices."""
   sd, endpoint = config.actor.self_distillation, config.actor.self_distillation.teacher_endpoint
   section = f'{_DISTILLATION}.teacher_endpoint'
@@ -414,7 +411,7 @@ def _check_endpoint(config: schema.Config) -> None:
   )
 
 
-def _check_algorithm(config: schema.Config) -> None:
+def _check_algorithm(config: schema.Sections) -> None:
   algorithm, loss, sd = config.algorithm, config.actor.policy_loss, config.actor.self_distillation
   if algorithm.mode != 'hybrid':
     why = f" on algorithm.mode={algorithm.mode!r}: set that to 'hybrid'"
@@ -452,7 +449,7 @@ def _check_algorithm(config: schema.Config) -> None:
     )
 
 
-def _check_written_feedback(config: schema.Config) -> None:
+def _check_written_feedback(config: schema.Sections) -> None:
   sd = config.actor.self_distillation
   endpoint, section = sd.feedback_endpoint, f'{_DISTILLATION}.feedback_endpoint'
   asked = f'{_DISTILLATION}.feedback_model={sd.feedback_model!r}'
@@ -480,7 +477,7 @@ def _check_written_feedback(config: schema.Config) -> None:
     _require(bool(endpoint.model.strip()), f'{section}.model is empty: set it to the name of the writing model there.')
 
 
-def _check_gathering(config: schema.Config) -> None:
+def _check_gathering(config: schema.Sections) -> None:
   algorithm, least = config.algorithm, config.algorithm.min_sdpo_examples
   if not least:
     return
@@ -513,7 +510,7 @@ def _check_reprompting(sd: schema.SelfDistillationConfig) -> None:
     _check_template(f'{_DISTILLATION}.{key}', getattr(sd, key), fields)
 
 
-def _check_batches(config: schema.Config) -> None:
+def _check_batches(config: schema.Sections) -> None:
   actor, data, sequences = config.actor, config.data, _sequences(config)
   _require(
     data.train_batch_size % actor.ppo_mini_batch_size == 0,
@@ -576,7 +573,7 @@ def _same(value: object, other: object) -> bool:
   return value == other or (isinstance(value, listed) and isinstance(other, listed) and list(value) == list(other))
 
 
-def _check_trainer(config: schema.Config, trains: bool) -> None:
+def _check_trainer(config: schema.Sections, trains: bool) -> None:
   trainer, sequences = config.trainer, _sequences(config)
   unknown = [entry for entry in trainer.accept_changes if entry not in CHANGES]
   _require(not unknown, f'trainer.accept_changes: {unknown} cannot be accepted: name any of {", ".join(CHANGES)}.')
@@ -612,7 +609,7 @@ def _check_environments(environments: schema.EnvironmentsConfig) -> None:
   _check_template('environments.judge.template', environments.judge.template, JUDGE_FIELDS, reader='judge')
 
 
-def _check_alarms(config: schema.Config) -> None:
+def _check_alarms(config: schema.Sections) -> None:
   alarms, trainer = config.alarms, config.trainer
   _require(
     all(word.strip() for word in alarms.epistemic_words), 'alarms.epistemic_words holds an empty word: remove it.'
@@ -688,7 +685,7 @@ def _check_template(name: str, template: str, fields: tuple[str, ...], reader: s
   _require(f'{{{fields[0]}}}' in template, f'{name} does not hold {{{fields[0]}}}: the {reader} would never see it.')
 
 
-def _sequences(config: schema.Config) -> int:
+def _sequences(config: schema.Sections) -> int:
   """Sequences of an optimizer step."""
   return config.actor.ppo_mini_batch_size * config.rollout.n
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any, Literal
 
-from sdpo_jax.config import checks
 from sdpo_jax.config.fields import setting
 from sdpo_jax.config.service import GuardsConfig, HttpConfig, LearningConfig, LimitsConfig, StoreConfig
 from sdpo_jax.objective_settings import AGGREGATIONS, TOPK_METHODS
@@ -792,7 +790,9 @@ class PlanConfig:
 
 
 @dataclasses.dataclass
-class Config:
+class Sections:
+  """Every setting; `settings.Config` is these with what is done with them."""
+
   name: str = setting('run', 'Name of the experiment; the default workdir is runs/<name>.')
   seed: int = setting(0, 'Seed of everything random.')
   model: ModelConfig = setting(ModelConfig, 'The policy.')
@@ -808,19 +808,3 @@ class Config:
   mesh: MeshConfig = setting(MeshConfig, 'The devices.')
   serve: ServeConfig = setting(ServeConfig, 'The service of many adapters.')
   plan: PlanConfig = setting(PlanConfig, 'What launch.plan assumes about a run.')
-
-  def validate(self, *, trains: bool = True) -> Config:
-    """Return these settings after checking them.
-
-    Args:
-      trains: whether they are those of a run, which needs data.
-
-    Raises:
-      UserError: naming the first setting that is out of range or contradicts another, and the way out.
-    """
-    checks.check(self, trains=trains)
-    return self
-
-  def to_json(self) -> str:
-    """Return the settings as indented JSON."""
-    return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True)
