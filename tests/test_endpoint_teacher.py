@@ -14,12 +14,11 @@ from sdpo_jax.config import Config, ModelConfig, TeacherEndpointConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.environments import json_server
 from sdpo_jax.errors import UserError
-from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.teacher.endpoint import Endpoint
 from sdpo_jax.training import endpoint_teacher
 from sdpo_jax.training.loop import train
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs
-from sdpo_jax.training.specs import objective_spec
+from sdpo_jax.training.specs import declared_buckets, objective_spec
 from tests import tiny
 from tests.local_server import Answer, Server
 from tests.scoring_server import Scorer, log_probs
@@ -117,7 +116,7 @@ def test_the_programs_of_a_run_read_the_signal_and_no_teacher():
   mesh = meshes.make_mesh(config.mesh)
   found = run_programs(config, policy, *abstract_parameters(policy, mesh), mesh, held_out=0)
   updates = [program for program in found.values() if program.kind == 'update']
-  assert len(updates) == len(Buckets.of(config).prompt) * len(Buckets.of(config).response)
+  assert len(updates) == len(declared_buckets(config).prompt) * len(declared_buckets(config).response)
   for program in updates:
     batch = program.arguments[3]
     assert batch.teacher is None and batch.signal.token_ids.shape == (*batch.targets.shape, 20)

@@ -23,14 +23,13 @@ from sdpo_jax.distributed import accelerators
 from sdpo_jax.distributed.stopping import NEVER
 from sdpo_jax.environments.outcomes import graded_of
 from sdpo_jax.errors import UserError
-from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.teacher import feedback
 from sdpo_jax.teacher.context import build_teacher_context, same_context
 from sdpo_jax.training import ahead, batching, feedback_writing, gathering, loop, records, saving, skipped
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.training.opening import load_tokenizer
 from sdpo_jax.training.session import Session
-from sdpo_jax.training.specs import objective_spec
+from sdpo_jax.training.specs import declared_buckets, objective_spec
 from sdpo_jax.training.step import build_teacher_prompts
 from sdpo_jax.types import Example, Outcome, Rollouts
 from tests import tiers, tiny
@@ -645,7 +644,7 @@ def test_the_schedule_of_a_benchmark(weights):
     assert objective_spec(config).needs_advantages == (mode == 'hybrid')
     assert len(batching.mini_batches(config)) == 1 and len(batching.mini_batches(config)[0]) == 64
     written = feedback_writing.sampler_settings(config)
-    assert Buckets.of(written).prompt == (1024, 4096) and Buckets.of(written).response == (512,)
+    assert declared_buckets(written).prompt == (1024, 4096) and declared_buckets(written).response == (512,)
   assert len(names) == 12
   endpoint = livecodebench_schedule.get_config(feedback='endpoint', weights=weights)
   endpoint.actor.self_distillation.feedback_endpoint.url = 'http://localhost:8000/v1'

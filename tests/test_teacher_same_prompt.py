@@ -12,10 +12,9 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.environments.outcomes import check_graded, missing_of
 from sdpo_jax.errors import UserError
 from sdpo_jax.evaluation import evaluate
-from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.training import batching, step
 from sdpo_jax.training.graded import GradedRollouts
-from sdpo_jax.training.specs import objective_spec
+from sdpo_jax.training.specs import declared_buckets, objective_spec
 from sdpo_jax.types import Example, Outcome
 from tests.test_batching import make_config, make_samples
 from tests.test_evaluation import WORDS, rollouts
@@ -60,7 +59,7 @@ def test_the_teacher_reads_what_the_student_reads_and_teaches_everything():
 def test_its_prompts_have_the_lengths_of_the_students():
   made = config()
   made.data.prompt_buckets, made.data.max_prompt_length, made.data.reprompt_buckets = (8, 16), 32, (4, 999)
-  assert Buckets.of(made).prompts == ((8, 8), (16, 16), (32, 32))
+  assert declared_buckets(made).prompts == ((8, 8), (16, 16), (32, 32))
 
 
 def test_a_student_that_would_teach_itself_is_refused():

@@ -31,12 +31,11 @@ from sdpo_jax.files import jsonable
 from sdpo_jax.planner import answers, hlo, kernels, lengths, traffic, workload
 from sdpo_jax.planner.topology import Chip, Topology
 from sdpo_jax.rollout import sizes
-from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.teacher.signal import self_teacher
 from sdpo_jax.training import batching, cartridges, teacher_model
 from sdpo_jax.training.opening import model_mesh
 from sdpo_jax.training.run_programs import abstract_parameters, abstract_teacher, run_programs
-from sdpo_jax.training.specs import teacher_spec
+from sdpo_jax.training.specs import declared_buckets, teacher_spec
 from sdpo_jax.types import TrainState
 
 GIB = 2**30
@@ -85,7 +84,7 @@ class Assumptions:
     Raises:
       UserError: a length that the settings, or another one, rule out, or metrics that say nothing.
     """
-    data, given, reprompt = config.data, config.plan, Buckets.of(config).reprompt[-1]
+    data, given, reprompt = config.data, config.plan, declared_buckets(config).reprompt[-1]
     measured = {} if run is None else lengths.of_run(run)
 
     def known(name: str, otherwise: float) -> float:
@@ -782,7 +781,7 @@ def _rows(config: Config, mesh: jax.sharding.Mesh, samples: int) -> int:
 
 def _prefills(config: Config, mesh: jax.sharding.Mesh, questions: int, n: int) -> int:
   """Call of the prefill that `questions` with `n` completions each take."""
-  together = sizes.prompts_together(Buckets.of(config).prompt[-1], _rows(config, mesh, questions * n))
+  together = sizes.prompts_together(declared_buckets(config).prompt[-1], _rows(config, mesh, questions * n))
   return math.ceil(questions / (mesh.shape[meshes.FSDP] * together))
 
 

@@ -13,9 +13,8 @@ from models.policy import Policy
 from sdpo_jax.config import Config
 from sdpo_jax.planner.lengths import PROMPT_SPREAD, quantiles
 from sdpo_jax.programs import Program
-from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.training import batching
-from sdpo_jax.training.specs import objective_spec
+from sdpo_jax.training.specs import declared_buckets, objective_spec
 from sdpo_jax.types import Batch, Rollouts, TokenRows
 
 Shape = tuple[int, ...]  # Rows, then tokens of a row of every side, then targets.
@@ -66,7 +65,7 @@ def draw(
   prompt = quantiles(mean_prompt, data.max_prompt_length, count // n, PROMPT_SPREAD)
   prompt = np.repeat(shuffle(prompt), n)
   completion = shuffle(quantiles(mean_completion, longest_completion, count, completion_spread))
-  reprompt = shuffle(quantiles(mean_reprompt, Buckets.of(config).reprompt[-1], count, PROMPT_SPREAD))
+  reprompt = shuffle(quantiles(mean_reprompt, declared_buckets(config).reprompt[-1], count, PROMPT_SPREAD))
   return Samples(
     prompt=prompt,
     completion=completion,

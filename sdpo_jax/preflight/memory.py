@@ -15,12 +15,11 @@ from models.policy import Policy
 from sdpo_jax.config import Config
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.distributed.mesh import FSDP, RULES, TENSOR, parameter_sharding
-from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.rollout.functions import cache_shardings, sampler_functions
 from sdpo_jax.rollout.sizes import shard_rows
 from sdpo_jax.training import batching, cartridges, feedback_writing, initial_policy, teacher_model
 from sdpo_jax.training.run_programs import abstract_parameters, abstract_teacher
-from sdpo_jax.training.specs import objective_spec, update_spec
+from sdpo_jax.training.specs import declared_buckets, objective_spec, update_spec
 from sdpo_jax.training.update import abstract_state
 from sdpo_jax.types import Tree
 
@@ -135,7 +134,7 @@ def _copied(mesh: jax.sharding.Mesh, item: int, table: parameter_tables.Table) -
 
 def _cache(config: Config, policy: Policy, mesh: jax.sharding.Mesh) -> float:
   """Return the bytes of keys and values of all rows that are decoded at once."""
-  declared = Buckets.of(config)
+  declared = declared_buckets(config)
   samples = config.data.train_batch_size * config.rollout.n
   groups = mesh.shape[FSDP]
   rows = groups * shard_rows(samples, config.rollout.max_batch_rows, groups)
@@ -152,7 +151,7 @@ def _cache(config: Config, policy: Policy, mesh: jax.sharding.Mesh) -> float:
 def _activations(config: Config, policy: Policy, mesh: jax.sharding.Mesh, item: int) -> float:
   """Return about how many bytes the forward pass of the student keeps for the backward pass, by `model.remat`."""
   sizes = policy.config
-  declared = Buckets.of(config)
+  declared = declared_buckets(config)
   tokens = declared.prompt[-1] + declared.response[-1]
   rows = batching.micro_batch_rows(config, mesh.size) // mesh.size
   heads = (sizes.heads + 2 * sizes.kv_heads) * sizes.head_dim

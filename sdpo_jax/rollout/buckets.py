@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import math
 
-from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 
 SMALLEST = 16  # Tokens; of lengths that have no limit.
@@ -64,19 +63,6 @@ class Buckets:
   # Short prompts go with short teacher prompts and long with long, since neither are declared or the teacher reads the
   # same; else any with any.
   paired: bool = False
-
-  @classmethod
-  def of(cls, config: Config) -> Buckets:
-    """Return those declared in the settings, or a few parts of the limits."""
-    data, sd = config.data, config.actor.self_distillation
-    prompt = bucket_lengths(data.prompt_buckets, data.max_prompt_length)
-    own = sd.teacher_context == 'prompt'
-    return cls(
-      prompt=prompt,
-      response=bucket_lengths(data.response_buckets, data.max_response_length, RESPONSES),
-      reprompt=prompt if own else bucket_lengths(data.reprompt_buckets, sd.max_reprompt_len),
-      paired=own or (not data.prompt_buckets and not data.reprompt_buckets),
-    )
 
   @property
   def prompts(self) -> tuple[tuple[int, int], ...]:

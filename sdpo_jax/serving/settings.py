@@ -6,13 +6,13 @@ import copy
 import dataclasses
 
 from sdpo_jax.config import Config
-from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.serving.engine import EngineSettings
+from sdpo_jax.training.specs import declared_buckets
 
 
 def engine_settings(config: Config) -> EngineSettings:
   """Return the sizes that `serve` says; lengths that it does not declare are those of training."""
-  serve, trained = config.serve, Buckets.of(config)
+  serve, trained = config.serve, declared_buckets(config)
 
   def lengths(declared: tuple[int, ...], otherwise: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(set(declared or otherwise)))

@@ -15,9 +15,9 @@ from models.policy import Policy
 from sdpo_jax.config import Config
 from sdpo_jax.objective.aggregation import loss_coefficients
 from sdpo_jax.objective.spec import COEFFICIENTS
-from sdpo_jax.rollout.buckets import Buckets, bucket
+from sdpo_jax.rollout.buckets import bucket
 from sdpo_jax.training import packing
-from sdpo_jax.training.specs import objective_spec
+from sdpo_jax.training.specs import declared_buckets, objective_spec
 from sdpo_jax.types import Batch, Rollouts, TeacherSignal, TokenRows
 
 
@@ -355,7 +355,7 @@ def _packed(
 
 def _declared(batch: GenerationBatch, config: Config) -> list[tuple[int, int, int]]:
   """Return the declared lengths (prompt, teacher prompt, completion) of packed rows, the cheapest first."""
-  declared = Buckets.of(config)
+  declared = declared_buckets(config)
   prompts = declared.prompts if batch.teacher_prompts is not None else tuple((length, 0) for length in declared.prompt)
   return sorted(((*pair, width) for pair, width in itertools.product(prompts, declared.response)), key=_cost)
 
@@ -423,7 +423,7 @@ def _teacher_parts(batch: GenerationBatch, samples: Sequence[int], lengths: np.n
 
 def _check_prompts(config: Config, batch: GenerationBatch) -> None:
   """Raise UserError where a prompt of packed rows is longer than the largest declared length."""
-  declared = Buckets.of(config)
+  declared = declared_buckets(config)
   for prompts, limit, name in (
     (batch.prompts, declared.prompt[-1], 'data.prompt_buckets'),
     (batch.teacher_prompts or (), declared.reprompt[-1], 'data.reprompt_buckets'),
@@ -450,7 +450,7 @@ def _lengths(
   if config.actor.pack_sequences:
     needed, reads = (max(map(sum, side), default=0) for side in (student, teacher))
     return _holding(_declared(batch, config), needed, reads, targets)
-  declared = Buckets.of(config)
+  declared = declared_buckets(config)
 
   width = bucket(targets, declared.response, 'data.response_buckets')
   asked, reads = (max((prompt for prompt, _ in side), default=0) for side in (student, teacher))

@@ -18,11 +18,10 @@ from sdpo_jax.distributed.collectives import gathered
 from sdpo_jax.distributed.stopping import NEVER, Stop, StoppedError
 from sdpo_jax.errors import UserError
 from sdpo_jax.objective.spec import ObjectiveSpec
-from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.teacher.context import TeacherContext
 from sdpo_jax.teacher.endpoint import Asked, Endpoint
 from sdpo_jax.training.graded import GradedRollouts, learned_from
-from sdpo_jax.training.specs import objective_spec
+from sdpo_jax.training.specs import declared_buckets, objective_spec
 from sdpo_jax.types import Rollouts, TeacherSignal
 
 NO_TOKEN = -1
@@ -51,7 +50,7 @@ def check(endpoint: Endpoint, config: Config, tokenizer: Tokenizer) -> None:
   Raises:
     UserError: it is not, or takes no text as long as the longest row.
   """
-  declared = Buckets.of(config)
+  declared = declared_buckets(config)
   prompt = declared.reprompt[-1] if objective_spec(config).reprompts else declared.prompt[-1]
   endpoint.check(config.model.path, tokenizer, prompt + config.data.max_response_length)
 

@@ -15,12 +15,11 @@ from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.distributed.collectives import gathered
 from sdpo_jax.distributed.stopping import Stop, StoppedError
 from sdpo_jax.errors import UserError
-from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.teacher.feedback import Asked, UnwrittenError, ask, feedback_prompt_len, read, rows_to_write
 from sdpo_jax.teacher.feedback_endpoint import SECTION, FeedbackEndpoint
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.training.session import Session
-from sdpo_jax.training.specs import objective_spec
+from sdpo_jax.training.specs import declared_buckets, objective_spec
 from sdpo_jax.types import Outcome, TrainState
 
 NOISE = 0x5EEDBAC  # Parts the writer's noise from that of the completions, which have the same numbers.
@@ -44,7 +43,7 @@ def sampler_settings(config: Config) -> Config:
   """
   sd, data = config.actor.self_distillation, config.data
   most, limit = sd.feedback_max_tokens, feedback_prompt_len(sd)
-  buckets = Buckets.of(config).reprompt if sd.feedback_max_prompt_len is None else ()
+  buckets = declared_buckets(config).reprompt if sd.feedback_max_prompt_len is None else ()
   return dataclasses.replace(
     config,
     data=dataclasses.replace(

@@ -32,13 +32,12 @@ from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.objective.spec import COEFFICIENTS, ObjectiveSpec
 from sdpo_jax.programs import EVALUATION, FEEDBACK, Program, Run
 from sdpo_jax.rollout import decode, functions, sizes
-from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.rollout.sampling import SamplingParams
 from sdpo_jax.teacher.signal import Teacher, check_base, self_teacher
 from sdpo_jax.training import batching, divergence, feedback_writing, initial_policy, teacher_model
 from sdpo_jax.training.checkpoint import digests
 from sdpo_jax.training.checkpoint.checkpoints import abstract
-from sdpo_jax.training.specs import objective_spec, teacher_spec, update_spec
+from sdpo_jax.training.specs import declared_buckets, objective_spec, teacher_spec, update_spec
 from sdpo_jax.training.top_tokens import top_tokens_program
 from sdpo_jax.training.update import abstract_state, make_update
 from sdpo_jax.types import Batch, TeacherSignal, TokenRows, Tree
@@ -135,7 +134,7 @@ def update_programs(run: Run) -> dict[str, Program]:
     'digest': Program('digest', digests.program(leaves), (leaves,), holds=('state',)),
   }
   batch_of = functools.partial(abstract_batch, rows, spec=spec, mesh=mesh)
-  trained = Buckets.of(config)
+  trained = declared_buckets(config)
   share = batching.shares_prompts(config, *run.teacher.readers(run.policy, teacher_spec(config)))
   for response in trained.response:
     for kind, (parameters, held) in scored.items():
@@ -282,7 +281,7 @@ def divergence_programs(run: Run) -> dict[str, Program]:
   if not config.trainer.test_divergence or not evaluated:
     return {}
   found = _of_sampler(run, *_teacher(run), [(evaluated, True)], 'teacher/')
-  declared, rows = Buckets.of(config), batching.micro_batch_rows(config, mesh.size)
+  declared, rows = declared_buckets(config), batching.micro_batch_rows(config, mesh.size)
   score = divergence.divergence_program(run.policy, run.teacher, config.actor.logits_chunk_size, mesh)
   for response in declared.response:
     for prompt in declared.prompt:
@@ -385,7 +384,7 @@ def _sampling(
 ) -> dict[str, Program]:
   """Return the sampler's programs for a request of `samples`, all but those that prepare the parameters."""
   config, mesh, shards = run.config, run.mesh, engine.shards
-  declared = Buckets.of(config)
+  declared = declared_buckets(config)
   response, chunk = declared.response[-1], config.rollout.decode_chunk
   # As the sampler of a session, which is made for at least the samples of a training step.
   least = max(samples, config.data.train_batch_size * config.rollout.n)

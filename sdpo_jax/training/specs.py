@@ -1,4 +1,4 @@
-"""What a run's settings ask of the objective and of the update, as the small values that these know."""
+"""What a run's settings ask of the objective, the update and the lengths of rows, as small values that these know."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from sdpo_jax.config import Config, OptimizerConfig
 from sdpo_jax.objective.loss import ObjectiveConfig
 from sdpo_jax.objective.spec import ObjectiveSpec
+from sdpo_jax.rollout.buckets import RESPONSES, Buckets, bucket_lengths
 from sdpo_jax.teacher.averaging import TeacherSpec
 from sdpo_jax.training.optimizer import OptimizerSpec
 from sdpo_jax.training.update import UpdateSpec
@@ -69,6 +70,19 @@ def optimizer_spec(config: OptimizerConfig, total_training_steps: int) -> Optimi
   return OptimizerSpec(
     **{name: _plain(getattr(config, name)) for name in names},
     decay_steps=config.decay_steps(total_training_steps) if decays else None,
+  )
+
+
+def declared_buckets(config: Config) -> Buckets:
+  """Return the lengths that the settings declare, or a few parts of the limits."""
+  data, sd = config.data, config.actor.self_distillation
+  prompt = bucket_lengths(data.prompt_buckets, data.max_prompt_length)
+  own = sd.teacher_context == 'prompt'
+  return Buckets(
+    prompt=prompt,
+    response=bucket_lengths(data.response_buckets, data.max_response_length, RESPONSES),
+    reprompt=prompt if own else bucket_lengths(data.reprompt_buckets, sd.max_reprompt_len),
+    paired=own or (not data.prompt_buckets and not data.reprompt_buckets),
   )
 
 

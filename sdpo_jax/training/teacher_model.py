@@ -11,9 +11,8 @@ from models.decoder import DecoderPolicy
 from sdpo_jax.config import CartridgeConfig, Config, LoraConfig, ModelConfig
 from sdpo_jax.distributed.mesh import check_divides
 from sdpo_jax.errors import UserError
-from sdpo_jax.rollout.buckets import Buckets
 from sdpo_jax.teacher.signal import Teacher
-from sdpo_jax.training.specs import objective_spec
+from sdpo_jax.training.specs import declared_buckets, objective_spec
 
 SETTING = 'actor.self_distillation.teacher_model'
 
@@ -67,7 +66,7 @@ def read_policy(config: Config) -> DecoderPolicy:
     )
   values = model_files.read_json(model_files.resolve(settings.path, weights=False), 'config.json')
   positions = values.get('text_config', values).get('max_position_embeddings')
-  declared = Buckets.of(config)
+  declared = declared_buckets(config)
   prompt = declared.reprompt[-1] if objective_spec(config).reprompts else declared.prompt[-1]
   longest = prompt + config.data.max_response_length
   if isinstance(positions, int) and longest > positions:
