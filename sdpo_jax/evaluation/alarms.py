@@ -21,7 +21,6 @@ import math
 import re
 from typing import Any, Literal
 
-from sdpo_jax.config import Config
 from sdpo_jax.errors import UserError
 
 PREFIX = 'alarm/'  # Of the metrics that alarms write themselves, which no rule sees.
@@ -61,15 +60,19 @@ class Rule:
     return self.factor * {'best': best(earlier), 'first': earlier[0], 'last': earlier[-1]}[self.reference]
 
 
-def rules(config: Config) -> list[Rule]:
+def rules(texts: Sequence[str], *, evaluates: bool) -> list[Rule]:
   """Return the rules of a run.
+
+  Args:
+    texts: as `alarms.rules` has them.
+    evaluates: whether the run has evaluations.
 
   Raises:
     UserError: one is malformed, or asks for evaluations that are never made.
   """
-  parsed = [parse(text) for text in config.alarms.rules]
+  parsed = [parse(text) for text in texts]
   for rule in parsed:
-    if not config.trainer.test_freq and rule.text.startswith(('eval/', 'gap/')):
+    if not evaluates and rule.text.startswith(('eval/', 'gap/')):
       raise UserError(
         f'alarms.rules: {rule.text!r} is about evaluations, but trainer.test_freq=0 makes none: set it, or remove the '
         'rule.'

@@ -73,7 +73,7 @@ def check(config: Config, workdir: epath.PathLike | None = None) -> Report:
     UserError: what would end the run at its start, but for weights that are missing, damaged, or others than those that
       an adapter or a run belongs to.
   """
-  alarms.rules(config)
+  alarms.rules(config.alarms.rules, evaluates=bool(config.trainer.test_freq))
   spec = objective_spec(config)
   root = model_files.resolve(config.model.path, weights=False)
   local = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(root)))

@@ -169,7 +169,7 @@ def steps_of(
   config.validate()
   if jax.process_index() == 0:
     check_wandb(config)
-  alarms.rules(config)
+  alarms.rules(config.alarms.rules, evaluates=bool(config.trainer.test_freq))
   with Preemption(config.trainer.preemption_grace_s, functools.partial(newest, workdir)) as stop:
     try:
       with (
@@ -298,7 +298,8 @@ class _Run:
     self.session, self.graders, self.ahead, self.held_out = session, graders, ahead, held_out
     self.checkpoints, self.ownership = checkpoints, ownership
     self.preemption, self.announce = preemption, announce
-    self.watch = alarms.AlarmMonitor(alarms.rules(session.config))
+    evaluates = bool(session.config.trainer.test_freq)
+    self.watch = alarms.AlarmMonitor(alarms.rules(session.config.alarms.rules, evaluates=evaluates))
     self.evaluations: dict[int, dict[str, float]] = {}  # Step → metrics; without those of steps that were undone.
     self.stopped: str | None = None  # By which alarm.
     self.checked_rules = False  # Whether rules that fit nothing were named.
