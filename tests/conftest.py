@@ -1,5 +1,6 @@
 """Test settings: quick compilation, eight fake CPU devices, strict rank promotion, slow tests, real data."""
 
+from collections.abc import Iterator
 import gc
 import importlib.util
 import math
@@ -11,11 +12,14 @@ import subprocess
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
 
+from etils.epath import backend
+from fsspec.implementations.local import LocalFileSystem
 import hypothesis
 import jax
-from jax.extend import backend
+from jax.extend import backend as devices
 import pytest
 
+from models import remote_files
 from sdpo_jax.environments import registry
 from tests import compiling, file_operations
 
@@ -96,7 +100,7 @@ def free_memory():
   """Yield what was compiled goes at the end of a file once it is much: a process with all programs grows to 7 GB."""
   yield
   gc.collect()
-  if len(backend.get_backend().live_executables()) > PROGRAMS or resident_bytes() > MEMORY:
+  if len(devices.get_backend().live_executables()) > PROGRAMS or resident_bytes() > MEMORY:
     jax.clear_caches()
     gc.collect()
 
@@ -110,6 +114,24 @@ def forget_names():
   for kind, table, names in zip(('environment', 'generator'), tables, known, strict=True):
     for name in table.keys() - names - registry._BUILT_IN[kind].keys():
       del table[name]
+
+
+@pytest.fixture
+def bucket(tmp_path, monkeypatch) -> Iterator[pathlib.Path]:
+  """Return the folder that stands for gs://here; copies go to tmp_path/copies."""
+  root = tmp_path / 'store'
+  (root / 'models').mkdir(parents=True)
+
+  class Store(LocalFileSystem):
+    @classmethod
+    def _strip_protocol(cls, path):
+      return super()._strip_protocol(str(path).replace('gs://here', str(root)))
+
+  monkeypatch.setattr(backend.fsspec_backend, 'fs', lambda path: Store(skip_instance_cache=True))
+  monkeypatch.setenv(remote_files.FOLDER, str(tmp_path / 'copies'))
+  remote_files.fetch.cache_clear()
+  yield root
+  remote_files.fetch.cache_clear()
 
 
 @pytest.fixture(scope='session')

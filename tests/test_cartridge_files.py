@@ -23,12 +23,11 @@ from models.adapters import cartridge, cartridge_files, cartridge_pt, kv_prefix,
 from models.adapters.cartridge import Cartridge
 from sdpo_jax.config import ModelConfig
 from sdpo_jax.errors import UserError
-from tests import test_kv_prefix, test_models_remote_files, tiny
+from tests import test_kv_prefix, tiny
 from tests.golden import __main__ as golden
 from tests.golden import cartridges as golden_cartridges
 from tests.test_checkpoints import flipped
 
-bucket = test_models_remote_files.store  # The fixture: a folder that stands for gs://here.
 GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'data' / 'cartridges'
 
 

@@ -8,7 +8,6 @@ import types
 
 import chex
 from etils.epath import backend
-from fsspec.implementations.local import LocalFileSystem
 import pytest
 
 from models import huggingface, model_files, remote_files
@@ -22,32 +21,14 @@ from tests.test_exporting import export_adapter
 ADDRESS = 'gs://here/models/tiny'
 
 
-@pytest.fixture
-def store(tmp_path, monkeypatch):
-  """Yield the folder that stands for gs://here; copies go to tmp_path/copies."""
-  root = tmp_path / 'store'
-  (root / 'models').mkdir(parents=True)
-
-  class Store(LocalFileSystem):
-    @classmethod
-    def _strip_protocol(cls, path):
-      return super()._strip_protocol(str(path).replace('gs://here', str(root)))
-
-  monkeypatch.setattr(backend.fsspec_backend, 'fs', lambda path: Store(skip_instance_cache=True))
-  monkeypatch.setenv(remote_files.FOLDER, str(tmp_path / 'copies'))
-  remote_files.fetch.cache_clear()
-  yield root
-  remote_files.fetch.cache_clear()
-
-
-def test_a_model_in_a_bucket_is_read_from_a_copy(store, tmp_path):
-  folder = tiny.make_model(store / 'models' / 'tiny')
+def test_a_model_in_a_bucket_is_read_from_a_copy(bucket, tmp_path):
+  folder = tiny.make_model(bucket / 'models' / 'tiny')
   (folder / 'training_args.bin').write_bytes(b'not wanted')
   _, expected = huggingface.load(folder, ModelConfig())
   _, found = huggingface.load(ADDRESS, ModelConfig())
   chex.assert_trees_all_equal(found, expected)
   assert tokenizers.load(ADDRESS).encode('a') == tokenizers.load(folder).encode('a')
-  (store / 'bare.jinja').write_text('{{ messages[0].content }}')
+  (bucket / 'bare.jinja').write_text('{{ messages[0].content }}')
   assert tokenizers.load(ADDRESS, chat_template='gs://here/bare.jinja').chat_template == '{{ messages[0].content }}'
   with pytest.raises(UserError, match=r'model\.chat_template=gs://here/none\.jinja cannot be read'):
     tokenizers.load(ADDRESS, chat_template='gs://here/none.jinja')
@@ -56,14 +37,14 @@ def test_a_model_in_a_bucket_is_read_from_a_copy(store, tmp_path):
   assert {path.name for path in copy.iterdir()} == copied | {remote_files.RECORD}
 
 
-def test_an_adapter_in_a_bucket_is_read_from_a_copy(store, tmp_path):
+def test_an_adapter_in_a_bucket_is_read_from_a_copy(bucket, tmp_path):
   model = tiny.make_model(tmp_path / 'model')
-  export_adapter(store / 'models' / 'tiny', model)
+  export_adapter(bucket / 'models' / 'tiny', model)
 
   def load(path):
     return huggingface.load(model, ModelConfig(lora=LoraConfig(path=str(path))))
 
-  (expected_policy, expected), (policy, found) = load(store / 'models' / 'tiny_adapter'), load(f'{ADDRESS}_adapter')
+  (expected_policy, expected), (policy, found) = load(bucket / 'models' / 'tiny_adapter'), load(f'{ADDRESS}_adapter')
   assert policy == expected_policy
   chex.assert_trees_all_equal(found, expected)
   assert (tmp_path / 'copies' / 'gs_here_models_tiny_adapter' / peft_files.WEIGHTS).exists()
@@ -90,9 +71,9 @@ def copied(monkeypatch):
   return names
 
 
-def test_only_what_has_changed_is_copied_again(store, copied):
+def test_only_what_has_changed_is_copied_again(bucket, copied):
   """Also where the size is the same, as it is of all weights of an architecture."""
-  folder = tiny.make_model(store / 'models' / 'tiny')
+  folder = tiny.make_model(bucket / 'models' / 'tiny')
   copy = resolved()
   assert sorted(copied) == sorted(path.name for path in folder.iterdir())
   copied.clear()
@@ -109,8 +90,8 @@ def test_only_what_has_changed_is_copied_again(store, copied):
   assert copied == ['README.txt', 'model.safetensors'] and (copy / 'model.safetensors').read_bytes() == content
 
 
-def test_weights_that_the_index_does_not_name_are_not_copied(store, copied):
-  folder = tiny.make_model(store / 'models' / 'tiny')
+def test_weights_that_the_index_does_not_name_are_not_copied(bucket, copied):
+  folder = tiny.make_model(bucket / 'models' / 'tiny')
   (folder / 'model.safetensors').rename(folder / 'model-1.safetensors')
   (folder / 'consolidated.safetensors').write_bytes(b'the same weights a second time')
   (folder / 'model.safetensors.index.json').write_text('{"weight_map": {"a": "model-1.safetensors"}}')
@@ -118,16 +99,16 @@ def test_weights_that_the_index_does_not_name_are_not_copied(store, copied):
   assert 'model-1.safetensors' in copied and 'consolidated.safetensors' not in copied
 
 
-def test_a_model_that_cannot_be_used_is_not_copied(store, copied):
-  folder = tiny.make_model(store / 'models' / 'tiny')
+def test_a_model_that_cannot_be_used_is_not_copied(bucket, copied):
+  folder = tiny.make_model(bucket / 'models' / 'tiny')
   (folder / 'config.json').write_text('{"model_type": "unheard_of"}')
   with pytest.raises(UserError, match=rf"{ADDRESS}/config\.json: model_type 'unheard_of' is not supported"):
     resolved()
   assert 'config.json' in copied and 'model.safetensors' not in copied
 
 
-def test_a_copy_is_on_the_disk_before_it_has_its_name(store, tmp_path, monkeypatch):
-  tiny.make_model(store / 'models' / 'tiny')
+def test_a_copy_is_on_the_disk_before_it_has_its_name(bucket, tmp_path, monkeypatch):
+  tiny.make_model(bucket / 'models' / 'tiny')
   synced, copy = [], tmp_path / 'copies' / 'gs_here_models_tiny'
 
   def note(descriptor):
@@ -141,9 +122,9 @@ def test_a_copy_is_on_the_disk_before_it_has_its_name(store, tmp_path, monkeypat
   assert synced[-1] == (copy.name, True)
 
 
-def test_a_copy_that_was_interrupted_goes_on(store, tmp_path, monkeypatch, copied):
+def test_a_copy_that_was_interrupted_goes_on(bucket, tmp_path, monkeypatch, copied):
   """What was whole is kept, and what was not is copied anew: also if the process was killed, and left half a file."""
-  folder = tiny.make_model(store / 'models' / 'tiny')
+  folder = tiny.make_model(bucket / 'models' / 'tiny')
   copy = backend.fsspec_backend.copy
 
   def fail(path, target, overwrite):
@@ -164,8 +145,8 @@ def test_a_copy_that_was_interrupted_goes_on(store, tmp_path, monkeypatch, copie
   assert (target / 'model.safetensors').read_bytes() == (folder / 'model.safetensors').read_bytes()
 
 
-def test_a_file_that_changes_while_it_is_copied_is_not_taken_for_either_version(store, tmp_path, monkeypatch):
-  folder = tiny.make_model(store / 'models' / 'tiny')
+def test_a_file_that_changes_while_it_is_copied_is_not_taken_for_either_version(bucket, tmp_path, monkeypatch):
+  folder = tiny.make_model(bucket / 'models' / 'tiny')
   weights, copy = folder / 'model.safetensors', backend.fsspec_backend.copy
 
   def change(path, target, overwrite):
@@ -181,16 +162,16 @@ def test_a_file_that_changes_while_it_is_copied_is_not_taken_for_either_version(
   assert (resolved() / weights.name).read_bytes() == weights.read_bytes()
 
 
-def test_a_copy_for_which_there_is_no_room_is_not_begun(store, monkeypatch, copied):
-  tiny.make_model(store / 'models' / 'tiny')
+def test_a_copy_for_which_there_is_no_room_is_not_begun(bucket, monkeypatch, copied):
+  tiny.make_model(bucket / 'models' / 'tiny')
   monkeypatch.setattr(shutil, 'disk_usage', lambda path: types.SimpleNamespace(free=5000))
   with pytest.raises(UserError, match=r'needs 0\.0 GB more in .*copies, where 0\.0 GB are free: make room'):
     resolved()
   assert copied == []
 
 
-def test_processes_that_want_it_at_once_make_one_copy(store, copied, caplog):
-  folder = tiny.make_model(store / 'models' / 'tiny')
+def test_processes_that_want_it_at_once_make_one_copy(bucket, copied, caplog):
+  folder = tiny.make_model(bucket / 'models' / 'tiny')
   with concurrent.futures.ThreadPoolExecutor(4) as processes:  # A lock is of an open file, so that threads will do.
     [copy] = set(processes.map(lambda _: remote_files.fetch.__wrapped__(ADDRESS, ('*',)), range(4)))
   assert sorted(copied) == sorted(path.name for path in folder.iterdir())
@@ -198,6 +179,6 @@ def test_processes_that_want_it_at_once_make_one_copy(store, copied, caplog):
 
 
 @pytest.mark.parametrize('address', ['gs://here/models/none', 'gs://here/models'])
-def test_what_is_no_model_is_named(store, address):
+def test_what_is_no_model_is_named(bucket, address):
   with pytest.raises(UserError, match=rf'model\.path={address} (cannot be read|holds no model)'):
     model_files.resolve(address)

@@ -14,7 +14,7 @@ from models.adapters.kv_prefix import KVPrefix
 from sdpo_jax.config import CartridgeConfig, ModelConfig
 from sdpo_jax.errors import UserError
 from tests import test_cartridge_files, tiny
-from tests.test_cartridge_files import assert_equal, bucket, config_of, make, origin_of  # noqa: F401, bucket is a fixture.
+from tests.test_cartridge_files import assert_equal, config_of, make, origin_of
 
 
 @pytest.fixture(scope='module')
@@ -55,7 +55,7 @@ def test_a_file_that_was_replaced_is_described_anew(model, tmp_path):
   assert policy_with(tmp_path / 'a', model).adapter == KVPrefix(32, 0)
 
 
-def test_what_others_have_published_is_taken_from_buckets_and_the_hub(bucket, model, tmp_path, monkeypatch):  # noqa: F811
+def test_what_others_have_published_is_taken_from_buckets_and_the_hub(bucket, model, tmp_path, monkeypatch):
   made = bucket / 'models' / 'theirs'
   published_cartridges.write(made, make(), 'some/model', dtype='float32')
   (made / 'cartridge.pt').rename(made / 'cache-step64.pt')

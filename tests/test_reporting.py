@@ -7,15 +7,14 @@ import json
 import re
 import zlib
 
+from etils.epath import backend
 import pytest
 
 from sdpo_jax import command
 from sdpo_jax.errors import UserError
 from sdpo_jax.reporting import groups, page, report, rollouts, run_files
-from tests import report_runs, test_models_remote_files
+from tests import report_runs
 from tests.report_runs import HOSTILE, config, metrics, rollout
-
-bucket = test_models_remote_files.store  # The fixture: a folder that stands for gs://here.
 
 
 class Parsed(html.parser.HTMLParser):
@@ -119,7 +118,7 @@ def test_a_bucket_without_access_is_named_in_one_sentence(tmp_path, monkeypatch)
   def refuse(path):
     raise ImportError('gcsfs is not installed')
 
-  monkeypatch.setattr(test_models_remote_files.backend.fsspec_backend, 'fs', refuse)
+  monkeypatch.setattr(backend.fsspec_backend, 'fs', refuse)
   with pytest.raises(UserError, match=r'gs:/?/?here/run cannot be read \(gcsfs is not installed\)'):
     report.write_report('gs://here/run', [], None, max_rollouts=10, say=pytest.fail)
 
