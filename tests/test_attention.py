@@ -17,18 +17,9 @@ from models.cache import SHALLOW, Stores, quantize
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh
 from sdpo_jax.errors import UserError
+from tests.attention_cases import HEAD_DIM, HEADS, KERNELS, KV_HEADS, PACKED, SINGLE, XLA, tensors, whole
 from tests.compiling import compile_as_users
 
-HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
-# Segment ids of rows of 40 slots: packed with padding between and behind, one segment, nothing at all, full.
-PACKED = np.stack(
-  [
-    np.repeat([1, 2, 0, 7, 0], [5, 11, 2, 14, 8]),
-    np.repeat([1, 0], [33, 7]),
-    np.repeat([0], [40]),
-    np.repeat([1, 2, 3], [1, 20, 19]),
-  ]
-).astype(np.int32)
 # Segments, and the one that each sees beside its own: prompts with completions among others; nothing shared; nothing.
 FAMILIES = np.stack(
   [
@@ -41,24 +32,7 @@ FAMILIES = np.stack(
 PARENTS = np.zeros_like(FAMILIES)
 for row, child, parent in ((0, 2, 1), (0, 3, 1), (0, 5, 1), (3, 2, 1), (3, 3, 1), (3, 5, 4)):
   PARENTS[row][FAMILIES[row] == child] = parent
-SINGLE = np.stack([np.repeat([1, 0], [n, 40 - n]) for n in (33, 40, 1, 0)]).astype(np.int32)
-XLA = {
-  'one tile': AttentionBackend(tile_bytes=2**30),
-  'several rows a tile': AttentionBackend(tile_bytes=2 * HEADS * 40 * 40 * 4),
-  'chunks of queries': AttentionBackend(tile_bytes=HEADS * 40 * 10 * 4),
-  'chunks that do not divide the sequence': AttentionBackend(tile_bytes=HEADS * 40 * 16 * 4),
-}
 UNEVEN, TILES = list(XLA)[-1], ('one tile', 'chunks of queries')
-KERNELS = {'splash': AttentionBackend('splash', interpret=True), 'cudnn': AttentionBackend('cudnn', interpret=True)}
-
-
-def tensors(rows, length, seed=0, heads=HEADS, kv_heads=KV_HEADS):
-  generator = np.random.default_rng(seed)
-
-  def draw(count):
-    return generator.standard_normal((rows, length, count, HEAD_DIM)).astype(np.float32)
-
-  return draw(heads), draw(kv_heads), draw(kv_heads)
 
 
 def plain(query, key, value, segment_ids, window, parents=None):
@@ -83,13 +57,6 @@ def masked_formula(query, key, value, segment_ids, window, parents=None):
   if parents is not None:
     mask |= dispatch.visible(positions, parents, positions, segment_ids)
   return dispatch.attend(query, (Stores(key.swapaxes(1, 2), value.swapaxes(1, 2)), mask))
-
-
-def whole(backend, query, key, value, segment_ids, windows=(0,), window_index=0, **options):
-  starts = dispatch.segment_starts(segment_ids)
-  return dispatch.attend_whole(
-    backend, query, key, value, segment_ids, starts, windows=windows, window_index=window_index, **options
-  )
 
 
 @functools.cache

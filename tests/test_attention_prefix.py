@@ -13,47 +13,26 @@ from models.attention.prefix import Prefix
 from models.cache import Stores
 from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh
-from tests.test_attention import HEAD_DIM, HEADS, KERNELS, KV_HEADS, PACKED, SINGLE, XLA, tensors, whole
+from tests.attention_cases import (
+  HEAD_DIM,
+  HEADS,
+  KERNELS,
+  KV_HEADS,
+  PACKED,
+  SINGLE,
+  SLOTS,
+  XLA,
+  first_slots,
+  plain,
+  shared,
+  starts,
+  tensors,
+  whole,
+)
 
-SLOTS = 21
 BACKENDS = {
   name: {**XLA, **KERNELS}[name] for name in ('one tile', 'chunks that do not divide the sequence', 'splash', 'cudnn')
 }
-
-
-def shared(seed=5):
-  draw = np.random.default_rng(seed)
-  return [draw.standard_normal((KV_HEADS, SLOTS, HEAD_DIM)).astype(np.float32) for _ in range(2)]
-
-
-def starts(segments):
-  with jax.ensure_compile_time_eval():
-    return np.asarray(dispatch.segment_starts(jnp.asarray(segments)))
-
-
-def first_slots(segments, window):
-  """[B, S]: the first slot of the prefix within a window of each token, whose positions count on from it."""
-  positions = np.arange(segments.shape[1]) - starts(segments)
-  return np.maximum(SLOTS + positions - window + 1, 0).astype(np.int32)
-
-
-def plain(query, key, value, shared_key, shared_value, segments, window, within):
-  """Return the formula in float64, token by token; 0 for padding."""
-  out = np.zeros(query.shape)
-  group = query.shape[2] // key.shape[2]
-  for row, slot in np.argwhere(segments > 0):
-    own = [i for i in range(slot + 1) if segments[row, i] == segments[row, slot]]
-    position = len(own) - 1
-    own = own[-window:] if window else own
-    before = [p for p in range(SLOTS) if not (window and within) or SLOTS + position - p < window]
-    for head in range(query.shape[2]):
-      at = head // group
-      keys = np.concatenate([shared_key[at, before], key[row, own, at]]).astype(np.float64)
-      values = np.concatenate([shared_value[at, before], value[row, own, at]]).astype(np.float64)
-      scores = keys @ np.float64(query[row, slot, head])
-      weights = np.exp(scores - scores.max())
-      out[row, slot, head] = weights @ values / weights.sum()
-  return out
 
 
 def differentiable(query, key, value, shared_key, shared_value, segments, window, within):

@@ -24,8 +24,19 @@ from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding, put_rows
 from sdpo_jax.rollout import weights
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.teacher import documents
-from tests.test_attention import HEAD_DIM, HEADS, KV_HEADS, PACKED, SINGLE, tensors, whole
-from tests.test_attention_prefix import SLOTS, first_slots, plain, shared
+from tests.attention_cases import (
+  HEAD_DIM,
+  HEADS,
+  KV_HEADS,
+  PACKED,
+  SINGLE,
+  SLOTS,
+  first_slots,
+  plain,
+  shared,
+  tensors,
+  whole,
+)
 from tests.test_families import MODELS, MORE, SIZES, TOKENIZER
 from tests.test_kv_prefix import DOCUMENT, after_document, model, rows
 
