@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import re
 
 import jax
 from jax import lax
@@ -17,25 +16,25 @@ from models.adapters.kv_prefix import KVPrefix
 from models.attention import dispatch
 from models.attention.backend import AttentionBackend
 from models.attention.prefix import Prefix
-from sdpo_jax.config import LoraConfig, MeshConfig, ModelConfig
-from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding
+from sdpo_jax.config import LoraConfig, ModelConfig
 from sdpo_jax.planner import hlo
 from sdpo_jax.rollout import decode
-from sdpo_jax.rollout.functions import cache_shardings, sampler_functions
+from sdpo_jax.rollout.functions import sampler_functions
 from sdpo_jax.rollout.sampling import SamplingParams
+from tests.tpu_programs import (
+  BACKWARD,
+  FORWARD,
+  PREFIXED,
+  SMALL,
+  abstract_cache,
+  abstract_parameters,
+  kernels,
+  over_rows,
+  slice_mesh,
+)
 
 pytestmark = pytest.mark.tpu_compiler
 
-SMALL = dict(
-  model_type='qwen3',
-  vocab_size=512,
-  hidden_size=256,
-  intermediate_size=512,
-  num_hidden_layers=9,
-  num_attention_heads=8,
-  num_key_value_heads=2,
-  head_dim=128,
-)
 QWEN3_8B = dict(
   model_type='qwen3',
   vocab_size=151936,
@@ -46,21 +45,6 @@ QWEN3_8B = dict(
   num_key_value_heads=8,
   head_dim=128,
 )
-
-
-def slice_mesh(name, fsdp, tensor):
-  from sdpo_jax.planner import topology
-
-  return make_mesh(MeshConfig(fsdp, tensor), topology.describe(name).devices)
-
-
-def abstract_parameters(policy, mesh):
-  def place(p):
-    return parameter_sharding(mesh, p.axes, p.shape)
-
-  return parameters.map_table(
-    lambda p: jax.ShapeDtypeStruct(p.shape, jnp.dtype(p.dtype), sharding=place(p)), policy.parameter_table()
-  )
 
 
 def compile_update(values, mesh, rows, length, remat='full', **settings):
@@ -76,20 +60,6 @@ def compile_update(values, mesh, rows, length, remat='full', **settings):
 
   shardings = jax.tree.map(lambda leaf: leaf.sharding, trainable)
   return jax.jit(jax.grad(loss), out_shardings=shardings).lower(trainable, base, weights, *row).compile()
-
-
-def over_rows(mesh, shape, dtype):
-  sharding = NamedSharding(mesh, PartitionSpec('fsdp')) if shape else None
-  return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-
-def abstract_cache(functions, mesh, rows, slots):
-  cache = jax.eval_shape(functools.partial(functions.empty, rows=rows, slots=slots))
-
-  def place(leaf, sharding):
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-  return jax.tree.map(place, cache, cache_shardings(mesh, cache))
 
 
 def compile_decode(values, mesh, rows, slots, quantized=False, left=None, **settings):
@@ -151,10 +121,6 @@ def largest_copy(text):
   return max((copy.bytes for copy in copies), default=0)
 
 
-def kernels(text):
-  return re.findall(r'%(splash_mha_[a-z]+|cache_attention)[\w.]* = [^\n]*custom_call_target="tpu_custom_call"', text)
-
-
 def assert_cache_stays(cache, compiled):
   """Check that the cache is donated and aliased, and nothing of half its size is copied."""
   stacks = cache.stores.keys, cache.stores.values
@@ -171,7 +137,6 @@ SLICES = [
   pytest.param('v5e:8x8', (32, 2), True, id='v5e:8x8-int8', marks=pytest.mark.campaign),
 ]
 LENGTH = 256  # Of rows of which kernels are counted: what is chosen does not depend on it.
-FORWARD, BACKWARD = ['splash_mha_fwd'], ['splash_mha_dkv', 'splash_mha_dq']
 WINDOWS = dict(use_sliding_window=True, sliding_window=64, max_window_layers=4)
 
 
@@ -308,7 +273,6 @@ def test_decoding_with_factors_leaves_the_cache_where_it_lies():
   assert 0 < flops - 2 * 64 * (matrices + factors + head) / 2 < 2 * 64 * factors / 2
 
 
-PREFIXED = SMALL | dict(num_attention_heads=24, num_key_value_heads=8)
 SLOTS = 2048
 
 

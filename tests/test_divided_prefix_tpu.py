@@ -19,15 +19,7 @@ from models.adapters.kv_prefix import KVPrefix
 from sdpo_jax.config import ModelConfig
 from sdpo_jax.distributed.mesh import compiler_options
 from sdpo_jax.rollout.functions import sampler_functions
-from tests.test_attention_tpu import (
-  FORWARD,
-  PREFIXED,
-  abstract_cache,
-  abstract_parameters,
-  kernels,
-  over_rows,
-  slice_mesh,
-)
+from tests.tpu_programs import FORWARD, PREFIXED, abstract_cache, abstract_parameters, kernels, over_rows, slice_mesh
 
 pytestmark = pytest.mark.tpu_compiler
 

@@ -24,7 +24,7 @@ from sdpo_jax.rollout.functions import sampler_functions
 from sdpo_jax.rollout.kept_prefixes import KeptRows
 from sdpo_jax.rollout.resident import CancelledError, Resident, Weights
 from sdpo_jax.serving.engine import BASE
-from tests import test_attention_tpu as attention_tpu
+from tests import tpu_programs
 from tests.test_engine import model as adapted
 from tests.test_engine import random_factors, start
 from tests.test_engine_plan import leaves, on_one_device
@@ -362,19 +362,19 @@ def test_without_kept_rows_an_engine_has_the_programs_that_it_had():
 @pytest.mark.tpu_compiler
 def test_a_tpu_continues_a_row_by_the_kernel_that_decodes():
   """What was kept and the tokens of a piece are two caches, and beside the rows there is next to nothing."""
-  mesh, slots, prompts = attention_tpu.slice_mesh('v5e:2x2', 2, 2), 1024, 2
-  policy = huggingface.describe(attention_tpu.SMALL, ModelConfig()).on(mesh)
-  functions, array = sampler_functions(policy, mesh), functools.partial(attention_tpu.over_rows, mesh)
-  params = attention_tpu.abstract_parameters(policy, mesh)
+  mesh, slots, prompts = tpu_programs.slice_mesh('v5e:2x2', 2, 2), 1024, 2
+  policy = huggingface.describe(tpu_programs.SMALL, ModelConfig()).on(mesh)
+  functions, array = sampler_functions(policy, mesh), functools.partial(tpu_programs.over_rows, mesh)
+  params = tpu_programs.abstract_parameters(policy, mesh)
   params = jax.tree.map(
     lambda given, leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=given.sharding),
     params,
     jax.eval_shape(policy.cast, {}, params)[1],
   )
-  cache = attention_tpu.abstract_cache(functions, mesh, 16, slots)
+  cache = tpu_programs.abstract_cache(functions, mesh, 16, slots)
   numbers, tokens = array((prompts,), np.int32), array((prompts, slots), np.int32)
   compiled = functions.extend.lower({}, params, cache, numbers, tokens, numbers, numbers, piece=64).compile()
-  assert attention_tpu.kernels(compiled.as_text()) == 2 * ['cache_attention']
+  assert tpu_programs.kernels(compiled.as_text()) == 2 * ['cache_attention']
   row = sum(int(np.prod(store.shape)) * 2 for store in (cache.stores.keys, cache.stores.values)) // 16 // 2
   memory = compiled.memory_analysis()
   assert row <= memory.output_size_in_bytes < 1.01 * row

@@ -12,7 +12,7 @@ from sdpo_jax.objective.divergences import log_floor
 from sdpo_jax.objective.log_probs import log_probs_of_ids, scores, token_log_probs
 from sdpo_jax.objective.sharded import Layout
 from tests import compiling
-from tests.test_attention_tpu import slice_mesh
+from tests.tpu_programs import slice_mesh
 
 B, T, V, D, ROWS = 8, 5, 43, 6, 48  # Five rows of padding.
 TEMPERATURES = np.linspace(0.6, 1.5, B)
