@@ -20,11 +20,10 @@ from sdpo_jax.training.loop import train
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs
 from sdpo_jax.training.specs import declared_buckets, objective_spec
 from tests import tiny
+from tests.generation_batches import make_samples
 from tests.local_server import Answer, Server
 from tests.scoring_server import Scorer, log_probs
-from tests.test_batching import make_samples
-from tests.test_step import MODEL, make_model, settings
-from tests.test_teacher_kinds import update
+from tests.updates import MODEL, make_model, settings, update
 
 WIDTH = {'vllm': 20, 'fireworks': 5}
 

@@ -26,7 +26,7 @@ from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.training import batching
 from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import make_update, place_state
-from tests import test_step
+from tests import updates
 
 torch.set_num_threads(1)
 
@@ -251,8 +251,8 @@ def test_what_is_exported_is_the_same_model_in_transformers(made, tmp_path):
 
 def step(made, mesh):
   """(loss, parameters after one step of SDPO by plain gradient descent, on the host)"""
-  config = test_step.settings(actor__ppo_micro_batch_size=8)
-  samples = test_step.samples_for(config)
+  config = updates.settings(actor__ppo_micro_batch_size=8)
+  samples = updates.samples_for(config)
   _, params = huggingface.load(made.folder, FLOAT32, mesh)
   state = place_state(update_spec(config), params, mesh)
   update = make_update(made.policy.on(mesh), update_spec(config), jax.tree.map(lambda leaf: leaf.sharding, state))

@@ -23,11 +23,10 @@ from sdpo_jax.training.specs import teacher_spec, update_spec
 from sdpo_jax.training.update import abstract_state, place_state
 from sdpo_jax.types import TokenRows
 from tests import tiers, tiny
-from tests.test_batching import make_samples
+from tests.generation_batches import make_samples
 from tests.test_lora import deltas, merged
 from tests.test_resume import KILLED, MOMENTS, STEPS, assert_same_run, final_state
-from tests.test_step import settings
-from tests.test_teacher_kinds import assert_entropy
+from tests.updates import assert_entropy, settings
 
 ADAPTER = dict(rank=2, alpha=4.0, target_modules=('attention', 'mlp.down'), alpha_pattern={'layers.1': 2.0})
 RATE = 0.25

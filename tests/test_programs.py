@@ -19,7 +19,7 @@ from sdpo_jax.training.checkpoint.checkpoints import abstract
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs
 from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import make_update, place_state
-from tests.test_step import make_model, samples_for, settings
+from tests.updates import make_model, samples_for, settings
 
 
 def registered(**changes):

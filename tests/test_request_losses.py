@@ -18,7 +18,7 @@ from sdpo_jax.types import Batch, TeacherSignal, TokenRows
 from tests import test_jsd_pg, test_row_numbers
 from tests.test_lora import make
 from tests.test_objective_loss import B, T
-from tests.test_step import settings
+from tests.updates import settings
 
 PROMPT, REPROMPT, V, K = 3, 6, 61, 6
 RATES = dict(actor__self_distillation__teacher_regularization='frozen', optimizer__lr=1e-2)

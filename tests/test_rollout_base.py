@@ -19,7 +19,7 @@ from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.rollout.weights import PreparedBase
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs
 from tests.test_models_policy import DEPTHS, NoText, make
-from tests.test_step import settings
+from tests.updates import settings
 
 FROZEN = ('embedding', 'layers')
 MESHES = {

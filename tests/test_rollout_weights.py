@@ -17,32 +17,13 @@ from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.training import batching, records, step
 from sdpo_jax.training.graded import GradedRollouts
-from sdpo_jax.training.specs import objective_spec, update_spec
-from sdpo_jax.training.update import make_update, place_state
+from sdpo_jax.training.specs import objective_spec
 from sdpo_jax.types import Example, Outcome
-from tests.test_batching import make_samples, per_token
-from tests.test_step import make_model, settings
+from tests.generation_batches import make_samples, per_token
+from tests.updates import settings, start
 
 THRESHOLD = 1.5
 CORRECTION = {'algorithm__rollout_correction__rollout_is_threshold': THRESHOLD, 'actor__ppo_micro_batch_size': 4}
-
-
-def start(config, **changes):
-  """(session, state) of a tiny model on one device."""
-  policy, parameters = make_model()
-  mesh = meshes.make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
-  state = place_state(update_spec(config), jax.device_put(parameters, meshes.replicated(mesh)), mesh)
-  session = types.SimpleNamespace(
-    config=config,
-    spec=objective_spec(config),
-    policy=policy,
-    base={},
-    mesh=mesh,
-    teacher=None,
-    update=make_update(policy, update_spec(config), jax.tree.map(lambda leaf: leaf.sharding, state)),
-    **changes,
-  )
-  return session, state
 
 
 def updated(session, batch):

@@ -33,9 +33,9 @@ from sdpo_jax.training.specs import declared_buckets, objective_spec
 from sdpo_jax.training.step import build_teacher_prompts
 from sdpo_jax.types import Example, Outcome, Rollouts
 from tests import tiers, tiny
+from tests.generation_batches import make_config, make_samples, per_token
 from tests.local_server import Answer, Server, dead_address
-from tests.test_batching import make_config, make_samples, per_token
-from tests.test_step import make_model, run, settings
+from tests.updates import make_model, run, settings
 
 HYBRID = {
   'algorithm__mode': 'hybrid',

@@ -24,7 +24,7 @@ from sdpo_jax.training import loop, opening, run_programs, startup
 from sdpo_jax.training.checkpoint.manifest import read_manifest
 from sdpo_jax.types import Example, Outcome
 from tests import tiny
-from tests.test_step import MODEL, make_model
+from tests.updates import MODEL, make_model
 
 
 @registry.register('startup')

@@ -16,7 +16,7 @@ from sdpo_jax.training import ahead, batching, loop, saving
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.types import Example, Outcome
 from tests import tiers, tiny
-from tests.test_batching import make_config, make_samples
+from tests.generation_batches import make_config, make_samples
 
 STEPS = 4
 

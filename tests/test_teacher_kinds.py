@@ -18,22 +18,21 @@ import pytest
 
 from models import huggingface
 from models import parameters as parameter_tables
-from sdpo_jax.config import MeshConfig, ModelConfig
+from sdpo_jax.config import ModelConfig
 from sdpo_jax.distributed import mesh as meshes
 from sdpo_jax.errors import UserError
 from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training import step
 from sdpo_jax.training.batching import GenerationBatch
 from sdpo_jax.training.opening import make_session
-from sdpo_jax.training.specs import objective_spec, update_spec
+from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import make_update, place_state, state_shardings
 from sdpo_jax.types import TeacherSignal, TrainState
 from tests import tiny
-from tests.test_batching import make_samples
-from tests.test_step import MODEL, make_model, settings
+from tests.generation_batches import make_samples
+from tests.updates import MESHES, MODEL, assert_entropy, make_model, settings, update
 
 BASE = {'actor__self_distillation__teacher_regularization': 'base', 'actor__ppo_micro_batch_size': 4}
-MESHES = {1: MeshConfig(fsdp=1, tensor=1), 4: MeshConfig(fsdp=2, tensor=2)}
 # Both sides of a comparison compile; on a mesh one of them is that of one device.
 both = pytest.mark.parametrize('devices', [pytest.param(1, marks=pytest.mark.slow), 4])
 
@@ -93,31 +92,6 @@ def adapter():
   return {'A': rng.normal(size=(width, 2)).astype(np.float32), 'B': rng.normal(size=(2, width)).astype(np.float32) / 8}
 
 
-def update(config, policy, base, trainable, teacher, batch: GenerationBatch, *, devices: int = 1, batches: int = 1):
-  """`batches` updates by `step.run_update` on the same samples: (states after each, reports)."""
-  mesh = meshes.make_mesh(MESHES[devices], jax.devices()[:devices])
-  whole = meshes.replicated(mesh)
-  base, trainable = jax.device_put((base, trainable), whole)
-  if teacher is not None and teacher.base is not None:
-    teacher = dataclasses.replace(teacher, base=jax.device_put(teacher.base, whole))
-  state = place_state(update_spec(config), trainable, mesh)
-  session = types.SimpleNamespace(
-    config=config,
-    spec=objective_spec(config),
-    policy=policy,
-    base=base,
-    mesh=mesh,
-    teacher=teacher,
-    update=make_update(policy, update_spec(config), jax.tree.map(lambda leaf: leaf.sharding, state), teacher),
-  )
-  states, reports = [], []
-  for _ in range(batches):
-    state, report = step.run_update(session, state, batch)
-    states.append(jax.device_get(state.replace(rng=None)))
-    reports.append(report)
-  return states, reports
-
-
 def same(one, other, rtol=1e-5, atol=1e-6) -> None:
   (states, reports), (other_states, other_reports) = one, other
   assert abs(reports[0].loss) > 1e-6
@@ -145,12 +119,6 @@ def log_probs_of_all(policy, base, trainable, tokens, length, temperature) -> ja
   segments = (positions < length).astype(jnp.int32)
   hidden, unembedding, _ = policy.apply(base, trainable, tokens, positions * segments, segments)
   return jax.nn.log_softmax(hidden[0] @ unembedding.T / temperature)
-
-
-def assert_entropy(report, log_probs, sample: int) -> None:
-  """Check that the teacher's entropies of a sample are those of what was said."""
-  expected = -(jnp.exp(log_probs) * log_probs).sum(-1)
-  np.testing.assert_allclose(report.token_values['teacher_entropy'][sample, : len(expected)], expected, rtol=1e-4)
 
 
 @pytest.mark.slow  # By default the model itself teaches as an external signal does, below.

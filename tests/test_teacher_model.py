@@ -22,8 +22,8 @@ from sdpo_jax.training.opening import make_session
 from sdpo_jax.training.specs import objective_spec, update_spec
 from sdpo_jax.training.update import make_update, place_state
 from tests import tiny
-from tests.test_batching import make_samples
-from tests.test_step import MODEL, make_model, settings
+from tests.generation_batches import make_samples
+from tests.updates import MODEL, make_model, settings
 
 WIDE = {'hidden_size': 48, 'num_hidden_layers': 3, 'vocab_size': 272}
 SETTINGS = {

@@ -16,7 +16,7 @@ from sdpo_jax.training import batching, step
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.training.specs import declared_buckets, objective_spec
 from sdpo_jax.types import Example, Outcome
-from tests.test_batching import make_config, make_samples
+from tests.generation_batches import make_config, make_samples
 from tests.test_evaluation import WORDS, rollouts
 
 

@@ -11,7 +11,7 @@ import pytest
 from sdpo_jax.distributed import accelerators
 from sdpo_jax.rollout.results import SamplingStats
 from sdpo_jax.training import batching, records, step
-from tests.test_batching import make_config, make_samples
+from tests.generation_batches import make_config, make_samples
 
 
 def test_throughput_counts_live_tokens_and_fill_the_rest(monkeypatch):

@@ -20,8 +20,8 @@ from sdpo_jax.training.token_records import TokenRecords
 from sdpo_jax.training.update import make_update, place_state
 from sdpo_jax.types import TeacherSignal
 from tests import tiny
-from tests.test_batching import make_samples
-from tests.test_step import make_model, policy_shardings, settings
+from tests.generation_batches import make_samples
+from tests.updates import make_model, policy_shardings, settings
 
 K = 5
 FROZEN = {'actor__self_distillation__teacher_regularization': 'frozen', 'rollout__temperature': 0.7}

@@ -23,7 +23,7 @@ from sdpo_jax.training import batching, loop, records
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.types import Example, Outcome
 from tests import tiny
-from tests.test_batching import make_config, make_samples
+from tests.generation_batches import make_config, make_samples
 from tests.test_evaluation import WORDS, example, rollouts
 from tests.test_teacher_context import build
 
