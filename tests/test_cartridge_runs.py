@@ -36,8 +36,8 @@ from sdpo_jax.training.specs import optimizer_spec, update_spec
 from sdpo_jax.training.update import place_state
 from sdpo_jax.types import Example, TokenRows
 from tests import tiny
+from tests.family_models import MODELS, SIZES
 from tests.test_cartridge_files import past_of
-from tests.test_families import MODELS, SIZES
 
 TEXT = 'The <|im_end|> of a turn is text here. Lorem ipsum dolor sit amet.\n'
 QUESTIONS = ('What?', 'And who was it, then?')

@@ -26,8 +26,8 @@ from sdpo_jax.training.specs import teacher_spec, update_spec
 from sdpo_jax.training.update import Update, make_update, place_state
 from sdpo_jax.types import Batch, TrainState, Tree
 from tests import tiers
+from tests.family_models import MODELS, MORE
 from tests.generation_batches import make_samples, per_token
-from tests.test_families import MODELS, MORE
 from tests.test_kv_prefix import DOCUMENT, model, with_prefix
 from tests.updates import settings
 

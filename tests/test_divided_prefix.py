@@ -37,7 +37,7 @@ from tests.attention_cases import (
   tensors,
   whole,
 )
-from tests.test_families import MODELS, MORE, SIZES, TOKENIZER
+from tests.family_models import MODELS, MORE, SIZES, TOKENIZER
 from tests.test_kv_prefix import DOCUMENT, after_document, model, rows
 
 MESH = (4, 2)

@@ -19,7 +19,7 @@ from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import make_update
 from tests import tiers
-from tests.test_families import MODELS, MORE, SIZES, TOKENIZER, VOCABULARY
+from tests.family_models import MODELS, MORE, SIZES, TOKENIZER, VOCABULARY
 
 DOCUMENT = np.random.default_rng(1).integers(1, VOCABULARY, 21).tolist()
 TYPES = {'gemma3': 'gemma3_text'}

@@ -23,10 +23,10 @@ from sdpo_jax.distributed.mesh import make_mesh
 from sdpo_jax.errors import UserError
 from sdpo_jax.serving.store.store import Store
 from sdpo_jax.serving.store.versions import Base
-from tests import test_families, tiers
+from tests import family_models, tiers
 
 torch.set_num_threads(1)
-TOKENS = np.random.default_rng(3).integers(1, test_families.VOCABULARY, (2, 20)).astype(np.int32)
+TOKENS = np.random.default_rng(3).integers(1, family_models.VOCABULARY, (2, 20)).astype(np.int32)
 KINDS = ('factors', 'mu', 'nu', 'average')  # Of the arrays of a version.
 # Which matrices have factors here, and in PEFT's words.
 TARGETS = {
@@ -65,7 +65,7 @@ def folder(tmp_path_factory):
   @functools.cache
   def make(family):
     path = tmp_path_factory.mktemp(family)
-    test_families.reference(family).save_pretrained(path)
+    family_models.reference(family).save_pretrained(path)
     return path
 
   return make
@@ -121,8 +121,8 @@ def export(path, folder, policy, factors, **options):
 
 def combinations(*default):
   """Return all families with all targets; those named run by default, each family with one of them if slow."""
-  pairs = itertools.product(test_families.MODELS, TARGETS)
-  slow = list(zip(test_families.MODELS, itertools.cycle(TARGETS), strict=False))
+  pairs = itertools.product(family_models.MODELS, TARGETS)
+  slow = list(zip(family_models.MODELS, itertools.cycle(TARGETS), strict=False))
   return pytest.mark.parametrize('family, targets', tiers.cases(pairs, default, slow))
 
 
@@ -213,7 +213,7 @@ def test_an_adapter_that_peft_trained_goes_on_here(family, targets, folder, tmp_
 def test_adapters_of_a_model_that_sees_images_are_those_of_the_part_that_reads(tmp_path, caplog):
   """Both ways: the tower's matrices have names like those of the layers, and PEFT gives them factors, too."""
   folder = tmp_path / 'model'
-  test_families.reference_that_sees_images().save_pretrained(folder)
+  family_models.reference_that_sees_images().save_pretrained(folder)
   policy, params = load(folder, rank=4, alpha=8.0)
   factors, params = moved(policy, params)
   written = export(tmp_path / 'ours', folder, policy, factors)
