@@ -22,7 +22,7 @@ from sdpo_jax.training import batching
 from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import apply_gradients, init_state, make_update
 from sdpo_jax.types import Batch
-from tests.test_lora_pool import MEMBERS, make_pool, stacked
+from tests.lora_pools import MEMBERS, make_pool, stacked
 
 K, ROWS = 8, 3
 ROOM, LENGTH = 12, 6  # Of the longest prompt, and of the longest completion.

@@ -19,7 +19,7 @@ from sdpo_jax.training.run_programs import abstract_batch
 from sdpo_jax.training.specs import objective_spec, update_spec
 from sdpo_jax.training.update import abstract_state, make_update
 from tests.compiling import compile_as_users
-from tests.test_models_policy import CONFIG
+from tests.small_policies import CONFIG
 
 LAYERS, RANK, TOPK, VOCAB, MEMBERS = 3, 4, 8, 5000, 5
 ROWS, PROMPT, REPROMPT, RESPONSE = 2, 16, 24, 40

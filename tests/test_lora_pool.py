@@ -1,38 +1,17 @@
 """Rows of different adapters in one batch compute what each adapter computes alone, and none touches another."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import huggingface, parameters
 from models.adapters import lora_pool
-from models.adapters.lora_pool import LoraPool
 from models.policy import NO_MEMBER
-from sdpo_jax.config import LoraConfig, MeshConfig, ModelConfig
+from sdpo_jax.config import MeshConfig
 from sdpo_jax.distributed.mesh import make_mesh
-from tests.test_models_policy import CONFIG
+from tests.lora_pools import LENGTH, MEMBERS, ROWS, make_pool, pooled, stacked
 
-MEMBERS, ROWS, LENGTH = 3, 5, 7
 ROW_MEMBERS = np.array([2, 0, NO_MEMBER, 2, 1], np.int32)
-
-
-def make_pool(layers, targets=('all-linear',)):
-  """(policy of one adapter, its base, the factors of every member)."""
-  config = ModelConfig(dtype='float32', lora=LoraConfig(rank=4, alpha=8.0, target_modules=targets))
-  policy = huggingface.describe(CONFIG | {'num_hidden_layers': layers}, config).on(None)
-  table = policy.parameter_table()
-  base = parameters.initialise(parameters.frozen(table), jax.random.key(0), 0.3)
-  draw = np.random.default_rng(1)
-
-  def factors():
-    return parameters.map_table(
-      lambda row: jnp.asarray(0.3 * draw.standard_normal(row.shape), jnp.float32), parameters.trainable(table)
-    )
-
-  return policy, base, [factors() for _ in range(MEMBERS)]
 
 
 @pytest.fixture(scope='module', params=[2, pytest.param(10, marks=pytest.mark.slow)], ids=['shallow', 'deep'])
@@ -43,17 +22,6 @@ def adapters(request):
 @pytest.fixture(scope='module')
 def tokens():
   return np.random.default_rng(2).integers(1, 60, (ROWS, LENGTH)).astype(np.int32)
-
-
-def pooled(policy, product='gather'):
-  return dataclasses.replace(policy, adapter=LoraPool(policy.adapter, MEMBERS, product))
-
-
-def stacked(policy, factors):
-  pool = lora_pool.empty(pooled(policy).parameter_table())
-  for index, own in enumerate(factors):
-    pool = lora_pool.with_member(pool, index, own)
-  return pool
 
 
 @jax.jit(static_argnums=0)

@@ -12,8 +12,8 @@ from models import huggingface, parameters
 from models.adapters import lora
 from sdpo_jax.config import LoraConfig, ModelConfig
 from sdpo_jax.rollout.engine import Sampler
-from tests.test_lora import deltas
-from tests.test_models_policy import CONFIG
+from tests.lora_policies import deltas
+from tests.small_policies import CONFIG
 
 WIDTH, RANK = 128, 1
 MODEL = CONFIG | {'num_hidden_layers': 1, 'hidden_size': WIDTH, 'intermediate_size': 2 * WIDTH, 'head_dim': 32}

@@ -24,7 +24,7 @@ from sdpo_jax.training.update import abstract_state, place_state
 from sdpo_jax.types import TokenRows
 from tests import tiers, tiny
 from tests.generation_batches import make_samples
-from tests.test_lora import deltas, merged
+from tests.lora_policies import deltas, merged
 from tests.test_resume import KILLED, MOMENTS, STEPS, assert_same_run, final_state
 from tests.updates import assert_entropy, settings
 

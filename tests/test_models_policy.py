@@ -8,44 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import cache as kv_cache
-from models import flops, huggingface, parameters
+from models import flops, parameters
 from models.policy import Policy
-from sdpo_jax.config import MeshConfig, ModelConfig
-from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding, put_rows
+from sdpo_jax.config import MeshConfig
+from sdpo_jax.distributed.mesh import make_mesh, put_rows
 from sdpo_jax.rollout.engine import Sampler
 from tests.compiling import users_options
 from tests.golden.toy_policy import ToyPolicy
+from tests.small_policies import DEPTHS, NoText, make
 
-CONFIG = dict(
-  model_type='qwen3',
-  vocab_size=61,
-  hidden_size=32,
-  intermediate_size=48,
-  num_attention_heads=4,
-  num_key_value_heads=2,
-  head_dim=16,
-  initializer_range=0.3,
-)
 FROZEN = {
   'embedding and MLP': ('embedding', 'layers.mlp'),
   'all but the final norm': ('embedding', 'layers', 'unembedding'),
 }
-DEPTHS = {'shallow': 2, 'deep': kv_cache.SHALLOW + 1}
-
-
-def make(layers, frozen, mesh=None, dtype='float32'):
-  """(policy, base, trainable) of the random model with some parameters frozen; `frozen` () is full fine-tuning."""
-  config = CONFIG | {'num_hidden_layers': layers}
-  policy, params = huggingface.init(config, jax.random.key(0), ModelConfig(dtype=dtype, remat='full'))
-  policy = dataclasses.replace(policy.on(mesh), frozen=frozen)
-  table = policy.parameter_table()
-
-  def place(parameter, leaf):
-    return leaf if mesh is None else jax.device_put(leaf, parameter_sharding(mesh, parameter.axes, parameter.shape))
-
-  parts = parameters.frozen(table), parameters.trainable(table)
-  return policy, *(parameters.map_tree(place, part, params) for part in parts)
 
 
 def assert_equal(one, other):
@@ -89,13 +64,6 @@ def test_what_is_frozen_changes_no_state_and_no_gradient(what, depth, devices):
   wanted = parameters.trainable(policy.parameter_table())
   assert_equal(gradient, parameters.map_tree(lambda _, leaf: leaf, wanted, expected_gradient))
   assert all(np.any(leaf) for leaf in jax.tree.leaves(gradient))
-
-
-class NoText:
-  """A tokenizer of a sampler whose texts nobody reads."""
-
-  def decode(self, token_ids, **_):
-    return ''
 
 
 def sampled(layers, frozen, mesh):

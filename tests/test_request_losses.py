@@ -16,7 +16,7 @@ from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import init_state, make_update
 from sdpo_jax.types import Batch, TeacherSignal, TokenRows
 from tests import test_jsd_pg, test_row_numbers
-from tests.test_lora import make
+from tests.lora_policies import make
 from tests.test_objective_loss import B, T
 from tests.updates import settings
 

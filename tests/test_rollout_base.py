@@ -18,7 +18,7 @@ from sdpo_jax.planner.plan import resident_bytes
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.rollout.weights import PreparedBase
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs
-from tests.test_models_policy import DEPTHS, NoText, make
+from tests.small_policies import DEPTHS, NoText, make
 from tests.updates import settings
 
 FROZEN = ('embedding', 'layers')

@@ -15,7 +15,7 @@ from sdpo_jax.teacher.signal import Teacher
 from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import apply_gradients, init_state, make_update
 from sdpo_jax.types import Batch, TokenRows
-from tests.test_lora_pool import MEMBERS, make_pool, pooled, stacked
+from tests.lora_pools import MEMBERS, make_pool, pooled, stacked
 
 ROWS, PROMPT, LENGTH = 4, 3, 5
 ROW_MEMBERS = np.array([2, 0, 2, 0], np.int32)
