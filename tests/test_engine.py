@@ -21,9 +21,9 @@ from sdpo_jax.serving.learning import AdamW, Lesson, Taught
 from sdpo_jax.serving.losses import Sdpo
 from sdpo_jax.serving.places import NoPlaceError
 from sdpo_jax.teacher.endpoint import Endpoint
+from tests.letters import CONFIG, TOKENIZER
 from tests.local_server import Server
 from tests.scoring_server import Scorer as EndpointScorer
-from tests.test_rollout_engine import CONFIG, TOKENIZER
 
 SETTINGS = EngineSettings(
   prompt_buckets=(8,),

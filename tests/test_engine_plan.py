@@ -20,8 +20,8 @@ from sdpo_jax.serving.engine import Engine, EngineSettings
 from sdpo_jax.serving.engine_programs import engine_programs
 from sdpo_jax.serving.kept_programs import KeptPrograms
 from sdpo_jax.serving.settings import engine_settings
+from tests.letters import TOKENIZER
 from tests.test_plan_cartridges import SIZES
-from tests.test_rollout_engine import TOKENIZER
 
 # Names of functions of the engine → kinds of programs; others have the same name.
 CALLED = {

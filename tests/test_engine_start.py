@@ -26,8 +26,8 @@ from sdpo_jax.serving.learning import Lesson
 from sdpo_jax.serving.losses import Sdpo
 from sdpo_jax.serving.program_folder import HOUR, INDEX, KEPT, PROGRAM, ProgramFolder
 from tests.compiling import without_cache
+from tests.letters import CONFIG, TOKENIZER
 from tests.test_engine import SETTINGS, model, random_factors
-from tests.test_rollout_engine import CONFIG, TOKENIZER
 
 __all__ = ['model']  # A fixture.
 LENGTHS = dataclasses.replace(

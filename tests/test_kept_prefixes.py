@@ -25,11 +25,11 @@ from sdpo_jax.rollout.kept_prefixes import KeptRows
 from sdpo_jax.rollout.resident import CancelledError, Resident, Weights
 from sdpo_jax.serving.engine import BASE
 from tests import tpu_programs
+from tests.letters import CONFIG, TOKENIZER
 from tests.test_engine import model as adapted
 from tests.test_engine import random_factors, start
 from tests.test_engine_plan import leaves, on_one_device
 from tests.test_engine_plan import settings as serve_settings
-from tests.test_rollout_engine import CONFIG, TOKENIZER
 
 __all__ = ['adapted']  # A fixture.
 SETTINGS = dict(prompt_buckets=(16, 64), response_buckets=(8,), max_batch_rows=4, decode_chunk=3, stop_token_ids=(30,))

@@ -15,7 +15,7 @@ from models.adapters import peft_files
 from sdpo_jax.config import LoraConfig, ModelConfig
 from sdpo_jax.serving.errors import InvalidRequest, ServiceError, TooLarge
 from sdpo_jax.serving.peft_transfer import LARGEST_CONFIG, LARGEST_HEADER, Served
-from tests.test_rollout_engine import CONFIG
+from tests.letters import CONFIG
 
 CONFIG_FILE, WEIGHTS, BASE = 'adapter_config.json', 'adapter_model.safetensors', 'base_fingerprint.json'
 FINGERPRINT = {'tensors': '3', 'values': 'abc'}

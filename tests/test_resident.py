@@ -16,7 +16,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.rollout.resident import CancelledError, Resident, Weights
 from sdpo_jax.rollout.results import Completion, Draft
-from tests.test_rollout_engine import CONFIG, TOKENIZER, decode_text
+from tests.letters import CONFIG, TOKENIZER, decode_text
 
 MEMBERS, SAMPLES = 3, 3
 SETTINGS = dict(prompt_buckets=(8, 24), response_buckets=(24,), max_batch_rows=4, decode_chunk=3, stop_token_ids=(30,))

@@ -19,29 +19,11 @@ from sdpo_jax.rollout.buckets import bucket_lengths, smallest_bucket
 from sdpo_jax.rollout.functions import sampler_functions
 from sdpo_jax.rollout.stops import StopStrings
 from tests.compiling import compile_as_users
+from tests.letters import CONFIG, TOKENIZER, decode_text
 
-ALPHABET = 'abcdefghijklmnopqrstuvwxyz .,'
-CONFIG = dict(
-  model_type='qwen3',
-  vocab_size=40,  # Larger than the alphabet: some tokens have no text, as in padded vocabularies.
-  hidden_size=32,
-  intermediate_size=48,
-  num_hidden_layers=1,
-  num_attention_heads=4,
-  num_key_value_heads=2,
-  head_dim=16,
-  tie_word_embeddings=True,
-  initializer_range=0.3,
-)
 SAMPLED = ('completion_tokens', 'completion_mask', 'sampling_log_probs', 'model_log_probs', 'entropy')
 
 
-def decode_text(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False):
-  special = '' if skip_special_tokens else '<end>'
-  return ''.join(ALPHABET[t - 1] if 0 < t <= len(ALPHABET) else special if t == 30 else '' for t in tokens)
-
-
-TOKENIZER = types.SimpleNamespace(decode=decode_text)
 PROMPTS = [[3, 4, 5], [7] * 12, [9, 1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [11, 12]]
 
 

@@ -16,7 +16,7 @@ from sdpo_jax.serving import differences, event_log, names
 from sdpo_jax.serving.draft_texts import DraftText, finished_text
 from sdpo_jax.serving.errors import Deadline, InvalidRequest, NotFound
 from sdpo_jax.serving.turns import Turns
-from tests.test_rollout_engine import CONFIG
+from tests.letters import CONFIG
 
 
 def test_an_address_means_a_version_and_a_name_its_newest():
