@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import pathlib
 import pickle
 import shutil
 import subprocess
@@ -23,31 +22,17 @@ from models.adapters import cartridge, cartridge_files, cartridge_pt, kv_prefix,
 from models.adapters.cartridge import Cartridge
 from sdpo_jax.config import ModelConfig
 from sdpo_jax.errors import UserError
-from tests import test_kv_prefix, tiny
+from tests import prefixed_models, tiny
+from tests.cartridges import GOLDEN, assert_equal, config_of, loaded_as_published, make, origin_of, past_of
 from tests.golden import __main__ as golden
 from tests.golden import cartridges as golden_cartridges
 from tests.test_checkpoints import flipped
-
-GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'data' / 'cartridges'
-
-
-def make(layers=2, kv_heads=2, slots=16, head_dim=8, frozen=1, **settings):
-  keys, values = np.random.default_rng(0).standard_normal((2, layers, kv_heads, slots, head_dim), np.float32)
-  return Cartridge(keys, values, frozen, **settings)
 
 
 @pytest.fixture(scope='module')
 def model(tmp_path_factory):
   """Return a model directory with 2 layers and 2 key-value heads of 8."""
   return tiny.make_model(tmp_path_factory.mktemp('cartridges') / 'model')
-
-
-def config_of(model):
-  return huggingface.read_policy(model, ModelConfig()).config
-
-
-def origin_of(model):
-  return cartridge_files.Origin.of(model, config_of(model))
 
 
 @pytest.fixture
@@ -58,13 +43,6 @@ def written(model, tmp_path):
 
 def read(path, model):
   return cartridge_files.read(path, origin_of(model), config_of(model))
-
-
-def assert_equal(left, right):
-  np.testing.assert_array_equal(left.keys, right.keys)
-  np.testing.assert_array_equal(left.values, right.values)
-  assert left.prefix == right.prefix
-  assert left.keys.dtype == left.values.dtype == np.float32
 
 
 # The project's own format.
@@ -186,9 +164,9 @@ def test_a_manifest_that_says_something_else_is_refused(written, model, changes,
 
 def test_what_is_no_file_is_not_waited_for(written, model):
   file = written / 'cartridge.safetensors'
-  for make in (lambda: os.mkfifo(file), lambda: file.symlink_to('/dev/zero')):
+  for create in (lambda: os.mkfifo(file), lambda: file.symlink_to('/dev/zero')):
     file.unlink()
-    make()
+    create()
     with pytest.raises(UserError, match=r'cartridge\.safetensors is a pipe or a device where a file belongs: get the'):
       read(written, model)
 
@@ -441,14 +419,6 @@ def test_without_pytorch_it_is_asked_for(monkeypatch):
     cartridge_pt.read(GOLDEN / 'L2_H2_P16_F1_D16_frozen.pt')
 
 
-def past_of(file):
-  """Return the slots of a published file as `past_key_values` of transformers."""
-  past = transformers.DynamicCache()
-  for layer, (keys, values) in enumerate(zip(*loaded_as_published(file), strict=True)):
-    past.update(keys[None], values[None], layer)
-  return past
-
-
 def test_slots_of_a_text_continue_it_in_transformers(tmp_path):
   """What our model keeps of a text, through a file and as `past_key_values`, gives the logits of the whole text."""
   folder = tiny.make_model(tmp_path / 'model', rope_theta=300.0)
@@ -468,41 +438,25 @@ def test_slots_of_a_text_continue_it_in_transformers(tmp_path):
 @pytest.mark.parametrize('name', ['llama', 'qwen2, no windows', 'qwen3'])
 def test_transformers_computes_the_same_with_any_slots(tmp_path, name):
   """With numbers that no text has, as training makes them, and every way to rotate that the families know."""
-  policy, params = test_kv_prefix.model(name)
+  policy, params = prefixed_models.model(name)
   sizes = policy.config
   made = make(sizes.layers, sizes.kv_heads, 16, sizes.head_dim)
-  student, base, slots = test_kv_prefix.with_prefix(policy, params, made.prefix, made.keys, made.values)
+  student, base, slots = prefixed_models.with_prefix(policy, params, made.prefix, made.keys, made.values)
   huggingface.save(tmp_path / 'model', policy, params, dtype='float32')
   published_cartridges.write(tmp_path / 'out', made, 'some/model', dtype='float32')
   reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'model').eval()
-  tokens, positions, segments = test_kv_prefix.rows(count=1)
+  tokens, positions, segments = prefixed_models.rows(count=1)
   length = int(segments.sum())
   with torch.no_grad():
     ids = torch.tensor(tokens[:, :length], dtype=torch.long)
     expected = reference(ids, past_key_values=past_of(tmp_path / 'out' / 'cartridge.pt')).logits.numpy()
     without = reference(ids).logits.numpy()
-  found = test_kv_prefix.logits(student, base, slots, (tokens, positions, segments))[:, :length]
+  found = prefixed_models.logits(student, base, slots, (tokens, positions, segments))[:, :length]
   np.testing.assert_allclose(found, expected, atol=1e-4)
   assert np.abs(expected - without).max() > 0.1
 
 
 # Directories for servers.
-
-
-def loaded_as_published(file):
-  """Return what the class of the second version makes of a file, its mistake included."""
-  content = torch.load(file, weights_only=False)
-  frozen, trainable = content['frozen_keys'], content['trainable_keys']
-  assert len(frozen) == len(trainable)
-  count = frozen[0].size(1)  # The axis of heads, where that of tokens is meant.
-  keys, values = (
-    torch.stack(
-      [torch.cat(pair, 2) for pair in zip(content[f'frozen_{what}'], content[f'trainable_{what}'], strict=True)]
-    )
-    for what in ('keys', 'values')
-  )
-  assert keys.shape[3] - count > 0
-  return keys[:, 0], values[:, 0]
 
 
 @pytest.mark.parametrize('frozen', [0, 1])

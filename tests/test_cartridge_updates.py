@@ -28,7 +28,7 @@ from sdpo_jax.types import Batch, TrainState, Tree
 from tests import tiers
 from tests.family_models import MODELS, MORE
 from tests.generation_batches import make_samples, per_token
-from tests.test_kv_prefix import DOCUMENT, model, with_prefix
+from tests.prefixed_models import DOCUMENT, model, with_prefix
 from tests.updates import settings
 
 STEPS, RATE = 10, 0.05

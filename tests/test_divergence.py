@@ -18,19 +18,16 @@ from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.training import divergence, loop
 from sdpo_jax.training.opening import stop_token_ids
 from sdpo_jax.types import Example
-from tests.test_cartridge_runs import (
-  QUESTIONS,
-  changed,
-  config,  # noqa: F401
-  lines,
-  log_probs,
-  opened,
-  texts_of,
-)
+from tests.cartridge_runs import QUESTIONS, changed, lines, log_probs, make_config, opened, texts_of
+
+
+@pytest.fixture(scope='module')
+def config(tmp_path_factory) -> Config:
+  return make_config(tmp_path_factory.mktemp('cartridges'))
 
 
 @pytest.fixture
-def alone(config, monkeypatch) -> Config:  # noqa: F811
+def alone(config, monkeypatch) -> Config:
   """Return settings of a run on one device whose evaluations measure the divergence."""
   monkeypatch.setattr(accelerators, 'devices', lambda: jax.devices()[:1])
   made = changed(config, MeshConfig(1, 1))

@@ -38,7 +38,7 @@ from tests.attention_cases import (
   whole,
 )
 from tests.family_models import MODELS, MORE, SIZES, TOKENIZER
-from tests.test_kv_prefix import DOCUMENT, after_document, model, rows
+from tests.prefixed_models import DOCUMENT, after_document, model, rows
 
 MESH = (4, 2)
 ROWS = np.concatenate([PACKED, SINGLE])

@@ -13,8 +13,8 @@ from models.adapters import cartridge_files, named_cartridges, published_cartrid
 from models.adapters.kv_prefix import KVPrefix
 from sdpo_jax.config import CartridgeConfig, ModelConfig
 from sdpo_jax.errors import UserError
-from tests import test_cartridge_files, tiny
-from tests.test_cartridge_files import assert_equal, config_of, make, origin_of
+from tests import cartridges, tiny
+from tests.cartridges import assert_equal, config_of, make, origin_of
 
 
 @pytest.fixture(scope='module')
@@ -84,7 +84,7 @@ def test_what_is_no_cartridge_of_the_model_is_refused_before_the_model_is_read(o
     UserError, match=r'The cartridge directory .*gone does not exist: set model\.cartridge\.path to one that does'
   ):
     open_(tmp_path / 'gone', model)
-  golden = test_cartridge_files.GOLDEN / 'L2_H2_P16_F1_D16_fixed.pt'
+  golden = cartridges.GOLDEN / 'L2_H2_P16_F1_D16_fixed.pt'
   with pytest.raises(UserError, match='key-value heads of 16, and this model has 2 layers and 2 key-value heads of 8'):
     open_(golden, model)
   with pytest.raises(UserError, match=r'unknown://bucket/a cannot be read'):

@@ -16,15 +16,7 @@ from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.training import loop, step
 from sdpo_jax.training.opening import stop_token_ids
 from sdpo_jax.training.run_programs import run_programs
-from tests.test_cartridge_runs import (
-  changed,
-  config,  # noqa: F401
-  generation_batch,
-  lines,
-  log_probs,
-  opened,
-  texts_of,
-)
+from tests.cartridge_runs import changed, generation_batch, lines, log_probs, make_config, opened, texts_of
 
 
 def written_by(settings: Config, writer: str) -> Config:
@@ -32,8 +24,13 @@ def written_by(settings: Config, writer: str) -> Config:
   return dataclasses.replace(settings, rollout=rollout)
 
 
+@pytest.fixture(scope='module')
+def config(tmp_path_factory) -> Config:
+  return make_config(tmp_path_factory.mktemp('cartridges'))
+
+
 @pytest.fixture
-def alone(config, monkeypatch) -> Config:  # noqa: F811
+def alone(config, monkeypatch) -> Config:
   """Return the settings on one device."""
   monkeypatch.setattr(accelerators, 'devices', lambda: jax.devices()[:1])
   return changed(config, MeshConfig(1, 1))
@@ -42,7 +39,7 @@ def alone(config, monkeypatch) -> Config:  # noqa: F811
 @pytest.mark.slow
 @pytest.mark.parametrize('divided', [False, pytest.param(True, marks=pytest.mark.campaign)])
 def test_the_teacher_writes_what_the_model_draws_behind_the_whole_document(
-  config,  # noqa: F811
+  config,
   tmp_path,
   monkeypatch,
   divided,
@@ -133,7 +130,7 @@ def test_a_run_on_the_teachers_text_compiles_everything_before_and_is_evaluated_
     ('actor', 'ppo_epochs', 2, 'is_clip=2.0 and several optimizer steps'),
   ],
 )
-def test_what_supposes_that_the_student_wrote_is_refused(config, section, setting, value, sentence):  # noqa: F811
+def test_what_supposes_that_the_student_wrote_is_refused(config, section, setting, value, sentence):
   made = written_by(dataclasses.replace(config), 'teacher')
   if setting == 'tokens':
     made = dataclasses.replace(made, model=ModelConfig(path=config.model.path))

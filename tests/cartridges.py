@@ -1,0 +1,58 @@
+"""Cartridges of random numbers, and how others read what is published."""
+
+import pathlib
+
+import numpy as np
+import torch
+import transformers
+
+from models import huggingface
+from models.adapters import cartridge_files
+from models.adapters.cartridge import Cartridge
+from sdpo_jax.config import ModelConfig
+
+GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'data' / 'cartridges'
+
+
+def make(layers=2, kv_heads=2, slots=16, head_dim=8, frozen=1, **settings):
+  keys, values = np.random.default_rng(0).standard_normal((2, layers, kv_heads, slots, head_dim), np.float32)
+  return Cartridge(keys, values, frozen, **settings)
+
+
+def config_of(model):
+  return huggingface.read_policy(model, ModelConfig()).config
+
+
+def origin_of(model):
+  return cartridge_files.Origin.of(model, config_of(model))
+
+
+def assert_equal(left, right):
+  np.testing.assert_array_equal(left.keys, right.keys)
+  np.testing.assert_array_equal(left.values, right.values)
+  assert left.prefix == right.prefix
+  assert left.keys.dtype == left.values.dtype == np.float32
+
+
+def past_of(file):
+  """Return the slots of a published file as `past_key_values` of transformers."""
+  past = transformers.DynamicCache()
+  for layer, (keys, values) in enumerate(zip(*loaded_as_published(file), strict=True)):
+    past.update(keys[None], values[None], layer)
+  return past
+
+
+def loaded_as_published(file):
+  """Return what the class of the second version makes of a file, its mistake included."""
+  content = torch.load(file, weights_only=False)
+  frozen, trainable = content['frozen_keys'], content['trainable_keys']
+  assert len(frozen) == len(trainable)
+  count = frozen[0].size(1)  # The axis of heads, where that of tokens is meant.
+  keys, values = (
+    torch.stack(
+      [torch.cat(pair, 2) for pair in zip(content[f'frozen_{what}'], content[f'trainable_{what}'], strict=True)]
+    )
+    for what in ('keys', 'values')
+  )
+  assert keys.shape[3] - count > 0
+  return keys[:, 0], values[:, 0]
