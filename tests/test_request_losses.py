@@ -15,16 +15,16 @@ from sdpo_jax.objective.log_probs import scores
 from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import init_state, make_update
 from sdpo_jax.types import Batch, TeacherSignal, TokenRows
-from tests import test_jsd_pg, test_row_numbers
+from tests import jsd_pg_by_hand, row_numbers_by_hand
 from tests.lora_policies import make
-from tests.test_objective_loss import B, T
+from tests.numpy_loss import B, T
 from tests.updates import settings
 
 PROMPT, REPROMPT, V, K = 3, 6, 61, 6
 RATES = dict(actor__self_distillation__teacher_regularization='frozen', optimizer__lr=1e-2)
 MASK = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]], np.float32)
 # Both ends of alpha and its middle; no ratio and two clips of it; a dual clip or none; K and less.
-NUMBERS = test_row_numbers.SHARED | dict(temperature=[1.0, 0.8, 1.3], topk=[K, 2, 4])
+NUMBERS = row_numbers_by_hand.SHARED | dict(temperature=[1.0, 0.8, 1.3], topk=[K, 2, 4])
 
 
 @functools.cache
@@ -129,13 +129,13 @@ def test_the_divergence_of_each_row_alone_and_with_a_reward(loss):
     'old_log_probs': old,
   }
   given = {name: np.float32(x[name]) for name in ('distill_coef', 'policy_coef', 'advantages', 'old_log_probs')}
-  numbers = test_row_numbers.of_rows(NUMBERS, np.float32)
+  numbers = row_numbers_by_hand.of_rows(NUMBERS, np.float32)
 
   def by_hand(factors):
     states = {'hidden': logits_of(factors, PROMPT), 'teacher_hidden': told}
     nothing = dict.fromkeys(('entropy_coef', 'kl_coef', 'initial_log_probs'), np.zeros((B, T)))
     identity = {'unembedding': np.eye(V), 'teacher_unembedding': np.eye(V)}
-    return test_row_numbers.by_hand('topk', x | states | nothing | identity, NUMBERS)[0]
+    return row_numbers_by_hand.by_hand('topk', x | states | nothing | identity, NUMBERS)[0]
 
   check(batch_of(teacher=teacher, numbers=numbers, **given), by_hand)
 
@@ -160,7 +160,7 @@ def test_jsd_pg_with_a_teacher_that_is_scored_once():
     batch = jsd_pg.prepare(
       batch_of(signal=signal, old_log_probs=np.float32(x['old'])), request, own.log_prob, told.log_prob
     )
-    check(batch, lambda factors: test_jsd_pg.by_hand(x, request, logits_of(factors, PROMPT), in_mesh=True)[0])  # noqa: B023
+    check(batch, lambda factors: jsd_pg_by_hand.by_hand(x, request, logits_of(factors, PROMPT), in_mesh=True)[0])  # noqa: B023
   assert update.accumulate._cache_size() - programs == 1
   # The same model with the same context teaches nothing, and nothing changes.
   same = jsd_pg.prepare(

@@ -14,28 +14,12 @@ from sdpo_jax.objective import row_numbers
 from sdpo_jax.objective.loss import ObjectiveConfig, objective
 from sdpo_jax.types import RowNumbers
 from tests.golden.compiling import quick
+from tests.numpy_loss import TERMS, B, arrays, problem, signal
 from tests.objective_from_logits import objective_from_logits
-from tests.test_objective_loss import TERMS, B, arrays, numpy_loss, problem, signal
+from tests.row_numbers_by_hand import KINDS, SHARED, by_hand, of_rows
 
 TRAINED = ('hidden', 'unembedding')
-# Of three rows: both ends and the middle of alpha, no ratio and two clips of it, no dual clip and two of these.
-SHARED = dict(
-  alpha=[0.0, 1.0, 0.5],
-  is_clip=[0.0, 0.8, 2.0],
-  temperature=[0.7, 1.0, 1.6],
-  clip_ratio_low=[0.1, 0.2, 0.3],
-  clip_ratio_high=[0.1, 0.28, 0.0],
-  clip_ratio_c=[math.inf, 1.5, 3.0],
-)
 OTHERS = SHARED | dict(alpha=[0.3, 0.0, 1.0], is_clip=[1.1, 0.0, 0.5], temperature=[1.0, 0.5, 2.0])
-KINDS = {
-  'topk': (dict(distillation_topk=6, chunk_size=4, vocab_block=17), dict(topk=[6, 1, 3])),
-  'full': (dict(distillation_topk=None, chunk_size=7, vocab_block=9), {}),
-}
-
-
-def of_rows(values, dtype):
-  return RowNumbers(**{name: np.asarray(v, np.int32 if name == 'topk' else dtype) for name, v in values.items()})
 
 
 @functools.cache
@@ -57,20 +41,6 @@ def program(kind, path):
 def evaluate(kind, path, x, values, dtype='float64'):
   x = arrays(x, dtype)
   return jax.device_get(program(kind, path)({name: x[name] for name in TRAINED}, x, of_rows(values, dtype)))
-
-
-def by_hand(kind, x, values):
-  """Return the loss [] and divergences [B, T], each row with its own settings."""
-  total, divergence = 0.0, 0.0
-  for row in range(B):
-    own = {name: value[row] for name, value in values.items()}
-    own['is_clip'] = own['is_clip'] or None
-    if 'topk' in own:
-      own['distillation_topk'] = own.pop('topk')
-    mask = np.where(np.arange(B)[:, None] == row, x['mask'], 0)
-    part = numpy_loss(x | dict(mask=mask), ObjectiveConfig(**KINDS[kind][0] | own))
-    total, divergence = total + part[0], divergence + part[1]
-  return total, divergence
 
 
 @pytest.mark.parametrize('kind', KINDS)
