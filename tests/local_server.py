@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import http.server
 import json
+import socket
 import ssl
 import threading
 from typing import Any
@@ -86,3 +87,8 @@ def dead_address() -> str:
   """Return an address at which nothing listens."""
   with http.server.HTTPServer(('127.0.0.1', 0), http.server.BaseHTTPRequestHandler) as server:
     return f'http://127.0.0.1:{server.server_address[1]}'
+
+
+def free_port() -> int:
+  with socket.create_server(('', 0)) as server:
+    return server.getsockname()[1]

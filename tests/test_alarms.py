@@ -23,7 +23,7 @@ from sdpo_jax.training.opening import make_session
 from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import abstract_state
 from tests import tiny
-from tests.test_resume import start_two
+from tests.resumed_runs import start_two
 
 
 def watch(*rules: str) -> alarms.AlarmMonitor:

@@ -8,7 +8,7 @@ import pytest
 
 from sdpo_jax.inference import runs
 from tests import tiny
-from tests.test_resume import lines_without_time, start, start_two
+from tests.resumed_runs import lines_without_time, start, start_two
 
 SETTINGS = (
   '--config=configs/cartridge_quickstart.py',

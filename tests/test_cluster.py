@@ -20,6 +20,7 @@ import pytest
 from sdpo_jax.distributed import cluster
 from sdpo_jax.errors import UserError
 from tests import tiny
+from tests.local_server import free_port
 
 # One process of a run: joins, then does as told, with a collective after another where it is told nothing. Each is a
 # fork of one that has the imports done, and is waited for by another fork, which writes down its number and how it
@@ -78,11 +79,6 @@ for line in sys.stdin:
     note(f'{folder}/code', os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
     os._exit(0)
 """
-
-
-def free_port() -> int:
-  with socket.create_server(('', 0)) as server:
-    return server.getsockname()[1]
 
 
 class Process:

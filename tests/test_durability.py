@@ -40,7 +40,7 @@ from sdpo_jax.training.update import abstract_state
 from sdpo_jax.types import TrainState
 from tests import durable_run, file_operations, tiny
 from tests.file_operations import Disk, Operation, Tree
-from tests.test_resume import assert_same_run
+from tests.resumed_runs import assert_same_run
 
 RUN = 'run'
 

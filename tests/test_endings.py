@@ -30,7 +30,7 @@ from sdpo_jax.training.checkpoint.starting_state import StartingState
 from sdpo_jax.training.metrics import MetricsWriter
 from sdpo_jax.types import Example, Outcome
 from tests import tiny
-from tests.test_resume import final_state, lines_without_time
+from tests.resumed_runs import final_state, lines_without_time
 
 
 class At:

@@ -21,7 +21,7 @@ from sdpo_jax.config import LoraConfig, MeshConfig, ModelConfig
 from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding
 from sdpo_jax.errors import UserError
 from tests import tiny
-from tests.test_cluster import free_port
+from tests.local_server import free_port
 from tests.test_huggingface import CONFIG
 
 

@@ -21,7 +21,7 @@ from sdpo_jax.rollout.results import Completion, SamplingStats
 from sdpo_jax.training import step
 from sdpo_jax.types import Example, Outcome
 from tests import tiny
-from tests.test_resume import places
+from tests.resumed_runs import places
 
 G, N = 3, 4
 WAIT_S = 60.0  # Far beyond what anything here takes: a wait that ends so is a failure.

@@ -20,7 +20,7 @@ from sdpo_jax.training.directory import fingerprint, starts
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.types import Example, Outcome
 from tests import tiny
-from tests.test_resume import lines_without_time
+from tests.resumed_runs import lines_without_time
 from tests.updates import VARIANTS, make_model, policy_shardings, samples_for, settings, start
 
 PENALISED = VARIANTS['entropy and KL'] | {'actor__ppo_micro_batch_size': 8}  # A program that other tests compile, too.

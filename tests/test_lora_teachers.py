@@ -25,7 +25,7 @@ from sdpo_jax.types import TokenRows
 from tests import tiers, tiny
 from tests.generation_batches import make_samples
 from tests.lora_policies import deltas, merged
-from tests.test_resume import KILLED, MOMENTS, STEPS, assert_same_run, final_state
+from tests.resumed_runs import KILLED, MOMENTS, STEPS, assert_same_run, final_state
 from tests.updates import assert_entropy, settings
 
 ADAPTER = dict(rank=2, alpha=4.0, target_modules=('attention', 'mlp.down'), alpha_pattern={'layers.1': 2.0})

@@ -5,15 +5,12 @@ import pathlib
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 
-import chex
 from etils import epath
 import jax
-import numpy as np
 import pytest
 
 from sdpo_jax.distributed import cluster
@@ -24,39 +21,23 @@ from sdpo_jax.training.directory.lines import STATE_DIGEST
 from sdpo_jax.training.directory.published import MANIFEST
 from sdpo_jax.training.opening import make_session
 from sdpo_jax.training.preemption import EXIT_PREEMPTED
-from sdpo_jax.training.specs import update_spec
-from sdpo_jax.training.update import abstract_state
 from tests import tiny
+from tests.resumed_runs import (
+  KILLED,
+  MOMENTS,
+  STEPS,
+  assert_same_run,
+  final_state,
+  lines_without_time,
+  places,
+  start,
+  start_two,
+)
 
-STEPS = 5
 # Nothing else saves, and a busy machine has the time to.
 SAVED_WHEN_TOLD = ['--config.trainer.save_freq=0', '--config.trainer.preemption_grace_s=300']
 
 
-# Put behind a config: the process kills itself, as if from outside, at some moment.
-KILLED = """
-import os, signal
-from sdpo_jax.training.checkpoint import checkpoints
-from sdpo_jax.training.metrics import MetricsWriter
-
-def die_after(owner, name, now):
-  function = getattr(owner, name)
-  def act(*arguments, **options):
-    result = function(*arguments, **options)
-    if now(*arguments):
-      os.kill(os.getpid(), signal.SIGKILL)
-    return result
-  setattr(owner, name, act)
-
-die_after({where})
-"""
-MOMENTS = {
-  'before any checkpoint': "MetricsWriter, 'write', lambda writer, step, values: step == 0",
-  'while a checkpoint is half written': (
-    "checkpoints, 'sync_tree', lambda folder: folder.name.startswith('2.unfinished')"
-  ),
-  'between a line and its checkpoint': "MetricsWriter, 'write', lambda writer, step, values: step == 4",
-}
 # Only with the slow tests: of what is left where there is no checkpoint yet, test_durability.py opens all states.
 SLOW_MOMENTS = ('before any checkpoint',)
 # A grader that is told to stop in the midst of its work, and never answers.
@@ -109,43 +90,6 @@ def experiment(ends):
   folder, arguments, done = ends
   assert done['whole'].returncode == 0, done['whole'].stderr
   return folder, arguments
-
-
-def final_state(workdir: pathlib.Path):
-  config = runs.run_config(workdir)
-  session, parameters = make_session(config, workdir)
-  checkpoints = Checkpoints(workdir, keep=10)
-  restored = checkpoints.restore(abstract_state(update_spec(config), parameters, session.mesh))
-  checkpoints.close()
-  return restored
-
-
-def lines_without_time(workdir: pathlib.Path) -> list[dict]:
-  lines = [json.loads(line) for line in (workdir / 'metrics.jsonl').read_text().splitlines()]
-  varying = ('time/', 'throughput/', 'fencing_epoch')  # An epoch counts the starts.
-  return [{key: value for key, value in line.items() if not key.startswith(varying)} for line in lines]
-
-
-def assert_same_run(left: pathlib.Path, right: pathlib.Path, steps: int = STEPS) -> None:
-  left_step, left_state, left_host = final_state(left)
-  right_step, right_state, right_host = final_state(right)
-  assert left_step == right_step == steps
-  assert left_host == right_host
-  chex.assert_trees_all_equal(left_state.replace(rng=None), right_state.replace(rng=None))
-  np.testing.assert_array_equal(jax.random.key_data(left_state.rng), jax.random.key_data(right_state.rng))
-  assert lines_without_time(left) == lines_without_time(right)
-  for step in range(1, steps + 1):
-    name = f'{step}.jsonl'
-    assert (left / 'rollouts' / name).read_text() == (right / 'rollouts' / name).read_text()
-
-
-def start(arguments, workdir, *, quick=False) -> subprocess.Popen:
-  return subprocess.Popen(
-    tiny.command('train', *arguments, f'--workdir={workdir}'),
-    stdout=subprocess.DEVNULL,  # What it says of errors, pytest shows where a test fails.
-    cwd=tiny.REPOSITORY,
-    env=tiny.environment(quick=quick),
-  )
 
 
 def wait_for(process: subprocess.Popen, condition) -> bool:
@@ -333,25 +277,6 @@ def test_a_second_start_is_told_who_trains_and_changes_nothing(experiment):
   others = {name for name in changed if not re.match(r'checkpoints/\d+\.unfinished\.1[./]', name)}
   assert others == set() and after.keys() <= now.keys()
   assert [line['step'] for line in lines_without_time(workdir)] == list(range(steps + 1))
-
-
-def free_port() -> int:
-  with socket.socket() as listener:
-    listener.bind(('localhost', 0))
-    return listener.getsockname()[1]
-
-
-def start_two(arguments, workdir) -> list[subprocess.Popen]:
-  """One run in two processes on this machine (gloo collectives)."""
-  return [start([*arguments, *place], workdir, quick=True) for place in places(2)]
-
-
-def places(count: int) -> list[list[str]]:
-  """Return the flags that make one run of `count` processes."""
-  if count == 1:
-    return [[]]
-  together = [f'--coordinator_address=localhost:{free_port()}', f'--num_processes={count}']
-  return [[*together, f'--process_id={index}'] for index in range(count)]
 
 
 def settled(workdir: pathlib.Path, step: int) -> bool:
