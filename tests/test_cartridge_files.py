@@ -26,7 +26,7 @@ from tests import prefixed_models, tiny
 from tests.cartridges import GOLDEN, assert_equal, config_of, loaded_as_published, make, origin_of, past_of
 from tests.golden import __main__ as golden
 from tests.golden import cartridges as golden_cartridges
-from tests.test_checkpoints import flipped
+from tests.training_states import flipped
 
 
 @pytest.fixture(scope='module')

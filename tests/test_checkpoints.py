@@ -16,7 +16,6 @@ from etils import epath
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import tensorstore
 
@@ -35,24 +34,7 @@ from sdpo_jax.training.specs import update_spec
 from sdpo_jax.training.update import abstract_state, place_state
 from sdpo_jax.types import TrainState
 from tests import tiny
-
-
-def make_state(step: int, size: int = 64) -> TrainState:
-  noise = jax.random.normal(jax.random.key(step), (size, 4))  # Does not compress.
-  params = {'layer': {'w': noise, 'b': jnp.arange(4.0)}}
-  return TrainState(
-    step=jnp.int32(step),
-    optimizer_step=jnp.int32(2 * step),
-    trainable=params,
-    opt_state=optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(0.1)).init(params),
-    teacher=jax.tree.map(lambda leaf: leaf * 0.1, params),
-    rng=jax.random.key(7),
-  )
-
-
-def assert_same(left: TrainState, right: TrainState) -> None:
-  chex.assert_trees_all_equal(left.replace(rng=None), right.replace(rng=None))
-  np.testing.assert_array_equal(jax.random.key_data(left.rng), jax.random.key_data(right.rng))
+from tests.training_states import assert_same, files_below, flipped, make_state
 
 
 def save_steps(folder: pathlib.Path, steps: dict[int, dict[str, float]], **options) -> Checkpoints:
@@ -348,14 +330,6 @@ def test_a_full_disk_ends_with_a_sentence_and_earlier_checkpoints_stay(tmp_path)
   step, state, _ = Checkpoints(tmp_path).restore(make_state(0))
   assert step == 1
   assert_same(state, make_state(1))
-
-
-def flipped(content: bytes, bit: int) -> bytes:
-  return content[: bit // 8] + bytes([content[bit // 8] ^ 1 << bit % 8]) + content[bit // 8 + 1 :]
-
-
-def files_below(folder: pathlib.Path) -> list[pathlib.Path]:
-  return sorted(path for path in folder.rglob('*') if path.is_file())
 
 
 def check_flips(tmp_path: pathlib.Path, bits_per_file: int) -> dict[str, int]:

@@ -12,7 +12,7 @@ from models import checksums, huggingface
 from sdpo_jax.config import ModelConfig
 from sdpo_jax.errors import UserError
 from tests import tiny
-from tests.test_checkpoints import flipped
+from tests.training_states import flipped
 
 
 @pytest.fixture(scope='module')

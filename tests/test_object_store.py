@@ -16,7 +16,7 @@ from sdpo_jax.training.checkpoint import checkpoints, manifest
 from sdpo_jax.training.directory import epochs, guarded_files, lock_owner, locks, ownership, recovery
 from sdpo_jax.training.directory import lines as lines_module
 from tests import object_store, tiny
-from tests.test_checkpoints import assert_same, flipped, make_state
+from tests.training_states import assert_same, flipped, make_state
 
 RUN = 'bucket/runs/tiny'
 FOLDER = epath.Path(f'gs://{RUN}')

@@ -15,7 +15,7 @@ from sdpo_jax.training.checkpoint import checkpoints, digests
 from sdpo_jax.training.checkpoint.stored_arrays import stored_digest
 from sdpo_jax.training.directory import epochs, lock_owner
 from tests import tiny
-from tests.test_checkpoints import files_below, flipped, make_state
+from tests.training_states import files_below, flipped, make_state
 
 
 @pytest.fixture(scope='module')
