@@ -9,59 +9,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import huggingface, parameters
-from sdpo_jax.config import LoraConfig, ModelConfig, TeacherEndpointConfig
+from models import huggingface
+from sdpo_jax.config import TeacherEndpointConfig
 from sdpo_jax.environments import json_server
 from sdpo_jax.errors import UserError
 from sdpo_jax.objective.jsd_pg import JsdPg
 from sdpo_jax.rollout.results import Completion
 from sdpo_jax.serving import shelf
-from sdpo_jax.serving.engine import BASE, Engine, EngineSettings, Feedback
-from sdpo_jax.serving.learning import AdamW, Lesson, Taught
+from sdpo_jax.serving.engine import BASE, Engine, Feedback
+from sdpo_jax.serving.learning import AdamW, Taught
 from sdpo_jax.serving.losses import Sdpo
 from sdpo_jax.serving.places import NoPlaceError
 from sdpo_jax.teacher.endpoint import Endpoint
+from tests.engines import OPTIMIZER, SETTINGS, feedback, lesson, make_model, random_factors, start
 from tests.letters import CONFIG, TOKENIZER
 from tests.local_server import Server
 from tests.scoring_server import Scorer as EndpointScorer
 
-SETTINGS = EngineSettings(
-  prompt_buckets=(8,),
-  teacher_buckets=(16,),
-  response_buckets=(8,),
-  rows=4,
-  training_rows=2,
-  snapshots=3,
-  teachers=3,
-  slots=2,
-  topk=8,
-  decode_chunk=3,
-  kept_prefixes=0,
-)
-ADAPTERS = 5
-OPTIMIZER = AdamW(learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.1)
-
 
 @pytest.fixture(scope='module')
 def model():
-  config = ModelConfig(dtype='float32', lora=LoraConfig(rank=2, alpha=4.0))
-  policy = huggingface.describe(CONFIG, config).on(None)
-  return policy, parameters.initialise(parameters.frozen(policy.parameter_table()), jax.random.key(1), 0.3)
-
-
-def random_factors(policy, seed):
-  draw = np.random.default_rng(seed)
-  return parameters.map_table(
-    lambda row: np.float32(0.3 * draw.standard_normal(row.shape)), parameters.trainable(policy.parameter_table())
-  )
-
-
-def start(model, folder, adapters=ADAPTERS, **changes):
-  policy, base = model
-  engine = Engine(policy, base, TOKENIZER, dataclasses.replace(SETTINGS, **changes), folder, stop_token_ids=(30,))
-  for index in range(adapters):
-    engine.put(f'{index}@0', random_factors(policy, index))
-  return engine
+  return make_model()
 
 
 def sample(engine, version, seed=0, n=2):
@@ -69,16 +37,6 @@ def sample(engine, version, seed=0, n=2):
   while engine.turn():
     pass
   return handle.result()
-
-
-def lesson(seed):
-  draw = np.random.default_rng(seed)
-  prompt, completion, more = (draw.integers(1, 29, size).tolist() for size in (5, 6, 4))
-  return Lesson(prompt, completion, [*prompt, *more])
-
-
-def feedback(version, new, seed=0, **changes):
-  return Feedback(version, new, [lesson(seed)], loss=Sdpo(topk=8), optimizer=OPTIMIZER, **changes)
 
 
 def fingerprint(engine, version):

@@ -21,7 +21,7 @@ from sdpo_jax.serving.engine_programs import engine_programs
 from sdpo_jax.serving.kept_programs import KeptPrograms
 from sdpo_jax.serving.settings import engine_settings
 from tests.letters import TOKENIZER
-from tests.test_plan_cartridges import SIZES
+from tests.planned_engines import RANK, SIZES, leaves, on_one_device, settings
 
 # Names of functions of the engine → kinds of programs; others have the same name.
 CALLED = {
@@ -49,28 +49,8 @@ SAMPLING = (
   'copy',
   'advance',
 )  # What these return decides what is called.
-# Of the tiny model, by hand: the matrices of a layer are [64, 4, 16] three times, [4, 16, 64], and [64, 128] three
-# times.
-RANK = 4
 ADAPTER = 2 * RANK * (4 * (64 + 64) + 3 * (64 + 128))
 SLOT = 2 * 2 * 4 * 16  # Numbers of the cache per token: two layers of 4 heads.
-
-
-def settings(**changes) -> Config:
-  config = Config()
-  config.model.path, config.model.dtype, config.model.lora.rank = 'model', 'bfloat16', RANK
-  serve = config.serve
-  serve.prompt_buckets, serve.teacher_buckets, serve.response_buckets = (16,), (32,), (8, 16)
-  serve.rows, serve.training_rows, serve.topk, serve.decode_chunk = 8, 8, 8, 4
-  serve.snapshots, serve.teachers, serve.slots = 3, 5, 2
-  for name, value in changes.items():
-    setattr(serve, name, value)
-  return config
-
-
-def leaves(arguments):
-  flat, tree = jax.tree.flatten(arguments)
-  return str(tree), tuple((np.shape(leaf), np.dtype(getattr(leaf, 'dtype', np.int32)).name) for leaf in flat)
 
 
 def test_the_sizes_of_an_engine_are_those_that_the_settings_say():
@@ -112,11 +92,6 @@ def test_the_programs_that_are_planned_are_those_that_an_engine_calls(tmp_path, 
   }
   for kind in {each[0] for each in called | planned}:
     assert {each[1:] for each in called if each[0] == kind} == {each[1:] for each in planned if each[0] == kind}, kind
-
-
-def on_one_device(config):
-  mesh = make_mesh(MeshConfig(1, 1), jax.devices()[:1])
-  return engine_programs(config, huggingface.describe(SIZES, config.model).on(mesh), mesh)
 
 
 def test_pools_and_cache_take_what_they_hold():

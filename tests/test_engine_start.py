@@ -26,13 +26,17 @@ from sdpo_jax.serving.learning import Lesson
 from sdpo_jax.serving.losses import Sdpo
 from sdpo_jax.serving.program_folder import HOUR, INDEX, KEPT, PROGRAM, ProgramFolder
 from tests.compiling import without_cache
+from tests.engines import SETTINGS, make_model, random_factors
 from tests.letters import CONFIG, TOKENIZER
-from tests.test_engine import SETTINGS, model, random_factors
 
-__all__ = ['model']  # A fixture.
 LENGTHS = dataclasses.replace(
   SETTINGS, prompt_buckets=(4, 8), teacher_buckets=(6, 16), response_buckets=(4, 8), score_buckets=(12, 24)
 )
+
+
+@pytest.fixture(scope='module')
+def model():
+  return make_model()
 
 
 def make_engine(model, folder, settings=SETTINGS, **more):

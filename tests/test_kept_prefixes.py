@@ -25,13 +25,11 @@ from sdpo_jax.rollout.kept_prefixes import KeptRows
 from sdpo_jax.rollout.resident import CancelledError, Resident, Weights
 from sdpo_jax.serving.engine import BASE
 from tests import tpu_programs
+from tests.engines import make_model, random_factors, start
 from tests.letters import CONFIG, TOKENIZER
-from tests.test_engine import model as adapted
-from tests.test_engine import random_factors, start
-from tests.test_engine_plan import leaves, on_one_device
-from tests.test_engine_plan import settings as serve_settings
+from tests.planned_engines import leaves, on_one_device
+from tests.planned_engines import settings as serve_settings
 
-__all__ = ['adapted']  # A fixture.
 SETTINGS = dict(prompt_buckets=(16, 64), response_buckets=(8,), max_batch_rows=4, decode_chunk=3, stop_token_ids=(30,))
 SLIDING = dict(num_hidden_layers=2, use_sliding_window=True, sliding_window=5, max_window_layers=1)
 MODELS = {
@@ -60,6 +58,11 @@ def make(name='grouped queries', mesh=None, kernels=False):
 @pytest.fixture(scope='module')
 def model():
   return make()
+
+
+@pytest.fixture(scope='module')
+def adapted():
+  return make_model()
 
 
 def resident(model, kept, mesh=None, **changes):

@@ -20,19 +20,8 @@ from sdpo_jax.preflight import memory
 from sdpo_jax.training import cartridges
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs
 from tests.compiling import without_cache
+from tests.planned_engines import SIZES
 
-# Two layers of 4 key-value heads of 16 numbers; a slot has a key and a value in each.
-SIZES = {
-  'model_type': 'qwen3',
-  'vocab_size': 256,
-  'hidden_size': 64,
-  'intermediate_size': 128,
-  'num_hidden_layers': 2,
-  'num_attention_heads': 4,
-  'num_key_value_heads': 4,
-  'head_dim': 16,
-  'tie_word_embeddings': True,
-}
 MATRICES = 256 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128)
 NORMS = 64 + 2 * (2 * 64 + 2 * 16)
 SLOT = 2 * 2 * 4 * 16

@@ -21,13 +21,17 @@ from sdpo_jax.serving.learning import Learned, Lesson
 from sdpo_jax.serving.places import NoPlaceError
 from sdpo_jax.serving.scoring import Scored
 from sdpo_jax.serving.worker import Worker
-from tests.test_engine import feedback, model, random_factors, start
+from tests.engines import feedback, make_model, random_factors, start
 
-__all__ = ['model']  # A fixture.
 SETTINGS = EngineSettings(
   (8,), (8,), (8,), rows=2, training_rows=2, snapshots=2, slots=2, topk=4, kept_prefixes=0, memory_bytes=800
 )
 LONG = 10.0  # Seconds that no test takes.
+
+
+@pytest.fixture(scope='module')
+def model():
+  return make_model()
 
 
 class Stand:
