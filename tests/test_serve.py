@@ -5,27 +5,20 @@ import contextlib
 import http.client
 import json
 import os
-import pathlib
 import random
 import signal
-import subprocess
-import sys
 import threading
-import time
 import types
 
 import pytest
 
-from benchmarks import serve
 from sdpo_jax import extras
 from sdpo_jax.config import Config, HttpConfig
 from sdpo_jax.errors import UserError
 from sdpo_jax.serving.web import server
 from sdpo_jax.serving.web.keys import add
-from tests import service_world, tiers, tiny
-
-PATIENCE = 300.0  # Seconds after which a process that does not answer is given up; none is expected to take them.
-
+from tests import tiers, tiny
+from tests.served_process import PATIENCE, ask, served, until
 
 # What it refuses.
 
@@ -119,13 +112,6 @@ def running(process):
   finally:
     thread.join(PATIENCE)
     assert not thread.is_alive()
-
-
-def until(condition):
-  deadline = time.monotonic() + PATIENCE
-  while not condition():
-    assert time.monotonic() < deadline
-    time.sleep(0.005)
 
 
 def test_the_port_answers_from_the_start_and_says_what_is_going_on():
@@ -244,50 +230,6 @@ def test_connections_that_say_nothing_take_nobody_elses():
 
 
 # The real one.
-
-
-CONFIG = """
-import pathlib
-from tests import service_world
-
-def get_config():
-  config = service_world.make_config(pathlib.Path({model!r}), pathlib.Path({root!r}))
-  config.serve.http.port = 0
-  return config
-"""
-
-
-@contextlib.contextmanager
-def served(folder: pathlib.Path):
-  """Yield a process that serves the tiny model, and its address."""
-  if not (folder / 'config.py').exists():
-    model = service_world.model_folder(folder / 'model')
-    (folder / 'config.py').write_text(CONFIG.format(model=str(model), root=str(folder / 'root')))
-  command = [sys.executable, '-m', 'launch.serve', f'--config={folder / "config.py"}']
-  process = subprocess.Popen(
-    command, stderr=subprocess.PIPE, text=True, cwd=tiny.REPOSITORY, env=tiny.environment(quick=True)
-  )
-  lines = []
-  try:
-    line = process.stderr.readline()
-    url = serve.address_in(line)
-    assert url is not None, line + process.stderr.read()
-    reading = threading.Thread(target=lambda: lines.extend(process.stderr), daemon=True)
-    reading.start()
-    yield types.SimpleNamespace(process=process, url=url, lines=lines)
-    reading.join(PATIENCE)
-  finally:
-    process.kill()
-    process.wait()
-
-
-def ask(running, method, path, body=None, **headers):
-  connection = http.client.HTTPConnection(running.url.removeprefix('http://'), timeout=PATIENCE)
-  with contextlib.closing(connection):
-    kind = {'Content-Type': 'application/json'} if body is not None else {}
-    connection.request(method, path, None if body is None else json.dumps(body), {**kind, **headers})
-    response = connection.getresponse()
-    return response.status, json.loads(response.read())
 
 
 @pytest.mark.slow

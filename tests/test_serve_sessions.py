@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from tests import tiers
-from tests.test_serve import PATIENCE, ask, served, until
+from tests.served_process import PATIENCE, ask, served, until
 
 ROOT = '/v1/continual/adapters'
 HELLO = {'messages': [{'role': 'user', 'content': 'Hi'}]}

@@ -3,48 +3,22 @@ template's.
 """
 
 import dataclasses
-import functools
-import pathlib
-import tempfile
 
 from hypothesis import given, settings, strategies
 import pytest
 
-from sdpo_jax.config import SelfDistillationConfig
 from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.sessions import teaching
 from sdpo_jax.serving.sessions.conversation import Dialogue
 from sdpo_jax.serving.tool_calls import ToolCall, form_of, read_calls
+from tests.dialogues import CONFIG, TOOLS, dialogue, drawn, text_of, tokenizer
 from tests.tool_templates import FAMILIES, make_tokenizer
 
-TOOLS = [{'type': 'function', 'function': {'name': 'grep', 'description': 'Finds.', 'parameters': {'type': 'object'}}}]
 CALL = {
   'hermes': '<tool_call>\n{"name": "grep", "arguments": {"p": "x"}}\n</tool_call>',
   'llama3': '{"name": "grep", "parameters": {"p": "x"}}',
 }
-CONFIG = SelfDistillationConfig(max_reprompt_len=10_000)
-
-
-@functools.cache
-def tokenizer(family):
-  with tempfile.TemporaryDirectory() as folder:
-    return make_tokenizer(pathlib.Path(folder), family)
-
-
-@functools.cache
-def stops(family):
-  made = tokenizer(family)
-  return tuple(
-    made.convert_tokens_to_ids(
-      ['<|eot_id|>', '<|eom_id|>', '<|end_of_text|>'] if family == 'llama3' else ['<|im_end|>']
-    )
-  )
-
-
-def dialogue(family, **more):
-  chat = ChatFormat(more.pop('variables', {}))
-  return Dialogue(tokenizer(family), chat, **{'tools': TOOLS, 'stop_token_ids': stops(family), **more})
 
 
 def rendered(family, messages, header=True, **variables):
@@ -52,10 +26,6 @@ def rendered(family, messages, header=True, **variables):
   return tokenizer(family).apply_chat_template(
     messages, tools=TOOLS, tokenize=False, add_generation_prompt=header, **variables
   )
-
-
-def text_of(family, tokens):
-  return tokenizer(family).decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def user(text):
@@ -68,12 +38,6 @@ def tool(text):
 
 def assistant(text):
   return {'role': 'assistant', 'content': text}
-
-
-def drawn(family, text, ended=True):
-  """Return what a model draws that says this."""
-  tokens = tokenizer(family).encode(text, add_special_tokens=False)
-  return [*tokens, tokenizer(family).eos_token_id] if ended else tokens
 
 
 @pytest.mark.parametrize('family', FAMILIES)

@@ -11,7 +11,7 @@ from sdpo_jax.data.prompts import ChatFormat
 from sdpo_jax.serving.sessions import replaying
 from sdpo_jax.serving.sessions.examples import TrainingExample
 from sdpo_jax.serving.tool_calls import ToolCall, form_of, read_calls, write_call
-from tests.test_session_conversation import CONFIG, TOOLS, dialogue, drawn, stops, text_of, tokenizer
+from tests.dialogues import CONFIG, TOOLS, dialogue, drawn, stops, text_of, tokenizer
 from tests.tool_templates import FAMILIES
 
 CALLS = (ToolCall('grep', {'p': 'x'}), ToolCall('grep', {'p': 'y'}))

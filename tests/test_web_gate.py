@@ -23,6 +23,7 @@ from sdpo_jax.serving.web.keys import KeyFile, add
 from sdpo_jax.serving.web.lifetime import Lifetime
 from sdpo_jax.serving.web.metrics import Metrics
 from sdpo_jax.serving.web.openapi import Operation
+from tests.foreign_pages import FOREIGN
 
 LOCAL = 'http://localhost'
 
@@ -250,18 +251,6 @@ def test_forms_of_pages_are_not_read(world, kind):
 
 AT = '/v1/continual/adapters/ada-1/sessions'
 TOKEN = {'X-Session-Token': 'token of ada for ses-1'}
-# What a browser sends for a page that is not the service's own.
-FOREIGN = {
-  'a script of another site': {'Origin': 'https://evil.example', 'Sec-Fetch-Site': 'cross-site'},
-  'one that says only who it is': {'Origin': 'https://evil.example'},
-  'a sandboxed frame': {'Origin': 'null', 'Sec-Fetch-Site': 'cross-site'},
-  'a link, an image, a form': {'Sec-Fetch-Site': 'cross-site'},
-  'another port of this machine': {'Sec-Fetch-Site': 'same-site'},
-  'a script of another port': {'Origin': 'http://localhost:3000', 'Sec-Fetch-Site': 'same-site'},
-  'a name that leads here': {'Host': 'evil.example', 'Origin': 'http://evil.example', 'Sec-Fetch-Site': 'same-origin'},
-  'the same without a word of its origin': {'Host': 'evil.example'},
-  'a name that begins like one of ours': {'Host': 'localhost.evil.example:80'},
-}
 
 
 @pytest.fixture(params=['without keys', 'with keys'])

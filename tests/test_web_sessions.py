@@ -19,7 +19,7 @@ from sdpo_jax.serving.web.app import make_app
 from sdpo_jax.serving.web.gate import LOCAL_OWNER
 from sdpo_jax.serving.web.keys import KeyFile, add
 from tests import service_world, session_world
-from tests.test_web_gate import FOREIGN
+from tests.foreign_pages import FOREIGN
 
 ROOT = '/v1/continual/adapters'
 HELLO = [{'role': 'user', 'content': 'Hi'}]
