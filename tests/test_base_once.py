@@ -21,7 +21,7 @@ from sdpo_jax.training import loop, opening
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs
 from tests import tiny
 from tests.compiling import without_cache
-from tests.test_startup import experiment
+from tests.many_lengths import experiment
 from tests.updates import MODEL, settings
 
 TEACHER = 'actor__self_distillation__teacher_regularization'

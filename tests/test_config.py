@@ -24,13 +24,7 @@ from sdpo_jax.config.checks import CHANGES
 from sdpo_jax.config.help import settings_help
 from sdpo_jax.config.ranges import RANGES, check_ranges
 from sdpo_jax.errors import UserError
-
-
-def valid() -> Config:
-  config = Config()
-  config.model.path = 'model'
-  config.data.train_files = config.data.val_files = ('rows.jsonl',)
-  return config
+from tests.valid_config import valid
 
 
 class Validation(parameterized.TestCase):

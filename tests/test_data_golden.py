@@ -8,7 +8,7 @@ import pytest
 from sdpo_jax.data import rows
 from tests.golden import __main__ as golden
 from tests.golden import preprocess
-from tests.test_data_rows import CODE, RAW
+from tests.reference_rows import CODE, RAW
 
 
 def expected(value, split='train'):

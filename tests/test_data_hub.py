@@ -7,7 +7,7 @@ import pytest
 
 from sdpo_jax.data import hub, rows, sources
 from sdpo_jax.errors import UserError
-from tests.test_data_rows import CALLS, RAW
+from tests.reference_rows import CALLS, RAW
 
 
 @pytest.fixture

@@ -11,30 +11,9 @@ import pytest
 
 from sdpo_jax.data import rows, sources
 from sdpo_jax.errors import UserError
+from tests.reference_rows import CALLS, CODE, RAW
 
-RAW = {
-  'idx': 743,
-  'kind': 'mcq',
-  'dataset': 'sciknoweval',
-  'answer': 'B',
-  'elo': 1500,
-  'prompt': 'What is 2 + 2?\n\nA: 3\nB: 4',
-  'description': 'What is 2 + 2? The solution will be evaluated in a mcq environment.',
-  'tests': '-',
-  'embedding': [],
-  'system': '\nAnswer with a letter.\n',
-}
-CODE = {
-  **RAW,
-  'kind': 'code',
-  'dataset': 'livecodebench',
-  'prompt': 'Write def f(self, x) and (self)',
-  'description': 'def f(self, x)',
-  'tests': '{"inputs": []}',
-  'system': None,
-}
 TESTS = {'inputs': ['1', '2'], 'outputs': ['2', '3'], 'testtype': 'functional', 'fn_name': 'f', 'time_limit': 6}
-CALLS = [{'Action': 'find', 'Action_Input': '{"name": "x"}'}]
 # A ground truth that passes for each environment.
 TRUTHS = {'code': json.dumps(TESTS), 'tooluse': json.dumps(CALLS), 'math': '\\frac{1}{2}'}
 READY = {

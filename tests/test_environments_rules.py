@@ -4,9 +4,7 @@ The reference profile's scores and texts are checked against the reference's own
 are the clean profile, and what both must survive.
 """
 
-import contextlib
 import json
-import signal
 
 import pytest
 
@@ -16,6 +14,7 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.environments.judge import read_critique
 from sdpo_jax.environments.thinking import without_thinking
 from sdpo_jax.types import Example, Outcome
+from tests.processor_time import processor_seconds_at_most
 
 
 def judge(name, truth, completion, *, truncated=False, **settings):
@@ -249,22 +248,6 @@ READERS = {
     for profile in ('clean', 'reference')
   },
 }
-
-
-@contextlib.contextmanager
-def processor_seconds_at_most(seconds):
-  """Raise in what takes longer; patterns are interrupted, too."""
-
-  def interrupt(*_):
-    raise AssertionError(f'more than {seconds} s of processor time')
-
-  before = signal.signal(signal.SIGVTALRM, interrupt)
-  signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-  try:
-    yield
-  finally:
-    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-    signal.signal(signal.SIGVTALRM, before)
 
 
 @pytest.mark.parametrize('reader', READERS)

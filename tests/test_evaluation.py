@@ -20,8 +20,7 @@ from sdpo_jax.inference import runs
 from sdpo_jax.training import records, report
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.types import Example, Outcome, Rollouts
-
-WORDS = Config().alarms.epistemic_words
+from tests.said_rollouts import WORDS, example, rollouts
 
 
 def test_budget():
@@ -93,28 +92,6 @@ def test_summary_names():
   assert summary['best@2'] == pytest.approx((0.75 + 1) / 2, abs=0.03)
   assert set(evaluate.summarize(scores, 2)) == {'mean@2', 'std@2', 'best@2', 'worst@2'}
   assert evaluate.summarize(np.array([[1.0], [0.0]]), 1) == {'mean@1': 0.5}
-
-
-def rollouts(texts: list[str], group: list[int], lengths: list[int] | None = None) -> Rollouts:
-  rows = len(texts)
-  lengths = lengths or [3] * rows
-  width = max(lengths)
-  return Rollouts(
-    group=np.array(group),
-    prompt_tokens=np.zeros((rows, 1), np.int32),
-    prompt_mask=np.ones((rows, 1), bool),
-    completion_tokens=np.zeros((rows, width), np.int32),
-    completion_mask=np.arange(width)[None] < np.array(lengths)[:, None],
-    sampling_log_probs=np.zeros((rows, width)),
-    model_log_probs=np.zeros((rows, width)),
-    entropy=np.full((rows, width), 0.5),
-    finish_reason=(['stop', 'length'] * rows)[:rows],
-    text=texts,
-  )
-
-
-def example(name: str, environment: str) -> Example:
-  return Example(name, [{'role': 'user', 'content': name}], environment, 'yes', 'source_' + environment)
 
 
 def test_each_completion_is_graded_by_its_own_environment(monkeypatch):

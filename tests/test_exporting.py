@@ -17,12 +17,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from models import exporting, file_lock, huggingface, parameters, tensor_files
-from sdpo_jax.config import LoraConfig, MeshConfig, ModelConfig
+from sdpo_jax.config import MeshConfig, ModelConfig
 from sdpo_jax.distributed.mesh import make_mesh, parameter_sharding
 from sdpo_jax.errors import UserError
 from tests import tiny
+from tests.exported_models import CONFIG, export_adapter
 from tests.local_server import free_port
-from tests.test_huggingface import CONFIG
 
 
 @pytest.fixture(scope='module')
@@ -162,17 +162,6 @@ def test_an_empty_directory_and_a_link_to_one_are_filled(made, tmp_path):
   assert {path.name for path in tmp_path.iterdir()} == {'disk', 'link'}
 
 
-def export_adapter(output, model, mesh=None):
-  """Write an adapter whose factors are not 0, and the model with it, beside `output`."""
-  config = ModelConfig(dtype='float32', lora=LoraConfig(rank=4, alpha=4.0))
-  policy, params = huggingface.load(model, config, mesh)
-  _, factors = parameters.split(policy.parameter_table(), params)
-  factors = jax.tree.map(lambda leaf: leaf + 0.05, factors)
-  about = dict(name='model', fingerprint={'weights': {'values': '0'}})
-  huggingface.save_adapter(f'{output}_adapter', policy, factors, model, **about)
-  huggingface.save_merged(f'{output}_merged', policy, factors, model)
-
-
 TOGETHER = """
 import sys
 import jax
@@ -181,7 +170,7 @@ from models import huggingface, parameters
 from sdpo_jax import command
 from sdpo_jax.config import MeshConfig, ModelConfig
 from sdpo_jax.distributed.mesh import make_mesh
-from tests.test_exporting import export_adapter
+from tests.exported_models import export_adapter
 
 flags.DEFINE_string('model', '', '')
 flags.DEFINE_string('output', '', '')

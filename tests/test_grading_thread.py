@@ -17,26 +17,14 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.engine import Sampler
 from sdpo_jax.rollout.grading_thread import GradingThread, StoppedError
-from sdpo_jax.rollout.results import Completion, SamplingStats
+from sdpo_jax.rollout.results import SamplingStats
 from sdpo_jax.training import step
-from sdpo_jax.types import Example, Outcome
+from sdpo_jax.types import Outcome
 from tests import tiny
+from tests.graded_groups import G, N, completion, questions
 from tests.resumed_runs import places
 
-G, N = 3, 4
 WAIT_S = 60.0  # Far beyond what anything here takes: a wait that ends so is a failure.
-
-
-def questions(*environments: str) -> list[Example]:
-  return [
-    Example(f'q{i}', [{'role': 'user', 'content': f'Q{i}?'}], name, None, 'source')
-    for i, name in enumerate(environments)
-  ]
-
-
-def completion(sample: int, stopped: bool = True) -> Completion:
-  none = np.zeros(0, np.float32)
-  return Completion(sample, none.astype(np.int32), none, none, none, stopped=stopped, text=f'answer {sample}')
 
 
 class Recorder:
@@ -248,7 +236,7 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.rollout.grading_thread import GradingThread, StoppedError
 from sdpo_jax.rollout.results import SamplingStats
 from sdpo_jax.types import Outcome
-from tests.test_grading_thread import G, N, completion, questions
+from tests.graded_groups import G, N, completion, questions
 
 command.define_cluster()
 

@@ -23,24 +23,10 @@ from models.checksums import SUMS
 from sdpo_jax.config import MeshConfig, ModelConfig
 from sdpo_jax.distributed.mesh import make_mesh
 from sdpo_jax.errors import UserError
+from tests.exported_models import CONFIG
 
 torch.set_num_threads(1)
 
-CONFIG = {
-  'architectures': ['Qwen3ForCausalLM'],
-  'model_type': 'qwen3',
-  'vocab_size': 40,
-  'hidden_size': 16,
-  'intermediate_size': 24,
-  'num_hidden_layers': 2,
-  'num_attention_heads': 4,
-  'num_key_value_heads': 2,
-  'head_dim': 8,
-  'initializer_range': 0.3,
-  'rope_theta': 1e6,
-  'tie_word_embeddings': False,
-  'a key of the future': {'kept': True},
-}
 FLOAT32 = ModelConfig(dtype='float32', remat='none')
 
 

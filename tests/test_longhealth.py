@@ -12,7 +12,7 @@ from sdpo_jax.data import prepare, rows, sources
 from sdpo_jax.data.converters import raw
 from sdpo_jax.environments import registry
 from sdpo_jax.errors import UserError
-from tests.test_environments_rules import processor_seconds_at_most
+from tests.processor_time import processor_seconds_at_most
 
 CHOICES = ['Dexamethasone 20mg', 'Dexamethasone 40mg', 'No steroid at all', 'Prednisone, for 3 weeks', 'It is not said']
 

@@ -16,7 +16,7 @@ from models.adapters import peft_files
 from sdpo_jax.config import LoraConfig, ModelConfig
 from sdpo_jax.errors import UserError
 from tests import tiny
-from tests.test_exporting import export_adapter
+from tests.exported_models import export_adapter
 
 ADDRESS = 'gs://here/models/tiny'
 

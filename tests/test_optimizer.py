@@ -28,8 +28,8 @@ from sdpo_jax.training import optimizer as optimizers
 from sdpo_jax.training import update
 from sdpo_jax.training.checkpoint.checkpoints import Checkpoints
 from sdpo_jax.training.specs import optimizer_spec, update_spec
-from tests.test_config import valid
 from tests.updates import MODEL
+from tests.valid_config import valid
 
 # Wide enough for adafactor to factor some of its matrices (128 entries) and not others; biases have two axes per layer.
 WIDE = MODEL | {

@@ -16,7 +16,7 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.environments.reward_functions import RewardGrader, is_reward_function
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Example
-from tests.test_user_environment import block
+from tests.documented_code import block
 
 # Of the forms in TRL's documentation: by a column, by the messages, where it applies, a coroutine.
 MODULE = """

@@ -25,7 +25,7 @@ from sdpo_jax.training import records
 from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.types import Example, Outcome
 from tests.local_server import Answer, Server
-from tests.test_evaluation import WORDS, rollouts
+from tests.said_rollouts import WORDS, rollouts
 
 SCORES = (-10.0, 10.0)
 

@@ -17,7 +17,7 @@ from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.training.specs import declared_buckets, objective_spec
 from sdpo_jax.types import Example, Outcome
 from tests.generation_batches import make_config, make_samples
-from tests.test_evaluation import WORDS, rollouts
+from tests.said_rollouts import WORDS, rollouts
 
 
 def config(**changes) -> Config:

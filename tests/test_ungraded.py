@@ -24,8 +24,8 @@ from sdpo_jax.training.graded import GradedRollouts
 from sdpo_jax.types import Example, Outcome
 from tests import tiny
 from tests.generation_batches import make_config, make_samples
-from tests.test_evaluation import WORDS, example, rollouts
-from tests.test_teacher_context import build
+from tests.said_rollouts import WORDS, example, rollouts
+from tests.teacher_contexts import build
 
 LATE = Outcome.ungraded('no complete answer within 30 s')
 

@@ -2,7 +2,6 @@
 
 import http.server
 import json
-import re
 import threading
 
 import pytest
@@ -13,15 +12,7 @@ from sdpo_jax.environments.grading import Graders
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Example
 from tests import tiny
-
-DOCS = (tiny.REPOSITORY / 'docs' / 'environments.md').read_text()
-
-
-def block(name, language='python'):
-  """Return the code block of the documentation that follows the mention of a file."""
-  match = re.search(rf'`{re.escape(name)}`:\n\n```{language}\n(.*?)```', DOCS, re.DOTALL)
-  assert match, f'docs/environments.md no longer shows {name}'
-  return match.group(1)
+from tests.documented_code import block
 
 
 def example(environment, ground_truth=None, i=0):
