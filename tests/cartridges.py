@@ -1,7 +1,5 @@
 """Cartridges of random numbers, and how others read what is published."""
 
-import pathlib
-
 import numpy as np
 import torch
 import transformers
@@ -10,8 +8,9 @@ from models import huggingface
 from models.adapters import cartridge_files
 from models.adapters.cartridge import Cartridge
 from sdpo_jax.config import ModelConfig
+from tests import tiny
 
-GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'data' / 'cartridges'
+GOLDEN = tiny.REPOSITORY / 'tests' / 'golden' / 'data' / 'cartridges'
 
 
 def make(layers=2, kv_heads=2, slots=16, head_dim=8, frozen=1, **settings):

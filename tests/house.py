@@ -7,7 +7,9 @@ from collections.abc import Mapping
 import functools
 import pathlib
 
-ROOT = pathlib.Path(__file__).parent.parent
+from tests import tiny
+
+ROOT = tiny.REPOSITORY
 PACKAGES = ('sdpo_jax', 'models', 'launch', 'configs')
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DOCUMENTED = (ast.Module, ast.ClassDef, *_FUNCTIONS)

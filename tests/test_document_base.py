@@ -1,7 +1,6 @@
 """The tiny model for documents: its tokenizer, its lessons, its beginning, and what the committed one promises."""
 
 import json
-import pathlib
 import subprocess
 import sys
 
@@ -17,8 +16,9 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.quickstart import document_base, document_tokenizer
 from sdpo_jax.quickstart.document_base import Recipe, make_document_base
 from sdpo_jax.quickstart.induction import with_circuit
+from tests import tiny
 
-REPOSITORY = pathlib.Path(__file__).parent.parent
+REPOSITORY = tiny.REPOSITORY
 COMMITTED = REPOSITORY / 'configs' / 'facts_model'
 TEXTS = ('bako meta sopi ; dige', 'Grüß dich, 世界!\t 3.14\n\n  two  spaces ', 'basara bak', '')
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests import file_operations
+from tests import file_operations, tiny
 from tests.file_operations import Disk, Operation
 
 # Everything that changes or names a file, from Python and from a shell that writes by itself, and a thread beside them.
@@ -66,7 +66,7 @@ def recorded(recorder, tmp_path, program: str, *arguments, code: int = 0) -> lis
   done = subprocess.run(
     [sys.executable, '-c', program, root, *arguments],
     env=os.environ | recorder.environment(root, tmp_path / 'log'),
-    cwd=file_operations.SOURCE.parent.parent,
+    cwd=tiny.REPOSITORY,
     check=False,
   )
   assert done.returncode == code

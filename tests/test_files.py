@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import pathlib
 import subprocess
 import sys
 
@@ -12,8 +11,9 @@ import pytest
 
 from sdpo_jax import command, files, tables
 from sdpo_jax.errors import UserError, first_line, short_repr
+from tests import tiny
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = tiny.REPOSITORY
 
 
 def test_an_output_is_checked_and_its_folder_made(tmp_path):

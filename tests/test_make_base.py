@@ -1,7 +1,6 @@
 """The quickstart's base model: its tokenizer, its lessons, the command, and what the committed one promises."""
 
 import dataclasses
-import pathlib
 import random
 
 import numpy as np
@@ -16,8 +15,9 @@ from sdpo_jax.errors import UserError
 from sdpo_jax.inference.probe import probe
 from sdpo_jax.quickstart.make_base import BELIEFS, Recipe, attempt, collate, lesson, make_base
 from sdpo_jax.rollout.engine import Sampler
+from tests import tiny
 
-COMMITTED = pathlib.Path(__file__).parent.parent / 'configs' / 'quickstart_model'
+COMMITTED = tiny.REPOSITORY / 'configs' / 'quickstart_model'
 TEXTS = (
   'Reverse the digits: 40713\nCorrect solution:\n\n31704\n\nCorrectly solve the original question.',
   'Grüß dich, 世界!\t 3.14\n\n  two  spaces ',

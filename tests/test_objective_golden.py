@@ -1,7 +1,6 @@
 """The reference's own numbers: every committed golden file, and the command that checks any folder of them."""
 
 import json
-from pathlib import Path
 import shutil
 import subprocess
 import sys
@@ -9,10 +8,11 @@ import sys
 import numpy as np
 import pytest
 
+from tests import tiny
 from tests.golden import e2e, extras, jsd_pg, loss, teacher
 from tests.golden.__main__ import main
 
-DATA = Path(__file__).parent / 'golden' / 'data'
+DATA = tiny.REPOSITORY / 'tests' / 'golden' / 'data'
 SHARDS = 4
 # What rounds least shows most; every program is another one in the other type.
 both_types = pytest.mark.parametrize('dtype', ['float64', pytest.param('float32', marks=pytest.mark.slow)])
@@ -94,6 +94,6 @@ def test_command_as_a_process(tmp_path):
   (tmp_path / 'extras').mkdir()
   shutil.copy(DATA / 'extras' / 'kl_penalty.npz', tmp_path / 'extras')
   command = [sys.executable, '-m', 'tests.golden', str(tmp_path)]
-  finished = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False)
+  finished = subprocess.run(command, capture_output=True, text=True, cwd=tiny.REPOSITORY, check=False)
   assert finished.returncode == 0, finished.stderr
   assert finished.stdout.startswith('extras: 9 cases, 0 failed, worst ')

@@ -10,9 +10,9 @@ import zipfile
 import pytest
 
 from sdpo_jax.config import beside, model_path
-from tests import compiling
+from tests import compiling, tiny
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = tiny.REPOSITORY
 PACKAGES = ('sdpo_jax', 'models', 'launch', 'configs')
 
 

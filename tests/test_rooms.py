@@ -3,7 +3,9 @@
 import ast
 import pathlib
 
-ROOT = pathlib.Path(__file__).parent.parent
+from tests import tiny
+
+ROOT = tiny.REPOSITORY
 # From the top down; of two that fit a module, the longer name is its room.
 ROOMS = """
   benchmarks tests

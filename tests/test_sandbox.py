@@ -30,6 +30,7 @@ from sdpo_jax.environments.sandbox import sandbox as implementation
 from sdpo_jax.environments.sandbox.sandbox import Job, Limits, Sandbox
 from sdpo_jax.errors import UserError
 from sdpo_jax.types import Example
+from tests import tiny
 
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason='needs root')
 HARNESS = pathlib.Path(__file__).with_name('sandbox_harness.py')
@@ -584,7 +585,7 @@ sys.stdin.read()
 
 def test_everything_ends_when_the_owner_is_killed():
   command = [sys.executable, '-c', OWNER, str(HARNESS)]
-  root = str(HARNESS.parent.parent)
+  root = str(tiny.REPOSITORY)
   with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root) as owner:
     zygote, directory = owner.stdout.readline().split()
     descriptor = os.pidfd_open(int(zygote))
@@ -611,7 +612,7 @@ os.kill(os.getpid(), 9)
 
 
 def test_what_is_left_where_everything_is_killed_is_removed_at_the_next_start(monkeypatch, tmp_path):
-  root = str(HARNESS.parent.parent)
+  root = str(tiny.REPOSITORY)
   tmp_path.chmod(0o755)
   monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
   others = tmp_path / 'sandbox-of-somebody'
@@ -704,7 +705,7 @@ os.setresuid({user}, {user}, {user})
 zygote.confinement.call('prctl', zygote.confinement.PR_SET_DUMPABLE, 1, 0, 0, 0)
 zygote.view.separate()
 zygote.view.mount('none', '/tmp', 'tmpfs', 0)"""
-  return not subprocess.run([sys.executable, '-c', code], capture_output=True, cwd=HARNESS.parent.parent).returncode
+  return not subprocess.run([sys.executable, '-c', code], capture_output=True, cwd=tiny.REPOSITORY).returncode
 
 
 @ROOT
@@ -798,7 +799,7 @@ def test_a_view_holds_what_was_asked_for_under_all_its_names(tmp_path):
   (inside / 'deep' / 'file').write_text('text')
   at.mkdir()
   command = [sys.executable, '-c', VIEW, str(inside), str(alias), str(at)]
-  done = subprocess.run(command, capture_output=True, text=True, cwd=HARNESS.parent.parent)
+  done = subprocess.run(command, capture_output=True, text=True, cwd=tiny.REPOSITORY)
   found = json.loads(done.stdout or done.stderr)
   assert found.pop('root') == sorted(['dev', 'init', 'own', inside.parts[1]])
   assert found == {'file': 'text', 'there': False, 'write to root': errno.EROFS, 'write to inside': errno.EROFS}
@@ -1028,7 +1029,7 @@ def test_an_ordinary_user_has_a_sandbox_too(namespaces, own_view, layers):
     os.chmod(directory, 0o755)
     harness = shutil.copy(HARNESS, directory)
     command = [sys.executable, '-c', UNPRIVILEGED, harness, namespaces]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=HARNESS.parent.parent)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tiny.REPOSITORY)
   if 'other users cannot enter' in done.stderr:
     pytest.skip('this root cannot open a way to Python for others')
   assert done.stdout.startswith(f'landlock|65534|{own_view}|'), done

@@ -1,6 +1,5 @@
 """The tiny agent: its tokenizer, its template, its lessons, and what the committed one promises."""
 
-import pathlib
 import random
 
 import jax
@@ -19,8 +18,9 @@ from sdpo_jax.quickstart.session_base import Recipe, make_session_base
 from sdpo_jax.quickstart.session_lessons import Lesson
 from sdpo_jax.serving import tool_calls
 from sdpo_jax.teacher.context import reprompt
+from tests import tiny
 
-REPOSITORY = pathlib.Path(__file__).parent.parent
+REPOSITORY = tiny.REPOSITORY
 COMMITTED = REPOSITORY / 'configs' / 'session_model'
 TEXTS = ('find where parse is used in src', 'Grüß dich, 世界!\t 3.14\n\n  two  spaces ', '{"a": [1, 2]}', '')
 DISTILLATION = Config().actor.self_distillation

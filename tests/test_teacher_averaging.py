@@ -2,7 +2,6 @@
 
 import decimal
 import json
-import pathlib
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,8 +12,9 @@ import pytest
 
 from sdpo_jax.teacher import averaging
 from sdpo_jax.teacher.averaging import TeacherSpec
+from tests import tiny
 
-GOLDEN = pathlib.Path(__file__).parent / 'golden' / 'data' / 'teacher'
+GOLDEN = tiny.REPOSITORY / 'tests' / 'golden' / 'data' / 'teacher'
 
 
 def tree(seed=0, dtype=jnp.float32):
