@@ -1,7 +1,7 @@
 """What the config.json of published models says of their architecture, so that a run can be planned without a network.
 
 The values are those of the files on the Hugging Face hub. The number of parameters that follows from each is compared
-with the one that the hub states (tests/test_published.py).
+with the one that the hub states (tests/models/test_published.py).
 """
 
 from __future__ import annotations

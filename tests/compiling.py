@@ -65,7 +65,7 @@ def _known(flags: str) -> bool:
 
 
 def users_options() -> dict[str, bool | int]:
-  """Compiler options that undo the flags for one program; `tests/test_compiling.py` holds them to that."""
+  """Compiler options that undo the flags for one program; `tests/house/test_compiling.py` holds them to that."""
   given = os.environ.get('XLA_FLAGS', '').endswith(FLAGS)
   return {name: default for name, (_, default) in OPTIONS.items()} if given else {}
 

@@ -34,13 +34,20 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile('repeatable')
 
+TESTS = pathlib.Path(__file__).parent
 # Whole files go to a worker, in this order and then by name: with the longest first the workers end together.
 LONGEST = """
-  resume attention_tpu families objective_golden rollout_engine commands alarms rollout_independence step teacher_kinds
-  startup engine attention learning objective_sharded sample plan cluster cartridge_runs account experiments
-  rollout_decode sandbox_attacks resident web_native lora_pool decoder objective_loss make_base step_meshes
-  training_pool engine_start real_data rollout_sampling vocabulary_padding objective data_pipeline environments_code
-  user_environment plan_hlo plan_traffic
+  training/test_resume.py models/attention/test_tpu.py models/families/test_families.py objective/test_golden.py
+  rollout/test_engine.py launch/test_commands.py evaluation/test_alarms.py rollout/test_independence.py
+  training/test_step.py teacher/test_kinds.py training/test_startup.py serving/test_engine.py
+  models/attention/test_backends.py serving/test_learning.py objective/test_sharded.py inference/test_sample.py
+  planner/test_plan.py distributed/test_cluster.py training/test_cartridge_runs.py serving/test_account.py
+  configs/test_paper.py rollout/test_decode.py environments/sandbox/test_attacks.py rollout/test_resident.py
+  serving/web/test_native.py models/adapters/test_lora_pool.py models/test_decoder.py objective/test_loss.py
+  quickstart/test_make_base.py training/test_step_meshes.py serving/test_training_pool.py serving/test_engine_start.py
+  environments/test_real_data.py rollout/test_sampling.py models/test_vocabulary_padding.py objective/test_terms.py
+  data/test_pipeline.py environments/test_code.py environments/test_user_environment.py planner/test_hlo.py
+  planner/test_traffic.py
 """.split()
 PROGRAMS = 500  # Compiled, with the traces that led to them: about 1.6 GB.
 MEMORY = 3 * 2**30  # Bytes that a process may have; traces of programs for TPUs take them too.
@@ -61,8 +68,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-  place = {f'test_{name}.py': index for index, name in enumerate(LONGEST)}
-  items.sort(key=lambda item: place.get(item.path.name, len(place)))
+  place = {TESTS / path: index for index, path in enumerate(LONGEST)}
+  items.sort(key=lambda item: place.get(item.path, len(place)))
   slow = not config.getoption('--slow') and pytest.mark.skip(reason='slow: run with --slow')
   campaign = not config.getoption('--campaigns') and pytest.mark.skip(reason='campaign: run with --campaigns')
   tpu = importlib.util.find_spec('libtpu') is None and pytest.mark.skip(reason='libtpu is not installed')

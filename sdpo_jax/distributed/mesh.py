@@ -157,7 +157,7 @@ def gathered_by_layer(mesh: Mesh, logical_axes: Sequence[str | None], shape: Seq
 # such a product apart into one per chip, with a part of the weights that is passed round (a windowed einsum), if the
 # operand has at least so many MiB. Each part reads and writes all results once more: in the compiler's own estimate
 # that takes longer than the gathering that it hides, by 2/3 on 8 chips and several times on 32
-# (tests/test_mesh_tpu.py).
+# (tests/distributed/test_mesh_tpu.py).
 _WHOLE_PRODUCTS = {'xla_jf_spmd_threshold_for_windowed_einsum_mib': 2**20}
 
 

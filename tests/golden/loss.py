@@ -17,7 +17,7 @@ from sdpo_jax.objective.loss import ObjectiveConfig, objective
 from sdpo_jax.types import TeacherSignal
 from tests.golden.compiling import quick
 from tests.golden.report import Report, load
-from tests.objective_from_logits import objective_from_logits
+from tests.objective.objective_from_logits import objective_from_logits
 
 TOLERANCES = {
   'float64': {'loss': 2e-8, 'per_token': 2e-8, 'grad': 2e-8},

@@ -1,6 +1,6 @@
 """What a sandbox must withstand before it is used: a few real attacks, run inside it when it starts.
 
-Loaded by the zygote on its own; standard library only. The full suite is tests/test_sandbox_attacks.py.
+Loaded by the zygote on its own; standard library only. The full suite is tests/environments/sandbox/test_attacks.py.
 """
 
 from __future__ import annotations

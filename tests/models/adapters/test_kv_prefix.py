@@ -1,0 +1,164 @@
+"""A key-value prefix beside a frozen model: with a text's own keys and values it is as if the text stood before."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import flops, parameters
+from models.adapters import kv_prefix
+from models.adapters.kv_prefix import KVPrefix
+from models.attention.backend import AttentionBackend
+from sdpo_jax.config import Config, MeshConfig
+from sdpo_jax.distributed.mesh import make_mesh, put_rows
+from sdpo_jax.rollout.engine import Sampler
+from sdpo_jax.teacher.signal import Teacher
+from sdpo_jax.training.specs import update_spec
+from sdpo_jax.training.update import make_update
+from tests import tiers
+from tests.models.adapters.prefixed_models import DOCUMENT, after_document, logits, model, rows, with_prefix
+from tests.models.family_models import MODELS, MORE, TOKENIZER, VOCABULARY
+
+KERNELS = AttentionBackend('splash', interpret=True)
+
+
+@pytest.mark.parametrize(
+  ('name', 'frozen'),
+  tiers.cases(
+    itertools.product((*MODELS, *MORE), (0, 1, len(DOCUMENT))),
+    default=(('qwen3', 1), ('gemma3', len(DOCUMENT))),
+    slow=[('gemma3', 0), *((name, 1) for name in MODELS)],
+  ),
+)
+def test_the_slots_of_a_text_say_what_the_text_says(name, frozen):
+  """Whole rows, those of a sampler's cache, and the kernels of a TPU; layers with windows see what they would see."""
+  policy, params = model(name)
+  prefix = KVPrefix(len(DOCUMENT), frozen, within_windows=True)
+  student, base, trainable = with_prefix(policy, params, prefix, *kv_prefix.read_text(policy, params, DOCUMENT))
+  row = rows()
+  real = row[2] > 0
+  expected = after_document(policy, params, row)[real]
+  without = logits(policy, {}, params, row)[real]
+  assert np.abs(without - expected).max() > 0.1
+  np.testing.assert_allclose(logits(student, base, trainable, row)[real], expected, atol=5e-5)
+  np.testing.assert_allclose(logits(student, *student.cast(base, trainable), row)[real], expected, atol=5e-5)
+  if frozen == 1:
+    kernels = dataclasses.replace(student, backend=KERNELS)
+    np.testing.assert_allclose(logits(kernels, base, trainable, row)[real], expected, atol=5e-5)
+
+
+@pytest.mark.parametrize('name', tiers.cases((*MODELS, *MORE), default=('gemma3',), slow=('qwen3', 'mistral')))
+def test_a_sampler_goes_on_after_the_slots(name):
+  policy, params = model(name)
+  prefix = KVPrefix(len(DOCUMENT), 1, within_windows=True)
+  student, base, trainable = with_prefix(policy, params, prefix, *kv_prefix.read_text(policy, params, DOCUMENT))
+  prompts = [[5, 9, 13], [7] * 12, [3]]
+  request = dict(n=2, seed=0, step=0, max_tokens=8, temperature=0.0)
+
+  def sample(policy, base, trainable, prompts, buckets):
+    sampler = Sampler(policy, TOKENIZER, prompt_buckets=buckets, response_buckets=(8,), decode_chunk=4)
+    return sampler.sample(base, trainable, prompts, **request)
+
+  expected = sample(policy, {}, params, [DOCUMENT + prompt for prompt in prompts], (36,))
+  found = sample(student, base, trainable, prompts, (12,))
+  np.testing.assert_array_equal(found.completion_tokens, expected.completion_tokens)
+  np.testing.assert_allclose(found.model_log_probs, expected.model_log_probs, atol=5e-5)
+
+
+def test_layers_with_windows_see_all_slots_unless_told_otherwise():
+  policy, params = model('mistral')  # Windows in every layer.
+  read = kv_prefix.read_text(policy, params, DOCUMENT)
+  row = rows()
+  everywhere, within = (
+    logits(*with_prefix(policy, params, KVPrefix(len(DOCUMENT), 1, within_windows=w), *read), row)
+    for w in (False, True)
+  )
+  far = row[1] >= 6  # No slot is within the window of these in the first layer.
+  assert far.any() and np.abs(everywhere - within)[far].max() > 1e-2
+
+
+@pytest.mark.parametrize(
+  ('kernels', 'mesh'),
+  [
+    (False, (4, 2)),
+    (True, None),
+    pytest.param(False, None, marks=pytest.mark.slow),
+    pytest.param(True, (4, 2), marks=pytest.mark.slow),
+  ],
+)
+def test_the_gradient_is_that_of_finite_differences(kernels, mesh):
+  policy, params = model('gemma3' if mesh is None else 'qwen3')
+  mesh = mesh and make_mesh(MeshConfig(*mesh))
+  prefix = KVPrefix(len(DOCUMENT), 1)
+  read = kv_prefix.read_text(policy, params, DOCUMENT)
+  student, base, trainable = with_prefix(policy, params, prefix, *read, mesh)
+  if kernels:
+    student = dataclasses.replace(student, backend=dataclasses.replace(student.backend, kind='splash', interpret=True))
+  row = rows() if mesh is None else put_rows(mesh, rows())
+  weights = np.random.default_rng(0).standard_normal((8, 12, VOCABULARY)).astype(np.float32)
+  weights *= rows()[2][:, :, None]
+
+  @jax.jit
+  def loss(trainable):
+    hidden, unembedding, _ = student.apply(base, trainable, *row)
+    return jnp.sum(weights * jax.nn.log_softmax((hidden @ unembedding.T).astype(jnp.float32)))
+
+  gradient = jax.jit(jax.grad(loss))(trainable)
+  assert {leaf.shape for leaf in jax.tree.leaves(gradient)} == {(2, policy.config.kv_heads, 20, policy.config.head_dim)}
+  draw = np.random.default_rng(4)
+  direction = jax.tree.map(lambda leaf: draw.standard_normal(leaf.shape).astype(np.float32), trainable)
+  step = 2e-3
+
+  def moved(by):
+    return loss(jax.tree.map(lambda p, d: p + by * d, trainable, direction))
+
+  along = sum(np.vdot(g, d) for g, d in zip(*map(jax.tree.leaves, (gradient, direction)), strict=True))
+  np.testing.assert_allclose(along, (moved(step) - moved(-step)) / (2 * step), rtol=2e-3, atol=0.02)
+
+
+def test_frozen_and_trained_slots_are_joined_once_for_all_layers():
+  """Ahead of the loop over the layers: a decode loop, for which they stay the same, then need not do it at every
+  step.
+  """
+  policy, params = model('qwen3')
+  sizes = policy.config
+  shape = sizes.layers, sizes.kv_heads, 21, sizes.head_dim
+  student, base, trainable = with_prefix(policy, params, KVPrefix(21, 1), *np.ones((2, *shape), np.float32))
+  traced = str(jax.make_jaxpr(student.apply)(base, trainable, *rows())).replace(' ', '')
+  joined = [','.join(map(str, part)) + ']=concatenate' for part in (shape, shape[1:])]
+  assert [traced.count(f'[{text}') for text in joined] == [2, 0]
+
+
+def test_a_prefix_is_counted_as_keys_and_not_as_matrices():
+  policy, _ = model('qwen3')
+  student = dataclasses.replace(policy, adapter=KVPrefix(21, 1))
+  sizes = policy.config
+  more = flops.forward_flops(student, 1, 10, 5) - flops.forward_flops(policy, 1, 10, 5)
+  assert more == 4 * 10 * 21 * sizes.layers * sizes.heads * sizes.head_dim
+  trained = parameters.trainable(student.parameter_table())
+  assert parameters.count(trained) == 2 * sizes.layers * sizes.kv_heads * 20 * sizes.head_dim
+
+
+@pytest.mark.parametrize(('slots', 'frozen'), [(0, 0), (4, 5), (4, -1)])
+def test_impossible_prefixes_are_refused(slots, frozen):
+  with pytest.raises(ValueError, match=f'{slots} slots cannot have {frozen} frozen'):
+    KVPrefix(slots, frozen)
+
+
+def test_rows_are_not_packed_behind_trained_slots():
+  """Kernels show slots to the first segment of a row only; a teacher's slots, which are not trained, all segments
+  see.
+  """
+  policy, _ = model('qwen3')
+  config = Config()
+  config.actor.pack_sequences = True
+  with pytest.raises(ValueError, match='trained slots stand before rows of one'):
+    make_update(dataclasses.replace(policy, adapter=KVPrefix(4, 1)), update_spec(config))
+  make_update(
+    policy,
+    update_spec(config),
+    teacher=Teacher(dataclasses.replace(policy, adapter=KVPrefix(4, 4)), beside_student=True),
+  )

@@ -1,0 +1,247 @@
+"""Conversations as token ids, in the templates of models that call tools: what was drawn stays, all else is the
+template's.
+"""
+
+import dataclasses
+
+from hypothesis import given, settings, strategies
+import pytest
+
+from sdpo_jax.data.prompts import ChatFormat
+from sdpo_jax.serving.errors import InvalidRequest
+from sdpo_jax.serving.sessions import teaching
+from sdpo_jax.serving.sessions.conversation import Dialogue
+from sdpo_jax.serving.tool_calls import ToolCall, form_of, read_calls
+from tests.serving.sessions.dialogues import CONFIG, TOOLS, dialogue, drawn, text_of, tokenizer
+from tests.serving.sessions.tool_templates import FAMILIES, make_tokenizer
+
+CALL = {
+  'hermes': '<tool_call>\n{"name": "grep", "arguments": {"p": "x"}}\n</tool_call>',
+  'llama3': '{"name": "grep", "parameters": {"p": "x"}}',
+}
+
+
+def rendered(family, messages, header=True, **variables):
+  """Return what the template writes of a whole conversation."""
+  return tokenizer(family).apply_chat_template(
+    messages, tools=TOOLS, tokenize=False, add_generation_prompt=header, **variables
+  )
+
+
+def user(text):
+  return {'role': 'user', 'content': text}
+
+
+def tool(text):
+  return {'role': 'tool', 'content': text}
+
+
+def assistant(text):
+  return {'role': 'assistant', 'content': text}
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_the_conversation_is_what_the_template_writes_of_it_as_a_whole(family):
+  made = dialogue(family, system='Be brief.')
+  form = form_of(tokenizer(family).chat_template)
+  made.check(form)
+  said = [{'role': 'system', 'content': 'Be brief.'}, user('Find x.')]
+  prompt = made.begin(said[1:]).tokens
+  assert prompt == tokenizer(family).encode(rendered(family, said), add_special_tokens=False)
+  for answer, follow in ((CALL[form], [tool('a: x'), tool('b: x')]), ('Two files.', [user('Which?')])):
+    prompt = made.after(prompt, drawn(family, answer), follow).tokens
+    said += [assistant(answer), *follow]
+    if family != 'hermes' or follow[-1]['role'] == 'tool':
+      assert text_of(family, prompt) == rendered(family, said)
+      assert prompt == tokenizer(family).encode(rendered(family, said), add_special_tokens=False)
+
+
+def test_an_end_that_the_template_would_write_anew_stays_as_it_was_written():
+  made, said = dialogue('hermes'), [user('Find x.'), assistant('A call.'), tool('a: x')]
+  first = made.after(made.begin(said[:1]).tokens, drawn('hermes', 'A call.'), said[2:]).tokens
+  assert text_of('hermes', first) == rendered('hermes', said)
+  second = made.after(first, drawn('hermes', 'One.'), [user('Which?')]).tokens
+  said += [assistant('One.'), user('Which?')]
+  whole = rendered('hermes', said)
+  assert (
+    text_of('hermes', second) == whole.replace('</tool_response>\n<|im_end|>', '</tool_response><|im_end|>') != whole
+  )
+
+
+def test_thinking_that_the_template_would_drop_stays():
+  made, thinking = dialogue('qwen3'), '<think>\nHm.\n</think>\n\nYes.'
+  prompt = made.after(made.begin([user('So?')]).tokens, drawn('qwen3', thinking), [user('Sure?')]).tokens
+  whole = rendered('qwen3', [user('So?'), assistant(thinking), user('Sure?')])
+  assert 'Hm.' not in whole and text_of('qwen3', prompt) == whole.replace('Yes.', thinking)
+
+
+def test_variables_of_the_template_reach_every_header():
+  made = dialogue('qwen3', variables={'enable_thinking': False})
+  made.check('hermes')
+  prompt = made.after(made.begin([user('a')]).tokens, drawn('qwen3', 'b'), [user('c')])
+  assert text_of('qwen3', prompt.header) == '<|im_start|>assistant\n<think>\n\n</think>\n\n'
+  assert made.split(prompt.tokens) == prompt
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+@pytest.mark.parametrize('ended', [True, False])
+def test_an_answer_is_ended_once(family, ended):
+  made = dialogue(family)
+  prompt = made.begin([user('a')]).tokens
+  found = made.after(prompt, drawn(family, 'b', ended), [user('c')]).tokens
+  assert found == made.after(prompt, drawn(family, 'b', not ended), [user('c')]).tokens
+  end = tokenizer(family).eos_token_id
+  assert found[len(prompt) + 1] == end != found[len(prompt) + 2]
+
+
+def test_an_answer_may_end_with_another_token_that_the_template_writes():
+  made = dialogue('llama3')
+  ids = {name: tokenizer('llama3').convert_tokens_to_ids(f'<|{name}|>') for name in ('eot_id', 'eom_id', 'end_of_text')}
+  prompt = made.begin([user('a')]).tokens
+  code = [*drawn('llama3', '<|python_tag|>{"name": "grep", "parameters": {}}', False), ids['eom_id']]
+  found = made.after(prompt, code, [tool('c')]).tokens
+  assert (
+    found[: len(prompt) + len(code)] == [*prompt, *code]
+    and found.count(ids['eot_id']) == prompt.count(ids['eot_id']) + 1
+  )
+  # That one ends texts, and no turns.
+  found = made.after(prompt, [65, ids['end_of_text']], [user('c')]).tokens
+  assert found[len(prompt) :][:3] == [65, ids['end_of_text'], ids['eot_id']]
+
+
+SPELLED = [name for _, special, *_ in FAMILIES.values() for name in special] + [
+  '<tool_call>',
+  '</think>',
+  '<|im_',
+  'end|>',
+]
+TEXTS = strategies.lists(strategies.sampled_from(SPELLED) | strategies.text(max_size=5), max_size=4).map(''.join)
+ROLES = strategies.sampled_from(['user', 'tool'])
+MESSAGES = strategies.lists(
+  strategies.builds(lambda role, text: {'role': role, 'content': text}, ROLES, TEXTS), min_size=1, max_size=3
+)
+ANSWERS = strategies.tuples(TEXTS.filter(lambda text: '<|' not in text), strategies.booleans())
+
+
+def control(family, tokens):
+  """Return the control tokens among these."""
+  names = set(FAMILIES[family][1])
+  ids = set(tokenizer(family).convert_tokens_to_ids(sorted(names)))
+  return [token for token in tokens if token in ids]
+
+
+def benign(messages):
+  return [{**message, 'content': 'x'} for message in messages]
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+@settings(max_examples=15)
+@given(
+  question=TEXTS,
+  turns=strategies.lists(strategies.tuples(ANSWERS, MESSAGES), max_size=3),
+  feedback=TEXTS,
+  solution=TEXTS | strategies.none(),
+)
+def test_the_teacher_reads_the_students_conversation_and_nobody_can_spell_control_tokens(
+  family, question, turns, feedback, solution
+):
+  made = dialogue(family)
+  asked, plain = made.begin([user(question)]), made.begin([user('x')])
+  for (text, ended), messages in turns:
+    answer = drawn(family, text, ended)
+    before = asked.tokens
+    asked = made.after(before, answer, messages)
+    plain = made.after(plain.tokens, drawn(family, 'x', ended), benign(messages))
+    assert asked.tokens[: len(before) + len(answer)] == [*before, *answer]
+    assert made.split(asked.tokens) == asked
+  assert control(family, asked.tokens) == control(family, plain.tokens)
+  said = teaching.Said(solution, feedback or None)
+  if not said:
+    return
+  found = teaching.teacher_prompt(made, asked, said, CONFIG)
+  assert found[: len(asked.body)] == asked.body and found[-len(asked.header) :] == asked.header
+  turn = found[len(asked.body) : -len(asked.header)]
+  bare = teaching.teacher_prompt(made, asked, teaching.Said(solution and 'x', feedback and 'x'), CONFIG)
+  assert control(family, turn) == control(family, bare[len(asked.body) : -len(asked.header)])
+  attempt = drawn(family, 'no', False)
+  with_attempt = teaching.teacher_prompt(made, asked, said, CONFIG, attempt)
+  assert with_attempt[: len(asked.tokens) + 2] == [*asked.tokens, *attempt]
+  # Cut to what fits, the conversation is whole.
+  room = len(bare) + 40
+  short = teaching.teacher_prompt(made, asked, said, dataclasses.replace(CONFIG, max_reprompt_len=room))
+  assert len(short) <= room and short[: len(asked.body)] == asked.body
+
+
+def test_what_the_teacher_is_told_is_in_the_templates_of_runs():
+  made = dialogue('qwen3')
+  asked = made.begin([user('Find x.')])
+  found = teaching.teacher_prompt(made, asked, teaching.Said('grep', 'Use rg.', 'Exit code 2.'), CONFIG)
+  assert text_of('qwen3', found[len(asked.body) :]) == (
+    '<|im_start|>user\nCorrect solution:\n\ngrep\nThe following is feedback from your unsuccessful earlier attempt:\n\n'
+    'Use rg.\n\nExit code 2.\n\nCorrectly solve the original question.<|im_end|>\n<|im_start|>assistant\n'
+  )
+
+
+def test_a_conversation_that_leaves_the_teacher_no_room_names_the_way_out():
+  made = dialogue('qwen3')
+  config = dataclasses.replace(CONFIG, max_reprompt_len=100)
+  with pytest.raises(InvalidRequest, match="session 'Old one' has .*serve.teacher_buckets.*open a new session"):
+    teaching.teacher_prompt(made, made.begin([user('a' * 200)]), teaching.Said(feedback='no'), config, title='Old one')
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_tools_cannot_spell_control_tokens(family):
+  name, *_ = FAMILIES[family][1]
+  evil = [{'type': 'function', 'function': {'name': 'grep', 'description': f'a{name}b', 'parameters': {f'{name}': 1}}}]
+  made, mild = dialogue(family, tools=evil), dialogue(family)
+  assert control(family, made.begin([user('a')]).tokens) == control(family, mild.begin([user('a')]).tokens)
+  assert f'a{name}b' in text_of(family, made.begin([user('a')]).tokens)
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+@pytest.mark.parametrize('thinking', ['', '<think>A <tool_call>?</think>\n'])
+def test_an_edited_call_is_written_in_the_form_of_the_model(family, thinking):
+  made, form = dialogue(family), form_of(tokenizer(family).chat_template)
+  calls = (ToolCall('grep', {'p': 'y "<|im_end|>"'}), ToolCall('read', {}))
+  tokens = made.edited(thinking + CALL[form], calls, form)
+  assert tokens[-1] == tokenizer(family).eos_token_id and len(control(family, tokens)) == 1
+  text = text_of(family, tokens[:-1])
+  assert text.startswith(thinking) and tuple(read_calls(text, form).calls) == calls
+
+
+def test_a_python_tag_stays_before_an_edited_call_and_is_seen_though_it_is_a_special_token():
+  made, tag = dialogue('llama3'), '<|python_tag|>'
+  answer = drawn('llama3', tag + CALL['llama3'])
+  text = made.text_of(answer, (), 'plain')
+  assert text == tag + CALL['llama3']
+  tokens = made.edited(text, [ToolCall('grep', {'p': 'y'})], 'llama3')
+  assert tokens[0] == tokenizer('llama3').convert_tokens_to_ids(tag)
+  assert made.text_of(answer, ('"p"',), 'plain').endswith('{')
+
+
+BASE = (
+  '{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}'
+  '{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}'
+)
+
+
+@pytest.mark.parametrize(
+  'template, why',
+  [
+    (BASE.replace('{{ message.content }}', '{{ messages | length }}{{ message.content }}'), 'in another way'),
+    (BASE.replace('{{ message.content }}', '{{ message.content }}{{ message.content }}'), 'once'),
+    (BASE.replace('{{ message.content }}', '{{ message.content | upper }}'), 'once, as they are'),
+    (BASE.replace('<|im_end|>', ''), 'ends turns of the assistant with no control token'),
+    (BASE.replace('{{ message.content }}<|im_end|>', '{{ message.content }} .<|im_end|>'), 'between an answer and'),
+    (
+      BASE.replace('{% for', "{% if messages|length > 1 %}{{ raise_exception('One question.') }}{% endif %}{% for"),
+      'One question',
+    ),
+  ],
+)
+def test_templates_that_cannot_be_continued_are_refused_with_a_sentence(tmp_path, template, why):
+  made = make_tokenizer(tmp_path, 'qwen3')
+  made.chat_template = template
+  with pytest.raises(InvalidRequest, match=why) as raised:
+    Dialogue(made, ChatFormat()).check(None)
+  assert 'model.chat_template' in str(raised.value)

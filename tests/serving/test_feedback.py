@@ -1,0 +1,432 @@
+"""The feedback transaction, on a real engine and a real store: it happens whole, and exactly as it is answered, or not
+at all.
+"""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from sdpo_jax.serving import feedback
+from sdpo_jax.serving.call import Call
+from sdpo_jax.serving.errors import Cancelled, Deadline, InvalidRequest, NotFound, ServiceError, VersionConflict
+from sdpo_jax.serving.feedback import Entry
+from sdpo_jax.serving.feedback_request import Item, make_request
+from sdpo_jax.serving.learning import Taught
+from sdpo_jax.serving.records import engine_name
+from tests.serving.service_world import HELLO, WIDE, make_config, model_folder, running, sample
+
+STAGES = ['queued', 'scored', 'stepped', 'guarded']
+LOSSES = [{'loss': 'sdpo', 'alpha': 0.3}, {'loss': 'jsd_pg', 'alpha': 0.75}]
+SAID = 'Say B.'
+
+
+@pytest.fixture(scope='module')
+def service(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('feedback')
+  config = make_config(model_folder(folder / 'model'), folder / 'root')
+  config.serve.guards.min_entropy = None
+  with running(config) as running_service:
+    yield running_service
+
+
+@pytest.fixture
+def ada(service, request):
+  """Return an owner without adapters."""
+  return service.account(f'ada of {request.node.name}')
+
+
+def ask(account, *items, update=LOSSES[0], **more):
+  return make_request(items, update, account.service.settings, **more)
+
+
+def learned(account, settings=None, versions=1):
+  """Return an adapter that has learned already, and a sample of it."""
+  adapter, _ = account.create('one', settings, seed=0)
+  for seed in range(versions):
+    [drawn] = sample(account, adapter.id, seed=seed)
+    account.feedback(adapter.id, None, ask(account, Item(sample_id=drawn.id, feedback=f'{SAID}{seed}')))
+  [drawn] = sample(account, adapter.id, seed=versions)
+  return account.adapter(adapter.id), drawn
+
+
+def arrays(account, adapter):
+  """All that is kept of an adapter, and all that the engine has of its newest version."""
+  store = account.service.store
+  kept = [(version.digest, store.arrays(version)) for version in account.versions(adapter.id)]
+  ours = account.service.worker.arrays(engine_name(adapter.id, account.adapter(adapter.id).head))
+  return [
+    (digest, {name: value.tobytes() for name, value in each.items()}) for digest, each in [*kept, ('engine', ours)]
+  ], store.feedback(account.owner, adapter.id)
+
+
+def scored(account, version, prompt, tokens, ids=None):
+  return account.service.worker.score(version, [(prompt, tokens)], topk=WIDE, ids=ids).result()[0]
+
+
+def per_token(answer, name):
+  [item] = answer['items']
+  return np.asarray(item['per_token'][name], np.float64)
+
+
+@pytest.mark.parametrize('update', LOSSES)
+def test_a_teacher_who_knows_nothing_more_teaches_exactly_nothing(ada, update):
+  adapter, drawn = learned(ada)
+  answer = ada.feedback(adapter.id, None, ask(ada, Item(sample_id=drawn.id), update=update, mode='dry_run'))
+  for name in ('advantages', 'divergence'):
+    assert answer['items'][0]['per_token'][name] == [0.0] * len(drawn.tokens)
+  assert [answer['metrics'][name] for name in ('loss', 'pg_loss', 'jsd_reg', 'grad_norm', 'mean_advantage')] == [
+    0.0
+  ] * 5
+  assert answer['metrics']['teacher_gap'] == 0.0
+
+
+@pytest.mark.parametrize('update', LOSSES)
+def test_the_answer_is_what_direct_passes_and_the_formulas_say(ada, update):
+  adapter, drawn = learned(ada)
+  item = Item(sample_id=drawn.id, feedback=SAID, correction='B')
+  answer = ada.feedback(adapter.id, 1, ask(ada, item, update={**update, 'weight_decay': 0.1}))
+  assert (answer['version_before'], answer['version_after'], answer['accepted']) == (1, 2, True)
+  assert json.loads(json.dumps(answer, allow_nan=False)) == answer
+  before, after = (scored(ada, engine_name(adapter.id, number), drawn.prompt_tokens, drawn.tokens) for number in (1, 2))
+  request = ask(ada, item)
+  [prepared] = feedback.lessons.prepare(
+    request.items, adapter, ada.service.store, ada.service.reprompting, ada.service.vocab_size
+  )
+  assert SAID in ada.service.tokenizer.decode(prepared.lesson.teacher_prompt)
+  taught = scored(ada, engine_name(adapter.id, 1), prepared.lesson.teacher_prompt, drawn.tokens)
+  for name, expected in (
+    ('log_probs_before', before.log_probs),
+    ('log_probs_after', after.log_probs),
+    ('teacher_log_probs', taught.log_probs),
+    ('entropy', before.entropy),
+  ):
+    np.testing.assert_allclose(per_token(answer, name), expected, atol=1e-5)
+  [said] = answer['items']
+  assert said['per_token']['token_ids'] == drawn.tokens
+  top = said['per_token']['top']
+  assert [[each['token_id'] for each in row] for row in top] == taught.top_ids[:, :5].tolist()
+  np.testing.assert_allclose(
+    [[each['log_prob'] for each in row] for row in top], taught.top_log_probs[:, :5], atol=1e-5
+  )
+  assert top[0][0]['token'] == ada.service.texts.text_of(top[0][0]['token_id'])
+
+  # The rest by the formulas, in float64.
+  metrics, own, theirs = answer['metrics'], before.log_probs.astype(np.float64), taught.log_probs.astype(np.float64)
+  assert metrics['tokens_processed'] == len(drawn.tokens) and metrics['grad_norm'] > 0
+  ratio = np.exp(own - drawn.log_probs.astype(np.float64))
+  assert metrics['mean_is_ratio'] == pytest.approx(ratio.mean(), abs=1e-5)
+  assert metrics['mean_log_prob_change'] == pytest.approx((after.log_probs - before.log_probs).mean(), abs=1e-5)
+  assert metrics['teacher_gap'] == pytest.approx((theirs - own).mean(), abs=1e-5)
+  if update['loss'] == 'jsd_pg':
+    alpha = update['alpha']
+    advantages = np.log(alpha * np.exp(own) + (1 - alpha) * np.exp(theirs)) - own
+    np.testing.assert_allclose(per_token(answer, 'advantages'), advantages, atol=2e-5)
+    ids = taught.top_ids
+    p = scored(ada, engine_name(adapter.id, 1), drawn.prompt_tokens, drawn.tokens, [ids]).of_ids.astype(np.float64)
+    q = taught.top_log_probs.astype(np.float64)
+    m = np.log(alpha * np.exp(p) + (1 - alpha) * np.exp(q))
+    divergence = (alpha * np.exp(p) * (p - m) + (1 - alpha) * np.exp(q) * (q - m)).sum(-1)
+    pg_loss = -np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages).mean()
+    assert metrics['pg_loss'] == pytest.approx(pg_loss, abs=1e-5)
+    assert metrics['jsd_reg'] == pytest.approx(divergence.mean(), abs=1e-5)
+    assert metrics['loss'] == pytest.approx(pg_loss + 0.5 * divergence.mean(), abs=1e-5)
+    assert metrics['mean_advantage'] == pytest.approx(np.abs(advantages).mean(), abs=1e-5)
+    assert metrics['frac_positive_advantage'] == pytest.approx((advantages > 0).mean())
+  else:
+    alpha, ids = update['alpha'], before.top_ids
+    q = scored(ada, engine_name(adapter.id, 1), prepared.lesson.teacher_prompt, drawn.tokens, [ids]).of_ids
+    p, q = (np.exp(each.astype(np.float64)) for each in (before.top_log_probs, q))
+    p, q = (np.concatenate([each, 1 - each.sum(-1, keepdims=True)], -1) for each in (p, q))
+    m = (1 - alpha) * p + alpha * q
+    divergence = ((1 - alpha) * p * np.log(p / m) + alpha * q * np.log(q / m)).sum(-1)
+    assert per_token(answer, 'advantages').tolist() == [0.0] * len(drawn.tokens)
+    assert metrics['loss'] == pytest.approx((np.minimum(ratio, 2) * divergence).mean(), abs=1e-5)
+  np.testing.assert_allclose(per_token(answer, 'divergence'), divergence, atol=1e-5)
+  version = ada.version(adapter.id)
+  assert version.details['metrics'] == metrics and version.details['samples'] == [drawn.id]
+
+
+def test_a_trial_says_what_a_commit_does_and_changes_nothing(ada):
+  adapter, drawn = learned(ada)
+  known, versions = arrays(ada, adapter), ada.service.worker.stats['versions']
+  item, stages = Item(sample_id=drawn.id, feedback=SAID), []
+  trial, tried = (
+    ada.feedback(adapter.id, None, ask(ada, item, mode='dry_run'), progress=lambda stage, **_: stages.append(stage))
+    for _ in range(2)
+  )
+  assert stages == [*STAGES, 'dry_run'] * 2 and trial['version_after'] == 1 and trial['accepted']
+  assert arrays(ada, adapter) == known and ada.service.worker.stats['versions'] == versions
+  stages.clear()
+  done = ada.feedback(adapter.id, None, ask(ada, item), progress=lambda stage, **_: stages.append(stage))
+  assert stages == [*STAGES, 'committed'] and done['version_after'] == 2
+  for name in ('items', 'metrics', 'guards'):
+    assert trial[name] == tried[name] == done[name]
+  [*_, record] = ada.service.store.feedback(ada.owner, adapter.id)
+  assert record['version_after'] == 2 and SAID not in json.dumps(record)
+  kinds = [event.kind for event in ada.events_after(adapter.id)]
+  assert kinds[-5:] == [*STAGES, 'committed']
+
+
+def break_learn(service, monkeypatch):
+  monkeypatch.setattr(service.worker._engine, 'learn', fail)
+
+
+def break_measure(service, monkeypatch):
+  monkeypatch.setattr(service.canaries, 'measure', fail)
+
+
+def break_arrays(service, monkeypatch):
+  monkeypatch.setattr(service.worker, 'arrays', fail)
+
+
+def break_answer(service, monkeypatch):
+  monkeypatch.setattr(feedback.answers, 'of_item', fail)
+
+
+def break_commit(service, monkeypatch):
+  monkeypatch.setattr(service.store, 'commit', fail)
+
+
+def break_blobs(service, monkeypatch):
+  monkeypatch.setattr(service.store.blobs, 'put_new', fail)
+
+
+def fail(*args, **kwargs):
+  raise OSError('broken')
+
+
+OFTEN = [break_learn, break_arrays, break_commit, break_blobs, 'guarded', 'late']
+RARELY = [break_measure, break_answer, 'queued', 'scored', 'stepped', 'left']
+
+
+@pytest.mark.parametrize('broken', OFTEN + [pytest.param(each, marks=pytest.mark.slow) for each in RARELY])
+def test_whatever_fails_leaves_everything_as_it_was(ada, service, monkeypatch, broken):
+  adapter, drawn = learned(ada, {'canary_prompts': ['Hello']})
+  other, _ = ada.create('other')
+  known, versions = [arrays(ada, each) for each in (adapter, other)], service.worker.stats['versions']
+  request = ask(ada, Item(sample_id=drawn.id, feedback=SAID))
+  spent = []
+  call = Call(spend=lambda kind, tokens: spent.append(tokens))
+  account = service.account(ada.owner, call)
+
+  def progress(stage, **_):
+    if stage == broken:
+      raise Cancelled('left')
+    if broken in ('late', 'left') and stage == 'guarded':
+      call.end(Deadline('late') if broken == 'late' else None)
+
+  with monkeypatch.context() as patched:
+    if callable(broken):
+      broken(service, patched)
+    with pytest.raises((OSError, ServiceError)):
+      account.feedback(adapter.id, None, request, progress=progress)
+  assert [arrays(ada, each) for each in (adapter, other)] == known
+  assert service.worker.stats['versions'] == versions
+  # The next one is as if nothing had been.
+  done = ada.feedback(adapter.id, 1, request)
+  assert done['version_after'] == 2
+  twin, _ = ada.fork(adapter.id, 1, 'twin')
+  assert (
+    ada.feedback(twin.id, 0, dataclasses.replace(request, items=[of_tokens(drawn, SAID)]))['metrics'] == done['metrics']
+  )
+
+
+def of_tokens(drawn, said=None):
+  """Return the same completion, given in tokens."""
+  return Item(
+    prompt_tokens=drawn.prompt_tokens,
+    tokens=drawn.tokens,
+    log_probs=drawn.log_probs,
+    messages=drawn.messages,
+    feedback=said,
+  )
+
+
+def test_what_is_noted_after_the_commit_cannot_undo_it(ada, service, monkeypatch):
+  adapter, drawn = learned(ada)
+  monkeypatch.setattr(service.store, 'note_feedback', fail)
+  seen = []
+  done = ada.feedback(
+    adapter.id, None, ask(ada, Item(sample_id=drawn.id, feedback=SAID)), progress=lambda stage, **_: seen.append(stage)
+  )
+  assert done['version_after'] == ada.adapter(adapter.id).head == 2 and seen[-1] == 'committed'
+
+
+@pytest.mark.parametrize(
+  ('guard', 'limit'),
+  [('max_kl_to_base', 0.0), ('min_entropy', 100.0), ('max_self_similarity', -1), ('max_loss_ratio', 0.0)],
+)
+def test_a_guard_that_says_no_leaves_the_version(ada, monkeypatch, guard, limit):
+  versions = 4 if guard == 'max_loss_ratio' else 1
+  adapter, drawn = learned(ada, {'canary_prompts': ['Hello', HELLO]}, versions=versions)
+  known = arrays(ada, adapter)[0]
+  if limit < 0:  # Completions that are all the same.
+    monkeypatch.setattr(feedback.guards, 'self_similarity', lambda completions: 1.0)
+    limit = 0.5
+  request = ask(ada, Item(sample_id=drawn.id, feedback=SAID), guards={guard: limit})
+  stages = []
+  answer = ada.feedback(
+    adapter.id, versions, request, progress=lambda stage, **said: stages.append((stage, said.get('reason')))
+  )
+  assert (answer['version_before'], answer['version_after'], answer['accepted']) == (versions, versions, False)
+  assert guard in answer['reason'] and stages[-2:] == [('guarded', answer['reason']), ('rejected', answer['reason'])]
+  [said] = [each for each in answer['guards'] if not each['passed']]
+  assert (said['guard'], said['limit']) == (guard, limit) and said['value'] is not None
+  assert arrays(ada, adapter)[0] == known
+  assert ada.service.store.feedback(ada.owner, adapter.id)[-1]['accepted'] is False
+  passed = ada.feedback(adapter.id, versions, dataclasses.replace(request, guards={guard: None}, mode='dry_run'))
+  assert passed['accepted'] and passed['canary']['prompts'] == 2
+
+
+def test_guards_measure_what_direct_passes_say(ada):
+  adapter, drawn = learned(ada, {'canary_prompts': ['Hello', 'What?']})
+  answer = ada.feedback(adapter.id, None, ask(ada, Item(sample_id=drawn.id, feedback=SAID)))
+  prompts = [ada.prompt_of(messages=[{'role': 'user', 'content': text}]) for text in ('Hello', 'What?')]
+  canaries = ada.service.canaries.of_base(prompts)
+  divergence, entropy = [], []
+  for canary in canaries:
+    new, base = (
+      scored(ada, version, canary.prompt, canary.completion, [canary.top_ids])
+      for version in (engine_name(adapter.id, 2), '')
+    )
+    p, q = (np.exp(each.of_ids.astype(np.float64)) for each in (new, base))
+    p, q = (np.concatenate([each, 1 - each.sum(-1, keepdims=True)], -1) for each in (p, q))
+    divergence.append((p * np.log(p / q)).sum(-1))
+    entropy.append(new.entropy)
+  assert answer['canary']['kl_to_base'] == pytest.approx(np.concatenate(divergence).mean(), abs=1e-6)
+  assert answer['canary']['entropy'] == pytest.approx(np.concatenate(entropy).mean(), abs=1e-6)
+  assert answer['canary']['kl_to_base'] > 0
+
+
+def test_a_limit_that_the_user_sets_needs_canary_prompts(ada):
+  adapter, drawn = learned(ada)
+  with pytest.raises(InvalidRequest, match='max_kl_to_base is measured on canary prompts'):
+    ada.feedback(adapter.id, None, ask(ada, Item(sample_id=drawn.id), guards={'max_kl_to_base': 1.0}))
+
+
+@pytest.mark.parametrize('learning_rate', [1e30, 3e38])
+def test_versions_that_are_not_finite_are_never_kept(ada, learning_rate):
+  adapter, drawn = learned(ada)
+  known = arrays(ada, adapter)[0]
+  request = ask(ada, Item(sample_id=drawn.id, feedback=SAID), update={'learning_rate': learning_rate, 'steps': 2})
+  answer = ada.feedback(adapter.id, None, request)
+  assert not answer['accepted'] and 'not finite' in answer['reason'] and answer['version_after'] == 1
+  assert json.dumps(answer, allow_nan=False) and arrays(ada, adapter)[0] == known
+
+
+def test_stale_samples_are_weighted_and_foreign_ones_are_not_there(ada, service):
+  adapter, drawn = learned(ada)
+  ada.feedback(adapter.id, 1, ask(ada, Item(sample_id=drawn.id, feedback=SAID)))
+  stale = ada.feedback(adapter.id, 2, ask(ada, Item(sample_id=drawn.id, feedback=SAID), mode='dry_run'))
+  assert stale['items'][0]['sample_version'] == 1 and stale['metrics']['mean_is_ratio'] != 1
+  given = ada.feedback(adapter.id, 2, ask(ada, of_tokens(drawn, SAID), mode='dry_run'))
+  assert given['metrics'] == stale['metrics']
+  other, _ = ada.create('other')
+  with pytest.raises(InvalidRequest, match='is of another adapter'):
+    ada.feedback(other.id, None, ask(ada, Item(sample_id=drawn.id)))
+  assert ada.feedback(other.id, None, ask(ada, of_tokens(drawn)))['accepted']
+  eve = service.account('eve')
+  own, _ = eve.create('mine')
+  with pytest.raises(NotFound) as foreign:
+    eve.feedback(own.id, None, ask(eve, Item(sample_id=drawn.id)))
+  with pytest.raises(NotFound) as unknown:
+    eve.feedback(own.id, None, ask(eve, Item(sample_id='smp-none')))
+  assert str(foreign.value).replace(drawn.id, 'smp-none') == str(unknown.value)
+  [of_base] = sample(ada, 'base')
+  assert ada.feedback(other.id, None, ask(ada, Item(sample_id=of_base.id, feedback=SAID)))['accepted']
+
+
+@pytest.mark.parametrize('kind', ['ema', 'base', 'frozen', 'lagged'])
+def test_teachers_of_an_adapter_say_what_direct_passes_say(ada, kind):
+  teacher = {'kind': kind, **({'every': 1} if kind == 'lagged' else {'rate': 0.5} if kind == 'ema' else {})}
+  adapter, drawn = learned(ada, {'teacher': teacher}, versions=2)
+  answer = ada.feedback(adapter.id, None, ask(ada, Item(sample_id=drawn.id), mode='dry_run'))
+  name = {'base': '', 'frozen': engine_name(adapter.id, 0), 'lagged': engine_name(adapter.id, 1)}.get(kind)
+  if kind == 'ema':
+    known = ada.service.worker.arrays(engine_name(adapter.id, 2))
+    name = 'average of the test'
+    own = {f'factors/{key[8:]}': value for key, value in known.items() if key.startswith('average/')}
+    assert any((known[key] != value).any() for key, value in own.items())
+    ada.service.worker.put(name, {**known, **own})
+  expected = scored(ada, name, drawn.prompt_tokens, drawn.tokens).log_probs
+  np.testing.assert_allclose(per_token(answer, 'teacher_log_probs'), expected, atol=1e-5)
+  if kind == 'ema':
+    ada.service.worker.forget(name)
+
+
+def test_a_teacher_elsewhere_who_names_a_handful_of_tokens_is_said_to(ada, service, monkeypatch):
+  adapter, drawn = learned(ada)
+
+  def answered(lessons, call):
+    shape = len(lessons[0].completion), 3
+    ids, log_probs = np.tile(np.int32([5, 6, 7]), (shape[0], 1)), np.full(shape, np.log(0.3), np.float32)
+    said = Taught(ids, log_probs, np.full(shape[0], -np.inf, np.float32))
+    return [dataclasses.replace(lesson, teacher_prompt=None, taught=said) for lesson in lessons]
+
+  request = ask(ada, Item(sample_id=drawn.id, feedback=SAID), update=LOSSES[1], teacher={'kind': 'endpoint'})
+  with pytest.raises(InvalidRequest, match='No teacher is behind an endpoint'):
+    ada.feedback(adapter.id, None, request)
+  monkeypatch.setattr(service, 'ask_endpoint', answered)
+  answer = ada.feedback(adapter.id, None, request)
+  assert answer['accepted'] and 'named 3 tokens' in answer['warnings'][0]
+  assert answer['metrics']['floored_fraction'] == 1.0 and (per_token(answer, 'teacher_log_probs') == -20).all()
+  assert [len(row) for row in answer['items'][0]['per_token']['top']] == [3] * len(drawn.tokens)
+  with pytest.raises(InvalidRequest, match="no model 'large' to teach"):
+    ada.feedback(adapter.id, None, dataclasses.replace(request, teacher={'kind': 'model', 'name': 'large'}))
+
+
+def test_a_reward_makes_what_was_drawn_likelier(ada):
+  adapter, drawn = learned(ada)
+  for reward in (1.0, -1.0):
+    answer = ada.feedback(adapter.id, None, ask(ada, Item(sample_id=drawn.id, reward=reward), mode='dry_run'))
+    assert np.sign(answer['metrics']['mean_log_prob_change']) == reward
+    assert per_token(answer, 'advantages').tolist() == [reward] * len(drawn.tokens)
+
+
+def test_several_steps_are_all_reported(ada):
+  adapter, drawn = learned(ada)
+  request = ask(
+    ada,
+    Item(sample_id=drawn.id, feedback=SAID),
+    update={**LOSSES[0], 'steps': 3, 'learning_rate': 1e-3},
+    detail=(),
+    top=0,
+  )
+  answer = ada.feedback(adapter.id, None, request)
+  assert [set(step) >= {'loss', 'grad_norm', 'stepped'} for step in answer['steps']] == [True] * 3
+  losses = [step['loss'] for step in answer['steps']]
+  assert losses == sorted(losses, reverse=True) and answer['metrics']['loss'] == losses[-1]
+  assert answer['items'][0]['per_token'] == {} and list(answer['timings']) == [*STAGES, 'committed']
+
+
+def test_an_adapter_that_has_moved_on_is_not_changed(ada):
+  adapter, drawn = learned(ada)
+  with pytest.raises(VersionConflict) as conflict:
+    ada.feedback(adapter.id, 0, ask(ada, Item(sample_id=drawn.id, feedback=SAID)))
+  assert conflict.value.current == 1
+  with pytest.raises(VersionConflict):
+    feedback.run(ada, adapter, ask(ada, Item(sample_id=drawn.id)), expected=5)
+
+
+def test_a_batch_is_a_transaction_for_each(ada):
+  adapter, drawn = learned(ada)
+  other, _ = ada.create('other')
+  good = ask(ada, of_tokens(drawn, SAID))
+  found = feedback.run_batch(
+    ada,
+    [
+      Entry(adapter.id, good, 1),
+      Entry(other.id, good),
+      Entry(adapter.id, good, 1),
+      Entry('ad-none', good),
+      Entry(other.id, good, 1),
+    ],
+  )
+  assert [found[index]['version_after'] for index in (0, 1, 4)] == [2, 1, 2]
+  assert isinstance(found[2], VersionConflict) and isinstance(found[3], NotFound)
+  assert feedback.run_batch(ada, []) == []
+  alone, _ = ada.create('alone')
+  for each in (other, alone):
+    assert ada.service.store.arrays(ada.version(each.id, 0)) is not None

@@ -1,0 +1,487 @@
+"""Whole sessions at the terminal: with a model that says what a test has written down, and a person who does, too."""
+
+import io
+import json
+import types
+
+import pytest
+
+from sdpo_jax.environments.workspace.tools import Toolbox
+from sdpo_jax.errors import UserError
+from sdpo_jax.terminal import policies, program
+from sdpo_jax.terminal.client import Client, Refused, SessionClient
+from sdpo_jax.terminal.history import History
+from sdpo_jax.terminal.inputs import Choice, Leave
+from sdpo_jax.terminal.loop import INTERRUPTED, UNDONE, Conversation
+from sdpo_jax.terminal.screen import Screen
+from sdpo_jax.terminal.script import OutOfStep, Script
+from sdpo_jax.terminal.work import Workbench
+from tests.local_server import dead_address
+from tests.terminal.session_server import SessionServer, call
+
+WRITE_1, WRITE_2 = (call('write', path='a.py', content=f'x = {number}\n') for number in (1, 2))
+
+
+SAID_HI, SAID_WRITE = ([{'role': 'user', 'content': text}] for text in ('Hi', 'Write'))
+
+
+class Typed:
+  """A person who does one thing after the other: says a text, presses a key, or whatever a function does."""
+
+  def __init__(self, *acts):
+    self.acts, self.asked = list(acts), []
+
+  def _next(self, asked):
+    self.asked.append(asked)
+    if not self.acts:
+      raise Leave
+    act = self.acts.pop(0)
+    while callable(act):
+      act = act()
+    return act
+
+  def message(self):
+    return self._next('message')
+
+  def choice(self, keys):
+    key, _, rest = self._next(''.join(keys)).partition(' ')
+    return Choice(key, rest or None)
+
+  def line(self, question, default=''):
+    return self._next(question)
+
+  def edited(self, text):
+    return self._next(text)
+
+
+def press_ctrl_c():
+  raise KeyboardInterrupt
+
+
+@pytest.fixture(autouse=True)
+def no_disk(monkeypatch):
+  """No machine fails here, so that nothing waits for the disk."""
+  monkeypatch.setattr('os.fsync', lambda descriptor: None)
+
+
+@pytest.fixture
+def world(tmp_path):
+  """Return a workspace, a folder of histories, and what holds a session in them."""
+  workspace, states = tmp_path / 'work', tmp_path / 'state'
+  workspace.mkdir()
+
+  def hold(server, *acts, rules='', settings=None, script=False, workbench=Workbench, seed=None):
+    """Hold the session of a server, which is opened if there is none; return what came of it."""
+    client = Client(server.url, local=True)
+    found = sorted(states.glob('*')) if states.exists() else []
+    if found:
+      history = History(found[0])
+    else:
+      opened, token = client.open_session('ad-1', settings or {})
+      history = History.begin(states, opened['id'], {'adapter': 'ad-1', 'token': token})
+    out = io.StringIO()
+    screen = Screen(out, colours=False, paged=False)
+    inputs = Script(acts, 'script', screen.say) if script else Typed(*acts)
+    policy = policies.Policy(policies.parse(rules, 'rules'))
+    session = SessionClient(client, 'ad-1', 'ses-1', history.opened['token'])
+    bench = workbench(Toolbox(workspace, None), workspace)
+    result = types.SimpleNamespace(out=lambda: out.getvalue(), inputs=inputs, history=history, path=history.path)
+    try:
+      conversation = Conversation(session, server.settings, history, screen, inputs, bench, policy, seed)
+      result.code = conversation.run()
+    finally:
+      history.close()
+      client.close()
+    return result
+
+  return types.SimpleNamespace(hold=hold, files=workspace, states=states)
+
+
+# Decisions.
+
+
+def test_a_denied_call_is_never_run_and_the_next_one_is_shown(world):
+  with SessionServer(WRITE_1, WRITE_2, 'Done.') as server:
+    done = world.hold(server, 'Write it', 'n', 'No: 2', 'y', 'Thanks')
+    assert server.decisions() == [{'decision': 'deny', 'correction': 'No: 2'}, {'decision': 'approve'}]
+  assert (world.files / 'a.py').read_text() == 'x = 2\n'
+  ran = [record for record in done.history.records if record['kind'] == 'ran']
+  assert [record['n'] for record in ran] == [1] and ran[0]['result']['ok']
+  out = done.out()
+  assert out.index('+x = 1') < out.index('Learned: version 0 → 1') < out.index('+x = 2') < out.index('Done.')
+  assert '0.5000 → 0.2500' in out and '‘grep⟨escape⟩’' in out
+  assert done.code == 0
+
+
+def test_nothing_of_a_denied_answer_is_run(world):
+  with SessionServer(WRITE_1 + call('write', path='b.py', content=''), 'Well.') as server:
+    world.hold(server, 'Write', 'y', 'n Not b.py')
+    assert server.decisions() == [{'decision': 'deny', 'correction': 'Not b.py'}]
+  assert list(world.files.iterdir()) == []
+
+
+def test_a_reason_is_needed(world):
+  with SessionServer(WRITE_1, 'Well.') as server:
+    done = world.hold(server, 'Write', 'n', '', 'n', 'Because')
+    assert server.decisions() == [{'decision': 'deny', 'correction': 'Because'}]
+  assert 'A denial needs a reason' in done.out()
+
+
+def test_an_edited_call_runs_as_it_was_edited_and_seen(world):
+  changed = json.dumps({'path': 'c.py', 'content': 'y = 3\n'})
+  with SessionServer(WRITE_1, 'Done.') as server:
+    done = world.hold(server, 'Write', 'e', 'no JSON', 'e', '[]', 'e', changed, 'y')
+    assert server.decisions() == [{'decision': 'edit', 'call': 0, 'arguments': json.loads(changed)}]
+    assert server.turns[0]['results'][0]['ok']
+  assert [path.name for path in world.files.iterdir()] == ['c.py']
+  assert (world.files / 'c.py').read_text() == 'y = 3\n' and '+y = 3' in done.out()
+  assert json.loads(done.inputs.asked[2]) == {'path': 'a.py', 'content': 'x = 1\n'}  # What was opened.
+
+
+def test_an_edit_that_no_tool_takes_is_not_run(world):
+  with SessionServer(WRITE_1, 'Done.') as server:
+    done = world.hold(server, 'Write', 'e', '{"path": "a.py", "text": "x"}', 'n No')
+    assert server.decisions() == [{'decision': 'deny', 'correction': 'No'}]
+  assert "write takes no 'text'" in done.out() and done.inputs.asked[-2] == 'neq'
+
+
+def test_one_call_of_an_answer_can_be_edited(world):
+  with SessionServer(WRITE_1 + call('write', path='b.py', content='1'), 'Done.') as server:
+    done = world.hold(server, 'Write', 'e', '{"path": "c.py", "content": ""}', 'y', 'y')
+    assert server.decisions()[0]['call'] == 0
+  assert done.inputs.asked[4] == 'yanq'
+  assert sorted(path.name for path in world.files.iterdir()) == ['b.py', 'c.py']
+
+
+def test_a_call_that_no_tool_takes_is_shown_with_its_fault_and_told(world):
+  with SessionServer(call('delete', path='a') + call('edit', path='none', old='a', new='b'), 'Sorry.') as server:
+    done = world.hold(server, 'Delete', 't', 't')
+    first, second = server.turns[0]['results']
+    assert server.decisions() == [{'decision': 'approve'}] and server.lessons == 0
+  assert "There is no tool 'delete'" in done.out()
+  assert not first['ok'] and "There is no tool 'delete'" in first['text']
+  assert not second['ok'] and 'none does not exist' in second['text'] and second['field'] == 'path'
+
+
+def test_an_answer_with_a_call_that_cannot_be_read_runs_nothing(world):
+  with SessionServer(WRITE_1 + '<tool_call>{', '<tool_call>{', 'Sorry.') as server:
+    done = world.hold(server, 'Write', 'n Close it', 't')
+    assert server.decisions() == [{'decision': 'deny', 'correction': 'Close it'}, {'decision': 'approve'}]
+    assert 'not closed' in server.turns[2]['messages'][0]['content'] and server.turns[2]['text'] == 'Sorry.'
+  assert done.inputs.asked[1:3] == ['nq', 'ntq'] and '+x = 1' in done.out()
+  assert list(world.files.iterdir()) == []
+
+
+def test_what_an_earlier_call_of_the_answer_makes_possible_is_shown_before_it_runs(world):
+  answer = WRITE_1 + call('edit', path='a.py', old='1', new='5')
+  with SessionServer(answer, 'Done.') as server:
+    done = world.hold(server, 'Write', 'y', 'y', 'y')
+  assert (world.files / 'a.py').read_text() == 'x = 5\n'
+  out = done.out()
+  assert out.index('a.py does not exist') < out.index('Wrote a.py') < out.index('-x = 1') < out.index('+x = 5')
+
+
+def test_what_was_approved_is_what_is_written(world):
+  """The file changes after the approval: it is shown again, and left out."""
+  (world.files / 'a.py').write_text('x = 0\n')
+
+  class Meddling(Workbench):
+    def run(self, name, arguments):
+      answer = super().run(name, arguments)
+      (world.files / 'a.py').write_text('mine\n')
+      return answer
+
+  answer = call('read', path='a.py') + WRITE_1
+  with SessionServer(answer, 'Done.') as server:
+    done = world.hold(server, 'Write', 'y', 'y', 's', workbench=Meddling)
+    results = server.turns[0]['results']
+  assert (world.files / 'a.py').read_text() == 'mine\n' and '-mine' in done.out()
+  assert results[0]['ok'] and not results[1]['ok'] and 'left this out' in results[1]['text']
+
+
+def test_rules_allow_and_refuse_without_a_key(world):
+  (world.files / 'a.py').write_text('x\n')
+  rules = 'allow read **\nnever write *.py'
+  with SessionServer(call('read', path='a.py'), WRITE_1, 'Done.') as server:
+    done = world.hold(server, 'Read and write', 't', rules=rules)
+    assert server.turns[1]['results'][0]['text'] == 'The person never lets this be run.'
+  assert (world.files / 'a.py').read_text() == 'x\n' and done.inputs.asked[1] == 'netq'
+  assert 'Allowed by the rule: allow read **' in done.out()
+  assert 'Refused by the rule: never write *.py' in done.out()
+
+
+def test_always_is_for_this_session(world):
+  with SessionServer(WRITE_1, WRITE_2, 'Done.') as server:
+    done = world.hold(server, 'Write', 'a', 'b.py', 'a', 'a.py', '/policy')
+    assert server.decisions() == [{'decision': 'approve'}] * 2
+  assert 'does not match this call' in done.out() and 'allow write a.py   (added' in done.out()
+  assert (world.files / 'a.py').read_text() == 'x = 2\n'
+
+
+def test_always_takes_a_star_in_a_call_as_it_stands(world):
+  star, other = (call('grep', pattern='x', path=name) for name in ('*', 'a'))
+  (world.files / '*').write_text('x')
+  with SessionServer(star, star, other, 'Done.') as server:
+    done = world.hold(server, 'Search', 'a', '*', 'y', '/policy')
+    assert len(server.decisions()) == 3
+  assert done.inputs.asked.count('yaneq') == 2 and 'allow grep * (as it stands)   (added' in done.out()
+
+
+def test_what_a_model_writes_steers_no_terminal(world):
+  evil = '\x1b]0;title\x07\x1b[2K\rls\u202e'
+  answer = evil + call('write', path=f'a{evil}', content=evil) + call(evil) + call('read', path='a', x=evil)
+  with SessionServer(answer, 'Done.') as server:
+    done = world.hold(server, 'Write', 'y', 't', 't')
+  assert all(letter == '\n' or letter.isprintable() for letter in done.out())
+  assert done.out().count('⟨escape⟩') >= 5
+
+
+# What was learned, and commands.
+
+
+def test_guards_and_lessons_that_wait_are_told(world):
+  with SessionServer(WRITE_1, WRITE_2, 'Done.') as server:
+    server.guard = 'max_kl_to_base: 3.0'
+    done = world.hold(server, 'Write', 'n No', 'q')
+  assert 'a guard has refused it, and version 0 stays (max_kl_to_base: 3.0)' in done.out()
+  with SessionServer(WRITE_1, 'Done.') as server:
+    world.states.joinpath('ses-1.jsonl').unlink()
+    done = world.hold(server, 'Write', 'n No', settings={'min_sdpo_examples': 2})
+  assert '1 of 2 examples wait (/flush' in done.out()
+
+
+def test_commands_answer_in_their_turn_and_at_a_call(world, tmp_path):
+  with SessionServer(WRITE_1, WRITE_2) as server:
+    acts = ['Write', 'n No', '/ /undo', '/ /versions', '/ /diff 0 1', f'/ /export {tmp_path / "adapter"}', '/ /retry']
+    acts += ['/ /session', '/ /history', '/ /help', '/ /nothing', '/ /diff 1', '/ /export', '/ /quit']
+    done = world.hold(server, *acts)
+    assert ('undo', {'to': 0}) in server.asked and server.turns[-1]['status'] == 'open'
+  out = done.out()
+  assert 'Version 2 is what version 0 was.' in out and 'as version 0' in out and 'ses-1, turn 0' in out
+  assert 'of against=0' in out and 'again, version 7\notherwise' in out and 'correction:\n  No' in out
+  assert 'There is no command /nothing: /help lists' in out and '/diff takes two versions' in out
+  assert '/export needs the folder' in out and f'history    {done.path}' in out
+  assert (tmp_path / 'adapter' / 'adapter_config.json').read_text() == '{}'
+  assert done.code == 0
+
+
+def test_what_is_drawn_again_has_the_seed_with_which_it_was_drawn(world):
+  with SessionServer(WRITE_1, WRITE_2) as server:
+    world.hold(server, 'Write', 'n No', '/ /retry', '/ /retry 1', '/ /quit', seed=5)
+    drawn = [(name, body['seed']) for name, body in server.asked if name in ('propose', 'retry')]
+  assert drawn == [('propose', 5), ('propose', 6), ('retry', 5), ('retry', 6)]
+
+
+# What fails halfway.
+
+
+@pytest.mark.parametrize('lost', ['decision', 'results', 'propose', 'get'])
+def test_an_answer_that_is_lost_is_fetched_at_the_next_input(world, lost):
+  with SessionServer('Hello.', WRITE_1, WRITE_2, 'Done.') as server:
+    acts = ['Hi', 'Write', 'n No', 'y', 'Thanks']
+    server.lose.add(lost)
+    acts.insert({'propose': 1, 'decision': 3, 'results': 4, 'get': 0}[lost], '')
+    done = world.hold(server, *acts)
+    assert server.lessons == 1 and [turn['n'] for turn in server.turns] == [0, 1, 2, 3]
+    assert [turn['messages'] for turn in server.turns] == [SAID_HI, SAID_WRITE, [], []]
+  assert (world.files / 'a.py').read_text() == 'x = 2\n'
+  assert [record['n'] for record in done.history.records if record['kind'] == 'ran'] == [2]
+  assert 'Nothing is lost: the next input tries again.' in done.out()
+
+
+def test_killed_after_every_record_the_session_goes_on(world, monkeypatch):
+  """The lesson is learned once, and the call is run once: asked for again where the person had to be."""
+
+  class Killed(BaseException):
+    pass
+
+  class Counting(Workbench):
+    def run(self, name, arguments):
+      runs.append(arguments)
+      return super().run(name, arguments)
+
+  add, seen, runs = History.add, set(), []
+
+  def dying(self, kind, **values):
+    add(self, kind, **values)
+    record = kind, values.get('n', values.get('after'))
+    if record not in seen:
+      seen.add(record)
+      raise Killed
+
+  monkeypatch.setattr(History, 'add', dying)
+  done = None
+  with SessionServer(WRITE_1, WRITE_2, 'Done.') as server:
+    acts = ['Write', 'n No', 'y', '/quit']
+    while done is None:
+      try:
+        done = world.hold(server, *acts, workbench=Counting)
+      except Killed:
+        kinds = [json.loads(line)['kind'] for line in next(world.states.glob('*')).read_text().splitlines()]
+        # What the history has is not typed again, but for the approval of what may have run.
+        acts = ['Write'][kinds.count('said') :] + ['n No', 'y'][kinds.count('decision') :] + ['/quit']
+        if kinds.count('decision') == 2 and 'ran' not in kinds:
+          acts = ['y', *acts]
+    assert done.code == 0 and server.lessons == 1 and server.turns[-1]['text'] == 'Done.'
+    assert [turn['messages'] for turn in server.turns] == [SAID_WRITE, [], []]
+    assert len(runs) == 1 and server.turns[1]['results'][0]['ok']
+  kinds = {kind for kind, _ in seen}
+  assert kinds == {'opened', 'said', 'asking', 'turn', 'decision', 'decided', 'running', 'ran', 'reported'}
+
+
+def test_a_tool_that_was_running_is_not_run_again_unasked(world):
+  class Dying(Workbench):
+    def run(self, name, arguments):
+      raise OSError('the machine has failed')
+
+  with SessionServer(WRITE_1, 'Well.') as server:
+    with pytest.raises(OSError, match='the machine has failed'):
+      world.hold(server, 'Write', 'y', workbench=Dying)
+    done = world.hold(server, 's')
+    result = server.turns[0]['results'][0]
+  assert 'it may have done its work' in done.out() and 'ysq' in done.inputs.asked
+  assert not result['ok'] and 'not known' in result['text'] and list(world.files.iterdir()) == []
+
+
+def test_a_decision_that_is_refused_is_not_sent_for_ever(world):
+  with SessionServer(WRITE_1, 'Done.') as server:
+
+    def decided_elsewhere():
+      server.turns[0]['status'], server.turns[0]['decision'] = 'denied', {'decision': 'deny', 'correction': 'Else'}
+      return 'n No'
+
+    done = world.hold(server, 'Write', decided_elsewhere, '')
+    assert len(server.decisions()) == 1
+  assert 'decided otherwise' in done.out() and 'Done.' in done.out() and done.history.last('withdrawn') is not None
+
+
+def test_a_text_that_is_not_taken_does_not_stand_in_the_way_of_the_next(world):
+  with SessionServer('Done.', 'Bye.') as server:
+    server.refuse['propose'] = 400, 'messages has 2000000 bytes: shorten it.'
+    done = world.hold(server, 'Much', 'Little', '/quit')
+    assert [turn['messages'] for turn in server.turns] == [[{'role': 'user', 'content': 'Little'}]]
+    server.refuse['propose'] = 503, 'The service is shutting down.'
+    again = world.hold(server, 'More', '', '/quit')
+    assert server.turns[1]['messages'] == [{'role': 'user', 'content': 'More'}]
+  assert 'shorten it' in done.out() and 'say it in another way' in done.out() and 'say it in' not in again.out()
+
+
+def test_ctrl_c_once_goes_on_and_twice_leaves(world):
+  with SessionServer(WRITE_1, 'Done.') as server:
+    done = world.hold(server, 'Write', press_ctrl_c, '', 'n No', press_ctrl_c, press_ctrl_c)
+    assert server.decisions() == [{'decision': 'deny', 'correction': 'No'}]
+  assert done.code == INTERRUPTED and done.out().count('Ctrl-C again leaves') == 2
+
+
+# Scripts.
+
+
+def test_a_script_gives_a_transcript_and_a_code(world):
+  lines = ['Write', 'n No: 2', '/versions', 'e {"path": "b.py", "content": "z\\n"}', 'Thanks']
+  with SessionServer(WRITE_1, WRITE_2, 'Done.', 'Bye.') as server:
+    done = world.hold(server, *lines, script=True)
+    assert server.decisions()[1] == {'decision': 'edit', 'call': 0, 'arguments': {'path': 'b.py', 'content': 'z\n'}}
+  assert done.code == 0 and (world.files / 'b.py').read_text() == 'z\n'
+  assert '? n No: 2\nLearned: version 0 → 1' in done.out() and done.out().endswith('> Thanks\nBye.\n')
+
+
+def test_a_script_that_is_not_done_says_so_by_its_code(world):
+  with SessionServer(WRITE_1, WRITE_2) as server:
+    done = world.hold(server, 'Write', script=True)
+    assert done.code == UNDONE and server.turns[0]['status'] == 'open'
+    with pytest.raises(OutOfStep, match="line 1: 'Hello' is no answer"):
+      world.hold(server, 'Hello', script=True)
+    server.lose.add('decision')
+    assert world.hold(server, 'n No', script=True).code == UNDONE
+    done = world.hold(server, 'q', script=True)  # What was decided is sent again.
+    assert done.code == 0 and server.lessons == 1 and '+x = 2' in done.out()
+  assert list(world.files.iterdir()) == []
+
+
+# The program.
+
+
+def run(capsys, **values):
+  try:
+    code = program.run(program.Options(**values))
+  finally:
+    out = capsys.readouterr()
+  return code, out.out, out.err
+
+
+def test_the_program_opens_and_resumes(tmp_path, capsys, monkeypatch):
+  work, script = tmp_path / 'work', tmp_path / 'script'
+  work.mkdir()
+  script.write_text('Write\nn No\n')
+  options = {'url': None, 'workspace': str(work), 'state': str(tmp_path / 'state'), 'script': str(script)}
+  (tmp_path / 'rules').write_text('never bash')
+  (tmp_path / 'more.json').write_text('{"sampling": {"temperature": 0.5}}')
+  with SessionServer(WRITE_1, WRITE_2, 'Done.') as server:
+    options['url'] = server.url
+    more = {'policy': str(tmp_path / 'rules'), 'system': 'Be brief.', 'settings': str(tmp_path / 'more.json')}
+    code, out, err = run(capsys, **options, **more, adapter='mine')
+    assert code == UNDONE and '--resume=ses-1' in err and '+x = 2' in out
+    assert server.settings['system'] == 'Be brief.' and server.settings['sampling'] == {'temperature': 0.5}
+    names = [tool['function']['name'] for tool in server.settings['tools']]
+    assert names == ['read', 'write', 'edit', 'edit_lines', 'glob', 'grep']
+    script.write_text('y\n')
+    del options['url'], options['workspace']
+    code, out, err = run(capsys, **options, resume=True)
+    assert code == 0 and 'Done.' in out and (work / 'a.py').read_text() == 'x = 2\n'
+    assert 'token' not in out + err and 'sst-' not in out + err
+    with pytest.raises(UserError, match='--adapter is for a new session'):
+      run(capsys, **options, resume=True, adapter='other')
+  with pytest.raises(UserError, match='does not answer .*launch.serve'):
+    run(capsys, **options, resume=True)
+
+
+def test_a_terminal_of_other_characters_ends_nothing(tmp_path, monkeypatch):
+  (tmp_path / 'work').mkdir()
+  (tmp_path / 'rules').write_text('never bash')
+  typed, shown = io.BytesIO(b'Caf\xe9\nn No\n'), io.BytesIO()
+  monkeypatch.setattr('sys.stdin', io.TextIOWrapper(typed, 'utf-8'))
+  monkeypatch.setattr('sys.stdout', io.TextIOWrapper(shown, 'ascii'))
+  with SessionServer(call('read', path='日\x1b'), 'Done.') as server:
+    places = {'workspace': str(tmp_path / 'work'), 'state': str(tmp_path / 'state'), 'policy': str(tmp_path / 'rules')}
+    assert program.run(program.Options(url=server.url, script='-', **places)) == 0
+    assert server.turns[0]['messages'] == [{'role': 'user', 'content': 'Caf?'}]
+  assert b'path: \\u65e5\\u27e8escape\\u27e9' in shown.getvalue()
+
+
+@pytest.mark.parametrize(
+  'values, sentence',
+  [
+    ({'url': 'localhost'}, '--url=localhost is no address'),
+    ({'url': 'http://x', 'config': 'c.py'}, '--url names a service that runs, --config one'),
+    ({'workspace': 'none/there'}, '--workspace=none/there is not a folder'),
+    ({'state': 'inside/it'}, 'holds the histories of sessions'),
+    ({'script': '/none'}, '--script=/none cannot be read'),
+    ({'policy': '/none'}, '--policy=/none cannot be read'),
+  ],
+)
+def test_what_cannot_be_used_is_named(tmp_path, capsys, monkeypatch, values, sentence):
+  work = tmp_path / 'work'
+  work.mkdir()
+  monkeypatch.chdir(work)
+  (tmp_path / 'script').write_text('')
+  usual = {'state': str(tmp_path / 'state'), 'script': str(tmp_path / 'script'), 'url': dead_address()}
+  with pytest.raises(UserError, match=sentence):
+    run(capsys, **{**usual, **values})
+  assert not (tmp_path / 'state').exists() and list(work.iterdir()) == []
+
+
+def test_the_command_that_goes_on_is_said_also_when_a_script_ends_wrongly(tmp_path, capsys):
+  (tmp_path / 'work').mkdir()
+  (tmp_path / 'script').write_text('y\n')
+  names = {name: str(tmp_path / name) for name in ('script', 'state')}
+  with SessionServer('Hello.') as server:
+    with pytest.raises(OutOfStep):
+      program.run(program.Options(url=server.url, workspace=str(tmp_path / 'work'), **names))
+  said = f'The session is kept: python -m launch.session --resume=ses-1 --state={tmp_path / "state"}'
+  assert said in capsys.readouterr().err
+
+
+def test_a_token_that_is_wrong_is_refused(world):
+  with SessionServer('Hello.') as server:
+    with pytest.raises(Refused, match='token'):
+      SessionClient(Client(server.url, local=True), 'ad-1', 'ses-1', 'other').flush()
