@@ -417,7 +417,7 @@ def test_one_of_two_processes_is_killed_and_two_or_one_continue(experiment):
   assert [line['step'] for line in alone] == [line['step'] for line in together]
 
 
-@pytest.mark.slow  # Two processes train together in test_alarms.py too.
+@pytest.mark.campaign  # Two processes train, are killed and resumed above, and end together below.
 def test_two_processes_agree_when_to_save_though_only_one_is_told_to_stop(experiment):
   folder, arguments = experiment
   workdir = folder / 'two'

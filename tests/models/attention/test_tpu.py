@@ -21,6 +21,7 @@ from sdpo_jax.planner import hlo
 from sdpo_jax.rollout import decode
 from sdpo_jax.rollout.functions import sampler_functions
 from sdpo_jax.rollout.sampling import SamplingParams
+from tests import tiers
 from tests.tpu_programs import (
   BACKWARD,
   FORWARD,
@@ -334,9 +335,17 @@ def test_decoding_with_a_shared_prefix_multiplies_it_once_for_all_rows():
   assert flops == 4 * 2 * 64 * (matrices + to_prefix) / 2  # Four steps of 64 rows per chip, heads over two.
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('quantized', [False, True], ids=['bfloat16', 'int8'])
-@pytest.mark.parametrize(('rows', 'context', 'gib'), [(256, 10240, 8), (384, 10240, 11), (1024, 4096, 11.5)])
+@pytest.mark.parametrize(
+  ('rows', 'context', 'gib', 'quantized'),
+  tiers.cases(
+    [
+      (rows, context, gib, quantized)
+      for rows, context, gib in ((256, 10240, 8), (384, 10240, 11), (1024, 4096, 11.5))
+      for quantized in (False, True)
+    ],
+    slow=[(256, 10240, 8, False)],
+  ),
+)
 def test_qwen3_8b_decodes_on_64_chips(rows, context, gib, quantized):
   mesh = slice_mesh('v5e:8x8', 8, 8)
   cache, compiled = compile_decode(QWEN3_8B, mesh, rows, context + 32, quantized)
