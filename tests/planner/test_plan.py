@@ -29,7 +29,7 @@ from sdpo_jax.planner import plan as planning
 from sdpo_jax.programs import Program
 from sdpo_jax.training import batching
 from sdpo_jax.training.run_programs import abstract_parameters, run_programs
-from tests import tiny
+from tests import tiers, tiny
 
 needs_compiler = pytest.mark.tpu_compiler
 
@@ -254,9 +254,12 @@ def test_the_memory_of_what_is_trained_beside_a_model_is_called_that(trained, na
 
 
 @needs_compiler
-@pytest.mark.slow
 @pytest.mark.parametrize(
-  ('slice_', 'rank'), [('v5e:1x1', None), ('v5e:1x1', 4), ('v5e:2x2', None), ('v5e:2x2', 4), ('v5e:8x8', None)]
+  ('slice_', 'rank'),
+  tiers.cases(
+    [('v5e:1x1', None), ('v5e:1x1', 4), ('v5e:2x2', None), ('v5e:2x2', 4), ('v5e:8x8', None)],
+    slow=[('v5e:1x1', 4), ('v5e:2x2', None)],
+  ),
 )
 def test_the_whole_command_on_a_small_model(tmp_path, slice_, rank):
   config, output, sizes = tiny.make_experiment(tmp_path), tmp_path / 'plan.json', tmp_path / 'sizes.json'
