@@ -1,5 +1,6 @@
-"""All that an owner can do. Adapters and samples are looked up with the owner, so that what is another's is not
-there.
+"""The operations of one owner.
+
+Adapters and samples are looked up with their owner, so that those of other owners look as if they did not exist.
 """
 
 from __future__ import annotations
@@ -37,51 +38,51 @@ if TYPE_CHECKING:
   from sdpo_jax.serving.service import Service
 
 Progress = Callable[..., None]  # (stage, **details).
-_LARGEST = 10  # Matrices that a diff names as those that changed most.
+_LARGEST = 10  # How many of the most changed matrices a diff lists.
 
 
 class Account:
-  """What one owner can do, in one request. Any thread may call.
+  """The operations of one owner in one request. Any thread may call.
 
-  Every method that takes the id of an adapter raises NotFound alike if there is none, if it was deleted, and if it is
-  somebody else's. Methods that change an adapter take the version that it is expected to be at (None: any), raise
-  VersionConflict if it is not, and wait for other changes of the same adapter.
+  Methods that take an adapter's id raise NotFound alike if the adapter does not exist, was deleted, or belongs to
+  another owner. Methods that change an adapter take the version that the caller expects it to be at (None: any), raise
+  VersionConflict if it is at another one, and wait for other changes of the same adapter.
   """
 
   def __init__(self, service: Service, owner: str, call: Call):
-    """Make what `Service.account` returns.
+    """Make the account that `Service.account` returns.
 
     Args:
-      service: what all owners share.
-      owner: whose adapters there are.
+      service: the state that all owners share.
+      owner: the owner of the adapters.
       call: the request.
     """
     self.service, self.owner, self.call = service, owner, call
 
-  # What is served.
+  # Properties of the service.
 
   @property
   def texts(self) -> TokenTexts:
-    """What the model's tokens stand for."""
+    """The texts of the model's tokens."""
     return self.service.texts
 
   @property
   def most_tokens(self) -> int:
-    """Tokens of a completion at most."""
+    """The most tokens of a completion."""
     return self.service.max_completion
 
   @property
   def most_scored(self) -> int:
-    """Tokens of a text, prompt and completion together, that is scored at most."""
+    """The most tokens of a text to be scored, prompt and completion together."""
     return self.service.max_text
 
   @property
   def most_logprobs(self) -> int:
-    """Tokens at a position whose log-probs the routes of other APIs give at most."""
+    """The most tokens per position whose log-probs the OpenAI-compatible routes return."""
     return min(self.service.settings.limits.max_logprobs, self.service.sizes.topk)
 
   def capabilities(self) -> dict[str, Any]:
-    """Return what the service serves; see `Service.capabilities`."""
+    """Return the capabilities of the service; see `Service.capabilities`."""
     return self.service.capabilities()
 
   # Adapters.
@@ -97,20 +98,20 @@ class Account:
     alpha: float | None = None,
     request: Request | None = None,
   ) -> tuple[Adapter, Version]:
-    """Make an adapter that changes nothing yet.
+    """Make an adapter that does not change the model yet.
 
     Args:
-      name: that no other adapter of the owner has.
+      name: a name that no other adapter of the owner has.
       settings: see `adapter_settings.checked`.
-      seed: of its factors; None: another one every time.
-      base_model: what the sender believes to be served; None: whatever is.
-      rank: likewise.
-      alpha: likewise.
-      request: of an idempotency key.
+      seed: seed of the factors; None: a random one.
+      base_model: the model that the sender expects; None: any.
+      rank: the rank that the sender expects; None: any.
+      alpha: the LoRA alpha that the sender expects; None: any.
+      request: the request's idempotency record; None: it has no key.
 
     Raises:
-      InvalidRequest: no such name or settings, or something else is served.
-      Forbidden: the owner has as many adapters as one may have.
+      InvalidRequest: the name or the settings are not allowed, or another model, rank or alpha is served.
+      Forbidden: the owner has reached the limit of adapters.
     """
     self._check_served(base_model, rank, alpha)
     factors = self.service.worker.fresh(secrets.randbits(32) if seed is None else seed % 2**32)
@@ -150,20 +151,20 @@ class Account:
   def change(
     self, id: str, expected: int | None, settings: Mapping[str, Any], *, request: Request | None = None
   ) -> Adapter:
-    """Give some of an adapter's settings other values; the version stays what it is."""
+    """Update some of an adapter's settings; its version stays the same."""
     with self._turn(id, expected) as adapter:
       changed = adapter_settings.checked({**adapter.settings, **settings}, self.service.settings, self.prompt_of)
       return self.service.store.change_settings(self.owner, id, adapter.head, changed, request=request)
 
   def fork(self, id: str, number: int | None, name: str, *, request: Request | None = None) -> tuple[Adapter, Version]:
-    """Make an adapter of a version of another one (None: its newest), with its settings, moments and average."""
+    """Make an adapter from a version of another one (None: the newest), with its settings, moments and average."""
     adapter, version = self.adapter(id), self.version(id, number)
     arrays = self.service.store.arrays(version)
     details = {'from': names.lora_uri(adapter.id, version.number)}
     return self._create(name, adapter.settings, arrays, 'fork', details, request)
 
   def delete(self, id: str, expected: int | None) -> None:
-    """Delete an adapter: its name, its versions, and all samples and feedback of it."""
+    """Delete an adapter with its name, its versions, and all its samples and feedback."""
     with self._turn(id, expected) as adapter:
       known = self.service.store.versions(self.owner, id)
       self.service.store.delete(self.owner, id, adapter.head if expected is not None else None)
@@ -183,11 +184,11 @@ class Account:
     return self.service.store.version(self.owner, id, adapter.head if number is None else number)
 
   def diff(self, id: str, a: int, b: int) -> dict[str, Any]:
-    """Return how far a version is from another one, as JSON.
+    """Return the distance between two versions of an adapter, as JSON.
 
     Returns:
-      `total`, `largest` (the matrices that changed most) and `matrices`: Frobenius norms of what the factors add to
-      each matrix `before` and `after`, of the `change`, and this `relative` to before. `versions`: what is known of
+      `total`, `largest` (the matrices that changed most) and `matrices`: Frobenius norms of the factors' product for
+      each matrix `before` and `after`, of the `change`, and the change `relative` to before. `versions`: the details of
       each version after the older of the two up to the newer one.
     """
     before, after = self.version(id, a), self.version(id, b)
@@ -209,7 +210,7 @@ class Account:
     }
 
   def undo(self, id: str, expected: int | None, to: int, *, request: Request | None = None) -> Version:
-    """Make a new version that is all that an older one was, its moments and its average included."""
+    """Make a new version that equals an older one, including its moments and its average."""
     with self._turn(id, expected) as adapter:
       source = self.service.store.version(self.owner, id, to)
       arrays = self.service.store.arrays(source)
@@ -229,17 +230,17 @@ class Account:
     *,
     request: Request | None = None,
   ) -> tuple[Adapter, Version]:
-    """Make an adapter of files that PEFT has written; its optimizer begins anew.
+    """Make an adapter from files that PEFT wrote; its optimizer starts from zero moments.
 
     Args:
       name: as in `create`.
       files: see `peft_transfer.Served.factors`.
       settings: as in `create`.
-      request: of an idempotency key.
+      request: as in `create`.
 
     Raises:
-      InvalidRequest: as `create`, or the files hold no adapter as it is served here.
-      TooLarge: they are larger than such an adapter can be.
+      InvalidRequest: as `create`, or the files do not hold an adapter of the shape that is served.
+      TooLarge: the files are larger than such an adapter can be.
       Forbidden: as `create`.
     """
     names.check_name(name, self.service.model_name)
@@ -250,17 +251,17 @@ class Account:
     return self._create(name, settings, {**fresh, **own}, 'import', {'sha256': digest}, request)
 
   def export_peft(self, id: str, number: int | None = None) -> dict[str, bytes]:
-    """Return the files of a version (None: the newest) that PEFT loads, by name."""
+    """Return the files of a version (None: the newest) by name, in the format that PEFT loads."""
     return self.service.store.peft_files(self.version(id, number))
 
-  # What is asked of versions.
+  # Sampling and scoring.
 
   def resolve(self, model: str) -> Target:
-    """Return what a request means by a model.
+    """Return the version that a request names as its model.
 
     Args:
-      model: 'base' or the name of the model; the id or the name of an adapter, with @ and the number of a version or
-        without; or the address of a version. Nothing is ever opened or fetched for it.
+      model: 'base' or the name of the model; the id or the name of an adapter, optionally with @ and a version number;
+        or the URI of a version. No file is opened and no URI is fetched.
 
     Raises:
       NotFound: there is no such model, adapter or version.
@@ -286,17 +287,17 @@ class Account:
     limit: int | None = None,
     add_special_tokens: bool = True,
   ) -> list[int]:
-    """Return the token ids of a prompt, which is given in one of three forms; see `prompts.tokens_of`.
+    """Return the token ids of a prompt that is given in one of three forms; see `prompts.tokens_of`.
 
     Args:
-      messages: a conversation, for the chat template of the model.
-      text: as it is.
-      tokens: likewise.
-      limit: tokens at most; None: those that a prompt has at most.
-      add_special_tokens: whether a text gets what the tokenizer puts before and behind one.
+      messages: a conversation, rendered by the chat template of the model.
+      text: a text, encoded as it is.
+      tokens: token ids, taken as they are.
+      limit: the most tokens; None: the limit of prompts.
+      add_special_tokens: whether the tokenizer adds its special tokens around a text.
 
     Raises:
-      InvalidRequest: none or several are given, it is no such prompt, or is too long.
+      InvalidRequest: none or several forms are given, the prompt is invalid, or it is too long.
     """
     service = self.service
     with service.tokenizing:
@@ -321,19 +322,19 @@ class Account:
     drafts: bool = False,
     messages: Sequence[Mapping[str, Any]] | None = None,
   ) -> Sampling:
-    """Draws completions of a prompt, which are kept with all that feedback on them needs.
+    """Draw completions of a prompt; each is stored with all that feedback on it needs.
 
     Args:
-      target: of `resolve`.
-      prompt_tokens: of `prompt_of`.
-      n: completions.
-      options: how they are drawn; None: as the model says.
-      drafts: yield drafts, too.
-      messages: the conversation that the prompt was made of; None: it was none.
+      target: from `resolve`.
+      prompt_tokens: from `prompt_of`.
+      n: number of completions.
+      options: sampling options; None: the defaults.
+      drafts: whether to also yield drafts.
+      messages: the conversation that the prompt was rendered from; None: it was not a conversation.
 
     Raises:
-      InvalidRequest: an option that cannot be.
-      Busy: too many wait, or the owner's allowance is used up.
+      InvalidRequest: an option is not allowed.
+      Busy: too many requests wait, or the owner's allowance is used up.
       UserError: as the engine.
     """
     service, most = self.service, self.service.settings.limits.max_samples
@@ -400,11 +401,11 @@ class Account:
     return sample
 
   def sample_of(self, id: str) -> Sample:
-    """Return a completion that was drawn for the owner.
+    """Return a stored completion of the owner.
 
     Raises:
       NotFound: there is none.
-      Gone: it was not kept any longer.
+      Gone: it has expired.
     """
     return self.service.store.sample(self.owner, id)
 
@@ -416,16 +417,16 @@ class Account:
     topk: int = 1,
     ids: Sequence[np.ndarray] | None = None,
   ) -> list[Scored]:
-    """Return what a version says of tokens.
+    """Return a version's log-probs and entropies of given tokens.
 
     Args:
-      target: of `resolve`.
-      rows: prompt and tokens after it, of each row; at least one token each.
-      topk: how many of the most likely tokens are wanted at every position; 0: none.
-      ids: [T, M] int32 of each row, whose log-probs are wanted, too.
+      target: from `resolve`.
+      rows: the prompt and the tokens after it, for each row; at least one token each.
+      topk: how many of the most likely tokens to return at every position; 0: none.
+      ids: [T, M] int32 for each row, further tokens whose log-probs to return.
 
     Raises:
-      InvalidRequest: rows that are none.
+      InvalidRequest: a row is invalid.
       Busy: as `sample`.
       UserError: a row or topk is too large.
     """
@@ -444,11 +445,11 @@ class Account:
     return self.wait(future)
 
   def wait(self, future: concurrent.futures.Future) -> Any:
-    """Return what comes of something that the worker does for the request.
+    """Wait for a future of the worker and return its result.
 
     Raises:
       Deadline: the request has no time left.
-      Cancelled: nobody waits for it any more.
+      Cancelled: the sender does not wait any more.
     """
     left = None if self.call.deadline is None else max(0.0, self.call.deadline - time.monotonic())
     with self.call.on_end(future.cancel):
@@ -474,19 +475,19 @@ class Account:
     idempotency: Request | None = None,
     progress: Progress = lambda stage, **details: None,
   ) -> dict[str, Any]:
-    """Learns from feedback, if the guards let it; see `feedback.run`."""
+    """Learn from feedback, if the guards accept the result; see `feedback.run`."""
 
     def tell(stage: str, **details: Any) -> None:
       self._tell(id, stage, **details)
       progress(stage, **details)
 
     with self._turn(id, expected) as adapter:
-      if idempotency is not None:  # Its answer says what was drawn, also where nothing is committed.
+      if idempotency is not None:  # Its response quotes the samples, even if nothing is committed.
         self.service.store.about(idempotency, adapter.id)
       return feedback.run(self, adapter, request, expected=adapter.head, idempotency=idempotency, progress=tell)
 
   def feedback_batch(self, entries: Sequence[feedback.Entry]) -> list[dict[str, Any] | ServiceError | UserError]:
-    """Learns from feedback on several adapters at once, each by itself; see `feedback.run_batch`."""
+    """Learn from feedback on several adapters at once, each in its own transaction; see `feedback.run_batch`."""
     return feedback.run_batch(self, entries)
 
   # Sessions.
@@ -499,11 +500,11 @@ class Account:
   # Events.
 
   def events(self, id: str, after: int | None = None, timeout: float = 15.0) -> Iterator[Event | None]:
-    """Yield what happens to an adapter, and None whenever nothing has for so many seconds.
+    """Yield the events of an adapter, and None whenever there was none for `timeout` seconds.
 
     Args:
       id: of the adapter.
-      after: the last event that is known already; None: all that are kept are yielded.
+      after: id of the last event already seen; None: begin with the oldest event that is kept.
       timeout: seconds.
     """
     self.adapter(id)
@@ -520,39 +521,39 @@ class Account:
     return stream(after)
 
   def listen(self, id: str, listener: Callable[[Event], None]) -> Callable[[], None]:
-    """Tells somebody of every event of an adapter from now on; returns what ends it. See `EventLog.listen`."""
+    """Call `listener` with every later event of an adapter; return a function that ends this. See `EventLog.listen`."""
     self.adapter(id)
     return self.service.events.listen(id, listener)
 
   def events_after(self, id: str, after: int | None = None) -> list[Event]:
-    """Return the events that are kept of an adapter, after one that is known already."""
+    """Return the kept events of an adapter that are newer than the event `after`."""
     self.adapter(id)
     return self.service.events.after(id, after)
 
-  # Requests that are sent again.
+  # Idempotent requests.
 
   def begin(self, key: str, body_digest: str) -> Request | StoredResponse:
-    """Begins a request with an idempotency key, or returns what it was answered before; see `Store.begin`."""
+    """Begin a request with an idempotency key, or return its stored response; see `Store.begin`."""
     return self.service.store.begin(self.owner, key, body_digest)
 
   def part(self, request: Request, index: int) -> Request | StoredResponse:
-    """Begins a part of a request; see `Store.part`."""
+    """Begin one part of a batch request; see `Store.part`."""
     return self.service.store.part(request, index)
 
   def finish(self, request: Request, status: int, response: bytes) -> None:
-    """Keep the answer of a request."""
+    """Store the response of a request."""
     self.service.store.finish(request, status, response)
 
   def abandon(self, request: Request) -> None:
-    """Forgets a request that has changed nothing."""
+    """Forget a request that has changed nothing."""
     self.service.store.abandon(request)
 
   # Inside.
 
   @contextlib.contextmanager
   def _turn(self, id: str, expected: int | None) -> Iterator[Adapter]:
-    """Give the adapter when it is this request's turn to change it."""
-    self.adapter(id)  # Before anything is kept for an id that means nothing.
+    """Wait for this request's turn to change the adapter, check its version, and provide it."""
+    self.adapter(id)  # Raise NotFound before a queue is made for an unknown id.
     with self.service.turns.of(id, self.call.deadline):
       self.call.check()
       adapter = self.adapter(id)
@@ -566,7 +567,7 @@ class Account:
 
   @contextlib.contextmanager
   def _spending(self, kind: str, tokens: int) -> Iterator[None]:
-    """Spends tokens for what the block begins, and gets them back if it is refused."""
+    """Spend tokens from the allowance; refund them if the block raises."""
     self.call.spend(kind, tokens)
     try:
       yield

@@ -1,4 +1,4 @@
-"""What an owner sets of an adapter: who teaches it, what it must not become, and on which prompts that is looked at."""
+"""The settings that an owner gives an adapter: its teacher, its guards, and the canary prompts of these."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ MOST_CANARIES = 16
 
 
 def checked(settings: Mapping[str, Any], serve: ServeConfig, prompt_of: Callable[..., list[int]]) -> dict[str, Any]:
-  """Return settings as they are kept, as JSON; what is None or left out is as the service says.
+  """Return settings in the form that is stored, as JSON; absent or None values take the service's defaults.
 
   Args:
     settings: `teacher`, a kind or a mapping (`teachers.check`); `guards`, limits by name (`guards.Guards.of`);
       `canary_prompts`, texts or conversations.
     serve: settings of the service.
-    prompt_of: `Account.prompt_of`, which makes tokens of prompts.
+    prompt_of: `Account.prompt_of`, which tokenizes prompts.
 
   Raises:
-    InvalidRequest: naming the field.
+    InvalidRequest: a setting is not allowed; the error names the field.
   """
   for field in settings:
     if field not in FIELDS:
@@ -65,7 +65,7 @@ def _canaries(canaries: Any, prompt_of: Callable[..., list[int]]) -> list[Any]:
 
 
 def _messages_of(canary: Any) -> Messages:
-  """Return a canary prompt, a question or a conversation, as a conversation.
+  """Return a canary prompt, given as a question or a conversation, as a conversation.
 
   Raises:
     InvalidRequest: it is neither.

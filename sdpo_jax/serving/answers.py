@@ -1,4 +1,4 @@
-"""What a feedback is answered with, as JSON: numbers of every token, metrics, guards and times."""
+"""The response to a feedback, as JSON: scores of every token, metrics, guards and timings."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from sdpo_jax.serving.lessons import Prepared
 from sdpo_jax.serving.losses import Loss, Sdpo
 from sdpo_jax.serving.records import Version
 
-_DIGITS = 7  # Behind the point, of numbers that were float32.
+_DIGITS = 7  # Decimal places of numbers that were float32.
 _LISTS = ('log_probs_before', 'log_probs_after', 'teacher_log_probs', 'advantages', 'divergence', 'entropy')
 
 
 def number(value: float | None) -> float | None:
-  """Return a number as JSON can hold it: None if it is not finite."""
+  """Return a number in a form that JSON can hold: None if it is not finite."""
   return None if value is None or not math.isfinite(value) else float(value) + 0.0  # No −0.
 
 
 def numbers(values: np.ndarray) -> list[Any]:
-  """Return an array as nested lists of what JSON can hold; what is not finite is None."""
+  """Return an array as nested lists of rounded numbers, with None where a value is not finite."""
   exact = np.round(np.asarray(values, np.float64), _DIGITS) + 0.0  # No −0.
   if np.isfinite(exact).all():
     return exact.tolist()
@@ -35,7 +35,7 @@ def numbers(values: np.ndarray) -> list[Any]:
 
 
 def finite(value: Any) -> Any:
-  """Return what is nested in dicts and lists with None for every number that is not finite."""
+  """Return nested dicts and lists with None in place of every number that is not finite."""
   if isinstance(value, Mapping):
     return {str(key): finite(each) for key, each in value.items()}
   if isinstance(value, (list, tuple)):
@@ -46,14 +46,14 @@ def finite(value: Any) -> Any:
 
 
 def of_item(prepared: Prepared, said: Said, texts: TokenTexts, *, detail: Collection[str], top: int) -> dict[str, Any]:
-  """Return what is answered about one completion of T tokens.
+  """Return the part of the response about one completion of T tokens.
 
   Args:
     prepared: its lesson.
-    said: what student and teacher said of it.
-    texts: of tokens.
-    detail: the lists wanted, of `feedback_request.DETAILS`.
-    top: tokens of the teacher that are named at every position.
+    said: the scores of student and teacher.
+    texts: the texts of tokens.
+    detail: the lists to include, from `feedback_request.DETAILS`.
+    top: how many of the teacher's tokens to list at every position.
   """
   tokens = [int(token) for token in prepared.lesson.completion]
   sample = prepared.sample
@@ -87,10 +87,10 @@ def of_item(prepared: Prepared, said: Said, texts: TokenTexts, *, detail: Collec
 
 
 def metrics(learned: Learned) -> dict[str, float | None]:
-  """Return the metrics of the last step, as its programs computed them, by the names of the published interface.
+  """Return the metrics of the last step, as its programs computed them, under their published names.
 
-  Beside them are means over the tokens: `mean_log_prob_change` by all steps, and, before them, `teacher_gap`, by which
-  the teacher's log-probs are higher, and `entropy` of the student.
+  Means over the tokens are added: `mean_log_prob_change`, over all steps; `teacher_gap`, the teacher's log-probs minus
+  the student's before the steps; and `entropy` of the student before the steps.
   """
   found = {name: value for name, value in learned.steps[-1].items() if name != 'stepped'}
   before, after, theirs, entropy = (
@@ -113,7 +113,7 @@ def details(
   checks: Sequence[Check],
   canaries: Canaries | None,
 ) -> dict[str, Any]:
-  """Return what a version keeps of how it was made: all of the answer but what is said of items, and the times."""
+  """Return the details that a new version stores: the response without the items and the timings."""
   reason = next((each.reason for each in checks if not each.passed), None)
   return finite(
     {
@@ -136,12 +136,12 @@ def details(
 
 
 def loss_name(loss: Loss) -> str:
-  """Return what requests call a loss."""
+  """Return the name of a loss in requests."""
   return 'sdpo' if isinstance(loss, Sdpo) else 'jsd_pg'
 
 
 def canary(canaries: Canaries) -> dict[str, Any]:
-  """Return what was measured on canary prompts, without their completions."""
+  """Return the measurements on canary prompts without the completions."""
   found = dataclasses.asdict(canaries)
   return {name: value for name, value in found.items() if not name.endswith('completions')}
 
@@ -159,15 +159,15 @@ def make(
   items: Sequence[Mapping[str, Any]],
   timings: Mapping[str, float],
 ) -> dict[str, Any]:
-  """Return the answer.
+  """Return the response to a feedback.
 
   Args:
-    adapter: id of what learned.
-    before: its version.
+    adapter: id of the adapter that learned.
+    before: its version before.
     after: its version now, the same if nothing was committed.
-    known: of `details`.
-    items: of `of_item`.
-    timings: seconds from the beginning until each stage was through.
+    known: from `details`.
+    items: from `of_item`.
+    timings: seconds from the start until each stage was finished.
   """
   return {
     'adapter': adapter,
@@ -180,14 +180,15 @@ def make(
 
 
 def loss_said(loss: Loss) -> dict[str, Any]:
-  """Return a loss with its parameters."""
+  """Return a loss with its name and parameters, as JSON."""
   return {'name': loss_name(loss), **dataclasses.asdict(loss)}
 
 
 def recent_losses(versions: Sequence[Version], loss: Loss) -> list[float]:
-  """Return the losses, before their first steps, of feedbacks that made these versions.
+  """Return the losses before the first step of the feedbacks that made these versions.
 
-  Those with other parameters are left out: a KL is many times the Jensen-Shannon divergence of the same two.
+  Feedbacks with other loss parameters are left out: a KL is many times the Jensen-Shannon divergence of the same two
+  distributions.
   """
   told = finite(loss_said(loss))
   kept = [version.details for version in versions if version.reason == 'feedback']

@@ -1,6 +1,4 @@
-"""One request as everything below HTTP sees it: until when it may take, whether somebody still waits, what it may
-spend.
-"""
+"""The state of one request below the HTTP layer: its deadline, its cancellation, and its token allowance."""
 
 from __future__ import annotations
 
@@ -24,10 +22,10 @@ class Call:
     """Make a request.
 
     Args:
-      deadline: on the monotonic clock; None: it may take any time.
+      deadline: on the monotonic clock; None: there is none.
       spend: called with 'sampled', 'scored' or 'learned' and a number of tokens before they are computed; it raises
-        Busy where they are too many. A negative number gives back what was not needed.
-      clock: the time.
+        Busy if they exceed the allowance. A negative number refunds tokens that were not needed.
+      clock: returns the time in seconds.
     """
     self.deadline, self.spend, self._clock = deadline, spend, clock
     self._lock = threading.Lock()
@@ -45,10 +43,10 @@ class Call:
       listener()
 
   def check(self) -> None:
-    """Return if the request goes on.
+    """Raise the error that ended the request, if it has ended.
 
     Raises:
-      Cancelled: nobody waits for it any more.
+      Cancelled: the sender does not wait any more.
       Deadline: its time is over.
     """
     if self._ended is not None:
@@ -58,7 +56,7 @@ class Call:
 
   @contextlib.contextmanager
   def on_end(self, listener: Callable[[], None]) -> Iterator[None]:
-    """Call `listener` once, from another thread, if the request is ended within the block, or was before."""
+    """Call `listener` once, from another thread, if the request ends within the block; at once if it has ended."""
     with self._lock:
       ended = self._ended is not None
       if not ended:

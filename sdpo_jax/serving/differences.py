@@ -1,4 +1,4 @@
-"""How far apart two versions of an adapter are: of every matrix, the change of what its factors add to it."""
+"""The distance between two versions of an adapter: for every matrix, the change of its factors' product."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from models.parameters import Parameter, Table
 
 @dataclasses.dataclass(frozen=True)
 class MatrixChange:
-  """The change of scale · A B, a matrix of one layer, in Frobenius norms."""
+  """The change of scale · A B, for a matrix of one layer, in Frobenius norms."""
 
-  matrix: str  # As transformers calls the module.
+  matrix: str  # The module's name in transformers.
   before: float  # ‖scale · A B‖ of the first version.
-  after: float  # The same of the second one.
+  after: float  # ‖scale · A' B'‖ of the second version.
   change: float  # ‖scale · (A' B' − A B)‖.
 
   @property
   def relative(self) -> float | None:
-    """The change as a multiple of what there was before; None: there was nothing."""
+    """The change divided by the norm before; None: the norm before was 0."""
     return self.change / self.before if self.before else None
 
 
 def changes(
   adapter: lora.Adapter, table: Table, before: Mapping[str, np.ndarray], after: Mapping[str, np.ndarray]
 ) -> list[MatrixChange]:
-  """Return the change of every matrix with factors, layer by layer; no product of factors is ever there as a whole.
+  """Return the change of every matrix with factors, layer by layer, without forming any product A B.
 
   Args:
-    adapter: which matrices have factors.
-    table: of the model without factors.
-    before: factors of the first version by the names of the table, [L, …] float32.
-    after: those of the second one.
+    adapter: says which matrices have factors.
+    table: parameter table of the model without factors.
+    before: factors of the first version by their names in the table, [L, …] float32.
+    after: factors of the second version.
   """
   matrices = {row.name: row for row in table}
   found = []
@@ -54,7 +54,7 @@ def changes(
 
 
 def total(matrices: list[MatrixChange]) -> MatrixChange:
-  """Return the change of all matrices as if they were one."""
+  """Return the change of all matrices taken as one."""
 
   def together(name: str) -> float:
     return math.hypot(*(getattr(each, name) for each in matrices))

@@ -1,4 +1,4 @@
-"""The text of a completion while it is drawn: what was shown once stays, and stop strings never appear."""
+"""The text of a completion while it is drawn: shown text is never taken back, and stop strings never appear."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from sdpo_jax.rollout.stops import StopStrings, Tokenizer, to_text
 
-_UNFINISHED = '\ufffd'  # What decoders write for bytes that are no whole character.
+_UNFINISHED = '\ufffd'  # The replacement character, which decoders write for an incomplete character.
 
 
 def finished_text(tokenizer: Tokenizer, tokens: Sequence[int], stop: Sequence[str]) -> str:
   """Return the text of a completion up to its first stop string, without special tokens.
 
   Args:
-    tokenizer: of the model.
+    tokenizer: the model's tokenizer.
     tokens: the whole completion.
     stop: strings that end it. Special tokens count as text in them.
   """
@@ -32,18 +32,18 @@ def finished_text(tokenizer: Tokenizer, tokens: Sequence[int], stop: Sequence[st
 
 
 class DraftText:
-  """What of the text of a completion under way has been shown."""
+  """The text of a completion under way, and the part of it that has been shown."""
 
   def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
-    """Make the text of a completion of which nothing is drawn yet."""
+    """Make the text of a completion without tokens."""
     self.shown = ''
     self._tokenizer, self._stop = tokenizer, tuple(stop)
 
   def draft(self, tokens: Sequence[int]) -> str:
-    """Return what can be shown now beyond what was shown: no half character, nothing that may begin a stop string.
+    """Return the further text that can be shown: no half character, nothing that may begin a stop string.
 
     Args:
-      tokens: all that were drawn so far.
+      tokens: all tokens drawn so far.
     """
     text = to_text(self._tokenizer, tokens).rstrip(_UNFINISHED)
     end = _first(text, self._stop)
@@ -51,7 +51,7 @@ class DraftText:
     return self._more(text)
 
   def finish(self, text: str) -> str:
-    """Return what is left to be shown of the finished text."""
+    """Return the rest of the finished text that has not been shown."""
     if text.startswith(self.shown):
       return self._more(text)
     return ''  # A tokenizer that rewrites what it has written: what was shown cannot be taken back.
@@ -64,12 +64,12 @@ class DraftText:
 
 
 def _first(text: str, stop: Sequence[str]) -> int | None:
-  """Return where the first stop string begins; None: there is none."""
+  """Return the position of the first stop string; None: there is none."""
   return min((at for at in (text.find(each) for each in stop) if at >= 0), default=None)
 
 
 def _held_back(text: str, stop: Sequence[str]) -> int:
-  """Return how many characters at the end of a text may be the beginning of a stop string."""
+  """Return how many characters at the end of a text may begin a stop string."""
   longest = max((len(each) - 1 for each in stop), default=0)
   for length in range(min(longest, len(text)), 0, -1):
     if any(each.startswith(text[-length:]) for each in stop):

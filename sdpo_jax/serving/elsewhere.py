@@ -1,5 +1,6 @@
-"""What a teacher behind an endpoint says of lessons, before they are learned: no device is touched, and nothing of an
-engine is needed, so that nobody else waits for an answer over the network.
+"""Lessons are given the scores of a teacher behind an endpoint before they are learned.
+
+This needs neither a device nor an engine, so that other requests do not wait for an answer over the network.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from sdpo_jax.teacher.endpoint import Asked, Endpoint
 
 
 def taught(endpoint: Endpoint, lessons: Sequence[Lesson], topk: int, stop: Stop = NEVER) -> list[Lesson]:
-  """Return lessons with what a teacher says of them, to be learned with `teacher='endpoint'`; from any thread.
+  """Return lessons with the scores of an external teacher, for `teacher='endpoint'`. Any thread may call.
 
   Args:
     endpoint: the teacher.
-    lessons: with what the teacher reads before each completion.
-    topk: tokens that are taken of what it names, the likeliest first; at most those that an engine is compiled for.
-    stop: whether to wait no longer.
+    lessons: lessons with the prompt that the teacher reads before each completion.
+    topk: how many of the tokens that the teacher names to take, the likeliest first; at most the engine's K.
+    stop: says when to stop waiting.
 
   Raises:
-    ValueError: a lesson has nothing for the teacher to read.
-    UserError: there is one of which it says nothing that can be used.
+    ValueError: a lesson has no prompt for the teacher.
+    UserError: the teacher returns nothing usable for a lesson.
     StoppedError: as `stop` said.
   """
   if any(lesson.teacher_prompt is None for lesson in lessons):

@@ -1,8 +1,9 @@
-"""The engine of the service: many adapters of one model, sampled, scored and trained in one process.
+"""The engine of the service: it samples, scores and trains many adapters of one model in one process.
 
-A version of an adapter is immutable: its factors, the moments of its optimizer and its own teacher, the average of its
-factors over the versions before it. What is used of it is copied into one of three pools on the devices: snapshots to
-sample from, in compute dtype; teachers, to score with; and slots to train in, in float32. One thread calls.
+A version of an adapter is immutable. It consists of the adapter's factors, the moments of its optimizer, and its own
+teacher: the moving average of its factors over the versions before it. The engine copies what a request needs into one
+of three pools on the devices: snapshots to sample from, in the compute dtype; teachers to score with, in float32; and
+slots to train in, in float32. All calls come from one thread unless a method says otherwise.
 """
 
 from __future__ import annotations
@@ -46,54 +47,54 @@ from sdpo_jax.serving.training_pool import SlotState
 from sdpo_jax.teacher.endpoint import Endpoint
 from sdpo_jax.types import Tree
 
-BASE = ''  # In the place of a version: the model without an adapter.
+BASE = ''  # The version name that stands for the model without an adapter.
 _SCORED = dataclasses.fields(Scored)
 _FACTORS, _MU, _NU, _COUNT, _AVERAGE = 'factors', 'mu', 'nu', 'count', 'average'  # Arrays of a version.
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineSettings:
-  """Sizes of an engine, for which its programs are compiled."""
+  """Sizes of an engine; its programs are compiled for them."""
 
   prompt_buckets: tuple[int, ...]  # Lengths to which prompts are padded.
-  teacher_buckets: tuple[int, ...]  # The same of teachers' prompts.
-  response_buckets: tuple[int, ...]  # The same of completions.
-  # Lengths to which whole texts are padded whose tokens are scored; none: nothing beyond the other buckets is.
+  teacher_buckets: tuple[int, ...]  # Lengths to which teachers' prompts are padded.
+  response_buckets: tuple[int, ...]  # Lengths to which completions are padded.
+  # Lengths to which whole texts are padded when they are scored; empty: only rows that fit the other buckets are.
   score_buckets: tuple[int, ...] = ()
-  rows: int = ServeConfig.rows  # Completions that are decoded at once.
-  training_rows: int = ServeConfig.training_rows  # Completions of a micro-batch of learning or scoring.
-  snapshots: int = ServeConfig.snapshots  # Versions to sample from at once.
-  teachers: int = ServeConfig.teachers  # Versions to score with at once.
-  slots: int = ServeConfig.slots  # Versions in training at once.
-  topk: int = ServeConfig.topk  # K, tokens of a support or of an answer about scores at most.
-  decode_chunk: int = ServeConfig.decode_chunk  # Tokens between two looks at the slots.
-  stop_ids: int = ServeConfig.stop_ids  # Tokens that may end a completion.
-  # Rows of keys and values of prompts and completions that stay for prompts that begin with them; each part of a mesh
-  # has as many, at least one, unless there are none.
+  rows: int = ServeConfig.rows  # How many completions are decoded at once.
+  training_rows: int = ServeConfig.training_rows  # Rows of a micro-batch of learning or scoring.
+  snapshots: int = ServeConfig.snapshots  # Places for versions to sample from.
+  teachers: int = ServeConfig.teachers  # Places for versions to score with.
+  slots: int = ServeConfig.slots  # Places for versions in training.
+  topk: int = ServeConfig.topk  # K, the most tokens of a support, or of a position in scores.
+  decode_chunk: int = ServeConfig.decode_chunk  # Tokens decoded between two checks of the slots.
+  stop_ids: int = ServeConfig.stop_ids  # The most tokens that may end a completion.
+  # Cached rows of keys and values, reused by later prompts with the same prefix. Each shard of a mesh has an equal
+  # share of them, rounded up.
   kept_prefixes: int = ServeConfig.kept_prefixes
   logits_chunk_size: int = ServeConfig.logits_chunk_size  # Tokens whose logits exist at one time.
-  memory_bytes: int | None = None  # Of versions in host memory; None: `memory_for`.
+  memory_bytes: int | None = None  # Host memory for versions; None: `memory_for`.
   # How rows find their adapters: `lora_pool.choose_product`.
   product: Literal['auto', 'gather', 'masked'] = ServeConfig.product
 
 
 @dataclasses.dataclass(frozen=True)
 class Feedback:
-  """What is to be learned in one step from a version to the next.
+  """The lessons and settings that turn one version into the next.
 
   Raises:
-    UserError: a number that is not allowed, or no name.
+    UserError: a number is not allowed, or the new version has no name.
   """
 
-  version: str  # That learns.
-  new: str  # The name of what it becomes.
+  version: str  # The version that learns.
+  new: str  # The name of the new version.
   lessons: Sequence[Lesson]
   loss: Loss = Sdpo()
   optimizer: AdamW = AdamW()
   steps: int = 1
-  # 'live': the version itself; 'average': its own average; 'base': the model without an adapter; 'version:NAME':
-  # another version, such as an older one; 'model:NAME': one of the engine's other models; 'given': the lessons say what
-  # it said; 'endpoint': likewise, by `Engine.ask_endpoint`.
+  # 'live': the version itself; 'average': the average of its factors; 'base': the model without an adapter;
+  # 'version:NAME': another version, such as an older one; 'model:NAME': one of the engine's other models; 'given': the
+  # lessons hold the teacher's log-probs; 'endpoint': likewise, filled in by `Engine.ask_endpoint`.
   teacher: str = 'live'
   average_rate: float = 0.05  # How far the average moves towards the new factors, from 0 to 1.
 
@@ -105,7 +106,7 @@ class Feedback:
 
 
 class Engine:
-  """Versions by name, and all that can be done with them."""
+  """Named versions of adapters, and the operations on them."""
 
   def __init__(
     self,
@@ -122,20 +123,20 @@ class Engine:
     """Make an engine without versions.
 
     Args:
-      policy: the model with the adapter that all versions have the shape of, where it computes.
+      policy: the model, placed on its devices, with an adapter of the shape that all versions share.
       base: its frozen parameters.
-      tokenizer: of the model, for texts and stop strings.
+      tokenizer: the model's tokenizer, for texts and stop strings.
       settings: sizes.
-      folder: for versions that memory does not hold, of this engine alone.
+      folder: where versions go that do not fit into memory; used by this engine alone.
       stop_token_ids: tokens that end every completion.
-      models: other models that teach, by name: policy and parameters, on the same devices. Their tokens are those of
-        the model, or more of them.
+      models: other models that can teach, by name: policy and parameters, on the same devices. Their vocabularies begin
+        with the tokens of this model.
       programs: folder of compiled programs, which `compile` fills; other engines may use it, too. None: none.
-      endpoint: a teacher of which `ask_endpoint` asks; None: there is none.
+      endpoint: the teacher that `ask_endpoint` asks; None: there is none.
 
     Raises:
-      ValueError: the policy has no LoRA adapter, or another model knows fewer tokens.
-      UserError: others can write to the folder of programs, or the mesh does not divide the rows.
+      ValueError: the policy has no LoRA adapter, or another model has a smaller vocabulary.
+      UserError: other users can write to the folder of programs, or the mesh does not divide the rows.
     """
     if not isinstance(policy.adapter, lora.Adapter):
       raise ValueError('An engine serves LoRA adapters: the policy must have one.')
@@ -167,7 +168,7 @@ class Engine:
     with_member = keep('with_member', jax.jit(lora_pool.with_member, out_shardings=pool_lies))
     self._snapshots, self._snapshot_places = _Pool(sampled, policy.dtype, with_member), Places(settings.snapshots)
     self._teachers, self._teacher_places = _Pool(taught, 'float32', with_member), Places(settings.teachers)
-    self._slots: SlotState | None = None  # None: to be made anew.
+    self._slots: SlotState | None = None  # None: to be made again.
     self._slot_places, self._trained = Places(settings.slots), trained
     sampler = Sampler(
       sampled,
@@ -183,7 +184,7 @@ class Engine:
     self._resident = Resident(
       sampler, base, self._snapshots.factors, stop_ids=settings.stop_ids, kept_prefixes=settings.kept_prefixes
     )
-    self._rehearsed = SamplingStats()  # What the start took.
+    self._rehearsed = SamplingStats()  # Counts of the calls in `_rehearse`.
     self._sampling: list[tuple[Handle, str]] = []
     sizes: dict[str, Any] = dict(
       topk=settings.topk, rows=settings.training_rows, chunk_size=settings.logits_chunk_size, keep=keep
@@ -225,12 +226,12 @@ class Engine:
     self._put_slot = keep('put_slot', put_slot)
     self._get_slot = keep('get_slot', jax.jit(training_pool.slot_of))
 
-  # The start.
+  # Start.
 
   def compile(self, announce: Callable[[str], None]) -> None:
-    """Compiles all programs, or reads them from their folder, before the first request; none is compiled later.
+    """Compile all programs, or read them from their folder, before the first request; none is compiled later.
 
-    Each is called once, with zeros, for all of the declared buckets.
+    Every program is called once for each declared bucket, with zeros.
 
     Args:
       announce: receives a line for every program.
@@ -260,13 +261,13 @@ class Engine:
     announce(f'  {made} compiled and {read} read in {time.monotonic() - began:.1f} s')
 
   def _rehearse(self) -> None:
-    """Call every program as requests do; no version changes."""
+    """Call every program as requests do, without changing any version."""
     settings = self.settings
     zeros = parameters.map_table(lambda row: np.zeros(row.shape, np.float32), self._table)
     for pool in (self._snapshots, self._teachers):
       pool.with_member(0, zeros)
     self._resident.use(self._snapshots.factors)
-    # The last one goes on from what is kept of the one before.
+    # The last prompt continues from the cached prefix of the one before.
     for width in (*settings.prompt_buckets, *settings.prompt_buckets[-1:] * bool(settings.kept_prefixes)):
       handle = self._resident.submit([0] * width, owner=str(width), n=1, seed=0, step=0, max_tokens=1)
       while self._resident.turn():
@@ -294,45 +295,47 @@ class Engine:
         task = Task(0, [lesson], loss=Sdpo(topk=settings.topk), steps=2)
         state, _ = self._learner.learn(state, self._teachers.factors, [task])
 
-  # What there is.
+  # Versions.
 
   def __contains__(self, version: str) -> bool:
     return version == BASE or version in self._shelf
 
   def create(self, version: str, seed: int) -> None:
-    """Make a version that changes nothing yet: PEFT's initialisation."""
+    """Make a version that does not change the model yet, with PEFT's initialization."""
     self.put(version, self._initial(seed))
 
   def _initial(self, seed: int) -> Tree:
-    # The words of a key from that seed, as JAX makes it; making it would compile something.
+    # The words of JAX's key for that seed, written out: calling `jax.random.key` would compile a program.
     return parameters.draw(self._table, [0, seed % 2**32], 0.0, lambda _, values: values)
 
   def put(self, version: str, factors: Tree) -> None:
-    """Make a version of given factors, such as an import's, whose moments are 0 and whose average are the factors.
+    """Make a version from given factors, such as imported ones; its moments are 0 and its average equals the factors.
 
     Raises:
-      UserError: factors of another shape, or values that are not finite, which would reach the rows of others.
-      ValueError: there is a version of that name.
+      UserError: the factors have another shape, or values that are not finite and would reach the rows of others.
+      ValueError: a version of that name exists.
     """
     _check_name(version)
     self._shelf.put(version, self._first_of(factors))
 
   def _first_of(self, factors: Tree) -> dict[str, np.ndarray]:
-    """Return the arrays of a first version."""
+    """Return the arrays of a version that starts from these factors."""
     factors = self._checked(factors)
     mu, nu = ({name: np.zeros_like(value) for name, value in factors.items()} for _ in range(2))
     average = {name: value.copy() for name, value in factors.items()}
     return _arrays_of(factors, mu, nu, average, np.zeros((), np.int32))
 
   def fresh(self, seed: int) -> Arrays:
-    """Return the arrays of a version that changes nothing yet, as `create` makes it; the engine keeps nothing."""
+    """Return the arrays that `create` would give a new version; the engine does not keep them."""
     arrays = self._first_of(self._initial(seed))
     for array in arrays.values():
       array.setflags(write=False)
     return MappingProxyType(arrays)
 
   def state(self, version: str) -> Arrays:
-    """Return all that a version is, by name: factors, moments, count and average; none can be written to. Any thread.
+    """Return the arrays of a version by name: factors, moments, count and average. Any thread may call.
+
+    The arrays cannot be written to.
 
     Raises:
       UserError: there is no such version.
@@ -340,11 +343,11 @@ class Engine:
     return MappingProxyType(self._arrays(version))
 
   def restore(self, version: str, arrays: Arrays) -> None:
-    """Make a version of what `state` has returned of it, here or in another engine for adapters of this shape.
+    """Make a version from arrays that `state` returned, here or in another engine for adapters of this shape.
 
     Raises:
-      UserError: arrays of other names, shapes or types, or values that cannot be; the engine has not changed.
-      ValueError: there is a version of that name.
+      UserError: arrays have wrong names, shapes or types, or impossible values; the engine has not changed.
+      ValueError: a version of that name exists.
     """
     _check_name(version)
     names = {f'{kind}/{row.name}': row.shape for kind in (_FACTORS, _MU, _NU, _AVERAGE) for row in self._table}
@@ -370,22 +373,22 @@ class Engine:
 
   @property
   def version_bytes(self) -> int:
-    """Bytes of the arrays of a version."""
+    """The size of a version's arrays in bytes."""
     return 4 * (4 * sum(math.prod(row.shape) for row in self._table) + 1)
 
   def drop(self, version: str) -> None:
-    """Forgets the arrays of a version that `restore` may bring back; what uses it on the devices goes on."""
+    """Forget the arrays of a version that `restore` may bring back; its copies on the devices stay in use."""
     self._shelf.drop(version)
 
   def factors(self, version: str, kind: Literal['factors', 'average'] = 'factors') -> Tree:
-    """Return the factors of a version, or their average, as the parameter table nests them; on the host."""
+    """Return the factors of a version, or their average, on the host, nested as in the parameter table."""
     return self._tree(self._arrays(version), kind)
 
   def forget(self, version: str) -> None:
-    """Erases a version that nothing under way uses; none is no error.
+    """Erase a version that nothing uses; a missing version is no error.
 
     Raises:
-      ValueError: something does.
+      ValueError: a request still uses it.
     """
     self._resident.release(lambda weights: weights.version == version)
     for places, names in (
@@ -402,13 +405,13 @@ class Engine:
   def submit(
     self, version: str, prompt: Sequence[int], *, owner: str | None = None, **options: Unpack[SamplingOptions]
   ) -> Handle:
-    """Lets samples of a prompt by a version wait for slots; see `Resident.submit`, also for further options.
+    """Queue samples of a prompt from a version; see `Resident.submit`, also for further options.
 
     Args:
       version: its name; `BASE`: the model without an adapter.
       prompt: token ids.
-      owner: whose the prompt is; what is kept of another owner's is not read for it. None: nothing is, and nothing is
-        kept.
+      owner: the owner of the prompt. Cached prefixes are shared only among prompts of the same owner. None: no prefix
+        is read or cached.
       **options: `SamplingOptions`, and those of `Resident.submit`.
 
     Raises:
@@ -435,11 +438,11 @@ class Engine:
     return handle
 
   def cancel(self, handle: Handle) -> None:
-    """End a request at the next turn."""
+    """Cancel a request; it ends at the next turn."""
     self._resident.cancel(handle)
 
   def turn(self) -> bool:
-    """Draws some tokens in every slot; returns whether anything is under way."""
+    """Decode one chunk of tokens in every slot; return whether any request is under way."""
     busy = self._resident.turn()
     for handle, version in self._sampling:
       if handle.done:
@@ -448,22 +451,22 @@ class Engine:
     return busy
 
   def end(self, error: BaseException) -> None:
-    """End sampling for good: all that is under way raises this error."""
+    """End sampling for good: every request under way raises this error."""
     self._resident.end(error)
 
   @property
   def tokens(self) -> int:
-    """Tokens that were sampled so far."""
+    """The number of tokens sampled so far."""
     return self._resident.stats.tokens
 
   @property
   def prefilled(self) -> int:
-    """Tokens of prompts that went through the model since the start."""
+    """The number of prompt tokens that went through the model since the start."""
     return self._resident.stats.prefilled - self._rehearsed.prefilled
 
   @property
   def reused(self) -> int:
-    """Tokens of prompts whose keys and values were kept of earlier ones, since the start."""
+    """The number of prompt tokens whose keys and values came from cached prefixes since the start."""
     return self._resident.stats.reused - self._rehearsed.reused
 
   # Scoring.
@@ -476,19 +479,19 @@ class Engine:
     topk: int = 1,
     ids: Sequence[np.ndarray] | None = None,
   ) -> list[Scored]:
-    """Return what a version says of tokens.
+    """Return a version's log-probs and entropies of given tokens.
 
     Args:
-      version: whose; `BASE`: the model without an adapter.
-      rows: prompt and tokens after it, of each row. Together they may be as long as the largest of the score buckets,
-        and one longer than that within the buckets of teachers' prompts and completions.
-      topk: how many of the most likely tokens are wanted at every position, at most the engine's; 0: none.
-      ids: [T, M] int32 of each row, whose log-probs are wanted, too.
+      version: its name; `BASE`: the model without an adapter.
+      rows: the prompt and the tokens after it, for each row. A row must fit the buckets of teachers' prompts and
+        completions, or have at most one token more than the largest score bucket.
+      topk: how many of the most likely tokens to return at every position, at most the engine's; 0: none.
+      ids: [T, M] int32 for each row, further tokens whose log-probs to return.
 
     Raises:
       NoPlaceError: all places for teachers are in use.
-      UserError: there is no such version, a row is too long or holds no tokens, ids are of other tokens, or topk is too
-        large.
+      UserError: there is no such version, a row is too long or holds no tokens, the ids do not match the tokens, or
+        topk is too large.
     """
     if not 0 <= topk <= self.settings.topk:
       raise UserError(f'topk must be between 0 and {self.settings.topk}, not {short_repr(topk)}.')
@@ -523,10 +526,10 @@ class Engine:
     ]
 
   def _is_text(self, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
-    """Return whether a row to be scored is read as one text, for the buckets of prompts and completions are too small.
+    """Return whether a row must be scored as one text because it does not fit the prompt and completion buckets.
 
     Raises:
-      UserError: it is too long for that, too.
+      UserError: it does not fit the score buckets either.
     """
     settings = self.settings
     if not settings.score_buckets or not len(prompt) or not len(tokens):
@@ -541,16 +544,16 @@ class Engine:
   # Learning.
 
   def ask_endpoint(self, lessons: Sequence[Lesson], stop: Stop = NEVER) -> list[Lesson]:
-    """Return lessons with what the teacher behind the endpoint says of them, for `learn` with `teacher='endpoint'`.
+    """Return lessons with the log-probs of the teacher behind the endpoint, for `learn` with `teacher='endpoint'`.
 
-    From any thread, and best not from the one that owns the engine: it waits for the network, and for nothing else.
+    Any thread may call; prefer one that does not own the engine, since the call waits for the network.
 
     Args:
-      lessons: with what the teacher reads.
-      stop: whether to wait no longer.
+      lessons: lessons with the prompt that the teacher reads.
+      stop: says when to stop waiting.
 
     Raises:
-      UserError: there is no endpoint, a lesson cannot be learned, or the teacher says nothing of one that can be used.
+      UserError: there is no endpoint, a lesson cannot be learned, or the teacher returns nothing usable for one.
       StoppedError: as `stop` said.
     """
     if self._endpoint is None:
@@ -561,16 +564,16 @@ class Engine:
   def learn(
     self, feedback: Sequence[Feedback], keep: Callable[[int, Learned], bool] = lambda *_: True
   ) -> list[Learned]:
-    """Learns from the feedback of different versions at once.
+    """Learn from the feedback of several versions in one pass.
 
     Args:
       feedback: at most as many as there are slots.
-      keep: maps (which of them, what came of it) to whether the new version is to be; of those that are not, and of
-        those with a gradient that is not finite, nothing remains.
+      keep: maps (index of the feedback, result) to whether to store the new version. A version that is not kept, or
+        whose gradient was not finite, leaves no trace.
 
     Raises:
-      UserError: what cannot be learned; nothing has changed.
-      NoPlaceError: likewise, for all places are in use.
+      UserError: a feedback cannot be learned; nothing has changed.
+      NoPlaceError: all places are in use; nothing has changed.
     """
     for each in feedback:
       if each.new in self:
@@ -592,7 +595,7 @@ class Engine:
         tasks.append(Task(slot, each.lessons, teacher, each.loss, each.optimizer, each.steps, itself))
       self._learner.check(tasks)
       tasks = [self._taught(each, task) for each, task in zip(feedback, tasks, strict=True)]
-      state, self._slots = self._slots, None  # Its buffers are taken over: should this fail, they are gone.
+      state, self._slots = self._slots, None  # Its buffers are donated: they are gone if this fails.
       state, learned = self._learner.learn(state, self._teachers.factors, tasks)
       self._slots = state
       for index, (each, task, came) in enumerate(zip(feedback, tasks, learned, strict=True)):
@@ -607,12 +610,12 @@ class Engine:
         self._slot_places.forget(new)
         self._shelf.drop(new)
       if not isinstance(error, (UserError, NoPlaceError)):
-        self._slots = None  # Whatever happened, buffers may be gone. All that was in them is on the shelf.
+        self._slots = None  # The buffers may be gone; everything in them is on the shelf.
       raise
     finally:
       for release in releases:
         release()
-      for version in taken:  # What is in these places is no version.
+      for version in taken:  # These places hold no version.
         self._slot_places.let_go(version)
         self._slot_places.forget(version)
       if self._slots is None:
@@ -620,7 +623,7 @@ class Engine:
     return learned
 
   def _slot(self, version: str, taken: list[str]) -> int:
-    """Return the slot of a version, filled; it is noted in `taken`."""
+    """Return the index of the slot that holds a version, after filling it; the version is added to `taken`."""
     if version == BASE:
       raise UserError('The model without an adapter does not learn: name a version.')
     if version in taken:
@@ -640,7 +643,7 @@ class Engine:
     return training_pool.fresh(lora_pool.empty(self._trained.parameter_table(), self._trained.backend.mesh))
 
   def _store(self, feedback: Feedback, slot: int) -> None:
-    """Keep what is in a slot as the version that the feedback names."""
+    """Store the contents of a slot as the new version that the feedback names."""
     own = jax.device_get(self._get_slot(self._slots, np.int32(slot)))
     rate = np.float32(feedback.average_rate)
     before = self._arrays(feedback.version)
@@ -651,7 +654,7 @@ class Engine:
     self._shelf.put(feedback.new, _arrays_of(factors, mu, nu, average, np.asarray(own.moments.count)))
 
   def _taught(self, feedback: Feedback, task: Task) -> Task:
-    """Return the task with what another model says, if that teaches."""
+    """Return the task with the log-probs of another model, if the feedback names one as its teacher."""
     if not feedback.teacher.startswith('model:'):
       return task
     scorer = self._models[feedback.teacher.removeprefix('model:')]
@@ -689,7 +692,7 @@ class Engine:
     return self._teacher(*kinds[feedback.teacher])
 
   def _teacher(self, version: str, kind: str) -> tuple[int, Callable[[], None]]:
-    """Return the place of a teacher, filled, and what lets it go."""
+    """Return the place of a teacher, filled, and a function that releases it."""
     if version == BASE:
       return NO_MEMBER, lambda: None
     arrays, key = self._arrays(version), (kind, version)
@@ -734,8 +737,9 @@ def _check_name(version: str) -> None:
 
 
 def memory_for(settings: EngineSettings, version_bytes: int) -> int:
-  """Return bytes of host memory for versions: twice as many as have places on the devices, whose next are made of
-  them.
+  """Return the bytes of host memory for versions: room for twice as many as have places on the devices.
+
+  The other half is for the versions that learning makes from them. The result is at least 1 GiB.
   """
   places = settings.snapshots + settings.teachers + settings.slots
   return max(2**30, 2 * places * version_bytes)
@@ -756,7 +760,7 @@ def check_divides(settings: EngineSettings, policy: DecoderPolicy) -> None:
 def pooled_policies(
   policy: DecoderPolicy, settings: EngineSettings
 ) -> tuple[DecoderPolicy, DecoderPolicy, DecoderPolicy]:
-  """Return the policies of an engine that sample, score and learn: the one that is given, with pools of its adapter."""
+  """Return three copies of a policy, to sample, score and train, each with a pool of its adapter."""
 
   def pooled(members: int, decoding: bool) -> DecoderPolicy:
     product = lora_pool.choose_product(settings.product, policy.backend.mesh, decoding=decoding)
@@ -766,14 +770,14 @@ def pooled_policies(
 
 
 class _Pool:
-  """Factors of several versions on the devices, which change one version at a time."""
+  """The factors of several versions on the devices, replaced one version at a time."""
 
   def __init__(self, policy: DecoderPolicy, dtype: str, with_member: Callable[..., Tree]):
     self.factors: Tree = lora_pool.empty(policy.parameter_table(), policy.backend.mesh, dtype)
     self._with_member = with_member
 
   def with_member(self, index: int, factors: Tree) -> Tree:
-    """Return the factors of all places with others in one of them."""
+    """Return the factors of all places with those of one place replaced."""
     return self._with_member(self.factors, np.int32(index), factors)
 
   def put(self, index: int, factors: Tree) -> None:
@@ -782,12 +786,12 @@ class _Pool:
 
 
 def _behind(ids: np.ndarray, more: int) -> np.ndarray:
-  """Return ids [T, M] behind as many rows without any."""
+  """Return ids [T, M] preceded by `more` rows of −1, which name no token."""
   return np.concatenate([np.full((more, ids.shape[1]), -1, np.int32), ids])
 
 
 def _last(scored: Scored, count: int) -> Scored:
-  """Return what is said of the last tokens of a row."""
+  """Return the scores of the last `count` tokens of a row."""
   return Scored(
     *(None if array is None else array[-count:] for array in (getattr(scored, each.name) for each in _SCORED))
   )
@@ -798,7 +802,7 @@ def _own_state(factors: Tree, mu: Tree, nu: Tree, count: np.ndarray) -> SlotStat
 
 
 def _arrays_of(factors: Arrays, mu: Arrays, nu: Arrays, average: Arrays, count: np.ndarray) -> Arrays:
-  """Return the arrays of a version, by the names under which the shelf has them."""
+  """Return the arrays of a version under the names that the shelf uses."""
   kinds = {_FACTORS: factors, _MU: mu, _NU: nu, _AVERAGE: average}
   named = {f'{kind}/{name}': value for kind, arrays in kinds.items() for name, value in arrays.items()}
   return named | {_COUNT: count}

@@ -1,10 +1,11 @@
-"""The programs of an engine, with the shapes that it calls each with, for whoever costs them without running them.
+"""The programs of an engine with the shapes of their arguments, for estimating their cost without running them.
 
-Of P, Q and T, the buckets of prompts, teachers' prompts and completions: the sampler's (`training.run_programs`), which
-stays; `student/P×T` and `teacher/Q×T` (states that predict the completion), `first/T` and `support/T` (what the losses
-need of them), `accumulate/P×T` (gradients of a micro-batch), `report/T` (sums of what it said), `log probs/T` (after
-the last step), `scores/T` and `ids/T` (of requests for scores); of S, the score buckets, `text/1×S`, `text scores/S`
-and `text ids/S` (the same of whole texts); and `zero`, `step`, `put slot`, `get slot`, `put snapshot`, `put teacher`.
+For the buckets P, Q and T of prompts, teachers' prompts and completions: the resident sampler's programs
+(`training.run_programs`); `student/P×T` and `teacher/Q×T` (states that predict the completion), `first/T` and
+`support/T` (inputs of the losses from these states), `accumulate/P×T` (gradients of a micro-batch), `report/T` (sums to
+report), `log probs/T` (after the last step), `scores/T` and `ids/T` (for requests for scores). For the score buckets S:
+`text/1×S`, `text scores/S` and `text ids/S` (the same for whole texts). And `zero`, `step`, `put slot`, `get slot`,
+`put snapshot`, `put teacher`.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ def engine_programs(config: Config, policy: DecoderPolicy, mesh: jax.sharding.Me
   """Return every program of an engine by name, for all its declared buckets.
 
   Args:
-    config: settings; `serve` says the sizes.
+    config: settings; `serve` holds the sizes.
     policy: the model with a LoRA adapter, on the mesh.
-    mesh: where it runs.
+    mesh: the mesh to run on.
   """
   settings = engine_settings(config)
   base, _ = abstract_parameters(policy, mesh)
@@ -81,10 +82,10 @@ def _of_learning(
 
   Args:
     settings: sizes.
-    teacher: policy and pool.
-    student: likewise.
+    teacher: policy and pool of the teachers.
+    student: policy and pool of the training slots.
     base: frozen parameters.
-    mesh: where it runs.
+    mesh: the mesh to run on.
   """
   policy, slots = student
   learning = learning_functions(policy, settings.topk, settings.logits_chunk_size)
@@ -215,7 +216,7 @@ def _of_pools(
   slots: Tree,
   mesh: jax.sharding.Mesh,
 ) -> dict[str, Program]:
-  """Return the programs that put versions into pools, and take them out; a version comes from the host."""
+  """Return the programs that copy versions from the host into pools, and from slots back."""
   own = parameters.map_table(
     lambda row: jax.ShapeDtypeStruct(row.shape, jnp.float32), parameters.trainable(policy.parameter_table())
   )
@@ -245,12 +246,12 @@ def _abstract_slots(slots: Tree, mesh: jax.sharding.Mesh) -> SlotState:
 
 
 def _slot_parts(state: SlotState) -> tuple[str, ...]:
-  """Return what each leaf of the slots is."""
+  """Return the kind of each leaf of the slots: 'slots' or 'moments'."""
   marked = SlotState(jax.tree.map(lambda _: 'slots', state.trainable), jax.tree.map(lambda _: 'moments', state.moments))
   return tuple(jax.tree.leaves(marked))
 
 
 def _of_rows(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-  if mesh.size == 1:  # They come from the host as they are.
+  if mesh.size == 1:  # Arguments come from the host without a sharding.
     return jax.ShapeDtypeStruct(shape, dtype)
   return jax.ShapeDtypeStruct(shape, dtype, sharding=meshes.batch_sharding(mesh))

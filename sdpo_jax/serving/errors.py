@@ -1,4 +1,4 @@
-"""What the service refuses, each with the HTTP status and the code that a client can tell it by."""
+"""The errors of the service, each with its HTTP status and a code for clients."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import ClassVar
 
 
 class ServiceError(Exception):
-  """A request that the service refuses, with one sentence for its sender.
+  """A refused request, with one sentence for its sender.
 
   Attributes:
     status: the HTTP status.
     code: a word for programs.
-    field: the field of the request that is to blame; None: no single one.
+    field: the field of the request that caused the error; None: no single one.
   """
 
   status: ClassVar[int] = 500
@@ -35,7 +35,7 @@ class Forbidden(ServiceError):
 
 
 class NotFound(ServiceError):
-  """There is no such thing, or it belongs to somebody else: the two look the same."""
+  """The thing does not exist or belongs to somebody else; the two look the same."""
 
   status, code = 404, 'not_found'
 
@@ -47,7 +47,7 @@ class InFlight(ServiceError):
 
 
 class _ElsewhereError(ServiceError):
-  """What the request is about is at `current`, and not where the request takes it to be."""
+  """The state has moved on: it is at `current`, and the request assumes another."""
 
   def __init__(self, message: str, *, current: int, field: str | None = None):
     super().__init__(message, field=field)
@@ -55,8 +55,9 @@ class _ElsewhereError(ServiceError):
 
 
 class TurnConflict(_ElsewhereError):
-  """A session is not where the request takes it to be; `current` is the number of its newest turn, −1: there is
-  none.
+  """A session is at another turn than the request assumes.
+
+  `current` is the number of its newest turn, −1 if there is none.
   """
 
   status, code = 409, 'turn_conflict'
@@ -81,7 +82,7 @@ class Unprocessable(ServiceError):
 
 
 class Busy(ServiceError):
-  """A queue or an allowance is used up; `retry_after` says in how many seconds to come again."""
+  """A queue or an allowance is used up; `retry_after` is the number of seconds to wait before a retry."""
 
   status, code = 429, 'busy'
 
@@ -95,13 +96,13 @@ class Cancelled(ServiceError):
 
 
 class Damaged(ServiceError):
-  """Something that was stored is not as it was written; the sentence names it."""
+  """Stored data differ from what was written; the message names them."""
 
   status, code = 500, 'damaged'
 
 
 class StorageFailed(ServiceError):
-  """The store could not be read or written; what was acknowledged before is there."""
+  """The store could not be read or written; everything acknowledged before is safe."""
 
   status, code = 503, 'storage_failed'
 

@@ -1,4 +1,4 @@
-"""What happened to adapters lately: a bounded list for each, which can be read on from any of its events."""
+"""Recent events of adapters: a bounded list for each, which can be read from any of its events on."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import time
 from typing import Any
 
 KEPT = 256  # Events of an adapter.
-ADAPTERS = 4096  # Of which events are kept; those in which nothing happened for the longest time go first.
+ADAPTERS = 4096  # The most adapters with events; those without events for the longest time are dropped first.
 
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-  """Something that happened to an adapter."""
+  """An event of one adapter."""
 
   id: int  # Later events have larger ones, also after a restart.
   adapter: str
@@ -25,7 +25,7 @@ class Event:
 
 
 class EventLog:
-  """The recent events of many adapters, and who wants to know of them. Any thread may call."""
+  """The recent events of many adapters, and their listeners. Any thread may call."""
 
   def __init__(self, clock: Callable[[], float] = time.time):
     """Make a log without events."""
@@ -35,7 +35,7 @@ class EventLog:
     self._listeners: dict[str, list[Callable[[Event], None]]] = {}
 
   def add(self, adapter: str, kind: str, details: Mapping[str, Any]) -> Event:
-    """Note an event, and tell those who listen."""
+    """Add an event and notify the listeners."""
     with self._changed:
       event = Event(self._next, adapter, kind, self._clock(), details)
       self._next += 1
@@ -50,12 +50,12 @@ class EventLog:
     return event
 
   def after(self, adapter: str, last: int | None) -> list[Event]:
-    """Return the events that are kept of an adapter, after the one with the id `last` if that is not None."""
+    """Return the kept events of an adapter with ids above `last`; None: all that are kept."""
     with self._changed:
       return [event for event in self._events.get(adapter, ()) if last is None or event.id > last]
 
   def wait(self, adapter: str, last: int | None, timeout: float) -> list[Event]:
-    """Return as `after`; if there are none, those that come within so many seconds."""
+    """Return as `after`; if there are no such events, wait for them up to `timeout` seconds."""
     with self._changed:
       self._changed.wait_for(lambda: self._newest(adapter) > (-1 if last is None else last), timeout)
     return self.after(adapter, last)
@@ -65,8 +65,9 @@ class EventLog:
     return events[-1].id if events else -1
 
   def listen(self, adapter: str, listener: Callable[[Event], None]) -> Callable[[], None]:
-    """Tells somebody of every event of an adapter from now on, in the thread in which it happens; returns what ends
-    it.
+    """Call `listener` with every later event of an adapter; return a function that ends this.
+
+    The listener runs in the thread that adds the event.
     """
     with self._changed:
       self._listeners.setdefault(adapter, []).append(listener)

@@ -1,6 +1,4 @@
-"""The feedback transaction: lessons are learned, guards look at the new version, and it is committed whole or not at
-all.
-"""
+"""The feedback transaction: learn the lessons, check the new version with the guards, and commit it or discard it."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
   from sdpo_jax.serving.store.store import Request
 
 Progress = Callable[..., None]  # (stage, **details): queued, scored, stepped, guarded, committed or rejected.
-_TOGETHER = 32  # Feedbacks of a batch that are under way at once.
+_TOGETHER = 32  # The most feedbacks of a batch that run at once.
 _logger = logging.getLogger('sdpo_jax.serving')
 
 
@@ -44,28 +42,29 @@ def run(
   idempotency: Request | None = None,
   progress: Progress = lambda stage, **details: None,
 ) -> dict[str, Any]:
-  """Return the answer to a feedback, after which an adapter is one version further, or is as it was.
+  """Learn from a feedback in one transaction and return the response.
 
-  Whatever is raised, by `progress` before 'committed' too, leaves the adapter, the store and the engine as they were.
-  The caller sees to it that nobody else changes the adapter meanwhile; if somebody does in the store, it is refused.
+  Afterwards the adapter is one version further or unchanged. If anything raises before the commit, including `progress`
+  before 'committed', the adapter, the store and the engine are unchanged. The caller makes sure that nobody else
+  changes the adapter meanwhile; if the store has changed nevertheless, the commit is refused.
 
   Args:
     account: of the owner.
-    adapter: that learns, as it is now.
+    adapter: the adapter that learns, in its present state.
     request: what to learn.
-    expected: version at which the adapter must be; None: any.
-    idempotency: what the commit is noted with, so that a repeat of the request does not learn twice.
-    progress: told of every stage; it may raise to end the transaction.
+    expected: the version that the adapter must be at; None: any.
+    idempotency: idempotency record stored with the commit, so that a repeated request does not learn twice.
+    progress: called at every stage; it may raise to end the transaction.
 
   Raises:
     VersionConflict: the adapter is at another version.
-    NotFound: a sample, or the version that teaches, is not there.
+    NotFound: a sample, or the version that teaches, does not exist.
     Gone: a sample has expired.
-    InvalidRequest: what cannot be learned.
+    InvalidRequest: something cannot be learned.
     UserError: the same, from the engine.
-    Busy: too many wait.
+    Busy: too many requests wait.
     Deadline: the time was over before the commit.
-    Cancelled: the sender left before it.
+    Cancelled: the sender left before the commit.
   """
   if expected is not None and expected != adapter.head:
     raise VersionConflict(
@@ -88,7 +87,7 @@ def run(
 
   before = engine_name(adapter.id, adapter.head)
   new = engine_name(adapter.id, adapter.head + 1)
-  if not commits:  # Nothing that a later commit could meet.
+  if not commits:  # A name that no later commit can have.
     new = f'{before}-trial-{secrets.token_hex(8)}'
   wanted = Feedback(
     version=before,
@@ -110,7 +109,7 @@ def run(
     raise
   committed: Version | None = None
   try:
-    for stage in ('scored', 'stepped'):  # One call of the engine.
+    for stage in ('scored', 'stepped'):  # Both stages are one call of the engine.
       progress(stage, steps=len(learned.steps))
       clock.through(stage)
     call.check()
@@ -126,7 +125,7 @@ def run(
     accepted, reason = details['accepted'], details['reason']
     progress('guarded', accepted=accepted, reason=reason)
     clock.through('guarded')
-    # What the answer says is made before the commit: afterwards nothing may fail.
+    # The response is made before the commit, since nothing may fail afterwards.
     items = [
       answers.of_item(each, said, service.texts, detail=request.detail, top=request.top)
       for each, said in zip(prepared, learned.said, strict=True)
@@ -144,7 +143,7 @@ def run(
       )
   finally:
     if committed is None:
-      with contextlib.suppress(NotReady):  # Then there is no engine that could have it.
+      with contextlib.suppress(NotReady):  # Then no engine has the version.
         worker.forget(new)
   clock.through('committed' if committed is not None else 'rejected' if not accepted else 'dry_run')
   after = adapter.head if committed is None else committed.number
@@ -155,7 +154,7 @@ def run(
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-  """One of several feedbacks that are sent together."""
+  """One feedback of a batch."""
 
   adapter: str  # Its id.
   request: FeedbackRequest
@@ -164,10 +163,10 @@ class Entry:
 
 
 def run_batch(account: Account, entries: Sequence[Entry]) -> list[dict[str, Any] | ServiceError | UserError]:
-  """Return what came of several feedbacks, in order: an answer, or why there is none.
+  """Run several feedbacks and return, in order, the response or the error of each.
 
-  Each is a transaction of its own. Those of one adapter come one after the other; those of different adapters are under
-  way together, so that the engine learns them in the same programs.
+  Each is a transaction of its own. Those of one adapter run one after the other; those of different adapters run at the
+  same time, so that the engine learns them in the same programs.
   """
   by_adapter: dict[str, list[int]] = {}
   for index, entry in enumerate(entries):
@@ -193,15 +192,15 @@ def run_batch(account: Account, entries: Sequence[Entry]) -> list[dict[str, Any]
 
 
 def _tokens(lesson: Lesson, steps: int) -> int:
-  """Return how many tokens are computed for a lesson: the teacher reads it once, and the student at every step."""
+  """Return the number of tokens that a lesson computes: one pass of the teacher, and one of the student per step."""
   length = len(lesson.completion)
   return len(lesson.teacher_prompt or ()) + length + steps * (len(lesson.prompt) + length)
 
 
 def _wait(learning: concurrent.futures.Future[Learned], call: Call) -> Learned:
-  """Return what was learned; a request that ends before that has begun is not learned.
+  """Wait for the engine to learn; a request that ends before learning began is not learned.
 
-  What has begun is waited for, whatever happens: only then is it known what there is to forget.
+  Once learning has begun, this waits in any case: only then is it known whether there is a version to forget.
   """
   with call.on_end(learning.cancel):
     try:
@@ -212,7 +211,7 @@ def _wait(learning: concurrent.futures.Future[Learned], call: Call) -> Learned:
 
 
 class _Clock:
-  """Seconds from its making until each stage was through."""
+  """A stopwatch that records the seconds until each stage was finished."""
 
   def __init__(self):
     self._began, self.times = time.monotonic(), {}
@@ -222,7 +221,7 @@ class _Clock:
 
 
 def _check_teacher(account: Account, adapter: Adapter, teacher: Teacher) -> None:
-  """Raise InvalidRequest if the version that is to teach is there no more."""
+  """Raise InvalidRequest if the version that should teach does not exist any more."""
   if teacher.version is None:
     return
   try:
@@ -238,7 +237,7 @@ def _check_teacher(account: Account, adapter: Adapter, teacher: Teacher) -> None
 def _canary_prompts(
   account: Account, adapter: Adapter, request: FeedbackRequest, limits: Guards
 ) -> list[Sequence[int]]:
-  """Return the prompts on which the new version is to be measured; none if nothing asks for it.
+  """Return the prompts on which to measure the new version; empty if no guard needs them.
 
   Raises:
     InvalidRequest: the user has set a limit on canary prompts, and there are none.
@@ -261,12 +260,12 @@ def _canary_prompts(
 
 
 def _recent(account: Account, adapter: Adapter) -> list[Version]:
-  """Return the newest versions of an adapter that are kept."""
+  """Return the newest stored versions of an adapter."""
   found = []
   for number in range(max(0, adapter.head - guards.RECENT + 1), adapter.head + 1):
     try:
       found.append(account.service.store.version(adapter.owner, adapter.id, number))
-    except ServiceError:  # It is not kept any more, or damaged: then it is compared with nothing.
+    except ServiceError:  # A removed or damaged version is left out of the comparison.
       continue
   return found
 
@@ -286,9 +285,7 @@ def _measured(learned: Learned, finite: bool, canaries: Canaries | None, recent:
 def _note(
   account: Account, adapter: Adapter, request: FeedbackRequest, answer: Mapping[str, Any], progress: Progress
 ) -> None:
-  """Note what was said, as far as the store keeps it, and tell of the end. What goes wrong is logged: the answer
-  stands.
-  """
+  """Log the feedback in the store and report the last stage. Errors are logged: the response stands."""
   store, worker, after = account.service.store, account.service.worker, answer['version_after']
   committed = after != answer['version_before']
   stage = 'committed' if committed else 'dry_run' if answer['accepted'] else 'rejected'

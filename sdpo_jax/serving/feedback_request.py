@@ -1,4 +1,4 @@
-"""What a feedback asks for: completions with what is said of them, and how to learn from that."""
+"""Requests to learn from feedback: completions, what users said about them, and how to learn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sdpo_jax.serving.learning import AdamW
 from sdpo_jax.serving.losses import Loss, Sdpo
 from sdpo_jax.types import Messages
 
-# Lists that an answer may hold for every token of a completion.
+# Per-token lists that a response may contain for a completion.
 DETAILS = (
   'token_ids',
   'tokens',
@@ -29,7 +29,7 @@ DETAILS = (
   'entropy',
   'top',
 )
-MOST_TOP = 20  # Tokens of the teacher at a position that an answer names at most.
+MOST_TOP = 20  # The most tokens of the teacher per position in a response.
 _DIVERGENCES = {'forward_kl': 0.0, 'reverse_kl': 1.0, 'jsd': 0.5}
 _SDPO = tuple(field.name for field in dataclasses.fields(Sdpo))
 _JSD_PG = tuple(field.name for field in dataclasses.fields(JsdPg))
@@ -38,55 +38,54 @@ _OPTIMIZER = tuple(field.name for field in dataclasses.fields(AdamW))
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-  """A completion, and what is said of it.
+  """A completion with the feedback on it.
 
-  It is either one that the service drew, by its `sample_id`, or tokens with the prompt that they were drawn for.
+  It is either a completion that the service drew, given by its `sample_id`, or tokens with the prompt before them.
   """
 
   sample_id: str | None = None
   prompt_tokens: Sequence[int] | None = None
   tokens: Sequence[int] | None = None
-  log_probs: np.ndarray | None = (
-    None  # [T] of the tokens when they were drawn; None: the version that learns drew them.
-  )
-  messages: Messages | None = None  # The conversation that the prompt was made of; None: text or tokens.
+  # [T] of the tokens when they were drawn; None: the version that learns drew them.
+  log_probs: np.ndarray | None = None
+  messages: Messages | None = None  # The conversation that the prompt was rendered from; None: text or tokens.
   feedback: str | None = None  # What is wrong with it, in words.
-  environment: str | None = None  # What came of it: the output of a tool, a test, a grader.
-  correction: str | None = None  # What it should have been.
+  environment: str | None = None  # The result of running it: the output of a tool, a test, a grader.
+  correction: str | None = None  # The right answer in its place.
   demonstration: str | None = None  # Another right answer.
   reward: float | None = None
-  # What the teacher reads, where somebody has made it already of what is said; None: it is made of that.
+  # The teacher's prompt, if the caller has made it; None: it is made from the fields above.
   teacher_prompt: Sequence[int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class FeedbackRequest:
-  """What is to be learned in one transaction."""
+  """The contents of one learning transaction."""
 
   items: Sequence[Item]
   loss: Loss = Sdpo()
   optimizer: AdamW = AdamW()
   steps: int = 1
-  teacher: Mapping[str, Any] | None = None  # Of this request, as `teachers.choose` reads it; None: the adapter's.
+  teacher: Mapping[str, Any] | None = None  # Teacher settings, as `teachers.choose` reads them; None: the adapter's.
   mode: Literal['commit', 'dry_run'] = 'commit'
   guards: Mapping[str, Any] | None = None  # Limits of this request, as `guards.Guards.of` reads them.
-  detail: Sequence[str] = DETAILS  # Which of the lists per token are in the answer.
-  top: int = 5  # Tokens of the teacher at every position that are named in it.
-  # Where the completions come from, as JSON: further details of the version that is made. None: nothing is to be said.
+  detail: Sequence[str] = DETAILS  # The per-token lists to include in the response.
+  top: int = 5  # How many of the teacher's tokens to list at every position.
+  # The origin of the completions, as JSON, stored in the details of the new version; None: nothing is stored.
   source: Mapping[str, Any] | None = None
 
 
 def make_request(items: Sequence[Item], update: Mapping[str, Any], serve: ServeConfig, **more: Any) -> FeedbackRequest:
-  """Return a request with what the service says of all that the client left out.
+  """Return a checked request, with the service's defaults for everything that the client left out.
 
   Args:
-    items: completions; they are looked at.
+    items: completions; they are checked.
     update: how to learn, as JSON: see `learning_of`.
     serve: settings of the service.
     **more: further fields of `FeedbackRequest`.
 
   Raises:
-    InvalidRequest: what cannot be learned.
+    InvalidRequest: something cannot be learned.
   """
   limits = serve.limits
   if not 1 <= len(items) <= limits.max_items:
@@ -118,7 +117,7 @@ def make_request(items: Sequence[Item], update: Mapping[str, Any], serve: ServeC
 
 
 def check_item(item: Item, number: int) -> None:
-  """Raise InvalidRequest for an item that is none, naming its number."""
+  """Raise InvalidRequest for an invalid item; the message contains its number."""
   where = f'items[{number}]'
   given = item.prompt_tokens is not None, item.tokens is not None
   if any(given) == (item.sample_id is not None) or any(given) != all(given):
@@ -140,18 +139,18 @@ def check_item(item: Item, number: int) -> None:
 def learning_of(
   update: Mapping[str, Any], defaults: LearningConfig, topk: int, *, rewarded: bool = False
 ) -> tuple[Loss, AdamW, int]:
-  """Return loss, optimizer and number of steps that a client asks for.
+  """Return the loss, optimizer and number of steps that a client requests.
 
   Args:
     update: as JSON. `loss` ('sdpo' or 'jsd_pg'), the fields of `Sdpo` or of `JsdPg`, those of `AdamW`, and `steps`. For
-      SDPO `divergence` is another word for the ends and the middle of `alpha`: 'forward_kl' is KL(teacher‖student).
-      None stands for the default, but of `is_clip` for no ratio, and of `max_grad_norm` for no limit.
-    defaults: what holds otherwise.
+      SDPO, `divergence` names the ends and the middle of `alpha`: 'forward_kl' is KL(teacher‖student). None stands for
+      the default, except that it turns the ratio off for `is_clip`, and clipping for `max_grad_norm`.
+    defaults: values of absent fields.
     topk: K that the engine is compiled for.
-    rewarded: something has a reward, so that the policy gradient is on unless the client says otherwise.
+    rewarded: whether an item has a reward; the policy gradient is then on unless the client turns it off.
 
   Raises:
-    InvalidRequest: a field that there is not, or a value that is not allowed.
+    InvalidRequest: a field does not exist, or a value is not allowed.
   """
   name = update.get('loss') or defaults.loss
   if name not in ('sdpo', 'jsd_pg'):
@@ -200,7 +199,7 @@ def learning_of(
 
 
 def _divergence(said: Mapping[str, Any]) -> dict[str, float]:
-  """Return the alpha that a divergence by name means."""
+  """Return the alpha that a named divergence stands for, as a field of `Sdpo`."""
   name = said.get('divergence')
   if name is None:
     return {}

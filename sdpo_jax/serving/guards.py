@@ -1,6 +1,4 @@
-"""When a version that was learned is not to be: decisions over numbers, and the canary prompts that they are measured
-on.
-"""
+"""Guards, which reject a bad new version by limits on measurements, and the canary prompts for these measurements."""
 
 from __future__ import annotations
 
@@ -24,36 +22,36 @@ from sdpo_jax.serving.errors import InvalidRequest
 if TYPE_CHECKING:
   from sdpo_jax.serving.worker import Worker
 
-# Losses that a spike is told from: of these many recent versions at most, and at least.
+# How many recent losses a new loss is compared with, at most and at least.
 RECENT, LEAST_RECENT = 16, 4
-# Nats. Losses near 0 differ by large factors, which mean nothing.
+# Nats: the least median, since ratios of losses near 0 are meaningless.
 _SMALL_LOSS = 1e-3
 ON_CANARIES = ('max_kl_to_base', 'min_entropy', 'max_self_similarity')  # Guards that need canary prompts.
 _NGRAM = 3
-_TINY = 1e-12  # Probability that a tail has at least: sums of float32 are not more exact.
-_KEPT = 1024  # Canaries whose scores by the base are kept.
+_TINY = 1e-12  # Lower bound of a tail's probability, to absorb rounding of sums.
+_KEPT = 1024  # The most canaries in the cache.
 
 
 @dataclasses.dataclass(frozen=True)
 class Guards:
-  """Limits; None: off."""
+  """The limits of the guards; None: the guard is off."""
 
   max_kl_to_base: float | None = None  # Nats per token.
-  min_entropy: float | None = None  # The same.
+  min_entropy: float | None = None  # Nats per token.
   max_loss_ratio: float | None = None
   max_self_similarity: float | None = None  # From 0 to 1.
 
   @classmethod
   def of(cls, defaults: GuardsConfig, *said: Mapping[str, Any] | None) -> Guards:
-    """Return the limits that hold.
+    """Return the limits in force.
 
     Args:
-      defaults: of the service.
-      *said: as JSON, of the adapter and then of the request: each takes precedence over those before. None as a value
-        turns a guard off; None as a whole says nothing.
+      defaults: the service's limits.
+      *said: limits as JSON, of the adapter and then of the request; later ones take precedence. None as a value turns a
+        guard off; None in place of a mapping changes nothing.
 
     Raises:
-      InvalidRequest: a guard that there is not, or a limit that is none.
+      InvalidRequest: a guard does not exist, or a limit is invalid.
     """
     names = [field.name for field in dataclasses.fields(cls)]
     limits: dict[str, float | None] = {name: getattr(defaults, name) for name in names}
@@ -74,15 +72,15 @@ class Guards:
 
   @property
   def on_canaries(self) -> bool:
-    """Whether a guard is on that needs canary prompts."""
+    """Whether a guard that needs canary prompts is on."""
     return any(getattr(self, name) is not None for name in ON_CANARIES)
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-  """What the guards look at; None: not measured."""
+  """The measurements that the guards check; None: not measured."""
 
-  finite: bool  # Whether all gradients were, and all that the version is and says.
+  finite: bool  # Whether all gradients, and the version's arrays and scores, were finite.
   loss_ratio: float | None = None
   kl_to_base: float | None = None
   entropy: float | None = None
@@ -91,7 +89,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-  """What one guard says."""
+  """The result of one guard."""
 
   guard: str
   value: float | None  # None: there was nothing to measure.
@@ -101,7 +99,7 @@ class Check:
 
 
 def check(guards: Guards, measured: Measured) -> list[Check]:
-  """Return what every guard says; a limit that is just reached is kept."""
+  """Return the result of every guard; a value equal to its limit passes."""
   checks = [
     Check(
       'finite',
@@ -121,7 +119,7 @@ def check(guards: Guards, measured: Measured) -> list[Check]:
   )
   for name, value, sign, words in rules:
     limit = getattr(guards, name)
-    # A value that is not a number fails.
+    # NaN fails.
     passed = limit is None or value is None or sign * value <= sign * limit
     reason = None if passed else f'{words} would be {value:.4g}, and {name} is {limit:.4g}.'
     checks.append(Check(name, value, limit, passed, reason))
@@ -129,13 +127,13 @@ def check(guards: Guards, measured: Measured) -> list[Check]:
 
 
 def kl_to_base(base_log_probs: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
-  """Return KL(new‖base) in nats, [T, K] twice -> [T], over K tokens and one bucket for the rest of the vocabulary.
+  """Return KL(new‖base) in nats, [T, K] twice -> [T], over K tokens and a tail bucket for the rest of the vocabulary.
 
   It is a lower bound of the divergence over the whole vocabulary.
 
   Args:
     base_log_probs: of the base; −inf: there are no more tokens.
-    log_probs: of the new version, of the same tokens.
+    log_probs: of the new version, for the same tokens.
   """
   q, p = np.asarray(base_log_probs, np.float64), np.asarray(log_probs, np.float64)
   there = np.isfinite(q) & np.isfinite(p)
@@ -146,10 +144,10 @@ def kl_to_base(base_log_probs: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
 
 
 def self_similarity(completions: Sequence[Sequence[int]]) -> float | None:
-  """Return how much completions have in common, from 0 to 1: the mean over pairs of the share of common n-grams.
+  """Return how similar completions are, from 0 to 1: the mean share of common n-grams over all pairs.
 
   Args:
-    completions: token ids of each, of different prompts; None is returned for fewer than two.
+    completions: token ids of each, for different prompts; fewer than two give None.
   """
   if len(completions) < 2:
     return None
@@ -165,7 +163,7 @@ def _grams(tokens: Sequence[int]) -> collections.Counter[tuple[int, ...]]:
 
 
 def loss_ratio(loss: float, recent: Sequence[float]) -> float | None:
-  """Return the loss as a multiple of the median of recent ones, all by their size; None: there are too few of them."""
+  """Return |loss| divided by the median of recent |losses|; None: there are too few of these."""
   if len(recent) < LEAST_RECENT:
     return None
   return abs(loss) / max(statistics.median(map(abs, recent)), _SMALL_LOSS)
@@ -173,7 +171,7 @@ def loss_ratio(loss: float, recent: Sequence[float]) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class Canary:
-  """A prompt, what the model without an adapter answers, and what it says of that: never changes."""
+  """A prompt with the base model's completion and scores of it, which never change."""
 
   prompt: tuple[int, ...]
   completion: tuple[int, ...]
@@ -184,7 +182,7 @@ class Canary:
 
 @dataclasses.dataclass(frozen=True)
 class Canaries:
-  """What versions say on canary prompts, one value each for the version and for the base."""
+  """The measurements of a version on canary prompts, beside those of the base."""
 
   prompts: int
   tokens: int
@@ -193,28 +191,31 @@ class Canaries:
   base_entropy: float
   self_similarity: float | None
   base_self_similarity: float | None
-  # Of every prompt, what the base and the version answer.
+  # The completions of the base and of the version, one per prompt.
   base_completions: list[list[int]]
-  completions: list[list[int]] | None  # None: self-similarity is not looked at.
+  completions: list[list[int]] | None  # None: self-similarity was not measured.
 
 
 class CanaryMeter:
-  """Measures versions on canary prompts, and remembers what the base says there. Any thread may call."""
+  """A meter of versions on canary prompts, which caches the base's completions and scores. Any thread may call."""
 
   def __init__(self, worker: Worker, *, tokens: int, topk: int):
-    """Measures nothing yet.
+    """Make a meter with an empty cache.
 
     Args:
-      worker: that samples and scores.
-      tokens: of a canary's completion.
-      topk: K, tokens over which divergences are computed.
+      worker: samples and scores.
+      tokens: length of a canary's completion.
+      topk: K, the number of tokens over which divergences are computed.
     """
     self._worker, self._tokens, self._topk = worker, tokens, topk
     self._lock = threading.Lock()
     self._known: collections.OrderedDict[tuple[int, ...], Canary] = collections.OrderedDict()
 
   def of_base(self, prompts: Sequence[Sequence[int]], deadline: float | None = None) -> list[Canary]:
-    """Return canaries of prompts. They are the same at every start: their draws have a seed of their own."""
+    """Return the canaries of prompts.
+
+    They are the same after every start, since a seed depends on its prompt alone.
+    """
     keys = [tuple(prompt) for prompt in prompts]
     with self._lock:
       known = {key: self._known[key] for key in keys if key in self._known}
@@ -236,12 +237,12 @@ class CanaryMeter:
   def measure(
     self, version: str, prompts: Sequence[Sequence[int]], *, similarity: bool = True, deadline: float | None = None
   ) -> Canaries:
-    """Return what a version says on canary prompts, at least one.
+    """Return the measurements of a version on canary prompts, at least one.
 
     Args:
       version: its name in the engine.
       prompts: token ids.
-      similarity: whether completions of it are drawn, to compare them with each other.
+      similarity: whether to draw completions from the version, to compare them with each other.
       deadline: on the monotonic clock.
     """
     canaries = self.of_base(prompts, deadline)
@@ -267,7 +268,7 @@ class CanaryMeter:
     )
 
   def _draw(self, version: str, prompts: Sequence[Sequence[int]], deadline: float | None) -> list[list[int]]:
-    """Return completions, one of each prompt."""
+    """Return one completion of each prompt."""
     handles = [
       self._worker.sample(
         version, prompt, n=1, seed=_seed(prompt), step=0, max_tokens=self._tokens, temperature=1.0, deadline=deadline
@@ -283,5 +284,5 @@ class CanaryMeter:
 
 
 def _seed(prompt: Sequence[int]) -> int:
-  """Return the seed of a prompt's draws: noise that prompts shared would make their completions alike."""
+  """Return the seed for sampling from a prompt: with a shared seed, prompts would get similar completions."""
   return zlib.crc32(np.asarray(prompt, np.int32).tobytes())

@@ -1,4 +1,4 @@
-"""What waits for the engine or is under way in it: requests, how each ends, and which of them go together."""
+"""The jobs of the worker's queue: requests, how each ends, and which of them can run together."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from sdpo_jax.serving.errors import Cancelled, NotReady, ServiceError
 from sdpo_jax.serving.learning import Learned, Lesson
 from sdpo_jax.serving.scoring import Scored
 
-VERSION = 'version:'  # Before the name of a version that teaches.
-ENDPOINT = 'endpoint'  # In the place of one: a teacher elsewhere.
+VERSION = 'version:'  # Prefix of `Feedback.teacher` before the name of a version.
+ENDPOINT = 'endpoint'  # `Feedback.teacher` for an external teacher.
 
 
 class Handle:
-  """Samples under way, as those of `rollout.resident.Handle`; they may still wait for the version that draws them."""
+  """Samples under way, like `rollout.resident.Handle`; they may still wait for the version that draws them."""
 
   def __init__(self) -> None:
     self._begun: concurrent.futures.Future[Drawing] = concurrent.futures.Future()
-    self.cancelled = False  # Somebody does not want them any more.
+    self.cancelled = False  # Whether somebody has cancelled them.
     self._why: ServiceError | None = None
 
   def __iter__(self) -> Iterator[Draft | Completion]:
-    """Yield what comes of the request until all of its samples are done.
+    """Yield drafts and completions until all samples are done.
 
     Raises:
-      ServiceError: why there is no more: it was cancelled, its time is over, it was refused, or the engine failed.
+      ServiceError: why there are no more: the request was cancelled or refused, its time is over, or the engine failed.
     """
     drawing = self._begun.result()
     try:
@@ -46,26 +46,24 @@ class Handle:
 
   @property
   def done(self) -> bool:
-    """Whether all samples are done, or there will be no more."""
+    """Whether all samples are done, or no more will come."""
     return self._begun.done() and (self._begun.exception() is not None or self._begun.result().done)
 
   @property
   def reused(self) -> int:
-    """Tokens of the prompt whose keys and values were kept of an earlier one, as the samples that are done found
-    them.
-    """
+    """The number of prompt tokens whose keys and values came from a cached prefix, as the finished samples report."""
     return self._begun.result().reused if self._begun.done() and self._begun.exception() is None else 0
 
   def result(self) -> list[Completion]:
-    """Wait for all samples and return them in order; raise what iterating raises."""
+    """Wait for all samples and return them in order; raise the errors of `__iter__`."""
     return sorted((event for event in self if isinstance(event, Completion)), key=lambda done: done.sample)
 
   def begin(self, drawing: Drawing) -> None:
-    """Says that the samples are being drawn now."""
+    """Hand over the samples that have started."""
     self._begun.set_result(drawing)
 
   def end(self, why: ServiceError) -> None:
-    """Says why there are no more; what is being drawn already has to be ended, too."""
+    """Set the error that ends the samples; samples that have started must be cancelled, too."""
     self._why = why
     if not self._begun.done():
       self._begun.set_exception(why)
@@ -73,33 +71,33 @@ class Handle:
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Job:
-  """A request that waits for its turn."""
+  """A request in the queue."""
 
   needs: frozenset[str]  # Versions that the engine must have.
-  began: float  # When it came, on the worker's clock.
+  began: float  # The time of arrival on the worker's clock.
   deadline: float | None = None  # On the same clock.
-  ended: str | None = None  # Why it has got no answer, in a word.
+  ended: str | None = None  # The name of the counter for a job that ended without an answer.
 
   @property
   def cancelled(self) -> bool:
-    """Whether nobody waits for it any more."""
+    """Whether nobody waits for the job any more."""
     raise NotImplementedError
 
   def fail(self, error: ServiceError) -> None:
-    """Tells whoever waits why there is no answer."""
+    """Pass an error to whoever waits for the job."""
     raise NotImplementedError
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class SampleJob(Job):
-  """Samples of one prompt."""
+  """A request for samples of one prompt."""
 
   version: str
   prompt: Sequence[int]
   options: Mapping[str, Any]
   handle: Handle
   drawing: Drawing | None = None
-  passed: int = 0  # Later ones that were begun before it, for all places were in use.
+  passed: int = 0  # How many later jobs started first because all places were in use.
 
   @property
   def cancelled(self) -> bool:
@@ -112,7 +110,7 @@ class SampleJob(Job):
 @dataclasses.dataclass(eq=False, kw_only=True)
 class _FutureJob(Job):
   future: concurrent.futures.Future = dataclasses.field(default_factory=concurrent.futures.Future)
-  alone: bool = False  # It goes with no others any more, for one of them was refused.
+  alone: bool = False  # Run it alone, since it failed together with others.
   _claimed: bool = False
 
   @property
@@ -120,7 +118,7 @@ class _FutureJob(Job):
     return self.future.cancelled()
 
   def claim(self) -> bool:
-    """Return whether it is still wanted; from now on it cannot be cancelled."""
+    """Return whether the job is still wanted; from now on it cannot be cancelled."""
     self._claimed = self._claimed or self.future.set_running_or_notify_cancel()
     return self._claimed
 
@@ -131,7 +129,7 @@ class _FutureJob(Job):
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class ScoreJob(_FutureJob):
-  """Rows that a version scores, some of them at a time."""
+  """Rows to be scored by a version, possibly in several parts."""
 
   version: str
   rows: Sequence[tuple[Sequence[int], Sequence[int]]]
@@ -141,31 +139,31 @@ class ScoreJob(_FutureJob):
 
   @property
   def left(self) -> int:
-    """Rows that are to be scored yet."""
+    """The number of rows still to be scored."""
     return len(self.rows) - len(self.found)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class LearnJob(_FutureJob):
-  """Feedback of one version."""
+  """The feedback of one version."""
 
   feedback: Feedback
-  asked: concurrent.futures.Future[list[Lesson]] | None = None  # Lessons of which a teacher elsewhere is still asked.
+  asked: concurrent.futures.Future[list[Lesson]] | None = None  # Lessons, once the external teacher has scored them.
 
   def answer(self, learned: Learned) -> None:
-    """Tells whoever waits what came of it."""
+    """Pass the result to whoever waits for the job."""
     self.future.set_result(learned)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class ForgetJob(_FutureJob):
-  """A version that is to be erased as soon as nothing uses it."""
+  """A version to be erased as soon as nothing uses it."""
 
   version: str
 
 
 class Unwanted:
-  """A `Stop` for who asks a teacher elsewhere, when nobody waits for the feedback any more."""
+  """A `Stop` for the thread that asks an external teacher; it is set when nobody waits for the feedback any more."""
 
   def __init__(self, future: concurrent.futures.Future):
     self._future = future
@@ -181,7 +179,7 @@ class Unwanted:
 
 
 def needed(feedback: Feedback) -> frozenset[str]:
-  """Return the versions that feedback is learned with."""
+  """Return the versions that a feedback needs in the engine."""
   names = {feedback.version}
   if feedback.teacher.startswith(VERSION):
     names.add(feedback.teacher.removeprefix(VERSION))
@@ -189,15 +187,15 @@ def needed(feedback: Feedback) -> frozenset[str]:
 
 
 def runnable(jobs: Sequence[Job], present: Any) -> list[Job]:
-  """Return the jobs whose turn may come, in their order.
+  """Return the jobs that can run now, in order.
 
   Args:
-    jobs: all that wait.
+    jobs: all jobs in the queue.
     present: container of the versions that the engine has.
 
   Returns:
-    Those with all of their versions and of what a teacher elsewhere says, and requests to forget that no earlier job is
-    in the way of; what came after such a request and needs that version waits for it.
+    The jobs whose versions and external teachers' scores are present, and the requests to forget a version that no
+    earlier job needs. A later job that needs such a version waits.
   """
   found: list[Job] = []
   wanted: set[str] = set()
@@ -215,13 +213,13 @@ def runnable(jobs: Sequence[Job], present: Any) -> list[Job]:
 
 
 def learned_together(jobs: Sequence[Job], *, slots: int, teachers: int, rows: int) -> list[LearnJob]:
-  """Return the first job of a list, which learns, and later ones that can learn in the same steps.
+  """Return the first job, which learns, and later ones that can learn in the same steps.
 
   Args:
-    jobs: whose turn may come.
-    slots: versions that learn at once.
-    teachers: versions that teach at once.
-    rows: lessons of all together, unless those of one are more.
+    jobs: the runnable jobs.
+    slots: the most versions that learn at once.
+    teachers: the most versions that teach at once.
+    rows: the most lessons of all jobs together, unless one job alone has more.
   """
   first, *later = (job for job in jobs if isinstance(job, LearnJob))
   picked = [first]
@@ -242,11 +240,11 @@ def learned_together(jobs: Sequence[Job], *, slots: int, teachers: int, rows: in
 
 
 def scored_together(jobs: Sequence[Job], *, rows: int) -> list[tuple[ScoreJob, int]]:
-  """Return the first job of a list, which scores, and later ones of the same version, each with how many of its rows.
+  """Return the first job, which scores, and later ones of the same version, each with its number of rows to score now.
 
   Args:
-    jobs: whose turn may come.
-    rows: of all together.
+    jobs: the runnable jobs.
+    rows: the most rows of all jobs together.
   """
   first, *later = (job for job in jobs if isinstance(job, ScoreJob))
   picked = [(first, min(rows, first.left))]
@@ -260,5 +258,5 @@ def scored_together(jobs: Sequence[Job], *, rows: int) -> list[tuple[ScoreJob, i
 
 
 def _ids(job: ScoreJob) -> int | None:
-  """Return how many ids are asked for at every position; None: none."""
+  """Return how many further ids a job scores at every position; None: none."""
   return job.ids[0].shape[1] if job.ids else None

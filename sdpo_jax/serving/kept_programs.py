@@ -1,4 +1,4 @@
-"""The programs of an engine: each compiled, or read from a folder, once for the shapes that it is called with."""
+"""The programs of an engine: each is compiled, or read from a folder, once for every shape of its arguments."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from sdpo_jax.serving.program_folder import ProgramFolder
 
 Announce = Callable[[str], None]
 _logger = logging.getLogger('sdpo_jax.serving')
-# An option with its own default. A compilation with options is one of its own, and not what this process has compiled
+# This option is set to its default. A compilation with options is never answered from what this process has compiled
 # or read from JAX's cache before: what was read there cannot be kept a second time on a CPU (its kernels are not
 # found).
 _AFRESH = {'xla_embed_ir_in_executable': False}
 
 
 class KeptPrograms:
-  """Functions that are compiled when they are first called with arguments of some shapes; one thread calls."""
+  """Functions that compile on the first call with arguments of new shapes. Calls come from one thread."""
 
   def __init__(self, folder: ProgramFolder | None = None):
-    """Make it.
+    """Make an empty collection.
 
     Args:
-      folder: where programs are, and are put; None: they are compiled, or found in JAX's cache.
+      folder: where programs are stored; None: they are compiled, or found in JAX's cache.
     """
-    self.compiled, self.read = 0, 0  # How many programs were, since the beginning.
+    self.compiled, self.read = 0, 0  # How many programs were compiled and read so far.
     self._folder = folder
     self._lines: list[str] = []  # Not announced yet.
     self._announce: Announce = self._lines.append
@@ -41,10 +41,10 @@ class KeptPrograms:
 
   @contextlib.contextmanager
   def announced(self, announce: Announce) -> Iterator[None]:
-    """Tells of every program while the body calls them; afterwards none is kept, and a missing one is a surprise.
+    """Announce every program that the block calls; afterwards none is stored, and a missing one is logged.
 
     Args:
-      announce: receives the lines, those of programs that were called before included.
+      announce: receives the lines, including those of programs that were called before.
     """
     for line in self._lines:
       announce(line)
@@ -61,11 +61,11 @@ class KeptPrograms:
       self._announce = self._lines.append
 
   def keep(self, name: str, function: Any) -> Callable[..., Any]:
-    """Return a jitted function whose programs are kept.
+    """Return a jitted function whose programs are stored.
 
     Args:
-      name: of the function, no other's.
-      function: jitted; what it is called with by name is static.
+      name: unique name of the function.
+      function: jitted; its keyword arguments are static.
     """
     programs: dict[Hashable, jax.stages.Compiled] = {}
 
@@ -107,21 +107,21 @@ class KeptPrograms:
 
 
 def _kind(leaf: Any) -> Hashable:
-  """Return what a program depends on of an argument: shape, dtype and, on several devices, where it lies."""
+  """Return what a program depends on in an argument: shape, dtype and, on several devices, the sharding."""
   if isinstance(leaf, jax.Array) and leaf.committed and len(leaf.sharding.device_set) > 1:
     return leaf.shape, leaf.dtype.name, leaf.sharding
   return leaf.shape, leaf.dtype.name
 
 
 def _label(name: str, arguments: tuple[Any, ...]) -> str:
-  """Return the name with the size of the first table of whole numbers, such as token ids, among the arguments."""
+  """Return the name with the shape of the first matrix of integers, such as token ids, among the arguments."""
   tables = (leaf.shape for leaf in jax.tree.leaves(arguments) if leaf.ndim == 2 and leaf.dtype == np.int32)
   return f'{name} {"×".join(map(str, shape))}' if (shape := next(tables, None)) else name
 
 
 @contextlib.contextmanager
 def without_cache() -> Iterator[None]:
-  """Neither read nor write JAX's cache of compiled programs, in any thread; it cannot give back those for a TPU."""
+  """Disable JAX's compilation cache in all threads within the block; it cannot restore programs for a TPU."""
   before = jax.config.jax_enable_compilation_cache
   jax.config.update('jax_enable_compilation_cache', False)
   compilation_cache.reset_cache()

@@ -1,4 +1,4 @@
-"""Learning from completions in several training slots at once: what teachers say, the losses of requests, AdamW."""
+"""Learning from completions in several training slots at once: teacher scores, the losses of requests, and AdamW."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from sdpo_jax.types import Batch, TeacherSignal, TokenRows, TrainState, Tree
 
 @dataclasses.dataclass(frozen=True)
 class AdamW:
-  """The optimizer step of a request.
+  """The optimizer settings of a request.
 
   Raises:
-    UserError: a number that is not allowed.
+    UserError: a number is not allowed.
   """
 
   learning_rate: float = 3e-5
@@ -66,26 +66,28 @@ _ALLOWED: Mapping[str, tuple[str, Callable[[float], bool]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Taught:
-  """What a teacher elsewhere said of T tokens; the divergence is then over the tokens that it named, and a tail."""
+  """The scores of T tokens by a teacher outside of the pool.
+
+  The divergence is taken over the tokens that the teacher named, plus a tail bucket for `Sdpo`.
+  """
 
   top_ids: np.ndarray  # [T, K'] int32, negative: none; each token once.
   top_log_probs: np.ndarray  # [T, K'].
-  log_probs: np.ndarray  # [T] of the completion's own; −inf: it has said nothing of it, and the loss's floor counts.
+  log_probs: np.ndarray  # [T] of the completion's tokens; −inf: not reported, and the loss's floor is used.
 
 
 @dataclasses.dataclass(frozen=True)
 class Lesson:
   """A completion to learn from."""
 
-  prompt: Sequence[int]  # What the student read.
+  prompt: Sequence[int]  # The student's prompt.
   completion: Sequence[int]
-  # What the teacher reads before the same completion; None: it has said already what it has to say.
+  # The teacher's prompt before the same completion; None: `taught` already holds its scores.
   teacher_prompt: Sequence[int] | None
-  sampling_log_probs: np.ndarray | None = (
-    None  # [T] when it was drawn; None: the student before the first step drew it.
-  )
-  advantage: float = 0.0  # Of every token, for a policy gradient that is not the teacher's.
-  # Of the completion, by a teacher that is none of the pool: another model, or one behind an endpoint.
+  # [T] log-probs at sampling time; None: the student before the first step drew it.
+  sampling_log_probs: np.ndarray | None = None
+  advantage: float = 0.0  # Of every token, for the policy gradient of `Sdpo`.
+  # Scores of the completion by a teacher outside of the pool: another model, or one behind an endpoint.
   taught: Taught | None = None
 
 
@@ -93,18 +95,18 @@ class Lesson:
 class Task:
   """The lessons of one request."""
 
-  slot: int  # Of the adapter that learns.
+  slot: int  # The slot of the adapter that learns.
   lessons: Sequence[Lesson]
-  teacher: int = NO_MEMBER  # Of the pool of teachers; NO_MEMBER: the model without an adapter.
+  teacher: int = NO_MEMBER  # Index in the pool of teachers; NO_MEMBER: the model without an adapter.
   loss: Loss = Sdpo()
   optimizer: AdamW = AdamW()
   steps: int = 1
-  itself: bool = False  # The teacher has the factors of the slot: what both read alike, it says as the student does.
+  itself: bool = False  # The teacher has the factors of the slot, so that equal prompts give equal scores.
 
 
 @dataclasses.dataclass
 class Said:
-  """What student and teacher said of the T tokens of one lesson, before the first step and after the last."""
+  """The scores of student and teacher for the T tokens of one lesson, before the first step and after the last."""
 
   log_probs_before: np.ndarray  # [T] of the student.
   log_probs_after: np.ndarray  # [T].
@@ -118,56 +120,56 @@ class Said:
 
 @dataclasses.dataclass
 class Learned:
-  """What came of one task."""
+  """The result of one task."""
 
-  said: list[Said]  # Of every lesson.
-  # Of every step: what `objective.reported.means` says of it, as its own programs computed it, `grad_norm` before
-  # clipping and `stepped`, whether it was taken.
+  said: list[Said]  # One per lesson.
+  # One dict per step: `objective.reported.means` of its own programs' results, `grad_norm` before clipping, and
+  # `stepped`, whether the step was taken.
   steps: list[dict[str, float]]
-  warnings: tuple[str, ...] = ()  # What was not learned as it was asked for, a sentence each.
+  warnings: tuple[str, ...] = ()  # One sentence for each thing that was not learned as requested.
 
   @property
   def stepped(self) -> bool:
-    """Whether all steps were taken: a gradient that is not finite changes nothing."""
+    """Whether all steps were taken; a step whose gradient is not finite is skipped."""
     return all(step['stepped'] for step in self.steps)
 
 
 @dataclasses.dataclass
 class _Micro:
-  """Some rows of all tasks together, on the devices, and what is known of them before the first step."""
+  """A micro-batch with rows of any tasks, on the devices, and its scores before the first step."""
 
-  rows: np.ndarray  # [B] which lesson of all; −1: padding.
+  rows: np.ndarray  # [B] index of the lesson; −1: padding.
   student: TokenRows
   mask: jax.Array  # [B, T].
   targets: jax.Array  # [B, T].
   teacher_hidden: jax.Array  # [B, T, D].
-  named: jax.Array  # [B] bool, the support is what the teacher named.
-  given: jax.Array  # [B] bool, the teacher is elsewhere.
+  named: jax.Array  # [B] bool, the support is the tokens that the teacher named.
+  given: jax.Array  # [B] bool, the teacher's scores are given: `Taught`.
   before: Scores
   theirs: Scores
   floored: jax.Array  # [B, T] bool.
-  batch: Batch  # Of the first step.
+  batch: Batch  # The batch of the first step.
 
 
 @dataclasses.dataclass(frozen=True)
 class LearningFunctions:
-  """The jitted functions of learning; which losses the rows of a micro-batch have is data to all of them."""
+  """The jitted functions of learning; the losses of the rows of a micro-batch are data to all of them."""
 
   states: Callable[..., Any]  # `models.forward.forward` without the policy.
-  first: Callable[..., Any]  # `_first` without what is static, as is the next.
+  first: Callable[..., Any]  # `_first` with its static arguments bound; so is the next.
   support: Callable[..., Any]  # `_support`.
-  log_probs: Callable[..., Any]  # (hidden, unembedding, targets, mask): of `objective.log_probs.scores`.
+  log_probs: Callable[..., Any]  # (hidden, unembedding, targets, mask) → the log-probs of `objective.log_probs.scores`.
   report: Callable[..., Any]  # `objective.reported.row_sums`.
-  zero: Callable[..., Any]  # `training.update.Update`'s, as is the next.
+  zero: Callable[..., Any]  # From `training.update.Update`; so is the next.
   accumulate: Callable[..., Any]
-  step: Callable[..., Any]  # `training_pool.step`; takes over the buffers of the state.
+  step: Callable[..., Any]  # `training_pool.step`; the buffers of the state are donated.
 
 
 @functools.lru_cache(maxsize=16)
 def learning_functions(policy: DecoderPolicy, topk: int, chunk_size: int) -> LearningFunctions:
-  """Return the functions, which learners of equal models and sizes share, and with them what is compiled.
+  """Return the functions, which learners of equal models and sizes share together with their compiled programs.
 
-  On a mesh, rows are divided over all devices, and factors lie as `lora_pool.shardings` says, whatever returns them.
+  On a mesh, rows are divided over all devices, and factors keep the layout of `lora_pool.shardings`.
   """
   config = Config()
   config.actor.self_distillation.distillation_topk = topk
@@ -204,7 +206,7 @@ def learning_functions(policy: DecoderPolicy, topk: int, chunk_size: int) -> Lea
 class Learner:
   """The compiled programs of learning for one model, and the lengths for which they are compiled.
 
-  It holds no state: slots and teachers are given and returned.
+  A learner holds no state: slots and teachers are passed in and returned.
   """
 
   def __init__(
@@ -224,16 +226,16 @@ class Learner:
     """Make a learner.
 
     Args:
-      policy: with a `LoraPool` of the training slots.
-      teacher_policy: the same with the pool of teachers.
+      policy: the model with a `LoraPool` of the training slots.
+      teacher_policy: the same model with the pool of teachers.
       base: frozen parameters of both.
-      topk: K, tokens of a support at most.
-      rows: of a micro-batch.
+      topk: K, the most tokens of a support.
+      rows: number of rows of a micro-batch.
       prompt_buckets: lengths to which students' prompts are padded.
       teacher_buckets: lengths to which teachers' prompts are padded.
       response_buckets: lengths to which completions are padded.
-      chunk_size: tokens whose logits exist at one time.
-      keep: maps (name, jitted function) to what is called in its place.
+      chunk_size: number of tokens whose logits exist at one time.
+      keep: maps (name, jitted function) to the function to call in its place.
     """
     self._policy, self._base = policy, base
     self._topk, self._rows = topk, rows
@@ -257,15 +259,15 @@ class Learner:
     """Take the steps of all tasks; slots without a task keep every bit.
 
     Args:
-      state: of the training slots; its buffers are taken over.
+      state: the training slots; its buffers are donated.
       teachers: pool of the teachers' factors.
-      tasks: of different slots.
+      tasks: tasks of different slots.
 
     Returns:
-      The state, and what came of every task.
+      The new state, and the result of every task.
 
     Raises:
-      UserError: a task without lessons, of a length or K beyond what is compiled, or with a loss that is not to be.
+      UserError: a task has no lessons, a length or K beyond the compiled ones, or a loss that is not supported.
     """
     self.check(tasks)
     lessons = [(task, lesson) for task in tasks for lesson in task.lessons]
@@ -274,8 +276,8 @@ class Learner:
       for start in range(0, len(lessons), self._rows)
     ]
     settings = self._settings(tasks)
-    done: list[dict[str, Any]] = []  # Of every step, as is the next: of all slots.
-    sums: list[list[dict[str, Any]]] = []  # Of all rows, by micro-batches.
+    done: list[dict[str, Any]] = []  # One per step, for all slots.
+    sums: list[list[dict[str, Any]]] = []  # One per step and micro-batch, for all rows.
     per_token: list[dict[str, Any]] = []
     for number in range(max(task.steps for task in tasks)):
       stepping = {task.slot for task in tasks if number < task.steps}
@@ -301,11 +303,11 @@ class Learner:
     rows: Sequence[tuple[Sequence[int], Sequence[int]]],
     ids: Sequence[np.ndarray] | None = None,
   ) -> list[Scored]:
-    """Return what one of the teachers says of tokens; see `Scorer.score`."""
+    """Return one teacher's scores of given tokens; see `Scorer.score`."""
     return self._scorer.score(pool, rows, member=member, ids=ids)
 
   def check(self, tasks: Sequence[Task]) -> None:
-    """Raise UserError for what `learn` cannot do; no device is touched."""
+    """Raise UserError for a task that `learn` cannot do; no device is touched."""
     slots = [task.slot for task in tasks]
     if len(set(slots)) < len(slots):
       raise ValueError('Two tasks of one slot cannot be learned at once: each has its own steps.')
@@ -362,7 +364,7 @@ class Learner:
       raise UserError('A log-prob of the teacher is not a number.')
 
   def _prepare(self, state: SlotState, teachers: Tree, lessons: list[tuple[Task, Lesson]], chosen: range) -> _Micro:
-    """Return some lessons as rows, with what student and teacher say of them."""
+    """Return some lessons as a micro-batch, with the scores of student and teacher."""
     picked = [lessons[index] for index in chosen]
     picked += [picked[0]] * (self._rows - len(picked))  # Padding, in which every token is masked.
     live = np.arange(self._rows) < len(chosen)
@@ -375,7 +377,7 @@ class Learner:
         old[row, : len(lesson.completion)], has_old[row] = lesson.sampling_log_probs, True
     slots, teaching = ([getattr(task, name) for task, _ in picked] for name in ('slot', 'teacher'))
     student = self._token_rows('prompt', [lesson.prompt for _, lesson in picked], tokens, mask, slots)
-    # Of a lesson that was taught elsewhere, nothing that the teacher says here is used.
+    # The scores after this dummy prompt are not used: the lesson's own are given.
     read = [[0] if lesson.teacher_prompt is None else lesson.teacher_prompt for _, lesson in picked]
     teacher = self._token_rows('teacher', read, tokens, mask, teaching)
     weights = (
@@ -423,7 +425,7 @@ class Learner:
     return _Micro(rows, student, shown, tokens, teacher_hidden, named, asked.given, before, theirs, floored, batch)
 
   def _renewed(self, trainable: Tree, micro: _Micro) -> Batch:
-    """Return the batch of a later step: the student's support moves with it, what else the teacher said does not."""
+    """Return the batch of a later step: the student's support is taken again, the teacher's own scores stay."""
     hidden, unembedding = self._functions.states(self._base, trainable, micro.student)
     signal = self._functions.support(
       hidden, micro.teacher_hidden, unembedding, micro.targets, micro.mask, micro.theirs, micro.named, micro.given
@@ -431,7 +433,7 @@ class Learner:
     return micro.batch.replace(signal=signal)
 
   def _reported(self, batch: Batch, per_token: Mapping[str, jax.Array], floored: jax.Array) -> dict[str, jax.Array]:
-    """Return what is reported of the rows of a step, [B] each; see `reported.row_sums`."""
+    """Return the sums to report for each row of a step, [B] each; see `reported.row_sums`."""
     read = {name: per_token[name] for name in reported.READ}
     return self._functions.report(batch.replace(student=None, signal=None), read, floored)
 
@@ -443,7 +445,7 @@ class Learner:
   def _taught(
     self, picked: Sequence[tuple[Task, Lesson]], shape: tuple[int, int]
   ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Return what was taught elsewhere, by the names of the fields of `Asked`, and where floors stand, [B, T] bool."""
+    """Return the scores of teachers outside of the pool as fields of `Asked`, and where floors apply, [B, T] bool."""
     given = {
       'given': np.zeros(len(picked), bool),
       'given_ids': np.full((*shape, self._topk), -1, np.int32),
@@ -473,7 +475,7 @@ class Learner:
     return smallest_bucket(self._buckets[name], max(map(len, sequences)))
 
   def _settings(self, tasks: Sequence[Task]) -> StepSettings:
-    """Return the settings of all slots; of those without a task, any."""
+    """Return the optimizer settings of all slots, with defaults for slots without a task."""
     own = [AdamW()] * self._slots
     for task in tasks:
       own[task.slot] = task.optimizer
@@ -491,7 +493,7 @@ class Learner:
     sums: list[list[dict[str, jax.Array]]],
   ) -> list[Learned]:
     said: dict[int, Said] = {}
-    # All at once: nothing waits for the devices before the last program is under way.
+    # One transfer: the host must not wait for the devices before it has dispatched the last program.
     known = [(micro.before, micro.theirs, micro.batch.advantages) for micro in micros]
     divergences = [aux['divergence'] for aux in per_token]
     known, divergences, after, done, sums = jax.device_get((known, divergences, after, done, sums))
@@ -534,18 +536,18 @@ class Learner:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Asked:
-  """What the losses of B rows ask of their teacher, as arrays."""
+  """The inputs of the losses of B rows that concern the teacher, as arrays."""
 
-  mixes: Any  # [B] bool, the support is the teacher's top K and the advantages come from the teacher: `jsd_pg`.
-  mixture: Any  # [B] float32, alpha of these.
+  mixes: Any  # [B] bool, the loss is `jsd_pg`: support and advantages come from the teacher.
+  mixture: Any  # [B] float32, alpha of the `jsd_pg` rows.
   design: Any  # [B] bool, `form='design'`.
-  same: Any  # [B] bool, the teacher is the student, and reads the same prompt.
-  advantage: Any  # [B] float32 of the others.
+  same: Any  # [B] bool, the teacher has the student's factors and reads the same prompt.
+  advantage: Any  # [B] float32, of the rows that are not `jsd_pg`.
   has_old: Any  # [B] bool, the log-probs of the policy that drew the completion are known.
-  given: Any  # [B] bool, the teacher has said already what it has to say: `Taught`.
+  given: Any  # [B] bool, the teacher's scores are given: `Taught`.
   given_ids: Any  # [B, T, K] int32.
   given_log_probs: Any  # [B, T, K].
-  given_own: Any  # [B, T] of the targets.
+  given_own: Any  # [B, T] log-probs of the targets.
 
 
 def _first(
@@ -562,7 +564,7 @@ def _first(
 ) -> tuple[Scores, Scores, jax.Array, TeacherSignal, jax.Array, jax.Array]:
   """Return what a micro-batch needs before its first step.
 
-  They are the student's and the teacher's scores, the teacher's states [B, T, D] and signal, advantages [B, T], and
+  This is the student's and the teacher's scores, the teacher's states [B, T, D] and signal, advantages [B, T], and
   log-probs [B, T] of the policy that drew the completions.
   """
   # The two programs that compute states may pad prompts to different lengths, and so round differently.
@@ -601,14 +603,14 @@ def _support(
   k: int,
   **settings: Any,
 ) -> TeacherSignal:
-  """Return the teacher's signal on the support that the student has now."""
+  """Return the teacher's signal on the student's present support."""
   own = scores(hidden, unembedding, targets, k, mask=mask, **settings)
   agreed = _agreed(hidden, teacher_hidden) & ~given[:, None]
   return _signal(own, theirs, teacher_hidden, unembedding, mask, named, agreed, **settings)
 
 
 def _agreed(hidden: jax.Array, teacher_hidden: jax.Array) -> jax.Array:
-  """Return where student and teacher are in the same state, bit by bit, [B, T] bool: they say the same there."""
+  """Return where the states of student and teacher are equal bit by bit, [B, T] bool; their scores are equal there."""
   return (hidden == teacher_hidden).all(-1)
 
 
@@ -622,10 +624,10 @@ def _signal(
   agreed: jax.Array,
   **settings: Any,
 ) -> TeacherSignal:
-  """Return the teacher's log-probs of the student's top K or, of rows that want them, of its own.
+  """Return the teacher's log-probs on the student's top K or, for `named` rows, on its own.
 
-  Where the two agree it names no token, and the divergence and its gradient are exactly 0: the loss reads the student
-  in a program of its own, which rounds differently.
+  Where the two agree the signal names no token, so that the divergence and its gradient are exactly 0: the loss
+  computes the student's scores in a separate program, which rounds differently.
   """
   at_own = log_probs_of_ids(teacher_hidden, unembedding, own.top_ids, mask=mask, **settings)
   wanted = named[:, None, None]
@@ -636,14 +638,14 @@ def _signal(
 
 
 def _loss(task: Task, lesson: Lesson) -> Loss:
-  """Return the loss of a lesson: of a teacher who named a handful of tokens there is no regulariser."""
+  """Return the loss of a lesson, without the regularizer if its teacher named only a handful of tokens."""
   if lesson.taught is None or not isinstance(task.loss, JsdPg):
     return task.loss
   return jsd_pg.for_teacher(task.loss, np.shape(lesson.taught.top_ids)[1])
 
 
 def _warnings(task: Task) -> tuple[str, ...]:
-  """Return what a teacher who names a handful of tokens cannot teach."""
+  """Return a warning about the lessons that a teacher who names only a handful of tokens cannot give."""
   named = [np.shape(lesson.taught.top_ids)[1] for lesson in task.lessons if lesson.taught is not None]
   if not named or min(named) > jsd_pg.LITE:
     return ()
@@ -661,11 +663,11 @@ def _warnings(task: Task) -> tuple[str, ...]:
 
 
 def _same(task: Task, lesson: Lesson) -> bool:
-  """Return whether student and teacher are one, and read the same."""
+  """Return whether student and teacher have the same factors and read the same prompt."""
   return task.itself and lesson.teacher_prompt is not None and list(lesson.teacher_prompt) == list(lesson.prompt)
 
 
 def as_train_state(trainable: Tree) -> TrainState:
-  """Return what `training.update.accumulate` reads of a state."""
+  """Return the factors of slots as the `TrainState` that `training.update.accumulate` reads."""
   zero = np.zeros((), np.int32)
   return TrainState(step=zero, optimizer_step=zero, trainable=trainable, opt_state={}, teacher={}, rng=None)

@@ -1,4 +1,4 @@
-"""Lessons from what users say of completions: what the student read, what the teacher reads instead, and advantages."""
+"""Lessons from users' feedback on completions: the prompts of student and teacher, and the advantages."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from sdpo_jax.teacher import context
 if TYPE_CHECKING:
   from sdpo_jax.serving.store.store import Store
 
-_SETTING = 'serve.teacher_buckets'  # What limits the length of the teacher's prompt.
+_SETTING = 'serve.teacher_buckets'  # The setting that limits the teacher's prompt, for error messages.
 
 
 @dataclasses.dataclass(frozen=True)
 class Reprompting:
-  """How texts become the teacher's prompt."""
+  """The templates and the tokenizer that turn texts into the teacher's prompt."""
 
   config: SelfDistillationConfig  # Templates; `max_reprompt_len` is the largest bucket of teachers' prompts.
   tokenizer: Any  # A transformers tokenizer.
@@ -36,12 +36,12 @@ class Reprompting:
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-  """A lesson, and where it comes from."""
+  """A lesson and its origin."""
 
   lesson: Lesson
-  sample: Sample | None  # None: the tokens were given.
-  context: tuple[str, ...]  # What the teacher knows beyond the prompt, by the names of the fields of `Item`.
-  truncated: bool  # Texts had to be shortened for the teacher's prompt to fit.
+  sample: Sample | None  # None: the item has its own tokens.
+  context: tuple[str, ...]  # The fields of `Item` that the teacher reads beyond the prompt.
+  truncated: bool  # Whether texts were shortened to fit into the teacher's prompt.
 
 
 def prepare(
@@ -49,24 +49,23 @@ def prepare(
 ) -> list[Prepared]:
   """Return the lessons of a feedback, in order.
 
-  `feedback` and `environment` are shown to the teacher as feedback, `correction` and `demonstration` as a correct
-  solution, in the templates of runs; both may stand beside each other. An item without any of them is read by the
-  teacher as the student read it. The advantage of an item is its reward, less the mean where several items have one,
-  and 0 where it has none.
+  The templates of training runs show `feedback` and `environment` to the teacher as feedback, and `correction` and
+  `demonstration` as a correct solution; both may appear together. For an item without any of them the teacher reads the
+  student's prompt. The advantage of an item is its reward, minus the mean if several items have one, and 0 without a
+  reward.
 
   Args:
     items: of the feedback.
-    adapter: that learns.
-    store: where its owner's samples are.
+    adapter: the adapter that learns.
+    store: holds the owner's samples.
     reprompting: templates and tokenizer.
-    vocab_size: tokens that the model knows.
+    vocab_size: number of tokens in the model's vocabulary.
 
   Raises:
-    NotFound: a sample that is not there, or somebody else's.
-    Gone: a sample that has expired.
-    InvalidRequest: a sample of another adapter, tokens that are none of the model's, or a text in which there is
-      nothing to show.
-    UserError: a prompt that leaves no room for what is said.
+    NotFound: a sample does not exist or belongs to somebody else.
+    Gone: a sample has expired.
+    InvalidRequest: a sample is of another adapter, a token id is not in the vocabulary, or a text has nothing to show.
+    UserError: a prompt leaves no room for the feedback.
   """
   rewards = [item.reward for item in items if item.reward is not None]
   mean = statistics.fmean(rewards) if len(rewards) > 1 else 0.0
@@ -102,7 +101,7 @@ def prepare(
 
 
 def _texts(item: Item, number: int, config: SelfDistillationConfig) -> tuple[str | None, str | None, tuple[str, ...]]:
-  """Return what is shown as the solution and as feedback, and which fields that comes from."""
+  """Return the texts to show as solution and as feedback, and the fields that they come from."""
   shown: dict[str, str] = {}
   for name in ('correction', 'demonstration', 'feedback', 'environment'):
     text = getattr(item, name)

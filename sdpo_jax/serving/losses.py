@@ -1,4 +1,4 @@
-"""The losses of a request, as numbers of rows: one compiled program serves all of them."""
+"""The losses of requests as per-row numbers, so that one compiled program serves all of them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from sdpo_jax.types import RowNumbers
 
 @dataclasses.dataclass(frozen=True)
 class Sdpo:
-  """SDPO's divergence over the student's top K and a tail bucket; with a policy gradient of given advantages, a hybrid.
+  """SDPO's divergence over the student's top K and a tail bucket, optionally with a policy gradient (hybrid).
+
+  The advantages of the policy gradient are given with the lessons.
 
   Raises:
-    UserError: a number that is not allowed.
+    UserError: a number is not allowed.
   """
 
   alpha: float = 0.5
   topk: int = 100
   is_clip: float | None = 2.0  # None: the divergence is not weighted by the ratio.
   divergence_weight: float = 1.0
-  policy_weight: float = 0.0  # Of the policy gradient.
+  policy_weight: float = 0.0  # Weight of the policy gradient.
   clip_ratio_low: float = 0.2
   clip_ratio_high: float = 0.28
-  clip_ratio_c: float = 3.0  # Of the dual clip; infinity: none.
+  clip_ratio_c: float = 3.0  # Bound of the dual clip; infinity: none.
 
   def __post_init__(self):
     for name in ('divergence_weight', 'policy_weight'):
@@ -43,11 +45,11 @@ Loss = Sdpo | JsdPg
 
 
 def of_rows(losses: list[Loss], topk: int | None = None) -> RowNumbers:
-  """Return the numbers of rows, [B] each, one loss per row.
+  """Return the loss numbers of rows, [B] each, from one loss per row.
 
   Args:
     losses: of the rows.
-    topk: the K for which the program is compiled, which a regulariser over the teacher's tokens uses; None: any.
+    topk: the K that the program is compiled for, used by a regularizer over the teacher's tokens; None: unlimited.
   """
   largest = topk or max((loss.topk for loss in losses if isinstance(loss, Sdpo)), default=1)
 

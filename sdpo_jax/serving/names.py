@@ -1,4 +1,4 @@
-"""What adapters and their versions are called: names that users choose, and addresses of versions."""
+"""The names that users give adapters, and the URIs of versions."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _REFERENCE = re.compile(r'(?P<adapter>[A-Za-z0-9][A-Za-z0-9._-]{0,127})(?:@(?P<n
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-  """What a request says of an adapter, which need not exist."""
+  """A parsed reference to an adapter, which need not exist."""
 
   adapter: str  # Its id, or its name.
-  number: int | None  # Of a version; None: the newest.
+  number: int | None  # The number of a version; None: the newest.
   is_id: bool  # Whether it can only be an id.
 
 
 def check_name(name: str, taken: str) -> str:
-  """Return the name of a new adapter.
+  """Return the name of a new adapter after checking it.
 
   Args:
-    name: that a user chose.
+    name: a name that a user chose.
     taken: the name of the model without an adapter.
 
   Raises:
-    InvalidRequest: it is no name, or that of the model.
+    InvalidRequest: it is not a valid name, or it is the model's.
   """
   if not isinstance(name, str) or not _NAME.fullmatch(name):
     raise InvalidRequest(
@@ -45,15 +45,15 @@ def check_name(name: str, taken: str) -> str:
 
 
 def lora_uri(adapter: str, number: int) -> str:
-  """Return the address of a version of an adapter."""
+  """Return the URI of a version of an adapter."""
   return f'{SCHEME}{adapter}@{number}'
 
 
 def parse(text: str) -> Reference:
-  """Return what an address or a name means. Nothing is ever opened or fetched for it.
+  """Return the reference that a URI or a name stands for; no file is opened and no URI is fetched.
 
   Args:
-    text: an id or a name, with @ and the number of a version or without, or an address that `lora_uri` made.
+    text: an id or a name, optionally with @ and a version number, or a URI from `lora_uri`.
 
   Raises:
     NotFound: it can be neither.
@@ -67,7 +67,7 @@ def parse(text: str) -> Reference:
 
 
 def unknown(text: str) -> NotFound:
-  """Return what is said of an adapter that is not there, or somebody else's."""
+  """Return the error for an adapter that does not exist or belongs to somebody else."""
   return NotFound(
     f'There is no model or adapter {short_repr(text)}: name {BASE_NAME}, one of your adapters (its name or id, and @ '
     f'with the number of a version if another than the newest is meant), or the address {SCHEME}ID@NUMBER of one.',

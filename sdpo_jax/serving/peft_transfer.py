@@ -1,6 +1,4 @@
-"""Adapters that users bring, as PEFT writes them: checked against the adapters that are served before anything is made
-of them.
-"""
+"""Adapters that users upload in PEFT's format, checked against the served shape before anything is made from them."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from sdpo_jax.serving.errors import InvalidRequest, TooLarge
 
 LARGEST_HEADER = 2**20  # Bytes of the names and shapes of a safetensors file.
 LARGEST_CONFIG = 2**18  # Bytes of adapter_config.json, and of base_fingerprint.json.
-# Of a pattern that names modules: an expression with repetitions could take years to compare with a name.
+# Allowed patterns of module names: an expression with repetitions could take years to match.
 _PLAIN = re.compile(r'[\w.^\\$-]*')
 
 
@@ -33,8 +31,8 @@ _PLAIN = re.compile(r'[\w.^\\$-]*')
 class Served:
   """The shape of all adapters of a service, and the model that they belong to."""
 
-  policy: DecoderPolicy  # With the adapter.
-  weights: Mapping[str, Any]  # Of the model's fingerprint, `models.identity.of_weights`.
+  policy: DecoderPolicy  # The model with the adapter.
+  weights: Mapping[str, Any]  # The weights' part of the model's fingerprint, `models.identity.of_weights`.
 
   @property
   def adapter(self) -> lora.Adapter:
@@ -42,22 +40,22 @@ class Served:
 
   @property
   def table(self) -> parameters.Table:
-    """Of the model without factors."""
+    """The parameter table of the model without factors."""
     return self.policy.base_policy().parameter_table()
 
   @property
   def rank(self) -> int | None:
-    """r of all matrices; None: they have different ones."""
+    """The rank r of all matrices; None: it varies."""
     return _one({target.rank for target in self.adapter.targets})
 
   @property
   def scale(self) -> float | None:
-    """What the factors count in all matrices, alpha / r; None: they count differently."""
+    """The scale alpha / r of all matrices; None: it varies."""
     return _one({scale for target in self.adapter.targets for scale in target.scales if scale})
 
   @property
   def targets(self) -> tuple[str, ...]:
-    """The matrices with factors, as transformers calls the last part of their modules."""
+    """The matrices with factors, by the last part of their module names in transformers."""
     rows = {row.name: row for row in self.table}
     return tuple(sorted({lora.module_name(rows[each.name], 0).rsplit('.', 1)[-1] for each in self.adapter.targets}))
 
@@ -65,13 +63,13 @@ class Served:
     """Return the factors in a user's files, by their names in the table, [L, …] float32.
 
     Args:
-      files: adapter_config.json and adapter_model.safetensors by name; if there is a base_fingerprint.json, the model
-        is compared with it. Others are not looked at.
+      files: adapter_config.json and adapter_model.safetensors by name; a base_fingerprint.json is compared with the
+        model's. Other files are ignored.
 
     Raises:
-      InvalidRequest: one is missing or damaged, or is an adapter of another shape, another kind or another model, or
-        holds values that are not finite.
-      TooLarge: one is larger than such an adapter can be.
+      InvalidRequest: a file is missing or damaged, the adapter has another shape, kind or model, or holds values that
+        are not finite.
+      TooLarge: a file is larger than such an adapter can be.
     """
     self._check_sizes(files)
     with tempfile.TemporaryDirectory(prefix='sdpo-import-') as folder:
@@ -132,7 +130,7 @@ class Served:
     return factors
 
   def described(self) -> str:
-    """Return the shape in words."""
+    """Return a description of the shape in words."""
     if self.rank is None or self.scale is None:
       return f'one with different ranks or scales, of {", ".join(self.targets)}'
     return f'rank {self.rank} and lora_alpha {self.scale * self.rank:g}, of {", ".join(self.targets)}'
@@ -143,7 +141,7 @@ def _one(values: set[Any]) -> Any:
 
 
 def _check_patterns(values: Mapping[str, Any]) -> None:
-  """Raise UserError if a configuration has an expression that could take long to compare with a name."""
+  """Raise UserError if a configuration has a regular expression that could take long to match."""
   for entry in ('target_modules', 'exclude_modules', 'layers_pattern', 'rank_pattern', 'alpha_pattern'):
     value = values.get(entry)
     for pattern in [value] if isinstance(value, str) else value if isinstance(value, list | dict) else []:

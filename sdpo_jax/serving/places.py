@@ -1,4 +1,4 @@
-"""Places in a pool of adapters on the devices: which version has which, and whose place the next one gets."""
+"""Places in a pool of adapters on the devices: which version has which place, and which place is given away next."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ import dataclasses
 
 
 class NoPlaceError(Exception):
-  """All places are in use: the request has to wait until one is let go."""
+  """All places are in use; the request has to wait until one is released."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-  """A place that was taken."""
+  """A place that a version has taken."""
 
   index: int  # In the pool.
-  filled: bool  # It holds the version already; if not, whoever took it has to put it there.
+  filled: bool  # Whether it holds the version already; if not, the caller of `take` must fill it.
 
 
 class Places:
-  """A fixed number of places, handed out to versions; the one that was let go longest ago is given away first.
+  """A fixed number of places for versions; the one released longest ago is given away first.
 
-  A version is taken before it is used and let go afterwards, by each of those who use it at once; while anyone uses it,
-  its place is its own. Calls come from one thread.
+  A version is taken before each use and released after it; while it has users, its place cannot be given away. Calls
+  come from one thread.
   """
 
   def __init__(self, count: int):
     self._free = list(range(count))[::-1]
     self._index: dict[Hashable, int] = {}
     self._users: collections.Counter[Hashable] = collections.Counter()
-    self._idle: collections.OrderedDict[Hashable, None] = collections.OrderedDict()  # The longest ago first.
+    self._idle: collections.OrderedDict[Hashable, None] = collections.OrderedDict()  # Least recently released first.
 
   def __contains__(self, version: Hashable) -> bool:
     return version in self._index
 
   def take(self, version: Hashable) -> Place:
-    """Give a version a place, the one that it has if it has one.
+    """Return the place of a version, giving it one if it has none.
 
     Raises:
       NoPlaceError: every place is in use.
@@ -49,7 +49,7 @@ class Places:
     return Place(self._index[version], filled)
 
   def let_go(self, version: Hashable) -> None:
-    """End one use of a version, which keeps its place until another needs it.
+    """Release one use of a version; it keeps its place until another version needs it.
 
     Raises:
       ValueError: nobody uses it.
@@ -62,7 +62,9 @@ class Places:
       self._idle[version] = None
 
   def forget(self, version: Hashable) -> None:
-    """Take the place of a version away, for it was never filled or is not wanted any more; none is no error.
+    """Free the place of a version that was never filled or is not wanted any more.
+
+    A version without a place is no error.
 
     Raises:
       ValueError: somebody uses it.
@@ -74,10 +76,10 @@ class Places:
       self._free.append(self._index.pop(version))
 
   def rename(self, version: Hashable, new: Hashable) -> None:
-    """Says that the place of a version holds another one now, which has none; its users use that.
+    """Transfer the place of a version, with its uses, to another version, which has none.
 
     Raises:
-      ValueError: the version has no place, or the other has one.
+      ValueError: the version has no place, or the other one has a place.
     """
     if version not in self._index or new in self._index:
       raise ValueError(f'{version!r} cannot become {new!r}.')

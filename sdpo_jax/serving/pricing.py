@@ -1,4 +1,4 @@
-"""What an engine of many adapters would need and take on a TPU slice, from compiling its programs for it.
+"""Estimates of the memory, time and price of an engine of many adapters on a TPU slice, from compiling its programs.
 
 Its numbers are of the planner's kinds (`planner.plan`); none is a measurement.
 """
@@ -32,47 +32,47 @@ from sdpo_jax.serving.settings import as_run, engine_settings
 from sdpo_jax.tables import markdown
 from sdpo_jax.training.opening import model_mesh
 
-# Bytes per second between host and devices; an assumption, of no compiler and no data sheet.
+# Bytes per second between host and devices; an assumption, not from a compiler or a data sheet.
 HOST_LINK = 8e9
-# What lies in memory whichever program runs, beside the base.
+# Arrays that lie in memory beside the base whichever program runs.
 POOLS = ('snapshots', 'teachers', 'slots', 'moments', 'cache', 'kept prefixes')
-_ARRAYS = 4  # Of a version for each factor: itself, two moments and its average.
+_ARRAYS = 4  # Arrays of a version per factor: the factor, two moments and the average.
 
 
 @dataclasses.dataclass
 class EnginePlan:
-  """What an engine would need and take."""
+  """The estimated memory, time and price of an engine."""
 
   topology: str
   compiler: str
   chips: int
   mesh: dict[str, int]
   model: str
-  parameters: int  # Of the model.
+  parameters: int  # Parameters of the model.
   adapter: int  # Parameters of one adapter.
   hbm_limit_gib: float
   fits: bool
   settings: EngineSettings
-  programs: dict[str, Estimate]  # Per label those with the largest buckets, and others by name.
-  base_gib: float  # Per chip, as the next two.
+  programs: dict[str, Estimate]  # By label for those with the largest buckets, others by name.
+  base_gib: float  # Per chip; so are the next two.
   pools_gib: dict[str, float]
   version_gib: float  # On the host.
-  versions_in_memory: int  # Of the host.
+  versions_in_memory: int  # How many versions fit into the host's memory.
   lengths: dict[str, float]  # Mean tokens of a feedback: 'prompt', 'completion', 'teacher'.
-  feedback_s: dict[str, float]  # Seconds of one feedback by what is done.
-  sampling_s: float  # Seconds of the slice for its completion, while all rows have one.
-  feedbacks_per_hour: float  # Where micro-batches are full and completions are sampled elsewhere.
-  sampled_feedbacks_per_hour: float  # The same where the slice samples them.
+  feedback_s: dict[str, float]  # Seconds of one feedback, by operation.
+  sampling_s: float  # Seconds of the slice per completion, with all rows in use.
+  feedbacks_per_hour: float  # With full micro-batches, if completions are sampled elsewhere.
+  sampled_feedbacks_per_hour: float  # Likewise, if the slice samples the completions.
   price_per_chip_hour: float | None
   cost_per_1000_feedbacks: float | None  # US dollars, completions included; None: there is no price.
 
   @property
   def latency_s(self) -> float:
-    """Seconds from a feedback to its version, while nothing else is under way."""
+    """The seconds from a feedback to its version on an otherwise idle engine."""
     return sum(self.feedback_s.values())
 
   def to_json(self) -> dict[str, Any]:
-    """Plain values; absent numbers are None."""
+    """Return plain values; absent numbers are None."""
     return jsonable(dataclasses.asdict(self) | {'latency_s': self.latency_s})
 
 
@@ -87,17 +87,17 @@ def make(
   keep: str | None = None,
   announce: Callable[[str], None] = lambda _: None,
 ) -> EnginePlan:
-  """Compiles the programs of an engine for a slice, one after the other, and adds up what they take.
+  """Compile the programs of an engine for a slice, one after the other, and sum up their cost.
 
   Args:
-    config: settings; `serve` says the sizes, `plan` the mean lengths.
+    config: settings; `serve` holds the sizes, `plan` the mean lengths.
     policy: the model with its adapter.
     slice_: the devices.
     source: where the sizes of the model come from.
     price: US dollars per chip-hour; None: `plan.price_per_chip_hour`, or none.
-    only: kinds of programs to keep to, at the largest buckets of each; None: all.
-    keep: a folder for what the compiler answers; None: nothing is kept.
-    announce: gets a line after each compilation.
+    only: kinds of programs to compile, with the largest buckets of each; None: all.
+    keep: a folder that caches the compiler's results; None: nothing is cached.
+    announce: receives a line after each compilation.
 
   Raises:
     UserError: the policy has no LoRA adapter, or the mesh does not fit the slice, the model or the sizes.
@@ -147,7 +147,7 @@ def make(
 
 
 def _of_feedback(settings: EngineSettings, lengths: dict[str, float]) -> dict[str, str]:
-  """Return what a feedback of these lengths does → the program that does it."""
+  """Return the programs that a feedback of these lengths runs, keyed by purpose."""
 
   def bucket(declared: tuple[int, ...], length: float) -> int:
     return smallest_bucket(declared, math.ceil(length))
@@ -169,7 +169,7 @@ def _of_feedback(settings: EngineSettings, lengths: dict[str, float]) -> dict[st
 
 
 def pool_bytes(found: dict[str, Program]) -> dict[str, float]:
-  """Return bytes on one device of the base and of `POOLS`."""
+  """Return the bytes on one device of the base and of each of `POOLS`."""
   found_bytes: dict[str, float] = {}
   for program, kinds in (
     (found['put snapshot'], ('snapshots',)),
@@ -185,13 +185,13 @@ def pool_bytes(found: dict[str, Program]) -> dict[str, float]:
 
 
 def _add_pools(estimate: Estimate, program: Program, pools: dict[str, float], weights: float, limit: float) -> None:
-  """Add what lies in memory while a program runs that does not read it, or not all of it."""
+  """Add to an estimate the pools and weights that lie in memory although the program does not read them."""
   if estimate.error is not None:
     return
   own_cache = program.kind in ('decode', 'admit', 'empty', 'keep')
   kept = {part: size / GIB for part, size in pools.items() if not (part == 'cache' and own_cache)}
   more = {part: max(size, estimate.hbm.get(part, 0.0)) for part, size in kept.items() if part != 'cache'}
-  if 'cache' in kept:  # A prompt's is beside that of the rows.
+  if 'cache' in kept:  # The cache of a prompt is beside that of the rows.
     more['cache'] = kept['cache'] + estimate.hbm.get('cache', 0.0)
   if weights:
     more['sampling weights'] = max(weights / GIB, estimate.hbm.get('sampling weights', 0.0))
@@ -222,19 +222,19 @@ def _summary(
   table = policy.parameter_table()
   adapter = parameter_tables.count(parameter_tables.trainable(table))
   version = 4 * _ARRAYS * adapter
-  if settings.memory_bytes is None:  # On a host with as much as that takes.
+  if settings.memory_bytes is None:  # Assume a host with enough memory.
     settings = dataclasses.replace(settings, memory_bytes=memory_for(settings, version))
-  # A version has its slot from the step that made it; as a teacher it is sent once more. Factors and both moments come
-  # back after every step.
+  # A version keeps its slot from the step that made it; as a teacher it is sent once more. After every step its factors
+  # and both moments are fetched.
   sent, fetched = 4 * adapter / HOST_LINK, 4 * (_ARRAYS - 1) * adapter / HOST_LINK
   alone = {'the teacher to its place': sent + seconds('put teacher'), 'to the host': fetched + seconds('get slot')}
   feedback = {what: seconds(name) for what, name in _of_feedback(settings, lengths).items()} | alone
-  together = min(settings.training_rows, settings.slots)  # Each from another version.
+  together = min(settings.training_rows, settings.slots)  # Each with another version.
   shards = mesh.shape[meshes.FSDP]
   prompts = shards * sizes.prompts_together(settings.prompt_buckets[-1], settings.rows // shards)
   prefill, decode = (estimates[kind].name if kind in estimates else '' for kind in ('prefill', 'decode'))
   a_token = seconds(decode, 'busy_step_seconds') / settings.rows
-  # A completion for each version, which has to be among the snapshots first.
+  # One completion per version, which must be put among the snapshots first.
   placed = sent + seconds('put snapshot') + seconds('prepare')
   sampling = placed + seconds(prefill) / prompts + lengths['completion'] * a_token
   learning = (sum(feedback.values()) - sum(alone.values())) / together + sum(alone.values())
@@ -267,7 +267,7 @@ def _summary(
 
 
 def text(plan: EnginePlan) -> str:
-  """Return the whole plan."""
+  """Return the whole plan as text."""
   settings, mesh = plan.settings, ' × '.join(f'{name}={size}' for name, size in plan.mesh.items())
   parts = [
     f'An engine for adapters of {plan.adapter:,} parameters beside {plan.parameters:,} ({plan.model}) on '
@@ -319,7 +319,7 @@ def plan(
   announce: Callable[[str], None],
   show: Callable[[str], None],
 ) -> EnginePlan:
-  """Plans an engine for a slice, shows the report and writes the numbers; arguments as those of `planner.run.plan`.
+  """Plan an engine for a slice, show the report and write the numbers; for the arguments see `planner.run.plan`.
 
   Raises:
     UserError: as `make`, or as `planner.run.plan`.

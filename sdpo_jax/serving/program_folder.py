@@ -1,8 +1,8 @@
 """Compiled programs in a folder, so that the next start of the same engine compiles nothing.
 
-A compiled program is read with pickle, and then runs: whoever can write to the folder can run code here. So the folder
-belongs to the user of the process and is writable to nobody else, and a file is read only if the index, which lies
-beside it, has its digest.
+A compiled program is read with pickle and then runs, so whoever can write to the folder can run code here. Therefore
+the folder must belong to the user of the process and be writable to nobody else, and a file is read only if its digest
+is in the index beside it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from sdpo_jax.serving.store.blobs import make_private
 
 PACKAGES = 'jax', 'jaxlib', 'libtpu', 'flax', 'optax', 'numpy'
 VARIABLES = 'XLA_FLAGS', 'LIBTPU_INIT_ARGS'
-INDEX, PROGRAM = '.index.json', '.program'  # How names of files end.
-HOUR = 3600.0  # After which what a process has written and not entered is of one that was killed.
-KEPT = 4  # Indices; of further engines, flags or versions, the one that was used longest ago goes.
+INDEX, PROGRAM = '.index.json', '.program'  # Suffixes of file names.
+HOUR = 3600.0  # The age at which a file that is in no index is taken to be of a killed process.
+KEPT = 4  # Indices; beyond these, the one of the engine, flags or versions used longest ago is removed.
 _ROOT = pathlib.Path(__file__).parents[2]
 _SOURCES = 'sdpo_jax', 'models'  # Folders whose code the programs are made from.
 
@@ -41,7 +41,7 @@ _logger = logging.getLogger('sdpo_jax.serving')
 
 
 def surroundings(devices: Sequence[jax.Device]) -> dict[str, Any]:
-  """Return what a compiled program depends on beside its own function and arguments, as JSON can hold it."""
+  """Return everything that a compiled program depends on beside its function and arguments, as JSON."""
   versions = {}
   for package in PACKAGES:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -50,7 +50,7 @@ def surroundings(devices: Sequence[jax.Device]) -> dict[str, Any]:
     'versions': {'python': sys.version, 'pickle': pickle.HIGHEST_PROTOCOL} | versions,
     'sources': _digest_of_sources(),
     'variables': {name: os.environ.get(name) for name in VARIABLES},
-    # Of JAX. Where programs are cached makes none of them another.
+    # JAX's settings, except those of its cache, which do not change programs.
     'settings': {name: repr(value) for name, value in sorted(jax.config.values.items()) if 'cache' not in name},
     'devices': [[device.id, device.platform, device.device_kind] for device in devices],
     'platform': devices[0].client.platform_version,
@@ -70,7 +70,7 @@ def _digest_of_sources() -> str:
 
 
 def _processor() -> str:
-  """Return what the machine code of a CPU's program may use: another machine may lack it."""
+  """Return an identifier of the CPU's instructions, since a program for one CPU may use some that another lacks."""
   with contextlib.suppress(OSError):
     lines = pathlib.Path('/proc/cpuinfo').read_text().splitlines()
     said = sorted({line for line in lines if line.startswith(('flags', 'Features', 'model name'))})
@@ -81,17 +81,17 @@ def _processor() -> str:
 class ProgramFolder:
   """The programs of one engine in a folder that other engines may use, too.
 
-  Files are named by the digest of what they hold, so that several processes can write at once. One that is damaged, or
-  that nobody has entered, is not read: what it should hold is compiled anew.
+  Files are named by the digest of their content, so that several processes can write at once. A file that is damaged or
+  not in the index is not read; its program is compiled again.
   """
 
   def __init__(self, folder: pathlib.Path, key: Mapping[str, Any], devices: Sequence[jax.Device]):
-    """Open a folder; it is made if it is not there.
+    """Open a folder; it is made if it does not exist.
 
     Args:
-      folder: on a file system.
-      key: what all programs depend on: `surroundings`, and whatever else makes a function another one.
-      devices: that run them.
+      folder: on a local file system.
+      key: what all programs depend on: `surroundings`, and anything else that changes a function.
+      devices: the devices that run the programs.
 
     Raises:
       UserError: it is not a folder that only this user can write to.
@@ -122,7 +122,7 @@ class ProgramFolder:
     os.close(self._descriptor)
 
   def get(self, name: str, in_tree: Any) -> jax.stages.Compiled | None:
-    """Return a program, ready to run; None: it is not there, or not as it was written.
+    """Return a program, ready to run; None: it is missing or damaged.
 
     Args:
       name: of the program with its arguments.
@@ -144,16 +144,16 @@ class ProgramFolder:
         backend=self._devices[0].client,
         execution_devices=self._devices,
       )
-    # Of whatever JAX or its runtime say of a program that they do not take.
+    # JAX and its runtime raise many kinds of errors for a program that they reject.
     except Exception as error:
       _logger.warning('%s cannot be loaded (%s), and is compiled anew.', name, first_line(error))
       return None
 
   def put(self, name: str, compiled: jax.stages.Compiled) -> None:
-    """Keep a program; what cannot be kept is said, and compiled again at the next start."""
+    """Store a program; a failure is logged, and the program is compiled again at the next start."""
     try:
       executable, _, out_tree = serialize_executable.serialize(compiled)
-      # A structure is kept as a tree of numbers, of which JAX makes it again.
+      # A tree structure is stored as a tree of numbers, from which JAX restores it.
       content = pickle.dumps((executable, jax.tree.unflatten(out_tree, list(range(out_tree.num_leaves)))))
       digest = hashlib.sha256(content).hexdigest()
       write_atomically(self._folder / (digest + PROGRAM), content, mode=0o600)
@@ -164,7 +164,7 @@ class ProgramFolder:
     self._new = True
 
   def save(self) -> None:
-    """Enters what was put into the index, and removes what no index has any more."""
+    """Write the index with the new programs, and remove the oldest indices with the files that only they name."""
     try:
       if self._new:
         write_atomically(self._folder / self._name, json.dumps(self._digests, indent=1), mode=0o600)
@@ -187,7 +187,8 @@ class ProgramFolder:
     for name in names:
       if name.endswith(PROGRAM) and name.removesuffix(PROGRAM) not in held:
         with contextlib.suppress(FileNotFoundError):
-          if self._written(name) < time.time() - HOUR:  # Another process may be about to enter a younger one.
+          # Another process may be about to add a younger file to its index.
+          if self._written(name) < time.time() - HOUR:
             os.unlink(name, dir_fd=self._descriptor)
 
   def _written(self, name: str) -> float:
@@ -197,7 +198,7 @@ class ProgramFolder:
     return self._parsed(self._name)
 
   def _parsed(self, name: str) -> dict[str, str]:
-    """Return name → digest of an index; empty: there is none, or it cannot be read."""
+    """Return an index as name → digest; empty: it is missing or cannot be read."""
     content = self._read(name)
     if content is None:
       return {}

@@ -1,4 +1,4 @@
-"""What users send as a prompt, as token ids: a conversation, a text, or token ids."""
+"""The prompts that users send, as token ids: from a conversation, a text, or token ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.types import Messages
 
 MOST_MESSAGES = 1024
-_LONG = 16  # Characters of a text for each token of the limit that are read at first.
+_LONG = 16  # Characters per token of the limit that are tokenized first.
 
 
 def tokens_of(
@@ -28,18 +28,18 @@ def tokens_of(
   """Return the token ids of a prompt.
 
   Args:
-    tokenizer: of the model, with a chat template.
+    tokenizer: the model's tokenizer, with a chat template.
     chat: how messages become tokens.
-    vocab_size: tokens that the model knows.
-    limit: tokens at most.
-    messages: a conversation, written by the chat template up to the header of the assistant's turn. Messages cannot
-      spell control tokens unless the settings let them.
-    text: as it is, with control tokens where it spells them.
-    tokens: as they are.
-    add_special_tokens: whether a text gets what the tokenizer puts before and behind one.
+    vocab_size: number of tokens in the model's vocabulary.
+    limit: the most tokens.
+    messages: a conversation, rendered by the chat template up to the header of the assistant's turn. Messages cannot
+      spell control tokens unless the settings allow it.
+    text: a text, encoded as it is, with control tokens where it spells them.
+    tokens: token ids, taken as they are.
+    add_special_tokens: whether the tokenizer adds its special tokens around a text.
 
   Raises:
-    InvalidRequest: none or several of the three are given, it is no such prompt, or is too long.
+    InvalidRequest: none or several of the three are given, the prompt is invalid, or it is too long.
   """
   given = [name for name, value in (('messages', messages), ('text', text), ('tokens', tokens)) if value is not None]
   if len(given) != 1:
@@ -68,7 +68,7 @@ def _of_messages(tokenizer: Tokenizer, chat: ChatFormat, messages: Messages, lim
 
 
 def _of_text(tokenizer: Tokenizer, text: str, limit: int, add_special_tokens: bool) -> list[int] | None:
-  """Return the token ids of a text; None: it has more than twice as many as it may have."""
+  """Return the token ids of a text; None: there are more than twice as many as the limit."""
   if not isinstance(text, str):
     raise InvalidRequest(f'text must be a text, not {short_repr(text)}.', field='text')
   length = _LONG * limit
@@ -80,7 +80,7 @@ def _of_text(tokenizer: Tokenizer, text: str, limit: int, add_special_tokens: bo
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int, field: str) -> None:
-  """Raise InvalidRequest unless these are token ids of the model, at least one."""
+  """Raise InvalidRequest unless `tokens` is a non-empty list of token ids of the model."""
   if isinstance(tokens, str) or not isinstance(tokens, Sequence) or not tokens:
     raise InvalidRequest(f'{field} must be a list of token ids, at least one, not {short_repr(tokens)}.', field=field)
   for token in tokens:
@@ -91,14 +91,14 @@ def check_tokens(tokens: Sequence[int], vocab_size: int, field: str) -> None:
 
 
 def conversation(messages: Any, field: str = 'messages') -> Messages:
-  """Return a conversation with the content of every message as one text; contents may be lists of texts.
+  """Return a conversation in which the content of every message is one text; contents may be lists of texts.
 
   Args:
-    messages: with 'role' and 'content', as OpenAI's API has them.
-    field: what the sender calls it.
+    messages: with 'role' and 'content', as in OpenAI's API.
+    field: the sender's name for it.
 
   Raises:
-    InvalidRequest: it is none, or holds what is no text.
+    InvalidRequest: it is not a conversation, or holds content that is not text.
   """
   if not isinstance(messages, list | tuple) or not 1 <= len(messages) <= MOST_MESSAGES:
     raise InvalidRequest(f'{field} must be a list of 1 to {MOST_MESSAGES} messages.', field=field)

@@ -1,4 +1,4 @@
-"""The values that travel through the service: adapters, their versions, and what was sampled from them."""
+"""The records of the service: adapters, their versions, and the samples drawn from them."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ class Version:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-  """A completion as it was drawn, so that feedback on it never depends on tokenising its text again."""
+  """A completion as it was drawn, so that feedback on it never tokenizes its text again."""
 
   id: str
   owner: str
   adapter: str | None  # The id of the adapter that drew it; None: the model without an adapter.
-  version: int | None  # Of the adapter.
+  version: int | None  # The adapter's version that drew it.
   prompt_tokens: Sequence[int]
   tokens: Sequence[int]
   log_probs: np.ndarray  # [T] float32 of the tokens, at temperature 1, when they were drawn.
   temperature: float
-  messages: Sequence[Mapping[str, Any]] | None  # The conversation that the prompt was made of; None: text or tokens.
+  messages: Sequence[Mapping[str, Any]] | None  # The conversation behind the prompt; None: text or tokens.
   text: str
   finish_reason: Literal['stop', 'length']
   created: float  # Seconds since the epoch.
-  expires: float  # The same; after it, the sample is gone.
+  expires: float  # Seconds since the epoch; the sample is gone afterwards.
 
 
 def engine_name(adapter: str, number: int) -> str:

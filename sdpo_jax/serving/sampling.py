@@ -1,4 +1,4 @@
-"""Completions on request: what may be asked for, and what comes of it while it is drawn."""
+"""Completions on request: the sampling options, and the events while they are drawn."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from sdpo_jax.serving.draft_texts import DraftText
 from sdpo_jax.serving.errors import Cancelled, InvalidRequest
 from sdpo_jax.serving.records import Sample
 
-MOST_STOPS, LONGEST_STOP = 16, 256  # Stop strings of a request, and characters of one.
+MOST_STOPS, LONGEST_STOP = 16, 256  # The most stop strings of a request, and the most characters of one.
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleOptions:
-  """How completions are drawn."""
+  """Sampling options of a request."""
 
-  max_tokens: int | None = None  # Of a completion at most; None: as many as the service allows.
+  max_tokens: int | None = None  # The most tokens of a completion; None: as many as the service allows.
   temperature: float = 1.0  # 0 is greedy.
   top_p: float = 1.0  # 1 keeps all.
   top_k: int = -1  # −1 and 0 keep all.
   min_p: float = 0.0  # 0 keeps all.
-  seed: int | None = None  # None: another one every time.
-  stop: Sequence[str] = ()  # Strings that end a completion, and are no part of its text.
+  seed: int | None = None  # None: a random one.
+  stop: Sequence[str] = ()  # Strings that end a completion and are not part of its text.
   stop_token_ids: Sequence[int] = ()  # Tokens that end it, beside the model's own.
 
   def checked(self, *, max_completion: int, vocab_size: int) -> SampleOptions:
-    """Return the options with all that was left open.
+    """Return the options with all defaults filled in.
 
     Args:
-      max_completion: tokens of a completion at most.
-      vocab_size: tokens that the model knows.
+      max_completion: the most tokens of a completion.
+      vocab_size: number of tokens in the model's vocabulary.
 
     Raises:
-      InvalidRequest: naming the option that cannot be.
+      InvalidRequest: an option is not allowed; the error names it.
     """
     most = max_completion if self.max_tokens is None else self.max_tokens
     _number('max_tokens', most, whole=True, least=1)
@@ -81,22 +81,22 @@ def _number(field: str, value: object, *, least: float, most: float | None = Non
 class SampleDraft:
   """A completion under way."""
 
-  index: int  # Of the n of the request.
-  delta: str  # What its text has more than in the draft before.
-  tokens: Sequence[int]  # All that were drawn so far.
+  index: int  # Index of the completion among the n of the request.
+  delta: str  # The text added since the draft before.
+  tokens: Sequence[int]  # All tokens drawn so far.
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleDone:
-  """A finished completion, which is kept."""
+  """A finished completion, which has been stored."""
 
   index: int
-  delta: str  # What its text has more than in the last draft.
+  delta: str  # The text added since the last draft.
   sample: Sample
 
 
 class Sampling:
-  """Completions of one prompt, under way: an iterator of what comes of them."""
+  """Completions of one prompt under way: an iterator over their events."""
 
   def __init__(
     self,
@@ -106,24 +106,24 @@ class Sampling:
     make_text: Callable[[], DraftText],
     call: Call,
   ):
-    """Watches completions that the worker draws.
+    """Wrap the completions that the worker draws.
 
     Args:
-      handle: of the worker.
-      cancel: ends them.
-      keep: makes a sample of a completion, which the store then has.
+      handle: the worker's handle.
+      cancel: cancels the completions.
+      keep: stores a completion and returns it as a sample.
       make_text: makes the text of a completion of which nothing is shown yet.
-      call: the request; when it ends, they do.
+      call: the request; when it ends, the completions are cancelled.
     """
     self._handle, self.cancel, self._keep, self._make_text, self._call = handle, cancel, keep, make_text, call
     self._texts: dict[int, DraftText] = {}
     self._reused: dict[int, int] = {}
 
   def __iter__(self) -> Iterator[SampleDraft | SampleDone]:
-    """Yield drafts, where they were asked for, and every completion once. Whoever stops reading ends what is left.
+    """Yield drafts, if requested, and every completion once; the rest is cancelled when the reader stops.
 
     Raises:
-      Cancelled: the request was ended by its sender.
+      Cancelled: the sender ended the request.
       Deadline: its time is over.
       ServiceError: as the worker.
     """
@@ -149,15 +149,14 @@ class Sampling:
     return SampleDraft(event.sample, delta, event.tokens.tolist()) if delta else None
 
   def reused(self, index: int | None = None) -> int:
-    """Return how many tokens of the prompt were not read for a completion that is done, for their keys and values were
-    kept.
+    """Return how many prompt tokens of a finished completion came from a cached prefix.
 
     Args:
-      index: which completion; None: that of which most were.
+      index: which completion; None: the largest number of all.
     """
     return max(self._reused.values(), default=0) if index is None else self._reused.get(index, 0)
 
   def result(self) -> list[Sample]:
-    """Wait for all completions and return them in order; raise what iterating raises."""
+    """Wait for all completions and return them in order; raise the errors of `__iter__`."""
     found = [event for event in self if isinstance(event, SampleDone)]
     return [done.sample for done in sorted(found, key=lambda done: done.index)]

@@ -1,4 +1,4 @@
-"""What a policy says of given tokens, row by row: of any model, with or without a pool of adapters."""
+"""Log-probs and entropies of given tokens under any policy, with or without a pool of adapters."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from sdpo_jax.types import TokenRows, Tree
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-  """What a policy says of the T tokens of a row, in nats."""
+  """The scores of a policy for the T tokens of a row, in nats."""
 
   log_probs: np.ndarray  # [T] of the tokens.
   entropy: np.ndarray  # [T].
   top_ids: np.ndarray  # [T, K] int32, the most likely first; −1: there are no more.
   top_log_probs: np.ndarray  # [T, K].
-  of_ids: np.ndarray | None = None  # [T, M] of the ids that were asked for.
+  of_ids: np.ndarray | None = None  # [T, M] log-probs of the requested ids.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ScoringFunctions:
 
 @functools.lru_cache(maxsize=16)
 def scoring_functions(policy: Policy, topk: int, chunk_size: int, vocab_size: int) -> ScoringFunctions:
-  """Return the functions, which scorers of equal policies and sizes share, and with them what is compiled.
+  """Return the functions, which scorers of equal policies and sizes share together with their compiled programs.
 
   On a mesh, rows are divided over all devices.
   """
@@ -67,18 +67,18 @@ def scoring_functions(policy: Policy, topk: int, chunk_size: int, vocab_size: in
 
 
 def mesh_of(policy: Policy) -> jax.sharding.Mesh | None:
-  """Return the mesh that divides what a policy computes; None: there is one device."""
+  """Return the mesh that divides the computation of a policy; None: there is one device."""
   return policy.backend.mesh if policy.backend.divided else None
 
 
 def on_devices(policy: Policy, rows: Tree) -> Tree:
-  """Return host arrays of rows where a policy reads them."""
+  """Return host arrays of rows, placed on the mesh if the policy has one."""
   mesh = mesh_of(policy)
   return rows if mesh is None else meshes.put_rows(mesh, rows)
 
 
 class Scorer:
-  """A policy with lengths for which it is compiled."""
+  """A policy with the buckets for which it is compiled."""
 
   def __init__(
     self,
@@ -100,13 +100,13 @@ class Scorer:
       policy: the model.
       base: its frozen parameters.
       topk: K.
-      rows: of a forward pass.
+      rows: number of rows of a forward pass.
       prompt_buckets: lengths to which prompts are padded.
       response_buckets: lengths to which the tokens after them are padded.
-      chunk_size: tokens whose logits exist at one time.
-      vocab_size: V, tokens that count; None: those of the policy, which may know more.
-      name: of the policy, no other scorer's of the same `keep`.
-      keep: maps (name, jitted function) to what is called in its place.
+      chunk_size: number of tokens whose logits exist at one time.
+      vocab_size: V, the size of the vocabulary to score; None: the policy's, which may be larger.
+      name: prefix of the functions' names, unique among the scorers with the same `keep`.
+      keep: maps (name, jitted function) to the function to call in its place.
     """
     self._policy, self._base, self._topk, self._rows = policy, base, topk, rows
     self._prompt_buckets, self._response_buckets = prompt_buckets, response_buckets
@@ -127,13 +127,13 @@ class Scorer:
     member: int | None = None,
     ids: Sequence[np.ndarray] | None = None,
   ) -> list[Scored]:
-    """Return what the policy says of tokens, on the host and without padding.
+    """Return the policy's scores of given tokens, on the host and without padding.
 
     Args:
       trainable: trainable parameters, such as a pool of adapters.
-      rows: prompt and tokens after it, of each row; none longer than the largest buckets.
-      member: which adapter of the pool all rows have; None: there is no pool.
-      ids: [T, M] int32 of each row, the same M for all, whose log-probs are wanted, too.
+      rows: the prompt and the tokens after it, for each row; none longer than the largest buckets.
+      member: index of the adapter in the pool, for all rows; None: there is no pool.
+      ids: [T, M] int32 for each row, with the same M, further tokens whose log-probs to return.
     """
     found: list[Scored] = []
     for start in range(0, len(rows), self._rows):
@@ -152,7 +152,7 @@ class Scorer:
       said = jax.device_get(self._scores(hidden, unembedding, placed, shown))
       of_ids = None
       if ids is not None:
-        # As many at a time as one program takes, whatever their number.
+        # In parts of the one size that is compiled, whatever M is.
         count_of_ids = ids[0].shape[1]
         parts = max(1, math.ceil(count_of_ids / self._topk))
         wanted = np.full((*tokens.shape, parts * self._topk), -1, np.int32)
@@ -169,7 +169,7 @@ class Scorer:
 
 
 def check_ids(what: str, tokens: Sequence[int] | np.ndarray, vocab_size: int) -> None:
-  """Raise UserError for a row with something that is no token of a vocabulary; `what` begins the sentence."""
+  """Raise UserError for a row with an invalid token id; `what` is the subject of the message."""
   try:
     ids = np.asarray(tokens)
   except ValueError:  # Rows of different lengths.
@@ -181,7 +181,7 @@ def check_ids(what: str, tokens: Sequence[int] | np.ndarray, vocab_size: int) ->
 
 
 def padded(rows: Sequence[Sequence[int]], room: int) -> tuple[np.ndarray, np.ndarray]:
-  """Return tokens [B, T] int32 with T = room, and which of them are no padding, [B, T] bool."""
+  """Return tokens padded to T = room, [B, T] int32, and a mask of the tokens that are not padding, [B, T] bool."""
   tokens, mask = np.zeros((len(rows), room), np.int32), np.zeros((len(rows), room), bool)
   for row, own in enumerate(rows):
     tokens[row, : len(own)], mask[row, : len(own)] = own, True

@@ -1,4 +1,4 @@
-"""A running service without its network: the store, the thread that owns the engine, and what all owners share."""
+"""A running service without its network layer: the store, the engine's thread, and the state that all owners share."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ from sdpo_jax.training import teacher_model
 from sdpo_jax.training.opening import check_turn_end, load_tokenizer, model_mesh, stop_token_ids
 
 _logger = logging.getLogger('sdpo_jax.serving')
-TEND_SECONDS = 600.0  # Between two looks for what the retention settings let go.
-_OWNERS = 100_000  # Adapters of which the owner is remembered.
+TEND_SECONDS = 600.0  # Between two passes of retention.
+_OWNERS = 100_000  # The most adapters whose owner is remembered.
 _DATABASE = 'service.sqlite'  # In a local root.
 _PROGRAMS = '~/.cache/sdpo_jax/engine'
 
 
 class Service:
-  """What the accounts of all owners share. Any thread may call."""
+  """The state that the accounts of all owners share. Any thread may call."""
 
   def __init__(
     self,
@@ -67,17 +67,17 @@ class Service:
     endpoint: Endpoint | None = None,
     clock: Callable[[], float] = time.time,
   ):
-    """Make a service of its parts; `make` makes these of the settings.
+    """Make a service from its parts; `make` makes these from the settings.
 
     Args:
-      store: of adapters, versions and samples.
-      worker: the thread that owns the engine; its versions are loaded by `load`.
-      tokenizer: of the model, with a chat template.
+      store: adapters, versions and samples.
+      worker: the thread that owns the engine; it loads versions with `load`.
+      tokenizer: the model's tokenizer, with a chat template.
       config: settings.
       served: the shape of the adapters.
-      positions: that the model was made for; None: it does not say.
-      endpoint: a teacher elsewhere, of which `ask_endpoint` asks; None: there is none.
-      clock: seconds since the epoch.
+      positions: the number of positions that the model was made for; None: unknown.
+      endpoint: the external teacher that `ask_endpoint` asks; None: there is none.
+      clock: returns seconds since the epoch.
     """
     self.store, self.worker, self.tokenizer, self.config, self.served = store, worker, tokenizer, config, served
     self.settings = config.serve
@@ -87,7 +87,7 @@ class Service:
     self.turns, self.events = Turns(), EventLog(clock)
     topk = min(self.sizes.topk, served.policy.vocab_size)
     self.texts = TokenTexts(tokenizer)
-    self.tokenizing = threading.Lock()  # Held by who encodes: tokenizers keep settings of a call while it lasts.
+    self.tokenizing = threading.Lock()  # Held while encoding: a tokenizer keeps the settings of a call as state.
     longest = dataclasses.replace(config.actor.self_distillation, max_reprompt_len=self.sizes.teacher_buckets[-1])
     self.reprompting = Reprompting(longest, tokenizer, self.chat, self.tokenizing)
     self.canaries = CanaryMeter(
@@ -105,12 +105,12 @@ class Service:
     announce: Callable[[str], None] = print,
     devices: Sequence[jax.Device] | None = None,
   ) -> Service:
-    """Make the service that the settings describe; its model is read when it starts.
+    """Make the service that the settings describe; its model is loaded by `start`.
 
     Args:
       config: settings, checked. The model must have an adapter.
       announce: receives lines about the programs of the engine.
-      devices: of the engine; None: all that there are.
+      devices: devices of the engine; None: all.
 
     Raises:
       UserError: the model, its adapter or its tokenizer cannot be read or do not fit the devices, or the store holds
@@ -129,7 +129,7 @@ class Service:
       teacher_model.check(config)
     try:
       check_turn_end(config, tokenizer)
-    except UserError as error:  # Completions are longer than they need be, and that is all.
+    except UserError as error:  # The only harm is that completions are longer than necessary.
       _logger.warning('%s', error)
     base = _base_of(config, described, values)
     database = _database_of(config)
@@ -150,18 +150,16 @@ class Service:
       opened.pop_all()  # From now on `stop` closes them.
     return made[0]
 
-  # The whole.
+  # Life cycle.
 
   def start(self) -> None:
-    """Start the engine's thread, which reads the model and compiles, and looks after what is stored from time to
-    time.
-    """
+    """Start the engine's thread, which loads the model and compiles, and the thread that applies retention."""
     self.worker.start()
     self._tending = threading.Thread(target=self._tend, name='retention', daemon=True)
     self._tending.start()
 
   def stop(self, drain: float = 0.0) -> None:
-    """Refuses new work, gives what is under way so many seconds to finish, and closes the store."""
+    """Refuse new work, give requests under way `drain` seconds to finish, and close the store."""
     self._stopped.set()
     try:
       self.worker.stop(drain)
@@ -176,24 +174,24 @@ class Service:
     while True:
       try:
         self.store.retain(self.clock())
-      except Exception:  # What could not be let go now is let go later; nobody waits for it.
+      except Exception:  # The next pass tries again; nobody waits for it.
         _logger.exception('What the retention settings let go could not be removed; it is tried again.')
       if self._stopped.wait(TEND_SECONDS):
         return
 
   def account(self, owner: str, call: Call | None = None) -> Account:
-    """Return what an owner can do.
+    """Return the operations of one owner.
 
     Args:
-      owner: whose adapters there are.
-      call: the request that does it; None: one that may take any time.
+      owner: the owner of the adapters.
+      call: the request on whose behalf they run; None: a request without a deadline.
     """
     return Account(self, owner, call or Call())
 
   # Versions of the engine.
 
   def remember(self, adapter: str, owner: str) -> None:
-    """Note whose an adapter is, which has been looked up with this owner."""
+    """Remember the owner of an adapter that has been looked up with this owner."""
     with self._lock:
       self._owners[adapter] = owner
       self._owners.move_to_end(adapter)
@@ -204,7 +202,7 @@ class Service:
     """Return the arrays of a version that the engine does not have.
 
     Raises:
-      NotFound: there is none any more.
+      NotFound: the version does not exist any more.
     """
     adapter, _, number = engine_name.rpartition('@')
     with self._lock:
@@ -213,19 +211,19 @@ class Service:
       raise NotFound(f'There is no version {engine_name} of an adapter.')
     return self.store.arrays(self.store.version(owner, adapter, int(number)))
 
-  # The teacher elsewhere.
+  # The external teacher.
 
   def ask_endpoint(self, lessons: Sequence[Lesson], call: Call) -> list[Lesson]:
-    """Return lessons with what the teacher behind the endpoint says of them; the engine goes on meanwhile.
+    """Return lessons with the scores of the teacher behind the endpoint; the engine is not blocked meanwhile.
 
     Args:
-      lessons: with what the teacher reads.
-      call: the request, with which the waiting ends.
+      lessons: lessons with the prompt that the teacher reads.
+      call: the request; waiting ends with it.
 
     Raises:
       InvalidRequest: there is no endpoint.
-      UserError: it says nothing of one that can be used.
-      Cancelled: nobody waits any more.
+      UserError: the teacher returns nothing usable for a lesson.
+      Cancelled: the sender does not wait any more.
       Deadline: the time of the request is over.
     """
     if self.endpoint is None:
@@ -238,41 +236,41 @@ class Service:
       call.check()
       raise
 
-  # What there is.
+  # Properties.
 
   @property
   def model_name(self) -> str:
-    """What requests call the model without an adapter, beside 'base'."""
+    """The name under which requests address the model without an adapter, beside 'base'."""
     return self.settings.model_name or _last(self.config.model.path)
 
   @property
   def vocab_size(self) -> int:
-    """Tokens that the model knows."""
+    """The number of tokens in the model's vocabulary."""
     return self.served.policy.vocab_size
 
   @functools.cached_property
   def stop_token_ids(self) -> tuple[int, ...]:
-    """Tokens that end every completion."""
+    """The ids of the tokens that end every completion."""
     return tuple(stop_token_ids(self.config, self.tokenizer))
 
   @functools.cached_property
   def max_prompt(self) -> int:
-    """Tokens of a prompt at most."""
+    """The most tokens of a prompt."""
     return self.sizes.prompt_buckets[-1]
 
   @functools.cached_property
   def max_completion(self) -> int:
-    """Tokens of a completion at most."""
+    """The most tokens of a completion."""
     return self.sizes.response_buckets[-1]
 
   @functools.cached_property
   def max_text(self) -> int:
-    """Tokens of a text that is scored at most, prompt and completion together."""
+    """The most tokens of a text to be scored, prompt and completion together."""
     sizes = self.sizes
     return max(sizes.score_buckets[-1] + 1 if sizes.score_buckets else 0, self.max_prompt + self.max_completion)
 
   def capabilities(self) -> dict[str, Any]:
-    """Return what the service serves, as JSON."""
+    """Return the model, limits and settings of the service, as JSON."""
     serve, served = self.settings, self.served
     return {
       'model': {
@@ -313,7 +311,7 @@ class Service:
 
 @dataclasses.dataclass(frozen=True)
 class _StopOf:
-  """A `Stop` for whatever works for a request, and ends with it."""
+  """A `Stop` that is set when a request has ended."""
 
   call: Call
 
@@ -326,14 +324,12 @@ class _StopOf:
     return False
 
   def check(self) -> None:
-    """See `Stop`; raises why the request has ended."""
+    """See `Stop`; raises the error that ended the request."""
     self.call.check()
 
 
 def _endpoint_of(config: Config, tokenizer: Any, sizes: EngineSettings, vocab_size: int) -> Endpoint | None:
-  """Return the teacher at the endpoint that the settings name, which has shown that it is the one; None: there is
-  none.
-  """
+  """Return the configured external teacher, after checking that its server fits the settings; None: none is set."""
   settings = config.actor.self_distillation.teacher_endpoint
   if not settings.used:
     return None
@@ -347,7 +343,7 @@ def _endpoint_of(config: Config, tokenizer: Any, sizes: EngineSettings, vocab_si
 
 
 def _base_of(config: Config, described: DecoderPolicy, values: Mapping[str, Any]) -> Base:
-  """Return what all adapters of the store have in common.
+  """Return the identity of the model that all adapters of the store share.
 
   Args:
     config: settings.
@@ -381,14 +377,14 @@ def _open_store(config: Config, database: pathlib.Path, base: Base) -> Store:
 def _engine_maker(
   config: Config, tokenizer: Any, mesh: jax.sharding.Mesh, sizes: EngineSettings, folder: pathlib.Path
 ) -> Callable[[], Engine]:
-  """Return what reads the model and makes its engine.
+  """Return a function that loads the model and makes its engine.
 
   Args:
     config: settings.
-    tokenizer: of the model.
-    mesh: where it computes.
-    sizes: of the engine.
-    folder: for versions that memory does not hold, of this engine alone.
+    tokenizer: the model's tokenizer.
+    mesh: the mesh to compute on.
+    sizes: sizes of the engine.
+    folder: where versions go that do not fit into memory; used by this engine alone.
   """
   programs = pathlib.Path(config.serve.programs or _PROGRAMS).expanduser()
   other = config.actor.self_distillation.teacher_model
@@ -407,12 +403,12 @@ def _engine_maker(
 
 
 def _last(path: str) -> str:
-  """Return what requests call a model: the last part of its path or name."""
+  """Return the name that requests use for a model: the last part of its path or name."""
   return pathlib.PurePath(path.rstrip('/')).name
 
 
 def check_positions(sizes: EngineSettings, positions: int | None) -> None:
-  """Raise UserError if the buckets of an engine hold longer texts than a model was made for."""
+  """Raise UserError if the buckets of an engine hold longer texts than the model has positions for."""
   longest = max(sizes.prompt_buckets[-1], sizes.teacher_buckets[-1]) + sizes.response_buckets[-1]
   if positions is not None and longest > positions:
     raise UserError(

@@ -1,4 +1,4 @@
-"""What is known of versions that need no place on the devices now: in host memory and, beyond a limit, in files."""
+"""The arrays of versions on the host: in memory up to a limit, and in files beyond it."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ SUFFIX = '.safetensors'
 
 
 class Shelf:
-  """Arrays by version; those that were asked for longest ago go to files first. Any thread may call.
+  """Arrays by version; the least recently used ones go to files first. Any thread may call.
 
-  The files are of this process alone, and gone when another shelf is made in their folder: what is to outlive it is
-  kept elsewhere.
+  The files belong to this process alone and are removed when another shelf is made in their folder: anything that must
+  outlive it is stored elsewhere.
   """
 
   def __init__(self, folder: pathlib.Path, memory_bytes: int):
     """Make an empty shelf.
 
     Args:
-      folder: for files, of nobody else; what a shelf has left there is removed.
-      memory_bytes: of arrays that are kept in memory.
+      folder: for files, used by nothing else; the files of an earlier shelf are removed.
+      memory_bytes: limit of the arrays in memory.
     """
     make_directory(folder)
     remove_partials(folder)
     for left in folder.glob(f'*{SUFFIX}'):
       left.unlink()
     self._folder, self._limit = folder, memory_bytes
-    self._memory: collections.OrderedDict[str, Arrays] = collections.OrderedDict()  # The longest ago first.
-    self._digests: dict[str, str] = {}  # Of those in files.
+    self._memory: collections.OrderedDict[str, Arrays] = collections.OrderedDict()  # Least recently used first.
+    self._digests: dict[str, str] = {}  # Digests of the files.
     self._bytes = 0
     self._lock = threading.Lock()
 
@@ -49,16 +49,16 @@ class Shelf:
 
   @property
   def memory_bytes(self) -> int:
-    """Bytes of the arrays in memory."""
+    """The size of the arrays in memory, in bytes."""
     with self._lock:
       return self._bytes
 
   def put(self, version: str, arrays: Arrays) -> None:
-    """Keep the arrays of a version, which are not to be changed any more.
+    """Store the arrays of a version, which must not be changed any more.
 
     Raises:
       ValueError: the shelf has that version, which never changes.
-      UserError: others have to go to a file, which cannot be written; nothing has changed.
+      UserError: other versions must move to a file, which cannot be written; nothing has changed.
     """
     with self._lock:
       if version in self._memory or version in self._digests:
@@ -73,7 +73,7 @@ class Shelf:
 
     Raises:
       KeyError: the shelf has no such version.
-      UserError: its file is damaged, or cannot be read; or as `put`, of those that have to go for it.
+      UserError: its file is damaged or cannot be read; or as `put`, for versions that must make room.
     """
     with self._lock:
       if version in self._memory:
@@ -85,7 +85,7 @@ class Shelf:
       return arrays
 
   def drop(self, version: str) -> None:
-    """Forgets a version and erases its file; none is no error."""
+    """Drop a version and erase its file; a missing version is no error."""
     with self._lock:
       if version in self._memory:
         self._bytes -= _size(self._memory.pop(version))
@@ -97,7 +97,7 @@ class Shelf:
     self._bytes += _size(arrays)
 
   def _spill(self, more: int) -> None:
-    """Make room for so many bytes, or for as many as there can be; what has a file already needs no other."""
+    """Make room for so many bytes, or as many as possible; versions that have a file are not written again."""
     while self._memory and self._bytes + more > self._limit:
       version, arrays = next(iter(self._memory.items()))
       if version not in self._digests:

@@ -1,4 +1,4 @@
-"""What is sampled from or scored with."""
+"""The target of sampling and scoring."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class Target:
   """A version of an adapter, or the model without one."""
 
   adapter: Adapter | None  # None: the model without an adapter.
-  number: int | None  # Of the version.
+  number: int | None  # The number of the version.
 
   @property
   def engine_name(self) -> str:
-    """Its name in the engine."""
+    """The name of the version in the engine."""
     return BASE if self.adapter is None else engine_name(self.adapter.id, self.number)
 
   @property
   def lora_uri(self) -> str | None:
-    """Its address; None: it is the model without an adapter."""
+    """The URI of the version; None: it is the model without an adapter."""
     return None if self.adapter is None else names.lora_uri(self.adapter.id, self.number)

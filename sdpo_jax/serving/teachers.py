@@ -1,4 +1,4 @@
-"""Who teaches an adapter: what its settings, or a request, say of it, as the engine names it."""
+"""The teacher of an adapter: from its settings, or those of a request, to the engine's name for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sdpo_jax.errors import short_repr
 from sdpo_jax.serving.errors import InvalidRequest
 from sdpo_jax.serving.records import Adapter, engine_name
 
-# What each kind may say beside its name.
+# The fields that each kind may have beside its name.
 KINDS = {
   'live': (),
   'ema': ('rate',),
@@ -25,25 +25,25 @@ KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-  """Whoever reads the feedback."""
+  """The model that reads the feedback."""
 
-  name: str  # As `serving.engine.Feedback.teacher` has it; 'endpoint': asked before.
-  version: int | None  # Of the adapter, which must be there; None: none.
-  average_rate: float  # How far the average moves, whoever teaches.
+  name: str  # The value of `serving.engine.Feedback.teacher`; 'endpoint': asked before learning.
+  version: int | None  # The adapter's version that must exist; None: none.
+  average_rate: float  # The update rate of the average of the factors, used with every teacher.
 
   @property
   def said(self) -> str:
-    """What answers call it: as requests do, and a version by its name."""
+    """The teacher's name in responses: as in requests, or a version by its name."""
     return 'ema' if self.name == 'average' else self.name
 
 
 def settings_of(said: Any) -> Any:
-  """Return settings of a teacher, of which the kind alone may be said; what is neither is returned as it is."""
+  """Return teacher settings as a mapping if only the kind is given; anything else is returned unchanged."""
   return {'kind': said} if isinstance(said, str) else said
 
 
 def check(settings: Mapping[str, Any]) -> None:
-  """Raise InvalidRequest for settings of a teacher that are none."""
+  """Raise InvalidRequest for invalid settings of a teacher."""
   kind = settings.get('kind')
   if not isinstance(kind, str) or kind not in KINDS:
     raise InvalidRequest(
@@ -73,12 +73,12 @@ def check(settings: Mapping[str, Any]) -> None:
 
 
 def choose(adapter: Adapter, asked: Mapping[str, Any] | None, defaults: LearningConfig) -> Teacher:
-  """Return who teaches an adapter at its newest version.
+  """Return the teacher of an adapter at its newest version.
 
   Args:
-    adapter: its settings say `teacher`.
-    asked: what a request says instead; None: nothing.
-    defaults: what holds of an adapter that says nothing.
+    adapter: an adapter whose settings may hold `teacher`.
+    asked: settings of a request that take precedence; None: there are none.
+    defaults: settings for an adapter without any.
 
   Raises:
     InvalidRequest: there is no such teacher.

@@ -1,4 +1,4 @@
-"""The tool calls in what a model writes: found, checked for their form, and written again when a person has edited one.
+"""Tool calls in the text of a model: parsed, checked, and written again after an edit.
 
 Two forms are known. `hermes`, of Qwen2.5, Qwen3 and Hermes, puts each call between tags:
 
@@ -6,11 +6,11 @@ Two forms are known. `hermes`, of Qwen2.5, Qwen3 and Hermes, puts each call betw
     {"name": "read", "arguments": {"path": "a.py"}}
     </tool_call>
 
-`llama3`, of Llama 3.1 and later, makes the whole answer a call, behind <|python_tag|> where the template asks for it:
+`llama3`, of Llama 3.1 and later, makes the whole answer a call, after <|python_tag|> if the template requires it:
 
     {"name": "read", "parameters": {"path": "a.py"}}
 
-Which one a model has been trained with, its chat template says.
+The chat template shows which form a model was trained with.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from sdpo_jax.environments.thinking import without_thinking
 from sdpo_jax.errors import UserError, short_repr
 
 Form = Literal['hermes', 'llama3']
-MAX_CALLS = 32  # Of one answer.
-MAX_DEPTH = 64  # Of objects and lists in each other in the arguments of a call.
-# What a template of another form has in it, and whose form that is.
+MAX_CALLS = 32  # Per answer.
+MAX_DEPTH = 64  # Nesting of objects and lists in the arguments of a call.
+# Markers in templates of other forms, and the models that use these.
 _OTHERS = {
   '<function=': "Qwen3-Coder's",
   '[TOOL_CALLS]': "Mistral's",
@@ -42,7 +42,7 @@ _OTHERS = {
   '<|tool_list_start|>': "LFM2's",
 }
 _OPEN, _CLOSE = '<tool_call>', '</tool_call>'
-PYTHON_TAG = '<|python_tag|>'  # Of Llama 3: before a call that is not the whole answer.
+PYTHON_TAG = '<|python_tag|>'  # Llama 3's tag before a call that is not the whole answer.
 _ARGUMENTS = {'hermes': 'arguments', 'llama3': 'parameters'}
 _DECODER = json.JSONDecoder()
 _SEPARATOR = re.compile(r'[\s;]*')
@@ -56,24 +56,24 @@ class ToolCall:
   arguments: Mapping[str, Any]
 
   def message(self) -> dict[str, Any]:
-    """Return the call as messages hold it, for chat templates."""
+    """Return the call in the form of chat messages."""
     return {'type': 'function', 'function': {'name': self.name, 'arguments': dict(self.arguments)}}
 
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-  """What an answer says and calls."""
+  """The text of an answer and its tool calls."""
 
-  text: str  # Beside the calls.
+  text: str  # The text beside the calls.
   calls: Sequence[ToolCall]
-  fault: str | None  # Why something that looks like a call is none, in a sentence for the model; None: all are.
+  fault: str | None  # Why a call is invalid, in a sentence for the model; None: all are valid.
 
 
 def form_of(template: str | None) -> Form:
-  """Return the form of the calls that a chat template teaches.
+  """Return the form of tool calls that a chat template uses.
 
   Raises:
-    UserError: there is no template, it knows no tools, or its form is another one, which is named.
+    UserError: there is no template, it has no tools, or its form is another one, which is named.
   """
   if not template or 'tools' not in template:
     raise UserError(
@@ -97,22 +97,22 @@ def form_of(template: str | None) -> Form:
 
 
 def read_calls(text: str, form: Form) -> Proposal:
-  """Return what an answer says and calls; thinking is neither.
+  """Return the text and the calls of an answer, without its thinking.
 
-  A call of which anything is wrong is not returned, and none after it: a person is not to approve half of a plan.
+  An invalid call and all calls after it are left out: a person should not approve half of a plan.
   """
   shown = without_thinking(text)
   return _read_tagged(shown) if form == 'hermes' else _read_whole(shown)
 
 
 def write_call(call: ToolCall, form: Form) -> str:
-  """Return a call as a model of that form writes it."""
+  """Return a call in the form in which the model writes it."""
   content = json.dumps({'name': call.name, _ARGUMENTS[form]: dict(call.arguments)}, ensure_ascii=False)
   return f'{_OPEN}\n{content}\n{_CLOSE}' if form == 'hermes' else content
 
 
 def cutting(stops: Sequence[str], form: Form) -> str | None:
-  """Return a string at which every call would be cut, if answers ended there; None: there is none."""
+  """Return a stop string that would cut every call; None: there is none."""
   bare = write_call(ToolCall('', {}), form) + ('\n' if form == 'hermes' else '')
   return next((stop for stop in stops if stop in bare), None)
 
@@ -154,7 +154,7 @@ def _read_whole(text: str) -> Proposal:
     except (ValueError, RecursionError) as error:
       return _proposal([said.strip()], calls, f'A tool call is not valid JSON: {_reason(error)}.')
     if not calls and not (isinstance(found, dict) and 'name' in found):
-      return Proposal(text.strip(), (), None)  # An answer in JSON that calls nothing.
+      return Proposal(text.strip(), (), None)  # An answer in JSON that is not a call.
     call = _call(found, 'parameters')
     if isinstance(call, str):
       return _proposal([said.strip()], calls, call)
@@ -164,7 +164,7 @@ def _read_whole(text: str) -> Proposal:
 
 
 def _call(found: Any, key: str) -> ToolCall | str:
-  """Return a call, or what is wrong with it."""
+  """Return a call, or a sentence about its fault."""
   if not isinstance(found, dict) or not isinstance(found.get('name'), str) or not found['name']:
     return f'A tool call must be an object with "name" and "{key}", not {short_repr(found)}.'
   if further := found.keys() - {'name', key, 'id', 'type'}:
@@ -178,7 +178,7 @@ def _call(found: Any, key: str) -> ToolCall | str:
 
 
 def flaw_of(value: Any) -> str | None:
-  """Return what in a value that was read as JSON could not be kept, sent or shown; None: nothing."""
+  """Return why a value read from JSON cannot be stored, sent or shown; None: it can."""
   left = [(value, 0)]
   while left:
     found, depth = left.pop()

@@ -1,7 +1,8 @@
 """Training slots: adapters of one shape that are trained side by side, each as if it were alone.
 
-Gradients of a micro-batch whose rows belong to different slots are one tree (`training.update.accumulate` with a policy
-of a `LoraPool`, in which a row contributes to its own adapter alone); what follows is done slot by slot, under a mask.
+The gradients of a micro-batch whose rows belong to different slots are one tree (`training.update.accumulate` with a
+policy of a `LoraPool`, in which a row contributes to its own adapter alone); the optimizer step is taken slot by slot,
+under a mask.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from sdpo_jax.types import Tree
 
 @flax.struct.dataclass
 class SlotState:
-  """What training changes in N slots."""
+  """The trained state of N slots."""
 
   trainable: Tree  # [L, N, …] float32, factors.
-  moments: optax.ScaleByAdamState  # Of AdamW: count [N] int32, mu and nu [L, N, …] float32.
+  moments: optax.ScaleByAdamState  # AdamW's moments: count [N] int32, mu and nu [L, N, …] float32.
 
 
 @flax.struct.dataclass
 class StepSettings:
-  """How AdamW steps in N slots; all of it is data, so that one program serves all requests."""
+  """AdamW settings of N slots; all are data, so that one program serves all requests."""
 
   learning_rate: jax.Array  # [N] float32.
   beta1: jax.Array  # [N] float32.
@@ -40,19 +41,19 @@ class StepSettings:
   max_grad_norm: jax.Array  # [N] float32, of all factors of a slot; infinity: gradients are not clipped.
 
 
-LARGEST = 1e30  # A number of an adapter is smaller: there is room for it in bfloat16, too.
+LARGEST = 1e30  # Upper bound of the numbers of an adapter, safe in bfloat16, too.
 # The axes of the slots.
 _MOMENTS = optax.ScaleByAdamState(count=0, mu=lora_pool.AXIS, nu=lora_pool.AXIS)
 _STATE = SlotState(trainable=lora_pool.AXIS, moments=_MOMENTS)
 
 
 def fits(values: np.ndarray | jax.Array) -> jax.Array:
-  """Return whether all numbers of an array are finite, and small enough for every compute dtype, [] bool."""
-  return (abs(values) < LARGEST).all()  # No comparison with NaN holds.
+  """Return whether all numbers of an array are finite and small enough for every compute dtype, [] bool."""
+  return (abs(values) < LARGEST).all()  # Comparisons with NaN are false.
 
 
 def fresh(trainable: Tree) -> SlotState:
-  """Return slots that have not been trained, beside the factors on their devices; nothing is compiled for them.
+  """Return untrained slots with given factors, on the same devices, without compiling anything.
 
   Args:
     trainable: [L, N, …] float32, factors.
@@ -69,18 +70,18 @@ def fresh(trainable: Tree) -> SlotState:
 
 
 def shardings(table: Table, mesh: Mesh) -> SlotState:
-  """Return where the arrays of slots lie on a mesh: moments as the factors, counts on every device.
+  """Return the shardings of slots on a mesh: moments as the factors, counts replicated.
 
   Args:
     table: of a policy with a pool.
-    mesh: whose.
+    mesh: the mesh.
   """
   factors = lora_pool.shardings(table, mesh)
   return SlotState(factors, optax.ScaleByAdamState(count=replicated(mesh), mu=factors, nu=factors))
 
 
 def _place(leaf: jax.Array) -> Sharding | None:
-  """Return where an array must stay; None: it may go wherever it is needed."""
+  """Return the sharding of a committed array; None: the array may be moved."""
   return leaf.sharding if leaf.committed else None
 
 
@@ -92,7 +93,7 @@ def slot_of(state: SlotState, slot: jax.Array | int) -> SlotState:
 
 
 def with_slot(state: SlotState, slot: jax.Array | int, own: SlotState) -> SlotState:
-  """Return the state in which one slot holds something else; `own` has no axis of slots."""
+  """Return the state with one slot replaced by `own`, which has no axis of slots."""
   count, mu, nu = state.moments
   mu, nu, trainable = (
     lora_pool.with_member(tree, slot, new)
@@ -104,11 +105,11 @@ def with_slot(state: SlotState, slot: jax.Array | int, own: SlotState) -> SlotSt
 def step(
   state: SlotState, grads: Tree, settings: StepSettings, active: jax.Array
 ) -> tuple[SlotState, dict[str, jax.Array]]:
-  """Take one AdamW step in the slots that are active; no bit of the others changes.
+  """Take one AdamW step in the active slots; no bit of the others changes.
 
-  A slot whose gradient is not finite stays as it is, as a run's state does (`training.update.apply_gradients`), and so
-  does one that the step would give a value that is not, or is too large for a compute dtype: it may not reach the rows
-  of others.
+  A slot whose gradient is not finite is left unchanged, as in a training run (`training.update.apply_gradients`). So is
+  a slot in which the step would produce a value that is not finite or too large for a compute dtype, since it could
+  reach the rows of other slots.
 
   Args:
     state: before the step.

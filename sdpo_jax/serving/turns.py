@@ -1,4 +1,4 @@
-"""One at a time, in the order of asking: changes of an adapter wait for each other, and for nobody else's."""
+"""Fair locks by key: changes of one adapter wait for each other in order of arrival, and for no others."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from sdpo_jax.serving.errors import Deadline
 
 
 class Turns:
-  """First come, first served, for each of any number of things; nothing is kept of those that nobody waits for."""
+  """First-come, first-served locks for any number of keys; nothing is stored for a key that nobody waits for."""
 
   def __init__(self):
-    """Make turns of nothing yet."""
+    """Make locks that nobody holds."""
     self._lock = threading.Lock()
-    self._queues: dict[Hashable, collections.deque[threading.Event]] = {}  # Whose turn it is, and those behind.
+    self._queues: dict[Hashable, collections.deque[threading.Event]] = {}  # The holder, then those who wait.
 
   def __len__(self) -> int:
-    """How many things somebody has a turn at."""
+    """Return the number of keys whose lock somebody holds."""
     with self._lock:
       return len(self._queues)
 
   @contextlib.contextmanager
   def of(self, thing: Hashable, deadline: float | None = None) -> Iterator[None]:
-    """Wait for the turn at a thing, which lasts as long as the block.
+    """Hold the lock of a key within the block.
 
     Args:
-      thing: such as the id of an adapter.
-      deadline: of `time.monotonic`, until which the turn must have come; None: it may take any time.
+      thing: the key, such as the id of an adapter.
+      deadline: on `time.monotonic`, for acquiring the lock; None: there is none.
 
     Raises:
-      Deadline: it has not.
+      Deadline: the deadline has passed.
     """
     turn = threading.Event()
     with self._lock:

@@ -1,7 +1,8 @@
-"""The thread that owns the engine: it takes requests of all threads, in turns with sampling, and answers each once.
+"""The thread that owns the engine: it takes requests from all threads and interleaves them with sampling.
 
-Between two chunks of tokens it does one other thing at most: it learns from feedback of several versions together, or
-scores some rows of one. Versions that the engine does not have are read by other threads in the meantime.
+Every request gets exactly one answer. Between two chunks of decoded tokens the thread does at most one other thing: it
+learns from the feedback of several versions together, or scores some rows of one version. Other threads meanwhile
+read the versions that the engine does not have.
 """
 
 from __future__ import annotations
@@ -44,21 +45,19 @@ Future = concurrent.futures.Future
 Answer = TypeVar('Answer')
 _READERS = 2  # Threads that read versions.
 _ASKERS = 8  # Threads that ask a teacher behind an endpoint.
-_BATCHES = (
-  4  # Micro-batches that are learned or scored between two chunks of tokens, unless one request has more lessons.
-)
-_SHARE = 0.75  # Of the memory for versions that those take which can be read again; others have the rest.
+_BATCHES = 4  # Micro-batches learned or scored between two chunks of tokens, unless a single request has more lessons.
+_SHARE = 0.75  # The share of the memory for versions that `_trim` fills; the rest is headroom.
 _COUNTS = 'sampled', 'scored', 'learned', 'failed', 'cancelled', 'late', 'refused', 'loads', 'restarts', 'turns'
-_LEAST, _MOST = 0.1, 60.0  # Seconds after which a refused request may come again.
+_LEAST, _MOST = 0.1, 60.0  # Bounds of `retry_after` of a refused request, in seconds.
 _logger = logging.getLogger('sdpo_jax.serving')
 
 
 class _EngineLostError(Exception):
-  """The engine cannot be used any more."""
+  """The engine is no longer usable."""
 
 
 class Worker:
-  """The engine, for all threads."""
+  """A queue in front of the engine that all threads may use."""
 
   def __init__(
     self,
@@ -69,17 +68,17 @@ class Worker:
     announce: Callable[[str], None] = print,
     clock: Callable[[], float] = time.monotonic,
   ):
-    """Make a worker that does nothing yet.
+    """Make a worker whose thread has not started.
 
     Args:
-      make_engine: makes the engine, in the worker's thread; again when its devices have failed.
-      load: maps the name of a version that the engine does not have to its arrays; called by threads that do nothing
-        else. What it raises reaches those who have asked for the version.
-      max_waiting: requests that wait or are under way at most; others are refused.
+      make_engine: makes the engine, in the worker's thread; called again when its devices have failed.
+      load: maps the name of a version that the engine does not have to its arrays; called in reader threads. Its errors
+        are passed on to the requests that need the version.
+      max_waiting: the most requests that may wait or be under way; further ones are refused.
       announce: receives lines about the programs of the engine.
-      clock: seconds, for deadlines.
+      clock: returns seconds, for deadlines.
     """
-    self.ready = threading.Event()  # All programs are there: requests are taken.
+    self.ready = threading.Event()  # Set once all programs are compiled and requests are taken.
     self.failure: BaseException | None = None  # Why there is no engine now.
     self._make_engine, self._load, self._announce = make_engine, load, announce
     self._max_waiting, self._clock = max_waiting, clock
@@ -87,28 +86,30 @@ class Worker:
     self._readers = concurrent.futures.ThreadPoolExecutor(_READERS, 'versions')
     self._askers = concurrent.futures.ThreadPoolExecutor(_ASKERS, 'endpoint')
     self._lock, self._wake = threading.Lock(), threading.Event()
-    # Under the lock: what other threads leave for this one.
+    # Guarded by the lock: work that other threads queue for the worker's thread.
     self._inbox: collections.deque[Job | _Call] = collections.deque()
     self._unfinished = 0  # Requests that wait or are under way.
-    self._refusal: str | None = 'The engine was not started yet.'  # Why there can be no new ones.
+    # Why new requests are refused; None: they are accepted.
+    self._refusal: str | None = 'The engine was not started yet.'
     self._closed = False
     self._stop_at: float | None = None
     self._counts = dict.fromkeys(_COUNTS, 0)
     self._pace, self._last_end = 0.0, clock()  # Seconds between the ends of requests, on average.
-    # Of the worker's thread alone, but for looks at the engine.
+    # Used by the worker's thread alone; other threads only read `_engine`.
     self._engine: Engine | None = None
     self._waiting: list[Job] = []
     self._drawing: list[SampleJob] = []
     self._loading: dict[str, Future[Arrays]] = {}
     self._pinned: set[str] = set()  # Versions that waiting requests need.
-    self._kept: collections.OrderedDict[str, None] = collections.OrderedDict()  # Can be read again; longest ago first.
-    self._own: set[str] = set()  # Versions that nothing but the engine has.
-    self._rescued: dict[str, Arrays] = {}  # The same while the engine is made anew.
+    # Versions that can be loaded again, least recently used first.
+    self._kept: collections.OrderedDict[str, None] = collections.OrderedDict()
+    self._own: set[str] = set()  # Versions that only the engine has.
+    self._rescued: dict[str, Arrays] = {}  # Their arrays while a new engine is made.
 
   # Life.
 
   def start(self) -> None:
-    """Start the thread, which makes the engine and compiles its programs; `ready` says when it has."""
+    """Start the thread, which makes the engine, compiles its programs and then sets `ready`."""
     with self._lock:
       self._refusal = 'The engine compiles its programs: come again when it is ready.'
     self._thread.start()
@@ -117,7 +118,7 @@ class Worker:
     """Wait until the engine is ready, for at most `timeout` seconds; return whether it is.
 
     Raises:
-      BaseException: why it will not be.
+      BaseException: the error that keeps the engine from ever being ready.
     """
     end = None if timeout is None else time.monotonic() + timeout
     while not self.ready.wait(0.1 if end is None else min(0.1, max(0.0, end - time.monotonic()))):
@@ -128,9 +129,10 @@ class Worker:
     return True
 
   def stop(self, drain: float) -> None:
-    """Refuses new requests, gives those that are there so many seconds to be done, and ends; more calls are no error.
+    """Refuse new requests, give those in the queue `drain` seconds to finish, and end the thread.
 
-    What belongs to a request under way, `arrays`, `put` and `forget`, is answered until then.
+    Calls that belong to a request under way (`arrays`, `put` and `forget`) are answered until then. A second call is no
+    error.
     """
     with self._lock:
       self._refusal = 'The service ends: send the request to it when it is back.'
@@ -156,15 +158,15 @@ class Worker:
     owner: str | None = None,
     **options: Any,
   ) -> Handle:
-    """Lets samples of a prompt by a version wait for their turn.
+    """Queue samples of a prompt from a version.
 
     Args:
       version: its name in the engine; `BASE`: the model without an adapter.
       prompt: token ids.
-      deadline: on the worker's clock; after it they end.
-      drafts: whether the handle yields drafts, too.
+      deadline: on the worker's clock; unfinished samples end then.
+      drafts: whether the handle also yields drafts.
       stop: strings that end a sample.
-      stop_token_ids: tokens that do.
+      stop_token_ids: tokens that end a sample.
       owner: see `Engine.submit`.
       **options: `SamplingOptions`; the step is 0 unless given.
 
@@ -190,7 +192,7 @@ class Worker:
     return handle
 
   def cancel(self, request: Handle | Future) -> None:
-    """End a request: samples at the next chunk, and what has not begun yet at once; no error if it is done."""
+    """Cancel a request: samples end at the next chunk, a waiting request at once; a finished one is no error."""
     if isinstance(request, Future):
       request.cancel()
     else:
@@ -206,10 +208,10 @@ class Worker:
     ids: Sequence[np.ndarray] | None = None,
     deadline: float | None = None,
   ) -> Future[list[Scored]]:
-    """Lets rows wait to be scored; see `Engine.score`.
+    """Queue rows to be scored; see `Engine.score`.
 
     Raises:
-      InvalidRequest: there are no rows, or ids that are not [T, M] int32 of every row with the same M.
+      InvalidRequest: there are no rows, or the ids are not [T, M] int32 for every row with the same M.
       Busy: too many requests wait.
       NotReady: there is no engine now.
     """
@@ -235,11 +237,10 @@ class Worker:
     return job.future
 
   def learn(self, feedback: Feedback, *, deadline: float | None = None) -> Future[Learned]:
-    """Lets feedback wait to be learned. Unless a gradient was not finite, the engine has the new version then.
+    """Queue feedback to be learned; the engine has the new version when the future is done.
 
-    Nothing else has it: `stored` says when something does, and `forget` that nobody wants it. An endpoint that teaches
-      is
-    asked by another thread before.
+    If a gradient was not finite, there is no new version. Otherwise only the engine holds it: call `stored` once it has
+    been stored, or `forget` to discard it. If the teacher is an endpoint, another thread asks it first.
 
     Raises:
       Busy: too many requests wait.
@@ -258,10 +259,10 @@ class Worker:
   # Versions.
 
   def arrays(self, version: str) -> Arrays:
-    """Return all that a version is, by name; none can be written to.
+    """Return all arrays of a version by name; they cannot be written to.
 
     Raises:
-      ServiceError: neither the engine has it nor what loads versions.
+      ServiceError: neither the engine nor `load` has the version.
     """
     engine, rescued = self._engine, self._rescued
     if version in rescued:
@@ -269,16 +270,16 @@ class Worker:
     if engine is not None and version in engine:
       try:
         return engine.state(version)
-      except UserError:  # It has gone in the meantime, to where it can be read.
+      except UserError:  # It was dropped in the meantime, and can be loaded.
         pass
     return self._load(version)
 
   def put(self, version: str, arrays: Arrays) -> None:
-    """Make a version of arrays as `arrays` returns them.
+    """Make a version from arrays in the form that `arrays` returns.
 
     Raises:
-      InvalidRequest: they are not of the shape that is served, or not finite.
-      ServiceError: there is a version of that name.
+      InvalidRequest: the arrays do not have the shape that is served, or are not finite.
+      ServiceError: a version of that name exists.
       NotReady: there is no engine now.
     """
 
@@ -289,7 +290,7 @@ class Worker:
     self._call(restore).result()
 
   def stored(self, version: str) -> None:
-    """Says that `load` finds a version from now on, so that the engine need not have it."""
+    """Note that `load` can read a version from now on, so that the engine may drop it."""
 
     def keep(_: Engine) -> None:
       if version in self._own:
@@ -299,7 +300,7 @@ class Worker:
     self._call(keep)
 
   def fresh(self, seed: int) -> Arrays:
-    """Return the arrays of a version that changes nothing yet, of which the engine keeps nothing.
+    """Return the arrays of a new version that does not change the model; the engine does not keep them.
 
     Raises:
       NotReady: there is no engine now.
@@ -310,7 +311,7 @@ class Worker:
     return engine.fresh(seed)
 
   def forget(self, *versions: str) -> None:
-    """Erases versions from the engine, each as soon as what uses it is done; one that is not there is no error.
+    """Erase versions from the engine, each as soon as nothing uses it; a missing version is no error.
 
     Raises:
       NotReady: the worker has ended.
@@ -323,7 +324,7 @@ class Worker:
 
   @property
   def stats(self) -> dict[str, float]:
-    """Numbers for whoever watches: lengths of queues, and counts of what was done."""
+    """Metrics of the worker: queue lengths and counts of finished work."""
     engine = self._engine
     with self._lock:
       found: dict[str, float] = dict(self._counts)
@@ -335,10 +336,10 @@ class Worker:
       found[name] = getattr(engine, name) if engine is not None else 0
     return found
 
-  # What other threads leave.
+  # Work queued by other threads.
 
   def _ask(self, make: Callable[[float], Job]) -> Any:
-    """Lets a request wait, and returns it."""
+    """Queue a request and return it."""
     with self._lock:
       if self._refusal is not None:
         raise NotReady(self._refusal)
@@ -355,7 +356,7 @@ class Worker:
     return job
 
   def _call(self, do: Callable[[Engine], Answer]) -> Future[Answer]:
-    """Lets something be done with the engine before the next chunk."""
+    """Schedule a function to be called with the engine before the next chunk."""
     call = _Call(do)
     self._leave(call)
     return call.future
@@ -398,15 +399,15 @@ class Worker:
       if self._stop_at is not None:
         self._close('The service has ended.', self.failure)
         return
-      # Nothing may hold the memory of its devices when the next one is made.
+      # Nothing may hold device memory of the lost engine while the next one is made.
       self._engine = engine = error = None
       gc.collect()
 
   def _serve(self, engine: Engine) -> None:
-    """Works until the worker is stopped.
+    """Serve requests until the worker is stopped.
 
     Raises:
-      _EngineLostError: the engine cannot be used any more.
+      _EngineLostError: the engine is no longer usable.
     """
     while True:
       self._counts['turns'] += 1
@@ -430,7 +431,7 @@ class Worker:
       raise _EngineLostError from error
 
   def _hear(self, engine: Engine) -> None:
-    """Take what other threads have left, and versions that were read."""
+    """Take in new requests, answers of endpoints, and versions that reader threads have loaded."""
     self._wake.clear()
     while self._inbox:
       work = self._inbox.popleft()
@@ -457,7 +458,7 @@ class Worker:
           self._end(engine, job, error, 'failed')
 
   def _end_what_is_over(self, engine: Engine) -> bool:
-    """End requests that nobody waits for, or whose time is over; return whether there were any."""
+    """End requests that were cancelled or are past their deadline; return whether there were any."""
     now, moved = self._clock(), False
     for job in [*self._waiting, *self._drawing]:
       if isinstance(job, ForgetJob) or job.ended is not None:
@@ -470,7 +471,7 @@ class Worker:
     return moved
 
   def _finished(self, engine: Engine) -> bool:
-    """Return whether the worker is to end, with nothing left to do or no time for it."""
+    """Return whether the worker should end: it was stopped, and has no work or no time left."""
     if self._stop_at is None:
       return False
     if not (self._waiting or self._drawing or self._loading or self._inbox):
@@ -484,7 +485,7 @@ class Worker:
     return True
 
   def _fetch(self, engine: Engine) -> None:
-    """Has versions read that requests need, no more at a time than memory holds, in the order of the requests."""
+    """Start loading the versions that waiting requests need, in order, no more at a time than memory holds."""
     pinned: set[str] = set()
     most = self._most(engine)
     for job in self._waiting:
@@ -499,11 +500,11 @@ class Worker:
     self._pinned = pinned
 
   def _begin(self, engine: Engine) -> bool:
-    """Begins to sample what can be begun; returns whether anything was."""
+    """Start sampling for every waiting request that can start; return whether any did."""
     moved, passed = False, []
     for job in [job for job in self._runnable(engine) if isinstance(job, SampleJob)]:
       if any(earlier.passed >= engine.settings.rows for earlier in passed):
-        break  # It has waited for its place long enough: nobody takes one before.
+        break  # It has been overtaken often enough: it gets the next free place.
       try:
         drawing = engine.submit(job.version, job.prompt, **job.options)
       except NoPlaceError:
@@ -526,7 +527,7 @@ class Worker:
     return moved
 
   def _work(self, engine: Engine) -> bool:
-    """Erases what can be erased and does one thing beside sampling: what came first; returns whether there was any."""
+    """Erase versions, then learn or score for the first such request; return whether anything was done."""
     jobs = self._runnable(engine)
     moved = False
     for job in jobs:
@@ -585,12 +586,12 @@ class Worker:
         job.future.set_result(job.found)
 
   def _forget(self, engine: Engine, job: ForgetJob) -> bool:
-    """Erases a version if nothing uses it; returns whether it did."""
+    """Erase a version if nothing uses it; return whether the job is done."""
     if job.version in self._loading or any(job.version == other.version for other in self._drawing):
       return False
     try:
       engine.forget(job.version)
-    except ValueError:  # What was cancelled goes on until the next chunk.
+    except ValueError:  # Cancelled samples run until the next chunk.
       return False
     except Exception as error:
       self._refuse(engine, job, error)
@@ -602,7 +603,7 @@ class Worker:
     return True
 
   def _claimed(self, job: LearnJob | ScoreJob) -> bool:
-    """Return whether somebody still waits for a request that is to be done now; if not, it is gone."""
+    """Return whether a job that is about to run is still wanted; remove it otherwise."""
     if not job.claim():
       self._waiting.remove(job)
       self._ended(job, 'cancelled')
@@ -610,7 +611,7 @@ class Worker:
     return True
 
   def _alone_or_refused(self, engine: Engine, jobs: Sequence[LearnJob | ScoreJob], error: Exception) -> None:
-    """Lets each of several requests come again by itself, for one of them was not possible; one alone is refused."""
+    """Retry each of several jobs alone after one of them failed; refuse a job that was already alone."""
     if len(jobs) == 1:
       self._refuse(engine, jobs[0], error)
       return
@@ -620,17 +621,17 @@ class Worker:
       job.alone = True
 
   def _refuse(self, engine: Engine, job: Job, error: Exception) -> None:
-    """End a request that could not be done.
+    """End a request that failed.
 
     Raises:
-      _EngineLostError: nothing else can be done either.
+      _EngineLostError: the engine is no longer usable.
     """
     self._end(engine, job, _refused(error), 'failed')
     if not isinstance(error, (UserError, NoPlaceError)):
       self._try(engine, error)
 
   def _try(self, engine: Engine, error: Exception) -> None:
-    """Raise _EngineLostError if the engine does not even score a token after an error that it should not have had."""
+    """Raise _EngineLostError if the engine cannot even score one token after an unexpected error."""
     _logger.error('The engine failed at a request.', exc_info=error)
     try:
       engine.score(BASE, [([0], [0])], topk=0)
@@ -638,7 +639,7 @@ class Worker:
       raise _EngineLostError from again
 
   def _collect(self) -> bool:
-    """Note which samples are done; return whether any are."""
+    """Remove finished sampling jobs from the list; return whether there were any."""
     done = [job for job in self._drawing if job.drawing.done]
     for job in done:
       self._drawing.remove(job)
@@ -646,7 +647,7 @@ class Worker:
     return bool(done)
 
   def _trim(self, engine: Engine) -> None:
-    """Drop versions that can be read again, those that were used longest ago first, until memory holds the others."""
+    """Drop the least recently used versions that can be loaded again, until the rest fits into memory."""
     more = len(self._kept) + len(self._own) - self._most(engine)
     if more <= 0:
       return
@@ -655,11 +656,11 @@ class Worker:
       del self._kept[version]
 
   def _most(self, engine: Engine) -> int:
-    """Return how many versions are to be in memory."""
+    """Return how many versions may be in memory."""
     return max(2, int(_SHARE * engine.settings.memory_bytes / engine.version_bytes))
 
   def _rest(self) -> None:
-    """Wait until there is something to do, or the time of something is over."""
+    """Wait for new work or for the next deadline."""
     times = [job.deadline for job in self._waiting if job.deadline is not None]
     if self._stop_at is not None:
       times.append(self._stop_at)
@@ -669,14 +670,14 @@ class Worker:
     return runnable(self._waiting, engine) if self._waiting else []
 
   def _touch(self, job: Job) -> None:
-    """Note that the versions of a request were used now."""
+    """Mark the versions of a request as just used."""
     for version in job.needs & self._kept.keys():
       self._kept.move_to_end(version)
 
   # Ends.
 
   def _end(self, engine: Engine | None, job: Job, error: ServiceError, count: str) -> None:
-    """End a request without an answer; samples that are being drawn end with the next chunk."""
+    """End a request with an error; samples under way end with the next chunk."""
     if job.ended is not None:
       return
     job.ended = count
@@ -690,7 +691,7 @@ class Worker:
       self._ended(job, count)
 
   def _ended(self, job: Job, count: str) -> None:
-    """Count a request that is done."""
+    """Count a finished request."""
     now = self._clock()
     with self._lock:
       self._counts[count] += 1
@@ -699,7 +700,7 @@ class Worker:
       self._last_end = now
 
   def _lose(self, engine: Engine, error: BaseException) -> None:
-    """Fails all requests, for the engine cannot be used any more, and keeps what nothing else has."""
+    """Fail all requests after the engine was lost, and keep the versions that only the engine had."""
     _logger.error('The engine failed, and is made anew.', exc_info=error)
     why = f'The engine failed ({first_line(error)}) and is started again: send the request again in a while.'
     with self._lock:
@@ -726,7 +727,7 @@ class Worker:
     self._pinned.clear()
 
   def _close(self, why: str, failure: BaseException | None = None) -> None:
-    """End for good."""
+    """End the worker for good and refuse what is still waiting."""
     with self._lock:
       self.failure, self._refusal, self._closed = failure, why, True
       left = [*self._waiting, *self._inbox]
@@ -734,7 +735,7 @@ class Worker:
     self.ready.clear()
     self._engine = None
     for work in left:
-      if isinstance(work, ForgetJob):  # Nothing has it any more.
+      if isinstance(work, ForgetJob):  # There is no engine left that could have it.
         work.future.set_result(None)
       elif isinstance(work, Job):
         self._end(None, work, NotReady(why), 'failed')
@@ -743,7 +744,7 @@ class Worker:
 
 
 class _Call:
-  """Something that is done with the engine before the next chunk, whatever waits."""
+  """A function that is called with the engine before the next chunk, ahead of the queue."""
 
   def __init__(self, function: Callable[[Engine], Any]):
     self.future: Future = Future()
@@ -757,7 +758,7 @@ class _Call:
 
 
 def _refused(error: Exception) -> ServiceError:
-  """Return what the sender of a request hears of an error of the engine."""
+  """Return the error that the sender of a request gets for an error of the engine."""
   if isinstance(error, ServiceError):
     return error
   if isinstance(error, UserError):
@@ -768,14 +769,14 @@ def _refused(error: Exception) -> ServiceError:
 
 
 def _cut(scored: Scored, topk: int) -> Scored:
-  """Return what is said with no more than so many of the most likely tokens."""
+  """Return the scores with only the `topk` most likely tokens of each position."""
   if scored.top_ids.shape[1] == topk:
     return scored
   return dataclasses.replace(scored, top_ids=scored.top_ids[:, :topk], top_log_probs=scored.top_log_probs[:, :topk])
 
 
 def _plain(error: BaseException) -> BaseException:
-  """Return an error without the frames that it came from, which hold an engine and the memory of its devices."""
+  """Return an error without its traceback, whose frames hold the engine and the memory of its devices."""
   seen: BaseException | None = error
   while seen is not None:
     seen.__traceback__, seen = None, seen.__context__ or seen.__cause__
