@@ -1,1 +1,1 @@
-"""Interactive sessions: an agent proposes, a person decides, and what was denied is learned."""
+"""Interactive sessions: an agent proposes, a person decides, and the adapter learns from corrections."""

@@ -1,4 +1,4 @@
-"""Sessions as the store keeps them, and as the service speaks of them."""
+"""Conversion between the sessions of the service and the rows of the store."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from sdpo_jax.serving.sessions.settings import SessionSettings
 from sdpo_jax.serving.store.session_tables import SessionRow, TurnRow
 from sdpo_jax.serving.tool_calls import ToolCall
 
-_TOKENS = ('n', 'prompt_tokens', 'tokens', 'log_probs', 'kept_tokens')  # Of a turn, beside its record.
+_TOKENS = ('n', 'prompt_tokens', 'tokens', 'log_probs', 'kept_tokens')  # Columns of a turn beside its record.
 
 
 def session_row(session: AgentSession, token: str, written: Mapping[str, Any]) -> SessionRow:
-  """Return a new session as it is kept.
+  """Return the row of a new session.
 
   Args:
-    session: it.
+    session: the session.
     token: the digest of its token.
     written: how its messages become tokens, `exporting.written_by`.
   """
@@ -27,23 +27,23 @@ def session_row(session: AgentSession, token: str, written: Mapping[str, Any]) -
 
 
 def session_of(row: SessionRow, owner: str) -> AgentSession:
-  """Return a session."""
+  """Return the session of a row."""
   settings = SessionSettings.from_json(row.record['settings'])
   return AgentSession(row.id, row.adapter, owner, row.created, settings, row.record['tool_form'])
 
 
 def turn_row(turn: SessionTurn) -> TurnRow:
-  """Return a turn as it is kept."""
+  """Return the row of a turn."""
   return TurnRow(turn.n, turn.prompt_tokens, turn.tokens, turn.log_probs, turn.kept_tokens, record_of(turn))
 
 
 def record_of(turn: SessionTurn) -> dict[str, Any]:
-  """Return all of a turn but its tokens, as JSON."""
+  """Return a turn without its tokens and log-probs, as JSON."""
   return {name: value for name, value in turn.to_json().items() if name not in _TOKENS}
 
 
 def turn_of(row: TurnRow) -> SessionTurn:
-  """Return a turn."""
+  """Return the turn of a row."""
   record: Mapping[str, Any] = row.record
   read = {
     'calls': tuple(ToolCall(call['name'], call['arguments']) for call in record['calls']),

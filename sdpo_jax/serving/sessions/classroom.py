@@ -1,8 +1,8 @@
-"""Learning from what waits in a session: the examples become a feedback, and what came of it is noted with their turns.
+"""Learning from the waiting examples of a session: they become a feedback, and its result is noted with their turns.
 
-A decision is on the disk before any of this begins. The details of the version that is made name session and turns, so
-that a process that dies before the note is made leaves what it takes to make it (`session_tables.reconcile`): nothing
-is learned twice, and nothing that was decided is forgotten.
+A decision is on the disk before learning begins. The details of the new version name the session and its turns, so that
+after a crash between the commit and the note, `session_tables.reconcile` can make the note: nothing is learned twice,
+and no decision is lost.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from sdpo_jax.teacher import context
 if TYPE_CHECKING:
   from sdpo_jax.serving.account import Account
 
-_PAGE = 16  # Turns that are read at once in the search for approved ones.
+_PAGE = 16  # How many turns to read at a time when searching for approved ones.
 
 
 def item_of(row: ExampleRow, turn: SessionTurn) -> Item:
-  """Return what is learned of an example."""
+  """Return the feedback item of an example."""
   return Item(
     prompt_tokens=turn.prompt_tokens,
     tokens=turn.tokens,
@@ -44,24 +44,24 @@ def item_of(row: ExampleRow, turn: SessionTurn) -> Item:
 def example_row(
   session: AgentSession, turn: SessionTurn, kind: str, said: teaching.Said, teacher_prompt: Sequence[int], head: int
 ) -> ExampleRow:
-  """Return an example that waits, or, of a rehearsal, one that is learned beside others."""
+  """Return the row of a waiting example, or of a rehearsal, which is learned beside others."""
   state = 'learned' if kind == REHEARSAL else 'waiting'
   return ExampleRow(session.id, turn.n, kind, state, head, (), teacher_prompt, dataclasses.asdict(said))
 
 
 def learn(account: Account, session: AgentSession, dialogue: Dialogue, *, few: bool = False) -> LearnedTurns | None:
-  """Learns what waits in a session; returns what came of it, and None if nothing waits.
+  """Learn the waiting examples of a session and return the result; None: none waits.
 
-  The caller sees to it that nobody else changes the session meanwhile.
+  The caller makes sure that nobody else changes the session meanwhile.
 
   Args:
     account: of the owner.
-    session: whose examples they are.
+    session: the session of the examples.
     dialogue: its conversation.
-    few: learn also where fewer wait than `min_sdpo_examples`.
+    few: whether to learn even if fewer than `min_sdpo_examples` wait.
 
   Raises:
-    ServiceError, UserError: as `feedback.run`; they wait as before.
+    ServiceError, UserError: as `feedback.run`; the examples keep waiting.
   """
   settings, store = session.settings, account.service.store
   waiting = session_tables.examples(store.database, session.adapter, session=session.id, state='waiting')
@@ -102,14 +102,14 @@ def learn(account: Account, session: AgentSession, dialogue: Dialogue, *, few: b
 
 
 def said_of(account: Account, answer, turn: SessionTurn | Item, numbers: Sequence[int], began: float) -> LearnedTurns:
-  """Return what is said of a feedback whose last completion is that in question.
+  """Return the summary of a feedback, with the divergence and the moved tokens of its last completion.
 
   Args:
     account: of the owner.
-    answer: of `feedback.run`, with `measuring.DETAIL`.
-    turn: prompt and tokens of that completion.
-    numbers: turns that were learned from.
-    began: on the monotonic clock, when the learning began.
+    answer: from `feedback.run`, with `measuring.DETAIL`.
+    turn: the turn or item with the prompt and tokens of that completion.
+    numbers: the turns that were learned from.
+    began: when learning began, on the monotonic clock.
   """
   per_token = answer['items'][-1]['per_token']
   before, after = answer['version_before'], answer['version_after']
@@ -138,10 +138,10 @@ def _turn(account: Account, session: AgentSession, n: int) -> SessionTurn:
 def _rehearsed(
   account: Account, session: AgentSession, dialogue: Dialogue, rows: Sequence[ExampleRow], head: int
 ) -> Iterator[ExampleRow]:
-  """Yield the newest approved proposals, the newest first, each with itself as the demonstration.
+  """Yield examples of approved proposals, the newest first, each with itself as the demonstration.
 
-  Those of which the teacher may read nothing, and those that leave it no room, are passed over: they are learned beside
-  others so that these unlearn nothing, and nobody has asked for one of them.
+  Proposals of which the teacher may read nothing, and those that leave it no room, are skipped: rehearsals only protect
+  what was approved, and nobody has asked for any one of them.
   """
   service, left = account.service, session.settings.rehearse
   before = max(row.n for row in rows) + 1

@@ -1,9 +1,8 @@
-"""A conversation as token ids: what the model drew stays as it was drawn, and the chat template writes all else.
+"""A conversation as token ids: answers keep the tokens that were drawn, and the chat template writes everything else.
 
-The tokens behind an answer are found by rendering a short conversation in which a mark stands for the answer, and
-taking what the template writes behind the mark. So neither what was drawn nor what came before it is ever tokenised
-again, and a template that writes earlier turns in another way once others follow, as those do that drop thinking,
-changes nothing.
+To find the tokens after an answer, a short conversation is rendered with a mark in place of the answer, and the part
+after the mark is taken. So neither the answer nor what precedes it is ever tokenized again, and a template that
+rewrites earlier turns once others follow, such as one that drops thinking, has no effect.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from sdpo_jax.serving.tool_calls import Form, ToolCall, write_call
 from sdpo_jax.types import Messages
 
 _ASKED = {'role': 'user', 'content': PROBE}
-_MARKS = ('<tool_call>', '</tool_call>', '<|python_tag|>', '<think>', '</think>')  # What answers hold beside text.
+_MARKS = ('<tool_call>', '</tool_call>', '<|python_tag|>', '<think>', '</think>')  # Tags that may be special tokens.
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-  """A prompt of the student."""
+  """A prompt of the student, split before the header of the assistant's turn."""
 
-  body: list[int]  # All but the header of the assistant's turn.
+  body: list[int]  # The tokens before the header of the assistant's turn.
   header: list[int]
 
   @property
@@ -40,9 +39,9 @@ class Asked:
 
 
 class Dialogue:
-  """How the messages of one session become tokens. The caller holds the lock of the tokenizer.
+  """Conversion of one session's messages to tokens. The caller holds the tokenizer's lock.
 
-  Methods raise InvalidRequest where the template refuses messages, or writes them in a way that cannot be spliced.
+  Methods raise InvalidRequest if the template rejects messages, or renders them so that they cannot be spliced.
   """
 
   def __init__(
@@ -57,11 +56,11 @@ class Dialogue:
     """Make the conversation of a session.
 
     Args:
-      tokenizer: of the model, with a chat template.
+      tokenizer: the model's tokenizer, with a chat template.
       chat: how messages become tokens.
       system: the system message; None: none.
-      tools: JSON schemas, which the template is given.
-      stop_token_ids: with which the model ends completions; those that the template writes, too, end a turn.
+      tools: JSON schemas, passed to the template.
+      stop_token_ids: tokens with which the model ends completions; those that the template also writes end a turn.
     """
     template = template_of(tokenizer, tools) or ''
     self._ends = {token for token in stop_token_ids if _name(tokenizer, token) in template}
@@ -71,32 +70,32 @@ class Dialogue:
   # Prompts.
 
   def begin(self, messages: Messages) -> Asked:
-    """Return the first prompt."""
+    """Return the first prompt of the conversation."""
     return self._asked(lambda chat: chat, [*self._first, *messages])
 
   def after(self, prompt: Sequence[int], answer: Sequence[int], messages: Messages) -> Asked:
-    """Return the prompt that follows an answer.
+    """Return the prompt after an answer.
 
     Args:
-      prompt: that was answered.
-      answer: tokens as they were drawn, with a token that ends the turn or without.
-      messages: those that follow, one at least.
+      prompt: the prompt that was answered.
+      answer: its tokens as they were drawn, with or without a token that ends the turn.
+      messages: the messages after the answer, at least one.
     """
     behind = self._behind(messages)
     return Asked([*prompt, *answer, *behind.body[1 if self.is_ended(answer) else 0 :]], behind.header)
 
   def is_ended(self, answer: Sequence[int]) -> bool:
-    """Return whether an answer ends with a token that ends a turn: the limit of its length has none."""
+    """Return whether an answer ends with an end-of-turn token; one cut off at the length limit does not."""
     return bool(answer) and (answer[-1] == self.turn_end or answer[-1] in self._ends)
 
   def said_behind(self, text: str) -> list[int]:
-    """Return a turn of the user's that follows another message, and the header of the assistant's turn behind it."""
+    """Return the tokens of a user turn after another message, with the header of the assistant's turn after it."""
     before = self._rendered([_ASKED], False, ())
     said = {'role': 'user', 'content': text}
     return self._tokens([_ASKED, said], lambda chat: _without_beginning(chat, before), True, ())
 
   def split(self, prompt: Sequence[int]) -> Asked:
-    """Return a prompt of this conversation with its header by itself."""
+    """Return a prompt of this conversation split into body and header."""
     header = self.header
     body = list(prompt[: len(prompt) - len(header)])
     if list(prompt[len(body) :]) != header:
@@ -105,22 +104,22 @@ class Dialogue:
 
   @functools.cached_property
   def header(self) -> list[int]:
-    """The header of the assistant's turn."""
+    """The tokens of the header of the assistant's turn."""
     return self._encode(self._header_text)
 
   @functools.cached_property
   def turn_end(self) -> int:
-    """The token with which the template ends a turn of the assistant."""
+    """The token with which the template ends an assistant turn."""
     text = templates.turn_end(self._tokenizer, self._chat.variables)
     if text is None:
       raise _cannot('ends turns of the assistant with no control token')
     return self._tokenizer.convert_tokens_to_ids(text)
 
   def check(self, form: Form | None) -> None:
-    """Raise InvalidRequest if the template cannot be continued behind what was drawn.
+    """Raise InvalidRequest if the template cannot be continued after a drawn answer.
 
     Args:
-      form: of calls; None: there are no tools, and no messages of them.
+      form: of tool calls; None: there are no tools, and no tool messages.
     """
     asked, tool = {'role': 'user', 'content': f'{PROBE}u'}, {'role': 'tool', 'content': f'{PROBE}t'}
     earlier = [{'role': 'user', 'content': f'{PROBE}e'}, {'role': 'assistant', 'content': f'{PROBE}f'}]
@@ -142,11 +141,11 @@ class Dialogue:
   # Answers.
 
   def text_of(self, answer: Sequence[int], stop: Sequence[str], plain: str) -> str:
-    """Return the text of an answer with the tags of calls and thinking, also where these are special tokens.
+    """Return the text of an answer including the tags of calls and thinking, even if these are special tokens.
 
     Args:
       answer: tokens.
-      stop: strings that have ended it.
+      stop: strings that end it.
       plain: its text without special tokens.
     """
     if not any(token in self._special_marks for token in answer):
@@ -161,12 +160,12 @@ class Dialogue:
     return text[: min((at for at in map(text.find, stop) if at >= 0), default=len(text))]
 
   def edited(self, text: str, calls: Sequence[ToolCall], form: Form) -> list[int]:
-    """Return an answer with other calls in the place of its own, ended.
+    """Return the tokens of an answer with its calls replaced, including the end of the turn.
 
     Args:
       text: of the answer, with its calls.
-      calls: all that it is to have.
-      form: how they are written.
+      calls: the new calls.
+      form: the form in which to write them.
     """
     tag = '<tool_call>' if form == 'hermes' else '<|python_tag|>'
     closed = text.rfind('</think>') + len('</think>') if '</think>' in text else 0
@@ -180,11 +179,11 @@ class Dialogue:
     return [*self._answer(before + written), self.turn_end]
 
   def answer(self, text: str, ended: bool) -> list[int]:
-    """Return the tokens of an answer that was drawn by a model with another tokenizer."""
+    """Return the tokens of an answer that a model with another tokenizer drew."""
     return [*self._answer(text), *([self.turn_end] if ended else [])]
 
   def _answer(self, text: str) -> list[int]:
-    """Return the tokens of an answer, in which nothing but tags of calls and thinking can be a control token."""
+    """Return the tokens of an answer, in which only the tags of calls and thinking can become control tokens."""
     found: list[int] = []
     marks = {text: token for token, text in self._special_marks.items()}
     while text:
@@ -198,7 +197,7 @@ class Dialogue:
 
   @functools.cached_property
   def _special_marks(self) -> dict[int, str]:
-    """Those of `_MARKS` that are special tokens, which decoding leaves out."""
+    """The `_MARKS` that are special tokens, which decoding leaves out, by token id."""
     added = getattr(self._tokenizer, 'added_tokens_decoder', {})
     return {number: token.content for number, token in added.items() if token.special and token.content in _MARKS}
 
@@ -209,7 +208,7 @@ class Dialogue:
     return _without_beginning(with_header, self._rendered(messages, False, self._tools))
 
   def _asked(self, part: Any, messages: Messages) -> Asked:
-    """Return what a part of what the template writes of messages is, as tokens."""
+    """Return a part of the rendered messages as a prompt; `part` selects it from the text before the header."""
     header = self._header_text
 
     def body(chat: str) -> str:
@@ -220,7 +219,7 @@ class Dialogue:
     return Asked(self._tokens(messages, body, True, self._tools), list(self.header))
 
   def _behind(self, messages: Messages, earlier: Messages = ()) -> Asked:
-    """Return what the template writes behind an answer that messages follow."""
+    """Return the tokens that the template writes after an answer that messages follow."""
     mark, conversation = self._marked(messages, earlier)
     return self._asked(lambda chat: _behind(chat, mark), conversation)
 
@@ -251,18 +250,18 @@ class Dialogue:
       raise _refused(messages, error) from error
 
   def _encode(self, text: str) -> list[int]:
-    """Return the tokens of a text of the template."""
+    """Return the tokens of a text that the template wrote."""
     return self._tokenizer.encode(text, add_special_tokens=False)
 
   def _encode_plain(self, text: str) -> list[int]:
-    """Return the tokens of a text in which nothing is a control token, unless the settings let it."""
+    """Return the tokens of a text that cannot spell control tokens unless the settings allow it."""
     if not self._chat.split_special_tokens:
       return self._encode(text)
     return plain_messages(self._tokenizer).encode_text(text)
 
 
 def template_of(tokenizer: Tokenizer, tools: Sequence[Any]) -> str | None:
-  """Return the chat template of conversations with these tools; None: there is none."""
+  """Return the chat template for conversations with these tools; None: there is none."""
   template = tokenizer.chat_template
   if isinstance(template, Mapping) and tools:
     return template.get('tool_use', template.get('default'))
@@ -270,7 +269,7 @@ def template_of(tokenizer: Tokenizer, tools: Sequence[Any]) -> str | None:
 
 
 def _name(tokenizer: Tokenizer, token: int) -> str:
-  """Return what the template writes for a token."""
+  """Return the text with which a template writes a token."""
   return tokenizer.decode([token], skip_special_tokens=False)
 
 

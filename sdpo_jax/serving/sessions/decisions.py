@@ -1,4 +1,4 @@
-"""What a decision makes of a turn, and what there is to learn from it."""
+"""The effect of a decision on its turn, and the example to learn from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def decided(
   account: Account, held: Held, dialogue: Dialogue, turn: SessionTurn, decision: Decision
 ) -> tuple[SessionTurn, ExampleRow | None]:
-  """Return a turn with a decision, and what is to be learned of it."""
+  """Return a turn with its decision, and the example to learn; None: there is none."""
   session, kept = held.session, None
   found = dataclasses.replace(turn, decision=decision, status=DECIDED[decision.kind])
   if decision.kind != 'deny' and turn.calls and turn.fault is not None:
@@ -51,7 +51,7 @@ def decided(
 def example_of(
   account: Account, held: Held, dialogue: Dialogue, turn: SessionTurn, kind: str, said: teaching.Said
 ) -> ExampleRow | None:
-  """Return what is to be learned of a turn; None: nothing is said of it."""
+  """Return the example to learn from a turn; None: there is nothing to show to the teacher."""
   if not said:
     return None
   session, service = held.session, account.service

@@ -1,4 +1,4 @@
-"""What is learned from a turn, with all that it takes to learn it again elsewhere."""
+"""Training examples of turns, with everything that is needed to learn them again elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class TrainingExample:
-  """A proposal, and what the teacher was shown of it."""
+  """A proposal, and the texts that the teacher was shown about it."""
 
   session: str
   turn: int
@@ -28,16 +28,16 @@ class TrainingExample:
   state: Literal['waiting', 'learned', 'rejected']  # Rejected: by a guard.
   versions: Sequence[int]  # Versions of the adapter in which it was learned.
   drawn_by: int  # The version that drew the proposal.
-  # The conversation before the proposal: role and content; of the assistant the text as it stands, and its calls.
+  # The conversation before the proposal: role and content; for the assistant the raw text, and its calls.
   messages: Sequence[Mapping[str, Any]]
   tools: Sequence[Mapping[str, Any]]
   tool_form: str | None
-  text: str  # The proposal's.
+  text: str  # The text of the proposal.
   said: str  # The text without thinking and calls.
   ended: bool  # Whether it ended its turn.
   calls: Sequence[Mapping[str, Any]]
   demonstration: str | None  # What the teacher was shown.
-  demonstrated: Sequence[Mapping[str, Any]]  # The calls of the demonstration, where it is nothing but calls.
+  demonstrated: Sequence[Mapping[str, Any]]  # The calls of the demonstration, if it consists of calls only.
   feedback: str | None
   environment: str | None
   prompt_tokens: Sequence[int]
@@ -45,23 +45,23 @@ class TrainingExample:
   log_probs: np.ndarray = dataclasses.field(compare=False)  # [T] float32 of the tokens when they were drawn.
   teacher_prompt: Sequence[int]
   tokenizer: str  # Its fingerprint; a service with another one learns from the texts.
-  teacher: Mapping[str, Any] | None  # This and what follows are settings of the session.
+  teacher: Mapping[str, Any] | None  # This and the fields below are settings of the session.
   update: Mapping[str, Any]
   guards: Mapping[str, Any] | None
   show_attempt: bool
 
   def to_json(self) -> dict[str, Any]:
-    """Return what `from_json` reads."""
+    """Return the example in the form that `from_json` reads."""
     found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
     lists = {name: list(value) for name, value in found.items() if isinstance(value, tuple)}
     return {'format': FORMAT, **found, **lists, 'log_probs': [float(each) for each in self.log_probs]}
 
   @classmethod
   def from_json(cls, values: Any) -> TrainingExample:
-    """Return an example.
+    """Return an example read from JSON.
 
     Raises:
-      InvalidRequest: naming the field.
+      InvalidRequest: a field is invalid; the error names it.
     """
     names = [field.name for field in dataclasses.fields(cls)]
     said = dict(fields.known(values, ('format', *names), 'An example'))
@@ -102,7 +102,7 @@ def _messages(value: Any, field: str) -> tuple[dict[str, Any], ...]:
   for number, message in enumerate(found):
     if not isinstance(message.get('role'), str) or not isinstance(message.get('content'), str):
       raise InvalidRequest(f"{field}[{number}] needs 'role' and 'content', two texts.", field=f'{field}[{number}]')
-    if 'calls' in message:  # Of the assistant.
+    if 'calls' in message:  # A message of the assistant.
       fields.text(message.get('said'), f'{field}[{number}].said')
       _calls(message['calls'], f'{field}[{number}].calls')
   return found

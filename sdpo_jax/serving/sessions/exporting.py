@@ -1,4 +1,4 @@
-"""The examples of sessions with the conversations that they belong to, so that they can be learned elsewhere."""
+"""The examples of sessions, exported with their conversations so that they can be learned elsewhere."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 @functools.lru_cache(maxsize=4)
 def fingerprint(tokenizer: Tokenizer) -> str:
-  """Return what tells a tokenizer and its chat template from others: with the same one, tokens mean the same."""
+  """Return a digest of a tokenizer and its chat template; if it is equal, tokens have the same meaning."""
   ids = [tokenizer.encode(text, add_special_tokens=False) for text in identity.TEXTS]
   return identity.digest([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template, ids])
 
 
 def written_by(service: Service) -> dict[str, Any]:
-  """Return what says how the messages of a session become tokens, and what these mean."""
+  """Return a record of how the messages of a session become tokens, including the tokenizer's fingerprint."""
   with service.tokenizing:
     mark = fingerprint(service.tokenizer)
   chat = service.chat
@@ -38,7 +38,7 @@ def written_by(service: Service) -> dict[str, Any]:
 
 
 def examples(account: Account, adapter: str, session: str | None) -> list[TrainingExample]:
-  """Return every example that was or will be learned in sessions of an adapter, in the order of being written.
+  """Return every example that was or will be learned in sessions of an adapter, in the order they were written.
 
   Args:
     account: of the owner.
@@ -64,7 +64,7 @@ def examples(account: Account, adapter: str, session: str | None) -> list[Traini
 def _histories(
   account: Account, session: AgentSession, numbers: set[int]
 ) -> Iterator[tuple[SessionTurn, list[dict[str, Any]], bool]]:
-  """Yield turns of a session, each with the messages of the conversation before it, and whether it ended."""
+  """Yield turns of a session, each with the messages before it, and whether its answer ended the turn."""
   service, settings = account.service, session.settings
   dialogue = Dialogue(
     service.tokenizer,

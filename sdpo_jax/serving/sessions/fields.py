@@ -1,4 +1,4 @@
-"""Fields of JSON objects, read with a sentence for each one that is not what it has to be."""
+"""Readers for fields of JSON objects, which raise InvalidRequest with a sentence about an invalid field."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONGEST_TEXT = 1_000_000  # Characters of a text of a request.
 
 
 def known(values: Any, fields: Sequence[str], what: str) -> Mapping[str, Any]:
-  """Return an object; raise InvalidRequest unless it is one with no other than these fields."""
+  """Return an object; raise InvalidRequest unless it is one and has only these fields."""
   if not isinstance(values, Mapping):
     raise InvalidRequest(f'{what} must be an object, not {short_repr(values)}.')
   for name in values:
@@ -25,19 +25,19 @@ def known(values: Any, fields: Sequence[str], what: str) -> Mapping[str, Any]:
 
 
 def text(value: Any, field: str, *, longest: int = LONGEST_TEXT) -> str:
-  """Return a text; raise InvalidRequest."""
+  """Return a text; raise InvalidRequest for anything else."""
   if not isinstance(value, str) or len(value) > longest:
     raise InvalidRequest(f'{field} must be a text of up to {longest} characters, not {short_repr(value)}.', field=field)
   return _sound(value, field)
 
 
 def optional_text(value: Any, field: str) -> str | None:
-  """Return a text or None; raise InvalidRequest."""
+  """Return a text or None; raise InvalidRequest for anything else."""
   return None if value is None else text(value, field)
 
 
 def whole(value: Any, field: str, least: int, most: int) -> int:
-  """Return a whole number within bounds; raise InvalidRequest."""
+  """Return an integer within bounds; raise InvalidRequest for anything else."""
   if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
     raise InvalidRequest(
       f'{field} must be a whole number between {least} and {most}, not {short_repr(value)}.', field=field
@@ -46,12 +46,12 @@ def whole(value: Any, field: str, least: int, most: int) -> int:
 
 
 def optional_whole(value: Any, field: str, least: int, most: int) -> int | None:
-  """Return a whole number within bounds, or None; raise InvalidRequest."""
+  """Return an integer within bounds or None; raise InvalidRequest for anything else."""
   return None if value is None else whole(value, field, least, most)
 
 
 def flag(value: Any, field: str) -> bool:
-  """Return true or false; raise InvalidRequest."""
+  """Return true or false; raise InvalidRequest for anything else."""
   if not isinstance(value, bool):
     raise InvalidRequest(f'{field} must be true or false, not {short_repr(value)}.', field=field)
   return value
@@ -65,21 +65,21 @@ def mapping(value: Any, field: str) -> dict[str, Any]:
 
 
 def listed(value: Any, field: str, most: int, each: Callable[[Any, str], Any]) -> list[Any]:
-  """Return a list of what `each` makes of its elements; raise InvalidRequest."""
+  """Return a list with each element read by `each`; raise InvalidRequest for anything else."""
   if isinstance(value, str) or not isinstance(value, Sequence) or len(value) > most:
     raise InvalidRequest(f'{field} must be a list of up to {most}, not {short_repr(value)}.', field=field)
   return [each(element, f'{field}[{number}]') for number, element in enumerate(value)]
 
 
 def finite(value: Any, field: str) -> float:
-  """Return a number that is neither infinite nor NaN; raise InvalidRequest."""
+  """Return a finite number; raise InvalidRequest for anything else."""
   if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
     raise InvalidRequest(f'{field} must be a number, not {short_repr(value)}.', field=field)
   return float(value)
 
 
 def jsonable(value: Any, field: str) -> Any:
-  """Return a value as JSON has it; raise InvalidRequest for what JSON cannot hold."""
+  """Return a value after a round trip through JSON; raise InvalidRequest for what JSON cannot hold."""
   try:
     found = json.loads(json.dumps(value, allow_nan=False))
   except (TypeError, ValueError, RecursionError) as error:
@@ -88,7 +88,7 @@ def jsonable(value: Any, field: str) -> Any:
 
 
 def _sound(value: Any, field: str) -> Any:
-  """Return a value; raise InvalidRequest for what could not be tokenised, kept or answered."""
+  """Return a value; raise InvalidRequest for one that could not be tokenized, stored or sent."""
   if flaw := flaw_of(value):
     raise InvalidRequest(f'{field} holds {flaw}.', field=field)
   return value

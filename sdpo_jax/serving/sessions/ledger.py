@@ -1,4 +1,4 @@
-"""What is kept of the sessions of an owner: looked up with the owner, and changed by one at a time."""
+"""The stored sessions of an owner: looked up with the owner, and changed by one request at a time."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ class Held:
 
   session: AgentSession
   row: SessionRow
-  turns: Sequence[
-    SessionTurn
-  ]  # From the newest one that is part of the conversation on; from the first one if none is.
+  turns: Sequence[SessionTurn]  # From the newest turn that is part of the conversation on; all if none is.
 
   @property
   def newest(self) -> SessionTurn | None:
@@ -36,7 +34,7 @@ class Held:
 
   @property
   def number(self) -> int:
-    """Of the newest turn."""
+    """The number of the newest turn, −1 if there is none."""
     return self.turns[-1].n if self.turns else -1
 
   @property
@@ -46,15 +44,15 @@ class Held:
 
 
 class Ledger:
-  """The sessions of an owner's adapters as the store has them."""
+  """The sessions of an owner's adapters in the store."""
 
   def __init__(self, account: Account):
-    """Make it for one request of an owner."""
+    """Make the ledger of one request of an owner."""
     self._account, self._service = account, account.service
     self._database = account.service.store.database
 
   def row(self, adapter: str, session: str) -> SessionRow:
-    """Return a session as it is kept; raise NotFound for what is another owner's."""
+    """Return the row of a session; raise NotFound if it does not exist or belongs to another owner."""
     known = self._account.adapter(adapter)
     row = session_tables.session(self._database, known.id, session)
     if row is None:
@@ -74,20 +72,24 @@ class Ledger:
     return Held(archive.session_of(row, self._account.owner), row, turns[::-1])
 
   def settled(self, adapter: str, session: str) -> Held:
-    """Return a session as it is, once it is noted what was learned of it already."""
-    self.row(adapter, session)  # Also ends doubts of the store about the adapter's versions.
+    """Return a session as it is now, after noting what was already learned from it."""
+    self.row(adapter, session)  # This also makes the store re-read the adapter if its versions are in doubt.
     session_tables.reconcile(self._database, adapter)
     return self.held(adapter, session)
 
   def turn(self, held: Held, n: int) -> SessionTurn:
-    """Return a turn; raise NotFound."""
+    """Return a turn; raise NotFound if there is none of this number."""
     row = session_tables.turn(self._database, held.session.id, n) if 0 <= n <= held.number else None
     if row is None:
       raise NotFound(f'There is no turn {short_repr(n)} of {held.session.id}, whose newest is {held.number}.')
     return archive.turn_of(row)
 
   def dialogue_of(self, held: Held) -> Dialogue:
-    """Return `dialogue` of a session; raise InvalidRequest if its tokens mean something else by now."""
+    """Return the `dialogue` of a session.
+
+    Raises:
+      InvalidRequest: the tokenizer or the template have changed since the session was opened.
+    """
     if held.row.record['written'] != exporting.written_by(self._service):
       raise InvalidRequest(
         f'The session {held.session.id} was opened with another tokenizer or chat template than the service has now: '
@@ -97,7 +99,7 @@ class Ledger:
     return self.dialogue(held.session)
 
   def dialogue(self, session: AgentSession) -> Dialogue:
-    """Return how the messages of a session become tokens."""
+    """Return the conversion of a session's messages to tokens."""
     service, settings = self._service, session.settings
     return Dialogue(
       service.tokenizer,
@@ -109,19 +111,19 @@ class Ledger:
 
   @contextlib.contextmanager
   def alone(self, session: str) -> Iterator[None]:
-    """Wait until nobody else changes a session."""
+    """Hold the lock of a session within the block."""
     with self._service.turns.of(('session', session), self._account.call.deadline):
       self._account.call.check()
       yield
 
   @contextlib.contextmanager
   def writing(self) -> Iterator[sqlite3.Connection]:
-    """Give a transaction that is on the disk when it ends."""
+    """Provide a transaction that is on the disk when it ends."""
     with self._database.writing(full=True) as rows:
       yield rows
 
   def change(self, held: Held, turn: SessionTurn, example: ExampleRow | None) -> None:
-    """Keep what has become of a turn, and what is to be learned of it."""
+    """Store the new state of a turn, and the example to learn from it."""
     with self.writing() as rows:
       self.advance(rows, held)
       session_tables.change_turn(rows, held.session.id, turn.n, archive.record_of(turn), turn.kept_tokens)
@@ -129,7 +131,7 @@ class Ledger:
         session_tables.put_example(rows, held.session.adapter, example)
 
   def advance(self, rows: sqlite3.Connection, held: Held) -> None:
-    """Raise TurnConflict if a session has changed since it was looked at, and NotFound if it is there no more."""
+    """Raise TurnConflict if a session has changed since it was read, and NotFound if it does not exist any more."""
     if session_tables.advance(rows, held.session.id, held.row.revision):
       return
     if session_tables.session(self._database, held.session.adapter, held.session.id) is None:

@@ -1,4 +1,4 @@
-"""How far an answer is from what the teacher says of it, before a step and after it, and which tokens have moved."""
+"""The divergence of student and teacher on an answer, before and after a step, and the tokens that moved most."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ if TYPE_CHECKING:
   from sdpo_jax.serving.targets import Target
 
 _logger = logging.getLogger('sdpo_jax.serving')
-DETAIL = ('token_ids', 'tokens', 'log_probs_before', 'log_probs_after', 'top')  # Of the answer to the feedback.
+# Per-token lists of the feedback's response.
+DETAIL = ('token_ids', 'tokens', 'log_probs_before', 'log_probs_after', 'top')
 MOST_MOVED = 8
-_LEAST = 1e-8  # Probability of all other tokens at least.
+_LEAST = 1e-8  # Lower bound of the tail's probability.
 
 
 def divergence(teacher: Sequence[Sequence[Mapping[str, Any]]], student: np.ndarray) -> float:
   """Return KL(teacher‖student), the mean over T positions, in nats.
 
-  All tokens that the teacher does not name count as one, so that the result is at most the true divergence.
+  All tokens that the teacher does not name form one tail bucket, so that the result is a lower bound.
 
   Args:
-    teacher: [T] of the tokens named at each position, as `answers.of_item` has them in `top`.
-    student: [T, M] log-probs of the same tokens; what lies beyond the named ones is ignored.
+    teacher: [T] lists of the tokens named at each position, as in `top` of `answers.of_item`.
+    student: [T, M] log-probs of the same tokens; columns beyond the named ones are ignored.
   """
   per_token = []
   for named, own in zip(teacher, student, strict=True):
@@ -48,8 +49,9 @@ def measure(
   tokens: Sequence[int],
   teacher: Sequence[Sequence[Mapping[str, Any]]],
 ) -> list[float | None]:
-  """Return the `divergence` of each version; None where it could not be measured, which is logged: what was learned
-  stands.
+  """Return the `divergence` of each version; None where it could not be measured.
+
+  An error is logged: what was learned stands.
 
   Args:
     account: of the owner.
@@ -76,15 +78,15 @@ def measure(
 
 
 def named_by_teacher(per_token: Mapping[str, Sequence[Any]]) -> list[list[Mapping[str, Any]]]:
-  """Return the tokens that the teacher names at each position of an answer and finds possible."""
+  """Return the tokens that the teacher names at each position of an answer with a finite log-prob."""
   return [[each for each in row if each['log_prob'] is not None] for row in per_token['top']]
 
 
 def moved(per_token: Mapping[str, Sequence[Any]]) -> tuple[MovedToken, ...]:
-  """Return the tokens of an answer whose log-prob has changed most, the most first.
+  """Return the tokens of an answer whose log-probs changed most, the largest change first.
 
   Args:
-    per_token: as `answers.of_item` has it.
+    per_token: lists as in `answers.of_item`.
   """
   rows = zip(*(per_token[name] for name in DETAIL[:4]), strict=True)
   found = [

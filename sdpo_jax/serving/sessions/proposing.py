@@ -1,4 +1,4 @@
-"""Proposals: what they answer, and what comes of them while they are drawn."""
+"""Proposals: their prompts, and their events while they are drawn."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _ROLES = ('user', 'assistant', 'tool')
 
 
 class Proposing:
-  """An iterator of what comes of a proposal."""
+  """An iterator over the events of a proposal."""
 
   def __init__(self, sampling: Sampling, finish: Callable[[SampleDone], SessionTurn]):
-    """Watches a proposal.
+    """Wrap a proposal that is being drawn.
 
     Args:
       sampling: draws it.
-      finish: makes the turn of it, and keeps that.
+      finish: makes its turn and stores it.
     """
     self._sampling, self._finish = sampling, finish
 
   def __iter__(self) -> Iterator[SampleDraft | SessionTurn]:
-    """Yield drafts, where they were asked for, and the turn. Whoever stops reading ends what is left.
+    """Yield drafts, if requested, and the turn; drawing is cancelled when the reader stops.
 
     Raises:
       TurnConflict: something else has changed the session meanwhile.
@@ -48,17 +48,17 @@ class Proposing:
       yield self._finish(event) if isinstance(event, SampleDone) else event
 
   def result(self) -> SessionTurn:
-    """Wait for the turn; raise what iterating raises."""
+    """Wait for the turn and return it; raise the errors of `__iter__`."""
     *_, turn = self
     return turn
 
   def cancel(self) -> None:
-    """End it."""
+    """Cancel the proposal."""
     self._sampling.cancel()
 
 
 def new_messages(held: Held, messages: Sequence[Mapping[str, Any]]) -> Messages:
-  """Return the messages that a proposal is asked for with."""
+  """Return the checked new messages of a request for a proposal."""
   if not messages:
     return []
   new = prompts.conversation(messages)
@@ -110,19 +110,19 @@ def draw(
   messages: Messages,
   joins: bool = True,
 ) -> Proposing:
-  """Draws the answer to a prompt.
+  """Draw the answer to a prompt.
 
   Args:
     account: of the owner.
-    ledger: where the turn is kept.
+    ledger: stores the turn.
     held: the session.
     dialogue: its conversation.
     prompt: token ids.
-    seed: of the proposal; None: another one every time.
-    drafts: yield drafts, too.
-    number: of the turn.
-    messages: that came before it.
-    joins: keep it, as the session's newest turn.
+    seed: seed of the proposal; None: a random one.
+    drafts: whether to also yield drafts.
+    number: number of the turn.
+    messages: the messages before the turn.
+    joins: whether to store it as the session's newest turn.
 
   Raises:
     InvalidRequest: the prompt is too long.

@@ -1,6 +1,4 @@
-"""The values of sessions: the session, its turns, what was decided of them, what tools answered, and what was
-learned.
-"""
+"""The records of sessions: the session, its turns, decisions, tool results, and what was learned."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ DECIDED = {'approve': 'approved', 'deny': 'denied', 'edit': 'edited'}  # The sta
 
 @dataclasses.dataclass(frozen=True)
 class AgentSession:
-  """A conversation between a person and an adapter that learns from what is decided in it."""
+  """A conversation between a person and an adapter that learns from the person's decisions."""
 
   id: str  # 'ses-…'.
   adapter: str  # Its id.
@@ -39,12 +37,12 @@ class AgentSession:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-  """What a person says of a proposal."""
+  """A person's decision on a proposal."""
 
   kind: Literal['approve', 'deny', 'edit']
   correction: str | None = None  # What is wrong with it, in words.
-  arguments: Mapping[str, Any] | None = None  # For an edit: they take the place of the call's.
-  call: int = 0  # For an edit: which of the calls.
+  arguments: Mapping[str, Any] | None = None  # For an edit: the new arguments of the call.
+  call: int = 0  # For an edit: the index of the call.
 
   @classmethod
   def from_json(cls, values: Any) -> Decision:
@@ -74,26 +72,26 @@ class Decision:
     )
 
   def to_json(self) -> dict[str, Any]:
-    """Return what `from_json` reads."""
+    """Return the decision in the form that `from_json` reads."""
     found = {'kind': self.kind, 'correction': self.correction}
     return {**found, 'arguments': dict(self.arguments), 'call': self.call} if self.kind == 'edit' else found
 
 
 @dataclasses.dataclass(frozen=True)
 class ToolResult:
-  """What a tool has answered a call, where it has run."""
+  """The result of a tool call, from where the tool ran."""
 
-  call: int  # Which of the calls of the turn.
+  call: int  # Index of the call in the turn.
   ok: bool
-  text: str  # For the model; after a failure one sentence comes first.
+  text: str  # For the model; after a failure it begins with a sentence about that.
   exit_code: int | None = None  # Set for a command.
-  stderr: str | None = None  # The end of it, where the text does not hold it.
-  field: str | None = None  # The argument that is to blame.
+  stderr: str | None = None  # The end of stderr, unless the text contains it.
+  field: str | None = None  # The argument at fault.
   line: int | None = None  # Line of the file, from 1, where it failed.
 
   @classmethod
   def from_json(cls, values: Any) -> ToolResult:
-    """Return a result; raise InvalidRequest."""
+    """Return a result read from JSON; raise InvalidRequest."""
     said = fields.known(values, [field.name for field in dataclasses.fields(cls)], 'A result')
     for name in ('call', 'ok', 'text'):
       if name not in said:
@@ -109,13 +107,13 @@ class ToolResult:
     )
 
   def to_json(self) -> dict[str, Any]:
-    """Return what `from_json` reads."""
+    """Return the result in the form that `from_json` reads."""
     return dataclasses.asdict(self)
 
 
 @dataclasses.dataclass(frozen=True)
 class MovedToken:
-  """A token of an answer that the new version finds more or less likely."""
+  """A token of an answer whose log-prob changed with the new version."""
 
   position: int
   token: int
@@ -126,39 +124,39 @@ class MovedToken:
 
 @dataclasses.dataclass(frozen=True)
 class LearnedTurns:
-  """What an adapter has learned from turns of a session, or what waits to be learned."""
+  """The result of learning from turns of a session, or the number of examples that wait."""
 
   version_before: int
   version_after: int  # The same, if nothing was committed.
   accepted: bool  # Whether it was committed.
-  reason: str | None  # Why a guard has not let it.
-  turns: Sequence[int] = ()  # Numbers of those that it was learned from.
+  reason: str | None  # Why a guard rejected it.
+  turns: Sequence[int] = ()  # Numbers of the turns that were learned from.
   waiting: int = 0  # Examples that wait for others (`min_sdpo_examples`).
-  # KL(teacher‖student), mean over the tokens of the answer, in nats: over the teacher's most likely tokens, and the
-  # rest as one. None: it was not measured.
+  # KL(teacher‖student), mean over the tokens of the answer, in nats, over the teacher's most likely tokens and a tail
+  # bucket. None: it was not measured.
   divergence_before: float | None = None
-  divergence_after: float | None = None  # Of the new version, from what the teacher has said.
-  moved: Sequence[MovedToken] = ()  # Those whose log-prob has changed most, the most first.
-  seconds: float | None = None  # None: it was learned, and its process died before it could say more.
+  divergence_after: float | None = None  # Likewise for the new version, against the same teacher scores.
+  moved: Sequence[MovedToken] = ()  # The tokens whose log-probs changed most, the largest change first.
+  seconds: float | None = None  # None: the process died after learning, before it could note more.
 
   @classmethod
   def from_json(cls, values: Mapping[str, Any]) -> LearnedTurns:
-    """Return what `to_json` has written."""
+    """Return the result that `to_json` has written."""
     moved = tuple(MovedToken(**each) for each in values['moved'])
     return cls(**{**values, 'moved': moved, 'turns': tuple(values['turns'])})
 
   def to_json(self) -> dict[str, Any]:
-    """Return all of it."""
+    """Return the result in the form that `from_json` reads."""
     found = dataclasses.asdict(self)
     return {**found, 'turns': list(found['turns']), 'moved': list(found['moved'])}
 
 
 @dataclasses.dataclass(frozen=True)
 class SessionTurn:
-  """A proposal, what came before it, and what came of it."""
+  """A proposal, the messages before it, the decision on it, and the results."""
 
   n: int  # 0, 1, …
-  messages: Sequence[Mapping[str, str]]  # Those that came before it, after the turn before.
+  messages: Sequence[Mapping[str, str]]  # The messages between the turn before and this one.
   version: int  # The adapter's version that drew it.
   sample_id: str
   prompt_tokens: Sequence[int]
@@ -167,28 +165,28 @@ class SessionTurn:
   text: str
   said: str  # The text without thinking and calls.
   calls: Sequence[ToolCall]
-  fault: str | None  # Why something that looks like a call is none.
+  fault: str | None  # Why something that looks like a call is invalid.
   status: Status
   created: float  # Seconds since the epoch.
   decision: Decision | None = None
   results: Sequence[ToolResult] = ()  # One for each call, once the tools have run.
-  learned: LearnedTurns | None = None  # From the decision; once the results were learned, too, from these.
-  reused_tokens: int = 0  # Tokens of the prompt whose keys and values were there already.
-  kept_tokens: Sequence[int] | None = None  # What stands in the conversation in the place of the tokens; None: these.
+  learned: LearnedTurns | None = None  # From the decision; replaced by the result of learning from tool results.
+  reused_tokens: int = 0  # Prompt tokens whose keys and values came from a cached prefix.
+  kept_tokens: Sequence[int] | None = None  # The tokens that replace `tokens` in the conversation; None: they stay.
 
   @property
   def answer_tokens(self) -> Sequence[int]:
-    """What stands in the conversation, where the turn is part of it."""
+    """The tokens that stand for the proposal in the conversation, if it is part of it."""
     return self.tokens if self.kept_tokens is None else self.kept_tokens
 
   @property
   def joins(self) -> bool:
-    """Whether it is part of the conversation."""
+    """Whether the turn is part of the conversation."""
     return self.status in ('approved', 'edited', 'answered')
 
   @property
   def called(self) -> Sequence[ToolCall]:
-    """The calls that are to be run: as they were edited."""
+    """The calls to run, with edited arguments."""
     return edited(self.calls, self.decision) if self.status == 'edited' else self.calls
 
   def to_json(self) -> dict[str, Any]:
@@ -208,7 +206,7 @@ class SessionTurn:
 
 
 def edited(calls: Sequence[ToolCall], decision: Decision) -> tuple[ToolCall, ...]:
-  """Return calls of which one has the arguments of an edit."""
+  """Return the calls with the arguments of an edit in place of one call's own."""
   changed = ToolCall(calls[decision.call].name, decision.arguments)
   return (*calls[: decision.call], changed, *calls[decision.call + 1 :])
 

@@ -1,7 +1,7 @@
-"""Examples of one adapter learned by another one, also of another base model.
+"""Learning one adapter's examples with another adapter, which may have another base model.
 
-Where the tokenizer and its template are the same, the tokens are learned as they were drawn. Elsewhere the conversation
-is written anew by the template there, and calls in the form that it teaches: texts travel, and so do calls.
+If the tokenizer and its template are the same, the tokens are learned as they were drawn. Otherwise the template here
+renders the conversation again, with calls in its own form: texts and calls carry over.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 def replay(
   account: Account, adapter: str, examples: Sequence[TrainingExample], request: Request | None = None
 ) -> list[LearnedTurns]:
-  """Learns examples; returns what came of every step.
+  """Learn examples and return the result of every step.
 
-  Those that were learned in one version are learned together, in the order of the versions, and those that were not
-  learned at last. All of them are looked at before the first one is learned.
+  Examples that were learned in one version are learned together, in the order of the versions; those never learned come
+  last. All are checked before the first one is learned.
 
   Args:
     account: of the owner.
-    adapter: the id of the one that learns.
+    adapter: the id of the adapter that learns.
     examples: of any adapter.
-    request: of an idempotency key: a repeat of it goes on behind what it has learned before.
+    request: the request's idempotency record: a repeated request continues after what it has already learned.
 
   Raises:
-    InvalidRequest: an example that cannot be written for this model, named by its number.
+    InvalidRequest: an example cannot be rendered for this model; the error gives its number.
     ServiceError, UserError: as `feedback.run`; what was learned before stays.
   """
   service, most = account.service, account.service.settings.limits.max_items
@@ -76,7 +76,7 @@ def _step(
   request: Request | None,
   index: int,
 ) -> LearnedTurns:
-  """Learns one step of a replay, or returns what came of it before."""
+  """Learn one step of a replay, or return its stored result."""
   if request is None:
     return _learned(account, adapter, asked, item, numbers, None)
   part = account.part(request, index)
@@ -103,7 +103,7 @@ def _learned(
 
 
 def _groups(examples: Sequence[TrainingExample]) -> list[list[int]]:
-  """Return the numbers of examples that were learned together, rehearsals first, in the order of learning."""
+  """Return the indices of examples that were learned together, rehearsals first, in the order of learning."""
   groups: dict[tuple[str, int], list[int]] = {}
   never = 2**62
   first = {session: number for number, session in reversed(list(enumerate(each.session for each in examples)))}
@@ -115,7 +115,7 @@ def _groups(examples: Sequence[TrainingExample]) -> list[list[int]]:
 
 
 def _item(account: Account, example: TrainingExample, number: int) -> Item:
-  """Return what is learned of an example by the model that is served here."""
+  """Return the feedback item of an example for the model that is served here."""
   service = account.service
   shown = {name: getattr(example, name) for name in ('feedback', 'environment', 'demonstration')}
   with service.tokenizing:
@@ -129,7 +129,7 @@ def _item(account: Account, example: TrainingExample, number: int) -> Item:
 
 
 def _rewritten(account: Account, example: TrainingExample, shown: Mapping[str, str | None]) -> Item:
-  """Return an example as the template and the tokenizer here write it; nobody has drawn these tokens."""
+  """Return an example rendered with the template and tokenizer here, so that no log-probs of its tokens are known."""
   service = account.service
   form = form_of(template_of(service.tokenizer, example.tools)) if example.tools else None
   dialogue = Dialogue(service.tokenizer, service.chat, tools=example.tools, stop_token_ids=service.stop_token_ids)
@@ -159,7 +159,7 @@ def _rewritten(account: Account, example: TrainingExample, shown: Mapping[str, s
 
 
 def _asked(dialogue: Dialogue, example: TrainingExample, form: Form | None) -> Asked:
-  """Return the prompt of an example: answers are spliced in as they are written here."""
+  """Return the prompt of an example, with its answers spliced in as they are written here."""
   asked: Asked | None = None
   pending: Messages = []
   answer: list[int] | None = None
@@ -178,15 +178,14 @@ def _asked(dialogue: Dialogue, example: TrainingExample, form: Form | None) -> A
 
 
 def _written(text: str, said: str, calls: Sequence[Mapping[str, Any]], before: str | None, form: Form | None) -> str:
-  """Return an answer of a model that wrote calls in the form `before`, in the form of this one."""
+  """Return an answer with its calls converted from the form `before` to the form of this model."""
   if before == form or form is None or not calls:
     return text
   written = '\n'.join(write_call(_call(call), form) for call in calls)
   if not said:
     return written
-  return (
-    f'{said}{PYTHON_TAG}{written}' if form == 'llama3' else f'{said}\n{written}'
-  )  # Or else it would be no call there.
+  # Llama 3 reads a call after text only behind the tag.
+  return f'{said}{PYTHON_TAG}{written}' if form == 'llama3' else f'{said}\n{written}'
 
 
 def _call(call: Mapping[str, Any]) -> ToolCall:

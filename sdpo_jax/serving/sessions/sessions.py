@@ -1,6 +1,6 @@
-"""Interactive sessions: an adapter proposes, a person decides, and what was said of a proposal is learned at once.
+"""Interactive sessions: an adapter proposes, a person decides, and corrections are learned at once.
 
-The conversation is held here, as token ids. A denied proposal leaves it: the next one answers the same prompt.
+The conversation is stored here, as token ids. A denied proposal leaves it: the next one answers the same prompt.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 class Sessions:
   """The sessions of an owner's adapters; any thread may call.
 
-  Methods raise NotFound for what is another owner's, as those of `Account` do.
+  Methods raise NotFound for sessions and adapters of other owners, as those of `Account` do.
   """
 
   def __init__(self, account: Account):
-    """Make what `Account.sessions` returns."""
+    """Make the object that `Account.sessions` returns."""
     self._account, self._service = account, account.service
     self._database = account.service.store.database
     self._ledger = Ledger(account)
@@ -57,12 +57,12 @@ class Sessions:
       settings: of the session.
 
     Returns:
-      The session, and the token without which nothing of it can be changed. It is kept nowhere.
+      The session, and the token that every change of it needs. The token itself is not stored.
 
     Raises:
-      InvalidRequest: settings that cannot be, or a chat template that writes calls in a form that is not known, or
-        whose conversations cannot be continued token by token.
-      Forbidden: the adapter has as many sessions as it may have.
+      InvalidRequest: a setting is not allowed, or the chat template writes calls in an unknown form, or its
+        conversations cannot be continued token by token.
+      Forbidden: the adapter has reached the limit of sessions.
     """
     service, known = self._service, self._account.adapter(adapter)
     settings.check(service.settings, max_completion=service.max_completion, vocab_size=service.vocab_size)
@@ -98,7 +98,7 @@ class Sessions:
     return session, token
 
   def check_token(self, adapter: str, session: str, token: str | None) -> None:
-    """Raise Forbidden unless this is the token that the session was opened with."""
+    """Raise Forbidden unless `token` is the one that the session was opened with."""
     row = self._ledger.row(adapter, session)
     if token is None or not hmac.compare_digest(_digest(token), row.token):
       raise Forbidden('The session needs the token that it was opened with, in the header X-Session-Token.')
@@ -118,7 +118,7 @@ class Sessions:
     return [archive.turn_of(row) for row in session_tables.turns(self._database, session)]
 
   def delete(self, adapter: str, session: str) -> None:
-    """Erases a session, its turns and its examples; what was learned stays learned."""
+    """Erase a session, its turns and its examples; what the adapter has learned stays."""
     with self._ledger.alone(session):
       self._ledger.row(adapter, session)
       with self._ledger.writing() as rows:
@@ -136,20 +136,20 @@ class Sessions:
     seed: int | None = None,
     drafts: bool = False,
   ) -> Proposing:
-    """Draws the next proposal, from the newest version of the adapter.
+    """Draw the next proposal from the newest version of the adapter.
 
     Args:
       adapter: its id.
       session: its id.
-      messages: what comes before it: of the user, or what tools have answered, where `results` has not been told that.
-        None are needed behind a proposal that was denied, and behind results.
-      seed: of the proposal; None: another one every time.
-      drafts: yield drafts, too.
+      messages: the messages before it: of the user, or tool answers that were not passed to `results`. None are needed
+        after a denied proposal or after results.
+      seed: seed of the proposal; None: a random one.
+      drafts: whether to also yield drafts.
 
     Raises:
       TurnConflict: the newest proposal is not decided yet.
-      Forbidden: the session has as many turns as one may have.
-      InvalidRequest: there is nothing to answer, messages that are none, or a prompt that is too long.
+      Forbidden: the session has reached the limit of turns.
+      InvalidRequest: there is nothing to answer, a message is invalid, or the prompt is too long.
       ServiceError, UserError: as `Account.sample`.
     """
     held = self._ledger.held(adapter, session)
@@ -174,15 +174,14 @@ class Sessions:
     )
 
   def retry(self, adapter: str, session: str, n: int, *, seed: int | None = None, drafts: bool = False) -> Proposing:
-    """Draws what the newest version proposes in the place of a turn; it does not join the conversation, and is not
-    kept.
+    """Draw an alternative to a turn from the newest version; it does not join the conversation and is not stored.
 
     Args:
       adapter: its id.
       session: its id.
       n: number of the turn.
       seed: as in `propose`.
-      drafts: likewise.
+      drafts: as in `propose`.
     """
     held = self._ledger.held(adapter, session)
     turn = self._ledger.turn(held, n)
@@ -201,24 +200,24 @@ class Sessions:
     )
 
   def decide(self, adapter: str, session: str, n: int, decision: Decision) -> tuple[SessionTurn, LearnedTurns | None]:
-    """Decides the newest proposal, and learn from that.
+    """Decide on the newest proposal, and learn from the decision.
 
-    The decision is on the disk before it is learned. If it could not be learned, the same decision sent again learns
-    it, once whatever happens; once it was learned, it returns what came of that.
+    The decision is on the disk before it is learned. If learning failed, sending the same decision again learns it,
+    exactly once whatever happens; if it was learned already, this returns the stored result.
 
     Args:
       adapter: its id.
       session: its id.
       n: number of the turn.
-      decision: what is said of it.
+      decision: the decision.
 
     Returns:
       The turn as it is now, and what was learned; None: there was nothing to learn.
 
     Raises:
-      TurnConflict: it is not the newest turn, or was decided in another way.
-      InvalidRequest: a decision that this turn cannot have, or whose lesson has no room.
-      ServiceError, UserError: as `feedback.run`; then the decision stands, and is not learned yet.
+      TurnConflict: it is not the newest turn, or was decided differently.
+      InvalidRequest: the decision does not fit the turn, or its lesson does not fit the teacher's prompt.
+      ServiceError, UserError: as `feedback.run`; the decision stands, but is not learned yet.
     """
     with self._ledger.alone(session):
       held = self._ledger.settled(adapter, session)
@@ -240,8 +239,7 @@ class Sessions:
   def results(
     self, adapter: str, session: str, n: int, results: Sequence[ToolResult]
   ) -> tuple[SessionTurn, LearnedTurns | None]:
-    """Add what the tools have answered to the conversation, and learn from those that failed, where the session says
-    so.
+    """Add tool results to the conversation, and learn from failed ones if the session's settings say so.
 
     Args:
       adapter: its id.
@@ -254,7 +252,7 @@ class Sessions:
 
     Raises:
       TurnConflict: it is not the newest turn, not decided, or has other results.
-      InvalidRequest: results that do not belong to the calls of the turn.
+      InvalidRequest: the results do not match the calls of the turn.
       ServiceError, UserError: as `decide`.
     """
     with self._ledger.alone(session):
@@ -284,10 +282,10 @@ class Sessions:
       self._ledger.change(held, answered, example)
       return self._taught(held, dialogue, answered, example is not None)
 
-  # What is learned.
+  # Learning.
 
   def flush(self, adapter: str, session: str) -> LearnedTurns | None:
-    """Learns what waits for more examples; None: nothing does."""
+    """Learn the waiting examples now and return the result; None: none waits."""
     with self._ledger.alone(session):
       held = self._ledger.settled(adapter, session)
       return classroom.learn(self._account, held.session, self._ledger.dialogue_of(held), few=True)
@@ -302,7 +300,7 @@ class Sessions:
   def replay(
     self, adapter: str, examples: Sequence[TrainingExample], *, request: Request | None = None
   ) -> Sequence[LearnedTurns]:
-    """Learns examples of another adapter, those together that were learned together; see `replaying.replay`."""
+    """Learn examples of another adapter, in the groups in which they were learned; see `replaying.replay`."""
     self._account.adapter(adapter)
     return replaying.replay(self._account, adapter, examples, request)
 
@@ -311,14 +309,14 @@ class Sessions:
   def _taught(
     self, held: Held, dialogue: Dialogue, turn: SessionTurn, teaches: bool
   ) -> tuple[SessionTurn, LearnedTurns | None]:
-    """Learns what waits, if a turn has added to it; returns the turn as it is then."""
+    """Learn the waiting examples if a turn has added one; return the turn afterwards, and the result."""
     if not teaches:
       return turn, None
     learned = classroom.learn(self._account, held.session, dialogue)
     return self._ledger.turn(held, turn.n), learned
 
   def _again(self, held: Held, dialogue: Dialogue, turn: SessionTurn) -> tuple[SessionTurn, LearnedTurns | None]:
-    """Return what came of something that is sent again; what was not learned then is learned now."""
+    """Return the turn and the result for a repeated request; learn its example now if it still waits."""
     waiting = session_tables.examples(self._database, held.session.adapter, session=held.session.id, state='waiting')
     if any(row.n == turn.n for row in waiting):
       return self._taught(held, dialogue, turn, True)

@@ -1,4 +1,4 @@
-"""What a session is opened with."""
+"""The settings of a session."""
 
 from __future__ import annotations
 
@@ -22,27 +22,28 @@ _SAMPLING = ('max_tokens', 'temperature', 'top_p', 'top_k', 'min_p', 'stop')
 
 @dataclasses.dataclass(frozen=True)
 class SessionSettings:
-  """How proposals are drawn, and how what is said of them is learned."""
+  """How a session draws proposals, and how it learns from decisions."""
 
   system: str | None = None  # The system message; None: none, or what the chat template writes by itself.
   tools: Sequence[Mapping[str, Any]] = ()  # JSON schemas, as chat templates take them.
   title: str = ''
-  min_sdpo_examples: int = 1  # Examples that are learned together; fewer wait.
+  min_sdpo_examples: int = 1  # How many examples are learned together; fewer wait.
   teacher: Mapping[str, Any] | None = None  # As `teachers.choose` reads it; None: the adapter's.
   update: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # As `feedback_request.learning_of` reads it.
   guards: Mapping[str, Any] | None = None  # Limits of the session, as `guards.Guards.of` reads them.
   sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # Its keys are among `_SAMPLING`.
-  learn_from_results: bool = False  # A tool that has failed is a lesson, too.
-  rehearse: int = 0  # Newest approved proposals that are learned beside a correction, as their own demonstrations.
-  # The teacher also reads the denied proposal. The paper measures that it teaches worse then (Table 6).
+  learn_from_results: bool = False  # Whether to learn from failed tools, too.
+  # How many of the newest approved proposals to learn beside a correction, as their own demonstrations.
+  rehearse: int = 0
+  # Whether the teacher also reads the denied proposal. The paper measures that it then teaches worse (Table 6).
   show_attempt: bool = False
 
   @classmethod
   def from_json(cls, values: Any) -> SessionSettings:
-    """Return settings of a request, of which each may be left out; numbers of the service are checked by `check`.
+    """Return the settings of a request, each of which may be absent; `check` compares them with the service's limits.
 
     Raises:
-      InvalidRequest: naming the field.
+      InvalidRequest: a field is invalid; the error names it.
     """
     names = [field.name for field in dataclasses.fields(cls)]
     said = {name: value for name, value in fields.known(values, names, 'A session').items() if value is not None}
@@ -62,16 +63,16 @@ class SessionSettings:
     return cls(**{name: read[name](value, name) for name, value in said.items()})
 
   def to_json(self) -> dict[str, Any]:
-    """Return what `from_json` reads."""
+    """Return the settings in the form that `from_json` reads."""
     return fields.jsonable(dataclasses.asdict(self), 'settings')
 
   def check(self, serve: ServeConfig, *, max_completion: int, vocab_size: int) -> None:
-    """Raise InvalidRequest for settings that the service cannot do.
+    """Raise InvalidRequest for settings that the service does not support.
 
     Args:
       serve: settings of the service.
-      max_completion: tokens of a completion at most.
-      vocab_size: tokens that the model knows.
+      max_completion: the most tokens of a completion.
+      vocab_size: number of tokens in the model's vocabulary.
     """
     if self.teacher is not None:
       teachers.check(self.teacher)
@@ -91,11 +92,11 @@ class SessionSettings:
     self.options(None).checked(max_completion=max_completion, vocab_size=vocab_size)
 
   def options(self, seed: int | None, stop_token_ids: Sequence[int] = ()) -> SampleOptions:
-    """Return how proposals are drawn.
+    """Return the sampling options of proposals.
 
     Args:
-      seed: of one proposal; None: another one every time.
-      stop_token_ids: tokens that end one, beside the model's own.
+      seed: seed of one proposal; None: a random one.
+      stop_token_ids: tokens that end a proposal, beside the model's own.
     """
     return SampleOptions(**self.sampling, seed=seed, stop_token_ids=tuple(stop_token_ids))
 

@@ -1,7 +1,7 @@
-"""What the teacher reads: the conversation that the student has read, token by token, and behind it what was said.
+"""The teacher's prompt: the student's conversation, token by token, with the feedback after it.
 
-Only the last turn is new, so that the student's prompt up to the header of its own turn begins the teacher's. Where
-all of it does not fit, what was said is shortened, never the conversation.
+Only the last turn is new, so that the teacher's prompt begins with the student's prompt up to the header of its own
+turn. If the whole does not fit, the feedback is shortened, never the conversation.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from sdpo_jax.serving.sessions.records import SessionTurn, ToolResult, edited
 from sdpo_jax.serving.tool_calls import Form, write_call
 from sdpo_jax.teacher import context
 
-_LONGEST_STDERR = 4000  # Characters; of a longer one the end is shown.
+_LONGEST_STDERR = 4000  # Characters of stderr in a text; only the end of a longer one is shown.
 
 
 @dataclasses.dataclass(frozen=True)
 class Said:
-  """What the teacher is shown beside the conversation."""
+  """The texts that the teacher is shown beside the conversation."""
 
   demonstration: str | None = None  # What should have been proposed.
-  feedback: str | None = None  # What a person says of the proposal.
-  environment: str | None = None  # What came of it.
+  feedback: str | None = None  # A person's comment on the proposal.
+  environment: str | None = None  # The result of running it.
 
   @property
   def whole(self) -> str | None:
-    """What is shown as feedback."""
+    """The text to show as feedback; None: there is none."""
     return '\n\n'.join(text for text in (self.feedback, self.environment) if text) or None
 
   def __bool__(self) -> bool:
-    """Whether there is anything to be shown."""
+    """Return whether there is any text to show."""
     return any(text and text.strip() for text in dataclasses.astuple(self))
 
 
@@ -51,11 +51,11 @@ def teacher_prompt(
 
   Args:
     dialogue: of the session.
-    asked: what the student has read.
-    said: what the teacher is shown.
-    config: templates; `max_reprompt_len` is what fits.
-    attempt: the proposal, which the teacher reads, too; None: it does not.
-    title: of the session, for messages.
+    asked: the student's prompt.
+    said: the texts that the teacher is shown.
+    config: templates; `max_reprompt_len` limits the length.
+    attempt: tokens of the proposal, if the teacher reads it, too; None: it does not.
+    title: of the session, for error messages.
 
   Raises:
     InvalidRequest: the conversation leaves no room.
@@ -79,24 +79,24 @@ def teacher_prompt(
 
 
 def of_denial(turn: SessionTurn, correction: str | None) -> Said:
-  """Return what a denial shows: the correction, and what is wrong with a call that cannot be read."""
+  """Return the texts of a denial: the correction, and the fault of an invalid call."""
   return Said(feedback=correction, environment=turn.fault)
 
 
 def of_edit(turn: SessionTurn, form: Form) -> Said:
-  """Return what an edit shows: the calls as they are now, and what was said of them."""
+  """Return the texts of an edit: the edited calls, and the comment on them."""
   calls = edited(turn.calls, turn.decision)
   return Said('\n'.join(write_call(call, form) for call in calls), turn.decision.correction)
 
 
 def of_results(turn: SessionTurn, results: Sequence[ToolResult]) -> Said:
-  """Return what failed tools show: which, with which arguments, where, and how."""
+  """Return the texts of failed tools: name, arguments at fault, place and output of each."""
   calls = turn.called
   return Said(environment='\n\n'.join(failure(calls[each.call].name, each) for each in results if not each.ok) or None)
 
 
 def failure(name: str, result: ToolResult) -> str:
-  """Return the sentence about a tool that has failed, and what it wrote."""
+  """Return a sentence about a failed tool, with its output."""
   where = [f'exit code {result.exit_code}'] if result.exit_code is not None else []
   where += [f'argument {result.field}'] if result.field is not None else []
   where += [f'line {result.line}'] if result.line is not None else []
@@ -105,7 +105,7 @@ def failure(name: str, result: ToolResult) -> str:
 
 
 def result_message(result: ToolResult) -> dict[str, str]:
-  """Return what the model reads of what a tool has answered."""
+  """Return a tool result as a message for the model."""
   if result.ok:
     return {'role': 'tool', 'content': result.text}
   code = f'Exit code {result.exit_code}.' if result.exit_code is not None and not result.text else ''
@@ -113,7 +113,7 @@ def result_message(result: ToolResult) -> dict[str, str]:
 
 
 def _stderr(result: ToolResult) -> str | None:
-  """Return the end of what a tool has written to stderr; None: nothing, or the text holds it."""
+  """Return the end of a tool's stderr; None: it is empty or contained in the text."""
   text = (result.stderr or '').strip()
   if not text or text in result.text:
     return None
