@@ -1,1 +1,1 @@
-"""Where the service keeps adapters, their versions, samples and requests."""
+"""The storage of the service: adapters, their versions, samples and requests."""

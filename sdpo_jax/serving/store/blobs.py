@@ -1,6 +1,6 @@
-"""Blobs by key: in a local folder, every one of them synced to the disk, or in an object store (s3://, gs://).
+"""Blobs by key, in a local folder with every file synced to the disk, or in an object store (s3://, gs://).
 
-Keys are paths with slashes, which the store makes up; what others have put beside them is left alone.
+Keys are paths with slashes that the store makes up; other files beside them are left alone.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from sdpo_jax.files import (
 )
 from sdpo_jax.serving.errors import StorageFailed
 
-REQUESTS = 16  # To an object store, at once.
-SYNCS = 8  # Of files, at once.
+REQUESTS = 16  # Concurrent requests to an object store.
+SYNCS = 8  # Concurrent syncs of files.
 _NONE: Mapping[str, bytes] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-  """A blob as a listing has it."""
+  """A blob in a listing."""
 
   key: str
   size: int  # Bytes.
@@ -45,52 +45,52 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Tagged:
-  """The content of a blob that changes, and what tells it from every other that it has had."""
+  """The content of a mutable blob, with a tag that differs from those of its other contents."""
 
   content: bytes
   tag: Mapping[str, str]
 
 
 class LostSwapError(Exception):
-  """The blob is another one than was expected."""
+  """The blob differs from the expected one."""
 
 
 class Blobs(Protocol):
-  """Blobs of one root; any thread may call. What cannot be read or written raises StorageFailed, naming it."""
+  """The blobs below one root; any thread may call. Failed reads and writes raise StorageFailed, naming the blob."""
 
-  name: str  # Of the root, for sentences.
+  name: str  # The name of the root, for messages.
 
   def put_new(self, folder: str, contents: Mapping[str, bytes], last: Mapping[str, bytes] = _NONE) -> None:
-    """Keep blobs under new keys, name by name below `folder`; where it matters, `last` after the others.
+    """Write blobs under new keys, by their names below `folder`; if the order matters, `last` after the others.
 
     Raises:
-      FileExistsError: there is a blob under one of the keys; it has not changed.
+      FileExistsError: a blob exists under one of the keys; it has not changed.
     """
 
   def get(self, key: str) -> bytes:
-    """Return a blob; raise FileNotFoundError if there is none."""
+    """Return the content of a blob; raise FileNotFoundError if there is none."""
 
   def tagged(self, key: str) -> Tagged | None:
-    """Return a blob and its tag; None: there is none."""
+    """Return the content of a blob with its tag; None: there is none."""
 
   def swap(self, key: str, content: bytes, expected: Tagged | None) -> None:
-    """Put a blob in the place of one with an expected tag; None: of none.
+    """Replace a blob if it has the expected tag, or write it if None is expected and there is none.
 
     Raises:
-      LostSwapError: there is another one, or none, or one where none was expected; nothing has changed.
+      LostSwapError: the blob has another tag, is missing, or exists unexpectedly; nothing has changed.
     """
 
   def renew(self, key: str, content: bytes) -> None:
-    """Make sure that a blob lasts that is there already, with this content, and of which it is not known."""
+    """Make an existing blob durable if it is not known to be; its content does not change."""
 
   def list(self, prefix: str = '') -> Iterator[Entry]:
-    """Yield the blobs whose keys begin with a folder and a slash; '': all."""
+    """Yield the blobs whose keys begin with the folder `prefix` and a slash; '': all."""
 
   def delete(self, keys: Iterable[str], below: str) -> None:
-    """Erases blobs below a folder, and folders in it that are empty then; what is not there is no error."""
+    """Erase blobs below a folder, and the folders in it that become empty; a missing blob is no error."""
 
   def close(self) -> None:
-    """Lets go of the threads."""
+    """Shut down the threads."""
 
 
 def open_blobs(root: str, **options: Any) -> Blobs:
@@ -98,7 +98,7 @@ def open_blobs(root: str, **options: Any) -> Blobs:
 
   Args:
     root: a path, s3://bucket/prefix, gs://bucket/prefix, or memory://name, which lives as long as the process.
-    options: of obstore's stores, such as a client's.
+    options: options of obstore's stores, such as client options.
 
   Raises:
     UserError: it cannot be opened.
@@ -109,7 +109,7 @@ def open_blobs(root: str, **options: Any) -> Blobs:
 
 
 class LocalBlobs:
-  """Blobs as files below a folder that belongs to the user alone (mode 0700, as it is made)."""
+  """Blobs as files below a folder, which is made with mode 0700, for its user alone."""
 
   def __init__(self, root: pathlib.Path):
     """Open a folder.
@@ -128,7 +128,7 @@ class LocalBlobs:
     self._pool = ThreadPoolExecutor(SYNCS, thread_name_prefix='blobs')
 
   def put_new(self, folder: str, contents: Mapping[str, bytes], last: Mapping[str, bytes] = _NONE) -> None:
-    # Nobody looks into the folder before its name is in a HEAD: one order of the blobs is as good as another.
+    # Nobody reads the folder before a HEAD names it, so that the order of the blobs does not matter.
     where = self._path(folder)
     with self._failures(where):
       make_directory(where.parent)
@@ -136,7 +136,7 @@ class LocalBlobs:
       paths = [where / name for name in (*contents, *last)]
       for path, content in zip(paths, (*contents.values(), *last.values()), strict=True):
         _create(path, content)
-      # At once, because a file system then does for all of them what it would do for each.
+      # Concurrently, since the file system then combines their syncs.
       done = [self._pool.submit(sync_file, path) for path in paths]
       done += [self._pool.submit(sync_directory, path) for path in (where, where.parent)]
       for each in done:
@@ -158,9 +158,8 @@ class LocalBlobs:
     path = self._path(key)
     with self._failures(path):
       make_directory(path.parent)
-      with locked(
-        path.parent, os.O_RDONLY | os.O_DIRECTORY
-      ):  # Of what no other process has to keep away from, such as a tool's.
+      # Makes the compare-and-swap atomic even against processes without the store's lock, such as tools.
+      with locked(path.parent, os.O_RDONLY | os.O_DIRECTORY):
         try:
           found = _tag(_read(path))
         except FileNotFoundError:
@@ -170,8 +169,9 @@ class LocalBlobs:
         write_atomically(path, content, 0o600)
 
   def renew(self, key: str, content: bytes) -> None:
-    # Its directory may not have been synced. After an fsync that failed, another one proves nothing: it is written
-    # anew.
+
+    # Its directory may not have been synced. After a failed fsync another one proves nothing, so the file is written
+    # again.
     path = self._path(key)
     with self._failures(path):
       write_atomically(path, content, 0o600)
@@ -237,7 +237,7 @@ def _create(path: pathlib.Path, content: bytes) -> None:
 
 
 def make_private(folder: pathlib.Path) -> None:
-  """Make a folder that nobody else may look into, if it is not there; raise OSError if it cannot be made."""
+  """Make a folder that no other user can read, if it does not exist; raise OSError if it cannot be made."""
   if not folder.is_dir():
     make_directory(folder.parent)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -245,7 +245,7 @@ def make_private(folder: pathlib.Path) -> None:
 
 
 def _prune(folder: pathlib.Path, stays: pathlib.Path) -> None:
-  """Remove a folder and those above it as far as they are empty, but for one; the disk has no names of them then."""
+  """Remove a folder and its empty parents up to `stays`, and sync the removal to the disk."""
   while folder != stays:
     try:
       remove_partials(folder)
@@ -272,7 +272,7 @@ def _tag(content: bytes) -> Mapping[str, str]:
 
 @contextlib.contextmanager
 def locked(path: str | os.PathLike, flags: int) -> Iterator[None]:
-  """Hold the lock of a local file or folder, opened with these flags; it goes with the process, however that ends."""
+  """Hold the lock of a local file or folder, opened with these flags; it is released when the process ends, too."""
   descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
   try:
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -285,14 +285,14 @@ _memory: dict[str, Any] = {}  # Stores of memory://name by name.
 
 
 class RemoteBlobs:
-  """Blobs of an object store, which promises itself that they last and that a put is whole or not at all."""
+  """Blobs of an object store, which itself guarantees that puts are durable and atomic."""
 
   def __init__(self, url: str, **options: Any):
     """Open a store.
 
     Args:
       url: as `open_blobs`.
-      options: of obstore's store.
+      options: options of obstore's store.
 
     Raises:
       UserError: it cannot be opened, or obstore is not installed.
@@ -329,7 +329,7 @@ class RemoteBlobs:
       try:
         self._obstore.put(self._store, key, content, mode='create')
       except self._errors.AlreadyExistsError:
-        # The client repeats a put whose answer was lost.
+        # The client repeats a put whose response was lost.
         if bytes(self._obstore.get(self._store, key).bytes()) != content:
           raise FileExistsError(f'{self.name}/{key} is there already.') from None
 
@@ -358,7 +358,7 @@ class RemoteBlobs:
           raise LostSwapError(f'{self.name}/{key} has changed.') from None
 
   def renew(self, key: str, content: bytes) -> None:
-    """Do nothing: what can be read is stored."""
+    """Do nothing, since a blob that can be read is durable."""
 
   def list(self, prefix: str = '') -> Iterator[Entry]:
     with self._failures(prefix):

@@ -1,7 +1,7 @@
-"""The SQLite file beside the root: adapters and versions for quick answers, samples, requests, feedback, intents.
+"""The SQLite file beside the root: adapters and versions for fast reads, samples, requests, feedback and intents.
 
-What it says of adapters and versions it has from the root, and can have again from there. What is written with
-`full=True` is on the disk when the transaction ends; the rest survives the process, but perhaps not the machine.
+Its rows about adapters and versions come from the root and can be restored from there. A transaction with `full=True`
+is on the disk when it ends; others survive the end of the process, but perhaps not of the machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sdpo_jax.serving.store.versions import Head, Manifest, RequestId
 
 _logger = logging.getLogger('sdpo_jax.serving')
 SCHEMA = 1  # `user_version` of the file.
-# Texts are JSON in ASCII: those that others have sent may hold what is no UTF-8.
+# Texts are stored as JSON in ASCII, since clients' texts may not be valid UTF-8.
 _TABLES = """
 CREATE TABLE meta (root TEXT NOT NULL);
 CREATE TABLE adapters (
@@ -58,20 +58,20 @@ CREATE INDEX feedback_of_adapter ON feedback (adapter);
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-  """What the database says of an adapter."""
+  """The database's entry of an adapter."""
 
   head: Head
-  tag: str  # The digest of the HEAD that it has this from.
+  tag: str  # The digest of the HEAD that this was read from.
   deleted: bool  # Its data are being erased.
 
 
 @dataclasses.dataclass(frozen=True)
 class KnownVersion:
-  """What the database says of a version."""
+  """The database's entry of a version."""
 
   number: int
   manifest: Manifest | None  # Without the digests of its files; None: it is damaged.
-  damaged: str | None  # What is wrong with it.
+  damaged: str | None  # A message about the damage; None: it is intact.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,37 +79,37 @@ class Intent:
   """A version that was about to become its adapter's newest."""
 
   adapter: str
-  folder: str  # Of the adapter.
+  folder: str  # The folder of the adapter.
   version: str  # The name of its folder.
 
 
 @dataclasses.dataclass(frozen=True)
 class RequestRow:
-  """What is known of a request with an idempotency key."""
+  """The state of a request with an idempotency key."""
 
   body: str
-  state: str  # 'open': it has made nothing yet; 'made': it has, and there is no answer yet; 'done'.
+  state: str  # 'open': it has made nothing yet; 'made': it has, without a response yet; 'done'.
   status: int | None
   response: bytes | None
-  adapter: str | None  # That it is about.
-  version: int | None  # That it made.
+  adapter: str | None  # The adapter that it is about.
+  version: int | None  # The version that it made.
   created: float
 
 
 class Database:
-  """One connection; any thread may call."""
+  """One connection to the database; any thread may call."""
 
   def __init__(self, path: pathlib.Path, root: str):
-    """Open the file, or make one.
+    """Open the file, or make a new one.
 
-    A file of another root, and one that cannot be read, is moved aside: a new one takes its place.
+    A file that belongs to another root or cannot be read is moved aside and replaced by a new one.
 
     Args:
       path: of the file; no other process uses it.
       root: the identity of the root that it belongs to.
 
     Raises:
-      UserError: a later version of this program has written it, or it can be neither opened nor made.
+      UserError: a later version of this program wrote it, or it can be neither opened nor made.
     """
     self._path, self._lock = path, threading.RLock()
     try:
@@ -126,7 +126,7 @@ class Database:
       ) from error
 
   def _open(self, root: str) -> str | None:
-    """Open the file that is there; return why it is of no use, if so."""
+    """Open the existing file; return why it cannot be used, None if it can."""
     try:
       self._connect()
       [(schema,)] = self._connection.execute('PRAGMA user_version')
@@ -139,7 +139,7 @@ class Database:
         if self._connection.execute('SELECT count(*) FROM sqlite_master').fetchall() != [(0,)]:
           raise UserError(f'serve.store.database={self._path} belongs to another program: name another file.')
         self._connection.close()
-        self.is_new = True  # It was never finished.
+        self.is_new = True  # The making of the file was interrupted.
         return None
       if self._connection.execute('PRAGMA quick_check(1)').fetchall() != [('ok',)]:
         return 'it is damaged'
@@ -154,10 +154,10 @@ class Database:
       return f'it is damaged ({first_line(error)})'
 
   def _connect(self) -> None:
-    # Made before SQLite does, which gives the files beside it the same permissions.
+    # Made here first, since SQLite gives the files beside it the same permissions.
     os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     self._connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False)
-    # The only connection: the index of the log need not be in a file that others could map.
+    # With a single connection, the index of the log needs no file for shared memory.
     for pragma in ('locking_mode=EXCLUSIVE', 'journal_mode=WAL', 'synchronous=FULL', 'secure_delete=ON'):
       self._connection.execute(f'PRAGMA {pragma}').fetchall()
     self._full = True
@@ -173,7 +173,7 @@ class Database:
     self._add_tables()
 
   def _add_tables(self) -> None:
-    """Make the tables of sessions, which files of earlier versions of this program do not have."""
+    """Make the tables of sessions, which files of earlier versions of this program lack."""
     names = {name for (name,) in self.read("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if session_schema.NAMES <= names:
       return
@@ -197,10 +197,10 @@ class Database:
 
   @contextlib.contextmanager
   def writing(self, *, full: bool = False) -> Iterator[sqlite3.Connection]:
-    """Give the connection within a transaction, which ends as a whole or, if something is raised, not at all.
+    """Provide the connection within a transaction, which is rolled back if the block raises.
 
     Args:
-      full: whether it is on the disk when this ends.
+      full: whether the transaction is on the disk when it ends.
 
     Raises:
       StorageFailed: it cannot be written.
@@ -219,7 +219,7 @@ class Database:
         raise
 
   def truncate_log(self) -> None:
-    """Move what is in the log to the file, so that what was erased is nowhere."""
+    """Move the write-ahead log into the file and truncate it, so that no erased data remain in it."""
     with self._lock, self._failures():
       self._connection.execute('PRAGMA wal_checkpoint(TRUNCATE)').fetchall()
 
@@ -241,12 +241,12 @@ class Database:
   # Adapters.
 
   def known(self, adapter: str) -> Known | None:
-    """Return what is known of an adapter; None: there is no such."""
+    """Return the entry of an adapter; None: there is none."""
     rows = self.read(f'SELECT {_ADAPTER} FROM adapters WHERE id = ?', (adapter,))
     return _known(rows[0]) if rows else None
 
   def all_known(self) -> list[Known]:
-    """Return what is known of all adapters."""
+    """Return the entries of all adapters."""
     return [_known(row) for row in self.read(f'SELECT {_ADAPTER} FROM adapters')]
 
   def of_owner(self, owner: str) -> list[Adapter]:
@@ -255,13 +255,13 @@ class Database:
     return [_known(row).head.adapter for row in self.read(query, (owner,))]
 
   def by_name(self, owner: str, name: str) -> Adapter | None:
-    """Return the adapter of an owner that has a name, the oldest if there are several."""
+    """Return an owner's adapter of a given name, the oldest if there are several; None: there is none."""
     query = f'SELECT {_ADAPTER} FROM adapters WHERE owner = ? AND name = ? AND NOT deleted ORDER BY created, id LIMIT 1'
     rows = self.read(query, (owner, name))
     return _known(rows[0]).head.adapter if rows else None
 
   def put_head(self, rows: sqlite3.Connection, head: Head, tag: str) -> None:
-    """Note what the HEAD of an adapter says, and forget the versions that it says were removed."""
+    """Store the contents of an adapter's HEAD, and drop the versions that it says were removed."""
     adapter = head.adapter
     self.drop_versions(rows, adapter.id, 1, head.kept_from)
     rows.execute(
@@ -281,11 +281,11 @@ class Database:
     )
 
   def mark_deleted(self, rows: sqlite3.Connection, adapter: str) -> None:
-    """Hides an adapter whose data are to be erased."""
+    """Hide an adapter whose data are to be erased."""
     rows.execute('UPDATE adapters SET deleted = 1 WHERE id = ?', (adapter,))
 
   def erase(self, rows: sqlite3.Connection, adapter: str) -> None:
-    """Erases everything that is about an adapter."""
+    """Erase all rows about an adapter, including batch requests with a part about it."""
     rows.execute('DELETE FROM adapters WHERE id = ?', (adapter,))
     wholes = "SELECT owner, substr(key, 1, instr(key, '/') - 1) FROM requests WHERE adapter = ? AND key LIKE '%/%'"
     rows.execute(f'DELETE FROM requests WHERE (owner, key) IN ({wholes})', (adapter,))
@@ -305,11 +305,11 @@ class Database:
     return _known_version(rows[0]) if rows else None
 
   def version_names(self) -> list[tuple[str, int, str | None, str | None]]:
-    """Return adapter, number, digest and what is wrong of all versions."""
+    """Return (adapter, number, digest, damage) of all versions."""
     return self.read('SELECT adapter, number, digest, damaged FROM versions')
 
   def put_version(self, rows: sqlite3.Connection, manifest: Manifest) -> None:
-    """Note a version."""
+    """Store a version."""
     version, request = manifest.version, manifest.request or RequestId(None, None)
     rows.execute(
       f'INSERT OR REPLACE INTO versions ({_VERSION}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL)',
@@ -328,33 +328,33 @@ class Database:
     )
 
   def put_damaged(self, rows: sqlite3.Connection, adapter: str, number: int, damaged: str) -> None:
-    """Note that a version is damaged."""
+    """Store that a version is damaged."""
     rows.execute(
       'INSERT OR REPLACE INTO versions (adapter, number, damaged) VALUES (?, ?, ?)', (adapter, number, damaged)
     )
 
   def drop_versions(self, rows: sqlite3.Connection, adapter: str, first: int, end: int) -> None:
-    """Forgets the versions of an adapter from a number on and before another."""
+    """Drop the versions of an adapter with numbers from `first` up to but not including `end`."""
     rows.execute('DELETE FROM versions WHERE adapter = ? AND number >= ? AND number < ?', (adapter, first, end))
 
   # Intents.
 
   def intend(self, rows: sqlite3.Connection, intent: Intent) -> None:
-    """Note that a version is about to become the newest."""
+    """Store the intent that a version becomes the newest."""
     rows.execute('INSERT OR REPLACE INTO intents VALUES (?, ?, ?)', dataclasses.astuple(intent))
 
   def intents(self) -> list[Intent]:
-    """Return the versions of which it is not known whether they have become the newest."""
+    """Return the versions that may or may not have become the newest."""
     return [Intent(*row) for row in self.read('SELECT adapter, folder, version FROM intents')]
 
   def drop_intent(self, rows: sqlite3.Connection, adapter: str) -> None:
-    """Note that this is known."""
+    """Drop the intent of an adapter, whose outcome is known."""
     rows.execute('DELETE FROM intents WHERE adapter = ?', (adapter,))
 
   # Samples.
 
   def put_sample(self, rows: sqlite3.Connection, sample: Sample) -> None:
-    """Keep a sample."""
+    """Store a sample."""
     rows.execute(
       f'INSERT INTO samples ({_SAMPLE}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)',
       (
@@ -375,7 +375,7 @@ class Database:
     )
 
   def sample(self, owner: str, sample: str) -> tuple[float, Sample | None] | None:
-    """Return when a sample expires, and the sample, if it is not erased; None: the owner has no such."""
+    """Return when a sample expires, and the sample itself if it is not erased; None: the owner has no such sample."""
     rows = self.read(f'SELECT {_SAMPLE} FROM samples WHERE id = ? AND owner = ?', (sample, owner))
     if not rows:
       return None
@@ -399,8 +399,9 @@ class Database:
     )
 
   def expire_samples(self, rows: sqlite3.Connection, now: float, forgotten: float) -> int:
-    """Erases what expired samples hold, and forgets those that expired before `forgotten`; returns how many were
-    erased.
+    """Erase the contents of expired samples and return how many were erased.
+
+    Samples that expired before `forgotten` are dropped altogether.
     """
     erased = rows.execute(
       'UPDATE samples SET prompt_tokens = NULL, tokens = NULL, log_probs = NULL, messages = NULL, text = NULL '
@@ -413,13 +414,13 @@ class Database:
   # Requests with an idempotency key.
 
   def request(self, owner: str, key: str) -> RequestRow | None:
-    """Return what is known of a request; None: nothing."""
+    """Return the row of a request; None: there is none."""
     query = 'SELECT body, state, status, response, adapter, version, created FROM requests WHERE owner = ? AND key = ?'
     rows = self.read(query, (owner, key))
     return RequestRow(*rows[0]) if rows else None
 
   def made_by(self, owner: str, key: str) -> RequestRow | None:
-    """Return what versions say of the request that made them; None: it has made none."""
+    """Return the row of a request, derived from the version that it made; None: it has made none."""
     rows = self.read(
       'SELECT v.request_body, v.adapter, v.number, v.created FROM versions v JOIN adapters a ON a.id = v.adapter '
       'WHERE v.request_key = ? AND a.owner = ? ORDER BY v.created DESC LIMIT 1',
@@ -428,7 +429,7 @@ class Database:
     return RequestRow(rows[0][0], 'made', None, None, *rows[0][1:]) if rows else None
 
   def put_request(self, rows: sqlite3.Connection, owner: str, key: str, row: RequestRow) -> None:
-    """Note a request."""
+    """Store a request."""
     rows.execute(
       'INSERT OR REPLACE INTO requests (body, state, status, response, adapter, version, created, owner, key) '
       'VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)',
@@ -436,28 +437,28 @@ class Database:
     )
 
   def drop_request(self, rows: sqlite3.Connection, owner: str, key: str) -> None:
-    """Forgets a request."""
+    """Drop a request."""
     rows.execute('DELETE FROM requests WHERE owner = ? AND key = ?', (owner, key))
 
   def note_made(
     self, rows: sqlite3.Connection, owner: str, request: RequestId, adapter: str, version: int | None
   ) -> None:
-    """Note what a request has made, so that it is not made again."""
+    """Store which version a request has made, so that a repeat does not make it again."""
     rows.execute(
       "UPDATE requests SET state = 'made', adapter = ?, version = ? WHERE owner = ? AND key = ?",
       (adapter, version, owner, request.key),
     )
 
   def note_about(self, rows: sqlite3.Connection, owner: str, key: str, adapter: str) -> None:
-    """Note which adapter a request is about."""
+    """Store which adapter a request is about."""
     rows.execute('UPDATE requests SET adapter = ? WHERE owner = ? AND key = ?', (adapter, owner, key))
 
   def drop_open_requests(self, rows: sqlite3.Connection) -> None:
-    """Forgets the requests of a process that is no more which have made nothing: they may come again."""
+    """Drop the requests of an ended process that had made nothing, so that they can be sent again."""
     rows.execute("DELETE FROM requests WHERE state = 'open'")
 
   def expire_requests(self, rows: sqlite3.Connection, before: float) -> int:
-    """Forgets requests that began before a time and are not under way; returns how many."""
+    """Drop requests that began before a time and are not under way; return how many."""
     return rows.execute("DELETE FROM requests WHERE created <= ? AND state != 'open'", (before,)).rowcount
 
   # Feedback.

@@ -1,6 +1,6 @@
-"""What the root says put into the database, and what was left of commits and deletions that did not end put right.
+"""Recovery: the database is rebuilt from the root, and interrupted commits and deletions are cleaned up.
 
-HEAD is the truth. A version whose adapter's HEAD leads to it is one, whatever the database says; all others are
+HEAD is the truth. A version that its adapter's HEAD leads to exists, whatever the database says; all others are
 garbage.
 """
 
@@ -20,29 +20,29 @@ from sdpo_jax.serving.store.database import Database, Known
 from sdpo_jax.serving.store.versions import Head, Key, Manifest
 
 _logger = logging.getLogger('sdpo_jax.serving')
-ABANDONED = 3600.0  # Seconds after which a commit to an object store, perhaps another process's, has surely ended.
-SHOWN = 3  # Names in a warning.
+ABANDONED = 3600.0  # Seconds after which any process's commit to an object store has surely ended.
+SHOWN = 3  # The most names in a warning.
 
 
 @dataclasses.dataclass
 class _Place:
-  """What lies in the folder of an adapter."""
+  """The blobs in the folder of an adapter."""
 
   folder: str
   id: str
-  keys: dict[str, tuple[Key, float]] = dataclasses.field(default_factory=dict)  # With the time of the last change.
+  keys: dict[str, tuple[Key, float]] = dataclasses.field(default_factory=dict)  # Each with its time of modification.
 
   def has(self, name: str) -> bool:
     return f'{self.folder}/{name}' in self.keys
 
   def named(self, number: int) -> list[str]:
-    """Return the names of the folders of versions with a number."""
+    """Return the folder names of the versions with a number."""
     return sorted({key.version for key, _ in self.keys.values() if key.version and key.number == number})
 
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-  """What the root says of an adapter."""
+  """The contents of the root for an adapter."""
 
   head: Head
   tag: str
@@ -51,15 +51,15 @@ class _Found:
 
 
 def recover(blobs: Blobs, database: Database, now: float) -> dict[str, tuple[str, str]]:
-  """Brings a database in line with the root, and goes on with what was interrupted.
+  """Bring a database in line with the root, and finish what was interrupted.
 
   Args:
-    blobs: of the root; in a local one nobody else writes.
+    blobs: of the root; nobody else writes to a local one.
     database: of that root.
     now: seconds since the epoch.
 
   Returns:
-    id → (folder, what is wrong) of adapters that the database does not know and whose HEAD cannot be read.
+    id → (folder, error message) of adapters that the database does not know and whose HEAD cannot be read.
 
   Raises:
     StorageFailed: the root or the database cannot be read or written.
@@ -75,19 +75,23 @@ def recover(blobs: Blobs, database: Database, now: float) -> dict[str, tuple[str
 
 
 def settle(blobs: Blobs, database: Database, folder: str, id: str, now: float) -> None:
-  """Do what `recover` does for one adapter, which nobody else in this process touches."""
+  """Do the same as `recover` for one adapter, which nobody else in this process uses meanwhile.
+
+  Raises:
+    Damaged: its HEAD cannot be read, and the database does not know it.
+  """
   place = _places(blobs, folder).get(id, _Place(folder, id))
   for _, why in _put_right(blobs, database, [place], now).values():
     raise Damaged(why)
 
 
 def erase(blobs: Blobs, database: Database, folder: str, id: str) -> None:
-  """Erases everything about an adapter that has a tombstone, which stays."""
+  """Erase everything about an adapter that has a tombstone, except the tombstone."""
   with database.writing() as rows:
     database.mark_deleted(rows, id)
   head = f'{folder}/{versions.HEAD}'
   keys = _places(blobs, folder).get(id, _Place(folder, id)).keys
-  blobs.delete([head], folder)  # First: without it nothing else is a version.
+  blobs.delete([head], folder)  # First, since no version exists without HEAD.
   blobs.delete([key for key, (what, _) in keys.items() if what.rest not in (versions.HEAD, versions.TOMBSTONE)], folder)
   with database.writing(full=True) as rows:
     database.erase(rows, id)
@@ -95,7 +99,7 @@ def erase(blobs: Blobs, database: Database, folder: str, id: str) -> None:
 
 
 def no_head(blobs: Blobs, folder: str) -> Damaged:
-  """Return the error that an adapter has no HEAD."""
+  """Return the error for an adapter without a HEAD."""
   return Damaged(
     f'{blobs.name}/{folder}/{versions.HEAD} is missing: restore it from a copy, or delete the adapter; its versions '
     'are untouched.'
@@ -103,7 +107,7 @@ def no_head(blobs: Blobs, folder: str) -> Damaged:
 
 
 def _places(blobs: Blobs, prefix: str) -> dict[str, _Place]:
-  """Return what lies below a folder, by the id of the adapter."""
+  """Return the blobs below a folder, by the id of their adapter."""
   places: dict[str, _Place] = {}
   foreign = []
   for entry in blobs.list(prefix):
@@ -124,7 +128,7 @@ def _places(blobs: Blobs, prefix: str) -> dict[str, _Place]:
 
 
 def _put_right(blobs: Blobs, database: Database, places: Iterable[_Place], now: float) -> dict[str, tuple[str, str]]:
-  """Do what `recover` does for some adapters."""
+  """Do the same as `recover` for some adapters."""
   intents = {intent.adapter: intent for intent in database.intents()}
   damaged = {adapter for adapter, _, _, why in database.version_names() if why is not None}
   lost: dict[str, tuple[str, str]] = {}
@@ -139,7 +143,7 @@ def _put_right(blobs: Blobs, database: Database, places: Iterable[_Place], now: 
     elif known is not None:
       _logger.warning('%s', no_head(blobs, place.folder))
     elif not any(key.number for key, _ in place.keys.values()):
-      kept.append(place)  # An adapter that was not made.
+      kept.append(place)  # Remains of an adapter whose creation was interrupted.
     else:
       lost[place.id] = (place.folder, str(no_head(blobs, place.folder)))
 
@@ -179,10 +183,10 @@ def _put_right(blobs: Blobs, database: Database, places: Iterable[_Place], now: 
 
 
 def _read(blobs: Blobs, database: Database, place: _Place, known: Known | None) -> _Found | None:
-  """Return what the root says of an adapter; None: what is known already.
+  """Return the contents of the root for an adapter; None: the database already has them.
 
   Raises:
-    Damaged: its HEAD is.
+    Damaged: its HEAD is damaged.
   """
   key = f'{place.folder}/{versions.HEAD}'
   content = blobs.get(key)
@@ -191,7 +195,7 @@ def _read(blobs: Blobs, database: Database, place: _Place, known: Known | None) 
     return None
   head = versions.read_head(content, f'{blobs.name}/{key}', place.folder)
   if not database.is_new:
-    blobs.renew(key, content)  # It may have moved shortly before its process died.
+    blobs.renew(key, content)  # The process that moved it may have died before it was durable.
   before = {
     one.manifest.version.digest: one.manifest for one in database.versions(place.id) if one.manifest is not None
   }
@@ -212,10 +216,10 @@ def _read(blobs: Blobs, database: Database, place: _Place, known: Known | None) 
 
 
 def _manifest(blobs: Blobs, place: _Place, number: int, digest: str | None) -> Manifest:
-  """Return the manifest of a version; `digest` None: the one after it is damaged, and does not say which it is.
+  """Return the manifest of a version; `digest` None: unknown, since the manifest after it is damaged.
 
   Raises:
-    Damaged: it is, or there are several, none or another one.
+    Damaged: it is damaged, or without a digest there is not exactly one candidate.
   """
   if digest is not None:
     return versions.read_manifest(blobs, place.folder, number, digest)
@@ -247,8 +251,10 @@ def _note(database: Database, found: Iterable[_Found]) -> None:
 
 
 def _remove_garbage(blobs: Blobs, database: Database, place: _Place, ours: set[str], now: float) -> None:
-  """Remove what is left of commits that did not end; `ours` are those that surely were of this process or one
-  before.
+  """Remove the remains of unfinished commits.
+
+  In an object store, a version that is not in `ours`, those that this process or an earlier one of its database began,
+  is removed only after `ABANDONED` seconds.
   """
   known = database.known(place.id)
   rows = [] if known is None else database.versions(place.id)
@@ -259,7 +265,7 @@ def _remove_garbage(blobs: Blobs, database: Database, place: _Place, ours: set[s
     path
     for path, (key, modified) in place.keys.items()
     if key.version is None
-    and key.rest != versions.HEAD  # What was being written in place of HEAD.
+    and key.rest != versions.HEAD  # Partial writes of HEAD.
     or key.version is not None
     and key.version not in names
     and key.number not in unclear

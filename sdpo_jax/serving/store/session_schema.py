@@ -1,4 +1,4 @@
-"""The tables of sessions as the database makes them; `session_tables` reads and writes their rows."""
+"""The SQL of the tables of sessions; `session_tables` reads and writes their rows."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""What is in the tables of sessions in the database: a session, its turns, and the examples that were or will be
-learned from them.
+"""The tables of sessions in the database: sessions, their turns, and the examples to learn from them.
 
-What is written here is acknowledged, and is on the disk when a transaction ends. All rows name their adapter, with
-which they are erased. What an example waits for is a version whose details name it: where a process died between the
-commit of the version and the note of it here, `reconcile` makes the note.
+Rows are acknowledged, and on the disk, when their transaction ends. All rows name their adapter and are erased with it.
+An example waits for a version whose details name it: if a process dies between the commit of the version and the note
+of it here, `reconcile` makes the note.
 """
 
 from __future__ import annotations
@@ -23,47 +22,47 @@ State = Literal['waiting', 'learned', 'rejected']
 
 @dataclasses.dataclass(frozen=True)
 class SessionRow:
-  """A session as it is kept."""
+  """A session as stored."""
 
   id: str
   adapter: str
   created: float
   token: str  # The SHA-256 of its token, in hex.
-  revision: int  # How often it has changed.
-  record: Mapping[str, Any]  # As JSON: all else.
+  revision: int  # The number of its changes.
+  record: Mapping[str, Any]  # All other fields, as JSON.
 
 
 @dataclasses.dataclass(frozen=True)
 class TurnRow:
-  """A turn as it is kept."""
+  """A turn as stored."""
 
   n: int
   prompt_tokens: Sequence[int]
   tokens: Sequence[int]
   log_probs: np.ndarray  # [T] float32.
   kept_tokens: Sequence[int] | None
-  record: Mapping[str, Any]  # As JSON: all else.
+  record: Mapping[str, Any]  # All other fields, as JSON.
 
 
 @dataclasses.dataclass(frozen=True)
 class ExampleRow:
-  """An example as it is kept."""
+  """An example as stored."""
 
   session: str
-  n: int  # Of the turn.
-  kind: str  # There is one of each kind of a turn at most.
+  n: int  # The number of the turn.
+  kind: str  # A turn has at most one example of each kind.
   state: State
-  head: int  # The version that the adapter was at when this was written: it was learned in a later one, if it was.
-  versions: Sequence[int]  # In which it was learned.
+  head: int  # The adapter's version when this was written; it can only be learned in a later one.
+  versions: Sequence[int]  # The versions in which it was learned.
   teacher_prompt: Sequence[int]
-  record: Mapping[str, Any]  # As JSON: all else.
+  record: Mapping[str, Any]  # All other fields, as JSON.
 
 
-# What is read.
+# Reading.
 
 
 def session(database: Database, adapter: str, id: str) -> SessionRow | None:
-  """Return a session of an adapter; None: it has no such."""
+  """Return a session of an adapter; None: there is none of this id."""
   rows = database.read(f'SELECT {_SESSION} FROM sessions WHERE id = ? AND adapter = ?', (id, adapter))
   return _session(rows[0]) if rows else None
 
@@ -75,7 +74,7 @@ def sessions(database: Database, adapter: str) -> list[SessionRow]:
 
 
 def turns(database: Database, session: str, first: int = 0) -> list[TurnRow]:
-  """Return the turns of a session from a number on, in order."""
+  """Return the turns of a session from number `first` on, in order."""
   query = f'SELECT {_TURN} FROM session_turns WHERE session = ? AND n >= ? ORDER BY n'
   return [_turn(row) for row in database.read(query, (session, first))]
 
@@ -87,7 +86,7 @@ def turn(database: Database, session: str, n: int) -> TurnRow | None:
 
 
 def turns_back(database: Database, session: str, before: int, count: int) -> list[TurnRow]:
-  """Return so many turns of a session before a number, the newest first."""
+  """Return up to `count` turns of a session with numbers below `before`, the newest first."""
   query = f'SELECT {_TURN} FROM session_turns WHERE session = ? AND n < ? ORDER BY n DESC LIMIT ?'
   return [_turn(row) for row in database.read(query, (session, before, count))]
 
@@ -95,9 +94,7 @@ def turns_back(database: Database, session: str, before: int, count: int) -> lis
 def examples(
   database: Database, adapter: str, *, session: str | None = None, state: State | None = None
 ) -> list[ExampleRow]:
-  """Return the examples of an adapter, or of one of its sessions, or those in one state, in the order of being
-  written.
-  """
+  """Return an adapter's examples, optionally of one session or in one state, in the order they were written."""
   query, values = f'SELECT {_EXAMPLE} FROM session_examples WHERE adapter = ?', [adapter]
   for column, value in (('session', session), ('state', state)):
     if value is not None:
@@ -105,23 +102,23 @@ def examples(
   return [_example(row) for row in database.read(f'{query} ORDER BY id', values)]
 
 
-# What is written, within a transaction.
+# Writing, within a transaction.
 
 
 def put_session(rows: sqlite3.Connection, row: SessionRow) -> None:
-  """Add a session."""
+  """Insert a session."""
   values = (row.id, row.adapter, row.created, row.token, row.revision, json.dumps(row.record))
   rows.execute(f'INSERT INTO sessions ({_SESSION}) VALUES (?, ?, ?, ?, ?, ?)', values)
 
 
 def advance(rows: sqlite3.Connection, session: str, revision: int) -> bool:
-  """Note that a session changes; return whether it is there, and has not changed since it had this revision."""
+  """Increment the revision of a session; return False if it is missing or has another revision."""
   query = 'UPDATE sessions SET revision = revision + 1 WHERE id = ? AND revision = ?'
   return rows.execute(query, (session, revision)).rowcount == 1
 
 
 def put_turn(rows: sqlite3.Connection, session: str, adapter: str, row: TurnRow) -> None:
-  """Add a turn."""
+  """Insert a turn."""
   rows.execute(
     f'INSERT INTO session_turns (session, adapter, {_TURN}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)',
     (
@@ -140,13 +137,13 @@ def put_turn(rows: sqlite3.Connection, session: str, adapter: str, row: TurnRow)
 def change_turn(
   rows: sqlite3.Connection, session: str, n: int, record: Mapping[str, Any], kept: Sequence[int] | None
 ) -> None:
-  """Give a turn another record, and other tokens that stand for it."""
+  """Replace the record of a turn, and its tokens in the conversation."""
   query = 'UPDATE session_turns SET record = ?, kept_tokens = ? WHERE session = ? AND n = ?'
   rows.execute(query, (json.dumps(record), None if kept is None else _ids(kept), session, n))
 
 
 def put_example(rows: sqlite3.Connection, adapter: str, row: ExampleRow) -> None:
-  """Add an example; one of the same kind and turn stays as it is."""
+  """Insert an example, unless there is one of the same turn and kind."""
   rows.execute(
     f'INSERT OR IGNORE INTO session_examples (adapter, {_EXAMPLE}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)',
     (
@@ -166,13 +163,13 @@ def put_example(rows: sqlite3.Connection, adapter: str, row: ExampleRow) -> None
 def note_learned(
   rows: sqlite3.Connection, references: Iterable[tuple[str, int, str]], version: int | None, said: Mapping[str, Any]
 ) -> None:
-  """Note that examples were learned in a version, and what is said of it with their turns.
+  """Store that examples were learned in a version, and the result in their turns.
 
   Args:
-    rows: of the transaction.
-    references: session, turn and kind of each; those that are there no more are left out.
+    rows: the connection of the transaction.
+    references: session, turn and kind of each example; missing ones are skipped.
     version: None: a guard has rejected it.
-    said: as JSON, `learned` of the turns from now on.
+    said: the result as JSON, the new `learned` of the turns.
   """
   for session, n, kind in references:
     found = rows.execute(
@@ -191,24 +188,24 @@ def note_learned(
 
 
 def erase_session(rows: sqlite3.Connection, session: str) -> None:
-  """Erases a session, its turns and its examples."""
+  """Erase a session, its turns and its examples."""
   rows.execute('DELETE FROM sessions WHERE id = ?', (session,))
   for table in ('session_turns', 'session_examples'):
     rows.execute(f'DELETE FROM {table} WHERE session = ?', (session,))
 
 
-# What was learned and not noted.
+# Recovery of notes.
 
-REHEARSAL = 'rehearsal'  # Of examples that are learned beside others, any number of times.
-SOURCE = 'session'  # In the details of a version: {'id': …, 'turns': […], 'examples': [[n, kind], …]}.
+REHEARSAL = 'rehearsal'  # The kind of examples that are learned beside others, any number of times.
+SOURCE = 'session'  # Key in the details of a version: {'id': …, 'turns': […], 'examples': [[n, kind], …]}.
 
 
 def reconcile(database: Database, adapter: str | None = None) -> int:
-  """Note which of the examples that wait were learned already, as versions say; return how many versions say so.
+  """Mark the waiting examples that were learned already according to the versions; return how many versions name any.
 
   Args:
-    database: that knows the versions.
-    adapter: whose examples they are; None: of all.
+    database: database that knows the versions.
+    adapter: the adapter of the examples; None: all.
   """
   query = "SELECT adapter, min(head) FROM session_examples WHERE state = 'waiting'"
   if adapter is None:

@@ -1,8 +1,8 @@
-"""The store of the service: adapters, their versions, and what was sampled, asked and answered.
+"""The store of the service: adapters, their versions, samples, requests and feedback.
 
 A version is committed in this order: its files, its manifest, an intent in the database, HEAD by compare-and-swap, the
-rows of the database. It is acknowledged when HEAD has moved; what a process leaves behind that dies before, nobody
-sees.
+rows of the database. It is acknowledged when HEAD has moved; the remains of a process that dies before are never
+visible.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from sdpo_jax.serving.store.versions import Arrays, Base, Head, Manifest, Reques
 
 _logger = logging.getLogger('sdpo_jax.serving')
 LONGEST_NAME = 200  # Characters.
-FORGOTTEN = 7 * 86400.0  # Seconds after its end in which a sample is known to be gone.
-# Of a record of feedback: what people have written, and what was made of it.
+FORGOTTEN = 7 * 86400.0  # Seconds after its expiry in which a sample is reported as gone instead of unknown.
+# Keys of feedback records that hold users' texts, or texts made from them.
 TEXTS = frozenset('feedback correction demonstration environment text texts messages prompt completion content'.split())
 
 
 @dataclasses.dataclass(frozen=True)
 class Retention:
-  """What is kept, and for how long."""
+  """What is stored, and for how long."""
 
-  keep_versions: int = 0  # Newest versions of an adapter, beside the one that it is at and version 0; 0: all.
-  request_ttl_s: float = 86400.0  # Of answers to requests with an idempotency key.
-  keep_feedback_texts: bool = False  # Whether the log of feedback holds what people have written.
+  keep_versions: int = 0  # How many versions to keep beside the newest one and version 0; 0: all.
+  request_ttl_s: float = 86400.0  # Lifetime of responses to requests with an idempotency key.
+  keep_feedback_texts: bool = False  # Whether the feedback log holds users' texts.
 
 
 @dataclasses.dataclass(frozen=True)
 class Retained:
-  """What `Store.retain` has removed."""
+  """The numbers of things that `Store.retain` has removed."""
 
   versions: int
   samples: int
@@ -75,18 +75,18 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class StoredResponse:
-  """What is known of a request that was here before."""
+  """The stored outcome of an earlier request with the same key."""
 
-  status: int | None  # Of its answer; None: the answer was lost with its process, but not what it made.
-  response: bytes | None  # The answer's body; None: likewise.
+  status: int | None  # Status of its response; None: the response was lost with its process, but not what it made.
+  response: bytes | None  # Body of the response; None: likewise.
   adapter: str | None  # The id of the adapter that it was about.
-  version: int | None  # That it made; None: none.
+  version: int | None  # The version that it made; None: none.
 
 
 class Store:
   """Adapters by owner; any thread may call. Use `Store.open`, and `close` at the end.
 
-  Whatever is written may raise StorageFailed; nothing has changed then, unless the sentence says otherwise.
+  All methods that write may raise StorageFailed; nothing has changed then, unless the message says otherwise.
   """
 
   def __init__(
@@ -98,15 +98,15 @@ class Store:
     clock: Callable[[], float],
     held: contextlib.ExitStack,
   ):
-    """Make a store of what is open already; see `open`."""
+    """Make a store from parts that are open; see `open`."""
     self.blobs, self.database, self.base, self.retention, self.clock = blobs, database, base, retention, clock
     self._held = held
     self._locks: dict[str, threading.RLock] = {}  # By adapter.
-    self._lock = threading.Lock()  # Of what follows.
-    self._names: set[tuple[str, str]] = set()  # Owner and name of adapters that are being made.
-    self._under_way: set[tuple[str, str]] = set()  # Owner and key of requests.
-    self._doubtful: dict[str, str] = {}  # Adapters of which the database may not say what the root says: their folders.
-    self._lost: dict[str, tuple[str, str]] = {}  # Adapters that only the root knows: folder, and what is wrong.
+    self._lock = threading.Lock()  # Guards the fields below.
+    self._names: set[tuple[str, str]] = set()  # (owner, name) of adapters that are being made.
+    self._under_way: set[tuple[str, str]] = set()  # (owner, key) of requests.
+    self._doubtful: dict[str, str] = {}  # Folders of adapters whose entry may differ from the root, by id.
+    self._lost: dict[str, tuple[str, str]] = {}  # Damaged adapters that only the root has, by id: folder, message.
 
   @classmethod
   def open(
@@ -119,15 +119,15 @@ class Store:
     clock: Callable[[], float] = time.time,
     **options: Any,
   ) -> Store:
-    """Open a store, or make one, and put right what processes have left that died.
+    """Open a store, or make one, and repair what dead processes have left.
 
     Args:
       root: where versions are: a local folder, s3://bucket/prefix, gs://bucket/prefix or memory://name.
       database: a local file; it is filled from the root if it is missing, damaged or of another root.
       base: the model and the shape of its adapters.
-      retention: what is kept.
+      retention: what is stored, and for how long.
       clock: returns seconds since the epoch.
-      options: of obstore's store, where the root is no local folder.
+      options: options of obstore's store, unless the root is a local folder.
 
     Raises:
       UserError: another process has it open, the root holds adapters of another base, or it cannot be opened.
@@ -156,7 +156,7 @@ class Store:
       return store
 
   def close(self) -> None:
-    """Lets go of the files and the locks."""
+    """Close the files and release the locks."""
     self._held.close()
 
   def __enter__(self) -> Store:
@@ -167,7 +167,7 @@ class Store:
 
   @property
   def problems(self) -> list[str]:
-    """What is damaged in the root and has no adapter that could say so."""
+    """Messages about damaged adapters that the database does not know."""
     with self._lock:
       return [why for _, why in self._lost.values()]
 
@@ -187,7 +187,7 @@ class Store:
     """Make an adapter and its version 0.
 
     Raises:
-      InvalidRequest: the owner has an adapter of that name, or the name is empty, too long, or no UTF-8.
+      InvalidRequest: the owner has an adapter of that name, or the name is empty, too long, or not valid UTF-8.
     """
     _check_name(owner, name)
     self._settle_all(owner)
@@ -206,11 +206,11 @@ class Store:
         self._names.discard((owner, name))
 
   def adapter(self, owner: str, id: str) -> Adapter:
-    """Return an adapter; raise NotFound for one that is another's, unknown or deleted."""
+    """Return an adapter; raise NotFound if it is unknown, deleted, or belongs to another owner."""
     return self._known(owner, id).head.adapter
 
   def by_name(self, owner: str, name: str) -> Adapter:
-    """Return the adapter of an owner that has a name; raise NotFound."""
+    """Return an owner's adapter of a given name; raise NotFound."""
     self._settle_all(owner)
     found = self.database.by_name(owner, name) if _is_text(owner) and _is_text(name) else None
     if found is None:
@@ -225,7 +225,7 @@ class Store:
   def change_settings(
     self, owner: str, id: str, expected: int, settings: Mapping[str, Any], *, request: Request | None = None
   ) -> Adapter:
-    """Give an adapter other settings.
+    """Replace the settings of an adapter.
 
     Raises:
       NotFound: as `adapter`.
@@ -240,9 +240,10 @@ class Store:
       return head.adapter
 
   def delete(self, owner: str, id: str, expected: int | None = None) -> None:
-    """Erases an adapter: its versions, samples, feedback, and the answers to requests about it.
+    """Erase an adapter: its versions, samples, feedback, and the responses to requests about it.
 
-    It is gone for good once this has begun: where it is interrupted, the next `retain` or the next start goes on.
+    The deletion cannot be undone once it has begun: if it is interrupted, the next `retain` or the next start continues
+    it.
 
     Raises:
       NotFound: as `adapter`.
@@ -285,18 +286,18 @@ class Store:
     Args:
       owner: of the adapter.
       id: of the adapter.
-      expected: the version that it is at.
+      expected: the version that it must be at.
       arrays: of the new version.
       reason: why it is made.
       details: as JSON: what made it; numbers that are not finite become null.
       parent: the version that it was made from; None: `expected`.
-      request: that made it: its answer is not made a second time, whatever happens.
+      request: the request that makes it; a repeat of it makes no second version.
 
     Raises:
       NotFound: as `adapter`.
       VersionConflict: it is at another version; nothing has changed.
       Damaged: its HEAD is damaged.
-      ValueError: the arrays are not those of an adapter of this base.
+      ValueError: the arrays do not have the shape of this base's adapters.
     """
     self._known(owner, id)
     with self._alone(id):
@@ -306,7 +307,7 @@ class Store:
       return self._make_version(adapter, head, tagged, arrays, parent, reason, details, request)
 
   def versions(self, owner: str, id: str) -> list[Version]:
-    """Return the versions of an adapter that can be read, in order; raise NotFound as `adapter`."""
+    """Return the readable versions of an adapter in order; raise NotFound as `adapter`."""
     self._known(owner, id)
     return [known.manifest.version for known in self.database.versions(id) if known.manifest is not None]
 
@@ -315,7 +316,7 @@ class Store:
 
     Raises:
       NotFound: as `adapter`, or there is no such version.
-      Gone: it was removed, as the settings of retention say.
+      Gone: retention has removed it.
       Damaged: it is damaged.
     """
     head = self._known(owner, id).head
@@ -331,9 +332,9 @@ class Store:
     """Return the arrays of a version, bit for bit as they were committed.
 
     Raises:
-      Damaged: a file of it is missing or not as it was written.
+      Damaged: one of its files is missing or damaged.
       NotFound: its adapter was deleted.
-      Gone: it was removed.
+      Gone: retention has removed it.
     """
     files = self._files(version, (versions.peft_files.WEIGHTS, versions.STATE))
     try:
@@ -342,14 +343,14 @@ class Store:
       raise Damaged(f'The version {version.number} of {version.adapter} cannot be read: {error}') from error
 
   def peft_files(self, version: Version) -> dict[str, bytes]:
-    """Return the files of a version that PEFT reads, name → content; errors as `arrays`."""
+    """Return the PEFT files of a version, name → content; errors as `arrays`."""
     return self._files(version, versions.PEFT_FILES)
 
   def retain(self, now: float | None = None) -> Retained:
-    """Remove what the settings of retention do not keep, and go on with deletions that were interrupted.
+    """Remove everything beyond the retention settings, and continue interrupted deletions.
 
     Args:
-      now: seconds since the epoch; None: as the clock says.
+      now: seconds since the epoch; None: the clock's time.
     """
     now = self.clock() if now is None else now
     removed = 0
@@ -358,7 +359,8 @@ class Store:
         self._settle(id)
     for known in self.database.all_known() if self.retention.keep_versions else ():
       adapter = known.head.adapter
-      with self._alone(adapter.id), contextlib.suppress(NotFound, VersionConflict, Damaged):  # Those are as they are.
+      # Adapters in such a state are skipped.
+      with self._alone(adapter.id), contextlib.suppress(NotFound, VersionConflict, Damaged):
         removed += self._keep_newest(adapter)
     with self.database.writing() as rows:
       samples = self.database.expire_samples(rows, now, now - FORGOTTEN)
@@ -368,7 +370,7 @@ class Store:
     return Retained(removed, samples, requests)
 
   def _keep_newest(self, adapter: Adapter) -> int:
-    """Remove the oldest versions of an adapter but version 0; return how many."""
+    """Remove the oldest versions of an adapter, except version 0; return how many."""
     known = self._known(adapter.owner, adapter.id).head
     adapter, first = known.adapter, known.adapter.head - self.retention.keep_versions
     if first <= known.kept_from:
@@ -381,11 +383,11 @@ class Store:
     try:
       self.blobs.delete([key for key, _ in old], folder)
     except StorageFailed:
-      self._doubt(adapter.owner, adapter.id)  # They are garbage now.
+      self._doubt(adapter.owner, adapter.id)  # The blobs are garbage now; `_settle` removes them.
       raise
     return len({found.version for _, found in old})
 
-  # How versions are made and HEAD is moved.
+  # Making versions and moving HEAD.
 
   def _make_version(
     self,
@@ -398,7 +400,7 @@ class Store:
     details: Mapping[str, Any],
     request: Request | None,
   ) -> Version:
-    """Make the version that the adapter is to be at; before it, HEAD said `before`."""
+    """Write the next version of an adapter and move HEAD, which was `before`, to it."""
     folder = versions.adapter_folder(adapter.owner, adapter.id)
     files = versions.files_of(self.base, arrays)
     manifest, content = versions.make_manifest(
@@ -428,11 +430,11 @@ class Store:
   def _swap_head(
     self, head: Head, tagged: Tagged | None, request: Request | None, manifest: Manifest | None = None
   ) -> None:
-    """Move HEAD and note it in the database.
+    """Move HEAD and update the database.
 
     Raises:
-      VersionConflict: another process has moved it; what was written for this is removed.
-      StorageFailed: it has not moved, or it is not known whether it has: then the next look at the adapter finds out.
+      VersionConflict: another process has moved it; the files of the new version are removed.
+      StorageFailed: it has not moved, or perhaps has: the next access to the adapter finds out.
     """
     adapter, content = head.adapter, versions.write_head(head)
     folder = versions.adapter_folder(adapter.owner, adapter.id)
@@ -460,19 +462,19 @@ class Store:
         if request is not None:
           self.database.note_made(rows, adapter.owner, request.id, adapter.id, number)
     except StorageFailed as error:
-      # HEAD has moved: this is acknowledged. The database hears of it when it can be written again.
+      # HEAD has moved, so the version is acknowledged. The database is updated when it can be written again.
       _logger.warning('%s is at version %d, which is not in the database yet: %s', adapter.id, adapter.head, error)
       self._doubt(adapter.owner, adapter.id)
 
   def _has_moved(self, adapter: Adapter, content: bytes) -> bool:
-    """Return whether HEAD of an adapter is known to have this content after it could not be written."""
+    """Return whether HEAD is known to have this content although writing it failed."""
     try:
       return self._known(adapter.owner, adapter.id).tag == versions.tag_of(content)
     except ServiceError:
       return False
 
   def _discard(self, id: str, folder: str, manifest: Manifest) -> None:
-    """Remove what was written of a version that is not to be; what cannot be removed, the next start removes."""
+    """Remove the files of a version that is not committed; a later start removes what cannot be removed now."""
     names = (*versions.PEFT_FILES, versions.STATE, versions.MANIFEST)
     stays = folder if manifest.version.number else folder.rpartition('/')[0]
     with contextlib.suppress(StorageFailed):
@@ -481,7 +483,7 @@ class Store:
         self.database.drop_intent(rows, id)
 
   def _head(self, owner: str, id: str, expected: int) -> tuple[Head, Tagged]:
-    """Return what HEAD of an adapter says now, and its tag."""
+    """Return the contents of an adapter's HEAD, and its tag."""
     known = self._known(owner, id)
     folder = versions.adapter_folder(owner, id)
     key = f'{folder}/{versions.HEAD}'
@@ -510,10 +512,10 @@ class Store:
       self.version(owner, version.adapter, version.number)  # It may be gone.
       raise
 
-  # What the database says, and whether it is to be believed.
+  # Entries of the database, and whether they are in doubt.
 
   def _known(self, owner: str, id: str) -> Known:
-    """Return what is known of an adapter of an owner; raise NotFound."""
+    """Return the entry of an owner's adapter; raise NotFound."""
     if self._doubtful.get(id) == versions.adapter_folder(owner, id):
       with self._alone(id):
         self._settle(id)
@@ -524,13 +526,13 @@ class Store:
     return known
 
   def _settle_all(self, owner: str) -> None:
-    """End the doubts about the adapters of an owner, as far as what is damaged can be read."""
+    """Re-read the adapters of an owner whose entries are in doubt; damaged ones stay in doubt."""
     for id in list(self._doubtful):
       with contextlib.suppress(NotFound, Damaged):
         self._known(owner, id)
 
   def _settle(self, id: str) -> None:
-    """End the doubt about an adapter with a look at the root; the caller holds its lock."""
+    """Re-read an adapter from the root if its entry is in doubt; the caller holds its lock."""
     folder = self._doubtful.get(id)
     if folder is not None:
       recovery.settle(self.blobs, self.database, folder, id, self.clock())
@@ -548,7 +550,7 @@ class Store:
 
   @contextlib.contextmanager
   def _alone(self, id: str) -> Iterator[None]:
-    """Hold the lock of an adapter; its holder may take it again."""
+    """Hold the reentrant lock of an adapter."""
     with self._lock:
       lock = self._locks.setdefault(id, threading.RLock())
     with lock:
@@ -557,7 +559,7 @@ class Store:
   # Samples.
 
   def keep_sample(self, sample: Sample) -> None:
-    """Keep a sample until it expires; raise NotFound if its adapter was deleted while it was drawn."""
+    """Store a sample until it expires; raise NotFound if its adapter was deleted meanwhile."""
     with self.database.writing() as rows:
       if sample.adapter is not None:
         known = self.database.known(sample.adapter)
@@ -569,7 +571,7 @@ class Store:
     """Return a sample.
 
     Raises:
-      NotFound: it is another's, or unknown.
+      NotFound: it does not exist or belongs to another owner.
       Gone: it has expired.
     """
     found = self.database.sample(owner, id) if _is_text(owner) and _is_text(id) else None
@@ -583,26 +585,26 @@ class Store:
   # Requests with an idempotency key.
 
   def begin(self, owner: str, key: str, body_digest: str, *, adapter: str | None = None) -> Request | StoredResponse:
-    """Note that a request is under way, or return what is known of it.
+    """Register a request as under way, or return its stored response.
 
     Args:
-      owner: who sent it.
+      owner: the sender.
       key: its idempotency key.
-      body_digest: of what it asks, also its path.
-      adapter: the id of the adapter that it is about, with which its answer is erased.
+      body_digest: digest of the request, including its path.
+      adapter: the id of the adapter that it is about, with which its response is erased.
 
     Raises:
       InFlight: it is under way.
-      Unprocessable: a request with this key asked something else.
+      Unprocessable: another request was sent with this key.
     """
     key = hashlib.sha256(key.encode('utf-8', 'surrogatepass')).hexdigest()
     return self._begin(owner, RequestId(key, body_digest), adapter)
 
   def part(self, request: Request, index: int) -> Request | StoredResponse:
-    """Begins a part of a request that is under way, or returns what is known of it from before.
+    """Begin one part of a request that is under way, or return its stored response.
 
-    A part ends by itself. Where the whole was lost with its process, a repeat of it finds what its parts have made; and
-    the answer of the whole is erased with that of any part.
+    A part ends by itself. If the process dies during the whole, a repeat of it finds what its parts have made; and the
+    response of the whole is erased with that of any part.
 
     Raises:
       InFlight: as `begin`.
@@ -612,7 +614,7 @@ class Store:
 
   def _begin(self, owner: str, id: RequestId, adapter: str | None) -> Request | StoredResponse:
     since = self.clock() - self.retention.request_ttl_s
-    self._settle_all(owner)  # It may have made something before it failed.
+    self._settle_all(owner)  # The request may have made something before it failed.
     with self._lock:
       row = self.database.request(owner, id.key) or self.database.made_by(owner, id.key)
       under_way = (owner, id.key) in self._under_way
@@ -632,15 +634,15 @@ class Store:
     return Request(owner, id)
 
   def about(self, request: Request, adapter: str) -> None:
-    """Note which adapter a request is about that `begin` did not know of: its answer is erased with it."""
+    """Store which adapter a request is about, if `begin` did not know it: its response is erased with the adapter."""
     with self.database.writing() as rows:
       self.database.note_about(rows, request.owner, request.id.key, adapter)
 
   def finish(self, request: Request, status: int, response: bytes) -> None:
-    """Keep the answer to a request; a repeat gets the same."""
+    """Store the response of a request, for repeats of it."""
     try:
       row = self.database.request(request.owner, request.id.key)
-      if row is not None:  # Else its adapter was deleted, and the answer with it.
+      if row is not None:  # None: its adapter was deleted, and the response with it.
         with self.database.writing() as rows:
           row = dataclasses.replace(row, state='done', status=status, response=response)
           self.database.put_request(rows, request.owner, request.id.key, row)
@@ -648,7 +650,7 @@ class Store:
       self._end(request)
 
   def abandon(self, request: Request) -> None:
-    """Note that a request has no answer: if it made nothing, it may come again."""
+    """End a request without a response; if it has made nothing, it may be sent again."""
     try:
       row = self.database.request(request.owner, request.id.key)
       if row is not None and row.state == 'open':
@@ -664,7 +666,7 @@ class Store:
   # Feedback.
 
   def note_feedback(self, owner: str, adapter: str, record: Mapping[str, Any]) -> None:
-    """Add a record to the log of an adapter, without what people have written, if the settings do not keep that.
+    """Add a record to an adapter's feedback log, without users' texts unless the settings keep them.
 
     Raises:
       NotFound: as `adapter`.
@@ -677,24 +679,24 @@ class Store:
       self.database.put_feedback(rows, adapter, record)
 
   def feedback(self, owner: str, adapter: str) -> list[dict[str, Any]]:
-    """Return the log of an adapter, the oldest first; raise NotFound as `adapter`."""
+    """Return the feedback log of an adapter, the oldest record first; raise NotFound as `adapter`."""
     self._known(owner, adapter)
     return self.database.feedback(adapter)
 
 
 def without_texts(record: Any) -> Any:
-  """Return JSON without the values of `TEXTS`, which become null."""
+  """Return JSON with null in place of the values of the keys in `TEXTS`."""
   if isinstance(record, dict):
     return {key: None if key in TEXTS else without_texts(value) for key, value in record.items()}
   return [without_texts(value) for value in record] if isinstance(record, list) else record
 
 
 def _identify(blobs: Blobs, base: Base) -> str:
-  """Return the identity of a root, which is given one if it is new; raise UserError if it is of another base."""
+  """Return the identity of a root, making one if it is new; raise UserError if it belongs to another base."""
   content = blobs.tagged(versions.BASE)
   if content is None:
     values = {'format': versions.FORMAT, 'root': secrets.token_hex(16), 'base': base.described}
-    with contextlib.suppress(LostSwapError):  # Another process was quicker.
+    with contextlib.suppress(LostSwapError):  # Another process has just written it.
       blobs.swap(versions.BASE, (json.dumps(values, indent=1) + '\n').encode(), None)
     content = blobs.tagged(versions.BASE)
   where = f'{blobs.name}/{versions.BASE}'
@@ -722,12 +724,12 @@ def _identify(blobs: Blobs, base: Base) -> str:
 
 
 def _lock(held: contextlib.ExitStack, path: pathlib.Path, setting: str) -> None:
-  """Hold a lock for a process until the stack ends; raise UserError if another one holds it."""
+  """Hold a process-wide lock until the stack closes; raise UserError if another process holds it."""
 
   def busy() -> None:
     try:
       who = f'the process {int(path.read_text())}'
-    except (OSError, ValueError):  # It has just begun, or ended.
+    except (OSError, ValueError):  # That process has just started or ended.
       who = 'another process'
     raise UserError(f'{setting} is in use by {who}: stop that one, or name another.')
 

@@ -1,5 +1,4 @@
-"""What a version is in the root: its key, its files, the manifest that names these, and the HEAD that names the
-manifest.
+"""The layout of the root: the key and the files of a version, the manifest that names these, and the HEAD above it.
 
   users/OWNER/adapters/ID/HEAD                                    the adapter, and which version it is at
   users/OWNER/adapters/ID/TOMBSTONE                               it was deleted
@@ -7,8 +6,8 @@ manifest.
                                                 /adapter_config.json, adapter_model.safetensors    as PEFT reads them
                                                 /train_state.safetensors    moments, count, average
 
-OWNER is a digest, for owners are arbitrary strings. A version belongs to an adapter if HEAD names the digest of its
-manifest, or if the manifest of the one after it does. All else is what was left of commits that did not end.
+OWNER is a digest, since owners are arbitrary strings. A version belongs to an adapter if the digest of its manifest is
+named by HEAD or by the manifest of the next version. All other files are the remains of unfinished commits.
 """
 
 from __future__ import annotations
@@ -34,26 +33,27 @@ from sdpo_jax.serving.errors import Damaged
 from sdpo_jax.serving.records import Adapter, Reason, Version
 from sdpo_jax.serving.store.blobs import Blobs
 
-Arrays = Mapping[str, np.ndarray]  # Of a version, as the engine has them: factors/…, mu/…, nu/…, average/…, count.
+# Arrays of a version, named as in the engine: factors/…, mu/…, nu/…, average/…, count.
+Arrays = Mapping[str, np.ndarray]
 
 FORMAT = 1
 BASE, HEAD, TOMBSTONE, MANIFEST, STATE = 'BASE', 'HEAD', 'TOMBSTONE', 'manifest.json', 'train_state.safetensors'
 PEFT_FILES = (peft_config.FILE, peft_files.WEIGHTS)
 _FACTORS, _KINDS, _COUNT = 'factors', ('mu', 'nu', 'average'), 'count'
 _ADAPTER_KEY = re.compile(r'users/([0-9a-f]{32})/adapters/([0-9a-z-]+)/(.+)')
-_PARTIAL = re.compile(r'\.[0-9a-f]{16}\.partial')  # What `files.write_atomically` was writing.
+_PARTIAL = re.compile(r'\.[0-9a-f]{16}\.partial')  # Unfinished files of `files.write_atomically`.
 _VERSION_KEY = re.compile(r'versions/(([0-9]{8,})-([0-9a-f]{12}))/([a-z_]+\.(?:json|safetensors))')
 
 
 @dataclasses.dataclass(frozen=True)
 class Base:
-  """The model that all adapters of a root belong to, and the shape that they all have."""
+  """The model that all adapters of a root belong to, and their common shape."""
 
   name: str  # Path or hub name, for adapter_config.json.
-  fingerprint: Mapping[str, Any]  # What tells the model from others (`models.identity.of_base`).
+  fingerprint: Mapping[str, Any]  # Fingerprint of the model (`models.identity.of_base`).
   adapter: lora.Adapter
-  table: parameters.Table  # Of the model without factors.
-  prefix: str = 'model.'  # With what transformers' names of modules begin.
+  table: parameters.Table  # The table of the model without factors.
+  prefix: str = 'model.'  # The prefix of transformers' module names.
   use_rslora: bool = False
 
   @functools.cached_property
@@ -70,19 +70,19 @@ class Base:
 
   @functools.cached_property
   def described(self) -> Mapping[str, Any]:
-    """What has to be the same for adapters to fit, as JSON; the name is not: a model may lie elsewhere."""
+    """What must be equal for adapters to fit, as JSON; the name is left out, since a model may be moved."""
     config = {key: value for key, value in self.config.items() if key != 'base_model_name_or_path'}
     return json.loads(json.dumps({'fingerprint': jsonable(self.fingerprint), 'adapter': config}))
 
   @functools.cached_property
   def shapes(self) -> Mapping[str, tuple[int, ...]]:
-    """The shapes of the arrays of a version, which are float32, but for the count, int32."""
+    """The shapes of the arrays of a version, by name; all are float32 except the count, int32."""
     kinds = (_FACTORS, *_KINDS)
     return {f'{kind}/{row.name}': row.shape for kind in kinds for row in self.rows} | {_COUNT: ()}
 
 
 def owner_digest(owner: str) -> str:
-  """Return how an owner is called in keys."""
+  """Return the digest that stands for an owner in keys."""
   return hashlib.sha256(owner.encode('utf-8', 'surrogatepass')).hexdigest()[:32]
 
 
@@ -93,17 +93,17 @@ def adapter_folder(owner: str, adapter: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-  """What a key in the root stands for."""
+  """The parts of a key in the root."""
 
-  folder: str  # Of the adapter.
+  folder: str  # The folder of the adapter.
   adapter: str  # Its id.
-  rest: str  # HEAD, TOMBSTONE, what was being written in place of HEAD, or below versions/.
+  rest: str  # HEAD, TOMBSTONE, a partial write of HEAD, or a path below versions/.
   version: str | None = None  # The name of the version's folder.
   number: int | None = None
 
 
 def parse_key(key: str) -> Key | None:
-  """Return what a key of this layout stands for; None: somebody else has put it there."""
+  """Return the parts of a key of this layout; None: it is not a key of the store."""
   found = _ADAPTER_KEY.fullmatch(key)
   if found is None:
     return None
@@ -117,7 +117,7 @@ def parse_key(key: str) -> Key | None:
 
 
 def version_folder(number: int, digest: str) -> str:
-  """Return the name of the folder of a version, by the digest of its manifest."""
+  """Return the folder name of a version, from the digest of its manifest."""
   return f'{number:08d}-{digest[:12]}'
 
 
@@ -128,7 +128,7 @@ def files_of(base: Base, arrays: Arrays) -> dict[str, bytes]:
   """Return the files of a version, name → content, without its manifest.
 
   Raises:
-    ValueError: the arrays are not those of an adapter of this base.
+    ValueError: the arrays do not have the shape of this base's adapters.
   """
   wrong = {name for name in base.shapes.keys() | arrays.keys() if not _fits(base, name, arrays.get(name))}
   if wrong:
@@ -138,7 +138,7 @@ def files_of(base: Base, arrays: Arrays) -> dict[str, bytes]:
     for row, layer in peft_files.held(base.adapter, base.rows)
   }
   state = {name: np.asarray(arrays[name], order='C') for name in base.shapes if not name.startswith(f'{_FACTORS}/')}
-  # Of a matrix that some layers have no factors of, the files of PEFT do not hold all.
+  # If some layers have no factors of a matrix, PEFT's files do not hold its whole array.
   state |= {name: np.asarray(arrays[name], order='C') for name in _partly_held(base)}
   return {
     peft_config.FILE: (json.dumps(base.config, indent=2) + '\n').encode(),
@@ -148,10 +148,10 @@ def files_of(base: Base, arrays: Arrays) -> dict[str, bytes]:
 
 
 def arrays_of(base: Base, files: Mapping[str, bytes]) -> dict[str, np.ndarray]:
-  """Return the arrays of a version, bit for bit as `files_of` got them.
+  """Return the arrays of a version, bit for bit as `files_of` received them.
 
   Raises:
-    ValueError: the files hold others, or are none that safetensors reads.
+    ValueError: the files hold other arrays, or are not valid safetensors files.
   """
   try:
     tensors, found = (safetensors.numpy.load(files[name]) for name in (peft_files.WEIGHTS, STATE))
@@ -177,7 +177,7 @@ def _fits(base: Base, name: str, array: np.ndarray | None) -> bool:
 
 
 def _partly_held(base: Base) -> set[str]:
-  """Return the names of arrays of factors that some layers do not have."""
+  """Return the names of factors that some layers do not have."""
   held = [row.name for row, _ in peft_files.held(base.adapter, base.rows)]
   return {f'{_FACTORS}/{row.name}' for row in base.rows if held.count(row.name) < row.layers}
 
@@ -187,7 +187,7 @@ def _partly_held(base: Base) -> set[str]:
 
 @dataclasses.dataclass(frozen=True)
 class RequestId:
-  """What a request is known by after its process has died."""
+  """The identity of a request, which outlives its process."""
 
   key: str  # Digest of its idempotency key.
   body: str  # Digest of its body.
@@ -195,11 +195,11 @@ class RequestId:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-  """What a version's manifest.json says."""
+  """The contents of a version's manifest.json."""
 
   version: Version
   previous: str | None  # The digest of the manifest of the version before it; None: it is the first.
-  request: RequestId | None  # That made it.
+  request: RequestId | None  # The request that made it.
   files: Mapping[str, str]  # Their SHA-256, by name.
 
   @property
@@ -219,7 +219,7 @@ def make_manifest(
   request: RequestId | None,
   files: Mapping[str, bytes],
 ) -> tuple[Manifest, bytes]:
-  """Return the manifest of a version that is to be, and its content; no two have the same."""
+  """Return the manifest of a new version, and its serialized content, which is unique."""
   values = {
     'format': FORMAT,
     'adapter': adapter,
@@ -241,7 +241,7 @@ def read_manifest(blobs: Blobs, folder: str, number: int, digest: str) -> Manife
   """Return the manifest with this digest of a version of the adapter in this folder.
 
   Raises:
-    Damaged: it is missing or another one.
+    Damaged: it is missing or differs from what was written.
   """
   key = f'{folder}/versions/{version_folder(number, digest)}/{MANIFEST}'
   content = _get(blobs, key)
@@ -256,7 +256,7 @@ def read_files(blobs: Blobs, folder: str, manifest: Manifest, names: tuple[str, 
   """Return files of a version of the adapter in this folder.
 
   Raises:
-    Damaged: one is missing or another one.
+    Damaged: one is missing or differs from what was written.
   """
   found = {}
   for name in names:
@@ -296,35 +296,35 @@ def _manifest(values: Mapping[str, Any], digest: str) -> Manifest:
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-  """What an adapter's HEAD says."""
+  """The contents of an adapter's HEAD."""
 
   adapter: Adapter
-  digest: str  # Of the manifest of its newest version.
-  origin: str  # The same of version 0, which always stays.
+  digest: str  # Digest of the manifest of its newest version.
+  origin: str  # Digest of the manifest of version 0, which is never removed.
   kept_from: int = 1  # Versions between 0 and this one were removed.
 
 
 def tag_of(content: bytes) -> str:
-  """Return what tells a HEAD from every other."""
+  """Return the digest of a HEAD, which is different for every HEAD."""
   return hashlib.sha256(content).hexdigest()
 
 
 def write_head(head: Head) -> bytes:
-  """Return the content of a HEAD; no two have the same."""
+  """Return the serialized content of a HEAD, which is unique."""
   values = {'format': FORMAT, **dataclasses.asdict(head), 'nonce': secrets.token_hex(8)}
   return _json({**values, 'sha256': hashlib.sha256(_json(values)).hexdigest()})
 
 
 def read_head(content: bytes, name: str, folder: str) -> Head:
-  """Return what a HEAD says.
+  """Return the parsed contents of a HEAD.
 
   Args:
     content: of the blob.
-    name: of the blob, for sentences.
+    name: of the blob, for messages.
     folder: of the adapter.
 
   Raises:
-    Damaged: it is not one that was written for this adapter.
+    Damaged: it was not written for this adapter.
   """
   values = _parsed(content) or {}
   digest = values.pop('sha256', None)
